@@ -1,0 +1,85 @@
+# Two commands: `make run` and `make test`. They need python3.11 (or newer), make and git: uv is taken
+# from the PATH or put in a private .uv/, and .venv/ is made from the committed lock, requirements.txt.
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help run test lint format lock notebooks bench clean
+
+ARGS ?=
+BIN := .venv/bin
+VENV := .venv/.stamp
+UV := $(or $(shell command -v uv 2>/dev/null),.uv/bin/uv)
+PRIVATE_UV := $(filter .uv/bin/uv,$(UV))
+# The first of python3.11 and python3 that runs and is new enough, as an absolute path; else empty.
+PYTHON = $(shell for python in python3.11 python3; do $$python -c \
+	'import sys; sys.version_info >= (3, 11) or sys.exit(1); print(sys.executable)' \
+	2>/dev/null && break; done)
+REQUIRE_PYTHON = @test -n "$(PYTHON)" || { \
+	echo "bilevel needs Python 3.11 or newer, and neither python3.11 nor python3 here is one." >&2; \
+	exit 1; }
+
+# Without timings in the files, so that a run that changes nothing leaves no diff.
+define EXECUTE_NOTEBOOKS
+import os, sys, nbclient, nbformat
+for path in sys.argv[1:]:
+    print(path, flush=True)
+    notebook = nbformat.read(path, as_version=4)
+    nbclient.NotebookClient(
+        notebook,
+        kernel_name="python3",
+        record_timing=False,
+        resources={"metadata": {"path": os.path.dirname(path)}},
+    ).execute()
+    if os.environ.get("BILEVEL_FAST", "0") in ("", "0"):
+        nbformat.write(notebook, path)
+endef
+export EXECUTE_NOTEBOOKS
+
+help: ## print this list
+	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
+
+run: $(VENV) ## the main job, `bilevel search` on digits; more flags through ARGS
+	$(BIN)/bilevel search $(ARGS)
+
+test: $(VENV) ## the tests and the doctests; pytest's flags through ARGS
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(VENV) ## style, formatting, types, direction of imports
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+
+format: $(VENV) ## rewrite the code in the house format
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+lock: $(PRIVATE_UV) ## renew requirements.txt from pyproject.toml; ARGS=--upgrade for newer versions
+	$(UV) pip compile pyproject.toml --group dev --universal --python-version 3.11 \
+		--fork-strategy fewest --generate-hashes --no-header --quiet -o requirements.txt $(ARGS)
+
+# In fast mode the notebooks are only checked: the full run's outputs stay in the files.
+notebooks: $(VENV) ## execute the notebooks in place; BILEVEL_FAST=1: quickly, leaving the files alone
+	$(BIN)/python -c "$$EXECUTE_NOTEBOOKS" notebooks/*.ipynb
+
+bench: $(VENV) ## the quick benchmarks: hypergradients and memory
+	$(BIN)/python benchmarks/hypergradients.py --quick
+	$(BIN)/python benchmarks/memory.py
+
+clean: ## remove environments, caches and build outputs; keeps runs/
+	rm -rf .venv .uv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache \
+		.import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+.uv/bin/uv:
+	$(REQUIRE_PYTHON)
+	"$(PYTHON)" -m venv .uv
+	.uv/bin/python -m pip install --quiet uv
+
+# hatchling, which builds the editable install, comes by build isolation.
+$(VENV): requirements.txt pyproject.toml | $(PRIVATE_UV)
+	$(REQUIRE_PYTHON)
+	test -x $(BIN)/python || { rm -rf .venv && $(UV) venv --quiet --python "$(PYTHON)" .venv; }
+	$(UV) pip sync --quiet --python $(BIN)/python --require-hashes requirements.txt
+	$(UV) pip install --quiet --python $(BIN)/python --no-deps --editable .
+	touch $@

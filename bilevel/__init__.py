@@ -1,0 +1,8 @@
+"""Differentiable bilevel optimization in JAX."""
+
+from bilevel._hypergradient import HyperGradient, hypergradient
+from bilevel.estimate import Info
+from bilevel.inverse import cg, dense, gram, neumann, nystrom, scale
+from bilevel.problem import Problem
+from bilevel.protocols import LowerSolver
+from bilevel.solvers import implicit, lbfgs, newton, ridge, solved, unrolled

@@ -1,0 +1,306 @@
+"""Inverse-Hessian-vector products: how an implicit hypergradient solves ``H q = v``.
+
+Every factory here returns an ``Inverse``: ``(hvp, b, x0, point) -> x``. Only ``cg``, ``dense`` and
+``gram`` (where the Gauss-Newton Hessian is the Hessian) solve the system; ``neumann``, ``nystrom``
+and ``scale`` approximate, each with a bias that ``info.error_estimate`` shows.
+
+=============  ==========================================  =======================  =================
+inverse        solves                                      Hessian products         memory (w: p)
+=============  ==========================================  =======================  =================
+``cg``         ``(H + damping I) x = b``, to a tolerance   at most ``steps + 1``    5 copies of w
+``dense``      the same, LU                                p                        2 p^2
+``gram``       ``(J'SJ + damping I) x = b``, n x n         n outputs' gradients     n p + n^2
+``nystrom``    rank-k approximation of the same            rank                     2 rank copies
+``neumann``    ``eta sum_{k<K} (I - eta H)^k b``           ``terms - 1``            2 copies of w
+``scale``      ``eta b`` (one-step DARTS)                  0                        1 copy of w
+=============  ==========================================  =======================  =================
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.flatten_util import ravel_pytree
+
+from bilevel.protocols import Inverse, LinearMap, Point, Pytree
+
+
+class ConjugateGradients(NamedTuple):
+    """Result of :func:`conjugate_gradients`."""
+
+    x: Pytree
+    residual: jax.Array  # [], 2-norm of b - H x by CG's recursion
+    iterations: jax.Array  # [], int
+
+
+def conjugate_gradients(
+    hvp: LinearMap, b: Pytree, x0: Pytree | None, *, steps: int, threshold: jax.Array
+) -> ConjugateGradients:
+    """Conjugate gradients for ``H x = b`` until the residual's 2-norm is under ``threshold``.
+
+    Stops where ``H`` shows a direction of nonpositive curvature, keeping the iterate before it:
+    the residual tells. Hestenes & Stiefel (1952).
+    """
+    x = optax.tree.zeros_like(b) if x0 is None else x0
+    r = b if x0 is None else optax.tree.sub(b, hvp(x0))
+    rr = optax.tree.vdot(r, r)
+    floor = threshold**2
+
+    def unfinished(carry):
+        _, _, _, rr, k, curvature = carry
+        return (k < steps) & (rr > floor) & (curvature > 0)
+
+    def step(carry):
+        x, r, p, rr, k, _ = carry
+        hp = hvp(p)
+        curvature = optax.tree.vdot(p, hp)
+        length = jnp.where(curvature > 0, rr / jnp.where(curvature > 0, curvature, 1), 0)
+        x = optax.tree.add_scale(x, length, p)
+        r = optax.tree.add_scale(r, -length, hp)
+        rr_next = optax.tree.vdot(r, r)
+        p = optax.tree.add_scale(r, rr_next / rr, p)
+        return x, r, p, rr_next, k + 1, curvature
+
+    start = (x, r, r, rr, jnp.zeros((), int), jnp.ones_like(rr))
+    x, _, _, rr, k, _ = jax.lax.while_loop(unfinished, step, start)
+    return ConjugateGradients(x, jnp.sqrt(rr), k)
+
+
+def default_tolerance(tree: Pytree) -> float:
+    """1e-10 in float64; ten roundings in anything narrower."""
+    eps = max(float(jnp.finfo(x.dtype).eps) for x in jax.tree.leaves(tree))
+    return max(1e-10, 10 * eps)
+
+
+def _damped(hvp: LinearMap, damping) -> LinearMap:
+    return lambda v: optax.tree.add_scale(hvp(v), damping, v)
+
+
+def _at_least(name: str, value, least) -> None:
+    # Traced values pass: they have no value to look at yet.
+    if not isinstance(value, jax.core.Tracer) and not value >= least:
+        raise ValueError(f"{name}: expected at least {least}, got {value}.")
+
+
+def cg(steps: int = 500, tol: float | None = None, damping: float = 0.0) -> Inverse:
+    """Conjugate gradients on ``(H + damping I) x = b``: the default, for positive definite ``H``.
+
+    Parameters
+    ----------
+    steps : int
+        Most iterations, one Hessian product each.
+    tol : float, optional
+        Relative residual ``|b - H x| / |b|`` at which to stop; 1e-10 in float64 and ten roundings
+        in narrower types by default.
+    damping : float
+        Added to the Hessian's diagonal; a bias, and a cure for a singular one.
+
+    Raises
+    ------
+    ValueError
+        If ``steps`` is under 1, or ``tol`` or ``damping`` negative.
+
+    Examples
+    --------
+    >>> b = jnp.array([2.0, 8.0])
+    >>> cg()(lambda v: jnp.array([1.0, 4.0]) * v, b, None, None)
+    Array([2., 2.], dtype=float...)
+    """
+    _at_least("steps", steps, 1)
+    _at_least("damping", damping, 0)
+    if tol is not None:
+        _at_least("tol", tol, 0)
+
+    def inverse(hvp, b, x0, point):
+        relative = default_tolerance(b) if tol is None else tol
+        threshold = relative * optax.tree.norm(b)
+        damped = _damped(hvp, damping)
+        return conjugate_gradients(damped, b, x0, steps=steps, threshold=threshold).x
+
+    return inverse
+
+
+def neumann(terms: int, step_size: float) -> Inverse:
+    """Truncated Neumann series ``x = eta sum_{k < terms} (I - eta H)^k b``.
+
+    Identical to back-propagating through the last ``terms`` gradient steps of size ``step_size``
+    taken at a stationary ``w`` (Lorraine, Vicol & Duvenaud 2020): an approximation whose bias
+    shrinks as ``(1 - eta mu)^terms``. Ignores the warm start, which would break that identity.
+
+    Examples
+    --------
+    >>> neumann(2, 0.5)(lambda v: v, jnp.ones(1), None, None)
+    Array([0.75], dtype=float...)
+    """
+    _at_least("terms", terms, 1)
+
+    def inverse(hvp, b, x0, point):
+        def step(x, _):
+            return optax.tree.add_scale(x, step_size, optax.tree.sub(b, hvp(x))), None
+
+        return jax.lax.scan(step, optax.tree.scale(step_size, b), length=terms - 1)[0]
+
+    return inverse
+
+
+def scale(step_size: float) -> Inverse:
+    """``x = step_size * b``: the identity in place of the inverse Hessian.
+
+    With the learning rate as ``step_size`` this is second-order DARTS' one-step approximation
+    (Liu, Simonyan & Yang 2019, Eq. 7) at a stationary point. Approximate; costs nothing.
+
+    Examples
+    --------
+    >>> scale(0.5)(None, jnp.ones(1), None, None)
+    Array([0.5], dtype=float...)
+    """
+    return lambda hvp, b, x0, point: optax.tree.scale(step_size, b)
+
+
+def dense(damping: float = 0.0) -> Inverse:
+    """The Hessian as a p x p matrix, factorised once: exact, for up to a few thousand weights.
+
+    LU rather than Cholesky, so that a saddle's indefinite Hessian has its inverse too.
+
+    Examples
+    --------
+    >>> dense()(lambda v: jnp.array([1.0, 4.0]) * v, jnp.array([2.0, 8.0]), None, None)
+    Array([2., 2.], dtype=float...)
+    """
+    _at_least("damping", damping, 0)
+
+    def inverse(hvp, b, x0, point):
+        flat, unravel = ravel_pytree(b)
+        matrix = hessian_matrix(hvp, b) + damping * jnp.eye(flat.size, dtype=flat.dtype)
+        factor = jax.scipy.linalg.lu_factor(matrix)
+        return unravel(jax.scipy.linalg.lu_solve(factor, flat))
+
+    return inverse
+
+
+def hessian_matrix(hvp: LinearMap, like: Pytree) -> jax.Array:
+    """``H`` as a [p, p] array, symmetrised, in the order of ``ravel_pytree(like)``."""
+    flat, unravel = ravel_pytree(like)
+    columns = jax.vmap(lambda v: ravel_pytree(hvp(unravel(v)))[0])(jnp.eye(flat.size, dtype=flat.dtype))
+    return (columns + columns.T) / 2
+
+
+def nystrom(rank: int, damping: float, *, key: jax.Array | None = None) -> Inverse:
+    """Randomised Nystrom approximation ``(H_rank + damping I)^-1 b``.
+
+    A rank-``rank`` sketch of a positive semidefinite Hessian, inverted by Woodbury's formula
+    (Hataya & Yamada 2023; numerically stable form of Frangella, Tropp & Udell 2023, Alg. 2.1).
+    Exact up to the damping when the rank of ``H`` is at most ``rank``.
+
+    Parameters
+    ----------
+    rank : int
+        Sketch size: as many Hessian products, two copies of ``w`` each. Cut to p when larger.
+    damping : float
+        Positive: what the inverse is in the directions the sketch does not see, 1 / damping.
+    key : jax.Array, optional
+        Seed of the Gaussian sketch, ``jax.random.key(0)`` by default.
+
+    Examples
+    --------
+    >>> x = nystrom(2, 1e-6)(lambda v: jnp.array([1.0, 4.0]) * v, jnp.array([2.0, 8.0]), None, None)
+    >>> bool(jnp.allclose(x, 2.0, rtol=1e-4))
+    True
+    """
+    _at_least("rank", rank, 1)
+    if not isinstance(damping, jax.core.Tracer) and not damping > 0:
+        raise ValueError(f"damping: expected a positive number, got {damping}.")
+
+    def inverse(hvp, b, x0, point):
+        flat, unravel = ravel_pytree(b)
+        seed = jax.random.key(0) if key is None else key
+        omega = jax.random.normal(seed, (flat.size, min(rank, flat.size)), flat.dtype)
+        omega, _ = jnp.linalg.qr(omega)
+        sketch = jax.vmap(lambda v: ravel_pytree(hvp(unravel(v)))[0], 1, 1)(omega)
+        # The shift keeps the Cholesky factorisation safe for a singular H; it is taken off again.
+        shift = jnp.sqrt(flat.size) * jnp.finfo(flat.dtype).eps * jnp.linalg.norm(sketch)
+        shifted = sketch + shift * omega
+        factor = jnp.linalg.cholesky(omega.T @ shifted, symmetrize_input=True)
+        root = jax.scipy.linalg.solve_triangular(factor, shifted.T, lower=True).T
+        u, s, _ = jnp.linalg.svd(root, full_matrices=False)
+        eigenvalues = jnp.maximum(s**2 - shift, 0)
+        inside = u.T @ flat
+        return unravel(u @ (inside / (eigenvalues + damping)) + (flat - u @ inside) / damping)
+
+    return inverse
+
+
+def _squared_error(outputs, batch):
+    return 0.5 * jnp.sum((outputs - batch[1]) ** 2)
+
+
+def gram(
+    outputs: Callable[[Pytree, Pytree, Pytree], jax.Array],
+    loss: Callable[[jax.Array, Pytree], jax.Array] = _squared_error,
+    *,
+    damping: float | Callable[[Pytree], jax.Array] = 0.0,
+) -> Inverse:
+    """Function space: solve with the n x n Gram matrix of the Jacobian, for n << p.
+
+    For ``lower(w) = loss(outputs(w), batch) + damping/2 |w|^2`` the Gauss-Newton Hessian is
+    ``J'SJ + damping I`` with ``J = d outputs / dw`` [n, p], ``S = d^2 loss / d outputs^2``, and
+
+        x = (b - J' S (damping I + K S)^-1 J b) / damping,    K = J J'  (the empirical NTK),
+
+    exact for models linear in ``w`` and at interpolation; the minimum-norm limit is
+    ``x = J' K^-1 S^-1 K^-1 J b``, the pseudo-inverse.
+
+    Parameters
+    ----------
+    outputs : ``outputs(w, alpha, batch) -> array``
+        All predictions of the batch; its size is the n above.
+    loss : ``loss(outputs, batch) -> scalar``
+        The data term of ``lower``; half the summed squared error to ``batch[1]`` by default.
+    damping : float or ``damping(alpha) -> scalar``
+        The weight decay that ``lower`` contains. 0 is the minimum-norm limit: the part of the
+        solution's motion that lies in the null space of ``J`` is not seen there, so prefer a
+        small weight decay, in ``lower`` and here, where that part matters.
+
+    Notes
+    -----
+    Memory: ``J``, n p numbers, and a few n x n matrices. Time: n output gradients and n^3 / 3.
+
+    Examples
+    --------
+    >>> x = jnp.array([[1.0, 0.0, 2.0]])
+    >>> point = Point(w=jnp.zeros(3), alpha=None, batch=(x, jnp.ones(1)))
+    >>> inverse = gram(lambda w, alpha, batch: batch[0] @ w)
+    >>> inverse(None, jnp.array([1.0, 5.0, 2.0]), None, point)
+    Array([0.2, 0. , 0.4], dtype=float...)
+    """
+    if not callable(outputs):
+        raise ValueError(
+            f"outputs: expected a function (w, alpha, batch) -> predictions, got {outputs!r}."
+        )
+
+    def inverse(hvp, b, x0, point):
+        w, alpha, batch = point
+        decay = damping(alpha) if callable(damping) else damping
+        flat, unravel = ravel_pytree(b)
+        start, unravel_w = ravel_pytree(w)
+
+        def predict(v):
+            return outputs(unravel_w(v), alpha, batch)
+
+        predictions = predict(start)
+        n = predictions.size
+        jacobian = jax.jacrev(lambda v: predict(v).ravel())(start)
+        curvature = jax.hessian(lambda f: loss(f.reshape(predictions.shape), batch))(
+            predictions.ravel()
+        )
+        kernel = jacobian @ jacobian.T
+        projected = jacobian @ flat
+        damped = jnp.linalg.solve(decay * jnp.eye(n, dtype=flat.dtype) + kernel @ curvature, projected)
+        if isinstance(decay, jax.core.Tracer) or decay > 0:
+            return unravel((flat - jacobian.T @ (curvature @ damped)) / decay)
+        # With decay 0 `damped` is S^-1 K^-1 J b already.
+        return unravel(jacobian.T @ jnp.linalg.solve(kernel, damped))
+
+    return inverse

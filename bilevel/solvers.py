@@ -1,0 +1,489 @@
+"""Lower solvers: pure functions from ``alpha`` to ``w``, differentiable in ``alpha``.
+
+``unrolled`` differentiates the optimizer's own steps. ``implicit`` differentiates the stationarity
+condition ``grad_w lower(w, alpha) = 0`` at whatever ``w`` a forward solver found. ``ridge`` is the
+closed form for features. The forward solvers ``newton``, ``lbfgs`` and ``solved`` only find ``w``:
+they carry no derivative of their own.
+
+================  ==========================  =====================================================
+solver            derivative                  memory, in copies of w
+================  ==========================  =====================================================
+``unrolled``      of T steps, exact           min(T, O(sqrt(T))); forward mode: 2
+``implicit``      at the solution, exact      that of the inverse; 6 for ``cg``
+``ridge``         closed form, exact          the features and one min(n, p)^2 matrix
+================  ==========================  =====================================================
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.custom_derivatives import SymbolicZero
+
+from bilevel.inverse import cg, conjugate_gradients, default_tolerance
+from bilevel.problem import gradient, hessian_operator, is_quadratic
+from bilevel.protocols import Inverse, Loss, LowerSolver, Point, Pytree
+
+# ----------------------------------------------------------------------------- unrolled
+
+
+def unrolled(
+    optimizer: optax.GradientTransformation | float, steps: int, *, backprop: int | None = None
+) -> LowerSolver:
+    """``steps`` optimizer steps, differentiated through.
+
+    Parameters
+    ----------
+    optimizer : optax.GradientTransformation or float
+        Any optax optimizer whose update is differentiable; a float is plain gradient descent with
+        that step size, which may be traced.
+    steps : int
+        Number of steps T.
+    backprop : int, optional
+        How many of the last steps to differentiate: all by default. ``steps=1, backprop=1`` is
+        second-order DARTS, ``backprop=0`` first-order DARTS (Liu, Simonyan & Yang 2019).
+
+    Returns
+    -------
+    LowerSolver
+        Its state is the optimizer's. The derivative with respect to the starting point is exact
+        when every step is differentiated, and zero when ``backprop < steps``.
+
+    Raises
+    ------
+    ValueError
+        If ``steps`` is under 1, or ``backprop`` is not in 0..steps.
+
+    Notes
+    -----
+    Time T lower gradients, and about three times that for the derivative. Memory in reverse mode:
+    one copy of ``w`` and of the optimizer's state per step while the whole trajectory is short (up
+    to 128 steps and 1 MiB); beyond that 2 sqrt(T) copies, in blocks of sqrt(T) steps that are run
+    once more. What a step computes inside (activations) is never stored: its gradient is taken
+    again when its derivative is.
+
+    Examples
+    --------
+    >>> lower = lambda w, alpha, batch: 0.5 * jnp.sum((w - alpha) ** 2)
+    >>> solver = unrolled(0.5, steps=2)
+    >>> w = jnp.zeros(1)
+    >>> run = lambda alpha: solver.run(lower, alpha, w, solver.init(w), None)[0]
+    >>> run(jnp.ones(1)), jax.jacobian(run)(jnp.ones(1))
+    (Array([0.75], dtype=float...), Array([[0.75]], dtype=float...))
+    """
+    if steps < 1:
+        raise ValueError(f"steps: expected at least 1, got {steps}.")
+    last = steps if backprop is None else backprop
+    if not 0 <= last <= steps:
+        raise ValueError(f"backprop: expected None or 0 to steps={steps}, got {backprop}.")
+    if not isinstance(optimizer, optax.GradientTransformation):
+        optimizer = optax.sgd(optimizer)
+    optimizer = optax.with_extra_args_support(optimizer)
+
+    def run(lower, alpha, w, state, batch):
+        def step(carry, alpha, batch):
+            w, state = carry
+            value, slope = jax.value_and_grad(lower)(w, alpha, batch)
+            updates, state = optimizer.update(
+                slope, state, w, value=value, grad=slope, value_fn=lambda w: lower(w, alpha, batch)
+            )
+            return optax.apply_updates(w, updates), state
+
+        def first_steps(carry, alpha, batch):
+            return _repeat(lambda c: step(c, alpha, batch), carry, steps - last)
+
+        carry = (w, state)
+        if last < steps:
+            carry = detached(first_steps, carry, alpha, batch)
+        return _repeat_checkpointed(lambda c: step(c, alpha, batch), carry, last)
+
+    return LowerSolver(init=optimizer.init, run=run)
+
+
+def _repeat(step: Callable, carry: Pytree, times: int) -> Pytree:
+    return jax.lax.scan(lambda c, _: (step(c), None), carry, length=times)[0]
+
+
+def _repeat_checkpointed(step: Callable, carry: Pytree, times: int) -> Pytree:
+    """``times`` steps; reverse mode keeps carries only, every one or one in sqrt(times)."""
+    # No common-subexpression barrier is needed inside a scan (jax.checkpoint's documentation).
+    step = jax.checkpoint(step, prevent_cse=False)
+    size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(carry))
+    if times <= 128 and times * size <= 2**20:
+        return _repeat(step, carry, times)
+    length = math.isqrt(times)
+    block = jax.checkpoint(functools.partial(_repeat, step, times=length), prevent_cse=False)
+    # The remainder goes first, so that no step is masked and none is wasted.
+    carry = _repeat(step, carry, times % length)
+    return _repeat(block, carry, times // length)
+
+
+def detached(function: Callable, *args: Pytree) -> Pytree:
+    """``function(*args)`` cut off from differentiation, closed-over values included.
+
+    Stopping the inputs rather than the output keeps JAX from tracing a derivative only to throw it
+    away, and lets ``function`` contain loops that have no reverse mode.
+    """
+    converted, hoisted = jax.closure_convert(function, *args)
+    return converted(*jax.lax.stop_gradient((*args, *hoisted)))
+
+
+# ----------------------------------------------------------------------------- implicit
+
+
+class ImplicitState(NamedTuple):
+    """State of :func:`implicit`."""
+
+    forward: Pytree  # the forward solver's
+    adjoint: Pytree  # like w: H^-1 dF/dw of the previous outer step, where the next solve starts
+
+
+def implicit(forward: LowerSolver | None = None, inverse: Inverse | None = None) -> LowerSolver:
+    """The implicit function theorem at the solution that ``forward`` finds.
+
+    Differentiating ``grad_w lower(w(alpha), alpha) = 0`` gives
+
+        dw/dalpha = -H^-1 d(grad_w lower)/dalpha,
+
+    one solve with the lower Hessian ``H`` per hypergradient, whatever ``forward`` did.
+
+    Parameters
+    ----------
+    forward : LowerSolver, optional
+        Any lower solver; its own derivative is not used. :func:`newton` by default.
+    inverse : Inverse, optional
+        How to apply ``H^-1``; :func:`bilevel.cg` by default.
+
+    Returns
+    -------
+    LowerSolver
+        Its state holds the forward solver's state and the last adjoint as a warm start. The
+        derivative with respect to the starting point ``w`` is zero: a solution does not depend on
+        where the search for it began (for meta-learned initialisations use :func:`unrolled`).
+
+    Notes
+    -----
+    Derivatives of every order are those of the stationarity condition, in forward, reverse and
+    nested modes, provided ``inverse`` solves its system (``cg``, ``dense``). Where ``forward``
+    stops short of stationarity they are the derivatives of the nearby problem
+    ``lower(w) - <residual, w>``, whose solution ``w`` is; ``info.error_estimate`` says how much
+    that matters. Cost: ``forward`` plus, per hypergradient, one linear solve.
+
+    Examples
+    --------
+    >>> lower = lambda w, alpha, batch: jnp.sum(0.5 * alpha * w**2 - w)
+    >>> solver = implicit(newton(), cg())
+    >>> w = jnp.zeros(1)
+    >>> run = lambda alpha: solver.run(lower, alpha, w, solver.init(w), None)[0][0]
+    >>> alpha = jnp.array(2.0)
+    >>> [round(float(f(alpha)), 6) for f in (run, jax.grad(run), jax.hessian(run))]
+    [0.5, -0.25, 0.25]
+    """
+    forward = newton() if forward is None else forward
+    inverse = cg() if inverse is None else inverse
+
+    def init(w):
+        return ImplicitState(forward.init(w), optax.tree.zeros_like(w))
+
+    def run(lower, alpha, w, state, batch):
+        def solve(alpha, w, state, batch):
+            return forward.run(lower, alpha, w, state, batch)
+
+        w, forward_state = detached(solve, alpha, w, state.forward, batch)
+        w = _stationary(lower, inverse, w, alpha, batch, state.adjoint)
+        return w, ImplicitState(forward_state, state.adjoint)
+
+    return LowerSolver(init, run)
+
+
+def _stationary(
+    lower: Loss, inverse: Inverse, w: Pytree, alpha: Pytree, batch: Pytree, start: Pytree
+) -> Pytree:
+    """``w`` itself, with the derivative of the root of ``grad_w lower`` attached.
+
+    The rule calls itself on the primal, so each further order of differentiation meets the same
+    rule, and a first derivative costs a single linear solve.
+    """
+    slope, hoisted = jax.closure_convert(jax.grad(lower), w, alpha, batch)
+
+    @jax.custom_jvp
+    def root(w, args):
+        return w
+
+    @functools.partial(root.defjvp, symbolic_zeros=True)
+    def root_jvp(primals, tangents):
+        w, args = primals
+        w = root(w, args)
+        flat, tree = jax.tree.flatten(args)
+        flat_dots = jax.tree.leaves(tangents[1], is_leaf=lambda t: isinstance(t, SymbolicZero))
+        moving = [not isinstance(t, SymbolicZero) for t in flat_dots]
+        if not any(moving):
+            return w, optax.tree.zeros_like(w)
+
+        def slope_of(*values):
+            """The lower gradient at ``w``, of the arguments that are differentiated only."""
+            values = iter(values)
+            merged = [next(values) if m else x for m, x in zip(moving, flat, strict=True)]
+            alpha, batch, hoisted, _ = jax.tree.unflatten(tree, merged)
+            return slope(w, alpha, batch, *hoisted)
+
+        def select(items):
+            return tuple(x for m, x in zip(moving, items, strict=True) if m)
+
+        _, forcing = jax.jvp(slope_of, select(flat), select(flat_dots))
+        alpha, batch, hoisted, start = args
+        _, hvp = jax.linearize(lambda w: slope(w, alpha, batch, *hoisted), w)
+        point = Point(w, alpha, batch)
+        w_dot = jax.lax.custom_linear_solve(
+            hvp,
+            optax.tree.scale(-1, forcing),
+            # Only the adjoint system resembles the one of the previous outer step.
+            solve=lambda hvp, b: inverse(hvp, b, None, point),
+            transpose_solve=lambda hvp, b: inverse(hvp, b, start, point),
+            symmetric=True,
+        )
+        return w, w_dot
+
+    return root(w, (alpha, batch, hoisted, start))
+
+
+def remember(state: Pytree, adjoint: Pytree) -> Pytree:
+    """``state`` with ``adjoint`` as the next linear solve's warm start, where it keeps one."""
+    return state._replace(adjoint=adjoint) if isinstance(state, ImplicitState) else state
+
+
+# ----------------------------------------------------------------------------- ridge
+
+
+def ridge(
+    features: Callable[[Pytree, jax.Array], jax.Array], penalty: Callable[[Pytree], jax.Array]
+) -> LowerSolver:
+    """Ridge regression on features in closed form.
+
+        w(alpha) = argmin_w 1/2 |Phi w - y|^2 + 1/2 penalty |w|^2,    Phi = features(alpha, x)
+
+    Parameters
+    ----------
+    features : ``features(alpha, x) -> [n, p]``
+    penalty : ``penalty(alpha) -> scalar >= 0``
+        Or a vector [p], one penalty per weight. 0 is the ridgeless limit: least squares for
+        n >= p, and the minimum-norm interpolant for n < p (full rank needed in both).
+
+    Returns
+    -------
+    LowerSolver
+        For batches ``(x, y)`` with ``y`` [n] or [n, c]; ``w`` is [p] or [p, c]. Primal (p x p)
+        when n >= p or the penalty is a vector, else dual (n x n). It does not call the problem's
+        ``lower``, which should be the loss above up to a positive factor: the hypergradient's
+        ``error_estimate`` checks the closed form against it. In the ridgeless limit with n < p
+        that Hessian is singular and the estimate is infinite, though the gradient is right.
+
+    Raises
+    ------
+    ValueError
+        If the features are not a matrix with one row per label.
+
+    Notes
+    -----
+    One factorisation; its derivative reuses it. The ridgeless predictor does not change when the
+    features are scaled, so its hypergradient satisfies ``alpha . grad = 0`` for features linear in
+    alpha (a free test). Oymak et al. 2021, Definition 2.
+
+    Examples
+    --------
+    >>> solver = ridge(lambda alpha, x: alpha * x, lambda alpha: 0.0)
+    >>> batch = (jnp.array([[1.0], [1.0]]), jnp.array([2.0, 4.0]))
+    >>> solver.run(None, 2.0, jnp.zeros(1), (), batch)[0]
+    Array([1.5], dtype=float...)
+    """
+
+    def run(lower, alpha, w, state, batch):
+        x, y = batch
+        phi = features(alpha, x)
+        if phi.ndim != 2 or phi.shape[0] != y.shape[0]:
+            raise ValueError(
+                f"features: expected a matrix with {y.shape[0]} rows, one per label, "
+                f"got shape {phi.shape}."
+            )
+        decay = jnp.asarray(penalty(alpha), phi.dtype)
+        n, p = phi.shape
+        if n >= p or decay.ndim == 1:
+            return _solve_gram(phi.T, decay, phi.T @ y), state
+        return phi.T @ _solve_gram(phi, decay, y), state
+
+    return LowerSolver(init=lambda w: (), run=run, closed_form=True)
+
+
+def _solve_gram(a: jax.Array, decay: jax.Array, b: jax.Array) -> jax.Array:
+    """Solve ``(a a' + diag(decay)) x = b`` by Cholesky, for ``decay`` scalar or vector.
+
+    Differentiated as a linear solve with ``a`` and ``a'`` applied in turn: cheaper than through the
+    factorisation, whose m x m cotangent never exists.
+    """
+    per_row = decay if decay.ndim == 0 or b.ndim == 1 else decay[:, None]
+    matrix = a @ a.T + decay * jnp.eye(a.shape[0], dtype=a.dtype)
+    factor = jax.scipy.linalg.cho_factor(jax.lax.stop_gradient(matrix), lower=True)
+    return jax.lax.custom_linear_solve(
+        lambda v: a @ (a.T @ v) + per_row * v,
+        b,
+        solve=lambda _, b: jax.scipy.linalg.cho_solve(factor, b),
+        symmetric=True,
+    )
+
+
+# ----------------------------------------------------------------------------- forward solvers
+
+
+def newton(steps: int = 20, tol: float | None = None, cg_steps: int = 500) -> LowerSolver:
+    """Newton's method with conjugate gradients and a backtracking line search: finds ``w`` only.
+
+    For smooth, strongly convex lower losses. A quadratic one (recognised while tracing) takes one
+    step; elsewhere the linear solves start loose and tighten with the gradient. Use it inside
+    :func:`implicit`.
+
+    Parameters
+    ----------
+    steps : int
+        Most Newton steps; it stops sooner at ``tol`` or when the gradient no longer shrinks.
+    tol : float, optional
+        Stationarity ``|g|`` relative to ``|g| + |H w|`` at the start; 1e-10 in float64, ten
+        roundings in narrower types by default.
+    cg_steps : int
+        Most Hessian products per Newton step.
+
+    Notes
+    -----
+    Memory: 7 copies of ``w``. Nocedal & Wright (2006), Algorithm 7.1.
+
+    Examples
+    --------
+    >>> solver = newton()
+    >>> lower = lambda w, alpha, batch: jnp.cosh(w - alpha).sum()
+    >>> w = jnp.zeros(1)
+    >>> solver.run(lower, jnp.ones(1), w, (), None)[0].round(4)
+    Array([1.], dtype=float...)
+    """
+    if steps < 1:
+        raise ValueError(f"steps: expected at least 1, got {steps}.")
+
+    def run(lower, alpha, w, state, batch):
+        relative = default_tolerance(w) if tol is None else tol
+        exact = is_quadratic(lower, w, alpha, batch)
+        slope, hvp = hessian_operator(lower, w, alpha, batch)
+        scale = optax.tree.norm(slope) + optax.tree.norm(hvp(w))
+        target = relative * scale
+
+        def unfinished(carry):
+            _, _, size, previous, k = carry
+            # Rounding has the last word once a step no longer halves the gradient.
+            return (k < steps) & (size > target) & (size < 0.5 * previous)
+
+        def step(carry):
+            w, slope, size, _, k = carry
+            _, hvp = hessian_operator(lower, w, alpha, batch)
+            forcing = 0.0 if exact else jnp.minimum(0.1, jnp.sqrt(size / scale))
+            threshold = jnp.maximum(0.5 * target, forcing * size)
+            solved = conjugate_gradients(hvp, slope, None, steps=cg_steps, threshold=threshold)
+            w = _backtrack(lambda w: lower(w, alpha, batch), w, solved.x, slope)
+            slope = jax.grad(lower)(w, alpha, batch)
+            return w, slope, optax.tree.norm(slope), size, k + 1
+
+        size = optax.tree.norm(slope)
+        start = (w, slope, size, jnp.full_like(size, jnp.inf), jnp.zeros((), int))
+        return jax.lax.while_loop(unfinished, step, start)[0], state
+
+    return LowerSolver(init=lambda w: (), run=run)
+
+
+def _backtrack(loss: Callable, w: Pytree, direction: Pytree, slope: Pytree) -> Pytree:
+    """``w - t direction`` with the largest t = 1, 1/2, ... that decreases the loss enough."""
+    value = loss(w)
+    decrease = optax.tree.vdot(direction, slope)
+    # Near the minimum the decrease drowns in the rounding of the loss: allow for that.
+    slack = 10 * jnp.finfo(value.dtype).eps * jnp.abs(value)
+
+    def too_long(t):
+        trial = loss(optax.tree.add_scale(w, -t, direction))
+        return ~(trial <= value - 1e-4 * t * decrease + slack) & (t > 1e-6)
+
+    t = jax.lax.while_loop(too_long, lambda t: t / 2, jnp.ones_like(value))
+    return optax.tree.add_scale(w, -t, direction)
+
+
+def lbfgs(steps: int = 200, tol: float | None = None, memory: int = 10) -> LowerSolver:
+    """L-BFGS with a strong-Wolfe line search (optax): finds ``w`` only, from gradients alone.
+
+    For smooth lower losses whose Hessian products are dear. Use it inside :func:`implicit`.
+
+    Parameters
+    ----------
+    steps : int
+        Most iterations.
+    tol : float, optional
+        As in :func:`newton`.
+    memory : int
+        Pairs of differences kept, two copies of ``w`` each.
+
+    Examples
+    --------
+    >>> lower = lambda w, alpha, batch: jnp.cosh(w - alpha).sum()
+    >>> lbfgs().run(lower, jnp.ones(1), jnp.zeros(1), (), None)[0].round(3)
+    Array([1.], dtype=float...)
+    """
+    if steps < 1:
+        raise ValueError(f"steps: expected at least 1, got {steps}.")
+    optimizer = optax.lbfgs(memory_size=memory)
+
+    def run(lower, alpha, w, state, batch):
+        def loss(w):
+            return lower(w, alpha, batch)
+
+        slope, hvp = hessian_operator(lower, w, alpha, batch)
+        relative = default_tolerance(w) if tol is None else tol
+        target = relative * (optax.tree.norm(slope) + optax.tree.norm(hvp(w)))
+
+        def unfinished(carry):
+            _, _, size, k = carry
+            return (k < steps) & (size > target)
+
+        def step(carry):
+            w, state, _, k = carry
+            value, slope = jax.value_and_grad(loss)(w)
+            updates, state = optimizer.update(
+                slope, state, w, value=value, grad=slope, value_fn=loss
+            )
+            w = optax.apply_updates(w, updates)
+            return w, state, optax.tree.norm(jax.grad(loss)(w)), k + 1
+
+        # The curvature pairs belong to one alpha: a fresh memory for each run.
+        start = (w, optimizer.init(w), optax.tree.norm(slope), jnp.zeros((), int))
+        return jax.lax.while_loop(unfinished, step, start)[0], state
+
+    return LowerSolver(init=lambda w: (), run=run)
+
+
+def solved(solve: Callable[[Pytree, Pytree, Pytree], Pytree] | None = None) -> LowerSolver:
+    """Already solved: the user hands in ``w*``. Use it inside :func:`implicit`.
+
+    Parameters
+    ----------
+    solve : ``solve(alpha, w, batch) -> w``, optional
+        Any traceable solver, another library's included. By default ``w0`` itself is the solution.
+
+    Examples
+    --------
+    >>> lower = lambda w, alpha, batch: jnp.sum(0.5 * (w - alpha) ** 2)
+    >>> solver = implicit(solved(lambda alpha, w, batch: alpha))
+    >>> w = jnp.zeros(1)
+    >>> jax.jacobian(lambda a: solver.run(lower, a, w, solver.init(w), None)[0])(jnp.ones(1))
+    Array([[1.]], dtype=float...)
+    """
+
+    def run(lower, alpha, w, state, batch):
+        return (w if solve is None else solve(alpha, w, batch)), state
+
+    return LowerSolver(init=lambda w: (), run=run)

@@ -1,77 +1,596 @@
-"""Claims about `bilevel.data`; those about the real files need BILEVEL_DATA and skip without it."""
+"""Claims about `bilevel.data`; those on the real files look in $BILEVEL_DATA, else they skip."""
 
 import csv
-import functools
 import gzip
 import hashlib
-import http.server
 import io
 import lzma
 import os
+import re
 import struct
 import tarfile
 import threading
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
+from sklearn.datasets import load_digits
 
 from bilevel import data
 
+REAL = os.environ.get("BILEVEL_DATA", "")
 COMPRESS = {"": bytes, ".gz": gzip.compress, ".xz": lzma.compress}
+RNG = np.random.RandomState(0)
 
 
-def md5(content):
-    return "md5:" + hashlib.md5(content).hexdigest()
+def real(name):
+    present = REAL and (Path(REAL) / name).is_dir()
+    return pytest.mark.skipif(not present, reason=f"BILEVEL_DATA holds no {name}")
 
 
-def idx_file(array):
+# Small datasets in the real formats.
+
+
+def idx(array):
     return struct.pack(f">{1 + array.ndim}I", 2048 + array.ndim, *array.shape) + array.tobytes()
 
 
-def one_line(error):
-    text = str(error.value)
-    assert "\n" not in text and ". " not in text
-    return text
+IMAGES = RNG.randint(0, 256, (9, 5, 4), np.uint8)
+LABELS = RNG.randint(0, 10, 9).astype(np.uint8)
+MNIST = {
+    "train-images-idx3-ubyte": idx(IMAGES[:6]),
+    "train-labels-idx1-ubyte": idx(LABELS[:6]),
+    "t10k-images-idx3-ubyte": idx(IMAGES[6:]),
+    "t10k-labels-idx1-ubyte": idx(LABELS[6:]),
+}
+
+RECORDS = RNG.randint(0, 256, (6, 4, 3073), np.uint8)
+RECORDS[:, :, 0] %= 10
+BATCHES = [f"data_batch_{i}.bin" for i in range(1, 6)] + ["test_batch.bin"]
+CIFAR = {file: batch.tobytes() for file, batch in zip(BATCHES, RECORDS, strict=True)}
+
+TEXTS = ["plain", 'a "quoted", one', "two<br />\nlines", "d\u00e9j\u00e0 vu \u2014 \u6620\u753b"]
+REVIEWS = {
+    f"aclImdb/{part}/{label}/{i}_{rating}.txt": f"{part} {label} {i}: {text}".encode()
+    for part in ("train", "test")
+    for label, rating in (("neg", 2), ("pos", 9))
+    for i, text in enumerate(TEXTS * 3)  # numbers of two digits: not in the order of their names
+}
+UNLABELLED = {"aclImdb/train/unsup/0_0.txt": b"no label", "aclImdb/README": b"about"}
 
 
-# ---------------------------------------------------------------- small files in the real formats
+def reviews_csv():
+    table = io.StringIO(newline="")
+    rows = csv.writer(table, lineterminator="\n")
+    rows.writerow(["split", "label", "rating", "review_id", "text"])
+    for path, text in REVIEWS.items():
+        part, label, number, rating = re.split(r"[/_.]", path)[1:5]
+        rows.writerow([part, int(label == "pos"), rating, number, text.decode()])
+    return table.getvalue().encode()
 
 
-class Store:
-    """A small dataset: `root` stands for $BILEVEL_DATA, `host` for the public host's files."""
+def tar(files):
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w:gz") as archive:
+        for name, content in files.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+    return buffer.getvalue()
 
-    def __init__(self, tmp_path, monkeypatch):
-        self.root, self.cache, self.host = (tmp_path / d for d in ("root", "cache", "host"))
-        self.host.mkdir()
-        self.patch = monkeypatch
-        monkeypatch.setenv("BILEVEL_DATA", str(self.root))
-        monkeypatch.setattr(data.pooch, "os_cache", lambda _: self.cache)
-        monkeypatch.setattr(data, "BATCH_ROWS", 4)
-        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-        self.url = "http://127.0.0.1:1"  # nothing listens there
 
-    def sources(self, name, *sources):
-        sources = tuple(
-            data.Source(f"{self.url}/{file}", md5(content), files)
-            for file, content, files in sources
-        )
-        for (file, content, _) in self.published:
-            (self.host / file).write_bytes(content)
-        self.patch.setitem(data.SOURCES, name, sources)
+CIFAR_TAR = tar({f"cifar-10-batches-bin/{file}": content for file, content in CIFAR.items()})
+IMDB_TAR = tar(REVIEWS | UNLABELLED)
 
-    def publish(self, name, *published):
-        self.published = published
-        self.sources(name, *published)
 
-    def put(self, name, file, content, place=None):
-        path = (place or self.root) / name / file
+def digest(content, algorithm="md5"):
+    return f"{algorithm}:{hashlib.new(algorithm, content).hexdigest()}"
+
+
+def sources(host):
+    """The table of sources with the digests of the small files, on another host."""
+
+    def source(file, content, files):
+        return data.Source(f"{host}/{file}", digest(content), files)
+
+    reviews = digest(reviews_csv(), "sha256")
+    return {
+        "mnist": tuple(
+            source(f"{file}.gz", gzip.compress(content, mtime=0), {file: digest(content)})
+            for file, content in MNIST.items()
+        ),
+        "cifar10": (
+            source(
+                "cifar-10-binary.tar.gz",
+                CIFAR_TAR,
+                {file: digest(content) for file, content in CIFAR.items()},
+            ),
+        ),
+        "imdb": (
+            source(
+                "aclImdb_v1.tar.gz", IMDB_TAR, {"imdb_reviews.csv": reviews, "aclImdb": reviews}
+            ),
+        ),
+    }
+
+
+def write(folder, files, suffix=""):
+    for name, content in files.items():
+        path = folder / f"{name}{suffix}"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content)
-        return path
+        path.write_bytes(COMPRESS[suffix](content))
 
 
 @pytest.fixture
-def store(tmp_path, monkeypatch):
-    return Store(tmp_path, monkeypatch)
+def places(tmp_path, monkeypatch):
+    """Empty folders for $BILEVEL_DATA and the user cache, the small sources on a dead host."""
+    monkeypatch.setenv("BILEVEL_DATA", str(tmp_path / "given"))
+    monkeypatch.setattr(data.pooch, "os_cache", lambda project: tmp_path / "cache")
+    monkeypatch.setattr(data, "BATCH_ROWS", 4)
+    monkeypatch.setattr(data, "SOURCES", sources("http://127.0.0.1:9"))
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    return SimpleNamespace(given=tmp_path / "given", cache=tmp_path / "cache")
+
+
+@pytest.fixture
+def host(places, tmp_path, monkeypatch):
+    """A public host on this machine: the folder it serves and the paths asked for so far."""
+    folder, asked = tmp_path / "host", []
+
+    class Handler(SimpleHTTPRequestHandler):
+        def log_message(self, *_):
+            asked.append(self.path.lstrip("/"))
+
+    write(folder, {f"{f}.gz": gzip.compress(content, mtime=0) for f, content in MNIST.items()})
+    write(folder, {"cifar-10-binary.tar.gz": CIFAR_TAR, "aclImdb_v1.tar.gz": IMDB_TAR})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=folder))
+    monkeypatch.setattr(data, "SOURCES", sources(f"http://127.0.0.1:{server.server_port}"))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield SimpleNamespace(folder=folder, asked=asked)
+    server.shutdown()
+    server.server_close()
+
+
+def refusal(error, name, **options):
+    """The message of the refusal to load, which is one sentence."""
+    with pytest.raises(error) as caught:
+        data.load(name, **options)
+    message = str(caught.value)
+    assert "\n" not in message and ". " not in message, message
+    return message
+
+
+def same(a, b):
+    return a.classes == b.classes and all(
+        x.dtype == y.dtype and np.array_equal(x, y) for x, y in zip(a[:4], b[:4], strict=True)
+    )
+
+
+# What load returns.
+
+
+def test_an_unknown_name_is_refused_with_the_known_ones():
+    message = refusal(ValueError, "minst")
+    for name in ("'minst'", "digits", "mnist", "fashion-mnist", "cifar10", "imdb"):
+        assert name in message
+
+
+def test_digits_are_the_scikit_learn_digits_with_the_last_360_as_test():
+    digits, truth = data.load("digits"), load_digits()
+    np.testing.assert_array_equal(np.r_[digits.x_train, digits.x_test] * 16, truth.images)
+    np.testing.assert_array_equal(np.r_[digits.y_train, digits.y_test], truth.target)
+    assert len(digits.y_test) == 360
+    assert digits.x_train.dtype == np.float32 and digits.y_train.dtype == np.int32
+    assert set(digits.y_test) == set(range(len(digits.classes)))
+
+
+@pytest.mark.parametrize("suffix", COMPRESS)
+def test_idx_files_are_read_however_they_are_compressed(places, suffix):
+    write(places.given / "mnist", MNIST, suffix)
+    mnist = data.load("mnist")
+    np.testing.assert_array_equal(np.rint(mnist.x_train * 255), IMAGES[:6])
+    np.testing.assert_array_equal(np.rint(mnist.x_test * 255), IMAGES[6:])
+    np.testing.assert_array_equal(mnist.y_train, LABELS[:6])
+    np.testing.assert_array_equal(mnist.y_test, LABELS[6:])
+    assert mnist.x_train.dtype == np.float32 and mnist.y_train.dtype == np.int32
+
+
+@pytest.mark.parametrize("suffix", COMPRESS)
+def test_cifar_planes_become_the_channels_of_images_in_batch_order(places, suffix):
+    write(places.given / "cifar10", CIFAR, suffix)
+    cifar = data.load("cifar10")
+    assert cifar.x_train.shape == (20, 32, 32, 3) and cifar.x_test.shape == (4, 32, 32, 3)
+    np.testing.assert_array_equal(cifar.y_train, RECORDS[:5, :, 0].ravel())
+    for row, column, channel in ((0, 0, 0), (0, 7, 1), (31, 2, 2)):
+        pixels = np.rint(255 * cifar.x_train[:, row, column, channel])
+        byte = 1 + 1024 * channel + 32 * row + column
+        np.testing.assert_array_equal(pixels, RECORDS[:5, :, byte].ravel())
+    assert cifar.x_train.dtype == np.float32 and cifar.x_train.flags.c_contiguous
+
+
+def test_reviews_are_whole_texts_of_type_str_with_their_own_labels(places):
+    write(places.given / "imdb", {"imdb_reviews.csv": reviews_csv()}, ".gz")
+    imdb = data.load("imdb")
+    texts = {text.decode(): path.split("/")[1:3] for path, text in REVIEWS.items()}
+    for part, x, y in (("train", imdb.x_train, imdb.y_train), ("test", imdb.x_test, imdb.y_test)):
+        assert sorted(x) == sorted(text for text in texts if texts[text][0] == part)
+        for text, label in zip(x, y, strict=True):
+            assert type(text) is str and texts[text] == [part, ("neg", "pos")[label]]
+    assert imdb.y_train.dtype == np.int32
+
+
+@pytest.mark.parametrize(
+    ("name", "files", "suffix"),
+    [
+        ("cifar10", {"cifar-10-binary.tar.gz": CIFAR_TAR}, ""),
+        ("imdb", {"aclImdb_v1.tar.gz": IMDB_TAR}, ""),
+        ("imdb", REVIEWS | UNLABELLED, ""),
+        ("imdb", {"imdb_reviews.csv": reviews_csv()}, ".xz"),
+    ],
+    ids=["cifar archive", "reviews archive", "reviews folder", "reviews table"],
+)
+def test_every_form_of_a_dataset_holds_the_same_rows(places, monkeypatch, name, files, suffix):
+    plain = {"cifar10": CIFAR, "imdb": {"imdb_reviews.csv": reviews_csv()}}[name]
+    write(places.given / name, plain)
+    expected = data.load(name)
+    monkeypatch.setenv("BILEVEL_DATA", str(places.given / "other"))
+    write(places.given / "other" / name, files, suffix)
+    assert same(data.load(name), expected)
+
+
+@pytest.mark.parametrize("name", ["digits", "mnist", "cifar10", "imdb"])
+def test_smaller_sizes_keep_the_first_rows(places, name):
+    write(places.given / "mnist", MNIST)
+    write(places.given / "cifar10", CIFAR)
+    write(places.given / "imdb", {"imdb_reviews.csv": reviews_csv()})
+    whole, few = data.load(name), data.load(name, train_size=5, test_size=2)
+    assert same(few, whole._replace(**{
+        field: getattr(whole, field)[: 5 if "train" in field else 2] for field in whole._fields[:4]
+    }))  # fmt: skip
+
+
+def test_the_first_reviews_have_both_labels_although_the_file_is_sorted(places):
+    write(places.given / "imdb", {"imdb_reviews.csv": reviews_csv()})
+    imdb = data.load("imdb", train_size=8, test_size=8)
+    assert set(imdb.y_train) == set(imdb.y_test) == {0, 1}
+
+
+@pytest.mark.parametrize("name", ["digits", "mnist", "cifar10", "imdb"])
+def test_sizes_beyond_the_rows_or_below_one_are_refused(places, name):
+    write(places.given / "mnist", MNIST)
+    write(places.given / "cifar10", CIFAR)
+    write(places.given / "imdb", {"imdb_reviews.csv": reviews_csv()})
+    rows = len(data.load(name).y_train)
+    message = refusal(ValueError, name, train_size=rows + 1)
+    assert str(rows) in message and str(rows + 1) in message
+    assert "test_size" in refusal(ValueError, name, test_size=10**6)
+    assert "0" in refusal(ValueError, name, train_size=0)
+    assert "-1" in refusal(ValueError, name, test_size=-1)
+
+
+# Damage: one sentence naming the file, what was expected and what came.
+
+
+@pytest.mark.parametrize("suffix", COMPRESS)
+@pytest.mark.parametrize("file", MNIST)
+def test_a_truncated_idx_file_is_refused(places, file, suffix):
+    write(places.given / "mnist", MNIST, suffix)
+    path = places.given / "mnist" / f"{file}{suffix}"
+    for length in (0, 3, 7, len(path.read_bytes()) - 1):
+        path.write_bytes(path.read_bytes()[:length])
+        message = refusal(ValueError, "mnist")
+        assert str(path) in message and "expected" in message and "got" in message
+
+
+@pytest.mark.parametrize("suffix", COMPRESS)
+def test_an_altered_byte_is_refused_with_both_digests(places, suffix):
+    write(places.given / "mnist", MNIST, suffix)
+    file, content = "train-images-idx3-ubyte", bytearray(MNIST["train-images-idx3-ubyte"])
+    content[-1] ^= 1
+    write(places.given / "mnist", {file: bytes(content)}, suffix)
+    message = refusal(ValueError, "mnist")
+    for part in (f"{file}{suffix}", digest(MNIST[file])[4:], digest(content)[4:]):
+        assert part in message
+
+
+def test_idx_images_in_the_place_of_labels_are_refused(places):
+    images = MNIST["train-images-idx3-ubyte"]
+    write(places.given / "mnist", MNIST | {"train-labels-idx1-ubyte": images})
+    message = refusal(ValueError, "mnist")
+    assert "train-labels-idx1-ubyte" in message and "2049" in message and "2051" in message
+
+
+def test_idx_dimensions_that_differ_from_the_length_are_refused(places):
+    content = bytearray(MNIST["t10k-labels-idx1-ubyte"])
+    content[7] = 200
+    write(places.given / "mnist", MNIST | {"t10k-labels-idx1-ubyte": bytes(content)})
+    message = refusal(ValueError, "mnist")
+    assert "t10k-labels-idx1-ubyte" in message and "208" in message and "11" in message
+
+
+@pytest.mark.parametrize("file", MNIST)
+def test_a_missing_idx_file_is_named_and_not_taken_from_elsewhere(places, host, file):
+    write(places.given / "mnist", {name: MNIST[name] for name in MNIST if name != file})
+    write(places.cache / "mnist", MNIST)
+    message = refusal(FileNotFoundError, "mnist")
+    assert file in message and str(places.given / "mnist") in message
+    assert not host.asked
+
+
+def test_cifar_reads_no_batch_beyond_those_it_needs(places):
+    write(places.given / "cifar10", CIFAR | {"data_batch_3.bin": b"damaged"})
+    np.testing.assert_array_equal(
+        data.load("cifar10", train_size=8).y_train, RECORDS[:2, :, 0].ravel()
+    )
+    assert "data_batch_3.bin" in refusal(ValueError, "cifar10", train_size=9)
+
+
+@pytest.mark.parametrize("asked", [None, 13])
+def test_more_rows_than_the_cifar_batches_there_is_refused_with_what_is_there(places, asked):
+    write(places.given / "cifar10", {file: CIFAR[file] for file in (*BATCHES[:3], BATCHES[5])})
+    message = refusal(ValueError, "cifar10", train_size=asked)
+    assert "got 12 of 20" in message and "train_size<=12" in message
+    assert str(places.given / "cifar10") in message
+    assert len(data.load("cifar10", train_size=12).y_train) == 12
+
+
+@pytest.mark.parametrize("file", [BATCHES[0], BATCHES[5]])
+def test_a_missing_first_or_test_batch_is_named(places, file):
+    write(places.given / "cifar10", {name: CIFAR[name] for name in CIFAR if name != file})
+    assert file in refusal(FileNotFoundError, "cifar10", train_size=4)
+
+
+def test_truncated_and_altered_cifar_batches_are_refused(places):
+    batch = CIFAR["test_batch.bin"]
+    write(places.given / "cifar10", CIFAR | {"test_batch.bin": batch[:-1]})
+    message = refusal(ValueError, "cifar10")
+    assert "test_batch.bin" in message and str(len(batch)) in message and "got 12291" in message
+    write(places.given / "cifar10", CIFAR | {"test_batch.bin": batch[::-1]})
+    message = refusal(ValueError, "cifar10")
+    assert digest(batch)[4:] in message and digest(batch[::-1])[4:] in message
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "archive"),
+    [
+        ("cifar10", "cifar-10-binary.tar.gz", CIFAR_TAR),
+        ("imdb", "aclImdb_v1.tar.gz", IMDB_TAR),
+    ],
+)
+def test_a_truncated_archive_is_refused(places, name, file, archive):
+    write(places.given / name, {file: archive[:-20]})
+    message = refusal(ValueError, name)
+    assert file in message and digest(archive)[4:] in message
+
+
+@pytest.mark.parametrize("content", [None, b"another review", b"\xff not utf-8"])
+def test_a_missing_or_altered_review_of_the_official_folder_is_refused(places, content):
+    write(places.given / "imdb", REVIEWS)
+    review = places.given / "imdb" / "aclImdb/test/pos/3_9.txt"
+    review.unlink() if content is None else review.write_bytes(content)
+    message = refusal(ValueError, "imdb")
+    assert "aclImdb" in message and digest(reviews_csv(), "sha256")[7:] in message
+
+
+def test_an_altered_table_of_reviews_is_refused(places):
+    write(places.given / "imdb", {"imdb_reviews.csv": reviews_csv().replace(b"plain", b"plane")})
+    assert "imdb_reviews.csv" in refusal(ValueError, "imdb")
+
+
+# Where load looks, and the download.
+
+
+def test_the_folder_named_by_bilevel_data_comes_before_the_cache(places):
+    write(places.given / "mnist", MNIST)
+    write(places.cache / "mnist", {file: b"damaged" for file in MNIST})
+    assert len(data.load("mnist").y_train) == 6
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_the_cache_is_used_where_bilevel_data_has_nothing(places, monkeypatch, given):
+    if not given:
+        monkeypatch.delenv("BILEVEL_DATA")
+    write(places.cache / "cifar10", CIFAR, ".xz")
+    assert len(data.load("cifar10").y_train) == 20
+
+
+def test_without_download_a_dataset_that_is_nowhere_is_refused_with_where_it_was_sought(
+    places, host
+):
+    message = refusal(FileNotFoundError, "mnist", download=False)
+    assert str(places.given / "mnist") in message and str(places.cache / "mnist") in message
+    assert not host.asked
+
+
+@pytest.mark.parametrize("name", ["mnist", "cifar10", "imdb"])
+def test_a_dataset_is_downloaded_once_into_the_cache(places, host, name):
+    plain = {"mnist": MNIST, "cifar10": CIFAR, "imdb": {"imdb_reviews.csv": reviews_csv()}}[name]
+    fetched = data.load(name)
+    files = {source.file for source in data.SOURCES[name]}
+    assert sorted(host.asked) == sorted(files)
+    assert {path.name for path in (places.cache / name).iterdir()} == files
+    assert same(data.load(name), fetched) and len(host.asked) == len(files)
+    write(places.given / name, plain)
+    assert same(data.load(name), fetched)
+
+
+def test_an_interrupted_download_is_completed(places, host):
+    write(places.cache / "mnist", dict(list(MNIST.items())[:2]), ".gz")
+    assert len(data.load("mnist").y_test) == 3
+    assert sorted(host.asked) == ["t10k-images-idx3-ubyte.gz", "t10k-labels-idx1-ubyte.gz"]
+
+
+def test_a_download_with_another_digest_is_refused_and_not_kept(places, host):
+    write(host.folder, {"cifar-10-binary.tar.gz": b"something else"})
+    message = refusal(ValueError, "cifar10")
+    for part in ("cifar-10-binary.tar.gz", digest(CIFAR_TAR), digest(b"something else")[4:]):
+        assert part in message
+    assert not list((places.cache / "cifar10").iterdir())
+
+
+def test_a_file_that_the_host_lacks_is_refused_with_its_address(places, host):
+    (host.folder / "aclImdb_v1.tar.gz").unlink()
+    message = refusal(FileNotFoundError, "imdb")
+    assert data.SOURCES["imdb"][0].url in message and "HTTPError" in message
+
+
+def test_an_unreachable_host_is_refused_with_where_to_put_the_file(places):
+    message = refusal(FileNotFoundError, "mnist")
+    assert "train-images-idx3-ubyte.gz" in message and str(places.cache / "mnist") in message
+    assert "BILEVEL_DATA" in message
+
+
+def test_every_source_has_well_formed_digests_so_that_no_download_goes_unchecked():
+    pattern = re.compile(r"md5:[0-9a-f]{32}|sha256:[0-9a-f]{64}")
+    for source in (source for each in data.SOURCES.values() for source in each):
+        assert source.files
+        for value in (source.digest, *source.files.values()):
+            assert pattern.fullmatch(value)
+
+
+# Stratified splits.
+
+
+def table(labels, parts):
+    """Samples of each class in each part."""
+    classes = np.unique(labels)
+    return np.array([[np.sum(labels[part] == c) for c in classes] for part in parts])
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_parts_have_their_sizes_and_are_disjoint_and_within_one_of_the_ideal(seed):
+    rng = np.random.RandomState(seed)
+    n, classes = rng.randint(1, 200), rng.randint(1, 12)
+    labels = rng.choice(classes, n, p=rng.dirichlet(np.ones(classes)))
+    cuts = np.unique(rng.randint(1, n + 1, rng.randint(1, 7)))
+    sizes = np.diff(cuts, prepend=0)
+    parts = data.split(jax.random.key(seed), labels, sizes)
+    assert [len(part) for part in parts] == list(sizes)
+    indices = np.concatenate(parts)
+    assert len(set(indices)) == len(indices) and set(indices) <= set(range(n))
+    ideal = np.outer(sizes, np.unique(labels, return_counts=True)[1]) / n
+    assert np.abs(table(labels, parts) - ideal).max() < 1
+
+
+def test_parts_that_divide_evenly_are_exact():
+    labels = np.tile(["a", "b", "b", "c"], 30)
+    parts = data.split(jax.random.key(1), labels, (60, 40, 20))
+    np.testing.assert_array_equal(table(labels, parts), [[15, 30, 15], [10, 20, 10], [5, 10, 5]])
+
+
+def test_a_class_with_fewer_samples_than_parts_is_shared_out():
+    labels = np.array([0] * 20 + [1])
+    parts = data.split(jax.random.key(0), labels, (7, 7, 7))
+    assert sorted(table(labels, parts)[:, 1]) == [0, 0, 1]
+
+
+def test_the_same_key_gives_the_same_parts_and_another_key_others():
+    labels = RNG.randint(0, 3, 50)
+    a, b, legacy, other = (
+        data.split(key, labels, (20, 20))
+        for key in (*2 * [jax.random.key(5)], jax.random.PRNGKey(5), jax.random.key(6))
+    )
+    for one, two, three, four in zip(a, b, legacy, other, strict=True):
+        assert np.array_equal(one, two) and np.array_equal(one, three)
+        assert not np.array_equal(one, four)
+
+
+def test_a_key_gives_the_parts_it_has_always_given():
+    train, valid = data.split(jax.random.key(0), [0, 1] * 5, (6, 2))
+    assert (train.tolist(), valid.tolist()) == ([3, 7, 6, 4, 1, 0], [2, 5])
+
+
+def test_no_class_is_favoured_by_rounding():
+    labels = np.repeat(np.arange(8), 5)
+    drawn = sum(
+        table(labels, data.split(jax.random.key(seed), labels, (2, 2))) for seed in range(400)
+    )
+    # Each entry is binomial with mean 100 and deviation below 10.
+    assert 50 < drawn.min() and drawn.max() < 150
+
+
+def test_no_sample_of_a_class_is_favoured():
+    drawn = np.zeros(12)
+    for seed in range(400):
+        drawn[data.split(jax.random.key(seed), [0] * 4 + [1] * 8, (3,))[0]] += 1
+    assert 50 < drawn.min() and drawn.max() < 150
+
+
+def test_the_classes_are_mixed_within_a_part():
+    labels = np.repeat([0, 1], 100)
+    (part,) = data.split(jax.random.key(0), labels, (100,))
+    assert 10 < labels[part][:50].sum() < 40
+
+
+@pytest.mark.parametrize(
+    ("labels", "sizes", "words"),
+    [
+        ([0, 1, 0], (2, 0), ["[2, 0]", "at least 1"]),
+        ([0, 1, 0], (2, -1), ["[2, -1]", "at least 1"]),
+        ([0, 1, 0], (), ["[]", "at least 1"]),
+        ([0, 1, 0], (2, 2), ["[2, 2]", "4", "3 samples"]),
+        ([], (1,), ["[1]", "0 samples"]),
+        ([[0], [1]], (1,), ["vector", "(2, 1)"]),
+    ],
+)
+def test_sizes_and_labels_that_cannot_be_split_are_refused(labels, sizes, words):
+    with pytest.raises(ValueError) as caught:
+        data.split(jax.random.key(0), labels, sizes)
+    assert all(word in str(caught.value) for word in words)
+
+
+# The real files, held to the figures published for them.
+
+
+@pytest.mark.parametrize(
+    ("name", "mean", "deviation", "train", "test"),
+    [
+        pytest.param(
+            "mnist",
+            0.1307,
+            0.3081,
+            [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949],
+            [980, 1135, 1032, 1010, 982, 892, 958, 1028, 974, 1009],
+            marks=real("mnist"),
+        ),
+        pytest.param(
+            "fashion-mnist",
+            0.2860,
+            0.3530,
+            [6000] * 10,
+            [1000] * 10,
+            marks=real("fashion-mnist"),
+        ),
+    ],
+)
+def test_real_idx_sets_have_their_published_statistics(name, mean, deviation, train, test):
+    loaded = data.load(name, download=False)
+    assert loaded.x_train.shape == (60_000, 28, 28) and loaded.x_test.shape == (10_000, 28, 28)
+    assert np.bincount(loaded.y_train).tolist() == train
+    assert np.bincount(loaded.y_test).tolist() == test
+    assert abs(loaded.x_train.mean(dtype=np.float64) - mean) < 5e-5
+    assert abs(loaded.x_train.std(dtype=np.float64) - deviation) < 5e-5
+    assert loaded.x_train.max() == 1 and loaded.x_train.min() == 0
+
+
+@real("cifar10")
+def test_the_first_real_cifar_batch_is_near_the_published_statistics_of_all_five():
+    cifar = data.load("cifar10", train_size=10_000, download=False)
+    assert cifar.x_train.shape == cifar.x_test.shape == (10_000, 32, 32, 3)
+    assert np.bincount(cifar.y_test).tolist() == [1000] * 10
+    assert [cifar.classes[y] for y in cifar.y_train[:3]] == ["frog", "truck", "truck"]
+    pixels = cifar.x_train.reshape(-1, 3)
+    np.testing.assert_allclose(pixels.mean(0), (0.49140, 0.48216, 0.44653), atol=0.005)
+    np.testing.assert_allclose(pixels.std(0), (0.24703, 0.24349, 0.26159), atol=0.005)
+
+
+@real("imdb")
+def test_real_reviews_are_half_positive_with_the_published_number_of_distinct_texts():
+    imdb = data.load("imdb", download=False)
+    assert np.bincount(imdb.y_train).tolist() == np.bincount(imdb.y_test).tolist() == [12_500] * 2
+    assert len({*imdb.x_train, *imdb.x_test}) == 49_582
+    assert 400 < imdb.y_train[:1000].sum() < 600

@@ -7,4 +7,4 @@ from bilevel.problem import Problem
 from bilevel.protocols import LowerSolver
 from bilevel.solvers import implicit, lbfgs, newton, ridge, solved, unrolled
 from bilevel._search import DescentState, NonFiniteError, SearchResult, descent, search
-from bilevel.geometry import exponentiate, project, softmax
+from bilevel.geometry import exponentiate, project, softmax, tangent

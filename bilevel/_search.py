@@ -238,8 +238,9 @@ class _Setup(NamedTuple):
 
     def start(self, alpha, w0, data, steps) -> _Carry:
         init, _ = descent(*self[:3])
-        # A copy, since the loop's carry is donated and the caller keeps the arrays.
-        state = init(*jax.tree.map(lambda x: jnp.array(x, copy=True), (alpha, w0)))
+        # Copies: the loop's carry is donated, while the caller keeps the arrays, and a state may
+        # hold the same one twice.
+        state = jax.tree.map(lambda x: jnp.array(x, copy=True), init(alpha, w0))
         _, metrics = jax.eval_shape(self.step, state, data)
         shapes = metrics | {"alpha": state.alpha}
         history = jax.tree.map(lambda x: jnp.zeros((steps, *x.shape), x.dtype), shapes)
@@ -436,13 +437,13 @@ def _check(problem, arrays, steps, batches, resume, checkpoint, chunk) -> None:
             raise ValueError(f"{name}: expected at least one array, got {tree!r}.")
         for x in jax.tree.leaves(tree):
             if not jnp.issubdtype(jnp.result_type(x), jnp.floating):
-                raise ValueError(
-                    f"{name}: expected floating arrays, got {jnp.result_type(x)}."
-                )
+                raise ValueError(f"{name}: expected floating arrays, got {jnp.result_type(x)}.")
     for name, tree in (("alpha", alpha), ("w0", w0), ("train", train), ("valid", valid)):
         for x in jax.tree.leaves(tree):
             if jnp.size(x) == 0:
-                raise ValueError(f"{name}: expected data, got an empty array of shape {jnp.shape(x)}.")
+                raise ValueError(
+                    f"{name}: expected data, got an empty array of shape {jnp.shape(x)}."
+                )
             inexact = jnp.issubdtype(jnp.result_type(x), jnp.inexact)
             if inexact and not isinstance(x, jax.core.Tracer) and not jnp.isfinite(x).all():
                 raise ValueError(f"{name}: expected finite values, got a NaN or an infinity.")

@@ -91,4 +91,6 @@ def _manager(directory: str | pathlib.Path, create: bool = False):
         max_to_keep=_KEEP, create=create, enable_async_checkpointing=False
     )
     path = pathlib.Path(directory).absolute()
-    return ocp.CheckpointManager(path, options=options, item_handlers=ocp.StandardCheckpointHandler())
+    return ocp.CheckpointManager(
+        path, options=options, item_handlers=ocp.StandardCheckpointHandler()
+    )

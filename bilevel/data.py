@@ -62,6 +62,7 @@ class Source(NamedTuple):
 
     @property
     def file(self):
+        """The name of the file at `url`."""
         return self.url.rpartition("/")[2]
 
 
@@ -345,20 +346,19 @@ _DATASETS = {
 def _folder(name, download):
     """The first place that holds files of a dataset, after filling the cache if need be."""
     roots = (os.environ.get("BILEVEL_DATA"), pooch.os_cache("bilevel"))
-    *given, cache = folders = [Path(root) / name for root in roots if root]
+    *_, cache = folders = [Path(root) / name for root in roots if root]
     missing = {
         folder: [s for s in SOURCES[name] if not _find(folder, s.file, *s.files)]
         for folder in folders
     }
-    held = [folder for folder in folders if len(missing[folder]) < len(SOURCES[name])]
-    if download and held[:1] in ([], [cache]):
+    found = next((f for f in folders if len(missing[f]) < len(SOURCES[name])), None)
+    if download and found in (None, cache):
         for source in missing[cache]:
             _download(source, cache)
-        return cache
-    if not held:
+    elif found is None:
         places = " or ".join(map(str, folders))
         raise FileNotFoundError(f"{name}: expected its files in {places}, got none")
-    return held[0]
+    return found or cache
 
 
 def _download(source, folder):

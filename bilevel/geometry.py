@@ -24,6 +24,25 @@ import optax
 from bilevel.protocols import Pytree
 
 
+def tangent() -> optax.GradientTransformation:
+    """The part of a gradient that moves within simplices: its mean over the last axis taken off.
+
+    Put it before an optimizer that rescales coordinates one by one, as in
+    ``optax.chain(tangent(), optax.adam(lr), exponentiate())``: a component common to all
+    coordinates cannot move ``alpha``, but would make Adam take them for equally steep.
+
+    Examples
+    --------
+    >>> optimizer = tangent()
+    >>> alpha = jnp.array([0.5, 0.5])
+    >>> optimizer.update(jnp.array([3.0, 1.0]), optimizer.init(alpha))[0]
+    Array([ 1., -1.], dtype=float...)
+    """
+    return optax.stateless(
+        lambda updates, _: jax.tree.map(lambda g: g - jnp.mean(g, -1, keepdims=True), updates)
+    )
+
+
 def exponentiate() -> optax.GradientTransformation:
     """Exponentiated update on simplices: chain it after an optimizer.
 

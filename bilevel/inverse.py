@@ -183,7 +183,9 @@ def dense(damping: float = 0.0) -> Inverse:
 def hessian_matrix(hvp: LinearMap, like: Pytree) -> jax.Array:
     """``H`` as a [p, p] array, symmetrised, in the order of ``ravel_pytree(like)``."""
     flat, unravel = ravel_pytree(like)
-    columns = jax.vmap(lambda v: ravel_pytree(hvp(unravel(v)))[0])(jnp.eye(flat.size, dtype=flat.dtype))
+    columns = jax.vmap(lambda v: ravel_pytree(hvp(unravel(v)))[0])(
+        jnp.eye(flat.size, dtype=flat.dtype)
+    )
     return (columns + columns.T) / 2
 
 
@@ -297,7 +299,9 @@ def gram(
         )
         kernel = jacobian @ jacobian.T
         projected = jacobian @ flat
-        damped = jnp.linalg.solve(decay * jnp.eye(n, dtype=flat.dtype) + kernel @ curvature, projected)
+        damped = jnp.linalg.solve(
+            decay * jnp.eye(n, dtype=flat.dtype) + kernel @ curvature, projected
+        )
         if isinstance(decay, jax.core.Tracer) or decay > 0:
             return unravel((flat - jacobian.T @ (curvature @ damped)) / decay)
         # With decay 0 `damped` is S^-1 K^-1 J b already.

@@ -28,6 +28,9 @@ from bilevel.inverse import cg, conjugate_gradients, default_tolerance
 from bilevel.problem import gradient, hessian_operator, is_quadratic
 from bilevel.protocols import Inverse, Loss, LowerSolver, Point, Pytree
 
+_KEPT_STEPS = 128  # a trajectory this short, and this small, is kept whole for the reverse pass
+_KEPT_BYTES = 2**26
+
 # ----------------------------------------------------------------------------- unrolled
 
 
@@ -62,7 +65,7 @@ def unrolled(
     -----
     Time T lower gradients, and about three times that for the derivative. Memory in reverse mode:
     one copy of ``w`` and of the optimizer's state per step while the whole trajectory is short (up
-    to 128 steps and 1 MiB); beyond that 2 sqrt(T) copies, in blocks of sqrt(T) steps that are run
+    to 128 steps and 64 MiB); beyond that 2 sqrt(T) copies, in blocks of sqrt(T) steps that are run
     once more. What a step computes inside (activations) is never stored: its gradient is taken
     again when its derivative is.
 
@@ -104,6 +107,35 @@ def unrolled(
     return LowerSolver(init=optimizer.init, run=run)
 
 
+class RestartedState(NamedTuple):
+    """State of :func:`restarted`."""
+
+    start: Pytree  # like w: where every run begins
+
+
+def restarted(solver: LowerSolver) -> LowerSolver:
+    """``solver``, begun anew from the first ``w`` at every outer step.
+
+    A search otherwise goes on from the last weights (warm start), so that what it returns depends
+    on its path. Restarted, ``w`` is the fixed algorithm ``A(alpha)`` of the papers, and the search
+    minimises a well-defined function of ``alpha``. The derivative with respect to the starting
+    point is zero.
+
+    Examples
+    --------
+    >>> solver = restarted(unrolled(0.5, steps=1))
+    >>> lower = lambda w, alpha, batch: 0.5 * jnp.sum((w - alpha) ** 2)
+    >>> state = solver.init(jnp.zeros(1))
+    >>> solver.run(lower, jnp.ones(1), jnp.full(1, 99.0), state, None)[0]
+    Array([0.5], dtype=float...)
+    """
+
+    def run(lower, alpha, w, state, batch):
+        return solver.run(lower, alpha, state.start, solver.init(state.start), batch)[0], state
+
+    return LowerSolver(RestartedState, run, solver.closed_form)
+
+
 def _repeat(step: Callable, carry: Pytree, times: int) -> Pytree:
     return jax.lax.scan(lambda c, _: (step(c), None), carry, length=times)[0]
 
@@ -113,7 +145,7 @@ def _repeat_checkpointed(step: Callable, carry: Pytree, times: int) -> Pytree:
     # No common-subexpression barrier is needed inside a scan (jax.checkpoint's documentation).
     step = jax.checkpoint(step, prevent_cse=False)
     size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(carry))
-    if times <= 128 and times * size <= 2**20:
+    if times <= _KEPT_STEPS and times * size <= _KEPT_BYTES:
         return _repeat(step, carry, times)
     length = math.isqrt(times)
     block = jax.checkpoint(functools.partial(_repeat, step, times=length), prevent_cse=False)
@@ -226,8 +258,8 @@ def _stationary(
 
         def slope_of(*values):
             """The lower gradient at ``w``, of the arguments that are differentiated only."""
-            values = iter(values)
-            merged = [next(values) if m else x for m, x in zip(moving, flat, strict=True)]
+            moved = iter(values)
+            merged = [next(moved) if m else x for m, x in zip(moving, flat, strict=True)]
             alpha, batch, hoisted, _ = jax.tree.unflatten(tree, merged)
             return slope(w, alpha, batch, *hoisted)
 

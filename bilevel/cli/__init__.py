@@ -1,0 +1,39 @@
+"""Command line: ``bilevel search``, also as ``python -m bilevel search``."""
+
+import sys
+from collections.abc import Sequence
+
+from bilevel.cli.search import Search, run_search
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse ``arguments`` (the command line's by default), run the job; the exit status.
+
+    Mistakes of the user's (a bad flag, a missing file) print one sentence and exit with 2.
+    """
+    import tyro
+
+    app = tyro.extras.SubcommandApp()
+
+    @app.command(name="search")
+    def search(config: tyro.conf.OmitArgPrefixes[Search]) -> None:
+        """Search the activation of a one-hidden-layer network, and compare with every baseline."""
+        run_search(config)
+
+    # Without a second command the parser would not ask for the name of the first.
+    @app.command(name="version")
+    def version() -> None:
+        """Print the version and those of JAX and its devices."""
+        from importlib.metadata import version
+
+        import jax
+
+        devices = ", ".join(str(d) for d in jax.devices())
+        print(f"bilevel {version('bilevel')}, jax {jax.__version__} on {devices}")
+
+    try:
+        app.cli(args=arguments, prog="bilevel", description=__doc__)
+    except (ValueError, FileNotFoundError, FloatingPointError) as error:
+        print(f"bilevel: {error}", file=sys.stderr)
+        return 2
+    return 0

@@ -1,0 +1,339 @@
+"""``bilevel search``: activation search on real data, beside what a user would do instead.
+
+One run does, for every seed side by side: the search; the network retrained at the α found; one
+network for each single activation; and joint single-level training of weights and α on the
+training data alone. It ends in a table, and leaves a run directory.
+"""
+
+import dataclasses
+import json
+import pathlib
+import time
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import bilevel
+from bilevel import data as datasets
+from bilevel.problem import side_by_side
+from bilevel.protocols import LowerSolver
+from bilevel.spaces.activations import (
+    ActivationSpace,
+    activation_space,
+    sign_labels,
+    unit_inputs,
+)
+
+_JOINT_EPOCHS = 10  # joint training takes as many times the inner steps of one lower solve
+
+
+@dataclasses.dataclass(frozen=True)
+class Search:
+    """What to search, on what, and how; every flag has a default."""
+
+    data: Literal["digits", "mnist", "fashion-mnist", "cifar10"] = "digits"
+    """Dataset; digits ships with scikit-learn."""
+    activations: tuple[str, ...] = ("relu", "leaky_relu", "sigmoid", "tanh", "swish", "gelu")
+    """Candidates."""
+    geometry: Literal["exponentiate", "project", "softmax"] = "exponentiate"
+    """How α stays on the simplex."""
+    solver: Literal["unrolled", "truncated", "first-order", "implicit"] = "unrolled"
+    """Hypergradient: through all inner steps, the last quarter, none, or implicit (damped CG)."""
+    outer: Literal["hinge", "logistic", "squared"] = "hinge"
+    """Validation loss; the training loss is the squared one."""
+    seeds: int = 1
+    """Independent searches side by side: own splits, own initial weights."""
+    steps: int = 20
+    """Outer steps."""
+    inner_steps: int = 50
+    """Gradient steps of the lower problem in each."""
+    width: int = 512
+    """Hidden units."""
+    train: int = 300
+    """Training rows."""
+    valid: int = 300
+    """Validation rows."""
+    test: int = 2000
+    """Test rows at most."""
+    learning_rate: float = 0.3
+    """Of α: Adam's."""
+    seed: int = 0
+    """Of splits and weights."""
+    out: pathlib.Path = pathlib.Path("runs/search")
+    """Run directory; a number is appended where it holds a run already."""
+    resume: bool = False
+    """Go on with the unfinished run in the run directory."""
+    progress: bool | None = None
+    """Progress bar; by default in a terminal."""
+
+
+_COLUMNS = {
+    "train error": "train",
+    "validation error": "valid",
+    "test error": "test",
+    "train loss": "train loss",
+    "validation loss": "valid loss",
+}
+
+
+class _Task(NamedTuple):
+    """The searches of all seeds as one problem; leading axis: seeds."""
+
+    space: ActivationSpace
+    solver: LowerSolver  # differentiates as asked
+    w0: jax.Array  # [seeds, width, inputs]
+    curvatures: jax.Array  # [seeds, h]
+    train: tuple[jax.Array, jax.Array]  # [seeds, n, inputs], [seeds, n, classes]
+    valid: tuple[jax.Array, jax.Array]
+    test: tuple[jax.Array, jax.Array]
+
+
+def run_search(config: Search) -> dict[str, Any]:
+    """Run the job; print its table, write its run directory, return what `result.json` holds."""
+    began = time.perf_counter()
+    if config.seeds < 1:
+        raise ValueError(f"seeds: expected at least 1, got {config.seeds}.")
+    folder = _run_directory(config)
+    task = _task(config)
+    h = len(task.space.names)
+    uniform = jnp.full((config.seeds, h), 1 / h)
+    found = bilevel.search(
+        side_by_side(task.space.problem),
+        task.solver,
+        _geometry(config),
+        uniform,
+        task.w0,
+        task.train,
+        task.valid,
+        steps=config.steps,
+        progress=config.progress,
+        checkpoint=folder / "checkpoint",
+        resume=config.resume,
+    )
+    if found.stopped:
+        print(f"{found.stopped}; go on with --resume --out {folder}")
+        return {}
+    searched = time.perf_counter() - began
+    rows = {"search": _scores(task, *_retrained(task, found.alpha))}
+    for i, name in enumerate(task.space.names):
+        alpha = jnp.zeros_like(uniform).at[:, i].set(1)
+        rows[name] = _scores(task, *_retrained(task, alpha))
+    rows["joint training"] = _scores(task, *_joint(task, config, uniform))
+    seconds = {"search": searched, "all": time.perf_counter() - began}
+    result = _summary(config, task.space.names, np.asarray(found.alpha), rows, seconds)
+    _write(folder, result, found, config.seeds, task.space.names)
+    _print(result, folder)
+    return result
+
+
+# ----------------------------------------------------------------------------- the parts
+
+
+def _task(config: Search) -> _Task:
+    sizes = {} if config.data == "digits" else {"test_size": config.test}
+    data = datasets.load(config.data, **sizes)
+    classes = len(data.classes)
+    space = activation_space(
+        config.activations, width=config.width, classes=classes, outer=config.outer
+    )
+    parts, weights = [], []
+    for key in jax.random.split(jax.random.key(config.seed), config.seeds):
+        split_key, weight_key = jax.random.split(key)
+        train, valid, test = _split(config, data, split_key)
+        xs = unit_inputs(train[0], valid[0], test[0])
+        ys = [sign_labels(y, classes) for _, y in (train, valid, test)]
+        parts.append(tuple(zip(xs, ys, strict=True)))
+        weights.append(space.init(weight_key, xs[0].shape[1]))
+    train, valid, test = jax.tree.map(lambda *x: jnp.stack(x), *parts)
+    w0 = jnp.stack(weights)
+    curvatures = jax.jit(jax.vmap(space.curvatures))(w0, train[0])
+    backprop = {"truncated": max(1, config.inner_steps // 4), "first-order": 0}.get(config.solver)
+    solver = space.solver(curvatures, config.inner_steps, backprop=backprop)
+    if config.solver == "implicit":
+        # More weights than labels: the Hessian is singular, and damping picks the small motions.
+        damping = 1e-2 * curvatures.max()
+        solver = bilevel.implicit(solver, bilevel.cg(steps=config.inner_steps, damping=damping))
+    return _Task(space, solver, w0, curvatures, train, valid, test)
+
+
+def _split(config: Search, data: datasets.Dataset, key: jax.Array):
+    if config.data == "digits":
+        # Digits has no test set of its own: whatever rows are not used are the test rows.
+        x = np.concatenate([data.x_train, data.x_test])
+        y = np.concatenate([data.y_train, data.y_test])
+        sizes = (config.train, config.valid, min(config.test, len(x) - config.train - config.valid))
+        return [(x[rows], y[rows]) for rows in datasets.split(key, y, sizes)]
+    rows = datasets.split(key, data.y_train, (config.train, config.valid))
+    drawn = [(data.x_train[r], data.y_train[r]) for r in rows]
+    return [*drawn, (data.x_test, data.y_test)]
+
+
+def _geometry(config: Search) -> optax.GradientTransformation:
+    adam = optax.adam(config.learning_rate)
+    if config.geometry == "softmax":
+        return bilevel.softmax(adam)
+    if config.geometry == "project":
+        # Adam moves every entry by its rate, and the whole simplex is only 1 wide.
+        slower = optax.scale(0.1)
+        return optax.chain(bilevel.tangent(), adam, slower, bilevel.project("simplex"))
+    return optax.chain(bilevel.tangent(), adam, bilevel.exponentiate())
+
+
+def _retrained(task: _Task, alpha: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return _train(task.solver, side_by_side(task.space.problem), alpha, task.w0, task.train), alpha
+
+
+_train = jax.jit(
+    lambda solver, problem, alpha, w, batch: solver.run(
+        problem.lower, alpha, w, solver.init(w), batch
+    )[0],
+    static_argnums=(0, 1),
+)
+
+
+def _joint(task: _Task, config: Search, alpha: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Single-level training: weights and α descend the training loss together."""
+    lower = side_by_side(task.space.problem).lower
+    rate = 1 / task.curvatures.max(axis=-1)[:, None, None]
+    result = bilevel.search(
+        bilevel.Problem(lower, lower),
+        bilevel.unrolled(optax.sgd(rate, 0.9, nesterov=True), 1, backprop=0),
+        _geometry(config),
+        alpha,
+        task.w0,
+        task.train,
+        task.train,
+        steps=_JOINT_EPOCHS * config.inner_steps,
+        progress=False,
+    )
+    return result.w, result.alpha
+
+
+def _scores(task: _Task, w: jax.Array, alpha: jax.Array) -> dict[str, np.ndarray]:
+    """Errors and losses of trained networks, [seeds] each."""
+    space, parts = task.space, (task.train, task.valid, task.test)
+
+    def error(w, alpha, batch):
+        x, y = batch
+        truth = space.predict(y)
+        return jnp.mean(space.predict(space.apply(w, alpha, x)) != truth)
+
+    scores = {
+        f"{name} error": jax.vmap(error)(w, alpha, part)
+        for name, part in zip(("train", "validation", "test"), parts, strict=True)
+    }
+    scores["train loss"] = jax.vmap(space.problem.lower)(w, alpha, task.train)
+    scores["validation loss"] = jax.vmap(space.problem.outer)(w, alpha, task.valid)
+    return {name: np.asarray(x) for name, x in scores.items()}
+
+
+# ----------------------------------------------------------------------------- the report
+
+
+def _summary(config, names, alpha, rows, seconds) -> dict[str, Any]:
+    means = {name: float(rows[name]["test error"].mean()) for name in names}
+    best = min(means, key=lambda name: means[name])
+    gap = rows["search"]["test error"] - rows[best]["test error"]
+    return {
+        "config": json.loads(json.dumps(dataclasses.asdict(config), default=str)),
+        "names": list(names),
+        "alpha": alpha.tolist(),
+        "scores": {row: {k: v.tolist() for k, v in s.items()} for row, s in rows.items()},
+        "best single": best,
+        "test error, search minus best single": [float(gap.mean()), _standard_error(gap)],
+        "seconds": seconds,
+        "jax": jax.__version__,
+        "device": str(jax.devices()[0].device_kind),
+    }
+
+
+def _standard_error(x: np.ndarray) -> float:
+    return float(x.std(ddof=1) / np.sqrt(len(x))) if len(x) > 1 else float("nan")
+
+
+def _run_directory(config: Search) -> pathlib.Path:
+    if config.resume:
+        if not config.out.is_dir():
+            raise FileNotFoundError(f"out: expected the directory of a run, got {config.out}.")
+        before = json.loads((config.out / "config.json").read_text())
+        now = json.loads(json.dumps(dataclasses.asdict(config), default=str))
+        for name in set(before) - {"resume", "out", "progress", "steps"}:
+            if before[name] != now[name]:
+                raise ValueError(
+                    f"{name}: expected {before[name]!r} as in the run to resume, got {now[name]!r}."
+                )
+        return config.out
+    folder, number = config.out, 1
+    while folder.exists():
+        number += 1
+        folder = config.out.with_name(f"{config.out.name}-{number}")
+    folder.mkdir(parents=True)
+    text = json.dumps(dataclasses.asdict(config), default=str, indent=2)
+    (folder / "config.json").write_text(text + "\n")
+    return folder
+
+
+def _write(folder, result, found, seeds, names) -> None:
+    (folder / "result.json").write_text(json.dumps(result, indent=2) + "\n")
+    history = {k: np.asarray(v) for k, v in found.history.items()}
+    np.savez(
+        folder / "arrays.npz",
+        alpha=found.alpha,
+        w=found.w,
+        **{f"history_{k}": v for k, v in history.items()},
+    )
+    try:
+        import matplotlib
+    except ImportError:
+        return
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    from bilevel import plots
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 3.8), layout="constrained")
+    plots.alpha_path(history["alpha"].mean(axis=1), names, left)
+    plots.losses(history, right, scale=seeds)
+    figure.savefig(folder / "search.png", dpi=150)
+    plt.close(figure)
+
+
+def _print(result: dict[str, Any], folder: pathlib.Path) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    config, seeds = result["config"], result["config"]["seeds"]
+    title = f"{config['data']}: {config['train']} training, {config['valid']} validation rows; "
+    title += "errors in %" + (f", mean ± s.e. of {seeds} seeds" if seeds > 1 else "")
+    table = Table(title=title)
+    table.add_column("network", no_wrap=True)
+    for heading in _COLUMNS.values():
+        table.add_column(heading, justify="right", no_wrap=True)
+    for name, scores in result["scores"].items():
+        cells = [_cell(100 * np.asarray(scores[c]), ".1f") for c in _COLUMNS if "error" in c]
+        cells += [_cell(np.asarray(scores[c]), ".3g") for c in _COLUMNS if "loss" in c]
+        marked = name + (" *" if name == result["best single"] else "")
+        table.add_row(marked, *cells, end_section=name in ("search", result["names"][-1]))
+    console = Console()
+    console.print(table)
+    alpha = np.mean(result["alpha"], axis=0)
+    terms = [
+        f"{a:.2f} {n}" for a, n in sorted(zip(alpha, result["names"]), reverse=True) if a >= 0.005
+    ]
+    console.print("α found: " + " + ".join(terms) + (" (mean over seeds)" if seeds > 1 else ""))
+    gap, error = result["test error, search minus best single"]
+    spread = f" ± {100 * error:.2f}" if seeds > 1 else ""
+    console.print(
+        f"* best single activation; the search's test error minus its: {100 * gap:+.2f}{spread}"
+    )
+    seconds = result["seconds"]
+    console.print(
+        f"search {seconds['search']:.0f} s, all {seconds['all']:.0f} s; results in {folder}"
+    )
+
+
+def _cell(x: np.ndarray, form: str) -> str:
+    return f"{x.mean():{form}}" + (f" ± {_standard_error(x):.2g}" if len(x) > 1 else "")

@@ -1,0 +1,114 @@
+"""Pictures of a search, of the error estimate; needs matplotlib (``pip install bilevel[plots]``).
+
+Every function draws on axes it is given, or on new ones, and returns the axes.
+"""
+
+from typing import Any
+
+import numpy as np
+
+
+def _axes(ax: Any) -> Any:
+    if ax is not None:
+        return ax
+    try:
+        import matplotlib.pyplot as plt
+    except ImportError as error:
+        raise ImportError(
+            "plots: expected matplotlib, got none; install it with `pip install bilevel[plots]`."
+        ) from error
+    return plt.subplots(figsize=(6, 3.5), layout="constrained")[1]
+
+
+def alpha_path(alpha: Any, names: Any = None, ax: Any = None) -> Any:
+    """The entries of a simplex along a search: ``alpha`` [steps, h], a line for each.
+
+    Parameters
+    ----------
+    alpha : array [steps, h], ``result.history["alpha"]`` for an alpha of one leaf.
+    names : h strings, optional
+        Written at the lines' right ends.
+    ax : matplotlib axes, optional
+
+    Examples
+    --------
+    >>> alpha_path(np.full((5, 2), 0.5), ["relu", "tanh"]).get_ylabel()
+    'α'
+    """
+    ax = _axes(ax)
+    alpha = np.asarray(alpha)
+    lines = ax.plot(np.arange(1, len(alpha) + 1), alpha)
+    for line, height, name in zip(lines, _spread(alpha[-1]), names or [], strict=False):
+        ax.annotate(
+            f" {name}",
+            (1, height),
+            xycoords=("axes fraction", "data"),
+            color=line.get_color(),
+            va="center",
+        )
+    ax.set(xlabel="outer step", ylabel="α", ylim=(-0.02, max(0.5, 1.05 * alpha.max())))
+    ax.spines[["top", "right"]].set_visible(False)
+    return ax
+
+
+def _spread(heights: Any, gap: float = 0.045) -> Any:
+    """Label positions near ``heights``, none closer than ``gap`` to the next."""
+    order = np.argsort(heights)
+    placed = np.array(heights, dtype=float)
+    for below, above in zip(order, order[1:], strict=False):
+        placed[above] = max(placed[above], placed[below] + gap)
+    return placed
+
+
+def losses(history: dict[str, Any], ax: Any = None, scale: float = 1.0) -> Any:
+    """Outer and lower loss along a search, each on its own axis.
+
+    Parameters
+    ----------
+    history : ``result.history`` of :func:`bilevel.search`.
+    ax : matplotlib axes, optional
+    scale : float
+        Divides both losses; the number of copies of a ``side_by_side`` problem.
+
+    Examples
+    --------
+    >>> losses({"value": [2.0, 1.0], "lower": [4.0, 3.0]}).get_xlabel()
+    'outer step'
+    """
+    ax = _axes(ax)
+    steps = np.arange(1, len(history["value"]) + 1)
+    for axis, key, label, color in (
+        (ax, "value", "outer (validation) loss", "C0"),
+        (ax.twinx(), "lower", "lower (training) loss", "C1"),
+    ):
+        axis.plot(steps, np.asarray(history[key]) / scale, color=color)
+        axis.set_ylabel(label, color=color)
+        axis.spines["top"].set_visible(False)
+    ax.set_xlabel("outer step")
+    return ax
+
+
+def error_estimates(steps: Any, true: Any, estimates: dict[str, Any], ax: Any = None) -> Any:
+    """Error estimates beside the true error of a hypergradient, over inner steps, log-log.
+
+    Parameters
+    ----------
+    steps : inner step counts [n].
+    true : true errors: one array [n], or ``name -> [n]`` with the keys of ``estimates``.
+    estimates : ``name -> [n]``
+    ax : matplotlib axes, optional
+
+    Examples
+    --------
+    >>> error_estimates([1, 10], [1.0, 0.1], {"cg": [1.1, 0.09]}).get_xscale()
+    'log'
+    """
+    ax = _axes(ax)
+    for i, (name, values) in enumerate(estimates.items()):
+        truth = true[name] if isinstance(true, dict) else true
+        ax.loglog(steps, truth, color=f"C{i}", label=f"{name}: true error")
+        ax.loglog(steps, values, "o", color=f"C{i}", fillstyle="none", label=f"{name}: estimate")
+    ax.set(xlabel="inner steps", ylabel="hypergradient error")
+    ax.legend(frameon=False)
+    ax.spines[["top", "right"]].set_visible(False)
+    return ax

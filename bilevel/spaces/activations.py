@@ -1,0 +1,237 @@
+"""Activation search in one hidden layer (Oymak et al. 2021, section 4.2).
+
+    f(x) = V' s_alpha(W x),    s_alpha = sum_i alpha_i s_i,    alpha on the simplex
+
+==========  ==========================================================================
+paper       here
+==========  ==========================================================================
+W           ``w`` [width, inputs], drawn from N(0, 1) and trained: the weights
+v           fixed to +- sqrt(c0 / width), half each; one column per class, mutually
+            orthogonal sign patterns, so that classes share ``w`` and no more
+c0          ``output_scale``
+L_T         half the summed squared error to labels +-1, Eq. (9)
+L_V         ``outer``: hinge (the paper's), logistic or squared, mean over the labels
+A(alpha)    T gradient steps from the initial ``w``: :meth:`ActivationSpace.solver`
+==========  ==========================================================================
+
+Inputs have unit norm. With their mean taken off first (:func:`unit_inputs`) the lower problem is
+far better conditioned: on 300 digits the condition number of the ReLU kernel falls from 7,200 to
+290, and 50 steps with momentum interpolate.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from bilevel.problem import Problem
+from bilevel.protocols import LowerSolver
+from bilevel.solvers import restarted, unrolled
+
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "relu": jax.nn.relu,
+    "leaky_relu": lambda z: jax.nn.leaky_relu(z, 0.1),
+    "sigmoid": lambda z: jax.nn.sigmoid(z) - 0.5,
+    "tanh": jnp.tanh,
+    "swish": jax.nn.swish,
+    "gelu": lambda z: jax.nn.gelu(z, approximate=False),
+    "erf": jax.lax.erf,
+    "identity": lambda z: z,
+}
+"""Candidates by name; the sigmoid is centred, the leaky ReLU's slope is 0.1."""
+
+OUTER_LOSSES: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "hinge": lambda margin: jnp.maximum(1 - margin, 0),
+    "logistic": lambda margin: jax.nn.softplus(-margin),
+    "squared": lambda margin: (1 - margin) ** 2,
+}
+"""Losses of the margin ``y f(x)``, y = +-1."""
+
+
+class ActivationSpace(NamedTuple):
+    """An activation search space; see :func:`activation_space`.
+
+    Attributes
+    ----------
+    names : the candidates' names, in the order of ``alpha`` [h].
+    init : ``init(key, inputs) -> w`` [width, inputs].
+    apply : ``apply(w, alpha, x [n, inputs]) -> f`` [n] for two classes, [n, classes] for more.
+    problem : Problem of batches ``(x, y)``, y like ``f`` with entries +-1.
+    curvatures : ``curvatures(w, x) -> [h]``, the largest Hessian eigenvalue of the lower loss
+        linearised at ``w``, for each activation by itself.
+    solver : ``solver(curvatures, steps=50, momentum=0.9, backprop=None) -> LowerSolver``.
+    predict : ``predict(f) -> labels`` [n], int.
+    """
+
+    names: tuple[str, ...]
+    init: Callable[[jax.Array, int], jax.Array]
+    apply: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+    problem: Problem
+    curvatures: Callable[[jax.Array, jax.Array], jax.Array]
+    solver: Callable[..., LowerSolver]
+    predict: Callable[[jax.Array], jax.Array]
+
+
+def activation_space(
+    activations: Sequence[str | Callable[[jax.Array], jax.Array]],
+    *,
+    width: int = 512,
+    classes: int = 2,
+    outer: str = "hinge",
+    output_scale: float = 1.0,
+) -> ActivationSpace:
+    """One hidden layer whose activation is a mixture to be searched.
+
+    Parameters
+    ----------
+    activations : sequence of names in ``ACTIVATIONS``, or of elementwise functions.
+    width : int
+        Hidden units k; even, and a multiple of the power of two above ``classes`` when more than
+        two (each class needs a sign pattern of its own).
+    classes : int
+        2 for one output with labels +-1, more for one-vs-rest.
+    outer : {"hinge", "logistic", "squared"}
+    output_scale : float
+        c0: the initial function's variance is ``c0 Var s_alpha(g)``, g ~ N(0, 1).
+
+    Returns
+    -------
+    ActivationSpace
+
+    Raises
+    ------
+    ValueError
+        For an unknown name, an empty list, or a width that does not fit the classes.
+
+    Examples
+    --------
+    >>> space = activation_space(["relu", "tanh"], width=8)
+    >>> w = space.init(jax.random.key(0), 3)
+    >>> x = unit_inputs(jnp.eye(3))
+    >>> space.apply(w, jnp.array([0.5, 0.5]), x).shape
+    (3,)
+    """
+    functions = tuple(_activation(a) for a in activations)
+    if not functions:
+        raise ValueError("activations: expected at least one name or function, got none.")
+    if outer not in OUTER_LOSSES:
+        raise ValueError(f"outer: expected one of {', '.join(OUTER_LOSSES)}, got {outer!r}.")
+    margin_loss = OUTER_LOSSES[outer]
+    signs = _sign_patterns(width, classes)
+
+    def init(key, inputs):
+        return jax.random.normal(key, (width, inputs))
+
+    def forward(function, w, x):
+        f = function(x @ w.T) @ (signs * jnp.sqrt(output_scale / width)).astype(w.dtype)
+        return f[:, 0] if classes == 2 else f
+
+    def apply(w, alpha, x):
+        def mixture(z):
+            return sum(alpha[i] * s(z) for i, s in enumerate(functions))
+
+        return forward(mixture, w, x)
+
+    def lower(w, alpha, batch):
+        x, y = batch
+        return 0.5 * jnp.sum((y - apply(w, alpha, x)) ** 2)
+
+    def outer_loss(w, alpha, batch):
+        x, y = batch
+        return jnp.mean(margin_loss(y * apply(w, alpha, x)))
+
+    def curvatures(w, x):
+        return jnp.stack([_largest(lambda w, s=s: forward(s, w, x), w) for s in functions])
+
+    def solver(curvatures, steps=50, momentum=0.9, backprop=None):
+        def run(lower, alpha, w, state, batch):
+            optimizer = optax.sgd(_step_size(alpha, curvatures), momentum or None, nesterov=True)
+            descent = unrolled(optimizer, steps, backprop=backprop)
+            return descent.run(lower, alpha, w, descent.init(w), batch)[0], state
+
+        return restarted(LowerSolver(init=lambda w: (), run=run))
+
+    def predict(f):
+        return (f > 0).astype(int) if f.ndim == 1 else jnp.argmax(f, axis=-1)
+
+    names = tuple(a if isinstance(a, str) else a.__name__ for a in activations)
+    problem = Problem(lower, outer_loss)
+    return ActivationSpace(names, init, apply, problem, curvatures, solver, predict)
+
+
+def _activation(a: str | Callable) -> Callable[[jax.Array], jax.Array]:
+    if callable(a):
+        return a
+    if a not in ACTIVATIONS:
+        raise ValueError(
+            f"activations: expected functions or names among {', '.join(ACTIVATIONS)}, got {a!r}."
+        )
+    return ACTIVATIONS[a]
+
+
+def _sign_patterns(width: int, classes: int) -> jax.Array:
+    """[width, outputs] of +-1: balanced columns, orthogonal to each other (Walsh functions)."""
+    outputs = 1 if classes == 2 else classes
+    period = 1 << outputs.bit_length()
+    if classes < 2 or width < period or width % period:
+        raise ValueError(
+            f"width: expected a multiple of {period} for {classes} classes (at least 2), "
+            f"got {width}."
+        )
+    shared_bits = jnp.arange(width)[:, None] & (1 + jnp.arange(outputs))
+    return 1 - 2 * (jax.lax.population_count(shared_bits) % 2)
+
+
+def _largest(f: Callable[[jax.Array], jax.Array], w: jax.Array, iterations: int = 50) -> jax.Array:
+    """Largest eigenvalue of ``J'J``, J = df/dw, by power iteration."""
+    _, push = jax.linearize(f, w)
+    pull = jax.linear_transpose(push, w)
+
+    def step(v, _):
+        u = pull(push(v))[0]
+        size = jnp.linalg.norm(u)
+        return u / size, size
+
+    # The output of a random direction, pulled back, already leans towards the top eigenvector.
+    start = jax.random.normal(jax.random.key(0), w.shape, w.dtype)
+    return jax.lax.scan(step, start / jnp.linalg.norm(start), length=iterations)[1][-1]
+
+
+def _step_size(alpha: jax.Array, curvatures: jax.Array) -> jax.Array:
+    """``1 / (sum_i alpha_i sqrt(lambda_i))^2``, at most 1 / lambda_max of the mixture.
+
+    The features of a mixture are the mixture of the features, so their largest singular value is
+    at most the mixture of the singular values; at the vertices this is exact. The shape is that of
+    ``w`` with ones, so that leading axes of ``side_by_side`` copies each get their own.
+    """
+    return 1 / jnp.sum(alpha * jnp.sqrt(curvatures), axis=-1)[..., None, None] ** 2
+
+
+def unit_inputs(x: jax.Array, *others: jax.Array) -> jax.Array | tuple[jax.Array, ...]:
+    """Rows flattened, centred on the mean of ``x``'s, and scaled to unit norm.
+
+    Examples
+    --------
+    >>> unit_inputs(jnp.array([[0.0, 0.0], [2.0, 0.0]]))
+    Array([[-1., 0.], [ 1., 0.]], dtype=float...)
+    """
+    flat = [jnp.asarray(a).reshape(len(a), -1) for a in (x, *others)]
+    centred = [a - flat[0].mean(axis=0) for a in flat]
+    unit = tuple(a / jnp.linalg.norm(a, axis=1, keepdims=True) for a in centred)
+    return unit if others else unit[0]
+
+
+def sign_labels(labels: jax.Array, classes: int, dtype=float) -> jax.Array:
+    """Labels 0..classes-1 as +-1: [n] for two classes, one-vs-rest [n, classes] for more.
+
+    Examples
+    --------
+    >>> sign_labels(jnp.array([0, 1]), 2)
+    Array([-1., 1.], dtype=float...)
+    """
+    labels = jnp.asarray(labels)
+    if classes == 2:
+        return (2 * labels - 1).astype(dtype)
+    return 2 * jax.nn.one_hot(labels, classes, dtype=dtype) - 1

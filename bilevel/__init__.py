@@ -1,10 +1,49 @@
-"""Differentiable bilevel optimization in JAX."""
+"""Differentiable bilevel optimization in JAX: flat public names.
 
+A newcomer's path through the code: ``problem``, ``inverse``, ``solvers``, ``estimate``,
+``_hypergradient``, ``geometry``, ``_search``.
+"""
+
+from bilevel import data, plots, spaces
 from bilevel._hypergradient import HyperGradient, hypergradient
-from bilevel.estimate import Info
-from bilevel.inverse import cg, dense, gram, neumann, nystrom, scale
-from bilevel.problem import Problem
-from bilevel.protocols import LowerSolver
-from bilevel.solvers import implicit, lbfgs, newton, ridge, solved, unrolled
 from bilevel._search import DescentState, NonFiniteError, SearchResult, descent, search
+from bilevel.estimate import Info
 from bilevel.geometry import exponentiate, project, softmax, tangent
+from bilevel.inverse import cg, dense, gram, neumann, nystrom, scale
+from bilevel.problem import Problem, side_by_side
+from bilevel.protocols import LowerSolver
+from bilevel.solvers import implicit, lbfgs, newton, restarted, ridge, solved, unrolled
+
+__all__ = [
+    "DescentState",
+    "HyperGradient",
+    "Info",
+    "LowerSolver",
+    "NonFiniteError",
+    "Problem",
+    "SearchResult",
+    "cg",
+    "data",
+    "dense",
+    "descent",
+    "exponentiate",
+    "gram",
+    "hypergradient",
+    "implicit",
+    "lbfgs",
+    "neumann",
+    "newton",
+    "nystrom",
+    "plots",
+    "project",
+    "restarted",
+    "ridge",
+    "scale",
+    "search",
+    "side_by_side",
+    "softmax",
+    "solved",
+    "spaces",
+    "tangent",
+    "unrolled",
+]

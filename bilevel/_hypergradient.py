@@ -86,7 +86,7 @@ def hypergradient(
 def stateful_hypergradient(
     problem: Problem, solver: LowerSolver, *, mode: str = "reverse", diagnostics: bool = True
 ) -> Callable:
-    """``(alpha, w, state, train, valid) -> (HyperGradient, state)``: warm starts travel in state."""
+    """As :func:`hypergradient`: ``(alpha, w, state, train, valid) -> (HyperGradient, state)``."""
     if mode not in ("reverse", "forward"):
         raise ValueError(f'mode: expected "reverse" or "forward", got {mode!r}.')
 

@@ -1,8 +1,8 @@
 """The outer loop: one step of descent in ``alpha``, and the search that repeats it.
 
-``descent`` is a pair of pure functions to ``jit``, ``vmap`` or ``scan`` oneself. ``search`` runs it:
-under a transformation as one compiled loop, otherwise as a host loop over compiled chunks of steps,
-with progress, checkpoints and Ctrl-C between chunks. Both run the same program, step for step.
+``descent`` is a pair of pure functions to ``jit``, ``vmap`` or ``scan`` oneself. ``search`` runs
+it: under a transformation as one compiled loop, otherwise as a host loop over compiled chunks of
+steps, with progress, checkpoints and Ctrl-C between chunks. Both run the same program.
 """
 
 import functools
@@ -399,8 +399,13 @@ def _held_interrupts() -> Iterator[Callable[[], bool]]:
 @contextmanager
 def _progress_bar(progress: bool | None, steps: int) -> Iterator[Callable[[_Carry, int], None]]:
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-    from rich.progress import TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
 
     console = Console(stderr=True)
     if not (console.is_terminal if progress is None else progress):
@@ -412,8 +417,8 @@ def _progress_bar(progress: bool | None, steps: int) -> Iterator[Callable[[_Carr
         task = bar.add_task("search", total=steps, value=float("nan"), lower=float("nan"))
 
         def show(carry, done):
-            latest = {k: float(carry.history[k][done - 1]) for k in ("value", "lower")}
-            bar.update(task, completed=done, **latest)
+            value, lower = (float(carry.history[k][done - 1]) for k in ("value", "lower"))
+            bar.update(task, completed=done, value=value, lower=lower)
 
         yield show
 

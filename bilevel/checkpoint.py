@@ -70,10 +70,10 @@ def restore(directory: str | pathlib.Path, like: Pytree, label: int = 0) -> Pytr
             "arguments (key, starting point or data)."
         )
     leaves = [saved["leaves"][k] for k in sorted(saved["leaves"], key=int)]
-    structure = jax.tree.structure(like)
-    if len(leaves) != structure.num_leaves:
+    wanted, structure = jax.tree.flatten(like)
+    if len(leaves) != len(wanted):
         raise ValueError(
-            f"checkpoint: expected {structure.num_leaves} arrays in {directory}, got {len(leaves)}."
+            f"checkpoint: expected {len(wanted)} arrays in {directory}, got {len(leaves)}."
         )
     return jax.tree.unflatten(structure, leaves)
 

@@ -107,7 +107,7 @@ def _ratio(size: jax.Array, whole: Pytree) -> jax.Array:
 
 
 def _refine_weights(lower, w, alpha, train):
-    """Newton steps until the lower gradient has shrunk a hundredfold, and whether it has, fairly."""
+    """Newton steps until the lower gradient has shrunk a hundredfold; whether it did shrink."""
     slope_of = gradient(lower, alpha, train)
     steps = 1 if is_quadratic(lower, w, alpha, train) else _NEWTON_STEPS
     slope, hvp = hessian_operator(lower, w, alpha, train)

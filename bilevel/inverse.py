@@ -4,16 +4,16 @@ Every factory here returns an ``Inverse``: ``(hvp, b, x0, point) -> x``. Only ``
 ``gram`` (where the Gauss-Newton Hessian is the Hessian) solve the system; ``neumann``, ``nystrom``
 and ``scale`` approximate, each with a bias that ``info.error_estimate`` shows.
 
-=============  ==========================================  =======================  =================
-inverse        solves                                      Hessian products         memory (w: p)
-=============  ==========================================  =======================  =================
-``cg``         ``(H + damping I) x = b``, to a tolerance   at most ``steps + 1``    5 copies of w
-``dense``      the same, LU                                p                        2 p^2
-``gram``       ``(J'SJ + damping I) x = b``, n x n         n outputs' gradients     n p + n^2
-``nystrom``    rank-k approximation of the same            rank                     2 rank copies
-``neumann``    ``eta sum_{k<K} (I - eta H)^k b``           ``terms - 1``            2 copies of w
-``scale``      ``eta b`` (one-step DARTS)                  0                        1 copy of w
-=============  ==========================================  =======================  =================
+===========  ========================================  ====================  =================
+inverse      solves                                    Hessian products      memory (p weights)
+===========  ========================================  ====================  =================
+``cg``       ``(H + damping I) x = b`` to a tolerance  ``steps + 1`` at most 5 copies of w
+``dense``    the same, by LU                           p                     2 p^2
+``gram``     ``(J'SJ + damping I) x = b``, n x n       n output gradients    n p + n^2
+``nystrom``  the same, to rank k                       k                     2 k copies of w
+``neumann``  ``eta sum_{k<K} (I - eta H)^k b``         K - 1                 2 copies of w
+``scale``    ``eta b`` (one-step DARTS)                0                     1 copy of w
+===========  ========================================  ====================  =================
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import optax
 from jax.flatten_util import ravel_pytree
 
-from bilevel.protocols import Inverse, LinearMap, Point, Pytree
+from bilevel.protocols import Inverse, LinearMap, Pytree
 
 
 class ConjugateGradients(NamedTuple):

@@ -3,6 +3,7 @@
 Every function draws on axes it is given, or on new ones, and returns the axes.
 """
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -55,7 +56,7 @@ def _spread(heights: Any, gap: float = 0.045) -> Any:
     """Label positions near ``heights``, none closer than ``gap`` to the next."""
     order = np.argsort(heights)
     placed = np.array(heights, dtype=float)
-    for below, above in zip(order, order[1:], strict=False):
+    for below, above in itertools.pairwise(order):
         placed[above] = max(placed[above], placed[below] + gap)
     return placed
 

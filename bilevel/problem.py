@@ -20,7 +20,7 @@ from bilevel.protocols import LinearMap, Loss, Pytree
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """``min_alpha outer(w*(alpha), alpha, valid)``, ``w*(alpha) = argmin_w lower(w, alpha, train)``.
+    """Minimise ``outer(w*(alpha), alpha, valid)``, ``w*(alpha) = argmin_w lower(w, alpha, train)``.
 
     Parameters
     ----------

@@ -25,7 +25,7 @@ import optax
 from jax.custom_derivatives import SymbolicZero
 
 from bilevel.inverse import cg, conjugate_gradients, default_tolerance
-from bilevel.problem import gradient, hessian_operator, is_quadratic
+from bilevel.problem import hessian_operator, is_quadratic
 from bilevel.protocols import Inverse, Loss, LowerSolver, Point, Pytree
 
 _KEPT_STEPS = 128  # a trajectory this short, and this small, is kept whole for the reverse pass

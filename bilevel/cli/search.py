@@ -279,12 +279,9 @@ def _run_directory(config: Search) -> pathlib.Path:
 def _write(folder, result, found, seeds, names) -> None:
     (folder / "result.json").write_text(json.dumps(result, indent=2) + "\n")
     history = {k: np.asarray(v) for k, v in found.history.items()}
-    np.savez(
-        folder / "arrays.npz",
-        alpha=found.alpha,
-        w=found.w,
-        **{f"history_{k}": v for k, v in history.items()},
-    )
+    arrays = {"alpha": found.alpha, "w": found.w}
+    arrays |= {f"history_{name}": values for name, values in history.items()}
+    np.savez(folder / "arrays.npz", allow_pickle=False, **arrays)
     try:
         import matplotlib
     except ImportError:
@@ -320,9 +317,8 @@ def _print(result: dict[str, Any], folder: pathlib.Path) -> None:
     console = Console()
     console.print(table)
     alpha = np.mean(result["alpha"], axis=0)
-    terms = [
-        f"{a:.2f} {n}" for a, n in sorted(zip(alpha, result["names"]), reverse=True) if a >= 0.005
-    ]
+    pairs = sorted(zip(alpha, result["names"], strict=True), reverse=True)
+    terms = [f"{a:.2f} {name}" for a, name in pairs if a >= 0.005]
     console.print("α found: " + " + ".join(terms) + (" (mean over seeds)" if seeds > 1 else ""))
     gap, error = result["test error, search minus best single"]
     spread = f" ± {100 * error:.2f}" if seeds > 1 else ""

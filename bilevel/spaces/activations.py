@@ -19,6 +19,7 @@ far better conditioned: on 300 digits the condition number of the ReLU kernel fa
 290, and 50 steps with momentum interpolate.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -143,7 +144,8 @@ def activation_space(
         return jnp.mean(margin_loss(y * apply(w, alpha, x)))
 
     def curvatures(w, x):
-        return jnp.stack([_largest(lambda w, s=s: forward(s, w, x), w) for s in functions])
+        maps = [functools.partial(forward, s, x=x) for s in functions]
+        return jnp.stack([_largest(f, w) for f in maps])
 
     def solver(curvatures, steps=50, momentum=0.9, backprop=None):
         def run(lower, alpha, w, state, batch):

@@ -38,9 +38,12 @@ def tangent() -> optax.GradientTransformation:
     >>> optimizer.update(jnp.array([3.0, 1.0]), optimizer.init(alpha))[0]
     Array([ 1., -1.], dtype=float...)
     """
-    return optax.stateless(
-        lambda updates, _: jax.tree.map(lambda g: g - jnp.mean(g, -1, keepdims=True), updates)
-    )
+
+    def along(g):
+        g = _finite(g)
+        return g - jnp.sum(g / g.shape[-1], axis=-1, keepdims=True)
+
+    return optax.stateless(lambda updates, _: jax.tree.map(along, updates))
 
 
 def exponentiate() -> optax.GradientTransformation:
@@ -67,6 +70,7 @@ def exponentiate() -> optax.GradientTransformation:
 
     def move(alpha, update):
         support = alpha > 0
+        update = _finite(update)
         # Shifting by the largest exponent in the support makes exp safe for updates of any size.
         shift = jnp.max(jnp.where(support, update, -jnp.inf), axis=-1, keepdims=True)
         weights = jnp.where(support, alpha * jnp.exp(jnp.where(support, update - shift, 0)), 0)
@@ -126,6 +130,7 @@ def project_simplex(point: jax.Array) -> jax.Array:
     """
     # Entries more than 1 under the largest project to 0, so clipping them changes nothing, and
     # keeps the sums below exact for points of any size.
+    point = _finite(point)
     point = jnp.maximum(point - jnp.max(point, axis=-1, keepdims=True), -1)
     flat = point.reshape(-1, point.shape[-1])
     projected = jax.vmap(optax.projections.projection_simplex)(flat).reshape(point.shape)
@@ -190,7 +195,11 @@ def softmax(optimizer: optax.GradientTransformation) -> optax.GradientTransforma
 
 
 def _finite(x: jax.Array) -> jax.Array:
-    """``x`` with its entries kept far enough from infinity for a difference; NaN stays NaN."""
+    """``x`` with its entries kept far enough from infinity for a difference; NaN stays NaN.
+
+    It also keeps a compiler from fusing ``lr * g - max(lr * g)`` into one multiply-add, whose
+    unrounded product differs from the maximum even where the two are equal: by 1e17 for 1e27.
+    """
     limit = jnp.finfo(x.dtype).max / 8
     return jnp.clip(x, -limit, limit)
 

@@ -4,7 +4,7 @@ A newcomer's path through the code: ``problem``, ``inverse``, ``solvers``, ``est
 ``_hypergradient``, ``geometry``, ``_search``.
 """
 
-from bilevel import data, plots, spaces
+from bilevel import checkpoint, data, plots, spaces
 from bilevel._hypergradient import HyperGradient, hypergradient
 from bilevel._search import DescentState, NonFiniteError, SearchResult, descent, search
 from bilevel.estimate import Info
@@ -23,6 +23,7 @@ __all__ = [
     "Problem",
     "SearchResult",
     "cg",
+    "checkpoint",
     "data",
     "dense",
     "descent",

@@ -446,9 +446,11 @@ def _check(problem, arrays, steps, batches, resume, checkpoint, chunk) -> None:
     for name, tree in (("alpha", alpha), ("w0", w0), ("train", train), ("valid", valid)):
         for x in jax.tree.leaves(tree):
             if jnp.size(x) == 0:
-                raise ValueError(
-                    f"{name}: expected data, got an empty array of shape {jnp.shape(x)}."
-                )
+                shape = jnp.shape(x)
+                raise ValueError(f"{name}: expected data, got an empty array of shape {shape}.")
             inexact = jnp.issubdtype(jnp.result_type(x), jnp.inexact)
-            if inexact and not isinstance(x, jax.core.Tracer) and not jnp.isfinite(x).all():
+            if isinstance(x, jax.core.Tracer) or not inexact:
+                continue
+            # In numpy, which computes at once even while JAX is tracing.
+            if not np.isfinite(np.asarray(x)).all():
                 raise ValueError(f"{name}: expected finite values, got a NaN or an infinity.")

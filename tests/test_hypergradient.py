@@ -1,0 +1,470 @@
+"""Every solver's hypergradient: what holds for all of them, their modes, states and memory."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import assert_close, cast, finite_differences, lower_hessian, tolerance
+from jax.flatten_util import ravel_pytree
+from problems import (
+    decay,
+    least_squares,
+    logistic,
+    logistic_loss,
+    logits,
+    mixed,
+    mixed_ridge_in_numpy,
+)
+
+import bilevel
+from bilevel._hypergradient import stateful_hypergradient
+from bilevel.inverse import conjugate_gradients
+
+STEP_SIZE = 0.1
+
+
+def dense_newton(alpha, w, batch):
+    """A user's own solver for ``solved``: ten Newton steps with the whole Hessian."""
+    flat, unravel = ravel_pytree(w)
+
+    def loss(v):
+        return logistic().problem.lower(unravel(v), alpha, batch)
+
+    def step(_, v):
+        return v - jnp.linalg.solve(jax.hessian(loss)(v), jax.grad(loss)(v))
+
+    return unravel(jax.lax.fori_loop(0, 10, step, flat))
+
+
+def make(name):
+    newton, lbfgs, cg = bilevel.newton(), bilevel.lbfgs(), bilevel.cg()
+    descent = bilevel.unrolled(STEP_SIZE, 600)
+    return {
+        "gradient descent": lambda: bilevel.unrolled(STEP_SIZE, 20),
+        "momentum": lambda: bilevel.unrolled(optax.sgd(0.05, momentum=0.9), 10),
+        "adam": lambda: bilevel.unrolled(optax.adam(0.1), 10),
+        "in blocks": lambda: bilevel.unrolled(STEP_SIZE, 150),
+        "implicit newton cg": lambda: bilevel.implicit(newton, cg),
+        "implicit newton dense": lambda: bilevel.implicit(newton, bilevel.dense()),
+        "implicit newton gram": lambda: bilevel.implicit(
+            newton, bilevel.gram(logits, logistic_loss, damping=decay)
+        ),
+        "implicit lbfgs cg": lambda: bilevel.implicit(lbfgs, cg),
+        "implicit unrolled dense": lambda: bilevel.implicit(descent, bilevel.dense()),
+        "implicit solved cg": lambda: bilevel.implicit(bilevel.solved(dense_newton), cg),
+        "ridge": lambda: bilevel.ridge(mixed, decay),
+    }[name]()
+
+
+EVERY = (
+    "gradient descent",
+    "momentum",
+    "adam",
+    "in blocks",
+    "implicit newton cg",
+    "implicit newton dense",
+    "implicit newton gram",
+    "implicit lbfgs cg",
+    "implicit unrolled dense",
+    "implicit solved cg",
+    "ridge",
+)
+TWICE = ("gradient descent", "implicit newton cg", "implicit newton dense", "ridge")
+every_solver = pytest.mark.parametrize("name", EVERY)
+
+
+def case_of(name):
+    return least_squares() if name == "ridge" else logistic()
+
+
+def value_of(name):
+    """``alpha -> outer loss`` by the solver called ``name``."""
+    case = case_of(name)
+    fn = bilevel.hypergradient(case.problem, make(name), diagnostics=False)
+    return lambda alpha: fn(alpha, *case.args[1:]).value
+
+
+@functools.cache
+def compiled(name, mode="reverse"):
+    """The hypergradient, compiled once for all tests; it raises when it is traced again."""
+    fn = bilevel.hypergradient(case_of(name).problem, make(name), mode=mode, diagnostics=False)
+    return jax.jit(chex.assert_max_traces(fn, n=1))
+
+
+def other_alphas(case, count):
+    flat, unravel = ravel_pytree(case.alpha)
+    noise = np.random.default_rng(5).normal(size=(count, flat.size))
+    return jax.vmap(unravel)(flat + 0.1 * jnp.asarray(noise, flat.dtype))
+
+
+# --------------------------------------------------------------------- the derivative is right
+
+
+@every_solver
+def test_hypergradient_matches_finite_differences_of_its_own_value(name):
+    case, fn = case_of(name), compiled(name)
+    # Truth: finite differences. An iterative forward solve stops at 1e-10, which they amplify.
+    expected = finite_differences(lambda alpha: fn(alpha, *case.args[1:]).value, case.alpha)
+    f64 = 1e-6 if name == "implicit lbfgs cg" else 1e-9
+    assert_close(fn(*case.args).grad, expected, f64=f64)
+
+
+@pytest.mark.parametrize("backprop", [1, 5])
+def test_truncated_hypergradient_is_that_of_the_last_steps_alone(backprop):
+    case = logistic()
+
+    def grad(steps, w0, backprop=None):
+        solver = bilevel.unrolled(STEP_SIZE, steps, backprop=backprop)
+        fn = bilevel.hypergradient(case.problem, solver, diagnostics=False)
+        return fn(case.alpha, w0, case.train, case.valid)
+
+    # Truth: all of the last steps differentiated, from where the first ones arrive.
+    @jax.jit
+    def both(w0):
+        middle = grad(20 - backprop, w0).w
+        return grad(20, w0, backprop).grad, grad(backprop, middle).grad
+
+    assert_close(*both(case.w0), f64=1e-12, f32=1e-5)
+
+
+def test_implicit_hypergradient_of_ridge_is_the_papers_closed_form():
+    case = least_squares()
+    value, grad = mixed_ridge_in_numpy(case)  # truth: numpy, float64
+    fn = bilevel.hypergradient(case.problem, bilevel.implicit(), diagnostics=False)
+    result = jax.jit(fn)(*case.args)
+    assert_close(result.value, value)
+    assert_close(result.grad, grad)
+
+
+# ----------------------------------------------------------------- transformations commute with it
+
+
+@every_solver
+def test_forward_mode_equals_reverse_mode(name):
+    case = case_of(name)
+    forward, reverse = (compiled(name, mode)(*case.args) for mode in ("forward", "reverse"))
+    # Truth: the same derivative the other way; what CG leaves is 1e-10.
+    assert_close(forward.grad, reverse.grad, f32=1e-4)
+    assert_close((forward.value, forward.w), (reverse.value, reverse.w), f64=1e-14, f32=1e-6)
+
+
+@every_solver
+def test_vmap_over_alpha_equals_a_loop(name):
+    case, alphas = case_of(name), other_alphas(case_of(name), 3)
+    fn = bilevel.hypergradient(case.problem, make(name), diagnostics=False)
+    mapped = jax.jit(jax.vmap(fn, (0, None, None, None)))(alphas, *case.args[1:])
+    for i in range(3):
+        one = compiled(name)(jax.tree.map(lambda x, i=i: x[i], alphas), *case.args[1:])
+        batched = jax.tree.map(lambda x, i=i: x[i], mapped)
+        # Truth: one at a time. Matrix products are summed in another order when they are batched.
+        assert_close((batched.value, batched.grad), (one.value, one.grad), f64=1e-10, f32=1e-4)
+
+
+@every_solver
+def test_directional_derivative_is_the_inner_product_with_the_hypergradient(name):
+    case = case_of(name)
+    direction = jax.tree.map(lambda x: 1 + jnp.cos(x), case.alpha)
+    jvp = jax.jit(lambda a, v: jax.jvp(value_of(name), (a,), (v,))[1])(case.alpha, direction)
+    assert_close(jvp, optax.tree.vdot(compiled(name)(*case.args).grad, direction), f32=1e-4)
+
+
+@every_solver
+def test_hyperparameters_closed_over_have_the_same_hypergradient(name):
+    case = case_of(name)
+
+    def closed(alpha):
+        def bind(loss):
+            return lambda w, _, batch: loss(w, alpha, batch)
+
+        solver = make(name)
+        if name == "ridge":
+            solver = bilevel.ridge(lambda _, x: mixed(alpha, x), lambda _: decay(alpha))
+        elif name == "implicit newton gram":
+            gram = bilevel.gram(
+                lambda w, _, batch: logits(w, alpha, batch),
+                logistic_loss,
+                damping=lambda _: decay(alpha),
+            )
+            solver = bilevel.implicit(bilevel.newton(), gram)
+        elif name == "implicit solved cg":
+
+            def solve(_, w, batch):
+                return dense_newton(alpha, w, batch)
+
+            solver = bilevel.implicit(bilevel.solved(solve))
+        problem = bilevel.Problem(bind(case.problem.lower), bind(case.problem.outer))
+        fn = bilevel.hypergradient(problem, solver, diagnostics=False)
+        return fn((), *case.args[1:]).value
+
+    grad = jax.jit(jax.grad(closed))(case.alpha)
+    assert_close(grad, compiled(name)(*case.args).grad, f64=1e-12, f32=1e-4)
+
+
+@every_solver
+def test_float32_gives_the_same_hypergradient_in_float32(name):
+    case = case_of(name)
+    result = jax.jit(compiled(name).__wrapped__.__wrapped__)(*cast(case.args, jnp.float32))
+    assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(result))
+    # Truth: the suite's precision. lbfgs stops early where rounding stops its line search.
+    assert_close(result.grad, compiled(name)(*case.args).grad, f64=1e-3, f32=1e-6)
+
+
+@every_solver
+def test_other_values_do_not_compile_again(name):
+    case = case_of(name)
+    before = compiled(name)(*case.args)
+    # `compiled` raises on a second trace.
+    after = compiled(name)(*jax.tree.map(lambda x: 0.9 * x, case.args))
+    assert before.value != after.value
+
+
+@pytest.mark.parametrize("name", TWICE)
+def test_any_pytree_of_weights_and_hyperparameters_will_do(name):
+    case = case_of(name)
+    structure = jax.tree.structure(case.w0)
+
+    def unpack_alpha(alpha):
+        return {"mix": jnp.concatenate([alpha[0][0], alpha[1]["b"]]), "log_decay": alpha[1]["a"][0]}
+
+    def unpack_w(w):
+        return jax.tree.unflatten(structure, w[1] if structure.num_leaves > 1 else [w])
+
+    def unpack(loss):
+        return lambda w, alpha, batch: loss(unpack_w(w), unpack_alpha(alpha), batch)
+
+    mix = case.alpha["mix"]
+    alpha = ((mix[:2],), {"a": (case.alpha["log_decay"],), "b": mix[2:]})
+    leaves = jax.tree.leaves(case.w0)
+    w0 = (None, leaves) if structure.num_leaves > 1 else leaves[0]
+    solver = make(name)
+    if name == "ridge":
+        solver = bilevel.ridge(
+            lambda alpha, x: mixed(unpack_alpha(alpha), x), lambda a: decay(unpack_alpha(a))
+        )
+    problem = bilevel.Problem(unpack(case.problem.lower), unpack(case.problem.outer))
+    fn = jax.jit(bilevel.hypergradient(problem, solver, diagnostics=False))
+    result = fn(alpha, w0, case.train, case.valid)
+    assert jax.tree.structure(result.grad) == jax.tree.structure(alpha)
+    assert jax.tree.structure(result.w) == jax.tree.structure(w0)
+    # Truth: the same problem with other containers.
+    assert_close(unpack_alpha(result.grad), compiled(name)(*case.args).grad, f64=1e-12, f32=1e-5)
+
+
+# ------------------------------------------------------------------------ second derivatives
+
+
+def reverse_over_reverse(value):
+    return jax.jacrev(jax.grad(value))
+
+
+def forward_over_forward(value):
+    return jax.jacfwd(jax.jacfwd(value))
+
+
+@pytest.mark.parametrize("hessian", [jax.hessian, reverse_over_reverse, forward_over_forward])
+@pytest.mark.parametrize("name", TWICE)
+def test_hessian_of_the_value_function_matches_finite_differences(name, hessian):
+    case = case_of(name)
+    flat, unravel = ravel_pytree(case.alpha)
+    value = value_of(name)
+    matrix = jax.jit(hessian(lambda a: value(unravel(a))))(flat)
+    # Truth: finite differences of the hypergradient.
+    grad = compiled(name)
+    expected = finite_differences(lambda alpha: grad(alpha, *case.args[1:]).grad, case.alpha)
+    assert_close(matrix, expected, f64=1e-7, f32=5e-3)
+
+
+# ------------------------------------------------------------------------ the starting point
+
+
+def value_at(solver):
+    case = logistic()
+    fn = bilevel.hypergradient(case.problem, solver, diagnostics=False)
+    return lambda w0: fn(case.alpha, w0, case.train, case.valid).value
+
+
+@pytest.mark.parametrize("name", ["implicit newton cg", "implicit unrolled dense"])
+def test_implicit_value_has_derivative_zero_in_the_starting_point(name):
+    slope = jax.jit(jax.grad(value_at(make(name))))(logistic().w0)
+    assert all(np.all(x == 0) for x in jax.tree.leaves(slope))
+
+
+def test_truncated_value_has_derivative_zero_in_the_starting_point():
+    solver = bilevel.unrolled(STEP_SIZE, 6, backprop=5)
+    slope = jax.jit(jax.grad(value_at(solver)))(logistic().w0)
+    assert all(np.all(x == 0) for x in jax.tree.leaves(slope))
+
+
+def test_unrolled_value_has_the_exact_derivative_in_the_starting_point():
+    value = value_at(bilevel.unrolled(STEP_SIZE, 6))
+    w0 = logistic().w0
+    expected = finite_differences(jax.jit(value), w0)  # truth: finite differences
+    assert_close(jax.jit(jax.grad(value))(w0), expected)
+
+
+# ----------------------------------------------------------------------- states and warm starts
+
+
+def compiled_step(solver, case=None):
+    case = logistic() if case is None else case
+    return jax.jit(stateful_hypergradient(case.problem, solver, diagnostics=False))
+
+
+def test_implicit_state_carries_the_adjoint():
+    case, solver = logistic(), bilevel.implicit()
+    result, state = compiled_step(solver)(case.alpha, case.w0, solver.init(case.w0), *case.args[2:])
+    hessian = lower_hessian(case.problem.lower, result.w, case.alpha, case.train)
+    force = ravel_pytree(jax.grad(case.problem.outer)(result.w, case.alpha, case.valid))[0]
+    # Truth: numpy's dense solve.
+    assert_close(state.adjoint, np.linalg.solve(*map(np.asarray, (hessian, force))))
+
+
+def test_next_linear_solve_starts_from_the_adjoint_and_only_the_adjoint_one():
+    case, starts = logistic(), []
+
+    def spy(hvp, b, x0, point):
+        starts.append(x0)
+        return x0
+
+    solver = bilevel.implicit(bilevel.newton(), spy)
+    state = solver.init(case.w0)
+    given = jax.tree.map(jnp.ones_like, case.w0)
+    step = compiled_step(solver)
+    _, after = step(case.alpha, case.w0, state._replace(adjoint=given), *case.args[2:])
+    assert starts and all(start is not None for start in starts)
+    assert_close(after.adjoint, given, f64=1e-15, f32=1e-7)
+
+    def tangent(alpha):
+        return solver.run(case.problem.lower, alpha, case.w0, state, case.train)[0]
+
+    starts.clear()
+    with pytest.raises(Exception):  # noqa: B017  (None is no solution: JAX says so in its words)
+        jax.jacfwd(tangent)(case.alpha)
+    assert starts == [None]
+
+
+def test_warm_started_adjoint_needs_fewer_iterations_a_small_step_away():
+    case, solver = logistic(12, 8), bilevel.implicit()
+    step = compiled_step(solver, case)
+    _, state = step(case.alpha, case.w0, solver.init(case.w0), *case.args[2:])
+    alpha = jax.tree.map(lambda x: x * (1 + tolerance(1e-6, 1e-3)), case.alpha)
+    result, _ = step(alpha, case.w0, state, *case.args[2:])
+    force, unravel = ravel_pytree(jax.grad(case.problem.outer)(result.w, alpha, case.valid))
+    hessian = lower_hessian(case.problem.lower, result.w, alpha, case.train)
+    threshold = tolerance(1e-10, 1e-5) * jnp.linalg.norm(force)
+
+    def iterations(x0):
+        solve = functools.partial(conjugate_gradients, steps=100, threshold=threshold)
+        return int(solve(lambda v: hessian @ v, force, x0).iterations)
+
+    assert 0 < iterations(ravel_pytree(state.adjoint)[0]) < iterations(None)
+
+
+def test_optimizer_state_continues_from_one_hypergradient_to_the_next():
+    case = logistic()
+    five, ten = (bilevel.unrolled(optax.sgd(0.05, momentum=0.9), n) for n in (5, 10))
+    step = compiled_step(five)
+    first, state = step(case.alpha, case.w0, five.init(case.w0), *case.args[2:])
+    second, _ = step(case.alpha, first.w, state, *case.args[2:])
+    # Truth: the ten steps in one go.
+    expected, _ = compiled_step(ten)(case.alpha, case.w0, ten.init(case.w0), *case.args[2:])
+    assert_close(second.w, expected.w, f64=1e-14, f32=1e-6)
+
+
+def test_restarted_solver_forgets_where_it_was():
+    case = logistic()
+    solver = bilevel.restarted(bilevel.unrolled(optax.sgd(0.05, momentum=0.9), 5))
+    step = compiled_step(solver)
+    first, state = step(case.alpha, case.w0, solver.init(case.w0), *case.args[2:])
+    second, _ = step(case.alpha, first.w, state, *case.args[2:])
+    chex.assert_trees_all_equal(first.w, second.w)
+
+
+# ------------------------------------------------------------------------------------- memory
+
+WEIGHTS = 1000
+COPY = 4 * WEIGHTS  # bytes of one float32 copy of w
+
+
+@functools.cache
+def temporary_bytes(kind, steps, mode="reverse"):
+    """Scratch memory of a compiled hypergradient: 1000 weights, 50 samples, three penalties."""
+
+    def lower(w, alpha, batch):
+        x, y = batch
+        return 0.5 * jnp.mean((x @ w - y) ** 2) + 0.5 * jnp.sum(jnp.exp(alpha[0]) * w**2)
+
+    def outer(w, alpha, batch):
+        x, y = batch
+        return 0.5 * jnp.mean((x @ w - y) ** 2)
+
+    solver = bilevel.unrolled(1e-3, steps)
+    if kind == "implicit":
+        solver = bilevel.implicit(solver)
+    fn = bilevel.hypergradient(
+        bilevel.Problem(lower, outer), solver, mode=mode, diagnostics=False
+    )
+    shapes = [(3,), (WEIGHTS,), ((50, WEIGHTS), (50,)), ((50, WEIGHTS), (50,))]
+    args = jax.tree.map(
+        lambda s: jax.ShapeDtypeStruct(s, jnp.float32),
+        shapes,
+        is_leaf=lambda s: all(isinstance(i, int) for i in s),
+    )
+    return jax.jit(lambda *args: fn(*args).grad).lower(*args).compile().memory_analysis().temp_size_in_bytes
+
+
+def test_reverse_mode_memory_grows_with_the_root_of_the_steps():
+    few, some, many = (temporary_bytes("unrolled", steps) for steps in (100, 1000, 10_000))
+    # Two copies of w per block, three blocks' worth for XLA's buffers, and a dozen for one step.
+    for steps, used in ((1000, some), (10_000, many)):
+        assert used < (3 * steps**0.5 + 12) * COPY
+    assert many < 1.2 * 10**0.5 * some
+    assert few < (100 + 12) * COPY
+
+
+def test_forward_mode_memory_does_not_depend_on_the_steps():
+    few, many = (temporary_bytes("unrolled", steps, "forward") for steps in (10, 10_000))
+    assert many <= 1.01 * few
+
+
+def test_implicit_memory_does_not_depend_on_the_forward_steps():
+    few, many = (temporary_bytes("implicit", steps) for steps in (10, 10_000))
+    assert many <= 1.01 * few
+    assert many < 20 * COPY
+
+
+# ------------------------------------------------------------------------------------- mistakes
+
+
+def test_an_unknown_mode_is_refused():
+    with pytest.raises(ValueError, match='mode: expected "reverse" or "forward", got "sideways"'):
+        bilevel.hypergradient(logistic().problem, bilevel.implicit(), mode="sideways")
+
+
+@pytest.mark.parametrize("which", ["lower", "outer"])
+@pytest.mark.parametrize("mode", ["reverse", "forward"])
+def test_a_loss_that_is_no_floating_scalar_is_refused_by_name(which, mode):
+    case = logistic()
+
+    def vector(w, alpha, batch):
+        return w["weights"]
+
+    problem = bilevel.Problem(**{**vars(case.problem), which: vector})
+    fn = bilevel.hypergradient(problem, bilevel.unrolled(0.1, 1), mode=mode)
+    with pytest.raises(ValueError, match=rf"{which}: .*scalar.*\(3,\)"):
+        fn(*case.args)
+
+
+def test_an_integer_loss_is_refused():
+    case = logistic()
+    problem = bilevel.Problem(case.problem.lower, lambda w, alpha, batch: jnp.array(1))
+    with pytest.raises(ValueError, match="outer: .*floating scalar.*int"):
+        bilevel.hypergradient(problem, bilevel.unrolled(0.1, 1))(*case.args)
+
+
+def test_without_diagnostics_there_is_no_info():
+    assert compiled("gradient descent")(*logistic().args).info is None

@@ -1,0 +1,376 @@
+"""Descent and search: the loop finds known optima, resumes exactly, and fails clearly."""
+
+import functools
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import bilevel
+from bilevel import _search
+
+SIMPLEX = optax.chain(bilevel.tangent(), optax.adam(0.1), bilevel.exponentiate())
+
+
+def regression(key, n=80, h=3, p=2):
+    """Ridge on a mixture of feature maps; the second one made the labels."""
+    keys = jax.random.split(key, 4)
+    x = jax.random.normal(keys[0], (n, 4))
+    maps = jax.random.normal(keys[1], (h, 4, p))
+    y = jnp.tanh(x @ maps[1]) @ jax.random.normal(keys[2], (p,))
+
+    def features(alpha, x):
+        return jnp.einsum("i,inp->np", alpha, jnp.tanh(jnp.einsum("nd,idp->inp", x, maps)))
+
+    def lower(w, alpha, batch):
+        x, y = batch
+        return 0.5 * jnp.sum((features(alpha, x) @ w - y) ** 2) + 0.05 * jnp.sum(w**2)
+
+    def outer(w, alpha, batch):
+        x, y = batch
+        return jnp.mean((features(alpha, x) @ w - y) ** 2)
+
+    problem = bilevel.Problem(lower, outer)
+    half = n // 2
+    return problem, features, (x[:half], y[:half]), (x[half:], y[half:])
+
+
+PROBLEM, FEATURES, TRAIN, VALID = regression(jax.random.key(0))
+RIDGE = bilevel.ridge(FEATURES, lambda alpha: 0.1)
+MOMENTUM = bilevel.unrolled(optax.sgd(0.005, 0.9), 8)
+UNIFORM = jnp.full(3, 1 / 3)
+W0 = jnp.zeros(2)
+
+
+def rows(key, data):
+    """A minibatch of eight."""
+    chosen = jax.random.choice(key, len(data[1]), (8,))
+    return jax.tree.map(lambda x: x[chosen], data)
+
+
+run = functools.partial(
+    bilevel.search, PROBLEM, MOMENTUM, SIMPLEX, UNIFORM, W0, TRAIN, VALID, progress=False
+)
+noisy = functools.partial(run, batches=rows, key=jax.random.key(7))
+
+
+def assert_identical(a, b):
+    """Bit for bit: alpha, w, history and every other array of the state."""
+    jax.tree.map(np.testing.assert_array_equal, (a.state, a.history), (b.state, b.history))
+
+
+@pytest.mark.parametrize("solver", [RIDGE, bilevel.implicit()], ids=["ridge", "implicit"])
+def test_search_finds_the_minimum_over_the_simplex(solver):
+    """Truth: the outer loss at every point of a grid of step 1/20, by the closed form."""
+    result = bilevel.search(
+        PROBLEM, solver, SIMPLEX, UNIFORM, W0, TRAIN, VALID, steps=100, progress=False
+    )
+    i, j = (x.ravel() for x in np.mgrid[:21, :21])
+    grid = jnp.asarray(np.stack([i, j, 20 - i - j], -1)[i + j <= 20] / 20, UNIFORM.dtype)
+
+    @jax.jit
+    @jax.vmap
+    def value(alpha):
+        w, _ = RIDGE.run(PROBLEM.lower, alpha, W0, (), TRAIN)
+        return PROBLEM.outer(w, alpha, VALID)
+
+    assert value(result.alpha[None])[0] < 1.001 * value(grid).min()
+    assert result.history["value"][0] > 1.5 * result.history["value"][-1]
+    assert result.history["alpha"].shape == (100, 3)
+    np.testing.assert_array_equal(result.history["alpha"][-1], result.alpha)
+
+
+def test_search_is_descent_repeated():
+    init, step = bilevel.descent(PROBLEM, MOMENTUM, SIMPLEX)
+    state, values = init(UNIFORM, W0), []
+    for _ in range(4):
+        state, metrics = jax.jit(step)(state, (TRAIN, VALID))
+        values.append(metrics["value"])
+    result = run(steps=4)
+    # Truth: the same steps taken one by one; compiled apart, so equal up to rounding.
+    np.testing.assert_allclose(result.alpha, state.alpha, rtol=1e-4)
+    np.testing.assert_allclose(result.history["value"], values, rtol=1e-4)
+
+
+def test_the_whole_search_runs_under_jit_and_vmap():
+    keys = jax.random.split(jax.random.key(3), 2)
+    starts = jnp.stack([UNIFORM, jnp.array([0.6, 0.2, 0.2])])
+
+    @jax.jit
+    @jax.vmap
+    def many(key, alpha):
+        args = (PROBLEM, MOMENTUM, SIMPLEX, alpha, W0, TRAIN, VALID)
+        result = bilevel.search(*args, steps=5, batches=rows, key=key)
+        return result.alpha, result.history["value"]
+
+    alphas, values = many(keys, starts)
+    for i in range(2):
+        one = bilevel.search(
+            *(PROBLEM, MOMENTUM, SIMPLEX, starts[i], W0, TRAIN, VALID),
+            steps=5,
+            batches=rows,
+            key=keys[i],
+            progress=False,
+        )
+        np.testing.assert_allclose(alphas[i], one.alpha, rtol=1e-3)
+        np.testing.assert_allclose(values[i], one.history["value"], rtol=1e-3)
+
+
+def test_side_by_side_copies_search_as_they_would_alone():
+    starts = jnp.stack([UNIFORM, jnp.array([0.6, 0.2, 0.2])])
+    twice = jax.tree.map(lambda x: jnp.stack([x, x]), (W0, TRAIN, VALID))
+    both = bilevel.search(
+        bilevel.side_by_side(PROBLEM), MOMENTUM, SIMPLEX, starts, *twice, steps=5, progress=False
+    )
+    args = (PROBLEM, MOMENTUM, SIMPLEX, starts[1], W0, TRAIN, VALID)
+    alone = bilevel.search(*args, steps=5, progress=False)
+    np.testing.assert_allclose(both.alpha[1], alone.alpha, rtol=1e-4)
+
+
+def test_chunks_do_not_change_the_result():
+    assert_identical(noisy(steps=7, chunk=3), noisy(steps=7))
+
+
+def test_a_second_search_compiles_nothing():
+    noisy(steps=6)
+    compiled = _search._advance._cache_size()
+    noisy(steps=6, key=jax.random.key(8), chunk=4)
+    assert _search._advance._cache_size() == compiled
+
+
+def test_batches_come_from_the_key():
+    same, other = noisy(steps=3), noisy(steps=3, key=jax.random.key(8))
+    assert_identical(noisy(steps=3), same)
+    assert not np.array_equal(same.alpha, other.alpha)
+
+
+def test_diagnostics_enter_the_history():
+    history = run(steps=2, diagnostics=True).history
+    assert set(bilevel.Info._fields) <= set(history)
+    assert np.isfinite(history["error_estimate"]).all()
+
+
+def test_inputs_survive_the_search():
+    alpha, w = jnp.array(UNIFORM), jnp.ones(2)
+    bilevel.search(PROBLEM, MOMENTUM, SIMPLEX, alpha, w, TRAIN, VALID, steps=2, progress=False)
+    np.testing.assert_array_equal(alpha, UNIFORM)  # would raise if the buffer had been donated
+    np.testing.assert_array_equal(w, 1.0)
+
+
+# ----------------------------------------------------------------------------- stop and resume
+
+
+def test_a_search_stopped_and_resumed_is_an_uninterrupted_one(tmp_path):
+    def stop_at_four(result):
+        return len(result.history["value"]) >= 4
+
+    first = noisy(steps=9, chunk=2, callback=stop_at_four, checkpoint=tmp_path)
+    assert first.stopped == "ended by the callback after step 4"
+    assert first.history["alpha"].shape == (4, 3)
+    assert_identical(noisy(steps=9, checkpoint=tmp_path, resume=True), noisy(steps=9))
+
+
+def test_a_finished_search_resumes_to_itself_and_can_be_prolonged(tmp_path):
+    noisy(steps=3, checkpoint=tmp_path)
+    assert_identical(noisy(steps=3, checkpoint=tmp_path, resume=True), noisy(steps=3))
+    assert_identical(noisy(steps=5, checkpoint=tmp_path, resume=True), noisy(steps=5))
+
+
+KILLED = """
+import sys, time
+import test_search
+from bilevel import _search
+_search._SAVE_SECONDS = 0.0
+test_search.noisy(
+    steps=2000, chunk=1, checkpoint=sys.argv[1], callback=lambda result: time.sleep(0.02)
+)
+"""
+
+
+def test_a_killed_search_resumes_exactly(tmp_path):
+    """SIGKILL at some moment after the second checkpoint, in another process."""
+    here = pathlib.Path(__file__).parent
+    environment = os.environ | {
+        "PYTHONPATH": str(here),
+        "JAX_ENABLE_X64": str(int(jax.config.jax_enable_x64)),
+    }
+    folder = tmp_path / "run"
+    process = subprocess.Popen([sys.executable, "-c", KILLED, str(folder)], env=environment)
+    patience = time.monotonic() + 120
+    while time.monotonic() < patience and process.poll() is None:
+        saved = [int(p.name) for p in folder.glob("*") if p.name.isdigit()]
+        if len(saved) >= 2:
+            break
+        time.sleep(0.05)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    done = bilevel.checkpoint.latest(folder)
+    assert done >= 2
+    resumed = noisy(steps=done + 3, checkpoint=folder, resume=True)
+    assert_identical(resumed, noisy(steps=done + 3))
+
+
+def test_ctrl_c_returns_what_there_is(tmp_path):
+    def interrupt(result):
+        os.kill(os.getpid(), signal.SIGINT)
+
+    result = noisy(steps=9, chunk=3, callback=interrupt, checkpoint=tmp_path)
+    # The signal of the first callback is seen after the second chunk.
+    assert result.stopped == "interrupted after step 6"
+    assert_identical(
+        result._replace(stopped=""),
+        noisy(steps=6),
+    )
+    assert bilevel.checkpoint.latest(tmp_path) == 6
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_directory_with_a_checkpoint_is_not_overwritten(tmp_path):
+    noisy(steps=2, checkpoint=tmp_path)
+    with pytest.raises(ValueError, match=r"checkpoint: expected an empty directory or resume=True"):
+        noisy(steps=2, checkpoint=tmp_path)
+
+
+def test_a_checkpoint_of_another_search_is_refused(tmp_path):
+    noisy(steps=2, checkpoint=tmp_path)
+    with pytest.raises(ValueError, match="checkpoint: expected one of this very search"):
+        noisy(steps=4, checkpoint=tmp_path, resume=True, key=jax.random.key(8))
+    with pytest.raises(ValueError, match="steps: expected at least the 2"):
+        noisy(steps=1, checkpoint=tmp_path, resume=True)
+
+
+# ----------------------------------------------------------------------------- trouble
+
+
+def exploding(quantity):
+    """A problem that stops being finite when alpha[0] passes 2.5, which takes three steps of 1."""
+
+    def spoil(x, alpha):
+        return jnp.where(alpha[0] > 2.5, jnp.nan, x)
+
+    def lower(w, alpha, batch):
+        loss = 0.5 * jnp.sum((w - batch) ** 2)
+        return spoil(loss, alpha) if quantity == "lower loss" else loss
+
+    def outer(w, alpha, batch):
+        loss = -alpha[0] + 0 * w[0]
+        if quantity == "hypergradient":
+            # The derivative of sqrt is infinite at 0, its value is not.
+            return loss + jnp.sqrt(jnp.where(alpha[0] > 2.5, alpha[0] - alpha[0], alpha[0]))
+        return spoil(loss, alpha) if quantity == "outer loss" else loss
+
+    problem = bilevel.Problem(lower, outer)
+    solver = bilevel.solved(
+        lambda alpha, w, batch: spoil(batch, alpha) if quantity == "weights" else batch
+    )
+    return problem, bilevel.implicit(solver, bilevel.scale(1.0))
+
+
+@pytest.mark.parametrize("quantity", ["outer loss", "lower loss"])
+def test_a_nan_stops_the_search_with_step_quantity_and_last_good_state(quantity, tmp_path):
+    problem, solver = exploding(quantity)
+    args = (problem, solver, optax.sgd(1.0), jnp.zeros(1), jnp.zeros(2))
+    data = (jnp.ones(2), jnp.ones(2))
+    with pytest.raises(bilevel.NonFiniteError, match=f"{quantity}: expected finite") as caught:
+        bilevel.search(*args, *data, steps=8, progress=False, checkpoint=tmp_path)
+    assert (caught.value.step, caught.value.quantity) == (3, quantity)
+    good = bilevel.search(*args, *data, steps=3, progress=False)
+    assert_identical(caught.value.result, good)
+    assert bilevel.checkpoint.latest(tmp_path) == 3
+
+
+def test_under_jit_a_nan_freezes_the_last_good_state():
+    problem, solver = exploding("outer loss")
+
+    @jax.jit
+    def last(alpha):
+        args = (problem, solver, optax.sgd(1.0), alpha, jnp.zeros(2))
+        return bilevel.search(*args, jnp.ones(2), jnp.ones(2), steps=8).state
+
+    state = last(jnp.zeros(1))
+    assert state.step == 3
+    np.testing.assert_allclose(state.alpha, 3.0)
+
+
+def test_weights_that_are_not_finite_are_named():
+    # Finite losses, infinite weights: only the lower one of two weights enters the losses.
+    problem = bilevel.Problem(
+        lambda w, alpha, batch: 0.5 * (w[0] - alpha[0]) ** 2, lambda w, alpha, batch: w[0] ** 2
+    )
+    solver = bilevel.implicit(
+        bilevel.solved(lambda alpha, w, batch: jnp.stack([alpha[0], jnp.inf])), bilevel.scale(1.0)
+    )
+    with pytest.raises(bilevel.NonFiniteError, match=r"weights: .* at outer step 0"):
+        bilevel.search(
+            *(problem, solver, optax.sgd(0.1), jnp.ones(1), jnp.zeros(2), None, None),
+            steps=2,
+            progress=False,
+        )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"steps": 0}, "steps: expected at least 1, got 0"),
+        ({"chunk": 0}, "chunk: expected at least 1"),
+        ({"resume": True}, "resume: expected a checkpoint directory"),
+        ({"batches": rows}, "key: expected a PRNG key"),
+    ],
+)
+def test_bad_options_are_refused_before_compiling(changes, message):
+    with pytest.raises(ValueError, match=message):
+        run(**({"steps": 2} | changes))
+
+
+@pytest.mark.parametrize(
+    ("position", "value", "message"),
+    [
+        (3, jnp.array([0.5, 0.5, 0.5]), "alpha: expected points of the simplex"),
+        (3, jnp.array([1, 0, 0]), "alpha: expected floating arrays, got int"),
+        (3, (), "alpha: expected at least one array"),
+        (4, jnp.array([jnp.nan] * 2), "w0: expected finite values"),
+        (5, (jnp.zeros((0, 4)), jnp.zeros(0)), "train: expected data, got an empty array"),
+        (6, (VALID[0], VALID[1] * jnp.inf), "valid: expected finite values"),
+    ],
+)
+def test_bad_arrays_are_refused_before_compiling(position, value, message):
+    args = [PROBLEM, MOMENTUM, SIMPLEX, UNIFORM, W0, TRAIN, VALID]
+    args[position] = value
+    with pytest.raises(ValueError, match=message):
+        bilevel.search(*args, steps=2, progress=False)
+
+
+def test_a_loss_that_is_not_a_scalar_is_refused():
+    problem = bilevel.Problem(PROBLEM.lower, lambda w, alpha, batch: w)
+    with pytest.raises(ValueError, match="outer: expected a loss that returns a floating scalar"):
+        bilevel.search(
+            *(problem, MOMENTUM, SIMPLEX, UNIFORM, W0, TRAIN, VALID), steps=2, progress=False
+        )
+
+
+def test_progress_under_jit_is_refused():
+    with pytest.raises(ValueError, match="progress, checkpoint and callback"):
+        jax.jit(
+            lambda w: (
+                bilevel.search(
+                    *(PROBLEM, MOMENTUM, SIMPLEX, UNIFORM, w, TRAIN, VALID), steps=2, progress=True
+                ).alpha
+            )
+        )(W0)
+
+
+def test_progress_shows_the_losses_on_standard_error_only_when_asked(capsys):
+    run(steps=2)
+    assert capsys.readouterr() == ("", "")
+    run(steps=2, progress=True)
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "2/2" in captured.err and "outer" in captured.err

@@ -6,6 +6,11 @@ import numpy as np
 from jax.flatten_util import ravel_pytree
 
 
+def flatten(tree):
+    """All entries as one float64 numpy vector, in the order of ``ravel_pytree``."""
+    return np.concatenate([np.ravel(x).astype(np.float64) for x in jax.tree.leaves(tree)])
+
+
 def tolerance(f64=1e-9, f32=1e-3):
     """The tolerance for the precision that the tests run in."""
     return f64 if jax.config.jax_enable_x64 else f32
@@ -13,28 +18,32 @@ def tolerance(f64=1e-9, f32=1e-3):
 
 def assert_close(actual, expected, *, f64=1e-9, f32=1e-3):
     """Equal pytrees, up to the precision's tolerance relative to the largest entry expected."""
-    actual, expected = (np.asarray(ravel_pytree(tree)[0]) for tree in (actual, expected))
+    actual, expected = flatten(actual), flatten(expected)
     assert actual.shape == expected.shape
     scale = np.max(np.abs(expected), initial=1e-30)
     np.testing.assert_allclose(actual / scale, expected / scale, rtol=0, atol=tolerance(f64, f32))
 
 
 def finite_differences(function, x):
-    """Jacobian of ``function`` (scalar, or any pytree, flattened) in the pytree ``x``: [..., size].
+    """Jacobian of ``function``, both it and the pytree ``x`` flattened, without axes of length 1.
 
     Central and of fourth order: in float64 good to 1e-11, where ``function`` is good to rounding.
     """
-    flat, unravel = ravel_pytree(x)
     h = tolerance(1e-3, 3e-2)
+    leaves, structure = jax.tree.flatten(jax.tree.map(np.asarray, x))
 
-    def at(i, t):
-        value = ravel_pytree(function(unravel(flat.at[i].add(t * h))))[0]
-        return np.asarray(value, np.float64)
+    def at(leaf, i, t):
+        moved = leaves[leaf].copy()
+        moved.flat[i] += t * h
+        shifted = [moved if k == leaf else x for k, x in enumerate(leaves)]
+        return flatten(function(jax.tree.unflatten(structure, shifted)))
 
     columns = [
-        (8 * (at(i, 1) - at(i, -1)) - (at(i, 2) - at(i, -2))) / (12 * h) for i in range(flat.size)
+        (8 * (at(k, i, 1) - at(k, i, -1)) - (at(k, i, 2) - at(k, i, -2))) / (12 * h)
+        for k, x in enumerate(leaves)
+        for i in range(x.size)
     ]
-    return np.squeeze(np.stack(columns, -1), 0) if columns[0].size == 1 else np.stack(columns, -1)
+    return np.squeeze(np.stack(columns, -1))
 
 
 def lower_hessian(lower, w, alpha, batch):

@@ -70,8 +70,9 @@ def assert_identical(a, b):
 @pytest.mark.parametrize("solver", [RIDGE, bilevel.implicit()], ids=["ridge", "implicit"])
 def test_search_finds_the_minimum_over_the_simplex(solver):
     """Truth: the outer loss at every point of a grid of step 1/20, by the closed form."""
+    optimizer = optax.chain(optax.sgd(5.0), bilevel.exponentiate())
     result = bilevel.search(
-        PROBLEM, solver, SIMPLEX, UNIFORM, W0, TRAIN, VALID, steps=100, progress=False
+        PROBLEM, solver, optimizer, UNIFORM, W0, TRAIN, VALID, steps=300, progress=False
     )
     i, j = (x.ravel() for x in np.mgrid[:21, :21])
     grid = jnp.asarray(np.stack([i, j, 20 - i - j], -1)[i + j <= 20] / 20, UNIFORM.dtype)
@@ -84,7 +85,7 @@ def test_search_finds_the_minimum_over_the_simplex(solver):
 
     assert value(result.alpha[None])[0] < 1.001 * value(grid).min()
     assert result.history["value"][0] > 1.5 * result.history["value"][-1]
-    assert result.history["alpha"].shape == (100, 3)
+    assert result.history["alpha"].shape == (300, 3)
     np.testing.assert_array_equal(result.history["alpha"][-1], result.alpha)
 
 

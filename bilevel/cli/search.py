@@ -315,6 +315,9 @@ def _print(result: dict[str, Any], folder: pathlib.Path) -> None:
         marked = name + (" *" if name == result["best single"] else "")
         table.add_row(marked, *cells, end_section=name in ("search", result["names"][-1]))
     console = Console()
+    if not console.is_terminal:
+        # A pipe or a file has no width of its own; rich would cut the table at 80.
+        console = Console(width=110)
     console.print(table)
     alpha = np.mean(result["alpha"], axis=0)
     pairs = sorted(zip(alpha, result["names"], strict=True), reverse=True)

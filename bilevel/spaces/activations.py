@@ -186,8 +186,11 @@ def _sign_patterns(width: int, classes: int) -> jax.Array:
     return 1 - 2 * (jax.lax.population_count(shared_bits) % 2)
 
 
-def _largest(f: Callable[[jax.Array], jax.Array], w: jax.Array, iterations: int = 50) -> jax.Array:
-    """Largest eigenvalue of ``J'J``, J = df/dw, by power iteration."""
+def _largest(f: Callable[[jax.Array], jax.Array], w: jax.Array, iterations: int = 100) -> jax.Array:
+    """Largest eigenvalue of ``J'J``, J = df/dw, by power iteration: within 10 %, from below.
+
+    Nesterov's steps stay stable up to 36 % above 1 / lambda_max (momentum 0.9).
+    """
     _, push = jax.linearize(f, w)
     pull = jax.linear_transpose(push, w)
 

@@ -1,0 +1,145 @@
+"""How does the memory of a hypergradient grow with the number T of lower steps?
+
+Logistic regression with p = 1000 weights on n = 1000 samples, one penalty for each of ten groups of
+weights, float32: a copy of the weights is 4 kB. The figures are XLA's temporaries of the compiled
+hypergradient; nothing is executed. The results file is written when JAXopt is installed.
+
+    python benchmarks/memory.py            # under a minute
+    python benchmarks/memory.py --quick    # without JAXopt
+    python benchmarks/memory.py --table    # the results file as the README's table
+"""
+
+import argparse
+import importlib.metadata
+import importlib.util
+import json
+import platform
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+import bilevel
+
+RESULTS = Path(__file__).parent / "results" / "memory.jsonl"
+STEPS = (10, 100, 1000, 10000)
+N, P, GROUPS, STEP_SIZE = 1000, 1000, 10, 0.1
+
+
+def outer(w, alpha, batch):
+    x, y = batch
+    return jnp.mean(jax.nn.softplus(-y * (x @ w)))
+
+
+def lower(w, alpha, batch):
+    groups = w.reshape(GROUPS, -1)
+    return outer(w, alpha, batch) + 0.5 * jnp.sum(jnp.exp(alpha)[:, None] * groups**2)
+
+
+def ours(solver, mode="reverse"):
+    fn = bilevel.hypergradient(bilevel.Problem(lower, outer), solver, mode=mode, diagnostics=False)
+    return lambda *args: fn(*args).grad
+
+
+def plain_scan(steps):
+    def objective(alpha, w, train, valid):
+        def step(w, _):
+            return w - STEP_SIZE * jax.grad(lower)(w, alpha, train), None
+
+        return outer(jax.lax.scan(step, w, length=steps)[0], alpha, valid)
+
+    return jax.grad(objective)
+
+
+def jaxopt(steps):
+    import jaxopt
+
+    options = {"maxiter": steps, "tol": 0, "acceleration": False, "implicit_diff": False}
+    solver = jaxopt.GradientDescent(lower, stepsize=STEP_SIZE, **options)
+    return jax.grad(
+        lambda alpha, w, train, valid: outer(solver.run(w, alpha, train).params, alpha, valid)
+    )
+
+
+def temporaries(fn) -> int:
+    def array(*shape):
+        return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+    batch = array(N, P), array(N)
+    compiled = jax.jit(fn).lower(array(GROUPS), array(P), batch, batch).compile()
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
+def measure(peer: bool) -> list[dict]:
+    def descent(steps):
+        return bilevel.unrolled(STEP_SIZE, steps)
+
+    methods = {
+        "bilevel unrolled, reverse": lambda steps: ours(descent(steps)),
+        "bilevel unrolled, forward": lambda steps: ours(descent(steps), "forward"),
+        "bilevel implicit": lambda steps: ours(bilevel.implicit(descent(steps), bilevel.cg())),
+        "lax.scan, reverse": plain_scan,
+    }
+    if peer:
+        methods["JAXopt unrolled, reverse"] = jaxopt
+    rows = []
+    for name, method in methods.items():
+        sizes = {str(steps): temporaries(method(steps)) for steps in STEPS}
+        rows.append({"method": name, "temp_bytes": sizes})
+    return rows
+
+
+def growth(row) -> float:
+    """From T = 100 to T = 10000."""
+    return row["temp_bytes"]["10000"] / row["temp_bytes"]["100"]
+
+
+def markdown(rows) -> str:
+    head = ["temporaries, MB", *(f"T = {steps}" for steps in STEPS), "T = 10000 / T = 100"]
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    for row in rows:
+        name = f"**{row['method']}**" if row["method"].startswith("bilevel") else row["method"]
+        sizes = [f"{size / 1e6:.3g}" for size in row["temp_bytes"].values()]
+        lines.append(f"| {' | '.join([name, *sizes, f'{growth(row):.3g}'])} |")
+    return "\n".join(lines)
+
+
+def verdicts(rows):
+    """Pairs of whether a target is met and what it is."""
+    sizes = {row["method"]: row["temp_bytes"] for row in rows}
+    for row in rows[1:3]:
+        yield growth(row) <= 1.01, f"{row['method']}: the same for every T"
+    reverse, plain = sizes["bilevel unrolled, reverse"], sizes["lax.scan, reverse"]
+    copies, most = reverse["10000"] / (4 * P), 3 * 10000**0.5
+    text = f"bilevel unrolled, reverse: {copies:.0f} copies of w at T = 10000, at most 3 sqrt(T)"
+    yield copies <= most, text
+    rise, most = reverse["10000"] / reverse["1000"], 1.1 * 10**0.5
+    text = f"bilevel unrolled, reverse: {rise:.2f} times as much at T = 10000 as at T = 1000"
+    yield rise <= most, f"{text}, at most {most:.2f} (sqrt(T))"
+    no_more = all(reverse[steps] <= plain[steps] for steps in plain)
+    yield no_more, "bilevel unrolled, reverse: no more than lax.scan at any T"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="without JAXopt")
+    parser.add_argument("--table", action="store_true", help="the results file as markdown")
+    options = parser.parse_args()
+    if options.table:
+        return print(markdown([json.loads(x) for x in RESULTS.read_text().splitlines()[1:]]))
+
+    peer = not options.quick and importlib.util.find_spec("jaxopt") is not None
+    rows = measure(peer)
+    print(markdown(rows))
+    for passed, text in verdicts(rows):
+        print("PASS " if passed else "FAIL ", text)
+    if peer:
+        versions = {name: importlib.metadata.version(name) for name in ("bilevel", "jax", "jaxopt")}
+        head = {"versions": {"python": platform.python_version()} | versions}
+        head |= {"device": jax.devices()[0].device_kind, "n": N, "p": P, "dtype": "float32"}
+        RESULTS.parent.mkdir(exist_ok=True)
+        RESULTS.write_text("".join(json.dumps(line) + "\n" for line in [head, *rows]))
+
+
+if __name__ == "__main__":
+    main()

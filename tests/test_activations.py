@@ -1,0 +1,154 @@
+"""The activation search space computes the network it describes, and trains it well."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import assert_close, finite_differences
+
+import bilevel
+from bilevel.spaces.activations import (
+    ACTIVATIONS,
+    activation_space,
+    sign_labels,
+    unit_inputs,
+)
+
+NAMES = ("relu", "leaky_relu", "sigmoid", "tanh", "swish", "gelu")
+
+
+@functools.cache
+def digits(classes):
+    """Unit inputs and sign labels of 100 training and 100 validation digits."""
+    data = bilevel.data.load("digits")
+    rows = data.y_train < classes
+    x, y = data.x_train[rows], data.y_train[rows]
+    parts = bilevel.data.split(jax.random.key(0), y, (100, 100))
+    xs = unit_inputs(*(jnp.asarray(x[r], float) for r in parts))
+    return [(a, sign_labels(y[r], classes)) for a, r in zip(xs, parts, strict=True)]
+
+
+def test_the_network_is_its_formula():
+    """Truth: Oymak section 4.2 written out in numpy for one input and two activations."""
+    space = activation_space(["tanh", lambda z: z**2], width=4, output_scale=3.0)
+    w = np.arange(8.0).reshape(4, 2) / 8
+    x, alpha = np.array([0.6, 0.8]), np.array([0.3, 0.7])
+    hidden = 0.3 * np.tanh(w @ x) + 0.7 * (w @ x) ** 2
+    signs = np.array([1, -1, 1, -1])
+    expected = np.sqrt(3.0 / 4) * signs @ hidden
+    assert_close(space.apply(*map(jnp.asarray, (w, alpha, x[None]))), expected[None], f32=1e-5)
+
+
+def test_output_signs_are_balanced_and_orthogonal():
+    """So each class's kernel is the binary one, and classes share no more than the weights."""
+    space = activation_space(["identity"], width=32, classes=10)
+    signs = np.asarray(space.apply(jnp.eye(32), jnp.ones(1), jnp.eye(32))) * np.sqrt(32)
+    np.testing.assert_allclose(signs.sum(0), 0, atol=1e-4)
+    np.testing.assert_allclose(signs.T @ signs, 32 * np.eye(10), atol=1e-3)
+
+
+def test_the_sigmoid_is_centred_and_the_others_are_the_usual_ones():
+    z = jnp.linspace(-3, 3, 7)
+    np.testing.assert_allclose(ACTIVATIONS["sigmoid"](z), 1 / (1 + np.exp(-z)) - 0.5, rtol=1e-5)
+    np.testing.assert_allclose(ACTIVATIONS["leaky_relu"](z), np.where(z > 0, z, 0.1 * z), rtol=1e-6)
+    np.testing.assert_allclose(ACTIVATIONS["swish"](z), z / (1 + np.exp(-z)), rtol=1e-5)
+
+
+def test_curvatures_are_the_largest_eigenvalues_of_the_linearised_lower_loss():
+    """Truth: the full spectrum of J'J by numpy, for each activation alone."""
+    space = activation_space(["relu", "sigmoid"], width=8, classes=3)
+    (x, _), _ = digits(3)
+    x = x[:20, :12]
+    w = space.init(jax.random.key(1), 12)
+    for alpha, curvature in zip(jnp.eye(2), space.curvatures(w, x), strict=True):
+        jacobian = jax.jacobian(lambda w, a=alpha: space.apply(w, a, x))(w).reshape(60, -1)
+        largest = np.linalg.eigvalsh(np.asarray(jacobian @ jacobian.T))[-1]
+        # Power iteration approaches from below; the step size tolerates 36 % (Nesterov, 0.9).
+        assert 0.9 * largest < curvature < (1 + 1e-4) * largest
+
+
+@pytest.mark.parametrize("mixture", ["vertices", "uniform"])
+def test_fifty_steps_nearly_interpolate_for_every_alpha(mixture):
+    """The regime the papers study; on the labels' own scale, at most 10 % of the squared loss."""
+    space = activation_space(NAMES, width=512, classes=10)
+    train, _ = digits(10)
+    w = space.init(jax.random.key(0), train[0].shape[1])
+    curvatures = space.curvatures(w, train[0])
+    solver = space.solver(curvatures)
+    h = len(NAMES)
+    alphas = jnp.eye(h) if mixture == "vertices" else jnp.full((1, h), 1 / h)
+
+    @jax.jit
+    def trained(alpha):
+        w_alpha, _ = solver.run(space.problem.lower, alpha, w, solver.init(w), train)
+        predictions = space.apply(w_alpha, alpha, train[0])
+        error = jnp.mean(space.predict(predictions) != space.predict(train[1]))
+        return space.problem.lower(w_alpha, alpha, train), error
+
+    for alpha in alphas:
+        loss, error = trained(alpha)
+        assert loss < 0.1 * 0.5 * train[1].size
+        assert error == 0
+
+
+@pytest.mark.parametrize("outer", ["hinge", "logistic", "squared"])
+@pytest.mark.parametrize("classes", [2, 10])
+def test_the_search_hypergradient_is_the_derivative_of_the_whole_training(outer, classes):
+    """Truth: finite differences of the validation loss after training, step size included."""
+    space = activation_space(["sigmoid", "tanh", "swish"], width=16, classes=classes, outer=outer)
+    (x, y), (xv, yv) = digits(classes)
+    train, valid = (x[:30], y[:30]), (xv[:30], yv[:30])
+    w = space.init(jax.random.key(2), x.shape[1])
+    solver = space.solver(space.curvatures(w, train[0]), steps=6)
+    fn = bilevel.hypergradient(space.problem, solver, diagnostics=False)
+    alpha = jnp.array([0.2, 0.3, 0.5])
+    value = jax.jit(lambda alpha: fn(alpha, w, train, valid).value)
+    truth = finite_differences(value, alpha)
+    # The hinge has kinks, which a difference may straddle with one sample in 300.
+    f64 = 1e-3 if outer == "hinge" else 1e-6
+    assert_close(fn(alpha, w, train, valid).grad, truth, f64=f64, f32=3e-2)
+
+
+def test_a_restarted_search_does_not_depend_on_its_path():
+    space = activation_space(["relu", "tanh"], width=16)
+    (x, y), _ = digits(2)
+    w = space.init(jax.random.key(0), x.shape[1])
+    solver = space.solver(space.curvatures(w, x), steps=3)
+    alpha, state = jnp.array([0.5, 0.5]), solver.init(w)
+    first, state = solver.run(space.problem.lower, alpha, w, state, (x, y))
+    second, _ = solver.run(space.problem.lower, alpha, first, state, (x, y))
+    np.testing.assert_array_equal(first, second)
+
+
+def test_unit_inputs_are_centred_on_the_training_rows():
+    x, other = np.random.default_rng(0).normal(1.0, 1.0, (2, 10, 2, 3))
+    unit, moved = unit_inputs(x, other)
+    np.testing.assert_allclose(np.linalg.norm(moved, axis=1), 1, rtol=1e-5)
+    flat = x.reshape(10, 6)
+    row = other.reshape(10, 6)[4] - flat.mean(0)
+    np.testing.assert_allclose(moved[4], row / np.linalg.norm(row), rtol=1e-4)
+    assert unit.shape == (10, 6)
+
+
+def test_sign_labels_are_one_versus_rest():
+    np.testing.assert_array_equal(sign_labels(np.array([2, 0]), 3), [[-1, -1, 1], [1, -1, -1]])
+    np.testing.assert_array_equal(sign_labels(np.array([1, 0]), 2), [1, -1])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"activations": ["rleu"]}, "activations: expected functions or names among .*'rleu'"),
+        ({"activations": []}, "activations: expected at least one"),
+        ({"outer": "l1"}, "outer: expected one of hinge, logistic, squared"),
+        ({"width": 7}, "width: expected a multiple of 2"),
+        ({"width": 24, "classes": 10}, "width: expected a multiple of 16 for 10 classes"),
+        ({"classes": 1}, "at least 2"),
+    ],
+)
+def test_a_space_that_cannot_be_built_says_why(changes, message):
+    options = {"activations": ["relu"], "width": 16} | changes
+    with pytest.raises(ValueError, match=message):
+        activation_space(options.pop("activations"), **options)

@@ -1,0 +1,138 @@
+"""The problem record, copies side by side, and recognising a quadratic."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import assert_close, lower_hessian
+from problems import case, least_squares, logistic
+
+import bilevel
+from bilevel.problem import hessian_operator, is_quadratic
+
+W = {"a": jnp.arange(1.0, 4.0), "b": (jnp.ones((2, 3)),)}
+ALPHA = {"log_decay": jnp.array(0.3), "scale": jnp.ones(3)}
+X, Y = jnp.linspace(-1.0, 1.0, 15).reshape(5, 3), jnp.linspace(0.0, 1.0, 5)
+
+
+def residual(w, alpha):
+    return X @ (alpha["scale"] * w["a"]) - Y
+
+
+def squares(tree):
+    return optax.tree.vdot(tree, tree)
+
+
+QUADRATIC = {
+    "a constant": lambda w, alpha: jnp.sum(alpha["scale"]),
+    "linear": lambda w, alpha: jnp.sum(alpha["scale"] * w["a"]) + jnp.sum(w["b"][0]),
+    "ridge over a pytree": lambda w, alpha: (
+        jnp.sum(residual(w, alpha) ** 2) + jnp.exp(alpha["log_decay"]) * squares(w)
+    ),
+    "one exponential penalty per weight": lambda w, alpha: jnp.sum(
+        jnp.exp(alpha["scale"]) * w["a"] ** 2
+    ),
+    "norm squared": lambda w, alpha: jnp.linalg.norm(residual(w, alpha)) ** 2,
+    "an inner product": lambda w, alpha: jnp.vdot(residual(w, alpha), residual(w, alpha)),
+    "a product": lambda w, alpha: jnp.sum(w["a"] * (alpha["scale"] - w["a"])),
+    "einsum": lambda w, alpha: jnp.einsum("i,ij,j->", w["a"], X.T @ X, w["a"]),
+    "a fixed matrix's inverse": lambda w, alpha: (
+        w["a"] @ jnp.linalg.solve(X.T @ X + jnp.eye(3) * jnp.exp(alpha["log_decay"]), w["a"])
+    ),
+    "under jit": lambda w, alpha: jax.jit(lambda v: jnp.sum(v**2))(residual(w, alpha)),
+    "under checkpoint": lambda w, alpha: jax.checkpoint(lambda v: jnp.sum(v**2))(w["a"]),
+    "under vmap": lambda w, alpha: jax.vmap(lambda x, y: (x @ w["a"] - y) ** 2)(X, Y).mean(),
+    "indexing and reshaping": lambda w, alpha: jnp.sum(w["b"][0].reshape(3, 2)[1:] ** 2),
+    "not convex": lambda w, alpha: w["a"][0] ** 2 - w["a"][1] ** 2,
+    "a condition on alpha": lambda w, alpha: jnp.sum(
+        jnp.where(alpha["scale"] > 0, w["a"] ** 2, 2 * w["a"] ** 2)
+    ),
+}
+
+NOT_QUADRATIC = {
+    "logistic": lambda w, alpha: jnp.sum(jax.nn.softplus(residual(w, alpha))),
+    "quartic": lambda w, alpha: jnp.sum(w["a"] ** 4),
+    "cubic": lambda w, alpha: jnp.sum(w["a"] ** 3),
+    "relu squared": lambda w, alpha: jnp.sum(jax.nn.relu(residual(w, alpha)) ** 2),
+    "a condition on w": lambda w, alpha: jnp.sum(jnp.where(w["a"] > 0, w["a"] ** 2, 0)),
+    "lax.cond on w": lambda w, alpha: jax.lax.cond(
+        w["a"][0] > 0, lambda v: jnp.sum(v**2), lambda v: 2 * jnp.sum(v**2), w["a"]
+    ),
+    "huber": lambda w, alpha: optax.huber_loss(residual(w, alpha)).sum(),
+    "two layers": lambda w, alpha: jnp.sum((w["b"][0] @ w["a"]) ** 2),
+    "a norm": lambda w, alpha: jnp.linalg.norm(residual(w, alpha)),
+    "one leaf only": lambda w, alpha: squares(w) + jnp.sum(jnp.exp(w["b"][0])),
+    "a loop": lambda w, alpha: jax.lax.fori_loop(0, 2, lambda _, v: v * v, w["a"]).sum(),
+    "under jit": lambda w, alpha: jax.jit(lambda v: jnp.sum(v**4))(w["a"]),
+    "a custom derivative": lambda w, alpha: jnp.sum(jax.nn.silu(w["a"])),
+}
+
+
+@pytest.mark.parametrize("loss", QUADRATIC.values(), ids=QUADRATIC.keys())
+def test_quadratic_is_recognised(loss):
+    assert is_quadratic(lambda w, alpha, batch: loss(w, alpha), W, ALPHA, None)
+
+
+@pytest.mark.parametrize("loss", NOT_QUADRATIC.values(), ids=NOT_QUADRATIC.keys())
+def test_a_loss_that_is_not_quadratic_is_never_called_one(loss):
+    assert not is_quadratic(lambda w, alpha, batch: loss(w, alpha), W, ALPHA, None)
+
+
+def test_quadratic_is_recognised_under_a_transformation():
+    small, verdicts = least_squares(), []
+
+    @jax.jit
+    @jax.vmap
+    def note(w):
+        verdicts.append(is_quadratic(small.problem.lower, w, small.alpha, small.train))
+        return w
+
+    note(jnp.ones((2, small.w0.size)))
+    assert verdicts == [True]
+
+
+@pytest.mark.parametrize("name", ["lower", "outer"])
+@pytest.mark.parametrize("value", [None, 1.0, "loss"])
+def test_a_loss_that_is_no_function_is_refused_by_name(name, value):
+    small = logistic()
+    with pytest.raises(ValueError, match=f"{name}: expected a function .*, got {value!r}"):
+        bilevel.Problem(**{**vars(small.problem), name: value})
+
+
+def test_hessian_operator_is_the_lower_gradient_and_hessian():
+    small = logistic()
+    slope, hvp = hessian_operator(small.problem.lower, small.w0, small.alpha, small.train)
+    v = jax.tree.map(jnp.cos, small.w0)
+    # Truth: JAX's dense Hessian.
+    hessian = lower_hessian(small.problem.lower, small.w0, small.alpha, small.train)
+    flat = np.concatenate([np.ravel(x) for x in jax.tree.leaves(v)])
+    assert_close(hvp(v), np.asarray(hessian) @ flat, f64=1e-13, f32=1e-5)
+    grad = jax.grad(small.problem.lower)(small.w0, small.alpha, small.train)
+    assert_close(slope, grad, f64=1e-14, f32=1e-6)
+
+
+@pytest.mark.parametrize(
+    "solver",
+    [bilevel.unrolled(0.05, 10), bilevel.implicit()],
+    ids=["unrolled", "implicit"],
+)
+def test_problems_side_by_side_are_as_they_were_alone(solver):
+    small = least_squares()
+    copies = [
+        case(
+            small.problem.lower,
+            small.problem.outer,
+            *jax.tree.map(lambda x, s=s: x * (1 + 0.3 * s), small.args),
+        )
+        for s in range(3)
+    ]
+    alone = jax.jit(bilevel.hypergradient(small.problem, solver, diagnostics=False))
+    separate = [alone(*copy.args) for copy in copies]
+    together = bilevel.side_by_side(small.problem)
+    stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *(copy.args for copy in copies))
+    result = jax.jit(bilevel.hypergradient(together, solver, diagnostics=False))(*stacked)
+    # Truth: each by itself. The forward solve stops at 1e-10 of all copies' gradient.
+    assert_close(result.value, sum(r.value for r in separate), f32=1e-5)
+    expected = jax.tree.map(lambda *xs: jnp.stack(xs), *((r.grad, r.w) for r in separate))
+    assert_close((result.grad, result.w), expected, f32=1e-4)

@@ -9,14 +9,15 @@ feature scales j^-1/2 and weak penalties, 558. The truth is the closed form in f
 
 Same work for everyone: 100 gradient steps from 0 with step 1/L. *implicit* adds conjugate gradients
 (tolerance 1e-10 in float64, 1e-6 in float32, at most 500 iterations), *unrolled* goes back through
-the steps, *closed form* factorises. One core, one thread. The methods of a kind share a process and
-take turns in a random order, so that a ratio is one of neighbours in time: the median over rounds.
+the steps, *closed form* factorises. One core, one thread (Linux only). The methods of a kind share
+a process and take turns in a random order, so that a ratio is one of neighbours in time: the median
+over rounds.
 
     python benchmarks/hypergradients.py            # against every installed peer: some five minutes
     python benchmarks/hypergradients.py --quick    # hand-written JAX only, two cases: about one
     python benchmarks/hypergradients.py --table    # the results file as the README's table
 
-The results file is written when all peers are installed: jaxopt, optimistix, torch and torchopt.
+The results file is written when jaxopt, optimistix and torch are installed; torchopt if it is too.
 """
 
 import argparse
@@ -458,9 +459,8 @@ def markdown(rows) -> str:
             )
             size = max(size, r.get("temp_bytes", 0) if r else 0)
         name = f"**{name}**" if method.startswith("bilevel") else name
-        lines.append(
-            f"| {name} | {' | '.join(cells)} | {f'{size / 1e6:.2g} MB' if size else '-'} |"
-        )
+        size = f"{float(f'{size / 1e6:.2g}'):g} MB" if size else "-"
+        lines.append(f"| {name} | {' | '.join(cells)} | {size} |")
     return "\n".join(lines)
 
 

@@ -48,8 +48,13 @@ def finite_differences(function, x):
 
 def lower_hessian(lower, w, alpha, batch):
     """``d^2 lower / dw^2`` as a [p, p] array, by JAX's dense second derivative."""
-    flat, unravel = ravel_pytree(w)
-    return jax.hessian(lambda v: lower(unravel(v), alpha, batch))(flat)
+
+    @jax.jit
+    def hessian(w):
+        flat, unravel = ravel_pytree(w)
+        return jax.hessian(lambda v: lower(unravel(v), alpha, batch))(flat)
+
+    return hessian(w)
 
 
 def cast(tree, dtype):

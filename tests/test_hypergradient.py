@@ -221,9 +221,7 @@ def test_hyperparameters_closed_over_have_the_same_hypergradient(name):
 
 
 @pytest.mark.skipif(not jax.config.jax_enable_x64, reason="everything is float32 already")
-@pytest.mark.parametrize(
-    "name", [*TYPICAL, "adam", "implicit newton gram", "implicit lbfgs cg"]
-)
+@pytest.mark.parametrize("name", [*TYPICAL, "adam", "implicit newton gram", "implicit lbfgs cg"])
 def test_float32_gives_the_same_hypergradient_in_float32(name):
     case = case_of(name)
     fn = bilevel.hypergradient(case.problem, make(name), diagnostics=False)
@@ -444,9 +442,7 @@ def temporary_bytes(kind, steps, mode="reverse"):
     solver = bilevel.unrolled(1e-3, steps)
     if kind == "implicit":
         solver = bilevel.implicit(solver)
-    fn = bilevel.hypergradient(
-        bilevel.Problem(lower, outer), solver, mode=mode, diagnostics=False
-    )
+    fn = bilevel.hypergradient(bilevel.Problem(lower, outer), solver, mode=mode, diagnostics=False)
     shapes = [(3,), (WEIGHTS,), ((50, WEIGHTS), (50,)), ((50, WEIGHTS), (50,))]
     args = jax.tree.map(
         lambda s: jax.ShapeDtypeStruct(s, jnp.float32),

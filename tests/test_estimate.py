@@ -1,0 +1,338 @@
+"""What a hypergradient says of its own error, held to errors that are known."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import assert_close, flatten, lower_hessian, tolerance
+from problems import case, decay, digits, least_squares, logistic, mixed, quadratic
+
+import bilevel
+
+EPS = float(jnp.finfo(jax.dtypes.canonicalize_dtype(float)).eps)
+STEPS = (3, 10, 30, 100, 300, 1000)
+SOLVERS = ("implicit", "unrolled")
+
+
+def hypergradient(solver, small, **options):
+    return jax.jit(bilevel.hypergradient(small.problem, solver, **options))(*small.args)
+
+
+def error(actual, expected):
+    return np.linalg.norm(flatten(actual) - flatten(expected))
+
+
+# --------------------------------------------------------------------------- the calibration
+
+
+def implicit_after_descent(problem, step_size, steps):
+    """``implicit(unrolled(step_size, steps))`` for a traced number of steps: compiled once."""
+
+    def descend(alpha, w, batch):
+        def step(_, w):
+            return optax.tree.add_scale(w, -step_size, jax.grad(problem.lower)(w, alpha, batch))
+
+        return jax.lax.fori_loop(0, steps, step, w)
+
+    return bilevel.implicit(bilevel.solved(descend), bilevel.cg())
+
+
+def unrolled_descent(problem, step_size, steps, most=STEPS[-1]):
+    """``unrolled(step_size, steps)`` for a traced number of steps: the others have length 0."""
+
+    def schedule(count):
+        return jnp.where(count < steps, step_size, 0.0)
+
+    return bilevel.unrolled(optax.sgd(schedule), most)
+
+
+@functools.cache
+def compiled(kind, family):
+    """The hypergradient after a traced number of steps; both quadratics share one."""
+    problem = (digits() if family is digits else quadratic("iid")).case.problem
+    make = {"implicit": implicit_after_descent, "unrolled": unrolled_descent}[kind]
+
+    @jax.jit
+    def run(step_size, steps, *args):
+        return bilevel.hypergradient(problem, make(problem, step_size, steps))(*args)
+
+    return run
+
+
+PROBLEMS = {
+    "iid": (quadratic, lambda: quadratic("iid")),
+    "hard": (quadratic, lambda: quadratic("hard")),
+    "digits": (digits, digits),
+}
+
+
+@functools.cache
+def calibrate(kind, name, steps):
+    """The result, the error it made (truth: numpy, float64), and what counts as none at all."""
+    family, load = PROBLEMS[name]
+    small, step_size, truth = load()
+    result = compiled(kind, family)(step_size, steps, *small.args)
+    return result, error(result.grad, truth), 20 * EPS * np.linalg.norm(truth)
+
+
+every_calibration = [
+    pytest.mark.parametrize("kind", SOLVERS),
+    pytest.mark.parametrize("name", PROBLEMS),
+    pytest.mark.parametrize("steps", STEPS),
+]
+
+
+def over_all_calibrations(test):
+    return functools.reduce(lambda test, mark: mark(test), every_calibration, test)
+
+
+@over_all_calibrations
+def test_error_estimate_is_within_a_third_and_ten_times_the_error(kind, name, steps):
+    result, true_error, floor = calibrate(kind, name, steps)
+    estimate = float(result.info.error_estimate)
+    # Below the floor both are the rounding of the hypergradient, and count as zero.
+    if max(true_error, estimate) > floor:
+        assert true_error / 3 <= estimate <= 10 * true_error
+
+
+@over_all_calibrations
+def test_converged_says_whether_the_error_is_under_one_percent(kind, name, steps):
+    result, true_error, _ = calibrate(kind, name, steps)
+    assert result.info.converged == (true_error < 0.01 * np.linalg.norm(flatten(result.grad)))
+
+
+@over_all_calibrations
+def test_error_bound_holds_for_quadratics_and_is_infinite_for_others(kind, name, steps):
+    result, true_error, floor = calibrate(kind, name, steps)
+    if name == "digits":
+        assert np.isinf(result.info.error_bound)
+    else:
+        assert true_error - floor <= result.info.error_bound < np.inf
+
+
+def test_error_is_known_to_fall_from_useless_to_rounding():
+    # What the calibration above is worth: its errors span the range of practice.
+    errors = [calibrate(kind, "iid", steps)[1] for kind in SOLVERS for steps in STEPS]
+    scale = np.linalg.norm(quadratic("iid").truth)
+    assert max(errors) > 0.5 * scale
+    assert min(errors) < tolerance(1e-10, 1e-6) * scale
+
+
+@pytest.mark.parametrize("kind", SOLVERS)
+def test_three_steps_of_the_calibration_are_the_solvers_three_steps(kind):
+    small, step_size, _ = quadratic("iid")
+    solver = bilevel.unrolled(step_size, 3)
+    solver = bilevel.implicit(solver) if kind == "implicit" else solver
+    expected = hypergradient(solver, small)
+    result, *_ = calibrate(kind, "iid", 3)
+    assert_close(result.grad, expected.grad, f64=1e-9, f32=1e-4)
+    assert_close(result.info.error_estimate, expected.info.error_estimate, f64=1e-9, f32=1e-3)
+
+
+# ------------------------------------------------------------------------------- the residuals
+
+
+@functools.cache
+def assessed(name, mode="reverse"):
+    """The logistic problem's hypergradient after few steps."""
+    descent = bilevel.unrolled(0.1, 20)
+    solver = {
+        "unrolled": lambda: descent,
+        "truncated": lambda: bilevel.unrolled(0.1, 20, backprop=3),
+        "implicit": lambda: bilevel.implicit(descent),
+        "neumann": lambda: bilevel.implicit(descent, bilevel.neumann(3, 0.1)),
+    }[name]()
+    return hypergradient(solver, logistic(), mode=mode)
+
+
+@pytest.mark.parametrize("name", ["unrolled", "neumann"])
+def test_stationarity_is_the_norm_of_the_lower_gradient(name):
+    small = logistic()
+    result = assessed(name)
+    slope = jax.jit(jax.grad(small.problem.lower))(result.w, small.alpha, small.train)
+    size = np.linalg.norm(flatten(slope))
+    assert size > tolerance(1e-6, 1e-4)  # something to see
+    assert_close(result.info.stationarity, size, f64=1e-10, f32=1e-3)
+
+
+def test_linear_residual_is_that_of_the_adjoint_which_the_solver_used():
+    small, result = logistic(), assessed("neumann")
+    hessian = np.asarray(
+        lower_hessian(small.problem.lower, result.w, small.alpha, small.train), float
+    )
+    force = flatten(jax.jit(jax.grad(small.problem.outer))(result.w, small.alpha, small.valid))
+    factor = np.eye(force.size) - 0.1 * hessian
+    # Truth: the truncated Neumann sum in numpy.
+    adjoint = 0.1 * (force + factor @ force + factor @ factor @ force)
+    expected = np.linalg.norm(hessian @ adjoint - force) / np.linalg.norm(force)
+    assert_close(result.info.linear_residual, expected, f64=1e-12, f32=1e-4)
+
+
+@pytest.mark.parametrize("name", ["neumann", "truncated", "unrolled", "implicit"])
+def test_approximate_hypergradients_know_their_bias(name):
+    small, result = logistic(), assessed(name)
+    # Truth: the implicit hypergradient at the solution, itself held to finite differences.
+    exact = hypergradient(bilevel.implicit(), small, diagnostics=False).grad
+    true_error = error(result.grad, exact)
+    assert true_error / 3 <= result.info.error_estimate <= 10 * true_error
+
+
+@pytest.mark.parametrize("name", ["unrolled", "implicit"])
+def test_forward_mode_fills_info_too(name):
+    reverse, forward = assessed(name).info, assessed(name, "forward").info
+    assert_close(forward.stationarity, reverse.stationarity, f64=1e-9, f32=1e-3)
+    assert_close(forward.error_estimate, reverse.error_estimate, f64=1e-2, f32=1e-2)
+    assert forward.converged == reverse.converged
+    # No adjoint to read off: it is the independent solve's residual.
+    assert forward.linear_residual < tolerance(1e-9, 1e-4)
+
+
+def test_info_is_the_same_under_vmap():
+    small = logistic()
+    fn = jax.vmap(
+        bilevel.hypergradient(small.problem, bilevel.implicit(bilevel.unrolled(0.1, 20))),
+        (0, None, None, None),
+    )
+    alphas = jax.tree.map(lambda x: jnp.stack([0.7 * x, x]), small.alpha)
+    info = jax.jit(fn)(alphas, *small.args[1:]).info
+    expected = assessed("implicit").info
+    # The refinement of both goes on until the slower is done.
+    assert_close(info.stationarity[1], expected.stationarity, f64=1e-10, f32=1e-3)
+    assert_close(info.error_estimate[1], expected.error_estimate, f64=1e-2, f32=1e-2)
+
+
+def test_diagnostics_do_not_stand_in_the_way_of_second_derivatives():
+    small = logistic()
+
+    def hessian(diagnostics):
+        fn = bilevel.hypergradient(small.problem, bilevel.implicit(), diagnostics=diagnostics)
+
+        def grad(alpha):
+            result = fn(alpha, *small.args[1:])
+            return result.grad, result.info
+
+        return jax.jit(lambda alpha: jax.jacfwd(grad, has_aux=True)(alpha))(small.alpha)
+
+    (with_info, info), (without, _) = hessian(True), hessian(False)
+    assert_close(with_info, without, f64=1e-13, f32=1e-5)
+    assert info.converged
+
+
+def test_diagnostics_can_be_left_out():
+    result = hypergradient(bilevel.unrolled(0.1, 20), logistic(), diagnostics=False)
+    assert result.info is None
+    assert_close(result.grad, assessed("unrolled").grad, f64=1e-13, f32=1e-5)
+
+
+# -------------------------------------------------------------------- where nothing can be known
+
+
+def test_estimate_is_infinite_where_the_lower_hessian_is_indefinite():
+    # A double well: near w = 0 its Hessian is negative.
+    wells = case(
+        lambda w, alpha, batch: jnp.sum(w**4 / 4 - w**2 / 2 - alpha * w),
+        lambda w, alpha, batch: jnp.sum((w - 2) ** 2),
+        np.array([0.01, 0.02]),
+        np.array([0.05, 1.0]),
+        (),
+        (),
+    )
+    for solver in (
+        bilevel.implicit(bilevel.solved()),
+        bilevel.implicit(bilevel.unrolled(0.01, 3)),
+        bilevel.unrolled(0.01, 3),
+    ):
+        info = hypergradient(solver, wells).info
+        assert np.isinf(info.error_estimate)
+        assert np.isinf(info.error_bound)
+        assert not info.converged
+
+
+def test_estimate_is_infinite_where_the_outer_loss_pulls_at_weights_that_are_free():
+    free = case(
+        lambda w, alpha, batch: 0.5 * (w[0] - alpha) ** 2,
+        lambda w, alpha, batch: w[0] + w[1],
+        1.0,
+        np.zeros(2),
+        (),
+        (),
+    )
+    for solver in (bilevel.implicit(), bilevel.unrolled(0.2, 3)):
+        info = hypergradient(solver, free).info
+        assert np.isinf(info.error_estimate)
+        assert np.isinf(info.error_bound)
+        assert not info.converged
+
+
+def many_weights(count):
+    return case(
+        lambda w, alpha, batch: 0.5 * jnp.sum((1 + jnp.exp(alpha)) * w**2) - jnp.sum(w),
+        lambda w, alpha, batch: jnp.sum(w**2),
+        0.0,
+        np.zeros(count),
+        (),
+        (),
+    )
+
+
+def test_error_bound_is_infinite_beyond_1024_weights_where_the_estimate_is_not():
+    solver = bilevel.unrolled(0.3, 5)
+    for count in (1024, 1025) if jax.config.jax_enable_x64 else (30, 1025):
+        result = hypergradient(solver, many_weights(count))
+        # Truth: w* = 1 / (1 + e^alpha), so F = count / (1 + e^alpha)^2, dF/dalpha = -count / 4.
+        true_error = abs(float(result.grad) + count / 4)
+        assert true_error / 3 <= result.info.error_estimate <= 10 * true_error
+        assert np.isinf(result.info.error_bound) == (count > 1024)
+        assert result.info.error_bound >= true_error
+
+
+# ------------------------------------------------------------------------------- closed forms
+
+
+def ridge_on(scale_of_data, scale_of_decay):
+    """The mixed-features problem with a lower loss that may not be what ridge solves."""
+    small = least_squares()
+
+    def lower(w, alpha, batch):
+        x, y = batch
+        data = 0.5 * jnp.sum((mixed(alpha, x) @ w - y) ** 2)
+        return scale_of_data * data + scale_of_decay * 0.5 * decay(alpha) * jnp.sum(w**2)
+
+    return small._replace(problem=bilevel.Problem(lower, small.problem.outer))
+
+
+@pytest.mark.parametrize("scale", [1.0, 3.7])
+def test_ridge_is_found_exact_on_its_loss_up_to_a_positive_factor(scale):
+    result = hypergradient(bilevel.ridge(mixed, decay), ridge_on(scale, scale))
+    size = np.linalg.norm(flatten(result.grad))
+    assert result.info.error_estimate < 200 * EPS * size
+    assert result.info.error_bound < 1e4 * EPS * size
+    assert result.info.converged
+
+
+def test_ridge_on_another_loss_is_found_out_independently():
+    small = ridge_on(1.0, 3.0)
+    result = hypergradient(bilevel.ridge(mixed, decay), small)
+    # Truth: the hypergradient of the loss that the problem states.
+    exact = hypergradient(bilevel.implicit(), small, diagnostics=False).grad
+    true_error = error(result.grad, exact)
+    assert true_error > 0.1 * np.linalg.norm(flatten(exact))
+    assert true_error / 3 <= result.info.error_estimate <= 10 * true_error
+    assert result.info.error_bound >= true_error
+    assert not result.info.converged
+
+
+def test_ridgeless_interpolation_makes_no_claim():
+    small = least_squares(5, 9)
+    lower = bilevel.Problem(
+        lambda w, alpha, batch: 0.5 * jnp.sum((mixed(alpha, batch[0]) @ w - batch[1]) ** 2),
+        small.problem.outer,
+    )
+    info = hypergradient(
+        bilevel.ridge(mixed, lambda alpha: 0.0), small._replace(problem=lower)
+    ).info
+    assert np.isinf(info.error_estimate)
+    assert not info.converged

@@ -1,0 +1,328 @@
+"""Lower solvers: the identities between them, ridge's closed form, and the forward solvers."""
+
+import functools
+
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import assert_close, finite_differences, flatten, lower_hessian, tolerance
+from hypothesis import given
+from jax.flatten_util import ravel_pytree
+from problems import case, decay, least_squares, logistic, mixed, mixed_ridge_in_numpy
+
+import bilevel
+from bilevel.problem import is_quadratic
+
+STEP_SIZE = 0.1
+
+
+def hypergradient(solver, small):
+    fn = bilevel.hypergradient(small.problem, solver, diagnostics=False)
+    return jax.jit(fn)(*small.args)
+
+
+@functools.cache
+def stationary():
+    """The logistic problem, started at its solution."""
+    small = logistic()
+    w = hypergradient(bilevel.implicit(bilevel.newton(tol=0.0)), small).w
+    slope = jax.jit(jax.grad(small.problem.lower))(w, small.alpha, small.train)
+    assert np.linalg.norm(flatten(slope)) < tolerance(1e-13, 1e-5)
+    return small._replace(w0=w)
+
+
+# ------------------------------------------------------------------------- unrolled and implicit
+
+
+@pytest.mark.parametrize("terms", [1, 4])
+def test_neumann_at_a_solution_is_backpropagation_through_the_last_steps(terms):
+    small = stationary()
+    inverse = bilevel.neumann(terms, STEP_SIZE)
+    implicit = hypergradient(bilevel.implicit(bilevel.solved(), inverse), small)
+    unrolled = hypergradient(bilevel.unrolled(STEP_SIZE, 6, backprop=terms), small)
+    # Truth: the identity (Lorraine, Vicol & Duvenaud 2020); w* moves by roundings only.
+    assert_close(implicit.grad, unrolled.grad, f64=1e-12, f32=1e-5)
+
+
+def test_scale_at_a_solution_is_one_step_darts():
+    small = stationary()
+    implicit = bilevel.implicit(bilevel.solved(), bilevel.scale(STEP_SIZE))
+    darts = bilevel.unrolled(STEP_SIZE, 1, backprop=1)
+    expected = hypergradient(darts, small).grad
+    # Truth: the identity (Liu, Simonyan & Yang 2019, Eq. 7).
+    assert_close(hypergradient(implicit, small).grad, expected, f64=1e-12, f32=1e-5)
+
+
+def test_one_step_darts_is_the_formula_of_its_paper():
+    small = logistic()
+    alpha, w, train, valid = small.args
+    lower, outer = small.problem.lower, small.problem.outer
+
+    @jax.jit
+    def formula():
+        # Liu, Simonyan & Yang 2019, Eq. 7: w' = w - xi grad_w L_train, and
+        # grad_alpha L_val(w') - xi d^2_{alpha, w} L_train(w) grad_w L_val(w').
+        slope = jax.grad(lower)(w, alpha, train)
+        after = optax.tree.add_scale(w, -STEP_SIZE, slope)
+        force, direct = jax.grad(outer, (0, 1))(after, alpha, valid)
+        _, mixed_product = jax.jvp(lambda w: jax.grad(lower, 1)(w, alpha, train), (w,), (force,))
+        return optax.tree.add_scale(direct, -STEP_SIZE, mixed_product)
+
+    darts = hypergradient(bilevel.unrolled(STEP_SIZE, 1), small)
+    assert_close(darts.grad, formula(), f64=1e-13, f32=1e-5)
+
+
+def test_without_backpropagation_the_direct_term_alone_is_left():
+    small = logistic()
+    result = hypergradient(bilevel.unrolled(STEP_SIZE, 5, backprop=0), small)
+    direct = jax.jit(jax.grad(small.problem.outer, 1))(result.w, small.alpha, small.valid)
+    assert_close(result.grad, direct, f64=1e-14, f32=1e-6)
+    # The weights are those of the steps, differentiated or not.
+    assert_close(result.w, hypergradient(bilevel.unrolled(STEP_SIZE, 5), small).w, f64=1e-14)
+
+
+def test_long_unrolling_tends_to_the_implicit_hypergradient():
+    small = logistic()
+    expected = hypergradient(bilevel.implicit(), small).grad
+    errors = []
+    for steps in (10, 20, 600):
+        grad = hypergradient(bilevel.unrolled(STEP_SIZE, steps), small).grad
+        errors.append(np.linalg.norm(flatten(grad) - flatten(expected)))
+    assert errors[0] > errors[1] > errors[2]
+    assert errors[2] < tolerance(1e-9, 1e-4) * np.linalg.norm(flatten(expected))
+
+
+def test_steps_are_the_optimizers_own():
+    small = logistic()
+    optimizer = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(0.05))
+    result = hypergradient(bilevel.unrolled(optimizer, 3), small)
+    # Truth: optax in a Python loop.
+    slope = jax.jit(jax.grad(small.problem.lower))
+    w, state = small.w0, optimizer.init(small.w0)
+    for _ in range(3):
+        updates, state = optimizer.update(slope(w, small.alpha, small.train), state, w)
+        w = optax.apply_updates(w, updates)
+    assert_close(result.w, w, f64=1e-13, f32=1e-6)
+
+
+def test_optimizer_that_asks_for_the_loss_gets_it():
+    small = logistic()
+    optimizer = optax.sgd(optax.constant_schedule(0.1))
+    searching = optax.chain(optimizer, optax.scale_by_backtracking_linesearch(20))
+    result = hypergradient(bilevel.unrolled(searching, 3), small)
+    loss = jax.jit(small.problem.lower)
+    assert loss(result.w, small.alpha, small.train) < loss(small.w0, small.alpha, small.train)
+
+
+def test_step_size_can_be_learned():
+    small = logistic()
+
+    def value(log_step_size):
+        solver = bilevel.unrolled(jnp.exp(log_step_size), 20)
+        fn = bilevel.hypergradient(small.problem, solver, diagnostics=False)
+        return fn(*small.args).value
+
+    x = np.log(0.05)
+    expected = finite_differences(jax.jit(value), x)  # truth: finite differences
+    assert_close(jax.jit(jax.grad(value))(x), expected, f32=1e-2)
+
+
+@pytest.mark.parametrize("steps", [1, 127, 128, 129, 150, 169])
+def test_blocks_of_steps_make_the_number_of_steps_asked_for(steps):
+    # w <- w + alpha at every step, so that w counts them.
+    counter = case(
+        lambda w, alpha, batch: -jnp.sum(alpha * w),
+        lambda w, alpha, batch: jnp.sum(w),
+        np.ones(1),
+        np.zeros(1),
+        (),
+        (),
+    )
+    fn = bilevel.hypergradient(counter.problem, bilevel.unrolled(1.0, steps), diagnostics=False)
+    result = jax.jit(fn)(*counter.args)
+    assert result.value == steps
+    assert result.grad == steps
+
+
+# ------------------------------------------------------------------------------- closed form
+
+
+def grad_of(solver, small):
+    return hypergradient(solver, small).grad
+
+
+@pytest.mark.parametrize(("n", "p"), [(12, 4), (6, 6), (5, 9)])
+def test_ridge_hypergradient_is_the_closed_form(n, p):
+    small = least_squares(n, p)
+    result = hypergradient(bilevel.ridge(mixed, decay), small)
+    value, grad = mixed_ridge_in_numpy(small)  # truth: numpy, primal whatever the size
+    assert_close(result.value, value, f64=1e-12, f32=1e-4)
+    assert_close(result.grad, grad, f64=1e-12, f32=1e-4)
+
+
+@pytest.mark.parametrize(("n", "p"), [(12, 4), (5, 9)])
+def test_ridge_is_the_implicit_hypergradient_of_its_loss(n, p):
+    small = least_squares(n, p)
+    ridge = hypergradient(bilevel.ridge(mixed, decay), small)
+    implicit = hypergradient(bilevel.implicit(inverse=bilevel.dense()), small)
+    assert_close((implicit.value, implicit.w), (ridge.value, ridge.w), f32=1e-4)
+    assert_close(implicit.grad, ridge.grad, f32=1e-4)
+
+
+@functools.cache
+def fit(n, p, columns, vector):
+    """A compiled ``(phi, y, penalty) -> w``; n, p, columns for the caller's eyes."""
+
+    @jax.jit
+    def run(phi, y, penalty):
+        solver = bilevel.ridge(lambda alpha, x: x, lambda alpha: alpha)
+        return solver.run(None, penalty, None, (), (phi, y))[0]
+
+    return run
+
+
+@pytest.mark.parametrize("vector", [False, True], ids=["one penalty", "a penalty per weight"])
+@pytest.mark.parametrize("columns", [None, 2])
+@pytest.mark.parametrize(("n", "p"), [(9, 4), (4, 9)])
+@given(seed=st.integers(0, 2**32 - 1))
+def test_ridge_primal_and_dual_solve_the_normal_equations(n, p, columns, vector, seed):
+    rng = np.random.default_rng(seed)
+    phi, y = rng.normal(size=(n, p)), rng.normal(size=(n,) if columns is None else (n, columns))
+    penalty = rng.uniform(0.5, 2, p) if vector else rng.uniform(0.5, 2)
+    w = fit(n, p, columns, vector)(phi, y, penalty)
+    # Truth: numpy's p x p solve.
+    expected = np.linalg.solve(phi.T @ phi + np.diag(np.broadcast_to(penalty, p)), phi.T @ y)
+    assert w.shape == expected.shape
+    assert_close(w, expected, f64=1e-11, f32=1e-4)
+
+
+@pytest.mark.parametrize(("n", "p"), [(9, 4), (4, 9)])
+def test_ridgeless_limit_is_the_minimum_norm_least_squares_solution(n, p):
+    rng = np.random.default_rng(0)
+    phi, y = rng.normal(size=(n, p)), rng.normal(size=n)
+    w = fit(n, p, None, False)(phi, y, 0.0)
+    assert_close(w, np.linalg.pinv(phi) @ y, f64=1e-11, f32=1e-4)  # truth: numpy
+
+
+@pytest.mark.parametrize(("n", "p"), [(12, 4), (5, 9)])
+def test_ridgeless_hypergradient_is_orthogonal_to_the_mixture(n, p):
+    small = least_squares(n, p)
+    grad = grad_of(bilevel.ridge(mixed, lambda alpha: 0.0), small)["mix"]
+    # Truth: Euler's identity; scaling the features does not change the predictor.
+    size = np.linalg.norm(grad) * np.linalg.norm(small.alpha["mix"])
+    assert abs(float(grad @ small.alpha["mix"])) < tolerance(1e-12, 1e-4) * size
+
+
+@pytest.mark.parametrize(("n", "p"), [(12, 4), (5, 9)])
+def test_ridgeless_hypergradient_is_that_of_the_pseudo_inverse(n, p):
+    small = least_squares(n, p)
+    (x, y), (xv, yv) = jax.tree.map(lambda a: np.asarray(a, float), (small.train, small.valid))
+
+    def value(mix):
+        phi, psi = (np.einsum("i,nip->np", mix, a) for a in (x, xv))
+        return np.mean((psi @ np.linalg.pinv(phi) @ y - yv) ** 2)
+
+    # Truth: finite differences of numpy's pseudo-inverse, in float64.
+    h, mix = 1e-3, np.asarray(small.alpha["mix"], float)
+    expected = [
+        (8 * (value(mix + d) - value(mix - d)) - value(mix + 2 * d) + value(mix - 2 * d)) / (12 * h)
+        for d in h * np.eye(3)
+    ]
+    grad = grad_of(bilevel.ridge(mixed, lambda alpha: 0.0), small)["mix"]
+    assert_close(grad, expected, f64=1e-6, f32=1e-4)
+
+
+@pytest.mark.parametrize("shape", [(12,), (4, 12), (12, 2, 2)])
+def test_features_of_a_wrong_shape_are_refused(shape):
+    solver = bilevel.ridge(lambda alpha, x: jnp.zeros(shape), lambda alpha: 1.0)
+    message = "features: expected a matrix with 5 rows, one per label, got shape"
+    with pytest.raises(ValueError, match=message):
+        solver.run(None, None, None, (), (None, jnp.zeros(5)))
+
+
+# ---------------------------------------------------------------------------- forward solvers
+
+
+def minimum_in_numpy(small):
+    """Newton's method with numpy's solves, to stationarity."""
+    flat, unravel = ravel_pytree(small.w0)
+    lower = small.problem.lower
+
+    @jax.jit
+    def parts(v):
+        slope = jax.grad(lambda v: lower(unravel(v), small.alpha, small.train))(v)
+        return slope, lower_hessian(lower, unravel(v), small.alpha, small.train)
+
+    v = np.asarray(flat)
+    for _ in range(30):
+        slope, hessian = map(np.asarray, parts(jnp.asarray(v)))
+        v = v - np.linalg.solve(hessian, slope)
+    return v
+
+
+FORWARD = {
+    "newton": bilevel.newton(),
+    "newton of few products": bilevel.newton(steps=100, cg_steps=2),
+    "lbfgs": bilevel.lbfgs(),
+    "lbfgs of short memory": bilevel.lbfgs(memory=2),
+}
+
+
+@pytest.mark.parametrize("solver", FORWARD.values(), ids=FORWARD.keys())
+def test_forward_solver_finds_the_minimum(solver):
+    small = logistic()
+    w, _ = jax.jit(lambda *args: solver.run(small.problem.lower, *args))(
+        small.alpha, small.w0, (), small.train
+    )
+    # Truth: numpy. The solvers stop at a gradient of 1e-10, float32 at ten roundings.
+    assert_close(w, minimum_in_numpy(small), f64=1e-8, f32=1e-4)
+
+
+@pytest.mark.xfail(reason="gives up once a damped step does not halve the gradient", strict=True)
+def test_newton_finds_the_minimum_from_far_away():
+    small = logistic()
+    far = jax.tree.map(lambda x: 100 * x, small.w0)
+    w, _ = jax.jit(lambda *args: bilevel.newton().run(small.problem.lower, *args))(
+        small.alpha, far, (), small.train
+    )
+    # Truth: numpy. Full steps overshoot where the loss is nearly linear.
+    assert_close(w, minimum_in_numpy(small), f64=1e-8, f32=1e-4)
+
+
+def test_newton_takes_one_step_on_a_quadratic():
+    small = least_squares()
+    assert is_quadratic(small.problem.lower, small.w0, small.alpha, small.train)
+    w, _ = jax.jit(lambda *args: bilevel.newton(1).run(small.problem.lower, *args))(
+        small.alpha, small.w0, (), small.train
+    )
+    assert_close(w, minimum_in_numpy(small), f32=1e-4)  # truth: numpy
+
+
+def test_forward_solver_stays_at_a_solution():
+    small = stationary()
+    for solver in (bilevel.newton(), bilevel.lbfgs()):
+        w, _ = jax.jit(lambda *args, s=solver: s.run(small.problem.lower, *args))(
+            small.alpha, small.w0, (), small.train
+        )
+        assert_close(w, small.w0, f64=1e-10, f32=1e-5)
+
+
+# ------------------------------------------------------------------------------------ mistakes
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: bilevel.unrolled(0.1, 0), "steps: expected at least 1, got 0"),
+        (lambda: bilevel.unrolled(0.1, 3, backprop=4), "backprop: .* steps=3, got 4"),
+        (lambda: bilevel.unrolled(0.1, 3, backprop=-1), "backprop: .* steps=3, got -1"),
+        (lambda: bilevel.newton(0), "steps: expected at least 1, got 0"),
+        (lambda: bilevel.lbfgs(0), "steps: expected at least 1, got 0"),
+    ],
+)
+def test_an_argument_out_of_range_is_refused_by_name(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()

@@ -32,6 +32,7 @@ import re
 import struct
 import tarfile
 import zlib
+from collections.abc import Callable
 from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
@@ -159,8 +160,9 @@ def load(name, *, train_size=None, test_size=None, download=True):
             raise ValueError(f"train_size and test_size must be at least 1, got {size}")
     read, classes = _DATASETS[name]
     train, test = read(name, train_size, download)
-    train = _first(f"{name}: train_size", train_size, *train)
-    return Dataset(*train, *_first(f"{name}: test_size", test_size, *test), classes)
+    x_train, y_train = _first(f"{name}: train_size", train_size, *train)
+    x_test, y_test = _first(f"{name}: test_size", test_size, *test)
+    return Dataset(x_train, y_train, x_test, y_test, classes)
 
 
 def split(key, labels, sizes):
@@ -252,7 +254,10 @@ def _read_digits(name, train_size, download):
 def _read_idx(name, train_size, download):
     folder = _folder(name, download)
     files = [item for source in SOURCES[name] for item in source.files.items()]
-    arrays = [_idx_array(*_content(folder, file), digest) for file, digest in files]
+    arrays = []
+    for file, digest in files:
+        path, content = _content(folder, file)
+        arrays.append(_idx_array(path, content, digest))
     return arrays[:2], arrays[2:]
 
 
@@ -285,10 +290,11 @@ def _read_cifar10(name, train_size, download):
         )
     packed = _members(archive, source.digest, r"_batch.*\.bin$") if archive else ()
     packed = {Path(member).name: (archive / member, content) for member, content in packed}
-    *train, test = (
-        _cifar_batch(*(packed.get(file) or _content(folder, file)), source.files[file])
-        for file in (*batches[: math.ceil(wanted / BATCH_ROWS)], test_batch)
-    )
+    parts = []
+    for file in (*batches[: math.ceil(wanted / BATCH_ROWS)], test_batch):
+        path, content = packed.get(file) or _content(folder, file)
+        parts.append(_cifar_batch(path, content, source.files[file]))
+    *train, test = parts
     return [np.concatenate(arrays) for arrays in zip(*train, strict=True)], test
 
 
@@ -325,7 +331,8 @@ def _imdb_csv(path, digest):
     pattern = r"(train|test)/(neg|pos)/(\d+)_(\d+)\.txt$"
     rows = []
     for name, text in _members(path, digest, pattern):
-        part, label, number, rating = re.search(pattern, name).groups()
+        # `_members` yields names that match only.
+        part, label, number, rating = re.findall(pattern, name)[0]
         rows.append((part, int(label == "pos"), rating, int(number), text.decode(errors="replace")))
     rows.sort(key=lambda row: (row[0] == "test", row[1], row[3]))
     table = io.StringIO(newline="")
@@ -379,7 +386,11 @@ def _find(folder, *files):
     return next((path for path in paths if path.exists()), None)
 
 
-_DECOMPRESS = {"": bytes, ".gz": gzip.decompress, ".xz": lzma.decompress}
+_DECOMPRESS: dict[str, Callable[[bytes], bytes]] = {
+    "": bytes,
+    ".gz": gzip.decompress,
+    ".xz": lzma.decompress,
+}
 
 
 def _content(folder, file):
@@ -405,8 +416,9 @@ def _members(path, digest, pattern):
     _check_digest(path, content, digest)
     with tarfile.open(fileobj=io.BytesIO(content)) as archive:
         for member in archive:
-            if re.search(pattern, member.name):
-                yield member.name, archive.extractfile(member).read()
+            file = archive.extractfile(member) if re.search(pattern, member.name) else None
+            if file is not None:
+                yield member.name, file.read()
 
 
 def _check_length(path, content, length, what):

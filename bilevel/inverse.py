@@ -40,31 +40,35 @@ def conjugate_gradients(
 ) -> ConjugateGradients:
     """Conjugate gradients for ``H x = b`` until the residual's 2-norm is under ``threshold``.
 
-    Stops where ``H`` shows a direction of nonpositive curvature, keeping the iterate before it:
-    the residual tells. Hestenes & Stiefel (1952).
+    Stops where ``H`` shows a direction of no positive curvature (up to rounding, against the
+    largest curvature met), keeping the iterate before it: the residual tells. Hestenes & Stiefel
+    (1952).
     """
     x = optax.tree.zeros_like(b) if x0 is None else x0
     r = b if x0 is None else optax.tree.sub(b, hvp(x0))
     rr = optax.tree.vdot(r, r)
     floor = threshold**2
+    eps = jnp.finfo(rr.dtype).eps
 
     def unfinished(carry):
-        _, _, _, rr, k, curvature = carry
-        return (k < steps) & (rr > floor) & (curvature > 0)
+        _, _, _, rr, k, _, curved = carry
+        return (k < steps) & (rr > floor) & curved
 
     def step(carry):
-        x, r, p, rr, k, _ = carry
+        x, r, p, rr, k, steepest, _ = carry
         hp = hvp(p)
-        curvature = optax.tree.vdot(p, hp)
-        length = jnp.where(curvature > 0, rr / jnp.where(curvature > 0, curvature, 1), 0)
+        curvature, pp = optax.tree.vdot(p, hp), optax.tree.vdot(p, p)
+        steepest = jnp.maximum(steepest, curvature / pp)
+        curved = curvature > 10 * eps * steepest * pp
+        length = jnp.where(curved, rr / jnp.where(curved, curvature, 1), 0)
         x = optax.tree.add_scale(x, length, p)
         r = optax.tree.add_scale(r, -length, hp)
         rr_next = optax.tree.vdot(r, r)
         p = optax.tree.add_scale(r, rr_next / rr, p)
-        return x, r, p, rr_next, k + 1, curvature
+        return x, r, p, rr_next, k + 1, steepest, curved
 
-    start = (x, r, r, rr, jnp.zeros((), int), jnp.ones_like(rr))
-    x, _, _, rr, k, _ = jax.lax.while_loop(unfinished, step, start)
+    start = (x, r, r, rr, jnp.zeros((), int), jnp.zeros_like(rr), jnp.array(True))
+    x, _, _, rr, k, _, _ = jax.lax.while_loop(unfinished, step, start)
     return ConjugateGradients(x, jnp.sqrt(rr), k)
 
 
@@ -272,11 +276,14 @@ def gram(
     Examples
     --------
     >>> x = jnp.array([[1.0, 0.0, 2.0]])
+    >>> from bilevel.protocols import Point
     >>> point = Point(w=jnp.zeros(3), alpha=None, batch=(x, jnp.ones(1)))
     >>> inverse = gram(lambda w, alpha, batch: batch[0] @ w)
     >>> inverse(None, jnp.array([1.0, 5.0, 2.0]), None, point)
     Array([0.2, 0. , 0.4], dtype=float...)
     """
+    if not callable(damping):
+        _at_least("damping", damping, 0)
     if not callable(outputs):
         raise ValueError(
             f"outputs: expected a function (w, alpha, batch) -> predictions, got {outputs!r}."

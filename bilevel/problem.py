@@ -128,4 +128,4 @@ def _depends(jaxpr: core.Jaxpr, inputs: list[bool]) -> list[bool]:
     return [is_marked(v) for v in jaxpr.outvars]
 
 
-_CALLS = ("jit", "pjit", "closed_call", "checkpoint")
+_CALLS = ("jit", "pjit", "closed_call", "checkpoint", "remat2")

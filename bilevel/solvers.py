@@ -241,6 +241,7 @@ def _stationary(
     rule, and a first derivative costs a single linear solve.
     """
     slope, hoisted = jax.closure_convert(jax.grad(lower), w, alpha, batch)
+    solver, captured = _without_closure(inverse, slope, hoisted, w, alpha, batch)
 
     @jax.custom_jvp
     def root(w, args):
@@ -260,27 +261,52 @@ def _stationary(
             """The lower gradient at ``w``, of the arguments that are differentiated only."""
             moved = iter(values)
             merged = [next(moved) if m else x for m, x in zip(moving, flat, strict=True)]
-            alpha, batch, hoisted, _ = jax.tree.unflatten(tree, merged)
+            alpha, batch, hoisted, *_ = jax.tree.unflatten(tree, merged)
             return slope(w, alpha, batch, *hoisted)
 
         def select(items):
             return tuple(x for m, x in zip(moving, items, strict=True) if m)
 
         _, forcing = jax.jvp(slope_of, select(flat), select(flat_dots))
-        alpha, batch, hoisted, start = args
+        alpha, batch, hoisted, start, captured = args
         _, hvp = jax.linearize(lambda w: slope(w, alpha, batch, *hoisted), w)
         point = Point(w, alpha, batch)
+        solve = functools.partial(solver, hoisted=hoisted, captured=captured)
         w_dot = jax.lax.custom_linear_solve(
             hvp,
             optax.tree.scale(-1, forcing),
             # Only the adjoint system resembles the one of the previous outer step.
-            solve=lambda hvp, b: inverse(hvp, b, None, point),
-            transpose_solve=lambda hvp, b: inverse(hvp, b, start, point),
+            solve=lambda hvp, b: solve(hvp, b, None, point),
+            transpose_solve=lambda hvp, b: solve(hvp, b, start, point),
             symmetric=True,
         )
         return w, w_dot
 
-    return root(w, (alpha, batch, hoisted, start))
+    return root(w, (alpha, batch, hoisted, start, captured))
+
+
+def _without_closure(
+    inverse: Inverse, slope: Callable, hoisted: list, w: Pytree, alpha: Pytree, batch: Pytree
+) -> tuple[Callable, list]:
+    """``inverse`` as a function of the traced values it closes over (a damping, say), and those.
+
+    A custom rule may not close over values that are being differentiated. Few inverses close over
+    any; only those linearise the gradient a second time.
+    """
+
+    def apply(hvp, b, x0, point, *, hoisted, captured):
+        return inverse(hvp, b, x0, point)
+
+    def apply_captured(hvp, b, x0, point, *, hoisted, captured):
+        start = optax.tree.zeros_like(b) if x0 is None else x0
+        return converted(*point, hoisted, b, start, *captured)
+
+    def solve(w, alpha, batch, hoisted, b, x0):
+        _, hvp = jax.linearize(lambda w: slope(w, alpha, batch, *hoisted), w)
+        return inverse(hvp, b, x0, Point(w, alpha, batch))
+
+    converted, captured = jax.closure_convert(solve, w, alpha, batch, hoisted, w, w)
+    return (apply_captured if captured else apply), captured
 
 
 def remember(state: Pytree, adjoint: Pytree) -> Pytree:
@@ -409,23 +435,28 @@ def newton(steps: int = 20, tol: float | None = None, cg_steps: int = 500) -> Lo
         scale = optax.tree.norm(slope) + optax.tree.norm(hvp(w))
         target = relative * scale
 
+        def loss(w):
+            return lower(w, alpha, batch)
+
         def unfinished(carry):
-            _, _, size, previous, k = carry
-            # Rounding has the last word once a step no longer halves the gradient.
-            return (k < steps) & (size > target) & (size < 0.5 * previous)
+            _, _, _, size, k, progress = carry
+            return (k < steps) & (size > target) & progress
 
         def step(carry):
-            w, slope, size, _, k = carry
+            w, value, slope, size, k, _ = carry
             _, hvp = hessian_operator(lower, w, alpha, batch)
             forcing = 0.0 if exact else jnp.minimum(0.1, jnp.sqrt(size / scale))
             threshold = jnp.maximum(0.5 * target, forcing * size)
             solved = conjugate_gradients(hvp, slope, None, steps=cg_steps, threshold=threshold)
-            w = _backtrack(lambda w: lower(w, alpha, batch), w, solved.x, slope)
-            slope = jax.grad(lower)(w, alpha, batch)
-            return w, slope, optax.tree.norm(slope), size, k + 1
+            w, after = _backtrack(loss, w, value, solved.x, slope)
+            slope = jax.grad(loss)(w)
+            size_after = optax.tree.norm(slope)
+            # Rounding has the last word where neither the loss nor the gradient still falls.
+            progress = (size_after < 0.5 * size) | (value - after > _slack(value))
+            return w, after, slope, size_after, k + 1, progress
 
         size = optax.tree.norm(slope)
-        start = (w, slope, size, jnp.full_like(size, jnp.inf), jnp.zeros((), int))
+        start = (w, loss(w), slope, size, jnp.zeros((), int), jnp.array(True))
         return jax.lax.while_loop(unfinished, step, start)[0], state
 
     return LowerSolver(init=lambda w: (), run=run)
@@ -436,19 +467,31 @@ def _stationarity_tolerance(w: Pytree) -> float:
     return max(1e-9, *(float(jnp.finfo(x.dtype).eps) for x in jax.tree.leaves(w)))
 
 
-def _backtrack(loss: Callable, w: Pytree, direction: Pytree, slope: Pytree) -> Pytree:
-    """``w - t direction`` with the largest t = 1, 1/2, ... that decreases the loss enough."""
-    value = loss(w)
+def _backtrack(
+    loss: Callable, w: Pytree, value: jax.Array, direction: Pytree, slope: Pytree
+) -> tuple[Pytree, jax.Array]:
+    """``w - t direction`` for the largest t = 1, 1/2, ... that lowers the loss; and its loss."""
     decrease = optax.tree.vdot(direction, slope)
-    # Near the minimum the decrease drowns in the rounding of the loss: allow for that.
-    slack = 10 * jnp.finfo(value.dtype).eps * jnp.abs(value)
 
-    def too_long(t):
-        trial = loss(optax.tree.add_scale(w, -t, direction))
-        return ~(trial <= value - 1e-4 * t * decrease + slack) & (t > 1e-6)
+    def at(t):
+        return loss(optax.tree.add_scale(w, -t, direction))
 
-    t = jax.lax.while_loop(too_long, lambda t: t / 2, jnp.ones_like(value))
-    return optax.tree.add_scale(w, -t, direction)
+    def too_long(carry):
+        t, trial = carry
+        return ~(trial <= value - 1e-4 * t * decrease + _slack(value)) & (t > 1e-6)
+
+    def halve(carry):
+        t = carry[0] / 2
+        return t, at(t)
+
+    one = jnp.ones_like(value)
+    t, trial = jax.lax.while_loop(too_long, halve, (one, at(one)))
+    return optax.tree.add_scale(w, -t, direction), trial
+
+
+def _slack(value: jax.Array) -> jax.Array:
+    # Near the minimum a decrease drowns in the rounding of the loss.
+    return 10 * jnp.finfo(value.dtype).eps * jnp.abs(value)
 
 
 def lbfgs(steps: int = 200, tol: float | None = None, memory: int = 10) -> LowerSolver:

@@ -41,7 +41,8 @@ def dense_newton(alpha, w, batch):
 
 
 def make(name):
-    newton, lbfgs, cg = bilevel.newton(), bilevel.lbfgs(), bilevel.cg()
+    tol = tolerance(1e-12, 1e-7)  # finite differences of the value amplify what is left
+    newton, lbfgs, cg = bilevel.newton(tol=tol), bilevel.lbfgs(tol=tol), bilevel.cg()
     descent = bilevel.unrolled(STEP_SIZE, 600)
     return {
         "gradient descent": lambda: bilevel.unrolled(STEP_SIZE, 20),
@@ -73,9 +74,15 @@ EVERY = (
     "implicit solved cg",
     "ridge",
 )
-# Claims about what the others share with these are made of these alone: compilation takes time.
+# Compilation takes time: what is claimed of code that several share is tried on one of them.
+DISTINCT = tuple(
+    name
+    for name in EVERY
+    if name not in ("momentum", "implicit unrolled dense", "implicit solved cg")
+)
 TYPICAL = ("gradient descent", "implicit newton cg", "ridge")
 every_solver = pytest.mark.parametrize("name", EVERY)
+distinct_solver = pytest.mark.parametrize("name", DISTINCT)
 typical_solver = pytest.mark.parametrize("name", TYPICAL)
 
 
@@ -110,10 +117,9 @@ def other_alphas(case, count):
 @every_solver
 def test_hypergradient_matches_finite_differences_of_its_own_value(name):
     case, fn = case_of(name), compiled(name)
-    # Truth: finite differences. An iterative forward solve stops at 1e-10, which they amplify.
+    # Truth: finite differences.
     expected = finite_differences(lambda alpha: fn(alpha, *case.args[1:]).value, case.alpha)
-    f64 = 1e-6 if name == "implicit lbfgs cg" else 1e-9
-    assert_close(fn(*case.args).grad, expected, f64=f64)
+    assert_close(fn(*case.args).grad, expected, f64=1e-8)
 
 
 @pytest.mark.parametrize("backprop", [1, 5])
@@ -137,7 +143,7 @@ def test_truncated_hypergradient_is_that_of_the_last_steps_alone(backprop):
 def test_implicit_hypergradient_of_ridge_is_the_papers_closed_form():
     case = least_squares()
     value, grad = mixed_ridge_in_numpy(case)  # truth: numpy, float64
-    fn = bilevel.hypergradient(case.problem, bilevel.implicit(), diagnostics=False)
+    fn = bilevel.hypergradient(case.problem, make("implicit newton cg"), diagnostics=False)
     result = jax.jit(fn)(*case.args)
     assert_close(result.value, value)
     assert_close(result.grad, grad)
@@ -146,7 +152,7 @@ def test_implicit_hypergradient_of_ridge_is_the_papers_closed_form():
 # ----------------------------------------------------------------- transformations commute with it
 
 
-@every_solver
+@distinct_solver
 def test_forward_mode_equals_reverse_mode(name):
     case = case_of(name)
     forward, reverse = (compiled(name, mode)(*case.args) for mode in ("forward", "reverse"))
@@ -155,7 +161,7 @@ def test_forward_mode_equals_reverse_mode(name):
     assert_close((forward.value, forward.w), (reverse.value, reverse.w), f64=1e-14, f32=1e-6)
 
 
-@every_solver
+@distinct_solver
 def test_vmap_over_alpha_equals_a_loop(name):
     case, alphas = case_of(name), other_alphas(case_of(name), 3)
     fn = bilevel.hypergradient(case.problem, make(name), diagnostics=False)
@@ -218,6 +224,31 @@ def test_hyperparameters_closed_over_have_the_same_hypergradient(name):
 
     grad = jax.jit(jax.grad(closed))(case.alpha)
     assert_close(grad, compiled(name)(*case.args).grad, f64=1e-12, f32=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["cg", "gram"])
+def test_a_damping_that_is_differentiated_passes_as_a_constant(kind):
+    case = logistic()
+
+    def value(alpha):
+        damping = decay(alpha)
+        inverse = bilevel.cg(damping=damping)
+        if kind == "gram":
+            inverse = bilevel.gram(logits, logistic_loss, damping=damping)
+        solver = bilevel.implicit(bilevel.newton(), inverse)
+        fn = bilevel.hypergradient(case.problem, solver, diagnostics=False)
+        return fn(alpha, *case.args[1:]).value
+
+    number = float(decay(case.alpha))
+    inverse = bilevel.cg(damping=number)
+    if kind == "gram":
+        inverse = bilevel.gram(logits, logistic_loss, damping=number)
+    fn = bilevel.hypergradient(
+        case.problem, bilevel.implicit(bilevel.newton(), inverse), diagnostics=False
+    )
+    # Truth: the number itself.
+    expected = jax.jit(fn)(*case.args).grad
+    assert_close(jax.jit(jax.grad(value))(case.alpha), expected, f64=1e-12, f32=1e-5)
 
 
 @pytest.mark.skipif(not jax.config.jax_enable_x64, reason="everything is float32 already")
@@ -291,7 +322,6 @@ def forward_over_forward(value):
         ("implicit newton cg", jax.hessian),
         ("implicit newton cg", reverse_over_reverse),
         ("implicit newton cg", forward_over_forward),
-        ("ridge", reverse_over_reverse),
     ],
 )
 def test_hessian_of_the_value_function_matches_finite_differences(name, hessian):
@@ -455,11 +485,11 @@ def temporary_bytes(kind, steps, mode="reverse"):
 
 def test_reverse_mode_memory_grows_with_the_root_of_the_steps():
     few, some, many = (temporary_bytes("unrolled", steps) for steps in (100, 1000, 10_000))
-    # Two copies of w per block, three blocks' worth for XLA's buffers, and a dozen for one step.
+    # The starts of sqrt(T) blocks, the steps of one block, and the copies that one step needs.
     for steps, used in ((1000, some), (10_000, many)):
-        assert used < (3 * steps**0.5 + 12) * COPY
-    assert many < 1.2 * 10**0.5 * some
-    assert few < (100 + 12) * COPY
+        assert used < (2 * steps**0.5 + 16) * COPY
+    assert many < 10**0.5 * some
+    assert few < (100 + 16) * COPY  # a short trajectory is kept whole
 
 
 def test_forward_mode_memory_does_not_depend_on_the_steps():
@@ -477,7 +507,7 @@ def test_implicit_memory_does_not_depend_on_the_forward_steps():
 
 
 def test_an_unknown_mode_is_refused():
-    with pytest.raises(ValueError, match='mode: expected "reverse" or "forward", got .sideways'):
+    with pytest.raises(ValueError, match=r"mode: expected .*, got 'sideways'"):
         bilevel.hypergradient(logistic().problem, bilevel.implicit(), mode="sideways")
 
 
@@ -498,7 +528,7 @@ def test_a_loss_that_is_no_floating_scalar_is_refused_by_name(which, mode):
 def test_an_integer_loss_is_refused():
     case = logistic()
     problem = bilevel.Problem(case.problem.lower, lambda w, alpha, batch: jnp.array(1))
-    with pytest.raises(ValueError, match="outer: .*floating scalar.*int"):
+    with pytest.raises(ValueError, match=r"outer: .*floating scalar.*int"):
         bilevel.hypergradient(problem, bilevel.unrolled(0.1, 1))(*case.args)
 
 

@@ -24,11 +24,15 @@ def hypergradient(solver, small):
     return jax.jit(fn)(*small.args)
 
 
+def to_rounding():
+    return bilevel.newton(tol=tolerance(1e-13, 1e-7))
+
+
 @functools.cache
 def stationary():
     """The logistic problem, started at its solution."""
     small = logistic()
-    w = hypergradient(bilevel.implicit(bilevel.newton(tol=0.0)), small).w
+    w = hypergradient(bilevel.implicit(to_rounding()), small).w
     slope = jax.jit(jax.grad(small.problem.lower))(w, small.alpha, small.train)
     assert np.linalg.norm(flatten(slope)) < tolerance(1e-13, 1e-5)
     return small._replace(w0=w)
@@ -86,7 +90,7 @@ def test_without_backpropagation_the_direct_term_alone_is_left():
 
 def test_long_unrolling_tends_to_the_implicit_hypergradient():
     small = logistic()
-    expected = hypergradient(bilevel.implicit(), small).grad
+    expected = hypergradient(bilevel.implicit(to_rounding()), small).grad
     errors = []
     for steps in (10, 20, 600):
         grad = hypergradient(bilevel.unrolled(STEP_SIZE, steps), small).grad
@@ -167,7 +171,7 @@ def test_ridge_hypergradient_is_the_closed_form(n, p):
 def test_ridge_is_the_implicit_hypergradient_of_its_loss(n, p):
     small = least_squares(n, p)
     ridge = hypergradient(bilevel.ridge(mixed, decay), small)
-    implicit = hypergradient(bilevel.implicit(inverse=bilevel.dense()), small)
+    implicit = hypergradient(bilevel.implicit(to_rounding(), bilevel.dense()), small)
     assert_close((implicit.value, implicit.w), (ridge.value, ridge.w), f32=1e-4)
     assert_close(implicit.grad, ridge.grad, f32=1e-4)
 
@@ -277,11 +281,10 @@ def test_forward_solver_finds_the_minimum(solver):
     w, _ = jax.jit(lambda *args: solver.run(small.problem.lower, *args))(
         small.alpha, small.w0, (), small.train
     )
-    # Truth: numpy. The solvers stop at a gradient of 1e-10, float32 at ten roundings.
-    assert_close(w, minimum_in_numpy(small), f64=1e-8, f32=1e-4)
+    # Truth: numpy. The solvers stop at a relative gradient of 1e-9, or one rounding.
+    assert_close(w, minimum_in_numpy(small), f64=1e-7, f32=1e-4)
 
 
-@pytest.mark.xfail(reason="gives up once a damped step does not halve the gradient", strict=True)
 def test_newton_finds_the_minimum_from_far_away():
     small = logistic()
     far = jax.tree.map(lambda x: 100 * x, small.w0)
@@ -289,7 +292,7 @@ def test_newton_finds_the_minimum_from_far_away():
         small.alpha, far, (), small.train
     )
     # Truth: numpy. Full steps overshoot where the loss is nearly linear.
-    assert_close(w, minimum_in_numpy(small), f64=1e-8, f32=1e-4)
+    assert_close(w, minimum_in_numpy(small), f64=1e-7, f32=1e-4)
 
 
 def test_newton_takes_one_step_on_a_quadratic():
@@ -298,7 +301,7 @@ def test_newton_takes_one_step_on_a_quadratic():
     w, _ = jax.jit(lambda *args: bilevel.newton(1).run(small.problem.lower, *args))(
         small.alpha, small.w0, (), small.train
     )
-    assert_close(w, minimum_in_numpy(small), f32=1e-4)  # truth: numpy
+    assert_close(w, minimum_in_numpy(small), f64=1e-7, f32=1e-4)  # truth: numpy
 
 
 def test_forward_solver_stays_at_a_solution():

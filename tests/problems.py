@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from sklearn.datasets import load_digits
 
 from bilevel import Problem
@@ -41,7 +40,7 @@ def decay(alpha):
 
 
 def logits(w, alpha, batch):
-    return mixed(alpha, batch[0]) @ w["weights"] + w["bias"]
+    return mixed(alpha, batch[0]) @ w
 
 
 def logistic_loss(outputs, batch):
@@ -49,12 +48,12 @@ def logistic_loss(outputs, batch):
 
 
 @functools.cache
-def logistic(n=12, p=3):
+def logistic(n=12, p=4):
     """Logistic regression on mixed features with weight decay; ``outer`` depends on alpha too."""
 
     def lower(w, alpha, batch):
         data = logistic_loss(logits(w, alpha, batch), batch)
-        return data + 0.5 * decay(alpha) * optax.tree.vdot(w, w)
+        return data + 0.5 * decay(alpha) * jnp.sum(w**2)
 
     def outer(w, alpha, batch):
         return logistic_loss(logits(w, alpha, batch), batch) / n + 0.1 * alpha["log_decay"] ** 2
@@ -67,8 +66,7 @@ def logistic(n=12, p=3):
         return x, np.where(noisy > 0, 1.0, -1.0)
 
     alpha = {"mix": np.array([0.5, 0.3, 0.2]), "log_decay": np.array(0.2)}
-    w0 = {"weights": np.full(p, 0.1), "bias": np.array(-0.1)}
-    return case(lower, outer, alpha, w0, sample(), sample())
+    return case(lower, outer, alpha, np.full(p, 0.1), sample(), sample())
 
 
 @functools.cache

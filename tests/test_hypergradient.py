@@ -75,10 +75,14 @@ EVERY = (
     "ridge",
 )
 # Compilation takes time: what is claimed of code that several share is tried on one of them.
-DISTINCT = tuple(
-    name
-    for name in EVERY
-    if name not in ("momentum", "implicit unrolled dense", "implicit solved cg")
+DISTINCT = (
+    "gradient descent",
+    "adam",
+    "in blocks",
+    "implicit newton cg",
+    "implicit newton dense",
+    "implicit newton gram",
+    "ridge",
 )
 TYPICAL = ("gradient descent", "implicit newton cg", "ridge")
 every_solver = pytest.mark.parametrize("name", EVERY)
@@ -181,20 +185,7 @@ def test_directional_derivative_is_the_inner_product_with_the_hypergradient(name
     assert_close(jvp, optax.tree.vdot(compiled(name)(*case.args).grad, direction), f32=1e-4)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *TYPICAL,
-        "implicit solved cg",
-        pytest.param(
-            "implicit newton gram",
-            marks=pytest.mark.xfail(
-                raises=jax.errors.UnexpectedTracerError,
-                reason="the custom rule does not see what an inverse closes over",
-            ),
-        ),
-    ],
-)
+@pytest.mark.parametrize("name", [*TYPICAL, "implicit solved cg", "implicit newton gram"])
 def test_hyperparameters_closed_over_have_the_same_hypergradient(name):
     case = case_of(name)
 
@@ -223,32 +214,21 @@ def test_hyperparameters_closed_over_have_the_same_hypergradient(name):
         return fn((), *case.args[1:]).value
 
     grad = jax.jit(jax.grad(closed))(case.alpha)
-    assert_close(grad, compiled(name)(*case.args).grad, f64=1e-12, f32=1e-4)
+    assert_close(grad, compiled(name)(*case.args).grad, f64=1e-8, f32=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["cg", "gram"])
-def test_a_damping_that_is_differentiated_passes_as_a_constant(kind):
+def test_a_damping_that_is_differentiated_passes_as_a_constant():
     case = logistic()
 
-    def value(alpha):
-        damping = decay(alpha)
-        inverse = bilevel.cg(damping=damping)
-        if kind == "gram":
-            inverse = bilevel.gram(logits, logistic_loss, damping=damping)
-        solver = bilevel.implicit(bilevel.newton(), inverse)
+    def fn(alpha, damping):
+        solver = bilevel.implicit(bilevel.newton(), bilevel.cg(damping=damping))
         fn = bilevel.hypergradient(case.problem, solver, diagnostics=False)
-        return fn(alpha, *case.args[1:]).value
+        return fn(alpha, *case.args[1:])
 
-    number = float(decay(case.alpha))
-    inverse = bilevel.cg(damping=number)
-    if kind == "gram":
-        inverse = bilevel.gram(logits, logistic_loss, damping=number)
-    fn = bilevel.hypergradient(
-        case.problem, bilevel.implicit(bilevel.newton(), inverse), diagnostics=False
-    )
+    grad = jax.jit(jax.grad(lambda alpha: fn(alpha, decay(alpha)).value))(case.alpha)
     # Truth: the number itself.
-    expected = jax.jit(fn)(*case.args).grad
-    assert_close(jax.jit(jax.grad(value))(case.alpha), expected, f64=1e-12, f32=1e-5)
+    expected = jax.jit(fn)(case.alpha, decay(case.alpha)).grad
+    assert_close(grad, expected, f64=1e-12, f32=1e-5)
 
 
 @pytest.mark.skipif(not jax.config.jax_enable_x64, reason="everything is float32 already")
@@ -273,23 +253,22 @@ def test_other_values_do_not_compile_again(name):
 @typical_solver
 def test_any_pytree_of_weights_and_hyperparameters_will_do(name):
     case = case_of(name)
-    structure = jax.tree.structure(case.w0)
 
     def unpack_alpha(alpha):
         return {"mix": jnp.concatenate([alpha[0][0], alpha[1]["b"]]), "log_decay": alpha[1]["a"][0]}
 
     def unpack_w(w):
-        return jax.tree.unflatten(structure, w[1] if structure.num_leaves > 1 else [w])
+        return w if name == "ridge" else jnp.concatenate([w["head"], w["tail"][1].ravel()])
 
     def unpack(loss):
         return lambda w, alpha, batch: loss(unpack_w(w), unpack_alpha(alpha), batch)
 
     mix = case.alpha["mix"]
     alpha = ((mix[:2],), {"a": (case.alpha["log_decay"],), "b": mix[2:]})
-    leaves = jax.tree.leaves(case.w0)
-    w0 = (None, leaves) if structure.num_leaves > 1 else leaves[0]
+    w0 = {"head": case.w0[:2], "tail": (None, case.w0[2:].reshape(1, 2))}
     solver = make(name)
-    if name == "ridge":
+    if name == "ridge":  # its w is the matrix that solves for the labels
+        w0 = case.w0
         solver = bilevel.ridge(
             lambda alpha, x: mixed(unpack_alpha(alpha), x), lambda a: decay(unpack_alpha(a))
         )
@@ -317,7 +296,6 @@ def forward_over_forward(value):
     ("name", "hessian"),
     [
         ("gradient descent", jax.hessian),
-        ("implicit newton dense", jax.hessian),
         ("ridge", jax.hessian),
         ("implicit newton cg", jax.hessian),
         ("implicit newton cg", reverse_over_reverse),
@@ -373,7 +351,7 @@ def compiled_step(solver, case):
 @functools.cache
 def implicit_step():
     """A problem with enough weights for conjugate gradients to take a while on, and its step."""
-    case = logistic(12, 8)
+    case = logistic(12, 9)
     return case, bilevel.implicit().init(case.w0), compiled_step(bilevel.implicit(), case)
 
 
@@ -517,11 +495,11 @@ def test_a_loss_that_is_no_floating_scalar_is_refused_by_name(which, mode):
     case = logistic()
 
     def vector(w, alpha, batch):
-        return w["weights"]
+        return w
 
     problem = bilevel.Problem(**{**vars(case.problem), which: vector})
     fn = bilevel.hypergradient(problem, bilevel.unrolled(0.1, 1), mode=mode)
-    with pytest.raises(ValueError, match=rf"{which}: .*scalar.*\(3,\)"):
+    with pytest.raises(ValueError, match=rf"{which}: .*scalar.*\(4,\)"):
         fn(*case.args)
 
 

@@ -7,7 +7,7 @@ and ``scale`` approximate, each with a bias that ``info.error_estimate`` shows.
 ===========  ========================================  ====================  =================
 inverse      solves                                    Hessian products      memory (p weights)
 ===========  ========================================  ====================  =================
-``cg``       ``(H + damping I) x = b`` to a tolerance  ``steps + 1`` at most 6 copies of w
+``cg``       ``(H + damping I) x = b`` to a tolerance  ``steps + 1`` at most 5 copies of w
 ``dense``    the same, by LU                           p                     2 p^2
 ``gram``     ``(J'SJ + damping I) x = b``, n x n       n output gradients    n p + n^2
 ``nystrom``  the same, to rank k                       k                     2 k copies of w
@@ -41,8 +41,8 @@ def conjugate_gradients(
     """Conjugate gradients for ``H x = b`` until the residual's 2-norm is under ``threshold``.
 
     Stops where ``H`` shows a direction of no positive curvature (up to rounding, against the
-    largest curvature met), and returns the iterate of smallest residual: on a singular system
-    without a solution the last one may be far worse. Hestenes & Stiefel (1952).
+    largest curvature met), keeping the iterate before it: the residual tells. Hestenes & Stiefel
+    (1952).
     """
     x = optax.tree.zeros_like(b) if x0 is None else x0
     r = b if x0 is None else optax.tree.sub(b, hvp(x0))
@@ -51,11 +51,11 @@ def conjugate_gradients(
     eps = jnp.finfo(rr.dtype).eps
 
     def unfinished(carry):
-        _, _, _, rr, k, _, curved, _ = carry
+        _, _, _, rr, k, _, curved = carry
         return (k < steps) & (rr > floor) & curved
 
     def step(carry):
-        x, r, p, rr, k, steepest, _, (best, least) = carry
+        x, r, p, rr, k, steepest, _ = carry
         hp = hvp(p)
         curvature, pp = optax.tree.vdot(p, hp), optax.tree.vdot(p, p)
         steepest = jnp.maximum(steepest, curvature / pp)
@@ -65,15 +65,11 @@ def conjugate_gradients(
         r = optax.tree.add_scale(r, -length, hp)
         rr_next = optax.tree.vdot(r, r)
         p = optax.tree.add_scale(r, rr_next / rr, p)
-        better = rr_next < least
-        best = jax.tree.map(lambda new, old: jnp.where(better, new, old), x, best)
-        least = jnp.where(better, rr_next, least)
-        return x, r, p, rr_next, k + 1, steepest, curved, (best, least)
+        return x, r, p, rr_next, k + 1, steepest, curved
 
-    zero = jnp.zeros_like(rr)
-    start = (x, r, r, rr, jnp.zeros((), int), zero, jnp.array(True), (x, rr))
-    *_, k, _, _, (best, least) = jax.lax.while_loop(unfinished, step, start)
-    return ConjugateGradients(best, jnp.sqrt(least), k)
+    start = (x, r, r, rr, jnp.zeros((), int), jnp.zeros_like(rr), jnp.array(True))
+    x, _, _, rr, k, _, _ = jax.lax.while_loop(unfinished, step, start)
+    return ConjugateGradients(x, jnp.sqrt(rr), k)
 
 
 def default_tolerance(tree: Pytree) -> float:

@@ -29,7 +29,7 @@ def finite_differences(function, x):
 
     Central and of fourth order: in float64 good to 1e-11, where ``function`` is good to rounding.
     """
-    h = tolerance(1e-3, 3e-2)
+    h = tolerance(3e-4, 3e-2)
     leaves, structure = jax.tree.flatten(jax.tree.map(np.asarray, x))
 
     def at(leaf, i, t):

@@ -192,13 +192,13 @@ def test_cg_stops_at_negative_curvature_and_the_linear_residual_shows_it():
 
 
 @given(seed=seeds)
-def test_cg_on_a_singular_system_without_solution_leaves_no_more_than_it_found(seed):
+def test_cg_never_claims_to_have_solved_a_singular_system_without_solution(seed):
     matrix, b = system(seed, [0, 0, 0, 1, 2, 3])
     found = compiled_cg(50)(matrix, b, np.zeros(P), 0.0)
-    assert found.residual <= (1 + tolerance(1e-12, 1e-5)) * np.linalg.norm(b)
     # Truth: what numpy's pseudo-inverse leaves is the least there is.
     least = np.linalg.norm(b - matrix @ np.linalg.pinv(matrix, rcond=1e-6) @ b)
     assert found.residual >= (1 - tolerance(1e-9, 1e-3)) * least
+    assert np.isfinite(found.x).all()
 
 
 def test_cg_stops_at_its_tolerance():

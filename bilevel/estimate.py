@@ -97,7 +97,7 @@ def _assess(problem, w, alpha, train, valid, grad, adjoint) -> Info:
         linear_residual=linear_residual,
         converged=estimate <= TOLERANCE * optax.tree.norm(grad),
         error_estimate=estimate,
-        error_bound=change + _bound(problem, better_w, better_q, alpha, train, valid) + rounding,
+        error_bound=_bound(problem, better_w, better_q, alpha, train, valid, grad) + rounding,
     )
 
 
@@ -167,8 +167,8 @@ def _work(lower, w, alpha, train, q) -> jax.Array:
     return jax.jvp(lambda w: lower(w, alpha, train), (w,), (q,))[1]
 
 
-def _bound(problem, w, q, alpha, train, valid) -> jax.Array:
-    """How far the hypergradient of the refined ``(w, q)`` can be from the exact one.
+def _bound(problem, w, q, alpha, train, valid, grad) -> jax.Array:
+    """``|grad - G+|`` plus how far ``G+``, refined by the factorised Hessian, can be from ``G*``.
 
     With mu the smallest Hessian eigenvalue, |w - w*| <= |g| / mu exactly for a quadratic, and
 
@@ -189,16 +189,27 @@ def _bound(problem, w, q, alpha, train, valid) -> jax.Array:
     def force(w):
         return ravel_pytree(jax.grad(problem.outer)(unravel(w), alpha, valid))[0]
 
-    def refined(w):
-        return ravel_pytree(_combine(problem, unravel(w), q, alpha, train, valid)[0])[0]
+    def combined(w, q):
+        return ravel_pytree(_combine(problem, unravel(w), unravel(q), alpha, train, valid)[0])[0]
 
     _, hvp = hessian_operator(problem.lower, w, alpha, train)
     matrix = hessian_matrix(hvp, w)
+    eigenvalues, vectors = jnp.linalg.eigh(matrix)
     slack = flat.size * jnp.finfo(flat.dtype).eps * jnp.linalg.norm(matrix)
-    mu = jnp.linalg.eigvalsh(matrix)[0] - slack
+    mu = eigenvalues[0] - slack
+
+    def solve(b):
+        return vectors @ ((vectors.T @ b) / eigenvalues)
+
+    flat = flat - solve(slope(flat, flat_alpha))
+    flat_q = ravel_pytree(q)[0]
+    flat_q = flat_q + solve(force(flat) - matrix @ flat_q)
+    change = jnp.linalg.norm(ravel_pytree(grad)[0] - combined(flat, flat_q))
+
     w_error = jnp.linalg.norm(slope(flat, flat_alpha)) / mu
-    q_residual = jnp.linalg.norm(matrix @ ravel_pytree(q)[0] - force(flat))
+    q_residual = jnp.linalg.norm(matrix @ flat_q - force(flat))
     q_error = (q_residual + jnp.linalg.norm(jax.jacfwd(force)(flat)) * w_error) / mu
     cross = jnp.linalg.norm(jax.jacfwd(slope, 1)(flat, flat_alpha))
-    bound = 2 * (jnp.linalg.norm(jax.jacfwd(refined)(flat)) * w_error + cross * q_error)
+    sensitivity = jnp.linalg.norm(jax.jacfwd(combined)(flat, flat_q))
+    bound = change + 2 * (sensitivity * w_error + cross * q_error)
     return jnp.where(mu > 0, bound, jnp.inf)

@@ -47,7 +47,7 @@ def make(name):
     return {
         "gradient descent": lambda: bilevel.unrolled(STEP_SIZE, 20),
         "momentum": lambda: bilevel.unrolled(optax.sgd(0.05, momentum=0.9), 10),
-        "adam": lambda: bilevel.unrolled(optax.adam(0.1), 10),
+        "adam": lambda: bilevel.unrolled(optax.adam(0.1, eps_root=0.1), 10),
         "in blocks": lambda: bilevel.unrolled(STEP_SIZE, 150),
         "implicit newton cg": lambda: bilevel.implicit(newton, cg),
         "implicit newton dense": lambda: bilevel.implicit(newton, bilevel.dense()),

@@ -112,7 +112,7 @@ def compiled(name, mode="reverse"):
 def other_alphas(case, count):
     flat, unravel = ravel_pytree(case.alpha)
     noise = np.random.default_rng(5).normal(size=(count, flat.size))
-    return jax.vmap(unravel)(flat + 0.1 * jnp.asarray(noise, flat.dtype))
+    return jax.vmap(unravel)(flat[None] + 0.1 * jnp.asarray(noise, flat.dtype))
 
 
 # --------------------------------------------------------------------- the derivative is right

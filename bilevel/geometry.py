@@ -64,8 +64,8 @@ def exponentiate() -> optax.GradientTransformation:
     >>> optimizer = optax.chain(optax.sgd(1.0), exponentiate())
     >>> alpha = jnp.array([0.5, 0.5])
     >>> updates, _ = optimizer.update(jnp.array([jnp.log(3.0), 0.0]), optimizer.init(alpha), alpha)
-    >>> optax.apply_updates(alpha, updates)
-    Array([0.25, 0.75], dtype=float...)
+    >>> [round(a, 4) for a in optax.apply_updates(alpha, updates).tolist()]
+    [0.25, 0.75]
     """
 
     def move(alpha, update):
@@ -165,8 +165,8 @@ def softmax(optimizer: optax.GradientTransformation) -> optax.GradientTransforma
     >>> optimizer = softmax(optax.sgd(1.0))
     >>> alpha = jnp.array([0.5, 0.5])
     >>> updates, _ = optimizer.update(jnp.array([-2.0, 2.0]), optimizer.init(alpha), alpha)
-    >>> optax.apply_updates(alpha, updates).round(4)
-    Array([0.8808, 0.1192], dtype=float...)
+    >>> [round(a, 4) for a in optax.apply_updates(alpha, updates).tolist()]
+    [0.8808, 0.1192]
     """
     inner = optax.with_extra_args_support(optimizer)
 

@@ -139,6 +139,7 @@ def neumann(terms: int, step_size: float) -> Inverse:
     Array([0.75], dtype=float...)
     """
     _at_least("terms", terms, 1)
+    _at_least("step_size", step_size, 0)
 
     def inverse(hvp, b, x0, point):
         def step(x, _):
@@ -160,6 +161,7 @@ def scale(step_size: float) -> Inverse:
     >>> scale(0.5)(None, jnp.ones(1), None, None)
     Array([0.5], dtype=float...)
     """
+    _at_least("step_size", step_size, 0)
     return lambda hvp, b, x0, point: optax.tree.scale(step_size, b)
 
 
@@ -211,8 +213,8 @@ def nystrom(rank: int, damping: float, *, key: jax.Array | None = None) -> Inver
 
     Examples
     --------
-    >>> x = nystrom(2, 1e-6)(lambda v: jnp.array([1.0, 4.0]) * v, jnp.array([2.0, 8.0]), None, None)
-    >>> bool(jnp.allclose(x, 2.0, rtol=1e-4))
+    >>> x = nystrom(2, 1e-3)(lambda v: jnp.array([1.0, 4.0]) * v, jnp.array([2.0, 8.0]), None, None)
+    >>> bool(jnp.allclose(x, 2.0, rtol=1e-2))
     True
     """
     _at_least("rank", rank, 1)

@@ -118,8 +118,8 @@ def restarted(solver: LowerSolver) -> LowerSolver:
 
     A search otherwise goes on from the last weights (warm start), so that what it returns depends
     on its path. Restarted, ``w`` is the fixed algorithm ``A(alpha)`` of the papers, and the search
-    minimises a well-defined function of ``alpha``. The derivative with respect to the starting
-    point is zero.
+    minimises a well-defined function of ``alpha``. The ``w`` given to ``run`` is ignored; the
+    derivative with respect to the starting point is that of the ``w`` given to ``init``.
 
     Examples
     --------
@@ -383,7 +383,7 @@ def _solve_gram(a: jax.Array, decay: jax.Array, b: jax.Array) -> jax.Array:
     factorisation, whose m x m cotangent never exists.
     """
     per_row = decay if decay.ndim == 0 or b.ndim == 1 else decay[:, None]
-    matrix = a @ a.T + decay * jnp.eye(a.shape[0], dtype=a.dtype)
+    matrix = a @ a.T + jnp.diag(jnp.broadcast_to(decay, a.shape[:1]))
     factor = jax.scipy.linalg.cho_factor(jax.lax.stop_gradient(matrix), lower=True)
     return jax.lax.custom_linear_solve(
         lambda v: a @ (a.T @ v) + per_row * v,

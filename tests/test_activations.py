@@ -97,6 +97,8 @@ def test_fifty_steps_nearly_interpolate_for_every_alpha(mixture):
 @pytest.mark.parametrize("classes", [2, 10])
 def test_the_search_hypergradient_is_the_derivative_of_the_whole_training(outer, classes):
     """Truth: finite differences of the validation loss after training, step size included."""
+    if outer == "hinge" and not jax.config.jax_enable_x64:
+        pytest.skip("a difference in float32 needs a step so wide that it straddles the kinks")
     space = activation_space(["sigmoid", "tanh", "swish"], width=16, classes=classes, outer=outer)
     (x, y), (xv, yv) = digits(classes)
     train, valid = (x[:30], y[:30]), (xv[:30], yv[:30])

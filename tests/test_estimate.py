@@ -309,6 +309,7 @@ def test_ridge_is_found_exact_on_its_loss_up_to_a_positive_factor():
     size = np.linalg.norm(flatten(result.grad))
     assert result.info.error_estimate < 200 * EPS * size
     assert result.info.error_bound < 1e4 * EPS * size
+    assert result.info.linear_residual < tolerance(1e-9, 1e-5)  # the independent solve's
     assert result.info.converged
 
 

@@ -203,6 +203,21 @@ def test_ridge_primal_and_dual_solve_the_normal_equations(n, p, columns, vector,
     assert_close(w, expected, f64=1e-11, f32=1e-4)
 
 
+@pytest.mark.parametrize("columns", [None, 2])
+@pytest.mark.parametrize(("n", "p"), [(9, 4), (4, 9)])
+def test_ridge_with_a_penalty_per_weight_is_differentiated_rightly(n, p, columns):
+    rng = np.random.default_rng(0)
+    phi, y = rng.normal(size=(n, p)), rng.normal(size=(n, columns or 1))
+    y = y if columns else y[:, 0]
+    penalty, weight = rng.uniform(0.5, 2, p), rng.normal(size=(p, *y.shape[1:]))
+    run = fit(n, p, columns, True)
+    grad = jax.jit(jax.grad(lambda penalty: jnp.sum(weight * run(phi, y, penalty))))(penalty)
+    # Truth: dw / dpenalty_j = -M^-1 e_j w_j, in numpy.
+    inverse = np.linalg.inv(phi.T @ phi + np.diag(penalty))
+    expected = -(inverse @ weight) * (inverse @ phi.T @ y)
+    assert_close(grad, expected.sum(1) if columns else expected, f64=1e-11, f32=1e-4)
+
+
 @pytest.mark.parametrize(("n", "p"), [(9, 4), (4, 9)])
 def test_ridgeless_limit_is_the_minimum_norm_least_squares_solution(n, p):
     rng = np.random.default_rng(0)

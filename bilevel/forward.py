@@ -1,0 +1,189 @@
+"""Forward solvers: they find ``w`` only; :func:`bilevel.implicit` gives it its derivative.
+
+``newton`` for smooth, strongly convex lower losses; ``lbfgs`` where Hessian products are dear;
+``solved`` where the user, or another library, solves the lower problem.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from bilevel.inverse import conjugate_gradients
+from bilevel.problem import hessian_operator, is_quadratic
+from bilevel.protocols import LowerSolver, Pytree
+
+
+def newton(steps: int = 20, tol: float | None = None, cg_steps: int = 500) -> LowerSolver:
+    """Newton's method with conjugate gradients and a backtracking line search: finds ``w`` only.
+
+    For smooth, strongly convex lower losses. A quadratic one (recognised while tracing) takes one
+    step; elsewhere the linear solves start loose and tighten with the gradient. Use it inside
+    :func:`bilevel.implicit`.
+
+    Parameters
+    ----------
+    steps : int
+        Most Newton steps; it stops sooner at ``tol`` or when the gradient no longer shrinks.
+    tol : float, optional
+        Stationarity ``|g|`` relative to ``|g| + |H w|`` at the start; 1e-9 in float64, one
+        rounding in narrower types by default.
+    cg_steps : int
+        Most Hessian products per Newton step.
+
+    Notes
+    -----
+    Memory: 7 copies of ``w``. Nocedal & Wright (2006), Algorithm 7.1.
+
+    Examples
+    --------
+    >>> solver = newton()
+    >>> lower = lambda w, alpha, batch: jnp.cosh(w - alpha).sum()
+    >>> w = jnp.zeros(1)
+    >>> solver.run(lower, jnp.ones(1), w, (), None)[0].round(4)
+    Array([1.], dtype=float...)
+    """
+    if steps < 1:
+        raise ValueError(f"steps: expected at least 1, got {steps}.")
+
+    def run(lower, alpha, w, state, batch):
+        relative = _stationarity_tolerance(w) if tol is None else tol
+        exact = is_quadratic(lower, w, alpha, batch)
+        slope, hvp = hessian_operator(lower, w, alpha, batch)
+        scale = optax.tree.norm(slope) + optax.tree.norm(hvp(w))
+        target = relative * scale
+
+        def loss(w):
+            return lower(w, alpha, batch)
+
+        def unfinished(carry):
+            _, _, _, size, k, progress = carry
+            return (k < steps) & (size > target) & progress
+
+        def step(carry):
+            w, value, slope, size, k, _ = carry
+            _, hvp = hessian_operator(lower, w, alpha, batch)
+            forcing = 0.0 if exact else jnp.minimum(0.1, jnp.sqrt(size / scale))
+            threshold = jnp.maximum(0.5 * target, forcing * size)
+            solved = conjugate_gradients(hvp, slope, None, steps=cg_steps, threshold=threshold)
+            w, after = _backtrack(loss, w, value, solved.x, slope)
+            slope = jax.grad(loss)(w)
+            size_after = optax.tree.norm(slope)
+            # Rounding has the last word where neither the loss nor the gradient still falls.
+            progress = (size_after < 0.5 * size) | (value - after > _slack(value))
+            return w, after, slope, size_after, k + 1, progress
+
+        size = optax.tree.norm(slope)
+        start = (w, loss(w), slope, size, jnp.zeros((), int), jnp.array(True))
+        return jax.lax.while_loop(unfinished, step, start)[0], state
+
+    return LowerSolver(init=lambda w: (), run=run)
+
+
+def _stationarity_tolerance(w: Pytree) -> float:
+    # An error in w is amplified by the condition number, and again where d_w outer cancels.
+    return max(1e-9, *(float(jnp.finfo(x.dtype).eps) for x in jax.tree.leaves(w)))
+
+
+def _backtrack(
+    loss: Callable, w: Pytree, value: jax.Array, direction: Pytree, slope: Pytree
+) -> tuple[Pytree, jax.Array]:
+    """``w - t direction`` for the largest t = 1, 1/2, ... that lowers the loss; and its loss."""
+    decrease = optax.tree.vdot(direction, slope)
+
+    def at(t):
+        return loss(optax.tree.add_scale(w, -t, direction))
+
+    def too_long(carry):
+        t, trial = carry
+        return ~(trial <= value - 1e-4 * t * decrease + _slack(value)) & (t > 1e-6)
+
+    def halve(carry):
+        t = carry[0] / 2
+        return t, at(t)
+
+    one = jnp.ones_like(value)
+    t, trial = jax.lax.while_loop(too_long, halve, (one, at(one)))
+    return optax.tree.add_scale(w, -t, direction), trial
+
+
+def _slack(value: jax.Array) -> jax.Array:
+    # Near the minimum a decrease drowns in the rounding of the loss.
+    return 10 * jnp.finfo(value.dtype).eps * jnp.abs(value)
+
+
+def lbfgs(steps: int = 200, tol: float | None = None, memory: int = 10) -> LowerSolver:
+    """L-BFGS with a strong-Wolfe line search (optax): finds ``w`` only, from gradients alone.
+
+    For smooth lower losses whose Hessian products are dear. Use it inside :func:`bilevel.implicit`.
+
+    Parameters
+    ----------
+    steps : int
+        Most iterations.
+    tol : float, optional
+        As in :func:`newton`.
+    memory : int
+        Pairs of differences kept, two copies of ``w`` each.
+
+    Examples
+    --------
+    >>> lower = lambda w, alpha, batch: jnp.cosh(w - alpha).sum()
+    >>> lbfgs().run(lower, jnp.ones(1), jnp.zeros(1), (), None)[0].round(3)
+    Array([1.], dtype=float...)
+    """
+    if steps < 1:
+        raise ValueError(f"steps: expected at least 1, got {steps}.")
+    optimizer = optax.lbfgs(memory_size=memory)
+
+    def run(lower, alpha, w, state, batch):
+        def loss(w):
+            return lower(w, alpha, batch)
+
+        slope, hvp = hessian_operator(lower, w, alpha, batch)
+        relative = _stationarity_tolerance(w) if tol is None else tol
+        target = relative * (optax.tree.norm(slope) + optax.tree.norm(hvp(w)))
+
+        def unfinished(carry):
+            _, _, size, k = carry
+            return (k < steps) & (size > target)
+
+        def step(carry):
+            w, state, _, k = carry
+            value, slope = jax.value_and_grad(loss)(w)
+            updates, state = optimizer.update(
+                slope, state, w, value=value, grad=slope, value_fn=loss
+            )
+            w = optax.apply_updates(w, updates)
+            return w, state, optax.tree.norm(jax.grad(loss)(w)), k + 1
+
+        # The curvature pairs belong to one alpha: a fresh memory for each run.
+        start = (w, optimizer.init(w), optax.tree.norm(slope), jnp.zeros((), int))
+        return jax.lax.while_loop(unfinished, step, start)[0], state
+
+    return LowerSolver(init=lambda w: (), run=run)
+
+
+def solved(solve: Callable[[Pytree, Pytree, Pytree], Pytree] | None = None) -> LowerSolver:
+    """Already solved: the user hands in ``w*``. Use it inside :func:`bilevel.implicit`.
+
+    Parameters
+    ----------
+    solve : ``solve(alpha, w, batch) -> w``, optional
+        Any traceable solver, another library's included. By default ``w0`` itself is the solution.
+
+    Examples
+    --------
+    >>> lower = lambda w, alpha, batch: jnp.sum(0.5 * (w - alpha) ** 2)
+    >>> import bilevel
+    >>> solver = bilevel.implicit(solved(lambda alpha, w, batch: alpha))
+    >>> w = jnp.zeros(1)
+    >>> jax.jacobian(lambda a: solver.run(lower, a, w, solver.init(w), None)[0])(jnp.ones(1))
+    Array([[1.]], dtype=float...)
+    """
+
+    def run(lower, alpha, w, state, batch):
+        return (w if solve is None else solve(alpha, w, batch)), state
+
+    return LowerSolver(init=lambda w: (), run=run)

@@ -299,7 +299,7 @@ def _drive(setup, carry, data, steps, saver, progress, callback, chunk) -> Searc
             seconds = time.perf_counter() - began
             ran, done = int(carry.state.step) - done, int(carry.state.step)
             trouble = int(carry.trouble)
-            saver.save(carry, last=bool(trouble) or done == steps or interrupted())
+            saver.save(carry, last=bool(trouble) or done == steps)
             if trouble:
                 raise NonFiniteError(done, _QUANTITIES[trouble - 1], _result(carry, "not finite"))
             show(carry, done)

@@ -146,20 +146,19 @@ def lbfgs(steps: int = 200, tol: float | None = None, memory: int = 10) -> Lower
         target = relative * (optax.tree.norm(slope) + optax.tree.norm(hvp(w)))
 
         def unfinished(carry):
-            _, _, size, k = carry
-            return (k < steps) & (size > target)
+            *_, slope, k = carry
+            return (k < steps) & (optax.tree.norm(slope) > target)
 
         def step(carry):
-            w, state, _, k = carry
-            value, slope = jax.value_and_grad(loss)(w)
+            w, state, value, slope, k = carry
             updates, state = optimizer.update(
                 slope, state, w, value=value, grad=slope, value_fn=loss
             )
             w = optax.apply_updates(w, updates)
-            return w, state, optax.tree.norm(jax.grad(loss)(w)), k + 1
+            return w, state, *jax.value_and_grad(loss)(w), k + 1
 
         # The curvature pairs belong to one alpha: a fresh memory for each run.
-        start = (w, optimizer.init(w), optax.tree.norm(slope), jnp.zeros((), int))
+        start = (w, optimizer.init(w), loss(w), slope, jnp.zeros((), int))
         return jax.lax.while_loop(unfinished, step, start)[0], state
 
     return LowerSolver(init=lambda w: (), run=run)

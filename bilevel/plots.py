@@ -1,4 +1,4 @@
-"""Pictures of a search, of the error estimate; needs matplotlib (``pip install bilevel[plots]``).
+"""Pictures of searches, error estimates, kernels; needs matplotlib: ``pip install bilevel[plots]``.
 
 Every function draws on axes it is given, or on new ones, and returns the axes.
 """
@@ -112,4 +112,66 @@ def error_estimates(steps: Any, true: Any, estimates: dict[str, Any], ax: Any = 
     ax.set(xlabel="inner steps", ylabel="hypergradient error")
     ax.legend(frameon=False)
     ax.spines[["top", "right"]].set_visible(False)
+    return ax
+
+
+def spectrum(eigenvalues: dict[str, Any], ax: Any = None) -> Any:
+    """Eigenvalues of kernels, largest first, on a log scale: those that are positive.
+
+    Parameters
+    ----------
+    eigenvalues : ``name -> [n]``, in any order.
+    ax : matplotlib axes, optional
+
+    Examples
+    --------
+    >>> spectrum({"relu": [0.1, 1.0, 2.0]}).get_yscale()
+    'log'
+    """
+    ax = _axes(ax)
+    for name, values in eigenvalues.items():
+        values = np.sort(np.asarray(values))[::-1]
+        ax.semilogy(np.arange(1, len(values) + 1), np.where(values > 0, values, np.nan), label=name)
+    ax.set(xlabel="index", ylabel="eigenvalue of K")
+    ax.legend(frameon=False)
+    ax.spines[["top", "right"]].set_visible(False)
+    return ax
+
+
+_CORNERS = np.array([[0, 0], [1, 0], [0.5, np.sqrt(0.75)]])  # of the triangle that is the simplex
+
+
+def simplex_min_eigenvalue(
+    alphas: Any, values: Any, names: Any = None, argmin: Any = None, ax: Any = None
+) -> Any:
+    """A smallest eigenvalue over the simplex of three activations, as colours of a triangle.
+
+    Parameters
+    ----------
+    alphas : array [m, 3], points of the simplex, its corners among them.
+    values : array [m], ``lambda_min(K_alpha)`` at each.
+    names : 3 strings, optional
+        Written at the corners.
+    argmin : array [3], optional
+        Marked by a dot.
+    ax : matplotlib axes, optional
+
+    Examples
+    --------
+    >>> simplex_min_eigenvalue(np.eye(3), [1.0, 2.0, 3.0], ["relu", "tanh", "swish"]).get_aspect()
+    1.0
+    """
+    ax = _axes(ax)
+    x, y = (np.asarray(alphas) @ _CORNERS).T
+    values = np.asarray(values)
+    norm = "log" if values.min() > 0 else "linear"
+    colours = ax.tripcolor(x, y, values, shading="gouraud", cmap="viridis", norm=norm)
+    ax.figure.colorbar(colours, ax=ax, label="λ_min(K_α)", shrink=0.8)
+    if argmin is not None:
+        ax.plot(*(np.asarray(argmin) @ _CORNERS), "o", color="white", markeredgecolor="black")
+    for name, corner in zip(names or [], _CORNERS, strict=False):
+        shift, side = (6, "bottom") if corner[1] > 0 else (-6, "top")
+        ax.annotate(name, corner, (0, shift), textcoords="offset points", ha="center", va=side)
+    ax.set_aspect("equal")
+    ax.set_axis_off()
     return ax

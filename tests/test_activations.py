@@ -1,14 +1,17 @@
 """The activation search space computes the network it describes, and trains it well."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
-from helpers import assert_close, finite_differences
+from helpers import assert_close, finite_differences, flatten, tolerance
 
 import bilevel
+import ntk
 from bilevel.spaces.activations import (
     ACTIVATIONS,
     activation_space,
@@ -139,6 +142,133 @@ def test_sign_labels_are_one_versus_rest():
     np.testing.assert_array_equal(sign_labels(np.array([1, 0]), 2), [1, -1])
 
 
+# ----------------------------------------------------------------------------- width = inf
+
+KERNEL_NAMES = ("relu", "tanh")
+ALPHA = {"mixture": jnp.array([0.3, 0.7]), "log_penalty": jnp.log(jnp.array(0.2))}
+
+
+@functools.cache
+def kernels(classes):
+    """Blocks of the training rows, and of the validation rows with them: both [2, 2, 100, 100]."""
+    space = activation_space(KERNEL_NAMES, width=math.inf, classes=classes)
+    (x, _), (xv, _) = digits(classes)
+    return space.blocks(x), space.blocks(xv, x)
+
+
+def kernel_search(classes, outer, rows):
+    """The space, and its training and validation batches of kernels and labels."""
+    space = activation_space(KERNEL_NAMES, width=math.inf, classes=classes, outer=outer)
+    blocks, cross = (b[:, :, :rows, :rows] for b in kernels(classes))
+    (_, y), (_, yv) = digits(classes)
+    return space, (blocks, y[:rows]), (cross, yv[:rows])
+
+
+def test_the_infinite_network_is_ridge_on_the_gradients_of_a_wide_one():
+    """Truth: primal ridge on the tangent features of a finite network, error 1 / sqrt(width)."""
+    width, rows = 2**11, 8
+    wide = activation_space(KERNEL_NAMES, width=width)
+    w = wide.init(jax.random.key(0), 64)
+
+    @jax.jit
+    def features(alpha, x):
+        return jax.jacobian(wide.apply)(w, alpha["mixture"], x).reshape(len(x), -1)
+
+    (x, y), (xv, _) = digits(2)
+    solver = bilevel.ridge(features, lambda alpha: jnp.exp(alpha["log_penalty"]))
+    primal, _ = solver.run(None, ALPHA, jnp.zeros(w.size), (), (x[:rows], y[:rows]))
+    space, train, valid = kernel_search(2, "hinge", rows)
+    dual, _ = space.solver.run(None, ALPHA, train[1], (), train)
+    actual = space.apply(dual, ALPHA, valid[0])
+    np.testing.assert_allclose(actual, features(ALPHA, xv[:rows]) @ primal, atol=width**-0.5)
+    assert np.abs(actual).max() > 0.3
+
+
+@pytest.mark.parametrize("classes", [2, 10])
+def test_the_infinite_network_is_kernel_ridge_regression(classes):
+    """Truth: numpy's solve with the mixture summed in a loop."""
+    space, (blocks, y), (cross, _) = kernel_search(classes, "hinge", rows=30)
+    found, _ = space.solver.run(space.problem.lower, ALPHA, y, (), (blocks, y))
+
+    def mixed(blocks):
+        a, b = np.asarray(ALPHA["mixture"], float), np.asarray(blocks, float)
+        return sum(a[i] * a[j] * b[i, j] for i in range(2) for j in range(2))
+
+    w = np.linalg.solve(mixed(blocks) + 0.2 * np.eye(len(y)), np.asarray(y))
+    assert_close(found, w, f64=1e-10)
+    assert_close(space.apply(found, ALPHA, cross), mixed(cross) @ w, f64=1e-10)
+
+
+@pytest.mark.parametrize(("classes", "outer"), [(2, "hinge"), (10, "logistic")])
+def test_the_kernel_hypergradient_is_that_of_the_refitted_validation_loss(classes, outer):
+    """Truth: finite differences in the mixture and the penalty."""
+    if outer == "hinge" and not jax.config.jax_enable_x64:
+        pytest.skip("a difference in float32 needs a step so wide that it straddles the kinks")
+    space, train, valid = kernel_search(classes, outer, rows=12)
+    fn = jax.jit(bilevel.hypergradient(space.problem, space.solver, diagnostics=False))
+    w = jnp.zeros_like(train[1])
+    truth = finite_differences(lambda alpha: fn(alpha, w, train, valid).value, ALPHA)
+    assert_close(fn(ALPHA, w, train, valid).grad, truth, f64=1e-8, f32=3e-2)
+
+
+def test_the_kernel_hypergradient_knows_that_it_is_right():
+    """Truth: implicit differentiation of the lower loss, which the closed form never calls."""
+    space, train, valid = kernel_search(2, "squared", rows=12)
+    w = jnp.zeros_like(train[1])
+    found, by_cg = (
+        jax.jit(bilevel.hypergradient(space.problem, solver))(ALPHA, w, train, valid)
+        for solver in (space.solver, bilevel.implicit())
+    )
+    assert_close(by_cg.grad, found.grad, f64=1e-8, f32=1e-3)
+    assert found.info.converged
+    norm = np.linalg.norm(flatten(found.grad))
+    assert found.info.error_estimate < tolerance(1e-12, 1e-4) * norm
+    assert found.info.error_bound < tolerance(1e-10, 1e-2) * norm
+
+
+def test_the_lower_loss_is_minimal_at_the_closed_form():
+    """Truth: its gradient there is zero, by JAX, and its value is -y'(K + lambda)^-1 y / 2."""
+    space, train, _ = kernel_search(10, "hinge", rows=30)
+    w, _ = space.solver.run(space.problem.lower, ALPHA, train[1], (), train)
+    value, slope = jax.value_and_grad(space.problem.lower)(w, ALPHA, train)
+    assert jnp.abs(slope).max() < 1e-4
+    assert_close(value, -0.5 * jnp.vdot(train[1], w), f64=1e-10)
+
+
+def test_a_kernel_search_finds_a_better_mixture_and_penalty_under_jit():
+    """Truth: the validation loss where the search began, and the mixture's simplex."""
+    space, train, valid = kernel_search(10, "squared", rows=100)
+    simplex = optax.chain(bilevel.tangent(), optax.adam(0.2), bilevel.exponentiate())
+    labels = {"mixture": "mixture", "log_penalty": "log_penalty"}
+    optimizer = optax.partition({"mixture": simplex, "log_penalty": optax.adam(0.2)}, labels)
+    alpha, w = space.init(train[1])
+
+    @jax.jit
+    def run(alpha):
+        found = bilevel.search(
+            space.problem, space.solver, optimizer, alpha, w, train, valid, steps=15
+        )
+        return found.alpha, found.w, found.history["value"]
+
+    alpha, w, values = run(alpha)
+    assert values[-1] < 0.9 * values[0]
+    assert_close(alpha["mixture"].sum(), 1.0, f32=1e-5)
+    labels = space.predict(valid[1])
+    guesses = space.predict(space.apply(w, alpha, valid[0]))
+    assert jnp.mean(guesses == labels) > 0.8
+
+
+def test_output_scale_scales_the_kernel_of_infinite_width():
+    x = jnp.eye(3)
+    doubled = activation_space(["relu"], width=math.inf, output_scale=2.0).blocks(x)
+    assert_close(doubled, jnp.eye(3)[None, None], f64=1e-12, f32=1e-6)  # 2 x E[step] = 1
+
+
+def test_candidates_are_named_after_their_functions():
+    space = activation_space(["relu", ntk.tanh, jnp.sin], width=4)
+    assert space.names == ("relu", "tanh", "sin")
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -146,6 +276,9 @@ def test_sign_labels_are_one_versus_rest():
         ({"activations": []}, "activations: expected at least one"),
         ({"outer": "l1"}, "outer: expected one of hinge, logistic, squared"),
         ({"width": 7}, "width: expected a multiple of 2"),
+        ({"width": 7.5}, "width: expected a multiple of 2"),
+        ({"width": math.inf, "activations": ["rleu"]}, "activations: expected functions or names"),
+        ({"width": math.inf, "outer": "l1"}, "outer: expected one of hinge, logistic, squared"),
         ({"width": 24, "classes": 10}, "width: expected a multiple of 16 for 10 classes"),
         ({"classes": 1}, "at least 2"),
     ],

@@ -4,10 +4,13 @@ import json
 import subprocess
 import sys
 
+import jax
 import numpy as np
 import pytest
 
-from bilevel.cli import main
+import bilevel
+from bilevel.cli import main, report
+from bilevel.cli.kernels import min_eigenvalue
 
 SMALL = (
     *("--activations", "relu", "tanh", "--steps", "3", "--inner-steps", "5", "--width", "16"),
@@ -30,6 +33,12 @@ def test_search_ends_in_a_table_and_a_run_directory(tmp_path, capsys):
     np.testing.assert_allclose(alpha.sum(1), 1, rtol=1e-5)
     # The table's search row is the network retrained at this alpha, better than chance on digits.
     assert np.mean(result["scores"]["search"]["test error"]) < 0.8
+    assert "λ_min ≥" in printed
+    for scores in result["scores"].values():
+        value, bound = scores["min eigenvalue"], scores["certified min eigenvalue"]
+        assert len(value) == 2
+        np.testing.assert_array_less(bound, value)
+        np.testing.assert_allclose(bound, value, rtol=1e-6)
     arrays = np.load(tmp_path / "run" / "arrays.npz", allow_pickle=False)
     assert arrays["history_alpha"].shape == (3, 2, 2)
     assert arrays["w"].shape == (2, 16, 64)
@@ -52,6 +61,59 @@ def test_a_run_resumed_with_more_steps_is_one_long_run_in_its_own_directory(tmp_
         json.loads((tmp_path / name / "result.json").read_text()) for name in ("run", "run-2")
     )
     assert resumed["alpha"] == long["alpha"]
+
+
+def certify(folder, *flags):
+    small = ("--rows", "40", "--activations", "relu", "leaky_relu", "tanh")
+    return main(["certify", "--out", str(folder), *small, *flags])
+
+
+def test_certify_prints_a_bracket_and_leaves_it_with_the_spectra(tmp_path, capsys):
+    precision = jax.config.jax_enable_x64
+    assert certify(tmp_path / "run") == 0
+    assert jax.config.jax_enable_x64 == precision
+    printed = capsys.readouterr().out
+    for text in ("over the simplex", "worst mixture", "certified ≥", "exact to 1e-12", "cells"):
+        assert text in printed
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    simplex, kernels = result["simplex"], result["kernels"]
+    assert simplex["converged"]
+    assert 0 < simplex["lower"] <= simplex["upper"] <= 1.001 * simplex["lower"]
+    for kernel in kernels.values():
+        assert simplex["lower"] <= kernel["min eigenvalue"]
+        assert kernel["certified min eigenvalue"] <= kernel["min eigenvalue"]
+    arrays = np.load(tmp_path / "run" / "arrays.npz", allow_pickle=False)
+    for name, kernel in kernels.items():
+        spectrum = arrays[f"spectrum {name}"]
+        assert spectrum.shape == (40,)
+        np.testing.assert_allclose(
+            spectrum[[0, -1]], [kernel[f"{m} eigenvalue"] for m in ("min", "max")]
+        )
+    # Truth: the kernel of the mixture, computed by the recursion for networks instead of by pairs.
+    for name in ("relu", "worst mixture"):
+        value, _ = min_eigenvalue(arrays["x"], tuple(result["names"]), kernels[name]["alpha"])
+        np.testing.assert_allclose(value, kernels[name]["min eigenvalue"], rtol=1e-9)
+    assert (tmp_path / "run" / "spectrum.png").stat().st_size > 10_000
+
+
+def test_certify_refuses_what_it_cannot_certify(tmp_path, capsys, monkeypatch):
+    assert certify(tmp_path / "run", "--rows", "5000") == 2
+    assert "rows: expected 1 to 1437, got 5000" in capsys.readouterr().err
+    assert certify(tmp_path / "run", "--activations", "relo") == 2
+    assert "activations: expected functions or names among" in capsys.readouterr().err
+    digits = bilevel.data.load("digits", train_size=40)
+    digits.x_train[3] = digits.x_train[7]
+    monkeypatch.setattr("bilevel.data.load", lambda name: digits)
+    assert certify(tmp_path / "run") == 2
+    assert "data: expected distinct rows, got 39 different ones" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_printed_bounds_are_bounds():
+    assert report.at_least(0.0022352039, 7) == "0.002235203"
+    assert report.at_least(-1.234e-12, 3) == "-1.24e-12"
+    assert report.at_most(0.0022352031, 7) == "0.002235204"
+    assert report.at_most(0.5, 3) == "0.5"
 
 
 def test_mistakes_are_one_sentence_on_standard_error(tmp_path, capsys):

@@ -1,8 +1,9 @@
-"""Command line: ``bilevel search``, also as ``python -m bilevel search``."""
+"""Command line: ``bilevel search``, ``bilevel certify``; also as ``python -m bilevel``."""
 
 import sys
 from collections.abc import Sequence
 
+from bilevel.cli.certify import Certify, run_certify
 from bilevel.cli.search import Search, run_search
 
 
@@ -20,7 +21,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         """Search the activation of a one-hidden-layer network, and compare with every baseline."""
         run_search(config)
 
-    # Without a second command the parser would not ask for the name of the first.
+    @app.command(name="certify")
+    def certify(config: tyro.conf.OmitArgPrefixes[Certify]) -> None:
+        """Certify the smallest eigenvalue of the kernel over all mixtures of activations."""
+        run_certify(config)
+
     @app.command(name="version")
     def version() -> None:
         """Print the version and those of JAX and its devices."""

@@ -2,7 +2,8 @@
 
 One run does, for every seed side by side: the search; the network retrained at the α found; one
 network for each single activation; and joint single-level training of weights and α on the
-training data alone. It ends in a table, and leaves a run directory.
+training data alone. It ends in a table, with the certified smallest eigenvalue of the kernel that
+each would have at infinite width, and leaves a run directory.
 """
 
 import dataclasses
@@ -18,6 +19,8 @@ import optax
 
 import bilevel
 from bilevel import data as datasets
+from bilevel.cli import report
+from bilevel.cli.kernels import ENTRY_ERROR, min_eigenvalue
 from bilevel.problem import side_by_side
 from bilevel.protocols import LowerSolver
 from bilevel.spaces.activations import (
@@ -76,6 +79,7 @@ _COLUMNS = {
     "test error": "test",
     "train loss": "train loss",
     "validation loss": "valid loss",
+    "certified min eigenvalue": "λ_min ≥",
 }
 
 
@@ -213,7 +217,7 @@ def _joint(task: _Task, config: Search, alpha: jax.Array) -> tuple[jax.Array, ja
 
 
 def _scores(task: _Task, w: jax.Array, alpha: jax.Array) -> dict[str, np.ndarray]:
-    """Errors and losses of trained networks, [seeds] each."""
+    """Errors and losses of trained networks, eigenvalues of their kernels; [seeds] each."""
     space, parts = task.space, (task.train, task.valid, task.test)
 
     def error(w, alpha, batch):
@@ -227,6 +231,10 @@ def _scores(task: _Task, w: jax.Array, alpha: jax.Array) -> dict[str, np.ndarray
     }
     scores["train loss"] = jax.vmap(space.problem.lower)(w, alpha, task.train)
     scores["validation loss"] = jax.vmap(space.problem.outer)(w, alpha, task.valid)
+    eigenvalues = [
+        min_eigenvalue(x, space.names, a) for x, a in zip(task.train[0], alpha, strict=True)
+    ]
+    scores["min eigenvalue"], scores["certified min eigenvalue"] = np.transpose(eigenvalues)
     return {name: np.asarray(x) for name, x in scores.items()}
 
 
@@ -238,15 +246,15 @@ def _summary(config, names, alpha, rows, seconds) -> dict[str, Any]:
     best = min(means, key=lambda name: means[name])
     gap = rows["search"]["test error"] - rows[best]["test error"]
     return {
-        "config": json.loads(json.dumps(dataclasses.asdict(config), default=str)),
+        "config": report.flags(config),
         "names": list(names),
         "alpha": alpha.tolist(),
         "scores": {row: {k: v.tolist() for k, v in s.items()} for row, s in rows.items()},
         "best single": best,
         "test error, search minus best single": [float(gap.mean()), _standard_error(gap)],
         "seconds": seconds,
-        "jax": jax.__version__,
-        "device": str(jax.devices()[0].device_kind),
+        "kernel entry error": ENTRY_ERROR,
+        **report.machine(),
     }
 
 
@@ -255,40 +263,28 @@ def _standard_error(x: np.ndarray) -> float:
 
 
 def _run_directory(config: Search) -> pathlib.Path:
-    if config.resume:
-        if not config.out.is_dir():
-            raise FileNotFoundError(f"out: expected the directory of a run, got {config.out}.")
-        before = json.loads((config.out / "config.json").read_text())
-        now = json.loads(json.dumps(dataclasses.asdict(config), default=str))
-        for name in set(before) - {"resume", "out", "progress", "steps"}:
-            if before[name] != now[name]:
-                raise ValueError(
-                    f"{name}: expected {before[name]!r} as in the run to resume, got {now[name]!r}."
-                )
-        return config.out
-    folder, number = config.out, 1
-    while folder.exists():
-        number += 1
-        folder = config.out.with_name(f"{config.out.name}-{number}")
-    folder.mkdir(parents=True)
-    text = json.dumps(dataclasses.asdict(config), default=str, indent=2)
-    (folder / "config.json").write_text(text + "\n")
-    return folder
+    if not config.resume:
+        return report.new_directory(config)
+    if not config.out.is_dir():
+        raise FileNotFoundError(f"out: expected the directory of a run, got {config.out}.")
+    before = json.loads((config.out / "config.json").read_text())
+    now = report.flags(config)
+    for name in set(before) - {"resume", "out", "progress", "steps"}:
+        if before[name] != now[name]:
+            raise ValueError(
+                f"{name}: expected {before[name]!r} as in the run to resume, got {now[name]!r}."
+            )
+    return config.out
 
 
 def _write(folder, result, found, seeds, names) -> None:
-    (folder / "result.json").write_text(json.dumps(result, indent=2) + "\n")
     history = {k: np.asarray(v) for k, v in found.history.items()}
     arrays = {"alpha": found.alpha, "w": found.w}
-    arrays |= {f"history_{name}": values for name, values in history.items()}
-    np.savez(folder / "arrays.npz", allow_pickle=False, **arrays)
-    try:
-        import matplotlib
-    except ImportError:
+    report.write(
+        folder, result, arrays | {f"history_{name}": values for name, values in history.items()}
+    )
+    if (plt := report.pyplot()) is None:
         return
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     from bilevel import plots
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 3.8), layout="constrained")
@@ -299,7 +295,6 @@ def _write(folder, result, found, seeds, names) -> None:
 
 
 def _print(result: dict[str, Any], folder: pathlib.Path) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     config, seeds = result["config"], result["config"]["seeds"]
@@ -312,21 +307,21 @@ def _print(result: dict[str, Any], folder: pathlib.Path) -> None:
     for name, scores in result["scores"].items():
         cells = [_cell(100 * np.asarray(scores[c]), ".1f") for c in _COLUMNS if "error" in c]
         cells += [_cell(np.asarray(scores[c]), ".3g") for c in _COLUMNS if "loss" in c]
+        cells += [report.at_least(np.mean(scores["certified min eigenvalue"]), 3)]
         marked = name + (" *" if name == result["best single"] else "")
         table.add_row(marked, *cells, end_section=name in ("search", result["names"][-1]))
-    console = Console()
-    if not console.is_terminal:
-        # A pipe or a file has no width of its own; rich would cut the table at 80.
-        console = Console(width=110)
+    console = report.screen()
     console.print(table)
-    alpha = np.mean(result["alpha"], axis=0)
-    pairs = sorted(zip(alpha, result["names"], strict=True), reverse=True)
-    terms = [f"{a:.2f} {name}" for a, name in pairs if a >= 0.005]
-    console.print("α found: " + " + ".join(terms) + (" (mean over seeds)" if seeds > 1 else ""))
+    found = report.mixture(np.mean(result["alpha"], axis=0), result["names"])
+    console.print(f"α found: {found}" + (" (mean over seeds)" if seeds > 1 else ""))
     gap, error = result["test error, search minus best single"]
     spread = f" ± {100 * error:.2f}" if seeds > 1 else ""
     console.print(
         f"* best single activation; the search's test error minus its: {100 * gap:+.2f}{spread}"
+    )
+    console.print(
+        "λ_min ≥: certified, of the infinite-width kernel of the training rows, for entries exact "
+        f"to {result['kernel entry error']:g}"
     )
     seconds = result["seconds"]
     console.print(

@@ -1,5 +1,5 @@
 """Search spaces: architectures as differentiable functions of ``alpha``."""
 
-from bilevel.spaces import activations
+from bilevel.spaces import activations, kernels
 
-__all__ = ["activations"]
+__all__ = ["activations", "kernels"]

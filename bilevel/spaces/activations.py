@@ -11,39 +11,46 @@ v           fixed to +- sqrt(c0 / width), half each; one column per class, mutua
 c0          ``output_scale``
 L_T         half the summed squared error to labels +-1, Eq. (9)
 L_V         ``outer``: hinge (the paper's), logistic or squared, mean over the labels
-A(alpha)    T gradient steps from the initial ``w``: :meth:`ActivationSpace.solver`
+A(alpha)    T gradient steps from the initial ``w``: ``ActivationSpace.solver``
 ==========  ==========================================================================
 
 Inputs have unit norm. With their mean taken off first (:func:`unit_inputs`) the lower problem is
 far better conditioned: on 300 digits the condition number of the ReLU kernel falls from 7,200 to
 290, and 50 steps with momentum interpolate.
+
+At ``width=math.inf`` the network is kernel ridge regression: :mod:`bilevel.spaces.kernels`.
 """
 
 import functools
+import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
 import optax
 
+import ntk
 from bilevel.problem import Problem
 from bilevel.protocols import LowerSolver
 from bilevel.solvers import restarted, unrolled
+from bilevel.spaces.kernels import KernelSpace, kernel_space
 
-ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "relu": jax.nn.relu,
-    "leaky_relu": lambda z: jax.nn.leaky_relu(z, 0.1),
-    "sigmoid": lambda z: jax.nn.sigmoid(z) - 0.5,
-    "tanh": jnp.tanh,
-    "swish": jax.nn.swish,
-    "gelu": lambda z: jax.nn.gelu(z, approximate=False),
-    "erf": jax.lax.erf,
-    "identity": lambda z: z,
+Elementwise = Callable[[jax.Array], jax.Array]
+
+ACTIVATIONS: dict[str, ntk.Activation] = {
+    "relu": ntk.relu,
+    "leaky_relu": ntk.leaky_relu(0.1),
+    "sigmoid": ntk.sigmoid,
+    "tanh": ntk.tanh,
+    "swish": ntk.swish,
+    "gelu": ntk.gelu,
+    "erf": ntk.erf,
+    "identity": ntk.identity,
 }
 """Candidates by name; the sigmoid is centred, the leaky ReLU's slope is 0.1."""
 
-OUTER_LOSSES: dict[str, Callable[[jax.Array], jax.Array]] = {
+OUTER_LOSSES: dict[str, Elementwise] = {
     "hinge": lambda margin: jnp.maximum(1 - margin, 0),
     "logistic": lambda margin: jax.nn.softplus(-margin),
     "squared": lambda margin: (1 - margin) ** 2,
@@ -75,31 +82,54 @@ class ActivationSpace(NamedTuple):
     predict: Callable[[jax.Array], jax.Array]
 
 
+@overload
 def activation_space(
-    activations: Sequence[str | Callable[[jax.Array], jax.Array]],
+    activations: Sequence[str | Elementwise],
     *,
-    width: int = 512,
+    width: int = ...,
+    classes: int = ...,
+    outer: str = ...,
+    output_scale: float = ...,
+) -> ActivationSpace: ...
+
+
+@overload
+def activation_space(
+    activations: Sequence[str | Elementwise],
+    *,
+    width: float,
+    classes: int = ...,
+    outer: str = ...,
+    output_scale: float = ...,
+) -> KernelSpace: ...
+
+
+def activation_space(
+    activations: Sequence[str | Elementwise],
+    *,
+    width: float = 512,
     classes: int = 2,
     outer: str = "hinge",
     output_scale: float = 1.0,
-) -> ActivationSpace:
+) -> ActivationSpace | KernelSpace:
     """One hidden layer whose activation is a mixture to be searched.
 
     Parameters
     ----------
     activations : sequence of names in ``ACTIVATIONS``, or of elementwise functions.
-    width : int
+        At infinite width functions have to be smooth, or of `ntk` (:func:`ntk.leaky_relu`).
+    width : int or math.inf
         Hidden units k; even, and a multiple of the power of two above ``classes`` when more than
-        two (each class needs a sign pattern of its own).
+        two (each class needs a sign pattern of its own). ``math.inf`` for kernel ridge regression.
     classes : int
-        2 for one output with labels +-1, more for one-vs-rest.
+        2 for one output with labels +-1, more for one-vs-rest; at infinite width any number fits.
     outer : {"hinge", "logistic", "squared"}
     output_scale : float
         c0: the initial function's variance is ``c0 Var s_alpha(g)``, g ~ N(0, 1).
 
     Returns
     -------
-    ActivationSpace
+    ActivationSpace, or for ``width=math.inf`` :class:`bilevel.spaces.kernels.KernelSpace`
 
     Raises
     ------
@@ -113,21 +143,53 @@ def activation_space(
     >>> x = unit_inputs(jnp.eye(3))
     >>> space.apply(w, jnp.array([0.5, 0.5]), x).shape
     (3,)
+
+    A search at infinite width, mixture and penalty each in a geometry of its own:
+
+    >>> import bilevel
+    >>> space = activation_space(["relu", "leaky_relu"], width=math.inf, outer="squared")
+    >>> (x, y), (xv, yv) = [(jnp.eye(4)[:3], jnp.array([1.0, 1, -1])), (jnp.eye(4), jnp.ones(4))]
+    >>> train, valid = (space.blocks(x), y), (space.blocks(xv, x), yv)
+    >>> adam = optax.adam(0.1)
+    >>> simplex = optax.chain(bilevel.tangent(), adam, bilevel.exponentiate())
+    >>> optimizer = optax.partition(
+    ...     {"mixture": simplex, "log_penalty": adam},
+    ...     {"mixture": "mixture", "log_penalty": "log_penalty"},
+    ... )
+    >>> start = space.init(y)
+    >>> found = bilevel.search(
+    ...     space.problem, space.solver, optimizer, *start, train, valid, steps=3
+    ... )
+    >>> bool(jnp.isclose(found.alpha["mixture"].sum(), 1))
+    True
     """
     functions = tuple(_activation(a) for a in activations)
     if not functions:
         raise ValueError("activations: expected at least one name or function, got none.")
     if outer not in OUTER_LOSSES:
         raise ValueError(f"outer: expected one of {', '.join(OUTER_LOSSES)}, got {outer!r}.")
-    margin_loss = OUTER_LOSSES[outer]
-    signs = _sign_patterns(width, classes)
+    names = tuple(a if isinstance(a, str) else _name(a) for a in activations)
+    if width == math.inf:
+        return kernel_space(names, functions, OUTER_LOSSES[outer], _predict, output_scale)
+    outputs = _sign_patterns(width, classes)
+    outputs = outputs * jnp.sqrt(output_scale / len(outputs))
+    return _finite_space(names, functions, OUTER_LOSSES[outer], outputs)
+
+
+def _finite_space(
+    names: tuple[str, ...],
+    functions: tuple[Elementwise, ...],
+    margin_loss: Elementwise,
+    outputs: jax.Array,
+) -> ActivationSpace:
+    width, columns = outputs.shape
 
     def init(key, inputs):
         return jax.random.normal(key, (width, inputs))
 
     def forward(function, w, x):
-        f = function(x @ w.T) @ (signs * jnp.sqrt(output_scale / width)).astype(w.dtype)
-        return f[:, 0] if classes == 2 else f
+        f = function(x @ w.T) @ outputs.astype(w.dtype)
+        return f[:, 0] if columns == 1 else f
 
     def apply(w, alpha, x):
         def mixture(z):
@@ -139,7 +201,7 @@ def activation_space(
         x, y = batch
         return 0.5 * jnp.sum((y - apply(w, alpha, x)) ** 2)
 
-    def outer_loss(w, alpha, batch):
+    def outer(w, alpha, batch):
         x, y = batch
         return jnp.mean(margin_loss(y * apply(w, alpha, x)))
 
@@ -155,15 +217,18 @@ def activation_space(
 
         return restarted(LowerSolver(init=lambda w: (), run=run))
 
-    def predict(f):
-        return (f > 0).astype(int) if f.ndim == 1 else jnp.argmax(f, axis=-1)
-
-    names = tuple(a if isinstance(a, str) else a.__name__ for a in activations)
-    problem = Problem(lower, outer_loss)
-    return ActivationSpace(names, init, apply, problem, curvatures, solver, predict)
+    return ActivationSpace(names, init, apply, Problem(lower, outer), curvatures, solver, _predict)
 
 
-def _activation(a: str | Callable) -> Callable[[jax.Array], jax.Array]:
+def _predict(f: jax.Array) -> jax.Array:
+    return (f > 0).astype(int) if f.ndim == 1 else jnp.argmax(f, axis=-1)
+
+
+def _name(function: Elementwise) -> str:
+    return function.name if isinstance(function, ntk.Activation) else function.__name__
+
+
+def _activation(a: str | Elementwise) -> Elementwise:
     if callable(a):
         return a
     if a not in ACTIVATIONS:
@@ -173,7 +238,7 @@ def _activation(a: str | Callable) -> Callable[[jax.Array], jax.Array]:
     return ACTIVATIONS[a]
 
 
-def _sign_patterns(width: int, classes: int) -> jax.Array:
+def _sign_patterns(width: float, classes: int) -> jax.Array:
     """[width, outputs] of +-1: balanced columns, orthogonal to each other (Walsh functions)."""
     outputs = 1 if classes == 2 else classes
     period = 1 << outputs.bit_length()
@@ -182,7 +247,7 @@ def _sign_patterns(width: int, classes: int) -> jax.Array:
             f"width: expected a multiple of {period} for {classes} classes (at least 2), "
             f"got {width}."
         )
-    shared_bits = jnp.arange(width)[:, None] & (1 + jnp.arange(outputs))
+    shared_bits = jnp.arange(int(width))[:, None] & (1 + jnp.arange(outputs))
     return 1 - 2 * (jax.lax.population_count(shared_bits) % 2)
 
 

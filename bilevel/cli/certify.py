@@ -1,0 +1,154 @@
+"""``bilevel certify``: the smallest eigenvalue of the kernel, for every mixture of activations.
+
+The kernel of infinite width on real data is ``K_alpha = sum_ij alpha_i alpha_j K_ij``. Its smallest
+eigenvalue is certified at each single activation, and over the whole simplex: a bracket around
+``min over alpha of lambda_min(K_alpha)``, which is as a rule at no single activation.
+"""
+
+import dataclasses
+import math
+import pathlib
+import time
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bilevel import data as datasets
+from bilevel.cli import report
+from bilevel.cli.kernels import ENTRY_ERROR
+from bilevel.spaces.activations import activation_space, unit_inputs
+from ntk.certificate import certified_min_eigenvalue, certify_simplex
+
+
+@dataclasses.dataclass(frozen=True)
+class Certify:
+    """Which kernel, on what, and how exactly; every flag has a default."""
+
+    data: Literal["digits", "mnist", "fashion-mnist", "cifar10"] = "digits"
+    """Dataset; digits ships with scikit-learn."""
+    activations: tuple[str, ...] = ("relu", "tanh", "swish")
+    """Candidates: the vertices of the simplex."""
+    rows: int = 300
+    """Training rows, drawn with all classes in their proportions."""
+    rtol: float = 1e-3
+    """Relative gap between the two ends of the bracket."""
+    seed: int = 0
+    """Of the rows."""
+    out: pathlib.Path = pathlib.Path("runs/certify")
+    """Run directory; a number is appended where it holds a run already."""
+
+
+def run_certify(config: Certify) -> dict[str, Any]:
+    """Run the job; print its table, write its run directory, return what `result.json` holds."""
+    began = time.perf_counter()
+    space = activation_space(config.activations, width=math.inf)
+    screen = report.screen()
+    # In float64, whatever the user's setting, which stays as it is.
+    with jax.enable_x64(True):
+        x = unit_inputs(jnp.asarray(_rows(config), float))
+        with screen.status("kernels"):
+            blocks = np.asarray(space.blocks(x))
+    with screen.status("certificate over the simplex"):
+        start = time.perf_counter()
+        found = certify_simplex(blocks, rtol=config.rtol, entry_error=ENTRY_ERROR)
+        simplex_seconds = time.perf_counter() - start
+    alphas = dict(zip(space.names, np.eye(len(space.names)), strict=True))
+    alphas |= {"uniform mixture": np.full(len(space.names), 1 / len(space.names))}
+    alphas |= {"worst mixture": found.argmin}
+    kernels = {name: np.einsum("i,ijnm,j->nm", a, blocks, a) for name, a in alphas.items()}
+    spectra = {name: np.linalg.eigvalsh(kernel) for name, kernel in kernels.items()}
+    result = {
+        "config": report.flags(config),
+        "names": list(space.names),
+        "kernels": {
+            name: {
+                "alpha": alphas[name].tolist(),
+                "min eigenvalue": float(spectra[name][0]),
+                "certified min eigenvalue": certified_min_eigenvalue(kernel, ENTRY_ERROR),
+                "max eigenvalue": float(spectra[name][-1]),
+            }
+            for name, kernel in kernels.items()
+        },
+        "simplex": {
+            "lower": found.lower,
+            "upper": found.upper,
+            "argmin": found.argmin.tolist(),
+            "cells": found.cells,
+            "converged": found.converged,
+        },
+        "entry error": ENTRY_ERROR,
+        "seconds": {"simplex": simplex_seconds, "all": time.perf_counter() - began},
+        **report.machine(),
+    }
+    arrays = {"x": np.asarray(x)}
+    arrays |= {f"spectrum {name}": values for name, values in spectra.items()}
+    folder = report.new_directory(config)
+    report.write(folder, result, arrays)
+    _picture(folder, spectra)
+    _print(screen, result, folder)
+    return result
+
+
+def _rows(config: Certify) -> np.ndarray:
+    data = datasets.load(config.data)
+    if not 1 <= config.rows <= len(data.x_train):
+        raise ValueError(f"rows: expected 1 to {len(data.x_train)}, got {config.rows}.")
+    (rows,) = datasets.split(jax.random.key(config.seed), data.y_train, (config.rows,))
+    x = data.x_train[rows].reshape(config.rows, -1)
+    distinct = len(np.unique(x, axis=0))
+    if distinct < len(x):
+        raise ValueError(
+            f"data: expected distinct rows, got {distinct} different ones among {len(x)}: "
+            "the smallest eigenvalue of every kernel is 0."
+        )
+    return x
+
+
+def _picture(folder: pathlib.Path, spectra: dict[str, np.ndarray]) -> None:
+    if (plt := report.pyplot()) is None:
+        return
+    from bilevel import plots
+
+    figure, ax = plt.subplots(figsize=(7, 4), layout="constrained")
+    plots.spectrum(spectra, ax)
+    figure.savefig(folder / "spectrum.png", dpi=150)
+    plt.close(figure)
+
+
+def _print(screen: Any, result: dict[str, Any], folder: pathlib.Path) -> None:
+    from rich.table import Table
+
+    config, simplex = result["config"], result["simplex"]
+    table = Table(title=f"{config['data']}: kernels of {config['rows']} rows at infinite width")
+    table.add_column("activation", no_wrap=True)
+    for heading in ("λ_min", "certified ≥", "λ_max", "λ_max / λ_min"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for name, row in result["kernels"].items():
+        least, most = row["min eigenvalue"], row["max eigenvalue"]
+        ratio = f"{most / least:.3g}" if least > 0 else "∞"
+        bound = report.at_least(row["certified min eigenvalue"], 7)
+        last_vertex = name == result["names"][-1]
+        table.add_row(name, f"{least:.7g}", bound, f"{most:.4g}", ratio, end_section=last_vertex)
+    screen.print(table)
+    gap = (simplex["upper"] - simplex["lower"]) / max(abs(simplex["upper"]), 1e-300)
+    lower, upper = report.at_least(simplex["lower"], 7), report.at_most(simplex["upper"], 7)
+    screen.print(
+        f"over the simplex, min λ_min(K_α) is in [{lower}, {upper}]: "
+        f"relative gap {gap:.1e}, {simplex['cells']} cells",
+        markup=False,
+    )
+    if not simplex["converged"]:
+        screen.print(
+            f"wider than --rtol {config['rtol']:g}: too near 0 for float64, or too many cells"
+        )
+    screen.print("worst mixture: " + report.mixture(simplex["argmin"], result["names"]))
+    screen.print(
+        f"certified for kernel entries exact to {result['entry error']:g} (observed in every "
+        "comparison, not proved)"
+    )
+    seconds = result["seconds"]
+    screen.print(
+        f"simplex {seconds['simplex']:.1f} s, all {seconds['all']:.0f} s; results in {folder}"
+    )

@@ -1,0 +1,42 @@
+"""Kernels of the commands, in float64 whatever the precision of the rest: a certificate needs it.
+
+One hidden layer of infinite width whose weights are trained, with activation
+``sum_i alpha_i s_i``: the kernel ``K_alpha`` of Oymak et al. 2021, section 4.2.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import ntk
+from bilevel.spaces.activations import ACTIVATIONS
+from ntk import spectrum
+from ntk.certificate import certified_min_eigenvalue
+
+ENTRY_ERROR = 1e-12
+"""Error of a kernel entry: 1e-15 where the formulas are closed (ReLU-like activations), under 1e-13
+where they are series, in every comparison with high precision so far. Observed, not proved: what is
+certified is certified for entries this exact."""
+
+
+def min_eigenvalue(x: Any, names: tuple[str, ...], alpha: Any) -> tuple[float, float]:
+    """Smallest eigenvalue of ``K_alpha``, and its certified lower bound, for unit inputs ``x``."""
+    with jax.enable_x64(True):
+        x, alpha = (jnp.asarray(np.asarray(a), float) for a in (x, alpha))
+        kernel, value = _kernel(x, names, alpha)
+    return float(value), certified_min_eigenvalue(kernel, ENTRY_ERROR)
+
+
+@functools.partial(jax.jit, static_argnames="names")
+def _kernel(x, names, alpha):
+    """Compiled once for all ``alpha``: a third of the time that all pairs of activations take."""
+    layer: dict[ntk.Activation, Any] = {}
+    for name, weight in zip(names, alpha, strict=True):
+        layer[ACTIVATIONS[name]] = layer.get(ACTIVATIONS[name], 0.0) + weight
+    both = ntk.network_kernel(x, activations=[layer], variances=(1.0, 1.0))
+    # The hidden layer's weights alone: the output weights' part is the NNGP.
+    kernel = both.ntk - both.nngp
+    return kernel, spectrum.min_eigenvalue(kernel)

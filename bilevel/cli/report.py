@@ -1,0 +1,77 @@
+"""What the commands share: the run directory with its files, and the screen."""
+
+import dataclasses
+import decimal
+import json
+import pathlib
+from typing import Any
+
+import jax
+import numpy as np
+from rich.console import Console
+
+
+def flags(config: Any) -> dict[str, Any]:
+    """A configuration dataclass as JSON knows it: paths are strings, tuples are lists."""
+    return json.loads(json.dumps(dataclasses.asdict(config), default=str))
+
+
+def new_directory(config: Any) -> pathlib.Path:
+    """The directory ``config.out``, numbered where it exists; ``config.json`` in it."""
+    folder, number = config.out, 1
+    while folder.exists():
+        number += 1
+        folder = config.out.with_name(f"{config.out.name}-{number}")
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(flags(config), indent=2) + "\n")
+    return folder
+
+
+def machine() -> dict[str, str]:
+    """What a result was computed on."""
+    return {"jax": jax.__version__, "device": str(jax.devices()[0].device_kind)}
+
+
+def write(folder: pathlib.Path, result: dict[str, Any], arrays: dict[str, Any]) -> None:
+    """``result.json``, and ``arrays.npz`` without pickle."""
+    (folder / "result.json").write_text(json.dumps(result, indent=2) + "\n")
+    np.savez(folder / "arrays.npz", allow_pickle=False, **arrays)
+
+
+def pyplot() -> Any:
+    """``matplotlib.pyplot`` without a window; None where it is not installed."""
+    try:
+        import matplotlib
+    except ImportError:
+        return None
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    return plt
+
+
+def screen() -> Console:
+    """The terminal; a pipe or a file has no width of its own, and rich would cut tables at 80."""
+    console = Console()
+    return console if console.is_terminal else Console(width=110)
+
+
+def mixture(alpha: Any, names: Any) -> str:
+    """``0.83 tanh + 0.17 relu``: the entries of a simplex, largest first, small ones left out."""
+    pairs = sorted(zip(alpha, names, strict=True), reverse=True)
+    return " + ".join(f"{a:.2f} {name}" for a, name in pairs if a >= 0.005)
+
+
+def at_least(x: float, digits: int) -> str:
+    """A lower bound in ``digits`` digits, rounded down: what is printed is a bound too."""
+    return _rounded(x, digits, decimal.ROUND_FLOOR)
+
+
+def at_most(x: float, digits: int) -> str:
+    """An upper bound in ``digits`` digits, rounded up."""
+    return _rounded(x, digits, decimal.ROUND_CEILING)
+
+
+def _rounded(x: float, digits: int, rounding: str) -> str:
+    context = decimal.Context(prec=digits, rounding=rounding)
+    return f"{context.create_decimal_from_float(float(x)):.{digits}g}"

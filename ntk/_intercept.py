@@ -1,0 +1,152 @@
+"""Look inside a function: evaluate ``fn(*args)`` with a visit at chosen operations.
+
+The function is traced once to a jaxpr, which is then evaluated equation by equation, as in JAX's
+guide to jaxpr interpreters. Only equations that the outputs depend on are evaluated: a branch of a
+network that ends nowhere is not visited. Loops (``scan``) and branches (``cond``, ``switch``) are
+entered; the total of the visits is carried through them, and only the branch taken adds to it.
+A call without a site in it stays as it is, derivative rules included; one that is entered is
+differentiated by what it computes, not by its custom rule.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+
+_CALLS = {"jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint"}
+_CALLS |= {"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"}
+
+
+def fold(
+    fn: Callable,
+    site: Callable[[JaxprEqn], bool],
+    visit: Callable[[JaxprEqn, list, list, Any], tuple[list, Any]],
+    total: Any,
+    *args,
+    what: str,
+) -> tuple[Any, Any]:
+    """``fn(*args)``, and what the visits made of ``total`` on the way.
+
+    Parameters
+    ----------
+    fn : callable
+        A function of pytrees of arrays.
+    site : ``site(eqn) -> bool``
+        Which operations to visit.
+    visit : ``visit(eqn, inputs, outputs, total) -> (outputs, total)``
+        May replace the outputs by arrays like them, and add to the total.
+    total : pytree of arrays
+        Its shapes and types stay.
+    *args : pytrees of arrays
+        Arguments of ``fn``.
+    what : str
+        Name of the sites, for the errors.
+
+    Raises
+    ------
+    ValueError
+        If the outputs depend on no site, or on one inside an operation that cannot be entered.
+    """
+    closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
+    live = [True] * len(closed.jaxpr.outvars)
+    if not _reaches(site, closed.jaxpr, live):
+        raise ValueError(f"apply: expected logits that depend on a {what}, got none on the way.")
+
+    def run(closed: ClosedJaxpr, live: list[bool], args, total):
+        """The outputs, with None for those that are not live, and the total."""
+        jaxpr = closed.jaxpr
+        values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *args], strict=True))
+
+        def value(v):
+            return v.val if isinstance(v, Literal) else values[v]
+
+        for eqn, used in _needed(jaxpr, live):
+            outputs, total = evaluate(eqn, used, [value(v) for v in eqn.invars], total)
+            values.update(zip(eqn.outvars, outputs, strict=True))
+        return [value(v) if a else None for v, a in zip(jaxpr.outvars, live, strict=True)], total
+
+    def evaluate(eqn: JaxprEqn, used: list[bool], inputs: list, total):
+        if site(eqn):
+            return visit(eqn, inputs, _bind(eqn, inputs), total)
+        inside = _inside(eqn, used)
+        if not any(_reaches(site, inner.jaxpr, alive) for inner, alive in inside):
+            return _bind(eqn, inputs), total
+        name = eqn.primitive.name
+        if name in _CALLS:
+            inner, alive = inside[0]
+            return run(inner, alive, inputs, total)
+        if name == "cond":
+            branches = [
+                lambda total, *operands, inner=inner, alive=alive: run(
+                    inner, alive, operands, total
+                )
+                for inner, alive in inside
+            ]
+            return jax.lax.switch(inputs[0], branches, total, *inputs[1:])
+        if name == "scan":
+            return scan(eqn, *inside[0], inputs, total)
+        raise ValueError(f"apply: expected no {what} inside `{name}`, got one.")
+
+    def scan(eqn: JaxprEqn, inner: ClosedJaxpr, live: list[bool], inputs: list, total):
+        constants, carried = eqn.params["num_consts"], eqn.params["num_carry"]
+        consts, state, xs = (
+            inputs[:constants],
+            inputs[constants : constants + carried],
+            inputs[constants + carried :],
+        )
+
+        def body(carry, x):
+            state, total = carry
+            outputs, total = run(inner, live, [*consts, *state, *x], total)
+            return (outputs[:carried], total), outputs[carried:]
+
+        options = {k: eqn.params[k] for k in ("length", "reverse", "unroll")}
+        (state, total), stacked = jax.lax.scan(body, (state, total), xs, **options)
+        return [*state, *stacked], total
+
+    outputs, total = run(closed, live, jax.tree.leaves(args), total)
+    return jax.tree.unflatten(jax.tree.structure(shapes), outputs), total
+
+
+def _needed(jaxpr: Jaxpr, live: list[bool]) -> list[tuple[JaxprEqn, list[bool]]]:
+    """The equations behind the live outputs, with which of their own outputs are used."""
+    needed = {v for v, a in zip(jaxpr.outvars, live, strict=True) if a and _variable(v)}
+    kept = []
+    for eqn in reversed(jaxpr.eqns):
+        used = [v in needed for v in eqn.outvars]
+        if any(used):
+            kept.append((eqn, used))
+            needed.update(filter(_variable, eqn.invars))
+    return kept[::-1]
+
+
+def _variable(v) -> bool:
+    return not isinstance(v, Literal)
+
+
+def _reaches(site, jaxpr: Jaxpr, live: list[bool]) -> bool:
+    """Whether a live output depends on a site."""
+    return any(
+        site(eqn) or any(_reaches(site, inner.jaxpr, alive) for inner, alive in _inside(eqn, used))
+        for eqn, used in _needed(jaxpr, live)
+    )
+
+
+def _inside(eqn: JaxprEqn, used: list[bool]) -> list[tuple[ClosedJaxpr, list[bool]]]:
+    """The jaxprs in an equation's parameters, with which of their outputs are live."""
+    found = []
+    for parameter in eqn.params.values():
+        for inner in parameter if isinstance(parameter, tuple | list) else [parameter]:
+            if isinstance(inner, Jaxpr):
+                inner = ClosedJaxpr(inner, [])
+            if isinstance(inner, ClosedJaxpr):
+                # A loop needs all that it carries.
+                direct = eqn.primitive.name in _CALLS or eqn.primitive.name == "cond"
+                found.append((inner, used if direct else [True] * len(inner.jaxpr.outvars)))
+    return found
+
+
+def _bind(eqn: JaxprEqn, inputs: list) -> list:
+    outputs = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(eqn.params))
+    return outputs if eqn.primitive.multiple_results else [outputs]

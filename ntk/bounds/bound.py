@@ -1,0 +1,116 @@
+"""What a bound is: a value together with what it rests on, and what the modules here share."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ntk.activations import Activation
+
+Mixture = Activation | Mapping[Activation, Any]
+"""One activation, or ``{activation: weight}`` for a weighted sum."""
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["value", "terms", "vacuous"],
+    meta_fields=["claim", "assumptions", "unspecified", "probability"],
+)
+@dataclasses.dataclass(frozen=True)
+class Bound:
+    """A bound with what it rests on; a pytree, so that functions returning one can be compiled.
+
+    Attributes
+    ----------
+    claim : str
+        What is claimed; "value" in it stands for ``value``.
+    value : scalar array
+    terms : dict of scalar arrays
+        What the value is made of, and what it may be compared with.
+    vacuous : bool array
+        The value says nothing: an eigenvalue's lower bound of 0 or less, an error of 1 or more, a
+        value that is not finite.
+    assumptions : tuple of (str, True, False or None)
+        Statements that the claim needs, and whether they hold; None where that was not checked
+        (it cannot be, or the values are traced).
+    unspecified : tuple of str
+        Constants that the theorem leaves open: supplied by the caller, or left out.
+    probability : float or str
+        With which the claim holds; a formula where constants are open.
+
+    Examples
+    --------
+    >>> from ntk.bounds import diagonal_upper_bound
+    >>> print(diagonal_upper_bound(jnp.diag(jnp.array([1.0, 3.0]))))
+    lambda_min(K) <= value = 1
+      smallest diagonal entry = 1
+      tr K / N = 2
+      probability: 1
+    """
+
+    claim: str
+    value: jax.Array
+    terms: dict[str, jax.Array]
+    vacuous: jax.Array
+    assumptions: tuple[tuple[str, bool | None], ...] = ()
+    unspecified: tuple[str, ...] = ()
+    probability: float | str = 1.0
+
+    def __str__(self) -> str:
+        words = {True: "holds", False: "FAILS", None: "not checked"}
+        lines = [f"{self.claim} = {_digits(self.value)}"]
+        lines += [f"{name} = {_digits(term)}" for name, term in self.terms.items()]
+        lines += [f"assumes {what}: {words[held]}" for what, held in self.assumptions]
+        lines += [f"unspecified: {constant}" for constant in self.unspecified]
+        chance = self.probability
+        lines += [f"probability: {chance if isinstance(chance, str) else _digits(chance)}"]
+        if not isinstance(self.vacuous, jax.core.Tracer) and self.vacuous:
+            lines += ["VACUOUS"]
+        return "\n  ".join(lines)
+
+
+class Bracket(NamedTuple):
+    """The two sides of one theorem."""
+
+    lower: Bound
+    upper: Bound
+
+
+def lower_bound(value: jax.Array, terms: dict, noise: Any = 0.0, **details: Any) -> Bound:
+    """Of lambda_min; ``noise``: what rounding can make of 0."""
+    return Bound("lambda_min(K) >= value", value, terms, value <= noise, **details)
+
+
+def upper_bound(value: jax.Array, terms: dict, **details: Any) -> Bound:
+    """Of lambda_min."""
+    return Bound("lambda_min(K) <= value", value, terms, ~jnp.isfinite(value), **details)
+
+
+def holds(condition: Any) -> bool | None:
+    """The condition where it is known, None where it is traced."""
+    return None if isinstance(condition, jax.core.Tracer) else bool(condition)
+
+
+def _digits(x) -> str:
+    return str(x) if isinstance(x, jax.core.Tracer) else f"{float(x):.6g}"
+
+
+def positive(name: str, number: Any) -> None:
+    """Raise unless ``number`` is traced, or positive and finite."""
+    if not isinstance(number, jax.core.Tracer) and not 0 < number < math.inf:
+        raise ValueError(f"{name}: expected a positive number, got {number}.")
+
+
+def kernel(K: Any) -> jax.Array:
+    """``K`` as a floating-point array, if it is square, non-empty and finite."""
+    K = jnp.asarray(K, jnp.promote_types(jnp.result_type(K), jnp.float32))
+    if K.ndim != 2 or K.shape[0] != K.shape[1] or K.size == 0:
+        raise ValueError(f"K: expected a square matrix, got shape {K.shape}.")
+    if not isinstance(K, jax.core.Tracer) and not np.isfinite(K).all():
+        raise ValueError("K: expected finite entries, got NaN or infinity.")
+    return K

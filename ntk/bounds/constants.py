@@ -1,0 +1,229 @@
+"""Constants of an activation that bounds are made of: Hermite coefficients, betas, Lipschitz.
+
+=======  =========================  ======================================================
+paper    here                       what
+=======  =========================  ======================================================
+mu_k     ``hermite_coefficients``   E[s(sqrt(y) z) h_k(z)], z ~ N(0, 1)
+beta_1   ``Betas.beta1``            2 E[s(u)^2] / y, u ~ N(0, y), or its supremum over y
+beta_2   ``Betas.beta2``            2 E[s'(u)^2], or its supremum
+beta_3   ``Betas.beta3``            2 E[s'(u)^2], or its infimum
+Lip      ``lipschitz``              sup |s'|
+=======  =========================  ======================================================
+
+Reference: Zhu et al. 2022, Table 1.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ntk.architecture import parse
+from ntk.bounds.bound import Mixture
+from ntk.gaussian import hermite, mean
+from ntk.mehler import derivative, evaluate
+
+_FAR = 1e6  # where activations have reached their asymptotes
+
+
+class Betas(NamedTuple):
+    """Zhu's constants of an activation.
+
+    Attributes
+    ----------
+    beta1 : array, 2 E[s(u)^2] / y
+    beta2 : array, 2 E[s'(u)^2], from above
+    beta3 : array, the same, from below
+    """
+
+    beta1: jax.Array
+    beta2: jax.Array
+    beta3: jax.Array
+
+
+def hermite_coefficients(
+    activation: Mixture, variance: float | jax.Array = 1.0, *, terms: int = 32
+) -> jax.Array:
+    """``mu_k = E[s(sqrt(y) z) h_k(z)]``, h_k the orthonormal Hermite polynomials, k < ``terms``.
+
+    Parameters
+    ----------
+    activation : activation, or {activation: weight}
+    variance : array [...]
+        y, of the pre-activation.
+    terms : int, even
+
+    Returns
+    -------
+    array [..., terms]
+
+    Raises
+    ------
+    ValueError
+        If a variance is not positive, or ``terms`` odd or under 2.
+
+    Examples
+    --------
+    >>> from ntk.activations import swish
+    >>> round(float(hermite_coefficients(swish)[1]), 5)
+    0.5
+
+    References
+    ----------
+    Zhu et al. 2022, Theorem 1, has mu_1 at y = 1: at the variance of a first layer.
+    """
+    value, _ = _functions(activation)
+    return hermite(value, jnp.sqrt(_variance(variance)), terms)
+
+
+def betas(activation: Mixture, variance: float | jax.Array) -> Betas:
+    """Zhu's beta_1, and beta_2 = beta_3, at one pre-activation variance y instead of all.
+
+    Parameters
+    ----------
+    activation : activation, or {activation: weight}
+    variance : array [...]
+
+    Returns
+    -------
+    Betas
+        With entries [...].
+
+    Raises
+    ------
+    ValueError
+        If a variance is not positive.
+
+    Examples
+    --------
+    >>> from ntk.activations import leaky_relu
+    >>> [round(float(beta), 4) for beta in betas(leaky_relu(0.1), 2.0)]
+    [1.01, 1.01, 1.01]
+    """
+    value, slope = _functions(activation)
+    y = _variance(variance)
+    scale = jnp.sqrt(y)
+    beta2 = 2 * mean(lambda u: slope(u) ** 2, scale)
+    return Betas(2 * mean(lambda u: value(u) ** 2, scale) / y, beta2, beta2)
+
+
+def table1(activation: Mixture, t: float = math.inf) -> Betas:
+    """Zhu's Table 1: beta_1 and beta_2 as suprema over all y, beta_3 as infimum over y <= t.
+
+    Parameters
+    ----------
+    activation : activation, or {activation: weight}
+        With slopes that have limits at both ends.
+    t : float
+        The largest pre-activation variance. It matters where the slope ends in 0, as for sigmoid
+        and tanh, whose beta_3 are the paper's f_S(t) and f_T(t).
+
+    Returns
+    -------
+    Betas
+
+    Raises
+    ------
+    ValueError
+        If ``t`` is not positive.
+
+    Examples
+    --------
+    >>> from ntk.activations import swish, tanh
+    >>> [round(float(beta), 4) for beta in table1(swish)]
+    [1.0, 1.0168, 0.5]
+    >>> round(float(table1(tanh, 3.0).beta3), 4)
+    0.584
+
+    Notes
+    -----
+    A scan of log y over [-14, 14], refined around its best node, and the limits at 0 and infinity.
+
+    References
+    ----------
+    Zhu et al. 2022, Table 1. It prints beta_2 = 1.22 for swish, a bound: ``max a^2 + (1 - a)^2``
+    over its slopes a. The supremum is 1.01678, at y = 42.3.
+    """
+    value, slope = _functions(activation)
+    if not t > 0:
+        raise ValueError(f"t: expected a positive variance, got {t}.")
+
+    def limit(z):
+        return slope(jnp.asarray(z)) ** 2 + slope(-jnp.asarray(z)) ** 2
+
+    def beta1(log_y):
+        return 2 * mean(lambda u: value(u) ** 2, jnp.exp(log_y / 2)) / jnp.exp(log_y)
+
+    def beta2(log_y):
+        return 2 * mean(lambda u: slope(u) ** 2, jnp.exp(log_y / 2))
+
+    near, far = limit(1e-9), limit(_FAR)
+    start = jnp.where(value(jnp.zeros(())) == 0, near, jnp.inf)
+    end = far if t == math.inf else near
+    low, high = -14.0, min(14.0, math.log(t))
+    smallest = -_supremum(lambda log_y: -beta2(log_y), min(low, high - 1), high)
+    return Betas(
+        functools.reduce(jnp.maximum, (_supremum(beta1, low, 14.0), start, far)),
+        functools.reduce(jnp.maximum, (_supremum(beta2, low, 14.0), near, far)),
+        functools.reduce(jnp.minimum, (smallest, near, end)),
+    )
+
+
+def lipschitz(activation: Mixture) -> jax.Array:
+    """``Lip = sup |s'|``, by a scan of |z| < 11,000, refined around its best node.
+
+    Parameters
+    ----------
+    activation : activation, or {activation: weight}
+
+    Returns
+    -------
+    scalar
+
+    Raises
+    ------
+    ValueError
+        If the slope is still growing at the end of the scan.
+
+    Examples
+    --------
+    >>> from ntk.activations import swish
+    >>> round(float(lipschitz(swish)), 4)
+    1.0998
+    """
+    _, slope = _functions(activation)
+    found = _supremum(lambda v: jnp.abs(slope(jnp.sinh(v))), -10.0, 10.0)
+    far = jnp.max(jnp.abs(slope(jnp.array([-_FAR, _FAR]))))
+    if not isinstance(found, jax.core.Tracer) and not far <= 1.01 * found:
+        raise ValueError(f"activation: expected a Lipschitz function, got slope {far} at {_FAR}.")
+    return found
+
+
+def _functions(activation: Mixture) -> tuple[Callable, Callable]:
+    """The function and its derivative."""
+    (layer,), (weights,), _, _ = parse([activation], None, None)
+    value = functools.partial(evaluate, layer, weights)
+    return value, functools.partial(evaluate, derivative(layer), weights)
+
+
+def _supremum(fn: Callable[[jax.Array], jax.Array], low, high) -> jax.Array:
+    """The largest value of ``fn`` on an interval: a scan, then finer ones around its best node."""
+    nodes, best = jnp.linspace(0, 1, 129), jnp.asarray(-jnp.inf)
+    for _ in range(5):
+        grid = low + (high - low) * nodes
+        values = fn(grid)
+        i = jnp.argmax(values)
+        best = jnp.maximum(best, values[i])
+        low, high = grid[jnp.maximum(i - 1, 0)], grid[jnp.minimum(i + 1, 128)]
+    return best
+
+
+def _variance(variance) -> jax.Array:
+    variance = jnp.asarray(variance, float)
+    if not isinstance(variance, jax.core.Tracer) and not (np.asarray(variance) > 0).all():
+        raise ValueError(f"variance: expected positive numbers, got {variance}.")
+    return variance

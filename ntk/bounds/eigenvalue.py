@@ -1,0 +1,273 @@
+"""Bounds of the smallest eigenvalue of a neural tangent kernel that hold, no constant left open.
+
+For K, the NTK of an infinitely wide network (:mod:`ntk.infinite` has the recursion of S, D, mu),
+with ``B_{L-1} = c_L 1 1'`` and ``B_{l-1} = (c_l D_l + a_{l-1}^2) o B_l``, o entry by entry:
+
+    diagonal    lambda_min(K) <= min_i K_ii <= tr K / N <= |K|_F / sqrt(N)
+    Schur       lambda_min(K) >= c_L lambda_min(S_{L-1}) + sum_l lambda_min(c_l S_{l-1} o D_l o B_l)
+    Hermite     lambda_min(K) >= B_1 sum_{k>0} (k + 1) a_k^2 lambda_min(rho^{ok})
+
+The last two rest on Schur (1911): ``lambda_min(A o B) >= lambda_min(A) min_i B_ii`` for positive
+semidefinite A and B.
+"""
+
+import functools
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ntk.architecture import check_resolved, diagonals, inputs, is_traced, needed_terms, parse
+from ntk.bounds.bound import Bound, Mixture, holds, kernel, lower_bound, upper_bound
+from ntk.gaussian import hermite
+from ntk.mehler import derivative, evaluate, expectations
+from ntk.spectrum import min_eigenvalue
+
+
+def diagonal_upper_bound(K: jax.Array) -> Bound:
+    """``lambda_min(K) <= min_i K_ii <= tr K / N``, for every symmetric K.
+
+    Parameters
+    ----------
+    K : array [N, N]
+
+    Returns
+    -------
+    Bound
+        The value is ``min_i K_ii``; ``terms`` has ``tr K / N`` too.
+
+    Raises
+    ------
+    ValueError
+        If K is not a square matrix of finite entries.
+
+    Examples
+    --------
+    >>> bound = diagonal_upper_bound(jnp.diag(jnp.array([1.0, 3.0])))
+    >>> bound.value, bound.terms["tr K / N"]
+    (Array(1., dtype=float...), Array(2., dtype=float...))
+
+    References
+    ----------
+    Eigen-NAS (Zhu et al. 2022, section 5.2) divides the trace by the input dimension instead:
+    :func:`eigen_nas_as_printed`.
+    """
+    diagonal = jnp.diag(kernel(K))
+    terms = {"smallest diagonal entry": diagonal.min(), "tr K / N": diagonal.mean()}
+    return upper_bound(diagonal.min(), terms)
+
+
+def frobenius_upper_bound(K: jax.Array) -> Bound:
+    """``lambda_min(K) <= |K|_F / sqrt(N)``, the quantity of KNAS with its constant.
+
+    Parameters
+    ----------
+    K : array [N, N]
+
+    Returns
+    -------
+    Bound
+
+    Raises
+    ------
+    ValueError
+        If K is not a square matrix of finite entries.
+
+    Examples
+    --------
+    >>> frobenius_upper_bound(jnp.eye(4)).value
+    Array(1., dtype=float...)
+
+    References
+    ----------
+    Xu et al. (2021), KNAS. At least ``tr K / N``, by the Cauchy-Schwarz inequality.
+    """
+    K = kernel(K)
+    norm = jnp.linalg.norm(K)
+    terms = {"|K|_F": norm, "tr K / N": jnp.trace(K) / len(K)}
+    return upper_bound(norm / math.sqrt(len(K)), terms)
+
+
+def schur_lower_bound(
+    x: jax.Array,
+    *,
+    activations: Sequence[Mixture],
+    skips: Sequence[Any] | jax.Array | None = None,
+    variances: Sequence[Any] | jax.Array | None = None,
+) -> Bound:
+    """A lower bound of lambda_min of the NTK from the kernels of single layers, no constant open.
+
+        lambda_min(NTK) >= c_L lambda_min(S_{L-1})
+                           + sum_l max{ lambda_min(c_l S_{l-1}) min_i (D_l o B_l)_ii,
+                                        lambda_min(c_l S_{l-1} o D_l) min_i (B_l)_ii }
+
+    Parameters
+    ----------
+    x : array [N, d]
+    activations, skips, variances : as in :func:`ntk.network_kernel`.
+
+    Returns
+    -------
+    Bound
+        ``terms``: what the output layer ("layer L") and each hidden layer contribute.
+
+    Raises
+    ------
+    ValueError
+        As :func:`ntk.network_kernel`.
+    FloatingPointError
+        The same.
+
+    Examples
+    --------
+    >>> from ntk.activations import relu
+    >>> bound = schur_lower_bound(jnp.eye(3), activations=[relu, relu])
+    >>> from ntk.infinite import network_kernel
+    >>> exact = min_eigenvalue(network_kernel(jnp.eye(3), activations=[relu, relu]).ntk)
+    >>> bool(0 < bound.value <= exact)
+    True
+
+    Notes
+    -----
+    Weyl's inequality over the layers' parts of the kernel, then Schur's for each; all kernels here
+    are positive semidefinite, with any skips and mixtures. True up to rounding, no certificate:
+    ``N eps`` times the kernel's diagonal, and ``sqrt(eps)`` times it for near-duplicates and kinks,
+    whose angles are lost; under that, a value counts as vacuous.
+
+    Time: 3 L eigenvalue problems of size N, and one kernel. Memory: 2 L matrices [N, N].
+    """
+    layers, weights, skips, variances = parse(activations, skips, variances)
+    x, _ = inputs("x", x)
+    features, slopes = _layer_kernels(x, layers, weights, skips, variances)
+    depth = len(variances)
+    terms = {f"layer {depth}": variances[-1] * min_eigenvalue(features[-1])}
+    above = jnp.full_like(features[0], variances[-1])  # B_l
+    for i in reversed(range(depth - 1)):  # layer i + 1
+        forward, slope = variances[i] * features[i], slopes[i]
+        apart = min_eigenvalue(forward) * jnp.diag(slope * above).min()
+        together = min_eigenvalue(forward * slope) * jnp.diag(above).min()
+        terms[f"layer {i + 1}"] = jnp.maximum(apart, together)
+        if i:
+            above = (variances[i] * slope + skips[i - 1] ** 2) * above
+    # A kink turns a rounding of a correlation near 1 into its square root.
+    kinked = any(s.smooth is None for layer in layers for s in layer)
+    eps = jnp.finfo(x.dtype).eps
+    noise = (eps**0.5 if kinked else len(x) * eps) * variances[-1] * jnp.diag(features[-1]).max()
+    return lower_bound(jnp.stack(list(terms.values())).sum(), terms, noise)
+
+
+def hermite_lower_bound(
+    x: jax.Array,
+    *,
+    activations: Sequence[Mixture],
+    skips: Sequence[Any] | jax.Array | None = None,
+    variances: Sequence[Any] | jax.Array | None = None,
+    terms: int = 16,
+) -> Bound:
+    """What Zhu's Theorem 1 should say: a lower bound from the data's correlations alone.
+
+    For inputs of equal norm, with rho their correlations, a_k the Hermite coefficients of the first
+    activation, y the variance of its argument and K = ``terms``:
+
+        lambda_min(NTK) >= B_1 [ sum_{0<k<K} (k + 1) a_k^2 lambda_min(rho^{ok})
+                        + (E s^2 + y E s'^2 - sum_{k<K} (k + 1) a_k^2) lambda_min(rho^{oK}) ]
+        B_1 = c_L prod_{1<l<L} (c_l E s_l'(u_l)^2 + a_{l-1}^2)
+
+    Parameters
+    ----------
+    x : array [N, d]
+        Rows of equal norm, not 0.
+    activations, skips, variances : as in :func:`ntk.network_kernel`.
+    terms : int, even
+        The more, the larger the value.
+
+    Returns
+    -------
+    Bound
+        ``terms``: the factor B_1, the sum, what is left for k >= K.
+
+    Raises
+    ------
+    ValueError
+        As :func:`ntk.network_kernel`; also for unequal norms (unless traced) or odd ``terms``.
+
+    Examples
+    --------
+    >>> from ntk.activations import relu
+    >>> x = jnp.array([[1.0, 0.0], [0.6, 0.8], [0.0, 1.0]])  # more inputs than dimensions
+    >>> bool(hermite_lower_bound(x, activations=[relu, relu]).value > 0.1)
+    True
+
+    Notes
+    -----
+    With ``C_l = Cov s_l + a^2 C_{l-1}``, which S_l exceeds, ``c_L C_{L-1} + sum_l c_l C_{l-1} o D_l
+    o B_l`` telescopes to at least ``C_1 o B_1``; the first layer's weights add ``c_1 S_0 o D_1 o
+    B_1``. Both are power series in rho, and by Schur's inequality lambda_min(rho^{ok}) grows with
+    k. Time: ``terms`` eigenvalue problems of size N.
+
+    References
+    ----------
+    Zhu et al. 2022, Theorem 1, has k = 1 only, and for its lambda_min(rho) the N / d of the d x d
+    matrix X'X: :func:`zhu_theorem1_as_printed`.
+    """
+    layers, weights, skips, variances = parse(activations, skips, variances)
+    x, _ = inputs("x", x)
+    squares = (x * x).sum(1)
+    equal = holds(jnp.ptp(squares) <= 1e3 * jnp.finfo(x.dtype).eps * squares.min())
+    if equal is False or holds(squares.min() > 0) is False:
+        raise ValueError(
+            f"x: expected rows of equal norm, not 0, got squares from {squares.min()} to "
+            f"{squares.max()}."
+        )
+    found = diagonals(layers, weights, skips, variances, squares[:1])
+    first, above = found[0], variances[-1]
+    for c, a, one in zip(variances[1:-1], skips, found[1:], strict=True):
+        above = above * (c * one.slope[0] + a**2)
+    a = hermite(functools.partial(evaluate, layers[0], weights[0]), first.scale[0], terms)
+    parts = jnp.arange(1, terms + 1) * a**2
+    rest = jnp.maximum(first.second[0] + first.scale[0] ** 2 * first.slope[0] - parts.sum(), 0)
+    rho = jnp.where(jnp.eye(len(x), dtype=bool), 1, x @ x.T / squares[0])
+    powers = itertools.accumulate([rho] * terms, jnp.multiply)
+    smallest = jnp.stack([min_eigenvalue(power) for power in powers])
+    series, tail = parts[1:] @ smallest[:-1], rest * smallest[-1]
+    named = {"B_1": above, f"k < {terms}": series, f"k >= {terms}": tail}
+    noise = len(x) * jnp.finfo(x.dtype).eps * above * (parts.sum() + rest)
+    needs = (("inputs have equal norms", equal),)
+    return lower_bound(above * (series + tail), named, noise, assumptions=needs)
+
+
+def _layer_kernels(x, layers, weights, skips, variances):
+    """``[S_0, ..., S_{L-1}]`` and ``[D_1, ..., D_{L-1}]``, each [N, N]."""
+    arguments = (x, weights, skips, variances)
+    traced = is_traced(arguments)
+    terms = 512 if traced else needed_terms(layers, x, None, weights, skips, variances)
+    features, slopes = _recursion(*arguments, layers=layers, terms=terms)
+    if not traced:
+        check_resolved("x", features[-1] + slopes[-1], terms)
+    return features, slopes
+
+
+@functools.partial(jax.jit, static_argnames=("layers", "terms"))
+def _recursion(x, weights, skips, variances, *, layers, terms):
+    squares = (x * x).sum(1)
+    same = jnp.eye(len(x), dtype=bool)
+    features, slopes = [jnp.where(same, squares, x @ x.T)], []
+    for i, one in enumerate(diagonals(layers, weights, skips, variances, squares)):
+        below, scale, w = features[-1], one.scale, weights[i]
+        size = scale[:, None] * scale
+        rho = variances[i] * below / jnp.where(size > 0, size, 1)
+        # The diagonal is known: in the series its correlation of 1 would ask for all terms.
+        p = jnp.where(same, 0.5, jnp.clip((1 - rho) / 2, 0, 1))
+        value, slope = (
+            expectations(f, f, terms, w, w, scale, scale, p, 1 - p)
+            for f in (layers[i], derivative(layers[i]))
+        )
+        a = skips[i - 1] if i else 0.0
+        cross = one.mean[:, None] * one.below
+        second = value + a * (cross + cross.T) + a**2 * below
+        features.append(jnp.where(same, one.second[:, None], second))
+        slopes.append(jnp.where(same, one.slope[:, None], slope))
+    return features, slopes

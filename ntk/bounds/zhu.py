@@ -1,0 +1,448 @@
+"""The theorems of Zhu et al. 2022 with their hidden constants, and where they are false.
+
+Theorems 1 and 2 bound the smallest eigenvalue of the NTK, Theorem 3 an error by that eigenvalue.
+Their O, Omega and Theta hide constants: the caller supplies ``C`` for those that scale a value, and
+``Bound.unspecified`` lists them all. Names in ``as_printed`` compute what the paper prints where
+that is not true; the bounds of :mod:`ntk.bounds.eigenvalue` are.
+
+Reference: Zhu, Liu, Chrysos & Cevher (2022), "Generalization Properties of NAS under Activation and
+Skip Connection Search".
+"""
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ntk.activations import Activation
+from ntk.architecture import diagonals, parse
+from ntk.bounds.bound import (
+    Bound,
+    Bracket,
+    Mixture,
+    holds,
+    kernel,
+    lower_bound,
+    positive,
+    upper_bound,
+)
+from ntk.bounds.constants import hermite_coefficients, lipschitz, table1
+from ntk.spectrum import min_eigenvalue
+
+_SETTING = (("inputs of norm 1, isotropic", None), ("N >= Omega(d^4)", None))
+
+
+def eigen_nas_as_printed(K: jax.Array, d: int) -> Bound:
+    """``lambda_min(K) <= tr K / d <= |K|_F``, Zhu et al. 2022, section 5.2; false in general.
+
+    The first inequality needs N >= d: for K = I it reads 1 <= N / d. The second one needs
+    N <= d^2: there it reads N / d <= sqrt(N). As a score for networks on the same data the value
+    ranks as ``tr K / N`` of :func:`diagonal_upper_bound` does, which is a bound.
+
+    Parameters
+    ----------
+    K : array [N, N]
+    d : int
+        Dimension of the inputs.
+
+    Returns
+    -------
+    Bound
+        The value is ``tr K / d``.
+
+    Raises
+    ------
+    ValueError
+        If K is not a square matrix of finite entries, or d is not positive.
+
+    Examples
+    --------
+    >>> dict(eigen_nas_as_printed(jnp.eye(10), 3072).assumptions)["N >= d"]
+    False
+    """
+    K = kernel(K)
+    positive("d", d)
+    score, norm = jnp.trace(K) / d, jnp.linalg.norm(K)
+    terms = {"tr K / d": score, "|K|_F": norm, "tr K / N": jnp.trace(K) / len(K)}
+    needs = (("N >= d", len(K) >= d), ("tr K / d <= |K|_F", holds(score <= norm)))
+    return upper_bound(score, terms, assumptions=needs)
+
+
+def zhu_variance_as_printed(
+    activations: Sequence[Mixture], skips: Sequence[Any] | jax.Array | None = None
+) -> Bound:
+    """``t = 3 (1 + eta^2) (2 + eta^2)^(L-3)``, the argument of f_S and f_T in Table 1.
+
+    The paper takes t to bound the variance of all pre-activations. It does not: all-skip ReLU
+    networks exceed it from L = 7 on, since the second moment of the features grows by 2.904 per
+    layer and not by 2. The exact variance, for unit inputs, is in ``terms``.
+
+    Parameters
+    ----------
+    activations, skips : as in :func:`ntk.network_kernel`.
+        eta is the largest slope at z < 0 of a kinked activation here, 0 without any.
+
+    Returns
+    -------
+    Bound
+
+    Raises
+    ------
+    ValueError
+        As :func:`ntk.network_kernel`.
+
+    Examples
+    --------
+    >>> from ntk.activations import relu
+    >>> bound = zhu_variance_as_printed([relu] * 6, [1.0] * 5)
+    >>> float(bound.value), round(float(bound.terms["exact"]), 2)
+    (48.0, 60.31)
+    """
+    layers, weights, skips, variances = parse(activations, skips, None)
+    t = jnp.asarray(_printed_variance(activations))
+    found = diagonals(layers, weights, skips, variances, jnp.ones(1))
+    exact = jnp.stack([one.scale[0] for one in found]).max() ** 2
+    return Bound(
+        "variance of the pre-activations <= value",
+        value=t,
+        terms={"exact": exact},
+        vacuous=~jnp.isfinite(t),
+        assumptions=(("value >= exact", holds(t >= exact)),),
+    )
+
+
+def zhu_theorem1_as_printed(
+    n: int,
+    d: int,
+    *,
+    activations: Sequence[Mixture],
+    skips: Sequence[Any] | jax.Array | None = None,
+    C: float,
+) -> Bracket:
+    """Zhu et al. 2022, Theorem 1: bounds of the NTK's lambda_min at infinite width; not valid.
+
+        lower    2 mu_1(s_1)^2 C (N / d) prod_{p=3}^L (beta_3(s_{p-1}) + alpha_{p-2})
+        upper    (N / d) sum_{l=1}^L beta_1(s_{l-1})
+                     prod_{p=2}^{l-1} (beta_1(s_{p-1}) + alpha_{p-2})
+                     prod_{p=l+1}^L (beta_2(s_{p-1}) + alpha_{p-2})
+
+    The lower bound is false for N > d, so in all of the theorem's N >= Omega(d^4): N / d is the
+    smallest eigenvalue of X'X, d x d, while X X', N x N, has the eigenvalue 0. It grows with N
+    where lambda_min <= K_ii does not; ``assumptions`` says whether it passes the exact K_ii.
+    In the upper bound, s_0 and alpha_0 are undefined (here beta_1(s_0) = 1, alpha_0 = 0), and N / d
+    is spurious: too large for N > d, and for N < d false (N = 1 has lambda_min = K_11).
+    Without it the sum is no bound of K_ii either, for skips between activations that are not odd:
+    12 where K_ii = 15.98 for three ReLU layers. Use :func:`hermite_lower_bound`,
+    :func:`schur_lower_bound` and :func:`diagonal_upper_bound`.
+
+    Parameters
+    ----------
+    n, d : int
+        Number of inputs, their dimension.
+    activations, skips : as in :func:`ntk.network_kernel`.
+    C : float
+        For the constant in Theta(N / d).
+
+    Returns
+    -------
+    Bracket
+        ``terms`` has the product or sum without N / d, and the exact K_ii for unit inputs.
+
+    Raises
+    ------
+    ValueError
+        As :func:`ntk.network_kernel`; also if n, d or C is not positive.
+
+    Examples
+    --------
+    >>> from ntk.activations import relu
+    >>> lower, upper = zhu_theorem1_as_printed(81, 3, activations=[relu, relu], C=1.0)
+    >>> round(float(lower.value), 4), round(float(lower.terms["exact K_ii"]), 4)
+    (13.5, 3.0)
+    >>> lower.assumptions[0]
+    ("N <= d: else X X' is singular", False)
+
+    Notes
+    -----
+    The betas are :func:`table1`'s, at :func:`zhu_variance_as_printed`: for swish the true beta_2 =
+    1.0168 and not the bound 1.22 of the table.
+    """
+    betas, alpha, t_holds = _zhu_constants(n, d, activations, skips, C)
+    steps1, steps2, steps3 = (
+        [layer[i] + a for layer, a in zip(betas, alpha, strict=True)] for i in range(3)
+    )
+    # Entry i belongs to layer i + 1: the part of W_l has i = l - 1.
+    forward = [1.0] + [layer.beta1 * _product(steps1[:i]) for i, layer in enumerate(betas)]
+    parts = [f * _product(steps2[i:]) for i, f in enumerate(forward)]
+    mu1 = hermite_coefficients(activations[0], terms=2)[1]
+    product, total = _product(steps3[1:]), jnp.stack(parts).sum()
+    exact = _unit_diagonal(activations, skips)
+    lower, upper = 2 * mu1**2 * C * (n / d) * product, n / d * total
+    common = (
+        *_SETTING,
+        ("L is not very large", None),
+        ("alpha is 0 or 1", holds(jnp.all((alpha == 0) | (alpha == 1)))),
+    )
+    hidden = ("constant of Omega(d^4)", '"not very large" L')
+    below = lower_bound(
+        lower,
+        {"mu_1": mu1, "product": product, "exact K_ii": exact},
+        assumptions=(
+            ("N <= d: else X X' is singular", n <= d),
+            ("value <= exact K_ii", holds(lower <= exact)),
+            ("pre-activation variances <= t", t_holds),
+            *common,
+        ),
+        unspecified=("C, supplied: constant of Theta(N / d)", *hidden),
+        probability=1 - math.exp(-d),
+    )
+    above = upper_bound(
+        upper,
+        {"sum": total, "exact K_ii": exact},
+        assumptions=(
+            ("N >= d: else N / d is too small", n >= d),
+            ("sum >= exact K_ii", holds(total >= exact)),
+            *common,
+        ),
+        unspecified=hidden,
+        probability=1 - math.exp(-d),
+    )
+    return Bracket(below, above)
+
+
+def zhu_theorem2_as_printed(
+    n: int,
+    d: int,
+    *,
+    activations: Sequence[Mixture],
+    skips: Sequence[Any] | jax.Array | None = None,
+    C: float,
+) -> Bracket:
+    """Zhu et al. 2022, Theorem 2: Theorem 1 for networks of finite width m; not valid either.
+
+        lower    C (N / d) prod_{i=2}^{L-1} (beta_3(s_i) + alpha_{i-1})
+        upper    (N / d) sum_{k=0}^{L-1} C prod_{i=k+2}^{L-1} (beta_2(s_i) + alpha_{i-1})
+
+    The errors of Theorem 1 (N / d, for N > d) are here too. And the betas, which contain a factor
+    2, do not belong to the theorem's initialisation, all weights N(0, 1/m): with it J J' of a
+    bias-free ReLU network has 2^-(L-1) of Lemma 1's kernel, and with tanh, sigmoid or swish the
+    pre-activations vanish like 1 / sqrt(m), the network becomes linear, J J' of rank d, and its
+    lambda_min tends to 0 as m grows, for every N > d.
+
+    Parameters
+    ----------
+    n, d, activations, skips : as in :func:`zhu_theorem1_as_printed`.
+    C : float
+        For the constants of both Theta.
+
+    Returns
+    -------
+    Bracket
+
+    Raises
+    ------
+    ValueError
+        As :func:`zhu_theorem1_as_printed`.
+
+    Examples
+    --------
+    >>> from ntk.activations import relu
+    >>> lower, upper = zhu_theorem2_as_printed(12, 4, activations=[relu, relu], C=1.0)
+    >>> round(float(lower.value), 4), round(float(upper.value), 4)
+    (3.0, 9.0)
+    """
+    betas, alpha, t_holds = _zhu_constants(n, d, activations, skips, C)
+    steps2, steps3 = ([layer[i] + a for layer, a in zip(betas, alpha, strict=True)] for i in (1, 2))
+    product = _product(steps3[1:])
+    total = jnp.stack([_product(steps2[k + 1 :]) for k in range(len(betas) + 1)]).sum()
+    common = (*_SETTING, ("the betas belong to weights N(0, 1/m)", False))
+    hidden = ("C, supplied: constant of Theta", "constants of Omega(d^4), Omega(m), Omega(1)")
+    chance = "1 - (L - 1) exp(-Omega(m)) - exp(-Omega(1))"
+    below = lower_bound(
+        C * n / d * product,
+        {"product": product},
+        assumptions=(
+            ("N <= d: else X X' is singular", n <= d),
+            ("pre-activation variances <= t", t_holds),
+            *common,
+        ),
+        unspecified=hidden,
+        probability=f"{chance} - exp(-d)",
+    )
+    above = upper_bound(
+        C * n / d * total,
+        {"sum": total},
+        assumptions=(("N >= d: else N / d is too small", n >= d), *common),
+        unspecified=hidden,
+        probability=chance,
+    )
+    return Bracket(below, above)
+
+
+def zhu_theorem3(
+    K: jax.Array,
+    y: jax.Array,
+    *,
+    activations: Sequence[Mixture],
+    delta: float = 0.05,
+    C: float,
+) -> Bound:
+    """Zhu et al. 2022, Theorem 3: the 0-1 error after one epoch of SGD on a wide network.
+
+        error <= C (C_2 sqrt(y'y / (lambda_min N)) + sqrt(log(1/delta) / N))
+        C_2 = sqrt(L) (3 Lip + 1)^(L-1)
+
+    Vacuous in its own setting, with C = 1: labels +-1 have y'y = N, so the first term does not fall
+    with N, and ``lambda_min <= K_ii`` keeps it above C_2 / sqrt(K_ii), which is 4^(L-1) for ReLU
+    without skips. Skip connections, which multiply Lipschitz constants, do not enter C_2.
+
+    Parameters
+    ----------
+    K : array [N, N]
+        The NTK of the network, of depth L = ``len(activations) + 1``.
+    y : array [N]
+        Labels, +-1.
+    activations : L - 1 activations, or {activation: weight}
+    delta : float
+        In (0, 1/e].
+    C : float
+        For the constants, and the logarithms, in both O.
+
+    Returns
+    -------
+    Bound
+        ``terms``: both terms without C; C_1, to which the step size is proportional, C_2, Lip,
+        lambda_min; and the least that the first term could be for this diagonal of K.
+
+    Raises
+    ------
+    ValueError
+        If K is not square and finite, y does not fit, ``delta`` is out of range, C not positive.
+
+    Examples
+    --------
+    >>> from ntk.activations import relu
+    >>> bound = zhu_theorem3(3 * jnp.eye(2), jnp.array([1, -1]), activations=[relu, relu], C=1.0)
+    >>> round(float(bound.terms["eigenvalue term"]), 3), bool(bound.vacuous)
+    (16.0, True)
+    """
+    K, y, smallest = _regression(K, y)
+    energy = y @ y / smallest
+    return _theorem3("eigenvalue term", energy, K, y, smallest, activations, delta, C)
+
+
+def zhu_theorem3_label_aware(
+    K: jax.Array,
+    y: jax.Array,
+    *,
+    activations: Sequence[Mixture],
+    delta: float = 0.05,
+    C: float,
+) -> Bound:
+    """Theorem 3 before its last step: ``y'K^-1 y`` in the place of its bound ``y'y / lambda_min``.
+
+        error <= C (C_2 sqrt(y'K^-1 y / N) + sqrt(log(1/delta) / N))
+
+    Never larger than :func:`zhu_theorem3`; of the kind of Cao & Gu (2019), it falls with N for
+    labels that K finds easy.
+
+    Parameters, returns, raises: as :func:`zhu_theorem3`, whose "eigenvalue term" is "label term"
+    here.
+
+    Examples
+    --------
+    >>> from ntk.activations import relu
+    >>> K, y = jnp.array([[2.0, 1.0], [1.0, 2.0]]), jnp.ones(2)
+    >>> bound = zhu_theorem3_label_aware(K, y, activations=[relu], C=1.0)
+    >>> round(float(bound.terms["label term"]), 4)  # sqrt(2) 4 sqrt((2 / 3) / 2)
+    3.266
+    """
+    K, y, smallest = _regression(K, y)
+    factor = jax.scipy.linalg.cho_factor(K, lower=True)
+    energy = y @ jax.scipy.linalg.cho_solve(factor, y)
+    return _theorem3("label term", energy, K, y, smallest, activations, delta, C)
+
+
+def _theorem3(name, energy, K, y, smallest, activations, delta, C) -> Bound:
+    positive("C", C)
+    if not 0 < delta <= 1 / math.e:
+        raise ValueError(f"delta: expected a number in (0, 1/e], got {delta}.")
+    if not len(activations):
+        raise ValueError("activations: expected a sequence of at least one, got none.")
+    n, depth = len(y), len(activations) + 1
+    lip = functools.reduce(jnp.maximum, [lipschitz(s) for s in activations])
+    growth = (3 * lip + 1) ** (depth - 1)
+    C_2 = math.sqrt(depth) * growth
+    data = C_2 * jnp.where(smallest > 0, jnp.sqrt(energy / n), jnp.inf)
+    confidence = jnp.asarray(math.sqrt(math.log(1 / delta) / n))
+    value = C * (data + confidence)
+    return Bound(
+        "E[0-1 error] <= value",
+        value=value,
+        terms={
+            name: data,
+            "confidence term": confidence,
+            "C_1": math.sqrt(depth) / growth,
+            "C_2": C_2,
+            "Lip": lip,
+            "lambda_min": smallest,
+            "least for this diagonal": C_2 * jnp.sqrt(y @ y / n / jnp.diag(K).min()),
+        },
+        vacuous=value >= 1,
+        assumptions=(
+            ("K is positive definite", holds(smallest > 0)),
+            ("labels are +-1", holds(jnp.all(jnp.abs(y) == 1))),
+            ("inputs of norm 1, isotropic", None),
+            ("width m >= m-hat(lambda_min, delta, N, L), L not very large", None),
+            ("no skip connections: C_2 ignores them", None),
+        ),
+        unspecified=("C, supplied: of both O, with the logarithms", "kappa of the step", "m-hat"),
+        probability=1 - delta,
+    )
+
+
+def _printed_variance(activations: Sequence[Mixture]) -> float:
+    mixtures = [s if isinstance(s, Mapping) else (s,) for s in activations]
+    slopes = [abs(s.kink[0]) for mixture in mixtures for s in mixture if _kinked(s)]
+    eta = max(slopes, default=0.0)
+    return 3 * (1 + eta**2) * (2 + eta**2) ** (len(mixtures) - 2)
+
+
+def _kinked(s) -> bool:
+    return isinstance(s, Activation) and s.smooth is None
+
+
+def _zhu_constants(n, d, activations, skips, C):
+    """Table 1 for each layer; alpha_{l-1} for each, alpha_0 = 0; whether t bounds the variances."""
+    for name, number in ("n", n), ("d", d), ("C", C):
+        positive(name, number)
+    _, _, alpha, _ = parse(activations, skips, None)
+    betas = [table1(s, _printed_variance(activations)) for s in activations]
+    t_holds = zhu_variance_as_printed(activations, skips).assumptions[0][1]
+    return betas, jnp.concatenate([jnp.zeros(1), alpha]), t_holds
+
+
+def _unit_diagonal(activations, skips) -> jax.Array:
+    """K_ii of the exact kernel for |x| = 1, by the recursion of S and T in ntk.infinite."""
+    layers, weights, skips, variances = parse(activations, skips, None)
+    found = diagonals(layers, weights, skips, variances, jnp.ones(1))
+    second, tangent = jnp.ones(1), jnp.zeros(1)
+    for c, a, one in zip(variances[:-1], jnp.append(0, skips), found, strict=True):
+        tangent = c * one.slope * (second + tangent) + a**2 * tangent
+        second = one.second
+    return variances[-1] * (second + tangent)[0]
+
+
+def _product(factors: Sequence[jax.Array]) -> jax.Array:
+    return functools.reduce(jnp.multiply, factors, jnp.ones(()))
+
+
+def _regression(K, y) -> tuple[jax.Array, jax.Array, jax.Array]:
+    K = kernel(K)
+    y = jnp.asarray(y, K.dtype)
+    if y.shape != K.shape[:1]:
+        raise ValueError(f"y: expected shape [{len(K)}] as K has rows, got {y.shape}.")
+    return K, y, min_eigenvalue(K)

@@ -1,0 +1,435 @@
+"""Rigorous bounds of smallest eigenvalues: of one kernel, and over a simplex of mixtures.
+
+**One kernel.** If LAPACK's Cholesky factorisation of ``B = fl(A - t I)`` runs to its end, then
+``lambda_min(A) >= t - slack``, whatever the rounding errors were (Demmel 1989; Rump 2006):
+
+    slack = phi tr(B) + u max_i B_ii + tiny,   phi = g / (1 - g),   g = (n + 2) u / (1 - (n + 2) u).
+
+*Proof.* Each entry of the factor takes at most n + 2 roundings, in whatever order or blocks its sum
+is taken, with or without fused multiply-adds, by division or by reciprocals. So the computed factor
+R satisfies ``|R'R - B|_ij <= g (|R|'|R|)_ij <= g |r_i| |r_j|`` (Higham 2002, Lemma 8.4). On the
+diagonal, ``|r_i|^2 <= B_ii / (1 - g)``; hence ``|R'R - B|_2 <= phi tr(B)``, and ``R'R`` has no
+negative eigenvalue. Rounding the diagonal of ``A - t I`` moves it by at most ``u max B_ii``. The
+matrix is scaled to entries of at most 1, so ``tiny = 1e-290`` covers every underflow. Assumed:
+IEEE double precision rounding to nearest, and a BLAS that multiplies and substitutes in the
+ordinary way (no Strassen).
+
+**A simplex.** ``K_alpha = sum_ij alpha_i alpha_j K_ij`` on a sub-simplex with vertices ``v_k`` is a
+convex combination of its Bernstein coefficients ``K(v_k, v_l) = sum_ij v_ki v_lj K_ij``, so the
+smallest of their eigenvalues is a lower bound there; the gap is quadratic in the diameter. To prove
+``min >= s``, bisect until every coefficient of every leaf passes the test above.
+
+======  =======================================================================
+letter  meaning
+======  =======================================================================
+u       2^-53, the unit roundoff
+t       `shift`, what is taken off the diagonal
+h, n    activations; inputs
+K_ij    `blocks` [h, h, n, n]
+e       `entry_error`: how far the kernel given may be from the one meant
+======  =======================================================================
+
+References: Rump (2006), "Verification of positive definiteness", BIT 46; Demmel (1989), LAPACK
+Working Note 14; Higham (2002), "Accuracy and stability of numerical algorithms", chapters 8 and 10.
+"""
+
+import heapq
+import itertools
+import math
+from typing import NamedTuple
+
+import numpy as np
+import scipy.linalg
+import scipy.optimize
+import scipy.sparse.linalg
+import threadpoolctl
+
+_U = 2.0**-53
+_TINY = 1e-290  # covers underflows, in matrices with entries of about 1
+_SUMMED = 1 + 1e-9  # covers the roundings of a sum of up to 10^6 nonnegative numbers
+_GRID = 2.0**48  # points of the simplex are multiples of 1 / _GRID: sums and midpoints are exact
+
+
+def certified_min_eigenvalue(K, entry_error=0.0) -> float:
+    """Rigorous lower bound of the smallest eigenvalue, whatever rounding did.
+
+    Holds for every symmetric matrix whose entries are within ``entry_error`` of those of ``K``.
+
+    Parameters
+    ----------
+    K : array [n, n]
+        Symmetric, up to rounding: it stands for ``(K + K') / 2``. float32 is taken exactly as it
+        is: it says nothing about the errors made before, which ``entry_error`` is for.
+    entry_error : float or array [n, n]
+        Largest error of each entry.
+
+    Returns
+    -------
+    float
+        At most the smallest eigenvalue, and for an exact ``K`` within about 2e-16 n tr K of it.
+        Negative where ``K`` is singular or indefinite.
+
+    Raises
+    ------
+    ValueError
+        If ``K`` is not a finite, symmetric, non-empty square matrix, or ``entry_error`` is
+        negative, not finite, or of another shape.
+
+    Notes
+    -----
+    The proof is in the module's docstring (:mod:`ntk.certificate`). Runs on the host in float64:
+    two Cholesky factorisations and a Lanczos run. Memory: three matrices.
+
+    Examples
+    --------
+    >>> K = np.array([[2.0, 1.0], [1.0, 2.0]])
+    >>> bound = certified_min_eigenvalue(K)
+    >>> bound < 1, 1 - bound < 1e-14
+    (True, True)
+    >>> certified_min_eigenvalue(K, entry_error=0.1)
+    0.8
+    """
+    K = _finite("K", K)
+    if K.ndim != 2 or K.shape[0] != K.shape[1] or K.size == 0:
+        raise ValueError(f"K: expected a square matrix, got shape {K.shape}.")
+    scale = _power_of_two(K)
+    A = K / (2 * scale)
+    A = _symmetric("K", A) + A.T
+    error = _norm_bound(_entry_error(entry_error, K.shape)) / scale + _U * _norm_bound(np.abs(A))
+    with _threads(len(A)):
+        estimate = _smallest(A)[0]
+        margin = 2 * _slack(np.abs(A.diagonal() - estimate))
+        while (bound := _shifted_bound(A, estimate - margin)) is None:
+            margin *= 4
+    return _down(_down(bound - error) * scale)
+
+
+class Certificate(NamedTuple):
+    """Result of :func:`certify_simplex`."""
+
+    lower: float  # rigorous: at most the minimum
+    upper: float  # rigorous: at least the minimum
+    argmin: np.ndarray  # [h], the point of the simplex where lambda_min is at most `upper`
+    cells: int  # sub-simplices that cover the simplex, each verified to be above `lower`
+    converged: bool  # whether upper - lower <= rtol |upper|
+
+
+def certify_simplex(
+    blocks, *, rtol: float = 1e-3, entry_error=0.0, max_cells: int = 3000
+) -> Certificate:
+    """Rigorous bracket of the minimum of ``lambda_min(K_alpha)`` over the simplex.
+
+        K_alpha = sum_ij alpha_i alpha_j K_ij,    alpha >= 0,  sum_i alpha_i = 1
+
+    The minimum is lambda_0 of Oymak et al. (2021), Assumption 3. It is not at a vertex in general,
+    so that looking at single activations does not find it.
+
+    Parameters
+    ----------
+    blocks : array [h, h, n, n]
+        ``K_ij``; only the symmetric part of each ``K_alpha`` matters.
+    rtol : float
+        ``upper - lower`` wanted, relative to ``upper``.
+    entry_error : float or array [n, n] or [h, h, n, n]
+        Largest error of each entry of ``blocks``: the bracket holds for all kernels that near.
+    max_cells : int
+        Cells at which to give up: the bracket is as rigorous then, but wider.
+
+    Returns
+    -------
+    Certificate
+        Not converged where rounding and ``entry_error`` are larger than the gap asked for, as
+        where the minimum is 0 (two equal inputs, activations that cancel), or at ``max_cells``.
+
+    Raises
+    ------
+    ValueError
+        If ``blocks`` are not finite [h, h, n, n] blocks, non-empty and with symmetric mixtures, or
+        another argument is out of its range.
+
+    Notes
+    -----
+    Alternating minimisation over ``alpha`` and the eigenvector gives ``upper``; then every test is
+    one Cholesky factorisation against ``(1 - rtol) upper``, shared between cells with a common edge
+    and remembered. The largest cell goes first, halved at its longest failing edge; edges are
+    measured by ``tr K(d, d)``. Vertices are dyadic, hence exact, hence the cells do cover.
+    Time: some (h + 1) cells times n^3 / 3 + h^2 n^2. Memory: h (h + 1) / 2 matrices.
+
+    Examples
+    --------
+    >>> phi = np.array([[[2.0, 0.0], [0.0, 1.0]], [[1.0, 0.0], [0.0, -1.0]]])  # two feature maps
+    >>> blocks = np.einsum("iap,jbp->ijab", phi, phi)
+    >>> certificate = certify_simplex(blocks)  # singular where the second features cancel
+    >>> certificate.argmin, bool(certificate.lower <= 0 <= certificate.upper < 1e-12)
+    (array([0.5, 0.5]), True)
+    """
+    blocks = _finite("blocks", blocks)
+    h, n = blocks.shape[::2] if blocks.ndim == 4 else (0, 0)
+    if blocks.shape != (h, h, n, n) or blocks.size == 0:
+        raise ValueError(f"blocks: expected shape [h, h, n, n], got {blocks.shape}.")
+    if not 0 < rtol < 1:
+        raise ValueError(f"rtol: expected a number between 0 and 1, got {rtol}.")
+    if max_cells < 1:
+        raise ValueError(f"max_cells: expected at least 1, got {max_cells}.")
+    mixture = _Mixture(blocks, _entry_error(entry_error, blocks.shape))
+    with _threads(n):
+        return _Search(mixture, rtol).run(max_cells)
+
+
+class _Mixture:
+    """``K(v, w) = sum_ij v_i w_j K_ij``, symmetrised and scaled, with a bound of its error."""
+
+    def __init__(self, blocks, entry_error):
+        self.h, _, self.n, _ = blocks.shape
+        self.scale = _power_of_two(blocks)
+        self.i, self.j = np.triu_indices(self.h)  # K(v, w) needs the sum of K_ij and K_ji only
+        parts = np.empty((len(self.i), self.n, self.n))
+        for part, i, j in zip(parts, self.i, self.j, strict=True):
+            mixed = blocks[i, j] / (4 * self.scale) + blocks[j, i] / (4 * self.scale)
+            np.add(_symmetric("blocks", mixed), mixed.T, out=part)
+        self.parts = parts.reshape(len(parts), -1)
+        self.traces = self._square(np.trace(parts, axis1=1, axis2=2))
+        # An entry of K(v, w) takes 2 roundings in the parts, 2 in the weights, h^2 in their sum.
+        norms = [_norm_bound(np.abs(part)) for part in parts]
+        rounding = self._square(2 * (self.h**2 + 4) * _U * np.array(norms) + _TINY)
+        given = np.array([[_norm_bound(e) for e in row] for row in entry_error])
+        self.errors = rounding + (given + given.T) / (2 * self.scale)
+
+    def _square(self, values):
+        square = np.empty((self.h, self.h))
+        square[self.i, self.j] = square[self.j, self.i] = values
+        return square
+
+    def kernel(self, v, w):
+        weights = v[self.i] * w[self.j] + v[self.j] * w[self.i]
+        weights[self.i == self.j] /= 2
+        return (weights @ self.parts).reshape(self.n, self.n)
+
+    def error(self, v, w) -> float:
+        """Bound of the spectral norm of what ``kernel(v, w)`` is off by."""
+        return (v @ self.errors @ w) * _SUMMED
+
+    def forms(self, x):
+        """``x' K_ij x`` [h, h]."""
+        return self._square(self.parts @ np.outer(x, x).ravel())
+
+    def upper_bound(self, alpha):
+        """Rigorous upper bound of ``lambda_min(K_alpha)``, and the vector that shows it."""
+        K = self.kernel(alpha, alpha)
+        x = _smallest(K)[1]
+        size = np.abs(x)
+        rounding = 2 * (2 * self.n + 4) * _U * (size @ np.abs(K) @ size) + _TINY
+        numerator = x @ K @ x + rounding
+        worst = 1 + math.copysign(2 * (self.n + 4) * _U, numerator)  # of x'x and the division
+        return _up(numerator / (x @ x) * worst + self.error(alpha, alpha)), x
+
+
+class _Search:
+    """Branch and bound for one target, which follows the smallest upper bound found.
+
+    A cell is a tuple of vertices. Tests are of pairs of vertices, and remembered.
+    """
+
+    def __init__(self, mixture, rtol):
+        self.mixture, self.rtol = mixture, rtol
+        self.passed: dict = {}  # pair -> lower bound of lambda_min(K(v, w))
+        self.failed: dict = {}  # pair -> smallest shift at which its test has failed
+        self.upper, self.argmin = math.inf, np.empty(0)
+        for alpha in [*np.eye(mixture.h), np.full(mixture.h, 1 / mixture.h)]:
+            self.descend(alpha)
+
+    def descend(self, alpha):
+        """Lower `upper` by turns: the eigenvector of alpha, the best alpha for that vector."""
+        for _ in range(50):
+            alpha = _on_grid(alpha)
+            value, x = self.mixture.upper_bound(alpha)
+            if value < self.upper:
+                self.upper, self.argmin = value, alpha
+            forms = self.mixture.forms(x)
+            alpha = _simplex_minimum(forms)
+            if not alpha @ forms @ alpha < value - 0.02 * self.rtol * abs(value):
+                break
+        # The gap must leave room for what the bounds on either side lose.
+        noise = _slack(np.full(1, self.mixture.traces.max())) + self.mixture.errors.max()
+        noise += (self.mixture.n + 2) * _U
+        self.gap = max(0.99 * self.rtol * abs(self.upper) - noise, 4 * noise)
+
+    def run(self, max_cells) -> Certificate:
+        order = itertools.count()
+        heap: list = []  # (-size, order, cell): the largest cell first
+        finished: list = []
+
+        def push(cell):
+            size = max((self.length(v, w) for v, w in itertools.combinations(cell, 2)), default=0)
+            heapq.heappush(heap, (-size, next(order), cell))
+
+        push(tuple(tuple(corner) for corner in np.eye(self.mixture.h).tolist()))
+        while heap and len(heap) + len(finished) < max_cells:
+            cell = heapq.heappop(heap)[-1]
+            children = self.examine(cell)
+            if children:
+                for child in children:
+                    push(child)
+            else:
+                finished.append(cell)
+        cells = finished + [cell for _, _, cell in heap]
+        pairs = {pair for cell in cells for pair in _pairs(cell)}
+        # Empty unless cells were left over: the smaller target that all of them reach.
+        while not all([self.passes(pair) for pair in pairs]):
+            self.gap *= 1.5
+        scale = self.mixture.scale
+        lower = _down(min(self.passed[pair] for pair in pairs) * scale)
+        upper = _up(self.upper * scale)
+        converged = upper - lower <= self.rtol * abs(upper)
+        return Certificate(lower, upper, self.argmin, len(cells), converged)
+
+    def examine(self, cell):
+        """Two halves of a cell that fails, none of one that passes or cannot be halved."""
+        for v in cell:
+            if not self.passes((v, v)):
+                self.descend(np.array(v))  # the minimum is lower than it seemed
+        edges = [pair for pair in _pairs(cell) if pair[0] != pair[1] and not self.passes(pair)]
+        if not edges:
+            return []
+        v, w = max(edges, key=lambda pair: self.length(*pair))
+        middle = tuple((a + b) / 2 for a, b in zip(v, w, strict=True))
+        if any(m * _GRID % 1 for m in middle):
+            return []
+        return [tuple(middle if u == end else u for u in cell) for end in (v, w)]
+
+    def passes(self, pair) -> bool:
+        """Whether ``lambda_min(K(v, w))`` is proved to be above the target."""
+        if pair in self.passed:
+            return True
+        v, w = map(np.array, pair)
+        error = self.mixture.error(v, w)
+        shift = self.upper - self.gap + error
+        if shift >= self.failed.get(pair, math.inf):
+            return False
+        bound = _shifted_bound(self.mixture.kernel(v, w), shift)
+        if bound is None:
+            self.failed[pair] = shift
+            return False
+        self.passed[pair] = _down(bound - error)
+        return True
+
+    def length(self, v, w) -> float:
+        d = np.subtract(v, w)
+        return float(d @ self.mixture.traces @ d)
+
+
+def _pairs(cell):
+    return [(min(v, w), max(v, w)) for v, w in itertools.combinations_with_replacement(cell, 2)]
+
+
+def _on_grid(alpha):
+    """A point of the simplex near ``alpha`` that sums to 1 exactly."""
+    coarse = 2.0**-30  # so that products of coordinates are exact too
+    alpha = np.round(np.maximum(alpha, 0) / coarse) * coarse
+    alpha[np.argmax(alpha)] += 1 - alpha.sum()
+    return alpha
+
+
+def _simplex_minimum(forms):
+    """``argmin a' M a`` over the simplex.
+
+    It is proportional to the minimiser of ``a'Ma + c (1'a - 1)^2`` over ``a >= 0``, which is
+    nonnegative least squares.
+    """
+    values, vectors = np.linalg.eigh(forms)
+    root = np.sqrt(np.maximum(values, 0))[:, None] * vectors.T
+    weight = np.sqrt(np.trace(np.abs(forms)) + _TINY)
+    system = np.vstack([root, np.full(len(forms), weight)])
+    alpha, _ = scipy.optimize.nnls(system, np.append(np.zeros(len(forms)), weight))
+    return alpha / alpha.sum()
+
+
+def _slack(diagonal) -> float:
+    """The slack of the module's docstring, for the ``B`` with this diagonal."""
+    n = len(diagonal)
+    g = (n + 2) * _U / (1 - (n + 2) * _U)
+    return 1.01 * (g / (1 - g) * diagonal.sum() + _U * diagonal.max()) + _TINY
+
+
+def _shifted_bound(A, shift) -> float | None:
+    """``shift - slack`` if Cholesky proves that ``lambda_min(A)`` is above it, else None."""
+    B = A.copy()
+    B[np.diag_indices_from(B)] -= shift
+    slack = _slack(B.diagonal())
+    if not B.diagonal().min() > 0:
+        return None
+    factor, failure = scipy.linalg.lapack.dpotrf(B.T, lower=1, overwrite_a=1, clean=0)
+    if failure or not np.isfinite(factor.diagonal()).all():
+        return None
+    return _down(shift - slack)
+
+
+def _smallest(A):
+    """Estimate of the smallest eigenvalue, and a unit eigenvector: nothing rigorous about it."""
+    n = len(A)
+    if n > 100:
+        shift = 0.0
+        while True:
+            factor, failure = scipy.linalg.lapack.dpotrf(A + shift * np.eye(n), clean=0)
+            if not failure:
+                break
+            shift = max(16 * shift, 10 * _U * np.abs(A).sum(1).max())
+        inverse = scipy.sparse.linalg.LinearOperator(
+            (n, n), lambda v: scipy.linalg.lapack.dpotrs(factor, v)[0], dtype=float
+        )
+        start = np.random.default_rng(0).standard_normal(n)
+        try:
+            theta, x = scipy.sparse.linalg.eigsh(inverse, k=1, v0=start, tol=1e-9)
+            return 1 / theta[0] - shift, x[:, 0]
+        except scipy.sparse.linalg.ArpackError:
+            pass
+    values, vectors = scipy.linalg.eigh(A, subset_by_index=[0, 0])
+    return values[0], vectors[:, 0]
+
+
+def _threads(n):
+    """One BLAS thread for small matrices: more of them wait for each other, 50 times as long."""
+    return threadpoolctl.threadpool_limits(1 if n < 2000 else None, "blas")
+
+
+def _norm_bound(e) -> float:
+    """Bound of the spectral norm of every matrix with entries of at most ``e`` [n, n] in size."""
+    return np.sqrt(e.sum(0).max()) * np.sqrt(e.sum(1).max()) * _SUMMED + _TINY
+
+
+def _down(x) -> float:
+    return float(np.nextafter(x, -np.inf))
+
+
+def _up(x) -> float:
+    return float(np.nextafter(x, np.inf))
+
+
+def _power_of_two(array) -> float:
+    """A power of two of the size of the largest entry: dividing by it is exact."""
+    largest = float(np.abs(array).max())
+    return 2.0 ** np.clip(math.frexp(largest)[1], -900, 900) if largest else 1.0
+
+
+def _finite(name, array):
+    array = np.asarray(array, dtype=np.float64)
+    if not np.isfinite(array).all():
+        raise ValueError(f"{name}: expected finite entries, got NaN or infinity.")
+    return array
+
+
+def _symmetric(name, A):
+    # Tolerates the rounding of a float32 kernel, not a matrix that is something else.
+    off = float(np.abs(A - A.T).max())
+    if off > 1e-4 * float(np.abs(A).max()):
+        raise ValueError(f"{name}: expected symmetric matrices, got entries that differ by {off}.")
+    return A
+
+
+def _entry_error(entry_error, shape):
+    e = _finite("entry_error", entry_error)
+    if e.shape not in ((), shape[-2:], shape):
+        raise ValueError(f"entry_error: expected a number or shape {shape}, got {e.shape}.")
+    if not (e >= 0).all():
+        raise ValueError(f"entry_error: expected nonnegative errors, got {e.min()}.")
+    return np.broadcast_to(e, shape)

@@ -1,0 +1,255 @@
+"""The dual of two activations, ``E[a(u) b(u')]`` of a Gaussian pair, accurate to rounding.
+
+    (u, u') ~ N(0, [[vx, c], [c, vy]]),   rho = c / sqrt(vx vy),   p, q = (1 -+ rho) / 2
+
+===================  ==========================================================================
+a, b                 how
+===================  ==========================================================================
+kinked, kinked       closed form in the angle ``2 atan2(sqrt p, sqrt q)``
+kinked, smooth       one-dimensional: a half line, and what rho takes off its edge
+smooth, the same     closed form for erf and GELU, and their derivatives
+smooth, smooth       trapezoid on ``u = sx (sqrt q z1 + sqrt p z2)``,
+                     ``u' = sy (sqrt q z1 - sqrt p z2)``: the symmetric root, good at any rho
+===================  ==========================================================================
+
+The trapezoid rule beats Gauss-Hermite here: for tanh' at variance 4 and rho = .99, 101 nodes on
+each axis are 5e-8 off where 100 Gauss-Hermite nodes are 3e-4 off (relative to the value).
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ntk.activations import Activation, Function, activation
+from ntk.gaussian import DENSITY, half_line, kinked_pair, reciprocal
+
+_TOLERANCE = 1e-14
+_ENTRIES = 2**22  # numbers in memory at a time, about
+
+
+def dual(
+    a: Activation | Function,
+    b: Activation | Function,
+    vx: jax.Array,
+    vy: jax.Array,
+    c: jax.Array,
+    *,
+    max_variance: float | None = None,
+    rtol: float = _TOLERANCE,
+) -> jax.Array:
+    """``E[a(u) b(u')]`` with ``(u, u') ~ N(0, [[vx, c], [c, vy]])``, elementwise.
+
+    Parameters
+    ----------
+    a, b : activations, their ``derivative``s, or smooth functions.
+    vx, vy, c : arrays that broadcast: variances and covariance, ``|c| <= sqrt(vx vy)``.
+    max_variance : float, optional
+        The largest variance to resolve, which sets the number of nodes. By default the largest of
+        ``vx`` and ``vy``, or 25 where these are traced. Smooth pairs beyond it are NaN.
+    rtol : float
+        Aim for the trapezoid rule, relative to ``sqrt(E a^2 E b^2)``.
+
+    Returns
+    -------
+    array of the broadcast shape.
+
+    Raises
+    ------
+    ValueError
+        Unless traced: for variances that are negative or not finite, or a covariance over
+        ``sqrt(vx vy)`` by more than rounding.
+
+    Examples
+    --------
+    >>> from ntk.activations import relu, tanh
+    >>> dual(relu, relu, 1.0, 1.0, 1.0)
+    Array(0.5, dtype=float...)
+    >>> dual(tanh.derivative, tanh.derivative, 1.0, 1.0, 0.5).round(6)
+    Array(0.384747, dtype=float...)
+    >>> jax.grad(lambda c: dual(tanh, tanh, 1.0, 1.0, c))(0.5).round(6)  # Price's theorem
+    Array(0.384747, dtype=float...)
+
+    Notes
+    -----
+    Derivatives of every order are duals too (Price 1958): dE/dc = E[a' b'], dE/dvx = E[a'' b]/2,
+    finite at rho = +-1; where a step's dual has an infinite slope there, its derivative is 0.
+
+    Time: for smooth pairs ``(15 sqrt(variance))^2`` to ``(75 sqrt(variance))^2`` evaluations each
+    (GELU, tanh); all others take a few thousand or none. Whole kernels are cheaper in
+    :func:`ntk.network_kernel`.
+    """
+    a, b = activation(a), activation(b)
+    vx, vy, c = jnp.broadcast_arrays(*(_float(x) for x in (vx, vy, c)))
+    dtype = jnp.result_type(vx, vy, c)
+    vx, vy, c = (x.astype(dtype) for x in (vx, vy, c))
+    if not any(isinstance(x, jax.core.Tracer) for x in (vx, vy, c)):
+        _check(vx, vy, c)
+        if max_variance is None:
+            largest = max(float(vx.max(initial=0)), float(vy.max(initial=0)))
+            # Powers of 2, so that few programs are compiled.
+            max_variance = 2.0 ** math.ceil(math.log2(max(largest, 0.25)))
+    max_variance = 25.0 if max_variance is None else max_variance
+    if a == b and a.closed is not None:
+        return a.closed(vx, vy, c)
+    sx, sy, p, q = _standardised(vx, vy, c)
+    nodes = _axis(a, b, max_variance, max(rtol, float(jnp.finfo(dtype).eps)))
+    found = _expectation(a, b, nodes, *(x.ravel() for x in (sx, sy, p, q))).reshape(vx.shape)
+    if a.smooth is None or b.smooth is None:
+        return found
+    beyond = jnp.maximum(vx, vy) > max_variance * (1 + 1e-6)
+    return jnp.where(beyond, jnp.nan, found)
+
+
+def _float(x) -> jax.Array:
+    x = jnp.asarray(x)
+    return x if jnp.issubdtype(x.dtype, jnp.floating) else x.astype(float)
+
+
+def _check(vx, vy, c) -> None:
+    vx, vy, c = (np.asarray(x, float) for x in (vx, vy, c))
+    for name, v in (("vx", vx), ("vy", vy)):
+        if not (np.isfinite(v) & (v >= 0)).all():
+            raise ValueError(f"{name}: expected finite variances of at least 0, got {v.ravel()}.")
+    limit = np.sqrt(vx * vy) * (1 + 1e-5)
+    if not (np.abs(c) <= limit).all():
+        raise ValueError(f"c: expected at most sqrt(vx vy) in size, got {c.ravel()}.")
+
+
+# ----------------------------------------------------------------------------- the correlation
+
+
+@jax.custom_jvp
+def _standardised(vx, vy, c):
+    """``(sx, sy, p, q)``; p and q are exact to rounding of the arguments given."""
+    sx, sy = jnp.sqrt(vx), jnp.sqrt(vy)
+    size = jnp.sqrt(vx * vy)
+    # The smaller of the two from the determinant: size - |c| would cancel.
+    small = jnp.maximum(_determinant(vx, vy, c), 0) / jnp.where(size > 0, size + jnp.abs(c), 1)
+    small = jnp.where(size > 0, small / jnp.where(size > 0, 2 * size, 1), 0.5)
+    p, q = jnp.where(c >= 0, small, 1 - small), jnp.where(c >= 0, 1 - small, small)
+    return sx, sy, p, q
+
+
+@_standardised.defjvp
+def _standardised_jvp(primals, tangents):
+    vx, vy, c = primals
+    dvx, dvy, dc = tangents
+    sx, sy, p, q = _standardised(vx, vy, c)
+    rx, ry = reciprocal(sx), reciprocal(sy)
+    drho = rx * ry * dc - (q - p) * (dvx * rx**2 + dvy * ry**2) / 2
+    return (sx, sy, p, q), (dvx * rx / 2, dvy * ry / 2, -drho / 2, drho / 2)
+
+
+def _determinant(vx, vy, c):
+    """``vx vy - c^2`` without cancellation: both products in two parts, by Dekker (1971)."""
+    first, first_rest = _two_product(vx, vy)
+    second, second_rest = _two_product(c, c)
+    return (first - second) + (first_rest - second_rest)
+
+
+def _two_product(x, y):
+    # Halves cut by a mask rather than by Veltkamp's multiplication, which a compiler that fuses
+    # multiply-adds or reassociates would undo.
+    product = x * y
+    (xh, xl), (yh, yl) = _halves(x), _halves(y)
+    return product, (((xh * yh - product) + xh * yl) + xl * yh) + xl * yl
+
+
+def _halves(x):
+    integer, bits = {8: (jnp.int64, 27), 4: (jnp.int32, 12)}[x.dtype.itemsize]
+    mask = jnp.array(-(2**bits), integer)
+    high = jax.lax.bitcast_convert_type(jax.lax.bitcast_convert_type(x, integer) & mask, x.dtype)
+    return high, x - high
+
+
+# ----------------------------------------------------------------------------- the expectation
+
+
+def _axis(a: Activation, b: Activation, variance: float, rtol: float) -> tuple[float, int]:
+    """Spacing and number of the trapezoid's nodes on each axis.
+
+    The integrand's spectrum ends, to rtol, where that of the Gaussian and those of a and b do; the
+    rule is exact to rtol when 2 pi / spacing lies beyond.
+    """
+    size = math.log(1 / rtol)
+    strip = min(a.strip, b.strip)
+    gaussian = math.sqrt(2 * size)
+    band = gaussian + math.sqrt(variance) * (1.4 * gaussian + size / strip) * 1.1
+    spacing = 2 * math.pi / band
+    return spacing, 2 * math.ceil((gaussian + 1.5) / spacing) + 1
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
+def _expectation(a: Activation, b: Activation, axis: tuple[float, int], sx, sy, p, q):
+    """``E[a(u) b(u')]`` [n], from standard deviations and correlations [n]."""
+    if a.smooth is None and b.smooth is None:
+        return kinked_pair(a, b, (a.kink, b.kink), sx, sy, p, q)
+    if b.smooth is None:
+        return _expectation(b, a, axis, sy, sx, p, q)
+    one = functools.partial(_smooth if a.smooth else _kinked_smooth, a, b, axis)
+    batch = max(1, _ENTRIES // (axis[1] ** 2 if a.smooth else 2 * len(half_line()[0])))
+    return jax.lax.map(lambda x: one(*x), (sx, sy, p, q), batch_size=batch)
+
+
+@_expectation.defjvp
+def _expectation_jvp(a, b, axis, primals, tangents):
+    sx, sy, *_ = primals
+    dsx, dsy, dp, dq = tangents
+
+    def expect(a, b):
+        return _expectation(a, b, axis, *primals)
+
+    change = sx * sy * expect(a.derivative, b.derivative) * (dq - dp)
+    change += expect(a.euler, b) * reciprocal(sx) * dsx
+    change += expect(a, b.euler) * reciprocal(sy) * dsy
+    return expect(a, b), change
+
+
+def _smooth(a, b, axis, sx, sy, p, q):
+    spacing, count = axis
+    z = spacing * (jnp.arange(count) - count // 2).astype(sx.dtype)
+    weights = spacing * DENSITY * jnp.exp(-(z**2) / 2)
+    along, apart = jnp.sqrt(q) * z[:, None], jnp.sqrt(p) * z
+    return weights @ (a(sx * (along + apart)) * b(sy * (along - apart))) @ weights
+
+
+def _kinked_smooth(a, b, axis, sx, sy, p, q):
+    """With ``a = left z^d + (right - left) relu^(1 - d)``, and z for ``u' / sy``.
+
+    Given z, ``u / sx`` is N(rho z, s^2), s = sqrt(1 - rho^2), so that with y = rho z / s
+
+        E[step(u) b] = E[b(sy z) Phi(y)],    E[relu(u) b] = sx E[b(sy z) s (y Phi(y) + phi(y))].
+
+    Both factors are a kink (y's positive part) plus a bump of width s / |rho|: the bump is
+    integrated on its own scale, however narrow.
+    """
+    left, right = a.kink
+    jump = right - left
+    t, weights = (jnp.asarray(x, sx.dtype) for x in half_line())
+    rho, s = q - p, 2 * jnp.sqrt(p * q)
+    steep = jnp.where(rho >= 0, 1.0, -1.0).astype(sx.dtype)
+
+    def half(fn):
+        return fn(t) @ weights
+
+    if a.degree < 0:
+        return jump * DENSITY * reciprocal(sx) * half(lambda z: b(sy * s * z) + b(-sy * s * z))
+    narrow = jnp.minimum(s, jnp.abs(rho)) * reciprocal(jnp.abs(rho))
+    narrow = jnp.where(jnp.abs(rho) > s, narrow, 1.0)
+    z = narrow * t
+    # The bump's argument |rho| z / s, where s may be 0 and z with it.
+    y = jnp.where(jnp.abs(rho) > s, t, jnp.abs(rho) * z / jnp.where(s > 0, s, 1))
+    # On the bump's scale the nodes' own density is replaced by the one at z.
+    local = weights * jnp.exp((t**2 - z**2) / 2) * narrow
+    ahead, behind = b(steep * sy * z), b(-steep * sy * z)
+    beyond = jax.scipy.special.ndtr(-y)
+    if a.degree == 0:
+        edge = half(lambda z: b(steep * sy * z)) + ((behind - ahead) * beyond) @ local
+        return left * half(lambda z: b(sy * z) + b(-sy * z)) + jump * edge
+    bump = DENSITY * jnp.exp(-(y**2) / 2) - y * beyond
+    edge = jnp.abs(rho) * half(lambda z: z * b(steep * sy * z))
+    edge += s * ((ahead + behind) * bump) @ local
+    return sx * (left * rho * half(lambda z: z * (b(sy * z) - b(-sy * z))) + jump * edge)

@@ -1,0 +1,103 @@
+"""All pairs of two sets of inputs: their angles, exactly, and arrays of them tile by tile.
+
+An angle theta is kept as ``p = (1 - cos theta) / 2`` and ``q = (1 + cos theta) / 2``, both to full
+relative precision: kernels with a kink have slopes of ``1 / theta``, so that near-duplicates would
+lose half their digits in a Gram matrix rounded once.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ntk.gaussian import reciprocal
+
+TILE = 256
+
+
+class UnitRows(NamedTuple):
+    """Rows of unit norm as ``high + low``; products of ``high`` parts are exact in any order."""
+
+    high: jax.Array  # [n, d], multiples of 2^-25 (float32: 2^-11)
+    low: jax.Array  # [n, d]
+    square_high: jax.Array  # [n]
+    square_low: jax.Array  # [n]; the two add up to the squared norm
+
+
+def unit(x: jax.Array, norms: jax.Array) -> UnitRows:
+    """Rows over their norms [n]; rows of norm 0 stay 0."""
+    unit = x * reciprocal(norms)[:, None]
+    grid = 2.0 ** {8: 25, 4: 11}.get(unit.dtype.itemsize, 4)
+    high = jax.lax.stop_gradient(jnp.round(unit * grid) / grid)
+    low = unit - high
+    return UnitRows(high, low, (high * high).sum(1), (low * (2 * high + low)).sum(1))
+
+
+def half_chords(a: UnitRows, b: UnitRows) -> tuple[jax.Array, jax.Array]:
+    """``((1 - rho) / 2, (1 + rho) / 2)`` [n1, n2], both to full relative precision."""
+    product = functools.partial(jnp.matmul, precision="highest")
+    high = product(a.high, b.high.T)
+    low = product(a.high, b.low.T) + product(a.low, (b.high + b.low).T)
+    squares_high = a.square_high[:, None] + b.square_high
+    squares_low = a.square_low[:, None] + b.square_low
+    apart = jnp.maximum((squares_high - 2 * high) + (squares_low - 2 * low), 0)
+    along = jnp.maximum((squares_high + 2 * high) + (squares_low + 2 * low), 0)
+    # Inputs of norm 0 have no angle: any will do, their covariances are 0.
+    total = apart + along
+    known = total > 0.5
+    return tuple(
+        jnp.where(known, part / jnp.where(known, total, 1), 0.5) for part in (apart, along)
+    )  # type: ignore[return-value]
+
+
+def assemble(tile, n1: int, n2: int, *, symmetric: bool):
+    """Arrays [n1, n2] from ``tile(i, j, size1, size2)``, a pytree of [size1, size2] blocks.
+
+    Symmetric: the upper triangle is computed. The last tile of a side is moved inwards, over its
+    neighbour, rather than padded.
+    """
+    size1, size2 = min(TILE, n1), min(TILE, n2)
+    if (size1, size2) == (n1, n2):
+        return tile(0, 0, n1, n2)
+    starts1, starts2 = (
+        np.minimum(np.arange(0, n, size), n - size) for n, size in ((n1, size1), (n2, size2))
+    )
+    corners = [(i, j) for i in starts1 for j in starts2 if not symmetric or i <= j]
+    # Recomputed in reverse mode: else every tile would keep all its layers.
+    compute = jax.checkpoint(functools.partial(tile, size1=size1, size2=size2))
+
+    def step(totals, corner):
+        i, j = corner
+        blocks = compute(i, j)
+
+        def put(total, block):
+            total = jax.lax.dynamic_update_slice(total, block, (i, j))
+            return jax.lax.dynamic_update_slice(total, block.T, (j, i)) if symmetric else total
+
+        return jax.tree.map(put, totals, blocks), None
+
+    shapes = jax.eval_shape(compute, 0, 0)
+    empty = jax.tree.map(lambda s: jnp.zeros((n1, n2), s.dtype), shapes)
+    return jax.lax.scan(step, empty, jnp.asarray(corners))[0]
+
+
+@jax.jit
+def mirrored(kernel: jax.Array) -> jax.Array:
+    """The upper triangle of [..., n, n] on both sides.
+
+    By a choice and in a program of its own: compilers round the two sides of a sum differently.
+    """
+    n = kernel.shape[-1]
+    upper = jnp.arange(n)[:, None] <= jnp.arange(n)
+    return jnp.where(upper, kernel, jnp.swapaxes(kernel, -1, -2))
+
+
+def take_rows(rows, start, size: int, n: int):
+    """Rows ``start .. start + size`` of every leaf that has n of them."""
+    if size == n:
+        return rows
+    return jax.tree.map(
+        lambda x: jax.lax.dynamic_slice_in_dim(x, start, size) if x.shape[0] == n else x, rows
+    )

@@ -1,0 +1,498 @@
+"""Train-free scores: how good a network will be, read off at its initialisation.
+
+Every score is a pure function ``score(key, apply, params, batch) -> scalar``, with
+
+====================  ==========================================================================
+``key``               unused, for now: no score here draws anything
+``apply(p, x)``       logits [n, classes]; pass it closed over when jitting
+``params``            pytree of weights; ``jax.vmap`` over it scores many draws or networks
+``batch = (x, y)``    inputs [n, ...] and integer labels [n]
+====================  ==========================================================================
+
+Larger is better, except for :func:`te_nas`, a condition number.
+
+=========================  ============================================  ===============  ==========
+score                      formula                                       gradient passes  batch norm
+=========================  ============================================  ===============  ==========
+:func:`eigen_nas`          ``tr K / n``                                  n of one sample  alone
+:func:`min_eigenvalue`     ``lambda_min(K)``                             n of one sample  alone
+:func:`knas`               ``|mean_i grad ell_i|^2``                     n of one sample  alone
+:func:`knas_released`      covariance between two halves                 n of one sample  alone
+:func:`te_nas`             ``lambda_max(K) / lambda_min(K)``             n               joint
+:func:`nasi`               ``|grad L|^2``, penalised above a threshold   1                joint
+:func:`grad_norm`          ``sum_l |grad_l L|``                          1                joint
+:func:`snip`               ``sum |w * grad L|``                          1                joint
+:func:`grasp`              ``-sum w * (H grad L)``                       2                joint
+:func:`fisher`             ``sum_c mean_n (a . dL/da)^2 / 2``            1                joint
+:func:`zico`               ``sum_l log sum_w mean|g| / std(g)``          one per part     joint
+:func:`jacov`              spectrum of the inputs' gradients             1                joint
+:func:`synflow`            ``log sum |w * dR/dw|`` at ``|w|``            1                removed
+:func:`naswot`             ``log det`` of agreements of ReLU signs       none             joint
+:func:`regions`            number of distinct ReLU sign patterns         none             joint
+:func:`l2_norm`            ``sum_l |w_l|``                               none             -
+=========================  ============================================  ===============  ==========
+
+Batch normalisation on batch statistics, ``apply = lambda p, x: model.apply(p, x,
+mutable=["batch_stats"])[0]`` for flax, makes samples interact. *Joint*: all samples go through
+together, and the gradient of sample i's logits runs through the statistics of all. *Alone*: each
+sample is a batch of one, as in KNAS's code. Without batch normalisation the two are the same.
+
+*Weights* are the kernels of convolutions and dense layers: the leaves named ``kernel`` where
+``params`` has such, otherwise all leaves of two or more axes. Biases and normalisations' scales do
+not count. One leaf is one layer: give stacked layers (``nn.scan``) unstacked to :func:`grad_norm`,
+:func:`zico` and :func:`l2_norm`.
+
+No score is NaN for a dead network, or for equal samples: sums over gradients are 0, a logarithm of
+0 is ``-inf``, a condition number ``inf``.
+
+References
+----------
+Zhu, Liu, Chrysos & Cevher (2022), section 5.2; zero-cost-nas: Abdelfattah et al. (ICLR 2021);
+the others at their functions.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax.flatten_util import ravel_pytree
+
+from ntk import spectrum
+from ntk._network import (
+    Apply,
+    Batch,
+    Pytree,
+    check,
+    distinct_patterns,
+    gram,
+    inner_product,
+    layer_saliency,
+    loss_gradient,
+    map_gradients,
+    mean_loss,
+    sign_agreements,
+    split_weights,
+    summed,
+)
+
+
+def eigen_nas(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
+    """Eigen-NAS: ``tr K / n``, the mean squared norm of a sample's gradient.
+
+    ``K_ij = <grad f(x_i), grad f(x_j)>`` is the neural tangent kernel of ``f``, the sum of the
+    logits, in all of ``params``; every sample alone.
+
+    Notes
+    -----
+    Zhu et al. (2022), section 5.2, rank by ``tr K / d``, said to lie between ``lambda_min(K)`` and
+    ``|K|_F``. Either part fails in general; what holds is ``lambda_min <= tr K / n <= |K|_F /
+    sqrt(n)``. At given n and d the ranking is the same. Time: one gradient per sample; memory:
+    one gradient.
+
+    Examples
+    --------
+    >>> x, y = jnp.array([[3.0, 0.0], [0.0, 1.0]]), jnp.array([0, 1])
+    >>> float(eigen_nas(None, lambda w, x: x @ w, jnp.ones((2, 2)), (x, y)))
+    10.0
+    """
+    x, _ = check(apply, params, batch)
+    return jnp.mean(map_gradients(lambda g: jnp.sum(g**2), apply, params, x))
+
+
+def min_eigenvalue(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
+    """``lambda_min(K)`` exactly, for the kernel K of :func:`eigen_nas`, which bounds it.
+
+    What Eigen-NAS stands in for. Memory: n gradients; time: one gradient per sample, ``n^2 p``.
+
+    Examples
+    --------
+    >>> x, y = jnp.array([[3.0, 0.0], [0.0, 1.0]]), jnp.array([0, 1])
+    >>> round(float(min_eigenvalue(None, lambda w, x: x @ w, jnp.ones((2, 2)), (x, y))), 4)
+    2.0
+    """
+    K = kernel(key, apply, params, batch)
+    # What is left of a zero eigenvalue is rounding, of either sign.
+    return jnp.maximum(spectrum.min_eigenvalue(K), 0)
+
+
+def kernel(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
+    """``K`` [n, n] of :func:`eigen_nas` and :func:`min_eigenvalue`: not a score, for certificates.
+
+    ``ntk.certified_min_eigenvalue`` makes a rigorous lower bound of it. Without batch statistics
+    ``ntk.empirical_kernel`` gives the same, faster.
+
+    Examples
+    --------
+    >>> x, y = jnp.array([[3.0, 0.0], [0.0, 1.0]]), jnp.array([0, 1])
+    >>> kernel(None, lambda w, x: x @ w, jnp.ones((2, 2)), (x, y))
+    Array([[18.,  0.], [ 0.,  2.]], dtype=float...)
+    """
+    x, _ = check(apply, params, batch)
+    return gram(map_gradients(lambda g: g, apply, params, x))
+
+
+def knas(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
+    """KNAS as in the paper: ``(1/n^2) sum_ij <grad ell_i, grad ell_j> = |mean_i grad ell_i|^2``.
+
+    ``ell_i`` is the cross-entropy of sample i alone, the gradient that in all of ``params``. Xu et
+    al. (ICML 2021), the mean of the Gram matrix. The released code computes something else:
+    :func:`knas_released`.
+
+    Examples
+    --------
+    >>> x, y = jnp.array([[1.0], [1.0]]), jnp.array([0, 0])
+    >>> float(knas(None, lambda w, x: x @ w, jnp.zeros((1, 2)), (x, y)))
+    0.5
+    """
+    x, y = check(apply, params, batch)
+
+    def loss(p):
+        return jnp.mean(jax.lax.map(lambda s: mean_loss(apply, p, s[0][None], s[1][None]), (x, y)))
+
+    return jnp.sum(ravel_pytree(jax.grad(loss)(params))[0] ** 2)
+
+
+def knas_released(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
+    """KNAS as its released code computes it, on 50 samples there: a covariance between halves.
+
+    ``sum_t sum_{i < 50} <g_ti[first half] - mean, g_ti[second half] - mean> / n^2``: ``g_ti`` [n]
+    holds entry i of the gradient of each sample's cross-entropy, the sample alone, in tensor t,
+    for the first eleven leaves of ``params`` with at least 50 entries. Of independent samples its
+    expectation is 0: it measures the order of the batch.
+
+    Notes
+    -----
+    Leaves in JAX's order and entries in their memory layout: not PyTorch's, so not KNAS's
+    numbers. The code's "first 100 entries" are cut to 50 by its loop.
+
+    Examples
+    --------
+    >>> x, y = jnp.ones((4, 50)), jnp.array([0, 1, 0, 1])
+    >>> score = knas_released(None, lambda w, x: x @ w, jnp.zeros((50, 2)), (x, y))
+    >>> float(score)  # 50 entries, 4 samples: 50 <(-.5, .5), (-.5, .5)> / 4^2
+    1.5625
+    """
+    x, y = check(apply, params, batch)
+    if len(x) % 2:
+        raise ValueError(f"batch: expected an even number of samples, got {len(x)}.")
+    if all(jnp.size(leaf) < 50 for leaf in jax.tree.leaves(params)):
+        raise ValueError("params: expected a leaf of at least 50 entries, got none.")
+
+    def entries(sample):
+        xi, yi = sample
+        g = jax.grad(lambda p: mean_loss(apply, p, xi[None], yi[None]))(params)
+        tensors = [leaf.ravel() for leaf in jax.tree.leaves(g) if leaf.size >= 50]
+        return jnp.stack([tensor[:50] for tensor in tensors[:11]])
+
+    g = jax.lax.map(entries, (x, y))
+    first, second = (half - half.mean(0) for half in jnp.split(g, 2))
+    return jnp.sum(first * second) / len(x) ** 2
+
+
+def te_nas(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
+    """TE-NAS's condition number ``kappa = lambda_max(K) / lambda_min(K)``: smaller is better.
+
+    K as in :func:`eigen_nas`, but of the batch jointly and in all tensors that PyTorch calls
+    ``weight``: kernels, and normalisations' scales (leaves named ``scale``). Chen, Gong & Wang
+    (ICLR 2021), who prune a supernet by the ranks of kappa and of :func:`regions` together.
+
+    Notes
+    -----
+    ``inf`` where ``lambda_min`` is within rounding of 0, up to ``n eps lambda_max``. Their code
+    divides by whatever rounding left, so that a negative one ranks first. Time: n gradients of
+    the whole batch; memory: n gradients.
+
+    Examples
+    --------
+    >>> x, y = jnp.array([[3.0, 0.0], [0.0, 1.0]]), jnp.array([0, 1])
+    >>> round(float(te_nas(None, lambda w, x: x @ w, jnp.ones((2, 2)), (x, y))), 3)
+    9.0
+    """
+    x, _ = check(apply, params, batch)
+    weights, rebuild = split_weights(params, "scale")
+    _, pull_back = jax.vjp(lambda w: jnp.sum(apply(rebuild(w), x), axis=1), weights)
+    units = jnp.eye(len(x), dtype=jax.eval_shape(apply, params, x).dtype)
+    rows = jax.lax.map(lambda unit: ravel_pytree(pull_back(unit))[0], units)
+    values = spectrum.eigenvalues(gram(rows))
+    smallest, largest = values[0], values[-1]
+    regular = smallest > len(x) * jnp.finfo(values.dtype).eps * largest
+    return jnp.where(regular, largest / smallest, jnp.inf)
+
+
+def nasi(
+    key,
+    apply: Apply,
+    params: Pytree,
+    batch: Batch,
+    *,
+    penalty: float = 2.0,
+    threshold: float = 500.0,
+) -> jax.Array:
+    """NASI: ``r - penalty max(0, r - threshold)`` with ``r = |grad L|^2``, L the mean loss.
+
+    ``r`` approximates the trace norm of the NTK; above the threshold training would diverge. Shu
+    et al. (ICLR 2022), whose mu is ``penalty`` and nu is ``threshold`` (500 at the start of the
+    adaptive variant, 100 in the fixed one). Cross-entropy, gradient in all of ``params``, jointly.
+
+    Examples
+    --------
+    >>> x, y = jnp.array([[1.0], [1.0]]), jnp.array([0, 0])
+    >>> args = (lambda w, x: x @ w, jnp.zeros((1, 2)), (x, y))
+    >>> float(nasi(None, *args)), float(nasi(None, *args, threshold=0.25))
+    (0.5, 0.0)
+    """
+    x, y = check(apply, params, batch)
+    g, _ = ravel_pytree(jax.grad(lambda p: mean_loss(apply, p, x, y))(params))
+    r = jnp.sum(g**2)
+    return r - penalty * jnp.maximum(0, r - threshold)
+
+
+def grad_norm(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
+    """``sum_l |dL / dw_l|``: the gradient's 2-norms, summed over the layers' weights.
+
+    Mean cross-entropy of the batch, jointly. zero-cost-nas.
+
+    Examples
+    --------
+    >>> x, y = jnp.array([[2.0]]), jnp.array([0])
+    >>> round(float(grad_norm(None, lambda w, x: x @ w, jnp.zeros((1, 2)), (x, y))), 4)
+    1.4142
+    """
+    _, g = loss_gradient(apply, params, batch)
+    return summed(jnp.linalg.norm(leaf.ravel()) for leaf in g)
+
+
+def snip(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
+    """``sum |w * dL/dw|`` over the weights: what removing each would change, to first order.
+
+    Mean cross-entropy of the batch, jointly. Lee, Ajanthan & Torr (ICLR 2019), summed as in
+    zero-cost-nas.
+
+    Examples
+    --------
+    >>> x, y = jnp.array([[2.0]]), jnp.array([0])
+    >>> round(float(snip(None, lambda w, x: x @ w, jnp.ones((1, 2)), (x, y))), 4)
+    2.0
+    """
+    w, g = loss_gradient(apply, params, batch)
+    return summed(jnp.sum(jnp.abs(a * b)) for a, b in zip(w, g, strict=True))
+
+
+def grasp(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
+    """``-sum w * (H g)``: how removing weights would change the gradient flow ``|g|^2``.
+
+    g and H are gradient and Hessian of the mean cross-entropy in the weights, jointly; no
+    temperature. Wang, Zhang & Grosse (ICLR 2020), summed as in zero-cost-nas. Time: two gradients.
+
+    Examples
+    --------
+    >>> x, y = jnp.array([[2.0]]), jnp.array([0])
+    >>> w = jnp.array([[1.0, 0.0]])
+    >>> round(float(grasp(None, lambda w, x: x @ w, w, (x, y))), 4)
+    0.2002
+    """
+    x, y = check(apply, params, batch)
+    weights, rebuild = split_weights(params)
+    gradient = jax.grad(lambda w: mean_loss(apply, rebuild(w), x, y))
+    _, product = jax.jvp(gradient, (weights,), (gradient(weights),))
+    return -inner_product(weights, product)
+
+
+def fisher(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
+    """``sum_c (1/2) mean_n (sum_positions a * dL/da)^2`` over the channels c of all layers.
+
+    ``a`` [n, positions, channels] is the output of a convolution or of a product with a matrix
+    (``lax.conv_general_dilated``; ``lax.dot_general`` without batch axes, channels last), L the
+    mean cross-entropy of the batch, jointly. Turner et al. (ICLR 2020), summed as in
+    zero-cost-nas.
+
+    Notes
+    -----
+    ``a`` is taken before a bias is added; zero-cost-nas takes it after: the same where biases are
+    0, as flax initialises them. Products whose leading axis is not the n samples are passed over.
+
+    Raises
+    ------
+    ValueError
+        If no convolution or product is found, or one sits in a loop other than ``scan``.
+
+    Examples
+    --------
+    >>> x, y = jnp.array([[2.0]]), jnp.array([0])
+    >>> round(float(fisher(None, lambda w, x: x @ w, jnp.ones((1, 2)), (x, y))), 4)
+    1.0
+    """
+    x, y = check(apply, params, batch)
+    return layer_saliency(apply, params, x, y)
+
+
+def zico(key, apply: Apply, params: Pytree, batch: Batch, *, parts: int = 2) -> jax.Array:
+    """ZiCo: ``sum_l log sum_w mean|g_w| / std(g_w)`` over the gradients of ``parts`` batches.
+
+    The batch is cut into equal parts in its order, each going through jointly; g is the gradient
+    of a part's mean cross-entropy in the weights, std without Bessel's correction. Weights whose
+    gradient does not vary, and layers made of such, do not count. Li et al. (ICLR 2023).
+
+    Raises
+    ------
+    ValueError
+        If ``parts`` is under 2 or does not divide the number of samples.
+
+    Examples
+    --------
+    >>> x, y = jnp.array([[2.0], [6.0]]), jnp.array([0, 0])  # gradients -1, 1 and -3, 3
+    >>> score = zico(None, lambda w, x: x @ w, jnp.zeros((1, 2)), (x, y))
+    >>> bool(jnp.isclose(score, jnp.log(4.0)))
+    True
+    """
+    x, y = check(apply, params, batch)
+    if parts < 2 or len(x) % parts:
+        raise ValueError(f"parts: expected 2 or more, dividing the {len(x)} samples, got {parts}.")
+    weights, rebuild = split_weights(params)
+
+    def gradient(part):
+        return jax.grad(lambda w: mean_loss(apply, rebuild(w), *part))(weights)
+
+    cut = jax.tree.map(lambda a: a.reshape(parts, -1, *a.shape[1:]), (x, y))
+    return summed(_log_signal(g) for g in jax.lax.map(gradient, cut))
+
+
+def _log_signal(g: jax.Array) -> jax.Array:
+    """``log sum mean|g| / std(g)`` of gradients stacked in front; 0 for an empty sum."""
+    mean, deviation = jnp.mean(jnp.abs(g), axis=0), jnp.std(g, axis=0)
+    total = jnp.sum(jnp.where(deviation > 0, mean / deviation, 0))
+    return jnp.where(total > 0, jnp.log(total), 0)
+
+
+def jacov(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
+    """``-sum_i log(lambda_i + eps) + 1 / (lambda_i + eps)``, with ``eps = 1e-5``.
+
+    ``lambda`` are the eigenvalues of the correlation matrix [n, n] of the inputs' gradients of
+    the sum of all logits, jointly. Mellor et al. (2020, the first version of NASWOT), as
+    ``jacob_cov`` in zero-cost-nas. Larger where samples are told apart.
+
+    Notes
+    -----
+    By singular values, which keep small eigenvalues to rounding of the largest squared: ``eps`` is
+    under float32's rounding of the matrix. An input without gradient correlates with nothing (the
+    original returns NaN).
+
+    Examples
+    --------
+    >>> x, y = jnp.array([[1.0, -1.0], [-1.0, 1.0]]), jnp.array([0, 1])
+    >>> score = jacov(None, lambda w, x: jnp.abs(x) @ w, jnp.ones((2, 2)), (x, y))
+    >>> round(float(score))  # the two are perfectly anticorrelated: eigenvalues 0 and 2
+    -99990
+    """
+    x, _ = check(apply, params, batch)
+    x = x.astype(jnp.promote_types(x.dtype, jnp.float32))  # images may come as integers
+    g = jax.grad(lambda x: jnp.sum(apply(params, x)))(x).reshape(len(x), -1)
+    g = g - g.mean(1, keepdims=True)
+    norms = jnp.linalg.norm(g, axis=1, keepdims=True)
+    singular = jnp.linalg.svd(g / jnp.where(norms > 0, norms, 1), compute_uv=False)
+    values = jnp.zeros(len(x), g.dtype).at[: singular.size].set(singular**2) + 1e-5
+    return -jnp.sum(jnp.log(values) + 1 / values)
+
+
+def synflow(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
+    """``log sum w * dR/dw`` over the weights, all of ``params`` made positive.
+
+    R is the sum of the logits at an input of ones. Uses no data: of the batch only its shape.
+    Tanaka et al. (NeurIPS 2020), summed as in zero-cost-nas, logarithm as in NASLib.
+
+    ``apply`` has to be without batch normalisation: this cannot take it out of a function.
+
+    Notes
+    -----
+    The original computes in float64, as R grows exponentially with depth. Here, if R exceeds the
+    root of the largest float, the input, the biases (all leaves other than weights) and the
+    gradient at the output are scaled by ``R^-1/2``, and the logarithm corrected: exact for
+    networks of ReLUs, which are homogeneous, and float32 then reaches R = 1e56. ``-inf`` for a
+    network that passes nothing on.
+
+    Examples
+    --------
+    >>> x, y = jnp.zeros((1, 2)), jnp.array([0])
+    >>> score = synflow(None, lambda w, x: x @ w, jnp.array([[1.0, -2.0], [3.0, 4.0]]), (x, y))
+    >>> bool(jnp.isclose(score, jnp.log(10.0)))
+    True
+    """
+    x, _ = check(apply, params, batch)
+    params = jax.tree.map(jnp.abs, params)
+    weights, _ = split_weights(params)
+    ones = jnp.ones_like(x[:1])
+
+    def response(weights, scale):
+        _, rebuild = split_weights(jax.tree.map(lambda leaf: scale * leaf, params))
+        return jnp.sum(apply(rebuild(weights), scale * ones))
+
+    plain = response(weights, 1)
+    limit = float(jnp.finfo(plain.dtype).max) ** 0.5
+    tiny = 1 / limit
+    balanced = tiny**0.5 / jnp.sqrt(response(weights, tiny))
+    scale = jnp.where(plain < limit, 1, balanced)
+    _, pull_back = jax.vjp(lambda w: response(w, scale), weights)
+    (g,) = pull_back(scale)
+    return jnp.log(inner_product(weights, g)) - 2 * jnp.log(scale)
+
+
+def naswot(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
+    """NASWOT: ``log det K_H``, where ``K_H[i, j]`` counts the ReLUs at which i and j agree in sign.
+
+    ``K_H = sum B B' + (1 - B)(1 - B)'`` [n, n] over the ReLUs, with ``B = 1[input > 0]``
+    [n, units], jointly. Mellor et al. (ICML 2021). Needs no labels and no gradients.
+
+    Only ReLUs that the logits depend on count, be it by a product with 0, as in the original, and
+    of ``lax.switch`` those of the branch taken.
+
+    Notes
+    -----
+    A ReLU is a call of ``jax.nn.relu`` (``flax.linen.relu``), with the samples on the leading axis
+    of its input; ``maximum(x, 0)`` written out is not seen. ``-inf`` where two samples agree
+    everywhere; with fewer units than samples the determinant is 0 up to rounding. Counts are exact
+    up to 2^24 units. Time: one forward pass and ``n^2`` per unit.
+
+    Raises
+    ------
+    ValueError
+        If the logits depend on no ReLU, or on one in a loop other than ``scan``, or if the leading
+        axis of a ReLU's input is not that of the samples.
+
+    Examples
+    --------
+    >>> x, y = jnp.array([[1.0, 1.0], [1.0, -1.0]]), jnp.array([0, 1])
+    >>> score = naswot(None, lambda w, x: jax.nn.relu(x) @ w, jnp.ones((2, 2)), (x, y))
+    >>> bool(jnp.isclose(score, jnp.log(2 * 2 - 1 * 1)))
+    True
+    """
+    x, _ = check(apply, params, batch)
+    agreements = sign_agreements(apply, params, x)
+    _, logdet = jnp.linalg.slogdet(agreements.astype(float))
+    return jnp.where(distinct_patterns(agreements) == len(x), logdet, -jnp.inf)
+
+
+def regions(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
+    """TE-NAS's R: how many linear regions the samples fall in, told by their ReLU sign patterns.
+
+    ReLUs as in :func:`naswot`, jointly. Chen, Gong & Wang (ICLR 2021) use 3,000 crops of 3 x 3
+    pixels, and a thin network, so that not every sample gets a region of its own. Memory: n^2.
+
+    Examples
+    --------
+    >>> x, y = jnp.array([[1.0, 1.0], [1.0, -1.0], [2.0, 3.0]]), jnp.array([0, 1, 0])
+    >>> int(regions(None, lambda w, x: jax.nn.relu(x) @ w, jnp.ones((2, 2)), (x, y)))
+    2
+    """
+    x, _ = check(apply, params, batch)
+    return distinct_patterns(sign_agreements(apply, params, x))
+
+
+def l2_norm(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
+    """``sum_l |w_l|``: the 2-norms of the layers' weights. zero-cost-nas.
+
+    Examples
+    --------
+    >>> x, y = jnp.array([[2.0]]), jnp.array([0])
+    >>> float(l2_norm(None, lambda w, x: x @ w, jnp.array([[3.0, 4.0]]), (x, y)))
+    5.0
+    """
+    check(apply, params, batch)
+    return summed(jnp.linalg.norm(leaf.ravel()) for leaf in split_weights(params)[0])

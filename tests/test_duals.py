@@ -1,0 +1,232 @@
+"""Dual activations, against mpmath, closed forms, finite differences, and each other."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import assert_close, finite_differences, tolerance
+
+import ntk
+from ntk.activations import Activation
+from ntk.gaussian import arc_cosines, hermite, kink_coefficients, mean
+from ntk.mehler import expectations
+
+ACTIVATIONS = (
+    ntk.relu,
+    ntk.leaky_relu(0.1),
+    ntk.sigmoid,
+    ntk.tanh,
+    ntk.swish,
+    ntk.gelu,
+    ntk.erf,
+    ntk.identity,
+)
+NAMED = {s.name: s for s in ACTIVATIONS} | {s.derivative.name: s.derivative for s in ACTIVATIONS}
+by_name = functools.partial(pytest.mark.parametrize, ids=repr)
+# Kinked with kinked and with smooth, smooth with smooth of every family, itself and another.
+PAIRS = pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        (ntk.relu, ntk.leaky_relu(0.1)),
+        (ntk.tanh, ntk.tanh),
+        (ntk.relu, ntk.tanh),
+        (ntk.swish, ntk.leaky_relu(0.1)),
+        (ntk.gelu, ntk.sigmoid),
+        (ntk.erf, ntk.identity),
+    ],
+    ids=repr,
+)
+
+# E[a(u) b(u')] by nested Gauss-Legendre panels (or the arc-cosine closed forms) in mpmath with 20
+# digits, from the very floats vx, vy, c below.
+MPMATH = [
+    ("relu'", "tanh'", 25.0, 25.0, 24.75, 0.07851912021872815),
+    ("tanh'", "tanh'", 25.0, 25.0, 24.975, 0.103685028048305),
+    ("tanh", "tanh", 1.0, 4.0, -1.8, -0.4321911386796933),
+    ("swish'", "swish'", 4.0, 9.0, 3.0, 0.3445957993412868),
+    ("relu", "swish", 1.0, 2.0, 0.4242640687119285, 0.2611285269304108),
+    ("relu", "tanh", 25.0, 1.0, 4.999995, 1.514262259741623),
+    ("relu'", "swish'", 1.0, 1.0, -0.999999, 0.09394028365472636),
+    ("sigmoid", "gelu", 2.0, 3.0, 1.7146428199482244, 0.1556732129443195),
+    ("gelu", "gelu", 1.0, 4.0, 1.2, 0.5684290810233084),
+    ("gelu'", "gelu'", 25.0, 9.0, -12.0, 0.09033196523212051),
+    ("erf'", "erf'", 25.0, 25.0, 24.975, 0.1236694152938918),
+    ("erf", "erf", 0.5, 2.0, 0.4, 0.1628228290862526),
+    ("relu", "relu", 1.0, 1.0, -0.999999, 1.500527268686272e-10),
+    ("relu'", "relu'", 1.0, 1.0, 0.999999999999, 0.4999997749234105),
+    ("leaky_relu(0.1)", "relu", 2.0, 3.0, 1.224744871391589, 0.7325174616900794),
+    ("relu", "relu'", 1.0, 2.0, 0.4242640687119285, 0.2593124822609312),
+    ("identity", "tanh", 0.04, 1.0, 0.1, 0.06057055096021589),
+    ("sigmoid'", "tanh'", 9.0, 16.0, -11.399999999999999, 0.03876342775537711),
+]
+float64_only = pytest.mark.skipif(not jax.config.jax_enable_x64, reason="arguments are float64's")
+
+
+@float64_only
+@pytest.mark.parametrize(("a", "b", "vx", "vy", "c", "value"), MPMATH)
+def test_duals_are_mpmaths_to_1e_12_of_themselves(a, b, vx, vy, c, value):
+    found = float(ntk.dual(NAMED[a], NAMED[b], vx, vy, c))
+    assert abs(found / value - 1) < 1e-12
+
+
+@float64_only
+@pytest.mark.parametrize("angle", [1e-9, 1e-6, 1e-3, 1.0, np.pi - 1e-3, np.pi - 1e-6])
+def test_arc_cosines_are_exact_relative_to_themselves_at_every_angle(angle):
+    # Source of truth: Taylor series of the closed forms, and the forms where nothing cancels.
+    near = min(angle, np.pi - angle)
+    p, q = np.sin(angle / 2) ** 2, np.sin((np.pi - angle) / 2) ** 2
+    step, relu, gap = (float(x) for x in arc_cosines(jnp.array(p), jnp.array(q)))
+    t = near
+    if t < 0.01:
+        gap_angle = t**3 / 6 * (1 - t**2 / 20 * (1 - t**2 / 42))
+        tilt = t**2 / 2 * (1 - t**2 / 12 * (1 - t**2 / 30))  # 1 - cos t
+        small = ((gap_angle + tilt * (np.pi - t)) if angle < 1 else (tilt * t - gap_angle)) / (
+            2 * np.pi
+        )
+    else:
+        small = 0.5 - (np.sin(t) + (np.pi - t) * np.cos(t)) / (2 * np.pi)
+    expected = (np.pi - angle) / (2 * np.pi) if angle < 2 else near / (2 * np.pi)
+    assert abs(step / expected - 1) < 1e-14
+    assert abs((gap if angle < 2 else relu) / small - 1) < 1e-13
+    assert abs(relu + gap - 0.5) < 1e-16 * 2
+
+
+def test_arc_cosines_hold_at_equal_opposite_and_orthogonal_inputs():
+    found = arc_cosines(jnp.array([0.0, 1.0, 0.5]), jnp.array([1.0, 0.0, 0.5]))
+    assert_close(found[0], np.array([0.5, 0, 0.25]), f64=1e-15, f32=1e-6)
+    assert_close(found[1], np.array([0.5, 0, 1 / (2 * np.pi)]), f64=1e-15, f32=1e-6)
+
+
+@PAIRS
+def test_mehlers_series_is_the_dual_at_any_variance_and_correlation(a, b):
+    # Two independent routes: quadrature of the pair, and Hermite coefficients of each.
+    rho = jnp.array([-1.0, -0.9, -0.3, 0.0, 0.5, 0.99, 1 - 1e-6, 1.0])
+    one = jnp.ones(1)
+    for f, g in ((a, b), (a.derivative, b.derivative)):
+        vx, vy = 1.7, 0.6
+        size = float(jnp.sqrt(ntk.dual(f, f, vx, vx, vx) * ntk.dual(g, g, vy, vy, vy)))
+        pointwise = ntk.dual(f, g, vx, vy, rho * np.sqrt(vx * vy))
+        sx, sy = jnp.sqrt(jnp.array([vx])), jnp.sqrt(jnp.array([vy]))
+        series = expectations(
+            (f,), (g,), 1024, one, one, sx, sy, (1 - rho)[None] / 2, (1 + rho)[None] / 2
+        )
+        # float32: 1e-3 for a kink's step at rho = 1 - 1e-6, which is 1 - 1.2e-6 there.
+        assert float(jnp.abs(series - pointwise).max()) < tolerance(2e-12, 1e-3) * size
+
+
+@by_name("s", (ntk.leaky_relu(0.1), ntk.swish))
+def test_a_mixtures_expectation_is_the_double_sum_of_its_parts(s):
+    layer, w = (ntk.relu, s, ntk.tanh), jnp.array([0.3, -1.2, 0.7])
+    rho = jnp.array([[-0.8, 0.2, 0.9]])
+    sx, sy, p, q = jnp.array([1.1]), jnp.array([0.7]), (1 - rho) / 2, (1 + rho) / 2
+    whole = expectations(layer, layer, 512, w, w, sx, sy, p, q)
+    one = jnp.ones(1)
+    parts = sum(
+        w[i] * w[j] * expectations((f,), (g,), 512, one, one, sx, sy, p, q)
+        for i, f in enumerate(layer)
+        for j, g in enumerate(layer)
+    )
+    assert_close(whole, parts, f64=1e-13, f32=1e-5)
+
+
+@PAIRS
+def test_the_derivative_in_the_covariance_is_prices(a, b):
+    vx, vy = 1.3, 0.8
+    c = np.array([-1.0, -0.6, 0.0, 0.4, 1.0]) * np.sqrt(vx * vy)
+    slope = jax.grad(lambda c: ntk.dual(a, b, vx, vy, c, max_variance=2.0).sum())(c)
+    assert_close(slope, ntk.dual(a.derivative, b.derivative, vx, vy, c), f64=1e-11, f32=1e-4)
+
+
+@pytest.mark.parametrize("order", [0, 1])
+@PAIRS
+def test_all_derivatives_are_finite_differences(a, b, order):
+    a, b = (a.derivative, b.derivative) if order else (a, b)
+    at = np.array([1.3, 0.8, 0.5])
+    fixed = functools.partial(ntk.dual, max_variance=2.0)
+    gradient = jax.grad(lambda v: fixed(a, b, *v))(jnp.asarray(at))
+    numeric = finite_differences(lambda v: np.asarray(fixed(a, b, *jnp.asarray(v))), at)
+    assert_close(gradient, numeric, f64=1e-9, f32=5e-3)
+
+
+@PAIRS
+def test_derivatives_at_correlations_of_one_are_finite(a, b):
+    one = jnp.ones(1)
+
+    def total(w, s, p):
+        q = 1 - p
+        kernels = [
+            expectations((f,), (g,), 64, w, w, s, s, p, q)
+            for f, g in ((a, b), (a.derivative, b.derivative))
+        ]
+        return sum(jnp.sum(k) for k in kernels)
+
+    p = jnp.array([[0.0, 1.0]])
+    grads = jax.grad(total, (0, 1, 2))(one, 0.1 * one, p)
+    assert all(bool(jnp.isfinite(g).all()) for g in grads)
+
+
+def test_a_variance_of_zero_gives_the_value_at_zero_and_no_nan():
+    for a in ACTIVATIONS:
+        value, grads = jax.value_and_grad(
+            lambda v, a=a: ntk.dual(a, ntk.tanh, v[0], v[1], v[2], max_variance=1.0)
+        )(jnp.array([0.0, 1.0, 0.0]))
+        assert float(value) == pytest.approx(0.0, abs=1e-12)
+        assert bool(jnp.isfinite(grads).all())
+    assert float(ntk.dual(jnp.cos, jnp.cos, 0.0, 0.0, 0.0)) == pytest.approx(1.0, rel=1e-6)
+
+
+def test_any_smooth_function_has_its_dual():
+    # E cos(u) cos(u') = exp(-(vx + vy) / 2) cosh(c).
+    found = ntk.dual(jnp.cos, ntk.activation(jnp.cos, strip=np.inf), 1.5, 0.5, -0.4)
+    assert_close(found, np.exp(-1.0) * np.cosh(0.4), f64=1e-14, f32=1e-6)
+
+
+def test_duals_are_vmapped_jitted_and_broadcast():
+    c = jnp.linspace(-1, 1, 5)
+    plain = ntk.dual(ntk.relu, ntk.tanh, 1.0, jnp.ones(5), c)
+    mapped = jax.jit(jax.vmap(lambda c: ntk.dual(ntk.relu, ntk.tanh, 1.0, 1.0, c)))(c)
+    assert plain.shape == (5,)
+    assert_close(mapped, plain, f64=1e-13, f32=1e-5)
+
+
+@by_name("s", ACTIVATIONS)
+def test_hermite_coefficients_carry_the_second_moment(s):
+    scale = jnp.array([0.3, 1.0, 2.0])
+    energy = (hermite(s, scale, 1024) ** 2).sum(-1)
+    # The coefficients of a kink fall like k^-5/4: 2e-6 of the energy is in those left out.
+    assert_close(energy, mean(lambda u: s(u) ** 2, scale), f64=3e-6, f32=1e-4)
+    assert_close(hermite(ntk.relu, jnp.array(1.0), 64), kink_coefficients(1, 64), f64=1e-14)
+
+
+def test_smooth_pairs_beyond_the_variance_asked_for_are_nan():
+    assert bool(jnp.isnan(ntk.dual(ntk.tanh, ntk.tanh, 9.0, 9.0, 1.0, max_variance=4.0)))
+    traced = jax.jit(lambda v: ntk.dual(ntk.tanh, ntk.tanh, v, v, v))
+    assert bool(jnp.isnan(traced(30.0)))
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (lambda: ntk.dual(ntk.relu, ntk.relu, -1.0, 1.0, 0.0), "vx: expected finite variances"),
+        (lambda: ntk.dual(ntk.relu, ntk.relu, 1.0, np.nan, 0.0), "vy: expected finite variances"),
+        (lambda: ntk.dual(ntk.relu, ntk.relu, 1.0, 1.0, 1.1), "c: expected at most"),
+        (lambda: ntk.activation("relu"), "fn: expected an elementwise function"),
+        (lambda: ntk.activation(jnp.sum), "fn: expected an elementwise function"),
+        (lambda: ntk.activation(jnp.tanh, strip=0.0), "strip: expected a positive number"),
+        (lambda: ntk.leaky_relu(np.inf), "slope: expected a finite number"),
+        (lambda: ntk.relu.derivative.derivative(0.0), "z: expected a function with values"),
+        (lambda: ntk.relu.derivative.derivative.derivative, "derivative: expected degree"),
+    ],
+)
+def test_bad_arguments_are_named_in_one_sentence(call, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        call()
+
+
+def test_equal_activations_are_equal_and_hash_alike():
+    assert ntk.leaky_relu(0.1) == ntk.leaky_relu(0.1)
+    assert ntk.tanh.derivative == ntk.tanh.derivative
+    assert len({ntk.swish.derivative, ntk.swish.derivative}) == 1
+    assert isinstance(ntk.activation(jnp.cos), Activation)

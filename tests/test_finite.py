@@ -1,0 +1,588 @@
+"""Empirical kernels against the Jacobian of the batch, written out, and neural-tangents."""
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import assert_close, finite_differences
+
+from ntk import _layers
+from ntk.finite import METHODS, OUTPUTS, empirical_kernel, gradient_norms, kernel_vector_product
+
+KEY = jax.random.key(0)
+
+
+def normal(seed, *shape):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape))
+
+
+def setup(model, x, seed=1):
+    """Variables in the tests' precision, with nothing left at zero or one."""
+    shapes = jax.eval_shape(model.init, KEY, x)
+    rng = np.random.default_rng(seed)
+
+    def draw(leaf):
+        return jnp.asarray(rng.uniform(0.1, 0.9, leaf.shape) * rng.choice([-1, 1], leaf.shape))
+
+    return jax.tree.map(draw, shapes)
+
+
+def brute_force(apply, params, x1, x2=None):
+    """For each kind of outputs, ``J J'`` by the Jacobian of the batch: nothing of the package."""
+
+    @jax.jit
+    def jacobian(params, x):
+        def batch(params):
+            return apply(params, x).reshape(len(x), -1)
+
+        leaves = jax.tree.leaves(jax.jacrev(batch)(params))
+        return jnp.concatenate([leaf.reshape(*leaf.shape[:2], -1) for leaf in leaves], -1)
+
+    j1 = np.asarray(jacobian(params, x1))
+    j2 = j1 if x2 is None else np.asarray(jacobian(params, x2))
+    full = np.einsum("aip,bjp->abij", j1, j2)
+    return {"sum": full.sum((2, 3)), "trace": np.einsum("abii->ab", full), "full": full}
+
+
+def check(model, x, *, layered, outputs="sum"):
+    """Layerwise = brute force, with that many leaves kept in factors."""
+    params = setup(model, x)
+
+    def of_params(params, x):
+        return model.apply({"params": params}, x)
+
+    expected = brute_force(of_params, params["params"], x)[outputs]
+    got = empirical_kernel(model.apply, params, x, outputs=outputs)
+    assert_close(got, expected, f64=1e-12, f32=1e-4)
+    assert layers_in_factors(of_params, params["params"], x) == layered
+
+
+def layers_in_factors(apply, params, x):
+    leaves, structure = jax.tree.flatten(params)
+
+    def forward(leaves, x):
+        return apply(jax.tree.unflatten(structure, leaves), x[None])[0]
+
+    return len(_layers.plan(forward, leaves, x[0], intercept=True).layered)
+
+
+class Perceptron(nn.Module):
+    outputs: int = 1
+    width: int = 6
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.tanh(nn.Dense(self.width)(x))
+        x = nn.silu(nn.Dense(self.width, use_bias=False)(x))
+        return nn.Dense(self.outputs)(x)
+
+
+class Then(nn.Module):
+    """A layer, a nonlinearity that keeps every entry apart, and a dense layer."""
+
+    layer: nn.Module
+    outputs: int = 2
+
+    @nn.compact
+    def __call__(self, x):
+        x = jnp.tanh(self.layer(x))
+        return nn.Dense(self.outputs)(x.reshape(len(x), -1))
+
+
+# --- The kernel itself ----------------------------------------------------------------------------
+
+
+def two_layers(params, x):
+    return jnp.tanh(x @ params["w"]) @ params["v"]
+
+
+def test_two_layer_network_has_the_kernel_of_the_formula():
+    # f = v'tanh(W'x): K = tanh(h)'tanh(h') + x'x' Σ_k v_k² tanh'(h_k) tanh'(h'_k).
+    params, x = {"w": normal(1, 3, 5), "v": normal(2, 5)}, normal(3, 4, 3)
+    h = x @ params["w"]
+    slopes = params["v"] / jnp.cosh(h) ** 2
+    expected = jnp.tanh(h) @ jnp.tanh(h).T + (x @ x.T) * (slopes @ slopes.T)
+    for method in ("auto", "jacobian", "neural_tangents"):
+        assert_close(empirical_kernel(two_layers, params, x, method=method), expected, f32=1e-5)
+
+
+def test_jacobian_is_that_of_finite_differences():
+    params, x = {"w": normal(1, 2, 3), "v": normal(2, 3, 2)}, normal(3, 3, 2)
+    j = finite_differences(lambda params: two_layers(params, x), params).reshape(3, 2, -1)
+    expected = np.einsum("aip,bjp->abij", j, j)
+    got = empirical_kernel(two_layers, params, x, method="jacobian", outputs="full")
+    assert_close(got, expected, f64=1e-9, f32=1e-2)
+
+
+@pytest.mark.parametrize("method", METHODS[1:])
+def test_methods_agree_for_one_and_for_two_sets_of_samples(method):
+    model, x1, x2 = Perceptron(outputs=3), normal(1, 5, 4), normal(2, 2, 4)
+    params = setup(model, x1)
+    square = brute_force(model.apply, params, x1)
+    oblong = brute_force(model.apply, params, x1, x2)
+    for outputs in OUTPUTS:
+        options = {"method": method, "outputs": outputs}
+        got = empirical_kernel(model.apply, params, x1, **options)
+        assert_close(got, square[outputs], f64=1e-12, f32=1e-4)
+    got = empirical_kernel(model.apply, params, x1, x2, **options)
+    assert_close(got, oblong[outputs], f64=1e-12, f32=1e-4)
+
+
+@pytest.mark.parametrize("method", METHODS[1:])
+def test_gradient_norms_are_the_diagonal(method):
+    model, x = Perceptron(outputs=3), normal(1, 5, 4)
+    params = setup(model, x)
+    expected = brute_force(model.apply, params, x)
+    for outputs, size in (("sum", None), ("trace", 2)):
+        got = gradient_norms(
+            model.apply, params, x, method=method, outputs=outputs, batch_size=size
+        )
+        assert_close(got, np.diag(expected[outputs]), f64=1e-12, f32=1e-4)
+
+
+def test_kernel_is_exactly_symmetric():
+    model, x = Perceptron(outputs=3), normal(1, 7, 4)
+    params = setup(model, x)
+    for size in (None, 2):
+        k = empirical_kernel(model.apply, params, x, outputs="full", batch_size=size)
+        assert (k == k.transpose(1, 0, 3, 2)).all()
+
+
+def test_outputs_without_an_axis_are_one_output():
+    params, x = {"w": normal(1, 3, 5), "v": normal(2, 5)}, normal(3, 4, 3)
+    full = empirical_kernel(two_layers, params, x, outputs="full")
+    assert full.shape == (4, 4, 1, 1)
+    assert_close(full[..., 0, 0], empirical_kernel(two_layers, params, x), f64=1e-14, f32=1e-6)
+
+
+def test_one_sample_is_enough():
+    model, x = Perceptron(), normal(1, 1, 4)
+    params = setup(model, x)
+    expected = brute_force(model.apply, params, x)["sum"]
+    assert_close(empirical_kernel(model.apply, params, x), expected, f64=1e-12, f32=1e-5)
+
+
+def test_kernel_of_outputs_that_ignore_the_parameters_is_zero():
+    got = empirical_kernel(lambda w, x: x, normal(1, 2), normal(2, 3, 2))
+    assert (got == jnp.zeros((3, 3))).all()
+
+
+def test_kernel_has_the_precision_of_the_parameters():
+    model, x = Perceptron(), jnp.ones((2, 3), jnp.float32)
+    params = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), setup(model, x))
+    assert empirical_kernel(model.apply, params, x).dtype == jnp.float32
+
+
+# --- Layers ---------------------------------------------------------------------------------------
+
+
+def test_dense_layers_are_all_kept_in_factors():
+    check(Perceptron(outputs=2), normal(1, 4, 3), layered=5)
+
+
+CONVOLUTIONS = {
+    "same": (nn.Conv(4, (3, 2)), (5, 6)),
+    "valid, strides": (nn.Conv(4, (2, 3), strides=(2, 1), padding="VALID"), (5, 6)),
+    "circular, dilated": (nn.Conv(4, (3, 3), padding="CIRCULAR", kernel_dilation=(1, 2)), (5, 6)),
+    "reflect": (nn.Conv(4, (3, 3), padding="REFLECT"), (5, 6)),
+    "explicit, groups": (
+        nn.Conv(4, (3, 3), padding=((2, 0), (0, 1)), feature_group_count=2),
+        (5, 6),
+    ),
+    "depthwise, strides": (nn.Conv(4, (3, 3), strides=2, feature_group_count=4), (5, 6)),
+    "spaced input": (nn.Conv(4, (3, 3), input_dilation=2, padding=1), (5, 6)),
+    "pointwise": (nn.Conv(5, (1, 1), padding=0), (5, 6)),
+    "cropped": (nn.Conv(5, (2, 2), padding=((-1, 0), (0, -2))), (5, 6)),
+    "one axis, dilated": (nn.Conv(3, (3,), kernel_dilation=2), (7,)),
+    "one axis, causal": (nn.Conv(3, 3, kernel_dilation=2, padding="CAUSAL"), (7,)),
+    "three axes": (nn.Conv(2, (2, 1, 2), strides=(2, 1, 1)), (3, 4, 3)),
+}
+
+
+@pytest.mark.parametrize("layer, space", CONVOLUTIONS.values(), ids=CONVOLUTIONS.keys())
+def test_convolution_is_its_columns_times_its_kernel(layer, space):
+    layer, x = layer.clone(use_bias=False), normal(1, 2, *space, 4)
+    params = setup(layer, x)
+    kernel = params["params"]["kernel"]
+    groups, columns = _layers._columns(layer, x)
+
+    @jax.jit
+    def product(kernel, x):
+        a = columns(x)
+        return jnp.einsum("qgi,igj->qgj", a, kernel.reshape(a.shape[-1], groups, -1))
+
+    expected = jax.jit(layer.apply)(params, x)
+    assert_close(product(kernel, x).reshape(expected.shape), expected, f64=1e-13, f32=1e-5)
+
+
+def test_network_of_strided_grouped_and_dilated_convolutions():
+    class Convolutional(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = jnp.tanh(nn.Conv(4, (3, 3), strides=2)(x))
+            x = jnp.tanh(nn.Conv(6, (3, 2), feature_group_count=2, kernel_dilation=2)(x))
+            x = jnp.tanh(nn.Conv(3, (2, 2), padding="CIRCULAR")(x))
+            return nn.Dense(2)(x.reshape(len(x), -1))
+
+    check(Convolutional(), normal(1, 3, 6, 7, 2), layered=8)
+
+
+@pytest.mark.parametrize("outputs", ["trace", "full"])
+def test_patch_gram_explicit_gradients_and_their_chunks_agree(outputs, monkeypatch):
+    model, x = Then(nn.Conv(6, (3, 3), feature_group_count=2), 3), normal(1, 3, 4, 4, 2)
+    params = setup(model, x)
+    expected = brute_force(model.apply, params, x)[outputs]
+    for patches, chunk in ((True, 1), (False, 2**26), (False, 1)):
+        monkeypatch.setattr(_layers, "_patch_gram_is_cheaper", lambda *_, p=patches, **__: p)
+        monkeypatch.setattr(_layers, "_CHUNK", chunk)
+
+        def apply(params, x):  # a new function, which nothing has been compiled for
+            return model.apply(params, x)
+
+        got = empirical_kernel(apply, params, x, outputs=outputs)
+        assert_close(got, expected, f64=1e-12, f32=1e-4)
+        if outputs != "full":
+            norms = gradient_norms(apply, params, x, outputs=outputs)
+            assert_close(norms, np.diag(expected), f64=1e-12, f32=1e-4)
+
+
+def test_axes_may_change_places_between_layers():
+    # Where positions come first, and are as many as samples, axis 0 is not the samples' axis.
+    class Mixer(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = nn.tanh(nn.Dense(3)(jnp.swapaxes(x, 0, 1)))
+            x = nn.tanh(nn.Dense(4)(x.reshape(-1, 3)).reshape(3, -1, 4))
+            return nn.Dense(1)(jnp.swapaxes(x, 0, 1).sum(1))
+
+    check(Mixer(), normal(1, 3, 3, 2), layered=6)
+
+
+class Recurrent(nn.Module):
+    """The same layers several times, on inputs of different shapes."""
+
+    @nn.compact
+    def __call__(self, x):
+        dense, conv = nn.Dense(3), nn.Conv(3, (3,), strides=2)
+        for _ in range(2):
+            x = nn.tanh(dense(x)) + x
+            x = nn.tanh(conv(x))
+        return dense(x.sum(1))
+
+
+def test_layer_called_again_adds_up_before_the_product():
+    check(Recurrent(), normal(1, 3, 8, 3), layered=4)
+
+
+class Mixed(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Embed(5, 4)(x)
+        x = nn.LayerNorm()(nn.Conv(4, (3,))(x))
+        x = nn.GroupNorm(2)(nn.Dense(4)(x))
+        return nn.Dense(2)(x.sum(1) * self.param("scale", nn.initializers.ones, (4,)))
+
+
+def test_other_parameters_by_the_jacobian():
+    check(Mixed(), jnp.array([[0, 1, 2, 3], [4, 1, 1, 0]]), layered=6, outputs="full")
+
+
+def test_batch_normalisation_on_running_averages():
+    class Normalised(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(1)(nn.tanh(nn.BatchNorm(use_running_average=True)(nn.Dense(3)(x))))
+
+    # The running averages are no parameters; kept positive, unlike the rest.
+    model, x = Normalised(), normal(1, 4, 2)
+    params = setup(model, x)
+    params = {**params, "batch_stats": jax.tree.map(jnp.abs, params["batch_stats"])}
+
+    def of_params(trained, x):
+        return model.apply({**params, "params": trained}, x)
+
+    expected = brute_force(of_params, params["params"], x)["sum"]
+    for method in ("layerwise", "neural_tangents"):
+        got = empirical_kernel(model.apply, params, x, method=method)
+        assert_close(got, expected, f64=1e-12, f32=1e-4)
+
+
+class Tied(nn.Module):
+    """A kernel that is a layer's and, transposed, a decoder's."""
+
+    @nn.compact
+    def __call__(self, x):
+        encoder = nn.Dense(4)
+        x = nn.tanh(encoder(x))
+        return x @ encoder.variables["params"]["kernel"].T
+
+
+class Overridden(nn.Dense):
+    @nn.compact
+    def __call__(self, x):
+        return jnp.sin(super().__call__(x)) * 2
+
+
+class Masked(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        mask = jnp.arange(36.0).reshape(3, 3, 4) % 2
+        return nn.Conv(4, (3,), mask=mask)(x)
+
+
+class Rematerialised(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.remat(nn.Dense)(3)(jnp.tanh(nn.jit(nn.Dense)(3)(x)))
+
+
+class Scanned(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        class Step(nn.Module):
+            @nn.compact
+            def __call__(self, x, _):
+                return jnp.tanh(nn.Dense(3)(x)), None
+
+        lifted = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
+        return nn.scan(Step, length=2, **lifted)()(x, None)[0]
+
+
+HARD = {
+    # model, input shape, leaves that may be kept in factors
+    "tied weights": (Tied(), (3, 2), 1),
+    "weight normalisation": (Then(nn.WeightNorm(nn.Dense(3))), (3, 2), 2),
+    "overridden layer": (Then(Overridden(3)), (3, 2), 2),
+    "masked convolution": (Then(Masked()), (2, 4, 3), 2),
+    "rematerialised and jitted": (Then(Rematerialised()), (3, 2), 2),
+    "scanned": (Then(Scanned()), (3, 3), 2),
+    "general dense layer": (Then(nn.DenseGeneral((2, 3), axis=(1, 2))), (3, 2, 2), 2),
+    "transposed convolution": (Then(nn.ConvTranspose(2, (3,))), (3, 4, 2), 2),
+    "local convolution": (Then(nn.ConvLocal(2, (3,))), (3, 4, 2), 2),
+}
+
+
+@pytest.mark.parametrize("model, shape, layered", HARD.values(), ids=HARD.keys())
+def test_what_is_no_plain_layer_is_never_taken_for_one(model, shape, layered):
+    check(model, normal(1, *shape), layered=layered)
+
+
+def test_functions_that_call_a_module_are_seen_through():
+    model, x = Perceptron(), normal(1, 3, 4)
+    params = setup(model, x)["params"]
+
+    def apply(params, x):
+        return model.apply({"params": params}, x)
+
+    assert layers_in_factors(apply, params, x) == 5
+    expected = brute_force(apply, params, x)["sum"]
+    wrapped = [
+        apply,
+        jax.jit(apply),
+        lambda params, x: jax.vmap(lambda x: apply(params, x[None])[0])(x),
+        # A layer that is called in a loop of the caller's.
+        lambda params, x: jax.lax.map(lambda x: apply(params, x[None])[0], x),
+    ]
+    for function in wrapped:
+        assert_close(empirical_kernel(function, params, x), expected, f64=1e-12, f32=1e-4)
+
+
+def test_parameters_given_twice_are_two_parameters():
+    x, w = normal(1, 3, 2), normal(2, 2, 2)
+    dense = nn.Dense(2, use_bias=False)
+
+    def apply(params, x):
+        h = jnp.tanh(dense.apply({"params": {"kernel": params[0]}}, x))
+        return dense.apply({"params": {"kernel": params[1]}}, h)
+
+    expected = brute_force(apply, [w, w], x)["sum"]
+    assert_close(empirical_kernel(apply, [w, w], x), expected, f64=1e-12, f32=1e-5)
+
+
+def test_layers_that_compute_in_half_precision_are_near_the_jacobian():
+    class Half(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = nn.tanh(nn.Dense(16, dtype=jnp.bfloat16)(x))
+            return nn.Dense(1, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)(x)
+
+    model, x = Half(), normal(1, 3, 4)
+    params = model.init(KEY, x)
+    got = empirical_kernel(model.apply, params, x)
+    expected = empirical_kernel(model.apply, params, x, method="jacobian")
+    assert got.dtype == expected.dtype  # and not bfloat16
+    assert_close(got, expected, f64=0.03, f32=0.03)
+
+
+# --- Batches, transformations, devices ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size, outputs", [(1, "sum"), (2, "full"), (3, "trace"), (20, "sum")])
+def test_batches_do_not_matter(size, outputs):
+    model, x1, x2 = Perceptron(outputs=2), normal(1, 7, 3), normal(2, 4, 3)
+    params = setup(model, x1)
+    for other in (None, x2):
+        expected = brute_force(model.apply, params, x1, other)[outputs]
+        got = empirical_kernel(model.apply, params, x1, other, outputs=outputs, batch_size=size)
+        assert_close(got, expected, f64=1e-12, f32=1e-4)
+
+
+def test_kernel_vector_product_is_the_kernel_times_the_vector():
+    model, x = Perceptron(outputs=3), normal(1, 5, 4)
+    params = setup(model, x)
+    v, w = normal(2, 5), normal(3, 5, 3)
+    expected = brute_force(model.apply, params, x)
+    kv, kw = expected["sum"] @ v, np.einsum("abij,bj->ai", expected["full"], w)
+    for size in (None, 2):
+        product = kernel_vector_product(model.apply, params, x, batch_size=size)
+        assert_close((product(v), jax.jit(product)(w)), (kv, kw), f64=1e-12, f32=1e-4)
+
+
+@pytest.mark.parametrize("size", [None, 2])
+def test_derivatives_in_the_parameters_are_those_of_finite_differences(size):
+    model, x = Perceptron(), normal(1, 3, 2)
+    params, weights = setup(model, x), normal(2, 3, 3)
+
+    def loss(size, method):
+        def value(params):
+            k = empirical_kernel(model.apply, params, x, batch_size=size, method=method)
+            return jnp.sum(weights * k)
+
+        return value
+
+    got = jax.jit(jax.grad(loss(size, "layerwise")))(params)
+    expected = finite_differences(jax.jit(loss(None, "jacobian")), params)
+    assert_close(got, expected, f64=1e-9, f32=3e-2)
+
+
+def test_kernel_maps_over_parameters():
+    model, x = Perceptron(), normal(1, 3, 2)
+    several = [setup(model, x, seed) for seed in (1, 2)]
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *several)
+    got = jax.vmap(lambda p: empirical_kernel(model.apply, p, x, batch_size=2))(stacked)
+    expected = np.stack([brute_force(model.apply, p, x)["sum"] for p in several])
+    assert_close(got, expected, f64=1e-12, f32=1e-4)
+
+
+def test_what_apply_closes_over_may_be_differentiated():
+    # f = a w'x, K = a² x'x', dK/da = 2a x'x'.
+    w, x = normal(1, 2), normal(2, 3, 2)
+
+    def total(a):
+        return empirical_kernel(lambda w, x: a * x @ w, w, x).sum()
+
+    assert_close(jax.grad(total)(3.0), 6 * jnp.sum(x @ x.T), f32=1e-5)
+
+
+def test_second_call_with_the_same_apply_does_not_trace_again():
+    traces = 0
+
+    def apply(w, x):
+        nonlocal traces
+        traces += 1
+        return x @ w
+
+    x = normal(1, 3, 2)
+    empirical_kernel(apply, normal(2, 2), x)
+    seen = traces
+    empirical_kernel(apply, normal(3, 2), x)
+    assert traces == seen
+
+
+def test_rows_are_divided_among_devices():
+    program = """
+    import jax, numpy as np, flax.linen as nn
+    from ntk.finite import empirical_kernel, gradient_norms
+
+    class Network(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = nn.LayerNorm()(nn.tanh(nn.Conv(3, (3,))(x)))
+            return nn.Dense(2)(x.reshape(len(x), -1))
+
+    x = np.random.default_rng(0).normal(size=(10, 5, 2))
+    apply = Network().apply
+    params = jax.jit(Network().init)(jax.random.key(1), x)
+    placed = jax.device_put((params, x), jax.devices()[0])
+    alone = empirical_kernel(apply, *placed)
+    square = empirical_kernel(apply, params, x)
+    oblong = empirical_kernel(apply, params, x, x[:7], batch_size=2)
+    norms = gradient_norms(apply, params, x)
+    print([len(k.devices()) for k in (alone, square, oblong, norms)])
+    alone = np.asarray(alone)
+    pairs = (square, alone), (oblong, alone[:, :7]), (norms, np.diag(alone))
+    print(max(abs(np.asarray(k) - expected).max() for k, expected in pairs) / abs(alone).max())
+    """
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    devices, error = done.stdout.splitlines()
+    assert devices == "[1, 4, 4, 4]"
+    assert float(error) < 1e-5
+
+
+# --- Errors ---------------------------------------------------------------------------------------
+
+
+def linear(w, x):
+    return x @ w
+
+
+W, X = np.ones(2), np.ones((3, 2))
+
+BAD = {
+    "method": ({"method": "fast"}, "method: expected one of 'auto', 'layerwise'"),
+    "outputs": ({"outputs": "mean"}, "outputs: expected one of 'sum', 'trace', 'full', got 'mean'"),
+    "batch size": ({"batch_size": 0}, "batch_size: expected a positive integer or None, got 0"),
+    "no samples": ({"x1": X[:0]}, "x1: expected samples"),
+    "a number": ({"x1": 1.0}, "x1: expected samples"),
+    "NaN": ({"x1": X * np.nan}, "x1: expected finite numbers"),
+    "other shape": ({"x2": X[:, :1]}, r"x2: expected samples of the shape \(2,\), got \(1,\)"),
+    "infinite weight": ({"params": W * np.inf}, "params: expected finite numbers"),
+    "no weights": ({"params": {}}, "params: expected at least one leaf"),
+    "integers only": ({"params": np.arange(2)}, "params: expected at least one leaf"),
+    "scalar output": ({"apply": lambda w, x: x.sum() * w[0]}, "apply: expected outputs"),
+    "no layers": ({"method": "layerwise"}, "method: expected an apply that calls flax's Dense"),
+    "no variables": ({"apply": nn.Dense(1).apply, "params": {"w": W}}, "params: expected the vari"),
+}
+
+
+@pytest.mark.parametrize("given, message", BAD.values(), ids=BAD.keys())
+def test_bad_input_is_one_sentence(given, message):
+    arguments = {"apply": linear, "params": W, "x1": X} | given
+    apply, params = arguments.pop("apply"), arguments.pop("params")
+    with pytest.raises(ValueError, match="^" + message):
+        empirical_kernel(apply, params, **arguments)
+
+
+def test_batch_statistics_are_refused():
+    class Normalised(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.BatchNorm(use_running_average=False)(nn.Dense(1)(x))
+
+    model = Normalised()
+    variables = model.init(KEY, X)
+    for method in METHODS:
+        with pytest.raises(
+            ValueError, match=r"^apply: expected BatchNorm with use_running_average"
+        ):
+            empirical_kernel(model.apply, variables, X, method=method)
+
+
+def test_vector_of_another_shape_is_refused():
+    with pytest.raises(ValueError, match=r"^v: expected the shape .* got \(4,\)"):
+        kernel_vector_product(linear, W, X)(np.ones(4))
+
+
+def test_norms_of_all_pairs_of_outputs_are_refused():
+    with pytest.raises(ValueError, match=r"^outputs: expected one of 'sum', 'trace', got 'full'"):
+        gradient_norms(linear, W, X, outputs="full")

@@ -1,0 +1,523 @@
+"""Kernels of infinite width: reference values, neural-tangents, wide networks, edges."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import assert_close, finite_differences, tolerance
+
+import ntk
+from ntk import architecture, infinite, pairs
+from ntk._compat import neural_tangents
+
+LEAKY = ntk.leaky_relu(0.1)
+float64_only = pytest.mark.skipif(not jax.config.jax_enable_x64, reason="the claim is float64's")
+
+
+def unit_rows(n, d, seed=0):
+    x = np.random.default_rng(seed).standard_normal((n, d))
+    return x / np.linalg.norm(x, axis=1, keepdims=True)
+
+
+def rows(n, d, seed=0):
+    return np.random.default_rng(seed).standard_normal((n, d)) / np.sqrt(d)
+
+
+# --------------------------------------------------------------------------- reference values
+
+
+@pytest.mark.parametrize(
+    ("activations", "skips", "nngp", "kernel"),
+    [
+        ([ntk.relu] * 3, [1.0, 1.0], 7.340684097418, 15.97730386979),
+        ([ntk.tanh] * 2, [0.5], None, 2.8754751694),
+        ([ntk.tanh] * 2, [-1.0], None, 4.1635212587),
+    ],
+)
+def test_diagonals_are_the_values_of_an_independent_computation(activations, skips, nngp, kernel):
+    # Twelve digits from another implementation of the recursion, checked on finite networks.
+    found = ntk.network_kernel(unit_rows(2, 3), activations=activations, skips=skips)
+    assert_close(found.ntk[0, 0], kernel, f64=2e-11, f32=1e-5)
+    if nngp:
+        assert_close(found.nngp[0, 0], nngp, f64=1e-12, f32=1e-5)
+
+
+@pytest.mark.parametrize("depth", [2, 3, 6, 10])
+def test_relu_networks_on_unit_inputs_have_their_depth_on_the_diagonal(depth):
+    kernel = ntk.network_kernel(unit_rows(3, 4), activations=[ntk.relu] * (depth - 1)).ntk
+    assert_close(jnp.diag(kernel), np.full(3, depth), f64=1e-14, f32=1e-5)
+
+
+@pytest.mark.parametrize("depth, value", [(4, 15.98), (6, 130.5), (10, 9049.6)])
+def test_all_skips_make_the_diagonal_grow_as_printed_in_the_errata(depth, value):
+    found = ntk.network_kernel(
+        unit_rows(1, 4), activations=[ntk.relu] * (depth - 1), skips=[1.0] * (depth - 2)
+    )
+    assert float(found.ntk[0, 0]) == pytest.approx(value, rel=5e-4)
+
+
+@pytest.mark.parametrize(
+    ("names", "variances"),
+    [
+        (("relu", "relu", "relu"), (1.0, 2.0, 2.0, 2.0)),
+        (("relu", "erf", "leaky"), (0.7, 2.0, 1.3, 1.0)),
+        (("erf", "erf"), (1.0, 2.0, 2.0)),
+        (("gelu", "relu"), (1.0, 2.0, 2.0)),
+        (("identity", "relu"), (0.5, 1.5, 2.5)),
+    ],
+)
+def test_networks_without_skips_agree_with_neural_tangents(names, variances):
+    stax = neural_tangents().stax
+    x = rows(7, 5)
+    theirs = {
+        "relu": stax.Relu(),
+        "leaky": stax.LeakyRelu(0.1),
+        "erf": stax.Erf(),
+        "gelu": stax.Gelu(),
+        "identity": stax.Identity(),
+    }
+    ours = {
+        "relu": ntk.relu,
+        "leaky": LEAKY,
+        "erf": ntk.erf,
+        "gelu": ntk.gelu,
+        "identity": ntk.identity,
+    }
+    # Their first layer divides by the number of inputs.
+    scales = np.sqrt([variances[0] * x.shape[1], *variances[1:]])
+    parts = [stax.Dense(1, W_std=float(s)) for s in scales]
+    layers = [
+        part for dense, name in zip(parts, names, strict=False) for part in (dense, theirs[name])
+    ]
+    *_, kernel = stax.serial(*layers, parts[-1])
+    expected = kernel(jnp.asarray(x), None, ("nngp", "ntk"))
+    found = ntk.network_kernel(x, activations=[ours[n] for n in names], variances=variances)
+    assert_close(found.nngp, expected.nngp, f64=1e-12, f32=1e-5)
+    assert_close(found.ntk, expected.ntk, f64=1e-12, f32=1e-5)
+
+
+# --------------------------------------------------------------------------- finite networks
+
+
+def finite_kernel(key, x, width, activations, skips, variances):
+    """The NTK of one network of the module's formula, NTK parameterization, by brute force."""
+    sizes = [x.shape[1], *[width] * len(activations), 1]
+    keys = jax.random.split(key, len(sizes) - 1)
+    weights = [
+        jax.random.normal(k, (m, n)) for k, m, n in zip(keys, sizes[1:], sizes[:-1], strict=True)
+    ]
+
+    def network(weights, x):
+        f = x
+        for i, w in enumerate(weights):
+            u = jnp.sqrt(variances[i] / (1 if i == 0 else width)) * w @ f
+            if i == len(weights) - 1:
+                return u[0]
+            skip = skips[i - 1] * f if i else 0.0
+            f = activations[i](u) + skip
+
+    gradients = jax.vmap(jax.grad(network), (None, 0))(weights, x)
+    flat = jnp.concatenate([g.reshape(len(x), -1) for g in gradients], 1)
+    return flat @ flat.T
+
+
+def test_wide_networks_converge_to_the_kernel_like_one_over_root_width():
+    x = jnp.asarray(rows(3, 4, seed=1))
+    skips, variances = [0.7, -0.5], [1.0, 2.0, 1.5, 2.0]
+
+    def mixed(u):
+        return 0.6 * ntk.swish(u) + 0.4 * ntk.relu(u)
+
+    exact = ntk.network_kernel(
+        x,
+        activations=[ntk.relu, {ntk.swish: 0.6, ntk.relu: 0.4}, ntk.tanh],
+        skips=skips,
+        variances=variances,
+    ).ntk
+    printed = ntk.lemma1_kernel_as_printed(
+        x, activations=[ntk.relu, {ntk.swish: 0.6, ntk.relu: 0.4}, ntk.tanh], skips=skips
+    ).ntk
+    errors, deviations = {}, {}
+    for width, seeds in ((32, 128), (128, 64), (512, 32)):
+        sample = jax.jit(
+            lambda keys, width=width: jax.lax.map(
+                lambda key: finite_kernel(
+                    key, x, width, [ntk.relu, mixed, ntk.tanh], skips, variances
+                ),
+                keys,
+            )
+        )(jax.random.split(jax.random.key(width), seeds))
+        errors[width] = float(jnp.sqrt(jnp.mean((sample - exact) ** 2)))
+        deviations[width] = jnp.abs(sample.mean(0) - exact) / (sample.std(0) / seeds**0.5)
+    # 16 times the width: a quarter of the error, within the spread of 32 seeds.
+    assert 2.8 < errors[32] / errors[512] < 5.6
+    # The mean over seeds is right to its standard error (six entries: 3.5 is one in 400).
+    assert float(deviations[512].max()) < 3.5
+    # And Lemma 1 as printed is not what networks converge to (skips, and variances as it wants).
+    lemma_variances = [1.0, 2.0, 2.0, 2.0]
+    own = ntk.network_kernel(
+        x, activations=[ntk.relu, {ntk.swish: 0.6, ntk.relu: 0.4}, ntk.tanh], skips=skips
+    ).ntk
+    one = finite_kernel(
+        jax.random.key(0), x, 512, [ntk.relu, mixed, ntk.tanh], skips, lemma_variances
+    )
+    assert float(jnp.abs(one - own).max()) < 0.3 * float(jnp.abs(one - printed).max())
+
+
+# --------------------------------------------------------------------------- derivatives
+
+
+def test_derivatives_in_skips_weights_variances_and_inputs_are_finite_differences():
+    x = rows(3, 2, seed=2) * np.array([[1.0], [0.4], [1.6]])
+
+    def total(arguments):
+        skips, weights, variances, x = arguments
+        mixture = {ntk.tanh: weights[0], ntk.relu: weights[1]}
+        kernels = ntk.network_kernel(
+            x, activations=[mixture, LEAKY, ntk.gelu], skips=skips, variances=variances
+        )
+        return jnp.sum(jnp.sin(jnp.arange(9.0).reshape(3, 3) + kernels.ntk + kernels.nngp))
+
+    at = (
+        jnp.array([0.5, -0.3]),
+        jnp.array([0.4, 0.7]),
+        jnp.array([1.0, 1.5, 0.7, 2.0]),
+        jnp.asarray(x),
+    )
+    numeric = finite_differences(jax.jit(total), at)
+    assert_close(jax.jit(jax.grad(total))(at), numeric, f64=1e-8, f32=2e-2)
+
+
+def test_relu_networks_have_derivatives_at_duplicate_opposite_and_zero_inputs():
+    x = jnp.array([[1.0, 0.5], [1.0, 0.5], [-1.0, -0.5], [0.0, 0.0]])
+
+    def total(skips):
+        kernels = ntk.network_kernel(x, activations=[ntk.relu] * 3, skips=skips)
+        return jnp.sum(kernels.ntk * jnp.arange(16.0).reshape(4, 4))
+
+    at = jnp.array([0.5, -0.8])
+    assert_close(jax.grad(total)(at), finite_differences(jax.jit(total), at), f64=1e-8, f32=2e-2)
+
+
+def test_second_derivatives_in_skips_are_finite_differences_of_the_first():
+    x = jnp.asarray(rows(3, 3))
+
+    def total(skips):
+        return ntk.network_kernel(x, activations=[ntk.tanh, ntk.swish], skips=skips).ntk.sum()
+
+    at = jnp.array([0.5])
+    gradient = jax.jit(jax.grad(total))
+    assert_close(
+        jax.hessian(total)(at).squeeze(), finite_differences(gradient, at), f64=1e-8, f32=2e-2
+    )
+
+
+def test_the_whole_spectrum_of_transformations_works():
+    x = jnp.asarray(rows(3, 3))
+    skips = jnp.array([[0.0], [0.5], [1.0]])
+
+    def kernel(skips):
+        return ntk.network_kernel(x, activations=[ntk.relu, ntk.tanh], skips=skips).ntk
+
+    one_by_one = jnp.stack([kernel(a) for a in skips])
+    assert_close(jax.jit(jax.vmap(kernel))(skips), one_by_one, f64=1e-13, f32=1e-5)
+
+
+# --------------------------------------------------------------------------- edges
+
+
+@float64_only
+@pytest.mark.parametrize(
+    ("angle", "skips", "diagonal", "gap"),
+    [
+        (1e-9, [0.0, 0.0], 4.0, 1.9098593184272695e-9),
+        (1e-9, [0.5, -1.0], 8.0090504314238601, 3.1540907829927089e-9),
+        (1e-6, [0.0, 0.0], 4.0, 1.909860641626731e-6),
+        (1e-6, [0.5, -1.0], 8.0090504314238601, 3.1540940657492607e-6),
+        (1e-2, [0.0, 0.0], 4.0, 0.01922959441008765),
+        (1e-2, [0.5, -1.0], 8.0090504314238601, 0.031867056243310179),
+    ],
+)
+def test_near_duplicates_keep_their_distance_in_relu_networks(angle, skips, diagonal, gap):
+    # From the closed forms in mpmath with 60 digits; K_11 - K_12 is the smallest eigenvalue.
+    x = np.array([[1.0, 0.0], [np.cos(angle), np.sin(angle)]])
+    kernel = np.asarray(ntk.network_kernel(x, activations=[ntk.relu] * 3, skips=skips).ntk)
+    assert kernel[0, 0] == pytest.approx(diagonal, rel=1e-14)
+    # A rounding of the entries is 1e-15, of a gap that starts at 1e-9.
+    assert kernel[0, 0] - kernel[0, 1] == pytest.approx(gap, rel=1e-11 + 4e-15 / gap)
+
+
+def test_opposite_inputs_of_odd_networks_have_opposite_kernels():
+    x = rows(2, 3)
+    kernels = ntk.network_kernel(np.concatenate([x, -x]), activations=[ntk.tanh, ntk.erf])
+    for k in kernels:
+        assert_close(k[:2, 2:], -k[:2, :2], f64=1e-13, f32=1e-5)
+
+
+def test_opposite_inputs_of_one_relu_layer_have_nothing_in_common():
+    x = rows(1, 3)
+    kernels = ntk.network_kernel(np.concatenate([x, -x]), activations=[ntk.relu])
+    # The angle pi is found to 1e-12.
+    assert abs(float(kernels.ntk[0, 1])) < tolerance(1e-12, 1e-5)
+
+
+def test_zero_inputs_have_zero_kernels_and_disturb_nothing():
+    x = rows(3, 4)
+    x[1] = 0
+    activations = [ntk.relu, ntk.tanh, {ntk.swish: 0.5, LEAKY: 0.5}]
+    kernels = ntk.network_kernel(x, activations=activations, skips=[0.5, 1.0])
+    alone = ntk.network_kernel(x[[0, 2]], activations=activations, skips=[0.5, 1.0])
+    assert not np.asarray(kernels.ntk)[1].any()
+    assert_close(kernels.ntk[jnp.ix_(jnp.array([0, 2]), jnp.array([0, 2]))], alone.ntk, f64=1e-13)
+
+
+def test_zero_inputs_of_functions_that_do_not_vanish_there_have_their_kernel():
+    # Features at 0 are cos(0) = 1, slopes 0: NNGP c_2, NTK c_2.
+    found = ntk.network_kernel(np.zeros((1, 2)), activations=[jnp.cos])
+    assert_close(found.ntk[0, 0], 2.0, f64=1e-14, f32=1e-6)
+
+
+def test_one_input_is_enough():
+    found = ntk.network_kernel(np.array([[0.6, 0.8]]), activations=[ntk.swish], skips=[])
+    assert found.ntk.shape == (1, 1)
+    assert bool(jnp.isfinite(found.ntk).all())
+
+
+@pytest.mark.parametrize("activation", [ntk.relu, ntk.tanh, ntk.swish])
+def test_more_inputs_than_dimensions_keep_the_kernel_positive_definite(activation):
+    # XX' has rank 3; the paper's lower bound, 2 mu_1^2 N / d, would be above the trace's mean.
+    kernel = np.asarray(ntk.network_kernel(unit_rows(40, 3), activations=[activation] * 2).ntk)
+    smallest = np.linalg.eigvalsh(kernel)[0]
+    assert -1e-6 < smallest < np.trace(kernel) / 40
+    if jax.config.jax_enable_x64:
+        assert smallest > 0
+
+
+def test_kernels_between_two_sets_are_blocks_of_the_joint_kernel():
+    x = rows(9, 4)
+    arguments = dict(activations=[ntk.relu, ntk.tanh, ntk.gelu], skips=[0.5, -1.0])
+    joint = ntk.network_kernel(x, **arguments)
+    cross = ntk.network_kernel(x[:4], x[4:], **arguments)
+    for a, b in zip(joint, cross, strict=True):
+        assert_close(b, a[:4, 4:], f64=1e-13, f32=1e-5)
+        assert bool((a == a.T).all())
+
+
+def test_duplicates_in_two_sets_have_the_diagonals_value():
+    x = rows(3, 4)
+    arguments = dict(activations=[ntk.relu, ntk.tanh])
+    cross = ntk.network_kernel(x, x, **arguments).ntk
+    # At correlation 1 the step's dual moves by the root of a rounding.
+    own = ntk.network_kernel(x, **arguments).ntk
+    assert_close(jnp.diag(cross), jnp.diag(own), f64=3e-8, f32=1e-3)
+
+
+def test_tiles_are_seams_that_do_not_show(monkeypatch):
+    x = rows(23, 4)
+    arguments = dict(activations=[ntk.relu, ntk.relu, ntk.tanh], skips=[0.5, 1.0])
+    whole, cross = ntk.network_kernel(x, **arguments), ntk.network_kernel(x, x[:17], **arguments)
+    blocks = ntk.mixture_blocks(x, [ntk.relu, ntk.tanh])
+    monkeypatch.setattr(pairs, "TILE", 8)
+    jax.clear_caches()
+    assert_close(ntk.network_kernel(x, **arguments), whole, f64=1e-13, f32=1e-5)
+    assert_close(ntk.network_kernel(x, x[:17], **arguments), cross, f64=1e-13, f32=1e-5)
+    assert_close(ntk.mixture_blocks(x, [ntk.relu, ntk.tanh]), blocks, f64=1e-13, f32=1e-5)
+
+    def total(skips):
+        return ntk.network_kernel(x, **arguments | {"skips": skips}).ntk.sum()
+
+    at = jnp.array([0.5, 1.0])
+    assert_close(jax.grad(total)(at), finite_differences(jax.jit(total), at), f64=1e-8, f32=2e-2)
+    jax.clear_caches()
+
+
+def test_equal_norms_are_only_a_shortcut():
+    x = unit_rows(6, 4)
+    nearly = x.copy()
+    nearly[0] *= 1 + 1e-9
+    arguments = dict(activations=[ntk.tanh, {ntk.relu: 0.5, ntk.swish: 0.5}])
+    found = ntk.network_kernel(x, **arguments), ntk.network_kernel(nearly, **arguments)
+    assert_close(*found, f64=1e-8, f32=1e-5)
+
+
+def test_large_variances_ask_for_more_coefficients_and_get_them():
+    x = rows(3, 4) * 10  # variances up to 150, correlations to .9
+    found = np.asarray(ntk.network_kernel(x, activations=[ntk.tanh]).nngp)
+    v, c = (x * x).sum(1), x @ x.T
+    pairs = ntk.dual(
+        ntk.tanh, ntk.tanh, v[:, None], v, np.clip(c, -np.inf, np.sqrt(v[:, None] * v))
+    )
+    assert_close(found, 2 * pairs, f64=1e-11, f32=1e-4)
+
+
+def test_one_program_serves_every_skip_weight_and_input_of_a_depth():
+    before = infinite._kernels._cache_size()
+    for seed, skip, weight in ((0, 0.5, 0.2), (1, 0.3, 0.6), (2, 0.0, 0.5)):
+        ntk.network_kernel(
+            unit_rows(5, 6, seed),
+            activations=[{ntk.relu: weight, ntk.swish: 1 - weight}] * 4,
+            skips=[skip] * 3,
+        )
+    assert infinite._kernels._cache_size() == before + 1
+
+
+def test_memory_is_the_two_results_and_a_few_tiles():
+    n = 2048
+    layers, *network = architecture.parse([ntk.relu] * 9, None, None, jnp.float32)
+    compiled = infinite._kernels.lower(
+        jax.ShapeDtypeStruct((n, 16), jnp.float32),
+        None,
+        *network,
+        layers=layers,
+        terms=256,
+        equal=True,
+    ).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 2.5 * 4 * n * n
+
+
+# --------------------------------------------------------------------------- mixtures
+
+
+def test_mixture_kernel_is_the_value_of_an_independent_computation():
+    blocks = ntk.mixture_blocks(unit_rows(3, 4, seed=3), [ntk.relu, ntk.tanh, ntk.swish])
+    kernel = ntk.mixture_kernel(jnp.array([0.5, 0.3, 0.2]), blocks)
+    expected = np.array(
+        [
+            [0.390385695465, -0.0420796830607, -0.186649188906],
+            [-0.0420796830607, 0.390385695465, -0.0266107301871],
+            [-0.186649188906, -0.0266107301871, 0.390385695465],
+        ]
+    )
+    assert_close(kernel, expected, f64=3e-12, f32=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "value"),
+    [
+        (ntk.relu, ntk.relu, 1 / 3),
+        (ntk.relu, ntk.swish, 0.321611374541),
+        (ntk.relu, ntk.tanh, 0.302852754801),
+        (ntk.tanh, ntk.tanh, 0.384747028441),
+        (ntk.swish, ntk.swish, 0.312279615294),
+        (ntk.sigmoid, ntk.sigmoid, 0.0431900204623),
+        (ntk.tanh, ntk.sigmoid, 0.128108539209),
+    ],
+)
+def test_blocks_at_correlation_one_half_are_known(a, b, value):
+    x = np.array([[1.0, 0.0], [0.5, np.sqrt(0.75)]])
+    blocks = ntk.mixture_blocks(x, [a, b])
+    assert_close(blocks[0, 1, 0, 1], value / 2, f64=5e-12, f32=1e-5)  # twelve digits given
+
+
+def test_a_mixtures_kernel_is_that_of_wide_networks_of_the_mixed_activation():
+    x, alpha = jnp.asarray(rows(4, 5)), jnp.array([0.5, 0.2, 0.3])
+    activations = [ntk.relu, ntk.sigmoid, ntk.gelu]
+    kernel = ntk.mixture_kernel(alpha, ntk.mixture_blocks(x, activations, scale=1.7))
+    w = jax.random.normal(jax.random.key(0), (200_000, 5))
+    slopes = sum(a * s.derivative(x @ w.T) for a, s in zip(alpha, activations, strict=True))
+    brute = 1.7 * (x @ x.T) * (slopes @ slopes.T) / len(w)
+    # Standard errors of 200,000 products of order 1.
+    assert_close(brute, kernel, f64=6e-3, f32=6e-3)
+
+
+def test_blocks_between_sets_and_transposes_are_consistent():
+    x = rows(7, 3)
+    activations = [ntk.relu, ntk.tanh, ntk.erf]
+    blocks = ntk.mixture_blocks(x, activations)
+    cross = ntk.mixture_blocks(x[:3], activations, x2=x[3:])
+    assert_close(cross, blocks[:, :, :3, 3:], f64=1e-13, f32=1e-5)
+    assert_close(blocks, blocks.transpose(1, 0, 3, 2), f64=1e-15, f32=1e-6)
+
+
+def test_mixture_kernels_are_quadratic_and_differentiable_in_alpha():
+    blocks = ntk.mixture_blocks(rows(4, 3), [ntk.relu, ntk.swish])
+    alpha = jnp.array([0.3, 0.7])
+    assert_close(
+        ntk.mixture_kernel(3 * alpha, blocks), 9 * ntk.mixture_kernel(alpha, blocks), f64=1e-14
+    )
+    f = functools.partial(ntk.mixture_kernel, blocks=blocks)
+    assert_close(
+        jax.jacobian(f)(alpha).reshape(16, 2), finite_differences(f, alpha), f64=1e-10, f32=1e-2
+    )
+
+
+def test_mixture_blocks_are_differentiable_in_the_inputs():
+    x = rows(2, 3)
+
+    def total(x):
+        return (
+            ntk.mixture_blocks(x, [ntk.relu, ntk.tanh])[0, 1] * jnp.array([[1, 2], [3, 4]])
+        ).sum()
+
+    numeric = finite_differences(jax.jit(total), x).reshape(2, 3)
+    assert_close(jax.grad(total)(jnp.asarray(x)), numeric, f64=1e-8, f32=2e-2)
+
+
+# --------------------------------------------------------------------------- Lemma 1 as printed
+
+
+def test_lemma_1_is_right_without_skips():
+    x = unit_rows(5, 3)
+    activations = [ntk.relu, ntk.tanh, ntk.swish]
+    printed = ntk.lemma1_kernel_as_printed(x, activations=activations)
+    exact = ntk.network_kernel(x, activations=activations)
+    assert_close(printed.ntk, exact.ntk, f64=1e-9, f32=1e-4)
+    assert_close(printed.nngp, exact.nngp, f64=1e-9, f32=1e-4)
+
+
+def test_lemma_1_as_printed_misses_the_skips_of_relu_networks():
+    # 3 layers, alpha = (1, 1): 9 as printed; with its G's replaced by A's 12; in truth 15.977.
+    printed = ntk.lemma1_kernel_as_printed(
+        unit_rows(2, 3), activations=[ntk.relu] * 3, skips=[1.0, 1.0]
+    )
+    assert_close(jnp.diag(printed.ntk), [9.0, 9.0], f64=1e-12, f32=1e-5)
+
+
+# --------------------------------------------------------------------------- bad arguments
+
+X = np.eye(3)
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (lambda: ntk.network_kernel(X[0], activations=[ntk.relu]), "x1: expected a nonempty"),
+        (lambda: ntk.network_kernel(X[:0], activations=[ntk.relu]), "x1: expected a nonempty"),
+        (lambda: ntk.network_kernel(X * np.nan, activations=[ntk.relu]), "x1: expected finite"),
+        (lambda: ntk.network_kernel(X, X[:, :2], activations=[ntk.relu]), "x2: expected 3 columns"),
+        (lambda: ntk.network_kernel(X, activations=[]), "activations: expected a sequence"),
+        (lambda: ntk.network_kernel(X, activations=ntk.relu), "activations: expected a sequence"),
+        (lambda: ntk.network_kernel(X, activations=[{}]), "activations: expected at least one"),
+        (lambda: ntk.network_kernel(X, activations=["relu"]), "fn: expected an elementwise"),
+        (
+            lambda: ntk.network_kernel(X, activations=[ntk.relu] * 2, skips=[1.0, 2.0]),
+            "skips: expected 1 numbers",
+        ),
+        (
+            lambda: ntk.network_kernel(X, activations=[ntk.relu], variances=[1.0]),
+            "variances: expected 2 numbers",
+        ),
+        (
+            lambda: ntk.network_kernel(X, activations=[ntk.relu], variances=[1.0, -1.0]),
+            "variances: expected nonnegative",
+        ),
+        (lambda: ntk.mixture_blocks(X, []), "activations: expected at least one"),
+        (
+            lambda: ntk.mixture_kernel(jnp.ones(3), jnp.ones((2, 2, 4, 4))),
+            r"blocks: expected shape \[3, 3",
+        ),
+    ],
+)
+def test_bad_arguments_are_named_in_one_sentence(call, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        call()
+
+
+def test_unresolved_entries_are_an_error_or_nan_when_traced():
+    x = np.array([[1.0, 0.0], [1.0, 1e-6]]) * 300  # correlation 1 at variance 90,000
+    with pytest.raises(FloatingPointError, match="x1: expected inputs whose kernel 4096"):
+        ntk.network_kernel(x, activations=[ntk.tanh])
+    traced = jax.jit(lambda x: ntk.network_kernel(x, activations=[ntk.tanh]).ntk)(x)
+    assert bool(jnp.isnan(traced[0, 1]))

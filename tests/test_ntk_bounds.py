@@ -1,0 +1,470 @@
+"""Bounds of lambda_min and of the error: the valid ones hold, the printed ones fail where known.
+
+"MATH" numbers were computed independently, in float64, by quadrature and dense eigenvalues.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import assert_close, finite_differences, tolerance
+
+from ntk.activations import activation, erf, gelu, identity, leaky_relu, relu, sigmoid, swish, tanh
+from ntk.bounds import (
+    betas,
+    diagonal_upper_bound,
+    eigen_nas_as_printed,
+    frobenius_upper_bound,
+    hermite_coefficients,
+    hermite_lower_bound,
+    lipschitz,
+    schur_lower_bound,
+    table1,
+    zhu_theorem1_as_printed,
+    zhu_theorem2_as_printed,
+    zhu_theorem3,
+    zhu_theorem3_label_aware,
+    zhu_variance_as_printed,
+)
+from ntk.infinite import network_kernel
+
+LEAKY = leaky_relu(0.3)
+
+
+def unit_rows(seed, n, d):
+    x = np.random.default_rng(seed).standard_normal((n, d))
+    return x / np.linalg.norm(x, axis=1, keepdims=True)
+
+
+def smallest(K):
+    return np.linalg.eigvalsh(np.asarray(K, np.float64))[0]
+
+
+def held(bound):
+    return dict(bound.assumptions)
+
+
+# --- constants of activations ---
+
+
+@pytest.mark.parametrize(
+    ("s", "mu1", "beta1", "beta2", "beta3"),
+    [
+        (relu, 1 / 2, 1, 1, 1),
+        (LEAKY, 1.3 / 2, 1.09, 1.09, 1.09),
+        (sigmoid, 0.206620964142, 1 / 8, 1 / 8, 0.064590894446),
+        (tanh, 0.605705509602, 2, 2, 0.584034261384),
+        (swish, 1 / 2, 1, 1.0167833872, 1 / 2),
+    ],
+    ids=str,
+)
+def test_table_1_with_swish_put_right(s, mu1, beta1, beta2, beta3):
+    """MATH; the paper prints 1.22 for swish's beta_2. The last column at t = 3."""
+    row = table1(s, 3.0)
+    assert_close(hermite_coefficients(s)[1], mu1)
+    assert_close([row.beta1, row.beta2, row.beta3], [beta1, beta2, beta3], f32=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("t", "f_sigmoid", "f_tanh"),
+    [
+        (6, 0.049358697867, 0.423172286559),
+        (12, 0.036502141337, 0.303076133786),
+        (24, 0.026448267910, 0.215715132551),
+    ],
+)
+def test_beta_3_of_sigmoid_and_tanh_falls_with_the_variance(t, f_sigmoid, f_tanh):
+    """MATH: f_S(t), f_T(t), where the infimum is at y = t."""
+    assert_close(table1(sigmoid, t).beta3, f_sigmoid, f32=1e-5)
+    assert_close(table1(tanh, t).beta3, f_tanh, f32=1e-5)
+    assert_close(betas(tanh, t).beta3, f_tanh, f32=1e-5)
+
+
+def test_beta_3_of_tanh_is_0_over_all_variances():
+    assert table1(tanh).beta3 == 0
+    assert_close(table1(swish).beta3, 0.5)
+
+
+def test_betas_at_variance_1():
+    """MATH."""
+    assert_close(betas(sigmoid, 1.0)[:2], [0.0867580717, 0.0896724827], f32=1e-5)
+    assert_close(betas(tanh, 1.0)[:2], [0.7885889808, 0.9288058049], f32=1e-5)
+    assert_close(betas(swish, jnp.array([1.0, 42.31])).beta3, [0.758964703266, 1.0167833872])
+
+
+def test_an_activation_with_a_value_at_0_has_no_beta_1():
+    plain = activation(jax.nn.sigmoid, strip=math.pi)
+    assert table1(plain).beta1 == math.inf
+
+
+def test_betas_of_a_mixture_are_those_of_the_sum():
+    """(relu(z) + relu(-z)) / 2 + z / 2 = relu(z): identity and relu, by their weights."""
+    assert_close(betas({identity: 2.0, relu: -1.0}, 3.0), (5 / 1, 5.0, 5.0))
+
+
+def test_hermite_coefficients_of_relu_in_closed_form():
+    """E[relu(z) h_k(z)] from E relu = phi(0), E[z relu] = 1/2, E[z^2 relu] = 2 phi(0)."""
+    phi = 1 / math.sqrt(2 * math.pi)
+    found = hermite_coefficients(relu, [1.0, 4.0], terms=4)
+    expected = np.array([phi, 0.5, phi / math.sqrt(2), 0])
+    assert_close(found, [expected, 2 * expected], f32=1e-5)
+
+
+@pytest.mark.parametrize("s", [tanh, swish, gelu], ids=str)
+def test_squares_of_hermite_coefficients_add_up_to_the_second_moment(s):
+    """Parseval; the second moment by beta_1, tails under 1e-10 at variance 1/2."""
+    found = hermite_coefficients(s, 0.5, terms=64)
+    assert_close(jnp.sum(found**2), betas(s, 0.5).beta1 * 0.5 / 2, f64=1e-8)
+
+
+def _root_two_gelu():
+    """The slope Phi(z) + z phi(z) has its maximum where 2 phi + z phi' = (2 - z^2) phi = 0."""
+    z = math.sqrt(2)
+    return (1 + math.erf(1)) / 2 + z * math.exp(-1) / math.sqrt(2 * math.pi)
+
+
+@pytest.mark.parametrize(
+    ("s", "expected"),
+    [
+        (relu, 1),
+        (leaky_relu(-2.0), 2),
+        (sigmoid, 1 / 4),
+        (tanh, 1),
+        (swish, 1.099839320129),  # MATH: at 2.39935728
+        (gelu, _root_two_gelu()),
+        (erf, 2 / math.sqrt(math.pi)),
+        ({relu: 1.0, tanh: 0.5}, 1.5),  # at 0+
+        (activation(lambda z: jnp.log1p(z * z), name="log1p"), 1.0),  # 2z / (1 + z^2) at 1
+    ],
+    ids=str,
+)
+def test_lipschitz_constants(s, expected):
+    assert_close(lipschitz(s), expected, f32=1e-5)
+
+
+# --- valid bounds ---
+
+NETWORKS = [
+    ([relu], [], None),
+    ([tanh, relu], [0.7], None),
+    ([swish, {relu: 0.6, tanh: 0.4}, LEAKY], [-1.3, 0.5], (0.7, 1.5, 2.0, 1.2)),
+]
+
+
+@pytest.mark.parametrize(("network", "norms"), [(0, "equal"), (1, "unequal"), (2, "equal")])
+def test_valid_bounds_enclose_the_smallest_eigenvalue(network, norms):
+    """Dense eigenvalues of the exact kernel, more inputs than dimensions."""
+    activations, skips, variances = NETWORKS[network]
+    options = {"activations": activations, "skips": skips, "variances": variances}
+    x = unit_rows(network, 12, 4)
+    if norms == "unequal":
+        x = x * np.random.default_rng(network).uniform(0.5, 2, (12, 1))
+    K = network_kernel(x, **options).ntk
+    exact = smallest(K)
+    slack = tolerance(1e-12, 1e-5) * np.trace(K)
+    lower = [schur_lower_bound(x, **options)]
+    if norms == "equal":
+        lower.append(hermite_lower_bound(x, **options))
+    for bound in lower:
+        assert 0 < bound.value <= exact + slack
+        assert not bound.vacuous
+        assert bound.unspecified == ()
+    diagonal, frobenius = diagonal_upper_bound(K), frobenius_upper_bound(K)
+    assert exact <= diagonal.value <= diagonal.terms["tr K / N"] + slack
+    assert diagonal.terms["tr K / N"] <= frobenius.value + slack
+
+
+@pytest.mark.parametrize(
+    ("activations", "skips", "exact", "expected"),
+    [
+        ([relu, relu], [0.0], 0.57553, 0.39557),
+        ([relu, relu, relu], [1.0, 1.0], 2.37295, 1.60431),
+        ([tanh, relu], [1.0], 0.59375, 0.37124),
+        ([relu, tanh, swish], [1.0, 0.0], 0.80909, 0.55842),
+    ],
+    ids=str,
+)
+def test_schur_bound_is_two_thirds_of_the_eigenvalue(activations, skips, exact, expected):
+    """MATH section 9, to five decimals: N = 50, d = 10, rows of default_rng(0) normalised."""
+    bound = schur_lower_bound(unit_rows(0, 50, 10), activations=activations, skips=skips)
+    assert abs(bound.value - expected) < 6e-6 + tolerance(0, 1e-4)
+    assert 0.62 < bound.value / exact < 0.7
+    assert_close(sum(bound.terms.values()), bound.value)
+
+
+def test_hermite_bound_is_a_quarter_of_the_eigenvalue_where_theorem_1s_term_is_0():
+    """rho has rank 10 of 50: the term k = 1 of Theorem 1 vanishes, those above do not."""
+    x = unit_rows(0, 50, 10)
+    bound = hermite_lower_bound(x, activations=[relu, relu])
+    assert 0.23 * 0.57553 < bound.value < 0.57553
+    fewer = hermite_lower_bound(x, activations=[relu, relu], terms=4)
+    assert fewer.value < bound.value
+
+
+def test_hermite_bound_is_attained_by_orthonormal_inputs_and_an_odd_activation():
+    """Then rho^{ok} = I for every k, and K = 2 (E s^2 + E s'^2) I; for erf, MATH section 2's duals.
+
+    E erf^2 = (2/pi) asin(2/3), E erf'^2 = 4 / (pi sqrt 5) at variance 1.
+    """
+    bound = hermite_lower_bound(jnp.eye(4), activations=[erf])
+    assert_close(bound.value, 2 * (2 / math.pi * math.asin(2 / 3) + 4 / (math.pi * math.sqrt(5))))
+
+
+def test_lower_bounds_of_a_singular_kernel_are_vacuous():
+    """Two equal inputs: lambda_min = 0."""
+    x = unit_rows(2, 5, 3)[[0, 1, 2, 3, 3]]
+    for bound in (
+        schur_lower_bound(x, activations=[relu, relu]),
+        hermite_lower_bound(x, activations=[relu, relu]),
+    ):
+        assert bound.vacuous
+
+
+def test_one_input_has_its_kernel_as_schur_bound():
+    bound = schur_lower_bound(jnp.ones((1, 1)), activations=[relu] * 3, skips=[1.0, 1.0])
+    assert_close(bound.value, 15.97730386979)  # MATH section 2
+
+
+def test_schur_bound_is_differentiable_in_skips():
+    """Finite differences of the compiled function."""
+    x = jnp.asarray(unit_rows(2, 5, 3))
+
+    @jax.jit
+    def bound(skips, x):
+        return schur_lower_bound(x, activations=[relu, relu], skips=skips)
+
+    skips = jnp.array([0.6])
+    gradient = jax.grad(lambda skips: bound(skips, x).value)(skips)
+    expected = finite_differences(lambda skips: bound(skips, x).value, skips)
+    assert_close(gradient, expected, f64=1e-7, f32=1e-2)
+
+
+def test_hermite_bound_compiles_with_its_check_of_norms_left_open():
+    x = jnp.asarray(unit_rows(2, 5, 3))
+    plain = hermite_lower_bound(x, activations=[relu], terms=4)
+    compiled = jax.jit(lambda x: hermite_lower_bound(x, activations=[relu], terms=4))(x)
+    assert held(plain)["inputs have equal norms"] is True
+    assert held(compiled)["inputs have equal norms"] is None
+    assert_close(compiled.value, plain.value, f32=1e-2)
+
+
+def test_identity_kernels_refute_the_eigen_nas_inequalities_and_not_the_diagonal():
+    """tr I / d = N / d < 1 for N < d; tr I / d > |I|_F for N > d^2."""
+    few = eigen_nas_as_printed(jnp.eye(10), 3072)
+    assert few.value < 1 / 100
+    assert held(few)["N >= d"] is False
+    many = eigen_nas_as_printed(jnp.eye(16), 2)
+    assert_close([many.terms["tr K / d"], many.terms["|K|_F"]], [8.0, 4.0])
+    assert held(many)["tr K / d <= |K|_F"] is False
+    for n in (10, 16):
+        assert_close(diagonal_upper_bound(jnp.eye(n)).value, 1.0)
+        assert_close(frobenius_upper_bound(jnp.eye(n)).value, 1.0)
+
+
+# --- Zhu, as printed ---
+
+
+def test_theorem_1_lower_bound_is_false_for_more_inputs_than_dimensions():
+    """N = d^4 = 81, d = 3: 2 mu_1^2 N / d = 13.5, over the diagonal 3 and the eigenvalue."""
+    lower, _ = zhu_theorem1_as_printed(81, 3, activations=[relu, relu], C=1.0)
+    assert_close(lower.value, 13.5)
+    assert_close(lower.terms["exact K_ii"], 3.0)
+    assert held(lower)["N <= d: else X X' is singular"] is False
+    assert held(lower)["value <= exact K_ii"] is False
+    x = unit_rows(0, 81, 3)
+    assert smallest(network_kernel(x, activations=[relu, relu]).ntk) < 0.05
+    assert "FAILS" in str(lower)
+
+
+@pytest.mark.parametrize(
+    ("depth", "printed", "exact"), [(4, 12, 15.97730386979), (10, 1536, 9049.6)]
+)
+def test_theorem_1_upper_bound_without_its_n_over_d_is_under_the_diagonal(depth, printed, exact):
+    """MATH: all-skip ReLU, exact to the digits given."""
+    options = {"activations": [relu] * (depth - 1), "skips": [1.0] * (depth - 2), "C": 1.0}
+    _, upper = zhu_theorem1_as_printed(20, 10, **options)
+    assert_close([upper.terms["sum"], upper.value], [printed, 2 * printed])
+    assert abs(upper.terms["exact K_ii"] / exact - 1) < 3e-4
+    assert held(upper)["sum >= exact K_ii"] is False
+
+
+def test_theorem_1_upper_bound_is_false_for_fewer_inputs_than_dimensions():
+    """One input: lambda_min = K_11 = L = 3; printed is 3 / d."""
+    _, upper = zhu_theorem1_as_printed(1, 10, activations=[relu, relu], C=1.0)
+    assert upper.value < 0.31
+    assert held(upper)["N >= d: else N / d is too small"] is False
+    K = network_kernel(np.eye(10)[:1], activations=[relu, relu]).ntk
+    assert_close(K[0, 0], 3.0)
+
+
+def test_theorem_1_by_hand_for_a_mixed_network():
+    """tanh, leaky(.3), L = 3, alpha = 1: mu_1(tanh), beta(leaky) = 1.09, beta(tanh) = 2."""
+    options = {"activations": [tanh, LEAKY], "skips": [1.0]}
+    lower, upper = zhu_theorem1_as_printed(8, 4, C=0.1, **options)
+    assert_close(lower.value, 2 * 0.605705509602**2 * 0.1 * 2 * 2.09)
+    # l = 1: 2 * 2.09; l = 2: 2 * 2.09; l = 3: 1.09 * 2.
+    assert_close(upper.value, 2 * (4.18 + 4.18 + 2.18))
+    half, _ = zhu_theorem1_as_printed(8, 4, C=0.05, **options)
+    assert_close(2 * half.value, lower.value)
+
+
+@pytest.mark.parametrize(("depth", "t", "exact"), [(7, 48, 60.31), (8, 96, 174.5), (10, 384, 1469)])
+def test_printed_t_does_not_bound_the_variance_of_relu_with_skips(depth, t, exact):
+    """MATH, exact to the digits given."""
+    bound = zhu_variance_as_printed([relu] * (depth - 1), [1.0] * (depth - 2))
+    assert bound.value == t
+    assert abs(bound.terms["exact"] / exact - 1) < 3e-4
+    assert held(bound)["value >= exact"] is False
+
+
+def test_printed_t_has_the_leaky_slope_in_it():
+    assert_close(zhu_variance_as_printed([LEAKY, tanh, tanh]).value, 3 * 1.09 * 2.09)
+
+
+def _jacobian_gram(key, x, width, s):
+    """J J' of v.s(W_2 s(W_1 x)) with all weights N(0, 1 / width), by reverse mode."""
+    n1, n2, n3 = jax.random.split(key, 3)
+    scale = width**-0.5
+    weights = (
+        scale * jax.random.normal(n1, (width, x.shape[1])),
+        scale * jax.random.normal(n2, (width, width)),
+        scale * jax.random.normal(n3, (width,)),
+    )
+    rows = jax.jacrev(lambda w: s(s(x @ w[0].T) @ w[1].T) @ w[2])(weights)
+    rows = [r.reshape(len(x), -1) for r in rows]
+    return sum(r @ r.T for r in rows)
+
+
+def test_theorem_2_lower_bound_fails_for_tanh_as_the_width_grows():
+    """Simulation: J J' tends to rank d = 4 < N, lambda_min falling like 1 / m^2."""
+    x = jnp.asarray(unit_rows(0, 12, 4))
+    found = [
+        smallest(jax.jit(_jacobian_gram, static_argnums=(2, 3))(jax.random.key(0), x, m, tanh))
+        for m in (64, 256)
+    ]
+    lower, upper = zhu_theorem2_as_printed(12, 4, activations=[tanh, tanh], C=1.0)
+    assert lower.value > 0.5
+    assert found[1] < found[0] / 6
+    assert found[0] < 1e-3 * lower.value
+    assert held(lower)["the betas belong to weights N(0, 1/m)"] is False
+    # 3 (beta_2 + 1 + 1), beta_2 = 2
+    assert_close(upper.value, 12.0)
+
+
+def test_theorem_2s_initialisation_has_a_quarter_of_lemma_1s_relu_kernel():
+    """Simulation at m = 512, 12 inputs, L = 3: tr J J' / N near 3 / 2^(L-1)."""
+    x = jnp.asarray(unit_rows(0, 12, 4))
+    K = jax.jit(_jacobian_gram, static_argnums=(2, 3))(jax.random.key(1), x, 512, relu)
+    assert abs(jnp.trace(K) / 12 - 0.75) < 0.1
+
+
+# --- Theorem 3 ---
+
+
+@pytest.mark.parametrize("depth", [3, 4, 6])
+def test_theorem_3_is_vacuous_for_relu_networks_at_every_sample_size(depth):
+    """K_ii = L for unit inputs, and y'y = N: at least C_2 / sqrt(L), for any such K."""
+    for n in (5, 20):
+        K = depth * (unit_rows(depth, n, 8) @ unit_rows(depth, n, 8).T) ** 3
+        y = np.where(np.arange(n) % 2, 1, -1)
+        bound = zhu_theorem3(K, y, activations=[relu] * (depth - 1), C=1.0)
+        assert_close(bound.terms["least for this diagonal"], 4 ** (depth - 1), f32=1e-5)
+        assert bound.terms["eigenvalue term"] >= 4 ** (depth - 1) * (1 - 1e-5)
+        assert bound.vacuous
+        assert_close(bound.terms["Lip"], 1.0)
+
+
+def test_theorem_3_by_hand():
+    """K = diag(1, 4), y = (1, 1), L = 2, swish: C_2 = sqrt 2 (3 Lip + 1); 1 and (1 + 1/4) / 2."""
+    K, y, lip = jnp.diag(jnp.array([1.0, 4.0])), jnp.ones(2), 1.099839320129
+    options = {"activations": [swish], "delta": 0.1, "C": 0.5}
+    C_2, confidence = math.sqrt(2) * (3 * lip + 1), math.sqrt(math.log(10) / 2)
+    plain, aware = zhu_theorem3(K, y, **options), zhu_theorem3_label_aware(K, y, **options)
+    assert_close(plain.value, 0.5 * (C_2 + confidence), f32=1e-5)
+    assert_close(aware.value, 0.5 * (C_2 * math.sqrt(0.625) + confidence), f32=1e-5)
+    assert_close(plain.terms["C_1"], math.sqrt(2) / (3 * lip + 1), f32=1e-5)
+    assert plain.probability == 0.9
+    assert held(plain)["labels are +-1"] is True
+
+
+def test_labels_that_the_kernel_finds_easy_make_theorem_3_tighter():
+    """y along the first eigenvector: y'K^-1 y = y'y / lambda_max."""
+    K = np.exp(unit_rows(3, 10, 4) @ unit_rows(3, 10, 4).T)
+    values, vectors = np.linalg.eigh(K)
+    y = vectors[:, -1]
+    options = {"activations": [relu, relu], "C": 1.0}
+    plain = zhu_theorem3(K, y, **options).terms["eigenvalue term"]
+    aware = zhu_theorem3_label_aware(K, y, **options).terms["label term"]
+    assert_close(aware / plain, math.sqrt(values[0] / values[-1]), f64=1e-8)
+
+
+def test_theorem_3_of_a_singular_kernel_is_infinite():
+    for theorem in (zhu_theorem3, zhu_theorem3_label_aware):
+        bound = theorem(jnp.diag(jnp.array([1.0, 0.0])), jnp.ones(2), activations=[relu], C=1.0)
+        assert bound.value == math.inf
+        assert bound.vacuous
+        assert held(bound)["K is positive definite"] is False
+
+
+# --- what a bound is, and errors ---
+
+
+def test_bounds_with_hidden_constants_name_them_and_ask_for_c():
+    lower, upper = zhu_theorem2_as_printed(12, 4, activations=[relu], C=2.0)
+    third = zhu_theorem3(jnp.eye(2), jnp.ones(2), activations=[relu], C=2.0)
+    for bound in (lower, upper, third):
+        assert any(name.startswith("C, supplied") for name in bound.unspecified)
+    for call in (
+        lambda: zhu_theorem1_as_printed(12, 4, activations=[relu]),
+        lambda: zhu_theorem2_as_printed(12, 4, activations=[relu]),
+        lambda: zhu_theorem3(jnp.eye(2), jnp.ones(2), activations=[relu]),
+    ):
+        with pytest.raises(TypeError, match="'C'"):
+            call()
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: table1(relu, 0.0), "t: expected a positive variance, got 0.0."),
+        (lambda: betas(relu, -1.0), "variance: expected positive numbers, got -1.0."),
+        (lambda: lipschitz(activation(jnp.square)), "activation: expected a Lipschitz function"),
+        (lambda: diagonal_upper_bound(jnp.ones((2, 3))), "K: expected a square matrix"),
+        (lambda: frobenius_upper_bound(jnp.full((2, 2), jnp.nan)), "K: expected finite entries"),
+        (lambda: eigen_nas_as_printed(jnp.eye(2), 0), "d: expected a positive number, got 0."),
+        (
+            lambda: hermite_lower_bound(jnp.array([[1.0], [2.0]]), activations=[relu]),
+            "x: expected rows of equal norm",
+        ),
+        (
+            lambda: hermite_lower_bound(jnp.zeros((2, 2)), activations=[relu]),
+            "x: expected rows of equal norm, not 0",
+        ),
+        (
+            lambda: hermite_lower_bound(jnp.eye(2), activations=[relu], terms=3),
+            "terms: expected an even number",
+        ),
+        (lambda: schur_lower_bound(jnp.ones(3), activations=[relu]), "x: expected a nonempty"),
+        (
+            lambda: zhu_theorem1_as_printed(5, 2, activations=[relu], C=-1.0),
+            "C: expected a positive number, got -1.0.",
+        ),
+        (
+            lambda: zhu_theorem2_as_printed(0, 2, activations=[relu], C=1.0),
+            "n: expected a positive",
+        ),
+        (
+            lambda: zhu_theorem3(jnp.eye(2), jnp.ones(3), activations=[relu], C=1.0),
+            r"y: expected shape \[2\] as K has rows, got \(3,\).",
+        ),
+        (
+            lambda: zhu_theorem3(jnp.eye(2), jnp.ones(2), activations=[relu], delta=0.5, C=1.0),
+            r"delta: expected a number in \(0, 1/e\], got 0.5.",
+        ),
+    ],
+)
+def test_bad_arguments_are_named(call, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        call()

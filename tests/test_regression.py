@@ -1,0 +1,149 @@
+"""Kernel regression against numpy, scikit-learn, refits and gradient descent."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import assert_close, finite_differences
+from sklearn.kernel_ridge import KernelRidge
+
+from ntk.regression import excess_risk_term, gradient_flow, kernel_regression
+
+N = 8
+rng = np.random.default_rng(0)
+PHI = rng.normal(size=(N + 5, 30)) / np.sqrt(30)  # rows: N training inputs, 5 others
+K, CROSS = PHI[:N] @ PHI[:N].T, PHI[N:] @ PHI[:N].T
+Y = {"one output": rng.normal(size=N), "three outputs": rng.normal(size=(N, 3))}
+F0 = rng.normal(size=30)  # features' weights before training
+outputs = pytest.mark.parametrize("y", Y.values(), ids=Y)
+
+
+@outputs
+@pytest.mark.parametrize("penalty", [0.0, 0.3])
+def test_regression_is_the_linear_solve_of_numpy_and_scikit_learn(y, penalty):
+    fit = jax.jit(kernel_regression)(K, y, penalty=penalty)
+    assert_close(fit.weights, np.linalg.solve(K + penalty * np.eye(N), y))  # truth: numpy
+    peer = KernelRidge(alpha=max(penalty, 1e-14), kernel="precomputed").fit(K, y)
+    assert_close(fit.predict(CROSS), peer.predict(CROSS))
+
+
+@outputs
+@pytest.mark.parametrize("penalty", [0.0, 0.3])
+def test_leave_one_out_residuals_are_those_of_refits(y, penalty):
+    refits = []
+    for i in range(N):
+        rest = np.delete(np.arange(N), i)
+        part = K[np.ix_(rest, rest)] + penalty * np.eye(N - 1)
+        refits.append(y[i] - K[i, rest] @ np.linalg.solve(part, y[rest]))
+    assert_close(kernel_regression(K, y, penalty=penalty).leave_one_out(), np.array(refits))
+
+
+@outputs
+def test_the_excess_risk_term_is_the_squared_norm_of_the_interpolant(y):
+    risk = excess_risk_term(K, y)
+    weights = np.linalg.pinv(PHI[:N]) @ y  # truth: the minimum-norm weights that interpolate
+    assert_close(risk.quadratic, np.sum(weights**2))
+    assert_close(risk.normalized, np.sqrt(np.sum(weights**2) / N))
+
+
+@outputs
+def test_gradient_flow_is_gradient_descent_in_small_steps(y):
+    f0 = F0 if y.ndim == 1 else F0[:, None]
+    w, step, steps = np.broadcast_to(f0, (30, *y.shape[1:])).copy(), 1e-3, 2000
+    start = PHI @ w
+    for _ in range(steps):
+        w -= step * PHI[:N].T @ (PHI[:N] @ w - y)
+    truth = PHI @ w  # of the features' weights; off by O(step)
+    train = gradient_flow(K, y, step * steps, f0=start[:N])
+    test = gradient_flow(K, y, step * steps, f0=start[:N], cross=CROSS, cross_f0=start[N:])
+    assert_close(train, truth[:N], f64=2e-3, f32=2e-3)
+    assert_close(test, truth[N:], f64=2e-3, f32=2e-3)
+
+
+def expm_flow(K, r, t):
+    """``phi_t(K) r``, by scaling and squaring: the corner of exp of [[-t K, t I], [0, 0]]."""
+    n = len(K)
+    block = jnp.block([[-t * K, t * jnp.eye(n)], [jnp.zeros((n, 2 * n))]])
+    return jax.scipy.linalg.expm(block, max_squarings=30)[:n, n:] @ r
+
+
+@pytest.mark.parametrize("t", [1e-4, 0.01, 5.0])
+@pytest.mark.parametrize("multiple", [False, True])
+def test_gradient_flow_and_its_derivatives_are_those_of_the_matrix_exponential(t, multiple):
+    q, _ = np.linalg.qr(K)
+    kernel = (q * np.repeat([0.4, 2.0], N // 2)) @ q.T if multiple else K
+    kernel, y, direction = (jnp.asarray(a) for a in (kernel, Y["one output"], K - np.eye(N)))
+
+    def flow(s, t, y):
+        return gradient_flow(kernel + s * direction, y, t, cross=CROSS)
+
+    def truth(s, t, y):
+        return CROSS @ expm_flow(kernel + s * direction, y, t)
+
+    assert_close(flow(0.0, t, y), truth(0.0, t, y), f64=1e-11)
+    for function in (jax.jacrev, jax.jacfwd):
+        ours = function(flow, argnums=(0, 1, 2))(0.0, t, y)
+        theirs = function(truth, argnums=(0, 1, 2))(0.0, t, y)
+        for a, b in zip(ours, theirs, strict=True):
+            assert_close(a, b, f64=1e-9, f32=5e-3)
+
+
+def test_gradient_flow_starts_at_f0_and_ends_at_regression():
+    y = Y["three outputs"]
+    path = gradient_flow(K, y, jnp.array([0.0, jnp.inf]), f0=1.0, cross=CROSS, cross_f0=2.0)
+    assert_close(path[0], np.full((5, 3), 2.0))
+    assert_close(path[1], 2 + CROSS @ np.linalg.solve(K, y - 1))  # truth: numpy
+    slope = jax.jacfwd(lambda s: gradient_flow(K + s * np.eye(N), y, jnp.inf, cross=CROSS))(0.0)
+    truth = jax.jacfwd(lambda s: kernel_regression(K + s * np.eye(N), y).predict(CROSS))(0.0)
+    assert_close(slope, truth, f64=1e-8, f32=1e-2)
+
+
+def test_directions_without_kernel_do_not_move():
+    kernel, y = np.diag([1.0, 0.0]), np.array([3.0, 5.0])
+    assert_close(gradient_flow(kernel, y, jnp.inf, f0=1.0), [3.0, 1.0])
+    assert_close(gradient_flow(kernel, y, 1e6, f0=1.0), [3.0, 1.0])
+    slope = jax.jacfwd(lambda t: gradient_flow(kernel, y, t))(2.0)
+    assert_close(slope, [3 * np.exp(-2), 0.0], f32=1e-5)  # truth: the derivative of 3 (1 - e^-t)
+
+
+def test_regression_is_differentiable_in_the_kernel_and_maps_over_batches():
+    y = Y["one output"]
+
+    @jax.jit
+    def total(s):
+        kernel = jnp.asarray(K) + jnp.diag(s)
+        fit = kernel_regression(kernel, y, penalty=0.1)
+        return excess_risk_term(kernel, y).quadratic + fit.leave_one_out() @ fit.weights
+
+    s = np.linspace(0.3, 0.6, N)
+    assert_close(jax.grad(total)(s), finite_differences(total, s), f64=1e-8, f32=3e-2)
+    batch = jnp.stack([K, K + np.eye(N)])
+    fits = jax.vmap(lambda k: kernel_regression(k, y).weights)(batch)
+    assert_close(fits, np.stack([np.linalg.solve(k, y) for k in np.asarray(batch)]))
+
+
+def test_a_kernel_without_a_cholesky_factor_is_an_error_or_nan_when_traced():
+    indefinite = jnp.diag(jnp.array([1.0, -0.25]))
+    y = jnp.ones(2)
+    with pytest.raises(ValueError, match=r"K: expected a positive definite .* got .* -0\.25\."):
+        kernel_regression(indefinite, y)
+    with pytest.raises(ValueError, match="K: expected a positive definite"):
+        excess_risk_term(indefinite, y)
+    assert np.isnan(jax.jit(kernel_regression)(indefinite, y).weights).all()
+    assert_close(kernel_regression(indefinite, y, penalty=1.25).weights, [1 / 2.25, 1.0])
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (lambda: kernel_regression(K[:2], Y["one output"]), "K: expected a square matrix"),
+        (lambda: kernel_regression(K, np.ones(3)), r"y: expected shape \[8\] or \[8, outputs\]"),
+        (lambda: kernel_regression(K, np.ones(N), penalty=-1.0), "penalty: expected a nonneg"),
+        (lambda: gradient_flow(K, np.ones(N), -1.0), "t: expected nonnegative times"),
+        (lambda: gradient_flow(K, np.ones(N), 1.0, cross=K[:, :2]), r"cross: expected shape"),
+        (lambda: gradient_flow(K, np.ones(N), 1.0, f0=np.ones((N, 2))), "f0: expected a number"),
+    ],
+)
+def test_bad_input_is_named(call, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        call()

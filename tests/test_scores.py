@@ -1,0 +1,498 @@
+"""ntk.scores against loops in numpy, with the gradients of a small network derived by hand."""
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import assert_close
+
+from ntk import scores
+from ntk.finite import empirical_kernel
+
+N, INPUTS, HIDDEN, CLASSES = 6, 9, 7, 3
+
+ALL = [
+    *("eigen_nas", "min_eigenvalue", "knas", "knas_released", "te_nas", "nasi", "grad_norm"),
+    *("snip", "grasp", "fisher", "zico", "jacov", "synflow", "naswot", "regions", "l2_norm"),
+]
+
+
+def apply(params, x):
+    hidden = jax.nn.relu(x @ params["a"]["kernel"] + params["a"]["bias"])
+    return hidden @ params["b"]["kernel"] + params["b"]["bias"]
+
+
+def draw(seed=0, bias=0.3):
+    rng = np.random.default_rng(seed)
+    params = {
+        "a": {"kernel": rng.normal(size=(INPUTS, HIDDEN)), "bias": bias * rng.normal(size=HIDDEN)},
+        "b": {
+            "kernel": rng.normal(size=(HIDDEN, CLASSES)),
+            "bias": bias * rng.normal(size=CLASSES),
+        },
+    }
+    x = rng.normal(size=(N, INPUTS))
+    return jax.tree.map(jnp.asarray, params), (jnp.asarray(x), jnp.array([0, 1, 2, 0, 1, 2]))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 3))
+def score(name, params, batch, apply=apply, **options):
+    return eager(name, params, batch, apply, **options)
+
+
+def eager(name, params, batch, apply=apply, **options):
+    return getattr(scores, name)(None, apply, params, batch, **options)
+
+
+class ByHand:
+    """The same network in float64 numpy, one sample at a time."""
+
+    def __init__(self, params, batch):
+        self.p = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
+        self.x, self.y = np.asarray(batch[0], np.float64), np.asarray(batch[1])
+
+    def forward(self, x):
+        z = x @ self.p["a"]["kernel"] + self.p["a"]["bias"]
+        return z, np.maximum(z, 0) @ self.p["b"]["kernel"] + self.p["b"]["bias"]
+
+    def gradient(self, i, pulled):
+        """The gradient of ``pulled @ logits`` of sample i."""
+        z, _ = self.forward(self.x[i])
+        down = (self.p["b"]["kernel"] @ pulled) * (z > 0)
+        return {
+            "a": {"kernel": np.outer(self.x[i], down), "bias": down},
+            "b": {"kernel": np.outer(np.maximum(z, 0), pulled), "bias": pulled},
+        }
+
+    def residual(self, i):
+        _, logits = self.forward(self.x[i])
+        p = np.exp(logits - logits.max())
+        return p / p.sum() - np.eye(CLASSES)[self.y[i]]
+
+    def loss_gradients(self):
+        return [self.gradient(i, self.residual(i)) for i in range(len(self.x))]
+
+    def mean_gradient(self, samples=slice(None)):
+        return jax.tree.map(
+            lambda *leaves: np.mean(leaves, axis=0), *self.loss_gradients()[samples]
+        )
+
+    def rows(self, leaves):
+        gradients = [self.gradient(i, np.ones(CLASSES)) for i in range(len(self.x))]
+        return np.array([np.concatenate([leaf.ravel() for leaf in leaves(g)]) for g in gradients])
+
+
+def kernels(tree):
+    return [tree["a"]["kernel"], tree["b"]["kernel"]]
+
+
+def by_hand_eigen_nas(net):
+    return np.mean([row @ row for row in net.rows(jax.tree.leaves)])
+
+
+def by_hand_min_eigenvalue(net):
+    rows = net.rows(jax.tree.leaves)
+    return np.linalg.eigvalsh(rows @ rows.T)[0]
+
+
+def by_hand_te_nas(net):
+    rows = net.rows(kernels)
+    values = np.linalg.eigvalsh(rows @ rows.T)
+    return values[-1] / values[0]
+
+
+def by_hand_knas(net):
+    g = [
+        np.concatenate([leaf.ravel() for leaf in jax.tree.leaves(g)]) for g in net.loss_gradients()
+    ]
+    return sum(u @ v for u in g for v in g) / N**2
+
+
+def by_hand_knas_released(net):
+    # Only the first kernel, of 63 entries, has 50.
+    g, total = [g["a"]["kernel"].ravel() for g in net.loss_gradients()], 0.0
+    for i in range(50):
+        first = np.array([g[k][i] for k in range(N // 2)])
+        second = np.array([g[k][i] for k in range(N // 2, N)])
+        total += np.dot(first - first.mean(), second - second.mean()) / N**2
+    return total
+
+
+def by_hand_nasi(net):
+    r = sum(np.sum(leaf**2) for leaf in jax.tree.leaves(net.mean_gradient()))
+    return r - 2 * max(0, r - 500)
+
+
+def by_hand_grad_norm(net):
+    return sum(np.sqrt(np.sum(g**2)) for g in kernels(net.mean_gradient()))
+
+
+def by_hand_snip(net):
+    pairs = zip(kernels(net.p), kernels(net.mean_gradient()), strict=True)
+    return sum(np.abs(w * g).sum() for w, g in pairs)
+
+
+def by_hand_grasp(net):
+    # The Hessian product by central differences: no ReLU changes sign on the way.
+    start, g, h = kernels(net.p), kernels(net.mean_gradient()), 1e-5
+
+    def moved(t):
+        for name, w, d in zip("ab", start, g, strict=True):
+            net.p[name]["kernel"] = w + t * d
+        return kernels(net.mean_gradient())
+
+    product = [(u - v) / (2 * h) for u, v in zip(moved(h), moved(-h), strict=True)]
+    return -sum(np.sum(w * hg) for w, hg in zip(start, product, strict=True))
+
+
+def by_hand_fisher(net):
+    total = 0.0
+    for layer in "ab":
+        terms = np.array([
+            (np.maximum(net.forward(x)[0], 0) if layer == "b" else x)
+            @ net.p[layer]["kernel"] * g[layer]["bias"] / N
+            for x, g in zip(net.x, net.loss_gradients(), strict=True)
+        ])  # fmt: skip
+        total += 0.5 * np.sum(np.mean(terms**2, axis=0))
+    return total
+
+
+def by_hand_zico(net):
+    halves = [kernels(net.mean_gradient(half)) for half in (slice(0, 3), slice(3, 6))]
+    total = 0.0
+    for layer in zip(*halves, strict=True):
+        deviation, mean = np.std(layer, axis=0), np.mean(np.abs(layer), axis=0)
+        total += np.log(np.sum(mean[deviation != 0] / deviation[deviation != 0]))
+    return total
+
+
+def by_hand_jacov(net):
+    def input_gradient(x):
+        z, _ = net.forward(x)
+        return net.p["a"]["kernel"] @ (net.p["b"]["kernel"].sum(1) * (z > 0))
+
+    values = np.linalg.eigvalsh(np.corrcoef([input_gradient(x) for x in net.x]))
+    return -np.sum(np.log(values + 1e-5) + 1 / (values + 1e-5))
+
+
+def by_hand_synflow(net):
+    # R = sum_j h_j v_j + ..., h_j = sum_i |w_ij| + |b_j|, v_j = sum_c |u_jc|: all positive.
+    (w, u), b = map(np.abs, kernels(net.p)), np.abs(net.p["a"]["bias"])
+    v = u.sum(1)
+    return np.log(np.sum(w * v) + np.sum((w.sum(0) + b) * v))
+
+
+def by_hand_naswot(net):
+    on = np.array([net.forward(x)[0] > 0 for x in net.x])
+    agreements = np.array([[np.sum(p == q) for q in on] for p in on])
+    return np.linalg.slogdet(agreements)[1]
+
+
+def by_hand_regions(net):
+    return len({tuple(net.forward(x)[0] > 0) for x in net.x})
+
+
+def by_hand_l2_norm(net):
+    return sum(np.sqrt(np.sum(w**2)) for w in kernels(net.p))
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_score_is_what_loops_over_hand_made_gradients_give(name):
+    params, batch = draw()
+    expected = globals()[f"by_hand_{name}"](ByHand(params, batch))
+    f64 = 1e-6 if name == "grasp" else 1e-9  # its reference is a finite difference
+    assert_close(score(name, params, batch), expected, f64=f64, f32=1e-3)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_score_under_jit_and_vmap_over_weights_is_the_score_of_each(name):
+    (p, batch), (q, _) = draw(0), draw(1)
+    both = jax.tree.map(lambda *leaves: jnp.stack(leaves), p, q)
+    together = jax.vmap(lambda params: score(name, params, batch))(both)
+    assert together.shape == (2,)
+    # te_nas divides by a small eigenvalue.
+    assert_close(together, jnp.stack([score(name, r, batch) for r in (p, q)]), f32=2e-3)
+
+
+@pytest.mark.parametrize("name", sorted(set(ALL) - {"zico", "knas_released"}))
+def test_score_does_not_depend_on_the_order_of_the_samples(name):
+    params, (x, y) = draw()
+    order = np.array([3, 1, 5, 0, 4, 2])
+    assert_close(
+        score(name, params, (x[order], y[order])), score(name, params, (x, y)), f64=1e-8, f32=2e-3
+    )
+
+
+def test_knas_released_changes_sign_with_the_order_of_the_samples():
+    # The covariance of (a, a', ...) with itself is positive, with itself negated about its mean
+    # negative: the same samples, twice, in another order.
+    params, (x, y) = draw()
+    doubled = jnp.concatenate([x[:2], x[:2]]), jnp.concatenate([y[:2], y[:2]])
+    swapped = jnp.concatenate([x[:2], x[1::-1]]), jnp.concatenate([y[:2], y[1::-1]])
+    aligned = score("knas_released", params, doubled)
+    assert aligned > 0
+    assert_close(score("knas_released", params, swapped), -aligned)
+
+
+def test_eigen_nas_bounds_the_smallest_eigenvalue():
+    for seed in range(5):
+        params, batch = draw(seed)
+        assert score("min_eigenvalue", params, batch) <= score("eigen_nas", params, batch)
+
+
+def test_eigen_nas_and_min_eigenvalue_are_of_the_empirical_kernel():
+    params, (x, y) = draw()
+    K = scores.kernel(None, apply, params, (x, y))
+    assert_close(K, empirical_kernel(apply, params, x, method="jacobian"))
+    assert_close(score("eigen_nas", params, (x, y)), jnp.trace(K) / N)
+
+
+def test_nasi_is_penalised_above_its_threshold_only():
+    params, batch = draw()
+    r = score("nasi", params, batch, threshold=np.inf)
+    assert_close(score("nasi", params, batch, penalty=3.0, threshold=r / 2), r - 1.5 * r)
+    assert_close(score("nasi", params, batch, penalty=3.0, threshold=2 * r), r)
+
+
+def test_naswot_and_regions_do_not_see_a_positive_factor_on_a_layer():
+    params, batch = draw(bias=0.0)
+    scaled = {**params, "a": jax.tree.map(lambda leaf: 4 * leaf, params["a"])}
+    for name in "naswot", "regions":
+        assert score(name, scaled, batch) == score(name, params, batch)
+
+
+def test_synflow_uses_no_data():
+    params, (x, y) = draw()
+    assert score("synflow", params, (x, y)) == score("synflow", params, (7 * x[:2], y[:2]))
+
+
+def test_synflow_reaches_beyond_the_largest_float32():
+    # Closed form: one path of 56 factors 10, so every layer holds R = 1e56.
+    params = [jnp.full((1, 1), 10.0, jnp.float32) for _ in range(56)]
+
+    def chain(params, x):
+        return functools.reduce(lambda h, w: jax.nn.relu(h @ w), params, x)
+
+    batch = jnp.ones((1, 1), jnp.float32), jnp.array([0])
+    found = score("synflow", params, batch, chain)
+    np.testing.assert_allclose(found, np.log(56) + 56 * np.log(10), rtol=1e-5)
+
+
+def test_jacov_keeps_eigenvalues_below_float32s_rounding():
+    gains = jnp.array([[1.0, 1.001], [1.001, 1.0], [1.0, 1.002]])
+    found = score(
+        "jacov", jnp.eye(2), (jnp.eye(3), jnp.array([0, 1, 0])), lambda w, x: x @ gains @ w
+    )
+    # All inputs share the gradient (2.001, 2.001, 2.002) summed over logits: eigenvalues 3, 0, 0.
+    expected = -(np.log(3 + 1e-5) + 1 / (3 + 1e-5) + 2 * (np.log(1e-5) + 1e5))
+    assert_close(found, expected, f32=1e-4)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_dead_network_never_scores_nan(name):
+    params, batch = draw()
+    dead = jax.tree.map(jnp.zeros_like, params)
+    found = score(name, dead, batch)
+    assert not np.isnan(found)
+    if name in ("naswot", "synflow"):
+        assert found == -np.inf
+    if name == "te_nas":
+        assert found == np.inf
+
+
+# Convolutions, batch normalisation, and networks with structure.
+
+
+class Convolutions(nn.Module):
+    """Batch statistics, a bias, and a branch that leads nowhere."""
+
+    @nn.compact
+    def __call__(self, x, gains=(1.0, 1.0)):
+        x = nn.Conv(3, (3, 3), use_bias=False, name="first")(x) * gains[0]
+        x = nn.relu(nn.BatchNorm(use_running_average=False)(x))
+        self.sow("branch", "nowhere", nn.relu(nn.Conv(2, (1, 1))(x)))
+        return nn.Dense(CLASSES)(x.mean((1, 2))) * gains[1]
+
+
+def convolutions(params, x, gains=(1.0, 1.0)):
+    return Convolutions().apply({"params": params}, x, gains, mutable=["batch_stats", "branch"])[0]
+
+
+@pytest.fixture(scope="module")
+def images():
+    x = jax.random.normal(jax.random.key(0), (4, 5, 5, 2))
+    params = Convolutions().init(jax.random.key(1), x)["params"]
+    params = jax.tree.map(lambda leaf: leaf.astype(x.dtype), params)
+    return params, (x, jnp.array([0, 1, 2, 0]))
+
+
+def test_te_nas_differentiates_through_the_batchs_statistics(images):
+    # Against the dense Jacobian of the whole batch, kernels and scales only.
+    params, batch = images
+    jacobian = jax.jacrev(lambda p: convolutions(p, batch[0]).sum(1))(params)
+    rows = np.concatenate(
+        [
+            np.asarray(leaf, np.float64).reshape(4, -1)
+            for path, leaf in jax.tree_util.tree_leaves_with_path(jacobian)
+            if path[-1].key in ("kernel", "scale")
+        ],
+        axis=1,
+    )
+    values = np.linalg.eigvalsh(rows @ rows.T)
+    assert_close(score("te_nas", params, batch, convolutions), values[-1] / values[0], f64=1e-7)
+
+
+def test_eigen_nas_takes_the_statistics_of_each_sample_alone(images):
+    params, (x, y) = images
+    each = [
+        score("eigen_nas", params, (x[i : i + 1], y[i : i + 1]), convolutions) for i in range(4)
+    ]
+    assert_close(score("eigen_nas", params, (x, y), convolutions), jnp.mean(jnp.stack(each)))
+
+
+def test_fisher_is_the_gradient_in_a_gain_per_sample_and_channel(images):
+    # a * dL/da summed over positions is the derivative in a factor on a. The bias is 0 here.
+    params, (x, y) = images
+
+    def loss(gains):
+        logits = convolutions(params, x, gains)
+        return -jnp.mean(jax.nn.log_softmax(logits)[jnp.arange(4), y])
+
+    g = jax.grad(loss)((jnp.ones((4, 1, 1, 3)), jnp.ones((4, CLASSES))))
+    expected = sum(0.5 * jnp.sum(jnp.mean(leaf**2, axis=0)) for leaf in g)
+    assert_close(score("fisher", params, (x, y), convolutions), expected)
+
+
+def test_naswot_passes_over_relus_that_lead_nowhere(images):
+    params, (x, y) = images
+    seen = np.asarray(
+        Convolutions().apply(
+            {"params": params}, x, mutable=["batch_stats", "branch", "intermediates"],
+            capture_intermediates=lambda module, _: isinstance(module, nn.BatchNorm),
+        )[1]["intermediates"]["BatchNorm_0"]["__call__"][0]
+    )  # fmt: skip
+    on = seen.reshape(4, -1) > 0
+    agreements = np.array([[np.sum(p == q) for q in on] for p in on])
+    assert_close(
+        score("naswot", params, (x, y), convolutions), np.linalg.slogdet(agreements)[1], f32=1e-4
+    )
+
+
+def stacked(seed=0):
+    """Two square layers, their input and labels."""
+    rng = np.random.default_rng(seed)
+    layers = jnp.asarray(rng.normal(size=(2, 5, 5)))
+    return layers, (jnp.asarray(rng.normal(size=(4, 5))), jnp.array([0, 1, 2, 3]))
+
+
+def plain(layers, x):
+    for w in layers:
+        x = jax.nn.relu(x @ w)
+    return x
+
+
+@jax.custom_vjp
+def ruled(w, x):
+    return jax.nn.relu(x @ w)
+
+
+ruled.defvjp(
+    lambda w, x: (ruled(w, x), (w, x)), lambda saved, g: jax.vjp(lambda w, x: x @ w, *saved)[1](g)
+)
+
+
+def branch(index, w, x):
+    return jax.lax.switch(index, [lambda w, x: x, lambda w, x: jax.nn.relu(x @ w)], w, x)
+
+
+FORMS = {
+    "jit": lambda layers, x: jax.jit(plain)(layers, x),
+    "remat": lambda layers, x: jax.checkpoint(plain)(layers, x),
+    "vmap": lambda layers, x: jax.vmap(plain, (None, 0))(layers, x),
+    "scan": lambda layers, x: jax.lax.scan(lambda h, w: (jax.nn.relu(h @ w), None), x, layers)[0],
+    "scan with stacked output": lambda layers, x: jax.lax.scan(
+        lambda h, w: (jax.nn.relu(h @ w),) * 2, x, layers
+    )[1][-1],
+    "custom rule": lambda layers, x: ruled(layers[1], ruled(layers[0], x)),
+    "switch": lambda layers, x: branch(1, layers[1], branch(jnp.array(1), layers[0], x)),
+    "with an idle branch": lambda layers, x: branch(
+        jnp.array(0), layers[0], plain(layers, x)
+    ),
+    "with a dropped output": lambda layers, x: jax.jit(
+        lambda layers, x: (plain(layers, x), jax.nn.relu(x))
+    )(layers, x)[0],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", ["naswot", "fisher"])
+def test_relus_and_layers_are_found_in_calls_loops_and_branches(name, form):
+    layers, batch = stacked()
+    assert_close(score(name, layers, batch, FORMS[form]), score(name, layers, batch, plain))
+
+
+def test_one_compiled_score_follows_a_genotype_given_as_an_array():
+    layers, batch = stacked()
+
+    @jax.jit
+    @jax.vmap
+    def both(genotype):
+        def network(layers, x):
+            step = lambda h, at: (branch(at[0], at[1], h), None)  # noqa: E731
+            return jax.nn.relu(jax.lax.scan(step, x, (genotype, layers))[0])
+
+        return jnp.stack([score(name, layers, batch, network) for name in ("naswot", "fisher")])
+
+    found = both(jnp.array([[1, 1], [0, 1]]))
+    for genotype, row in zip([[0, 1], [1]], found, strict=True):
+        chosen = layers[jnp.array(genotype)]
+        concrete = lambda layers, x: jax.nn.relu(plain(layers, x))  # noqa: E731
+        assert_close(
+            row, jnp.stack([score(n, chosen, batch, concrete) for n in ("naswot", "fisher")])
+        )
+
+
+# Bad input.
+
+
+def while_loop(layers, x):
+    return jax.lax.while_loop(lambda h: jnp.sum(h) > 1e9, jax.nn.relu, x @ layers[0])
+
+
+BAD = {
+    "batch: expected a pair": lambda p, x, y: eager("snip", p, x),
+    "batch: expected inputs": lambda p, x, y: eager("snip", p, (x[:0], y[:0])),
+    "batch: expected 6 integer labels": lambda p, x, y: eager("snip", p, (x, y[:5])),
+    "batch: expected labels from 0 to 2": lambda p, x, y: eager("snip", p, (x, y + 1)),
+    "batch: expected finite": lambda p, x, y: eager("naswot", p, (x * np.nan, y)),
+    "params: expected finite": lambda p, x, y: eager("l2_norm", jax.tree.map(jnp.log, p), (x, y)),
+    "apply: expected logits": lambda p, x, y: eager("nasi", p, (x, y), lambda p, x: x[:, 0]),
+    "params: expected leaves named": lambda p, x, y: eager(
+        "snip", jnp.ones(INPUTS), (x, y), lambda p, x: p * x
+    ),
+    "params: expected a leaf of at least 50": lambda p, x, y: eager(
+        "knas_released", p["b"]["kernel"], (x, y), lambda p, x: x[:, :HIDDEN] @ p
+    ),
+    "batch: expected an even number": lambda p, x, y: eager("knas_released", p, (x[:5], y[:5])),
+    "parts: expected 2 or more": lambda p, x, y: eager("zico", p, (x, y), parts=4),
+    "parts: expected 2 or more, dividing": lambda p, x, y: eager("zico", p, (x[:1], y[:1])),
+    "apply: expected logits that depend on a ReLU": lambda p, x, y: eager(
+        "naswot", p, (x, y), lambda p, x: jnp.tanh(x)
+    ),
+    "apply: expected no ReLU inside `while`": lambda p, x, y: eager(
+        "naswot", stacked()[0], stacked()[1], while_loop
+    ),
+    "apply: expected ReLU inputs with the 6": lambda p, x, y: eager(
+        "regions", p, (x, y), lambda p, x: jax.nn.relu(x.T).T
+    ),
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_bad_input_is_refused_in_one_sentence(message):
+    params, (x, y) = draw()
+    with pytest.raises(ValueError, match=f"^{message}[^\n]*, got [^\n]*\\.$"):
+        BAD[message](params, x, y)

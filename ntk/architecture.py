@@ -16,7 +16,7 @@ from ntk.activations import Activation, activation, relu
 from ntk.gaussian import DENSITY, hermite, mean, root
 from ntk.mehler import Layer, derivative, evaluate, kinks
 
-_TERMS = (256, 1024, 4096)
+_MOST_TERMS = 4096
 _KINKED = (Activation("left", kink=(1.0, 0.0)), relu)  # summed with the slopes on both sides
 
 
@@ -116,35 +116,34 @@ def equal_norms(x1: jax.Array, x2: jax.Array | None) -> bool:
 
 
 def needed_terms(layers: tuple[Layer, ...], x1, x2, weights, skips, variances) -> int:
-    """The fewest of 256, 1024, 4096 that resolve every layer at correlation 1, or the last."""
+    """The fewest Hermite coefficients, 128, 256, ... 4096, that resolve every layer."""
+    found = 128
     if all(s.smooth is None for layer in layers for s in layer):
-        return _TERMS[0]
+        return found
     squares = _squares(x1, x2)
     extremes = jnp.asarray([squares.min(), squares.max()])
     scales = [d.scale for d in _diagonals(layers, weights, skips, variances, extremes)]
-    for terms in _TERMS:
-        if all(
-            _resolved(layer, w, scale, terms)
-            for layer, w, scale in zip(layers, weights, scales, strict=True)
-        ):
-            return terms
-    return _TERMS[-1]
+    for layer, w, scale in zip(layers, weights, scales, strict=True):
+        needed = int(_layer_terms(layer, w, scale))
+        while found < min(needed, _MOST_TERMS):
+            found *= 2
+    return found
 
 
-@functools.partial(jax.jit, static_argnums=(0, 3))
-def _resolved(layer: Layer, w: jax.Array, scale: jax.Array, terms: int):
-    """Whether ``terms`` coefficients of s' hold all of E s'(u)^2 that kinks do not."""
+@functools.partial(jax.jit, static_argnums=0)
+def _layer_terms(layer: Layer, w: jax.Array, scale: jax.Array) -> jax.Array:
+    """How many coefficients of s' matter to the pairs' ``E s'(u) s'(u')`` at correlation 1."""
     smooth = [i for i, s in enumerate(layer) if s.smooth is not None]
     if not smooth or has_closed_dual(layer):
-        return jnp.array(True)
+        return jnp.array(0)
     slopes = tuple(layer[i].derivative for i in smooth)
     slope = functools.partial(evaluate, slopes, w[np.array(smooth)])
-    found = hermite(slope, scale, terms)
-    size = jnp.abs(found).max(0)
-    # Against a kink, whose coefficients fall slowly, the whole tail counts.
+    size = jnp.abs(hermite(slope, scale, _MOST_TERMS, smooth=True)).max(0)
+    # The factor of a kink falls slowly; smooth ones are small together.
     kinked = len(smooth) < len(layer)
-    tail = size[-32:].sum() * (1.0 if kinked else size[-32:].max())
-    return tail <= 100 * jnp.finfo(scale.dtype).eps * size.max() ** (1 if kinked else 2)
+    other = (1 + jnp.arange(_MOST_TERMS)) ** -0.75 * size.max() if kinked else size
+    tails = jnp.cumsum((size * other)[::-1])[::-1]
+    return jnp.sum(tails > 10 * jnp.finfo(scale.dtype).eps * tails[0])
 
 
 def has_closed_dual(layer: Layer) -> bool:

@@ -112,7 +112,7 @@ def network_kernel(
     infinite in general, is taken along paths that keep them so.
 
     Memory: the two results, 2 x ``terms`` numbers for each layer with a smooth activation and each
-    input of a norm of its own (256 terms while variances stay under about 4), a few tiles. Time:
+    input of a norm of its own (256 terms while variances stay under about 2), a few tiles. Time:
     2 ``terms`` multiply-adds per layer and pair, fewer where no correlation is near 1.
 
     Near-duplicates: the angle between two inputs is found to 1e-11 of itself down to 1e-9 (from a

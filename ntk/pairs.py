@@ -87,11 +87,10 @@ def assemble(tile, n1: int, n2: int, *, symmetric: bool):
 def mirrored(kernel: jax.Array) -> jax.Array:
     """The upper triangle of [..., n, n] on both sides.
 
-    By a choice and in a program of its own: compilers round the two sides of a sum differently.
+    In a program of its own: where it is fused with what makes the kernel, the two sides may be
+    rounded apart. (A choice by index, ``where(i <= j, ...)``, takes XLA minutes to compile.)
     """
-    n = kernel.shape[-1]
-    upper = jnp.arange(n)[:, None] <= jnp.arange(n)
-    return jnp.where(upper, kernel, jnp.swapaxes(kernel, -1, -2))
+    return jnp.triu(kernel) + jnp.swapaxes(jnp.triu(kernel, 1), -1, -2)
 
 
 def take_rows(rows, start, size: int, n: int):

@@ -179,7 +179,7 @@ def gradient_flow(
         if jnp.shape(start) not in ((), shape):
             raise ValueError(f"{name}: expected a number or shape {shape}, got {jnp.shape(start)}.")
     columns = (y - f0).reshape(len(K), -1)
-    moved = jax.vmap(_flow, in_axes=(None, None, 0))(K, columns, t.ravel())
+    moved = _flows(K, columns, t.ravel())
     return cross_f0 + (cross @ moved).reshape(*t.shape, *others)
 
 
@@ -201,6 +201,9 @@ def _(primals, tangents):
     slope = (_divided_differences(values, t) * (V.T @ dK @ V)) @ inside
     slope += phi * (V.T @ dr) + dt * jnp.exp(-_product(t, values))[:, None] * inside
     return V @ (phi * inside), V @ slope
+
+
+_flows = jax.jit(jax.vmap(_flow, in_axes=(None, None, 0)))
 
 
 def _eigh(K):

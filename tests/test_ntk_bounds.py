@@ -148,12 +148,11 @@ def test_lipschitz_constants(s, expected):
 
 NETWORKS = [
     ([relu], [], None),
-    ([tanh, relu], [0.7], None),
-    ([swish, {relu: 0.6, tanh: 0.4}, LEAKY], [-1.3, 0.5], (0.7, 1.5, 2.0, 1.2)),
+    ([{relu: 0.6, tanh: 0.4}, LEAKY], [-1.3], (0.7, 1.5, 2.0)),
 ]
 
 
-@pytest.mark.parametrize(("network", "norms"), [(0, "equal"), (1, "unequal"), (2, "equal")])
+@pytest.mark.parametrize(("network", "norms"), [(0, "equal"), (1, "unequal"), (1, "equal")])
 def test_valid_bounds_enclose_the_smallest_eigenvalue(network, norms):
     """Dense eigenvalues of the exact kernel, more inputs than dimensions."""
     activations, skips, variances = NETWORKS[network]
@@ -181,7 +180,6 @@ def test_valid_bounds_enclose_the_smallest_eigenvalue(network, norms):
     [
         ([relu, relu], [0.0], 0.57553, 0.39557),
         ([relu, relu, relu], [1.0, 1.0], 2.37295, 1.60431),
-        ([tanh, relu], [1.0], 0.59375, 0.37124),
         ([relu, tanh, swish], [1.0, 0.0], 0.80909, 0.55842),
     ],
     ids=str,
@@ -214,7 +212,8 @@ def test_hermite_bound_is_attained_by_orthonormal_inputs_and_an_odd_activation()
 
 def test_lower_bounds_of_a_singular_kernel_are_vacuous():
     """Two equal inputs: lambda_min = 0."""
-    x = unit_rows(2, 5, 3)[[0, 1, 2, 3, 3]]
+    x = unit_rows(0, 50, 10)
+    x[1] = x[0]
     for bound in (
         schur_lower_bound(x, activations=[relu, relu]),
         hermite_lower_bound(x, activations=[relu, relu]),

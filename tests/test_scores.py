@@ -324,7 +324,7 @@ def convolutions(params, x, gains=(1.0, 1.0)):
 @pytest.fixture(scope="module")
 def images():
     x = jax.random.normal(jax.random.key(0), (4, 5, 5, 2))
-    params = Convolutions().init(jax.random.key(1), x)["params"]
+    params = jax.jit(Convolutions().init)(jax.random.key(1), x)["params"]
     params = jax.tree.map(lambda leaf: leaf.astype(x.dtype), params)
     return params, (x, jnp.array([0, 1, 2, 0]))
 
@@ -332,7 +332,7 @@ def images():
 def test_te_nas_differentiates_through_the_batchs_statistics(images):
     # Against the dense Jacobian of the whole batch, kernels and scales only.
     params, batch = images
-    jacobian = jax.jacrev(lambda p: convolutions(p, batch[0]).sum(1))(params)
+    jacobian = jax.jit(jax.jacrev(lambda p: convolutions(p, batch[0]).sum(1)))(params)
     rows = np.concatenate(
         [
             np.asarray(leaf, np.float64).reshape(4, -1)
@@ -361,19 +361,22 @@ def test_fisher_is_the_gradient_in_a_gain_per_sample_and_channel(images):
         logits = convolutions(params, x, gains)
         return -jnp.mean(jax.nn.log_softmax(logits)[jnp.arange(4), y])
 
-    g = jax.grad(loss)((jnp.ones((4, 1, 1, 3)), jnp.ones((4, CLASSES))))
+    g = jax.jit(jax.grad(loss))((jnp.ones((4, 1, 1, 3)), jnp.ones((4, CLASSES))))
     expected = sum(0.5 * jnp.sum(jnp.mean(leaf**2, axis=0)) for leaf in g)
     assert_close(score("fisher", params, (x, y), convolutions), expected)
 
 
 def test_naswot_passes_over_relus_that_lead_nowhere(images):
     params, (x, y) = images
-    seen = np.asarray(
-        Convolutions().apply(
+
+    @jax.jit
+    def normalised(params, x):
+        return Convolutions().apply(
             {"params": params}, x, mutable=["batch_stats", "branch", "intermediates"],
             capture_intermediates=lambda module, _: isinstance(module, nn.BatchNorm),
-        )[1]["intermediates"]["BatchNorm_0"]["__call__"][0]
-    )  # fmt: skip
+        )[1]["intermediates"]["BatchNorm_0"]["__call__"][0]  # fmt: skip
+
+    seen = np.asarray(normalised(params, x))
     on = seen.reshape(4, -1) > 0
     agreements = np.array([[np.sum(p == q) for q in on] for p in on])
     assert_close(

@@ -25,7 +25,7 @@ import numpy as np
 from ntk.architecture import parse
 from ntk.bounds.bound import Mixture
 from ntk.gaussian import hermite, mean
-from ntk.mehler import derivative, evaluate
+from ntk.mehler import Layer, derivative, evaluate
 
 _FAR = 1e6  # where activations have reached their asymptotes
 
@@ -148,9 +148,15 @@ def table1(activation: Mixture, t: float = math.inf) -> Betas:
     Zhu et al. 2022, Table 1. It prints beta_2 = 1.22 for swish, a bound: ``max a^2 + (1 - a)^2``
     over its slopes a. The supremum is 1.01678, at y = 42.3.
     """
-    value, slope = _functions(activation)
     if not t > 0:
         raise ValueError(f"t: expected a positive variance, got {t}.")
+    (layer,), (weights,), _, _ = parse([activation], None, None)
+    return _table1(layer, weights, float(t))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _table1(layer: Layer, weights: jax.Array, t: float) -> Betas:
+    value, slope = (functools.partial(evaluate, f, weights) for f in (layer, derivative(layer)))
 
     def limit(z):
         return slope(jnp.asarray(z)) ** 2 + slope(-jnp.asarray(z)) ** 2
@@ -163,9 +169,9 @@ def table1(activation: Mixture, t: float = math.inf) -> Betas:
 
     near, far = limit(1e-9), limit(_FAR)
     start = jnp.where(value(jnp.zeros(())) == 0, near, jnp.inf)
-    end = far if t == math.inf else near
-    low, high = -14.0, min(14.0, math.log(t))
-    smallest = -_supremum(lambda log_y: -beta2(log_y), min(low, high - 1), high)
+    end = jnp.where(jnp.isinf(t), far, near)
+    low, high = -14.0, jnp.minimum(14.0, jnp.log(t))
+    smallest = -_supremum(lambda log_y: -beta2(log_y), jnp.minimum(low, high - 1), high)
     return Betas(
         functools.reduce(jnp.maximum, (_supremum(beta1, low, 14.0), start, far)),
         functools.reduce(jnp.maximum, (_supremum(beta2, low, 14.0), near, far)),
@@ -195,12 +201,22 @@ def lipschitz(activation: Mixture) -> jax.Array:
     >>> round(float(lipschitz(swish)), 4)
     1.0998
     """
-    _, slope = _functions(activation)
-    found = _supremum(lambda v: jnp.abs(slope(jnp.sinh(v))), -10.0, 10.0)
-    far = jnp.max(jnp.abs(slope(jnp.array([-_FAR, _FAR]))))
+    (layer,), (weights,), _, _ = parse([activation], None, None)
+    found, far = _steepest(derivative(layer), weights)
     if not isinstance(found, jax.core.Tracer) and not far <= 1.01 * found:
         raise ValueError(f"activation: expected a Lipschitz function, got slope {far} at {_FAR}.")
     return found
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _steepest(slope: Layer, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The largest slope in size within the scan, and at both ends."""
+
+    def size(z):
+        return jnp.abs(evaluate(slope, weights, z))
+
+    found = _supremum(lambda v: size(jnp.sinh(v)), -10.0, 10.0)
+    return found, jnp.max(size(jnp.array([-_FAR, _FAR])))
 
 
 def _functions(activation: Mixture) -> tuple[Callable, Callable]:
@@ -212,14 +228,18 @@ def _functions(activation: Mixture) -> tuple[Callable, Callable]:
 
 def _supremum(fn: Callable[[jax.Array], jax.Array], low, high) -> jax.Array:
     """The largest value of ``fn`` on an interval: a scan, then finer ones around its best node."""
-    nodes, best = jnp.linspace(0, 1, 129), jnp.asarray(-jnp.inf)
-    for _ in range(5):
+    nodes = jnp.linspace(0, 1, 129)
+
+    def finer(_, found):
+        low, high, best = found
         grid = low + (high - low) * nodes
         values = fn(grid)
         i = jnp.argmax(values)
         best = jnp.maximum(best, values[i])
-        low, high = grid[jnp.maximum(i - 1, 0)], grid[jnp.minimum(i + 1, 128)]
-    return best
+        return grid[jnp.maximum(i - 1, 0)], grid[jnp.minimum(i + 1, 128)], best
+
+    start = tuple(jnp.asarray(x, float) for x in (low, high, -jnp.inf))
+    return jax.lax.fori_loop(0, 5, finer, start)[2]
 
 
 def _variance(variance) -> jax.Array:

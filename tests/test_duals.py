@@ -11,7 +11,9 @@ from helpers import assert_close, finite_differences, tolerance
 import ntk
 from ntk.activations import Activation
 from ntk.gaussian import arc_cosines, hermite, kink_coefficients, mean
-from ntk.mehler import expectations
+from ntk.mehler import expectations as plain_expectations
+
+expectations = jax.jit(plain_expectations, static_argnums=(0, 1, 2))
 
 ACTIVATIONS = (
     ntk.relu,
@@ -135,7 +137,7 @@ def test_a_mixtures_expectation_is_the_double_sum_of_its_parts(s):
 def test_the_derivative_in_the_covariance_is_prices(a, b):
     vx, vy = 1.3, 0.8
     c = np.array([-1.0, -0.6, 0.0, 0.4, 1.0]) * np.sqrt(vx * vy)
-    slope = jax.grad(lambda c: ntk.dual(a, b, vx, vy, c, max_variance=2.0).sum())(c)
+    slope = jax.jit(jax.grad(lambda c: ntk.dual(a, b, vx, vy, c, max_variance=2.0).sum()))(c)
     assert_close(slope, ntk.dual(a.derivative, b.derivative, vx, vy, c), f64=1e-11, f32=1e-4)
 
 
@@ -144,10 +146,12 @@ def test_the_derivative_in_the_covariance_is_prices(a, b):
 def test_all_derivatives_are_finite_differences(a, b, order):
     a, b = (a.derivative, b.derivative) if order else (a, b)
     at = np.array([1.3, 0.8, 0.5])
-    fixed = functools.partial(ntk.dual, max_variance=2.0)
-    gradient = jax.grad(lambda v: fixed(a, b, *v))(jnp.asarray(at))
-    numeric = finite_differences(lambda v: np.asarray(fixed(a, b, *jnp.asarray(v))), at)
-    assert_close(gradient, numeric, f64=1e-9, f32=5e-3)
+
+    def value(v):
+        return ntk.dual(a, b, *v, max_variance=2.0)
+
+    gradient = jax.jit(jax.grad(value))(at)
+    assert_close(gradient, finite_differences(jax.jit(value), at), f64=1e-9, f32=5e-3)
 
 
 @PAIRS
@@ -163,14 +167,14 @@ def test_derivatives_at_correlations_of_one_are_finite(a, b):
         return sum(jnp.sum(k) for k in kernels)
 
     p = jnp.array([[0.0, 1.0]])
-    grads = jax.grad(total, (0, 1, 2))(one, 0.1 * one, p)
+    grads = jax.jit(jax.grad(total, (0, 1, 2)))(one, 0.1 * one, p)
     assert all(bool(jnp.isfinite(g).all()) for g in grads)
 
 
 def test_a_variance_of_zero_gives_the_value_at_zero_and_no_nan():
     for a in ACTIVATIONS:
-        value, grads = jax.value_and_grad(
-            lambda v, a=a: ntk.dual(a, ntk.tanh, v[0], v[1], v[2], max_variance=1.0)
+        value, grads = jax.jit(
+            jax.value_and_grad(lambda v, a=a: ntk.dual(a, ntk.tanh, *v, max_variance=1.0))
         )(jnp.array([0.0, 1.0, 0.0]))
         assert float(value) == pytest.approx(0.0, abs=1e-12)
         assert bool(jnp.isfinite(grads).all())

@@ -1,15 +1,34 @@
-"""The README's example works when pasted."""
+"""The README's examples work when pasted."""
 
 import pathlib
 import re
 
+EXAMPLES = re.findall(
+    r"```python\n(.*?)```", (pathlib.Path(__file__).parents[1] / "README.md").read_text(), re.DOTALL
+)
+
+
+def run(example, capsys):
+    exec(compile(example, "README.md", "exec"), {})
+    return capsys.readouterr().out
+
 
 def test_the_first_example_runs_and_is_fifteen_lines_at_most(capsys):
-    text = (pathlib.Path(__file__).parents[1] / "README.md").read_text()
-    example = re.search(r"```python\n(.*?)```", text, re.DOTALL).group(1)
-    assert len(example.splitlines()) <= 15
-    exec(compile(example, "README.md", "exec"), {})
-    printed = capsys.readouterr().out
+    assert len(EXAMPLES[0].splitlines()) <= 15
+    printed = run(EXAMPLES[0], capsys)
     assert "error_estimate" in printed
     before, after = map(float, printed.splitlines()[-1].split(" -> "))
     assert after < before
+
+
+def test_the_kernel_example_runs_and_shows_every_name(capsys):
+    (example,) = (e for e in EXAMPLES if "import ntk" in e or ", ntk" in e)
+    names = """relu leaky_relu sigmoid tanh swish gelu erf identity activation dual network_kernel
+        lemma1_kernel_as_printed mixture_blocks mixture_kernel empirical_kernel
+        kernel_vector_product min_eigenvalue certified_min_eigenvalue certify_simplex
+        kernel_regression excess_risk_term scores"""
+    assert not [name for name in names.split() if f"ntk.{name}" not in example]
+    printed = run(example, capsys)
+    assert "converged=True" in printed
+    value, bound = re.search(r"^(\S+) >= (\S+)$", printed, re.MULTILINE).groups()
+    assert 0 < float(bound) <= float(value)

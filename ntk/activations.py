@@ -32,6 +32,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 Function = Callable[[Any], jax.Array]
 
@@ -164,7 +165,7 @@ def leaky_relu(slope: float) -> Activation:
 
 
 def activation(fn: Function, *, name: str | None = None, strip: float = 1.0) -> Activation:
-    """Any smooth elementwise function as an :class:`Activation`.
+    """Any smooth elementwise function as an :class:`Activation`; ReLU-like ones are recognised.
 
     Parameters
     ----------
@@ -179,7 +180,10 @@ def activation(fn: Function, *, name: str | None = None, strip: float = 1.0) -> 
     Raises
     ------
     ValueError
-        If ``fn`` is not callable, changes the shape, or ``strip`` is not positive.
+        If ``fn`` is not callable, changes the shape, has a kink or a jump (looked for at the
+        integers up to 6 only) without being linear on both sides of 0, or ``strip`` is not
+        positive.
+        Kinks of the second derivative (ELU, soft sign) pass, and cost digits: 1e-7 or so.
 
     Examples
     --------
@@ -196,7 +200,39 @@ def activation(fn: Function, *, name: str | None = None, strip: float = 1.0) -> 
     shape = jax.eval_shape(fn, jax.ShapeDtypeStruct((3,), float)).shape
     if shape != (3,):
         raise ValueError(f"fn: expected an elementwise function, got shape {shape} from (3,).")
+    kink = _slopes(fn)
+    if kink is not None:
+        return Activation(name or str(getattr(fn, "__name__", "activation")), kink=kink)
+    _check_smooth(fn)
     return Activation(name or str(getattr(fn, "__name__", "activation")), fn, strip=strip)
+
+
+@functools.cache
+def _slopes(fn: Function) -> tuple[float, float] | None:
+    """(left, right) of a function that is linear on both sides of 0, else None."""
+    with jax.ensure_compile_time_eval():
+        z = np.array([0.25, 0.5, 1.0, 3.0, 8.0, 64.0])
+        right, left = (np.asarray(fn(jnp.asarray(side * z))) / (side * z) for side in (1, -1))
+    if np.ptp(right) > 1e-6 * abs(right[0]) or np.ptp(left) > 1e-6 * abs(left[0]):
+        return None
+    return float(left[0]), float(right[0])
+
+
+@functools.cache
+def _check_smooth(fn: Function) -> None:
+    """Across a jump of fn or fn', half the step sees the whole change; elsewhere, half of it."""
+    with jax.ensure_compile_time_eval():
+        z = jnp.arange(-6.0, 7.0)
+        for values in (fn, _differentiated(fn)):
+            whole, half = (
+                np.abs(np.asarray(values(z + h) - values(z - h))) for h in (2.0**-8, 2.0**-9)
+            )
+            jump = (half > 0.75 * whole) & (whole > 2e-3)
+            if jump.any():
+                raise ValueError(
+                    "fn: expected a smooth function, or a multiple of z on either side of 0, "
+                    f"got a jump or kink at {float(z[jump.argmax()]):g}."
+                )
 
 
 relu = Activation("relu", kink=(0.0, 1.0))

@@ -16,7 +16,7 @@ from ntk.activations import Activation, activation, relu
 from ntk.gaussian import DENSITY, hermite, mean, root
 from ntk.mehler import Layer, derivative, evaluate, kinks
 
-_MOST_TERMS = 4096
+_TERMS = (128, 256, 512, 1024, 2048, 4096)
 _KINKED = (Activation("left", kink=(1.0, 0.0)), relu)  # summed with the slopes on both sides
 
 
@@ -36,8 +36,8 @@ def parse(
     >>> variances
     Array([1., 2., 2.], dtype=float...)
     """
-    if isinstance(activations, Activation | Mapping) or not len(activations):
-        raise ValueError(f"activations: expected a sequence of at least one, got {activations!r}.")
+    if not isinstance(activations, list | tuple) or not activations:
+        raise ValueError(f"activations: expected a list of at least one, got {activations!r}.")
     layers, weights = [], []
     for entry in activations:
         mixture = entry if isinstance(entry, Mapping) else {entry: 1.0}
@@ -83,7 +83,10 @@ def inputs(name: str, x: Any, name2: str = "", x2: Any = None):
 
 def _rows(name: str, x: Any) -> jax.Array:
     x = jnp.asarray(x)
-    x = x if jnp.issubdtype(x.dtype, jnp.floating) else x.astype(float)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        x = x.astype(float)
+    elif x.dtype.itemsize < 4:
+        x = x.astype(jnp.float32)
     if x.ndim != 2 or 0 in x.shape:
         raise ValueError(f"{name}: expected a nonempty array [n, d], got shape {x.shape}.")
     if not isinstance(x, jax.core.Tracer) and not bool(np.isfinite(x).all()):
@@ -117,33 +120,37 @@ def equal_norms(x1: jax.Array, x2: jax.Array | None) -> bool:
 
 def needed_terms(layers: tuple[Layer, ...], x1, x2, weights, skips, variances) -> int:
     """The fewest Hermite coefficients, 128, 256, ... 4096, that resolve every layer."""
-    found = 128
     if all(s.smooth is None for layer in layers for s in layer):
-        return found
+        return _TERMS[0]
     squares = _squares(x1, x2)
-    extremes = jnp.asarray([squares.min(), squares.max()])
-    scales = [d.scale for d in _diagonals(layers, weights, skips, variances, extremes)]
-    for layer, w, scale in zip(layers, weights, scales, strict=True):
-        needed = int(_layer_terms(layer, w, scale))
-        while found < min(needed, _MOST_TERMS):
-            found *= 2
-    return found
+    # Values, even where the caller is being traced.
+    with jax.ensure_compile_time_eval():
+        extremes = jnp.asarray([squares.min(), squares.max()])
+        scales = [d.scale for d in _diagonals(layers, weights, skips, variances, extremes)]
+        for most in (512, _TERMS[-1]):
+            needed = max(
+                _layer_terms(layer, w, scale, most)
+                for layer, w, scale in zip(layers, weights, scales, strict=True)
+            )
+            # Every other coefficient may vanish by symmetry.
+            if needed < most - 1:
+                break
+    return next((terms for terms in _TERMS if terms >= needed), _TERMS[-1])
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _layer_terms(layer: Layer, w: jax.Array, scale: jax.Array) -> jax.Array:
-    """How many coefficients of s' matter to the pairs' ``E s'(u) s'(u')`` at correlation 1."""
+def _layer_terms(layer: Layer, w: jax.Array, scale: jax.Array, most: int) -> int:
+    """How many coefficients of s', of ``most``, matter to ``E s'(u) s'(u')`` at correlation 1."""
     smooth = [i for i, s in enumerate(layer) if s.smooth is not None]
     if not smooth or has_closed_dual(layer):
-        return jnp.array(0)
+        return 0
     slopes = tuple(layer[i].derivative for i in smooth)
     slope = functools.partial(evaluate, slopes, w[np.array(smooth)])
-    size = jnp.abs(hermite(slope, scale, _MOST_TERMS, smooth=True)).max(0)
+    size = np.abs(np.asarray(hermite(slope, scale, most))).max(0)
     # The factor of a kink falls slowly; smooth ones are small together.
     kinked = len(smooth) < len(layer)
-    other = (1 + jnp.arange(_MOST_TERMS)) ** -0.75 * size.max() if kinked else size
-    tails = jnp.cumsum((size * other)[::-1])[::-1]
-    return jnp.sum(tails > 10 * jnp.finfo(scale.dtype).eps * tails[0])
+    other = (1 + np.arange(most)) ** -0.75 * size.max() if kinked else size
+    tails = np.cumsum((size * other)[::-1])[::-1]
+    return int(np.sum(tails > 10 * np.finfo(size.dtype).eps * tails[0]))
 
 
 def has_closed_dual(layer: Layer) -> bool:
@@ -161,19 +168,46 @@ class Diagonal(NamedTuple):
     second: jax.Array  # S_l: second moment of the features
 
 
+def runs(layers: Sequence[Layer]) -> list[tuple[Layer, slice]]:
+    """Consecutive layers of the same activations: one compiled body each, scanned over."""
+    ends = [i for i in range(1, len(layers)) if layers[i] != layers[i - 1]] + [len(layers)]
+    return [(layers[i], slice(i, j)) for i, j in zip([0, *ends], ends, strict=False)]
+
+
+def run_diagonals(
+    layers: Sequence[Layer], weights: Sequence[jax.Array], skips, variances, squares: jax.Array
+) -> list[Diagonal]:
+    """The formulas of :mod:`ntk.infinite` for single inputs of squared norms [n], by runs.
+
+    One :class:`Diagonal` for each of ``runs(layers)``, every field [run, n].
+    """
+
+    def step(carry, inputs, layer):
+        second, below = carry
+        w, a, c = inputs
+        scale = root(c * second)
+        g, m, slope = moments(layer, w, scale)
+        second = g + 2 * a * m * below + a**2 * second
+        return (second, m + a * below), Diagonal(scale, m, below, slope, second)
+
+    skips = jnp.concatenate([jnp.zeros(1, skips.dtype), skips])  # the first layer has none
+    carry, found = (squares, jnp.zeros_like(squares)), []
+    for layer, part in runs(layers):
+        inputs = jnp.stack(weights[part]), skips[part], variances[part]
+        carry, diagonal = jax.lax.scan(functools.partial(step, layer=layer), carry, inputs)
+        found.append(diagonal)
+    return found
+
+
 def diagonals(
     layers: Sequence[Layer], weights: Sequence[jax.Array], skips, variances, squares: jax.Array
 ) -> list[Diagonal]:
-    """The recursion of the module's formula on the diagonal, from squared norms [n] of inputs."""
-    second, below, found = squares, jnp.zeros_like(squares), []
-    for i, (layer, w) in enumerate(zip(layers, weights, strict=True)):
-        scale = root(variances[i] * second)
-        a = skips[i - 1] if i else 0.0
-        g, m, slope = moments(layer, w, scale)
-        second = g + 2 * a * m * below + a**2 * second
-        found.append(Diagonal(scale, m, below, slope, second))
-        below = m + a * below
-    return found
+    """:func:`run_diagonals` layer by layer, every field [n]."""
+    return [
+        jax.tree.map(lambda field, i=i: field[i], run)
+        for run in run_diagonals(layers, weights, skips, variances, squares)
+        for i in range(len(run.scale))
+    ]
 
 
 def moments(layer: Layer, w: jax.Array, scale: jax.Array):

@@ -373,7 +373,7 @@ def _smallest(A):
             factor, failure = scipy.linalg.lapack.dpotrf(A + shift * np.eye(n), clean=0)
             if not failure:
                 break
-            shift = max(16 * shift, 10 * _U * np.abs(A).sum(1).max())
+            shift = max(16 * shift, 10 * _U * np.abs(A).sum(1).max(), _TINY)
         inverse = scipy.sparse.linalg.LinearOperator(
             (n, n), lambda v: scipy.linalg.lapack.dpotrs(factor, v)[0], dtype=float
         )

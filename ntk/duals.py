@@ -105,7 +105,9 @@ def dual(
 
 def _float(x) -> jax.Array:
     x = jnp.asarray(x)
-    return x if jnp.issubdtype(x.dtype, jnp.floating) else x.astype(float)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return x.astype(float)
+    return x if x.dtype.itemsize >= 4 else x.astype(jnp.float32)
 
 
 def _check(vx, vy, c) -> None:
@@ -113,7 +115,7 @@ def _check(vx, vy, c) -> None:
     for name, v in (("vx", vx), ("vy", vy)):
         if not (np.isfinite(v) & (v >= 0)).all():
             raise ValueError(f"{name}: expected finite variances of at least 0, got {v.ravel()}.")
-    limit = np.sqrt(vx * vy) * (1 + 1e-5)
+    limit = np.sqrt(vx) * np.sqrt(vy) * (1 + 1e-5)
     if not (np.abs(c) <= limit).all():
         raise ValueError(f"c: expected at most sqrt(vx vy) in size, got {c.ravel()}.")
 
@@ -125,6 +127,9 @@ def _check(vx, vy, c) -> None:
 def _standardised(vx, vy, c):
     """``(sx, sy, p, q)``; p and q are exact to rounding of the arguments given."""
     sx, sy = jnp.sqrt(vx), jnp.sqrt(vy)
+    # Powers of 2 change no digit, and keep the products below from under- and overflow.
+    ex, ey = (jnp.frexp(jnp.where(s > 0, s, 1))[1] for s in (sx, sy))
+    vx, vy, c = jnp.ldexp(vx, -2 * ex), jnp.ldexp(vy, -2 * ey), jnp.ldexp(c, -ex - ey)
     size = jnp.sqrt(vx * vy)
     # The smaller of the two from the determinant: size - |c| would cancel.
     small = jnp.maximum(_determinant(vx, vy, c), 0) / jnp.where(size > 0, size + jnp.abs(c), 1)

@@ -58,23 +58,9 @@ def mean(fn: Callable[[jax.Array], jax.Array], scale: jax.Array) -> jax.Array:
 
 
 @functools.cache
-def _smooth_half_line(terms: int) -> tuple[np.ndarray, np.ndarray]:
-    """The trapezoid rule in place of panels: a few nodes per wave of the fastest of ``terms``.
-
-    Exact to rounding for a smooth function whose coefficients have fallen to rounding by then: it
-    oscillates no faster than the Hermite functions, root(terms), and the Gaussian by 12 more.
-    """
-    spacing = 2 * np.pi / (2 * np.sqrt(terms) + 12)
-    z = spacing * np.arange(int(np.ceil(_END / spacing)))
-    weights = spacing * DENSITY * np.exp(-(z**2) / 2)
-    weights[0] /= 2  # half of 0 is on either side
-    return z, weights
-
-
-@functools.cache
-def _hermite_tables(terms: int, smooth: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _hermite_tables(terms: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Nodes z [m], and ``weight_i h_k(z_i)`` [m, terms / 2] for even and for odd k."""
-    z, weights = _smooth_half_line(terms) if smooth else half_line(terms)
+    z, weights = half_line(terms)
     # h_k times the root of the density stays of order 1 where h_k alone overflows.
     root = np.exp(-(z**2) / 4)
     functions = np.empty((terms, len(z)))
@@ -86,9 +72,7 @@ def _hermite_tables(terms: int, smooth: bool) -> tuple[np.ndarray, np.ndarray, n
     return z, np.ascontiguousarray(table[:, ::2]), np.ascontiguousarray(table[:, 1::2])
 
 
-def hermite(
-    fn: Callable[[jax.Array], jax.Array], scale: jax.Array, terms: int, *, smooth: bool = False
-) -> jax.Array:
+def hermite(fn: Callable[[jax.Array], jax.Array], scale: jax.Array, terms: int) -> jax.Array:
     """``a_k = E[fn(scale z) h_k(z)]``, [..., terms], of an elementwise function smooth off 0.
 
     h_k are the orthonormal Hermite polynomials, so ``E[fn(scale z)^2] = sum_k a_k^2``. Even and odd
@@ -99,9 +83,6 @@ def hermite(
     fn : elementwise function, an :class:`~ntk.activations.Activation` for instance.
     scale : array [...], standard deviations.
     terms : int, even.
-    smooth : bool
-        ``fn`` is smooth at 0 too, and its coefficients are down to rounding at ``terms``: a tenth
-        of the nodes will do.
 
     Examples
     --------
@@ -112,7 +93,7 @@ def hermite(
     if terms < 2 or terms % 2:
         raise ValueError(f"terms: expected an even number of at least 2, got {terms}.")
     scale = jnp.asarray(scale)
-    z, even, odd = (table.astype(scale.dtype) for table in _hermite_tables(terms, smooth))
+    z, even, odd = (table.astype(scale.dtype) for table in _hermite_tables(terms))
     u = scale[..., None] * z
     right, left = fn(u), fn(-u)
     pairs = ((right + left) @ even, (right - left) @ odd)

@@ -35,7 +35,6 @@ from ntk.activations import Activation
 from ntk.architecture import (
     Diagonal,
     check_resolved,
-    diagonals,
     equal_norms,
     has_closed_dual,
     inputs,
@@ -43,6 +42,8 @@ from ntk.architecture import (
     moments,
     needed_terms,
     parse,
+    run_diagonals,
+    runs,
 )
 from ntk.gaussian import kinked_gap, reciprocal, root
 from ntk.mehler import Layer, coefficients, derivative, expectations, kinks
@@ -117,7 +118,8 @@ def network_kernel(
 
     Near-duplicates: the angle between two inputs is found to 1e-11 of itself down to 1e-9 (from a
     Gram matrix in two exact parts), and carried through networks of ReLU-like layers; after a
-    smooth layer angles under 1e-8 are lost in rounding, which only a later kink can show.
+    smooth layer angles under 1e-8 are lost in rounding, which only a later kink can show (3e-8 of
+    an entry, where an input meets its copy in ``x2`` after a smooth layer and two kinked ones).
 
     References
     ----------
@@ -130,9 +132,10 @@ def network_kernel(
     equal = not traced and equal_norms(x1, x2)
     terms = 512 if traced else needed_terms(layers, x1, x2, *network)
     kernels = _kernels(x1, x2, *network, layers=layers, terms=terms, equal=equal)
-    if not traced:
-        check_resolved("x1", kernels.ntk, terms)
-    if traced or x2 is not None:
+    if is_traced(kernels):
+        return kernels
+    check_resolved("x1", kernels.ntk, terms)
+    if x2 is not None:
         return kernels
     return Kernels(*(mirrored(k) for k in kernels))
 
@@ -179,7 +182,7 @@ def lemma1_kernel_as_printed(
     traced = is_traced((x, weights, skips))
     terms = 512 if traced else needed_terms(layers, x, None, weights, skips, variances)
     kernels = _lemma1(x, weights, skips, layers=layers, terms=terms)
-    if not traced:
+    if not is_traced(kernels):
         check_resolved("x", kernels.ntk, terms)
     return kernels
 
@@ -200,12 +203,7 @@ class _Rows(NamedTuple):
 
     unit_rows: UnitRows
     norms: jax.Array
-    runs: list[_Run]
-
-
-def _run_lengths(layers: Sequence[Layer]) -> list[tuple[Layer, slice]]:
-    ends = [i for i in range(1, len(layers)) if layers[i] != layers[i - 1]] + [len(layers)]
-    return [(layers[i], slice(i, j)) for i, j in zip([0, *ends], ends, strict=False)]
+    runs: list[_Run]  # one for each of runs(layers)
 
 
 def _rows(x, layers, weights, skips, variances, terms, equal) -> _Rows:
@@ -213,29 +211,24 @@ def _rows(x, layers, weights, skips, variances, terms, equal) -> _Rows:
     norms = root(squares)
     if equal:
         squares, norms = squares[:1], norms[:1]
-    diagonal = diagonals(layers, weights, skips, variances, squares)
+    found = []
+    stacked = run_diagonals(layers, weights, skips, variances, squares)
+    for (layer, part), diagonal in zip(runs(layers), stacked, strict=True):
+        of_run = functools.partial(_tables, jnp.stack(weights[part]), diagonal.scale, terms)
+        found.append(_Run(_swap(diagonal), of_run(layer), of_run(derivative(layer))))
+    return _Rows(unit(x, norms), norms, found)
 
-    def table(layer, part):
-        if has_closed_dual(layer):
-            return None
-        found = [
-            coefficients(layer, w, d.scale, terms)
-            for w, d in zip(weights[part], diagonal[part], strict=True)
-        ]
-        # Derivatives are taken by Price's theorem: these must not carry any.
-        if found[0] is None:
-            return None
-        return jax.lax.stop_gradient(jnp.stack(found, 1).T)
 
-    runs = [
-        _Run(
-            jax.tree.map(lambda *fields: jnp.stack(fields, 1), *diagonal[part]),
-            table(layer, part),
-            table(derivative(layer), part),
-        )
-        for layer, part in _run_lengths(layers)
-    ]
-    return _Rows(unit(x, norms), norms, runs)
+def _tables(weights, scales, terms: int, layer: Layer):
+    """Hermite coefficients [n, run, terms] of a run of layers, or None where none are needed."""
+    if has_closed_dual(layer) or all(s.smooth is None for s in layer):
+        return None
+
+    def one(x):
+        return coefficients(layer, *x, terms)  # type: ignore[call-arg]
+
+    # Derivatives are taken by Price's theorem: these must not carry any.
+    return jax.lax.stop_gradient(jnp.moveaxis(jax.lax.map(one, (weights, scales)), 2, 0))
 
 
 def _swap(tree):
@@ -277,7 +270,7 @@ def _tile(a: _Rows, b: _Rows, same, weights, skips, variances, layers, terms) ->
     # The first layer has no skip.
     skips = jnp.concatenate([jnp.zeros(1, skips.dtype), skips])
     homogeneous = True
-    for (layer, part), run_a, run_b in zip(_run_lengths(layers), a.runs, b.runs, strict=True):
+    for (layer, part), run_a, run_b in zip(runs(layers), a.runs, b.runs, strict=True):
         homogeneous = homogeneous and all(s.smooth is None for s in layer)
         step = functools.partial(_layer, layer=layer, terms=terms, same=same, exact=homogeneous)
         inputs = (

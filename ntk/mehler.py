@@ -54,7 +54,7 @@ def coefficients(layer: Layer, weights: jax.Array, scale: jax.Array, terms: int)
     fn = functools.partial(
         evaluate, tuple(s for _, s in smooth), weights[np.array([i for i, _ in smooth])]
     )
-    return hermite(fn, scale, terms, smooth=True).T
+    return hermite(fn, scale, terms).T
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))

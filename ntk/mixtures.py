@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ntk.activations import Activation, Function, activation
 from ntk.architecture import check_resolved, inputs, is_traced, needed_terms
@@ -76,9 +77,10 @@ def mixture_blocks(
         network = ([one], jnp.zeros(0), jnp.ones(2, x.dtype))
         terms = max(needed_terms(((s,),), x, x2, *network) for s in layer)
     blocks = _blocks(x, x2, scale, layer=layer, terms=terms)
-    if not traced:
-        check_resolved("x", blocks, terms)
-    return blocks if traced or x2 is not None else _exactly_symmetric(blocks)
+    if is_traced(blocks):
+        return blocks
+    check_resolved("x", blocks, terms)
+    return blocks if x2 is not None else _exactly_symmetric(blocks)
 
 
 def mixture_kernel(alpha: jax.Array, blocks: jax.Array) -> jax.Array:
@@ -103,7 +105,11 @@ def mixture_kernel(alpha: jax.Array, blocks: jax.Array) -> jax.Array:
     >>> mixture_kernel(jnp.array([0.5, 0.5]), jnp.ones((2, 2, 1, 1)))
     Array([[1.]], dtype=float...)
     """
-    alpha = jnp.asarray(alpha)
+    alpha, blocks = jnp.asarray(alpha), jnp.asarray(blocks)
+    if alpha.ndim != 1:
+        raise ValueError(f"alpha: expected an array [h], got shape {alpha.shape}.")
+    if not is_traced(alpha) and not bool(np.isfinite(alpha).all()):
+        raise ValueError(f"alpha: expected finite weights, got {alpha}.")
     if blocks.ndim != 4 or blocks.shape[:2] != (*alpha.shape, *alpha.shape):
         raise ValueError(
             f"blocks: expected shape [{len(alpha)}, {len(alpha)}, n1, n2] as alpha has, "

@@ -249,6 +249,8 @@ def _data(K, y):
         n = K.shape[0]
         raise ValueError(f"y: expected shape [{n}] or [{n}, outputs], got {y.shape}.")
     dtype = jnp.promote_types(jnp.result_type(K, y), jnp.float32)
+    if not isinstance(y, jax.core.Tracer) and not np.isfinite(y).all():
+        raise ValueError("y: expected finite targets, got NaN or infinity.")
     return K.astype(dtype), y.astype(dtype)
 
 

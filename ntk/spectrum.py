@@ -131,7 +131,8 @@ def _square(K) -> jax.Array:
     K = jnp.asarray(K)
     if K.ndim != 2 or K.shape[0] != K.shape[1] or K.size == 0:
         raise ValueError(f"K: expected a square matrix, got shape {K.shape}.")
-    K = K.astype(jnp.promote_types(K.dtype, jnp.float32))
+    whole = not jnp.issubdtype(K.dtype, jnp.floating)
+    K = K.astype(float if whole else jnp.promote_types(K.dtype, jnp.float32))
     if not isinstance(K, jax.core.Tracer) and not np.isfinite(K).all():
         raise ValueError("K: expected finite entries, got NaN or infinity.")
     return K

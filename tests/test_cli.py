@@ -53,8 +53,10 @@ def test_every_geometry_and_solver_runs(tmp_path, geometry, solver):
     assert search(tmp_path / "run", "--geometry", geometry, "--solver", solver) == 0
 
 
-def test_a_run_resumed_with_more_steps_is_one_long_run_in_its_own_directory(tmp_path):
+def test_a_run_resumed_with_more_steps_is_one_long_run_in_its_own_directory(tmp_path, capsys):
     search(tmp_path / "run")
+    assert search(tmp_path / "run", "--resume", "--seed", "5") == 2
+    assert "seed: expected 0 as in the run to resume, got 5" in capsys.readouterr().err
     search(tmp_path / "run", "--steps", "5")
     assert search(tmp_path / "run", "--resume", "--steps", "5") == 0
     resumed, long = (
@@ -121,9 +123,6 @@ def test_mistakes_are_one_sentence_on_standard_error(tmp_path, capsys):
     assert capsys.readouterr().err.startswith("bilevel: out: expected the directory of a run")
     assert search(tmp_path / "run", "--activations", "relo") == 2
     assert "activations: expected functions or names among" in capsys.readouterr().err
-    search(tmp_path / "done")
-    assert search(tmp_path / "done", "--resume", "--seed", "5") == 2
-    assert "seed: expected 0 as in the run to resume, got 5" in capsys.readouterr().err
 
 
 def test_the_module_runs_as_a_command():

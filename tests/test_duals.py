@@ -154,7 +154,9 @@ def test_all_derivatives_are_finite_differences(a, b, order):
     assert_close(gradient, finite_differences(jax.jit(value), at), f64=1e-9, f32=5e-3)
 
 
-@PAIRS
+@pytest.mark.parametrize(
+    ("a", "b"), [(ntk.relu, ntk.relu), (ntk.relu, ntk.tanh), (ntk.gelu, ntk.sigmoid)], ids=repr
+)
 def test_derivatives_at_correlations_of_one_are_finite(a, b):
     one = jnp.ones(1)
 
@@ -227,6 +229,21 @@ def test_smooth_pairs_beyond_the_variance_asked_for_are_nan():
 def test_bad_arguments_are_named_in_one_sentence(call, sentence):
     with pytest.raises(ValueError, match=sentence):
         call()
+
+
+def test_raw_relus_are_recognised_and_other_kinks_refused():
+    assert ntk.activation(jax.nn.relu).kink == (0.0, 1.0)
+    assert ntk.activation(jnp.abs).kink == (-1.0, 1.0)
+    for smooth in (jax.nn.silu, jax.nn.softplus, jnp.sin, jax.nn.gelu):
+        assert ntk.activation(smooth).smooth is not None
+    for kinked in (jax.nn.relu6, jax.nn.hard_tanh, jnp.sign, lambda z: jnp.maximum(z, 1)):
+        with pytest.raises(ValueError, match="fn: expected a smooth function"):
+            ntk.activation(kinked)
+
+
+@pytest.mark.parametrize("size", [1e-25, 1e25])
+def test_duals_keep_their_digits_at_tiny_and_huge_variances(size):
+    assert_close(ntk.dual(ntk.relu, ntk.relu, size, size, size) / size, 0.5, f64=1e-15, f32=1e-6)
 
 
 def test_equal_activations_are_equal_and_hash_alike():

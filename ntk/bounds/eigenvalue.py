@@ -245,7 +245,7 @@ def _layer_kernels(x, layers, weights, skips, variances):
     traced = is_traced(arguments)
     terms = 512 if traced else needed_terms(layers, x, None, weights, skips, variances)
     features, slopes = _recursion(*arguments, layers=layers, terms=terms)
-    if not traced:
+    if not is_traced((features, slopes)):
         check_resolved("x", features[-1] + slopes[-1], terms)
     return features, slopes
 

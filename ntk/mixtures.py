@@ -74,7 +74,7 @@ def mixture_blocks(
     terms = 512
     if not traced:
         # A network of one hidden layer for each.
-        network = ([one], jnp.zeros(0), jnp.ones(2, x.dtype))
+        network = ([one], jnp.zeros(0, x.dtype), jnp.ones(2, x.dtype))
         terms = max(needed_terms(((s,),), x, x2, *network) for s in layer)
     blocks = _blocks(x, x2, scale, layer=layer, terms=terms)
     if is_traced(blocks):

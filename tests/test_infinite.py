@@ -522,6 +522,13 @@ def test_blocks_at_large_variances_are_the_duals_or_nan_never_wrong(variance, tr
     assert_close(found, c * ntk.dual(slope, slope, variance, variance, c), f64=1e-10, f32=1e-4)
 
 
+def test_float32_inputs_have_float32_kernels_whatever_the_default():
+    x = jnp.asarray(rows(3, 2), jnp.float32)
+    kernels = ntk.network_kernel(x, activations=[ntk.tanh, ntk.relu], skips=[0.5])
+    blocks = ntk.mixture_blocks(x, [ntk.tanh, ntk.relu])
+    assert kernels.ntk.dtype == blocks.dtype == jnp.float32
+
+
 def test_arguments_closed_over_by_a_jitted_function_are_values():
     x = rows(3, 2)
     jitted = jax.jit(lambda: ntk.network_kernel(x, activations=[ntk.tanh]).ntk)()

@@ -66,7 +66,7 @@ def min_eigenvalue(K: jax.Array | Product, *, size: int | None = None) -> jax.Ar
     -----
     The error is of the size of one rounding of ``K``, relative ``eps |K| / lambda``. A matrix that
     has no Cholesky factor (indefinite, or singular to rounding) is shifted until it has one, and
-    the shift is taken off the result. Time: n^3 / 3 and some 50 to 150 times 2 n^2. Memory: two
+    the shift is taken off the result. Time: n^3 / 3 and some 50 to 150 times 2 n^2. Memory: three
     more matrices. For products see :func:`smallest_eigenpair`, whose residual says whether Lanczos
     got there; a product in an eager call is compiled anew each time, so jit the caller.
 
@@ -179,10 +179,7 @@ def _of_matrix(K: jax.Array) -> jax.Array:
         allowed = jnp.maximum(_relative(eps) * value, jnp.where(shift > 0, eps, 0))
         return jnp.maximum(allowed * theta, 10 * eps) * theta
 
-    def solve(v):
-        return jax.scipy.linalg.cho_solve((factor, True), v)
-
-    return _lanczos(solve, K.shape[0], K.dtype, enough)
+    return _lanczos(_cholesky_solver(factor), K.shape[0], K.dtype, enough)
 
 
 def _of_product(product, size: int, arrays) -> jax.Array:
@@ -220,6 +217,36 @@ def _shifted_cholesky(K):
 
     zero = jnp.zeros((), K.dtype)
     return jax.lax.while_loop(failed, retry, (cholesky(zero), zero))
+
+
+def _cholesky_solver(L):
+    """``v -> (L L')^-1 v`` by matrix-vector products, four times as fast as triangular solves.
+
+    The blocks on the diagonal are inverted once. The strips left of them are kept as rows of L and
+    as rows of L', since a product with a transposed matrix is slow; slices within a loop would be
+    copied at every step. Every strip is compiled: ten of them are nearly as fast as more.
+    """
+    n = L.shape[0]
+    size = max(512, -(-n // 10))
+    down, up = [], []
+    for i in range(0, n, size):
+        j = min(i + size, n)
+        inverse = jax.lax.linalg.triangular_solve(
+            L[i:j, i:j], jnp.eye(j - i, dtype=L.dtype), left_side=True, lower=True
+        )
+        down.append((slice(i, j), inverse, L[i:j, :i]))
+        up.insert(0, (slice(i, j), inverse.T, L[j:, i:j].T))
+
+    def solve(v):
+        done = jnp.zeros(0, v.dtype)
+        for rows, inverse, left in down:
+            done = jnp.concatenate([done, inverse @ (v[rows] - left @ done)])
+        v, done = done, jnp.zeros(0, v.dtype)
+        for rows, inverse, right in up:
+            done = jnp.concatenate([inverse @ (v[rows] - right @ done), done])
+        return done
+
+    return solve
 
 
 def _lanczos(matvec, n: int, dtype, enough) -> jax.Array:

@@ -175,3 +175,44 @@ def simplex_min_eigenvalue(
     ax.set_aspect("equal")
     ax.set_axis_off()
     return ax
+
+
+def traces(methods: dict[str, Any], against: str = "calls", ax: Any = None) -> Any:
+    """Oracle test error of the incumbent as a search goes on, a curve for each method.
+
+    Parameters
+    ----------
+    methods : ``name -> Trace``, or a list of them: mean and, shaded, standard error over trials.
+        A curve starts where every trial has an incumbent, and ends with the longest.
+    against : {"calls", "seconds"}
+    ax : matplotlib axes, optional
+
+    Examples
+    --------
+    >>> from types import SimpleNamespace as Trace
+    >>> trace = Trace(calls=np.array([1, 2]), test=np.array([0.5, 0.4]))
+    >>> traces({"random search": trace}).get_xlabel()
+    'solver calls'
+    """
+    ax = _axes(ax)
+    for name, trials in methods.items():
+        trials = trials if isinstance(trials, list) else [trials]
+        times = [np.asarray(getattr(t, against), float) for t in trials]
+        grid = np.unique(np.concatenate(times))
+        grid = grid[grid >= max(t[0] for t in times)]
+        tests = [
+            np.asarray(t.test)[np.searchsorted(s, grid, "right") - 1]
+            for t, s in zip(trials, times, strict=True)
+        ]
+        mean = np.mean(tests, axis=0)
+        (line,) = ax.step(grid, mean, where="post", label=name, marker="o", markersize=3)
+        if len(trials) > 1:
+            error = np.std(tests, axis=0, ddof=1) / np.sqrt(len(trials))
+            ax.fill_between(
+                grid, mean - error, mean + error, step="post", alpha=0.2, color=line.get_color()
+            )
+    label = {"calls": "solver calls", "seconds": "seconds"}[against]
+    ax.set(xlabel=label, ylabel="oracle test error", xscale="log")
+    ax.legend(frameon=False)
+    ax.spines[["top", "right"]].set_visible(False)
+    return ax

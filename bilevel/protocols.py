@@ -5,10 +5,12 @@ A bilevel problem is ``min_alpha outer(w*(alpha), alpha, valid)`` with ``w*(alph
 arrays; a batch is any pytree of arrays.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 Pytree = Any
 Loss = Callable[[Pytree, Pytree, Pytree], jax.Array]
@@ -49,3 +51,34 @@ class Point(NamedTuple):
 Inverse = Callable[[LinearMap, Pytree, Pytree, Point], Pytree]
 """``inverse(hvp, b, x0, point) -> x`` with ``H x = b`` or an approximation of it, linear in ``b``
 up to its tolerance; ``x0`` is a warm start that an inverse is free to ignore."""
+
+
+class Evaluation(NamedTuple):
+    """How good a configuration is, by a model of its own; errors, smaller is better."""
+
+    valid: float
+    test: float = math.nan
+
+
+class Shared(NamedTuple):
+    """How good configurations look through shared weights."""
+
+    errors: np.ndarray  # [k], mean validation error over a configuration's own rows; NaN for none
+    counts: np.ndarray  # [k], how many rows those are
+
+
+class Selection(NamedTuple):
+    """A choice among configurations, as :mod:`bilevel.baselines` sees it.
+
+    Attributes
+    ----------
+    evaluate : ``evaluate(key, config, resource) -> Evaluation`` or a validation error.
+        Trains a model for one configuration; ``resource`` is what it may spend: a number of
+        features, steps or epochs.
+    share : ``share(key, configs, probabilities [k], resource, *, whole=False) -> Shared``, or None.
+        Trains one model, each row of the data under a configuration drawn at random. Errors are
+        over the validation rows that a configuration drew; with ``whole`` over all of them.
+    """
+
+    evaluate: Callable[..., Evaluation | float]
+    share: Callable[..., Shared] | None = None

@@ -1,8 +1,9 @@
-"""Command line: ``bilevel search``, ``bilevel certify``; also as ``python -m bilevel``."""
+"""Command line: ``bilevel search``, ``certify``, ``baseline``; also as ``python -m bilevel``."""
 
 import sys
 from collections.abc import Sequence
 
+from bilevel.cli.baseline import Baseline, run_baseline
 from bilevel.cli.certify import Certify, run_certify
 from bilevel.cli.search import Search, run_search
 
@@ -25,6 +26,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def certify(config: tyro.conf.OmitArgPrefixes[Certify]) -> None:
         """Certify the smallest eigenvalue of the kernel over all mixtures of activations."""
         run_certify(config)
+
+    @app.command(name="baseline")
+    def baseline(config: tyro.conf.OmitArgPrefixes[Baseline]) -> None:
+        """Choose a feature map by weight sharing, Hyperband, random search and the like."""
+        run_baseline(config)
 
     @app.command(name="version")
     def version() -> None:

@@ -27,6 +27,22 @@ def new_directory(config: Any) -> pathlib.Path:
     return folder
 
 
+def run_directory(config: Any, changeable: tuple[str, ...] = ()) -> pathlib.Path:
+    """A new directory; with ``config.resume`` that of the run to go on with, if it was the same."""
+    if not config.resume:
+        return new_directory(config)
+    if not config.out.is_dir():
+        raise FileNotFoundError(f"out: expected the directory of a run, got {config.out}.")
+    before = json.loads((config.out / "config.json").read_text())
+    now = flags(config)
+    for name in set(before) - {"resume", "out", "progress", *changeable}:
+        if before[name] != now[name]:
+            raise ValueError(
+                f"{name}: expected {before[name]!r} as in the run to resume, got {now[name]!r}."
+            )
+    return config.out
+
+
 def machine() -> dict[str, str]:
     """What a result was computed on."""
     return {"jax": jax.__version__, "device": str(jax.devices()[0].device_kind)}

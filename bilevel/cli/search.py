@@ -7,7 +7,6 @@ each would have at infinite width, and leaves a run directory.
 """
 
 import dataclasses
-import json
 import pathlib
 import time
 from typing import Any, Literal, NamedTuple
@@ -100,7 +99,7 @@ def run_search(config: Search) -> dict[str, Any]:
     began = time.perf_counter()
     if config.seeds < 1:
         raise ValueError(f"seeds: expected at least 1, got {config.seeds}.")
-    folder = _run_directory(config)
+    folder = report.run_directory(config, changeable=("steps",))
     task = _task(config)
     h = len(task.space.names)
     uniform = jnp.full((config.seeds, h), 1 / h)
@@ -260,21 +259,6 @@ def _summary(config, names, alpha, rows, seconds) -> dict[str, Any]:
 
 def _standard_error(x: np.ndarray) -> float:
     return float(x.std(ddof=1) / np.sqrt(len(x))) if len(x) > 1 else float("nan")
-
-
-def _run_directory(config: Search) -> pathlib.Path:
-    if not config.resume:
-        return report.new_directory(config)
-    if not config.out.is_dir():
-        raise FileNotFoundError(f"out: expected the directory of a run, got {config.out}.")
-    before = json.loads((config.out / "config.json").read_text())
-    now = report.flags(config)
-    for name in set(before) - {"resume", "out", "progress", "steps"}:
-        if before[name] != now[name]:
-            raise ValueError(
-                f"{name}: expected {before[name]!r} as in the run to resume, got {now[name]!r}."
-            )
-    return config.out
 
 
 def _write(folder, result, found, seeds, names) -> None:

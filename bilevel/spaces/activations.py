@@ -35,6 +35,8 @@ from bilevel.problem import Problem
 from bilevel.protocols import LowerSolver
 from bilevel.solvers import restarted, unrolled
 from bilevel.spaces.kernels import KernelSpace, kernel_space
+from bilevel.spaces.targets import OUTER_LOSSES, predict
+from bilevel.spaces.targets import sign_labels as sign_labels  # used with every space here
 
 Elementwise = Callable[[jax.Array], jax.Array]
 
@@ -49,13 +51,6 @@ ACTIVATIONS: dict[str, ntk.Activation] = {
     "identity": ntk.identity,
 }
 """Candidates by name; the sigmoid is centred, the leaky ReLU's slope is 0.1."""
-
-OUTER_LOSSES: dict[str, Elementwise] = {
-    "hinge": lambda margin: jnp.maximum(1 - margin, 0),
-    "logistic": lambda margin: jax.nn.softplus(-margin),
-    "squared": lambda margin: (1 - margin) ** 2,
-}
-"""Losses of the margin ``y f(x)``, y = +-1."""
 
 
 class ActivationSpace(NamedTuple):
@@ -170,7 +165,7 @@ def activation_space(
         raise ValueError(f"outer: expected one of {', '.join(OUTER_LOSSES)}, got {outer!r}.")
     names = tuple(a if isinstance(a, str) else _name(a) for a in activations)
     if width == math.inf:
-        return kernel_space(names, functions, OUTER_LOSSES[outer], _predict, output_scale)
+        return kernel_space(names, functions, OUTER_LOSSES[outer], predict, output_scale)
     outputs = _sign_patterns(width, classes)
     outputs = outputs * jnp.sqrt(output_scale / len(outputs))
     return _finite_space(names, functions, OUTER_LOSSES[outer], outputs)
@@ -217,11 +212,7 @@ def _finite_space(
 
         return restarted(LowerSolver(init=lambda w: (), run=run))
 
-    return ActivationSpace(names, init, apply, Problem(lower, outer), curvatures, solver, _predict)
-
-
-def _predict(f: jax.Array) -> jax.Array:
-    return (f > 0).astype(int) if f.ndim == 1 else jnp.argmax(f, axis=-1)
+    return ActivationSpace(names, init, apply, Problem(lower, outer), curvatures, solver, predict)
 
 
 def _name(function: Elementwise) -> str:
@@ -291,17 +282,3 @@ def unit_inputs(x: jax.Array, *others: jax.Array) -> jax.Array | tuple[jax.Array
     centred = [a - flat[0].mean(axis=0) for a in flat]
     unit = tuple(a / jnp.linalg.norm(a, axis=1, keepdims=True) for a in centred)
     return unit if others else unit[0]
-
-
-def sign_labels(labels: jax.Array, classes: int, dtype=float) -> jax.Array:
-    """Labels 0..classes-1 as +-1: [n] for two classes, one-vs-rest [n, classes] for more.
-
-    Examples
-    --------
-    >>> sign_labels(jnp.array([0, 1]), 2)
-    Array([-1., 1.], dtype=float...)
-    """
-    labels = jnp.asarray(labels)
-    if classes == 2:
-        return (2 * labels - 1).astype(dtype)
-    return 2 * jax.nn.one_hot(labels, classes, dtype=dtype) - 1

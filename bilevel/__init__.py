@@ -4,7 +4,7 @@ A newcomer's path through the code: ``problem``, ``inverse``, ``forward``, ``sol
 ``estimate``, ``_hypergradient``, ``geometry``, ``_search``.
 """
 
-from bilevel import checkpoint, data, plots, spaces
+from bilevel import baselines, bounds, checkpoint, data, linear, plots, spaces
 from bilevel._hypergradient import HyperGradient, hypergradient
 from bilevel._search import DescentState, NonFiniteError, SearchResult, descent, search
 from bilevel.estimate import Info
@@ -23,6 +23,8 @@ __all__ = [
     "NonFiniteError",
     "Problem",
     "SearchResult",
+    "baselines",
+    "bounds",
     "cg",
     "checkpoint",
     "data",
@@ -33,6 +35,7 @@ __all__ = [
     "hypergradient",
     "implicit",
     "lbfgs",
+    "linear",
     "neumann",
     "newton",
     "nystrom",

@@ -228,7 +228,8 @@ def _cholesky_solver(L):
     """
     n = L.shape[0]
     size = max(512, -(-n // 10))
-    down, up = [], []
+    down: list[tuple] = []
+    up: list[tuple] = []
     for i in range(0, n, size):
         j = min(i + size, n)
         inverse = jax.lax.linalg.triangular_solve(

@@ -1,5 +1,5 @@
 """Search spaces: architectures as differentiable functions of ``alpha``."""
 
-from bilevel.spaces import activations, kernels
+from bilevel.spaces import activations, features, kernels
 
-__all__ = ["activations", "kernels"]
+__all__ = ["activations", "features", "kernels"]

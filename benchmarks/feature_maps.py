@@ -1,0 +1,458 @@
+"""Does weight sharing find good feature maps, and what does it save?  (Khodak et al. 2020)
+
+Ridge regression on random Fourier features of CIFAR-10, or a squared-hinge SVM on hashed n-grams of
+IMDb. Every trial has its own rows, configurations and features, the same for all methods.
+
+1. Figure 1: validation accuracy of 32 configurations with shared weights against standalone ones.
+2. Figures 2 and 3: oracle test error of the incumbent against solver calls, and against seconds.
+   The oracle trains the incumbent for itself, with all features, outside the clock.
+3. The same ridge problems by scikit-learn, and Hyperband by Optuna (dependency group `peers`).
+
+Seconds are wall time on all cores, without compilation: a trial before the first is thrown away.
+
+    python benchmarks/feature_maps.py                    # CIFAR-10, ten minutes on two cores
+    python benchmarks/feature_maps.py --data imdb        # IMDb
+    python benchmarks/feature_maps.py --data digits      # what --quick runs, in a minute
+    python benchmarks/feature_maps.py --full             # the paper's sizes; for an accelerator
+    python benchmarks/feature_maps.py --table            # the results files as the README's tables
+"""
+
+import argparse
+import dataclasses
+import functools
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import scipy.stats
+
+import bilevel.data
+from bilevel import baselines, linear, plots
+from bilevel.spaces import features
+
+RESULTS = Path(__file__).parent / "results"
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    train: int
+    valid: int
+    test: int
+    dimension: int  # features of a full evaluation
+    dimensions: tuple[int, ...]  # of Figure 1
+    configs: int = 256
+    trials: int = 10
+    evaluations: int = 32  # of random search
+
+
+SIZES = {
+    "digits": Sizes(800, 500, 497, 256, (64, 256), configs=32, trials=3, evaluations=16),
+    "cifar10": Sizes(6000, 2000, 2000, 2048, (256, 512, 1024, 2048)),
+    "imdb": Sizes(3000, 1500, 1500, 2**15, (2**9, 2**12, 2**15), trials=3),
+}
+FULL = {
+    "cifar10": Sizes(40_000, 10_000, 10_000, 100_000, (1000, 10_000, 100_000), evaluations=256),
+    "imdb": Sizes(25_000, 12_500, 12_500, 2**24, (2**12, 2**18, 2**24), evaluations=256),
+}
+COMPARED = 32  # configurations in Figure 1
+
+METHODS = {
+    "weight sharing": baselines.weight_sharing,
+    "fast weight sharing": baselines.fast_weight_sharing,
+    "random search": baselines.random_search,
+    "successive halving": functools.partial(baselines.successive_halving, eta=4),
+    "Hyperband": functools.partial(baselines.hyperband, eta=4),
+}
+
+
+def parts_of(data, sizes, key):
+    wanted = sizes.train + sizes.valid
+    if data == "digits":
+        loaded = bilevel.data.load("digits")
+        x = np.concatenate([loaded.x_train, loaded.x_test])
+        y = np.concatenate([loaded.y_train, loaded.y_test])
+        rows = bilevel.data.split(key, y, (sizes.train, sizes.valid, sizes.test))
+        return [(x[r], y[r]) for r in rows]
+    # IMDb's files have their rows in a random order already; CIFAR-10's first batches will do.
+    size = -(-wanted // 10_000) * 10_000 if data == "cifar10" else None
+    loaded = load(data, size)
+    train, valid = bilevel.data.split(key, loaded.y_train, (sizes.train, sizes.valid))
+    (test,) = bilevel.data.split(key, loaded.y_test, (sizes.test,))
+    drawn = [(loaded.x_train[r], loaded.y_train[r]) for r in (train, valid)]
+    return [*drawn, (loaded.x_test[test], loaded.y_test[test])]
+
+
+load = functools.cache(lambda data, size: bilevel.data.load(data, train_size=size))
+
+
+def problem_of(data, sizes, key):
+    """A choice among ``sizes.configs`` configurations: (problem, configs)."""
+    split_key, feature_key, config_key = jax.random.split(key, 3)
+    parts = parts_of(data, sizes, split_key)
+    if data == "imdb":
+        return features.text_selection(*parts), features.sample_text(config_key, sizes.configs)
+    problem = features.fourier_selection(feature_key, *parts, dimension=sizes.dimension)
+    return problem, features.sample_fourier(config_key, sizes.configs)
+
+
+# ------------------------------------------------------------------------------ 1. correlation
+
+
+def correlation(data, sizes, key) -> list[dict]:
+    """Shared-weight and standalone validation accuracy, a row for each dimension."""
+    problem, configs = problem_of(data, dataclasses.replace(sizes, configs=COMPARED), key)
+    uniform = np.full(COMPARED, 1 / COMPARED)
+    rows = []
+    for dimension in sizes.dimensions:
+        shared = problem.share(key, configs, uniform, dimension, whole=True).errors
+        alone = [problem.evaluate(key, c, dimension).valid for c in configs]
+        # Of the configurations that learn something alone: chance says nothing about ranks.
+        rows.append(
+            {
+                "part": "correlation",
+                "dimension": dimension,
+                "shared": (1 - shared).tolist(),
+                "standalone": (1 - np.array(alone)).tolist(),
+                "pearson": scipy.stats.pearsonr(shared, alone).statistic,
+                "spearman": scipy.stats.spearmanr(shared, alone).statistic,
+            }
+        )
+    return rows
+
+
+# ------------------------------------------------------------------------------ 2. search
+
+
+def search(data, sizes, key) -> list[dict]:
+    """A row for each method and trial; the first trial compiles, and is left out."""
+    rows = []
+    for trial in range(-1, sizes.trials):
+        trial_key = jax.random.fold_in(key, trial + 1)
+        problem, configs = problem_of(data, sizes, trial_key)
+        for name, method in METHODS.items():
+            options = {"evaluations": sizes.evaluations} if name == "random search" else {}
+            if name in ("successive halving", "Hyperband"):
+                options["minimum"] = max(1, sizes.dimension // 64)
+            trace = method(
+                jax.random.fold_in(trial_key, 0), configs, problem, sizes.dimension, **options,
+                progress=False,
+            )  # fmt: skip
+            if trial >= 0:
+                columns = "calls", "seconds", "resource", "valid", "test"
+                arrays = {c: np.asarray(getattr(trace, c)).tolist() for c in columns}
+                rows.append({"part": "search", "method": name, "trial": trial, **arrays})
+                print(f"  trial {trial}: {name:20s} {arrays['calls'][-1]:4d} solves "
+                      f"{arrays['seconds'][-1]:7.2f} s  test error "
+                      f"{100 * arrays['test'][-1]:.1f} %", flush=True)  # fmt: skip
+    return rows
+
+
+# ------------------------------------------------------------------------------ 3. alternatives
+
+
+def seconds_of(function, rounds=5):
+    jax.block_until_ready(function())
+    taken = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        jax.block_until_ready(function())
+        taken.append(time.perf_counter() - start)
+    return float(np.median(taken))
+
+
+def ridge_solve(n, d, outputs=10, penalty=0.5) -> dict:
+    """The same float32 ridge problem by the library and by scikit-learn."""
+    from sklearn.linear_model import Ridge
+
+    rng = np.random.default_rng(0)
+    phi = (np.sqrt(2 / d) * np.cos(3 * rng.normal(size=(n, d)))).astype(np.float32)
+    y = np.where(rng.random((n, outputs)) < 0.1, 1, -1).astype(np.float32)
+    on_device = jnp.asarray(phi), jnp.asarray(y)
+    solve = jax.jit(lambda phi, y: linear.ridge_weights(phi, y, penalty).w)
+    product = jax.jit(lambda phi: phi.T @ phi)
+    model = Ridge(penalty, fit_intercept=False, solver="cholesky")
+    gram = phi.T.astype(float) @ phi + penalty * np.eye(d)
+    truth = np.linalg.solve(gram, phi.T.astype(float) @ y)
+
+    def error(w):
+        return float(np.abs(w - truth).max() / np.abs(truth).max())
+
+    return {
+        "part": "ridge",
+        "n": n,
+        "dimension": d,
+        "seconds": seconds_of(lambda: solve(*on_device)),
+        "scikit-learn seconds": seconds_of(lambda: model.fit(phi, y).coef_),
+        "matrix product seconds": seconds_of(lambda: product(on_device[0])),
+        "error": error(np.asarray(solve(*on_device))),
+        "scikit-learn error": error(model.coef_.T),
+    }
+
+
+def optuna_hyperband(sizes, key, seconds, target) -> dict:
+    """Hyperband by Optuna, random features and ridge regression by scikit-learn.
+
+    Stops once the validation error of a configuration at full dimension is ``target``, or after
+    ``seconds``.
+    """
+    import optuna
+    from sklearn.linear_model import Ridge
+    from sklearn.preprocessing import MinMaxScaler, Normalizer, StandardScaler
+
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    split_key, _, _ = jax.random.split(key, 3)
+    parts = parts_of("cifar10", sizes, split_key)
+    xs = [x.reshape(len(x), -1).astype(np.float32) for x, _ in parts]
+    labels = [y for _, y in parts]
+    targets = 2 * np.eye(10, dtype=np.float32)[labels[0]] - 1
+    scalers = {"minmax": MinMaxScaler, "unit": Normalizer, "standardize": StandardScaler}
+    lowest, curve, start = sizes.dimension // 64, [], time.perf_counter()
+
+    def objective(trial):
+        name = trial.suggest_categorical("preprocess", ["none", *scalers])
+        kernel = trial.suggest_categorical("kernel", ["gaussian", "laplace"])
+        gamma = trial.suggest_float("gamma", 1e-5, 10, log=True)
+        scaler = scalers[name]().fit(xs[0]) if name in scalers else None
+        held = [scaler.transform(x) if scaler else x for x in xs]
+        rng, d = np.random.default_rng(0), lowest
+        while True:
+            shape = xs[0].shape[1], d
+            draw = rng.normal(size=shape) if kernel == "gaussian" else rng.standard_cauchy(shape)
+            scale = np.sqrt(2 * gamma) if kernel == "gaussian" else gamma
+            w, b = (scale * draw).astype(np.float32), rng.uniform(0, 2 * np.pi, d)
+            phis = [np.sqrt(2 / d) * np.cos(x @ w + b.astype(np.float32)) for x in held]
+            model = Ridge(0.5, fit_intercept=False).fit(phis[0], targets)
+            valid, test = (
+                float(np.mean(model.predict(phi).argmax(1) != y))
+                for phi, y in zip(phis[1:], labels[1:], strict=True)
+            )
+            if d >= sizes.dimension:
+                curve.append((time.perf_counter() - start, valid, test))
+                return valid
+            trial.report(valid, d)
+            if trial.should_prune():
+                raise optuna.TrialPruned
+            d = min(4 * d, sizes.dimension)
+
+    def enough(study, trial):
+        if (
+            time.perf_counter() - start > seconds
+            or min((v for _, v, _ in curve), default=1) <= target
+        ):
+            study.stop()
+
+    pruner = optuna.pruners.HyperbandPruner(lowest, sizes.dimension, reduction_factor=4)
+    study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=0), pruner=pruner)
+    study.optimize(objective, callbacks=[enough])
+    best = min(curve, key=lambda row: row[1]) if curve else (float("nan"),) * 3
+    return {
+        "part": "optuna",
+        "seconds": time.perf_counter() - start,
+        "trials": len(study.trials),
+        "valid": best[1],
+        "test": best[2],
+        "target": target,
+        "reached": best[1] <= target,
+    }
+
+
+def alternatives(sizes, key, searched) -> list[dict]:
+    """Optuna gets the trials' first problem, and ten times the seconds that ours took on it."""
+    rows = [ridge_solve(sizes.train, d) for d in (1024, 2048, 4096)]
+    if importlib.util.find_spec("optuna") is None:
+        print("  Optuna is not installed (dependency group `peers`): left out")
+        return rows
+    ours = next(r for r in searched if r["method"] == "Hyperband" and r["trial"] == 0)
+    found = optuna_hyperband(
+        sizes, jax.random.fold_in(key, 1), 10 * ours["seconds"][-1], ours["valid"][-1]
+    )
+    return [*rows, found | {"our seconds": ours["seconds"][-1], "our test": ours["test"][-1]}]
+
+
+# ------------------------------------------------------------------------------ the report
+
+
+def at(row, against, limit, column="test"):
+    """The value of a curve at ``limit``: NaN before its first point."""
+    reached = np.searchsorted(row[against], limit, "right")
+    return row[column][reached - 1] if reached else np.nan
+
+
+def spread(x) -> str:
+    x = 100 * np.asarray(x)
+    error = x.std(ddof=1) / np.sqrt(len(x)) if len(x) > 1 else np.nan
+    return f"{x.mean():.2f} ± {error:.2f}"
+
+
+def of_method(rows, name):
+    found = [r for r in rows if r["part"] == "search" and r["method"] == name]
+    return sorted(found, key=lambda r: r["trial"])
+
+
+def verdicts(rows) -> list[str]:
+    """What the paper says, and what was measured here."""
+    lines = []
+    for row in (r for r in rows if r["part"] == "correlation"):
+        lines.append(
+            f"shared and standalone accuracy, {row['dimension']} features, {COMPARED} "
+            f"configurations: Pearson {row['pearson']:.2f}, Spearman {row['spearman']:.2f}"
+        )
+    sharing, fast, random, band = (
+        of_method(rows, name)
+        for name in ("weight sharing", "fast weight sharing", "random search", "Hyperband")
+    )
+    gap = [
+        w["test"][-1] - at(r, "calls", w["calls"][-1]) for w, r in zip(sharing, random, strict=True)
+    ]
+    calls = sharing[0]["calls"][-1]
+    lines.append(
+        f"weight sharing minus random search after {calls} solves each: {spread(gap)} points"
+    )
+    gap = [f["test"][-1] - h["test"][-1] for f, h in zip(fast, band, strict=True)]
+    ratio = [h["seconds"][-1] / f["seconds"][-1] for f, h in zip(fast, band, strict=True)]
+    lines.append(
+        f"fast weight sharing minus Hyperband, both to their ends: {spread(gap)} points, "
+        f"Hyperband taking {np.mean(ratio):.1f} times as long"
+    )
+    at_time = [at(h, "seconds", f["seconds"][-1]) for f, h in zip(fast, band, strict=True)]
+    gap = [f["test"][-1] - t for f, t in zip(fast, at_time, strict=True)]
+    known = [g for g in gap if not np.isnan(g)]
+    lines.append(
+        "fast weight sharing minus Hyperband when the former ends: "
+        + (f"{spread(known)} points" if known else "Hyperband has no incumbent yet")
+        + f" ({len(known)} of {len(gap)} trials)"
+    )
+    return lines
+
+
+def tables(rows) -> str:
+    header = rows[0]
+    lines = [
+        f"{header['data']}: {header['sizes']['configs']} configurations, up to "
+        f"{header['sizes']['dimension']:,} features, {header['sizes']['train']:,} + "
+        f"{header['sizes']['valid']:,} + {header['sizes']['test']:,} rows, "
+        f"{header['sizes']['trials']} trials; {header['device']}.",
+        "",
+        "| method | solves | seconds | test error, % |",
+        "|---|---|---|---|",
+    ]
+    for name in METHODS:
+        found = of_method(rows, name)
+        calls = np.mean([r["calls"][-1] for r in found])
+        seconds = np.mean([r["seconds"][-1] for r in found])
+        test = spread([r["test"][-1] for r in found])
+        lines.append(f"| {name} | {calls:.0f} | {seconds:.1f} | {test} |")
+    lines += ["", *(f"- {line}" for line in verdicts(rows))]
+    solves = [r for r in rows if r["part"] == "ridge"]
+    if solves:
+        lines += [
+            "",
+            "| ridge, float32 | bilevel | scikit-learn | bare product Φ'Φ |",
+            "|---|---|---|---|",
+        ]
+        for r in solves:
+            theirs = r["scikit-learn seconds"]
+            lines.append(
+                f"| {r['n']} x {r['dimension']} | {r['seconds']:.3f} s, {r['error']:.0e} | "
+                f"{theirs:.3f} s ({theirs / r['seconds']:.1f}×), {r['scikit-learn error']:.0e} | "
+                f"{r['matrix product seconds']:.3f} s |"
+            )
+    for r in (r for r in rows if r["part"] == "optuna"):
+        reached = "reached it" if r["reached"] else "had not reached it"
+        times = r["seconds"] / r["our seconds"]
+        lines += [
+            "",
+            f"Hyperband by Optuna with scikit-learn, one trial: {reached} (validation error "
+            f"{100 * r['target']:.1f} %) after {r['seconds']:.0f} s and {r['trials']} "
+            f"configurations, {times:.1f} times our {r['our seconds']:.1f} s; test error "
+            f"{100 * r['test']:.1f} % against {100 * r['our test']:.1f} %.",
+        ]
+    return "\n".join(lines)
+
+
+def picture(data, rows):
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from types import SimpleNamespace
+
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, 3, figsize=(16, 4.5), layout="constrained")
+    for row in (r for r in rows if r["part"] == "correlation"):
+        label = f"{row['dimension']} features, Spearman {row['spearman']:.2f}"
+        axes[0].plot(row["shared"], row["standalone"], "o", label=label, alpha=0.7)
+    axes[0].set(xlabel="accuracy with shared weights", ylabel="standalone accuracy")
+    axes[0].legend(frameon=False)
+    axes[0].spines[["top", "right"]].set_visible(False)
+    curves = {
+        name: [
+            SimpleNamespace(**{c: np.array(r[c]) for c in ("calls", "seconds", "test")})
+            for r in of_method(rows, name)
+        ]
+        for name in METHODS
+    }
+    comparable = {n: c for n, c in curves.items() if n not in ("successive halving", "Hyperband")}
+    plots.traces(comparable, "calls", axes[1])
+    plots.traces(curves, "seconds", axes[2])
+    figure.suptitle(f"{data}: shared against standalone; oracle test error of the incumbent")
+    figure.savefig(RESULTS / f"feature_maps_{data}.png", dpi=110)
+    plt.close(figure)
+
+
+def environment(data, sizes) -> dict:
+    names = "bilevel", "jax", "jaxlib", "numpy", "scipy", "scikit-learn", "optuna"
+    found = {d.name.lower(): d.version for d in importlib.metadata.distributions()}
+    versions = {"python": platform.python_version()} | {n: found[n] for n in names if n in found}
+    device = jax.devices()[0].device_kind
+    if device == "cpu":
+        cpu = Path("/proc/cpuinfo").read_text().split("model name\t: ")[1].splitlines()[0]
+        device = f"{cpu}, {len(os.sched_getaffinity(0))} cores"
+    return {
+        "data": data,
+        "sizes": dataclasses.asdict(sizes),
+        "device": device,
+        "versions": versions,
+    }
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--data", choices=SIZES, default="cifar10")
+    parser.add_argument("--quick", action="store_true", help="digits; no results file")
+    parser.add_argument("--full", action="store_true", help="the paper's sizes")
+    parser.add_argument("--trials", type=int, help="default: 10; IMDb and digits 3")
+    parser.add_argument("--table", action="store_true", help="the results files as markdown")
+    args = parser.parse_args()
+    if args.table:
+        for path in sorted(RESULTS.glob("feature_maps_*.jsonl")):
+            print(tables([json.loads(line) for line in path.read_text().splitlines()]), end="\n\n")
+        return
+    data = "digits" if args.quick else args.data
+    sizes = (FULL if args.full else SIZES)[data]
+    sizes = dataclasses.replace(sizes, trials=args.trials or sizes.trials)
+    key = jax.random.key(0)
+    rows = [environment(data, sizes), *correlation(data, sizes, jax.random.fold_in(key, 0))]
+    searched = search(data, sizes, key)
+    rows += searched
+    if data == "cifar10" and not args.full:
+        rows += alternatives(sizes, key, searched)
+    print(tables(rows))
+    if not args.quick:
+        RESULTS.mkdir(exist_ok=True)
+        path = RESULTS / f"feature_maps_{data}.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        picture(data, rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,43 @@
+"""Choosing among configurations: the methods that architecture search is measured against.
+
+Every method is ``method(key, configs, problem, budget, *, ...) -> Trace``: a host loop over
+expensive solves, each of them compiled by the problem. ``configs`` is a sequence of anything;
+``problem`` is a function ``evaluate(key, config, resource)``, or a :class:`Selection`, which can
+also train weights that the configurations share.
+
+==========================  ==========================  ========================================
+method                      one solver call             calls, for n configurations
+==========================  ==========================  ========================================
+``random_search``           one configuration           ``evaluations``
+``successive_halving``      one, at a growing resource  about 2 n at ``eta=2``
+``hyperband``               one, at a growing resource  by ``budget``: 206 at 81
+``weight_sharing``          all that are left           ceil(log2 n)
+``fast_weight_sharing``     the same, growing resource  ceil(log2 n)
+``exponentiated_gradient``  all, by their weights       ``rounds``
+==========================  ==========================  ========================================
+
+Reference: Khodak, Li, Roberts, Balcan & Talwalkar (2020), "A Simple Setting for Understanding
+Neural Architecture Search with Weight-Sharing", section 2 and Appendix B.
+"""
+
+from bilevel.baselines._recorder import Recording
+from bilevel.baselines.exponentiated import exponentiated_gradient
+from bilevel.baselines.halving import hyperband, successive_halving
+from bilevel.baselines.random_search import random_search
+from bilevel.baselines.trace import Trace
+from bilevel.baselines.weight_sharing import fast_weight_sharing, weight_sharing
+from bilevel.protocols import Evaluation, Selection, Shared
+
+__all__ = [
+    "Evaluation",
+    "Recording",
+    "Selection",
+    "Shared",
+    "Trace",
+    "exponentiated_gradient",
+    "fast_weight_sharing",
+    "hyperband",
+    "random_search",
+    "successive_halving",
+    "weight_sharing",
+]

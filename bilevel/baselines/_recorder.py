@@ -1,0 +1,241 @@
+"""What every method needs around its solves: keys, clock, oracle, journal, progress, Ctrl-C."""
+
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, TypedDict
+
+import jax
+import numpy as np
+
+from bilevel.baselines import _journal
+from bilevel.baselines.trace import Trace
+from bilevel.protocols import Evaluation, Selection, Shared
+
+
+class Recording(TypedDict, total=False):
+    """Keywords that every method takes besides its own."""
+
+    oracle: bool | None
+    """Whether to train every incumbent apart, at the full budget and off the clock, for its test
+    error. By default, if the problem is a Selection, whose evaluations then should have one."""
+
+    journal: str | os.PathLike | None
+    """A file that receives every solve, as a line of JSON; one that exists is refused."""
+
+    resume: bool
+    """Go on from the journal where there is one: the same trace as an uninterrupted run's."""
+
+    progress: bool | None
+    """A progress bar on standard error; by default only where that is a terminal."""
+
+
+class _Row(NamedTuple):
+    round: int
+    resource: int
+    seconds: float
+    candidates: np.ndarray
+    errors: np.ndarray
+    incumbent: int  # -1: none yet
+    valid: float
+    test: float
+
+
+class Recorder:
+    """Runs a method's solves and writes its trace.
+
+    Solve number ``n``, from 1, gets the key ``fold_in(key, n)``; ``fold_in(key, 0)`` is split into
+    those of the method's own draws and of the oracle.
+    """
+
+    def __init__(
+        self,
+        method: str,
+        key: jax.Array,
+        configs: Sequence,
+        problem: Any,
+        budget: int,
+        options: dict[str, Any],
+        *,
+        shares: bool = False,
+        oracle: bool | None = None,
+        journal: Any = None,
+        resume: bool = False,
+        progress: bool | None = None,
+    ):
+        self.configs = tuple(configs)
+        if not self.configs:
+            raise ValueError("configs: expected at least one configuration, got none.")
+        if not isinstance(budget, int | np.integer) or budget < 1:
+            raise ValueError(f"budget: expected an integer of at least 1, got {budget}.")
+        selection = isinstance(problem, Selection)
+        self._evaluate: Any = problem.evaluate if selection else problem
+        self._share: Any = problem.share if selection else None
+        if not callable(self._evaluate):
+            raise ValueError(f"problem: expected a function or a Selection, got {problem!r}.")
+        if shares and self._share is None:
+            raise ValueError("problem: expected a Selection with `share`, got one without.")
+        self.method, self.key, self.options, self.budget = method, key, options, int(budget)
+        self.draws, self._oracle_key = jax.random.split(jax.random.fold_in(key, 0))
+        self._oracle = selection if oracle is None else oracle
+        self._path, self._resume, self._progress = journal, resume, progress
+        self._rows: list[_Row] = []
+        self._tests: dict[int, float] = {}  # of models trained alone at the full budget
+        self._leader: tuple[int, float, int] | None = None  # (-resource, error, index)
+        self._stopped = ""
+
+    @contextmanager
+    def run(self, calls: int) -> Iterator[None]:
+        """Within it, the method's solves, ``calls`` in all; Ctrl-C ends it."""
+        header = {
+            "method": self.method,
+            "key": jax.random.key_data(self.key).tolist(),
+            "budget": self.budget,
+            "options": self.options,
+            "configs": _journal.digest(self.configs),
+        }
+        with (
+            _journal.opened(self._path, self._resume, header) as self._journal,
+            _progress_bar(self._progress, self.method, calls) as self._show,
+        ):
+            try:
+                yield
+            except KeyboardInterrupt:
+                self._stopped = f"interrupted after solve {len(self._rows)} of {calls}"
+
+    def evaluate(self, round: int, index: int, resource: int) -> float:
+        """Train one configuration alone; its validation error.
+
+        The incumbent is the lowest finite error at the highest resource so far, ties to the lower
+        index.
+        """
+        index = int(index)
+        record = self._solve(lambda key: self._evaluation(key, index, resource))
+        error, test = record["valid"], record["test"]
+        if resource == self.budget and not math.isnan(test):
+            self._tests.setdefault(index, test)
+        rank = (-resource, error, index)
+        if math.isfinite(error) and (self._leader is None or rank < self._leader):
+            self._leader = rank
+        _, valid, incumbent = self._leader or (0, math.nan, -1)
+        solved = (round, resource, record["seconds"], np.array([index]), np.array([error]))
+        self._append(_Row(*solved, incumbent, valid, math.nan))
+        return error
+
+    def share(
+        self, round: int, candidates: np.ndarray, probabilities: np.ndarray, resource: int
+    ) -> Shared:
+        """Train the candidates' shared weights; :meth:`note` has to follow."""
+        configs, k = [self.configs[i] for i in candidates], len(candidates)
+        record = self._solve(
+            lambda key: Shared(*self._share(key, configs, probabilities, resource))
+        )
+        errors, counts = np.array(record["errors"], float), np.array(record["counts"], int)
+        if errors.shape != (k,) or counts.shape != (k,):
+            raise ValueError(
+                f"share: expected errors and counts of shape ({k},), "
+                f"got {errors.shape} and {counts.shape}."
+            )
+        errors = np.where((counts > 0) & np.isfinite(errors), errors, math.nan)
+        if np.isnan(errors).all():
+            raise FloatingPointError(
+                f"share: expected a finite error in at least one cell at solve {self._number}, "
+                f"got none in {k} cells, {np.sum(counts == 0)} of them empty."
+            )
+        self._pending = (round, resource, record["seconds"], candidates, errors)
+        return Shared(errors, counts)
+
+    def note(self, incumbent: int, valid: float) -> None:
+        """Close a shared solve's row with the method's choice after it."""
+        self._append(_Row(*self._pending, int(incumbent), float(valid), math.nan))
+
+    def trace(self) -> Trace:
+        """The rows so far, in columns."""
+        # A single configuration needs no solve to be the best.
+        best = 0 if len(self.configs) == 1 else -1
+        if self._rows:
+            best = self._rows[-1].incumbent
+        if best < 0 and not self._stopped:
+            raise FloatingPointError(
+                "problem: expected a finite validation error, "
+                f"got none in {len(self._rows)} solves."
+            )
+        columns = list(zip(*self._rows, strict=True)) or [()] * len(_Row._fields)
+        rounds, resources, seconds, candidates, errors, incumbents, valid, test = columns
+        return Trace(
+            self.configs,
+            best,
+            np.array(rounds, int),
+            np.array(resources, int),
+            np.arange(1, len(rounds) + 1),
+            np.cumsum(np.array(seconds, float)),
+            list(candidates),
+            list(errors),
+            np.array(incumbents, int),
+            np.array(valid, float),
+            np.array(test, float),
+            self._stopped,
+        )
+
+    @property
+    def _number(self) -> int:
+        return len(self._rows) + 1
+
+    def _solve(self, solve: Callable[[jax.Array], NamedTuple]) -> _journal.Record:
+        def timed():
+            key = jax.random.fold_in(self.key, self._number)
+            began = time.perf_counter()
+            result = jax.block_until_ready(solve(key))
+            seconds = time.perf_counter() - began
+            record = {name: np.asarray(x).tolist() for name, x in result._asdict().items()}
+            return record | {"seconds": seconds}
+
+        return self._journal.once(f"solve {self._number}", timed)
+
+    def _append(self, row: _Row) -> None:
+        # First without the oracle's word, which may take long: Ctrl-C loses no solve.
+        self._rows.append(row)
+        if row.incumbent >= 0:
+            self._rows[-1] = row._replace(test=self._test(row.incumbent))
+        self._show(len(self._rows), row.valid)
+
+    def _test(self, index: int) -> float:
+        if index in self._tests or not self._oracle:
+            return self._tests.get(index, math.nan)
+
+        def train():
+            key = jax.random.fold_in(self._oracle_key, index)
+            return {"test": self._evaluation(key, index, self.budget).test}
+
+        return self._journal.once(f"oracle {index}", train)["test"]
+
+    def _evaluation(self, key: jax.Array, index: int, resource: int) -> Evaluation:
+        result = self._evaluate(key, self.configs[index], resource)
+        return Evaluation(*map(float, result if isinstance(result, tuple) else (result,)))
+
+
+@contextmanager
+def _progress_bar(
+    progress: bool | None, method: str, calls: int
+) -> Iterator[Callable[[int, float], None]]:
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+
+    console = Console(stderr=True)
+    if not (console.is_terminal if progress is None else progress):
+        yield lambda done, valid: None
+        return
+    text = TextColumn("validation error {task.fields[valid]:.4g}")
+    label = TextColumn(method.replace("_", " "))
+    columns = (label, BarColumn(), MofNCompleteColumn(), text, TimeRemainingColumn())
+    with Progress(*columns, console=console) as bar:
+        task = bar.add_task(method, total=calls, valid=math.nan)
+        yield lambda done, valid: bar.update(task, completed=done, valid=valid)

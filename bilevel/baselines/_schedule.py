@@ -1,0 +1,28 @@
+"""Orders and geometric schedules, exact where floating point is not."""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+
+def ranked(
+    candidates: Sequence[int] | np.ndarray, errors: Sequence[float] | np.ndarray
+) -> np.ndarray:
+    """Candidates by rising error, then rising index; those with NaN last."""
+    return np.asarray(candidates)[np.lexsort((np.asarray(candidates), np.asarray(errors)))]
+
+
+def ceil(x: float) -> int:
+    """The next integer, taking rounding errors to be such: ceil(9 * 3**.5**2) is 27."""
+    return math.ceil(x * (1 - 1e-12))
+
+
+def floor(x: float) -> int:
+    """The integer below, taking rounding errors to be such."""
+    return math.floor(x * (1 + 1e-12))
+
+
+def resources(budget: int, growth: float, rounds: int) -> list[int]:
+    """``ceil(budget * growth^(t - rounds))`` for t = 1 ... rounds; the last one is ``budget``."""
+    return [ceil(budget * float(growth) ** (t - rounds)) for t in range(1, rounds + 1)]

@@ -1,0 +1,68 @@
+"""Random search: configurations in random order, each trained in full."""
+
+from collections.abc import Sequence
+from typing import Any, Unpack
+
+import jax
+import numpy as np
+
+from bilevel.baselines._recorder import Recorder, Recording
+from bilevel.baselines.trace import Trace
+
+
+def random_search(
+    key: jax.Array,
+    configs: Sequence,
+    problem: Any,
+    budget: int,
+    *,
+    evaluations: int | None = None,
+    **recording: Unpack[Recording],
+) -> Trace:
+    """Train configurations in a random order without replacement; keep the lowest error.
+
+    Parameters
+    ----------
+    key : jax.Array
+    configs : sequence of configurations
+    problem : ``evaluate(key, config, resource)`` or :class:`bilevel.baselines.Selection`
+    budget : int
+        Resource of every evaluation: feature dimension, steps, epochs.
+    evaluations : int, optional
+        How many to train; all by default.
+    **recording
+        ``oracle``, ``journal``, ``resume``, ``progress``: see
+        :class:`bilevel.baselines.Recording`.
+
+    Returns
+    -------
+    Trace
+        With ``evaluations`` rows; Ctrl-C returns those there are.
+
+    Raises
+    ------
+    ValueError
+        Before the first solve: no configurations, ``budget`` under 1, ``evaluations`` out of range,
+        a journal of another run.
+    FloatingPointError
+        If no error is finite.
+
+    Examples
+    --------
+    >>> trace = random_search(jax.random.key(0), [5, 2, 9], lambda key, c, resource: c / 10, 100)
+    >>> trace.best, trace.calls, float(trace.valid[-1])
+    (1, array([1, 2, 3]), 0.2)
+
+    Reference: Bergstra & Bengio (2012). Cost: ``evaluations`` solves at ``budget``.
+    """
+    options = {"evaluations": evaluations}
+    log = Recorder("random_search", key, configs, problem, budget, options, **recording)
+    n = len(log.configs)
+    count = n if evaluations is None else evaluations
+    if not 1 <= count <= n:
+        raise ValueError(f"evaluations: expected 1 to {n}, got {evaluations}.")
+    order = np.asarray(jax.random.permutation(log.draws, n))[:count]
+    with log.run(count):
+        for round, index in enumerate(order):
+            log.evaluate(round, index, log.budget)
+    return log.trace()

@@ -1,0 +1,589 @@
+"""Linear models on fixed features, too many to hold: ridge regression and the squared-hinge SVM.
+
+The inner solver of feature-map selection, where features are given and only their weights are
+learned. With ``Phi`` [n, d] the features of n rows, both models minimise
+
+    1/2 |m * (Phi w - y)|^2 + 1/2 penalty |w|^2,
+
+with the mask m = 1 for ridge regression, and m_i = [y_i f_i < 1] for the SVM: as y = +-1,
+``max(0, 1 - y f)^2 = m (f - y)^2``, and ``1/2 |w|^2 + cost sum max(0, 1 - y f)^2`` is the objective
+above with ``penalty = 1 / (2 cost)``, times ``2 cost``. Newton's method with conjugate gradients
+(CG) thus solves either, through ``v -> Phi v`` and ``r -> Phi' r`` alone.
+
+``Phi`` is an array, a :class:`Blocks` that generates a few rows or columns at a time, or a
+:class:`Sparse` matrix. Every fit says how exact it is: ``residual``.
+
+=======  =============================================================
+letter   meaning
+=======  =============================================================
+Phi      features [n, d]
+y        targets [n] or [n, c]; the SVM's are +-1, one-vs-rest
+w, f     weights [d] or [d, c]; predictions ``f = Phi w``
+penalty  alpha of scikit-learn's Ridge; ``1 / (2 C)`` of its LinearSVC
+=======  =============================================================
+
+References: Khodak et al. 2020, "Weight sharing for hyperparameter optimization"; Keerthi & DeCoste
+2005, "A modified finite Newton method for fast solution of large scale linear SVMs".
+"""
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+_NEWTON_STEPS = 100
+_CG_STEPS = 1000
+_PATIENCE = 3  # Newton steps without a smaller gradient: rounding is reached
+_LINE_STEPS = 20
+_PANELS = 6  # of the Gram matrix: 21 of its 36 tiles are computed, 7/12
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=("rows", "columns"), meta_fields=("shape",))
+@dataclasses.dataclass(frozen=True, eq=False)
+class Blocks:
+    """A feature matrix [n, d] that is generated a few rows or columns at a time.
+
+    Attributes
+    ----------
+    shape : (int, int)
+        n and d.
+    rows : ``rows(start, size) -> [size, d]``
+        Rows from ``start`` (traced) on, ``size`` (static) of them: zero rows from n on.
+    columns : ``columns(start, size) -> [n, size]``
+        Likewise, with zero columns from d on; called by the dual method alone.
+
+    Notes
+    -----
+    Functions made by ``jax.tree_util.Partial`` pass their arrays as arguments: solves with equal
+    shapes share one compilation. Other functions are compiled once per function object, and the
+    arrays they close over are compiled in.
+
+    Examples
+    --------
+    >>> inside = lambda start, size, total: start + jnp.arange(size) < total
+    >>> rows = lambda start, size: inside(start, size, 3)[:, None] * jnp.ones((1, 2))
+    >>> columns = lambda start, size: inside(start, size, 2) * jnp.ones((3, 1))
+    >>> predict(Blocks((3, 2), rows, columns), jnp.ones(2))
+    Array([2., 2., 2.], dtype=float...)
+    """
+
+    shape: tuple[int, int]
+    rows: Callable[[Any, int], jax.Array]
+    columns: Callable[[Any, int], jax.Array]
+
+    def __post_init__(self) -> None:
+        for name in ("rows", "columns"):
+            function = getattr(self, name)
+            # JAX also rebuilds the record with placeholders, which are not functions.
+            if callable(function) and not isinstance(function, jax.tree_util.Partial):
+                object.__setattr__(self, name, jax.tree_util.Partial(function))
+
+
+class _Entries(NamedTuple):
+    """The entries of a sparse matrix, sorted by row: a product is a gather and sums of segments."""
+
+    row: jax.Array  # [m], ascending; the last row where padded
+    column: jax.Array  # [m]
+    value: jax.Array  # [m], 0 where padded
+
+    def times(self, v: jax.Array, rows: int) -> jax.Array:
+        def one(v):
+            products = self.value * v[self.column]
+            return jax.ops.segment_sum(products, self.row, rows, indices_are_sorted=True)
+
+        # One column after the other: gathering rows of v is slower on a CPU.
+        return jax.lax.map(one, v.T).T
+
+
+@partial(
+    jax.tree_util.register_dataclass, data_fields=("by_row", "by_column"), meta_fields=("shape",)
+)
+@dataclasses.dataclass(frozen=True, eq=False)
+class Sparse:
+    """A sparse feature matrix [n, d], made by :func:`sparse`: its entries by row and by column."""
+
+    shape: tuple[int, int]
+    by_row: _Entries
+    by_column: _Entries
+
+
+class LinearFit(NamedTuple):
+    """Result of :func:`ridge_weights` and :func:`svm_weights`."""
+
+    w: jax.Array  # [d] or [d, c]
+    residual: jax.Array  # [], |gradient at w| / |gradient at 0|, largest over the c outputs
+
+
+Features = jax.Array | Blocks | Sparse
+
+
+def sparse(matrix) -> Sparse:
+    """A SciPy sparse matrix as features.
+
+    Parameters
+    ----------
+    matrix : scipy.sparse array or matrix [n, d]
+        Integers become floats.
+
+    Raises
+    ------
+    ValueError
+        If it is not sparse, or holds NaN or infinity.
+
+    Notes
+    -----
+    The number of entries is rounded up to 4 leading bits, so that matrices of like size share a
+    compilation. A product takes 3 to 5 times SciPy's time on one core (float32, 2 million entries).
+    Memory: 24 bytes per entry in float32.
+
+    Examples
+    --------
+    >>> import scipy.sparse
+    >>> predict(sparse(scipy.sparse.csr_array([[0, 2], [1, 0]])), jnp.array([1.0, 3.0]))
+    Array([6., 1.], dtype=float...)
+    """
+    if not hasattr(matrix, "tocsr"):
+        raise ValueError(f"matrix: expected a scipy.sparse matrix, got {type(matrix).__name__}.")
+    rows = matrix.tocsr()
+    if not np.isfinite(rows.data).all():
+        raise ValueError("matrix: expected finite entries, got NaN or infinity.")
+    return Sparse(rows.shape, _entries(rows), _entries(rows.T.tocsr()))
+
+
+def _entries(matrix) -> _Entries:
+    step = 1 << max(matrix.nnz.bit_length() - 4, 0)
+    padding = (0, max(-(-matrix.nnz // step) * step, 1) - matrix.nnz)
+    rows = np.repeat(np.arange(matrix.shape[0], dtype=np.int32), np.diff(matrix.indptr))
+    value = matrix.data.astype(np.result_type(matrix.dtype, np.float32))
+    return _Entries(
+        jnp.asarray(np.pad(rows, padding, constant_values=matrix.shape[0] - 1)),
+        jnp.asarray(np.pad(matrix.indices.astype(np.int32), padding)),
+        jnp.asarray(np.pad(value, padding)),
+    )
+
+
+def ridge_weights(
+    features: Features,
+    y: jax.Array,
+    penalty: float | jax.Array,
+    *,
+    method: str = "auto",
+    memory: int = 2**31,
+) -> LinearFit:
+    """Ridge regression, ``w = argmin 1/2 |Phi w - y|^2 + 1/2 penalty |w|^2``.
+
+    Parameters
+    ----------
+    features : array [n, d], Blocks or Sparse
+    y : array [n] or [n, c]
+    penalty : scalar >= 0
+        At 0, where the features have full rank: least squares for n >= d, and the interpolant of
+        least norm for n < d. The direct methods give NaN where they have not.
+    method : {"auto", "primal", "dual", "cg"}
+        "primal" factorises ``Phi'Phi + penalty I`` [d, d], "dual" ``Phi Phi' + penalty I`` [n, n];
+        "cg" makes no such matrix. "auto" takes the smaller matrix if three of it fit in
+        ``memory``, else "cg", as always for Sparse.
+    memory : int
+        Bytes to work in, besides the arguments. A block of ``Blocks`` takes up to a quarter.
+
+    Returns
+    -------
+    LinearFit
+        ``w`` [d] or [d, c], and the relative norm of the gradient there, whichever the method: "cg"
+        aims at rounding to the power 3/4 (2e-12 in float64, 6e-6 in float32) and gives up where
+        rounding stops it.
+
+    Raises
+    ------
+    ValueError
+        For shapes that do not fit, NaN, a negative penalty, an unknown method.
+
+    Notes
+    -----
+    Time: ``7/12 n d min(n, d)`` multiply-adds for the Gram matrix, which is symmetric, and a
+    Cholesky factorisation; "cg": ``2 n d c`` for each of some ``sqrt(condition)``
+    iterations. ``Blocks`` are generated twice by "primal", three times by "dual" and once per
+    iteration by "cg". For derivatives in the features or the penalty use :func:`bilevel.ridge`.
+
+    Examples
+    --------
+    >>> ridge_weights(jnp.array([[1.0], [2.0]]), jnp.array([1.0, 3.0]), 2.0).w
+    Array([1.], dtype=float...)
+    """
+    features, y = _checked(features, y)
+    if not isinstance(penalty, jax.core.Tracer) and not (np.ndim(penalty) == 0 and penalty >= 0):
+        raise ValueError(f"penalty: expected a number >= 0, got {penalty}.")
+    allowed = ("auto", "cg") if isinstance(features, Sparse) else ("auto", "primal", "dual", "cg")
+    if method not in allowed:
+        raise ValueError(
+            f"method: expected one of {', '.join(allowed)} for {type(features).__name__} "
+            f"features, got {method!r}."
+        )
+    if method == "auto":
+        n, d = features.shape
+        fits = 3 * min(n, d) ** 2 * _dtype(features).itemsize <= memory
+        direct = "primal" if d <= n else "dual"
+        method = direct if fits and not isinstance(features, Sparse) else "cg"
+    return _ridge(features, y, penalty, method, memory)
+
+
+def svm_weights(
+    features: Features,
+    y: jax.Array,
+    cost: float | jax.Array = 1.0,
+    *,
+    tolerance: float | None = None,
+    memory: int = 2**31,
+) -> LinearFit:
+    """Squared-hinge SVM, ``w = argmin 1/2 |w|^2 + cost sum_i max(0, 1 - y_i f_i)^2``.
+
+    scikit-learn's ``LinearSVC(C=cost, loss="squared_hinge", fit_intercept=False)``.
+
+    Parameters
+    ----------
+    features : array [n, d], Blocks or Sparse
+    y : array [n] or [n, c]
+        Labels +-1, one column per class for one-vs-rest.
+    cost : scalar > 0
+    tolerance : float, optional
+        Of ``residual``; rounding to the power 3/4 by default: 2e-12 in float64, 6e-6 in float32.
+    memory : int
+        Bytes to work in, besides the arguments. A block of ``Blocks`` takes up to a quarter.
+
+    Returns
+    -------
+    LinearFit
+        ``w`` [d] or [d, c], and the relative norm of the gradient there: above ``tolerance`` where
+        rounding stopped it before.
+
+    Raises
+    ------
+    ValueError
+        For shapes that do not fit, NaN, labels other than +-1, a cost that is not positive.
+
+    Notes
+    -----
+    Newton's method on a piecewise quadratic, by CG on ``I + 2 cost Phi_A' Phi_A`` (A: the rows with
+    ``y f < 1``) and an exact line search: it ends in finitely many steps (Keerthi & DeCoste 2005).
+    Time: ``2 n d c`` multiply-adds per CG iteration and ``3 n d c`` per Newton step; ``Blocks`` are
+    generated once per iteration and twice per step.
+
+    Examples
+    --------
+    >>> svm_weights(jnp.array([[1.0], [-1.0]]), jnp.array([1.0, -1.0])).w
+    Array([0.8], dtype=float...)
+    """
+    features, y = _checked(features, y)
+    if not isinstance(cost, jax.core.Tracer) and not (np.ndim(cost) == 0 and cost > 0):
+        raise ValueError(f"cost: expected a positive number, got {cost}.")
+    if not isinstance(y, jax.core.Tracer) and not bool(jnp.all(jnp.abs(y) == 1)):
+        raise ValueError(f"y: expected labels -1 and 1, got {float(y[jnp.abs(y) != 1][0]):g}.")
+    return _svm(features, y, cost, tolerance, memory)
+
+
+def predict(features: Features, w: jax.Array, *, memory: int = 2**31) -> jax.Array:
+    """Predictions ``f = Phi w``.
+
+    Parameters
+    ----------
+    features : array [n, d], Blocks or Sparse
+    w : array [d] or [d, c]
+    memory : int
+        Bytes to work in, besides the arguments. A block of ``Blocks`` takes up to a quarter.
+
+    Returns
+    -------
+    array [n] or [n, c]
+
+    Raises
+    ------
+    ValueError
+        If there is not one weight per feature.
+
+    Examples
+    --------
+    >>> predict(jnp.array([[1.0, 2.0]]), jnp.ones(2))
+    Array([3.], dtype=float...)
+    """
+    features = _checked_features(features)
+    if np.ndim(w) not in (1, 2) or w.shape[0] != features.shape[1]:
+        raise ValueError(f"w: expected {features.shape[1]} rows, got shape {np.shape(w)}.")
+    return _predict(features, w, memory)
+
+
+@partial(jax.jit, static_argnames=("method", "memory"))
+def _ridge(features, y, penalty, method: str, memory: int) -> LinearFit:
+    targets = _matrix(y).astype(_dtype(features))
+    penalty = jnp.asarray(penalty, targets.dtype)
+    if method == "cg":
+        w, residual = _newton(features, targets, penalty, None, memory, hinge=False)
+    else:
+        solve = _primal if method == "primal" else _dual
+        w = solve(features, targets, penalty, memory)
+        # Slopes at w and at 0 in one pass.
+        errors = _sweep(features, w, lambda f, y: jnp.hstack([f - y, y]), (targets,), memory)[1]
+        slope, at_zero = jnp.split(errors, 2, axis=1)
+        residual = _relative(slope + penalty * w, at_zero)
+    return LinearFit(w.reshape(-1, *y.shape[1:]), jnp.max(residual))
+
+
+@partial(jax.jit, static_argnames=("tolerance", "memory"))
+def _svm(features, y, cost, tolerance: float | None, memory: int) -> LinearFit:
+    labels = _matrix(y).astype(_dtype(features))
+    penalty = 0.5 / jnp.asarray(cost, labels.dtype)
+    w, residual = _newton(features, labels, penalty, tolerance, memory, hinge=True)
+    return LinearFit(w.reshape(-1, *y.shape[1:]), jnp.max(residual))
+
+
+@partial(jax.jit, static_argnames="memory")
+def _predict(features, w, memory: int) -> jax.Array:
+    return _product(features, _matrix(w), memory).reshape(-1, *w.shape[1:])
+
+
+def _primal(features, y, penalty, memory):
+    """``(Phi'Phi + penalty I)^-1 Phi'y`` by Cholesky."""
+    if not isinstance(features, Blocks):
+        return _solve_gram(_gram(features), penalty, features.T @ y)
+    n, d = features.shape
+    starts, size = _partition(n, d, y.dtype, memory)
+
+    def add(sums, block):
+        start, y = block
+        phi = features.rows(start, size)
+        return (sums[0] + _gram(phi), sums[1] + phi.T @ y), None
+
+    zero = jnp.zeros((d, d), y.dtype), jnp.zeros((d, y.shape[1]), y.dtype)
+    (gram, moment), _ = jax.lax.scan(add, zero, (starts, _split(y, len(starts), size)))
+    return _solve_gram(gram, penalty, moment)
+
+
+def _dual(features, y, penalty, memory):
+    """``Phi' (Phi Phi' + penalty I)^-1 y`` by Cholesky."""
+    if not isinstance(features, Blocks):
+        return features.T @ _solve_gram(_gram(features.T), penalty, y)
+    n, d = features.shape
+    starts, size = _partition(d, n, y.dtype, memory)
+
+    def add(gram, start):
+        return gram + _gram(features.columns(start, size).T), None
+
+    gram, _ = jax.lax.scan(add, jnp.zeros((n, n), y.dtype), starts)
+    coefficients = _solve_gram(gram, penalty, y)
+    w = jax.lax.map(lambda start: features.columns(start, size).T @ coefficients, starts)
+    return w.reshape(-1, y.shape[1])[:d]
+
+
+def _gram(a: jax.Array) -> jax.Array:
+    """``a'a``, with zeros for the tiles above the diagonal."""
+    # Copies of the panels: XLA would slice `a` anew, and slowly, for each of the products.
+    panels = jax.lax.optimization_barrier(jnp.array_split(a, min(_PANELS, a.shape[1]), axis=1))
+    tiles = [
+        [
+            p.T @ q if i >= j else jnp.zeros((p.shape[1], q.shape[1]), a.dtype)
+            for j, q in enumerate(panels)
+        ]
+        for i, p in enumerate(panels)
+    ]
+    return jnp.block(tiles)
+
+
+def _solve_gram(gram, penalty, b):
+    matrix = gram + penalty * jnp.eye(len(gram), dtype=gram.dtype)
+    factor = jax.lax.linalg.cholesky(matrix, symmetrize_input=False)
+    return jax.scipy.linalg.cho_solve((factor, True), b)
+
+
+def _newton(features, y, penalty, tolerance, memory, *, hinge: bool):
+    """Newton-CG from 0 on the module's objective: ``w`` [d, c] and residuals [c]."""
+    eps = jnp.finfo(y.dtype).eps
+    tolerance = eps**0.75 if tolerance is None else tolerance
+
+    def mask(f, y):
+        return (y * f < 1).astype(f.dtype) if hinge else jnp.ones_like(f)
+
+    def gradient(w):
+        f, slope = _sweep(features, w, lambda f, y: mask(f, y) * (f - y), (y,), memory)
+        return f, slope + penalty * w
+
+    def unfinished(state):
+        _, _, _, residual, _, since, k = state
+        return jnp.any(residual > tolerance) & (since < _PATIENCE) & (k < _NEWTON_STEPS)
+
+    def step(state):
+        w, f, g, residual, best, since, k = state
+        active = mask(f, y)
+
+        def hessian(v):
+            return _sweep(features, v, lambda f, m: m * f, (active,), memory)[1] + penalty * v
+
+        # A mask that is about to change deserves no exact solve: superlinear convergence suffices.
+        accuracy = tolerance / (2 * residual)
+        if hinge:
+            accuracy = jnp.maximum(accuracy, jnp.minimum(0.1, residual))
+        p = _conjugate_gradients(hessian, jnp.where(residual > tolerance, -g, 0), accuracy)
+        if hinge:
+            f_p = _product(features, p, memory)
+            p = p * _exact_step(lambda t: mask(f + t * f_p, y), f - y, f_p, w, p, penalty)
+        w = w + p
+        f, g = gradient(w)
+        residual = _relative(g, start)
+        better = jnp.max(residual) < jnp.max(best[1])
+        best = jax.tree.map(partial(jnp.where, better), (w, residual), best)
+        return w, f, g, residual, best, jnp.where(better, 0, since + 1), k + 1
+
+    w = jnp.zeros((features.shape[1], y.shape[1]), y.dtype)
+    f, start = gradient(w)
+    residual = _relative(start, start)
+    zero = jnp.zeros((), int)
+    state = w, f, start, residual, (w, residual), zero, zero
+    return jax.lax.while_loop(unfinished, step, state)[4]
+
+
+def _exact_step(mask, r, f_p, w, p, penalty):
+    """``argmin_t`` of the objective at ``w + t p``, one t per column.
+
+    The derivative in t is piecewise linear and increasing: Newton's method, kept in the bracket
+    that its sign gives.
+    """
+    w_p, p_p = jnp.sum(w * p, axis=0), jnp.sum(p * p, axis=0)
+
+    def narrow(_, bracket):
+        low, t, high = bracket
+        active = mask(t)
+        slope = jnp.sum(active * (r + t * f_p) * f_p, axis=0) + penalty * (w_p + t * p_p)
+        curvature = jnp.sum(active * f_p**2, axis=0) + penalty * p_p
+        low, high = jnp.where(slope < 0, t, low), jnp.where(slope < 0, high, t)
+        newton = t - slope / jnp.where(curvature > 0, curvature, 1)
+        inside = (low <= newton) & (newton <= high)
+        return low, jnp.where(inside, newton, (low + high) / 2), high
+
+    one = jnp.ones_like(p_p)
+    return jax.lax.fori_loop(0, _LINE_STEPS, narrow, (0 * one, one, jnp.inf * one))[1]
+
+
+def _conjugate_gradients(product, b, relative):
+    """CG on each column of ``b`` until its residual is under ``relative * |b|``."""
+
+    def unfinished(state):
+        *_, live, k = state
+        return jnp.any(live) & (k < _CG_STEPS)
+
+    def step(state):
+        x, r, p, rr, live, k = state
+        h_p = product(p)
+        curvature = jnp.sum(p * h_p, axis=0)
+        live = live & (curvature > 0)
+        length = jnp.where(live, rr / jnp.where(live, curvature, 1), 0)
+        x, r = x + length * p, r - length * h_p
+        rr_next = jnp.sum(r * r, axis=0)
+        p = r + rr_next / jnp.where(live, rr, 1) * p
+        return x, r, p, rr_next, live & (rr_next > floor), k + 1
+
+    rr = jnp.sum(b * b, axis=0)
+    floor = relative**2 * rr
+    state = jnp.zeros_like(b), b, b, rr, rr > floor, jnp.zeros((), int)
+    return jax.lax.while_loop(unfinished, step, state)[0]
+
+
+def _relative(gradient, start):
+    """``|gradient| / |start|`` by column; 0 where both are."""
+    norm, scale = jnp.linalg.norm(gradient, axis=0), jnp.linalg.norm(start, axis=0)
+    return norm / jnp.where((scale == 0) & (norm == 0), 1, scale)
+
+
+def _sweep(features, w, residual, data, memory: int):
+    """``f = Phi w`` [n, c] and ``Phi' residual(f, *data)`` [d, .] in one pass over the rows."""
+    if isinstance(features, Sparse):
+        n, d = features.shape
+        f = features.by_row.times(w, n)
+        return f, features.by_column.times(residual(f, *data), d)
+    if not isinstance(features, Blocks):
+        f = features @ w
+        return f, features.T @ residual(f, *data)
+    n, d = features.shape
+    starts, size = _partition(n, d, w.dtype, memory)
+
+    def add(total, block):
+        start, *data = block
+        phi = features.rows(start, size)
+        f = phi @ w
+        return total + phi.T @ residual(f, *data), f
+
+    blocks = (starts, *(_split(a, len(starts), size) for a in data))
+    width = jax.eval_shape(residual, jnp.zeros((n, w.shape[1]), w.dtype), *data).shape[1]
+    total, f = jax.lax.scan(add, jnp.zeros((d, width), w.dtype), blocks)
+    return f.reshape(-1, w.shape[1])[:n], total
+
+
+def _product(features, w, memory: int):
+    """``Phi w`` for ``w`` [d, c]."""
+    n, d = features.shape
+    if isinstance(features, Sparse):
+        return features.by_row.times(w, n)
+    if not isinstance(features, Blocks):
+        return features @ w
+    starts, size = _partition(n, d, w.dtype, memory)
+    f = jax.lax.map(lambda start: features.rows(start, size) @ w, starts)
+    return f.reshape(-1, w.shape[1])[:n]
+
+
+def _partition(total: int, width: int, dtype, memory: int):
+    """Starts and size of equal blocks of at most a quarter of the memory, [size, width] each."""
+    most = max(memory // (4 * width * dtype.itemsize), 1)
+    count = -(-total // most)
+    size = -(-total // count)
+    return jnp.arange(count) * size, size
+
+
+def _split(a, count: int, size: int):
+    """Rows in blocks [count, size, c], the last one filled up with zeros."""
+    filled = jnp.pad(a, ((0, count * size - len(a)), (0, 0)))
+    return filled.reshape(count, size, -1)
+
+
+def _matrix(a):
+    return a.reshape(len(a), -1)
+
+
+def _dtype(features: Features):
+    if isinstance(features, Sparse):
+        return features.by_row.value.dtype
+    if isinstance(features, Blocks):
+        return jax.eval_shape(lambda: features.rows(0, 1)).dtype
+    return features.dtype
+
+
+def _checked_features(features) -> Features:
+    if not isinstance(features, Blocks | Sparse):
+        features = jnp.asarray(features)
+        if not jnp.issubdtype(features.dtype, jnp.floating):
+            features = features.astype(float)
+    if len(features.shape) != 2 or 0 in features.shape:
+        raise ValueError(
+            f"features: expected a matrix with rows and columns, got shape {features.shape}."
+        )
+    if isinstance(features, Blocks):
+        n, d = features.shape
+        for name, expected in (("rows", (1, d)), ("columns", (n, 1))):
+            shape = jax.eval_shape(lambda name=name: getattr(features, name)(0, 1)).shape
+            if shape != expected:
+                raise ValueError(f"{name}: expected shape {expected} for size 1, got {shape}.")
+    return features
+
+
+def _checked(features, y) -> tuple[Features, jax.Array]:
+    features, y = _checked_features(features), jnp.asarray(y)
+    if y.ndim not in (1, 2) or len(y) != features.shape[0] or y.size == 0:
+        raise ValueError(f"y: expected {features.shape[0]} rows, got shape {y.shape}.")
+    for name, array in (("features", features), ("y", y)):
+        known = isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer)
+        if known and not _is_finite(array):
+            raise ValueError(f"{name}: expected finite numbers, got NaN or infinity.")
+    return features, y
+
+
+_is_finite = jax.jit(lambda a: jnp.isfinite(a).all())

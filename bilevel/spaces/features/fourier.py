@@ -1,0 +1,330 @@
+"""Random Fourier features whose preprocessing, kernel and bandwidth are a configuration.
+
+    phi_j(x) = sqrt(2) cos(s_c w_j' t_c(x) + b_j),    b_j ~ U[0, 2 pi],
+    (1/D) sum_{j < D} phi_j(x) phi_j(y)  ->  k_c(t_c(x), t_c(y))    with rms error about 1/sqrt(D)
+
+======================  =======================  =====================  ==============
+kernel                  k(x, y)                  w_j                    s_c
+======================  =======================  =====================  ==============
+``gaussian``            exp(-gamma |x - y|_2^2)  z ~ N(0, I)            sqrt(2 gamma)
+``laplace``             exp(-gamma |x - y|_1)    iid Cauchy             gamma
+``laplace_isotropic``   exp(-gamma |x - y|_2)    z / |z_0|, z_0 ~ N     gamma
+======================  =======================  =====================  ==============
+
+The two Laplace kernels differ: the entries of the isotropic one's ``w_j`` share the factor
+``1 / |z_0|`` (multivariate Cauchy). Khodak et al. say "Laplace"; their released code has the first.
+
+The draws ``z``, Cauchy, ``z_0``, ``b`` are the same for every configuration and row, which is what
+gives weights that configurations share a meaning: coordinate j of the weights belongs to one
+random direction. They form an endless sequence of which a feature dimension is a prefix, and any
+part can be made alone, so that a feature matrix need never be whole.
+
+Rahimi & Recht (2007); search space of Khodak, Li, Balcan & Talwalkar (2020), section 2 and B.2.1.
+"""
+
+import math
+import operator
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+PREPROCESS = ("none", "minmax", "unit", "standardize")
+"""``t_c``: nothing, columns to [0, 1], rows to unit 2-norm, columns to mean 0 and variance 1."""
+
+KERNELS = ("gaussian", "laplace", "laplace_isotropic")
+
+_GAUSSIAN, _LAPLACE, _ISOTROPIC = range(3)
+_UNIT = PREPROCESS.index("unit")
+_BLOCK = 256  # features of one random key
+
+
+class FourierConfig(NamedTuple):
+    """One configuration, or one per row: leaves are scalars or [n]; see :func:`fourier_config`."""
+
+    preprocess: jax.Array  # int, index into PREPROCESS
+    kernel: jax.Array  # int, index into KERNELS
+    gamma: jax.Array  # bandwidth, positive
+
+
+class FourierMap(NamedTuple):
+    """Pure functions of one sequence of draws; see :func:`fourier_features`.
+
+    Attributes
+    ----------
+    apply : ``apply(config, x [n, p], dimension, start=0) -> phi`` [n, dimension]
+        Features ``start`` to ``start + dimension``; ``start`` may be traced. Without the factor
+        ``1/sqrt(D)``, which only who knows the final D can give.
+    project : ``project(config, x, dimension, start=0) -> P`` [n, dimension]
+        ``w_j' t_c(x)``, the costly part. It does not depend on ``gamma``, so that a cache for
+        each preprocessing and kernel serves any number of configurations.
+    phases : ``phases(dimension, start=0, dtype=float) -> b`` [dimension]
+        For :func:`from_projection`.
+    """
+
+    apply: Callable[..., jax.Array]
+    project: Callable[..., jax.Array]
+    phases: Callable[..., jax.Array]
+
+
+def fourier_config(
+    preprocess: str = "none", kernel: str = "gaussian", gamma: float | jax.Array = 1.0
+) -> FourierConfig:
+    """A configuration by the names in ``PREPROCESS`` and ``KERNELS``.
+
+    Raises
+    ------
+    ValueError
+        For an unknown name, or a ``gamma`` that is not positive and finite.
+
+    Examples
+    --------
+    >>> fourier_config("unit", "laplace", 0.5).kernel
+    Array(1, dtype=int..., weak_type=True)
+    """
+    if not isinstance(gamma, jax.core.Tracer) and not 0 < gamma < math.inf:
+        raise ValueError(f"gamma: expected a positive number, got {gamma}.")
+    return FourierConfig(
+        jnp.asarray(_index("preprocess", preprocess, PREPROCESS)),
+        jnp.asarray(_index("kernel", kernel, KERNELS)),
+        jnp.asarray(gamma, float),
+    )
+
+
+def sample_fourier(
+    key: jax.Array,
+    count: int,
+    *,
+    kernels: Sequence[str] = ("gaussian", "laplace"),
+    gammas: tuple[float, float] = (1e-5, 10.0),
+) -> list[FourierConfig]:
+    """Random configurations: preprocessing and kernel uniform, ``gamma`` log-uniform.
+
+    The defaults are the search space of Khodak et al.'s released code.
+
+    Parameters
+    ----------
+    key : jax.Array
+    count : int
+    kernels : sequence of names in ``KERNELS``
+    gammas : (float, float)
+        Smallest and largest bandwidth.
+
+    Raises
+    ------
+    ValueError
+        For a negative ``count``, an unknown kernel or none, or bandwidths that are no interval.
+
+    Examples
+    --------
+    One configuration per row, to share weights between configurations:
+
+    >>> configs = sample_fourier(jax.random.key(0), 4)
+    >>> stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *configs)
+    >>> rows = jax.tree.map(lambda leaf: leaf[jnp.array([3, 0, 1, 2, 0])], stacked)
+    >>> features = fourier_features(jax.random.key(1), jnp.eye(5))
+    >>> features.apply(rows, jnp.eye(5), dimension=16).shape
+    (5, 16)
+    """
+    if operator.index(count) < 0:
+        raise ValueError(f"count: expected at least 0, got {count}.")
+    if not kernels:
+        raise ValueError("kernels: expected at least one kernel, got none.")
+    allowed = jnp.array([_index("kernels", kernel, KERNELS) for kernel in kernels])
+    low, high = gammas
+    if not 0 < low <= high < math.inf:
+        raise ValueError(f"gammas: expected an interval of positive numbers, got {gammas}.")
+    for_preprocess, for_kernel, for_gamma = jax.random.split(key, 3)
+    preprocess = jax.random.randint(for_preprocess, (count,), 0, len(PREPROCESS))
+    kernel = jax.random.choice(for_kernel, allowed, (count,))
+    log_gamma = jax.random.uniform(for_gamma, (count,), float, math.log(low), math.log(high))
+    # On the host: indexing device arrays entry by entry compiles a program for each.
+    fields = jax.device_get((preprocess, kernel, jnp.exp(log_gamma)))
+    return [FourierConfig(*config) for config in zip(*fields, strict=True)]
+
+
+def fourier_features(key: jax.Array, x_train: jax.Array) -> FourierMap:
+    """Random Fourier features of rows like ``x_train``, for every configuration.
+
+    Parameters
+    ----------
+    key : jax.Array
+        Of the draws. Their random bits are the same whatever the type of the rows, so that float32
+        and float64 see the same features up to rounding.
+    x_train : array [n, p]
+        Training rows, from which alone the statistics of the preprocessing come. As in
+        scikit-learn, a column that is constant there is shifted but not scaled, and a row of
+        zeros stays zero.
+
+    Returns
+    -------
+    FourierMap
+        Its functions work under jit, grad (in ``x`` and ``gamma``) and vmap, in the type of ``x``.
+
+    Raises
+    ------
+    ValueError
+        For an ``x_train`` that is not a matrix, is empty or not finite, and later for rows of
+        another length, a ``dimension`` under 1 or a negative ``start``.
+
+    Notes
+    -----
+    ``project`` costs one product [n, p] x [p, D] for a scalar configuration and two for one
+    configuration per row (and under vmap over configurations), besides p D random numbers each;
+    memory the p D numbers and the result. The random bits of feature j depend on the key and j
+    alone; features of different ``dimension`` and ``start`` agree up to rounding, no further,
+    since compilers round and matrix products sum differently in different shapes.
+
+    Examples
+    --------
+    >>> x = jnp.array([[0.0, 1.0], [1.0, 1.0]])
+    >>> features = fourier_features(jax.random.key(0), x)
+    >>> phi = features.apply(fourier_config(gamma=0.5), x, dimension=20_000)
+    >>> [round(k, 1) for k in (phi[0] @ phi.T / 20_000).tolist()]  # 1 and exp(-0.5)
+    [1.0, 0.6]
+    >>> part = features.apply(fourier_config(gamma=0.5), x, dimension=100, start=300)
+    >>> bool(jnp.allclose(part, phi[:, 300:400], atol=1e-4))
+    True
+    """
+    x_train = _rows("x_train", x_train)
+    if x_train.size == 0:
+        raise ValueError(f"x_train: expected a matrix with entries, got shape {x_train.shape}.")
+    if not isinstance(x_train, jax.core.Tracer) and not bool(jnp.all(jnp.isfinite(x_train))):
+        raise ValueError("x_train: expected finite entries, got NaN or infinity.")
+    p = x_train.shape[1]
+    shifts, scales = _column_statistics(x_train)
+
+    def preprocess(index, x):
+        x = _rows("x", x, p)
+        squares = jnp.sum(x**2, axis=1, keepdims=True)
+        norm = jnp.sqrt(jnp.where(squares == 0, 1, squares))
+        divisor = jnp.where(index[..., None] == _UNIT, norm, 1)
+        return (x - shifts[index].astype(x.dtype)) / (scales[index].astype(x.dtype) * divisor)
+
+    def project(config, x, dimension, start=0):
+        x = preprocess(jnp.asarray(config.preprocess), x)
+        kernel = jnp.asarray(config.kernel)
+
+        def on(shape, stream):
+            return _draw(key, stream, shape, start, dimension, x.dtype)
+
+        def gaussian():
+            return x @ on((p,), _DIRECTIONS)
+
+        def cauchy():
+            return x @ on((p,), _CAUCHY)
+
+        is_laplace = kernel == _LAPLACE
+        if kernel.ndim == 0:
+            projection = jax.lax.cond(is_laplace, cauchy, gaussian)
+        else:
+            projection = jnp.where(is_laplace[:, None], cauchy(), gaussian())
+        radius = jnp.abs(on((), _RADII))
+        return projection / jnp.where(kernel[..., None] == _ISOTROPIC, radius, 1)
+
+    def phases(dimension, start=0, dtype=float):
+        return _draw(key, _PHASES, (), start, dimension, jnp.dtype(dtype))
+
+    def apply(config, x, dimension, start=0):
+        projection = project(config, x, dimension, start)
+        return from_projection(config, projection, phases(dimension, start, projection.dtype))
+
+    return FourierMap(apply, project, phases)
+
+
+def from_projection(config: FourierConfig, projection: jax.Array, phases: jax.Array) -> jax.Array:
+    """Features ``sqrt(2) cos(s_c P + b)``, [n, D], from what configurations have in common.
+
+    Parameters
+    ----------
+    config : FourierConfig
+        Only its ``kernel`` and ``gamma`` matter.
+    projection : P [n, D] from ``FourierMap.project``, for the same preprocessing and kernel.
+    phases : b [D] from ``FourierMap.phases``
+
+    Examples
+    --------
+    >>> x, config = jnp.eye(2), fourier_config(gamma=0.5)
+    >>> maps = fourier_features(jax.random.key(0), x)
+    >>> phi = from_projection(config, maps.project(config, x, 8), maps.phases(8))
+    >>> bool(jnp.allclose(phi, maps.apply(config, x, 8), atol=1e-5))
+    True
+    """
+    gamma = jnp.asarray(config.gamma, projection.dtype)
+    scale = jnp.where(jnp.asarray(config.kernel) == _GAUSSIAN, jnp.sqrt(2 * gamma), gamma)
+    return math.sqrt(2) * jnp.cos(scale[..., None] * projection + phases)
+
+
+def _normal(v):
+    return math.sqrt(2) * jax.scipy.special.erfinv(v)
+
+
+def _standard_cauchy(v):
+    # tan(pi v / 2), from the end of the interval where that is ill-conditioned: the largest
+    # entries matter most.
+    near_end = jnp.abs(v) > 0.5
+    tangent = jnp.tan(math.pi / 2 * jnp.where(near_end, jnp.sign(v) - v, v))
+    return jnp.where(near_end, 1 / jnp.where(near_end, tangent, 1), tangent)
+
+
+def _angle(v):
+    return math.pi * (v + 1)
+
+
+# The four streams of random numbers, by number for `fold_in`, and what they make of v ~ U(-1, 1).
+_DIRECTIONS, _CAUCHY, _RADII, _PHASES = range(4)
+_TRANSFORMS = (_normal, _standard_cauchy, _normal, _angle)
+
+
+def _draw(key, stream, shape, start, dimension, dtype):
+    """Entries ``start`` to ``start + dimension`` of an endless stream: [*shape, dimension].
+
+    Block after block of ``_BLOCK`` entries, each from a key of its own.
+    """
+    if operator.index(dimension) < 1:
+        raise ValueError(f"dimension: expected at least 1, got {dimension}.")
+    if isinstance(start, jax.core.Tracer):
+        count = 1 + math.ceil((dimension - 1) / _BLOCK)  # wherever it starts in its first block
+    elif start < 0:
+        raise ValueError(f"start: expected at least 0, got {start}.")
+    else:
+        count = math.ceil((start % _BLOCK + dimension) / _BLOCK)
+
+    def block(number):
+        block_key = jax.random.fold_in(jax.random.fold_in(key, stream), number)
+        # Odd multiples of 2^-23 between -1 and 1: exact in float32, however it is compiled.
+        return 2 * jax.random.uniform(block_key, (*shape, _BLOCK), jnp.float32) - (1 - 2.0**-23)
+
+    blocks = jax.vmap(block, out_axes=-2)(start // _BLOCK + jnp.arange(count))
+    entries = blocks.reshape(*shape, count * _BLOCK)
+    part = jax.lax.dynamic_slice_in_dim(entries, start % _BLOCK, dimension, axis=-1)
+    return _TRANSFORMS[stream](part.astype(dtype))
+
+
+def _column_statistics(x):
+    """What is taken off each column, and what divides it, for each of PREPROCESS: [4, p] each."""
+    low, high = jnp.min(x, axis=0), jnp.max(x, axis=0)
+    constant = low == high
+    zeros, ones = jnp.zeros_like(low), jnp.ones_like(low)
+    # The mean of equal numbers may differ from them by a rounding.
+    shifts = {"minmax": low, "standardize": jnp.where(constant, low, jnp.mean(x, axis=0))}
+    scales = {"minmax": high - low, "standardize": jnp.std(x, axis=0)}
+    return (
+        jnp.stack([shifts.get(name, zeros) for name in PREPROCESS]),
+        jnp.stack([jnp.where(constant, 1, scales.get(name, ones)) for name in PREPROCESS]),
+    )
+
+
+def _rows(name, x, columns=None):
+    x = jnp.asarray(x)
+    if x.ndim != 2 or columns not in (None, x.shape[1]):
+        rows = "a matrix" if columns is None else f"rows of length {columns}"
+        raise ValueError(f"{name}: expected {rows}, got shape {x.shape}.")
+    return x if jnp.issubdtype(x.dtype, jnp.floating) else x.astype(float)
+
+
+def _index(argument, name, names):
+    if name not in names:
+        raise ValueError(f"{argument}: expected one of {', '.join(names)}, got {name!r}.")
+    return names.index(name)

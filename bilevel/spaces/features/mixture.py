@@ -1,0 +1,160 @@
+"""Feature-map search by continuous relaxation (Oymak et al. 2021, Definition 2).
+
+Ridge regression on a superposition of feature maps, all of one dimension p:
+
+    phi_alpha(x) = sum_i alpha_i phi_i(x),    f(x) = w' phi_alpha(x)
+    w = argmin 1/2 |Phi_alpha w - y|^2 + 1/2 lambda |w|^2
+
+==============  ======================================================================
+paper           here
+==============  ======================================================================
+alpha_1..h      ``alpha["mixture"]``, on the simplex
+alpha_{h+1}     lambda = ``exp(alpha["log_penalty"])``, learned too; minus infinity is ridgeless
+phi_i(T)        ``blocks[i]`` [n, p], computed once
+theta           ``w`` [p], or [p, classes]: the lower problem's weights
+==============  ======================================================================
+
+Classification is regression to one-vs-rest labels +-1, :func:`bilevel.spaces.targets.sign_labels`.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from bilevel.problem import Problem
+from bilevel.protocols import LowerSolver
+from bilevel.solvers import ridge
+from bilevel.spaces.targets import OUTER_LOSSES, predict
+
+Alpha = dict[str, jax.Array]
+
+
+class FeatureSpace(NamedTuple):
+    """A search space of feature maps; see :func:`feature_space`.
+
+    Attributes
+    ----------
+    names : the maps' names, in the order of ``alpha["mixture"]`` [h].
+    blocks : ``blocks(x) -> [h, n, p]``, every map of every row.
+    init : ``init(blocks, y) -> (alpha, w)``: the uniform mixture, penalty 0.1, weights 0.
+    apply : ``apply(w, alpha, blocks) -> f`` [n], or [n, classes] for ``w`` [p, classes].
+    problem : Problem of batches ``(blocks, y)``, y like ``f``.
+    solver : LowerSolver, the closed form: one Cholesky factorisation, min(n, p)^3 / 3.
+    predict : ``predict(f) -> labels`` [n], int.
+    """
+
+    names: tuple[str, ...]
+    blocks: Callable[[jax.Array], jax.Array]
+    init: Callable[[jax.Array, jax.Array], tuple[Alpha, jax.Array]]
+    apply: Callable[[jax.Array, Alpha, jax.Array], jax.Array]
+    problem: Problem
+    solver: LowerSolver
+    predict: Callable[[jax.Array], jax.Array]
+
+
+def feature_space(
+    maps: Sequence[Callable[[jax.Array], jax.Array]],
+    *,
+    names: Sequence[str] | None = None,
+    outer: str = "squared",
+) -> FeatureSpace:
+    """Ridge regression on ``sum_i alpha_i phi_i(x)``, mixture and penalty to be searched.
+
+    Parameters
+    ----------
+    maps : sequence of functions ``x -> [n, p]``
+        The feature maps, with one p in common.
+    names : sequence of str, optional
+        The functions' own by default.
+    outer : {"squared", "hinge", "logistic"}
+        The validation loss, mean over the targets. "squared" is ``(f - y)^2`` and takes any real
+        targets; the others are losses of the margin ``y f``, y = +-1.
+
+    Returns
+    -------
+    FeatureSpace
+        ``solver`` is :func:`bilevel.ridge`; :func:`bilevel.implicit` fits ``problem`` as well.
+
+    Raises
+    ------
+    ValueError
+        For no map, a number of names that is not the maps', an unknown loss; from ``blocks``,
+        for maps whose features are not matrices of one shape.
+
+    Notes
+    -----
+    Memory: h n p numbers for the blocks, n p for their mixture. Time of a hypergradient: h n p for
+    the mixture and min(n, p)^2 max(n, p) for the solve.
+
+    The paper's loss is twice the lower loss here, with the same minimiser and the same lambda. Its
+    ``phi_alpha(x_i) = sum_i alpha_i phi_1(x_i)`` (section 4.2) is a misprint of the formula above.
+
+    Examples
+    --------
+    The useful one of two maps is found, with the penalty, each in a geometry of its own:
+
+    >>> import bilevel, optax
+    >>> space = feature_space([jnp.cos, jnp.sin], names=["even", "odd"])
+    >>> x = jnp.linspace(-1, 1, 20)[:, None]
+    >>> train = valid = space.blocks(x), x[:, 0]
+    >>> adam = optax.adam(0.3)
+    >>> geometry = {"mixture": optax.chain(adam, bilevel.exponentiate()), "log_penalty": adam}
+    >>> optimizer = optax.partition(geometry, {name: name for name in geometry})
+    >>> found = bilevel.search(
+    ...     space.problem, space.solver, optimizer, *space.init(*train), train, valid, steps=10
+    ... )
+    >>> bool(found.alpha["mixture"][1] > 0.9)
+    True
+    """
+    maps = tuple(maps)
+    if not maps:
+        raise ValueError("maps: expected at least one feature map, got none.")
+    names = tuple(_name(phi) for phi in maps) if names is None else tuple(names)
+    if len(names) != len(maps):
+        raise ValueError(f"names: expected {len(maps)}, one per map, got {len(names)}.")
+    if outer not in OUTER_LOSSES:
+        raise ValueError(f"outer: expected one of {', '.join(OUTER_LOSSES)}, got {outer!r}.")
+
+    def blocks(x):
+        features = [phi(x) for phi in maps]
+        shapes = [f.shape for f in features]
+        if len(set(shapes)) > 1 or len(shapes[0]) != 2:
+            raise ValueError(f"maps: expected matrices of one shape [n, p], got shapes {shapes}.")
+        return jnp.stack(features)
+
+    def init(blocks, y):
+        h, _, p = blocks.shape
+        mixture = jnp.full(h, 1 / h, blocks.dtype)
+        log_penalty = jnp.log(jnp.asarray(0.1, blocks.dtype))
+        w = jnp.zeros((p, *y.shape[1:]), blocks.dtype)
+        return {"mixture": mixture, "log_penalty": log_penalty}, w
+
+    def features(alpha, blocks):
+        return jnp.tensordot(alpha["mixture"], blocks, 1)
+
+    def penalty(alpha):
+        return jnp.exp(alpha["log_penalty"])
+
+    def apply(w, alpha, blocks):
+        return features(alpha, blocks) @ w
+
+    def lower(w, alpha, batch):
+        blocks, y = batch
+        error = apply(w, alpha, blocks) - y
+        return 0.5 * (jnp.vdot(error, error) + penalty(alpha) * jnp.vdot(w, w))
+
+    def validation(w, alpha, batch):
+        blocks, y = batch
+        f = apply(w, alpha, blocks)
+        # As a loss of the margin, the squared one would be right for labels +-1 only.
+        losses = (f - y) ** 2 if outer == "squared" else OUTER_LOSSES[outer](y * f)
+        return jnp.mean(losses)
+
+    problem, solver = Problem(lower, validation), ridge(features, penalty)
+    return FeatureSpace(names, blocks, init, apply, problem, solver, predict)
+
+
+def _name(phi: Callable) -> str:
+    return getattr(phi, "__name__", type(phi).__name__)

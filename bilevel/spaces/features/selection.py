@@ -1,0 +1,313 @@
+"""Choosing one feature map among many: the problems of Khodak et al. 2020, section 2.
+
+    min over c of  l_V(w_c, c),    w_c = argmin_w  lambda |w|^2 + sum_T l(<w, phi_c(x)>, y)
+
+==========  ==========================================================================
+paper       here
+==========  ==========================================================================
+c           a configuration: :class:`FourierConfig` (images) or :class:`TextConfig` (texts)
+phi_c       feature map, ``resource`` features
+lambda      ``penalty``, 1/2 in the paper; not searched for
+l           squared, to one-vs-rest targets +-1 (images); squared hinge (texts)
+T, V        training and validation rows, as given
+shared w*   one solve in which every row is featurised by a configuration of its own
+==========  ==========================================================================
+
+Scores are 0-1 errors. All configurations share one draw of the random features (one hash for
+texts), and fewer features are the first ones of more: weights that are shared need features that
+mean the same, up to the configuration.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from scipy import sparse as scipy_sparse
+
+from bilevel import linear
+from bilevel.protocols import Evaluation, Selection, Shared
+from bilevel.spaces.features import fourier, text
+from bilevel.spaces.targets import predict, sign_labels
+
+_SVM_TOLERANCE = (
+    1e-3  # of the gradient: errors are counted in rows, and 1e-5 takes ten times longer
+)
+Part = tuple[Any, Any]  # rows and their labels 0..classes-1
+
+
+def fourier_selection(
+    key: jax.Array,
+    train: Part,
+    valid: Part,
+    test: Part,
+    *,
+    dimension: int,
+    penalty: float = 0.5,
+    memory: int = 2**31,
+) -> Selection:
+    """Ridge regression on random Fourier features; configurations are :class:`FourierConfig`.
+
+    Parameters
+    ----------
+    key : jax PRNG key, of the random features.
+    train, valid, test : (x [n, ...], labels [n])
+        Rows are flattened. A class without training rows is never predicted.
+    dimension : int
+        The largest number of features that will be asked for: the ``budget`` of a baseline.
+    penalty : float
+        lambda in ``|Phi w - y|^2 + lambda |w|^2``.
+    memory : int
+        Bytes. Projections of all rows are kept where they fit, for each preprocessing and kernel
+        n x ``dimension`` numbers: a configuration then costs a cosine per feature. Otherwise
+        features are made in blocks, and anew whenever they are needed.
+
+    Returns
+    -------
+    Selection
+
+    Raises
+    ------
+    ValueError
+        If a part is empty or does not fit the others, or a resource exceeds ``dimension``.
+
+    Examples
+    --------
+    >>> part = np.eye(4, dtype=np.float32)[[0, 0, 1, 1]], np.array([0, 0, 1, 1])
+    >>> key = jax.random.key(0)
+    >>> problem = fourier_selection(key, part, part, part, dimension=64)
+    >>> problem.evaluate(key, fourier.fourier_config(gamma=1.0), 64)
+    Evaluation(valid=0.0, test=0.0)
+    """
+    images, labels, sizes = _stacked(train, valid, test)
+    dtype = jnp.promote_types(images.dtype, np.float32)
+    x = jnp.asarray(images.reshape(len(images), -1), dtype)
+    classes = max(2, int(labels.max()) + 1)
+    targets = sign_labels(jnp.asarray(labels[: sizes[0]]), classes, dtype)
+    source = key, x[: sizes[0]]
+    kinds = len(fourier.PREPROCESS) * len(fourier.KERNELS)
+    kept = kinds * len(x) * dimension * x.dtype.itemsize <= memory
+    ridge, outputs = _kept(source, x, dimension) if kept else _made_anew(source, x)
+
+    def stacked(configs, cells, resource):
+        if not 1 <= resource <= dimension:
+            raise ValueError(f"resource: expected 1 to {dimension} features, got {resource}.")
+        return jax.tree.map(lambda *leaves: np.stack(leaves)[cells], *configs)
+
+    def fit(configs, cells, rows, resource):
+        return ridge(stacked(configs, cells, resource), rows, targets, penalty, resource)
+
+    def guess(w, configs, cells, rows, resource):
+        return predict(outputs(w, stacked(configs, cells, resource), rows, resource))
+
+    return _selection(fit, guess, labels, sizes)
+
+
+# Compiled once for all problems of the same sizes: what the features come from is an argument.
+Source = tuple[jax.Array, jax.Array]  # key, training rows
+
+
+@functools.partial(jax.jit, static_argnames="dimension")
+def _project(source, kind, x, dimension):
+    config = fourier.FourierConfig(kind[0], kind[1], jnp.ones(()))
+    return fourier.fourier_features(*source).project(config, x, dimension)
+
+
+@functools.partial(jax.jit, static_argnames="resource")
+def _select(chosen, projection, mask, resource):
+    return jnp.where(mask[:, None], projection[:, :resource], chosen)
+
+
+@jax.jit
+def _finish(config, projection, phases):
+    resource = projection.shape[1]
+    return fourier.from_projection(config, projection, phases[:resource]) / math.sqrt(resource)
+
+
+_ridge = jax.jit(lambda phi, y, penalty: linear.ridge_weights(phi, y, penalty).w)
+
+
+def _kept(source: Source, x: jax.Array, dimension: int):
+    """Ridge regression and its outputs, from projections that are computed once."""
+    projections = {}  # (preprocessing, kernel) -> [n, dimension]
+    phases = fourier.fourier_features(*source).phases(dimension, dtype=x.dtype)
+
+    def features(config, rows, resource):
+        chosen = jnp.zeros((len(config.gamma), resource), x.dtype)
+        for kind in sorted({*zip(config.preprocess.tolist(), config.kernel.tolist(), strict=True)}):
+            if kind not in projections:
+                projections[kind] = _project(source, kind, x, dimension)
+            mask = (config.preprocess == kind[0]) & (config.kernel == kind[1])
+            chosen = _select(chosen, projections[kind][rows], mask, resource)
+        return _finish(config, chosen, phases)
+
+    def ridge(config, rows, targets, penalty, resource):
+        return _ridge(features(config, rows, resource), targets, penalty)
+
+    def outputs(w, config, rows, resource):
+        return features(config, rows, resource) @ w
+
+    return ridge, outputs
+
+
+def _blocks(source: Source, config, x: jax.Array, resource: int) -> linear.Blocks:
+    maps, scale = fourier.fourier_features(*source), math.sqrt(resource)
+
+    def rows(start, size):
+        index = start + jnp.arange(size)
+        inside = jnp.minimum(index, len(x) - 1)
+        own = jax.tree.map(lambda leaf: leaf[inside], config)
+        phi = maps.apply(own, x[inside], resource) / scale
+        return jnp.where((index < len(x))[:, None], phi, 0)
+
+    def columns(start, size):
+        phi = maps.apply(config, x, size, start) / scale
+        return jnp.where(start + jnp.arange(size) < resource, phi, 0)
+
+    return linear.Blocks((len(x), resource), rows, columns)
+
+
+@functools.partial(jax.jit, static_argnames="resource")
+def _ridge_in_blocks(source, config, x, targets, penalty, resource):
+    return linear.ridge_weights(_blocks(source, config, x, resource), targets, penalty).w
+
+
+@functools.partial(jax.jit, static_argnames="resource")
+def _outputs_in_blocks(source, config, x, w, resource):
+    return linear.predict(_blocks(source, config, x, resource), w)
+
+
+def _made_anew(source: Source, x: jax.Array):
+    """The same, of features made in blocks whenever they are needed."""
+
+    def ridge(config, rows, targets, penalty, resource):
+        return _ridge_in_blocks(source, config, x[rows], targets, penalty, resource)
+
+    def outputs(w, config, rows, resource):
+        return _outputs_in_blocks(source, config, x[rows], w, resource)
+
+    return ridge, outputs
+
+
+def text_selection(train: Part, valid: Part, test: Part, *, cost: float = 1.0) -> Selection:
+    """Squared-hinge SVM on hashed bags of n-grams; configurations are :class:`TextConfig`.
+
+    Parameters
+    ----------
+    train, valid, test : (texts [n], labels [n] of 0 and 1)
+    cost : float
+        C in ``1/2 |w|^2 + C sum max(0, 1 - y f)^2``: 1 is the paper's lambda = 1/2. Solved to a
+        relative gradient of 1e-3.
+
+    Returns
+    -------
+    Selection
+        Its resource is the number of hash bins. Texts are hashed when a configuration first asks
+        for them, and kept.
+
+    Raises
+    ------
+    ValueError
+        If a part is empty, or the training labels are not of two classes.
+
+    Examples
+    --------
+    >>> part = np.array(["a fine film", "a dull film"], object), np.array([1, 0])
+    >>> problem = text_selection(part, part, part)
+    >>> config = text.text_config(tokenizer="simple", weights="none")
+    >>> problem.evaluate(jax.random.key(0), config, 1024)
+    Evaluation(valid=0.0, test=0.0)
+    """
+    texts, labels, sizes = _stacked(train, valid, test)
+    n = sizes[0]
+    if set(labels[:n].tolist()) != {0, 1}:
+        raise ValueError(
+            f"train: expected labels 0 and 1, both, got {sorted(set(labels[:n].tolist()))}."
+        )
+    hashed = functools.lru_cache(maxsize=None)(
+        lambda hashing: text.hashed_counts(texts.tolist(), text.TextConfig(*hashing))
+    )
+
+    def bags(configs, cells, rows, resource):
+        """Each configuration with the ``rows`` that it has, if any, and their bags."""
+        for c, config in enumerate(configs):
+            own = np.flatnonzero(cells == c)
+            if len(own):
+                counts = hashed(config.hashing)[rows.start + own]
+                yield config, own, text.fold(counts, resource, config.binary)
+
+    def fit(configs, cells, rows, resource):
+        parts = list(bags(configs, cells, rows, resource))
+        totals = text.statistics(_in_order((own, bag) for _, own, bag in parts), labels[rows])
+        phi = _in_order((own, text.weigh(bag, c, totals)) for c, own, bag in parts)
+        y = 2.0 * labels[rows] - 1
+        w = linear.svm_weights(linear.sparse(phi), y, cost, tolerance=_SVM_TOLERANCE).w
+        return np.asarray(w), totals
+
+    def guess(model, configs, cells, rows, resource):
+        w, totals = model
+        parts = bags(configs, cells, rows, resource)
+        phi = _in_order((own, text.weigh(bag, c, totals)) for c, own, bag in parts)
+        return (phi @ w > 0).astype(int)
+
+    return _selection(fit, guess, labels, sizes)
+
+
+def _in_order(parts: Iterable[tuple[np.ndarray, Any]]) -> Any:
+    """Rows of a sparse matrix from their indices and parts."""
+    owned, matrices = zip(*parts, strict=True)
+    return scipy_sparse.vstack(matrices, format="csr")[np.argsort(np.concatenate(owned))]
+
+
+def _stacked(*parts: Part) -> tuple[np.ndarray, np.ndarray, list[int]]:
+    """All rows, all labels, and how many are in each part."""
+    for name, (x, labels) in zip(("train", "valid", "test"), parts, strict=True):
+        if len(x) == 0 or len(x) != len(labels):
+            raise ValueError(
+                f"{name}: expected rows with a label each, got {len(x)} rows, {len(labels)} labels."
+            )
+    xs, labels = zip(*parts, strict=True)
+    return np.concatenate(xs), np.concatenate(labels), [len(y) for y in labels]
+
+
+def _selection(
+    fit: Callable[..., Any], guess: Callable[..., Any], labels: np.ndarray, sizes: Sequence[int]
+) -> Selection:
+    """Of ``fit(configs, cells, rows, resource) -> model`` and ``guess(model, ...) -> labels``.
+
+    ``rows`` is a slice of all rows, ``cells`` has the index of each one's configuration.
+    """
+    ends = np.cumsum([0, *sizes])
+    train, valid, test = (slice(*ends[i : i + 2]) for i in range(3))
+
+    def wrong(model, configs, cells, rows, resource):
+        return np.asarray(guess(model, configs, cells, rows, resource)) != labels[rows]
+
+    def evaluate(key, config, resource):
+        """The key is not used: the features' is the problem's."""
+        same = [np.zeros(size, int) for size in sizes]
+        model = fit([config], same[0], train, resource)
+        return Evaluation(
+            float(wrong(model, [config], same[1], valid, resource).mean()),
+            float(wrong(model, [config], same[2], test, resource).mean()),
+        )
+
+    def share(key, configs, probabilities, resource, *, whole=False):
+        k, (n, m, _) = len(configs), sizes
+        # On the host: every k would compile a program of its own.
+        seed = np.asarray(jax.random.key_data(key)).ravel()
+        cells = np.random.RandomState(seed).choice(k, n + m, p=probabilities)
+        model = fit(configs, cells[:n], train, resource)
+        if whole:
+            cell = np.zeros(m, int)
+            errors = [wrong(model, [c], cell, valid, resource).mean() for c in configs]
+            return Shared(np.array(errors), np.full(k, m))
+        errors = wrong(model, configs, cells[n:], valid, resource)
+        counts = np.bincount(cells[n:], minlength=k)
+        with np.errstate(invalid="ignore"):
+            return Shared(np.bincount(cells[n:], errors, minlength=k) / counts, counts)
+
+    return Selection(evaluate, share)

@@ -1,0 +1,365 @@
+"""Hashed bags of n-grams whose tokenizer, order, weights and scaling are a configuration.
+
+A document becomes a row of counts of its n-grams of orders 1 to ``order``, each n-gram in the bin
+that its hash says. In the order in which they act, on the host with numpy and scipy:
+
+    hashed_counts(texts, config)     tokenizer, stop words, lowercase, order     once per corpus
+    fold(counts, dimension, binary)  bins modulo the dimension d; counts or 0/1
+    statistics(bags, labels)         bin totals of the training rows, by class
+    weigh(bags, config, totals)      weights, then preprocess
+
+Weights of a bin with totals ``P`` in the positive and ``Q`` in the negative class, and smoothing
+``a``:
+
+    nb   log2(p / q),  p = (P + a) / sum(P + a),  q likewise    naive Bayes, Wang & Manning (2012)
+    sif  a T / (a T + P + Q),  T = sum(P + Q)                   Arora, Liang & Ma (2017)
+
+With one configuration per row, the rows of each configuration are hashed and folded under it, the
+totals are those of all training rows together, and each part is weighed under its own.
+
+Search space of Khodak, Li, Balcan & Talwalkar (2020), appendix B.2.2, and of its released code;
+deviations: every configuration has the same hash function, so that weights that configurations
+share have a meaning (the code can seed each apart); stop words are scikit-learn's rather than
+NLTK's; "treebank" stands for NLTK's tokenizer without its trained sentence splitter, and leaves
+quotation marks as they are.
+"""
+
+import functools
+import itertools
+import math
+import operator
+import re
+import string
+import unicodedata
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from scipy.sparse import csr_array
+from sklearn.feature_extraction import FeatureHasher
+from sklearn.feature_extraction.text import ENGLISH_STOP_WORDS
+from sklearn.preprocessing import normalize
+
+BINS = 2**30
+"""Columns of :func:`hashed_counts`: enough that collisions there are rare."""
+
+STOP_WORDS = ENGLISH_STOP_WORDS | {word.capitalize() for word in ENGLISH_STOP_WORDS}
+"""What is removed before lowercasing."""
+
+CHOICES: dict[str, tuple] = {
+    "tokenizer": ("simple", "punctuation", "treebank"),
+    "stop_words": (False, True),
+    "lowercase": (False, True),
+    "order": (1, 2, 3),
+    "binary": (False, True),
+    "weights": ("none", "nb", "sif"),
+    "preprocess": ("none", "normalize", "average"),
+}
+"""The values of each field of :class:`TextConfig` but ``smoothing``, which is a positive number."""
+
+
+class TextConfig(NamedTuple):
+    """One configuration; see :func:`text_config`."""
+
+    tokenizer: str = "simple"
+    stop_words: bool = False
+    lowercase: bool = True
+    order: int = 1
+    binary: bool = False
+    weights: str = "none"
+    smoothing: float = 1.0
+    preprocess: str = "none"
+
+    @property
+    def hashing(self) -> tuple[str, bool, bool, int]:
+        """The part that :func:`hashed_counts` depends on: the key of a cache of its results."""
+        return self.tokenizer, self.stop_words, self.lowercase, self.order
+
+
+class TextStatistics(NamedTuple):
+    """Totals of the training rows, bin by bin; see :func:`statistics`."""
+
+    negative: np.ndarray  # [d], Q
+    positive: np.ndarray  # [d], P
+
+
+def text_config(**fields: Any) -> TextConfig:
+    """A configuration with checked fields.
+
+    Parameters
+    ----------
+    tokenizer : {"simple", "punctuation", "treebank"}
+        Split on white space and delete punctuation inside tokens; split on white space and
+        between runs of punctuation and of other characters; or much as the Penn Treebank, where
+        contractions (``did n't``) and punctuation are tokens, but not inside words and numbers.
+        Punctuation is what Unicode files under marks, punctuation and symbols.
+    stop_words : bool
+        Remove English stop words, also capitalised ones: before lowercasing, so "THE" stays.
+    lowercase : bool
+    order : {1, 2, 3}
+        The longest n-grams.
+    binary : bool
+        Whether a bin is hit rather than how often.
+    weights : {"none", "nb", "sif"}
+    smoothing : float
+        a in the weights.
+    preprocess : {"none", "normalize", "average"}
+        Weighted rows as they are, scaled to unit 2-norm, or divided by the sum that the row had
+        before the weights.
+
+    Raises
+    ------
+    ValueError
+        For an unknown field or value, or a ``smoothing`` that is not positive and finite.
+
+    Examples
+    --------
+    >>> text_config(order=2, weights="nb").hashing
+    ('simple', False, True, 2)
+    """
+    for name, value in fields.items():
+        if name == "smoothing":
+            if not 0 < value < math.inf:
+                raise ValueError(f"smoothing: expected a positive number, got {value}.")
+        elif name not in CHOICES:
+            expected = ", ".join(TextConfig._fields)
+            raise ValueError(f"fields: expected some of {expected}, got {name!r}.")
+        elif value not in CHOICES[name]:
+            expected = ", ".join(map(str, CHOICES[name]))
+            raise ValueError(f"{name}: expected one of {expected}, got {value!r}.")
+    return TextConfig(**fields)
+
+
+def sample_text(key: jax.Array, count: int) -> list[TextConfig]:
+    """Random configurations from the search space of Khodak et al.'s released code.
+
+    All choices uniform, ``weights`` naive Bayes or SIF, ``smoothing`` log-uniform in [1e-5, 10].
+
+    Examples
+    --------
+    >>> {config.weights for config in sample_text(jax.random.key(0), 20)} == {"nb", "sif"}
+    True
+    """
+    if operator.index(count) < 0:
+        raise ValueError(f"count: expected at least 0, got {count}.")
+    seed = np.asarray(jax.random.key_data(key)).ravel()
+    # RandomState, not default_rng, whose stream may change from one numpy to the next.
+    rng = np.random.RandomState(seed)
+    choices = CHOICES | {"weights": ("nb", "sif")}
+
+    def sample():
+        fields = {name: values[rng.randint(len(values))] for name, values in choices.items()}
+        return TextConfig(**fields, smoothing=float(10 ** rng.uniform(-5, 1)))
+
+    return [sample() for _ in range(count)]
+
+
+def hashed_counts(texts: Sequence[str], config: TextConfig) -> csr_array:
+    """Counts of each document's n-grams in ``BINS`` bins: the slow step, made once per corpus.
+
+    Parameters
+    ----------
+    texts : sequence of str, [n]
+        An empty document gives a row of zeros.
+    config : TextConfig
+        Only its ``hashing`` matters: tokenizer, stop words, lowercase, order.
+
+    Returns
+    -------
+    scipy.sparse.csr_array [n, BINS], float32
+        Whole numbers. An n-gram is its tokens joined by spaces, its bin scikit-learn's 32-bit
+        MurmurHash3.
+
+    Raises
+    ------
+    ValueError
+        For no documents, or a ``str`` in the place of a sequence of them.
+
+    Examples
+    --------
+    >>> counts = hashed_counts(["So good, so good!"], text_config(order=2))
+    >>> sorted(counts.data.tolist())  # "good so"; "so", "good", "so good"
+    [1.0, 2.0, 2.0, 2.0]
+    """
+    if isinstance(texts, str) or len(texts) == 0:
+        got = "one str" if isinstance(texts, str) else "none"
+        raise ValueError(f"texts: expected a sequence of at least one document, got {got}.")
+    hasher = FeatureHasher(BINS, input_type="string", alternate_sign=False, dtype=np.float32)
+    return csr_array(hasher.transform(_ngrams(text, config) for text in texts))
+
+
+def fold(counts: csr_array, dimension: int, binary: bool = False) -> csr_array:
+    """Bins modulo ``dimension``: a bag of any dimension from one hashing.
+
+    Parameters
+    ----------
+    counts : scipy.sparse.csr_array [n, bins]
+    dimension : int
+        At most ``bins``. For a power of two, the bags are those of hashing into ``dimension``.
+    binary : bool
+        Set what is not zero to 1, after folding.
+
+    Returns
+    -------
+    scipy.sparse.csr_array [n, dimension]
+
+    Examples
+    --------
+    >>> fold(csr_array([[1.0, 0.0, 2.0, 3.0]]), 2).toarray()
+    array([[3., 3.]])
+    """
+    if not 1 <= dimension <= counts.shape[1]:
+        raise ValueError(f"dimension: expected 1 to {counts.shape[1]}, got {dimension}.")
+    parts = counts.data, counts.indices % dimension, counts.indptr
+    bags = csr_array(parts, shape=(counts.shape[0], dimension), copy=True)
+    bags.sum_duplicates()
+    if binary:
+        bags.data[:] = 1
+    return bags
+
+
+def statistics(bags: csr_array, labels: np.ndarray) -> TextStatistics:
+    """Totals of the training rows by bin and class, which the weights come from.
+
+    Parameters
+    ----------
+    bags : scipy.sparse.csr_array [n, d]
+        All training rows, each folded under its own configuration.
+    labels : array [n]
+        Of two values, the larger of which is the positive class.
+
+    Raises
+    ------
+    ValueError
+        Unless there is one label a row, and two classes.
+
+    Examples
+    --------
+    >>> statistics(csr_array([[2.0, 0.0], [1.0, 1.0], [0.0, 3.0]]), np.array([1, -1, 1]))
+    TextStatistics(negative=array([1., 1.]), positive=array([2., 3.]))
+    """
+    labels = np.asarray(labels)
+    if labels.shape != bags.shape[:1]:
+        raise ValueError(f"labels: expected shape {bags.shape[:1]}, got {labels.shape}.")
+    classes = np.unique(labels)
+    if len(classes) != 2:
+        got = ", ".join(map(str, classes)) or "none"
+        raise ValueError(f"labels: expected rows of two classes, got {got}.")
+    # In float64: a total may exceed the whole numbers of float32.
+    return TextStatistics(*((labels == c).astype(np.float64) @ bags for c in classes))
+
+
+def weigh(bags: csr_array, config: TextConfig, totals: TextStatistics) -> csr_array:
+    """Weighted and scaled features of bags, under the totals of the training rows.
+
+    Parameters
+    ----------
+    bags : scipy.sparse.csr_array [n, d]
+        Training or other rows, folded under ``config``.
+    config : TextConfig
+        Only its ``weights``, ``smoothing`` and ``preprocess`` matter.
+    totals : TextStatistics
+
+    Returns
+    -------
+    scipy.sparse.csr_array [n, d], float64
+        An empty row stays zero. Time and memory: a few passes over the entries that are not zero.
+
+    Examples
+    --------
+    >>> bags = csr_array([[2.0, 0.0], [1.0, 1.0]])
+    >>> weigh(bags, text_config(weights="nb"), statistics(bags, np.array([1, 0]))).toarray()
+    array([[ 1.16992..., 0. ], [ 0.58496..., -1. ]])
+    """
+    if bags.shape[1:] != totals.positive.shape:
+        got = bags.shape[1]
+        raise ValueError(f"bags: expected {len(totals.positive)} columns, got {got}.")
+    weighted = bags.astype(np.float64)  # a copy
+    row_sums = weighted.sum(axis=1)
+    weighted.data *= _weights(weighted.indices, config, totals)
+    if config.preprocess == "normalize":
+        return normalize(weighted, copy=False)
+    if config.preprocess == "average":
+        weighted.data /= np.repeat(row_sums, np.diff(weighted.indptr))
+    return weighted
+
+
+def _weights(bins, config, totals):
+    """The weights of the bins listed: none is computed for bins that are not used."""
+    a, negative, positive = config.smoothing, totals.negative, totals.positive
+    if config.weights == "nb":
+        smoothed = a * len(positive)
+        p = (positive[bins] + a) / (positive.sum() + smoothed)
+        q = (negative[bins] + a) / (negative.sum() + smoothed)
+        return np.log2(p / q)
+    if config.weights == "sif":
+        mass = a * (positive.sum() + negative.sum())
+        return mass / (mass + positive[bins] + negative[bins])
+    return 1.0
+
+
+def _ngrams(text: str, config: TextConfig) -> Iterable[str]:
+    tokens = _TOKENIZERS[config.tokenizer](text)
+    if config.stop_words:
+        tokens = [token for token in tokens if token not in STOP_WORDS]
+    if config.lowercase:
+        tokens = [token.lower() for token in tokens]
+    longer = (
+        map(" ".join, zip(*(tokens[k:] for k in range(n)), strict=False))
+        for n in range(2, config.order + 1)
+    )
+    return itertools.chain(tokens, *longer)
+
+
+_MARKS = "MPS"  # Unicode's categories of marks, punctuation and symbols, by first letter
+
+
+class _Deletion(dict):
+    """Table for ``str.translate`` that learns one character at a time what is punctuation."""
+
+    def __missing__(self, code):
+        self[code] = None if unicodedata.category(chr(code))[0] in _MARKS else code
+        return self[code]
+
+
+_DELETION = _Deletion()
+
+
+@functools.lru_cache(maxsize=1024)
+def _runs(beyond_ascii: frozenset[str]) -> re.Pattern:
+    # A class of all 10,000 such characters would match hundreds of times as slowly.
+    marks = re.escape(string.punctuation + "".join(sorted(beyond_ascii)))
+    return re.compile(rf"[{marks}]+|[^\s{marks}]+")
+
+
+def _split_at_punctuation(text: str) -> list[str]:
+    others = () if text.isascii() else set(text)
+    marks = (c for c in others if c > "\x7f" and unicodedata.category(c)[0] in _MARKS)
+    return _runs(frozenset(marks)).findall(text)
+
+
+_CONTRACTION = re.compile(r"'(?=(?:s|S|m|M|d|D|ll|LL|re|RE|ve|VE)\b)")
+_TREEBANK = re.compile(
+    r"""
+      \w+ (?: (?: [./'-] | [,:] (?=\d) ) \w+ )*
+      (?: (?: (?<=\.\w) | (?<=\bMr) | (?<=\bMrs) | (?<=\bMs) | (?<=\bDr) | (?<=\bSt) ) \. )?
+    | \.{2,} | -{2,} | '' | '(?:s|S|m|M|d|D|ll|LL|re|RE|ve|VE)\b
+    | \S
+    """,
+    re.VERBOSE,
+)
+
+
+def _split_as_treebank(text: str) -> list[str]:
+    """Words, contractions (``did n't``, ``he 's``), numbers, abbreviations, other characters."""
+    for word in ("n't", "N'T"):
+        text = text.replace(word, " " + word)
+    return _TREEBANK.findall(_CONTRACTION.sub(" '", text))
+
+
+_TOKENIZERS: dict[str, Callable[[str], list[str]]] = {
+    "simple": lambda text: text.translate(_DELETION).split(),
+    "punctuation": _split_at_punctuation,
+    "treebank": _split_as_treebank,
+}

@@ -1,0 +1,42 @@
+"""Classification by real outputs: labels as +-1 targets, losses of the margin, predictions.
+
+Two classes have one output ``f`` [n], more have one each, ``f`` [n, classes] (one-vs-rest). The
+targets ``y`` are like ``f``, with entries +-1; the margin is ``y f``.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+OUTER_LOSSES: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "hinge": lambda margin: jnp.maximum(1 - margin, 0),
+    "logistic": lambda margin: jax.nn.softplus(-margin),
+    "squared": lambda margin: (1 - margin) ** 2,
+}
+"""Losses of the margin ``y f(x)``, y = +-1."""
+
+
+def sign_labels(labels: jax.Array, classes: int, dtype=float) -> jax.Array:
+    """Labels 0..classes-1 as +-1: [n] for two classes, one-vs-rest [n, classes] for more.
+
+    Examples
+    --------
+    >>> sign_labels(jnp.array([0, 1]), 2)
+    Array([-1., 1.], dtype=float...)
+    """
+    labels = jnp.asarray(labels)
+    if classes == 2:
+        return (2 * labels - 1).astype(dtype)
+    return 2 * jax.nn.one_hot(labels, classes, dtype=dtype) - 1
+
+
+def predict(f: jax.Array) -> jax.Array:
+    """Labels [n], int, from outputs: the sign for ``f`` [n], the largest for ``f`` [n, classes].
+
+    Examples
+    --------
+    >>> predict(jnp.array([0.3, -2.0])), predict(jnp.array([[0.3, -2.0, 0.4]]))
+    (Array([1, 0], dtype=int...), Array([2], dtype=int...))
+    """
+    return (f > 0).astype(int) if f.ndim == 1 else jnp.argmax(f, axis=-1)

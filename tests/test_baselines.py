@@ -1,0 +1,586 @@
+"""Choosing among configurations: who is trained, on how much, who survives, and what is recorded.
+
+The problems are synthetic: configuration ``c`` has a known error, seen through noise that shrinks
+as the resource grows, so that the right answer is known and a solve takes no time.
+"""
+
+import functools
+import json
+import math
+
+import jax
+import numpy as np
+import pytest
+
+from bilevel import baselines
+from bilevel.baselines import Evaluation, Selection, Shared
+
+KEY = jax.random.key(3)
+SHARING = [
+    baselines.weight_sharing,
+    baselines.fast_weight_sharing,
+    baselines.exponentiated_gradient,
+]
+ALONE = [baselines.random_search, baselines.successive_halving, baselines.hyperband]
+METHODS = ALONE + SHARING
+
+
+def generator(key):
+    return np.random.default_rng(np.asarray(jax.random.key_data(key)))
+
+
+def noisy_selection(rows=2000, noise=0.5):
+    """``config`` is the error rate; the test error is that plus 100, to tell the two apart."""
+
+    def evaluate(key, config, resource):
+        error = config + noise * generator(key).normal() / math.sqrt(resource)
+        return Evaluation(error, config + 100.0)
+
+    def share(key, configs, probabilities, resource):
+        rng, k = generator(key), len(configs)
+        counts = np.bincount(rng.choice(k, rows, p=probabilities), minlength=k)
+        return Shared(rng.binomial(counts, configs) / np.maximum(counts, 1), counts)
+
+    return Selection(evaluate, share)
+
+
+def exact_selection(errors, counts=None):
+    """``config`` is an index; no noise, cells of given sizes."""
+    errors = np.asarray(errors, float)
+
+    def share(key, configs, probabilities, resource):
+        sizes = np.full(len(configs), 10) if counts is None else np.asarray(counts)[configs]
+        return Shared(errors[configs], sizes)
+
+    return Selection(lambda key, config, resource: float(errors[config]), share)
+
+
+def assert_identical(a, b):
+    """Bit for bit, the clock included."""
+    for name, x, y in zip(a._fields, a, b, strict=True):
+        if isinstance(x, list):
+            assert len(x) == len(y), name
+            for one, other in zip(x, y, strict=True):
+                np.testing.assert_array_equal(one, other, strict=True)
+        elif isinstance(x, np.ndarray):
+            np.testing.assert_array_equal(x, y, strict=True)
+        else:
+            assert x == y, name
+
+
+# ------------------------------------------------------------------------------ schedules
+
+
+@pytest.mark.parametrize("n, rounds", [(1, 0), (2, 1), (3, 2), (5, 3), (8, 3), (255, 8), (256, 8)])
+@pytest.mark.parametrize("method", SHARING[:2])
+def test_weight_sharing_takes_the_ceiling_of_log2_rounds_and_leaves_one(method, n, rounds):
+    errors = np.random.default_rng(n).permutation(n) / n
+    trace = method(KEY, range(n), exact_selection(errors), 1000)
+    sizes = [len(c) for c in trace.candidates]
+    expected = [n]
+    while expected[-1] > 1:
+        expected.append((expected[-1] + 1) // 2)
+    assert len(trace.calls) == rounds and sizes == expected[:-1]
+    assert trace.best == np.argmin(errors)
+
+
+def test_weight_sharing_keeps_the_better_half_of_each_round():
+    """Truth: sorting the errors that the trace itself reports."""
+    trace = baselines.weight_sharing(KEY, np.linspace(0.1, 0.9, 37), noisy_selection(), 10)
+    steps = zip(trace.candidates, trace.errors, trace.candidates[1:], strict=False)
+    for candidates, errors, kept in steps:
+        order = sorted(range(len(errors)), key=lambda i: (errors[i], candidates[i]))
+        better = [candidates[i] for i in order[: math.ceil(len(order) / 2)]]
+        assert sorted(better) == kept.tolist()
+
+
+def test_fast_weight_sharing_reaches_the_dimension_of_the_paper_at_the_last_round():
+    """Truth: ceil(100000 * 2^((t - 8) / 2)) for t = 1 ... 8, by hand."""
+    trace = baselines.fast_weight_sharing(KEY, range(256), exact_selection(np.arange(256)), 100_000)
+    assert trace.resource.tolist() == [8839, 12500, 17678, 25000, 35356, 50000, 70711, 100000]
+
+
+@pytest.mark.parametrize(
+    "growth, expected", [(1, [81] * 4), (3, [3, 9, 27, 81]), (10, [1, 1, 9, 81])]
+)
+def test_fast_weight_sharing_grows_by_the_factor_given(growth, expected):
+    selection = exact_selection(np.arange(16))
+    trace = baselines.fast_weight_sharing(KEY, range(16), selection, 81, growth=growth)
+    assert trace.resource.tolist() == expected
+
+
+@pytest.mark.parametrize(
+    "n, budget, options, rungs",
+    [
+        (8, 100, {}, [(8, 13), (4, 25), (2, 50), (1, 100)]),
+        (5, 8, {}, [(5, 1), (3, 2), (2, 4), (1, 8)]),
+        (256, 4, {}, [(256, 1), (128, 2), (64, 4)]),
+        (8, 100, {"minimum": 40}, [(8, 50), (4, 100)]),
+        (27, 27, {"eta": 3}, [(27, 1), (9, 3), (3, 9), (1, 27)]),
+        (4, 1, {}, [(4, 1)]),
+        (1, 7, {}, [(1, 7)]),
+    ],
+)
+def test_successive_halving_climbs_the_rungs(n, budget, options, rungs):
+    """Truth: ceil(n / eta^i) at ceil(budget / eta^(s - i)), by hand."""
+    trace = baselines.successive_halving(KEY, np.arange(n), lambda k, c, r: c, budget, **options)
+    assert trace.resource.tolist() == [r for size, r in rungs for _ in range(size)]
+    assert trace.round.tolist() == [i for i, (size, _) in enumerate(rungs) for _ in range(size)]
+    assert trace.best == 0
+
+
+def test_hyperband_races_the_brackets_of_its_algorithm():
+    """Truth: Li et al. (2018), Algorithm 1 at R = 81, eta = 3, by hand."""
+    brackets = [
+        [(81, 1), (27, 3), (9, 9), (3, 27), (1, 81)],
+        [(34, 3), (11, 9), (3, 27), (1, 81)],
+        [(15, 9), (5, 27), (1, 81)],
+        [(8, 27), (2, 81)],
+        [(5, 81)],
+    ]
+    trace = baselines.hyperband(KEY, np.arange(100), lambda k, c, r: c, 81)
+    rungs = [rung for bracket in brackets for rung in bracket]
+    assert trace.resource.tolist() == [r for size, r in rungs for _ in range(size)]
+    assert len(trace.calls) == 206
+    drawn = np.concatenate(trace.candidates)[trace.round == 5]
+    assert len(set(drawn)) == 34
+
+
+def test_hyperband_makes_do_with_few_configurations():
+    trace = baselines.hyperband(KEY, [0.2, 0.1], lambda k, c, r: c, 9)
+    assert trace.resource.tolist() == [1, 1, 3, 9, 3, 3, 9, 9, 9]
+    assert trace.best == 1
+
+
+def test_random_search_trains_each_configuration_once_in_a_random_order():
+    run = functools.partial(baselines.random_search, configs=range(20), budget=7)
+    trace = run(KEY, problem=lambda k, c, r: c)
+    order = np.concatenate(trace.candidates)
+    assert sorted(order) == list(range(20)) and order.tolist() != list(range(20))
+    assert set(trace.resource) == {7}
+    np.testing.assert_array_equal(trace.incumbent, np.minimum.accumulate(order))
+    assert len(run(KEY, problem=lambda k, c, r: c, evaluations=4).calls) == 4
+
+
+@pytest.mark.parametrize("method", ALONE)
+def test_the_incumbent_is_the_best_on_the_highest_resource_so_far(method):
+    """Truth: brute force over the trace's own rows."""
+    trace = method(KEY, np.linspace(0, 1, 9), noisy_selection(noise=3.0), 9)
+    seen = []
+    for resource, (index,), (error,), incumbent, valid in zip(
+        trace.resource, trace.candidates, trace.errors, trace.incumbent, trace.valid, strict=True
+    ):
+        seen.append((-resource, error, index))
+        assert (valid, incumbent) == min(seen)[1:]
+    assert trace.best == trace.incumbent[-1]
+
+
+# ------------------------------------------------------------------------------ ranking
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("n", [2, 5, 256])
+def test_ties_go_to_the_lower_index(method, n):
+    trace = method(KEY, range(n), exact_selection(np.full(n, 0.1)), 4, oracle=False)
+    at_the_top = trace.resource == trace.resource.max()
+    finalists = [c for c, top in zip(trace.candidates, at_the_top, strict=True) if top]
+    assert trace.best == min(np.concatenate(finalists))
+    assert trace.best == 0 or method is baselines.hyperband  # which did not draw them all
+
+
+def test_four_equal_errors_are_halved():
+    """Algorithm 1 as printed keeps all four, for ever."""
+    trace = baselines.weight_sharing(KEY, range(4), exact_selection([0.1] * 4), 1)
+    assert [c.tolist() for c in trace.candidates] == [[0, 1, 2, 3], [0, 1]]
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_an_error_that_is_not_finite_never_ranks_first(method, bad):
+    selection = exact_selection([bad, bad, 0.7, bad, 0.8])
+    trace = method(KEY, range(5), selection, 4, oracle=False)
+    assert trace.best == 2
+    seen = trace.incumbent >= 0
+    assert np.isfinite(trace.valid[seen]).all() and np.isnan(trace.valid[~seen]).all()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_errors_that_are_all_nan_are_reported_in_one_sentence(method):
+    with pytest.raises(FloatingPointError, match=r"^\w+: expected .*, got .*\.$"):
+        method(KEY, range(5), exact_selection([math.nan] * 5), 4, oracle=False)
+
+
+@pytest.mark.parametrize("method", SHARING)
+def test_empty_cells_rank_last(method):
+    """Configuration 0 would be the best, but no validation row was drawn for it."""
+    selection = exact_selection([0.0, 0.3, 0.2, 0.4], counts=[0, 5, 5, 5])
+    options = {"rounds": 1} if method is baselines.exponentiated_gradient else {}
+    trace = method(KEY, range(4), selection, 1, oracle=False, **options)
+    assert trace.best == 2
+    assert math.isnan(trace.errors[0][0])
+
+
+@pytest.mark.parametrize("method", SHARING)
+def test_a_validation_split_smaller_than_the_configurations_works(method):
+    trace = method(KEY, np.linspace(0.1, 0.9, 256), noisy_selection(rows=100), 10)
+    assert np.isnan(trace.errors[0]).sum() >= 156
+    assert not math.isnan(trace.errors[0][trace.incumbent[0]])
+    assert not math.isnan(trace.valid[-1])
+
+
+@pytest.mark.parametrize("method", SHARING)
+def test_all_cells_empty_is_reported_in_one_sentence(method):
+    selection = exact_selection([0.1, 0.2], counts=[0, 0])
+    with pytest.raises(FloatingPointError, match="2 of them empty"):
+        method(KEY, range(2), selection, 4)
+
+
+@pytest.mark.parametrize("method, calls", list(zip(METHODS, [1, 1, 3, 0, 0, 0], strict=True)))
+def test_one_configuration_is_the_best(method, calls):
+    selection = exact_selection([0.5])
+    trace = method(KEY, [0], selection, 4, oracle=False)
+    assert trace.best == 0 and len(trace.calls) == calls and trace.stopped == ""
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_good_configuration_is_found_through_noise(method):
+    """One of the best four of 32 in at least 6 of 8 runs; chance would find it in one."""
+    configs = np.random.default_rng(0).permutation(np.linspace(0.1, 0.9, 32))
+    good = np.argsort(configs)[:4]
+    problem = noisy_selection()
+    traces = [method(jax.random.key(seed), configs, problem, 81) for seed in range(8)]
+    assert sum(trace.best in good for trace in traces) >= 6
+
+
+# ------------------------------------------------------------------------------ EG
+
+
+def captured_selection(errors, counts):
+    """Also the list that receives the distributions asked for."""
+    seen = []
+    selection = exact_selection(errors, counts)
+
+    def share(key, configs, probabilities, resource):
+        seen.append(probabilities)
+        return selection.share(key, configs, probabilities, resource)
+
+    return selection._replace(share=share), seen
+
+
+def test_exponentiated_gradient_follows_its_formula():
+    """Truth: theta exp(-eta g) / Z with g = (e - b) |V_c| / (|V| theta), step by step."""
+    errors, counts = np.array([0.4, 0.1, 0.3, 0.2]), np.array([2, 3, 0, 5])
+    for baseline in (False, True):
+        selection, seen = captured_selection(errors, counts)
+        trace = baselines.exponentiated_gradient(
+            KEY, range(4), selection, 1, rounds=4, rate=0.3, baseline=baseline, oracle=False
+        )
+        theta, mean = np.full(4, 1 / 4), 0.0
+        for t in range(4):
+            np.testing.assert_allclose(seen[t], theta, rtol=1e-12)
+            b = mean if baseline else 0.0
+            theta = theta * np.exp(
+                -0.3 * np.where(counts > 0, errors - b, 0) * counts / (10 * theta)
+            )
+            theta = theta / theta.sum()
+            mean = errors @ counts / 10  # the same in every round, hence also the running mean
+            assert trace.incumbent[t] == np.argmax(np.where(counts > 0, theta, -1))
+
+
+def test_the_gradient_estimate_is_unbiased():
+    """Truth: E[g_c] = e_c - b for every c, over 20,000 draws of the rows' configurations."""
+    from bilevel.baselines.exponentiated import _gradient
+
+    rng = np.random.default_rng(0)
+    theta, errors, rows, b = (
+        np.array([0.5, 0.3, 0.15, 0.05]),
+        np.array([0.2, 0.6, 0.4, 0.9]),
+        12,
+        0.3,
+    )
+    counts = rng.multinomial(rows, theta, size=20_000)
+    hits = rng.binomial(counts, errors)  # each row is wrong with its configuration's error
+    means = np.where(counts > 0, hits / np.maximum(counts, 1), np.nan)
+    draws = np.stack(
+        [_gradient(np.log(theta), Shared(e, c), b) for e, c in zip(means, counts, strict=True)]
+    )
+    deviation = np.abs(draws.mean(0) - (errors - b))
+    assert (deviation < 4 * draws.std(0) / math.sqrt(len(draws))).all()
+
+
+def test_exponentiated_gradient_survives_probabilities_that_underflow():
+    selection = exact_selection(np.linspace(1, 2, 5), counts=[0, 10**6, 1, 1, 10**6])
+    trace = baselines.exponentiated_gradient(
+        KEY, range(5), selection, 1, rounds=2, rate=100.0, oracle=False
+    )
+    assert trace.best in range(1, 5)
+
+
+# ------------------------------------------------------------------------------ the record
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_oracle_trains_each_incumbent_once_alone_and_in_full(method):
+    configs = np.linspace(0.1, 0.9, 9)
+    noisy = noisy_selection()
+    asked = []
+
+    def evaluate(key, config, resource):
+        asked.append((float(config), resource))
+        return noisy.evaluate(key, config, resource)
+
+    trace = method(KEY, configs, Selection(evaluate, noisy.share), 9)
+    np.testing.assert_allclose(trace.test, configs[trace.incumbent] + 100)
+    solves = 0 if method in SHARING else len(trace.calls)
+    oracle = len(asked) - solves
+    assert oracle <= len(set(trace.incumbent))
+    if method is baselines.random_search:
+        assert oracle == 0  # every evaluation was at full budget already
+    assert trace.calls.tolist() == list(range(1, len(trace.calls) + 1))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_without_the_oracle_nothing_is_trained_for_it(method):
+    noisy = noisy_selection()
+    asked = []
+
+    def evaluate(key, config, resource):
+        asked.append(resource)
+        return noisy.evaluate(key, config, resource)
+
+    trace = method(KEY, [0.3, 0.2, 0.1], Selection(evaluate, noisy.share), 9, oracle=False)
+    assert len(asked) == (0 if method in SHARING else len(trace.calls))
+
+
+def test_seconds_are_those_of_the_solves_and_not_of_the_oracle(monkeypatch):
+    """Truth: a clock that moves by 1 s in a shared solve, by 100 s in a model trained alone."""
+    now = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    noisy = noisy_selection()
+
+    def wait(function, seconds):
+        def slow(*args):
+            now[0] += seconds
+            return function(*args)
+
+        return slow
+
+    slow = Selection(wait(noisy.evaluate, 100.0), wait(noisy.share, 1.0))
+    trace = baselines.weight_sharing(KEY, np.linspace(0, 1, 8), slow, 5, progress=False)
+    assert trace.seconds.tolist() == [1, 2, 3] and now[0] >= 103
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_same_key_gives_the_same_trace_and_each_solve_has_its_own(method):
+    keys = []
+    noisy = noisy_selection()
+
+    def note(function):
+        def noting(key, *args):
+            keys.append(tuple(np.asarray(jax.random.key_data(key)).tolist()))
+            return function(key, *args)
+
+        return noting
+
+    selection = Selection(note(noisy.evaluate), note(noisy.share))
+    one, two = (method(KEY, np.linspace(0, 1, 8), selection, 9) for _ in range(2))
+    half = len(keys) // 2
+    assert keys[:half] == keys[half:] and len(set(keys[:half])) == half
+    assert_identical(one._replace(seconds=None), two._replace(seconds=None))
+    other = method(jax.random.key(4), np.linspace(0, 1, 8), selection, 9)
+    assert any((a != b).any() for a, b in zip(one.errors, other.errors, strict=True))
+
+
+# ------------------------------------------------------------------------------ the journal
+
+
+class Killed(Exception):
+    pass
+
+
+def dying(selection, after, exception=Killed):
+    """The same problem, which raises at solve number ``after``, counting from 0."""
+    left = [after]
+
+    def mortal(function):
+        def solve(*args):
+            if left[0] == 0:
+                raise exception
+            left[0] -= 1
+            return function(*args)
+
+        return solve
+
+    return Selection(mortal(selection.evaluate), mortal(selection.share))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_run_killed_at_any_solve_resumes_to_the_same_trace(method, tmp_path):
+    """Killed at every solve in turn; once more from the journal alone, clock included."""
+    configs = np.linspace(0.1, 0.9, 6)
+    run = functools.partial(method, KEY, configs, budget=9)
+    whole = run(problem=noisy_selection())
+    path = tmp_path / "journal.jsonl"
+    for _ in range(100):
+        try:
+            trace = run(problem=dying(noisy_selection(), 1), journal=path, resume=True)
+            break
+        except Killed:
+            continue
+    assert_identical(whole._replace(seconds=None), trace._replace(seconds=None))
+    replayed = run(problem=dying(noisy_selection(), 0), journal=path, resume=True)
+    assert_identical(trace, replayed)
+
+
+def test_a_last_line_cut_short_is_solved_again(tmp_path):
+    run = functools.partial(baselines.weight_sharing, KEY, np.linspace(0, 1, 8), budget=9)
+    path = tmp_path / "journal.jsonl"
+    whole = run(problem=noisy_selection(), journal=path)
+    text = path.read_bytes()
+    for length in (len(text) - 1, len(text) - 30, 20, 0):
+        path.write_bytes(text[:length])
+        again = run(problem=noisy_selection(), journal=path, resume=True)
+        assert_identical(whole._replace(seconds=None), again._replace(seconds=None))
+        assert len(path.read_bytes().splitlines()) == len(text.splitlines())
+        assert all(json.loads(line) for line in path.read_text().splitlines())
+
+
+def test_the_journal_of_another_run_is_refused(tmp_path):
+    path = tmp_path / "journal.jsonl"
+    configs = [{"kernel": "laplace", "gamma": 0.1}, {"kernel": "gauss", "gamma": 0.2}]
+    problem = Selection(lambda k, c, r: c["gamma"], noisy_selection().share)
+    run = functools.partial(baselines.random_search, problem=problem, journal=path, resume=True)
+    run(KEY, configs, budget=9)
+    run(KEY, configs, budget=9)
+    other = [configs[0], {"kernel": "gauss", "gamma": 0.3}]
+    for arguments, name in [
+        ((jax.random.key(9), configs, 9), "key"),
+        ((KEY, configs, 8), "budget"),
+        ((KEY, other, 9), "configs"),
+    ]:
+        with pytest.raises(ValueError, match=rf"^journal: expected .* {name} .*, got .*\.$"):
+            run(*arguments[:2], budget=arguments[2])
+    with pytest.raises(ValueError, match="options"):
+        run(KEY, configs, budget=9, evaluations=1)
+    with pytest.raises(ValueError, match="method"):
+        baselines.hyperband(KEY, configs, problem, 9, journal=path, resume=True)
+
+
+def test_configurations_are_recognised_by_their_values(tmp_path):
+    """Arrays by their entries; functions whatever their address."""
+    path = tmp_path / "journal.jsonl"
+    run = functools.partial(
+        baselines.random_search,
+        KEY,
+        problem=lambda k, c, r: 0.5,
+        budget=1,
+        journal=path,
+        resume=True,
+    )
+    functions = [lambda x: x for _ in range(2)]  # two objects of one name
+    run([(np.arange(3000), functions[0])])
+    run([(np.arange(3000), functions[1])])
+    changed = np.arange(3000)
+    changed[1500] = 0
+    with pytest.raises(ValueError, match="configs"):
+        run([(changed, functions[0])])
+
+
+def test_an_existing_journal_is_not_overwritten_nor_a_missing_one_resumed(tmp_path):
+    path = tmp_path / "new" / "journal.jsonl"
+    run = functools.partial(baselines.random_search, KEY, [1, 2], lambda k, c, r: c, 9)
+    run(journal=path)
+    with pytest.raises(
+        ValueError, match=r"^journal: expected a new file or resume=True, got .*\.$"
+    ):
+        run(journal=path)
+    with pytest.raises(ValueError, match=r"^resume: expected a journal"):
+        run(resume=True)
+    for text in ("notes", "notes\nmore", "3\n", "{}\n{}\n"):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=r"^journal: expected .*, got .*\.$"):
+            run(journal=path, resume=True)
+        assert path.read_text() == text  # whatever it is, it is not ours to cut
+
+
+# ------------------------------------------------------------------------------ the user
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("after", [0, 2])
+def test_ctrl_c_returns_the_trace_so_far(method, after, tmp_path):
+    path = tmp_path / "journal.jsonl"
+    run = functools.partial(method, KEY, np.linspace(0, 1, 8), budget=9, journal=path, resume=True)
+    trace = run(problem=dying(noisy_selection(), after, KeyboardInterrupt))
+    assert trace.stopped.startswith("interrupted after solve")
+    assert len(trace.valid) == len(trace.test) == len(trace.errors) <= after
+    assert trace.best == (trace.incumbent[-1] if len(trace.valid) else -1)
+    assert run(problem=noisy_selection()).stopped == ""
+
+
+def test_ctrl_c_in_the_oracle_loses_no_solve():
+    def evaluate(key, config, resource):
+        raise KeyboardInterrupt
+
+    selection = noisy_selection()._replace(evaluate=evaluate)
+    trace = baselines.weight_sharing(KEY, np.linspace(0, 1, 8), selection, 9)
+    assert len(trace.calls) == 1 and math.isnan(trace.test[0]) and trace.best >= 0
+
+
+def test_progress_is_shown_where_asked_for(capsys):
+    run = functools.partial(baselines.weight_sharing, KEY, [0.3, 0.2], noisy_selection(), 3)
+    run()
+    assert capsys.readouterr().err == ""
+    run(progress=True)
+    assert "weight sharing" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_mistakes_are_named_in_one_sentence(method):
+    def never(*args):
+        raise AssertionError("solved before the check")
+
+    selection = Selection(never, never)
+    sentence = r"^{}: expected .*, got .*\.$".format
+    for name, configs, budget in [("configs", [], 9), ("budget", [1], 0), ("budget", [1], 2.5)]:
+        with pytest.raises(ValueError, match=sentence(name)):
+            method(KEY, configs, selection, budget)
+    with pytest.raises(ValueError, match=sentence("problem")):
+        method(KEY, [1, 2], None, 9)
+    with pytest.raises(TypeError, match="jornal"):
+        method(KEY, [1, 2], selection, 9, jornal="x")
+
+
+@pytest.mark.parametrize(
+    "method, options",
+    [
+        (baselines.random_search, {"evaluations": 0}),
+        (baselines.random_search, {"evaluations": 3}),
+        (baselines.successive_halving, {"eta": 1}),
+        (baselines.successive_halving, {"minimum": 10}),
+        (baselines.hyperband, {"eta": math.nan}),
+        (baselines.hyperband, {"minimum": 0}),
+        (baselines.fast_weight_sharing, {"growth": 0.5}),
+        (baselines.exponentiated_gradient, {"rounds": 0}),
+        (baselines.exponentiated_gradient, {"rate": 0.0}),
+    ],
+)
+def test_options_out_of_range_are_named(method, options, tmp_path):
+    (name,) = options
+    path = tmp_path / "journal.jsonl"
+    with pytest.raises(ValueError, match=rf"^{name}: expected .*, got .*\.$"):
+        method(KEY, [1, 2], noisy_selection(), 9, journal=path, **options)
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("method", SHARING)
+def test_sharing_needs_a_problem_that_can(method):
+    for problem in (lambda k, c, r: c, Selection(lambda k, c, r: c)):
+        with pytest.raises(ValueError, match=r"^problem: expected a Selection with `share`, got"):
+            method(KEY, [1, 2], problem, 9)
+
+
+def test_a_share_of_the_wrong_shape_is_named():
+    selection = Selection(lambda k, c, r: c, lambda *_: Shared(np.zeros(3), np.ones(3)))
+    with pytest.raises(ValueError, match=r"^share: expected errors and counts of shape \(2,\)"):
+        baselines.weight_sharing(KEY, [1, 2], selection, 9)

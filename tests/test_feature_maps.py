@@ -1,0 +1,426 @@
+"""Claims about the feature maps of `bilevel.spaces.features`: Fourier features and n-grams."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import assert_close, finite_differences, tolerance
+from scipy.sparse import csr_array
+from sklearn.feature_extraction import FeatureHasher
+from sklearn.preprocessing import MinMaxScaler, StandardScaler, normalize
+
+from bilevel.spaces.features import (
+    BINS,
+    KERNELS,
+    PREPROCESS,
+    FourierConfig,
+    TextConfig,
+    fold,
+    fourier_config,
+    fourier_features,
+    from_projection,
+    hashed_counts,
+    sample_fourier,
+    sample_text,
+    statistics,
+    text_config,
+    weigh,
+)
+from bilevel.spaces.features.text import _TOKENIZERS
+
+KEY = jax.random.key(3)
+X = jax.random.normal(jax.random.key(0), (7, 4)) * jnp.array([1.0, 5.0, 0.1, 2.0])
+X = X.at[:, 2].set(0.1).at[4].set(0)  # a column that is constant but for a row of zeros
+
+
+def features_of(x_train):
+    """The map with its functions compiled once per shape, whatever the configuration."""
+    features = fourier_features(KEY, x_train)
+    apply, project = (jax.jit(f, static_argnums=(2, 3)) for f in features[:2])
+    return features._replace(apply=apply, project=project)
+
+
+FEATURES = features_of(X)
+TRACED_START = jax.jit(fourier_features(KEY, X).project, static_argnums=2)
+ALL = [fourier_config(p, k, 0.3) for p, k in itertools.product(PREPROCESS, KERNELS)]
+STACKED = jax.tree.map(lambda *leaves: jnp.stack(leaves), *ALL)
+
+
+# Fourier features.
+
+
+def distances(x):
+    """2-norm and 1-norm of the differences of the rows."""
+    difference = np.asarray(x, float)[:, None] - np.asarray(x, float)[None]
+    return np.sqrt((difference**2).sum(-1)), np.abs(difference).sum(-1)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_products_of_features_are_the_kernel_up_to_their_exact_standard_deviation(kernel):
+    # Truth: closed forms. 2 cos u cos v = cos(u - v) + cos(u + v) has, over the draws, mean
+    # k(x - y) and variance (1 + k(2 (x - y))) / 2 - k(x - y)^2 + 1/2. Five of them for 21 pairs:
+    # a chance of 1e-5 for the correct features.
+    x, gamma, dimension = X[:6] / 3, 0.7, 4096
+    euclidean, manhattan = distances(x)
+    closed_form = {
+        "gaussian": lambda t: np.exp(-gamma * (t * euclidean) ** 2),
+        "laplace": lambda t: np.exp(-gamma * t * manhattan),
+        "laplace_isotropic": lambda t: np.exp(-gamma * t * euclidean),
+    }[kernel]
+    phi = FEATURES.apply(fourier_config("none", kernel, gamma), x, dimension)
+    error = np.asarray(phi @ phi.T / dimension) - closed_form(1)
+    deviation = np.sqrt(((1 + closed_form(2)) / 2 - closed_form(1) ** 2 + 0.5) / dimension)
+    assert np.all(np.abs(error) < 5 * deviation)
+    # ... and therefore the root mean square error is that over sqrt(D) at most.
+    assert np.sqrt(np.mean(error**2)) < 1.5 / np.sqrt(dimension)
+
+
+def test_product_and_isotropic_laplace_kernels_differ_by_far_more_than_the_error():
+    x, dimension = jnp.ones((2, 9)).at[1].set(0), 4096
+    features = features_of(x)
+    product, isotropic = (
+        features.apply(fourier_config("none", kernel, 0.2), x, dimension)
+        for kernel in ("laplace", "laplace_isotropic")
+    )
+    gap = isotropic[0] @ isotropic[1] / dimension - product[0] @ product[1] / dimension
+    assert abs(float(gap) - (np.exp(-0.6) - np.exp(-1.8))) < 10 / np.sqrt(dimension)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("start", [0, 300])
+def test_draws_are_the_same_in_every_dimension_and_block(kernel, start):
+    # The rows of the identity project onto the draws themselves. Truth: the whole, cut.
+    def draws(dimension, start=0):
+        return np.asarray(FEATURES.project(fourier_config("none", kernel), eye, dimension, start))
+
+    # Entry by entry, the largest of Cauchy's too.
+    eye, rtol = jnp.eye(4), tolerance(1e-13, 1e-5)
+    whole = draws(1024)
+    for dimension in (1, 300):
+        part = draws(dimension, start)
+        np.testing.assert_allclose(part, whole[:, start : start + dimension], rtol=rtol)
+    part = TRACED_START(fourier_config("none", kernel), eye, 300, start)
+    np.testing.assert_allclose(part, whole[:, start : start + 300], rtol=rtol)
+    assert len(np.unique(whole)) > 0.99 * whole.size
+
+
+def test_features_of_a_part_are_that_part_of_the_features():
+    for config in ALL:
+        whole = FEATURES.apply(config, X, 1024)
+        assert_close(FEATURES.apply(config, X, 300, 300), whole[:, 300:600], f64=1e-11)
+
+
+def test_one_configuration_per_row_equals_applying_them_row_by_row():
+    indices = np.array([11, 0, 4, 7, 2, 5, 9])
+    rows = jax.tree.map(lambda leaf: leaf[indices], STACKED)
+    one_by_one = [FEATURES.apply(ALL[i], X, 40)[r] for r, i in enumerate(indices)]
+    assert_close(FEATURES.apply(rows, X, 40), jnp.stack(one_by_one), f64=1e-11)
+
+
+def test_vmap_over_configurations_equals_a_loop():
+    looped = jnp.stack([FEATURES.apply(config, X, 40) for config in ALL])
+    assert_close(jax.vmap(lambda c: FEATURES.apply(c, X, 40))(STACKED), looped, f64=1e-11)
+
+
+def test_one_projection_serves_every_bandwidth():
+    projection = FEATURES.project(fourier_config("unit", "laplace"), X, 40, start=10)
+    for gamma in (1e-5, 10.0):
+        config = fourier_config("unit", "laplace", gamma)
+        cached = from_projection(config, projection, FEATURES.phases(40, start=10))
+        assert_close(cached, FEATURES.apply(config, X, 40, 10), f64=1e-12)
+
+
+def test_all_configurations_see_the_same_directions_and_phases():
+    # Truth: z and z / |z_0| point the same way, and the features of 0 are sqrt(2) cos(b).
+    gaussian, isotropic = (
+        np.asarray(FEATURES.project(fourier_config("none", kernel), X[:1], 300))
+        for kernel in ("gaussian", "laplace_isotropic")
+    )
+    assert np.all(gaussian / isotropic > 0)
+    zero = jnp.zeros((1, 4))
+    phases = [FEATURES.apply(fourier_config("none", kernel), zero, 300) for kernel in KERNELS]
+    assert_close(phases[1], phases[0])
+    assert_close(phases[2], phases[0])
+
+
+@pytest.mark.parametrize(
+    "name, reference",
+    [
+        ("none", lambda train, x: x),
+        ("minmax", lambda train, x: MinMaxScaler().fit(train).transform(x)),
+        ("unit", lambda train, x: normalize(x)),
+        ("standardize", lambda train, x: StandardScaler().fit(train).transform(x)),
+    ],
+)
+def test_preprocessing_is_that_of_scikit_learn_with_statistics_of_the_training_rows(
+    name, reference
+):
+    train = np.asarray(X).copy()
+    train[:, 2] = 0.1  # constant
+    features = features_of(jnp.asarray(train))
+    for x in (train, np.asarray(X) + 1, np.zeros((1, 4), train.dtype)):
+        # Truth: scikit-learn; the raw projection is linear in the preprocessed rows.
+        expected = features.project(fourier_config("none"), jnp.asarray(reference(train, x)), 50)
+        actual = features.project(fourier_config(name), jnp.asarray(x), 50)
+        assert_close(actual, expected, f64=1e-11, f32=1e-4)
+        assert np.all(np.isfinite(actual))
+
+
+@pytest.mark.parametrize("name", ["minmax", "standardize"])
+def test_a_constant_column_adds_nothing(name):
+    train = X.at[:, 1:].set(0.1)
+    features = features_of(train)
+    without = features.project(fourier_config(name), train.at[:, 1:].add(0.0), 30)
+    alone = features.project(fourier_config("none"), jnp.eye(4)[:1], 30)
+    first = {"minmax": MinMaxScaler, "standardize": StandardScaler}[name]()
+    column = first.fit_transform(np.asarray(train[:, :1]))
+    assert_close(without, column * np.asarray(alone), f64=1e-12, f32=1e-5)
+
+
+def test_derivatives_in_gamma_and_x_are_those_of_finite_differences():
+    @jax.jit
+    def loss(log_gamma, x, kernel):
+        config = FourierConfig(jnp.array(2), kernel, jnp.exp(log_gamma))  # unit rows
+        return jnp.sum(FEATURES.apply(config, x, 5) ** 3)
+
+    slopes = jax.jit(jax.grad(loss, argnums=(0, 1)))
+    gamma, x = jnp.array(-3.0), X[:2]
+    for kernel in range(len(KERNELS)):
+        by_gamma, by_x = slopes(gamma, x, kernel)
+        expected = finite_differences(lambda g, k=kernel: loss(g, x, k), gamma)
+        assert_close(by_gamma, expected, f64=1e-6, f32=2e-2)
+        expected = finite_differences(lambda x, k=kernel: loss(gamma, x, k), x)
+        assert_close(by_x.ravel(), expected, f64=1e-5, f32=5e-2)
+
+
+def test_the_derivative_at_a_row_of_zeros_is_finite():
+    config = fourier_config("unit")
+    slope = jax.grad(lambda x: jnp.sum(FEATURES.apply(config, x, 40)))(jnp.zeros((7, 4)))
+    assert np.all(np.isfinite(slope))
+
+
+def test_float32_rows_have_float32_features_equal_to_those_in_float64():
+    low = features_of(X.astype("float32"))
+    for config in ALL:
+        phi = low.apply(config, X.astype("float32"), 40)
+        assert phi.dtype == jnp.float32
+        assert_close(phi, FEATURES.apply(config, X, 40), f64=2e-3, f32=1e-6)
+
+
+def test_whole_numbers_are_features_too():
+    pixels = jnp.arange(12).reshape(3, 4)
+    whole, real = features_of(pixels), features_of(pixels * 1.0)
+    for name in PREPROCESS:
+        projection = whole.project(fourier_config(name), pixels, 40)
+        assert_close(projection, real.project(fourier_config(name), pixels * 1.0, 40))
+
+
+def test_sampled_configurations_fill_the_search_space():
+    configs = sample_fourier(KEY, 100)
+    assert {(int(c.preprocess), int(c.kernel)) for c in configs} == set(
+        itertools.product(range(4), range(2))
+    )
+    # Truth: log10 gamma ~ U[-5, 1] has mean -2 and standard deviation sqrt(3).
+    exponents = np.log10([float(c.gamma) for c in configs])
+    assert exponents.min() >= -5 and exponents.max() <= 1
+    assert abs(exponents.mean() + 2) < 4 * np.sqrt(3 / 100)
+    only = sample_fourier(KEY, 5, kernels=["laplace_isotropic"], gammas=(0.5, 0.5))
+    assert all(KERNELS[int(c.kernel)] == "laplace_isotropic" for c in only)
+    assert sample_fourier(KEY, 0) == []
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda: fourier_config("scale"), "preprocess: expected one of none, .* got 'scale'"),
+        (lambda: fourier_config(kernel="rbf"), "kernel: expected one of gaussian, .* got 'rbf'"),
+        (lambda: fourier_config(gamma=0), "gamma: expected a positive number, got 0"),
+        (lambda: fourier_config(gamma=float("nan")), "gamma: expected a positive number, got nan"),
+        (lambda: sample_fourier(KEY, -1), "count: expected at least 0, got -1"),
+        (lambda: sample_fourier(KEY, 1, kernels=[]), "kernels: expected at least one"),
+        (lambda: sample_fourier(KEY, 1, gammas=(1, 0.1)), "gammas: expected an interval"),
+        (lambda: fourier_features(KEY, jnp.ones(3)), "x_train: expected a matrix, got shape"),
+        (lambda: fourier_features(KEY, jnp.ones((0, 3))), "x_train: expected a matrix with"),
+        (lambda: fourier_features(KEY, X.at[0, 0].set(jnp.nan)), "x_train: expected finite"),
+        (lambda: FEATURES.apply(ALL[0], X[:, :3], 5), "x: expected rows of length 4, got shape"),
+        (lambda: FEATURES.apply(ALL[0], X, 0), "dimension: expected at least 1, got 0"),
+        (lambda: FEATURES.apply(ALL[0], X, 5, -1), "start: expected at least 0, got -1"),
+    ],
+)
+def test_bad_input_of_fourier_features_is_refused_in_one_sentence(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+# Text.
+
+DOCUMENT = "The well-made film, isn't it?"
+
+
+@pytest.mark.parametrize(
+    "tokenizer, text, tokens",
+    [
+        ("simple", DOCUMENT, "The wellmade film isnt it"),
+        ("simple", " -- «Ça» 5€ café\u0301\n", "Ça 5 café"),
+        ("punctuation", DOCUMENT, "The well - made film , isn ' t it ?"),
+        ("punctuation", "«Ça»... 5€", "« Ça »... 5 €"),
+        ("treebank", DOCUMENT, "The well-made film , is n't it ?"),
+        ("treebank", "Dr. Who's U.S. fee: $3,500.50.", "Dr. Who 's U.S. fee : $ 3,500.50 ."),
+        (
+            "treebank",
+            "He'd \"gone\"... at 5:30--o'clock",
+            "He 'd \" gone \" ... at 5:30 -- o'clock",
+        ),
+    ],
+)
+def test_tokens_are_those_found_by_hand(tokenizer, text, tokens):
+    assert _TOKENIZERS[tokenizer](text) == tokens.split(" ")
+
+
+def bins(*ngrams):
+    """Truth of the hashing: scikit-learn's own, n-grams listed by hand."""
+    hasher = FeatureHasher(BINS, input_type="string", alternate_sign=False)
+    return hasher.transform([ngrams])
+
+
+@pytest.mark.parametrize(
+    "fields, ngrams",
+    [
+        ({}, "the film is the film"),
+        ({"lowercase": False}, "The film is THE film"),
+        # "The" and "is" are stop words, "THE" is none.
+        ({"stop_words": True}, "film the film"),
+        ({"stop_words": True, "lowercase": False, "order": 2}, "film THE film|film THE|THE film"),
+        ({"order": 3, "stop_words": True}, "film the film|film the|the film|film the film"),
+    ],
+)
+def test_counts_are_those_of_ngrams_listed_by_hand(fields, ngrams):
+    unigrams, *longer = ngrams.split("|")
+    counts = hashed_counts(["The film is: THE film!"], text_config(**fields))
+    assert counts.shape == (1, BINS)
+    expected = bins(*unigrams.split(" "), *longer)
+    np.testing.assert_array_equal(counts.indices, expected.indices)
+    np.testing.assert_array_equal(counts.data, expected.data)
+
+
+def test_folding_to_a_power_of_two_is_hashing_to_it():
+    # Truth: scikit-learn, hashing n-grams listed by brute force into 16 bins.
+    words = [["one", "two", "three", "one", "two"], [], ["a", "b"] * 4]
+    ngrams = [
+        [" ".join(w[i : i + n]) for n in (1, 2, 3) for i in range(len(w) - n + 1)] for w in words
+    ]
+    expected = FeatureHasher(16, input_type="string", alternate_sign=False).transform(ngrams)
+    counts = hashed_counts([" ".join(w) for w in words], text_config(order=3))
+    np.testing.assert_array_equal(fold(counts, 16).toarray(), expected.toarray())
+    np.testing.assert_array_equal(fold(counts, 16, binary=True).toarray(), expected.toarray() > 0)
+
+
+def test_folding_adds_the_bins_of_equal_remainder_and_leaves_its_argument():
+    rng = np.random.RandomState(0)
+    dense = rng.poisson(0.5, (5, 23)).astype(float)
+    counts = csr_array(dense)
+    expected = np.stack([dense[:, r::7].sum(1) for r in range(7)], axis=1)
+    np.testing.assert_array_equal(fold(counts, 7).toarray(), expected)
+    np.testing.assert_array_equal(fold(counts, 23, binary=True).toarray(), dense > 0)
+    np.testing.assert_array_equal(counts.toarray(), dense)
+
+
+BAGS = csr_array(np.array([[2.0, 1, 0], [0, 1, 0], [1, 0, 0], [0, 0, 0]]))
+LABELS = np.array([1, 0, 0, 1])
+
+
+def test_naive_bayes_weights_are_those_computed_by_hand():
+    # P = (2, 1, 0), Q = (1, 1, 0), a = 1: p = (3, 2, 1) / 6, q = (2, 2, 1) / 5.
+    weights = np.log2(np.array([3 / 6, 2 / 6, 1 / 6]) / np.array([2 / 5, 2 / 5, 1 / 5]))
+    totals = statistics(BAGS, LABELS)
+    new = csr_array(np.array([[0.0, 1, 4]]))  # the last bin was never hit in training
+    for bags in (BAGS, new):
+        actual = weigh(bags, text_config(weights="nb"), totals).toarray()
+        np.testing.assert_allclose(actual, bags.toarray() * weights, rtol=1e-14)
+
+
+def test_sif_weights_are_those_computed_by_hand():
+    # T = 5, a = 0.2: weights 1 / (1 + totals), totals (3, 2, 0).
+    config = text_config(weights="sif", smoothing=0.2)
+    actual = weigh(BAGS, config, statistics(BAGS, LABELS)).toarray()
+    np.testing.assert_allclose(actual, BAGS.toarray() * [1 / 4, 1 / 3, 1], rtol=1e-14)
+
+
+def test_totals_are_pooled_over_rows_of_different_configurations():
+    # Truth: by hand. The first row is binary, and the second has bigrams.
+    parts = [text_config(binary=True), text_config(order=2)]
+    texts = ["a a", "a b"]
+    rows = [fold(hashed_counts([t], c), 2**20, c.binary) for t, c in zip(texts, parts, strict=True)]
+    stacked = csr_array(np.vstack([row.toarray() for row in rows]))
+    totals = statistics(stacked, np.array([-1, 1]))
+    assert totals.negative.sum() == 1 and totals.positive.sum() == 3
+    both = fold(hashed_counts(["a"], parts[0]), 2**20).indices
+    assert totals.negative[both] == 1 and totals.positive[both] == 1
+
+
+@pytest.mark.parametrize(
+    "preprocess, rows",
+    [
+        ("none", [[2 / 4, 1 / 3, 0], [0, 1 / 3, 0], [1 / 4, 0, 0], [0, 0, 0]]),
+        ("normalize", [[6 / 52**0.5, 4 / 52**0.5, 0], [0, 1, 0], [1, 0, 0], [0, 0, 0]]),
+        ("average", [[2 / 12, 1 / 9, 0], [0, 1 / 3, 0], [1 / 4, 0, 0], [0, 0, 0]]),
+    ],
+)
+def test_preprocessing_of_weighted_rows_by_hand_with_an_empty_row(preprocess, rows):
+    config = text_config(weights="sif", smoothing=0.2, preprocess=preprocess)
+    weighted = weigh(BAGS, config, statistics(BAGS, LABELS))
+    assert isinstance(weighted, csr_array)
+    np.testing.assert_allclose(weighted.toarray(), rows, rtol=1e-14)
+    assert BAGS.data.tolist() == [2, 1, 1, 1]  # untouched
+
+
+def test_empty_documents_are_rows_of_zeros_in_every_configuration():
+    texts, labels = ["", " \n", "...", "the", "fine film"], np.array([0, 1, 0, 1, 1])
+    for config in sample_text(KEY, 12):
+        bags = fold(hashed_counts(texts, config), 64, config.binary)
+        weighted = weigh(bags, config, statistics(bags, labels)).toarray()
+        assert np.all(np.isfinite(weighted))
+        assert not weighted[:2].any()
+
+
+def test_sampled_text_configurations_are_valid_reproducible_and_varied():
+    configs = sample_text(KEY, 100)
+    assert configs == sample_text(KEY, 100)
+    assert all(text_config(**config._asdict()) == config for config in configs)
+    assert len({config.hashing for config in configs}) > 25
+    assert {config.weights for config in configs} == {"nb", "sif"}
+    exponents = np.log10([config.smoothing for config in configs])
+    assert -5 <= exponents.min() < -4 and 0 < exponents.max() <= 1
+
+
+def test_hashing_names_all_that_counts_depend_on():
+    base, other = TextConfig(), TextConfig(binary=True, weights="nb", preprocess="average")
+    assert base.hashing == other.hashing
+    a, b = (hashed_counts([DOCUMENT], config) for config in (base, other))
+    assert (a != b).nnz == 0
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda: text_config(order=4), "order: expected one of 1, 2, 3, got 4"),
+        (lambda: text_config(tokenizer="bpe"), "tokenizer: expected one of simple, .* got 'bpe'"),
+        (lambda: text_config(smoothing=0), "smoothing: expected a positive number, got 0"),
+        (lambda: text_config(stem=True), "fields: expected some of tokenizer, .* got 'stem'"),
+        (lambda: sample_text(KEY, -2), "count: expected at least 0, got -2"),
+        (lambda: hashed_counts([], TextConfig()), "texts: .* at least one document, got none"),
+        (lambda: hashed_counts("a b", TextConfig()), "texts: .* got one str"),
+        (lambda: fold(BAGS, 4), "dimension: expected 1 to 3, got 4"),
+        (lambda: statistics(BAGS, LABELS[:3]), r"labels: expected shape \(4,\), got \(3,\)"),
+        (lambda: statistics(BAGS, np.ones(4, int)), "labels: expected rows of two .* got 1"),
+        (
+            lambda: weigh(fold(BAGS, 2), TextConfig(), statistics(BAGS, LABELS)),
+            "bags: expected 3 columns, got 2",
+        ),
+    ],
+)
+def test_bad_input_of_texts_is_refused_in_one_sentence(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()

@@ -1,0 +1,199 @@
+"""Mixtures of feature maps: hypergradients against the closed form, and searches."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import assert_close, finite_differences, flatten, tolerance
+
+import bilevel
+from bilevel.spaces.activations import unit_inputs
+from bilevel.spaces.features.mixture import feature_space
+from bilevel.spaces.targets import predict, sign_labels
+
+# (rows, features, penalty): F, dF/dmixture, dF/dlog_penalty, by a program of its own in float64
+# from the same draws as `draw` (MATH.md 4a).
+REFERENCES = {
+    (20, 8, 0.1): (
+        2.880811016935,
+        [-10.69815496079, 7.053352329929, 18.54529054269],
+        -0.2379931635603,
+    ),
+    (10, 30, 0.1): (
+        56.68533822689,
+        [-18.27944502769, -13.33032686468, 64.48969348562],
+        0.1204409380621,
+    ),
+    (10, 30, 0.0): (56.5657370999, [-18.28529520957, -13.12020117979, 65.39353979361], 0.0),
+}
+MIXTURE = jnp.array([0.5, 0.3, 0.2])
+
+
+def draw(rows, p, rows_valid=15, h=3):
+    rng = np.random.default_rng(0)
+    phi, psi = rng.standard_normal((h, rows, p)), rng.standard_normal((h, rows_valid, p))
+    w = rng.standard_normal(p)
+    y, y_valid = (b[0] @ w + 0.1 * rng.standard_normal(b.shape[1]) for b in (phi, psi))
+    return [(jnp.asarray(b), jnp.asarray(t)) for b, t in ((phi, y), (psi, y_valid))]
+
+
+def space_of(h, outer="squared"):
+    return feature_space([jnp.sin] * h, outer=outer)
+
+
+def hypergradient(space, solver, alpha, train, valid, **options):
+    _, w = space.init(*train)
+    return jax.jit(bilevel.hypergradient(space.problem, solver, **options))(alpha, w, train, valid)
+
+
+@pytest.mark.parametrize("setting", REFERENCES, ids=["primal", "dual", "ridgeless"])
+def test_the_hypergradient_is_the_closed_form(setting):
+    """Truth: reference values, and the formula they are of, where Phi' Phi is regular."""
+    rows, p, penalty = setting
+    train, valid = draw(rows, p)
+    space = space_of(3)
+    alpha = {"mixture": MIXTURE, "log_penalty": jnp.log(jnp.array(penalty))}
+    found = hypergradient(space, space.solver, alpha, train, valid, diagnostics=False)
+    value, mixture, log_penalty = REFERENCES[setting]
+    assert_close(found.value, value, f64=1e-11)
+    assert_close(found.grad["mixture"], mixture, f64=1e-11)
+    assert_close(found.grad["log_penalty"], log_penalty, f64=1e-11, f32=1e-2)
+    if penalty:
+        assert_close(found.grad, closed_form(penalty, *train, *valid), f64=1e-10, f32=1e-2)
+    else:  # the predictor does not change when the features are scaled
+        euler = jnp.vdot(MIXTURE, found.grad["mixture"])
+        assert abs(euler) < tolerance(1e-10, 1e-3) * np.linalg.norm(mixture)
+
+
+def closed_form(penalty, phis, y, psis, y_valid):
+    """MATH.md 4a: ``-(2/n) [r_V' Psi_i w + q' Phi_i' r - (Phi q)' Phi_i w]``, q = M^-1 Psi' r_V."""
+    phis, y, psis, y_valid = (np.asarray(a, float) for a in (phis, y, psis, y_valid))
+    phi, psi = (np.einsum("i,inp->np", np.asarray(MIXTURE, float), b) for b in (phis, psis))
+    matrix = phi.T @ phi + penalty * np.eye(phi.shape[1])
+    w = np.linalg.solve(matrix, phi.T @ y)
+    r, r_valid = y - phi @ w, y_valid - psi @ w
+    q = np.linalg.solve(matrix, psi.T @ r_valid)
+    slopes = [
+        r_valid @ b @ w + q @ a.T @ r - (phi @ q) @ a @ w for a, b in zip(phis, psis, strict=True)
+    ]
+    factor = 2 / len(y_valid)
+    return {"mixture": -factor * np.array(slopes), "log_penalty": factor * penalty * q @ w}
+
+
+@pytest.mark.parametrize(("rows", "p"), [(20, 8), (10, 30)])
+def test_implicit_differentiation_of_the_lower_loss_gives_the_same(rows, p):
+    """Truth: the closed form, which never calls the lower loss."""
+    train, valid = draw(rows, p)
+    space = space_of(3)
+    alpha = {"mixture": MIXTURE, "log_penalty": jnp.log(jnp.array(0.1))}
+    found, by_cg = (
+        hypergradient(space, solver, alpha, train, valid)
+        for solver in (space.solver, bilevel.implicit())
+    )
+    assert_close(by_cg.w, found.w, f64=1e-9, f32=1e-2)
+    assert_close(by_cg.grad, found.grad, f64=1e-8, f32=1e-2)
+    assert found.info.converged
+    norm = np.linalg.norm(flatten(found.grad))
+    assert found.info.error_estimate < tolerance(1e-10, 1e-2) * norm
+
+
+@functools.cache
+def digits(classes):
+    """Training and validation rows of real digits, with their labels."""
+    images, labels, *_ = bilevel.data.load("digits", train_size=600)
+    keep = labels < classes
+    x, labels = images[keep][:200].reshape(-1, 64), labels[keep][:200]
+    rows = unit_inputs(jnp.asarray(x, float))
+    half = len(labels) // 2
+    return (rows[:half], labels[:half]), (rows[half:], labels[half:])
+
+
+def fourier_map(key, bandwidth, features=60):
+    """Random Fourier features of a Gaussian kernel."""
+    wkey, bkey = jax.random.split(key)
+    weights = bandwidth * jax.random.normal(wkey, (64, features))
+    shifts = jax.random.uniform(bkey, (features,), maxval=2 * jnp.pi)
+    return lambda x: jnp.sqrt(2 / features) * jnp.cos(x @ weights + shifts)
+
+
+def fourier_search(classes, outer):
+    """Bandwidths 1 (good), 30 and 100 (noise): the space, training and validation batches."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    maps = [fourier_map(k, s) for k, s in zip(keys, (1.0, 30.0, 100.0), strict=True)]
+    space = feature_space(maps, names=["good", "noise", "more noise"], outer=outer)
+    batches = [(space.blocks(x), sign_labels(t, classes)) for x, t in digits(classes)]
+    return space, *batches
+
+
+@pytest.mark.parametrize(("classes", "outer"), [(2, "hinge"), (10, "logistic")])
+def test_the_hypergradient_is_that_of_the_refitted_validation_loss(classes, outer):
+    """Truth: finite differences in the mixture and the penalty."""
+    if outer == "hinge" and not jax.config.jax_enable_x64:
+        pytest.skip("a difference in float32 needs a step so wide that it straddles the kinks")
+    space, train, valid = fourier_search(classes, outer)
+    alpha, w = space.init(*train)
+    fn = jax.jit(bilevel.hypergradient(space.problem, space.solver, diagnostics=False))
+    truth = finite_differences(lambda alpha: fn(alpha, w, train, valid).value, alpha)
+    assert_close(fn(alpha, w, train, valid).grad, truth, f64=1e-7, f32=3e-2)
+
+
+def test_classes_are_ridge_regressions_of_their_own():
+    """Truth: numpy's normal equations, one class at a time."""
+    space, (blocks, y), _ = fourier_search(10, "squared")
+    alpha, start = space.init(blocks, y)
+    w, _ = space.solver.run(space.problem.lower, alpha, start, (), (blocks, y))
+    phi = np.mean(np.asarray(blocks, float), axis=0)
+    matrix = phi.T @ phi + 0.1 * np.eye(phi.shape[1])
+    columns = [np.linalg.solve(matrix, phi.T @ t) for t in np.asarray(y, float).T]
+    assert start.shape == w.shape == (60, 10)
+    assert_close(w, np.stack(columns, axis=1))
+    assert_close(space.apply(w, alpha, blocks), phi @ np.stack(columns, axis=1))
+
+
+@pytest.mark.parametrize(("classes", "outer"), [(2, "hinge"), (10, "squared")])
+def test_a_search_finds_the_informative_map(classes, outer):
+    """Truth: the map of the right bandwidth; the others' features of two images are unrelated."""
+    space, train, valid = fourier_search(classes, outer)
+    simplex = optax.chain(bilevel.tangent(), optax.adam(0.3), bilevel.exponentiate())
+    geometry = {"mixture": simplex, "log_penalty": optax.adam(0.3)}
+    optimizer = optax.partition(geometry, {name: name for name in geometry})
+    start, w = space.init(*train)
+    found = bilevel.search(space.problem, space.solver, optimizer, start, w, train, valid, steps=20)
+    assert space.names[jnp.argmax(found.alpha["mixture"])] == "good"
+    assert found.alpha["mixture"][0] > 0.9
+    assert_close(found.alpha["mixture"].sum(), 1.0, f32=1e-5)
+    guesses = space.predict(space.apply(found.w, found.alpha, valid[0]))
+    accuracy = np.mean(guesses == space.predict(valid[1]))
+    w, _ = space.solver.run(space.problem.lower, start, w, (), train)
+    before = np.mean(space.predict(space.apply(w, start, valid[0])) == space.predict(valid[1]))
+    assert accuracy > max(0.8, before - 0.01)
+
+
+def test_predictions_undo_sign_labels():
+    for labels, classes in ([0, 1, 1], 2), ([2, 0, 1], 3):
+        np.testing.assert_array_equal(predict(sign_labels(np.array(labels), classes)), labels)
+
+
+def test_maps_are_named_after_their_functions():
+    assert feature_space([jnp.sin, functools.partial(jnp.cos)]).names == ("sin", "partial")
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: feature_space([]), "maps: expected at least one"),
+        (lambda: feature_space([jnp.sin], names=["a", "b"]), "names: expected 1, .* got 2"),
+        (lambda: feature_space([jnp.sin], outer="l1"), "outer: expected one of hinge, log.*'l1'"),
+        (
+            lambda: feature_space([jnp.sin, lambda x: x[:, :1]]).blocks(jnp.eye(2)),
+            r"maps: expected matrices of one shape .* got shapes \[\(2, 2\), \(2, 1\)\]",
+        ),
+        (lambda: feature_space([jnp.sin]).blocks(jnp.ones(2)), r"got shapes \[\(2,\)\]"),
+    ],
+)
+def test_a_space_that_cannot_be_built_says_why(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()

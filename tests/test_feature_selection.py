@@ -1,0 +1,179 @@
+"""Problems of choosing a feature map: held to scikit-learn and to features made row by row."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import tolerance
+from sklearn.linear_model import Ridge
+from sklearn.svm import LinearSVC
+
+import bilevel
+from bilevel import baselines
+from bilevel.spaces import features
+
+KEY = jax.random.key(3)
+DIMENSION = 96
+
+
+@pytest.fixture(scope="module")
+def parts():
+    data = bilevel.data.load("digits", train_size=240)
+    return [(data.x_train[i : i + 80], data.y_train[i : i + 80]) for i in (0, 80, 160)]
+
+
+@pytest.fixture(scope="module")
+def configs():
+    return features.sample_fourier(jax.random.key(1), 5, gammas=(1e-3, 1.0))
+
+
+def flat(parts):
+    return [jnp.asarray(x.reshape(len(x), -1)) for x, _ in parts]
+
+
+def errors_of(model, phi, labels):
+    return np.mean(np.argmax(model.predict(phi), 1) != labels)
+
+
+def fitted(phi, labels):
+    targets = 2.0 * (labels[:, None] == np.arange(10)) - 1
+    return Ridge(0.5, fit_intercept=False).fit(phi.astype(float), targets)
+
+
+@pytest.mark.parametrize("resource", [32, DIMENSION])
+def test_a_configuration_is_judged_as_scikit_learn_would(parts, configs, resource):
+    problem = features.fourier_selection(KEY, *parts, dimension=DIMENSION)
+    xs, labels = flat(parts), [y for _, y in parts]
+    apply = jax.jit(features.fourier_features(KEY, xs[0]).apply, static_argnums=2)
+    for config in configs:
+        phis = [np.asarray(apply(config, x, resource)) / np.sqrt(resource) for x in xs]
+        model = fitted(phis[0], labels[0])
+        found = problem.evaluate(None, config, resource)
+        np.testing.assert_allclose(
+            found,
+            [errors_of(model, phi, y) for phi, y in zip(phis[1:], labels[1:], strict=True)],
+            # One row of 80 may lie within a rounding of another class.
+            atol=tolerance(1e-12, 0.0126),
+        )
+
+
+def test_shared_weights_are_fitted_to_rows_under_configurations_of_their_own(parts, configs):
+    problem = features.fourier_selection(KEY, *parts, dimension=DIMENSION)
+    (train, valid, _), labels = flat(parts), [y for _, y in parts]
+    probabilities = np.array([0.4, 0.1, 0.1, 0.4, 0.0])
+    found = problem.share(KEY, configs, probabilities, DIMENSION)
+    # The truth: the same draw of cells, features row by row.
+    seed = np.asarray(jax.random.key_data(KEY)).ravel()
+    cells = np.random.RandomState(seed).choice(5, 160, p=probabilities)
+    apply = jax.jit(features.fourier_features(KEY, train).apply, static_argnums=2)
+
+    def phi(x, cells):
+        rows = [apply(configs[c], row[None], DIMENSION) for c, row in zip(cells, x, strict=True)]
+        return np.concatenate(rows) / np.sqrt(DIMENSION)
+
+    model = fitted(phi(train, cells[:80]), labels[0])
+    wrong = np.argmax(model.predict(phi(valid, cells[80:])), 1) != labels[1]
+    counts = np.bincount(cells[80:], minlength=5)
+    np.testing.assert_array_equal(found.counts, counts)
+    assert found.counts[4] == 0
+    assert np.isnan(found.errors[4])
+    np.testing.assert_allclose(
+        found.errors[:4] * counts[:4],
+        np.bincount(cells[80:], wrong, minlength=5)[:4],
+        atol=tolerance(1e-9, 1.1),
+    )
+    whole = problem.share(KEY, configs, probabilities, DIMENSION, whole=True)
+    truth = [errors_of(model, phi(valid, np.full(80, c)), labels[1]) for c in range(5)]
+    np.testing.assert_allclose(whole.errors, truth, atol=tolerance(1e-12, 0.0126))
+
+
+def test_features_made_in_blocks_are_those_that_are_kept(parts, configs):
+    kept, anew = (
+        features.fourier_selection(KEY, *parts, dimension=DIMENSION, memory=memory)
+        for memory in (2**31, 0)
+    )
+    uniform = np.full(5, 0.2)
+    for resource in (32, DIMENSION):
+        np.testing.assert_allclose(
+            kept.share(KEY, configs, uniform, resource).errors,
+            anew.share(KEY, configs, uniform, resource).errors,
+            # A row within a rounding of another class, in the smallest cell.
+            atol=tolerance(1e-12, 0.1),
+        )
+        assert kept.evaluate(None, configs[0], resource) == pytest.approx(
+            anew.evaluate(None, configs[0], resource), abs=tolerance(1e-12, 0.0126)
+        )
+
+
+def test_weight_sharing_finds_a_good_map_in_few_solves(parts):
+    configs = features.sample_fourier(jax.random.key(2), 16)
+    problem = features.fourier_selection(KEY, *parts, dimension=DIMENSION)
+    alone = np.array([problem.evaluate(None, c, DIMENSION).test for c in configs])
+    trace = baselines.weight_sharing(KEY, configs, problem, DIMENSION)
+    assert len(trace.calls) == 4
+    assert trace.test[-1] == alone[trace.best]
+    assert np.mean(alone < alone[trace.best]) <= 0.25
+
+
+TEXTS = [f"{mood} {thing} , truly {mood} !" for mood in ("fine", "dull") for thing in "abcdefgh"]
+LABELS = np.repeat([1, 0], 8)
+
+
+@pytest.fixture(scope="module")
+def text_parts():
+    order = np.random.RandomState(0).permutation(16)
+    texts, labels = np.array(TEXTS, object)[order], LABELS[order]
+    return [(texts[i], labels[i]) for i in (slice(0, 8), slice(8, 12), slice(12, 16))]
+
+
+def test_texts_are_judged_as_scikit_learn_would(text_parts):
+    problem = features.text_selection(*text_parts, cost=0.3)
+    config = features.text_config(order=2, weights="nb", binary=True, preprocess="normalize")
+    bags = [features.fold(features.hashed_counts(x, config), 64, True) for x, _ in text_parts]
+    totals = features.statistics(bags[0], text_parts[0][1])
+    phis = [features.weigh(bag, config, totals) for bag in bags]
+    model = LinearSVC(C=0.3, fit_intercept=False, dual=False, tol=1e-8)
+    model.fit(phis[0], text_parts[0][1])
+    truth = [np.mean(model.predict(phis[i]) != text_parts[i][1]) for i in (1, 2)]
+    assert problem.evaluate(None, config, 64) == pytest.approx(truth)
+
+
+def test_one_configuration_shares_with_itself_only(text_parts, parts, configs):
+    for problem, config, resource in (
+        (features.text_selection(*text_parts), features.text_config(weights="sif"), 64),
+        (features.fourier_selection(KEY, *parts, dimension=32), configs[0], 32),
+    ):
+        shared = problem.share(KEY, [config], np.ones(1), resource)
+        assert shared.errors[0] == problem.evaluate(None, config, resource).valid
+
+
+def test_texts_under_several_configurations_share_weights(text_parts):
+    problem = features.text_selection(*text_parts)
+    candidates = features.sample_text(jax.random.key(0), 6)
+    # More configurations than validation rows: some cells are empty.
+    shared = problem.share(KEY, candidates, np.full(6, 1 / 6), 256)
+    assert shared.counts.sum() == 4
+    np.testing.assert_array_equal(np.isnan(shared.errors), shared.counts == 0)
+    trace = baselines.fast_weight_sharing(KEY, candidates, problem, 256)
+    assert trace.resource.tolist() == [128, 182, 256]
+
+
+def test_bad_parts_are_refused_in_one_sentence(parts, text_parts, configs):
+    empty = (parts[0][0][:0], parts[0][1][:0])
+    with pytest.raises(ValueError, match="valid: expected rows with a label each, got 0 rows"):
+        features.fourier_selection(KEY, parts[0], empty, parts[2], dimension=8)
+    problem = features.fourier_selection(KEY, *parts, dimension=8)
+    with pytest.raises(ValueError, match="resource: expected 1 to 8 features, got 9"):
+        problem.evaluate(None, configs[0], 9)
+    one_class = (text_parts[0][0], np.zeros(8, int))
+    with pytest.raises(ValueError, match="train: expected labels 0 and 1, both, got"):
+        features.text_selection(one_class, *text_parts[1:])
+
+
+def test_a_class_missing_from_training_is_never_predicted_and_the_rest_works(parts, configs):
+    x, y = parts[0]
+    problem = features.fourier_selection(KEY, (x[y != 3], y[y != 3]), *parts[1:], dimension=64)
+    missing = np.mean(parts[1][1] == 3)
+    whole = features.fourier_selection(KEY, *parts, dimension=64)
+    found = problem.evaluate(None, configs[0], 64).valid
+    assert missing <= found < whole.evaluate(None, configs[0], 64).valid + missing + 0.1

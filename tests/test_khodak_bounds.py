@@ -1,0 +1,237 @@
+"""Bounds of Khodak et al. 2020: the proved hold in simulation, the printed fail where known.
+
+"MATH" numbers were computed independently, in float64, from the formulas.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import assert_close, finite_differences, tolerance
+
+from bilevel.bounds import (
+    Bound,
+    khodak_corollary_a1,
+    khodak_corollary_a2,
+    khodak_corollary_a3,
+    khodak_corollary_a4,
+    khodak_theorem_3_1_as_printed,
+    khodak_theorem_a2,
+    khodak_theorem_a2_as_printed,
+    sample_size,
+    version_entropy,
+)
+
+THEOREMS = [khodak_theorem_a2, khodak_theorem_a2_as_printed, khodak_theorem_3_1_as_printed]
+
+
+@pytest.mark.parametrize(
+    ("theorem", "value"),
+    [
+        (khodak_theorem_a2, 0.104050992950),
+        (khodak_theorem_a2_as_printed, 0.169399710298),
+        (khodak_theorem_3_1_as_printed, 0.196046152044),
+    ],
+)
+def test_the_theorems_for_256_configurations(theorem, value):
+    """MATH, E23: B = 1, |V| = 1000, delta = 0.05."""
+    bound = theorem(version_entropy(jnp.zeros(256)), 1000)
+    assert isinstance(bound, Bound)
+    assert_close(bound.value, value, f64=1e-11, f32=1e-6)
+    assert bound.probability == pytest.approx(0.85)
+    assert not bound.vacuous
+    # Twice the losses, twice the bound; all of B is no bound of an excess risk.
+    assert_close(theorem(math.log(256), 1000, B=2.0).value, 2 * bound.value, f32=1e-6)
+    assert theorem(math.log(256), 10).vacuous
+
+
+def test_theorem_3_1_is_theorem_a2_with_its_hoeffding_term_enlarged():
+    """Equal without entropy, larger with it; the proved one is below both."""
+    none, some = [[theorem(x, 100).value for theorem in THEOREMS] for x in (0.0, 2.0)]
+    assert_close(none[1], none[2], f32=1e-6)
+    assert none[0] < none[1]
+    assert some[0] < some[1] < some[2]
+
+
+# --- what the proved theorem says, in simulation ---
+
+
+def validation_losses(risks, rows, trials):
+    """Mean 0-1 losses on V [trials, |C|] of configurations that err independently."""
+    return np.random.default_rng(0).binomial(rows, risks, (trials, len(risks))) / rows
+
+
+def test_the_entropy_term_covers_all_configurations_and_is_not_much_too_large():
+    """Truth: 256 fair coins. A third less would fail more often than the claimed delta."""
+    rows, delta = 100, 0.3
+    gaps = 0.5 - validation_losses(np.full(256, 0.5), rows, trials=4000).min(axis=1)
+    term = khodak_theorem_a2(math.log(256), rows, delta=delta).terms["entropy"]
+    assert 0 < np.mean(gaps > term) < delta
+    assert np.mean(gaps > 2 / 3 * term) > delta
+
+
+@pytest.mark.parametrize("rows", [4, 20])
+@pytest.mark.parametrize("spread", [0.3, 0.8])
+def test_the_excess_risk_of_the_selected_configuration_is_below_the_bound(rows, spread):
+    """Truth: 64 configurations of known risk, the best on V taken."""
+    risks = 0.5 + spread * np.linspace(-0.5, 0.5, 64)
+    losses = validation_losses(risks, rows, trials=1000)
+    excess = risks[losses.argmin(axis=1)] - risks.min()
+    bound = khodak_theorem_a2(math.log(64), rows, delta=0.1)
+    assert np.mean(excess > bound.value) <= 1 - bound.probability
+    assert excess.mean() > 0
+
+
+def test_the_printed_theorems_fail_for_a_loss_of_large_slope():
+    """E22: all functions into [-e, e], one ball of radius e; loss (e - y f) / (2 e) of slope 50."""
+    e, rows = 0.01, 1000
+    labels = np.random.default_rng(0).choice([-1, 1], size=(2, rows))  # of V, and of new rows
+
+    def loss(f, y):
+        return np.mean((e - y * f) / (2 * e))
+
+    best, selected = e * labels[1], -e * labels[1]  # on new rows; on V both are right
+    assert loss(e * labels[0], labels[0]) == 0
+    excess = loss(selected, labels[1]) - loss(best, labels[1])
+    assert excess == 1
+    for printed in THEOREMS[1:]:
+        bound = printed(0.0, rows, epsilon=e)
+        assert bound.value < 0.2 < excess
+        assert dict(bound.assumptions)["epsilon = 0, or the loss is 3/2-Lipschitz"] is None
+    bound = khodak_theorem_a2(0.0, rows, epsilon=e, lipschitz=1 / (2 * e))
+    assert excess <= bound.value
+    assert bound.vacuous
+
+
+def test_the_printed_theorems_are_safe_for_finitely_many_functions():
+    for printed in THEOREMS[1:]:
+        held = dict(printed(math.log(8), 100).assumptions)
+        assert held["epsilon = 0, or the loss is 3/2-Lipschitz"]
+
+
+# --- entropy, radius, rows ---
+
+
+def test_version_entropy_counts_the_covers_of_a_union():
+    """Truth: constants in [0, 1] and [3, 5] have 2 and 4 balls of radius 1/4 (1 and 2 of 1/2)."""
+    logs = jnp.log(jnp.array([[2.0, 4.0], [1.0, 2.0]]))
+    assert_close(version_entropy(logs), np.log([6, 3]), f32=1e-6)
+
+
+def test_the_best_radius_is_taken():
+    """Truth: each radius by itself; functions of Lipschitz constant 1 on [0, 1] into [0, 1]."""
+    radii = np.geomspace(0.01, 1, 7)
+    entropy = 1 / radii + np.log(1 / radii + 1)
+    values = [
+        float(khodak_theorem_a2(h, 500, epsilon=e, lipschitz=0.5).value)
+        for h, e in zip(entropy, radii, strict=True)
+    ]
+    bound = khodak_theorem_a2(entropy, 500, epsilon=radii, lipschitz=0.5)
+    assert 0 < np.argmin(values) < 6
+    assert_close(bound.value, min(values), f32=1e-6)
+    assert_close(bound.terms["epsilon"], radii[np.argmin(values)], f32=1e-6)
+
+
+@pytest.mark.parametrize("lipschitz", [None, 0.4])
+def test_sample_size_is_the_fewest_rows_that_do(lipschitz):
+    """Truth: the bound with that many rows, and with one less."""
+    entropy, epsilon = math.log(256), 0.0
+    if lipschitz:  # the largest of the radii is beyond the gap
+        entropy, epsilon = np.array([9.0, 6.0, 5.0]), np.array([0.01, 0.02, 0.1])
+    options = {"delta": 0.01, "B": 2.0, "epsilon": epsilon, "lipschitz": lipschitz}
+    rows = sample_size(0.07, entropy, **options)
+    at, below = (khodak_theorem_a2(entropy, n, **options).value for n in (rows, rows - 2))
+    slack = tolerance(0, 1e-6)
+    assert below > 0.07 - slack
+    assert at <= 0.07 + slack
+    with pytest.raises(ValueError, match=r"gap: expected more than 2 L epsilon .* got 0.1"):
+        sample_size(0.1, 5.0, epsilon=0.2, lipschitz=0.4)
+
+
+def test_a_bound_is_differentiable_and_compiles():
+    """Truth: finite differences in entropy, excess and B."""
+
+    def value(x):
+        return khodak_theorem_a2(x[0], 100, excess=x[1], B=x[2]).value
+
+    x = jnp.array([3.0, 0.1, 1.5])
+    assert_close(jax.jit(jax.grad(value))(x), finite_differences(value, x), f64=1e-8, f32=1e-2)
+
+
+# --- corollaries ---
+
+
+def hinge_solution(penalty, norm):
+    """Minimiser of ``penalty w^2 + max(0, 1 - w / norm)`` by a search of 10^5 points."""
+    w = np.linspace(0, 1.1 * norm, 100_001)
+    return w[np.argmin(penalty * w**2 + np.maximum(0, 1 - w / norm))]
+
+
+def test_corollary_a1_needs_another_lambda_than_the_printed_one():
+    """Truth: the hinge loss of one point x = 1/W, y = 1, with W^2 = 1 / lambda; best risk 0."""
+    ratios = []
+    for n in (10**4, 10**6, 10**8):
+        printed = math.sqrt(math.log(20) / n)
+        norm = printed**-0.5
+        bound = khodak_corollary_a1(norm, n, delta=0.05, C=1.0)
+        excess = 1 - hinge_solution(printed, norm) / norm
+        assert abs(excess - 0.5) < 1e-4
+        assert excess <= bound.terms["rate at the printed lambda"]
+        ratios.append(excess / float(bound.value))
+        right = float(bound.terms["lambda, for sums"]) / n
+        assert 1 - hinge_solution(right, norm) / norm <= bound.value
+    # No constant helps: the rate falls by sqrt(10) for 100 times the rows, the excess stays.
+    assert_close(np.divide(ratios[1:], ratios[:-1]), [10**0.5] * 2, f64=2e-2, f32=2e-2)
+
+
+def test_corollaries_a2_and_a3_are_rates():
+    """Truth: sums of inverse roots; log(1 / delta) = 4, log(257 / delta) = 9.549076 (|C| = 256)."""
+    delta = math.exp(-4)
+    bound = khodak_corollary_a2(math.sqrt(8), 900, 400, 256, delta=delta, C=2.0)
+    assert_close(bound.value, 2 * (0.2 + math.sqrt(9.549076) / 20), f64=1e-7, f32=1e-6)
+    assert_close(bound.terms["training"], khodak_corollary_a1(8**0.5, 900, delta=delta, C=1).value)
+    assert bound.unspecified
+    bound = khodak_corollary_a3(900, 400, 256, delta=delta, C=2.0)
+    assert_close(bound.value, 2 * (16 / 30 + math.sqrt(9.549076) / 20), f64=1e-7, f32=1e-6)
+    assert_close(bound.terms["lambda, for sums"], 30.0)
+    assert bound.vacuous
+
+
+def test_corollary_a4_adds_the_deviation_of_the_training_risk():
+    """Truth: sqrt(log(20) / 2000) = 0.0387022756, twice that for B = 2."""
+    more = khodak_corollary_a4(3.0, 1000, 500, B=2.0, epsilon=0.1, lipschitz=0.3, excess=0.2)
+    less = khodak_theorem_a2(3.0, 500, B=2.0, epsilon=0.1, lipschitz=0.3, excess=0.2)
+    assert_close(more.value - less.value, 2 * 0.0387022756, f64=1e-8, f32=1e-5)
+    assert more.probability == pytest.approx(0.8)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: khodak_theorem_a2(-1.0, 10), "entropy: expected numbers of at least 0"),
+        (lambda: khodak_theorem_a2(math.nan, 10), "entropy: expected numbers of at least 0"),
+        (lambda: khodak_theorem_a2(1.0, 0), "n_valid: expected a positive number, got 0"),
+        (lambda: khodak_theorem_a2(1.0, 10, delta=0.5), r"delta: .* in \(0, 1/3\), got 0.5"),
+        (lambda: khodak_theorem_a2(1.0, 10, B=0.0), "B: expected a positive number"),
+        (lambda: khodak_theorem_a2(1.0, 10, excess=-1.0), "excess: expected"),
+        (lambda: khodak_theorem_a2(1.0, 10, epsilon=0.1), "lipschitz: expected .* got none"),
+        (
+            lambda: khodak_theorem_a2([1.0, 2.0], 9, epsilon=[0.0] * 3),
+            r"epsilon: expected a shape that broadcasts with \(2,\), entropy's, got \(3,\)",
+        ),
+        (lambda: sample_size(0.1, math.inf), "gap: expected .* at a finite entropy"),
+        (lambda: khodak_theorem_a2(1.0, 10, lipschitz=math.inf), "lipschitz: expected a positive"),
+        (lambda: khodak_corollary_a1(-1.0, 10, C=1.0), "w_norm: expected"),
+        (lambda: khodak_corollary_a2(1.0, 10, 10, 0, C=1.0), "configurations: expected"),
+        (lambda: khodak_corollary_a3(10, 10, 2, C=0.0), "C: expected a positive number"),
+        (lambda: khodak_corollary_a4(1.0, 10, 10, delta=0.3), r"delta: .* in \(0, 1/4\)"),
+        (lambda: version_entropy(jnp.zeros(0)), "log_covering_numbers: expected"),
+        (lambda: version_entropy(jnp.array(1.0)), "one per configuration, got a scalar"),
+        (lambda: sample_size(0.0, 1.0), "gap: expected a positive number"),
+    ],
+)
+def test_bad_input_is_named(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()

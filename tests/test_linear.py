@@ -1,0 +1,226 @@
+"""Linear models on fixed features: ridge regression and the squared-hinge SVM."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.sparse
+from helpers import assert_close, tolerance
+from sklearn.linear_model import Ridge
+from sklearn.svm import LinearSVC
+
+from bilevel import linear
+from bilevel.linear import Blocks, predict, ridge_weights, sparse, svm_weights
+
+SHAPES = {"tall": (31, 11), "wide": (11, 31)}
+MEMORY = 4 * 31 * 8 * 3  # blocks of a few rows or columns, which divide neither 11 nor 31
+
+
+def data(shape, outputs=3):
+    rng = np.random.default_rng(0)
+    phi = rng.normal(size=SHAPES[shape])
+    return phi, rng.normal(size=(len(phi), outputs))
+
+
+def as_blocks(phi):
+    n, d = phi.shape
+    padded = jnp.pad(jnp.asarray(phi), ((0, n), (0, d)))
+
+    def rows(padded, start, size):
+        return jax.lax.dynamic_slice(padded, (start, 0), (size, d))
+
+    def columns(padded, start, size):
+        return jax.lax.dynamic_slice(padded, (0, start), (n, size))
+
+    return Blocks(
+        (n, d), jax.tree_util.Partial(rows, padded), jax.tree_util.Partial(columns, padded)
+    )
+
+
+FORMS = {
+    "array": jnp.asarray,
+    "blocks": as_blocks,
+    "sparse": lambda phi: sparse(scipy.sparse.csr_array(phi)),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    ("form", "method"),
+    [(f, m) for f in ("array", "blocks") for m in ("primal", "dual", "cg")] + [("sparse", "cg")],
+)
+def test_ridge_is_the_normal_equations_whatever_the_method_and_form(form, method, shape):
+    phi, y = data(shape)
+    # Source of truth: the normal equations in numpy, float64.
+    expected = np.linalg.solve(phi.T @ phi + 0.5 * np.eye(phi.shape[1]), phi.T @ y)
+    fit = ridge_weights(FORMS[form](phi), y, 0.5, method=method, memory=MEMORY)
+    assert_close(fit.w, expected, f64=1e-10, f32=1e-4)
+    assert fit.residual < tolerance(1e-11, 1e-4)
+
+
+def test_residual_is_the_relative_gradient():
+    phi, y = data("wide", outputs=2)
+    # A penalty that float32 loses beside the Gram matrix: the residual must own up to what is lost.
+    for method in ("primal", "dual", "cg"):
+        fit = ridge_weights(phi, y, 1e-6, method=method)
+        w = np.asarray(fit.w, np.float64)
+        gradient = phi.T @ (phi @ w - y) + 1e-6 * w
+        expected = np.max(np.linalg.norm(gradient, axis=0) / np.linalg.norm(phi.T @ y, axis=0))
+        # Their difference is the rounding of the gradient itself.
+        np.testing.assert_allclose(fit.residual, expected, rtol=0.1, atol=tolerance(1e-14, 1e-5))
+
+
+def test_ridge_agrees_with_scikit_learn():
+    phi, y = data("tall")
+    expected = Ridge(alpha=2.0, solver="cholesky", fit_intercept=False).fit(phi, y)
+    fit = ridge_weights(phi, y, 2.0)
+    assert_close(fit.w, expected.coef_.T, f64=1e-12, f32=1e-5)
+    assert_close(predict(jnp.asarray(phi), fit.w), expected.predict(phi), f64=1e-12, f32=1e-5)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("method", ["auto", "cg"])
+def test_without_penalty_ridge_is_the_least_squares_solution_of_least_norm(method, shape):
+    phi, y = data(shape)
+    expected = np.linalg.pinv(phi) @ y
+    fit = ridge_weights(phi, y, 0.0, method=method)
+    assert_close(fit.w, expected, f64=1e-9, f32=1e-3)
+
+
+def test_auto_takes_cg_where_no_gram_matrix_fits():
+    phi, y = data("tall")
+    auto, cg, primal = (
+        ridge_weights(phi, y, 0.5, method=m, memory=b)
+        for m, b in (("auto", 500), ("cg", 500), ("primal", 500))
+    )
+    assert jnp.array_equal(auto.w, cg.w)
+    assert not jnp.array_equal(auto.w, primal.w)
+
+
+def test_vmap_over_penalties_is_one_by_one():
+    phi, y = data("tall", outputs=1)
+    penalties = jnp.array([0.1, 1.0, 10.0])
+    together = jax.vmap(lambda penalty: ridge_weights(phi, y[:, 0], penalty).w)(penalties)
+    alone = jnp.stack([ridge_weights(phi, y[:, 0], penalty).w for penalty in penalties])
+    assert_close(together, alone, f64=1e-12, f32=1e-5)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_svm_agrees_with_scikit_learn(form, shape):
+    phi, y = data(shape)
+    y = np.sign(y)
+    fit = svm_weights(FORMS[form](phi), y, 0.7, memory=MEMORY)
+    for column, w in zip(y.T, fit.w.T, strict=True):
+        svc = LinearSVC(C=0.7, fit_intercept=False, tol=1e-12, dual=False, max_iter=10**4)
+        assert_close(w, svc.fit(phi, column).coef_[0], f64=1e-5, f32=1e-3)
+    assert fit.residual < tolerance(2e-12, 1e-5)
+
+
+def test_svm_gradient_vanishes_on_badly_scaled_overlapping_classes():
+    rng = np.random.default_rng(1)
+    phi = rng.normal(size=(200, 20)) * np.logspace(-2, 2, 20)
+    y = np.sign(phi[:, 10] + rng.normal(size=200))
+    fit = svm_weights(phi, y, 10.0, tolerance=tolerance(1e-9, 1e-3))
+
+    def objective(w):
+        return 0.5 * w @ w + 10 * jnp.sum(jnp.maximum(0, 1 - y * (phi @ w)) ** 2)
+
+    # Source of truth: the derivative of the objective as it is usually written.
+    slope, start = jax.grad(objective)(fit.w), jax.grad(objective)(jnp.zeros(20))
+    assert jnp.linalg.norm(slope) < tolerance(1e-9, 2e-3) * jnp.linalg.norm(start)
+
+
+def test_sparse_products_are_those_of_scipy():
+    rng = np.random.default_rng(0)
+    # Rows and columns of very unequal lengths, empty ones too.
+    p = 1 / np.arange(1, 301)
+    matrix = scipy.sparse.random_array((120, 300), density=0.02, rng=rng).tolil()
+    matrix[5, :] = rng.normal(size=300) * (rng.uniform(size=300) < 0.9)
+    matrix[:, 7] = rng.normal(size=(120, 1))
+    matrix[3, :] = 0
+    matrix = matrix.tocsr() @ scipy.sparse.diags_array(p)
+    features = sparse(matrix)
+    v, r = rng.normal(size=(300, 2)), rng.normal(size=(120, 2))
+    assert_close(features.by_row.times(jnp.asarray(v), 120), matrix @ v, f64=1e-14, f32=1e-6)
+    assert_close(features.by_column.times(jnp.asarray(r), 300), matrix.T @ r, f64=1e-14, f32=1e-6)
+    assert_close(predict(sparse(matrix.astype(bool)), v), matrix.astype(bool) @ v)
+
+
+def test_features_of_zeros_have_zero_weights():
+    for features in (jnp.zeros((4, 2)), sparse(scipy.sparse.csr_array((4, 2)))):
+        assert not ridge_weights(features, jnp.ones(4), 1.0).w.any()
+        assert not svm_weights(features, jnp.ones(4)).w.any()
+
+
+@pytest.mark.parametrize("method", ["dual", "cg"])
+def test_blocks_never_hold_the_features(method):
+    n, d = 200, 20000
+
+    def entries(i, j):
+        return jnp.where((i < n) & (j < d), jnp.cos(i * j * 0.1), 0.0)
+
+    blocks = Blocks(
+        (n, d),
+        lambda start, size: entries((start + jnp.arange(size))[:, None], jnp.arange(d)),
+        lambda start, size: entries(jnp.arange(n)[:, None], start + jnp.arange(size)),
+    )
+    y = jnp.ones(n)
+    solve = jax.jit(lambda y: ridge_weights(blocks, y, 0.5, method=method, memory=2**22))
+    compiled = solve.lower(y).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < n * d * y.dtype.itemsize / 2
+
+
+def test_blocks_made_by_partial_compile_once():
+    phi, y = data("tall")
+
+    def rows(padded, start, size):
+        return jax.lax.dynamic_slice(padded, (start, 0), (size, 11))
+
+    def columns(padded, start, size):
+        return padded[:31, :size]
+
+    def solve(scale):
+        padded = jnp.pad(scale * phi, ((0, 31), (0, 0)))
+        parts = (jax.tree_util.Partial(f, padded) for f in (rows, columns))
+        return ridge_weights(Blocks((31, 11), *parts), y, 0.5, method="primal").w
+
+    first, compiled = solve(1.0), linear._ridge._cache_size()
+    second = solve(2.0)
+    assert linear._ridge._cache_size() == compiled
+    assert not jnp.array_equal(first, second)
+
+
+PHI, Y = jnp.ones((3, 2)), jnp.ones(3)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: ridge_weights(PHI, jnp.ones(4), 1.0), r"y: expected 3 rows, got shape \(4,\)"),
+        (lambda: ridge_weights(PHI[0], Y, 1.0), r"features: expected a matrix .* shape \(2,\)"),
+        (lambda: ridge_weights(PHI[:, :0], Y, 1.0), r"features: expected a matrix .* \(3, 0\)"),
+        (lambda: ridge_weights(PHI * jnp.nan, Y, 1.0), "features: expected finite numbers"),
+        (lambda: ridge_weights(PHI, Y / 0, 1.0), "y: expected finite numbers, got NaN or inf"),
+        (lambda: ridge_weights(PHI, Y, -1.0), "penalty: expected a number >= 0, got -1.0"),
+        (lambda: ridge_weights(PHI, Y, float("nan")), "penalty: .* got nan"),
+        (lambda: ridge_weights(PHI, Y, 1.0, method="qr"), "method: .* primal, dual, cg .* 'qr'"),
+        (
+            lambda: ridge_weights(sparse(scipy.sparse.eye(3)), Y, 1.0, method="dual"),
+            "method: expected one of auto, cg for Sparse features, got 'dual'",
+        ),
+        (lambda: svm_weights(PHI, Y * 2), "y: expected labels -1 and 1, got 2"),
+        (lambda: svm_weights(PHI, Y, 0.0), "cost: expected a positive number, got 0.0"),
+        (lambda: predict(PHI, jnp.ones(3)), r"w: expected 2 rows, got shape \(3,\)"),
+        (lambda: sparse(np.eye(2)), "matrix: expected a scipy.sparse matrix, got ndarray"),
+        (lambda: sparse(scipy.sparse.eye(2) * np.nan), "matrix: expected finite entries"),
+        (
+            lambda: predict(Blocks((3, 2), lambda s, k: PHI, lambda s, k: PHI[:, :k]), Y[:2]),
+            r"rows: expected shape \(1, 2\) for size 1, got \(3, 2\)",
+        ),
+    ],
+)
+def test_bad_input_is_refused_in_one_sentence(call, message):
+    with pytest.raises(ValueError, match=message) as error:
+        call()
+    assert str(error.value).endswith(".") and "\n" not in str(error.value)

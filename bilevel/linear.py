@@ -136,7 +136,7 @@ def sparse(matrix) -> Sparse:
 
     Notes
     -----
-    The number of entries is rounded up to 4 leading bits, so that matrices of like size share a
+    The number of entries is rounded up to 2 leading bits, so that matrices of like size share a
     compilation. A product takes 3 to 5 times SciPy's time on one core (float32, 2 million entries).
     Memory: 24 bytes per entry in float32.
 
@@ -155,7 +155,7 @@ def sparse(matrix) -> Sparse:
 
 
 def _entries(matrix) -> _Entries:
-    step = 1 << max(matrix.nnz.bit_length() - 4, 0)
+    step = 1 << max(matrix.nnz.bit_length() - 2, 0)
     padding = (0, max(-(-matrix.nnz // step) * step, 1) - matrix.nnz)
     rows = np.repeat(np.arange(matrix.shape[0], dtype=np.int32), np.diff(matrix.indptr))
     value = matrix.data.astype(np.result_type(matrix.dtype, np.float32))

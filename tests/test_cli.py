@@ -130,3 +130,51 @@ def test_the_module_runs_as_a_command():
         [sys.executable, "-m", "bilevel", "version"], capture_output=True, text=True, check=True
     ).stdout
     assert output.startswith("bilevel 0.1.0, jax ")
+
+
+def baseline(folder, *flags):
+    small = ("--configs", "6", "--dimension", "64", "--train", "120", "--valid", "80")
+    return main(["baseline", "--out", str(folder), *small, *flags])
+
+
+def test_baseline_compares_all_methods_in_one_table(tmp_path, capsys):
+    assert baseline(tmp_path / "run") == 0
+    printed = capsys.readouterr().out
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert result["rows"] == [120, 80, 1597]
+    assert len(result["methods"]) == 6
+    for name, row in result["methods"].items():
+        assert f"{name} " in printed
+        assert 0 <= row["test"] <= 0.9
+    # Random search has tried every configuration; the others' oracle is the same evaluation.
+    tests = {row["best"]: row["test"] for row in result["methods"].values()}
+    assert all(row["test"] == tests[row["best"]] for row in result["methods"].values())
+    assert result["methods"]["random-search"]["calls"] == 6
+    assert result["methods"]["weight-sharing"]["calls"] == 3
+    arrays = np.load(tmp_path / "run" / "arrays.npz", allow_pickle=False)
+    assert arrays["weight-sharing calls"].tolist() == [1, 2, 3]
+    assert (tmp_path / "run" / "baseline.png").stat().st_size > 10_000
+
+
+def test_baseline_resumes_from_its_journal_to_the_same_result(tmp_path, capsys):
+    flags = ("--method", "fast-weight-sharing")
+    assert baseline(tmp_path / "run", *flags) == 0
+    before = json.loads((tmp_path / "run" / "result.json").read_text())["methods"]
+    journal = tmp_path / "run" / "fast-weight-sharing.jsonl"
+    journal.write_text("".join(journal.read_text().splitlines(keepends=True)[:2]))
+    assert baseline(tmp_path / "run", *flags, "--resume", "--penalty", "2") == 2
+    assert "penalty: expected 0.5 as in the run to resume, got 2.0" in capsys.readouterr().err
+    assert baseline(tmp_path / "run", *flags, "--resume") == 0
+    after = json.loads((tmp_path / "run" / "result.json").read_text())["methods"]
+    for name, row in before.items():
+        assert {**row, "seconds": 0} == {**after[name], "seconds": 0}
+
+
+def test_baseline_handles_one_configuration_and_refuses_none(tmp_path, capsys):
+    assert baseline(tmp_path / "run", "--configs", "1", "--method", "weight-sharing") == 0
+    assert "weight-sharing" in capsys.readouterr().out
+    assert baseline(tmp_path / "none", "--configs", "0") == 2
+    assert "configs: expected at least 1, got 0" in capsys.readouterr().err
+    assert baseline(tmp_path / "none", "--valid", "3000") == 2
+    assert "valid" in capsys.readouterr().err
+    assert not (tmp_path / "none").exists()

@@ -32,3 +32,11 @@ def test_the_kernel_example_runs_and_shows_every_name(capsys):
     assert "converged=True" in printed
     value, bound = re.search(r"^(\S+) >= (\S+)$", printed, re.MULTILINE).groups()
     assert 0 < float(bound) <= float(value)
+
+
+def test_the_feature_map_example_runs_and_finds_a_map_that_works(capsys):
+    (example,) = (e for e in EXAMPLES if "baselines.weight_sharing" in e)
+    printed = run(example, capsys)
+    assert "[1 2 3 4 5]" in printed
+    errors = re.findall(r"\[([\d. \n]+)\]", printed)[-1].split()
+    assert float(errors[-1]) < 0.1

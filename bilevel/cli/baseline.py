@@ -73,14 +73,16 @@ def run_baseline(config: Baseline) -> dict[str, Any]:
     began = time.perf_counter()
     if config.configs < 1:
         raise ValueError(f"configs: expected at least 1, got {config.configs}.")
+    if not 0 < config.penalty < float("inf"):
+        raise ValueError(f"penalty: expected a positive number, got {config.penalty}.")
     names = list(_METHODS) if config.method == "all" else [config.method]
     keys = jax.random.split(jax.random.key(config.seed), 4)
     screen = report.screen()
     with screen.status("data"):
         parts = _parts(config, keys[0])
-    folder = report.run_directory(config)
-    dimension = config.dimension or _default(config, 512, 1024, 16384)
+    dimension = _size(config, "dimension", 512, 1024, 16384)
     problem, candidates = _problem(config, parts, dimension, *keys[1:3])
+    folder = report.run_directory(config)
     traces: dict[str, Trace] = {}
     for name in names:
         halves = name in ("successive-halving", "hyperband")
@@ -116,15 +118,19 @@ def run_baseline(config: Baseline) -> dict[str, Any]:
 # ----------------------------------------------------------------------------- the parts
 
 
-def _default(config: Baseline, digits: int, images: int, texts: int) -> int:
-    return {"digits": digits, "imdb": texts}.get(config.data, images)
+def _size(config: Baseline, field: str, digits: int, images: int, texts: int) -> int:
+    """A field of the configuration; where it is None, its default for the data."""
+    given = getattr(config, field)
+    if given is not None and given < 1:
+        raise ValueError(f"{field}: expected at least 1, got {given}.")
+    return given or {"digits": digits, "imdb": texts}.get(config.data, images)
 
 
 def _parts(config: Baseline, key: jax.Array) -> list[tuple[np.ndarray, np.ndarray]]:
     """Training, validation and test rows with their labels."""
-    train = config.train or _default(config, 700, 2000, 2000)
-    valid = config.valid or _default(config, 500, 1000, 1000)
-    test = config.test or _default(config, 0, 1000, 1000)
+    train = _size(config, "train", 700, 2000, 2000)
+    valid = _size(config, "valid", 500, 1000, 1000)
+    test = _size(config, "test", 2000, 1000, 1000)
     if config.data != "digits":
         wanted = 10_000 * -(-(train + valid) // 10_000) if config.data == "cifar10" else None
         data = datasets.load(config.data, train_size=wanted, test_size=test)
@@ -136,7 +142,9 @@ def _parts(config: Baseline, key: jax.Array) -> list[tuple[np.ndarray, np.ndarra
     x = np.concatenate([data.x_train, data.x_test])
     y = np.concatenate([data.y_train, data.y_test])
     rest = len(x) - train - valid
-    rows = datasets.split(key, y, (train, valid, min(test or rest, rest)))
+    if rest < 1:
+        raise ValueError(f"valid: expected {train} + {valid} rows to leave some of {len(x)}.")
+    rows = datasets.split(key, y, (train, valid, min(test, rest)))
     return [(x[r], y[r]) for r in rows]
 
 
@@ -158,8 +166,8 @@ def _problem(
 
 def _summary(trace: Trace) -> dict[str, Any]:
     if len(trace.calls) == 0:  # one configuration: nothing to choose
-        return {"found": describe(trace.configs[trace.best]), "best": trace.best, "calls": 0,
-                "seconds": 0.0, "valid": float("nan"), "test": float("nan")}  # fmt: skip
+        unknown = {"calls": 0, "seconds": 0.0, "valid": None, "test": None}
+        return {"found": describe(trace.configs[trace.best]), "best": trace.best, **unknown}
     return {
         "found": describe(trace.configs[trace.best]),
         "best": int(trace.best),
@@ -196,8 +204,10 @@ def _picture(folder: pathlib.Path, traces: dict[str, Trace]) -> None:
         return
     from bilevel import plots
 
-    figure, axes = plt.subplots(1, 2, figsize=(11, 4), layout="constrained", sharey=True)
     shown = {name: trace for name, trace in traces.items() if len(trace.calls)}
+    if not shown:
+        return
+    figure, axes = plt.subplots(1, 2, figsize=(11, 4), layout="constrained", sharey=True)
     for ax, against in zip(axes, ("calls", "seconds"), strict=True):
         plots.traces(shown, against, ax)
     figure.savefig(folder / "baseline.png", dpi=150)
@@ -215,7 +225,8 @@ def _print(screen: Any, result: dict[str, Any], folder: pathlib.Path) -> None:
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("configuration found")
     for name, row in result["methods"].items():
-        errors = [f"{100 * row[part]:.1f}" for part in ("valid", "test")]
+        known = [row[part] for part in ("valid", "test")]
+        errors = ["-" if error is None else f"{100 * error:.1f}" for error in known]
         table.add_row(name, str(row["calls"]), f"{row['seconds']:.1f}", *errors, row["found"])
     screen.print(table)
     screen.print(

@@ -95,6 +95,8 @@ def fourier_selection(
     def stacked(configs, cells, resource):
         if not 1 <= resource <= dimension:
             raise ValueError(f"resource: expected 1 to {dimension} features, got {resource}.")
+        if len(configs) == 1:  # scalars, for which one projection does
+            return jax.tree.map(np.asarray, configs[0])
         return jax.tree.map(lambda *leaves: np.stack(leaves)[cells], *configs)
 
     def fit(configs, cells, rows, resource):
@@ -116,15 +118,15 @@ def _project(source, kind, x, dimension):
     return fourier.fourier_features(*source).project(config, x, dimension)
 
 
-@functools.partial(jax.jit, static_argnames="resource")
-def _select(chosen, projection, mask, resource):
-    return jnp.where(mask[:, None], projection[:, :resource], chosen)
+@functools.partial(jax.jit, static_argnames=("rows", "resource"))
+def _select(chosen, projection, mask, rows, resource):
+    return jnp.where(mask[:, None], projection[slice(*rows), :resource], chosen)
 
 
-@jax.jit
-def _finish(config, projection, phases):
-    resource = projection.shape[1]
-    return fourier.from_projection(config, projection, phases[:resource]) / math.sqrt(resource)
+@functools.partial(jax.jit, static_argnames=("rows", "resource"))
+def _finish(config, projection, phases, rows, resource):
+    held = projection[slice(*rows), :resource]
+    return fourier.from_projection(config, held, phases[:resource]) / math.sqrt(resource)
 
 
 _ridge = jax.jit(lambda phi, y, penalty: linear.ridge_weights(phi, y, penalty).w)
@@ -136,13 +138,19 @@ def _kept(source: Source, x: jax.Array, dimension: int):
     phases = fourier.fourier_features(*source).phases(dimension, dtype=x.dtype)
 
     def features(config, rows, resource):
-        chosen = jnp.zeros((len(config.gamma), resource), x.dtype)
-        for kind in sorted({*zip(config.preprocess.tolist(), config.kernel.tolist(), strict=True)}):
+        bounds = rows.start, rows.stop
+        both = np.stack([config.preprocess, config.kernel], axis=-1).reshape(-1, 2)
+        kinds = [tuple(kind) for kind in np.unique(both, axis=0).tolist()]
+        for kind in kinds:
             if kind not in projections:
                 projections[kind] = _project(source, kind, x, dimension)
+        if len(kinds) == 1:
+            return _finish(config, projections[kinds[0]], phases, bounds, resource)
+        chosen = jnp.zeros((len(config.gamma), resource), x.dtype)
+        for kind in kinds:
             mask = (config.preprocess == kind[0]) & (config.kernel == kind[1])
-            chosen = _select(chosen, projections[kind][rows], mask, resource)
-        return _finish(config, chosen, phases)
+            chosen = _select(chosen, projections[kind], mask, bounds, resource)
+        return _finish(config, chosen, phases, (0, len(chosen)), resource)
 
     def ridge(config, rows, targets, penalty, resource):
         return _ridge(features(config, rows, resource), targets, penalty)
@@ -159,7 +167,7 @@ def _blocks(source: Source, config, x: jax.Array, resource: int) -> linear.Block
     def rows(start, size):
         index = start + jnp.arange(size)
         inside = jnp.minimum(index, len(x) - 1)
-        own = jax.tree.map(lambda leaf: leaf[inside], config)
+        own = jax.tree.map(lambda leaf: leaf[inside] if leaf.ndim else leaf, config)
         phi = maps.apply(own, x[inside], resource) / scale
         return jnp.where((index < len(x))[:, None], phi, 0)
 
@@ -281,7 +289,7 @@ def _selection(
     ``rows`` is a slice of all rows, ``cells`` has the index of each one's configuration.
     """
     ends = np.cumsum([0, *sizes])
-    train, valid, test = (slice(*ends[i : i + 2]) for i in range(3))
+    train, valid, test = (slice(*ends[i : i + 2].tolist()) for i in range(3))
 
     def wrong(model, configs, cells, rows, resource):
         return np.asarray(guess(model, configs, cells, rows, resource)) != labels[rows]

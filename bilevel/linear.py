@@ -215,8 +215,9 @@ def ridge_weights(
     Array([1.], dtype=float...)
     """
     features, y = _checked(features, y)
-    if not isinstance(penalty, jax.core.Tracer) and not (np.ndim(penalty) == 0 and penalty >= 0):
-        raise ValueError(f"penalty: expected a number >= 0, got {penalty}.")
+    known = not isinstance(penalty, jax.core.Tracer)
+    if known and not (np.ndim(penalty) == 0 and 0 <= penalty < np.inf):
+        raise ValueError(f"penalty: expected a finite number >= 0, got {penalty}.")
     allowed = ("auto", "cg") if isinstance(features, Sparse) else ("auto", "primal", "dual", "cg")
     if method not in allowed:
         raise ValueError(

@@ -187,6 +187,11 @@ def traces(methods: dict[str, Any], against: str = "calls", ax: Any = None) -> A
     against : {"calls", "seconds"}
     ax : matplotlib axes, optional
 
+    Raises
+    ------
+    ValueError
+        For a trace without solves (of a single configuration), or another ``against``.
+
     Examples
     --------
     >>> from types import SimpleNamespace as Trace
@@ -194,9 +199,15 @@ def traces(methods: dict[str, Any], against: str = "calls", ax: Any = None) -> A
     >>> traces({"random search": trace}).get_xlabel()
     'solver calls'
     """
+    labels = {"calls": "solver calls", "seconds": "seconds"}
+    if against not in labels:
+        raise ValueError(f"against: expected one of {', '.join(labels)}, got {against!r}.")
+    curves = {n: t if isinstance(t, list) else [t] for n, t in methods.items()}
+    for name, trials in curves.items():
+        if any(len(t.calls) == 0 for t in trials):
+            raise ValueError(f"methods: expected a solve in every trace, got none for {name}.")
     ax = _axes(ax)
-    for name, trials in methods.items():
-        trials = trials if isinstance(trials, list) else [trials]
+    for name, trials in curves.items():
         times = [np.asarray(getattr(t, against), float) for t in trials]
         grid = np.unique(np.concatenate(times))
         grid = grid[grid >= max(t[0] for t in times)]
@@ -211,8 +222,7 @@ def traces(methods: dict[str, Any], against: str = "calls", ax: Any = None) -> A
             ax.fill_between(
                 grid, mean - error, mean + error, step="post", alpha=0.2, color=line.get_color()
             )
-    label = {"calls": "solver calls", "seconds": "seconds"}[against]
-    ax.set(xlabel=label, ylabel="oracle test error", xscale="log")
+    ax.set(xlabel=labels[against], ylabel="oracle test error", xscale="log")
     ax.legend(frameon=False)
     ax.spines[["top", "right"]].set_visible(False)
     return ax

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 import pytest
 
+import bilevel
 from bilevel import baselines
 from bilevel.baselines import Evaluation, Selection, Shared
 
@@ -195,13 +196,15 @@ def test_four_equal_errors_are_halved():
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_an_error_that_is_not_finite_never_ranks_first(method, bad):
     selection = exact_selection([bad, bad, 0.7, bad, 0.8])
     trace = method(KEY, range(5), selection, 4, oracle=False)
     assert trace.best == 2
     seen = trace.incumbent >= 0
     assert np.isfinite(trace.valid[seen]).all() and np.isnan(trace.valid[~seen]).all()
+    at_the_top = np.flatnonzero(trace.resource == trace.resource.max())
+    assert any(2 in trace.candidates[row] for row in at_the_top)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -486,6 +489,15 @@ def test_configurations_are_recognised_by_their_values(tmp_path):
         run([(changed, functions[0])])
 
 
+def test_numpy_numbers_are_options_like_others(tmp_path):
+    path = tmp_path / "journal.jsonl"
+    run = functools.partial(
+        baselines.random_search, KEY, [3, 1, 2], lambda k, c, r: c, journal=path
+    )
+    run(budget=np.int64(9), evaluations=np.int64(2))
+    assert len(run(budget=9, evaluations=2, resume=True).calls) == 2
+
+
 def test_an_existing_journal_is_not_overwritten_nor_a_missing_one_resumed(tmp_path):
     path = tmp_path / "new" / "journal.jsonl"
     run = functools.partial(baselines.random_search, KEY, [1, 2], lambda k, c, r: c, 9)
@@ -535,6 +547,27 @@ def test_progress_is_shown_where_asked_for(capsys):
     assert "weight sharing" in capsys.readouterr().err
 
 
+def test_curves_of_several_trials_have_their_mean_and_standard_error():
+    plt = pytest.importorskip("matplotlib.pyplot")
+    problem = noisy_selection()
+    trials = [
+        baselines.random_search(jax.random.key(s), np.linspace(0, 1, 5), problem, 9) for s in (0, 1)
+    ]
+    _, ax = plt.subplots()
+    bilevel.plots.traces({"random search": trials}, "calls", ax)
+    tests = np.stack([trial.test for trial in trials])
+    np.testing.assert_allclose(ax.lines[0].get_ydata(), tests.mean(axis=0))
+    # Truth: the standard error of two numbers is half their distance.
+    band = ax.collections[0].get_paths()[0].vertices[:, 1]
+    np.testing.assert_allclose(band.max(), tests.max(axis=0).max())
+    plt.close()
+    single = baselines.weight_sharing(KEY, [0.5], problem, 9)
+    with pytest.raises(ValueError, match=r"methods: expected a solve .* got none for one\.$"):
+        bilevel.plots.traces({"one": single})
+    with pytest.raises(ValueError, match=r"against: expected one of calls, seconds, got 'time'\.$"):
+        bilevel.plots.traces({"random search": trials}, "time")
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_mistakes_are_named_in_one_sentence(method):
     def never(*args):
@@ -561,8 +594,10 @@ def test_mistakes_are_named_in_one_sentence(method):
         (baselines.hyperband, {"eta": math.nan}),
         (baselines.hyperband, {"minimum": 0}),
         (baselines.fast_weight_sharing, {"growth": 0.5}),
+        (baselines.fast_weight_sharing, {"growth": math.inf}),
         (baselines.exponentiated_gradient, {"rounds": 0}),
         (baselines.exponentiated_gradient, {"rate": 0.0}),
+        (baselines.exponentiated_gradient, {"rate": math.inf}),
     ],
 )
 def test_options_out_of_range_are_named(method, options, tmp_path):

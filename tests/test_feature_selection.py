@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 from helpers import tolerance
 from sklearn.linear_model import Ridge
-from sklearn.svm import LinearSVC
 
 import bilevel
-from bilevel import baselines
+from bilevel import baselines, linear
 from bilevel.spaces import features
 
 KEY = jax.random.key(3)
@@ -90,19 +89,19 @@ def test_shared_weights_are_fitted_to_rows_under_configurations_of_their_own(par
 def test_features_made_in_blocks_are_those_that_are_kept(parts, configs):
     kept, anew = (
         features.fourier_selection(KEY, *parts, dimension=DIMENSION, memory=memory)
-        for memory in (2**31, 0)
+        for memory in (2**31, 225_000)  # some 70 rows a block
     )
     uniform = np.full(5, 0.2)
-    for resource in (32, DIMENSION):
-        np.testing.assert_allclose(
-            kept.share(KEY, configs, uniform, resource).errors,
-            anew.share(KEY, configs, uniform, resource).errors,
-            # A row within a rounding of another class, in the smallest cell.
-            atol=tolerance(1e-12, 0.1),
-        )
-        assert kept.evaluate(None, configs[0], resource) == pytest.approx(
-            anew.evaluate(None, configs[0], resource), abs=tolerance(1e-12, 0.0126)
-        )
+    # More features than rows, so in columns; then fewer, in rows.
+    np.testing.assert_allclose(
+        kept.share(KEY, configs, uniform, DIMENSION).errors,
+        anew.share(KEY, configs, uniform, DIMENSION).errors,
+        # A row within a rounding of another class, in the smallest cell.
+        atol=tolerance(1e-12, 0.1),
+    )
+    assert kept.evaluate(None, configs[0], 32) == pytest.approx(
+        anew.evaluate(None, configs[0], 32), abs=tolerance(1e-12, 0.0126)
+    )
 
 
 def test_weight_sharing_finds_a_good_map_in_few_solves(parts):
@@ -126,16 +125,27 @@ def text_parts():
     return [(texts[i], labels[i]) for i in (slice(0, 8), slice(8, 12), slice(12, 16))]
 
 
-def test_texts_are_judged_as_scikit_learn_would(text_parts):
+@pytest.mark.parametrize("weights", ["nb", "sif"])
+def test_texts_are_judged_as_our_own_svm_would(text_parts, weights):
     problem = features.text_selection(*text_parts, cost=0.3)
-    config = features.text_config(order=2, weights="nb", binary=True, preprocess="normalize")
-    bags = [features.fold(features.hashed_counts(x, config), 64, True) for x, _ in text_parts]
+    config = features.text_config(order=2, weights=weights, binary=True, preprocess="normalize")
+    dimension = 2**16  # hardly a collision, wherever an n-gram's bin is
+    bags = [
+        features.fold(features.hashed_counts(x, config), dimension, True) for x, _ in text_parts
+    ]
     totals = features.statistics(bags[0], text_parts[0][1])
-    phis = [features.weigh(bag, config, totals) for bag in bags]
-    model = LinearSVC(C=0.3, fit_intercept=False, dual=False, tol=1e-8)
-    model.fit(phis[0], text_parts[0][1])
-    truth = [np.mean(model.predict(phis[i]) != text_parts[i][1]) for i in (1, 2)]
-    assert problem.evaluate(None, config, 64) == pytest.approx(truth)
+    phis = [linear.sparse(features.weigh(bag, config, totals)) for bag in bags]
+    w = linear.svm_weights(phis[0], 2.0 * text_parts[0][1] - 1, 0.3).w
+    truth = [float(np.mean((linear.predict(phis[i], w) > 0) != text_parts[i][1])) for i in (1, 2)]
+    assert problem.evaluate(None, config, dimension) == pytest.approx(truth)
+
+
+def test_naive_bayes_and_other_weights_learn_side_by_side(text_parts):
+    # In bins of their own, the two kinds ask nothing contradictory of shared weights.
+    problem = features.text_selection(*text_parts)
+    both = [features.text_config(weights=weights) for weights in ("nb", "none")]
+    shared = problem.share(KEY, both, np.full(2, 0.5), 2**16, whole=True)
+    np.testing.assert_array_equal(shared.errors, [0, 0])
 
 
 def test_one_configuration_shares_with_itself_only(text_parts, parts, configs):
@@ -169,11 +179,58 @@ def test_bad_parts_are_refused_in_one_sentence(parts, text_parts, configs):
     with pytest.raises(ValueError, match="train: expected labels 0 and 1, both, got"):
         features.text_selection(one_class, *text_parts[1:])
 
+    with pytest.raises(ValueError, match=r"test: expected rows of shape \(8, 8\), got \(64,\)"):
+        flattened = (parts[2][0].reshape(-1, 64), parts[2][1])
+        features.fourier_selection(KEY, *parts[:2], flattened, dimension=8)
+    with pytest.raises(ValueError, match="expected finite rows, got NaN or infinity"):
+        unknown = (parts[1][0] * np.nan, parts[1][1])
+        features.fourier_selection(KEY, parts[0], unknown, parts[2], dimension=8)
+    with pytest.raises(ValueError, match="dimension: expected at least 1, got 0"):
+        features.fourier_selection(KEY, *parts, dimension=0)
+    with pytest.raises(ValueError, match="penalty: expected a finite number >= 0, got -1"):
+        features.fourier_selection(KEY, *parts, dimension=8, penalty=-1)
+    with pytest.raises(ValueError, match="cost: expected a positive number, got 0"):
+        features.text_selection(*text_parts, cost=0)
+
 
 def test_a_class_missing_from_training_is_never_predicted_and_the_rest_works(parts, configs):
-    x, y = parts[0]
-    problem = features.fourier_selection(KEY, (x[y != 3], y[y != 3]), *parts[1:], dimension=64)
-    missing = np.mean(parts[1][1] == 3)
+    (x, y), (x_valid, y_valid), test = parts
+    kept = (x[y != 3], y[y != 3])
     whole = features.fourier_selection(KEY, *parts, dimension=64)
-    found = problem.evaluate(None, configs[0], 64).valid
+    problem = features.fourier_selection(KEY, kept, parts[1], test, dimension=64)
+    found, missing = problem.evaluate(None, configs[0], 64).valid, np.mean(y_valid == 3)
     assert missing <= found < whole.evaluate(None, configs[0], 64).valid + missing + 0.1
+    # Under a tiny bandwidth outputs are noise, in which any class may be the largest.
+    problem = features.fourier_selection(
+        KEY, kept, (x_valid, np.full(80, 3)), (x_valid, np.full(80, 4)), dimension=64
+    )
+    found = problem.evaluate(None, features.fourier_config(gamma=100.0), 64)
+    assert found.valid == 1 and found.test < 1
+
+
+def test_labels_are_names(parts, configs):
+    others = [(x, np.array(list("qwertyuiop"))[y]) for x, y in parts]
+    problems = (features.fourier_selection(KEY, *p, dimension=32) for p in (parts, others))
+    # Ties aside, of which real outputs have none, the order of the classes does not matter.
+    one, other = (problem.evaluate(None, configs[0], 32) for problem in problems)
+    assert one == pytest.approx(other, abs=tolerance(1e-12, 0.0126))
+    single = [(x[y == 3], y[y == 3]) for x, y in parts]
+    problem = features.fourier_selection(KEY, *single, dimension=32)
+    assert problem.evaluate(None, configs[0], 32) == (0, 0)
+
+
+def test_a_map_that_is_not_finite_has_no_error(parts, configs):
+    """Rather than that of the class which NaN is taken for."""
+    problem = features.fourier_selection(KEY, *parts, dimension=32)
+    bad = configs[0]._replace(gamma=np.nan)
+    assert np.isnan(problem.evaluate(None, bad, 32)).all()
+    trace = baselines.random_search(KEY, [bad, configs[1]], problem, 32)
+    assert trace.best == 1
+
+
+def test_training_texts_may_all_be_empty(text_parts):
+    """Truth: no weights, hence class 0 for everyone."""
+    problem = features.text_selection(([""] * 2, [0, 1]), *text_parts[1:])
+    for config in features.sample_text(jax.random.key(0), 6):
+        expected = [np.mean(labels) for _, labels in text_parts[1:]]
+        assert problem.evaluate(None, config, 64) == pytest.approx(expected)

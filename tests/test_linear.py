@@ -202,8 +202,9 @@ PHI, Y = jnp.ones((3, 2)), jnp.ones(3)
         (lambda: ridge_weights(PHI[:, :0], Y, 1.0), r"features: expected a matrix .* \(3, 0\)"),
         (lambda: ridge_weights(PHI * jnp.nan, Y, 1.0), "features: expected finite numbers"),
         (lambda: ridge_weights(PHI, Y / 0, 1.0), "y: expected finite numbers, got NaN or inf"),
-        (lambda: ridge_weights(PHI, Y, -1.0), "penalty: expected a number >= 0, got -1.0"),
+        (lambda: ridge_weights(PHI, Y, -1.0), "penalty: expected a finite .* >= 0, got -1.0"),
         (lambda: ridge_weights(PHI, Y, float("nan")), "penalty: .* got nan"),
+        (lambda: ridge_weights(PHI, Y, float("inf")), "penalty: .* got inf"),
         (lambda: ridge_weights(PHI, Y, 1.0, method="qr"), "method: .* primal, dual, cg .* 'qr'"),
         (
             lambda: ridge_weights(sparse(scipy.sparse.eye(3)), Y, 1.0, method="dual"),

@@ -56,7 +56,7 @@ def _write(file: BinaryIO, record: Record) -> None:
 
 
 def _line(record: Record) -> bytes:
-    return json.dumps(record).encode() + b"\n"
+    return json.dumps(record, default=np.generic.item).encode() + b"\n"
 
 
 def _resumable(file: BinaryIO, header: Record) -> list[Record]:

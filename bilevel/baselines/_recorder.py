@@ -114,10 +114,11 @@ class Recorder:
         index = int(index)
         record = self._solve(lambda key: self._evaluation(key, index, resource))
         error, test = record["valid"], record["test"]
+        error = error if math.isfinite(error) else math.nan
         if resource == self.budget and not math.isnan(test):
             self._tests.setdefault(index, test)
         rank = (-resource, error, index)
-        if math.isfinite(error) and (self._leader is None or rank < self._leader):
+        if not math.isnan(error) and (self._leader is None or rank < self._leader):
             self._leader = rank
         _, valid, incumbent = self._leader or (0, math.nan, -1)
         solved = (round, resource, record["seconds"], np.array([index]), np.array([error]))

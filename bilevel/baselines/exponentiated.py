@@ -89,7 +89,7 @@ def exponentiated_gradient(
     )
     if rounds < 1:
         raise ValueError(f"rounds: expected at least 1, got {rounds}.")
-    if not rate > 0:
+    if not 0 < rate < np.inf:
         raise ValueError(f"rate: expected a positive number, got {rate}.")
     n = len(log.configs)
     everyone, log_theta = np.arange(n), np.full(n, -np.log(n))

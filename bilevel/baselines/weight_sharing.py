@@ -97,7 +97,7 @@ def fast_weight_sharing(
     budget : int
         d: resource of the last solve.
     growth : float
-        At least 1, which is :func:`weight_sharing`.
+        At least 1, which is :func:`weight_sharing`; finite.
 
     Returns
     -------
@@ -130,8 +130,8 @@ def fast_weight_sharing(
 def _halve(method, key, configs, problem, budget, growth, recording) -> Trace:
     options = {"growth": growth}
     log = Recorder(method, key, configs, problem, budget, options, shares=True, **recording)
-    if not growth >= 1:
-        raise ValueError(f"growth: expected at least 1, got {growth}.")
+    if not 1 <= growth < math.inf:
+        raise ValueError(f"growth: expected a finite number of at least 1, got {growth}.")
     survivors = np.arange(len(log.configs))
     rounds = (len(survivors) - 1).bit_length()  # ceil(log2 |C|)
     with log.run(rounds):

@@ -167,27 +167,19 @@ def _problem(
 def _summary(trace: Trace) -> dict[str, Any]:
     if len(trace.calls) == 0:  # one configuration: nothing to choose
         unknown = {"calls": 0, "seconds": 0.0, "valid": None, "test": None}
-        return {"found": describe(trace.configs[trace.best]), "best": trace.best, **unknown}
+        return {
+            "found": features.describe(trace.configs[trace.best]),
+            "best": trace.best,
+            **unknown,
+        }
     return {
-        "found": describe(trace.configs[trace.best]),
+        "found": features.describe(trace.configs[trace.best]),
         "best": int(trace.best),
         "calls": int(trace.calls[-1]),
         "seconds": float(trace.seconds[-1]),
         "valid": float(trace.valid[-1]),
         "test": float(trace.test[-1]),
     }
-
-
-def describe(config: Any) -> str:
-    """A configuration in a few words."""
-    if isinstance(config, features.FourierConfig):
-        names = features.PREPROCESS[int(config.preprocess)], features.KERNELS[int(config.kernel)]
-        return f"{names[1]}, γ = {float(config.gamma):.2g}, {names[0]}"
-    words = [config.tokenizer, f"order {config.order}", config.weights]
-    words += [f"smoothing {config.smoothing:.2g}"] if config.weights != "none" else []
-    words += [config.preprocess] if config.preprocess != "none" else []
-    flags = {"stop_words": "no stop words", "lowercase": "lowercase", "binary": "binary"}
-    return ", ".join(words + [text for flag, text in flags.items() if getattr(config, flag)])
 
 
 def _arrays(traces: dict[str, Trace]) -> dict[str, np.ndarray]:

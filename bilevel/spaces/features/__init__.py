@@ -14,9 +14,11 @@ from bilevel.spaces.features.fourier import (
     sample_fourier,
 )
 from bilevel.spaces.features.mixture import FeatureSpace, feature_space
-from bilevel.spaces.features.selection import fourier_selection, text_selection
+from bilevel.spaces.features.selection import describe, fourier_selection, text_selection
 from bilevel.spaces.features.text import (
     BINS,
+    CHOICES,
+    HASHING,
     TextConfig,
     TextStatistics,
     fold,
@@ -29,6 +31,8 @@ from bilevel.spaces.features.text import (
 
 __all__ = [
     "BINS",
+    "CHOICES",
+    "HASHING",
     "KERNELS",
     "PREPROCESS",
     "FeatureSpace",
@@ -36,6 +40,7 @@ __all__ = [
     "FourierMap",
     "TextConfig",
     "TextStatistics",
+    "describe",
     "feature_space",
     "fold",
     "fourier_config",

@@ -224,7 +224,7 @@ def fourier_features(key: jax.Array, x_train: jax.Array) -> FourierMap:
         return projection / jnp.where(kernel[..., None] == _ISOTROPIC, radius, 1)
 
     def phases(dimension, start=0, dtype=float):
-        return _draw(key, _PHASES, (), start, dimension, jnp.dtype(dtype))
+        return _draw(key, _PHASES, (), start, dimension, dtype)
 
     def apply(config, x, dimension, start=0):
         projection = project(config, x, dimension, start)
@@ -309,7 +309,9 @@ def _column_statistics(x):
     zeros, ones = jnp.zeros_like(low), jnp.ones_like(low)
     # The mean of equal numbers may differ from them by a rounding.
     shifts = {"minmax": low, "standardize": jnp.where(constant, low, jnp.mean(x, axis=0))}
-    scales = {"minmax": high - low, "standardize": jnp.std(x, axis=0)}
+    # Scaled first: squares of tiny or huge numbers are none.
+    extent = jnp.where(constant, 1, high - low)
+    scales = {"minmax": extent, "standardize": extent * jnp.std((x - low) / extent, axis=0)}
     return (
         jnp.stack([shifts.get(name, zeros) for name in PREPROCESS]),
         jnp.stack([jnp.where(constant, 1, scales.get(name, ones)) for name in PREPROCESS]),

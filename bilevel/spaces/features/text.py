@@ -37,15 +37,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from scipy.sparse import csr_array
-from sklearn.feature_extraction import FeatureHasher
-from sklearn.feature_extraction.text import ENGLISH_STOP_WORDS
-from sklearn.preprocessing import normalize
 
 BINS = 2**30
 """Columns of :func:`hashed_counts`: enough that collisions there are rare."""
-
-STOP_WORDS = ENGLISH_STOP_WORDS | {word.capitalize() for word in ENGLISH_STOP_WORDS}
-"""What is removed before lowercasing."""
 
 CHOICES: dict[str, tuple] = {
     "tokenizer": ("simple", "punctuation", "treebank"),
@@ -57,6 +51,10 @@ CHOICES: dict[str, tuple] = {
     "preprocess": ("none", "normalize", "average"),
 }
 """The values of each field of :class:`TextConfig` but ``smoothing``, which is a positive number."""
+
+
+HASHING = "tokenizer", "stop_words", "lowercase", "order"
+"""The fields that :func:`hashed_counts` depends on."""
 
 
 class TextConfig(NamedTuple):
@@ -185,6 +183,8 @@ def hashed_counts(texts: Sequence[str], config: TextConfig) -> csr_array:
     if isinstance(texts, str) or len(texts) == 0:
         got = "one str" if isinstance(texts, str) else "none"
         raise ValueError(f"texts: expected a sequence of at least one document, got {got}.")
+    from sklearn.feature_extraction import FeatureHasher  # a slow import
+
     hasher = FeatureHasher(BINS, input_type="string", alternate_sign=False, dtype=np.float32)
     return csr_array(hasher.transform(_ngrams(text, config) for text in texts))
 
@@ -279,6 +279,8 @@ def weigh(bags: csr_array, config: TextConfig, totals: TextStatistics) -> csr_ar
     row_sums = weighted.sum(axis=1)
     weighted.data *= _weights(weighted.indices, config, totals)
     if config.preprocess == "normalize":
+        from sklearn.preprocessing import normalize
+
         return normalize(weighted, copy=False)
     if config.preprocess == "average":
         weighted.data /= np.repeat(row_sums, np.diff(weighted.indptr))
@@ -294,15 +296,25 @@ def _weights(bins, config, totals):
         q = (negative[bins] + a) / (negative.sum() + smoothed)
         return np.log2(p / q)
     if config.weights == "sif":
-        mass = a * (positive.sum() + negative.sum())
+        # No totals are those of training rows that are all empty.
+        mass = a * ((positive.sum() + negative.sum()) or 1)
         return mass / (mass + positive[bins] + negative[bins])
     return 1.0
+
+
+@functools.cache
+def _stop_words() -> frozenset[str]:
+    """What is removed before lowercasing."""
+    from sklearn.feature_extraction.text import ENGLISH_STOP_WORDS
+
+    return ENGLISH_STOP_WORDS | {word.capitalize() for word in ENGLISH_STOP_WORDS}
 
 
 def _ngrams(text: str, config: TextConfig) -> Iterable[str]:
     tokens = _TOKENIZERS[config.tokenizer](text)
     if config.stop_words:
-        tokens = [token for token in tokens if token not in STOP_WORDS]
+        removed = _stop_words()
+        tokens = [token for token in tokens if token not in removed]
     if config.lowercase:
         tokens = [token.lower() for token in tokens]
     longer = (

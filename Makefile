@@ -62,10 +62,11 @@ lock: $(PRIVATE_UV) ## renew requirements.txt from pyproject.toml; ARGS=--upgrad
 notebooks: $(VENV) ## execute the notebooks in place; BILEVEL_FAST=1: quickly, leaving the files alone
 	$(BIN)/python -c "$$EXECUTE_NOTEBOOKS" notebooks/*.ipynb
 
-bench: $(VENV) ## the quick benchmarks: hypergradients, memory, kernels
+bench: $(VENV) ## the quick benchmarks: hypergradients, memory, kernels, feature maps
 	$(BIN)/python benchmarks/hypergradients.py --quick
 	$(BIN)/python benchmarks/memory.py
 	$(BIN)/python benchmarks/kernels.py --quick
+	$(BIN)/python benchmarks/feature_maps.py --quick
 
 clean: ## remove environments, caches and build outputs; keeps runs/
 	rm -rf .venv .uv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache \

@@ -22,18 +22,29 @@ w, f     weights [d] or [d, c]; predictions ``f = Phi w``
 penalty  alpha of scikit-learn's Ridge; ``1 / (2 C)`` of its LinearSVC
 =======  =============================================================
 
-References: Khodak et al. 2020, "Weight sharing for hyperparameter optimization"; Keerthi & DeCoste
-2005, "A modified finite Newton method for fast solution of large scale linear SVMs".
+References: Khodak et al. 2020, section 2; Keerthi & DeCoste 2005, "A modified finite Newton method
+for fast solution of large scale linear SVMs".
 """
 
-import dataclasses
-from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from bilevel.linear.matrices import (
+    Blocks,
+    Features,
+    Sparse,
+    as_matrix,
+    checked_features,
+    dtype_of,
+    partition,
+    product,
+    split,
+    sweep,
+)
 
 _NEWTON_STEPS = 100
 _CG_STEPS = 1000
@@ -42,128 +53,11 @@ _LINE_STEPS = 20
 _PANELS = 6  # of the Gram matrix: 21 of its 36 tiles are computed, 7/12
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=("rows", "columns"), meta_fields=("shape",))
-@dataclasses.dataclass(frozen=True, eq=False)
-class Blocks:
-    """A feature matrix [n, d] that is generated a few rows or columns at a time.
-
-    Attributes
-    ----------
-    shape : (int, int)
-        n and d.
-    rows : ``rows(start, size) -> [size, d]``
-        Rows from ``start`` (traced) on, ``size`` (static) of them: zero rows from n on.
-    columns : ``columns(start, size) -> [n, size]``
-        Likewise, with zero columns from d on; called by the dual method alone.
-
-    Notes
-    -----
-    Functions made by ``jax.tree_util.Partial`` pass their arrays as arguments: solves with equal
-    shapes share one compilation. Other functions are compiled once per function object, and the
-    arrays they close over are compiled in.
-
-    Examples
-    --------
-    >>> inside = lambda start, size, total: start + jnp.arange(size) < total
-    >>> rows = lambda start, size: inside(start, size, 3)[:, None] * jnp.ones((1, 2))
-    >>> columns = lambda start, size: inside(start, size, 2) * jnp.ones((3, 1))
-    >>> predict(Blocks((3, 2), rows, columns), jnp.ones(2))
-    Array([2., 2., 2.], dtype=float...)
-    """
-
-    shape: tuple[int, int]
-    rows: Callable[[Any, int], jax.Array]
-    columns: Callable[[Any, int], jax.Array]
-
-    def __post_init__(self) -> None:
-        for name in ("rows", "columns"):
-            function = getattr(self, name)
-            # JAX also rebuilds the record with placeholders, which are not functions.
-            if callable(function) and not isinstance(function, jax.tree_util.Partial):
-                object.__setattr__(self, name, jax.tree_util.Partial(function))
-
-
-class _Entries(NamedTuple):
-    """The entries of a sparse matrix, sorted by row: a product is a gather and sums of segments."""
-
-    row: jax.Array  # [m], ascending; the last row where padded
-    column: jax.Array  # [m]
-    value: jax.Array  # [m], 0 where padded
-
-    def times(self, v: jax.Array, rows: int) -> jax.Array:
-        def one(v):
-            products = self.value * v[self.column]
-            return jax.ops.segment_sum(products, self.row, rows, indices_are_sorted=True)
-
-        # One column after the other: gathering rows of v is slower on a CPU.
-        return jax.lax.map(one, v.T).T
-
-
-@partial(
-    jax.tree_util.register_dataclass, data_fields=("by_row", "by_column"), meta_fields=("shape",)
-)
-@dataclasses.dataclass(frozen=True, eq=False)
-class Sparse:
-    """A sparse feature matrix [n, d], made by :func:`sparse`: its entries by row and by column."""
-
-    shape: tuple[int, int]
-    by_row: _Entries
-    by_column: _Entries
-
-
 class LinearFit(NamedTuple):
     """Result of :func:`ridge_weights` and :func:`svm_weights`."""
 
     w: jax.Array  # [d] or [d, c]
     residual: jax.Array  # [], |gradient at w| / |gradient at 0|, largest over the c outputs
-
-
-Features = jax.Array | Blocks | Sparse
-
-
-def sparse(matrix) -> Sparse:
-    """A SciPy sparse matrix as features.
-
-    Parameters
-    ----------
-    matrix : scipy.sparse array or matrix [n, d]
-        Integers become floats.
-
-    Raises
-    ------
-    ValueError
-        If it is not sparse, or holds NaN or infinity.
-
-    Notes
-    -----
-    The number of entries is rounded up to 2 leading bits, so that matrices of like size share a
-    compilation. A product takes 3 to 5 times SciPy's time on one core (float32, 2 million entries).
-    Memory: 24 bytes per entry in float32.
-
-    Examples
-    --------
-    >>> import scipy.sparse
-    >>> predict(sparse(scipy.sparse.csr_array([[0, 2], [1, 0]])), jnp.array([1.0, 3.0]))
-    Array([6., 1.], dtype=float...)
-    """
-    if not hasattr(matrix, "tocsr"):
-        raise ValueError(f"matrix: expected a scipy.sparse matrix, got {type(matrix).__name__}.")
-    rows = matrix.tocsr()
-    if not np.isfinite(rows.data).all():
-        raise ValueError("matrix: expected finite entries, got NaN or infinity.")
-    return Sparse(rows.shape, _entries(rows), _entries(rows.T.tocsr()))
-
-
-def _entries(matrix) -> _Entries:
-    step = 1 << max(matrix.nnz.bit_length() - 2, 0)
-    padding = (0, max(-(-matrix.nnz // step) * step, 1) - matrix.nnz)
-    rows = np.repeat(np.arange(matrix.shape[0], dtype=np.int32), np.diff(matrix.indptr))
-    value = matrix.data.astype(np.result_type(matrix.dtype, np.float32))
-    return _Entries(
-        jnp.asarray(np.pad(rows, padding, constant_values=matrix.shape[0] - 1)),
-        jnp.asarray(np.pad(matrix.indices.astype(np.int32), padding)),
-        jnp.asarray(np.pad(value, padding)),
-    )
 
 
 def ridge_weights(
@@ -226,7 +120,7 @@ def ridge_weights(
         )
     if method == "auto":
         n, d = features.shape
-        fits = 3 * min(n, d) ** 2 * _dtype(features).itemsize <= memory
+        fits = 3 * min(n, d) ** 2 * dtype_of(features).itemsize <= memory
         direct = "primal" if d <= n else "dual"
         method = direct if fits and not isinstance(features, Sparse) else "cg"
     return _ridge(features, y, penalty, method, memory)
@@ -310,7 +204,7 @@ def predict(features: Features, w: jax.Array, *, memory: int = 2**31) -> jax.Arr
     >>> predict(jnp.array([[1.0, 2.0]]), jnp.ones(2))
     Array([3.], dtype=float...)
     """
-    features = _checked_features(features)
+    features = checked_features(features)
     if np.ndim(w) not in (1, 2) or w.shape[0] != features.shape[1]:
         raise ValueError(f"w: expected {features.shape[1]} rows, got shape {np.shape(w)}.")
     return _predict(features, w, memory)
@@ -318,7 +212,7 @@ def predict(features: Features, w: jax.Array, *, memory: int = 2**31) -> jax.Arr
 
 @partial(jax.jit, static_argnames=("method", "memory"))
 def _ridge(features, y, penalty, method: str, memory: int) -> LinearFit:
-    targets = _matrix(y).astype(_dtype(features))
+    targets = as_matrix(y).astype(dtype_of(features))
     penalty = jnp.asarray(penalty, targets.dtype)
     if method == "cg":
         w, residual = _newton(features, targets, penalty, None, memory, hinge=False)
@@ -326,7 +220,7 @@ def _ridge(features, y, penalty, method: str, memory: int) -> LinearFit:
         solve = _primal if method == "primal" else _dual
         w = solve(features, targets, penalty, memory)
         # Slopes at w and at 0 in one pass.
-        errors = _sweep(features, w, lambda f, y: jnp.hstack([f - y, y]), (targets,), memory)[1]
+        errors = sweep(features, w, lambda f, y: jnp.hstack([f - y, y]), (targets,), memory)[1]
         slope, at_zero = jnp.split(errors, 2, axis=1)
         residual = _relative(slope + penalty * w, at_zero)
     return LinearFit(w.reshape(-1, *y.shape[1:]), jnp.max(residual))
@@ -334,7 +228,7 @@ def _ridge(features, y, penalty, method: str, memory: int) -> LinearFit:
 
 @partial(jax.jit, static_argnames=("tolerance", "memory"))
 def _svm(features, y, cost, tolerance: float | None, memory: int) -> LinearFit:
-    labels = _matrix(y).astype(_dtype(features))
+    labels = as_matrix(y).astype(dtype_of(features))
     penalty = 0.5 / jnp.asarray(cost, labels.dtype)
     w, residual = _newton(features, labels, penalty, tolerance, memory, hinge=True)
     return LinearFit(w.reshape(-1, *y.shape[1:]), jnp.max(residual))
@@ -342,7 +236,7 @@ def _svm(features, y, cost, tolerance: float | None, memory: int) -> LinearFit:
 
 @partial(jax.jit, static_argnames="memory")
 def _predict(features, w, memory: int) -> jax.Array:
-    return _product(features, _matrix(w), memory).reshape(-1, *w.shape[1:])
+    return product(features, as_matrix(w), memory).reshape(-1, *w.shape[1:])
 
 
 def _primal(features, y, penalty, memory):
@@ -350,7 +244,7 @@ def _primal(features, y, penalty, memory):
     if not isinstance(features, Blocks):
         return _solve_gram(_gram(features), penalty, features.T @ y)
     n, d = features.shape
-    starts, size = _partition(n, d, y.dtype, memory)
+    starts, size = partition(n, d, y.dtype, memory)
 
     def add(sums, block):
         start, y = block
@@ -358,7 +252,7 @@ def _primal(features, y, penalty, memory):
         return (sums[0] + _gram(phi), sums[1] + phi.T @ y), None
 
     zero = jnp.zeros((d, d), y.dtype), jnp.zeros((d, y.shape[1]), y.dtype)
-    (gram, moment), _ = jax.lax.scan(add, zero, (starts, _split(y, len(starts), size)))
+    (gram, moment), _ = jax.lax.scan(add, zero, (starts, split(y, len(starts), size)))
     return _solve_gram(gram, penalty, moment)
 
 
@@ -367,7 +261,7 @@ def _dual(features, y, penalty, memory):
     if not isinstance(features, Blocks):
         return features.T @ _solve_gram(_gram(features.T), penalty, y)
     n, d = features.shape
-    starts, size = _partition(d, n, y.dtype, memory)
+    starts, size = partition(d, n, y.dtype, memory)
 
     def add(gram, start):
         return gram + _gram(features.columns(start, size).T), None
@@ -407,7 +301,7 @@ def _newton(features, y, penalty, tolerance, memory, *, hinge: bool):
         return (y * f < 1).astype(f.dtype) if hinge else jnp.ones_like(f)
 
     def gradient(w):
-        f, slope = _sweep(features, w, lambda f, y: mask(f, y) * (f - y), (y,), memory)
+        f, slope = sweep(features, w, lambda f, y: mask(f, y) * (f - y), (y,), memory)
         return f, slope + penalty * w
 
     def unfinished(state):
@@ -419,7 +313,7 @@ def _newton(features, y, penalty, tolerance, memory, *, hinge: bool):
         active = mask(f, y)
 
         def hessian(v):
-            return _sweep(features, v, lambda f, m: m * f, (active,), memory)[1] + penalty * v
+            return sweep(features, v, lambda f, m: m * f, (active,), memory)[1] + penalty * v
 
         # A mask that is about to change deserves no exact solve: superlinear convergence suffices.
         accuracy = tolerance / (2 * residual)
@@ -427,7 +321,7 @@ def _newton(features, y, penalty, tolerance, memory, *, hinge: bool):
             accuracy = jnp.maximum(accuracy, jnp.minimum(0.1, residual))
         p = _conjugate_gradients(hessian, jnp.where(residual > tolerance, -g, 0), accuracy)
         if hinge:
-            f_p = _product(features, p, memory)
+            f_p = product(features, p, memory)
             p = p * _exact_step(lambda t: mask(f + t * f_p, y), f - y, f_p, w, p, penalty)
         w = w + p
         f, g = gradient(w)
@@ -496,88 +390,8 @@ def _relative(gradient, start):
     return norm / jnp.where((scale == 0) & (norm == 0), 1, scale)
 
 
-def _sweep(features, w, residual, data, memory: int):
-    """``f = Phi w`` [n, c] and ``Phi' residual(f, *data)`` [d, .] in one pass over the rows."""
-    if isinstance(features, Sparse):
-        n, d = features.shape
-        f = features.by_row.times(w, n)
-        return f, features.by_column.times(residual(f, *data), d)
-    if not isinstance(features, Blocks):
-        f = features @ w
-        return f, features.T @ residual(f, *data)
-    n, d = features.shape
-    starts, size = _partition(n, d, w.dtype, memory)
-
-    def add(total, block):
-        start, *data = block
-        phi = features.rows(start, size)
-        f = phi @ w
-        return total + phi.T @ residual(f, *data), f
-
-    blocks = (starts, *(_split(a, len(starts), size) for a in data))
-    width = jax.eval_shape(residual, jnp.zeros((n, w.shape[1]), w.dtype), *data).shape[1]
-    total, f = jax.lax.scan(add, jnp.zeros((d, width), w.dtype), blocks)
-    return f.reshape(-1, w.shape[1])[:n], total
-
-
-def _product(features, w, memory: int):
-    """``Phi w`` for ``w`` [d, c]."""
-    n, d = features.shape
-    if isinstance(features, Sparse):
-        return features.by_row.times(w, n)
-    if not isinstance(features, Blocks):
-        return features @ w
-    starts, size = _partition(n, d, w.dtype, memory)
-    f = jax.lax.map(lambda start: features.rows(start, size) @ w, starts)
-    return f.reshape(-1, w.shape[1])[:n]
-
-
-def _partition(total: int, width: int, dtype, memory: int):
-    """Starts and size of equal blocks of at most a quarter of the memory, [size, width] each."""
-    most = max(memory // (4 * width * dtype.itemsize), 1)
-    count = -(-total // most)
-    size = -(-total // count)
-    return jnp.arange(count) * size, size
-
-
-def _split(a, count: int, size: int):
-    """Rows in blocks [count, size, c], the last one filled up with zeros."""
-    filled = jnp.pad(a, ((0, count * size - len(a)), (0, 0)))
-    return filled.reshape(count, size, -1)
-
-
-def _matrix(a):
-    return a.reshape(len(a), -1)
-
-
-def _dtype(features: Features):
-    if isinstance(features, Sparse):
-        return features.by_row.value.dtype
-    if isinstance(features, Blocks):
-        return jax.eval_shape(lambda: features.rows(0, 1)).dtype
-    return features.dtype
-
-
-def _checked_features(features) -> Features:
-    if not isinstance(features, Blocks | Sparse):
-        features = jnp.asarray(features)
-        if not jnp.issubdtype(features.dtype, jnp.floating):
-            features = features.astype(float)
-    if len(features.shape) != 2 or 0 in features.shape:
-        raise ValueError(
-            f"features: expected a matrix with rows and columns, got shape {features.shape}."
-        )
-    if isinstance(features, Blocks):
-        n, d = features.shape
-        for name, expected in (("rows", (1, d)), ("columns", (n, 1))):
-            shape = jax.eval_shape(lambda name=name: getattr(features, name)(0, 1)).shape
-            if shape != expected:
-                raise ValueError(f"{name}: expected shape {expected} for size 1, got {shape}.")
-    return features
-
-
 def _checked(features, y) -> tuple[Features, jax.Array]:
-    features, y = _checked_features(features), jnp.asarray(y)
+    features, y = checked_features(features), jnp.asarray(y)
     if y.ndim not in (1, 2) or len(y) != features.shape[0] or y.size == 0:
         raise ValueError(f"y: expected {features.shape[0]} rows, got shape {y.shape}.")
     for name, array in (("features", features), ("y", y)):

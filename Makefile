@@ -60,7 +60,7 @@ lock: $(PRIVATE_UV) ## renew requirements.txt from pyproject.toml; ARGS=--upgrad
 
 # In fast mode the notebooks are only checked: the full run's outputs stay in the files.
 notebooks: $(VENV) ## execute the notebooks in place; BILEVEL_FAST=1: quickly, leaving the files alone
-	$(BIN)/python -c "$$EXECUTE_NOTEBOOKS" notebooks/*.ipynb
+	printf '%s\n' notebooks/*.ipynb | xargs -n 1 -P 2 $(BIN)/python -c "$$EXECUTE_NOTEBOOKS"
 
 bench: $(VENV) ## the quick benchmarks: hypergradients, memory, kernels, feature maps
 	$(BIN)/python benchmarks/hypergradients.py --quick

@@ -202,6 +202,7 @@ def _picture(folder: pathlib.Path, traces: dict[str, Trace]) -> None:
     figure, axes = plt.subplots(1, 2, figsize=(11, 4), layout="constrained", sharey=True)
     for ax, against in zip(axes, ("calls", "seconds"), strict=True):
         plots.traces(shown, against, ax)
+    axes[1].get_legend().remove()  # the same as on the left
     figure.savefig(folder / "baseline.png", dpi=150)
     plt.close(figure)
 

@@ -18,6 +18,11 @@ SMALL = (
 )
 
 
+def loaded(path):
+    with np.load(path, allow_pickle=False) as arrays:
+        return dict(arrays)
+
+
 def search(folder, *flags):
     return main(["search", "--out", str(folder), *SMALL, *flags])
 
@@ -39,7 +44,7 @@ def test_search_ends_in_a_table_and_a_run_directory(tmp_path, capsys):
         assert len(value) == 2
         np.testing.assert_array_less(bound, value)
         np.testing.assert_allclose(bound, value, rtol=1e-6)
-    arrays = np.load(tmp_path / "run" / "arrays.npz", allow_pickle=False)
+    arrays = loaded(tmp_path / "run" / "arrays.npz")
     assert arrays["history_alpha"].shape == (3, 2, 2)
     assert arrays["w"].shape == (2, 16, 64)
     assert (tmp_path / "run" / "search.png").stat().st_size > 10_000
@@ -84,7 +89,7 @@ def test_certify_prints_a_bracket_and_leaves_it_with_the_spectra(tmp_path, capsy
     for kernel in kernels.values():
         assert simplex["lower"] <= kernel["min eigenvalue"]
         assert kernel["certified min eigenvalue"] <= kernel["min eigenvalue"]
-    arrays = np.load(tmp_path / "run" / "arrays.npz", allow_pickle=False)
+    arrays = loaded(tmp_path / "run" / "arrays.npz")
     for name, kernel in kernels.items():
         spectrum = arrays[f"spectrum {name}"]
         assert spectrum.shape == (40,)
@@ -151,7 +156,7 @@ def test_baseline_compares_all_methods_in_one_table(tmp_path, capsys):
     assert all(row["test"] == tests[row["best"]] for row in result["methods"].values())
     assert result["methods"]["random-search"]["calls"] == 6
     assert result["methods"]["weight-sharing"]["calls"] == 3
-    arrays = np.load(tmp_path / "run" / "arrays.npz", allow_pickle=False)
+    arrays = loaded(tmp_path / "run" / "arrays.npz")
     assert arrays["weight-sharing calls"].tolist() == [1, 2, 3]
     assert (tmp_path / "run" / "baseline.png").stat().st_size > 10_000
 

@@ -108,8 +108,9 @@ def problem_of(data, sizes, key):
         ]
         problem.share(key, every, np.full(len(every), 1 / len(every)), 1024)
         return problem
-    # Where it is large, room for the dual matrix [n, n]; below, for projections of all rows.
-    memory = 2**36 if sizes.train > 10_000 else 2**31
+    # Where it is large, room for the dual matrix [n, n], but not for all features at once (a
+    # block takes a quarter); below, for projections of all rows.
+    memory = 2**35 if sizes.train > 10_000 else 2**31
     return features.fourier_selection(feature_key, *parts, dimension=sizes.dimension, memory=memory)
 
 

@@ -21,6 +21,7 @@ import optax
 
 from bilevel import checkpoint as checkpoints
 from bilevel._hypergradient import stateful_hypergradient
+from bilevel._progress import progress_bar
 from bilevel.problem import Problem
 from bilevel.protocols import LowerSolver, Pytree
 
@@ -292,7 +293,12 @@ def _first_not_finite(state: DescentState, metrics: dict[str, jax.Array]) -> jax
 def _drive(setup, carry, data, steps, saver, progress, callback, chunk) -> SearchResult:
     """Chunks of steps until all are done, with what the host does in between."""
     done, count, stopped = int(carry.state.step), chunk or 1, ""
-    with _progress_bar(progress, steps) as show, _held_interrupts() as interrupted:
+    text = "outer {task.fields[value]:.4g}  lower {task.fields[lower]:.4g}"
+    shown = "value", "lower"
+    with (
+        progress_bar(progress, "search", steps, text, shown) as show,
+        _held_interrupts() as interrupted,
+    ):
         while done < steps:
             began = time.perf_counter()
             carry = jax.block_until_ready(_advance(setup, carry, data, min(count, steps - done)))
@@ -302,7 +308,7 @@ def _drive(setup, carry, data, steps, saver, progress, callback, chunk) -> Searc
             saver.save(carry, last=bool(trouble) or done == steps)
             if trouble:
                 raise NonFiniteError(done, _QUANTITIES[trouble - 1], _result(carry, "not finite"))
-            show(carry, done)
+            show(done, lambda: {k: float(carry.history[k][done - 1]) for k in shown})  # noqa: B023
             if interrupted():
                 stopped = f"interrupted after step {done}"
             elif callback is not None and callback(_result(carry, "")):
@@ -394,33 +400,6 @@ def _held_interrupts() -> Iterator[Callable[[], bool]]:
         yield lambda: bool(seen)
     finally:
         signal.signal(signal.SIGINT, usual)
-
-
-@contextmanager
-def _progress_bar(progress: bool | None, steps: int) -> Iterator[Callable[[_Carry, int], None]]:
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-    )
-
-    console = Console(stderr=True)
-    if not (console.is_terminal if progress is None else progress):
-        yield lambda carry, done: None
-        return
-    text = TextColumn("outer {task.fields[value]:.4g}  lower {task.fields[lower]:.4g}")
-    columns = (TextColumn("search"), BarColumn(), MofNCompleteColumn(), text, TimeRemainingColumn())
-    with Progress(*columns, console=console) as bar:
-        task = bar.add_task("search", total=steps, value=float("nan"), lower=float("nan"))
-
-        def show(carry, done):
-            value, lower = (float(carry.history[k][done - 1]) for k in ("value", "lower"))
-            bar.update(task, completed=done, value=value, lower=lower)
-
-        yield show
 
 
 # ----------------------------------------------------------------------------- validation

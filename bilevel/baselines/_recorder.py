@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypedDict
 import jax
 import numpy as np
 
+from bilevel._progress import progress_bar
 from bilevel.baselines import _journal
 from bilevel.baselines.trace import Trace
 from bilevel.protocols import Evaluation, Selection, Shared
@@ -96,9 +97,10 @@ class Recorder:
             "options": self.options,
             "configs": _journal.digest(self.configs),
         }
+        label, text = self.method.replace("_", " "), "validation error {task.fields[valid]:.4g}"
         with (
             _journal.opened(self._path, self._resume, header) as self._journal,
-            _progress_bar(self._progress, self.method, calls) as self._show,
+            progress_bar(self._progress, label, calls, text, ["valid"]) as self._show,
         ):
             try:
                 yield
@@ -200,7 +202,7 @@ class Recorder:
         self._rows.append(row)
         if row.incumbent >= 0:
             self._rows[-1] = row._replace(test=self._test(row.incumbent))
-        self._show(len(self._rows), row.valid)
+        self._show(len(self._rows), lambda: {"valid": row.valid})
 
     def _test(self, index: int) -> float:
         if index in self._tests or not self._oracle:
@@ -215,28 +217,3 @@ class Recorder:
     def _evaluation(self, key: jax.Array, index: int, resource: int) -> Evaluation:
         result = self._evaluate(key, self.configs[index], resource)
         return Evaluation(*map(float, result if isinstance(result, tuple) else (result,)))
-
-
-@contextmanager
-def _progress_bar(
-    progress: bool | None, method: str, calls: int
-) -> Iterator[Callable[[int, float], None]]:
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-    )
-
-    console = Console(stderr=True)
-    if not (console.is_terminal if progress is None else progress):
-        yield lambda done, valid: None
-        return
-    text = TextColumn("validation error {task.fields[valid]:.4g}")
-    label = TextColumn(method.replace("_", " "))
-    columns = (label, BarColumn(), MofNCompleteColumn(), text, TimeRemainingColumn())
-    with Progress(*columns, console=console) as bar:
-        task = bar.add_task(method, total=calls, valid=math.nan)
-        yield lambda done, valid: bar.update(task, completed=done, valid=valid)

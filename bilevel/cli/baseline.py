@@ -17,6 +17,7 @@ from bilevel import baselines
 from bilevel import data as datasets
 from bilevel.baselines import Trace
 from bilevel.cli import report
+from bilevel.cli.rows import Part, draw_rows
 from bilevel.protocols import Selection
 from bilevel.spaces import features
 
@@ -126,26 +127,17 @@ def _size(config: Baseline, field: str, digits: int, images: int, texts: int) ->
     return given or {"digits": digits, "imdb": texts}.get(config.data, images)
 
 
-def _parts(config: Baseline, key: jax.Array) -> list[tuple[np.ndarray, np.ndarray]]:
+def _parts(config: Baseline, key: jax.Array) -> list[Part]:
     """Training, validation and test rows with their labels."""
     train = _size(config, "train", 700, 2000, 2000)
     valid = _size(config, "valid", 500, 1000, 1000)
     test = _size(config, "test", 2000, 1000, 1000)
-    if config.data != "digits":
+    if config.data == "digits":
+        data = datasets.load("digits")
+    else:
         wanted = 10_000 * -(-(train + valid) // 10_000) if config.data == "cifar10" else None
         data = datasets.load(config.data, train_size=wanted, test_size=test)
-        rows = datasets.split(key, data.y_train, (train, valid))
-        drawn = [(data.x_train[r], data.y_train[r]) for r in rows]
-        return [*drawn, (data.x_test, data.y_test)]
-    # Digits has no test set of its own: whatever rows are not used are the test rows.
-    data = datasets.load("digits")
-    x = np.concatenate([data.x_train, data.x_test])
-    y = np.concatenate([data.y_train, data.y_test])
-    rest = len(x) - train - valid
-    if rest < 1:
-        raise ValueError(f"valid: expected {train} + {valid} rows to leave some of {len(x)}.")
-    rows = datasets.split(key, y, (train, valid, min(test, rest)))
-    return [(x[r], y[r]) for r in rows]
+    return draw_rows(config.data, data, key, train, valid, test)
 
 
 def _problem(
@@ -165,20 +157,14 @@ def _problem(
 
 
 def _summary(trace: Trace) -> dict[str, Any]:
-    if len(trace.calls) == 0:  # one configuration: nothing to choose
-        unknown = {"calls": 0, "seconds": 0.0, "valid": None, "test": None}
-        return {
-            "found": features.describe(trace.configs[trace.best]),
-            "best": trace.best,
-            **unknown,
-        }
+    calls = len(trace.calls)  # none for one configuration: nothing to choose
     return {
         "found": features.describe(trace.configs[trace.best]),
         "best": int(trace.best),
-        "calls": int(trace.calls[-1]),
-        "seconds": float(trace.seconds[-1]),
-        "valid": float(trace.valid[-1]),
-        "test": float(trace.test[-1]),
+        "calls": calls,
+        "seconds": float(trace.seconds[-1]) if calls else 0.0,
+        "valid": float(trace.valid[-1]) if calls else None,
+        "test": float(trace.test[-1]) if calls else None,
     }
 
 

@@ -20,6 +20,7 @@ import bilevel
 from bilevel import data as datasets
 from bilevel.cli import report
 from bilevel.cli.kernels import ENTRY_ERROR, min_eigenvalue
+from bilevel.cli.rows import draw_rows
 from bilevel.problem import side_by_side
 from bilevel.protocols import LowerSolver
 from bilevel.spaces.activations import (
@@ -145,7 +146,9 @@ def _task(config: Search) -> _Task:
     parts, weights = [], []
     for key in jax.random.split(jax.random.key(config.seed), config.seeds):
         split_key, weight_key = jax.random.split(key)
-        train, valid, test = _split(config, data, split_key)
+        train, valid, test = draw_rows(
+            config.data, data, split_key, config.train, config.valid, config.test
+        )
         xs = unit_inputs(train[0], valid[0], test[0])
         ys = [sign_labels(y, classes) for _, y in (train, valid, test)]
         parts.append(tuple(zip(xs, ys, strict=True)))
@@ -160,18 +163,6 @@ def _task(config: Search) -> _Task:
         damping = 1e-2 * curvatures.max()
         solver = bilevel.implicit(solver, bilevel.cg(steps=config.inner_steps, damping=damping))
     return _Task(space, solver, w0, curvatures, train, valid, test)
-
-
-def _split(config: Search, data: datasets.Dataset, key: jax.Array):
-    if config.data == "digits":
-        # Digits has no test set of its own: whatever rows are not used are the test rows.
-        x = np.concatenate([data.x_train, data.x_test])
-        y = np.concatenate([data.y_train, data.y_test])
-        sizes = (config.train, config.valid, min(config.test, len(x) - config.train - config.valid))
-        return [(x[rows], y[rows]) for rows in datasets.split(key, y, sizes)]
-    rows = datasets.split(key, data.y_train, (config.train, config.valid))
-    drawn = [(data.x_train[r], data.y_train[r]) for r in rows]
-    return [*drawn, (data.x_test, data.y_test)]
 
 
 def _geometry(config: Search) -> optax.GradientTransformation:

@@ -249,10 +249,10 @@ def text_selection(train: Part, valid: Part, test: Part, *, cost: float = 1.0) -
     >>> problem.evaluate(jax.random.key(0), config, 1024)
     Evaluation(valid=0.0, test=0.0)
     """
-    # As objects: numpy would pad all texts to the length of the longest.
-    parts = ((np.asarray(texts, object), labels) for texts, labels in (train, valid, test))
     from sklearn.svm import LinearSVC  # a slow import
 
+    # As objects: numpy would pad all texts to the length of the longest.
+    parts = ((np.asarray(texts, object), labels) for texts, labels in (train, valid, test))
     texts, labels, sizes = _stacked(*parts)
     if not 0 < cost < math.inf:
         raise ValueError(f"cost: expected a positive number, got {cost}.")
@@ -292,11 +292,7 @@ def text_selection(train: Part, valid: Part, test: Part, *, cost: float = 1.0) -
 
 
 def _apart(counts: Any) -> Any:
-    """The same counts in other bins: a naive-Bayes weight has the sign of the class in it.
-
-    Its features ask for weights w > 0 where those of other weights ask for the sign of the class:
-    in the same bins, weights that both share could serve neither. The map is one-to-one.
-    """
+    """The same counts in other bins, one-to-one; :func:`text_selection` says why."""
     bins = ((counts.indices.astype(np.int64) * 15_839 + 104_729) % text.BINS).astype(np.int32)
     return scipy_sparse.csr_array((counts.data, bins, counts.indptr), shape=counts.shape)
 

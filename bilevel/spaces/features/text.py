@@ -70,9 +70,9 @@ class TextConfig(NamedTuple):
     preprocess: str = "none"
 
     @property
-    def hashing(self) -> tuple[str, bool, bool, int]:
-        """The part that :func:`hashed_counts` depends on: the key of a cache of its results."""
-        return self.tokenizer, self.stop_words, self.lowercase, self.order
+    def hashing(self) -> tuple:
+        """The fields of ``HASHING``: the key of a cache of :func:`hashed_counts`."""
+        return tuple(getattr(self, name) for name in HASHING)
 
 
 class TextStatistics(NamedTuple):

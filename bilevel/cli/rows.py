@@ -1,0 +1,28 @@
+"""Training, validation and test rows of a dataset, drawn at random."""
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from bilevel import data as datasets
+
+Part = tuple[Any, Any]  # rows and their labels
+
+
+def draw_rows(
+    name: str, data: datasets.Dataset, key: jax.Array, train: int, valid: int, test: int
+) -> list[Part]:
+    """``train`` and ``valid`` rows of the training set, and the test set.
+
+    Digits has no test set of its own: whatever rows are not used are, at most ``test`` of them.
+    """
+    if name != "digits":
+        rows = datasets.split(key, data.y_train, (train, valid))
+        return [*((data.x_train[r], data.y_train[r]) for r in rows), (data.x_test, data.y_test)]
+    x = np.concatenate([data.x_train, data.x_test])
+    y = np.concatenate([data.y_train, data.y_test])
+    rest = len(x) - train - valid
+    if rest < 1:
+        raise ValueError(f"valid: expected {train} + {valid} rows to leave some of {len(x)}.")
+    return [(x[r], y[r]) for r in datasets.split(key, y, (train, valid, min(test, rest)))]

@@ -134,20 +134,18 @@ def test_the_best_radius_is_taken():
     assert_close(bound.terms["epsilon"], radii[np.argmin(values)], f32=1e-6)
 
 
-@pytest.mark.parametrize("lipschitz", [None, 0.4])
-def test_sample_size_is_the_fewest_rows_that_do(lipschitz):
-    """Truth: the bound with that many rows, and with one less."""
-    entropy, epsilon = math.log(256), 0.0
-    if lipschitz:  # the largest of the radii is beyond the gap
-        entropy, epsilon = np.array([9.0, 6.0, 5.0]), np.array([0.01, 0.02, 0.1])
-    options = {"delta": 0.01, "B": 2.0, "epsilon": epsilon, "lipschitz": lipschitz}
-    rows = sample_size(0.07, entropy, **options)
-    at, below = (khodak_theorem_a2(entropy, n, **options).value for n in (rows, rows - 1))
-    slack = tolerance(0, 1e-6)
-    assert below > 0.07 - slack
-    assert at <= 0.07 + slack
-    with pytest.raises(ValueError, match=r"gap: expected more than 2 L epsilon .* got 0.1"):
-        sample_size(0.1, 5.0, epsilon=0.2, lipschitz=0.4)
+def test_sample_size_solves_theorem_a2_for_the_rows():
+    """Truth: (B (sqrt(log(1/delta)) + sqrt(Lambda + log(1/delta))) / (gap - 2 L epsilon))^2 / 2,
+    the least of three radii, of which the last is beyond the gap.
+    """
+    entropy, epsilon = np.array([9.0, 6.0, 5.0]), np.array([0.01, 0.02, 0.1])
+    options = {"delta": 0.01, "B": 2.0, "epsilon": epsilon, "lipschitz": 0.4}
+    rows = sample_size(0.07, jax.jit(lambda n: khodak_theorem_a2(entropy, n, **options)))
+    roots = math.sqrt(math.log(100)) + np.sqrt(entropy + math.log(100))
+    exact = (2 * roots / np.maximum(0.07 - 0.8 * epsilon, 1e-9)) ** 2 / 2
+    assert abs(rows - math.ceil(exact.min())) <= tolerance(0, 1e-5) * rows
+    with pytest.raises(ValueError, match=r"gap: expected .* rows reach, got 0.07"):
+        sample_size(0.07, lambda n: khodak_theorem_a2(5.0, n, epsilon=0.1, lipschitz=0.4))
 
 
 def test_a_bound_is_differentiable_and_compiles():
@@ -221,7 +219,6 @@ def test_corollary_a4_adds_the_deviation_of_the_training_risk():
             lambda: khodak_theorem_a2([1.0, 2.0], 9, epsilon=[0.0] * 3),
             r"epsilon: expected a shape that broadcasts with \(2,\), entropy's, got \(3,\)",
         ),
-        (lambda: sample_size(0.1, math.inf), "gap: expected .* at a finite entropy"),
         (lambda: khodak_theorem_a2(1.0, 10, lipschitz=math.inf), "lipschitz: expected a positive"),
         (lambda: khodak_corollary_a1(-1.0, 10, C=1.0), "w_norm: expected"),
         (lambda: khodak_corollary_a2(1.0, 10, 10, 0, C=1.0), "configurations: expected"),
@@ -229,7 +226,7 @@ def test_corollary_a4_adds_the_deviation_of_the_training_risk():
         (lambda: khodak_corollary_a4(1.0, 10, 10, delta=0.3), r"delta: .* in \(0, 1/4\)"),
         (lambda: version_entropy(jnp.zeros(0)), "log_covering_numbers: expected"),
         (lambda: version_entropy(jnp.array(1.0)), "one per configuration, got a scalar"),
-        (lambda: sample_size(0.0, 1.0), "gap: expected a positive number"),
+        (lambda: sample_size(0.0, lambda n: khodak_theorem_a2(1.0, n)), "gap: expected a positive"),
     ],
 )
 def test_bad_input_is_named(call, message):

@@ -1,13 +1,34 @@
 """Generalization bounds of architecture search with a train-validation split.
 
 Every bound is a :class:`Bound`: a value with its terms, assumptions and open constants. Those of
-eigenvalues of tangent kernels are in :mod:`ntk.bounds`.
+eigenvalues of tangent kernels are in :mod:`ntk.bounds`. :func:`sample_size` inverts any of them:
+how many validation rows does a gap ask for?
 
 ==============================  ==================================================================
+``bilevel.bounds.convergence``  proved, with every constant: risk and hypergradient, for all alpha
+``bilevel.bounds.covering``     covering numbers of sets of alphas, effective dimension
+``bilevel.bounds.feature_maps`` Lipschitz constants of predictors in their feature map
+``bilevel.bounds.oymak``        the theorems of Oymak et al. 2021, corrected or as printed
+``.. .oymak_kernels``           two of them, on the risk by y'K^-1 y
 ``bilevel.bounds.khodak``       excess risk after selection on validation data, Khodak et al. 2020
 ==============================  ==================================================================
 """
 
+from bilevel.bounds._sample_size import sample_size
+from bilevel.bounds.convergence import (
+    hypergradient_convergence,
+    selection_risk,
+    uniform_convergence,
+)
+from bilevel.bounds.covering import (
+    Covering,
+    ball_covering,
+    effective_dimension,
+    finite_covering,
+    simplex_covering,
+    sparse_covering,
+)
+from bilevel.bounds.feature_maps import FeatureMapLipschitz, feature_map_lipschitz
 from bilevel.bounds.khodak import (
     khodak_corollary_a1,
     khodak_corollary_a2,
@@ -16,13 +37,37 @@ from bilevel.bounds.khodak import (
     khodak_theorem_3_1_as_printed,
     khodak_theorem_a2,
     khodak_theorem_a2_as_printed,
-    sample_size,
     version_entropy,
+)
+from bilevel.bounds.oymak import (
+    OymakTheorem1,
+    OymakTheorem4,
+    oymak_h_bar,
+    oymak_lemma1,
+    oymak_lemma2,
+    oymak_lemma2_as_printed,
+    oymak_proposition1,
+    oymak_theorem1,
+    oymak_theorem4_as_printed,
+)
+from bilevel.bounds.oymak_kernels import (
+    oymak_theorem2,
+    oymak_theorem2_as_printed,
+    oymak_theorem3,
 )
 from ntk.bounds import Bound
 
 __all__ = [
     "Bound",
+    "Covering",
+    "FeatureMapLipschitz",
+    "OymakTheorem1",
+    "OymakTheorem4",
+    "ball_covering",
+    "effective_dimension",
+    "feature_map_lipschitz",
+    "finite_covering",
+    "hypergradient_convergence",
     "khodak_corollary_a1",
     "khodak_corollary_a2",
     "khodak_corollary_a3",
@@ -30,6 +75,20 @@ __all__ = [
     "khodak_theorem_3_1_as_printed",
     "khodak_theorem_a2",
     "khodak_theorem_a2_as_printed",
+    "oymak_h_bar",
+    "oymak_lemma1",
+    "oymak_lemma2",
+    "oymak_lemma2_as_printed",
+    "oymak_proposition1",
+    "oymak_theorem1",
+    "oymak_theorem2",
+    "oymak_theorem2_as_printed",
+    "oymak_theorem3",
+    "oymak_theorem4_as_printed",
     "sample_size",
+    "selection_risk",
+    "simplex_covering",
+    "sparse_covering",
+    "uniform_convergence",
     "version_entropy",
 ]

@@ -34,6 +34,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from bilevel.bounds._checks import nonnegative
 from ntk.bounds import Bound
 from ntk.bounds.bound import holds, positive
 
@@ -75,7 +76,7 @@ def version_entropy(log_covering_numbers: jax.Array) -> jax.Array:
 
     Reference: Khodak et al. 2020, Definition 3.1 (A.2).
     """
-    logs = _nonnegative("log_covering_numbers", log_covering_numbers)
+    logs = nonnegative("log_covering_numbers", log_covering_numbers)
     if logs.ndim == 0:
         raise ValueError("log_covering_numbers: expected one per configuration, got a scalar.")
     return jax.nn.logsumexp(logs, axis=-1)
@@ -217,53 +218,6 @@ def khodak_theorem_3_1_as_printed(
     """
     bound = _theorem(entropy, n_valid, delta, B, epsilon, excess, 3.0, (0.0, 1.5 * 2**0.5))
     return _as_printed(bound)
-
-
-def sample_size(
-    gap: float,
-    entropy: Any,
-    *,
-    delta: float = 0.05,
-    B: float = 1.0,
-    epsilon: Any = 0.0,
-    lipschitz: float | None = None,
-) -> int:
-    """The fewest validation rows for which :func:`khodak_theorem_a2` is at most ``gap + epsilon*``.
-
-        |V| = inf_epsilon (B (sqrt(log(1/delta)) + sqrt(Lambda(epsilon) + log(1/delta)))
-                           / (gap - 2 L epsilon))^2 / 2,    rounded up
-
-    Parameters
-    ----------
-    gap : float
-        What selection on V may cost; above ``2 L epsilon`` for one of the radii at least.
-    entropy, delta, B, epsilon, lipschitz : as in :func:`khodak_theorem_a2`, not traced.
-
-    Returns
-    -------
-    int
-
-    Raises
-    ------
-    ValueError
-        For a gap that no number of rows reaches, or a number out of range.
-
-    Examples
-    --------
-    >>> sample_size(0.1, math.log(256))
-    1083
-    """
-    positive("gap", gap)
-    _check_range(delta, B)
-    slope = _slope(lipschitz, epsilon)
-    entropy, epsilon = (np.asarray(x, float) for x in _radii(entropy, epsilon))
-    confidence = math.log(1 / delta)
-    roots = math.sqrt(confidence) + np.sqrt(entropy + confidence)
-    with np.errstate(divide="ignore"):
-        rows = (B * roots / np.maximum(gap - slope * epsilon, 0)) ** 2 / 2
-    if not np.isfinite(rows).any():
-        raise ValueError(f"gap: expected more than 2 L epsilon at a finite entropy, got {gap}.")
-    return math.ceil(rows.min())
 
 
 def khodak_corollary_a1(w_norm: Any, n_train: Any, *, delta: float = 0.05, C: float) -> Bound:
@@ -447,7 +401,7 @@ def _theorem(entropy, n_valid, delta, B, epsilon, excess, slope, factors) -> Bou
     """The common form: factors of ``B sqrt(log(1/delta) / |V|)``, and with Lambda in the log."""
     _check_range(delta, B)
     positive("n_valid", n_valid)
-    excess = _nonnegative("excess", excess)
+    excess = nonnegative("excess", excess)
     entropy, epsilon = _radii(entropy, epsilon)
     confidence, scale = math.log(1 / delta), B / jnp.sqrt(n_valid)
     spread = factors[1] * scale * jnp.sqrt(entropy + confidence)
@@ -506,7 +460,7 @@ def _norm_rate(w_norm, n_train, delta):
     """``sqrt(|w*|^2 + 1)`` and ``sqrt(log(1/delta) / |T|)``."""
     _check_range(delta)
     positive("n_train", n_train)
-    w_norm = _nonnegative("w_norm", w_norm)
+    w_norm = nonnegative("w_norm", w_norm)
     return jnp.sqrt(w_norm**2 + 1), jnp.sqrt(math.log(1 / delta) / n_train)
 
 
@@ -525,7 +479,7 @@ def _check_range(delta: float, B: float = 1.0, events: int = 3) -> None:
 
 def _radii(entropy: Any, epsilon: Any) -> tuple[jax.Array, jax.Array]:
     """Both as vectors of one length."""
-    entropy, epsilon = _nonnegative("entropy", entropy), _nonnegative("epsilon", epsilon)
+    entropy, epsilon = nonnegative("entropy", entropy), nonnegative("epsilon", epsilon)
     try:
         entropy, epsilon = jnp.broadcast_arrays(entropy, epsilon)
     except ValueError:
@@ -534,11 +488,3 @@ def _radii(entropy: Any, epsilon: Any) -> tuple[jax.Array, jax.Array]:
             f"got {epsilon.shape}."
         ) from None
     return entropy.ravel(), epsilon.ravel()
-
-
-def _nonnegative(name: str, x: Any) -> jax.Array:
-    traced = isinstance(x, jax.core.Tracer)
-    x = x if traced else np.asarray(x)  # a JAX array would be traced inside jit
-    if x.size == 0 or not (traced or np.all(x >= 0)):
-        raise ValueError(f"{name}: expected numbers of at least 0, got {x}.")
-    return jnp.asarray(x) * 1.0

@@ -1,0 +1,48 @@
+"""What the bounds share: checks of their arguments, and the sum of terms that most are."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ntk.bounds import Bound
+from ntk.bounds.bound import positive
+
+UNIT_LOSS = ("the loss is in [0, 1], else C is larger", None)
+
+
+def nonnegative(name: str, x: Any) -> jax.Array:
+    """``x`` as an array of floating-point numbers, none negative (or NaN) unless traced."""
+    traced = isinstance(x, jax.core.Tracer)
+    x = x if traced else np.asarray(x)  # a JAX array would be traced inside jit
+    if x.size == 0 or not (traced or np.all(x >= 0)):
+        raise ValueError(f"{name}: expected numbers of at least 0, got {x}.")
+    return jnp.asarray(x) * 1.0
+
+
+def confidence(name: str, tau: float, events: int) -> float:
+    """``1 - events exp(-tau)``, for a ``tau`` that makes it positive."""
+    if not math.log(events) < tau < math.inf:
+        raise ValueError(f"{name}: expected a number above log({events}), got {tau}.")
+    return 1 - events * math.exp(-tau)
+
+
+def positives(**numbers: Any) -> None:
+    """Raise unless each is positive and finite, or traced."""
+    for name, number in numbers.items():
+        positive(name, number)
+
+
+def end_to_end(
+    terms: dict[str, jax.Array],
+    delta: Any,
+    *,
+    claim: str = "L(f_selected) <= value",
+    **details: Any,
+) -> Bound:
+    """Of the risk after selection: the sum of the terms and delta."""
+    terms = terms | {"delta": nonnegative("delta", delta)}
+    value = sum(terms.values(), jnp.zeros(()))
+    return Bound(claim, value, terms, vacuous=~(value < 1), **details)

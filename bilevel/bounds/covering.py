@@ -1,0 +1,269 @@
+"""Covering numbers of sets of architectures, and the effective dimension they define.
+
+N(eps) is the number of balls of radius eps, with centres in Delta, that cover the set Delta of
+alphas. A *covering* here is a function ``radii [...] -> log N [...]`` (an upper bound of it is as
+good): what :mod:`bilevel.bounds.convergence` takes. The effective dimension h_eff of Oymak et al.
+is the exponent of the growth
+
+    N(eps) <= (C_bar / eps)^h_eff,    0 < eps <= C_bar.
+
+==========================  =======================  ==========================================
+set                         log N(eps) at most       how
+==========================  =======================  ==========================================
+in a ball, dimension d      d log(1 + 2 R / eps)     volume of disjoint balls of radius eps / 2
+simplex, h vertices         log C(h + k - 1, k)      points whose coordinates are multiples of
+                                                     1 / k
+s-sparse, in a ball         log C(h, s) + that of    one ball for each support
+                            a ball with d = s
+finite                      log of a count           farthest points first
+==========================  =======================  ==========================================
+
+Reference: Oymak et al. (2021), Definition 1.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bilevel.bounds._checks import nonnegative
+from ntk.bounds.bound import positive
+
+Covering = Callable[[jax.Array], jax.Array]
+"""Radii [...] to (upper bounds of) the logarithms of covering numbers [...]."""
+
+
+def effective_dimension(log_covering_numbers: Any, radii: Any, *, C_bar: float) -> jax.Array:
+    """Smallest h_eff with ``N(eps) <= (C_bar / eps)^h_eff`` at all the given radii.
+
+        h_eff = max_eps log N(eps) / log(C_bar / eps)
+
+    Parameters
+    ----------
+    log_covering_numbers : array [m]
+        log N at the radii.
+    radii : array [m]
+        In (0, C_bar].
+    C_bar : float
+        h_eff depends on it: for a ball it is at most the dimension with C_bar = 3 R.
+
+    Returns
+    -------
+    scalar array
+        Infinite where N(C_bar) > 1.
+
+    Raises
+    ------
+    ValueError
+        For a radius out of range, a negative logarithm, or shapes that differ.
+
+    Examples
+    --------
+    >>> radii = jnp.array([0.01, 0.1, 1.0])
+    >>> effective_dimension(ball_covering(9, 1.0)(radii), radii, C_bar=3.0).round(2)
+    Array(8.37, dtype=float...)
+
+    Notes
+    -----
+    The paper asks for the inequality at *all* eps > 0. It has no solution then: N >= 1, and the
+    right side is below 1 for eps > C_bar. Here eps <= C_bar.
+
+    Reference: Oymak et al. 2021, Definition 1.
+    """
+    positive("C_bar", C_bar)
+    logs, radii = nonnegative("log_covering_numbers", log_covering_numbers), _radii(radii)
+    if logs.shape != radii.shape:
+        raise ValueError(f"radii: expected shape {logs.shape} as the logs, got {radii.shape}.")
+    if not isinstance(radii, jax.core.Tracer) and np.any(np.asarray(radii) > C_bar):
+        raise ValueError(f"radii: expected numbers of at most C_bar = {C_bar}, got {radii.max()}.")
+    scale = jnp.log(C_bar / radii)
+    return jnp.max(jnp.where(logs > 0, logs / scale, 0.0))
+
+
+def ball_covering(dim: int, R: float) -> Covering:
+    """Of a convex set in a Euclidean ball: ``dim log(1 + 2 R / eps)``, and 0 for ``eps >= R``.
+
+    Proof. Take points of the set at distances above eps for as long as there are any: they cover
+    it. Balls of radius eps / 2 around them are disjoint, and lie in the ball of radius R + eps / 2
+    (of the affine hull): N <= ((R + eps / 2) / (eps / 2))^dim. From eps = R on, the centre of the
+    smallest ball around the set, which lies in the set because that is convex, covers all.
+
+    Parameters
+    ----------
+    dim : int
+        Of the affine hull of the set: h - 1 for the simplex, and less for few free parameters.
+    R : float
+        Radius of a ball with the set in it: sqrt(h) / 2 for the box [0, 1]^h.
+
+    Returns
+    -------
+    Covering
+
+    Raises
+    ------
+    ValueError
+        If dim or R is not positive.
+
+    Examples
+    --------
+    >>> ball_covering(2, 1.0)(jnp.array([0.1, 0.5, 1.0])).round(3)
+    Array([6.089, 3.219, 0. ], dtype=float...)
+    """
+    positive("dim", dim)
+    positive("R", R)
+
+    def covering(radii: jax.Array) -> jax.Array:
+        radii = _radii(radii)
+        return jnp.where(radii < R, dim * jnp.log1p(2 * R / radii), 0.0)
+
+    return covering
+
+
+def simplex_covering(h: int, *, copies: int = 1) -> Covering:
+    """Of the probability simplex with h vertices, or of a product of such: few points of a grid.
+
+        log N(eps) <= log C(h + k - 1, k),    k = ceil(min(sqrt(h) / (2 eps), (1 - 1/h) / eps^2))
+
+    The centres are the points whose coordinates are multiples of 1 / k. Proof that one of them is
+    within ``sqrt(h) / (2 k)`` of every alpha: k alpha has fractional parts p_i whose sum is an
+    integer m; round m random coordinates up, coordinate i with probability p_i (systematic
+    sampling does this). The squared error has mean ``sum p_i (1 - p_i) / k^2 <= h / (4 k^2)``, so
+    some outcome has at most that. Proof for ``sqrt((1 - 1/h) / k)`` (Maurey): the mean of k
+    vertices drawn from alpha has mean squared error ``(1 - |alpha|^2) / k``. From
+    eps = sqrt(1 - 1/h) on, the barycentre is enough. Much smaller than the ball's count: about
+    (1.4 / (sqrt(h) eps))^(h - 1) for small eps, against (2 / eps)^(h - 1).
+
+    Parameters
+    ----------
+    h : int
+        Vertices.
+    copies : int
+        For a product of simplices, one for each edge or layer: N(eps) is at most the number of
+        one simplex at ``eps / sqrt(copies)``, to the power of ``copies``.
+
+    Returns
+    -------
+    Covering
+
+    Raises
+    ------
+    ValueError
+        If h or copies is not a positive integer.
+
+    Examples
+    --------
+    >>> simplex_covering(9)(jnp.array([0.1, 0.5, 1.0]))
+    Array([13.1..., 5.1..., 0. ], dtype=float...)
+    """
+    for name, number in ("h", h), ("copies", copies):
+        if number < 1 or number != int(number):
+            raise ValueError(f"{name}: expected a positive integer, got {number}.")
+    spread = 1 - 1 / h
+
+    def covering(radii: jax.Array) -> jax.Array:
+        radii = _radii(radii) / math.sqrt(copies)
+        k = jnp.ceil(jnp.minimum(math.sqrt(h) / 2 / radii, spread / radii**2))
+        logs = jnp.log1p(k[..., None] / jnp.arange(1, h)).sum(-1)
+        return copies * jnp.where(radii**2 < spread, logs, 0.0)
+
+    return covering
+
+
+def sparse_covering(h: int, s: int, R: float) -> Covering:
+    """Of the vectors with at most s entries in a ball: ``log C(h, s) + s log(1 + 2 R / eps)``.
+
+    A ball of dimension s for each support. 0 for ``eps >= R``.
+
+    Parameters
+    ----------
+    h, s : int
+        Entries, and how many of them differ from 0.
+    R : float
+        Largest Euclidean norm.
+
+    Returns
+    -------
+    Covering
+
+    Raises
+    ------
+    ValueError
+        Unless 1 <= s <= h and R is positive.
+
+    Examples
+    --------
+    >>> sparse_covering(224, 2, 1.0)(jnp.array([0.1])).round(3)
+    Array([16.215], dtype=float...)
+    """
+    if not 1 <= s <= h:
+        raise ValueError(f"s: expected a number in [1, h = {h}], got {s}.")
+    ball, supports = ball_covering(s, R), math.log(math.comb(h, s))
+
+    def covering(radii: jax.Array) -> jax.Array:
+        logs = ball(radii)
+        return jnp.where(logs > 0, supports + logs, 0.0)
+
+    return covering
+
+
+def finite_covering(points: jax.Array) -> Covering:
+    """Of finitely many alphas: the farthest remaining point becomes a centre, until none is far.
+
+    At most the covering number at ``eps / 2``: the centres found are farther apart than eps.
+
+    Parameters
+    ----------
+    points : array [m, h]
+
+    Returns
+    -------
+    Covering
+
+    Raises
+    ------
+    ValueError
+        For an array that is not a matrix, empty or not finite.
+
+    Examples
+    --------
+    >>> points = jnp.array([[0.0], [0.1], [1.0], [1.1]])
+    >>> jnp.exp(finite_covering(points)(jnp.array([0.05, 0.5, 2.0]))).round(2)
+    Array([4., 2., 1.], dtype=float...)
+
+    Notes
+    -----
+    Time m^2 h once, memory m h; then m for each radius.
+
+    Reference: Gonzalez (1985), "Clustering to minimize the maximum intercluster distance".
+    """
+    if jnp.ndim(points) != 2 or jnp.size(points) == 0:
+        raise ValueError(f"points: expected shape [m, h], got {jnp.shape(points)}.")
+    if not isinstance(points, jax.core.Tracer) and not np.isfinite(points).all():
+        raise ValueError("points: expected finite entries, got NaN or infinity.")
+    points = jnp.asarray(points) * 1.0
+
+    def farthest(distances, _):
+        centre = points[jnp.argmax(distances)]
+        distances = jnp.minimum(distances, jnp.linalg.norm(points - centre, axis=1))
+        return distances, distances.max()
+
+    # needed[k]: the radius with which the first k + 1 centres cover all.
+    start = jnp.linalg.norm(points - points[0], axis=1)
+    _, later = jax.lax.scan(farthest, start, length=len(points) - 1)
+    needed = jnp.append(start.max(), later)
+
+    def covering(radii: jax.Array) -> jax.Array:
+        return jnp.log1p(jnp.sum(needed > _radii(radii)[..., None], axis=-1) * 1.0)
+
+    return covering
+
+
+def _radii(radii: Any) -> jax.Array:
+    traced = isinstance(radii, jax.core.Tracer)
+    radii = radii if traced else np.asarray(radii)
+    if radii.size == 0 or not (traced or np.all(radii > 0)):
+        raise ValueError(f"radii: expected positive numbers, got {radii}.")
+    return jnp.asarray(radii) * 1.0

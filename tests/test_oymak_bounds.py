@@ -121,6 +121,30 @@ def test_risk_and_selection_are_within_the_bounds_in_all_draws():
     assert 0.15 < ratios[1] < ratios[0] < 0.6, ratios
 
 
+def test_the_variance_of_the_loss_makes_the_bound_tighter_and_keeps_it_true():
+    """Truth: exact risks of |y - alpha.x|, exact variances; Bernstein's formula over eps in numpy.
+
+    Zero variance leaves the term in 1 / n_V, no variance known Hoeffding's.
+    """
+    x, y, alphas, shares = linear_family(1600, draws=1000)
+    losses = np.abs(y - alphas @ x.T)
+    gaps = np.abs((shares - 1 / 40) @ losses.T).max(1)
+    variance = losses.var(axis=1).max()
+
+    @jax.jit
+    def bound(variance):
+        return uniform_convergence(1600, covering=DISK, L=1.0, b=2.0, variance=variance).value
+
+    eps = np.geomspace(1e-6, 1, 20001)
+    share = (2 * np.log1p(2 / eps) + 3) / 1600
+    expected = 2 * eps + np.sqrt(2 * variance * share) + 2 * share / 3
+    assert_close(bound(variance), expected.min(), f64=1e-6, f32=1e-5)
+    assert_close(bound(0.0), (2 * eps + 2 * share / 3).min(), f64=1e-6, f32=1e-5)
+    assert gaps.max() < bound(variance) < 0.8 * bound(1.0)
+    hoeffding = select(1600.0, 1.0, 1.0, 2.0, 0.0, covering=DISK).terms["gap"]
+    assert_close(bound(1.0), hoeffding, f32=1e-5)  # b^2 / 4, the most there can be
+
+
 def test_feature_map_selection_is_within_the_bound_with_the_proved_constant():
     """Truth: exact risks min(|y - f|, 1) of ridge regressions, 40 equally likely rows, 2 maps."""
     x, y, _, shares = linear_family(2000, draws=1000)

@@ -11,6 +11,7 @@ import pytest
 import bilevel
 from bilevel.cli import main, report
 from bilevel.cli.kernels import min_eigenvalue
+from bilevel.cli.search import _argmax_sentence
 
 SMALL = (
     *("--activations", "relu", "tanh", "--steps", "3", "--inner-steps", "5", "--width", "16"),
@@ -39,6 +40,10 @@ def test_search_ends_in_a_table_and_a_run_directory(tmp_path, capsys):
     # The table's search row is the network retrained at this alpha, better than chance on digits.
     assert np.mean(result["scores"]["search"]["test error"]) < 0.8
     assert "λ_min ≥" in printed
+    argmax = result["argmax"]
+    assert argmax["choice"] == [result["names"][i] for i in alpha.argmax(1)]
+    assert argmax["condition 6"] == [1, 1]  # of two activations, always
+    assert "argmax: the best activation at the shared weights in" in printed
     for scores in result["scores"].values():
         value, bound = scores["min eigenvalue"], scores["certified min eigenvalue"]
         assert len(value) == 2
@@ -48,6 +53,28 @@ def test_search_ends_in_a_table_and_a_run_directory(tmp_path, capsys):
     assert arrays["history_alpha"].shape == (3, 2, 2)
     assert arrays["w"].shape == (2, 16, 64)
     assert (tmp_path / "run" / "search.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    ("trust", "verdict"),
+    [
+        (1, "argmax tanh: to be trusted, it is best at the shared weights (squared"),
+        (0, "argmax tanh: undecided whether it is best at the shared weights (squared"),
+        (-1, "argmax tanh: not to be trusted, relu is best at the shared weights (squared"),
+    ],
+)
+def test_the_verdict_on_the_argmax_is_one_sentence(trust, verdict):
+    found = {
+        "choice": ["tanh"],
+        "lowest loss": ["tanh" if trust == 1 else "relu"],
+        "trust": [trust],
+        "condition 6": [-1],
+        "stationarity, of the loss": [0.028],
+        "test rows": 1197,
+    }
+    assert _argmax_sentence(found).startswith(verdict)
+    end = " loss, 95 %, 1197 test rows); Condition 6 fails, α stationary to 2.8 % of its loss"
+    assert _argmax_sentence(found).endswith(end)
 
 
 @pytest.mark.parametrize(

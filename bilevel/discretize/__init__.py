@@ -1,0 +1,58 @@
+"""From a mixture to one choice: argmax, rankings, and when the argmax is the best choice.
+
+A search ends in alpha on the simplex and shared weights W*. Taking the choice of largest alpha_i
+is right if it minimises the loss of the single choices at W*, and Roberts et al. say when it does.
+With ``f_alpha = sum_i alpha_i f_i`` and half the squared error as loss, for every alpha,
+
+    L_i = L_alpha + (1 - alpha_i)^2 D_i + s_i,
+    D_i = 1/2 E |f_i - sum_k gamma^(i)_k f_k|^2,    gamma^(i) = alpha_{-i} / (1 - alpha_i),
+    s_i = <grad L(alpha), e_i - alpha>,             sum_i alpha_i s_i = 0.
+
+The paper assumes realizability, ``y = f_alpha``: then L_alpha and all s_i are 0. Less will do: that
+alpha minimises L over the simplex at W*, on its boundary too, which is ``s >= 0`` (and then
+``s_i = 0`` where alpha_i > 0). **Condition 6** is ``D_i >= D_j``; with ``L_i < L_j`` and
+``alpha_j > 0`` it gives ``alpha_j < alpha_i`` (Theorem 7). So the argmax is the best choice b if
+``D_b >= D_j`` for all j; and, where b is not known, the argmax a is best if ``D_j >= D_a`` for all
+j. Where alpha is no minimiser, what is left of that is
+
+    L_a <= min_j L_j + g / alpha_a,    g = max_i -s_i    (the Frank-Wolfe gap of alpha).
+
+Beyond the paper: under the same assumption no condition is needed. ``(1 - alpha_i)^2 D_i`` is
+``1/2 E |f_i - f_alpha|^2``, so for an interior minimiser the best choice is the one nearest to the
+mixture, and outputs without labels tell which that is.
+
+==========  ==========================================================================
+paper       here
+==========  ==========================================================================
+f_i(W*)     ``outputs[:, i]``, at the shared weights
+alpha       ``alpha`` [h], on the simplex
+gamma       :func:`factor_simplex`; one for each i, as in the proofs: Condition 6 leaves
+            it open, the last display of Theorem 7 has one for both
+L(f_i)      ``ConditionSix.L``
+D_i         ``ConditionSix.D``, the L(f_i, f_gamma) of Condition 6
+(none)      s: ``ConditionSix.slack``; g: ``ConditionSix.stationarity``
+==========  ==========================================================================
+
+Reference: Roberts, Liang & Sala, Understanding Neural Architecture Search by its Architecture
+Parameters: Theorems 1, 4, 7, Lemmas 2, 5, Conditions 3, 6.
+"""
+
+from bilevel.discretize.choices import argmax, rank_by_alpha, top_k
+from bilevel.discretize.conditions import ConditionSix, condition_six
+from bilevel.discretize.factors import factor_simplex, simplex_factors, simplex_from_factors
+from bilevel.discretize.rankings import Agreement, Ranking, rank_agreement, rank_by_shared_weights
+
+__all__ = [
+    "Agreement",
+    "ConditionSix",
+    "Ranking",
+    "argmax",
+    "condition_six",
+    "factor_simplex",
+    "rank_agreement",
+    "rank_by_alpha",
+    "rank_by_shared_weights",
+    "simplex_factors",
+    "simplex_from_factors",
+    "top_k",
+]

@@ -1,0 +1,39 @@
+"""Intervals of means and of their differences, from rows."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import scipy.stats
+
+
+def pairwise(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """``rows[..., i] - rows[..., j]``: means over the leading axis, and their standard errors.
+
+    From [n, ..., m], [..., m, m] each. Of the differences themselves: through covariances, equal
+    columns would differ by rounding.
+    """
+
+    def against(column):
+        gaps = column[..., None] - rows
+        return gaps.mean(axis=0), standard_error(gaps)
+
+    # One column at a time: n m^2 numbers at once would be too many.
+    means, errors = jax.lax.map(against, jnp.moveaxis(rows, -1, 0))
+    return jnp.moveaxis(means, 0, -2), jnp.moveaxis(errors, 0, -2)
+
+
+def standard_error(rows: jax.Array) -> jax.Array:
+    """Of the mean over the leading axis."""
+    return rows.std(axis=0, ddof=1) / math.sqrt(len(rows))
+
+
+def quantile(confidence: float, n: int, statements: int = 1) -> float:
+    """Student's t for two-sided intervals of a mean of n, all of them right at once."""
+    miss = (1 - confidence) / max(statements, 1)
+    return float(scipy.stats.t.ppf(1 - miss / 2, n - 1))
+
+
+def check_confidence(confidence: float) -> None:
+    if not 0 < confidence < 1:
+        raise ValueError(f"confidence: expected a number in (0, 1), got {confidence}.")

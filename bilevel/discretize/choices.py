@@ -1,0 +1,62 @@
+"""Discrete choices read off alpha; simplices are the last axis of a leaf."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from bilevel.protocols import Pytree
+
+
+def argmax(alpha: Pytree) -> Pytree:
+    """The index of the largest entry of every simplex (last axis); of equal ones the first.
+
+    Raises
+    ------
+    ValueError
+        For a leaf without entries or with NaN; in :func:`top_k` and :func:`rank_by_alpha` too.
+
+    Examples
+    --------
+    >>> argmax({"edge": jnp.array([[0.2, 0.8], [0.5, 0.5]])})
+    {'edge': Array([1, 0], dtype=int...)}
+    """
+    return jax.tree.map(lambda a: jnp.argmax(_entries(a), axis=-1), alpha)
+
+
+def top_k(alpha: Pytree, k: int) -> Pytree:
+    """The indices [..., k] of the k largest entries of every simplex, best first.
+
+    Examples
+    --------
+    >>> top_k(jnp.array([0.2, 0.5, 0.3]), 2)
+    Array([1, 2], dtype=int...)
+    """
+
+    def largest(a):
+        a = _entries(a)
+        if not 1 <= k <= a.shape[-1]:
+            raise ValueError(f"k: expected 1 to {a.shape[-1]}, got {k}.")
+        return jax.lax.top_k(a, k)[1]
+
+    return jax.tree.map(largest, alpha)
+
+
+def rank_by_alpha(alpha: Pytree) -> Pytree:
+    """The indices [..., h] of every simplex, largest entry first; equal ones in their order.
+
+    Examples
+    --------
+    >>> rank_by_alpha(jnp.array([0.2, 0.5, 0.3]))
+    Array([1, 2, 0], dtype=int...)
+    """
+    return jax.tree.map(lambda a: jnp.argsort(-_entries(a), axis=-1), alpha)
+
+
+def _entries(alpha: Any) -> jax.Array:
+    alpha = jnp.asarray(alpha)
+    if alpha.ndim == 0 or alpha.size == 0:
+        raise ValueError(f"alpha: expected entries on the last axis, got shape {alpha.shape}.")
+    if not isinstance(alpha, jax.core.Tracer) and bool(jnp.isnan(alpha).any()):
+        raise ValueError("alpha: expected numbers, got NaN.")
+    return alpha

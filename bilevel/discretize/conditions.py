@@ -1,0 +1,192 @@
+"""Condition 6 of Roberts et al., tested on rows.
+
+The mathematics is in :mod:`bilevel.discretize`.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from bilevel.discretize._intervals import check_confidence, pairwise, quantile, standard_error
+from bilevel.discretize.factors import factor_simplex
+
+
+class ConditionSix(NamedTuple):
+    """What :func:`condition_six` finds. Verdicts are 1 yes, -1 no, 0 the rows do not decide.
+
+    "By itself" is at the confidence asked for; "together" all such statements hold at once with it.
+    The last seven are None without targets.
+    """
+
+    verdict: jax.Array  # [h, h], int8: D_i >= D_j, each by itself
+    D: jax.Array  # [h]; NaN where alpha_i = 1
+    difference: jax.Array  # [h, h], D_i - D_j
+    half_width: jax.Array  # [h, h], of its interval, each by itself
+    argmax: jax.Array  # [], int: a
+    condition: jax.Array  # [], int8: D_j >= D_a for all j, together
+    nearest: jax.Array  # [], int8: no f_j is nearer to f_alpha than f_a, together
+    trust: jax.Array  # [], int8: no L_j is under L_a, together
+    L: jax.Array | None = None  # [h]
+    L_alpha: jax.Array | None = None  # [], the mixture's own loss
+    loss_order: jax.Array | None = None  # [h, h], int8: L_i <= L_j, each by itself
+    realizability: jax.Array | None = None  # [], max_i |L_i - (1 - alpha_i)^2 D_i|
+    slack: jax.Array | None = None  # [h], s_i
+    slack_half_width: jax.Array | None = None  # [h], of its interval, together
+    stationarity: jax.Array | None = None  # [], g = max_i -s_i, at least 0
+
+
+def condition_six(
+    outputs: jax.Array,
+    alpha: jax.Array,
+    targets: jax.Array | None = None,
+    *,
+    confidence: float = 0.95,
+) -> ConditionSix:
+    """Is ``argmax(alpha)`` the best choice at the shared weights? Condition 6, tested on rows.
+
+    ``D_i - D_j`` is the mean over rows of ``1/2 |f_i - f_gamma(i)|^2 - 1/2 |f_j - f_gamma(j)|^2``,
+    so its interval is that of a mean (Student's t; simultaneous ones by Bonferroni).
+
+    ``trust`` answers the question. With targets it is read off the losses themselves and assumes
+    nothing. Without targets it is ``nearest``, right **if alpha minimises the loss over the simplex
+    at W***, which rows without targets cannot show. Then ``condition = 1`` implies ``nearest = 1``,
+    and -1 nothing, since Condition 6 is sufficient and not necessary: for ``E f f' =
+    diag(1, 3, 1)``, alpha = (.55, .35, .1) it fails and the argmax is best. A choice of
+    ``alpha_j = 0`` nearer than the argmax leaves ``nearest`` undecided: outputs do not show s_j.
+
+    Parameters
+    ----------
+    outputs : array [n, h] or [n, h, o]
+        ``f_i`` of the network with choice i alone, at the shared weights, on n rows to which
+        neither the weights nor alpha were fitted: test rows. Otherwise intervals are too narrow.
+    alpha : array [h], on the simplex.
+    targets : array [n] or [n, o], optional
+    confidence : float
+
+    Returns
+    -------
+    ConditionSix
+        Two residuals of the assumptions come with targets. ``realizability`` is 0 under the
+        paper's Assumption 3. ``stationarity`` bounds by how much moving alpha could lower the
+        mixture's loss at these weights, and is 0 where alpha minimises it; ``slack +
+        slack_half_width < 0`` anywhere rejects that. Both are in units of the loss: compare with
+        ``L_alpha`` or ``L``.
+
+    Raises
+    ------
+    ValueError
+        For shapes that do not match, fewer than 2 rows, alpha off the simplex, NaN, a confidence
+        outside (0, 1).
+
+    Examples
+    --------
+    Of 0, z and -z the first is best, not the argmax; ``y = f_alpha``, so it is Condition 6 that
+    fails:
+
+    >>> z = jnp.linspace(-3, 3, 101)
+    >>> outputs, alpha = jnp.stack([0 * z, z, -z], axis=1), jnp.array([0.2, 0.45, 0.35])
+    >>> found = condition_six(outputs, alpha, outputs @ alpha)
+    >>> int(found.argmax), int(found.condition), int(found.trust)
+    (1, -1, -1)
+    >>> (found.L / found.L[0]).round().tolist()
+    [1.0, 81.0, 121.0]
+
+    Notes
+    -----
+    - h = 2: ``D_1 = D_2``, so the condition always holds (Theorem 1); exactly, here.
+    - ``alpha_a = 1``: gamma and D_a do not exist, but ``(1 - alpha_a)^2 D_a`` is 0 whatever they
+      are, and ``condition`` is 1; each pair with a is undecided.
+    - L is at the *shared* weights: of choices retrained one by one the paper says nothing.
+    - In the paper gamma depends on i, though not by notation, and "alpha_i < alpha_i" is
+      ``alpha_j < alpha_i``. That a minimiser suffices in place of realizability, on the boundary
+      too, is not in the paper; nor is ``nearest``.
+    - Memory: ``outputs`` a few times. Time: ``n h^2 o``.
+
+    Reference: Roberts, Liang & Sala, Condition 6, Theorem 7.
+    """
+    check_confidence(confidence)
+    outputs, alpha, targets = _aligned(outputs, alpha, targets)
+    return _condition_six(outputs, alpha, targets, confidence)
+
+
+@functools.partial(jax.jit, static_argnums=3)
+def _condition_six(outputs, alpha, targets, confidence) -> ConditionSix:
+    n, h, _ = outputs.shape
+    pair = quantile(confidence, n)
+    together = quantile(confidence, n, statements=h - 1)
+    a = jnp.argmax(alpha)
+
+    # An accelerator's default precision would round one of two outputs that have to cancel.
+    mix = functools.partial(jnp.einsum, precision="highest")
+    gamma = jax.vmap(factor_simplex, (None, 0))(alpha, jnp.arange(h))
+    mixture = mix("k,nko->no", alpha, outputs)
+    away = outputs - mixture[:, None]
+    squares = [outputs - mix("ik,nko->nio", gamma, outputs), away]
+    if targets is not None:
+        squares.append(outputs - targets[:, None])
+    rows = 0.5 * jnp.sum(jnp.stack(squares, axis=1) ** 2, axis=-1)  # [n, 2 or 3, h]
+    D, distance, *L = rows.mean(axis=0)
+    difference, spread = pairwise(rows)
+    verdicts = _verdict(difference, pair * spread)
+    argmax_least = _verdict(difference, together * spread)[..., a]
+
+    nearest = jnp.where(alpha > 0, argmax_least[1], jnp.maximum(argmax_least[1], 0)).min()
+    without = ConditionSix(
+        verdict=verdicts[0],
+        D=D,
+        difference=difference[0],
+        half_width=pair * spread[0],
+        argmax=a,
+        condition=jnp.where(alpha[a] < 1, argmax_least[0].min(), jnp.int8(1)),
+        nearest=nearest,
+        trust=nearest,
+    )
+    if targets is None:
+        return without
+
+    slacks = mix("no,nko->nk", mixture - targets, away)
+    slack = slacks.mean(axis=0)
+    return without._replace(
+        trust=argmax_least[2].min(),
+        L=L[0],
+        L_alpha=0.5 * jnp.sum((mixture - targets) ** 2, axis=-1).mean(),
+        loss_order=verdicts[2].T,
+        realizability=jnp.max(jnp.abs(L[0] - distance)),
+        slack=slack,
+        slack_half_width=quantile(confidence, n, statements=h) * standard_error(slacks),
+        stationarity=jnp.maximum(jnp.max(-slack), 0),
+    )
+
+
+def _verdict(difference: jax.Array, half_width: jax.Array) -> jax.Array:
+    """Whether ``difference >= 0``: 1, -1, or 0 for undecided and for NaN."""
+    yes, no = difference - half_width >= 0, difference + half_width < 0
+    return yes.astype(jnp.int8) - no.astype(jnp.int8)
+
+
+def _aligned(outputs: Any, alpha: Any, targets: Any) -> tuple:
+    """``outputs`` [n, h, o], ``alpha`` [h], ``targets`` [n, o] or None, all floating."""
+    arrays = {"outputs": outputs, "alpha": alpha, "targets": targets}
+    arrays = {k: x if x is None else jnp.asarray(x) * 1.0 for k, x in arrays.items()}
+    for name, x in arrays.items():
+        if not (x is None or isinstance(x, jax.core.Tracer) or bool(jnp.isfinite(x).all())):
+            raise ValueError(f"{name}: expected finite numbers, got NaN or infinity.")
+    outputs, alpha, targets = arrays.values()
+    if outputs.ndim not in (2, 3) or outputs.shape[0] < 2 or outputs.size == 0:
+        raise ValueError(
+            "outputs: expected shape [n, h] or [n, h, o] with at least 2 rows, "
+            f"got {outputs.shape}."
+        )
+    n, h, *o = outputs.shape
+    if alpha.shape != (h,):
+        raise ValueError(f"alpha: expected shape ({h},), got {alpha.shape}.")
+    if not isinstance(alpha, jax.core.Tracer) and not (
+        bool((alpha >= 0).all()) and abs(float(alpha.sum()) - 1) <= 1e-4
+    ):
+        raise ValueError(f"alpha: expected a point of the simplex, got {alpha}.")
+    if targets is not None and targets.shape != (n, *o):
+        raise ValueError(f"targets: expected shape {(n, *o)}, got {targets.shape}.")
+    outputs = outputs.reshape(n, h, -1)
+    return outputs, alpha, None if targets is None else targets.reshape(n, -1)

@@ -1,0 +1,76 @@
+"""Lemma 5 of Roberts et al.: a point of the simplex as a vertex and a point of its face."""
+
+import jax
+import jax.numpy as jnp
+
+
+def factor_simplex(alpha: jax.Array, i: int | jax.Array) -> jax.Array:
+    """Lemma 5 (Lemma 2 for h = 3): ``alpha = alpha_i e_i + (1 - alpha_i) gamma``.
+
+    ``gamma = alpha_{-i} / (1 - alpha_i)`` lies on the face opposite to vertex i: it has a 0 there.
+    The paper states it for i = 1 and interior alpha.
+
+    Parameters
+    ----------
+    alpha : array [..., h], on the simplex.
+    i : int, may be traced.
+
+    Returns
+    -------
+    gamma : array [..., h]
+        NaN for ``alpha_i = 1``: every point of the face then factors alpha.
+
+    Examples
+    --------
+    >>> factor_simplex(jnp.array([0.2, 0.45, 0.35]), 0)
+    Array([0. , 0.5625, 0.4375], dtype=float...)
+    """
+    others = jnp.where(jnp.arange(alpha.shape[-1]) == i, 0, alpha)
+    # The sum is 1 - alpha_i without its cancellation near a vertex.
+    total = jnp.sum(others, axis=-1, keepdims=True)
+    # XLA multiplies by a reciprocal, and x (1 / x) need not be 1: for h = 2 it has to be.
+    return jnp.where((others == total) & (total > 0), 1, others / total)
+
+
+def simplex_factors(alpha: jax.Array) -> jax.Array:
+    """Lemma 5 applied to its own gamma: ``beta_i = alpha_i / (alpha_i + ... + alpha_h)``.
+
+    Maps the interior of the simplex onto the open cube, (0, 1)^(h - 1); on the boundary, where
+    nothing is left to divide, beta is 0. Inverse: :func:`simplex_from_factors`.
+
+    Parameters
+    ----------
+    alpha : array [..., h], on the simplex.
+
+    Returns
+    -------
+    beta : array [..., h - 1]
+
+    Examples
+    --------
+    >>> simplex_factors(jnp.array([0.2, 0.4, 0.4]))
+    Array([0.2, 0.5], dtype=float...)
+    """
+    left = jnp.cumsum(alpha[..., ::-1], axis=-1)[..., ::-1]
+    return jnp.where(left > 0, alpha / jnp.where(left > 0, left, 1), 0)[..., :-1]
+
+
+def simplex_from_factors(beta: jax.Array) -> jax.Array:
+    """``alpha_i = beta_i prod_{k < i} (1 - beta_k)``, with ``beta_h = 1``: stick breaking.
+
+    Parameters
+    ----------
+    beta : array [..., h - 1], in [0, 1].
+
+    Returns
+    -------
+    alpha : array [..., h]
+
+    Examples
+    --------
+    >>> simplex_from_factors(jnp.array([0.2, 0.5]))
+    Array([0.2, 0.4, 0.4], dtype=float...)
+    """
+    one = jnp.ones_like(beta[..., :1])
+    left = jnp.cumprod(1 - beta, axis=-1)
+    return jnp.concatenate([beta, one], -1) * jnp.concatenate([one, left], -1)

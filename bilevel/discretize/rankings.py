@@ -1,0 +1,164 @@
+"""Rankings of discrete choices, and how far two of them agree."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import scipy.stats
+
+from bilevel.discretize._intervals import check_confidence, pairwise, quantile, standard_error
+from bilevel.protocols import Pytree
+
+
+class Ranking(NamedTuple):
+    """Choices by their losses; the last three are None where losses came as scalars."""
+
+    order: jax.Array  # [m], int: best first, NaN last
+    losses: jax.Array  # [m]
+    standard_error: jax.Array | None = None  # [m]
+    difference: jax.Array | None = None  # [m, m], losses[i] - losses[j]
+    half_width: jax.Array | None = None  # [m, m], of the interval of each difference by itself
+
+
+def rank_by_shared_weights(
+    evaluate: Callable[[Any], jax.Array], choices: Pytree, *, confidence: float = 0.95
+) -> Ranking:
+    """Rank discrete choices by their losses at the shared weights.
+
+    Parameters
+    ----------
+    evaluate : ``evaluate(choice) -> loss``
+        A scalar; or the losses [n] of n rows, the same ones for every choice, from which standard
+        errors come, and intervals of differences, paired by rows (Student's t).
+    choices : pytree of arrays [m, ...]
+        ``jnp.eye(h)`` for the vertices of a simplex. Evaluated one at a time, compiled once.
+    confidence : float
+        Of each interval by itself.
+
+    Returns
+    -------
+    Ranking
+
+    Raises
+    ------
+    ValueError
+        For no choices, losses of another shape, a confidence outside (0, 1).
+
+    Examples
+    --------
+    >>> y = jnp.array([1.0, 3.0])
+    >>> ranking = rank_by_shared_weights(lambda c: (y - c) ** 2, jnp.array([0.0, 2.0]))
+    >>> ranking.order, ranking.losses
+    (Array([1, 0], dtype=int...), Array([5., 1.], dtype=float...))
+    """
+    check_confidence(confidence)
+    if not all(map(np.size, jax.tree.leaves(choices))) or not jax.tree.leaves(choices):
+        raise ValueError("choices: expected at least one on the leading axis, got none.")
+    losses = jax.lax.map(evaluate, choices)
+    if losses.ndim == 1:
+        return Ranking(jnp.argsort(losses), losses)
+    if losses.ndim != 2 or losses.shape[1] < 2:
+        raise ValueError(
+            "evaluate: expected a scalar or the losses of at least 2 rows, "
+            f"got shape {losses.shape[1:]}."
+        )
+    means = losses.mean(axis=1)
+    error = standard_error(losses.T)
+    difference, spread = pairwise(losses.T)
+    half_width = quantile(confidence, losses.shape[1]) * spread
+    return Ranking(jnp.argsort(means), means, error, difference, half_width)
+
+
+class Agreement(NamedTuple):
+    """Two rank correlations with their intervals; see :func:`rank_agreement`."""
+
+    kendall: jax.Array  # [], tau-b
+    kendall_interval: jax.Array  # [2]
+    spearman: jax.Array  # []
+    spearman_interval: jax.Array  # [2]
+
+
+def rank_agreement(
+    key: jax.Array, a: jax.Array, b: jax.Array, *, confidence: float = 0.95, resamples: int = 1000
+) -> Agreement:
+    """Kendall's tau-b and Spearman's rho of two score vectors, both with ties.
+
+    An interval covers the correlation over the population that the m choices were drawn from; of
+    choices that are the whole space there is nothing to infer. It is the wider, end by end, of two:
+    percentiles of a bootstrap over choices, and Fisher's z with the variances ``0.437 / (m - 4)``
+    for tau (Fieller, Hartley & Pearson 1957) and ``(1 + rho^2 / 2) / (m - 3)`` for rho (Bonett &
+    Wright 2000). The bootstrap is valid with ties, but takes agreement on a handful of choices for
+    certainty: at m = 5 and a normal correlation of 0.9 its 95 % intervals cover 72 %. Fisher's z
+    covers 89 to 99 % of untied normal pairs, m = 5 to 30, and says nothing of 4 choices.
+
+    Parameters
+    ----------
+    key : jax.Array
+        Of the bootstrap.
+    a, b : arrays [m]
+        Scores of the same choices: alpha and minus the loss, say.
+    confidence : float
+    resamples : int
+        Time: ``resamples m^2``.
+
+    Returns
+    -------
+    Agreement
+        NaN where all scores of one vector are equal.
+
+    Raises
+    ------
+    ValueError
+        For vectors of different lengths or under 2, NaN, a confidence outside (0, 1).
+
+    Examples
+    --------
+    >>> found = rank_agreement(jax.random.key(0), jnp.arange(5), jnp.array([0, 2, 1, 3, 4]))
+    >>> round(float(found.kendall), 3), round(float(found.spearman), 3)
+    (0.8, 0.9)
+    """
+    check_confidence(confidence)
+    a, b = jnp.asarray(a), jnp.asarray(b)
+    if a.ndim != 1 or a.shape != b.shape or a.size < 2:
+        raise ValueError(
+            f"a, b: expected two vectors of one length, at least 2, got {a.shape} and {b.shape}."
+        )
+    for name, x in (("a", a), ("b", b)):
+        if not isinstance(x, jax.core.Tracer) and bool(jnp.isnan(x).any()):
+            raise ValueError(f"{name}: expected numbers, got NaN.")
+    return _agreement(key, a, b, confidence, resamples)
+
+
+@functools.partial(jax.jit, static_argnums=(3, 4))
+def _agreement(key, a, b, confidence, resamples) -> Agreement:
+    m = a.size
+    normal = scipy.stats.norm.ppf((1 + confidence) / 2)
+    levels = jnp.array([(1 - confidence) / 2, (1 + confidence) / 2])
+    picks = jax.random.bits(key, (resamples, m)) % m  # uneven by m / 2^32; compiles fast
+
+    r = jnp.stack(_correlations(a, b))
+    resampled = jax.lax.map(lambda p: _correlations(a[p], b[p]), picks, batch_size=50)
+    # Resamples that repeat one choice have no correlation.
+    low, high = jnp.nanquantile(jnp.stack(resampled), levels, axis=1)
+    # Half of the step from perfect agreement to the next best keeps z finite.
+    near_one = 1 - jnp.array([2 / (m * (m - 1)), 6 / (m * (m * m - 1))])
+    z = jnp.arctanh(jnp.clip(r, -near_one, near_one))
+    freedom = jnp.maximum(m - jnp.array([4, 3]), 0)
+    reach = normal * jnp.sqrt(jnp.array([0.437, 1 + r[1] ** 2 / 2]) / freedom)
+    ends = jnp.stack([r, low, high, jnp.tanh(z - reach), jnp.tanh(z + reach)])
+    tau, rho = jnp.stack([ends.min(axis=0), ends.max(axis=0)], axis=1)
+    return Agreement(r[0], tau, r[1], rho)
+
+
+def _correlations(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Tau-b and rho from the signs of all differences."""
+    x, y = (jnp.sign(v[:, None] - v).astype(float) for v in (a, b))
+
+    def cosine(x, y):
+        return jnp.vdot(x, y) / jnp.sqrt(jnp.vdot(x, x) * jnp.vdot(y, y))
+
+    # How many are below less how many above: twice the mean rank, centred.
+    return cosine(x, y), cosine(x.sum(axis=1), y.sum(axis=1))

@@ -1,0 +1,341 @@
+"""Roberts et al. as tests on rows: values, theorems on random instances, intervals by simulation.
+
+"MATH" numbers were computed independently, in float64, from the formulas.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.optimize
+import scipy.special
+import scipy.stats
+from helpers import assert_close, tolerance
+
+from bilevel.discretize import (
+    argmax,
+    condition_six,
+    factor_simplex,
+    rank_agreement,
+    rank_by_alpha,
+    rank_by_shared_weights,
+    simplex_factors,
+    simplex_from_factors,
+    top_k,
+)
+
+every = jax.jit(jax.vmap(condition_six))
+
+ALPHA = (0.2, 0.45, 0.35)
+RELU, GELU = (lambda z: np.maximum(z, 0)), (lambda z: z * scipy.special.ndtr(z))
+SWISH, SIGMOID = (lambda z: z * scipy.special.expit(z)), (lambda z: scipy.special.expit(z) - 0.5)
+
+
+def rows_of(functions):
+    """Rows whose plain mean of squares is the expectation for z ~ N(0, 1).
+
+    Gauss-Legendre on either side of the ReLU's kink; outputs are homogeneous in a row's scale.
+    """
+    nodes, weights = np.polynomial.legendre.leggauss(80)
+    z = np.concatenate([6 * nodes - 6, 6 * nodes + 6])
+    density = 6 * np.tile(weights, 2) * scipy.stats.norm.pdf(z)
+    return np.stack([f(z) for f in functions], 1) * np.sqrt(len(z) * density)[:, None]
+
+
+@pytest.mark.parametrize(
+    ("functions", "alpha", "losses", "best", "chosen"),
+    [
+        ((np.zeros_like, lambda z: z, lambda z: -z), ALPHA, (0.005, 0.405, 0.605), 0, 1),
+        (
+            (GELU, RELU, SWISH),
+            ALPHA,
+            (8.39071773682e-4, 4.739274631063e-3, 6.304676601113e-3),
+            0,
+            1,
+        ),
+        (
+            (RELU, np.tanh, SIGMOID),
+            (0.6, 0.3, 0.1),
+            (0.0213664332763, 0.056763766829, 0.0891082741432),
+            0,
+            0,
+        ),
+    ],
+    ids=["CE1", "CE2", "positive"],
+)
+def test_the_examples_of_three_activations(functions, alpha, losses, best, chosen):
+    """MATH, section 8."""
+    outputs, alpha = rows_of(functions), np.array(alpha)
+    found = condition_six(outputs, alpha, outputs @ alpha)
+    assert_close(found.L, losses, f64=1e-11, f32=1e-5)
+    assert_close((1 - alpha) ** 2 * found.D, losses, f64=1e-11, f32=1e-5)
+    assert found.realizability <= tolerance(1e-15, 1e-6)
+    assert (found.L.argmin(), found.argmax) == (best, chosen)
+    if best == chosen:  # the paper's use: all three pairs satisfy the condition
+        assert found.D[0] >= found.D[1] >= found.D[2]
+    if functions[0] is np.zeros_like:
+        assert_close(found.D, (0.0078125, 1.3388429752066, 1.4319526627219), f64=1e-11, f32=1e-5)
+
+
+def test_condition_6_is_sufficient_and_not_necessary():
+    """MATH, E30: F = diag(1, 3, 1); the condition fails for every use, and the argmax is best."""
+    outputs, alpha = np.zeros((160, 3)), np.array([0.55, 0.35, 0.1])
+    outputs[:3] = np.sqrt(160) * np.diag([1, np.sqrt(3), 1])
+    found = condition_six(outputs, alpha, outputs @ alpha)
+    assert found.argmax == found.L.argmin() == 0
+    assert found.D[2] < found.D[0] < found.D[1]
+    assert_close(found.L, (0.29, 0.79, 0.74), f32=1e-5)
+
+
+def instances(seed):
+    """1000 times outputs of random second moments, alpha uniform on the simplex, any labels."""
+    generator = np.random.default_rng(seed)
+    outputs, targets = generator.normal(size=(1000, 6, 4)), generator.normal(size=(1000, 6))
+    return outputs, generator.dirichlet(np.ones(4), 1000), targets
+
+
+def violations(found, alpha, allowed=True):
+    """Ordered pairs that contradict Theorem 7, up to rounding."""
+    small = tolerance(1e-12, 1e-5)
+    better = found.L[:, :, None] < found.L[:, None] - small
+    holds = found.D[:, :, None] >= found.D[:, None]
+    return (better & holds & allowed & (alpha[:, None] >= alpha[:, :, None] + small)).sum()
+
+
+def guaranteed(found):
+    """Condition 6 for the argmax against all others, on the means."""
+    D_a = np.take_along_axis(np.array(found.D), np.array(found.argmax)[:, None], 1)
+    return (D_a <= found.D).all(axis=1)
+
+
+def test_theorem_7_on_random_realizable_instances():
+    """0 violations; without the condition argmax is often wrong: in 27 % of these instances."""
+    outputs, alpha, _ = instances(0)
+    found = every(outputs, alpha, np.einsum("mnk,mk->mn", outputs, alpha))
+    assert violations(found, alpha) == 0
+    wrong = np.array(found.argmax != found.L.argmin(axis=1))
+    sure = guaranteed(found)
+    assert 0.2 < wrong.mean() < 0.35
+    assert 0.1 < sure.mean() < 0.9
+    assert not wrong[sure].any()
+    assert_close((1 - alpha) ** 2 * found.D, found.L, f64=1e-12, f32=1e-5)
+    assert np.max(found.stationarity) < tolerance(1e-13, 1e-5)
+
+
+def test_a_minimiser_will_do_in_place_of_realizability():
+    """E31, and on the boundary; minimisers by NNLS, the sum 1 as a row of large weight."""
+    outputs, _, targets = instances(1)
+    heavy = 1e6
+    minimisers = np.stack(
+        [
+            scipy.optimize.nnls(np.vstack([f, np.full(4, heavy)]), np.append(y, heavy))[0]
+            for f, y in zip(outputs, targets, strict=True)
+        ]
+    )
+    alpha = minimisers / minimisers.sum(1, keepdims=True)
+    on_boundary = (alpha == 0).any(axis=1)
+    assert 0.1 < on_boundary.mean() < 0.95
+    found = every(outputs, alpha, targets)
+    assert np.max(found.stationarity) < tolerance(1e-9, 1e-4)
+    assert np.min(found.L_alpha) >= 0 and np.max(found.L_alpha) > 0.1
+    assert violations(found, alpha, allowed=alpha[:, None] > 0) == 0
+    best = found.L.argmin(axis=1) == found.argmax
+    assert best[guaranteed(found) & ~np.isnan(found.D).any(axis=1)].all()
+    # The choice nearest to the mixture is the best one.
+    mixture = np.einsum("mnk,mk->mn", outputs, alpha)
+    distance = np.square(outputs - mixture[..., None]).mean(axis=1)
+    assert (distance.argmin(1) == found.L.argmin(axis=1))[~on_boundary].all()
+
+
+def test_of_any_alpha_a_decomposition_and_a_bound_are_left():
+    """Both proved in the module; here on labels that no mixture generates."""
+    outputs, alpha, targets = instances(2)
+    found = every(outputs, alpha, targets)
+    parts = found.L_alpha[:, None] + (1 - alpha) ** 2 * found.D + found.slack
+    assert_close(parts, found.L, f64=1e-12, f32=1e-5)
+    np.testing.assert_allclose((alpha * found.slack).sum(1), 0, atol=tolerance(1e-13, 1e-5))
+    L = np.array(found.L)
+    regret = L[np.arange(1000), found.argmax] - L.min(axis=1)
+    sure = guaranteed(found)
+    assert (regret[sure] > 0).any()
+    assert (regret <= found.stationarity / alpha.max(1) + tolerance(1e-12, 1e-5))[sure].all()
+
+
+MIXING = np.array([[0.5, 1.2, -0.6], [0.6, 0.3, 0.4], [0.2, -0.8, 0.6], [0.2, 0.4, 0.7]])
+NOISE = 0.5
+
+
+def samples(seed, many, rows):
+    """Gaussian outputs ``z MIXING``, targets from the mixture plus noise."""
+    generator = np.random.default_rng(seed)
+    outputs = generator.normal(size=(many, rows, 4)) @ MIXING
+    return outputs, outputs @ ALPHA + NOISE * generator.normal(size=(many, rows))
+
+
+def truth():
+    """D and L of the population, with ``F = MIXING' MIXING``."""
+    F, away = MIXING.T @ MIXING, np.eye(3) - ALPHA
+    Q = 0.5 * np.einsum("ij,jk,ik->i", away, F, away)
+    return Q / (1 - np.array(ALPHA)) ** 2, Q + 0.5 * NOISE**2
+
+
+def right(verdicts, values):
+    """Where decided verdicts of ``values[i] >= values[j]`` are right."""
+    return verdicts == np.where(values[:, None] >= values, 1, -1)
+
+
+def test_intervals_cover_and_wrong_verdicts_are_rare():
+    """By simulation at 60 rows, 95 %; D and L are known."""
+    D, L = truth()
+    outputs, targets = samples(0, 1000, 60)
+    found = every(outputs, np.tile(ALPHA, (1000, 1)), targets)
+    covered = np.abs(found.difference - (D[:, None] - D)) <= found.half_width + 1e-6
+    assert 0.92 < covered[:, ~np.eye(3, dtype=bool)].mean() < 0.97
+    for verdicts, values in ((found.verdict, D), (found.loss_order, -L)):
+        undecided = np.array(verdicts) == 0
+        assert 0.05 < undecided.mean() < 0.6
+        assert (~right(verdicts, values) & ~undecided).mean() < 0.02
+    # All slacks are 0. The argmax is farther from the mixture than choice 0, which is best.
+    slack_covered = (np.abs(found.slack) <= found.slack_half_width).all(axis=1)
+    assert 0.93 < slack_covered.mean() < 0.995
+    assert L.argmin() == 0
+    for verdicts in (found.trust, found.nearest, found.condition):
+        assert (np.array(verdicts) == 1).mean() < 0.03
+
+
+def test_many_rows_decide_every_pair_rightly():
+    D, L = truth()
+    outputs, targets = (x[0] for x in samples(1, 1, 20_000))
+    found = condition_six(outputs, np.array(ALPHA), targets)
+    assert right(found.verdict, D).all()
+    assert right(found.loss_order, -L).all()
+    assert found.trust == found.nearest == found.condition == -1
+
+
+def test_without_targets_the_verdicts_are_the_same():
+    outputs, targets = (x[0] for x in samples(2, 1, 160))
+    found, blind = (condition_six(outputs, np.array(ALPHA), y) for y in (targets, None))
+    np.testing.assert_array_equal(blind.verdict, found.verdict)
+    assert blind.trust == blind.nearest == found.nearest
+    assert blind.L is None
+
+
+def test_with_two_activations_the_condition_holds_exactly():
+    """Theorem 1: D_1 = D_2, to the last bit."""
+    generator = np.random.default_rng(3)
+    alpha, outputs = generator.dirichlet(np.ones(2), 50), generator.normal(size=(50, 30, 2, 3)) ** 3
+    found = every(outputs, alpha)
+    np.testing.assert_array_equal(found.verdict, 1)
+    np.testing.assert_array_equal(found.condition, 1)
+    np.testing.assert_array_equal(found.half_width, 0)
+
+
+def test_a_vertex_needs_no_condition():
+    outputs, vertex = samples(4, 1, 160)[0][0], np.array([0.0, 1.0, 0.0])
+    found = condition_six(outputs, vertex, outputs @ vertex)
+    np.testing.assert_array_equal(np.isnan(found.D), [False, True, False])
+    np.testing.assert_array_equal(found.verdict[1], 0)
+    assert found.condition == found.nearest == found.trust == 1
+    assert found.L[1] == found.stationarity == 0
+    # Of labels that choice 0 fits, the losses say so.
+    assert condition_six(outputs, vertex, outputs[:, 0]).trust == -1
+
+
+def test_a_nearer_choice_of_weight_zero_leaves_it_undecided():
+    z = np.tile([1.0, -1.0], 80)
+    outputs = np.stack([3 * z, -z, 1.4 * z], axis=1)  # f_alpha = 1.4 z
+    assert condition_six(outputs, np.array([0.6, 0.4, 0.0])).nearest == 0
+    assert condition_six(outputs, np.array([0.59, 0.4, 0.01])).nearest == -1
+
+
+def test_lemma_5_factors_and_composes():
+    alpha = np.random.default_rng(5).dirichlet(np.ones(5), 7)
+    gamma = np.array(jax.jit(jax.vmap(factor_simplex, (None, 0)))(alpha, np.arange(5)))
+    np.testing.assert_array_equal(np.einsum("iki->ki", gamma), 0)
+    a = alpha.T[..., None]
+    assert_close(a * np.eye(5)[:, None] + (1 - a) * gamma, np.tile(alpha, (5, 1, 1)), f32=1e-6)
+    beta = np.array(simplex_factors(alpha))
+    assert ((beta > 0) & (beta < 1)).all()
+    assert_close(beta[:, 1], gamma[0, :, 1], f32=1e-6)  # gamma's own first entry
+    assert_close(simplex_from_factors(beta), alpha, f64=1e-14, f32=1e-6)
+    edge = np.eye(7, 5)[:5][[1, 0, 2, 4, 3, 1, 0]] * 1.0
+    np.testing.assert_array_equal(simplex_from_factors(simplex_factors(edge)), edge)
+    assert np.isnan(factor_simplex(edge[0], 1)).all()
+
+
+def test_choices_of_a_pytree_with_ties_and_layers():
+    alpha = {"cell": jnp.array([[0.3, 0.4, 0.3], [0.5, 0.0, 0.5]]), "skip": jnp.array([1.0])}
+    jax.tree.map(np.testing.assert_array_equal, argmax(alpha), {"cell": [1, 0], "skip": 0})
+    np.testing.assert_array_equal(rank_by_alpha(alpha)["cell"], [[1, 0, 2], [0, 2, 1]])
+    np.testing.assert_array_equal(top_k(alpha["cell"], 2), rank_by_alpha(alpha)["cell"][:, :2])
+
+
+def test_a_ranking_by_rows_has_the_paired_t_interval():
+    """Truth: scipy.stats.ttest_rel."""
+    y, centres = np.random.default_rng(6).normal(size=25), np.array([0.0, 0.8, 0.3])
+    found = rank_by_shared_weights(lambda c: (y - c) ** 2, centres, confidence=0.9)
+    losses = (y[:, None] - centres) ** 2
+    assert_close(found.losses, losses.mean(0), f32=1e-5)
+    assert_close(found.standard_error, scipy.stats.sem(losses), f32=1e-5)
+    np.testing.assert_array_equal(found.order, losses.mean(0).argsort())
+    interval = scipy.stats.ttest_rel(losses[:, 0], losses[:, 1]).confidence_interval(0.9)
+    ends = found.difference[0, 1] + np.array([-1, 1]) * found.half_width[0, 1]
+    assert_close(ends, interval, f32=1e-4)
+    scalar = rank_by_shared_weights(lambda c: jnp.where(c > 0.5, jnp.nan, c), centres)
+    np.testing.assert_array_equal(scalar.order, [0, 2, 1])
+    assert scalar.half_width is None
+
+
+def test_rank_correlations_are_those_of_scipy():
+    """Ties in both; scipy.stats.kendalltau (tau-b) and spearmanr."""
+    a = np.array([3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5])
+    b = np.array([2, 7, 1, 8, 2, 8, 1, 8, 2, 8, 4]) - a
+    found = rank_agreement(jax.random.key(0), a, b)
+    assert_close(found.kendall, scipy.stats.kendalltau(a, b).statistic, f32=1e-6)
+    assert_close(found.spearman, scipy.stats.spearmanr(a, b).statistic, f32=1e-6)
+    for r, (low, high) in ((found[0], found[1]), (found[2], found[3])):
+        assert -1 <= low < r < high <= 1
+    assert np.isnan(rank_agreement(jax.random.key(0), a, 0 * a).kendall)
+    pair = rank_agreement(jax.random.key(0), a[:2], -a[:2])
+    assert pair.kendall == pair.spearman == -1
+    np.testing.assert_array_equal(pair.kendall_interval, [-1, 1])
+
+
+def test_agreement_of_five_choices_is_not_taken_for_certain():
+    """Normal correlation 0.9, tau = 2/pi asin 0.9: the bootstrap alone covers 72 %."""
+    x, noise = np.random.default_rng(7).normal(size=(2, 400, 5))
+    agreements = jax.jit(jax.vmap(lambda k, a, b: rank_agreement(k, a, b, resamples=200)))
+    found = agreements(
+        jax.random.split(jax.random.key(0), 400), x, 0.9 * x + np.sqrt(1 - 0.9**2) * noise
+    )
+    for r, interval in (
+        (2 / np.pi * np.arcsin(0.9), np.array(found.kendall_interval)),
+        (6 / np.pi * np.arcsin(0.45), np.array(found.spearman_interval)),
+    ):
+        assert ((interval[:, 0] <= r) & (r <= interval[:, 1])).mean() > 0.93
+
+
+F, A = np.ones((5, 3)), np.full(3, 1 / 3)
+
+
+@pytest.mark.parametrize(
+    ("call", "argument"),
+    [
+        (lambda: argmax(jnp.array([0.5, jnp.nan])), "alpha: expected numbers"),
+        (lambda: argmax(1.0), "alpha: expected entries"),
+        (lambda: top_k(A, 4), "k: expected 1 to 3, got 4"),
+        (lambda: condition_six(F[:1], A), "outputs: expected shape"),
+        (lambda: condition_six(F, A[:2]), "alpha: expected shape"),
+        (lambda: condition_six(F, 2 * A), "alpha: expected a point of the simplex"),
+        (lambda: condition_six(F * np.nan, A), "outputs: expected finite"),
+        (lambda: condition_six(F, A, np.ones((5, 1))), "targets: expected shape"),
+        (lambda: condition_six(F, A, confidence=95), "confidence: expected a number in"),
+        (lambda: rank_by_shared_weights(jnp.sum, np.ones((0, 3))), "choices: expected"),
+        (lambda: rank_by_shared_weights(jnp.diag, F[:, None]), "evaluate: expected a scalar"),
+        (lambda: rank_agreement(jax.random.key(0), A, A[:2]), "a, b: expected two vectors"),
+        (lambda: rank_agreement(jax.random.key(0), A * np.nan, A), "a: expected numbers"),
+    ],
+)
+def test_mistakes_are_refused_in_one_sentence(call, argument):
+    with pytest.raises(ValueError, match=argument):
+        call()

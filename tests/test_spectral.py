@@ -1,0 +1,274 @@
+"""The spectral estimator of Oymak et al. 2021, section 5: against numpy, scipy and simulation.
+
+"MATH" numbers were computed independently, in float64, from the formulas.
+"""
+
+import itertools
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.linalg
+import scipy.optimize
+import scipy.stats
+from helpers import assert_close, finite_differences, tolerance
+
+from bilevel.spectral import (
+    Columns,
+    noise_gram,
+    simplex_start,
+    spectral_alpha,
+    spectral_estimator,
+    spectral_gram,
+    spectral_limits,
+    spectral_predict,
+    spectral_sample,
+    top_direction,
+)
+
+N, H, P = 7, 4, 10
+RNG = np.random.default_rng(0)
+X, Y = RNG.standard_normal((N, H, P)), RNG.standard_normal((N, 2))
+KERNELS = np.einsum("nip,mjp->ijnm", X, X)
+
+
+def streamed(x, size=4):
+    """The same features in blocks of columns, the last one filled up with zeros."""
+    count = -(-x.shape[2] // size)
+    x = jnp.asarray(np.pad(x, ((0, 0), (0, 0), (0, count * size - x.shape[2]))), float)
+    return Columns(lambda j: jax.lax.dynamic_slice_in_dim(x, j * size, size, axis=2), count)
+
+
+WHITENED = jax.jit(partial(spectral_alpha, whiten=True))
+FEATURES = {"dense": X, "streamed": streamed(X), "kernels": KERNELS}
+
+
+def positive(alpha):
+    return alpha * np.sign(alpha.sum())
+
+
+# ------------------------------------------------------------------------ the first stage
+
+
+@pytest.mark.parametrize(
+    ("form", "labels"), [("dense", Y), ("dense", Y[:, 0]), ("streamed", Y), ("kernels", Y)]
+)
+def test_alpha_is_the_top_left_singular_vector_whatever_the_form_of_the_features(form, labels):
+    """Truth: numpy's singular value decomposition of the M of all outputs, side by side."""
+    m = np.einsum("nhp,nc->hcp", X, labels.reshape(N, -1)).reshape(H, -1)
+    alpha = jax.jit(spectral_alpha)(FEATURES[form], labels)
+    assert_close(alpha, positive(np.linalg.svd(m)[0][:, 0]), f64=1e-12, f32=1e-4)
+
+
+@pytest.mark.parametrize("form", FEATURES)
+def test_whitened_alpha_solves_the_generalized_eigenproblem(form):
+    """Truth: scipy's solution of G v = lambda N v, and N by its definition: all 2^n signs."""
+
+    def gram(labels):
+        m = np.einsum("nhp,nc->hcp", X, labels).reshape(H, -1)
+        return m @ m.T
+
+    signs = np.array(list(itertools.product([1, -1], repeat=N)))
+    noise = np.mean([gram(s[:, None] * Y) for s in signs], axis=0)
+    assert_close(noise_gram(FEATURES[form], Y), noise, f64=1e-12, f32=1e-5)
+    top = scipy.linalg.eigh(gram(Y), noise)[1][:, -1]
+    alpha = WHITENED(FEATURES[form], Y)
+    assert_close(alpha, positive(top / np.linalg.norm(top)), f64=1e-6, f32=1e-2)
+
+
+def test_whitening_undoes_sizes_and_correlations_of_the_feature_maps():
+    """Truth: features B X make of X's estimate a the estimate B'^-1 a: both predict a' X theta.
+
+    The paper's estimator takes the largest map, the first, for the useful one.
+    """
+    rng = np.random.default_rng(1)
+    x = rng.standard_normal((100, 3, 40))
+    y = x[:, 2, 0] + 0.3 * rng.standard_normal(100)
+    mix = np.array([[20.0, 0, 0], [0, 1, 0.9], [0, 0, 0.5]])
+    mixed = np.einsum("gh,nhp->ngp", mix, x)
+    plain, whitened = (np.array(f(mixed, y)) for f in (jax.jit(spectral_alpha), WHITENED))
+    assert plain[0] > 0.95
+    back = mix.T @ whitened
+    expected = np.array(WHITENED(x, y))
+    assert_close(positive(back / np.linalg.norm(back)), expected, f64=1e-6, f32=1e-2)
+    assert expected[2] > 0.95
+
+
+def test_copies_of_a_map_and_maps_that_are_zero_do_no_harm():
+    """Truth: predictions do not change when a map is split in two, or one of zeros is added."""
+    split = np.concatenate([X, X[:, :1], np.zeros((N, 1, P))], axis=1)
+    alpha = WHITENED(split, Y)
+    merged = np.array(alpha[:H]) + np.eye(H)[0] * float(alpha[H])
+    merged = positive(merged / np.linalg.norm(merged))
+    assert_close(merged, WHITENED(X, Y), f64=1e-6, f32=1e-2)
+    assert alpha[-1] == 0
+
+
+def test_alpha_is_differentiable_though_other_eigenvalues_are_equal():
+    """Truth: finite differences. With 2 columns for 4 maps, two are 0."""
+    x = jnp.asarray(X[:, :, :2], float)
+
+    def alpha(y):
+        return spectral_alpha(x, y, whiten=True)
+
+    y = jnp.asarray(Y[:, 0], float)
+    numbers = finite_differences(jax.jit(alpha), y)
+    assert_close(jax.jit(jax.jacrev(alpha))(y), numbers, f64=1e-7, f32=2e-2)
+
+
+def test_memory_is_that_of_one_block():
+    """p = 2 million; the compiled program's own count."""
+    key = jax.random.key(0)
+    features = Columns(
+        lambda j: jax.random.normal(jax.random.fold_in(key, j), (N, H, 2000), jnp.float32), 1000
+    )
+    program = jax.jit(spectral_alpha, static_argnames="whiten")
+    lowered = program.lower(features, Y.astype(np.float32), whiten=True)
+    block = 4 * N * H * 2000
+    assert lowered.compile().memory_analysis().temp_size_in_bytes < 10 * block
+
+
+# ------------------------------------------------------------------- the start of a search
+
+
+def test_the_start_without_noise_is_the_positive_part():
+    """Truth: closed form; the sign of alpha does not matter, and no entry is 0."""
+    alpha = jnp.array([-0.6, 0.1, -0.2])
+    assert_close(simplex_start(alpha, uniform=0.0), [0.75, 0, 0.25], f32=1e-6)
+    assert_close(simplex_start(-alpha, uniform=0.4), [0.45 + 2 / 15, 2 / 15, 0.15 + 2 / 15])
+
+
+def test_the_start_with_noise_is_the_nearest_mixture():
+    """Truth: scipy's nonnegative least squares, for alpha and -alpha."""
+    rng = np.random.default_rng(2)
+    factors = rng.standard_normal((5, 4, 4)) + 2 * rng.standard_normal((5, 4, 1))
+    alphas = rng.standard_normal((5, 4))
+    start = jax.jit(jax.vmap(lambda a, n: simplex_start(a, n, uniform=0.0)))
+    found = start(alphas, np.einsum("kij,kil->kjl", factors, factors))
+    for factor, alpha, point in zip(factors, alphas, found, strict=True):
+        sides = [scipy.optimize.nnls(factor, factor @ a)[0] for a in (alpha, -alpha)]
+        best = max(sides, key=lambda a: np.linalg.norm(factor @ a))
+        assert_close(point, best / best.sum(), f64=1e-6, f32=1e-3)
+
+
+# ------------------------------------------------------------------------ the second stage
+
+
+@pytest.mark.parametrize(("p", "form"), [(5, np.asarray), (40, streamed)])
+def test_the_weights_are_least_squares_or_of_least_norm(p, form):
+    """Truth: numpy's lstsq, for p < n and p > n, two outputs."""
+    rng = np.random.default_rng(3)
+    train, valid, new = (rng.standard_normal((n, 3, p)) for n in (12, 20, 6))
+    y, y_valid = rng.standard_normal((12, 2)), rng.standard_normal((20, 2))
+
+    @jax.jit
+    def run(train, valid, new):
+        estimate = spectral_estimator((train, y), (valid, y_valid))
+        return estimate.alpha, spectral_predict(estimate, train, new)
+
+    alpha, predictions = run(form(train), form(valid), form(new))
+    phi, phi_new = (np.einsum("h,nhp->np", np.array(alpha), x) for x in (train, new))
+    expected = phi_new @ np.linalg.lstsq(phi, y, rcond=None)[0]
+    assert_close(predictions, expected, f64=1e-8, f32=1e-2)
+
+
+# ------------------------------------------------------------------------------ the theory
+
+
+def test_limits_at_the_reference_values():
+    """MATH, section 5, and its formula of the excess risk."""
+    P, H = np.array([1.5, 2, 4, 8]), np.array([0.01, 0.05, 0.1, 0.02])
+    limits = jax.jit(spectral_limits)(P, H)
+    rho2 = [0.975247524752, 0.857142857143, 0.545454545455, 0.823529411765]
+    risk = [0.399339933993, 0.714285714286, 1.015151515152, 0.922268907563]
+    assert_close(limits.correlation_squared, rho2, f64=1e-11, f32=1e-6)
+    assert_close(limits.risk, risk, f64=1e-11, f32=1e-6)
+    excess = H * (1 + P) * (2 * P - 1) / ((1 + H) * P * (P - 1))
+    assert_close(limits.excess, excess, f64=1e-13, f32=1e-6)
+    at = jnp.array([2.0, 0.2])
+    slope = jax.grad(lambda at: spectral_limits(*at).risk)
+    numbers = finite_differences(jax.jit(lambda at: spectral_limits(*at).risk), at)
+    assert_close(jax.jit(slope)(at), numbers, f64=1e-8, f32=1e-2)
+
+
+def test_limits_at_their_edges():
+    """Below the threshold p h = n^2 something is learned; p = n is infinite, but not if h = 0."""
+    at = spectral_limits(np.array([2, 2, 1, 1, 0.5]), np.array([0.499, 0.501, 0.1, 0, 0.2]))
+    assert at.recovers.tolist() == [True, False, True, True, True]
+    assert at.correlation_squared[0] > 0 == at.correlation_squared[1]
+    assert at.risk[2] == np.inf and at.risk[3] == 0
+    assert_close(at.risk[4], 2 * 0.2 * 1.5 / 1.2, f32=1e-6)  # (1 - rho^2) / (1 - P)
+
+
+def test_the_papers_constants_64_and_200_are_2_and_2_25():
+    """(11) and (12) hold on a grid with room to spare: truth is 2 P H and 2.25 H / (1 - 1/P)."""
+    P, H = np.meshgrid(1 + np.logspace(-3, 3, 200), np.logspace(-6, -0.01, 200))
+    limits = spectral_limits(P, H)
+    lost = np.array(1 - limits.correlation_squared) / np.minimum(P * H, 0.5)
+    assert lost.max() <= 2 + tolerance(1e-9, 1e-1)  # cancellation where P H is 1e-6
+    learned = np.array(limits.recovers)
+    excess = (np.array(limits.excess) * (1 - 1 / P) / H)[learned]
+    assert 2.24 < excess.max() <= 2.25 * (1 + tolerance(1e-12, 1e-4))
+
+
+@pytest.mark.parametrize(("p", "h"), [(200, 10), (50, 30)])
+def test_simulated_overlap_and_risk_approach_the_limits(p, h):
+    """Truth: the exact asymptotics, within 4 standard errors and O(1/n)."""
+    n, keys = 100, jax.random.split(jax.random.key(0), 50)
+    draws = jax.jit(jax.vmap(lambda key: spectral_sample(key, n, p, h)))(keys)
+    limits = spectral_limits(p / n, h / n)
+    for name in ("correlation_squared", "risk"):
+        found = np.array(getattr(draws, name))
+        error = found.std(ddof=1) / len(keys) ** 0.5
+        assert abs(found.mean() - getattr(limits, name)) < 4 * error + 2 / n
+
+
+def test_the_estimator_on_whole_tensors_is_distributed_as_the_fast_sample():
+    """Truth: Theorem 4's experiment as it is written; Kolmogorov-Smirnov, 300 runs each."""
+    n, h, p, runs = 12, 3, 18, 300
+    rng = np.random.default_rng(4)
+    alpha, theta = (v / np.linalg.norm(v) for v in (np.arange(1.0, h + 1), np.ones(p)))
+    train, valid = rng.standard_normal((2, runs, n, h, p))
+    labels = [np.einsum("h,knhp,p->kn", alpha, x, theta) for x in (train, valid)]
+    found = jax.jit(jax.vmap(spectral_estimator))((train, labels[0]), (valid, labels[1]))
+    rho = np.array(found.alpha) @ alpha
+    weights = np.einsum("kh,knhp,kn->kp", found.alpha, train, found.dual)
+    risk = 1 - 2 * rho * (weights @ theta) + (weights**2).sum(1)  # |alpha theta' - its estimate|^2
+    keys = jax.random.split(jax.random.key(0), runs)
+    draws = jax.jit(jax.vmap(lambda key: spectral_sample(key, n, p, h)))(keys)
+    assert scipy.stats.ks_2samp(rho**2, draws.correlation_squared).pvalue > 0.01
+    assert scipy.stats.ks_2samp(risk, draws.risk).pvalue > 0.01
+
+
+# ------------------------------------------------------------------------------ the inputs
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: spectral_alpha(X[0], Y), r"features: .*\[n, h, p\].* got \(4, 10\)"),
+        (lambda: spectral_alpha(X[:0], Y[:0]), r"features: .* got \(0, 4, 10\)"),
+        (lambda: spectral_alpha(KERNELS[:, :3], Y), "features: expected shape"),
+        (lambda: spectral_alpha(X, Y[:3]), r"labels: expected shape \[7\] or \[7, c\]"),
+        (lambda: spectral_alpha(X, np.nan * Y), "labels: expected finite"),
+        (lambda: spectral_gram(np.nan * X, Y), "features: expected finite"),
+        (lambda: spectral_gram(Columns(lambda j: X, 0), Y), "features: expected at least 1 block"),
+        (lambda: top_direction(X[0]), "gram: expected a square"),
+        (lambda: top_direction(np.eye(2), np.eye(3)), r"noise: .* got shape \(3, 3\)"),
+        (lambda: simplex_start(np.eye(2)), r"alpha: expected an array \[h\]"),
+        (lambda: simplex_start(np.zeros(2)), "alpha: expected a direction, got zero"),
+        (lambda: simplex_start(np.ones(2), np.eye(3)), "noise: expected shape"),
+        (lambda: simplex_start(np.ones(2), uniform=1.5), r"uniform: .* \[0, 1\], got 1.5"),
+        (lambda: spectral_limits(0.0, 0.1), "p_over_n: expected finite numbers > 0"),
+        (lambda: spectral_limits(2.0, -0.1), "h_over_n: expected finite numbers >= 0"),
+        (lambda: spectral_sample(jax.random.key(0), 5, 0, 2), "p: expected at least 1, got 0"),
+        (lambda: spectral_predict(None, X, FEATURES["streamed"]), r"features: .* got \(3, 4, 4\)"),
+        (lambda: spectral_estimator((X, Y), (X[:, 1:], Y)), "train, valid: .* the same h maps"),
+        (lambda: spectral_estimator((KERNELS, Y), (X, Y)), r"train, valid: .* \[n, h, p\]"),
+    ],
+)
+def test_bad_input_is_refused(call, words):
+    with pytest.raises(ValueError, match=words):
+        call()

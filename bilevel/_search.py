@@ -240,8 +240,11 @@ class _Setup(NamedTuple):
     def start(self, alpha, w0, data, steps) -> _Carry:
         init, _ = descent(*self[:3])
         # Copies: the loop's carry is donated, while the caller keeps the arrays, and a state may
-        # hold the same one twice.
-        state = jax.tree.map(lambda x: jnp.array(x, copy=True), init(alpha, w0))
+        # hold the same one twice. With dtypes that are not weak, as a step returns them: else the
+        # second chunk would be compiled anew.
+        state = jax.tree.map(
+            lambda x: jnp.array(x, jnp.result_type(x), copy=True), init(alpha, w0)
+        )
         _, metrics = jax.eval_shape(self.step, state, data)
         shapes = metrics | {"alpha": state.alpha}
         history = jax.tree.map(lambda x: jnp.zeros((steps, *x.shape), x.dtype), shapes)

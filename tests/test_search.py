@@ -147,6 +147,14 @@ def test_a_second_search_compiles_nothing():
     assert _search._advance._cache_size() == compiled
 
 
+def test_a_start_of_weak_dtype_compiles_once():
+    assert UNIFORM.weak_type  # as jnp.full makes it; what a step returns is not
+    before = _search._advance._cache_size()
+    args = (PROBLEM, bilevel.unrolled(0.01, 2), SIMPLEX, UNIFORM, W0, TRAIN, VALID)
+    bilevel.search(*args, steps=4, chunk=2, progress=False)
+    assert _search._advance._cache_size() == before + 1
+
+
 def test_batches_come_from_the_key():
     same, other = noisy(steps=3), noisy(steps=3, key=jax.random.key(8))
     assert_identical(noisy(steps=3), same)

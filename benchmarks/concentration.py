@@ -215,6 +215,7 @@ def constants_of(alphas, values, slopes) -> dict:
     bends = [np.linalg.norm(a - inside[i], axis=1).max() for a, i in zip(inside, near, strict=True)]
     return {
         "largest loss": float(values.max()),
+        "largest variance": float(values.var(axis=1).max()),
         "L": float(np.linalg.norm(inside, axis=-1).max()),
         "L, gradient": float((bends / distances.min(1)).max()),
     }
@@ -235,6 +236,9 @@ def explicit(constants) -> dict:
     of_risk = functools.partial(bounds.uniform_convergence, covering=covering, b=b, tau=TAU)
     return {
         "measured": functools.partial(of_risk, L=constants["L"]),
+        "variance": functools.partial(
+            of_risk, L=constants["L"], variance=constants["largest variance"]
+        ),
         "proved": functools.partial(of_risk, L=proved, Gamma=2 * math.sqrt(b)),
         "gradient": functools.partial(
             bounds.hypergradient_convergence,
@@ -305,7 +309,8 @@ def comparison(constants, rows) -> dict:
         ratios = [float(bound[kind](row["n"]).value) / row[f"{name}, 90 %"] for row in found]
         return f"{min(ratios):.0f} to {max(ratios):.0f}"
 
-    asked = [f"{bounds.sample_size(GAP, jax.jit(bound[k])):,}" for k in ("measured", "proved")]
+    kinds = "variance", "measured", "proved"
+    asked = [f"{bounds.sample_size(GAP, jax.jit(bound[kind])):,}" for kind in kinds]
     near = [row["n"] for row in found if row["excess"] <= 0.01 * row["least risk"]]
     lost = max(row["excess"] / row["risk"] for row in found)
     needed = np.mean([(row["risk, 90 %"] / GAP) ** 2 * row["n"] for row in found])
@@ -318,8 +323,10 @@ def comparison(constants, rows) -> dict:
         "selection within 1 % of the least risk from n_V =": near[0] if near else "none",
         "loss by selection / gap, at most; (3) has 2": f"{lost:.2g}",
         f"n_V for a gap of {GAP} with probability 0.9": f"{needed:.0f}",
-        "the same by the explicit bound, L measured": asked[0],
-        "the same, L proved": asked[1] if constants["kernel"] else "-",
+        "the same by the explicit bound, L and variance measured": asked[0],
+        "the same, L measured": asked[1],
+        "the same, L proved": asked[2] if constants["kernel"] else "-",
+        "explicit bound / gap, L and variance measured": excess("variance", "risk"),
         "explicit bound / gap, L measured": excess("measured", "risk"),
         "explicit bound / gap of hypergradients": excess("gradient", "gradient"),
         "alphas, draws of V": f"{constants['alphas']}, {constants['draws']}",
@@ -390,12 +397,12 @@ def picture(rows, path):
             if axis is not loss:
                 axis.plot(SIZES, values[0, -1] * np.sqrt(SIZES[-1] / np.array(SIZES)), "k:", lw=1)
         bound = explicit(constants)
-        lines = [(risk, "measured", "--"), (gradient, "gradient", "--"), (risk, "proved", "-.")]
-        for axis, name, style in lines if constants["kernel"] else lines[:2]:
+        lines = [(risk, "variance", "-"), (risk, "measured", "--"), (gradient, "gradient", "--")]
+        for axis, name, style in (*lines, *[(risk, "proved", "-.")] * constants["kernel"]):
             axis.plot(SIZES, [float(bound[name](n).value) for n in SIZES], f"C{i}{style}", lw=1)
     known.set(title="known answer: gap of the risk", xlabel="g = h / n_V")
     risk.set_title("search, gap of the risk; dotted 1 / sqrt(n_V)\n"
-                   "bound with L measured dashed, proved dash-dotted")  # fmt: skip
+                   "bound: with variance solid, with L dashed, L proved dash-dot")  # fmt: skip
     gradient.set_title("search, gap of the hypergradient; bound dashed")
     loss.set_title("search, loss by selection on V, share of the least risk")
     loss.axhline(0.01, color="k", ls=":", lw=1)

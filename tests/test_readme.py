@@ -40,3 +40,13 @@ def test_the_feature_map_example_runs_and_finds_a_map_that_works(capsys):
     assert "[1 2 3 4 5]" in printed
     errors = re.findall(r"\[([\d. \n]+)\]", printed)[-1].split()
     assert float(errors[-1]) < 0.1
+
+
+def test_the_theory_example_runs_and_its_verdicts_are_right(capsys):
+    (example,) = (e for e in EXAMPLES if "condition_six" in e)
+    printed = run(example, capsys)
+    value, rows = re.search(r"value = (\S+)\n(?:  .*\n)+(\d+)\n", printed).groups()
+    assert (float(value) > 0.05) == (int(rows) > 2000)
+    assert "trust 1" in printed
+    start = re.findall(r"\[([\d. ]+)\]", printed)[-1].split()
+    assert float(start[1]) > 0.8

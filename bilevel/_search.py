@@ -242,9 +242,7 @@ class _Setup(NamedTuple):
         # Copies: the loop's carry is donated, while the caller keeps the arrays, and a state may
         # hold the same one twice. With dtypes that are not weak, as a step returns them: else the
         # second chunk would be compiled anew.
-        state = jax.tree.map(
-            lambda x: jnp.array(x, jnp.result_type(x), copy=True), init(alpha, w0)
-        )
+        state = jax.tree.map(lambda x: jnp.array(x, jnp.result_type(x), copy=True), init(alpha, w0))
         _, metrics = jax.eval_shape(self.step, state, data)
         shapes = metrics | {"alpha": state.alpha}
         history = jax.tree.map(lambda x: jnp.zeros((steps, *x.shape), x.dtype), shapes)

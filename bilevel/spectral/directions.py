@@ -147,8 +147,9 @@ def top_direction(gram: jax.Array, noise: jax.Array | None = None) -> jax.Array:
     Examples
     --------
     >>> gram = jnp.array([[9.0, 2.0], [2.0, 2.0]])
-    >>> top_direction(gram).round(3), top_direction(gram, jnp.diag(jnp.array([9.0, 1.0]))).round(3)
-    (Array([0.966, 0.257], dtype=float...), Array([0.164, 0.986], dtype=float...))
+    >>> noise = jnp.diag(jnp.array([9.0, 1.0]))
+    >>> [[round(a, 3) for a in top_direction(*x).tolist()] for x in ((gram,), (gram, noise))]
+    [[0.966, 0.257], [0.164, 0.986]]
     """
     gram = jnp.asarray(gram)
     for name, matrix in (("gram", gram), ("noise", gram if noise is None else noise)):

@@ -5,6 +5,7 @@ it: under a transformation as one compiled loop, otherwise as a host loop over c
 steps, with progress, checkpoints and Ctrl-C between chunks. Both run the same program.
 """
 
+import dataclasses
 import functools
 import signal
 import threading
@@ -40,8 +41,14 @@ class DescentState(NamedTuple):
     step: jax.Array  # [], int: outer steps done
 
 
-class SearchResult(NamedTuple):
-    """Result of :func:`search`."""
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["alpha", "w", "history", "state"],
+    meta_fields=["stopped"],
+)
+@dataclasses.dataclass(frozen=True)
+class SearchResult:
+    """Result of :func:`search`; a pytree, so that functions returning it can be compiled."""
 
     alpha: Pytree
     w: Pytree

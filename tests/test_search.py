@@ -1,5 +1,6 @@
 """Descent and search: the loop finds known optima, resumes exactly, and fails clearly."""
 
+import dataclasses
 import functools
 import os
 import pathlib
@@ -109,10 +110,9 @@ def test_the_whole_search_runs_under_jit_and_vmap():
     @jax.vmap
     def many(key, alpha):
         args = (PROBLEM, MOMENTUM, SIMPLEX, alpha, W0, TRAIN, VALID)
-        result = bilevel.search(*args, steps=5, batches=rows, key=key)
-        return result.alpha, result.history["value"]
+        return bilevel.search(*args, steps=5, batches=rows, key=key)
 
-    alphas, values = many(keys, starts)
+    found = many(keys, starts)
     for i in range(2):
         one = bilevel.search(
             *(PROBLEM, MOMENTUM, SIMPLEX, starts[i], W0, TRAIN, VALID),
@@ -121,8 +121,8 @@ def test_the_whole_search_runs_under_jit_and_vmap():
             key=keys[i],
             progress=False,
         )
-        np.testing.assert_allclose(alphas[i], one.alpha, rtol=1e-3)
-        np.testing.assert_allclose(values[i], one.history["value"], rtol=1e-3)
+        np.testing.assert_allclose(found.alpha[i], one.alpha, rtol=1e-3)
+        np.testing.assert_allclose(found.history["value"][i], one.history["value"], rtol=1e-3)
 
 
 def test_side_by_side_copies_search_as_they_would_alone():
@@ -236,7 +236,7 @@ def test_ctrl_c_returns_what_there_is(tmp_path):
     # The signal of the first callback is seen after the second chunk.
     assert result.stopped == "interrupted after step 6"
     assert_identical(
-        result._replace(stopped=""),
+        dataclasses.replace(result, stopped=""),
         noisy(steps=6),
     )
     assert bilevel.checkpoint.latest(tmp_path) == 6

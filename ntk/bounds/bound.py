@@ -102,7 +102,10 @@ def _digits(x) -> str:
 
 def positive(name: str, number: Any) -> None:
     """Raise unless ``number`` is traced, or positive and finite."""
-    if not isinstance(number, jax.core.Tracer) and not 0 < number < math.inf:
+    if isinstance(number, jax.core.Tracer):
+        return
+    value = np.asarray(number)  # a JAX array would be traced inside jit
+    if not ((value > 0) & (value < math.inf)).all():
         raise ValueError(f"{name}: expected a positive number, got {number}.")
 
 

@@ -1,5 +1,13 @@
 """Search spaces: architectures as differentiable functions of ``alpha``."""
 
-from bilevel.spaces import activations, features, kernels
+from bilevel.spaces import activations, convolution, darts, features, kernels, skips, training
 
-__all__ = ["activations", "features", "kernels"]
+__all__ = [
+    "activations",
+    "convolution",
+    "darts",
+    "features",
+    "kernels",
+    "skips",
+    "training",
+]

@@ -1,0 +1,317 @@
+"""Convolutions and pooling of images [n, h, w, c] that differentiate fast on a CPU too.
+
+    y[n, i, j, o] = sum_{a, b, c} x[n, s i + d a - p, s j + d b - p, c] k[a, b, c, o]
+
+XLA's CPU code is slow for a convolution's gradient in its weights, and for anything depthwise. A
+convolution is linear in ``x`` and in ``k``, so its derivative is made of two linear maps, and
+reverse mode runs their transposes. Here each map is written so that its *transpose* is the fast
+program:
+
+==================  ==============================================  =============================
+map                 written as                                      its transpose
+==================  ==============================================  =============================
+dx, depthwise       every pixel spread over the outputs it reaches  shifted copies of dy, weighted
+dx, dense           XLA's convolution                               XLA's convolution
+dk, depthwise       one example at a time, a weight at every pixel  images added up elementwise;
+                                                                    over pixels once, at the end
+dk, dense           one example at a time, patches times dk         patches' times dy, in cache
+==================  ==============================================  =============================
+
+These are ordinary JAX programs, so forward mode, higher derivatives and vmap all work, which a
+``jax.custom_vjp`` would forbid. Patches are made again in the backward pass, not kept.
+
+On other devices it is XLA's convolution throughout.
+
+==========  ==========================================================================
+formula     here
+==========  ==========================================================================
+k           ``kernel`` [size, size, channels / groups, outputs]
+s, d, p     ``stride``, ``dilation``, ``padding``, the same along both axes
+==========  ==========================================================================
+"""
+
+import functools
+import operator
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.custom_derivatives import SymbolicZero
+
+
+class _Window(NamedTuple):
+    """Where a sliding window stands; hashable, known when tracing."""
+
+    size: int
+    stride: int
+    dilation: int
+    padding: int
+
+    @property
+    def reach(self) -> int:
+        return self.dilation * (self.size - 1)
+
+    def positions(self, length: int) -> int:
+        return (length + 2 * self.padding - self.reach - 1) // self.stride + 1
+
+
+def convolution(
+    x: jax.Array,
+    kernel: jax.Array,
+    *,
+    stride: int = 1,
+    dilation: int = 1,
+    padding: int | None = None,
+    groups: int = 1,
+) -> jax.Array:
+    """Cross-correlation of images with a square kernel, as every deep-learning library has it.
+
+    On the CPU, gradients of dense (``groups=1``) and depthwise (``groups = c = outputs``)
+    convolutions take the fast forms of this module, and depthwise ones their values too; in
+    16-bit precision they are computed in 32. Groups of other sizes are left to XLA.
+
+    Parameters
+    ----------
+    x : array [n, h, w, c]
+    kernel : array [size, size, c / groups, outputs]
+    stride, dilation : int
+    padding : int, optional
+        Zeros around the image; by default what keeps its size at stride 1 (odd ``size``).
+    groups : int
+        The channels are split into as many groups, each with its own kernel.
+
+    Returns
+    -------
+    array [n, h', w', outputs], ``h' = (h + 2 padding - dilation (size - 1) - 1) // stride + 1``
+
+    Raises
+    ------
+    ValueError
+        For shapes that do not fit together, or an image that the window does not fit into.
+
+    Examples
+    --------
+    >>> x = jnp.arange(9.0).reshape(1, 3, 3, 1)
+    >>> convolution(x, jnp.ones((3, 3, 1, 1)))[0, :, :, 0]
+    Array([[ 8., 15., 12.],
+           [21., 36., 27.],
+           [20., 33., 24.]], dtype=float...)
+    """
+    if kernel.ndim != 4 or kernel.shape[0] != kernel.shape[1]:
+        raise ValueError(f"kernel: expected [size, size, c / groups, outputs], got {kernel.shape}.")
+    size, _, channels, outputs = kernel.shape
+    if x.ndim != 4 or groups < 1 or x.shape[-1] != channels * groups or outputs % groups:
+        raise ValueError(
+            f"x: expected [n, h, w, {channels * groups}] for a kernel {kernel.shape} in {groups} "
+            f"groups, got {x.shape}."
+        )
+    window = _window(x, size, stride, dilation, padding)
+    if size == 1 and groups == 1 and window.padding == 0:
+        return x[:, ::stride, ::stride] @ kernel[0, 0]
+    if jax.default_backend() == "cpu" and groups == 1:
+        return _widely(_dense, x, kernel, window)
+    if jax.default_backend() == "cpu" and groups == outputs and channels == 1:
+        return _widely(_depthwise, x, kernel, window)
+    return _plain(x, kernel, window, groups)
+
+
+def _window(x, size, stride, dilation, padding) -> _Window:
+    if padding is None:
+        padding = dilation * (size - 1) // 2
+    window = _Window(*map(operator.index, (size, stride, dilation, padding)))
+    if min(window[:3]) < 1 or not 0 <= window.padding <= window.reach:
+        raise ValueError(
+            "window: expected positive size, stride and dilation and a padding smaller than the "
+            f"window, got {', '.join(map(str, window))}."
+        )
+    if min(map(window.positions, x.shape[1:3])) < 1:
+        raise ValueError(
+            f"x: expected images of at least {window.reach + 1 - 2 * window.padding} pixels a "
+            f"side, got {x.shape[1:3]}."
+        )
+    return window
+
+
+@functools.partial(jax.jit, static_argnums=(0, 3))  # so that equal shapes are traced once
+def _widely(rule, x, kernel, window):
+    # Sums over all pixels of a batch are beyond 16 bits; float32 and float64 stay what they are.
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    return rule(x.astype(wide), kernel.astype(wide), window).astype(x.dtype)
+
+
+def _plain(x, kernel, window, groups=1):
+    return lax.conv_general_dilated(
+        x,
+        kernel,
+        (window.stride,) * 2,
+        [(window.padding,) * 2] * 2,
+        rhs_dilation=(window.dilation,) * 2,
+        dimension_numbers=("NHWC", "HWIO", "NHWC"),
+        feature_group_count=groups,
+    )
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
+def _dense(x, kernel, window):
+    return _plain(x, kernel, window)
+
+
+@functools.partial(_dense.defjvp, symbolic_zeros=True)
+def _dense_derivative(window, primals, tangents):
+    x, kernel = primals
+
+    def along_x(dx):
+        return _plain(dx, kernel, window)
+
+    def along_kernel(dk):
+        def patches_times(image, flat):
+            return jnp.concatenate(_shifted(image, window), axis=-1) @ flat
+
+        return _each(patches_times, x, dk.reshape(-1, dk.shape[-1]))
+
+    return _with_tangent(_dense(x, kernel, window), (along_x, along_kernel), tangents)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
+def _depthwise(x, kernel, window):
+    return _weighted(_shifted(x, window), kernel.reshape(-1, x.shape[-1]))
+
+
+@functools.partial(_depthwise.defjvp, symbolic_zeros=True)
+def _depthwise_derivative(window, primals, tangents):
+    x, kernel = primals
+
+    def along_x(dx):
+        return _spread(dx, kernel, window)
+
+    def along_kernel(dk):
+        def weighted(image, everywhere):
+            return _weighted(_shifted(image, window), everywhere)
+
+        # One weight for every pixel: their gradients are then sums over examples alone.
+        out = (*map(window.positions, x.shape[1:3]), x.shape[-1])
+        everywhere = [jnp.broadcast_to(d, out) for d in dk.reshape(-1, x.shape[-1])]
+        return _each(weighted, x, everywhere)
+
+    return _with_tangent(_depthwise(x, kernel, window), (along_x, along_kernel), tangents)
+
+
+def _with_tangent(y, maps, tangents):
+    """``y`` and the sum of ``map(tangent)``, where a tangent is not known to be zero."""
+    pairs = zip(maps, tangents, strict=True)
+    parts = [along(t) for along, t in pairs if not isinstance(t, SymbolicZero)]
+    return y, functools.reduce(operator.add, parts) if parts else jnp.zeros_like(y)
+
+
+def _each(bilinear, x, linear):
+    """``bilinear(image, linear)`` for every image, by a loop; keeps ``x`` and no patches."""
+    body = jax.checkpoint(bilinear, prevent_cse=False)
+    return lax.map(lambda image: body(image, linear), x)
+
+
+def _weighted(arrays, weights):
+    return functools.reduce(operator.add, (a * w for a, w in zip(arrays, weights, strict=True)))
+
+
+def _shifted(x, window):
+    """What each of the window's size^2 places sees of ``x`` [..., h, w, c]: [..., h', w', c]."""
+    *batch, height, width, channels = x.shape
+    rows, columns = window.positions(height), window.positions(width)
+    p, s = window.padding, window.stride
+    x = jnp.pad(x, [(0, 0)] * len(batch) + [(p, p), (p, p), (0, 0)])
+    views = []
+    for a, b in np.ndindex(window.size, window.size):
+        first = (a * window.dilation, b * window.dilation)
+        last = (first[0] + s * (rows - 1) + 1, first[1] + s * (columns - 1) + 1)
+        zeros, ones = [0] * len(batch), [1] * len(batch)
+        views.append(lax.slice(x, (*zeros, *first, 0), (*batch, *last, channels), (*ones, s, s, 1)))
+    return views
+
+
+def _spread(x, kernel, window):
+    """The depthwise convolution again: pixels are added to the outputs that they reach.
+
+    Pixel u times k[a] goes to place ``u + reach - d a`` of a buffer in which output i is at
+    ``s i + reach - p``. The transpose reads the buffer's cotangent in shifted copies.
+    """
+    n, height, width, channels = x.shape
+    reach, s = window.reach, window.stride
+    zero = jnp.zeros((), x.dtype)
+    placed = []
+    for a, b in np.ndindex(window.size, window.size):
+        low = (reach - a * window.dilation, reach - b * window.dilation)
+        edges = [(0, 0, 0), *((lo, reach - lo, 0) for lo in low), (0, 0, 0)]
+        placed.append(lax.pad(x * kernel[a, b, 0], zero, edges))
+    start = reach - window.padding
+    stop = [start + s * (window.positions(length) - 1) + 1 for length in (height, width)]
+    total = functools.reduce(operator.add, placed)
+    return lax.slice(total, (0, start, start, 0), (n, *stop, channels), (1, s, s, 1))
+
+
+def max_pool(x: jax.Array, size: int, *, stride: int = 1, padding: int = 0) -> jax.Array:
+    """Largest value in each window of ``x`` [n, h, w, c]; padding is never the largest.
+
+    Equal values share the gradient equally.
+
+    Raises
+    ------
+    ValueError
+        For a window that does not fit.
+
+    Examples
+    --------
+    >>> x = jnp.arange(9.0).reshape(1, 3, 3, 1)
+    >>> max_pool(x, 3, stride=2, padding=1)[0, :, :, 0]
+    Array([[4., 5.],
+           [7., 8.]], dtype=float...)
+    """
+    window = _window(x, size, stride, 1, padding)
+    return _separable(jnp.maximum, -jnp.inf, x, window)
+
+
+def average_pool(x: jax.Array, size: int, *, stride: int = 1, padding: int = 0) -> jax.Array:
+    """Mean of each window of ``x`` [n, h, w, c] over the pixels inside the image.
+
+    Padding is not counted (``count_include_pad=False``); the counts are known from the shapes.
+
+    Raises
+    ------
+    ValueError
+        For a window that does not fit.
+
+    Examples
+    --------
+    >>> x = jnp.arange(9.0).reshape(1, 3, 3, 1)
+    >>> average_pool(x, 3, stride=2, padding=1)[0, :, :, 0]
+    Array([[2., 3.],
+           [5., 6.]], dtype=float...)
+    """
+    window = _window(x, size, stride, 1, padding)
+    rows, columns = (_counts(window, length) for length in x.shape[1:3])
+    share = 1 / (rows[:, None] * columns)[..., None]
+    return _separable(operator.add, 0, x, window) * jnp.asarray(share, x.dtype)
+
+
+def _counts(window: _Window, length: int) -> np.ndarray:
+    """How many pixels each of a window's positions along an axis has inside the image."""
+    start = window.stride * np.arange(window.positions(length)) - window.padding
+    return np.minimum(start + window.size, length) - np.maximum(start, 0)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 3))
+def _separable(combine, neutral, x, window):
+    """Windows combined along rows, then along columns: 2 (size - 1) operations."""
+    for axis in (1, 2):
+        p, span = window.padding, window.stride * (window.positions(x.shape[axis]) - 1) + 1
+        edges = [(p, p) if i == axis else (0, 0) for i in range(4)]
+        padded = jnp.pad(x, edges, constant_values=neutral)
+        x = functools.reduce(
+            combine,
+            (
+                lax.slice_in_dim(padded, a, a + span, window.stride, axis)
+                for a in range(window.size)
+            ),
+        )
+    return x

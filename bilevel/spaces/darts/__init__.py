@@ -1,0 +1,35 @@
+"""The DARTS cell search space (Liu, Simonyan & Yang 2019).
+
+``darts_space``: the supernet to search; ``genotype``: what a search found; ``darts_network``: the
+network of a genotype, to train from scratch.
+"""
+
+from bilevel.spaces.darts._genotype import (
+    DARTS_V1,
+    DARTS_V2,
+    EDGES,
+    Genotype,
+    draw_genotype,
+    genotype,
+    parse_genotype,
+)
+from bilevel.spaces.darts.network import DartsNetwork, cutout, darts_network
+from bilevel.spaces.darts.operations import PRIMITIVES
+from bilevel.spaces.darts.supernet import DartsSpace, darts_space, parameter_count
+
+__all__ = [
+    "DARTS_V1",
+    "DARTS_V2",
+    "EDGES",
+    "PRIMITIVES",
+    "DartsNetwork",
+    "DartsSpace",
+    "Genotype",
+    "cutout",
+    "darts_network",
+    "darts_space",
+    "draw_genotype",
+    "genotype",
+    "parameter_count",
+    "parse_genotype",
+]

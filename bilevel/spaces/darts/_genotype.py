@@ -1,0 +1,281 @@
+"""Genotypes: the two cells that a search finds, as records, text and pictures.
+
+A cell has two inputs, nodes 0 and 1 (the outputs of the cell before last and of the last cell),
+and nodes 2 to 5; an edge leads from every node to every later one, 14 in all (``EDGES``). A
+genotype keeps two edges into each node, with one operation on each.
+"""
+
+import ast
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from bilevel.spaces.darts.operations import PRIMITIVES
+
+NODES = (2, 3, 4, 5)
+EDGES = tuple((source, node) for node in NODES for source in range(node))
+"""The rows of ``alpha``: (source, node), by node, then by source."""
+
+Pairs = tuple[tuple[str, int], ...]
+
+
+class Genotype(NamedTuple):
+    """Two cells; ``str`` gives the usual text, :func:`parse_genotype` reads it.
+
+    Attributes
+    ----------
+    normal, reduce : eight pairs (operation, source), two for each of the nodes 2 to 5.
+    normal_concat, reduce_concat : the nodes that make the cell's output.
+    """
+
+    normal: Pairs
+    normal_concat: tuple[int, ...]
+    reduce: Pairs
+    reduce_concat: tuple[int, ...]
+
+    def __str__(self) -> str:
+        """As the reference implementation prints it."""
+        parts = (
+            f"{field}={range(2, 6) if value == NODES else list(value)}"
+            for field, value in self._asdict().items()
+        )
+        return f"Genotype({', '.join(parts)})"
+
+
+def genotype(alpha: Any, operations: Sequence[str] = PRIMITIVES) -> Genotype:
+    """The cells that ``alpha`` points to: two edges into each node, the best operation on each.
+
+    An edge is worth the largest weight on it of an operation other than ``none``; each node keeps
+    the two that are worth most, in that order, equal ones by source. There is no way back: which
+    edges a genotype leaves out cannot be said by an ``alpha`` on the simplices without ``none``,
+    and the weights that decided between those kept are lost.
+
+    Parameters
+    ----------
+    alpha : {"normal": [14, h], "reduce": [14, h]}, on the simplex
+        Weights, not logits, though only their order within a node matters.
+    operations : h names
+
+    Raises
+    ------
+    ValueError
+        For arrays of another shape, or entries that are no numbers.
+
+    Examples
+    --------
+    >>> alpha = np.full((14, 8), 0.1)
+    >>> alpha[0, 4], alpha[2, 1] = 0.3, 0.3  # the edges (0, 2) and (0, 3)
+    >>> found = genotype({"normal": alpha, "reduce": alpha})
+    >>> found.normal[:3]
+    (('sep_conv_3x3', 0), ('max_pool_3x3', 1), ('max_pool_3x3', 0))
+
+    References
+    ----------
+    Liu, Simonyan & Yang (2019), DARTS, section 2.4.
+    """
+    cells = [_best(np.asarray(alpha[cell]), operations, cell) for cell in ("normal", "reduce")]
+    return Genotype(cells[0], NODES, cells[1], NODES)
+
+
+def _best(alpha: np.ndarray, operations: Sequence[str], cell: str) -> Pairs:
+    shape = (len(EDGES), len(operations))
+    if alpha.shape != shape or not np.isfinite(alpha).all():
+        raise ValueError(f'alpha["{cell}"]: expected {shape} finite weights, got {alpha.shape}.')
+    weights = np.where(np.array(operations) == "none", -np.inf, alpha)
+    pairs: list[tuple[str, int]] = []
+    for node in NODES:
+        rows = weights[[k for k, edge in enumerate(EDGES) if edge[1] == node]]
+        kept = np.argsort(-rows.max(axis=1), kind="stable")[:2]
+        pairs += [(operations[int(rows[source].argmax())], int(source)) for source in kept]
+    return tuple(pairs)
+
+
+def parse_genotype(text: str) -> Genotype:
+    """A genotype from its text, ``Genotype(normal=[('sep_conv_3x3', 0), ...], ...)``.
+
+    The text is read, not run. :func:`check_genotype` looks at what it says.
+
+    Raises
+    ------
+    ValueError
+        For any other text.
+
+    Examples
+    --------
+    >>> parse_genotype(str(DARTS_V2)) == DARTS_V2
+    True
+    """
+    try:
+        call = ast.parse(text.strip(), mode="eval").body
+        if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and not call.args):
+            raise ValueError("not a call")
+        fields = {str(field.arg): _literal(field.value) for field in call.keywords}
+        if set(fields) != set(Genotype._fields):
+            raise ValueError("other fields")
+        cells = [tuple(map(tuple, fields[cell])) for cell in ("normal", "reduce")]
+        concats = [tuple(fields[f"{cell}_concat"]) for cell in ("normal", "reduce")]
+        found = Genotype(cells[0], concats[0], cells[1], concats[1])
+    except (SyntaxError, ValueError, TypeError, RecursionError) as error:
+        raise ValueError(
+            "text: expected Genotype(normal=[...], normal_concat=[...], reduce=[...], "
+            f"reduce_concat=[...]), got {text[:80]!r}."
+        ) from error
+    check_genotype(found)
+    return found
+
+
+def _literal(node: ast.expr) -> Any:
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "range":
+        start, stop = map(ast.literal_eval, node.args)
+        return NODES if (start, stop) == (2, 6) else [start, stop]
+    return ast.literal_eval(node)
+
+
+def check_genotype(genotype: Genotype) -> None:
+    """Raise ValueError unless both cells can be built."""
+    known = [name for name in PRIMITIVES if name != "none"]
+    for cell in ("normal", "reduce"):
+        pairs, concat = getattr(genotype, cell), getattr(genotype, f"{cell}_concat")
+        if len(pairs) != 2 * len(NODES) or any(len(pair) != 2 for pair in pairs):
+            raise ValueError(f"{cell}: expected 8 pairs (operation, source), got {pairs}.")
+        for k, (name, source) in enumerate(pairs):
+            if name not in known:
+                raise ValueError(f"{cell}: expected one of {', '.join(known)}, got {name!r}.")
+            if source not in range(NODES[k // 2]):
+                raise ValueError(
+                    f"{cell}: expected a source below {NODES[k // 2]} for that node, got {source}."
+                )
+        if not concat or not set(concat) <= set(NODES):
+            raise ValueError(f"{cell}_concat: expected nodes among {NODES}, got {concat}.")
+
+
+DARTS_V1 = Genotype(
+    normal=(
+        ("sep_conv_3x3", 1),
+        ("sep_conv_3x3", 0),
+        ("skip_connect", 0),
+        ("sep_conv_3x3", 1),
+        ("skip_connect", 0),
+        ("sep_conv_3x3", 1),
+        ("sep_conv_3x3", 0),
+        ("skip_connect", 2),
+    ),
+    normal_concat=NODES,
+    reduce=(
+        ("max_pool_3x3", 0),
+        ("max_pool_3x3", 1),
+        ("skip_connect", 2),
+        ("max_pool_3x3", 0),
+        ("max_pool_3x3", 0),
+        ("skip_connect", 2),
+        ("skip_connect", 2),
+        ("avg_pool_3x3", 0),
+    ),
+    reduce_concat=NODES,
+)
+"""Found by DARTS of first order on CIFAR-10, as published."""
+
+DARTS_V2 = Genotype(
+    normal=(
+        ("sep_conv_3x3", 0),
+        ("sep_conv_3x3", 1),
+        ("sep_conv_3x3", 0),
+        ("sep_conv_3x3", 1),
+        ("sep_conv_3x3", 1),
+        ("skip_connect", 0),
+        ("skip_connect", 0),
+        ("dil_conv_3x3", 2),
+    ),
+    normal_concat=NODES,
+    reduce=(
+        ("max_pool_3x3", 0),
+        ("max_pool_3x3", 1),
+        ("skip_connect", 2),
+        ("max_pool_3x3", 1),
+        ("max_pool_3x3", 0),
+        ("skip_connect", 2),
+        ("skip_connect", 2),
+        ("max_pool_3x3", 1),
+    ),
+    reduce_concat=NODES,
+)
+"""Found by DARTS of second order on CIFAR-10, as published."""
+
+
+# Left to right, at heights (found by random search) where no edge comes near a third node.
+_PLACES = {0: (0, 1.0), 1: (0, -1.0), 2: (1.4, 1.4), 3: (2.8, -0.4), 4: (4.2, 0.7), 5: (5.6, -0.75)}
+_OUTPUT = (7.0, 1.05)
+_LABELS = {0: "k−2", 1: "k−1", 2: "0", 3: "1", 4: "2", 5: "3"}
+
+
+def draw_genotype(genotype: Genotype, axes: Sequence[Any] | None = None) -> Sequence[Any]:
+    """Draw both cells as graphs: an arrow for each edge, its colour the operation.
+
+    Parameters
+    ----------
+    genotype : Genotype
+    axes : two matplotlib axes, optional
+
+    Returns
+    -------
+    The axes: of the normal cell, of the reduction cell.
+
+    Examples
+    --------
+    >>> [ax.get_title() for ax in draw_genotype(DARTS_V2)]
+    ['normal cell', 'reduction cell']
+    """
+    if axes is None:
+        try:
+            import matplotlib.pyplot as plt
+        except ImportError as error:
+            raise ImportError(
+                "draw_genotype: expected matplotlib, got none; "
+                "install it with `pip install bilevel[plots]`."
+            ) from error
+        axes = plt.subplots(2, 1, figsize=(7, 6), layout="constrained")[1]
+    for ax, cell in zip(axes, ("normal", "reduce"), strict=True):
+        _draw_cell(ax, getattr(genotype, cell), getattr(genotype, f"{cell}_concat"))
+        ax.set_title({"normal": "normal cell", "reduce": "reduction cell"}[cell])
+    return axes
+
+
+def _draw_cell(ax: Any, pairs: Pairs, concat: Sequence[int]) -> None:
+    def arrow(tail, head, bend=0.0, **style):
+        ax.annotate(
+            "",
+            head,
+            tail,
+            arrowprops={
+                "arrowstyle": "-|>",
+                "shrinkA": 13,
+                "shrinkB": 13,
+                "connectionstyle": f"arc3,rad={bend}",
+                **style,
+            },
+        )
+
+    for node in concat:
+        arrow(_PLACES[node], _OUTPUT, color="0.8", linewidth=1)
+    drawn: dict[tuple[int, int], int] = {}
+    for k, (name, source) in enumerate(pairs):
+        node = NODES[k // 2]
+        parallel = drawn.get((source, node), 0)
+        drawn[source, node] = parallel + 1
+        color = f"C{PRIMITIVES.index(name)}"
+        arrow(_PLACES[source], _PLACES[node], 0.2 * parallel, color=color, linewidth=2)
+    for node, place in itertools.chain(_PLACES.items(), [(-1, _OUTPUT)]):
+        ax.text(
+            *place,
+            _LABELS.get(node, "k"),
+            ha="center",
+            va="center",
+            bbox={"boxstyle": "circle,pad=0.35", "facecolor": "white", "edgecolor": "0.3"},
+        )
+    for name in sorted({name for name, _ in pairs}, key=PRIMITIVES.index):
+        ax.plot([], [], color=f"C{PRIMITIVES.index(name)}", linewidth=2, label=name)
+    ax.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
+    ax.set(xlim=(-0.5, 7.5), ylim=(-1.4, 1.8))
+    ax.set_axis_off()

@@ -1,0 +1,266 @@
+"""The eight operations of the DARTS cell, on images [n, h, w, channels] (Liu et al. 2019).
+
+======================  ===============================================================
+operation               program, for stride s
+======================  ===============================================================
+``none``                zeros; it has no module, mixtures leave it out
+``max_pool_3x3``        padding 1
+``avg_pool_3x3``        padding 1, mean over the pixels inside the image
+``skip_connect``        identity; :class:`FactorizedReduce` at stride 2
+``sep_conv_3x3, 5x5``   twice [ReLU, depthwise k x k, 1 x 1, norm], stride s then 1
+``dil_conv_3x3, 5x5``   ReLU, depthwise k x k of dilation 2 and stride s, 1 x 1, norm
+======================  ===============================================================
+
+``norm()`` makes the normalisation layer: the supernet's is :class:`Standardize`; networks trained
+from scratch have batch normalisation with running averages.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bilevel.spaces.convolution import average_pool, convolution, max_pool
+
+PRIMITIVES = (
+    "none",
+    "max_pool_3x3",
+    "avg_pool_3x3",
+    "skip_connect",
+    "sep_conv_3x3",
+    "sep_conv_5x5",
+    "dil_conv_3x3",
+    "dil_conv_5x5",
+)
+"""The candidates, in the order of ``alpha``."""
+
+Norm = Callable[[], nn.Module]
+
+
+class Conv(nn.Module):
+    """Convolution without bias; its parameters float32, its arithmetic that of ``x``."""
+
+    features: int
+    size: int = 1
+    stride: int = 1
+    dilation: int = 1
+    padding: int | None = None
+    depthwise: bool = False
+
+    @nn.compact
+    def __call__(self, x):
+        """[n, h, w, c] -> [n, h', w', features]."""
+        groups = x.shape[-1] if self.depthwise else 1
+        shape = (self.size, self.size, x.shape[-1] // groups, self.features)
+        kernel = self.param("kernel", nn.initializers.zeros, shape)  # see `initial`
+        return convolution(
+            x,
+            kernel.astype(x.dtype),
+            stride=self.stride,
+            dilation=self.dilation,
+            padding=self.padding,
+            groups=groups,
+        )
+
+
+class Standardize(nn.Module):
+    """Batch normalisation by the batch's own statistics, in float32 or wider; no state.
+
+    ``affine`` adds the learned scale and shift.
+    """
+
+    affine: bool = False
+
+    @nn.compact
+    def __call__(self, x):
+        """[n, h, w, c] -> the same, each channel with mean 0 and variance 1."""
+        full = x.astype(wide(x.dtype))
+        centred = full - full.mean((0, 1, 2))
+        out = centred * jax.lax.rsqrt(jnp.mean(centred**2, (0, 1, 2)) + 1e-5)
+        if self.affine:
+            scale = self.param("scale", nn.initializers.ones, x.shape[-1:])
+            out = out * scale + self.param("bias", nn.initializers.zeros, x.shape[-1:])
+        return out.astype(x.dtype)
+
+
+class ReluConvNorm(nn.Module):
+    """ReLU, 1 x 1 convolution, norm."""
+
+    channels: int
+    norm: Norm
+
+    @nn.compact
+    def __call__(self, x):
+        """[n, h, w, c] -> [n, h, w, channels]."""
+        return self.norm()(Conv(self.channels)(nn.relu(x)))
+
+
+class FactorizedReduce(nn.Module):
+    """ReLU, two 1 x 1 convolutions of stride 2, the second one pixel off, norm.
+
+    An odd side gets a zero at its end for the second; the reference wants even sides.
+    """
+
+    channels: int
+    norm: Norm
+
+    @nn.compact
+    def __call__(self, x):
+        """[n, h, w, c] -> [n, ceil(h / 2), ceil(w / 2), channels]."""
+        x = nn.relu(x)
+        odd = [(0, 0), (0, x.shape[1] % 2), (0, x.shape[2] % 2), (0, 0)]
+        half = self.channels // 2
+        even = Conv(half, stride=2)(x)
+        shifted = Conv(self.channels - half, stride=2)(jnp.pad(x, odd)[:, 1:, 1:])
+        return self.norm()(jnp.concatenate([even, shifted], axis=-1))
+
+
+class SeparableConv(nn.Module):
+    """Twice ReLU, depthwise and 1 x 1 convolution, norm; the stride is the first one's."""
+
+    channels: int
+    stride: int
+    norm: Norm
+    size: int
+
+    @nn.compact
+    def __call__(self, x):
+        """[n, h, w, channels] -> [n, h', w', channels]."""
+        for stride in (self.stride, 1):
+            x = Conv(self.channels, self.size, stride, depthwise=True)(nn.relu(x))
+            x = self.norm()(Conv(self.channels)(x))
+        return x
+
+
+class DilatedConv(nn.Module):
+    """ReLU, depthwise convolution of dilation 2, 1 x 1 convolution, norm."""
+
+    channels: int
+    stride: int
+    norm: Norm
+    size: int
+
+    @nn.compact
+    def __call__(self, x):
+        """[n, h, w, channels] -> [n, h', w', channels]."""
+        x = Conv(self.channels, self.size, self.stride, 2, depthwise=True)(nn.relu(x))
+        return self.norm()(Conv(self.channels)(x))
+
+
+class Pool(nn.Module):
+    """3 x 3 pooling of padding 1, then the norm if there is one."""
+
+    pool: Callable[..., jax.Array]
+    stride: int
+    norm: Norm | None
+
+    @nn.compact
+    def __call__(self, x):
+        """[n, h, w, channels] -> [n, h', w', channels]."""
+        x = self.pool(x, 3, stride=self.stride, padding=1)
+        return x if self.norm is None else self.norm()(x)
+
+
+class Identity(nn.Module):
+    """What ``skip_connect`` is at stride 1."""
+
+    def __call__(self, x):
+        """``x``."""
+        return x
+
+
+def operation(
+    name: str, channels: int, stride: int, norm: Norm, pool_norm: Norm | None = None
+) -> nn.Module:
+    """The module of an operation other than ``none``; ``pool_norm`` follows pooling.
+
+    Examples
+    --------
+    >>> skip = operation("skip_connect", 4, 2, Standardize)
+    >>> x = jnp.ones((1, 8, 8, 4))
+    >>> skip.apply(skip.init(jax.random.key(0), x), x).shape
+    (1, 4, 4, 4)
+    """
+    if name == "skip_connect":
+        return Identity() if stride == 1 else FactorizedReduce(channels, norm)
+    if name in _POOLS:
+        return Pool(_POOLS[name], stride, pool_norm)
+    return _CONVOLUTIONS[name](channels, stride, norm)
+
+
+_POOLS = {"max_pool_3x3": max_pool, "avg_pool_3x3": average_pool}
+_CONVOLUTIONS: dict[str, Callable[..., nn.Module]] = {
+    "sep_conv_3x3": functools.partial(SeparableConv, size=3),
+    "sep_conv_5x5": functools.partial(SeparableConv, size=5),
+    "dil_conv_3x3": functools.partial(DilatedConv, size=3),
+    "dil_conv_5x5": functools.partial(DilatedConv, size=5),
+}
+
+
+def initial(key: jax.Array, shapes: Any) -> Any:
+    """Parameters drawn for the ``shapes`` of a network: kernels from U(-1, 1) / sqrt(fan-in).
+
+    That is the reference implementation's. Scales are 1, biases 0. Apart from the network, which
+    would have to be run, or compiled, to initialise itself.
+    """
+    leaves, structure = jax.tree_util.tree_flatten_with_path(shapes)
+    sizes = [math.prod(leaf.shape) for _, leaf in leaves]
+    bounds, offsets = [], []
+    for path, leaf in leaves:  # a kernel is [..., size, size, c, outputs] or [c, outputs]
+        is_kernel = path[-1].key == "kernel"
+        bounds.append(1 / math.sqrt(math.prod(leaf.shape[-4:-1])) if is_kernel else 0.0)
+        offsets.append(float(path[-1].key == "scale"))
+    # One draw cut into pieces: hundreds of draws of their own would take minutes to compile.
+    uniform = jax.random.uniform(key, (sum(sizes),), jnp.float32, -1, 1)
+    flat = uniform * np.repeat(np.array(bounds, np.float32), sizes)
+    flat += np.repeat(np.array(offsets, np.float32), sizes)
+    pieces = jnp.split(flat, np.cumsum(sizes)[:-1])
+    drawn = [piece.reshape(leaf.shape) for piece, (_, leaf) in zip(pieces, leaves, strict=True)]
+    return jax.tree.unflatten(structure, drawn)
+
+
+def wide(dtype: Any) -> Any:
+    """``dtype`` or float32, whichever has more bits."""
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+def activations(x: jax.Array, dtype: Any) -> jax.Array:
+    """Images as a network's first activations: in ``dtype``, or as they are."""
+    return x.astype(wide(x.dtype) if dtype is None else dtype)
+
+
+def check_images(shape: tuple[int, ...], cells: int) -> None:
+    """Raise ValueError unless images [..., h, w, c] survive the network's reductions."""
+    smallest = 2 ** len(reductions(cells))
+    if len(shape) < 3 or min(shape[-3:-1]) < smallest:
+        raise ValueError(
+            f"shape: expected images [h, w, c] of at least {smallest} x {smallest} pixels for "
+            f"{cells} cells, got {tuple(shape)}."
+        )
+
+
+def check_network(classes: int, cells: int, channels: int) -> None:
+    """Raise ValueError for a network without layers, or with nothing to tell apart."""
+    for name, value, least in (
+        ("classes", classes, 2),
+        ("cells", cells, 1),
+        ("channels", channels, 2),
+    ):
+        if value < least:
+            raise ValueError(f"{name}: expected at least {least}, got {value}.")
+
+
+def reductions(cells: int) -> set[int]:
+    """The cells, counted from 0, that halve the image and double the channels.
+
+    Examples
+    --------
+    >>> sorted(reductions(20))
+    [6, 13]
+    """
+    return {cells // 3, 2 * cells // 3}

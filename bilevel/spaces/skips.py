@@ -1,0 +1,374 @@
+"""Search of activations and skip connections, layer by layer (Zhu et al. 2022).
+
+    f_1 = s_1(W_1 x),    f_l = s_l(W_l f_{l-1}) + a_{l-1} f_{l-1}  (2 <= l <= L-1),
+    f = W_L f_{L-1},     s_l = sum_i p_{l,i} sigma_i,  p_l on the simplex,  a_l in [0, 1]
+
+==========  ============================================================================
+paper       here
+==========  ============================================================================
+L, m        ``depth``, ``width``
+sigma_l     ``alpha["activations"]`` [L-1, h]: the mixture p of each layer; uniform at first
+alpha_l     ``alpha["skips"]`` [L-2]: the weights a; 1/2 at first
+W_l         ``w``: ``first`` [d, m], ``hidden`` [L-2, m, m], ``last`` [m, outputs]; no biases
+==========  ============================================================================
+
+The search is DARTS's (section 5.1), with cross-entropy below and above. It ends at an architecture
+(:class:`SkipArchitecture`: the likeliest activation of each layer, the skips above 1/2), whose
+network is then trained from scratch by SGD, the second half of Algorithm 1
+(:func:`bilevel.spaces.training.train`).
+
+The paper has two initialisations, which do not agree:
+
+================  ==================================  ==============================================
+parametrization   weights                             the network
+================  ==================================  ==============================================
+``"ntk"``         N(0, 1); scaled in the forward      Lemma 1's: variances (1, 2, ..., 2), and
+                  pass by 1, sqrt(2/m), ...           :func:`ntk.network_kernel` is its kernel
+``"as_printed"``  N(0, 1/m) in all layers             Algorithm 1's and Theorem 2's: pre-activations
+                                                      of size 1/sqrt(m), so that smooth activations
+                                                      act as their tangents at 0, and the kernel's
+                                                      smallest eigenvalue goes to 0 as m grows
+``"he"``          N(0, 2/m) in all layers             as printed, but with ReLU-like activations
+                                                      its empirical kernels are those of "ntk"
+                                                      (its outputs are sqrt(2/m) times those)
+================  ==================================  ==============================================
+
+Reference: Zhu, Liu, Chrysos, Cevher, Generalization Properties of NAS under Activation and Skip
+Connection Search, NeurIPS 2022: Eq. (1), section 3, Algorithm 1, section 5.1.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import ntk
+from bilevel.geometry import project
+from bilevel.problem import Problem
+from bilevel.protocols import Pytree
+from bilevel.spaces.activations import ACTIVATIONS
+from bilevel.spaces.targets import predict
+
+Alpha = dict[str, jax.Array]
+
+CANDIDATES = ("relu", "leaky_relu", "sigmoid", "tanh", "swish")
+"""The paper's; the sigmoid is centred, the leaky ReLU's slope is 0.1."""
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class SkipArchitecture:
+    """One activation per layer, with or without a skip connection around it.
+
+    Static to JAX, like a number of layers: a function compiles anew for each architecture.
+
+    Attributes
+    ----------
+    activations : names, L-1 of them.
+    skips : L-2 of them, for layers 2..L-1.
+
+    Examples
+    --------
+    >>> print(SkipArchitecture(("relu", "tanh", "relu"), (True, False)))
+    relu, tanh+skip, relu
+    """
+
+    activations: tuple[str, ...]
+    skips: tuple[bool, ...]
+
+    def __str__(self) -> str:
+        marks = ["+skip" if skip else "" for skip in (False, *self.skips)]
+        return ", ".join(map(str.__add__, self.activations, marks))
+
+
+class SkipSpace(NamedTuple):
+    """A search space of activations and skip connections; see :func:`skip_space`.
+
+    Attributes
+    ----------
+    names : the candidates' names, in the order of ``alpha["activations"]`` [L-1, h].
+    init : ``init(key, inputs) -> w``, flax parameters for x [n, inputs].
+    start : ``start() -> alpha``, uniform mixtures and skips of 1/2.
+    apply : ``apply(w, alpha, x) -> f`` [n] for two classes, [n, classes] for more.
+        With a :class:`SkipArchitecture` for ``alpha``, the plain network of that architecture on
+        the same weights.
+    problem : Problem of batches ``(x, labels)``, labels [n] integers from 0.
+        The mean cross-entropy, below and above; also of a plain network.
+    predict : ``predict(f) -> labels`` [n], int.
+    discretize : ``discretize(alpha) -> SkipArchitecture``: argmax, and skips above 1/2.
+        Of uniform random numbers, an architecture drawn uniformly.
+    one_hot : ``one_hot(architecture) -> alpha``, the corner that stands for it.
+    kernel : ``kernel(alpha, x, x2=None) -> ntk.Kernels`` of the infinitely wide network.
+        In NTK parametrization, whatever the space's own; ``alpha`` or an architecture.
+    """
+
+    names: tuple[str, ...]
+    init: Callable[[jax.Array, int], Pytree]
+    start: Callable[[], Alpha]
+    apply: Callable[[Pytree, Alpha | SkipArchitecture, jax.Array], jax.Array]
+    problem: Problem
+    predict: Callable[[jax.Array], jax.Array]
+    discretize: Callable[[Alpha], SkipArchitecture]
+    one_hot: Callable[[SkipArchitecture], Alpha]
+    kernel: Callable[..., ntk.Kernels]
+
+
+def skip_space(
+    activations: Sequence[str | ntk.Activation] = CANDIDATES,
+    *,
+    depth: int = 10,
+    width: int = 1024,
+    classes: int = 10,
+    parametrization: str = "ntk",
+) -> SkipSpace:
+    """Networks of Eq. (1) whose activations and skip connections are to be searched.
+
+    Parameters
+    ----------
+    activations : sequence of names in ``bilevel.spaces.activations.ACTIVATIONS``, or of `ntk`'s
+        activations.
+    depth : int
+        L, at least 3: weight matrices, the last one included.
+    width : int
+        m.
+    classes : int
+        2 for one output and the paper's logistic loss (of ``y f``, y = 2 label - 1), more for one
+        output each and the softmax's cross-entropy, which generalises it.
+    parametrization : {"ntk", "as_printed", "he"}
+        As in the module's table.
+
+    Returns
+    -------
+    SkipSpace
+
+    Raises
+    ------
+    ValueError
+        For an unknown name, an activation given twice, under 3 layers, or one class.
+
+    Examples
+    --------
+    >>> space = skip_space(["relu", "tanh"], depth=3, width=4, classes=2)
+    >>> alpha = space.start() | {"skips": jnp.array([0.6])}
+    >>> architecture = space.discretize(alpha)
+    >>> print(architecture)
+    relu, relu+skip
+
+    Second-order DARTS on batches of 64, then Algorithm 1 on what it finds::
+
+        found = bilevel.search(
+            space.problem,
+            bilevel.unrolled(optax.sgd(0.1, momentum=0.9), 1, backprop=1),
+            geometry(bilevel.softmax(optax.adam(0.01)), optax.adam(0.01)),
+            space.start(), space.init(key, inputs), (x, labels), (x_valid, labels_valid),
+            steps=1000, batches=minibatches(64), key=key,
+        )
+        architecture = space.discretize(found.alpha)
+        trained = train(
+            key, space.problem.lower, architecture, space.init(key, inputs), (x, labels),
+            optimizer=0.01,
+        )
+        space.apply(trained.uniform, architecture, x_test)
+
+    Notes
+    -----
+    The hidden layers are one ``lax.scan``: compile time does not grow with the depth. A plain
+    network is a loop over its layers, and evaluates one activation in each.
+
+    The size of ``w`` is ``m (inputs + (L-2) m + outputs)``.
+    """
+    functions = tuple(_activation(a) for a in activations)
+    names = tuple(s.name if isinstance(s, ntk.Activation) else s for s in activations)
+    if not 0 < len(functions) == len(set(functions)) == len(set(names)):
+        got = ", ".join(names) or "none"
+        raise ValueError(f"activations: expected at least one, each once, got {got}.")
+    for name, value, least in (("depth", depth, 3), ("width", width, 1), ("classes", classes, 2)):
+        if value < least:
+            raise ValueError(f"{name}: expected at least {least}, got {value}.")
+    if parametrization not in _SCALES:
+        raise ValueError(
+            f"parametrization: expected one of {', '.join(_SCALES)}, got {parametrization!r}."
+        )
+    outputs = 1 if classes == 2 else classes
+    network = _Network(
+        dict(zip(names, functions, strict=True)), depth, width, outputs, parametrization
+    )
+
+    def init(key, inputs):
+        return network.init(key, inputs, method="weights")["params"]
+
+    def start():
+        # With a dtype: a search would compile once more for weakly typed ones.
+        mixtures = jnp.full((depth - 1, len(names)), 1 / len(names), float)
+        return {"activations": mixtures, "skips": jnp.full(depth - 2, 0.5, float)}
+
+    def apply(w, alpha, x):
+        inputs = w["first"].shape[0]
+        if jnp.ndim(x) != 2 or x.shape[1] != inputs:
+            raise ValueError(f"x: expected rows [n, {inputs}], got shape {jnp.shape(x)}.")
+        return network.apply({"params": w}, alpha, x)
+
+    def loss(w, alpha, batch):
+        x, labels = batch
+        f = apply(w, alpha, x)
+        if classes == 2:
+            return jnp.mean(optax.sigmoid_binary_cross_entropy(f, labels))
+        return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(f, labels))
+
+    def discretize(alpha):
+        network.check(alpha)
+        mixtures, skips = (np.asarray(alpha[k]) for k in ("activations", "skips"))
+        if not (np.isfinite(mixtures).all() and np.isfinite(skips).all()):
+            raise ValueError("alpha: expected finite weights, got NaN or infinity.")
+        chosen = tuple(names[i] for i in mixtures.argmax(-1))
+        return SkipArchitecture(chosen, tuple((skips > 0.5).tolist()))
+
+    def one_hot(architecture):
+        network.check(architecture)
+        chosen = jnp.array([names.index(name) for name in architecture.activations])
+        return {
+            "activations": jax.nn.one_hot(chosen, len(names), dtype=float),
+            "skips": jnp.asarray(architecture.skips, float),
+        }
+
+    def kernel(alpha, x, x2=None):
+        network.check(alpha)
+        layers: list[Any]
+        if isinstance(alpha, SkipArchitecture):
+            layers, skips = [network.activations[name] for name in alpha.activations], alpha.skips
+        else:
+            layers = [dict(zip(functions, p, strict=True)) for p in alpha["activations"]]
+            skips = alpha["skips"]
+        return ntk.network_kernel(x, x2, activations=layers, skips=skips)
+
+    problem = Problem(loss, loss)
+    return SkipSpace(names, init, start, apply, problem, predict, discretize, one_hot, kernel)
+
+
+def _activation(a: str | ntk.Activation) -> ntk.Activation:
+    if isinstance(a, ntk.Activation):
+        return a
+    if a not in ACTIVATIONS:
+        raise ValueError(
+            f"activations: expected names among {', '.join(ACTIVATIONS)}, "
+            f"or ntk.activation(function), got {a!r}."
+        )
+    return ACTIVATIONS[a]
+
+
+_SCALES: dict[str, Callable[[int], tuple[float, float]]] = {
+    "ntk": lambda width: (1.0, math.sqrt(2 / width)),
+    "as_printed": lambda width: (math.sqrt(1 / width), 1.0),
+    "he": lambda width: (math.sqrt(2 / width), 1.0),
+}
+"""Standard deviation of the weights, and what multiplies them from the second layer on."""
+
+
+class _Network(nn.Module):
+    """The module's formula, for a mixture in every layer or for one architecture."""
+
+    activations: dict[str, ntk.Activation]
+    depth: int
+    width: int
+    outputs: int
+    parametrization: str
+
+    @nn.compact
+    def weights(self, inputs: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+        m = self.width
+        deviation, _ = _SCALES[self.parametrization](m)
+
+        def normal(key, shape):
+            return deviation * jax.random.normal(key, shape)
+
+        first = self.param("first", normal, (inputs, m))
+        hidden = self.param("hidden", normal, (self.depth - 2, m, m))
+        return first, hidden, self.param("last", normal, (m, self.outputs))
+
+    def __call__(self, alpha: Alpha | SkipArchitecture, x: jax.Array) -> jax.Array:
+        self.check(alpha)
+        first, hidden, last = self.weights(x.shape[1])
+        _, gain = _SCALES[self.parametrization](self.width)
+        if isinstance(alpha, SkipArchitecture):
+            f = self.plain(alpha, x @ first, hidden, gain)
+        else:
+            f = self.mixed(alpha, x @ first, hidden, gain)
+        f = gain * f @ last
+        return f[:, 0] if self.outputs == 1 else f
+
+    def mixed(self, alpha: Alpha, u: jax.Array, hidden: jax.Array, gain: float) -> jax.Array:
+        def mixture(p, u):
+            return sum(p[i] * s(u) for i, s in enumerate(self.activations.values()))
+
+        def layer(f, inputs):
+            p, a, w = inputs
+            return mixture(p, gain * f @ w) + a * f, None
+
+        first, *above = alpha["activations"][0], alpha["activations"][1:], alpha["skips"], hidden
+        return jax.lax.scan(layer, mixture(first, u), above)[0]
+
+    def plain(
+        self, architecture: SkipArchitecture, u: jax.Array, hidden: jax.Array, gain: float
+    ) -> jax.Array:
+        s, *above = [self.activations[name] for name in architecture.activations]
+        f = s(u)
+        for s, skip, w in zip(above, architecture.skips, jnp.unstack(hidden), strict=True):
+            u = s(gain * f @ w)
+            f = u + f if skip else u
+        return f
+
+    def check(self, alpha: Alpha | SkipArchitecture) -> None:
+        """Raise unless ``alpha`` is one of this network's."""
+        mixture: tuple[int, ...]
+        found: tuple[tuple[int, ...], tuple[int, ...]]
+        if isinstance(alpha, SkipArchitecture):
+            unknown = set(alpha.activations) - set(self.activations)
+            if unknown:
+                known = ", ".join(self.activations)
+                raise ValueError(f"alpha: expected activations among {known}, got {min(unknown)}.")
+            mixture, found = (), ((len(alpha.activations),), (len(alpha.skips),))
+        else:
+            mixture = (len(self.activations),)
+            found = jnp.shape(alpha["activations"]), jnp.shape(alpha["skips"])
+        expected = (self.depth - 1, *mixture), (self.depth - 2,)
+        if found != expected:
+            raise ValueError(
+                f"alpha: expected activations and skips of shapes {expected}, got {found}."
+            )
+
+
+# ----------------------------------------------------------------------------- the search
+
+
+def geometry(
+    activations: optax.GradientTransformation, skips: optax.GradientTransformation
+) -> optax.GradientTransformation:
+    """The outer optimizer of a skip space: simplices for the activations, the box for the skips.
+
+    Parameters
+    ----------
+    activations : optax.GradientTransformation
+        One that stays on simplices: ``bilevel.softmax(optax.adam(3e-4))`` as in DARTS and in the
+        paper, ``optax.chain(optax.sgd(lr), bilevel.exponentiate())`` as in GAEA.
+    skips : optax.GradientTransformation
+        Any; projected onto [0, 1] here, as in the paper.
+
+    Examples
+    --------
+    >>> from bilevel.geometry import exponentiate
+    >>> optimizer = geometry(optax.chain(optax.sgd(1.0), exponentiate()), optax.sgd(1.0))
+    >>> alpha = {"activations": jnp.array([[0.5, 0.5]]), "skips": jnp.array([0.5])}
+    >>> slope = {"activations": jnp.array([[0.0, jnp.log(3.0)]]), "skips": jnp.array([-3.0])}
+    >>> updates, _ = jax.jit(optimizer.update)(slope, optimizer.init(alpha), alpha)
+    >>> moved = optax.apply_updates(alpha, updates)
+    >>> moved["activations"].round(4), moved["skips"]
+    (Array([[0.75, 0.25]], dtype=float...), Array([1.], dtype=float...))
+    """
+    parts = {"activations": activations, "skips": optax.chain(skips, project("box"))}
+    return optax.partition(parts, {"activations": "activations", "skips": "skips"})

@@ -1,0 +1,175 @@
+"""Convolutions with their own derivatives, against XLA's and against loops in numpy."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import assert_close
+
+from bilevel.spaces.convolution import average_pool, convolution, max_pool
+
+
+def xla(x, kernel, *, stride=1, dilation=1, padding=None, groups=1):
+    """XLA's convolution, with its own derivatives: the source of truth for ours."""
+    p = dilation * (len(kernel) - 1) // 2 if padding is None else padding
+    return jax.lax.conv_general_dilated(
+        x,
+        kernel,
+        (stride, stride),
+        [(p, p), (p, p)],
+        rhs_dilation=(dilation, dilation),
+        dimension_numbers=("NHWC", "HWIO", "NHWC"),
+        feature_group_count=groups,
+    )
+
+
+def by_loops(x, kernel, *, stride=1, dilation=1, padding, groups=1):
+    """The definition: one output at a time."""
+    x, kernel = np.asarray(x, np.float64), np.asarray(kernel, np.float64)
+    size, _, inner, outputs = kernel.shape
+    x = np.pad(x, [(0, 0), (padding, padding), (padding, padding), (0, 0)])
+    reach = dilation * (size - 1)
+    rows, columns = ((length - reach - 1) // stride + 1 for length in x.shape[1:3])
+    y = np.zeros((len(x), rows, columns, outputs))
+    for i, j, o in np.ndindex(rows, columns, outputs):
+        group = o // (outputs // groups)
+        window = x[:, i * stride :, j * stride :, group * inner : (group + 1) * inner]
+        window = window[:, : reach + 1 : dilation, : reach + 1 : dilation]
+        y[:, i, j, o] = np.einsum("nabc,abc->n", window, kernel[..., o])
+    return y
+
+
+def arrays(size, inner, outputs, channels, seed=0):
+    rng = np.random.default_rng(seed)
+    shapes = [(2, 7, 6, channels), (size, size, inner, outputs)]
+    return [jnp.asarray(rng.normal(size=shape), float) for shape in shapes]
+
+
+DENSE = {"inner": 3, "outputs": 4, "channels": 3, "groups": 1}
+DEPTHWISE = {"inner": 1, "outputs": 3, "channels": 3, "groups": 3}
+CASES = [
+    (DENSE, 1, {"stride": 2}),
+    (DENSE, 3, {"stride": 2}),
+    (DENSE, 3, {"dilation": 2}),
+    (DENSE, 2, {"padding": 0}),
+    (DEPTHWISE, 3, {"stride": 2}),
+    (DEPTHWISE, 3, {"dilation": 2, "stride": 2}),
+    (DEPTHWISE, 3, {"padding": 0}),
+    ({"inner": 1, "outputs": 4, "channels": 2, "groups": 2}, 3, {}),
+]
+
+
+@pytest.mark.parametrize(("kind", "size", "window"), CASES)
+def test_values_and_both_gradients_are_those_of_the_definition(kind, size, window):
+    x, kernel = arrays(size, kind["inner"], kind["outputs"], kind["channels"])
+    window = {"groups": kind["groups"], **window}
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def derivatives(conv, x, kernel, dx, dk):
+        y, dy = jax.jvp(functools.partial(conv, **window), (x, kernel), (dx, dk))
+        _, pull = jax.vjp(functools.partial(conv, **window), x, kernel)
+        return y, dy, pull(jnp.sin(y))
+
+    dx, dk = arrays(size, kind["inner"], kind["outputs"], kind["channels"], seed=1)
+    ours = derivatives(convolution, x, kernel, dx, dk)
+    p = window.get("padding", window.get("dilation", 1) * (size - 1) // 2)
+    assert_close(ours[0], by_loops(x, kernel, **{**window, "padding": p}))
+    assert_close(ours, derivatives(xla, x, kernel, dx, dk))
+
+
+@pytest.mark.parametrize("kind", [DENSE, DEPTHWISE])
+def test_second_derivatives_are_xlas_in_reverse_and_forward_over_reverse_and_under_vmap(kind):
+    x, kernel = arrays(2, kind["inner"], kind["outputs"], kind["channels"])
+    kernels = jnp.stack([kernel, 2 * kernel[::-1]])
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def second(conv, x, kernels):
+        def loss(x, kernel):
+            return jnp.sum(jnp.tanh(conv(x, kernel, stride=2, groups=kind["groups"])))
+
+        def squared_gradient(x, kernel):
+            return sum(jnp.sum(g**2) for g in jax.grad(loss, (0, 1))(x, kernel))
+
+        def along(x, kernel):
+            return jax.jvp(jax.grad(loss, (0, 1)), (x, kernel), (x, kernel))[1]
+
+        each = functools.partial(jax.vmap, in_axes=(None, 0))
+        return each(jax.grad(squared_gradient, (0, 1)))(x, kernels), each(along)(x, kernels)
+
+    assert_close(second(convolution, x, kernels), second(xla, x, kernels))
+
+
+def test_other_devices_run_the_plain_convolution(monkeypatch):
+    x, kernel = arrays(3, 1, 3, 3)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    program = jax.make_jaxpr(jax.grad(lambda k: convolution(x, k, groups=3).sum()))(kernel)
+    assert "conv_general_dilated" in str(program) and "scan" not in str(program)
+    assert_close(convolution(x, kernel, groups=3), xla(x, kernel, groups=3))
+
+
+@pytest.mark.parametrize("kind", [DENSE, DEPTHWISE])
+def test_what_is_not_differentiated_costs_nothing(kind):
+    """The gradient in the kernel is the one that loops over examples."""
+    arguments = arrays(3, kind["inner"], kind["outputs"], kind["channels"])
+
+    def total(x, kernel):
+        return jnp.sum(convolution(x, kernel, groups=kind["groups"]))
+
+    loops = ["scan" in str(jax.make_jaxpr(jax.grad(total, i))(*arguments)) for i in (0, 1)]
+    assert loops == [False, True]
+
+
+def test_the_backward_pass_keeps_no_patches():
+    x = jnp.zeros((16, 12, 12, 4))
+    kernel = jnp.zeros((5, 5, 1, 4))
+    gradient = jax.jit(jax.grad(lambda x, k: (convolution(x, k, groups=4) ** 2).sum(), (0, 1)))
+    memory = gradient.lower(x, kernel).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 10 * x.nbytes  # the patches are 25 times x
+
+
+def test_sixteen_bits_are_summed_in_thirty_two():
+    """4096 ones: a running sum in bfloat16 would stop at 256."""
+    x, kernel = jnp.ones((64, 8, 8, 1), jnp.bfloat16), jnp.ones((3, 3, 1, 1), jnp.bfloat16)
+    gradient = jax.grad(lambda k: convolution(x, k).sum(dtype=float))(kernel)
+    assert gradient.dtype == jnp.bfloat16
+    assert gradient[1, 1, 0, 0] == 4096
+
+
+@pytest.mark.parametrize(("shape", "stride"), [((2, 5, 6, 2), 1), ((1, 7, 4, 2), 2)])
+def test_pooling_is_over_the_pixels_inside_the_image(shape, stride):
+    """By loops over windows; the gradient of the maximum goes to the pixel that is largest."""
+    x = np.random.default_rng(0).permutation(np.prod(shape)).reshape(shape).astype(float)
+    largest, mean, gradient = [], [], np.zeros(shape)
+    rows, columns = ((length - 1) // stride + 1 for length in shape[1:3])
+    for i, j in np.ndindex(rows, columns):
+        top, left = max(stride * i - 1, 0), max(stride * j - 1, 0)
+        window = x[:, top : stride * i + 2, left : stride * j + 2]
+        largest.append(window.max((1, 2)))
+        mean.append(window.mean((1, 2)))
+        gradient += x == largest[-1][:, None, None]
+
+    def pooled(pool, x):
+        y = pool(x, 3, stride=stride, padding=1)
+        return jnp.moveaxis(y, (1, 2), (0, 1)).reshape(rows * columns, len(x), -1)
+
+    assert_close(pooled(max_pool, jnp.asarray(x)), largest)
+    assert_close(pooled(average_pool, jnp.asarray(x)), mean)
+    assert_close(jax.grad(lambda x: pooled(max_pool, x).sum())(jnp.asarray(x)), gradient)
+
+
+@pytest.mark.parametrize(
+    ("x", "kernel", "options", "message"),
+    [
+        ((1, 4, 4, 3), (3, 3, 2, 4), {}, r"x: expected \[n, h, w, 2\] for a kernel"),
+        ((4, 4, 3), (3, 3, 3, 4), {}, "x: expected"),
+        ((1, 4, 4, 3), (3, 2, 3, 4), {}, "kernel: expected"),
+        ((1, 4, 4, 3), (5, 5, 3, 4), {"padding": 0}, "at least 5 pixels a side, got"),
+        ((1, 4, 4, 3), (3, 3, 3, 4), {"stride": 0}, "window: expected positive"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_named_in_one_sentence(x, kernel, options, message):
+    with pytest.raises(ValueError, match=message) as error:
+        convolution(jnp.zeros(x), jnp.zeros(kernel), **options)
+    assert str(error.value).count(". ") == 0

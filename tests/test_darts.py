@@ -1,0 +1,343 @@
+"""The DARTS space: operations against numpy, cells against their definition, published counts."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import assert_close
+
+from bilevel.spaces.darts import (
+    DARTS_V1,
+    DARTS_V2,
+    EDGES,
+    PRIMITIVES,
+    Genotype,
+    cutout,
+    darts_network,
+    darts_space,
+    draw_genotype,
+    genotype,
+    parameter_count,
+    parse_genotype,
+)
+from bilevel.spaces.darts.network import Cell
+from bilevel.spaces.darts.operations import Standardize, initial, operation
+from bilevel.spaces.darts.supernet import MixedCell
+
+KEY = jax.random.key(0)
+
+
+def normal(*shape, seed=0):
+    return np.random.default_rng(seed).normal(size=shape)
+
+
+def draw(module, *args):
+    """Parameters of ``module``, in the tests' precision."""
+    shapes = jax.eval_shape(module.init, KEY, *args).get("params", {})
+    return {"params": initial(KEY, shapes) if shapes else {}}
+
+
+# The operations in numpy, from the table of the module's docstring.
+
+
+def relu(x):
+    return np.maximum(x, 0)
+
+
+def standardized(x):
+    return (x - x.mean((0, 1, 2))) / np.sqrt(x.var((0, 1, 2)) + 1e-5)
+
+
+def depthwise(x, kernel, stride, dilation=1):
+    """[n, h, w, c] with [k, k, 1, c], zeros around the image."""
+    kernel = np.asarray(kernel, np.float64)
+    size = len(kernel)
+    p = dilation * (size // 2)
+    n, height, width, c = x.shape
+    padded = np.pad(x, [(0, 0), (p, p), (p, p), (0, 0)])
+    full = np.zeros((n, height, width, c))
+    for a, b in np.ndindex(size, size):
+        top, left = a * dilation, b * dilation
+        full += padded[:, top : top + height, left : left + width] * kernel[a, b, 0]
+    return full[:, ::stride, ::stride]
+
+
+def pointwise(x, kernel):
+    return x @ np.asarray(kernel, np.float64)[0, 0]
+
+
+def separable(p, x, stride):
+    for i, s in ((0, stride), (2, 1)):
+        x = depthwise(relu(x), p[f"Conv_{i}"]["kernel"], s)
+        x = standardized(pointwise(x, p[f"Conv_{i + 1}"]["kernel"]))
+    return x
+
+
+def dilated(p, x, stride):
+    x = depthwise(relu(x), p["Conv_0"]["kernel"], stride, dilation=2)
+    return standardized(pointwise(x, p["Conv_1"]["kernel"]))
+
+
+def pooled(statistic):
+    def pool(p, x, stride):
+        padded = np.pad(x, [(0, 0), (1, 1), (1, 1), (0, 0)], constant_values=np.nan)
+        height, width = x.shape[1:3]
+        views = [padded[:, a : a + height, b : b + width] for a, b in np.ndindex(3, 3)]
+        return standardized(statistic(np.stack(views), axis=0)[:, ::stride, ::stride])
+
+    return pool
+
+
+def skip(p, x, stride):
+    if stride == 1:
+        return x
+    x = relu(x)
+    later = np.pad(x, [(0, 0), (0, 1), (0, 1), (0, 0)])[:, 1:, 1:]
+    halves = [
+        pointwise(part[:, ::2, ::2], p[f"Conv_{i}"]["kernel"]) for i, part in enumerate((x, later))
+    ]
+    return standardized(np.concatenate(halves, axis=-1))
+
+
+REFERENCE = {
+    "max_pool_3x3": pooled(np.nanmax),
+    "avg_pool_3x3": pooled(np.nanmean),
+    "skip_connect": skip,
+    "sep_conv_3x3": separable,
+    "sep_conv_5x5": separable,
+    "dil_conv_3x3": dilated,
+    "dil_conv_5x5": dilated,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "stride"),
+    [
+        ("max_pool_3x3", 2),
+        ("avg_pool_3x3", 1),
+        ("avg_pool_3x3", 2),
+        ("skip_connect", 1),
+        ("skip_connect", 2),
+        ("sep_conv_3x3", 2),
+        ("sep_conv_5x5", 1),
+        ("dil_conv_3x3", 1),
+        ("dil_conv_5x5", 2),
+    ],
+)
+def test_each_operation_is_its_definition_in_numpy(name, stride):
+    x = normal(3, 7, 6, 4)
+    module = operation(name, 4, stride, Standardize, Standardize)
+    variables = draw(module, jnp.asarray(x))
+    ours = jax.jit(module.apply)(variables, jnp.asarray(x))
+    assert_close(ours, REFERENCE[name](variables["params"], x, stride))
+
+
+def test_a_mixed_cell_adds_weighted_operations_over_all_edges():
+    """Edge by edge in numpy: node j is the sum over i < j; strides only at the two inputs."""
+    names = ("none", "skip_connect", "dil_conv_3x3")
+    before_last, last = normal(2, 8, 8, 3), normal(2, 4, 4, 5, seed=1)
+    alpha = np.random.default_rng(2).dirichlet(np.ones(3), 14)
+    cell = MixedCell(names, 4, 2, True)
+    variables = draw(cell, before_last, last, alpha)
+    p = variables["params"]
+    ours = jax.jit(cell.apply)(variables, before_last, last, jnp.asarray(alpha))
+
+    one = p["ReluConvNorm_0"]["Conv_0"]["kernel"]
+    states = [
+        skip(p["FactorizedReduce_0"], before_last, 2),
+        standardized(pointwise(relu(last), one)),
+    ]
+    # Edges out of nodes 0 and 1 share a module, in the order of EDGES; those of the others follow.
+    groups = [[k for k, (i, _) in enumerate(EDGES) if i in g] for g in ((0, 1), (2,), (3,), (4,))]
+    where = {k: (m, rows.index(k)) for m, rows in enumerate(groups) for k in rows}
+    for node in (2, 3, 4, 5):
+        total = 0
+        for k, (source, _) in ((k, edge) for k, edge in enumerate(EDGES) if edge[1] == node):
+            module, row = where[k]
+            stacked = p[f"VmapMixedOperation_{module}"]
+            weights = jax.tree.map(lambda leaf, row=row: leaf[row], stacked)
+            stride = 2 if source < 2 else 1
+            reduced = weights.get("FactorizedReduce_0")
+            total += alpha[k, 1] * skip(reduced, states[source], stride)
+            total += alpha[k, 2] * dilated(weights["DilatedConv_0"], states[source], stride)
+        states.append(total)
+    assert_close(ours, np.concatenate(states[2:], axis=-1))
+
+
+def supernet_size(cells, channels, classes):
+    """Counted by hand: stem, inputs of the cells, operations on 14 edges, classifier."""
+    before_last = last = 3 * channels
+    total = 9 * 3 * last + 2 * last
+    for cell in range(cells):
+        reduce = cell in (cells // 3, 2 * cells // 3)
+        channels *= 1 + reduce
+        total += (before_last + last) * channels
+        depthwise = 2 * 9 + 2 * 25 + 9 + 25
+        total += 14 * (depthwise * channels + 6 * channels**2) + 8 * reduce * channels**2
+        before_last, last = last, 4 * channels
+    return total + (last + 1) * classes
+
+
+def test_published_parameter_counts():
+    """The reference prints 1.930618 MB when it searches and 3.349342 MB for DARTS_V2.
+
+    The auxiliary head on 576 channels: two convolutions, two norms, a classifier.
+    """
+    assert supernet_size(8, 16, 10) == 1_930_618
+    space, network = darts_space(cells=3, channels=4), darts_network(DARTS_V2)
+    w = jax.eval_shape(lambda key: space.init(key, (32, 32, 3)), KEY)
+    assert parameter_count(w) == supernet_size(3, 4, 10)
+    w, _ = jax.eval_shape(lambda key: network.init(key, (32, 32, 3)), KEY)
+    assert parameter_count(w) == 3_349_342
+    everything = sum(leaf.size for leaf in jax.tree.leaves(w))
+    head = 576 * 128 + 2 * 128 + 2 * 2 * 128 * 768 + 2 * 768 + 769 * 10
+    assert everything - parameter_count(w) == head
+
+
+def test_the_supernet_is_the_same_with_remat_and_close_in_bfloat16():
+    x, labels = jnp.asarray(normal(4, 8, 8, 1), jnp.float32), jnp.array([0, 1, 2, 0])
+    options = {"classes": 3, "cells": 1, "channels": 2}
+    plain, remat, half = (
+        darts_space(("none", "skip_connect"), **options, **more)
+        for more in ({}, {"remat": True}, {"dtype": jnp.bfloat16})
+    )
+    w, alpha = plain.init(KEY, (8, 8, 1)), plain.start()
+    assert jax.tree.leaves(w)[0].dtype == jnp.float32
+
+    def gradients(space):
+        return jax.jit(jax.grad(space.problem.lower, (0, 1)))(w, alpha, (x, labels))
+
+    reference = gradients(plain)
+    assert np.abs(reference[1]["reduce"][:, 1:]).min() > 0
+    assert np.abs(reference[1]["reduce"][:, 0]).max() == 0  # `none` sends nothing
+    assert_close(gradients(remat), reference, f64=1e-5)
+    logits = [jax.jit(space.apply)(w, alpha, x) for space in (half, plain)]
+    assert logits[0].dtype == jnp.float32
+    assert_close(*logits, f64=0.05, f32=0.05)
+
+
+def test_genotype_keeps_the_two_best_edges_of_each_node_without_none():
+    """By enumeration over all (edge, operation) of a node."""
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        alpha = {cell: rng.dirichlet(np.ones(8), 14) for cell in ("normal", "reduce")}
+        found = genotype(alpha)
+        for cell in ("normal", "reduce"):
+            expected = []
+            for node in (2, 3, 4, 5):
+                ranked = sorted(
+                    (-alpha[cell][k, o], source, PRIMITIVES[o])
+                    for k, (source, target) in enumerate(EDGES)
+                    for o in range(1, 8)
+                    if target == node
+                )
+                sources = list(dict.fromkeys(source for _, source, _ in ranked))[:2]
+                expected += [next((n, i) for _, i, n in ranked if i == s) for s in sources]
+            assert list(getattr(found, cell)) == expected
+
+
+def test_genotypes_are_read_back_from_their_text_and_nothing_else_is_run():
+    for found in (DARTS_V1, DARTS_V2, DARTS_V2._replace(normal_concat=(3, 5))):
+        assert parse_genotype(str(found)) == parse_genotype(repr(found)) == found
+    assert str(DARTS_V1).endswith("('avg_pool_3x3', 0)], reduce_concat=range(2, 6))")
+    text = str(DARTS_V1)
+    for wrong, message in [
+        ("__import__('os').abort()", "text: expected Genotype"),
+        ("Genotype(normal=[1 +", "text: expected Genotype"),
+        (text.replace("range(2, 6)", "exit()"), "text: expected Genotype"),
+        (text.replace("avg_pool_3x3", "avg_pool"), "reduce: expected one of"),
+        (text.replace("('sep_conv_3x3', 1)", "('sep_conv_3x3', 2)", 1), "a source below 2"),
+        (text.replace("[('sep_conv_3x3', 1), ", "[", 1), "normal: expected 8 pairs"),
+        (text.replace("range(2, 6)", "[1]"), "normal_concat: expected nodes"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            parse_genotype(wrong)
+
+
+def test_a_drawn_genotype_has_an_arrow_for_each_edge():
+    pytest.importorskip("matplotlib").use("agg")
+    axes = draw_genotype(DARTS_V1)
+    for ax in axes:
+        arrows = [text for text in ax.texts if getattr(text, "arrow_patch", None)]
+        assert len(arrows) == 8 + 4  # two edges into each node, and each node to the output
+    axes[0].figure.clear()
+
+
+SKIPS = Genotype(
+    normal=(("skip_connect", 0), ("skip_connect", 1)) * 4,
+    normal_concat=(2, 3, 4, 5),
+    reduce=(("max_pool_3x3", 0), ("skip_connect", 1)) * 4,
+    reduce_concat=(2, 3, 4, 5),
+)
+
+
+def test_drop_path_leaves_identities_alone_and_drops_every_other_edge():
+    x = jnp.asarray(normal(2, 4, 4, 3))
+    for stride, kept in ((1, True), (2, False)):
+        cells = [
+            Cell(SKIPS, 4, stride, False, Standardize, drop)
+            for drop in (lambda y: y, jnp.zeros_like)
+        ]
+        variables = draw(cells[0], x, x)
+        whole, dropped = (jax.jit(cell.apply)(variables, x, x) for cell in cells)
+        assert_close(dropped, whole if kept else 0 * whole)
+
+
+def test_the_network_trains_on_batch_statistics_and_predicts_with_running_averages():
+    """One layer of averages by hand: 0.9 of the old, 0.1 of the batch's."""
+    network = darts_network(SKIPS, classes=3, cells=1, channels=2, auxiliary=False)
+    w, averages = network.init(KEY, (4, 4, 1))
+    x, labels = jnp.asarray(normal(6, 4, 4, 1), jnp.float32), jnp.array([0, 1, 2] * 2)
+    loss = jax.jit(network.loss)
+    value, new = loss(w, averages, (x, labels), KEY, 0.0)
+    stem = depthwise(np.repeat(x, 6, -1).astype(float), np.asarray(w["Conv_0"]["kernel"]), 1)
+    stem_averages = new["BatchNorm_0"]
+    assert_close(stem_averages["mean"], 0.1 * stem.mean((0, 1, 2)), f64=1e-5)
+    assert_close(stem_averages["var"], 0.9 + 0.1 * stem.var((0, 1, 2)), f64=1e-5)
+    settled = jax.tree.map(lambda new, old: 10 * new - 9 * old, new, averages)
+    logits = jax.jit(network.apply)(w, settled, x)
+    entropy = jax.nn.logsumexp(logits, axis=1) - logits[jnp.arange(6), labels]
+    assert_close(entropy.mean(), value, f64=1e-4)
+    assert loss(w, averages, (x, labels), KEY, 0.5)[0] != value
+
+
+def test_cutout_is_one_square_cut_off_at_the_borders():
+    x = np.asarray(cutout(KEY, jnp.ones((200, 8, 10, 2)), size=4))
+    hidden = x[..., 0] == 0
+    np.testing.assert_array_equal(x[..., 0], x[..., 1])
+    rows, columns = hidden.any(2).sum(1), hidden.any(1).sum(1)
+    np.testing.assert_array_equal(hidden.sum((1, 2)), rows * columns)  # rectangles
+    # Centres 0..7, squares from centre - 2 to centre + 1: 2, 3, 4, ..., 4, 3 rows.
+    assert set(rows) == {2, 3, 4}
+    assert set(columns) == {2, 3, 4}
+    assert 0 < np.mean(rows == 2) < 0.25
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: darts_space(["conv_7x7"]), "operations: expected names among none, max_pool"),
+        (lambda: darts_space(["none"]), "operations: expected distinct names, one other than"),
+        (lambda: darts_space(["skip_connect"] * 2), "operations: expected distinct"),
+        (lambda: darts_space(classes=1), "classes: expected at least 2, got 1"),
+        (lambda: darts_network(DARTS_V1, classes=1), "classes: expected at least 2, got 1"),
+        (lambda: darts_space().init(KEY, (3, 32, 3)), "of at least 4 x 4 pixels for 8 cells"),
+        (
+            lambda: darts_space().apply({}, {}, jnp.zeros((5, 32, 32))),
+            r"x: expected images \[n, h, w, c\]",
+        ),
+        (
+            lambda: darts_network(SKIPS, cells=2, channels=2).init(KEY, (28, 28, 1)),
+            "auxiliary: expected at least 8 x 8 pixels",
+        ),
+        (
+            lambda: darts_network(SKIPS._replace(normal=(("none", 0),) * 8)),
+            "normal: expected one of max_pool_3x3",
+        ),
+        (lambda: genotype(dict.fromkeys(("normal", "reduce"), np.ones((14, 7)))), "finite weights"),
+    ],
+)
+def test_bad_input_is_named_in_one_sentence(build, message):
+    with pytest.raises(ValueError, match=message) as error:
+        build()
+    assert str(error.value).count(". ") == 0

@@ -1,0 +1,313 @@
+"""The skip space is Zhu's Eq. (1), searched and trained as Algorithm 1 says."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import assert_close, cast, finite_differences
+
+import bilevel
+import ntk
+from bilevel.spaces.skips import SkipArchitecture, geometry, skip_space
+from bilevel.spaces.training import minibatches, train
+
+NUMPY = {
+    "relu": lambda z: np.maximum(z, 0),
+    "leaky_relu": lambda z: np.maximum(z, 0.1 * z),
+    "sigmoid": lambda z: 1 / (1 + np.exp(-z)) - 0.5,
+    "tanh": np.tanh,
+    "swish": lambda z: z / (1 + np.exp(-z)),
+}
+ARCHITECTURE = SkipArchitecture(("tanh", "leaky_relu", "swish", "relu"), (True, False, True))
+
+
+def forward(w, alpha, x, gain):
+    """Eq. (1) in float64 numpy; ``gain`` multiplies the weights from the second layer on."""
+    first, hidden, last = (np.asarray(w[k], float) for k in ("first", "hidden", "last"))
+    p, a = (np.asarray(alpha[k], float) for k in ("activations", "skips"))
+
+    def mixture(weights, u):
+        return sum(q * s(u) for q, s in zip(weights, NUMPY.values(), strict=True))
+
+    f = mixture(p[0], x @ first)
+    for q, b, matrix in zip(p[1:], a, hidden, strict=True):
+        f = mixture(q, gain * f @ matrix) + b * f
+    return gain * f @ last
+
+
+@pytest.fixture(scope="module")
+def rows():
+    return jnp.asarray(np.random.default_rng(0).normal(size=(6, 3)))
+
+
+@pytest.fixture(scope="module")
+def signs():
+    """Training and validation batches of two classes, told apart by the sign of one input."""
+    x = np.random.default_rng(0).normal(size=(2, 80, 3))
+    return [(jnp.asarray(part), jnp.asarray(part[:, 0] > 0, int)) for part in x]
+
+
+def random_alpha(depth, h):
+    draw = np.random.default_rng(depth)
+    alpha = {"activations": draw.dirichlet(np.ones(h), depth - 1), "skips": draw.random(depth - 2)}
+    return jax.tree.map(jnp.asarray, alpha)
+
+
+# ----------------------------------------------------------------------------- the network
+
+
+@pytest.mark.parametrize(
+    ("parametrization", "deviation", "gain"),
+    [("ntk", 1, (2 / 40) ** 0.5), ("as_printed", 40**-0.5, 1), ("he", (2 / 40) ** 0.5, 1)],
+)
+def test_supernet_and_plain_network_are_the_formula_on_the_same_weights(
+    parametrization, deviation, gain, rows
+):
+    """Truth: numpy."""
+    space = skip_space(depth=5, width=40, classes=3, parametrization=parametrization)
+    w = space.init(jax.random.key(0), 3)
+    assert {k: v.shape for k, v in w.items()} == {
+        "first": (3, 40),
+        "hidden": (3, 40, 40),
+        "last": (40, 3),
+    }
+    for layer in w.values():
+        # 120 and 4800 weights: four standard errors of a standard deviation.
+        assert np.std(layer) == pytest.approx(deviation, rel=4 / (2 * layer.size) ** 0.5)
+    apply = jax.jit(space.apply)
+    alpha = random_alpha(5, 5)
+    assert_close(apply(w, alpha, rows), forward(w, alpha, rows, gain), f64=1e-13, f32=1e-5)
+    corner = space.one_hot(ARCHITECTURE)
+    expected = forward(w, corner, rows, gain)
+    assert_close(apply(w, corner, rows), expected, f64=1e-13, f32=1e-5)
+    assert_close(apply(w, ARCHITECTURE, rows), expected, f64=1e-13, f32=1e-5)
+
+
+def test_wide_networks_have_the_kernel_of_the_space():
+    """Truth: brute force; the mean of 64 empirical kernels is right to its standard error."""
+    space = skip_space(["relu", ntk.leaky_relu(-1.0)], depth=4, width=128, classes=2)
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(3, 4)) / 2)
+    mixtures = jnp.array([[0.9, 0.1], [0.3, 0.7], [0.1, 0.9]])
+    alpha = {"activations": mixtures, "skips": jnp.array([0.9, 0.2])}
+
+    @jax.jit
+    @jax.vmap
+    def empirical(key):
+        gradients = jax.jacrev(space.apply)(space.init(key, 4), alpha, x)
+        rows = jnp.concatenate([g.reshape(3, -1) for g in jax.tree.leaves(gradients)], 1)
+        return rows @ rows.T
+
+    found = empirical(jax.random.split(jax.random.key(2), 64))
+    exact = space.kernel(alpha, x).ntk
+    errors = found.std(0) / 64**0.5
+    # Six entries: 3.5 is one in 400. The bias, O(1/width), is under a standard error.
+    assert float(jnp.abs((found.mean(0) - exact) / errors).max()) < 3.5
+    # Without skips, or with the layers in another order, it is another kernel.
+    for other in ({"skips": jnp.zeros(2)}, {"activations": mixtures[::-1]}):
+        wrong = space.kernel(alpha | other, x).ntk
+        assert float(jnp.abs((found.mean(0) - wrong) / errors).max()) > 10
+    relu = SkipArchitecture(("relu",) * 3, (True, False))
+    assert_close(space.kernel(relu, x).ntk, space.kernel(space.one_hot(relu), x).ntk)
+
+
+@pytest.mark.parametrize("classes", [2, 4])
+def test_the_loss_is_the_mean_cross_entropy(classes, rows):
+    """Truth: numpy; for two classes the paper's logistic loss of ``y f``, y = +-1."""
+    space = skip_space(["tanh"], depth=3, width=4, classes=classes)
+    w, alpha = space.init(jax.random.key(0), 3), space.start()
+    labels = np.arange(6) % classes
+    f = np.asarray(jax.jit(space.apply)(w, alpha, rows), float)
+    if classes == 2:
+        expected = np.log1p(np.exp(-(2 * labels - 1) * f)).mean()
+    else:
+        expected = (np.log(np.exp(f).sum(1)) - f[np.arange(6), labels]).mean()
+    for loss in (space.problem.lower, space.problem.outer):
+        assert_close(jax.jit(loss)(w, alpha, (rows, labels)), expected, f64=1e-13, f32=1e-5)
+    np.testing.assert_array_equal(space.predict(f), f > 0 if classes == 2 else f.argmax(1))
+
+
+def test_programs_do_not_grow_with_the_depth(rows):
+    def size(depth):
+        space = skip_space(depth=depth, width=4)
+        w = jax.eval_shape(lambda key: space.init(key, 3), jax.random.key(0))
+        gradient = jax.grad(space.problem.lower)
+        return len(jax.make_jaxpr(gradient)(w, space.start(), (rows, jnp.zeros(6, int))).eqns)
+
+    assert size(4) == size(20)
+
+
+# ----------------------------------------------------------------------------- the search
+
+
+@pytest.mark.parametrize("backprop", [0, 1])
+def test_the_hypergradient_of_one_step_is_its_derivative(backprop, rows):
+    """Truth: differences of the outer loss, through the step (second order) or not (first)."""
+    space = skip_space(["sigmoid", "swish"], depth=4, width=4, classes=3)
+    w = space.init(jax.random.key(1), 3)
+    labels = jnp.arange(6) % 3
+    train, valid = (rows[:3], labels[:3]), (rows[3:], labels[3:])
+    alpha = random_alpha(4, 2)
+    solver = bilevel.unrolled(optax.sgd(0.5), 1, backprop=backprop)
+    fn = bilevel.hypergradient(space.problem, solver, diagnostics=False)
+    found = jax.jit(fn)(alpha, w, train, valid)
+
+    def second_order(alpha):
+        w_found, _ = solver.run(space.problem.lower, alpha, w, solver.init(w), train)
+        return space.problem.outer(w_found, alpha, valid)
+
+    def first_order(alpha):
+        return space.problem.outer(found.w, alpha, valid)
+
+    truth = finite_differences(jax.jit(second_order if backprop else first_order), alpha)
+    assert_close(found.grad, truth, f64=1e-9, f32=2e-2)
+
+
+def test_a_search_stays_on_simplices_and_box_and_learns(signs):
+    """First-order DARTS on 100 batches."""
+    space = skip_space(["relu", "tanh"], depth=4, width=16, classes=2)
+    traces = []
+
+    def lower(w, alpha, batch):
+        traces.append(batch[0].shape)
+        return space.problem.lower(w, alpha, batch)
+
+    found = bilevel.search(
+        bilevel.Problem(lower, space.problem.outer),
+        bilevel.unrolled(optax.sgd(0.1), 1, backprop=0),
+        geometry(bilevel.softmax(optax.adam(0.03)), optax.sgd(0.3)),
+        space.start(),
+        space.init(jax.random.key(1), 3),
+        *signs,
+        steps=100,
+        batches=minibatches(16),
+        key=jax.random.key(2),
+        chunk=50,
+    )
+    assert set(traces) == {(16, 3)}
+    path = found.history["alpha"]
+    mixtures, skips = path["activations"], path["skips"]
+    assert mixtures.shape == (100, 3, 2)
+    np.testing.assert_allclose(mixtures.sum(-1), 1, rtol=1e-6)
+    assert float(mixtures.min()) > 0
+    # The steps are so long that the projection is met, and met exactly.
+    assert float(skips.min()) >= 0 and float(skips.max()) <= 1
+    assert bool(((skips == 0) | (skips == 1)).any())
+    losses = found.history["value"]
+    assert losses[-20:].mean() < 0.6 * losses[:5].mean()
+
+
+def test_discretization_keeps_the_likeliest_activation_and_skips_above_one_half():
+    space = skip_space(["relu", "tanh", "swish"], depth=4, width=4)
+    alpha = {
+        "activations": jnp.array([[0.2, 0.3, 0.5], [0.4, 0.4, 0.2], [0.1, 0.8, 0.1]]),
+        "skips": jnp.array([0.5, 0.51]),
+    }
+    architecture = space.discretize(alpha)
+    assert architecture == SkipArchitecture(("swish", "relu", "tanh"), (False, True))
+    assert str(architecture) == "swish, relu, tanh+skip"
+    assert len({architecture, space.discretize(space.one_hot(architecture))}) == 1
+    assert not any(space.discretize(space.start()).skips)
+
+
+# ----------------------------------------------------------------------------- the training
+
+
+def linear(w, _, x):
+    """A loss whose every step of size 1 adds the sum of its batch to ``w``."""
+    return -w * x.sum()
+
+
+def test_every_epoch_takes_every_row_once_in_an_order_of_its_own():
+    """Truth: on this loss each step adds its row to ``w``, which the losses -w x then show."""
+    data = jnp.arange(1.0, 8)
+    found = train(jax.random.key(0), linear, None, 1.0, data, optimizer=1.0, epochs=2)
+    w, rows = 1.0, []
+    for loss in found.losses:
+        rows.append(round(float(-loss) / w))
+        w += rows[-1]
+    assert w == float(found.last)
+    assert sorted(rows[:7]) == sorted(rows[7:]) == list(range(1, 8))
+    assert rows[:7] != rows[7:]
+
+
+def test_the_uniform_iterate_is_uniform_over_where_the_steps_begin():
+    """Truth: counts of 4000 keys; chi-square with 4 degrees of freedom, one in 1000 above 18.5."""
+
+    def run(key):
+        return train(key, linear, None, 0.0, jnp.ones(11), optimizer=1.0, batch_size=2)
+
+    found = jax.jit(jax.vmap(run))(jax.random.split(jax.random.key(1), 4000))
+    # Batches of two ones; the 11th row is left out.
+    np.testing.assert_array_equal(found.last, 10.0)
+    counts = np.bincount(np.asarray(found.uniform, int), minlength=9)
+    assert counts[1::2].sum() == 0 and len(counts) == 9
+    assert ((counts[::2] - 800) ** 2 / 800).sum() < 18.5
+
+
+def test_plain_networks_learn_and_stay_float32_whatever_the_default(signs):
+    space = skip_space(["relu", "swish"], depth=4, width=16, classes=2)
+    architecture = SkipArchitecture(("relu", "swish", "relu"), (True, False))
+    w = cast(space.init(jax.random.key(0), 3), jnp.float32)
+    data, (x, labels) = [(jnp.asarray(x, jnp.float32), labels) for x, labels in signs]
+    options = dict(optimizer=optax.sgd(0.05, momentum=0.9), epochs=10, batch_size=8)
+    found = train(jax.random.key(1), space.problem.lower, architecture, w, data, **options)
+    assert {leaf.dtype for leaf in jax.tree.leaves(found)} == {jnp.dtype("float32")}
+    errors = space.predict(jax.jit(space.apply)(found.last, architecture, x)) != labels
+    assert float(errors.mean()) < 0.1
+
+
+# ----------------------------------------------------------------------------- bad arguments
+
+X = np.ones((4, 3))
+SPACE = skip_space(["relu", "tanh"], depth=4, width=4)
+START = SPACE.start()
+
+
+def apply(alpha, x=X):
+    return SPACE.apply(SPACE.init(jax.random.key(0), 3), alpha, x)
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (lambda: skip_space(["relu", "elu"]), "activations: expected names among relu, leaky_relu"),
+        (lambda: skip_space([]), "activations: expected at least one, each once, got none"),
+        (lambda: skip_space(["relu", ntk.relu]), "activations: expected at least one, each once"),
+        (lambda: skip_space(depth=2), "depth: expected at least 3, got 2"),
+        (lambda: skip_space(width=0), "width: expected at least 1, got 0"),
+        (lambda: skip_space(classes=1), "classes: expected at least 2, got 1"),
+        (lambda: skip_space(parametrization="mup"), "parametrization: expected one of ntk, as_pri"),
+        (lambda: apply(START, X[0]), r"x: expected rows \[n, 3\], got shape \(3,\)"),
+        (lambda: apply(START, X[:, :2]), r"x: expected rows \[n, 3\], got shape \(4, 2\)"),
+        (
+            lambda: apply(START | {"skips": np.ones(3)}),
+            r"skips of shapes \(\(3, 2\), \(2,\)\), got",
+        ),
+        (
+            lambda: apply(SkipArchitecture(("relu", "gelu", "tanh"), (True, True))),
+            "alpha: expected activations among relu, tanh, got gelu",
+        ),
+        (
+            lambda: SPACE.one_hot(SkipArchitecture(("relu",), ())),
+            r"alpha: expected activations and skips of shapes \(\(3,\), \(2,\)\), got",
+        ),
+        (
+            lambda: SPACE.discretize(START | {"skips": np.array([0.5, np.nan])}),
+            "alpha: expected finite weights, got NaN",
+        ),
+        (lambda: minibatches(5)(jax.random.key(0), X), "batch_size: expected 1 to the 4 rows"),
+        (lambda: minibatches(0)(jax.random.key(0), X), "batch_size: expected 1 to the 4 rows"),
+        (
+            lambda: train(jax.random.key(0), linear, None, 0.0, X, optimizer=0.1, batch_size=5),
+            "batch_size: expected 1 to the 4 rows of the data, got 5",
+        ),
+        (
+            lambda: train(jax.random.key(0), linear, None, 0.0, X, optimizer=0.1, epochs=0),
+            "epochs: expected at least 1, got 0",
+        ),
+    ],
+)
+def test_bad_arguments_are_named_in_one_sentence(call, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        call()

@@ -1,11 +1,12 @@
 """Command line: ``bilevel search``, ``certify``, ``baseline``; also as ``python -m bilevel``."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from bilevel.cli.baseline import Baseline, run_baseline
 from bilevel.cli.certify import Certify, run_certify
 from bilevel.cli.search import Search, run_search
+from bilevel.cli.skips import SkipSearch, run_skip_search
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -15,12 +16,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     import tyro
 
+    arguments, space = _without_space(sys.argv[1:] if arguments is None else arguments)
     app = tyro.extras.SubcommandApp()
 
-    @app.command(name="search")
     def search(config: tyro.conf.OmitArgPrefixes[Search]) -> None:
-        """Search the activation of a one-hidden-layer network, and compare with every baseline."""
+        """Search the activation of a one-hidden-layer network, and compare with every baseline.
+
+        With --space skips, search activations and skip connections of a deep network instead.
+        """
         run_search(config)
+
+    def search_skips(config: tyro.conf.OmitArgPrefixes[SkipSearch]) -> None:
+        """Search activations and skip connections of a deep network, layer by layer."""
+        run_skip_search(config)
+
+    searches: dict[str, Callable[..., None]] = {"activations": search, "skips": search_skips}
+    if space not in searches:
+        print(f"bilevel: space: expected {' or '.join(searches)}, got {space!r}.", file=sys.stderr)
+        return 2
+    app.command(name="search")(searches[space])
 
     @app.command(name="certify")
     def certify(config: tyro.conf.OmitArgPrefixes[Certify]) -> None:
@@ -48,3 +62,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"bilevel: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def _without_space(arguments: Sequence[str]) -> tuple[list[str], str]:
+    """``search --space NAME`` decides which flags there are: taken off before they are parsed."""
+    rest, space = list(arguments), "activations"
+    if rest[:1] == ["search"]:
+        for i, flag in enumerate(rest):
+            name, equals, value = flag.partition("=")
+            if name == "--space":
+                space = value if equals else "".join(rest[i + 1 : i + 2])
+                del rest[i : i + (1 if equals else 2)]
+                break
+    return rest, space

@@ -35,6 +35,11 @@ def run_directory(config: Any, changeable: tuple[str, ...] = ()) -> pathlib.Path
         raise FileNotFoundError(f"out: expected the directory of a run, got {config.out}.")
     before = json.loads((config.out / "config.json").read_text())
     now = flags(config)
+    if others := set(before) - set(now):
+        raise ValueError(
+            f"out: expected a run of this command and space, got one with {min(others)} in its "
+            "flags."
+        )
     for name in set(before) - {"resume", "out", "progress", *changeable}:
         if before[name] != now[name]:
             raise ValueError(
@@ -76,6 +81,16 @@ def mixture(alpha: Any, names: Any) -> str:
     """``0.83 tanh + 0.17 relu``: the entries of a simplex, largest first, small ones left out."""
     pairs = sorted(zip(alpha, names, strict=True), reverse=True)
     return " + ".join(f"{a:.2f} {name}" for a, name in pairs if a >= 0.005)
+
+
+def standard_error(x: np.ndarray) -> float:
+    """Of the mean of ``x`` [seeds]; NaN for one seed."""
+    return float(x.std(ddof=1) / np.sqrt(len(x))) if len(x) > 1 else float("nan")
+
+
+def cell(x: np.ndarray, form: str) -> str:
+    """The mean of ``x`` [seeds] in the format ``form``, with its standard error."""
+    return f"{x.mean():{form}}" + (f" ± {standard_error(x):.2g}" if len(x) > 1 else "")
 
 
 def at_least(x: float, digits: int) -> str:

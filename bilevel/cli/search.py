@@ -269,15 +269,11 @@ def _summary(config, names, alpha, rows, seconds) -> dict[str, Any]:
         "alpha": alpha.tolist(),
         "scores": {row: {k: v.tolist() for k, v in s.items()} for row, s in rows.items()},
         "best single": best,
-        "test error, search minus best single": [float(gap.mean()), _standard_error(gap)],
+        "test error, search minus best single": [float(gap.mean()), report.standard_error(gap)],
         "seconds": seconds,
         "kernel entry error": ENTRY_ERROR,
         **report.machine(),
     }
-
-
-def _standard_error(x: np.ndarray) -> float:
-    return float(x.std(ddof=1) / np.sqrt(len(x))) if len(x) > 1 else float("nan")
 
 
 def _write(folder, result, found, seeds, names) -> None:
@@ -308,8 +304,8 @@ def _print(result: dict[str, Any], folder: pathlib.Path) -> None:
     for heading in _COLUMNS.values():
         table.add_column(heading, justify="right", no_wrap=True)
     for name, scores in result["scores"].items():
-        cells = [_cell(100 * np.asarray(scores[c]), ".1f") for c in _COLUMNS if "error" in c]
-        cells += [_cell(np.asarray(scores[c]), ".3g") for c in _COLUMNS if "loss" in c]
+        cells = [report.cell(100 * np.asarray(scores[c]), ".1f") for c in _COLUMNS if "error" in c]
+        cells += [report.cell(np.asarray(scores[c]), ".3g") for c in _COLUMNS if "loss" in c]
         cells += [report.at_least(np.mean(scores["certified min eigenvalue"]), 3)]
         marked = name + (" *" if name == result["best single"] else "")
         table.add_row(marked, *cells, end_section=name in ("search", result["names"][-1]))
@@ -353,7 +349,3 @@ def _argmax_sentence(found: dict[str, Any]) -> str:
     }[trust[0]]
     condition = {1: "holds", -1: "fails", 0: "is undecided"}[found["condition 6"][0]]
     return f"argmax {found['choice'][0]}: {verdict} {basis}; Condition 6 {condition}, {off}"
-
-
-def _cell(x: np.ndarray, form: str) -> str:
-    return f"{x.mean():{form}}" + (f" ± {_standard_error(x):.2g}" if len(x) > 1 else "")

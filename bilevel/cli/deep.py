@@ -1,0 +1,215 @@
+"""What searches of deep spaces share (``bilevel search --space skips``): strategies, diagnostics.
+
+A space comes in as its parts: a ``problem`` of batches (x, labels), ``draw(key) -> alpha``, an
+architecture drawn uniformly, as a corner of the set that alpha is in, and ``geometry(activations,
+others)``, the outer optimizer. Seeds run side by side, on a leading axis of every array.
+"""
+
+import dataclasses
+import pathlib
+from collections.abc import Callable
+from typing import Literal
+
+import jax
+import optax
+from jax.flatten_util import ravel_pytree
+
+import bilevel
+import ntk
+from bilevel.problem import Problem, side_by_side
+from bilevel.protocols import Loss, Pytree
+from bilevel.spaces.training import minibatches
+
+Draw = Callable[[jax.Array], Pytree]
+
+_UNROLLED = 5  # inner steps of the strategy of that name
+_TRAVEL = 6.0  # what Adam's rate and DARTS's 50 epochs of CIFAR-10 multiply to
+_STEP_GRADIENTS = {"darts-second": 4, "unrolled": 3 * _UNROLLED + 1, "random": 1}  # others: 2
+
+
+@dataclasses.dataclass(frozen=True)
+class DeepSearch:
+    """Flags of every deep space."""
+
+    data: Literal["digits", "mnist", "fashion-mnist", "cifar10"] = "digits"
+    """Dataset; digits ships with scikit-learn."""
+    strategy: Literal[
+        "darts-first", "darts-second", "gaea", "gaea-single-level", "random", "joint", "unrolled"
+    ] = "darts-first"
+    """DARTS of either order; exponentiated gradient, on validation or on training batches; random
+    search with weight sharing; DARTS on training batches alone; DARTS through 5 inner steps."""
+    seeds: int = 1
+    """Independent runs side by side: own splits, own initial weights."""
+    steps: int = 600
+    """Outer steps of the search."""
+    batch_size: int = 64
+    """Rows in a minibatch."""
+    epochs: int = 30
+    """Passes over the training rows when a network is trained from scratch."""
+    learning_rate: float = 3.0
+    """Of weights, as a multiple of 1/K, K the mean diagonal entry of the NTK at the start; momentum
+    0.9, cosine decay."""
+    alpha_rate: float | None = None
+    """Of α; by default 6 / steps for DARTS's Adam, 100 / steps for exponentiated gradient."""
+    samples: int = 200
+    """Architectures that random search compares at the shared weights."""
+    train: int = 500
+    """Training rows."""
+    valid: int = 500
+    """Validation rows."""
+    test: int = 2000
+    """Test rows at most."""
+    bfloat16: bool = False
+    """Activations in bfloat16; weights and losses stay as they are."""
+    seed: int = 0
+    """Of splits, weights and minibatches."""
+    out: pathlib.Path = pathlib.Path("runs/search")
+    """Run directory; a number is appended where it holds a run already."""
+    resume: bool = False
+    """Go on with the unfinished run in the run directory."""
+    progress: bool | None = None
+    """Progress bar; by default in a terminal."""
+
+
+def check(config: DeepSearch) -> None:
+    """Raise for flags that no space could use, before anything is loaded."""
+    for name in ("seeds", "steps", "batch_size", "epochs", "samples"):
+        if getattr(config, name) < 1:
+            raise ValueError(f"{name}: expected at least 1, got {getattr(config, name)}.")
+    rows = min(config.train, config.valid)
+    if config.batch_size > rows:
+        raise ValueError(
+            f"batch_size: expected at most the {rows} rows of a split, got {config.batch_size}."
+        )
+    for name in ("learning_rate", "alpha_rate"):
+        if (value := getattr(config, name)) is not None and not value > 0:
+            raise ValueError(f"{name}: expected a positive number, got {value}.")
+
+
+# ----------------------------------------------------------------------------- the search
+
+
+def descend(
+    config: DeepSearch,
+    problem: Problem,
+    geometry: Callable[..., optax.GradientTransformation],
+    draw: Draw,
+    alpha: Pytree,
+    w0: Pytree,
+    rate: float,
+    train: Pytree,
+    valid: Pytree,
+    key: jax.Array,
+    checkpoint: pathlib.Path | None,
+) -> bilevel.SearchResult:
+    """The search of all seeds by ``config.strategy``; ``rate`` is the weights' first step size."""
+    inner = _UNROLLED if config.strategy == "unrolled" else 1
+    backprop = {"darts-second": 1, "unrolled": _UNROLLED}.get(config.strategy, 0)
+    schedule = optax.cosine_decay_schedule(rate, inner * config.steps)
+    solver = bilevel.unrolled(optax.sgd(schedule, momentum=0.9), inner, backprop=backprop)
+    batches = minibatches(config.batch_size)
+    optimizer = geometry(*_outer(config))
+    if config.strategy == "random":
+        problem, batches = _of_drawn(problem, draw, batches)
+        optimizer = optax.set_to_zero()
+    if config.strategy in ("joint", "gaea-single-level"):
+        problem, valid = Problem(problem.lower, problem.lower), train
+
+    def of_all_seeds(key, data):
+        return jax.vmap(batches)(jax.random.split(key, config.seeds), data)
+
+    return bilevel.search(
+        side_by_side(problem),
+        solver,
+        optimizer,
+        alpha,
+        w0,
+        train,
+        valid,
+        steps=config.steps,
+        batches=of_all_seeds,
+        key=key,
+        progress=config.progress,
+        checkpoint=checkpoint,
+        resume=config.resume,
+    )
+
+
+def _outer(
+    config: DeepSearch,
+) -> tuple[optax.GradientTransformation, optax.GradientTransformation]:
+    """Of alphas on simplices, and of others."""
+    if config.strategy.startswith("gaea"):
+        rate = config.alpha_rate or 100 / config.steps
+        return optax.chain(optax.sgd(rate), bilevel.exponentiate()), optax.sgd(rate)
+    rate = config.alpha_rate or _TRAVEL / config.steps
+    adam = optax.adam(rate, b1=0.5)  # DARTS's, weight decay of the logits included
+    decayed = optax.chain(optax.add_decayed_weights(1e-3), adam)
+    return bilevel.softmax(decayed), adam
+
+
+def _of_drawn(problem: Problem, draw: Draw, batches: Callable) -> tuple[Problem, Callable]:
+    """Weight sharing: each minibatch comes with the architecture that it trains or tests."""
+
+    def with_architecture(key, data):
+        keys = jax.random.split(key)
+        return draw(keys[0]), batches(keys[1], data)
+
+    def of(loss: Loss) -> Loss:
+        return lambda w, _, batch: loss(w, *batch)
+
+    return Problem(of(problem.lower), of(problem.outer)), with_architecture
+
+
+def best_drawn(key: jax.Array, samples: int, loss: Loss, draw: Draw, w: Pytree, batch: Pytree):
+    """Of ``samples`` architectures drawn, the one of the lowest loss at the weights ``w``.
+
+    The end of random search with weight sharing (Li & Talwalkar 2019).
+    """
+    keys = jax.random.split(key, samples)
+    losses = jax.lax.map(lambda key: loss(w, draw(key), batch), keys)
+    return draw(keys[losses.argmin()])
+
+
+def search_gradients(config: DeepSearch) -> int:
+    """Gradients of minibatches that the search takes, a Hessian's product counted as two."""
+    return config.steps * _STEP_GRADIENTS.get(config.strategy, 2)
+
+
+# ----------------------------------------------------------------------------- diagnostics
+
+
+def kernel_diagonal(apply: Callable, w: Pytree, alpha: Pytree, x: jax.Array) -> jax.Array:
+    """Mean over rows of the empirical NTK's entry (x, x), of the first output."""
+
+    def entry(row):
+        slope = jax.grad(lambda w: apply(w, alpha, row[None]).reshape(-1)[0])(w)
+        return optax.tree.norm(slope, squared=True)
+
+    return jax.lax.map(entry, x).mean()
+
+
+def entropy(p: jax.Array) -> jax.Array:
+    """In nats, on the last axis."""
+    return jax.scipy.special.entr(p).sum(axis=-1)
+
+
+def top_curvature(
+    loss: Loss, tangent: Callable[[Pytree], Pytree], w: Pytree, alpha: Pytree, batch: Pytree
+) -> jax.Array:
+    """Largest eigenvalue of the loss's Hessian in alpha, along directions that stay on simplices.
+
+    By Lanczos on Hessian-vector products. ``tangent`` takes a direction's other part off, which
+    leaves eigenvalues 0 there: the result is never negative. Zela et al. (2020) see a search whose
+    networks generalise badly in the growth of this number (in logits, for DARTS's ``alpha``).
+    """
+    flat, unravel = ravel_pytree(alpha)
+    slope = jax.grad(lambda a: loss(w, unravel(a), batch))
+
+    def along(v):
+        return ravel_pytree(tangent(unravel(v)))[0]
+
+    def product(v):
+        return -along(jax.jvp(slope, (flat,), (along(v),))[1])
+
+    return -ntk.min_eigenvalue(product, size=flat.size)

@@ -4,7 +4,7 @@ import math
 
 import jax
 import jax.numpy as jnp
-import scipy.stats
+import scipy.special
 
 
 def pairwise(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -31,7 +31,7 @@ def standard_error(rows: jax.Array) -> jax.Array:
 def quantile(confidence: float, n: int, statements: int = 1) -> float:
     """Student's t for two-sided intervals of a mean of n, all of them right at once."""
     miss = (1 - confidence) / max(statements, 1)
-    return float(scipy.stats.t.ppf(1 - miss / 2, n - 1))
+    return float(scipy.special.stdtrit(n - 1, 1 - miss / 2))
 
 
 def check_confidence(confidence: float) -> None:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import scipy.stats
+import scipy.special
 
 from bilevel.discretize._intervals import check_confidence, pairwise, quantile, standard_error
 from bilevel.protocols import Pytree
@@ -135,7 +135,7 @@ def rank_agreement(
 @functools.partial(jax.jit, static_argnums=(3, 4))
 def _agreement(key, a, b, confidence, resamples) -> Agreement:
     m = a.size
-    normal = scipy.stats.norm.ppf((1 + confidence) / 2)
+    normal = scipy.special.ndtri((1 + confidence) / 2)
     levels = jnp.array([(1 - confidence) / 2, (1 + confidence) / 2])
     picks = jax.random.bits(key, (resamples, m)) % m  # uneven by m / 2^32; compiles fast
 

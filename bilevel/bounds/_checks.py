@@ -22,6 +22,18 @@ def nonnegative(name: str, x: Any) -> jax.Array:
     return jnp.asarray(x) * 1.0
 
 
+def broadcast(**pair: Any) -> list[jax.Array]:
+    """Two arrays of nonnegative numbers, by name, in one shape."""
+    arrays = {name: nonnegative(name, x) for name, x in pair.items()}
+    (first, a), (second, b) = arrays.items()
+    try:
+        return jnp.broadcast_arrays(a, b)
+    except ValueError:
+        raise ValueError(
+            f"{second}: expected a shape that broadcasts with {a.shape}, {first}'s, got {b.shape}."
+        ) from None
+
+
 def confidence(name: str, tau: float, events: int) -> float:
     """``1 - events exp(-tau)``, for a ``tau`` that makes it positive."""
     if not math.log(events) < tau < math.inf:

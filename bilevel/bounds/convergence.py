@@ -31,10 +31,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from bilevel.bounds._checks import confidence, nonnegative
+from bilevel.bounds._checks import confidence, nonnegative, positives
 from bilevel.bounds.covering import Covering
 from ntk.bounds import Bound
-from ntk.bounds.bound import positive
 
 _SAMPLE = ("validation rows are i.i.d. and independent of the training", None)
 _VARIANCE = ("the variance of the loss is at most the given one for all alpha", None)
@@ -107,8 +106,7 @@ def uniform_convergence(
       probability: 0.900426
     """
     chance = confidence("tau", tau, events=2)
-    for name, number in ("n_valid", n_valid), ("L", L), ("Gamma", Gamma), ("b", b):
-        positive(name, number)
+    positives(n_valid=n_valid, L=L, Gamma=Gamma, b=b)
     spread = None if variance is None else nonnegative("variance", variance)
 
     def deviation(logs):
@@ -238,8 +236,7 @@ def hypergradient_convergence(
     terms of the norm the dimension of alpha does not occur.
     """
     chance = confidence("tau", tau, events=1)
-    for name, number in ("n_valid", n_valid), ("G", G), ("L", L):
-        positive(name, number)
+    positives(n_valid=n_valid, G=G, L=L)
 
     def deviation(logs):
         return G * (1 + jnp.sqrt(2 * (logs + tau))) / jnp.sqrt(n_valid)

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ntk.bounds.bound import positive
+from bilevel.bounds._checks import positives
 
 
 class FeatureMapLipschitz(NamedTuple):
@@ -99,9 +99,7 @@ def feature_map_lipschitz(
     The product rule with norms of each factor gives terms of order ``n_T^1.5 / lambda0^2``, as
     behind Oymak et al. 2021, Lemma 1, where the above has ``sqrt(n_T) / lambda0``.
     """
-    named = {"n_train": n_train, "h": h, "B": B, "y_norm": y_norm, "lambda0": lambda0, "R": R}
-    for name, number in named.items():
-        positive(name, number)
+    positives(n_train=n_train, h=h, B=B, y_norm=y_norm, lambda0=lambda0, R=R)
     features = jnp.sqrt(n_train * B)
     theta = y_norm * jnp.minimum(1 / jnp.sqrt(lambda0), R * features / lambda0)
     moved = math.sqrt(2) * features * y_norm / lambda0

@@ -34,7 +34,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bilevel.bounds._checks import nonnegative
+from bilevel.bounds._checks import broadcast, nonnegative
 from ntk.bounds import Bound
 from ntk.bounds.bound import holds, positive
 
@@ -479,12 +479,5 @@ def _check_range(delta: float, B: float = 1.0, events: int = 3) -> None:
 
 def _radii(entropy: Any, epsilon: Any) -> tuple[jax.Array, jax.Array]:
     """Both as vectors of one length."""
-    entropy, epsilon = nonnegative("entropy", entropy), nonnegative("epsilon", epsilon)
-    try:
-        entropy, epsilon = jnp.broadcast_arrays(entropy, epsilon)
-    except ValueError:
-        raise ValueError(
-            f"epsilon: expected a shape that broadcasts with {entropy.shape}, entropy's, "
-            f"got {epsilon.shape}."
-        ) from None
+    entropy, epsilon = broadcast(entropy=entropy, epsilon=epsilon)
     return entropy.ravel(), epsilon.ravel()

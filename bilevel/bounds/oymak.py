@@ -35,7 +35,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from bilevel.bounds._checks import UNIT_LOSS, confidence, end_to_end, nonnegative, positives
+from bilevel.bounds._checks import (
+    UNIT_LOSS,
+    broadcast,
+    confidence,
+    end_to_end,
+    nonnegative,
+    positives,
+)
 from ntk.bounds import Bound
 from ntk.bounds.bound import holds
 
@@ -215,14 +222,7 @@ def oymak_proposition1(
     """
     chance = confidence("t", t, events=3)
     positives(n_train=n_train, n_valid=n_valid, h_eff=h_eff, C=C)
-    risk, complexity = nonnegative("risk", risk), nonnegative("complexity", complexity)
-    try:
-        risk, complexity = jnp.broadcast_arrays(risk, complexity)
-    except ValueError:
-        raise ValueError(
-            f"complexity: expected a shape that broadcasts with {risk.shape}, risk's, "
-            f"got {complexity.shape}."
-        ) from None
+    risk, complexity = broadcast(risk=risk, complexity=complexity)
     best = jnp.min(risk + complexity / jnp.sqrt(n_train))
     return end_to_end(
         {"best alpha": best, "validation": jnp.sqrt(C * (h_eff + t) / n_valid)},

@@ -132,12 +132,13 @@ def test_each_operation_is_its_definition_in_numpy(name, stride):
     assert_close(ours, REFERENCE[name](variables["params"], x, stride))
 
 
-def test_a_mixed_cell_adds_weighted_operations_over_all_edges():
+@pytest.mark.parametrize("stride", [1, 2])
+def test_a_mixed_cell_adds_weighted_operations_over_all_edges(stride):
     """Edge by edge in numpy: node j is the sum over i < j; strides only at the two inputs."""
     names = ("none", "skip_connect", "dil_conv_3x3")
     before_last, last = normal(2, 8, 8, 3), normal(2, 4, 4, 5, seed=1)
     alpha = np.random.default_rng(2).dirichlet(np.ones(3), 14)
-    cell = MixedCell(names, 4, 2, True)
+    cell = MixedCell(names, 4, stride, True)
     variables = draw(cell, before_last, last, alpha)
     p = variables["params"]
     ours = jax.jit(cell.apply)(variables, before_last, last, jnp.asarray(alpha))
@@ -147,19 +148,21 @@ def test_a_mixed_cell_adds_weighted_operations_over_all_edges():
         skip(p["FactorizedReduce_0"], before_last, 2),
         standardized(pointwise(relu(last), one)),
     ]
-    # Edges out of nodes 0 and 1 share a module, in the order of EDGES; those of the others follow.
-    groups = [[k for k, (i, _) in enumerate(EDGES) if i in g] for g in ((0, 1), (2,), (3,), (4,))]
-    where = {k: (m, rows.index(k)) for m, rows in enumerate(groups) for k in rows}
+    # A reduction cell's edges out of its inputs share a module, and so do the others; a normal
+    # cell's all share one. In the order of EDGES.
+    reads_inputs = [source < 2 for source, _ in EDGES] if stride == 2 else [False] * len(EDGES)
+    modules = [m for m in (True, False) if m in reads_inputs]
     for node in (2, 3, 4, 5):
         total = 0
         for k, (source, _) in ((k, edge) for k, edge in enumerate(EDGES) if edge[1] == node):
-            module, row = where[k]
-            stacked = p[f"VmapMixedOperation_{module}"]
+            module = modules.index(reads_inputs[k])
+            row = reads_inputs[:k].count(reads_inputs[k])
+            stacked = p[f"ScanMixedEdge_{module}"]["MixedOperation_0"]
             weights = jax.tree.map(lambda leaf, row=row: leaf[row], stacked)
-            stride = 2 if source < 2 else 1
+            s = stride if source < 2 else 1
             reduced = weights.get("FactorizedReduce_0")
-            total += alpha[k, 1] * skip(reduced, states[source], stride)
-            total += alpha[k, 2] * dilated(weights["DilatedConv_0"], states[source], stride)
+            total += alpha[k, 1] * skip(reduced, states[source], s)
+            total += alpha[k, 2] * dilated(weights["DilatedConv_0"], states[source], s)
         states.append(total)
     assert_close(ours, np.concatenate(states[2:], axis=-1))
 

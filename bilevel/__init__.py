@@ -32,7 +32,7 @@ from bilevel.geometry import exponentiate, project, softmax, tangent
 from bilevel.inverse import cg, dense, gram, neumann, nystrom, scale
 from bilevel.problem import Problem, side_by_side
 from bilevel.protocols import LowerSolver
-from bilevel.solvers import implicit, restarted, ridge, unrolled
+from bilevel.solvers import finite_difference, implicit, restarted, ridge, unrolled
 from bilevel.spectral import (
     simplex_start,
     spectral_alpha,
@@ -62,6 +62,7 @@ __all__ = [
     "discretize",
     "exponentiate",
     "factor_simplex",
+    "finite_difference",
     "gram",
     "hypergradient",
     "implicit",

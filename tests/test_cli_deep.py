@@ -6,6 +6,7 @@ import json
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from helpers import assert_close
 
@@ -38,9 +39,12 @@ def test_a_search_interrupted_and_resumed_ends_in_a_table_and_its_files(
         seen.append(len(result.history["value"]))
         return seen == [2]
 
-    monkeypatch.setattr(
-        "bilevel.search", functools.partial(bilevel.search, chunk=2, callback=callback)
-    )
+    original = bilevel.search
+
+    def two_steps_at_a_time(*args, **options):
+        return original(*args, **options | {"chunk": 2, "callback": callback})
+
+    monkeypatch.setattr("bilevel.search", two_steps_at_a_time)
     assert search(run, *flags) == 0
     assert "after step 2; go on with --resume --out" in capsys.readouterr().out
     assert search(run, *flags, "--resume", "--seed", "5") == 2
@@ -82,11 +86,13 @@ def tiny_problem():
 def test_exponentiated_gradient_moves_alpha_on_its_sets():
     space, w, rows = tiny_problem()
     config = SkipSearch(strategy="gaea-single-level", steps=3, batch_size=6)
-    alpha, w, *rows = jax.tree.map(lambda a: a[None], (space.start(), w, *rows))
-    parts = space.problem, geometry, functools.partial(_draw, space), alpha, w, 0.1
-    found = deep.descend(config, *parts, *rows, jax.random.key(2), None)
+    parts = space.problem, optax.sgd, 0.1, geometry, functools.partial(_draw, space)
+    plan = deep.plan(config, *parts)
+    assert plan.single_level
+    parts = (lambda alpha: [alpha["activations"]]), space.start(), w, *rows, jax.random.key(2)
+    found = deep.run(config, plan, *parts, None)
     mixtures, skips = found.alpha["activations"], found.alpha["skips"]
-    assert_close(mixtures.sum(-1), np.ones((1, 2)))
+    assert_close(mixtures.sum(-1), np.ones(2))
     assert bool((mixtures >= 0).all() and (skips >= 0).all() and (skips <= 1).all())
     assert bool((mixtures != 0.5).any())
 

@@ -1,30 +1,37 @@
-"""What searches of deep spaces share (``bilevel search --space skips``): strategies, diagnostics.
+"""What searches of deep spaces share (``bilevel search --space skips|darts``).
 
-A space comes in as its parts: a ``problem`` of batches (x, labels), ``draw(key) -> alpha``, an
-architecture drawn uniformly, as a corner of the set that alpha is in, and ``geometry(activations,
-others)``, the outer optimizer. Seeds run side by side, on a leading axis of every array.
+The flags, the strategies, and the diagnostics. A space comes in as its parts: a ``problem`` of
+batches (x, labels), ``draw(key) -> alpha``, an architecture drawn uniformly, as a corner of the set
+that alpha is in, and ``geometry(activations, others)``, the outer optimizer.
 """
 
 import dataclasses
 import pathlib
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import jax
+import numpy as np
 import optax
 from jax.flatten_util import ravel_pytree
 
 import bilevel
 import ntk
-from bilevel.problem import Problem, side_by_side
-from bilevel.protocols import Loss, Pytree
+from bilevel._progress import progress_bar
+from bilevel.problem import Problem
+from bilevel.protocols import Loss, LowerSolver, Pytree
 from bilevel.spaces.training import minibatches
 
 Draw = Callable[[jax.Array], Pytree]
 
 _UNROLLED = 5  # inner steps of the strategy of that name
 _TRAVEL = 6.0  # what Adam's rate and DARTS's 50 epochs of CIFAR-10 multiply to
-_STEP_GRADIENTS = {"darts-second": 4, "unrolled": 3 * _UNROLLED + 1, "random": 1}  # others: 2
+_STEP_GRADIENTS = {  # others: 2
+    "darts-second": 4,
+    "darts-second-difference": 4,
+    "unrolled": 3 * _UNROLLED + 1,
+    "random": 1,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,10 +41,18 @@ class DeepSearch:
     data: Literal["digits", "mnist", "fashion-mnist", "cifar10"] = "digits"
     """Dataset; digits ships with scikit-learn."""
     strategy: Literal[
-        "darts-first", "darts-second", "gaea", "gaea-single-level", "random", "joint", "unrolled"
+        "darts-first",
+        "darts-second",
+        "darts-second-difference",
+        "gaea",
+        "gaea-single-level",
+        "random",
+        "joint",
+        "unrolled",
     ] = "darts-first"
-    """DARTS of either order; exponentiated gradient, on validation or on training batches; random
-    search with weight sharing; DARTS on training batches alone; DARTS through 5 inner steps."""
+    """DARTS of first order, of second order, exactly or by its paper's finite difference;
+    exponentiated gradient, on validation or on training batches; random search with weight
+    sharing; DARTS on training batches alone; DARTS through 5 inner steps."""
     seeds: int = 1
     """Independent runs side by side: own splits, own initial weights."""
     steps: int = 600
@@ -89,50 +104,91 @@ def check(config: DeepSearch) -> None:
 # ----------------------------------------------------------------------------- the search
 
 
-def descend(
+class Plan(NamedTuple):
+    """A strategy: what :func:`bilevel.search` is called with."""
+
+    problem: Problem
+    solver: LowerSolver
+    optimizer: optax.GradientTransformation
+    batches: Callable[[jax.Array, Pytree], Pytree]
+    single_level: bool  # alpha descends on training rows too
+
+
+def plan(
     config: DeepSearch,
     problem: Problem,
+    sgd: Callable[[optax.Schedule], optax.GradientTransformation],
+    rate: float,
     geometry: Callable[..., optax.GradientTransformation],
     draw: Draw,
+) -> Plan:
+    """``config.strategy`` in a space; ``rate`` is the first step size of the weights' ``sgd``."""
+    inner = _UNROLLED if config.strategy == "unrolled" else 1
+    lower = sgd(optax.cosine_decay_schedule(rate, inner * config.steps))
+    if config.strategy == "darts-second-difference":
+        solver = bilevel.finite_difference(lower)
+    else:
+        backprop = {"darts-second": 1, "unrolled": _UNROLLED}.get(config.strategy, 0)
+        solver = bilevel.unrolled(lower, inner, backprop=backprop)
+    batches, optimizer = minibatches(config.batch_size), geometry(*_outer(config))
+    if config.strategy == "random":
+        problem, batches = _of_drawn(problem, draw, batches)
+        optimizer = optax.set_to_zero()
+    single_level = config.strategy in ("joint", "gaea-single-level")
+    if single_level:
+        problem = Problem(problem.lower, problem.lower)
+    return Plan(problem, solver, optimizer, batches, single_level)
+
+
+def run(
+    config: DeepSearch,
+    plan: Plan,
+    simplices: Callable[[Pytree], list[jax.Array]],
     alpha: Pytree,
     w0: Pytree,
-    rate: float,
     train: Pytree,
     valid: Pytree,
     key: jax.Array,
     checkpoint: pathlib.Path | None,
+    *,
+    label: str = "search",
+    copies: int = 1,
 ) -> bilevel.SearchResult:
-    """The search of all seeds by ``config.strategy``; ``rate`` is the weights' first step size."""
-    inner = _UNROLLED if config.strategy == "unrolled" else 1
-    backprop = {"darts-second": 1, "unrolled": _UNROLLED}.get(config.strategy, 0)
-    schedule = optax.cosine_decay_schedule(rate, inner * config.steps)
-    solver = bilevel.unrolled(optax.sgd(schedule, momentum=0.9), inner, backprop=backprop)
-    batches = minibatches(config.batch_size)
-    optimizer = geometry(*_outer(config))
-    if config.strategy == "random":
-        problem, batches = _of_drawn(problem, draw, batches)
-        optimizer = optax.set_to_zero()
-    if config.strategy in ("joint", "gaea-single-level"):
-        problem, valid = Problem(problem.lower, problem.lower), train
+    """The search by ``plan``, with epochs and the entropy of alpha's ``simplices`` on the screen.
 
-    def of_all_seeds(key, data):
-        return jax.vmap(batches)(jax.random.split(key, config.seeds), data)
+    ``copies``: how many searches side by side the losses are sums of.
+    """
+    epoch = jax.tree.leaves(train)[1].shape[-1] / config.batch_size  # labels [..., n]
+    text = "epoch {task.fields[epoch]:.1f}  train {task.fields[lower]:.3f}  "
+    text += "valid {task.fields[value]:.3f}  entropy {task.fields[entropy]:.2f}"
 
-    return bilevel.search(
-        side_by_side(problem),
-        solver,
-        optimizer,
-        alpha,
-        w0,
-        train,
-        valid,
-        steps=config.steps,
-        batches=of_all_seeds,
-        key=key,
-        progress=config.progress,
-        checkpoint=checkpoint,
-        resume=config.resume,
-    )
+    def shown(found):
+        last = {k: float(found.history[k][-1]) / copies for k in ("lower", "value")}
+        mean = np.mean(np.concatenate([np.ravel(entropy(p)) for p in simplices(found.alpha)]))
+        return last | {"epoch": len(found.history["value"]) / epoch, "entropy": float(mean)}
+
+    fields = ("epoch", "lower", "value", "entropy")
+    with progress_bar(config.progress, label, config.steps, text, fields) as show:
+
+        def callback(found):
+            show(len(found.history["value"]), lambda: shown(found))
+
+        return bilevel.search(
+            plan.problem,
+            plan.solver,
+            plan.optimizer,
+            alpha,
+            w0,
+            train,
+            train if plan.single_level else valid,
+            steps=config.steps,
+            batches=plan.batches,
+            key=key,
+            progress=False,
+            checkpoint=checkpoint,
+            resume=config.resume,
+            callback=callback,
+        )
 
 
 def _outer(

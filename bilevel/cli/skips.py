@@ -23,7 +23,7 @@ from bilevel import data as datasets
 from bilevel._progress import progress_bar
 from bilevel.cli import deep, report
 from bilevel.cli.rows import draw_rows
-from bilevel.problem import Problem
+from bilevel.problem import Problem, side_by_side
 from bilevel.protocols import Pytree
 from bilevel.spaces.activations import unit_inputs
 from bilevel.spaces.skips import CANDIDATES, SkipSpace, geometry, skip_space
@@ -131,8 +131,19 @@ def _search(
     scale = jax.jit(jax.vmap(functools.partial(deep.kernel_diagonal, space.apply)))
     rate = config.learning_rate / float(scale(w0, alpha, task.train[0][:, :_SCALE_ROWS]).mean())
     draw = functools.partial(_draw, space)
-    parts = space.problem, geometry, draw, alpha, w0, rate, task.train, task.valid
-    return deep.descend(config, *parts, key, checkpoint)
+    sgd = functools.partial(optax.sgd, momentum=0.9)
+    one = deep.plan(config, space.problem, sgd, rate, geometry, draw)
+
+    def of_all_seeds(key, data):
+        return jax.vmap(one.batches)(jax.random.split(key, config.seeds), data)
+
+    plan = one._replace(problem=side_by_side(one.problem), batches=of_all_seeds)
+    parts = _simplices, alpha, w0, task.train, task.valid, key, checkpoint
+    return deep.run(config, plan, *parts, copies=config.seeds)
+
+
+def _simplices(alpha: Pytree) -> list[jax.Array]:
+    return [alpha["activations"]]
 
 
 def _draw(space: SkipSpace, key: jax.Array) -> Pytree:

@@ -1,7 +1,7 @@
 """The DARTS cell search space (Liu, Simonyan & Yang 2019).
 
 ``darts_space``: the supernet to search; ``genotype``: what a search found; ``darts_network``: the
-network of a genotype, to train from scratch.
+network of a genotype, to train from scratch by ``training``.
 """
 
 from bilevel.spaces.darts._genotype import (
@@ -9,11 +9,20 @@ from bilevel.spaces.darts._genotype import (
     DARTS_V2,
     EDGES,
     Genotype,
+    draw_corner,
     draw_genotype,
     genotype,
+    one_hot,
     parse_genotype,
 )
-from bilevel.spaces.darts.network import DartsNetwork, cutout, darts_network
+from bilevel.spaces.darts.network import (
+    DartsNetwork,
+    TrainingState,
+    crop_and_flip,
+    cutout,
+    darts_network,
+    training,
+)
 from bilevel.spaces.darts.operations import PRIMITIVES
 from bilevel.spaces.darts.supernet import DartsSpace, darts_space, parameter_count
 
@@ -25,11 +34,16 @@ __all__ = [
     "DartsNetwork",
     "DartsSpace",
     "Genotype",
+    "TrainingState",
+    "crop_and_flip",
     "cutout",
     "darts_network",
     "darts_space",
+    "draw_corner",
     "draw_genotype",
     "genotype",
+    "one_hot",
     "parameter_count",
     "parse_genotype",
+    "training",
 ]

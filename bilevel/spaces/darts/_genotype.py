@@ -10,6 +10,8 @@ import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from bilevel.spaces.darts.operations import PRIMITIVES
@@ -90,6 +92,60 @@ def _best(alpha: np.ndarray, operations: Sequence[str], cell: str) -> Pairs:
         kept = np.argsort(-rows.max(axis=1), kind="stable")[:2]
         pairs += [(operations[int(rows[source].argmax())], int(source)) for source in kept]
     return tuple(pairs)
+
+
+def one_hot(genotype: Genotype, operations: Sequence[str] = PRIMITIVES) -> dict[str, np.ndarray]:
+    """The ``alpha`` that stands for a genotype: 1 on its edges' operations, 0 everywhere else.
+
+    An edge that it leaves out is a row of zeros, which no simplex has. :func:`genotype` gives the
+    same edges back, those into a node by source.
+
+    Raises
+    ------
+    ValueError
+        For an operation that is not among ``operations``, or two edges from the same source.
+
+    Examples
+    --------
+    >>> alpha = one_hot(DARTS_V2)
+    >>> alpha["normal"].sum(), sorted(genotype(alpha).normal) == sorted(DARTS_V2.normal)
+    (np.float64(8.0), True)
+    """
+    alpha = {}
+    for cell in ("normal", "reduce"):
+        alpha[cell] = np.zeros((len(EDGES), len(operations)))
+        for k, (name, source) in enumerate(getattr(genotype, cell)):
+            edge = EDGES.index((source, NODES[k // 2]))
+            if name not in operations or alpha[cell][edge].any():
+                raise ValueError(
+                    f"{cell}: expected operations among {', '.join(operations)}, on two edges into "
+                    f"each node, got {name!r} from {source}."
+                )
+            alpha[cell][edge, operations.index(name)] = 1
+    return alpha
+
+
+def draw_corner(key: jax.Array, operations: Sequence[str] = PRIMITIVES) -> dict[str, jax.Array]:
+    """A genotype drawn uniformly, as ``alpha``: see :func:`one_hot`. Pure, for use under ``jit``.
+
+    Examples
+    --------
+    >>> genotype(draw_corner(jax.random.key(0))).normal[:2]
+    (('avg_pool_3x3', 0), ('sep_conv_5x5', 1))
+    """
+    allowed = jnp.array([i for i, name in enumerate(operations) if name != "none"])
+    into = jnp.array([node for _, node in EDGES])
+
+    def cell(key):
+        order_key, operation_key = jax.random.split(key)
+        u = jax.random.uniform(order_key, (len(EDGES),))
+        before = (u[:, None] < u) & (into[:, None] == into)  # [other, edge]
+        kept = before.sum(axis=0) < 2
+        chosen = jax.random.choice(operation_key, allowed, (len(EDGES),))
+        return kept[:, None] * jax.nn.one_hot(chosen, len(operations))
+
+    keys = jax.random.split(key)
+    return {"normal": cell(keys[0]), "reduce": cell(keys[1])}
 
 
 def parse_genotype(text: str) -> Genotype:

@@ -8,8 +8,9 @@ normalisation with learned scales and with running averages for predictions. Reg
     cutout       a square of each training image is set to 0 (DeVries & Taylor 2017)
     auxiliary    a second classifier after the second reduction, its loss times 0.4
 
-As published: 600 epochs of SGD, batch 96, rate .025 with a cosine to 0, momentum .9, weight decay
-3e-4, gradients clipped to norm 5, ``drop_path`` rising linearly from 0 to .2, cutout 16.
+:func:`training` has the loop. As published: 600 epochs of SGD, batch 96, rate .025 with a cosine to
+0, momentum .9, weight decay 3e-4, gradients clipped to norm 5, ``drop_path`` rising linearly from 0
+to .2, cutout 16.
 """
 
 import functools
@@ -237,6 +238,110 @@ def darts_network(
         return jnp.argmax(logits, axis=-1)
 
     return DartsNetwork(init, apply, loss, predict)
+
+
+class TrainingState(NamedTuple):
+    """State of :func:`training`."""
+
+    w: Any
+    averages: Any
+    optimizer: Any
+
+
+def training(
+    network: DartsNetwork,
+    optimizer: optax.GradientTransformation,
+    *,
+    batch_size: int,
+    augment: Callable[[jax.Array, jax.Array], jax.Array] | None = None,
+) -> tuple[Callable, Callable]:
+    """Training from scratch as a pair of pure functions, for as many epochs as one likes.
+
+    Parameters
+    ----------
+    network : DartsNetwork
+    optimizer : optax.GradientTransformation
+    batch_size : int
+        An epoch leaves out the n modulo ``batch_size`` rows that its order puts last.
+    augment : ``augment(key, x) -> x``, optional
+        Of a batch's images: :func:`cutout`, :func:`crop_and_flip`.
+
+    Returns
+    -------
+    init : ``init(key, shape) -> TrainingState``, for images of ``shape`` (h, w, c).
+    epoch : ``epoch(key, state, (x, labels), drop_path=0.0) -> (state, loss)``
+        Every row once, in random order; the loss is the mean over its batches.
+
+    Raises
+    ------
+    ValueError
+        By ``epoch``, for fewer rows than ``batch_size``.
+
+    Examples
+    --------
+    >>> from bilevel.spaces.darts import DARTS_V2
+    >>> network = darts_network(DARTS_V2, cells=1, channels=2, auxiliary=False)
+    >>> init, epoch = training(network, optax.sgd(0.1), batch_size=4)
+    >>> state = jax.eval_shape(lambda key: init(key, (8, 8, 1)), jax.random.key(0))
+    >>> data = jnp.ones((8, 8, 8, 1)), jnp.zeros(8, int)
+    >>> jax.eval_shape(epoch, jax.random.key(1), state, data)[1].shape
+    ()
+    """
+
+    def init(key, shape):
+        w, averages = network.init(key, shape)
+        return TrainingState(w, averages, optimizer.init(w))
+
+    def epoch(key, state, data, drop_path=0.0):
+        x, labels = jax.tree.map(jnp.asarray, data)
+        if not 1 <= batch_size <= len(x):
+            raise ValueError(
+                f"batch_size: expected 1 to the {len(x)} rows of the data, got {batch_size}."
+            )
+        order_key, augment_key, drop_key = jax.random.split(key, 3)
+        steps = len(x) // batch_size
+        order = jax.random.permutation(order_key, len(x))[: steps * batch_size]
+        slope = jax.value_and_grad(network.loss, has_aux=True)
+
+        def step(state, batch):
+            i, rows = batch
+            images = x[rows]
+            if augment is not None:
+                images = augment(jax.random.fold_in(augment_key, i), images)
+            batch = images, labels[rows]
+            key = jax.random.fold_in(drop_key, i)
+            (loss, averages), g = slope(state.w, state.averages, batch, key, drop_path)
+            updates, inner = optimizer.update(g, state.optimizer, state.w)
+            return TrainingState(optax.apply_updates(state.w, updates), averages, inner), loss
+
+        batches = jnp.arange(steps), order.reshape(steps, batch_size)
+        state, losses = jax.lax.scan(step, state, batches)
+        return state, losses.mean()
+
+    return init, epoch
+
+
+def crop_and_flip(key: jax.Array, x: jax.Array, padding: int = 4) -> jax.Array:
+    """Images moved by up to ``padding`` pixels, zeros coming in, and half of them mirrored.
+
+    Parameters
+    ----------
+    key : jax.Array
+    x : array [n, h, w, c], normalised: 0 should be the mean
+    padding : int
+
+    Examples
+    --------
+    >>> x = jnp.ones((3, 4, 4, 1)).at[:, 0].set(2)
+    >>> crop_and_flip(jax.random.key(0), x, padding=0)[:, 0, 0, 0]
+    Array([2., 2., 2.], dtype=float...)
+    """
+    move_key, flip_key = jax.random.split(key)
+    n, *shape = x.shape
+    padded = jnp.pad(x, [(0, 0), (padding, padding), (padding, padding), (0, 0)])
+    corners = jax.random.randint(move_key, (n, 2), 0, 2 * padding + 1)
+    x = jax.vmap(lambda image, at: jax.lax.dynamic_slice(image, (*at, 0), shape))(padded, corners)
+    return jnp.where(jax.random.bernoulli(flip_key, 0.5, (n, 1, 1, 1)), x[:, :, ::-1], x)
 
 
 def cutout(key: jax.Array, x: jax.Array, size: int = 16) -> jax.Array:

@@ -20,6 +20,7 @@ All edges of a cell do the same eight things, one after another in a loop over o
 (``nn.scan``): a cell has one to compile instead of 14, a reduction cell two.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -31,7 +32,14 @@ import numpy as np
 import optax
 
 from bilevel.problem import Problem
-from bilevel.spaces.darts._genotype import EDGES, NODES
+from bilevel.spaces.darts._genotype import (
+    EDGES,
+    NODES,
+    Genotype,
+    draw_corner,
+    genotype,
+    one_hot,
+)
 from bilevel.spaces.darts.operations import (
     PRIMITIVES,
     Conv,
@@ -158,17 +166,23 @@ class DartsSpace(NamedTuple):
     names : the operations, in the order of the last axis of ``alpha``.
     init : ``init(key, shape) -> w``, for images of ``shape`` (h, w, c).
     start : ``start() -> {"normal": [14, h], "reduce": [14, h]}``, uniform.
+    draw : ``draw(key) -> alpha``, a genotype drawn uniformly; zeros on the edges it leaves out.
     apply : ``apply(w, alpha, x [n, h, w, c]) -> logits`` [n, classes], normalised by the batch.
     problem : Problem of batches ``(x, labels)``, integer labels [n].
     predict : ``predict(logits) -> labels`` [n].
+    discretize : ``discretize(alpha) -> Genotype``.
+    one_hot : ``one_hot(genotype) -> alpha``, as ``draw`` gives them.
     """
 
     names: tuple[str, ...]
     init: Callable[[jax.Array, tuple[int, ...]], Any]
     start: Callable[[], Alpha]
+    draw: Callable[[jax.Array], Alpha]
     apply: Callable[[Any, Alpha, jax.Array], jax.Array]
     problem: Problem
     predict: Callable[[jax.Array], jax.Array]
+    discretize: Callable[[Any], Genotype]
+    one_hot: Callable[[Genotype], dict[str, np.ndarray]]
 
 
 def darts_space(
@@ -259,7 +273,17 @@ def darts_space(
     def predict(logits):
         return jnp.argmax(logits, axis=-1)
 
-    return DartsSpace(names, init, start, apply, Problem(loss, loss), predict)
+    return DartsSpace(
+        names,
+        init,
+        start,
+        functools.partial(draw_corner, operations=names),
+        apply,
+        Problem(loss, loss),
+        predict,
+        functools.partial(genotype, operations=names),
+        functools.partial(one_hot, operations=names),
+    )
 
 
 _KINDS = ("normal", "reduce")

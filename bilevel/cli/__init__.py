@@ -5,7 +5,10 @@ from collections.abc import Callable, Sequence
 
 from bilevel.cli.baseline import Baseline, run_baseline
 from bilevel.cli.certify import Certify, run_certify
+from bilevel.cli.darts import QUICK as QUICK_DARTS
+from bilevel.cli.darts import DartsSearch, run_darts_search
 from bilevel.cli.search import Search, run_search
+from bilevel.cli.skips import QUICK as QUICK_SKIPS
 from bilevel.cli.skips import SkipSearch, run_skip_search
 
 
@@ -16,23 +19,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     import tyro
 
-    arguments, space = _without_space(sys.argv[1:] if arguments is None else arguments)
+    arguments, space, quick = _routed(sys.argv[1:] if arguments is None else arguments)
     app = tyro.extras.SubcommandApp()
 
     def search(config: tyro.conf.OmitArgPrefixes[Search]) -> None:
         """Search the activation of a one-hidden-layer network, and compare with every baseline.
 
-        With --space skips, search activations and skip connections of a deep network instead.
+        With --space skips, search activations and skip connections of a deep network instead; with
+        --space darts, the cells of a convolutional one. Those have --quick: smaller sizes to start
+        from.
         """
         run_search(config)
 
-    def search_skips(config: tyro.conf.OmitArgPrefixes[SkipSearch]) -> None:
+    skip_start = QUICK_SKIPS if quick else SkipSearch()
+    darts_start = QUICK_DARTS if quick else DartsSearch()
+
+    def search_skips(config: tyro.conf.OmitArgPrefixes[SkipSearch] = skip_start) -> None:
         """Search activations and skip connections of a deep network, layer by layer."""
         run_skip_search(config)
 
-    searches: dict[str, Callable[..., None]] = {"activations": search, "skips": search_skips}
+    def search_darts(config: tyro.conf.OmitArgPrefixes[DartsSearch] = darts_start) -> None:
+        """Search the cells of a convolutional network."""
+        run_darts_search(config)
+
+    searches: dict[str, Callable[..., None]] = {
+        "activations": search,
+        "skips": search_skips,
+        "darts": search_darts,
+    }
     if space not in searches:
-        print(f"bilevel: space: expected {' or '.join(searches)}, got {space!r}.", file=sys.stderr)
+        expected = ", ".join(searches)
+        print(f"bilevel: space: expected one of {expected}, got {space!r}.", file=sys.stderr)
         return 2
     app.command(name="search")(searches[space])
 
@@ -64,9 +81,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _without_space(arguments: Sequence[str]) -> tuple[list[str], str]:
-    """``search --space NAME`` decides which flags there are: taken off before they are parsed."""
-    rest, space = list(arguments), "activations"
+def _routed(arguments: Sequence[str]) -> tuple[list[str], str, bool]:
+    """The flags of ``search`` that decide which others there are, taken off before parsing.
+
+    ``--space NAME``, and for the deep spaces ``--quick``.
+    """
+    rest, space, quick = list(arguments), "activations", False
     if rest[:1] == ["search"]:
         for i, flag in enumerate(rest):
             name, equals, value = flag.partition("=")
@@ -74,4 +94,7 @@ def _without_space(arguments: Sequence[str]) -> tuple[list[str], str]:
                 space = value if equals else "".join(rest[i + 1 : i + 2])
                 del rest[i : i + (1 if equals else 2)]
                 break
-    return rest, space
+        if space != "activations" and "--quick" in rest:
+            rest.remove("--quick")
+            quick = True
+    return rest, space, quick

@@ -16,7 +16,6 @@ import optax
 from jax.flatten_util import ravel_pytree
 
 import bilevel
-import ntk
 from bilevel._progress import progress_bar
 from bilevel.problem import Problem
 from bilevel.protocols import Loss, LowerSolver, Pytree
@@ -250,22 +249,34 @@ def entropy(p: jax.Array) -> jax.Array:
     return jax.scipy.special.entr(p).sum(axis=-1)
 
 
-def top_curvature(
-    loss: Loss, tangent: Callable[[Pytree], Pytree], w: Pytree, alpha: Pytree, batch: Pytree
-) -> jax.Array:
-    """Largest eigenvalue of the loss's Hessian in alpha, along directions that stay on simplices.
+def top_curvature(loss: Loss, tangent: Callable[[Pytree], Pytree]) -> Callable[..., float]:
+    """``(w, alpha, batch) -> `` the largest eigenvalue of the loss's Hessian in alpha.
 
-    By Lanczos on Hessian-vector products. ``tangent`` takes a direction's other part off, which
-    leaves eigenvalues 0 there: the result is never negative. Zela et al. (2020) see a search whose
+    By Lanczos on Hessian-vector products, one compiled program that is called from the host.
+    ``tangent`` takes a direction's other part off, so that alpha stays on simplices, which leaves
+    eigenvalues 0 there: the result is never negative. Zela et al. (2020) see a search whose
     networks generalise badly in the growth of this number (in logits, for DARTS's ``alpha``).
     """
-    flat, unravel = ravel_pytree(alpha)
-    slope = jax.grad(lambda a: loss(w, unravel(a), batch))
 
-    def along(v):
-        return ravel_pytree(tangent(unravel(v)))[0]
+    @jax.jit
+    def product(v, w, alpha, batch):
+        flat, unravel = ravel_pytree(alpha)
 
-    def product(v):
-        return -along(jax.jvp(slope, (flat,), (along(v),))[1])
+        def along(v):
+            return ravel_pytree(tangent(unravel(v)))[0]
 
-    return -ntk.min_eigenvalue(product, size=flat.size)
+        slope = jax.grad(lambda a: loss(w, unravel(a), batch))
+        return along(jax.jvp(slope, (flat,), (along(v.astype(flat.dtype)),))[1])
+
+    def largest(w, alpha, batch):
+        from scipy.sparse.linalg import LinearOperator, eigsh
+
+        size = ravel_pytree(alpha)[0].size
+        operator = LinearOperator(
+            (size, size), lambda v: np.asarray(product(v.ravel(), w, alpha, batch), float), float
+        )
+        start = np.random.default_rng(0).normal(size=size)
+        found = eigsh(operator, 1, which="LA", v0=start, tol=1e-4, return_eigenvectors=False)
+        return max(0.0, float(found[0]))
+
+    return largest

@@ -71,6 +71,13 @@ def pyplot() -> Any:
     return plt
 
 
+def title(config: dict[str, Any]) -> str:
+    """Of a table of errors: which rows, and what the numbers are."""
+    rows = f"{config['train']} training, {config['valid']} validation rows"
+    spread = f", mean ± s.e. of {config['seeds']} seeds" if config["seeds"] > 1 else ""
+    return f"{config['data']}: {rows}; errors in %{spread}"
+
+
 def screen() -> Console:
     """The terminal; a pipe or a file has no width of its own, and rich would cut tables at 80."""
     console = Console()

@@ -297,9 +297,7 @@ def _print(result: dict[str, Any], folder: pathlib.Path) -> None:
     from rich.table import Table
 
     config, seeds = result["config"], result["config"]["seeds"]
-    title = f"{config['data']}: {config['train']} training, {config['valid']} validation rows; "
-    title += "errors in %" + (f", mean ± s.e. of {seeds} seeds" if seeds > 1 else "")
-    table = Table(title=title)
+    table = Table(title=report.title(config))
     table.add_column("network", no_wrap=True)
     for heading in _COLUMNS.values():
         table.add_column(heading, justify="right", no_wrap=True)

@@ -47,6 +47,10 @@ class SkipSearch(deep.DeepSearch):
     """Initialisation: of the paper's theory, of its Algorithm 1, or He's."""
 
 
+QUICK = SkipSearch(depth=4, width=32, steps=200, epochs=10, samples=50, test=1000)
+"""What ``--quick`` starts from: half a minute on two cores."""
+
+
 class _Task(NamedTuple):
     """What all parts of a run share; leading axis of arrays: seeds."""
 
@@ -270,9 +274,9 @@ def _summary(
     task: _Task, config: SkipSearch, w: Pytree, alpha: Pytree, rows: dict
 ) -> dict[str, Any]:
     space = task.space
-    curvature = jax.jit(functools.partial(deep.top_curvature, space.problem.outer, _tangent))
+    curvature = deep.top_curvature(space.problem.outer, _tangent)
     curvatures = [
-        float(curvature(*jax.tree.map(lambda a: a[s], (w, alpha, task.valid))))  # noqa: B023
+        curvature(*jax.tree.map(lambda a: a[s], (w, alpha, task.valid)))  # noqa: B023
         for s in range(config.seeds)
     ]
     best = min(space.names, key=lambda name: rows[name]["validation error"].mean())
@@ -343,9 +347,7 @@ def _print(result: dict[str, Any], folder: pathlib.Path) -> None:
     from rich.table import Table
 
     config, seeds = result["config"], result["config"]["seeds"]
-    title = f"{config['data']}: {config['train']} training, {config['valid']} validation rows; "
-    title += "errors in %" + (f", mean ± s.e. of {seeds} seeds" if seeds > 1 else "")
-    table = Table(title=title)
+    table = Table(title=report.title(config))
     table.add_column("network", no_wrap=True)
     for heading in (*_COLUMNS.values(), "skips", "λ_min"):
         table.add_column(heading, justify="right", no_wrap=True)

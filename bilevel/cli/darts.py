@@ -1,0 +1,486 @@
+"""``bilevel search --space darts``: the cells of a convolutional network (Liu et al. 2019).
+
+For every seed, one after the other: the search of a supernet, the genotype that it ends at, the
+network of that genotype trained from scratch, and networks of random genotypes trained alike. A
+run that was interrupted goes on where it was, in a search or in a network's training.
+"""
+
+import dataclasses
+import functools
+import json
+import pathlib
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from bilevel import checkpoint as checkpoints
+from bilevel import data as datasets
+from bilevel._progress import progress_bar
+from bilevel.cli import deep, report
+from bilevel.cli.rows import draw_rows
+from bilevel.protocols import Pytree
+from bilevel.spaces.convolution import average_pool
+from bilevel.spaces.darts import (
+    EDGES,
+    PRIMITIVES,
+    DartsSpace,
+    Genotype,
+    crop_and_flip,
+    cutout,
+    darts_network,
+    darts_space,
+    draw_genotype,
+    parameter_count,
+    parse_genotype,
+    training,
+)
+
+_SAVE_SECONDS = 30.0  # between two checkpoints of a network in training
+_KINDS = ("normal", "reduce")
+
+
+@dataclasses.dataclass(frozen=True)
+class DartsSearch(deep.DeepSearch):
+    """What to search, on what, and how; every flag has a default."""
+
+    operations: tuple[str, ...] = PRIMITIVES
+    """Candidates on every edge."""
+    cells: int = 3
+    """Cells of the supernet; DARTS has 8 on CIFAR-10."""
+    channels: int = 8
+    """Of the first cell; DARTS has 16."""
+    final_cells: int | None = None
+    """Cells of networks trained from scratch, by default as many; DARTS has 20."""
+    final_channels: int | None = None
+    """Of their first cell; DARTS has 36."""
+    pixels: int | None = None
+    """Average images down to at most this side."""
+    learning_rate: float = 0.025
+    """Of weights: SGD with momentum 0.9, cosine decay, weight decay 3e-4, clipped at norm 5."""
+    random: int = 2
+    """Random genotypes to train beside the one found."""
+    drop_path: float = 0.0
+    """Probability at the end of training from scratch, rising linearly; DARTS has 0.2."""
+    cutout: int = 0
+    """Side of the square cut out of training images; DARTS has 16."""
+    crop_and_flip: bool = False
+    """Move and mirror training images, as DARTS does on CIFAR-10."""
+    auxiliary: bool = False
+    """A second classifier in training from scratch, as DARTS has; images of 29 pixels or more."""
+    remat: bool = False
+    """Compute a cell again in the backward pass instead of keeping what is in it."""
+
+
+QUICK = DartsSearch(
+    operations=("none", "max_pool_3x3", "skip_connect", "sep_conv_3x3"),
+    channels=4,
+    pixels=16,
+    steps=100,
+    epochs=10,
+    batch_size=32,
+    samples=20,
+    test=1000,
+    random=1,
+)
+"""What ``--quick`` starts from: minutes on two cores."""
+
+
+class _Task(NamedTuple):
+    """What all parts of a run share."""
+
+    space: DartsSpace
+    classes: int
+    splits: list[list[tuple[jax.Array, jax.Array]]]  # of each seed: training, validation, test rows
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.splits[0][0][0].shape[1:]
+
+
+def run_darts_search(config: DartsSearch) -> dict[str, Any]:
+    """Run the job; print its table, write its run directory, return what `result.json` holds."""
+    began = time.perf_counter()
+    deep.check(config)
+    task = _task(config)
+    folder = report.run_directory(config)
+    found, seconds = [], []
+    for seed in range(config.seeds):
+        start = time.perf_counter()
+        result = _search(task, config, seed, folder / "search" / str(seed))
+        if result.stopped:
+            print(f"{result.stopped} of seed {seed}; go on with --resume --out {folder}")
+            return {}
+        alpha = result.alpha
+        if config.strategy == "random":
+            alpha = _best_drawn(task, config, seed, result.w)
+        found.append((result, alpha))
+        seconds.append(time.perf_counter() - start)
+    rows = _networks(task, config, [alpha for _, alpha in found], folder)
+    result = _summary(task, config, found, rows)
+    result["seconds"] = {"search": sum(seconds), "all": time.perf_counter() - began}
+    _write(folder, result, found)
+    _print(result, folder)
+    return result
+
+
+# ----------------------------------------------------------------------------- the search
+
+
+def _task(config: DartsSearch) -> _Task:
+    pixels = 2**10 if config.pixels is None else config.pixels
+    if pixels < 1:
+        raise ValueError(f"pixels: expected at least 1, got {pixels}.")
+    sizes = {} if config.data == "digits" else {"test_size": config.test}
+    data = datasets.load(config.data, **sizes)
+    side = data.x_train.shape[1]
+    factor = next(f for f in range(1, side + 1) if side % f == 0 and side // f <= pixels)
+    space = darts_space(
+        config.operations,
+        classes=len(data.classes),
+        cells=config.cells,
+        channels=config.channels,
+        dtype=jnp.bfloat16 if config.bfloat16 else None,
+        remat=config.remat,
+    )
+    splits = []
+    for key in jax.random.split(jax.random.key(config.seed), config.seeds):
+        parts = draw_rows(config.data, data, key, config.train, config.valid, config.test)
+        images = _images([x for x, _ in parts], factor)
+        labels = [jnp.asarray(y) for _, y in parts]
+        splits.append(list(zip(images, labels, strict=True)))
+    task = _Task(space, len(data.classes), splits)
+    jax.eval_shape(lambda key: space.init(key, task.shape), jax.random.key(0))  # large enough?
+    return task
+
+
+def _images(parts: list[np.ndarray], factor: int) -> list[jax.Array]:
+    """Parts [n, h, w, channels] with mean 0 and variance 1 in each channel of the first."""
+    xs = [x[..., None] if x.ndim == 3 else x for x in parts]
+    if factor > 1:
+        xs = [np.asarray(average_pool(jnp.asarray(x), factor, stride=factor)) for x in xs]
+    mean, deviation = xs[0].mean((0, 1, 2)), xs[0].std((0, 1, 2))
+    return [jnp.asarray((x - mean) / deviation) for x in xs]
+
+
+def _keys(config: DartsSearch, seed: int) -> jax.Array:
+    """Of the search, its initial weights, the choice after it, and the networks."""
+    return jax.random.split(jax.random.fold_in(jax.random.key(config.seed), seed), 4)
+
+
+def _search(task: _Task, config: DartsSearch, seed: int, checkpoint: pathlib.Path):
+    space, (train, valid, _) = task.space, task.splits[seed]
+    keys = _keys(config, seed)
+    w0 = jax.jit(lambda key: space.init(key, task.shape))(keys[1])
+    parts = _plan(config, space), _simplices, space.start(), w0, train, valid, keys[0], checkpoint
+    label = "search" if config.seeds == 1 else f"search {seed + 1} of {config.seeds}"
+    return deep.run(config, *parts, label=label)
+
+
+@functools.cache  # the same functions for every seed, so that they are compiled once
+def _plan(config: DartsSearch, space: DartsSpace) -> deep.Plan:
+    def geometry(cells, others):
+        return cells
+
+    parts = space.problem, _sgd, config.learning_rate, geometry, space.draw
+    return deep.plan(config, *parts)
+
+
+def _sgd(rate: optax.Schedule) -> optax.GradientTransformation:
+    return optax.chain(
+        optax.clip_by_global_norm(5.0),
+        optax.add_decayed_weights(3e-4),
+        optax.sgd(rate, momentum=0.9),
+    )
+
+
+def _simplices(alpha: Pytree) -> list[jax.Array]:
+    return [alpha[kind] for kind in _KINDS]
+
+
+def _best_drawn(task: _Task, config: DartsSearch, seed: int, w: Pytree) -> Pytree:
+    losses = _over_batches(task.space.problem.outer)
+
+    def loss(w, alpha, batches):
+        return losses(w, alpha, batches)[0]
+
+    @jax.jit
+    def best(key, w, batches):
+        return deep.best_drawn(key, config.samples, loss, task.space.draw, w, batches)
+
+    batches = _in_batches([task.splits[seed][1]], config.batch_size)
+    return best(_keys(config, seed)[2], w, batches)
+
+
+class _Batches(NamedTuple):
+    """Several parts' rows in batches of one size, for programs that are compiled once."""
+
+    rows: tuple[jax.Array, jax.Array]  # images [k, size, h, w, c], labels [k, size]
+    weights: jax.Array  # [parts, k]: of the batches' means in the parts'
+
+
+def _in_batches(parts: list[tuple[jax.Array, jax.Array]], size: int) -> _Batches:
+    """A part's last batch is its last rows, and counts by those that the one before has not."""
+    size = min(size, *(len(labels) for _, labels in parts))
+    rows, weights = [], []
+    for x, labels in parts:
+        n = len(labels)
+        starts = np.minimum(np.arange(0, n, size), n - size)
+        index = starts[:, None] + np.arange(size)
+        rows.append((x[index], labels[index]))
+        weights.append(np.diff(starts, prepend=-size) / n)
+    stacked = jax.tree.map(lambda *a: jnp.concatenate(a), *rows)
+    return _Batches(stacked, jnp.asarray(jax.scipy.linalg.block_diag(*weights)))
+
+
+def _over_batches(mean: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """``f(w, alpha, batches) -> [parts]``, of a mean over a batch's rows."""
+
+    def of_all(w, alpha, batches):
+        return batches.weights @ jax.lax.map(lambda batch: mean(w, alpha, batch), batches.rows)
+
+    return of_all
+
+
+# ----------------------------------------------------------------------------- the networks
+
+
+class _Row(NamedTuple):
+    """A network trained from scratch, of one seed."""
+
+    name: str
+    seed: int
+    genotype: Genotype
+
+
+def _networks(
+    task: _Task, config: DartsSearch, alphas: list[Pytree], folder: pathlib.Path
+) -> list[dict[str, Any]]:
+    """Scores of all networks; those of a run that is resumed are read, not computed again."""
+    rows = []
+    for seed, alpha in enumerate(alphas):
+        rows.append(_Row("search", seed, task.space.discretize(alpha)))
+        keys = jax.random.split(_keys(config, seed)[3], config.random + 1)[1:]
+        drawn = [task.space.discretize(task.space.draw(key)) for key in keys]
+        rows += [_Row(f"random {i + 1}", seed, genotype) for i, genotype in enumerate(drawn)]
+    path = folder / "networks.json"
+    scores = json.loads(path.read_text()) if path.exists() else []
+    text = "{task.fields[network]}, seed {task.fields[seed]}  loss {task.fields[loss]:.3f}"
+    total = len(rows) * config.epochs
+    with progress_bar(
+        config.progress, "training", total, text, ("network", "seed", "loss")
+    ) as show:
+        for i, row in enumerate(rows[len(scores) :], len(scores)):
+
+            def show_epoch(epoch, loss, done=i * config.epochs, row=row):
+                values = {"network": row.name, "seed": row.seed, "loss": loss}
+                show(done + epoch, lambda: values)
+
+            scores.append(_trained(task, config, row, folder / "networks" / str(i), show_epoch))
+            path.write_text(json.dumps(scores, indent=2) + "\n")
+    return scores
+
+
+def _trained(
+    task: _Task,
+    config: DartsSearch,
+    row: _Row,
+    checkpoint: pathlib.Path,
+    show: Callable[[int, float], None],
+) -> dict[str, Any]:
+    """The network's errors; its training is checkpointed, and goes on from what it finds."""
+    began = time.perf_counter()
+    network = darts_network(
+        row.genotype,
+        classes=task.classes,
+        cells=config.final_cells or config.cells,
+        channels=config.final_channels or config.channels,
+        auxiliary=config.auxiliary,
+        dtype=jnp.bfloat16 if config.bfloat16 else None,
+    )
+    train = task.splits[row.seed][0]
+    steps = config.epochs * (config.train // config.batch_size)
+    sgd = _sgd(optax.cosine_decay_schedule(config.learning_rate, steps))
+    augment = _augmentation(config)
+    init, epoch = training(network, sgd, batch_size=config.batch_size, augment=augment)
+    keys = jax.random.split(_keys(config, row.seed)[3], config.random + 2)[-1]
+    init_key, order_key = jax.random.split(keys)
+    state = jax.jit(lambda key: init(key, task.shape))(init_key)
+    first = checkpoints.latest(checkpoint) or 0
+    if first:
+        state = jax.tree.map(jnp.asarray, checkpoints.restore(checkpoint, state))
+    run = jax.jit(epoch, donate_argnums=1)
+    saved = time.perf_counter()
+    for i in range(first, config.epochs):
+        drop_path = config.drop_path * i / config.epochs
+        state, loss = run(jax.random.fold_in(order_key, i), state, train, drop_path)
+        show(i + 1, float(loss))
+        if time.perf_counter() - saved > _SAVE_SECONDS:
+            checkpoints.save(checkpoint, i + 1, state)
+            saved = time.perf_counter()
+
+    return {
+        "network": row.name,
+        "seed": row.seed,
+        "genotype": str(row.genotype),
+        **_errors(network, state.w, state.averages, task.splits[row.seed], config),
+        "skips": _skips(row.genotype),
+        "parameters": parameter_count(state.w),
+        "seconds": time.perf_counter() - began,
+    }
+
+
+def _errors(network: Any, w: Pytree, other: Pytree, parts: list, config: DartsSearch) -> dict:
+    """Of a network, ``other`` its running averages, or of the supernet, ``other`` its alpha."""
+
+    def wrong(w, other, batch):
+        x, labels = batch
+        return jnp.mean(network.predict(network.apply(w, other, x)) != labels)
+
+    errors = jax.jit(_over_batches(wrong))(w, other, _in_batches(parts, config.batch_size))
+    return dict(zip(_ERRORS, map(float, errors), strict=True))
+
+
+def _augmentation(config: DartsSearch) -> Callable[[jax.Array, jax.Array], jax.Array] | None:
+    if not (config.cutout or config.crop_and_flip):
+        return None
+
+    def augment(key, x):
+        keys = jax.random.split(key)
+        x = crop_and_flip(keys[0], x) if config.crop_and_flip else x
+        return cutout(keys[1], x, config.cutout) if config.cutout else x
+
+    return augment
+
+
+def _skips(genotype: Genotype) -> int:
+    return sum(name == "skip_connect" for name, _ in genotype.normal)
+
+
+# ----------------------------------------------------------------------------- the report
+
+
+def _summary(task: _Task, config: DartsSearch, found: list, rows: list[dict]) -> dict[str, Any]:
+    space = task.space
+    scores: dict[str, dict[str, list]] = {"search": _columns(rows, lambda name: name == "search")}
+    if config.random:
+        drawn = [[r for r in rows if r["seed"] == s][1:] for s in range(config.seeds)]
+        best = [min(networks, key=lambda r: r["validation error"]) for networks in drawn]
+        scores[f"best of {config.random} random"] = _columns(best)
+        means = [_columns(networks) for networks in drawn]
+        scores["random"] = {k: [float(np.mean(m[k])) for m in means] for k in means[0]}
+
+    curvature = deep.top_curvature(space.problem.outer, _tangent)
+    shared, curvatures = [], []
+    for (result, alpha), parts in zip(found, task.splits, strict=True):
+        shared.append(_errors(space, result.w, alpha, parts, config))
+        batch = jax.tree.map(lambda a: a[: config.batch_size], parts[1])
+        curvatures.append(curvature(result.w, alpha, batch))
+    scores["supernet"] = _columns(shared)
+    return {
+        "space": "darts",
+        "config": report.flags(config),
+        "names": list(space.names),
+        "genotypes": [str(space.discretize(alpha)) for _, alpha in found],
+        "alpha": [{k: np.asarray(v).tolist() for k, v in alpha.items()} for _, alpha in found],
+        "entropy": [
+            {k: float(deep.entropy(alpha[k]).mean()) for k in _KINDS} for _, alpha in found
+        ],
+        "scores": scores,
+        "largest eigenvalue of the validation Hessian in alpha": curvatures,
+        "seconds of a network": float(np.mean([r["seconds"] for r in rows])),
+        **report.machine(),
+    }
+
+
+def _columns(rows: list[dict[str, Any]], keep: Callable[[str], bool] | None = None) -> dict:
+    kept = [row for row in rows if keep is None or keep(row["network"])]
+    return {k: [row[k] for row in kept] for k in (*_ERRORS, *_SIZES) if k in kept[0]}
+
+
+def _tangent(v: Pytree) -> Pytree:
+    return jax.tree.map(lambda p: p - p.mean(axis=-1, keepdims=True), v)
+
+
+def _write(folder: pathlib.Path, result: dict, found: list) -> None:
+    arrays: dict[str, Any] = {}
+    for seed, (search, alpha) in enumerate(found):
+        history = jax.tree.map(np.asarray, search.history)
+        path = history.pop("alpha")
+        named = {f"history_{k}": v for k, v in history.items()}
+        named |= {f"history_alpha_{k}": path[k] for k in _KINDS}
+        named |= {f"alpha_{k}": alpha[k] for k in _KINDS}
+        arrays |= {f"{name}_{seed}": value for name, value in named.items()}
+    report.write(folder, result, arrays)
+    if (plt := report.pyplot()) is None:
+        return
+    from bilevel import plots
+
+    search, alpha = found[0]
+    figure, axes = plt.subplots(1, 3, figsize=(14, 4.2), layout="constrained")
+    for ax, kind in zip(axes, _KINDS, strict=False):
+        _heat_map(np.asarray(alpha[kind]), result["names"], ax)
+        ax.set_title(f"{'normal' if kind == 'normal' else 'reduction'} cell: α of every edge")
+    plots.losses(jax.tree.map(np.asarray, search.history), axes[2])
+    figure.savefig(folder / "search.png", dpi=150)
+    plt.close(figure)
+    figure, axes = plt.subplots(2, 1, figsize=(8, 7), layout="constrained")
+    draw_genotype(parse_genotype(result["genotypes"][0]), axes)
+    figure.savefig(folder / "genotype.png", dpi=150)
+    plt.close(figure)
+
+
+def _heat_map(alpha: np.ndarray, names: list[str], ax: Any) -> None:
+    ax.imshow(alpha, vmin=0, vmax=1, cmap="Blues", aspect="auto")
+    for (row, column), value in np.ndenumerate(alpha):
+        colour = "white" if value > 0.6 else "black"
+        ax.text(column, row, f"{value:.2f}", ha="center", va="center", color=colour, fontsize=7)
+    ax.set_xticks(range(len(names)), names, rotation=30, ha="right", fontsize=8)
+    ax.set_yticks(range(len(EDGES)), [f"{i} → {j}" for i, j in EDGES], fontsize=8)
+
+
+_ERRORS = {"train error": "train", "validation error": "valid", "test error": "test"}
+_SIZES = {"skips": "skips", "parameters": "parameters"}
+
+
+def _print(result: dict[str, Any], folder: pathlib.Path) -> None:
+    from rich.table import Table
+
+    config, seeds = result["config"], result["config"]["seeds"]
+    table = Table(title=report.title(config))
+    table.add_column("network", no_wrap=True)
+    for heading in (*_ERRORS.values(), *_SIZES.values()):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for name, scores in result["scores"].items():
+        cells = [report.cell(100 * np.asarray(scores[c]), ".1f") for c in _ERRORS]
+        cells += [report.cell(np.asarray(scores[c]), ",.3g") if c in scores else "" for c in _SIZES]
+        table.add_row(name, *cells, end_section=name in ("search", "random"))
+    console = report.screen()
+    console.print(table)
+    for seed, genotype in enumerate(result["genotypes"]):
+        console.print((f"seed {seed}: " if seeds > 1 else "found: ") + genotype)
+    largest = np.log(len(result["names"]))
+    entropies = [np.mean([e[kind] for e in result["entropy"]]) for kind in _KINDS]
+    console.print(
+        "entropy of α, mean over edges: normal {:.2f}, reduction {:.2f}, of at most {:.2f}".format(
+            *entropies, largest
+        )
+    )
+    curvature = np.array(result["largest eigenvalue of the validation Hessian in alpha"])
+    console.print(
+        "largest eigenvalue of the validation loss's Hessian in α, of one batch: "
+        f"{report.cell(curvature, '.3g')}"
+    )
+    seconds, each = result["seconds"], result["seconds of a network"]
+    console.print(
+        "networks are trained from scratch; skips: in the normal cell, of 8 edges; in the search's "
+        f"time {seconds['search'] / seeds / each:.1f} networks could be trained"
+    )
+    console.print(
+        f"{config['strategy']} {seconds['search']:.0f} s, all {seconds['all']:.0f} s; results in "
+        f"{folder}"
+    )

@@ -3,22 +3,28 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from helpers import assert_close
 
+import bilevel
 from bilevel.spaces.darts import (
     DARTS_V1,
     DARTS_V2,
     EDGES,
     PRIMITIVES,
     Genotype,
+    crop_and_flip,
     cutout,
     darts_network,
     darts_space,
+    draw_corner,
     draw_genotype,
     genotype,
+    one_hot,
     parameter_count,
     parse_genotype,
+    training,
 )
 from bilevel.spaces.darts.network import Cell
 from bilevel.spaces.darts.operations import Standardize, initial, operation
@@ -239,6 +245,56 @@ def test_genotype_keeps_the_two_best_edges_of_each_node_without_none():
             assert list(getattr(found, cell)) == expected
 
 
+def test_drawn_corners_are_genotypes_and_all_alike():
+    names = ("none", "skip_connect", "dil_conv_3x3")
+    drawn = jax.vmap(lambda key: draw_corner(key, names))(jax.random.split(KEY, 2000))
+    for cell in drawn.values():
+        corners = np.asarray(cell)
+        assert set(np.unique(corners)) == {0, 1}
+        into = np.array([node for _, node in EDGES])
+        for node in (2, 3, 4, 5):
+            np.testing.assert_array_equal(corners[:, into == node].sum((1, 2)), 2)
+            # Truth: two of the node's edges, at random; 4 standard errors of 2000 draws.
+            kept = corners[:, into == node].any(2).mean(0)
+            np.testing.assert_allclose(kept, 2 / node, atol=4 * 0.5 / 2000**0.5)
+        shares = corners.sum((0, 1)) / corners.sum()
+        np.testing.assert_allclose(shares, [0, 0.5, 0.5], atol=4 * 0.5 / (8 * 2000) ** 0.5)
+    one = {cell: corners[7] for cell, corners in drawn.items()}
+    jax.tree.map(np.testing.assert_array_equal, one_hot(genotype(one, names), names), one)
+    twice = SKIPS._replace(normal=(("skip_connect", 0),) * 2 + SKIPS.normal[2:])
+    for wrong in (twice, DARTS_V1):
+        with pytest.raises(ValueError, match="normal: expected operations among none, skip"):
+            one_hot(wrong, names)
+
+
+def test_hypergradients_of_the_supernet_are_finite_differences():
+    """Second order, exactly; in float64, along one random direction of alpha."""
+    if jnp.zeros(()).dtype != jnp.float64:
+        pytest.skip("finite differences want float64")
+    space = darts_space(("none", "skip_connect", "max_pool_3x3"), classes=3, cells=1, channels=2)
+    w = jax.tree.map(lambda a: a.astype(float), space.init(KEY, (4, 4, 1)))
+    x, labels = jnp.asarray(normal(2, 6, 4, 4, 1)), jnp.arange(6) % 3
+    alpha = {"normal": jnp.zeros((14, 3)), "reduce": jnp.asarray(normal(14, 3, seed=3)) ** 2}
+    solver = bilevel.unrolled(0.1, 1)
+
+    @jax.jit
+    def value(alpha):
+        moved, _ = solver.run(space.problem.lower, alpha, w, solver.init(w), (x[0], labels))
+        return space.problem.outer(moved, alpha, (x[1], labels))
+
+    fn = bilevel.hypergradient(space.problem, solver, diagnostics=False)
+    found = jax.jit(fn)(alpha, w, (x[0], labels), (x[1], labels))
+    direction = normal(14, 3, seed=4)
+
+    def along(t):
+        return float(value(alpha | {"reduce": alpha["reduce"] + t * direction}))
+
+    truth = (along(1e-5) - along(-1e-5)) / 2e-5
+    assert_close(np.vdot(found.grad["reduce"], direction), truth, f64=1e-6)
+    first_order = jax.grad(lambda a: space.problem.outer(found.w, a, (x[1], labels)))(alpha)
+    assert abs(np.vdot(first_order["reduce"], direction) - truth) > 1e-3 * abs(truth)
+
+
 def test_genotypes_are_read_back_from_their_text_and_nothing_else_is_run():
     for found in (DARTS_V1, DARTS_V2, DARTS_V2._replace(normal_concat=(3, 5))):
         assert parse_genotype(str(found)) == parse_genotype(repr(found)) == found
@@ -302,6 +358,31 @@ def test_the_network_trains_on_batch_statistics_and_predicts_with_running_averag
     entropy = jax.nn.logsumexp(logits, axis=1) - logits[jnp.arange(6), labels]
     assert_close(entropy.mean(), value, f64=1e-4)
     assert loss(w, averages, (x, labels), KEY, 0.5)[0] != value
+
+
+def test_an_epoch_is_each_row_once_by_the_optimizer():
+    """With a step size of 0 the mean loss is that of the batches; weights stay, averages move."""
+    network = darts_network(SKIPS, classes=3, cells=1, channels=2, auxiliary=False)
+    init, epoch = training(network, optax.sgd(0.0), batch_size=6)
+    state = init(KEY, (4, 4, 1))
+    x, labels = jnp.asarray(normal(6, 4, 4, 1), jnp.float32), jnp.array([0, 1, 2] * 2)
+    after, loss = jax.jit(epoch)(KEY, state, (x, labels))
+    value, averages = jax.jit(network.loss)(state.w, state.averages, (x, labels), KEY)
+    assert_close(loss, value, f64=1e-5)  # one batch: every row once, in whatever order
+    assert_close(after.averages, averages, f64=1e-5)
+    jax.tree.map(np.testing.assert_array_equal, after.w, state.w)
+    with pytest.raises(ValueError, match="batch_size: expected 1 to the 6 rows of the data, got 7"):
+        training(network, optax.sgd(0.1), batch_size=7)[1](KEY, state, (x, labels))
+
+
+def test_crops_are_the_image_moved_and_mirrored():
+    image = np.arange(1.0, 31.0).reshape(5, 6, 1)
+    moved = np.asarray(crop_and_flip(KEY, jnp.asarray(np.stack([image] * 200)), padding=1))
+    padded = np.pad(image, [(1, 1), (1, 1), (0, 0)])
+    views = [padded[a : a + 5, b : b + 6] for a in range(3) for b in range(3)]
+    views += [view[:, ::-1] for view in views]
+    seen = [[np.array_equal(view, one) for view in views].index(True) for one in moved]
+    assert len(set(seen)) == 18  # all of them, each expected 11 times
 
 
 def test_cutout_is_one_square_cut_off_at_the_borders():

@@ -28,6 +28,7 @@ from bilevel.spaces.convolution import average_pool
 from bilevel.spaces.darts import (
     EDGES,
     PRIMITIVES,
+    DartsNetwork,
     DartsSpace,
     Genotype,
     crop_and_flip,
@@ -132,9 +133,8 @@ def run_darts_search(config: DartsSearch) -> dict[str, Any]:
 
 
 def _task(config: DartsSearch) -> _Task:
+    _check(config)
     pixels = 2**10 if config.pixels is None else config.pixels
-    if pixels < 1:
-        raise ValueError(f"pixels: expected at least 1, got {pixels}.")
     sizes = {} if config.data == "digits" else {"test_size": config.test}
     data = datasets.load(config.data, **sizes)
     side = data.x_train.shape[1]
@@ -154,8 +154,19 @@ def _task(config: DartsSearch) -> _Task:
         labels = [jnp.asarray(y) for _, y in parts]
         splits.append(list(zip(images, labels, strict=True)))
     task = _Task(space, len(data.classes), splits)
-    jax.eval_shape(lambda key: space.init(key, task.shape), jax.random.key(0))  # large enough?
+    # Are the images large enough for both networks? The shapes say.
+    jax.eval_shape(lambda key: space.init(key, task.shape), jax.random.key(0))
+    network = _network(task, config, space.discretize(space.start()))
+    jax.eval_shape(lambda key: network.init(key, task.shape), jax.random.key(0))
     return task
+
+
+def _check(config: DartsSearch) -> None:
+    for name, least in (("pixels", 1), ("random", 0), ("cutout", 0)):
+        if (value := getattr(config, name)) is not None and value < least:
+            raise ValueError(f"{name}: expected at least {least}, got {value}.")
+    if not 0 <= config.drop_path < 1:
+        raise ValueError(f"drop_path: expected at least 0 and under 1, got {config.drop_path}.")
 
 
 def _images(parts: list[np.ndarray], factor: int) -> list[jax.Array]:
@@ -294,14 +305,7 @@ def _trained(
 ) -> dict[str, Any]:
     """The network's errors; its training is checkpointed, and goes on from what it finds."""
     began = time.perf_counter()
-    network = darts_network(
-        row.genotype,
-        classes=task.classes,
-        cells=config.final_cells or config.cells,
-        channels=config.final_channels or config.channels,
-        auxiliary=config.auxiliary,
-        dtype=jnp.bfloat16 if config.bfloat16 else None,
-    )
+    network = _network(task, config, row.genotype)
     train = task.splits[row.seed][0]
     steps = config.epochs * (config.train // config.batch_size)
     sgd = _sgd(optax.cosine_decay_schedule(config.learning_rate, steps))
@@ -332,6 +336,17 @@ def _trained(
         "parameters": parameter_count(state.w),
         "seconds": time.perf_counter() - began,
     }
+
+
+def _network(task: _Task, config: DartsSearch, genotype: Genotype) -> DartsNetwork:
+    return darts_network(
+        genotype,
+        classes=task.classes,
+        cells=config.final_cells or config.cells,
+        channels=config.final_channels or config.channels,
+        auxiliary=config.auxiliary,
+        dtype=jnp.bfloat16 if config.bfloat16 else None,
+    )
 
 
 def _errors(network: Any, w: Pytree, other: Pytree, parts: list, config: DartsSearch) -> dict:

@@ -273,7 +273,7 @@ def top_curvature(loss: Loss, tangent: Callable[[Pytree], Pytree]) -> Callable[.
 
         size = ravel_pytree(alpha)[0].size
         operator = LinearOperator(
-            (size, size), lambda v: np.asarray(product(v.ravel(), w, alpha, batch), float), float
+            (size, size), lambda v: np.asarray(product(v, w, alpha, batch), float), dtype=float
         )
         start = np.random.default_rng(0).normal(size=size)
         found = eigsh(operator, 1, which="LA", v0=start, tol=1e-4, return_eigenvectors=False)

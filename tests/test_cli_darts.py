@@ -1,0 +1,104 @@
+"""``bilevel search --space darts``: search, discretize, train from scratch, go on after a crash."""
+
+import json
+
+import numpy as np
+import pytest
+
+from bilevel import checkpoint
+from bilevel.cli import darts, main
+from bilevel.spaces.darts import parse_genotype
+
+# Without a convolution on the edges: they are what takes long to compile.
+SMALL = (
+    *("--operations", "none", "skip_connect", "max_pool_3x3", "--cells", "1", "--channels", "2"),
+    *("--steps", "3", "--epochs", "3", "--batch-size", "20", "--train", "50", "--valid", "40"),
+    *("--test", "50", "--random", "1", "--samples", "2"),
+)
+
+
+def search(folder, *flags):
+    return main(["search", "--space", "darts", "--out", str(folder), *SMALL, *flags])
+
+
+def test_a_run_that_crashed_in_training_ends_as_one_that_did_not(tmp_path, capsys, monkeypatch):
+    whole, run, flags = tmp_path / "whole", tmp_path / "run", ("--crop-and-flip", "--cutout", "2")
+    assert search(whole, *flags) == 0
+    printed = capsys.readouterr().out
+    for text in ("search", "best of 1 random", "supernet", "found: Genotype(normal=[(", "Hessian"):
+        assert text in printed
+
+    class PowerCutError(Exception):
+        pass
+
+    save = checkpoint.save
+
+    def save_and_fail(directory, step, tree, label=0):
+        save(directory, step, tree, label)
+        if step == 2 and directory.parts[-2:] == ("networks", "1"):
+            raise PowerCutError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(darts, "_SAVE_SECONDS", 0.0)
+        patch.setattr(checkpoint, "save", save_and_fail)
+        with pytest.raises(PowerCutError):
+            search(run, *flags)
+    assert len(json.loads((run / "networks.json").read_text())) == 1
+    assert search(run, *flags, "--resume") == 0
+    results = [json.loads((folder / "result.json").read_text()) for folder in (whole, run)]
+    for name in ("alpha", "genotypes", "scores"):
+        assert results[0][name] == results[1][name]
+
+    found = parse_genotype(results[0]["genotypes"][0])
+    scores = results[0]["scores"]
+    assert list(scores) == ["search", "best of 1 random", "random", "supernet"]
+    # Truth: counted in the genotype.
+    assert scores["search"]["skips"] == [[name for name, _ in found.normal].count("skip_connect")]
+    assert scores["random"] == scores["best of 1 random"]
+    assert 0 < scores["search"]["test error"][0] < 1
+    with np.load(whole / "arrays.npz", allow_pickle=False) as arrays:
+        assert arrays["history_alpha_normal_0"].shape == (3, 14, 3)
+        np.testing.assert_allclose(arrays["alpha_reduce_0"].sum(-1), 1, atol=1e-5)
+    for picture in ("search.png", "genotype.png"):
+        assert (whole / picture).stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("rows", [(5, 7, 4), (20, 9, 30)])
+def test_means_over_batches_are_means_over_rows(rows):
+    parts = [(np.random.default_rng(n).normal(size=(n, 2)), np.arange(n)) for n in rows]
+    batches = darts._in_batches(parts, 8)
+    means = darts._over_batches(lambda w, alpha, batch: (batch[0] * w).mean() + alpha)(
+        2.0, 1.0, batches
+    )
+    # The last batch of a part holds some rows of the one before it, when 8 does not divide it.
+    expected = []
+    for x, _ in parts:
+        size = min(8, *rows)
+        starts = [min(s, len(x) - size) for s in range(0, len(x), size)]
+        new = np.diff([-size, *starts])
+        of_batches = [2 * x[s : s + size].mean() + 1 for s in starts]
+        expected.append(np.dot(of_batches, new) / len(x))
+    np.testing.assert_allclose(means, expected, rtol=1e-5)
+    if rows == (5, 7, 4):
+        sizes = [np.count_nonzero(row) for row in np.asarray(batches.weights)]
+        assert sizes == [2, 2, 1]
+
+
+def test_mistakes_are_one_sentence_and_leave_no_run_directory(tmp_path, capsys):
+    run = tmp_path / "run"
+    for flags, sentence in {
+        ("--batch-size", "41"): "batch_size: expected at most the 40 rows of a split, got 41.",
+        ("--operations", "conv_7x7"): "operations: expected names among none, max_pool_3x3",
+        ("--pixels", "2", "--cells", "3"): "shape: expected images [h, w, c] of at least 4 x 4",
+        ("--pixels", "0"): "pixels: expected at least 1, got 0.",
+        ("--drop-path", "1"): "drop_path: expected at least 0 and under 1, got 1.0.",
+        ("--auxiliary",): "auxiliary: expected at least 8 x 8 pixels after two reductions",
+        ("--random", "-1"): "random: expected at least 0, got -1.",
+    }.items():
+        assert search(run, *flags) == 2
+        assert capsys.readouterr().err.startswith(f"bilevel: {sentence}")
+    assert not run.exists()
+    run.mkdir()
+    (run / "config.json").write_text('{"parametrization": "ntk", "seed": 0}')
+    assert search(run, "--resume") == 2
+    assert "expected a run of this command and space" in capsys.readouterr().err

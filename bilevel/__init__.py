@@ -32,7 +32,7 @@ from bilevel.geometry import exponentiate, project, softmax, tangent
 from bilevel.inverse import cg, dense, gram, neumann, nystrom, scale
 from bilevel.problem import Problem, side_by_side
 from bilevel.protocols import LowerSolver
-from bilevel.solvers import finite_difference, implicit, restarted, ridge, unrolled
+from bilevel.solvers import implicit, one_step, restarted, ridge, unrolled
 from bilevel.spectral import (
     simplex_start,
     spectral_alpha,
@@ -62,7 +62,6 @@ __all__ = [
     "discretize",
     "exponentiate",
     "factor_simplex",
-    "finite_difference",
     "gram",
     "hypergradient",
     "implicit",
@@ -72,6 +71,7 @@ __all__ = [
     "neumann",
     "newton",
     "nystrom",
+    "one_step",
     "plots",
     "project",
     "rank_agreement",

@@ -8,7 +8,7 @@ closed form for features. Solvers that only find ``w``, for ``implicit``, are in
 solver            derivative                  memory, in copies of w
 ================  ==========================  =====================================================
 ``unrolled``      of T steps, exact           min(T, O(sqrt(T))); forward mode: 2
-``finite_...``    of one step, DARTS's        3
+``one_step``      of one step, exact          3, however large the graph of a gradient
 ``implicit``      at the solution, exact      that of the inverse; 6 for ``cg``
 ``ridge``         closed form, exact          the features and one min(n, p)^2 matrix
 ================  ==========================  =====================================================
@@ -107,30 +107,36 @@ def unrolled(
     return LowerSolver(init=optimizer.init, run=run)
 
 
-def finite_difference(
-    optimizer: optax.GradientTransformation | float, *, radius: float = 0.01
+def one_step(
+    optimizer: optax.GradientTransformation | float, *, radius: float | None = None
 ) -> LowerSolver:
-    """One optimizer step; its derivative in ``alpha`` by a central difference, DARTS's Eq. (8).
+    r"""One optimizer step and its derivative in ``alpha``, for large networks: second-order DARTS.
 
         w' = w - xi g(w, alpha),    g = grad_w lower,    v = (dw'/dg)^T (cotangent of w')
-        (dw'/d alpha)^T ...  ~  (grad_alpha lower(w + e v) - grad_alpha lower(w - e v)) / 2e,
-        e = radius / |v|
+        (dg/d alpha)^T v  =  grad_alpha (v . grad_w lower(w, alpha))
+                          ~  (grad_alpha lower(w + e v) - grad_alpha lower(w - e v)) / 2e
 
-    For comparison with ``unrolled(optimizer, 1, backprop=1)``, whose derivative is exact and costs
-    about as much: a difference of gradients is a product with the mixed second derivative up to
-    O(e^2), and has rounding errors of the order 1 / radius, which in float32 is the larger part.
+    The first form is exact, reverse mode over one forward derivative; the second is the paper's
+    central difference, Eq. (8), taken if there is a ``radius``: e = radius / \|v\|. It is wrong by
+    O(radius^2), and by roundings of the order of 1 / radius.
+
+    ``unrolled(optimizer, 1)`` has the same numbers, to rounding, and derivatives of any order and
+    in the starting point; it differentiates the gradient in reverse mode once more, which for
+    convolutional networks takes many times the memory.
 
     Parameters
     ----------
     optimizer : optax.GradientTransformation or float
         A float is plain gradient descent with that step size.
-    radius : float
-        How far from ``w`` the two gradients are taken, in the 2-norm.
+    radius : float, optional
+        How far from ``w``, in the 2-norm, the gradients of the central difference are taken; the
+        paper has 0.01. By default the derivative is exact.
 
     Returns
     -------
     LowerSolver
-        Its state is the optimizer's. The derivative in the starting point is zero.
+        Its state is the optimizer's. The derivative in the starting point is zero. Reverse mode
+        only.
 
     Raises
     ------
@@ -139,24 +145,24 @@ def finite_difference(
 
     Notes
     -----
-    Memory: 3 copies of ``w``, and one lower gradient in ``alpha`` at a time.
+    Memory: 3 copies of ``w``, and what one lower gradient in ``alpha`` takes, exactly twice that.
 
     Examples
     --------
     >>> lower = lambda w, alpha, batch: jnp.sum(jnp.cosh(w - alpha))
-    >>> def run(solver, alpha):
+    >>> def slope(solver):
     ...     w = jnp.zeros(1)
-    ...     return solver.run(lower, alpha, w, solver.init(w), None)[0][0]
+    ...     return jax.grad(lambda a: solver.run(lower, a, w, solver.init(w), None)[0][0])
     >>> alpha = jnp.ones(1)
-    >>> exact = jax.grad(lambda a: run(unrolled(0.5, 1), a))(alpha)
-    >>> jax.grad(lambda a: run(finite_difference(0.5), a))(alpha) - exact
-    Array([1.28...e-05], dtype=float...)
+    >>> exact = slope(unrolled(0.5, 1))(alpha)
+    >>> slope(one_step(0.5))(alpha) - exact, slope(one_step(0.5, radius=0.1))(alpha) - exact
+    (Array([0.], dtype=float...), Array([0.00128...], dtype=float...))
 
     References
     ----------
-    Liu, Simonyan & Yang (2019), DARTS: Differentiable Architecture Search, Eq. (8).
+    Liu, Simonyan & Yang (2019), DARTS: Differentiable Architecture Search, Eqs. (7) and (8).
     """
-    if not radius > 0:
+    if radius is not None and not radius > 0:
         raise ValueError(f"radius: expected a positive number, got {radius}.")
     if not isinstance(optimizer, optax.GradientTransformation):
         optimizer = optax.sgd(optimizer)
@@ -164,35 +170,47 @@ def finite_difference(
     def run(lower, alpha, w, state, batch):
         lower, hoisted = jax.closure_convert(lower, w, alpha, batch)
 
+        def loss(w, outer, batch):
+            return lower(w, outer[0], batch, *outer[1])
+
         def moved(slope, w, state):
             updates, state = optimizer.update(slope, state, w)
             return optax.apply_updates(w, updates), state
 
         @jax.custom_vjp
         def step(outer, w, state, batch):
-            return moved(jax.grad(lower)(w, outer[0], batch, *outer[1]), w, state)
+            return moved(jax.grad(loss)(w, outer, batch), w, state)
 
         def forward(outer, w, state, batch):
-            slope = jax.grad(lower)(w, outer[0], batch, *outer[1])
+            slope = jax.grad(loss)(w, outer, batch)
             return moved(slope, w, state), (slope, outer, w, state, batch)
 
         def backward(kept, cotangents):
             slope, outer, w, state, batch = kept
             (v,) = jax.vjp(lambda slope: moved(slope, w, state), slope)[1](cotangents)
-            norm = optax.tree.norm(v)
-            e = radius / jnp.where(norm > 0, norm, 1)
-
-            def at(e):  # one program for both ends
-                there = optax.tree.add_scale(w, e, v)
-                return jax.grad(lambda outer: lower(there, outer[0], batch, *outer[1]))(outer)
-
-            ends = jax.lax.map(at, jnp.stack([e, -e]))
-            return jax.tree.map(lambda x: (x[0] - x[1]) / (2 * e), ends), None, None, None
+            of_outer = _mixed_product if radius is None else functools.partial(_difference, radius)
+            return of_outer(lambda w, outer: loss(w, outer, batch), w, outer, v), None, None, None
 
         step.defvjp(forward, backward)
         return step((alpha, hoisted), w, state, batch)
 
     return LowerSolver(init=optimizer.init, run=run)
+
+
+def _mixed_product(loss: Callable, w: Pytree, alpha: Pytree, v: Pytree) -> Pytree:
+    """``grad_alpha (v . grad_w loss)``."""
+    return jax.grad(lambda alpha: jax.jvp(lambda w: loss(w, alpha), (w,), (v,))[1])(alpha)
+
+
+def _difference(radius: float, loss: Callable, w: Pytree, alpha: Pytree, v: Pytree) -> Pytree:
+    """The same by a central difference."""
+    norm = optax.tree.norm(v)
+    e = radius / jnp.where(norm > 0, norm, 1)
+    # A loop, so that both ends are one program.
+    ends = jax.lax.map(
+        lambda e: jax.grad(loss, 1)(optax.tree.add_scale(w, e, v), alpha), jnp.stack([e, -e])
+    )
+    return jax.tree.map(lambda x: (x[0] - x[1]) / (2 * e), ends)
 
 
 class RestartedState(NamedTuple):

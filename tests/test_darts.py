@@ -275,7 +275,7 @@ def test_hypergradients_of_the_supernet_are_finite_differences():
     w = jax.tree.map(lambda a: a.astype(float), space.init(KEY, (4, 4, 1)))
     x, labels = jnp.asarray(normal(2, 6, 4, 4, 1)), jnp.arange(6) % 3
     alpha = {"normal": jnp.zeros((14, 3)), "reduce": jnp.asarray(normal(14, 3, seed=3)) ** 2}
-    solver = bilevel.unrolled(0.1, 1)
+    solver = bilevel.one_step(0.1)
 
     @jax.jit
     def value(alpha):

@@ -124,10 +124,11 @@ def plan(
     """``config.strategy`` in a space; ``rate`` is the first step size of the weights' ``sgd``."""
     inner = _UNROLLED if config.strategy == "unrolled" else 1
     lower = sgd(optax.cosine_decay_schedule(rate, inner * config.steps))
-    if config.strategy == "darts-second-difference":
-        solver = bilevel.finite_difference(lower)
+    if config.strategy.startswith("darts-second"):
+        radius = 0.01 if config.strategy.endswith("difference") else None
+        solver = bilevel.one_step(lower, radius=radius)
     else:
-        backprop = {"darts-second": 1, "unrolled": _UNROLLED}.get(config.strategy, 0)
+        backprop = _UNROLLED if config.strategy == "unrolled" else 0
         solver = bilevel.unrolled(lower, inner, backprop=backprop)
     batches, optimizer = minibatches(config.batch_size), geometry(*_outer(config))
     if config.strategy == "random":

@@ -384,8 +384,9 @@ def _summary(task: _Task, config: DartsSearch, found: list, rows: list[dict]) ->
     scores: dict[str, dict[str, list]] = {"search": _columns(rows, lambda name: name == "search")}
     if config.random:
         drawn = [[r for r in rows if r["seed"] == s][1:] for s in range(config.seeds)]
-        best = [min(networks, key=lambda r: r["validation error"]) for networks in drawn]
-        scores[f"best of {config.random} random"] = _columns(best)
+        if config.random > 1:
+            best = [min(networks, key=lambda r: r["validation error"]) for networks in drawn]
+            scores[f"best of {config.random} random"] = _columns(best)
         means = [_columns(networks) for networks in drawn]
         scores["random"] = {k: [float(np.mean(m[k])) for m in means] for k in means[0]}
 
@@ -414,7 +415,7 @@ def _summary(task: _Task, config: DartsSearch, found: list, rows: list[dict]) ->
 
 def _columns(rows: list[dict[str, Any]], keep: Callable[[str], bool] | None = None) -> dict:
     kept = [row for row in rows if keep is None or keep(row["network"])]
-    return {k: [row[k] for row in kept] for k in (*_ERRORS, *_SIZES) if k in kept[0]}
+    return {k: [row[k] for row in kept] for k in (*_ERRORS, *dict(_SIZES)) if k in kept[0]}
 
 
 def _tangent(v: Pytree) -> Pytree:
@@ -459,7 +460,7 @@ def _heat_map(alpha: np.ndarray, names: list[str], ax: Any) -> None:
 
 
 _ERRORS = {"train error": "train", "validation error": "valid", "test error": "test"}
-_SIZES = {"skips": "skips", "parameters": "parameters"}
+_SIZES = (("skips", ".3g"), ("parameters", ",.0f"))
 
 
 def _print(result: dict[str, Any], folder: pathlib.Path) -> None:
@@ -468,16 +469,17 @@ def _print(result: dict[str, Any], folder: pathlib.Path) -> None:
     config, seeds = result["config"], result["config"]["seeds"]
     table = Table(title=report.title(config))
     table.add_column("network", no_wrap=True)
-    for heading in (*_ERRORS.values(), *_SIZES.values()):
+    for heading in (*_ERRORS.values(), *dict(_SIZES)):
         table.add_column(heading, justify="right", no_wrap=True)
     for name, scores in result["scores"].items():
         cells = [report.cell(100 * np.asarray(scores[c]), ".1f") for c in _ERRORS]
-        cells += [report.cell(np.asarray(scores[c]), ",.3g") if c in scores else "" for c in _SIZES]
+        cells += [report.cell(np.asarray(scores[c]), f) if c in scores else "" for c, f in _SIZES]
         table.add_row(name, *cells, end_section=name in ("search", "random"))
     console = report.screen()
     console.print(table)
     for seed, genotype in enumerate(result["genotypes"]):
-        console.print((f"seed {seed}: " if seeds > 1 else "found: ") + genotype)
+        named = f"seed {seed}: " if seeds > 1 else "found: "
+        console.print(named + genotype, soft_wrap=True)  # to be copied
     largest = np.log(len(result["names"]))
     entropies = [np.mean([e[kind] for e in result["entropy"]]) for kind in _KINDS]
     console.print(

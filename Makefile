@@ -62,7 +62,7 @@ lock: $(PRIVATE_UV) ## renew requirements.txt from pyproject.toml; ARGS=--upgrad
 notebooks: $(VENV) ## execute the notebooks in place; BILEVEL_FAST=1: quickly, leaving the files alone
 	printf '%s\n' notebooks/*.ipynb | xargs -n 1 -P 2 $(BIN)/python -c "$$EXECUTE_NOTEBOOKS"
 
-bench: $(VENV) ## the quick benchmarks: hypergradients, memory, kernels, feature maps, theory
+bench: $(VENV) ## the quick benchmarks: hypergradients, memory, kernels, feature maps, theory, deep
 	$(BIN)/python benchmarks/hypergradients.py --quick
 	$(BIN)/python benchmarks/memory.py
 	$(BIN)/python benchmarks/kernels.py --quick
@@ -71,6 +71,9 @@ bench: $(VENV) ## the quick benchmarks: hypergradients, memory, kernels, feature
 	$(BIN)/python benchmarks/discretization.py --quick
 	$(BIN)/python benchmarks/lipschitz.py --quick
 	$(BIN)/python benchmarks/spectral.py --quick
+	$(BIN)/python benchmarks/activation_skip_search.py --quick
+	$(BIN)/python benchmarks/darts_gap.py --quick
+	$(BIN)/python benchmarks/darts_step.py --quick
 
 clean: ## remove environments, caches and build outputs; keeps runs/
 	rm -rf .venv .uv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache \

@@ -49,6 +49,8 @@ _KINDS = ("normal", "reduce")
 class DartsSearch(deep.DeepSearch):
     """What to search, on what, and how; every flag has a default."""
 
+    steps: int = 300
+    """Outer steps of the search."""
     operations: tuple[str, ...] = PRIMITIVES
     """Candidates on every edge."""
     cells: int = 3

@@ -97,7 +97,9 @@ def standard_error(x: np.ndarray) -> float:
 
 def cell(x: np.ndarray, form: str) -> str:
     """The mean of ``x`` [seeds] in the format ``form``, with its standard error."""
-    return f"{x.mean():{form}}" + (f" ± {standard_error(x):.2g}" if len(x) > 1 else "")
+    error = standard_error(x)
+    digits = ",.0f" if error >= 100 else ".2g"  # 1e+03 is hard to read
+    return f"{x.mean():{form}}" + (f" ± {error:{digits}}" if len(x) > 1 else "")
 
 
 def at_least(x: float, digits: int) -> str:

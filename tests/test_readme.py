@@ -3,6 +3,8 @@
 import pathlib
 import re
 
+from bilevel.spaces.darts import parse_genotype
+
 EXAMPLES = re.findall(
     r"```python\n(.*?)```", (pathlib.Path(__file__).parents[1] / "README.md").read_text(), re.DOTALL
 )
@@ -32,6 +34,13 @@ def test_the_kernel_example_runs_and_shows_every_name(capsys):
     assert "converged=True" in printed
     value, bound = re.search(r"^(\S+) >= (\S+)$", printed, re.MULTILINE).groups()
     assert 0 < float(bound) <= float(value)
+
+
+def test_the_deep_example_runs_and_finds_a_genotype(capsys):
+    (example,) = (e for e in EXAMPLES if "darts_space" in e)
+    found = parse_genotype(run(example, capsys))
+    edges = {source for _, source in found.normal + found.reduce}
+    assert len(edges) > 2  # a uniform alpha keeps the edges out of nodes 0 and 1
 
 
 def test_the_feature_map_example_runs_and_finds_a_map_that_works(capsys):

@@ -75,8 +75,8 @@ class DartsSearch(deep.DeepSearch):
     """Move and mirror training images, as DARTS does on CIFAR-10."""
     auxiliary: bool = False
     """A second classifier in training from scratch, as DARTS has; images of 29 pixels or more."""
-    remat: bool = False
-    """Compute a cell again in the backward pass instead of keeping what is in it."""
+    remat: bool = True
+    """Compute an edge again in the backward pass instead of keeping what is in it."""
 
 
 QUICK = DartsSearch(

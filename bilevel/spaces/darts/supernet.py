@@ -152,7 +152,8 @@ class Supernet(nn.Module):
         for cell in range(self.cells):
             reduce = cell in reductions(self.cells)
             channels *= 1 + reduce
-            mixed = MixedCell(self.operations, channels, 1 + reduce, reduced, self.remat)
+            parts = self.operations, channels, 1 + reduce, reduced, self.remat
+            mixed = MixedCell(*parts, name=f"cell_{cell}")
             kind = "reduce" if reduce else "normal"
             before_last, last = last, mixed(before_last, last, alpha[kind])
             reduced = reduce
@@ -260,7 +261,8 @@ def darts_space(
         return initial(key, jax.eval_shape(supernet.init, key, start(), images)["params"])
 
     def start():
-        return {kind: jnp.full((len(EDGES), len(names)), 1 / len(names)) for kind in _KINDS}
+        shape, dtype = (len(EDGES), len(names)), jnp.result_type(float)  # not a weak type
+        return {kind: jnp.full(shape, 1 / len(names), dtype) for kind in _KINDS}
 
     def apply(w, alpha, x):
         if x.ndim != 4:

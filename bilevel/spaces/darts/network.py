@@ -232,7 +232,8 @@ def darts_network(
         value = entropy(logits)
         if second is not None:
             value += _AUXILIARY_WEIGHT * entropy(second)
-        return value, new["batch_stats"]
+        # Wide images have wide statistics; the averages stay what they are.
+        return value, jax.tree.map(lambda x, a: x.astype(a.dtype), new["batch_stats"], averages)
 
     def predict(logits):
         return jnp.argmax(logits, axis=-1)

@@ -23,7 +23,7 @@ a step, say that they are the same.
 
 PyTorch is in the dependency group `peers`, for an environment of its own; without it, ours alone.
 
-    python benchmarks/darts_step.py            # 3 cells of 16 channels: half an hour on two cores
+    python benchmarks/darts_step.py            # 3 cells of 16 channels: 10 minutes on two cores
     python benchmarks/darts_step.py --quick    # 2 cells of 8, small images: minutes; no results
     python benchmarks/darts_step.py --full     # the published 8 cells of 16; for an accelerator
     python benchmarks/darts_step.py --table    # the results files as the README's tables

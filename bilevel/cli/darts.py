@@ -19,10 +19,9 @@ import numpy as np
 import optax
 
 from bilevel import checkpoint as checkpoints
-from bilevel import data as datasets
 from bilevel._progress import progress_bar
 from bilevel.cli import deep, report
-from bilevel.cli.rows import draw_rows
+from bilevel.cli.rows import draw_rows, load
 from bilevel.protocols import Pytree
 from bilevel.spaces.convolution import average_pool
 from bilevel.spaces.darts import (
@@ -137,8 +136,7 @@ def run_darts_search(config: DartsSearch) -> dict[str, Any]:
 def _task(config: DartsSearch) -> _Task:
     _check(config)
     pixels = 2**10 if config.pixels is None else config.pixels
-    sizes = {} if config.data == "digits" else {"test_size": config.test}
-    data = datasets.load(config.data, **sizes)
+    data = load(config.data, config.train, config.valid, config.test)
     side = data.x_train.shape[1]
     factor = next(f for f in range(1, side + 1) if side % f == 0 and side // f <= pixels)
     space = darts_space(

@@ -10,6 +10,19 @@ from bilevel import data as datasets
 Part = tuple[Any, Any]  # rows and their labels
 
 
+_CIFAR_BATCH = 10_000  # rows in each of its files
+
+
+def load(name: str, train: int, valid: int, test: int) -> datasets.Dataset:
+    """The dataset to draw from: of CIFAR-10 only as many of its files as hold so many rows."""
+    if name == "digits":
+        return datasets.load(name)
+    sizes = {"test_size": test}
+    if name == "cifar10":
+        sizes["train_size"] = -(-(train + valid) // _CIFAR_BATCH) * _CIFAR_BATCH
+    return datasets.load(name, **sizes)
+
+
 def draw_rows(
     name: str, data: datasets.Dataset, key: jax.Array, train: int, valid: int, test: int
 ) -> list[Part]:

@@ -18,10 +18,9 @@ import numpy as np
 import optax
 
 import bilevel
-from bilevel import data as datasets
 from bilevel.cli import report
 from bilevel.cli.kernels import ENTRY_ERROR, min_eigenvalue
-from bilevel.cli.rows import draw_rows
+from bilevel.cli.rows import draw_rows, load
 from bilevel.discretize import ConditionSix, condition_six
 from bilevel.problem import side_by_side
 from bilevel.protocols import LowerSolver
@@ -141,8 +140,7 @@ def run_search(config: Search) -> dict[str, Any]:
 
 
 def _task(config: Search) -> _Task:
-    sizes = {} if config.data == "digits" else {"test_size": config.test}
-    data = datasets.load(config.data, **sizes)
+    data = load(config.data, config.train, config.valid, config.test)
     classes = len(data.classes)
     space = activation_space(
         config.activations, width=config.width, classes=classes, outer=config.outer

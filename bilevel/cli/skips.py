@@ -19,10 +19,9 @@ import optax
 
 import bilevel
 import ntk
-from bilevel import data as datasets
 from bilevel._progress import progress_bar
 from bilevel.cli import deep, report
-from bilevel.cli.rows import draw_rows
+from bilevel.cli.rows import draw_rows, load
 from bilevel.problem import Problem, side_by_side
 from bilevel.protocols import Pytree
 from bilevel.spaces.activations import unit_inputs
@@ -88,8 +87,7 @@ def run_skip_search(config: SkipSearch) -> dict[str, Any]:
 
 
 def _task(config: SkipSearch) -> _Task:
-    sizes = {} if config.data == "digits" else {"test_size": config.test}
-    data = datasets.load(config.data, **sizes)
+    data = load(config.data, config.train, config.valid, config.test)
     space = skip_space(
         config.activations,
         depth=config.depth,

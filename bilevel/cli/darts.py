@@ -381,7 +381,9 @@ def _skips(genotype: Genotype) -> int:
 
 def _summary(task: _Task, config: DartsSearch, found: list, rows: list[dict]) -> dict[str, Any]:
     space = task.space
-    scores: dict[str, dict[str, list]] = {"search": _columns(rows, lambda name: name == "search")}
+    scores: dict[str, dict[str, list]] = {
+        "search": _columns([row for row in rows if row["network"] == "search"])
+    }
     if config.random:
         drawn = [[r for r in rows if r["seed"] == s][1:] for s in range(config.seeds)]
         if config.random > 1:
@@ -413,9 +415,8 @@ def _summary(task: _Task, config: DartsSearch, found: list, rows: list[dict]) ->
     }
 
 
-def _columns(rows: list[dict[str, Any]], keep: Callable[[str], bool] | None = None) -> dict:
-    kept = [row for row in rows if keep is None or keep(row["network"])]
-    return {k: [row[k] for row in kept] for k in (*_ERRORS, *dict(_SIZES)) if k in kept[0]}
+def _columns(rows: list[dict[str, Any]]) -> dict[str, list]:
+    return {k: [row[k] for row in rows] for k in (*_ERRORS, *dict(_SIZES)) if k in rows[0]}
 
 
 def _tangent(v: Pytree) -> Pytree:
@@ -451,10 +452,7 @@ def _write(folder: pathlib.Path, result: dict, found: list) -> None:
 
 
 def _heat_map(alpha: np.ndarray, names: list[str], ax: Any) -> None:
-    ax.imshow(alpha, vmin=0, vmax=1, cmap="Blues", aspect="auto")
-    for (row, column), value in np.ndenumerate(alpha):
-        colour = "white" if value > 0.6 else "black"
-        ax.text(column, row, f"{value:.2f}", ha="center", va="center", color=colour, fontsize=7)
+    report.heat_map(alpha, ax, fontsize=7)
     ax.set_xticks(range(len(names)), names, rotation=30, ha="right", fontsize=8)
     ax.set_yticks(range(len(EDGES)), [f"{i} → {j}" for i, j in EDGES], fontsize=8)
 

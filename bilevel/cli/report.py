@@ -71,6 +71,15 @@ def pyplot() -> Any:
     return plt
 
 
+def heat_map(table: np.ndarray, ax: Any, **text: Any) -> None:
+    """Numbers from 0 to 1 as shades, written in their cells; NaN is left blank."""
+    ax.imshow(table, vmin=0, vmax=1, cmap="Blues", aspect="auto")
+    for (row, column), value in np.ndenumerate(table):
+        if np.isfinite(value):
+            color = "white" if value > 0.6 else "black"
+            ax.text(column, row, f"{value:.2f}", ha="center", va="center", color=color, **text)
+
+
 def title(config: dict[str, Any]) -> str:
     """Of a table of errors: which rows, and what the numbers are."""
     rows = f"{config['train']} training, {config['valid']} validation rows"

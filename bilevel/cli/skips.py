@@ -327,11 +327,7 @@ def _write(folder: pathlib.Path, result: dict, history: dict, alpha: Pytree, w: 
 def _heat_map(mixtures: np.ndarray, skips: np.ndarray, names: list[str], ax: Any) -> None:
     """Probability of each activation, and weight of the skip connection, layer by layer."""
     table = np.column_stack([mixtures, [np.nan, *skips]])
-    ax.imshow(table, vmin=0, vmax=1, cmap="Blues", aspect="auto")
-    for (row, column), value in np.ndenumerate(table):
-        if np.isfinite(value):
-            colour = "white" if value > 0.6 else "black"
-            ax.text(column, row, f"{value:.2f}", ha="center", va="center", color=colour)
+    report.heat_map(table, ax)
     ax.axvline(len(names) - 0.5, color="black", linewidth=0.8)
     ax.set_xticks(range(len(names) + 1), [*names, "skip"], rotation=20)
     ax.set_yticks(range(len(table)), range(1, len(table) + 1))

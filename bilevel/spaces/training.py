@@ -31,14 +31,14 @@ def minibatches(batch_size: int) -> Callable[[jax.Array, Pytree], Pytree]:
     """
 
     def batches(key, data):
-        n = _rows(data, batch_size)
+        n = row_count(data, batch_size)
         rows = jax.random.randint(key, (batch_size,), 0, n)
         return jax.tree.map(lambda a: jnp.asarray(a)[rows], data)
 
     return batches
 
 
-def _rows(data: Pytree, batch_size: int) -> int:
+def row_count(data: Pytree, batch_size: int) -> int:
     """The number of rows of ``data``, which has to hold a batch."""
     n = jax.tree.leaves(data)[0].shape[0]
     if not 1 <= batch_size <= n:
@@ -107,7 +107,7 @@ def train(
     ``vmap`` for several seeds. Memory: two copies of ``w`` besides the optimizer's. The paper's
     loss, the logistic one of ``y f`` with y = +-1, is that of a space of two classes.
     """
-    n = _rows(data, batch_size)
+    n = row_count(data, batch_size)
     if epochs < 1:
         raise ValueError(f"epochs: expected at least 1, got {epochs}.")
     if not isinstance(optimizer, optax.GradientTransformation):

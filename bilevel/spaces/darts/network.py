@@ -38,6 +38,7 @@ from bilevel.spaces.darts.operations import (
     reductions,
     wide,
 )
+from bilevel.spaces.training import row_count
 
 _AUXILIARY_WEIGHT = 0.4
 
@@ -295,13 +296,10 @@ def training(
 
     def epoch(key, state, data, drop_path=0.0):
         x, labels = jax.tree.map(jnp.asarray, data)
-        if not 1 <= batch_size <= len(x):
-            raise ValueError(
-                f"batch_size: expected 1 to the {len(x)} rows of the data, got {batch_size}."
-            )
+        n = row_count(data, batch_size)
         order_key, augment_key, drop_key = jax.random.split(key, 3)
-        steps = len(x) // batch_size
-        order = jax.random.permutation(order_key, len(x))[: steps * batch_size]
+        steps = n // batch_size
+        order = jax.random.permutation(order_key, n)[: steps * batch_size]
         slope = jax.value_and_grad(network.loss, has_aux=True)
 
         def step(state, batch):

@@ -226,3 +226,30 @@ def traces(methods: dict[str, Any], against: str = "calls", ax: Any = None) -> A
     ax.legend(frameon=False)
     ax.spines[["top", "right"]].set_visible(False)
     return ax
+
+
+def ranking(score: Any, accuracy: Any, ax: Any = None) -> Any:
+    """Accuracy over the rank of a score, best at the right, and Kendall's tau.
+
+    Parameters
+    ----------
+    score, accuracy : arrays [m]
+        Larger is better; NaN is last.
+    ax : matplotlib axes, optional
+
+    Examples
+    --------
+    >>> ranking(np.arange(5), [10.0, 50.0, 60.0, 90.0, 91.0]).texts[0].get_text()
+    'τ = 1.00'
+    """
+    from scipy.stats import kendalltau, rankdata
+
+    ax = _axes(ax)
+    score, accuracy = np.asarray(score, float), np.asarray(accuracy, float)
+    ranks = rankdata(np.where(np.isnan(score), -np.inf, score))
+    ax.scatter(ranks, accuracy, s=5, alpha=0.5, linewidths=0)
+    tau = kendalltau(ranks, accuracy).statistic
+    ax.text(0.95, 0.06, f"τ = {tau:.2f}", transform=ax.transAxes, ha="right")
+    ax.set(xlabel="rank by the score")
+    ax.spines[["top", "right"]].set_visible(False)
+    return ax

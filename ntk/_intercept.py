@@ -77,9 +77,13 @@ def fold(
             inner, alive = inside[0]
             return run(inner, alive, inputs, total)
         if name == "cond":
+            # A derivative would keep what any of the branches needs: they are computed again.
             branches = [
-                lambda total, *operands, inner=inner, alive=alive: run(
-                    inner, alive, operands, total
+                jax.checkpoint(
+                    lambda total, *operands, inner=inner, alive=alive: run(
+                        inner, alive, operands, total
+                    ),
+                    prevent_cse=False,
                 )
                 for inner, alive in inside
             ]

@@ -45,16 +45,21 @@ def check(apply: Apply, params: Pytree, batch: Batch) -> Batch:
     return x, y
 
 
-def split_weights(params: Pytree, *more: str) -> tuple[list[jax.Array], Callable]:
-    """The kernels, and the leaves named in ``more``; and how to put others in their place."""
+def is_weight(params: Pytree, *more: str) -> list[bool]:
+    """Of each leaf: whether it is a kernel, or named in ``more``."""
     paths = jax.tree_util.tree_leaves_with_path(params)
     names = [jax.tree_util.keystr(path[-1:], simple=True) for path, _ in paths]
     if "kernel" in names:
-        keep = [name in ("kernel", *more) for name in names]
-    else:
-        keep = [jnp.ndim(leaf) >= 2 for _, leaf in paths]
+        return [name in ("kernel", *more) for name in names]
+    keep = [jnp.ndim(leaf) >= 2 for _, leaf in paths]
     if not any(keep):
         raise ValueError('params: expected leaves named "kernel" or of two or more axes, got none.')
+    return keep
+
+
+def split_weights(params: Pytree, *more: str) -> tuple[list[jax.Array], Callable]:
+    """The kernels, and the leaves named in ``more``; and how to put others in their place."""
+    keep = is_weight(params, *more)
     leaves, structure = jax.tree.flatten(params)
 
     def rebuild(replaced: list[jax.Array]) -> Pytree:

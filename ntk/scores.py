@@ -9,13 +9,17 @@ Every score is a pure function ``score(key, apply, params, batch) -> scalar``, w
 ``batch = (x, y)``    inputs [n, ...] and integer labels [n]
 ====================  ==========================================================================
 
-Larger is better, except for :func:`te_nas`, a condition number.
+Larger is better, except for the condition numbers, :func:`te_nas` and :func:`condition_number`.
 
 =========================  ============================================  ===============  ==========
 score                      formula                                       gradient passes  batch norm
 =========================  ============================================  ===============  ==========
 :func:`eigen_nas`          ``tr K / n``                                  n of one sample  alone
 :func:`min_eigenvalue`     ``lambda_min(K)``                             n of one sample  alone
+:func:`condition_number`   ``lambda_max(K) / lambda_min(K)``             n of one sample  alone
+:func:`label_energy`       ``-y'K^-1 y`` of the centred one-hot labels   n of one sample  alone
+:func:`spectral_entropy`   entropy of K's eigenvalues, which add to 1    n of one sample  alone
+:func:`log_traces`         ``sum_l log tr K_l / n``, layer by layer      n of one sample  alone
 :func:`knas`               ``|mean_i grad ell_i|^2``                     n of one sample  alone
 :func:`knas_released`      covariance between two halves                 n of one sample  alone
 :func:`te_nas`             ``lambda_max(K) / lambda_min(K)``             n               joint
@@ -56,6 +60,30 @@ import jax.numpy as jnp
 from jax.flatten_util import ravel_pytree
 
 from ntk import spectrum
+from ntk._kernel_scores import (
+    condition_number as condition_number,
+)
+from ntk._kernel_scores import (
+    kernel as kernel,
+)
+from ntk._kernel_scores import (
+    kernel_scores as kernel_scores,
+)
+from ntk._kernel_scores import (
+    label_energy as label_energy,
+)
+from ntk._kernel_scores import (
+    layer_traces as layer_traces,
+)
+from ntk._kernel_scores import (
+    log_traces as log_traces,
+)
+from ntk._kernel_scores import (
+    min_eigenvalue as min_eigenvalue,
+)
+from ntk._kernel_scores import (
+    spectral_entropy as spectral_entropy,
+)
 from ntk._network import (
     Apply,
     Batch,
@@ -95,38 +123,6 @@ def eigen_nas(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
     """
     x, _ = check(apply, params, batch)
     return jnp.mean(map_gradients(lambda g: jnp.sum(g**2), apply, params, x))
-
-
-def min_eigenvalue(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
-    """``lambda_min(K)`` exactly, for the kernel K of :func:`eigen_nas`, which bounds it.
-
-    What Eigen-NAS stands in for. Memory: n gradients; time: one gradient per sample, ``n^2 p``.
-
-    Examples
-    --------
-    >>> x, y = jnp.array([[3.0, 0.0], [0.0, 1.0]]), jnp.array([0, 1])
-    >>> round(float(min_eigenvalue(None, lambda w, x: x @ w, jnp.ones((2, 2)), (x, y))), 4)
-    2.0
-    """
-    K = kernel(key, apply, params, batch)
-    # What is left of a zero eigenvalue is rounding, of either sign.
-    return jnp.maximum(spectrum.min_eigenvalue(K), 0)
-
-
-def kernel(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
-    """``K`` [n, n] of :func:`eigen_nas` and :func:`min_eigenvalue`: not a score, for certificates.
-
-    ``ntk.certified_min_eigenvalue`` makes a rigorous lower bound of it. Without batch statistics
-    ``ntk.empirical_kernel`` gives the same, faster.
-
-    Examples
-    --------
-    >>> x, y = jnp.array([[3.0, 0.0], [0.0, 1.0]]), jnp.array([0, 1])
-    >>> kernel(None, lambda w, x: x @ w, jnp.ones((2, 2)), (x, y))
-    Array([[18.,  0.], [ 0.,  2.]], dtype=float...)
-    """
-    x, _ = check(apply, params, batch)
-    return gram(map_gradients(lambda g: g, apply, params, x))
 
 
 def knas(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
@@ -198,7 +194,7 @@ def te_nas(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
     -----
     ``inf`` where ``lambda_min`` is within rounding of 0, up to ``n eps lambda_max``. Their code
     divides by whatever rounding left, so that a negative one ranks first. Time: n gradients of
-    the whole batch; memory: n gradients.
+    the whole batch; memory: n gradients, and eight backward passes.
 
     Examples
     --------
@@ -210,7 +206,8 @@ def te_nas(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
     weights, rebuild = split_weights(params, "scale")
     _, pull_back = jax.vjp(lambda w: jnp.sum(apply(rebuild(w), x), axis=1), weights)
     units = jnp.eye(len(x), dtype=jax.eval_shape(apply, params, x).dtype)
-    rows = jax.lax.map(lambda unit: ravel_pytree(pull_back(unit))[0], units)
+    # Some at a time share what the backward pass computes again.
+    rows = jax.lax.map(lambda unit: ravel_pytree(pull_back(unit))[0], units, batch_size=8)
     values = spectrum.eigenvalues(gram(rows))
     smallest, largest = values[0], values[-1]
     regular = smallest > len(x) * jnp.finfo(values.dtype).eps * largest

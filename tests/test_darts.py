@@ -27,8 +27,9 @@ from bilevel.spaces.darts import (
     training,
 )
 from bilevel.spaces.darts.network import Cell
-from bilevel.spaces.darts.operations import Standardize, initial, operation
+from bilevel.spaces.darts.operations import operation
 from bilevel.spaces.darts.supernet import MixedCell
+from bilevel.spaces.layers import Standardize, initial
 
 KEY = jax.random.key(0)
 

@@ -7,6 +7,9 @@ from bilevel.cli.baseline import Baseline, run_baseline
 from bilevel.cli.certify import Certify, run_certify
 from bilevel.cli.darts import QUICK as QUICK_DARTS
 from bilevel.cli.darts import DartsSearch, run_darts_search
+from bilevel.cli.nasbench201 import QUICK as QUICK_NASBENCH201
+from bilevel.cli.nasbench201 import NasBench201Search, run_nasbench201_search
+from bilevel.cli.rank import Rank, run_rank
 from bilevel.cli.search import Search, run_search
 from bilevel.cli.skips import QUICK as QUICK_SKIPS
 from bilevel.cli.skips import SkipSearch, run_skip_search
@@ -26,13 +29,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         """Search the activation of a one-hidden-layer network, and compare with every baseline.
 
         With --space skips, search activations and skip connections of a deep network instead; with
-        --space darts, the cells of a convolutional one. Those have --quick: smaller sizes to start
-        from.
+        --space darts, the cells of a convolutional one; with --space nasbench201, those whose
+        accuracies are known. These have --quick: smaller sizes to start from.
         """
         run_search(config)
 
     skip_start = QUICK_SKIPS if quick else SkipSearch()
     darts_start = QUICK_DARTS if quick else DartsSearch()
+    nasbench201_start = QUICK_NASBENCH201 if quick else NasBench201Search()
 
     def search_skips(config: tyro.conf.OmitArgPrefixes[SkipSearch] = skip_start) -> None:
         """Search activations and skip connections of a deep network, layer by layer."""
@@ -42,10 +46,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         """Search the cells of a convolutional network."""
         run_darts_search(config)
 
+    def search_nasbench201(
+        config: tyro.conf.OmitArgPrefixes[NasBench201Search] = nasbench201_start,
+    ) -> None:
+        """Search the cell of NAS-Bench-201, and look up what its network reaches."""
+        run_nasbench201_search(config)
+
     searches: dict[str, Callable[..., None]] = {
         "activations": search,
         "skips": search_skips,
         "darts": search_darts,
+        "nasbench201": search_nasbench201,
     }
     if space not in searches:
         expected = ", ".join(searches)
@@ -62,6 +73,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def baseline(config: tyro.conf.OmitArgPrefixes[Baseline]) -> None:
         """Choose a feature map by weight sharing, Hyperband, random search and the like."""
         run_baseline(config)
+
+    @app.command(name="rank")
+    def rank(config: tyro.conf.OmitArgPrefixes[Rank]) -> None:
+        """Rank the networks of NAS-Bench-201 by train-free scores, and judge the scores."""
+        run_rank(config)
 
     @app.command(name="version")
     def version() -> None:

@@ -14,11 +14,11 @@ dx, depthwise       every pixel spread over the outputs it reaches  shifted copi
 dx, dense           XLA's convolution                               XLA's convolution
 dk, depthwise       one example at a time, a weight at every pixel  images added up elementwise;
                                                                     over pixels once, at the end
-dk, dense           one example at a time, patches times dk         patches' times dy, in cache
+dk, dense           32 examples at a time, shifted copies times dk  shifted copies' times dy
 ==================  ==============================================  =============================
 
 These are ordinary JAX programs, so forward mode, higher derivatives and vmap all work, which a
-``jax.custom_vjp`` would forbid. Patches are made again in the backward pass, not kept.
+``jax.custom_vjp`` would forbid. Copies are made again in the backward pass, not kept.
 
 On other devices it is XLA's convolution throughout.
 
@@ -39,6 +39,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
+
+_BLOCK = 32  # examples: with more, the copies of typical images leave a CPU's cache
 
 
 class _Window(NamedTuple):
@@ -141,14 +143,14 @@ def _widely(rule, x, kernel, window):
     return rule(x.astype(wide), kernel.astype(wide), window).astype(x.dtype)
 
 
-def _plain(x, kernel, window, groups=1):
+def _plain(x, kernel, window, groups=1, kernel_axes="HWIO"):
     return lax.conv_general_dilated(
         x,
         kernel,
         (window.stride,) * 2,
         [(window.padding,) * 2] * 2,
         rhs_dilation=(window.dilation,) * 2,
-        dimension_numbers=("NHWC", "HWIO", "NHWC"),
+        dimension_numbers=("NHWC", kernel_axes, "NHWC"),
         feature_group_count=groups,
     )
 
@@ -163,13 +165,19 @@ def _dense_derivative(window, primals, tangents):
     x, kernel = primals
 
     def along_x(dx):
-        return _plain(dx, kernel, window)
+        # The kernel turned round twice, and its channels exchanged twice: the transpose turns once
+        # more, and what is left is a convolution with a kernel that no `reverse` stands before.
+        # XLA takes that into the convolution, which inside a loop is then ten times slow.
+        turned = jnp.flip(kernel, (0, 1)).swapaxes(2, 3)
+        return _plain(dx, jnp.flip(turned, (0, 1)), window, kernel_axes="HWOI")
 
     def along_kernel(dk):
-        def patches_times(image, flat):
-            return jnp.concatenate(_shifted(image, window), axis=-1) @ flat
+        def weighed(images, kernels):
+            views = [view.reshape(-1, x.shape[-1]) for view in _shifted(images, window)]
+            flat = functools.reduce(operator.add, map(operator.matmul, views, kernels))
+            return flat.reshape(len(images), *map(window.positions, x.shape[1:3]), -1)
 
-        return _each(patches_times, x, dk.reshape(-1, dk.shape[-1]))
+        return _in_blocks(weighed, x, dk.reshape(-1, *dk.shape[2:]))
 
     return _with_tangent(_dense(x, kernel, window), (along_x, along_kernel), tangents)
 
@@ -209,6 +217,18 @@ def _each(bilinear, x, linear):
     """``bilinear(image, linear)`` for every image, by a loop; keeps ``x`` and no patches."""
     body = jax.checkpoint(bilinear, prevent_cse=False)
     return lax.map(lambda image: body(image, linear), x)
+
+
+def _in_blocks(bilinear, x, linear):
+    """``bilinear(images, linear)``, some examples at a time; keeps ``x`` and no views of it."""
+    body = jax.checkpoint(bilinear, prevent_cse=False)
+    if len(x) <= _BLOCK:
+        return body(x, linear)
+    whole = len(x) // _BLOCK * _BLOCK
+    blocks = x[:whole].reshape(-1, _BLOCK, *x.shape[1:])
+    y = lax.map(lambda images: body(images, linear), blocks)
+    y = y.reshape(whole, *y.shape[2:])
+    return jnp.concatenate([y, body(x[whole:], linear)]) if whole < len(x) else y
 
 
 def _weighted(arrays, weights):

@@ -15,16 +15,11 @@ from bilevel.spaces.darts._genotype import (
     one_hot,
     parse_genotype,
 )
-from bilevel.spaces.darts.network import (
-    DartsNetwork,
-    TrainingState,
-    crop_and_flip,
-    cutout,
-    darts_network,
-    training,
-)
+from bilevel.spaces.darts.network import darts_network
 from bilevel.spaces.darts.operations import PRIMITIVES
 from bilevel.spaces.darts.supernet import DartsSpace, darts_space, parameter_count
+from bilevel.spaces.scratch import TrainableNetwork as DartsNetwork
+from bilevel.spaces.scratch import TrainingState, crop_and_flip, cutout, training
 
 __all__ = [
     "DARTS_V1",

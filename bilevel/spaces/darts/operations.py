@@ -16,16 +16,14 @@ from scratch have batch normalisation with running averages.
 """
 
 import functools
-import math
 from collections.abc import Callable
-from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from bilevel.spaces.convolution import average_pool, convolution, max_pool
+from bilevel.spaces.convolution import average_pool, max_pool
+from bilevel.spaces.layers import Conv, Norm
 
 PRIMITIVES = (
     "none",
@@ -38,54 +36,6 @@ PRIMITIVES = (
     "dil_conv_5x5",
 )
 """The candidates, in the order of ``alpha``."""
-
-Norm = Callable[[], nn.Module]
-
-
-class Conv(nn.Module):
-    """Convolution without bias; its parameters float32, its arithmetic that of ``x``."""
-
-    features: int
-    size: int = 1
-    stride: int = 1
-    dilation: int = 1
-    padding: int | None = None
-    depthwise: bool = False
-
-    @nn.compact
-    def __call__(self, x):
-        """[n, h, w, c] -> [n, h', w', features]."""
-        groups = x.shape[-1] if self.depthwise else 1
-        shape = (self.size, self.size, x.shape[-1] // groups, self.features)
-        kernel = self.param("kernel", nn.initializers.zeros, shape)  # see `initial`
-        return convolution(
-            x,
-            kernel.astype(x.dtype),
-            stride=self.stride,
-            dilation=self.dilation,
-            padding=self.padding,
-            groups=groups,
-        )
-
-
-class Standardize(nn.Module):
-    """Batch normalisation by the batch's own statistics, in float32 or wider; no state.
-
-    ``affine`` adds the learned scale and shift.
-    """
-
-    affine: bool = False
-
-    @nn.compact
-    def __call__(self, x):
-        """[n, h, w, c] -> the same, each channel with mean 0 and variance 1."""
-        full = x.astype(wide(x.dtype))
-        centred = full - full.mean((0, 1, 2))
-        out = centred * jax.lax.rsqrt(jnp.mean(centred**2, (0, 1, 2)) + 1e-5)
-        if self.affine:
-            scale = self.param("scale", nn.initializers.ones, x.shape[-1:])
-            out = out * scale + self.param("bias", nn.initializers.zeros, x.shape[-1:])
-        return out.astype(x.dtype)
 
 
 class ReluConvNorm(nn.Module):
@@ -200,38 +150,6 @@ _CONVOLUTIONS: dict[str, Callable[..., nn.Module]] = {
     "dil_conv_3x3": functools.partial(DilatedConv, size=3),
     "dil_conv_5x5": functools.partial(DilatedConv, size=5),
 }
-
-
-def initial(key: jax.Array, shapes: Any) -> Any:
-    """Parameters drawn for the ``shapes`` of a network: kernels from U(-1, 1) / sqrt(fan-in).
-
-    That is the reference implementation's. Scales are 1, biases 0. Apart from the network, which
-    would have to be run, or compiled, to initialise itself.
-    """
-    leaves, structure = jax.tree_util.tree_flatten_with_path(shapes)
-    sizes = [math.prod(leaf.shape) for _, leaf in leaves]
-    bounds, offsets = [], []
-    for path, leaf in leaves:  # a kernel is [..., size, size, c, outputs] or [c, outputs]
-        is_kernel = path[-1].key == "kernel"
-        bounds.append(1 / math.sqrt(math.prod(leaf.shape[-4:-1])) if is_kernel else 0.0)
-        offsets.append(float(path[-1].key == "scale"))
-    # One draw cut into pieces: hundreds of draws of their own would take minutes to compile.
-    uniform = jax.random.uniform(key, (sum(sizes),), jnp.float32, -1, 1)
-    flat = uniform * np.repeat(np.array(bounds, np.float32), sizes)
-    flat += np.repeat(np.array(offsets, np.float32), sizes)
-    pieces = jnp.split(flat, np.cumsum(sizes)[:-1])
-    drawn = [piece.reshape(leaf.shape) for piece, (_, leaf) in zip(pieces, leaves, strict=True)]
-    return jax.tree.unflatten(structure, drawn)
-
-
-def wide(dtype: Any) -> Any:
-    """``dtype`` or float32, whichever has more bits."""
-    return jnp.promote_types(dtype, jnp.float32)
-
-
-def activations(x: jax.Array, dtype: Any) -> jax.Array:
-    """Images as a network's first activations: in ``dtype``, or as they are."""
-    return x.astype(wide(x.dtype) if dtype is None else dtype)
 
 
 def check_images(shape: tuple[int, ...], cells: int) -> None:

@@ -42,18 +42,14 @@ from bilevel.spaces.darts._genotype import (
 )
 from bilevel.spaces.darts.operations import (
     PRIMITIVES,
-    Conv,
     FactorizedReduce,
     ReluConvNorm,
-    Standardize,
-    activations,
     check_images,
     check_network,
-    initial,
     operation,
     reductions,
-    wide,
 )
+from bilevel.spaces.layers import Conv, Standardize, activations, initial, wide
 
 Alpha = dict[str, jax.Array]
 

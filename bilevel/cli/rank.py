@@ -1,0 +1,357 @@
+"""``bilevel rank``: train-free scores of NAS-Bench-201's networks, judged by their accuracies.
+
+Networks are drawn, scored at their initial weights on one batch of ``--data``, and held against the
+benchmark's accuracies on CIFAR-10, CIFAR-100 and ImageNet16-120, beside scores that look at nothing
+but the genotype. With ``--epochs`` the network of the best score (of the first of ``--scores``) is
+then trained from scratch on ``--data``: Algorithm 1 of Zhu et al. (2022), with Eigen-NAS.
+"""
+
+import dataclasses
+import pathlib
+import time
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from bilevel import checkpoint as checkpoints
+from bilevel import data as datasets
+from bilevel._progress import progress_bar
+from bilevel.cli import report
+from bilevel.cli.rows import draw_rows, load
+from bilevel.spaces.convolution import average_pool
+from bilevel.spaces.nasbench201 import (
+    Genotype,
+    encode,
+    genotypes,
+    nasbench201_network,
+    nasbench201_networks,
+    parameter_count,
+)
+from bilevel.spaces.nasbench201.judging import (
+    DATASETS,
+    PRINTED,
+    correlations,
+    judge,
+    paper_protocol,
+    sum_of_log_ranks,
+)
+from bilevel.spaces.nasbench201.scoring import SCORES, Scored, score_networks
+from bilevel.spaces.nasbench201.table import Table, load_table, published_scores
+from bilevel.spaces.scratch import crop_and_flip, training
+
+_TITLES = {"cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "imagenet16": "ImageNet16-120"}
+_PUBLISHED = {"naswot": "nwot"} | {
+    name: name for name in ("fisher", "grad_norm", "grasp", "jacov", "l2_norm", "snip", "synflow")
+}
+_ALL = "sum of log ranks"
+
+
+@dataclasses.dataclass(frozen=True)
+class Rank:
+    """Which networks, which scores, on what; every flag has a default."""
+
+    data: Literal["digits", "mnist", "fashion-mnist", "cifar10"] = "cifar10"
+    """Dataset of the batch that networks are scored on; digits ships with scikit-learn."""
+    scores: tuple[str, ...] = ("eigen_nas", "min_eigenvalue", "naswot", "synflow")
+    """Names in ntk.scores, or 'all' for every one of them."""
+    networks: int | Literal["all"] = 200
+    """How many networks to draw, or all 15,625."""
+    k: int = 20
+    """Networks whose validation accuracy is looked up, of those with the best scores."""
+    pool: int = 300
+    """Networks to choose these k from: many such pools are drawn of those scored."""
+    batch_size: int = 32
+    """Rows in the batch."""
+    cells: int = 5
+    """Cells of each of the three stages; the benchmark has 5."""
+    channels: int = 16
+    """Of the first stage; the benchmark has 16."""
+    pixels: int | None = None
+    """Average images down to at most this side."""
+    at_once: int = 1
+    """Networks side by side in one program: 1 on a CPU, dozens on an accelerator."""
+    judged: bool = True
+    """Whether to hold the scores against the benchmark's table, which has to be there."""
+    epochs: int = 0
+    """Passes over the training rows in which the chosen network is trained; 0: it is not."""
+    train_size: int = 500
+    """Training rows for that; the batch is drawn from them."""
+    test_size: int = 1000
+    """Test rows at most."""
+    seed: int = 0
+    """Of networks, weights and rows."""
+    out: pathlib.Path = pathlib.Path("runs/rank")
+    """Run directory; a number is appended where it holds a run already."""
+    resume: bool = False
+    """Go on with the unfinished run in the run directory; scores and networks may be added."""
+    progress: bool | None = None
+    """Progress bar; by default in a terminal."""
+
+
+def run_rank(config: Rank) -> dict[str, Any]:
+    """Run the job; print its tables, write its run directory, return what `result.json` holds."""
+    began = time.perf_counter()
+    names = _check(config)
+    table = load_table() if config.judged else None
+    train, test = _images(config)
+    shape = {"classes": int(train[1].max()) + 1, "cells": config.cells, "channels": config.channels}
+    networks = nasbench201_networks(**shape)
+    keys = jax.random.split(jax.random.key(config.seed), 3)
+    batch = _batch(config, train)
+    rows = _rows(config)
+    cells = [genotypes()[row] for row in rows]
+    w = jax.jit(lambda key: networks.init(key, train[0].shape[1:]))(keys[0])
+    jax.eval_shape(networks.apply, w, encode(cells[0]), batch[0])
+    folder = report.run_directory(config, changeable=("networks", "scores", "k", "pool"))
+    scored = score_networks(
+        names,
+        networks,
+        w,
+        cells,
+        batch,
+        at_once=config.at_once,
+        progress=config.progress,
+        file=folder / "scores.npz",
+    )
+    result: dict[str, Any] = {
+        "config": report.flags(config),
+        "networks": len(rows),
+        "seconds per network": scored.seconds,
+        "compile seconds": scored.compile_seconds,
+        **report.machine(),
+    }
+    if table is not None:
+        result |= _judged(config, scored, table, rows)
+    chosen = _best(cells, scored.oriented()[names[0]])
+    result["chosen"] = {"genotype": str(chosen), "score": names[0]}
+    if config.epochs:
+        result["chosen"] |= _trained(config, chosen, shape, train, test, keys[1], folder)
+    result["seconds"] = time.perf_counter() - began
+    arrays = {"rows": rows, **scored.values}
+    report.write(folder, result, arrays)
+    if table is not None:
+        _picture(folder, scored, table, rows)
+    _print(result, folder)
+    return result
+
+
+def _check(config: Rank) -> tuple[str, ...]:
+    """Raise for flags that cannot be used; the names of the scores."""
+    names = SCORES if config.scores == ("all",) else config.scores
+    for name in names:
+        if name not in SCORES:
+            raise ValueError(f"scores: expected names among {', '.join(SCORES)}, got {name!r}.")
+    for name, least in (("batch_size", 2), ("k", 1), ("pool", 1), ("epochs", 0), ("at_once", 1)):
+        if getattr(config, name) < least:
+            value = getattr(config, name)
+            raise ValueError(f"{name}: expected at least {least}, got {value}.")
+    total = len(genotypes())
+    count = total if config.networks == "all" else config.networks
+    if not max(2, config.k) <= count <= total:
+        raise ValueError(
+            f"networks: expected {max(2, config.k)} (--k) to {total}, or all, got {count}."
+        )
+    if config.k > config.pool:
+        raise ValueError(f"k: expected at most the {config.pool} of --pool, got {config.k}.")
+    if config.batch_size > config.train_size:
+        raise ValueError(
+            f"batch_size: expected at most the {config.train_size} training rows, "
+            f"got {config.batch_size}."
+        )
+    return tuple(names)
+
+
+def _rows(config: Rank) -> np.ndarray:
+    """Rows of the table, in random order: of fewer networks they are the first."""
+    # RandomState, not default_rng, whose stream may change from one numpy to the next.
+    order = np.random.RandomState(config.seed).permutation(len(genotypes()))
+    return order if config.networks == "all" else order[: config.networks]
+
+
+def _images(config: Rank) -> list[tuple[jax.Array, jax.Array]]:
+    """Training and test rows, images with mean 0 and variance 1 in each channel."""
+    data = load(config.data, config.train_size, 1, config.test_size)
+    key = jax.random.key(config.seed)
+    parts = draw_rows(config.data, data, key, config.train_size, 1, config.test_size)
+    (x, y), _, (x_test, y_test) = parts
+    images = [a[..., None] if a.ndim == 3 else a for a in (x, x_test)]
+    side = max(images[0].shape[1:3])
+    if (factor := -(-side // (config.pixels or side))) > 1:
+        images = [np.asarray(average_pool(jnp.asarray(a), factor, stride=factor)) for a in images]
+    mean, deviation = images[0].mean((0, 1, 2)), images[0].std((0, 1, 2))
+    images = [jnp.asarray((a - mean) / deviation) for a in images]
+    return [(images[0], jnp.asarray(y)), (images[1], jnp.asarray(y_test))]
+
+
+def _batch(config: Rank, train: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """With all classes in their proportions, in random order."""
+    x, y = train
+    (rows,) = datasets.split(jax.random.key(config.seed + 1), np.asarray(y), (config.batch_size,))
+    return x[rows], y[rows]
+
+
+def _best(cells: list[Genotype], score: np.ndarray) -> Genotype:
+    return cells[int(np.argmax(np.where(np.isnan(score), -np.inf, score)))]
+
+
+# ----------------------------------------------------------------------------- judging
+
+
+def _judged(config: Rank, scored: Scored, table: Table, rows: np.ndarray) -> dict[str, Any]:
+    """Everything of SPACES: correlations, choices, the papers' protocol, published scores."""
+    scores = scored.oriented()
+    if len(scores) > 1:
+        scores[_ALL] = sum_of_log_ranks(*scores.values())
+    pool = config.pool if config.pool < len(rows) else None
+    lines = judge(scores, table, rows, k=config.k, pool=pool, seed=config.seed)
+    protocol = {
+        name: paper_protocol(
+            score, table, rows, k=config.k, pool=pool or len(rows), seed=config.seed
+        )
+        for name, score in scores.items()
+    }
+    published = published_scores()
+    agreement = {}
+    for name, theirs in _PUBLISHED.items():
+        known = np.isfinite(published[theirs][rows])
+        if name in scores and known.sum() > 1:
+            pair = correlations(scores[name][known], published[theirs][rows][known])
+            agreement[name] = {"rho": pair.rho, "tau": pair.tau, "networks": int(known.sum())}
+    return {"judged": lines, "protocol": protocol, "published": agreement}
+
+
+# ----------------------------------------------------------------------------- Algorithm 1
+
+
+def _trained(config, genotype, shape, train, test, key, folder) -> dict[str, Any]:
+    """The chosen network trained from scratch as the benchmark trains, and its test error."""
+    network = nasbench201_network(genotype, **shape)
+    size = min(config.batch_size, config.train_size)
+    steps = config.epochs * (config.train_size // size)
+    sgd = optax.chain(
+        optax.add_decayed_weights(5e-4),
+        optax.sgd(optax.cosine_decay_schedule(0.1, steps), momentum=0.9, nesterov=True),
+    )
+    augment = crop_and_flip if config.data == "cifar10" else None
+    init, epoch = training(network, sgd, batch_size=size, augment=augment)
+    init_key, order_key = jax.random.split(key)
+    state = jax.jit(lambda key: init(key, train[0].shape[1:]))(init_key)
+    place = folder / "network"
+    first = checkpoints.latest(place) or 0
+    if first:
+        state = jax.tree.map(jnp.asarray, checkpoints.restore(place, state))
+    run = jax.jit(epoch, donate_argnums=1)
+    saved, loss = time.perf_counter(), float("nan")
+    text, fields = "loss {task.fields[loss]:.3f}", ("loss",)
+    with progress_bar(config.progress, "training", config.epochs, text, fields) as show:
+        for i in range(first, config.epochs):
+            state, value = run(jax.random.fold_in(order_key, i), state, train)
+            loss = float(value)
+            show(i + 1, lambda: {"loss": loss})  # noqa: B023
+            if time.perf_counter() - saved > 30 or i + 1 == config.epochs:
+                checkpoints.save(place, i + 1, state)
+                saved = time.perf_counter()
+    predict = jax.jit(lambda state, x: network.predict(network.apply(state.w, state.averages, x)))
+
+    def error(part):
+        x, y = part
+        starts = range(0, len(x), 500)
+        wrong = sum(float((predict(state, x[i : i + 500]) != y[i : i + 500]).sum()) for i in starts)
+        return 100 * wrong / len(x)
+
+    return {
+        "parameters": parameter_count(genotype, **shape),
+        "training error": error(train),
+        "test error": error(test),
+        "training loss": loss,
+    }
+
+
+# ----------------------------------------------------------------------------- the screen
+
+
+def _picture(folder: pathlib.Path, scored: Scored, table: Table, rows: np.ndarray) -> None:
+    if (plt := report.pyplot()) is None:
+        return
+    from bilevel import plots
+
+    accuracy = table.accuracy["cifar10-test"][rows]
+    names = list(scored.values)
+    columns = min(4, len(names))
+    lines = -(-len(names) // columns)
+    figure, axes = plt.subplots(
+        lines, columns, figsize=(3.2 * columns, 2.8 * lines), layout="constrained", squeeze=False
+    )
+    for ax in axes.flat[len(names) :]:
+        ax.set_axis_off()
+    for name, ax in zip(names, axes.flat, strict=False):
+        plots.ranking(scored.oriented()[name], accuracy, ax)
+        ax.set_title(name)
+    for ax in axes[:, 0]:
+        ax.set_ylabel("CIFAR-10 test accuracy (%)")
+    figure.savefig(folder / "ranking.png", dpi=150)
+    plt.close(figure)
+
+
+def _print(result: dict[str, Any], folder: pathlib.Path) -> None:
+    screen = report.screen()
+    if "judged" in result:
+        _print_judged(screen, result)
+    config, chosen = result["config"], result["chosen"]
+    for name, found in result.get("published", {}).items():
+        screen.print(
+            f"{name}: Spearman's rho {found['rho']:.3f} with the published score, on "
+            f"{found['networks']} networks"
+        )
+    seconds = ", ".join(f"{k} {s:.2f}" for k, s in result["seconds per network"].items())
+    screen.print(f"seconds per network on {result['device']}: {seconds}")
+    screen.print(f"best by {chosen['score']}: {chosen['genotype']}", markup=False)
+    if "test error" in chosen:
+        screen.print(
+            f"trained for {config['epochs']} epochs on {config['train_size']} rows of "
+            f"{config['data']}: {chosen['test error']:.1f} % test error, "
+            f"{chosen['training error']:.1f} % training error, {chosen['parameters']:,} parameters"
+        )
+    screen.print(f"{result['seconds']:.0f} s; results in {folder}")
+
+
+def _print_judged(screen: Any, result: dict[str, Any]) -> None:
+    from rich.table import Table as Screen
+
+    config, count = result["config"], result["networks"]
+    sets = ("cifar10-valid", *(f"{d}-test" for d in DATASETS))
+    heads = ["CIFAR-10 valid.", *_TITLES.values()]
+    table = Screen(
+        title=f"{count} networks scored on {config['batch_size']} rows of {config['data']}: "
+        "rank correlation with accuracy in the benchmark, tau / rho"
+    )
+    table.add_column("score", no_wrap=True)
+    for head in heads:
+        table.add_column(head, justify="right", no_wrap=True)
+    for line in result["judged"]:
+        cells = [f"{line[f'{s} tau']:.3f} / {line[f'{s} rho']:.3f}" for s in sets]
+        table.add_row(line["score"], *cells)
+    screen.print(table)
+    table = Screen(
+        title=f"test accuracy (%): the best score's network without look-up; gain of the best of "
+        f"k = {config['k']} over the best of k random ones; the papers' protocol"
+    )
+    table.add_column("score", no_wrap=True)
+    for head in _TITLES.values():
+        table.add_column(head, justify="right", no_wrap=True)
+    for line in result["judged"]:
+        name, cells = line["score"], []
+        for d in DATASETS:
+            protocol = result["protocol"].get(name)
+            text = f"{line[f'{d} top one']:.2f}  {line[f'{d} gain']:+.2f}"
+            text += f"  {protocol[d][0]:.2f} ± {protocol[d][1]:.2f}" if protocol else "  "
+            cells.append(text)
+        table.add_row(name, *cells)
+    table.add_section()
+    for name, figures in PRINTED.items():
+        cells = [f"{m:.2f}" + (f" ± {s:.2f}" if s == s else "") for m, s in figures]
+        table.add_row(f"printed: {name}", *cells)
+    screen.print(table)

@@ -1,0 +1,53 @@
+"""NAS-Bench-201: 15,625 networks whose accuracies are known (Dong & Yang 2020).
+
+``nasbench201_networks``: all of them as one function of a genotype; ``nasbench201_network``: one,
+to be trained from scratch; ``nasbench201_space``: the supernet, to be searched.
+"""
+
+from bilevel.spaces.nasbench201._genotype import (
+    EDGES,
+    PRIMITIVES,
+    Genotype,
+    canonical,
+    conv_edges,
+    decode,
+    draw_corner,
+    draw_genotype,
+    encode,
+    genotype,
+    genotypes,
+    is_dead,
+    multiply_adds,
+    one_hot,
+    parameter_count,
+    parse_genotype,
+    trainable_layers,
+)
+from bilevel.spaces.nasbench201.network import nasbench201_network
+from bilevel.spaces.nasbench201.networks import Networks, nasbench201_networks
+from bilevel.spaces.nasbench201.supernet import NasBench201Space, nasbench201_space
+
+__all__ = [
+    "EDGES",
+    "PRIMITIVES",
+    "Genotype",
+    "NasBench201Space",
+    "Networks",
+    "canonical",
+    "conv_edges",
+    "decode",
+    "draw_corner",
+    "draw_genotype",
+    "encode",
+    "genotype",
+    "genotypes",
+    "is_dead",
+    "multiply_adds",
+    "nasbench201_network",
+    "nasbench201_networks",
+    "nasbench201_space",
+    "one_hot",
+    "parameter_count",
+    "parse_genotype",
+    "trainable_layers",
+]

@@ -1,0 +1,417 @@
+"""Genotypes of NAS-Bench-201: one operation on each edge of one cell, and what follows from them.
+
+A cell has the nodes 0 (its input) to 3 (its output), each the sum of what the edges into it bring,
+
+    node_j = sum_{i < j} o_(i,j)(node_i),    o_(i,j) one of five operations,
+
+so there are ``5**6 = 15,625`` genotypes. All 15 cells of the network are alike, in three stages of
+16, 32 and 64 channels with a residual block before the second and the third.
+
+References
+----------
+Dong & Yang, NAS-Bench-201, ICLR 2020; Dong, Liu, Musial & Gabrys, NATS-Bench, TPAMI 2021 (there
+the "topology" space).
+"""
+
+import functools
+import itertools
+import operator
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+PRIMITIVES = ("none", "skip_connect", "nor_conv_1x1", "nor_conv_3x3", "avg_pool_3x3")
+"""The columns of ``alpha``. A convolution is ReLU, convolution, batch normalisation."""
+
+EDGES = ((0, 1), (0, 2), (1, 2), (0, 3), (1, 3), (2, 3))
+"""The rows of ``alpha``: (source, node), by node, then by source, as in the official text."""
+
+_KERNELS = {"nor_conv_1x1": 1, "nor_conv_3x3": 3}
+_TEXT = "|{}~0|+|{}~0|{}~1|+|{}~0|{}~1|{}~2|"
+_PATTERN = re.compile(re.escape(_TEXT).replace(r"\{\}", r"(\w+)"))
+
+
+class Genotype(NamedTuple):
+    """A cell; ``str`` gives the official text, :func:`parse_genotype` reads it.
+
+    Attributes
+    ----------
+    operations : six names of ``PRIMITIVES``, in the order of ``EDGES``.
+    """
+
+    operations: tuple[str, ...]
+
+    def __str__(self) -> str:
+        """As the benchmark writes it."""
+        return _TEXT.format(*self.operations)
+
+
+def parse_genotype(text: str) -> Genotype:
+    """A genotype from the official text, ``|op~0|+|op~0|op~1|+|op~0|op~1|op~2|``.
+
+    Raises
+    ------
+    ValueError
+        For any other text, and for operations that are not among ``PRIMITIVES``.
+
+    Examples
+    --------
+    >>> text = "|nor_conv_3x3~0|+|none~0|none~1|+|skip_connect~0|none~1|none~2|"
+    >>> parse_genotype(text).operations[0], str(parse_genotype(text)) == text
+    ('nor_conv_3x3', True)
+    """
+    match = _PATTERN.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(f"text: expected {_TEXT.format(*['op'] * 6)}, got {text[:160]!r}.")
+    found = Genotype(match.groups())
+    check_genotype(found)
+    return found
+
+
+def check_genotype(genotype: Genotype) -> None:
+    """Raise ValueError unless there are six operations, all of them among ``PRIMITIVES``."""
+    operations = genotype.operations
+    if len(operations) != len(EDGES):
+        raise ValueError(f"operations: expected {len(EDGES)}, got {len(operations)}.")
+    for name in operations:
+        if name not in PRIMITIVES:
+            raise ValueError(f"operations: expected one of {', '.join(PRIMITIVES)}, got {name!r}.")
+
+
+@functools.cache
+def genotypes() -> tuple[Genotype, ...]:
+    """All 15,625, by their operations in the order of ``PRIMITIVES``, the last edge's fastest.
+
+    The place of a genotype is its row of :func:`encode` read as a number of base 5. It is not the
+    benchmark's own index, which is in no particular order.
+
+    Examples
+    --------
+    >>> len(genotypes()), str(genotypes()[3])
+    (15625, '|none~0|+|none~0|none~1|+|none~0|none~1|nor_conv_3x3~2|')
+    """
+    return tuple(map(Genotype, itertools.product(PRIMITIVES, repeat=len(EDGES))))
+
+
+def encode(genotypes: Genotype | Iterable[Genotype]) -> np.ndarray:
+    """The operations as places in ``PRIMITIVES``: int32 [m, 6], or [6] for one genotype.
+
+    Examples
+    --------
+    >>> encode(genotypes()[-2:])
+    array([[4, 4, 4, 4, 4, 3], [4, 4, 4, 4, 4, 4]], dtype=int32)
+    """
+    if isinstance(genotypes, Genotype):
+        return encode([genotypes])[0]
+    rows = []
+    for genotype in genotypes:
+        check_genotype(genotype)
+        rows.append([PRIMITIVES.index(name) for name in genotype.operations])
+    return np.array(rows, np.int32).reshape(-1, len(EDGES))
+
+
+def decode(array: Any) -> Any:
+    """The genotypes of the rows of an array [m, 6], a tuple; of a vector [6], the one genotype.
+
+    Raises
+    ------
+    ValueError
+        For arrays of another shape, and entries that are not places in ``PRIMITIVES``.
+
+    Examples
+    --------
+    >>> decode([0, 0, 0, 0, 0, 3]) == genotypes()[3]
+    True
+    """
+    array = np.asarray(array)
+    if array.ndim not in (1, 2) or array.shape[-1] != len(EDGES) or array.dtype.kind not in "iu":
+        raise ValueError(
+            f"array: expected integers [m, 6] or [6], got {array.dtype} {list(array.shape)}."
+        )
+    if array.size and not 0 <= array.min() <= array.max() < len(PRIMITIVES):
+        raise ValueError(
+            f"array: expected entries from 0 to {len(PRIMITIVES) - 1}, "
+            f"got {array.min()} to {array.max()}."
+        )
+    found = tuple(Genotype(tuple(PRIMITIVES[i] for i in row)) for row in np.atleast_2d(array))
+    return found if array.ndim == 2 else found[0]
+
+
+# Weights on the operations, for a supernet.
+
+
+def genotype(alpha: Any) -> Genotype:
+    """The cell that ``alpha`` points to: the operation of largest weight on each edge.
+
+    ``none`` counts like any other, unlike in DARTS, as the benchmark has cells with it. Of equal
+    weights the first wins.
+
+    Parameters
+    ----------
+    alpha : [6, 5], on the simplex
+
+    Raises
+    ------
+    ValueError
+        For arrays of another shape, or entries that are no numbers.
+
+    Examples
+    --------
+    >>> genotype(one_hot(genotypes()[100])) == genotypes()[100]
+    True
+    """
+    alpha, shape = np.asarray(alpha), (len(EDGES), len(PRIMITIVES))
+    if alpha.shape != shape or not np.isfinite(alpha).all():
+        raise ValueError(f"alpha: expected {shape} finite weights, got {alpha.shape}.")
+    return decode(alpha.argmax(axis=1))
+
+
+def one_hot(genotype: Genotype) -> np.ndarray:
+    """The ``alpha`` [6, 5] that stands for a genotype: 1 on its operations, 0 on all others.
+
+    Examples
+    --------
+    >>> one_hot(genotypes()[3])[4:]
+    array([[1., 0., 0., 0., 0.], [0., 0., 0., 1., 0.]])
+    """
+    return np.eye(len(PRIMITIVES))[encode(genotype)]
+
+
+def draw_genotype(key: jax.Array) -> Genotype:
+    """A genotype drawn uniformly from all 15,625.
+
+    Examples
+    --------
+    >>> draw_genotype(jax.random.key(0)) in genotypes()
+    True
+    """
+    return decode(_draw(key))
+
+
+def draw_corner(key: jax.Array) -> jax.Array:
+    """The genotype of :func:`draw_genotype` as ``alpha`` [6, 5]. Pure, for ``jit`` and ``vmap``.
+
+    Examples
+    --------
+    >>> key = jax.random.key(0)
+    >>> genotype(draw_corner(key)) == draw_genotype(key)
+    True
+    """
+    return jax.nn.one_hot(_draw(key), len(PRIMITIVES))
+
+
+def _draw(key: jax.Array) -> jax.Array:
+    return jax.random.randint(key, (len(EDGES),), 0, len(PRIMITIVES), jnp.int32)
+
+
+# What a genotype's graph says.
+
+
+def _live(genotype: Genotype) -> list[bool]:
+    """Whether each edge lies on a path without ``none`` from node 0 to node 3."""
+    check_genotype(genotype)
+    carries = [name != "none" for name in genotype.operations]
+    reached, used = {0}, {3}
+    for (source, node), carried in zip(EDGES, carries, strict=True):
+        if carried and source in reached:
+            reached.add(node)
+    # Backwards, every edge out of a node comes before those into it.
+    for (source, node), carried in zip(EDGES[::-1], carries[::-1], strict=True):
+        if carried and node in used:
+            used.add(source)
+    return [
+        carried and source in reached and node in used
+        for (source, node), carried in zip(EDGES, carries, strict=True)
+    ]
+
+
+def is_dead(genotype: Genotype) -> bool:
+    """Whether no path without ``none`` leads from node 0 to node 3: the cell's output is zero.
+
+    Examples
+    --------
+    >>> sum(map(is_dead, genotypes()))
+    341
+    """
+    return not any(_live(genotype))
+
+
+def canonical(genotype: Genotype) -> str:
+    """The cell's output as a formula, the same for isomorphic cells and for no others.
+
+    Skips are replaced by what they pass on, operations on zero or without effect on the output are
+    left out, and sums are sorted. A dead cell's formula is empty. Convolutions of the same kind
+    and input are numbered where a cell has several, as ``c#1(x) + c#2(x)`` and ``c#1(x) + c#1(x)``
+    differ: the second has one convolution, used twice.
+
+    There are 5,260 formulas. The number in the literature, 6,466, comes from the same idea carried
+    out on texts: zeros stay in sums, so that ``0 + 0`` is not zero and ``x + 0`` not ``x``; a sum
+    within a sum is sorted as one text; and convolutions are not numbered.
+
+    An operation on zero counts as zero, as in the literature. For a convolution this holds at
+    initialisation; in training, its batch normalisation's offset can make it another constant.
+
+    Examples
+    --------
+    >>> canonical(decode([3, 1, 0, 0, 2, 1]))
+    '0+nor_conv_1x1(nor_conv_3x3(0))'
+    >>> canonical(decode([3, 1, 2, 0, 0, 1])) == canonical(decode([3, 1, 0, 0, 2, 1]))
+    True
+    >>> canonical(decode([3, 3, 0, 0, 1, 1]))
+    'nor_conv_3x3#1(0)+nor_conv_3x3#2(0)'
+    >>> canonical(decode([3, 0, 1, 0, 1, 1]))
+    'nor_conv_3x3(0)+nor_conv_3x3(0)'
+    """
+    live = _live(genotype)
+    _, terms = _formula(genotype, live, {})
+    twins: dict[str, list[int]] = {}
+    for edge, term in terms.items():
+        twins.setdefault(term, []).append(edge)
+    groups = [edges for edges in twins.values() if len(edges) > 1]
+    numberings = (
+        {edge: f"#{n}" for order in orders for n, edge in enumerate(order, 1)}
+        for orders in itertools.product(*map(itertools.permutations, groups))
+    )
+    return min(_formula(genotype, live, numbers)[0] for numbers in numberings)
+
+
+def _formula(
+    genotype: Genotype, live: list[bool], numbers: dict[int, str]
+) -> tuple[str, dict[int, str]]:
+    """The formula of node 3, and the terms that are convolutions, by edge."""
+    nodes: list[list[str]] = [["0"], [], [], []]
+    terms = {}
+    for edge, ((source, node), name) in enumerate(zip(EDGES, genotype.operations, strict=True)):
+        if live[edge] and name == "skip_connect":
+            nodes[node] += nodes[source]
+        elif live[edge]:
+            term = f"{name}{numbers.get(edge, '')}({'+'.join(sorted(nodes[source]))})"
+            nodes[node].append(term)
+            if name in _KERNELS:
+                terms[edge] = term
+    return "+".join(sorted(nodes[3])), terms
+
+
+# What a genotype's network costs.
+
+
+class _Convolutions(NamedTuple):
+    """A number of equal convolutions."""
+
+    number: int
+    kernel: int
+    inputs: int
+    outputs: int
+    side: int  # of the output image
+    normalized: bool = True
+
+
+def _convolutions(
+    genotype: Genotype, channels: int, cells: int, pixels: int
+) -> Iterator[_Convolutions]:
+    """All convolutions of the network, those of dead operations included."""
+    check_genotype(genotype)
+    for name, value in (("channels", channels), ("cells", cells)):
+        if operator.index(value) < 1:
+            raise ValueError(f"{name}: expected at least 1, got {value}.")
+    if operator.index(pixels) < 4 or pixels % 4:
+        raise ValueError(f"pixels: expected a multiple of 4, got {pixels}.")
+    yield _Convolutions(1, 3, 3, channels, pixels)
+    for stage in range(3):
+        c, side = channels << stage, pixels >> stage
+        if stage:
+            yield _Convolutions(1, 3, c // 2, c, side)
+            yield _Convolutions(1, 3, c, c, side)
+            yield _Convolutions(1, 1, c // 2, c, side, normalized=False)
+        for name, kernel in _KERNELS.items():
+            yield _Convolutions(cells * genotype.operations.count(name), kernel, c, c, side)
+
+
+def parameter_count(
+    genotype: Genotype, *, classes: int = 10, channels: int = 16, cells: int = 5
+) -> int:
+    """The number of weights: of convolutions, batch normalisations and the classifier.
+
+    By default ``73,306 + 243,040 n_3 + 28,000 n_1`` with n_k convolutions of size k in the cell,
+    those without effect on the output included. The benchmark records the same, but for 150 of its
+    networks one convolution more or less.
+
+    Parameters
+    ----------
+    genotype : Genotype
+    classes : int
+        10 for CIFAR-10, 100 for CIFAR-100, 120 for ImageNet16-120.
+    channels : int
+        Of the first stage.
+    cells : int
+        Per stage.
+
+    Examples
+    --------
+    >>> parameter_count(genotypes()[0]), parameter_count(genotypes()[3])
+    (73306, 316346)
+    """
+    total = 8 * channels + (4 * channels + 1) * classes  # the last normalisation, the classifier
+    for layer in _convolutions(genotype, channels, cells, 4):
+        weights = layer.kernel**2 * layer.inputs * layer.outputs
+        total += layer.number * (weights + 2 * layer.outputs * layer.normalized)
+    return total
+
+
+def multiply_adds(
+    genotype: Genotype, *, pixels: int = 32, classes: int = 10, channels: int = 16, cells: int = 5
+) -> int:
+    """Multiply-adds of one image: of the convolutions and the classifier, nothing else.
+
+    By default ``7,783,040 + 35,389,440 n_3 + 3,932,160 n_1``. Padding counts like pixels, and
+    operations without effect on the output are included, as in the benchmark.
+
+    Parameters
+    ----------
+    pixels : int
+        The side of the image, a multiple of 4: 32 for CIFAR, 16 for ImageNet16-120.
+    classes, channels, cells : int
+        As in :func:`parameter_count`.
+
+    Examples
+    --------
+    >>> multiply_adds(genotypes()[0]), multiply_adds(genotypes()[0], pixels=16, classes=120)
+    (7783040, 1953280)
+    """
+    total = 4 * channels * classes
+    for layer in _convolutions(genotype, channels, cells, pixels):
+        weights = layer.kernel**2 * layer.inputs * layer.outputs
+        total += layer.number * weights * layer.side**2
+    return total
+
+
+def trainable_layers(genotype: Genotype, *, cells: int = 5) -> int:
+    """The number of convolutions and linear layers that the output depends on.
+
+    Of a cell, those on a path without ``none`` from its input to its output; outside the cells,
+    all: the stem, three in each residual block, and the classifier, even where dead cells cut them
+    off. Batch normalisations do not count.
+
+    Examples
+    --------
+    >>> trainable_layers(decode([3, 0, 0, 0, 3, 3])), trainable_layers(genotypes()[3])
+    (38, 8)
+    """
+    live = zip(genotype.operations, _live(genotype), strict=True)
+    return 8 + 3 * cells * sum(name in _KERNELS and used for name, used in live)
+
+
+def conv_edges(genotype: Genotype) -> int:
+    """The number of edges with a convolution, whether the output depends on them or not.
+
+    Examples
+    --------
+    >>> conv_edges(decode([3, 0, 0, 0, 3, 3]))
+    3
+    """
+    check_genotype(genotype)
+    return sum(name in _KERNELS for name in genotype.operations)

@@ -1,0 +1,273 @@
+"""All 15,625 networks of NAS-Bench-201 as one function, whose genotype is an argument.
+
+    f(w, genotype, x),    w: the weights of every operation on every edge
+
+A genotype is a :class:`Genotype`, known when tracing: then f is that network alone; or an array of
+six indices of operations (:func:`encode`): then one compiled program is all networks, and the same
+``w`` gives the same numbers either way. Batch normalisation is on the batch's own statistics.
+
+What makes the array form fast on a CPU:
+
+- an edge is ``lax.switch`` over the operations, so only the one chosen is run. Differentiated as it
+  stands it would keep whatever any branch needs; instead its derivative is another ``switch``, over
+  the derivatives of the branches (``jax.custom_vjp``: no forward mode, but forward over reverse).
+- the cells of a stage run in one loop, and are compiled once, over their stacked weights.
+- for the backward pass a cell keeps its input, and is computed again.
+- an operation whose output goes nowhere (into ``none``) is not run.
+
+Under ``vmap`` over genotypes every branch is run, which is right on a GPU with small batches.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+from bilevel.spaces.convolution import average_pool, convolution
+from bilevel.spaces.layers import Standardize, activations, initial
+from bilevel.spaces.nasbench201._genotype import EDGES, PRIMITIVES, Genotype, check_genotype
+from bilevel.spaces.nasbench201.network import (
+    SIZES,
+    STAGES,
+    Head,
+    Network,
+    Reduction,
+    Shape,
+    Stem,
+    check_images,
+)
+
+Pytree = Any
+
+
+class Unnormalized(nn.Module):
+    """What stands in for a norm where there is none, as :func:`ntk.scores.synflow` wants it."""
+
+    @nn.compact
+    def __call__(self, x):
+        """``x``."""
+        return x
+
+
+class Networks(NamedTuple):
+    """All networks of the space; see :func:`nasbench201_networks`.
+
+    Attributes
+    ----------
+    init : ``init(key, shape) -> w``, for images of ``shape`` (h, w, c).
+    apply : ``apply(w, genotype, x [n, h, w, c]) -> logits`` [n, classes].
+    apply_unnormalized : the same without batch normalisation.
+    select : ``select(w, genotype) -> w``, the weights of a genotype's own operations.
+        Of a Genotype the others are left out, of an array they are 0; ``apply`` takes either.
+    """
+
+    init: Callable[[jax.Array, tuple[int, ...]], Pytree]
+    apply: Callable[[Pytree, Any, jax.Array], jax.Array]
+    apply_unnormalized: Callable[[Pytree, Any, jax.Array], jax.Array]
+    select: Callable[[Pytree, Any], Pytree]
+
+
+def nasbench201_networks(
+    *, classes: int = 10, cells: int = 5, channels: int = 16, dtype: Any = None
+) -> Networks:
+    """All networks of NAS-Bench-201 on shared weights.
+
+    Parameters
+    ----------
+    classes, cells, channels : int
+        The defaults are the benchmark's on CIFAR-10; ``cells`` are those of each of three stages,
+        ``channels`` the first one's.
+    dtype : dtype, optional
+        Of activations, by default the images'; parameters are float32.
+
+    Returns
+    -------
+    Networks
+
+    Raises
+    ------
+    ValueError
+        For a genotype that is neither a Genotype nor six integers, or images under 4 x 4.
+
+    Notes
+    -----
+    Cost: memory for 15 inputs of cells, and one cell's activations; ``w`` has 1.7 million numbers,
+    that of one genotype 0.07 to 1.5. Time: ``benchmarks/nasbench201.py``.
+
+    Examples
+    --------
+    >>> from bilevel.spaces.nasbench201 import encode, genotypes
+    >>> networks = nasbench201_networks(cells=1, channels=2)
+    >>> w = networks.init(jax.random.key(0), (8, 8, 3))
+    >>> x = jax.random.normal(jax.random.key(1), (4, 8, 8, 3))
+    >>> logits = jax.jit(networks.apply)
+    >>> [logits(w, encode(g), x).shape for g in genotypes()[:2]]  # compiled once
+    [(4, 10), (4, 10)]
+
+    References
+    ----------
+    Dong & Yang (2020), NAS-Bench-201, section 2.
+    """
+    shape = Shape(classes, cells, channels)
+    shape.check()
+
+    def own(genotype, image):
+        images = jax.ShapeDtypeStruct((1, *image), jnp.float32)
+        network = Network(genotype, shape, _standardize)
+        return flatten_dict(jax.eval_shape(network.init, jax.random.key(0), images)["params"])
+
+    def init(key, image):
+        check_images((1, *image))
+        ours = [own(Genotype((name,) * len(EDGES)), image) for name in SIZES]
+        # In a fixed order, which the draw depends on.
+        shapes = unflatten_dict(dict(sorted({**ours[0], **ours[1]}.items())))
+        return initial(key, shapes)
+
+    def apply(w, genotype, x, norm=_standardize):
+        check_images(x.shape)
+        if isinstance(genotype, Genotype):
+            check_genotype(genotype)
+            return Network(genotype, shape, norm, dtype).apply({"params": w}, x)
+        which = _reaching(_indices(genotype))
+        x = Stem(channels, norm).apply({"params": w["stem"]}, activations(x, dtype))
+        for stage in range(STAGES):
+            if stage:
+                x = Reduction(norm).apply({"params": w[f"reduction_{stage}"]}, x)
+            weights = [w[f"cell_{i}"] for i in shape.stage(stage)]
+            x = _cells(norm is _standardize, which, weights, x)
+        return Head(classes, norm).apply({"params": w["head"]}, x)
+
+    def select(w, genotype):
+        if isinstance(genotype, Genotype):
+            check_genotype(genotype)
+            keep = own(genotype, (4, 4, w["stem"]["conv"]["kernel"].shape[2]))
+            return unflatten_dict({k: leaf for k, leaf in flatten_dict(w).items() if k in keep})
+        which = _indices(genotype)
+
+        def kept(path, leaf):
+            names = [key.key for key in path]
+            if not names[0].startswith("cell_"):
+                return leaf
+            edge = int(names[1].removeprefix("edge_"))
+            return jnp.where(which[edge] == PRIMITIVES.index(names[2]), leaf, 0)
+
+        return jax.tree_util.tree_map_with_path(kept, w)
+
+    return Networks(init, apply, functools.partial(apply, norm=Unnormalized), select)
+
+
+_standardize = functools.partial(Standardize, affine=True)
+
+
+def _indices(genotype: Any) -> jax.Array:
+    which = jnp.asarray(genotype)
+    if which.shape != (len(EDGES),) or not jnp.issubdtype(which.dtype, jnp.integer):
+        raise ValueError(
+            f"genotype: expected a Genotype or {len(EDGES)} integers, got {which.dtype} of the "
+            f"shape {which.shape}."
+        )
+    if not isinstance(genotype, jax.core.Tracer):
+        low, high = np.min(genotype), np.max(genotype)
+        if low < 0 or high >= len(PRIMITIVES):
+            raise ValueError(
+                f"genotype: expected indices from 0 to {len(PRIMITIVES) - 1}, got {low} to {high}."
+            )
+    return which
+
+
+def _reaching(which: jax.Array) -> jax.Array:
+    """The genotype [6] with ``none`` for whatever does not lead to the output."""
+    reaches = {EDGES[-1][1]: jnp.array(True)}
+    for node in reversed(range(EDGES[-1][1])):
+        reaches[node] = functools.reduce(
+            jnp.logical_or,
+            [
+                reaches[to] & (which[e] > 0)
+                for e, (source, to) in enumerate(EDGES)
+                if source == node
+            ],
+        )
+    return which * jnp.stack([reaches[to] for _, to in EDGES])
+
+
+def _cells(normalized: bool, which: jax.Array, weights: list[Pytree], x: jax.Array) -> jax.Array:
+    """Cells one after another, by a loop over their weights."""
+
+    def cell(x, w):
+        nodes = [x, *[jnp.zeros_like(x)] * STAGES]
+        for edge, (source, node) in enumerate(EDGES):
+            nodes[node] += _edge(normalized, which[edge], w[f"edge_{edge}"], nodes[source])
+        return nodes[-1], None
+
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *weights)
+    return jax.lax.scan(jax.checkpoint(cell, prevent_cse=False), x, stacked)[0]
+
+
+def _edge(normalized: bool, operation: jax.Array, w: Pytree, x: jax.Array) -> jax.Array:
+    """The operation, in two parts: the derivative of the second needs the first one's output."""
+    kernels, norms = ({name: w[name][part] for name in SIZES} for part in ("conv", "norm"))
+    y = _switch(_LINEAR, operation, kernels, x)
+    return _switch(_NORMS, operation, norms, y) if normalized else y
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _switch(branches: tuple[Callable, ...], which: jax.Array, w: Pytree, x: jax.Array) -> jax.Array:
+    """``branches[which](w, x)``."""
+    return jax.lax.switch(which, branches, w, x)
+
+
+def _switch_forward(branches, which, w, x):
+    # Not `_switch`: this is what forward over reverse mode differentiates.
+    return jax.lax.switch(which, branches, w, x), (which, w, x)
+
+
+def _switch_backward(branches, kept, g):
+    which, w, x = kept
+
+    def derivative(branch):
+        return lambda w, x, g: jax.vjp(branch, w, x)[1](g)
+
+    no_tangent = np.zeros(which.shape, jax.dtypes.float0)
+    return no_tangent, *jax.lax.switch(which, [derivative(b) for b in branches], w, x, g)
+
+
+_switch.defvjp(_switch_forward, _switch_backward)
+
+
+def _convolved(name: str) -> Callable:
+    def branch(kernels, x):
+        return convolution(nn.relu(x), kernels[name]["kernel"].astype(x.dtype))
+
+    return branch
+
+
+def _normalized(name: str) -> Callable:
+    def branch(norms, x):
+        return Standardize(affine=True).apply({"params": norms[name]}, x)
+
+    return branch
+
+
+def _identity(w, x):
+    return x
+
+
+_LINEAR = (
+    lambda w, x: jnp.zeros_like(x),
+    _identity,
+    _convolved("nor_conv_1x1"),
+    _convolved("nor_conv_3x3"),
+    lambda w, x: average_pool(x, 3, padding=1),
+)
+_NORMS = (
+    _identity,
+    _identity,
+    _normalized("nor_conv_1x1"),
+    _normalized("nor_conv_3x3"),
+    _identity,
+)

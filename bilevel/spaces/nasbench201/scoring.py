@@ -1,0 +1,288 @@
+"""Train-free scores of many networks through one compiled function each.
+
+    score(genotype) = s(f(., genotype, .), w, batch),    s one of :mod:`ntk.scores`
+
+All networks are scored at the same weights ``w``, of which each has its own part, and on the same
+batch: what differs between two scores is the networks. Genotypes go through one after another, or
+``at_once`` side by side. What has been scored is kept in a file, from which a run that was
+interrupted goes on.
+"""
+
+import functools
+import os
+import pathlib
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bilevel._progress import progress_bar
+from bilevel.spaces.nasbench201._genotype import encode
+from bilevel.spaces.nasbench201.networks import Networks
+from ntk import scores as ntk_scores
+from ntk.certificate import certified_min_eigenvalue
+
+KERNEL_SCORES = (
+    "eigen_nas",
+    "min_eigenvalue",
+    "certified_min_eigenvalue",
+    "condition_number",
+    "spectral_entropy",
+    "label_energy",
+    "log_traces",
+)
+"""Those that share one kernel, and so cost as much together as one does alone."""
+
+OTHER_SCORES = (
+    "knas",
+    "knas_released",
+    "te_nas",
+    "nasi",
+    "grad_norm",
+    "snip",
+    "grasp",
+    "fisher",
+    "zico",
+    "jacov",
+    "synflow",
+    "naswot",
+    "regions",
+    "l2_norm",
+)
+
+SCORES = (*KERNEL_SCORES, *OTHER_SCORES)
+
+SMALLER_IS_BETTER = ("te_nas", "condition_number")
+
+_SAVE_SECONDS = 20.0
+
+
+class Scored(NamedTuple):
+    """Result of :func:`score_networks`."""
+
+    values: dict[str, np.ndarray]  # name -> float64 [m], as the score has them
+    seconds: dict[str, float]  # name -> per network, compilation left out
+    compile_seconds: dict[str, float]
+
+    def oriented(self) -> dict[str, np.ndarray]:
+        """The values with the sign that makes larger better."""
+        return {k: -v if k in SMALLER_IS_BETTER else v for k, v in self.values.items()}
+
+
+def score_networks(
+    names: Sequence[str],
+    networks: Networks,
+    w: Any,
+    genotypes: Any,
+    batch: tuple[jax.Array, jax.Array],
+    *,
+    at_once: int = 1,
+    progress: bool | None = None,
+    file: str | pathlib.Path | None = None,
+) -> Scored:
+    """Scores of genotypes by name, each score compiled once.
+
+    Parameters
+    ----------
+    names : of :data:`SCORES`
+    networks : Networks
+    w : pytree
+        From ``networks.init``.
+    genotypes : Genotypes, or int [m, 6]
+    batch : (images [n, h, w, c], int labels [n])
+        At least two samples.
+    at_once : int
+        Genotypes side by side, in one program; 1 is right on a CPU.
+    progress : bool, optional
+        A progress bar; by default in a terminal.
+    file : path, optional
+        An ``.npz`` to keep the scores in, now and then and at the end. Those it holds are not
+        computed again: of the first genotypes, if it was made with the same ``w`` and ``batch``.
+
+    Returns
+    -------
+    Scored
+
+    Raises
+    ------
+    ValueError
+        For unknown names, a batch of one sample, or a file made from something else.
+
+    Notes
+    -----
+    ``certified_min_eigenvalue`` is certified for the kernel as float32 has it. ``knas_released``
+    takes the first leaves of ``w``, be they of other networks. Time: ``benchmarks/nasbench201.py``.
+
+    Examples
+    --------
+    >>> from bilevel.spaces.nasbench201 import genotypes, nasbench201_networks
+    >>> networks = nasbench201_networks(cells=1, channels=2)
+    >>> w = networks.init(jax.random.key(0), (4, 4, 1))
+    >>> x = jax.random.normal(jax.random.key(1), (3, 4, 4, 1))
+    >>> scored = score_networks(["l2_norm"], networks, w, genotypes()[:4], (x, jnp.arange(3)))
+    >>> scored.values["l2_norm"].shape
+    (4,)
+    """
+    cells, batch = _check(names, genotypes, batch, at_once)
+    store = _Store(file, cells, _fingerprint((w, batch)))
+    programs = _programs(names, networks)
+    text, fields = "{task.fields[score]}", ("score",)
+    m = len(cells)
+    with progress_bar(progress, "scores", m * len(programs), text, fields) as show:
+        for i, (label, program) in enumerate(programs.items()):
+            _run(label, program, store, w, cells, batch, at_once, _shown(show, i * m, label))
+    return store.scored(names)
+
+
+def _shown(show: Callable, before: int, label: str) -> Callable[[int], None]:
+    return lambda done: show(before + done, lambda: {"score": label})
+
+
+def _check(names, genotypes, batch, at_once):
+    for name in names:
+        if name not in SCORES:
+            raise ValueError(f"scores: expected names among {', '.join(SCORES)}, got {name!r}.")
+    if not names or len(set(names)) < len(names):
+        raise ValueError(f"scores: expected distinct names, got {list(names)}.")
+    if at_once < 1:
+        raise ValueError(f"at_once: expected at least 1, got {at_once}.")
+    cells = encode(genotypes) if not isinstance(genotypes, np.ndarray) else genotypes
+    if cells.ndim != 2 or cells.shape[1:] != (6,) or not len(cells):
+        raise ValueError(f"genotypes: expected at least one, [m, 6], got {list(cells.shape)}.")
+    x, y = map(jnp.asarray, batch)
+    if len(x) < 2:
+        raise ValueError(f"batch: expected at least 2 samples, got {len(x)}.")
+    return cells, (x, y)
+
+
+def _programs(names: Sequence[str], networks: Networks) -> dict[str, Callable]:
+    """By label: ``program(w, genotype, batch) -> {name: score}``."""
+    programs: dict[str, Callable] = {}
+    for name in names:
+        label = "kernel" if name in KERNEL_SCORES else name
+        score = ntk_scores.kernel_scores if label == "kernel" else getattr(ntk_scores, name)
+        apply = networks.apply_unnormalized if name == "synflow" else networks.apply
+        programs[label] = functools.partial(_scores, label, score, apply, networks.select)
+    return programs
+
+
+def _scores(label, score, apply, select, w, genotype, batch) -> dict[str, jax.Array]:
+    def network(w, x):
+        return apply(w, genotype, x)
+
+    found = score(None, network, select(w, genotype), batch)
+    return found if label == "kernel" else {label: found}
+
+
+def _run(label, program, store, w, cells, batch, at_once, shown) -> None:
+    done = store.done(label)
+    if done == len(cells):
+        return
+    if at_once == 1:
+        score = jax.jit(lambda w, chunk, batch: program(w, chunk[0], batch))
+    else:
+        score = jax.jit(jax.vmap(program, in_axes=(None, 0, None)))
+    began = time.perf_counter()
+    compiled = score.lower(w, cells[:1].repeat(at_once, axis=0), batch).compile()
+    store.compile_seconds[label] = time.perf_counter() - began
+    while done < len(cells):
+        began = time.perf_counter()
+        chunk = cells[done : done + at_once]
+        # The last chunk is filled up: one compilation.
+        full = np.concatenate([chunk, chunk[-1:].repeat(at_once - len(chunk), axis=0)])
+        found = jax.tree.map(np.asarray, compiled(w, full, batch))
+        rows = {k: v[None] if at_once == 1 else v[: len(chunk)] for k, v in found.items()}
+        done = store.add(label, rows, time.perf_counter() - began)
+        shown(done)
+    store.save()
+
+
+class _Store:
+    """Scores so far, by program and name, for the first genotypes; in a file, if there is one."""
+
+    def __init__(self, file, cells: np.ndarray, fingerprint: int):
+        self.file = None if file is None else pathlib.Path(file)
+        self.cells, self.fingerprint = cells, fingerprint
+        self.arrays: dict[str, list[np.ndarray]] = {}  # "label/name" -> chunks of rows
+        self.seconds: dict[str, float] = {}
+        self.compile_seconds: dict[str, float] = {}
+        self.saved = time.perf_counter()
+        if self.file is not None and self.file.exists():
+            self._read(self.file)
+
+    def _read(self, file: pathlib.Path) -> None:
+        with np.load(file, allow_pickle=False) as found:
+            known = found["genotypes"]
+            shorter = min(len(known), len(self.cells))
+            if int(found["fingerprint"]) != self.fingerprint or not np.array_equal(
+                known[:shorter], self.cells[:shorter]
+            ):
+                raise ValueError(
+                    f"file: expected scores of these networks, weights and batch in {file}, "
+                    "got some of others."
+                )
+            for key in found.files:
+                if "/" in key:
+                    self.arrays[key] = [found[key][: len(self.cells)]]
+                elif key.startswith("seconds "):
+                    self.seconds[key.removeprefix("seconds ")] = float(found[key])
+                elif key.startswith("compiling "):
+                    self.compile_seconds[key.removeprefix("compiling ")] = float(found[key])
+
+    def done(self, label: str) -> int:
+        """How many genotypes a program has been through."""
+        lengths = [
+            sum(map(len, chunks))
+            for key, chunks in self.arrays.items()
+            if key.startswith(f"{label}/")
+        ]
+        return min(lengths, default=0)
+
+    def add(self, label: str, rows: dict[str, np.ndarray], seconds: float) -> int:
+        for name, values in rows.items():
+            self.arrays.setdefault(f"{label}/{name}", []).append(values)
+        self.seconds[label] = self.seconds.get(label, 0.0) + seconds
+        if time.perf_counter() - self.saved > _SAVE_SECONDS:
+            self.save()
+        return self.done(label)
+
+    def save(self) -> None:
+        """Whole or not at all: written beside, then renamed."""
+        self.arrays = {key: [np.concatenate(chunks)] for key, chunks in self.arrays.items()}
+        self.saved = time.perf_counter()
+        if self.file is None:
+            return
+        arrays: dict[str, Any] = {key: chunks[0] for key, chunks in self.arrays.items()}
+        arrays |= {f"seconds {label}": s for label, s in self.seconds.items()}
+        arrays |= {f"compiling {label}": s for label, s in self.compile_seconds.items()}
+        beside = self.file.with_name(f"{self.file.stem}.part.npz")
+        np.savez(beside, genotypes=self.cells, fingerprint=self.fingerprint, **arrays)
+        os.replace(beside, self.file)
+
+    def scored(self, names: Sequence[str]) -> Scored:
+        values, seconds, compiling = {}, {}, {}
+        for name in names:
+            label = "kernel" if name in KERNEL_SCORES else name
+            count = self.done(label)
+            seconds[name] = self.seconds[label] / count
+            compiling[name] = self.compile_seconds.get(label, 0.0)
+            if name == "certified_min_eigenvalue":
+                kernels = np.concatenate(self.arrays["kernel/kernel"])
+                values[name] = np.array([_certified(K) for K in kernels])
+            else:
+                values[name] = np.concatenate(self.arrays[f"{label}/{name}"]).astype(np.float64)
+        return Scored(values, seconds, compiling)
+
+
+def _certified(K: np.ndarray) -> float:
+    return certified_min_eigenvalue(K) if np.isfinite(K).all() else np.nan
+
+
+def _fingerprint(tree: Any) -> int:
+    return functools.reduce(
+        lambda code, leaf: zlib.crc32(np.asarray(leaf).tobytes(), code), jax.tree.leaves(tree), 0
+    )

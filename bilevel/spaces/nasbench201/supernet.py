@@ -1,0 +1,257 @@
+"""The supernet of NAS-Bench-201: every edge mixes the five operations, on shared weights.
+
+    node_j = sum_{i < j} sum_o alpha_(i,j),o o(node_i),    alpha_(i,j) on the simplex
+
+The genotype's network with :func:`mixed_cell` for its cell; all cells share one ``alpha`` [6, 5],
+each has its own weights. As in the benchmark's own weight-sharing searches, an operation's norm is
+on the batch's statistics and has no scale or shift, which the weight of its operation could undo;
+stem, reductions and head are those of :mod:`bilevel.spaces.nasbench201.network`.
+
+==========  ==========================================================================
+paper       here
+==========  ==========================================================================
+alpha       weights on the simplex; softmax or the mirror map is the outer geometry
+w           convolutions' kernels, norms of stem, reductions and head, the classifier
+L_train     ``problem.lower``, mean cross-entropy; weight decay is the optimizer's
+L_val       ``problem.outer``, the same
+==========  ==========================================================================
+
+At a corner, ``one_hot(genotype)``, it is that genotype's network.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from bilevel.problem import Problem
+from bilevel.protocols import Pytree
+from bilevel.spaces.convolution import average_pool
+from bilevel.spaces.layers import Standardize, activations, initial
+from bilevel.spaces.nasbench201._genotype import EDGES, PRIMITIVES, Genotype, check_genotype
+from bilevel.spaces.nasbench201.network import (
+    SIZES,
+    STAGES,
+    Head,
+    Reduction,
+    ReluConvNorm,
+    Shape,
+    Stem,
+    check_images,
+)
+
+
+class MixedEdge(nn.Module):
+    """The operations on one edge, each times its weight, added up."""
+
+    operations: tuple[str, ...]
+
+    @nn.compact
+    def __call__(self, x, alpha):
+        """``x`` [n, h, w, c] and ``alpha`` [o] -> the same as ``x``."""
+        total = jnp.zeros_like(x)
+        for name, weight in zip(self.operations, alpha.astype(x.dtype), strict=True):
+            if name == "skip_connect":
+                total += weight * x
+            elif name == "avg_pool_3x3":
+                total += weight * average_pool(x, 3, padding=1)
+            elif name != "none":
+                module = ReluConvNorm(x.shape[-1], SIZES[name], Standardize, name=name)
+                total += weight * module(x)
+        return total
+
+
+def mixed_cell(operations: tuple[str, ...], w: Pytree, alpha: jax.Array, x: jax.Array) -> jax.Array:
+    """A cell of the supernet: ``w`` leads with the edge, ``alpha`` [6, o], ``x`` [n, h, w, c]."""
+
+    def edge(nodes, edge):
+        source, node, weights, alpha = edge
+        y = MixedEdge(operations).apply({"params": weights}, nodes[source], alpha)
+        return nodes.at[node].add(y), None
+
+    nodes = jnp.zeros((1 + STAGES, *x.shape), x.dtype).at[0].set(x)
+    # EDGES is by node: whatever leads into a node comes before all that leads out of it.
+    return jax.lax.scan(edge, nodes, (*np.array(EDGES).T, w, alpha))[0][-1]
+
+
+def _layers(operations: tuple[str, ...], shape: Shape) -> dict[str, nn.Module]:
+    """What the network is made of, in order, by the names of the weights."""
+    layers: dict[str, nn.Module] = {"stem": Stem(shape.channels, _standardize)}
+    for stage in range(STAGES):
+        if stage:
+            layers[f"reduction_{stage}"] = Reduction(_standardize)
+        layers[f"cells_{stage}"] = MixedEdge(operations)
+    return layers | {"head": Head(shape.classes, _standardize)}
+
+
+_standardize = functools.partial(Standardize, affine=True)
+
+
+class NasBench201Space(NamedTuple):
+    """The search space of NAS-Bench-201; see :func:`nasbench201_space`.
+
+    Attributes
+    ----------
+    names : the operations, in the order of the last axis of ``alpha``.
+    init : ``init(key, shape) -> w``, for images of ``shape`` (h, w, c).
+    start : ``start() -> alpha`` [6, o], uniform.
+    draw : ``draw(key) -> alpha``, a genotype drawn uniformly.
+    apply : ``apply(w, alpha, x [n, h, w, c]) -> logits`` [n, classes], normalised by the batch.
+    problem : Problem of batches ``(x, labels)``, integer labels [n].
+    predict : ``predict(logits) -> labels`` [n].
+    discretize : ``discretize(alpha) -> Genotype``, the largest weight on each edge.
+        "none" counts like any other, unlike in DARTS; of equal weights the first wins.
+    one_hot : ``one_hot(genotype) -> alpha``, as ``draw`` gives them.
+    """
+
+    names: tuple[str, ...]
+    init: Callable[[jax.Array, tuple[int, ...]], Any]
+    start: Callable[[], jax.Array]
+    draw: Callable[[jax.Array], jax.Array]
+    apply: Callable[[Any, jax.Array, jax.Array], jax.Array]
+    problem: Problem
+    predict: Callable[[jax.Array], jax.Array]
+    discretize: Callable[[Any], Genotype]
+    one_hot: Callable[[Genotype], np.ndarray]
+
+
+def nasbench201_space(
+    operations: Sequence[str] = PRIMITIVES,
+    *,
+    classes: int = 10,
+    cells: int = 5,
+    channels: int = 16,
+    dtype: Any = None,
+    remat: bool = True,
+) -> NasBench201Space:
+    """The supernet of NAS-Bench-201 as a bilevel problem.
+
+    Parameters
+    ----------
+    operations : names in ``PRIMITIVES``, one other than "none" among them
+    classes, cells, channels : int
+        The defaults are the benchmark's on CIFAR-10; ``cells`` are those of each of three stages,
+        ``channels`` the first one's.
+    dtype : dtype, optional
+        Of activations; ``jnp.bfloat16`` for mixed precision. Parameters are float32, batch
+        statistics, the classifier and losses float32 at least. By default the images'.
+    remat : bool
+        Whether to keep only a cell's input for the backward pass and compute the cell again.
+
+    Returns
+    -------
+    NasBench201Space
+
+    Raises
+    ------
+    ValueError
+        For unknown operations, fewer than two classes, or images under 4 x 4; by ``discretize``
+        and ``one_hot``, for weights and genotypes of another space.
+
+    Notes
+    -----
+    Deviation: the classifier's bias starts at 0.
+
+    Cost: memory for the inputs of all cells and the activations of one, without ``remat`` for all
+    activations. Edges of a cell, and cells of a stage, are two loops around one compiled program,
+    so that compiling takes as long for 5 cells as for 2.
+
+    Examples
+    --------
+    >>> space = nasbench201_space(["none", "skip_connect"], cells=1, channels=2)
+    >>> w = jax.eval_shape(lambda key: space.init(key, (8, 8, 3)), jax.random.key(0))
+    >>> jax.eval_shape(space.apply, w, space.start(), jnp.ones((5, 8, 8, 3))).shape
+    (5, 10)
+    >>> print(space.discretize(space.draw(jax.random.key(0))))
+    |none~0|+|skip_connect~0|skip_connect~1|+|none~0|none~1|none~2|
+
+    References
+    ----------
+    Dong & Yang (2020), NAS-Bench-201, section 2; section 5 for searches with shared weights.
+    """
+    names = tuple(operations)
+    for name in names:
+        if name not in PRIMITIVES:
+            raise ValueError(
+                f"operations: expected names among {', '.join(PRIMITIVES)}, got {name!r}."
+            )
+    if set(names) <= {"none"} or len(set(names)) < len(names):
+        raise ValueError(
+            f"operations: expected distinct names, one other than 'none', got {list(names)}."
+        )
+    shape = Shape(classes, cells, channels)
+    shape.check()
+    layers = _layers(names, shape)
+
+    def init(key, image):
+        check_images((1, *image))
+        x = jax.ShapeDtypeStruct((1, *image), jnp.float32)
+        shapes = {}
+        for name, layer in layers.items():
+            mixed = isinstance(layer, MixedEdge)
+            inputs = (x, start()[0]) if mixed else (x,)
+            x, found = jax.eval_shape(layer.init_with_output, key, *inputs)
+            repeats = (cells, len(EDGES)) if mixed else ()
+            shapes[name] = jax.tree.map(
+                lambda leaf, repeats=repeats: jax.ShapeDtypeStruct(
+                    (*repeats, *leaf.shape), leaf.dtype
+                ),
+                found.get("params", {}),
+            )
+        return initial(key, shapes)
+
+    def start():
+        # Not a weak type.
+        return jnp.full((len(EDGES), len(names)), 1 / len(names), jnp.result_type(float))
+
+    def draw(key):
+        drawn = jax.random.randint(key, (len(EDGES),), 0, len(names), jnp.int32)
+        return jax.nn.one_hot(drawn, len(names))
+
+    def apply(w, alpha, x):
+        check_images(x.shape)
+        x = activations(x, dtype)
+
+        def cell(x, weights):
+            return mixed_cell(names, weights, alpha, x), None
+
+        # Inside a loop, remat needs no barrier against merging what it computes twice.
+        step = jax.checkpoint(cell, prevent_cse=False) if remat else cell
+        for name, layer in layers.items():
+            if isinstance(layer, MixedEdge):
+                x, _ = jax.lax.scan(step, x, w[name], length=cells)
+            else:
+                x = layer.apply({"params": w[name]}, x)
+        return x
+
+    def loss(w, alpha, batch):
+        x, labels = batch
+        logits = apply(w, alpha, x)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+    def predict(logits):
+        return jnp.argmax(logits, axis=-1)
+
+    def discretize(alpha):
+        alpha, expected = np.asarray(alpha), (len(EDGES), len(names))
+        if alpha.shape != expected or not np.isfinite(alpha).all():
+            raise ValueError(f"alpha: expected {expected} finite weights, got {alpha.shape}.")
+        return Genotype(tuple(names[i] for i in alpha.argmax(axis=1)))
+
+    def one_hot(genotype):
+        check_genotype(genotype)
+        for name in genotype.operations:
+            if name not in names:
+                raise ValueError(
+                    f"genotype: expected operations among {', '.join(names)}, got {name!r}."
+                )
+        return np.eye(len(names))[[names.index(name) for name in genotype.operations]]
+
+    return NasBench201Space(
+        names, init, start, draw, apply, Problem(loss, loss), predict, discretize, one_hot
+    )

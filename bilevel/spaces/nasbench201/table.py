@@ -1,0 +1,256 @@
+"""What the networks of NAS-Bench-201 reach when trained: the published benchmark as arrays.
+
+Three files, plain, ``.gz`` or ``.xz``, in ``$BILEVEL_DATA/nasbench201`` or else in the user cache,
+``pooch.os_cache("bilevel")/nasbench201``; nothing is downloaded. Their content is checked before it
+is used.
+
+=====================================  ========  =========================================
+file                                   rows      read by
+=====================================  ========  =========================================
+``nasbench201_results.csv``            15,625    :func:`load_table`
+``nasbench201_published_scores.csv``   9,445     :func:`published_scores`
+``nasbench201_cifar10_split.csv``      50,000    :func:`cifar10_split`
+=====================================  ========  =========================================
+
+Accuracies are percentages. The sets of images are
+
+===================  ===============================================================
+cifar10-valid        trained on one half of the 50,000 training images, tested on the other
+cifar10-test         trained on all of them, tested on the 10,000 test images
+cifar100-valid       trained on all training images, tested on one half of the test images
+cifar100-test        ... tested on the other half
+imagenet16-valid     ImageNet16-120, 16 x 16 pixels and 120 classes: as for CIFAR-100
+imagenet16-test
+===================  ===============================================================
+
+and ``cifar100-valtest``, ``imagenet16-valtest`` both halves together.
+
+References
+----------
+Dong & Yang, NAS-Bench-201, ICLR 2020; Dong, Liu, Musial & Gabrys, NATS-Bench, TPAMI 2021.
+"""
+
+import csv
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pooch
+
+from bilevel import data
+from bilevel.spaces.nasbench201._genotype import (
+    EDGES,
+    PRIMITIVES,
+    Genotype,
+    encode,
+    genotypes,
+    parse_genotype,
+)
+
+SETS = (
+    "cifar10-valid",
+    "cifar10-test",
+    "cifar100-valid",
+    "cifar100-test",
+    "imagenet16-valid",
+    "imagenet16-test",
+)
+"""The keys of ``Table.accuracy`` and ``Table.early``."""
+
+RUN_SETS = ("cifar10-valid", "cifar100-valtest", "imagenet16-valtest")
+"""The keys of ``Table.runs``."""
+
+# Rows and sha256 of the content, however it is compressed.
+FILES = {
+    "nasbench201_results.csv": (
+        15_625,
+        "sha256:ec288c4aaf4ef4afadaaedc6db6762b04d6a5fa5006dd116eb411113f0f612f2",
+    ),
+    "nasbench201_published_scores.csv": (
+        9_445,
+        "sha256:f1e54ef290dd660bc172cad1c959d5828a9ba8de01db3c6ed855511751be35e5",
+    ),
+    "nasbench201_cifar10_split.csv": (
+        50_000,
+        "sha256:8a0d6531a93db5acdce10cf99747bc0cc32ec0304e2fd74fba22688f3cc97720",
+    ),
+}
+
+
+class Table(NamedTuple):
+    """The benchmark's results, rows in the order of :func:`genotypes`.
+
+    Attributes
+    ----------
+    genotypes : tuple of 15,625
+    accuracy : dict of float64 [15625], by ``SETS``
+        After 200 epochs, the mean over two (7,456 networks) or three runs of different seeds.
+    early : dict of float64 [15625], by ``SETS``
+        After a training of 12 epochs with a schedule of its own, one run.
+    runs : dict of float64 [15625, 3], by ``RUN_SETS``
+        After 200 epochs, run by run; NaN where there is no third.
+    train_seconds : dict of float64 [15625], by "cifar10", "cifar100", "imagenet16"
+        What 200 epochs took the benchmark's authors; of CIFAR-10 on half the training images.
+    official_index : int64 [15625]
+        The benchmark's own index of each network.
+    """
+
+    genotypes: tuple[Genotype, ...]
+    accuracy: dict[str, np.ndarray]
+    early: dict[str, np.ndarray]
+    runs: dict[str, np.ndarray]
+    train_seconds: dict[str, np.ndarray]
+    official_index: np.ndarray
+
+
+def load_table() -> Table:
+    """Read the results of all 15,625 networks.
+
+    Raises
+    ------
+    FileNotFoundError
+        The file is in neither place.
+    ValueError
+        The file is truncated or altered.
+
+    Examples
+    --------
+    >>> table = load_table()  # doctest: +SKIP
+    >>> best = table.accuracy["cifar10-test"].argmax()  # doctest: +SKIP
+    >>> print(table.genotypes[best], table.accuracy["cifar10-test"][best])  # doctest: +SKIP
+    |nor_conv_3x3~0|+|nor_conv_3x3~0|nor_conv_3x3~1|+|skip_connect~0|nor_conv_1x1~1|nor_conv_3x3~2|
+    94.37
+    """
+    names = {name: name.replace("-", "_") for name in (*SETS, *RUN_SETS)}
+    times = {name: f"{name}_train_seconds_200ep" for name in ("cifar10", "cifar100", "imagenet16")}
+    runs = {name: [f"{names[name]}_acc_200ep_run{i}" for i in (1, 2, 3)] for name in RUN_SETS}
+    wanted = [
+        "index",
+        *(f"{names[name]}_acc_{when}" for name in SETS for when in ("200ep_mean", "12ep")),
+        *(column for columns in runs.values() for column in columns),
+        *times.values(),
+    ]
+    columns = _by_genotype("nasbench201_results.csv", wanted)
+    return Table(
+        genotypes(),
+        {name: columns[f"{names[name]}_acc_200ep_mean"] for name in SETS},
+        {name: columns[f"{names[name]}_acc_12ep"] for name in SETS},
+        {name: np.stack([columns[c] for c in runs[name]], axis=1) for name in RUN_SETS},
+        {name: columns[column] for name, column in times.items()},
+        np.nan_to_num(columns["index"], nan=-1).astype(np.int64),
+    )
+
+
+def row(table: Table, genotype: Genotype) -> int:
+    """The row of a genotype.
+
+    Raises
+    ------
+    ValueError
+        For a genotype that cannot be, or a table in another order.
+    """
+    place = int(encode(genotype) @ len(PRIMITIVES) ** np.arange(len(EDGES))[::-1])
+    if place >= len(table.genotypes) or table.genotypes[place] != genotype:
+        raise ValueError("table: expected the rows of load_table(), got others or another order.")
+    return place
+
+
+def published_scores(dataset: str = "cifar10") -> dict[str, np.ndarray]:
+    """Train-free scores as others computed them, to compare rank correlations with.
+
+    For the 9,445 networks all of whose operations act on the output. ``flops`` and ``params`` are
+    in millions, ``synflow`` is a logarithm. Larger is better, except that ``plain`` ranks the wrong
+    way round.
+
+    Parameters
+    ----------
+    dataset : {"cifar10", "imagenet16"}
+        The images that the scores were computed on.
+
+    Returns
+    -------
+    dict of float64 [15625]
+        ``epe_nas``, ``fisher``, ``flops``, ``grad_norm``, ``grasp``, ``jacov``, ``l2_norm``,
+        ``nwot``, ``params``, ``plain``, ``snip``, ``synflow``, ``zen``; rows as in the table, NaN
+        for the 6,180 other networks.
+
+    Raises
+    ------
+    FileNotFoundError, ValueError
+        As :func:`load_table`; and for another dataset.
+
+    Examples
+    --------
+    >>> int(np.isfinite(published_scores()["nwot"]).sum())  # doctest: +SKIP
+    9445
+
+    References
+    ----------
+    Kadlecová et al., Surprisingly strong performance prediction with neural graph features, 2024,
+    whose collection these are from.
+    """
+    if dataset not in ("cifar10", "imagenet16"):
+        raise ValueError(f"dataset: expected cifar10 or imagenet16, got {dataset!r}.")
+    names = "epe_nas fisher flops grad_norm grasp jacov l2_norm nwot params plain snip synflow zen"
+    wanted = {name: f"{dataset}_{name}" for name in names.split()}
+    columns = _by_genotype("nasbench201_published_scores.csv", list(wanted.values()))
+    return {name: columns[column] for name, column in wanted.items()}
+
+
+def cifar10_split() -> tuple[np.ndarray, np.ndarray]:
+    """The benchmark's halves of the CIFAR-10 training images, to train and to validate on.
+
+    Returns
+    -------
+    Two int64 arrays [25000], increasing
+        Places among the 50,000 training images in their official order.
+
+    Raises
+    ------
+    FileNotFoundError, ValueError
+        As :func:`load_table`.
+    """
+    columns = _columns("nasbench201_cifar10_split.csv", ["index", "split"])
+    index, split = np.array(columns["index"], np.int64), np.array(columns["split"])
+    return np.sort(index[split == "train"]), np.sort(index[split == "valid"])
+
+
+def _by_genotype(file: str, wanted: list[str]) -> dict[str, np.ndarray]:
+    """Columns as numbers, rows in the order of :func:`genotypes`, NaN for rows that are not there.
+
+    Files are keyed by the official text: indices differ between publications.
+    """
+    columns = _columns(file, ["arch_str", *wanted])
+    codes = encode(map(parse_genotype, columns.pop("arch_str")))
+    places = codes @ len(PRIMITIVES) ** np.arange(len(EDGES))[::-1]
+    arrays = {}
+    for name, texts in columns.items():
+        arrays[name] = np.full(len(genotypes()), np.nan)
+        arrays[name][places] = [float(text or "nan") for text in texts]
+    return arrays
+
+
+def _columns(file: str, wanted: list[str]) -> dict[str, list[str]]:
+    """Some columns of a file as texts, once its content is known to be right."""
+    path, content = _content(file)
+    size, digest = FILES[file]
+    header, *rows = csv.reader(content.decode(errors="replace").splitlines() or [""])
+    missing = [name for name in wanted if name not in header]
+    if missing:
+        raise ValueError(f"{path}: expected a column {missing[0]}, got none.")
+    if len(rows) != size:
+        raise ValueError(f"{path}: expected {size:,} rows, got {len(rows):,}.")
+    data._check_digest(path, content, digest)
+    texts = dict(zip(header, zip(*rows, strict=True), strict=True))
+    return {name: list(texts[name]) for name in wanted}
+
+
+def _content(file: str) -> tuple[Path, bytes]:
+    roots = (os.environ.get("BILEVEL_DATA"), pooch.os_cache("bilevel"))
+    folders = [Path(root) / "nasbench201" for root in roots if root]
+    for folder in folders:
+        if data._find(folder, file):
+            return data._content(folder, file)
+    places = " or ".join(map(str, folders))
+    raise FileNotFoundError(f"{file}: expected it, plain, .gz or .xz, in {places}, got none.")

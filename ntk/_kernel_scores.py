@@ -1,0 +1,192 @@
+"""Train-free scores that are read off the neural tangent kernel of a batch, every sample alone.
+
+    K_ij = <grad f(x_i), grad f(x_j)> = sum_l K_l,    f the sum of the logits, l a leaf of params
+
+See :mod:`ntk.scores`, where the public names are.
+"""
+
+import functools
+import operator
+
+import jax
+import jax.numpy as jnp
+
+from ntk import spectrum
+from ntk._network import Apply, Batch, Pytree, check, gram, is_weight
+
+
+def kernel(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
+    """``K`` [n, n] of :func:`eigen_nas` and :func:`min_eigenvalue`: not a score, for certificates.
+
+    ``ntk.certified_min_eigenvalue`` makes a rigorous lower bound of it. Without batch statistics
+    ``ntk.empirical_kernel`` gives the same, faster.
+
+    Examples
+    --------
+    >>> x, y = jnp.array([[3.0, 0.0], [0.0, 1.0]]), jnp.array([0, 1])
+    >>> kernel(None, lambda w, x: x @ w, jnp.ones((2, 2)), (x, y))
+    Array([[18.,  0.], [ 0.,  2.]], dtype=float...)
+    """
+    x, _ = check(apply, params, batch)
+    return _gram(_gradients(apply, params, x))
+
+
+def layer_traces(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
+    """``tr K_l / n`` [layers] of the weights, leaf by leaf: what each layer adds to Eigen-NAS.
+
+    Examples
+    --------
+    >>> x, y = jnp.array([[3.0, 0.0], [0.0, 1.0]]), jnp.array([0, 1])
+    >>> layer_traces(None, lambda w, x: x @ w, jnp.ones((2, 2)), (x, y))
+    Array([10.], dtype=float...)
+    """
+    x, _ = check(apply, params, batch)
+    return _traces(params, _gradients(apply, params, x))
+
+
+def kernel_scores(key, apply: Apply, params: Pytree, batch: Batch) -> dict[str, jax.Array]:
+    """All scores of this family by name, for the price of one, and ``kernel``, K itself.
+
+    Examples
+    --------
+    >>> x, y = jnp.array([[3.0, 0.0], [0.0, 1.0]]), jnp.array([0, 1])
+    >>> found = kernel_scores(None, lambda w, x: x @ w, jnp.ones((2, 2)), (x, y))
+    >>> sorted(found)
+    ['condition_number', 'eigen_nas', 'kernel', 'label_energy', 'log_traces', 'min_eigenvalue',
+     'spectral_entropy']
+    """
+    x, y = check(apply, params, batch)
+    classes = jax.eval_shape(apply, params, x).shape[1]
+    gradients = _gradients(apply, params, x)
+    K = _gram(gradients)
+    values = spectrum.eigenvalues(K)
+    return {
+        "kernel": K,
+        "eigen_nas": jnp.trace(K) / len(K),
+        "min_eigenvalue": jnp.maximum(values[0], 0),
+        "condition_number": _condition(values),
+        "spectral_entropy": _entropy(values),
+        "label_energy": _label_energy(K, values, y, classes),
+        "log_traces": _log_sum(_traces(params, gradients)),
+    }
+
+
+def min_eigenvalue(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
+    """``lambda_min(K)`` exactly, for the kernel K of :func:`eigen_nas`, which bounds it.
+
+    What Eigen-NAS stands in for. Memory: n gradients; time: one gradient per sample, ``n^2 p``.
+
+    Examples
+    --------
+    >>> x, y = jnp.array([[3.0, 0.0], [0.0, 1.0]]), jnp.array([0, 1])
+    >>> round(float(min_eigenvalue(None, lambda w, x: x @ w, jnp.ones((2, 2)), (x, y))), 4)
+    2.0
+    """
+    # What is left of a zero eigenvalue is rounding, of either sign.
+    return jnp.maximum(spectrum.min_eigenvalue(kernel(key, apply, params, batch)), 0)
+
+
+def condition_number(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
+    """``lambda_max(K) / lambda_min(K)``: smaller is better; :func:`te_nas` with samples alone.
+
+    ``inf`` where ``lambda_min`` is within rounding of 0, up to ``n eps lambda_max``.
+
+    Examples
+    --------
+    >>> x, y = jnp.array([[3.0, 0.0], [0.0, 1.0]]), jnp.array([0, 1])
+    >>> round(float(condition_number(None, lambda w, x: x @ w, jnp.ones((2, 2)), (x, y))), 3)
+    9.0
+    """
+    return _condition(spectrum.eigenvalues(kernel(key, apply, params, batch)))
+
+
+def spectral_entropy(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
+    """``-sum_i p_i log p_i`` of ``p = lambda / tr K``: how evenly K sees its n directions.
+
+    At most ``log n``; 0 for a kernel of rank one, and for one that is 0.
+
+    Examples
+    --------
+    >>> x, y = jnp.array([[1.0, 0.0], [0.0, 1.0]]), jnp.array([0, 1])
+    >>> score = spectral_entropy(None, lambda w, x: x @ w, jnp.ones((2, 2)), (x, y))
+    >>> bool(jnp.isclose(score, jnp.log(2.0)))
+    True
+    """
+    return _entropy(spectrum.eigenvalues(kernel(key, apply, params, batch)))
+
+
+def label_energy(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
+    """``-sum_c y_c' K^-1 y_c`` over the classes' indicators y_c, each less its mean.
+
+    Minus the squared norm of the smallest function that fits the labels, which bounds the
+    excess risk (:func:`ntk.excess_risk_term`). ``-inf`` where K is singular, as in
+    :func:`condition_number`.
+
+    Examples
+    --------
+    >>> x, y = jnp.array([[3.0, 0.0], [0.0, 1.0]]), jnp.array([0, 1])
+    >>> score = label_energy(None, lambda w, x: x @ w, jnp.ones((2, 2)), (x, y))
+    >>> round(float(score), 4)  # two classes, indicators +-1/2: -2 (1/18 + 1/2) / 4
+    -0.2778
+    """
+    x, y = check(apply, params, batch)
+    K = kernel(key, apply, params, batch)
+    classes = jax.eval_shape(apply, params, x).shape[1]
+    return _label_energy(K, spectrum.eigenvalues(K), y, classes)
+
+
+def log_traces(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
+    """``sum_l log(tr K_l / n)`` over the layers that have a gradient, as ZiCo adds up layers.
+
+    Examples
+    --------
+    >>> x, y = jnp.array([[3.0, 0.0], [0.0, 1.0]]), jnp.array([0, 1])
+    >>> score = log_traces(None, lambda w, x: x @ w, jnp.ones((2, 2)), (x, y))
+    >>> bool(jnp.isclose(score, jnp.log(10.0)))
+    True
+    """
+    return _log_sum(layer_traces(key, apply, params, batch))
+
+
+def _gradients(apply: Apply, params: Pytree, x: jax.Array) -> Pytree:
+    """Leaves [n, size]: the gradient of each sample's summed logits."""
+    gradient = jax.grad(lambda p, xi: jnp.sum(apply(p, xi[None])))
+    return jax.lax.map(lambda xi: jax.tree.map(jnp.ravel, gradient(params, xi)), x)
+
+
+def _gram(gradients: Pytree) -> jax.Array:
+    return functools.reduce(operator.add, map(gram, jax.tree.leaves(gradients)))
+
+
+def _traces(params: Pytree, gradients: Pytree) -> jax.Array:
+    pairs = zip(is_weight(params), jax.tree.leaves(gradients), strict=True)
+    return jnp.stack([jnp.sum(g**2) / len(g) for chosen, g in pairs if chosen])
+
+
+def _log_sum(traces: jax.Array) -> jax.Array:
+    positive = traces > 0
+    return jnp.sum(jnp.where(positive, jnp.log(jnp.where(positive, traces, 1)), 0))
+
+
+def _condition(values: jax.Array) -> jax.Array:
+    regular = _is_regular(values)
+    return jnp.where(regular, values[-1] / jnp.where(regular, values[0], 1), jnp.inf)
+
+
+def _is_regular(values: jax.Array) -> jax.Array:
+    return values[0] > len(values) * jnp.finfo(values.dtype).eps * values[-1]
+
+
+def _entropy(values: jax.Array) -> jax.Array:
+    values = jnp.maximum(values, 0)
+    total = jnp.sum(values)
+    return jnp.sum(jax.scipy.special.entr(values / jnp.where(total > 0, total, 1)))
+
+
+def _label_energy(K: jax.Array, values: jax.Array, y: jax.Array, classes: int) -> jax.Array:
+    targets = jax.nn.one_hot(y, classes, dtype=K.dtype)
+    targets -= targets.mean(axis=0)
+    regular = _is_regular(values)
+    safe = jnp.where(regular, K, jnp.eye(len(K), dtype=K.dtype))
+    whitened = jax.scipy.linalg.solve_triangular(jnp.linalg.cholesky(safe), targets, lower=True)
+    return jnp.where(regular, -jnp.sum(whitened**2), -jnp.inf)

@@ -1,0 +1,284 @@
+"""Genotypes of NAS-Bench-201: text, arrays, isomorphism, costs; published counts, brute force."""
+
+import functools
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from bilevel.spaces.nasbench201._genotype import (
+    EDGES,
+    Genotype,
+    canonical,
+    conv_edges,
+    decode,
+    draw_corner,
+    draw_genotype,
+    encode,
+    genotype,
+    genotypes,
+    is_dead,
+    multiply_adds,
+    one_hot,
+    parameter_count,
+    parse_genotype,
+    trainable_layers,
+)
+
+RESNET = (
+    "|nor_conv_3x3~0|+|none~0|nor_conv_3x3~1|+|skip_connect~0|none~1|skip_connect~2|"  # the paper's
+)
+BEST = (
+    "|nor_conv_3x3~0|+|nor_conv_3x3~0|nor_conv_3x3~1|"
+    "+|skip_connect~0|nor_conv_1x1~1|nor_conv_3x3~2|"  # on CIFAR-10, in the benchmark
+)
+
+
+def counts():
+    """Of 1 x 1 and of 3 x 3 convolutions, and the genotype, for all."""
+    for g in genotypes():
+        yield g.operations.count("nor_conv_1x1"), g.operations.count("nor_conv_3x3"), g
+
+
+# Text and arrays.
+
+
+def test_the_official_text_is_read_edge_by_edge():
+    g = parse_genotype(RESNET)
+    on = dict(zip(EDGES, g.operations, strict=True))
+    assert on[0, 1] == on[1, 2] == "nor_conv_3x3"
+    assert on[0, 3] == on[2, 3] == "skip_connect"
+    assert on[0, 2] == on[1, 3] == "none"
+    assert str(g) == RESNET
+
+
+def test_text_and_arrays_give_every_genotype_back():
+    everything = genotypes()
+    assert len(set(everything)) == 5**6
+    assert all(parse_genotype(str(g)) == g for g in everything)
+    assert decode(encode(everything)) == everything
+    assert len({str(g) for g in everything}) == 5**6
+
+
+def test_a_genotypes_place_is_its_code_in_base_5():
+    codes = encode(genotypes())
+    assert codes.dtype == np.int32
+    np.testing.assert_array_equal(codes @ 5 ** np.arange(6)[::-1], np.arange(5**6))
+
+
+def test_one_genotype_is_a_vector_and_no_genotypes_are_no_rows():
+    g = parse_genotype(BEST)
+    assert encode(g).shape == (6,) and decode(encode(g)) == g
+    assert encode(()).shape == (0, 6) and decode(encode(())) == ()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "nor_conv_3x3",
+        BEST[:-1],
+        BEST + "|",
+        BEST.replace("~1|+", "~2|+"),  # a source that its node does not have there
+        BEST.replace("+", ""),
+        "+".join(BEST.split("+")[:2]),
+        BEST + "+" + BEST,
+    ],
+)
+def test_a_malformed_text_is_refused(text):
+    with pytest.raises(ValueError, match=r"^text: expected \|op~0\|\+.*, got '.*'\.$"):
+        parse_genotype(text)
+
+
+def test_an_unknown_operation_is_refused():
+    with pytest.raises(ValueError, match=r"^operations: expected one of none, .*'max_pool_3x3'"):
+        parse_genotype(BEST.replace("nor_conv_1x1", "max_pool_3x3"))
+    with pytest.raises(ValueError, match=r"^operations: expected 6, got 5\."):
+        encode([Genotype(("none",) * 5)])
+
+
+@pytest.mark.parametrize(
+    "array", [np.zeros((2, 5), int), np.zeros(6), np.zeros((1, 1, 6), int), np.full(6, 5), [-1] * 6]
+)
+def test_an_array_that_codes_no_genotype_is_refused(array):
+    with pytest.raises(ValueError, match=r"^array: expected "):
+        decode(array)
+
+
+# Weights on the operations.
+
+
+def test_the_largest_weight_wins_and_none_may():
+    alpha = np.full((6, 5), 0.2)
+    assert genotype(alpha).operations == ("none",) * 6  # equal weights: the first
+    alpha[2, 4] += 1e-6
+    assert genotype(jnp.asarray(alpha)).operations[2] == "avg_pool_3x3"
+
+
+def test_a_genotype_comes_back_from_its_corner():
+    for g in genotypes()[::97]:
+        alpha = one_hot(g)
+        assert (alpha.sum(axis=1) == 1).all()
+        assert genotype(alpha) == g
+
+
+@pytest.mark.parametrize("alpha", [np.zeros((5, 6)), np.full((6, 5), np.nan)])
+def test_weights_of_another_shape_or_nan_are_refused(alpha):
+    with pytest.raises(ValueError, match=r"^alpha: expected \(6, 5\) finite weights, got "):
+        genotype(alpha)
+
+
+def test_corners_are_drawn_uniformly_under_jit_and_vmap():
+    """Against the multinomial: 5 standard deviations for each edge and operation."""
+    m = 5000
+    keys = jax.random.split(jax.random.key(0), m)
+    corners = np.asarray(jax.jit(jax.vmap(draw_corner))(keys))
+    assert corners.shape == (m, 6, 5)
+    assert set(np.unique(corners)) == {0, 1}
+    assert (corners.sum(axis=2) == 1).all()
+    assert np.abs(corners.sum(axis=0) - m / 5).max() < 5 * math.sqrt(m * 0.2 * 0.8)
+    # And edges are independent of one another: most of the 5,000 cells are different.
+    distinct = len(np.unique(corners.argmax(axis=2), axis=0))
+    expected = 5**6 * (1 - (1 - 5**-6) ** m)
+    assert abs(distinct - expected) < 200
+    assert [genotype(c) for c in corners[:20]] == [draw_genotype(k) for k in keys[:20]]
+
+
+# The graph.
+
+
+def paths(g):
+    """All paths without ``none`` from node 0 to node 3, as lists of edges."""
+    on = dict(zip(EDGES, g.operations, strict=True))
+    for middle in ((), (1,), (2,), (1, 2)):
+        path = list(itertools.pairwise((0, *middle, 3)))
+        if all(on[edge] != "none" for edge in path):
+            yield path
+
+
+def test_a_cell_is_dead_without_a_path_from_input_to_output():
+    """Against the four possible paths, one by one; trainable layers count what lies on them."""
+    for g in genotypes():
+        edges = {edge for path in paths(g) for edge in path}
+        assert is_dead(g) == (not edges)
+        on = dict(zip(EDGES, g.operations, strict=True))
+        convolutions = sum(on[edge].startswith("nor_conv") for edge in edges)
+        assert trainable_layers(g) == 8 + 15 * convolutions
+        assert trainable_layers(g, cells=1) == 8 + 3 * convolutions
+        assert convolutions <= conv_edges(g)
+
+
+FUNCTIONS = {
+    "nor_conv_1x1": [lambda x, k=k: math.sin((k + 1.3) * x) for k in range(6)],
+    "nor_conv_3x3": [lambda x, k=k: x**2 / (k + 1.7) - x * k for k in range(6)],
+}
+
+
+def fingerprint(g):
+    """Its outputs on a number, over all ways to give its convolutions different functions.
+
+    Generic functions tell apart all that is not isomorphic. Only convolutions on some path get a
+    function: to those without effect the output does not depend anyway.
+    """
+    edges = sorted({edge for path in paths(g) for edge in path})
+    on = dict(zip(EDGES, g.operations, strict=True))
+    kinds = [[e for e in edges if on[e] == name] for name in FUNCTIONS]
+    choices = itertools.product(*(itertools.permutations(range(len(kind))) for kind in kinds))
+    outputs = []
+    for choice in choices:
+        given = {
+            edge: functions[k]
+            for kind, order, functions in zip(kinds, choice, FUNCTIONS.values(), strict=True)
+            for edge, k in zip(kind, order, strict=True)
+        }
+        node = {0: 0.7310585, 1: 0.0, 2: 0.0, 3: 0.0}
+        for i, j in sorted(edges, key=lambda edge: edge[1]):
+            if on[i, j] == "skip_connect":
+                node[j] += node[i]
+            elif on[i, j] == "avg_pool_3x3":  # not linear here: pooled sums are not merged
+                node[j] += math.exp(-((node[i] + 0.3) ** 2))
+            else:
+                node[j] += given[i, j](node[i])
+        outputs.append(node[3])
+    return (len(edges) > 0, *(f"{v:.9g}" for v in sorted(outputs)))
+
+
+@functools.cache
+def formulas():
+    return [canonical(g) for g in genotypes()]
+
+
+def test_cells_share_a_formula_exactly_if_they_are_isomorphic():
+    prints = [fingerprint(g) for g in genotypes()]
+    assert len(set(formulas())) == 5260
+    assert len(set(prints)) == len(set(zip(prints, formulas(), strict=True))) == 5260
+
+
+def test_dead_cells_alone_have_the_empty_formula():
+    assert all((not text) == is_dead(g) for g, text in zip(genotypes(), formulas(), strict=True))
+    assert sum(map(is_dead, genotypes())) == formulas().count("") == 341
+
+
+def test_the_literatures_6466_comes_from_sorting_texts_with_zeros_kept():
+    """The differences that ``canonical`` states: and 6,466 hangs on how an operation is written."""
+
+    def text(g, write):
+        nodes = ["0", "", "", ""]
+        for node in (1, 2, 3):
+            terms = []
+            for (i, j), name in zip(EDGES, g.operations, strict=True):
+                if j == node:
+                    skipped = name == "skip_connect"
+                    term = nodes[i] if skipped else write.format(name=name, x=nodes[i])
+                    terms.append("#" if name == "none" or nodes[i] == "#" else term)
+            nodes[node] = "+".join(sorted(terms))
+        return nodes[3]
+
+    assert len({text(g, "({x})@{name}") for g in genotypes()}) == 6466
+    assert len({text(g, "{name}({x})") for g in genotypes()}) == 6350
+
+
+# Costs.
+
+
+def test_parameters_follow_the_published_formula():
+    for n1, n3, g in counts():
+        assert parameter_count(g) == 73_306 + 243_040 * n3 + 28_000 * n1
+
+
+def test_multiply_adds_follow_the_published_formula():
+    """7.78 M + 35.389 M per 3 x 3 + 3.932 M per 1 x 1 convolution; the best network's 153.27 M."""
+    for n1, n3, g in counts():
+        assert multiply_adds(g) == pytest.approx(
+            1e6 * (7.783 + 35.38944 * n3 + 3.93216 * n1), abs=1e3
+        )
+    assert round(multiply_adds(parse_genotype(BEST)) / 1e6, 2) == 153.27
+
+
+def test_the_classifier_and_the_image_are_counted_apart():
+    g = parse_genotype(BEST)
+    assert parameter_count(g, classes=100) - parameter_count(g) == 90 * 65
+    assert multiply_adds(g, classes=100) - multiply_adds(g) == 90 * 64
+    convolutions = multiply_adds(g) - 640
+    assert multiply_adds(g, pixels=16, classes=120) == convolutions // 4 + 64 * 120
+
+
+def test_weights_grow_linearly_in_cells_and_quadratically_in_channels():
+    g = parse_genotype(BEST)
+    one, two, three = (parameter_count(g, cells=n) for n in (1, 2, 3))
+    assert three - two == two - one == (parameter_count(g) - one) // 4
+    # c -> 2c: the third difference of a polynomial of degree two in the channels is zero.
+    a, b, c, d = (parameter_count(g, channels=n) for n in (4, 8, 12, 16))
+    assert d - 3 * c + 3 * b - a == 0
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"cells": 0}, {"channels": 0}, {"pixels": 30}, {"pixels": 0}], ids=str
+)
+def test_impossible_networks_are_refused(wrong):
+    name = next(iter(wrong))
+    with pytest.raises(ValueError, match=f"^{name}: expected "):
+        multiply_adds(genotypes()[0], **wrong)

@@ -1,0 +1,349 @@
+"""Judging of train-free scores: brute force, closed forms, and figures from the real table."""
+
+import itertools
+import math
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bilevel.spaces.nasbench201._genotype import genotypes, multiply_adds, parameter_count
+from bilevel.spaces.nasbench201.judging import (
+    BASELINES,
+    DATASETS,
+    PRINTED,
+    best_of_k,
+    best_of_k_random,
+    correlations,
+    judge,
+    paper_protocol,
+    seed_ceiling,
+    sum_of_log_ranks,
+    top_one,
+)
+from bilevel.spaces.nasbench201.table import (
+    RUN_SETS,
+    SETS,
+    Table,
+    load_table,
+    published_scores,
+)
+
+real = pytest.mark.skipif(
+    not (
+        os.environ.get("BILEVEL_DATA")
+        and (Path(os.environ["BILEVEL_DATA"]) / "nasbench201").is_dir()
+    ),
+    reason="BILEVEL_DATA holds no nasbench201",
+)
+RNG = np.random.default_rng(0)
+NAN, INF = math.nan, math.inf
+
+
+def made_up(seed=0):
+    """A table of the real size: accuracy is the parameter count's rank and noise."""
+    rng, m = np.random.default_rng(seed), len(genotypes())
+    size = np.array([parameter_count(g) for g in genotypes()]) / 1.6e6
+    accuracy = {name: 60 + 30 * size + rng.normal(size=m) for name in SETS}
+    early = {name: values - 20 + rng.normal(size=m) for name, values in accuracy.items()}
+    truth = rng.normal(size=(m, 1))
+    runs = {name: truth + 0.3 * rng.normal(size=(m, 3)) for name in RUN_SETS}
+    for values in runs.values():
+        values[: m // 2, 2] = NAN
+    return Table(genotypes(), accuracy, early, runs, {}, np.arange(m)), truth[:, 0]
+
+
+# Correlations.
+
+
+def tau_b(x, y):
+    """By its definition, over all pairs."""
+    pairs = list(itertools.combinations(range(len(x)), 2))
+    dx = np.array([np.sign(x[i] - x[j]) for i, j in pairs])
+    dy = np.array([np.sign(y[i] - y[j]) for i, j in pairs])
+    return (dx * dy).sum() / math.sqrt((dx != 0).sum() * (dy != 0).sum())
+
+
+def test_tau_is_its_definition_over_pairs_and_rho_is_pearsons_of_ranks():
+    score, accuracy = RNG.integers(0, 6, 30), RNG.integers(0, 9, 30)
+    tau, rho = correlations(score, accuracy)
+    assert tau == pytest.approx(tau_b(score, accuracy))
+    ranks = [np.array([((a < v).sum() + (a <= v).sum()) / 2 for v in a]) for a in (score, accuracy)]
+    assert rho == pytest.approx(np.corrcoef(*ranks)[0, 1])
+
+
+def test_nan_ranks_below_minus_infinity_and_ties_with_nan():
+    score = [NAN, NAN, -INF, -5.0, 2.0, INF]
+    accuracy = [3.0, 1.0, 10.0, 20.0, 30.0, 15.0]
+    assert correlations(score, accuracy) == correlations([0, 0, 1, 2, 3, 4], accuracy)
+
+
+def test_a_score_that_ranks_nothing_has_no_correlation():
+    for score in ([1, 1, 1], [NAN] * 3):
+        assert all(map(math.isnan, correlations(score, [1.0, 2.0, 3.0])))
+
+
+def test_arrays_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match=r"^accuracy: expected one number for each score, 2"):
+        correlations([1, 2], [1.0])
+    with pytest.raises(ValueError, match=r"^accuracy: expected finite accuracies, got nan"):
+        top_one([1, 2], [1.0, NAN])
+    with pytest.raises(ValueError, match=r"^score: expected a vector, got shape \[0\]"):
+        top_one([], [])
+    with pytest.raises(ValueError, match=r"^k: expected 1 to 2, got 3"):
+        best_of_k([1, 2, 3], [1, 2, 3], [1, 2, 3], 3, pool=2)
+    with pytest.raises(ValueError, match=r"^pool: expected 1 to 3, got 4"):
+        best_of_k([1, 2, 3], [1, 2, 3], [1, 2, 3], 3, pool=4)
+    with pytest.raises(ValueError, match=r"^k: expected 1 to 3, got 0"):
+        best_of_k_random([1, 2, 3], [1, 2, 3], 0)
+    with pytest.raises(ValueError, match=r"^draws: expected 1 to "):
+        best_of_k([1, 2, 3], [1, 2, 3], [1, 2, 3], 3, draws=0)
+
+
+def test_the_ceiling_is_what_the_truth_reaches_on_simulated_runs():
+    """Runs drawn by the model: truth and normal errors; two or three runs each."""
+    table, truth = made_up()
+    for name in RUN_SETS:
+        pairs, ceiling = seed_ceiling(table, name)
+        assert set(pairs) == {(0, 1), (0, 2), (1, 2)}
+        expected = 2 / math.pi * math.asin(1 / 1.09)
+        assert all(tau == pytest.approx(expected, abs=0.01) for tau in pairs.values())
+        reached = correlations(truth, np.nanmean(table.runs[name], axis=1)).tau
+        assert ceiling == pytest.approx(reached, abs=0.005)
+        assert ceiling > max(pairs.values()) + 0.02
+    with pytest.raises(
+        ValueError, match=r"^dataset: expected one of cifar10-valid, .*cifar10-test"
+    ):
+        seed_ceiling(table, "cifar10-test")
+
+
+# Choices.
+
+
+def test_top_one_is_the_mean_over_ties_and_never_nan():
+    accuracy = np.array([70.0, 80.0, 90.0, 95.0])
+    assert top_one([3, 3, 1, NAN], accuracy) == 75
+    assert top_one([-INF, NAN, NAN, NAN], accuracy) == 70
+    assert top_one([5, INF, 6, NAN], accuracy) == 80
+    assert top_one([NAN] * 4, accuracy) == accuracy.mean()
+
+
+def subsets_mean(valid, test, k):
+    """Over all k-subsets: the mean test accuracy of those best by validation."""
+    means = []
+    for subset in itertools.combinations(range(len(valid)), k):
+        top = max(valid[i] for i in subset)
+        means.append(np.mean([test[i] for i in subset if valid[i] == top]))
+    return np.mean(means)
+
+
+@pytest.mark.parametrize("k", [1, 2, 4, 7, 8])
+def test_the_best_of_k_random_is_the_mean_over_all_subsets(k):
+    valid, test = RNG.integers(0, 5, 8), RNG.normal(size=8)  # with ties
+    assert best_of_k_random(valid, test, k) == pytest.approx(subsets_mean(valid, test, k))
+    valid = RNG.normal(size=8)
+    assert best_of_k_random(valid, test, k) == pytest.approx(subsets_mean(valid, test, k))
+
+
+def test_without_a_pool_the_top_k_are_kept_and_validated():
+    score = np.array([NAN, 5, 4, 3, 2, 1, INF, -INF])
+    valid = np.array([99, 10, 40, 30, 20, 90, 15, 99.0])
+    test = np.arange(8.0)
+    for k, chosen in ((1, 6), (2, 6), (3, 2), (5, 2), (6, 5), (7, 7)):
+        assert (best_of_k(score, valid, test, k, draws=5) == chosen).all()
+    # NaN is kept only when all else is; then it ties with the other network of validation 99.
+    assert set(best_of_k(score, valid, test, 8, draws=100)) == {0, 7}
+
+
+def test_ties_are_broken_evenly():
+    """Two of four tied networks join the best one: 1 of the 6 pairs lacks both 2 and 3."""
+    score, valid, test = [9, 1, 1, 1, 1], [0, 1, 2, 3, 3], np.array([0, 1, 2, 3, 3.0])
+    found = best_of_k(score, valid, test, 3, draws=4000)
+    shares = [np.mean(found == value) for value in (1, 2, 3)]
+    # Best of a random pair of (1, 2, 3, 3): 1 never, 2 once in six.
+    assert shares == pytest.approx([0, 1 / 6, 5 / 6], abs=0.03)
+    again = best_of_k(score, valid, test, 3, draws=4000)
+    np.testing.assert_array_equal(found, again)
+    assert (best_of_k(score, valid, test, 3, draws=4000, seed=1) != found).any()
+
+
+def test_a_score_of_no_information_is_worth_nothing():
+    """Constant and all-NaN scores, with and without a pool, against the closed form."""
+    valid = RNG.normal(size=60)
+    test = valid + RNG.normal(size=60)
+    expected = best_of_k_random(valid, test, 5)
+    for score in (np.zeros(60), np.full(60, NAN)):
+        for pool in (None, 20):
+            found = best_of_k(score, valid, test, 5, pool=pool, draws=4000)
+            assert abs(found.mean() - expected) < 4 * found.std() / math.sqrt(4000)
+
+
+def test_with_a_pool_the_mean_is_that_over_all_pools():
+    score, valid = RNG.permutation(7), RNG.permutation(7)
+    test = RNG.normal(size=7)
+    means = []
+    for pool in itertools.combinations(range(7), 4):
+        kept = sorted(pool, key=lambda i: score[i])[-2:]
+        means.append(test[max(kept, key=lambda i: valid[i])])
+    found = best_of_k(score, valid, test, 2, pool=4, draws=6000)
+    assert abs(found.mean() - np.mean(means)) < 4 * np.std(means) / math.sqrt(6000)
+
+
+# Scores together, and the report.
+
+
+def test_log_ranks_add_up_with_mean_ranks_for_ties_and_nan_last():
+    a, b = [1, 2, 2, 4], [NAN, -INF, INF, 0.0]
+    expected = np.log([1 / 4, 2.5 / 4, 2.5 / 4, 4 / 4]) + np.log([1 / 4, 2 / 4, 4 / 4, 3 / 4])
+    np.testing.assert_allclose(sum_of_log_ranks(a, b), expected)
+    with pytest.raises(ValueError, match=r"^scores: expected at least one, got none"):
+        sum_of_log_ranks()
+    with pytest.raises(ValueError, match=r"^scores: expected vectors of one length"):
+        sum_of_log_ranks(a, [1])
+
+
+def test_the_protocol_is_the_best_of_k_in_pools_by_early_validation():
+    table, _ = made_up()
+    rows = np.arange(0, 15_625, 15)
+    score = RNG.normal(size=len(rows))
+    found = paper_protocol(score, table, rows, k=5, repeats=4, pool=50, seed=3)
+    final = paper_protocol(score, table, rows, k=5, repeats=1, pool=50, validation="final")
+    for name in DATASETS:
+        test = table.accuracy[f"{name}-test"][rows]
+        early = table.early[f"{name}-valid"][rows]
+        expected = best_of_k(score, early, test, 5, pool=50, draws=4, seed=3)
+        assert found[name] == pytest.approx((expected.mean(), expected.std(ddof=1)))
+        valid = table.accuracy[f"{name}-valid"][rows]
+        assert final[name].mean == best_of_k(score, valid, test, 5, pool=50, draws=1)[0]
+        assert math.isnan(final[name].std)
+    with pytest.raises(ValueError, match=r"^validation: expected early or final, got 'late'"):
+        paper_protocol(score, table, rows, validation="late")
+    with pytest.raises(ValueError, match=r"^rows: expected 0 to 15624, got 0 to 15625"):
+        paper_protocol(score[:2], table, [0, 15_625])
+
+
+def test_the_report_has_each_figure_of_each_score_and_the_baselines():
+    table, _ = made_up()
+    rows = np.arange(3, 15_625, 25)
+    truth = table.accuracy["cifar10-test"][rows].copy()
+    truth[:2] = NAN
+    truth_line, noise_line, *baselines = judge(
+        {"truth": truth, "noise": RNG.normal(size=len(rows))}, table, rows, pool=100, draws=50
+    )
+    assert [line["score"] for line in baselines] == list(BASELINES)
+    assert truth_line["nan"] == 2
+    assert truth_line["cifar10-test tau"] > 0.95 > truth_line["cifar10-valid tau"]
+    assert abs(noise_line["cifar10-test tau"]) < 0.1
+    # Baselines are counted here, whatever the caller gives; accuracy was made from the first.
+    size = [parameter_count(genotypes()[i]) for i in rows]
+    for name in DATASETS:
+        test, valid = (table.accuracy[f"{name}-{part}"][rows] for part in ("test", "valid"))
+        found = best_of_k(size, valid, test, 20, pool=100, draws=50)
+        assert baselines[0][f"{name}-test tau"] == correlations(size, test).tau
+        assert baselines[0][f"{name}-test rho"] == correlations(size, test).rho
+        assert baselines[0][f"{name} top one"] == top_one(size, test)
+        gain = found.mean() - best_of_k_random(valid, test, 20)
+        assert baselines[0][f"{name} gain"] == pytest.approx(gain)
+        assert baselines[0][f"{name} gain error"] == pytest.approx(found.std(ddof=1) / 50**0.5)
+    assert [line["score"] for line in judge({}, table, rows, draws=1)] == list(BASELINES)
+
+
+def test_scores_that_do_not_fit_the_rows_are_refused():
+    table, _ = made_up()
+    with pytest.raises(ValueError, match=r"^scores: expected 3 of 'mine', one for each row, got "):
+        judge({"mine": [1, 2]}, table, [5, 6, 7], k=1)
+    with pytest.raises(ValueError, match=r"^scores: expected names other .* got 'conv edges'"):
+        judge({"conv edges": [1, 2, 3]}, table, [5, 6, 7], k=1)
+    with pytest.raises(ValueError, match=r"^rows: expected integers \[m\], got float64"):
+        judge({}, table, [5.0], k=1)
+
+
+def test_parameters_and_multiply_adds_rank_alike():
+    counts = {(parameter_count(g), multiply_adds(g)) for g in genotypes()}
+    parameters, operations = zip(*sorted(counts), strict=True)
+    assert len(set(parameters)) == len(counts) == 28
+    assert list(operations) == sorted(set(operations))
+
+
+def test_printed_figures_are_those_of_the_paper():
+    """Zhu et al. (2022), Table 2: Eigen-NAS with k = 20."""
+    assert PRINTED["Eigen-NAS (k=20)"] == ((93.46, 0.01), (71.42, 0.63), (45.54, 0.04))
+    assert all(len(figures) == len(DATASETS) for figures in PRINTED.values())
+
+
+# The real table.
+
+
+@pytest.fixture(scope="module")
+def table():
+    return load_table()
+
+
+@pytest.fixture(scope="module")
+def scored():
+    """Published scores, and the rows that have them."""
+    scores = published_scores()
+    rows = np.flatnonzero(np.isfinite(scores["nwot"]))
+    return {name: values[rows] for name, values in scores.items()}, rows
+
+
+@real
+def test_published_scores_correlate_as_published(table, scored):
+    """The layer count and FLOPs as the VKDNW paper (CVPR 2025) prints them, tau and rho.
+
+    The others as found before, independently, from the same scores.
+    """
+    scores, rows = scored
+    for name, printed in {
+        "conv edges": ((0.626, 0.767), (0.646, 0.787), (0.623, 0.764)),
+        "multiply-adds": ((0.623, 0.799), (0.586, 0.763), (0.545, 0.718)),
+    }.items():
+        counted = [BASELINES[name](genotypes()[i]) for i in rows]
+        for dataset, figures in zip(DATASETS, printed, strict=True):
+            found = correlations(counted, table.accuracy[f"{dataset}-test"][rows])
+            assert found == pytest.approx(figures, abs=0.004)
+    for name, tau in {"nwot": 0.624, "params": 0.622, "jacov": 0.615, "synflow": 0.580}.items():
+        found = correlations(scores[name], table.accuracy["cifar10-test"][rows]).tau
+        assert found == pytest.approx(tau, abs=0.0015)
+    four = sum_of_log_ranks(*(scores[name] for name in ("nwot", "synflow", "jacov", "flops")))
+    found = correlations(four, table.accuracy["cifar10-valid"][rows]).tau
+    assert found == pytest.approx(0.683, abs=0.005)
+
+
+@real
+def test_a_run_predicts_the_mean_of_the_others_as_the_ceiling_s_model_says(table):
+    for name, predicted, seen in zip(
+        RUN_SETS, (0.926, 0.925, 0.941), (0.925, 0.923, 0.940), strict=True
+    ):
+        runs = table.runs[name][~np.isnan(table.runs[name]).any(axis=1)]
+        pairs = [correlations(runs[:, i], runs[:, j]).tau for i, j in ((0, 1), (0, 2), (1, 2))]
+        r = math.sin(math.pi / 2 * np.mean(pairs))
+        model = 2 / math.pi * math.asin(math.sqrt(r * 2 * r / (1 + r)))
+        found = [correlations(runs[:, i], np.delete(runs, i, 1).mean(1)).tau for i in range(3)]
+        assert model == pytest.approx(predicted, abs=0.0006)
+        assert np.mean(found) == pytest.approx(seen, abs=0.0006)
+
+
+@real
+def test_the_ceiling_is_as_stated(table):
+    pairs, ceiling = seed_ceiling(table, "cifar10-valid")
+    assert sorted(pairs.values()) == pytest.approx([0.910, 0.915, 0.915], abs=0.001)
+    assert ceiling == pytest.approx(0.961, abs=0.0006)
+
+
+@real
+def test_random_networks_do_nearly_as_well_as_the_best(table):
+    valid, test = table.accuracy["cifar10-valid"], table.accuracy["cifar10-test"]
+    assert best_of_k_random(valid, valid, 20) == pytest.approx(90.37, abs=0.01)
+    assert best_of_k_random(valid, valid, 40) == pytest.approx(90.71, abs=0.01)
+    assert best_of_k_random(valid, test, 20) == pytest.approx(93.33, abs=0.01)
+
+
+@real
+def test_dropping_networks_moves_tau_as_stated(table, scored):
+    _, rows = scored
+    size = np.array([parameter_count(g) for g in genotypes()])
+    test = table.accuracy["cifar10-test"]
+    assert correlations(size, test).tau == pytest.approx(0.578, abs=0.0006)
+    assert correlations(size[rows], test[rows]).tau == pytest.approx(0.623, abs=0.0006)

@@ -1,0 +1,239 @@
+"""All networks of NAS-Bench-201 as one function: against themselves one by one, and by brute force.
+
+Sources of truth: a network written out with ``lax``'s convolutions and plain autodiff, the
+published parameter counts, finite differences.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import assert_close
+from jax.flatten_util import ravel_pytree
+
+import ntk
+from bilevel.spaces.nasbench201 import (
+    EDGES,
+    Genotype,
+    encode,
+    nasbench201_network,
+    nasbench201_networks,
+    parameter_count,
+    parse_genotype,
+)
+from bilevel.spaces.scratch import training
+
+KEY = jax.random.key(0)
+NETWORKS = nasbench201_networks(classes=3, cells=1, channels=2)
+X = jax.random.normal(jax.random.key(1), (4, 8, 8, 3))
+Y = jnp.array([0, 1, 2, 1])
+ALL = "|avg_pool_3x3~0|+|nor_conv_3x3~0|nor_conv_1x1~1|+|skip_connect~0|none~1|nor_conv_3x3~2|"
+CELLS = {
+    "every operation": ALL,
+    "one that ends nowhere": ALL.replace("|nor_conv_3x3~2|", "|none~2|"),
+    "dead": "|none~0|+|none~0|nor_conv_3x3~1|+|none~0|nor_conv_1x1~1|nor_conv_3x3~2|",
+    "identity": "|skip_connect~0|+|none~0|skip_connect~1|+|skip_connect~0|none~1|skip_connect~2|",
+}
+GENOTYPES = {name: parse_genotype(text) for name, text in CELLS.items()}
+
+
+@functools.cache
+def weights():
+    """With scales and biases that are not 1 and 0."""
+    w = NETWORKS.init(KEY, X.shape[1:])
+    flat, unravel = ravel_pytree(w)
+    moved = unravel(flat + 0.1 * jax.random.normal(KEY, flat.shape, flat.dtype))
+    return jax.tree.map(lambda leaf: leaf.astype(X.dtype), moved)
+
+
+def by_hand(w, genotype, x):
+    """The network, operation by operation, without the package's convolutions."""
+
+    def norm(w, x):
+        mean, variance = x.mean((0, 1, 2)), x.var((0, 1, 2))
+        return w["scale"] * (x - mean) / jnp.sqrt(variance + 1e-5) + w["bias"]
+
+    def conv(w, x, stride=1):
+        axes = ("NHWC", "HWIO", "NHWC")
+        k = w["kernel"]
+        p = k.shape[0] // 2
+        return jax.lax.conv_general_dilated(
+            x, k, (stride, stride), [(p, p), (p, p)], dimension_numbers=axes
+        )
+
+    def block(w, x, stride=1):
+        return norm(w["norm"], conv(w["conv"], jnp.maximum(x, 0), stride))
+
+    def mean(x, size, stride, padding):
+        def total(x):
+            pads = [(0, 0), (padding, padding), (padding, padding), (0, 0)]
+            shape, strides = (1, size, size, 1), (1, stride, stride, 1)
+            return jax.lax.reduce_window(x, 0.0, jax.lax.add, shape, strides, pads)
+
+        return total(x) / total(jnp.ones_like(x))
+
+    operations = {
+        "none": lambda w, x: 0 * x,
+        "skip_connect": lambda w, x: x,
+        "nor_conv_1x1": lambda w, x: block(w["nor_conv_1x1"], x),
+        "nor_conv_3x3": lambda w, x: block(w["nor_conv_3x3"], x),
+        "avg_pool_3x3": lambda w, x: mean(x, 3, 1, 1),
+    }
+    x = norm(w["stem"]["norm"], conv(w["stem"]["conv"], x))
+    for stage in range(3):
+        if stage:
+            r = w[f"reduction_{stage}"]
+            y = block(r["second"], block(r["first"], x, 2))
+            x = y + conv(r["shortcut"], mean(x, 2, 2, 0))
+        for cell in (stage,):
+            nodes = [x, 0.0, 0.0, 0.0]
+            for e, ((source, node), name) in enumerate(
+                zip(EDGES, genotype.operations, strict=True)
+            ):
+                edge = w[f"cell_{cell}"][f"edge_{e}"]
+                nodes[node] += operations[name](edge, nodes[source] + 0 * x)
+            x = nodes[3]
+    x = jnp.maximum(norm(w["head"]["norm"], x), 0).mean((1, 2))
+    return x @ w["head"]["classifier"]["kernel"] + w["head"]["classifier"]["bias"]
+
+
+def loss(logits):
+    return optax.softmax_cross_entropy_with_integer_labels(logits, Y).mean()
+
+
+@functools.cache
+def array_form():
+    """Logits and gradient, traced once for all genotypes."""
+    return jax.jit(
+        lambda w, which: (
+            NETWORKS.apply(w, which, X),
+            jax.grad(lambda w: loss(NETWORKS.apply(w, which, X)))(w),
+        )
+    )
+
+
+@pytest.mark.parametrize("name", GENOTYPES)
+def test_both_forms_and_their_gradients_are_those_of_the_network_by_hand(name):
+    w, genotype = weights(), GENOTYPES[name]
+    found = array_form()(w, encode(genotype))
+    expected = jax.jit(
+        lambda w: (by_hand(w, genotype, X), jax.grad(lambda w: loss(by_hand(w, genotype, X)))(w))
+    )(w)
+    assert_close(found, expected)
+    own = NETWORKS.select(w, genotype)
+    assert_close(jax.jit(lambda w: NETWORKS.apply(w, genotype, X))(own), expected[0])
+
+
+def test_one_trace_serves_all_genotypes():
+    traces = []
+
+    @jax.jit
+    def run(w, which):
+        traces.append(1)
+        return NETWORKS.apply(w, which, X)
+
+    for genotype in GENOTYPES.values():
+        run(weights(), encode(genotype))
+    assert len(traces) == 1
+
+
+def test_genotypes_side_by_side_are_those_one_by_one():
+    cells = encode(list(GENOTYPES.values()))
+    together = jax.jit(jax.vmap(lambda g: NETWORKS.apply(weights(), g, X)))(cells)
+    for logits, genotype in zip(together, GENOTYPES.values(), strict=True):
+        assert_close(logits, by_hand(weights(), genotype, X))
+
+
+def test_a_hessian_vector_product_is_the_one_of_the_network_by_hand():
+    """Forward over reverse, through the derivative rule of the switch."""
+    w, genotype = weights(), GENOTYPES["every operation"]
+    v = jax.tree.map(jnp.ones_like, w)
+
+    def product(apply, g):
+        gradient = jax.grad(lambda w: loss(apply(w, g, X)))
+        return jax.jit(lambda w: jax.jvp(gradient, (w,), (v,))[1])(w)
+
+    ours = product(NETWORKS.apply, encode(genotype))
+    assert_close(ours, product(by_hand, genotype))
+
+
+@pytest.mark.parametrize("name", ["naswot", "fisher"])
+def test_a_score_is_the_same_for_either_form(name):
+    genotype, score = GENOTYPES["one that ends nowhere"], getattr(ntk.scores, name)
+    w = weights()
+
+    def of(g):
+        def run(w):
+            return score(None, lambda w, x: NETWORKS.apply(w, g, x), w, (X, Y))
+
+        return jax.jit(run)(NETWORKS.select(w, g))
+
+    alone = of(genotype)
+    assert_close(of(encode(genotype)), alone)
+    assert abs(alone) > 0
+
+
+def test_parameters_of_the_published_network_are_counted_exactly():
+    for genotype in GENOTYPES.values():
+        network = nasbench201_network(genotype)
+        w, _ = jax.eval_shape(lambda network=network: network.init(KEY, (32, 32, 3)))
+        assert sum(leaf.size for leaf in jax.tree.leaves(w)) == parameter_count(genotype)
+        text = str(genotype)
+        of_convolutions = 243_040 * text.count("3x3~") + 28_000 * text.count("conv_1x1")
+        of_convolutions -= 243_040 * text.count("avg_pool")
+        assert parameter_count(genotype) == 73_306 + of_convolutions
+
+
+def test_weights_selected_by_an_array_are_0_elsewhere():
+    w, genotype = weights(), GENOTYPES["every operation"]
+    masked = NETWORKS.select(w, encode(genotype))
+    own = NETWORKS.select(w, genotype)
+    total = sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(masked))
+    assert_close(total, sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(own)))
+    assert jax.tree.structure(masked) == jax.tree.structure(w)
+
+
+def test_training_lowers_the_loss_and_its_batch_statistics_are_the_shared_networks():
+    genotype = GENOTYPES["every operation"]
+    network = nasbench201_network(genotype, classes=3, cells=1, channels=2)
+    own = NETWORKS.select(weights(), genotype)
+    _, averages = network.init(KEY, X.shape[1:])
+    value, new = network.loss(own, averages, (X, Y), KEY)
+    assert_close(value, loss(NETWORKS.apply(own, genotype, X)))
+    stem = jax.lax.conv_general_dilated(
+        X, own["stem"]["conv"]["kernel"], (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
+    assert_close(new["stem"]["norm"]["mean"], 0.1 * stem.mean((0, 1, 2)))
+    init, epoch = training(network, optax.sgd(0.1), batch_size=4)
+    run, state = jax.jit(epoch), init(KEY, X.shape[1:])
+    losses = []
+    for i in range(8):
+        state, value = run(jax.random.fold_in(KEY, i), state, (X, Y))
+        losses.append(float(value))
+    assert losses[-1] < 0.5 * losses[0]
+    assert network.predict(network.apply(state.w, state.averages, X)).shape == (4,)
+
+
+@pytest.mark.parametrize(
+    ("run", "message"),
+    [
+        (lambda: nasbench201_networks(classes=1), "classes: expected at least 2, got 1"),
+        (lambda: nasbench201_network(GENOTYPES["dead"], cells=0), "cells: expected at least 1"),
+        (lambda: NETWORKS.apply(weights(), np.zeros(5, int), X), r"genotype: expected a Genotype"),
+        (lambda: NETWORKS.apply(weights(), np.full(6, 5), X), "genotype: expected indices from 0"),
+        (lambda: NETWORKS.apply(weights(), np.zeros(6), X), "genotype: expected a Genotype or 6"),
+        (lambda: NETWORKS.apply(weights(), GENOTYPES["dead"], X[:, :3]), "x: expected images"),
+        (lambda: NETWORKS.init(KEY, (2, 8, 3)), "x: expected images"),
+        (
+            lambda: NETWORKS.apply(weights(), Genotype(("none",) * 5), X),
+            "operations: expected 6, got 5",
+        ),
+    ],
+)
+def test_mistakes_are_one_sentence(run, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        run()
+    assert "\n" not in str(caught.value)

@@ -52,8 +52,8 @@ def kernel_scores(key, apply: Apply, params: Pytree, batch: Batch) -> dict[str, 
     >>> x, y = jnp.array([[3.0, 0.0], [0.0, 1.0]]), jnp.array([0, 1])
     >>> found = kernel_scores(None, lambda w, x: x @ w, jnp.ones((2, 2)), (x, y))
     >>> sorted(found)
-    ['condition_number', 'eigen_nas', 'kernel', 'label_energy', 'log_traces', 'min_eigenvalue',
-     'spectral_entropy']
+    ['condition_number', 'cosine_min_eigenvalue', 'eigen_nas', 'kernel', 'label_energy',
+     'log_traces', 'min_eigenvalue', 'spectral_entropy']
     """
     x, y = check(apply, params, batch)
     classes = jax.eval_shape(apply, params, x).shape[1]
@@ -65,6 +65,7 @@ def kernel_scores(key, apply: Apply, params: Pytree, batch: Batch) -> dict[str, 
         "eigen_nas": jnp.trace(K) / len(K),
         "min_eigenvalue": jnp.maximum(values[0], 0),
         "condition_number": _condition(values),
+        "cosine_min_eigenvalue": _cosine_min_eigenvalue(K),
         "spectral_entropy": _entropy(values),
         "label_energy": _label_energy(K, values, y, classes),
         "log_traces": _log_sum(_traces(params, gradients)),
@@ -84,6 +85,22 @@ def min_eigenvalue(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array
     """
     # What is left of a zero eigenvalue is rounding, of either sign.
     return jnp.maximum(spectrum.min_eigenvalue(kernel(key, apply, params, batch)), 0)
+
+
+def cosine_min_eigenvalue(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
+    """``lambda_min`` of the kernel of cosines, ``K_ij / sqrt(K_ii K_jj)``: at most 1.
+
+    How different the samples' gradients are, whatever their size, which is what most of
+    :func:`eigen_nas` is. A gradient of 0 is orthogonal to nothing: the value is then 0.
+
+    Examples
+    --------
+    >>> x, y = jnp.array([[3.0, 0.0], [0.0, 1.0]]), jnp.array([0, 1])
+    >>> score = cosine_min_eigenvalue(None, lambda w, x: x @ w, jnp.ones((2, 2)), (x, y))
+    >>> round(float(score), 4)
+    1.0
+    """
+    return _cosine_min_eigenvalue(kernel(key, apply, params, batch))
 
 
 def condition_number(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
@@ -166,6 +183,12 @@ def _traces(params: Pytree, gradients: Pytree) -> jax.Array:
 def _log_sum(traces: jax.Array) -> jax.Array:
     positive = traces > 0
     return jnp.sum(jnp.where(positive, jnp.log(jnp.where(positive, traces, 1)), 0))
+
+
+def _cosine_min_eigenvalue(K: jax.Array) -> jax.Array:
+    norms = jnp.sqrt(jnp.diagonal(K))
+    inverse = jnp.where(norms > 0, 1 / jnp.where(norms > 0, norms, 1), 0)
+    return jnp.maximum(spectrum.eigenvalues(inverse[:, None] * K * inverse)[0], 0)
 
 
 def _condition(values: jax.Array) -> jax.Array:

@@ -31,6 +31,7 @@ from bilevel.spaces.nasbench201 import (
     parameter_count,
 )
 from bilevel.spaces.nasbench201.judging import (
+    BASELINES,
     DATASETS,
     PRINTED,
     correlations,
@@ -57,6 +58,8 @@ class Rank:
     """Dataset of the batch that networks are scored on; digits ships with scikit-learn."""
     scores: tuple[str, ...] = ("eigen_nas", "min_eigenvalue", "naswot", "synflow")
     """Names in ntk.scores, or 'all' for every one of them."""
+    aggregate: tuple[str, ...] = ()
+    """Scores and baselines whose log ranks are added up to one more; by default all scores."""
     networks: int | Literal["all"] = 200
     """How many networks to draw, or all 15,625."""
     k: int = 20
@@ -105,7 +108,9 @@ def run_rank(config: Rank) -> dict[str, Any]:
     cells = [genotypes()[row] for row in rows]
     w = jax.jit(lambda key: networks.init(key, train[0].shape[1:]))(keys[0])
     jax.eval_shape(networks.apply, w, encode(cells[0]), batch[0])
-    folder = report.run_directory(config, changeable=("networks", "scores", "k", "pool"))
+    folder = report.run_directory(
+        config, changeable=("networks", "scores", "aggregate", "k", "pool")
+    )
     scored = score_networks(
         names,
         networks,
@@ -144,6 +149,9 @@ def _check(config: Rank) -> tuple[str, ...]:
     for name in names:
         if name not in SCORES:
             raise ValueError(f"scores: expected names among {', '.join(SCORES)}, got {name!r}.")
+    for name in config.aggregate:
+        if name not in (known := (*names, *BASELINES)):
+            raise ValueError(f"aggregate: expected names among {', '.join(known)}, got {name!r}.")
     for name, least in (("batch_size", 2), ("k", 1), ("pool", 1), ("epochs", 0), ("at_once", 1)):
         if getattr(config, name) < least:
             value = getattr(config, name)
@@ -203,8 +211,8 @@ def _best(cells: list[Genotype], score: np.ndarray) -> Genotype:
 def _judged(config: Rank, scored: Scored, table: Table, rows: np.ndarray) -> dict[str, Any]:
     """Everything of SPACES: correlations, choices, the papers' protocol, published scores."""
     scores = scored.oriented()
-    if len(scores) > 1:
-        scores[_ALL] = sum_of_log_ranks(*scores.values())
+    if len(parts := _parts(config, scores, rows)) > 1:
+        scores[_ALL] = sum_of_log_ranks(*parts)
     pool = config.pool if config.pool < len(rows) else None
     lines = judge(scores, table, rows, k=config.k, pool=pool, seed=config.seed)
     protocol = {
@@ -221,6 +229,15 @@ def _judged(config: Rank, scored: Scored, table: Table, rows: np.ndarray) -> dic
             pair = correlations(scores[name][known], published[theirs][rows][known])
             agreement[name] = {"rho": pair.rho, "tau": pair.tau, "networks": int(known.sum())}
     return {"judged": lines, "protocol": protocol, "published": agreement}
+
+
+def _parts(config: Rank, scores: dict[str, np.ndarray], rows: np.ndarray) -> list[np.ndarray]:
+    """What is aggregated."""
+    cells = [genotypes()[row] for row in rows]
+    return [
+        scores[name] if name in scores else np.array([*map(BASELINES[name], cells)])
+        for name in config.aggregate or scores
+    ]
 
 
 # ----------------------------------------------------------------------------- Algorithm 1

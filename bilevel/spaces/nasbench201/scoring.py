@@ -30,6 +30,7 @@ KERNEL_SCORES = (
     "eigen_nas",
     "min_eigenvalue",
     "certified_min_eigenvalue",
+    "cosine_min_eigenvalue",
     "condition_number",
     "spectral_entropy",
     "label_energy",

@@ -1,0 +1,84 @@
+"""Scores of the tangent kernel, against the kernel of an explicit Jacobian in numpy."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import assert_close
+
+from ntk import scores
+
+KEYS = jax.random.split(jax.random.key(0), 4)
+PARAMS = {
+    "first": {"kernel": jax.random.normal(KEYS[0], (5, 7)), "bias": jnp.zeros(7)},
+    "second": {"kernel": jax.random.normal(KEYS[1], (7, 3))},
+}
+X = jax.random.normal(KEYS[2], (6, 5))
+Y = jnp.array([0, 1, 2, 2, 1, 0])
+NAMES = (
+    "eigen_nas",
+    "min_eigenvalue",
+    "cosine_min_eigenvalue",
+    "condition_number",
+    "spectral_entropy",
+    "label_energy",
+    "log_traces",
+)
+
+
+def apply(p, x):
+    hidden = jnp.tanh(x @ p["first"]["kernel"] + p["first"]["bias"])
+    return hidden @ p["second"]["kernel"]
+
+
+def by_hand():
+    """Every score in numpy, from the gradients of all samples."""
+    gradients = [jax.grad(lambda p, x=x: apply(p, x[None]).sum())(PARAMS) for x in X]
+    leaves = [[np.ravel(leaf) for leaf in jax.tree.leaves(g)] for g in gradients]
+    rows = np.stack([np.concatenate(sample) for sample in leaves]).astype(float)
+    K, n = rows @ rows.T, len(X)
+    values = np.linalg.eigvalsh(K)
+    cosines = K / np.sqrt(np.outer(np.diag(K), np.diag(K)))
+    targets = np.eye(3)[np.asarray(Y)]
+    targets = targets - targets.mean(0)
+    p = values / values.sum()
+    # Leaves in JAX's order: bias, kernel, kernel.
+    traces = [np.mean([sample[i] @ sample[i] for sample in leaves]) for i in (1, 2)]
+    return {
+        "eigen_nas": np.trace(K) / n,
+        "min_eigenvalue": values[0],
+        "cosine_min_eigenvalue": np.linalg.eigvalsh(cosines)[0],
+        "condition_number": values[-1] / values[0],
+        "spectral_entropy": -np.sum(p * np.log(p)),
+        "label_energy": -np.trace(targets.T @ np.linalg.solve(K, targets)),
+        "log_traces": np.sum(np.log(traces)),
+    }
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_score_is_the_one_of_the_explicit_jacobian(name):
+    score = functools.partial(getattr(scores, name), None, apply)
+    assert_close(jax.jit(score)(PARAMS, (X, Y)), by_hand()[name], f64=1e-8)
+
+
+def test_all_at_once_are_those_one_by_one():
+    found = jax.jit(functools.partial(scores.kernel_scores, None, apply))(PARAMS, (X, Y))
+    assert set(found) == {"kernel", *NAMES}
+    for name in NAMES:
+        assert_close(found[name], by_hand()[name], f64=1e-8)
+    assert_close(found["kernel"], scores.kernel(None, apply, PARAMS, (X, Y)))
+
+
+@pytest.mark.parametrize("dead", ["network", "equal samples"])
+def test_a_singular_kernel_has_defined_scores_and_none_that_ranks_first(dead):
+    params = jax.tree.map(jnp.zeros_like, PARAMS) if dead == "network" else PARAMS
+    x = jnp.zeros_like(X) if dead == "network" else jnp.ones_like(X)
+    found = scores.kernel_scores(None, apply, params, (x, Y))
+    assert not any(np.isnan(np.asarray(value)).any() for value in found.values())
+    # What is left of 0 is rounding, in units of the kernel's trace.
+    least = 1e-6 * float(jnp.trace(found["kernel"]))
+    assert found["min_eigenvalue"] <= least and found["cosine_min_eigenvalue"] <= 1e-6
+    assert found["condition_number"] == np.inf and found["label_energy"] == -np.inf
+    assert found["spectral_entropy"] <= 1e-4

@@ -1,0 +1,107 @@
+"""Scores of many genotypes: one program each, kept in a file, resumed to the same result."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import ntk
+from bilevel.spaces.nasbench201 import encode, genotypes, nasbench201_networks, scoring
+from bilevel.spaces.nasbench201.scoring import SCORES, score_networks
+
+NETWORKS = nasbench201_networks(classes=3, cells=1, channels=2)
+CELLS = [genotypes()[i] for i in (3117, 8411, 15_000, 10_002, 14_444)]
+X = jax.random.normal(jax.random.key(1), (3, 4, 4, 1))
+BATCH = X, jnp.array([0, 1, 2])
+W = NETWORKS.init(jax.random.key(0), X.shape[1:])
+NAMES = ("l2_norm", "naswot")
+CHEAP = {"cells": CELLS[:2], "names": ("l2_norm",)}
+
+
+def scores(cells=CELLS, names=NAMES, batch=BATCH, **options):
+    return score_networks(names, NETWORKS, W, cells, batch, progress=False, **options).values
+
+
+@functools.cache
+def expected():
+    return scores()
+
+
+def test_scores_are_those_of_each_network_by_itself():
+    assert np.isfinite(expected()["naswot"]).any()
+    for name, values in expected().items():
+        score = getattr(ntk.scores, name)
+        for genotype, value in zip(CELLS[:2], values[:2], strict=True):
+            own = NETWORKS.select(W, genotype)
+            apply = lambda w, x, g=genotype: NETWORKS.apply(w, g, x)  # noqa: E731
+            alone = float(jax.jit(functools.partial(score, None, apply))(own, BATCH))
+            np.testing.assert_allclose(value, alone, rtol=1e-5)  # weights are float32
+
+
+def test_networks_side_by_side_have_the_scores_of_those_one_by_one():
+    together = scores(at_once=4)  # the second chunk is filled up
+    for name, values in expected().items():
+        np.testing.assert_allclose(together[name], values, rtol=1e-5)
+
+
+def test_a_run_that_was_interrupted_goes_on_to_the_same_scores(tmp_path, monkeypatch):
+    file = tmp_path / "scores.npz"
+    monkeypatch.setattr(scoring, "_SAVE_SECONDS", 0.0)
+    calls, add = [], scoring._Store.add
+
+    def interrupted(*arguments):
+        calls.append(1)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return add(*arguments)
+
+    monkeypatch.setattr(scoring._Store, "add", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        scores(names=("l2_norm",), file=file)
+    resumed = scores(names=("l2_norm",), file=file)
+    assert len(calls) == len(CELLS) + 1  # none was scored twice
+    np.testing.assert_equal(resumed["l2_norm"], expected()["l2_norm"])
+
+
+def test_more_genotypes_and_scores_are_added_to_a_file(tmp_path, monkeypatch):
+    file = tmp_path / "scores.npz"
+    scores(CELLS[:4], ("l2_norm",), file=file)
+    np.testing.assert_equal(scores(file=file), expected())
+    monkeypatch.setattr(scoring, "_programs", lambda *_: {})  # nothing is left to compute
+    np.testing.assert_equal(scores(CELLS[:4], file=file)["naswot"], expected()["naswot"][:4])
+
+
+def test_every_name_is_a_score():
+    found = set(dir(ntk.scores)) | {"certified_min_eigenvalue"}
+    assert set(SCORES) <= found
+
+
+@pytest.mark.parametrize(
+    ("run", "message"),
+    [
+        (lambda file: scores(names=("nas",)), "scores: expected names among .*, got 'nas'"),
+        (lambda file: scores(names=()), "scores: expected distinct names"),
+        (lambda file: scores(batch=(X[:1], BATCH[1][:1])), "batch: expected at least 2 samples"),
+        (lambda file: scores(cells=np.zeros((2, 5), int)), "genotypes: expected at least one"),
+        (lambda file: scores(at_once=0), "at_once: expected at least 1, got 0"),
+        (
+            lambda file: (scores(**CHEAP, file=file), scores(batch=(X + 1, BATCH[1]), file=file)),
+            "file: expected scores of these networks",
+        ),
+        (
+            lambda file: (scores(**CHEAP, file=file), scores(CELLS[1:], file=file)),
+            "file: expected scores of these networks",
+        ),
+    ],
+)
+def test_mistakes_are_one_sentence(tmp_path, run, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        run(tmp_path / "scores.npz")
+    assert "\n" not in str(caught.value)
+
+
+def test_encoded_genotypes_are_taken_as_they_are():
+    found = scores(encode(CELLS), ("l2_norm",))
+    np.testing.assert_equal(found["l2_norm"], expected()["l2_norm"])

@@ -24,7 +24,7 @@ score                          formula                                       gra
 :func:`knas`                   ``|mean_i grad ell_i|^2``                     n of one sample  alone
 :func:`knas_released`          covariance between two halves                 n of one sample  alone
 :func:`te_nas`                 ``lambda_max(K) / lambda_min(K)``             n                joint
-:func:`nasi`                   ``|grad L|^2``, penalised above a threshold   1                joint
+:func:`nasi`                   ``|grad L|^2``, penalised where large         1                joint
 :func:`grad_norm`              ``sum_l |grad_l L|``                          1                joint
 :func:`snip`                   ``sum |w * grad L|``                          1                joint
 :func:`grasp`                  ``-sum w * (H grad L)``                       2                joint
@@ -63,6 +63,9 @@ from jax.flatten_util import ravel_pytree
 from ntk import spectrum
 from ntk._kernel_scores import (
     condition_number as condition_number,
+)
+from ntk._kernel_scores import (
+    cosine_min_eigenvalue as cosine_min_eigenvalue,
 )
 from ntk._kernel_scores import (
     kernel as kernel,

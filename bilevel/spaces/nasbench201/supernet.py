@@ -158,8 +158,8 @@ def nasbench201_space(
     Deviation: the classifier's bias starts at 0.
 
     Cost: memory for the inputs of all cells and the activations of one, without ``remat`` for all
-    activations. Edges of a cell, and cells of a stage, are two loops around one compiled program,
-    so that compiling takes as long for 5 cells as for 2.
+    activations. Edges of a cell, and cells of a stage, are two loops around one compiled program:
+    a stage has one edge to compile, however many cells there are.
 
     Examples
     --------
@@ -168,7 +168,7 @@ def nasbench201_space(
     >>> jax.eval_shape(space.apply, w, space.start(), jnp.ones((5, 8, 8, 3))).shape
     (5, 10)
     >>> print(space.discretize(space.draw(jax.random.key(0))))
-    |none~0|+|skip_connect~0|skip_connect~1|+|none~0|none~1|none~2|
+    |skip_connect~0|+|none~0|none~1|+|skip_connect~0|skip_connect~1|skip_connect~2|
 
     References
     ----------

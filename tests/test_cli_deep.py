@@ -144,7 +144,7 @@ def test_mistakes_are_one_sentence_and_leave_no_run_directory(tmp_path, capsys):
         assert capsys.readouterr().err.startswith(f"bilevel: {sentence}")
     assert not run.exists()
     assert main(["search", "--space", "cells"]) == 2
-    expected = "bilevel: space: expected one of activations, skips, darts, got 'cells'.\n"
+    expected = "bilevel: space: expected one of activations, skips, darts, nasbench201, got 'cells'.\n"
     assert capsys.readouterr().err == expected
 
 

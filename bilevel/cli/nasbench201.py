@@ -1,0 +1,324 @@
+"""``bilevel search --space nasbench201``: a cell whose network's accuracies are known.
+
+For every seed, one after the other: the search of a supernet, and the genotype that it ends at.
+Nothing is trained from scratch: the benchmark's table has the test accuracies of all 15,625
+networks, as Dong & Yang (2020) trained them. A run that was interrupted goes on where it was.
+"""
+
+import dataclasses
+import pathlib
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import bilevel
+from bilevel.cli import darts, deep, report
+from bilevel.cli.rows import Part, draw_rows, load
+from bilevel.protocols import Pytree
+from bilevel.spaces.nasbench201 import (
+    EDGES,
+    PRIMITIVES,
+    Genotype,
+    NasBench201Space,
+    multiply_adds,
+    nasbench201_space,
+    table,
+)
+from bilevel.spaces.nasbench201.judging import best_of_k_random
+
+_DATASETS = {"cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "imagenet16": "ImageNet16-120"}
+
+
+@dataclasses.dataclass(frozen=True)
+class NasBench201Search(deep.DeepSearch):
+    """What to search, on what, and how; every flag has a default."""
+
+    steps: int = 300
+    """Outer steps of the search."""
+    epochs: int = 200
+    """Passes over the training rows that one network's training is counted as, to say how many
+    random networks the search costs; the benchmark's are 200."""
+    operations: tuple[str, ...] = PRIMITIVES
+    """Candidates on every edge."""
+    cells: int = 5
+    """Cells of each of the supernet's three stages."""
+    channels: int = 16
+    """Of the first stage."""
+    pixels: int | None = None
+    """Average images down to at most this side."""
+    learning_rate: float = 0.025
+    """Of weights: SGD with momentum 0.9, cosine decay, weight decay 3e-4, clipped at norm 5."""
+    remat: bool = True
+    """Compute a cell again in the backward pass instead of keeping what is in it."""
+
+
+QUICK = NasBench201Search(
+    cells=1, channels=4, pixels=16, steps=100, batch_size=32, samples=20, test=1000
+)
+"""What ``--quick`` starts from: under a minute on two cores."""
+
+
+class _Task(NamedTuple):
+    """What all parts of a run share."""
+
+    space: NasBench201Space
+    splits: list[list[Part]]  # of each seed: training, validation, test rows
+
+
+def run_nasbench201_search(config: NasBench201Search) -> dict[str, Any]:
+    """Run the job; print its table, write its run directory, return what `result.json` holds."""
+    began = time.perf_counter()
+    deep.check(config)
+    known = table.load_table()  # or the search would be for nothing
+    task = _task(config)
+    folder = report.run_directory(config)
+    start, found, best_drawn = time.perf_counter(), [], _best_drawn(task, config)
+    for seed in range(config.seeds):
+        result = _search(task, config, seed, folder / "search" / str(seed))
+        if result.stopped:
+            print(f"{result.stopped} of seed {seed}; go on with --resume --out {folder}")
+            return {}
+        alpha = result.alpha
+        if config.strategy == "random":
+            alpha = best_drawn(seed, result.w)
+        found.append((result, alpha))
+    searched = time.perf_counter() - start
+    summary = _summary(task, config, known, found)
+    summary["seconds"] = {"search": searched, "all": time.perf_counter() - began}
+    _write(folder, summary, found)
+    _print(summary, folder)
+    return summary
+
+
+# ----------------------------------------------------------------------------- the search
+
+
+def _task(config: NasBench201Search) -> _Task:
+    if config.pixels is not None and config.pixels < 1:
+        raise ValueError(f"pixels: expected at least 1, got {config.pixels}.")
+    data = load(config.data, config.train, config.valid, config.test)
+    side = data.x_train.shape[1]
+    pixels = side if config.pixels is None else config.pixels
+    factor = next(f for f in range(1, side + 1) if side % f == 0 and side // f <= pixels)
+    space = nasbench201_space(
+        config.operations,
+        classes=len(data.classes),
+        cells=config.cells,
+        channels=config.channels,
+        dtype=jnp.bfloat16 if config.bfloat16 else None,
+        remat=config.remat,
+    )
+    splits = []
+    for key in jax.random.split(jax.random.key(config.seed), config.seeds):
+        parts = draw_rows(config.data, data, key, config.train, config.valid, config.test)
+        images = darts._images([x for x, _ in parts], factor)
+        splits.append([(x, jnp.asarray(y)) for x, (_, y) in zip(images, parts, strict=True)])
+    task = _Task(space, splits)
+    # Are the images large enough? The shapes say.
+    jax.eval_shape(lambda key: space.init(key, _shape(task)), jax.random.key(0))
+    return task
+
+
+def _shape(task: _Task) -> tuple[int, ...]:
+    return task.splits[0][0][0].shape[1:]
+
+
+def _keys(config: NasBench201Search, seed: int) -> jax.Array:
+    """Of the search, its initial weights, and the choice after it."""
+    return jax.random.split(jax.random.fold_in(jax.random.key(config.seed), seed), 3)
+
+
+def _search(
+    task: _Task, config: NasBench201Search, seed: int, checkpoint: pathlib.Path
+) -> bilevel.SearchResult:
+    space, (train, valid, _) = task.space, task.splits[seed]
+    keys = _keys(config, seed)
+    w0 = jax.jit(lambda key: space.init(key, _shape(task)))(keys[1])
+    plan = darts._plan(config, space)
+    parts = plan, _simplices, space.start(), w0, train, valid, keys[0], checkpoint
+    label = "search" if config.seeds == 1 else f"search {seed + 1} of {config.seeds}"
+    return deep.run(config, *parts, label=label)
+
+
+def _simplices(alpha: jax.Array) -> list[jax.Array]:
+    return [alpha]
+
+
+def _best_drawn(task: _Task, config: NasBench201Search) -> Callable[[int, Pytree], jax.Array]:
+    """``(seed, w) -> alpha``, the choice of random search, compiled once for all seeds."""
+    losses = darts._over_batches(task.space.problem.outer)
+
+    def loss(w, alpha, batches):
+        return losses(w, alpha, batches)[0]
+
+    @jax.jit
+    def best(key, w, batches):
+        return deep.best_drawn(key, config.samples, loss, task.space.draw, w, batches)
+
+    def best_of_seed(seed, w):
+        batches = darts._in_batches([task.splits[seed][1]], config.batch_size)
+        return best(_keys(config, seed)[2], w, batches)
+
+    return best_of_seed
+
+
+# ----------------------------------------------------------------------------- the report
+
+
+def _summary(
+    task: _Task, config: NasBench201Search, known: table.Table, found: list
+) -> dict[str, Any]:
+    space = task.space
+    errors = jax.jit(darts._over_batches(_wrong(space)))
+    curvature = deep.top_curvature(space.problem.outer, darts._tangent)
+    supernet, curvatures = [], []
+    for (result, alpha), parts in zip(found, task.splits, strict=True):
+        supernet.append(errors(result.w, alpha, darts._in_batches(parts, config.batch_size)))
+        batch = jax.tree.map(lambda a: a[: config.batch_size], parts[1])
+        curvatures.append(curvature(result.w, alpha, batch))
+    genotypes = [space.discretize(alpha) for _, alpha in found]
+    networks = _networks_of_the_same_cost(config)
+    return {
+        "space": "nasbench201",
+        "config": report.flags(config),
+        "names": list(space.names),
+        "genotypes": [str(genotype) for genotype in genotypes],
+        "skips": [genotype.operations.count("skip_connect") for genotype in genotypes],
+        "alpha": [np.asarray(alpha).tolist() for _, alpha in found],
+        "entropy": [float(deep.entropy(alpha).mean()) for _, alpha in found],
+        "benchmark": _looked_up(known, genotypes, space.names, int(networks)),
+        "networks of the same cost": networks,
+        "supernet": dict(zip(darts._ERRORS, np.transpose(supernet).tolist(), strict=True)),
+        "largest eigenvalue of the validation Hessian in alpha": curvatures,
+        **report.machine(),
+    }
+
+
+def _wrong(space: NasBench201Space) -> Callable[..., jax.Array]:
+    """The share of a batch's rows that the supernet gets wrong."""
+
+    def wrong(w, alpha, batch):
+        x, labels = batch
+        return jnp.mean(space.predict(space.apply(w, alpha, x)) != labels)
+
+    return wrong
+
+
+def _looked_up(
+    known: table.Table, genotypes: list[Genotype], names: tuple[str, ...], budget: int
+) -> dict[str, dict[str, Any]]:
+    """Test accuracies and ranks by the benchmark, of each data set.
+
+    Rank 1 is the best of all networks. Random networks and the optimum are among those of the
+    operations ``names``. Of ``budget`` random networks the best is that by CIFAR-10 validation, as
+    a genotype found on one data set is judged on all.
+    """
+    rows = [table.row(known, genotype) for genotype in genotypes]
+    others = np.array([set(names) >= set(g.operations) for g in known.genotypes])
+    budget = min(budget, others.sum())
+    found = {}
+    for name in _DATASETS:
+        test = known.accuracy[f"{name}-test"]
+        found[name] = {
+            "accuracy": test[rows].tolist(),
+            "rank": [int(1 + np.sum(test > test[row])) for row in rows],
+            "random": float(test[others].mean()),
+            "optimum": float(test[others].max()),
+        }
+        if budget > 1:
+            valid = known.accuracy["cifar10-valid"][others]
+            best = best_of_k_random(valid, test[others], budget)
+            found[name][f"best of {budget} random"] = best
+    return found
+
+
+def _networks_of_the_same_cost(config: NasBench201Search) -> float:
+    """How many random networks could be trained in the search's multiply-adds.
+
+    The supernet runs every operation on every edge, a network one.
+    """
+
+    def cost(operation):
+        genotype = Genotype((operation,) * len(EDGES))
+        return multiply_adds(genotype, cells=config.cells, channels=config.channels)
+
+    outside = cost("none")
+    inside = sum(cost(name) - outside for name in config.operations)
+    ratio = (outside + inside) / (outside + inside / len(config.operations))
+    passes = deep.search_gradients(config) * config.batch_size / config.train
+    return ratio * passes / config.epochs
+
+
+def _write(folder: pathlib.Path, result: dict[str, Any], found: list) -> None:
+    arrays: dict[str, Any] = {}
+    for seed, (search, alpha) in enumerate(found):
+        arrays |= {f"history_{k}_{seed}": np.asarray(v) for k, v in search.history.items()}
+        arrays[f"alpha_{seed}"] = alpha
+    report.write(folder, result, arrays)
+    if (plt := report.pyplot()) is None:
+        return
+    from bilevel import plots
+
+    search, alpha = found[0]
+    figure, axes = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    report.heat_map(np.asarray(alpha), axes[0], fontsize=8)
+    names = result["names"]
+    axes[0].set_xticks(range(len(names)), names, rotation=30, ha="right", fontsize=8)
+    axes[0].set_yticks(range(len(EDGES)), [f"{i} → {j}" for i, j in EDGES], fontsize=8)
+    axes[0].set_title("α of every edge")
+    plots.losses(jax.tree.map(np.asarray, search.history), axes[1])
+    figure.savefig(folder / "search.png", dpi=150)
+    plt.close(figure)
+
+
+def _print(result: dict[str, Any], folder: pathlib.Path) -> None:
+    from rich.table import Table
+
+    config, seeds = result["config"], result["config"]["seeds"]
+    benchmark = result["benchmark"]
+    rows = f"{config['train']} training, {config['valid']} validation rows"
+    spread = f", mean ± s.e. of {seeds} seeds" if seeds > 1 else ""
+    shown = Table(
+        title=f"test accuracy in %{spread}; searched on {config['data']}, {rows}",
+        caption="accuracies are the benchmark's, of networks trained for 200 epochs on CIFAR-10, "
+        f"CIFAR-100 and ImageNet16-120; the search saw {config['data']}",
+    )
+    others = [k for k in benchmark["cifar10"] if k not in ("accuracy", "rank", "optimum")]
+    shown.add_column("data set", no_wrap=True)
+    for heading in ("search", "rank of 15,625", *others, "optimum"):
+        shown.add_column(heading, justify="right", no_wrap=True)
+    for name, label in _DATASETS.items():
+        scores = benchmark[name]
+        cells = [report.cell(np.array(scores["accuracy"]), ".2f")]
+        cells.append(report.cell(np.array(scores["rank"]), ",.0f"))
+        shown.add_row(label, *cells, *(f"{scores[k]:.2f}" for k in (*others, "optimum")))
+    console = report.screen()
+    console.print(shown)
+    for seed, genotype in enumerate(result["genotypes"]):
+        named = f"seed {seed}: " if seeds > 1 else "found: "
+        console.print(named + genotype, soft_wrap=True, markup=False)  # to be copied
+    skips, entropies = np.array(result["skips"]), np.array(result["entropy"])
+    console.print(
+        f"skip_connect on {report.cell(skips, '.3g')} of {len(EDGES)} edges; entropy of α, mean "
+        f"over edges: {report.cell(entropies, '.2f')} of at most {np.log(len(result['names'])):.2f}"
+    )
+    errors = [report.cell(100 * np.array(e), ".1f") for e in result["supernet"].values()]
+    console.print("supernet's own errors in %: train {}, valid {}, test {}".format(*errors))
+    curvature = np.array(result["largest eigenvalue of the validation Hessian in alpha"])
+    console.print(
+        "largest eigenvalue of the validation loss's Hessian in α, of one batch: "
+        f"{report.cell(curvature, '.3g')}"
+    )
+    console.print(
+        f"in each search's multiply-adds {result['networks of the same cost']:.2g} random networks "
+        f"could be trained on as many rows for {config['epochs']} epochs"
+    )
+    seconds = result["seconds"]
+    console.print(
+        f"{config['strategy']} {seconds['search']:.0f} s, all {seconds['all']:.0f} s; results in "
+        f"{folder}"
+    )

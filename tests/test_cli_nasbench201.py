@@ -1,0 +1,150 @@
+"""``bilevel search --space nasbench201``: search, look up, go on after an interruption."""
+
+import json
+import types
+
+import numpy as np
+import pytest
+
+from bilevel.cli import main
+from bilevel.cli.nasbench201 import (
+    NasBench201Search,
+    _looked_up,
+    _networks_of_the_same_cost,
+)
+from bilevel.spaces.nasbench201 import encode, genotypes, parse_genotype, table
+
+# Without a convolution on the edges: they are what takes long to compile.
+SMALL = (
+    *("--operations", "none", "skip_connect", "avg_pool_3x3", "--cells", "1", "--channels", "2"),
+    *("--steps", "4", "--epochs", "1", "--batch-size", "40", "--train", "50", "--valid", "40"),
+    *("--test", "50", "--samples", "2"),
+)
+
+
+def search(folder, *flags):
+    return main(["search", "--space", "nasbench201", "--out", str(folder), *SMALL, *flags])
+
+
+@pytest.fixture
+def known(monkeypatch):
+    """A table of made-up accuracies, some of them equal."""
+    rng = np.random.default_rng(0)
+    accuracy = {name: rng.integers(100, 900, 15_625) / 10 for name in table.SETS}
+    found = table.Table(genotypes(), accuracy, {}, {}, {}, np.arange(15_625))
+    monkeypatch.setattr(table, "load_table", lambda: found)
+    return found
+
+
+def test_a_search_ends_in_a_table_and_its_files(tmp_path, capsys, monkeypatch, known):
+    run = tmp_path / "run"
+
+    def curvature(loss, tangent):  # the real one is tested on its own, and takes long to compile
+        return lambda w, alpha, batch: float(abs(tangent(alpha).sum(-1)).max())
+
+    monkeypatch.setattr("bilevel.cli.deep.top_curvature", curvature)
+    assert search(run, "--seeds", "2", "--strategy", "random") == 0
+    result = json.loads((run / "result.json").read_text())
+    printed = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    best = "best of 3 random"  # 4 x 40 / 50; without convolutions all networks cost the same
+    for text in ("CIFAR-100", best, "seed 1: |", "entropy", "Hessian", "the search saw digits"):
+        assert text in printed
+    for seed, (alpha, text) in enumerate(zip(result["alpha"], result["genotypes"], strict=True)):
+        found = parse_genotype(text)
+        names = np.array(result["names"])
+        assert found.operations == tuple(names[np.argmax(alpha, axis=1)])
+        assert result["skips"][seed] == text.count("skip_connect")
+        # Truth: the table's row, its number by the order of all genotypes.
+        row = int(encode(found) @ 5 ** np.arange(6)[::-1])
+        for name, scores in result["benchmark"].items():
+            test = known.accuracy[f"{name}-test"]
+            assert scores["accuracy"][seed] == test[row]
+            assert scores["rank"][seed] == 1 + (test > test[row]).sum()
+    assert all(0 < np.mean(errors) < 1 for errors in result["supernet"].values())
+    with np.load(run / "arrays.npz", allow_pickle=False) as arrays:
+        # Weight sharing leaves alpha at the start, and then chooses a corner.
+        np.testing.assert_allclose(arrays["history_alpha_1"], np.full((4, 6, 3), 1 / 3), rtol=1e-6)
+        np.testing.assert_array_equal(np.sort(arrays["alpha_0"]), [[0, 0, 1]] * 6)
+    assert max(result["largest eigenvalue of the validation Hessian in alpha"]) < 1e-6
+    assert (run / "search.png").stat().st_size > 10_000
+
+
+def test_an_interrupted_search_says_how_to_go_on_and_goes_on_there(
+    tmp_path, capsys, monkeypatch, known
+):
+    """With a search that stops where it starts; the real one's resumption is bilevel.search's."""
+    run, seen = tmp_path / "run", []
+
+    def stopping_in_the_second_seed(config, *parts, label):
+        seen.append((config.resume, parts[-1].relative_to(run).as_posix(), label))
+        stopped = len(seen) % 2 == 0 and "interrupted after step 2"
+        return types.SimpleNamespace(stopped=stopped, alpha=None)
+
+    monkeypatch.setattr("bilevel.cli.deep.run", stopping_in_the_second_seed)
+    for flags in ((), ("--resume",)):
+        assert search(run, "--seeds", "2", *flags) == 0
+        end = f"interrupted after step 2 of seed 1; go on with --resume --out {run}"
+        assert end in capsys.readouterr().out
+    seeds = [("search/0", "search 1 of 2"), ("search/1", "search 2 of 2")]
+    assert seen == [(resume, *seed) for resume in (False, True) for seed in seeds]
+    assert not (run / "result.json").exists()
+    assert search(run, "--seed", "5", "--resume") == 2
+    assert "seed" in capsys.readouterr().err
+
+
+def test_random_networks_and_the_optimum_have_the_operations_searched(known):
+    """By enumeration, of the 64 networks of two operations."""
+    names = ("none", "avg_pool_3x3")
+    some = [i for i, g in enumerate(genotypes()) if set(g.operations) <= set(names)]
+    assert len(some) == 64
+    found = _looked_up(known, [genotypes()[some[5]]], names, 64)
+    by = known.accuracy["cifar10-valid"][some]
+    for name, scores in found.items():
+        test = known.accuracy[f"{name}-test"][some]
+        np.testing.assert_allclose(scores["random"], test.mean())
+        assert scores["optimum"] == test.max()
+        # All of them drawn: the best by CIFAR-10 validation, the mean of those if several are.
+        np.testing.assert_allclose(scores["best of 64 random"], test[by == by.max()].mean())
+    assert not any("best" in key for key in _looked_up(known, [], names, 1)["cifar10"])
+
+
+def test_the_cost_of_a_search_is_counted_in_networks():
+    """By hand: multiply-adds are 7,783,040 + 35,389,440 n_3 + 3,932,160 n_1 an image."""
+    config = NasBench201Search(steps=100, batch_size=50, train=1000, epochs=2)
+    supernet = 7_783_040 + 6 * (35_389_440 + 3_932_160)
+    network = 7_783_040 + 6 / 5 * (35_389_440 + 3_932_160)  # each operation on a fifth of the edges
+    gradients = 2 * 100 * 50  # of rows, for weights and for alpha
+    expected = gradients * supernet / (2 * 1000 * network)
+    np.testing.assert_allclose(_networks_of_the_same_cost(config), expected)
+
+
+def test_mistakes_are_one_sentence_and_leave_no_run_directory(tmp_path, capsys, known):
+    run = tmp_path / "run"
+    for flags, sentence in {
+        ("--batch-size", "41"): "batch_size: expected at most the 40 rows of a split, got 41.",
+        ("--operations", "conv_7x7"): "operations: expected names among none, skip_connect",
+        ("--pixels", "2"): "x: expected images [n, h, w, c] of at least 4 x 4 pixels",
+        ("--pixels", "0"): "pixels: expected at least 1, got 0.",
+        ("--cells", "0"): "cells: expected at least 1, got 0.",
+        ("--resume",): "out: expected the directory of a run",
+    }.items():
+        assert search(run, *flags) == 2
+        error = capsys.readouterr().err
+        assert error.startswith(f"bilevel: {sentence}")
+        assert error.count("\n") == 1
+    assert not run.exists()
+    run.mkdir()
+    (run / "config.json").write_text('{"auxiliary": false, "cells": 3, "seed": 0}')
+    assert search(run, "--resume") == 2
+    assert "expected a run of this command and space, got one with aux" in capsys.readouterr().err
+
+
+def test_without_the_table_nothing_is_searched(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("BILEVEL_DATA", str(tmp_path / "data"))
+    monkeypatch.setattr(table.pooch, "os_cache", lambda name: tmp_path / "cache")
+    monkeypatch.setattr("bilevel.cli.deep.run", None)
+    assert search(tmp_path / "run") == 2
+    error = capsys.readouterr().err
+    assert error.startswith("bilevel: nasbench201_results.csv: expected it, plain, .gz or .xz, in ")
+    assert error.count("\n") == 1
+    assert not (tmp_path / "run").exists()

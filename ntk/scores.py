@@ -11,9 +11,9 @@ Every score is a pure function ``score(key, apply, params, batch) -> scalar``, w
 
 Larger is better, except for :func:`te_nas` and :func:`condition_number`.
 
-=============================  ============================================  ============  ==========
-score                          formula                                       gradients     batch norm
-=============================  ============================================  ============  ==========
+=============================  ============================================  ============  =======
+score                          formula                                       gradients     norm
+=============================  ============================================  ============  =======
 :func:`eigen_nas`              ``tr K / n``                                  n, singly     alone
 :func:`min_eigenvalue`         ``lambda_min(K)``                             n, singly     alone
 :func:`condition_number`       ``lambda_max(K) / lambda_min(K)``             n, singly     alone
@@ -35,7 +35,7 @@ score                          formula                                       gra
 :func:`naswot`                 ``log det`` of agreements of ReLU signs       none          joint
 :func:`regions`                number of distinct ReLU sign patterns         none          joint
 :func:`l2_norm`                ``sum_l |w_l|``                               none          -
-=============================  ============================================  ============  ==========
+=============================  ============================================  ============  =======
 
 Batch normalisation on batch statistics, ``apply = lambda p, x: model.apply(p, x,
 mutable=["batch_stats"])[0]`` for flax, makes samples interact. *Joint*: all samples go through

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from bilevel import checkpoint
-from bilevel.cli import darts, main
+from bilevel.cli import convolutional, darts, main
 from bilevel.spaces.darts import parse_genotype
 
 # Without a convolution on the edges: they are what takes long to compile.
@@ -72,8 +72,8 @@ def test_a_run_that_crashed_in_training_ends_as_one_that_did_not(tmp_path, capsy
 @pytest.mark.parametrize("rows", [(5, 7, 4), (20, 9, 30)])
 def test_means_over_batches_are_means_over_rows(rows):
     parts = [(np.random.default_rng(n).normal(size=(n, 2)), np.arange(n)) for n in rows]
-    batches = darts._in_batches(parts, 8)
-    means = darts._over_batches(lambda w, alpha, batch: (batch[0] * w).mean() + alpha)(
+    batches = convolutional.in_batches(parts, 8)
+    means = convolutional.over_batches(lambda w, alpha, batch: (batch[0] * w).mean() + alpha)(
         2.0, 1.0, batches
     )
     # The last batch of a part holds some rows of the one before it, when 8 does not divide it.

@@ -6,7 +6,6 @@ run that was interrupted goes on where it was, in a search or in a network's tra
 """
 
 import dataclasses
-import functools
 import json
 import pathlib
 import time
@@ -21,9 +20,17 @@ import optax
 from bilevel import checkpoint as checkpoints
 from bilevel._progress import progress_bar
 from bilevel.cli import deep, report
+from bilevel.cli.convolutional import (
+    ERRORS,
+    in_batches,
+    normalized,
+    over_batches,
+    plan,
+    sgd,
+    tangent,
+)
 from bilevel.cli.rows import draw_rows, load
 from bilevel.protocols import Pytree
-from bilevel.spaces.convolution import average_pool
 from bilevel.spaces.darts import (
     EDGES,
     PRIMITIVES,
@@ -135,10 +142,7 @@ def run_darts_search(config: DartsSearch) -> dict[str, Any]:
 
 def _task(config: DartsSearch) -> _Task:
     _check(config)
-    pixels = 2**10 if config.pixels is None else config.pixels
     data = load(config.data, config.train, config.valid, config.test)
-    side = data.x_train.shape[1]
-    factor = next(f for f in range(1, side + 1) if side % f == 0 and side // f <= pixels)
     space = darts_space(
         config.operations,
         classes=len(data.classes),
@@ -150,9 +154,7 @@ def _task(config: DartsSearch) -> _Task:
     splits = []
     for key in jax.random.split(jax.random.key(config.seed), config.seeds):
         parts = draw_rows(config.data, data, key, config.train, config.valid, config.test)
-        images = _images([x for x, _ in parts], factor)
-        labels = [jnp.asarray(y) for _, y in parts]
-        splits.append(list(zip(images, labels, strict=True)))
+        splits.append(normalized(parts, config.pixels))
     task = _Task(space, len(data.classes), splits)
     # Are the images large enough for both networks? The shapes say.
     jax.eval_shape(lambda key: space.init(key, task.shape), jax.random.key(0))
@@ -162,20 +164,11 @@ def _task(config: DartsSearch) -> _Task:
 
 
 def _check(config: DartsSearch) -> None:
-    for name, least in (("pixels", 1), ("random", 0), ("cutout", 0)):
-        if (value := getattr(config, name)) is not None and value < least:
+    for name, least in (("random", 0), ("cutout", 0)):
+        if (value := getattr(config, name)) < least:
             raise ValueError(f"{name}: expected at least {least}, got {value}.")
     if not 0 <= config.drop_path < 1:
         raise ValueError(f"drop_path: expected at least 0 and under 1, got {config.drop_path}.")
-
-
-def _images(parts: list[np.ndarray], factor: int) -> list[jax.Array]:
-    """Parts [n, h, w, channels] with mean 0 and variance 1 in each channel of the first."""
-    xs = [x[..., None] if x.ndim == 3 else x for x in parts]
-    if factor > 1:
-        xs = [np.asarray(average_pool(jnp.asarray(x), factor, stride=factor)) for x in xs]
-    mean, deviation = xs[0].mean((0, 1, 2)), xs[0].std((0, 1, 2))
-    return [jnp.asarray((x - mean) / deviation) for x in xs]
 
 
 def _keys(config: DartsSearch, seed: int) -> jax.Array:
@@ -187,26 +180,9 @@ def _search(task: _Task, config: DartsSearch, seed: int, checkpoint: pathlib.Pat
     space, (train, valid, _) = task.space, task.splits[seed]
     keys = _keys(config, seed)
     w0 = jax.jit(lambda key: space.init(key, task.shape))(keys[1])
-    parts = _plan(config, space), _simplices, space.start(), w0, train, valid, keys[0], checkpoint
+    parts = plan(config, space), _simplices, space.start(), w0, train, valid, keys[0], checkpoint
     label = "search" if config.seeds == 1 else f"search {seed + 1} of {config.seeds}"
     return deep.run(config, *parts, label=label)
-
-
-@functools.cache  # the same functions for every seed, so that they are compiled once
-def _plan(config: DartsSearch, space: DartsSpace) -> deep.Plan:
-    def geometry(cells, others):
-        return cells
-
-    parts = space.problem, _sgd, config.learning_rate, geometry, space.draw
-    return deep.plan(config, *parts)
-
-
-def _sgd(rate: optax.Schedule) -> optax.GradientTransformation:
-    return optax.chain(
-        optax.clip_by_global_norm(5.0),
-        optax.add_decayed_weights(3e-4),
-        optax.sgd(rate, momentum=0.9),
-    )
 
 
 def _simplices(alpha: Pytree) -> list[jax.Array]:
@@ -214,7 +190,7 @@ def _simplices(alpha: Pytree) -> list[jax.Array]:
 
 
 def _best_drawn(task: _Task, config: DartsSearch, seed: int, w: Pytree) -> Pytree:
-    losses = _over_batches(task.space.problem.outer)
+    losses = over_batches(task.space.problem.outer)
 
     def loss(w, alpha, batches):
         return losses(w, alpha, batches)[0]
@@ -223,38 +199,8 @@ def _best_drawn(task: _Task, config: DartsSearch, seed: int, w: Pytree) -> Pytre
     def best(key, w, batches):
         return deep.best_drawn(key, config.samples, loss, task.space.draw, w, batches)
 
-    batches = _in_batches([task.splits[seed][1]], config.batch_size)
+    batches = in_batches([task.splits[seed][1]], config.batch_size)
     return best(_keys(config, seed)[2], w, batches)
-
-
-class _Batches(NamedTuple):
-    """Several parts' rows in batches of one size, for programs that are compiled once."""
-
-    rows: tuple[jax.Array, jax.Array]  # images [k, size, h, w, c], labels [k, size]
-    weights: jax.Array  # [parts, k]: of the batches' means in the parts'
-
-
-def _in_batches(parts: list[tuple[jax.Array, jax.Array]], size: int) -> _Batches:
-    """A part's last batch is its last rows, and counts by those that the one before has not."""
-    size = min(size, *(len(labels) for _, labels in parts))
-    rows, weights = [], []
-    for x, labels in parts:
-        n = len(labels)
-        starts = np.minimum(np.arange(0, n, size), n - size)
-        index = starts[:, None] + np.arange(size)
-        rows.append((x[index], labels[index]))
-        weights.append(np.diff(starts, prepend=-size) / n)
-    stacked = jax.tree.map(lambda *a: jnp.concatenate(a), *rows)
-    return _Batches(stacked, jnp.asarray(jax.scipy.linalg.block_diag(*weights)))
-
-
-def _over_batches(mean: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """``f(w, alpha, batches) -> [parts]``, of a mean over a batch's rows."""
-
-    def of_all(w, alpha, batches):
-        return batches.weights @ jax.lax.map(lambda batch: mean(w, alpha, batch), batches.rows)
-
-    return of_all
 
 
 # ----------------------------------------------------------------------------- the networks
@@ -308,9 +254,9 @@ def _trained(
     network = _network(task, config, row.genotype)
     train = task.splits[row.seed][0]
     steps = config.epochs * (config.train // config.batch_size)
-    sgd = _sgd(optax.cosine_decay_schedule(config.learning_rate, steps))
+    descent = sgd(optax.cosine_decay_schedule(config.learning_rate, steps))
     augment = _augmentation(config)
-    init, epoch = training(network, sgd, batch_size=config.batch_size, augment=augment)
+    init, epoch = training(network, descent, batch_size=config.batch_size, augment=augment)
     keys = jax.random.split(_keys(config, row.seed)[3], config.random + 2)[-1]
     init_key, order_key = jax.random.split(keys)
     state = jax.jit(lambda key: init(key, task.shape))(init_key)
@@ -356,8 +302,8 @@ def _errors(network: Any, w: Pytree, other: Pytree, parts: list, config: DartsSe
         x, labels = batch
         return jnp.mean(network.predict(network.apply(w, other, x)) != labels)
 
-    errors = jax.jit(_over_batches(wrong))(w, other, _in_batches(parts, config.batch_size))
-    return dict(zip(_ERRORS, map(float, errors), strict=True))
+    errors = jax.jit(over_batches(wrong))(w, other, in_batches(parts, config.batch_size))
+    return dict(zip(ERRORS, map(float, errors), strict=True))
 
 
 def _augmentation(config: DartsSearch) -> Callable[[jax.Array, jax.Array], jax.Array] | None:
@@ -392,7 +338,7 @@ def _summary(task: _Task, config: DartsSearch, found: list, rows: list[dict]) ->
         means = [_columns(networks) for networks in drawn]
         scores["random"] = {k: [float(np.mean(m[k])) for m in means] for k in means[0]}
 
-    curvature = deep.top_curvature(space.problem.outer, _tangent)
+    curvature = deep.top_curvature(space.problem.outer, tangent)
     shared, curvatures = [], []
     for (result, alpha), parts in zip(found, task.splits, strict=True):
         shared.append(_errors(space, result.w, alpha, parts, config))
@@ -416,11 +362,7 @@ def _summary(task: _Task, config: DartsSearch, found: list, rows: list[dict]) ->
 
 
 def _columns(rows: list[dict[str, Any]]) -> dict[str, list]:
-    return {k: [row[k] for row in rows] for k in (*_ERRORS, *dict(_SIZES)) if k in rows[0]}
-
-
-def _tangent(v: Pytree) -> Pytree:
-    return jax.tree.map(lambda p: p - p.mean(axis=-1, keepdims=True), v)
+    return {k: [row[k] for row in rows] for k in (*ERRORS, *dict(_SIZES)) if k in rows[0]}
 
 
 def _write(folder: pathlib.Path, result: dict, found: list) -> None:
@@ -457,7 +399,6 @@ def _heat_map(alpha: np.ndarray, names: list[str], ax: Any) -> None:
     ax.set_yticks(range(len(EDGES)), [f"{i} → {j}" for i, j in EDGES], fontsize=8)
 
 
-_ERRORS = {"train error": "train", "validation error": "valid", "test error": "test"}
 _SIZES = (("skips", ".3g"), ("parameters", ",.0f"))
 
 
@@ -467,10 +408,10 @@ def _print(result: dict[str, Any], folder: pathlib.Path) -> None:
     config, seeds = result["config"], result["config"]["seeds"]
     table = Table(title=report.title(config))
     table.add_column("network", no_wrap=True)
-    for heading in (*_ERRORS.values(), *dict(_SIZES)):
+    for heading in (*ERRORS.values(), *dict(_SIZES)):
         table.add_column(heading, justify="right", no_wrap=True)
     for name, scores in result["scores"].items():
-        cells = [report.cell(100 * np.asarray(scores[c]), ".1f") for c in _ERRORS]
+        cells = [report.cell(100 * np.asarray(scores[c]), ".1f") for c in ERRORS]
         cells += [report.cell(np.asarray(scores[c]), f) if c in scores else "" for c, f in _SIZES]
         table.add_row(name, *cells, end_section=name in ("search", "random"))
     console = report.screen()

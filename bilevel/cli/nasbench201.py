@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import bilevel
-from bilevel.cli import darts, deep, report
+from bilevel.cli import convolutional, deep, report
 from bilevel.cli.rows import Part, draw_rows, load
 from bilevel.protocols import Pytree
 from bilevel.spaces.nasbench201 import (
@@ -98,12 +98,7 @@ def run_nasbench201_search(config: NasBench201Search) -> dict[str, Any]:
 
 
 def _task(config: NasBench201Search) -> _Task:
-    if config.pixels is not None and config.pixels < 1:
-        raise ValueError(f"pixels: expected at least 1, got {config.pixels}.")
     data = load(config.data, config.train, config.valid, config.test)
-    side = data.x_train.shape[1]
-    pixels = side if config.pixels is None else config.pixels
-    factor = next(f for f in range(1, side + 1) if side % f == 0 and side // f <= pixels)
     space = nasbench201_space(
         config.operations,
         classes=len(data.classes),
@@ -115,8 +110,7 @@ def _task(config: NasBench201Search) -> _Task:
     splits = []
     for key in jax.random.split(jax.random.key(config.seed), config.seeds):
         parts = draw_rows(config.data, data, key, config.train, config.valid, config.test)
-        images = darts._images([x for x, _ in parts], factor)
-        splits.append([(x, jnp.asarray(y)) for x, (_, y) in zip(images, parts, strict=True)])
+        splits.append(convolutional.normalized(parts, config.pixels))
     task = _Task(space, splits)
     # Are the images large enough? The shapes say.
     jax.eval_shape(lambda key: space.init(key, _shape(task)), jax.random.key(0))
@@ -138,7 +132,7 @@ def _search(
     space, (train, valid, _) = task.space, task.splits[seed]
     keys = _keys(config, seed)
     w0 = jax.jit(lambda key: space.init(key, _shape(task)))(keys[1])
-    plan = darts._plan(config, space)
+    plan = convolutional.plan(config, space)
     parts = plan, _simplices, space.start(), w0, train, valid, keys[0], checkpoint
     label = "search" if config.seeds == 1 else f"search {seed + 1} of {config.seeds}"
     return deep.run(config, *parts, label=label)
@@ -150,7 +144,7 @@ def _simplices(alpha: jax.Array) -> list[jax.Array]:
 
 def _best_drawn(task: _Task, config: NasBench201Search) -> Callable[[int, Pytree], jax.Array]:
     """``(seed, w) -> alpha``, the choice of random search, compiled once for all seeds."""
-    losses = darts._over_batches(task.space.problem.outer)
+    losses = convolutional.over_batches(task.space.problem.outer)
 
     def loss(w, alpha, batches):
         return losses(w, alpha, batches)[0]
@@ -160,7 +154,7 @@ def _best_drawn(task: _Task, config: NasBench201Search) -> Callable[[int, Pytree
         return deep.best_drawn(key, config.samples, loss, task.space.draw, w, batches)
 
     def best_of_seed(seed, w):
-        batches = darts._in_batches([task.splits[seed][1]], config.batch_size)
+        batches = convolutional.in_batches([task.splits[seed][1]], config.batch_size)
         return best(_keys(config, seed)[2], w, batches)
 
     return best_of_seed
@@ -173,11 +167,11 @@ def _summary(
     task: _Task, config: NasBench201Search, known: table.Table, found: list
 ) -> dict[str, Any]:
     space = task.space
-    errors = jax.jit(darts._over_batches(_wrong(space)))
-    curvature = deep.top_curvature(space.problem.outer, darts._tangent)
+    errors = jax.jit(convolutional.over_batches(_wrong(space)))
+    curvature = deep.top_curvature(space.problem.outer, convolutional.tangent)
     supernet, curvatures = [], []
     for (result, alpha), parts in zip(found, task.splits, strict=True):
-        supernet.append(errors(result.w, alpha, darts._in_batches(parts, config.batch_size)))
+        supernet.append(errors(result.w, alpha, convolutional.in_batches(parts, config.batch_size)))
         batch = jax.tree.map(lambda a: a[: config.batch_size], parts[1])
         curvatures.append(curvature(result.w, alpha, batch))
     genotypes = [space.discretize(alpha) for _, alpha in found]
@@ -192,7 +186,7 @@ def _summary(
         "entropy": [float(deep.entropy(alpha).mean()) for _, alpha in found],
         "benchmark": _looked_up(known, genotypes, space.names, int(networks)),
         "networks of the same cost": networks,
-        "supernet": dict(zip(darts._ERRORS, np.transpose(supernet).tolist(), strict=True)),
+        "supernet": dict(zip(convolutional.ERRORS, np.transpose(supernet).tolist(), strict=True)),
         "largest eigenvalue of the validation Hessian in alpha": curvatures,
         **report.machine(),
     }

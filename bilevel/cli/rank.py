@@ -20,8 +20,8 @@ from bilevel import checkpoint as checkpoints
 from bilevel import data as datasets
 from bilevel._progress import progress_bar
 from bilevel.cli import report
+from bilevel.cli.convolutional import normalized
 from bilevel.cli.rows import draw_rows, load
-from bilevel.spaces.convolution import average_pool
 from bilevel.spaces.nasbench201 import (
     Genotype,
     encode,
@@ -42,6 +42,8 @@ from bilevel.spaces.nasbench201.judging import (
 from bilevel.spaces.nasbench201.scoring import SCORES, Scored, score_networks
 from bilevel.spaces.nasbench201.table import Table, load_table, published_scores
 from bilevel.spaces.scratch import crop_and_flip, training
+
+Rows = tuple[jax.Array, jax.Array]  # images, labels
 
 _TITLES = {"cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "imagenet16": "ImageNet16-120"}
 _PUBLISHED = {"naswot": "nwot"} | {
@@ -179,22 +181,16 @@ def _rows(config: Rank) -> np.ndarray:
     return order if config.networks == "all" else order[: config.networks]
 
 
-def _images(config: Rank) -> list[tuple[jax.Array, jax.Array]]:
+def _images(config: Rank) -> tuple[Rows, Rows]:
     """Training and test rows, images with mean 0 and variance 1 in each channel."""
     data = load(config.data, config.train_size, 1, config.test_size)
     key = jax.random.key(config.seed)
     parts = draw_rows(config.data, data, key, config.train_size, 1, config.test_size)
-    (x, y), _, (x_test, y_test) = parts
-    images = [a[..., None] if a.ndim == 3 else a for a in (x, x_test)]
-    side = max(images[0].shape[1:3])
-    if (factor := -(-side // (config.pixels or side))) > 1:
-        images = [np.asarray(average_pool(jnp.asarray(a), factor, stride=factor)) for a in images]
-    mean, deviation = images[0].mean((0, 1, 2)), images[0].std((0, 1, 2))
-    images = [jnp.asarray((a - mean) / deviation) for a in images]
-    return [(images[0], jnp.asarray(y)), (images[1], jnp.asarray(y_test))]
+    train, _, test = normalized(parts, config.pixels)
+    return train, test
 
 
-def _batch(config: Rank, train: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+def _batch(config: Rank, train: Rows) -> Rows:
     """With all classes in their proportions, in random order."""
     x, y = train
     (rows,) = datasets.split(jax.random.key(config.seed + 1), np.asarray(y), (config.batch_size,))

@@ -74,6 +74,7 @@ bench: $(VENV) ## the quick benchmarks: hypergradients, memory, kernels, feature
 	$(BIN)/python benchmarks/activation_skip_search.py --quick
 	$(BIN)/python benchmarks/darts_gap.py --quick
 	$(BIN)/python benchmarks/darts_step.py --quick
+	$(BIN)/python benchmarks/nasbench201.py --quick
 
 clean: ## remove environments, caches and build outputs; keeps runs/
 	rm -rf .venv .uv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache \

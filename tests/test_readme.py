@@ -4,6 +4,8 @@ import pathlib
 import re
 
 from bilevel.spaces.darts import parse_genotype
+from bilevel.spaces.nasbench201 import genotypes
+from bilevel.spaces.nasbench201 import parse_genotype as parse_cell
 
 EXAMPLES = re.findall(
     r"```python\n(.*?)```", (pathlib.Path(__file__).parents[1] / "README.md").read_text(), re.DOTALL
@@ -41,6 +43,11 @@ def test_the_deep_example_runs_and_finds_a_genotype(capsys):
     found = parse_genotype(run(example, capsys))
     edges = {source for _, source in found.normal + found.reduce}
     assert len(edges) > 2  # a uniform alpha keeps the edges out of nodes 0 and 1
+
+
+def test_the_train_free_example_runs_and_finds_a_genotype(capsys):
+    (example,) = (e for e in EXAMPLES if "score_networks" in e)
+    assert parse_cell(run(example, capsys).strip()) in genotypes()[-5:]
 
 
 def test_the_feature_map_example_runs_and_finds_a_map_that_works(capsys):

@@ -1,6 +1,17 @@
 """Search spaces: architectures as differentiable functions of ``alpha``."""
 
-from bilevel.spaces import activations, convolution, darts, features, kernels, skips, training
+from bilevel.spaces import (
+    activations,
+    convolution,
+    darts,
+    features,
+    kernels,
+    layers,
+    nasbench201,
+    scratch,
+    skips,
+    training,
+)
 
 __all__ = [
     "activations",
@@ -8,6 +19,9 @@ __all__ = [
     "darts",
     "features",
     "kernels",
+    "layers",
+    "nasbench201",
+    "scratch",
     "skips",
     "training",
 ]

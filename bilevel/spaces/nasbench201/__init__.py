@@ -1,7 +1,9 @@
 """NAS-Bench-201: 15,625 networks whose accuracies are known (Dong & Yang 2020).
 
 ``nasbench201_networks``: all of them as one function of a genotype; ``nasbench201_network``: one,
-to be trained from scratch; ``nasbench201_space``: the supernet, to be searched.
+to be trained from scratch; ``nasbench201_space``: the supernet to search. In modules of their own:
+``scoring`` (train-free scores of many networks), ``table`` (the accuracies), ``judging``
+(what a ranking is worth).
 """
 
 from bilevel.spaces.nasbench201._genotype import (

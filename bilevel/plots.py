@@ -231,6 +231,8 @@ def traces(methods: dict[str, Any], against: str = "calls", ax: Any = None) -> A
 def ranking(score: Any, accuracy: Any, ax: Any = None) -> Any:
     """Accuracy over the rank of a score, best at the right, and Kendall's tau.
 
+    The worst twentieth, networks that learn nothing, is drawn at the lower edge.
+
     Parameters
     ----------
     score, accuracy : arrays [m]
@@ -247,7 +249,8 @@ def ranking(score: Any, accuracy: Any, ax: Any = None) -> Any:
     ax = _axes(ax)
     score, accuracy = np.asarray(score, float), np.asarray(accuracy, float)
     ranks = rankdata(np.where(np.isnan(score), -np.inf, score))
-    ax.scatter(ranks, accuracy, s=5, alpha=0.5, linewidths=0)
+    shown = np.maximum(accuracy, np.quantile(accuracy, 0.05))
+    ax.scatter(ranks, shown, s=5, alpha=0.5, linewidths=0)
     tau = kendalltau(ranks, accuracy).statistic
     ax.text(0.95, 0.06, f"τ = {tau:.2f}", transform=ax.transAxes, ha="right")
     ax.set(xlabel="rank by the score")

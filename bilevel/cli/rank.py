@@ -205,7 +205,7 @@ def _best(cells: list[Genotype], score: np.ndarray) -> Genotype:
 
 
 def _judged(config: Rank, scored: Scored, table: Table, rows: np.ndarray) -> dict[str, Any]:
-    """Everything of SPACES: correlations, choices, the papers' protocol, published scores."""
+    """Correlations, choices, the papers' protocol, agreement with published scores."""
     scores = scored.oriented()
     if len(parts := _parts(config, scores, rows)) > 1:
         scores[_ALL] = sum_of_log_ranks(*parts)

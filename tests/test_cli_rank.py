@@ -24,7 +24,14 @@ def test_a_sample_is_ranked_and_judged_and_more_networks_are_added(tmp_path, cap
     out = ["--out", str(tmp_path / "run")]
     assert main([*SMALL, *out]) == 0
     screen = capsys.readouterr().out
-    for text in ("CIFAR-10", "CIFAR-100", "ImageNet16-120", "conv edges", "Eigen-NAS (k=20)"):
+    for text in (
+        "CIFAR-10",
+        "CIFAR-100",
+        "ImageNet16-120",
+        "conv edges",
+        "Eigen-NAS (k=20)",
+        "two runs",
+    ):
         assert text in screen
     before = json.loads((tmp_path / "run" / "result.json").read_text())
     names = [line["score"] for line in before["judged"]]

@@ -7,6 +7,7 @@ then trained from scratch on ``--data``: Algorithm 1 of Zhu et al. (2022), with 
 """
 
 import dataclasses
+import math
 import pathlib
 import time
 from typing import Any, Literal
@@ -37,10 +38,11 @@ from bilevel.spaces.nasbench201.judging import (
     correlations,
     judge,
     paper_protocol,
+    seed_ceiling,
     sum_of_log_ranks,
 )
 from bilevel.spaces.nasbench201.scoring import SCORES, Scored, score_networks
-from bilevel.spaces.nasbench201.table import Table, load_table, published_scores
+from bilevel.spaces.nasbench201.table import RUN_SETS, Table, load_table, published_scores
 from bilevel.spaces.scratch import crop_and_flip, training
 
 Rows = tuple[jax.Array, jax.Array]  # images, labels
@@ -224,7 +226,17 @@ def _judged(config: Rank, scored: Scored, table: Table, rows: np.ndarray) -> dic
         if name in scores and known.sum() > 1:
             pair = correlations(scores[name][known], published[theirs][rows][known])
             agreement[name] = {"rho": pair.rho, "tau": pair.tau, "networks": int(known.sum())}
-    return {"judged": lines, "protocol": protocol, "published": agreement}
+    ceilings = {}
+    for name in RUN_SETS:
+        found = seed_ceiling(table, name)
+        between = float(np.mean(list(found.pairs.values())))
+        ceilings[name] = {"between two runs": between, "with the mean": found.ceiling}
+    return {
+        "judged": lines,
+        "protocol": protocol,
+        "published": agreement,
+        "seed ceiling": ceilings,
+    }
 
 
 def _parts(config: Rank, scores: dict[str, np.ndarray], rows: np.ndarray) -> list[np.ndarray]:
@@ -348,23 +360,47 @@ def _print_judged(screen: Any, result: dict[str, Any]) -> None:
         cells = [f"{line[f'{s} tau']:.3f} / {line[f'{s} rho']:.3f}" for s in sets]
         table.add_row(line["score"], *cells)
     screen.print(table)
-    table = Screen(
-        title=f"test accuracy (%): the best score's network without look-up; gain of the best of "
-        f"k = {config['k']} over the best of k random ones; the papers' protocol"
+    found = ", ".join(
+        f"{name} {c['between two runs']:.3f} and {c['with the mean']:.3f}"
+        for name, c in result["seed ceiling"].items()
     )
+    screen.print(
+        f"the most that chance in training allows, tau between two runs of one network, and of a "
+        f"perfect score with their mean (all 15,625): {found}"
+    )
+    table = _by_dataset(
+        f"test accuracy (%) of the best score's network, and gain of the best of k = {config['k']} "
+        "over the best of k random ones"
+    )
+    for line in result["judged"]:
+        pairs = [
+            (line[f"{d} top one"], line[f"{d} gain"], line[f"{d} gain error"]) for d in DATASETS
+        ]
+        table.add_row(
+            line["score"], *(f"{top:.2f}  {gain:+.2f} ± {e:.2f}" for top, gain, e in pairs)
+        )
+    screen.print(table)
+    table = _by_dataset(
+        f"test accuracy (%) by the protocol of KNAS and Eigen-NAS, k = {config['k']}, "
+        "mean ± standard deviation; and as printed"
+    )
+    for name, figures in result["protocol"].items():
+        table.add_row(name, *(_spread(*figures[d]) for d in DATASETS))
+    table.add_section()
+    for name, printed in PRINTED.items():
+        table.add_row(f"printed: {name}", *(_spread(*figure) for figure in printed))
+    screen.print(table)
+
+
+def _by_dataset(title: str) -> Any:
+    from rich.table import Table as Screen
+
+    table = Screen(title=title)
     table.add_column("score", no_wrap=True)
     for head in _TITLES.values():
         table.add_column(head, justify="right", no_wrap=True)
-    for line in result["judged"]:
-        name, cells = line["score"], []
-        for d in DATASETS:
-            protocol = result["protocol"].get(name)
-            text = f"{line[f'{d} top one']:.2f}  {line[f'{d} gain']:+.2f}"
-            text += f"  {protocol[d][0]:.2f} ± {protocol[d][1]:.2f}" if protocol else "  "
-            cells.append(text)
-        table.add_row(name, *cells)
-    table.add_section()
-    for name, figures in PRINTED.items():
-        cells = [f"{m:.2f}" + (f" ± {s:.2f}" if s == s else "") for m, s in figures]
-        table.add_row(f"printed: {name}", *cells)
-    screen.print(table)
+    return table
+
+
+def _spread(mean: float, deviation: float) -> str:
+    return f"{mean:.2f}" if math.isnan(deviation) else f"{mean:.2f} ± {deviation:.2f}"

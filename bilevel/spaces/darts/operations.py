@@ -131,6 +131,7 @@ def operation(
 
     Examples
     --------
+    >>> from bilevel.spaces.layers import Standardize
     >>> skip = operation("skip_connect", 4, 2, Standardize)
     >>> x = jnp.ones((1, 8, 8, 4))
     >>> skip.apply(skip.init(jax.random.key(0), x), x).shape

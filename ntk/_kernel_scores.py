@@ -64,7 +64,7 @@ def kernel_scores(key, apply: Apply, params: Pytree, batch: Batch) -> dict[str, 
         "kernel": K,
         "eigen_nas": jnp.trace(K) / len(K),
         "min_eigenvalue": jnp.maximum(values[0], 0),
-        "condition_number": _condition(values),
+        "condition_number": condition(values),
         "cosine_min_eigenvalue": _cosine_min_eigenvalue(K),
         "spectral_entropy": _entropy(values),
         "label_energy": _label_energy(K, values, y, classes),
@@ -114,7 +114,7 @@ def condition_number(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Arr
     >>> round(float(condition_number(None, lambda w, x: x @ w, jnp.ones((2, 2)), (x, y))), 3)
     9.0
     """
-    return _condition(spectrum.eigenvalues(kernel(key, apply, params, batch)))
+    return condition(spectrum.eigenvalues(kernel(key, apply, params, batch)))
 
 
 def spectral_entropy(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
@@ -191,7 +191,8 @@ def _cosine_min_eigenvalue(K: jax.Array) -> jax.Array:
     return jnp.maximum(spectrum.eigenvalues(inverse[:, None] * K * inverse)[0], 0)
 
 
-def _condition(values: jax.Array) -> jax.Array:
+def condition(values: jax.Array) -> jax.Array:
+    """Largest by smallest of eigenvalues in ascending order; ``inf`` if that is rounding of 0."""
     regular = _is_regular(values)
     return jnp.where(regular, values[-1] / jnp.where(regular, values[0], 1), jnp.inf)
 

@@ -62,31 +62,16 @@ from jax.flatten_util import ravel_pytree
 
 from ntk import spectrum
 from ntk._kernel_scores import (
-    condition_number as condition_number,
-)
-from ntk._kernel_scores import (
-    cosine_min_eigenvalue as cosine_min_eigenvalue,
-)
-from ntk._kernel_scores import (
-    kernel as kernel,
-)
-from ntk._kernel_scores import (
-    kernel_scores as kernel_scores,
-)
-from ntk._kernel_scores import (
-    label_energy as label_energy,
-)
-from ntk._kernel_scores import (
-    layer_traces as layer_traces,
-)
-from ntk._kernel_scores import (
-    log_traces as log_traces,
-)
-from ntk._kernel_scores import (
-    min_eigenvalue as min_eigenvalue,
-)
-from ntk._kernel_scores import (
-    spectral_entropy as spectral_entropy,
+    condition,
+    condition_number,
+    cosine_min_eigenvalue,
+    kernel,
+    kernel_scores,
+    label_energy,
+    layer_traces,
+    log_traces,
+    min_eigenvalue,
+    spectral_entropy,
 )
 from ntk._network import (
     Apply,
@@ -104,6 +89,33 @@ from ntk._network import (
     split_weights,
     summed,
 )
+
+__all__ = [
+    "condition_number",
+    "cosine_min_eigenvalue",
+    "eigen_nas",
+    "fisher",
+    "grad_norm",
+    "grasp",
+    "jacov",
+    "kernel",
+    "kernel_scores",
+    "knas",
+    "knas_released",
+    "l2_norm",
+    "label_energy",
+    "layer_traces",
+    "log_traces",
+    "min_eigenvalue",
+    "nasi",
+    "naswot",
+    "regions",
+    "snip",
+    "spectral_entropy",
+    "synflow",
+    "te_nas",
+    "zico",
+]
 
 
 def eigen_nas(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
@@ -212,10 +224,7 @@ def te_nas(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
     units = jnp.eye(len(x), dtype=jax.eval_shape(apply, params, x).dtype)
     # Some at a time share what the backward pass computes again.
     rows = jax.lax.map(lambda unit: ravel_pytree(pull_back(unit))[0], units, batch_size=8)
-    values = spectrum.eigenvalues(gram(rows))
-    smallest, largest = values[0], values[-1]
-    regular = smallest > len(x) * jnp.finfo(values.dtype).eps * largest
-    return jnp.where(regular, largest / smallest, jnp.inf)
+    return condition(spectrum.eigenvalues(gram(rows)))
 
 
 def nasi(

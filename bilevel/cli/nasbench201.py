@@ -28,9 +28,7 @@ from bilevel.spaces.nasbench201 import (
     nasbench201_space,
     table,
 )
-from bilevel.spaces.nasbench201.judging import best_of_k_random
-
-_DATASETS = {"cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "imagenet16": "ImageNet16-120"}
+from bilevel.spaces.nasbench201.judging import DATASETS, best_of_k_random
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,7 +213,7 @@ def _looked_up(
     others = np.array([set(names) >= set(g.operations) for g in known.genotypes])
     budget = min(budget, others.sum())
     found = {}
-    for name in _DATASETS:
+    for name in DATASETS:
         test = known.accuracy[f"{name}-test"]
         found[name] = {
             "accuracy": test[rows].tolist(),
@@ -285,7 +283,7 @@ def _print(result: dict[str, Any], folder: pathlib.Path) -> None:
     shown.add_column("data set", no_wrap=True)
     for heading in ("search", "rank of 15,625", *others, "optimum"):
         shown.add_column(heading, justify="right", no_wrap=True)
-    for name, label in _DATASETS.items():
+    for name, label in DATASETS.items():
         scores = benchmark[name]
         cells = [report.cell(np.array(scores["accuracy"]), ".2f")]
         cells.append(report.cell(np.array(scores["rank"]), ",.0f"))

@@ -47,7 +47,6 @@ from bilevel.spaces.scratch import crop_and_flip, training
 
 Rows = tuple[jax.Array, jax.Array]  # images, labels
 
-_TITLES = {"cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "imagenet16": "ImageNet16-120"}
 _PUBLISHED = {"naswot": "nwot"} | {
     name: name for name in ("fisher", "grad_norm", "grasp", "jacov", "l2_norm", "snip", "synflow")
 }
@@ -348,7 +347,7 @@ def _print_judged(screen: Any, result: dict[str, Any]) -> None:
 
     config, count = result["config"], result["networks"]
     sets = ("cifar10-valid", *(f"{d}-test" for d in DATASETS))
-    heads = ["CIFAR-10 valid.", *_TITLES.values()]
+    heads = ["CIFAR-10 valid.", *DATASETS.values()]
     table = Screen(
         title=f"{count} networks scored on {config['batch_size']} rows of {config['data']}: "
         "rank correlation with accuracy in the benchmark, tau / rho"
@@ -397,7 +396,7 @@ def _by_dataset(title: str) -> Any:
 
     table = Screen(title=title)
     table.add_column("score", no_wrap=True)
-    for head in _TITLES.values():
+    for head in DATASETS.values():
         table.add_column(head, justify="right", no_wrap=True)
     return table
 

@@ -30,7 +30,9 @@ PRIMITIVES = ("none", "skip_connect", "nor_conv_1x1", "nor_conv_3x3", "avg_pool_
 EDGES = ((0, 1), (0, 2), (1, 2), (0, 3), (1, 3), (2, 3))
 """The rows of ``alpha``: (source, node), by node, then by source, as in the official text."""
 
-_KERNELS = {"nor_conv_1x1": 1, "nor_conv_3x3": 3}
+SIZES = {"nor_conv_1x1": 1, "nor_conv_3x3": 3}
+"""The operations that have weights, and the sizes of their kernels."""
+
 _TEXT = "|{}~0|+|{}~0|{}~1|+|{}~0|{}~1|{}~2|"
 _PATTERN = re.compile(re.escape(_TEXT).replace(r"\{\}", r"(\w+)"))
 
@@ -291,7 +293,7 @@ def _formula(
         elif live[edge]:
             term = f"{name}{numbers.get(edge, '')}({'+'.join(sorted(nodes[source]))})"
             nodes[node].append(term)
-            if name in _KERNELS:
+            if name in SIZES:
                 terms[edge] = term
     return "+".join(sorted(nodes[3])), terms
 
@@ -327,7 +329,7 @@ def _convolutions(
             yield _Convolutions(1, 3, c // 2, c, side)
             yield _Convolutions(1, 3, c, c, side)
             yield _Convolutions(1, 1, c // 2, c, side, normalized=False)
-        for name, kernel in _KERNELS.items():
+        for name, kernel in SIZES.items():
             yield _Convolutions(cells * genotype.operations.count(name), kernel, c, c, side)
 
 
@@ -402,7 +404,7 @@ def trainable_layers(genotype: Genotype, *, cells: int = 5) -> int:
     (38, 8)
     """
     live = zip(genotype.operations, _live(genotype), strict=True)
-    return 8 + 3 * cells * sum(name in _KERNELS and used for name, used in live)
+    return 8 + 3 * cells * sum(name in SIZES and used for name, used in live)
 
 
 def conv_edges(genotype: Genotype) -> int:
@@ -414,4 +416,4 @@ def conv_edges(genotype: Genotype) -> int:
     3
     """
     check_genotype(genotype)
-    return sum(name in _KERNELS for name in genotype.operations)
+    return sum(name in SIZES for name in genotype.operations)

@@ -41,7 +41,8 @@ from bilevel.spaces.nasbench201._genotype import (
 )
 from bilevel.spaces.nasbench201.table import RUN_SETS, Table
 
-DATASETS = ("cifar10", "cifar100", "imagenet16")
+DATASETS = {"cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "imagenet16": "ImageNet16-120"}
+"""The benchmark's, and how they are written."""
 
 BASELINES = {
     "parameters": parameter_count,

@@ -23,14 +23,12 @@ import optax
 
 from bilevel.spaces.convolution import average_pool
 from bilevel.spaces.layers import Conv, activations, initial, wide
-from bilevel.spaces.nasbench201._genotype import EDGES, Genotype, check_genotype
+from bilevel.spaces.nasbench201._genotype import EDGES, SIZES, Genotype, check_genotype
 from bilevel.spaces.scratch import TrainableNetwork
 
 Norm = Callable[..., nn.Module]
 
 STAGES = 3
-SIZES = {"nor_conv_1x1": 1, "nor_conv_3x3": 3}
-"""The operations that have weights, and the sizes of their kernels."""
 
 
 class Stem(nn.Module):

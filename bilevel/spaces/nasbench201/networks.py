@@ -30,9 +30,8 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from bilevel.spaces.convolution import average_pool, convolution
 from bilevel.spaces.layers import Standardize, activations, initial
-from bilevel.spaces.nasbench201._genotype import EDGES, PRIMITIVES, Genotype, check_genotype
+from bilevel.spaces.nasbench201._genotype import EDGES, PRIMITIVES, SIZES, Genotype, check_genotype
 from bilevel.spaces.nasbench201.network import (
-    SIZES,
     STAGES,
     Head,
     Network,

@@ -33,9 +33,8 @@ from bilevel.problem import Problem
 from bilevel.protocols import Pytree
 from bilevel.spaces.convolution import average_pool
 from bilevel.spaces.layers import Standardize, activations, initial
-from bilevel.spaces.nasbench201._genotype import EDGES, PRIMITIVES, Genotype, check_genotype
+from bilevel.spaces.nasbench201._genotype import EDGES, PRIMITIVES, SIZES, Genotype, check_genotype
 from bilevel.spaces.nasbench201.network import (
-    SIZES,
     STAGES,
     Head,
     Reduction,

@@ -150,7 +150,7 @@ def row(table: Table, genotype: Genotype) -> int:
     ValueError
         For a genotype that cannot be, or a table in another order.
     """
-    place = int(encode(genotype) @ len(PRIMITIVES) ** np.arange(len(EDGES))[::-1])
+    place = int(_places(encode(genotype)))
     if place >= len(table.genotypes) or table.genotypes[place] != genotype:
         raise ValueError("table: expected the rows of load_table(), got others or another order.")
     return place
@@ -222,13 +222,17 @@ def _by_genotype(file: str, wanted: list[str]) -> dict[str, np.ndarray]:
     Files are keyed by the official text: indices differ between publications.
     """
     columns = _columns(file, ["arch_str", *wanted])
-    codes = encode(map(parse_genotype, columns.pop("arch_str")))
-    places = codes @ len(PRIMITIVES) ** np.arange(len(EDGES))[::-1]
+    places = _places(encode(map(parse_genotype, columns.pop("arch_str"))))
     arrays = {}
     for name, texts in columns.items():
         arrays[name] = np.full(len(genotypes()), np.nan)
         arrays[name][places] = [float(text or "nan") for text in texts]
     return arrays
+
+
+def _places(codes: np.ndarray) -> np.ndarray:
+    """Of the rows of :func:`encode`, [..., 6], among :func:`genotypes`."""
+    return codes @ len(PRIMITIVES) ** np.arange(len(EDGES))[::-1]
 
 
 def _columns(file: str, wanted: list[str]) -> dict[str, list[str]]:

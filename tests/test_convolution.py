@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from helpers import assert_close
 
-from bilevel.spaces.convolution import average_pool, convolution, max_pool
+from bilevel.spaces.convolution import average_pool, convolution, materialized, max_pool
 
 
 def xla(x, kernel, *, stride=1, dilation=1, padding=None, groups=1):
@@ -79,15 +79,17 @@ def test_values_and_both_gradients_are_those_of_the_definition(kind, size, windo
     assert_close(ours, derivatives(xla, x, kernel, dx, dk))
 
 
-@pytest.mark.parametrize("kind", [DENSE, DEPTHWISE])
-def test_second_derivatives_are_xlas_in_reverse_and_forward_over_reverse_and_under_vmap(kind):
+@pytest.mark.parametrize(("kind", "stride"), [(DENSE, 2), (DEPTHWISE, 2), (DEPTHWISE, 1)])
+def test_second_derivatives_are_xlas_in_reverse_and_forward_over_reverse_and_under_vmap(
+    kind, stride
+):
     x, kernel = arrays(2, kind["inner"], kind["outputs"], kind["channels"])
     kernels = jnp.stack([kernel, 2 * kernel[::-1]])
 
     @functools.partial(jax.jit, static_argnums=0)
     def second(conv, x, kernels):
         def loss(x, kernel):
-            return jnp.sum(jnp.tanh(conv(x, kernel, stride=2, groups=kind["groups"])))
+            return jnp.sum(jnp.tanh(conv(x, kernel, stride=stride, groups=kind["groups"])))
 
         def squared_gradient(x, kernel):
             return sum(jnp.sum(g**2) for g in jax.grad(loss, (0, 1))(x, kernel))
@@ -120,6 +122,19 @@ def test_what_is_not_differentiated_costs_nothing(kind):
     mark = "dot_general" if kind["groups"] == 1 else "scan"
     marked = [mark in str(jax.make_jaxpr(jax.grad(total, i))(*arguments)) for i in (0, 1)]
     assert marked == [False, True]
+
+
+def test_materialized_is_the_identity_and_stays_in_the_program():
+    x, dx = jnp.array([1.0, -2.0, jnp.nan]), jnp.array([3.0, jnp.inf, 5.0])
+    for number in (0.5, -0.5, jnp.nan):
+        y, pull_back = jax.vjp(lambda x, number=number: materialized(x, number), x)
+        np.testing.assert_array_equal(y, x)
+        np.testing.assert_array_equal(pull_back(dx)[0], dx)
+        np.testing.assert_array_equal(jax.jvp(pull_back, (dx,), (x,))[1][0], x)
+    numbers = jnp.array([1.0, -1.0])
+    np.testing.assert_array_equal(jax.vmap(materialized, (None, 0))(x, numbers), [x, x])
+    program = jax.jit(lambda x, number: 2 * materialized(3 * x, number)).lower(x, 0.5).compile()
+    assert jax.default_backend() != "cpu" or "conditional" in program.as_text()
 
 
 def test_the_backward_pass_keeps_no_patches():

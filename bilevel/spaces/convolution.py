@@ -192,18 +192,51 @@ def _depthwise_derivative(window, primals, tangents):
     x, kernel = primals
 
     def along_x(dx):
-        return _spread(dx, kernel, window)
+        return _spread(materialized(dx, kernel[0, 0, 0, 0]), kernel, window)
 
     def along_kernel(dk):
+        n, height, width, channels = x.shape
+        out = window.positions(height), window.positions(width), channels
+        # Without strides, a row's pixels and channels are one axis: long loops are faster.
+        unit = channels if window.stride == 1 else 1
+
         def weighted(image, everywhere):
-            return _weighted(_shifted(image, window), everywhere)
+            return _weighted(_shifted(image, window, unit), everywhere)
 
         # One weight for every pixel: their gradients are then sums over examples alone.
-        out = (*map(window.positions, x.shape[1:3]), x.shape[-1])
-        everywhere = [jnp.broadcast_to(d, out) for d in dk.reshape(-1, x.shape[-1])]
-        return _each(weighted, x, everywhere)
+        everywhere = [jnp.broadcast_to(d, out) for d in dk.reshape(-1, channels)]
+        everywhere = [d.reshape(out[0], out[1] * unit, -1) for d in everywhere]
+        y = _each(weighted, x.reshape(n, height, width * unit, -1), everywhere)
+        return y.reshape(n, *out)
 
     return _with_tangent(_depthwise(x, kernel, window), (along_x, along_kernel), tangents)
+
+
+def materialized(x: jax.Array, number: jax.Array) -> jax.Array:
+    """``x``, which XLA's CPU code writes to memory here, and its cotangent when going back.
+
+    Elementwise programs are otherwise merged into one where that does not pay: with an update in
+    place, which runs on one core, or each of several sums over windows with all others. A branch is
+    what XLA does not merge across (it takes barriers out first).
+
+    Parameters
+    ----------
+    x : array
+    number : scalar that is known when the program runs, not before; any
+
+    Returns
+    -------
+    array, ``x``
+
+    Examples
+    --------
+    >>> materialized(jnp.ones(2), jnp.float32(0.5))
+    Array([1., 1.], dtype=float...)
+    """
+    if jax.default_backend() != "cpu":
+        return x
+    # Equal branches would be found out; these are equal too, but look different.
+    return lax.cond(number > 0, lambda x: x, lambda x: -(-x), x)
 
 
 def _with_tangent(y, maps, tangents):
@@ -235,15 +268,18 @@ def _weighted(arrays, weights):
     return functools.reduce(operator.add, (a * w for a, w in zip(arrays, weights, strict=True)))
 
 
-def _shifted(x, window):
-    """What each of the window's size^2 places sees of ``x`` [..., h, w, c]: [..., h', w', c]."""
+def _shifted(x, window, unit=1):
+    """What each of the window's size^2 places sees of ``x`` [..., h, w, c]: [..., h', w', c].
+
+    ``unit``: entries that a pixel has along its row, of images [..., h, w unit, c] (stride 1).
+    """
     *batch, height, width, channels = x.shape
-    rows, columns = window.positions(height), window.positions(width)
-    p, s = window.padding, window.stride
-    x = jnp.pad(x, [(0, 0)] * len(batch) + [(p, p), (p, p), (0, 0)])
+    rows, columns = window.positions(height), window.positions(width // unit) * unit
+    p, s, step = window.padding, window.stride, window.dilation
+    x = jnp.pad(x, [(0, 0)] * len(batch) + [(p, p), (p * unit, p * unit), (0, 0)])
     views = []
     for a, b in np.ndindex(window.size, window.size):
-        first = (a * window.dilation, b * window.dilation)
+        first = (a * step, b * step * unit)
         last = (first[0] + s * (rows - 1) + 1, first[1] + s * (columns - 1) + 1)
         zeros, ones = [0] * len(batch), [1] * len(batch)
         views.append(lax.slice(x, (*zeros, *first, 0), (*batch, *last, channels), (*ones, s, s, 1)))

@@ -32,6 +32,7 @@ import numpy as np
 import optax
 
 from bilevel.problem import Problem
+from bilevel.spaces.convolution import materialized
 from bilevel.spaces.darts._genotype import (
     EDGES,
     NODES,
@@ -85,11 +86,12 @@ class MixedEdge(nn.Module):
         """``states`` = (inputs or None, nodes), ``edge`` = (source, node, alpha [h])."""
         inputs, nodes = states
         source, node, alpha = edge
-        x = (nodes if inputs is None else inputs)[source]
+        # In memory, so that the update of `nodes`, here and in the backward pass, is of that alone.
+        x = materialized((nodes if inputs is None else inputs)[source], alpha[0])
         # Inside a loop, remat needs no barrier against merging what it computes twice.
         mixed = nn.remat(MixedOperation, prevent_cse=False) if self.remat else MixedOperation
         y = mixed(self.operations, self.channels, self.stride, name="operations")(x, alpha)
-        return (inputs, nodes.at[node].add(y)), None
+        return (inputs, nodes.at[node].add(materialized(y, alpha[0]))), None
 
 
 # Parameters lead with the edge.

@@ -222,10 +222,10 @@ def darts_space(
     -----
     Deviation: the classifier's bias starts at 0.
 
-    Cost: memory for the 14 inputs of edges of every cell, without ``remat`` for all activations. A
-    search step takes 1.0 (one core) to 1.4 times (two) as long as PyTorch's on a CPU, and a fifth
-    of the memory (``benchmarks/darts_step.py``). Compiling takes longer than many steps: on two
-    cores half a minute for 3 cells and 4 operations, twice that for 8 operations.
+    Cost: memory for the 14 inputs of edges of every cell, without ``remat`` for all activations. On
+    a CPU of two cores a search step takes two thirds of the time and a fifth of the memory that
+    PyTorch's takes (``benchmarks/darts_step.py``). Compiling takes longer than many steps: half a
+    minute for 3 cells and 4 operations, half as long again for 8.
 
     Examples
     --------

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from bilevel import checkpoint
-from bilevel.cli import convolutional, darts, main
+from bilevel.cli import convolutional, main
 from bilevel.spaces.darts import parse_genotype
 
 # Without a convolution on the edges: they are what takes long to compile.
@@ -36,7 +36,7 @@ def test_a_run_that_crashed_in_training_ends_as_one_that_did_not(tmp_path, capsy
             raise PowerCutError
 
     with monkeypatch.context() as patch:
-        patch.setattr(darts, "_SAVE_SECONDS", 0.0)
+        patch.setattr(convolutional, "_SAVE_SECONDS", 0.0)
         patch.setattr(checkpoint, "save", save_and_fail)
         with pytest.raises(PowerCutError):
             search(run, *flags)

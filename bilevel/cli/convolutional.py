@@ -1,6 +1,8 @@
 """What searches of convolutional networks share: images, batches, and how weights are trained."""
 
 import functools
+import pathlib
+import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -9,13 +11,25 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from bilevel import checkpoint as checkpoints
 from bilevel.cli import deep
-from bilevel.cli.rows import Part
+from bilevel.cli.rows import Part, draw_rows
+from bilevel.data import Dataset
 from bilevel.protocols import Pytree
 from bilevel.spaces.convolution import average_pool
+from bilevel.spaces.scratch import TrainingState
 
 ERRORS = {"train error": "train", "validation error": "valid", "test error": "test"}
 """Keys of results, and headings of tables."""
+
+_SAVE_SECONDS = 30.0  # between two checkpoints of a network in training
+
+
+def splits(config: Any, data: Dataset) -> list[list[tuple[jax.Array, jax.Array]]]:
+    """Of each seed: training, validation and test rows, normalised."""
+    keys = jax.random.split(jax.random.key(config.seed), config.seeds)
+    sizes = config.train, config.valid, config.test
+    return [normalized(draw_rows(config.data, data, key, *sizes), config.pixels) for key in keys]
 
 
 def normalized(parts: list[Part], pixels: int | None) -> list[tuple[jax.Array, jax.Array]]:
@@ -88,3 +102,66 @@ def over_batches(mean: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
         return batches.weights @ jax.lax.map(lambda batch: mean(w, alpha, batch), batches.rows)
 
     return of_all
+
+
+def errors(model: Any) -> Callable[..., list[float]]:
+    """``(w, other, parts, batch_size) ->`` each part's share of wrong rows, compiled once.
+
+    ``model`` has ``apply(w, other, x)``: a network, ``other`` its running averages, or a space.
+    """
+
+    def wrong(w, other, batch):
+        x, labels = batch
+        return jnp.mean(model.predict(model.apply(w, other, x)) != labels)
+
+    shares = jax.jit(over_batches(wrong))
+
+    def of_parts(w, other, parts, batch_size):
+        return shares(w, other, in_batches(parts, batch_size)).tolist()
+
+    return of_parts
+
+
+def best_drawn(config: Any, space: Any) -> Callable[[jax.Array, Pytree, Part], Pytree]:
+    """``(key, w, rows) -> alpha``, the choice of random search, compiled once for all seeds."""
+    losses = over_batches(space.problem.outer)
+
+    def loss(w, alpha, batches):
+        return losses(w, alpha, batches)[0]
+
+    @jax.jit
+    def best(key, w, batches):
+        return deep.best_drawn(key, config.samples, loss, space.draw, w, batches)
+
+    return lambda key, w, rows: best(key, w, in_batches([rows], config.batch_size))
+
+
+def train_from_scratch(
+    training: tuple[Callable, Callable],
+    key: jax.Array,
+    rows: tuple[jax.Array, jax.Array],
+    epochs: int,
+    checkpoint: pathlib.Path,
+    show: Callable[[int, float], None],
+    options: Callable[[int], tuple] = lambda i: (),
+) -> tuple[TrainingState, float]:
+    """State and last loss of ``training`` after ``epochs``, from the checkpoint that it finds.
+
+    ``options(i)``: the loss's, in epoch ``i``. ``show(i, loss)`` is called after it.
+    """
+    init, epoch = training
+    init_key, order_key = jax.random.split(key)
+    state = jax.jit(lambda key: init(key, rows[0].shape[1:]))(init_key)
+    loss = jnp.full((), jnp.nan, jnp.result_type(float))
+    first = checkpoints.latest(checkpoint) or 0
+    if first:
+        state, loss = jax.tree.map(jnp.asarray, checkpoints.restore(checkpoint, (state, loss)))
+    run = jax.jit(epoch, donate_argnums=1)
+    saved = time.perf_counter()
+    for i in range(first, epochs):
+        state, loss = run(jax.random.fold_in(order_key, i), state, rows, *options(i))
+        show(i + 1, float(loss))
+        if time.perf_counter() - saved > _SAVE_SECONDS or i + 1 == epochs:
+            checkpoints.save(checkpoint, i + 1, (state, loss.astype(jnp.result_type(float))))
+            saved = time.perf_counter()
+    return state, float(loss)

@@ -17,19 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from bilevel import checkpoint as checkpoints
 from bilevel._progress import progress_bar
-from bilevel.cli import deep, report
-from bilevel.cli.convolutional import (
-    ERRORS,
-    in_batches,
-    normalized,
-    over_batches,
-    plan,
-    sgd,
-    tangent,
-)
-from bilevel.cli.rows import draw_rows, load
+from bilevel.cli import convolutional, deep, report
+from bilevel.cli.convolutional import ERRORS
+from bilevel.cli.rows import load
 from bilevel.protocols import Pytree
 from bilevel.spaces.darts import (
     EDGES,
@@ -47,7 +38,6 @@ from bilevel.spaces.darts import (
     training,
 )
 
-_SAVE_SECONDS = 30.0  # between two checkpoints of a network in training
 _KINDS = ("normal", "reduce")
 
 
@@ -117,7 +107,7 @@ def run_darts_search(config: DartsSearch) -> dict[str, Any]:
     deep.check(config)
     task = _task(config)
     folder = report.run_directory(config)
-    found, seconds = [], []
+    found, seconds, best_drawn = [], [], convolutional.best_drawn(config, task.space)
     for seed in range(config.seeds):
         start = time.perf_counter()
         result = _search(task, config, seed, folder / "search" / str(seed))
@@ -126,7 +116,7 @@ def run_darts_search(config: DartsSearch) -> dict[str, Any]:
             return {}
         alpha = result.alpha
         if config.strategy == "random":
-            alpha = _best_drawn(task, config, seed, result.w)
+            alpha = best_drawn(_keys(config, seed)[2], result.w, task.splits[seed][1])
         found.append((result, alpha))
         seconds.append(time.perf_counter() - start)
     rows = _networks(task, config, [alpha for _, alpha in found], folder)
@@ -151,11 +141,7 @@ def _task(config: DartsSearch) -> _Task:
         dtype=jnp.bfloat16 if config.bfloat16 else None,
         remat=config.remat,
     )
-    splits = []
-    for key in jax.random.split(jax.random.key(config.seed), config.seeds):
-        parts = draw_rows(config.data, data, key, config.train, config.valid, config.test)
-        splits.append(normalized(parts, config.pixels))
-    task = _Task(space, len(data.classes), splits)
+    task = _Task(space, len(data.classes), convolutional.splits(config, data))
     # Are the images large enough for both networks? The shapes say.
     jax.eval_shape(lambda key: space.init(key, task.shape), jax.random.key(0))
     network = _network(task, config, space.discretize(space.start()))
@@ -180,27 +166,14 @@ def _search(task: _Task, config: DartsSearch, seed: int, checkpoint: pathlib.Pat
     space, (train, valid, _) = task.space, task.splits[seed]
     keys = _keys(config, seed)
     w0 = jax.jit(lambda key: space.init(key, task.shape))(keys[1])
-    parts = plan(config, space), _simplices, space.start(), w0, train, valid, keys[0], checkpoint
+    plan = convolutional.plan(config, space)
+    parts = plan, _simplices, space.start(), w0, train, valid, keys[0], checkpoint
     label = "search" if config.seeds == 1 else f"search {seed + 1} of {config.seeds}"
     return deep.run(config, *parts, label=label)
 
 
 def _simplices(alpha: Pytree) -> list[jax.Array]:
     return [alpha[kind] for kind in _KINDS]
-
-
-def _best_drawn(task: _Task, config: DartsSearch, seed: int, w: Pytree) -> Pytree:
-    losses = over_batches(task.space.problem.outer)
-
-    def loss(w, alpha, batches):
-        return losses(w, alpha, batches)[0]
-
-    @jax.jit
-    def best(key, w, batches):
-        return deep.best_drawn(key, config.samples, loss, task.space.draw, w, batches)
-
-    batches = in_batches([task.splits[seed][1]], config.batch_size)
-    return best(_keys(config, seed)[2], w, batches)
 
 
 # ----------------------------------------------------------------------------- the networks
@@ -251,33 +224,23 @@ def _trained(
 ) -> dict[str, Any]:
     """The network's errors; its training is checkpointed, and goes on from what it finds."""
     began = time.perf_counter()
-    network = _network(task, config, row.genotype)
-    train = task.splits[row.seed][0]
+    network, parts = _network(task, config, row.genotype), task.splits[row.seed]
     steps = config.epochs * (config.train // config.batch_size)
-    descent = sgd(optax.cosine_decay_schedule(config.learning_rate, steps))
-    augment = _augmentation(config)
-    init, epoch = training(network, descent, batch_size=config.batch_size, augment=augment)
-    keys = jax.random.split(_keys(config, row.seed)[3], config.random + 2)[-1]
-    init_key, order_key = jax.random.split(keys)
-    state = jax.jit(lambda key: init(key, task.shape))(init_key)
-    first = checkpoints.latest(checkpoint) or 0
-    if first:
-        state = jax.tree.map(jnp.asarray, checkpoints.restore(checkpoint, state))
-    run = jax.jit(epoch, donate_argnums=1)
-    saved = time.perf_counter()
-    for i in range(first, config.epochs):
-        drop_path = config.drop_path * i / config.epochs
-        state, loss = run(jax.random.fold_in(order_key, i), state, train, drop_path)
-        show(i + 1, float(loss))
-        if time.perf_counter() - saved > _SAVE_SECONDS:
-            checkpoints.save(checkpoint, i + 1, state)
-            saved = time.perf_counter()
-
+    descent = convolutional.sgd(optax.cosine_decay_schedule(config.learning_rate, steps))
+    program = training(
+        network, descent, batch_size=config.batch_size, augment=_augmentation(config)
+    )
+    key = jax.random.split(_keys(config, row.seed)[3], config.random + 2)[-1]
+    run = program, key, parts[0], config.epochs, checkpoint, show
+    state, _ = convolutional.train_from_scratch(
+        *run, lambda i: (config.drop_path * i / config.epochs,)
+    )
+    errors = convolutional.errors(network)(state.w, state.averages, parts, config.batch_size)
     return {
         "network": row.name,
         "seed": row.seed,
         "genotype": str(row.genotype),
-        **_errors(network, state.w, state.averages, task.splits[row.seed], config),
+        **dict(zip(ERRORS, errors, strict=True)),
         "skips": _skips(row.genotype),
         "parameters": parameter_count(state.w),
         "seconds": time.perf_counter() - began,
@@ -293,17 +256,6 @@ def _network(task: _Task, config: DartsSearch, genotype: Genotype) -> DartsNetwo
         auxiliary=config.auxiliary,
         dtype=jnp.bfloat16 if config.bfloat16 else None,
     )
-
-
-def _errors(network: Any, w: Pytree, other: Pytree, parts: list, config: DartsSearch) -> dict:
-    """Of a network, ``other`` its running averages, or of the supernet, ``other`` its alpha."""
-
-    def wrong(w, other, batch):
-        x, labels = batch
-        return jnp.mean(network.predict(network.apply(w, other, x)) != labels)
-
-    errors = jax.jit(over_batches(wrong))(w, other, in_batches(parts, config.batch_size))
-    return dict(zip(ERRORS, map(float, errors), strict=True))
 
 
 def _augmentation(config: DartsSearch) -> Callable[[jax.Array, jax.Array], jax.Array] | None:
@@ -338,10 +290,12 @@ def _summary(task: _Task, config: DartsSearch, found: list, rows: list[dict]) ->
         means = [_columns(networks) for networks in drawn]
         scores["random"] = {k: [float(np.mean(m[k])) for m in means] for k in means[0]}
 
-    curvature = deep.top_curvature(space.problem.outer, tangent)
+    curvature = deep.top_curvature(space.problem.outer, convolutional.tangent)
+    wrong = convolutional.errors(space)
     shared, curvatures = [], []
     for (result, alpha), parts in zip(found, task.splits, strict=True):
-        shared.append(_errors(space, result.w, alpha, parts, config))
+        errors = wrong(result.w, alpha, parts, config.batch_size)
+        shared.append(dict(zip(ERRORS, errors, strict=True)))
         batch = jax.tree.map(lambda a: a[: config.batch_size], parts[1])
         curvatures.append(curvature(result.w, alpha, batch))
     scores["supernet"] = _columns(shared)

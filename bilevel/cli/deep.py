@@ -53,7 +53,7 @@ class DeepSearch:
     exponentiated gradient, on validation or on training batches; random search with weight
     sharing; DARTS on training batches alone; DARTS through 5 inner steps."""
     seeds: int = 1
-    """Independent runs side by side: own splits, own initial weights."""
+    """Independent runs: own splits, own initial weights."""
     steps: int = 600
     """Outer steps of the search."""
     batch_size: int = 64

@@ -8,7 +8,6 @@ networks, as Dong & Yang (2020) trained them. A run that was interrupted goes on
 import dataclasses
 import pathlib
 import time
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -17,8 +16,7 @@ import numpy as np
 
 import bilevel
 from bilevel.cli import convolutional, deep, report
-from bilevel.cli.rows import Part, draw_rows, load
-from bilevel.protocols import Pytree
+from bilevel.cli.rows import Part, load
 from bilevel.spaces.nasbench201 import (
     EDGES,
     PRIMITIVES,
@@ -74,7 +72,8 @@ def run_nasbench201_search(config: NasBench201Search) -> dict[str, Any]:
     known = table.load_table()  # or the search would be for nothing
     task = _task(config)
     folder = report.run_directory(config)
-    start, found, best_drawn = time.perf_counter(), [], _best_drawn(task, config)
+    best_drawn = convolutional.best_drawn(config, task.space)
+    start, found = time.perf_counter(), []
     for seed in range(config.seeds):
         result = _search(task, config, seed, folder / "search" / str(seed))
         if result.stopped:
@@ -82,7 +81,7 @@ def run_nasbench201_search(config: NasBench201Search) -> dict[str, Any]:
             return {}
         alpha = result.alpha
         if config.strategy == "random":
-            alpha = best_drawn(seed, result.w)
+            alpha = best_drawn(_keys(config, seed)[2], result.w, task.splits[seed][1])
         found.append((result, alpha))
     searched = time.perf_counter() - start
     summary = _summary(task, config, known, found)
@@ -105,11 +104,7 @@ def _task(config: NasBench201Search) -> _Task:
         dtype=jnp.bfloat16 if config.bfloat16 else None,
         remat=config.remat,
     )
-    splits = []
-    for key in jax.random.split(jax.random.key(config.seed), config.seeds):
-        parts = draw_rows(config.data, data, key, config.train, config.valid, config.test)
-        splits.append(convolutional.normalized(parts, config.pixels))
-    task = _Task(space, splits)
+    task = _Task(space, convolutional.splits(config, data))
     # Are the images large enough? The shapes say.
     jax.eval_shape(lambda key: space.init(key, _shape(task)), jax.random.key(0))
     return task
@@ -140,24 +135,6 @@ def _simplices(alpha: jax.Array) -> list[jax.Array]:
     return [alpha]
 
 
-def _best_drawn(task: _Task, config: NasBench201Search) -> Callable[[int, Pytree], jax.Array]:
-    """``(seed, w) -> alpha``, the choice of random search, compiled once for all seeds."""
-    losses = convolutional.over_batches(task.space.problem.outer)
-
-    def loss(w, alpha, batches):
-        return losses(w, alpha, batches)[0]
-
-    @jax.jit
-    def best(key, w, batches):
-        return deep.best_drawn(key, config.samples, loss, task.space.draw, w, batches)
-
-    def best_of_seed(seed, w):
-        batches = convolutional.in_batches([task.splits[seed][1]], config.batch_size)
-        return best(_keys(config, seed)[2], w, batches)
-
-    return best_of_seed
-
-
 # ----------------------------------------------------------------------------- the report
 
 
@@ -165,11 +142,11 @@ def _summary(
     task: _Task, config: NasBench201Search, known: table.Table, found: list
 ) -> dict[str, Any]:
     space = task.space
-    errors = jax.jit(convolutional.over_batches(_wrong(space)))
+    wrong = convolutional.errors(space)
     curvature = deep.top_curvature(space.problem.outer, convolutional.tangent)
     supernet, curvatures = [], []
     for (result, alpha), parts in zip(found, task.splits, strict=True):
-        supernet.append(errors(result.w, alpha, convolutional.in_batches(parts, config.batch_size)))
+        supernet.append(wrong(result.w, alpha, parts, config.batch_size))
         batch = jax.tree.map(lambda a: a[: config.batch_size], parts[1])
         curvatures.append(curvature(result.w, alpha, batch))
     genotypes = [space.discretize(alpha) for _, alpha in found]
@@ -188,16 +165,6 @@ def _summary(
         "largest eigenvalue of the validation Hessian in alpha": curvatures,
         **report.machine(),
     }
-
-
-def _wrong(space: NasBench201Space) -> Callable[..., jax.Array]:
-    """The share of a batch's rows that the supernet gets wrong."""
-
-    def wrong(w, alpha, batch):
-        x, labels = batch
-        return jnp.mean(space.predict(space.apply(w, alpha, x)) != labels)
-
-    return wrong
 
 
 def _looked_up(

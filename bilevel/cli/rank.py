@@ -13,15 +13,12 @@ import time
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 
-from bilevel import checkpoint as checkpoints
 from bilevel import data as datasets
 from bilevel._progress import progress_bar
-from bilevel.cli import report
-from bilevel.cli.convolutional import normalized
+from bilevel.cli import convolutional, report
 from bilevel.cli.rows import draw_rows, load
 from bilevel.spaces.nasbench201 import (
     Genotype,
@@ -41,7 +38,7 @@ from bilevel.spaces.nasbench201.judging import (
     seed_ceiling,
     sum_of_log_ranks,
 )
-from bilevel.spaces.nasbench201.scoring import SCORES, Scored, score_networks
+from bilevel.spaces.nasbench201.scoring import SCORES, Scored, check_names, score_networks
 from bilevel.spaces.nasbench201.table import RUN_SETS, Table, load_table, published_scores
 from bilevel.spaces.scratch import crop_and_flip, training
 
@@ -102,8 +99,8 @@ def run_rank(config: Rank) -> dict[str, Any]:
     began = time.perf_counter()
     names = _check(config)
     table = load_table() if config.judged else None
-    train, test = _images(config)
-    shape = {"classes": int(train[1].max()) + 1, "cells": config.cells, "channels": config.channels}
+    train, test, classes = _images(config)
+    shape = {"classes": classes, "cells": config.cells, "channels": config.channels}
     networks = nasbench201_networks(**shape)
     keys = jax.random.split(jax.random.key(config.seed), 3)
     batch = _batch(config, train)
@@ -149,9 +146,7 @@ def run_rank(config: Rank) -> dict[str, Any]:
 def _check(config: Rank) -> tuple[str, ...]:
     """Raise for flags that cannot be used; the names of the scores."""
     names = SCORES if config.scores == ("all",) else config.scores
-    for name in names:
-        if name not in SCORES:
-            raise ValueError(f"scores: expected names among {', '.join(SCORES)}, got {name!r}.")
+    check_names(names)
     for name in config.aggregate:
         if name not in (known := (*names, *BASELINES)):
             raise ValueError(f"aggregate: expected names among {', '.join(known)}, got {name!r}.")
@@ -182,13 +177,13 @@ def _rows(config: Rank) -> np.ndarray:
     return order if config.networks == "all" else order[: config.networks]
 
 
-def _images(config: Rank) -> tuple[Rows, Rows]:
-    """Training and test rows, images with mean 0 and variance 1 in each channel."""
+def _images(config: Rank) -> tuple[Rows, Rows, int]:
+    """Training and test rows, images with mean 0 and variance 1 in each channel; classes."""
     data = load(config.data, config.train_size, 1, config.test_size)
     key = jax.random.key(config.seed)
     parts = draw_rows(config.data, data, key, config.train_size, 1, config.test_size)
-    train, _, test = normalized(parts, config.pixels)
-    return train, test
+    train, _, test = convolutional.normalized(parts, config.pixels)
+    return train, test, len(data.classes)
 
 
 def _batch(config: Rank, train: Rows) -> Rows:
@@ -260,36 +255,20 @@ def _trained(config, genotype, shape, train, test, key, folder) -> dict[str, Any
         optax.sgd(optax.cosine_decay_schedule(0.1, steps), momentum=0.9, nesterov=True),
     )
     augment = crop_and_flip if config.data == "cifar10" else None
-    init, epoch = training(network, sgd, batch_size=size, augment=augment)
-    init_key, order_key = jax.random.split(key)
-    state = jax.jit(lambda key: init(key, train[0].shape[1:]))(init_key)
-    place = folder / "network"
-    first = checkpoints.latest(place) or 0
-    if first:
-        state = jax.tree.map(jnp.asarray, checkpoints.restore(place, state))
-    run = jax.jit(epoch, donate_argnums=1)
-    saved, loss = time.perf_counter(), float("nan")
+    program = training(network, sgd, batch_size=size, augment=augment)
     text, fields = "loss {task.fields[loss]:.3f}", ("loss",)
     with progress_bar(config.progress, "training", config.epochs, text, fields) as show:
-        for i in range(first, config.epochs):
-            state, value = run(jax.random.fold_in(order_key, i), state, train)
-            loss = float(value)
-            show(i + 1, lambda: {"loss": loss})  # noqa: B023
-            if time.perf_counter() - saved > 30 or i + 1 == config.epochs:
-                checkpoints.save(place, i + 1, state)
-                saved = time.perf_counter()
-    predict = jax.jit(lambda state, x: network.predict(network.apply(state.w, state.averages, x)))
 
-    def error(part):
-        x, y = part
-        starts = range(0, len(x), 500)
-        wrong = sum(float((predict(state, x[i : i + 500]) != y[i : i + 500]).sum()) for i in starts)
-        return 100 * wrong / len(x)
+        def show_epoch(epoch, loss):
+            show(epoch, lambda: {"loss": loss})
 
+        run = program, key, train, config.epochs, folder / "network", show_epoch
+        state, loss = convolutional.train_from_scratch(*run)
+    errors = convolutional.errors(network)(state.w, state.averages, [train, test], 500)
     return {
         "parameters": parameter_count(genotype, **shape),
-        "training error": error(train),
-        "test error": error(test),
+        "training error": 100 * errors[0],
+        "test error": 100 * errors[1],
         "training loss": loss,
     }
 

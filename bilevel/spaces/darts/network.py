@@ -161,7 +161,9 @@ def darts_network(
 
     Notes
     -----
-    Running variances are of the batch, without the factor m / (m - 1) of the reference.
+    Running variances are of the batch, without the factor m / (m - 1) of the reference. The
+    auxiliary classifier averages over positions: of images beyond 40 x 40 several are left, and the
+    reference fails. Biases of both classifiers start at 0.
 
     Examples
     --------

@@ -143,12 +143,17 @@ def _shown(show: Callable, before: int, label: str) -> Callable[[int], None]:
     return lambda done: show(before + done, lambda: {"score": label})
 
 
-def _check(names, genotypes, batch, at_once):
+def check_names(names: Sequence[str]) -> None:
+    """Raise ValueError for what is not a choice of :data:`SCORES`."""
     for name in names:
         if name not in SCORES:
             raise ValueError(f"scores: expected names among {', '.join(SCORES)}, got {name!r}.")
     if not names or len(set(names)) < len(names):
         raise ValueError(f"scores: expected distinct names, got {list(names)}.")
+
+
+def _check(names, genotypes, batch, at_once):
+    check_names(names)
     if at_once < 1:
         raise ValueError(f"at_once: expected at least 1, got {at_once}.")
     cells = encode(genotypes) if not isinstance(genotypes, np.ndarray) else genotypes

@@ -1,0 +1,23 @@
+"""Lower solvers: pure functions from ``alpha`` to ``w``, differentiable in ``alpha``.
+
+``unrolled`` differentiates the optimizer's own steps. ``implicit`` differentiates the stationarity
+condition ``grad_w lower(w, alpha) = 0`` at whatever ``w`` a forward solver found. ``ridge`` is the
+closed form for features. Solvers that only find ``w``, for ``implicit``, are in ``forward``.
+
+================  ==========================  =====================================================
+solver            derivative                  memory, in copies of w
+================  ==========================  =====================================================
+``unrolled``      of T steps, exact           min(T, O(sqrt(T))); forward mode: 2
+``one_step``      of one step, exact          3, however large the graph of a gradient
+``implicit``      at the solution, exact      that of the inverse; 6 for ``cg``
+``ridge``         closed form, exact          the features and one min(n, p)^2 matrix
+================  ==========================  =====================================================
+"""
+
+from bilevel.solvers._detached import detached
+from bilevel.solvers._implicit import implicit, remember
+from bilevel.solvers._restarted import restarted
+from bilevel.solvers._ridge import ridge
+from bilevel.solvers._unrolled import one_step, unrolled
+
+__all__ = ["detached", "implicit", "one_step", "remember", "restarted", "ridge", "unrolled"]

@@ -1,0 +1,17 @@
+"""Functions cut off from differentiation."""
+
+from collections.abc import Callable
+
+import jax
+
+from bilevel.protocols import Pytree
+
+
+def detached(function: Callable, *args: Pytree) -> Pytree:
+    """``function(*args)`` cut off from differentiation, closed-over values included.
+
+    Stopping the inputs rather than the output keeps JAX from tracing a derivative only to throw it
+    away, and lets ``function`` contain loops that have no reverse mode.
+    """
+    converted, hoisted = jax.closure_convert(function, *args)
+    return converted(*jax.lax.stop_gradient((*args, *hoisted)))

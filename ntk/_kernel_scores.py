@@ -1,8 +1,9 @@
-"""Train-free scores that are read off the neural tangent kernel of a batch, every sample alone.
+"""Train-free scores that are read off the neural tangent kernel of a batch.
 
     K_ij = <grad f(x_i), grad f(x_j)> = sum_l K_l,    f the sum of the logits, l a leaf of params
 
-See :mod:`ntk.scores`, where the public names are.
+Every sample goes through the network alone, but in :func:`te_nas`. The public names are in
+:mod:`ntk.scores`.
 """
 
 import functools
@@ -10,9 +11,10 @@ import operator
 
 import jax
 import jax.numpy as jnp
+from jax.flatten_util import ravel_pytree
 
 from ntk import spectrum
-from ntk._network import Apply, Batch, Pytree, check, gram, is_weight
+from ntk._network import Apply, Batch, Pytree, check, gram, is_weight, map_gradients, split_weights
 
 
 def kernel(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
@@ -64,12 +66,35 @@ def kernel_scores(key, apply: Apply, params: Pytree, batch: Batch) -> dict[str, 
         "kernel": K,
         "eigen_nas": jnp.trace(K) / len(K),
         "min_eigenvalue": jnp.maximum(values[0], 0),
-        "condition_number": condition(values),
+        "condition_number": _condition(values),
         "cosine_min_eigenvalue": _cosine_min_eigenvalue(K),
         "spectral_entropy": _entropy(values),
         "label_energy": _label_energy(K, values, y, classes),
         "log_traces": _log_sum(_traces(params, gradients)),
     }
+
+
+def eigen_nas(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
+    """Eigen-NAS: ``tr K / n``, the mean squared norm of a sample's gradient.
+
+    ``K_ij = <grad f(x_i), grad f(x_j)>`` is the neural tangent kernel of ``f``, the sum of the
+    logits, in all of ``params``; every sample alone.
+
+    Notes
+    -----
+    Zhu et al. (2022), section 5.2, rank by ``tr K / d``, said to lie between ``lambda_min(K)`` and
+    ``|K|_F``. Either part fails in general; what holds is ``lambda_min <= tr K / n <= |K|_F /
+    sqrt(n)``. At given n and d the ranking is the same. Time: one gradient per sample; memory:
+    one gradient.
+
+    Examples
+    --------
+    >>> x, y = jnp.array([[3.0, 0.0], [0.0, 1.0]]), jnp.array([0, 1])
+    >>> float(eigen_nas(None, lambda w, x: x @ w, jnp.ones((2, 2)), (x, y)))
+    10.0
+    """
+    x, _ = check(apply, params, batch)
+    return jnp.mean(map_gradients(lambda g: jnp.sum(g**2), apply, params, x))
 
 
 def min_eigenvalue(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
@@ -114,7 +139,35 @@ def condition_number(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Arr
     >>> round(float(condition_number(None, lambda w, x: x @ w, jnp.ones((2, 2)), (x, y))), 3)
     9.0
     """
-    return condition(spectrum.eigenvalues(kernel(key, apply, params, batch)))
+    return _condition(spectrum.eigenvalues(kernel(key, apply, params, batch)))
+
+
+def te_nas(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
+    """TE-NAS's condition number ``kappa = lambda_max(K) / lambda_min(K)``: smaller is better.
+
+    K as in :func:`eigen_nas`, but of the batch jointly and in all tensors that PyTorch calls
+    ``weight``: kernels, and normalisations' scales (leaves named ``scale``). Chen, Gong & Wang
+    (ICLR 2021), who prune a supernet by the ranks of kappa and of :func:`regions` together.
+
+    Notes
+    -----
+    ``inf`` where ``lambda_min`` is within rounding of 0, up to ``n eps lambda_max``. Their code
+    divides by whatever rounding left, so that a negative one ranks first. Time: n gradients of
+    the whole batch; memory: n gradients, and eight backward passes.
+
+    Examples
+    --------
+    >>> x, y = jnp.array([[3.0, 0.0], [0.0, 1.0]]), jnp.array([0, 1])
+    >>> round(float(te_nas(None, lambda w, x: x @ w, jnp.ones((2, 2)), (x, y))), 3)
+    9.0
+    """
+    x, _ = check(apply, params, batch)
+    weights, rebuild = split_weights(params, "scale")
+    _, pull_back = jax.vjp(lambda w: jnp.sum(apply(rebuild(w), x), axis=1), weights)
+    units = jnp.eye(len(x), dtype=jax.eval_shape(apply, params, x).dtype)
+    # Some at a time share what the backward pass computes again.
+    rows = jax.lax.map(lambda unit: ravel_pytree(pull_back(unit))[0], units, batch_size=8)
+    return _condition(spectrum.eigenvalues(gram(rows)))
 
 
 def spectral_entropy(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
@@ -191,7 +244,7 @@ def _cosine_min_eigenvalue(K: jax.Array) -> jax.Array:
     return jnp.maximum(spectrum.eigenvalues(inverse[:, None] * K * inverse)[0], 0)
 
 
-def condition(values: jax.Array) -> jax.Array:
+def _condition(values: jax.Array) -> jax.Array:
     """Largest by smallest of eigenvalues in ascending order; ``inf`` if that is rounding of 0."""
     regular = _is_regular(values)
     return jnp.where(regular, values[-1] / jnp.where(regular, values[0], 1), jnp.inf)

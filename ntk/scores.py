@@ -60,11 +60,10 @@ import jax
 import jax.numpy as jnp
 from jax.flatten_util import ravel_pytree
 
-from ntk import spectrum
 from ntk._kernel_scores import (
-    condition,
     condition_number,
     cosine_min_eigenvalue,
+    eigen_nas,
     kernel,
     kernel_scores,
     label_energy,
@@ -72,6 +71,7 @@ from ntk._kernel_scores import (
     log_traces,
     min_eigenvalue,
     spectral_entropy,
+    te_nas,
 )
 from ntk._network import (
     Apply,
@@ -79,11 +79,9 @@ from ntk._network import (
     Pytree,
     check,
     distinct_patterns,
-    gram,
     inner_product,
     layer_saliency,
     loss_gradient,
-    map_gradients,
     mean_loss,
     sign_agreements,
     split_weights,
@@ -116,29 +114,6 @@ __all__ = [
     "te_nas",
     "zico",
 ]
-
-
-def eigen_nas(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
-    """Eigen-NAS: ``tr K / n``, the mean squared norm of a sample's gradient.
-
-    ``K_ij = <grad f(x_i), grad f(x_j)>`` is the neural tangent kernel of ``f``, the sum of the
-    logits, in all of ``params``; every sample alone.
-
-    Notes
-    -----
-    Zhu et al. (2022), section 5.2, rank by ``tr K / d``, said to lie between ``lambda_min(K)`` and
-    ``|K|_F``. Either part fails in general; what holds is ``lambda_min <= tr K / n <= |K|_F /
-    sqrt(n)``. At given n and d the ranking is the same. Time: one gradient per sample; memory:
-    one gradient.
-
-    Examples
-    --------
-    >>> x, y = jnp.array([[3.0, 0.0], [0.0, 1.0]]), jnp.array([0, 1])
-    >>> float(eigen_nas(None, lambda w, x: x @ w, jnp.ones((2, 2)), (x, y)))
-    10.0
-    """
-    x, _ = check(apply, params, batch)
-    return jnp.mean(map_gradients(lambda g: jnp.sum(g**2), apply, params, x))
 
 
 def knas(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
@@ -197,34 +172,6 @@ def knas_released(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
     g = jax.lax.map(entries, (x, y))
     first, second = (half - half.mean(0) for half in jnp.split(g, 2))
     return jnp.sum(first * second) / len(x) ** 2
-
-
-def te_nas(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
-    """TE-NAS's condition number ``kappa = lambda_max(K) / lambda_min(K)``: smaller is better.
-
-    K as in :func:`eigen_nas`, but of the batch jointly and in all tensors that PyTorch calls
-    ``weight``: kernels, and normalisations' scales (leaves named ``scale``). Chen, Gong & Wang
-    (ICLR 2021), who prune a supernet by the ranks of kappa and of :func:`regions` together.
-
-    Notes
-    -----
-    ``inf`` where ``lambda_min`` is within rounding of 0, up to ``n eps lambda_max``. Their code
-    divides by whatever rounding left, so that a negative one ranks first. Time: n gradients of
-    the whole batch; memory: n gradients, and eight backward passes.
-
-    Examples
-    --------
-    >>> x, y = jnp.array([[3.0, 0.0], [0.0, 1.0]]), jnp.array([0, 1])
-    >>> round(float(te_nas(None, lambda w, x: x @ w, jnp.ones((2, 2)), (x, y))), 3)
-    9.0
-    """
-    x, _ = check(apply, params, batch)
-    weights, rebuild = split_weights(params, "scale")
-    _, pull_back = jax.vjp(lambda w: jnp.sum(apply(rebuild(w), x), axis=1), weights)
-    units = jnp.eye(len(x), dtype=jax.eval_shape(apply, params, x).dtype)
-    # Some at a time share what the backward pass computes again.
-    rows = jax.lax.map(lambda unit: ravel_pytree(pull_back(unit))[0], units, batch_size=8)
-    return condition(spectrum.eigenvalues(gram(rows)))
 
 
 def nasi(

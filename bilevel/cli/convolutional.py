@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from bilevel import SearchResult
 from bilevel import checkpoint as checkpoints
 from bilevel.cli import deep
 from bilevel.cli.rows import Part, draw_rows
@@ -122,7 +123,36 @@ def errors(model: Any) -> Callable[..., list[float]]:
     return of_parts
 
 
-def best_drawn(config: Any, space: Any) -> Callable[[jax.Array, Pytree, Part], Pytree]:
+def search_seeds(
+    config: Any,
+    space: Any,
+    splits: list[list[Part]],
+    simplices: Callable[[Pytree], list[jax.Array]],
+    keys: Callable[[int], jax.Array],
+    folder: pathlib.Path,
+) -> list[tuple[SearchResult, Pytree]] | None:
+    """Each seed's search and the alpha chosen, one after the other; None if one was stopped.
+
+    ``keys(seed)``: of the search, of its initial weights, of random search's choice, and more.
+    """
+    init = jax.jit(space.init, static_argnums=1)
+    choose, found = _best_drawn(config, space), []
+    for seed, (train, valid, _) in enumerate(splits):
+        search_key, init_key, choice_key, *_ = keys(seed)
+        start = space.start(), init(init_key, train[0].shape[1:])
+        place = folder / "search" / str(seed)
+        label = "search" if config.seeds == 1 else f"search {seed + 1} of {config.seeds}"
+        parts = plan(config, space), simplices, *start, train, valid, search_key, place
+        result = deep.run(config, *parts, label=label)
+        if result.stopped:
+            print(f"{result.stopped} of seed {seed}; go on with --resume --out {folder}")
+            return None
+        random = config.strategy == "random"
+        found.append((result, choose(choice_key, result.w, valid) if random else result.alpha))
+    return found
+
+
+def _best_drawn(config: Any, space: Any) -> Callable[[jax.Array, Pytree, Part], Pytree]:
     """``(key, w, rows) -> alpha``, the choice of random search, compiled once for all seeds."""
     losses = over_batches(space.problem.outer)
 

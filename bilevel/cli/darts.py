@@ -6,6 +6,7 @@ run that was interrupted goes on where it was, in a search or in a network's tra
 """
 
 import dataclasses
+import functools
 import json
 import pathlib
 import time
@@ -107,21 +108,14 @@ def run_darts_search(config: DartsSearch) -> dict[str, Any]:
     deep.check(config)
     task = _task(config)
     folder = report.run_directory(config)
-    found, seconds, best_drawn = [], [], convolutional.best_drawn(config, task.space)
-    for seed in range(config.seeds):
-        start = time.perf_counter()
-        result = _search(task, config, seed, folder / "search" / str(seed))
-        if result.stopped:
-            print(f"{result.stopped} of seed {seed}; go on with --resume --out {folder}")
-            return {}
-        alpha = result.alpha
-        if config.strategy == "random":
-            alpha = best_drawn(_keys(config, seed)[2], result.w, task.splits[seed][1])
-        found.append((result, alpha))
-        seconds.append(time.perf_counter() - start)
+    start, keys = time.perf_counter(), functools.partial(_keys, config)
+    found = convolutional.search_seeds(config, task.space, task.splits, _simplices, keys, folder)
+    if found is None:
+        return {}
+    searched = time.perf_counter() - start
     rows = _networks(task, config, [alpha for _, alpha in found], folder)
     result = _summary(task, config, found, rows)
-    result["seconds"] = {"search": sum(seconds), "all": time.perf_counter() - began}
+    result["seconds"] = {"search": searched, "all": time.perf_counter() - began}
     _write(folder, result, found)
     _print(result, folder)
     return result
@@ -160,16 +154,6 @@ def _check(config: DartsSearch) -> None:
 def _keys(config: DartsSearch, seed: int) -> jax.Array:
     """Of the search, its initial weights, the choice after it, and the networks."""
     return jax.random.split(jax.random.fold_in(jax.random.key(config.seed), seed), 4)
-
-
-def _search(task: _Task, config: DartsSearch, seed: int, checkpoint: pathlib.Path):
-    space, (train, valid, _) = task.space, task.splits[seed]
-    keys = _keys(config, seed)
-    w0 = jax.jit(lambda key: space.init(key, task.shape))(keys[1])
-    plan = convolutional.plan(config, space)
-    parts = plan, _simplices, space.start(), w0, train, valid, keys[0], checkpoint
-    label = "search" if config.seeds == 1 else f"search {seed + 1} of {config.seeds}"
-    return deep.run(config, *parts, label=label)
 
 
 def _simplices(alpha: Pytree) -> list[jax.Array]:

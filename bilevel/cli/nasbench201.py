@@ -6,6 +6,7 @@ networks, as Dong & Yang (2020) trained them. A run that was interrupted goes on
 """
 
 import dataclasses
+import functools
 import pathlib
 import time
 from typing import Any, NamedTuple
@@ -14,7 +15,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import bilevel
 from bilevel.cli import convolutional, deep, report
 from bilevel.cli.rows import Part, load
 from bilevel.spaces.nasbench201 import (
@@ -72,17 +72,10 @@ def run_nasbench201_search(config: NasBench201Search) -> dict[str, Any]:
     known = table.load_table()  # or the search would be for nothing
     task = _task(config)
     folder = report.run_directory(config)
-    best_drawn = convolutional.best_drawn(config, task.space)
-    start, found = time.perf_counter(), []
-    for seed in range(config.seeds):
-        result = _search(task, config, seed, folder / "search" / str(seed))
-        if result.stopped:
-            print(f"{result.stopped} of seed {seed}; go on with --resume --out {folder}")
-            return {}
-        alpha = result.alpha
-        if config.strategy == "random":
-            alpha = best_drawn(_keys(config, seed)[2], result.w, task.splits[seed][1])
-        found.append((result, alpha))
+    start, keys = time.perf_counter(), functools.partial(_keys, config)
+    found = convolutional.search_seeds(config, task.space, task.splits, _simplices, keys, folder)
+    if found is None:
+        return {}
     searched = time.perf_counter() - start
     summary = _summary(task, config, known, found)
     summary["seconds"] = {"search": searched, "all": time.perf_counter() - began}
@@ -117,18 +110,6 @@ def _shape(task: _Task) -> tuple[int, ...]:
 def _keys(config: NasBench201Search, seed: int) -> jax.Array:
     """Of the search, its initial weights, and the choice after it."""
     return jax.random.split(jax.random.fold_in(jax.random.key(config.seed), seed), 3)
-
-
-def _search(
-    task: _Task, config: NasBench201Search, seed: int, checkpoint: pathlib.Path
-) -> bilevel.SearchResult:
-    space, (train, valid, _) = task.space, task.splits[seed]
-    keys = _keys(config, seed)
-    w0 = jax.jit(lambda key: space.init(key, _shape(task)))(keys[1])
-    plan = convolutional.plan(config, space)
-    parts = plan, _simplices, space.start(), w0, train, valid, keys[0], checkpoint
-    label = "search" if config.seeds == 1 else f"search {seed + 1} of {config.seeds}"
-    return deep.run(config, *parts, label=label)
 
 
 def _simplices(alpha: jax.Array) -> list[jax.Array]:

@@ -1,6 +1,5 @@
 """What searches of convolutional networks share: images, batches, and how weights are trained."""
 
-import functools
 import pathlib
 import time
 from collections.abc import Callable
@@ -48,17 +47,6 @@ def normalized(parts: list[Part], pixels: int | None) -> list[tuple[jax.Array, j
     mean, deviation = xs[0].mean((0, 1, 2)), xs[0].std((0, 1, 2))
     labels = [jnp.asarray(y) for _, y in parts]
     return [(jnp.asarray((x - mean) / deviation), y) for x, y in zip(xs, labels, strict=True)]
-
-
-@functools.cache  # the same functions for every seed, so that they are compiled once
-def plan(config: Any, space: Any) -> deep.Plan:
-    """The strategy of ``config`` in a space with the fields of ``DartsSpace``."""
-
-    def geometry(cells, others):
-        return cells
-
-    parts = space.problem, sgd, config.learning_rate, geometry, space.draw
-    return deep.plan(config, *parts)
 
 
 def sgd(rate: optax.Schedule) -> optax.GradientTransformation:
@@ -123,26 +111,35 @@ def errors(model: Any) -> Callable[..., list[float]]:
     return of_parts
 
 
+def keys(config: Any, seed: int) -> jax.Array:
+    """Of the search, its initial weights, the choice after it, and networks trained then."""
+    return jax.random.split(jax.random.fold_in(jax.random.key(config.seed), seed), 4)
+
+
 def search_seeds(
     config: Any,
     space: Any,
     splits: list[list[Part]],
-    simplices: Callable[[Pytree], list[jax.Array]],
-    keys: Callable[[int], jax.Array],
     folder: pathlib.Path,
 ) -> list[tuple[SearchResult, Pytree]] | None:
     """Each seed's search and the alpha chosen, one after the other; None if one was stopped.
 
-    ``keys(seed)``: of the search, of its initial weights, of random search's choice, and more.
+    ``space`` has the fields of ``DartsSpace``; all leaves of its alpha are on simplices.
     """
+
+    def geometry(cells, others):
+        return cells
+
+    # The same functions for every seed, so that they are compiled once.
+    plan = deep.plan(config, space.problem, sgd, config.learning_rate, geometry, space.draw)
     init = jax.jit(space.init, static_argnums=1)
     choose, found = _best_drawn(config, space), []
     for seed, (train, valid, _) in enumerate(splits):
-        search_key, init_key, choice_key, *_ = keys(seed)
+        search_key, init_key, choice_key, _ = keys(config, seed)
         start = space.start(), init(init_key, train[0].shape[1:])
         place = folder / "search" / str(seed)
         label = "search" if config.seeds == 1 else f"search {seed + 1} of {config.seeds}"
-        parts = plan(config, space), simplices, *start, train, valid, search_key, place
+        parts = plan, jax.tree.leaves, *start, train, valid, search_key, place
         result = deep.run(config, *parts, label=label)
         if result.stopped:
             print(f"{result.stopped} of seed {seed}; go on with --resume --out {folder}")

@@ -6,7 +6,6 @@ run that was interrupted goes on where it was, in a search or in a network's tra
 """
 
 import dataclasses
-import functools
 import json
 import pathlib
 import time
@@ -108,8 +107,8 @@ def run_darts_search(config: DartsSearch) -> dict[str, Any]:
     deep.check(config)
     task = _task(config)
     folder = report.run_directory(config)
-    start, keys = time.perf_counter(), functools.partial(_keys, config)
-    found = convolutional.search_seeds(config, task.space, task.splits, _simplices, keys, folder)
+    start = time.perf_counter()
+    found = convolutional.search_seeds(config, task.space, task.splits, folder)
     if found is None:
         return {}
     searched = time.perf_counter() - start
@@ -151,15 +150,6 @@ def _check(config: DartsSearch) -> None:
         raise ValueError(f"drop_path: expected at least 0 and under 1, got {config.drop_path}.")
 
 
-def _keys(config: DartsSearch, seed: int) -> jax.Array:
-    """Of the search, its initial weights, the choice after it, and the networks."""
-    return jax.random.split(jax.random.fold_in(jax.random.key(config.seed), seed), 4)
-
-
-def _simplices(alpha: Pytree) -> list[jax.Array]:
-    return [alpha[kind] for kind in _KINDS]
-
-
 # ----------------------------------------------------------------------------- the networks
 
 
@@ -178,7 +168,7 @@ def _networks(
     rows = []
     for seed, alpha in enumerate(alphas):
         rows.append(_Row("search", seed, task.space.discretize(alpha)))
-        keys = jax.random.split(_keys(config, seed)[3], config.random + 1)[1:]
+        keys = jax.random.split(convolutional.keys(config, seed)[3], config.random + 1)[1:]
         drawn = [task.space.discretize(task.space.draw(key)) for key in keys]
         rows += [_Row(f"random {i + 1}", seed, genotype) for i, genotype in enumerate(drawn)]
     path = folder / "networks.json"
@@ -214,7 +204,7 @@ def _trained(
     program = training(
         network, descent, batch_size=config.batch_size, augment=_augmentation(config)
     )
-    key = jax.random.split(_keys(config, row.seed)[3], config.random + 2)[-1]
+    key = jax.random.split(convolutional.keys(config, row.seed)[3], config.random + 2)[-1]
     run = program, key, parts[0], config.epochs, checkpoint, show
     state, _ = convolutional.train_from_scratch(
         *run, lambda i: (config.drop_path * i / config.epochs,)

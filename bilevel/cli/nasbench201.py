@@ -6,7 +6,6 @@ networks, as Dong & Yang (2020) trained them. A run that was interrupted goes on
 """
 
 import dataclasses
-import functools
 import pathlib
 import time
 from typing import Any, NamedTuple
@@ -72,8 +71,8 @@ def run_nasbench201_search(config: NasBench201Search) -> dict[str, Any]:
     known = table.load_table()  # or the search would be for nothing
     task = _task(config)
     folder = report.run_directory(config)
-    start, keys = time.perf_counter(), functools.partial(_keys, config)
-    found = convolutional.search_seeds(config, task.space, task.splits, _simplices, keys, folder)
+    start = time.perf_counter()
+    found = convolutional.search_seeds(config, task.space, task.splits, folder)
     if found is None:
         return {}
     searched = time.perf_counter() - start
@@ -105,15 +104,6 @@ def _task(config: NasBench201Search) -> _Task:
 
 def _shape(task: _Task) -> tuple[int, ...]:
     return task.splits[0][0][0].shape[1:]
-
-
-def _keys(config: NasBench201Search, seed: int) -> jax.Array:
-    """Of the search, its initial weights, and the choice after it."""
-    return jax.random.split(jax.random.fold_in(jax.random.key(config.seed), seed), 3)
-
-
-def _simplices(alpha: jax.Array) -> list[jax.Array]:
-    return [alpha]
 
 
 # ----------------------------------------------------------------------------- the report

@@ -4,10 +4,11 @@ The exact hypergradient of the solution map, at the solution ``w*`` and the adjo
 
     G* = d_alpha outer(w*) - B(w*)' q*,     H q* = d_w outer(w*),     B = d(grad_w lower)/dalpha.
 
-A computed ``G`` stands on an inexact ``w`` and an inexact ``q``. Both are refined: ``w`` by Newton
-steps, ``q`` by conjugate gradients on its residual. The refined ``G+`` is much closer to ``G*``, so
-``|G - G+|`` estimates ``|G - G*|``. For a lower loss quadratic in ``w`` one Newton step is exact up
-to its linear residual, which the smallest Hessian eigenvalue turns into a bound.
+A computed ``G`` stands on an inexact ``w`` and an inexact ``q``. Both are refined by Newton steps,
+whose solves know the smallest curvature (:mod:`bilevel.curvature`), until they stay. The refined
+``G+`` is much closer to ``G*``, so ``|G - G+|`` estimates ``|G - G*|``. How far rounding moves
+``G+`` is measured too: from starts that differ in the last digits only. For a lower loss quadratic
+in ``w`` the smallest eigenvalue turns the residuals that are left into a bound.
 """
 
 import functools
@@ -18,7 +19,9 @@ import jax.numpy as jnp
 import optax
 from jax.flatten_util import ravel_pytree
 
-from bilevel.inverse import conjugate_gradients, default_tolerance, hessian_matrix
+from bilevel.curvature import curvature
+from bilevel.forward import newton
+from bilevel.inverse import hessian_matrix
 from bilevel.problem import Problem, gradient, hessian_operator, is_quadratic
 from bilevel.protocols import Pytree
 from bilevel.solvers import detached
@@ -26,11 +29,9 @@ from bilevel.solvers import detached
 TOLERANCE = 1e-2
 """A hypergradient counts as converged when its estimated error is under 1 % of its norm."""
 
-_REFINED = 1e-3  # by what factor a refinement shrinks a linear residual
-_NEWTON_STEPS = 10
-_CG_STEPS = 1000
 _NOISE = 10  # roundings of a hypergradient in its two terms: 0.3 to 35 were measured
-_ROUNDINGS = 50  # a lower gradient this many roundings of its terms is as good as zero
+_REFINEMENTS = 8  # of w and of q, at most
+_SAMPLES = 3  # of what rounding does
 _BOUND_SIZE = 1024  # weights up to which the Hessian is formed for `error_bound`
 
 
@@ -69,7 +70,8 @@ def assess(
 ) -> Info:
     """Assess a hypergradient ``grad`` computed at ``w`` with ``adjoint`` (None: unknown).
 
-    Cost: about one Newton step and one warm-started adjoint solve. Nothing here is differentiated.
+    Cost: the Hessian's decomposition up to 256 weights; beyond, about as many Hessian products as
+    an implicit hypergradient takes. Nothing here is differentiated.
     """
     check = functools.partial(_assess, problem)
     return detached(check, w, alpha, train, valid, grad, adjoint)
@@ -77,27 +79,28 @@ def assess(
 
 def _assess(problem, w, alpha, train, valid, grad, adjoint) -> Info:
     slope, hvp = hessian_operator(problem.lower, w, alpha, train)
-    better_w, w_refined = _refine_weights(problem.lower, w, alpha, train)
-    better_q, q_left = _refine_adjoint(problem, better_w, alpha, train, valid, adjoint)
-    better, magnitude = _combine(problem, better_w, better_q, alpha, train, valid)
-
+    refined = _refine(problem, w, alpha, train, valid, adjoint)
+    better = jax.tree.map(lambda g: g.mean(0), refined.grads)
+    deviations = jax.tree.map(lambda g, mean: g - mean, refined.grads, better)
+    spread = optax.tree.norm(deviations) / jnp.sqrt(_SAMPLES - 1)
     change = optax.tree.norm(optax.tree.sub(grad, better))
-    # What the refinement left over, and the rounding of two terms that may nearly cancel.
-    rounding = _NOISE * jnp.finfo(change.dtype).eps * magnitude
-    estimable = w_refined & (q_left < 0.5) & jnp.isfinite(change)
-    estimate = jnp.where(estimable, change * (1 + q_left) + rounding, jnp.inf)
+    # The rounding of two terms that may nearly cancel.
+    rounding = _NOISE * jnp.finfo(change.dtype).eps * refined.magnitude
+    known = refined.settled & jnp.isfinite(change + spread)
+    estimate = jnp.where(known, change + spread + rounding, jnp.inf)
 
     if adjoint is None:
-        linear_residual = q_left
+        linear_residual = refined.linear_residual
     else:
         force = jax.grad(problem.outer)(w, alpha, valid)
         linear_residual = _ratio(optax.tree.norm(optax.tree.sub(hvp(adjoint), force)), force)
+    bound = _bound(problem, refined.w, refined.adjoint, alpha, train, valid, grad)
     return Info(
         stationarity=optax.tree.norm(slope),
         linear_residual=linear_residual,
         converged=estimate <= TOLERANCE * optax.tree.norm(grad),
         error_estimate=estimate,
-        error_bound=_bound(problem, better_w, better_q, alpha, train, valid, grad) + rounding,
+        error_bound=bound + rounding,
     )
 
 
@@ -106,52 +109,100 @@ def _ratio(size: jax.Array, whole: Pytree) -> jax.Array:
     return size / jnp.where(norm > 0, norm, 1)
 
 
-def _refine_weights(lower, w, alpha, train):
-    """Newton steps until the lower gradient has shrunk a hundredfold; whether it did shrink."""
+# ------------------------------------------------------------------------------ the refinement
+
+
+class _Refined(NamedTuple):
+    w: Pytree
+    adjoint: Pytree
+    grads: Pytree  # like alpha, leading axis: samples of the refined hypergradient
+    magnitude: jax.Array  # the size of its two terms
+    linear_residual: jax.Array
+    settled: jax.Array  # bool: the Hessian is definite, and Newton's steps have come to rest
+
+
+def _refine(problem, w, alpha, train, valid, adjoint) -> _Refined:
+    lower = problem.lower
+    start = w
+    if not is_quadratic(lower, w, alpha, train):
+        w = newton().run(lower, alpha, w, (), train)[0]
     slope_of = gradient(lower, alpha, train)
-    steps = 1 if is_quadratic(lower, w, alpha, train) else _NEWTON_STEPS
-    slope, hvp = hessian_operator(lower, w, alpha, train)
-    first = optax.tree.norm(slope)
-    floor = _ROUNDINGS * jnp.finfo(first.dtype).eps * (first + optax.tree.norm(hvp(w)))
+
+    def force_of(w):
+        return jax.grad(problem.outer)(w, alpha, valid)
+
+    system = curvature(hessian_operator(lower, w, alpha, train)[1], w)
+    floor = 100 * jnp.finfo(system.highest.dtype).eps * system.highest / system.lowest
+
+    def newton_step(w):
+        return system.solve(slope_of(w))
+
+    def adjoint_step(w):
+        hvp = hessian_operator(lower, w, alpha, train)[1]
+        force = force_of(w)
+        return lambda q: system.solve(optax.tree.sub(hvp(q), force))
+
+    w, w_settled = _settle(newton_step, w, start, floor)
+    q = optax.tree.zeros_like(w) if adjoint is None else adjoint
+    q, q_settled = _settle(adjoint_step(w), q, q, floor)
+
+    def sample(key):
+        w_key, q_key = jax.random.split(key)
+        w_near, q_near = _jitter(w_key, w), _jitter(q_key, q)
+        for _ in range(2):
+            w_near = optax.tree.sub(w_near, newton_step(w_near))
+        for _ in range(2):
+            q_near = optax.tree.sub(q_near, adjoint_step(w_near)(q_near))
+        return _combine(problem, w_near, q_near, alpha, train, valid)
+
+    grads, magnitudes = jax.lax.map(sample, jax.random.split(jax.random.key(1), _SAMPLES))
+    hvp, force = hessian_operator(lower, w, alpha, train)[1], force_of(w)
+    return _Refined(
+        w=w,
+        adjoint=q,
+        grads=grads,
+        magnitude=magnitudes.max(),
+        linear_residual=_ratio(optax.tree.norm(optax.tree.sub(hvp(q), force)), force),
+        settled=system.definite & w_settled & q_settled,
+    )
+
+
+def _settle(step, x, start, floor):
+    """``x - step(x)``, again while steps shrink; whether the last is small.
+
+    Small: against the way from ``start``, or the rounding of ``x`` times ``floor``.
+    """
 
     def unfinished(carry):
-        _, size, k = carry
-        # Once even where the gradient is all rounding: how far it moves the result is to be seen.
-        return (k < steps) & (size > 1e-2 * first) & ((k == 0) | (size > floor))
+        _, size, previous, k = carry
+        return (k < _REFINEMENTS) & (size < 0.5 * previous) & (size > 0)
 
-    def step(carry):
-        w, size, k = carry
-        slope, hvp = hessian_operator(lower, w, alpha, train)
-        threshold = _REFINED * size
-        d = conjugate_gradients(hvp, slope, None, steps=_CG_STEPS, threshold=threshold).x
+    def once(carry):
+        x, size, _, k = carry
+        d = step(x)
+        after = optax.tree.norm(d)
+        # A step that is longer than the last leads away.
+        kept = after < size
+        x = jax.tree.map(lambda a, b: jnp.where(kept, a - b, a), x, d)
+        return x, jnp.where(kept, after, size), size, k + 1
 
-        def after(t):
-            return optax.tree.norm(slope_of(optax.tree.add_scale(w, -t, d)))
-
-        def too_long(t):
-            return ~(after(t) < (1 - 1e-4 * t) * size) & (t > 1e-3)
-
-        t = jax.lax.while_loop(too_long, lambda t: t / 2, jnp.ones_like(size))
-        w = optax.tree.add_scale(w, -t, d)
-        return w, optax.tree.norm(slope_of(w)), k + 1
-
-    w, size, _ = jax.lax.while_loop(unfinished, step, (w, first, jnp.zeros((), int)))
-    return w, size <= jnp.maximum(0.1 * first, floor)
+    infinite = jnp.full_like(floor, jnp.inf)
+    first = once((x, infinite, infinite, jnp.zeros((), int)))
+    x, size, *_ = jax.lax.while_loop(unfinished, once, first)
+    moved = optax.tree.norm(optax.tree.sub(x, start))
+    return x, size <= jnp.maximum(0.01 * moved, floor * optax.tree.norm(x))
 
 
-def _refine_adjoint(problem, w, alpha, train, valid, adjoint):
-    """``q`` with ``H q = d_w outer`` more nearly, and the fraction of its residual that is left."""
-    _, hvp = hessian_operator(problem.lower, w, alpha, train)
-    force = jax.grad(problem.outer)(w, alpha, valid)
-    tiny = default_tolerance(force) * optax.tree.norm(force)
-    if adjoint is None:
-        first, threshold = optax.tree.norm(force), tiny
-        adjoint = optax.tree.zeros_like(force)
-    else:
-        first = optax.tree.norm(optax.tree.sub(force, hvp(adjoint)))
-        threshold = _REFINED * first
-    solved = conjugate_gradients(hvp, force, adjoint, steps=_CG_STEPS, threshold=threshold)
-    return solved.x, solved.residual / jnp.where(first > 0, first, 1)
+def _jitter(key, tree):
+    """``tree``, its last digits drawn at random."""
+    leaves, structure = jax.tree.flatten(tree)
+
+    def one(key, x):
+        size = jnp.abs(x) + jnp.sqrt(jnp.mean(x**2))
+        return x + 4 * jnp.finfo(x.dtype).eps * size * jax.random.normal(key, x.shape, x.dtype)
+
+    keys = jax.random.split(key, len(leaves))
+    return jax.tree.unflatten(structure, [one(k, x) for k, x in zip(keys, leaves, strict=True)])
 
 
 def _combine(problem, w, q, alpha, train, valid):

@@ -89,43 +89,99 @@ def hessian_operator(
 
 
 def is_quadratic(lower: Loss, w: Pytree, alpha: Pytree, batch: Pytree) -> bool:
-    """Whether ``lower`` is quadratic in ``w``, read off the program of its Hessian product.
+    """Whether ``lower`` is quadratic in ``w``, read off the program of its gradient.
 
-    True only if no output of ``v -> H v`` depends on ``w``, so the answer is a proof; a quadratic
-    written in an unusual way may get False. Decided while tracing, at no cost at run time.
+    True only if every step of that program is affine in ``w``, so the answer is a proof: kinks,
+    rounding and stopped gradients get False, and so may a quadratic written in an unusual way.
+    Decided while tracing, at no cost at run time.
 
     Examples
     --------
     >>> import jax.numpy as jnp
     >>> is_quadratic(lambda w, a, b: jnp.sum(a * (w - b) ** 2), jnp.ones(2), jnp.ones(2), 1.0)
     True
-    >>> is_quadratic(lambda w, a, b: jnp.sum(a * (w - b) ** 4), jnp.ones(2), jnp.ones(2), 1.0)
+    >>> is_quadratic(lambda w, a, b: jnp.sum(jnp.abs(w - b)), jnp.ones(2), jnp.ones(2), 1.0)
     False
     """
-
-    def product(v, w):
-        return jax.jvp(gradient(lower, alpha, batch), (w,), (v,))[1]
-
-    closed = jax.make_jaxpr(product)(w, w)
-    leaves = len(jax.tree.leaves(w))
-    return not any(_depends(closed.jaxpr, [False] * leaves + [True] * leaves))
+    closed = jax.make_jaxpr(gradient(lower, alpha, batch))(w)
+    degrees = _degrees(closed.jaxpr, [1] * len(closed.jaxpr.invars))
+    return max(degrees, default=0) <= 1
 
 
-def _depends(jaxpr: core.Jaxpr, inputs: list[bool]) -> list[bool]:
-    """Which outputs of ``jaxpr`` depend on the marked inputs (never too few)."""
-    marked = {v for v, mark in zip(jaxpr.invars, inputs, strict=True) if mark}
+_OTHER = 2  # neither constant (0) nor affine (1)
 
-    def is_marked(atom) -> bool:
-        return not isinstance(atom, core.Literal) and atom in marked
+
+def _degrees(jaxpr: core.Jaxpr, inputs: list[int]) -> list[int]:
+    """The degree in ``w`` of each output, from those of the inputs; never too low."""
+    known = dict(zip(jaxpr.invars, inputs, strict=True))
+
+    def degree(atom) -> int:
+        return 0 if isinstance(atom, core.Literal) else known.get(atom, 0)
 
     for equation in jaxpr.eqns:
-        marks = [is_marked(v) for v in equation.invars]
-        if any(marks):
-            body = equation.params.get("jaxpr") if equation.primitive.name in _CALLS else None
-            # Other primitives with programs inside (loops, branches) count as one opaque step.
-            outputs = _depends(getattr(body, "jaxpr", body), marks) if body else None
-            marked |= {v for i, v in enumerate(equation.outvars) if outputs is None or outputs[i]}
-    return [is_marked(v) for v in jaxpr.outvars]
+        degrees = [degree(v) for v in equation.invars]
+        known |= zip(equation.outvars, _outputs(equation, degrees), strict=True)
+    return [degree(v) for v in jaxpr.outvars]
 
 
-_CALLS = ("jit", "pjit", "closed_call", "checkpoint", "remat2")
+def _outputs(equation: core.JaxprEqn, degrees: list[int]) -> list[int]:
+    """The degrees of one operation's results."""
+    name, params = equation.primitive.name, equation.params
+    count = len(equation.outvars)
+    if not any(degrees):
+        return [0] * count
+    if name in _CALLS:
+        body = params.get("jaxpr") or params["call_jaxpr"]
+        return _degrees(getattr(body, "jaxpr", body), degrees)
+    if name == "scan":
+        return _scan(params, degrees)
+    if name == "cond" and degrees[0] == 0:
+        branches = [_degrees(branch.jaxpr, degrees[1:]) for branch in params["branches"]]
+        return [max(of_branches) for of_branches in zip(*branches, strict=True)]
+    return [_result(equation, name, degrees)] * count
+
+
+def _result(equation: core.JaxprEqn, name: str, degrees: list[int]) -> int:
+    if name in _LINEAR:
+        return max(degrees)
+    if name in _PRODUCTS:
+        return min(sum(degrees), _OTHER)
+    # Linear in some operands, where the others (a predicate, indices, a divisor) are constant.
+    free = degrees[_LINEAR_IN[name]] if name in _LINEAR_IN else []
+    if sum(free) == sum(degrees):
+        return max(free, default=0)
+    to = equation.params.get("new_dtype")
+    if name == "convert_element_type" and jax.numpy.issubdtype(to, jax.numpy.floating):
+        return max(degrees)
+    return _OTHER
+
+
+def _scan(params: dict, degrees: list[int]) -> list[int]:
+    """The carry's degrees can only rise: the body is read until they stay."""
+    first, count = params["num_consts"], params["num_carry"]
+    while True:
+        outputs = _degrees(params["jaxpr"].jaxpr, degrees)
+        carry = degrees[first : first + count]
+        after = [max(old, new) for old, new in zip(carry, outputs[:count], strict=True)]
+        if after == carry:
+            return outputs
+        degrees = degrees[:first] + after + degrees[first + count :]
+
+
+_CALLS = ("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat2", "shard_map")
+_PRODUCTS = ("mul", "dot_general", "conv_general_dilated")
+_LINEAR = (
+    *("add", "add_any", "sub", "neg", "reduce_sum", "cumsum", "psum", "psum_invariant"),
+    *("broadcast_in_dim", "reshape", "squeeze", "transpose", "rev", "slice", "split", "pad"),
+    *("concatenate", "stack", "unstack", "copy", "pvary", "pcast", "sharding_constraint", "optimization_barrier"),
+)
+_LINEAR_IN = {
+    "div": slice(0, 1),
+    "select_n": slice(1, None),
+    "gather": slice(0, 1),
+    "dynamic_slice": slice(0, 1),
+    "dynamic_update_slice": slice(0, 2),
+    "scatter-add": slice(0, None, 2),  # the operand and the updates, not the indices
+    "scatter": slice(0, None, 2),
+    "triangular_solve": slice(1, 2),
+}

@@ -1,0 +1,135 @@
+"""The lower Hessian at a point: its smallest eigenvalue, and solves that know it.
+
+A residual says little where directions are soft: in one of curvature mu, ``w`` may be off by the
+residual over mu. So nothing is known of a solution before mu is. Up to 256 weights the Hessian is
+decomposed. Beyond, conjugate gradients solve for a random vector, in which soft directions weigh as
+much as any other, until every one of them must have been met.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.flatten_util import ravel_pytree
+
+from bilevel.inverse import conjugate_gradients
+from bilevel.protocols import LinearMap, Pytree
+
+DENSE_SIZE = 256
+"""Weights up to which the Hessian is decomposed: 256 products at once, and a p^3 step."""
+
+_ROUNDINGS = 10  # eigenvalues of a matrix are good to so many roundings of the largest
+_SURE = 3  # an eigenvalue is known to be positive when it is so many times its own error
+_STEPS = 1000  # conjugate gradients, at most
+
+
+class Curvature(NamedTuple):
+    """A Hessian as far as it is known."""
+
+    solve: Callable[[Pytree], Pytree]  # b -> x with H x = b, exactly or to a thousandth
+    lowest: jax.Array  # [], the smallest eigenvalue, within a factor 3
+    highest: jax.Array  # [], the largest, at least about
+    definite: jax.Array  # [], bool: positive definite, beyond rounding
+
+
+def curvature(hvp: LinearMap, like: Pytree) -> Curvature:
+    """What is known of ``hvp``; ``like`` is any pytree of its shapes.
+
+    Cost: p products, or as many as conjugate gradients take for one right-hand side.
+
+    Examples
+    --------
+    >>> found = curvature(lambda v: jnp.array([1.0, 4.0]) * v, jnp.zeros(2))
+    >>> bool(found.definite), found.lowest.round(3), found.solve(jnp.array([2.0, 8.0])).round(3)
+    (True, Array(1., dtype=float...), Array([2., 2.], dtype=float...))
+    """
+    size = sum(x.size for x in jax.tree.leaves(like))
+    return _decomposed(hvp, like) if size <= DENSE_SIZE else _iterated(hvp, like)
+
+
+# ------------------------------------------------------------------------------------- dense
+
+
+class _Factors(NamedTuple):
+    """``H = V C^-1 V'`` with orthogonal V."""
+
+    vectors: jax.Array  # [p, p]
+    core: jax.Array  # [p, p], diagonal but for soft directions
+    lowest: jax.Array
+    noise: jax.Array  # the error of ``lowest``
+
+
+def _decomposed(hvp: LinearMap, like: Pytree) -> Curvature:
+    flat, unravel = ravel_pytree(like)
+
+    def products(columns):
+        return jax.vmap(lambda v: ravel_pytree(hvp(unravel(v)))[0], 1, 1)(columns)
+
+    matrix = products(jnp.eye(flat.size, dtype=flat.dtype))
+    values, vectors = jnp.linalg.eigh((matrix + matrix.T) / 2)
+    highest = jnp.max(jnp.abs(values))
+    noise = _ROUNDINGS * jnp.finfo(flat.dtype).eps * highest
+    factors = jax.lax.cond(
+        values[0] > 10 * noise,
+        lambda: _Factors(vectors, jnp.diag(1 / values), values[0], noise),
+        lambda: _sharpened(products, values, vectors, 100 * noise),
+    )
+
+    def solve(b):
+        flat, unravel = ravel_pytree(b)
+        return unravel(factors.vectors @ (factors.core @ (factors.vectors.T @ flat)))
+
+    definite = factors.lowest > _SURE * factors.noise
+    return Curvature(solve, factors.lowest, highest, definite)
+
+
+def _sharpened(products, values, vectors, threshold) -> _Factors:
+    """The same, with eigenvalues under ``threshold`` found anew, as Rayleigh quotients.
+
+    Those of a matrix are lost in the rounding of its largest entries. Those of a product need not
+    be: where ``X v = 0`` to rounding, so is the whole data term of ``v' (X'X + penalty I) v``,
+    squared. What rounding is left shows when the same product is taken of other numbers.
+    """
+    p = len(values)
+    soft = values < threshold
+    both = soft[:, None] & soft[None]
+    scaled = jnp.asarray(1.37, values.dtype)
+    quotients = jnp.where(both, vectors.T @ products(vectors), 0)
+    again = jnp.where(both, vectors.T @ (products(scaled * vectors) / scaled), 0)
+    spread = jnp.maximum(
+        jnp.linalg.norm(quotients - quotients.T), jnp.linalg.norm(quotients - again)
+    )
+    noise = spread / jnp.sqrt(soft.sum().astype(spread.dtype))
+    scale = jnp.max(jnp.abs(quotients))
+    # The stiff directions wait outside the soft ones' range.
+    outside = jnp.diag(jnp.where(soft, 0, 4 * p * scale))
+    sharp, turn = jnp.linalg.eigh((quotients + quotients.T) / 2 + outside)
+    inside = (turn * jnp.where(sharp < 2 * p * scale, 1 / sharp, 0)) @ turn.T
+    core = jnp.where(both, inside, 0) + jnp.diag(jnp.where(soft, 0, 1 / values))
+    return _Factors(vectors, core, sharp[0], noise)
+
+
+# --------------------------------------------------------------------------------- iterative
+
+
+def _iterated(hvp: LinearMap, like: Pytree) -> Curvature:
+    flat, unravel = ravel_pytree(like)
+    probe = jax.random.normal(jax.random.key(0), flat.shape, flat.dtype)
+    b = unravel(probe / jnp.linalg.norm(probe))
+    # Of unit length, it has some 1 / sqrt(p) of any one direction: a tenth of that is left.
+    threshold = 0.1 / jnp.sqrt(flat.size).astype(flat.dtype)
+    x = conjugate_gradients(hvp, b, None, steps=_STEPS, threshold=threshold).x
+    product = hvp(x)
+    left = optax.tree.norm(optax.tree.sub(b, product))
+    square = optax.tree.vdot(x, x)
+    lowest = optax.tree.vdot(x, product) / jnp.where(square > 0, square, 1)
+
+    def solve(b):
+        threshold = 1e-3 * optax.tree.norm(b)
+        return conjugate_gradients(hvp, b, None, steps=_STEPS, threshold=threshold).x
+
+    highest = optax.tree.norm(hvp(b))
+    definite = (left <= 2 * threshold) & (lowest > 0)
+    return Curvature(solve, lowest, highest, definite)

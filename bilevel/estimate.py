@@ -87,7 +87,7 @@ def _assess(problem, w, alpha, train, valid, grad, adjoint) -> Info:
     # The rounding of two terms that may nearly cancel.
     rounding = _NOISE * jnp.finfo(change.dtype).eps * refined.magnitude
     known = refined.settled & jnp.isfinite(change + spread)
-    estimate = jnp.where(known, change + spread + rounding, jnp.inf)
+    estimate = jnp.where(known, jnp.maximum(change, spread) + rounding, jnp.inf)
 
     if adjoint is None:
         linear_residual = refined.linear_residual
@@ -199,7 +199,7 @@ def _jitter(key, tree):
 
     def one(key, x):
         size = jnp.abs(x) + jnp.sqrt(jnp.mean(x**2))
-        return x + 4 * jnp.finfo(x.dtype).eps * size * jax.random.normal(key, x.shape, x.dtype)
+        return x + jnp.finfo(x.dtype).eps * size * jax.random.normal(key, x.shape, x.dtype)
 
     keys = jax.random.split(key, len(leaves))
     return jax.tree.unflatten(structure, [one(k, x) for k, x in zip(keys, leaves, strict=True)])

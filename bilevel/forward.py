@@ -15,19 +15,20 @@ from bilevel.problem import hessian_operator, is_quadratic
 from bilevel.protocols import LowerSolver, Pytree
 
 
-def newton(steps: int = 20, tol: float | None = None, cg_steps: int = 500) -> LowerSolver:
+def newton(steps: int = 100, tol: float | None = None, cg_steps: int = 500) -> LowerSolver:
     """Newton's method with conjugate gradients and a backtracking line search: finds ``w`` only.
 
     For smooth, strongly convex lower losses. A quadratic one (recognised while tracing) takes one
-    step; elsewhere the linear solves start loose and tighten with the gradient. Use it inside
-    :func:`bilevel.implicit`.
+    long step and short ones that mend its rounding; elsewhere the linear solves start loose and
+    tighten with the gradient. Use it inside :func:`bilevel.implicit`.
 
     Parameters
     ----------
     steps : int
-        Most Newton steps; it stops sooner at ``tol`` or when the gradient no longer shrinks.
+        Most Newton steps; it stops sooner at ``tol`` or when nothing shrinks any more.
     tol : float, optional
-        Stationarity ``|g|`` relative to ``|g| + |H w|`` at the start; 1e-9 in float64, one
+        Stationarity ``|g|`` relative to ``|g| + |H w|`` at the start, and the last step relative to
+        ``w``: where directions are soft, a small gradient alone says little. 1e-9 in float64, one
         rounding in narrower types by default.
     cg_steps : int
         Most Hessian products per Newton step.
@@ -58,27 +59,41 @@ def newton(steps: int = 20, tol: float | None = None, cg_steps: int = 500) -> Lo
             return lower(w, alpha, batch)
 
         def unfinished(carry):
-            _, _, _, size, k, progress = carry
-            return (k < steps) & (size > target) & progress
+            *_, size, moved, k, progress = carry
+            far = (size > target) | (moved > relative)
+            return (k < steps) & far & (size > 0) & progress
 
         def step(carry):
-            w, value, slope, size, k, _ = carry
+            w, value, slope, size, moved, k, _ = carry
             _, hvp = hessian_operator(lower, w, alpha, batch)
             forcing = 0.0 if exact else jnp.minimum(0.1, jnp.sqrt(size / scale))
-            threshold = jnp.maximum(0.5 * target, forcing * size)
+            # At the target, what is left of the gradient hides soft directions under its rounding.
+            aim = jnp.maximum(0.5 * target, forcing * size)
+            threshold = jnp.where(size > target, aim, 1e-4 * size)
             solved = conjugate_gradients(hvp, slope, None, steps=cg_steps, threshold=threshold)
-            w, after = _backtrack(loss, w, value, solved.x, slope)
-            slope = jax.grad(loss)(w)
+            w_after, after = _backtrack(loss, w, value, solved.x, slope)
+            moved_after = _relative_change(w, w_after)
+            slope = jax.grad(loss)(w_after)
             size_after = optax.tree.norm(slope)
-            # Rounding has the last word where neither the loss nor the gradient still falls.
-            progress = (size_after < 0.5 * size) | (value - after > _slack(value))
-            return w, after, slope, size_after, k + 1, progress
+            # Rounding has the last word where neither the loss, the gradient nor the step shrinks.
+            progress = (
+                (size_after < 0.5 * size)
+                | (value - after > _slack(value))
+                | (moved_after < 0.5 * moved)
+            )
+            return w_after, after, slope, size_after, moved_after, k + 1, progress
 
         size = optax.tree.norm(slope)
-        start = (w, loss(w), slope, size, jnp.zeros((), int), jnp.array(True))
+        infinite = jnp.full_like(size, jnp.inf)
+        start = (w, loss(w), slope, size, infinite, jnp.zeros((), int), jnp.array(True))
         return jax.lax.while_loop(unfinished, step, start)[0], state
 
     return LowerSolver(init=lambda w: (), run=run)
+
+
+def _relative_change(before: Pytree, after: Pytree) -> jax.Array:
+    size = optax.tree.norm(after)
+    return optax.tree.norm(optax.tree.sub(after, before)) / jnp.where(size > 0, size, 1)
 
 
 def _stationarity_tolerance(w: Pytree) -> float:

@@ -12,7 +12,7 @@ of the very numbers that the solver was given. Counted are
     false       converged, though the error is over 1 % of the hypergradient
     violated    an error bound under the error
     low, high   estimates under a third of the error, over ten times the error
-    no claim    infinite estimates; of those, where the Hessian is positive definite in its precision
+    no claim    infinite estimates, where the Hessian is positive definite in its precision
 
 An error counts as none where it drowns in the rounding of the truth (its condition number times
 float64's rounding) or of the gradient itself. A positive definite Hessian "in its precision" has a
@@ -29,15 +29,14 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-
-jax.config.update("jax_enable_x64", True)
-
 import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.flatten_util import ravel_pytree
 
 import bilevel
+
+jax.config.update("jax_enable_x64", True)
 
 MOST_STEPS = 3000
 
@@ -159,9 +158,9 @@ def mixture(n, p):
         return jnp.einsum("i,inp,p->n", alpha["mix"], batch[0], w)
 
     def lower(w, alpha, batch):
-        return mean_square(mixed(w, alpha, batch), batch) + 0.5 * jnp.exp(
-            alpha["log"]
-        ) * jnp.sum(w**2)
+        return mean_square(mixed(w, alpha, batch), batch) + 0.5 * jnp.exp(alpha["log"]) * jnp.sum(
+            w**2
+        )
 
     def draw(rng):
         def sample():
@@ -640,8 +639,10 @@ def main() -> None:
     for r in rows_found:
         if r.get("false") or r.get("violated") or r["outcome"] in ("low", "false"):
             print(json.dumps(r))
-    print(f"{len(rows_found)} cases, {time.time() - began:.0f} s, jax {jax.__version__}, "
-          f"{platform.machine()}")
+    print(
+        f"{len(rows_found)} cases, {time.time() - began:.0f} s, jax {jax.__version__}, "
+        f"{platform.machine()}"
+    )
 
 
 if __name__ == "__main__":

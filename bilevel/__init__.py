@@ -26,7 +26,7 @@ from bilevel.discretize import (
     rank_by_shared_weights,
     top_k,
 )
-from bilevel.estimate import Info
+from bilevel.estimate import Info, explain
 from bilevel.forward import lbfgs, newton, solved
 from bilevel.geometry import exponentiate, project, softmax, tangent
 from bilevel.inverse import cg, dense, gram, neumann, nystrom, scale
@@ -60,6 +60,7 @@ __all__ = [
     "dense",
     "descent",
     "discretize",
+    "explain",
     "exponentiate",
     "factor_simplex",
     "gram",

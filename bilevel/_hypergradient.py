@@ -6,6 +6,7 @@ is minus the adjoint ``q = H^-1 d_w outer`` that the solver effectively used, be
 or a truncated unrolling. So every solver's adjoint can be inspected, and reused as a warm start.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -14,10 +15,11 @@ import jax.numpy as jnp
 import optax
 from jax.flatten_util import ravel_pytree
 
-from bilevel.estimate import Info, assess
-from bilevel.problem import Problem
+from bilevel.curvature import PRODUCTS
+from bilevel.estimate import Info, assess, unmapped
+from bilevel.problem import Problem, enters
 from bilevel.protocols import LowerSolver, Pytree
-from bilevel.solvers import remember
+from bilevel.solvers import remember, start_of
 
 
 class HyperGradient(NamedTuple):
@@ -30,7 +32,13 @@ class HyperGradient(NamedTuple):
 
 
 def hypergradient(
-    problem: Problem, solver: LowerSolver, *, mode: str = "reverse", diagnostics: bool = True
+    problem: Problem,
+    solver: LowerSolver,
+    *,
+    mode: str = "reverse",
+    diagnostics: bool = True,
+    damping: float = 0.0,
+    products: int | None = None,
 ) -> Callable[[Pytree, Pytree, Pytree, Pytree], HyperGradient]:
     """The hypergradient of ``problem`` by ``solver``, and how wrong it is.
 
@@ -43,9 +51,17 @@ def hypergradient(
         ``"reverse"``: cost independent of dim(alpha). ``"forward"``: memory independent of the
         number of inner steps (2 dim(alpha) copies of ``w``), cost grows with dim(alpha).
     diagnostics : bool
-        Whether to fill ``info``: about one Newton step and one warm-started linear solve, and the
-        eigenvalues of the Hessian for small quadratic problems. Under ``jax.jit`` fields that the
-        compiled function does not return cost nothing.
+        Whether to fill ``info``. Up to 256 weights this takes the Hessian's decomposition; beyond,
+        a few linear solves, or one short one where no claim can be made. Under ``jax.jit`` fields
+        that the compiled function does not return cost nothing.
+    damping : float
+        Not of the hypergradient: ``info`` then speaks of the solution map of
+        ``lower + damping / 2 |w - w0|^2``. With more weights than labels and no weight decay the
+        solutions of ``lower`` itself are many; as ``damping`` falls, this is the one nearest to
+        ``w0``, and what gradient descent from there converges to in a linear model.
+    products : int, optional
+        Most Hessian products of each linear solve for ``info``; by default as many as keep its
+        cost near the hypergradient's own, where the solver says what that is, and 1,000 elsewhere.
 
     Returns
     -------
@@ -58,7 +74,8 @@ def hypergradient(
     Raises
     ------
     ValueError
-        While tracing, where ``mode`` is unknown or a loss is not a floating scalar.
+        While tracing, where ``mode`` is unknown, a loss is not a floating scalar, or ``alpha``
+        enters neither the losses nor the solver.
 
     Examples
     --------
@@ -74,7 +91,9 @@ def hypergradient(
     >>> result.value, result.grad, bool(result.info.converged)
     (Array(3.5, dtype=float...), Array(3.5, dtype=float...), True)
     """
-    step = stateful_hypergradient(problem, solver, mode=mode, diagnostics=diagnostics)
+    step = stateful_hypergradient(
+        problem, solver, mode=mode, diagnostics=diagnostics, damping=damping, products=products
+    )
 
     def fn(alpha, w0, train, valid):
         alpha, w0 = jax.tree.map(jnp.asarray, (alpha, w0))
@@ -84,11 +103,19 @@ def hypergradient(
 
 
 def stateful_hypergradient(
-    problem: Problem, solver: LowerSolver, *, mode: str = "reverse", diagnostics: bool = True
+    problem: Problem,
+    solver: LowerSolver,
+    *,
+    mode: str = "reverse",
+    diagnostics: bool = True,
+    damping: float = 0.0,
+    products: int | None = None,
 ) -> Callable:
     """As :func:`hypergradient`: ``(alpha, w, state, train, valid) -> (HyperGradient, state)``."""
     if mode not in ("reverse", "forward"):
         raise ValueError(f'mode: expected "reverse" or "forward", got {mode!r}.')
+    if products is None:
+        products = PRODUCTS if solver.gradients is None else max(4, solver.gradients // 8)
 
     def step(alpha, w0, state, train, valid):
         def objective(alpha, tilt):
@@ -99,6 +126,9 @@ def stateful_hypergradient(
             return value, (w, new_state)
 
         _check_scalar("lower", jax.eval_shape(problem.lower, w0, alpha, train))
+        mapped = enters(problem.lower, w0, alpha, train) or enters(problem.outer, w0, alpha, valid)
+        if not mapped:
+            _check_enters(lambda alpha: objective(alpha, None)[0], alpha)
         adjoint = None
         if mode == "forward":
             value, (w, state), grad = _forward(lambda alpha: objective(alpha, None), alpha)
@@ -111,7 +141,9 @@ def stateful_hypergradient(
                 state = remember(state, jax.lax.stop_gradient(adjoint))
         info = None
         if diagnostics:
-            info = assess(problem, w, alpha, train, valid, grad, adjoint)
+            stated = _damped(problem, damping, start_of(state, w0))
+            info = assess(stated, w, alpha, train, valid, grad, adjoint, min(products, PRODUCTS))
+            info = info if mapped else unmapped(info)
         return HyperGradient(value, grad, w, info), state
 
     return step
@@ -122,6 +154,25 @@ def _tilted(lower, tilt):
         return lower(w, alpha, batch) + optax.tree.vdot(tilt, w)
 
     return loss
+
+
+def _damped(problem: Problem, damping, centre: Pytree) -> Problem:
+    if isinstance(damping, float | int) and damping == 0:
+        return problem
+
+    def lower(w, alpha, batch):
+        away = optax.tree.sub(w, centre)
+        return problem.lower(w, alpha, batch) + 0.5 * damping * optax.tree.vdot(away, away)
+
+    return dataclasses.replace(problem, lower=lower)
+
+
+def _check_enters(objective, alpha: Pytree) -> None:
+    if jax.tree.leaves(alpha) and not enters(lambda w, a, b: objective(a), None, alpha, None):
+        raise ValueError(
+            "alpha: expected to enter the lower loss, the outer loss or the solver, "
+            "got one that enters none of them: its hypergradient would be 0."
+        )
 
 
 def _forward(objective, alpha):

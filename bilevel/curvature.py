@@ -22,22 +22,29 @@ DENSE_SIZE = 256
 
 _ROUNDINGS = 10  # eigenvalues of a matrix are good to so many roundings of the largest
 _SURE = 3  # an eigenvalue is known to be positive when it is so many times its own error
-_STEPS = 1000  # conjugate gradients, at most
+PRODUCTS = 1000
+"""Most Hessian products of one iterative solve, where nobody says otherwise."""
 
 
 class Curvature(NamedTuple):
     """A Hessian as far as it is known."""
 
     solve: Callable[[Pytree], Pytree]  # b -> x with H x = b, exactly or to a thousandth
-    lowest: jax.Array  # [], the smallest eigenvalue, within a factor 3
-    highest: jax.Array  # [], the largest, at least about
+    lowest: jax.Array  # [], the smallest eigenvalue, or a few times it
+    condition: jax.Array  # [], the largest over the smallest, about
     definite: jax.Array  # [], bool: positive definite, beyond rounding
 
 
-def curvature(hvp: LinearMap, like: Pytree) -> Curvature:
+def is_small(like: Pytree) -> bool:
+    """Whether :func:`curvature` decomposes the Hessian."""
+    return sum(x.size for x in jax.tree.leaves(like)) <= DENSE_SIZE
+
+
+def curvature(hvp: LinearMap, like: Pytree, products: int = PRODUCTS) -> Curvature:
     """What is known of ``hvp``; ``like`` is any pytree of its shapes.
 
-    Cost: p products, or as many as conjugate gradients take for one right-hand side.
+    Cost: p products, or as many as conjugate gradients take for one right-hand side, at most
+    ``products``; where these do not suffice, the Hessian is not found definite.
 
     Examples
     --------
@@ -45,8 +52,7 @@ def curvature(hvp: LinearMap, like: Pytree) -> Curvature:
     >>> bool(found.definite), found.lowest.round(3), found.solve(jnp.array([2.0, 8.0])).round(3)
     (True, Array(1., dtype=float...), Array([2., 2.], dtype=float...))
     """
-    size = sum(x.size for x in jax.tree.leaves(like))
-    return _decomposed(hvp, like) if size <= DENSE_SIZE else _iterated(hvp, like)
+    return _decomposed(hvp, like) if is_small(like) else _iterated(hvp, like, products)
 
 
 # ------------------------------------------------------------------------------------- dense
@@ -82,7 +88,7 @@ def _decomposed(hvp: LinearMap, like: Pytree) -> Curvature:
         return unravel(factors.vectors @ (factors.core @ (factors.vectors.T @ flat)))
 
     definite = factors.lowest > _SURE * factors.noise
-    return Curvature(solve, factors.lowest, highest, definite)
+    return Curvature(solve, factors.lowest, highest / factors.lowest, definite)
 
 
 def _sharpened(products, values, vectors, threshold) -> _Factors:
@@ -114,13 +120,13 @@ def _sharpened(products, values, vectors, threshold) -> _Factors:
 # --------------------------------------------------------------------------------- iterative
 
 
-def _iterated(hvp: LinearMap, like: Pytree) -> Curvature:
+def _iterated(hvp: LinearMap, like: Pytree, products: int) -> Curvature:
     flat, unravel = ravel_pytree(like)
     probe = jax.random.normal(jax.random.key(0), flat.shape, flat.dtype)
     b = unravel(probe / jnp.linalg.norm(probe))
     # Of unit length, it has some 1 / sqrt(p) of any one direction: a tenth of that is left.
     threshold = 0.1 / jnp.sqrt(flat.size).astype(flat.dtype)
-    x = conjugate_gradients(hvp, b, None, steps=_STEPS, threshold=threshold).x
+    x = conjugate_gradients(hvp, b, None, steps=products, threshold=threshold).x
     product = hvp(x)
     left = optax.tree.norm(optax.tree.sub(b, product))
     square = optax.tree.vdot(x, x)
@@ -128,8 +134,7 @@ def _iterated(hvp: LinearMap, like: Pytree) -> Curvature:
 
     def solve(b):
         threshold = 1e-3 * optax.tree.norm(b)
-        return conjugate_gradients(hvp, b, None, steps=_STEPS, threshold=threshold).x
+        return conjugate_gradients(hvp, b, None, steps=products, threshold=threshold).x
 
-    highest = optax.tree.norm(hvp(b))
     definite = (left <= 2 * threshold) & (lowest > 0)
-    return Curvature(solve, lowest, highest, definite)
+    return Curvature(solve, lowest, optax.tree.norm(hvp(b)) / lowest, definite)

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import optax
 from jax.flatten_util import ravel_pytree
 
-from bilevel.curvature import curvature
+from bilevel.curvature import PRODUCTS, curvature, is_small
 from bilevel.forward import newton
 from bilevel.inverse import hessian_matrix
 from bilevel.problem import Problem, gradient, hessian_operator, is_quadratic
@@ -30,6 +30,7 @@ TOLERANCE = 1e-2
 """A hypergradient counts as converged when its estimated error is under 1 % of its norm."""
 
 _NOISE = 10  # roundings of a hypergradient in its two terms: 0.3 to 35 were measured
+_NEWTON_STEPS = 20  # towards the solution, where the lower loss is not quadratic
 _REFINEMENTS = 8  # of w and of q, at most
 _SAMPLES = 3  # of what rounding does
 _BOUND_SIZE = 1024  # weights up to which the Hessian is formed for `error_bound`
@@ -47,9 +48,10 @@ class Info(NamedTuple):
         independent solve the estimate makes.
     converged : bool, whether ``error_estimate`` is under 1 % of the hypergradient's norm.
     error_estimate : estimate of the 2-norm of ``grad - exact`` for the hypergradient of the
-        solution map; infinite where none can be made (a singular or indefinite Hessian).
+        solution map; infinite where none can be made.
     error_bound : upper bound of the same, up to rounding, for a lower loss quadratic in ``w`` with
         a positive definite Hessian and at most 1024 weights; infinite elsewhere.
+    reason : int8, why the estimate is infinite, 0 where it is not; in words: :func:`explain`.
     """
 
     stationarity: jax.Array
@@ -57,6 +59,49 @@ class Info(NamedTuple):
     converged: jax.Array
     error_estimate: jax.Array
     error_bound: jax.Array
+    reason: jax.Array
+
+
+REASONS = (
+    "",
+    "a weight, a loss or a derivative is not finite",
+    "the lower Hessian is not found positive definite: a saddle, directions in which the weights "
+    "are free, curvature lost in rounding, or more Hessian products needed than were allowed",
+    "Newton's steps from these weights do not come to rest: kinks, or a minimum far away",
+    "the losses do not depend on alpha, only the solver does: their solution map is constant",
+)
+"""By ``Info.reason``: why there is no estimate."""
+
+
+def explain(info: Info) -> str:
+    """One sentence: the estimated error, or why there is none.
+
+    Examples
+    --------
+    >>> import bilevel
+    >>> problem = bilevel.Problem(
+    ...     lower=lambda w, alpha, batch: jnp.sum((w[0] - alpha) ** 2),
+    ...     outer=lambda w, alpha, batch: jnp.sum(w),
+    ... )
+    >>> fn = bilevel.hypergradient(problem, bilevel.implicit())
+    >>> explain(fn(jnp.ones(()), jnp.zeros(2), None, None).info)
+    'no estimate of the error: the lower Hessian is not found positive definite: ...'
+    """
+    if int(info.reason):
+        return f"no estimate of the error: {REASONS[int(info.reason)]}"
+    verdict = "converged" if info.converged else "not converged"
+    return f"{verdict}: the hypergradient's error is about {float(info.error_estimate):.1e}"
+
+
+def unmapped(info: Info) -> Info:
+    """``info`` where no loss depends on alpha: of the solver's derivative it says nothing."""
+    infinite, no = jnp.full_like(info.error_estimate, jnp.inf), jnp.zeros_like(info.converged)
+    return info._replace(
+        converged=no,
+        error_estimate=infinite,
+        error_bound=infinite,
+        reason=jnp.full_like(info.reason, 4),
+    )
 
 
 def assess(
@@ -67,40 +112,47 @@ def assess(
     valid: Pytree,
     grad: Pytree,
     adjoint: Pytree | None,
+    products: int = PRODUCTS,
 ) -> Info:
     """Assess a hypergradient ``grad`` computed at ``w`` with ``adjoint`` (None: unknown).
 
-    Cost: the Hessian's decomposition up to 256 weights; beyond, about as many Hessian products as
-    an implicit hypergradient takes. Nothing here is differentiated.
+    Cost: the Hessian's decomposition up to 256 weights; beyond, some five solves of at most
+    ``products`` Hessian products, and one only where the Hessian is not found positive definite.
+    Nothing here is differentiated.
     """
-    check = functools.partial(_assess, problem)
+    check = functools.partial(_assess, problem, products)
     return detached(check, w, alpha, train, valid, grad, adjoint)
 
 
-def _assess(problem, w, alpha, train, valid, grad, adjoint) -> Info:
+def _assess(problem, products, w, alpha, train, valid, grad, adjoint) -> Info:
     slope, hvp = hessian_operator(problem.lower, w, alpha, train)
-    refined = _refine(problem, w, alpha, train, valid, adjoint)
+    force = jax.grad(problem.outer)(w, alpha, valid)
+    refined = _refine(problem, products, w, alpha, train, valid, grad, adjoint)
     better = jax.tree.map(lambda g: g.mean(0), refined.grads)
     deviations = jax.tree.map(lambda g, mean: g - mean, refined.grads, better)
     spread = optax.tree.norm(deviations) / jnp.sqrt(_SAMPLES - 1)
     change = optax.tree.norm(optax.tree.sub(grad, better))
     # The rounding of two terms that may nearly cancel.
     rounding = _NOISE * jnp.finfo(change.dtype).eps * refined.magnitude
-    known = refined.settled & jnp.isfinite(change + spread)
-    estimate = jnp.where(known, jnp.maximum(change, spread) + rounding, jnp.inf)
+    estimate = jnp.maximum(change, spread) + rounding
+    stationarity = optax.tree.norm(slope)
+    finite = jnp.isfinite(stationarity + optax.tree.norm(force) + optax.tree.norm(grad))
+    settled = refined.settled & jnp.isfinite(estimate)
+    reason = jnp.select([~finite, ~refined.definite, ~settled], [1, 2, 3], 0).astype(jnp.int8)
+    estimate = jnp.where(reason == 0, estimate, jnp.inf)
 
     if adjoint is None:
         linear_residual = refined.linear_residual
     else:
-        force = jax.grad(problem.outer)(w, alpha, valid)
         linear_residual = _ratio(optax.tree.norm(optax.tree.sub(hvp(adjoint), force)), force)
     bound = _bound(problem, refined.w, refined.adjoint, alpha, train, valid, grad)
     return Info(
-        stationarity=optax.tree.norm(slope),
+        stationarity=stationarity,
         linear_residual=linear_residual,
         converged=estimate <= TOLERANCE * optax.tree.norm(grad),
         error_estimate=estimate,
-        error_bound=bound + rounding,
+        error_bound=jnp.where(jnp.isfinite(bound), bound + rounding, jnp.inf),
+        reason=reason,
     )
 
 
@@ -118,64 +170,98 @@ class _Refined(NamedTuple):
     grads: Pytree  # like alpha, leading axis: samples of the refined hypergradient
     magnitude: jax.Array  # the size of its two terms
     linear_residual: jax.Array
-    settled: jax.Array  # bool: the Hessian is definite, and Newton's steps have come to rest
+    definite: jax.Array  # bool, the Hessian
+    settled: jax.Array  # bool: Newton's steps have come to rest
 
 
-def _refine(problem, w, alpha, train, valid, adjoint) -> _Refined:
-    lower = problem.lower
-    start = w
-    if not is_quadratic(lower, w, alpha, train):
-        w = newton().run(lower, alpha, w, (), train)[0]
-    slope_of = gradient(lower, alpha, train)
+def _refine(problem, products, w, alpha, train, valid, grad, adjoint) -> _Refined:
+    q = optax.tree.zeros_like(w) if adjoint is None else adjoint
+    quadratic = is_quadratic(problem.lower, w, alpha, train)
+    _, hvp = hessian_operator(problem.lower, w, alpha, train)
 
-    def force_of(w):
-        return jax.grad(problem.outer)(w, alpha, valid)
+    def refined(system=None):
+        near = w
+        if not quadratic:
+            solver = newton(_NEWTON_STEPS, cg_steps=products)
+            near = solver.run(problem.lower, alpha, w, (), train)[0]
+        if system is None or not quadratic:
+            _, hvp = hessian_operator(problem.lower, near, alpha, train)
+            system = curvature(hvp, near, products)
+        return _settled(problem, system, near, w, q, alpha, train, valid, grad)
 
-    system = curvature(hessian_operator(lower, w, alpha, train)[1], w)
-    floor = 100 * jnp.finfo(system.highest.dtype).eps * system.highest / system.lowest
+    if is_small(w):
+        return refined()
+    # Where the Hessian is not even definite here, no more is spent on it.
+    system = curvature(hvp, w, products)
+    return jax.lax.cond(system.definite, lambda: refined(system), lambda: _unknown(w, q, alpha))
+
+
+def _unknown(w, q, alpha) -> _Refined:
+    missing = jax.tree.map(lambda a: jnp.full((_SAMPLES, *a.shape), jnp.nan, a.dtype), alpha)
+    nan = jnp.full_like(optax.tree.norm(w), jnp.nan)
+    no = jnp.array(False)
+    return _Refined(w, q, missing, nan, nan, definite=no, settled=no)
+
+
+def _settled(problem, system, near, w, q, alpha, train, valid, grad) -> _Refined:
+    """``near`` and ``q`` refined until they stay, and the hypergradients around them."""
+    slope_of = gradient(problem.lower, alpha, train)
+    rounding = jnp.finfo(system.lowest.dtype).eps * system.condition
+    # The decomposition's solves are cheap, but of soft directions only as good as their curvature.
+    enough, rounds = (0.0, 2) if is_small(near) else (1e-4, 1)
 
     def newton_step(w):
         return system.solve(slope_of(w))
 
-    def adjoint_step(w):
-        hvp = hessian_operator(lower, w, alpha, train)[1]
-        force = force_of(w)
-        return lambda q: system.solve(optax.tree.sub(hvp(q), force))
+    def adjoint_residual(w):
+        _, hvp = hessian_operator(problem.lower, w, alpha, train)
+        force = jax.grad(problem.outer)(w, alpha, valid)
+        return lambda q: optax.tree.sub(hvp(q), force), force
 
-    w, w_settled = _settle(newton_step, w, start, floor)
-    q = optax.tree.zeros_like(w) if adjoint is None else adjoint
-    q, q_settled = _settle(adjoint_step(w), q, q, floor)
+    near, w_settled = _settle(newton_step, near, w, rounding, enough)
+    residual_of, force = adjoint_residual(near)
+    q, q_settled = _settle(lambda q: system.solve(residual_of(q)), q, q, rounding, enough)
+    better, magnitude = _combine(problem, near, q, alpha, train, valid)
 
     def sample(key):
-        w_key, q_key = jax.random.split(key)
-        w_near, q_near = _jitter(w_key, w), _jitter(q_key, q)
-        for _ in range(2):
+        keys = jax.random.split(key)
+        w_near, q_near = _jitter(keys[0], near), _jitter(keys[1], q)
+        for _ in range(rounds):
             w_near = optax.tree.sub(w_near, newton_step(w_near))
-        for _ in range(2):
-            q_near = optax.tree.sub(q_near, adjoint_step(w_near)(q_near))
-        return _combine(problem, w_near, q_near, alpha, train, valid)
+        residual_of, _ = adjoint_residual(w_near)
+        for _ in range(rounds):
+            q_near = optax.tree.sub(q_near, system.solve(residual_of(q_near)))
+        return _combine(problem, w_near, q_near, alpha, train, valid)[0]
 
-    grads, magnitudes = jax.lax.map(sample, jax.random.split(jax.random.key(1), _SAMPLES))
-    hvp, force = hessian_operator(lower, w, alpha, train)[1], force_of(w)
+    change = optax.tree.norm(optax.tree.sub(grad, better))
+    grads = jax.lax.cond(
+        10 * rounding * magnitude > change,
+        lambda: jax.lax.map(sample, jax.random.split(jax.random.key(1), _SAMPLES)),
+        lambda: jax.tree.map(lambda g: jnp.stack([g] * _SAMPLES), better),
+    )
     return _Refined(
-        w=w,
+        w=near,
         adjoint=q,
         grads=grads,
-        magnitude=magnitudes.max(),
-        linear_residual=_ratio(optax.tree.norm(optax.tree.sub(hvp(q), force)), force),
-        settled=system.definite & w_settled & q_settled,
+        magnitude=magnitude,
+        linear_residual=_ratio(optax.tree.norm(residual_of(q)), force),
+        definite=system.definite,
+        settled=w_settled & q_settled,
     )
 
 
-def _settle(step, x, start, floor):
+def _settle(step, x, start, rounding, enough):
     """``x - step(x)``, again while steps shrink; whether the last is small.
 
-    Small: against the way from ``start``, or the rounding of ``x`` times ``floor``.
+    Small: against the way from ``start``, or against ``rounding``, relative to ``x``.
     """
 
+    def way(x):
+        return optax.tree.norm(optax.tree.sub(x, start))
+
     def unfinished(carry):
-        _, size, previous, k = carry
-        return (k < _REFINEMENTS) & (size < 0.5 * previous) & (size > 0)
+        x, size, previous, k = carry
+        return (k < _REFINEMENTS) & (size < 0.5 * previous) & (size > enough * way(x))
 
     def once(carry):
         x, size, _, k = carry
@@ -186,11 +272,10 @@ def _settle(step, x, start, floor):
         x = jax.tree.map(lambda a, b: jnp.where(kept, a - b, a), x, d)
         return x, jnp.where(kept, after, size), size, k + 1
 
-    infinite = jnp.full_like(floor, jnp.inf)
+    infinite = jnp.full_like(rounding, jnp.inf)
     first = once((x, infinite, infinite, jnp.zeros((), int)))
     x, size, *_ = jax.lax.while_loop(unfinished, once, first)
-    moved = optax.tree.norm(optax.tree.sub(x, start))
-    return x, size <= jnp.maximum(0.01 * moved, floor * optax.tree.norm(x))
+    return x, size <= jnp.maximum(0.01 * way(x), 100 * rounding * optax.tree.norm(x))
 
 
 def _jitter(key, tree):

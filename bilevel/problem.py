@@ -108,6 +108,18 @@ def is_quadratic(lower: Loss, w: Pytree, alpha: Pytree, batch: Pytree) -> bool:
     return max(degrees, default=0) <= 1
 
 
+def enters(loss: Loss, w: Pytree, alpha: Pytree, batch: Pytree) -> bool:
+    """Whether ``loss`` depends on ``alpha``, read off its program.
+
+    Examples
+    --------
+    >>> enters(lambda w, alpha, batch: w**2, 1.0, 1.0, None)
+    False
+    """
+    closed = jax.make_jaxpr(lambda alpha: loss(w, alpha, batch))(alpha)
+    return any(_degrees(closed.jaxpr, [1] * len(closed.jaxpr.invars)))
+
+
 _OTHER = 2  # neither constant (0) nor affine (1)
 
 
@@ -135,6 +147,9 @@ def _outputs(equation: core.JaxprEqn, degrees: list[int]) -> list[int]:
         return _degrees(getattr(body, "jaxpr", body), degrees)
     if name == "scan":
         return _scan(params, degrees)
+    if name == "custom_linear_solve":
+        system = sum(params["const_lengths"])
+        return [_OTHER if any(degrees[:system]) else max(degrees)] * count
     if name == "cond" and degrees[0] == 0:
         branches = [_degrees(branch.jaxpr, degrees[1:]) for branch in params["branches"]]
         return [max(of_branches) for of_branches in zip(*branches, strict=True)]
@@ -173,7 +188,16 @@ _PRODUCTS = ("mul", "dot_general", "conv_general_dilated")
 _LINEAR = (
     *("add", "add_any", "sub", "neg", "reduce_sum", "cumsum", "psum", "psum_invariant"),
     *("broadcast_in_dim", "reshape", "squeeze", "transpose", "rev", "slice", "split", "pad"),
-    *("concatenate", "stack", "unstack", "copy", "pvary", "pcast", "sharding_constraint", "optimization_barrier"),
+    *(
+        "concatenate",
+        "stack",
+        "unstack",
+        "copy",
+        "pvary",
+        "pcast",
+        "sharding_constraint",
+        "optimization_barrier",
+    ),
 )
 _LINEAR_IN = {
     "div": slice(0, 1),

@@ -33,11 +33,15 @@ class LowerSolver(NamedTuple):
     closed_form : bool
         True where ``run`` does not call ``lower``: its adjoint then cannot be read off a tilted
         lower loss, and is solved for independently when the hypergradient is checked.
+    gradients : int, optional
+        About how many lower gradients a hypergradient by this solver takes, where that is known:
+        what is spent on its error follows.
     """
 
     init: Callable[[Pytree], Pytree]
     run: Callable[[Loss, Pytree, Pytree, Pytree, Pytree], tuple[Pytree, Pytree]]
     closed_form: bool = False
+    gradients: int | None = None
 
 
 class Point(NamedTuple):

@@ -16,8 +16,17 @@ solver            derivative                  memory, in copies of w
 
 from bilevel.solvers._detached import detached
 from bilevel.solvers._implicit import implicit, remember
-from bilevel.solvers._restarted import restarted
+from bilevel.solvers._restarted import restarted, start_of
 from bilevel.solvers._ridge import ridge
 from bilevel.solvers._unrolled import one_step, unrolled
 
-__all__ = ["detached", "implicit", "one_step", "remember", "restarted", "ridge", "unrolled"]
+__all__ = [
+    "detached",
+    "implicit",
+    "one_step",
+    "remember",
+    "restarted",
+    "ridge",
+    "start_of",
+    "unrolled",
+]

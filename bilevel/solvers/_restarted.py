@@ -33,4 +33,9 @@ def restarted(solver: LowerSolver) -> LowerSolver:
     def run(lower, alpha, w, state, batch):
         return solver.run(lower, alpha, state.start, solver.init(state.start), batch)[0], state
 
-    return LowerSolver(RestartedState, run, solver.closed_form)
+    return solver._replace(init=RestartedState, run=run)
+
+
+def start_of(state: Pytree, w: Pytree) -> Pytree:
+    """Where a run begins that is given ``state`` and ``w``."""
+    return state.start if isinstance(state, RestartedState) else w

@@ -85,7 +85,7 @@ def unrolled(
             carry = detached(first_steps, carry, alpha, batch)
         return _repeat_checkpointed(lambda c: step(c, alpha, batch), carry, last)
 
-    return LowerSolver(init=optimizer.init, run=run)
+    return LowerSolver(init=optimizer.init, run=run, gradients=steps + 3 * last)
 
 
 def one_step(
@@ -175,7 +175,7 @@ def one_step(
         step.defvjp(forward, backward)
         return step((alpha, hoisted), w, state, batch)
 
-    return LowerSolver(init=optimizer.init, run=run)
+    return LowerSolver(init=optimizer.init, run=run, gradients=4)
 
 
 def _mixed_product(loss: Callable, w: Pytree, alpha: Pytree, v: Pytree) -> Pytree:

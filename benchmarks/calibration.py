@@ -609,12 +609,15 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one case of each group")
     parser.add_argument("--families", nargs="*", help="only those whose names contain one of these")
     parser.add_argument("--solvers", nargs="*", help="only these")
+    parser.add_argument("--iterative", action="store_true", help="as if p were large")
     parser.add_argument("--out", type=pathlib.Path, help="JSON lines; resumed where they end")
     parser.add_argument("--table", type=pathlib.Path, metavar="FILE")
     args = parser.parse_args()
     if args.table:
         print(table([judged(json.loads(r)) for r in args.table.read_text().splitlines()]))
         return
+    if args.iterative:
+        bilevel.curvature.DENSE_SIZE = 0
     done = {}
     if args.out and args.out.exists():
         for line in args.out.read_text().splitlines():

@@ -51,7 +51,7 @@ def hypergradient(
         ``"reverse"``: cost independent of dim(alpha). ``"forward"``: memory independent of the
         number of inner steps (2 dim(alpha) copies of ``w``), cost grows with dim(alpha).
     diagnostics : bool
-        Whether to fill ``info``. Up to 256 weights this takes the Hessian's decomposition; beyond,
+        Whether to fill ``info``. Up to 512 weights this takes the Hessian's decomposition; beyond,
         a few linear solves, or one short one where no claim can be made. Under ``jax.jit`` fields
         that the compiled function does not return cost nothing.
     damping : float

@@ -1,7 +1,7 @@
 """The lower Hessian at a point: its smallest eigenvalue, and solves that know it.
 
 A residual says little where directions are soft: in one of curvature mu, ``w`` may be off by the
-residual over mu. So nothing is known of a solution before mu is. Up to 256 weights the Hessian is
+residual over mu. So nothing is known of a solution before mu is. Up to 512 weights the Hessian is
 decomposed. Beyond, conjugate gradients solve for a random vector, in which soft directions weigh as
 much as any other, until every one of them must have been met.
 """
@@ -17,8 +17,8 @@ from jax.flatten_util import ravel_pytree
 from bilevel.inverse import conjugate_gradients
 from bilevel.protocols import LinearMap, Pytree
 
-DENSE_SIZE = 256
-"""Weights up to which the Hessian is decomposed: 256 products at once, and a p^3 step."""
+DENSE_SIZE = 512
+"""Weights up to which the Hessian is decomposed: 512 products at once, and a p^3 step."""
 
 _ROUNDINGS = 10  # eigenvalues of a matrix are good to so many roundings of the largest
 _SURE = 3  # an eigenvalue is known to be positive when it is so many times its own error

@@ -116,7 +116,7 @@ def assess(
 ) -> Info:
     """Assess a hypergradient ``grad`` computed at ``w`` with ``adjoint`` (None: unknown).
 
-    Cost: the Hessian's decomposition up to 256 weights; beyond, some five solves of at most
+    Cost: the Hessian's decomposition up to 512 weights; beyond, some five solves of at most
     ``products`` Hessian products, and one only where the Hessian is not found positive definite.
     Nothing here is differentiated.
     """
@@ -275,7 +275,8 @@ def _settle(step, x, start, rounding, enough):
     infinite = jnp.full_like(rounding, jnp.inf)
     first = once((x, infinite, infinite, jnp.zeros((), int)))
     x, size, *_ = jax.lax.while_loop(unfinished, once, first)
-    return x, size <= jnp.maximum(0.01 * way(x), 100 * rounding * optax.tree.norm(x))
+    allowed = jnp.minimum(100 * rounding, 0.1) * optax.tree.norm(x)
+    return x, size <= jnp.maximum(0.01 * way(x), allowed)
 
 
 def _jitter(key, tree):

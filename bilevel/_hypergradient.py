@@ -18,6 +18,7 @@ from bilevel.estimate import Info, assess
 from bilevel.problem import Problem
 from bilevel.protocols import LowerSolver, Pytree
 from bilevel.solvers import remember
+from ntk._programs import fresh
 
 
 class HyperGradient(NamedTuple):
@@ -98,7 +99,7 @@ def stateful_hypergradient(
             _check_scalar("outer", value)
             return value, (w, new_state)
 
-        _check_scalar("lower", jax.eval_shape(problem.lower, w0, alpha, train))
+        _check_scalar("lower", jax.eval_shape(fresh(problem.lower), w0, alpha, train))
         adjoint = None
         if mode == "forward":
             value, (w, state), grad = _forward(lambda alpha: objective(alpha, None), alpha)

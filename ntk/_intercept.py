@@ -14,6 +14,8 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
+from ntk._programs import fresh
+
 _CALLS = {"jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint"}
 _CALLS |= {"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"}
 
@@ -48,7 +50,7 @@ def fold(
     ValueError
         If the outputs depend on no site, or on one inside an operation that cannot be entered.
     """
-    closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
+    closed, shapes = jax.make_jaxpr(fresh(fn), return_shape=True)(*args)
     live = [True] * len(closed.jaxpr.outvars)
     if not _reaches(site, closed.jaxpr, live):
         raise ValueError(f"apply: expected logits that depend on a {what}, got none on the way.")

@@ -10,6 +10,7 @@ import numpy as np
 from jax.flatten_util import ravel_pytree
 
 from ntk._intercept import fold
+from ntk._programs import fresh
 
 Pytree = Any
 Apply = Callable[[Pytree, jax.Array], jax.Array]
@@ -31,7 +32,7 @@ def check(apply: Apply, params: Pytree, batch: Batch) -> Batch:
         for leaf in jax.tree.leaves(tree):
             if not isinstance(leaf, jax.core.Tracer) and not np.isfinite(leaf).all():
                 raise ValueError(f"{name}: expected finite numbers, got NaN or infinity.")
-    logits = jax.eval_shape(apply, params, x)
+    logits = logits_like(apply, params, x)
     if len(logits.shape) != 2 or logits.shape[0] != len(x):
         raise ValueError(f"apply: expected logits [{len(x)}, classes], got {logits.shape}.")
     classes = logits.shape[1]
@@ -43,6 +44,11 @@ def check(apply: Apply, params: Pytree, batch: Batch) -> Batch:
                 f"got {labels.min()} to {labels.max()}."
             )
     return x, y
+
+
+def logits_like(apply: Apply, params: Pytree, x: jax.Array) -> Any:
+    """Shape and type of the logits."""
+    return jax.eval_shape(fresh(apply), params, x)
 
 
 def is_weight(params: Pytree, *more: str) -> list[bool]:
@@ -154,7 +160,7 @@ def layer_saliency(apply: Apply, params: Pytree, x: jax.Array, y: jax.Array) -> 
         logits, _ = fold(apply, is_layer, probe, (), params, x, what="matrix product")
         return cross_entropy(logits, y)
 
-    return jax.grad(loss)(jnp.zeros((), jax.eval_shape(apply, params, x).dtype))
+    return jax.grad(loss)(jnp.zeros((), logits_like(apply, params, x).dtype))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -25,6 +25,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ntk._programs import fresh
 from ntk._symmetric import symmetric
 
 Product = Callable[[jax.Array], jax.Array]  # v [n] -> K v [n]
@@ -116,7 +117,7 @@ def smallest_eigenpair(K: jax.Array | Product, *, size: int | None = None) -> Ei
     if not isinstance(size, int) or size < 1:
         raise ValueError(f"size: expected the positive size of the product K, got {size}.")
     # What K closes over becomes an argument, so that gradients find their way to it.
-    product, arrays = jax.closure_convert(K, jnp.zeros(size))
+    product, arrays = jax.closure_convert(fresh(K), jnp.zeros(size))
     return _eigenpair(
         functools.partial(_of_product, product, size), lambda v, arrays: product(v, *arrays), arrays
     )

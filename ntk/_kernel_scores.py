@@ -53,7 +53,7 @@ def layer_traces(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
     Array([10.], dtype=float...)
     """
     x, _ = check(apply, params, batch)
-    return _traces(params, _gradients(apply, params, x))
+    return _traces(apply, params, x, _gradients(apply, params, x))
 
 
 def kernel_scores(key, apply: Apply, params: Pytree, batch: Batch) -> dict[str, jax.Array]:
@@ -80,7 +80,7 @@ def kernel_scores(key, apply: Apply, params: Pytree, batch: Batch) -> dict[str, 
         "cosine_min_eigenvalue": _cosine_min_eigenvalue(K),
         "spectral_entropy": _entropy(values),
         "label_energy": _label_energy(K, values, y, classes),
-        "log_traces": _log_sum(_traces(params, gradients)),
+        "log_traces": _log_sum(_traces(apply, params, x, gradients)),
     }
 
 
@@ -172,7 +172,7 @@ def te_nas(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
     9.0
     """
     x, _ = check(apply, params, batch)
-    weights, rebuild = split_weights(params, "scale")
+    weights, rebuild = split_weights(apply, params, x, "scale")
     _, pull_back = jax.vjp(lambda w: jnp.sum(apply(rebuild(w), x), axis=1), weights)
     units = jnp.eye(len(x), dtype=logits_like(apply, params, x).dtype)
     # Some at a time share what the backward pass computes again.
@@ -238,8 +238,8 @@ def _gram(gradients: Pytree) -> jax.Array:
     return functools.reduce(operator.add, map(gram, jax.tree.leaves(gradients)))
 
 
-def _traces(params: Pytree, gradients: Pytree) -> jax.Array:
-    pairs = zip(is_weight(params), jax.tree.leaves(gradients), strict=True)
+def _traces(apply: Apply, params: Pytree, x: jax.Array, gradients: Pytree) -> jax.Array:
+    pairs = zip(is_weight(apply, params, x), jax.tree.leaves(gradients), strict=True)
     return jnp.stack([jnp.sum(g**2) / len(g) for chosen, g in pairs if chosen])
 
 

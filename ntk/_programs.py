@@ -56,7 +56,7 @@ def program(function: Callable, *args: Any, donate: tuple[int, ...] = ()) -> Cal
         flat = jax.core.eval_jaxpr(closed.jaxpr, constants, *jax.tree.leaves(args))
         return jax.tree.unflatten(structure, flat)
 
-    compiled = jax.jit(run, donate_argnums=tuple(i + 1 for i in donate))
+    compiled: Callable = jax.jit(run, donate_argnums=tuple(i + 1 for i in donate))
     leaves = jax.tree.leaves((closed.consts, args))
     if not any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
         compiled = _known(compiled, (closed.consts, *args), structure)

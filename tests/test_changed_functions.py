@@ -55,14 +55,18 @@ def searched(net, solver):
     return found.alpha, found.history["value"]
 
 
+def gradient(net, solver):
+    return bilevel.hypergradient(net.problem, solver, diagnostics=False)(*POINT)[:3]
+
+
 CALLS = {
     "empirical_kernel": lambda net: ntk.empirical_kernel(net.function, W, X),
     "empirical_kernel of a method": lambda net: ntk.empirical_kernel(net.apply, W, X),
     "gradient_norms": lambda net: ntk.gradient_norms(net.apply, W, X),
     "kernel_vector_product": lambda net: ntk.kernel_vector_product(net.apply, W, X)(jnp.ones(4)),
     "min_eigenvalue of a product": lambda net: ntk.min_eigenvalue(net.product, size=3),
-    "hypergradient": lambda net: bilevel.hypergradient(net.problem, IMPLICIT, diagnostics=False)(*POINT)[:3],
-    "hypergradient, unrolled": lambda net: bilevel.hypergradient(net.problem, UNROLLED, diagnostics=False)(*POINT)[:3],
+    "hypergradient": lambda net: gradient(net, IMPLICIT),
+    "hypergradient, unrolled": lambda net: gradient(net, UNROLLED),
     "search": lambda net: searched(net, IMPLICIT),
     "search, unrolled": lambda net: searched(net, UNROLLED),
 } | {

@@ -100,10 +100,12 @@ def fold(
             # A derivative would keep what any of the branches needs: they are computed again.
             branches = [
                 jax.checkpoint(
-                    lambda total, *operands, branch=branch: run(*branch, operands, total),
+                    lambda total, *operands, inner=inner, twin=twin, alive=alive: run(
+                        inner, twin, alive, operands, total
+                    ),
                     prevent_cse=False,
                 )
-                for branch in inside
+                for inner, twin, alive in inside
             ]
             return jax.lax.switch(inputs[0], branches, total, *inputs[1:])
         if name == "scan":

@@ -20,6 +20,7 @@ from bilevel.estimate import Info, assess, unmapped
 from bilevel.problem import Problem, enters
 from bilevel.protocols import LowerSolver, Pytree
 from bilevel.solvers import remember, start_of
+from ntk._programs import fresh
 
 
 class HyperGradient(NamedTuple):
@@ -125,7 +126,7 @@ def stateful_hypergradient(
             _check_scalar("outer", value)
             return value, (w, new_state)
 
-        _check_scalar("lower", jax.eval_shape(problem.lower, w0, alpha, train))
+        _check_scalar("lower", jax.eval_shape(fresh(problem.lower), w0, alpha, train))
         mapped = enters(problem.lower, w0, alpha, train) or enters(problem.outer, w0, alpha, valid)
         if not mapped:
             _check_enters(lambda alpha: objective(alpha, None)[0], alpha)

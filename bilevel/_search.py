@@ -25,6 +25,7 @@ from bilevel._hypergradient import stateful_hypergradient
 from bilevel._progress import progress_bar
 from bilevel.problem import Problem
 from bilevel.protocols import LowerSolver, Pytree
+from ntk._programs import fresh, program
 
 _QUANTITIES = ("outer loss", "lower loss", "hypergradient", "weights", "alpha")
 _CHUNK_SECONDS = 0.5  # between two looks at the screen and the keyboard
@@ -192,8 +193,8 @@ def search(
     Notes
     -----
     With ``progress=False`` or None and no ``checkpoint`` or ``callback``, the whole works under
-    ``jax.jit`` and ``jax.vmap``. Calls with the same ``problem``, ``solver``, ``optimizer`` and
-    ``batches`` objects and equal shapes compile once.
+    ``jax.jit`` and ``jax.vmap``. Every call traces what it is given, as it is then; calls that come
+    to the same program compile once.
 
     Examples
     --------
@@ -236,7 +237,7 @@ class _Carry(NamedTuple):
 
 
 class _Setup(NamedTuple):
-    """What a search is made of; hashable, so that equal searches share one compilation."""
+    """What a search is made of."""
 
     problem: Problem
     solver: LowerSolver
@@ -250,7 +251,7 @@ class _Setup(NamedTuple):
         # hold the same one twice. With dtypes that are not weak, as a step returns them: else the
         # second chunk would be compiled anew.
         state = jax.tree.map(lambda x: jnp.array(x, jnp.result_type(x), copy=True), init(alpha, w0))
-        _, metrics = jax.eval_shape(self.step, state, data)
+        _, metrics = jax.eval_shape(fresh(self.step), state, data)
         shapes = metrics | {"alpha": state.alpha}
         history = jax.tree.map(lambda x: jnp.zeros((steps, *x.shape), x.dtype), shapes)
         return _Carry(state, history, jnp.zeros((), int))
@@ -281,11 +282,6 @@ class _Setup(NamedTuple):
         return jax.lax.fori_loop(0, count, body, carry)
 
 
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
-def _advance(setup: _Setup, carry: _Carry, data, count) -> _Carry:
-    return setup.advance(carry, data, count)
-
-
 def _first_not_finite(state: DescentState, metrics: dict[str, jax.Array]) -> jax.Array:
     def finite(tree):
         return jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(tree)]).all()
@@ -301,6 +297,7 @@ def _first_not_finite(state: DescentState, metrics: dict[str, jax.Array]) -> jax
 def _drive(setup, carry, data, steps, saver, progress, callback, chunk) -> SearchResult:
     """Chunks of steps until all are done, with what the host does in between."""
     done, count, stopped = int(carry.state.step), chunk or 1, ""
+    advance = program(setup.advance, carry, data, 1, donate=(0,))
     text = "outer {task.fields[value]:.4g}  lower {task.fields[lower]:.4g}"
     shown = "value", "lower"
     with (
@@ -309,7 +306,7 @@ def _drive(setup, carry, data, steps, saver, progress, callback, chunk) -> Searc
     ):
         while done < steps:
             began = time.perf_counter()
-            carry = jax.block_until_ready(_advance(setup, carry, data, min(count, steps - done)))
+            carry = jax.block_until_ready(advance(carry, data, min(count, steps - done)))
             seconds = time.perf_counter() - began
             ran, done = int(carry.state.step) - done, int(carry.state.step)
             trouble = int(carry.trouble)

@@ -14,6 +14,8 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
+from ntk._programs import fresh
+
 _CALLS = {"jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint"}
 _CALLS |= {"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"}
 
@@ -21,10 +23,11 @@ _CALLS |= {"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"}
 def fold(
     fn: Callable,
     site: Callable[[JaxprEqn], bool],
-    visit: Callable[[JaxprEqn, list, list, Any], tuple[list, Any]],
+    visit: Callable[..., tuple[list, Any]],
     total: Any,
     *args,
     what: str,
+    twin: tuple,
 ) -> tuple[Any, Any]:
     """``fn(*args)``, and what the visits made of ``total`` on the way.
 
@@ -34,26 +37,38 @@ def fold(
         A function of pytrees of arrays.
     site : ``site(eqn) -> bool``
         Which operations to visit.
-    visit : ``visit(eqn, inputs, outputs, total) -> (outputs, total)``
-        May replace the outputs by arrays like them, and add to the total.
+    visit : ``visit(eqn, other, inputs, outputs, total) -> (outputs, total)``
+        May replace the outputs by arrays like them, and add to the total. ``other`` is the same
+        operation for the twin's arguments: the axes that differ in length are those of samples.
     total : pytree of arrays
         Its shapes and types stay.
     *args : pytrees of arrays
         Arguments of ``fn``.
     what : str
         Name of the sites, for the errors.
+    twin : tuple
+        Arguments like ``args``, or their shapes, with another number of samples.
 
     Raises
     ------
     ValueError
-        If the outputs depend on no site, or on one inside an operation that cannot be entered.
+        If the outputs depend on no site, or on one inside an operation that cannot be entered, or
+        if ``fn`` consists of other operations for another number of samples.
     """
-    closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
+    closed, shapes = jax.make_jaxpr(fresh(fn), return_shape=True)(*args)
+    try:
+        other = jax.make_jaxpr(fresh(fn))(*twin)
+    except (TypeError, ValueError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(
+            "apply: expected a function of any number of samples, got an error for one more: "
+            f"{reason}"
+        ) from error
     live = [True] * len(closed.jaxpr.outvars)
     if not _reaches(site, closed.jaxpr, live):
         raise ValueError(f"apply: expected logits that depend on a {what}, got none on the way.")
 
-    def run(closed: ClosedJaxpr, live: list[bool], args, total):
+    def run(closed: ClosedJaxpr, other: ClosedJaxpr, live: list[bool], args, total):
         """The outputs, with None for those that are not live, and the total."""
         jaxpr = closed.jaxpr
         values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *args], strict=True))
@@ -61,38 +76,43 @@ def fold(
         def value(v):
             return v.val if isinstance(v, Literal) else values[v]
 
-        for eqn, used in _needed(jaxpr, live):
-            outputs, total = evaluate(eqn, used, [value(v) for v in eqn.invars], total)
+        for (eqn, used), paired in _paired(_needed(jaxpr, live), _needed(other.jaxpr, live)):
+            outputs, total = evaluate(eqn, paired, used, [value(v) for v in eqn.invars], total)
             values.update(zip(eqn.outvars, outputs, strict=True))
         return [value(v) if a else None for v, a in zip(jaxpr.outvars, live, strict=True)], total
 
-    def evaluate(eqn: JaxprEqn, used: list[bool], inputs: list, total):
+    def evaluate(eqn: JaxprEqn, other: JaxprEqn, used: list[bool], inputs: list, total):
         if site(eqn):
-            return visit(eqn, inputs, _bind(eqn, inputs), total)
-        inside = _inside(eqn, used)
-        if not any(_reaches(site, inner.jaxpr, alive) for inner, alive in inside):
+            return visit(eqn, other, inputs, _bind(eqn, inputs), total)
+        inside = [
+            (inner, twin, alive)
+            for (inner, alive), (twin, _) in zip(
+                _inside(eqn, used), _inside(other, used), strict=True
+            )
+        ]
+        if not any(_reaches(site, inner.jaxpr, alive) for inner, _, alive in inside):
             return _bind(eqn, inputs), total
         name = eqn.primitive.name
         if name in _CALLS:
-            inner, alive = inside[0]
-            return run(inner, alive, inputs, total)
+            inner, twin, alive = inside[0]
+            return run(inner, twin, alive, inputs, total)
         if name == "cond":
             # A derivative would keep what any of the branches needs: they are computed again.
             branches = [
                 jax.checkpoint(
-                    lambda total, *operands, inner=inner, alive=alive: run(
-                        inner, alive, operands, total
+                    lambda total, *operands, inner=inner, twin=twin, alive=alive: run(
+                        inner, twin, alive, operands, total
                     ),
                     prevent_cse=False,
                 )
-                for inner, alive in inside
+                for inner, twin, alive in inside
             ]
             return jax.lax.switch(inputs[0], branches, total, *inputs[1:])
         if name == "scan":
             return scan(eqn, *inside[0], inputs, total)
         raise ValueError(f"apply: expected no {what} inside `{name}`, got one.")
 
-    def scan(eqn: JaxprEqn, inner: ClosedJaxpr, live: list[bool], inputs: list, total):
+    def scan(eqn: JaxprEqn, inner: ClosedJaxpr, twin, live: list[bool], inputs: list, total):
         constants, carried = eqn.params["num_consts"], eqn.params["num_carry"]
         consts, state, xs = (
             inputs[:constants],
@@ -102,14 +122,14 @@ def fold(
 
         def body(carry, x):
             state, total = carry
-            outputs, total = run(inner, live, [*consts, *state, *x], total)
+            outputs, total = run(inner, twin, live, [*consts, *state, *x], total)
             return (outputs[:carried], total), outputs[carried:]
 
         options = {k: eqn.params[k] for k in ("length", "reverse", "unroll")}
         (state, total), stacked = jax.lax.scan(body, (state, total), xs, **options)
         return [*state, *stacked], total
 
-    outputs, total = run(closed, live, jax.tree.leaves(args), total)
+    outputs, total = run(closed, other, live, jax.tree.leaves(args), total)
     return jax.tree.unflatten(jax.tree.structure(shapes), outputs), total
 
 
@@ -123,6 +143,17 @@ def _needed(jaxpr: Jaxpr, live: list[bool]) -> list[tuple[JaxprEqn, list[bool]]]
             kept.append((eqn, used))
             needed.update(filter(_variable, eqn.invars))
     return kept[::-1]
+
+
+def _paired(needed: list, others: list) -> list:
+    """Each operation with its like in the other program."""
+    names = [[eqn.primitive.name for eqn, _ in some] for some in (needed, others)]
+    if names[0] != names[1]:
+        raise ValueError(
+            "apply: expected the same operations for any number of samples, got others for one "
+            "more."
+        )
+    return [(one, eqn) for one, (eqn, _) in zip(needed, others, strict=True)]
 
 
 def _variable(v) -> bool:

@@ -14,7 +14,17 @@ import jax.numpy as jnp
 from jax.flatten_util import ravel_pytree
 
 from ntk import spectrum
-from ntk._network import Apply, Batch, Pytree, check, gram, is_weight, map_gradients, split_weights
+from ntk._network import (
+    Apply,
+    Batch,
+    Pytree,
+    check,
+    gram,
+    is_weight,
+    logits_like,
+    map_gradients,
+    split_weights,
+)
 
 
 def kernel(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
@@ -43,7 +53,7 @@ def layer_traces(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
     Array([10.], dtype=float...)
     """
     x, _ = check(apply, params, batch)
-    return _traces(params, _gradients(apply, params, x))
+    return _traces(apply, params, x, _gradients(apply, params, x))
 
 
 def kernel_scores(key, apply: Apply, params: Pytree, batch: Batch) -> dict[str, jax.Array]:
@@ -58,7 +68,7 @@ def kernel_scores(key, apply: Apply, params: Pytree, batch: Batch) -> dict[str, 
      'log_traces', 'min_eigenvalue', 'spectral_entropy']
     """
     x, y = check(apply, params, batch)
-    classes = jax.eval_shape(apply, params, x).shape[1]
+    classes = logits_like(apply, params, x).shape[1]
     gradients = _gradients(apply, params, x)
     K = _gram(gradients)
     values = spectrum.eigenvalues(K)
@@ -70,7 +80,7 @@ def kernel_scores(key, apply: Apply, params: Pytree, batch: Batch) -> dict[str, 
         "cosine_min_eigenvalue": _cosine_min_eigenvalue(K),
         "spectral_entropy": _entropy(values),
         "label_energy": _label_energy(K, values, y, classes),
-        "log_traces": _log_sum(_traces(params, gradients)),
+        "log_traces": _log_sum(_traces(apply, params, x, gradients)),
     }
 
 
@@ -162,9 +172,9 @@ def te_nas(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
     9.0
     """
     x, _ = check(apply, params, batch)
-    weights, rebuild = split_weights(params, "scale")
+    weights, rebuild = split_weights(apply, params, x, "scale")
     _, pull_back = jax.vjp(lambda w: jnp.sum(apply(rebuild(w), x), axis=1), weights)
-    units = jnp.eye(len(x), dtype=jax.eval_shape(apply, params, x).dtype)
+    units = jnp.eye(len(x), dtype=logits_like(apply, params, x).dtype)
     # Some at a time share what the backward pass computes again.
     rows = jax.lax.map(lambda unit: ravel_pytree(pull_back(unit))[0], units, batch_size=8)
     return _condition(spectrum.eigenvalues(gram(rows)))
@@ -201,7 +211,7 @@ def label_energy(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
     """
     x, y = check(apply, params, batch)
     K = kernel(key, apply, params, batch)
-    classes = jax.eval_shape(apply, params, x).shape[1]
+    classes = logits_like(apply, params, x).shape[1]
     return _label_energy(K, spectrum.eigenvalues(K), y, classes)
 
 
@@ -228,8 +238,8 @@ def _gram(gradients: Pytree) -> jax.Array:
     return functools.reduce(operator.add, map(gram, jax.tree.leaves(gradients)))
 
 
-def _traces(params: Pytree, gradients: Pytree) -> jax.Array:
-    pairs = zip(is_weight(params), jax.tree.leaves(gradients), strict=True)
+def _traces(apply: Apply, params: Pytree, x: jax.Array, gradients: Pytree) -> jax.Array:
+    pairs = zip(is_weight(apply, params, x), jax.tree.leaves(gradients), strict=True)
     return jnp.stack([jnp.sum(g**2) / len(g) for chosen, g in pairs if chosen])
 
 

@@ -1,5 +1,6 @@
 """What scores read off a network: its weights, its loss, the signs of its ReLUs."""
 
+import math
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -10,6 +11,9 @@ import numpy as np
 from jax.flatten_util import ravel_pytree
 
 from ntk._intercept import fold
+from ntk._programs import fresh
+from ntk._rectifiers import is_relu, marked
+from ntk._weights import multiplied
 
 Pytree = Any
 Apply = Callable[[Pytree, jax.Array], jax.Array]
@@ -31,7 +35,7 @@ def check(apply: Apply, params: Pytree, batch: Batch) -> Batch:
         for leaf in jax.tree.leaves(tree):
             if not isinstance(leaf, jax.core.Tracer) and not np.isfinite(leaf).all():
                 raise ValueError(f"{name}: expected finite numbers, got NaN or infinity.")
-    logits = jax.eval_shape(apply, params, x)
+    logits = logits_like(apply, params, x)
     if len(logits.shape) != 2 or logits.shape[0] != len(x):
         raise ValueError(f"apply: expected logits [{len(x)}, classes], got {logits.shape}.")
     classes = logits.shape[1]
@@ -45,21 +49,32 @@ def check(apply: Apply, params: Pytree, batch: Batch) -> Batch:
     return x, y
 
 
-def is_weight(params: Pytree, *more: str) -> list[bool]:
-    """Of each leaf: whether it is a kernel, or named in ``more``."""
+def logits_like(apply: Apply, params: Pytree, x: jax.Array) -> Any:
+    """Shape and type of the logits."""
+    return jax.eval_shape(fresh(apply), params, x)
+
+
+def is_weight(apply: Apply, params: Pytree, x: jax.Array, *more: str) -> list[bool]:
+    """Of each leaf: whether it is a kernel, by its name or its use, or named in ``more``."""
     paths = jax.tree_util.tree_leaves_with_path(params)
     names = [jax.tree_util.keystr(path[-1:], simple=True) for path, _ in paths]
     if "kernel" in names:
         return [name in ("kernel", *more) for name in names]
-    keep = [jnp.ndim(leaf) >= 2 for _, leaf in paths]
+    weights = multiplied(apply, params, x)
+    keep = [i in weights and jnp.ndim(leaf) >= 2 for i, (_, leaf) in enumerate(paths)]
     if not any(keep):
-        raise ValueError('params: expected leaves named "kernel" or of two or more axes, got none.')
-    return keep
+        raise ValueError(
+            'params: expected leaves named "kernel", or of two or more axes and used in a matrix '
+            "product, got none."
+        )
+    return [k or name in more for k, name in zip(keep, names, strict=True)]
 
 
-def split_weights(params: Pytree, *more: str) -> tuple[list[jax.Array], Callable]:
+def split_weights(
+    apply: Apply, params: Pytree, x: jax.Array, *more: str
+) -> tuple[list[jax.Array], Callable]:
     """The kernels, and the leaves named in ``more``; and how to put others in their place."""
-    keep = is_weight(params, *more)
+    keep = is_weight(apply, params, x, *more)
     leaves, structure = jax.tree.flatten(params)
 
     def rebuild(replaced: list[jax.Array]) -> Pytree:
@@ -82,7 +97,7 @@ def mean_loss(apply: Apply, params: Pytree, x: jax.Array, y: jax.Array) -> jax.A
 def loss_gradient(apply: Apply, params: Pytree, batch: Batch) -> tuple[list, list]:
     """The weights, and the gradient in them of the mean cross-entropy."""
     x, y = check(apply, params, batch)
-    weights, rebuild = split_weights(params)
+    weights, rebuild = split_weights(apply, params, x)
     return weights, jax.grad(lambda w: mean_loss(apply, rebuild(w), x, y))(weights)
 
 
@@ -104,23 +119,39 @@ def gram(rows: jax.Array) -> jax.Array:
     return jnp.matmul(rows, rows.T, precision="highest")
 
 
+def _another_batch(params: Pytree, x: jax.Array) -> tuple:
+    """Shapes of the same arguments with one sample more."""
+    like = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf)), params
+    )
+    return like, jax.ShapeDtypeStruct((len(x) + 1, *x.shape[1:]), x.dtype)
+
+
+def _longer(shape: tuple, other: tuple) -> list[int]:
+    """The axes that grow with the number of samples."""
+    return [i for i, (a, b) in enumerate(zip(shape, other, strict=True)) if a != b]
+
+
 def sign_agreements(apply: Apply, params: Pytree, x: jax.Array) -> jax.Array:
     """How many ReLUs have the same sign for samples i and j: [n, n], float32."""
     n = len(x)
 
-    def is_relu(eqn):
-        return eqn.params.get("name") == "relu" and len(eqn.invars) == 1
-
-    def count(eqn, inputs, outputs, total):
-        if inputs[0].shape[:1] != (n,):
+    def count(eqn, other, inputs, outputs, total):
+        shape, grown = (e.invars[0].aval.shape for e in (eqn, other))
+        axes = _longer(shape, grown)
+        if not axes:
+            return outputs, total  # of weights, or of the batch's statistics
+        if len(axes) > 1 or (shape[axes[0]], grown[axes[0]]) != (n, n + 1):
             raise ValueError(
-                f"apply: expected ReLU inputs with the {n} samples on the leading axis, "
-                f"got the shape {inputs[0].shape}."
+                f"apply: expected ReLU inputs with the {n} samples on an axis, got the shape "
+                f"{shape}."
             )
-        signs = jnp.where(inputs[0].reshape(n, -1) > 0, 1, -1).astype(jnp.float32)
+        signs = jnp.moveaxis(inputs[0], axes[0], 0).reshape(n, -1) > 0
+        signs = jnp.where(signs, 1, -1).astype(jnp.float32)
         return outputs, total + (signs.shape[1] + gram(signs)) / 2
 
-    return fold(apply, is_relu, count, jnp.zeros((n, n), jnp.float32), params, x, what="ReLU")[1]
+    start, twin = jnp.zeros((n, n), jnp.float32), _another_batch(params, x)
+    return fold(marked(apply), is_relu, count, start, params, x, what="ReLU", twin=twin)[1]
 
 
 def distinct_patterns(agreements: jax.Array) -> jax.Array:
@@ -129,44 +160,63 @@ def distinct_patterns(agreements: jax.Array) -> jax.Array:
     return jnp.sum(~jnp.any(jnp.tril(same, -1), axis=1))
 
 
-def layer_axes(eqn) -> tuple[int, int] | None:
-    """Axes of samples and channels in the output of a convolution or of ``x @ w``, else None."""
-    numbers = eqn.params.get("dimension_numbers")
+def is_layer(eqn) -> bool:
+    """Whether this is a convolution, or a product without batch axes."""
+    name, numbers = eqn.primitive.name, eqn.params.get("dimension_numbers")
+    return name == "conv_general_dilated" or (name == "dot_general" and not any(numbers[1]))
+
+
+def layer_axes(eqn, other, n: int) -> tuple[int, tuple[int, ...]] | None:
+    """Axes of the samples and of the channels in a layer's output; None for other products.
+
+    The channels of ``x @ w`` are the axes of the operand that does not grow with the batch.
+    """
+    shape, grown = (e.outvars[0].aval.shape for e in (eqn, other))
+    axes = _longer(shape, grown)
+    if len(axes) != 1 or (shape[axes[0]], grown[axes[0]]) != (n, n + 1):
+        return None
+    numbers = eqn.params["dimension_numbers"]
     if eqn.primitive.name == "conv_general_dilated":
-        return numbers.out_spec[:2]
-    if eqn.primitive.name == "dot_general" and not any(numbers[1]):
-        return 0, -1
-    return None
+        return axes[0], (numbers.out_spec[1],)
+    left, right = (v.aval.ndim - len(c) for v, c in zip(eqn.invars, numbers[0], strict=True))
+    channels = range(left, left + right) if axes[0] < left else range(left)
+    return (axes[0], tuple(channels)) if channels else None
 
 
 def layer_saliency(apply: Apply, params: Pytree, x: jax.Array, y: jax.Array) -> jax.Array:
     """``sum_c mean_n (sum_positions a * dL/da)^2 / 2`` over the outputs a of all layers."""
-
-    def is_layer(eqn):
-        axes = layer_axes(eqn)
-        shape = eqn.outvars[0].aval.shape if axes else ()
-        return axes is not None and len(shape) > 1 and shape[axes[0]] == len(x)
+    found = []
 
     def loss(total):
-        def probe(eqn, inputs, outputs, nothing):
-            return [saliency(layer_axes(eqn), outputs[0], total)], nothing
+        def probe(eqn, other, inputs, outputs, nothing):
+            axes = layer_axes(eqn, other, len(x))
+            found.append(axes)
+            return [saliency(axes, outputs[0], total) if axes else outputs[0]], nothing
 
-        logits, _ = fold(apply, is_layer, probe, (), params, x, what="matrix product")
+        twin = _another_batch(params, x)
+        logits, _ = fold(apply, is_layer, probe, (), params, x, what="matrix product", twin=twin)
+        if not any(found):
+            raise ValueError(
+                f"apply: expected a layer with the {len(x)} samples on an axis of its output, "
+                "got none."
+            )
         return cross_entropy(logits, y)
 
-    return jax.grad(loss)(jnp.zeros((), jax.eval_shape(apply, params, x).dtype))
+    return jax.grad(loss)(jnp.zeros((), logits_like(apply, params, x).dtype))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def saliency(axes: tuple[int, int], a: jax.Array, total: jax.Array) -> jax.Array:
+def saliency(axes: tuple[int, tuple[int, ...]], a: jax.Array, total: jax.Array) -> jax.Array:
     """``a`` itself; its part of the Fisher score comes back as the gradient in ``total``."""
     return a
 
 
 def _saliency_backward(axes, residuals, g):
     a, total = residuals
-    per_channel = jnp.moveaxis(a * g, axes, (0, -1))
-    per_channel = per_channel.reshape(len(per_channel), -1, per_channel.shape[-1]).sum(1)
+    samples, channels = axes
+    per_channel = jnp.moveaxis(a * g, (samples, *channels), (0, *range(-len(channels), 0)))
+    size = math.prod(a.shape[c] for c in channels)
+    per_channel = per_channel.reshape(len(per_channel), -1, size).sum(1)
     return g, (jnp.sum(jnp.mean(per_channel**2, axis=0)) / 2).astype(total.dtype)
 
 

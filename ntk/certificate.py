@@ -19,6 +19,11 @@ convex combination of its Bernstein coefficients ``K(v_k, v_l) = sum_ij v_ki v_l
 smallest of their eigenvalues is a lower bound there; the gap is quadratic in the diameter. To prove
 ``min >= s``, bisect until every coefficient of every leaf passes the test above.
 
+**All blocks at once.** With the [hn, hn] matrix B of the blocks, ``x'K_alpha x = z'Bz`` for ``z =
+alpha (x) x``, of squared length ``|alpha|^2`` in ``[1/h, 1]``. So ``lambda_min(B)``, or an h-th of
+it where it is positive, is a lower bound too: 0 up to rounding for blocks of features, ``K_ij =
+Phi_i Phi_j'``. It is what is left where every K_alpha is singular, or the cells are used up.
+
 ======  =======================================================================
 letter  meaning
 ======  =======================================================================
@@ -43,6 +48,8 @@ import scipy.linalg
 import scipy.optimize
 import scipy.sparse.linalg
 import threadpoolctl
+
+from ntk._symmetric import check_symmetric, rounding
 
 _U = 2.0**-53
 _TINY = 1e-290  # covers underflows, in matrices with entries of about 1
@@ -89,19 +96,29 @@ def certified_min_eigenvalue(K, entry_error=0.0) -> float:
     >>> certified_min_eigenvalue(K, entry_error=0.1)
     0.8
     """
-    K = _finite("K", K)
+    K, dtype = _real("K", K)
     if K.ndim != 2 or K.shape[0] != K.shape[1] or K.size == 0:
         raise ValueError(f"K: expected a square matrix, got shape {K.shape}.")
+    check_symmetric(K, rounding(dtype, len(K)), "K")
     scale = _power_of_two(K)
-    A = K / (2 * scale)
-    A = _symmetric("K", A) + A.T
-    error = _norm_bound(_entry_error(entry_error, K.shape)) / scale + _U * _norm_bound(np.abs(A))
+    error = _norm_bound(_entry_error(entry_error, K.shape)) / scale
+    return _down(_down(_bound(K / scale) - error) * scale)
+
+
+def _bound(K) -> float:
+    """The same for the symmetric part of ``K``, with entries of at most about 1 in size."""
+    A = K / 2 + K.T / 2
+    shift, best = 0.0, -math.inf
     with _threads(len(A)):
-        estimate = _smallest(A)[0]
-        margin = 2 * _slack(np.abs(A.diagonal() - estimate))
-        while (bound := _shifted_bound(A, estimate - margin)) is None:
-            margin *= 4
-    return _down(_down(bound - error) * scale)
+        for _ in range(2):  # again from just below: crowded eigenvalues are apart from there
+            estimate = _smallest(A, shift)[0]
+            margin = least = 2 * _slack(np.abs(A.diagonal() - estimate))
+            while (bound := _shifted_bound(A, estimate - margin)) is None:
+                margin *= 4
+            shift, best = -bound, max(best, bound)
+            if margin == least:
+                break
+    return _down(best - _U * _norm_bound(np.abs(A)))
 
 
 class Certificate(NamedTuple):
@@ -127,7 +144,7 @@ def certify_simplex(
     Parameters
     ----------
     blocks : array [h, h, n, n]
-        ``K_ij``; only the symmetric part of each ``K_alpha`` matters.
+        ``K_ij``; every ``K_alpha`` has to be symmetric up to rounding.
     rtol : float
         ``upper - lower`` wanted, relative to ``upper``.
     entry_error : float or array [n, n] or [h, h, n, n]
@@ -153,7 +170,9 @@ def certify_simplex(
     one Cholesky factorisation against ``(1 - rtol) upper``, shared between cells with a common edge
     and remembered. The largest cell goes first, halved at its longest failing edge; edges are
     measured by ``tr K(d, d)``. Vertices are dyadic, hence exact, hence the cells do cover.
-    Time: some (h + 1) cells times n^3 / 3 + h^2 n^2. Memory: h (h + 1) / 2 matrices.
+    Time: some (h + 1) cells times n^3 / 3 + h^2 n^2. Memory: h (h + 1) / 2 matrices. Where that
+    does not do, or the minimum seems to be 0, the matrix of all blocks gives a lower bound: that of
+    Gram matrices of features is 0 up to rounding. It takes (h n)^3, and memory thrice the blocks.
 
     Examples
     --------
@@ -163,7 +182,7 @@ def certify_simplex(
     >>> certificate.argmin, bool(certificate.lower <= 0 <= certificate.upper < 1e-12)
     (array([0.5, 0.5]), True)
     """
-    blocks = _finite("blocks", blocks)
+    blocks, dtype = _real("blocks", blocks)
     h, n = blocks.shape[::2] if blocks.ndim == 4 else (0, 0)
     if blocks.shape != (h, h, n, n) or blocks.size == 0:
         raise ValueError(f"blocks: expected shape [h, h, n, n], got {blocks.shape}.")
@@ -171,6 +190,7 @@ def certify_simplex(
         raise ValueError(f"rtol: expected a number between 0 and 1, got {rtol}.")
     if max_cells < 1:
         raise ValueError(f"max_cells: expected at least 1, got {max_cells}.")
+    _check_mixtures(blocks, rounding(dtype, n))
     mixture = _Mixture(blocks, _entry_error(entry_error, blocks.shape))
     with _threads(n):
         return _Search(mixture, rtol).run(max_cells)
@@ -181,12 +201,12 @@ class _Mixture:
 
     def __init__(self, blocks, entry_error):
         self.h, _, self.n, _ = blocks.shape
-        self.scale = _power_of_two(blocks)
+        self.blocks, self.scale = blocks, _power_of_two(blocks)
         self.i, self.j = np.triu_indices(self.h)  # K(v, w) needs the sum of K_ij and K_ji only
         parts = np.empty((len(self.i), self.n, self.n))
         for part, i, j in zip(parts, self.i, self.j, strict=True):
             mixed = blocks[i, j] / (4 * self.scale) + blocks[j, i] / (4 * self.scale)
-            np.add(_symmetric("blocks", mixed), mixed.T, out=part)
+            np.add(mixed, mixed.T, out=part)
         self.parts = parts.reshape(len(parts), -1)
         self.traces = self._square(np.trace(parts, axis1=1, axis2=2))
         # An entry of K(v, w) takes 2 roundings in the parts, 2 in the weights, h^2 in their sum.
@@ -212,6 +232,13 @@ class _Mixture:
     def forms(self, x):
         """``x' K_ij x`` [h, h]."""
         return self._square(self.parts @ np.outer(x, x).ravel())
+
+    def lower_bound(self) -> float:
+        """Rigorous lower bound of all ``lambda_min(K_alpha)``, by the matrix of all blocks."""
+        size = self.h * self.n
+        bound = _bound(self.blocks.transpose(0, 2, 1, 3).reshape(size, size) / self.scale)
+        bound = bound / self.h if bound > 0 else bound
+        return _down(_down(bound) - self.errors.max())
 
     def upper_bound(self, alpha):
         """Rigorous upper bound of ``lambda_min(K_alpha)``, and the vector that shows it."""
@@ -263,7 +290,15 @@ class _Search:
             size = max((self.length(v, w) for v, w in itertools.combinations(cell, 2)), default=0)
             heapq.heappush(heap, (-size, next(order), cell))
 
-        push(tuple(tuple(corner) for corner in np.eye(self.mixture.h).tolist()))
+        whole = tuple(tuple(corner) for corner in np.eye(self.mixture.h).tolist())
+        # Where the minimum is 0 to rounding no number of cells comes nearer than all blocks do.
+        drowned, floor = self.gap > self.rtol * abs(self.upper), -math.inf
+        if (
+            drowned
+            and self.upper - (floor := self.mixture.lower_bound()) < len(whole) ** 2 * self.gap
+        ):
+            return self.certificate(floor, 1)
+        push(whole)
         while heap and len(heap) + len(finished) < max_cells:
             cell = heapq.heappop(heap)[-1]
             children = self.examine(cell)
@@ -274,14 +309,21 @@ class _Search:
                 finished.append(cell)
         cells = finished + [cell for _, _, cell in heap]
         pairs = {pair for cell in cells for pair in _pairs(cell)}
-        # Empty unless cells were left over: the smaller target that all of them reach.
-        while not all([self.passes(pair) for pair in pairs]):
+        if not all([self.passes(pair) for pair in pairs]):
+            floor = max(floor, self.mixture.lower_bound())
+        # Of cells that were left over: the smaller target that all of them reach.
+        while self.upper - self.gap > floor and not all([self.passes(pair) for pair in pairs]):
             self.gap *= 1.5
+        proved = [self.passed[pair] for pair in pairs if pair in self.passed]
+        lower = min(proved) if len(proved) == len(pairs) else -math.inf
+        return self.certificate(max(lower, floor), len(cells))
+
+    def certificate(self, lower, cells) -> Certificate:
         scale = self.mixture.scale
-        lower = _down(min(self.passed[pair] for pair in pairs) * scale)
-        upper = _up(self.upper * scale)
-        converged = upper - lower <= self.rtol * abs(upper)
-        return Certificate(lower, upper, self.argmin, len(cells), converged)
+        lower, upper = _down(lower * scale), _up(self.upper * scale)
+        return Certificate(
+            lower, upper, self.argmin, cells, upper - lower <= self.rtol * abs(upper)
+        )
 
     def examine(self, cell):
         """Two halves of a cell that fails, none of one that passes or cannot be halved."""
@@ -364,11 +406,13 @@ def _shifted_bound(A, shift) -> float | None:
     return _down(shift - slack)
 
 
-def _smallest(A):
-    """Estimate of the smallest eigenvalue, and a unit eigenvector: nothing rigorous about it."""
+def _smallest(A, shift=0.0):
+    """Estimate of the smallest eigenvalue, and a unit eigenvector: nothing rigorous about it.
+
+    By Lanczos on the inverse of ``A + shift I``, with a larger shift where that is not definite.
+    """
     n = len(A)
     if n > 100:
-        shift = 0.0
         while True:
             factor, failure = scipy.linalg.lapack.dpotrf(A + shift * np.eye(n), clean=0)
             if not failure:
@@ -379,10 +423,10 @@ def _smallest(A):
         )
         start = np.random.default_rng(0).standard_normal(n)
         try:
-            theta, x = scipy.sparse.linalg.eigsh(inverse, k=1, v0=start, tol=1e-9)
+            theta, x = scipy.sparse.linalg.eigsh(inverse, k=1, v0=start, tol=1e-9, maxiter=10)
             return 1 / theta[0] - shift, x[:, 0]
         except scipy.sparse.linalg.ArpackError:
-            pass
+            pass  # the lower end is crowded: all eigenvalues take no longer
     values, vectors = scipy.linalg.eigh(A, subset_by_index=[0, 0])
     return values[0], vectors[:, 0]
 
@@ -411,23 +455,35 @@ def _power_of_two(array) -> float:
     return 2.0 ** np.clip(math.frexp(largest)[1], -900, 900) if largest else 1.0
 
 
-def _finite(name, array):
-    array = np.asarray(array, dtype=np.float64)
+def _real(name, array):
+    """As finite float64, and the type that it came in."""
+    given = np.asarray(array)
+    if np.iscomplexobj(given):
+        raise ValueError(f"{name}: expected real numbers, got {given.dtype}.")
+    array = given.astype(np.float64)
     if not np.isfinite(array).all():
         raise ValueError(f"{name}: expected finite entries, got NaN or infinity.")
-    return array
+    return array, given.dtype
 
 
-def _symmetric(name, A):
-    # Tolerates the rounding of a float32 kernel, not a matrix that is something else.
-    off = float(np.abs(A - A.T).max())
-    if off > 1e-4 * float(np.abs(A).max()):
-        raise ValueError(f"{name}: expected symmetric matrices, got entries that differ by {off}.")
-    return A
+def _check_mixtures(blocks, allowed):
+    """Raise ValueError unless all ``K_ij + K_ji`` are symmetric up to rounding."""
+    largest = np.abs(blocks).max((2, 3))
+    diagonal = largest.diagonal()
+    # Features that are orthogonal leave of K_ij what they round to.
+    size = np.maximum(largest, np.sqrt(diagonal)[:, None] * np.sqrt(diagonal))
+    for i, j in itertools.combinations_with_replacement(range(len(blocks)), 2):
+        mixed = blocks[i, j] / 4 + blocks[j, i] / 4
+        off = float(np.abs(mixed - mixed.T).max())
+        if off > allowed * max(size[i, j], size[j, i]) / 2:
+            raise ValueError(
+                "blocks: expected symmetric mixtures, got entries (a, b) and (b, a) of "
+                f"K_{i}{j} + K_{j}{i} that differ by {4 * off:.3g}."
+            )
 
 
 def _entry_error(entry_error, shape):
-    e = _finite("entry_error", entry_error)
+    e, _ = _real("entry_error", entry_error)
     if e.shape not in ((), shape[-2:], shape):
         raise ValueError(f"entry_error: expected a number or shape {shape}, got {e.shape}.")
     if not (e >= 0).all():

@@ -48,6 +48,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from ntk import _compat, _layers
+from ntk._programs import program
 
 Apply = Callable[[Any, jax.Array], jax.Array]
 
@@ -239,9 +240,7 @@ def _norms(apply, method, outputs, batch_size, mesh, params, x):
     return _sharded(rows, mesh, P(), P("rows"))(leaves, blocks).reshape(-1)[: len(x)]
 
 
-def _product(apply, batch_size, params, x, v):
-    leaves, forward = _split(apply, params)
-
+def _product(forward, batch_size, leaves, x, v):
     def outputs(leaves, block):
         y = jax.vmap(functools.partial(forward, leaves))(block)
         return y.sum(1) if v.ndim == 1 else y
@@ -272,20 +271,6 @@ def _product(apply, batch_size, params, x, v):
 
 
 # --- Public ---------------------------------------------------------------------------------------
-
-
-@functools.lru_cache(maxsize=64)
-def _compiled(function, apply: Apply, *options):
-    return jax.jit(functools.partial(function, apply, *options))
-
-
-def _jitted(function, apply, *options):
-    """``function``, compiled; kept from call to call where ``apply`` can be recognised."""
-    try:
-        hash(apply)
-    except TypeError:  # a bound method of a module that has arrays among its fields
-        return jax.jit(functools.partial(function, apply, *options))
-    return _compiled(function, apply, *options)
 
 
 def _one_of(name: str, value, allowed):
@@ -399,7 +384,8 @@ def empirical_kernel(
     Batch normalisation other than flax's ``BatchNorm`` is not noticed: it gets the statistics of
     one sample. A ``jit``, ``vmap`` or ``scan`` within ``apply`` hides the layers in it from
     ``"layerwise"``, as do flax's lifted versions: right, but at the price of ``"jacobian"``.
-    ``apply`` is compiled once for every function, as ``jax.jit`` does: pass the same one again.
+    ``apply`` is traced at every call, as the function that it is then, and compiled where it is
+    not the program of an earlier call. ``jax.jit`` around the call spares the tracing too.
 
     References
     ----------
@@ -412,7 +398,8 @@ def empirical_kernel(
     x2 = None if x2 is None else _samples("x2", x2, like=x1)
     _finite("params", params)
     mesh = _mesh(params, x1, x2)
-    return _jitted(_kernel, apply, method, outputs, batch_size, mesh)(params, x1, x2)
+    run = functools.partial(_kernel, apply, method, outputs, batch_size, mesh)
+    return program(run, params, x1, x2)(params, x1, x2)
 
 
 def gradient_norms(
@@ -453,7 +440,8 @@ def gradient_norms(
     _batch(batch_size)
     x = _samples("x", x)
     _finite("params", params)
-    return _jitted(_norms, apply, method, outputs, batch_size, _mesh(params, x))(params, x)
+    run = functools.partial(_norms, apply, method, outputs, batch_size, _mesh(params, x))
+    return program(run, params, x)(params, x)
 
 
 def kernel_vector_product(
@@ -489,5 +477,18 @@ def kernel_vector_product(
     _batch(batch_size)
     x = _samples("x", x)
     _finite("params", params)
-    product = _jitted(_product, apply, batch_size)
-    return lambda v: product(params, x, jnp.asarray(v))
+    leaves, forward = _split(apply, params)
+    network = jax.make_jaxpr(forward)(leaves, x[0])  # as it is now, whatever becomes of apply
+
+    def snapshot(leaves, x):
+        return jax.core.eval_jaxpr(network.jaxpr, network.consts, *leaves, x)[0]
+
+    run, programs = functools.partial(_product, snapshot, batch_size), {}
+
+    def product(v):
+        v = jnp.asarray(v)
+        if v.shape not in programs:
+            programs[v.shape] = program(run, leaves, x, v)
+        return programs[v.shape](leaves, x, v)
+
+    return product

@@ -27,6 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ntk._symmetric import symmetric
 from ntk.spectrum import min_eigenvalue
 
 
@@ -64,7 +65,7 @@ def kernel_regression(K: jax.Array, y: jax.Array, *, penalty: float = 0.0) -> Ke
     Parameters
     ----------
     K : array [n, n]
-        Kernel of the training inputs, symmetric: its lower triangle is read.
+        Kernel of the training inputs, symmetric up to rounding.
     y : array [n] or [n, outputs]
         Targets.
     penalty : float
@@ -74,14 +75,14 @@ def kernel_regression(K: jax.Array, y: jax.Array, *, penalty: float = 0.0) -> Ke
     Returns
     -------
     KernelRegression
-        With ``predict(cross)`` and ``leave_one_out()``. NaN where ``K + penalty I`` has no Cholesky
-        factor and is traced, so that no error can be raised.
+        With ``predict(cross)`` and ``leave_one_out()``. NaN where an argument is traced, so that no
+        error can be raised, and is not what it has to be.
 
     Raises
     ------
     ValueError
-        If the shapes do not fit, ``penalty`` is negative, or ``K + penalty I`` is not positive
-        definite.
+        If the shapes do not fit, ``K`` is not finite and symmetric, ``y`` is not finite,
+        ``penalty`` is negative, or ``K + penalty I`` is not positive definite.
 
     Notes
     -----
@@ -153,7 +154,7 @@ def gradient_flow(
     Raises
     ------
     ValueError
-        If the shapes do not fit, or a ``t`` is negative.
+        If the shapes do not fit, ``K`` is not finite and symmetric, or a ``t`` is negative.
 
     Notes
     -----
@@ -242,9 +243,7 @@ def _divided_differences(values, t):
 
 
 def _data(K, y):
-    K, y = jnp.asarray(K), jnp.asarray(y)
-    if K.ndim != 2 or K.shape[0] != K.shape[1] or K.size == 0:
-        raise ValueError(f"K: expected a square matrix, got shape {K.shape}.")
+    K, y = symmetric(K), jnp.asarray(y)
     if y.ndim not in (1, 2) or y.shape[0] != K.shape[0]:
         n = K.shape[0]
         raise ValueError(f"y: expected shape [{n}] or [{n}, outputs], got {y.shape}.")
@@ -257,6 +256,7 @@ def _data(K, y):
 def _cholesky(K, penalty):
     if not isinstance(penalty, jax.core.Tracer) and not penalty >= 0:
         raise ValueError(f"penalty: expected a nonnegative number, got {penalty}.")
+    penalty = jnp.where(penalty >= 0, penalty, jnp.nan)
     shifted = K + penalty * jnp.eye(len(K), dtype=K.dtype)
     factor = jax.lax.linalg.cholesky(shifted, symmetrize_input=False)
     if not isinstance(factor, jax.core.Tracer) and np.isnan(factor[-1, -1]):

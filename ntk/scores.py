@@ -247,7 +247,7 @@ def grasp(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
     0.2002
     """
     x, y = check(apply, params, batch)
-    weights, rebuild = split_weights(params)
+    weights, rebuild = split_weights(apply, params, x)
     gradient = jax.grad(lambda w: mean_loss(apply, rebuild(w), x, y))
     _, product = jax.jvp(gradient, (weights,), (gradient(weights),))
     return -inner_product(weights, product)
@@ -257,14 +257,15 @@ def fisher(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
     """``sum_c (1/2) mean_n (sum_positions a * dL/da)^2`` over the channels c of all layers.
 
     ``a`` [n, positions, channels] is the output of a convolution or of a product with a matrix
-    (``lax.conv_general_dilated``; ``lax.dot_general`` without batch axes, channels last), L the
-    mean cross-entropy of the batch, jointly. Turner et al. (ICLR 2020), summed as in
-    zero-cost-nas.
+    (``lax.conv_general_dilated``; ``lax.dot_general`` without batch axes, the matrix's own axes
+    being the channels), axes in any order, L the mean cross-entropy of the batch, jointly. Turner
+    et al. (ICLR 2020), summed as in zero-cost-nas.
 
     Notes
     -----
     ``a`` is taken before a bias is added; zero-cost-nas takes it after: the same where biases are
-    0, as flax initialises them. Products whose leading axis is not the n samples are passed over.
+    0, as flax initialises them. Which axis the samples are on is read off the network's
+    program for one sample more; products without such an axis are passed over.
 
     Raises
     ------
@@ -303,7 +304,7 @@ def zico(key, apply: Apply, params: Pytree, batch: Batch, *, parts: int = 2) -> 
     x, y = check(apply, params, batch)
     if parts < 2 or len(x) % parts:
         raise ValueError(f"parts: expected 2 or more, dividing the {len(x)} samples, got {parts}.")
-    weights, rebuild = split_weights(params)
+    weights, rebuild = split_weights(apply, params, x)
 
     def gradient(part):
         return jax.grad(lambda w: mean_loss(apply, rebuild(w), *part))(weights)
@@ -374,11 +375,11 @@ def synflow(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
     """
     x, _ = check(apply, params, batch)
     params = jax.tree.map(jnp.abs, params)
-    weights, _ = split_weights(params)
+    weights, _ = split_weights(apply, params, x)
     ones = jnp.ones_like(x[:1])
 
     def response(weights, scale):
-        _, rebuild = split_weights(jax.tree.map(lambda leaf: scale * leaf, params))
+        _, rebuild = split_weights(apply, jax.tree.map(lambda leaf: scale * leaf, params), x)
         return jnp.sum(apply(rebuild(weights), scale * ones))
 
     plain = response(weights, 1)
@@ -402,16 +403,17 @@ def naswot(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
 
     Notes
     -----
-    A ReLU is a call of ``jax.nn.relu`` (``flax.linen.relu``), with the samples on the leading axis
-    of its input; ``maximum(x, 0)`` written out is not seen. ``-inf`` where two samples agree
-    everywhere; with fewer units than samples the determinant is 0 up to rounding. Counts are exact
-    up to 2^24 units. Time: one forward pass and ``n^2`` per unit.
+    A ReLU is ``jax.nn.relu`` or what comes to it: ``maximum(x, 0)``, ``where(x > 0, x, 0)``,
+    ``x * (x > 0)``, ``clip(x, 0)``, of whatever library; ReLU6 has two kinks. Other activations do
+    not count, nor does ``maximum(0, variance)`` in a normalisation. ``-inf`` where two samples
+    agree everywhere; with fewer units than samples the determinant is 0 up to rounding. Counts are
+    exact up to 2^24 units. Time: one forward pass and ``n^2`` per unit.
 
     Raises
     ------
     ValueError
-        If the logits depend on no ReLU, or on one in a loop other than ``scan``, or if the leading
-        axis of a ReLU's input is not that of the samples.
+        If the logits depend on no ReLU, or on one in a loop other than ``scan``, or if the samples
+        share an axis of a ReLU's input with something else.
 
     Examples
     --------
@@ -451,5 +453,6 @@ def l2_norm(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
     >>> float(l2_norm(None, lambda w, x: x @ w, jnp.array([[3.0, 4.0]]), (x, y)))
     5.0
     """
-    check(apply, params, batch)
-    return summed(jnp.linalg.norm(leaf.ravel()) for leaf in split_weights(params)[0])
+    x, _ = check(apply, params, batch)
+    weights, _ = split_weights(apply, params, x)
+    return summed(jnp.linalg.norm(leaf.ravel()) for leaf in weights)

@@ -2,7 +2,8 @@
 
 The smallest eigenvalue of a positive definite ``K`` is the largest one of ``K^-1``, where Lanczos
 finds it in a few dozen steps however small it is: one Cholesky factorisation ``K = L L'``, two
-triangular solves per step. A kernel ``v -> K v`` without a matrix gets Lanczos on ``-K``.
+triangular solves per step. Where eigenvalues crowd around the smallest, it is found from just below
+it, with ``K - sigma I``. A kernel ``v -> K v`` without a matrix gets Lanczos on ``-K``.
 
 ======  ======================================================================
 letter  meaning
@@ -23,13 +24,16 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+
+from ntk._programs import fresh
+from ntk._symmetric import symmetric
 
 Product = Callable[[jax.Array], jax.Array]  # v [n] -> K v [n]
 
 _SMALL = 64  # up to here the full spectrum is the cheapest way
 _BASIS = 48  # vectors of a Lanczos basis; a restart keeps a third of them
-_RESTARTS = 300
+_RESTARTS = 300  # of a product's Lanczos
+_CYCLES, _TRIES = 3, 10  # of a matrix's: restarts with one shift, and shifts
 
 
 class Eigenpair(NamedTuple):
@@ -53,22 +57,26 @@ def min_eigenvalue(K: jax.Array | Product, *, size: int | None = None) -> jax.Ar
     Returns
     -------
     scalar
-        The value; NaN for a traced ``K`` with NaN or infinite entries. The derivative is ``v v'``;
-        where the eigenvalue is multiple, that is one subgradient of many (of -lambda). There are
-        no second derivatives: asking for them raises NotImplementedError.
+        The value; NaN for a traced ``K`` that is not finite and symmetric. The derivative is
+        ``v v'``; where the eigenvalue is multiple, that is one subgradient of many (of -lambda).
+        There are no second derivatives: asking for them raises NotImplementedError.
 
     Raises
     ------
     ValueError
-        If ``K`` is not a finite non-empty square matrix, or ``size`` is missing or superfluous.
+        If ``K`` is not a finite non-empty square matrix, symmetric but for rounding, or ``size`` is
+        missing or superfluous.
 
     Notes
     -----
-    The error is of the size of one rounding of ``K``, relative ``eps |K| / lambda``. A matrix that
+    The error is of the size of one rounding of ``K``, relative ``eps |K| / lambda``, or 1e-11 of
+    lambda (float32: 1e-6) where more eigenvalues than one are that near to it. A matrix that
     has no Cholesky factor (indefinite, or singular to rounding) is shifted until it has one, and
-    the shift is taken off the result. Time: n^3 / 3 and some 50 to 150 times 2 n^2. Memory: three
-    more matrices. For products see :func:`smallest_eigenpair`, whose residual says whether Lanczos
-    got there; a product in an eager call is compiled anew each time, so jit the caller.
+    the shift is taken off the result. Time: n^3 / 3 and some 50 to 150 times 2 n^2, twice or
+    three times that where the eigenvalues are crowded. Memory: four more matrices.
+
+    For products see :func:`smallest_eigenpair`, whose residual says whether Lanczos got there; a
+    product in an eager call is compiled anew each time, so jit the caller.
 
     Examples
     --------
@@ -105,11 +113,11 @@ def smallest_eigenpair(K: jax.Array | Product, *, size: int | None = None) -> Ei
     if not callable(K):
         if size is not None:
             raise ValueError(f"size: expected None beside a matrix, got {size}.")
-        return _eigenpair(_of_matrix, lambda v, K: K @ v, _square(K))
+        return _eigenpair(_of_matrix, lambda v, K: K @ v, symmetric(K))
     if not isinstance(size, int) or size < 1:
         raise ValueError(f"size: expected the positive size of the product K, got {size}.")
     # What K closes over becomes an argument, so that gradients find their way to it.
-    product, arrays = jax.closure_convert(K, jnp.zeros(size))
+    product, arrays = jax.closure_convert(fresh(K), jnp.zeros(size))
     return _eigenpair(
         functools.partial(_of_product, product, size), lambda v, arrays: product(v, *arrays), arrays
     )
@@ -118,31 +126,21 @@ def smallest_eigenpair(K: jax.Array | Product, *, size: int | None = None) -> Ei
 def eigenvalues(K: jax.Array) -> jax.Array:
     """All eigenvalues of a symmetric matrix, ascending: [n, n] -> [n], in about 10 n^3.
 
+    Raises what :func:`min_eigenvalue` does, and is NaN where that is.
+
     Examples
     --------
     >>> eigenvalues(jnp.array([[2.0, 1.0], [1.0, 2.0]]))
     Array([1., 3.], dtype=float...)
     """
-    return jnp.linalg.eigvalsh(_square(K))
-
-
-def _square(K) -> jax.Array:
-    """``K`` as a floating-point array that LAPACK takes, if it is square, non-empty and finite."""
-    K = jnp.asarray(K)
-    if K.ndim != 2 or K.shape[0] != K.shape[1] or K.size == 0:
-        raise ValueError(f"K: expected a square matrix, got shape {K.shape}.")
-    whole = not jnp.issubdtype(K.dtype, jnp.floating)
-    K = K.astype(float if whole else jnp.promote_types(K.dtype, jnp.float32))
-    if not isinstance(K, jax.core.Tracer) and not np.isfinite(K).all():
-        raise ValueError("K: expected finite entries, got NaN or infinity.")
-    return K
+    return jnp.linalg.eigvalsh(symmetric(K))
 
 
 def _evaluate(find, product, arrays) -> Eigenpair:
     vector = find(arrays)
     image = product(vector, arrays)
     value = jnp.vdot(vector, image)
-    return Eigenpair(value, vector, jnp.linalg.norm(image - value * vector))
+    return Eigenpair(value, vector, _norm(image - value * vector))
 
 
 _eigenpair = jax.custom_jvp(_evaluate, nondiff_argnums=(0, 1))
@@ -170,16 +168,40 @@ def _of_matrix(K: jax.Array) -> jax.Array:
         return jnp.linalg.eigh(K, symmetrize_input=False)[1][:, 0]
     eps = jnp.finfo(K.dtype).eps
     norm = jnp.max(jnp.sum(jnp.abs(K), axis=1))
-    factor, shift = _shifted_cholesky(K / jnp.where(norm > 0, norm, 1))
+    K = K / jnp.where(norm > 0, norm, 1)
 
-    def enough(theta, _):
-        # An error of r in theta is one of r / theta^2 in lambda = 1 / theta - shift. A shift means
-        # that lambda is negative, or 0 to rounding: then its own size is no measure.
+    def enough(theta, shift):
+        # An error of r in theta is one of r / theta^2 in lambda = 1 / theta - shift. Where there is
+        # a shift, lambda is negative, 0 to rounding, or crowded: its own size is no measure.
         value = jnp.abs(1 / theta - shift)
-        allowed = jnp.maximum(_relative(eps) * value, jnp.where(shift > 0, eps, 0))
+        allowed = jnp.maximum(_relative(eps) * value, jnp.where(shift == 0, 0, eps))
         return jnp.maximum(allowed * theta, 10 * eps) * theta
 
-    return _lanczos(_cholesky_solver(factor), K.shape[0], K.dtype, enough)
+    def unfinished(carry):
+        _, theta, residual, shift, tries = carry
+        return (residual > enough(theta, shift)) & (tries < _TRIES)  # false for NaN
+
+    def nearer(carry):
+        # Eigenvalues that crowd as seen from 0 are far apart as seen from just below the first.
+        vector, theta, residual, shift, tries = carry
+        value, error = 1 / theta - shift, residual / theta**2
+        first = tries == 0
+        distance = jnp.where(first, 0, 2 * error + 20 * eps)
+        factor, shift = _shifted_cholesky(K, jnp.where(first, 0, value), distance, shift)
+        solve = _cholesky_solver(factor)
+        vector, theta, residual = _lanczos(
+            solve,
+            vector + 0.1 * _random_vector(tries, len(K), K.dtype),
+            lambda theta, _: enough(theta, shift),
+            _CYCLES,
+        )
+        # One step more takes out of the vector what is far from its eigenvalue.
+        vector = solve(vector)
+        return vector / _norm(vector), theta, residual, shift, tries + 1
+
+    one = jnp.ones((), K.dtype)
+    start = jnp.zeros(len(K), K.dtype), one, jnp.inf * one, 4 * one, 0
+    return jax.lax.while_loop(unfinished, nearer, start)[0]
 
 
 def _of_product(product, size: int, arrays) -> jax.Array:
@@ -189,34 +211,48 @@ def _of_product(product, size: int, arrays) -> jax.Array:
     def enough(theta, norm):
         return jnp.maximum(_relative(eps) * jnp.abs(theta), 10 * eps * norm)
 
-    return _lanczos(lambda v: -product(v, *arrays), size, dtype, enough)
+    start = _random_vector(0, size, dtype)
+    return _lanczos(lambda v: -product(v, *arrays), start, enough, _RESTARTS)[0]
+
+
+def _norm(v) -> jax.Array:
+    """Length of a vector, where squares of its entries would overflow or vanish too."""
+    largest = jnp.max(jnp.abs(v))
+    return largest * jnp.linalg.norm(v / jnp.where(largest > 0, largest, 1))
 
 
 def _relative(eps) -> float:
     return max(1e-11, 10 * float(eps))
 
 
-def _shifted_cholesky(K):
-    """Cholesky factor of ``K + shift I``, |K| <= 1, for the first of growing shifts that works.
+def _random_vector(i, n: int, dtype) -> jax.Array:
+    v = jax.random.normal(jax.random.fold_in(jax.random.key(0), i), (n,), dtype)
+    return v / _norm(v)
 
-    NaN where none does, which takes a NaN or an infinity in ``K``.
+
+def _shifted_cholesky(K, value, distance, limit):
+    """Cholesky factor of ``K + shift I``, |K| <= 1, and the shift: as near to ``-value`` as works.
+
+    ``shift = distance - value`` for the first of growing distances, and at most ``limit``, which is
+    known to work. NaN where it does not, which takes a NaN or an infinity in ``K``.
     """
-    first = 10 * jnp.finfo(K.dtype).eps
+    smallest = 10 * jnp.finfo(K.dtype).eps
 
     def cholesky(shift):
         shifted = K + shift * jnp.eye(K.shape[0], dtype=K.dtype)
         return jax.lax.linalg.cholesky(shifted, symmetrize_input=False)
 
     def failed(carry):
-        factor, shift = carry
-        return jnp.isnan(factor[-1, -1]) & (shift < 2)
+        factor, shift, _ = carry
+        return jnp.isnan(factor[-1, -1]) & (shift < limit)
 
     def retry(carry):
-        shift = jnp.maximum(16 * carry[1], first)
-        return cholesky(shift), shift
+        distance = jnp.maximum(16 * carry[2], smallest)
+        shift = jnp.minimum(distance - value, limit)
+        return cholesky(shift), shift, distance
 
-    zero = jnp.zeros((), K.dtype)
-    return jax.lax.while_loop(failed, retry, (cholesky(zero), zero))
+    shift = jnp.minimum(distance - value, limit)
+    return jax.lax.while_loop(failed, retry, (cholesky(shift), shift, distance))[:2]
 
 
 def _cholesky_solver(L):
@@ -250,59 +286,49 @@ def _cholesky_solver(L):
     return solve
 
 
-def _lanczos(matvec, n: int, dtype, enough) -> jax.Array:
-    """Unit eigenvector [n] of the largest eigenvalue of a symmetric ``matvec``.
+def _lanczos(matvec, start, enough, cycles: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Largest eigenvalue of a symmetric ``matvec``: unit vector [n], theta, and its residual.
 
-    Stops once the residual is at most ``enough(theta, norm)``, with ``norm`` the largest |theta|.
+    Stops once the residual is at most ``enough(theta, norm)``, with ``norm`` the largest |theta|,
+    or after ``cycles`` restarts.
     """
+    n, dtype = len(start), start.dtype
     m = min(n, _BASIS)
     keep = max(m // 3, 1)
-    key = jax.random.key(0)
     eps = jnp.finfo(dtype).eps
-
-    def random_vector(i):
-        return jax.random.normal(jax.random.fold_in(key, i), (n,), dtype)
 
     def expand(j, carry):
         V, T, v, _ = carry
         V = V.at[j].set(v)
         w = matvec(v)
         h = V @ w  # T's column j: also the coupling to what a restart kept
-        scale = jnp.linalg.norm(w)
+        scale = _norm(w)
         w = w - h @ V
         # In an invariant subspace w is noise: go on in a random direction, to see the others.
-        exhausted = jnp.linalg.norm(w) <= 10 * eps * scale
-        w = jnp.where(exhausted, random_vector(j + 1), w)
+        exhausted = _norm(w) <= 10 * eps * scale
+        w = jnp.where(exhausted, _random_vector(j + 1, n, dtype), w)
         again = V @ w
         w = w - again @ V
-        length = jnp.linalg.norm(w)
+        length = _norm(w)
         h = h + jnp.where(exhausted, 0, again)
         T = T.at[:, j].set(h).at[j].set(h)
         return V, T, w / length, jnp.where(exhausted, 0, length)
 
     def unfinished(carry):
-        _, _, _, _, cycle, residual, allowed = carry
-        return (residual > allowed) & (cycle < _RESTARTS)  # false for NaN
+        _, _, _, _, cycle, theta, residual, norm = carry
+        return (residual > enough(theta, norm)) & (cycle < cycles)  # false for NaN
 
     def restart(carry):
-        V, T, v, kept, cycle, _, _ = carry
+        V, T, v, kept, cycle, *_ = carry
         V, T, v, beta = jax.lax.fori_loop(kept, m, expand, (V, T, v, jnp.zeros((), dtype)))
         theta, S = jnp.linalg.eigh(T)
         residual = beta * jnp.abs(S[-1, -1])
-        allowed = enough(theta[-1], jnp.max(jnp.abs(theta)))
         V = jnp.zeros_like(V).at[:keep].set(S[:, -keep:].T @ V)
         T = jnp.zeros_like(T).at[:keep, :keep].set(jnp.diag(theta[-keep:]))
-        return V, T, v, keep, cycle + 1, residual, allowed
+        return V, T, v, keep, cycle + 1, theta[-1], residual, jnp.max(jnp.abs(theta))
 
-    v = random_vector(0)
-    start = (
-        jnp.zeros((m, n), dtype),
-        jnp.zeros((m, m), dtype),
-        v / jnp.linalg.norm(v),
-        0,
-        0,
-        jnp.array(jnp.inf, dtype),
-        jnp.zeros((), dtype),
-    )
-    V = jax.lax.while_loop(unfinished, restart, start)[0]
-    return V[keep - 1] / jnp.linalg.norm(V[keep - 1])
+    one = jnp.ones((), dtype)
+    basis = jnp.zeros((m, n), dtype), jnp.zeros((m, m), dtype), start / _norm(start)
+    found = jax.lax.while_loop(unfinished, restart, (*basis, 0, 0, one, jnp.inf * one, one))
+    V, *_, theta, residual, _ = found
+    return V[keep - 1] / _norm(V[keep - 1]), theta, residual

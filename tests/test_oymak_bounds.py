@@ -498,7 +498,7 @@ def test_sample_size_is_the_fewest_rows_that_do():
         ),
         (
             lambda: oymak_theorem2(jnp.ones(2), jnp.ones(2), 9, h=1, B=1.0, lambda0=1.0, C=1.0),
-            r"K: expected shape \[..., n_T, n_T\], got \(2,\)",
+            r"K: expected square matrices \[..., n, n\], got shape \(2,\)",
         ),
         (
             lambda: oymak_theorem3(jnp.eye(1), jnp.ones(1), 9, h=1, B=1.0, C=1.0),

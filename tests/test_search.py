@@ -16,7 +16,7 @@ import optax
 import pytest
 
 import bilevel
-from bilevel import _search
+from ntk import _programs
 
 SIMPLEX = optax.chain(bilevel.tangent(), optax.adam(0.1), bilevel.exponentiate())
 
@@ -142,17 +142,17 @@ def test_chunks_do_not_change_the_result():
 
 def test_a_second_search_compiles_nothing():
     noisy(steps=6)
-    compiled = _search._advance._cache_size()
+    compiled = len(_programs._programs)
     noisy(steps=6, key=jax.random.key(8), chunk=4)
-    assert _search._advance._cache_size() == compiled
+    assert len(_programs._programs) == compiled
 
 
 def test_a_start_of_weak_dtype_compiles_once():
     assert UNIFORM.weak_type  # as jnp.full makes it; what a step returns is not
-    before = _search._advance._cache_size()
+    before = len(_programs._programs)
     args = (PROBLEM, bilevel.unrolled(0.01, 2), SIMPLEX, UNIFORM, W0, TRAIN, VALID)
     bilevel.search(*args, steps=4, chunk=2, progress=False)
-    assert _search._advance._cache_size() == before + 1
+    assert len(_programs._programs) == before + 1
 
 
 def test_batches_come_from_the_key():
@@ -197,6 +197,7 @@ KILLED = """
 import sys, time
 import test_search
 from bilevel import _search
+from ntk import _programs
 _search._SAVE_SECONDS = 0.0
 test_search.noisy(
     steps=2000, chunk=1, checkpoint=sys.argv[1], callback=lambda result: time.sleep(0.02)

@@ -4,9 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.linalg
 from helpers import assert_close, finite_differences, tolerance
 
 import ntk
+from ntk import spectrum
 from ntk.certificate import certified_min_eigenvalue, certify_simplex
 from ntk.spectrum import eigenvalues, min_eigenvalue, smallest_eigenpair
 
@@ -64,6 +66,14 @@ def test_min_eigenvalue_holds_at_any_scale(scale):
     assert_close(min_eigenvalue(K) / max(scale, 1), min(scale, 1) if scale < 1 else 1.0)
 
 
+@pytest.mark.parametrize("scale", [1e-30, 1e30])
+def test_a_product_and_the_residual_hold_at_any_scale(scale):
+    K = jnp.asarray(scale * planted(np.r_[1.0, np.linspace(2, 10, 89)]))
+    for pair in (of_product(K), smallest_eigenpair(K)):
+        assert_close(pair.value / scale, 1.0, f32=1e-5)
+        assert pair.residual / scale <= tolerance(1e-9, 1e-3)
+
+
 @pytest.mark.parametrize("n", [6, 80])
 def test_the_derivative_is_the_projector_on_the_eigenvector(n):
     K = planted(np.linspace(1, 3, n) ** 2)
@@ -112,7 +122,7 @@ def test_a_traced_nan_gives_nan():
         (lambda: min_eigenvalue(lambda v: v), "size: expected the positive size"),
         (lambda: certified_min_eigenvalue(np.zeros((2, 3))), "K: expected a square matrix"),
         (lambda: certified_min_eigenvalue(np.zeros((0, 0))), "K: expected a square matrix"),
-        (lambda: certified_min_eigenvalue([[1, 2], [0, 1]]), "K: expected symmetric"),
+        (lambda: certified_min_eigenvalue([[1, 2], [0, 1]]), "K: expected a symmetric"),
         (lambda: certified_min_eigenvalue([[np.inf]]), "K: expected finite entries"),
         (lambda: certified_min_eigenvalue(np.eye(2), -1), "entry_error: expected nonneg"),
         (lambda: certified_min_eigenvalue(np.eye(2), [1, 2]), "entry_error: expected a number"),
@@ -125,6 +135,138 @@ def test_a_traced_nan_gives_nan():
 def test_bad_input_is_named(call, sentence):
     with pytest.raises(ValueError, match=sentence):
         call()
+
+
+def crowded(kind, rng, n):
+    """Whole numbers [n] with one of the habits of kernels' spectra, the smallest in no order."""
+    big = 2**38  # so that sums of n of them are exact in float64
+    values = {
+        "clustered": lambda: big + rng.integers(0, 2 ** rng.integers(1, 30), n),
+        "clustered below": lambda: np.r_[
+            big + rng.integers(0, 2**12, n // 2), rng.integers(2 * big, 9 * big, n - n // 2)
+        ],
+        "repeated": lambda: rng.choice(rng.integers(1, big, 3), n),
+        "rank-deficient": lambda: rng.integers(1, big, n) * (rng.uniform(size=n) < 0.4),
+        "graded": lambda: 2 ** rng.integers(0, 38, n),
+        "indefinite": lambda: rng.integers(-big, big, n),
+        "negative, clustered": lambda: -big + rng.integers(0, 2**12, n),
+    }[kind]()
+    return rng.permutation(values)
+
+
+KINDS = [
+    *("clustered", "clustered below", "repeated", "rank-deficient", "graded", "indefinite"),
+    "negative, clustered",
+]
+HADAMARD = scipy.linalg.hadamard(128)
+
+
+def exactly_planted(kind, seed):
+    """An integer matrix H diag(d) H' of float64, without any rounding, and its eigenvalues."""
+    values = crowded(kind, np.random.default_rng(seed), 128)
+    K = (HADAMARD * values) @ HADAMARD.T
+    return K.astype(float), values * 128.0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", range(3))
+def test_random_spectra_have_the_smallest_eigenvalue_that_was_planted(kind, seed):
+    K, values = exactly_planted(kind, seed)
+    for dtype in {jnp.dtype(jnp.float32), jnp.zeros(()).dtype}:
+        eps, norm = float(jnp.finfo(dtype).eps), np.abs(values).max()
+        for scale in (2.0**-80, 1.0, 2.0**60):
+            pair = smallest_eigenpair(jnp.asarray(K * scale, dtype))
+            error = abs(float(pair.value) / scale - values.min())  # truth: planted
+            assert error <= 60 * eps * norm + 1e-11 * abs(values.min())
+            assert float(pair.residual) / scale <= max(300 * eps, 3e-11) * norm
+    bound = certified_min_eigenvalue(K)
+    slack = 2e-16 * 128 * np.abs(values).sum()
+    assert values.min() - 4 * slack <= bound <= values.min()
+
+
+@pytest.mark.parametrize("kind", ["clustered", "clustered below", "negative, clustered"])
+def test_crowded_eigenvalues_take_a_bounded_number_of_solves(kind, monkeypatch):
+    # 51 s at n = 4000 were thousands of solves; a full spectrum takes as long as some 1000.
+    solves, solver = [], spectrum._cholesky_solver
+
+    def counting(L):
+        solve = solver(L)
+
+        def counted(v):
+            jax.debug.callback(lambda: solves.append(1))
+            return solve(v)
+
+        return counted
+
+    monkeypatch.setattr(spectrum, "_cholesky_solver", counting)
+    n = 300
+    K = planted(crowded(kind, np.random.default_rng(0), n) / 2**38)
+    traced_anew = jax.jit(lambda K: spectrum._of_matrix.__wrapped__(K))
+    jax.block_until_ready(traced_anew(jnp.asarray(K)))
+    jax.effects_barrier()
+    assert 48 <= len(solves) <= 500
+
+
+# Matrices that are not symmetric: refused, or NaN where they are traced.
+
+TAKE_A_KERNEL = {
+    "min_eigenvalue": min_eigenvalue,
+    "smallest_eigenpair": lambda K: smallest_eigenpair(K).value,
+    "eigenvalues": eigenvalues,
+    "kernel_regression": lambda K: ntk.kernel_regression(K, jnp.ones(len(K))).weights,
+    "excess_risk_term": lambda K: ntk.excess_risk_term(K, jnp.ones(len(K))).quadratic,
+    "gradient_flow": lambda K: ntk.gradient_flow(K, jnp.ones(len(K)), 1.0),
+    "diagonal_upper_bound": lambda K: ntk.bounds.diagonal_upper_bound(K).value,
+    "frobenius_upper_bound": lambda K: ntk.bounds.frobenius_upper_bound(K).value,
+    "zhu_theorem3": lambda K: (
+        ntk.bounds.zhu_theorem3(K, jnp.ones(len(K)), activations=[ntk.relu], C=1.0).value
+    ),
+    "certified_min_eigenvalue": certified_min_eigenvalue,
+    "certify_simplex": lambda K: certify_simplex(K[None, None]).lower,
+}
+ON_THE_HOST = {"certified_min_eigenvalue", "certify_simplex"}
+
+
+@pytest.mark.parametrize("name", TAKE_A_KERNEL)
+def test_no_number_comes_of_a_matrix_that_is_not_symmetric(name):
+    function, rng = TAKE_A_KERNEL[name], np.random.default_rng(0)
+    for n, size in [(2, 1.0), (3, 1e-3), (5, 1e3), (9, 0.02)]:
+        K = planted(np.linspace(1, 3, n))
+        i, j = rng.choice(n, 2, replace=False)
+        K[i, j] += size
+        with pytest.raises(ValueError, match=r"expected (a )?symmetric .*that differ by"):
+            function(K)
+        K[i, j] = np.nan
+        with pytest.raises(ValueError, match="expected finite entries, got NaN"):
+            function(K)
+        for shape in [(n,), (n, n + 1), (0, 0), (1, n, n)]:
+            with pytest.raises(ValueError, match=r"expected .*shape"):
+                function(np.ones(shape))
+        with pytest.raises(ValueError, match="expected real numbers, got complex128"):
+            function(np.eye(n) * 1j)
+
+
+@pytest.mark.parametrize("name", sorted(TAKE_A_KERNEL.keys() - ON_THE_HOST))
+def test_traced_it_gives_nan_and_a_derivative_that_is_nan(name):
+    function = jax.jit(jax.value_and_grad(lambda K: jnp.sum(TAKE_A_KERNEL[name](K))))
+    K = planted(np.linspace(1, 3, 4))
+    assert all(np.isfinite(x).all() for x in function(K))
+    for wrong in (np.nan, 7.0, np.inf):
+        bad = K.copy()
+        bad[0, 2] = wrong
+        value, slope = function(bad)
+        # An infinite upper bound of an error says nothing either.
+        assert np.isnan(value) or (name == "zhu_theorem3" and value == np.inf)
+        assert np.isnan(slope).any()
+
+
+@pytest.mark.parametrize("name", sorted(TAKE_A_KERNEL.keys() - {"diagonal_upper_bound"}))
+def test_a_kernel_whose_halves_are_rounded_apart_is_taken_by_its_symmetric_part(name):
+    rng, function = np.random.default_rng(1), TAKE_A_KERNEL[name]
+    K = planted(np.linspace(1, 3, 6)).astype(jnp.zeros(()).dtype)
+    apart = K * (1 + 50 * np.finfo(K.dtype).eps * rng.uniform(-1, 1, K.shape).astype(K.dtype))
+    assert (apart != apart.T).any()
+    assert_close(function(apart), function(K / 2 + K.T / 2), f64=1e-12, f32=1e-4)
 
 
 # One kernel, rigorously. All in float64 on the host, whatever JAX's setting.
@@ -222,6 +364,48 @@ def test_a_singular_kernel_is_bracketed_around_zero_and_not_called_converged():
     phi[:, 1] = phi[:, 0]  # two equal inputs: every mixture is singular
     found = certify_simplex(mixtures(phi), max_cells=200)
     assert not found.converged and found.lower <= 0 <= found.upper < 1e-10
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("rank", [3, 9, 14, 20, 60])
+def test_blocks_of_any_rank_are_bracketed_within_what_is_trivial(rank, seed):
+    """Features [h, n, p]: K_alpha is singular for p < n, the matrix of all blocks for p < h n."""
+    rng = np.random.default_rng(seed)
+    h, n = rng.integers(2, 5), 10
+    scale = 10.0 ** rng.integers(-9, 9)
+    blocks = mixtures(rng.normal(size=(h, n, rank))) * scale
+    found = certify_simplex(blocks, max_cells=8)
+    alphas = [*rng.dirichlet(np.ones(h), size=200), found.argmin]
+    least = min(smallest(blocks, alpha) for alpha in alphas)
+    rounding = 1e-11 * scale * h * n
+    assert found.lower <= max(least, 0) and least <= found.upper + rounding
+    assert found.lower >= -rounding  # truth: x'K_alpha x = |Phi_alpha' x|^2
+    if rank < n:
+        assert found.cells == 1 and found.upper <= rounding
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_blocks_that_are_no_gram_matrices_are_bracketed_all_the_same(seed):
+    rng = np.random.default_rng(seed)
+    h, n = 3, 6
+    B = rng.normal(size=(h * n, h * n)) + np.eye(h * n) * rng.choice([0, 8])
+    blocks = (B + B.T).reshape(h, n, h, n).transpose(0, 2, 1, 3)
+    for max_cells in (1, 30):
+        found = certify_simplex(blocks, max_cells=max_cells)
+        least = min(smallest(blocks, alpha) for alpha in rng.dirichlet(np.ones(h), size=300))
+        assert found.lower <= least <= found.upper + 20
+        assert smallest(blocks, found.argmin) <= found.upper + 1e-12
+        # Truth: x'K_alpha x = z'Bz for a z of squared length between 1 / h and 1.
+        floor = np.linalg.eigvalsh(B + B.T)[0]
+        assert max_cells > 1 or found.lower >= min(floor, floor / h) - 1e-9
+
+
+def test_orthogonal_feature_maps_are_no_reason_to_refuse():
+    # K_01 is nothing but the rounding of 0: not symmetric, and of no matter.
+    q, _ = np.linalg.qr(np.random.default_rng(0).normal(size=(24, 24)))
+    blocks = mixtures(np.stack([np.eye(6, 12) @ q[:12], np.eye(6, 12) @ q[12:]]))
+    assert np.abs(blocks[0, 1]).max() < 1e-14
+    assert certify_simplex(blocks).lower == pytest.approx(0.5, rel=1e-3)
 
 
 def test_out_of_cells_the_bracket_is_wider_and_still_right():

@@ -19,12 +19,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from bilevel.bounds._checks import UNIT_LOSS, confidence, end_to_end, nonnegative, positives
 from ntk.activations import Activation
 from ntk.bounds import Bound
-from ntk.bounds.bound import holds
+from ntk.bounds.bound import holds, kernel
 from ntk.regression import excess_risk_term
 
 
@@ -252,11 +251,7 @@ def oymak_theorem3(
 
 def _family(K: Any, y: Any) -> tuple[jax.Array, jax.Array]:
     """Kernels [m, n, n] and labels [n]."""
-    K = jnp.asarray(K) * 1.0
-    if K.ndim < 2 or K.shape[-1] != K.shape[-2] or K.size == 0:
-        raise ValueError(f"K: expected shape [..., n_T, n_T], got {K.shape}.")
-    if not isinstance(K, jax.core.Tracer) and not np.isfinite(K).all():
-        raise ValueError("K: expected finite entries, got NaN or infinity.")
+    K = kernel(K, stack=True)
     y = jnp.asarray(y, K.dtype)
     if y.shape != K.shape[-1:]:
         raise ValueError(f"y: expected shape [{K.shape[-1]}] as K has rows, got {y.shape}.")

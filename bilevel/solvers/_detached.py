@@ -5,6 +5,7 @@ from collections.abc import Callable
 import jax
 
 from bilevel.protocols import Pytree
+from ntk._programs import fresh
 
 
 def detached(function: Callable, *args: Pytree) -> Pytree:
@@ -13,5 +14,5 @@ def detached(function: Callable, *args: Pytree) -> Pytree:
     Stopping the inputs rather than the output keeps JAX from tracing a derivative only to throw it
     away, and lets ``function`` contain loops that have no reverse mode.
     """
-    converted, hoisted = jax.closure_convert(function, *args)
+    converted, hoisted = jax.closure_convert(fresh(function), *args)
     return converted(*jax.lax.stop_gradient((*args, *hoisted)))

@@ -10,6 +10,7 @@ import optax
 
 from bilevel.protocols import LowerSolver, Pytree
 from bilevel.solvers._detached import detached
+from ntk._programs import fresh
 
 _KEPT_STEPS = 128  # a trajectory this short, and this small, is kept whole for the reverse pass
 _KEPT_BYTES = 2**26
@@ -149,7 +150,7 @@ def one_step(
         optimizer = optax.sgd(optimizer)
 
     def run(lower, alpha, w, state, batch):
-        lower, hoisted = jax.closure_convert(lower, w, alpha, batch)
+        lower, hoisted = jax.closure_convert(fresh(lower), w, alpha, batch)
 
         def loss(w, outer, batch):
             return lower(w, outer[0], batch, *outer[1])

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ntk._symmetric import symmetric
 from ntk.activations import Activation
 
 Mixture = Activation | Mapping[Activation, Any]
@@ -109,11 +110,6 @@ def positive(name: str, number: Any) -> None:
         raise ValueError(f"{name}: expected a positive number, got {number}.")
 
 
-def kernel(K: Any) -> jax.Array:
-    """``K`` as a floating-point array, if it is square, non-empty and finite."""
-    K = jnp.asarray(K, jnp.promote_types(jnp.result_type(K), jnp.float32))
-    if K.ndim != 2 or K.shape[0] != K.shape[1] or K.size == 0:
-        raise ValueError(f"K: expected a square matrix, got shape {K.shape}.")
-    if not isinstance(K, jax.core.Tracer) and not np.isfinite(K).all():
-        raise ValueError("K: expected finite entries, got NaN or infinity.")
-    return K
+def kernel(K: Any, *, stack: bool = False) -> jax.Array:
+    """``K`` in floating point, if it is square, non-empty, finite and symmetric."""
+    return symmetric(K, stack=stack)

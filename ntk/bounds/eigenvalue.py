@@ -42,7 +42,7 @@ def diagonal_upper_bound(K: jax.Array) -> Bound:
     Raises
     ------
     ValueError
-        If K is not a square matrix of finite entries.
+        If K is not a finite symmetric matrix.
 
     Examples
     --------
@@ -74,7 +74,7 @@ def frobenius_upper_bound(K: jax.Array) -> Bound:
     Raises
     ------
     ValueError
-        If K is not a square matrix of finite entries.
+        If K is not a finite symmetric matrix.
 
     Examples
     --------

@@ -56,7 +56,7 @@ def eigen_nas_as_printed(K: jax.Array, d: int) -> Bound:
     Raises
     ------
     ValueError
-        If K is not a square matrix of finite entries, or d is not positive.
+        If K is not a finite symmetric matrix, or d is not positive.
 
     Examples
     --------
@@ -320,7 +320,7 @@ def zhu_theorem3(
     Raises
     ------
     ValueError
-        If K is not square and finite, y does not fit, ``delta`` is out of range, C not positive.
+        If K is not finite and symmetric, y does not fit, ``delta`` is out of range, C not positive.
 
     Examples
     --------

@@ -1,0 +1,74 @@
+"""Kernel matrices as they come in: square, finite, and symmetric up to rounding, or refused.
+
+An eigenvalue routine reads one triangle, and a Rayleigh quotient the symmetric part: of a matrix
+that is not symmetric they return numbers, with no word that these mean nothing.
+
+The two halves of a kernel may be rounded apart. Sums of p products in two orders differ by some
+``sqrt(p) eps``, so that 1000 eps covers a million weights; products with [n, n] matrices by less
+than ``n eps``. Larger differences are no rounding.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def rounding(dtype: Any, n: int) -> float:
+    """How far entries (i, j) and (j, i) may be apart, relative to the largest entry."""
+    if not jnp.issubdtype(dtype, jnp.floating):
+        return 0.0  # of whole numbers
+    # Numbers of 16 bits are summed in 32, and rounded once.
+    summed = jnp.finfo(jnp.promote_types(dtype, jnp.float32)).eps
+    return 2 * float(jnp.finfo(dtype).eps) + max(1000, n) * float(summed)
+
+
+def symmetric(K: Any, name: str = "K", *, stack: bool = False) -> jax.Array:
+    """``K`` [n, n] (``stack``: [..., n, n]) in floating point, exactly symmetric.
+
+    Where it is traced no error can be raised: a matrix that is not finite and symmetric becomes
+    NaN, its derivative too.
+
+    Raises
+    ------
+    ValueError
+        If ``K`` is not of that shape, empty, complex, not finite, or not symmetric up to rounding.
+    """
+    K = jnp.asarray(K)
+    if K.ndim < 2 or (K.ndim > 2 and not stack) or K.shape[-1] != K.shape[-2] or not K.size:
+        expected = "square matrices [..., n, n]" if stack else "a square matrix"
+        raise ValueError(f"{name}: expected {expected}, got shape {K.shape}.")
+    if jnp.issubdtype(K.dtype, jnp.complexfloating):
+        raise ValueError(f"{name}: expected real numbers, got {K.dtype}.")
+    allowed = rounding(K.dtype, K.shape[-1])
+    whole = not jnp.issubdtype(K.dtype, jnp.floating)
+    K = K.astype(float if whole else jnp.promote_types(K.dtype, jnp.float32))
+    if isinstance(K, jax.core.Tracer):
+        off, largest = _halves(jnp, jax.lax.stop_gradient(K))
+        # Entry by entry: a maximum over NaN need not be NaN in a compiled program.
+        known = (jnp.isfinite(K) & (off <= allowed * largest)).all((-1, -2), keepdims=True)
+        K = K * jnp.where(known, 1, jnp.nan).astype(K.dtype)
+    else:
+        check_symmetric(np.asarray(K), allowed, name)
+    return K / 2 + jnp.swapaxes(K, -1, -2) / 2
+
+
+def check_symmetric(K: np.ndarray, allowed: float, name: str) -> None:
+    """Raise ValueError unless ``K`` [..., n, n] is finite, and symmetric but for ``allowed``."""
+    if not np.isfinite(K).all():
+        raise ValueError(f"{name}: expected finite entries, got NaN or infinity.")
+    off, largest = _halves(np, K)
+    if (off > allowed * largest).any():
+        *which, _, _ = np.unravel_index(np.argmax(off - allowed * largest), off.shape)
+        differ, explained = 2 * float(off[*which].max()), 2 * allowed * float(largest[*which].max())
+        raise ValueError(
+            f"{name}: expected a symmetric matrix, got entries (i, j) and (j, i) that differ by "
+            f"{differ:.3g}, where rounding explains {explained:.1g}."
+        )
+
+
+def _halves(xp, K):
+    """Half of ``|K_ij - K_ji|`` [..., n, n] and of its largest entry: the whole might overflow."""
+    off = xp.abs(K / 2 - xp.swapaxes(K, -1, -2) / 2)
+    return off, xp.max(xp.abs(K), axis=(-1, -2), keepdims=True) / 2

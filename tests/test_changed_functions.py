@@ -1,0 +1,121 @@
+"""No result is that of a function as it was before it changed."""
+
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import bilevel
+import ntk
+from ntk import _programs, scores
+from ntk._programs import program
+
+rng = np.random.default_rng(0)
+W, X = jnp.asarray(rng.normal(size=(3, 3))), jnp.asarray(rng.normal(size=(4, 3)))
+BATCH = X, jnp.array([0, 1, 0, 1])
+POINT = jnp.ones(2), jnp.zeros(2), jnp.full(2, 0.5), jnp.full(2, 0.5)
+OPTIMIZER, UNROLLED, IMPLICIT = optax.sgd(0.1), bilevel.unrolled(0.05, 3), bilevel.implicit()
+
+
+def settings(**changed):
+    return types.SimpleNamespace(**{"scale": 1.0, "shift": 0.0, "classes": 2} | changed)
+
+
+CHANGED = {"scale": 3.0, "shift": 1.0, "classes": 3}
+
+
+class Network:
+    """A plain object: what its methods compute depends on fields that anyone may set."""
+
+    def __init__(self, settings):
+        self.settings = settings
+        # One function object, which a cache could recognise, and methods, equal at every access.
+        self.function = lambda w, x: self.apply(w, x)
+        self.problem = bilevel.Problem(self.lower, self.outer)
+
+    def apply(self, w, x):
+        s = self.settings
+        return s.scale * jax.nn.relu(x @ w + s.shift)[:, : s.classes]
+
+    def product(self, v):
+        return self.settings.scale * jnp.arange(1.0, 4.0) * v
+
+    def lower(self, w, alpha, batch):
+        return jnp.sum((w - alpha * self.settings.scale) ** 2) + 0.1 * jnp.sum(w**4)
+
+    def outer(self, w, alpha, batch):
+        return self.settings.scale * jnp.sum((w - batch) ** 2)
+
+
+def searched(net, solver):
+    found = bilevel.search(net.problem, solver, OPTIMIZER, *POINT, steps=2, progress=False)
+    return found.alpha, found.history["value"]
+
+
+def gradient(net, solver):
+    return bilevel.hypergradient(net.problem, solver, diagnostics=False)(*POINT)[:3]
+
+
+CALLS = {
+    "empirical_kernel": lambda net: ntk.empirical_kernel(net.function, W, X),
+    "empirical_kernel of a method": lambda net: ntk.empirical_kernel(net.apply, W, X),
+    "gradient_norms": lambda net: ntk.gradient_norms(net.apply, W, X),
+    "kernel_vector_product": lambda net: ntk.kernel_vector_product(net.apply, W, X)(jnp.ones(4)),
+    "min_eigenvalue of a product": lambda net: ntk.min_eigenvalue(net.product, size=3),
+    "hypergradient": lambda net: gradient(net, IMPLICIT),
+    "hypergradient, unrolled": lambda net: gradient(net, UNROLLED),
+    "search": lambda net: searched(net, IMPLICIT),
+    "search, unrolled": lambda net: searched(net, UNROLLED),
+} | {
+    name: lambda net, name=name: getattr(scores, name)(None, net.function, W, BATCH)
+    for name in ("kernel_scores", "te_nas", "fisher", "jacov", "naswot", "regions", "snip", "zico")
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_function_that_changed_gives_what_a_new_one_gives(name):
+    net = Network(settings())
+    before = CALLS[name](net)
+    vars(net.settings).update(CHANGED)
+    after, truth = CALLS[name](net), CALLS[name](Network(settings(**CHANGED)))
+    for a, b in zip(jax.tree.leaves(after), jax.tree.leaves(truth), strict=True):
+        np.testing.assert_array_equal(a, b)
+    if name not in ("naswot", "regions"):  # counts may agree by chance
+        assert not np.array_equal(jax.tree.leaves(before)[0], jax.tree.leaves(after)[0])
+
+
+def test_a_kernels_product_is_that_of_the_network_it_was_made_of():
+    net = Network(settings())
+    product = ntk.kernel_vector_product(net.apply, W, X)
+    expected = ntk.kernel_vector_product(Network(settings()).apply, W, X)(jnp.ones(4))
+    vars(net.settings).update(CHANGED)
+    np.testing.assert_array_equal(product(jnp.ones(4)), expected)
+
+
+def test_the_same_program_is_compiled_once_whoever_asks_for_it():
+    kept = {n: ntk.empirical_kernel(lambda w, x, n=n: n * (x @ w), W, X) for n in (5.0, 6.0)}
+    before = len(_programs._programs)
+    for n, expected in kept.items():
+        found = ntk.empirical_kernel(lambda w, x, n=n: n * (x @ w), W, X)
+        np.testing.assert_array_equal(found, expected)
+    assert len(_programs._programs) == before
+
+
+def test_arrays_that_are_closed_over_are_no_part_of_a_program():
+    def of(c):
+        return program(lambda x: x * c, X)
+
+    assert of(X).func is of(2 * X).func
+    np.testing.assert_array_equal(of(2 * X)(X), 2 * X * X)
+
+
+def test_python_callbacks_are_not_taken_for_each_other():
+    def of(factor):
+        shape = jax.ShapeDtypeStruct((), X.dtype)
+        return lambda x: jax.pure_callback(lambda x: np.asarray(factor * x), shape, x)
+
+    one = X[0, 0]
+    assert program(of(2), one)(one) == 2 * one and program(of(3), one)(one) == 3 * one

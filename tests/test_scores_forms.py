@@ -1,0 +1,200 @@
+"""Scores do not depend on how a network is written, nor on which sizes happen to be equal."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import assert_close
+
+from ntk import scores
+from ntk._compat import neural_tangents
+
+N = CLASSES = 6  # samples, features, width and classes: all the same
+rng = np.random.default_rng(0)
+W1, W2, W3 = (jnp.asarray(rng.normal(size=(N, N))) for _ in range(3))
+B1, B2 = (jnp.asarray(0.3 * rng.normal(size=N)) for _ in range(2))
+X, Y = jnp.asarray(rng.normal(size=(N, N))), jnp.arange(N)
+
+RELUS = {
+    "jax.nn.relu": jax.nn.relu,
+    "maximum": lambda x: jnp.maximum(x, 0),
+    "maximum, 0 first": lambda x: jnp.maximum(0.0, x),
+    "lax.max of zeros": lambda x: jax.lax.max(x, jnp.zeros_like(x)),
+    "maximum of a row of zeros": lambda x: jnp.maximum(x, jnp.zeros(x.shape[-1])),
+    "where >": lambda x: jnp.where(x > 0, x, 0),
+    "where >=": lambda x: jnp.where(x >= 0, x, jnp.zeros_like(x)),
+    "where <": lambda x: jnp.where(x < 0, 0.0, x),
+    "where 0 <": lambda x: jnp.where(jnp.less(0, x), x, 0),
+    "a mask": lambda x: x * (x > 0),
+    "clip": lambda x: jnp.clip(x, 0),
+    "jit": jax.jit(lambda x: jnp.maximum(x, 0)),
+    "remat": jax.checkpoint(lambda x: jnp.maximum(x, 0)),
+    "cond": lambda x: jax.lax.cond(x[0, 0] > 9, jnp.tanh, lambda x: jnp.maximum(x, 0), x),
+    "scan": lambda x: jax.lax.scan(lambda c, _: (jnp.maximum(c, 0), None), x, None, length=1)[0],
+}
+
+
+def network(relu, normalise=lambda x: x):
+    return lambda w, x: relu(normalise(relu(x @ w[0] + B1)) @ w[1] + B2) @ w[2]
+
+
+def both(apply, params=(W1, W2, W3), x=X):
+    return [
+        float(getattr(scores, name)(None, apply, params, (x, Y))) for name in ("naswot", "regions")
+    ]
+
+
+def patterns(*units):
+    """naswot and regions of masks [n, units], by loops."""
+    on = np.concatenate([np.asarray(u) > 0 for u in units], axis=1)
+    K = np.array([[np.sum(a == b) for b in on] for a in on])
+    return [np.linalg.slogdet(K)[1], len({tuple(row) for row in on})]
+
+
+def hidden():
+    first = X @ W1 + B1
+    return first, np.maximum(first, 0) @ W2 + B2
+
+
+@pytest.mark.parametrize("form", RELUS)
+def test_a_relu_is_a_relu_however_it_is_written(form):
+    assert_close(both(network(RELUS[form])), patterns(*hidden()), f32=1e-4)
+
+
+@pytest.mark.parametrize("relu6", [jax.nn.relu6, lambda x: jnp.clip(x, 0, 6)])
+def test_relu6_has_two_kinks(relu6):
+    found = both(lambda w, x: relu6(10 * x @ w[0]) @ w[1])
+    assert_close(found, patterns(10 * X @ W1, 10 * X @ W1 - 6), f32=1e-4)
+
+
+def guarded(x):
+    mean = x.mean(1, keepdims=True)
+    variance = jnp.maximum(0.0, (x**2).mean(1, keepdims=True) - mean * mean)
+    return (x - mean) / jnp.sqrt(variance + 1e-3)
+
+
+def test_what_is_no_relu_does_not_count():
+    first = X @ W1 + B1
+    second = guarded(np.maximum(first, 0)) @ W2 + B2
+    assert_close(both(network(jax.nn.relu, guarded)), patterns(first, second), f32=1e-4)
+    for other in (jax.nn.leaky_relu, jnp.tanh, jnp.abs, lambda x: jnp.maximum(x, -1), guarded):
+        with pytest.raises(ValueError, match="apply: expected logits that depend on a ReLU"):
+            both(network(other))
+
+
+STYLES = {
+    "features first": lambda w, x: (
+        (w[2].T @ jnp.maximum(w[1].T @ jax.nn.relu(w[0].T @ x.T + B1[:, None]) + B2[:, None], 0)).T
+    ),
+    "vmapped, matrices first": jax.vmap(
+        lambda w, x: w[2].T @ jax.nn.relu(w[1].T @ jax.nn.relu(w[0].T @ x + B1) + B2), (None, 0)
+    ),
+    "samples in the middle": lambda w, x: jnp.einsum(
+        "nck,kj->ncj",
+        jax.nn.relu(jnp.einsum("cnj,jk->nck", jax.nn.relu(x[None] @ w[0] + B1), w[1]) + B2),
+        w[2],
+    )[:, 0],
+}
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_samples_are_found_on_whatever_axis_they_are(style):
+    params, plain = (W1, W2, W3), network(jax.nn.relu)
+    assert_close(both(STYLES[style]), patterns(*hidden()), f32=1e-4)
+    truth = scores.fisher(None, plain, params, (X, Y))
+    assert_close(scores.fisher(None, STYLES[style], params, (X, Y)), truth)
+    order = np.array([3, 1, 5, 0, 4, 2])
+    shuffled = scores.fisher(None, STYLES[style], params, (X[order], Y[order]))
+    assert_close(shuffled, truth)
+
+
+def test_fisher_is_the_gradient_in_a_gain_per_sample_and_channel_whatever_the_sizes():
+    def loss(gains):
+        h = X.T
+        for w, b, gain in zip((W1, W2, W3), (B1, B2, jnp.zeros(N)), gains, strict=True):
+            h = jax.nn.relu(gain.T * (w.T @ h) + b[:, None]) if w is not W3 else gain.T * (w.T @ h)
+        return -jnp.mean(jax.nn.log_softmax(h.T)[jnp.arange(N), Y])
+
+    gradients = jax.grad(loss)([jnp.ones((N, N))] * 3)
+    expected = sum(0.5 * jnp.sum(jnp.mean(g**2, axis=0)) for g in gradients)
+    for apply in (STYLES["features first"], network(jax.nn.relu)):
+        assert_close(scores.fisher(None, apply, (W1, W2, W3), (X, Y)), expected)
+
+
+BAD = {
+    "samples on an axis, got": lambda w, x: jax.nn.relu((x @ w[0]).reshape(-1, 2)).reshape(
+        len(x), -1
+    ),
+    "a function of any number of samples, got": lambda w, x: jax.nn.relu(x @ w[0]).reshape(N, N),
+    "the same operations for any number of samples, got": lambda w, x: (
+        jax.nn.relu(x @ w[0]) if len(x) == N else jnp.tanh(jax.nn.relu(x @ w[0]))
+    ),
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_samples_that_cannot_be_told_are_refused(message):
+    with pytest.raises(ValueError, match=f"^apply: expected .*{message}"):
+        both(BAD[message])
+
+
+# Weights and biases.
+
+
+def haiku_style(p, x):
+    x = jnp.maximum(x @ p["linear"]["w"] + p["linear"]["b"], 0)
+    return x @ p["linear_1"]["w"] + p["linear_1"]["b"]
+
+
+def stacked_style(p, x):
+    x, _ = jax.lax.scan(lambda x, q: (jnp.maximum(x @ q["w"] + q["b"], 0), None), x, p["linear"])
+    return x @ p["linear_1"]["w"] + p["linear_1"]["b"]
+
+
+def low_rank_style(p, x):
+    w = p["linear"]["u"] @ p["linear"]["v"] / np.sqrt(N)
+    return jnp.maximum(x @ w + p["linear"]["b"], 0) @ p["linear_1"]["w"] + p["linear_1"]["b"]
+
+
+LAST = {"w": W2, "b": B2[None]}
+NETWORKS = {
+    "biases [1, w]": (haiku_style, {"linear": {"w": W1, "b": B1[None]}, "linear_1": LAST}),
+    "layers [l, ...]": (
+        stacked_style,
+        {"linear": {"w": jnp.stack([W1, W3]), "b": jnp.stack([B1, B2])}, "linear_1": LAST},
+    ),
+    "low rank": (low_rank_style, {"linear": {"u": W1, "v": W3, "b": B1[None]}, "linear_1": LAST}),
+    "one input": (
+        lambda p, x: haiku_style(p, x[:, :1]),
+        {"linear": {"w": W1[:1], "b": B1[None]}, "linear_1": LAST},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_weights_are_what_multiplies_the_data_and_biases_are_not(name):
+    apply, params = NETWORKS[name]
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    weights = [np.asarray(leaf) for path, leaf in leaves if path[-1].key != "b"]
+    assert_close(scores.l2_norm(None, apply, params, (X, Y)), sum(map(np.linalg.norm, weights)))
+    assert len(scores.layer_traces(None, apply, params, (X, Y))) == len(weights)
+
+
+def test_a_network_of_stax_has_the_scores_of_the_same_written_out():
+    stax = neural_tangents().stax
+    init, apply, _ = stax.serial(
+        stax.Dense(N, b_std=0.5), stax.Relu(), stax.Dense(CLASSES, b_std=0.5)
+    )
+    _, params = init(jax.random.key(0), X.shape)
+    (w, b), _, (v, c) = params
+    assert b.ndim == 2  # [1, w]
+    flat = {"a": {"kernel": w, "bias": b}, "b": {"kernel": v, "bias": c}}
+
+    def written_out(p, x):  # in the standard deviations that stax takes out of the weights
+        h = x @ p["a"]["kernel"] / np.sqrt(N) + 0.5 * p["a"]["bias"]
+        return jax.nn.relu(h) @ p["b"]["kernel"] / np.sqrt(N) + 0.5 * p["b"]["bias"]
+
+    for name in ("naswot", "regions", "l2_norm", "snip"):
+        score = getattr(scores, name)
+        truth = score(None, written_out, flat, (X, Y))
+        assert_close(score(None, apply, params, (X, Y)), truth, f32=1e-4)

@@ -10,7 +10,6 @@ import functools
 import signal
 import threading
 import time
-import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -20,9 +19,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from bilevel import checkpoint as checkpoints
+from bilevel._fingerprint import fingerprint
 from bilevel._hypergradient import stateful_hypergradient
 from bilevel._progress import progress_bar
+from bilevel.checkpoint import Saver, saving
 from bilevel.problem import Problem
 from bilevel.protocols import LowerSolver, Pytree
 
@@ -217,13 +217,13 @@ def search(
         )
     setup = _Setup(problem, solver, optimizer, batches, diagnostics)
     data = (train, valid, key)
-    carry = setup.start(alpha, w0, data, steps)
     if traced:
-        carry = setup.advance(carry, data, steps)
+        carry = setup.advance(setup.start(alpha, w0, data, steps), data, steps)
         return SearchResult(carry.state.alpha, carry.state.w, carry.history, carry.state, "")
-    saver = _Saver(checkpoint, resume, arrays)
-    carry = saver.restore(carry)
-    return _drive(setup, carry, data, steps, saver, progress, callback, chunk)
+    label = None if checkpoint is None else setup.fingerprint(alpha, w0, data)
+    with saving(checkpoint, label, resume=resume, seconds=_SAVE_SECONDS) as saver:
+        carry = _resumed(saver, setup.start(alpha, w0, data, steps), steps)
+        return _drive(setup, carry, data, steps, saver, progress, callback, chunk)
 
 
 # ----------------------------------------------------------------------------- the compiled part
@@ -254,6 +254,11 @@ class _Setup(NamedTuple):
         shapes = metrics | {"alpha": state.alpha}
         history = jax.tree.map(lambda x: jnp.zeros((steps, *x.shape), x.dtype), shapes)
         return _Carry(state, history, jnp.zeros((), int))
+
+    def fingerprint(self, alpha, w0, data) -> dict[str, str]:
+        """What a checkpoint has to have been made from, to be resumed."""
+        parts = dict(zip(("train", "valid", "key"), data, strict=True))
+        return fingerprint(self._asdict() | {"alpha": alpha, "w0": w0} | parts)
 
     def step(self, state, data):
         train, valid, key = data
@@ -313,16 +318,18 @@ def _drive(setup, carry, data, steps, saver, progress, callback, chunk) -> Searc
             seconds = time.perf_counter() - began
             ran, done = int(carry.state.step) - done, int(carry.state.step)
             trouble = int(carry.trouble)
-            saver.save(carry, last=bool(trouble) or done == steps)
+            kept = functools.partial(_kept, carry)
+            if done > 0:  # before that there is nothing to go on from
+                saver.save(done, kept, last=bool(trouble) or done == steps)
             if trouble:
                 raise NonFiniteError(done, _QUANTITIES[trouble - 1], _result(carry, "not finite"))
-            show(done, lambda: {k: float(carry.history[k][done - 1]) for k in shown})  # noqa: B023
+            show(done, lambda: {k: float(np.asarray(carry.history[k])[done - 1]) for k in shown})  # noqa: B023
             if interrupted():
                 stopped = f"interrupted after step {done}"
             elif callback is not None and callback(_result(carry, "")):
                 stopped = f"ended by the callback after step {done}"
             if stopped:
-                saver.save(carry, last=True)
+                saver.save(done, kept, last=True)
                 break
             # The first chunk's time is the compiler's; later ones double at most.
             if chunk is None:
@@ -332,61 +339,41 @@ def _drive(setup, carry, data, steps, saver, progress, callback, chunk) -> Searc
 
 def _result(carry: _Carry, stopped: str) -> SearchResult:
     # Copies: the carry's own buffers are donated to the next chunk.
-    state, history = jax.tree.map(lambda x: jnp.array(x, copy=True), carry[:2])
-    history = jax.tree.map(lambda x: x[: int(state.step)], history)
-    return SearchResult(state.alpha, state.w, history, state, stopped)
+    state = jax.tree.map(lambda x: jnp.array(x, copy=True), carry.state)
+    rows = jax.tree.map(np.copy, _rows(carry.history, int(state.step)))
+    return SearchResult(state.alpha, state.w, jax.tree.map(jnp.asarray, rows), state, stopped)
 
 
-class _Saver:
-    """Writes checkpoints now and then, and reads the one to resume from."""
-
-    def __init__(self, directory, resume: bool, arrays: Pytree):
-        self.directory = directory
-        if directory is None:
-            return
-        self.label = _fingerprint(arrays)
-        self.found = checkpoints.latest(directory)
-        if self.found is not None and not resume:
-            raise ValueError(
-                f"checkpoint: expected an empty directory or resume=True, got {directory} with "
-                f"step {self.found} in it."
-            )
-        self.saved_at, self.interval = -np.inf, _SAVE_SECONDS
-
-    def restore(self, carry: _Carry) -> _Carry:
-        if self.directory is None or self.found is None:
-            return carry
-        state, history = checkpoints.restore(self.directory, carry[:2], self.label)
-        steps = jax.tree.leaves(carry.history)[0].shape[0]
-        if self.found > steps:
-            raise ValueError(
-                f"steps: expected at least the {self.found} that the checkpoint holds, got {steps}."
-            )
-        history = jax.tree.map(lambda h, x: h.at[: self.found].set(x), carry.history, history)
-        return _Carry(jax.tree.map(jnp.asarray, state), history, carry.trouble)
-
-    def save(self, carry: _Carry, *, last: bool) -> None:
-        now = time.perf_counter()
-        if self.directory is None or not (last or now - self.saved_at > self.interval):
-            return
-        step = int(carry.state.step)
-        history = jax.tree.map(lambda x: x[:step], carry.history)
-        checkpoints.save(self.directory, step, (carry.state, history), self.label)
-        self.saved_at = time.perf_counter()
-        self.interval = max(_SAVE_SECONDS, 20 * (self.saved_at - now))
+def _kept(carry: _Carry) -> Pytree:
+    """What a checkpoint holds."""
+    return carry.state, _rows(carry.history, int(carry.state.step))
 
 
-def _fingerprint(arrays: Pytree) -> int:
-    """A checksum of everything a search depends on besides its functions."""
-    crc = 0
-    for x in jax.tree.leaves(jax.tree.map(_raw, arrays)):
-        crc = zlib.crc32(np.ascontiguousarray(x).tobytes(), crc)
-    return crc
+def _rows(history: Pytree, count: int) -> Pytree:
+    """The first ``count`` rows, cut in numpy: JAX would compile anew for every count."""
+    return jax.tree.map(lambda h: np.asarray(h)[:count], history)
 
 
-def _raw(x) -> np.ndarray:
-    typed_key = isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-    return np.asarray(jax.random.key_data(x) if typed_key else x)
+def _resumed(saver: Saver, carry: _Carry, steps: int) -> _Carry:
+    """``carry`` as it was at the checkpoint's step, if there is one."""
+    done = saver.step
+    if done is None:
+        return carry
+    if done > steps:
+        raise ValueError(
+            f"steps: expected at least the {done} that the checkpoint holds, got {steps}."
+        )
+    # Shapes only: of steps not yet done there is nothing to read.
+    like = jax.tree.map(
+        lambda h: jax.ShapeDtypeStruct((done, *h.shape[1:]), h.dtype), carry.history
+    )
+    state, rows = saver.restore((carry.state, like))
+
+    def filled(h, x):
+        return np.concatenate([x, np.zeros((steps - done, *x.shape[1:]), x.dtype)])
+
+    history = jax.tree.map(filled, carry.history, rows)
+    return _Carry(*jax.tree.map(jnp.asarray, (state, history)), carry.trouble)
 
 
 @contextmanager

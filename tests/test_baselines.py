@@ -403,13 +403,12 @@ class Killed(Exception):
 
 def dying(selection, after, exception=Killed):
     """The same problem, which raises at solve number ``after``, counting from 0."""
-    left = [after]
+    lives = iter(range(after))  # an iterator: what is left of it is no part of the problem
 
     def mortal(function):
         def solve(*args):
-            if left[0] == 0:
+            if next(lives, None) is None:
                 raise exception
-            left[0] -= 1
             return function(*args)
 
         return solve
@@ -527,7 +526,7 @@ def test_ctrl_c_returns_the_trace_so_far(method, after, tmp_path):
     assert trace.stopped.startswith("interrupted after solve")
     assert len(trace.valid) == len(trace.test) == len(trace.errors) <= after
     assert trace.best == (trace.incumbent[-1] if len(trace.valid) else -1)
-    assert run(problem=noisy_selection()).stopped == ""
+    assert run(problem=dying(noisy_selection(), 100, KeyboardInterrupt)).stopped == ""
 
 
 def test_ctrl_c_in_the_oracle_loses_no_solve():

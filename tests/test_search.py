@@ -215,7 +215,7 @@ def test_a_killed_search_resumes_exactly(tmp_path):
     process = subprocess.Popen([sys.executable, "-c", KILLED, str(folder)], env=environment)
     patience = time.monotonic() + 120
     while time.monotonic() < patience and process.poll() is None:
-        saved = [int(p.name) for p in folder.glob("*") if p.name.isdigit()]
+        saved = bilevel.checkpoint.steps(folder)
         if len(saved) >= 2:
             break
         time.sleep(0.05)

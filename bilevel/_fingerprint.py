@@ -12,7 +12,6 @@ import dis
 import enum
 import functools
 import hashlib
-import inspect
 import json
 import pathlib
 import re
@@ -186,19 +185,20 @@ def _of_a_library(file: str | None) -> bool:
 
 
 def _code(code: types.CodeType) -> bytes:
-    """What ``code`` does, without where it stands."""
-    constants = list(code.co_consts)
-    if sys.version_info >= (3, 13):
-        documented = bool(code.co_flags & inspect.CO_HAS_DOCSTRING)
-    else:
-        documented = bool(constants) and isinstance(constants[0], str)
-    words = [_code(c) if isinstance(c, types.CodeType) else _constant(c) for c in constants]
-    return b"\0".join(
-        (code.co_code, code.co_exceptiontable, *map(str.encode, code.co_names), *words[documented:])
-    )
+    """What ``code`` does, instruction by instruction, without where it stands or its docstring."""
+    words = [code.co_exceptiontable]
+    for step in dis.get_instructions(code):
+        words.append(step.opname.encode())
+        if step.opcode in dis.hasconst:
+            words.append(_constant(step.argval))
+        else:
+            words.append(str(step.argrepr if step.opcode in dis.hasname else step.arg).encode())
+    return b"\0".join(words)
 
 
 def _constant(x: Any) -> bytes:
+    if isinstance(x, types.CodeType):
+        return _code(x)
     if isinstance(x, frozenset):
         return b"".join(sorted(map(_constant, x)))
     return f"{type(x).__name__} {x!r}".encode()

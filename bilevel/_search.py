@@ -341,7 +341,7 @@ def _result(carry: _Carry, stopped: str) -> SearchResult:
     # Copies: the carry's own buffers are donated to the next chunk.
     state = jax.tree.map(lambda x: jnp.array(x, copy=True), carry.state)
     rows = jax.tree.map(np.copy, _rows(carry.history, int(state.step)))
-    return SearchResult(state.alpha, state.w, jax.tree.map(jnp.asarray, rows), state, stopped)
+    return SearchResult(state.alpha, state.w, jax.device_put(rows), state, stopped)
 
 
 def _kept(carry: _Carry) -> Pytree:
@@ -350,7 +350,7 @@ def _kept(carry: _Carry) -> Pytree:
 
 
 def _rows(history: Pytree, count: int) -> Pytree:
-    """The first ``count`` rows, cut in numpy: JAX would compile anew for every count."""
+    """The first ``count`` rows, cut in numpy: JAX would compile a program for every count."""
     return jax.tree.map(lambda h: np.asarray(h)[:count], history)
 
 
@@ -373,7 +373,7 @@ def _resumed(saver: Saver, carry: _Carry, steps: int) -> _Carry:
         return np.concatenate([x, np.zeros((steps - done, *x.shape[1:]), x.dtype)])
 
     history = jax.tree.map(filled, carry.history, rows)
-    return _Carry(*jax.tree.map(jnp.asarray, (state, history)), carry.trouble)
+    return _Carry(*jax.device_put((state, history)), carry.trouble)
 
 
 @contextmanager

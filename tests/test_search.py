@@ -1,5 +1,6 @@
 """Descent and search: the loop finds known optima, resumes exactly, and fails clearly."""
 
+import contextlib
 import dataclasses
 import functools
 import os
@@ -147,6 +148,41 @@ def test_a_second_search_compiles_nothing():
     assert _search._advance._cache_size() == compiled
 
 
+@contextlib.contextmanager
+def compilations():
+    """A list that grows by one with every program that is compiled."""
+    found = []
+
+    def note(event, duration, **_):
+        if event == "/jax/core/compile/backend_compile_duration":
+            found.append(duration)
+
+    jax.monitoring.register_event_duration_secs_listener(note)
+    try:
+        yield found
+    finally:
+        jax.monitoring.unregister_event_duration_listener(note)
+
+
+def test_callbacks_and_checkpoints_compile_nothing_after_the_first(tmp_path, monkeypatch):
+    """Nor do they keep arrays: the number that is alive is the same at every step."""
+    monkeypatch.setattr(_search, "_SAVE_SECONDS", 0.0)
+    counts, alive = [], []
+    with compilations() as compiled:
+
+        def callback(result):
+            assert len(result.history["value"]) == len(counts) + 1
+            counts.append(len(compiled))
+            alive.append(len(jax.live_arrays()))
+
+        noisy(steps=40, chunk=1, callback=callback, checkpoint=tmp_path, progress=True)
+        assert counts[0] > 0  # the listener works
+        # The second call's carry comes from the first one's program.
+        assert counts[1:] == [counts[1]] * 39 and alive[1:] == [alive[1]] * 39
+        noisy(steps=40, chunk=1, checkpoint=tmp_path, resume=True)
+        assert len(compiled) == counts[-1]
+
+
 def test_a_start_of_weak_dtype_compiles_once():
     assert UNIFORM.weak_type  # as jnp.full makes it; what a step returns is not
     before = _search._advance._cache_size()
@@ -260,65 +296,82 @@ def test_a_checkpoint_of_another_search_is_refused(tmp_path):
 # ----------------------------------------------------------------------------- trouble
 
 
-def exploding(quantity):
-    """A problem that stops being finite when alpha[0] passes 2.5, which takes three steps of 1."""
+@jax.custom_jvp
+def steep_nan(x, bad):
+    """``x``, with a derivative that is NaN where ``bad``."""
+    return x
 
-    def spoil(x, alpha):
-        return jnp.where(alpha[0] > 2.5, jnp.nan, x)
+
+@steep_nan.defjvp
+def _(primals, tangents):
+    x, bad = primals
+    return x, jnp.where(bad, jnp.nan, 1) * tangents[0]
+
+
+def exploding(quantity):
+    """A search in which ``quantity`` stops being finite at the step that is its data.
+
+    ``alpha[0]`` counts the steps: the outer loss is ``-alpha[0]``, the step size 1.
+    """
+
+    def bad(alpha, batch):
+        return alpha[0] > batch - 0.5
 
     def lower(w, alpha, batch):
-        loss = 0.5 * jnp.sum((w - batch) ** 2)
-        return spoil(loss, alpha) if quantity == "lower loss" else loss
+        loss = 0.5 * (w[0] - batch) ** 2
+        return jnp.where(bad(alpha, batch), jnp.nan, loss) if quantity == "lower loss" else loss
 
     def outer(w, alpha, batch):
         loss = -alpha[0] + 0 * w[0]
-        return spoil(loss, alpha) if quantity == "outer loss" else loss
+        if quantity == "hypergradient":
+            return steep_nan(loss, bad(alpha, batch))
+        return jnp.where(bad(alpha, batch), jnp.nan, loss) if quantity == "outer loss" else loss
 
-    problem = bilevel.Problem(lower, outer)
-    solver = bilevel.solved(lambda alpha, w, batch: batch)
-    return problem, bilevel.implicit(solver, bilevel.scale(1.0))
+    def solution(alpha, w, batch):
+        last = jnp.where(bad(alpha, batch), jnp.inf, batch)
+        return jnp.stack([batch, last if quantity == "weights" else batch])
+
+    def update(updates, state, params):
+        return -updates if quantity != "alpha" else -updates / (params[0] != state), state
+
+    solver = bilevel.implicit(bilevel.solved(solution), bilevel.scale(1.0))
+    return bilevel.Problem(lower, outer), solver, update
 
 
-@pytest.mark.parametrize("quantity", ["outer loss", "lower loss"])
-def test_a_nan_stops_the_search_with_step_quantity_and_last_good_state(quantity, tmp_path):
-    problem, solver = exploding(quantity)
-    args = (problem, solver, optax.sgd(1.0), jnp.zeros(1), jnp.zeros(2))
-    data = (jnp.ones(2), jnp.ones(2))
-    with pytest.raises(bilevel.NonFiniteError, match=f"{quantity}: expected finite") as caught:
-        bilevel.search(*args, *data, steps=8, progress=False, checkpoint=tmp_path)
-    assert (caught.value.step, caught.value.quantity) == (3, quantity)
-    good = bilevel.search(*args, *data, steps=3, progress=False)
-    assert_identical(caught.value.result, good)
-    assert bilevel.checkpoint.latest(tmp_path) == 3
+@pytest.mark.parametrize("step", [0, 3])
+@pytest.mark.parametrize("quantity", _search._QUANTITIES)
+def test_a_nan_stops_the_search_with_step_quantity_and_last_good_state(quantity, step, tmp_path):
+    """With a checkpoint and a callback, and without; in chunks of one and of many steps."""
+    problem, solver, update = exploding(quantity)
+    optimizer = optax.GradientTransformation(lambda params: jnp.asarray(float(step)), update)
+    args = (problem, solver, optimizer, jnp.zeros(1), jnp.zeros(2), float(step), float(step))
+    options = {"steps": 5, "progress": False}
+    hosted = {"checkpoint": tmp_path, "callback": lambda result: False}
+    for extra in ({}, {"chunk": 2}, hosted | {"chunk": 1}, hosted | {"chunk": 1, "resume": True}):
+        with pytest.raises(bilevel.NonFiniteError, match=f"{quantity}: expected finite") as caught:
+            bilevel.search(*args, **options, **extra)
+        assert (caught.value.step, caught.value.quantity) == (step, quantity)
+        result = caught.value.result
+        # Truth: one step of size 1 after the other, from 0.
+        np.testing.assert_array_equal(result.alpha, [step])
+        np.testing.assert_array_equal(result.history["alpha"][:, 0], np.arange(1.0, step + 1))
+        np.testing.assert_array_equal(result.history["value"], -np.arange(0.0, step))
+        assert result.state.step == step and np.isfinite(result.w).all()
+    # Before the first step there is nothing to go on from.
+    assert bilevel.checkpoint.latest(tmp_path) == (step or None)
 
 
 def test_under_jit_a_nan_freezes_the_last_good_state():
-    problem, solver = exploding("outer loss")
+    problem, solver, _ = exploding("outer loss")
 
     @jax.jit
     def last(alpha):
         args = (problem, solver, optax.sgd(1.0), alpha, jnp.zeros(2))
-        return bilevel.search(*args, jnp.ones(2), jnp.ones(2), steps=8).state
+        return bilevel.search(*args, 3.0, 3.0, steps=8).state
 
     state = last(jnp.zeros(1))
     assert state.step == 3
     np.testing.assert_allclose(state.alpha, 3.0)
-
-
-def test_weights_that_are_not_finite_are_named():
-    # Finite losses, infinite weights: only the lower one of two weights enters the losses.
-    problem = bilevel.Problem(
-        lambda w, alpha, batch: 0.5 * (w[0] - alpha[0]) ** 2, lambda w, alpha, batch: w[0] ** 2
-    )
-    solver = bilevel.implicit(
-        bilevel.solved(lambda alpha, w, batch: jnp.stack([alpha[0], jnp.inf])), bilevel.scale(1.0)
-    )
-    with pytest.raises(bilevel.NonFiniteError, match=r"weights: .* at outer step 0"):
-        bilevel.search(
-            *(problem, solver, optax.sgd(0.1), jnp.ones(1), jnp.zeros(2), None, None),
-            steps=2,
-            progress=False,
-        )
 
 
 @pytest.mark.parametrize(

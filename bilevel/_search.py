@@ -7,11 +7,8 @@ steps, with progress, checkpoints and Ctrl-C between chunks. Both run the same p
 
 import dataclasses
 import functools
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -19,14 +16,24 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from bilevel import geometry
 from bilevel._fingerprint import fingerprint
 from bilevel._hypergradient import stateful_hypergradient
+from bilevel._interrupts import held_interrupts
 from bilevel._progress import progress_bar
 from bilevel.checkpoint import Saver, saving
 from bilevel.problem import Problem
 from bilevel.protocols import LowerSolver, Pytree
 
 _QUANTITIES = ("outer loss", "lower loss", "hypergradient", "weights", "alpha")
+_MISPLACED = (
+    "optimizer: expected {}() as the last transformation, since it takes alpha onto its set, got "
+    "another one after it that moves alpha on."
+)
+_ASCENDING = (
+    "optimizer: expected {}() with an optimizer that goes against the gradient, such as "
+    "optax.sgd(learning_rate), got one that follows it."
+)
 _CHUNK_SECONDS = 0.5  # between two looks at the screen and the keyboard
 _SAVE_SECONDS = 10.0  # between two checkpoints, or twenty times what one takes
 
@@ -68,6 +75,14 @@ class NonFiniteError(FloatingPointError):
         self.step, self.quantity, self.result = step, quantity, result
 
 
+class MisplacedError(ValueError):
+    """Something moved alpha on after its geometry: at ``step``, with the ``result`` up to then."""
+
+    def __init__(self, step: int, name: str, result: SearchResult):
+        super().__init__(f"{_MISPLACED.format(name)} It was seen at outer step {step}.")
+        self.step, self.result = step, result
+
+
 def descent(
     problem: Problem,
     solver: LowerSolver,
@@ -89,9 +104,17 @@ def descent(
     Returns
     -------
     init : ``init(alpha, w) -> DescentState``
+        Refuses a geometry without an optimizer that descends.
     step : ``step(state, (train, valid)) -> (state, metrics)``
         ``metrics``: ``value`` (outer loss) and ``lower`` (lower loss) at the new ``w`` and the old
-        ``alpha``, and ``grad_norm``, the 2-norm of the hypergradient; all scalars.
+        ``alpha``, and ``grad_norm``, the 2-norm of the hypergradient; all scalars. Refuses a
+        transformation that moves alpha after its geometry did.
+
+    Raises
+    ------
+    ValueError
+        For what these two refuse. Where arrays are traced and nothing can be raised, alpha becomes
+        NaN instead.
 
     Examples
     --------
@@ -109,7 +132,10 @@ def descent(
 
     def init(alpha, w):
         alpha, w = jax.tree.map(jnp.asarray, (alpha, w))
-        return DescentState(alpha, w, solver.init(w), optimizer.init(alpha), jnp.zeros((), int))
+        state = optimizer.init(alpha)
+        if names := geometry.names(state):
+            alpha = _refused(_ASCENDING, names, _ascends(optimizer, alpha), alpha)
+        return DescentState(alpha, w, solver.init(w), state, jnp.zeros((), int))
 
     def step(state, data):
         train, valid = data
@@ -123,9 +149,24 @@ def descent(
         if hyper.info is not None:
             metrics |= hyper.info._asdict()
         alpha = optax.apply_updates(state.alpha, updates)
+        moved = geometry.moved_on(optimizer_state, alpha)
+        alpha = _refused(_MISPLACED, geometry.names(optimizer_state), moved, alpha)
         return DescentState(alpha, hyper.w, solver_state, optimizer_state, state.step + 1), metrics
 
     return init, step
+
+
+_ascends = jax.jit(geometry.ascends, static_argnums=0)
+
+
+def _refused(sentence: str, names: list[str], wrong: list[jax.Array], alpha: Pytree) -> Pytree:
+    """``alpha``; an error where anything is ``wrong``, or NaN if only the device will know."""
+    for name, bad in zip(names, wrong, strict=True):
+        if isinstance(bad, jax.core.Tracer):
+            alpha = jax.tree.map(lambda a, bad=bad: jnp.where(bad, jnp.nan, a), alpha)
+        elif bad:
+            raise ValueError(sentence.format(name))
+    return alpha
 
 
 def search(
@@ -184,7 +225,9 @@ def search(
     ------
     ValueError
         Before anything is compiled, naming the argument: losses that are not scalars, data that is
-        empty or not finite, a point off its set, missing keys.
+        empty or not finite, a point off its set, missing keys, a geometry without an optimizer
+        that descends. Later, with the ``result`` so far, if it turns out that something comes
+        after the geometry and moves alpha off its set.
     NonFiniteError
         Where a loss, the weights or the hypergradient stop being finite; it holds the last good
         state. (Under ``jit`` the state stops changing instead: ``result.state.step`` tells.)
@@ -232,7 +275,7 @@ def search(
 class _Carry(NamedTuple):
     state: DescentState
     history: dict[str, Any]  # [steps, ...] each, filled up to state.step
-    trouble: jax.Array  # [], int: 0, or 1 + the index of the quantity that was not finite
+    trouble: jax.Array  # [], int: 0, or 1 + the index of what was wrong: see _first_trouble
 
 
 class _Setup(NamedTuple):
@@ -274,7 +317,7 @@ class _Setup(NamedTuple):
         def body(_, carry):
             old, history, trouble = carry
             new, metrics = self.step(old, data)
-            trouble = jnp.where(trouble > 0, trouble, _first_not_finite(new, metrics))
+            trouble = jnp.where(trouble > 0, trouble, _first_trouble(new, metrics))
             good = trouble == 0
             entry = metrics | {"alpha": new.alpha}
             history = jax.tree.map(
@@ -291,13 +334,26 @@ def _advance(setup: _Setup, carry: _Carry, data, count) -> _Carry:
     return setup.advance(carry, data, count)
 
 
-def _first_not_finite(state: DescentState, metrics: dict[str, jax.Array]) -> jax.Array:
+def _first_trouble(state: DescentState, metrics: dict[str, jax.Array]) -> jax.Array:
+    """0, or 1 + the index of a quantity that is not finite, or behind those of a geometry."""
+
     def finite(tree):
         return jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(tree)]).all()
 
-    watched = (metrics["value"], metrics["lower"], metrics["grad_norm"], state.w, state.alpha)
-    bad = jnp.stack([~finite(x) for x in watched])
+    moved = geometry.moved_on(state.optimizer, state.alpha)
+    watched = (metrics["value"], metrics["lower"], metrics["grad_norm"], state.w)
+    alpha = ~finite(state.alpha) & ~jnp.stack([jnp.zeros((), bool), *moved]).any()
+    bad = jnp.stack([*(~finite(x) for x in watched), alpha, *moved])
     return jnp.where(bad.any(), 1 + jnp.argmax(bad), 0).astype(int)
+
+
+def _raise(trouble: int, carry: _Carry) -> None:
+    """What :func:`_first_trouble` found, as an exception."""
+    index, step, result = trouble - 1, int(carry.state.step), _result(carry, "not finite")
+    if index < len(_QUANTITIES):
+        raise NonFiniteError(step, _QUANTITIES[index], result)
+    name = geometry.names(carry.state.optimizer)[index - len(_QUANTITIES)]
+    raise MisplacedError(step, name, result)
 
 
 # ----------------------------------------------------------------------------- the host's part
@@ -310,7 +366,7 @@ def _drive(setup, carry, data, steps, saver, progress, callback, chunk) -> Searc
     shown = "value", "lower"
     with (
         progress_bar(progress, "search", steps, text, shown) as show,
-        _held_interrupts() as interrupted,
+        held_interrupts() as interrupted,
     ):
         while done < steps:
             began = time.perf_counter()
@@ -322,7 +378,7 @@ def _drive(setup, carry, data, steps, saver, progress, callback, chunk) -> Searc
             if done > 0:  # before that there is nothing to go on from
                 saver.save(done, kept, last=bool(trouble) or done == steps)
             if trouble:
-                raise NonFiniteError(done, _QUANTITIES[trouble - 1], _result(carry, "not finite"))
+                _raise(trouble, carry)
             show(done, lambda: {k: float(np.asarray(carry.history[k])[done - 1]) for k in shown})  # noqa: B023
             if interrupted():
                 stopped = f"interrupted after step {done}"
@@ -374,27 +430,6 @@ def _resumed(saver: Saver, carry: _Carry, steps: int) -> _Carry:
 
     history = jax.tree.map(filled, carry.history, rows)
     return _Carry(*jax.device_put((state, history)), carry.trouble)
-
-
-@contextmanager
-def _held_interrupts() -> Iterator[Callable[[], bool]]:
-    """Hold Ctrl-C back until the chunk is done; a second one gets through at once."""
-    if threading.current_thread() is not threading.main_thread():
-        yield lambda: False
-        return
-    seen: list[int] = []
-    usual = signal.getsignal(signal.SIGINT)
-
-    def note(number, frame):
-        if seen:
-            raise KeyboardInterrupt
-        seen.append(number)
-
-    signal.signal(signal.SIGINT, note)
-    try:
-        yield lambda: bool(seen)
-    finally:
-        signal.signal(signal.SIGINT, usual)
 
 
 # ----------------------------------------------------------------------------- validation

@@ -247,5 +247,5 @@ def _key(x: Any) -> str:
 
 def _name(x: Any) -> str:
     module = getattr(x, "__module__", None)
-    name = getattr(x, "__qualname__", None) or getattr(x, "__name__", "")
+    name = str(getattr(x, "__qualname__", None) or getattr(x, "__name__", ""))
     return name if module in (None, "builtins", "__main__") else f"{module}.{name}"

@@ -8,7 +8,8 @@ steps, with progress, checkpoints and Ctrl-C between chunks. Both run the same p
 import dataclasses
 import functools
 import time
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -26,14 +27,8 @@ from bilevel.problem import Problem
 from bilevel.protocols import LowerSolver, Pytree
 
 _QUANTITIES = ("outer loss", "lower loss", "hypergradient", "weights", "alpha")
-_MISPLACED = (
-    "optimizer: expected {}() as the last transformation, since it takes alpha onto its set, got "
-    "another one after it that moves alpha on."
-)
-_ASCENDING = (
-    "optimizer: expected {}() with an optimizer that goes against the gradient, such as "
-    "optax.sgd(learning_rate), got one that follows it."
-)
+_SHOWN = "value", "lower"
+_LARGE = 2**16  # bytes of an alpha whose history is kept only where asked for
 _CHUNK_SECONDS = 0.5  # between two looks at the screen and the keyboard
 _SAVE_SECONDS = 10.0  # between two checkpoints, or twenty times what one takes
 
@@ -79,7 +74,7 @@ class MisplacedError(ValueError):
     """Something moved alpha on after its geometry: at ``step``, with the ``result`` up to then."""
 
     def __init__(self, step: int, name: str, result: SearchResult):
-        super().__init__(f"{_MISPLACED.format(name)} It was seen at outer step {step}.")
+        super().__init__(f"{geometry.MISPLACED.format(name)} It was seen at outer step {step}.")
         self.step, self.result = step, result
 
 
@@ -133,8 +128,7 @@ def descent(
     def init(alpha, w):
         alpha, w = jax.tree.map(jnp.asarray, (alpha, w))
         state = optimizer.init(alpha)
-        if names := geometry.names(state):
-            alpha = _refused(_ASCENDING, names, _ascends(optimizer, alpha), alpha)
+        alpha = geometry.check_descends(optimizer, state, alpha)
         return DescentState(alpha, w, solver.init(w), state, jnp.zeros((), int))
 
     def step(state, data):
@@ -149,24 +143,10 @@ def descent(
         if hyper.info is not None:
             metrics |= hyper.info._asdict()
         alpha = optax.apply_updates(state.alpha, updates)
-        moved = geometry.moved_on(optimizer_state, alpha)
-        alpha = _refused(_MISPLACED, geometry.names(optimizer_state), moved, alpha)
+        alpha = geometry.check_last(optimizer_state, alpha)
         return DescentState(alpha, hyper.w, solver_state, optimizer_state, state.step + 1), metrics
 
     return init, step
-
-
-_ascends = jax.jit(geometry.ascends, static_argnums=0)
-
-
-def _refused(sentence: str, names: list[str], wrong: list[jax.Array], alpha: Pytree) -> Pytree:
-    """``alpha``; an error where anything is ``wrong``, or NaN if only the device will know."""
-    for name, bad in zip(names, wrong, strict=True):
-        if isinstance(bad, jax.core.Tracer):
-            alpha = jax.tree.map(lambda a, bad=bad: jnp.where(bad, jnp.nan, a), alpha)
-        elif bad:
-            raise ValueError(sentence.format(name))
-    return alpha
 
 
 def search(
@@ -187,6 +167,7 @@ def search(
     callback: Callable[[SearchResult], Any] | None = None,
     chunk: int | None = None,
     diagnostics: bool = False,
+    history: Sequence[str] | None = None,
 ) -> SearchResult:
     """Minimise the outer loss over ``alpha``: ``steps`` steps of :func:`descent`.
 
@@ -215,6 +196,9 @@ def search(
         Called between chunks; a true value ends the search.
     chunk : int, optional
         Steps between two chunks; by default about half a second's worth.
+    history : sequence of str, optional
+        What to keep of every step: names of metrics, and ``"alpha"``. By default all; of an alpha
+        over 64 KiB (16,384 numbers in float32) not its history, which has to be asked for.
 
     Returns
     -------
@@ -237,6 +221,9 @@ def search(
     With ``progress=False`` or None and no ``checkpoint`` or ``callback``, the whole works under
     ``jax.jit`` and ``jax.vmap``. Calls with the same ``problem``, ``solver``, ``optimizer`` and
     ``batches`` objects and equal shapes compile once.
+
+    Memory beyond the state's: ``steps`` rows of the history, in full from the start. A callback
+    gets a copy of the rows so far; whoever wants some of a large alpha's history keeps it there.
 
     Examples
     --------
@@ -261,11 +248,11 @@ def search(
     setup = _Setup(problem, solver, optimizer, batches, diagnostics)
     data = (train, valid, key)
     if traced:
-        carry = setup.advance(setup.start(alpha, w0, data, steps), data, steps)
+        carry = setup.advance(setup.start(alpha, w0, data, steps, history), data, steps)
         return SearchResult(carry.state.alpha, carry.state.w, carry.history, carry.state, "")
-    label = None if checkpoint is None else setup.fingerprint(alpha, w0, data)
+    label = None if checkpoint is None else setup.fingerprint(alpha, w0, data, history)
     with saving(checkpoint, label, resume=resume, seconds=_SAVE_SECONDS) as saver:
-        carry = _resumed(saver, setup.start(alpha, w0, data, steps), steps)
+        carry = _resumed(saver, setup.start(alpha, w0, data, steps, history), steps)
         return _drive(setup, carry, data, steps, saver, progress, callback, chunk)
 
 
@@ -275,6 +262,7 @@ def search(
 class _Carry(NamedTuple):
     state: DescentState
     history: dict[str, Any]  # [steps, ...] each, filled up to state.step
+    last: dict[str, jax.Array]  # the last step's losses, for the progress bar
     trouble: jax.Array  # [], int: 0, or 1 + the index of what was wrong: see _first_trouble
 
 
@@ -287,21 +275,23 @@ class _Setup(NamedTuple):
     batches: Callable | None
     diagnostics: bool
 
-    def start(self, alpha, w0, data, steps) -> _Carry:
+    def start(self, alpha, w0, data, steps, names) -> _Carry:
         init, _ = descent(*self[:3])
         # Copies: the loop's carry is donated, while the caller keeps the arrays, and a state may
         # hold the same one twice. With dtypes that are not weak, as a step returns them: else the
         # second chunk would be compiled anew.
         state = jax.tree.map(lambda x: jnp.array(x, jnp.result_type(x), copy=True), init(alpha, w0))
         _, metrics = jax.eval_shape(self.step, state, data)
-        shapes = metrics | {"alpha": state.alpha}
-        history = jax.tree.map(lambda x: jnp.zeros((steps, *x.shape), x.dtype), shapes)
-        return _Carry(state, history, jnp.zeros((), int))
+        row = _chosen(names, metrics | {"alpha": state.alpha}, steps)
+        history = jax.tree.map(lambda x: jnp.zeros((steps, *x.shape), x.dtype), row)
+        last = {k: jnp.full((), jnp.nan, metrics[k].dtype) for k in _SHOWN}
+        return _Carry(state, history, last, jnp.zeros((), int))
 
-    def fingerprint(self, alpha, w0, data) -> dict[str, str]:
+    def fingerprint(self, alpha, w0, data, names) -> dict[str, str]:
         """What a checkpoint has to have been made from, to be resumed."""
         parts = dict(zip(("train", "valid", "key"), data, strict=True))
-        return fingerprint(self._asdict() | {"alpha": alpha, "w0": w0} | parts)
+        history = "all" if names is None else ", ".join(sorted(names))
+        return fingerprint(self._asdict() | parts | {"alpha": alpha, "w0": w0, "history": history})
 
     def step(self, state, data):
         train, valid, key = data
@@ -315,16 +305,19 @@ class _Setup(NamedTuple):
         """``count`` steps; those after a quantity stopped being finite change nothing."""
 
         def body(_, carry):
-            old, history, trouble = carry
+            old, history, last, trouble = carry
             new, metrics = self.step(old, data)
             trouble = jnp.where(trouble > 0, trouble, _first_trouble(new, metrics))
             good = trouble == 0
-            entry = metrics | {"alpha": new.alpha}
+            everything = metrics | {"alpha": new.alpha}
+            row = {name: everything[name] for name in history}
             history = jax.tree.map(
-                lambda h, x: h.at[old.step].set(jnp.where(good, x, h[old.step])), history, entry
+                lambda h, x: h.at[old.step].set(jnp.where(good, x, h[old.step])), history, row
             )
-            state = jax.tree.map(functools.partial(jnp.where, good), new, old)
-            return _Carry(state, history, trouble)
+            shown = {k: metrics[k] for k in last}
+            either = functools.partial(jnp.where, good)
+            state, last = jax.tree.map(either, (new, shown), (old, last))
+            return _Carry(state, history, last, trouble)
 
         return jax.lax.fori_loop(0, count, body, carry)
 
@@ -332,6 +325,28 @@ class _Setup(NamedTuple):
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
 def _advance(setup: _Setup, carry: _Carry, data, count) -> _Carry:
     return setup.advance(carry, data, count)
+
+
+def _chosen(names: Sequence[str] | None, row: dict[str, Any], steps: int) -> dict[str, Any]:
+    """What of a step's ``row`` the history is to have."""
+    if isinstance(names, str):
+        raise ValueError(f"history: expected a sequence of names, got the string {names!r}.")
+    if names is not None:
+        for name in names:
+            if name not in row:
+                raise ValueError(
+                    f"history: expected names among {', '.join(sorted(row))}, got {name!r}."
+                )
+        return {name: row[name] for name in sorted(names)}
+    size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(row["alpha"]))
+    if size <= _LARGE:
+        return row
+    warnings.warn(
+        f"history: alpha's would take {steps * size / 2**20:,.0f} MiB and is left out; name alpha "
+        "in `history` to keep it.",
+        stacklevel=4,
+    )
+    return {name: x for name, x in row.items() if name != "alpha"}
 
 
 def _first_trouble(state: DescentState, metrics: dict[str, jax.Array]) -> jax.Array:
@@ -363,9 +378,8 @@ def _drive(setup, carry, data, steps, saver, progress, callback, chunk) -> Searc
     """Chunks of steps until all are done, with what the host does in between."""
     done, count, stopped = int(carry.state.step), chunk or 1, ""
     text = "outer {task.fields[value]:.4g}  lower {task.fields[lower]:.4g}"
-    shown = "value", "lower"
     with (
-        progress_bar(progress, "search", steps, text, shown) as show,
+        progress_bar(progress, "search", steps, text, _SHOWN) as show,
         held_interrupts() as interrupted,
     ):
         while done < steps:
@@ -379,7 +393,7 @@ def _drive(setup, carry, data, steps, saver, progress, callback, chunk) -> Searc
                 saver.save(done, kept, last=bool(trouble) or done == steps)
             if trouble:
                 _raise(trouble, carry)
-            show(done, lambda: {k: float(np.asarray(carry.history[k])[done - 1]) for k in shown})  # noqa: B023
+            show(done, lambda: {k: float(x) for k, x in carry.last.items()})  # noqa: B023
             if interrupted():
                 stopped = f"interrupted after step {done}"
             elif callback is not None and callback(_result(carry, "")):
@@ -429,7 +443,8 @@ def _resumed(saver: Saver, carry: _Carry, steps: int) -> _Carry:
         return np.concatenate([x, np.zeros((steps - done, *x.shape[1:]), x.dtype)])
 
     history = jax.tree.map(filled, carry.history, rows)
-    return _Carry(*jax.device_put((state, history)), carry.trouble)
+    state, history = jax.device_put((state, history))
+    return carry._replace(state=state, history=history)
 
 
 # ----------------------------------------------------------------------------- validation

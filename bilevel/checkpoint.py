@@ -221,5 +221,5 @@ def _matched(directory: str | pathlib.Path, saved: np.ndarray, like: Any) -> Any
             f"{saved.dtype}{list(saved.shape)}."
         )
     if _is_key(like):
-        return jax.random.wrap_key_data(saved, impl=jax.random.key_impl(like))
+        return jax.random.wrap_key_data(jax.device_put(saved), impl=jax.random.key_impl(like))
     return saved

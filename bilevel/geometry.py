@@ -286,7 +286,33 @@ def check_box(alpha: jax.Array) -> None:
 # ----------------------------------------------------------------------------- misuse
 
 
+MISPLACED = (
+    "optimizer: expected {}() as the last transformation, since it takes alpha onto its set, got "
+    "another one after it that moves alpha on."
+)
+_ASCENDING = (
+    "optimizer: expected {}() with an optimizer that goes against the gradient, such as "
+    "optax.sgd(learning_rate), got one that follows it."
+)
+
 _NAMES = {_Exponentiated: "exponentiate", _Projected: "project", SoftmaxState: "softmax"}
+
+
+def check_last(state: optax.OptState, alpha: Pytree) -> Pytree:
+    """``alpha``, refused if a geometry in ``state`` was not the last to move it.
+
+    By an error, or where it is traced, and only the device will know, by NaN.
+    """
+    return _refused(MISPLACED, names(state), moved_on(state, alpha), alpha)
+
+
+def check_descends(
+    optimizer: optax.GradientTransformation, state: optax.OptState, alpha: Pytree
+) -> Pytree:
+    """``alpha``, refused likewise if ``optimizer`` has a geometry and follows the gradient."""
+    if not (found := names(state)):
+        return alpha
+    return _refused(_ASCENDING, found, _compiled_ascends(optimizer, alpha), alpha)
 
 
 def geometries(state: optax.OptState) -> list:
@@ -329,6 +355,18 @@ def ascends(optimizer: optax.GradientTransformation, alpha: Pytree) -> list[jax.
         _any_leaf(_along, optax.tree.sub(with_it, against), slope)
         for with_it, against in zip(after(1), after(-1), strict=True)
     ]
+
+
+_compiled_ascends = jax.jit(ascends, static_argnums=0)
+
+
+def _refused(sentence: str, names: list[str], wrong: list[jax.Array], alpha: Pytree) -> Pytree:
+    for name, bad in zip(names, wrong, strict=True):
+        if isinstance(bad, jax.core.Tracer):
+            alpha = jax.tree.map(lambda a, bad=bad: jnp.where(bad, jnp.nan, a), alpha)
+        elif bad:
+            raise ValueError(sentence.format(name))
+    return alpha
 
 
 def _slope(alpha: jax.Array) -> jax.Array:

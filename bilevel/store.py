@@ -52,7 +52,7 @@ def write(path: str | os.PathLike, arrays: Mapping[str, np.ndarray], notes: Any 
     stored["notes"] = np.array(json.dumps({"notes": notes, "dtypes": foreign}))
     try:
         with part.open("w+b") as file:
-            np.savez(file, allow_pickle=False, **stored)  # type: ignore[arg-type]
+            np.savez(file, allow_pickle=False, **stored)
             file.write(_digest(file, file.seek(0, os.SEEK_END)))
             file.flush()
             os.fsync(file.fileno())

@@ -1,7 +1,6 @@
 """Checkpoints: no damage, full disk, second writer or other search passes unnoticed."""
 
 import contextlib
-import resource
 import shutil
 
 import jax
@@ -9,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers import no_room
 from test_search import (
     MOMENTUM,
     PROBLEM,
@@ -111,17 +111,6 @@ def test_what_an_earlier_version_wrote_is_refused(tmp_path):
 
 
 # ----------------------------------------------------------------------------- the disk
-
-
-@contextlib.contextmanager
-def no_room(limit):
-    """Files longer than ``limit`` bytes cannot be written: the system refuses."""
-    usual = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, usual[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, usual)
 
 
 @pytest.mark.parametrize("limit", [0, 700])

@@ -203,6 +203,80 @@ def test_diagnostics_enter_the_history():
     assert np.isfinite(history["error_estimate"]).all()
 
 
+@pytest.mark.parametrize("names", [("value",), ("lower", "alpha"), ()])
+def test_a_thinned_history_is_part_of_the_whole_one(names, tmp_path):
+    """On the host, under jit and vmap, and stopped and resumed."""
+    whole, thin = noisy(steps=6), functools.partial(noisy, steps=6, history=names)
+    found = thin(progress=True)
+    assert set(found.history) == set(names)
+    expected = dataclasses.replace(whole, history={name: whole.history[name] for name in names})
+    assert_identical(found, expected)
+    thin(checkpoint=tmp_path, chunk=2, callback=lambda result: result.state.step == 2)
+    assert bilevel.checkpoint.latest(tmp_path) == 2
+    assert_identical(thin(checkpoint=tmp_path, resume=True), expected)
+    with pytest.raises(ValueError, match=r"another history \(history was '.*', is 'all'\)"):
+        noisy(steps=6, checkpoint=tmp_path, resume=True)
+
+    @jax.jit
+    @jax.vmap
+    def traced(alpha):
+        args = (PROBLEM, MOMENTUM, SIMPLEX, alpha, W0, TRAIN, VALID)
+        return bilevel.search(
+            *args, steps=6, batches=rows, key=jax.random.key(7), history=names
+        ).history
+
+    for name, x in traced(UNIFORM[None]).items():
+        np.testing.assert_allclose(x[0], whole.history[name], rtol=1e-3)
+
+
+def weighted_mean(size, dtype=jnp.float32):
+    """``alpha`` weights ``size`` samples of one number; the arguments of a search."""
+    problem = bilevel.Problem(
+        lambda w, alpha, batch: 0.5 * jnp.mean(alpha * (w - batch) ** 2),
+        lambda w, alpha, batch: jnp.mean((w - batch) ** 2),
+    )
+    x = jnp.linspace(0, 1, size, dtype=dtype)
+    solver = bilevel.unrolled(optax.sgd(0.5), 1)
+    return problem, solver, optax.sgd(0.1), jnp.ones(size, dtype), jnp.zeros((), dtype), x, x
+
+
+def test_memory_without_alphas_history_does_not_grow_with_steps_times_its_size():
+    """Truth: XLA's own account of what the compiled search holds."""
+    size = 5000
+
+    def bytes_held(steps, **options):
+        problem, solver, optimizer, alpha, *rest = weighted_mean(size)
+
+        def run(alpha):
+            return bilevel.search(problem, solver, optimizer, alpha, *rest, steps=steps, **options)
+
+        memory = jax.jit(run).lower(alpha).compile().memory_analysis()
+        return memory.temp_size_in_bytes + memory.output_size_in_bytes
+
+    names = ("value", "lower", "grad_norm")
+    grown = bytes_held(1000, history=names) - bytes_held(10, history=names)
+    assert grown < 4 * 990 * 8 * len(names)
+    assert bytes_held(1000) - bytes_held(10) > 990 * 4 * size  # what it is that is left out
+
+
+def test_a_large_alphas_history_has_to_be_asked_for():
+    small, large = weighted_mean(16_384), weighted_mean(16_385)
+    run = functools.partial(bilevel.search, steps=2, progress=False)
+    assert run(*small).history["alpha"].shape == (2, 16_384)
+    with pytest.warns(UserWarning, match=r"history: alpha's would take .* MiB and is left out"):
+        assert set(run(*large).history) == {"value", "lower", "grad_norm"}
+    assert run(*large, history=["alpha"]).history["alpha"].shape == (2, 16_385)
+
+
+def test_names_that_history_does_not_know_are_refused():
+    for names, words in [
+        (("loss",), "history: expected names among alpha, grad_norm, lower, value, got 'loss'"),
+        ("value", "history: expected a sequence of names, got the string 'value'"),
+    ]:
+        with pytest.raises(ValueError, match=words):
+            run(steps=2, history=names)
+
+
 def test_inputs_survive_the_search():
     alpha, w = jnp.array(UNIFORM), jnp.ones(2)
     bilevel.search(PROBLEM, MOMENTUM, SIMPLEX, alpha, w, TRAIN, VALID, steps=2, progress=False)

@@ -1,30 +1,41 @@
-"""Save and restore a pytree of arrays, atomically, through orbax.
+"""Save and restore a pytree of arrays, whole or not at all, with a checksum of every byte.
 
-A checkpoint directory holds numbered steps. Orbax writes each under a temporary name and renames it
-when complete, so a process killed at any moment leaves the previous step intact.
+A checkpoint directory holds numbered steps, each a record of :mod:`bilevel.store`: the newest, and
+one to fall back on should the newest be damaged.
 """
 
 import pathlib
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import jax
 import numpy as np
 
+from bilevel import store
+from bilevel._fingerprint import difference
 from bilevel.protocols import Pytree
 
 _KEEP = 2  # steps kept: the newest, and one to fall back on
 
 
-def save(directory: str | pathlib.Path, step: int, tree: Pytree, label: int = 0) -> None:
-    """Write ``tree`` as step ``step`` of ``directory``; a step already there is left as it is.
+def save(directory: str | pathlib.Path, step: int, tree: Pytree, label: Any = 0) -> None:
+    """Write ``tree`` as step ``step`` of ``directory``, its newest: later steps are removed.
 
     Parameters
     ----------
     directory : path, made if needed.
     step : int, at least 0.
-    tree : pytree of arrays (PRNG keys as their data).
-    label : int
+    tree : pytree of arrays
+    label : int, or dict of str
         A fingerprint of what the tree belongs to, asked for again by :func:`restore`.
+
+    Raises
+    ------
+    OSError
+        If it cannot be written; the steps before it stay.
 
     Examples
     --------
@@ -34,63 +45,181 @@ def save(directory: str | pathlib.Path, step: int, tree: Pytree, label: int = 0)
     ...     latest(folder), restore(folder, {"w": np.zeros(2)})
     (3, {'w': array([1., 1.])})
     """
-    leaves = {str(i): np.asarray(x) for i, x in enumerate(jax.tree.leaves(tree))}
-    with _manager(directory, create=True) as manager:
-        args = _orbax().args.StandardSave({"leaves": leaves, "label": np.asarray(label)})
-        if step not in manager.all_steps():
-            manager.save(step, args=args, force=True)
+    directory = pathlib.Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    arrays = {str(i): _raw(x) for i, x in enumerate(jax.tree.leaves(tree))}
+    store.write(_file(directory, step), arrays, {"step": step, "label": label})
+    found = steps(directory)
+    kept = [k for k in found if k <= step][:_KEEP]
+    for other in set(found) - set(kept):
+        _file(directory, other).unlink(missing_ok=True)
+
+
+def steps(directory: str | pathlib.Path) -> list[int]:
+    """The steps in ``directory``, damaged ones included, the newest first."""
+    found = list(pathlib.Path(directory).glob("[0-9]*"))
+    if any(path.is_dir() and path.name.isdecimal() for path in found):
+        raise ValueError(
+            f"checkpoint: expected steps as this version writes them in {directory}, got some of "
+            "an earlier version; remove the directory to start anew."
+        )
+    names = [path.stem for path in found if path.suffix == ".npz"]
+    return sorted((int(name) for name in names if name.isdecimal()), reverse=True)
 
 
 def latest(directory: str | pathlib.Path) -> int | None:
-    """The newest complete step in ``directory``; None where there is none."""
-    if not pathlib.Path(directory).is_dir():
-        return None
-    with _manager(directory) as manager:
-        return manager.latest_step()
+    """The newest undamaged step in ``directory``; None where there is none at all.
+
+    A damaged step is passed over with a warning.
+
+    Raises
+    ------
+    DamagedError
+        If all of them are damaged.
+    """
+    found = steps(directory)
+    for step in found:
+        if store.intact(_file(directory, step)):
+            return step
+        warnings.warn(
+            f"checkpoint: step {step} in {directory} is damaged and passed over.", stacklevel=2
+        )
+    if found:
+        raise store.DamagedError(
+            f"checkpoint: expected an undamaged step in {directory}, got damaged ones only; remove "
+            "the directory to start anew."
+        )
+    return None
 
 
-def restore(directory: str | pathlib.Path, like: Pytree, label: int = 0) -> Pytree:
-    """The newest step's arrays, in the structure of ``like``.
+def restore(directory: str | pathlib.Path, like: Pytree, label: Any = 0) -> Pytree:
+    """The newest undamaged step's arrays, in the structure of ``like``.
 
     Raises
     ------
     FileNotFoundError
         If ``directory`` holds no checkpoint.
+    DamagedError
+        If all it holds are damaged.
     ValueError
-        If the checkpoint carries another label, or another number of arrays than ``like``.
+        If the checkpoint carries another label, or other shapes or dtypes than ``like``.
     """
     step = latest(directory)
     if step is None:
         raise FileNotFoundError(f"checkpoint: expected a saved step in {directory}, found none.")
-    with _manager(directory) as manager:
-        saved = manager.restore(step, args=_orbax().args.StandardRestore())
-    if int(saved["label"]) != label:
-        raise ValueError(
-            f"checkpoint: expected one of this very search in {directory}, got one made from other "
-            "arguments (key, starting point or data)."
+    _check(directory, step, label)
+    return _restored(directory, step, like)
+
+
+def _check(directory: str | pathlib.Path, step: int, label: Any) -> None:
+    """Raise unless the step is what its name says, and ``label`` the one it was saved with."""
+    notes = store.read_notes(_file(directory, step))
+    if notes["step"] != step:
+        raise store.DamagedError(
+            f"checkpoint: expected step {step} in {_file(directory, step)}, got {notes['step']}."
         )
-    leaves = [saved["leaves"][k] for k in sorted(saved["leaves"], key=int)]
+    if notes["label"] != label:
+        known = isinstance(label, Mapping) and isinstance(notes["label"], Mapping)
+        other = difference(notes["label"], label) if known else "another label"
+        raise ValueError(
+            f"checkpoint: expected one of this very search in {directory}, got one of {other}."
+        )
+
+
+def _restored(directory: str | pathlib.Path, step: int, like: Pytree) -> Pytree:
+    arrays, _ = store.read(_file(directory, step))
     wanted, structure = jax.tree.flatten(like)
-    if len(leaves) != len(wanted):
+    if len(arrays) != len(wanted):
         raise ValueError(
-            f"checkpoint: expected {len(wanted)} arrays in {directory}, got {len(leaves)}."
+            f"checkpoint: expected {len(wanted)} arrays in {directory}, got {len(arrays)}."
         )
+    leaves = [_matched(directory, arrays[str(i)], x) for i, x in enumerate(wanted)]
     return jax.tree.unflatten(structure, leaves)
 
 
-def _orbax() -> Any:
-    # Importing orbax takes over a second: only those who checkpoint wait for it.
-    import orbax.checkpoint
+class Saver:
+    """What :func:`saving` gives: ``step`` to go on from, or None, and how to read and write."""
 
-    return orbax.checkpoint
+    def __init__(self, directory: pathlib.Path | None, label: Any, seconds: float):
+        self.directory, self.label, self._seconds = directory, label, seconds
+        self.step = None if directory is None else latest(directory)
+        if directory is not None and self.step is not None:
+            _check(directory, self.step, label)
+        self._saved_at, self._interval = -np.inf, seconds
+
+    def restore(self, like: Pytree) -> Pytree:
+        """The arrays of ``step``, in the structure of ``like``."""
+        assert self.directory is not None and self.step is not None
+        return _restored(self.directory, self.step, like)
+
+    def save(self, step: int, tree: Callable[[], Pytree], *, last: bool = False) -> None:
+        """``tree()`` as step ``step``, if it is the ``last`` or the time for it has come.
+
+        A full disk costs the checkpoint, with a warning, and not the run.
+        """
+        now = time.perf_counter()
+        if self.directory is None or not (last or now - self._saved_at > self._interval):
+            return
+        with store.losing_only_the_record(f"checkpoint: a step in {self.directory}"):
+            save(self.directory, step, tree(), self.label)
+        self._saved_at = time.perf_counter()
+        self._interval = max(self._seconds, 20 * (self._saved_at - now))
 
 
-def _manager(directory: str | pathlib.Path, create: bool = False):
-    ocp = _orbax()
-    options = ocp.CheckpointManagerOptions(
-        max_to_keep=_KEEP, create=create, enable_async_checkpointing=False
-    )
-    path = pathlib.Path(directory).absolute()
-    return ocp.CheckpointManager(
-        path, options=options, item_handlers=ocp.StandardCheckpointHandler()
-    )
+@contextmanager
+def saving(
+    directory: str | pathlib.Path | None, label: Any = 0, *, resume: bool = True, seconds: float
+) -> Iterator[Saver]:
+    """Checkpoint a run in ``directory``, as the one process that does; None: not at all.
+
+    Parameters
+    ----------
+    directory, label
+        As in :func:`save`.
+    resume : bool
+        Whether steps may be there already.
+    seconds : float
+        Between two checkpoints; longer where one takes long.
+
+    Raises
+    ------
+    ValueError
+        If another process has the directory, it cannot be written, or holds what it should not.
+    """
+    if directory is None:
+        yield Saver(None, label, seconds)
+        return
+    directory = pathlib.Path(directory)
+    with store.locked(directory, "checkpoint"):
+        if not resume and (found := steps(directory)):
+            raise ValueError(
+                f"checkpoint: expected an empty directory or resume=True, got {directory} with "
+                f"step {found[0]} in it."
+            )
+        yield Saver(directory, label, seconds)
+
+
+def _file(directory: str | pathlib.Path, step: int) -> pathlib.Path:
+    return pathlib.Path(directory) / f"{step}.npz"
+
+
+def _is_key(x: Any) -> bool:
+    return isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def _raw(x: Any) -> np.ndarray:
+    return np.asarray(jax.random.key_data(x) if _is_key(x) else x)
+
+
+def _matched(directory: str | pathlib.Path, saved: np.ndarray, like: Any) -> Any:
+    """``saved``, checked to be an array like ``like``."""
+    expected = jax.eval_shape(jax.random.key_data, like) if _is_key(like) else like
+    shape, dtype = np.shape(expected), np.dtype(getattr(expected, "dtype", type(expected)))
+    if (saved.shape, saved.dtype) != (shape, dtype):
+        raise ValueError(
+            f"checkpoint: expected an array of {dtype}{list(shape)} in {directory}, got "
+            f"{saved.dtype}{list(saved.shape)}."
+        )
+    if _is_key(like):
+        return jax.random.wrap_key_data(jax.device_put(saved), impl=jax.random.key_impl(like))
+    return saved

@@ -4,6 +4,9 @@ A simplex is the last axis of a leaf of ``alpha``: one per edge of a cell, one p
 transformation takes the gradient (or the update an optimizer made of it) in ``alpha`` and returns
 an update that ends exactly on the set. ``optax.partition`` mixes geometries across leaves.
 
+A geometry comes last in a chain, and after an optimizer that descends. Its state holds the point
+that it moved to, so that :func:`bilevel.descent` sees whether anything came after it.
+
 ==================  =======================================  =======================================
 transformation      new alpha                                used by
 ==================  =======================================  =======================================
@@ -13,6 +16,7 @@ transformation      new alpha                                used by
 ==================  =======================================  =======================================
 """
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -70,15 +74,15 @@ def exponentiate() -> optax.GradientTransformation:
 
     def move(alpha, update):
         support = alpha > 0
-        update = _finite(update)
+        update = _wide(_finite(update))
         # Shifting by the largest exponent in the support makes exp safe for updates of any size.
         shift = jnp.max(jnp.where(support, update, -jnp.inf), axis=-1, keepdims=True)
         weights = jnp.where(support, alpha * jnp.exp(jnp.where(support, update - shift, 0)), 0)
         # alpha may be tiny exactly where the exponent is largest: scale up before summing.
         weights = weights / jnp.max(weights, axis=-1, keepdims=True)
-        return weights / jnp.sum(weights, axis=-1, keepdims=True)
+        return (weights / jnp.sum(weights, axis=-1, keepdims=True)).astype(alpha.dtype)
 
-    return _landing_on(move, check_simplex)
+    return _landing_on(_Exponentiated, move, check_simplex)
 
 
 def project(
@@ -106,18 +110,18 @@ def project(
     Array([0.4, 0.6], dtype=float...)
     """
     if onto == "simplex":
-        return _landing_on(lambda a, u: project_simplex(a + u), check_simplex)
+        return _landing_on(_Projected, lambda a, u: project_simplex(a + u), check_simplex)
     if onto == "box":
-        return _landing_on(lambda a, u: jnp.clip(a + u, 0, 1), check_box)
+        return _landing_on(_Projected, lambda a, u: jnp.clip(a + u, 0, 1), check_box)
     if not callable(onto):
         raise ValueError(f'onto: expected "simplex", "box" or a callable, got {onto!r}.')
 
     def update(updates, state, params=None):
         _require_params(params)
-        target = onto(optax.apply_updates(params, updates))
-        return optax.tree.sub(target, params), state
+        updates = optax.tree.sub(onto(optax.apply_updates(params, updates)), params)
+        return updates, _Projected(optax.apply_updates(params, updates))
 
-    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+    return optax.GradientTransformation(lambda a: _Projected(jax.tree.map(jnp.copy, a)), update)
 
 
 def project_simplex(point: jax.Array) -> jax.Array:
@@ -130,11 +134,23 @@ def project_simplex(point: jax.Array) -> jax.Array:
     """
     # Entries more than 1 under the largest project to 0, so clipping them changes nothing, and
     # keeps the sums below exact for points of any size.
-    point = _finite(point)
-    point = jnp.maximum(point - jnp.max(point, axis=-1, keepdims=True), -1)
-    flat = point.reshape(-1, point.shape[-1])
+    wide = _wide(_finite(point))
+    wide = jnp.maximum(wide - jnp.max(wide, axis=-1, keepdims=True), -1)
+    flat = wide.reshape(-1, point.shape[-1])
     projected = jax.vmap(optax.projections.projection_simplex)(flat).reshape(point.shape)
-    return projected / jnp.sum(projected, axis=-1, keepdims=True)
+    return (projected / jnp.sum(projected, axis=-1, keepdims=True)).astype(point.dtype)
+
+
+class _Exponentiated(NamedTuple):
+    """State of :func:`exponentiate`."""
+
+    point: Pytree  # like alpha: where it moved to
+
+
+class _Projected(NamedTuple):
+    """State of :func:`project`."""
+
+    point: Pytree  # like alpha: where it moved to
 
 
 class SoftmaxState(NamedTuple):
@@ -142,6 +158,7 @@ class SoftmaxState(NamedTuple):
 
     logits: Pytree  # like alpha
     optimizer: optax.OptState  # of the logits
+    point: Pytree  # like alpha: where it moved to
 
 
 def softmax(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
@@ -175,21 +192,21 @@ def softmax(optimizer: optax.GradientTransformation) -> optax.GradientTransforma
         logits = jax.tree.map(lambda a: jnp.log(jnp.maximum(a, jnp.finfo(a.dtype).tiny)), alpha)
         # Zero logits for a uniform start, as in DARTS: softmax does not see the shift.
         logits = jax.tree.map(lambda z: z - jnp.max(z, axis=-1, keepdims=True), logits)
-        return SoftmaxState(logits, inner.init(logits))
+        return SoftmaxState(logits, inner.init(logits), jax.tree.map(jnp.copy, alpha))
 
     def update(updates, state, params=None, **extra):
-        _require_params(params)
+        _require_params(params, check_simplex)
 
         def pull_back(logits, g):
-            alpha = jax.nn.softmax(logits)
+            alpha = _softmax(logits)
             g = _finite(g)  # so that the difference below cannot overflow
             return alpha * (g - jnp.sum(alpha * g, axis=-1, keepdims=True))
 
         slopes = jax.tree.map(pull_back, state.logits, updates)
         step, inner_state = inner.update(slopes, state.optimizer, state.logits, **extra)
         logits = jax.tree.map(_finite, optax.apply_updates(state.logits, step))
-        alpha = jax.tree.map(jax.nn.softmax, logits)
-        return optax.tree.sub(alpha, params), SoftmaxState(logits, inner_state)
+        updates = optax.tree.sub(jax.tree.map(_softmax, logits), params)
+        return updates, SoftmaxState(logits, inner_state, optax.apply_updates(params, updates))
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -204,24 +221,38 @@ def _finite(x: jax.Array) -> jax.Array:
     return jnp.clip(x, -limit, limit)
 
 
-def _landing_on(move: Callable, check: Callable) -> optax.GradientTransformation:
-    """A stateless transformation whose update takes every leaf from alpha to ``move(alpha, u)``."""
+def _wide(x: jax.Array) -> jax.Array:
+    """In float32 at least: sums over many entries in half precision are no sums."""
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+def _softmax(logits: jax.Array) -> jax.Array:
+    return jax.nn.softmax(_wide(logits)).astype(logits.dtype)
+
+
+def _landing_on(kind: type, move: Callable, check: Callable) -> optax.GradientTransformation:
+    """A transformation whose update takes every leaf from alpha to ``move(alpha, u)``."""
 
     def init(params):
         jax.tree.map(check, params)
-        return optax.EmptyState()
+        return kind(jax.tree.map(jnp.copy, params))
 
     def update(updates, state, params=None):
-        _require_params(params)
+        _require_params(params, check)
         # Rounding is monotone, so a + (b - a) is never negative for a, b >= 0.
-        return jax.tree.map(lambda a, u: move(a, u) - a, params, updates), state
+        updates = jax.tree.map(lambda a, u: move(a, u) - a, params, updates)
+        return updates, kind(optax.apply_updates(params, updates))
 
     return optax.GradientTransformation(init, update)
 
 
-def _require_params(params) -> None:
+def _require_params(params, check: Callable = lambda alpha: None) -> None:
     if params is None:
         raise ValueError("params: expected alpha as the third argument of update, got None.")
+    try:
+        jax.tree.map(check, params)
+    except ValueError as error:
+        raise ValueError(f"{error} A geometry has to be the last of its chain.") from None
 
 
 def check_simplex(alpha: jax.Array) -> None:
@@ -231,9 +262,9 @@ def check_simplex(alpha: jax.Array) -> None:
     if isinstance(alpha, jax.core.Tracer):
         return
     values = np.asarray(alpha, dtype=np.float64)
-    # A user's own decimals, such as 0.33, 0.33, 0.34, or one float32 rounding per entry, pass.
+    # A user's own decimals, such as 0.33, 0.33, 0.34, or a few roundings of a sum of 1, pass.
     off = np.abs(values.sum(-1) - 1).max()
-    if not (off <= 1e-4 and values.min() >= 0):
+    if not (off <= max(1e-4, 4 * jnp.finfo(alpha.dtype).eps) and values.min() >= 0):
         raise ValueError(
             "alpha: expected points of the simplex on the last axis (nonnegative, sum 1), "
             f"got sums off by up to {off:.3g} and a smallest entry of {values.min():.3g}."
@@ -250,3 +281,117 @@ def check_box(alpha: jax.Array) -> None:
             "alpha: expected entries in the box [0, 1], "
             f"got entries from {values.min():.3g} to {values.max():.3g}."
         )
+
+
+# ----------------------------------------------------------------------------- misuse
+
+
+MISPLACED = (
+    "optimizer: expected {}() as the last transformation, since it takes alpha onto its set, got "
+    "another one after it that moves alpha on."
+)
+_ASCENDING = (
+    "optimizer: expected {}() with an optimizer that goes against the gradient, such as "
+    "optax.sgd(learning_rate), got one that follows it."
+)
+
+_NAMES = {_Exponentiated: "exponentiate", _Projected: "project", SoftmaxState: "softmax"}
+
+
+def check_last(state: optax.OptState, alpha: Pytree) -> Pytree:
+    """``alpha``, refused if a geometry in ``state`` was not the last to move it.
+
+    By an error, or where it is traced, and only the device will know, by NaN.
+    """
+    return _refused(MISPLACED, names(state), moved_on(state, alpha), alpha)
+
+
+def check_descends(
+    optimizer: optax.GradientTransformation, state: optax.OptState, alpha: Pytree
+) -> Pytree:
+    """``alpha``, refused likewise if ``optimizer`` has a geometry and follows the gradient."""
+    if not (found := names(state)):
+        return alpha
+    return _refused(_ASCENDING, found, _compiled_ascends(optimizer, alpha), alpha)
+
+
+def geometries(state: optax.OptState) -> list:
+    """The states of the geometries in an optimizer's state."""
+    known = tuple(_NAMES)
+    leaves = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, known))
+    return [x for x in leaves if isinstance(x, known)]
+
+
+def names(state: optax.OptState) -> list[str]:
+    """What the user calls them."""
+    return [_NAMES[type(geometry)] for geometry in geometries(state)]
+
+
+def moved_on(state: optax.OptState, alpha: Pytree) -> list[jax.Array]:
+    """Of each geometry, whether ``alpha`` is elsewhere than where that moved it: a bool [].
+
+    So it is where another transformation came after it. NaN counts as no move.
+    """
+    return [_any_leaf(_apart, geometry.point, alpha) for geometry in geometries(state)]
+
+
+def ascends(optimizer: optax.GradientTransformation, alpha: Pytree) -> list[jax.Array]:
+    """Of each geometry, whether a first step follows the gradient instead of going against it.
+
+    Asked of two made-up gradients, g and -g, at the middle of the set: whether the difference of
+    the steps points along g. That leaves out what does not depend on the gradient, weight decay
+    and noise, and a step of size 0 proves nothing.
+    """
+    # In float32 at least: a small step is lost in half precision.
+    start = jax.tree.map(lambda a: _wide(jnp.full(a.shape, 1, a.dtype)) / _size(a), alpha)
+    slope = jax.tree.map(_slope, start)
+
+    def after(sign):
+        state = optimizer.init(start)
+        _, state = optimizer.update(jax.tree.map(lambda g: sign * g, slope), state, start)
+        return [geometry.point for geometry in geometries(state)]
+
+    return [
+        _any_leaf(_along, optax.tree.sub(with_it, against), slope)
+        for with_it, against in zip(after(1), after(-1), strict=True)
+    ]
+
+
+_compiled_ascends = jax.jit(ascends, static_argnums=0)
+
+
+def _refused(sentence: str, names: list[str], wrong: list[jax.Array], alpha: Pytree) -> Pytree:
+    for name, bad in zip(names, wrong, strict=True):
+        if isinstance(bad, jax.core.Tracer):
+            alpha = jax.tree.map(lambda a, bad=bad: jnp.where(bad, jnp.nan, a), alpha)
+        elif bad:
+            raise ValueError(sentence.format(name))
+    return alpha
+
+
+def _slope(alpha: jax.Array) -> jax.Array:
+    """From -1 to 1 along the last axis."""
+    return jnp.broadcast_to(jnp.linspace(-1, 1, _size(alpha), dtype=alpha.dtype), alpha.shape)
+
+
+def _size(alpha: jax.Array) -> int:
+    """Of the last axis."""
+    return alpha.shape[-1] if alpha.ndim else 1
+
+
+def _apart(point: jax.Array, alpha: jax.Array) -> jax.Array:
+    # A compiler may leave roundings of the same sum out; none of them makes it negative.
+    slack = 2 * jnp.finfo(point.dtype).eps * jnp.maximum(1, jnp.abs(point))
+    moved = ~(jnp.abs(alpha - point) <= slack) | ((alpha < 0) & (point >= 0))
+    return jnp.isfinite(point) & moved
+
+
+def _along(step: jax.Array, slope: jax.Array) -> jax.Array:
+    return jnp.vdot(step, slope) > 16 * jnp.finfo(step.dtype).eps * step.size
+
+
+def _any_leaf(test: Callable, some: Pytree, all_: Pytree) -> jax.Array:
+    """Whether ``test`` holds of any leaf of ``some``, a tree with some of the leaves of another."""
+    leaves = dict(jax.tree_util.tree_leaves_with_path(all_))
+    found = [test(x, leaves[k]).any() for k, x in jax.tree_util.tree_leaves_with_path(some)]
+    return functools.reduce(jnp.logical_or, found, jnp.zeros((), bool))

@@ -1,4 +1,7 @@
-"""Shared by the tests: tolerances by precision, and derivatives by finite differences."""
+"""Shared by the tests: tolerances by precision, derivatives by finite differences, a full disk."""
+
+import contextlib
+import resource
 
 import jax
 import jax.numpy as jnp
@@ -59,3 +62,14 @@ def lower_hessian(lower, w, alpha, batch):
 
 def cast(tree, dtype):
     return jax.tree.map(lambda x: jnp.asarray(x, dtype), tree)
+
+
+@contextlib.contextmanager
+def no_room(limit):
+    """Files longer than ``limit`` bytes cannot be written: the system refuses."""
+    usual = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, usual[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, usual)

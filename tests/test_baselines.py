@@ -7,10 +7,13 @@ as the resource grows, so that the right answer is known and a solve takes no ti
 import functools
 import json
 import math
+import re
+import warnings
 
 import jax
 import numpy as np
 import pytest
+from helpers import no_room
 
 import bilevel
 from bilevel import baselines
@@ -403,13 +406,12 @@ class Killed(Exception):
 
 def dying(selection, after, exception=Killed):
     """The same problem, which raises at solve number ``after``, counting from 0."""
-    left = [after]
+    lives = iter(range(after))  # an iterator: what is left of it is no part of the problem
 
     def mortal(function):
         def solve(*args):
-            if left[0] == 0:
+            if next(lives, None) is None:
                 raise exception
-            left[0] -= 1
             return function(*args)
 
         return solve
@@ -515,6 +517,72 @@ def test_an_existing_journal_is_not_overwritten_nor_a_missing_one_resumed(tmp_pa
         assert path.read_text() == text  # whatever it is, it is not ours to cut
 
 
+def test_a_flipped_bit_in_a_journal_is_solved_again_or_refused(tmp_path):
+    """In any byte of any line: the same trace, or a sentence; never another trace."""
+    run = functools.partial(baselines.hyperband, KEY, np.linspace(0, 1, 6), budget=9)
+    path, random = tmp_path / "journal.jsonl", np.random.default_rng(0)
+    whole = run(problem=noisy_selection(), journal=path)._replace(seconds=None)
+    text, outcomes = path.read_bytes(), []
+    header = text.index(b"\n") + 1
+    for byte in (*random.integers(header, size=10), *random.integers(header, len(text), 30)):
+        flipped = bytearray(text)
+        flipped[byte] ^= 1 << random.integers(8)
+        path.write_bytes(flipped)
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            try:
+                trace = run(problem=noisy_selection(), journal=path, resume=True)
+            except ValueError as error:
+                assert byte < header and re.match(r"journal: .*damaged.*\.$", str(error))
+                assert path.read_bytes() == flipped
+                continue
+        assert_identical(whole, trace._replace(seconds=None))
+        outcomes += [str(w.message) for w in warned]
+    assert len(outcomes) > 20 and all("solved again" in words for words in outcomes)
+
+
+def test_the_journal_of_another_problem_is_refused(tmp_path):
+    def shifted_by(offset):
+        return lambda key, config, resource: config + offset
+
+    path = tmp_path / "journal.jsonl"
+    run = functools.partial(baselines.random_search, KEY, [1, 2], budget=1, journal=path)
+    run(problem=shifted_by(0.5))
+    run(problem=shifted_by(0.5), resume=True)
+    with pytest.raises(ValueError, match=r"^journal: .* \(offset was 0\.5, is 0\.25\) in .*\.$"):
+        run(problem=shifted_by(0.25), resume=True)
+
+
+def test_a_full_disk_costs_the_journals_lines_and_not_the_run(tmp_path):
+    path = tmp_path / "journal.jsonl"
+    run = functools.partial(baselines.hyperband, KEY, np.linspace(0, 1, 6), noisy_selection(), 9)
+    whole = run()._replace(seconds=None)
+    run(journal=path)
+    room = len(path.read_bytes()) // 2
+    path.unlink()
+    with (
+        no_room(room),
+        pytest.warns(UserWarning, match=r"journal: a line of .* could not be written"),
+    ):
+        trace = run(journal=path)
+    assert_identical(whole, trace._replace(seconds=None))
+    assert path.read_bytes().endswith(b"\n")  # no line was left half written
+    assert_identical(whole, run(journal=path, resume=True)._replace(seconds=None))
+
+
+def test_a_journal_that_another_run_writes_is_refused(tmp_path):
+    path = tmp_path / "journal.jsonl"
+
+    def second(key, config, res):
+        with pytest.raises(ValueError, match=r"^journal: .* which is in use\.$"):
+            baselines.random_search(KEY, [1, 2], second, 1, journal=path, resume=True)
+        return 0.5
+
+    baselines.random_search(KEY, [1, 2], second, 1, journal=path)
+    with pytest.raises(ValueError, match=r"^journal: expected a file to write in, got .*\.$"):
+        baselines.random_search(KEY, [1, 2], second, 1, journal=tmp_path, resume=True)
+
+
 # ------------------------------------------------------------------------------ the user
 
 
@@ -527,7 +595,7 @@ def test_ctrl_c_returns_the_trace_so_far(method, after, tmp_path):
     assert trace.stopped.startswith("interrupted after solve")
     assert len(trace.valid) == len(trace.test) == len(trace.errors) <= after
     assert trace.best == (trace.incumbent[-1] if len(trace.valid) else -1)
-    assert run(problem=noisy_selection()).stopped == ""
+    assert run(problem=dying(noisy_selection(), 100, KeyboardInterrupt)).stopped == ""
 
 
 def test_ctrl_c_in_the_oracle_loses_no_solve():

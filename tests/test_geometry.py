@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 
 import bilevel
+from bilevel import geometry
 from bilevel.geometry import project_simplex
 
 SIMPLEX = {
@@ -227,3 +228,172 @@ def test_an_unknown_set_is_refused():
 def test_update_without_alpha_is_refused():
     with pytest.raises(ValueError, match="params: expected alpha"):
         bilevel.exponentiate().update(jnp.ones(2), optax.EmptyState())
+
+
+# ----------------------------------------------------------------------------- misuse
+
+
+PARTS = {
+    "sgd": lambda: optax.sgd(0.3),
+    "momentum": lambda: optax.sgd(0.3, momentum=0.9, nesterov=True),
+    "adam": lambda: optax.adam(0.3),
+    "lion": lambda: optax.lion(0.3),
+    "clip": lambda: optax.clip(0.05),
+    "norm": lambda: optax.clip_by_global_norm(0.1),
+    "decay": lambda: optax.add_decayed_weights(0.1),
+    "noise": lambda: optax.add_noise(0.01, 0.5, 0),
+    "trace": lambda: optax.trace(0.9),
+    "scale": lambda: optax.scale(0.5),
+    "tangent": bilevel.tangent,
+}
+DESCENDING = ("sgd", "momentum", "adam", "lion")
+SETS = {
+    "exponentiate": bilevel.exponentiate,
+    "project": bilevel.project,
+    "box": lambda: bilevel.project("box"),
+    "ball": lambda: bilevel.project(lambda a: optax.projections.projection_l2_ball(a, 1.0)),
+    "softmax": lambda: bilevel.softmax(optax.sgd(0.3)),
+}
+
+
+def distance(name, alpha):
+    """Truth: by the definition of the set, in float64."""
+    alpha = np.asarray(alpha, np.float64)
+    if name == "ball":
+        return np.linalg.norm(alpha) - 1
+    negative = -alpha.min()
+    return max(negative, alpha.max() - 1 if name == "box" else np.abs(alpha.sum(-1) - 1).max())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
+def test_random_chains_stay_on_the_set_or_the_geometry_that_has_to_be_last_is_named(dtype):
+    """Chains in random order; and none that is right is refused."""
+    random, dtype = np.random.default_rng(0), jnp.zeros((), dtype).dtype
+    refused = 0
+    for _ in range(40):
+        name = random.choice(list(SETS))
+        before = list(random.choice(list(PARTS), random.integers(0, 3)))
+        after = list(random.choice(list(PARTS), random.integers(0, 2)))
+        chain = [*(PARTS[p]() for p in before), SETS[name](), *(PARTS[p]() for p in after)]
+        optimizer = optax.chain(*chain)
+        descends = sum(p in DESCENDING for p in before) + (name == "softmax")
+        alpha = jnp.asarray(random.dirichlet(np.ones(5) / 2, 2), dtype)
+        alpha = alpha / 2 if name == "ball" else alpha
+        wrong = any(geometry.ascends(optimizer, alpha))
+        assert wrong == (descends % 2 == 0), before
+        state = optimizer.init(alpha)
+        for _ in range(0 if wrong else 3):
+            slope = jnp.asarray(random.normal(size=alpha.shape), dtype)
+            updates, state = optimizer.update(slope, state, alpha)
+            alpha = optax.apply_updates(alpha, updates)
+            assert alpha.dtype == dtype
+            wrong = any(geometry.moved_on(state, alpha))
+            if wrong:
+                assert after
+                break
+            # What comes after may move an entry by two roundings unseen.
+            roundings = 4 + 2 * alpha.shape[-1] * len(after)
+            assert distance(name, alpha) <= roundings * jnp.finfo(dtype).eps, (before, after)
+        assert geometry.names(state) == ["project" if name in ("box", "ball") else name]
+        refused += wrong
+    assert 10 < refused < 35
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_uniform_starts_of_half_precision_are_points_of_the_simplex(dtype):
+    """Rounded by their own dtype, they are accepted and stay there, with a thousand entries too."""
+    alpha = {n: jnp.full(n, 1 / n, dtype) for n in (10, 1000)}
+    slope = jax.tree.map(lambda a: jax.random.normal(jax.random.key(0), a.shape, dtype), alpha)
+    for make in (bilevel.exponentiate, bilevel.project):
+        optimizer = optax.chain(optax.sgd(0.1), make())
+        optimizer.init(alpha)  # would raise
+        moved = jax.jit(lambda o=optimizer: descend(o, alpha, [slope] * 3))()
+        for leaf in moved.values():
+            assert distance("simplex", leaf) <= 4 * jnp.finfo(dtype).eps
+
+
+def linear_search(optimizer, **options):
+    problem = bilevel.Problem(
+        lambda w, alpha, batch: jnp.sum((w - alpha) ** 2),
+        lambda w, alpha, batch: jnp.vdot(batch, alpha) + 0 * w.sum(),
+    )
+    solver = bilevel.implicit(bilevel.solved(lambda alpha, w, batch: alpha), bilevel.scale(1.0))
+    cost, alpha = jnp.array([3.0, 1.0, 2.0]), jnp.array([0.2, 0.3, 0.5])
+    args = (problem, solver, optimizer, options.pop("alpha", alpha), jnp.zeros(3), cost, cost)
+    return bilevel.search(*args, steps=3, **options)
+
+
+AFTER = {
+    "exponentiate": optax.chain(optax.sgd(1.0), bilevel.exponentiate(), optax.clip(0.1)),
+    "project": optax.chain(optax.sgd(1.0), bilevel.project(), optax.add_decayed_weights(0.1)),
+    "softmax": optax.chain(bilevel.softmax(optax.sgd(1.0)), optax.scale(-1.0)),
+}
+ALONE = {
+    "exponentiate": bilevel.exponentiate(),
+    "project": optax.chain(optax.clip(1.0), bilevel.project()),
+    "softmax": bilevel.softmax(optax.scale_by_adam()),
+}
+
+
+@pytest.mark.parametrize("name", AFTER)
+def test_what_moves_alpha_after_its_geometry_is_refused_at_the_first_update(name):
+    with pytest.raises(ValueError, match=rf"expected {name}\(\) as the last .* step 0\.") as caught:
+        linear_search(AFTER[name], progress=False)
+    np.testing.assert_array_equal(caught.value.result.alpha, jnp.array([0.2, 0.3, 0.5]))
+
+
+def test_it_is_refused_at_the_step_where_it_first_matters():
+    late = optax.sgd(optax.piecewise_constant_schedule(1e-3, {2: 1000}))
+    optimizer = optax.chain(late, bilevel.exponentiate(), optax.clip(0.1))
+    with pytest.raises(ValueError, match=r"exponentiate\(\) as the last") as caught:
+        linear_search(optimizer, progress=False)
+    assert caught.value.step == 2 and caught.value.result.history["value"].shape == (2,)
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_a_geometry_without_an_optimizer_that_descends_is_refused(name):
+    with pytest.raises(ValueError, match=rf"expected {name}\(\) with an optimizer that goes agai"):
+        linear_search(ALONE[name], progress=False)
+
+
+@pytest.mark.parametrize("optimizer", [AFTER["exponentiate"], ALONE["exponentiate"]])
+def test_under_jit_both_mistakes_stop_at_the_first_step(optimizer):
+    state = jax.jit(lambda alpha: linear_search(optimizer, alpha=alpha).state)(jnp.full(3, 1 / 3))
+    assert state.step == 0
+
+
+def test_descent_refuses_both_and_under_jit_says_nan():
+    for optimizers, words in ((AFTER, "as the last"), (ALONE, "goes against the gradient")):
+        optimizer = optimizers["exponentiate"]
+        problem = bilevel.Problem(lambda w, a, b: (w - 1) ** 2, lambda w, a, b: a[0] * w)
+        solver = bilevel.unrolled(0.1, 1)
+        init, step = bilevel.descent(problem, solver, optimizer)
+
+        def both(alpha, init=init, step=step):
+            return step(init(alpha, jnp.ones(())), (None, None))[0].alpha
+
+        assert jnp.isnan(jax.jit(both)(jnp.array([0.5, 0.5]))).all()
+        with pytest.raises(ValueError, match=words):
+            both(jnp.array([0.5, 0.5]))
+
+
+def test_a_geometry_in_an_eager_loop_of_optax_refuses_an_alpha_off_its_set():
+    optimizer = optax.chain(optax.sgd(1.0), bilevel.exponentiate(), optax.clip(0.1))
+    with pytest.raises(ValueError, match=r"sums off by .* has to be the last of its chain\."):
+        descend(optimizer, jnp.array([0.2, 0.3, 0.5]), [jnp.array([3.0, 1.0, 2.0])] * 2)
+
+
+def test_partitions_and_wrappers_keep_what_is_known_of_the_set():
+    parts = {
+        "right": optax.chain(optax.sgd(0.1), bilevel.exponentiate()),
+        "wrong": optax.chain(optax.sgd(0.1), bilevel.project("box"), optax.scale(3.0)),
+        "free": optax.sgd(0.1),
+    }
+    optimizer = optax.MultiSteps(optax.partition(parts, {k: k for k in parts}), 2)
+    alpha = {k: jnp.array([0.5, 0.5]) for k in parts}
+    state = optimizer.init(alpha)
+    for expected in (False, True):  # of two steps the first one only collects
+        updates, state = optimizer.update(jax.tree.map(jnp.ones_like, alpha), state, alpha)
+        alpha = optax.apply_updates(alpha, updates)
+        found = dict(zip(geometry.names(state), geometry.moved_on(state, alpha), strict=True))
+        assert found == {"exponentiate": False, "project": expected}

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import no_room
 
 import ntk
 from bilevel.spaces.nasbench201 import encode, genotypes, nasbench201_networks, scoring
@@ -71,6 +72,26 @@ def test_more_genotypes_and_scores_are_added_to_a_file(tmp_path, monkeypatch):
     np.testing.assert_equal(scores(file=file), expected())
     monkeypatch.setattr(scoring, "_programs", lambda *_: {})  # nothing is left to compute
     np.testing.assert_equal(scores(CELLS[:4], file=file)["naswot"], expected()["naswot"][:4])
+
+
+def test_a_damaged_file_of_scores_is_refused_and_a_full_disk_costs_only_the_file(tmp_path):
+    file, random = tmp_path / "scores.npz", np.random.default_rng(0)
+    scores(**CHEAP, file=file)
+    whole = file.read_bytes()
+    for byte in random.integers(len(whole), size=10):
+        flipped = bytearray(whole)
+        flipped[byte] ^= 1 << random.integers(8)
+        file.write_bytes(flipped)
+        with pytest.raises(ValueError, match=r"file: expected .* damaged .* Remove it to score"):
+            scores(**CHEAP, file=file)
+    file.unlink()
+    with (
+        no_room(500),
+        pytest.warns(UserWarning, match="file: scores in .* could not be written"),
+    ):
+        found = scores(**CHEAP, file=file)
+    np.testing.assert_equal(found["l2_norm"], expected()["l2_norm"][:2])
+    assert not file.exists()
 
 
 def test_every_name_is_a_score():

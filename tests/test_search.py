@@ -1,5 +1,6 @@
 """Descent and search: the loop finds known optima, resumes exactly, and fails clearly."""
 
+import contextlib
 import dataclasses
 import functools
 import os
@@ -16,6 +17,7 @@ import optax
 import pytest
 
 import bilevel
+from bilevel import _search
 from ntk import _programs
 
 SIMPLEX = optax.chain(bilevel.tangent(), optax.adam(0.1), bilevel.exponentiate())
@@ -147,6 +149,41 @@ def test_a_second_search_compiles_nothing():
     assert len(_programs._programs) == compiled
 
 
+@contextlib.contextmanager
+def compilations():
+    """A list that grows by one with every program that is compiled."""
+    found = []
+
+    def note(event, duration, **_):
+        if event == "/jax/core/compile/backend_compile_duration":
+            found.append(duration)
+
+    jax.monitoring.register_event_duration_secs_listener(note)
+    try:
+        yield found
+    finally:
+        jax.monitoring.unregister_event_duration_listener(note)
+
+
+def test_callbacks_and_checkpoints_compile_nothing_after_the_first(tmp_path, monkeypatch):
+    """Nor do they keep arrays: the number that is alive is the same at every step."""
+    monkeypatch.setattr(_search, "_SAVE_SECONDS", 0.0)
+    counts, alive = [], []
+    with compilations() as compiled:
+
+        def callback(result):
+            assert len(result.history["value"]) == len(counts) + 1
+            counts.append(len(compiled))
+            alive.append(len(jax.live_arrays()))
+
+        noisy(steps=40, chunk=1, callback=callback, checkpoint=tmp_path, progress=True)
+        assert counts[0] > 0  # the listener works
+        # The second call's carry comes from the first one's program.
+        assert counts[1:] == [counts[1]] * 39 and alive[1:] == [alive[1]] * 39
+        noisy(steps=40, chunk=1, checkpoint=tmp_path, resume=True)
+        assert len(compiled) == counts[-1]
+
+
 def test_a_start_of_weak_dtype_compiles_once():
     assert UNIFORM.weak_type  # as jnp.full makes it; what a step returns is not
     before = len(_programs._programs)
@@ -165,6 +202,80 @@ def test_diagnostics_enter_the_history():
     history = run(steps=2, diagnostics=True).history
     assert set(bilevel.Info._fields) <= set(history)
     assert np.isfinite(history["error_estimate"]).all()
+
+
+@pytest.mark.parametrize("names", [("value",), ("lower", "alpha"), ()])
+def test_a_thinned_history_is_part_of_the_whole_one(names, tmp_path):
+    """On the host, under jit and vmap, and stopped and resumed."""
+    whole, thin = noisy(steps=6), functools.partial(noisy, steps=6, history=names)
+    found = thin(progress=True)
+    assert set(found.history) == set(names)
+    expected = dataclasses.replace(whole, history={name: whole.history[name] for name in names})
+    assert_identical(found, expected)
+    thin(checkpoint=tmp_path, chunk=2, callback=lambda result: result.state.step == 2)
+    assert bilevel.checkpoint.latest(tmp_path) == 2
+    assert_identical(thin(checkpoint=tmp_path, resume=True), expected)
+    with pytest.raises(ValueError, match=r"another history \(history was '.*', is 'all'\)"):
+        noisy(steps=6, checkpoint=tmp_path, resume=True)
+
+    @jax.jit
+    @jax.vmap
+    def traced(alpha):
+        args = (PROBLEM, MOMENTUM, SIMPLEX, alpha, W0, TRAIN, VALID)
+        return bilevel.search(
+            *args, steps=6, batches=rows, key=jax.random.key(7), history=names
+        ).history
+
+    for name, x in traced(UNIFORM[None]).items():
+        np.testing.assert_allclose(x[0], whole.history[name], rtol=1e-3)
+
+
+def weighted_mean(size, dtype=jnp.float32):
+    """``alpha`` weights ``size`` samples of one number; the arguments of a search."""
+    problem = bilevel.Problem(
+        lambda w, alpha, batch: 0.5 * jnp.mean(alpha * (w - batch) ** 2),
+        lambda w, alpha, batch: jnp.mean((w - batch) ** 2),
+    )
+    x = jnp.linspace(0, 1, size, dtype=dtype)
+    solver = bilevel.unrolled(optax.sgd(0.5), 1)
+    return problem, solver, optax.sgd(0.1), jnp.ones(size, dtype), jnp.zeros((), dtype), x, x
+
+
+def test_memory_without_alphas_history_does_not_grow_with_steps_times_its_size():
+    """Truth: XLA's own account of what the compiled search holds."""
+    size = 5000
+
+    def bytes_held(steps, **options):
+        problem, solver, optimizer, alpha, *rest = weighted_mean(size)
+
+        def run(alpha):
+            return bilevel.search(problem, solver, optimizer, alpha, *rest, steps=steps, **options)
+
+        memory = jax.jit(run).lower(alpha).compile().memory_analysis()
+        return memory.temp_size_in_bytes + memory.output_size_in_bytes
+
+    names = ("value", "lower", "grad_norm")
+    grown = bytes_held(1000, history=names) - bytes_held(10, history=names)
+    assert grown < 4 * 990 * 8 * len(names)
+    assert bytes_held(1000) - bytes_held(10) > 990 * 4 * size  # what it is that is left out
+
+
+def test_a_large_alphas_history_has_to_be_asked_for():
+    small, large = weighted_mean(16_384), weighted_mean(16_385)
+    run = functools.partial(bilevel.search, steps=2, progress=False)
+    assert run(*small).history["alpha"].shape == (2, 16_384)
+    with pytest.warns(UserWarning, match=r"history: alpha's would take .* MiB and is left out"):
+        assert set(run(*large).history) == {"value", "lower", "grad_norm"}
+    assert run(*large, history=["alpha"]).history["alpha"].shape == (2, 16_385)
+
+
+def test_names_that_history_does_not_know_are_refused():
+    for names, words in [
+        (("loss",), "history: expected names among alpha, grad_norm, lower, value, got 'loss'"),
+        ("value", "history: expected a sequence of names, got the string 'value'"),
+    ]:
+        with pytest.raises(ValueError, match=words):
+            run(steps=2, history=names)
 
 
 def test_inputs_survive_the_search():
@@ -197,6 +308,7 @@ KILLED = """
 import sys, time
 import test_search
 from bilevel import _search
+from bilevel import _search
 from ntk import _programs
 _search._SAVE_SECONDS = 0.0
 test_search.noisy(
@@ -216,7 +328,7 @@ def test_a_killed_search_resumes_exactly(tmp_path):
     process = subprocess.Popen([sys.executable, "-c", KILLED, str(folder)], env=environment)
     patience = time.monotonic() + 120
     while time.monotonic() < patience and process.poll() is None:
-        saved = [int(p.name) for p in folder.glob("*") if p.name.isdigit()]
+        saved = bilevel.checkpoint.steps(folder)
         if len(saved) >= 2:
             break
         time.sleep(0.05)
@@ -261,65 +373,82 @@ def test_a_checkpoint_of_another_search_is_refused(tmp_path):
 # ----------------------------------------------------------------------------- trouble
 
 
-def exploding(quantity):
-    """A problem that stops being finite when alpha[0] passes 2.5, which takes three steps of 1."""
+@jax.custom_jvp
+def steep_nan(x, bad):
+    """``x``, with a derivative that is NaN where ``bad``."""
+    return x
 
-    def spoil(x, alpha):
-        return jnp.where(alpha[0] > 2.5, jnp.nan, x)
+
+@steep_nan.defjvp
+def _(primals, tangents):
+    x, bad = primals
+    return x, jnp.where(bad, jnp.nan, 1) * tangents[0]
+
+
+def exploding(quantity):
+    """A search in which ``quantity`` stops being finite at the step that is its data.
+
+    ``alpha[0]`` counts the steps: the outer loss is ``-alpha[0]``, the step size 1.
+    """
+
+    def bad(alpha, batch):
+        return alpha[0] > batch - 0.5
 
     def lower(w, alpha, batch):
-        loss = 0.5 * jnp.sum((w - batch) ** 2)
-        return spoil(loss, alpha) if quantity == "lower loss" else loss
+        loss = 0.5 * (w[0] - batch) ** 2
+        return jnp.where(bad(alpha, batch), jnp.nan, loss) if quantity == "lower loss" else loss
 
     def outer(w, alpha, batch):
         loss = -alpha[0] + 0 * w[0]
-        return spoil(loss, alpha) if quantity == "outer loss" else loss
+        if quantity == "hypergradient":
+            return steep_nan(loss, bad(alpha, batch))
+        return jnp.where(bad(alpha, batch), jnp.nan, loss) if quantity == "outer loss" else loss
 
-    problem = bilevel.Problem(lower, outer)
-    solver = bilevel.solved(lambda alpha, w, batch: batch)
-    return problem, bilevel.implicit(solver, bilevel.scale(1.0))
+    def solution(alpha, w, batch):
+        last = jnp.where(bad(alpha, batch), jnp.inf, batch)
+        return jnp.stack([batch, last if quantity == "weights" else batch])
+
+    def update(updates, state, params):
+        return -updates if quantity != "alpha" else -updates / (params[0] != state), state
+
+    solver = bilevel.implicit(bilevel.solved(solution), bilevel.scale(1.0))
+    return bilevel.Problem(lower, outer), solver, update
 
 
-@pytest.mark.parametrize("quantity", ["outer loss", "lower loss"])
-def test_a_nan_stops_the_search_with_step_quantity_and_last_good_state(quantity, tmp_path):
-    problem, solver = exploding(quantity)
-    args = (problem, solver, optax.sgd(1.0), jnp.zeros(1), jnp.zeros(2))
-    data = (jnp.ones(2), jnp.ones(2))
-    with pytest.raises(bilevel.NonFiniteError, match=f"{quantity}: expected finite") as caught:
-        bilevel.search(*args, *data, steps=8, progress=False, checkpoint=tmp_path)
-    assert (caught.value.step, caught.value.quantity) == (3, quantity)
-    good = bilevel.search(*args, *data, steps=3, progress=False)
-    assert_identical(caught.value.result, good)
-    assert bilevel.checkpoint.latest(tmp_path) == 3
+@pytest.mark.parametrize("step", [0, 3])
+@pytest.mark.parametrize("quantity", _search._QUANTITIES)
+def test_a_nan_stops_the_search_with_step_quantity_and_last_good_state(quantity, step, tmp_path):
+    """With a checkpoint and a callback, and without; in chunks of one and of many steps."""
+    problem, solver, update = exploding(quantity)
+    optimizer = optax.GradientTransformation(lambda params: jnp.asarray(float(step)), update)
+    args = (problem, solver, optimizer, jnp.zeros(1), jnp.zeros(2), float(step), float(step))
+    options = {"steps": 5, "progress": False}
+    hosted = {"checkpoint": tmp_path, "callback": lambda result: False}
+    for extra in ({}, {"chunk": 2}, hosted | {"chunk": 1}, hosted | {"chunk": 1, "resume": True}):
+        with pytest.raises(bilevel.NonFiniteError, match=f"{quantity}: expected finite") as caught:
+            bilevel.search(*args, **options, **extra)
+        assert (caught.value.step, caught.value.quantity) == (step, quantity)
+        result = caught.value.result
+        # Truth: one step of size 1 after the other, from 0.
+        np.testing.assert_array_equal(result.alpha, [step])
+        np.testing.assert_array_equal(result.history["alpha"][:, 0], np.arange(1.0, step + 1))
+        np.testing.assert_array_equal(result.history["value"], -np.arange(0.0, step))
+        assert result.state.step == step and np.isfinite(result.w).all()
+    # Before the first step there is nothing to go on from.
+    assert bilevel.checkpoint.latest(tmp_path) == (step or None)
 
 
 def test_under_jit_a_nan_freezes_the_last_good_state():
-    problem, solver = exploding("outer loss")
+    problem, solver, _ = exploding("outer loss")
 
     @jax.jit
     def last(alpha):
         args = (problem, solver, optax.sgd(1.0), alpha, jnp.zeros(2))
-        return bilevel.search(*args, jnp.ones(2), jnp.ones(2), steps=8).state
+        return bilevel.search(*args, 3.0, 3.0, steps=8).state
 
     state = last(jnp.zeros(1))
     assert state.step == 3
     np.testing.assert_allclose(state.alpha, 3.0)
-
-
-def test_weights_that_are_not_finite_are_named():
-    # Finite losses, infinite weights: only the lower one of two weights enters the losses.
-    problem = bilevel.Problem(
-        lambda w, alpha, batch: 0.5 * (w[0] - alpha[0]) ** 2, lambda w, alpha, batch: w[0] ** 2
-    )
-    solver = bilevel.implicit(
-        bilevel.solved(lambda alpha, w, batch: jnp.stack([alpha[0], jnp.inf])), bilevel.scale(1.0)
-    )
-    with pytest.raises(bilevel.NonFiniteError, match=r"weights: .* at outer step 0"):
-        bilevel.search(
-            *(problem, solver, optax.sgd(0.1), jnp.ones(1), jnp.zeros(2), None, None),
-            steps=2,
-            progress=False,
-        )
 
 
 @pytest.mark.parametrize(

@@ -1,17 +1,24 @@
-"""A run's solves as lines of JSON: written as they come, replayed instead of solved again."""
+"""A run's solves as lines of JSON: written as they come, replayed instead of solved again.
+
+Every line ends with a checksum of the rest of it. A damaged one is solved again.
+"""
 
 import hashlib
 import json
+import os
 import pathlib
-import re
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, BinaryIO
 
-import jax
 import numpy as np
 
+from bilevel import store
+from bilevel._fingerprint import difference
+
 Record = dict[str, Any]
+_CHECK = b', "sha256": "'  # what stands between a line's record and its checksum
 
 
 class Journal:
@@ -42,53 +49,80 @@ def opened(path: Any, resume: bool, header: Record) -> Iterator[Journal]:
     path = pathlib.Path(path)
     if path.exists() and not resume:
         raise ValueError(f"journal: expected a new file or resume=True, got the existing {path}.")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a+b") as file:
-        lines = _resumable(file, header)
-        if not lines:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("a+b", buffering=0)
+    except OSError as error:
+        raise ValueError(
+            f"journal: expected a file to write in, got {path} ({error.strerror})."
+        ) from error
+    with file:
+        store.lock(file, "journal", path)
+        records = _resumable(file, header)
+        if records is None:
             _write(file, header)
-        yield Journal({line.pop("name"): line for line in lines[1:]}, file)
+        yield Journal(records, file)
 
 
 def _write(file: BinaryIO, record: Record) -> None:
-    file.write(_line(record))
-    file.flush()
+    end = file.seek(0, os.SEEK_END)
+    with store.losing_only_the_record(f"journal: a line of {file.name}"):
+        line = _line(record)
+        try:
+            if file.write(line) < len(line):  # a disk that fills up takes what it has room for
+                raise OSError("no room for a whole line")
+        except OSError:
+            file.truncate(end)
+            raise
 
 
 def _line(record: Record) -> bytes:
-    return json.dumps(record, default=np.generic.item).encode() + b"\n"
+    text = json.dumps(record, default=np.generic.item).encode()
+    return text[:-1] + _CHECK + hashlib.sha256(text).hexdigest().encode() + b'"}\n'
 
 
-def _resumable(file: BinaryIO, header: Record) -> list[Record]:
-    """The lines, checked to be this run's; a last one that was cut short is dropped."""
+def _record(line: bytes) -> Record | None:
+    """What :func:`_line` made ``line`` of; None where it did not, or not of these very bytes."""
+    text, _, check = line.rpartition(_CHECK)
+    text += b"}"
+    if check != hashlib.sha256(text).hexdigest().encode() + b'"}':
+        return None
+    return json.loads(text)
+
+
+def _resumable(file: BinaryIO, header: Record) -> dict[str, Record] | None:
+    """The records, checked to be this run's; a last line that was cut short is dropped.
+
+    None for a file with nothing in it.
+    """
     file.seek(0)
-    *complete, rest = file.read().split(b"\n")
-    try:
-        lines = [json.loads(line) for line in complete]
-        ours = lines[0].keys() == header.keys() if lines else _line(header).startswith(rest)
-    except (ValueError, AttributeError):
-        ours = False
-    if not ours:
-        raise ValueError(f"journal: expected a journal, got another file, {file.name}.")
-    for name, value in json.loads(_line(header)).items():
-        if lines and lines[0][name] != value:
+    first, *lines = file.read().split(b"\n")
+    if not lines and _line(header).startswith(first):  # not even the header was finished
+        file.truncate(0)
+        return None
+    found = _record(first) if lines else None
+    if found is None or found.keys() != header.keys():
+        raise ValueError(
+            f"journal: expected a journal, got another or a damaged file, {file.name}."
+        )
+    for name, value in json.loads(json.dumps(header, default=np.generic.item)).items():
+        if name == "problem" and (other := difference(found[name], value)):
+            raise ValueError(
+                f"journal: expected that of a run of this problem, got one of {other} in "
+                f"{file.name}."
+            )
+        if found[name] != value:
             raise ValueError(
                 f"journal: expected that of a run with {name} {value}, "
-                f"got {lines[0][name]} in {file.name}."
+                f"got {found[name]} in {file.name}."
             )
-    file.seek(-len(rest), 2)
+    *lines, rest = lines
+    file.seek(-len(rest), os.SEEK_END)
     file.truncate()
-    return lines
-
-
-def digest(configs: tuple) -> str:
-    """A fingerprint of the configurations that is the same in every process."""
-    leaves, structure = jax.tree.flatten(configs)
-    found = hashlib.sha256(str(structure).encode())
-    for leaf in leaves:
-        if isinstance(leaf, np.ndarray | jax.Array):
-            found.update(f"{leaf.dtype}{leaf.shape}".encode() + np.asarray(leaf).tobytes())
-        else:
-            # Without the address, which the repr of a function has in it.
-            found.update(re.sub(r" at 0x[0-9a-f]+", "", repr(leaf)).encode() + b"\0")
-    return found.hexdigest()
+    records = [_record(line) for line in lines]
+    if None in records:
+        warnings.warn(
+            f"journal: {records.count(None)} damaged lines of {file.name} are solved again.",
+            stacklevel=5,
+        )
+    return {record.pop("name"): record for record in records if record is not None}

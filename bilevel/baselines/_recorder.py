@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypedDict
 import jax
 import numpy as np
 
+from bilevel._fingerprint import digest, fingerprint
 from bilevel._progress import progress_bar
 from bilevel.baselines import _journal
 from bilevel.baselines.trace import Trace
@@ -24,10 +25,12 @@ class Recording(TypedDict, total=False):
     error. By default, if the problem is a Selection, whose evaluations then should have one."""
 
     journal: str | os.PathLike | None
-    """A file that receives every solve, as a line of JSON; one that exists is refused."""
+    """A file that receives every solve, as a line of JSON with its checksum; one that exists is
+    refused. A full disk costs the line, with a warning, and not the run."""
 
     resume: bool
-    """Go on from the journal where there is one: the same trace as an uninterrupted run's."""
+    """Go on from the journal where there is one: the same trace as an uninterrupted run's. One of
+    another problem, key, budget, options or configurations is refused."""
 
     progress: bool | None
     """A progress bar on standard error; by default only where that is a terminal."""
@@ -95,7 +98,8 @@ class Recorder:
             "key": jax.random.key_data(self.key).tolist(),
             "budget": self.budget,
             "options": self.options,
-            "configs": _journal.digest(self.configs),
+            "configs": digest(self.configs),
+            "problem": fingerprint({"evaluate": self._evaluate, "share": self._share}),
         }
         label, text = self.method.replace("_", " "), "validation error {task.fields[valid]:.4g}"
         with (

@@ -1,7 +1,7 @@
 """What searches of convolutional networks share: images, batches, and how weights are trained."""
 
+import functools
 import pathlib
-import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -11,7 +11,7 @@ import numpy as np
 import optax
 
 from bilevel import SearchResult
-from bilevel import checkpoint as checkpoints
+from bilevel.checkpoint import saving
 from bilevel.cli import deep
 from bilevel.cli.rows import Part, draw_rows
 from bilevel.data import Dataset
@@ -180,15 +180,14 @@ def train_from_scratch(
     init_key, order_key = jax.random.split(key)
     state = jax.jit(lambda key: init(key, rows[0].shape[1:]))(init_key)
     loss = jnp.full((), jnp.nan, jnp.result_type(float))
-    first = checkpoints.latest(checkpoint) or 0
-    if first:
-        state, loss = jax.tree.map(jnp.asarray, checkpoints.restore(checkpoint, (state, loss)))
     run = jax.jit(epoch, donate_argnums=1)
-    saved = time.perf_counter()
-    for i in range(first, epochs):
-        state, loss = run(jax.random.fold_in(order_key, i), state, rows, *options(i))
-        show(i + 1, float(loss))
-        if time.perf_counter() - saved > _SAVE_SECONDS or i + 1 == epochs:
-            checkpoints.save(checkpoint, i + 1, (state, loss.astype(jnp.result_type(float))))
-            saved = time.perf_counter()
+    with saving(checkpoint, seconds=_SAVE_SECONDS) as saver:
+        first = saver.step or 0
+        if first:
+            state, loss = jax.tree.map(jnp.asarray, saver.restore((state, loss)))
+        for i in range(first, epochs):
+            state, loss = run(jax.random.fold_in(order_key, i), state, rows, *options(i))
+            loss = loss.astype(jnp.result_type(float))
+            show(i + 1, float(loss))
+            saver.save(i + 1, functools.partial(tuple, (state, loss)), last=i + 1 == epochs)
     return state, float(loss)

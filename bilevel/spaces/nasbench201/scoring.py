@@ -9,17 +9,18 @@ interrupted goes on.
 """
 
 import functools
-import os
 import pathlib
 import time
-import zlib
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from bilevel import store
+from bilevel._fingerprint import difference, fingerprint
 from bilevel._progress import progress_bar
 from bilevel.spaces.nasbench201._genotype import encode
 from bilevel.spaces.nasbench201.networks import Networks
@@ -102,7 +103,8 @@ def score_networks(
         A progress bar; by default in a terminal.
     file : path, optional
         An ``.npz`` to keep the scores in, now and then and at the end. Those it holds are not
-        computed again: of the first genotypes, if it was made with the same ``w`` and ``batch``.
+        computed again: of the first genotypes, if it was made with the same networks, ``w`` and
+        ``batch``. It has a checksum; a full disk costs the file, with a warning, and not the run.
 
     Returns
     -------
@@ -111,7 +113,8 @@ def score_networks(
     Raises
     ------
     ValueError
-        For unknown names, a batch of one sample, or a file made from something else.
+        For unknown names, a batch of one sample, or a file that is damaged, made from something
+        else, or in use.
 
     Notes
     -----
@@ -129,14 +132,16 @@ def score_networks(
     (4,)
     """
     cells, batch = _check(names, genotypes, batch, at_once)
-    store = _Store(file, cells, _fingerprint((w, batch)))
+    made_from = fingerprint({"networks": networks, "w": w, "batch": batch})
     programs = _programs(names, networks)
     text, fields = "{task.fields[score]}", ("score",)
     m = len(cells)
-    with progress_bar(progress, "scores", m * len(programs), text, fields) as show:
+    alone = nullcontext() if file is None else store.locked(file, "file", directory=False)
+    with alone, progress_bar(progress, "scores", m * len(programs), text, fields) as show:
+        kept = _Store(file, cells, made_from)
         for i, (label, program) in enumerate(programs.items()):
-            _run(label, program, store, w, cells, batch, at_once, _shown(show, i * m, label))
-    return store.scored(names)
+            _run(label, program, kept, w, cells, batch, at_once, _shown(show, i * m, label))
+    return kept.scored(names)
 
 
 def _shown(show: Callable, before: int, label: str) -> Callable[[int], None]:
@@ -184,8 +189,8 @@ def _scores(label, score, apply, select, w, genotype, batch) -> dict[str, jax.Ar
     return found if label == "kernel" else {label: found}
 
 
-def _run(label, program, store, w, cells, batch, at_once, shown) -> None:
-    done = store.done(label)
+def _run(label, program, kept, w, cells, batch, at_once, shown) -> None:
+    done = kept.done(label)
     if done == len(cells):
         return
     if at_once == 1:
@@ -194,7 +199,7 @@ def _run(label, program, store, w, cells, batch, at_once, shown) -> None:
         score = jax.jit(jax.vmap(program, in_axes=(None, 0, None)))
     began = time.perf_counter()
     compiled = score.lower(w, cells[:1].repeat(at_once, axis=0), batch).compile()
-    store.compile_seconds[label] = time.perf_counter() - began
+    kept.compile_seconds[label] = time.perf_counter() - began
     while done < len(cells):
         began = time.perf_counter()
         chunk = cells[done : done + at_once]
@@ -202,15 +207,15 @@ def _run(label, program, store, w, cells, batch, at_once, shown) -> None:
         full = np.concatenate([chunk, chunk[-1:].repeat(at_once - len(chunk), axis=0)])
         found = jax.tree.map(np.asarray, compiled(w, full, batch))
         rows = {k: v[None] if at_once == 1 else v[: len(chunk)] for k, v in found.items()}
-        done = store.add(label, rows, time.perf_counter() - began)
+        done = kept.add(label, rows, time.perf_counter() - began)
         shown(done)
-    store.save()
+    kept.save()
 
 
 class _Store:
     """Scores so far, by program and name, for the first genotypes; in a file, if there is one."""
 
-    def __init__(self, file, cells: np.ndarray, fingerprint: int):
+    def __init__(self, file, cells: np.ndarray, fingerprint: dict[str, str]):
         self.file = None if file is None else pathlib.Path(file)
         self.cells, self.fingerprint = cells, fingerprint
         self.arrays: dict[str, list[np.ndarray]] = {}  # "label/name" -> chunks of rows
@@ -221,23 +226,22 @@ class _Store:
             self._read(self.file)
 
     def _read(self, file: pathlib.Path) -> None:
-        with np.load(file, allow_pickle=False) as found:
-            known = found["genotypes"]
-            shorter = min(len(known), len(self.cells))
-            if int(found["fingerprint"]) != self.fingerprint or not np.array_equal(
-                known[:shorter], self.cells[:shorter]
-            ):
-                raise ValueError(
-                    f"file: expected scores of these networks, weights and batch in {file}, "
-                    "got some of others."
-                )
-            for key in found.files:
-                if "/" in key:
-                    self.arrays[key] = [found[key][: len(self.cells)]]
-                elif key.startswith("seconds "):
-                    self.seconds[key.removeprefix("seconds ")] = float(found[key])
-                elif key.startswith("compiling "):
-                    self.compile_seconds[key.removeprefix("compiling ")] = float(found[key])
+        try:
+            found, notes = store.read(file)
+        except store.DamagedError as error:
+            raise store.DamagedError(f"{error} Remove it to score all networks anew.") from None
+        known = found.pop("genotypes")
+        shorter = min(len(known), len(self.cells))
+        other = difference(notes["fingerprint"], self.fingerprint)
+        if not other and not np.array_equal(known[:shorter], self.cells[:shorter]):
+            other = "other genotypes"
+        if other:
+            raise ValueError(
+                f"file: expected scores of these networks, weights and batch in {file}, got some "
+                f"of {other}."
+            )
+        self.arrays = {key: [rows[: len(self.cells)]] for key, rows in found.items()}
+        self.seconds, self.compile_seconds = notes["seconds"], notes["compiling"]
 
     def done(self, label: str) -> int:
         """How many genotypes a program has been through."""
@@ -257,17 +261,19 @@ class _Store:
         return self.done(label)
 
     def save(self) -> None:
-        """Whole or not at all: written beside, then renamed."""
+        """Now; a full disk costs the record, with a warning, and not the run."""
         self.arrays = {key: [np.concatenate(chunks)] for key, chunks in self.arrays.items()}
         self.saved = time.perf_counter()
         if self.file is None:
             return
-        arrays: dict[str, Any] = {key: chunks[0] for key, chunks in self.arrays.items()}
-        arrays |= {f"seconds {label}": s for label, s in self.seconds.items()}
-        arrays |= {f"compiling {label}": s for label, s in self.compile_seconds.items()}
-        beside = self.file.with_name(f"{self.file.stem}.part.npz")
-        np.savez(beside, genotypes=self.cells, fingerprint=self.fingerprint, **arrays)
-        os.replace(beside, self.file)
+        arrays = {key: chunks[0] for key, chunks in self.arrays.items()}
+        notes = {
+            "fingerprint": self.fingerprint,
+            "seconds": self.seconds,
+            "compiling": self.compile_seconds,
+        }
+        with store.losing_only_the_record(f"file: scores in {self.file}"):
+            store.write(self.file, arrays | {"genotypes": self.cells}, notes)
 
     def scored(self, names: Sequence[str]) -> Scored:
         values, seconds, compiling = {}, {}, {}
@@ -286,9 +292,3 @@ class _Store:
 
 def _certified(K: np.ndarray) -> float:
     return certified_min_eigenvalue(K) if np.isfinite(K).all() else np.nan
-
-
-def _fingerprint(tree: Any) -> int:
-    return functools.reduce(
-        lambda code, leaf: zlib.crc32(np.asarray(leaf).tobytes(), code), jax.tree.leaves(tree), 0
-    )

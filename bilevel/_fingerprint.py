@@ -1,0 +1,251 @@
+"""What is known of a value, the same in every process: to tell whether two runs are of one kind.
+
+Arrays count with dtype, shape and every byte; containers with their kind and structure; functions
+with their code, constants, defaults, what they close over, and the globals that they use. File
+names, line numbers, comments, docstrings and addresses do not count. What cannot be known is left
+out: state hidden in extension types, and the code of installed packages beyond the functions met.
+"""
+
+import dataclasses
+import datetime
+import dis
+import enum
+import functools
+import hashlib
+import json
+import pathlib
+import re
+import sys
+import sysconfig
+import types
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+_PLAIN = (
+    *(bool, int, float, complex, str, bytes, range, slice),
+    *(types.NoneType, types.EllipsisType, np.dtype, enum.Enum, datetime.date, pathlib.PurePath),
+)
+_OURS = pathlib.Path(__file__).parent
+_LIBRARIES = (_OURS, _OURS.with_name("ntk"), pathlib.Path(sysconfig.get_path("stdlib")))
+_LONG = 100  # characters or items, of which a digest says enough
+
+
+def fingerprint(value: Any) -> dict[str, str]:
+    """What is known of ``value``: of each part, by its path, a word.
+
+    Examples
+    --------
+    >>> fingerprint({"rate": 0.1, "x": np.zeros(2, np.float32)})
+    {'': 'dict 2', 'rate': '= 0.1', 'x': 'float32[2] ...'}
+    >>> slope = 2.0
+    >>> fingerprint({"loss": lambda x: slope * x})["loss.slope"]
+    '= 2.0'
+    """
+    walk = _Walk()
+    walk.visit("", value)
+    return walk.found
+
+
+def digest(value: Any) -> str:
+    """The same in 64 hexadecimal digits."""
+    return _hash(json.dumps(fingerprint(value)).encode(), 64)
+
+
+def difference(then: Mapping[str, str], now: Mapping[str, str]) -> str:
+    """What differs between two fingerprints of dicts, in words for the user; "" where nothing does.
+
+    Examples
+    --------
+    >>> then = fingerprint({"optimizer": {"rate": 0.1}})
+    >>> difference(then, fingerprint({"optimizer": {"rate": 0.2}}))
+    'another optimizer (rate was 0.1, is 0.2)'
+    """
+    for path in (*now, *then):
+        was, now_is = then.get(path, ""), now.get(path, "")
+        if was == now_is:
+            continue
+        part = re.split(r"[.\[]", path)[0]
+        if was[:2] == now_is[:2] == "= ":
+            return f"another {part} ({path.rpartition('.')[2]} was {was[2:]}, is {now_is[2:]})"
+        shapes = [word.rpartition(" ")[0] for word in (was, now_is)]
+        if shapes[0] != shapes[1] and all(shape.endswith("]") for shape in shapes):
+            return f"another {part} ({path} was {shapes[0]}, is {shapes[1]})"
+        return f"another {part}" + (f" ({path} differs)" if path != part else "")
+    return ""
+
+
+class _Walk:
+    """Goes through a value, depth first, and writes down a word for every part."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, str] = {}
+        self.met: dict[int, tuple[str, Any]] = {}  # by address; the objects, to keep them alive
+
+    def visit(self, path: str, x: Any) -> None:
+        while path in self.found:
+            path += "'"
+        if isinstance(x, jax.Array | np.ndarray | np.generic):
+            self.found[path] = _array(x)
+        elif isinstance(x, _PLAIN):
+            self.found[path] = _plain(x)
+        elif id(x) in self.met:
+            self.found[path] = f"as {self.met[id(x)][0]}"
+        else:
+            self.met[id(x)] = path, x
+            self.found[path], parts = self._described(x)
+            for name, part in parts:
+                self.visit(path + name if path else name.lstrip("."), part)
+
+    def _described(self, x: Any) -> tuple[str, Iterator[tuple[str, Any]]]:
+        """A word for ``x`` itself, and its parts by name."""
+        kind = type(x)
+        if isinstance(x, Mapping):
+            return f"{kind.__name__} {len(x)}", ((f".{_key(k)}", v) for k, v in x.items())
+        if isinstance(x, set | frozenset):
+            return f"{kind.__name__} {_hash(''.join(sorted(map(digest, x))).encode())}", iter(())
+        if isinstance(x, tuple | list):
+            if len(x) > _LONG and all(isinstance(item, _PLAIN) for item in x):
+                return f"{_name(kind)} {len(x)} {_hash(repr(x).encode())}", iter(())
+            names = getattr(x, "_fields", None) or range(len(x))
+            paths = (f".{n}" if isinstance(n, str) else f"[{n}]" for n in names)
+            return f"{_name(kind)} {len(x)}", zip(paths, x, strict=True)
+        if isinstance(x, types.FunctionType):
+            return f"code {_hash(_code(x.__code__))}", _of_function(x)
+        if isinstance(x, types.MethodType):
+            return "method", iter(((".__func__", x.__func__), (".__self__", x.__self__)))
+        if isinstance(x, functools.partial):
+            parts = (("", x.func), (".args", x.args), (".keywords", x.keywords))
+            return "partial", ((name or ".func", part) for name, part in parts)
+        if isinstance(x, type):
+            return f"class {_name(x)}", _of_class(x)
+        if isinstance(x, types.BuiltinFunctionType | types.ModuleType):
+            return f"{kind.__name__} {_name(x)}", iter(())
+        return f"{_name(kind)} object", _of_object(x)
+
+
+def _of_function(f: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    yield from ((f".{k}", v) for k, v in (f.__kwdefaults__ or {}).items())
+    yield from ((f".defaults[{i}]", v) for i, v in enumerate(f.__defaults__ or ()))
+    for name, cell in zip(f.__code__.co_freevars, f.__closure__ or (), strict=True):
+        try:
+            yield f".{name}", cell.cell_contents
+        except ValueError:  # not filled yet
+            continue
+    # Globals of the user's own functions only: packages hold caches and registers in theirs.
+    if _of_a_library(f.__code__.co_filename):
+        return
+    for name in sorted(_globals(f.__code__)):
+        if name not in f.__globals__:
+            continue
+        value = f.__globals__[name]
+        yield f".{name}", value
+        if isinstance(value, types.ModuleType) and not _of_a_library(_file(value.__name__)):
+            for attribute in sorted(_attributes(f.__code__) & set(vars(value))):
+                yield f".{name}.{attribute}", vars(value)[attribute]
+
+
+def _of_object(x: Any) -> Iterator[tuple[str, Any]]:
+    """Fields; of a class that the user wrote, also its functions."""
+    if hasattr(x, "__wrapped__"):
+        yield ".__wrapped__", x.__wrapped__
+    fields = getattr(x, "__dict__", {})
+    if dataclasses.is_dataclass(x):
+        fields = {f.name: getattr(x, f.name, None) for f in dataclasses.fields(x)}
+    elif _of_a_library(_file(type(x).__module__)):
+        kinds = (*_PLAIN, jax.Array, np.ndarray, types.FunctionType)
+        fields = {k: v for k, v in fields.items() if k[0] != "_" and isinstance(v, kinds)}
+    yield from ((f".{name}", value) for name, value in fields.items())
+    yield ".__class__", type(x)
+
+
+def _of_class(x: type) -> Iterator[tuple[str, Any]]:
+    """The functions of classes that the user wrote."""
+    for kind in x.__mro__:
+        if not _of_a_library(_file(kind.__module__)):
+            functions = {k: v for k, v in vars(kind).items() if isinstance(v, types.FunctionType)}
+            yield from ((f".{name}", functions[name]) for name in sorted(functions))
+
+
+def _file(module: str) -> str | None:
+    """Where a module is from; None for those inside Python itself."""
+    if module == "__main__":
+        return module
+    return getattr(sys.modules.get(module), "__file__", None)
+
+
+def _of_a_library(file: str | None) -> bool:
+    if file is None:
+        return True
+    path = pathlib.Path(file)
+    installed = {"site-packages", "dist-packages"} & set(path.parts)
+    return bool(installed) or any(path.is_relative_to(home) for home in _LIBRARIES)
+
+
+def _code(code: types.CodeType) -> bytes:
+    """What ``code`` does, instruction by instruction, without where it stands or its docstring."""
+    words = [code.co_exceptiontable]
+    for step in dis.get_instructions(code):
+        words.append(step.opname.encode())
+        if step.opcode in dis.hasconst:
+            words.append(_constant(step.argval))
+        else:
+            words.append(str(step.argrepr if step.opcode in dis.hasname else step.arg).encode())
+    return b"\0".join(words)
+
+
+def _constant(x: Any) -> bytes:
+    if isinstance(x, types.CodeType):
+        return _code(x)
+    if isinstance(x, frozenset):
+        return b"".join(sorted(map(_constant, x)))
+    return f"{type(x).__name__} {x!r}".encode()
+
+
+def _globals(code: types.CodeType) -> set[str]:
+    """Names of the globals that ``code`` reads, or a function defined in it."""
+    inner = (c for c in code.co_consts if isinstance(c, types.CodeType))
+    loaded = {i.argval for i in dis.get_instructions(code) if i.opname in _LOADS}
+    return loaded.union(*map(_globals, inner))
+
+
+_LOADS = ("LOAD_GLOBAL", "LOAD_NAME")
+
+
+def _attributes(code: types.CodeType) -> set[str]:
+    inner = (c for c in code.co_consts if isinstance(c, types.CodeType))
+    return set(code.co_names).union(*map(_attributes, inner))
+
+
+def _plain(x: Any) -> str:
+    word = repr(x)
+    return f"= {word}" if len(word) <= _LONG else f"{type(x).__name__} {_hash(word.encode())}"
+
+
+def _array(x: Any) -> str:
+    if isinstance(x, jax.core.Tracer):
+        return f"traced {x.aval}"
+    kind = x.dtype
+    if isinstance(x, jax.Array) and jax.dtypes.issubdtype(kind, jax.dtypes.prng_key):
+        x = jax.random.key_data(x)
+    x = np.asarray(x)
+    if x.dtype == object:
+        return f"object{list(x.shape)} {digest(x.tolist())[:8]}"
+    bytes_ = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
+    return f"{kind}{list(x.shape)} {_hash(bytes_)}"
+
+
+def _hash(x: Any, digits: int = 32) -> str:
+    return hashlib.sha256(x).hexdigest()[:digits]
+
+
+def _key(x: Any) -> str:
+    return x if isinstance(x, str) else repr(x) if isinstance(x, _PLAIN) else digest(x)[:8]
+
+
+def _name(x: Any) -> str:
+    module = getattr(x, "__module__", None)
+    name = str(getattr(x, "__qualname__", None) or getattr(x, "__name__", ""))
+    return name if module in (None, "builtins", "__main__") else f"{module}.{name}"

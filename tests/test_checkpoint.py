@@ -1,0 +1,250 @@
+"""Checkpoints: no damage, full disk, second writer or other search passes unnoticed."""
+
+import contextlib
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import no_room
+from test_search import (
+    MOMENTUM,
+    PROBLEM,
+    SIMPLEX,
+    TRAIN,
+    UNIFORM,
+    W0,
+    assert_identical,
+    noisy,
+    rows,
+)
+
+import bilevel
+from bilevel import _search, checkpoint, store
+from bilevel._fingerprint import fingerprint
+
+
+def flip(path, bit):
+    data = bytearray(path.read_bytes())
+    data[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(data)
+
+
+@pytest.fixture
+def every_chunk(monkeypatch):
+    """A checkpoint after every chunk."""
+    monkeypatch.setattr(_search, "_SAVE_SECONDS", 0.0)
+
+
+def six(**options):
+    """Always of six steps, so that it is compiled once; in chunks of three."""
+    return noisy(steps=6, chunk=3, **options)
+
+
+def after_three(result):
+    return len(result.history["value"]) == 3
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return six()
+
+
+# ----------------------------------------------------------------------------- damage
+
+
+def test_a_flipped_bit_in_any_byte_of_a_record_is_found(tmp_path):
+    path = tmp_path / "x.npz"
+    store.write(path, {"x": np.arange(3.0)}, {"step": 3})
+    whole = path.read_bytes()
+    for byte in range(len(whole)):
+        flip(path, 8 * byte + byte % 8)
+        assert not store.intact(path), byte
+        path.write_bytes(whole)
+    assert store.intact(path)
+    for length in (0, 1, 32, 33, len(whole) - 1):
+        path.write_bytes(whole[:length])
+        assert not store.intact(path)
+
+
+def test_flipped_bits_never_change_what_a_resumed_search_returns(tmp_path, every_chunk, expected):
+    """A bit anywhere in any file: the same result, after a warning where the newest was hit."""
+    six(checkpoint=tmp_path / "whole")
+    assert checkpoint.steps(tmp_path / "whole") == [6, 3]
+    random = np.random.default_rng(0)
+    for trial in range(16):
+        folder = tmp_path / str(trial)
+        shutil.copytree(tmp_path / "whole", folder)
+        path = random.choice([p for p in folder.iterdir() if p.stat().st_size])
+        flip(path, random.integers(8 * path.stat().st_size))
+        warned = pytest.warns(UserWarning, match="checkpoint: step 6 in .* is damaged")
+        with warned if path.stem == "6" else contextlib.nullcontext():
+            assert_identical(six(checkpoint=folder, resume=True), expected)
+        assert checkpoint.latest(folder) == 6  # what was damaged has been written again
+
+
+def test_when_all_steps_are_damaged_one_sentence_says_what_to_do(tmp_path, every_chunk):
+    six(checkpoint=tmp_path)
+    for path in tmp_path.glob("*.npz"):
+        flip(path, 1000)
+    with (
+        pytest.warns(UserWarning, match="is damaged"),
+        pytest.raises(store.DamagedError, match=r"got damaged ones only; remove .*\.$") as caught,
+    ):
+        six(checkpoint=tmp_path, resume=True)
+    assert str(tmp_path) in str(caught.value)
+
+
+def test_a_step_under_the_name_of_another_is_not_taken_for_it(tmp_path):
+    checkpoint.save(tmp_path, 3, {"x": np.ones(2)})
+    (tmp_path / "3.npz").rename(tmp_path / "5.npz")
+    with pytest.raises(store.DamagedError, match=r"expected step 5 in .*, got 3\."):
+        checkpoint.restore(tmp_path, {"x": np.ones(2)})
+
+
+def test_what_an_earlier_version_wrote_is_refused(tmp_path):
+    (tmp_path / "12").mkdir()
+    with pytest.raises(ValueError, match="got some of an earlier version"):
+        six(checkpoint=tmp_path, resume=True)
+
+
+# ----------------------------------------------------------------------------- the disk
+
+
+@pytest.mark.parametrize("limit", [0, 700])
+def test_a_full_disk_costs_the_checkpoint_and_not_the_search(
+    limit, tmp_path, every_chunk, expected
+):
+    six(checkpoint=tmp_path, callback=after_three)
+    with (
+        no_room(limit),
+        pytest.warns(UserWarning, match=r"checkpoint: .* could not be written \(File too large\)"),
+    ):
+        assert_identical(six(checkpoint=tmp_path, resume=True), expected)
+    assert checkpoint.latest(tmp_path) == 3  # the one from before is whole
+    assert not list(tmp_path.glob("*.part"))
+    assert_identical(six(checkpoint=tmp_path, resume=True), expected)
+
+
+def test_half_written_files_of_killed_writers_are_removed(tmp_path):
+    (tmp_path / "4.npz.part").write_bytes(b"half")
+    six(checkpoint=tmp_path)
+    assert not list(tmp_path.glob("*.part"))
+
+
+def test_a_second_writer_is_refused_while_the_first_one_runs(tmp_path):
+    def second(result):
+        with pytest.raises(ValueError, match=r"checkpoint: .* which is in use\."):
+            six(checkpoint=tmp_path, resume=True)
+
+    six(checkpoint=tmp_path, callback=second)
+    six(checkpoint=tmp_path, resume=True)
+
+
+def test_a_place_that_cannot_be_written_is_refused_before_the_search(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"checkpoint: expected a place to write in, got .*file"):
+        six(checkpoint=tmp_path / "file")
+
+
+# ----------------------------------------------------------------------------- whose it is
+
+
+def scaled(loss, factor):
+    return lambda w, alpha, batch: factor * loss(w, alpha, batch)
+
+
+def rows_of_four(key, data):
+    chosen = jax.random.choice(key, len(data[1]), (4,))
+    return jax.tree.map(lambda x: x[chosen], data)
+
+
+def problem_scaled_by(factor):
+    return bilevel.Problem(PROBLEM.lower, scaled(PROBLEM.outer, factor))
+
+
+VALID = TRAIN  # any rows will do
+SEARCH = {
+    "problem": problem_scaled_by(1.0),
+    "solver": MOMENTUM,
+    "optimizer": SIMPLEX,
+    "alpha": UNIFORM,
+    "w0": W0,
+    "train": TRAIN,
+    "valid": VALID,
+    "batches": rows,
+    "key": jax.random.key(0),
+    "steps": 2,
+    "progress": False,
+}
+ADAM = optax.chain(bilevel.tangent(), optax.adam(0.2), bilevel.exponentiate())
+CHANGES = {
+    "problem's constant": ("problem", problem_scaled_by(2.0), r"factor was 1\.0, is 2\.0"),
+    "problem": ("problem", PROBLEM, "another problem"),
+    "solver": ("solver", bilevel.implicit(), "another solver"),
+    "solver's steps": ("solver", bilevel.unrolled(optax.sgd(0.005, 0.9), 9), "another solver"),
+    "learning rate": ("optimizer", ADAM, r"another optimizer \(step_size was -0\.1, is -0\.2\)"),
+    "optimizer": ("optimizer", optax.sgd(0.1), "another optimizer"),
+    "batches": ("batches", rows_of_four, "another batches"),
+    "key": ("key", jax.random.key(1), "another key"),
+    "alpha": ("alpha", jnp.array([0.5, 0.25, 0.25]), "another alpha"),
+    "w0": ("w0", W0 + 1, "another w0"),
+    "data": ("train", (TRAIN[0], TRAIN[1] + 1), r"another train \(train\[1\] differs\)"),
+    "shape": ("train", (TRAIN[0].reshape(80, 2), TRAIN[1]), r"was .*\[40, 4\], is .*\[80, 2\]"),
+    "dtype": ("valid", jax.tree.map(lambda x: x.view("i4"), VALID), "another valid"),
+    "structure": ("valid", list(VALID), "another valid"),
+    "diagnostics": ("diagnostics", True, "another diagnostics"),
+}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("saved")
+    bilevel.search(**SEARCH, checkpoint=folder)
+    return folder
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_checkpoint_of_another_search_is_refused_and_what_differs_is_named(change, saved):
+    name, value, words = CHANGES[change]
+    with pytest.raises(ValueError, match=words) as caught:
+        bilevel.search(**(SEARCH | {name: value}), checkpoint=saved, resume=True)
+    assert "checkpoint: expected one of this very search" in str(caught.value)
+
+
+# ----------------------------------------------------------------------------- what is kept
+
+
+def test_every_kind_of_array_comes_back_as_it_was(tmp_path):
+    tree = {
+        "half": jnp.arange(3, dtype=jnp.bfloat16),
+        "small": jnp.ones((), jnp.float8_e4m3fn),
+        "key": jax.random.split(jax.random.key(0), 2),
+        "none": jnp.zeros((0, 3)),
+        "flags": np.array([True, False]),
+        "number": 3,
+    }
+    checkpoint.save(tmp_path, 0, tree)
+    found = checkpoint.restore(tmp_path, tree)
+    assert jax.random.key_impl(found["key"]) == jax.random.key_impl(tree["key"])
+    for old, new in zip(jax.tree.leaves(tree), jax.tree.leaves(found), strict=True):
+        assert np.shape(old) == np.shape(new)
+        assert jnp.asarray(new).dtype == jnp.asarray(old).dtype
+        assert fingerprint(jnp.asarray(new)) == fingerprint(jnp.asarray(old))
+
+
+def test_another_shape_or_dtype_of_the_same_bytes_is_refused(tmp_path):
+    checkpoint.save(tmp_path, 0, {"x": np.zeros((2, 3), np.float32)})
+    for other in (np.zeros((3, 2), np.float32), np.zeros((2, 3), np.int32)):
+        with pytest.raises(ValueError, match=r"checkpoint: expected an array of .*, got float32\["):
+            checkpoint.restore(tmp_path, {"x": other})
+
+
+def test_the_step_saved_last_is_the_newest(tmp_path):
+    for step in (1, 2, 3):
+        checkpoint.save(tmp_path, step, np.full(2, step))
+    assert checkpoint.steps(tmp_path) == [3, 2]
+    checkpoint.save(tmp_path, 2, np.full(2, 20))
+    assert checkpoint.restore(tmp_path, np.zeros(2, int))[0] == 20

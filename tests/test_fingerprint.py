@@ -1,0 +1,90 @@
+"""Fingerprints: equal in every process, and different wherever a search would be."""
+
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import pytest
+
+from bilevel._fingerprint import difference, fingerprint
+
+SCRIPT = """
+import functools, jax.numpy as jnp, numpy as np, optax
+import bilevel
+PENALTY = 0.1
+TABLE = {"kind": {"ridge", "lasso", "none"}, "sizes": np.arange(3)}
+
+def shrunk(w):
+    return PENALTY * jnp.sum(w**2) if "ridge" in TABLE["kind"] else 0
+
+class Model:
+    def __init__(self, width):
+        self.width = width
+    def predict(self, w, x):
+        return jnp.tanh(x @ w) * self.width
+
+def loss(model, w, alpha, batch, *, scale=2.0):
+    return scale * jnp.mean((model.predict(w, batch) - alpha) ** 2) + shrunk(w)
+
+parts = {
+    "problem": bilevel.Problem(functools.partial(loss, Model(3)), lambda w, a, b: jnp.sum(w - a)),
+    "solver": bilevel.implicit(bilevel.lbfgs(), bilevel.nystrom(3, 0.1)),
+    "optimizer": optax.chain(
+        optax.adamw(optax.cosine_decay_schedule(0.1, 9)), bilevel.project("box")
+    ),
+    "w0": {"a": jnp.ones(3), "b": [np.zeros((2, 2), np.float32)]},
+}
+"""
+EDITED = SCRIPT.replace("def shrunk(w):", 'def shrunk(w):  # of ridge\n    """Say so."""\n\n')
+PRINTED = """
+import json
+from bilevel._fingerprint import fingerprint
+print(json.dumps(fingerprint(parts)))
+"""
+
+
+def of_script(text):
+    names = {"__name__": "__main__"}
+    exec(compile(text, "script.py", "exec"), names)
+    return fingerprint(names["parts"])
+
+
+def test_fingerprints_do_not_know_process_hash_seed_comments_or_line_numbers():
+    """The same script in another process, with a comment and a docstring more."""
+    environment = os.environ | {
+        "PYTHONHASHSEED": "1",
+        "JAX_ENABLE_X64": str(int(jax.config.jax_enable_x64)),
+    }
+    command = [sys.executable, "-c", "# new\n\n" + EDITED + PRINTED]
+    there = subprocess.run(command, env=environment, capture_output=True, check=True).stdout
+    assert difference(json.loads(there), of_script(SCRIPT)) == ""
+
+
+@pytest.mark.parametrize(
+    "old, new",
+    [
+        ("PENALTY = 0.1", "PENALTY = 0.2"),  # a global of a function of a function
+        ('"ridge", "lasso"', '"ridge", "huber"'),  # within a set, within a global
+        ("np.arange(3)", "np.arange(4)"),
+        ("w**2", "w**4"),  # a constant
+        ("jnp.tanh", "jnp.sin"),  # a method of a class of the script's
+        ("Model(3)", "Model(4)"),  # an attribute
+        ("scale=2.0", "scale=3.0"),  # a default
+        ("jnp.mean", "jnp.sum"),
+        ("sum(w - a)", "sum(a - w)"),  # a lambda
+        ("lbfgs()", "newton()"),
+        ("lbfgs()", "lbfgs(steps=7)"),
+        ("nystrom(3, 0.1)", "nystrom(3, 0.2)"),
+        ("decay_schedule(0.1, 9)", "decay_schedule(0.1, 8)"),
+        ("adamw", "adam"),
+        ('"box"', '"simplex"'),
+        ("jnp.ones(3)", "jnp.ones((3, 1))"),
+        ("[np.zeros((2, 2), np.float32)]", "(np.zeros((2, 2), np.float32),)"),
+        ("np.float32", "np.float64"),
+    ],
+)
+def test_fingerprints_know_what_a_search_depends_on(old, new):
+    assert old in SCRIPT
+    assert difference(of_script(SCRIPT), of_script(SCRIPT.replace(old, new)))

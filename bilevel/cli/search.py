@@ -7,7 +7,6 @@ each would have at infinite width, and leaves a run directory.
 """
 
 import dataclasses
-import functools
 import math
 import pathlib
 import time
@@ -19,11 +18,10 @@ import numpy as np
 import optax
 
 import bilevel
-from bilevel.cli import flags, report
+from bilevel.cli import argmax, flags, report
 from bilevel.cli.kernels import ENTRY_ERROR, min_eigenvalue
 from bilevel.cli.rows import check_rows, draw_rows, inputs, load
 from bilevel.cli.runs import run_directory
-from bilevel.discretize import ConditionSix, condition_six
 from bilevel.problem import side_by_side
 from bilevel.protocols import LowerSolver
 from bilevel.spaces.activations import (
@@ -152,13 +150,13 @@ def _run(config: Search, folder: pathlib.Path) -> dict[str, Any]:
     searched = time.perf_counter() - began
     w, _ = retrained(task, found.alpha)
     rows = {"search": _scores(task, w, found.alpha)}
-    for i, name in enumerate(task.space.names):
-        alpha = jnp.zeros_like(uniform).at[:, i].set(1)
-        rows[name] = _scores(task, *retrained(task, alpha))
+    corners = [jnp.zeros_like(uniform).at[:, i].set(1) for i in range(h)]
+    singles = [retrained(task, alpha) for alpha in corners]
+    rows |= {n: _scores(task, *one) for n, one in zip(task.space.names, singles, strict=True)}
     rows["joint training"] = _scores(task, *_joint(task, config, uniform))
     seconds = {"search": searched, "all": time.perf_counter() - began}
     result = _summary(config, task.space.names, np.asarray(found.alpha), rows, seconds)
-    result["argmax"] = _argmax(task, w, found.alpha)
+    result["argmax"] = argmax.judged(task.space, (w, found.alpha), singles, task.valid, task.test)
     _write(folder, result, found, config.seeds, task.space.names)
     _print(result, folder)
     return result
@@ -261,45 +259,6 @@ def _scores(task: Task, w: jax.Array, alpha: jax.Array) -> dict[str, np.ndarray]
     return {name: np.asarray(x) for name, x in scores.items()}
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def losses_by_row(
-    space: ActivationSpace, w: jax.Array, alpha: jax.Array, batch: Any
-) -> dict[str, jax.Array]:
-    """The search's outer loss of every row, and whether its label is wrong; [seeds, n]."""
-
-    def of_one_row(w, alpha, x, y):
-        row = x[None], y[None]
-        wrong = space.predict(space.apply(w, alpha, row[0])) != space.predict(row[1])
-        return {"loss": space.problem.outer(w, alpha, row), "error": wrong[0].astype(float)}
-
-    of_one_seed = jax.vmap(of_one_row, (None, None, 0, 0))
-    return jax.vmap(of_one_seed)(w, alpha, *batch)
-
-
-def _argmax(task: Task, w: jax.Array, alpha: jax.Array) -> dict[str, Any]:
-    """Is each seed's argmax the best activation at the search's weights? By its test rows."""
-    names = np.array(task.space.names)
-    found = _judge(task.space, w, alpha, task.test)
-    return {
-        "choice": names[found.argmax].tolist(),
-        "lowest loss": names[found.L.argmin(axis=1)].tolist(),
-        "trust": found.trust.tolist(),
-        "condition 6": found.condition.tolist(),
-        "stationarity, of the loss": (found.stationarity / found.L_alpha).tolist(),
-        "test rows": task.test[1].shape[1],
-    }
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _judge(space: ActivationSpace, w: jax.Array, alpha: jax.Array, batch: Any) -> ConditionSix:
-    def of_one_seed(w, alpha, x, y):
-        vertices = jnp.eye(len(space.names), dtype=alpha.dtype)
-        outputs = jax.vmap(space.apply, (None, 0, None), 1)(w, vertices, x)
-        return condition_six(outputs, alpha, y)
-
-    return jax.vmap(of_one_seed)(w, alpha, *batch)
-
-
 # ----------------------------------------------------------------------------- the report
 
 
@@ -355,7 +314,8 @@ def _print(result: dict[str, Any], folder: pathlib.Path) -> None:
     console.print(table)
     found = report.mixture(np.mean(result["alpha"], axis=0), result["names"])
     console.print(f"α found: {found}" + (" (mean over seeds)" if seeds > 1 else ""))
-    console.print(_argmax_sentence(result["argmax"]))
+    console.print(argmax.sentence(result))
+    console.print(argmax.theory(result["argmax"]))
     gap, error = result["test error, search minus best single"]
     spread = f" ± {100 * error:.2f}" if seeds > 1 else ""
     console.print(
@@ -369,25 +329,3 @@ def _print(result: dict[str, Any], folder: pathlib.Path) -> None:
     console.print(
         f"search {seconds['search']:.0f} s, all {seconds['all']:.0f} s; results in {folder}"
     )
-
-
-def _argmax_sentence(found: dict[str, Any]) -> str:
-    """Whether to discretize: the verdict at the shared weights, then what the theory would say."""
-    seeds, trust = len(found["trust"]), found["trust"]
-    basis = f"(squared loss, 95 %, {found['test rows']} test rows)"
-    off = f"α stationary to {100 * max(found['stationarity, of the loss']):.2g} % of its loss"
-    if seeds > 1:
-        yes, no, open_ = (trust.count(verdict) for verdict in (1, -1, 0))
-        holds = found["condition 6"].count(1)
-        return (
-            f"argmax: the best activation at the shared weights in {yes} of {seeds} seeds, not in "
-            f"{no}, undecided in {open_} {basis}; Condition 6 holds in {holds}, {off} or better"
-        )
-    best = found["lowest loss"][0]
-    verdict = {
-        1: "to be trusted, it is best at the shared weights",
-        -1: f"not to be trusted, {best} is best at the shared weights",
-        0: "undecided whether it is best at the shared weights",
-    }[trust[0]]
-    condition = {1: "holds", -1: "fails", 0: "is undecided"}[found["condition 6"][0]]
-    return f"argmax {found['choice'][0]}: {verdict} {basis}; Condition 6 {condition}, {off}"

@@ -5,13 +5,15 @@ import subprocess
 import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import bilevel
 from bilevel.cli import main, report
+from bilevel.cli.argmax import judged, sentence
 from bilevel.cli.kernels import min_eigenvalue
-from bilevel.cli.search import _argmax_sentence
+from bilevel.spaces.activations import activation_space, unit_inputs
 
 SMALL = (
     *("--activations", "relu", "tanh", "--steps", "3", "--inner-steps", "5", "--width", "16"),
@@ -43,7 +45,18 @@ def test_search_ends_in_a_table_and_a_run_directory(tmp_path, capsys):
     argmax = result["argmax"]
     assert argmax["choice"] == [result["names"][i] for i in alpha.argmax(1)]
     assert argmax["condition 6"] == [1, 1]  # of two activations, always
-    assert "argmax: the best activation at the shared weights in" in printed
+    # By the table's own rows: yes where no other is better by the validation rows of either.
+    for s, choice in enumerate(argmax["choice"]):
+        other = next(name for name in result["names"] if name != choice)
+        for by in ("loss", "error"):
+            alone = {n: result["scores"][n][f"validation {by}"][s] for n in (choice, other)}
+            np.testing.assert_allclose(
+                argmax["by"][by]["alone"][s], [alone[n] for n in result["names"]], rtol=1e-5
+            )
+            if alone[choice] <= alone[other]:
+                assert argmax["by"][by]["as good"][s] and argmax["by"][by]["rank"][s] == 1
+    yes = sum(argmax["discretise"])
+    assert f"argmax: discretise in {yes} of 2 seeds" in printed.replace("\n", " ")
     for scores in result["scores"].values():
         value, bound = scores["min eigenvalue"], scores["certified min eigenvalue"]
         assert len(value) == 2
@@ -56,25 +69,65 @@ def test_search_ends_in_a_table_and_a_run_directory(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("trust", "verdict"),
+    ("as_good", "verdict"),
     [
-        (1, "argmax tanh: to be trusted, it is best at the shared weights (squared"),
-        (0, "argmax tanh: undecided whether it is best at the shared weights (squared"),
-        (-1, "argmax tanh: not to be trusted, relu is best at the shared weights (squared"),
+        (
+            (True, True),
+            "argmax sigmoid: discretise; retrained alone it has 3.5 %, as good as any of 3 by "
+            "hinge loss and by error on 300 validation rows (the mixture has 2.5 %)",
+        ),
+        (
+            (False, False),
+            "argmax sigmoid: keep the mixture (2.5 %): retrained alone, sigmoid has 3.5 %, last of "
+            "3 by hinge loss; swish is best, 2.6 % (300 validation rows)",
+        ),
+        (
+            (False, True),
+            "argmax sigmoid: keep the mixture (2.5 %): retrained alone, sigmoid has 3.5 %, last of "
+            "3 by hinge loss; swish is best, 2.6 %; by error it is as good as any (300 validation "
+            "rows)",
+        ),
+        (
+            (True, False),
+            "argmax sigmoid: keep the mixture (2.5 %): retrained alone, sigmoid has 3.5 %, number "
+            "2 of 3 by error; relu is best, 2.7 %; by hinge loss it is as good as any (300 "
+            "validation rows)",
+        ),
     ],
 )
-def test_the_verdict_on_the_argmax_is_one_sentence(trust, verdict):
+def test_the_verdict_on_the_argmax_is_one_sentence(as_good, verdict):
+    by_loss = {"as good": [as_good[0]], "rank": [3], "best": ["swish"]}
+    by_error = {"as good": [as_good[1]], "rank": [2], "best": ["relu"]}
+    by_error |= {"alone": [[0.027, 0.035, 0.026]], "mixture": [0.025]}
     found = {
-        "choice": ["tanh"],
-        "lowest loss": ["tanh" if trust == 1 else "relu"],
-        "trust": [trust],
-        "condition 6": [-1],
-        "stationarity, of the loss": [0.028],
-        "test rows": 1197,
+        "choice": ["sigmoid"],
+        "discretise": [all(as_good)],
+        "by": {"loss": by_loss, "error": by_error},
+        "validation rows": 300,
     }
-    assert _argmax_sentence(found).startswith(verdict)
-    end = " loss, 95 %, 1197 test rows); Condition 6 fails, α stationary to 2.8 % of its loss"
-    assert _argmax_sentence(found).endswith(end)
+    names = ["relu", "sigmoid", "swish"]
+    assert sentence({"argmax": found, "names": names, "config": {"outer": "hinge"}}) == verdict
+
+
+def test_small_outputs_that_are_wrong_are_not_to_be_trusted():
+    """Their squared loss is below that of large right ones: at the shared weights they won."""
+    space = activation_space(["relu", "sigmoid", "tanh"], width=16, outer="hinge")
+    keys = jax.random.split(jax.random.key(0), 2)
+    w = 8 * space.init(keys[0], 5)[None]
+    x = unit_inputs(jax.random.normal(keys[1], (200, 5)))[None]
+    alone = [(w, jnp.eye(3)[i][None]) for i in range(3)]
+    y = jnp.sign(space.apply(w[0], jnp.eye(3)[0], x[0]))[None]  # ReLU is right, sigmoid small
+    small = (0.01 * w, jnp.array([[0.2, 0.5, 0.3]]))
+    networks = [alone[0], (-0.01 * w, jnp.eye(3)[1][None]), alone[2]]
+    found = judged(space, small, networks, (x, y), (x, y))
+    assert found["choice"] == ["sigmoid"] and found["discretise"] == [False]
+    assert found["by"]["loss"]["best"] == found["by"]["error"]["best"] == ["relu"]
+    squared = [float(((space.apply(v[0], a[0], x[0]) - y[0]) ** 2).mean()) for v, a in networks]
+    assert squared[1] < squared[0]
+    # A network that diverged is no choice, and no error.
+    broken = [alone[0], (jnp.nan * w, jnp.eye(3)[1][None]), alone[2]]
+    found = judged(space, small, broken, (x, y), (x, y))
+    assert found["discretise"] == [False] and found["by"]["loss"]["rank"] == [3]
 
 
 @pytest.mark.parametrize(
@@ -132,9 +185,9 @@ def test_certify_prints_a_bracket_and_leaves_it_with_the_spectra(tmp_path, capsy
 
 def test_certify_refuses_what_it_cannot_certify(tmp_path, capsys, monkeypatch):
     assert certify(tmp_path / "run", "--rows", "5000") == 2
-    assert "rows: expected 1 to 1437, got 5000" in capsys.readouterr().err
+    assert "rows: expected at most 1437, got 5000" in capsys.readouterr().err
     assert certify(tmp_path / "run", "--activations", "relo") == 2
-    assert "activations: expected functions or names among" in capsys.readouterr().err
+    assert "activations: expected names among relu" in capsys.readouterr().err
     digits = bilevel.data.load("digits", train_size=40)
     digits.x_train[3] = digits.x_train[7]
     monkeypatch.setattr("bilevel.data.load", lambda name: digits)
@@ -154,7 +207,7 @@ def test_mistakes_are_one_sentence_on_standard_error(tmp_path, capsys):
     assert search(tmp_path / "run", "--resume") == 2
     assert capsys.readouterr().err.startswith("bilevel: out: expected the directory of a run")
     assert search(tmp_path / "run", "--activations", "relo") == 2
-    assert "activations: expected functions or names among" in capsys.readouterr().err
+    assert "activations: expected names among relu" in capsys.readouterr().err
 
 
 def test_the_module_runs_as_a_command():

@@ -45,8 +45,8 @@ def test_a_search_interrupted_and_resumed_ends_in_a_table_and_its_files(
         return original(*args, **options | {"chunk": 2, "callback": callback})
 
     monkeypatch.setattr("bilevel.search", two_steps_at_a_time)
-    assert search(run, *flags) == 0
-    assert "after step 2; go on with --resume --out" in capsys.readouterr().out
+    assert search(run, *flags) == 130
+    assert "after step 2; go on with --resume --out" in capsys.readouterr().err
     assert search(run, *flags, "--resume", "--seed", "5") == 2
     assert "seed: expected 0 as in the run to resume, got 5" in capsys.readouterr().err
     assert search(run, *flags, "--resume") == 0
@@ -137,7 +137,7 @@ def test_mistakes_are_one_sentence_and_leave_no_run_directory(tmp_path, capsys):
         ("--depth", "2"): "depth: expected at least 3, got 2.",
         ("--seeds", "0"): "seeds: expected at least 1, got 0.",
         ("--learning-rate", "-1"): "learning_rate: expected a positive number, got -1.0.",
-        ("--train", "3000"): "valid",
+        ("--train", "3000"): "train: expected at most 1796 of the rows of digits, got 3000.",
         ("--resume",): "out: expected the directory of a run",
     }.items():
         assert search(run, *flags) == 2

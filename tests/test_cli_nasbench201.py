@@ -77,14 +77,16 @@ def test_an_interrupted_search_says_how_to_go_on_and_goes_on_there(
 
     def stopping_in_the_second_seed(config, *parts, label):
         seen.append((config.resume, parts[-1].relative_to(run).as_posix(), label))
+        parts[-1].mkdir(parents=True, exist_ok=True)
+        (parts[-1] / "step").write_text("something to go on from")
         stopped = len(seen) % 2 == 0 and "interrupted after step 2"
         return types.SimpleNamespace(stopped=stopped, alpha=None)
 
     monkeypatch.setattr("bilevel.cli.deep.run", stopping_in_the_second_seed)
     for flags in ((), ("--resume",)):
-        assert search(run, "--seeds", "2", *flags) == 0
+        assert search(run, "--seeds", "2", *flags) == 130
         end = f"interrupted after step 2 of seed 1; go on with --resume --out {run}"
-        assert end in capsys.readouterr().out
+        assert end in capsys.readouterr().err
     seeds = [("search/0", "search 1 of 2"), ("search/1", "search 2 of 2")]
     assert seen == [(resume, *seed) for resume in (False, True) for seed in seeds]
     assert not (run / "result.json").exists()

@@ -16,6 +16,7 @@ from bilevel.discretize import (
     argmax,
     condition_six,
     factor_simplex,
+    judge_choice,
     rank_agreement,
     rank_by_alpha,
     rank_by_shared_weights,
@@ -339,3 +340,50 @@ F, A = np.ones((5, 3)), np.full(3, 1 / 3)
 def test_mistakes_are_refused_in_one_sentence(call, argument):
     with pytest.raises(ValueError, match=argument):
         call()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_choice_is_judged_by_paired_differences_against_every_other(seed):
+    """Truth: scipy's paired t statistic, which is the difference in standard errors."""
+    rng = np.random.default_rng(seed)
+    n, h = int(rng.integers(5, 40)), int(rng.integers(2, 7))
+    losses = rng.normal(size=(n, h)) + 5 * rng.normal(size=(n, 1)) + rng.normal(size=h) / 3
+    for choice in range(h):
+        found = judge_choice(losses, choice)
+        others = [j for j in range(h) if j != choice]
+        pairs = scipy.stats.ttest_rel(losses[:, [choice]], losses[:, others])
+        assert_close(
+            found.worse_by[np.array(others)], losses.mean(0)[choice] - losses.mean(0)[others]
+        )
+        t = found.worse_by[np.array(others)] / found.standard_error[np.array(others)]
+        assert_close(t, pairs.statistic)
+        assert bool(found.as_good) == (pairs.statistic <= 1).all()
+        sure = judge_choice(losses, choice, noise=0.0)
+        assert bool(sure.as_good) == (choice == losses.mean(0).argmin()) == (int(found.rank) == 1)
+        assert int(found.best) == losses.mean(0).argmin()
+        assert int(found.rank) == scipy.stats.rankdata(losses.mean(0))[choice]
+        # What all choices have in common is no noise.
+        common = judge_choice(losses + 100 * rng.normal(size=(n, 1)), choice)
+        assert bool(common.as_good) == bool(found.as_good)
+
+
+def test_equal_choices_are_as_good_as_each_other():
+    losses = np.tile([[0.0], [1.0], [0.0]], (1, 3))
+    for choice in range(3):
+        found = judge_choice(losses, choice, noise=0.0)
+        assert bool(found.as_good) and int(found.best) == choice and int(found.rank) == 1
+
+
+@pytest.mark.parametrize(
+    ("losses", "choice", "options", "sentence"),
+    [
+        (np.ones(3), 0, {}, r"losses: expected shape \[n, h\] with at least 2 rows, got \(3,\)"),
+        (np.ones((1, 3)), 0, {}, r"losses: expected shape \[n, h\] with at least 2 rows"),
+        (np.full((3, 2), np.nan), 0, {}, "losses: expected finite numbers"),
+        (np.ones((3, 2)), 2, {}, "choice: expected 0 to 1, got 2"),
+        (np.ones((3, 2)), 0, {"noise": -1.0}, "noise: expected at least 0, got -1.0"),
+    ],
+)
+def test_what_cannot_be_judged_is_refused(losses, choice, options, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        judge_choice(losses, choice, **options)

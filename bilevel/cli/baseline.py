@@ -14,12 +14,13 @@ import jax
 import numpy as np
 
 from bilevel import baselines
-from bilevel import data as datasets
 from bilevel.baselines import Trace
-from bilevel.cli import report
-from bilevel.cli.rows import Part, draw_rows
+from bilevel.cli import flags, report
+from bilevel.cli.rows import CLASSES, Part, check_rows, draw_rows, load
+from bilevel.cli.runs import run_directory
 from bilevel.protocols import Selection
 from bilevel.spaces import features
+from bilevel.spaces.features.text import BINS
 
 _METHODS = {
     "weight-sharing": baselines.weight_sharing,
@@ -32,7 +33,7 @@ _METHODS = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Baseline:
+class Baseline(flags.Flags):
     """Which method, on what, and how large; every flag has a default."""
 
     method: Literal[
@@ -47,43 +48,71 @@ class Baseline:
     """Random search evaluates every configuration."""
     data: Literal["digits", "mnist", "fashion-mnist", "cifar10", "imdb"] = "digits"
     """Dataset; digits ships with scikit-learn."""
-    configs: int = 32
+    configs: flags.Count = 32
     """Configurations to choose among, drawn at random; 256 in the paper."""
-    dimension: int | None = None
+    dimension: flags.Size | None = None
     """Features of a full evaluation; 512 for digits, 1024 for images, 16384 for texts."""
-    train: int | None = None
+    train: flags.Size | None = None
     """Training rows; 700 for digits, else 2000."""
-    valid: int | None = None
+    valid: flags.Size | None = None
     """Validation rows; 500 for digits, else 1000."""
-    test: int | None = None
+    test: flags.Size | None = None
     """Test rows at most; all of digits, else 1000."""
-    penalty: float = 0.5
+    penalty: flags.Rate = 0.5
     """λ in λ |w|² + Σ loss."""
-    seed: int = 0
+    seed: flags.Seed = 0
     """Of rows, configurations, features and methods."""
-    out: pathlib.Path = pathlib.Path("runs/baseline")
+    out: flags.Out = pathlib.Path("runs/baseline")
     """Run directory; a number is appended where it holds a run already."""
     resume: bool = False
     """Go on with the unfinished run in the run directory."""
     progress: bool | None = None
     """Progress bar; by default in a terminal."""
 
+    def check(self) -> None:
+        """Raise for flags that cannot be used, before anything is loaded."""
+        super().check()
+        check_rows(self.data, {name: self.size(name) for name in ("train", "valid")})
+        if self.size("dimension") > BINS:
+            raise ValueError(f"dimension: expected at most {BINS}, got {self.dimension}.")
+
+    def memory(self) -> dict[tuple[str, ...], int]:
+        """Weights and phases of all features; the configurations."""
+        columns = 1 if self.data == "imdb" else CLASSES + 1
+        return {
+            ("dimension",): 4 * self.size("dimension") * columns,
+            ("configs",): 128 * self.configs,
+        }
+
+    def size(self, name: str) -> int:
+        """A flag; where it is None, its default for the data."""
+        given = getattr(self, name)
+        return given if given is not None else _SIZES.get(self.data, _OF_IMAGES)[name]
+
+
+_OF_IMAGES = {"dimension": 1024, "train": 2000, "valid": 1000, "test": 1000}
+_SIZES = {
+    "digits": {"dimension": 512, "train": 700, "valid": 500, "test": 2000},
+    "imdb": _OF_IMAGES | {"dimension": 16384},
+}
+
 
 def run_baseline(config: Baseline) -> dict[str, Any]:
     """Run the job; print its table, write its run directory, return what `result.json` holds."""
+    config.check()
+    with run_directory(config) as folder:
+        return _run(config, folder)
+
+
+def _run(config: Baseline, folder: pathlib.Path) -> dict[str, Any]:
     began = time.perf_counter()
-    if config.configs < 1:
-        raise ValueError(f"configs: expected at least 1, got {config.configs}.")
-    if not 0 < config.penalty < float("inf"):
-        raise ValueError(f"penalty: expected a positive number, got {config.penalty}.")
     names = list(_METHODS) if config.method == "all" else [config.method]
     keys = jax.random.split(jax.random.key(config.seed), 4)
     screen = report.screen()
     with screen.status("data"):
         parts = _parts(config, keys[0])
-    dimension = _size(config, "dimension", 512, 1024, 16384)
+    dimension = config.size("dimension")
     problem, candidates = _problem(config, parts, dimension, *keys[1:3])
-    folder = report.run_directory(config)
     traces: dict[str, Trace] = {}
     for name in names:
         halves = name in ("successive-halving", "hyperband")
@@ -99,8 +128,7 @@ def run_baseline(config: Baseline) -> dict[str, Any]:
             **options,
         )
         if trace.stopped:
-            print(f"{trace.stopped}; go on with --resume --out {folder}")
-            return {}
+            raise KeyboardInterrupt(trace.stopped)
         traces[name] = trace
     result = {
         "config": report.flags(config),
@@ -119,24 +147,10 @@ def run_baseline(config: Baseline) -> dict[str, Any]:
 # ----------------------------------------------------------------------------- the parts
 
 
-def _size(config: Baseline, field: str, digits: int, images: int, texts: int) -> int:
-    """A field of the configuration; where it is None, its default for the data."""
-    given = getattr(config, field)
-    if given is not None and given < 1:
-        raise ValueError(f"{field}: expected at least 1, got {given}.")
-    return given or {"digits": digits, "imdb": texts}.get(config.data, images)
-
-
 def _parts(config: Baseline, key: jax.Array) -> list[Part]:
     """Training, validation and test rows with their labels."""
-    train = _size(config, "train", 700, 2000, 2000)
-    valid = _size(config, "valid", 500, 1000, 1000)
-    test = _size(config, "test", 2000, 1000, 1000)
-    if config.data == "digits":
-        data = datasets.load("digits")
-    else:
-        wanted = 10_000 * -(-(train + valid) // 10_000) if config.data == "cifar10" else None
-        data = datasets.load(config.data, train_size=wanted, test_size=test)
+    train, valid, test = (config.size(name) for name in ("train", "valid", "test"))
+    data = load(config.data, train, valid, test)
     return draw_rows(config.data, data, key, train, valid, test)
 
 

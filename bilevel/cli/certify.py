@@ -9,39 +9,52 @@ import dataclasses
 import math
 import pathlib
 import time
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from bilevel import data as datasets
-from bilevel.cli import report
+from bilevel.cli import flags, report
 from bilevel.cli.kernels import ENTRY_ERROR
-from bilevel.spaces.activations import activation_space, unit_inputs
+from bilevel.cli.runs import run_directory
+from bilevel.spaces.activations import ACTIVATIONS, activation_space, unit_inputs
 from ntk.certificate import certified_min_eigenvalue, certify_simplex
+
+_Names = Annotated[tuple[str, ...], flags.Names(tuple(ACTIVATIONS))]
 
 
 @dataclasses.dataclass(frozen=True)
-class Certify:
+class Certify(flags.Flags):
     """Which kernel, on what, and how exactly; every flag has a default."""
 
     data: Literal["digits", "mnist", "fashion-mnist", "cifar10"] = "digits"
     """Dataset; digits ships with scikit-learn."""
-    activations: tuple[str, ...] = ("relu", "tanh", "swish")
+    activations: _Names = ("relu", "tanh", "swish")
     """Candidates: the vertices of the simplex."""
-    rows: int = 300
+    rows: flags.SizeToCentre = 300
     """Training rows, drawn with all classes in their proportions."""
-    rtol: float = 1e-3
+    rtol: Annotated[float, flags.Positive(1e-9, 0.5)] = 1e-3
     """Relative gap between the two ends of the bracket."""
-    seed: int = 0
+    seed: flags.Seed = 0
     """Of the rows."""
-    out: pathlib.Path = pathlib.Path("runs/certify")
+    out: flags.Out = pathlib.Path("runs/certify")
     """Run directory; a number is appended where it holds a run already."""
+
+    def memory(self) -> dict[tuple[str, ...], int]:
+        """All pairs of activations, in float64."""
+        return {("rows",): 8 * (len(self.activations) * self.rows) ** 2}
 
 
 def run_certify(config: Certify) -> dict[str, Any]:
     """Run the job; print its table, write its run directory, return what `result.json` holds."""
+    config.check()
+    with run_directory(config) as folder:
+        return _run(config, folder)
+
+
+def _run(config: Certify, folder: pathlib.Path) -> dict[str, Any]:
     began = time.perf_counter()
     space = activation_space(config.activations, width=math.inf)
     screen = report.screen()
@@ -84,7 +97,6 @@ def run_certify(config: Certify) -> dict[str, Any]:
     }
     arrays = {"x": np.asarray(x)}
     arrays |= {f"spectrum {name}": values for name, values in spectra.items()}
-    folder = report.new_directory(config)
     report.write(folder, result, arrays)
     _picture(folder, spectra)
     _print(screen, result, folder)
@@ -93,8 +105,8 @@ def run_certify(config: Certify) -> dict[str, Any]:
 
 def _rows(config: Certify) -> np.ndarray:
     data = datasets.load(config.data)
-    if not 1 <= config.rows <= len(data.x_train):
-        raise ValueError(f"rows: expected 1 to {len(data.x_train)}, got {config.rows}.")
+    if config.rows > len(data.x_train):
+        raise ValueError(f"rows: expected at most {len(data.x_train)}, got {config.rows}.")
     (rows,) = datasets.split(jax.random.key(config.seed), data.y_train, (config.rows,))
     x = data.x_train[rows].reshape(config.rows, -1)
     distinct = len(np.unique(x, axis=0))

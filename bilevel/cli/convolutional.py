@@ -13,7 +13,7 @@ import optax
 from bilevel import SearchResult
 from bilevel.checkpoint import saving
 from bilevel.cli import deep
-from bilevel.cli.rows import Part, draw_rows
+from bilevel.cli.rows import SHAPES, Part, draw_rows
 from bilevel.data import Dataset
 from bilevel.protocols import Pytree
 from bilevel.spaces.convolution import average_pool
@@ -37,16 +37,23 @@ def normalized(parts: list[Part], pixels: int | None) -> list[tuple[jax.Array, j
 
     Averaged down to at most ``pixels`` a side, by a factor that divides it.
     """
-    if pixels is not None and pixels < 1:
-        raise ValueError(f"pixels: expected at least 1, got {pixels}.")
     xs = [x[..., None] if x.ndim == 3 else x for x, _ in parts]
-    side = xs[0].shape[1]
-    factor = next(f for f in range(1, side + 1) if side % f == 0 and side // f <= (pixels or side))
+    factor = _factor(xs[0].shape[1], pixels)
     if factor > 1:
         xs = [np.asarray(average_pool(jnp.asarray(x), factor, stride=factor)) for x in xs]
     mean, deviation = xs[0].mean((0, 1, 2)), xs[0].std((0, 1, 2))
     labels = [jnp.asarray(y) for _, y in parts]
     return [(jnp.asarray((x - mean) / deviation), y) for x, y in zip(xs, labels, strict=True)]
+
+
+def _factor(side: int, pixels: int | None) -> int:
+    return next(f for f in range(1, side + 1) if side % f == 0 and side // f <= (pixels or side))
+
+
+def pixel_count(data: str, pixels: int | None) -> int:
+    """Of an image, averaged down to at most ``pixels`` a side."""
+    side = SHAPES[data][0]
+    return (side // _factor(side, pixels)) ** 2
 
 
 def sgd(rate: optax.Schedule) -> optax.GradientTransformation:
@@ -121,8 +128,8 @@ def search_seeds(
     space: Any,
     splits: list[list[Part]],
     folder: pathlib.Path,
-) -> list[tuple[SearchResult, Pytree]] | None:
-    """Each seed's search and the alpha chosen, one after the other; None if one was stopped.
+) -> list[tuple[SearchResult, Pytree]]:
+    """Each seed's search and the alpha chosen, one after the other.
 
     ``space`` has the fields of ``DartsSpace``; all leaves of its alpha are on simplices.
     """
@@ -142,8 +149,7 @@ def search_seeds(
         parts = plan, jax.tree.leaves, *start, train, valid, search_key, place
         result = deep.run(config, *parts, label=label)
         if result.stopped:
-            print(f"{result.stopped} of seed {seed}; go on with --resume --out {folder}")
-            return None
+            raise KeyboardInterrupt(f"{result.stopped} of seed {seed}")
         random = config.strategy == "random"
         found.append((result, choose(choice_key, result.w, valid) if random else result.alpha))
     return found

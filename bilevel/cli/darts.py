@@ -10,7 +10,7 @@ import json
 import pathlib
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +18,10 @@ import numpy as np
 import optax
 
 from bilevel._progress import progress_bar
-from bilevel.cli import convolutional, deep, report
-from bilevel.cli.convolutional import ERRORS
+from bilevel.cli import convolutional, deep, flags, report
+from bilevel.cli.convolutional import ERRORS, pixel_count
 from bilevel.cli.rows import load
+from bilevel.cli.runs import run_directory
 from bilevel.protocols import Pytree
 from bilevel.spaces.darts import (
     EDGES,
@@ -37,6 +38,7 @@ from bilevel.spaces.darts import (
     parse_genotype,
     training,
 )
+from bilevel.spaces.darts.operations import reductions
 
 _KINDS = ("normal", "reduce")
 
@@ -45,27 +47,27 @@ _KINDS = ("normal", "reduce")
 class DartsSearch(deep.DeepSearch):
     """What to search, on what, and how; every flag has a default."""
 
-    steps: int = 300
+    steps: flags.Count = 300
     """Outer steps of the search."""
-    operations: tuple[str, ...] = PRIMITIVES
+    operations: Annotated[tuple[str, ...], flags.Names(PRIMITIVES)] = PRIMITIVES
     """Candidates on every edge."""
-    cells: int = 3
+    cells: flags.Layers = 3
     """Cells of the supernet; DARTS has 8 on CIFAR-10."""
-    channels: int = 8
+    channels: flags.Size = 8
     """Of the first cell; DARTS has 16."""
-    final_cells: int | None = None
+    final_cells: flags.Layers | None = None
     """Cells of networks trained from scratch, by default as many; DARTS has 20."""
-    final_channels: int | None = None
+    final_channels: flags.Size | None = None
     """Of their first cell; DARTS has 36."""
-    pixels: int | None = None
+    pixels: flags.Size | None = None
     """Average images down to at most this side."""
-    learning_rate: float = 0.025
+    learning_rate: flags.Rate = 0.025
     """Of weights: SGD with momentum 0.9, cosine decay, weight decay 3e-4, clipped at norm 5."""
-    random: int = 2
+    random: flags.CountOrNone = 2
     """Random genotypes to train beside the one found."""
-    drop_path: float = 0.0
+    drop_path: Annotated[float, flags.Share()] = 0.0
     """Probability at the end of training from scratch, rising linearly; DARTS has 0.2."""
-    cutout: int = 0
+    cutout: flags.CountOrNone = 0
     """Side of the square cut out of training images; DARTS has 16."""
     crop_and_flip: bool = False
     """Move and mirror training images, as DARTS does on CIFAR-10."""
@@ -73,6 +75,33 @@ class DartsSearch(deep.DeepSearch):
     """A second classifier in training from scratch, as DARTS has; images of 29 pixels or more."""
     remat: bool = True
     """Compute an edge again in the backward pass instead of keeping what is in it."""
+
+    def memory(self) -> dict[tuple[str, ...], int]:
+        """Weights with their gradient and momentum; a batch's images in the stem; history."""
+        images = self.batch_size * pixel_count(self.data, self.pixels)
+        cells, channels = self.final_cells or self.cells, self.final_channels or self.channels
+        pointwise = len(EDGES) * sum(_POINTWISE.get(name, 0) for name in self.operations)
+        alpha = 2 * len(EDGES) * len(self.operations)
+        return {
+            ("cells", "channels"): 3 * 4 * _squares(self.cells, self.channels) * (4 + pointwise),
+            ("final_cells", "final_channels"): 3 * 4 * 4 * _squares(cells, channels),
+            ("batch_size", "channels"): 2 * images * _STEM * self.channels,
+            ("batch_size", "final_channels"): 2 * images * _STEM * channels,
+            ("seeds", "steps"): 4 * self.seeds * self.steps * alpha,
+        }
+
+
+_STEM = 3  # the stem's channels, of the first cell's
+_POINTWISE = {"sep_conv_3x3": 2, "sep_conv_5x5": 2, "dil_conv_3x3": 1, "dil_conv_5x5": 1}
+
+
+def _squares(cells: int, channels: int) -> int:
+    """The sum of the cells' channels squared: what a convolution of one pixel in each has."""
+    total, reduced = 0, reductions(cells)
+    for cell in range(cells):
+        channels *= 1 + (cell in reduced)
+        total += channels**2
+    return total
 
 
 QUICK = DartsSearch(
@@ -103,14 +132,16 @@ class _Task(NamedTuple):
 
 def run_darts_search(config: DartsSearch) -> dict[str, Any]:
     """Run the job; print its table, write its run directory, return what `result.json` holds."""
+    config.check()
+    with run_directory(config) as folder:
+        return _run(config, folder)
+
+
+def _run(config: DartsSearch, folder: pathlib.Path) -> dict[str, Any]:
     began = time.perf_counter()
-    deep.check(config)
     task = _task(config)
-    folder = report.run_directory(config)
     start = time.perf_counter()
     found = convolutional.search_seeds(config, task.space, task.splits, folder)
-    if found is None:
-        return {}
     searched = time.perf_counter() - start
     rows = _networks(task, config, [alpha for _, alpha in found], folder)
     result = _summary(task, config, found, rows)
@@ -124,7 +155,6 @@ def run_darts_search(config: DartsSearch) -> dict[str, Any]:
 
 
 def _task(config: DartsSearch) -> _Task:
-    _check(config)
     data = load(config.data, config.train, config.valid, config.test)
     space = darts_space(
         config.operations,
@@ -140,14 +170,6 @@ def _task(config: DartsSearch) -> _Task:
     network = _network(task, config, space.discretize(space.start()))
     jax.eval_shape(lambda key: network.init(key, task.shape), jax.random.key(0))
     return task
-
-
-def _check(config: DartsSearch) -> None:
-    for name, least in (("random", 0), ("cutout", 0)):
-        if (value := getattr(config, name)) < least:
-            raise ValueError(f"{name}: expected at least {least}, got {value}.")
-    if not 0 <= config.drop_path < 1:
-        raise ValueError(f"drop_path: expected at least 0 and under 1, got {config.drop_path}.")
 
 
 # ----------------------------------------------------------------------------- the networks

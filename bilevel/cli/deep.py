@@ -17,6 +17,8 @@ from jax.flatten_util import ravel_pytree
 
 import bilevel
 from bilevel._progress import progress_bar
+from bilevel.cli import flags
+from bilevel.cli.rows import check_rows
 from bilevel.problem import Problem
 from bilevel.protocols import Loss, LowerSolver, Pytree
 from bilevel.spaces.training import minibatches
@@ -34,7 +36,7 @@ _STEP_GRADIENTS = {  # others: 2
 
 
 @dataclasses.dataclass(frozen=True)
-class DeepSearch:
+class DeepSearch(flags.Flags):
     """Flags of every deep space."""
 
     data: Literal["digits", "mnist", "fashion-mnist", "cifar10"] = "digits"
@@ -52,52 +54,46 @@ class DeepSearch:
     """DARTS of first order, of second order, exactly or by its paper's finite difference;
     exponentiated gradient, on validation or on training batches; random search with weight
     sharing; DARTS on training batches alone; DARTS through 5 inner steps."""
-    seeds: int = 1
+    seeds: flags.Count = 1
     """Independent runs: own splits, own initial weights."""
-    steps: int = 600
+    steps: flags.Count = 600
     """Outer steps of the search."""
-    batch_size: int = 64
+    batch_size: flags.Size = 64
     """Rows in a minibatch."""
-    epochs: int = 30
+    epochs: flags.Epochs = 30
     """Passes over the training rows when a network is trained from scratch."""
-    learning_rate: float = 3.0
+    learning_rate: flags.Rate = 3.0
     """Of weights, as a multiple of 1/K, K the mean diagonal entry of the NTK at the start; momentum
     0.9, cosine decay."""
-    alpha_rate: float | None = None
+    alpha_rate: flags.Rate | None = None
     """Of α; by default 6 / steps for DARTS's Adam, 100 / steps for exponentiated gradient."""
-    samples: int = 200
+    samples: flags.Count = 200
     """Architectures that random search compares at the shared weights."""
-    train: int = 500
+    train: flags.SizeToCentre = 500
     """Training rows."""
-    valid: int = 500
+    valid: flags.Size = 500
     """Validation rows."""
-    test: int = 2000
+    test: flags.Size = 2000
     """Test rows at most."""
     bfloat16: bool = False
     """Activations in bfloat16; weights and losses stay as they are."""
-    seed: int = 0
+    seed: flags.Seed = 0
     """Of splits, weights and minibatches."""
-    out: pathlib.Path = pathlib.Path("runs/search")
+    out: flags.Out = pathlib.Path("runs/search")
     """Run directory; a number is appended where it holds a run already."""
     resume: bool = False
     """Go on with the unfinished run in the run directory."""
     progress: bool | None = None
     """Progress bar; by default in a terminal."""
 
-
-def check(config: DeepSearch) -> None:
-    """Raise for flags that no space could use, before anything is loaded."""
-    for name in ("seeds", "steps", "batch_size", "epochs", "samples"):
-        if getattr(config, name) < 1:
-            raise ValueError(f"{name}: expected at least 1, got {getattr(config, name)}.")
-    rows = min(config.train, config.valid)
-    if config.batch_size > rows:
-        raise ValueError(
-            f"batch_size: expected at most the {rows} rows of a split, got {config.batch_size}."
-        )
-    for name in ("learning_rate", "alpha_rate"):
-        if (value := getattr(config, name)) is not None and not value > 0:
-            raise ValueError(f"{name}: expected a positive number, got {value}.")
+    def check(self) -> None:
+        """Raise for flags that no space could use, before anything is loaded."""
+        super().check()
+        check_rows(self.data, {"train": self.train, "valid": self.valid})
+        if self.batch_size > (least := min(self.train, self.valid)):
+            raise ValueError(
+                f"batch_size: expected at most the {least} rows of a split, got {self.batch_size}."
+            )
 
 
 # ----------------------------------------------------------------------------- the search

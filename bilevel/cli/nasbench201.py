@@ -8,14 +8,16 @@ networks, as Dong & Yang (2020) trained them. A run that was interrupted goes on
 import dataclasses
 import pathlib
 import time
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bilevel.cli import convolutional, deep, report
+from bilevel.cli import convolutional, deep, flags, report
+from bilevel.cli.convolutional import pixel_count
 from bilevel.cli.rows import Part, load
+from bilevel.cli.runs import run_directory
 from bilevel.spaces.nasbench201 import (
     EDGES,
     PRIMITIVES,
@@ -25,6 +27,7 @@ from bilevel.spaces.nasbench201 import (
     nasbench201_space,
     table,
 )
+from bilevel.spaces.nasbench201._genotype import SIZES
 from bilevel.spaces.nasbench201.judging import DATASETS, best_of_k_random
 
 
@@ -32,23 +35,40 @@ from bilevel.spaces.nasbench201.judging import DATASETS, best_of_k_random
 class NasBench201Search(deep.DeepSearch):
     """What to search, on what, and how; every flag has a default."""
 
-    steps: int = 300
+    steps: flags.Count = 300
     """Outer steps of the search."""
-    epochs: int = 200
+    epochs: flags.Epochs = 200
     """Passes over the training rows that one network's training is counted as, to say how many
     random networks the search costs; the benchmark's are 200."""
-    operations: tuple[str, ...] = PRIMITIVES
+    operations: Annotated[tuple[str, ...], flags.Names(PRIMITIVES)] = PRIMITIVES
     """Candidates on every edge."""
-    cells: int = 5
+    cells: flags.Layers = 5
     """Cells of each of the supernet's three stages."""
-    channels: int = 16
+    channels: flags.Size = 16
     """Of the first stage."""
-    pixels: int | None = None
+    pixels: flags.Size | None = None
     """Average images down to at most this side."""
-    learning_rate: float = 0.025
+    learning_rate: flags.Rate = 0.025
     """Of weights: SGD with momentum 0.9, cosine decay, weight decay 3e-4, clipped at norm 5."""
     remat: bool = True
     """Compute a cell again in the backward pass instead of keeping what is in it."""
+
+    def memory(self) -> dict[tuple[str, ...], int]:
+        """Weights with their gradient and momentum; a batch's images in the stem; history."""
+        images = self.batch_size * pixel_count(self.data, self.pixels)
+        alpha = len(EDGES) * len(self.operations)
+        weights = convolution_weights(self.operations, self.cells, self.channels)
+        return {
+            ("cells", "channels"): 3 * 4 * weights,
+            ("batch_size", "channels"): 2 * images * self.channels,
+            ("seeds", "steps"): 4 * self.seeds * self.steps * alpha,
+        }
+
+
+def convolution_weights(operations: tuple[str, ...], cells: int, channels: int) -> int:
+    """Of all edges of all cells, in stages of one, two and four times ``channels``."""
+    each = sum(SIZES.get(name, 0) ** 2 for name in operations)
+    return len(EDGES) * cells * (1 + 4 + 16) * channels**2 * each
 
 
 QUICK = NasBench201Search(
@@ -66,15 +86,17 @@ class _Task(NamedTuple):
 
 def run_nasbench201_search(config: NasBench201Search) -> dict[str, Any]:
     """Run the job; print its table, write its run directory, return what `result.json` holds."""
+    config.check()
+    with run_directory(config) as folder:
+        return _run(config, folder)
+
+
+def _run(config: NasBench201Search, folder: pathlib.Path) -> dict[str, Any]:
     began = time.perf_counter()
-    deep.check(config)
     known = table.load_table()  # or the search would be for nothing
     task = _task(config)
-    folder = report.run_directory(config)
     start = time.perf_counter()
     found = convolutional.search_seeds(config, task.space, task.splits, folder)
-    if found is None:
-        return {}
     searched = time.perf_counter() - start
     summary = _summary(task, config, known, found)
     summary["seconds"] = {"search": searched, "all": time.perf_counter() - began}

@@ -10,7 +10,7 @@ import dataclasses
 import math
 import pathlib
 import time
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import jax
 import numpy as np
@@ -18,9 +18,12 @@ import optax
 
 from bilevel import data as datasets
 from bilevel._progress import progress_bar
-from bilevel.cli import convolutional, report
-from bilevel.cli.rows import draw_rows, load
+from bilevel.cli import convolutional, flags, report
+from bilevel.cli.nasbench201 import convolution_weights
+from bilevel.cli.rows import check_rows, draw_rows, load
+from bilevel.cli.runs import run_directory
 from bilevel.spaces.nasbench201 import (
+    PRIMITIVES,
     Genotype,
     encode,
     genotypes,
@@ -38,7 +41,7 @@ from bilevel.spaces.nasbench201.judging import (
     seed_ceiling,
     sum_of_log_ranks,
 )
-from bilevel.spaces.nasbench201.scoring import SCORES, Scored, check_names, score_networks
+from bilevel.spaces.nasbench201.scoring import SCORES, Scored, score_networks
 from bilevel.spaces.nasbench201.table import RUN_SETS, Table, load_table, published_scores
 from bilevel.spaces.scratch import crop_and_flip, training
 
@@ -48,69 +51,118 @@ _PUBLISHED = {"naswot": "nwot"} | {
     name: name for name in ("fisher", "grad_norm", "grasp", "jacov", "l2_norm", "snip", "synflow")
 }
 _ALL = "sum of log ranks"
+_TOTAL = 15_625  # networks in the benchmark
+
+_Scores = Annotated[tuple[str, ...], flags.Names((*SCORES, "all"))]
+_Parts = Annotated[tuple[str, ...], flags.Names((*SCORES, *BASELINES), least=0)]
 
 
 @dataclasses.dataclass(frozen=True)
-class Rank:
+class Rank(flags.Flags):
     """Which networks, which scores, on what; every flag has a default."""
 
     data: Literal["digits", "mnist", "fashion-mnist", "cifar10"] = "cifar10"
     """Dataset of the batch that networks are scored on; digits ships with scikit-learn."""
-    scores: tuple[str, ...] = ("eigen_nas", "min_eigenvalue", "naswot", "synflow")
+    scores: _Scores = ("eigen_nas", "min_eigenvalue", "naswot", "synflow")
     """Names in ntk.scores, or 'all' for every one of them."""
-    aggregate: tuple[str, ...] = ()
+    aggregate: _Parts = ()
     """Scores and baselines whose log ranks are added up to one more; by default all scores."""
-    networks: int | Literal["all"] = 200
+    networks: Annotated[int, flags.Whole(2, _TOTAL)] | Literal["all"] = 200
     """How many networks to draw, or all 15,625."""
-    k: int = 20
+    k: flags.Count = 20
     """Networks whose validation accuracy is looked up, of those with the best scores."""
-    pool: int = 300
+    pool: flags.Count = 300
     """Networks to choose these k from: many such pools are drawn of those scored."""
-    batch_size: int = 32
+    batch_size: Annotated[int, flags.Whole(2)] = 32
     """Rows in the batch."""
-    cells: int = 5
+    cells: flags.Layers = 5
     """Cells of each of the three stages; the benchmark has 5."""
-    channels: int = 16
+    channels: flags.Size = 16
     """Of the first stage; the benchmark has 16."""
-    pixels: int | None = None
+    pixels: flags.Size | None = None
     """Average images down to at most this side."""
-    at_once: int = 1
+    at_once: flags.Count = 1
     """Networks side by side in one program: 1 on a CPU, dozens on an accelerator."""
     judged: bool = True
     """Whether to hold the scores against the benchmark's table, which has to be there."""
-    epochs: int = 0
+    epochs: Annotated[int, flags.Whole(0, 10_000)] = 0
     """Passes over the training rows in which the chosen network is trained; 0: it is not."""
-    train_size: int = 500
+    train_size: flags.SizeToCentre = 500
     """Training rows for that; the batch is drawn from them."""
-    test_size: int = 1000
+    test_size: flags.Size = 1000
     """Test rows at most."""
-    seed: int = 0
+    seed: flags.Seed = 0
     """Of networks, weights and rows."""
-    out: pathlib.Path = pathlib.Path("runs/rank")
+    out: flags.Out = pathlib.Path("runs/rank")
     """Run directory; a number is appended where it holds a run already."""
     resume: bool = False
     """Go on with the unfinished run in the run directory; scores and networks may be added."""
     progress: bool | None = None
     """Progress bar; by default in a terminal."""
 
+    def check(self) -> None:
+        """Raise for flags that cannot be used, before anything is loaded."""
+        super().check()
+        check_rows(self.data, {"train_size": self.train_size}, kept=1)
+        if "all" in self.scores and len(self.scores) > 1:
+            raise ValueError(f"scores: expected names, or all, got {' '.join(self.scores)}.")
+        for name in self.aggregate:
+            if name not in (known := (*self.score_names, *BASELINES)):
+                raise ValueError(
+                    f"aggregate: expected names among {', '.join(known)}, got {name!r}."
+                )
+        if not max(2, self.k) <= self.count:
+            raise ValueError(
+                f"networks: expected {max(2, self.k)} (--k) to {_TOTAL}, or all, got {self.count}."
+            )
+        if self.k > self.pool:
+            raise ValueError(f"k: expected at most the {self.pool} of --pool, got {self.k}.")
+        if self.batch_size > self.train_size:
+            raise ValueError(
+                f"batch_size: expected at most the {self.train_size} training rows, "
+                f"got {self.batch_size}."
+            )
+
+    def memory(self) -> dict[tuple[str, ...], int]:
+        """Weights of all operations and their gradient; a batch's images in the stem."""
+        images = self.batch_size * convolutional.pixel_count(self.data, self.pixels)
+        weights = convolution_weights(PRIMITIVES, self.cells, self.channels)
+        return {
+            ("cells", "channels"): 2 * 4 * weights,
+            ("at_once", "batch_size", "channels"): 2 * self.at_once * images * self.channels,
+        }
+
+    @property
+    def score_names(self) -> tuple[str, ...]:
+        """Those asked for."""
+        return SCORES if self.scores == ("all",) else self.scores
+
+    @property
+    def count(self) -> int:
+        """Of networks."""
+        return _TOTAL if self.networks == "all" else self.networks
+
 
 def run_rank(config: Rank) -> dict[str, Any]:
     """Run the job; print its tables, write its run directory, return what `result.json` holds."""
-    began = time.perf_counter()
-    names = _check(config)
+    config.check()
+    changeable = ("networks", "scores", "aggregate", "k", "pool")
+    with run_directory(config, changeable) as folder:
+        return _run(config, folder)
+
+
+def _run(config: Rank, folder: pathlib.Path) -> dict[str, Any]:
+    began, names = time.perf_counter(), config.score_names
     table = load_table() if config.judged else None
     train, test, classes = _images(config)
     shape = {"classes": classes, "cells": config.cells, "channels": config.channels}
     networks = nasbench201_networks(**shape)
     keys = jax.random.split(jax.random.key(config.seed), 3)
     batch = _batch(config, train)
-    rows = _rows(config)
-    cells = [genotypes()[row] for row in rows]
+    drawn = _drawn(config)
+    cells = [genotypes()[row] for row in drawn]
     w = jax.jit(lambda key: networks.init(key, train[0].shape[1:]))(keys[0])
     jax.eval_shape(networks.apply, w, encode(cells[0]), batch[0])
-    folder = report.run_directory(
-        config, changeable=("networks", "scores", "aggregate", "k", "pool")
-    )
     scored = score_networks(
         names,
         networks,
@@ -123,58 +175,31 @@ def run_rank(config: Rank) -> dict[str, Any]:
     )
     result: dict[str, Any] = {
         "config": report.flags(config),
-        "networks": len(rows),
+        "networks": len(drawn),
         "seconds per network": scored.seconds,
         "compile seconds": scored.compile_seconds,
         **report.machine(),
     }
     if table is not None:
-        result |= _judged(config, scored, table, rows)
+        result |= _judged(config, scored, table, drawn)
     chosen = _best(cells, scored.oriented()[names[0]])
     result["chosen"] = {"genotype": str(chosen), "score": names[0]}
     if config.epochs:
         result["chosen"] |= _trained(config, chosen, shape, train, test, keys[1], folder)
     result["seconds"] = time.perf_counter() - began
-    arrays = {"rows": rows, **scored.values}
+    arrays = {"rows": drawn, **scored.values}
     report.write(folder, result, arrays)
     if table is not None:
-        _picture(folder, scored, table, rows)
+        _picture(folder, scored, table, drawn)
     _print(result, folder)
     return result
 
 
-def _check(config: Rank) -> tuple[str, ...]:
-    """Raise for flags that cannot be used; the names of the scores."""
-    names = SCORES if config.scores == ("all",) else config.scores
-    check_names(names)
-    for name in config.aggregate:
-        if name not in (known := (*names, *BASELINES)):
-            raise ValueError(f"aggregate: expected names among {', '.join(known)}, got {name!r}.")
-    for name, least in (("batch_size", 2), ("k", 1), ("pool", 1), ("epochs", 0), ("at_once", 1)):
-        if getattr(config, name) < least:
-            value = getattr(config, name)
-            raise ValueError(f"{name}: expected at least {least}, got {value}.")
-    total = len(genotypes())
-    count = total if config.networks == "all" else config.networks
-    if not max(2, config.k) <= count <= total:
-        raise ValueError(
-            f"networks: expected {max(2, config.k)} (--k) to {total}, or all, got {count}."
-        )
-    if config.k > config.pool:
-        raise ValueError(f"k: expected at most the {config.pool} of --pool, got {config.k}.")
-    if config.batch_size > config.train_size:
-        raise ValueError(
-            f"batch_size: expected at most the {config.train_size} training rows, "
-            f"got {config.batch_size}."
-        )
-    return tuple(names)
-
-
-def _rows(config: Rank) -> np.ndarray:
+def _drawn(config: Rank) -> np.ndarray:
     """Rows of the table, in random order: of fewer networks they are the first."""
     # RandomState, not default_rng, whose stream may change from one numpy to the next.
     order = np.random.RandomState(config.seed).permutation(len(genotypes()))
-    return order if config.networks == "all" else order[: config.networks]
+    return order[: config.count]
 
 
 def _images(config: Rank) -> tuple[Rows, Rows, int]:

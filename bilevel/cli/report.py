@@ -1,4 +1,4 @@
-"""What the commands share: the run directory with its files, and the screen."""
+"""What the commands share: the files of a run, and the screen."""
 
 import dataclasses
 import decimal
@@ -14,38 +14,6 @@ from rich.console import Console
 def flags(config: Any) -> dict[str, Any]:
     """A configuration dataclass as JSON knows it: paths are strings, tuples are lists."""
     return json.loads(json.dumps(dataclasses.asdict(config), default=str))
-
-
-def new_directory(config: Any) -> pathlib.Path:
-    """The directory ``config.out``, numbered where it exists; ``config.json`` in it."""
-    folder, number = config.out, 1
-    while folder.exists():
-        number += 1
-        folder = config.out.with_name(f"{config.out.name}-{number}")
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(flags(config), indent=2) + "\n")
-    return folder
-
-
-def run_directory(config: Any, changeable: tuple[str, ...] = ()) -> pathlib.Path:
-    """A new directory; with ``config.resume`` that of the run to go on with, if it was the same."""
-    if not config.resume:
-        return new_directory(config)
-    if not config.out.is_dir():
-        raise FileNotFoundError(f"out: expected the directory of a run, got {config.out}.")
-    before = json.loads((config.out / "config.json").read_text())
-    now = flags(config)
-    if others := set(before) - set(now):
-        raise ValueError(
-            f"out: expected a run of this command and space, got one with {min(others)} in its "
-            "flags."
-        )
-    for name in set(before) - {"resume", "out", "progress", *changeable}:
-        if before[name] != now[name]:
-            raise ValueError(
-                f"{name}: expected {before[name]!r} as in the run to resume, got {now[name]!r}."
-            )
-    return config.out
 
 
 def machine() -> dict[str, str]:
@@ -89,8 +57,8 @@ def title(config: dict[str, Any]) -> str:
 
 def screen() -> Console:
     """The terminal; a pipe or a file has no width of its own, and rich would cut tables at 80."""
-    console = Console()
-    return console if console.is_terminal else Console(width=110)
+    console = Console(markup=False)  # names of folders and genotypes have brackets
+    return console if console.is_terminal else Console(width=110, markup=False)
 
 
 def mixture(alpha: Any, names: Any) -> str:

@@ -1,5 +1,6 @@
 """Training, validation and test rows of a dataset, drawn at random."""
 
+import math
 from typing import Any
 
 import jax
@@ -9,15 +10,45 @@ from bilevel import data as datasets
 
 Part = tuple[Any, Any]  # rows and their labels
 
+# What is known of a dataset before it is loaded; the test rows of digits are taken of all its rows.
+ROWS = {
+    "digits": (1797, 0),
+    "mnist": (60_000, 10_000),
+    "fashion-mnist": (60_000, 10_000),
+    "cifar10": (50_000, 10_000),
+    "imdb": (25_000, 25_000),
+}
+SHAPES = {
+    "digits": (8, 8, 1),
+    "mnist": (28, 28, 1),
+    "fashion-mnist": (28, 28, 1),
+    "cifar10": (32, 32, 3),
+}
+CLASSES = 10  # of all of these
 
 _CIFAR_BATCH = 10_000  # rows in each of its files
+
+
+def check_rows(data: str, sizes: dict[str, int], kept: int = 0) -> None:
+    """Raise if the training rows are too few for ``sizes``, by flag, and ``kept`` more."""
+    total, own_test_rows = ROWS[data]
+    left = total - kept - (not own_test_rows)  # one at the least is for the test
+    for name, size in sizes.items():
+        if size > left:
+            raise ValueError(f"{name}: expected at most {left} of the rows of {data}, got {size}.")
+        left -= size
+
+
+def inputs(data: str) -> int:
+    """Numbers in a row of images."""
+    return math.prod(SHAPES[data])
 
 
 def load(name: str, train: int, valid: int, test: int) -> datasets.Dataset:
     """The dataset to draw from: of CIFAR-10 only as many of its files as hold so many rows."""
     if name == "digits":
         return datasets.load(name)
-    sizes = {"test_size": test}
+    sizes = {"test_size": min(test, ROWS[name][1])}
     if name == "cifar10":
         sizes["train_size"] = -(-(train + valid) // _CIFAR_BATCH) * _CIFAR_BATCH
     return datasets.load(name, **sizes)
@@ -35,7 +66,5 @@ def draw_rows(
         return [*((data.x_train[r], data.y_train[r]) for r in rows), (data.x_test, data.y_test)]
     x = np.concatenate([data.x_train, data.x_test])
     y = np.concatenate([data.y_train, data.y_test])
-    rest = len(x) - train - valid
-    if rest < 1:
-        raise ValueError(f"valid: expected {train} + {valid} rows to leave some of {len(x)}.")
-    return [(x[r], y[r]) for r in datasets.split(key, y, (train, valid, min(test, rest)))]
+    test = min(test, len(x) - train - valid)
+    return [(x[r], y[r]) for r in datasets.split(key, y, (train, valid, test))]

@@ -7,10 +7,10 @@ each would have at infinite width, and leaves a run directory.
 """
 
 import dataclasses
-import functools
+import math
 import pathlib
 import time
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,29 +18,32 @@ import numpy as np
 import optax
 
 import bilevel
-from bilevel.cli import report
+from bilevel.cli import argmax, flags, report
 from bilevel.cli.kernels import ENTRY_ERROR, min_eigenvalue
-from bilevel.cli.rows import draw_rows, load
-from bilevel.discretize import ConditionSix, condition_six
+from bilevel.cli.rows import check_rows, draw_rows, inputs, load
+from bilevel.cli.runs import run_directory
 from bilevel.problem import side_by_side
 from bilevel.protocols import LowerSolver
 from bilevel.spaces.activations import (
+    ACTIVATIONS,
     ActivationSpace,
     activation_space,
     sign_labels,
     unit_inputs,
 )
 
+_Names = Annotated[tuple[str, ...], flags.Names(tuple(ACTIVATIONS))]
+
 _JOINT_EPOCHS = 10  # joint training takes as many times the inner steps of one lower solve
 
 
 @dataclasses.dataclass(frozen=True)
-class Search:
+class Search(flags.Flags):
     """What to search, on what, and how; every flag has a default."""
 
     data: Literal["digits", "mnist", "fashion-mnist", "cifar10"] = "digits"
     """Dataset; digits ships with scikit-learn."""
-    activations: tuple[str, ...] = ("relu", "leaky_relu", "sigmoid", "tanh", "swish", "gelu")
+    activations: _Names = ("relu", "leaky_relu", "sigmoid", "tanh", "swish", "gelu")
     """Candidates."""
     geometry: Literal["exponentiate", "project", "softmax"] = "exponentiate"
     """How α stays on the simplex."""
@@ -48,30 +51,51 @@ class Search:
     """Hypergradient: through all inner steps, the last quarter, none, or implicit (damped CG)."""
     outer: Literal["hinge", "logistic", "squared"] = "hinge"
     """Validation loss; the training loss is the squared one."""
-    seeds: int = 1
+    seeds: flags.Count = 1
     """Independent searches side by side: own splits, own initial weights."""
-    steps: int = 20
+    steps: flags.Count = 20
     """Outer steps."""
-    inner_steps: int = 50
+    inner_steps: Annotated[int, flags.Whole(1, 10**7)] = 50
     """Gradient steps of the lower problem in each."""
-    width: int = 512
+    width: flags.Size = 512
     """Hidden units."""
-    train: int = 300
+    train: flags.SizeToCentre = 300
     """Training rows."""
-    valid: int = 300
+    valid: flags.Size = 300
     """Validation rows."""
-    test: int = 2000
+    test: flags.Size = 2000
     """Test rows at most."""
-    learning_rate: float = 0.3
+    learning_rate: flags.Rate = 0.3
     """Of α: Adam's."""
-    seed: int = 0
+    seed: flags.Seed = 0
     """Of splits and weights."""
-    out: pathlib.Path = pathlib.Path("runs/search")
+    out: flags.Out = pathlib.Path("runs/search")
     """Run directory; a number is appended where it holds a run already."""
     resume: bool = False
     """Go on with the unfinished run in the run directory."""
     progress: bool | None = None
     """Progress bar; by default in a terminal."""
+
+    def check(self) -> None:
+        """Raise for flags that cannot be used, before anything is loaded."""
+        super().check()
+        check_rows(self.data, {"train": self.train, "valid": self.valid})
+
+    def memory(self) -> dict[tuple[str, ...], int]:
+        """Weights with their gradient, momentum and start; outputs; history; a kernel."""
+        h, units = len(self.activations), self.seeds * self.width
+        weights = 4 * units * inputs(self.data)
+        found = {
+            ("seeds", "width"): 4 * weights,
+            ("seeds", "width", "train"): 4 * units * self.train,
+            ("seeds", "steps"): 4 * self.seeds * self.steps * h,
+            ("seeds", "inner_steps"): 4 * self.seeds * _JOINT_EPOCHS * self.inner_steps * h,
+            ("train",): 3 * 8 * self.train**2,
+        }
+        if self.solver == "unrolled":  # the weights at every boundary of its blocks, and in one
+            kept = 2 * weights * math.isqrt(self.inner_steps)
+            found["seeds", "width", "inner_steps"] = kept
+        return found
 
 
 _COLUMNS = {
@@ -84,7 +108,7 @@ _COLUMNS = {
 }
 
 
-class _Task(NamedTuple):
+class Task(NamedTuple):
     """The searches of all seeds as one problem; leading axis: seeds."""
 
     space: ActivationSpace
@@ -98,17 +122,20 @@ class _Task(NamedTuple):
 
 def run_search(config: Search) -> dict[str, Any]:
     """Run the job; print its table, write its run directory, return what `result.json` holds."""
+    config.check()
+    with run_directory(config, changeable=("steps",)) as folder:
+        return _run(config, folder)
+
+
+def _run(config: Search, folder: pathlib.Path) -> dict[str, Any]:
     began = time.perf_counter()
-    if config.seeds < 1:
-        raise ValueError(f"seeds: expected at least 1, got {config.seeds}.")
-    folder = report.run_directory(config, changeable=("steps",))
-    task = _task(config)
+    task = setup(config)
     h = len(task.space.names)
     uniform = jnp.full((config.seeds, h), 1 / h)
     found = bilevel.search(
         side_by_side(task.space.problem),
         task.solver,
-        _geometry(config),
+        geometry(config),
         uniform,
         task.w0,
         task.train,
@@ -119,18 +146,17 @@ def run_search(config: Search) -> dict[str, Any]:
         resume=config.resume,
     )
     if found.stopped:
-        print(f"{found.stopped}; go on with --resume --out {folder}")
-        return {}
+        raise KeyboardInterrupt(found.stopped)
     searched = time.perf_counter() - began
-    w, _ = _retrained(task, found.alpha)
+    w, _ = retrained(task, found.alpha)
     rows = {"search": _scores(task, w, found.alpha)}
-    for i, name in enumerate(task.space.names):
-        alpha = jnp.zeros_like(uniform).at[:, i].set(1)
-        rows[name] = _scores(task, *_retrained(task, alpha))
+    corners = [jnp.zeros_like(uniform).at[:, i].set(1) for i in range(h)]
+    singles = [retrained(task, alpha) for alpha in corners]
+    rows |= {n: _scores(task, *one) for n, one in zip(task.space.names, singles, strict=True)}
     rows["joint training"] = _scores(task, *_joint(task, config, uniform))
     seconds = {"search": searched, "all": time.perf_counter() - began}
     result = _summary(config, task.space.names, np.asarray(found.alpha), rows, seconds)
-    result["argmax"] = _argmax(task, w, found.alpha)
+    result["argmax"] = argmax.judged(task.space, (w, found.alpha), singles, task.valid, task.test)
     _write(folder, result, found, config.seeds, task.space.names)
     _print(result, folder)
     return result
@@ -139,7 +165,8 @@ def run_search(config: Search) -> dict[str, Any]:
 # ----------------------------------------------------------------------------- the parts
 
 
-def _task(config: Search) -> _Task:
+def setup(config: Search) -> Task:
+    """The problem and the data of all seeds."""
     data = load(config.data, config.train, config.valid, config.test)
     classes = len(data.classes)
     space = activation_space(
@@ -164,10 +191,11 @@ def _task(config: Search) -> _Task:
         # More weights than labels: the Hessian is singular, and damping picks the small motions.
         damping = 1e-2 * curvatures.max()
         solver = bilevel.implicit(solver, bilevel.cg(steps=config.inner_steps, damping=damping))
-    return _Task(space, solver, w0, curvatures, train, valid, test)
+    return Task(space, solver, w0, curvatures, train, valid, test)
 
 
-def _geometry(config: Search) -> optax.GradientTransformation:
+def geometry(config: Search) -> optax.GradientTransformation:
+    """The optimizer of α."""
     adam = optax.adam(config.learning_rate)
     if config.geometry == "softmax":
         return bilevel.softmax(adam)
@@ -178,7 +206,8 @@ def _geometry(config: Search) -> optax.GradientTransformation:
     return optax.chain(bilevel.tangent(), adam, bilevel.exponentiate())
 
 
-def _retrained(task: _Task, alpha: jax.Array) -> tuple[jax.Array, jax.Array]:
+def retrained(task: Task, alpha: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Weights trained from the start at this ``alpha`` [seeds, h], and ``alpha``."""
     return _train(task.solver, side_by_side(task.space.problem), alpha, task.w0, task.train), alpha
 
 
@@ -190,14 +219,14 @@ _train = jax.jit(
 )
 
 
-def _joint(task: _Task, config: Search, alpha: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _joint(task: Task, config: Search, alpha: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Single-level training: weights and α descend the training loss together."""
     lower = side_by_side(task.space.problem).lower
     rate = 1 / task.curvatures.max(axis=-1)[:, None, None]
     result = bilevel.search(
         bilevel.Problem(lower, lower),
         bilevel.unrolled(optax.sgd(rate, 0.9, nesterov=True), 1, backprop=0),
-        _geometry(config),
+        geometry(config),
         alpha,
         task.w0,
         task.train,
@@ -208,7 +237,7 @@ def _joint(task: _Task, config: Search, alpha: jax.Array) -> tuple[jax.Array, ja
     return result.w, result.alpha
 
 
-def _scores(task: _Task, w: jax.Array, alpha: jax.Array) -> dict[str, np.ndarray]:
+def _scores(task: Task, w: jax.Array, alpha: jax.Array) -> dict[str, np.ndarray]:
     """Errors and losses of trained networks, eigenvalues of their kernels; [seeds] each."""
     space, parts = task.space, (task.train, task.valid, task.test)
 
@@ -228,30 +257,6 @@ def _scores(task: _Task, w: jax.Array, alpha: jax.Array) -> dict[str, np.ndarray
     ]
     scores["min eigenvalue"], scores["certified min eigenvalue"] = np.transpose(eigenvalues)
     return {name: np.asarray(x) for name, x in scores.items()}
-
-
-def _argmax(task: _Task, w: jax.Array, alpha: jax.Array) -> dict[str, Any]:
-    """Is each seed's argmax the best activation at the search's weights? By its test rows."""
-    names = np.array(task.space.names)
-    found = _judge(task.space, w, alpha, task.test)
-    return {
-        "choice": names[found.argmax].tolist(),
-        "lowest loss": names[found.L.argmin(axis=1)].tolist(),
-        "trust": found.trust.tolist(),
-        "condition 6": found.condition.tolist(),
-        "stationarity, of the loss": (found.stationarity / found.L_alpha).tolist(),
-        "test rows": task.test[1].shape[1],
-    }
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _judge(space: ActivationSpace, w: jax.Array, alpha: jax.Array, batch: Any) -> ConditionSix:
-    def of_one_seed(w, alpha, x, y):
-        vertices = jnp.eye(len(space.names), dtype=alpha.dtype)
-        outputs = jax.vmap(space.apply, (None, 0, None), 1)(w, vertices, x)
-        return condition_six(outputs, alpha, y)
-
-    return jax.vmap(of_one_seed)(w, alpha, *batch)
 
 
 # ----------------------------------------------------------------------------- the report
@@ -309,7 +314,8 @@ def _print(result: dict[str, Any], folder: pathlib.Path) -> None:
     console.print(table)
     found = report.mixture(np.mean(result["alpha"], axis=0), result["names"])
     console.print(f"α found: {found}" + (" (mean over seeds)" if seeds > 1 else ""))
-    console.print(_argmax_sentence(result["argmax"]))
+    console.print(argmax.sentence(result))
+    console.print(argmax.theory(result["argmax"]))
     gap, error = result["test error, search minus best single"]
     spread = f" ± {100 * error:.2f}" if seeds > 1 else ""
     console.print(
@@ -323,25 +329,3 @@ def _print(result: dict[str, Any], folder: pathlib.Path) -> None:
     console.print(
         f"search {seconds['search']:.0f} s, all {seconds['all']:.0f} s; results in {folder}"
     )
-
-
-def _argmax_sentence(found: dict[str, Any]) -> str:
-    """Whether to discretize: the verdict at the shared weights, then what the theory would say."""
-    seeds, trust = len(found["trust"]), found["trust"]
-    basis = f"(squared loss, 95 %, {found['test rows']} test rows)"
-    off = f"α stationary to {100 * max(found['stationarity, of the loss']):.2g} % of its loss"
-    if seeds > 1:
-        yes, no, open_ = (trust.count(verdict) for verdict in (1, -1, 0))
-        holds = found["condition 6"].count(1)
-        return (
-            f"argmax: the best activation at the shared weights in {yes} of {seeds} seeds, not in "
-            f"{no}, undecided in {open_} {basis}; Condition 6 holds in {holds}, {off} or better"
-        )
-    best = found["lowest loss"][0]
-    verdict = {
-        1: "to be trusted, it is best at the shared weights",
-        -1: f"not to be trusted, {best} is best at the shared weights",
-        0: "undecided whether it is best at the shared weights",
-    }[trust[0]]
-    condition = {1: "holds", -1: "fails", 0: "is undecided"}[found["condition 6"][0]]
-    return f"argmax {found['choice'][0]}: {verdict} {basis}; Condition 6 {condition}, {off}"

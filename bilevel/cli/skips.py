@@ -10,7 +10,7 @@ import functools
 import pathlib
 import time
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,13 +20,16 @@ import optax
 import bilevel
 import ntk
 from bilevel._progress import progress_bar
-from bilevel.cli import deep, report
-from bilevel.cli.rows import draw_rows, load
+from bilevel.cli import deep, flags, report
+from bilevel.cli.rows import CLASSES, draw_rows, inputs, load
+from bilevel.cli.runs import run_directory
 from bilevel.problem import Problem, side_by_side
 from bilevel.protocols import Pytree
-from bilevel.spaces.activations import unit_inputs
+from bilevel.spaces.activations import ACTIVATIONS, unit_inputs
 from bilevel.spaces.skips import CANDIDATES, SkipSpace, geometry, skip_space
 from bilevel.spaces.training import train
+
+_Names = Annotated[tuple[str, ...], flags.Names(tuple(ACTIVATIONS))]
 
 _KERNEL_ROWS = 100
 _SCALE_ROWS = 32  # for the NTK's mean diagonal entry
@@ -36,14 +39,28 @@ _SCALE_ROWS = 32  # for the NTK's mean diagonal entry
 class SkipSearch(deep.DeepSearch):
     """What to search, on what, and how; every flag has a default."""
 
-    activations: tuple[str, ...] = CANDIDATES
+    activations: _Names = CANDIDATES
     """Candidates of every layer."""
-    depth: int = 5
+    depth: Annotated[int, flags.Whole(3, 1000)] = 5
     """Layers of weights, the last one included."""
-    width: int = 64
+    width: flags.Size = 64
     """Hidden units of a layer."""
     parametrization: Literal["ntk", "as_printed", "he"] = "ntk"
     """Initialisation: of the paper's theory, of its Algorithm 1, or He's."""
+
+    def memory(self) -> dict[tuple[str, ...], int]:
+        """Weights with their gradient and momentum; a batch's outputs; rows; history."""
+        hidden = self.depth - 2
+        sizes = inputs(self.data) + hidden * self.width + CLASSES
+        simplices = (self.depth - 1) * len(self.activations)
+        images = 4 * inputs(self.data) * self.seeds
+        return {
+            ("seeds", "width", "depth"): 3 * 4 * self.seeds * self.width * sizes,
+            ("seeds", "batch_size", "width"): 4 * self.seeds * self.batch_size * self.width,
+            ("seeds", "train"): images * self.train,
+            ("seeds", "valid"): images * self.valid,
+            ("seeds", "steps"): 4 * self.seeds * self.steps * (simplices + hidden),
+        }
 
 
 QUICK = SkipSearch(depth=4, width=32, steps=200, epochs=10, samples=50, test=1000)
@@ -62,15 +79,18 @@ class _Task(NamedTuple):
 
 def run_skip_search(config: SkipSearch) -> dict[str, Any]:
     """Run the job; print its table, write its run directory, return what `result.json` holds."""
+    config.check()
+    with run_directory(config) as folder:
+        return _run(config, folder)
+
+
+def _run(config: SkipSearch, folder: pathlib.Path) -> dict[str, Any]:
     began = time.perf_counter()
-    deep.check(config)
     task = _task(config)
-    folder = report.run_directory(config)
     key, weight_key, best_key = jax.random.split(jax.random.key(config.seed), 3)
     found = _search(task, config, key, weight_key, folder / "checkpoint")
     if found.stopped:
-        print(f"{found.stopped}; go on with --resume --out {folder}")
-        return {}
+        raise KeyboardInterrupt(found.stopped)
     alpha = found.alpha
     if config.strategy == "random":
         alpha = _best_drawn(task, config, best_key, found.w)

@@ -33,6 +33,9 @@ D_i         ``ConditionSix.D``, the L(f_i, f_gamma) of Condition 6
 (none)      s: ``ConditionSix.slack``; g: ``ConditionSix.stationarity``
 ==========  ==========================================================================
 
+All of that is about the shared weights. Whether the network of the argmax, trained alone, is as
+good as any other so trained is a question to their losses: :func:`judge_choice`.
+
 Reference: Roberts, Liang & Sala, Understanding Neural Architecture Search by its Architecture
 Parameters: Theorems 1, 4, 7, Lemmas 2, 5, Conditions 3, 6.
 """
@@ -40,15 +43,18 @@ Parameters: Theorems 1, 4, 7, Lemmas 2, 5, Conditions 3, 6.
 from bilevel.discretize.choices import argmax, rank_by_alpha, top_k
 from bilevel.discretize.conditions import ConditionSix, condition_six
 from bilevel.discretize.factors import factor_simplex, simplex_factors, simplex_from_factors
+from bilevel.discretize.judgement import Judgement, judge_choice
 from bilevel.discretize.rankings import Agreement, Ranking, rank_agreement, rank_by_shared_weights
 
 __all__ = [
     "Agreement",
     "ConditionSix",
+    "Judgement",
     "Ranking",
     "argmax",
     "condition_six",
     "factor_simplex",
+    "judge_choice",
     "rank_agreement",
     "rank_by_alpha",
     "rank_by_shared_weights",

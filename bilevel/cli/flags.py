@@ -1,0 +1,161 @@
+"""What a flag may be: the rules that the types of a command's flags carry, checked in one place.
+
+    steps: Count = 20            # Count = Annotated[int, Whole(1)]
+    pixels: Count | None = None
+
+A command's flags are a frozen dataclass that extends :class:`Flags`. What one flag may be stands in
+its type; what several have to be together, in the class's own ``check``; what they take of the
+memory, in ``memory``. All of it is known before anything is loaded, made or compiled.
+"""
+
+import dataclasses
+import math
+import pathlib
+import types
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from bilevel.cli import memory
+
+_COUNTED = 10**8  # with the factors that commands multiply it by, a count stays within 32 bits
+_HELD = 10**18  # for a size, the memory is the limit
+
+
+@dataclasses.dataclass(frozen=True)
+class Whole:
+    """A whole number from ``least`` to ``most``."""
+
+    least: int
+    most: int = _COUNTED
+
+    def fault(self, value: int) -> str | None:
+        """What was expected, where it is not this ``value``."""
+        if value < self.least:
+            return f"expected at least {self.least}"
+        return f"expected at most {self.most}" if value > self.most else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Positive:
+    """A positive number that float32 can tell from 0, and that is no typing mistake."""
+
+    least: float = 1e-12
+    most: float = 1e6
+
+    def fault(self, value: float) -> str | None:
+        """What was expected, where it is not this ``value``."""
+        if not value > 0:  # NaN too
+            return "expected a positive number"
+        if value < self.least:
+            return f"expected at least {self.least:g}"
+        return f"expected at most {self.most:g}" if value > self.most else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """At least 0 and under 1."""
+
+    def fault(self, value: float) -> str | None:
+        """What was expected, where it is not this ``value``."""
+        return None if 0 <= value < 1 else "expected at least 0 and under 1"
+
+
+@dataclasses.dataclass(frozen=True)
+class Names:
+    """Different names among those ``known``."""
+
+    known: tuple[str, ...]
+    least: int = 1
+
+    def fault(self, value: tuple[str, ...]) -> str | None:
+        """What was expected, where it is not this ``value``."""
+        if len(value) < self.least:
+            return f"expected names among {', '.join(self.known)}"
+        if len(set(value)) < len(value):
+            return "expected different names"
+        if not set(value) <= set(self.known):
+            return f"expected names among {', '.join(self.known)}"
+        return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Folder:
+    """A path of characters that can be printed."""
+
+    def fault(self, value: pathlib.Path) -> str | None:
+        """What was expected, where it is not this ``value``."""
+        return None if str(value).isprintable() else "expected printable characters"
+
+
+Count = Annotated[int, Whole(1)]
+CountOrNone = Annotated[int, Whole(0)]  # zero of them is none
+Size = Annotated[int, Whole(1, _HELD)]
+SizeToCentre = Annotated[int, Whole(2, _HELD)]  # one row less its mean is 0
+Layers = Annotated[int, Whole(1, 1000)]  # each is traced by itself
+Epochs = Annotated[int, Whole(1, 10_000)]
+Seed = Annotated[int, Whole(0, 2**32 - 1)]  # what JAX and numpy tell apart
+Rate = Annotated[float, Positive()]
+Out = Annotated[pathlib.Path, Folder()]
+
+
+@dataclasses.dataclass(frozen=True)
+class Flags:
+    """Flags of a command."""
+
+    def check(self) -> None:
+        """Raise a ValueError that names the flag, for one that cannot be used."""
+        for name, hint in hints(type(self)).items():
+            value = getattr(self, name)
+            if expected := fault(hint, value):
+                raise ValueError(f"{name}: {expected}, got {shown(value)}.")
+        memory.check(self, self.memory())
+
+    def memory(self) -> dict[tuple[str, ...], int]:
+        """Bytes that arrays take at the least, by the flags that they are owed to."""
+        return {}
+
+
+def hints(flags: type) -> dict[str, Any]:
+    """The type of every flag, with its rules."""
+    found = get_type_hints(flags, include_extras=True)
+    return {field.name: found[field.name] for field in dataclasses.fields(flags)}
+
+
+def fault(hint: Any, value: Any) -> str | None:
+    """What the type ``hint`` expects, where it is not this ``value``."""
+    options = get_args(hint)
+    if get_origin(hint) is Annotated:
+        kind, *rules = options
+        return fault(kind, value) or next(filter(None, (r.fault(value) for r in rules)), None)
+    if get_origin(hint) in (Union, types.UnionType):
+        faults = [fault(option, value) for option in options]
+        return None if None in faults else faults[0]
+    if get_origin(hint) is Literal:
+        return None if value in options else f"expected one of {', '.join(options)}"
+    if get_origin(hint) is tuple:
+        names = isinstance(value, tuple) and all(isinstance(name, str) for name in value)
+        return None if names else "expected names"
+    kinds, expected = _KINDS[hint]
+    wrong = not isinstance(value, kinds) or (isinstance(value, bool) and hint is not bool)
+    return expected if wrong else None
+
+
+_KINDS: dict[Any, tuple[tuple[type, ...], str]] = {
+    int: ((int,), "expected a whole number"),
+    float: ((int, float), "expected a number"),
+    bool: ((bool,), "expected true or false"),
+    pathlib.Path: ((pathlib.Path,), "expected a path"),
+    type(None): ((type(None),), "expected none"),
+}
+
+
+def shown(value: Any) -> str:
+    """A flag's value in an error: short, whatever it is."""
+    if value == ():
+        return "none"
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 10**20:
+        return f"about 10^{math.log10(abs(value)):.0f}"
+    if isinstance(value, tuple) and (names := " ".join(map(str, value))).isprintable():
+        text = names
+    else:
+        text = repr(str(value) if isinstance(value, pathlib.Path) else value)
+    return text if len(text) <= 80 else f"{text[:60]}... of {len(str(value))} characters"

@@ -1,0 +1,148 @@
+"""The directory of a run: a new one with a number of its own, or that of the run to go on with."""
+
+import contextlib
+import json
+import pathlib
+import shutil
+from collections.abc import Iterator
+from typing import Any, get_args
+
+from bilevel.cli import flags, report
+
+_CONFIG = "config.json"
+
+
+class Stopped(Exception):
+    """A run was interrupted; the sentence says what is left of it."""
+
+
+@contextlib.contextmanager
+def run_directory(config: Any, changeable: tuple[str, ...] = ()) -> Iterator[pathlib.Path]:
+    """The directory to write into; where a new run fails before its first result, it is removed.
+
+    With ``config.resume`` it is ``config.out``, if that was the same run but for the flags that are
+    ``changeable``. Ctrl-C raises :class:`Stopped`.
+    """
+    goes_on = hasattr(config, "resume")
+    resumed = goes_on and config.resume
+    folder, made = (_resumed(config, changeable), []) if resumed else _new(config)
+    try:
+        yield folder
+    except BaseException as error:
+        kept = not made or _has_results(folder)
+        if not kept:
+            _remove(folder, made)
+        if isinstance(error, KeyboardInterrupt):
+            how = f"; go on with --resume --out {folder}" if kept and goes_on else ""
+            raise Stopped(f"{str(error) or 'interrupted'}{how}") from None
+        raise
+
+
+def _new(config: Any) -> tuple[pathlib.Path, list[pathlib.Path]]:
+    """The directory ``out``, numbered where it exists; all that were made for it, inner first."""
+    out = config.out
+    if out.name in ("", ".."):
+        raise ValueError(f"out: expected a path that ends in a name, got {str(out)!r}.")
+    try:
+        if out.is_file():
+            raise ValueError(f"out: expected a directory, got the file {str(out)!r}.")
+        made = [parent for parent in out.parents if not parent.exists()]
+        out.parent.mkdir(parents=True, exist_ok=True)
+        folder, number = out, 1
+        while not _make(folder):
+            number += 1
+            folder = out.with_name(f"{out.name}-{number}")
+        made.insert(0, folder)
+        (folder / _CONFIG).write_text(json.dumps(report.flags(config), indent=2) + "\n")
+    except OSError as error:
+        raise ValueError(
+            f"out: expected a directory that can be made, got {flags.shown(out)} "
+            f"({error.strerror})."
+        ) from None
+    return folder, made
+
+
+def _make(folder: pathlib.Path) -> bool:
+    """Whether it was not there; another run may ask for the same at the same time."""
+    try:
+        folder.mkdir()
+    except FileExistsError:
+        return False
+    return True
+
+
+def _has_results(folder: pathlib.Path) -> bool:
+    """Whether a file holds more than flags, a lock or the header of a journal."""
+    files = [p for p in folder.rglob("*") if p.is_file() and p.name != _CONFIG]
+    files = [path for path in files if "lock" not in path.name]
+    return any(
+        path.read_bytes().count(b"\n") > 1 if path.suffix == ".jsonl" else path.stat().st_size > 0
+        for path in files
+    )
+
+
+def _remove(folder: pathlib.Path, made: list[pathlib.Path]) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    with contextlib.suppress(OSError):  # a parent that something else is in by now
+        for parent in made[1:]:
+            parent.rmdir()
+
+
+# ----------------------------------------------------------------------------- going on
+
+
+def _resumed(config: Any, changeable: tuple[str, ...]) -> pathlib.Path:
+    """The directory ``out``, if the run in it was asked for with the same flags."""
+    folder = config.out
+    if not _is_directory(folder):
+        raise FileNotFoundError(f"out: expected the directory of a run, got {flags.shown(folder)}.")
+    before, now = _saved(folder / _CONFIG), report.flags(config)
+    for has, others in (("with", set(before) - set(now)), ("without", set(now) - set(before))):
+        if others:
+            raise ValueError(
+                f"out: expected a run of this command and space, got one {has} {min(others)} in "
+                "its flags."
+            )
+    hints = flags.hints(type(config))
+    for name, value in before.items():
+        if expected := flags.fault(hints[name], _as_flag(hints[name], value)):
+            raise ValueError(
+                f"out: expected the flags of a run in {folder / _CONFIG}, got "
+                f"{name} {flags.shown(value)} ({expected})."
+            )
+        if name not in {"resume", "out", "progress", *changeable} and value != now[name]:
+            raise ValueError(
+                f"{name}: expected {value!r} as in the run to resume, got {now[name]!r}."
+            )
+    return folder
+
+
+def _as_flag(hint: Any, value: Any) -> Any:
+    """What JSON has no type for."""
+    if isinstance(value, list):
+        return tuple(value)
+    is_path = isinstance(value, str) and pathlib.Path in get_args(hint)
+    return pathlib.Path(value) if is_path else value
+
+
+def _saved(path: pathlib.Path) -> dict[str, Any]:
+    try:
+        saved = json.loads(path.read_bytes())
+        got = f"a {type(saved).__name__}"
+    except FileNotFoundError:
+        got = "no such file"
+    except OSError as error:
+        got = str(error.strerror)
+    except (ValueError, RecursionError):  # not JSON, not text, or nested too deeply
+        got = "something else"
+    else:
+        if isinstance(saved, dict):
+            return saved
+    raise ValueError(f"out: expected the flags of a run in {path}, as a JSON object, got {got}.")
+
+
+def _is_directory(path: pathlib.Path) -> bool:
+    try:
+        return path.is_dir()
+    except OSError:  # a name that is too long
+        return False

@@ -1,0 +1,89 @@
+"""Is a choice as good as the best one? By any loss that the rows of a sample have.
+
+:func:`bilevel.discretize.condition_six` asks at the shared weights, where it is the squared loss
+that the theorem is about. What a user of a choice gets is the network trained for it alone, judged
+by the loss of the search, or by its errors.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from bilevel.discretize._intervals import standard_error
+
+
+class Judgement(NamedTuple):
+    """Result of :func:`judge_choice`."""
+
+    as_good: jax.Array  # [], bool: none has a lower mean by more than the noise
+    best: jax.Array  # [], int: of the lowest mean, the choice itself where it has that too
+    rank: jax.Array  # [], int: 1 where none is lower, h where all are
+    mean: jax.Array  # [h]
+    worse_by: jax.Array  # [h], the choice's mean less each
+    standard_error: jax.Array  # [h], of that difference, row by row
+
+
+def judge_choice(losses: Any, choice: Any, *, noise: float = 1.0) -> Judgement:
+    """Whether ``choice`` is within noise of the best, by losses of the same rows.
+
+    ``L_choice - L_j <= noise * s_j`` for every j, with ``s_j`` the standard error of the mean of
+    the rows' differences, so that what all choices find hard does not count as noise.
+
+    Parameters
+    ----------
+    losses : array [n, h]
+        Of h choices on n rows that their weights were not fitted to.
+    choice : int
+        Column of ``losses``.
+    noise : float
+        In standard errors. The smaller, the surer is a yes, and the rarer.
+
+    Returns
+    -------
+    Judgement
+
+    Raises
+    ------
+    ValueError
+        For other shapes, fewer than 2 rows, NaN, a choice that there is not, negative noise.
+
+    Examples
+    --------
+    >>> losses = jnp.array([[0.1, 0.3, 0.2], [0.5, 0.6, 0.4], [0.2, 0.5, 0.3]])
+    >>> first, second = judge_choice(losses, 0), judge_choice(losses, 1)
+    >>> bool(first.as_good), int(first.rank), bool(second.as_good), int(second.rank)
+    (True, 1, False, 3)
+
+    Notes
+    -----
+    A rule for a decision and no test: of h equally good choices, the chance that one is within a
+    standard error of the best of all is well under 1. Time and memory: ``n h``.
+    """
+    losses = jnp.asarray(losses) * 1.0
+    if losses.ndim != 2 or len(losses) < 2 or losses.size == 0:
+        raise ValueError(f"losses: expected shape [n, h] with at least 2 rows, got {losses.shape}.")
+    if not isinstance(losses, jax.core.Tracer) and not bool(jnp.isfinite(losses).all()):
+        raise ValueError("losses: expected finite numbers, got NaN or infinity.")
+    h = losses.shape[1]
+    if not isinstance(choice, jax.core.Tracer) and not 0 <= int(choice) < h:
+        raise ValueError(f"choice: expected 0 to {h - 1}, got {choice}.")
+    if not noise >= 0:
+        raise ValueError(f"noise: expected at least 0, got {noise}.")
+    return _judge_choice(losses, jnp.asarray(choice), noise)
+
+
+@functools.partial(jax.jit, static_argnames="noise")
+def _judge_choice(losses, choice, noise) -> Judgement:
+    gaps = losses[:, choice, None] - losses
+    worse_by, error = gaps.mean(axis=0), standard_error(gaps)
+    best = jnp.argmax(worse_by)
+    return Judgement(
+        as_good=(worse_by <= noise * error).all(),
+        best=jnp.where(worse_by[best] > 0, best, choice),
+        rank=1 + (worse_by > 0).sum(),
+        mean=losses.mean(axis=0),
+        worse_by=worse_by,
+        standard_error=error,
+    )

@@ -1,0 +1,264 @@
+"""No flag of any command is accepted in silence or ends in a traceback; nothing long is run."""
+
+import dataclasses
+import gc
+import json
+import math
+import pathlib
+import time
+import types
+from typing import Annotated, Literal, Union, get_args, get_origin
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import pytest
+
+from bilevel.cli import flags, interrupts, main, memory, parse, report, rows, runs
+from bilevel.spaces.darts import darts_space
+from bilevel.spaces.nasbench201 import nasbench201_space
+
+COMMANDS = {
+    "search": ["search"],
+    "skips": ["search", "--space", "skips"],
+    "darts": ["search", "--space", "darts"],
+    "nasbench201": ["search", "--space", "nasbench201"],
+    "certify": ["certify"],
+    "baseline": ["baseline"],
+    "rank": ["rank"],
+}
+every_command = pytest.mark.parametrize("command", COMMANDS)
+UGLY = (
+    *(0, -1, 1, 2, 3, 7, 10**3, 10**6, 10**9, 10**12, 2**31, 2**32, 2**63, 10**30, 10**400),
+    *(0.0, -1.0, 0.5, 1.0, 1e-300, 1e308, math.inf, -math.inf, math.nan),
+    *((), ("relu",), ("relu", "relu"), ("none", "relo"), ("all",), ("all", "naswot"), ("",)),
+    *(True, False, None, "", "digits", "all", "10^30", "x" * 300, pathlib.Path("a\0b")),
+    *(pathlib.Path("\udcff"), pathlib.Path("ordinary")),
+)
+
+
+@pytest.fixture(autouse=True)
+def eight_gigabytes(monkeypatch):
+    monkeypatch.setattr(memory, "available", lambda: 8 * 10**9)
+
+
+@pytest.fixture(scope="module")
+def defaults():
+    return {command: parse(arguments) for command, arguments in COMMANDS.items()}
+
+
+def may_be(hint, value):
+    """By the type alone, written anew: finite, at least 0, names once each, printable."""
+    options = get_args(hint)
+    if get_origin(hint) is Annotated:
+        return may_be(options[0], value)
+    if get_origin(hint) in (Union, types.UnionType):
+        return any(may_be(option, value) for option in options)
+    if get_origin(hint) is Literal:
+        return value in options
+    if get_origin(hint) is tuple:
+        return isinstance(value, tuple) and len(set(value)) == len(value) and "" not in value
+    if hint in (int, float):
+        number = isinstance(value, int if hint is int else int | float)
+        return number and not isinstance(value, bool) and 0 <= value <= 10**18
+    if hint is pathlib.Path:
+        return isinstance(value, pathlib.Path) and str(value).isprintable()
+    return isinstance(value, hint)
+
+
+@every_command
+@hypothesis.settings(max_examples=200)
+@hypothesis.given(data=st.data())
+def test_a_flag_is_refused_in_a_sentence_that_names_it_or_may_be_used(defaults, command, data):
+    config = defaults[command]
+    hints = flags.hints(type(config))
+    name = data.draw(st.sampled_from(sorted(hints)))
+    others = st.integers() | st.floats() | st.text() | st.lists(st.text()).map(tuple)
+    value = data.draw(st.sampled_from(UGLY) | others)
+    changed = dataclasses.replace(config, **{name: value})
+    try:
+        changed.check()
+    except ValueError as error:
+        sentence = str(error)
+        assert sentence.count("\n") == 0 and sentence.endswith(".") and len(sentence) < 500
+        # With the flags that it depends on: more rows leave fewer, smaller sets make batches large.
+        rest = {"train": "valid batch_size", "valid": "batch_size", "train_size": "batch_size"}
+        rest |= {"pool": "k", "k": "networks", "scores": "aggregate", "data": "train valid rows"}
+        named = sentence.split(":")[0].split(", ")
+        assert {name, *rest.get(name, "").split()} & set(named)
+    else:
+        assert may_be(hints[name], value), (name, value)
+        assert max(changed.memory().values()) <= 8 * 10**9
+        json.dumps(report.flags(changed), allow_nan=False)
+
+
+@every_command
+def test_what_is_no_value_at_all_is_one_sentence_on_standard_error(defaults, command, capsys):
+    for name, hint in flags.hints(type(defaults[command])).items():
+        if {bool, pathlib.Path} & {hint, *get_args(hint)}:  # a path may be called that
+            continue
+        assert main([*COMMANDS[command], f"--{name.replace('_', '-')}", "10^30"]) == 2
+        printed = capsys.readouterr()
+        assert not printed.out and printed.err.count("\n") == 1
+        assert printed.err.startswith("bilevel: ")
+        assert name in printed.err.replace("-", "_")
+    for wrong in (["--no-such-flag", "3"], ["--seed"], ["--seed", "9" * 5000]):
+        assert main([*COMMANDS[command], *wrong]) == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1 and wrong[0] in error
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ("search --inner-steps 0", "inner_steps: expected at least 1, got 0."),
+        ("search --train 0", "train: expected at least 2, got 0."),
+        ("search --learning-rate inf", "learning_rate: expected at most 1e+06, got inf."),
+        ("search --learning-rate -1", "learning_rate: expected a positive number, got -1.0."),
+        ("search --learning-rate nan", "learning_rate: expected a positive number, got nan."),
+        ("search --activations relu relu", "activations: expected different names, got relu relu."),
+        (f"search --steps {10**30}", "steps: expected at most 100000000, got about 10^30."),
+        ("rank --seed -1", "seed: expected at least 0, got -1."),
+        ("certify --rows 1", "rows: expected at least 2, got 1."),
+        ("search --out .", "out: expected a path that ends in a name, got '.'."),
+        ("search --out FILE", "out: expected a directory, got the file 'FILE'."),
+        ("search --out FILE/x", "out: expected a directory that can be made, got 'FILE/x' ("),
+        (f"certify --out {'x' * 300}", "out: expected a directory that can be made, got 'xxx"),
+        (
+            f"baseline --dimension {10**12}",
+            "dimension: expected sizes that fit in the 8.0 GB of memory available, got "
+            "1000000000000, which take at least 44,000.0 GB.",
+        ),
+        ("search --data mnist --train 30000", "train: expected sizes that fit in the 8.0 GB"),
+        ("search --space darts --channels 1000000", "cells, channels: expected sizes that fit"),
+    ],
+)
+def test_no_mistake_leaves_a_directory(tmp_path, monkeypatch, capsys, line, sentence):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "FILE").touch()
+    assert main(line.split()) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"bilevel: {sentence}") and error.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["FILE"]
+
+
+@pytest.mark.parametrize("command", sorted(set(COMMANDS) - {"certify"}))
+def test_a_run_is_resumed_with_the_flags_it_had_and_no_others(defaults, command, tmp_path, capsys):
+    out = ["--out", str(tmp_path), "--resume"]
+    good = report.flags(defaults[command])
+    values = ([], {}, None, 3, "text", {"a": 1}, -1, 1e400, True)
+    wrong = [json.dumps(value) for value in ([], 3, None, "text", {}, [good])]
+    wrong += ["", "{", "[" * 100_000, "nonsense", json.dumps(good | {"unknown": 1})]
+    wrong += [json.dumps({k: v for k, v in good.items() if k != name}) for name in good]
+    wrong += [
+        json.dumps(good | {name: value})
+        for name in set(good) - {"out", "resume", "progress"}
+        for value in values
+        if value != good[name] or isinstance(value, bool) != isinstance(good[name], bool)
+    ]
+    for text in wrong:
+        (tmp_path / "config.json").write_text(text)
+        with (
+            pytest.raises(ValueError) as raised,
+            runs.run_directory(dataclasses.replace(defaults[command], out=tmp_path, resume=True)),
+        ):
+            pytest.fail(f"went on with {text}")
+        assert str(raised.value).count("\n") == 0 and len(str(raised.value)) < 500
+    (tmp_path / "config.json").write_bytes(b"\xff\xfe")
+    assert main([*COMMANDS[command], *out]) == 2
+    assert capsys.readouterr().err.startswith("bilevel: out: expected the flags of a run in ")
+
+
+def test_a_run_that_fails_before_its_first_result_is_removed_with_what_was_made_for_it(
+    defaults, tmp_path
+):
+    config = dataclasses.replace(defaults["baseline"], out=tmp_path / "new" / "run")
+    for error in (ValueError, MemoryError, KeyboardInterrupt):
+        with (
+            pytest.raises(runs.Stopped if error is KeyboardInterrupt else error) as raised,
+            runs.run_directory(config) as folder,
+        ):
+            (folder / "method.jsonl").write_text("a header\n")
+            (folder / "checkpoint").mkdir()
+            raise error
+    assert str(raised.value) == "interrupted"
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(runs.Stopped) as raised, runs.run_directory(config) as folder:
+        (folder / "method.jsonl").write_text("a header\na solve\n")
+        raise KeyboardInterrupt
+    assert str(raised.value) == f"interrupted; go on with --resume --out {folder}"
+    assert folder == config.out and (folder / "config.json").exists()
+    with pytest.raises(ValueError), runs.run_directory(config) as second:
+        raise ValueError
+    assert second.name == "run-2" and not second.exists() and folder.exists()
+
+
+def test_ctrl_c_is_one_sentence_and_exits_with_130(tmp_path, monkeypatch, capsys):
+    def interrupted(*args, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("bilevel.cli.search.setup", interrupted)
+    assert main(["search", "--out", str(tmp_path / "run")]) == 130
+    assert capsys.readouterr().err == "bilevel: interrupted\n"
+    assert not (tmp_path / "run").exists()
+
+
+def test_ctrl_c_during_a_garbage_collection_is_not_lost(capfd):
+    """There, an exception is ignored, and JAX has Python code that runs then."""
+    seen = []
+
+    def callback(phase, info):
+        if not seen:
+            seen.append(phase)
+            raise KeyboardInterrupt
+
+    gc.callbacks.append(callback)
+    try:
+        with pytest.raises(KeyboardInterrupt), interrupts.heard():
+            gc.collect()
+            for _ in range(1000):
+                time.sleep(0.01)
+    finally:
+        gc.callbacks.remove(callback)
+    assert seen and not capfd.readouterr().err
+
+
+def weights(space, shape):
+    w = jax.eval_shape(lambda key: space.init(key, shape), jax.random.key(0))
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(w))
+
+
+@pytest.mark.parametrize(
+    ("space", "command"), [(darts_space, "darts"), (nasbench201_space, "nasbench201")]
+)
+@pytest.mark.parametrize("cells", [1, 4])
+def test_estimates_of_memory_are_below_what_is_needed_and_near(defaults, space, command, cells):
+    """Truth: the shapes of the weights; in memory they are held three times."""
+    config = dataclasses.replace(defaults[command], cells=cells, channels=32)
+    true = 12 * weights(space(config.operations, cells=cells, channels=32), (8, 8, 1))
+    assert 0.5 * true < config.memory()["cells", "channels"] <= true
+
+
+def test_what_is_known_of_a_dataset_is_so():
+    data = rows.load("digits", 100, 100, 100)
+    assert rows.ROWS["digits"] == (len(data.x_train) + len(data.x_test), 0)
+    assert rows.SHAPES["digits"] == (*data.x_train.shape[1:], 1)
+    assert len(data.classes) == rows.CLASSES
+
+
+def test_memory_is_what_the_system_and_its_groups_leave(tmp_path, monkeypatch):
+    monkeypatch.undo()
+    system = memory.available()
+    assert 10**8 < system < 2**60
+    lines = {"/proc/self/cgroup": ["0::/a/b"]}
+    monkeypatch.setattr(memory, "_CGROUPS", tmp_path)
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    (tmp_path / "a" / "b" / "memory.max").write_text("1000000\n")
+    (tmp_path / "memory.max").write_text("max\n")
+    read = memory._lines
+    monkeypatch.setattr(memory, "_lines", lambda path: lines.get(str(path)) or read(path))
+    assert memory.available() == 10**6
+    lines["/proc/self/cgroup"] = ["4:memory:/c"]
+    (tmp_path / "memory" / "c").mkdir(parents=True)
+    (tmp_path / "memory" / "c" / "memory.limit_in_bytes").write_text("2000000\n")
+    assert memory.available() == 2 * 10**6

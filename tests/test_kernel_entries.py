@@ -1,7 +1,6 @@
 """Every entry of a kernel is right or NaN by itself: traced and eager kernels, entry by entry."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import tolerance

@@ -170,7 +170,8 @@ def _series(a, b, ka, kb, rho):
 def _convergence(sizes: jax.Array, rho: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Blocks of terms to sum, and the entries [n1, n2] for which all are too few."""
     terms = len(sizes)
-    largest = jnp.max(jnp.abs(rho), initial=0)
+    # An entry that is NaN already decides nothing for the others.
+    largest = jnp.max(jnp.where(jnp.isnan(rho), 0, jnp.abs(rho)), initial=0)
     tails = jnp.cumsum((sizes * largest ** jnp.arange(terms))[::-1])[::-1]
     needed = jnp.sum(tails > 4 * jnp.finfo(rho.dtype).eps * tails[0])
     blocks = (needed + _UNROLLED - 1) // _UNROLLED

@@ -10,6 +10,7 @@ import optax
 
 from bilevel.protocols import LowerSolver, Pytree
 from bilevel.solvers._detached import detached
+from bilevel.solvers._optimizer import with_limits
 
 _KEPT_STEPS = 128  # a trajectory this short, and this small, is kept whole for the reverse pass
 _KEPT_BYTES = 2**26
@@ -72,9 +73,18 @@ def unrolled(
         def step(carry, alpha, batch):
             w, state = carry
             value, slope = jax.value_and_grad(lower)(w, alpha, batch)
-            updates, state = optimizer.update(
-                slope, state, w, value=value, grad=slope, value_fn=lambda w: lower(w, alpha, batch)
-            )
+
+            def update(slope, state, w, value):
+                return optimizer.update(
+                    slope,
+                    state,
+                    w,
+                    value=value,
+                    grad=slope,
+                    value_fn=lambda w: lower(w, alpha, batch),
+                )
+
+            updates, state = with_limits(update, slope, state, w, value)
             return optax.apply_updates(w, updates), state
 
         def first_steps(carry, alpha, batch):
@@ -155,7 +165,7 @@ def one_step(
             return lower(w, outer[0], batch, *outer[1])
 
         def moved(slope, w, state):
-            updates, state = optimizer.update(slope, state, w)
+            updates, state = with_limits(optimizer.update, slope, state, w)
             return optax.apply_updates(w, updates), state
 
         @jax.custom_vjp

@@ -23,10 +23,11 @@ import optax
 from bilevel import checkpoint as checkpoints
 from bilevel._hypergradient import stateful_hypergradient
 from bilevel._progress import progress_bar
+from bilevel.checks import floating, function, gradient_transformation, prng_key, whole
 from bilevel.problem import Problem
 from bilevel.protocols import LowerSolver, Pytree
 
-_QUANTITIES = ("outer loss", "lower loss", "hypergradient", "weights", "alpha")
+_QUANTITIES = ("lower loss", "weights", "outer loss", "hypergradient", "alpha")  # causes first
 _CHUNK_SECONDS = 0.5  # between two looks at the screen and the keyboard
 _SAVE_SECONDS = 10.0  # between two checkpoints, or twenty times what one takes
 
@@ -105,9 +106,12 @@ def descent(
     >>> state.alpha, metrics["value"]
     (Array([0.5], dtype=float...), Array(1., dtype=float...))
     """
+    gradient_transformation("optimizer", optimizer)
     hypergradient = stateful_hypergradient(problem, solver, diagnostics=diagnostics)
 
     def init(alpha, w):
+        floating("alpha", alpha)
+        floating("w0", w)
         alpha, w = jax.tree.map(jnp.asarray, (alpha, w))
         return DescentState(alpha, w, solver.init(w), optimizer.init(alpha), jnp.zeros((), int))
 
@@ -290,7 +294,7 @@ def _first_not_finite(state: DescentState, metrics: dict[str, jax.Array]) -> jax
     def finite(tree):
         return jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(tree)]).all()
 
-    watched = (metrics["value"], metrics["lower"], metrics["grad_norm"], state.w, state.alpha)
+    watched = (metrics["lower"], state.w, metrics["value"], metrics["grad_norm"], state.alpha)
     bad = jnp.stack([~finite(x) for x in watched])
     return jnp.where(bad.any(), 1 + jnp.argmax(bad), 0).astype(int)
 
@@ -416,20 +420,21 @@ def _held_interrupts() -> Iterator[Callable[[], bool]]:
 def _check(problem, arrays, steps, batches, resume, checkpoint, chunk) -> None:
     """Raise on anything wrong that can be seen before the first compilation."""
     alpha, w0, train, valid, key = arrays
-    if steps < 1:
-        raise ValueError(f"steps: expected at least 1, got {steps}.")
-    if chunk is not None and chunk < 1:
-        raise ValueError(f"chunk: expected at least 1, got {chunk}.")
+    whole("steps", steps, 1)
+    if chunk is not None:
+        whole("chunk", chunk, 1)
+    if batches is not None:
+        function("batches", batches, "(key, data) -> batch")
     if resume and checkpoint is None:
         raise ValueError("resume: expected a checkpoint directory to resume from, got None.")
     if batches is not None and key is None:
         raise ValueError("key: expected a PRNG key to sample batches with, got None.")
+    if key is not None:
+        prng_key("key", key)
     for name, tree in (("alpha", alpha), ("w0", w0)):
         if not jax.tree.leaves(tree):
             raise ValueError(f"{name}: expected at least one array, got {tree!r}.")
-        for x in jax.tree.leaves(tree):
-            if not jnp.issubdtype(jnp.result_type(x), jnp.floating):
-                raise ValueError(f"{name}: expected floating arrays, got {jnp.result_type(x)}.")
+        floating(name, tree)
     for name, tree in (("alpha", alpha), ("w0", w0), ("train", train), ("valid", valid)):
         for x in jax.tree.leaves(tree):
             if jnp.size(x) == 0:

@@ -19,6 +19,7 @@ import optax
 from jax.flatten_util import ravel_pytree
 
 from bilevel.inverse import conjugate_gradients, default_tolerance, hessian_matrix
+from bilevel.precision import widen, widened
 from bilevel.problem import Problem, gradient, hessian_operator, is_quadratic
 from bilevel.protocols import Pytree
 from bilevel.solvers import detached
@@ -71,7 +72,10 @@ def assess(
 
     Cost: about one Newton step and one warm-started adjoint solve. Nothing here is differentiated.
     """
-    check = functools.partial(_assess, problem)
+    if adjoint is not None:
+        adjoint = widen(adjoint)
+    problem = Problem(widened(problem.lower, w), widened(problem.outer, w))
+    check, w = functools.partial(_assess, problem), widen(w)
     return detached(check, w, alpha, train, valid, grad, adjoint)
 
 

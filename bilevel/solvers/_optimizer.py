@@ -22,7 +22,6 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax.extend import core
 
 from bilevel.protocols import Pytree
@@ -34,6 +33,7 @@ def with_limits(update: Callable, *args: Pytree) -> Pytree:
 
     Examples
     --------
+    >>> import optax
     >>> adam = optax.adam(0.1, eps=0.5)
     >>> def step(gradient):
     ...     return with_limits(lambda g: adam.update(g, adam.init(g))[0], gradient)
@@ -87,7 +87,7 @@ def _apply(equation: core.JaxprEqn, inputs: list, debug_info) -> list:
     if name == "cond":
         branches = [_branch(closed) for closed in params["branches"]]
         return jax.lax.switch(inputs[0], branches, *inputs[1:])
-    if equation.invars and jnp.issubdtype(equation.invars[0].aval.dtype, jnp.floating):
+    if inputs and jnp.issubdtype(jnp.result_type(inputs[0]), jnp.floating):
         if name in _REPLACEMENTS:
             return [_REPLACEMENTS[name](*inputs)]
         last = equation.invars[-1]
@@ -102,15 +102,13 @@ def _branch(closed: core.ClosedJaxpr) -> Callable:
 
 def _operation(equation: core.JaxprEqn, debug_info) -> Callable[..., list]:
     """One equation as a function of its inputs: a program of its own."""
-    places = [i for i, v in enumerate(equation.invars) if not isinstance(v, core.Literal)]
-    places = list({equation.invars[i]: i for i in places}.values())  # each variable once
-    variables = [equation.invars[i] for i in places]
-    parts = variables, equation.outvars, [equation], equation.effects
+    places = {v: i for i, v in enumerate(equation.invars) if isinstance(v, core.Var)}
+    parts = list(places), equation.outvars, [equation], equation.effects
     program = core.Jaxpr((), *parts, debug_info.with_unknown_names())
     run = core.jaxpr_as_fun(core.ClosedJaxpr(program, ()))
 
     def operation(*inputs):
-        return run(*(inputs[i] for i in places))
+        return run(*(inputs[i] for i in places.values()))
 
     return operation
 

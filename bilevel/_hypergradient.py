@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import optax
 from jax.flatten_util import ravel_pytree
 
+from bilevel.checks import floating, lower_solver, nan_unless_finite, scalar_loss
 from bilevel.curvature import PRODUCTS
 from bilevel.estimate import Info, assess, unmapped
 from bilevel.problem import Problem, enters
@@ -97,6 +98,8 @@ def hypergradient(
     )
 
     def fn(alpha, w0, train, valid):
+        floating("alpha", alpha)
+        floating("w0", w0)
         alpha, w0 = jax.tree.map(jnp.asarray, (alpha, w0))
         return step(alpha, w0, solver.init(w0), train, valid)[0]
 
@@ -115,6 +118,7 @@ def stateful_hypergradient(
     """As :func:`hypergradient`: ``(alpha, w, state, train, valid) -> (HyperGradient, state)``."""
     if mode not in ("reverse", "forward"):
         raise ValueError(f'mode: expected "reverse" or "forward", got {mode!r}.')
+    lower_solver("solver", solver)
     if products is None:
         products = PRODUCTS if solver.gradients is None else max(4, solver.gradients // 8)
 
@@ -123,10 +127,10 @@ def stateful_hypergradient(
             lower = problem.lower if tilt is None else _tilted(problem.lower, tilt)
             w, new_state = solver.run(lower, alpha, w0, state, train)
             value = problem.outer(w, alpha, valid)
-            _check_scalar("outer", value)
+            scalar_loss("outer", value)
             return value, (w, new_state)
 
-        _check_scalar("lower", jax.eval_shape(fresh(problem.lower), w0, alpha, train))
+        scalar_loss("lower", jax.eval_shape(fresh(problem.lower), w0, alpha, train))
         mapped = enters(problem.lower, w0, alpha, train) or enters(problem.outer, w0, alpha, valid)
         if not mapped:
             _check_enters(lambda alpha: objective(alpha, None)[0], alpha)
@@ -140,6 +144,9 @@ def stateful_hypergradient(
             if not solver.closed_form:
                 adjoint = optax.tree.scale(-1, slope)
                 state = remember(state, jax.lax.stop_gradient(adjoint))
+        # Neither hides behind an outer loss that does not look, or an adjoint that gave up.
+        value = nan_unless_finite(value, w)
+        grad = nan_unless_finite(grad, value)
         info = None
         if diagnostics:
             stated = _damped(problem, damping, start_of(state, w0))
@@ -187,11 +194,3 @@ def _forward(objective, alpha):
     out_axes = (None, None, 0)
     value, aux, grad = jax.vmap(push, out_axes=out_axes)(jnp.eye(flat.size, dtype=flat.dtype))
     return value, aux, unravel(grad)
-
-
-def _check_scalar(name: str, value) -> None:
-    if value.shape != () or not jnp.issubdtype(value.dtype, jnp.floating):
-        raise ValueError(
-            f"{name}: expected a loss that returns a floating scalar, "
-            f"got shape {value.shape} of {value.dtype}."
-        )

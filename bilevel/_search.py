@@ -23,11 +23,12 @@ from bilevel._hypergradient import stateful_hypergradient
 from bilevel._interrupts import held_interrupts
 from bilevel._progress import progress_bar
 from bilevel.checkpoint import Saver, saving
+from bilevel.checks import floating, function, gradient_transformation, prng_key, whole
 from bilevel.problem import Problem
 from bilevel.protocols import LowerSolver, Pytree
 from ntk._programs import fresh, program
 
-_QUANTITIES = ("outer loss", "lower loss", "hypergradient", "weights", "alpha")
+_QUANTITIES = ("lower loss", "weights", "outer loss", "hypergradient", "alpha")  # causes first
 _SHOWN = "value", "lower"
 _LARGE = 2**16  # bytes of an alpha whose history is kept only where asked for
 _CHUNK_SECONDS = 0.5  # between two looks at the screen and the keyboard
@@ -124,9 +125,12 @@ def descent(
     >>> state.alpha, metrics["value"]
     (Array([0.5], dtype=float...), Array(1., dtype=float...))
     """
+    gradient_transformation("optimizer", optimizer)
     hypergradient = stateful_hypergradient(problem, solver, diagnostics=diagnostics)
 
     def init(alpha, w):
+        floating("alpha", alpha)
+        floating("w0", w)
         alpha, w = jax.tree.map(jnp.asarray, (alpha, w))
         state = optimizer.init(alpha)
         alpha = geometry.check_descends(optimizer, state, alpha)
@@ -352,7 +356,7 @@ def _first_trouble(state: DescentState, metrics: dict[str, jax.Array]) -> jax.Ar
         return jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(tree)]).all()
 
     moved = geometry.moved_on(state.optimizer, state.alpha)
-    watched = (metrics["value"], metrics["lower"], metrics["grad_norm"], state.w)
+    watched = (metrics["lower"], state.w, metrics["value"], metrics["grad_norm"])
     alpha = ~finite(state.alpha) & ~jnp.stack([jnp.zeros((), bool), *moved]).any()
     bad = jnp.stack([*(~finite(x) for x in watched), alpha, *moved])
     return jnp.where(bad.any(), 1 + jnp.argmax(bad), 0).astype(int)
@@ -450,20 +454,21 @@ def _resumed(saver: Saver, carry: _Carry, steps: int) -> _Carry:
 def _check(problem, arrays, steps, batches, resume, checkpoint, chunk) -> None:
     """Raise on anything wrong that can be seen before the first compilation."""
     alpha, w0, train, valid, key = arrays
-    if steps < 1:
-        raise ValueError(f"steps: expected at least 1, got {steps}.")
-    if chunk is not None and chunk < 1:
-        raise ValueError(f"chunk: expected at least 1, got {chunk}.")
+    whole("steps", steps, 1)
+    if chunk is not None:
+        whole("chunk", chunk, 1)
+    if batches is not None:
+        function("batches", batches, "(key, data) -> batch")
     if resume and checkpoint is None:
         raise ValueError("resume: expected a checkpoint directory to resume from, got None.")
     if batches is not None and key is None:
         raise ValueError("key: expected a PRNG key to sample batches with, got None.")
+    if key is not None:
+        prng_key("key", key)
     for name, tree in (("alpha", alpha), ("w0", w0)):
         if not jax.tree.leaves(tree):
             raise ValueError(f"{name}: expected at least one array, got {tree!r}.")
-        for x in jax.tree.leaves(tree):
-            if not jnp.issubdtype(jnp.result_type(x), jnp.floating):
-                raise ValueError(f"{name}: expected floating arrays, got {jnp.result_type(x)}.")
+        floating(name, tree)
     for name, tree in (("alpha", alpha), ("w0", w0), ("train", train), ("valid", valid)):
         for x in jax.tree.leaves(tree):
             if jnp.size(x) == 0:

@@ -22,6 +22,7 @@ from jax.flatten_util import ravel_pytree
 from bilevel.curvature import PRODUCTS, curvature, is_small
 from bilevel.forward import newton
 from bilevel.inverse import hessian_matrix
+from bilevel.precision import widen, widened
 from bilevel.problem import Problem, gradient, hessian_operator, is_quadratic
 from bilevel.protocols import Pytree
 from bilevel.solvers import detached
@@ -120,7 +121,10 @@ def assess(
     ``products`` Hessian products, and one only where the Hessian is not found positive definite.
     Nothing here is differentiated.
     """
-    check = functools.partial(_assess, problem, products)
+    if adjoint is not None:
+        adjoint = widen(adjoint)
+    problem = Problem(widened(problem.lower, w), widened(problem.outer, w))
+    check, w = functools.partial(_assess, problem, products), widen(w)
     return detached(check, w, alpha, train, valid, grad, adjoint)
 
 

@@ -10,7 +10,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from bilevel.checks import nan_unless_finite, whole
 from bilevel.inverse import conjugate_gradients
+from bilevel.precision import narrow, rounding, widen, widened
 from bilevel.problem import hessian_operator, is_quadratic
 from bilevel.protocols import LowerSolver, Pytree
 
@@ -45,11 +47,11 @@ def newton(steps: int = 100, tol: float | None = None, cg_steps: int = 500) -> L
     >>> solver.run(lower, jnp.ones(1), w, (), None)[0].round(4)
     Array([1.], dtype=float...)
     """
-    if steps < 1:
-        raise ValueError(f"steps: expected at least 1, got {steps}.")
+    steps, cg_steps = whole("steps", steps, 1), whole("cg_steps", cg_steps, 1)
 
     def run(lower, alpha, w, state, batch):
         relative = _stationarity_tolerance(w) if tol is None else tol
+        own, w, lower = w, widen(w), widened(lower, w)
         exact = is_quadratic(lower, w, alpha, batch)
         slope, hvp = hessian_operator(lower, w, alpha, batch)
         scale = optax.tree.norm(slope) + optax.tree.norm(hvp(w))
@@ -86,7 +88,8 @@ def newton(steps: int = 100, tol: float | None = None, cg_steps: int = 500) -> L
         size = optax.tree.norm(slope)
         infinite = jnp.full_like(size, jnp.inf)
         start = (w, loss(w), slope, size, infinite, jnp.zeros((), int), jnp.array(True))
-        return jax.lax.while_loop(unfinished, step, start)[0], state
+        w, value, _, size, *_ = jax.lax.while_loop(unfinished, step, start)
+        return narrow(nan_unless_finite(w, value, size, target), own), state
 
     return LowerSolver(init=lambda w: (), run=run)
 
@@ -98,7 +101,7 @@ def _relative_change(before: Pytree, after: Pytree) -> jax.Array:
 
 def _stationarity_tolerance(w: Pytree) -> float:
     # An error in w is amplified by the condition number, and again where d_w outer cancels.
-    return max(1e-9, *(float(jnp.finfo(x.dtype).eps) for x in jax.tree.leaves(w)))
+    return max(1e-9, rounding(w))
 
 
 def _backtrack(
@@ -148,16 +151,17 @@ def lbfgs(steps: int = 200, tol: float | None = None, memory: int = 10) -> Lower
     >>> lbfgs().run(lower, jnp.ones(1), jnp.zeros(1), (), None)[0].round(3)
     Array([1.], dtype=float...)
     """
-    if steps < 1:
-        raise ValueError(f"steps: expected at least 1, got {steps}.")
-    optimizer = optax.lbfgs(memory_size=memory)
+    steps = whole("steps", steps, 1)
+    optimizer = optax.lbfgs(memory_size=whole("memory", memory, 1))
 
     def run(lower, alpha, w, state, batch):
+        relative = _stationarity_tolerance(w) if tol is None else tol
+        own, w, lower = w, widen(w), widened(lower, w)
+
         def loss(w):
             return lower(w, alpha, batch)
 
         slope, hvp = hessian_operator(lower, w, alpha, batch)
-        relative = _stationarity_tolerance(w) if tol is None else tol
         target = relative * (optax.tree.norm(slope) + optax.tree.norm(hvp(w)))
 
         def unfinished(carry):
@@ -174,7 +178,8 @@ def lbfgs(steps: int = 200, tol: float | None = None, memory: int = 10) -> Lower
 
         # The curvature pairs belong to one alpha: a fresh memory for each run.
         start = (w, optimizer.init(w), loss(w), slope, jnp.zeros((), int))
-        return jax.lax.while_loop(unfinished, step, start)[0], state
+        w, _, value, slope, _ = jax.lax.while_loop(unfinished, step, start)
+        return narrow(nan_unless_finite(w, value, slope, target), own), state
 
     return LowerSolver(init=lambda w: (), run=run)
 
@@ -198,6 +203,10 @@ def solved(solve: Callable[[Pytree, Pytree, Pytree], Pytree] | None = None) -> L
     """
 
     def run(lower, alpha, w, state, batch):
-        return (w if solve is None else solve(alpha, w, batch)), state
+        solution = w if solve is None else solve(alpha, w, batch)
+        value, slope = jax.value_and_grad(lower)(solution, alpha, batch)
+        # Weights that are not finite say so themselves, and spoil a tilted loss.
+        known = jnp.isfinite(optax.tree.norm(solution))
+        return nan_unless_finite(solution, jnp.where(known, value, 0), slope), state
 
     return LowerSolver(init=lambda w: (), run=run)

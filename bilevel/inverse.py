@@ -24,6 +24,8 @@ import jax.numpy as jnp
 import optax
 from jax.flatten_util import ravel_pytree
 
+from bilevel.checks import at_least, function, nan_unless_finite, prng_key, whole
+from bilevel.precision import narrow, rounding, widen
 from bilevel.protocols import Inverse, LinearMap, Pytree
 
 
@@ -59,17 +61,17 @@ def conjugate_gradients(
         hp = hvp(p)
         curvature, pp = optax.tree.vdot(p, hp), optax.tree.vdot(p, p)
         steepest = jnp.maximum(steepest, curvature / pp)
-        curved = curvature > 10 * eps * steepest * pp
-        length = jnp.where(curved, rr / jnp.where(curved, curvature, 1), 0)
+        flat = curvature <= 10 * eps * steepest * pp  # False for NaN, which has to be seen
+        length = jnp.where(flat, 0, rr / jnp.where(flat, 1, curvature))
         x = optax.tree.add_scale(x, length, p)
         r = optax.tree.add_scale(r, -length, hp)
         rr_next = optax.tree.vdot(r, r)
         p = optax.tree.add_scale(r, rr_next / rr, p)
-        return x, r, p, rr_next, k + 1, steepest, curved
+        return x, r, p, rr_next, k + 1, steepest, ~flat
 
     start = (x, r, r, rr, jnp.zeros((), int), jnp.zeros_like(rr), jnp.array(True))
     x, _, _, rr, k, _, _ = jax.lax.while_loop(unfinished, step, start)
-    return ConjugateGradients(x, jnp.sqrt(rr), k)
+    return ConjugateGradients(nan_unless_finite(x, rr), jnp.sqrt(rr), k)
 
 
 def default_tolerance(tree: Pytree) -> float:
@@ -82,12 +84,6 @@ def _damped(hvp: LinearMap, damping) -> LinearMap:
     return lambda v: optax.tree.add_scale(hvp(v), damping, v)
 
 
-def _at_least(name: str, value, least) -> None:
-    # Traced values pass: they have no value to look at yet.
-    if not isinstance(value, jax.core.Tracer) and not value >= least:
-        raise ValueError(f"{name}: expected at least {least}, got {value}.")
-
-
 def cg(steps: int = 500, tol: float | None = None, damping: float = 0.0) -> Inverse:
     """Conjugate gradients on ``(H + damping I) x = b``: the default, for positive definite ``H``.
 
@@ -97,7 +93,7 @@ def cg(steps: int = 500, tol: float | None = None, damping: float = 0.0) -> Inve
         Most iterations, one Hessian product each.
     tol : float, optional
         Relative residual ``|b - H x| / |b|`` at which to stop; 1e-10 in float64 and ten roundings
-        in narrower types by default.
+        in float32, one rounding of the weights in narrower types by default.
     damping : float
         Added to the Hessian's diagonal; a bias, and a cure for a singular one.
 
@@ -112,13 +108,16 @@ def cg(steps: int = 500, tol: float | None = None, damping: float = 0.0) -> Inve
     >>> cg()(lambda v: jnp.array([1.0, 4.0]) * v, b, None, None)
     Array([2., 2.], dtype=float...)
     """
-    _at_least("steps", steps, 1)
-    _at_least("damping", damping, 0)
+    steps = whole("steps", steps, 1)
+    at_least("damping", damping, 0)
     if tol is not None:
-        _at_least("tol", tol, 0)
+        at_least("tol", tol, 0)
 
     def inverse(hvp, b, x0, point):
-        relative = default_tolerance(b) if tol is None else tol
+        relative = tol
+        if tol is None:
+            # The products' rounding is the weights', which may be coarser than that of `b`.
+            relative = max(default_tolerance(b), rounding(b if point is None else point.w))
         threshold = relative * optax.tree.norm(b)
         damped = _damped(hvp, damping)
         return conjugate_gradients(damped, b, x0, steps=steps, threshold=threshold).x
@@ -138,8 +137,8 @@ def neumann(terms: int, step_size: float) -> Inverse:
     >>> neumann(2, 0.5)(lambda v: v, jnp.ones(1), None, None)
     Array([0.75], dtype=float...)
     """
-    _at_least("terms", terms, 1)
-    _at_least("step_size", step_size, 0)
+    terms = whole("terms", terms, 1)
+    at_least("step_size", step_size, 0)
 
     def inverse(hvp, b, x0, point):
         def step(x, _):
@@ -161,7 +160,7 @@ def scale(step_size: float) -> Inverse:
     >>> scale(0.5)(None, jnp.ones(1), None, None)
     Array([0.5], dtype=float...)
     """
-    _at_least("step_size", step_size, 0)
+    at_least("step_size", step_size, 0)
     return lambda hvp, b, x0, point: optax.tree.scale(step_size, b)
 
 
@@ -175,7 +174,7 @@ def dense(damping: float = 0.0) -> Inverse:
     >>> dense()(lambda v: jnp.array([1.0, 4.0]) * v, jnp.array([2.0, 8.0]), None, None)
     Array([2., 2.], dtype=float...)
     """
-    _at_least("damping", damping, 0)
+    at_least("damping", damping, 0)
 
     def inverse(hvp, b, x0, point):
         flat, unravel = ravel_pytree(b)
@@ -217,9 +216,11 @@ def nystrom(rank: int, damping: float, *, key: jax.Array | None = None) -> Inver
     >>> bool(jnp.allclose(x, 2.0, rtol=1e-2))
     True
     """
-    _at_least("rank", rank, 1)
+    rank = whole("rank", rank, 1)
     if not isinstance(damping, jax.core.Tracer) and not damping > 0:
         raise ValueError(f"damping: expected a positive number, got {damping}.")
+    if key is not None:
+        prng_key("key", key)
 
     def inverse(hvp, b, x0, point):
         flat, unravel = ravel_pytree(b)
@@ -285,20 +286,17 @@ def gram(
     Array([0.2, 0. , 0.4], dtype=float...)
     """
     if not callable(damping):
-        _at_least("damping", damping, 0)
-    if not callable(outputs):
-        raise ValueError(
-            f"outputs: expected a function (w, alpha, batch) -> predictions, got {outputs!r}."
-        )
+        at_least("damping", damping, 0)
+    function("outputs", outputs, "(w, alpha, batch) -> predictions")
 
     def inverse(hvp, b, x0, point):
         w, alpha, batch = point
         decay = damping(alpha) if callable(damping) else damping
         flat, unravel = ravel_pytree(b)
-        start, unravel_w = ravel_pytree(w)
+        start, unravel_w = ravel_pytree(widen(w))
 
         def predict(v):
-            return outputs(unravel_w(v), alpha, batch)
+            return outputs(narrow(unravel_w(v), w), alpha, batch)
 
         predictions = predict(start)
         n = predictions.size

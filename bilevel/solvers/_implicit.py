@@ -8,8 +8,10 @@ import jax
 import optax
 from jax.custom_derivatives import SymbolicZero
 
+from bilevel.checks import inverse_map, lower_solver, nan_unless_finite
 from bilevel.forward import newton
 from bilevel.inverse import cg
+from bilevel.precision import narrow, widen
 from bilevel.protocols import Inverse, Loss, LowerSolver, Point, Pytree
 from bilevel.solvers._detached import detached
 
@@ -63,8 +65,8 @@ def implicit(forward: LowerSolver | None = None, inverse: Inverse | None = None)
     >>> [round(float(f(alpha)), 6) for f in (run, jax.grad(run), jax.hessian(run))]
     [0.5, -0.25, 0.25]
     """
-    forward = newton() if forward is None else forward
-    inverse = cg() if inverse is None else inverse
+    forward = newton() if forward is None else lower_solver("forward", forward)
+    inverse = cg() if inverse is None else inverse_map("inverse", inverse)
 
     def init(w):
         return ImplicitState(forward.init(w), optax.tree.zeros_like(w))
@@ -117,18 +119,18 @@ def _stationary(
 
         _, forcing = jax.jvp(slope_of, select(flat), select(flat_dots))
         alpha, batch, hoisted, start, captured = args
-        _, hvp = jax.linearize(lambda w: slope(w, alpha, batch, *hoisted), w)
+        residual, hvp = jax.linearize(lambda w: slope(w, alpha, batch, *hoisted), w)
         point = Point(w, alpha, batch)
         solve = functools.partial(solver, hoisted=hoisted, captured=captured)
         w_dot = jax.lax.custom_linear_solve(
-            hvp,
-            optax.tree.scale(-1, forcing),
+            lambda v: widen(hvp(narrow(v, w))),
+            optax.tree.scale(-1, widen(forcing)),
             # Only the adjoint system resembles the one of the previous outer step.
             solve=lambda hvp, b: solve(hvp, b, None, point),
-            transpose_solve=lambda hvp, b: solve(hvp, b, start, point),
+            transpose_solve=lambda hvp, b: solve(hvp, b, widen(start), point),
             symmetric=True,
         )
-        return w, w_dot
+        return w, narrow(nan_unless_finite(w_dot, residual), w)
 
     return root(w, (alpha, batch, hoisted, start, captured))
 
@@ -151,9 +153,11 @@ def _without_closure(
 
     def solve(w, alpha, batch, hoisted, b, x0):
         _, hvp = jax.linearize(lambda w: slope(w, alpha, batch, *hoisted), w)
-        return inverse(hvp, b, x0, Point(w, alpha, batch))
+        product = lambda v: widen(hvp(narrow(v, w)))  # noqa: E731
+        return inverse(product, b, x0, Point(w, alpha, batch))
 
-    converted, captured = jax.closure_convert(solve, w, alpha, batch, hoisted, w, w)
+    wide = widen(w)
+    converted, captured = jax.closure_convert(solve, w, alpha, batch, hoisted, wide, wide)
     return (apply_captured if captured else apply), captured
 
 

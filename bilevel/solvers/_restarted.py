@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+from bilevel.checks import lower_solver
 from bilevel.protocols import LowerSolver, Pytree
 
 
@@ -29,6 +30,7 @@ def restarted(solver: LowerSolver) -> LowerSolver:
     >>> solver.run(lower, jnp.ones(1), jnp.full(1, 99.0), state, None)[0]
     Array([0.5], dtype=float...)
     """
+    lower_solver("solver", solver)
 
     def run(lower, alpha, w, state, batch):
         return solver.run(lower, alpha, state.start, solver.init(state.start), batch)[0], state

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from bilevel.checks import nan_unless_finite
 from bilevel.protocols import LowerSolver, Pytree
 
 
@@ -61,8 +62,10 @@ def ridge(
         decay = jnp.asarray(penalty(alpha), phi.dtype)
         n, p = phi.shape
         if n >= p or decay.ndim == 1:
-            return _solve_gram(phi.T, decay, phi.T @ y), state
-        return phi.T @ _solve_gram(phi, decay, y), state
+            w = _solve_gram(phi.T, decay, phi.T @ y)
+        else:
+            w = phi.T @ _solve_gram(phi, decay, y)
+        return nan_unless_finite(w, decay), state
 
     return LowerSolver(init=lambda w: (), run=run, closed_form=True)
 

@@ -3,13 +3,18 @@
 import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
+from bilevel.checks import gradient_transformation, nan_unless_finite, whole
+from bilevel.precision import narrow
 from bilevel.protocols import LowerSolver, Pytree
 from bilevel.solvers._detached import detached
+from bilevel.solvers._optimizer import with_limits
 from ntk._programs import fresh
 
 _KEPT_STEPS = 128  # a trajectory this short, and this small, is kept whole for the reverse pass
@@ -60,23 +65,32 @@ def unrolled(
     >>> run(jnp.ones(1)), jax.jacobian(run)(jnp.ones(1))
     (Array([0.75], dtype=float...), Array([[0.75]], dtype=float...))
     """
-    if steps < 1:
-        raise ValueError(f"steps: expected at least 1, got {steps}.")
+    steps = whole("steps", steps, 1)
     last = steps if backprop is None else backprop
-    if not 0 <= last <= steps:
+    if isinstance(last, bool) or last not in range(steps + 1):
         raise ValueError(f"backprop: expected None or 0 to steps={steps}, got {backprop}.")
     if not isinstance(optimizer, optax.GradientTransformation):
-        optimizer = optax.sgd(optimizer)
+        optimizer = optax.sgd(_step_size(optimizer))
     optimizer = optax.with_extra_args_support(optimizer)
 
     def run(lower, alpha, w, state, batch):
         def step(carry, alpha, batch):
             w, state = carry
             value, slope = jax.value_and_grad(lower)(w, alpha, batch)
-            updates, state = optimizer.update(
-                slope, state, w, value=value, grad=slope, value_fn=lambda w: lower(w, alpha, batch)
-            )
-            return optax.apply_updates(w, updates), state
+
+            def update(slope, state, w, value):
+                return optimizer.update(
+                    slope,
+                    state,
+                    w,
+                    value=value,
+                    grad=slope,
+                    value_fn=lambda w: lower(w, alpha, batch),
+                )
+
+            updates, state = with_limits(update, slope, state, w, value)
+            # A loss can be NaN with finite gradients: a hinge passes none on.
+            return nan_unless_finite(optax.apply_updates(w, updates), value), state
 
         def first_steps(carry, alpha, batch):
             return _repeat(lambda c: step(c, alpha, batch), carry, steps - last)
@@ -147,7 +161,7 @@ def one_step(
     if radius is not None and not radius > 0:
         raise ValueError(f"radius: expected a positive number, got {radius}.")
     if not isinstance(optimizer, optax.GradientTransformation):
-        optimizer = optax.sgd(optimizer)
+        optimizer = optax.sgd(_step_size(optimizer))
 
     def run(lower, alpha, w, state, batch):
         lower, hoisted = jax.closure_convert(fresh(lower), w, alpha, batch)
@@ -155,21 +169,22 @@ def one_step(
         def loss(w, outer, batch):
             return lower(w, outer[0], batch, *outer[1])
 
-        def moved(slope, w, state):
-            updates, state = optimizer.update(slope, state, w)
-            return optax.apply_updates(w, updates), state
+        def moved(slope, w, state, value):
+            updates, state = with_limits(optimizer.update, slope, state, w)
+            return nan_unless_finite(optax.apply_updates(w, updates), value), state
 
         @jax.custom_vjp
         def step(outer, w, state, batch):
-            return moved(jax.grad(loss)(w, outer, batch), w, state)
+            value, slope = jax.value_and_grad(loss)(w, outer, batch)
+            return moved(slope, w, state, value)
 
         def forward(outer, w, state, batch):
-            slope = jax.grad(loss)(w, outer, batch)
-            return moved(slope, w, state), (slope, outer, w, state, batch)
+            value, slope = jax.value_and_grad(loss)(w, outer, batch)
+            return moved(slope, w, state, value), (value, slope, outer, w, state, batch)
 
         def backward(kept, cotangents):
-            slope, outer, w, state, batch = kept
-            (v,) = jax.vjp(lambda slope: moved(slope, w, state), slope)[1](cotangents)
+            value, slope, outer, w, state, batch = kept
+            (v,) = jax.vjp(lambda slope: moved(slope, w, state, value), slope)[1](cotangents)
             of_outer = _mixed_product if radius is None else functools.partial(_difference, radius)
             return of_outer(lambda w, outer: loss(w, outer, batch), w, outer, v), None, None, None
 
@@ -177,6 +192,13 @@ def one_step(
         return step((alpha, hoisted), w, state, batch)
 
     return LowerSolver(init=optimizer.init, run=run, gradients=4)
+
+
+def _step_size(optimizer: Any) -> Any:
+    """A number, which stands for plain gradient descent."""
+    if not isinstance(optimizer, int | float | np.generic | np.ndarray | jax.Array):
+        gradient_transformation("optimizer", optimizer)
+    return optimizer
 
 
 def _mixed_product(loss: Callable, w: Pytree, alpha: Pytree, v: Pytree) -> Pytree:
@@ -190,7 +212,8 @@ def _difference(radius: float, loss: Callable, w: Pytree, alpha: Pytree, v: Pytr
     e = radius / jnp.where(norm > 0, norm, 1)
     # A loop, so that both ends are one program.
     ends = jax.lax.map(
-        lambda e: jax.grad(loss, 1)(optax.tree.add_scale(w, e, v), alpha), jnp.stack([e, -e])
+        lambda e: jax.grad(loss, 1)(narrow(optax.tree.add_scale(w, e, v), w), alpha),
+        jnp.stack([e, -e]),
     )
     return jax.tree.map(lambda x: (x[0] - x[1]) / (2 * e), ends)
 

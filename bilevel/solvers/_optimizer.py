@@ -1,0 +1,142 @@
+"""Optimizer steps whose derivative is right also where a gradient is exactly 0.
+
+Adam's update ``m / (sqrt(v) + eps)`` has the slope ``1 / eps`` at a zero gradient with a zero
+history, yet differentiating it there gives NaN: ``sqrt`` has an infinite slope at ``v = 0``, which
+the chain rule multiplies by the zero slope of ``v = g^2``. Weights that never get a gradient are
+common: a pixel that is always black, a unit that is dead.
+
+So the value is the optimizer's own, to the bit, and the derivative is that of the same program
+with these replacements, which agree with it in the limit:
+
+- ``sqrt``, ``rsqrt``, ``cbrt``, ``pow`` and ``div`` have slope 0 where theirs is infinite. What is
+  under the root is a second moment, at its minimum there, and the numerator is 0 with it, so that
+  the term left out tends to 0.
+- ``where(v > 0, f(v), 0)`` (Adagrad, SM3) is ``f`` at ``v = 0`` too: the guard is open.
+- The root of a negative number is 0: RAdam takes one in the branch that it does not choose, and
+  reverse mode would multiply that NaN by 0.
+
+``sign`` keeps its slope of 0: where an update jumps, it has no derivative to be right.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+from bilevel.protocols import Pytree
+from bilevel.solvers._detached import detached
+
+
+def with_limits(update: Callable, *args: Pytree) -> Pytree:
+    """``update(*args)``, differentiated as above, closed-over values included.
+
+    Examples
+    --------
+    >>> import optax
+    >>> adam = optax.adam(0.1, eps=0.5)
+    >>> def step(gradient):
+    ...     return with_limits(lambda g: adam.update(g, adam.init(g))[0], gradient)
+    >>> jax.grad(step)(0.0)  # -0.1 / eps, where JAX alone says NaN
+    Array(-0.2, dtype=float...)
+    """
+    converted, hoisted = jax.closure_convert(update, *args)
+
+    @jax.custom_jvp
+    def values(args):
+        return converted(*args)
+
+    @values.defjvp
+    def values_jvp(primals, tangents):
+        # Plain operations, so that a second derivative needs no rule: JAX forgets a rule that is
+        # used inside another one inside a loop.
+        def values(args):
+            closed = jax.make_jaxpr(converted)(*args)
+            limits = _evaluate(closed, jax.tree.leaves(args))
+            exact, structure = jax.tree.flatten(detached(converted, *args))
+            return jax.tree.unflatten(structure, map(_with_slope, exact, limits))
+
+        return jax.jvp(values, primals, tangents)
+
+    return values((*args, *hoisted))
+
+
+def _with_slope(value: jax.Array, limit: jax.Array) -> jax.Array:
+    """``value``, with the derivative of ``limit``."""
+    if not jnp.issubdtype(value.dtype, jnp.inexact):
+        return value
+    # Subtracting a zero leaves even the sign of a zero.
+    return value - jnp.where(jnp.isfinite(limit), jax.lax.stop_gradient(limit) - limit, 0)
+
+
+def _evaluate(closed: core.ClosedJaxpr, inputs: list) -> list:
+    """The program's outputs with the replacements."""
+    jaxpr = closed.jaxpr
+    values = dict(zip(jaxpr.constvars, closed.consts, strict=True))
+    values |= dict(zip(jaxpr.invars, inputs, strict=True))
+    for equation in jaxpr.eqns:
+        read = [v.val if isinstance(v, core.Literal) else values[v] for v in equation.invars]
+        values |= dict(zip(equation.outvars, _apply(equation, read, jaxpr.debug_info), strict=True))
+    return [v.val if isinstance(v, core.Literal) else values[v] for v in jaxpr.outvars]
+
+
+def _apply(equation: core.JaxprEqn, inputs: list, debug_info) -> list:
+    name, params = equation.primitive.name, equation.params
+    if name in ("jit", "pjit"):
+        return _evaluate(params["jaxpr"], inputs)
+    if name == "cond":
+        branches = [_branch(closed) for closed in params["branches"]]
+        return jax.lax.switch(inputs[0], branches, *inputs[1:])
+    if inputs and jnp.issubdtype(jnp.result_type(inputs[0]), jnp.floating):
+        if name in _REPLACEMENTS:
+            return [_REPLACEMENTS[name](*inputs)]
+        last = equation.invars[-1]
+        if name == "gt" and isinstance(last, core.Literal) and last.val == 0:
+            return [inputs[0] >= 0]
+    return _operation(equation, debug_info)(*inputs)
+
+
+def _branch(closed: core.ClosedJaxpr) -> Callable:
+    return lambda *inputs: _evaluate(closed, list(inputs))
+
+
+def _operation(equation: core.JaxprEqn, debug_info) -> Callable[..., list]:
+    """One equation as a function of its inputs: a program of its own."""
+    places = {v: i for i, v in enumerate(equation.invars) if isinstance(v, core.Var)}
+    parts = list(places), equation.outvars, [equation], equation.effects
+    program = core.Jaxpr((), *parts, debug_info.with_unknown_names())
+    run = core.jaxpr_as_fun(core.ClosedJaxpr(program, ()))
+
+    def operation(*inputs):
+        return run(*(inputs[i] for i in places.values()))
+
+    return operation
+
+
+def _with_finite_slope(operation: Callable) -> Callable:
+    """``operation(x, ...)`` with slope 0 where its slope in ``x`` is infinite."""
+
+    def finite(x, *rest):
+        fixed = jax.lax.stop_gradient(x)
+        others = jax.lax.stop_gradient(rest)
+        slope = jax.jvp(lambda x: operation(x, *others), (fixed,), (jnp.ones_like(x),))[1]
+        infinite = ~jnp.isfinite(slope) & ~jnp.isnan(x)
+        ordinary = jnp.where(infinite, jnp.ones_like(x), x)
+        return jnp.where(infinite, operation(fixed, *others), operation(ordinary, *rest))
+
+    return finite
+
+
+def _divide(x, y):
+    zero = y == 0
+    fixed = jax.lax.stop_gradient(x) / jax.lax.stop_gradient(y)
+    return jnp.where(zero, fixed, x / jnp.where(zero, jnp.ones_like(y), y))
+
+
+_REPLACEMENTS = {
+    "sqrt": _with_finite_slope(lambda x: jax.lax.sqrt(jnp.where(x < 0, 0, x))),
+    "rsqrt": _with_finite_slope(jax.lax.rsqrt),
+    "cbrt": _with_finite_slope(jax.lax.cbrt),
+    "pow": _with_finite_slope(jax.lax.pow),
+    "div": _divide,
+}

@@ -1,0 +1,222 @@
+"""Natural mistakes: one sentence that names the argument and the cure, before any compilation."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import bilevel
+from bilevel import implicit
+
+W0, ALPHA = jnp.zeros(2), jnp.ones(2)
+
+
+def lower(w, alpha, batch):
+    return 0.5 * jnp.sum((w - alpha) ** 2)
+
+
+def outer(w, alpha, batch):
+    return jnp.sum(w**2)
+
+
+PROBLEM = bilevel.Problem(lower, outer)
+SGD = optax.sgd(0.1)
+
+
+def hypergradient(problem=PROBLEM, solver=None, alpha=ALPHA, w0=W0, **options):
+    solver = implicit() if solver is None else solver
+    return bilevel.hypergradient(problem, solver, diagnostics=False)(alpha, w0, None, None)
+
+
+def search(problem=PROBLEM, solver=None, optimizer=SGD, alpha=ALPHA, w0=W0, steps=1, **options):
+    solver = implicit() if solver is None else solver
+    arguments = problem, solver, optimizer, alpha, w0, None, None
+    return bilevel.search(*arguments, steps=steps, progress=False, **options)
+
+
+def descent(solver=None, optimizer=SGD, alpha=ALPHA, w0=W0):
+    init, _ = bilevel.descent(PROBLEM, implicit() if solver is None else solver, optimizer)
+    return init(alpha, w0)
+
+
+def solve(alpha, w, batch):
+    return alpha
+
+
+def with_aux(w, alpha, batch):
+    return lower(w, alpha, batch), {"error": 0.0}
+
+
+class Module:
+    """A pytree with a function among its leaves, as an equinox module's are."""
+
+    def __init__(self, weight, activation):
+        self.weight, self.activation = weight, activation
+
+
+jax.tree_util.register_pytree_with_keys(
+    Module,
+    lambda m: (
+        [
+            (jax.tree_util.GetAttrKey("weight"), m.weight),
+            (jax.tree_util.GetAttrKey("activation"), m.activation),
+        ],
+        None,
+    ),
+    lambda _, leaves: Module(*leaves),
+)
+MODULE = Module(jnp.zeros(2), jax.nn.relu)
+MULTI = optax.MultiSteps(SGD, 2)
+
+MISTAKES = {
+    "auxiliary output, lower": (
+        lambda: hypergradient(bilevel.Problem(with_aux, outer)),
+        r"lower: expected .* floating scalar, got a tuple .*; return the loss alone",
+    ),
+    "auxiliary output, outer": (
+        lambda: hypergradient(bilevel.Problem(lower, with_aux)),
+        r"outer: expected .* floating scalar, got a tuple .*; return the loss alone",
+    ),
+    "auxiliary output, search": (
+        lambda: search(bilevel.Problem(with_aux, outer)),
+        r"lower: expected .* floating scalar, got a tuple",
+    ),
+    "an optimizer for a solver": (
+        lambda: implicit(SGD),
+        r"forward: expected a LowerSolver, got .*; wrap it: unrolled\(optimizer, steps\)",
+    ),
+    "an inverse for a solver": (
+        lambda: implicit(bilevel.cg()),
+        r"forward: expected a LowerSolver, .*; an inverse goes into implicit\(inverse=...\)",
+    ),
+    "a user's function for a solver": (
+        lambda: implicit(solve),
+        r"forward: expected a LowerSolver, got the function solve; hand it to solved\(...\)",
+    ),
+    "newton without brackets": (
+        lambda: implicit(bilevel.newton),
+        r"forward: .* got the function newton; call it: newton\(...\)",
+    ),
+    "cg without brackets": (
+        lambda: implicit(bilevel.newton(), bilevel.cg),
+        r"inverse: expected an inverse, got the function cg; call it: cg\(...\)",
+    ),
+    "a solver for an inverse": (
+        lambda: implicit(bilevel.newton(), bilevel.newton()),
+        r"inverse: expected an inverse, got a LowerSolver; bilevel.cg\(\) makes one",
+    ),
+    "implicit without brackets": (
+        lambda: hypergradient(solver=implicit),
+        r"solver: .* got the function implicit; call it: implicit\(...\)",
+    ),
+    "implicit without brackets, search": (
+        lambda: search(solver=implicit),
+        r"solver: .* got the function implicit; call it: implicit\(...\)",
+    ),
+    "unrolled without brackets": (
+        lambda: descent(solver=bilevel.unrolled),
+        r"solver: .* got the function unrolled; call it: unrolled\(...\)",
+    ),
+    "implicit without brackets, restarted": (
+        lambda: bilevel.restarted(implicit),
+        r"solver: .* got the function implicit; call it: implicit\(...\)",
+    ),
+    "MultiSteps, unrolled": (
+        lambda: bilevel.unrolled(MULTI, 1),
+        r"optimizer: .* got a MultiSteps; hand in its .gradient_transformation\(\)",
+    ),
+    "MultiSteps, one_step": (
+        lambda: bilevel.one_step(MULTI),
+        r"optimizer: .* got a MultiSteps; hand in its .gradient_transformation\(\)",
+    ),
+    "MultiSteps, search": (
+        lambda: search(optimizer=MULTI),
+        r"optimizer: .* got a MultiSteps; hand in its .gradient_transformation\(\)",
+    ),
+    "MultiSteps, descent": (
+        lambda: descent(optimizer=MULTI),
+        r"optimizer: .* got a MultiSteps; hand in its .gradient_transformation\(\)",
+    ),
+    "optax.adam without brackets": (
+        lambda: bilevel.unrolled(optax.adam, 1),
+        r"optimizer: expected an optax optimizer, got the function adam; call it",
+    ),
+    "a number for alpha's optimizer": (
+        lambda: search(optimizer=0.1),
+        r"optimizer: expected an optax optimizer, got 0.1; optax.sgd\(step_size\) makes one",
+    ),
+    "an integer for a key": (
+        lambda: search(batches=lambda key, data: data, key=0),
+        r"key: expected a PRNG key such as jax.random.key\(0\), got 0",
+    ),
+    "an integer for nystrom's key": (
+        lambda: bilevel.nystrom(1, 0.1, key=0),
+        r"key: expected a PRNG key such as jax.random.key\(0\), got 0",
+    ),
+    "a number for a sampler": (
+        lambda: search(batches=32, key=jax.random.key(0)),
+        r"batches: expected a function \(key, data\) -> batch, got 32",
+    ),
+    "a module for w0": (
+        lambda: hypergradient(w0=MODULE),
+        r"w0\.activation: expected floating arrays, got the function .*; keep the arrays in w0",
+    ),
+    "a module for w0, search": (
+        lambda: search(w0=MODULE),
+        r"w0\.activation: expected floating arrays, got the function .*; keep the arrays in w0",
+    ),
+    "a module for w0, descent": (
+        lambda: descent(w0=MODULE),
+        r"w0\.activation: expected floating arrays, got the function .*; keep the arrays in w0",
+    ),
+    "a string in alpha": (
+        lambda: hypergradient(alpha={"a": ALPHA, "kind": "relu"}),
+        r"alpha\['kind'\]: expected floating arrays, got 'relu'",
+    ),
+    "integers in alpha": (
+        lambda: hypergradient(alpha=jnp.ones(2, int)),
+        r"alpha: expected floating arrays, got int.*; convert it with jnp.asarray\(x, float\)",
+    ),
+    "integers in w0": (
+        lambda: descent(w0=[jnp.ones(2, int)]),
+        r"w0\[0\]: expected floating arrays, got int.*; convert it",
+    ),
+}
+COUNTS = {
+    "unrolled": lambda n: bilevel.unrolled(0.1, n),
+    "newton": lambda n: bilevel.newton(n),
+    "lbfgs": lambda n: bilevel.lbfgs(n),
+    "cg": lambda n: bilevel.cg(n),
+    "search": lambda n: search(steps=n),
+}
+
+
+@pytest.mark.parametrize(("make", "message"), MISTAKES.values(), ids=MISTAKES.keys())
+def test_a_natural_mistake_is_one_sentence_with_the_cure(make, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        make()
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("make", COUNTS.values(), ids=COUNTS.keys())
+@pytest.mark.parametrize("steps", [2.5, 2.0, True, "2", None])
+def test_a_count_that_is_no_whole_number_is_refused(make, steps):
+    with pytest.raises(ValueError, match=rf"steps: expected a whole number, got {steps!r}"):
+        make(steps)
+
+
+@pytest.mark.parametrize("make", COUNTS.values(), ids=COUNTS.keys())
+def test_numpys_integers_are_counts(make):
+    make(np.int32(1))
+
+
+def test_keys_of_the_old_style_and_leaves_that_are_none_are_welcome():
+    for key in (jax.random.key(0), jax.random.PRNGKey(0)):
+        search(batches=lambda key, data: data, key=key)
+    w0 = {"w": W0, "none": None}
+    problem = bilevel.Problem(
+        lambda w, alpha, batch: lower(w["w"], alpha, batch),
+        lambda w, alpha, batch: outer(w["w"], alpha, batch),
+    )
+    assert np.isfinite(hypergradient(problem, w0=w0).value)

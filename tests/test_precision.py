@@ -1,0 +1,104 @@
+"""Weights of several dtypes: every solver and inverse computes, and each leaf keeps its own."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import cast, flatten
+
+import bilevel
+
+ROUNDING = float(jnp.finfo(jnp.bfloat16).eps)
+
+
+def penalty(alpha):
+    return jnp.exp(alpha["log_decay"])
+
+
+def outputs(w, alpha, batch):
+    return batch[0] @ (alpha["scales"] * jnp.concatenate([w["coarse"], w["fine"]]))
+
+
+def half_squares(outputs, batch):
+    return 0.5 * jnp.sum((outputs - batch[1]) ** 2)
+
+
+def lower(w, alpha, batch):
+    squares = sum(jnp.sum(x.astype(jnp.float32) ** 2) for x in jax.tree.leaves(w))
+    return half_squares(outputs(w, alpha, batch), batch) + 0.5 * penalty(alpha) * squares
+
+
+def outer(w, alpha, batch):
+    return jnp.mean((outputs(w, alpha, batch) - batch[1]) ** 2)
+
+
+PROBLEM = bilevel.Problem(lower, outer)
+EXACT = ("lbfgs cg", "newton dense", "newton gram")
+GRAM = bilevel.gram(outputs, half_squares, damping=penalty)
+SOLVERS = {
+    "unrolled": bilevel.unrolled(0.05, 40),
+    "one step, difference": bilevel.one_step(0.05, radius=0.5),
+    "newton cg": bilevel.implicit(),
+    "lbfgs cg": bilevel.implicit(bilevel.lbfgs(), bilevel.cg()),
+    "newton dense": bilevel.implicit(bilevel.newton(), bilevel.dense()),
+    "newton neumann": bilevel.implicit(bilevel.newton(), bilevel.neumann(30, 0.05)),
+    "newton nystrom": bilevel.implicit(bilevel.newton(), bilevel.nystrom(4, 1.0)),
+    "newton gram": bilevel.implicit(bilevel.newton(), GRAM),
+}
+
+
+def data(seed):
+    rng = np.random.default_rng(seed)
+
+    def sample():
+        x = np.linalg.qr(rng.normal(size=(8, 4)))[0] * [2.0, 2.5, 3.0, 3.5]
+        return jnp.asarray(x, jnp.float32), jnp.asarray(rng.normal(size=8), jnp.float32)
+
+    alpha = {"scales": jnp.ones(4, jnp.float32), "log_decay": jnp.zeros((), jnp.float32)}
+    w0 = {"coarse": jnp.full(2, 0.5, jnp.bfloat16), "fine": jnp.full(2, -0.5, jnp.float32)}
+    return alpha, w0, sample(), sample()
+
+
+@functools.cache
+def compiled(name):
+    return jax.jit(bilevel.hypergradient(PROBLEM, SOLVERS[name], diagnostics=False))
+
+
+@pytest.mark.parametrize("name", SOLVERS)
+def test_mixed_weights_have_the_float32_answer_within_bfloat16s_rounding(name):
+    in_float32 = "newton cg" if name in EXACT else name
+    for seed in range(3):
+        alpha, w0, *batches = data(seed)
+        mixed = compiled(name)(alpha, w0, *batches)
+        assert jax.tree.map(lambda x: x.dtype, mixed.w) == jax.tree.map(lambda x: x.dtype, w0)
+        # Truth: the same with all weights in float32.
+        truth = compiled(in_float32)(alpha, cast(w0, jnp.float32), *batches)
+        for found, expected in zip(mixed[:3], truth[:3], strict=True):
+            found, expected = flatten(found), flatten(expected)
+            assert np.linalg.norm(found - expected) < 8 * ROUNDING * np.linalg.norm(expected)
+
+
+def test_diagnostics_of_mixed_weights_make_no_claim_that_is_false():
+    alpha, w0, *batches = data(0)
+    fn = jax.jit(bilevel.hypergradient(PROBLEM, bilevel.implicit()))
+    result = fn(alpha, w0, *batches)
+    truth = compiled("newton cg")(alpha, cast(w0, jnp.float32), *batches)
+    error = np.linalg.norm(flatten(result.grad) - flatten(truth.grad))
+    assert error < 8 * ROUNDING * np.linalg.norm(flatten(truth.grad))
+    assert error < 3 * result.info.error_estimate
+
+
+@pytest.mark.parametrize("solver", [bilevel.implicit(), bilevel.unrolled(0.1, 2)])
+def test_complex_weights_are_refused(solver):
+    alpha, w0, *batches = data(0)
+    w0["coarse"] = jnp.ones(2, complex)
+    message = r"w0\['coarse'\]: expected real floating arrays, got complex"
+    with pytest.raises(ValueError, match=message):
+        bilevel.hypergradient(PROBLEM, solver)(alpha, w0, *batches)
+    with pytest.raises(ValueError, match=message):
+        bilevel.search(
+            *(PROBLEM, solver, optax.sgd(0.1), alpha, w0, *batches), steps=1, progress=False
+        )

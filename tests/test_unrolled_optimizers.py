@@ -1,0 +1,155 @@
+"""Every optimizer unrolled: derivatives where a gradient is exactly 0, and unchanged values."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import assert_close, finite_differences, flatten
+from problems import case
+
+import bilevel
+
+EPS = 1e-2  # large, so that a difference quotient much finer than it can be formed
+STEPS = 6  # RAdam changes its formula at the fifth
+
+# A gradient of 0 that alpha moves: here these have a slope, 1 / eps in Adam's case.
+SMOOTH = {
+    "adabelief": optax.adabelief(0.05, eps=EPS),
+    "adadelta": optax.adadelta(0.05, eps=EPS),
+    "adafactor": optax.adafactor(0.05, eps=EPS, multiply_by_parameter_scale=False),
+    "adagrad": optax.adagrad(0.05, eps=EPS),
+    "adagrad from 0": optax.adagrad(0.05, initial_accumulator_value=0.0, eps=EPS),
+    "adam": optax.adam(0.05, eps=EPS),
+    "adamax": optax.adamax(0.05, eps=EPS),
+    "adopt": optax.contrib.adopt(0.05, eps=EPS),
+    "amsgrad": optax.amsgrad(0.05, eps=EPS),
+    "clipped adam": optax.chain(optax.clip_by_global_norm(0.5), optax.adam(0.05, eps=EPS)),
+    "momentum": optax.sgd(0.05, momentum=0.9, nesterov=True),
+    "nadam": optax.nadam(0.05, eps=EPS),
+    "novograd": optax.novograd(0.05, eps=EPS),
+    "radam": optax.radam(0.05, b2=0.9, eps=EPS, threshold=4.5),
+    "rmsprop": optax.rmsprop(0.05, eps=EPS),
+    "rmsprop, eps outside": optax.rmsprop(0.05, eps=EPS, eps_in_sqrt=False, bias_correction=True),
+    "rmsprop, centered": optax.rmsprop(0.05, eps=EPS, centered=True, momentum=0.9),
+    "sm3": optax.sm3(0.05),
+    "yogi": optax.yogi(0.05, eps=EPS),
+}
+# These have a jump there, and slope 0 where alpha does not move the gradient.
+JUMPING = {
+    "lamb": optax.lamb(0.05, eps=EPS),
+    "lion": optax.lion(0.05),
+    "sign_sgd": optax.sign_sgd(0.05),
+}
+
+
+def lower(w, alpha, batch):
+    x, y, moved = batch
+    features = jnp.exp(alpha["mix"]) * x
+    data = 0.5 * jnp.mean((features @ w["seen"] - y) ** 2)
+    return data + alpha["slope"] @ (moved * w["new"])
+
+
+def outer(w, alpha, batch):
+    return jnp.sum(jnp.cos(w["seen"]) * jnp.arange(1.0, 6)) + jnp.sum(jnp.sin(w["new"]))
+
+
+def dead_and_alive(seed, moved):
+    """Two columns of ``x`` are 0; ``w["new"]``, if moved, has a gradient of 0 with a slope."""
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(8, 5))
+    x[:, rng.permutation(5)[:2]] = 0
+    w0 = {"seen": rng.normal(size=5), "new": rng.normal(size=2)}
+    alpha = {"mix": rng.normal(size=5), "slope": np.zeros(2)}
+    return case(lower, outer, alpha, w0, (x, rng.normal(size=8), np.full(2, moved)), ())
+
+
+def quotient(value, alpha, *rest):
+    """Central differences with steps far under EPS, in float64."""
+    leaves, structure = jax.tree.flatten(alpha)
+
+    def at(k, i, h):
+        moved = [np.array(x) for x in leaves]
+        moved[k].flat[i] += h
+        return float(value(jax.tree.unflatten(structure, moved), *rest))
+
+    h = 1e-7
+    return [
+        (at(k, i, h) - at(k, i, -h)) / (2 * h) for k, x in enumerate(leaves) for i in range(x.size)
+    ]
+
+
+def run_plainly(optimizer, small):
+    """optax's own steps, compiled as one loop."""
+
+    @jax.jit
+    def run(alpha, w, train):
+        def step(carry, _):
+            w, state = carry
+            slope = jax.grad(lower)(w, alpha, train)
+            updates, state = optimizer.update(slope, state, w)
+            return (optax.apply_updates(w, updates), state), None
+
+        return jax.lax.scan(step, (w, optimizer.init(w)), length=STEPS)[0][0]
+
+    return run(small.alpha, small.w0, small.train)
+
+
+@pytest.mark.parametrize("name", ["adagrad from 0", "lamb", "radam"])
+def test_the_weights_are_the_optimizers_own_to_the_bit(name):
+    optimizer, small = (SMOOTH | JUMPING)[name], dead_and_alive(0, 1.0)
+    solver = bilevel.unrolled(optimizer, STEPS)
+
+    @jax.jit
+    def run(alpha, w, train):
+        return solver.run(lower, alpha, w, solver.init(w), train)[0]
+
+    found, plain = run(*small.args[:3]), run_plainly(optimizer, small)
+    # Truth: optax in a loop, without this package.
+    assert np.isfinite(flatten(plain)).all()
+    assert np.array_equal(flatten(found), flatten(plain))
+    fn = jax.jit(bilevel.hypergradient(small.problem, solver, diagnostics=False))
+    assert_close(fn(*small.args).w, plain, f64=1e-14, f32=1e-6)
+
+
+def grad_of(solver, small, mode="reverse"):
+    fn = bilevel.hypergradient(small.problem, solver, mode=mode, diagnostics=False)
+    return jax.jit(lambda mix: fn(small.alpha | {"mix": mix}, *small.args[1:]).grad["mix"])
+
+
+def test_forward_mode_one_step_and_vmap_agree_where_gradients_are_0():
+    adam, small = SMOOTH["adam"], dead_and_alive(1, 0.0)
+    mix = small.alpha["mix"]
+    reverse = grad_of(bilevel.unrolled(adam, STEPS), small)
+    forward = grad_of(bilevel.unrolled(adam, STEPS), small, "forward")
+    assert_close(forward(mix), reverse(mix), f64=1e-12)
+    batched = jax.jit(jax.vmap(reverse))(jnp.stack([mix, mix]))
+    assert_close(batched, [reverse(mix), reverse(mix)], f64=1e-12)
+    one = grad_of(bilevel.one_step(adam), small)
+    assert_close(one(mix), grad_of(bilevel.unrolled(adam, 1), small)(mix), f64=1e-12)
+
+
+def test_second_derivatives_are_right_where_gradients_are_0():
+    small = dead_and_alive(1, 0.0)
+    grad = grad_of(bilevel.unrolled(SMOOTH["adam"], STEPS), small)
+    mix = small.alpha["mix"]
+    # Truth: finite differences of the hypergradient.
+    expected = finite_differences(grad, mix)
+    assert_close(jax.jit(jax.jacobian(grad))(mix), expected, f64=1e-8, f32=3e-2)
+
+
+@pytest.mark.skipif(not jax.config.jax_enable_x64, reason="differences finer than float32")
+@pytest.mark.parametrize("name", [*SMOOTH, *JUMPING])
+def test_hypergradient_is_the_difference_quotient_where_gradients_are_0(name):
+    optimizer = (SMOOTH | JUMPING)[name]
+    problem = bilevel.Problem(lower, outer)
+    solver = bilevel.unrolled(optimizer, STEPS)
+    fn = jax.jit(bilevel.hypergradient(problem, solver, diagnostics=False))
+    for seed in range(3):
+        small = dead_and_alive(seed, 1.0 if name in SMOOTH else 0.0)
+        result = fn(*small.args)
+        # Truth: central differences of the value, float64.
+        expected = quotient(lambda *args: fn(*args).value, *small.args)
+        assert np.isfinite(expected).all()
+        rounding = 1e-8 / max(np.max(np.abs(expected)), 1e-6)  # of the differences
+        assert_close(result.grad, expected, f64=3e-5 + rounding)

@@ -165,8 +165,8 @@ def _result(equation: core.JaxprEqn, name: str, degrees: list[int]) -> int:
     free = degrees[_LINEAR_IN[name]] if name in _LINEAR_IN else []
     if sum(free) == sum(degrees):
         return max(free, default=0)
-    to = equation.params.get("new_dtype")
-    if name == "convert_element_type" and jax.numpy.issubdtype(to, jax.numpy.floating):
+    rounded = name == "convert_element_type"
+    if rounded and jax.numpy.issubdtype(equation.params["new_dtype"], jax.numpy.floating):
         return max(degrees)
     return _OTHER
 

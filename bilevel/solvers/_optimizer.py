@@ -26,6 +26,7 @@ from jax.extend import core
 
 from bilevel.protocols import Pytree
 from bilevel.solvers._detached import detached
+from ntk._programs import fresh
 
 
 def with_limits(update: Callable, *args: Pytree) -> Pytree:
@@ -40,7 +41,13 @@ def with_limits(update: Callable, *args: Pytree) -> Pytree:
     >>> jax.grad(step)(0.0)  # -0.1 / eps, where JAX alone says NaN
     Array(-0.2, dtype=float...)
     """
-    converted, hoisted = jax.closure_convert(update, *args)
+    # Closed-over values become arguments, whole numbers too (a schedule's count of steps).
+    closed, shapes = jax.make_jaxpr(fresh(update), return_shape=True)(*args)
+    structure = jax.tree.structure(shapes)
+
+    def converted(args, constants):
+        found = jax.core.eval_jaxpr(closed.jaxpr, constants, *jax.tree.leaves(args))
+        return jax.tree.unflatten(structure, found)
 
     @jax.custom_jvp
     def values(args):
@@ -51,14 +58,14 @@ def with_limits(update: Callable, *args: Pytree) -> Pytree:
         # Plain operations, so that a second derivative needs no rule: JAX forgets a rule that is
         # used inside another one inside a loop.
         def values(args):
-            closed = jax.make_jaxpr(converted)(*args)
-            limits = _evaluate(closed, jax.tree.leaves(args))
-            exact, structure = jax.tree.flatten(detached(converted, *args))
+            own = core.ClosedJaxpr(closed.jaxpr, args[1])
+            limits = _evaluate(own, jax.tree.leaves(args[0]))
+            exact = jax.tree.leaves(detached(converted, *args))
             return jax.tree.unflatten(structure, map(_with_slope, exact, limits))
 
         return jax.jvp(values, primals, tangents)
 
-    return values((*args, *hoisted))
+    return values((args, closed.consts))
 
 
 def _with_slope(value: jax.Array, limit: jax.Array) -> jax.Array:

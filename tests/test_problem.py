@@ -65,6 +65,20 @@ NOT_QUADRATIC = {
     "a loop": lambda w, alpha: jax.lax.fori_loop(0, 2, lambda _, v: v * v, w["a"]).sum(),
     "under jit": lambda w, alpha: jax.jit(lambda v: jnp.sum(v**4))(w["a"]),
     "a custom derivative": lambda w, alpha: jnp.sum(jax.nn.silu(w["a"])),
+    "absolute values": lambda w, alpha: squares(w) + jnp.sum(jnp.abs(w["a"])),
+    "hinges": lambda w, alpha: jnp.sum(jnp.maximum(0, 1 - residual(w, alpha))),
+    "a ReLU": lambda w, alpha: jnp.sum(jax.nn.relu(w["a"])),
+    "a maximum": lambda w, alpha: squares(w) + jnp.max(w["a"]),
+    "sorted": lambda w, alpha: jnp.sum(jnp.sort(w["a"]) * jnp.arange(3)),
+    "clipped": lambda w, alpha: jnp.sum(jnp.clip(w["a"], -1, 1)),
+    "a choice by the weights": lambda w, alpha: jnp.sum(jnp.where(w["a"] > 0, w["a"], 2 * w["a"])),
+    "rounded straight through": lambda w, alpha: jnp.sum(
+        (w["a"] + jax.lax.stop_gradient(jnp.round(w["a"]) - w["a"])) ** 2
+    ),
+    "a stopped gradient": lambda w, alpha: jnp.sum(w["a"] * jax.lax.stop_gradient(w["a"])),
+    "a product over a loop": lambda w, alpha: jax.lax.scan(lambda c, x: (c * x, None), 1.0, w["a"])[
+        0
+    ],
 }
 
 

@@ -1,0 +1,265 @@
+"""Claims of hypergradients at soft directions, saddles and kinks, and what their checks cost."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import flatten, tolerance
+from problems import case
+
+import bilevel
+from bilevel import curvature as curvatures
+from bilevel.curvature import curvature
+
+# ------------------------------------------------------- more weights than rows, little decay
+
+ROWS, WEIGHTS = 15, 40
+
+
+def lower(w, alpha, batch):
+    x, y = batch
+    return 0.5 * jnp.mean((x @ w - y) ** 2) + 0.5 * jnp.exp(alpha) * jnp.sum(w**2)
+
+
+def outer(w, alpha, batch):
+    x, y = batch
+    return 0.5 * jnp.mean((x @ w - y) ** 2)
+
+
+PROBLEM = bilevel.Problem(lower, outer)
+
+
+def descended(alpha, w, batch):
+    """Few steps: the soft directions keep what the start had there."""
+    step_size, *batch = batch
+    return jax.lax.fori_loop(
+        0, 30, lambda _, w: w - step_size * jax.grad(lower)(w, alpha, batch), w
+    )
+
+
+SOLVERS = {
+    "implicit": bilevel.implicit(),
+    "after descent": bilevel.implicit(
+        bilevel.solved(lambda alpha, w, batch: descended(alpha, w, (0.1, *batch)))
+    ),
+    "unrolled": bilevel.unrolled(0.1, 30),
+}
+
+
+@functools.cache
+def compiled(name, dense):
+    assert (curvatures.DENSE_SIZE > 0) == dense
+    return jax.jit(bilevel.hypergradient(PROBLEM, SOLVERS[name]))
+
+
+def soft(seed):
+    """Numbers that float32 holds, and the hypergradient by the dual closed form in float64."""
+    rng = np.random.default_rng(seed)
+    x, xv = rng.normal(size=(2, ROWS, WEIGHTS)).astype(np.float32).astype(float)
+    y, yv = rng.normal(size=(2, ROWS)).astype(np.float32).astype(float)
+    alpha = float(np.float32(np.log(10) * rng.uniform(-8, -2)))
+    w0 = rng.normal(size=WEIGHTS).astype(np.float32).astype(float)
+    penalty = np.exp(alpha)
+    kernel = x @ x.T / ROWS + penalty * np.eye(ROWS)
+    w = x.T @ np.linalg.solve(kernel, y) / ROWS
+    v = xv.T @ (xv @ w - yv) / ROWS
+    # w' H^-1 v with w in the row space of x: no division by the small penalty.
+    truth = -penalty * np.linalg.solve(kernel, x @ v) @ np.linalg.solve(kernel, y) / ROWS
+    return (alpha, w0, (x, y), (xv, yv)), truth
+
+
+@pytest.mark.parametrize("dense", [True, False], ids=["decomposed", "iterated"])
+@pytest.mark.parametrize("name", SOLVERS)
+def test_no_claim_is_false_where_soft_directions_hide_under_a_small_residual(
+    name, dense, monkeypatch
+):
+    if not dense:
+        monkeypatch.setattr(curvatures, "DENSE_SIZE", 0)
+    rows = []
+    for seed in range(12):
+        args, truth = soft(seed)
+        result = compiled(name, dense)(*jax.tree.map(jnp.asarray, args))
+        rows.append((float(result.grad), truth, result.info.error_estimate, result.info.converged))
+    grad, truth, estimate, converged = map(np.array, zip(*rows, strict=True))
+    error = np.abs(grad - truth)
+    # What the dual closed form itself is good to.
+    floor = 20 * jnp.finfo(result.grad.dtype).eps * np.abs(truth)
+    known = np.isfinite(estimate)
+    assert not np.any(converged & (error > 0.01 * np.abs(grad) + floor))
+    assert np.all(estimate[known] >= error[known] / 3 - floor[known])
+    # Of one number, an error can be near zero by chance where rounding makes it.
+    assert np.median(estimate[known] / (error[known] + floor[known])) < 10
+    assert known.mean() > tolerance(0.99, 0.3 if not dense else 0.99)
+    if name == "implicit":
+        assert np.mean(error < 0.01 * np.abs(truth)) >= tolerance(0.5, 0.2)
+
+
+# --------------------------------------------------------------------------- saddles and kinks
+
+
+def network(kind):
+    def f(w, x):
+        return jnp.tanh(x @ w["in"]) @ w["out"]
+
+    x = np.random.default_rng(0).normal(size=(30, 3))
+    y = np.tanh(x[:, 0])
+    size = {"zero": 0.0, "symmetric": 0.3}[kind]
+    # All units alike: the gradient keeps them alike, and cannot leave the saddle.
+    w = {"in": np.full((3, 4), size), "out": np.full(4, size)}
+    return case(
+        lambda w, a, b: (
+            jnp.mean((f(w, b[0]) - b[1]) ** 2) + 0.5 * jnp.exp(a) * optax.tree.norm(w, squared=True)
+        ),
+        lambda w, a, b: jnp.mean((f(w, b[0]) - b[1]) ** 2),
+        -6.0,
+        w,
+        (x, y),
+        (x, y),
+    )
+
+
+@pytest.mark.parametrize("dense", [True, False], ids=["decomposed", "iterated"])
+@pytest.mark.parametrize("kind", ["zero", "symmetric"])
+def test_a_saddle_is_never_called_converged(kind, dense, monkeypatch):
+    if not dense:
+        monkeypatch.setattr(curvatures, "DENSE_SIZE", 0)
+    small = network(kind)
+    result = bilevel.hypergradient(small.problem, bilevel.implicit(bilevel.lbfgs()))(*small.args)
+    flat, unravel = jax.flatten_util.ravel_pytree(result.w)
+    hessian = jax.hessian(lambda w: small.problem.lower(unravel(w), small.alpha, small.train))(flat)
+    assert np.linalg.eigvalsh(hessian)[0] < -1e-3  # a saddle
+    assert result.info.stationarity < 1e-2  # and nearly stationary
+    assert not result.info.converged
+    assert np.isinf(result.info.error_estimate)
+    assert "not found positive definite" in bilevel.explain(result.info)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_lasso_gets_no_bound_and_no_false_claim(seed):
+    rng = np.random.default_rng(seed)
+    x, xv = rng.normal(size=(2, 40, 8))
+    w = rng.normal(size=8) * (rng.random(8) < 0.5)
+    small = case(
+        lambda w, a, b: 0.5 * jnp.mean((b[0] @ w - b[1]) ** 2) + jnp.exp(a) * jnp.sum(jnp.abs(w)),
+        lambda w, a, b: 0.5 * jnp.mean((b[0] @ w - b[1]) ** 2),
+        -2.0,
+        rng.normal(size=8),
+        (x, x @ w + 0.1 * rng.normal(size=40)),
+        (xv, xv @ w),
+    )
+    solution = _lasso(*small.train, np.exp(small.alpha))
+    active = solution != 0
+    assert 0 < active.sum() < 8  # kinks matter
+    # Truth: on the active set, where signs do not change, the lower problem is quadratic.
+    hessian = x[:, active].T @ x[:, active] / 40
+    force = (xv.T @ (xv @ solution - small.valid[1]) / 40)[active]
+    truth = -np.exp(small.alpha) * np.sign(solution[active]) @ np.linalg.solve(hessian, force)
+    for solver in (bilevel.implicit(), bilevel.unrolled(0.1, 50)):
+        result = jax.jit(bilevel.hypergradient(small.problem, solver))(*small.args)
+        error = abs(float(result.grad) - truth)
+        assert np.isinf(result.info.error_bound)
+        assert not result.info.converged or error < 0.01 * abs(truth)
+        assert result.info.error_estimate > error / 3
+
+
+def _lasso(x, y, penalty):
+    """Coordinate descent, in numpy."""
+    x, y = np.asarray(x), np.asarray(y)
+    w, n = np.zeros(x.shape[1]), len(y)
+    for _ in range(2000):
+        for j in range(x.shape[1]):
+            pull = x[:, j] @ (y - x @ w + x[:, j] * w[j]) / n
+            w[j] = np.sign(pull) * max(abs(pull) - penalty, 0) / (x[:, j] @ x[:, j] / n)
+    return w
+
+
+# ----------------------------------------------------------------------- alpha that enters nowhere
+
+
+def square(w, alpha, batch):
+    return jnp.sum((w - 1) ** 2)
+
+
+def test_an_alpha_that_enters_nowhere_is_refused():
+    fn = bilevel.hypergradient(bilevel.Problem(square, square), bilevel.implicit())
+    with pytest.raises(ValueError, match="alpha: expected to enter the lower loss, the outer loss"):
+        fn(jnp.ones(2), jnp.zeros(3), None, None)
+
+
+def test_an_alpha_that_enters_the_solver_only_has_its_derivative_and_no_claim():
+    def run(lower, alpha, w, state, batch):
+        return w - alpha * jax.grad(lower)(w, alpha, batch), state
+
+    solver = bilevel.LowerSolver(lambda w: (), run)
+    fn = bilevel.hypergradient(bilevel.Problem(square, square), solver)
+    result = fn(jnp.array(0.25), jnp.zeros(3), None, None)
+    # w = 2 alpha in each entry: d/dalpha 3 (2 alpha - 1)^2 = 12 (2 alpha - 1).
+    np.testing.assert_allclose(result.grad, -6.0, rtol=1e-6)
+    assert not result.info.converged
+    assert np.isinf(result.info.error_estimate)
+    assert "only the solver" in bilevel.explain(result.info)
+
+
+# ---------------------------------------------------------------------- damping, and what it costs
+
+
+def test_damped_info_speaks_of_the_solution_nearest_to_the_start():
+    rng = np.random.default_rng(0)
+    x, xv = rng.normal(size=(2, 6, 20))
+    small = case(
+        lambda w, a, b: 0.5 * jnp.sum((b[0] @ (jnp.exp(a) * w) - b[1]) ** 2),
+        lambda w, a, b: 0.5 * jnp.sum((b[0] @ (jnp.exp(a) * w) - b[1]) ** 2),
+        0.1 * rng.normal(size=20),
+        rng.normal(size=20),
+        (x, rng.normal(size=6)),
+        (xv, rng.normal(size=6)),
+    )
+    solver = bilevel.unrolled(0.01, 20)
+    fn = jax.jit(bilevel.hypergradient(small.problem, solver))
+    assert np.isinf(fn(*small.args).info.error_estimate)  # the solutions are many
+    fn = jax.jit(bilevel.hypergradient(small.problem, solver, damping=0.01))
+    result = fn(*small.args)
+
+    def damped(w, a, b):
+        return small.problem.lower(w, a, b) + 0.005 * jnp.sum((w - small.w0) ** 2)
+
+    def value(alpha):
+        # Truth: the minimiser in closed form, differentiated by JAX.
+        features = x * jnp.exp(alpha)
+        hessian = features.T @ features + 0.01 * jnp.eye(20)
+        w = jnp.linalg.solve(hessian, features.T @ small.train[1] + 0.01 * small.w0)
+        return small.problem.outer(w, alpha, small.valid)
+
+    error = np.linalg.norm(flatten(result.grad) - flatten(jax.grad(value)(small.alpha)))
+    assert error > 0.1 * np.linalg.norm(flatten(result.grad))
+    assert error / 3 < result.info.error_estimate < 10 * error
+
+
+def test_an_indefinite_hessian_is_given_up_after_the_products_allowed():
+    spectrum = jnp.concatenate([jnp.linspace(1, 2, 1999), jnp.array([-1.0])])
+    calls = []
+
+    def hvp(v):
+        jax.debug.callback(lambda: calls.append(1))
+        return spectrum * v
+
+    for allowed in (5, 12):
+        calls.clear()
+        found = jax.jit(lambda b, n=allowed: curvature(hvp, b, n)[1:])(jnp.ones(2000))
+        jax.effects_barrier()
+        assert not found[-1]
+        assert len(calls) <= allowed + 3
+
+
+@pytest.mark.parametrize("size", [40, 600])
+def test_the_smallest_curvature_is_found_to_a_factor(size):
+    for condition in (1.0, 1e2, tolerance(1e6, 1e4)):
+        spectrum = jnp.asarray(np.geomspace(1 / condition, 1, size))
+        found = jax.jit(lambda b, s=spectrum: curvature(lambda v: s * v, b)[1:])(jnp.ones(size))
+        lowest, ratio, definite = found
+        assert definite
+        assert 0.9 < lowest * condition < 12
+        assert condition / 20 < ratio < 2 * condition

@@ -339,3 +339,13 @@ F, A = np.ones((5, 3)), np.full(3, 1 / 3)
 def test_mistakes_are_refused_in_one_sentence(call, argument):
     with pytest.raises(ValueError, match=argument):
         call()
+
+
+def test_alpha_of_half_precision_is_a_point_of_the_simplex_to_its_own_rounding():
+    """Truth: ten times a tenth is off 1 by 1e-3 in bfloat16, whose rounding is 4e-3."""
+    outputs = jnp.asarray(np.random.default_rng(0).normal(size=(20, 10)))
+    tenth = jnp.full(10, 0.1, jnp.bfloat16)
+    assert abs(np.asarray(tenth, float).sum() - 1) > 5e-4
+    assert np.isfinite(condition_six(outputs, tenth).D).all()
+    with pytest.raises(ValueError, match="alpha: expected a point of the simplex"):
+        condition_six(outputs, tenth * 1.1)

@@ -131,7 +131,7 @@ def _of_function(f: types.FunctionType) -> Iterator[tuple[str, Any]]:
     yield from ((f".defaults[{i}]", v) for i, v in enumerate(f.__defaults__ or ()))
     for name, cell in zip(f.__code__.co_freevars, f.__closure__ or (), strict=True):
         try:
-            yield f".{name}", cell.cell_contents
+            yield f".{name}", _as_used(cell.cell_contents, f.__code__)
         except ValueError:  # not filled yet
             continue
     # Globals of the user's own functions only: packages hold caches and registers in theirs.
@@ -141,10 +141,25 @@ def _of_function(f: types.FunctionType) -> Iterator[tuple[str, Any]]:
         if name not in f.__globals__:
             continue
         value = f.__globals__[name]
-        yield f".{name}", value
+        yield f".{name}", _as_used(value, f.__code__)
         if isinstance(value, types.ModuleType) and not _of_a_library(_file(value.__name__)):
-            for attribute in sorted(_attributes(f.__code__) & set(vars(value))):
+            for attribute in sorted(_words(f.__code__) & set(vars(value))):
                 yield f".{name}.{attribute}", vars(value)[attribute]
+
+
+def _as_used(x: Any, code: types.CodeType) -> Any:
+    """Of settings, such as a command line's flags, those that ``code`` names: others may differ.
+
+    Whatever is no number or word is kept, and all if the code names none, or uses a method.
+    """
+    fields = x if isinstance(x, dict) else getattr(x, "__dict__", None)
+    if not isinstance(fields, dict) or isinstance(x, type | types.FunctionType | types.ModuleType):
+        return x
+    words = _words(code)
+    methods = (not isinstance(getattr(type(x), word, None), _PLAIN) for word in words)
+    if not words & set(fields) or any(methods):
+        return x
+    return {k: v for k, v in fields.items() if k in words or not isinstance(v, _PLAIN)}
 
 
 def _of_object(x: Any) -> Iterator[tuple[str, Any]]:
@@ -214,9 +229,11 @@ def _globals(code: types.CodeType) -> set[str]:
 _LOADS = ("LOAD_GLOBAL", "LOAD_NAME")
 
 
-def _attributes(code: types.CodeType) -> set[str]:
+def _words(code: types.CodeType) -> set[str]:
+    """Names of attributes and keys in ``code``, among others."""
     inner = (c for c in code.co_consts if isinstance(c, types.CodeType))
-    return set(code.co_names).union(*map(_attributes, inner))
+    strings = {c for c in code.co_consts if isinstance(c, str)}
+    return strings.union(code.co_names, *map(_words, inner))
 
 
 def _plain(x: Any) -> str:

@@ -61,7 +61,7 @@ def exponentiate() -> optax.GradientTransformation:
     Raises
     ------
     ValueError
-        In ``init``, for a concrete ``alpha`` that is off the simplex.
+        For a concrete ``alpha`` that is off the simplex.
 
     Examples
     --------
@@ -99,7 +99,7 @@ def project(
     Raises
     ------
     ValueError
-        For an unknown name, and in ``init`` for a concrete ``alpha`` that is off the named set.
+        For an unknown name, and for a concrete ``alpha`` that is off the named set.
 
     Examples
     --------
@@ -175,7 +175,7 @@ def softmax(optimizer: optax.GradientTransformation) -> optax.GradientTransforma
     Raises
     ------
     ValueError
-        In ``init``, for a concrete ``alpha`` that is off the simplex.
+        For a concrete ``alpha`` that is off the simplex.
 
     Examples
     --------

@@ -1,7 +1,6 @@
 """Shared by the tests: tolerances by precision, derivatives by finite differences, a full disk."""
 
 import contextlib
-import resource
 
 import jax
 import jax.numpy as jnp
@@ -67,6 +66,8 @@ def cast(tree, dtype):
 @contextlib.contextmanager
 def no_room(limit):
     """Files longer than ``limit`` bytes cannot be written: the system refuses."""
+    import resource  # not on Windows
+
     usual = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, usual[1]))
     try:

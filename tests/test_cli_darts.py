@@ -32,7 +32,7 @@ def test_a_run_that_crashed_in_training_ends_as_one_that_did_not(tmp_path, capsy
 
     def save_and_fail(directory, step, tree, label=0):
         save(directory, step, tree, label)
-        if step == 2 and directory.parts[-2:] == ("networks", "1"):
+        if step == 1 and directory.parts[-2:] == ("networks", "1"):
             raise PowerCutError
 
     with monkeypatch.context() as patch:

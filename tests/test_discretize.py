@@ -387,3 +387,13 @@ def test_equal_choices_are_as_good_as_each_other():
 def test_what_cannot_be_judged_is_refused(losses, choice, options, sentence):
     with pytest.raises(ValueError, match=sentence):
         judge_choice(losses, choice, **options)
+
+
+def test_alpha_of_half_precision_is_a_point_of_the_simplex_to_its_own_rounding():
+    """Truth: ten times a tenth is off 1 by 1e-3 in bfloat16, whose rounding is 4e-3."""
+    outputs = jnp.asarray(np.random.default_rng(0).normal(size=(20, 10)))
+    tenth = jnp.full(10, 0.1, jnp.bfloat16)
+    assert abs(np.asarray(tenth, float).sum() - 1) > 5e-4
+    assert np.isfinite(condition_six(outputs, tenth).D).all()
+    with pytest.raises(ValueError, match="alpha: expected a point of the simplex"):
+        condition_six(outputs, tenth * 1.1)

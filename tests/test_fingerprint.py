@@ -88,3 +88,30 @@ def test_fingerprints_do_not_know_process_hash_seed_comments_or_line_numbers():
 def test_fingerprints_know_what_a_search_depends_on(old, new):
     assert old in SCRIPT
     assert difference(of_script(SCRIPT), of_script(SCRIPT.replace(old, new)))
+
+
+FLAGS = """
+import argparse, dataclasses
+import bilevel
+flags = argparse.Namespace(penalty=0.1, resume=False)
+
+@dataclasses.dataclass
+class Config:
+    scale: float = 2.0
+    out: str = "runs/1"
+
+def problem(config, table):
+    lower = lambda w, a, b: flags.penalty * w**2 + table["shift"]
+    return bilevel.Problem(lower, lambda w, a, b: config.scale * w)
+
+parts = {"problem": problem(Config(), {"shift": 1, "workers": 2})}
+"""
+
+
+def test_settings_count_where_the_code_names_them():
+    """A run resumed with another flag for what is no part of the problem is not refused."""
+    for old, new in (("resume=False", "resume=True"), ("runs/1", "runs/2"), ('rs": 2', 'rs": 3')):
+        assert not difference(of_script(FLAGS), of_script(FLAGS.replace(old, new)))
+    for old, new in (("=0.1", "=0.2"), ("= 2.0", "= 3.0"), ('shift": 1', 'shift": 2')):
+        assert old in FLAGS
+        assert difference(of_script(FLAGS), of_script(FLAGS.replace(old, new)))

@@ -265,7 +265,7 @@ def distance(name, alpha):
     return max(negative, alpha.max() - 1 if name == "box" else np.abs(alpha.sum(-1) - 1).max())
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16, float])
 def test_random_chains_stay_on_the_set_or_the_geometry_that_has_to_be_last_is_named(dtype):
     """Chains in random order; and none that is right is refused."""
     random, dtype = np.random.default_rng(0), jnp.zeros((), dtype).dtype

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from bilevel.discretize._intervals import check_confidence, pairwise, quantile, standard_error
 from bilevel.discretize.factors import factor_simplex
@@ -182,10 +183,12 @@ def _aligned(outputs: Any, alpha: Any, targets: Any) -> tuple:
     n, h, *o = outputs.shape
     if alpha.shape != (h,):
         raise ValueError(f"alpha: expected shape ({h},), got {alpha.shape}.")
-    if not isinstance(alpha, jax.core.Tracer) and not (
-        bool((alpha >= 0).all()) and abs(float(alpha.sum()) - 1) <= 1e-4
-    ):
-        raise ValueError(f"alpha: expected a point of the simplex, got {alpha}.")
+    if not isinstance(alpha, jax.core.Tracer):
+        values = np.asarray(alpha, np.float64)
+        # As in bilevel.geometry: a user's own decimals, or a few roundings of a sum of 1.
+        slack = max(1e-4, 4 * float(jnp.finfo(alpha.dtype).eps))
+        if not ((values >= 0).all() and abs(values.sum() - 1) <= slack):
+            raise ValueError(f"alpha: expected a point of the simplex, got {alpha}.")
     if targets is not None and targets.shape != (n, *o):
         raise ValueError(f"targets: expected shape {(n, *o)}, got {targets.shape}.")
     outputs = outputs.reshape(n, h, -1)

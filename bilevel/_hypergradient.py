@@ -16,6 +16,7 @@ from jax.flatten_util import ravel_pytree
 
 from bilevel.checks import floating, lower_solver, nan_unless_finite, scalar_loss
 from bilevel.estimate import Info, assess
+from bilevel.meshes import vary, varying
 from bilevel.problem import Problem
 from bilevel.protocols import LowerSolver, Pytree
 from bilevel.solvers import remember
@@ -102,14 +103,17 @@ def stateful_hypergradient(
             scalar_loss("outer", value)
             return value, (w, new_state)
 
-        scalar_loss("lower", jax.eval_shape(problem.lower, w0, alpha, train))
+        loss = jax.eval_shape(problem.lower, w0, alpha, train)
+        scalar_loss("lower", loss)
+        axes = varying(loss)
+        w0, state = vary((w0, state), axes)
         adjoint = None
         if mode == "forward":
             value, (w, state), grad = _forward(lambda alpha: objective(alpha, None), alpha)
         else:
             (value, (w, state)), (grad, slope) = jax.value_and_grad(
                 objective, (0, 1), has_aux=True
-            )(alpha, optax.tree.zeros_like(w0))
+            )(alpha, vary(optax.tree.zeros_like(w0), axes))
             if not solver.closed_form:
                 adjoint = optax.tree.scale(-1, slope)
                 state = remember(state, jax.lax.stop_gradient(adjoint))

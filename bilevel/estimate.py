@@ -19,6 +19,7 @@ import optax
 from jax.flatten_util import ravel_pytree
 
 from bilevel.inverse import conjugate_gradients, default_tolerance, hessian_matrix
+from bilevel.meshes import while_loop
 from bilevel.precision import widen, widened
 from bilevel.problem import Problem, gradient, hessian_operator, is_quadratic
 from bilevel.protocols import Pytree
@@ -135,11 +136,11 @@ def _refine_weights(lower, w, alpha, train):
         def too_long(t):
             return ~(after(t) < (1 - 1e-4 * t) * size) & (t > 1e-3)
 
-        t = jax.lax.while_loop(too_long, lambda t: t / 2, jnp.ones_like(size))
+        t = while_loop(too_long, lambda t: t / 2, jnp.ones_like(size))
         w = optax.tree.add_scale(w, -t, d)
         return w, optax.tree.norm(slope_of(w)), k + 1
 
-    w, size, _ = jax.lax.while_loop(unfinished, step, (w, first, jnp.zeros((), int)))
+    w, size, _ = while_loop(unfinished, step, (w, first, jnp.zeros((), int)))
     return w, size <= jnp.maximum(0.1 * first, floor)
 
 

@@ -18,6 +18,7 @@ from jax.flatten_util import ravel_pytree
 from bilevel.checks import floating, lower_solver, nan_unless_finite, scalar_loss
 from bilevel.curvature import PRODUCTS
 from bilevel.estimate import Info, assess, unmapped
+from bilevel.meshes import vary, varying
 from bilevel.problem import Problem, enters
 from bilevel.protocols import LowerSolver, Pytree
 from bilevel.solvers import remember, start_of
@@ -130,7 +131,10 @@ def stateful_hypergradient(
             scalar_loss("outer", value)
             return value, (w, new_state)
 
-        scalar_loss("lower", jax.eval_shape(fresh(problem.lower), w0, alpha, train))
+        loss = jax.eval_shape(fresh(problem.lower), w0, alpha, train)
+        scalar_loss("lower", loss)
+        axes = varying(loss)
+        w0, state = vary((w0, state), axes)
         mapped = enters(problem.lower, w0, alpha, train) or enters(problem.outer, w0, alpha, valid)
         if not mapped:
             _check_enters(lambda alpha: objective(alpha, None)[0], alpha)
@@ -140,7 +144,7 @@ def stateful_hypergradient(
         else:
             (value, (w, state)), (grad, slope) = jax.value_and_grad(
                 objective, (0, 1), has_aux=True
-            )(alpha, optax.tree.zeros_like(w0))
+            )(alpha, vary(optax.tree.zeros_like(w0), axes))
             if not solver.closed_form:
                 adjoint = optax.tree.scale(-1, slope)
                 state = remember(state, jax.lax.stop_gradient(adjoint))

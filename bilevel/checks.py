@@ -158,6 +158,6 @@ def _short(value: Any) -> str:
     name = getattr(value, "__name__", None)
     if callable(value) and name is not None:
         return f"the function {name}"
-    if isinstance(value, str | int | float | bool):
+    if value is None or isinstance(value, str | int | float | bool):
         return repr(value)
     return f"a {type(value).__name__}"

@@ -22,6 +22,7 @@ from jax.flatten_util import ravel_pytree
 from bilevel.curvature import PRODUCTS, curvature, is_small
 from bilevel.forward import newton
 from bilevel.inverse import hessian_matrix
+from bilevel.meshes import vary, varying, while_loop
 from bilevel.precision import widen, widened
 from bilevel.problem import Problem, gradient, hessian_operator, is_quadratic
 from bilevel.protocols import Pytree
@@ -197,7 +198,12 @@ def _refine(problem, products, w, alpha, train, valid, grad, adjoint) -> _Refine
         return refined()
     # Where the Hessian is not even definite here, no more is spent on it.
     system = curvature(hvp, w, products)
-    return jax.lax.cond(system.definite, lambda: refined(system), lambda: _unknown(w, q, alpha))
+    axes = varying((w, q, grad, train, valid))
+    return jax.lax.cond(
+        system.definite,
+        lambda: vary(refined(system), axes),
+        lambda: vary(_unknown(w, q, alpha), axes),
+    )
 
 
 def _unknown(w, q, alpha) -> _Refined:
@@ -278,7 +284,7 @@ def _settle(step, x, start, rounding, enough):
 
     infinite = jnp.full_like(rounding, jnp.inf)
     first = once((x, infinite, infinite, jnp.zeros((), int)))
-    x, size, *_ = jax.lax.while_loop(unfinished, once, first)
+    x, size, *_ = while_loop(unfinished, once, first)
     allowed = jnp.minimum(100 * rounding, 0.1) * optax.tree.norm(x)
     return x, size <= jnp.maximum(0.01 * way(x), allowed)
 

@@ -12,6 +12,7 @@ import optax
 
 from bilevel.checks import nan_unless_finite, whole
 from bilevel.inverse import conjugate_gradients
+from bilevel.meshes import varying, while_loop
 from bilevel.precision import narrow, rounding, widen, widened
 from bilevel.problem import hessian_operator, is_quadratic
 from bilevel.protocols import LowerSolver, Pytree
@@ -88,7 +89,7 @@ def newton(steps: int = 100, tol: float | None = None, cg_steps: int = 500) -> L
         size = optax.tree.norm(slope)
         infinite = jnp.full_like(size, jnp.inf)
         start = (w, loss(w), slope, size, infinite, jnp.zeros((), int), jnp.array(True))
-        w, value, _, size, *_ = jax.lax.while_loop(unfinished, step, start)
+        w, value, _, size, *_ = while_loop(unfinished, step, start)
         return narrow(nan_unless_finite(w, value, size, target), own), state
 
     return LowerSolver(init=lambda w: (), run=run)
@@ -122,7 +123,7 @@ def _backtrack(
         return t, at(t)
 
     one = jnp.ones_like(value)
-    t, trial = jax.lax.while_loop(too_long, halve, (one, at(one)))
+    t, trial = while_loop(too_long, halve, (one, at(one)))
     return optax.tree.add_scale(w, -t, direction), trial
 
 
@@ -155,6 +156,11 @@ def lbfgs(steps: int = 200, tol: float | None = None, memory: int = 10) -> Lower
     optimizer = optax.lbfgs(memory_size=whole("memory", memory, 1))
 
     def run(lower, alpha, w, state, batch):
+        if varying(w):
+            raise ValueError(
+                "lbfgs: expected weights that do not vary over a mesh axis, got some that do; "
+                "optax's line search needs jax.shard_map(..., check_vma=False) there, or newton()."
+            )
         relative = _stationarity_tolerance(w) if tol is None else tol
         own, w, lower = w, widen(w), widened(lower, w)
 
@@ -178,7 +184,7 @@ def lbfgs(steps: int = 200, tol: float | None = None, memory: int = 10) -> Lower
 
         # The curvature pairs belong to one alpha: a fresh memory for each run.
         start = (w, optimizer.init(w), loss(w), slope, jnp.zeros((), int))
-        w, _, value, slope, _ = jax.lax.while_loop(unfinished, step, start)
+        w, _, value, slope, _ = while_loop(unfinished, step, start)
         return narrow(nan_unless_finite(w, value, slope, target), own), state
 
     return LowerSolver(init=lambda w: (), run=run)

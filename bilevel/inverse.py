@@ -9,13 +9,14 @@ inverse      solves                                    Hessian products      mem
 ===========  ========================================  ====================  =================
 ``cg``       ``(H + damping I) x = b`` to a tolerance  ``steps + 1`` at most 5 copies of w
 ``dense``    the same, by LU                           p                     2 p^2
-``gram``     ``(J'SJ + damping I) x = b``, n x n       n output gradients    n p + n^2
+``gram``     ``(J'SJ + damping I) x = b``, n x n       n output gradients    sqrt(n) p + n^2
 ``nystrom``  the same, to rank k                       k                     2 k copies of w
 ``neumann``  ``eta sum_{k<K} (I - eta H)^k b``         K - 1                 2 copies of w
 ``scale``    ``eta b`` (one-step DARTS)                0                     1 copy of w
 ===========  ========================================  ====================  =================
 """
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -25,6 +26,7 @@ import optax
 from jax.flatten_util import ravel_pytree
 
 from bilevel.checks import at_least, function, nan_unless_finite, prng_key, whole
+from bilevel.meshes import settled, vary, varying, while_loop
 from bilevel.precision import narrow, rounding, widen
 from bilevel.protocols import Inverse, LinearMap, Pytree
 
@@ -70,7 +72,7 @@ def conjugate_gradients(
         return x, r, p, rr_next, k + 1, steepest, ~flat
 
     start = (x, r, r, rr, jnp.zeros((), int), jnp.zeros_like(rr), jnp.array(True))
-    x, _, _, rr, k, _, _ = jax.lax.while_loop(unfinished, step, start)
+    x, _, _, rr, k, _, _ = while_loop(unfinished, step, start)
     return ConjugateGradients(nan_unless_finite(x, rr), jnp.sqrt(rr), k)
 
 
@@ -141,10 +143,11 @@ def neumann(terms: int, step_size: float) -> Inverse:
     at_least("step_size", step_size, 0)
 
     def inverse(hvp, b, x0, point):
-        def step(x, _):
-            return optax.tree.add_scale(x, step_size, optax.tree.sub(b, hvp(x))), None
+        def step(x):
+            return optax.tree.add_scale(x, step_size, optax.tree.sub(b, hvp(x)))
 
-        return jax.lax.scan(step, optax.tree.scale(step_size, b), length=terms - 1)[0]
+        start = settled(step, optax.tree.scale(step_size, b))
+        return jax.lax.scan(lambda x, _: (step(x), None), start, length=terms - 1)[0]
 
     return inverse
 
@@ -189,7 +192,7 @@ def hessian_matrix(hvp: LinearMap, like: Pytree) -> jax.Array:
     """``H`` as a [p, p] array, symmetrised, in the order of ``ravel_pytree(like)``."""
     flat, unravel = ravel_pytree(like)
     columns = jax.vmap(lambda v: ravel_pytree(hvp(unravel(v)))[0])(
-        jnp.eye(flat.size, dtype=flat.dtype)
+        vary(jnp.eye(flat.size, dtype=flat.dtype), varying(like))
     )
     return (columns + columns.T) / 2
 
@@ -226,7 +229,7 @@ def nystrom(rank: int, damping: float, *, key: jax.Array | None = None) -> Inver
         flat, unravel = ravel_pytree(b)
         seed = jax.random.key(0) if key is None else key
         omega = jax.random.normal(seed, (flat.size, min(rank, flat.size)), flat.dtype)
-        omega, _ = jnp.linalg.qr(omega)
+        omega = vary(jnp.linalg.qr(omega)[0], varying(b))
         sketch = jax.vmap(lambda v: ravel_pytree(hvp(unravel(v)))[0], 1, 1)(omega)
         # The shift keeps the Cholesky factorisation safe for a singular H; it is taken off again.
         shift = jnp.sqrt(flat.size) * jnp.finfo(flat.dtype).eps * jnp.linalg.norm(sketch)
@@ -274,7 +277,8 @@ def gram(
 
     Notes
     -----
-    Memory: ``J``, n p numbers, and a few n x n matrices. Time: n output gradients and n^3 / 3.
+    Memory: sqrt(n) copies of w and a few n x n matrices. Time: n output gradients, n derivatives
+    of the outputs along one direction each, and n^3 / 3. A batch sharded over devices stays so.
 
     Examples
     --------
@@ -298,20 +302,22 @@ def gram(
         def predict(v):
             return outputs(narrow(unravel_w(v), w), alpha, batch)
 
-        predictions = predict(start)
+        # J is never formed: rows of K are products with J' and J, so that where the batch lies on
+        # several devices none of them holds more than sqrt(n) rows at a time.
+        predictions, push = jax.linearize(lambda v: predict(v).ravel(), start)
+        pull = jax.linear_transpose(push, start)
         n = predictions.size
-        jacobian = jax.jacrev(lambda v: predict(v).ravel())(start)
-        curvature = jax.hessian(lambda f: loss(f.reshape(predictions.shape), batch))(
-            predictions.ravel()
-        )
-        kernel = jacobian @ jacobian.T
-        projected = jacobian @ flat
+        rows = vary(jnp.eye(n, dtype=predictions.dtype), varying(predictions))
+        kernel = jax.lax.map(lambda e: push(pull(e)[0]), rows, batch_size=math.isqrt(n))
+        shape = jax.eval_shape(predict, start).shape
+        curvature = jax.hessian(lambda f: loss(f.reshape(shape), batch))(predictions)
+        projected = push(flat)
         damped = jnp.linalg.solve(
             decay * jnp.eye(n, dtype=flat.dtype) + kernel @ curvature, projected
         )
         if isinstance(decay, jax.core.Tracer) or decay > 0:
-            return unravel((flat - jacobian.T @ (curvature @ damped)) / decay)
+            return unravel((flat - pull(curvature @ damped)[0]) / decay)
         # With decay 0 `damped` is S^-1 K^-1 J b already.
-        return unravel(jacobian.T @ jnp.linalg.solve(kernel, damped))
+        return unravel(pull(jnp.linalg.solve(kernel, damped))[0])
 
     return inverse

@@ -11,6 +11,7 @@ import numpy as np
 import optax
 
 from bilevel.checks import gradient_transformation, nan_unless_finite, whole
+from bilevel.meshes import settled
 from bilevel.precision import narrow
 from bilevel.protocols import LowerSolver, Pytree
 from bilevel.solvers._detached import detached
@@ -221,11 +222,12 @@ def _difference(radius: float, loss: Callable, w: Pytree, alpha: Pytree, v: Pytr
 def _repeat(step: Callable, carry: Pytree, times: int) -> Pytree:
     if times == 0:  # a loop that is never entered would still be traced, and differentiated
         return carry
-    return jax.lax.scan(lambda c, _: (step(c), None), carry, length=times)[0]
+    return jax.lax.scan(lambda c, _: (step(c), None), settled(step, carry), length=times)[0]
 
 
 def _repeat_checkpointed(step: Callable, carry: Pytree, times: int) -> Pytree:
     """``times`` steps; reverse mode keeps carries only, every one or one in sqrt(times)."""
+    carry = settled(step, carry)
     # No common-subexpression barrier is needed inside a scan (jax.checkpoint's documentation).
     step = jax.checkpoint(step, prevent_cse=False)
     size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(carry))

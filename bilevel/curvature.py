@@ -15,6 +15,7 @@ import optax
 from jax.flatten_util import ravel_pytree
 
 from bilevel.inverse import conjugate_gradients
+from bilevel.meshes import vary, varying
 from bilevel.protocols import LinearMap, Pytree
 
 DENSE_SIZE = 512
@@ -73,7 +74,7 @@ def _decomposed(hvp: LinearMap, like: Pytree) -> Curvature:
     def products(columns):
         return jax.vmap(lambda v: ravel_pytree(hvp(unravel(v)))[0], 1, 1)(columns)
 
-    matrix = products(jnp.eye(flat.size, dtype=flat.dtype))
+    matrix = products(vary(jnp.eye(flat.size, dtype=flat.dtype), varying(flat)))
     values, vectors = jnp.linalg.eigh((matrix + matrix.T) / 2)
     highest = jnp.max(jnp.abs(values))
     noise = _ROUNDINGS * jnp.finfo(flat.dtype).eps * highest
@@ -123,7 +124,7 @@ def _sharpened(products, values, vectors, threshold) -> _Factors:
 def _iterated(hvp: LinearMap, like: Pytree, products: int) -> Curvature:
     flat, unravel = ravel_pytree(like)
     probe = jax.random.normal(jax.random.key(0), flat.shape, flat.dtype)
-    b = unravel(probe / jnp.linalg.norm(probe))
+    b = unravel(vary(probe / jnp.linalg.norm(probe), varying(flat)))
     # Of unit length, it has some 1 / sqrt(p) of any one direction: a tenth of that is left.
     threshold = 0.1 / jnp.sqrt(flat.size).astype(flat.dtype)
     x = conjugate_gradients(hvp, b, None, steps=products, threshold=threshold).x

@@ -74,7 +74,7 @@ def _make(folder: pathlib.Path) -> bool:
 def _has_results(folder: pathlib.Path) -> bool:
     """Whether a file holds more than flags, a lock or the header of a journal."""
     files = [p for p in folder.rglob("*") if p.is_file() and p.name != _CONFIG]
-    files = [path for path in files if "lock" not in path.name]
+    files = [path for path in files if path.name != "lock" and path.suffix != ".lock"]
     return any(
         path.read_bytes().count(b"\n") > 1 if path.suffix == ".jsonl" else path.stat().st_size > 0
         for path in files

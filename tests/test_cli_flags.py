@@ -126,6 +126,7 @@ def test_what_is_no_value_at_all_is_one_sentence_on_standard_error(defaults, com
         ("search --out FILE", "out: expected a directory, got the file 'FILE'."),
         ("search --out FILE/x", "out: expected a directory that can be made, got 'FILE/x' ("),
         (f"certify --out {'x' * 300}", "out: expected a directory that can be made, got 'xxx"),
+        (f"rank --out new/{'x' * 300}", "out: expected a directory that can be made, got 'new/xxx"),
         (
             f"baseline --dimension {10**12}",
             "dimension: expected sizes that fit in the 8.0 GB of memory available, got "

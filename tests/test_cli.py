@@ -79,18 +79,18 @@ def test_search_ends_in_a_table_and_a_run_directory(tmp_path, capsys):
         (
             (False, False),
             "argmax sigmoid: keep the mixture (2.5 %): retrained alone, sigmoid has 3.5 %, last of "
-            "3 by hinge loss; swish is best, 2.6 % (300 validation rows)",
+            "3 by hinge loss; swish is best by it, 2.6 % (300 validation rows)",
         ),
         (
             (False, True),
             "argmax sigmoid: keep the mixture (2.5 %): retrained alone, sigmoid has 3.5 %, last of "
-            "3 by hinge loss; swish is best, 2.6 %; by error it is as good as any (300 validation "
-            "rows)",
+            "3 by hinge loss; swish is best by it, 2.6 %; by error it is as good as any (300 "
+            "validation rows)",
         ),
         (
             (True, False),
             "argmax sigmoid: keep the mixture (2.5 %): retrained alone, sigmoid has 3.5 %, number "
-            "2 of 3 by error; relu is best, 2.7 %; by hinge loss it is as good as any (300 "
+            "2 of 3 by error; relu is best by it, 2.7 %; by hinge loss it is as good as any (300 "
             "validation rows)",
         ),
     ],

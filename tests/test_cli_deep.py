@@ -137,7 +137,7 @@ def test_mistakes_are_one_sentence_and_leave_no_run_directory(tmp_path, capsys):
         ("--depth", "2"): "depth: expected at least 3, got 2.",
         ("--seeds", "0"): "seeds: expected at least 1, got 0.",
         ("--learning-rate", "-1"): "learning_rate: expected a positive number, got -1.0.",
-        ("--train", "3000"): "train: expected at most 1796 of the rows of digits, got 3000.",
+        ("--train", "3000"): "train: expected at most 1795 of the rows of digits, got 3000.",
         ("--resume",): "out: expected the directory of a run",
     }.items():
         assert search(run, *flags) == 2

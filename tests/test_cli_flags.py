@@ -118,12 +118,15 @@ def test_what_is_no_value_at_all_is_one_sentence_on_standard_error(defaults, com
         ("search --learning-rate nan", "learning_rate: expected a positive number, got nan."),
         ("search --activations relu relu", "activations: expected different names, got relu relu."),
         (f"search --steps {10**30}", "steps: expected at most 100000000, got about 10^30."),
+        ("search --valid 1496", "valid: expected at most 1495 of the rows of digits, got 1496."),
+        ("search --test 1", "test: expected at least 2, got 1."),
         ("rank --seed -1", "seed: expected at least 0, got -1."),
         ("certify --rows 1", "rows: expected at least 2, got 1."),
         ("search --out .", "out: expected a path that ends in a name, got '.'."),
         ("search --out FILE", "out: expected a directory, got the file 'FILE'."),
         ("search --out FILE/x", "out: expected a directory that can be made, got 'FILE/x' ("),
         (f"certify --out {'x' * 300}", "out: expected a directory that can be made, got 'xxx"),
+        (f"rank --out new/{'x' * 300}", "out: expected a directory that can be made, got 'new/xxx"),
         (
             f"baseline --dimension {10**12}",
             "dimension: expected sizes that fit in the 8.0 GB of memory available, got "

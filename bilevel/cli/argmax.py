@@ -108,7 +108,7 @@ def sentence(result: dict[str, Any]) -> str:
     unlike = f"; by {'error' if by == outer else outer} it is as good as any"
     return (
         f"argmax {choice}: keep the mixture ({mixture}): retrained alone, {choice} has "
-        f"{percent[choice]}, {rank} of {len(names)} by {by}; {at_fault['best']} is best, "
+        f"{percent[choice]}, {rank} of {len(names)} by {by}; {at_fault['best']} is best by it, "
         f"{percent[at_fault['best']]}{unlike if other['as good'] else ''} "
         f"({found['validation rows']} validation rows)"
     )

@@ -33,7 +33,7 @@ class Certify(flags.Flags):
     """Dataset; digits ships with scikit-learn."""
     activations: _Names = ("relu", "tanh", "swish")
     """Candidates: the vertices of the simplex."""
-    rows: flags.SizeToCentre = 300
+    rows: flags.Sample = 300
     """Training rows, drawn with all classes in their proportions."""
     rtol: Annotated[float, flags.Positive(1e-9, 0.5)] = 1e-3
     """Relative gap between the two ends of the bracket."""

@@ -69,7 +69,7 @@ class DeepSearch(flags.Flags):
     """Of α; by default 6 / steps for DARTS's Adam, 100 / steps for exponentiated gradient."""
     samples: flags.Count = 200
     """Architectures that random search compares at the shared weights."""
-    train: flags.SizeToCentre = 500
+    train: flags.Sample = 500
     """Training rows."""
     valid: flags.Size = 500
     """Validation rows."""

@@ -89,7 +89,7 @@ class Folder:
 Count = Annotated[int, Whole(1)]
 CountOrNone = Annotated[int, Whole(0)]  # zero of them is none
 Size = Annotated[int, Whole(1, _HELD)]
-SizeToCentre = Annotated[int, Whole(2, _HELD)]  # one row less its mean is 0
+Sample = Annotated[int, Whole(2, _HELD)]  # one row has no spread, and less its mean is 0
 Layers = Annotated[int, Whole(1, 1000)]  # each is traced by itself
 Epochs = Annotated[int, Whole(1, 10_000)]
 Seed = Annotated[int, Whole(0, 2**32 - 1)]  # what JAX and numpy tell apart

@@ -87,7 +87,7 @@ class Rank(flags.Flags):
     """Whether to hold the scores against the benchmark's table, which has to be there."""
     epochs: Annotated[int, flags.Whole(0, 10_000)] = 0
     """Passes over the training rows in which the chosen network is trained; 0: it is not."""
-    train_size: flags.SizeToCentre = 500
+    train_size: flags.Sample = 500
     """Training rows for that; the batch is drawn from them."""
     test_size: flags.Size = 1000
     """Test rows at most."""

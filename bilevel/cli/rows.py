@@ -32,7 +32,7 @@ _CIFAR_BATCH = 10_000  # rows in each of its files
 def check_rows(data: str, sizes: dict[str, int], kept: int = 0) -> None:
     """Raise if the training rows are too few for ``sizes``, by flag, and ``kept`` more."""
     total, own_test_rows = ROWS[data]
-    left = total - kept - (not own_test_rows)  # one at the least is for the test
+    left = total - kept - (0 if own_test_rows else 2)  # for the test, at the least
     for name, size in sizes.items():
         if size > left:
             raise ValueError(f"{name}: expected at most {left} of the rows of {data}, got {size}.")

@@ -31,7 +31,7 @@ def run_directory(config: Any, changeable: tuple[str, ...] = ()) -> Iterator[pat
     except BaseException as error:
         kept = not made or _has_results(folder)
         if not kept:
-            _remove(folder, made)
+            _remove(made)
         if isinstance(error, KeyboardInterrupt):
             how = f"; go on with --resume --out {folder}" if kept and goes_on else ""
             raise Stopped(f"{str(error) or 'interrupted'}{how}") from None
@@ -43,6 +43,7 @@ def _new(config: Any) -> tuple[pathlib.Path, list[pathlib.Path]]:
     out = config.out
     if out.name in ("", ".."):
         raise ValueError(f"out: expected a path that ends in a name, got {str(out)!r}.")
+    made: list[pathlib.Path] = []
     try:
         if out.is_file():
             raise ValueError(f"out: expected a directory, got the file {str(out)!r}.")
@@ -55,6 +56,7 @@ def _new(config: Any) -> tuple[pathlib.Path, list[pathlib.Path]]:
         made.insert(0, folder)
         (folder / _CONFIG).write_text(json.dumps(report.flags(config), indent=2) + "\n")
     except OSError as error:
+        _remove(made)
         raise ValueError(
             f"out: expected a directory that can be made, got {flags.shown(out)} "
             f"({error.strerror})."
@@ -74,18 +76,20 @@ def _make(folder: pathlib.Path) -> bool:
 def _has_results(folder: pathlib.Path) -> bool:
     """Whether a file holds more than flags, a lock or the header of a journal."""
     files = [p for p in folder.rglob("*") if p.is_file() and p.name != _CONFIG]
-    files = [path for path in files if "lock" not in path.name]
+    files = [path for path in files if path.name != "lock" and path.suffix != ".lock"]
     return any(
         path.read_bytes().count(b"\n") > 1 if path.suffix == ".jsonl" else path.stat().st_size > 0
         for path in files
     )
 
 
-def _remove(folder: pathlib.Path, made: list[pathlib.Path]) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    with contextlib.suppress(OSError):  # a parent that something else is in by now
-        for parent in made[1:]:
-            parent.rmdir()
+def _remove(made: list[pathlib.Path]) -> None:
+    """The run's directory, and its parents unless something else is in them by now."""
+    for folder in made:
+        if (folder / _CONFIG).exists():
+            shutil.rmtree(folder, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            folder.rmdir()
 
 
 # ----------------------------------------------------------------------------- going on

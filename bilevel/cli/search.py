@@ -59,11 +59,11 @@ class Search(flags.Flags):
     """Gradient steps of the lower problem in each."""
     width: flags.Size = 512
     """Hidden units."""
-    train: flags.SizeToCentre = 300
+    train: flags.Sample = 300
     """Training rows."""
-    valid: flags.Size = 300
+    valid: flags.Sample = 300
     """Validation rows."""
-    test: flags.Size = 2000
+    test: flags.Sample = 2000
     """Test rows at most."""
     learning_rate: flags.Rate = 0.3
     """Of α: Adam's."""

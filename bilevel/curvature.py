@@ -15,7 +15,7 @@ import optax
 from jax.flatten_util import ravel_pytree
 
 from bilevel.inverse import conjugate_gradients
-from bilevel.meshes import vary, varying
+from bilevel.meshes import vary, varying, while_loop
 from bilevel.protocols import LinearMap, Pytree
 
 DENSE_SIZE = 512
@@ -23,6 +23,7 @@ DENSE_SIZE = 512
 
 _ROUNDINGS = 10  # eigenvalues of a matrix are good to so many roundings of the largest
 _SURE = 3  # an eigenvalue is known to be positive when it is so many times its own error
+_CONTINUED = 4  # times that a solve is taken up again
 PRODUCTS = 1000
 """Most Hessian products of one iterative solve, where nobody says otherwise."""
 
@@ -30,7 +31,7 @@ PRODUCTS = 1000
 class Curvature(NamedTuple):
     """A Hessian as far as it is known."""
 
-    solve: Callable[[Pytree], Pytree]  # b -> x with H x = b, exactly or to a thousandth
+    solve: Callable[[Pytree], Pytree]  # b -> x with H x = b, exactly or to a percent of x
     lowest: jax.Array  # [], the smallest eigenvalue, or a few times it
     condition: jax.Array  # [], the largest over the smallest, about
     definite: jax.Array  # [], bool: positive definite, beyond rounding
@@ -134,8 +135,19 @@ def _iterated(hvp: LinearMap, like: Pytree, products: int) -> Curvature:
     lowest = optax.tree.vdot(x, product) / jnp.where(square > 0, square, 1)
 
     def solve(b):
-        threshold = 1e-3 * optax.tree.norm(b)
-        return conjugate_gradients(hvp, b, None, steps=products, threshold=threshold).x
+        def unfinished(carry):
+            x, left, k = carry
+            return (k < _CONTINUED) & (left > 1e-2 * lowest * optax.tree.norm(x))
+
+        def further(carry):
+            x, _, k = carry
+            # The first aim knows no x; those after it leave x off by half a percent, at most.
+            aim = jnp.where(k == 0, 1e-3 * optax.tree.norm(b), 5e-3 * lowest * optax.tree.norm(x))
+            solved = conjugate_gradients(hvp, b, x, steps=products, threshold=aim)
+            return solved.x, solved.residual, k + 1
+
+        start = further((optax.tree.zeros_like(b), None, jnp.zeros((), int)))
+        return while_loop(unfinished, further, start)[0]
 
     definite = (left <= 2 * threshold) & (lowest > 0)
     return Curvature(solve, lowest, optax.tree.norm(hvp(b)) / lowest, definite)

@@ -117,14 +117,21 @@ def enters(loss: Loss, w: Pytree, alpha: Pytree, batch: Pytree) -> bool:
     False
     """
     closed = jax.make_jaxpr(lambda alpha: loss(w, alpha, batch))(alpha)
-    return any(_degrees(closed.jaxpr, [1] * len(closed.jaxpr.invars)))
+    calls = (*_CALLS, "custom_jvp_call", "custom_vjp_call")
+    return any(_degrees(closed.jaxpr, [1] * len(closed.jaxpr.invars), calls))
 
 
 _OTHER = 2  # neither constant (0) nor affine (1)
 
 
-def _degrees(jaxpr: core.Jaxpr, inputs: list[int]) -> list[int]:
-    """The degree in ``w`` of each output, from those of the inputs; never too low."""
+_CALLS = ("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat2", "shard_map")
+
+
+def _degrees(jaxpr: core.Jaxpr, inputs: list[int], calls: tuple[str, ...] = _CALLS) -> list[int]:
+    """The degree in ``w`` of each output, from those of the inputs; never too low.
+
+    ``calls`` are the operations whose programs are read; others with one count as one opaque step.
+    """
     known = dict(zip(jaxpr.invars, inputs, strict=True))
 
     def degree(atom) -> int:
@@ -132,26 +139,26 @@ def _degrees(jaxpr: core.Jaxpr, inputs: list[int]) -> list[int]:
 
     for equation in jaxpr.eqns:
         degrees = [degree(v) for v in equation.invars]
-        known |= zip(equation.outvars, _outputs(equation, degrees), strict=True)
+        known |= zip(equation.outvars, _outputs(equation, degrees, calls), strict=True)
     return [degree(v) for v in jaxpr.outvars]
 
 
-def _outputs(equation: core.JaxprEqn, degrees: list[int]) -> list[int]:
+def _outputs(equation: core.JaxprEqn, degrees: list[int], calls: tuple[str, ...]) -> list[int]:
     """The degrees of one operation's results."""
     name, params = equation.primitive.name, equation.params
     count = len(equation.outvars)
     if not any(degrees):
         return [0] * count
-    if name in _CALLS:
+    if name in calls:
         body = params.get("jaxpr") or params["call_jaxpr"]
-        return _degrees(getattr(body, "jaxpr", body), degrees)
+        return _degrees(getattr(body, "jaxpr", body), degrees, calls)
     if name == "scan":
-        return _scan(params, degrees)
+        return _scan(params, degrees, calls)
     if name == "custom_linear_solve":
         system = sum(params["const_lengths"])
         return [_OTHER if any(degrees[:system]) else max(degrees)] * count
     if name == "cond" and degrees[0] == 0:
-        branches = [_degrees(branch.jaxpr, degrees[1:]) for branch in params["branches"]]
+        branches = [_degrees(branch.jaxpr, degrees[1:], calls) for branch in params["branches"]]
         return [max(of_branches) for of_branches in zip(*branches, strict=True)]
     return [_result(equation, name, degrees)] * count
 
@@ -171,11 +178,11 @@ def _result(equation: core.JaxprEqn, name: str, degrees: list[int]) -> int:
     return _OTHER
 
 
-def _scan(params: dict, degrees: list[int]) -> list[int]:
+def _scan(params: dict, degrees: list[int], calls: tuple[str, ...]) -> list[int]:
     """The carry's degrees can only rise: the body is read until they stay."""
     first, count = params["num_consts"], params["num_carry"]
     while True:
-        outputs = _degrees(params["jaxpr"].jaxpr, degrees)
+        outputs = _degrees(params["jaxpr"].jaxpr, degrees, calls)
         carry = degrees[first : first + count]
         after = [max(old, new) for old, new in zip(carry, outputs[:count], strict=True)]
         if after == carry:
@@ -183,7 +190,6 @@ def _scan(params: dict, degrees: list[int]) -> list[int]:
         degrees = degrees[:first] + after + degrees[first + count :]
 
 
-_CALLS = ("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat2", "shard_map")
 _PRODUCTS = ("mul", "dot_general", "conv_general_dilated")
 _LINEAR = (
     *("add", "add_any", "sub", "neg", "reduce_sum", "cumsum", "psum", "psum_invariant"),

@@ -1,7 +1,8 @@
 """ReLUs however they are written: ``jax.nn.relu``, ``maximum(x, 0)``, ``where(x > 0, x, 0)``, ...
 
 ``marked(fn)`` computes what ``fn`` does, with every ReLU as a call named "relu" of one argument.
-It interprets the program of ``fn`` while that is traced: what is concrete then is a constant.
+It interprets the program of ``fn`` while that is traced: what is concrete then is a constant. A
+ReLU of a constant is one, too: the same network may have it traced, as an argument of a branch.
 
 ==============================================  ================================================
 ``max(x, 0)``, also as a clip                   a ReLU
@@ -48,7 +49,7 @@ def relu(x):
 
 
 class _Marking:
-    """Facts about the traced values met so far, by their identity; they are kept alive with it."""
+    """Facts about the values met so far, by their identity; they are kept alive with it."""
 
     def __init__(self):
         self.tests = {}  # mask -> x and whether the mask is of x > 0
@@ -74,31 +75,34 @@ class _Marking:
             inner = next(p for p in eqn.params.values() if isinstance(p, Jaxpr | ClosedJaxpr))
             inner = ClosedJaxpr(inner, []) if isinstance(inner, Jaxpr) else inner
             return self.run(inner, inputs)
-        if not any(isinstance(x, jax.core.Tracer) for x in inputs):
-            with jax.ensure_compile_time_eval():
-                return _bind(eqn, inputs, eqn.params)
-        x = self.relu_of(name, inputs)
-        if x is not None and jnp.issubdtype(x.dtype, jnp.floating):
+        x = self.relu_of(name, inputs, eqn.outvars)
+        if x is not None and jnp.issubdtype(jnp.result_type(x), jnp.floating):
             y = relu(x)
             self.rectified.add(id(y))
             return [y]
-        if name == "min" and (c := _constant(inputs)) is not None:
-            y = next(x for x in inputs if isinstance(x, jax.core.Tracer))
-            if id(y) in self.rectified and c > 0:
-                return [jnp.where(relu(y - c) > 0, jnp.asarray(c, y.dtype), y)]
-        outputs = _bind(eqn, inputs, {k: _inside(p) for k, p in eqn.params.items()})
+        if name == "min":
+            for y, c in (inputs, inputs[::-1]):
+                if id(y) in self.rectified and (_number(c) or 0) > 0:
+                    return [jnp.where(relu(y - c) > 0, jnp.asarray(c, y.dtype), y)]
+        constant = not any(isinstance(x, jax.core.Tracer) for x in inputs)
+        if constant and not _has_programs(eqn.params.values()):
+            with jax.ensure_compile_time_eval():
+                outputs = _bind(eqn, inputs, eqn.params)
+        else:
+            outputs = _bind(eqn, inputs, self.inside(eqn, inputs))
         self.note(eqn, inputs, outputs[0] if outputs else None)
         return outputs
 
-    def relu_of(self, name: str, inputs: list):
+    def relu_of(self, name: str, inputs: list, outputs: list):
         """The x of which this operation is a ReLU, or None."""
-        if name == "max" and _constant(inputs) == 0:
-            x = next(x for x in inputs if isinstance(x, jax.core.Tracer))
-            return None if id(x) in self.squares else x
+        if name == "max":
+            for x, zero in (inputs, inputs[::-1]):
+                if _number(zero) == 0 and jnp.shape(x) == outputs[0].aval.shape:
+                    return x if self.squares.isdisjoint(map(id, inputs)) else None
         if name == "select_n" and len(inputs) == 3 and id(inputs[0]) in self.tests:
             x, positive = self.tests[id(inputs[0])]
             off, on = inputs[1:] if positive else inputs[:0:-1]
-            return x if on is x and _zero(off) else None
+            return x if on is x and _number(off) == 0 else None
         if name == "mul":
             for mask, x in (inputs, inputs[::-1]):
                 tested, positive = self.tests.get(id(mask), (None, False))
@@ -109,39 +113,68 @@ class _Marking:
     def note(self, eqn: JaxprEqn, inputs: list, output) -> None:
         """What there is to know of the output."""
         name = eqn.primitive.name
-        traced = [x for x in inputs if isinstance(x, jax.core.Tracer)]
-        if name in _COMPARISONS and _constant(inputs) == 0:
-            first = traced[0] is inputs[0]
-            self.tests[id(output)] = traced[0], _COMPARISONS[name] is first
+        if name in _COMPARISONS:
+            for x, zero in (inputs, inputs[::-1]):
+                if _number(zero) == 0 and jnp.shape(x) == output.shape:
+                    self.tests[id(output)] = x, _COMPARISONS[name] is (x is inputs[0])
+                    break
         if name == "convert_element_type" and id(inputs[0]) in self.tests:
             self.tests[id(output)] = self.tests[id(inputs[0])]
         square = name == "square" or (name == "integer_pow" and eqn.params["y"] % 2 == 0)
-        square |= name == "mul" and len(traced) == 2 and traced[0] is traced[1]
-        if square or (name in _KEEP_SQUARES and all(id(x) in self.squares for x in traced)):
+        square |= name == "mul" and inputs[0] is inputs[1]
+        if name in _KEEP_SQUARES and not self.squares.isdisjoint(map(id, inputs)):
+            traced = [id(x) for x in inputs if isinstance(x, jax.core.Tracer)]
+            square |= self.squares.issuperset(traced)
+        if square:
             self.squares.add(id(output))
 
+    def inside(self, eqn: JaxprEqn, inputs: list) -> dict:
+        """The parameters, the programs of branches and loops among them marked in their turn."""
+        given = inputs[1:] if eqn.primitive.name == "cond" else []
+        if eqn.primitive.name == "scan":
+            given = inputs[: eqn.params["num_consts"]]
 
-def _constant(inputs: list) -> float | None:
-    """The one number that the second of two operands consists of."""
-    known = [np.asarray(x) for x in inputs if not isinstance(x, jax.core.Tracer)]
-    if len(inputs) != 2 or len(known) != 1 or not known[0].size:
+        def marked(parameter):
+            if isinstance(parameter, tuple | list) and _has_programs(parameter):
+                return type(parameter)(map(marked, parameter))
+            if not isinstance(parameter, ClosedJaxpr):
+                return parameter
+            like = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in parameter.in_avals]
+            return jax.make_jaxpr(lambda *args: self.within(parameter, given, args))(*like)
+
+        return {k: marked(p) for k, p in eqn.params.items()}
+
+    def within(self, program: ClosedJaxpr, given: list, args) -> list:
+        """The program's outputs, with what is known of ``given``, the first of its arguments."""
+        own = {
+            id(x): arg if isinstance(x, jax.core.Tracer) else x
+            for x, arg in zip(given, args, strict=False)
+        }
+        inner = _Marking()
+        inner.squares, inner.rectified = (
+            {id(own[x]) for x in facts & own.keys()} for facts in (self.squares, self.rectified)
+        )
+        inner.tests = {
+            id(own[mask]): (own[id(x)], positive)
+            for mask, (x, positive) in self.tests.items()
+            if mask in own and id(x) in own
+        }
+        return inner.run(program, [*(own[id(x)] for x in given), *args[len(given) :]])
+
+
+def _has_programs(parameters) -> bool:
+    return any(
+        isinstance(p, ClosedJaxpr) or (isinstance(p, tuple | list) and _has_programs(p))
+        for p in parameters
+    )
+
+
+def _number(x) -> float | None:
+    """The one number that a constant consists of."""
+    if isinstance(x, jax.core.Tracer) or not np.size(x):
         return None
-    first = known[0].flat[0]
-    return float(first) if (known[0] == first).all() else None
-
-
-def _zero(x) -> bool:
-    return not isinstance(x, jax.core.Tracer) and not np.asarray(x).any()
-
-
-def _inside(parameter):
-    """Programs in the parameters of loops and branches, marked in their turn."""
-    if isinstance(parameter, tuple | list) and any(isinstance(p, ClosedJaxpr) for p in parameter):
-        return type(parameter)(map(_inside, parameter))
-    if not isinstance(parameter, ClosedJaxpr):
-        return parameter
-    like = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in parameter.in_avals]
-    return jax.make_jaxpr(lambda *args: _Marking().run(parameter, args))(*like)
+    flat = np.ravel(x)
+    return float(flat[0]) if (flat == flat[0]).all() else None
 
 
 def _bind(eqn: JaxprEqn, inputs: list, params: dict) -> list:

@@ -31,7 +31,18 @@ RELUS = {
     "remat": jax.checkpoint(lambda x: jnp.maximum(x, 0)),
     "cond": lambda x: jax.lax.cond(x[0, 0] > 9, jnp.tanh, lambda x: jnp.maximum(x, 0), x),
     "scan": lambda x: jax.lax.scan(lambda c, _: (jnp.maximum(c, 0), None), x, None, length=1)[0],
+    "cond, 0 outside": lambda x: in_branch(jax.lax.max, x, jnp.zeros_like(x)),
+    "cond, test outside": lambda x: in_branch(lambda x, on: jnp.where(on, x, 0), x, x > 0),
+    "scan, 0 outside": lambda x: in_loop(jax.lax.max, x, jnp.zeros_like(x)),
 }
+
+
+def in_branch(function, x, *others):
+    return jax.lax.cond(x[0, 0] > 9, lambda x, *_: jnp.tanh(x), function, x, *others)
+
+
+def in_loop(function, x, other):
+    return jax.lax.scan(lambda c, _: (function(c, other), None), x, None, length=1)[0]
 
 
 def network(relu, normalise=lambda x: x):
@@ -61,6 +72,15 @@ def test_a_relu_is_a_relu_however_it_is_written(form):
     assert_close(both(network(RELUS[form])), patterns(*hidden()), f32=1e-4)
 
 
+@pytest.mark.parametrize("form", RELUS)
+def test_a_relu_of_a_constant_counts_as_it_does_where_that_is_traced(form):
+    def apply(w, x):
+        nothing = RELUS[form](jnp.zeros_like(x))
+        return RELUS[form](x @ w[0] + B1 + nothing @ w[2]) @ w[1]
+
+    assert_close(both(apply), patterns(np.zeros((N, N)), X @ W1 + B1), f32=1e-4)
+
+
 @pytest.mark.parametrize("relu6", [jax.nn.relu6, lambda x: jnp.clip(x, 0, 6)])
 def test_relu6_has_two_kinks(relu6):
     found = both(lambda w, x: relu6(10 * x @ w[0]) @ w[1])
@@ -73,10 +93,21 @@ def guarded(x):
     return (x - mean) / jnp.sqrt(variance + 1e-3)
 
 
+def guarded_in_branch(x):
+    mean = x.mean(1, keepdims=True)
+    variance = (x**2).mean(1, keepdims=True) - mean * mean
+    return (x - mean) / jnp.sqrt(in_branch(lambda v: jnp.maximum(v, 0), variance) + 1e-3)
+
+
+def guarded_and_a_constant(x):
+    return guarded(x) + guarded(jnp.zeros_like(x))
+
+
 def test_what_is_no_relu_does_not_count():
     first = X @ W1 + B1
     second = guarded(np.maximum(first, 0)) @ W2 + B2
-    assert_close(both(network(jax.nn.relu, guarded)), patterns(first, second), f32=1e-4)
+    for guard in (guarded, guarded_in_branch, guarded_and_a_constant):
+        assert_close(both(network(jax.nn.relu, guard)), patterns(first, second), f32=1e-4)
     for other in (jax.nn.leaky_relu, jnp.tanh, jnp.abs, lambda x: jnp.maximum(x, -1), guarded):
         with pytest.raises(ValueError, match="apply: expected logits that depend on a ReLU"):
             both(network(other))

@@ -19,7 +19,8 @@ What counts as which: `reliability/case.py`. Parts:
     python benchmarks/reliability.py --table             # the results file as Markdown
 
 Every input is made from `--seed`, its name and its number alone: the line printed for a silent one
-is its reproducer. Results are appended to `results/reliability.jsonl`; what is there is not run again.
+is its reproducer. Results are appended to `results/reliability.jsonl`, and what is there is not run
+again.
 """
 
 import argparse
@@ -42,7 +43,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--inputs", type=int, default=10_000, help="of all functions together")
-    parser.add_argument("--quick", action="store_true", help="a few inputs of each, no results file")
+    parser.add_argument(
+        "--quick", action="store_true", help="a few inputs of each, no results file"
+    )
     parser.add_argument("--only", help="a part, or a public name (a beginning will do)")
     parser.add_argument("--case", type=int, help="the number of one input of --only")
     parser.add_argument("--table", action="store_true", help="print the table of the results file")
@@ -87,8 +90,7 @@ def campaign(kept: records.Records, plan: list[parts.Block]) -> int:
     asked = {(block.part, block.name, block.number) for block in plan}
     lines = [x for x in kept.lines if (x["part"], x["name"], x["block"]) in asked]
     print(records.table(lines))
-    if uncovered := parts.uncovered():
-        print("not covered:", ", ".join(uncovered))
+    print("not covered:", ", ".join(parts.uncovered()))
     return int(any(records.silent(counts) for counts in records.totals(lines, "part").values()))
 
 

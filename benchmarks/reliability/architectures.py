@@ -43,15 +43,31 @@ def activation_space(rng, dtype) -> Case:
             near("one row alone", call(_NAMES, 8, 2, "hinge", w, alpha, x[:1])[0], signs[0], 1e-4),
         )
 
-    kinds = {"names": "names", "width": "count", "classes": "count", "outer": "name",
-             "w": "values", "alpha": "values", "x": "values"}  # fmt: skip
-    arguments = {"names": _NAMES, "width": 8, "classes": 2, "outer": "hinge", "w": w,
-                 "alpha": alpha, "x": x}  # fmt: skip
+    kinds = {
+        "names": "names",
+        "width": "count",
+        "classes": "count",
+        "outer": "name",
+        "w": "values",
+        "alpha": "values",
+        "x": "values",
+    }
+    arguments = {
+        "names": _NAMES,
+        "width": 8,
+        "classes": 2,
+        "outer": "hinge",
+        "w": w,
+        "alpha": alpha,
+        "x": x,
+    }
     return Case(call, arguments, check, kinds, ("w", "alpha", "x"))
 
 
-@generates("bilevel.spaces.activations.activation_space of infinite width",
-           "bilevel.spaces.kernels.kernel_space")  # fmt: skip
+@generates(
+    "bilevel.spaces.activations.activation_space of infinite width",
+    "bilevel.spaces.kernels.kernel_space",
+)
 def infinite_width(rng, dtype) -> Case:
     x = activations.unit_inputs(jnp.asarray(rng.normal(size=(4, 3)), dtype))
     y = jnp.asarray(np.sign(rng.normal(size=4)), dtype)
@@ -72,8 +88,9 @@ def infinite_width(rng, dtype) -> Case:
         return near("coefficients", K @ w, y, 1e4 * eps(dtype))
 
     kinds = {"x": "array", "y": "values", "alpha": "values"}
-    return Case(call, {"x": x, "y": y, "alpha": alpha}, check, kinds, ("x", "y", "alpha"),
-                vmapped=False)  # fmt: skip
+    return Case(
+        call, {"x": x, "y": y, "alpha": alpha}, check, kinds, ("x", "y", "alpha"), vmapped=False
+    )
 
 
 @generates("bilevel.spaces.activations.unit_inputs")
@@ -82,7 +99,7 @@ def unit_inputs(rng, dtype) -> Case:
     flat = np.asarray(x, np.float64).reshape(4, -1)
     flat = flat - flat.mean(0)
     truth = flat / np.linalg.norm(flat, axis=1, keepdims=True)
-    check = lambda r: near("rows", r, truth, 1e3 * eps(dtype))  # noqa: E731
+    check = lambda r: near("rows", r, truth, 1e3 * eps(dtype))
     return Case(activations.unit_inputs, {"x": x}, check, {"x": "array"}, ("x",))
 
 
@@ -90,8 +107,10 @@ def unit_inputs(rng, dtype) -> Case:
 def skip_space(rng, dtype) -> Case:
     depth, width = int(rng.choice([3, 4])), 6
     x = jnp.asarray(rng.normal(size=(3, 5)), dtype)
-    alpha = {"activations": point(rng, dtype, (depth - 1, 3)),
-             "skips": jnp.asarray(rng.uniform(size=depth - 2), dtype)}  # fmt: skip
+    alpha = {
+        "activations": point(rng, dtype, (depth - 1, 3)),
+        "skips": jnp.asarray(rng.uniform(size=depth - 2), dtype),
+    }
 
     def call(names, depth, width, classes, parametrization, alpha, x):
         options = {"depth": depth, "width": width, "classes": classes}
@@ -105,16 +124,30 @@ def skip_space(rng, dtype) -> Case:
         f, w = r
         p, a = (np.asarray(alpha[k], np.float64) for k in ("activations", "skips"))
         layers = {k: np.asarray(v, np.float64) for k, v in w.items()}
-        mix = lambda p, u: sum(p[i] * _NUMPY[n](u) for i, n in enumerate(_NAMES))  # noqa: E731
+        mix = lambda p, u: sum(p[i] * _NUMPY[n](u) for i, n in enumerate(_NAMES))
         g, gain = mix(p[0], np.asarray(x, np.float64) @ layers["first"]), np.sqrt(2 / width)
         for k in range(depth - 2):
             g = mix(p[k + 1], gain * g @ layers["hidden"][k]) + a[k] * g
         return near("outputs", f, (gain * g @ layers["last"])[:, 0], 1e4 * eps(dtype))
 
-    kinds = {"names": "names", "depth": "count", "width": "count", "classes": "count",
-             "parametrization": "name", "alpha": "values", "x": "values"}  # fmt: skip
-    arguments = {"names": _NAMES, "depth": depth, "width": width, "classes": 2,
-                 "parametrization": "ntk", "alpha": alpha, "x": x}  # fmt: skip
+    kinds = {
+        "names": "names",
+        "depth": "count",
+        "width": "count",
+        "classes": "count",
+        "parametrization": "name",
+        "alpha": "values",
+        "x": "values",
+    }
+    arguments = {
+        "names": _NAMES,
+        "depth": depth,
+        "width": width,
+        "classes": 2,
+        "parametrization": "ntk",
+        "alpha": alpha,
+        "x": x,
+    }
     return Case(call, arguments, check, kinds, ("alpha", "x"))
 
 
@@ -127,12 +160,17 @@ def sign_labels(rng, dtype) -> Case:
         signs = targets.sign_labels(labels, classes)
         return signs, targets.predict(signs)
 
-    check = lambda r: first(  # noqa: E731
+    check = lambda r: first(
         near("again", r[1], labels, 0), near("size", abs(r[0]), np.ones(r[0].shape), 0)
     )
     kinds = {"labels": "labels", "classes": "count"}
-    return Case(call, {"labels": labels, "classes": classes}, check, kinds,
-                fine=("labels: empty", "labels: one row more"))  # fmt: skip
+    return Case(
+        call,
+        {"labels": labels, "classes": classes},
+        check,
+        kinds,
+        fine=("labels: empty", "labels: one row more"),
+    )
 
 
 @generates("bilevel.spaces.training.train", "bilevel.spaces.training.row_count")
@@ -141,7 +179,7 @@ def train(rng, dtype) -> Case:
     x = jnp.asarray(rng.normal(size=n), dtype)
 
     def call(x, optimizer, epochs, batch_size):
-        loss = lambda w, _, x: -w * x.sum()  # noqa: E731
+        loss = lambda w, _, x: -w * x.sum()
         w = jnp.zeros((), x.dtype)
         options = {"optimizer": optimizer, "epochs": epochs, "batch_size": batch_size}
         return training.train(jax.random.key(1), loss, None, w, x, **options)
@@ -151,9 +189,12 @@ def train(rng, dtype) -> Case:
         whole = np.asarray(x, np.float64).sum() * epochs * 0.5 if n % batch == 0 else None
         return first(
             that(found.losses.shape == (steps,), f"{found.losses.shape} losses"),
-            "" if whole is None else near("weight", found.last, whole, 1e3 * eps(dtype) * (
-                1 + 1 / max(abs(whole), 1e-3))),
-        )  # fmt: skip
+            ""
+            if whole is None
+            else near(
+                "weight", found.last, whole, 1e3 * eps(dtype) * (1 + 1 / max(abs(whole), 1e-3))
+            ),
+        )
 
     kinds = {"x": "values", "epochs": "count", "batch_size": "count"}
     fine = ("x: nan", "x: inf") if n % batch else ()
@@ -166,12 +207,14 @@ def minibatches(rng, dtype) -> Case:
     n = int(rng.choice([3, 20]))
     size = int(rng.integers(1, n + 1))
     rows = jnp.arange(n)
-    call = lambda key, batch_size: training.minibatches(batch_size)(key, (rows, 2 * rows))  # noqa: E731
-    check = lambda r: first(  # noqa: E731
+    call = lambda key, batch_size: training.minibatches(batch_size)(key, (rows, 2 * rows))
+    check = lambda r: first(
         that(r[0].shape == (size,), f"shape {r[0].shape}"), near("pairs", r[1], 2 * r[0], 0)
     )
     kinds = {"key": "key", "batch_size": "count"}
-    return Case(call, {"key": jax.random.key(int(rng.integers(9))), "batch_size": size}, check, kinds)
+    return Case(
+        call, {"key": jax.random.key(int(rng.integers(9))), "batch_size": size}, check, kinds
+    )
 
 
 # ----------------------------------------------------------------------------- images
@@ -203,14 +246,25 @@ def convolve(rng, dtype) -> Case:
     kernel = jnp.asarray(rng.normal(size=(size, size, 2 // groups, 2)), dtype)
     padding = dilation * (size - 1) // 2
     truth = _convolved(x, kernel, stride, dilation, padding, groups)
-    seen = size == 1 and stride == 2
-    kinds = {"x": "array", "kernel": "array", "stride": "count", "dilation": "count",
-             "groups": "count"}  # fmt: skip
+    unseen = stride == 2 and (size == 1 or dilation == 2)  # pixels that no window is on
+    kinds = {
+        "x": "array",
+        "kernel": "array",
+        "stride": "count",
+        "dilation": "count",
+        "groups": "count",
+    }
     arguments = {"x": x, "kernel": kernel, "stride": stride, "dilation": dilation, "groups": groups}
-    check = lambda r: near("image", r, truth, 200 * eps(dtype))  # noqa: E731
-    fine = ("x: nan", "x: inf") if seen else ()
-    return Case(convolution.convolution, arguments, check, kinds,
-                ("kernel",) if seen else ("x", "kernel"), fine=fine)  # fmt: skip
+    check = lambda r: near("image", r, truth, 200 * eps(dtype))
+    fine = ("x: nan", "x: inf") if unseen else ()
+    return Case(
+        convolution.convolution,
+        arguments,
+        check,
+        kinds,
+        ("kernel",) if unseen else ("x", "kernel"),
+        fine=fine,
+    )
 
 
 @generates("bilevel.spaces.convolution.max_pool", "bilevel.spaces.convolution.average_pool")
@@ -221,13 +275,17 @@ def pools(rng, dtype) -> Case:
     wide = np.pad(X, [(0, 0), (1, 1), (1, 1), (0, 0)], constant_values=np.nan)
     rows = range(0, 6, stride)
     cut = [[wide[:, i : i + 3, j : j + 3, 0] for j in rows] for i in rows]
-    most, mean = (np.array([[f(c, (1, 2)) for c in r] for r in cut]) for f in (np.nanmax, np.nanmean))
+    most, mean = (
+        np.array([[f(c, (1, 2)) for c in r] for r in cut]) for f in (np.nanmax, np.nanmean)
+    )
 
     def call(x, size, stride, padding):
         options = {"stride": stride, "padding": padding}
-        return convolution.max_pool(x, size, **options), convolution.average_pool(x, size, **options)
+        return convolution.max_pool(x, size, **options), convolution.average_pool(
+            x, size, **options
+        )
 
-    check = lambda r: first(  # noqa: E731
+    check = lambda r: first(
         near("largest", np.moveaxis(np.asarray(r[0])[..., 0], 0, 2), most, 0),
         near("mean", np.moveaxis(np.asarray(r[1])[..., 0], 0, 2), mean, 50 * eps(dtype)),
     )
@@ -260,22 +318,30 @@ def augmented(rng, dtype) -> Case:
 _DARTS_NAMES = darts.PRIMITIVES
 
 
-@generates("bilevel.spaces.darts.genotype", "bilevel.spaces.darts.one_hot",
-           "bilevel.spaces.darts.parse_genotype", "bilevel.spaces.darts.draw_corner")  # fmt: skip
+@generates(
+    "bilevel.spaces.darts.genotype",
+    "bilevel.spaces.darts.one_hot",
+    "bilevel.spaces.darts.parse_genotype",
+    "bilevel.spaces.darts.draw_corner",
+)
 def darts_genotype(rng, dtype) -> Case:
     corner = darts.draw_corner(jax.random.key(int(rng.integers(1000))))
 
     def call(normal, reduce):
         found = darts.genotype({"normal": normal, "reduce": reduce})
-        return [str(found), str(darts.parse_genotype(str(found))),
-                darts.one_hot(found)["normal"]]  # fmt: skip
+        return [str(found), str(darts.parse_genotype(str(found))), darts.one_hot(found)["normal"]]
 
-    check = lambda r: first(  # noqa: E731
+    check = lambda r: first(
         that(r[0] == r[1], f"{r[0]} read as {r[1]}"), near("again", r[2], corner["normal"], 0)
     )
     arguments = {k: np.asarray(corner[k]) for k in ("normal", "reduce")}
-    return Case(call, arguments, check, dict.fromkeys(arguments, "array"),
-                fine=("normal: complex", "reduce: complex"))  # fmt: skip
+    return Case(
+        call,
+        arguments,
+        check,
+        dict.fromkeys(arguments, "array"),
+        fine=("normal: complex", "reduce: complex"),
+    )
 
 
 @generates("bilevel.spaces.darts.parse_genotype of texts")
@@ -284,23 +350,29 @@ def darts_texts(rng, dtype) -> Case:
     broken = list(text)
     for _ in range(int(rng.integers(1, 4))):
         broken[rng.integers(len(broken))] = str(rng.choice(list("()[]',0123456789abcx_ ")))
-    call = lambda text: darts.parse_genotype(text)  # noqa: E731
+    call = lambda text: darts.parse_genotype(text)
 
     def check(found):
         darts_check = darts.one_hot(found)  # what was read has to be a genotype
         return that(darts_check["normal"].sum() <= 8, "too many edges")
 
     if rng.random() < 0.3:
-        return Case(call, {"text": text}, lambda f: that(f == darts.DARTS_V2, "another"),
-                    {"text": "text"})  # fmt: skip
+        return Case(
+            call, {"text": text}, lambda f: that(f == darts.DARTS_V2, "another"), {"text": "text"}
+        )
     return Case(call, {"text": "".join(broken)}, check, {}, extreme=True)
 
 
-@generates("bilevel.spaces.nasbench201.genotype", "bilevel.spaces.nasbench201.one_hot",
-           "bilevel.spaces.nasbench201.encode", "bilevel.spaces.nasbench201.decode",
-           "bilevel.spaces.nasbench201.parse_genotype", "bilevel.spaces.nasbench201.draw_corner",
-           "bilevel.spaces.nasbench201.draw_genotype",
-           "bilevel.spaces.nasbench201.genotypes")  # fmt: skip
+@generates(
+    "bilevel.spaces.nasbench201.genotype",
+    "bilevel.spaces.nasbench201.one_hot",
+    "bilevel.spaces.nasbench201.encode",
+    "bilevel.spaces.nasbench201.decode",
+    "bilevel.spaces.nasbench201.parse_genotype",
+    "bilevel.spaces.nasbench201.draw_corner",
+    "bilevel.spaces.nasbench201.draw_genotype",
+    "bilevel.spaces.nasbench201.genotypes",
+)
 def nasbench_genotype(rng, dtype) -> Case:
     row = rng.integers(0, 5, 6)
 
@@ -312,17 +384,21 @@ def nasbench_genotype(rng, dtype) -> Case:
         return nasbench201.encode(again), nasbench201.genotypes().index(cell), drawn == corner
 
     number = int(np.polyval(row, 5))
-    check = lambda r: first(  # noqa: E731
+    check = lambda r: first(
         near("again", r[0], row, 0), near("place", r[1], number, 0), that(r[2], "another draw")
     )
     kinds = {"array": "labels", "key": "key"}
     return Case(call, {"array": row, "key": jax.random.key(int(rng.integers(99)))}, check, kinds)
 
 
-@generates("bilevel.spaces.nasbench201.canonical", "bilevel.spaces.nasbench201.is_dead",
-           "bilevel.spaces.nasbench201.conv_edges", "bilevel.spaces.nasbench201.parameter_count",
-           "bilevel.spaces.nasbench201.multiply_adds",
-           "bilevel.spaces.nasbench201.trainable_layers")  # fmt: skip
+@generates(
+    "bilevel.spaces.nasbench201.canonical",
+    "bilevel.spaces.nasbench201.is_dead",
+    "bilevel.spaces.nasbench201.conv_edges",
+    "bilevel.spaces.nasbench201.parameter_count",
+    "bilevel.spaces.nasbench201.multiply_adds",
+    "bilevel.spaces.nasbench201.trainable_layers",
+)
 def nasbench_costs(rng, dtype) -> Case:
     cell = nasbench201.genotypes()[int(rng.integers(15_625))]
 
@@ -338,7 +414,9 @@ def nasbench_costs(rng, dtype) -> Case:
         )
 
     def check(r):
-        carries = {e for e, o in zip(nasbench201.EDGES, cell.operations, strict=True) if o != "none"}
+        carries = {
+            e for e, o in zip(nasbench201.EDGES, cell.operations, strict=True) if o != "none"
+        }
         paths = [[(0, 3)], [(0, 1), (1, 3)], [(0, 2), (2, 3)], [(0, 1), (1, 2), (2, 3)]]
         dead = not any(set(path) <= carries for path in paths)
         convolutions = sum(o.startswith("nor_conv") for o in cell.operations)
@@ -356,9 +434,11 @@ def nasbench_costs(rng, dtype) -> Case:
 # ----------------------------------------------------------------------------- judging
 
 
-@generates("bilevel.spaces.nasbench201.judging.correlations",
-           "bilevel.spaces.nasbench201.judging.top_one",
-           "bilevel.spaces.nasbench201.judging.sum_of_log_ranks")  # fmt: skip
+@generates(
+    "bilevel.spaces.nasbench201.judging.correlations",
+    "bilevel.spaces.nasbench201.judging.top_one",
+    "bilevel.spaces.nasbench201.judging.sum_of_log_ranks",
+)
 def judged(rng, dtype) -> Case:
     import scipy.stats
 
@@ -371,14 +451,16 @@ def judged(rng, dtype) -> Case:
     best = accuracy[score == score.max()].mean()
     logs = np.log(scipy.stats.rankdata(score) / 8)
     truth = [scipy.stats.kendalltau(score, accuracy)[0], scipy.stats.spearmanr(score, accuracy)[0]]
-    check = lambda r: near("figures", r, [*truth, best, logs], 1e-6)  # noqa: E731
+    check = lambda r: near("figures", r, [*truth, best, logs], 1e-6)
     kinds = {"score": "rows", "accuracy": "rows"}
     fine = ("score: nan", "score: inf", "score: complex", "accuracy: complex")
     return Case(call, {"score": score, "accuracy": accuracy}, check, kinds, fine=fine)
 
 
-@generates("bilevel.spaces.nasbench201.judging.best_of_k",
-           "bilevel.spaces.nasbench201.judging.best_of_k_random")  # fmt: skip
+@generates(
+    "bilevel.spaces.nasbench201.judging.best_of_k",
+    "bilevel.spaces.nasbench201.judging.best_of_k_random",
+)
 def best_of_k(rng, dtype) -> Case:
     m = 6
     score, valid, test = rng.permutation(m) * 1.0, rng.permutation(m) * 1.0, rng.normal(size=m)
@@ -393,7 +475,7 @@ def best_of_k(rng, dtype) -> Case:
         one = functools.partial(judging.best_of_k, draws=2)
         return one(score, valid, test, k), judging.best_of_k_random(valid, test, k)
 
-    check = lambda r: near("figures", r, [truth, truth, test[chosen].mean()], 1e-6)  # noqa: E731
+    check = lambda r: near("figures", r, [truth, truth, test[chosen].mean()], 1e-6)
     kinds = {"valid": "rows", "test": "rows", "k": "count"}
     arguments = {"score": score, "valid": valid, "test": test, "k": k}
     fine = ("valid: complex", "test: complex")

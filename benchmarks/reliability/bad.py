@@ -25,9 +25,7 @@ def mistakes(kind: str, value: Any, rng: np.random.Generator) -> Mistakes:
 def planted(tree: Any, number: float, rng: np.random.Generator) -> Any:
     """``tree`` with one entry of one floating leaf replaced."""
     leaves, structure = jax.tree.flatten(tree)
-    floating = [
-        i for i, x in enumerate(leaves) if jnp.issubdtype(jnp.result_type(x), jnp.inexact)
-    ]
+    floating = [i for i, x in enumerate(leaves) if jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
     which = floating[rng.integers(len(floating))]
     array = np.array(leaves[which])
     array.flat[rng.integers(array.size)] = number
@@ -48,9 +46,11 @@ def _tree(value, rng) -> Mistakes:
         "nan": lambda: planted(value, np.nan, rng),
         "inf": lambda: planted(value, np.inf, rng),
         "complex": lambda: jax.tree.map(lambda x: jnp.asarray(x) + 1j, value),
-        "empty": lambda: jax.tree.map(lambda x: jnp.asarray(x)[..., :0], value)
-        if all(np.ndim(x) for x in jax.tree.leaves(value))
-        else {},
+        "empty": lambda: (
+            jax.tree.map(lambda x: jnp.asarray(x)[..., :0], value)
+            if all(np.ndim(x) for x in jax.tree.leaves(value))
+            else {}
+        ),
     } | _everything(value, rng)
 
 
@@ -140,8 +140,14 @@ _KINDS: dict[str, Callable[[Any, np.random.Generator], Mistakes]] = {
     },
     "key": _choice(("an integer", 0), ("a number", 2.5)),
     "record": lambda value, rng: _everything(value, rng) | {"a number": lambda: 3.0},
-    "sequence": lambda value, rng: {"none at all": lambda: [], "none": lambda: None,
-                                    "a number": lambda: 3},  # fmt: skip
-    "text": lambda value, rng: {"none": lambda: None, "nonsense": lambda: "nonsense",
-                                "a number": lambda: 3},  # fmt: skip
+    "sequence": lambda value, rng: {
+        "none at all": lambda: [],
+        "none": lambda: None,
+        "a number": lambda: 3,
+    },
+    "text": lambda value, rng: {
+        "none": lambda: None,
+        "nonsense": lambda: "nonsense",
+        "a number": lambda: 3,
+    },
 }

@@ -28,9 +28,11 @@ verdict         meaning
 The last four are *silent*: the goal is that there are none.
 """
 
+import operator
 import re
 import signal
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -155,7 +157,7 @@ def _batched(case: Case) -> list[Any]:
     arrays, rest = _split(case)
     copies = jax.tree.map(lambda x: jnp.stack([jnp.asarray(x)] * 3), arrays)
     results = jax.block_until_ready(jax.jit(jax.vmap(lambda a: case.call(**a, **rest)))(copies))
-    return [jax.tree.map(lambda x: x[i], results) for i in range(3)]
+    return [jax.tree.map(operator.itemgetter(i), results) for i in range(3)]
 
 
 @contextmanager
@@ -166,7 +168,9 @@ def limited() -> Iterator[None]:
     usual = signal.signal(signal.SIGALRM, _give_up)
     signal.alarm(_SECONDS)
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of numbers that are meant to be bad
+            yield
     finally:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, usual)
@@ -252,9 +256,11 @@ def is_finite(tree: Any) -> bool:
 
 
 def near(what: str, actual: Any, expected: Any, tolerance: float) -> str:
-    """"" where all entries agree, relative to the largest one expected."""
-    a, e = (np.concatenate([np.ravel(x).astype(np.float64) for x in numbers(t)] or [np.zeros(0)])
-            for t in (actual, expected))  # fmt: skip
+    """ "" where all entries agree, relative to the largest one expected."""
+    a, e = (
+        np.concatenate([np.ravel(x).astype(np.float64) for x in numbers(t)] or [np.zeros(0)])
+        for t in (actual, expected)
+    )
     if a.shape != e.shape:
         return f"{what}: expected {e.size} numbers, got {a.size}"
     if not a.size:
@@ -272,7 +278,7 @@ def near(what: str, actual: Any, expected: Any, tolerance: float) -> str:
 
 
 def at_most(what: str, small: Any, large: Any, slack: float = 0.0) -> str:
-    """"" where ``small <= large + slack`` everywhere."""
+    """ "" where ``small <= large + slack`` everywhere."""
     small, large = np.asarray(small, np.float64), np.asarray(large, np.float64)
     if np.all(small <= large + slack):
         return ""
@@ -280,7 +286,7 @@ def at_most(what: str, small: Any, large: Any, slack: float = 0.0) -> str:
 
 
 def that(holds: Any, what: str) -> str:
-    """"" where it holds."""
+    """ "" where it holds."""
     return "" if bool(holds) else what
 
 

@@ -6,11 +6,12 @@ import numpy as np
 import ntk
 from ntk import bounds
 from reliability.case import Case, at_most, eps, first, near
-from reliability.kernels import _ALL, _KINKED, _SMOOTH, _expectation, _numeric, _slope, matrix
+from reliability.eigenvalues import matrix
+from reliability.kernels import ALL, KINKED, SMOOTH, expectation, in_numpy, slope_in_numpy
 from reliability.registry import generates
 
 _Z = np.linspace(-12, 12, 4801)
-_NAMES = [*_SMOOTH, *_KINKED]
+_NAMES = [*SMOOTH, *KINKED]
 
 
 def _name(rng) -> str:
@@ -22,8 +23,8 @@ def upper_bounds(rng, dtype) -> Case:
     K = matrix(rng, dtype)
     values = np.linalg.eigvalsh(np.asarray(K, np.float64))
     rounding = 50 * len(K) * eps(dtype) * abs(values).max()
-    call = lambda K: (bounds.diagonal_upper_bound(K), bounds.frobenius_upper_bound(K))  # noqa: E731
-    check = lambda r: first(  # noqa: E731
+    call = lambda K: (bounds.diagonal_upper_bound(K), bounds.frobenius_upper_bound(K))
+    check = lambda r: first(
         *(at_most("eigenvalue and bound", values[0], float(b.value) + rounding) for b in r)
     )
     return Case(call, {"K": K}, check, {"K": "matrix"}, ("K",), vmapped=False)
@@ -34,8 +35,8 @@ def eigen_nas(rng, dtype) -> Case:
     K, d = matrix(rng, dtype), int(rng.integers(1, 100))
     truth = np.trace(np.asarray(K, np.float64)) / d
     size = float(abs(K).max()) * len(K) / d
-    check = lambda r: at_most("value", abs(float(r.value) - truth), 50 * eps(dtype) * size)  # noqa: E731
-    kinds = {"K": "matrix", "d": "count"}
+    check = lambda r: at_most("value", abs(float(r.value) - truth), 50 * eps(dtype) * size)
+    kinds = {"K": "matrix", "d": "positive"}
     return Case(bounds.eigen_nas_as_printed, {"K": K, "d": d}, check, kinds, ("K",), vmapped=False)
 
 
@@ -44,24 +45,24 @@ def hermite_coefficients(rng, dtype) -> Case:
     name, variance, terms = _name(rng), float(10 ** rng.uniform(-2, 1)), int(rng.choice([2, 8]))
     weight = np.exp(-(_Z**2) / 2)
     weight /= weight.sum()
-    values = _numeric(name)(np.sqrt(variance) * _Z)
+    values = in_numpy(name)(np.sqrt(variance) * _Z)
     basis, truth = [np.ones_like(_Z), _Z], []
     for k in range(2, terms):
         basis.append((_Z * basis[-1] - np.sqrt(k - 1) * basis[-2]) / np.sqrt(k))
     truth = [weight @ (values * h) for h in basis[:terms]]
-    call = lambda activation, **k: bounds.hermite_coefficients(activation, **k)  # noqa: E731
+    call = lambda activation, **k: bounds.hermite_coefficients(activation, **k)
     kinds = {"activation": "function", "variance": "positive", "terms": "count"}
-    arguments = {"activation": _ALL[name], "variance": variance, "terms": terms}
-    check = lambda r: near(name, r, truth, 1e-4)  # noqa: E731
+    arguments = {"activation": ALL[name], "variance": variance, "terms": terms}
+    check = lambda r: near(name, r, truth, 1e-4)
     return Case(call, arguments, check, kinds)
 
 
 @generates("ntk.bounds.betas", "ntk.bounds.table1")
 def betas(rng, dtype) -> Case:
     name, variance = _name(rng), float(10 ** rng.uniform(-2, 1))
-    s, slope = _numeric(name), _slope(name)
-    beta1 = 2 * _expectation(s, s, variance, variance, variance) / variance
-    beta2 = 2 * _expectation(slope, slope, variance, variance, variance)
+    s, slope = in_numpy(name), slope_in_numpy(name)
+    beta1 = 2 * expectation(s, s, variance, variance, variance) / variance
+    beta2 = 2 * expectation(slope, slope, variance, variance, variance)
 
     def call(activation, variance):
         return bounds.betas(activation, variance), bounds.table1(activation, variance)
@@ -77,22 +78,22 @@ def betas(rng, dtype) -> Case:
         )
 
     kinds = {"activation": "function", "variance": "positive"}
-    return Case(call, {"activation": _ALL[name], "variance": variance}, check, kinds)
+    return Case(call, {"activation": ALL[name], "variance": variance}, check, kinds)
 
 
 @generates("ntk.bounds.lipschitz")
 def lipschitz(rng, dtype) -> Case:
     name = _name(rng)
-    truth = abs(_slope(name)(np.linspace(-30, 30, 60_001))).max()
-    check = lambda r: near(name, r, truth, 1e-4)  # noqa: E731
-    return Case(bounds.lipschitz, {"activation": _ALL[name]}, check, {"activation": "function"})
+    truth = abs(slope_in_numpy(name)(np.linspace(-30, 30, 60_001))).max()
+    check = lambda r: near(name, r, truth, 1e-4)
+    return Case(bounds.lipschitz, {"activation": ALL[name]}, check, {"activation": "function"})
 
 
 def _network(rng, dtype):
     names = [_name(rng) for _ in range(int(rng.choice([1, 2])))]
     x = rng.normal(size=(4, 3))
     x = jnp.asarray(x / np.linalg.norm(x, axis=1, keepdims=True), dtype)
-    activations = [_ALL[n] for n in names]
+    activations = [ALL[n] for n in names]
     return x, activations
 
 
@@ -107,15 +108,18 @@ def lower_bounds(rng, dtype) -> Case:
         options = {"activations": activations}
         return bounds.hermite_lower_bound(x, **options), bounds.schur_lower_bound(x, **options)
 
-    check = lambda r: first(  # noqa: E731
+    check = lambda r: first(
         *(at_most("bound and eigenvalue", float(b.value), truth[0] + rounding) for b in r)
     )
     kinds = {"x": "array", "activations": "sequence"}
     return Case(call, {"x": x, "activations": activations}, check, kinds, ("x",), vmapped=False)
 
 
-@generates("ntk.bounds.zhu_theorem1_as_printed", "ntk.bounds.zhu_theorem2_as_printed",
-           "ntk.bounds.zhu_variance_as_printed")  # fmt: skip
+@generates(
+    "ntk.bounds.zhu_theorem1_as_printed",
+    "ntk.bounds.zhu_theorem2_as_printed",
+    "ntk.bounds.zhu_variance_as_printed",
+)
 def zhu(rng, dtype) -> Case:
     depth = int(rng.choice([2, 3]))
     activations = [[ntk.relu, ntk.leaky_relu(0.1)][rng.integers(2)] for _ in range(depth)]
@@ -141,7 +145,7 @@ def zhu(rng, dtype) -> Case:
             near("variance", r[2].value, variance, 1e-5),
         )
 
-    kinds = {"n": "count", "d": "count", "activations": "sequence", "C": "positive"}
+    kinds = {"n": "positive", "d": "positive", "activations": "sequence", "C": "positive"}
     return Case(call, {"n": n, "d": d, "activations": activations, "C": C}, check, kinds)
 
 
@@ -160,11 +164,18 @@ def zhu_theorem3(rng, dtype) -> Case:
 
     def call(K, y, activations, delta, C):
         options = {"activations": activations, "delta": delta, "C": C}
-        return bounds.zhu_theorem3(K, y, **options), bounds.zhu_theorem3_label_aware(K, y, **options)
+        return bounds.zhu_theorem3(K, y, **options), bounds.zhu_theorem3_label_aware(
+            K, y, **options
+        )
 
     tolerance = 1e3 * eps(dtype) * values[-1] / values[0] + 1e-4
-    check = lambda r: near("values", [b.value for b in r], [truth, aware], tolerance)  # noqa: E731
-    kinds = {"K": "matrix", "y": "rows", "activations": "sequence", "delta": "fraction",
-             "C": "positive"}  # fmt: skip
+    check = lambda r: near("values", [b.value for b in r], [truth, aware], tolerance)
+    kinds = {
+        "K": "matrix",
+        "y": "rows",
+        "activations": "sequence",
+        "delta": "fraction",
+        "C": "positive",
+    }
     arguments = {"K": K, "y": y, "activations": [ntk.relu] * depth, "delta": delta, "C": C}
     return Case(call, arguments, check, kinds, ("K", "y"), vmapped=False)

@@ -30,22 +30,28 @@ def feature_space(rng, dtype) -> Case:
     X, a = np.asarray(x, np.float64), np.asarray(mixture, np.float64)
     phi = a[0] * np.cos(X) + a[1] * np.sin(X)
     w = np.linalg.solve(phi.T @ phi + 0.1 * np.eye(2), phi.T @ np.asarray(y, np.float64))
-    check = lambda f: near("predictions", f, phi @ w, 1e4 * eps(dtype))  # noqa: E731
-    kinds = {"maps": "sequence", "outer": "name", "x": "values", "y": "values",
-             "mixture": "values"}  # fmt: skip
+    check = lambda f: near("predictions", f, phi @ w, 1e4 * eps(dtype))
+    kinds = {"maps": "sequence", "outer": "name", "x": "values", "y": "values", "mixture": "values"}
     arguments = {"maps": [jnp.cos, jnp.sin], "outer": "squared", "x": x, "y": y, "mixture": mixture}
     return Case(call, arguments, check, kinds, ("x", "y", "mixture"))
 
 
 def _kernel(name, x, y, gamma):
     d = x[:, None] - y
-    size = {"gaussian": (d**2).sum(-1), "laplace": abs(d).sum(-1),
-            "laplace_isotropic": np.sqrt((d**2).sum(-1))}[name]  # fmt: skip
+    size = {
+        "gaussian": (d**2).sum(-1),
+        "laplace": abs(d).sum(-1),
+        "laplace_isotropic": np.sqrt((d**2).sum(-1)),
+    }[name]
     return np.exp(-gamma * size)
 
 
-@generates("bilevel.spaces.features.fourier_features", "bilevel.spaces.features.fourier_config",
-           "bilevel.spaces.features.from_projection", "bilevel.spaces.features.describe")  # fmt: skip
+@generates(
+    "bilevel.spaces.features.fourier_features",
+    "bilevel.spaces.features.fourier_config",
+    "bilevel.spaces.features.from_projection",
+    "bilevel.spaces.features.describe",
+)
 def fourier_features(rng, dtype) -> Case:
     x = jnp.asarray(rng.normal(size=(3, 2)), dtype)
     kernel, gamma = str(rng.choice(features.KERNELS)), float(10 ** rng.uniform(-1, 0.5))
@@ -63,14 +69,27 @@ def fourier_features(rng, dtype) -> Case:
 
     X = np.asarray(x, np.float64)
     truth = _kernel(kernel, X, X, gamma)
-    check = lambda phi: that(  # noqa: E731
-        np.abs(np.asarray(phi, np.float64) @ np.asarray(phi, np.float64).T / 4000 - truth).max() < 0.12,
+    check = lambda phi: that(
+        np.abs(np.asarray(phi, np.float64) @ np.asarray(phi, np.float64).T / 4000 - truth).max()
+        < 0.12,
         f"{kernel}: features do not converge to their kernel",
     )
-    kinds = {"x": "array", "preprocess": "name", "kernel": "name", "gamma": "positive",
-             "dimension": "count", "start": "whole"}  # fmt: skip
-    arguments = {"x": x, "preprocess": "none", "kernel": kernel, "gamma": gamma,
-                 "dimension": 4000, "start": 0}  # fmt: skip
+    kinds = {
+        "x": "array",
+        "preprocess": "name",
+        "kernel": "name",
+        "gamma": "positive",
+        "dimension": "count",
+        "start": "whole",
+    }
+    arguments = {
+        "x": x,
+        "preprocess": "none",
+        "kernel": kernel,
+        "gamma": gamma,
+        "dimension": 4000,
+        "start": 0,
+    }
     return Case(call, arguments, check, kinds, ("x",))
 
 
@@ -82,20 +101,24 @@ def samples(rng, dtype) -> Case:
         fourier = features.sample_fourier(key, count, gammas=gammas)
         return [float(c.gamma) for c in fourier], len(features.sample_text(key, count))
 
-    check = lambda r: first(  # noqa: E731
+    check = lambda r: first(
         that(len(r[0]) == r[1] == count, f"{len(r[0])} and {r[1]}"),
         that(all(0.999e-3 <= g <= 10.01 for g in r[0]), f"bandwidths {r[0]}"),
     )
     kinds = {"key": "key", "count": "whole", "gammas": "sequence"}
-    return Case(call, {"key": jax.random.key(1), "count": count, "gammas": (1e-3, 10.0)}, check,
-                kinds)  # fmt: skip
+    return Case(
+        call, {"key": jax.random.key(1), "count": count, "gammas": (1e-3, 10.0)}, check, kinds
+    )
 
 
-_WORDS = "alpha beta gamma delta".split()
+_WORDS = ["alpha", "beta", "gamma", "delta"]
 
 
-@generates("bilevel.spaces.features.hashed_counts", "bilevel.spaces.features.fold",
-           "bilevel.spaces.features.text_config")  # fmt: skip
+@generates(
+    "bilevel.spaces.features.hashed_counts",
+    "bilevel.spaces.features.fold",
+    "bilevel.spaces.features.text_config",
+)
 def hashed_counts(rng, dtype) -> Case:
     texts = [" ".join(rng.choice(_WORDS, int(rng.integers(0, 6)))) for _ in range(3)]
 
@@ -112,10 +135,20 @@ def hashed_counts(rng, dtype) -> Case:
             near("sums", r[1].sum(1), [len(t.split()) for t in texts], 1e-6),
         )
 
-    kinds = {"texts": "sequence", "order": "name", "dimension": "count", "smoothing": "positive",
-             "tokenizer": "name"}  # fmt: skip
-    arguments = {"texts": texts, "order": 1, "dimension": 64, "smoothing": 1.0,
-                 "tokenizer": "simple"}  # fmt: skip
+    kinds = {
+        "texts": "sequence",
+        "order": "name",
+        "dimension": "count",
+        "smoothing": "positive",
+        "tokenizer": "name",
+    }
+    arguments = {
+        "texts": texts,
+        "order": 1,
+        "dimension": 64,
+        "smoothing": 1.0,
+        "tokenizer": "simple",
+    }
     return Case(call, arguments, check, kinds, fine=("order: a number",))
 
 
@@ -131,7 +164,7 @@ def weigh(rng, dtype) -> Case:
 
     P, Q = counts[labels == 1].sum(0), counts[labels == 0].sum(0)
     weights = np.log2(((P + a) / (P + a).sum()) / ((Q + a) / (Q + a).sum()))
-    check = lambda r: near("features", r, counts * weights, 1e-6)  # noqa: E731
+    check = lambda r: near("features", r, counts * weights, 1e-6)
     kinds = {"counts": "values", "labels": "labels", "weights": "name"}
     arguments = {"counts": counts, "labels": labels, "weights": "nb"}
     fine = ("labels: negative", "labels: fractions")  # any two values
@@ -151,9 +184,15 @@ def fourier_selection(rng, dtype) -> Case:
         config = features.fourier_config(gamma=0.1)
         return problem.evaluate(jax.random.key(1), config, dimension)
 
-    check = lambda r: near("errors of two clouds", [r.valid, r.test], [0.0, 0.0], 0)  # noqa: E731
+    check = lambda r: near("errors of two clouds", [r.valid, r.test], [0.0, 0.0], 0)
     kinds = {"key": "key", "x": "values", "dimension": "count", "penalty": "nonnegative"}
-    arguments = {"key": jax.random.key(0), "x": x, "labels": labels, "dimension": 64, "penalty": 0.5}
+    arguments = {
+        "key": jax.random.key(0),
+        "x": x,
+        "labels": labels,
+        "dimension": 64,
+        "penalty": 0.5,
+    }
     return Case(call, arguments, check, kinds)
 
 
@@ -168,5 +207,5 @@ def text_selection(rng, dtype) -> Case:
         config = features.text_config(weights="nb")
         return problem.evaluate(jax.random.key(1), config, 64)
 
-    check = lambda r: near("errors", [r.valid, r.test], [0.0, 0.0], 0)  # noqa: E731
+    check = lambda r: near("errors", [r.valid, r.test], [0.0, 0.0], 0)
     return Case(call, {"texts": texts, "labels": labels, "cost": 1.0}, check, {"cost": "positive"})

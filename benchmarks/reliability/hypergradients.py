@@ -1,7 +1,6 @@
 """Problems, lower solvers, inverses, hypergradients, descent: against closed forms in float64."""
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -57,7 +56,7 @@ def cg(rng, dtype) -> Case:
     H, b = _system(rng, dtype)
     damping = float(rng.choice([0.0, 0.1]))
     options = {"steps": 200, "tol": None, "damping": damping}
-    call = lambda H, b, **o: _solve(bilevel.cg(**o), H, b)  # noqa: E731
+    call = lambda H, b, **o: _solve(bilevel.cg(**o), H, b)
     kinds = _VALUES | {"steps": "count", "tol": "nonnegative?", "damping": "nonnegative"}
     check = _residual(H, b, damping, 200 * max(eps(dtype), 1e-11))
     return Case(call, {"H": H, "b": b, **options}, check, kinds, ("H", "b"))
@@ -69,7 +68,7 @@ def dense(rng, dtype) -> Case:
     if rng.random() < 0.3 and len(b) > 1:  # a saddle has an inverse too
         H = H - 1.5 * jnp.linalg.norm(H) * jnp.eye(len(b), dtype=H.dtype).at[0, 0].set(-1.0)
     damping = float(rng.choice([0.0, 0.1]))
-    call = lambda H, b, damping: _solve(bilevel.dense(damping), H, b)  # noqa: E731
+    call = lambda H, b, damping: _solve(bilevel.dense(damping), H, b)
     check = _residual(H, b, damping, 200 * eps(dtype))
     kinds = _VALUES | {"damping": "nonnegative"}
     return Case(call, {"H": H, "b": b, "damping": damping}, check, kinds, ("H", "b"))
@@ -84,7 +83,7 @@ def neumann(rng, dtype) -> Case:
     truth, power = np.zeros_like(v), v
     for _ in range(terms):
         truth, power = truth + step * power, power - step * A @ power
-    call = lambda H, b, **o: _solve(bilevel.neumann(**o), H, b)  # noqa: E731
+    call = lambda H, b, **o: _solve(bilevel.neumann(**o), H, b)
     kinds = _VALUES | {"terms": "count", "step_size": "nonnegative"}
     fine = ("H: nan", "H: inf", "H: nan, traced") if terms == 1 else ()
     check = functools.partial(near, "x", expected=truth, tolerance=500 * eps(dtype))
@@ -96,7 +95,7 @@ def neumann(rng, dtype) -> Case:
 def scale(rng, dtype) -> Case:
     _, b = _system(rng, dtype)
     step = float(10 ** rng.uniform(-6, 6))
-    call = lambda b, step_size: _solve(bilevel.scale(step_size), jnp.eye(len(b)), b)  # noqa: E731
+    call = lambda b, step_size: _solve(bilevel.scale(step_size), jnp.eye(len(b)), b)
     check = functools.partial(
         near, "x", expected=step * np.asarray(b, np.float64), tolerance=4 * eps(dtype)
     )
@@ -114,7 +113,7 @@ def nystrom(rng, dtype) -> Case:
         values[:1] = 0
         H = jnp.asarray((vectors * values) @ vectors.T, dtype)
     damping = float(np.linalg.norm(np.asarray(H), 2)) * 10 ** rng.uniform(-2, 0)
-    call = lambda H, b, **o: _solve(bilevel.nystrom(**o), H, b)  # noqa: E731
+    call = lambda H, b, **o: _solve(bilevel.nystrom(**o), H, b)
     kinds = _VALUES | {"rank": "count", "damping": "positive", "key": "key?"}
     check = _residual(H, b, damping, 2000 * np.sqrt(n) * eps(dtype))
     arguments = {"H": H, "b": b, "rank": rank, "damping": damping, "key": jax.random.key(1)}
@@ -135,7 +134,9 @@ def gram(rng, dtype) -> Case:
 
     check = _residual(x.T @ x, b, damping, 500 * eps(dtype) * (1 + 10 / damping))
     kinds = {"x": "values", "b": "values", "damping": "nonnegative"}
-    return Case(call, {"x": x, "y": y, "b": b, "damping": damping}, check, kinds, ("x", "b"))
+    arguments = {"x": x, "y": y, "b": b, "damping": damping}
+    fine = ("damping: a function",)  # of alpha
+    return Case(call, arguments, check, kinds, ("x", "b"), fine=fine)
 
 
 # ----------------------------------------------------------------------------- the problem
@@ -153,7 +154,7 @@ def outer(w, alpha, batch):
     return 0.5 * jnp.sum((x @ flat - y) ** 2)
 
 
-class _Ridge:
+class Ridge:
     """Ridge regression with one penalty per weight, weights a dict; the truth in float64."""
 
     def __init__(self, rng, dtype):
@@ -169,7 +170,9 @@ class _Ridge:
         train, valid = cast(draw)
         w0 = {"a": w[:1], "b": w[1:]}
         names = ("alpha", "w0", "train", "valid")
-        self.arguments = dict(zip(names, cast((alpha, w0, tuple(train), tuple(valid))), strict=True))
+        self.arguments = dict(
+            zip(names, cast((alpha, w0, tuple(train), tuple(valid))), strict=True)
+        )
         self.w0 = np.asarray(w, np.float64)
 
     def truth(self, steps: int | None = None, rate: float = 0.0):
@@ -198,14 +201,14 @@ class _Ridge:
         return 0.9 / float(np.linalg.norm(x, 2) ** 2 + np.exp(self.arguments["alpha"]).max())
 
 
-_PROBLEM = bilevel.Problem(lower, outer)
+PROBLEM = bilevel.Problem(lower, outer)
 
 
 def _tree(w):
     return {"a": w[:1], "b": w[1:]}
 
 
-def _closed(alpha, w, batch):
+def closed(alpha, w, batch):
     x, y = batch
     H = x.T @ x + jnp.diag(jnp.exp(alpha))
     return _tree(jnp.linalg.solve(H, x.T @ y))
@@ -216,17 +219,17 @@ _SOLVERS = {
     "lbfgs": lambda: bilevel.implicit(bilevel.lbfgs()),
     "dense": lambda: bilevel.implicit(bilevel.newton(), bilevel.dense()),
     "descent": lambda: bilevel.implicit(bilevel.unrolled(0.02, 30)),
-    "solved": lambda: bilevel.implicit(bilevel.solved(_closed)),
+    "solved": lambda: bilevel.implicit(bilevel.solved(closed)),
 }
 
 
 @functools.cache
 def _compiled(solver: str, mode: str):
     made = _SOLVERS[solver]()
-    return jax.jit(bilevel.hypergradient(_PROBLEM, made, mode=mode))
+    return jax.jit(bilevel.hypergradient(PROBLEM, made, mode=mode))
 
 
-def _honest(ridge: _Ridge, dtype):
+def _honest(ridge: Ridge, dtype):
     """`converged` and `error_bound` are kept; what is not claimed may be off."""
     _, truth = ridge.truth()
 
@@ -242,11 +245,15 @@ def _honest(ridge: _Ridge, dtype):
                 not info.converged or error <= 0.05 * size + rounding,
                 f"converged, and off by {error / size:.1e}",
             ),
-            that(np.isnan(bound) or error <= 1.01 * bound + rounding,
-                 f"error {error:.2e} above its bound {bound:.2e}"),
-            that(not (info.converged and np.isfinite(bound) and bound > np.linalg.norm(grad)),
-                 f"converged, with a bound of {bound:.1e} of {np.linalg.norm(grad):.1e}"),
-        )  # fmt: skip
+            that(
+                np.isnan(bound) or error <= 1.01 * bound + rounding,
+                f"error {error:.2e} above its bound {bound:.2e}",
+            ),
+            that(
+                not (info.converged and np.isfinite(bound) and bound > np.linalg.norm(grad)),
+                f"converged, with a bound of {bound:.1e} of {np.linalg.norm(grad):.1e}",
+            ),
+        )
 
     return check
 
@@ -254,13 +261,14 @@ def _honest(ridge: _Ridge, dtype):
 _BATCHES = {"alpha": "values", "w0": "values", "train": "values", "valid": "values"}
 
 
-@generates("bilevel.hypergradient", "bilevel.implicit", "bilevel.newton", "bilevel.lbfgs",
-           "bilevel.solved")  # fmt: skip
+@generates(
+    "bilevel.hypergradient", "bilevel.implicit", "bilevel.newton", "bilevel.lbfgs", "bilevel.solved"
+)
 def hypergradient(rng, dtype) -> Case:
-    ridge = _Ridge(rng, dtype)
+    ridge = Ridge(rng, dtype)
     solver = str(rng.choice(list(_SOLVERS)))
     mode = str(rng.choice(["reverse", "forward"], p=[0.8, 0.2]))
-    call = lambda **k: _compiled(solver, mode)(**k)  # noqa: E731
+    call = lambda **k: _compiled(solver, mode)(**k)
     fine = ("w0: nan", "w0: inf") if solver == "solved" else ()
     kinds = _BATCHES if solver != "solved" else {k: v for k, v in _BATCHES.items() if k != "w0"}
     return Case(call, ridge.arguments, _honest(ridge, dtype), kinds, fine=fine)
@@ -274,7 +282,7 @@ def _unrolled(steps: int, mode: str, restarted: bool):
     def run(alpha, w0, train, valid, rate):
         solver = bilevel.unrolled(optax.sgd(rate), steps)
         solver = bilevel.restarted(solver) if restarted else solver
-        return bilevel.hypergradient(_PROBLEM, solver, mode=mode, diagnostics=False)(
+        return bilevel.hypergradient(PROBLEM, solver, mode=mode, diagnostics=False)(
             alpha, w0, train, valid
         )
 
@@ -283,11 +291,11 @@ def _unrolled(steps: int, mode: str, restarted: bool):
 
 @generates("bilevel.unrolled", "bilevel.restarted")
 def unrolled(rng, dtype) -> Case:
-    ridge, steps = _Ridge(rng, dtype), int(rng.choice(_STEPS))
+    ridge, steps = Ridge(rng, dtype), int(rng.choice(_STEPS))
     mode = str(rng.choice(["reverse", "forward"], p=[0.8, 0.2]))
     restarted, rate = bool(rng.random() < 0.3), ridge.rate()
     value, grad = ridge.truth(steps, rate)
-    call = lambda **k: _unrolled(steps, mode, restarted)(**k)  # noqa: E731
+    call = lambda **k: _unrolled(steps, mode, restarted)(**k)
 
     def check(result):
         return first(
@@ -300,15 +308,21 @@ def unrolled(rng, dtype) -> Case:
 
 @functools.cache
 def _adaptive(name: str):
-    make = {"adam": optax.adam, "adamw": optax.adamw, "nadam": optax.nadam, "lamb": optax.lamb,
-            "rmsprop": optax.rmsprop, "lion": optax.lion}[name]  # fmt: skip
+    make = {
+        "adam": optax.adam,
+        "adamw": optax.adamw,
+        "nadam": optax.nadam,
+        "lamb": optax.lamb,
+        "rmsprop": optax.rmsprop,
+        "lion": optax.lion,
+    }[name]
     solver = bilevel.unrolled(make(0.05), 3)
 
     def value(alpha, w0, train, valid):
-        w, _ = solver.run(_PROBLEM.lower, alpha, w0, solver.init(w0), train)
-        return _PROBLEM.outer(w, alpha, valid)
+        w, _ = solver.run(PROBLEM.lower, alpha, w0, solver.init(w0), train)
+        return PROBLEM.outer(w, alpha, valid)
 
-    full = bilevel.hypergradient(_PROBLEM, solver, diagnostics=False)
+    full = bilevel.hypergradient(PROBLEM, solver, diagnostics=False)
     return jax.jit(full), jax.jit(value)
 
 
@@ -320,7 +334,7 @@ def adaptive(rng, dtype) -> Case:
 
 
 def _adaptive_case(rng) -> Case:
-    ridge = _Ridge(rng, np.float64)
+    ridge = Ridge(rng, np.float64)
     ridge.arguments["alpha"] = jnp.maximum(ridge.arguments["alpha"], -3)
     dead = bool(rng.random() < 0.5)
     if dead:
@@ -328,7 +342,7 @@ def _adaptive_case(rng) -> Case:
         ridge.arguments["train"] = (x.at[:, 0].set(0), y)
         ridge.arguments["w0"] = jax.tree.map(jnp.zeros_like, ridge.arguments["w0"])
     name = str(rng.choice(["adam", "adamw", "nadam", "lamb", "rmsprop", "lion"]))
-    call = lambda **k: _adaptive(name)[0](**k)  # noqa: E731
+    call = lambda **k: _adaptive(name)[0](**k)
     arguments = ridge.arguments
 
     @jax.enable_x64(True)
@@ -339,7 +353,9 @@ def _adaptive_case(rng) -> Case:
         slope = (float(value(**moved[0])) - float(value(**moved[1]))) / (2 * h)
         off = abs(float(result.grad[i]) - slope)
         allowed = 1e-3 * abs(slope) + 1e-5 * (1 + abs(float(result.value)))
-        return that(off <= allowed, f"gradient {float(result.grad[i]):.6g}, differences {slope:.6g}")
+        return that(
+            off <= allowed, f"gradient {float(result.grad[i]):.6g}, differences {slope:.6g}"
+        )
 
     return Case(lambda **k: _in_x64(call, k), arguments, check, {"train": "values"})
 
@@ -353,14 +369,14 @@ def _in_x64(call, arguments):
 def _one_step(radius):
     def run(alpha, w0, train, valid, rate):
         solver = bilevel.one_step(optax.sgd(rate), radius=radius)
-        return bilevel.hypergradient(_PROBLEM, solver, diagnostics=False)(alpha, w0, train, valid)
+        return bilevel.hypergradient(PROBLEM, solver, diagnostics=False)(alpha, w0, train, valid)
 
     return jax.jit(run)
 
 
 @generates("bilevel.one_step")
 def one_step(rng, dtype) -> Case:
-    ridge = _Ridge(rng, dtype)
+    ridge = Ridge(rng, dtype)
     ridge.arguments["w0"] = jax.tree.map(lambda x: x + 1, ridge.arguments["w0"])
     ridge.w0 = ridge.w0 + 1
     radius = [None, 0.01][rng.integers(2)]
@@ -368,8 +384,8 @@ def one_step(rng, dtype) -> Case:
     _, grad = ridge.truth(1, rate)
     # The difference of the lower gradients is exact for a quadratic, up to what cancels in it.
     tolerance = 2e3 * eps(dtype) * (1 if radius is None else 1e4)
-    call = lambda **k: _one_step(radius)(**k)  # noqa: E731
-    check = lambda r: near("gradient", r.grad, grad, tolerance)  # noqa: E731
+    call = lambda **k: _one_step(radius)(**k)
+    check = lambda r: near("gradient", r.grad, grad, tolerance)
     return Case(call, ridge.arguments | {"rate": jnp.asarray(rate, dtype)}, check, _BATCHES)
 
 
@@ -377,8 +393,8 @@ def one_step(rng, dtype) -> Case:
 def _closed_form():
     # (x, y) as the batch; a penalty for each weight.
     solver = bilevel.ridge(lambda alpha, x: x * jnp.exp(alpha / 2), lambda alpha: 1e-2)
-    loss = lambda w, alpha, batch: 0.5 * jnp.sum(  # noqa: E731
-        (batch[0] * jnp.exp(alpha / 2) @ w - batch[1]) ** 2
+    loss = lambda w, alpha, batch: (
+        0.5 * jnp.sum((batch[0] * jnp.exp(alpha / 2) @ w - batch[1]) ** 2)
     )
     problem = bilevel.Problem(
         lambda w, alpha, batch: loss(w, alpha, batch) + 0.005 * jnp.sum(w**2), loss
@@ -388,7 +404,7 @@ def _closed_form():
 
 @generates("bilevel.ridge")
 def ridge(rng, dtype) -> Case:
-    made = _Ridge(rng, dtype)
+    made = Ridge(rng, dtype)
     arguments = made.arguments | {"w0": jnp.zeros(len(made.w0), dtype)}
     arguments["alpha"] = jnp.clip(arguments["alpha"], -2, 2)
     alpha, (x, y), (u, v) = (
@@ -412,191 +428,12 @@ def ridge(rng, dtype) -> Case:
         return first(
             near("value", result.value, value(alpha), tolerance),
             near("gradient", result.grad, slopes, tolerance),
-            that(not result.info.converged or error <= 0.05 * np.linalg.norm(slopes) + 1e-6,
-                 f"converged, and off by {error:.1e}"),
-        )  # fmt: skip
+            that(
+                not result.info.converged or error <= 0.05 * np.linalg.norm(slopes) + 1e-6,
+                f"converged, and off by {error:.1e}",
+            ),
+        )
 
-    call = lambda **k: _closed_form()(**k)  # noqa: E731
+    call = lambda **k: _closed_form()(**k)
     kinds = {k: v for k, v in _BATCHES.items() if k != "w0"}
     return Case(call, arguments, check, kinds, extreme=tolerance > 0.1)
-
-
-# ----------------------------------------------------------------------------- how they are made
-
-
-def _tiny(rng):
-    x, y = jnp.asarray(rng.normal(size=(4, 2))), jnp.asarray(rng.normal(size=4))
-    return jnp.zeros(2), {"a": jnp.zeros(1), "b": jnp.zeros(1)}, (x, y), (x, y)
-
-
-def _built(make, rng, **arguments):
-    """A solver's factory: its options are the arguments; the result is a hypergradient's value."""
-    alpha, w0, train, valid = _tiny(rng)
-
-    def call(**options):
-        solver = make(**options)
-        return bilevel.hypergradient(_PROBLEM, solver, diagnostics=False)(alpha, w0, train, valid)
-
-    return call, lambda result: that(np.isfinite(float(result.value)), "no value")
-
-
-_OTHERS = {  # what people write in the place of a solver or an inverse
-    "an optax optimizer": lambda: optax.sgd(0.1),
-    "an inverse": lambda: bilevel.cg(),
-    "a factory": lambda: bilevel.newton,
-    "implicit itself": lambda: bilevel.implicit,
-    "a number": lambda: 0.1,
-    "a text": lambda: "newton",
-}
-
-
-def _other(rng) -> tuple[str, Any]:
-    what = str(rng.choice(list(_OTHERS)))
-    return what, _OTHERS[what]()
-
-
-@generates("bilevel.implicit options")
-def implicit_options(rng, dtype) -> Case:
-    call, check = _built(lambda forward, inverse: bilevel.implicit(forward, inverse), rng)
-    arguments = {"forward": None, "inverse": None}
-    if rng.random() < 0.2:
-        return Case(call, arguments, check, {})
-    name = str(rng.choice(["forward", "inverse"]))
-    what, other = _other(rng)
-    if name == "inverse" and callable(other):  # what is callable may be an inverse
-        other = "text"
-    return _refuses(call, arguments | {name: other}, f"{name}: {what}")
-
-
-@generates("bilevel.unrolled options")
-def unrolled_options(rng, dtype) -> Case:
-    call, check = _built(bilevel.unrolled, rng)
-    kinds = {"optimizer": "function", "steps": "count", "backprop": "whole?"}
-    arguments = {"optimizer": 0.1, "steps": 2, "backprop": None}
-    if rng.random() < 0.3:
-        several = optax.MultiSteps(optax.sgd(0.1), 2)
-        return _refuses(call, arguments | {"optimizer": several}, "optimizer: MultiSteps")
-    return Case(call, arguments, check, kinds, fine=("optimizer: a number", "optimizer: an array"))
-
-
-@generates("bilevel.newton options")
-def newton_options(rng, dtype) -> Case:
-    call, check = _built(lambda **o: bilevel.implicit(bilevel.newton(**o)), rng)
-    kinds = {"steps": "count", "tol": "nonnegative?", "cg_steps": "count"}
-    return Case(call, {"steps": 20, "tol": None, "cg_steps": 50}, check, kinds)
-
-
-@generates("bilevel.lbfgs options")
-def lbfgs_options(rng, dtype) -> Case:
-    call, check = _built(lambda **o: bilevel.implicit(bilevel.lbfgs(**o)), rng)
-    kinds = {"steps": "count", "tol": "nonnegative?", "memory": "count"}
-    return Case(call, {"steps": 20, "tol": None, "memory": 5}, check, kinds)
-
-
-@generates("bilevel.one_step options")
-def one_step_options(rng, dtype) -> Case:
-    call, check = _built(bilevel.one_step, rng)
-    kinds = {"optimizer": "function", "radius": "positive?"}
-    fine = ("optimizer: a number", "optimizer: an array")
-    return Case(call, {"optimizer": 0.1, "radius": 0.01}, check, kinds, fine=fine)
-
-
-@generates("bilevel.restarted options")
-def restarted_options(rng, dtype) -> Case:
-    call, check = _built(bilevel.restarted, rng)
-    if rng.random() < 0.7:
-        what, other = _other(rng)
-        return _refuses(call, {"solver": other}, f"solver: {what}")
-    return Case(call, {"solver": bilevel.unrolled(0.1, 2)}, check, {"solver": "function"})
-
-
-@generates("bilevel.ridge options")
-def ridge_options(rng, dtype) -> Case:
-    alpha, _, train, valid = _tiny(rng)
-
-    def call(features, penalty):
-        solver = bilevel.ridge(features, penalty)
-        return solver.run(lambda *a: 0.0, alpha, jnp.zeros(2), solver.init(jnp.zeros(2)), train)[0]
-
-    arguments = {"features": lambda alpha, x: x, "penalty": lambda alpha: 1.0}
-    kinds = {"features": "function", "penalty": "function"}
-    return Case(call, arguments, lambda w: that(np.isfinite(w).all(), "no weights"), kinds)
-
-
-@generates("bilevel.gram options")
-def gram_options(rng, dtype) -> Case:
-    outputs = lambda w, alpha, batch: batch[0] @ jnp.concatenate([w["a"], w["b"]])  # noqa: E731
-    make = lambda **o: bilevel.implicit(bilevel.newton(), bilevel.gram(**o))  # noqa: E731
-    call, check = _built(make, rng)
-    kinds = {"outputs": "function", "damping": "nonnegative"}
-    return Case(call, {"outputs": outputs, "damping": 1.0}, check, kinds,
-                fine=("damping: a function",))  # fmt: skip
-
-
-@generates("bilevel.solved options")
-def solved_options(rng, dtype) -> Case:
-    call, check = _built(lambda solve: bilevel.implicit(bilevel.solved(solve)), rng)
-    return Case(call, {"solve": _closed}, check,
-                {"solve": "function?"})  # fmt: skip
-
-
-@generates("bilevel.hypergradient options")
-def hypergradient_options(rng, dtype) -> Case:
-    alpha, w0, train, valid = _tiny(rng)
-
-    def call(problem, solver, mode, alpha, w0):
-        return bilevel.hypergradient(problem, solver, mode=mode)(alpha, w0, train, valid)
-
-    arguments = {"problem": _PROBLEM, "solver": bilevel.unrolled(0.1, 2), "mode": "reverse",
-                 "alpha": alpha, "w0": w0}  # fmt: skip
-    odd: dict[str, Any] = {
-        "aux": {"problem": bilevel.Problem(lambda *a: (lower(*a), 1), outer)},
-        "vector": {"problem": bilevel.Problem(lambda *a: lower(*a)[None], outer)},
-        "integers": {"alpha": jnp.zeros(2, int)},
-        "integer weights": {"w0": jax.tree.map(lambda x: x.astype(int), w0)},
-        "complex weights": {"w0": jax.tree.map(lambda x: x + 1j, w0)},
-    }
-    if rng.random() < 0.5:
-        what = str(rng.choice(list(odd)))
-        return _refuses(call, arguments | odd[what], what)
-    kinds = {"problem": "record", "solver": "record", "mode": "name"}
-    check = lambda r: that(np.isfinite(float(r.value)), "no value")  # noqa: E731
-    return Case(call, arguments, check, kinds)
-
-
-@generates("bilevel.Problem")
-def problem(rng, dtype) -> Case:
-    alpha, w0, train, valid = _tiny(rng)
-
-    def call(lower, outer):
-        made = bilevel.Problem(lower, outer)
-        return made.lower(w0, alpha, train), made.outer(w0, alpha, valid)
-
-    check = lambda r: near("losses", r, (lower(w0, alpha, train), outer(w0, alpha, valid)), 0)  # noqa: E731
-    return Case(call, {"lower": lower, "outer": outer}, check,
-                {"lower": "function", "outer": "function"})  # fmt: skip
-
-
-@generates("bilevel.side_by_side")
-def side_by_side(rng, dtype) -> Case:
-    made = [_Ridge(np.random.default_rng(int(rng.integers(4)) + 10 * i), dtype) for i in range(2)]
-    if made[0].arguments["alpha"].shape != made[1].arguments["alpha"].shape:
-        made[1] = made[0]
-    alone = [r.arguments for r in made]
-    both = jax.tree.map(lambda *x: jnp.stack(x), *alone)
-    call = lambda w0, alpha, train: jax.value_and_grad(  # noqa: E731
-        bilevel.side_by_side(_PROBLEM).lower, 1
-    )(w0, alpha, train)
-    each = [jax.value_and_grad(lower, 1)(a["w0"], a["alpha"], a["train"]) for a in alone]
-    value, grad = sum(float(v) for v, _ in each), np.stack([np.asarray(g) for _, g in each])
-    check = lambda r: first(  # noqa: E731
-        near("value", r[0], value, 50 * eps(dtype)), near("gradient", r[1], grad, 50 * eps(dtype))
-    )
-    arguments = {k: both[k] for k in ("w0", "alpha", "train")}
-    kinds = {k: "values" for k in arguments}
-    return Case(call, arguments, check, kinds, ("w0", "alpha", "train"))
-
-
-def _refuses(call, arguments, mistake: str) -> Case:
-    """A call that has to be refused; answering is wrong."""
-    return Case(call, arguments, lambda result: "", {}, mistake=mistake)

@@ -40,8 +40,9 @@ def grams(rng, dtype) -> Case:
     def call(features, labels):
         return spectral.spectral_gram(features, labels), spectral.noise_gram(features, labels)
 
-    check = lambda r: first(  # noqa: E731
-        near("gram", r[0], truth[0], 1e3 * eps(dtype)), near("noise", r[1], truth[1], 1e3 * eps(dtype))
+    check = lambda r: first(
+        near("gram", r[0], truth[0], 1e3 * eps(dtype)),
+        near("noise", r[1], truth[1], 1e3 * eps(dtype)),
     )
     return Case(call, {"features": given, "labels": y}, check, _TENSOR, ("features", "labels"))
 
@@ -64,8 +65,14 @@ def spectral_alpha(rng, dtype) -> Case:
         )
 
     call = functools.partial(bilevel.spectral_alpha, whiten=whiten)
-    return Case(call, {"features": X, "labels": y}, check, _TENSOR, ("features", "labels"),
-                extreme=rounding > 0.1)  # fmt: skip
+    return Case(
+        call,
+        {"features": X, "labels": y},
+        check,
+        _TENSOR,
+        ("features", "labels"),
+        extreme=rounding > 0.1,
+    )
 
 
 @generates("bilevel.spectral.top_direction")
@@ -74,10 +81,12 @@ def top_direction(rng, dtype) -> Case:
     gram = (a @ a.T).astype(dtype)
     values, vectors = np.linalg.eigh(gram.astype(np.float64))
     gap = (values[-1] - values[-2]) / values[-1]
-    check = lambda r: at_most(  # noqa: E731
-        "away from the top", 1 - abs(vectors[:, -1] @ np.asarray(r)), 100 * eps(dtype) / gap)
-    return Case(spectral.top_direction, {"gram": jnp.asarray(gram)}, check, {"gram": "matrix"},
-                ("gram",))  # fmt: skip
+    check = lambda r: at_most(
+        "away from the top", 1 - abs(vectors[:, -1] @ np.asarray(r)), 100 * eps(dtype) / gap
+    )
+    return Case(
+        spectral.top_direction, {"gram": jnp.asarray(gram)}, check, {"gram": "matrix"}, ("gram",)
+    )
 
 
 @generates("bilevel.simplex_start")
@@ -91,7 +100,9 @@ def simplex_start(rng, dtype) -> Case:
     uniform = float(rng.choice([0.0, 0.1, 1.0]))
     N = np.eye(h) if noise is None else np.asarray(noise, np.float64)
     root = np.linalg.cholesky(N).T
-    sides = [scipy.optimize.nnls(root, root @ s)[0] for s in (np.asarray(alpha), -np.asarray(alpha))]
+    sides = [
+        scipy.optimize.nnls(root, root @ s)[0] for s in (np.asarray(alpha), -np.asarray(alpha))
+    ]
     lengths = [s @ N @ s for s in sides]
     best = sides[int(np.argmax(lengths))]
     truth = (1 - uniform) * best / best.sum() + uniform / h
@@ -131,7 +142,7 @@ def spectral_estimator(rng, dtype) -> Case:
 
     kinds = {"features": "array", "labels": "rows", "valid": "array", "valid_labels": "rows"}
     arguments = {"features": X, "labels": y, "valid": valid, "valid_labels": labels}
-    check = lambda r: near("predictions", r, truth, rounding)  # noqa: E731
+    check = lambda r: near("predictions", r, truth, rounding)
     return Case(call, arguments, check, kinds, tuple(arguments), extreme=rounding > 0.05)
 
 
@@ -141,7 +152,7 @@ def spectral_limits(rng, dtype) -> Case:
     rho2 = np.where(P * H < 1, (1 - P * H) / (1 + H), 0)
     with np.errstate(all="ignore"):
         risk = np.where(P > 1, rho2 * (1 - 1 / P) + (1 - rho2) / (1 - 1 / P), (1 - rho2) / (1 - P))
-    check = lambda r: first(  # noqa: E731
+    check = lambda r: first(
         near("rho^2", r.correlation_squared, rho2, 1e-4), near("risk", r.risk, risk, 1e-3)
     )
     kinds = {"p_over_n": "numbers", "h_over_n": "numbers"}
@@ -152,7 +163,7 @@ def spectral_limits(rng, dtype) -> Case:
 @generates("bilevel.spectral.spectral_sample")
 def spectral_sample(rng, dtype) -> Case:
     n, p, h = (int(rng.choice(v)) for v in ([10, 30], [5, 60], [1, 2]))
-    check = lambda r: first(  # noqa: E731
+    check = lambda r: first(
         that(0 <= float(r.correlation_squared) <= 1 + 1e-5, f"correlation {r.correlation_squared}"),
         that(float(r.risk) >= 0, f"risk {r.risk}"),
     )
@@ -174,16 +185,22 @@ def _features(rng, dtype):
         made = linear.sparse(scipy.sparse.csr_array(phi))
     elif form == "blocks":
         whole = made
-        rows = lambda start, size: jax.lax.dynamic_slice_in_dim(  # noqa: E731
-            jnp.pad(whole, ((0, size), (0, 0))), start, size, 0)
-        columns = lambda start, size: jax.lax.dynamic_slice_in_dim(  # noqa: E731
-            jnp.pad(whole, ((0, 0), (0, size))), start, size, 1)
+        rows = lambda start, size: jax.lax.dynamic_slice_in_dim(
+            jnp.pad(whole, ((0, size), (0, 0))), start, size, 0
+        )
+        columns = lambda start, size: jax.lax.dynamic_slice_in_dim(
+            jnp.pad(whole, ((0, 0), (0, size))), start, size, 1
+        )
         made = linear.Blocks(phi.shape, rows, columns)
     return phi, made, form
 
 
-@generates("bilevel.linear.ridge_weights", "bilevel.linear.predict", "bilevel.linear.sparse",
-           "bilevel.linear.Blocks")  # fmt: skip
+@generates(
+    "bilevel.linear.ridge_weights",
+    "bilevel.linear.predict",
+    "bilevel.linear.sparse",
+    "bilevel.linear.Blocks",
+)
 def ridge_weights(rng, dtype) -> Case:
     phi, made, form = _features(rng, dtype)
     n, d = phi.shape
@@ -198,11 +215,16 @@ def ridge_weights(rng, dtype) -> Case:
         return fit, linear.predict(features, fit.w)
 
     tolerance = max(1e-3 if dtype == np.float32 else 1e-7, 0)
-    check = lambda r: first(  # noqa: E731
-        near("weights", r[0].w, w, 20 * tolerance * 10), near("predictions", r[1], A @ w, tolerance * 20)
+    check = lambda r: first(
+        near("weights", r[0].w, w, 20 * tolerance * 10),
+        near("predictions", r[1], A @ w, tolerance * 20),
     )
-    kinds = {"features": "array" if form == "array" else "record", "y": "rows",
-             "penalty": "nonnegative", "method": "name"}  # fmt: skip
+    kinds = {
+        "features": "array" if form == "array" else "record",
+        "y": "rows",
+        "penalty": "nonnegative",
+        "method": "name",
+    }
     arguments = {"features": made, "y": jnp.asarray(y), "penalty": penalty, "method": method}
     traced = ("features", "y") if form == "array" else ()
     return Case(call, arguments, check, kinds, traced, vmapped=False)
@@ -222,11 +244,16 @@ def svm_weights(rng, dtype) -> Case:
         off = np.linalg.norm(slope(np.asarray(fit.w, np.float64))) / np.linalg.norm(slope(0 * A[0]))
         return at_most("gradient", off, 10 * float(fit.residual) + 1e3 * eps(dtype))
 
-    kinds = {"features": "array" if form == "array" else "record", "y": "rows",
-             "cost": "positive"}  # fmt: skip
+    kinds = {"features": "array" if form == "array" else "record", "y": "rows", "cost": "positive"}
     arguments = {"features": made, "y": jnp.asarray(y), "cost": cost}
-    return Case(linear.svm_weights, arguments, check, kinds,
-                ("features", "y") if form == "array" else (), vmapped=False)  # fmt: skip
+    return Case(
+        linear.svm_weights,
+        arguments,
+        check,
+        kinds,
+        ("features", "y") if form == "array" else (),
+        vmapped=False,
+    )
 
 
 # ----------------------------------------------------------------------------- stability
@@ -239,9 +266,9 @@ def lipschitz(rng, dtype) -> Case:
     alphas = jnp.asarray(rng.normal(size=m), dtype)
     deltas = jnp.asarray(10 ** rng.uniform(-2, 0, k), dtype)
     truth = np.full((m, k), slope)
-    algorithm = lambda alpha: jnp.stack([0.6, 0.8]).astype(alpha.dtype) * slope * alpha  # noqa: E731
+    algorithm = lambda alpha: jnp.stack([0.6, 0.8]).astype(alpha.dtype) * slope * alpha
     kinds = {"algorithm": "function", "alphas": "array", "deltas": "array", "batch_size": "count?"}
     arguments = {"algorithm": algorithm, "alphas": alphas, "deltas": deltas, "batch_size": 2}
     rounding = 1e3 * eps(dtype) * 10 * (1 + abs(np.asarray(alphas)).max())
-    check = lambda r: near("constants", r, truth, rounding)  # noqa: E731
+    check = lambda r: near("constants", r, truth, rounding)
     return Case(bilevel.lipschitz, arguments, check, kinds, ("alphas", "deltas"))

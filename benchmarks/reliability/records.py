@@ -56,9 +56,16 @@ def silent(counts: Counter) -> int:
 
 def table(lines: list[Line], by: str = "part") -> str:
     """The counts as Markdown."""
-    heads = ("inputs", "right", "refused or flagged", "no answer", "silent: wrong",
-             "silent: NaN swallowed", "silent: raw error",
-             "silent: raw error, of a misfit")  # fmt: skip
+    heads = (
+        "inputs",
+        "right",
+        "refused or flagged",
+        "no answer",
+        "silent: wrong",
+        "silent: NaN swallowed",
+        "silent: raw error",
+        "silent: raw error, of a misfit",
+    )
     rows = [f"| {by} | {' | '.join(heads)} |", "| --- " * (len(heads) + 1) + "|"]
     found = totals(lines, by)
     whole: Counter = sum(found.values(), Counter())

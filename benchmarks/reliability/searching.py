@@ -107,7 +107,7 @@ def compiled_search(rng, dtype) -> Case:
     arrays, solver, optimizer = _start(rng, dtype)
     alphas, values = _reference(arrays, optimizer, solver, 3)
     call = functools.partial(_search, solver, optimizer, steps=3)
-    check = lambda r: first(  # noqa: E731
+    check = lambda r: first(
         near("alphas", r.history["alpha"], alphas, 3e3 * eps(dtype)),
         near("values", r.history["value"], values, 3e3 * eps(dtype)),
         that(int(r.state.step) == 3, f"{r.state.step} steps"),
@@ -118,10 +118,16 @@ def compiled_search(rng, dtype) -> Case:
 @generates("bilevel.search options")
 def search_options(rng, dtype) -> Case:
     arrays, _, _ = _start(rng, dtype)
-    arguments = {"problem": PROBLEM, "solver": _SOLVERS["unrolled"],
-                 "optimizer": _OPTIMIZERS["sgd"], "batches": lambda key, data: data,
-                 "key": jax.random.key(0), "callback": lambda result: False, "checkpoint": None,
-                 "resume": False}  # fmt: skip
+    arguments = {
+        "problem": PROBLEM,
+        "solver": _SOLVERS["unrolled"],
+        "optimizer": _OPTIMIZERS["sgd"],
+        "batches": lambda key, data: data,
+        "key": jax.random.key(0),
+        "callback": lambda result: False,
+        "checkpoint": None,
+        "resume": False,
+    }
 
     def call(problem, solver, optimizer, **options):
         if options["checkpoint"] == "fresh":
@@ -144,9 +150,15 @@ def search_options(rng, dtype) -> Case:
         ]
         what, changed = wrong[rng.integers(len(wrong))]
         return Case(call, arguments | changed, lambda r: "", {}, mistake=what)
-    kinds = {"problem": "record", "solver": "record", "optimizer": "record",
-             "batches": "function?", "key": "key", "callback": "function?"}  # fmt: skip
-    check = lambda r: that(len(r.history["value"]) == 2, "not two steps")  # noqa: E731
+    kinds = {
+        "problem": "record",
+        "solver": "record",
+        "optimizer": "record",
+        "batches": "function?",
+        "key": "key",
+        "callback": "function?",
+    }
+    check = lambda r: that(len(r.history["value"]) == 2, "not two steps")
     return Case(call, arguments, check, kinds)
 
 
@@ -160,8 +172,9 @@ def descent(rng, dtype) -> Case:
         state, metrics = step(init(alpha, w0), (train, valid))
         return state.alpha, metrics["value"]
 
-    check = lambda r: first(  # noqa: E731
-        near("alpha", r[0], alphas[0], 1e3 * eps(dtype)), near("value", r[1], values[0], 1e3 * eps(dtype))
+    check = lambda r: first(
+        near("alpha", r[0], alphas[0], 1e3 * eps(dtype)),
+        near("value", r[1], values[0], 1e3 * eps(dtype)),
     )
     kinds = {"train": "values", "valid": "values"}
     traced = ("alpha", "train", "valid") + (("w0",) if solver == "unrolled" else ())
@@ -174,14 +187,16 @@ def wrong_order(rng, dtype) -> Case:
     after = {
         "nothing to descend": bilevel.exponentiate(),
         "clip": optax.chain(optax.sgd(0.5), bilevel.exponentiate(), optax.clip(0.05)),
-        "weight decay": optax.chain(optax.sgd(0.5), bilevel.exponentiate(),
-                                    optax.add_decayed_weights(0.1)),
+        "weight decay": optax.chain(
+            optax.sgd(0.5), bilevel.exponentiate(), optax.add_decayed_weights(0.1)
+        ),
         "a rate": optax.chain(bilevel.exponentiate(), optax.scale(-0.5)),
         "projection": optax.chain(optax.sgd(0.5), bilevel.project(), optax.scale(3.0)),
-    }  # fmt: skip
+    }
     what = str(rng.choice(list(after)))
     arrays, _, _ = _start(rng, dtype)
     arrays["valid"] = arrays["valid"] + 3
-    call = lambda optimizer, **a: bilevel.search(  # noqa: E731
-        PROBLEM, _SOLVERS["unrolled"], optimizer, **a, steps=5, progress=False)
+    call = lambda optimizer, **a: bilevel.search(
+        PROBLEM, _SOLVERS["unrolled"], optimizer, **a, steps=5, progress=False
+    )
     return Case(call, arrays | {"optimizer": after[what]}, lambda r: "", {}, mistake=what)

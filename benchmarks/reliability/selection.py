@@ -24,10 +24,15 @@ def _selection(errors):
 def _method(method, extra, rng, dtype) -> Case:
     count = int(rng.choice([1, 2, 7]))
     errors = rng.permutation(count) / 10 + 0.05
-    arguments = {"key": jax.random.key(0), "configs": list(range(count)),
-                 "problem": _selection(errors), "budget": int(rng.choice([4, 100]))}  # fmt: skip
+    arguments = {
+        "key": jax.random.key(0),
+        "configs": list(range(count)),
+        "problem": _selection(errors),
+        "budget": int(rng.choice([4, 100])),
+    }
     kinds = {"key": "key", "configs": "sequence", "problem": "record", "budget": "count"} | {
-        name: kind for name, (kind, _) in extra.items()}  # fmt: skip
+        name: kind for name, (kind, _) in extra.items()
+    }
     arguments |= {name: value for name, (_, value) in extra.items()}
 
     def call(key, configs, problem, budget, **options):
@@ -59,8 +64,12 @@ for _name, _extra in {
 
 @generates("bilevel.baselines.exponentiated_gradient")
 def exponentiated_gradient(rng, dtype) -> Case:
-    case = _method(baselines.exponentiated_gradient,
-                   {"rounds": ("count", 60), "rate": ("positive", 5.0)}, rng, dtype)  # fmt: skip
+    case = _method(
+        baselines.exponentiated_gradient,
+        {"rounds": ("count", 60), "rate": ("positive", 5.0)},
+        rng,
+        dtype,
+    )
 
     def check(trace):
         return that(0 <= trace.best < len(case.arguments["configs"]), f"best {trace.best}")
@@ -80,7 +89,7 @@ def broken_errors(rng, dtype) -> Case:
     if not finite.any():
         return Case(call, arguments, lambda r: "", {}, mistake="no finite error")
     best = int(np.nanargmin(np.where(finite, errors, np.nan)))
-    check = lambda trace: that(trace.best == best, f"best {trace.best} of {errors.tolist()}")  # noqa: E731
+    check = lambda trace: that(trace.best == best, f"best {trace.best} of {errors.tolist()}")
     return Case(call, arguments, check, {})
 
 
@@ -200,8 +209,8 @@ def _lines(ax) -> list:
 @generates("bilevel.plots.alpha_path")
 def alpha_path(rng, dtype) -> Case:
     alpha = rng.dirichlet(np.ones(3), int(rng.integers(1, 6)))
-    call = lambda alpha, names: _plots().alpha_path(alpha, names)  # noqa: E731
-    check = lambda ax: near("lines", np.array(_lines(ax)).T, alpha, 1e-12)  # noqa: E731
+    call = lambda alpha, names: _plots().alpha_path(alpha, names)
+    check = lambda ax: near("lines", np.array(_lines(ax)).T, alpha, 1e-12)
     arguments = {"alpha": alpha, "names": ["a", "b", "c"]}
     return Case(call, arguments, check, {})
 
@@ -209,24 +218,24 @@ def alpha_path(rng, dtype) -> Case:
 @generates("bilevel.plots.losses")
 def losses(rng, dtype) -> Case:
     history = {k: rng.normal(size=4) for k in ("value", "lower")}
-    call = lambda history: _plots().losses(history)  # noqa: E731
-    check = lambda ax: near("line", _lines(ax)[0], history["value"], 1e-12)  # noqa: E731
+    call = lambda history: _plots().losses(history)
+    check = lambda ax: near("line", _lines(ax)[0], history["value"], 1e-12)
     return Case(call, {"history": history}, check, {})
 
 
 @generates("bilevel.plots.error_estimates")
 def error_estimates(rng, dtype) -> Case:
     steps, true, found = [1, 10, 100], 10 ** rng.normal(size=3), 10 ** rng.normal(size=3)
-    call = lambda true, found: _plots().error_estimates(steps, true, {"cg": found})  # noqa: E731
-    check = lambda ax: near("lines", _lines(ax), [true, found], 1e-12)  # noqa: E731
+    call = lambda true, found: _plots().error_estimates(steps, true, {"cg": found})
+    check = lambda ax: near("lines", _lines(ax), [true, found], 1e-12)
     return Case(call, {"true": true, "found": found}, check, {})
 
 
 @generates("bilevel.plots.spectrum")
 def spectrum(rng, dtype) -> Case:
     values = 10 ** rng.normal(size=5)
-    call = lambda values: _plots().spectrum({"relu": values})  # noqa: E731
-    check = lambda ax: near("line", _lines(ax)[0], np.sort(values)[::-1], 1e-12)  # noqa: E731
+    call = lambda values: _plots().spectrum({"relu": values})
+    check = lambda ax: near("line", _lines(ax)[0], np.sort(values)[::-1], 1e-12)
     return Case(call, {"values": values}, check, {})
 
 
@@ -234,29 +243,29 @@ def spectrum(rng, dtype) -> Case:
 def simplex_min_eigenvalue(rng, dtype) -> Case:
     alphas = np.vstack([np.eye(3), rng.dirichlet(np.ones(3), 5)])
     values = rng.uniform(0.1, 1, 8)
-    call = lambda alphas, values: _plots().simplex_min_eigenvalue(alphas, values)  # noqa: E731
-    check = lambda ax: near(  # noqa: E731
-        "colours", ax.collections[0].get_array(), values, 1e-12)
+    call = lambda alphas, values: _plots().simplex_min_eigenvalue(alphas, values)
+    check = lambda ax: near("colours", ax.collections[0].get_array(), values, 1e-12)
     return Case(call, {"alphas": alphas, "values": values}, check, {})
 
 
 @generates("bilevel.plots.traces")
 def traces(rng, dtype) -> Case:
     errors = rng.permutation(5) / 10 + 0.05
-    evaluate = lambda key, c, resource: baselines.Evaluation(errors[c], errors[c])  # noqa: E731
+    evaluate = lambda key, c, resource: baselines.Evaluation(errors[c], errors[c])
     trace = baselines.random_search(
         jax.random.key(0), list(range(5)), evaluate, 8, oracle=True, progress=False
     )
-    call = lambda methods, against: _plots().traces(methods, against)  # noqa: E731
-    check = lambda ax: near("line", _lines(ax)[0], trace.test, 1e-12)  # noqa: E731
+    call = lambda methods, against: _plots().traces(methods, against)
+    check = lambda ax: near("line", _lines(ax)[0], trace.test, 1e-12)
     return Case(call, {"methods": {"a": trace}, "against": "calls"}, check, {"against": "name"})
 
 
 @generates("bilevel.plots.ranking")
 def ranking(rng, dtype) -> Case:
     score, accuracy = rng.normal(size=8), rng.uniform(50, 90, 8)
-    call = lambda score, accuracy: _plots().ranking(score, accuracy)  # noqa: E731
+    call = lambda score, accuracy: _plots().ranking(score, accuracy)
     ranks = score.argsort().argsort() + 1
-    check = lambda ax: near(  # noqa: E731
-        "ranks", np.asarray(ax.collections[0].get_offsets())[:, 0], ranks, 1e-12)
+    check = lambda ax: near(
+        "ranks", np.asarray(ax.collections[0].get_offsets())[:, 0], ranks, 1e-12
+    )
     return Case(call, {"score": score, "accuracy": jnp.asarray(accuracy)}, check, {})

@@ -60,12 +60,18 @@ def exponentiate(rng, dtype) -> Case:
     truth = np.exp(logs - logs.max(-1, keepdims=True))
     truth /= truth.sum(-1, keepdims=True)
     size = 0.5 * abs(g).max()  # exponents are rounded: their error is relative in alpha
-    check = lambda r: first(  # noqa: E731
+    check = lambda r: first(
         _on_the_simplex(r, dtype), near("alpha", r, truth, 20 * eps(dtype) * (1 + size))
     )
     call = functools.partial(_update, optimizer)
-    return Case(call, {"alpha": alpha, "gradient": gradient}, check, _GEOMETRY,
-                ("alpha", "gradient"), fine=_LIMITS)  # fmt: skip
+    return Case(
+        call,
+        {"alpha": alpha, "gradient": gradient},
+        check,
+        _GEOMETRY,
+        ("alpha", "gradient"),
+        fine=_LIMITS,
+    )
 
 
 @generates("bilevel.project")
@@ -80,7 +86,7 @@ def project(rng, dtype) -> Case:
     def call(alpha, gradient, onto):
         return _update(optax.chain(optax.sgd(0.5), bilevel.project(onto)), alpha, gradient)
 
-    check = lambda r: first(  # noqa: E731
+    check = lambda r: first(
         "" if onto == "box" else _on_the_simplex(r, dtype),
         near("alpha", r, truth, 20 * eps(dtype) * (1 + min(abs(moved).max(), 1e3))),
     )
@@ -109,30 +115,41 @@ def softmax(rng, dtype) -> Case:
     pulled = a * (g - (a * g).sum(-1, keepdims=True))
     truth = scipy.special.softmax(np.log(a) - 0.5 * pulled, -1)
     size = 0.5 * abs(a * g).max()
-    check = lambda r: first(  # noqa: E731
+    check = lambda r: first(
         _on_the_simplex(r, dtype), near("alpha", r, truth, 50 * eps(dtype) * (1 + size))
     )
     call = functools.partial(_update, bilevel.softmax(optax.sgd(0.5)))
-    return Case(call, {"alpha": alpha, "gradient": gradient}, check, _GEOMETRY,
-                ("alpha", "gradient"), fine=_LIMITS)  # fmt: skip
+    return Case(
+        call,
+        {"alpha": alpha, "gradient": gradient},
+        check,
+        _GEOMETRY,
+        ("alpha", "gradient"),
+        fine=_LIMITS,
+    )
 
 
 @generates("bilevel.softmax options")
 def softmax_options(rng, dtype) -> Case:
     alpha = jnp.asarray([0.25, 0.75], dtype)
-    call = lambda optimizer: _update(bilevel.softmax(optimizer), alpha, alpha)  # noqa: E731
-    return Case(call, {"optimizer": optax.sgd(0.1)}, lambda r: _on_the_simplex(r, dtype),
-                {"optimizer": "function"})  # fmt: skip
+    call = lambda optimizer: _update(bilevel.softmax(optimizer), alpha, alpha)
+    return Case(
+        call,
+        {"optimizer": optax.sgd(0.1)},
+        lambda r: _on_the_simplex(r, dtype),
+        {"optimizer": "function"},
+    )
 
 
 @generates("bilevel.tangent")
 def tangent(rng, dtype) -> Case:
     gradient = _slope(rng, dtype, _SHAPES[rng.integers(len(_SHAPES))])
     g = np.asarray(gradient, np.float64)
-    call = lambda gradient: bilevel.tangent().update(gradient, optax.EmptyState())[0]  # noqa: E731
-    check = lambda r: near("gradient", r, g - g.mean(-1, keepdims=True), 10 * eps(dtype))  # noqa: E731
-    return Case(call, {"gradient": gradient}, check, {"gradient": "values"}, ("gradient",),
-                fine=_LIMITS)  # fmt: skip
+    call = lambda gradient: bilevel.tangent().update(gradient, optax.EmptyState())[0]
+    check = lambda r: near("gradient", r, g - g.mean(-1, keepdims=True), 10 * eps(dtype))
+    return Case(
+        call, {"gradient": gradient}, check, {"gradient": "values"}, ("gradient",), fine=_LIMITS
+    )
 
 
 # ----------------------------------------------------------------------------- discrete choices
@@ -141,9 +158,9 @@ def tangent(rng, dtype) -> Case:
 @generates("bilevel.argmax")
 def argmax(rng, dtype) -> Case:
     alpha = point(rng, dtype)
-    check = lambda r: near("index", r, np.asarray(alpha).argmax(-1), 0)  # noqa: E731
-    return Case(bilevel.argmax, {"alpha": alpha}, check, {"alpha": "numbers"}, ("alpha",),
-                fine=("alpha: inf",))  # fmt: skip
+    check = lambda r: near("index", r, np.asarray(alpha).argmax(-1), 0)
+    fine = ("alpha: inf", "alpha: none")  # infinity is the largest; None is a tree without leaves
+    return Case(bilevel.argmax, {"alpha": alpha}, check, {"alpha": "numbers"}, (), fine=fine)
 
 
 @generates("bilevel.top_k", "bilevel.rank_by_alpha")
@@ -152,10 +169,11 @@ def top_k(rng, dtype) -> Case:
     h = alpha.shape[-1]
     k = int(rng.integers(1, h + 1))
     order = np.argsort(-np.asarray(alpha), axis=-1, kind="stable")
-    call = lambda alpha, k: (bilevel.top_k(alpha, k), bilevel.rank_by_alpha(alpha))  # noqa: E731
-    check = lambda r: first(near("top", r[0], order[..., :k], 0), near("order", r[1], order, 0))  # noqa: E731
-    return Case(call, {"alpha": alpha, "k": k}, check, {"alpha": "numbers", "k": "count"},
-                ("alpha",), fine=("alpha: inf",))  # fmt: skip
+    call = lambda alpha, k: (bilevel.top_k(alpha, k), bilevel.rank_by_alpha(alpha))
+    check = lambda r: first(near("top", r[0], order[..., :k], 0), near("order", r[1], order, 0))
+    fine = ("alpha: inf", "alpha: none")
+    kinds = {"alpha": "numbers", "k": "count"}
+    return Case(call, {"alpha": alpha, "k": k}, check, kinds, fine=fine)
 
 
 @generates("bilevel.factor_simplex")
@@ -168,22 +186,31 @@ def factor_simplex(rng, dtype) -> Case:
     def check(gamma):
         a, gamma = np.asarray(alpha, np.float64), np.asarray(gamma, np.float64)
         again = a[..., i, None] * vertex + (1 - a[..., i, None]) * gamma
-        return first(near("alpha", again, a, 20 * eps(dtype)), near("gamma_i", gamma[..., i] * 1.0,
-                     np.zeros(a.shape[:-1]), 0))  # fmt: skip
+        return first(
+            near("alpha", again, a, 20 * eps(dtype)),
+            near("gamma_i", gamma[..., i] * 1.0, np.zeros(a.shape[:-1]), 0),
+        )
 
     kinds = {"alpha": "simplex", "i": "whole"}
     fine = ("alpha: one axis more",)
-    return Case(bilevel.factor_simplex, {"alpha": alpha, "i": i}, check, kinds, ("alpha",),
-                fine=fine)  # fmt: skip
+    return Case(
+        bilevel.factor_simplex, {"alpha": alpha, "i": i}, check, kinds, ("alpha",), fine=fine
+    )
 
 
 @generates("bilevel.discretize.simplex_factors", "bilevel.discretize.simplex_from_factors")
 def factors(rng, dtype) -> Case:
     alpha = point(rng, dtype)
-    call = lambda alpha: simplex_from_factors(simplex_factors(alpha))  # noqa: E731
-    check = lambda r: near("alpha", r, alpha, 20 * eps(dtype))  # noqa: E731
-    return Case(call, {"alpha": alpha}, check, {"alpha": "simplex"}, ("alpha",),
-                fine=("alpha: one axis more",))  # fmt: skip
+    call = lambda alpha: simplex_from_factors(simplex_factors(alpha))
+    check = lambda r: near("alpha", r, alpha, 20 * eps(dtype))
+    return Case(
+        call,
+        {"alpha": alpha},
+        check,
+        {"alpha": "simplex"},
+        ("alpha",),
+        fine=("alpha: one axis more",),
+    )
 
 
 @generates("bilevel.condition_six")
@@ -205,10 +232,14 @@ def condition_six(rng, dtype) -> Case:
             near("L", found.L, L, tolerance),
             near("D", found.D, D, tolerance),
             that(best == a.argmax(), f"argmax {best} of {a}"),
-            at_most("stationarity", max(-slack.min(), 0) - float(found.stationarity), 0,
-                    1e3 * tolerance * abs(slack).max()),
+            at_most(
+                "stationarity",
+                max(-slack.min(), 0) - float(found.stationarity),
+                0,
+                1e3 * tolerance * abs(slack).max(),
+            ),
             that(found.trust < 1 or L[best] <= L.min() * (1 + 1e-6), f"trust, and L is {L}"),
-        )  # fmt: skip
+        )
 
     kinds = {"outputs": "rows", "alpha": "simplex", "targets": "rows?", "confidence": "fraction"}
     arguments = {"outputs": outputs, "alpha": alpha, "targets": targets, "confidence": 0.95}

@@ -1,4 +1,4 @@
-"""``ntk.scores``: against the same formulas in float64 numpy, on a network small enough for that."""
+"""``ntk.scores``: against their formulas in float64 numpy, on a network of two layers."""
 
 import functools
 
@@ -139,8 +139,15 @@ _TRUTHS = {
     "synflow": _synflow,
     "l2_norm": lambda p, x, y: sum(np.linalg.norm(np.asarray(v, np.float64)) for v in p.values()),
 }
-_ILL_CONDITIONED = ("condition_number", "te_nas", "label_energy", "jacov", "cosine_min_eigenvalue",
-                    "min_eigenvalue", "zico")  # fmt: skip
+_ILL_CONDITIONED = (
+    "condition_number",
+    "te_nas",
+    "label_energy",
+    "jacov",
+    "cosine_min_eigenvalue",
+    "min_eigenvalue",
+    "zico",
+)
 
 
 def _score(name: str, rng, dtype) -> Case:
@@ -160,8 +167,16 @@ def _score(name: str, rng, dtype) -> Case:
     # The kernel's scores look at no loss: what labels say is checked only.
     arguments = {"params": params, "x": x, "y": y, "apply": mlp}
     blind = {"synflow": ("params",), "l2_norm": ("params",)}.get(name, ("params", "x"))
-    return Case(call, arguments, check, kinds, blind, extreme=tolerance > 0.1,
-                fine=fine[:1], vmapped=name not in ("fisher",))  # fmt: skip
+    return Case(
+        call,
+        arguments,
+        check,
+        kinds,
+        blind,
+        extreme=tolerance > 0.1,
+        fine=fine[:1],
+        vmapped=name not in ("fisher",),
+    )
 
 
 for _name in _TRUTHS:
@@ -211,14 +226,21 @@ def kernel_scores(rng, dtype) -> Case:
 
     def check(found):
         for name, value in found.items():
-            if name in ("eigen_nas", "log_traces", "kernel", "spectral_entropy"):
-                if reason := near(name, value, _TRUTHS[name](params, x, y), 1e3 * eps(dtype)):
-                    return reason
+            if name not in ("eigen_nas", "log_traces", "kernel", "spectral_entropy"):
+                continue
+            if reason := near(name, value, _TRUTHS[name](params, x, y), 1e3 * eps(dtype)):
+                return reason
         return ""
 
     kinds = {"params": "tree", "x": "array", "y": "labels", "apply": "function"}
-    return Case(call, {"params": params, "x": x, "y": y, "apply": mlp}, check, kinds,
-                ("params", "x"), fine=("apply: a number",))  # fmt: skip
+    return Case(
+        call,
+        {"params": params, "x": x, "y": y, "apply": mlp},
+        check,
+        kinds,
+        ("params", "x"),
+        fine=("apply: a number",),
+    )
 
 
 def _wide(params, x):
@@ -240,6 +262,12 @@ def knas_released(rng, dtype) -> Case:
         return scores.knas_released(None, apply, params, (x, y))
 
     kinds = {"params": "tree", "x": "array", "y": "labels", "apply": "function"}
-    check = lambda r: near("score", r, truth, 1e4 * eps(dtype))  # noqa: E731
-    return Case(call, {"params": {"w": w}, "x": x, "y": y, "apply": _wide}, check, kinds,
-                ("params", "x"), fine=("apply: a number",))  # fmt: skip
+    check = lambda r: near("score", r, truth, 1e4 * eps(dtype))
+    return Case(
+        call,
+        {"params": {"w": w}, "x": x, "y": y, "apply": _wide},
+        check,
+        kinds,
+        ("params", "x"),
+        fine=("apply: a number",),
+    )

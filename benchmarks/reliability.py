@@ -52,8 +52,7 @@ def main() -> int:
     parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args()
     if args.table:
-        lines = [line for line in records.read(args.results) if line["seed"] == args.seed]
-        print(records.table(lines))
+        print(records.table(records.of_seed(args.results, args.seed).values()))
         return 0
     if args.case is not None:
         print(*parts.one(args.only, args.seed, args.case), sep="\n  ")
@@ -70,7 +69,7 @@ def campaign(kept: records.Records, plan: list[parts.Block]) -> int:
     """Run what is not known yet; 1 if anything is silent."""
     began, name, started = time.time(), "", 0
     for done, block in enumerate(plan):
-        if (block.part, block.name, block.number) in kept.known:
+        if kept.knows(block.part, block.name, block.number, len(block.inputs)):
             continue
         if block.name != name:
             name, started = block.name, started + 1
@@ -87,8 +86,7 @@ def campaign(kept: records.Records, plan: list[parts.Block]) -> int:
                 silent.append(f"{outcome.verdict}, {outcome.attack}: {outcome.detail} [{line}]")
                 print("  " + silent[-1], flush=True)
         kept.add(block.part, name, block.number, counts, silent)
-    asked = {(block.part, block.name, block.number) for block in plan}
-    lines = [x for x in kept.lines if (x["part"], x["name"], x["block"]) in asked]
+    lines = [kept.lines[block.part, block.name, block.number] for block in plan]
     print(records.table(lines))
     print("not covered:", ", ".join(parts.uncovered()))
     return int(any(records.silent(counts) for counts in records.totals(lines, "part").values()))

@@ -15,13 +15,13 @@ SEED, INPUTS = 1, 2
 # What compiles in no time; the campaign itself attacks all of them.
 QUICK = [
     *("argmax", "top_k", "factor_simplex", "simplex_factors", "tangent", "exponentiate", "project"),
-    *("Problem", "scale", "spectral_limits", "sign_labels", "minibatches", "correlations", "split"),
+    *("Problem", "scale", "spectral_limits", "sign_labels", "correlations", "split"),
     *("best_of_k", "parse_genotype", "random_search", "successive_halving", "hyperband", "load"),
     *("weight_sharing", "fast_weight_sharing", "leaky_relu", "eigen_nas_as_printed", "weigh"),
     *("certified_min_eigenvalue", "certify_simplex", "kernel_regression", "version_entropy"),
-    *("ball_covering", "sparse_covering", "finite_covering", "effective_dimension", "sample_size"),
+    *("ball_covering", "sparse_covering", "finite_covering", "effective_dimension"),
     *("feature_map_lipschitz", "khodak_theorem_a2", "khodak_corollary_a1", "oymak_h_bar"),
-    *("oymak_theorem1", "oymak_theorem3", "oymak_lemma2", "oymak_proposition1"),
+    *("oymak_theorem1", "oymak_lemma2", "oymak_proposition1"),
 ]
 NAMES = [name for name in parts.GENERATORS if name.split(" ")[0].rpartition(".")[2] in QUICK]
 
@@ -50,7 +50,7 @@ def test_arguments_of_a_foreign_type_are_refused_in_a_sentence():
 
 
 def test_the_same_number_is_the_same_input():
-    assert parts.one(NAMES[0], SEED, 2) == outcomes(NAMES[0])[2]
+    assert parts.one(NAMES[0], SEED, 1) == outcomes(NAMES[0])[1]
 
 
 @pytest.mark.parametrize("number", range(2))

@@ -68,6 +68,7 @@ class Case(NamedTuple):
     fine: tuple[str, ...] = ()  # mistakes "argument: what" that are none here
     vmapped: bool = True  # whether vmap over the traced arguments is promised
     mistake: str = ""  # what is wrong with the call as it is, which has to be refused
+    answer: Callable[[Any], Any] = lambda result: result  # the part that may not be finite
 
 
 class Outcome(NamedTuple):
@@ -106,11 +107,11 @@ def run_good(case: Case, attack: str = "good") -> Outcome:
 
 def run_bad(case: Case, what: str, changed: dict[str, Any]) -> Outcome:
     """Verdict on a call with ``changed`` arguments, ``what`` is wrong with which."""
-    attack = ", ".join([*changed, what]).replace(", ", ": ", 1) if changed else what
+    attack = ": ".join([*changed, what])
     try:
         with limited():
             result = jax.block_until_ready(case.call(**case.arguments | changed))
-            finite = is_finite(result)
+            finite = is_finite(case.answer(result))
     except Exception as error:
         reason = not_a_sentence(error, case.arguments)
         kind = "misfit" if what in MISFITS else "raw"
@@ -127,7 +128,7 @@ def run_traced(case: Case, name: str, value: Any) -> Outcome:
     try:
         with limited():
             (result,) = _compiled(case._replace(arguments=case.arguments | {name: value}))
-            finite = is_finite(result)
+            finite = is_finite(case.answer(result))
     except Exception as error:
         reason = not_a_sentence(error, case.arguments)
         return Outcome("raw", attack, reason) if reason else Outcome("refused", attack)

@@ -87,7 +87,7 @@ def certified_min_eigenvalue(rng, dtype) -> Case:
             at_most(
                 "how far below",
                 truth[0] - n * error - bound,
-                4e-15 * (n + 10) * (np.trace(abs(K)) + n * abs(K).max()),
+                2e-9 * n * error + 4e-15 * (n + 10) * (np.trace(abs(K)) + n * abs(K).max()),
             ),
         )
 

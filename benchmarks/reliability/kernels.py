@@ -37,7 +37,7 @@ _FUNCTIONS = {
     "abs": jnp.abs,
 }
 ALL = SMOOTH | KINKED | _FUNCTIONS
-_NODES = np.linspace(-8.5, 8.5, 681)  # 0.025 apart: a kink costs 5e-5, a smooth function nothing
+_NODES = np.linspace(-8.5, 8.5, 680)  # 0.025 apart, 0 in the middle of two: steps are halved
 
 
 def inputs(rng, dtype, rows=(2, 4)) -> jnp.ndarray:
@@ -212,7 +212,7 @@ def any_activation(rng, dtype) -> Case:
 
     def check(K):
         worst = np.max(abs(np.asarray(K, np.float64) - truth)) / size
-        return that(worst <= 5e-3, f"{name}: off by {worst:.1e} of the largest entry")
+        return that(worst <= 1e-2, f"{name}: off by {worst:.1e} of the largest entry")
 
     return Case(
         call, {"x": x, "fn": _FUNCTIONS[name]}, check, {"fn": "function"}, ("x",), extreme=True

@@ -16,15 +16,19 @@ class Records:
 
     def __init__(self, path: Path, seed: int):
         self.path, self.seed = path, seed
-        self.lines = [line for line in read(path) if line["seed"] == seed]
-        self.known = {(line["part"], line["name"], line["block"]) for line in self.lines}
+        self.lines = of_seed(path, seed)
+
+    def knows(self, part: str, name: str, block: int, inputs: int) -> bool:
+        """Whether a block is there, with as many inputs."""
+        line = self.lines.get((part, name, block))
+        return line is not None and sum(line["counts"].values()) == inputs
 
     def add(self, part: str, name: str, block: int, counts: Counter, silent: list[str]) -> None:
         """One block of a part's inputs under a name."""
         counted = {verdict: counts[verdict] for verdict in VERDICTS if counts[verdict]}
         line = {"part": part, "name": name, "block": block, "seed": self.seed, "counts": counted}
         line |= {"silent": silent} if silent else {}
-        self.lines.append(line)
+        self.lines[part, name, block] = line
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a") as file:
             file.write(json.dumps(line) + "\n")
@@ -41,6 +45,12 @@ def read(path: Path) -> Iterator[Line]:
             continue
 
 
+def of_seed(path: Path, seed: int) -> dict[tuple[str, str, int], Line]:
+    """The last line of every block."""
+    lines = (line for line in read(path) if line["seed"] == seed)
+    return {(line["part"], line["name"], line["block"]): line for line in lines}
+
+
 def totals(lines: Iterable[Line], by: str) -> dict[str, Counter]:
     """Counts of verdicts by a field of the lines."""
     found: dict[str, Counter] = {}
@@ -54,7 +64,7 @@ def silent(counts: Counter) -> int:
     return sum(counts[verdict] for verdict in SILENT)
 
 
-def table(lines: list[Line], by: str = "part") -> str:
+def table(lines: Iterable[Line], by: str = "part") -> str:
     """The counts as Markdown."""
     heads = (
         "inputs",

@@ -249,7 +249,7 @@ def _wide(params, x):
 
 @generates("ntk.scores.knas_released")
 def knas_released(rng, dtype) -> Case:
-    w = jnp.asarray(rng.normal(size=(30, 2)), dtype)
+    w = jnp.asarray(0.1 * rng.normal(size=(30, 2)), dtype)
     x = jnp.asarray(rng.normal(size=(_N, 30)), dtype)
     y = jnp.asarray(rng.integers(0, 2, _N).astype(np.int32))
     X = np.asarray(x, np.float64)

@@ -1,0 +1,91 @@
+"""Results as lines of JSON, resumable; the table of counts made from them."""
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from reliability.case import SILENT, VERDICTS
+
+Line = dict[str, Any]
+
+
+class Records:
+    """A file of lines; those of another seed stay, and count for nothing."""
+
+    def __init__(self, path: Path, seed: int):
+        self.path, self.seed = path, seed
+        self.lines = of_seed(path, seed)
+
+    def knows(self, part: str, name: str, block: int, inputs: int) -> bool:
+        """Whether a block is there, with as many inputs."""
+        line = self.lines.get((part, name, block))
+        return line is not None and sum(line["counts"].values()) == inputs
+
+    def add(self, part: str, name: str, block: int, counts: Counter, silent: list[str]) -> None:
+        """One block of a part's inputs under a name."""
+        counted = {verdict: counts[verdict] for verdict in VERDICTS if counts[verdict]}
+        line = {"part": part, "name": name, "block": block, "seed": self.seed, "counts": counted}
+        line |= {"silent": silent} if silent else {}
+        self.lines[part, name, block] = line
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def read(path: Path) -> Iterator[Line]:
+    """The whole lines of a file; one that a kill cut short is passed over."""
+    if not path.exists():
+        return
+    for line in path.read_text().splitlines():
+        try:
+            yield json.loads(line)
+        except json.JSONDecodeError:
+            continue
+
+
+def of_seed(path: Path, seed: int) -> dict[tuple[str, str, int], Line]:
+    """The last line of every block."""
+    lines = (line for line in read(path) if line["seed"] == seed)
+    return {(line["part"], line["name"], line["block"]): line for line in lines}
+
+
+def totals(lines: Iterable[Line], by: str) -> dict[str, Counter]:
+    """Counts of verdicts by a field of the lines."""
+    found: dict[str, Counter] = {}
+    for line in lines:
+        found.setdefault(line[by], Counter()).update(line["counts"])
+    return found
+
+
+def silent(counts: Counter) -> int:
+    """How many are silent."""
+    return sum(counts[verdict] for verdict in SILENT)
+
+
+def table(lines: Iterable[Line], by: str = "part") -> str:
+    """The counts as Markdown."""
+    heads = (
+        "inputs",
+        "right",
+        "refused or flagged",
+        "no answer",
+        "silent: wrong",
+        "silent: NaN swallowed",
+        "silent: raw error",
+        "silent: raw error, of a misfit",
+    )
+    rows = [f"| {by} | {' | '.join(heads)} |", "| --- " * (len(heads) + 1) + "|"]
+    found = totals(lines, by)
+    whole: Counter = sum(found.values(), Counter())
+    for name, counts in (*found.items(), ("all", whole)):
+        cells = (
+            sum(counts.values()),
+            counts["right"],
+            counts["refused"] + counts["flagged"],
+            counts["no answer"],
+            *(counts[verdict] for verdict in SILENT),
+        )
+        rows.append(f"| {name} | {' | '.join(f'{cell:,}' for cell in cells)} |")
+    return "\n".join(rows)

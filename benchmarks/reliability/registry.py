@@ -1,0 +1,170 @@
+"""The generators by public name, and the public names that have none.
+
+A generator is ``generator(rng, dtype) -> Case``, registered under one or several public names: the
+one that it calls first, then those whose work shows in the same result.
+"""
+
+import importlib
+import inspect
+import pkgutil
+import types
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from reliability.bad import mistakes, planted
+from reliability.case import Case, Outcome, run_bad, run_good, run_traced
+
+Generator = Callable[[np.random.Generator, Any], Case]
+GENERATORS: dict[str, Generator] = {}
+_SHOWN_BY: dict[str, str] = {}  # public name -> the generator it is covered by
+
+PACKAGES = (
+    "bilevel",
+    "bilevel.baselines",
+    "bilevel.bounds",
+    "bilevel.checkpoint",
+    "bilevel.data",
+    "bilevel.discretize",
+    "bilevel.linear",
+    "bilevel.plots",
+    "bilevel.spaces",
+    "bilevel.spectral",
+    "ntk",
+    "ntk.bounds",
+    "ntk.scores",
+)
+
+
+def generates(*names: str) -> Callable[[Generator], Generator]:
+    """Register a generator for public names; the first is the one it is run under."""
+
+    def register(generator: Generator) -> Generator:
+        GENERATORS[names[0]] = generator
+        for name in names:
+            _SHOWN_BY[name] = names[0]
+        return generator
+
+    return register
+
+
+def attack(name: str, seed: int, number: int) -> Outcome:
+    """Input ``number`` of a generator: the same one every time, whatever ran before it."""
+    rng = np.random.default_rng([seed, zlib.crc32(name.encode()), number])
+    dtype = np.float64 if rng.random() < 0.5 else np.float32
+    # As users have it: float64 needs x64, float32 mostly comes without.
+    with jax.enable_x64(dtype == np.float64):
+        case = GENERATORS[name](rng, dtype)
+        return _attacked(case, rng)
+
+
+def _attacked(case: Case, rng: np.random.Generator) -> Outcome:
+    if case.mistake:
+        return run_bad(case, case.mistake, {})
+    draw = rng.random()
+    if not case.kinds:
+        draw *= 0.5
+    if draw < 0.3 or (draw < 0.5 and not case.traced):
+        return run_good(case)
+    if draw < 0.5:
+        return run_good(case, "vmap" if draw > 0.42 and case.vmapped else "jit")
+    if draw < 0.58 and case.traced:
+        name = case.traced[rng.integers(len(case.traced))]
+        return run_traced(case, name, planted(case.arguments[name], np.nan, rng))
+    names = sorted(case.kinds)
+    name = names[rng.integers(len(names))]
+    found = mistakes(case.kinds[name], case.arguments[name], rng)
+    found = {what: make for what, make in found.items() if f"{name}: {what}" not in case.fine}
+    if not found:
+        return run_good(case)
+    what = sorted(found)[rng.integers(len(found))]
+    return run_bad(case, what, {name: found[what]()})
+
+
+# ----------------------------------------------------------------------------- coverage
+
+_NETWORKS = "a network's program, which takes minutes to compile"
+_INNER = "a part of such networks, called by them alone"
+_TABLE = "needs the benchmark's files"
+NOT_COVERED = {
+    "bilevel.spaces.convolution.materialized": "the identity, to every reader but XLA",
+    "bilevel.spaces.darts.darts_network": _NETWORKS,
+    "bilevel.spaces.darts.darts_space": _NETWORKS,
+    "bilevel.spaces.darts.draw_genotype": "a picture",
+    "bilevel.spaces.darts.operations.check_images": _INNER,
+    "bilevel.spaces.darts.operations.check_network": _INNER,
+    "bilevel.spaces.darts.operations.operation": _INNER,
+    "bilevel.spaces.darts.operations.reductions": _INNER,
+    "bilevel.spaces.darts.parameter_count": _INNER,
+    "bilevel.spaces.darts.training": _NETWORKS,
+    "bilevel.spaces.layers.activations": _INNER,
+    "bilevel.spaces.layers.initial": _INNER,
+    "bilevel.spaces.layers.wide": _INNER,
+    "bilevel.spaces.nasbench201.judging.judge": _TABLE,
+    "bilevel.spaces.nasbench201.judging.paper_protocol": _TABLE,
+    "bilevel.spaces.nasbench201.judging.seed_ceiling": _TABLE,
+    "bilevel.spaces.nasbench201.nasbench201_network": _NETWORKS,
+    "bilevel.spaces.nasbench201.nasbench201_networks": "in kills, flips, disks and writers",
+    "bilevel.spaces.nasbench201.nasbench201_space": _NETWORKS,
+    "bilevel.spaces.nasbench201.network.check_images": _INNER,
+    "bilevel.spaces.nasbench201.scoring.check_names": _INNER,
+    "bilevel.spaces.nasbench201.scoring.score_networks": "in kills, flips, disks and writers",
+    "bilevel.spaces.nasbench201.supernet.mixed_cell": _INNER,
+    "bilevel.spaces.nasbench201.table.cifar10_split": _TABLE,
+    "bilevel.spaces.nasbench201.table.load_table": _TABLE,
+    "bilevel.spaces.nasbench201.table.published_scores": _TABLE,
+    "bilevel.spaces.nasbench201.table.row": _TABLE,
+}
+"""Public names without a generator, and why. A test holds this list to what is so."""
+
+
+def public_names() -> list[str]:
+    """Every public function, and every class that is more than a record of results."""
+    found = {}
+    for package in PACKAGES:
+        module = importlib.import_module(package)
+        modules = [module]
+        if package == "bilevel.spaces":
+            parts = pkgutil.walk_packages(module.__path__, package + ".")
+            modules = [importlib.import_module(m.name) for m in parts if "._" not in m.name]
+        for module in modules:
+            for name in _listed(module):
+                thing = getattr(module, name)
+                if _does_something(thing):
+                    found.setdefault(id(thing), f"{module.__name__}.{name}")
+    return sorted(found.values())
+
+
+def uncovered() -> list[str]:
+    """Public names without a generator."""
+    covered = {id(_thing(name.split(" ")[0])) for name in _SHOWN_BY}
+    return [name for name in public_names() if id(_thing(name)) not in covered]
+
+
+def _listed(module) -> list[str]:
+    if hasattr(module, "__all__"):
+        return list(module.__all__)
+    own = module.__name__
+    return [
+        name
+        for name, thing in vars(module).items()
+        if not name.startswith("_") and getattr(thing, "__module__", None) == own
+    ]
+
+
+def _does_something(thing: Any) -> bool:
+    is_type = isinstance(thing, types.GenericAlias | types.UnionType) or hasattr(
+        thing, "__origin__"
+    )
+    if inspect.ismodule(thing) or is_type or not callable(thing):
+        return False
+    # Records of results have no behaviour; `Problem` and `Activation` have.
+    return not inspect.isclass(thing) or thing.__name__ in ("Problem", "Activation", "Blocks")
+
+
+def _thing(name: str) -> Any:
+    module, _, last = name.rpartition(".")  # without what follows a blank: "bilevel.cg options"
+    return getattr(importlib.import_module(module), last)

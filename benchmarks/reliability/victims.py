@@ -1,0 +1,211 @@
+"""What the processes do that are killed, starved of disk, or run into each other.
+
+Each job is ``job(folder) -> arrays``: it records in ``folder`` as often as it can, goes on from
+what is there, and returns all its numbers, to be compared bit for bit.
+"""
+
+import contextlib
+import io
+import os
+import resource
+import signal
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+Arrays = dict[str, np.ndarray]
+
+
+def search(folder: Path, steps: int = 25) -> Arrays:
+    """A search with momentum, random batches and a checkpoint after every step."""
+    import jax
+    import jax.numpy as jnp
+    import optax
+
+    import bilevel
+    from bilevel import _search
+
+    _search._SAVE_SECONDS = 0.0
+    problem = bilevel.Problem(
+        lambda w, alpha, batch: 0.5 * jnp.sum((batch @ w - alpha[0]) ** 2) + jnp.sum(alpha * w**2),
+        lambda w, alpha, batch: 0.5 * jnp.sum((batch @ w - 1) ** 2),
+    )
+    data = jnp.asarray(np.random.default_rng(0).normal(size=(20, 3)), jnp.float32)
+    found = bilevel.search(
+        problem,
+        bilevel.unrolled(optax.sgd(0.01, momentum=0.9), 3),
+        optax.chain(optax.adam(0.05), bilevel.project()),
+        jnp.full(3, 1 / 3),
+        jnp.ones(3),
+        data,
+        data,
+        steps=steps,
+        batches=lambda key, rows: rows[jax.random.randint(key, (8,), 0, 20)],
+        key=jax.random.key(1),
+        checkpoint=folder,
+        resume=True,
+        chunk=1,
+        progress=False,
+    )
+    leaves = jax.tree.leaves((found.alpha, found.w, found.history, found.state))
+    return {str(i): np.asarray(x) for i, x in enumerate(leaves)}
+
+
+def baseline(folder: Path, method: str = "hyperband") -> Arrays:
+    """A baseline with a journal; errors depend on the solve's key."""
+    import jax
+
+    from bilevel import baselines
+
+    def evaluate(key, config, resource):
+        noise = float(jax.random.uniform(key))
+        return baselines.Evaluation(config + noise / resource, config + noise)
+
+    def share(key, configs, probabilities, resource, *, whole=False):
+        errors = np.array(configs) + np.asarray(jax.random.uniform(key, (len(configs),))) / resource
+        return baselines.Shared(errors, np.full(len(configs), 9))
+
+    trace = getattr(baselines, method)(
+        jax.random.key(3),
+        [i / 16 for i in range(16)],
+        baselines.Selection(evaluate, share),
+        27,
+        journal=folder / "journal.jsonl",
+        resume=True,
+        progress=False,
+    )
+    ragged = {"candidates": trace.candidates, "errors": trace.errors}
+    arrays = {name: np.concatenate(parts) for name, parts in ragged.items()}
+    plain = ("round", "resource", "calls", "incumbent", "valid", "test")
+    return arrays | {name: getattr(trace, name) for name in plain} | {"best": np.array(trace.best)}
+
+
+def halving(folder: Path) -> Arrays:
+    """As ``baseline``."""
+    return baseline(folder, "successive_halving")
+
+
+def sharing(folder: Path) -> Arrays:
+    """As ``baseline``."""
+    return baseline(folder, "weight_sharing")
+
+
+def rank(folder: Path) -> Arrays:
+    """Train-free scores with a record of them."""
+    import jax
+    import jax.numpy as jnp
+
+    from bilevel.spaces import nasbench201
+    from bilevel.spaces.nasbench201 import scoring
+
+    scoring._SAVE_SECONDS = 0.0
+    networks = nasbench201.nasbench201_networks(cells=1, channels=2)
+    w = networks.init(jax.random.key(0), (4, 4, 1))
+    x = jax.random.normal(jax.random.key(1), (4, 4, 4, 1))
+    cells = nasbench201.genotypes()[-30:]
+    batch = (x, jnp.arange(4))
+    folder.mkdir(parents=True, exist_ok=True)
+    scored = scoring.score_networks(
+        ["l2_norm"], networks, w, cells, batch, progress=False, file=folder / "scores.npz"
+    )
+    return scored.values
+
+
+def command_search(folder: Path, steps: int = 4) -> Arrays:
+    """``bilevel search``, small."""
+    from bilevel import _search
+
+    _search._SAVE_SECONDS = 0.0
+    small = (
+        "--activations",
+        "relu",
+        "tanh",
+        "--steps",
+        str(steps),
+        "--inner-steps",
+        "3",
+        "--width",
+        "8",
+        "--train",
+        "20",
+        "--valid",
+        "20",
+        "--test",
+        "40",
+        "--progress",
+        "False",
+    )
+    return _command("search", small, folder)
+
+
+def command_baseline(folder: Path) -> Arrays:
+    """``bilevel baseline``, small."""
+    small = (
+        "--method",
+        "fast-weight-sharing",
+        "--configs",
+        "6",
+        "--dimension",
+        "32",
+        "--train",
+        "60",
+        "--valid",
+        "40",
+        "--progress",
+        "False",
+    )
+    return _command("baseline", small, folder)
+
+
+def _command(name: str, small: tuple[str, ...], folder: Path) -> Arrays:
+    from bilevel.cli import main
+
+    resume = ("--resume",) if folder.exists() else ()
+    errors = io.StringIO()
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(errors):
+        status = main([name, *small, "--out", str(folder), *resume])
+    if status:
+        raise ValueError(errors.getvalue().strip().removeprefix("bilevel: "))
+    with np.load(folder / "arrays.npz", allow_pickle=False) as found:
+        return {name: found[name] for name in found.files if "seconds" not in name}
+
+
+JOBS: dict[str, Callable[..., Arrays]] = {
+    "search": search,
+    "baseline": baseline,
+    "halving": halving,
+    "sharing": sharing,
+    "rank": rank,
+    "bilevel search": command_search,
+    "bilevel baseline": command_baseline,
+}
+
+
+def run(job: str, folder: Path, output: Path, limit: int | None = None, **options: Any) -> None:
+    """In a process of its own: the job's arrays, or what it raised, into ``output``.
+
+    ``limit``: bytes that a file may have, as on a disk that is full.
+    """
+    report: dict[str, Any] = {}
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        if limit is not None:
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+        try:
+            report["arrays"] = JOBS[job](folder, **options)
+        except Exception as error:
+            from reliability.case import not_a_sentence, said
+
+            names = dict.fromkeys(("checkpoint", "journal", "file", "out", "resume", "folder"))
+            report["error"], report["raw"] = said(error), not_a_sentence(error, names)
+            report["kept"] = hasattr(error, "result")
+        if limit is not None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+    report["warnings"] = [str(w.message)[:200] for w in told]
+    beside = output.with_suffix(".part")
+    np.save(beside.with_suffix(".part.npy"), np.array([report], dtype=object), allow_pickle=True)
+    os.replace(beside.with_suffix(".part.npy"), output)

@@ -1,7 +1,8 @@
 """A network of Zhu et al. 2022, Eq. (1), as arrays, and what its layers do to single inputs.
 
-The formulas are those of :mod:`ntk.infinite`, on the diagonal; they need no pairs, and say how many
-Hermite coefficients the pairs will.
+The formulas are those of :mod:`ntk.infinite`, on the diagonal; they need no pairs. What the pairs
+need of each input is an expansion of every layer's activation: arrays, whatever the activation, so
+that one program serves all.
 """
 
 import functools
@@ -12,12 +13,40 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ntk._kinks import ORDERS
 from ntk.activations import Activation, activation, relu
-from ntk.gaussian import DENSITY, hermite, mean, root
-from ntk.mehler import Layer, derivative, evaluate, kinks
+from ntk.gaussian import grid, reciprocal, root
+from ntk.mehler import Expansion, Function, expand, kinked_expansion
 
-_TERMS = (128, 256, 512, 1024, 2048, 4096)
+Layer = tuple[Activation, ...]
+"""Activations to be summed with weights."""
+Kinks = tuple[float, ...] | None
+
 _KINKED = (Activation("left", kink=(1.0, 0.0)), relu)  # summed with the slopes on both sides
+
+
+def evaluate(layer: Layer, weights: jax.Array, u: jax.Array) -> jax.Array:
+    """``sum_i weights_i s_i(u)``, elementwise."""
+    return sum(weights[i] * s(u) for i, s in enumerate(layer))  # type: ignore[return-value]
+
+
+def derivative(layer: Layer) -> Layer:
+    """The derivatives, to be summed with the same weights."""
+    return tuple(s.derivative for s in layer)
+
+
+def kink_places(layer: Layer) -> tuple[float, ...]:
+    """Where the sum is not smooth, beside 0."""
+    return tuple(sorted({t for s in layer for t, _ in s.kinks if t}))
+
+
+def kinks_at_zero(layer: Layer, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(left, right) of the sum of the activations that are linear on both sides of 0."""
+    kinked = [(i, s) for i, s in enumerate(layer) if s.smooth is None]
+    left, right = (
+        sum((weights[i] * s.kink[side] for i, s in kinked), 0 * weights[0]) for side in (0, 1)
+    )
+    return left, right
 
 
 def parse(
@@ -46,8 +75,8 @@ def parse(
         layer = tuple(activation(s) for s in mixture)
         w = _numbers("activations: weights", list(mixture.values()), len(mixture), dtype)
         if all(s.smooth is None for s in layer):
-            # All kinked layers in one form, so that they make one run.
-            layer, w = _KINKED, jnp.stack(kinks(layer, w))  # type: ignore[arg-type]
+            # All kinked layers in one form.
+            layer, w = _KINKED, jnp.stack(kinks_at_zero(layer, w))
         layers.append(layer)
         weights.append(w)
     depth = len(layers) + 1
@@ -99,15 +128,6 @@ def is_traced(tree: Any) -> bool:
     return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree))
 
 
-def check_resolved(name: str, kernel: jax.Array, terms: int) -> None:
-    """Raise FloatingPointError where ``terms`` Hermite coefficients have left a NaN."""
-    if bool(np.isnan(kernel).any()):
-        raise FloatingPointError(
-            f"{name}: expected inputs whose kernel {terms} Hermite coefficients resolve, got "
-            "nearly collinear ones at too large a variance for the smooth activations."
-        )
-
-
 def _squares(x1, x2) -> np.ndarray:
     return np.concatenate([np.sum(np.square(x), 1) for x in (x1, x2) if x is not None])
 
@@ -118,48 +138,176 @@ def equal_norms(x1: jax.Array, x2: jax.Array | None) -> bool:
     return bool(np.ptp(squares) <= 8 * np.finfo(squares.dtype).eps * squares.max())
 
 
-def needed_terms(layers: tuple[Layer, ...], x1, x2, weights, skips, variances) -> int:
-    """The fewest Hermite coefficients, 128, 256, ... 4096, that resolve every layer."""
-    if all(s.smooth is None for layer in layers for s in layer):
-        return _TERMS[0]
-    squares = _squares(x1, x2)
-    # Values, even where the caller is being traced.
-    with jax.ensure_compile_time_eval():
-        extremes = jnp.asarray([squares.min(), squares.max()])
-        scales = [d.scale for d in _diagonals(layers, weights, skips, variances, extremes)]
-        for most in (512, _TERMS[-1]):
-            needed = max(
-                _layer_terms(layer, w, scale, most)
-                for layer, w, scale in zip(layers, weights, scales, strict=True)
-            )
-            # Every other coefficient may vanish by symmetry.
-            if needed < most - 1:
-                break
-    return next((terms for terms in _TERMS if terms >= needed), _TERMS[-1])
+# ----------------------------------------------------------------------------- resolution
 
 
-def _layer_terms(layer: Layer, w: jax.Array, scale: jax.Array, most: int) -> int:
-    """How many coefficients of s', of ``most``, matter to ``E s'(u) s'(u')`` at correlation 1."""
-    smooth = [i for i, s in enumerate(layer) if s.smooth is not None]
-    if not smooth or has_closed_dual(layer):
-        return 0
-    slopes = tuple(layer[i].derivative for i in smooth)
-    slope = functools.partial(evaluate, slopes, w[np.array(smooth)])
-    size = np.abs(np.asarray(hermite(slope, scale, most))).max(0)
-    # The factor of a kink falls slowly; smooth ones are small together.
-    kinked = len(smooth) < len(layer)
-    other = (1 + np.arange(most)) ** -0.75 * size.max() if kinked else size
-    tails = np.cumsum((size * other)[::-1])[::-1]
-    return int(np.sum(tails > 10 * np.finfo(size.dtype).eps * tails[0]))
+class Resolution(NamedTuple):
+    """How many Hermite polynomials, and the largest width of a panel of nodes."""
+
+    terms: int
+    width: float
 
 
-def has_closed_dual(layer: Layer) -> bool:
-    """Whether the pairs of the layer have a closed form."""
-    return len(layer) == 1 and layer[0].closed is not None
+RESOLUTIONS = (Resolution(256, 0.5), Resolution(1024, 0.5), Resolution(4096, 0.125))
+TRACED = Resolution(512, 0.25)
+
+
+def resolved(expansions: Sequence[Expansion]) -> bool:
+    """Whether finer expansions would gain nothing, at any correlation."""
+    for f in expansions:
+        eps = float(jnp.finfo(f.norm.dtype).eps)
+        (regular, kinked), noise = np.asarray(f.missed).T, np.asarray(f.noise)
+        if (regular * (regular + 2 * kinked)).max() > 64 * eps or noise.max() > 512 * eps:
+            return False
+    return True
+
+
+def largest_error(dtype: Any) -> float:
+    """Of an entry, relative to the diagonal's: those that are worse are refused."""
+    return 64 * float(jnp.finfo(dtype).eps) ** 0.5
+
+
+def check_resolved(name: str, kernel: jax.Array) -> None:
+    """Raise FloatingPointError where an entry is NaN, for too large an error."""
+    if bool(np.isnan(kernel).any()):
+        raise FloatingPointError(
+            f"{name}: expected inputs whose kernel 4096 Hermite polynomials resolve, got an entry "
+            "with too large an error: nearly collinear inputs at too large a variance, or an "
+            "activation with too fine details."
+        )
+
+
+# ----------------------------------------------------------------------------- layers
+
+
+def expand_layer(
+    layer: Layer, w: jax.Array, scale: jax.Array, error: jax.Array, kinks: Kinks, how: Resolution
+) -> tuple[Expansion, Expansion]:
+    """Expansions of ``sum_i w_i s_i(u)`` and of its slope, u of standard deviations [n].
+
+    ``kinks``: of :func:`places`; if None, all the layer has is a kink at 0, in closed form.
+    """
+    sides = jnp.stack(kinks_at_zero(layer, w))
+    if all(s.smooth is None for s in layer):
+        terms, count = (0, 0) if kinks is None else (how.terms, len(kinks))
+        shape = terms, count
+        return tuple(kinked_expansion(sides, scale, error, degree, shape) for degree in (1, 0))  # type: ignore[return-value]
+    assert kinks is not None  # of a network with this layer
+    table = jax.tree.map(lambda x: jnp.asarray(x, scale.dtype), grid(*how))
+    u = scale[:, None] * table.z
+    values = jnp.zeros((2, 2, *u.shape), scale.dtype)  # of s and s', at u and -u
+    for i, s in enumerate(layer):
+        if s.smooth is not None:
+            values += w[i] * _sample(s, u)
+    at = np.zeros((len(layer), len(kinks), ORDERS))
+    own = [i for i, s in enumerate(layer) if s.kinks]
+    for i in own:
+        for place, jumps in layer[i].kinks:
+            at[i, kinks.index(place)] = jumps
+    total = jnp.einsum("i,ijm->jm", w, jnp.asarray(at, scale.dtype))
+    if own and 0.0 in kinks:
+        # Next to others, a kink at 0 is one of them.
+        values = values + sides[0] * jnp.stack([jnp.stack([u, -u]), jnp.ones_like(values[0])])
+        total = total.at[kinks.index(0.0), 1].add(sides[1] - sides[0])
+        sides = jnp.zeros_like(sides)
+    return _expand_both(values, sides, jnp.asarray(kinks, scale.dtype), total, scale, error, table)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _sample(s: Activation, u: jax.Array) -> jax.Array:
+    both = jnp.stack([u, -u])
+    return jnp.stack([s(both), s.derivative(both)])
+
+
+@jax.jit
+def _expand_both(values, sides, places, jumps, scale, error, table):
+    both = jnp.stack([jumps, jnp.pad(jumps[:, 1:], ((0, 0), (0, 1)))])
+
+    def one(x):  # a loop, so that it is compiled once
+        (right, left), jumps, odd = x
+        return expand(Function(right, left, sides, places, jumps), scale, error, odd, table)
+
+    found = jax.lax.map(one, (values, both, jnp.array([True, False])))
+    return tuple(jax.tree.map(lambda x, i=i: x[i], found) for i in (0, 1))
+
+
+def places(layers: Sequence[Layer]) -> Kinks:
+    """Where any of the activations has a kink beside the closed forms'; None if all are closed.
+
+    One for all layers, so that one program serves them.
+    """
+    activations = [s for layer in layers for s in layer]
+    if all(s.smooth is None for s in activations):
+        return None
+    found = {t for s in activations for t, _ in s.kinks}
+    if any(s.smooth is None for s in activations) and found:
+        found.add(0.0)
+    return tuple(sorted(found))
+
+
+class Features(NamedTuple):
+    """One layer, on single inputs; every field [n], or [1] for equal norms."""
+
+    scale: jax.Array  # standard deviation of the pre-activation u
+    below: jax.Array  # mean of the features below, mu_{l-1}
+    second: jax.Array  # S_l: second moment of the features
+    tangent: jax.Array  # T_l
+    value: Expansion
+    slope: Expansion
+    # Bounds of errors, of the means above and of S_l, the last one relative:
+    below_error: jax.Array
+    second_error: jax.Array
+
+
+def features(
+    layers: Sequence[Layer],
+    weights: Sequence[jax.Array],
+    skips,
+    variances,
+    squares: jax.Array,
+    how: Resolution,
+) -> list[Features]:
+    """The formulas of :mod:`ntk.infinite` for single inputs of squared norms [n]."""
+    kinks = places(layers)
+    second, tangent, below = squares, jnp.zeros_like(squares), jnp.zeros_like(squares)
+    eps = float(jnp.finfo(squares.dtype).eps)
+    error, below_error = 8 * eps * jnp.ones_like(squares), jnp.zeros_like(squares)
+    found = []
+    for i, (layer, w) in enumerate(zip(layers, weights, strict=True)):
+        a, c = (skips[i - 1] if i else jnp.zeros_like(squares[0])), variances[i]
+        scale = root(c * second)
+        value, slope = expand_layer(layer, w, scale, error, kinks, how)
+        here, here_error = below, below_error
+        second, tangent, below, error, below_error = _step(
+            a, c, second, tangent, below, error, below_error, value, slope
+        )
+        found.append(Features(scale, here, second, tangent, value, slope, here_error, error))
+    return found
+
+
+@jax.jit
+def _step(a, c, second, tangent, below, error, below_error, value, slope):
+    """What one layer makes of single inputs: the arguments from ``second`` on, one layer up."""
+    mean, square = value.mean, value.norm**2
+    above = square + 2 * a * mean * below + a**2 * second
+    tangent = c * slope.norm**2 * (second + tangent) + a**2 * tangent
+    regular, kinked = value.missed.T
+    off = value.norm * value.noise
+    eps = float(jnp.finfo(above.dtype).eps)
+    own = 2 * value.noise + 2 * regular * kinked + 4 * eps * value.size**2
+    lost = square * own + a**2 * second * error
+    lost += 2 * jnp.abs(a) * (off * jnp.abs(below) + jnp.abs(mean) * below_error)
+    return (
+        above,
+        tangent,
+        mean + a * below,
+        jax.lax.stop_gradient(lost * reciprocal(above) + 4 * eps),
+        jax.lax.stop_gradient(off + jnp.abs(a) * below_error),
+    )
 
 
 class Diagonal(NamedTuple):
-    """What one layer does to single inputs; every field [n], or [1] for equal norms."""
+    """What one layer does to single inputs; every field [n]."""
 
     scale: jax.Array  # standard deviation of the pre-activation u
     mean: jax.Array  # E s(u)
@@ -168,61 +316,11 @@ class Diagonal(NamedTuple):
     second: jax.Array  # S_l: second moment of the features
 
 
-def runs(layers: Sequence[Layer]) -> list[tuple[Layer, slice]]:
-    """Consecutive layers of the same activations: one compiled body each, scanned over."""
-    ends = [i for i in range(1, len(layers)) if layers[i] != layers[i - 1]] + [len(layers)]
-    return [(layers[i], slice(i, j)) for i, j in zip([0, *ends], ends, strict=False)]
-
-
-def run_diagonals(
-    layers: Sequence[Layer], weights: Sequence[jax.Array], skips, variances, squares: jax.Array
-) -> list[Diagonal]:
-    """The formulas of :mod:`ntk.infinite` for single inputs of squared norms [n], by runs.
-
-    One :class:`Diagonal` for each of ``runs(layers)``, every field [run, n].
-    """
-
-    def step(carry, inputs, layer):
-        second, below = carry
-        w, a, c = inputs
-        scale = root(c * second)
-        g, m, slope = moments(layer, w, scale)
-        second = g + 2 * a * m * below + a**2 * second
-        return (second, m + a * below), Diagonal(scale, m, below, slope, second)
-
-    skips = jnp.concatenate([jnp.zeros(1, skips.dtype), skips])  # the first layer has none
-    carry, found = (squares, jnp.zeros_like(squares)), []
-    for layer, part in runs(layers):
-        inputs = jnp.stack(weights[part]), skips[part], variances[part]
-        carry, diagonal = jax.lax.scan(functools.partial(step, layer=layer), carry, inputs)
-        found.append(diagonal)
-    return found
-
-
 def diagonals(
     layers: Sequence[Layer], weights: Sequence[jax.Array], skips, variances, squares: jax.Array
 ) -> list[Diagonal]:
-    """:func:`run_diagonals` layer by layer, every field [n]."""
+    """The formulas of :mod:`ntk.infinite` for single inputs, of squared norms [n]."""
     return [
-        jax.tree.map(lambda field, i=i: field[i], run)
-        for run in run_diagonals(layers, weights, skips, variances, squares)
-        for i in range(len(run.scale))
+        Diagonal(f.scale, f.value.mean, f.below, f.slope.norm**2, f.second)
+        for f in features(layers, weights, skips, variances, squares, TRACED)
     ]
-
-
-def moments(layer: Layer, w: jax.Array, scale: jax.Array):
-    """``(E s(u)^2, E s(u), E s'(u)^2)``, u of standard deviations ``scale`` [n]."""
-    if all(s.smooth is None for s in layer):
-        left, right = kinks(layer, w)  # type: ignore[misc]
-        square = (left**2 + right**2) / 2
-        return square * scale**2, (right - left) * DENSITY * scale, square + 0 * scale
-    value = functools.partial(evaluate, layer, w)
-    slope = functools.partial(evaluate, derivative(layer), w)
-    return (
-        mean(lambda u: value(u) ** 2, scale),
-        mean(value, scale),
-        mean(lambda u: slope(u) ** 2, scale),
-    )
-
-
-_diagonals = jax.jit(diagonals, static_argnums=0)

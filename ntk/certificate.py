@@ -68,7 +68,7 @@ def certified_min_eigenvalue(K, entry_error=0.0) -> float:
         Symmetric, up to rounding: it stands for ``(K + K') / 2``. float32 is taken exactly as it
         is: it says nothing about the errors made before, which ``entry_error`` is for.
     entry_error : float or array [n, n]
-        Largest error of each entry.
+        Largest error of each entry, such as the ``error`` that :func:`ntk.network_kernel` returns.
 
     Returns
     -------
@@ -148,7 +148,8 @@ def certify_simplex(
     rtol : float
         ``upper - lower`` wanted, relative to ``upper``.
     entry_error : float or array [n, n] or [h, h, n, n]
-        Largest error of each entry of ``blocks``: the bracket holds for all kernels that near.
+        Largest error of each entry of ``blocks``, such as :func:`ntk.mixture_blocks` returns with
+        ``error=True``: the bracket holds for all kernels that near.
     max_cells : int
         Cells at which to give up: the bracket is as rigorous then, but wider.
 

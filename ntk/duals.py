@@ -6,6 +6,7 @@
 a, b                 how
 ===================  ==========================================================================
 kinked, kinked       closed form in the angle ``2 atan2(sqrt p, sqrt q)``
+kinks not at 0 alone the series of :mod:`ntk.mehler`, kinks in closed form
 kinked, smooth       one-dimensional: a half line, and what rho takes off its edge
 smooth, the same     closed form for erf and GELU, and their derivatives
 smooth, smooth       trapezoid on ``u = sx (sqrt q z1 + sqrt p z2)``,
@@ -23,8 +24,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ntk._kinks import ORDERS
 from ntk.activations import Activation, Function, activation
-from ntk.gaussian import DENSITY, half_line, kinked_pair, reciprocal
+from ntk.architecture import (
+    RESOLUTIONS,
+    TRACED,
+    Layer,
+    expand_layer,
+    is_traced,
+    largest_error,
+    places,
+    resolved,
+)
+from ntk.gaussian import DENSITY, grid, kinked_pair, reciprocal
+from ntk.mehler import Pair, expectations
 
 _TOLERANCE = 1e-14
 _ENTRIES = 2**22  # numbers in memory at a time, about
@@ -95,12 +108,61 @@ def dual(
     if a == b and a.closed is not None:
         return a.closed(vx, vy, c)
     sx, sy, p, q = _standardised(vx, vy, c)
+    if a.kinks or b.kinks:
+        flat = (x.ravel() for x in (sx, sy, p, q))
+        return _piecewise(a, b, *flat).reshape(vx.shape)
     nodes = _axis(a, b, max_variance, max(rtol, float(jnp.finfo(dtype).eps)))
     found = _expectation(a, b, nodes, *(x.ravel() for x in (sx, sy, p, q))).reshape(vx.shape)
     if a.smooth is None or b.smooth is None:
         return found
     beyond = jnp.maximum(vx, vy) > max_variance * (1 + 1e-6)
     return jnp.where(beyond, jnp.nan, found)
+
+
+def _piecewise(a: Activation, b: Activation, sx, sy, p, q) -> jax.Array:
+    """``E[a(u) b(u')]`` [n] where a or b has kinks beside the closed forms'."""
+    layers: list[Layer] = [(_as_piecewise(a),), (_as_piecewise(b),)]
+    kinks, one = places(layers), jnp.ones(1, p.dtype)
+    error = jnp.full_like(p, float(jnp.finfo(p.dtype).eps))
+    traced = is_traced((sx, sy, p, q))
+    for how in (TRACED,) if traced else RESOLUTIONS:
+        f, g = (
+            expand_layer(layer, one, s, error, kinks, how)[0]
+            for layer, s in zip(layers, (sx, sy), strict=True)
+        )
+        found = _one_by_one(f, g, p, q)
+        if is_traced(found) or resolved([f, g]):
+            break
+    return found
+
+
+def _as_piecewise(s: Activation) -> Activation:
+    """Kinks at 0 among the others."""
+    if s.smooth is not None:
+        return s
+    if s.degree < 0:
+        raise ValueError(f"a, b: expected functions with values, got the point mass {s.name}.")
+    jumps = [0.0] * ORDERS
+    jumps[s.degree] = s.kink[1] - s.kink[0]
+    return Activation(s.name, s.__call__, kinks=((0.0, tuple(jumps)),))
+
+
+@jax.jit
+def _one_by_one(f, g, p, q):
+    def one(f, g, p, q):
+        f, g, p, q = jax.tree.map(lambda x: x[None], (f, g, p, q))
+        error = jnp.full((1, 1), float(jnp.finfo(p.dtype).eps), p.dtype)
+        ((value, bound),) = expectations((f,), (g,), (1,), Pair(p[None], q[None], error))
+        bad = ~(bound <= largest_error(p.dtype) * f.norm[:, None] * g.norm)
+        return jnp.where(bad, jnp.nan, value)[0, 0]
+
+    return jax.lax.map(lambda x: one(*x), (f, g, p, q))
+
+
+def _half_line():
+    """Nodes z > 0 and weights."""
+    table = grid(256)
+    return table.z, table.roots**2
 
 
 def _float(x) -> jax.Array:
@@ -195,7 +257,7 @@ def _expectation(a: Activation, b: Activation, axis: tuple[float, int], sx, sy, 
     if b.smooth is None:
         return _expectation(b, a, axis, sy, sx, p, q)
     one = functools.partial(_smooth if a.smooth else _kinked_smooth, a, b, axis)
-    batch = max(1, _ENTRIES // (axis[1] ** 2 if a.smooth else 2 * len(half_line()[0])))
+    batch = max(1, _ENTRIES // (axis[1] ** 2 if a.smooth else 2 * len(_half_line()[0])))
     return jax.lax.map(lambda x: one(*x), (sx, sy, p, q), batch_size=batch)
 
 
@@ -233,7 +295,7 @@ def _kinked_smooth(a, b, axis, sx, sy, p, q):
     """
     left, right = a.kink
     jump = right - left
-    t, weights = (jnp.asarray(x, sx.dtype) for x in half_line())
+    t, weights = (jnp.asarray(x, sx.dtype) for x in _half_line())
     rho, s = q - p, 2 * jnp.sqrt(p * q)
     steep = jnp.where(rho >= 0, 1.0, -1.0).astype(sx.dtype)
 

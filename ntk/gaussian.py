@@ -2,49 +2,93 @@
 
 With z ~ N(0, 1) and a pair ``(u, u') = (sx z, sy z')`` of correlation rho:
 
-    mean        E[f(s z)]                      Gauss-Legendre panels on both half lines
+    mean        E[f(s z)]                      Gauss-Legendre panels that end at the kinks
     hermite     E[f(s z) h_k(z)]               the same; closed form at a kink
-    kinked_pair E[f(u) g(u')]                  closed form, f and g kinked
+    grid        nodes and Hermite polynomials  for many functions on the same panels
+    kinked_pair E[f(u) g(u')]                  closed form, f and g kinked at 0
 
 A correlation comes as ``p = (1 - rho) / 2`` and ``q = (1 + rho) / 2``: the angle between the
 inputs is ``theta = 2 atan2(sqrt p, sqrt q)``, exact where rho itself rounds to 1. Panels end at 0,
-so kinks do no harm, and shrink towards it, so that any scale ``s`` up to 1e4 is resolved.
+so a kink there does no harm, and shrink towards it, for large scales ``s``.
 
 Reference: Cho & Saul (2009) for the kinked pairs; Daniely, Frostig & Singer (2016) for the duals.
 """
 
 import functools
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from ntk.activations import Activation
+from ntk.bivariate import DENSITY
 
-DENSITY = 0.3989422804014327  # of N(0, 1) at 0; a Python number, for it to take any precision
 _END = 13.0  # the density there is 2e-37
 
 
-@functools.cache
-def half_line(terms: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Nodes z > 0 and weights (with the density of N(0, 1)) [m], in float64.
+class Grid(NamedTuple):
+    """Nodes z > 0 on panels, and orthonormal Hermite polynomials h_k at them."""
 
-    ``terms``: Hermite functions up to this degree are integrated too, 24 nodes for at most 16
-    radians of the fastest.
-    """
-    width = min(0.5, 16 / np.sqrt(max(terms, 1)))
+    z: Any  # [m]
+    roots: Any  # [m], of the weights: the density of N(0, 1) is in them
+    even: Any  # [m, K / 2], roots times h_0, h_2, ...
+    odd: Any  # [m, K / 2]
+    last: Any  # [nodes, 3], to a panel's last Legendre coefficients
+    mass: Any  # [panels], probability
+
+
+def panels(width: float = 0.5) -> np.ndarray:
+    """Edges from 0 to 13, of at most this width, and shrinking towards 0: to 3e-8."""
     uniform = np.linspace(0, _END, int(np.ceil(_END / width)) + 1)
-    graded = uniform[1] * 2.0 ** np.arange(-14, 0)
-    edges = np.concatenate([[0], graded, uniform[1:]])
-    nodes, weights = np.polynomial.legendre.leggauss(24 if terms > 256 else 16)
+    return np.concatenate([[0], uniform[1] * 2.0 ** np.arange(-24, 0), uniform[1:]])
+
+
+@functools.lru_cache(maxsize=4)
+def grid(terms: int, width: float = 0.5) -> Grid:
+    """For expansions in ``terms`` polynomials of what is smooth on panels of a width; float64."""
+    nodes, weights = np.polynomial.legendre.leggauss(24)
+    edges = panels(min(width, 16 / np.sqrt(terms)))
     half = np.diff(edges)[:, None] / 2
-    z = (edges[:-1, None] + half * (nodes + 1)).ravel()
-    return z, (half * weights).ravel() * DENSITY * np.exp(-(z**2) / 2)
+    z = edges[:-1, None] + half * (nodes + 1)
+    density = half * weights * DENSITY * np.exp(-(z**2) / 2)
+    z, roots = z.ravel(), np.sqrt(density.ravel())
+    # Times the root of the density, h_k stays of order 1 where alone it overflows.
+    functions = np.empty((terms, len(z)))
+    functions[0] = roots
+    functions[1] = z * roots
+    for k in range(1, terms - 1):
+        functions[k + 1] = (z * functions[k] - np.sqrt(k) * functions[k - 1]) / np.sqrt(k + 1)
+    even, odd = (np.ascontiguousarray(functions[i::2].T) for i in (0, 1))
+    degrees = np.arange(21, 24)
+    legendre = np.polynomial.legendre.legvander(nodes, 23)[:, degrees]
+    last = legendre * weights[:, None] * (degrees + 0.5)
+    return Grid(z, roots, even, odd, last, density.sum(1))
 
 
-def mean(fn: Callable[[jax.Array], jax.Array], scale: jax.Array) -> jax.Array:
-    """``E[fn(scale z)]``, z ~ N(0, 1), of an elementwise function smooth off 0; shape of ``scale``.
+def _nodes(scale: jax.Array, places: tuple[float, ...], width: float = 0.5):
+    """Nodes on the whole line and weights, [..., m], on panels that end at ``places / scale``."""
+    edges: Any = panels(width)
+    edges = jnp.asarray(np.concatenate([-edges[:0:-1], edges]), scale.dtype)
+    edges = jnp.broadcast_to(edges, (*scale.shape, len(edges)))
+    if places:
+        kinks = jnp.asarray(places, scale.dtype) * reciprocal(scale)[..., None]
+        edges = jnp.sort(jnp.concatenate([edges, jnp.clip(kinks, -_END, _END)], -1), -1)
+    rule = np.polynomial.legendre.leggauss(24)
+    nodes, weights = (jnp.asarray(x, scale.dtype) for x in rule)
+    half = (edges[..., 1:] - edges[..., :-1])[..., None] / 2
+    z = edges[..., :-1, None] + half * (nodes + 1)
+    weights = half * weights * DENSITY * jnp.exp(-(z**2) / 2)
+    return z.reshape(*scale.shape, -1), weights.reshape(*scale.shape, -1)
+
+
+def mean(
+    fn: Callable[[jax.Array], jax.Array], scale: jax.Array, places: tuple[float, ...] = ()
+) -> jax.Array:
+    """``E[fn(scale z)]``, z ~ N(0, 1), of an elementwise function; shape of ``scale``.
+
+    ``places``: where it is not smooth, beside 0.
 
     Examples
     --------
@@ -52,28 +96,17 @@ def mean(fn: Callable[[jax.Array], jax.Array], scale: jax.Array) -> jax.Array:
     True
     """
     scale = jnp.asarray(scale)
-    z, weights = (jnp.asarray(x, scale.dtype) for x in half_line())
-    u = scale[..., None] * z
-    return (fn(u) + fn(-u)) @ weights
+    z, weights = _nodes(scale, places)
+    return (fn(scale[..., None] * z) * weights).sum(-1)
 
 
-@functools.cache
-def _hermite_tables(terms: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Nodes z [m], and ``weight_i h_k(z_i)`` [m, terms / 2] for even and for odd k."""
-    z, weights = half_line(terms)
-    # h_k times the root of the density stays of order 1 where h_k alone overflows.
-    root = np.exp(-(z**2) / 4)
-    functions = np.empty((terms, len(z)))
-    functions[0] = root
-    functions[1] = z * root
-    for k in range(1, terms - 1):
-        functions[k + 1] = (z * functions[k] - np.sqrt(k) * functions[k - 1]) / np.sqrt(k + 1)
-    table = (functions * (weights / root)).T
-    return z, np.ascontiguousarray(table[:, ::2]), np.ascontiguousarray(table[:, 1::2])
-
-
-def hermite(fn: Callable[[jax.Array], jax.Array], scale: jax.Array, terms: int) -> jax.Array:
-    """``a_k = E[fn(scale z) h_k(z)]``, [..., terms], of an elementwise function smooth off 0.
+def hermite(
+    fn: Callable[[jax.Array], jax.Array],
+    scale: jax.Array,
+    terms: int,
+    places: tuple[float, ...] = (),
+) -> jax.Array:
+    """``a_k = E[fn(scale z) h_k(z)]``, [..., terms], of an elementwise function.
 
     h_k are the orthonormal Hermite polynomials, so ``E[fn(scale z)^2] = sum_k a_k^2``. Even and odd
     parts are taken apart: coefficients that vanish by symmetry are exactly 0.
@@ -83,21 +116,35 @@ def hermite(fn: Callable[[jax.Array], jax.Array], scale: jax.Array, terms: int) 
     fn : elementwise function, an :class:`~ntk.activations.Activation` for instance.
     scale : array [...], standard deviations.
     terms : int, even.
+    places : where fn is not smooth, beside 0.
 
     Examples
     --------
     >>> coefficients = hermite(jnp.tanh, jnp.array(1.0), 64)
-    >>> round(float(coefficients[1]), 6), float(coefficients[2])
-    (0.605706, 0.0)
+    >>> round(float(coefficients[1]), 6), abs(float(coefficients[2])) < 1e-15
+    (0.605706, True)
     """
     if terms < 2 or terms % 2:
         raise ValueError(f"terms: expected an even number of at least 2, got {terms}.")
     scale = jnp.asarray(scale)
-    z, even, odd = (table.astype(scale.dtype) for table in _hermite_tables(terms))
-    u = scale[..., None] * z
-    right, left = fn(u), fn(-u)
-    pairs = ((right + left) @ even, (right - left) @ odd)
-    return jnp.stack(pairs, axis=-1).reshape(*scale.shape, terms)
+    z, weights = _nodes(scale, (*places, *(-t for t in places)), 16 / max(32, terms**0.5))
+    right = z > 0
+    even, odd = fn(scale[..., None] * z), fn(-scale[..., None] * z)
+    even, odd = (even + odd) * right, (even - odd) * right
+
+    def coefficient(k, part, h):
+        return (part * weights * h).sum(-1)
+
+    def step(carry, k):
+        before, now = carry
+        part = jnp.where(k % 2 == 0, even, odd)
+        following = (z * now - jnp.sqrt(k) * before) / jnp.sqrt(k + 1)
+        return (now, following), coefficient(k, part, now)
+
+    # Where the density underflows, polynomials overflow.
+    start = (jnp.zeros_like(z), jnp.where(weights > 0, 1.0, 0.0).astype(z.dtype))
+    found = jax.lax.scan(step, start, jnp.arange(terms).astype(scale.dtype))[1]
+    return jnp.moveaxis(found, 0, -1)
 
 
 @functools.cache

@@ -22,10 +22,21 @@ alpha_l  ``skips``         L - 2 real weights a
 
 Kernels come in tiles of 256 x 256: each tile runs through all layers while it is in the cache, so
 only the results have the size of the data squared.
+
+**The error.** Every entry carries a bound of its own error through the layers: e_S of S, e_T of T
+and e_p of ``p = (1 - rho) / 2``, with the norms |s| and |s'| of each layer's functions at both
+inputs,
+
+    e_S <- e_G + 2 |a| e_mu |mu| + a^2 e_S,    e_G = |d/drho E s s'| 2 e_p + ... (:mod:`ntk.mehler`)
+    e_T <- c |D| (e_S + e_T) + c e_D |S + T| + a^2 e_T,    e_p <- e_S / (2 sqrt(S_ii S_jj)) + ...
+
+so that roundings, too few coefficients and too coarse nodes all show. Coefficients and nodes are
+added until the bound is as small as rounding, or ends to fall.
 """
 
+import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -33,34 +44,46 @@ import jax.numpy as jnp
 
 from ntk.activations import Activation
 from ntk.architecture import (
-    Diagonal,
+    RESOLUTIONS,
+    TRACED,
+    Features,
+    Layer,
+    Resolution,
     check_resolved,
     equal_norms,
-    has_closed_dual,
+    expand_layer,
+    features,
     inputs,
     is_traced,
-    moments,
-    needed_terms,
+    largest_error,
     parse,
-    run_diagonals,
-    runs,
+    places,
+    resolved,
 )
 from ntk.gaussian import kinked_gap, reciprocal, root
-from ntk.mehler import Layer, coefficients, derivative, expectations, kinks
+from ntk.mehler import Pair, expectations
 from ntk.pairs import UnitRows, assemble, half_chords, mirrored, take_rows, unit
 
 
-class Kernels(NamedTuple):
-    """The two kernels of an infinitely wide network.
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Kernels:
+    """The two kernels of an infinitely wide network; ``nngp, ntk = kernels`` unpacks them.
 
     Attributes
     ----------
     nngp : array [n1, n2], covariance of the outputs at initialisation.
     ntk : array [n1, n2], inner products of the outputs' gradients.
+    error : array [n1, n2], a bound of what the entries of either are off by; 0 where it was not
+        computed.
     """
 
     nngp: jax.Array
     ntk: jax.Array
+    error: jax.Array
+
+    def __iter__(self) -> Iterator[jax.Array]:
+        return iter((self.nngp, self.ntk))
 
 
 def network_kernel(
@@ -95,8 +118,9 @@ def network_kernel(
     ValueError
         For a wrong shape or count, or a value that is not finite, unless it is traced.
     FloatingPointError
-        If 4096 Hermite coefficients are too few: nearly collinear inputs into smooth activations
-        at a variance far over 25. Where inputs are traced, 512 are kept, and such entries are NaN.
+        If 4096 Hermite coefficients are too few, an entry's error over 1e-6 of the diagonal (2 %
+        in float32): nearly collinear inputs into smooth activations at a variance far over 25.
+        Where inputs are traced, 512 are kept, and such entries are NaN, with an infinite error.
 
     Examples
     --------
@@ -108,18 +132,21 @@ def network_kernel(
 
     Notes
     -----
-    Differentiable to any order in skips, weights, variances and inputs; compiled once for a depth
-    and a size. The derivative of a kinked activation's kernel at two equal (or opposite) inputs,
-    infinite in general, is taken along paths that keep them so.
+    Differentiable to any order in skips, weights, variances and inputs; compiled once for a depth,
+    a size and a number of kinks that are not at 0, whatever the activations. The slope of an
+    activation that jumps is that of its pieces, as it is in a network's gradient. The derivative of
+    a kinked activation's kernel at two equal (or opposite) inputs, infinite in general, is taken
+    along paths that keep them so.
 
-    Memory: the two results, 2 x ``terms`` numbers for each layer with a smooth activation and each
-    input of a norm of its own (256 terms while variances stay under about 2), a few tiles. Time:
-    2 ``terms`` multiply-adds per layer and pair, fewer where no correlation is near 1.
+    Memory: the three results, 2 x ``terms`` numbers for each layer and each input of a norm of its
+    own (256 terms as a rule; none where all is ReLU-like), a few tiles. Time: 2 ``terms``
+    multiply-adds per layer and pair, fewer where no correlation is near 1.
 
     Near-duplicates: the angle between two inputs is found to 1e-11 of itself down to 1e-9 (from a
     Gram matrix in two exact parts), and carried through networks of ReLU-like layers; after a
     smooth layer angles under 1e-8 are lost in rounding, which only a later kink can show (3e-8 of
-    an entry, where an input meets its copy in ``x2`` after a smooth layer and two kinked ones).
+    an entry, where an input meets its copy in ``x2`` after a smooth layer and two kinked ones; the
+    error says so).
 
     References
     ----------
@@ -128,16 +155,22 @@ def network_kernel(
     """
     x1, x2 = inputs("x1", x1, "x2", x2)
     layers, *network = parse(activations, skips, variances, x1.dtype)
-    traced = is_traced((x1, x2, network))
-    equal = not traced and equal_norms(x1, x2)
-    terms = 512 if traced else needed_terms(layers, x1, x2, *network)
-    kernels = _kernels(x1, x2, *network, layers=layers, terms=terms, equal=equal)
-    if is_traced(kernels):
+    if is_traced((x1, x2, network)):
+        kernels, _ = _kernels(layers, x1, x2, network, TRACED, False)
         return kernels
-    check_resolved("x1", kernels.ntk, terms)
+    equal = equal_norms(x1, x2)
+    goal = 1e4 * float(jnp.finfo(x1.dtype).eps)
+    for how in RESOLUTIONS:
+        kernels, rows = _kernels(layers, x1, x2, network, how, equal)
+        if is_traced(kernels):  # by a jit around, of values
+            return kernels
+        small = float(jnp.max(kernels.error / jnp.max(jnp.abs(kernels.ntk)))) <= goal
+        if small or resolved([f for r in rows for one in r for f in (one.value, one.slope)]):
+            break
+    check_resolved("x1", kernels.ntk)
     if x2 is not None:
         return kernels
-    return Kernels(*(mirrored(k) for k in kernels))
+    return jax.tree.map(mirrored, kernels)
 
 
 def lemma1_kernel_as_printed(
@@ -178,24 +211,15 @@ def lemma1_kernel_as_printed(
     Array(15.977, dtype=float...)
     """
     x, _ = inputs("x", x)
-    layers, weights, skips, variances = parse(activations, skips, None, x.dtype)
-    traced = is_traced((x, weights, skips))
-    terms = 512 if traced else needed_terms(layers, x, None, weights, skips, variances)
-    kernels = _lemma1(x, weights, skips, layers=layers, terms=terms)
+    layers, weights, skips, _ = parse(activations, skips, None, x.dtype)
+    how = TRACED if is_traced((x, weights, skips)) else RESOLUTIONS[-2]
+    kernels = _lemma1(layers, x, weights, skips, how)
     if not is_traced(kernels):
-        check_resolved("x", kernels.ntk, terms)
+        check_resolved("x", kernels.ntk)
     return kernels
 
 
 # ----------------------------------------------------------------------------- all pairs
-
-
-class _Run(NamedTuple):
-    """Consecutive layers of the same activations: one compiled body, scanned over."""
-
-    diagonal: Diagonal  # [n, run]
-    values: Any  # Hermite coefficients [n, run, terms] of s, or None
-    slopes: Any  # and of s'
 
 
 class _Rows(NamedTuple):
@@ -203,47 +227,49 @@ class _Rows(NamedTuple):
 
     unit_rows: UnitRows
     norms: jax.Array
-    runs: list[_Run]  # one for each of runs(layers)
+    layers: Features  # of all layers, [n, L - 1, ...]
 
 
-def _rows(x, layers, weights, skips, variances, terms, equal) -> _Rows:
+def _kernels(layers: Sequence[Layer], x1, x2, network, how: Resolution, equal: bool):
+    """The kernels, and the features of both sets of inputs."""
+    found = [_features(layers, x, network, how, equal) for x in (x1, x2) if x is not None]
+    rows = [_stack(each) for each in found]
+    _, skips, variances = network
+    homogeneous = [all(s.smooth is None for s in layer) for layer in layers]
+    exact = jnp.asarray([all(homogeneous[: i + 1]) for i in range(len(layers))])
+    return _pairs(x1, x2, rows[0], rows[-1], skips, variances, exact, equal=equal), found
+
+
+def _stack(layers: list[Features]) -> Features:
+    """All layers in one, [n, L - 1, ...]."""
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves, 1), *layers)
+
+
+def _features(layers, x, network, how, equal) -> list[Features]:
     squares = (x * x).sum(1)
-    norms = root(squares)
-    if equal:
-        squares, norms = squares[:1], norms[:1]
-    found = []
-    stacked = run_diagonals(layers, weights, skips, variances, squares)
-    for (layer, part), diagonal in zip(runs(layers), stacked, strict=True):
-        of_run = functools.partial(_tables, jnp.stack(weights[part]), diagonal.scale, terms)
-        found.append(_Run(_swap(diagonal), of_run(layer), of_run(derivative(layer))))
-    return _Rows(unit(x, norms), norms, found)
+    weights, skips, variances = network
+    return features(layers, weights, skips, variances, squares[:1] if equal else squares, how)
 
 
-def _tables(weights, scales, terms: int, layer: Layer):
-    """Hermite coefficients [n, run, terms] of a run of layers, or None where none are needed."""
-    if has_closed_dual(layer) or all(s.smooth is None for s in layer):
-        return None
+@functools.partial(jax.jit, static_argnames="equal")
+def _pairs(x1, x2, rows1, rows2, skips, variances, exact, *, equal) -> Kernels:
+    def prepare(x, rows):
+        norms = root((x * x).sum(1))
+        norms = norms[:1] if equal else norms
+        return _Rows(unit(x, norms), norms, rows)
 
-    def one(x):
-        return coefficients(layer, *x, terms)  # type: ignore[call-arg]
+    rows = prepare(x1, rows1)
+    columns = rows if x2 is None else prepare(x2, rows2)
+    n1, n2 = len(x1), len(x1 if x2 is None else x2)
 
-    # Derivatives are taken by Price's theorem: these must not carry any.
-    return jax.lax.stop_gradient(jnp.moveaxis(jax.lax.map(one, (weights, scales)), 2, 0))
+    def tile(i, j, size1, size2):
+        a, b = take_rows(rows, i, size1, n1), take_rows(columns, j, size2, n2)
+        same = None
+        if x2 is None:
+            same = (i + jnp.arange(size1))[:, None] == j + jnp.arange(size2)
+        return _tile(a, b, same, skips, variances, exact)
 
-
-def _swap(tree):
-    """The first two axes of every leaf exchanged."""
-    return jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), tree)
-
-
-def _pairs(layer: Layer, w, terms, a: Diagonal, b: Diagonal, p, q, tables):
-    """``E s(u) s(u')``, all pairs of a tile."""
-    if has_closed_dual(layer):
-        sx, sy = a.scale[:, None], b.scale[None]
-        vx, vy = jnp.broadcast_to(sx**2, p.shape), jnp.broadcast_to(sy**2, p.shape)
-        return w[0] ** 2 * layer[0].closed(vx, vy, (q - p) * sx * sy)  # type: ignore[misc]
-    tables = (None if table is None else table.T for table in tables)
-    return expectations(layer, layer, terms, w, w, a.scale, b.scale, p, q, *tables)
+    return assemble(tile, n1, n2, symmetric=x2 is None)
 
 
 class _State(NamedTuple):
@@ -252,111 +278,142 @@ class _State(NamedTuple):
     second: jax.Array  # S
     tangent: jax.Array  # T
     sizes: jax.Array  # products of the features' norms
-    p: jax.Array  # (1 - rho) / 2 of the features
-    q: jax.Array  # (1 + rho) / 2
+    pair: Pair  # the angle between the features
+    second_error: jax.Array
+    tangent_error: jax.Array
 
 
-def _tile(a: _Rows, b: _Rows, same, weights, skips, variances, layers, terms) -> Kernels:
+def _tile(a: _Rows, b: _Rows, same, skips, variances, exact) -> Kernels:
     """All layers of one tile; ``same`` [n1, n2] marks inputs paired with themselves, or None."""
     p, q = half_chords(a.unit_rows, b.unit_rows)
     if same is not None:
         # Their entries come from the diagonal; here, the series need no terms for them.
         p, q = (jnp.where(same, 0.5, half) for half in (p, q))
+    eps = float(jnp.finfo(p.dtype).eps)
     sizes = a.norms[:, None] * b.norms
     second = (q - p) * sizes
     if same is not None:
         second = jnp.where(same, sizes, second)
-    state = _State(second, jnp.zeros_like(second), jnp.broadcast_to(sizes, p.shape), p, q)
+    # Unit rows are rounded; what is under the grid of their leading digits, too.
+    error = jax.lax.stop_gradient(8 * eps * (jnp.sqrt(p * q) + eps**0.5 / 2))
+    state = _State(
+        second,
+        jnp.zeros_like(second),
+        jnp.broadcast_to(sizes, p.shape),
+        Pair(p, q, error),
+        jax.lax.stop_gradient(sizes) * (2 * error + 8 * eps),
+        jnp.zeros_like(second),
+    )
     # The first layer has no skip.
     skips = jnp.concatenate([jnp.zeros(1, skips.dtype), skips])
-    homogeneous = True
-    for (layer, part), run_a, run_b in zip(runs(layers), a.runs, b.runs, strict=True):
-        homogeneous = homogeneous and all(s.smooth is None for s in layer)
-        step = functools.partial(_layer, layer=layer, terms=terms, same=same, exact=homogeneous)
-        inputs = (
-            _swap(run_a),
-            _swap(run_b),
-            jnp.stack(weights[part]),
-            skips[part],
-            variances[part],
-        )
-        state, _ = jax.lax.scan(lambda state, x: (step(state, *x), None), state, inputs)  # noqa: B023
+    of_a, of_b = (jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), r.layers) for r in (a, b))
+
+    def step(state, x):
+        return _layer(state, *x, same=same), None
+
+    state, _ = jax.lax.scan(step, state, (of_a, of_b, skips, variances[:-1], exact))
     last = variances[-1]
-    return Kernels(last * state.second, last * (state.second + state.tangent))
+    nngp, ntk = last * state.second, last * (state.second + state.tangent)
+    total = state.second_error + state.tangent_error + 4 * eps * jnp.abs(ntk / last)
+    diagonals = (r.layers.second[:, -1] + r.layers.tangent[:, -1] for r in (a, b))
+    left, right = map(root, diagonals)
+    bad = ~(total <= largest_error(p.dtype) * left[:, None] * right)
+    error = jax.lax.stop_gradient(jnp.where(bad, jnp.inf, last * total))
+    return Kernels(jnp.where(bad, jnp.nan, nngp), jnp.where(bad, jnp.nan, ntk), error)
 
 
-def _layer(state: _State, a: _Run, b: _Run, w, skip, c, *, layer, terms, same, exact) -> _State:
+def _layer(state: _State, a: Features, b: Features, skip, c, exact, *, same) -> _State:
     """One step of the module's recursion.
 
     ``exact``: everything so far scales with the input's norm, so that correlation lost in this
     layer adds to what was lost before without the cancellation of ``1 - rho``.
     """
-    below, tangent, sizes, p, q = state
-    da, db = a.diagonal, b.diagonal
-    value = _pairs(layer, w, terms, da, db, p, q, (a.values, b.values))
-    slope = _pairs(derivative(layer), w, terms, da, db, p, q, (a.slopes, b.slopes))
-    cross = da.mean[:, None] * db.below + da.below[:, None] * db.mean
+    below, tangent, sizes, pair, *_ = state
+    (value, value_error), (slope, slope_error) = expectations(
+        (a.value, a.slope), (b.value, b.slope), (1, 0), pair
+    )
+    cross = a.value.mean[:, None] * b.below + a.below[:, None] * b.value.mean
     second = value + skip * cross + skip**2 * below
     if same is not None:
-        # da and db agree where an input meets itself.
-        second = jnp.where(same, da.second[:, None], second)
-        slope = jnp.where(same, da.slope[:, None], slope)
-    tangent = c * slope * (below + tangent) + skip**2 * tangent
-    roots = jnp.broadcast_to(root(da.second)[:, None] * root(db.second), p.shape)
-    if exact:
-        lost = kinked_gap(kinks(layer, w), p, q) * da.scale[:, None] * db.scale
-        p = (lost + skip**2 * 2 * p * sizes) * reciprocal(2 * roots)
-    else:
-        p = (1 - second * reciprocal(roots)) / 2
+        # a and b agree where an input meets itself.
+        second = jnp.where(same, a.second[:, None], second)
+        slope = jnp.where(same, a.slope.norm[:, None] ** 2, slope)
+    roots = jnp.broadcast_to(root(a.second)[:, None] * root(b.second), pair.p.shape)
+    scales = a.scale[:, None] * b.scale
+    # The slopes on both sides, from all inputs: one may be 0.
+    norm = jax.lax.stop_gradient(a.value.norm)
+    sides = (a.value.sides * norm[:, None]).sum(0) * reciprocal(a.scale.sum())
+    lost = kinked_gap(sides, pair.p, pair.q) * scales + skip**2 * 2 * pair.p * sizes
+    p = jnp.where(exact, lost * reciprocal(roots), 1 - second * reciprocal(roots)) / 2
     p = jnp.where(roots > 0, jnp.clip(p, 0, 1), 0.5)
     if same is not None:
         p = jnp.where(same, 0.5, p)
-    return _State(second, tangent, roots, p, 1 - p)
-
-
-@functools.partial(jax.jit, static_argnames=("layers", "terms", "equal"))
-def _kernels(x1, x2, weights, skips, variances, *, layers, terms, equal) -> Kernels:
-    prepare = functools.partial(
-        _rows,
-        layers=layers,
-        weights=weights,
-        skips=skips,
-        variances=variances,
-        terms=terms,
-        equal=equal,
+    errors = _errors(
+        *jax.lax.stop_gradient((state, a, b, skip, c, exact, same)),
+        *jax.lax.stop_gradient((value_error, slope_error, slope, second, roots, scales, p)),
     )
-    rows = prepare(x1)
-    columns = rows if x2 is None else prepare(x2)
-    n1, n2 = len(x1), len(x1 if x2 is None else x2)
-
-    def tile(i, j, size1, size2):
-        a, b = take_rows(rows, i, size1, n1), take_rows(columns, j, size2, n2)
-        same = None
-        if x2 is None:
-            same = (i + jnp.arange(size1))[:, None] == j + jnp.arange(size2)
-        return _tile(a, b, same, weights, skips, variances, layers, terms)
-
-    return assemble(tile, n1, n2, symmetric=x2 is None)
+    total = c * slope * (below + tangent) + skip**2 * tangent
+    return _State(second, total, roots, Pair(p, 1 - p, errors[0]), *errors[1:])
 
 
-@functools.partial(jax.jit, static_argnames=("layers", "terms"))
-def _lemma1(x, weights, skips, *, layers, terms) -> Kernels:
+def _errors(
+    state, a, b, skip, c, exact, same, value_error, slope_error, slope, second, roots, scales, p
+):
+    """Bounds after the layer: of p, S and T."""
+    eps = float(jnp.finfo(p.dtype).eps)
+    below, tangent, sizes, pair, below_error, tangent_error = state
+    off = value_error + skip**2 * below_error + 4 * eps * roots
+    off += jnp.abs(skip) * _crossed(a, b)
+    diagonal = a.second[:, None] * a.second_error[:, None]
+    relative = (a.second_error[:, None] + b.second_error) / 2
+    lost = 2 * pair.error * (a.slope.norm[:, None] * b.slope.norm * scales + skip**2 * sizes)
+    error = jnp.where(
+        exact,
+        lost * reciprocal(2 * roots) + 8 * eps * p,
+        (off * reciprocal(roots) + relative) / 2 + eps,
+    )
+    slopes = jnp.abs(slope)
+    tangent_error = (
+        c * slopes * (below_error + tangent_error)
+        + c * slope_error * (jnp.abs(below + tangent) + below_error + tangent_error)
+        + skip**2 * tangent_error
+        + 4 * eps * (c * slopes * jnp.abs(below + tangent) + skip**2 * jnp.abs(tangent))
+    )
+    if same is not None:
+        off = jnp.where(same, diagonal, off)
+    return error, off, tangent_error
+
+
+def _crossed(a: Features, b: Features):
+    """Bound of the error of ``m mu' + mu m'``."""
+
+    def product(x, dx, y, dy):
+        return dx[:, None] * jnp.abs(y) + jnp.abs(x)[:, None] * dy
+
+    off = [f.value.norm * f.value.noise for f in (a, b)]
+    return product(a.value.mean, off[0], b.below, b.below_error) + product(
+        a.below, a.below_error, b.value.mean, off[1]
+    )
+
+
+def _lemma1(layers, x, weights, skips, how: Resolution) -> Kernels:
     second = x @ x.T
     forward, tangent = second, jnp.zeros_like(second)
+    same = jnp.eye(len(x), dtype=bool)
+    kinks = places(layers)
     for i, layer in enumerate(layers):
         scale = root(jnp.diag(second))
         rho = second * reciprocal(scale[:, None] * scale)
-        same = jnp.eye(len(x), dtype=bool)
         p = jnp.where(same, 0.5, jnp.clip((1 - rho) / 2, 0, 1))
-        w, slopes = weights[i], derivative(layer)
-        pairs = [expectations(f, f, terms, w, w, scale, scale, p, 1 - p) for f in (layer, slopes)]
-        square, _, slope = moments(layer, w, scale)
+        none = jnp.zeros_like(scale)
+        both = expand_layer(layer, weights[i], scale, none, kinks, how)
+        pairs = expectations(both, both, (1, 0), Pair(p, 1 - p, jnp.zeros_like(p)))
         g, g_dot = (
-            2 * jnp.where(same, diagonal[:, None], pair)
-            for diagonal, pair in zip((square, slope), pairs, strict=True)
+            2 * jnp.where(same, f.norm[:, None] ** 2, value)
+            for f, (value, _) in zip(both, pairs, strict=True)
         )
         alpha = skips[i - 1] if i else 0.0
         tangent = forward * g_dot + tangent * (g_dot + alpha)
         forward = g
         second = g + (alpha * second if i else 0.0)
-    return Kernels(forward, forward + tangent)
+    return Kernels(forward, forward + tangent, jnp.zeros_like(forward))

@@ -1,198 +1,428 @@
-"""Expectations of all pairs of two sets of inputs: one polynomial in the correlation each.
+"""Expectations of all pairs of two sets of inputs: a polynomial in the correlation, and kinks.
 
-By Mehler's formula, for standard deviations sx, sy and correlation rho,
+For a pre-activation ``u = s z``, a function of it is split, ``f(s z) = r(z) + k(z)``: a sum k of
+truncated powers at the kinks of f, whose jumps it shares up to the seventh derivative, and the
+regular rest r. With Hermite coefficients of each, by Mehler's formula,
 
-    E[f(u) g(u')] = sum_k a_k(sx) b_k(sy) rho^k,    a_k(s) = E[f(s z) h_k(z)],
+    E[f(u) g(u')] = E[k_f(z) k_g(z')] + sum_n (r_n r'_n + r_n k'_n + k_n r'_n) rho^n,
 
-so all n1 x n2 pairs cost n1 + n2 sets of coefficients, matrix products with a table of Hermite
-functions, and ``terms`` multiply-adds per pair: no quadrature per pair, any norms. f and g are
-weighted sums of activations. Smooth terms make the coefficients small fast; two kinks, whose
-series would converge slowly, are taken out and put back in closed form.
+the first in closed form (:mod:`ntk.bivariate`; arc-cosines where the one kink is at 0). So all
+n1 x n2 pairs cost n1 + n2 sets of coefficients and a few multiply-adds per pair: no quadrature per
+pair, any norms, and correlations of 1 are no special case.
+
+**The error.** What the sum leaves out is at most ``|rho|^K`` times the norms of what the first K
+polynomials miss in r and k, which are measured, not guessed: r minus its expansion is integrated
+on the nodes. So is what the nodes themselves miss, from the last Legendre coefficients of f on each
+panel. An error of rho (from the layers below) enters by the slopes ``|d/drho E f g|``, bounded by
+the norms of f' and g', and at jumps by the modulus of continuity of the arc sine.
 
 Reference: Mehler (1866); Daniely, Frostig & Singer (2016), the dual of an activation.
 """
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ntk.activations import Activation
-from ntk.gaussian import hermite, kink_coefficients, kinked_pair, reciprocal
-
-Layer = tuple[Activation, ...]
-"""Activations to be summed with weights; kinked ones of one degree."""
+from ntk._kinks import ORDERS
+from ntk.bivariate import truncated_powers
+from ntk.gaussian import DENSITY, Grid, arc_cosines, kink_coefficients, reciprocal, root
 
 _UNROLLED = 16  # Horner steps in one pass over a tile
 
 
-def evaluate(layer: Layer, weights: jax.Array, u: jax.Array) -> jax.Array:
-    """``sum_i weights_i s_i(u)``, elementwise."""
-    return sum(weights[i] * s(u) for i, s in enumerate(layer))  # type: ignore[return-value]
+class Pieces(NamedTuple):
+    """Truncated powers at the kinks: of ``+-(z - t)`` where t >= 0 or < 0, so that they stay small.
 
-
-def derivative(layer: Layer) -> Layer:
-    """The derivatives, to be summed with the same weights."""
-    return tuple(s.derivative for s in layer)
-
-
-def kinks(layer: Layer, weights: jax.Array) -> tuple[jax.Array, jax.Array] | None:
-    """(left, right) of the sum of the kinked activations; None without any."""
-    kinked = [(i, s) for i, s in enumerate(layer) if s.smooth is None]
-    if not kinked:
-        return None
-    left, right = (jnp.stack([weights[i] * s.kink[side] for i, s in kinked]) for side in (0, 1))
-    return left.sum(), right.sum()
-
-
-def coefficients(layer: Layer, weights: jax.Array, scale: jax.Array, terms: int):
-    """Hermite coefficients [terms, n] of the sum of the smooth activations; None without any."""
-    smooth = [(i, s) for i, s in enumerate(layer) if s.smooth is not None]
-    if not smooth:
-        return None
-    fn = functools.partial(
-        evaluate, tuple(s for _, s in smooth), weights[np.array([i for i, _ in smooth])]
-    )
-    return hermite(fn, scale, terms).T
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
-def expectations(f: Layer, g: Layer, terms: int, wf, wg, sx, sy, p, q, cf=None, cg=None):
-    """``E[f(u) g(u')]`` of all pairs, [n1, n2].
-
-    Parameters
-    ----------
-    f, g : layers; static.
-    terms : int, static
-        Coefficients kept, a multiple of 16. Where that is not enough for a relative error of
-        1e-8 the entry is NaN; no more are summed than the largest correlation asks for.
-    wf, wg : weights [len(f)], [len(g)]
-    sx, sy : standard deviations [n1], [n2]; or [1] where they are all equal.
-    p, q : [n1, n2]
-        ``(1 - rho) / 2`` and ``(1 + rho) / 2``.
-    cf, cg : results of :func:`coefficients`, if at hand.
-
-    Notes
-    -----
-    Differentiable to any order in weights, deviations and p, q (as far as derivatives of kinks
-    go), by Price's theorem and its companions for the deviations:
-
-        dE/drho = sx sy E[f'(u) g'(u')],    sx dE/dsx = E[u f'(u) g(u')].
-
-    Memory: [n1, n2] a few times, and ``terms (n1 + n2)`` coefficients.
+    ``sum_jm weights_jm (side_j z - place_j)_+^m / m!``
     """
-    jumps = kinks(f, wf), kinks(g, wg)
-    total = jnp.zeros_like(p)
-    kinked_f, kinked_g = _kinked(f), _kinked(g)
-    if kinked_f and kinked_g:
-        total += kinked_pair(kinked_f, kinked_g, jumps, sx[:, None], sy[None], p, q)
-    a = coefficients(f, wf, sx, terms) if cf is None else cf
-    b = coefficients(g, wg, sy, terms) if cg is None else cg
-    ka = _kink_terms(kinked_f, jumps[0], sx, terms)
-    kb = _kink_terms(kinked_g, jumps[1], sy, terms)
-    if a is None and b is None:
-        return total
-    return total + _series(a, b, ka, kb, q - p)
+
+    place: jax.Array  # [n, kinks], |t|
+    side: jax.Array  # [n, kinks], 1 or -1
+    weights: jax.Array  # [n, kinks, orders]
 
 
-@functools.partial(expectations.defjvp, symbolic_zeros=True)
-def _expectations_jvp(f, g, terms, primals, tangents):
-    wf, wg, sx, sy, p, q, *_ = primals
-    dwf, dwg, dsx, dsy, dp, dq = (_instantiated(t) for t in tangents[:6])
+class Expansion(NamedTuple):
+    """One function of the pre-activation over its norm, on n inputs (or 1 for equal norms).
 
-    def expect(f, g, wf=wf, wg=wg):
-        return expectations(f, g, terms, wf, wg, sx, sy, p, q)
+    For derivatives, the norm that it is over is a constant.
+    """
 
-    change = jnp.zeros_like(p)
-    drho = sum((sign * t for sign, t in ((1, dq), (-1, dp)) if t is not None), start=0.0)
-    if dp is not None or dq is not None:
-        change += expect(derivative(f), derivative(g)) * sx[:, None] * sy[None] * drho
-    if dsx is not None:
-        change += (dsx * reciprocal(sx))[:, None] * expect(_euler(f), g)
-    if dsy is not None:
-        change += (dsy * reciprocal(sy))[None] * expect(f, _euler(g))
-    one = jnp.ones(1, p.dtype)
-    if dwf is not None:
-        change += sum(dwf[i] * expect((s,), g, wf=one) for i, s in enumerate(f))
-    if dwg is not None:
-        change += sum(dwg[i] * expect(f, (s,), wg=one) for i, s in enumerate(g))
-    return expectations(f, g, terms, *primals), change
+    norm: jax.Array  # [n], root of E f(u)^2
+    mean: jax.Array  # [n], E f(u)
+    regular: jax.Array  # [n, K], Hermite coefficients of r
+    sides: jax.Array  # [n, 2], (left, right) values at a kink at 0, times |z|^degree
+    pieces: Pieces  # the other kinks
+    kinked: jax.Array  # [n, K], Hermite coefficients of the pieces; [n, 0] without
+    # Of the error, all without derivatives:
+    noise: jax.Array  # [n], error of f itself: nodes, rounding, scale
+    size: jax.Array  # [n], norms of r and k together: what rounding is relative to
+    missed: jax.Array  # [n, 2], norms of what K polynomials miss in r and k
+    steep: jax.Array  # [n], norm of the derivative of the first K polynomials
+    jump: jax.Array  # [n], sum of the sizes of jumps
 
 
-def _instantiated(tangent):
-    return None if isinstance(tangent, jax.custom_derivatives.SymbolicZero) else tangent
+class Function(NamedTuple):
+    """What is to be expanded: values of f(scale z) on a grid, and its kinks."""
+
+    right: jax.Array  # [n, m], f(scale z) at the nodes z > 0
+    left: jax.Array  # [n, m], and at -z
+    sides: jax.Array  # [2], kink at 0 that is not in right and left, times |u|^degree
+    places: jax.Array  # [kinks], of u
+    jumps: jax.Array  # [kinks, orders], of f and its derivatives
 
 
-def _euler(layer: Layer) -> Layer:
-    return tuple(s.euler for s in layer)
+def expand(f: Function, scale: jax.Array, error: jax.Array, odd, grid: Grid) -> Expansion:
+    """The expansion of f at standard deviations ``scale`` [n], known up to ``error`` [n] relative.
 
-
-def _kinked(layer: Layer) -> Activation | None:
-    kinked = [s for s in layer if s.smooth is None]
-    if len({s.degree for s in kinked}) > 1:
-        raise ValueError(f"layer: expected kinked activations of one degree, got {layer}.")
-    return kinked[0] if kinked else None
-
-
-def _kink_terms(kinked: Activation | None, jumps, scale, terms: int):
-    """Hermite coefficients [terms, n] of ``left z^d + (right - left) relu^(1 - d)``."""
-    if kinked is None:
-        return None
-    left, right = jumps
-    series = (right - left) * jnp.asarray(kink_coefficients(kinked.degree, terms), scale.dtype)
-    if kinked.degree >= 0:
-        series = series.at[kinked.degree].add(left)
-    power = {1: scale, 0: jnp.ones_like(scale), -1: reciprocal(scale)}[kinked.degree]
-    return series[:, None] * power
-
-
-def _series(a, b, ka, kb, rho):
-    """``sum_k rho^k ((a + ka)(b + kb) - ka kb)_k``, [n1, n2]; None stands for 0."""
-    if a is None:
-        products = [(ka, b)]
-    elif b is None:
-        products = [(a, kb)]
-    else:
-        products = [(a if ka is None else a + ka, b if kb is None else b + kb)]
-        if ka is not None and kb is not None:
-            products.append((-ka, kb))
-    none = jnp.zeros(len(products[0][0]), rho.dtype)
-    size_a, size_b, size_ka, size_kb = (
-        none if x is None else jnp.abs(x).max(axis=1) for x in (a, b, ka, kb)
+    ``odd``: whether the kink at 0 is of degree 1, an array.
+    """
+    power = jnp.where(odd, scale, 1)[:, None]
+    sides, pieces = f.sides * power, _pieces(f, scale)
+    right = f.right - _evaluate(pieces, grid.z)
+    left = f.left - _evaluate(pieces, -grid.z)
+    regular = _coefficients(right, left, grid)
+    kinked = _piece_coefficients(pieces, regular.shape[1])
+    # Moments of r and the kink at 0 by quadrature, whose panels end there; the pieces' exactly.
+    power = jnp.where(odd, grid.z, 1)
+    ends = right + sides[:, 1:] * power, left + jnp.where(odd, -power, power) * sides[:, :1]
+    square = ((grid.roots * ends[0]) ** 2 + (grid.roots * ends[1]) ** 2).sum(1)
+    mean = (ends[0] + ends[1]) @ grid.roots**2
+    own = jnp.zeros_like(scale)
+    if pieces.place.shape[1]:
+        own = _on_diagonal(pieces, pieces)
+        square += own + 2 * (regular * kinked).sum(1)
+        mean += kinked[:, 0]
+    norm = root(square)
+    unit = jax.lax.stop_gradient(reciprocal(norm))
+    errors = jax.lax.stop_gradient(
+        _errors(right, left, sides, regular, kinked, own, pieces, norm, error, odd, grid)
     )
-    sizes = size_a * size_b + size_a * size_kb + size_ka * size_b
-    blocks, unconverged = _convergence(sizes, rho)
-    total = _polynomial(products, rho, blocks)
-    return jnp.where(unconverged, jnp.nan, total)
+    over = unit[:, None]
+    pieces = pieces._replace(weights=pieces.weights * over[..., None])
+    return Expansion(norm, mean, regular * over, sides * over, pieces, kinked * over, *errors)
 
 
-def _convergence(sizes: jax.Array, rho: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Blocks of terms to sum, and the entries [n1, n2] for which all are too few."""
-    terms = len(sizes)
+def kinked_expansion(sides, scale: jax.Array, error: jax.Array, degree: int, shape) -> Expansion:
+    """The same, where there is nothing but a kink at 0: in closed form, without a grid.
+
+    ``shape``: the coefficients and kinks, all of them 0, that other layers have.
+    """
+    eps = float(jnp.finfo(scale.dtype).eps)
+    sides = sides * (scale if degree else jnp.ones_like(scale))[:, None]
+    norm = root((sides**2).sum(1) / 2)
+    mean = (sides[:, 1] - sides[:, 0]) * DENSITY if degree else sides.sum(1) / 2
+    sides = sides * jax.lax.stop_gradient(reciprocal(norm))[:, None]
+    terms, kinks = shape
+    one, none = jnp.ones_like(scale), jnp.zeros((len(scale), terms), scale.dtype)
+    jump = jnp.abs(sides[:, 1] - sides[:, 0])
+    place = jnp.zeros((len(scale), kinks), scale.dtype)
+    pieces = Pieces(place, place + 1, jnp.zeros((*place.shape, ORDERS), scale.dtype))
+    noise = (4 * eps + degree * error / 2) * one
+    missed = jnp.zeros((len(scale), 2), scale.dtype)
+    errors = jax.lax.stop_gradient((noise, one, missed, degree * one, (1 - degree) * jump))
+    return Expansion(norm, mean, none, sides, pieces, none if kinks else none[:, :0], *errors)
+
+
+def _pieces(f: Function, scale: jax.Array) -> Pieces:
+    at = f.places * reciprocal(scale)[:, None]
+    # Beyond, a kink is not seen; the powers would be large.
+    reach = 11.5 if scale.dtype.itemsize == 8 else 7.6
+    seen = (scale[:, None] > 0) & (jnp.abs(at) < reach)
+    side = jnp.where(f.places < 0, -1, 1).astype(scale.dtype) * jnp.ones_like(at)
+    order = np.arange(ORDERS)
+    # (t - z)_+^m / m! jumps by -(-1)^m in its m-th derivative.
+    sign = jnp.where(side[..., None] > 0, 1.0, -((-1.0) ** order)).astype(scale.dtype)
+    weights = sign * f.jumps * scale[:, None, None] ** order
+    # Powers that are far larger than what they are to mend would only cancel.
+    power = np.sqrt(np.cumprod(np.maximum(2 * order - 1, 1)) / 2)
+    norms = jnp.abs(weights) * (power / np.cumprod(np.maximum(order, 1))).astype(scale.dtype)
+    largest = norms[..., :3].max(axis=(1, 2), initial=0)[:, None, None]
+    weights = jnp.where((order < 3) | (norms <= 300 * largest), weights, 0)
+    return Pieces(jnp.where(seen, jnp.abs(at), 0), side, jnp.where(seen[..., None], weights, 0))
+
+
+def _evaluate(pieces: Pieces, z: jax.Array) -> jax.Array:
+    """[n, m] at points z."""
+    total = jnp.zeros((len(pieces.place), len(z)), z.dtype)
+    for j in range(pieces.place.shape[1]):
+        place, side = pieces.place[:, j, None], pieces.side[:, j, None]
+        beyond = side * z - place
+        inside, power = beyond > 0, jnp.maximum(beyond, 0)
+        value = jnp.zeros_like(total)
+        for m in reversed(range(1, ORDERS)):
+            value = (value + pieces.weights[:, j, m, None]) * power / m
+        value += pieces.weights[:, j, 0, None] * jnp.where(inside, 1, 0)
+        total += value
+    return total
+
+
+def _coefficients(right, left, grid: Grid) -> jax.Array:
+    """``E[f h_n]`` [n, K]; those that vanish by symmetry are exactly 0."""
+    pairs = ((right + left) * grid.roots) @ grid.even, ((right - left) * grid.roots) @ grid.odd
+    return jnp.stack(pairs, axis=-1).reshape(len(right), -1)
+
+
+def _piece_coefficients(pieces: Pieces, terms: int) -> jax.Array:
+    """Hermite coefficients of the pieces, [n, K]; [n, 0] without any."""
+    n, kinks = pieces.place.shape
+    if not kinks:
+        return jnp.zeros((n, 0), pieces.place.dtype)
+    h = pieces.place
+    order = jnp.arange(1, terms).astype(h.dtype)
+
+    def next_degree(carry, k):
+        before, now = carry
+        return (now, (h * now - jnp.sqrt(k - 1) * before) / jnp.sqrt(k)), now
+
+    density = DENSITY * jnp.exp(-(h**2) / 2)
+    (_, last), found = jax.lax.scan(next_degree, (jnp.zeros_like(h), density), order)
+    # By parts: E[f h_n] = E[f' h_{n-1}] / sqrt(n), down to the point mass.
+    current = jnp.moveaxis(jnp.concatenate([found, last[None]]), 0, -1)
+    upper = jax.scipy.special.erfc(h / np.sqrt(2).item()) / 2
+
+    def integrate(carry, x):
+        below, first, series, total = carry  # first: of order m, below: of m - 1
+        weight, m = x
+        rest = series[..., :-1] / jnp.sqrt(order)
+        series = jnp.concatenate([first[..., None], rest], axis=-1)
+        total += weight[..., None] * series
+        return (first, (below - h * first) / (m + 1), series, total), None
+
+    orders = jnp.moveaxis(pieces.weights, 2, 0), jnp.arange(ORDERS).astype(h.dtype)
+    start = density, upper, current, jnp.zeros_like(current)
+    (*_, total), _ = jax.lax.scan(integrate, start, orders)
+    parity = jnp.where(np.arange(terms) % 2 == 1, pieces.side[..., None], 1)
+    return (parity * total).sum(1)
+
+
+def _on_diagonal(a: Pieces, b: Pieces) -> jax.Array:
+    """``E[k_a(z) k_b(z)]`` [n]."""
+    total = jnp.zeros(len(a.place), a.place.dtype)
+    for i in range(a.place.shape[1]):
+        for j in range(b.place.shape[1]):
+            opposite = jnp.where(a.side[:, i] * b.side[:, j] > 0, 0.0, 1.0).astype(total.dtype)
+            powers = truncated_powers(ORDERS, a.place[:, i], b.place[:, j], opposite, 1 - opposite)
+            total += jnp.einsum("nk,kln,nl->n", a.weights[:, i], powers, b.weights[:, j])
+    return total
+
+
+def _errors(right, left, sides, regular, kinked, own, pieces, norm, error, odd, grid):
+    """The last five fields of :class:`Expansion`."""
+    eps = float(jnp.finfo(norm.dtype).eps)
+    over, terms = reciprocal(norm), regular.shape[1]
+    e, o = (right + left) * grid.roots, (right - left) * grid.roots
+    rest = (
+        e - 2 * regular[:, ::2] @ grid.even.T,
+        o - 2 * regular[:, 1::2] @ grid.odd.T,
+    )
+    missed_regular = root(sum((part**2).sum(1) for part in rest) / 2)
+    size = root(((e**2).sum(1) + (o**2).sum(1)) / 2)
+    tails = sum(
+        (jnp.abs(end.reshape(len(norm), -1, len(grid.last)) @ grid.last).max(2) ** 2) @ grid.mass
+        for end in (right, left)
+    )
+    slant = jnp.abs(sides[:, 1] - sides[:, 0])
+    (step, step_end), (relu, relu_end) = (_kink_series(degree, terms) for degree in (0, 1))
+    missed_kinked = slant * jnp.where(odd, relu_end, step_end)
+    straight = jnp.abs(sides).max(1)[:, None] * (jnp.arange(terms) == jnp.where(odd, 1, 0))
+    known = jnp.asarray(np.stack([step, relu]), norm.dtype)
+    total = regular + straight + slant[:, None] * jnp.where(odd, known[1], known[0])
+    if kinked.shape[1]:
+        gone = jnp.maximum(own - (kinked**2).sum(1), 0) + 4 * eps * own
+        missed_kinked += root(gone)
+        total += kinked
+    order = jnp.sqrt(jnp.arange(terms)).astype(norm.dtype)
+    slope = order * total  # slope_k belongs to h_(k-1)
+    steep = root((slope**2).sum(1))
+    # z f'(z) in the same basis: z h_k is in that of h_(k-1) and h_(k+1).
+    stretch = (order * slope).at[:, :-2].add(order[1:-1] * slope[:, 2:])
+    stretch = root((stretch**2).sum(1))
+    noise = 4 * eps * (size + root(own) + norm) + 2 * root(tails) + error / 2 * stretch
+    jump = jnp.abs(pieces.weights[..., 0]).sum(1) + jnp.where(odd, 0, slant)
+    missed = jnp.stack([missed_regular * over, missed_kinked * over], 1)
+    return noise * over, (size + root(own)) * over + 1, missed, steep * over, jump * over
+
+
+@functools.cache
+def _kink_series(degree: int, terms: int) -> tuple[np.ndarray, float]:
+    """Hermite coefficients of relu (degree 1) or step (0), and the norm of what they miss."""
+    series = kink_coefficients(degree, terms)
+    return series, float(np.sqrt(max(0.5 - np.sum(series**2), 0)))
+
+
+# ----------------------------------------------------------------------------- all pairs
+
+
+class Pair(NamedTuple):
+    """All pairs of a tile, [n1, n2]."""
+
+    p: jax.Array  # (1 - rho) / 2
+    q: jax.Array  # (1 + rho) / 2
+    error: jax.Array  # of p and q
+
+
+def expectations(
+    fs: tuple[Expansion, ...], gs: tuple[Expansion, ...], degrees: tuple[int, ...], pair: Pair
+) -> list[tuple[jax.Array, jax.Array]]:
+    """``E[f(u) g(u')]`` of all pairs, [n1, n2], and a bound of its error, for each f and g.
+
+    All functions have their kinks at the same places. Finite whatever the error is, so that no
+    entry harms another one, nor its derivatives.
+    """
+    kinked = _pairs_of_pieces([f.pieces for f in fs], [g.pieces for g in gs], pair)
+    found = []
+    for f, g, degree, total in zip(fs, gs, degrees, kinked, strict=True):
+        # The expansions are over these norms, taken for constants.
+        size = jax.lax.stop_gradient(f.norm[:, None] * g.norm)
+        value = total + _sides(f.sides, g.sides, degree, pair.p, pair.q)
+        value += _series(f, g, degree, pair.q - pair.p)
+        found.append((size * value, size * _bound(f, g, pair)))
+    return found
+
+
+def on_diagonal(f: Expansion, g: Expansion, equal) -> tuple[jax.Array, jax.Array]:
+    """``E[f(u) g(u)]`` [n] of two slopes at the same input, and a bound of its error.
+
+    ``equal``: whether they are the same function, whose norm is known better than its series.
+    """
+    size = jax.lax.stop_gradient(f.norm * g.norm)
+    (lf, rf), (lg, rg) = f.sides.T, g.sides.T
+    value = (lf * lg + rf * rg) / 2 + _on_diagonal(f.pieces, g.pieces)
+    bound = f.noise + g.noise + 4 * float(jnp.finfo(size.dtype).eps) * f.size * g.size
+    if f.regular.shape[1]:
+        kinks_f, kinks_g = _kink_part(f, 0), _kink_part(g, 0)
+        value += (f.regular * (g.regular + kinks_g) + kinks_f * g.regular).sum(1)
+        regular = jnp.where(equal, 0, f.missed[:, 0] * g.missed[:, 0])
+        bound += regular + f.missed[:, 0] * g.missed[:, 1] + f.missed[:, 1] * g.missed[:, 0]
+    value = jnp.where(equal, f.norm * g.norm, size * value)
+    return value, jax.lax.stop_gradient(size * bound)
+
+
+def _sides(a, b, degree: int, p, q):
+    """Of kinks at 0, with ``left z^d + (right - left) relu^(1 - d)``: a sum of four terms."""
+    step, relu, _ = arc_cosines(p, q)
+    (lf, rf), (lg, rg) = (a[:, 0, None], a[:, 1, None]), (b[:, 0], b[:, 1])
+    jf, jg = rf - lf, rg - lg
+    straight = q - p if degree else jnp.ones_like(p)
+    return (lf * lg + (lf * jg + jf * lg) / 2) * straight + jf * jg * (relu if degree else step)
+
+
+def _pairs_of_pieces(a: list[Pieces], b: list[Pieces], pair: Pair) -> list[jax.Array]:
+    """``E[k_f(z) k_g(z')]`` for each pair of lists."""
+    kinks = a[0].place.shape[1]
+    none = [jnp.zeros_like(pair.p) for _ in a]
+    if not kinks or not b[0].place.shape[1]:
+        return none
+
+    def add(totals, index):
+        i, j = index
+        take = functools.partial(jax.lax.dynamic_index_in_dim, axis=1, keepdims=False)
+        opposite = take(a[0].side, i)[:, None] * take(b[0].side, j) < 0
+        p, q = jnp.where(opposite, pair.q, pair.p), jnp.where(opposite, pair.p, pair.q)
+        h, k = (
+            jnp.broadcast_to(x, p.shape)
+            for x in (take(a[0].place, i)[:, None], take(b[0].place, j)[None])
+        )
+        powers = truncated_powers(ORDERS, h, k, p, q)
+        for t, (f, g) in enumerate(zip(a, b, strict=True)):
+            wf, wg = take(f.weights, i), take(g.weights, j)
+            rows = (powers * wg.T[None, :, None]).sum(1)
+            totals[t] += (rows * wf.T[..., None]).sum(0)
+        return totals, None
+
+    both = [(i, j) for i in range(kinks) for j in range(b[0].place.shape[1])]
+    return jax.lax.scan(add, none, jnp.asarray(both))[0]
+
+
+def _series(f: Expansion, g: Expansion, degree: int, rho):
+    """``sum_n (r_n (r'_n + k'_n) + k_n r'_n) rho^n``."""
+    if not f.regular.shape[1]:
+        return jnp.zeros_like(rho)
+    kinks_f, kinks_g = _kink_part(f, degree), _kink_part(g, degree)
+    total = polynomial(f.regular.T, (g.regular + kinks_g).T, rho)
+    return total + polynomial(kinks_f.T, g.regular.T, rho)
+
+
+def _kink_part(f: Expansion, degree: int) -> jax.Array:
+    series = jnp.asarray(_kink_series(degree, f.regular.shape[1])[0], f.norm.dtype)
+    part = (f.sides[:, 1:] - f.sides[:, :1]) * series
+    part = part.at[:, degree].add(f.sides[:, 0])
+    return part + f.kinked if f.kinked.shape[1] else part
+
+
+def _bound(f: Expansion, g: Expansion, pair: Pair) -> jax.Array:
+    """Of the error of ``E[f g]``, relative to both norms."""
+    f, g, pair = jax.lax.stop_gradient((f, g, pair))
+    power = jnp.abs(pair.q - pair.p)
+    for _ in range(max(f.regular.shape[1], 1).bit_length() - 1):
+        power = power * power
+    (rf, kf), (rg, kg) = (f.missed[:, 0, None], f.missed[:, 1, None]), g.missed.T
+    eps = float(jnp.finfo(power.dtype).eps)
+    total = f.noise[:, None] + g.noise + 4 * eps * f.size[:, None] * g.size
+    total += power * (rf * (rg + kg) + kf * rg)
+    total += 3 * f.steep[:, None] * g.steep * pair.error
+    # asin(sqrt(p)) / pi moves no further than at p = 0, and by its slope elsewhere.
+    inverse = reciprocal(jnp.sqrt(pair.p * pair.q))
+    inverse = jnp.where(inverse > 0, inverse, 1 / float(jnp.finfo(inverse.dtype).tiny) ** 0.25)
+    moved = jnp.minimum(pair.error * inverse / 3, 0.4 * jnp.sqrt(pair.error))
+    return total + f.jump[:, None] * g.jump * moved
+
+
+# ----------------------------------------------------------------------------- the polynomial
+
+
+@functools.partial(jax.custom_jvp)
+def polynomial(a: jax.Array, b: jax.Array, rho: jax.Array) -> jax.Array:
+    """``sum_k a_ki b_kj rho_ij^k`` [n1, n2], for a [K, n1] and b [K, n2].
+
+    No more terms are summed than the largest correlation asks for.
+    """
+    sizes = jnp.abs(a).max(1) * jnp.abs(b).max(1)
     # An entry that is NaN already decides nothing for the others.
     largest = jnp.max(jnp.where(jnp.isnan(rho), 0, jnp.abs(rho)), initial=0)
-    tails = jnp.cumsum((sizes * largest ** jnp.arange(terms))[::-1])[::-1]
-    needed = jnp.sum(tails > 4 * jnp.finfo(rho.dtype).eps * tails[0])
+    tails = jnp.cumsum((sizes * largest ** jnp.arange(len(sizes)))[::-1])[::-1]
+    needed = jnp.sum(tails > jnp.finfo(rho.dtype).eps / 4 * jnp.minimum(tails[0], 1))
     blocks = (needed + _UNROLLED - 1) // _UNROLLED
-    # What follows the last block, if the terms stopped falling there.
-    beyond = jnp.abs(rho) ** terms * sizes[-_UNROLLED:].sum() * terms / _UNROLLED
-    # float32 coefficients have a noise of 1e-7 themselves.
-    allowed = max(1e-8, 100 * float(jnp.finfo(rho.dtype).eps))
-    return blocks, beyond > allowed * tails[0]
-
-
-def _polynomial(products, rho: jax.Array, blocks: jax.Array) -> jax.Array:
-    """Horner's rule over ``blocks`` of 16 coefficients, the highest first."""
 
     def block(i, total):
         start = (blocks - 1 - i) * _UNROLLED
-        pieces = [
-            tuple(jax.lax.dynamic_slice_in_dim(side, start, _UNROLLED) for side in pair)
-            for pair in products
-        ]
+        left, right = (jax.lax.dynamic_slice_in_dim(x, start, _UNROLLED) for x in (a, b))
         for k in reversed(range(_UNROLLED)):
-            total = total * rho + sum(left[k][:, None] * right[k] for left, right in pieces)
+            total = total * rho + left[k][:, None] * right[k]
         return total
 
     return jax.lax.fori_loop(0, blocks, block, jnp.zeros_like(rho))
+
+
+@functools.partial(polynomial.defjvp, symbolic_zeros=True)
+def _polynomial_jvp(primals, tangents):
+    a, b, rho = primals
+    da, db, drho = (
+        None if isinstance(t, jax.custom_derivatives.SymbolicZero) else t for t in tangents
+    )
+    change = jnp.zeros_like(rho)
+    if drho is not None:
+        order = jnp.sqrt(jnp.arange(1, len(a))).astype(a.dtype)[:, None]
+        shifted = (jnp.pad(order * x[1:], ((0, 1), (0, 0))) for x in (a, b))
+        change += drho * polynomial(*shifted, rho)
+    if da is not None:
+        change += _linear(da, b, rho)
+    if db is not None:
+        change += _linear(a, db, rho)
+    return polynomial(a, b, rho), change
+
+
+def _linear(a, b, rho):
+    """:func:`polynomial` with all terms, in a loop that JAX can transpose."""
+
+    def block(total, pieces):
+        left, right = pieces
+        for k in reversed(range(_UNROLLED)):
+            total = total * rho + left[k][:, None] * right[k]
+        return total, None
+
+    blocks = [x.reshape(-1, _UNROLLED, x.shape[1]) for x in (a, b)]
+    return jax.lax.scan(block, jnp.zeros_like(rho), tuple(blocks), reverse=True)[0]

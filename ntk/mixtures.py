@@ -8,15 +8,28 @@ with W trained and v fixed, of variance c0 over the width: Oymak et al. 2021, se
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from ntk.activations import Activation, Function, activation
-from ntk.architecture import check_resolved, inputs, is_traced, needed_terms
-from ntk.gaussian import mean, root
-from ntk.mehler import Layer, coefficients, derivative, evaluate, expectations
+from ntk.architecture import (
+    RESOLUTIONS,
+    TRACED,
+    Layer,
+    Resolution,
+    check_resolved,
+    expand_layer,
+    inputs,
+    is_traced,
+    largest_error,
+    places,
+    resolved,
+)
+from ntk.gaussian import root
+from ntk.mehler import Pair, expectations, on_diagonal
 from ntk.pairs import assemble, half_chords, mirrored, take_rows, unit
 
 
@@ -26,7 +39,8 @@ def mixture_blocks(
     *,
     x2: jax.Array | None = None,
     scale: float | jax.Array = 1.0,
-) -> jax.Array:
+    error: bool = False,
+) -> Any:
     """The kernels K_ij that a mixture of activations mixes; see the module's formula.
 
     Parameters
@@ -38,10 +52,12 @@ def mixture_blocks(
         The second set of inputs, for predictions; ``x`` by default.
     scale : float
         c0, the variance of the output weights times the width.
+    error : bool
+        Whether to return a bound of the entries' errors too, for the certificates.
 
     Returns
     -------
-    array [h, h, n, n2]
+    array [h, h, n, n2], or two of them with ``error``
         ``blocks[j, i] = blocks[i, j].T`` without ``x2``; exactly, unless traced.
 
     Raises
@@ -58,7 +74,8 @@ def mixture_blocks(
 
     Notes
     -----
-    Memory: h^2 n n2 numbers, and half as many while they are put together.
+    Memory: 2 h^2 n n2 numbers, and half as many while they are put together. A jump of an
+    activation does not count in its slope, as in a network's gradient.
 
     References
     ----------
@@ -69,18 +86,20 @@ def mixture_blocks(
     if not layer:
         raise ValueError("activations: expected at least one, got none.")
     x, x2 = inputs("x", x, "x2", x2)
-    traced = is_traced((x, x2, scale))
-    one = jnp.ones(1, x.dtype)
-    terms = 512
-    if not traced:
-        # A network of one hidden layer for each.
-        network = ([one], jnp.zeros(0, x.dtype), jnp.ones(2, x.dtype))
-        terms = max(needed_terms(((s,),), x, x2, *network) for s in layer)
-    blocks = _blocks(x, x2, scale, layer=layer, terms=terms)
-    if is_traced(blocks):
-        return blocks
-    check_resolved("x", blocks, terms)
-    return blocks if x2 is not None else _exactly_symmetric(blocks)
+    if is_traced((x, x2, scale)):
+        found, _ = _blocks(layer, x, x2, scale, TRACED)
+        return found if error else found[0]
+    goal = 1e4 * float(jnp.finfo(x.dtype).eps)
+    for how in RESOLUTIONS:
+        (blocks, bound), rows = _blocks(layer, x, x2, scale, how)
+        if is_traced(blocks):
+            return (blocks, bound) if error else blocks
+        if float(jnp.max(bound) / jnp.max(jnp.abs(blocks))) <= goal or resolved(rows):
+            break
+    check_resolved("x", blocks)
+    if x2 is None:
+        blocks, bound = _exactly_symmetric(blocks), _exactly_symmetric(bound)
+    return (blocks, bound) if error else blocks
 
 
 def mixture_kernel(alpha: jax.Array, blocks: jax.Array) -> jax.Array:
@@ -118,72 +137,88 @@ def mixture_kernel(alpha: jax.Array, blocks: jax.Array) -> jax.Array:
     return jnp.einsum("i,ijnm,j->nm", alpha, blocks, alpha)
 
 
-@functools.partial(jax.jit, static_argnames=("layer", "terms"))
-def _blocks(x1, x2, scale, *, layer: Layer, terms: int) -> jax.Array:
-    h, slopes = len(layer), derivative(layer)
-    choices = jnp.eye(h, dtype=x1.dtype)  # one activation of the layer, as weights
-
-    def prepare(x):
+def _blocks(layer: Layer, x1, x2, scale, how: Resolution):
+    """The blocks and their errors, and the expansions of the slopes."""
+    # A network of one hidden layer for each, with kinks at the same places.
+    kinks = places([layer])
+    rows = []
+    for x in (x1, x2):
+        if x is None:
+            continue
         norms = root((x * x).sum(1))
-        tables = jax.lax.map(lambda w: _table(slopes, w, norms, terms), choices)
-        return unit(x, norms), norms, jax.tree.map(lambda t: jnp.moveaxis(t, 0, 1), tables)
+        error = jnp.full_like(norms, 8 * float(jnp.finfo(x.dtype).eps))
+        one = jnp.ones(1, x.dtype)
+        slopes = [expand_layer((s,), one, norms, error, kinks, how)[1] for s in layer]
+        rows.append(jax.tree.map(lambda *leaves: jnp.stack(leaves, 1), *slopes))
+    found = _pairs(x1, x2, rows[0], rows[-1], jnp.asarray(scale, x1.dtype))
+    return found, [jax.tree.map(lambda x, i=i: x[:, i], r) for r in rows for i in range(len(layer))]
 
-    rows = prepare(x1)
-    columns = rows if x2 is None else prepare(x2)
+
+@jax.jit
+def _pairs(x1, x2, rows1, rows2, scale):
+    """``(blocks, error)`` from expansions [n, h, ...] of the slopes."""
+    h = rows1.norm.shape[1]
+
+    def prepare(x, rows):
+        norms = root((x * x).sum(1))
+        return unit(x, norms), norms, rows
+
+    rows = prepare(x1, rows1)
+    columns = rows if x2 is None else prepare(x2, rows2)
     n1, n2 = len(x1), len(columns[1])
-    on_diagonal = None if x2 is not None else jnp.moveaxis(_moments(slopes, rows[1]), 2, 0)
 
     def block(i, j):
+        def take(rows, start, size, n, index):
+            units, norms, slopes = take_rows(rows, start, size, n)
+            pick = functools.partial(jax.lax.dynamic_index_in_dim, axis=1, keepdims=False)
+            return units, norms, jax.tree.map(lambda x: pick(x, index), slopes)
+
         def tile(r, c, size1, size2):
-            ua, na, ta = take_rows(rows, r, size1, n1)
-            ub, nb, tb = take_rows(columns, c, size2, n2)
+            ua, na, f = take(rows, r, size1, n1, i)
+            ub, nb, g = take(columns, c, size2, n2, j)
             p, q = half_chords(ua, ub)
-            sizes = na[:, None] * nb
-            covariance = (q - p) * sizes
-            if on_diagonal is not None:
+            eps = float(jnp.finfo(p.dtype).eps)
+            same = None
+            if x2 is None:
+                # There rho is 1; the series says so without the terms that others do not need.
                 same = (r + jnp.arange(size1))[:, None] == c + jnp.arange(size2)
                 p, q = (jnp.where(same, 0.5, half) for half in (p, q))
+            error = jax.lax.stop_gradient(8 * eps * (jnp.sqrt(p * q) + eps**0.5 / 2))
+            ((dual, bound),) = expectations((f,), (g,), (0,), Pair(p, q, error))
+            sizes = na[:, None] * nb
+            covariance = (q - p) * sizes
+            size = f.norm[:, None] * g.norm
+            if same is not None:
                 covariance = jnp.where(same, sizes, covariance)
-            ca, cb = (None if t is None else t[:, k].T for t, k in ((ta, i), (tb, j)))
-            dual = expectations(slopes, slopes, terms, choices[i], choices[j], na, nb, p, q, ca, cb)
-            if on_diagonal is not None:
-                known = take_rows(on_diagonal, r, size1, n1)[:, i, j]
-                dual = jnp.where(same, known[:, None], dual)
-            return scale * covariance * dual
+                value, off = on_diagonal(f, g, i == j)
+                dual = jnp.where(same, value[:, None], dual)
+                bound = jnp.where(same, off[:, None], bound)
+            total = jnp.abs(covariance) * bound + sizes * (2 * error + 8 * eps) * jnp.abs(dual)
+            bad = ~(total <= largest_error(p.dtype) * sizes * size)
+            total = jnp.where(bad, jnp.inf, jnp.abs(scale) * total)
+            dual = jnp.where(bad, jnp.nan, dual)
+            return scale * covariance * dual, jax.lax.stop_gradient(total)
 
         return assemble(tile, n1, n2, symmetric=False)
 
     pairs = [(i, j) for i in range(h) for j in range(h) if x2 is not None or i <= j]
     found = jax.lax.map(lambda pair: block(*pair), jnp.asarray(pairs))
     if x2 is not None:
-        return found.reshape(h, h, n1, n2)
-    upper = dict(zip(pairs, found, strict=True))
+        return jax.tree.map(lambda x: x.reshape(h, h, n1, n2), found)
 
-    def place(i, j):
-        return upper[i, j] if i <= j else upper[j, i].T
+    def symmetric(blocks):
+        upper = dict(zip(pairs, blocks, strict=True))
+        return jnp.stack(
+            [
+                jnp.stack([upper[i, j] if i <= j else upper[j, i].T for j in range(h)])
+                for i in range(h)
+            ]
+        )
 
-    return jnp.stack([jnp.stack([place(i, j) for j in range(h)]) for i in range(h)])
+    return jax.tree.map(symmetric, found)
 
 
 @jax.jit
 def _exactly_symmetric(blocks: jax.Array) -> jax.Array:
     own = jnp.arange(len(blocks))
     return blocks.at[own, own].set(mirrored(blocks[own, own]))
-
-
-def _table(slopes: Layer, w: jax.Array, norms: jax.Array, terms: int):
-    found = coefficients(slopes, w, norms, terms)
-    # Derivatives are taken by Price's theorem: these must not carry any.
-    return None if found is None else jax.lax.stop_gradient(found.T)
-
-
-def _moments(slopes: Layer, norms: jax.Array) -> jax.Array:
-    """``E[s_i'(u) s_j'(u)]`` [h, h, n]."""
-
-    def row(w):
-        def product(s, u):
-            return evaluate(slopes, w, u) * s(u)
-
-        return jnp.stack([mean(functools.partial(product, s), norms) for s in slopes])
-
-    return jax.lax.map(row, jnp.eye(len(slopes), dtype=norms.dtype))

@@ -160,7 +160,7 @@ def test_certify_prints_a_bracket_and_leaves_it_with_the_spectra(tmp_path, capsy
     assert certify(tmp_path / "run") == 0
     assert jax.config.jax_enable_x64 == precision
     printed = capsys.readouterr().out
-    for text in ("over the simplex", "worst mixture", "certified ≥", "exact to 1e-12", "cells"):
+    for text in ("over the simplex", "worst mixture", "certified ≥", "exact to ", "cells"):
         assert text in printed
     result = json.loads((tmp_path / "run" / "result.json").read_text())
     simplex, kernels = result["simplex"], result["kernels"]

@@ -9,11 +9,22 @@ import pytest
 from helpers import assert_close, finite_differences, tolerance
 
 import ntk
+from ntk import architecture, mehler
 from ntk.activations import Activation
 from ntk.gaussian import arc_cosines, hermite, kink_coefficients, mean
-from ntk.mehler import expectations as plain_expectations
 
-expectations = jax.jit(plain_expectations, static_argnums=(0, 1, 2))
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def expectations(f, g, terms, wf, wg, sx, sy, p, q):
+    """Of two layers and of their slopes, [2, n1, n2]."""
+    how, kinks = architecture.Resolution(terms, 0.5), architecture.places([f, g])
+    both = [
+        architecture.expand_layer(layer, w, s, 0 * s, kinks, how)
+        for layer, w, s in ((f, wf, sx), (g, wg, sy))
+    ]
+    found = mehler.expectations(*both, (1, 0), mehler.Pair(p, q, 0 * p))
+    return jnp.stack([value for value, _ in found])
+
 
 ACTIVATIONS = (
     ntk.relu,
@@ -106,14 +117,14 @@ def test_mehlers_series_is_the_dual_at_any_variance_and_correlation(a, b):
     # Two independent routes: quadrature of the pair, and Hermite coefficients of each.
     rho = jnp.array([-1.0, -0.9, -0.3, 0.0, 0.5, 0.99, 1 - 1e-6, 1.0])
     one = jnp.ones(1)
-    for f, g in ((a, b), (a.derivative, b.derivative)):
+    for order, (f, g) in enumerate(((a, b), (a.derivative, b.derivative))):
         vx, vy = 1.7, 0.6
         size = float(jnp.sqrt(ntk.dual(f, f, vx, vx, vx) * ntk.dual(g, g, vy, vy, vy)))
         pointwise = ntk.dual(f, g, vx, vy, rho * np.sqrt(vx * vy))
         sx, sy = jnp.sqrt(jnp.array([vx])), jnp.sqrt(jnp.array([vy]))
         series = expectations(
-            (f,), (g,), 1024, one, one, sx, sy, (1 - rho)[None] / 2, (1 + rho)[None] / 2
-        )
+            (a,), (b,), 1024, one, one, sx, sy, (1 - rho)[None] / 2, (1 + rho)[None] / 2
+        )[order]
         # float32: 1e-3 for a kink's step at rho = 1 - 1e-6, which is 1 - 1.2e-6 there.
         assert float(jnp.abs(series - pointwise).max()) < tolerance(2e-12, 1e-3) * size
 
@@ -162,11 +173,7 @@ def test_derivatives_at_correlations_of_one_are_finite(a, b):
 
     def total(w, s, p):
         q = 1 - p
-        kernels = [
-            expectations((f,), (g,), 64, w, w, s, s, p, q)
-            for f, g in ((a, b), (a.derivative, b.derivative))
-        ]
-        return sum(jnp.sum(k) for k in kernels)
+        return jnp.sum(expectations((a,), (b,), 64, w, w, s, s, p, q))
 
     p = jnp.array([[0.0, 1.0]])
     grads = jax.jit(jax.grad(total, (0, 1, 2)))(one, 0.1 * one, p)
@@ -231,14 +238,20 @@ def test_bad_arguments_are_named_in_one_sentence(call, sentence):
         call()
 
 
-def test_raw_relus_are_recognised_and_other_kinks_refused():
+def test_raw_relus_are_recognised_and_other_kinks_found():
     assert ntk.activation(jax.nn.relu).kink == (0.0, 1.0)
     assert ntk.activation(jnp.abs).kink == (-1.0, 1.0)
     for smooth in (jax.nn.silu, jax.nn.softplus, jnp.sin, jax.nn.gelu):
         assert ntk.activation(smooth).smooth is not None
-    for kinked in (jax.nn.relu6, jax.nn.hard_tanh, jnp.sign, lambda z: jnp.maximum(z, 1)):
-        with pytest.raises(ValueError, match="fn: expected a smooth function"):
-            ntk.activation(kinked)
+        assert not ntk.activation(smooth).kinks
+
+
+def test_duals_of_piecewise_functions_are_closed_forms():
+    # P(u > 1/2, u' > 1/2) at rho = 0 is Phi(-1/2)^2; E step(u) u' = c times the density.
+    step = ntk.activation(lambda z: jnp.where(z > 0.5, 1.0, 0.0))
+    assert_close(ntk.dual(step, step, 1.0, 1.0, 0.0), 0.3085375387259869**2, f64=1e-14, f32=1e-5)
+    expected = 0.3 * 0.3520653267642995
+    assert_close(ntk.dual(step, ntk.identity, 1.0, 1.0, 0.3), expected, f64=1e-14, f32=1e-5)
 
 
 @pytest.mark.parametrize("size", [1e-25, 1e25])

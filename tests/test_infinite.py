@@ -348,28 +348,29 @@ def test_large_variances_ask_for_more_coefficients_and_get_them():
 
 
 def test_one_program_serves_every_skip_weight_and_input_of_a_depth():
-    before = infinite._kernels._cache_size()
+    before = infinite._pairs._cache_size()
     for seed, skip, weight in ((0, 0.5, 0.2), (1, 0.3, 0.6), (2, 0.0, 0.5)):
         ntk.network_kernel(
             unit_rows(5, 6, seed),
             activations=[{ntk.relu: weight, ntk.swish: 1 - weight}] * 4,
             skips=[skip] * 3,
         )
-    assert infinite._kernels._cache_size() == before + 1
+    assert infinite._pairs._cache_size() == before + 1
 
 
-def test_memory_is_the_two_results_and_a_few_tiles():
+def test_memory_is_the_three_results_and_a_few_tiles():
     n = 2048
     layers, *network = architecture.parse([ntk.relu] * 9, None, None, jnp.float32)
-    compiled = infinite._kernels.lower(
-        jax.ShapeDtypeStruct((n, 16), jnp.float32),
-        None,
-        *network,
-        layers=layers,
-        terms=256,
-        equal=True,
-    ).compile()
-    assert compiled.memory_analysis().temp_size_in_bytes < 2.5 * 4 * n * n
+    x = jax.ShapeDtypeStruct((n, 16), jnp.float32)
+
+    def rows(x):
+        how = architecture.RESOLUTIONS[0]
+        return infinite._stack(infinite._features(layers, x, network, how, True))
+
+    exact = jax.ShapeDtypeStruct((9,), bool)
+    arguments = x, None, *[jax.eval_shape(rows, x)] * 2, *network[1:], exact
+    compiled = infinite._pairs.lower(*arguments, equal=True).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 3.5 * 4 * n * n
 
 
 # --------------------------------------------------------------------------- mixtures

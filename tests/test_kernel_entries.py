@@ -1,44 +1,225 @@
-"""Every entry of a kernel is right or NaN by itself: traced and eager kernels, entry by entry."""
+"""Every entry of a kernel is right to its stated error, or NaN by itself.
+
+The truth: Gauss-Legendre panels in two dimensions that end at the kinks, in numpy and float64.
+"""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import tolerance
 
 import ntk
+from ntk import infinite
 
-SMOOTH = (ntk.tanh, ntk.sigmoid, ntk.swish, ntk.gelu)
-ACTIVATIONS = (*SMOOTH, ntk.relu, ntk.leaky_relu(0.1))
+float64_only = pytest.mark.skipif(not jax.config.jax_enable_x64, reason="the claim is float64's")
+SCALES, ANGLE = (1.3, 0.8), 0.7
+PIECEWISE = {
+    "elu": (jax.nn.elu, [0.0]),
+    "selu": (jax.nn.selu, [0.0]),
+    "celu": (lambda z: jax.nn.celu(z, 0.5), [0.0]),
+    "soft sign": (jax.nn.soft_sign, [0.0]),
+    "squared relu": (lambda z: jax.nn.relu(z) ** 2, [0.0]),
+    "step": (lambda z: jnp.where(z > 0.5, 1.0, 0.0), [0.5]),
+    "shifted relu": (lambda z: jax.nn.relu(z - 0.3), [0.3]),
+    "leaky relu": (lambda z: jnp.where(z > -1, z, 0.2 * z - 0.8), [-1.0]),
+    "hard tanh": (jax.nn.hard_tanh, [-1.0, 1.0]),
+    "relu6": (jax.nn.relu6, [0.0, 6.0]),
+    "hard swish": (jax.nn.hard_silu, [-3.0, 3.0]),
+    "hard sigmoid": (jax.nn.hard_sigmoid, [-3.0, 3.0]),
+    "clip": (lambda z: jnp.clip(z, -0.3, 0.7), [-0.3, 0.7]),
+}
+COMPILED = {name: ntk.activation(fn) for name, (fn, _) in PIECEWISE.items()}
 
 
-def random_network(rng):
-    """Activations, skips and inputs: norms .1 to 30, near-duplicates, columns among the rows."""
-    depth = rng.integers(2, 4)
-    layers = [ACTIVATIONS[i] for i in rng.integers(len(ACTIVATIONS), size=depth)]
+def panels(kinks, width=0.5):
+    edges = np.arange(-9, 9 + width, width)
+    edges = np.unique(np.concatenate([edges, [t for t in np.ravel(kinks) if -9 < t < 9]]))
+    nodes, weights = np.polynomial.legendre.leggauss(20)
+    half = np.diff(edges)[:, None] / 2
+    z = (edges[:-1, None] + half * (nodes + 1)).ravel()
+    return z, (half * weights).ravel() * np.exp(-(z**2) / 2) / np.sqrt(2 * np.pi)
+
+
+def brute(fn, sx, sy, rho, kinks=(), width=0.5):
+    """``E fn(u) fn(u')`` of a pair, for a numpy function."""
+    kinks = np.asarray(kinks)
+    if rho == 1 and sx == sy:
+        z, weights = panels(kinks / sx, width)
+        return weights @ fn(sx * z) ** 2
+    sigma = np.sqrt(1 - rho**2)
+    outer, weights = panels([*kinks / sx, *kinks / sy / rho], width)
+    total = 0.0
+    for z, weight in zip(outer, weights, strict=True):
+        inner, own = panels((kinks / sy - rho * z) / sigma, width)
+        total += weight * fn(np.array(sx * z)) * (own @ fn(sy * (rho * z + sigma * inner)))
+    return float(total)
+
+
+def in_numpy(s):
+    """The activation and its slope as numpy functions, float64."""
+    evaluate = jax.jit(lambda z: (s(z), s.derivative(z)))
+
+    def one(which):
+        def function(z):
+            with jax.enable_x64(True):
+                flat = np.zeros(1024 if np.size(z) <= 1024 else 2**16)
+                flat[: np.size(z)] = np.ravel(z)
+                return np.asarray(evaluate(flat)[which])[: np.size(z)].reshape(np.shape(z))
+
+        return function
+
+    return one(0), one(1)
+
+
+def one_layer(s, kinks, sx, sy, rho, width=0.5):
+    """The NTK of one hidden layer, all variances 1."""
+    value, slope = in_numpy(s)
+    dual = brute(slope, sx, sy, rho, kinks, width)
+    return brute(value, sx, sy, rho, kinks, width) + sx * sy * rho * dual
+
+
+@pytest.mark.parametrize("name", PIECEWISE)
+def test_any_kinks_are_found_and_their_kernels_are_right_to_the_stated_error(name):
+    (_, kinks), s = PIECEWISE[name], COMPILED[name]
+    assert [t for t, _ in s.kinks] == kinks
+    a, b = np.array([1.0, 0.0]), np.array([np.cos(ANGLE), np.sin(ANGLE)])
+    x = np.stack([SCALES[0] * a, SCALES[1] * b])
+    # A test point among the training points, to the last digit and nearly, and another one.
+    columns = np.stack([x[0], x[0] + [0, 1e-9], x[1]])
+    found = ntk.network_kernel(x, columns, activations=[s], variances=[1.0, 1.0])
+    same = one_layer(s, kinks, SCALES[0], SCALES[0], 1.0)
+    apart = one_layer(s, kinks, *SCALES, np.cos(ANGLE))
+    kernel, error = np.asarray(found.ntk)[0], np.asarray(found.error)[0]
+    # The second column moves the truth by some 1e-9.
+    truth, slack = np.array([same, same, apart]), np.array([1e-14, 4e-9, 1e-14])
+    assert (np.abs(kernel - truth) <= error + slack).all()
+    # Soft sign: jumps of m! in its m-th derivatives.
+    assert error.max() < tolerance(1e-7 if name == "soft sign" else 1e-10, 2e-2) * same
+    assert abs(kernel[2] - apart) < tolerance(1e-10 if name == "soft sign" else 1e-12, 1e-4) * same
+
+
+HARD = {
+    "sine of 30 z": (lambda z: jnp.sin(30 * z), 1.5),
+    "sine at norm 100": (jnp.sin, 100.0),
+    "a steep tanh": (lambda z: jnp.tanh(20 * (z - 0.5)), 1.0),
+    "erf at 1e6": (jax.lax.erf, 1e6),
+    "erf at 1e3": (jax.lax.erf, 1e3),
+    "tanh at norm 30": (jnp.tanh, 30.0),
+}
+
+
+@pytest.mark.parametrize("name", HARD)
+def test_fine_details_are_right_to_the_stated_error_or_refused(name):
+    fn, scale = HARD[name]
+    s = ntk.activation(fn)
+    x = np.array([[1.0, 0.0], [0.6, 0.8]]) * scale
+    # In units of the finest detail, around it.
+    fine = {"erf at 1e6": 1e-6, "erf at 1e3": 1e-3}.get(name, 0.005)
+    at = 0.5 if "steep" in name else 0.0
+    edges = [at / scale + side * fine * 2.0**k for side in (-1, 1) for k in range(24)]
+    truth = one_layer(s, [scale * t for t in [*edges, at / scale]], scale, scale, 1.0, 0.01)
+    kernels = ntk.network_kernel(x, activations=[s], variances=[1.0, 1.0])
+    size = float(kernels.ntk[0, 0])
+    assert abs(size - truth) <= float(kernels.error[0, 0]) + 1e-13 * truth
+    assert np.isfinite(kernels.ntk).all() and float(kernels.error[0, 1]) < 1e-6 * size
+    if "sin" in name:
+        # E sin u sin u' = exp(-(vx + vy) / 2) sinh(c), and cosh for the slopes: with c = .6 v.
+        k = 30.0 if "30" in name else 1.0
+        v = (k * scale) ** 2
+        exact = (np.exp(-0.4 * v) / 2) * (1 + k**2 * 0.6 * scale**2)
+        assert abs(float(kernels.ntk[0, 1]) - exact) <= float(kernels.error[0, 1])
+
+
+NETWORK = dict(activations=[ntk.tanh, {ntk.relu: 0.5, ntk.swish: 0.5}], skips=[0.3])
+
+
+def random_inputs(rng):
+    """Norms .1 to 30, near-duplicates, columns among the rows."""
     x = rng.normal(size=(4, 3))
-    x *= (
-        np.exp(rng.uniform(np.log(0.1), np.log(30), 4))[:, None]
-        / np.linalg.norm(x, axis=1)[:, None]
-    )
+    norms = np.exp(rng.uniform(np.log(0.1), np.log(30), 4))
+    x *= (norms / np.linalg.norm(x, axis=1))[:, None]
     x[3] = x[0] * (1 + 10.0 ** -rng.integers(1, 12)) + 10.0 ** -rng.integers(2, 12)
-    columns = np.concatenate([x[1:3], rng.normal(size=(2, 3))])
-    return layers, rng.normal(size=depth - 1), x, columns
+    return x, np.concatenate([x[1:3], rng.normal(size=(2, 3))])
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_traced_entries_are_the_eager_ones_or_nan(seed):
-    """Truth: the eager kernel of the pair alone."""
-    layers, skips, x, columns = random_network(np.random.default_rng(seed))
+@jax.jit
+def traced(x, columns):
+    return ntk.network_kernel(x, columns, **NETWORK)
 
-    def kernel(x, columns):
-        return ntk.network_kernel(x, columns, activations=layers, skips=skips).ntk
 
-    traced = np.asarray(jax.jit(kernel)(x, columns))
-    for i, j in np.ndindex(traced.shape):
-        if np.isfinite(traced[i, j]):
-            try:
-                alone = float(kernel(x[i : i + 1], columns[j : j + 1])[0, 0])
-            except FloatingPointError:
-                continue
-            assert abs(traced[i, j] - alone) < tolerance(1e-7, 1e-2) * (1 + abs(alone))
-    assert np.isfinite(traced).sum() >= 8
+def test_traced_entries_are_the_eager_ones_to_their_error_or_nan():
+    """Truth: the eager kernel, of more coefficients, of each pair where others are refused."""
+    finite = 0
+    for seed in range(20):
+        x, columns = random_inputs(np.random.default_rng(seed))
+        found = traced(x, columns)
+        try:
+            eager = ntk.network_kernel(x, columns, **NETWORK)
+        except FloatingPointError:
+            continue
+        known = np.isfinite(found.ntk)
+        assert (np.isfinite(found.error) == known).all()
+        wrong = np.abs(found.ntk - eager.ntk) > found.error + eager.error
+        assert not (wrong & known).any()
+        finite += known.sum()
+    assert finite > 100
+
+
+def test_unresolved_entries_are_nan_alone_and_have_no_part_in_gradients():
+    # Columns: a row of norm 30, refused by 512 coefficients, and an innocent one.
+    x, columns = np.array([[30.0, 0.0], [0.5, 0.5]]), np.array([[30.0, 1e-4], [0.0, 1.0]])
+    layers = [ntk.activation(lambda z: jnp.tanh(20 * z)), ntk.relu]
+
+    def kernel(skip):
+        found = ntk.network_kernel(x, columns, activations=layers, skips=[skip])
+        return found.ntk, found
+
+    gradient, found = jax.jit(jax.jacrev(kernel, has_aux=True))(0.5)
+    expected = np.array([[False, True], [True, True]])
+    assert (np.isfinite(found.ntk) == expected).all()
+    assert (np.isfinite(found.error) == expected).all()
+    assert np.isfinite(gradient).all()
+    alone = ntk.network_kernel(x[1:], columns[1:], activations=layers, skips=[0.5]).ntk
+    assert abs(float(found.ntk[1, 1]) - float(alone[0, 0])) < tolerance(1e-9, 1e-3)
+
+
+def test_one_program_serves_any_activations():
+    """Counted: programs compiled for the pairs, and all others, over random choices."""
+    x = np.random.default_rng(0).normal(size=(5, 3))
+    names = (ntk.tanh, ntk.swish, ntk.sigmoid, ntk.relu, ntk.leaky_relu(0.2))
+    rng = np.random.default_rng(1)
+    programs = []
+    for _ in range(8):
+        chosen = [ntk.tanh, *(names[i] for i in rng.integers(len(names), size=3))]
+        ntk.network_kernel(x, activations=chosen, skips=rng.normal(size=3))
+        programs.append(infinite._pairs._cache_size())
+    assert programs[-1] == programs[0]
+
+
+@pytest.mark.parametrize(
+    ("fn", "options", "sentence"),
+    [
+        (jnp.round, {}, "fn: expected at most 16 kinks"),
+        (jnp.sort, {}, "fn: expected an elementwise function, got values that depend"),
+        (jnp.log, {}, "fn: expected finite values and slopes"),
+        (
+            lambda z: z + jax.lax.stop_gradient(jnp.tanh(z) - z),
+            {},
+            "fn: expected an elementwise function with its own derivative",
+        ),
+        (jax.nn.hard_tanh, {"kinks": [1.0]}, "kinks: expected all places .* without -1"),
+    ],
+)
+def test_what_has_no_kernel_here_is_refused_in_one_sentence(fn, options, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        ntk.activation(fn, **options)
+
+
+def test_three_kinks_close_together_are_found_and_leaky_relus_recognised_by_all_their_values():
+    found = ntk.activation(lambda z: jnp.abs(jnp.abs(z - 0.301) - 0.001))
+    assert [t for t, _ in found.kinks] == [0.3, 0.301, 0.302]
+    assert ntk.activation(lambda z: jnp.maximum(z, 0.1 * z)).kink == (0.1, 1.0)
+    # Equal to the ReLU at the six points that were looked at before.
+    sly = ntk.activation(lambda z: jax.nn.relu(z) + jax.nn.relu(0.1 - jnp.abs(z - 1.5)))
+    assert [t for t, _ in sly.kinks] == [0.0, 1.4, 1.5, 1.6]

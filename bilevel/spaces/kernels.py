@@ -39,7 +39,7 @@ class KernelSpace(NamedTuple):
     ----------
     names : the candidates' names, in the order of ``alpha["mixture"]`` [h].
     blocks : ``blocks(x) -> [h, h, n, n]`` for training, ``blocks(x_valid, x) -> [h, h, m, n]`` for
-        predictions; h^2 numbers per pair of rows.
+        predictions; h^2 numbers per pair of rows. With ``error=True``, their error bounds too.
     init : ``init(y) -> (alpha, w)``: the uniform mixture, penalty 0.1, coefficients 0.
     apply : ``apply(w, alpha, blocks) -> f`` [m] for two classes, [m, classes] for more.
     problem : Problem of batches ``(blocks, y)``, y like ``f`` with entries +-1.
@@ -76,8 +76,8 @@ def kernel_space(
     """
     functions = tuple(ntk.activation(s) for s in activations)
 
-    def blocks(x, columns=None):
-        return ntk.mixture_blocks(x, functions, x2=columns, scale=scale)
+    def blocks(x, columns=None, *, error=False):
+        return ntk.mixture_blocks(x, functions, x2=columns, scale=scale, error=error)
 
     def init(y):
         mixture = jnp.full(len(functions), 1 / len(functions), y.dtype)

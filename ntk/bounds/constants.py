@@ -22,10 +22,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ntk.architecture import parse
+from ntk.architecture import Layer, derivative, evaluate, kink_places, parse
 from ntk.bounds.bound import Mixture
 from ntk.gaussian import hermite, mean
-from ntk.mehler import Layer, derivative, evaluate
 
 _FAR = 1e6  # where activations have reached their asymptotes
 
@@ -76,8 +75,8 @@ def hermite_coefficients(
     ----------
     Zhu et al. 2022, Theorem 1, has mu_1 at y = 1: at the variance of a first layer.
     """
-    value, _ = _functions(activation)
-    return hermite(value, jnp.sqrt(_variance(variance)), terms)
+    value, _, kinks = _functions(activation)
+    return hermite(value, jnp.sqrt(_variance(variance)), terms, kinks)
 
 
 def betas(activation: Mixture, variance: float | jax.Array) -> Betas:
@@ -104,11 +103,11 @@ def betas(activation: Mixture, variance: float | jax.Array) -> Betas:
     >>> [round(float(beta), 4) for beta in betas(leaky_relu(0.1), 2.0)]
     [1.01, 1.01, 1.01]
     """
-    value, slope = _functions(activation)
+    value, slope, kinks = _functions(activation)
     y = _variance(variance)
     scale = jnp.sqrt(y)
-    beta2 = 2 * mean(lambda u: slope(u) ** 2, scale)
-    return Betas(2 * mean(lambda u: value(u) ** 2, scale) / y, beta2, beta2)
+    beta2 = 2 * mean(lambda u: slope(u) ** 2, scale, kinks)
+    return Betas(2 * mean(lambda u: value(u) ** 2, scale, kinks) / y, beta2, beta2)
 
 
 def table1(activation: Mixture, t: float = math.inf) -> Betas:
@@ -157,15 +156,16 @@ def table1(activation: Mixture, t: float = math.inf) -> Betas:
 @functools.partial(jax.jit, static_argnums=0)
 def _table1(layer: Layer, weights: jax.Array, t: float) -> Betas:
     value, slope = (functools.partial(evaluate, f, weights) for f in (layer, derivative(layer)))
+    kinks = kink_places(layer)
 
     def limit(z):
         return slope(jnp.asarray(z)) ** 2 + slope(-jnp.asarray(z)) ** 2
 
     def beta1(log_y):
-        return 2 * mean(lambda u: value(u) ** 2, jnp.exp(log_y / 2)) / jnp.exp(log_y)
+        return 2 * mean(lambda u: value(u) ** 2, jnp.exp(log_y / 2), kinks) / jnp.exp(log_y)
 
     def beta2(log_y):
-        return 2 * mean(lambda u: slope(u) ** 2, jnp.exp(log_y / 2))
+        return 2 * mean(lambda u: slope(u) ** 2, jnp.exp(log_y / 2), kinks)
 
     near, far = limit(1e-9), limit(_FAR)
     start = jnp.where(value(jnp.zeros(())) == 0, near, jnp.inf)
@@ -219,11 +219,11 @@ def _steepest(slope: Layer, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
     return found, jnp.max(size(jnp.array([-_FAR, _FAR])))
 
 
-def _functions(activation: Mixture) -> tuple[Callable, Callable]:
-    """The function and its derivative."""
+def _functions(activation: Mixture) -> tuple[Callable, Callable, tuple[float, ...]]:
+    """The function, its derivative, and where they are not smooth, beside 0."""
     (layer,), (weights,), _, _ = parse([activation], None, None)
     value = functools.partial(evaluate, layer, weights)
-    return value, functools.partial(evaluate, derivative(layer), weights)
+    return value, functools.partial(evaluate, derivative(layer), weights), kink_places(layer)
 
 
 def _supremum(fn: Callable[[jax.Array], jax.Array], low, high) -> jax.Array:

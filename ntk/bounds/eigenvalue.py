@@ -20,10 +20,23 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ntk.architecture import check_resolved, diagonals, inputs, is_traced, needed_terms, parse
+from ntk.architecture import (
+    RESOLUTIONS,
+    TRACED,
+    check_resolved,
+    diagonals,
+    evaluate,
+    features,
+    inputs,
+    is_traced,
+    kink_places,
+    largest_error,
+    parse,
+    resolved,
+)
 from ntk.bounds.bound import Bound, Mixture, holds, kernel, lower_bound, upper_bound
 from ntk.gaussian import hermite
-from ntk.mehler import derivative, evaluate, expectations
+from ntk.mehler import Pair, expectations
 from ntk.spectrum import min_eigenvalue
 
 
@@ -226,7 +239,8 @@ def hermite_lower_bound(
     first, above = found[0], variances[-1]
     for c, a, one in zip(variances[1:-1], skips, found[1:], strict=True):
         above = above * (c * one.slope[0] + a**2)
-    a = hermite(functools.partial(evaluate, layers[0], weights[0]), first.scale[0], terms)
+    value = functools.partial(evaluate, layers[0], weights[0])
+    a = hermite(value, first.scale[0], terms, kink_places(layers[0]))
     parts = jnp.arange(1, terms + 1) * a**2
     rest = jnp.maximum(first.second[0] + first.scale[0] ** 2 * first.slope[0] - parts.sum(), 0)
     rho = jnp.where(jnp.eye(len(x), dtype=bool), 1, x @ x.T / squares[0])
@@ -241,33 +255,38 @@ def hermite_lower_bound(
 
 def _layer_kernels(x, layers, weights, skips, variances):
     """``[S_0, ..., S_{L-1}]`` and ``[D_1, ..., D_{L-1}]``, each [N, N]."""
-    arguments = (x, weights, skips, variances)
-    traced = is_traced(arguments)
-    terms = 512 if traced else needed_terms(layers, x, None, weights, skips, variances)
-    features, slopes = _recursion(*arguments, layers=layers, terms=terms)
-    if not is_traced((features, slopes)):
-        check_resolved("x", features[-1] + slopes[-1], terms)
-    return features, slopes
-
-
-@functools.partial(jax.jit, static_argnames=("layers", "terms"))
-def _recursion(x, weights, skips, variances, *, layers, terms):
     squares = (x * x).sum(1)
+    traced = is_traced((x, weights, skips, variances))
+    for how in (TRACED,) if traced else RESOLUTIONS:
+        found = features(layers, weights, skips, variances, squares, how)
+        kernels = _recursion(x, found, skips, variances)
+        if is_traced(kernels):
+            return kernels
+        if resolved([f for one in found for f in (one.value, one.slope)]):
+            break
+    check_resolved("x", kernels[0][-1] + kernels[1][-1])
+    return kernels
+
+
+@jax.jit
+def _recursion(x, layers, skips, variances):
     same = jnp.eye(len(x), dtype=bool)
-    features, slopes = [jnp.where(same, squares, x @ x.T)], []
-    for i, one in enumerate(diagonals(layers, weights, skips, variances, squares)):
-        below, scale, w = features[-1], one.scale, weights[i]
+    found, slopes = [jnp.where(same, (x * x).sum(1), x @ x.T)], []
+    for i, one in enumerate(layers):
+        below, scale = found[-1], one.scale
         size = scale[:, None] * scale
         rho = variances[i] * below / jnp.where(size > 0, size, 1)
         # The diagonal is known: in the series its correlation of 1 would ask for all terms.
         p = jnp.where(same, 0.5, jnp.clip((1 - rho) / 2, 0, 1))
+        both = (one.value, one.slope)
+        pair = Pair(p, 1 - p, jnp.full_like(p, jnp.finfo(p.dtype).eps))
         value, slope = (
-            expectations(f, f, terms, w, w, scale, scale, p, 1 - p)
-            for f in (layers[i], derivative(layers[i]))
+            jnp.where(error <= largest_error(p.dtype) * f.norm[:, None] * f.norm, entry, jnp.nan)
+            for f, (entry, error) in zip(both, expectations(both, both, (1, 0), pair), strict=True)
         )
         a = skips[i - 1] if i else 0.0
-        cross = one.mean[:, None] * one.below
+        cross = one.value.mean[:, None] * one.below
         second = value + a * (cross + cross.T) + a**2 * below
-        features.append(jnp.where(same, one.second[:, None], second))
-        slopes.append(jnp.where(same, one.slope[:, None], slope))
-    return features, slopes
+        found.append(jnp.where(same, one.second[:, None], second))
+        slopes.append(jnp.where(same, one.slope.norm[:, None] ** 2, slope))
+    return found, slopes

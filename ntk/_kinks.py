@@ -1,0 +1,208 @@
+"""Where an elementwise function is not smooth: found by bisection, measured by its derivatives.
+
+A function of one variable is taken for *piecewise smooth*: its derivatives, which JAX takes on each
+piece, are bounded there and may jump at finitely many places. ``find`` looks for jumps of ``f``,
+``f'`` and ``f''`` in some two thousand cells, narrow near 0 and wide far out: each cell is cut in
+two, always towards the part over which the trapezoid rule misses the change by more, until two
+neighbouring numbers are left. A smooth function has no jump between those.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+Function = Callable[[Any], jax.Array]
+Kink = tuple[float, tuple[float, ...]]
+"""A place, and how much the function and its derivatives jump there, to the right minus left."""
+
+ORDERS = 8
+_MOST = 16  # kinks
+_JUMP = 1e-7  # relative to the derivative's size around it
+
+
+def slope(fn: Function) -> Function:
+    """``fn'``, elementwise."""
+    return lambda z: jax.jvp(fn, (z,), (jnp.ones_like(z),))[1]
+
+
+def derivatives(fn: Function, count: int) -> Callable[[np.ndarray], np.ndarray]:
+    """``z -> [count, n]``: fn and its derivatives, in float64."""
+    functions = [fn]
+    for _ in range(count - 1):
+        functions.append(slope(functions[-1]))
+    every = jax.jit(lambda z: jnp.stack([jnp.broadcast_to(f(z), z.shape) for f in functions]))
+
+    def values(z):
+        with jax.ensure_compile_time_eval(), jax.enable_x64(True):
+            return np.asarray(every(jnp.asarray(np.asarray(z, float))), float)
+
+    return values
+
+
+def find(fn: Function) -> tuple[float, ...]:
+    """The places where ``fn``, its slope or its second derivative jumps, ascending.
+
+    Raises
+    ------
+    ValueError
+        If values are not finite, slopes are not those of the function, or jumps are too many.
+
+    Examples
+    --------
+    >>> find(lambda z: jnp.clip(z, -1, 2.5))
+    (-1.0, 2.5)
+    """
+    values = derivatives(fn, 4)
+    edges = grid()
+    _check(values, edges)
+    found: list[float] = []
+    left, right = edges[:-1], edges[1:]
+    sizes = _sizes(values, edges)
+    while len(left):
+        new, cells = _bisect(values, left, right, sizes)
+        if set(new) <= set(found):
+            break
+        # Another one may hide in the same cell.
+        ends = [(a, _step(t, -1)) for t, (a, _) in zip(new, cells, strict=True)]
+        ends += [(_step(t, 1), b) for t, (_, b) in zip(new, cells, strict=True)]
+        left, right = np.array([e for e in ends if e[0] < e[1]]).reshape(-1, 2).T
+        found = sorted({*found, *new})
+        if len(found) > _MOST:
+            raise ValueError(
+                f"fn: expected at most {_MOST} kinks and jumps, found more, at "
+                f"{', '.join(f'{t:g}' for t in found[:3])}, ...; a function without end of them "
+                "has no kernel here."
+            )
+    return tuple(found)
+
+
+def jumps(fn: Function, places: tuple[float, ...]) -> tuple[Kink, ...]:
+    """What ``fn`` and its first derivatives, 8 in all, jump by at each of the places."""
+    if not places:
+        return ()
+    sides = np.array([[_step(t, -1), _step(t, 1)] for t in places])
+    values = derivatives(fn, ORDERS)(sides.ravel()).reshape(ORDERS, -1, 2)
+    size = np.abs(values).max(2)
+    known = derivatives(fn, 3)(grid())
+    bounded = size[:3] <= 1e4 * (1 + np.abs(known[:, np.abs(grid()) < 3]).max(1, keepdims=True))
+    for t, good in zip(places, bounded.all(0) & np.isfinite(size).all(0), strict=True):
+        if not good:
+            raise ValueError(
+                f"fn: expected bounded derivatives on both sides of its kinks, got one at {t:g} "
+                "without."
+            )
+    found = values[..., 1] - values[..., 0]
+    found = np.where(np.abs(found) > 1e-12 * size, found, 0)
+    return tuple((t, tuple(found[:, i].tolist())) for i, t in enumerate(places))
+
+
+def linear_sides(fn: Function) -> tuple[float, float] | None:
+    """(left, right) slopes of a function that is linear on both sides of 0, else None."""
+    z = grid()
+    values = derivatives(fn, 1)(z)[0]
+    slopes = values / z
+    left, right = slopes[z < 0], slopes[z > 0]
+    for side in (left, right):
+        if np.ptp(side) > 1e-14 * np.abs(side).max() + 1e-300:
+            return None
+    return float(np.median(left)), float(np.median(right))
+
+
+def grid() -> np.ndarray:
+    """About two thousand points, |z| from 1e-6 to 120, none of them at a round number."""
+    uniform = np.arange(0.0123456789, 12, 1 / 64)
+    far = 12 * 2 ** (np.arange(0.123, 3.4, 1 / 16))
+    near = 0.0123456789 * 2 ** -(np.arange(0.123, 14, 0.25))
+    half = np.concatenate([near[::-1], uniform, far])
+    return np.concatenate([-1.0000123 * half[::-1], half])
+
+
+def _check(values, z) -> None:
+    f, slopes = values(z)[:2]
+    if not np.array_equal(values(z[::-1])[0], f[::-1], equal_nan=True):
+        raise ValueError(
+            "fn: expected an elementwise function, got values that depend on their neighbours."
+        )
+    if not (np.isfinite(f) & np.isfinite(slopes)).all():
+        at = z[np.argmin(np.isfinite(f) & np.isfinite(slopes))]
+        raise ValueError(
+            f"fn: expected finite values and slopes on all of the line, got one that is not at "
+            f"{at:.3g}."
+        )
+    # Slopes replaced by others, as in straight-through estimators, have other kernels.
+    h = 1e-5 * np.abs(z)
+    change = (values(z + h)[0] - values(z - h)[0]) / (2 * h)
+    allowed = 1e-3 * (np.abs(slopes) + np.abs(change)) + 1e-9 * (1 + np.abs(f)) / h
+    wrong = np.abs(change - slopes) > allowed
+    # A kink within h of a point of the grid is rare.
+    if wrong.mean() > 0.01:
+        raise ValueError(
+            "fn: expected an elementwise function with its own derivative, got slope "
+            f"{slopes[wrong][0]:.3g} where it changes by {change[wrong][0]:.3g}, at "
+            f"{z[wrong][0]:.3g}."
+        )
+
+
+def _sizes(values, z) -> Callable[[np.ndarray], np.ndarray]:
+    """``t -> [3, n]``: how large the function and its derivatives get up to about ``|t|``."""
+    order = np.argsort(np.abs(z))
+    largest = np.maximum.accumulate(np.abs(values(z[order])[:3]), axis=1)
+
+    def sizes(t):
+        reach = np.searchsorted(np.abs(z[order]), np.maximum(2 * np.abs(t), 3))
+        return largest[:, np.minimum(reach, len(z) - 1)]
+
+    return sizes
+
+
+def _bisect(values, left, right, sizes):
+    """The kinks found, one in each cell at most, and their cells."""
+    orders = 3
+    a, b = np.tile(left, orders), np.tile(right, orders)
+    order = np.repeat(np.arange(orders), len(left))
+    pick = np.arange(len(a))
+
+    def both(z):
+        # Singular derivatives are no jumps.
+        found = np.nan_to_num(values(z), nan=0.0, posinf=1e300, neginf=-1e300)
+        return found[order, pick], found[order + 1, pick]
+
+    (ga, da), (gb, db) = both(a), both(b)
+    for _ in range(72):
+        c = a + 0.4567 * (b - a)  # a kink in the middle would hide from halves
+        gc, dc = both(c)
+        with np.errstate(over="ignore", invalid="ignore"):
+            before = np.abs(gc - ga - (c - a) * (da + dc) / 2)
+            after = np.abs(gb - gc - (b - c) * (dc + db) / 2)
+        first = before >= after
+        a, ga, da = (np.where(first, x, y) for x, y in ((a, c), (ga, gc), (da, dc)))
+        b, gb, db = (np.where(first, x, y) for x, y in ((c, b), (gc, gb), (dc, db)))
+    # A change of f without a jump of its own is due to one of its derivatives.
+    before, after = values(a)[:3], values(b)[:3]
+    size = np.abs(before) + np.abs(after)
+    found = (np.abs(after - before) > _JUMP * size + 1e-9 * sizes(a)).any(0)
+    kinks: dict[float, tuple[float, float]] = {}
+    for i in np.flatnonzero(found):
+        cell = i % len(left)
+        kinks[_round(a[i], b[i])] = (left[cell], right[cell])
+    return list(kinks), list(kinks.values())
+
+
+def _round(a: float, b: float) -> float:
+    """The shortest number within rounding of the interval."""
+    middle = (a + b) / 2
+    if abs(middle) < 1e-14:
+        return 0.0
+    for digits in range(1, 16):
+        near = float(f"{middle:.{digits}g}")
+        if abs(near - middle) < 4e-16 * abs(middle):
+            return near
+    return float(middle)
+
+
+def _step(t: float, side: int) -> float:
+    """A number just beside ``t``."""
+    return t + side * (8 * np.finfo(float).eps * abs(t) if t else 1e-30)

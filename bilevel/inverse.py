@@ -50,9 +50,13 @@ def conjugate_gradients(
     """
     x = optax.tree.zeros_like(b) if x0 is None else x0
     r = b if x0 is None else optax.tree.sub(b, hvp(x0))
+    # In units of the first residual, so that squares of tiny numbers do not underflow.
+    unit = jnp.stack([jnp.max(jnp.abs(leaf), initial=0) for leaf in jax.tree.leaves(r)]).max()
+    unit = jnp.where(unit == 0, 1, unit)
+    r = jax.tree.map(lambda leaf: leaf / unit, r)
     rr = optax.tree.vdot(r, r)
-    floor = threshold**2
     eps = jnp.finfo(rr.dtype).eps
+    floor = jnp.maximum((threshold / unit) ** 2, eps**4)
 
     def unfinished(carry):
         _, _, _, rr, k, _, curved = carry
@@ -65,7 +69,7 @@ def conjugate_gradients(
         steepest = jnp.maximum(steepest, curvature / pp)
         flat = curvature <= 10 * eps * steepest * pp  # False for NaN, which has to be seen
         length = jnp.where(flat, 0, rr / jnp.where(flat, 1, curvature))
-        x = optax.tree.add_scale(x, length, p)
+        x = optax.tree.add_scale(x, length * unit, p)
         r = optax.tree.add_scale(r, -length, hp)
         rr_next = optax.tree.vdot(r, r)
         p = optax.tree.add_scale(r, rr_next / rr, p)
@@ -73,7 +77,7 @@ def conjugate_gradients(
 
     start = (x, r, r, rr, jnp.zeros((), int), jnp.zeros_like(rr), jnp.array(True))
     x, _, _, rr, k, _, _ = while_loop(unfinished, step, start)
-    return ConjugateGradients(nan_unless_finite(x, rr), jnp.sqrt(rr), k)
+    return ConjugateGradients(nan_unless_finite(x, rr), jnp.sqrt(rr) * unit, k)
 
 
 def default_tolerance(tree: Pytree) -> float:

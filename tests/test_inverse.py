@@ -334,3 +334,16 @@ def test_gram_with_outputs_of_any_shape():
 def test_an_argument_out_of_range_is_refused_by_name(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-20, 1.0, 1e18])
+def test_conjugate_gradients_do_not_underflow(scale):
+    """Truth: the system is linear, so the solution scales with its right-hand side."""
+    matrix = jnp.diag(jnp.arange(1.0, 6))
+    b = jnp.asarray([1.0, -2, 3, 0, 5], jnp.float32)
+    for threshold in (0.0, 1e-6 * scale):
+        solved = conjugate_gradients(
+            lambda v: (matrix @ v).astype(v.dtype), b * scale, None, steps=50, threshold=threshold
+        )
+        np.testing.assert_allclose(solved.x / scale, b / jnp.arange(1, 6), rtol=1e-5)
+        assert solved.residual <= 1e-5 * scale

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from bilevel.checks import nan_unless_finite, whole
+from bilevel.checks import at_least, nan_unless_finite, whole
 from bilevel.inverse import conjugate_gradients
 from bilevel.meshes import varying, while_loop
 from bilevel.precision import narrow, rounding, widen, widened
@@ -49,6 +49,8 @@ def newton(steps: int = 100, tol: float | None = None, cg_steps: int = 500) -> L
     Array([1.], dtype=float...)
     """
     steps, cg_steps = whole("steps", steps, 1), whole("cg_steps", cg_steps, 1)
+    if tol is not None:
+        at_least("tol", tol, 0)
 
     def run(lower, alpha, w, state, batch):
         relative = _stationarity_tolerance(w) if tol is None else tol
@@ -153,6 +155,8 @@ def lbfgs(steps: int = 200, tol: float | None = None, memory: int = 10) -> Lower
     Array([1.], dtype=float...)
     """
     steps = whole("steps", steps, 1)
+    if tol is not None:
+        at_least("tol", tol, 0)
     optimizer = optax.lbfgs(memory_size=whole("memory", memory, 1))
 
     def run(lower, alpha, w, state, batch):

@@ -117,7 +117,8 @@ def ball_covering(dim: int, R: float) -> Covering:
 
     def covering(radii: jax.Array) -> jax.Array:
         radii = _radii(radii)
-        return jnp.where(radii < R, dim * jnp.log1p(2 * R / radii), 0.0)
+        # Not `radii < R`: a NaN has to be seen.
+        return jnp.where(radii >= R, 0.0, dim * jnp.log1p(2 * R / radii))
 
     return covering
 
@@ -204,7 +205,7 @@ def sparse_covering(h: int, s: int, R: float) -> Covering:
 
     def covering(radii: jax.Array) -> jax.Array:
         logs = ball(radii)
-        return jnp.where(logs > 0, supports + logs, 0.0)
+        return jnp.where(logs <= 0, 0.0, supports + logs)  # a NaN has to be seen
 
     return covering
 

@@ -148,6 +148,7 @@ def _run(config: Search, folder: pathlib.Path) -> dict[str, Any]:
     if found.stopped:
         raise KeyboardInterrupt(found.stopped)
     searched = time.perf_counter() - began
+    hyper = _hypergradient(task, config, found.alpha)
     w, _ = retrained(task, found.alpha)
     rows = {"search": _scores(task, w, found.alpha)}
     corners = [jnp.zeros_like(uniform).at[:, i].set(1) for i in range(h)]
@@ -156,6 +157,7 @@ def _run(config: Search, folder: pathlib.Path) -> dict[str, Any]:
     rows["joint training"] = _scores(task, *_joint(task, config, uniform))
     seconds = {"search": searched, "all": time.perf_counter() - began}
     result = _summary(config, task.space.names, np.asarray(found.alpha), rows, seconds)
+    result["hypergradient"] = bilevel.explain(hyper.info)
     result["argmax"] = argmax.judged(task.space, (w, found.alpha), singles, task.valid, task.test)
     _write(folder, result, found, config.seeds, task.space.names)
     _print(result, folder)
@@ -163,6 +165,14 @@ def _run(config: Search, folder: pathlib.Path) -> dict[str, Any]:
 
 
 # ----------------------------------------------------------------------------- the parts
+
+
+def _hypergradient(task: Task, config: Search, alpha: jax.Array) -> bilevel.HyperGradient:
+    """At the α found, of all seeds together, with what is known of its error."""
+    fn = bilevel.hypergradient(
+        side_by_side(task.space.problem), task.solver, products=config.inner_steps
+    )
+    return jax.jit(fn)(alpha, task.w0, task.train, task.valid)
 
 
 def setup(config: Search) -> Task:
@@ -315,6 +325,7 @@ def _print(result: dict[str, Any], folder: pathlib.Path) -> None:
     console.print(table)
     found = report.mixture(np.mean(result["alpha"], axis=0), result["names"])
     console.print(f"α found: {found}" + (" (mean over seeds)" if seeds > 1 else ""))
+    console.print(f"hypergradient there, against full training: {result['hypergradient']}")
     console.print(argmax.sentence(result))
     console.print(argmax.theory(result["argmax"]))
     gap, error = result["test error, search minus best single"]

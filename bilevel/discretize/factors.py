@@ -18,14 +18,24 @@ def factor_simplex(alpha: jax.Array, i: int | jax.Array) -> jax.Array:
     Returns
     -------
     gamma : array [..., h]
-        NaN for ``alpha_i = 1``: every point of the face then factors alpha.
+        NaN for ``alpha_i = 1``: every point of the face then factors alpha. NaN, too, for a traced
+        i that is no vertex.
+
+    Raises
+    ------
+    ValueError
+        If ``i`` is no vertex.
 
     Examples
     --------
     >>> factor_simplex(jnp.array([0.2, 0.45, 0.35]), 0)
     Array([0. , 0.5625, 0.4375], dtype=float...)
     """
-    others = jnp.where(jnp.arange(alpha.shape[-1]) == i, 0, alpha)
+    h = alpha.shape[-1]
+    if not isinstance(i, jax.core.Tracer) and not 0 <= i < h:
+        raise ValueError(f"i: expected 0 to {h - 1}, got {i}.")
+    others = jnp.where(jnp.arange(h) == i, 0, alpha)
+    others = jnp.where((i >= 0) & (i < h), others, jnp.nan)
     # The sum is 1 - alpha_i without its cancellation near a vertex.
     total = jnp.sum(others, axis=-1, keepdims=True)
     # XLA multiplies by a reciprocal, and x (1 / x) need not be 1: for h = 2 it has to be.

@@ -9,6 +9,8 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from bilevel.checks import whole
+
 OUTER_LOSSES: dict[str, Callable[[jax.Array], jax.Array]] = {
     "hinge": lambda margin: jnp.maximum(1 - margin, 0),
     "logistic": lambda margin: jax.nn.softplus(-margin),
@@ -20,15 +22,25 @@ OUTER_LOSSES: dict[str, Callable[[jax.Array], jax.Array]] = {
 def sign_labels(labels: jax.Array, classes: int, dtype=float) -> jax.Array:
     """Labels 0..classes-1 as +-1: [n] for two classes, one-vs-rest [n, classes] for more.
 
+    Other labels raise ValueError; traced ones become NaN.
+
     Examples
     --------
     >>> sign_labels(jnp.array([0, 1]), 2)
     Array([-1., 1.], dtype=float...)
     """
     labels = jnp.asarray(labels)
+    classes = whole("classes", classes, 2)
+    known = (labels >= 0) & (labels < classes)
+    if not isinstance(labels, jax.core.Tracer) and not known.all():
+        wrong = labels[~known][0]
+        raise ValueError(f"labels: expected 0 to {classes - 1}, got {wrong}.")
     if classes == 2:
-        return (2 * labels - 1).astype(dtype)
-    return 2 * jax.nn.one_hot(labels, classes, dtype=dtype) - 1
+        signs = (2 * labels - 1).astype(dtype)
+    else:
+        signs = 2 * jax.nn.one_hot(labels, classes, dtype=dtype) - 1
+        known = known[..., None]
+    return jnp.where(known, signs, jnp.nan)
 
 
 def predict(f: jax.Array) -> jax.Array:

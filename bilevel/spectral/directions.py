@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from bilevel.checks import nan_unless_finite
 from bilevel.spectral.columns import Features, add_up, checked, floating, is_kernels
 
 
@@ -166,7 +167,7 @@ def top_direction(gram: jax.Array, noise: jax.Array | None = None) -> jax.Array:
         solve = partial(jax.scipy.linalg.solve_triangular, factor, lower=True)
         alpha = solve(top_eigenvector(solve(solve(gram / scales).T)), trans="T") / size
     alpha = jnp.where(alpha.sum() < 0, -alpha, alpha)
-    return alpha / jnp.linalg.norm(alpha)
+    return nan_unless_finite(alpha / jnp.linalg.norm(alpha), gram)
 
 
 @jax.custom_jvp

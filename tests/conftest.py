@@ -16,6 +16,7 @@ if version("jaxlib").startswith("0.10."):
 
 import hypothesis
 import jax
+import pytest
 
 jax.config.update("jax_enable_x64", os.environ.get("BILEVEL_X64", "1") != "0")
 
@@ -24,3 +25,10 @@ hypothesis.settings.register_profile(
     "bilevel", deadline=None, derandomize=True, database=None, max_examples=20
 )
 hypothesis.settings.load_profile("bilevel")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _forget_programs():
+    """Compiled programs of one file are of no use to the next, and there are thousands."""
+    yield
+    jax.clear_caches()

@@ -90,6 +90,7 @@ _NETWORKS = "a network's program, which takes minutes to compile"
 _INNER = "a part of such networks, called by them alone"
 _TABLE = "needs the benchmark's files"
 NOT_COVERED = {
+    "bilevel.explain": "words",
     "bilevel.spaces.convolution.materialized": "the identity, to every reader but XLA",
     "bilevel.spaces.darts.darts_network": _NETWORKS,
     "bilevel.spaces.darts.darts_space": _NETWORKS,

@@ -3,6 +3,8 @@
 import jax
 import jax.numpy as jnp
 
+from bilevel.checks import floating
+
 
 def factor_simplex(alpha: jax.Array, i: int | jax.Array) -> jax.Array:
     """Lemma 5 (Lemma 2 for h = 3): ``alpha = alpha_i e_i + (1 - alpha_i) gamma``.
@@ -24,13 +26,14 @@ def factor_simplex(alpha: jax.Array, i: int | jax.Array) -> jax.Array:
     Raises
     ------
     ValueError
-        If ``i`` is no vertex.
+        If ``i`` is no vertex, or ``alpha`` off the simplex.
 
     Examples
     --------
     >>> factor_simplex(jnp.array([0.2, 0.45, 0.35]), 0)
     Array([0. , 0.5625, 0.4375], dtype=float...)
     """
+    alpha = _on_simplex(alpha)
     h = alpha.shape[-1]
     if not isinstance(i, jax.core.Tracer) and not 0 <= i < h:
         raise ValueError(f"i: expected 0 to {h - 1}, got {i}.")
@@ -55,12 +58,19 @@ def simplex_factors(alpha: jax.Array) -> jax.Array:
     Returns
     -------
     beta : array [..., h - 1]
+        NaN for a traced alpha off the simplex.
+
+    Raises
+    ------
+    ValueError
+        If ``alpha`` is off the simplex.
 
     Examples
     --------
     >>> simplex_factors(jnp.array([0.2, 0.4, 0.4]))
     Array([0.2, 0.5], dtype=float...)
     """
+    alpha = _on_simplex(alpha)
     left = jnp.cumsum(alpha[..., ::-1], axis=-1)[..., ::-1]
     return jnp.where(left > 0, alpha / jnp.where(left > 0, left, 1), 0)[..., :-1]
 
@@ -84,3 +94,17 @@ def simplex_from_factors(beta: jax.Array) -> jax.Array:
     one = jnp.ones_like(beta[..., :1])
     left = jnp.cumprod(1 - beta, axis=-1)
     return jnp.concatenate([beta, one], -1) * jnp.concatenate([one, left], -1)
+
+
+def _on_simplex(alpha: jax.Array) -> jax.Array:
+    """``alpha``, refused off the simplex; where it is traced, NaN there."""
+    alpha = jnp.asarray(alpha)
+    floating("alpha", alpha)
+    if alpha.ndim < 1 or alpha.shape[-1] < 1:
+        raise ValueError(f"alpha: expected shape [..., h], got {alpha.shape}.")
+    allowed = max(1e-4, 4 * float(jnp.finfo(alpha.dtype).eps))
+    total = alpha.astype(jnp.promote_types(alpha.dtype, jnp.float32)).sum(-1, keepdims=True)
+    inside = (alpha >= -allowed).all(-1, keepdims=True) & (jnp.abs(total - 1) <= allowed)
+    if not isinstance(inside, jax.core.Tracer) and not inside.all():
+        raise ValueError(f"alpha: expected a point of the simplex, got {alpha}.")
+    return jnp.where(inside, alpha, jnp.nan)

@@ -4,7 +4,7 @@
     python benchmarks/calibration.py --quick              # one case of each group
     python benchmarks/calibration.py --table FILE         # the table of an earlier run
 
-Each case draws a problem of one of 17 families (more weights than rows and fewer, condition numbers
+Each case draws a problem of one of 19 families (more weights than rows and fewer, condition numbers
 from 1 to 1e10, convex and not), a solver, a number of inner steps from 1 to 3,000 and a precision.
 The truth is the hypergradient of the solution map in float64, by Newton's method and a dense solve,
 of the very numbers that the solver was given. Counted are

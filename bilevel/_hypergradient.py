@@ -77,8 +77,8 @@ def hypergradient(
     Raises
     ------
     ValueError
-        While tracing, where ``mode`` is unknown, a loss is not a floating scalar, or ``alpha``
-        enters neither the losses nor the solver.
+        While tracing, where ``mode`` is unknown, a loss is not a floating scalar, or, with
+        diagnostics, ``alpha`` enters neither the losses nor the solver.
 
     Examples
     --------
@@ -136,7 +136,7 @@ def stateful_hypergradient(
         axes = varying(loss)
         w0, state = vary((w0, state), axes)
         mapped = enters(problem.lower, w0, alpha, train) or enters(problem.outer, w0, alpha, valid)
-        if not mapped:
+        if diagnostics and not mapped:
             _check_enters(lambda alpha: objective(alpha, None)[0], alpha)
         adjoint = None
         if mode == "forward":

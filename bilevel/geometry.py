@@ -371,7 +371,8 @@ def _refused(sentence: str, names: list[str], wrong: list[jax.Array], alpha: Pyt
 
 def _slope(alpha: jax.Array) -> jax.Array:
     """From -1 to 1 along the last axis."""
-    return jnp.broadcast_to(jnp.linspace(-1, 1, _size(alpha), dtype=alpha.dtype), alpha.shape)
+    slope = jnp.linspace(-1, 1, _size(alpha), dtype=alpha.dtype)
+    return jnp.broadcast_to(slope if alpha.ndim else slope[0], alpha.shape)
 
 
 def _size(alpha: jax.Array) -> int:

@@ -96,7 +96,7 @@ def run_plainly(optimizer, small):
 
 
 @pytest.mark.parametrize("name", ["adagrad from 0", "lamb", "radam"])
-def test_the_weights_are_the_optimizers_own_to_the_bit(name):
+def test_the_weights_are_the_optimizers_own_to_the_last_bit_or_two(name):
     optimizer, small = (SMOOTH | JUMPING)[name], dead_and_alive(0, 1.0)
     solver = bilevel.unrolled(optimizer, STEPS)
 
@@ -107,7 +107,8 @@ def test_the_weights_are_the_optimizers_own_to_the_bit(name):
     found, plain = run(*small.args[:3]), run_plainly(optimizer, small)
     # Truth: optax in a loop, without this package.
     assert np.isfinite(flatten(plain)).all()
-    assert np.array_equal(flatten(found), flatten(plain))
+    # Two programs, which XLA may round differently: RAdam's differ by one unit in the last place.
+    assert_close(found, plain, f64=5e-16, f32=3e-7)
     fn = jax.jit(bilevel.hypergradient(small.problem, solver, diagnostics=False))
     assert_close(fn(*small.args).w, plain, f64=1e-14, f32=1e-6)
 

@@ -90,6 +90,9 @@ _NETWORKS = "a network's program, which takes minutes to compile"
 _INNER = "a part of such networks, called by them alone"
 _TABLE = "needs the benchmark's files"
 NOT_COVERED = {
+    "bilevel.checkpoint.saving": "the campaign's kills and flips are of it",
+    "bilevel.checkpoint.steps": "names of files",
+    "bilevel.discretize.judge_choice": "held against scipy in tests/test_discretize.py",
     "bilevel.explain": "words",
     "bilevel.spaces.convolution.materialized": "the identity, to every reader but XLA",
     "bilevel.spaces.darts.darts_network": _NETWORKS,

@@ -106,5 +106,8 @@ def _on_simplex(alpha: jax.Array) -> jax.Array:
     total = alpha.astype(jnp.promote_types(alpha.dtype, jnp.float32)).sum(-1, keepdims=True)
     inside = (alpha >= -allowed).all(-1, keepdims=True) & (jnp.abs(total - 1) <= allowed)
     if not isinstance(inside, jax.core.Tracer) and not inside.all():
-        raise ValueError(f"alpha: expected a point of the simplex, got {alpha}.")
+        raise ValueError(
+            "alpha: expected a point of the simplex, got an entry under 0 or a sum of "
+            f"{float(total.ravel()[jnp.argmax(jnp.abs(total - 1))]):.6g}."
+        )
     return jnp.where(inside, alpha, jnp.nan)

@@ -41,12 +41,18 @@ def with_limits(update: Callable, *args: Pytree) -> Pytree:
     >>> jax.grad(step)(0.0)  # -0.1 / eps, where JAX alone says NaN
     Array(-0.2, dtype=float...)
     """
-    # Closed-over values become arguments, whole numbers too (a schedule's count of steps).
+    # Closed-over traced values become arguments, whole numbers too (a schedule's count of steps).
     closed, shapes = jax.make_jaxpr(fresh(update), return_shape=True)(*args)
     structure = jax.tree.structure(shapes)
+    traced = [isinstance(c, jax.core.Tracer) for c in closed.consts]
 
-    def converted(args, constants):
-        found = jax.core.eval_jaxpr(closed.jaxpr, constants, *jax.tree.leaves(args))
+    def constants(hoisted):
+        moving = iter(hoisted)
+        return [next(moving) if t else c for t, c in zip(traced, closed.consts, strict=True)]
+
+    def converted(args, hoisted):
+        inputs = jax.tree.leaves(args)
+        found = jax.core.eval_jaxpr(closed.jaxpr, constants(hoisted), *inputs)
         return jax.tree.unflatten(structure, found)
 
     @jax.custom_jvp
@@ -58,14 +64,14 @@ def with_limits(update: Callable, *args: Pytree) -> Pytree:
         # Plain operations, so that a second derivative needs no rule: JAX forgets a rule that is
         # used inside another one inside a loop.
         def values(args):
-            own = core.ClosedJaxpr(closed.jaxpr, args[1])
+            own = core.ClosedJaxpr(closed.jaxpr, constants(args[1]))
             limits = _evaluate(own, jax.tree.leaves(args[0]))
             exact = jax.tree.leaves(detached(converted, *args))
             return jax.tree.unflatten(structure, map(_with_slope, exact, limits))
 
         return jax.jvp(values, primals, tangents)
 
-    return values((args, closed.consts))
+    return values((args, [c for t, c in zip(traced, closed.consts, strict=True) if t]))
 
 
 def _with_slope(value: jax.Array, limit: jax.Array) -> jax.Array:

@@ -75,7 +75,7 @@ REASONS = (
 """By ``Info.reason``: why there is no estimate."""
 
 
-def explain(info: Info) -> str:
+def explain(info: Info | None) -> str:
     """One sentence: the estimated error, or why there is none.
 
     Examples
@@ -89,6 +89,8 @@ def explain(info: Info) -> str:
     >>> explain(fn(jnp.ones(()), jnp.zeros(2), None, None).info)
     'no estimate of the error: the lower Hessian is not found positive definite: ...'
     """
+    if info is None:
+        return "no estimate of the error: diagnostics were not asked for"
     if int(info.reason):
         return f"no estimate of the error: {REASONS[int(info.reason)]}"
     verdict = "converged" if info.converged else "not converged"

@@ -381,6 +381,7 @@ def _print(result: dict[str, Any], folder: pathlib.Path) -> None:
         "largest eigenvalue of the validation loss's Hessian in α, of one batch: "
         f"{report.cell(curvature, '.3g')}"
     )
+    console.print(deep.known_error(config["strategy"]))
     seconds, each = result["seconds"], result["seconds of a network"]
     console.print(
         "networks are trained from scratch; skips: in the normal cell, of 8 edges; in the search's "

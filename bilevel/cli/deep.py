@@ -231,6 +231,23 @@ def search_gradients(config: DeepSearch) -> int:
 # ----------------------------------------------------------------------------- diagnostics
 
 
+def known_error(strategy: str) -> str:
+    """One sentence on the error of the strategy's hypergradient: why there is no estimate."""
+    if strategy == "random":
+        return "no hypergradient: architectures are drawn"
+    if strategy in ("joint", "gaea-single-level"):
+        return "no hypergradient: α descends the training loss"
+    kind = {
+        "darts-second": "through one step of the weights",
+        "darts-second-difference": "through one step of the weights, by a finite difference",
+        "unrolled": f"through {_UNROLLED} steps of the weights",
+    }.get(strategy, "of first order, without the weights' response to α")
+    return (
+        f"hypergradient {kind}; its error has no estimate, since the shared weights are never "
+        "trained to a minimum"
+    )
+
+
 def kernel_diagonal(apply: Callable, w: Pytree, alpha: Pytree, x: jax.Array) -> jax.Array:
     """Mean over rows of the empirical NTK's entry (x, x), of the first output."""
 

@@ -265,6 +265,7 @@ def _print(result: dict[str, Any], folder: pathlib.Path) -> None:
         "largest eigenvalue of the validation loss's Hessian in α, of one batch: "
         f"{report.cell(curvature, '.3g')}"
     )
+    console.print(deep.known_error(config["strategy"]))
     console.print(
         f"in each search's multiply-adds {result['networks of the same cost']:.2g} random networks "
         f"could be trained on as many rows for {config['epochs']} epochs"

@@ -387,6 +387,7 @@ def _print(result: dict[str, Any], folder: pathlib.Path) -> None:
     console.print(
         f"largest eigenvalue of the validation loss's Hessian in α: {report.cell(curvature, '.3g')}"
     )
+    console.print(deep.known_error(config["strategy"]))
     console.print(
         "networks are trained from scratch; * best single activation by validation; best of "
         "random: by validation, as many as take the search's gradients"

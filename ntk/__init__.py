@@ -27,7 +27,8 @@ from ntk.activations import (
 from ntk.certificate import Certificate, certified_min_eigenvalue, certify_simplex
 from ntk.duals import dual
 from ntk.finite import empirical_kernel, gradient_norms, kernel_vector_product
-from ntk.infinite import Kernels, lemma1_kernel_as_printed, network_kernel
+from ntk.infinite import lemma1_kernel_as_printed, network_kernel
+from ntk.kernels import Kernels
 from ntk.mixtures import mixture_blocks, mixture_kernel
 from ntk.regression import (
     ExcessRisk,

@@ -50,6 +50,7 @@ import scipy.sparse.linalg
 import threadpoolctl
 
 from ntk._symmetric import check_symmetric, rounding
+from ntk.kernels import Kernels
 
 _U = 2.0**-53
 _TINY = 1e-290  # covers underflows, in matrices with entries of about 1
@@ -57,18 +58,19 @@ _SUMMED = 1 + 1e-9  # covers the roundings of a sum of up to 10^6 nonnegative nu
 _GRID = 2.0**48  # points of the simplex are multiples of 1 / _GRID: sums and midpoints are exact
 
 
-def certified_min_eigenvalue(K, entry_error=0.0) -> float:
+def certified_min_eigenvalue(K, entry_error=None) -> float:
     """Rigorous lower bound of the smallest eigenvalue, whatever rounding did.
 
     Holds for every symmetric matrix whose entries are within ``entry_error`` of those of ``K``.
 
     Parameters
     ----------
-    K : array [n, n]
+    K : array [n, n] or :class:`ntk.Kernels`
         Symmetric, up to rounding: it stands for ``(K + K') / 2``. float32 is taken exactly as it
-        is: it says nothing about the errors made before, which ``entry_error`` is for.
-    entry_error : float or array [n, n]
-        Largest error of each entry, such as the ``error`` that :func:`ntk.network_kernel` returns.
+        is: it says nothing about the errors made before, which ``entry_error`` is for. Of what
+        :func:`ntk.network_kernel` returns, the tangent kernel.
+    entry_error : float or array [n, n], optional
+        Largest error of each entry: by default 0 for an array, and the ``error`` of the kernels.
 
     Returns
     -------
@@ -96,7 +98,9 @@ def certified_min_eigenvalue(K, entry_error=0.0) -> float:
     >>> certified_min_eigenvalue(K, entry_error=0.1)
     0.8
     """
-    K, dtype = _real("K", K)
+    if entry_error is None:
+        entry_error = K.error if isinstance(K, Kernels) else 0.0
+    K, dtype = _real("K", K.ntk if isinstance(K, Kernels) else K)
     if K.ndim != 2 or K.shape[0] != K.shape[1] or K.size == 0:
         raise ValueError(f"K: expected a square matrix, got shape {K.shape}.")
     check_symmetric(K, rounding(dtype, len(K)), "K")

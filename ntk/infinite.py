@@ -34,9 +34,8 @@ so that roundings, too few coefficients and too coarse nodes all show. Coefficie
 added until the bound is as small as rounding, or ends to fall.
 """
 
-import dataclasses
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -61,29 +60,9 @@ from ntk.architecture import (
     resolved,
 )
 from ntk.gaussian import kinked_gap, reciprocal, root
+from ntk.kernels import Kernels
 from ntk.mehler import Pair, expectations
 from ntk.pairs import UnitRows, assemble, half_chords, mirrored, take_rows, unit
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Kernels:
-    """The two kernels of an infinitely wide network; ``nngp, ntk = kernels`` unpacks them.
-
-    Attributes
-    ----------
-    nngp : array [n1, n2], covariance of the outputs at initialisation.
-    ntk : array [n1, n2], inner products of the outputs' gradients.
-    error : array [n1, n2], a bound of what the entries of either are off by; 0 where it was not
-        computed.
-    """
-
-    nngp: jax.Array
-    ntk: jax.Array
-    error: jax.Array
-
-    def __iter__(self) -> Iterator[jax.Array]:
-        return iter((self.nngp, self.ntk))
 
 
 def network_kernel(
@@ -199,7 +178,12 @@ def lemma1_kernel_as_printed(
     Returns
     -------
     Kernels
-        ``nngp`` is G^(L).
+        ``nngp`` is G^(L); ``error`` is not computed.
+
+    Raises
+    ------
+    ValueError, FloatingPointError
+        As :func:`network_kernel`.
 
     Examples
     --------
@@ -409,11 +393,17 @@ def _lemma1(layers, x, weights, skips, how: Resolution) -> Kernels:
         both = expand_layer(layer, weights[i], scale, none, kinks, how)
         pairs = expectations(both, both, (1, 0), Pair(p, 1 - p, jnp.zeros_like(p)))
         g, g_dot = (
-            2 * jnp.where(same, f.norm[:, None] ** 2, value)
-            for f, (value, _) in zip(both, pairs, strict=True)
+            2 * jnp.where(same, f.norm[:, None] ** 2, _resolved(value, error, f.norm))
+            for f, (value, error) in zip(both, pairs, strict=True)
         )
         alpha = skips[i - 1] if i else 0.0
         tangent = forward * g_dot + tangent * (g_dot + alpha)
         forward = g
         second = g + (alpha * second if i else 0.0)
-    return Kernels(forward, forward + tangent, jnp.zeros_like(forward))
+    return Kernels(forward, forward + tangent, jnp.full_like(forward, jnp.inf))
+
+
+def _resolved(value, error, norm):
+    """``value`` [n, n], NaN where its error is too large."""
+    fine = error <= largest_error(value.dtype) * norm[:, None] * norm
+    return jnp.where(fine, value, jnp.nan)

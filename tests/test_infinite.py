@@ -542,3 +542,12 @@ def test_unresolved_entries_are_an_error_or_nan_when_traced():
         ntk.network_kernel(x, activations=[ntk.tanh])
     traced = jax.jit(lambda x: ntk.network_kernel(x, activations=[ntk.tanh]).ntk)(x)
     assert bool(jnp.isnan(traced[0, 1]))
+
+
+def test_lemma_1_refuses_what_it_cannot_resolve_and_claims_no_error():
+    sine = ntk.activation(lambda z: jnp.sin(30 * z))
+    x = 2 * jnp.array([[1.0, 0.0], [1.0, 1e-3]])
+    with pytest.raises(FloatingPointError, match="x: expected inputs whose kernel"):
+        ntk.lemma1_kernel_as_printed(x, activations=[sine, sine])
+    traced = jax.jit(lambda x: ntk.lemma1_kernel_as_printed(x, activations=[sine, sine]))(x)
+    assert bool(jnp.isnan(traced.ntk).any() and jnp.isinf(traced.error).all())

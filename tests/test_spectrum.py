@@ -440,3 +440,14 @@ def test_mixtures_of_activations_have_the_reference_brackets():
         found = certify_simplex(all_three[np.ix_(chosen, chosen)])
         assert found.converged and found.lower <= upper and lower <= found.upper
         assert found.cells <= cells
+
+
+def test_the_certificate_of_a_network_knows_its_kernels_error():
+    """Truth: the same kernels and their error, handed in one by one."""
+    x = np.random.default_rng(0).normal(size=(4, 3)).astype(np.float32)
+    kernels = ntk.network_kernel(x, activations=[ntk.relu])
+    assert float(kernels.error.min()) > 0
+    own = ntk.certified_min_eigenvalue(kernels)
+    assert own == ntk.certified_min_eigenvalue(kernels.ntk, kernels.error)
+    assert own < ntk.certified_min_eigenvalue(kernels.ntk)
+    assert own < ntk.certified_min_eigenvalue(kernels, 0.0)

@@ -1,0 +1,27 @@
+"""The record of an infinitely wide network's two kernels, with a bound of their error."""
+
+import dataclasses
+from collections.abc import Iterator
+
+import jax
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Kernels:
+    """The two kernels of an infinitely wide network; ``nngp, ntk = kernels`` unpacks them.
+
+    Attributes
+    ----------
+    nngp : array [n1, n2], covariance of the outputs at initialisation.
+    ntk : array [n1, n2], inner products of the outputs' gradients.
+    error : array [n1, n2], a bound of what the entries of either are off by; infinite where it was
+        not computed.
+    """
+
+    nngp: jax.Array
+    ntk: jax.Array
+    error: jax.Array
+
+    def __iter__(self) -> Iterator[jax.Array]:
+        return iter((self.nngp, self.ntk))

@@ -38,7 +38,7 @@ def newton(steps: int = 100, tol: float | None = None, cg_steps: int = 500) -> L
 
     Notes
     -----
-    Memory: 7 copies of ``w``. Nocedal & Wright (2006), Algorithm 7.1.
+    Memory: 8 copies of ``w``. Nocedal & Wright (2006), Algorithm 7.1.
 
     Examples
     --------

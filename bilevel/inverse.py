@@ -7,7 +7,7 @@ and ``scale`` approximate, each with a bias that ``info.error_estimate`` shows.
 ===========  ========================================  ====================  =================
 inverse      solves                                    Hessian products      memory (p weights)
 ===========  ========================================  ====================  =================
-``cg``       ``(H + damping I) x = b`` to a tolerance  ``steps + 1`` at most 5 copies of w
+``cg``       ``(H + damping I) x = b`` to a tolerance  ``steps + 1`` at most 6 copies of w
 ``dense``    the same, by LU                           p                     2 p^2
 ``gram``     ``(J'SJ + damping I) x = b``, n x n       n output gradients    sqrt(n) p + n^2
 ``nystrom``  the same, to rank k                       k                     2 k copies of w
@@ -47,10 +47,11 @@ def conjugate_gradients(
 ) -> ConjugateGradients:
     """Conjugate gradients for ``H x = b`` until the residual's 2-norm is under ``threshold``.
 
-    Stops where ``H`` shows a direction of no positive curvature, keeping the iterate before it: the
-    residual tells. A curvature under ten roundings of the largest one met has to be the same in a
-    second product, of other numbers: so it is where soft directions are those that a data term
-    does not see, and only a penalty bends. Hestenes & Stiefel (1952).
+    Stops where ``H`` shows a direction of no positive curvature, keeping the iterate before it. If
+    the residual has grown by then, as it does where ``H`` is singular and ``b`` out of its range,
+    it keeps the iterate of the least one. A curvature under ten roundings of the largest one met
+    has to be the same in a second product, of other numbers: so it is in directions that a data
+    term does not see and only a penalty bends. Hestenes & Stiefel (1952).
     """
     x = optax.tree.zeros_like(b) if x0 is None else x0
     r = b if x0 is None else optax.tree.sub(b, hvp(x0))
@@ -67,7 +68,7 @@ def conjugate_gradients(
         return (k < steps) & (rr > floor) & going
 
     def step(carry):
-        x, r, p, steepest, trusted, seen, rr, k, _ = carry
+        best, x, r, p, steepest, trusted, seen, rr, k, _ = carry
         again = seen > 0
         factor = jnp.where(again, _OTHER, 1).astype(rr.dtype)
         hp = optax.tree.scale(1 / factor, hvp(optax.tree.scale(factor, p)))
@@ -88,11 +89,15 @@ def conjugate_gradients(
         p = optax.tree.where(moves, optax.tree.add_scale(r, rr_next / rr, p), p)
         look = ~moves & ~again & (bend > 0)
         seen = jnp.where(look, bend, 0)
-        return x, r, p, steepest, trusted, seen, rr_next, k + 1, moves | look
+        least = rr_next < best[1]
+        best = optax.tree.where(least, (x, rr_next), best)
+        return best, x, r, p, steepest, trusted, seen, rr_next, k + 1, moves | look
 
     zero = jnp.zeros_like(rr)
-    start = (x, r, r, zero, zero + jnp.inf, zero, rr, jnp.zeros((), int), jnp.array(True))
-    x, *_, rr, k, _ = while_loop(unfinished, step, start)
+    start = ((x, rr), x, r, r, zero, zero + jnp.inf, zero, rr, jnp.zeros((), int), jnp.array(True))
+    best, x, *_, rr_last, k, going = while_loop(unfinished, step, start)
+    grown = ~going & (rr_last > rr) & jnp.isfinite(rr_last)
+    x, rr = optax.tree.where(grown, best, (x, rr_last))
     return ConjugateGradients(nan_unless_finite(x, rr), jnp.sqrt(rr) * unit, k)
 
 

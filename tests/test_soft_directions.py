@@ -62,3 +62,19 @@ def test_a_tiny_curvature_is_trusted_where_it_is_known_and_not_where_it_is_round
     off = np.linalg.norm(np.asarray(solve(np.float32(1e-8)), float) - exact)
     assert off < 0.01 * np.linalg.norm(exact)
     assert float(jnp.linalg.norm(solve(np.float32(0)))) < 10  # 1e7 and more along rounding
+
+
+def test_a_singular_system_out_of_its_range_has_a_bounded_answer():
+    """As in implicit differentiation of a network: b has a part that no x can give."""
+    solve = jax.jit(
+        lambda x, b: conjugate_gradients(
+            lambda v: x.T @ (x @ v), b, None, steps=100, threshold=jnp.float32(1e-6)
+        )
+    )
+    for seed in range(20):
+        rng = np.random.default_rng(seed)
+        x, b = rng.normal(size=(5, 12)), rng.normal(size=12)
+        found = solve(x.astype(np.float32), b.astype(np.float32))
+        left = b - x.T @ (x @ np.asarray(found.x, float))
+        assert np.linalg.norm(left) <= 1.001 * np.linalg.norm(b)
+        np.testing.assert_allclose(float(found.residual), np.linalg.norm(left), rtol=0.01)

@@ -38,7 +38,7 @@ def newton(steps: int = 100, tol: float | None = None, cg_steps: int = 500) -> L
 
     Notes
     -----
-    Memory: 7 copies of ``w``. Nocedal & Wright (2006), Algorithm 7.1.
+    Memory: 8 copies of ``w``. Nocedal & Wright (2006), Algorithm 7.1.
 
     Examples
     --------
@@ -74,19 +74,21 @@ def newton(steps: int = 100, tol: float | None = None, cg_steps: int = 500) -> L
             forcing = 0.0 if exact else jnp.minimum(0.1, jnp.sqrt(size / scale))
             # At the target, what is left of the gradient hides soft directions under its rounding.
             aim = jnp.maximum(0.5 * target, forcing * size)
-            threshold = jnp.where(size > target, aim, 1e-4 * size)
+            threshold = jnp.where(size > target, aim, min(1e-4, relative) * size)
             solved = conjugate_gradients(hvp, slope, None, steps=cg_steps, threshold=threshold)
             w_after, after = _backtrack(loss, w, value, solved.x, slope)
             moved_after = _relative_change(w, w_after)
-            slope = jax.grad(loss)(w_after)
-            size_after = optax.tree.norm(slope)
+            slope_after = jax.grad(loss)(w_after)
+            size_after = optax.tree.norm(slope_after)
             # Rounding has the last word where neither the loss, the gradient nor the step shrinks.
             progress = (
                 (size_after < 0.5 * size)
                 | (value - after > _slack(value))
                 | (moved_after < 0.5 * moved)
             )
-            return w_after, after, slope, size_after, moved_after, k + 1, progress
+            found = w_after, after, slope_after, size_after, moved_after
+            kept = optax.tree.where(progress, found, carry[:5])
+            return *kept, k + 1, progress
 
         size = optax.tree.norm(slope)
         infinite = jnp.full_like(size, jnp.inf)
@@ -116,9 +118,14 @@ def _backtrack(
     def at(t):
         return loss(optax.tree.add_scale(w, -t, direction))
 
+    # A loss may be rounded far worse than its value says: sqrt(1 + r^2) - 1 is. So a decrease that
+    # is small is not looked for, and the gradient has to tell.
+    small = jnp.sqrt(jnp.finfo(value.dtype).eps) * jnp.abs(value)
+    slack = jnp.where(decrease < small, small, _slack(value))
+
     def too_long(carry):
         t, trial = carry
-        return ~(trial <= value - 1e-4 * t * decrease + _slack(value)) & (t > 1e-6)
+        return ~(trial <= value - 1e-4 * t * decrease + slack) & (t > 1e-6)
 
     def halve(carry):
         t = carry[0] / 2

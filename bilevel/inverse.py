@@ -7,7 +7,7 @@ and ``scale`` approximate, each with a bias that ``info.error_estimate`` shows.
 ===========  ========================================  ====================  =================
 inverse      solves                                    Hessian products      memory (p weights)
 ===========  ========================================  ====================  =================
-``cg``       ``(H + damping I) x = b`` to a tolerance  ``steps + 1`` at most 5 copies of w
+``cg``       ``(H + damping I) x = b`` to a tolerance  ``steps + 1`` at most 6 copies of w
 ``dense``    the same, by LU                           p                     2 p^2
 ``gram``     ``(J'SJ + damping I) x = b``, n x n       n output gradients    sqrt(n) p + n^2
 ``nystrom``  the same, to rank k                       k                     2 k copies of w
@@ -30,6 +30,9 @@ from bilevel.meshes import settled, vary, varying, while_loop
 from bilevel.precision import narrow, rounding, widen
 from bilevel.protocols import Inverse, LinearMap, Pytree
 
+_OTHER = 1.37  # a factor whose products are rounded otherwise
+_AGREED = 300  # a curvature is known when it is so many times the difference that this makes
+
 
 class ConjugateGradients(NamedTuple):
     """Result of :func:`conjugate_gradients`."""
@@ -44,9 +47,11 @@ def conjugate_gradients(
 ) -> ConjugateGradients:
     """Conjugate gradients for ``H x = b`` until the residual's 2-norm is under ``threshold``.
 
-    Stops where ``H`` shows a direction of no positive curvature (up to rounding, against the
-    largest curvature met), keeping the iterate before it: the residual tells. Hestenes & Stiefel
-    (1952).
+    Stops where ``H`` shows a direction of no positive curvature, keeping the iterate before it. If
+    the residual has grown by then, as it does where ``H`` is singular and ``b`` out of its range,
+    it keeps the iterate of the least one. A curvature under ten roundings of the largest one met
+    has to be the same in a second product, of other numbers: so it is in directions that a data
+    term does not see and only a penalty bends. Hestenes & Stiefel (1952).
     """
     x = optax.tree.zeros_like(b) if x0 is None else x0
     r = b if x0 is None else optax.tree.sub(b, hvp(x0))
@@ -59,24 +64,40 @@ def conjugate_gradients(
     floor = jnp.maximum((threshold / unit) ** 2, eps**4)
 
     def unfinished(carry):
-        _, _, _, rr, k, _, curved = carry
-        return (k < steps) & (rr > floor) & curved
+        *_, rr, k, going = carry
+        return (k < steps) & (rr > floor) & going
 
     def step(carry):
-        x, r, p, rr, k, steepest, _ = carry
-        hp = hvp(p)
-        curvature, pp = optax.tree.vdot(p, hp), optax.tree.vdot(p, p)
-        steepest = jnp.maximum(steepest, curvature / pp)
-        flat = curvature <= 10 * eps * steepest * pp  # False for NaN, which has to be seen
-        length = jnp.where(flat, 0, rr / jnp.where(flat, 1, curvature))
+        best, x, r, p, steepest, trusted, seen, rr, k, _ = carry
+        again = seen > 0
+        factor = jnp.where(again, _OTHER, 1).astype(rr.dtype)
+        hp = optax.tree.scale(1 / factor, hvp(optax.tree.scale(factor, p)))
+        pp = optax.tree.vdot(p, p)
+        bend = optax.tree.vdot(p, hp) / pp
+        steepest = jnp.maximum(steepest, bend)
+        # Under rounding a curvature counts if the product of other numbers gives the same.
+        noise = _AGREED * jnp.abs(bend - seen)
+        agrees = again & (bend > noise)
+        trusted = jnp.where(agrees, noise, trusted)
+        # False for NaN, which has to be seen.
+        low = bend <= jnp.minimum(10 * eps * steepest, trusted)
+        moves = ~low | agrees
+        length = jnp.where(moves, rr / jnp.where(moves, bend * pp, 1), 0)
         x = optax.tree.add_scale(x, length * unit, p)
         r = optax.tree.add_scale(r, -length, hp)
         rr_next = optax.tree.vdot(r, r)
-        p = optax.tree.add_scale(r, rr_next / rr, p)
-        return x, r, p, rr_next, k + 1, steepest, ~flat
+        p = optax.tree.where(moves, optax.tree.add_scale(r, rr_next / rr, p), p)
+        look = ~moves & ~again & (bend > 0)
+        seen = jnp.where(look, bend, 0)
+        least = rr_next < best[1]
+        best = optax.tree.where(least, (x, rr_next), best)
+        return best, x, r, p, steepest, trusted, seen, rr_next, k + 1, moves | look
 
-    start = (x, r, r, rr, jnp.zeros((), int), jnp.zeros_like(rr), jnp.array(True))
-    x, _, _, rr, k, _, _ = while_loop(unfinished, step, start)
+    zero = jnp.zeros_like(rr)
+    start = ((x, rr), x, r, r, zero, zero + jnp.inf, zero, rr, jnp.zeros((), int), jnp.array(True))
+    best, x, *_, rr_last, k, going = while_loop(unfinished, step, start)
+    grown = ~going & (rr_last > rr) & jnp.isfinite(rr_last)
+    x, rr = optax.tree.where(grown, best, (x, rr_last))
     return ConjugateGradients(nan_unless_finite(x, rr), jnp.sqrt(rr) * unit, k)
 
 

@@ -9,7 +9,7 @@ import pytest
 from helpers import assert_close, finite_differences, tolerance
 
 import ntk
-from ntk import architecture, duals, mehler
+from ntk import architecture, mehler
 from ntk.activations import Activation
 from ntk.gaussian import arc_cosines, hermite, kink_coefficients, mean
 
@@ -247,9 +247,7 @@ def test_raw_relus_are_recognised_and_other_kinks_found():
         assert not ntk.activation(smooth).kinks
 
 
-def test_duals_of_piecewise_functions_are_closed_forms(monkeypatch):
-    # A jump asks for the finest; the coarser ones first would be compiled for nothing.
-    monkeypatch.setattr(duals, "RESOLUTIONS", architecture.RESOLUTIONS[-1:])
+def test_duals_of_piecewise_functions_are_closed_forms():
     # P(u > 1/2, u' > 1/2) at rho = 0 is Phi(-1/2)^2; E step(u) u' = c times the density.
     step = ntk.activation(lambda z: jnp.where(z > 0.5, 1.0, 0.0))
     assert_close(ntk.dual(step, step, 1.0, 1.0, 0.0), 0.3085375387259869**2, f64=1e-14, f32=1e-5)

@@ -27,6 +27,7 @@ from jax.interpreters import ad
 from ntk._compat import neural_tangents
 
 places = jax, jax.core, jax.extend.core, ad
+before = [dir(place) for place in places]
 
 class Blocker:
     def find_spec(self, name, path=None, target=None):
@@ -34,7 +35,6 @@ class Blocker:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 def attempt():
-    before = [dir(place) for place in places]
     try:
         nt = neural_tangents()
         message = ""

@@ -195,7 +195,9 @@ def test_second_derivatives_in_skips_are_finite_differences_of_the_first():
     x = jnp.asarray(rows(3, 3))
 
     def total(skip):
-        return ntk.network_kernel(x, activations=[ntk.gelu] * 2, skips=[skip]).ntk.sum()
+        # The first skip moves the correlations that the last activation sees.
+        layers = [ntk.relu, ntk.relu, ntk.gelu]
+        return ntk.network_kernel(x, activations=layers, skips=[skip, 0.5]).ntk.sum()
 
     @jax.jit
     def gradient_and_its_slope(skip):

@@ -14,7 +14,6 @@ from helpers import assert_close
 
 from ntk._compat import neural_tangents
 
-
 # One fresh interpreter, without neural-tangents, then with one that is broken, then with ours.
 PROGRAM = """
 import json, sys

@@ -203,7 +203,7 @@ def test_second_derivatives_in_skips_are_finite_differences_of_the_first():
     def gradient_and_its_slope(skip):
         return jax.jvp(jax.grad(total), (skip,), (jnp.ones_like(skip),))
 
-    at = jnp.array(-0.8)
+    at = np.array(-0.8, x.dtype)
     numeric = finite_differences(lambda skip: gradient_and_its_slope(skip)[0], at)
     assert_close(gradient_and_its_slope(at)[1], numeric, f64=1e-8, f32=2e-2)
 

@@ -85,7 +85,7 @@ def explain(info: Info | None) -> str:
     ...     lower=lambda w, alpha, batch: jnp.sum((w[0] - alpha) ** 2),
     ...     outer=lambda w, alpha, batch: jnp.sum(w),
     ... )
-    >>> fn = bilevel.hypergradient(problem, bilevel.implicit())
+    >>> fn = jax.jit(bilevel.hypergradient(problem, bilevel.implicit()))
     >>> explain(fn(jnp.ones(()), jnp.zeros(2), None, None).info)
     'no estimate of the error: the lower Hessian is not found positive definite: ...'
     """

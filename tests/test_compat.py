@@ -1,8 +1,11 @@
 """neural-tangents through its adapter: it works, and `jax` is what it was."""
 
+import functools
+import json
+import pathlib
 import subprocess
 import sys
-import textwrap
+import tempfile
 
 import jax
 import jax.numpy as jnp
@@ -11,70 +14,83 @@ from helpers import assert_close
 
 from ntk._compat import neural_tangents
 
+# One fresh interpreter, without neural-tangents, then with one that is broken, then with ours.
+PROGRAM = """
+import json, sys
+sys.path[:0] = sys.argv[2:]  # with a TensorFlow that cannot be imported
+import ntk
+found = {"with ntk": "neural_tangents" in sys.modules}
 
-def run(program, *path):
-    """The last line that a fresh interpreter prints."""
-    program = "import sys\nsys.path[:0] = " + repr(list(map(str, path))) + textwrap.dedent(program)
-    command = [sys.executable, "-W", "error", "-c", program]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+import jax, jax.core, jax.example_libraries.stax, jax.experimental.ode, jax.extend.core
+from jax.interpreters import ad
+from ntk._compat import neural_tangents
+
+places = jax, jax.core, jax.extend.core, ad
+before = [dir(place) for place in places]
+
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name == "neural_tangents":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+def attempt():
+    try:
+        nt = neural_tangents()
+        message = ""
+    except ImportError as error:
+        nt, message = None, str(error)
+    return [dir(place) for place in places] == before, nt, message
+
+sys.meta_path.insert(0, Blocker())
+found["missing"] = attempt()
+del sys.meta_path[0]
+sys.path.insert(0, sys.argv[1])
+found["broken"] = attempt()
+del sys.path[0]
+same, nt, message = attempt()
+left = {"jax.util", "neural_tangents.experimental", "tensorflow"} & set(sys.modules)
+found["here"] = same, hasattr(nt, "experimental"), message, sorted(left)
+print(json.dumps(found))
+"""
+
+
+@functools.cache
+def fresh_interpreter():
+    with tempfile.TemporaryDirectory() as folder:
+        broken, tensorflow = pathlib.Path(folder, "broken"), pathlib.Path(folder, "tensorflow")
+        (broken / "neural_tangents").mkdir(parents=True)
+        lines = "from jax.core import something_long_gone"
+        (broken / "neural_tangents" / "__init__.py").write_text(lines)
+        tensorflow.mkdir()
+        for name in ("tensorflow", "tf2jax"):
+            (tensorflow / f"{name}.py").write_text("raise RuntimeError('imported')")
+        command = [sys.executable, "-W", "error", "-c", PROGRAM, broken, tensorflow]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    return done.stdout.strip().splitlines()[-1]
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def test_importing_ntk_imports_no_neural_tangents():
-    assert run("\nimport ntk\nprint('neural_tangents' in sys.modules)") == "False"
+    assert not fresh_interpreter()["with ntk"]
 
 
-def test_jax_and_the_table_of_modules_are_unchanged_afterwards(tmp_path):
-    # A TensorFlow that cannot be imported: neither it nor tf2jax is asked for.
-    for name in ("tensorflow", "tf2jax"):
-        (tmp_path / f"{name}.py").write_text("raise RuntimeError('imported')")
-    program = """
-    import jax, jax.core, jax.example_libraries.stax, jax.experimental.ode, jax.extend.core
-    from jax.interpreters import ad
-    places = jax, jax.core, jax.extend.core, ad
-    before = [dir(place) for place in places]
-    from ntk._compat import neural_tangents
-    nt = neural_tangents()
-    placeholders = {"jax.util", "neural_tangents.experimental", "tensorflow"} & set(sys.modules)
-    print([dir(p) for p in places] == before, placeholders, hasattr(nt, "experimental"))
-    """
-    assert run(program, tmp_path) == "True set() False"
+def test_jax_and_the_table_of_modules_are_unchanged_afterwards():
+    same, experimental, message, left = fresh_interpreter()["here"]
+    assert same and not experimental and not message
+    assert not left
 
 
 def test_missing_neural_tangents_is_one_sentence_on_what_to_install():
-    program = """
-    class Blocker:
-        def find_spec(self, name, path=None, target=None):
-            if name == "neural_tangents":
-                raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-    sys.meta_path.insert(0, Blocker())
-    from ntk._compat import neural_tangents
-    try:
-        neural_tangents()
-    except ImportError as error:
-        print(error)
-    """
-    message = run(program)
+    same, _, message = fresh_interpreter()["missing"]
+    assert same
     assert message.startswith("neural_tangents: expected neural-tangents 0.6.5, got none; ")
     assert "pip install --no-deps neural-tangents==0.6.5" in message
 
 
-def test_version_that_fails_to_import_is_named(tmp_path):
-    package = tmp_path / "neural_tangents"
-    package.mkdir()
-    (package / "__init__.py").write_text("from jax.core import something_long_gone")
-    program = """
-    import jax.core
-    before = dir(jax.core)
-    from ntk._compat import neural_tangents
-    try:
-        neural_tangents()
-    except ImportError as error:
-        print(dir(jax.core) == before, error)
-    """
-    message = run(program, tmp_path)
-    assert message.startswith("True neural_tangents: expected a version that JAX ")
+def test_version_that_fails_to_import_is_named():
+    same, _, message = fresh_interpreter()["broken"]
+    assert same
+    assert message.startswith("neural_tangents: expected a version that JAX ")
     assert "something_long_gone" in message
 
 

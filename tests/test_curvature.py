@@ -101,25 +101,28 @@ def test_no_claim_is_false_where_soft_directions_hide_under_a_small_residual(
 # --------------------------------------------------------------------------- saddles and kinks
 
 
-def network(kind):
-    def f(w, x):
-        return jnp.tanh(x @ w["in"]) @ w["out"]
+def network_loss(w, a, b):
+    return jnp.mean((jnp.tanh(b[0] @ w["in"]) @ w["out"] - b[1]) ** 2)
 
+
+def decayed_loss(w, a, b):
+    return network_loss(w, a, b) + 0.5 * jnp.exp(a) * optax.tree.norm(w, squared=True)
+
+
+def network(kind):
     x = np.random.default_rng(0).normal(size=(30, 3))
     y = np.tanh(x[:, 0])
     size = {"zero": 0.0, "symmetric": 0.3}[kind]
     # All units alike: the gradient keeps them alike, and cannot leave the saddle.
     w = {"in": np.full((3, 4), size), "out": np.full(4, size)}
-    return case(
-        lambda w, a, b: (
-            jnp.mean((f(w, b[0]) - b[1]) ** 2) + 0.5 * jnp.exp(a) * optax.tree.norm(w, squared=True)
-        ),
-        lambda w, a, b: jnp.mean((f(w, b[0]) - b[1]) ** 2),
-        -6.0,
-        w,
-        (x, y),
-        (x, y),
-    )
+    return case(decayed_loss, network_loss, -6.0, w, (x, y), (x, y))
+
+
+@functools.cache
+def at_saddle(dense):
+    assert (curvatures.DENSE_SIZE > 0) == dense
+    problem = bilevel.Problem(decayed_loss, network_loss)
+    return jax.jit(bilevel.hypergradient(problem, bilevel.implicit(bilevel.lbfgs())))
 
 
 @pytest.mark.parametrize("dense", [True, False], ids=["decomposed", "iterated"])
@@ -128,7 +131,7 @@ def test_a_saddle_is_never_called_converged(kind, dense, monkeypatch):
     if not dense:
         monkeypatch.setattr(curvatures, "DENSE_SIZE", 0)
     small = network(kind)
-    result = bilevel.hypergradient(small.problem, bilevel.implicit(bilevel.lbfgs()))(*small.args)
+    result = at_saddle(dense)(*small.args)
     flat, unravel = jax.flatten_util.ravel_pytree(result.w)
     hessian = jax.hessian(lambda w: small.problem.lower(unravel(w), small.alpha, small.train))(flat)
     assert np.linalg.eigvalsh(hessian)[0] < -1e-3  # a saddle
@@ -138,14 +141,29 @@ def test_a_saddle_is_never_called_converged(kind, dense, monkeypatch):
     assert "not found positive definite" in bilevel.explain(result.info)
 
 
+def lasso_loss(w, a, b):
+    return squared_error(w, a, b) + jnp.exp(a) * jnp.sum(jnp.abs(w))
+
+
+def squared_error(w, a, b):
+    return 0.5 * jnp.mean((b[0] @ w - b[1]) ** 2)
+
+
+@functools.cache
+def lasso_hypergradients():
+    problem = bilevel.Problem(lasso_loss, squared_error)
+    solvers = bilevel.implicit(), bilevel.unrolled(0.1, 50)
+    return [jax.jit(bilevel.hypergradient(problem, solver)) for solver in solvers]
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_lasso_gets_no_bound_and_no_false_claim(seed):
     rng = np.random.default_rng(seed)
     x, xv = rng.normal(size=(2, 40, 8))
     w = rng.normal(size=8) * (rng.random(8) < 0.5)
     small = case(
-        lambda w, a, b: 0.5 * jnp.mean((b[0] @ w - b[1]) ** 2) + jnp.exp(a) * jnp.sum(jnp.abs(w)),
-        lambda w, a, b: 0.5 * jnp.mean((b[0] @ w - b[1]) ** 2),
+        lasso_loss,
+        squared_error,
         -2.0,
         rng.normal(size=8),
         (x, x @ w + 0.1 * rng.normal(size=40)),
@@ -158,8 +176,8 @@ def test_lasso_gets_no_bound_and_no_false_claim(seed):
     hessian = x[:, active].T @ x[:, active] / 40
     force = (xv.T @ (xv @ solution - small.valid[1]) / 40)[active]
     truth = -np.exp(small.alpha) * np.sign(solution[active]) @ np.linalg.solve(hessian, force)
-    for solver in (bilevel.implicit(), bilevel.unrolled(0.1, 50)):
-        result = jax.jit(bilevel.hypergradient(small.problem, solver))(*small.args)
+    for hypergradient in lasso_hypergradients():
+        result = hypergradient(*small.args)
         error = abs(float(result.grad) - truth)
         assert np.isinf(result.info.error_bound)
         assert not result.info.converged or error < 0.01 * abs(truth)

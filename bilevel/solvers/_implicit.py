@@ -62,7 +62,7 @@ def implicit(forward: LowerSolver | None = None, inverse: Inverse | None = None)
     >>> w = jnp.zeros(1)
     >>> run = lambda alpha: solver.run(lower, alpha, w, solver.init(w), None)[0][0]
     >>> alpha = jnp.array(2.0)
-    >>> [round(float(f(alpha)), 6) for f in (run, jax.grad(run), jax.hessian(run))]
+    >>> [round(float(jax.jit(f)(alpha)), 6) for f in (run, jax.grad(run), jax.hessian(run))]
     [0.5, -0.25, 0.25]
     """
     forward = newton() if forward is None else lower_solver("forward", forward)

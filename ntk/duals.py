@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ntk._checks import floats
 from ntk._kinks import ORDERS
 from ntk.activations import Activation, Function, activation
 from ntk.architecture import (
@@ -95,7 +96,7 @@ def dual(
     :func:`ntk.network_kernel`.
     """
     a, b = activation(a), activation(b)
-    vx, vy, c = jnp.broadcast_arrays(*(_float(x) for x in (vx, vy, c)))
+    vx, vy, c = jnp.broadcast_arrays(floats("vx", vx), floats("vy", vy), floats("c", c))
     dtype = jnp.result_type(vx, vy, c)
     vx, vy, c = (x.astype(dtype) for x in (vx, vy, c))
     if not any(isinstance(x, jax.core.Tracer) for x in (vx, vy, c)):
@@ -163,13 +164,6 @@ def _half_line():
     """Nodes z > 0 and weights."""
     table = grid(256)
     return table.z, table.roots**2
-
-
-def _float(x) -> jax.Array:
-    x = jnp.asarray(x)
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        return x.astype(float)
-    return x if x.dtype.itemsize >= 4 else x.astype(jnp.float32)
 
 
 def _check(vx, vy, c) -> None:

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ntk._checks import array
 from ntk.activations import Activation, Function, activation
 from ntk.architecture import (
     RESOLUTIONS,
@@ -124,7 +125,7 @@ def mixture_kernel(alpha: jax.Array, blocks: jax.Array) -> jax.Array:
     >>> mixture_kernel(jnp.array([0.5, 0.5]), jnp.ones((2, 2, 1, 1)))
     Array([[1.]], dtype=float...)
     """
-    alpha, blocks = jnp.asarray(alpha), jnp.asarray(blocks)
+    alpha, blocks = array("alpha", alpha), array("blocks", blocks)
     if alpha.ndim != 1:
         raise ValueError(f"alpha: expected an array [h], got shape {alpha.shape}.")
     if not is_traced(alpha) and not bool(np.isfinite(alpha).all()):

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from bilevel.checks import whole
+from bilevel.checks import array, whole
 
 OUTER_LOSSES: dict[str, Callable[[jax.Array], jax.Array]] = {
     "hinge": lambda margin: jnp.maximum(1 - margin, 0),
@@ -29,7 +29,7 @@ def sign_labels(labels: jax.Array, classes: int, dtype=float) -> jax.Array:
     >>> sign_labels(jnp.array([0, 1]), 2)
     Array([-1., 1.], dtype=float...)
     """
-    labels = jnp.asarray(labels)
+    labels = array("labels", labels)
     classes = whole("classes", classes, 2)
     known = (labels >= 0) & (labels < classes)
     if not isinstance(labels, jax.core.Tracer) and not known.all():

@@ -1,12 +1,12 @@
 """What the two stages attain: the exact asymptotics of Theorem 4, and its experiment."""
 
-import operator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from bilevel.checks import array, prng_key, whole
 from bilevel.spectral.directions import top_eigenvector
 
 
@@ -73,7 +73,7 @@ def spectral_limits(p_over_n: Any, h_over_n: Any) -> SpectralLimits:
     for name, value, least in (("p_over_n", p_over_n, "> 0"), ("h_over_n", h_over_n, ">= 0")):
         if isinstance(value, jax.core.Tracer):
             continue
-        numbers = np.asarray(value)
+        numbers = np.asarray(array(name, value))
         inside = (numbers > 0) if least == "> 0" else (numbers >= 0)
         if not (inside & np.isfinite(numbers)).all():
             raise ValueError(f"{name}: expected finite numbers {least}, got {value}.")
@@ -116,16 +116,16 @@ def spectral_sample(key: jax.Array, n: int, p: int, h: int) -> SpectralSample:
     Raises
     ------
     ValueError
-        For a size under 1.
+        For what is no key, or a size under 1.
 
     Examples
     --------
     >>> bool(spectral_sample(jax.random.key(0), n=100, p=150, h=2).correlation_squared > 0.9)
     True
     """
+    prng_key("key", key)
     for name, number in (("n", n), ("p", p), ("h", h)):
-        if operator.index(number) < 1:
-            raise ValueError(f"{name}: expected at least 1, got {number}.")
+        whole(name, number, 1)
     for_size, for_m, for_phi, for_rest = jax.random.split(key, 4)
     size = jnp.sum(jax.random.normal(for_size, (n,)) ** 2)
     # In coordinates in which alpha* and theta* are the first unit vectors.

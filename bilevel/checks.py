@@ -17,6 +17,7 @@ __all__ = [
     "floating",
     "function",
     "gradient_transformation",
+    "images",
     "inverse_map",
     "lower_solver",
     "nan_unless_finite",
@@ -44,6 +45,14 @@ def between(name: str, value: Any, low: float, high: float) -> None:
     if not isinstance(x, jax.core.Tracer) and not low < x < high:
         what = "a positive number" if (low, high) == (0, np.inf) else f"one in ({low}, {high})"
         raise ValueError(f"{name}: expected {what}, got {value}.")
+
+
+def images(name: str, value: Any) -> jax.Array:
+    """``value`` as an array [n, h, w, c], if it is one with entries."""
+    x = array(name, value)
+    if x.ndim != 4 or 0 in x.shape:
+        raise ValueError(f"{name}: expected images [n, h, w, c], got shape {x.shape}.")
+    return x
 
 
 def simplex_slack(dtype: Any) -> float:

@@ -40,7 +40,7 @@ import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
-from bilevel.checks import array, whole
+from bilevel.checks import array, images, whole
 
 _BLOCK = 32  # examples: with more, the copies of typical images leave a CPU's cache
 
@@ -120,14 +120,6 @@ def convolution(
     if jax.default_backend() == "cpu" and groups == outputs and channels == 1:
         return _widely(_depthwise, x, kernel, window)
     return _plain(x, kernel, window, groups)
-
-
-def images(x: jax.Array) -> jax.Array:
-    """``x`` [n, h, w, c], refused unless it is of that rank and not empty."""
-    x = array("x", x)
-    if x.ndim != 4 or 0 in x.shape:
-        raise ValueError(f"x: expected images [n, h, w, c], got shape {x.shape}.")
-    return x
 
 
 def _window(x, size, stride, dilation, padding) -> _Window:
@@ -334,7 +326,7 @@ def max_pool(x: jax.Array, size: int, *, stride: int = 1, padding: int = 0) -> j
     Array([[4., 5.],
            [7., 8.]], dtype=float...)
     """
-    x = images(x)
+    x = images("x", x)
     window = _window(x, size, stride, 1, padding)
     return _separable(jnp.maximum, -jnp.inf, x, window)
 
@@ -356,7 +348,7 @@ def average_pool(x: jax.Array, size: int, *, stride: int = 1, padding: int = 0) 
     Array([[2., 3.],
            [5., 6.]], dtype=float...)
     """
-    x = images(x)
+    x = images("x", x)
     window = _window(x, size, stride, 1, padding)
     rows, columns = (_counts(window, length) for length in x.shape[1:3])
     share = 1 / (rows[:, None] * columns)[..., None]

@@ -11,8 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from bilevel.checks import prng_key, whole
-from bilevel.spaces.convolution import images
+from bilevel.checks import images, prng_key, whole
 from bilevel.spaces.training import row_count
 
 
@@ -135,7 +134,7 @@ def crop_and_flip(key: jax.Array, x: jax.Array, padding: int = 4) -> jax.Array:
     Array([2., 2., 2.], dtype=float...)
     """
     prng_key("key", key)
-    x, padding = images(x), whole("padding", padding, 0)
+    x, padding = images("x", x), whole("padding", padding, 0)
     move_key, flip_key = jax.random.split(key)
     n, *shape = x.shape
     padded = jnp.pad(x, [(0, 0), (padding, padding), (padding, padding), (0, 0)])
@@ -169,7 +168,7 @@ def cutout(key: jax.Array, x: jax.Array, size: int = 16) -> jax.Array:
     DeVries & Taylor (2017), Improved Regularization of CNNs with Cutout.
     """
     prng_key("key", key)
-    x, size = images(x), whole("size", size, 0)
+    x, size = images("x", x), whole("size", size, 0)
     n, *sides, _ = x.shape
     centres = jax.random.randint(key, (2, n, 1), 0, jnp.array(sides)[:, None, None])
     rows, columns = (

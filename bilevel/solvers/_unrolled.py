@@ -68,7 +68,7 @@ def unrolled(
     """
     steps = whole("steps", steps, 1)
     last = steps if backprop is None else backprop
-    if whole("backprop", last, 0) > steps:
+    if isinstance(last, bool) or last not in range(steps + 1):
         raise ValueError(f"backprop: expected None or 0 to steps={steps}, got {backprop}.")
     if not isinstance(optimizer, optax.GradientTransformation):
         optimizer = optax.sgd(_step_size(optimizer))

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 
 from bilevel.protocols import Inverse, LowerSolver, Pytree
-from ntk._checks import array, function, number, numbers, short, whole
+from ntk._checks import array, function, number, numbers, offending, short, whole
 
 __all__ = [
     "array",
@@ -19,10 +19,12 @@ __all__ = [
     "gradient_transformation",
     "images",
     "inverse_map",
+    "losses",
     "lower_solver",
     "nan_unless_finite",
     "number",
     "numbers",
+    "offending",
     "prng_key",
     "scalar_loss",
     "short",
@@ -124,6 +126,13 @@ def scalar_loss(name: str, value: Any) -> None:
             f"{name}: expected a loss that returns a floating scalar, "
             f"got shape {jnp.shape(value)} of {jnp.result_type(value)}."
         )
+
+
+def losses(name: str, value: Any) -> None:
+    """Refuse what has no lower and outer loss, as a Problem has."""
+    parts = [getattr(value, part, None) for part in ("lower", "outer")]
+    if isinstance(value, type) or not all(map(callable, parts)):
+        raise ValueError(f"{name}: expected a bilevel.Problem, got {short(value)}.")
 
 
 def lower_solver(name: str, value: Any) -> LowerSolver:

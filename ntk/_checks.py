@@ -80,6 +80,11 @@ def whole(name: str, value: Any, least: int) -> int:
     return number
 
 
+def offending(x: Any, allowed: Any) -> Any:
+    """The first entry of an array that is not allowed: a whole one makes no sentence."""
+    return np.asarray(x)[~np.asarray(allowed)].ravel()[0]
+
+
 def short(value: Any) -> str:
     """A value in a few words."""
     name = getattr(value, "__name__", None)

@@ -149,8 +149,9 @@ def sign_agreements(apply: Apply, params: Pytree, x: jax.Array) -> jax.Array:
                 f"apply: expected ReLU inputs with the {n} samples on an axis, got the shape "
                 f"{shape}."
             )
-        signs = jnp.moveaxis(inputs[0], axes[0], 0).reshape(n, -1) > 0
-        signs = jnp.where(signs, 1, -1).astype(jnp.float32)
+        u = jnp.moveaxis(inputs[0], axes[0], 0).reshape(n, -1)
+        signs = jnp.where(u > 0, 1, -1).astype(jnp.float32)
+        signs = jnp.where(jnp.isnan(u), jnp.nan, signs)  # NaN has none
         return outputs, total + (signs.shape[1] + gram(signs)) / 2
 
     start, twin = jnp.zeros((n, n), jnp.float32), _another_batch(params, x)

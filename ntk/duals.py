@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ntk._checks import floats
+from ntk._checks import floats, offending
 from ntk._kinks import ORDERS
 from ntk.activations import Activation, Function, activation
 from ntk.architecture import (
@@ -169,11 +169,14 @@ def _half_line():
 def _check(vx, vy, c) -> None:
     vx, vy, c = (np.asarray(x, float) for x in (vx, vy, c))
     for name, v in (("vx", vx), ("vy", vy)):
-        if not (np.isfinite(v) & (v >= 0)).all():
-            raise ValueError(f"{name}: expected finite variances of at least 0, got {v.ravel()}.")
+        good = np.isfinite(v) & (v >= 0)
+        if not good.all():
+            got = offending(v, good)
+            raise ValueError(f"{name}: expected finite variances of at least 0, got {got}.")
     limit = np.sqrt(vx) * np.sqrt(vy) * (1 + 1e-5)
     if not (np.abs(c) <= limit).all():
-        raise ValueError(f"c: expected at most sqrt(vx vy) in size, got {c.ravel()}.")
+        got = offending(c, np.abs(c) <= limit)
+        raise ValueError(f"c: expected at most sqrt(vx vy) in size, got {got}.")
 
 
 # ----------------------------------------------------------------------------- the correlation

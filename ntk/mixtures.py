@@ -129,7 +129,7 @@ def mixture_kernel(alpha: jax.Array, blocks: jax.Array) -> jax.Array:
     if alpha.ndim != 1:
         raise ValueError(f"alpha: expected an array [h], got shape {alpha.shape}.")
     if not is_traced(alpha) and not bool(np.isfinite(alpha).all()):
-        raise ValueError(f"alpha: expected finite weights, got {alpha}.")
+        raise ValueError("alpha: expected finite weights, got NaN or infinity.")
     if blocks.ndim != 4 or blocks.shape[:2] != (*alpha.shape, *alpha.shape):
         raise ValueError(
             f"blocks: expected shape [{len(alpha)}, {len(alpha)}, n1, n2] as alpha has, "

@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ntk._checks import array, number
+from ntk._checks import array, number, offending
 from ntk._symmetric import symmetric
 from ntk.spectrum import min_eigenvalue
 
@@ -171,7 +171,7 @@ def gradient_flow(
     K, y = _data(K, y)
     t = array("t", t).astype(K.dtype)
     if not isinstance(t, jax.core.Tracer) and not (np.asarray(t) >= 0).all():
-        raise ValueError(f"t: expected nonnegative times, got {t}.")
+        raise ValueError(f"t: expected nonnegative times, got {offending(t, np.asarray(t) >= 0)}.")
     f0, cross_f0 = array("f0", f0), array("cross_f0", cross_f0)
     cross = None if cross is None else array("cross", cross)
     if cross is None:

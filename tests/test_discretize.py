@@ -397,3 +397,8 @@ def test_alpha_of_half_precision_is_a_point_of_the_simplex_to_its_own_rounding()
     assert np.isfinite(condition_six(outputs, tenth).D).all()
     with pytest.raises(ValueError, match="alpha: expected points of the simplex"):
         condition_six(outputs, tenth * 1.1)
+
+
+def test_factors_of_a_traced_nan_are_nan():
+    alpha = jnp.array([0.2, jnp.nan, 0.4])
+    assert np.isnan(jax.jit(simplex_factors)(alpha)).all()

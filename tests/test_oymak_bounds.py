@@ -513,3 +513,13 @@ def test_sample_size_is_the_fewest_rows_that_do():
 def test_bad_input_is_named(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_a_traced_nan_is_not_passed_over():
+    radii, logs = jnp.array([0.5, jnp.nan, 0.1]), jnp.array([1.0, jnp.nan, 2.0])
+    assert np.isnan(jax.jit(simplex_covering(3))(radii)[1])
+    effective = jax.jit(lambda logs: effective_dimension(logs, jnp.full(3, 0.5), C_bar=2.0))
+    assert np.isnan(effective(logs))
+    family = jnp.stack([jnp.eye(2), jnp.eye(2).at[0, 0].set(jnp.nan)])
+    bound = jax.jit(lambda K: oymak_theorem2(K, jnp.ones(2), 9, h=1, B=1.0, lambda0=1.0, C=1.0))
+    assert np.isnan(bound(family).value)

@@ -216,7 +216,8 @@ def signs(rng, dtype) -> Case:
     kinds = {"params": "tree", "x": "array", "y": "labels", "apply": "function"}
     apply = _relu_network if rng.random() < 0.7 else _relu_by_maximum
     fine = ("apply: a number", "params: inf", "x: inf")
-    return Case(call, {"params": params, "x": x, "y": y, "apply": apply}, check, kinds, fine=fine)
+    arguments = {"params": params, "x": x, "y": y, "apply": apply}
+    return Case(call, arguments, check, kinds, ("x",), fine=fine)
 
 
 @generates("ntk.scores.kernel_scores")

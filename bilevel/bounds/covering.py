@@ -29,8 +29,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bilevel.bounds._checks import nonnegative
-from ntk._checks import numbers, whole
+from bilevel.bounds._checks import count, nonnegative
+from ntk._checks import numbers, offending, whole
 from ntk.bounds.bound import positive
 
 Covering = Callable[[jax.Array], jax.Array]
@@ -113,7 +113,7 @@ def ball_covering(dim: int, R: float) -> Covering:
     >>> ball_covering(2, 1.0)(jnp.array([0.1, 0.5, 1.0])).round(3)
     Array([6.089, 3.219, 0. ], dtype=float...)
     """
-    positive("dim", dim)
+    count("dim", dim)
     positive("R", R)
 
     def covering(radii: jax.Array) -> jax.Array:
@@ -266,6 +266,8 @@ def finite_covering(points: jax.Array) -> Covering:
 def _radii(radii: Any) -> jax.Array:
     radii = numbers("radii", radii)
     traced = isinstance(radii, jax.core.Tracer)
-    if radii.size == 0 or not (traced or np.all(radii > 0)):
-        raise ValueError(f"radii: expected positive numbers, got {radii}.")
+    if radii.size == 0:
+        raise ValueError(f"radii: expected at least one, got the shape {radii.shape}.")
+    if not traced and not np.all(radii > 0):
+        raise ValueError(f"radii: expected positive numbers, got {offending(radii, radii > 0)}.")
     return jnp.asarray(radii) * 1.0

@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from bilevel.bounds._checks import UNIT_LOSS, confidence, end_to_end, nonnegative, positives
+from bilevel.bounds._checks import UNIT_LOSS, confidence, count, end_to_end, nonnegative, positives
 from ntk._checks import array, number
 from ntk.activations import Activation
 from ntk.bounds import Bound
@@ -91,7 +91,8 @@ def oymak_theorem2(
     chance = confidence("tau", tau, events=4)
     if not 0 <= number("p0", p0) < chance:
         raise ValueError(f"p0: expected a number in [0, 1 - 4 exp(-tau)), got {p0}.")
-    positives(n_valid=n_valid, h=h, B=B, lambda0=lambda0, R=R, Gamma=Gamma, C=C)
+    count("h", h)
+    positives(n_valid=n_valid, B=B, lambda0=lambda0, R=R, Gamma=Gamma, C=C)
     family, y = _family(K, y)
     energy, definite = _energy(family, y)
     M = 30 * R**4 * (B / lambda0) ** 2 * Gamma * (len(y) + n_valid) * (y @ y)
@@ -221,7 +222,8 @@ def oymak_theorem3(
     initialisation has the variance ``c_0 Var sigma_alpha(g)``, not 0: hidden in "a proper choice of
     c_0".
     """
-    positives(t=t, n_valid=n_valid, h=h, B=B, C=C)
+    positives(t=t, n_valid=n_valid, B=B, C=C)
+    count("h", h)
     family, y = _family(K, y)
     fails = math.exp(-t) + len(y) ** -3 + math.exp(-10 * h)
     if not 4 * fails < 1:

@@ -298,7 +298,8 @@ def _newton(features, y, penalty, tolerance, memory, *, hinge: bool):
     tolerance = eps**0.75 if tolerance is None else tolerance
 
     def mask(f, y):
-        return (y * f < 1).astype(f.dtype) if hinge else jnp.ones_like(f)
+        # Asked this way round, a row of NaN counts, and is seen.
+        return 1 - (y * f >= 1).astype(f.dtype) if hinge else jnp.ones_like(f)
 
     def gradient(w):
         f, slope = sweep(features, w, lambda f, y: mask(f, y) * (f - y), (y,), memory)
@@ -335,7 +336,8 @@ def _newton(features, y, penalty, tolerance, memory, *, hinge: bool):
     residual = _relative(start, start)
     zero = jnp.zeros((), int)
     state = w, f, start, residual, (w, residual), zero, zero
-    return jax.lax.while_loop(unfinished, step, state)[4]
+    w, residual = jax.lax.while_loop(unfinished, step, state)[4]
+    return w * jnp.where(jnp.isfinite(residual), 1, jnp.nan).astype(w.dtype), residual
 
 
 def _exact_step(mask, r, f_p, w, p, penalty):

@@ -31,10 +31,10 @@ def sign_labels(labels: jax.Array, classes: int, dtype=float) -> jax.Array:
     """
     labels = array("labels", labels)
     classes = whole("classes", classes, 2)
-    known = (labels >= 0) & (labels < classes)
+    known = (labels >= 0) & (labels < classes) & (labels == jnp.round(labels))
     if not isinstance(labels, jax.core.Tracer) and not known.all():
         wrong = labels[~known][0]
-        raise ValueError(f"labels: expected 0 to {classes - 1}, got {wrong}.")
+        raise ValueError(f"labels: expected whole numbers 0 to {classes - 1}, got {wrong}.")
     if classes == 2:
         signs = (2 * labels - 1).astype(dtype)
     else:

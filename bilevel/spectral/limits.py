@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bilevel.checks import array, prng_key, whole
+from bilevel.checks import array, offending, prng_key, whole
 from bilevel.spectral.directions import top_eigenvector
 
 
@@ -74,12 +74,20 @@ def spectral_limits(p_over_n: Any, h_over_n: Any) -> SpectralLimits:
         if isinstance(value, jax.core.Tracer):
             continue
         numbers = np.asarray(array(name, value))
-        inside = (numbers > 0) if least == "> 0" else (numbers >= 0)
-        if not (inside & np.isfinite(numbers)).all():
-            raise ValueError(f"{name}: expected finite numbers {least}, got {value}.")
-    P, H = jnp.broadcast_arrays(*(jnp.asarray(v, float) for v in (p_over_n, h_over_n)))
+        good = np.isfinite(numbers) & ((numbers > 0) if least == "> 0" else (numbers >= 0))
+        if not good.all():
+            raise ValueError(
+                f"{name}: expected finite numbers {least}, got {offending(numbers, good)}."
+            )
+    P, H = jnp.asarray(p_over_n, float), jnp.asarray(h_over_n, float)
+    try:
+        P, H = jnp.broadcast_arrays(P, H)
+    except ValueError:
+        raise ValueError(
+            f"h_over_n: expected a shape that broadcasts with {P.shape}, got {H.shape}."
+        ) from None
     recovers = P * H < 1
-    lost = jnp.where(recovers, H * (1 + P) / (1 + H), 1)  # 1 - rho^2
+    lost = jnp.where(P * H >= 1, 1, H * (1 + P) / (1 + H))  # 1 - rho^2; NaN stays NaN
     optimal = jnp.where(P > 1, 1 - 1 / P, 0)
     # At p = n both denominators are 0.
     many = jnp.where(P > 1, P, 2)

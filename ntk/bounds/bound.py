@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ntk._checks import numbers
+from ntk._checks import numbers, offending
 from ntk._symmetric import symmetric
 from ntk.activations import Activation
 
@@ -106,8 +106,9 @@ def positive(name: str, number: Any) -> None:
     value = numbers(name, number)
     if isinstance(value, jax.core.Tracer):
         return
-    if not ((value > 0) & (value < math.inf)).all():
-        raise ValueError(f"{name}: expected a positive number, got {number}.")
+    good = (value > 0) & (value < math.inf)
+    if not good.all():
+        raise ValueError(f"{name}: expected a positive number, got {offending(value, good)}.")
 
 
 def kernel(K: Any, *, stack: bool = False) -> jax.Array:

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ntk._checks import array, number
+from ntk._checks import array, number, offending
 from ntk.architecture import Layer, derivative, evaluate, kink_places, parse
 from ntk.bounds.bound import Mixture
 from ntk.gaussian import hermite, mean
@@ -245,6 +245,9 @@ def _supremum(fn: Callable[[jax.Array], jax.Array], low, high) -> jax.Array:
 
 def _variance(variance) -> jax.Array:
     variance = array("variance", variance).astype(float)
-    if not isinstance(variance, jax.core.Tracer) and not (np.asarray(variance) > 0).all():
-        raise ValueError(f"variance: expected positive numbers, got {variance}.")
+    if isinstance(variance, jax.core.Tracer):
+        return variance
+    good = np.asarray(variance) > 0
+    if not good.all():
+        raise ValueError(f"variance: expected positive numbers, got {offending(variance, good)}.")
     return variance

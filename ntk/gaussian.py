@@ -253,11 +253,11 @@ def kinked_gap(jumps, p, q) -> jax.Array:
 
 def root(x: jax.Array) -> jax.Array:
     """Square root, with derivative 0 at 0."""
-    positive = x > 0
+    positive = ~(x <= 0)  # NaN too, so that it stays
     return jnp.where(positive, jnp.sqrt(jnp.where(positive, x, 1)), 0)
 
 
 def reciprocal(x: jax.Array) -> jax.Array:
     """``1 / x``, and 0 at 0."""
-    positive = x > 0
+    positive = ~(x <= 0)  # NaN too, so that it stays
     return jnp.where(positive, 1 / jnp.where(positive, x, 1), 0)

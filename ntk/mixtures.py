@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ntk._checks import array
+from ntk._checks import array, short
 from ntk.activations import Activation, Function, activation
 from ntk.architecture import (
     RESOLUTIONS,
@@ -83,9 +83,10 @@ def mixture_blocks(
     Oymak et al. 2021, section 4.2 and Theorem 3 (where K has no ``scale``). Only the hidden layer's
     weights are trained; the signs of the output weights cancel.
     """
+    if not isinstance(activations, Sequence) or not activations:
+        got = "none" if isinstance(activations, Sequence) else short(activations)
+        raise ValueError(f"activations: expected at least one, got {got}.")
     layer = tuple(activation(s) for s in activations)
-    if not layer:
-        raise ValueError("activations: expected at least one, got none.")
     x, x2 = inputs("x", x, "x2", x2)
     if is_traced((x, x2, scale)):
         found, _ = _blocks(layer, x, x2, scale, TRACED)

@@ -575,3 +575,13 @@ def test_unresolved_entries_are_an_error_or_nan_when_traced():
         ntk.network_kernel(x, activations=[ntk.tanh])
     traced = jax.jit(lambda x: ntk.network_kernel(x, activations=[ntk.tanh]).ntk)(x)
     assert bool(jnp.isnan(traced[0, 1]))
+
+
+def test_a_traced_nan_is_not_passed_over():
+    x = jnp.asarray(rows(3, 2)).at[1, 0].set(jnp.nan)
+    kernel = jax.jit(lambda x: ntk.network_kernel(x, activations=[ntk.relu]).ntk)(x)
+    blocks = jax.jit(lambda x: ntk.mixture_blocks(x, [ntk.relu, ntk.identity]))(x)
+    for found in (kernel, *blocks.reshape(4, 3, 3)):
+        expected = np.zeros((3, 3), bool)
+        expected[1] = expected[:, 1] = True
+        np.testing.assert_array_equal(np.isnan(found), expected)

@@ -247,7 +247,7 @@ def _variance(variance) -> jax.Array:
     variance = array("variance", variance).astype(float)
     if isinstance(variance, jax.core.Tracer):
         return variance
-    good = np.asarray(variance) > 0
+    good = (np.asarray(variance) > 0) & np.isfinite(np.asarray(variance))
     if not good.all():
         raise ValueError(f"variance: expected positive numbers, got {offending(variance, good)}.")
     return variance

@@ -473,7 +473,7 @@ def test_sample_size_is_the_fewest_rows_that_do():
         (lambda: selection_risk(9, covering=BALL, L=1.0, delta=-1.0), "delta: expected"),
         (lambda: hypergradient_convergence(9, covering=BALL, G=0.0, L=1.0), "G: expected"),
         (lambda: BALL(jnp.zeros(1)), "radii: expected positive numbers"),
-        (lambda: ball_covering(0, 1.0), "dim: expected a positive number"),
+        (lambda: ball_covering(0, 1.0), "dim: expected at least 1"),
         (lambda: simplex_covering(2.5), "h: expected a whole number, got 2.5"),
         (lambda: sparse_covering(3, 4, 1.0), r"s: expected a number in \[1, h = 3\], got 4"),
         (lambda: finite_covering(jnp.ones(3)), r"points: expected shape \[m, h\]"),

@@ -1,7 +1,9 @@
 """Is anything silently wrong? Attacks on every public function and every command.
 
-Each generated input is right, refused in a sentence that names an argument, or visibly not finite;
-everything else is *silent*: a wrong number, a NaN that went in and did not come out, a raw error.
+Each generated input is right, refused in a sentence that names an argument, or visibly not finite.
+What is left is *silent* (a wrong answer, or a NaN that went in and did not come out) or a *raw
+error* (an exception that is not one sentence naming an argument). The exit status is 1 if anything
+is silent or raw. Raw errors for an argument of a type that it could never be are only counted.
 What counts as which: `reliability/case.py`. Parts:
 
     functions   generated good and bad inputs of every public name of `bilevel` and `ntk`
@@ -18,9 +20,9 @@ What counts as which: `reliability/case.py`. Parts:
     python benchmarks/reliability.py --only bilevel.cg --case 17    # one input, and what came of it
     python benchmarks/reliability.py --table             # the results file as Markdown
 
-Every input is made from `--seed`, its name and its number alone: the line printed for a silent one
-is its reproducer. Results are appended to `results/reliability.jsonl`, and what is there is not run
-again.
+Every input is made from `--seed`, its name and its number alone: the line printed for one that is
+silent or raw is its reproducer. Results are appended to `results/reliability.jsonl`, and what is
+there is not run again.
 """
 
 import argparse
@@ -34,6 +36,7 @@ import jax
 
 sys.path.insert(0, str(Path(__file__).parent))  # this file may be imported from elsewhere
 from reliability import parts, records
+from reliability.case import LISTED
 
 RESULTS = Path(__file__).parent / "results" / "reliability.jsonl"
 BLOCK = 10  # inputs to a line of results
@@ -66,7 +69,7 @@ def main() -> int:
 
 
 def campaign(kept: records.Records, plan: list[parts.Block]) -> int:
-    """Run what is not known yet; 1 if anything is silent."""
+    """Run what is not known yet; 1 if anything is silent or raw."""
     began, name, started = time.time(), "", 0
     for done, block in enumerate(plan):
         if kept.knows(block.part, block.name, block.number, len(block.inputs)):
@@ -77,19 +80,19 @@ def campaign(kept: records.Records, plan: list[parts.Block]) -> int:
                 jax.clear_caches()
             seconds = time.time() - began
             print(f"[{done}/{len(plan)}, {seconds:.0f} s] {block.part}: {name}", flush=True)
-        counts, silent = Counter(), []
+        counts, listed = Counter(), []
         for number in block.inputs:
             outcome = parts.one(name, kept.seed, number)
             counts[outcome.verdict] += 1
-            if outcome.verdict in records.SILENT:
+            if outcome.verdict in LISTED:
                 line = f"--only '{name}' --seed {kept.seed} --case {number}"
-                silent.append(f"{outcome.verdict}, {outcome.attack}: {outcome.detail} [{line}]")
-                print("  " + silent[-1], flush=True)
-        kept.add(block.part, name, block.number, counts, silent)
+                listed.append(f"{outcome.verdict}, {outcome.attack}: {outcome.detail} [{line}]")
+                print("  " + listed[-1], flush=True)
+        kept.add(block.part, name, block.number, counts, listed)
     lines = [kept.lines[block.part, block.name, block.number] for block in plan]
     print(records.table(lines))
     print("not covered:", ", ".join(parts.uncovered()))
-    return int(any(records.silent(counts) for counts in records.totals(lines, "part").values()))
+    return int(any(records.failures(counts) for counts in records.totals(lines, "part").values()))
 
 
 if __name__ == "__main__":

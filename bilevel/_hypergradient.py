@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import optax
 from jax.flatten_util import ravel_pytree
 
-from bilevel.checks import floating, lower_solver, nan_unless_finite, scalar_loss
+from bilevel.checks import floating, losses, lower_solver, nan_unless_finite, scalar_loss
 from bilevel.curvature import PRODUCTS
 from bilevel.estimate import Info, assess, unmapped
 from bilevel.meshes import vary, varying
@@ -119,6 +119,7 @@ def stateful_hypergradient(
     """As :func:`hypergradient`: ``(alpha, w, state, train, valid) -> (HyperGradient, state)``."""
     if mode not in ("reverse", "forward"):
         raise ValueError(f'mode: expected "reverse" or "forward", got {mode!r}.')
+    losses("problem", problem)
     lower_solver("solver", solver)
     if products is None:
         products = PRODUCTS if solver.gradients is None else max(4, solver.gradients // 8)

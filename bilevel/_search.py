@@ -245,7 +245,7 @@ def search(
     """
     arrays = alpha, w0, train, valid, key
     traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(arrays))
-    _check(problem, arrays, steps, batches, resume, checkpoint, chunk)
+    _check(problem, arrays, steps, batches, resume, checkpoint, callback, chunk)
     if traced and (progress or checkpoint is not None or callback is not None):
         raise ValueError(
             "progress, checkpoint and callback: expected none of them under jit or vmap, got one."
@@ -451,7 +451,7 @@ def _resumed(saver: Saver, carry: _Carry, steps: int) -> _Carry:
 # ----------------------------------------------------------------------------- validation
 
 
-def _check(problem, arrays, steps, batches, resume, checkpoint, chunk) -> None:
+def _check(problem, arrays, steps, batches, resume, checkpoint, callback, chunk) -> None:
     """Raise on anything wrong that can be seen before the first compilation."""
     alpha, w0, train, valid, key = arrays
     whole("steps", steps, 1)
@@ -459,6 +459,8 @@ def _check(problem, arrays, steps, batches, resume, checkpoint, chunk) -> None:
         whole("chunk", chunk, 1)
     if batches is not None:
         function("batches", batches, "(key, data) -> batch")
+    if callback is not None:
+        function("callback", callback, "result -> bool")
     if resume and checkpoint is None:
         raise ValueError("resume: expected a checkpoint directory to resume from, got None.")
     if batches is not None and key is None:

@@ -16,6 +16,7 @@ import numpy as np
 
 from bilevel import store
 from bilevel._fingerprint import difference
+from bilevel.checks import whole
 from bilevel.protocols import Pytree
 
 _KEEP = 2  # steps kept: the newest, and one to fall back on
@@ -34,6 +35,8 @@ def save(directory: str | pathlib.Path, step: int, tree: Pytree, label: Any = 0)
 
     Raises
     ------
+    ValueError
+        If ``step`` is not a whole number of at least 0.
     OSError
         If it cannot be written; the steps before it stay.
 
@@ -45,10 +48,11 @@ def save(directory: str | pathlib.Path, step: int, tree: Pytree, label: Any = 0)
     ...     latest(folder), restore(folder, {"w": np.zeros(2)})
     (3, {'w': array([1., 1.])})
     """
-    directory = pathlib.Path(directory)
+    step, directory = whole("step", step, 0), pathlib.Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     arrays = {str(i): _raw(x) for i, x in enumerate(jax.tree.leaves(tree))}
-    store.write(_file(directory, step), arrays, {"step": step, "label": label})
+    notes = {"step": step, "label": label, "leaves": _names(tree)}
+    store.write(_file(directory, step), arrays, notes)
     found = steps(directory)
     kept = [k for k in found if k <= step][:_KEEP]
     for other in set(found) - set(kept):
@@ -102,7 +106,8 @@ def restore(directory: str | pathlib.Path, like: Pytree, label: Any = 0) -> Pytr
     DamagedError
         If all it holds are damaged.
     ValueError
-        If the checkpoint carries another label, or other shapes or dtypes than ``like``.
+        If the checkpoint carries another label, or arrays of other names, shapes or dtypes than
+        ``like``.
     """
     step = latest(directory)
     if step is None:
@@ -127,12 +132,18 @@ def _check(directory: str | pathlib.Path, step: int, label: Any) -> None:
 
 
 def _restored(directory: str | pathlib.Path, step: int, like: Pytree) -> Pytree:
-    arrays, _ = store.read(_file(directory, step))
+    arrays, notes = store.read(_file(directory, step))
     wanted, structure = jax.tree.flatten(like)
     if len(arrays) != len(wanted):
         raise ValueError(
             f"checkpoint: expected {len(wanted)} arrays in {directory}, got {len(arrays)}."
         )
+    names = _names(like)
+    for name, saved in zip(names, notes.get("leaves", names), strict=True):
+        if name != saved:
+            raise ValueError(
+                f"checkpoint: expected an array {name} in {directory}, got one {saved}."
+            )
     leaves = [_matched(directory, arrays[str(i)], x) for i, x in enumerate(wanted)]
     return jax.tree.unflatten(structure, leaves)
 
@@ -201,6 +212,12 @@ def saving(
 
 def _file(directory: str | pathlib.Path, step: int) -> pathlib.Path:
     return pathlib.Path(directory) / f"{step}.npz"
+
+
+def _names(tree: Pytree) -> list[str]:
+    """Where each leaf is in the tree."""
+    paths = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return [jax.tree_util.keystr(path) for path, _ in paths]
 
 
 def _is_key(x: Any) -> bool:

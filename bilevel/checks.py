@@ -1,38 +1,78 @@
 """The one place of argument checks: one sentence each, naming the argument and the cure."""
 
-import operator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from bilevel.protocols import Inverse, LowerSolver, Pytree
+from ntk._checks import array, function, number, numbers, offending, short, whole
+
+__all__ = [
+    "array",
+    "at_least",
+    "between",
+    "floating",
+    "function",
+    "gradient_transformation",
+    "images",
+    "inverse_map",
+    "losses",
+    "lower_solver",
+    "nan_unless_finite",
+    "number",
+    "numbers",
+    "offending",
+    "prng_key",
+    "scalar_loss",
+    "short",
+    "simplex",
+    "simplex_slack",
+    "whole",
+]
 
 
 def at_least(name: str, value, least) -> None:
     """Refuse a number under ``least``; traced values pass: they have no value to look at yet."""
-    if not isinstance(value, jax.core.Tracer) and not value >= least:
+    x = number(name, value)
+    if not isinstance(x, jax.core.Tracer) and not x >= least:
         raise ValueError(f"{name}: expected at least {least}, got {value}.")
 
 
-def whole(name: str, value, least: int) -> int:
-    """``value`` as an int of at least ``least``; numpy's integers are welcome.
+def between(name: str, value: Any, low: float, high: float) -> None:
+    """Refuse a number that is not strictly between two; traced values pass."""
+    x = number(name, value)
+    if not isinstance(x, jax.core.Tracer) and not low < x < high:
+        what = "a positive number" if (low, high) == (0, np.inf) else f"one in ({low}, {high})"
+        raise ValueError(f"{name}: expected {what}, got {value}.")
 
-    Examples
-    --------
-    >>> whole("steps", 2.5, 1)
-    Traceback (most recent call last):
-    ValueError: steps: expected a whole number, got 2.5.
-    """
-    try:
-        if isinstance(value, bool):
-            raise TypeError
-        number = operator.index(value)
-    except (TypeError, jax.errors.TracerIntegerConversionError):
-        raise ValueError(f"{name}: expected a whole number, got {value!r}.") from None
-    at_least(name, number, least)
-    return number
+
+def images(name: str, value: Any) -> jax.Array:
+    """``value`` as an array [n, h, w, c], if it is one with entries."""
+    x = array(name, value)
+    if x.ndim != 4 or 0 in x.shape:
+        raise ValueError(f"{name}: expected images [n, h, w, c], got shape {x.shape}.")
+    return x
+
+
+def simplex_slack(dtype: Any) -> float:
+    """How far sums may be from 1: a user's own decimals (0.33, 0.33, 0.34), or a few roundings."""
+    return max(1e-4, 4 * float(jnp.finfo(dtype).eps))
+
+
+def simplex(name: str, alpha: jax.Array) -> None:
+    """Refuse what is off the simplex on its last axis; traced values pass."""
+    if isinstance(alpha, jax.core.Tracer):
+        return
+    values = np.asarray(alpha, dtype=np.float64)
+    off = np.abs(values.sum(-1) - 1).max()
+    if not (off <= simplex_slack(alpha.dtype) and values.min() >= 0):
+        raise ValueError(
+            f"{name}: expected points of the simplex on the last axis (nonnegative, sum 1), "
+            f"got sums off by up to {off:.3g} and a smallest entry of {values.min():.3g}."
+        )
 
 
 def floating(name: str, tree: Pytree) -> None:
@@ -43,7 +83,7 @@ def floating(name: str, tree: Pytree) -> None:
             dtype = jnp.result_type(x)
         except (TypeError, ValueError):
             raise ValueError(
-                f"{where}: expected floating arrays, got {_short(x)}; keep the arrays in {name} "
+                f"{where}: expected floating arrays, got {short(x)}; keep the arrays in {name} "
                 "and close the losses over the rest (equinox.partition splits a module so)."
             ) from None
         if jnp.issubdtype(dtype, jnp.complexfloating):
@@ -88,6 +128,13 @@ def scalar_loss(name: str, value: Any) -> None:
         )
 
 
+def losses(name: str, value: Any) -> None:
+    """Refuse what has no lower and outer loss, as a Problem has."""
+    parts = [getattr(value, part, None) for part in ("lower", "outer")]
+    if isinstance(value, type) or not all(map(callable, parts)):
+        raise ValueError(f"{name}: expected a bilevel.Problem, got {short(value)}.")
+
+
 def lower_solver(name: str, value: Any) -> LowerSolver:
     """Refuse what is not a lower solver, with the cure for the usual slips."""
     if isinstance(value, LowerSolver):
@@ -102,7 +149,7 @@ def lower_solver(name: str, value: Any) -> LowerSolver:
         cure = "hand it to solved(...) inside implicit(...) if it solves the lower problem"
     else:
         cure = "bilevel.implicit() and bilevel.unrolled(step_size, steps) make one"
-    raise ValueError(f"{name}: expected a LowerSolver, got {_short(value)}; {cure}.")
+    raise ValueError(f"{name}: expected a LowerSolver, got {short(value)}; {cure}.")
 
 
 def inverse_map(name: str, value: Any) -> Inverse:
@@ -110,7 +157,7 @@ def inverse_map(name: str, value: Any) -> Inverse:
     if callable(value) and not _factory(value):
         return value
     cure = f"call it: {value.__name__}(...)" if _factory(value) else "bilevel.cg() makes one"
-    raise ValueError(f"{name}: expected an inverse, got {_short(value)}; {cure}.")
+    raise ValueError(f"{name}: expected an inverse, got {short(value)}; {cure}.")
 
 
 def _factory(value: Any) -> bool:
@@ -137,27 +184,13 @@ def gradient_transformation(name: str, value: Any) -> None:
         cure = "call it if it makes an optimizer, or hand it to optax.sgd if it is a schedule"
     else:
         cure = "optax.sgd(step_size) makes one"
-    raise ValueError(f"{name}: expected an optax optimizer, got {_short(value)}; {cure}.")
+    raise ValueError(f"{name}: expected an optax optimizer, got {short(value)}; {cure}.")
 
 
 def prng_key(name: str, key: Any) -> None:
     """Refuse what is not one PRNG key, typed or of the old style (uint32)."""
-    dtype = getattr(key, "dtype", None)
+    dtype, shape = getattr(key, "dtype", None), getattr(key, "shape", None)
     typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
-    if not typed and dtype != jnp.uint32:
-        raise ValueError(f"{name}: expected a PRNG key such as jax.random.key(0), got {key!r}.")
-
-
-def function(name: str, value: Any, form: str) -> None:
-    """Refuse what cannot be called."""
-    if not callable(value):
-        raise ValueError(f"{name}: expected a function {form}, got {_short(value)}.")
-
-
-def _short(value: Any) -> str:
-    name = getattr(value, "__name__", None)
-    if callable(value) and name is not None:
-        return f"the function {name}"
-    if value is None or isinstance(value, str | int | float | bool):
-        return repr(value)
-    return f"a {type(value).__name__}"
+    if shape != () if typed else dtype != jnp.uint32 or not shape or len(shape) != 1:
+        got = f"keys of shape {shape}" if typed else short(key)
+        raise ValueError(f"{name}: expected a PRNG key such as jax.random.key(0), got {got}.")

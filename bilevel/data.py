@@ -26,13 +26,12 @@ import hashlib
 import io
 import lzma
 import math
-import operator
 import os
 import re
 import struct
 import tarfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
@@ -42,6 +41,8 @@ import numpy as np
 import pooch
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import maximum_flow
+
+from bilevel.checks import prng_key, whole
 
 
 class Dataset(NamedTuple):
@@ -153,11 +154,11 @@ def load(name, *, train_size=None, test_size=None, download=True):
     >>> digits.x_train.shape, digits.x_test.shape, digits.classes[3]
     ((1000, 8, 8), (360, 8, 8), '3')
     """
-    if name not in _DATASETS:
-        raise ValueError(f"unknown dataset {name!r}: expected one of {', '.join(_DATASETS)}")
-    for size in (train_size, test_size):
-        if size is not None and operator.index(size) < 1:
-            raise ValueError(f"train_size and test_size must be at least 1, got {size}")
+    if not isinstance(name, str) or name not in _DATASETS:
+        raise ValueError(f"name: expected one of {', '.join(_DATASETS)}, got {name!r}.")
+    for argument, size in (("train_size", train_size), ("test_size", test_size)):
+        if size is not None:
+            whole(argument, size, 1)
     read, classes = _DATASETS[name]
     train, test = read(name, train_size, download)
     x_train, y_train = _first(f"{name}: train_size", train_size, *train)
@@ -186,7 +187,8 @@ def split(key, labels, sizes):
     Raises
     ------
     ValueError
-        ``labels`` is not a vector, a part is empty, or the sizes add up to more than N.
+        ``key`` is no PRNG key, ``labels`` is not a vector, a part is empty, or the sizes add up to
+        more than N.
 
     Examples
     --------
@@ -195,14 +197,19 @@ def split(key, labels, sizes):
     >>> np.bincount(labels[train]), np.bincount(labels[valid])
     (array([30, 20]), array([6, 4]))
     """
-    labels, sizes = np.asarray(labels), [operator.index(size) for size in sizes]
+    prng_key("key", key)
+    labels = np.asarray(labels)
     if labels.ndim != 1:
-        raise ValueError(f"labels must be a vector, got shape {labels.shape}")
-    if not sizes or min(sizes) < 1:
-        raise ValueError(f"sizes must be parts of at least 1 sample each, got {sizes}")
+        raise ValueError(f"labels: expected a vector, got shape {labels.shape}.")
+    sizes = list(sizes) if isinstance(sizes, Iterable) else sizes
+    if not isinstance(sizes, list) or not sizes:
+        raise ValueError(f"sizes: expected at least one, got {sizes!r}.")
+    sizes = [whole(f"sizes[{i}]", size, 1) for i, size in enumerate(sizes)]
     rest = len(labels) - sum(sizes)
     if rest < 0:
-        raise ValueError(f"sizes {sizes} add up to {sum(sizes)}, more than {len(labels)} samples")
+        raise ValueError(
+            f"sizes: expected at most the {len(labels)} samples together, got {sum(sizes)}."
+        )
     seed = np.asarray(jax.random.key_data(key)).ravel()
     # RandomState, not default_rng, whose stream may change from one numpy to the next.
     order = np.random.RandomState(seed).permutation(len(labels))

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from bilevel.checks import at_least, nan_unless_finite, whole
+from bilevel.checks import at_least, function, nan_unless_finite, whole
 from bilevel.inverse import conjugate_gradients
 from bilevel.meshes import varying, while_loop
 from bilevel.precision import narrow, rounding, widen, widened
@@ -218,6 +218,8 @@ def solved(solve: Callable[[Pytree, Pytree, Pytree], Pytree] | None = None) -> L
     >>> jax.jacobian(lambda a: solver.run(lower, a, w, solver.init(w), None)[0])(jnp.ones(1))
     Array([[1.]], dtype=float...)
     """
+    if solve is not None:
+        function("solve", solve, "(alpha, w, batch) -> w")
 
     def run(lower, alpha, w, state, batch):
         solution = w if solve is None else solve(alpha, w, batch)

@@ -25,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from bilevel.checks import floating, gradient_transformation, simplex
 from bilevel.protocols import Pytree
 
 
@@ -185,6 +186,7 @@ def softmax(optimizer: optax.GradientTransformation) -> optax.GradientTransforma
     >>> [round(a, 4) for a in optax.apply_updates(alpha, updates).tolist()]
     [0.8808, 0.1192]
     """
+    gradient_transformation("optimizer", optimizer)
     inner = optax.with_extra_args_support(optimizer)
 
     def init(alpha):
@@ -259,20 +261,13 @@ def check_simplex(alpha: jax.Array) -> None:
     """Raise unless the last axis of a concrete ``alpha`` is nonnegative and sums to one."""
     if jnp.ndim(alpha) == 0:
         raise ValueError("alpha: expected a simplex on the last axis of every leaf, got a scalar.")
-    if isinstance(alpha, jax.core.Tracer):
-        return
-    values = np.asarray(alpha, dtype=np.float64)
-    # A user's own decimals, such as 0.33, 0.33, 0.34, or a few roundings of a sum of 1, pass.
-    off = np.abs(values.sum(-1) - 1).max()
-    if not (off <= max(1e-4, 4 * jnp.finfo(alpha.dtype).eps) and values.min() >= 0):
-        raise ValueError(
-            "alpha: expected points of the simplex on the last axis (nonnegative, sum 1), "
-            f"got sums off by up to {off:.3g} and a smallest entry of {values.min():.3g}."
-        )
+    _check_entries(alpha)
+    simplex("alpha", alpha)
 
 
 def check_box(alpha: jax.Array) -> None:
     """Raise unless every entry of a concrete ``alpha`` lies in [0, 1]."""
+    _check_entries(alpha)
     if isinstance(alpha, jax.core.Tracer):
         return
     values = np.asarray(alpha, dtype=np.float64)
@@ -281,6 +276,12 @@ def check_box(alpha: jax.Array) -> None:
             "alpha: expected entries in the box [0, 1], "
             f"got entries from {values.min():.3g} to {values.max():.3g}."
         )
+
+
+def _check_entries(alpha: jax.Array) -> None:
+    floating("alpha", alpha)
+    if not jnp.size(alpha):
+        raise ValueError(f"alpha: expected entries, got none in the shape {jnp.shape(alpha)}.")
 
 
 # ----------------------------------------------------------------------------- misuse

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import optax
 from jax.flatten_util import ravel_pytree
 
-from bilevel.checks import at_least, function, nan_unless_finite, prng_key, whole
+from bilevel.checks import at_least, between, function, nan_unless_finite, prng_key, whole
 from bilevel.meshes import settled, vary, varying, while_loop
 from bilevel.precision import narrow, rounding, widen
 from bilevel.protocols import Inverse, LinearMap, Pytree
@@ -238,6 +238,11 @@ def nystrom(rank: int, damping: float, *, key: jax.Array | None = None) -> Inver
     key : jax.Array, optional
         Seed of the Gaussian sketch, ``jax.random.key(0)`` by default.
 
+    Raises
+    ------
+    ValueError
+        If ``rank`` is under 1, ``damping`` not positive and finite, or ``key`` no PRNG key.
+
     Examples
     --------
     >>> x = nystrom(2, 1e-3)(lambda v: jnp.array([1.0, 4.0]) * v, jnp.array([2.0, 8.0]), None, None)
@@ -245,8 +250,7 @@ def nystrom(rank: int, damping: float, *, key: jax.Array | None = None) -> Inver
     True
     """
     rank = whole("rank", rank, 1)
-    if not isinstance(damping, jax.core.Tracer) and not damping > 0:
-        raise ValueError(f"damping: expected a positive number, got {damping}.")
+    between("damping", damping, 0, math.inf)
     if key is not None:
         prng_key("key", key)
 

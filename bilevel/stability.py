@@ -25,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from bilevel.checks import array, function, whole
 from bilevel.protocols import Pytree
 
 
@@ -66,8 +67,8 @@ def lipschitz(
     Raises
     ------
     ValueError
-        For arguments that are empty, not finite or of shapes that do not fit, a delta that is not
-        positive, a direction of length 0, or a missing one.
+        For what is no function, arguments that are empty, not finite or of shapes that do not fit,
+        a delta that is not positive, a direction of length 0, or a missing one.
 
     Examples
     --------
@@ -107,11 +108,12 @@ def lipschitz(
     for the loss above, linear in alpha, is 0 and not 4: the constant is ``M / mu`` for
     ``|d^2 L / d theta d alpha| <= M``, and the square root needs joint convexity.
     """
+    function("algorithm", algorithm, "alpha -> weights")
     deltas = _steps(deltas)
     alphas = _points(alphas)
     units = _unit(alphas, directions)
-    if batch_size is not None and batch_size < 1:
-        raise ValueError(f"batch_size: expected at least 1, got {batch_size}.")
+    if batch_size is not None:
+        whole("batch_size", batch_size, 1)
 
     def around(alpha, unit):
         def step(delta):
@@ -136,7 +138,7 @@ def _row(tree: Pytree, index: int | slice) -> Pytree:
 
 
 def _steps(deltas: jax.Array) -> jax.Array:
-    deltas = jnp.asarray(deltas)
+    deltas = array("deltas", deltas)
     if deltas.ndim != 1 or deltas.size == 0:
         raise ValueError(f"deltas: expected shape [k] with k at least 1, got {deltas.shape}.")
     if not isinstance(deltas, jax.core.Tracer):
@@ -148,7 +150,8 @@ def _steps(deltas: jax.Array) -> jax.Array:
 
 
 def _points(alphas: Pytree) -> Pytree:
-    alphas = jax.tree.map(lambda a: jnp.asarray(a, jnp.result_type(a, float)), alphas)
+    alphas = jax.tree.map(lambda a: array("alphas", a), alphas)
+    alphas = jax.tree.map(lambda a: a.astype(jnp.result_type(a, float)), alphas)
     shapes = [leaf.shape for leaf in jax.tree.leaves(alphas)]
     if not shapes or not all(shape and shape[0] == shapes[0][0] > 0 for shape in shapes):
         raise ValueError(

@@ -244,8 +244,8 @@ def _traces(apply: Apply, params: Pytree, x: jax.Array, gradients: Pytree) -> ja
 
 
 def _log_sum(traces: jax.Array) -> jax.Array:
-    positive = traces > 0
-    return jnp.sum(jnp.where(positive, jnp.log(jnp.where(positive, traces, 1)), 0))
+    # A trace is not negative; asked this way round, NaN stays NaN.
+    return jnp.sum(jnp.log(jnp.where(traces == 0, 1, traces)))
 
 
 def _cosine_min_eigenvalue(K: jax.Array) -> jax.Array:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.flatten_util import ravel_pytree
 
+from ntk._checks import array, function
 from ntk._intercept import fold
 from ntk._programs import fresh
 from ntk._rectifiers import is_relu, marked
@@ -22,9 +23,10 @@ Batch = tuple[jax.Array, jax.Array]
 
 def check(apply: Apply, params: Pytree, batch: Batch) -> Batch:
     """The batch as arrays, if it and the logits it leads to are what a score needs."""
+    function("apply", apply, "(params, x) -> logits")
     if not isinstance(batch, tuple | list) or len(batch) != 2:
         raise ValueError(f"batch: expected a pair (x, y), got {type(batch).__name__}.")
-    x, y = map(jnp.asarray, batch)
+    x, y = (array("batch", part) for part in batch)
     if not x.size or not x.ndim:
         raise ValueError(f"batch: expected inputs [n, ...] with n at least 1, got {x.shape}.")
     if y.shape != x.shape[:1] or not jnp.issubdtype(y.dtype, jnp.integer):
@@ -33,6 +35,7 @@ def check(apply: Apply, params: Pytree, batch: Batch) -> Batch:
         )
     for name, tree in ("params", params), ("batch", x):
         for leaf in jax.tree.leaves(tree):
+            leaf = array(name, leaf)
             if not isinstance(leaf, jax.core.Tracer) and not np.isfinite(leaf).all():
                 raise ValueError(f"{name}: expected finite numbers, got NaN or infinity.")
     logits = logits_like(apply, params, x)
@@ -146,8 +149,9 @@ def sign_agreements(apply: Apply, params: Pytree, x: jax.Array) -> jax.Array:
                 f"apply: expected ReLU inputs with the {n} samples on an axis, got the shape "
                 f"{shape}."
             )
-        signs = jnp.moveaxis(inputs[0], axes[0], 0).reshape(n, -1) > 0
-        signs = jnp.where(signs, 1, -1).astype(jnp.float32)
+        u = jnp.moveaxis(inputs[0], axes[0], 0).reshape(n, -1)
+        signs = jnp.where(u > 0, 1, -1).astype(jnp.float32)
+        signs = jnp.where(jnp.isnan(u), jnp.nan, signs)  # NaN has none
         return outputs, total + (signs.shape[1] + gram(signs)) / 2
 
     start, twin = jnp.zeros((n, n), jnp.float32), _another_batch(params, x)

@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ntk._checks import array, floats
+
 
 def rounding(dtype: Any, n: int) -> float:
     """How far entries (i, j) and (j, i) may be apart, relative to the largest entry."""
@@ -35,15 +37,12 @@ def symmetric(K: Any, name: str = "K", *, stack: bool = False) -> jax.Array:
     ValueError
         If ``K`` is not of that shape, empty, complex, not finite, or not symmetric up to rounding.
     """
-    K = jnp.asarray(K)
+    K = array(name, K)
     if K.ndim < 2 or (K.ndim > 2 and not stack) or K.shape[-1] != K.shape[-2] or not K.size:
         expected = "square matrices [..., n, n]" if stack else "a square matrix"
         raise ValueError(f"{name}: expected {expected}, got shape {K.shape}.")
-    if jnp.issubdtype(K.dtype, jnp.complexfloating):
-        raise ValueError(f"{name}: expected real numbers, got {K.dtype}.")
     allowed = rounding(K.dtype, K.shape[-1])
-    whole = not jnp.issubdtype(K.dtype, jnp.floating)
-    K = K.astype(float if whole else jnp.promote_types(K.dtype, jnp.float32))
+    K = floats(name, K)
     if isinstance(K, jax.core.Tracer):
         off, largest = _halves(jnp, jax.lax.stop_gradient(K))
         # Entry by entry: a maximum over NaN need not be NaN in a compiled program.

@@ -33,6 +33,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ntk._checks import number
 from ntk._kinks import Function, Kink, find, jumps, linear_sides, slope
 
 
@@ -177,7 +178,7 @@ def leaky_relu(slope: float) -> Activation:
     >>> leaky_relu(0.1)(jnp.array([-1.0, 2.0]))
     Array([-0.1, 2. ], dtype=float...)
     """
-    if isinstance(slope, jax.core.Tracer) or not math.isfinite(slope):
+    if isinstance(number("slope", slope), jax.core.Tracer) or not math.isfinite(slope):
         raise ValueError(f"slope: expected a finite number known when tracing, got {slope}.")
     return Activation(f"leaky_relu({float(slope):g})", kink=(float(slope), 1.0))
 
@@ -225,7 +226,7 @@ def activation(
         raise ValueError(f"fn: expected an elementwise function, got {fn!r}.")
     if isinstance(fn, Activation):
         return fn
-    if not strip > 0:
+    if not number("strip", strip) > 0:
         raise ValueError(f"strip: expected a positive number, got {strip}.")
     shape = jax.eval_shape(fn, jax.ShapeDtypeStruct((3,), float)).shape
     if shape != (3,):

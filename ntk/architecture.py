@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ntk._checks import array, floats
 from ntk._kinks import ORDERS
 from ntk.activations import Activation, activation, relu
 from ntk.gaussian import grid, reciprocal, root
@@ -69,11 +70,11 @@ def parse(
         raise ValueError(f"activations: expected a list of at least one, got {activations!r}.")
     layers, weights = [], []
     for entry in activations:
-        mixture = entry if isinstance(entry, Mapping) else {entry: 1.0}
+        mixture = list(entry.items()) if isinstance(entry, Mapping) else [(entry, 1.0)]
         if not mixture:
             raise ValueError("activations: expected at least one in each layer, got none.")
-        layer = tuple(activation(s) for s in mixture)
-        w = _numbers("activations: weights", list(mixture.values()), len(mixture), dtype)
+        layer = tuple(activation(s) for s, _ in mixture)
+        w = _numbers("activations: weights", [w for _, w in mixture], len(mixture), dtype)
         if all(s.smooth is None for s in layer):
             # All kinked layers in one form.
             layer, w = _KINKED, jnp.stack(kinks_at_zero(layer, w))
@@ -90,8 +91,11 @@ def parse(
 
 def _numbers(name: str, values: Any, count: int, dtype: Any) -> jax.Array:
     if isinstance(values, list | tuple):
-        values = jnp.stack([jnp.asarray(v, dtype) for v in values]) if values else jnp.zeros(0)
-    values = jnp.asarray(values, dtype)
+        arrays = [array(name, v).astype(dtype) for v in values]
+        if any(v.ndim for v in arrays):
+            raise ValueError(f"{name}: expected {count} numbers, got arrays.")
+        values = jnp.stack(arrays) if arrays else jnp.zeros(0)
+    values = array(name, values).astype(dtype)
     if values.shape != (count,):
         raise ValueError(f"{name}: expected {count} numbers, got shape {values.shape}.")
     if not isinstance(values, jax.core.Tracer) and not bool(np.isfinite(values).all()):
@@ -111,11 +115,7 @@ def inputs(name: str, x: Any, name2: str = "", x2: Any = None):
 
 
 def _rows(name: str, x: Any) -> jax.Array:
-    x = jnp.asarray(x)
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        x = x.astype(float)
-    elif x.dtype.itemsize < 4:
-        x = x.astype(jnp.float32)
+    x = floats(name, x)
     if x.ndim != 2 or 0 in x.shape:
         raise ValueError(f"{name}: expected a nonempty array [n, d], got shape {x.shape}.")
     if not isinstance(x, jax.core.Tracer) and not bool(np.isfinite(x).all()):

@@ -49,6 +49,7 @@ import scipy.optimize
 import scipy.sparse.linalg
 import threadpoolctl
 
+from ntk._checks import number, numbers, whole
 from ntk._symmetric import check_symmetric, rounding
 from ntk.kernels import Kernels
 
@@ -191,10 +192,9 @@ def certify_simplex(
     h, n = blocks.shape[::2] if blocks.ndim == 4 else (0, 0)
     if blocks.shape != (h, h, n, n) or blocks.size == 0:
         raise ValueError(f"blocks: expected shape [h, h, n, n], got {blocks.shape}.")
-    if not 0 < rtol < 1:
+    if not 0 < number("rtol", rtol) < 1:
         raise ValueError(f"rtol: expected a number between 0 and 1, got {rtol}.")
-    if max_cells < 1:
-        raise ValueError(f"max_cells: expected at least 1, got {max_cells}.")
+    max_cells = whole("max_cells", max_cells, 1)
     _check_mixtures(blocks, rounding(dtype, n))
     mixture = _Mixture(blocks, _entry_error(entry_error, blocks.shape))
     with _threads(n):
@@ -462,9 +462,7 @@ def _power_of_two(array) -> float:
 
 def _real(name, array):
     """As finite float64, and the type that it came in."""
-    given = np.asarray(array)
-    if np.iscomplexobj(given):
-        raise ValueError(f"{name}: expected real numbers, got {given.dtype}.")
+    given = numbers(name, array)
     array = given.astype(np.float64)
     if not np.isfinite(array).all():
         raise ValueError(f"{name}: expected finite entries, got NaN or infinity.")

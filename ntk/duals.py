@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ntk._checks import floats, offending
 from ntk._kinks import ORDERS
 from ntk.activations import Activation, Function, activation
 from ntk.architecture import (
@@ -95,7 +96,7 @@ def dual(
     :func:`ntk.network_kernel`.
     """
     a, b = activation(a), activation(b)
-    vx, vy, c = jnp.broadcast_arrays(*(_float(x) for x in (vx, vy, c)))
+    vx, vy, c = jnp.broadcast_arrays(floats("vx", vx), floats("vy", vy), floats("c", c))
     dtype = jnp.result_type(vx, vy, c)
     vx, vy, c = (x.astype(dtype) for x in (vx, vy, c))
     if not any(isinstance(x, jax.core.Tracer) for x in (vx, vy, c)):
@@ -165,21 +166,17 @@ def _half_line():
     return table.z, table.roots**2
 
 
-def _float(x) -> jax.Array:
-    x = jnp.asarray(x)
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        return x.astype(float)
-    return x if x.dtype.itemsize >= 4 else x.astype(jnp.float32)
-
-
 def _check(vx, vy, c) -> None:
     vx, vy, c = (np.asarray(x, float) for x in (vx, vy, c))
     for name, v in (("vx", vx), ("vy", vy)):
-        if not (np.isfinite(v) & (v >= 0)).all():
-            raise ValueError(f"{name}: expected finite variances of at least 0, got {v.ravel()}.")
+        good = np.isfinite(v) & (v >= 0)
+        if not good.all():
+            got = offending(v, good)
+            raise ValueError(f"{name}: expected finite variances of at least 0, got {got}.")
     limit = np.sqrt(vx) * np.sqrt(vy) * (1 + 1e-5)
     if not (np.abs(c) <= limit).all():
-        raise ValueError(f"c: expected at most sqrt(vx vy) in size, got {c.ravel()}.")
+        got = offending(c, np.abs(c) <= limit)
+        raise ValueError(f"c: expected at most sqrt(vx vy) in size, got {got}.")
 
 
 # ----------------------------------------------------------------------------- the correlation

@@ -47,7 +47,8 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from ntk import _compat, _layers
+from ntk import _checks, _compat, _layers
+from ntk._checks import array, short, whole
 from ntk._programs import program
 
 Apply = Callable[[Any, jax.Array], jax.Array]
@@ -71,6 +72,7 @@ def _refuse_batch_statistics(next_function, args, kwargs, context):
 
 def _split(apply: Apply, params) -> tuple[list, Callable]:
     """The trained leaves of ``params``, and ``forward(leaves, x)`` for one sample ``x``."""
+    _checks.function("apply", apply, "(params, x) -> [n, o]")
     variables = isinstance(getattr(apply, "__self__", None), nn.Module)
     if variables and "params" not in params:
         raise ValueError(
@@ -281,9 +283,11 @@ def _one_of(name: str, value, allowed):
 
 def _finite(name: str, tree):
     for leaf in jax.tree.leaves(tree):
-        if not isinstance(leaf, jax.core.Tracer) and jnp.issubdtype(
-            jnp.result_type(leaf), jnp.floating
-        ):
+        try:
+            dtype = jnp.result_type(leaf)
+        except TypeError:
+            raise ValueError(f"{name}: expected arrays, got {short(leaf)}.") from None
+        if not isinstance(leaf, jax.core.Tracer) and jnp.issubdtype(dtype, jnp.floating):
             with jax.ensure_compile_time_eval():  # where the caller traces other arguments
                 finite = bool(jnp.isfinite(leaf).all())
             if not finite:
@@ -291,7 +295,7 @@ def _finite(name: str, tree):
 
 
 def _samples(name: str, x, like=None):
-    x = jnp.asarray(x)
+    x = array(name, x)
     if x.ndim == 0 or len(x) == 0:
         raise ValueError(f"{name}: expected samples [n, ...] with n at least 1, got {x.shape}.")
     if like is not None and x.shape[1:] != like.shape[1:]:
@@ -303,8 +307,8 @@ def _samples(name: str, x, like=None):
 
 
 def _batch(batch_size):
-    if batch_size is not None and not (isinstance(batch_size, int) and batch_size >= 1):
-        raise ValueError(f"batch_size: expected a positive integer or None, got {batch_size!r}.")
+    if batch_size is not None:
+        whole("batch_size", batch_size, 1)
 
 
 def _mesh(*arrays) -> jax.sharding.Mesh | None:

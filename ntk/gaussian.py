@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ntk._checks import whole
 from ntk.activations import Activation
 from ntk.bivariate import DENSITY
 
@@ -124,8 +125,8 @@ def hermite(
     >>> round(float(coefficients[1]), 6), abs(float(coefficients[2])) < 1e-15
     (0.605706, True)
     """
-    if terms < 2 or terms % 2:
-        raise ValueError(f"terms: expected an even number of at least 2, got {terms}.")
+    if whole("terms", terms, 2) % 2:
+        raise ValueError(f"terms: expected an even number, got {terms}.")
     scale = jnp.asarray(scale)
     z, weights = _nodes(scale, (*places, *(-t for t in places)), 16 / max(32, terms**0.5))
     right = z > 0
@@ -252,11 +253,11 @@ def kinked_gap(jumps, p, q) -> jax.Array:
 
 def root(x: jax.Array) -> jax.Array:
     """Square root, with derivative 0 at 0."""
-    positive = x > 0
+    positive = ~(x <= 0)  # NaN too, so that it stays
     return jnp.where(positive, jnp.sqrt(jnp.where(positive, x, 1)), 0)
 
 
 def reciprocal(x: jax.Array) -> jax.Array:
     """``1 / x``, and 0 at 0."""
-    positive = x > 0
+    positive = ~(x <= 0)  # NaN too, so that it stays
     return jnp.where(positive, 1 / jnp.where(positive, x, 1), 0)

@@ -95,7 +95,8 @@ def network_kernel(
     Raises
     ------
     ValueError
-        For a wrong shape or count, or a value that is not finite, unless it is traced.
+        For a wrong shape or count, complex numbers, or a value that is not finite, unless it is
+        traced.
     FloatingPointError
         If 4096 Hermite coefficients are too few, an entry's error over 1e-6 of the diagonal (2 %
         in float32): nearly collinear inputs into smooth activations at a variance far over 25.

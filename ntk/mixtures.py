@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ntk._checks import array, short
 from ntk.activations import Activation, Function, activation
 from ntk.architecture import (
     RESOLUTIONS,
@@ -82,9 +83,10 @@ def mixture_blocks(
     Oymak et al. 2021, section 4.2 and Theorem 3 (where K has no ``scale``). Only the hidden layer's
     weights are trained; the signs of the output weights cancel.
     """
+    if not isinstance(activations, Sequence) or not activations:
+        got = "none" if isinstance(activations, Sequence) else short(activations)
+        raise ValueError(f"activations: expected at least one, got {got}.")
     layer = tuple(activation(s) for s in activations)
-    if not layer:
-        raise ValueError("activations: expected at least one, got none.")
     x, x2 = inputs("x", x, "x2", x2)
     if is_traced((x, x2, scale)):
         found, _ = _blocks(layer, x, x2, scale, TRACED)
@@ -124,11 +126,11 @@ def mixture_kernel(alpha: jax.Array, blocks: jax.Array) -> jax.Array:
     >>> mixture_kernel(jnp.array([0.5, 0.5]), jnp.ones((2, 2, 1, 1)))
     Array([[1.]], dtype=float...)
     """
-    alpha, blocks = jnp.asarray(alpha), jnp.asarray(blocks)
+    alpha, blocks = array("alpha", alpha), array("blocks", blocks)
     if alpha.ndim != 1:
         raise ValueError(f"alpha: expected an array [h], got shape {alpha.shape}.")
     if not is_traced(alpha) and not bool(np.isfinite(alpha).all()):
-        raise ValueError(f"alpha: expected finite weights, got {alpha}.")
+        raise ValueError("alpha: expected finite weights, got NaN or infinity.")
     if blocks.ndim != 4 or blocks.shape[:2] != (*alpha.shape, *alpha.shape):
         raise ValueError(
             f"blocks: expected shape [{len(alpha)}, {len(alpha)}, n1, n2] as alpha has, "

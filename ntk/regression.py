@@ -27,6 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ntk._checks import array, number, offending
 from ntk._symmetric import symmetric
 from ntk.spectrum import min_eigenvalue
 
@@ -168,17 +169,19 @@ def gradient_flow(
     Array([0.  , 0.63, 1.  ], dtype=float...)
     """
     K, y = _data(K, y)
-    t = jnp.asarray(t, K.dtype)
+    t = array("t", t).astype(K.dtype)
     if not isinstance(t, jax.core.Tracer) and not (np.asarray(t) >= 0).all():
-        raise ValueError(f"t: expected nonnegative times, got {t}.")
+        raise ValueError(f"t: expected nonnegative times, got {offending(t, np.asarray(t) >= 0)}.")
+    f0, cross_f0 = array("f0", f0), array("cross_f0", cross_f0)
+    cross = None if cross is None else array("cross", cross)
     if cross is None:
         cross, cross_f0 = K, f0
-    elif jnp.ndim(cross) != 2 or jnp.shape(cross)[1] != len(K):
-        raise ValueError(f"cross: expected shape [m, {len(K)}], got {jnp.shape(cross)}.")
+    elif cross.ndim != 2 or cross.shape[1] != len(K):
+        raise ValueError(f"cross: expected shape [m, {len(K)}], got {cross.shape}.")
     others = (len(cross), *y.shape[1:])
     for name, start, shape in (("f0", f0, y.shape), ("cross_f0", cross_f0, others)):
-        if jnp.shape(start) not in ((), shape):
-            raise ValueError(f"{name}: expected a number or shape {shape}, got {jnp.shape(start)}.")
+        if start.shape not in ((), shape):
+            raise ValueError(f"{name}: expected a number or shape {shape}, got {start.shape}.")
     columns = (y - f0).reshape(len(K), -1)
     moved = _flows(K, columns, t.ravel())
     return cross_f0 + (cross @ moved).reshape(*t.shape, *others)
@@ -243,7 +246,7 @@ def _divided_differences(values, t):
 
 
 def _data(K, y):
-    K, y = symmetric(K), jnp.asarray(y)
+    K, y = symmetric(K), array("y", y)
     if y.ndim not in (1, 2) or y.shape[0] != K.shape[0]:
         n = K.shape[0]
         raise ValueError(f"y: expected shape [{n}] or [{n}, outputs], got {y.shape}.")
@@ -254,7 +257,7 @@ def _data(K, y):
 
 
 def _cholesky(K, penalty):
-    if not isinstance(penalty, jax.core.Tracer) and not penalty >= 0:
+    if not isinstance(number("penalty", penalty), jax.core.Tracer) and not penalty >= 0:
         raise ValueError(f"penalty: expected a nonnegative number, got {penalty}.")
     penalty = jnp.where(penalty >= 0, penalty, jnp.nan)
     shifted = K + penalty * jnp.eye(len(K), dtype=K.dtype)

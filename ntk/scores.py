@@ -60,6 +60,7 @@ import jax
 import jax.numpy as jnp
 from jax.flatten_util import ravel_pytree
 
+from ntk._checks import whole
 from ntk._kernel_scores import (
     condition_number,
     cosine_min_eigenvalue,
@@ -302,7 +303,7 @@ def zico(key, apply: Apply, params: Pytree, batch: Batch, *, parts: int = 2) -> 
     True
     """
     x, y = check(apply, params, batch)
-    if parts < 2 or len(x) % parts:
+    if whole("parts", parts, 0) < 2 or len(x) % parts:
         raise ValueError(f"parts: expected 2 or more, dividing the {len(x)} samples, got {parts}.")
     weights, rebuild = split_weights(apply, params, x)
 
@@ -316,8 +317,10 @@ def zico(key, apply: Apply, params: Pytree, batch: Batch, *, parts: int = 2) -> 
 def _log_signal(g: jax.Array) -> jax.Array:
     """``log sum mean|g| / std(g)`` of gradients stacked in front; 0 for an empty sum."""
     mean, deviation = jnp.mean(jnp.abs(g), axis=0), jnp.std(g, axis=0)
-    total = jnp.sum(jnp.where(deviation > 0, mean / deviation, 0))
-    return jnp.where(total > 0, jnp.log(total), 0)
+    # Neither is negative; asked this way round, NaN stays NaN.
+    varies = jnp.where(deviation == 0, 1, deviation)
+    total = jnp.sum(jnp.where(deviation == 0, 0, mean / varies))
+    return jnp.log(jnp.where(total == 0, 1, total))
 
 
 def jacov(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:

@@ -127,6 +127,12 @@ def test_a_restarted_search_does_not_depend_on_its_path():
     np.testing.assert_array_equal(first, second)
 
 
+@pytest.mark.parametrize("x", [1.0, jnp.ones((0, 3)), "x", None])
+def test_unit_inputs_of_no_rows_are_refused(x):
+    with pytest.raises(ValueError, match="x: expected"):
+        unit_inputs(x)
+
+
 def test_unit_inputs_are_centred_on_the_training_rows():
     x, other = np.random.default_rng(0).normal(1.0, 1.0, (2, 10, 2, 3))
     unit, moved = unit_inputs(x, other)

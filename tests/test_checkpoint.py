@@ -242,6 +242,18 @@ def test_another_shape_or_dtype_of_the_same_bytes_is_refused(tmp_path):
             checkpoint.restore(tmp_path, {"x": other})
 
 
+def test_arrays_of_other_names_are_refused(tmp_path):
+    checkpoint.save(tmp_path, 0, {"a": np.ones(2), "b": np.zeros(2)})
+    with pytest.raises(ValueError, match=r"expected an array \['b'\] in .*, got one \['a'\]"):
+        checkpoint.restore(tmp_path, {"b": np.ones(2), "c": np.zeros(2)})
+
+
+@pytest.mark.parametrize("step", [2.5, -1, "3"])
+def test_a_step_that_is_no_whole_number_is_refused(tmp_path, step):
+    with pytest.raises(ValueError, match="step: expected"):
+        checkpoint.save(tmp_path, step, np.ones(2))
+
+
 def test_the_step_saved_last_is_the_newest(tmp_path):
     for step in (1, 2, 3):
         checkpoint.save(tmp_path, step, np.full(2, step))

@@ -2,9 +2,11 @@
 
 import dataclasses
 import gc
+import io
 import json
 import math
 import pathlib
+import sys
 import time
 import types
 from typing import Annotated, Literal, Union, get_args, get_origin
@@ -265,3 +267,12 @@ def test_memory_is_what_the_system_and_its_groups_leave(tmp_path, monkeypatch):
     (tmp_path / "memory" / "c").mkdir(parents=True)
     (tmp_path / "memory" / "c" / "memory.limit_in_bytes").write_text("2000000\n")
     assert memory.available() == 2 * 10**6
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_the_parsers_refusal_is_one_sentence_in_any_terminal(encoding, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding))
+    with pytest.raises(ValueError, match=r"^Error parsing --seeds: .* '2.5'; see --help\.$"):
+        parse(["search", "--seeds", "2.5"])
+    with pytest.raises(ValueError, match=r"^Unrecognized options: --steqs, 2 \(perhaps --steps\);"):
+        parse(["search", "--steqs", "2"])

@@ -270,9 +270,7 @@ def test_sizes_beyond_the_rows_or_below_one_are_refused(places, name):
     message = refusal(ValueError, name, train_size=rows + 1)
     assert str(rows) in message and str(rows + 1) in message
     assert "test_size" in refusal(ValueError, name, test_size=10**6)
-    assert "train_size and test_size must be at least 1, got 0" in refusal(
-        ValueError, name, train_size=0
-    )
+    assert "train_size: expected at least 1, got 0" in refusal(ValueError, name, train_size=0)
     assert "got -1" in refusal(ValueError, name, test_size=-1)
 
 
@@ -550,11 +548,13 @@ def test_the_classes_are_mixed_within_a_part():
 @pytest.mark.parametrize(
     ("labels", "sizes", "words"),
     [
-        ([0, 1, 0], (2, 0), ["[2, 0]", "at least 1"]),
-        ([0, 1, 0], (2, -1), ["[2, -1]", "at least 1"]),
-        ([0, 1, 0], (), ["[]", "at least 1"]),
-        ([0, 1, 0], (2, 2), ["[2, 2]", "4", "3 samples"]),
-        ([], (1,), ["[1]", "0 samples"]),
+        ([0, 1, 0], (2, 0), ["sizes[1]", "at least 1", "got 0"]),
+        ([0, 1, 0], (2, -1), ["sizes[1]", "at least 1", "got -1"]),
+        ([0, 1, 0], (2, 0.5), ["sizes[1]", "whole number", "got 0.5"]),
+        ([0, 1, 0], (), ["[]", "at least one"]),
+        ([0, 1, 0], 2, ["got 2", "at least one"]),
+        ([0, 1, 0], (2, 2), ["3 samples", "got 4"]),
+        ([], (1,), ["0 samples", "got 1"]),
         ([[0], [1]], (1,), ["vector", "(2, 1)"]),
     ],
 )

@@ -327,7 +327,7 @@ F, A = np.ones((5, 3)), np.full(3, 1 / 3)
         (lambda: top_k(A, 4), "k: expected 1 to 3, got 4"),
         (lambda: condition_six(F[:1], A), "outputs: expected shape"),
         (lambda: condition_six(F, A[:2]), "alpha: expected shape"),
-        (lambda: condition_six(F, 2 * A), "alpha: expected a point of the simplex"),
+        (lambda: condition_six(F, 2 * A), "alpha: expected points of the simplex"),
         (lambda: condition_six(F * np.nan, A), "outputs: expected finite"),
         (lambda: condition_six(F, A, np.ones((5, 1))), "targets: expected shape"),
         (lambda: condition_six(F, A, confidence=95), "confidence: expected a number in"),
@@ -395,5 +395,10 @@ def test_alpha_of_half_precision_is_a_point_of_the_simplex_to_its_own_rounding()
     tenth = jnp.full(10, 0.1, jnp.bfloat16)
     assert abs(np.asarray(tenth, float).sum() - 1) > 5e-4
     assert np.isfinite(condition_six(outputs, tenth).D).all()
-    with pytest.raises(ValueError, match="alpha: expected a point of the simplex"):
+    with pytest.raises(ValueError, match="alpha: expected points of the simplex"):
         condition_six(outputs, tenth * 1.1)
+
+
+def test_factors_of_a_traced_nan_are_nan():
+    alpha = jnp.array([0.2, jnp.nan, 0.4])
+    assert np.isnan(jax.jit(simplex_factors)(alpha)).all()

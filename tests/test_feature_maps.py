@@ -256,6 +256,8 @@ def test_sampled_configurations_fill_the_search_space():
         (lambda: fourier_features(KEY, X.at[0, 0].set(jnp.nan)), "x_train: expected finite"),
         (lambda: FEATURES.apply(ALL[0], X[:, :3], 5), "x: expected rows of length 4, got shape"),
         (lambda: FEATURES.apply(ALL[0], X, 0), "dimension: expected at least 1, got 0"),
+        (lambda: FEATURES.apply(ALL[0], X, 2.5), "dimension: expected a whole number, got 2.5"),
+        (lambda: FEATURES.apply(ALL[0], X, 5, 0.5), "start: expected a whole number, got 0.5"),
         (lambda: FEATURES.apply(ALL[0], X, 5, -1), "start: expected at least 0, got -1"),
     ],
 )

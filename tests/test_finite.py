@@ -537,7 +537,7 @@ W, X = np.ones(2), np.ones((3, 2))
 BAD = {
     "method": ({"method": "fast"}, "method: expected one of 'auto', 'layerwise'"),
     "outputs": ({"outputs": "mean"}, "outputs: expected one of 'sum', 'trace', 'full', got 'mean'"),
-    "batch size": ({"batch_size": 0}, "batch_size: expected a positive integer or None, got 0"),
+    "batch size": ({"batch_size": 0}, "batch_size: expected at least 1, got 0"),
     "no samples": ({"x1": X[:0]}, "x1: expected samples"),
     "a number": ({"x1": 1.0}, "x1: expected samples"),
     "NaN": ({"x1": X * np.nan}, "x1: expected finite numbers"),

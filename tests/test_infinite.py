@@ -9,6 +9,7 @@ import pytest
 from helpers import assert_close, finite_differences, tolerance
 
 import ntk
+import ntk.scores
 from ntk import architecture, infinite, mixtures, pairs
 from ntk._compat import neural_tangents
 
@@ -507,10 +508,42 @@ X = np.eye(3)
             lambda: ntk.mixture_kernel(jnp.ones(3), jnp.ones((2, 2, 4, 4))),
             r"blocks: expected shape \[3, 3",
         ),
+        (lambda: ntk.network_kernel("X", activations=[ntk.relu]), "x1: expected an array of num"),
+        (lambda: ntk.network_kernel(X, activations=[jnp.ones(3)]), "fn: expected an elementwise"),
+        (
+            lambda: ntk.network_kernel(X, activations=[ntk.relu] * 2, skips=[jnp.ones(1)]),
+            "skips: expected 1 numbers, got arrays",
+        ),
     ],
 )
 def test_bad_arguments_are_named_in_one_sentence(call, sentence):
     with pytest.raises(ValueError, match=sentence):
+        call()
+
+
+COMPLEX = X + 1j
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: ntk.network_kernel(COMPLEX, activations=[ntk.relu]),
+        lambda: ntk.network_kernel(X, COMPLEX, activations=[ntk.relu]),
+        lambda: ntk.network_kernel(X, activations=[ntk.relu], variances=[1.0, 2.0 + 1j]),
+        lambda: ntk.lemma1_kernel_as_printed(COMPLEX, activations=[ntk.relu]),
+        lambda: ntk.mixture_blocks(COMPLEX, [ntk.relu]),
+        lambda: ntk.mixture_kernel(jnp.ones(1) * 1j, jnp.ones((1, 1, 2, 2))),
+        lambda: ntk.dual(ntk.relu, ntk.relu, 1.0, 1.0, 0.5j),
+        lambda: ntk.empirical_kernel(lambda w, x: x @ w, jnp.ones(3), COMPLEX),
+        lambda: ntk.kernel_regression(jnp.eye(2), jnp.ones(2) * 1j),
+        lambda: ntk.gradient_flow(jnp.eye(2), jnp.ones(2), 1j),
+        lambda: ntk.scores.l2_norm(
+            None, lambda w, x: x @ w, jnp.ones((3, 2)), (COMPLEX, jnp.zeros(len(X), int))
+        ),
+    ],
+)
+def test_complex_numbers_are_refused_and_not_cut_to_their_real_part(call):
+    with pytest.raises(ValueError, match=r"^\w+: expected real numbers, got complex"):
         call()
 
 
@@ -558,3 +591,13 @@ def test_lemma_1_refuses_what_it_cannot_resolve_and_claims_no_error():
         ntk.lemma1_kernel_as_printed(x, activations=[sine, sine])
     traced = jax.jit(lambda x: ntk.lemma1_kernel_as_printed(x, activations=[sine, sine]))(x)
     assert bool(jnp.isnan(traced.ntk).any() and jnp.isinf(traced.error).all())
+
+
+def test_a_traced_nan_is_not_passed_over():
+    x = jnp.asarray(rows(3, 2)).at[1, 0].set(jnp.nan)
+    kernel = jax.jit(lambda x: ntk.network_kernel(x, activations=[ntk.relu]).ntk)(x)
+    blocks = jax.jit(lambda x: ntk.mixture_blocks(x, [ntk.relu, ntk.identity]))(x)
+    for found in (kernel, *blocks.reshape(4, 3, 3)):
+        expected = np.zeros((3, 3), bool)
+        expected[1] = expected[:, 1] = True
+        np.testing.assert_array_equal(np.isnan(found), expected)

@@ -1,5 +1,7 @@
 """Linear models on fixed features: ridge regression and the squared-hinge SVM."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -225,3 +227,11 @@ def test_bad_input_is_refused_in_one_sentence(call, message):
     with pytest.raises(ValueError, match=message) as error:
         call()
     assert str(error.value).endswith(".") and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["features", "y"])
+def test_a_traced_nan_is_not_passed_over(name):
+    arguments = {"features": jnp.eye(3), "y": jnp.ones(3)}
+    arguments[name] = arguments[name].at[0].set(jnp.nan)
+    for fit in (svm_weights, functools.partial(ridge_weights, penalty=1.0, method="cg")):
+        assert np.isnan(jax.jit(fit)(**arguments).w).all()

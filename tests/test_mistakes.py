@@ -7,7 +7,8 @@ import optax
 import pytest
 
 import bilevel
-from bilevel import implicit
+from bilevel import baselines, data, implicit, spectral
+from bilevel.spaces import darts, features, nasbench201, training
 
 W0, ALPHA = jnp.zeros(2), jnp.ones(2)
 
@@ -67,6 +68,7 @@ jax.tree_util.register_pytree_with_keys(
     lambda _, leaves: Module(*leaves),
 )
 MODULE = Module(jnp.zeros(2), jax.nn.relu)
+SELECTION = baselines.Selection(lambda *a: 0.0, lambda *a: None)
 MULTI = optax.MultiSteps(SGD, 2)
 
 MISTAKES = {
@@ -183,6 +185,25 @@ MISTAKES = {
         r"w0\[0\]: expected floating arrays, got int.*; convert it",
     ),
 }
+KEYS = {
+    "random_search": lambda key: baselines.random_search(key, [1, 2], lambda *a: 0.0, 4),
+    "weight_sharing": lambda key: baselines.weight_sharing(key, [1, 2], SELECTION, 4),
+    "exponentiated_gradient": lambda key: baselines.exponentiated_gradient(
+        key, [1, 2], SELECTION, 4
+    ),
+    "split": lambda key: data.split(key, np.zeros(4, int), (2, 1)),
+    "minibatches": lambda key: training.minibatches(2)(key, jnp.ones(4)),
+    "train": lambda key: training.train(key, lower, ALPHA, W0, jnp.ones(4), optimizer=0.1),
+    "crop_and_flip": lambda key: darts.crop_and_flip(key, jnp.ones((2, 4, 4, 1))),
+    "cutout": lambda key: darts.cutout(key, jnp.ones((2, 4, 4, 1))),
+    "sample_fourier": lambda key: features.sample_fourier(key, 2),
+    "sample_text": lambda key: features.sample_text(key, 2),
+    "fourier_features": lambda key: features.fourier_features(key, jnp.ones((2, 2))),
+    "draw_corner": lambda key: darts.draw_corner(key),
+    "draw_genotype": lambda key: nasbench201.draw_genotype(key),
+    "rank_agreement": lambda key: bilevel.rank_agreement(key, jnp.arange(4), jnp.arange(4)),
+    "spectral_sample": lambda key: spectral.spectral_sample(key, 3, 2, 1),
+}
 COUNTS = {
     "unrolled": lambda n: bilevel.unrolled(0.1, n),
     "newton": lambda n: bilevel.newton(n),
@@ -197,6 +218,13 @@ def test_a_natural_mistake_is_one_sentence_with_the_cure(make, message):
     with pytest.raises(ValueError, match=message) as caught:
         make()
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("make", KEYS.values(), ids=KEYS.keys())
+@pytest.mark.parametrize("key", [0, jax.random.split(jax.random.key(0)), jnp.ones(2)])
+def test_what_is_no_key_is_refused(make, key):
+    with pytest.raises(ValueError, match=r"key: expected a PRNG key such as jax.random.key\(0\)"):
+        make(key)
 
 
 @pytest.mark.parametrize("make", COUNTS.values(), ids=COUNTS.keys())

@@ -473,8 +473,8 @@ def test_sample_size_is_the_fewest_rows_that_do():
         (lambda: selection_risk(9, covering=BALL, L=1.0, delta=-1.0), "delta: expected"),
         (lambda: hypergradient_convergence(9, covering=BALL, G=0.0, L=1.0), "G: expected"),
         (lambda: BALL(jnp.zeros(1)), "radii: expected positive numbers"),
-        (lambda: ball_covering(0, 1.0), "dim: expected a positive number"),
-        (lambda: simplex_covering(2.5), "h: expected a positive integer, got 2.5"),
+        (lambda: ball_covering(0, 1.0), "dim: expected at least 1"),
+        (lambda: simplex_covering(2.5), "h: expected a whole number, got 2.5"),
         (lambda: sparse_covering(3, 4, 1.0), r"s: expected a number in \[1, h = 3\], got 4"),
         (lambda: finite_covering(jnp.ones(3)), r"points: expected shape \[m, h\]"),
         (lambda: finite_covering(jnp.full((2, 1), jnp.nan)), "points: expected finite entries"),
@@ -513,3 +513,13 @@ def test_sample_size_is_the_fewest_rows_that_do():
 def test_bad_input_is_named(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_a_traced_nan_is_not_passed_over():
+    radii, logs = jnp.array([0.5, jnp.nan, 0.1]), jnp.array([1.0, jnp.nan, 2.0])
+    assert np.isnan(jax.jit(simplex_covering(3))(radii)[1])
+    effective = jax.jit(lambda logs: effective_dimension(logs, jnp.full(3, 0.5), C_bar=2.0))
+    assert np.isnan(effective(logs))
+    family = jnp.stack([jnp.eye(2), jnp.eye(2).at[0, 0].set(jnp.nan)])
+    bound = jax.jit(lambda K: oymak_theorem2(K, jnp.ones(2), 9, h=1, B=1.0, lambda0=1.0, C=1.0))
+    assert np.isnan(bound(family).value)

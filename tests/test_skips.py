@@ -297,7 +297,7 @@ def apply(alpha, x=X):
             "alpha: expected finite weights, got NaN",
         ),
         (lambda: minibatches(5)(jax.random.key(0), X), "batch_size: expected 1 to the 4 rows"),
-        (lambda: minibatches(0)(jax.random.key(0), X), "batch_size: expected 1 to the 4 rows"),
+        (lambda: minibatches(0), "batch_size: expected at least 1, got 0"),
         (
             lambda: train(jax.random.key(0), linear, None, 0.0, X, optimizer=0.1, batch_size=5),
             "batch_size: expected 1 to the 4 rows of the data, got 5",

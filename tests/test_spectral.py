@@ -272,3 +272,9 @@ def test_the_estimator_on_whole_tensors_is_distributed_as_the_fast_sample():
 def test_bad_input_is_refused(call, words):
     with pytest.raises(ValueError, match=words):
         call()
+
+
+def test_a_traced_nan_is_not_passed_over_and_shapes_have_to_fit():
+    assert np.isnan(jax.jit(spectral_limits)(2.0, jnp.nan).correlation_squared)
+    with pytest.raises(ValueError, match=r"h_over_n: expected a shape that broadcasts with \(2,\)"):
+        spectral_limits(jnp.ones(2), jnp.ones(3))

@@ -130,6 +130,9 @@ def test_a_traced_nan_gives_nan():
         (lambda: certify_simplex(np.zeros((2, 1, 3, 3))), r"blocks: expected shape"),
         (lambda: certify_simplex(np.ones((1, 1, 1, 1)), rtol=0), "rtol: expected"),
         (lambda: certify_simplex(np.ones((1, 1, 1, 1)), max_cells=0), "max_cells: expected"),
+        (lambda: certify_simplex(np.ones((1, 1, 1, 1)), max_cells=2.5), "max_cells: .* whole"),
+        (lambda: certify_simplex(np.ones((1, 1, 1, 1)), max_cells=np.nan), "max_cells: .* whole"),
+        (lambda: certify_simplex("blocks"), "blocks: expected numbers, got 'blocks'"),
     ],
 )
 def test_bad_input_is_named(call, sentence):

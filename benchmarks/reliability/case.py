@@ -25,7 +25,10 @@ verdict         meaning
 ``misfit``      the same, where the argument was of a kind it could never be: a text for a number
 ==============  =================================================================================
 
-The last four are *silent*: the goal is that there are none.
+``wrong`` and ``swallowed`` are *silent*: nothing tells the user. (Two kinds of ``wrong`` are loud,
+and are counted there all the same: a good input refused, and left-overs of a refusal.) ``raw`` and
+``misfit`` are loud, but explain nothing. The goal is no ``wrong``, no ``swallowed`` and no ``raw``;
+misfits are counted. All four are listed with the line that makes them again.
 """
 
 import operator
@@ -46,7 +49,8 @@ import bilevel
 import ntk
 
 VERDICTS = ("right", "refused", "flagged", "no answer", "wrong", "swallowed", "raw", "misfit")
-SILENT = ("wrong", "swallowed", "raw", "misfit")
+SILENT, RAW = ("wrong", "swallowed"), ("raw", "misfit")
+LISTED, FAILURES = (*SILENT, *RAW), (*SILENT, "raw")
 MISFITS = ("a text", "a function", "a number", "none", "an array")
 
 _OURS = tuple(str(Path(package.__file__).parent) for package in (bilevel, ntk))

@@ -26,7 +26,7 @@ _SMALL = {
         "activations": ["relu", "tanh"],
         "steps": 2,
         "inner-steps": 3,
-        "width": 8,
+        "width": 16,
         "train": 20,
         "valid": 20,
         "test": 40,
@@ -261,6 +261,7 @@ def _verdict(command, mistake, found, left, numbers) -> Outcome:
     if left:
         return Outcome("wrong", attack, f"refused, but left {', '.join(left)[:80]} behind")
     flag = mistake.split()[0].strip("-").replace("-", "[-_ ]")
+    flag = {"resume": "resume|out"}.get(flag, flag)  # there is nothing in the directory
     if not parsed and "an unknown flag" not in mistake and not _named(flag, message):
         return Outcome("raw", attack, f"names no flag: {message[:150]}")
     return Outcome("refused", attack)

@@ -20,7 +20,7 @@ _EXPECTED = {  # what may be named: the quantity itself, or the first one that i
     "outer loss": ("outer loss",),
     "lower loss": ("lower loss",),
     "hypergradient": ("hypergradient",),
-    "weights": ("outer loss", "weights"),
+    "weights": ("lower loss", "outer loss", "weights"),
     "update of alpha": ("alpha",),
     "batch": ("outer loss", "lower loss", "weights", "hypergradient"),
 }

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from reliability.case import SILENT, VERDICTS
+from reliability.case import FAILURES, RAW, SILENT, VERDICTS
 
 Line = dict[str, Any]
 
@@ -23,11 +23,11 @@ class Records:
         line = self.lines.get((part, name, block))
         return line is not None and sum(line["counts"].values()) == inputs
 
-    def add(self, part: str, name: str, block: int, counts: Counter, silent: list[str]) -> None:
+    def add(self, part: str, name: str, block: int, counts: Counter, listed: list[str]) -> None:
         """One block of a part's inputs under a name."""
         counted = {verdict: counts[verdict] for verdict in VERDICTS if counts[verdict]}
         line = {"part": part, "name": name, "block": block, "seed": self.seed, "counts": counted}
-        line |= {"silent": silent} if silent else {}
+        line |= {"listed": listed} if listed else {}
         self.lines[part, name, block] = line
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a") as file:
@@ -59,9 +59,9 @@ def totals(lines: Iterable[Line], by: str) -> dict[str, Counter]:
     return found
 
 
-def silent(counts: Counter) -> int:
-    """How many are silent."""
-    return sum(counts[verdict] for verdict in SILENT)
+def failures(counts: Counter) -> int:
+    """How many are silent, or raw."""
+    return sum(counts[verdict] for verdict in FAILURES)
 
 
 def table(lines: Iterable[Line], by: str = "part") -> str:
@@ -73,8 +73,8 @@ def table(lines: Iterable[Line], by: str = "part") -> str:
         "no answer",
         "silent: wrong",
         "silent: NaN swallowed",
-        "silent: raw error",
-        "silent: raw error, of a misfit",
+        "raw errors",
+        "of them, arguments of a wrong type",
     )
     rows = [f"| {by} | {' | '.join(heads)} |", "| --- " * (len(heads) + 1) + "|"]
     found = totals(lines, by)
@@ -86,6 +86,8 @@ def table(lines: Iterable[Line], by: str = "part") -> str:
             counts["refused"] + counts["flagged"],
             counts["no answer"],
             *(counts[verdict] for verdict in SILENT),
+            sum(counts[verdict] for verdict in RAW),
+            counts["misfit"],
         )
         rows.append(f"| {name} | {' | '.join(f'{cell:,}' for cell in cells)} |")
     return "\n".join(rows)

@@ -186,7 +186,7 @@ def wrong_order(rng, dtype) -> Case:
     """What comes after the geometry takes alpha off its set: refused, or kept on it."""
     after = {
         "nothing to descend": bilevel.exponentiate(),
-        "clip": optax.chain(optax.sgd(0.5), bilevel.exponentiate(), optax.clip(0.05)),
+        "clip": optax.chain(optax.sgd(0.5), bilevel.exponentiate(), optax.clip(1e-6)),
         "weight decay": optax.chain(
             optax.sgd(0.5), bilevel.exponentiate(), optax.add_decayed_weights(0.1)
         ),

@@ -128,7 +128,7 @@ def command_search(folder: Path, steps: int = 4) -> Arrays:
         "--inner-steps",
         "3",
         "--width",
-        "8",
+        "16",
         "--train",
         "20",
         "--valid",

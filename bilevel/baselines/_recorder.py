@@ -3,7 +3,7 @@
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypedDict
 
@@ -14,6 +14,7 @@ from bilevel._fingerprint import digest, fingerprint
 from bilevel._progress import progress_bar
 from bilevel.baselines import _journal
 from bilevel.baselines.trace import Trace
+from bilevel.checks import prng_key, whole
 from bilevel.protocols import Evaluation, Selection, Shared
 
 
@@ -69,11 +70,13 @@ class Recorder:
         resume: bool = False,
         progress: bool | None = None,
     ):
+        prng_key("key", key)
+        if not isinstance(configs, Iterable):
+            raise ValueError(f"configs: expected a sequence of configurations, got {configs!r}.")
         self.configs = tuple(configs)
         if not self.configs:
             raise ValueError("configs: expected at least one configuration, got none.")
-        if not isinstance(budget, int | np.integer) or budget < 1:
-            raise ValueError(f"budget: expected an integer of at least 1, got {budget}.")
+        budget = whole("budget", budget, 1)
         selection = isinstance(problem, Selection)
         self._evaluate: Any = problem.evaluate if selection else problem
         self._share: Any = problem.share if selection else None
@@ -81,7 +84,7 @@ class Recorder:
             raise ValueError(f"problem: expected a function or a Selection, got {problem!r}.")
         if shares and self._share is None:
             raise ValueError("problem: expected a Selection with `share`, got one without.")
-        self.method, self.key, self.options, self.budget = method, key, options, int(budget)
+        self.method, self.key, self.options, self.budget = method, key, options, budget
         self.draws, self._oracle_key = jax.random.split(jax.random.fold_in(key, 0))
         self._oracle = selection if oracle is None else oracle
         self._path, self._resume, self._progress = journal, resume, progress

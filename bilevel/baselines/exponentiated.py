@@ -22,6 +22,7 @@ from scipy.special import logsumexp
 
 from bilevel.baselines._recorder import Recorder, Recording
 from bilevel.baselines.trace import Trace
+from bilevel.checks import between, whole
 from bilevel.protocols import Shared
 
 
@@ -87,10 +88,8 @@ def exponentiated_gradient(
     log = Recorder(
         "exponentiated_gradient", key, configs, problem, budget, options, shares=True, **recording
     )
-    if rounds < 1:
-        raise ValueError(f"rounds: expected at least 1, got {rounds}.")
-    if not 0 < rate < np.inf:
-        raise ValueError(f"rate: expected a positive number, got {rate}.")
+    rounds = whole("rounds", rounds, 1)
+    between("rate", rate, 0, np.inf)
     n = len(log.configs)
     everyone, log_theta = np.arange(n), np.full(n, -np.log(n))
     latest = np.full(n, np.nan)  # last error of each configuration

@@ -18,6 +18,7 @@ import numpy as np
 from bilevel.baselines._recorder import Recorder, Recording
 from bilevel.baselines._schedule import ceil, floor, ranked, resources
 from bilevel.baselines.trace import Trace
+from bilevel.checks import number
 
 _Rungs = list[tuple[int, int]]  # (configurations, resource)
 
@@ -60,8 +61,8 @@ def successive_halving(
     Raises
     ------
     ValueError
-        Before the first solve: no configurations, ``budget`` or ``eta`` or ``minimum`` out of
-        range, a journal of another run.
+        Before the first solve: what is no key, no configurations, ``budget`` or ``eta`` or
+        ``minimum`` out of range, a journal of another run.
     FloatingPointError
         If no error is finite.
 
@@ -173,8 +174,8 @@ def _race(log: Recorder, first: int, candidates: np.ndarray, rungs: _Rungs) -> N
 
 def _levels(budget: int, minimum: int, eta: float) -> int:
     """How often ``budget`` can be divided by ``eta`` without falling under ``minimum``."""
-    if not eta > 1:
-        raise ValueError(f"eta: expected a number over 1, got {eta}.")
-    if not 1 <= minimum <= budget:
+    if not 1 < number("eta", eta) < math.inf:
+        raise ValueError(f"eta: expected a finite number over 1, got {eta}.")
+    if not 1 <= number("minimum", minimum) <= budget:
         raise ValueError(f"minimum: expected 1 to {budget}, got {minimum}.")
     return math.floor(math.log(budget / minimum) / math.log(eta) + 1e-9)

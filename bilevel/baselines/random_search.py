@@ -8,6 +8,7 @@ import numpy as np
 
 from bilevel.baselines._recorder import Recorder, Recording
 from bilevel.baselines.trace import Trace
+from bilevel.checks import whole
 
 
 def random_search(
@@ -42,8 +43,8 @@ def random_search(
     Raises
     ------
     ValueError
-        Before the first solve: no configurations, ``budget`` under 1, ``evaluations`` out of range,
-        a journal of another run.
+        Before the first solve: what is no key, no configurations, ``budget`` under 1,
+        ``evaluations`` out of range, a journal of another run.
     FloatingPointError
         If no error is finite.
 
@@ -58,8 +59,8 @@ def random_search(
     options = {"evaluations": evaluations}
     log = Recorder("random_search", key, configs, problem, budget, options, **recording)
     n = len(log.configs)
-    count = n if evaluations is None else evaluations
-    if not 1 <= count <= n:
+    count = n if evaluations is None else whole("evaluations", evaluations, 1)
+    if count > n:
         raise ValueError(f"evaluations: expected 1 to {n}, got {evaluations}.")
     order = np.asarray(jax.random.permutation(log.draws, n))[:count]
     with log.run(count):

@@ -24,6 +24,7 @@ import numpy as np
 from bilevel.baselines._recorder import Recorder, Recording
 from bilevel.baselines._schedule import ranked, resources
 from bilevel.baselines.trace import Trace
+from bilevel.checks import number
 
 
 def weight_sharing(
@@ -57,8 +58,8 @@ def weight_sharing(
     Raises
     ------
     ValueError
-        Before the first solve: no configurations, ``budget`` under 1, a problem without ``share``,
-        a journal of another run.
+        Before the first solve: what is no key, no configurations, ``budget`` under 1, a problem
+        without ``share``, a journal of another run.
     FloatingPointError
         If a solve has no error to show: all cells are empty or NaN.
 
@@ -130,7 +131,7 @@ def fast_weight_sharing(
 def _halve(method, key, configs, problem, budget, growth, recording) -> Trace:
     options = {"growth": growth}
     log = Recorder(method, key, configs, problem, budget, options, shares=True, **recording)
-    if not 1 <= growth < math.inf:
+    if not 1 <= number("growth", growth) < math.inf:
         raise ValueError(f"growth: expected a finite number of at least 1, got {growth}.")
     survivors = np.arange(len(log.configs))
     rounds = (len(survivors) - 1).bit_length()  # ceil(log2 |C|)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ntk._checks import number, numbers, offending, whole
 from ntk.bounds import Bound
 from ntk.bounds.bound import positive
 
@@ -15,10 +16,12 @@ UNIT_LOSS = ("the loss is in [0, 1], else C is larger", None)
 
 def nonnegative(name: str, x: Any) -> jax.Array:
     """``x`` as an array of floating-point numbers, none negative (or NaN) unless traced."""
+    x = numbers(name, x)
     traced = isinstance(x, jax.core.Tracer)
-    x = x if traced else np.asarray(x)  # a JAX array would be traced inside jit
-    if x.size == 0 or not (traced or np.all(x >= 0)):
-        raise ValueError(f"{name}: expected numbers of at least 0, got {x}.")
+    if x.size == 0:
+        raise ValueError(f"{name}: expected at least one number, got the shape {x.shape}.")
+    if not traced and not np.all(x >= 0):
+        raise ValueError(f"{name}: expected numbers of at least 0, got {offending(x, x >= 0)}.")
     return jnp.asarray(x) * 1.0
 
 
@@ -36,15 +39,21 @@ def broadcast(**pair: Any) -> list[jax.Array]:
 
 def confidence(name: str, tau: float, events: int) -> float:
     """``1 - events exp(-tau)``, for a ``tau`` that makes it positive."""
-    if not math.log(events) < tau < math.inf:
+    if not math.log(events) < number(name, tau) < math.inf:
         raise ValueError(f"{name}: expected a number above log({events}), got {tau}.")
     return 1 - events * math.exp(-tau)
 
 
 def positives(**numbers: Any) -> None:
     """Raise unless each is positive and finite, or traced."""
-    for name, number in numbers.items():
-        positive(name, number)
+    for name, value in numbers.items():
+        positive(name, value)
+
+
+def count(name: str, value: Any) -> None:
+    """Raise unless ``value`` is a whole number of at least 1, or traced."""
+    if not isinstance(value, jax.core.Tracer):
+        whole(name, value, 1)
 
 
 def end_to_end(

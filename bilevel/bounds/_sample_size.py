@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from ntk._checks import function
 from ntk.bounds import Bound
 from ntk.bounds.bound import positive
 
@@ -29,7 +30,7 @@ def sample_size(gap: float, bound: Callable[[float], Bound]) -> int:
     Raises
     ------
     ValueError
-        For a gap that is not positive, or that 10^15 rows do not reach.
+        For a gap that is not positive, or that 10^15 rows do not reach; for what is no function.
 
     Examples
     --------
@@ -39,6 +40,7 @@ def sample_size(gap: float, bound: Callable[[float], Bound]) -> int:
     1083
     """
     positive("gap", gap)
+    function("bound", bound, "n_valid -> Bound")
 
     def reached(rows: int) -> bool:
         return bool(bound(float(rows)).value <= gap)

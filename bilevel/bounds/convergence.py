@@ -33,6 +33,7 @@ import jax.numpy as jnp
 
 from bilevel.bounds._checks import confidence, nonnegative, positives
 from bilevel.bounds.covering import Covering
+from ntk._checks import function
 from ntk.bounds import Bound
 
 _SAMPLE = ("validation rows are i.i.d. and independent of the training", None)
@@ -89,7 +90,7 @@ def uniform_convergence(
     Raises
     ------
     ValueError
-        For a number out of range.
+        For a number out of range, or a covering that is no function.
 
     Examples
     --------
@@ -161,7 +162,7 @@ def selection_risk(
     Raises
     ------
     ValueError
-        For a number out of range.
+        For a number out of range, or a covering that is no function.
 
     Examples
     --------
@@ -220,7 +221,7 @@ def hypergradient_convergence(
     Raises
     ------
     ValueError
-        For a number out of range.
+        For a number out of range, or a covering that is no function.
 
     Examples
     --------
@@ -267,6 +268,7 @@ def _uniform(
     probability: float,
 ) -> Bound:
     """``min_eps slope eps + deviation(log N(eps))``; vacuous from ``scale`` on."""
+    function("covering", covering, "radii -> log N(radii)")
 
     def value(log_radius):
         radii = jnp.exp(log_radius) * scale / slope

@@ -29,7 +29,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bilevel.bounds._checks import nonnegative
+from bilevel.bounds._checks import count, nonnegative
+from ntk._checks import numbers, offending, whole
 from ntk.bounds.bound import positive
 
 Covering = Callable[[jax.Array], jax.Array]
@@ -80,7 +81,7 @@ def effective_dimension(log_covering_numbers: Any, radii: Any, *, C_bar: float) 
     if not isinstance(radii, jax.core.Tracer) and np.any(np.asarray(radii) > C_bar):
         raise ValueError(f"radii: expected numbers of at most C_bar = {C_bar}, got {radii.max()}.")
     scale = jnp.log(C_bar / radii)
-    return jnp.max(jnp.where(logs > 0, logs / scale, 0.0))
+    return jnp.max(jnp.where(logs == 0, 0.0, logs / scale))  # NaN stays NaN
 
 
 def ball_covering(dim: int, R: float) -> Covering:
@@ -112,7 +113,7 @@ def ball_covering(dim: int, R: float) -> Covering:
     >>> ball_covering(2, 1.0)(jnp.array([0.1, 0.5, 1.0])).round(3)
     Array([6.089, 3.219, 0. ], dtype=float...)
     """
-    positive("dim", dim)
+    count("dim", dim)
     positive("R", R)
 
     def covering(radii: jax.Array) -> jax.Array:
@@ -152,7 +153,7 @@ def simplex_covering(h: int, *, copies: int = 1) -> Covering:
     Raises
     ------
     ValueError
-        If h or copies is not a positive integer.
+        If h or copies is not a whole number of at least 1.
 
     Examples
     --------
@@ -160,15 +161,14 @@ def simplex_covering(h: int, *, copies: int = 1) -> Covering:
     Array([13.1..., 5.1..., 0. ], dtype=float...)
     """
     for name, number in ("h", h), ("copies", copies):
-        if number < 1 or number != int(number):
-            raise ValueError(f"{name}: expected a positive integer, got {number}.")
+        whole(name, number, 1)
     spread = 1 - 1 / h
 
     def covering(radii: jax.Array) -> jax.Array:
         radii = _radii(radii) / math.sqrt(copies)
         k = jnp.ceil(jnp.minimum(math.sqrt(h) / 2 / radii, spread / radii**2))
         logs = jnp.log1p(k[..., None] / jnp.arange(1, h)).sum(-1)
-        return copies * jnp.where(radii**2 < spread, logs, 0.0)
+        return copies * jnp.where(radii**2 >= spread, 0.0, logs)  # NaN stays NaN
 
     return covering
 
@@ -199,7 +199,7 @@ def sparse_covering(h: int, s: int, R: float) -> Covering:
     >>> sparse_covering(224, 2, 1.0)(jnp.array([0.1])).round(3)
     Array([16.215], dtype=float...)
     """
-    if not 1 <= s <= h:
+    if not whole("s", s, 1) <= whole("h", h, 1):
         raise ValueError(f"s: expected a number in [1, h = {h}], got {s}.")
     ball, supports = ball_covering(s, R), math.log(math.comb(h, s))
 
@@ -240,8 +240,9 @@ def finite_covering(points: jax.Array) -> Covering:
 
     Reference: Gonzalez (1985), "Clustering to minimize the maximum intercluster distance".
     """
-    if jnp.ndim(points) != 2 or jnp.size(points) == 0:
-        raise ValueError(f"points: expected shape [m, h], got {jnp.shape(points)}.")
+    points = numbers("points", points)
+    if points.ndim != 2 or points.size == 0:
+        raise ValueError(f"points: expected shape [m, h], got {points.shape}.")
     if not isinstance(points, jax.core.Tracer) and not np.isfinite(points).all():
         raise ValueError("points: expected finite entries, got NaN or infinity.")
     points = jnp.asarray(points) * 1.0
@@ -263,8 +264,10 @@ def finite_covering(points: jax.Array) -> Covering:
 
 
 def _radii(radii: Any) -> jax.Array:
+    radii = numbers("radii", radii)
     traced = isinstance(radii, jax.core.Tracer)
-    radii = radii if traced else np.asarray(radii)
-    if radii.size == 0 or not (traced or np.all(radii > 0)):
-        raise ValueError(f"radii: expected positive numbers, got {radii}.")
+    if radii.size == 0:
+        raise ValueError(f"radii: expected at least one, got the shape {radii.shape}.")
+    if not traced and not np.all(radii > 0):
+        raise ValueError(f"radii: expected positive numbers, got {offending(radii, radii > 0)}.")
     return jnp.asarray(radii) * 1.0

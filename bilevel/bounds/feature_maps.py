@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from bilevel.bounds._checks import positives
+from bilevel.bounds._checks import count, positives
 
 
 class FeatureMapLipschitz(NamedTuple):
@@ -99,7 +99,8 @@ def feature_map_lipschitz(
     The product rule with norms of each factor gives terms of order ``n_T^1.5 / lambda0^2``, as
     behind Oymak et al. 2021, Lemma 1, where the above has ``sqrt(n_T) / lambda0``.
     """
-    positives(n_train=n_train, h=h, B=B, y_norm=y_norm, lambda0=lambda0, R=R)
+    count("h", h)
+    positives(n_train=n_train, B=B, y_norm=y_norm, lambda0=lambda0, R=R)
     features = jnp.sqrt(n_train * B)
     theta = y_norm * jnp.minimum(1 / jnp.sqrt(lambda0), R * features / lambda0)
     moved = math.sqrt(2) * features * y_norm / lambda0

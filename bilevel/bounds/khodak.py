@@ -35,6 +35,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from bilevel.bounds._checks import broadcast, nonnegative
+from ntk._checks import number
 from ntk.bounds import Bound
 from ntk.bounds.bound import holds, positive
 
@@ -472,7 +473,7 @@ def _validation_rate(n_valid, configurations, delta) -> jax.Array:
 
 
 def _check_range(delta: float, B: float = 1.0, events: int = 3) -> None:
-    if not 0 < delta < 1 / events:
+    if not 0 < number("delta", delta) < 1 / events:
         raise ValueError(f"delta: expected a number in (0, 1/{events}), got {delta}.")
     positive("B", B)
 

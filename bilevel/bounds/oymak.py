@@ -39,6 +39,7 @@ from bilevel.bounds._checks import (
     UNIT_LOSS,
     broadcast,
     confidence,
+    count,
     end_to_end,
     nonnegative,
     positives,
@@ -134,7 +135,8 @@ def oymak_theorem1(
     [0.3257, 0.6514, 0.3407]
     """
     chance = confidence("tau", tau, events=2)
-    positives(n_valid=n_valid, h=h, C=C)
+    positives(n_valid=n_valid, C=C)
+    count("h", h)
     h_bar, delta = nonnegative("h_bar", h_bar), nonnegative("delta", delta)
     gap, gradient = (jnp.sqrt(C * (d + tau) / n_valid) for d in (h_bar, h + h_bar))
     setting = (
@@ -273,7 +275,8 @@ def oymak_lemma1(n_train: Any, *, h: int, B: Any, lambda0: Any, R: Any = 1.0) ->
     For labels in [-1, 1], a convex set and a bounded, 1-Lipschitz loss. The explicit constant of
     :func:`feature_map_lipschitz` with :func:`uniform_convergence` is what it stands for.
     """
-    positives(n_train=n_train, h=h, B=B, lambda0=lambda0, R=R)
+    positives(n_train=n_train, B=B, lambda0=lambda0, R=R)
+    count("h", h)
     if not isinstance(R, jax.core.Tracer) and R < 1:
         raise ValueError(f"R: expected a number of at least 1, got {R}.")
     inside = 20 * R**3 * B * (n_train / lambda0) ** 2 * (B * n_train + 1)

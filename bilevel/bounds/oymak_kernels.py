@@ -20,7 +20,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from bilevel.bounds._checks import UNIT_LOSS, confidence, end_to_end, nonnegative, positives
+from bilevel.bounds._checks import UNIT_LOSS, confidence, count, end_to_end, nonnegative, positives
+from ntk._checks import array, number
 from ntk.activations import Activation
 from ntk.bounds import Bound
 from ntk.bounds.bound import holds, kernel
@@ -88,9 +89,10 @@ def oymak_theorem2(
     (0.262, 0.7646)
     """
     chance = confidence("tau", tau, events=4)
-    if not 0 <= p0 < chance:
+    if not 0 <= number("p0", p0) < chance:
         raise ValueError(f"p0: expected a number in [0, 1 - 4 exp(-tau)), got {p0}.")
-    positives(n_valid=n_valid, h=h, B=B, lambda0=lambda0, R=R, Gamma=Gamma, C=C)
+    count("h", h)
+    positives(n_valid=n_valid, B=B, lambda0=lambda0, R=R, Gamma=Gamma, C=C)
     family, y = _family(K, y)
     energy, definite = _energy(family, y)
     M = 30 * R**4 * (B / lambda0) ** 2 * Gamma * (len(y) + n_valid) * (y @ y)
@@ -220,7 +222,8 @@ def oymak_theorem3(
     initialisation has the variance ``c_0 Var sigma_alpha(g)``, not 0: hidden in "a proper choice of
     c_0".
     """
-    positives(t=t, n_valid=n_valid, h=h, B=B, C=C)
+    positives(t=t, n_valid=n_valid, B=B, C=C)
+    count("h", h)
     family, y = _family(K, y)
     fails = math.exp(-t) + len(y) ** -3 + math.exp(-10 * h)
     if not 4 * fails < 1:
@@ -252,7 +255,7 @@ def oymak_theorem3(
 def _family(K: Any, y: Any) -> tuple[jax.Array, jax.Array]:
     """Kernels [m, n, n] and labels [n]."""
     K = kernel(K, stack=True)
-    y = jnp.asarray(y, K.dtype)
+    y = array("y", y).astype(K.dtype)
     if y.shape != K.shape[-1:]:
         raise ValueError(f"y: expected shape [{K.shape[-1]}] as K has rows, got {y.shape}.")
     return K.reshape(-1, *K.shape[-2:]), y
@@ -262,7 +265,10 @@ def _energy(family: jax.Array, y: jax.Array) -> tuple[jax.Array, bool | None]:
     """``min sqrt(y'K^-1 y / n)`` over the family; whether all of it is positive definite."""
     energies = jax.vmap(excess_risk_term, (0, None))(family, y).normalized
     definite = jnp.isfinite(energies)
-    return jnp.min(jnp.where(definite, energies, jnp.inf)), holds(definite.all())
+    # No inverse, no bound; but a NaN in a kernel is to be seen.
+    known = jnp.isfinite(family).all((1, 2))
+    energies = jnp.where(definite, energies, jnp.where(known, jnp.inf, jnp.nan))
+    return jnp.min(energies), holds(definite.all())
 
 
 def _smooth(s: Activation) -> bool:

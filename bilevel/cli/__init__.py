@@ -147,11 +147,17 @@ def parse(arguments: Sequence[str]) -> Flags | None:
 
 
 def _sentence(box: str) -> str:
-    """What tyro draws in a box, below a title and above help that a rule sets off."""
-    lines = [line.strip("│ \n") for line in box.splitlines()]
-    rules = [i for i, line in enumerate(lines) if set(line) <= set("╭╮╰╯─ ")] or [len(lines)]
-    found = " ".join(line for line in lines[1 : rules[0]] if line).rstrip(".")
-    meant = re.findall(r"^(--[\w-]+)", "\n".join(lines[rules[0] :]), re.MULTILINE)
+    """What tyro draws in a box, below a title and above help that a rule sets off.
+
+    A terminal that has no lines gets hyphens, and a rule below the title too.
+    """
+    _, *lines = [line.strip("│ \n") for line in box.splitlines()]
+    rules = [set(line) <= set("╭╮╰╯─- ") for line in lines]
+    start = rules.index(False)
+    end = next((i for i, rule in enumerate(rules) if rule and i > start), len(lines))
+    found = " ".join(lines[start:end]).rstrip(".")
+    rest = [line for line, rule in zip(lines[end:], rules[end:], strict=True) if not rule]
+    meant = re.findall(r"^(--[\w-]+)", "\n".join(rest), re.MULTILINE)
     perhaps = f" (perhaps {', '.join(dict.fromkeys(meant))})" if "Perhaps" in box else ""
     return f"{found}{perhaps}; see --help."
 

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import scipy.special
 
+from bilevel.checks import number
+
 
 def pairwise(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
     """``rows[..., i] - rows[..., j]``: means over the leading axis, and their standard errors.
@@ -35,5 +37,5 @@ def quantile(confidence: float, n: int, statements: int = 1) -> float:
 
 
 def check_confidence(confidence: float) -> None:
-    if not 0 < confidence < 1:
+    if not 0 < number("confidence", confidence) < 1:
         raise ValueError(f"confidence: expected a number in (0, 1), got {confidence}.")

@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from bilevel.checks import array, whole
 from bilevel.protocols import Pytree
 
 
@@ -32,10 +33,11 @@ def top_k(alpha: Pytree, k: int) -> Pytree:
     >>> top_k(jnp.array([0.2, 0.5, 0.3]), 2)
     Array([1, 2], dtype=int...)
     """
+    k = whole("k", k, 1)
 
     def largest(a):
         a = _entries(a)
-        if not 1 <= k <= a.shape[-1]:
+        if k > a.shape[-1]:
             raise ValueError(f"k: expected 1 to {a.shape[-1]}, got {k}.")
         return jax.lax.top_k(a, k)[1]
 
@@ -54,7 +56,7 @@ def rank_by_alpha(alpha: Pytree) -> Pytree:
 
 
 def _entries(alpha: Any) -> jax.Array:
-    alpha = jnp.asarray(alpha)
+    alpha = array("alpha", alpha)
     if alpha.ndim == 0 or alpha.size == 0:
         raise ValueError(f"alpha: expected entries on the last axis, got shape {alpha.shape}.")
     if not isinstance(alpha, jax.core.Tracer) and bool(jnp.isnan(alpha).any()):

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
+from bilevel.checks import array, simplex
 from bilevel.discretize._intervals import check_confidence, pairwise, quantile, standard_error
 from bilevel.discretize.factors import factor_simplex
 
@@ -170,7 +170,7 @@ def _verdict(difference: jax.Array, half_width: jax.Array) -> jax.Array:
 def _aligned(outputs: Any, alpha: Any, targets: Any) -> tuple:
     """``outputs`` [n, h, o], ``alpha`` [h], ``targets`` [n, o] or None, all floating."""
     arrays = {"outputs": outputs, "alpha": alpha, "targets": targets}
-    arrays = {k: x if x is None else jnp.asarray(x) * 1.0 for k, x in arrays.items()}
+    arrays = {k: None if x is None else array(k, x) * 1.0 for k, x in arrays.items()}
     for name, x in arrays.items():
         if not (x is None or isinstance(x, jax.core.Tracer) or bool(jnp.isfinite(x).all())):
             raise ValueError(f"{name}: expected finite numbers, got NaN or infinity.")
@@ -183,12 +183,7 @@ def _aligned(outputs: Any, alpha: Any, targets: Any) -> tuple:
     n, h, *o = outputs.shape
     if alpha.shape != (h,):
         raise ValueError(f"alpha: expected shape ({h},), got {alpha.shape}.")
-    if not isinstance(alpha, jax.core.Tracer):
-        values = np.asarray(alpha, np.float64)
-        # As in bilevel.geometry: a user's own decimals, or a few roundings of a sum of 1.
-        slack = max(1e-4, 4 * float(jnp.finfo(alpha.dtype).eps))
-        if not ((values >= 0).all() and abs(values.sum() - 1) <= slack):
-            raise ValueError(f"alpha: expected a point of the simplex, got {alpha}.")
+    simplex("alpha", alpha)
     if targets is not None and targets.shape != (n, *o):
         raise ValueError(f"targets: expected shape {(n, *o)}, got {targets.shape}.")
     outputs = outputs.reshape(n, h, -1)

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from bilevel.checks import floating
+from bilevel.checks import array, floating, simplex, simplex_slack, whole
 
 
 def factor_simplex(alpha: jax.Array, i: int | jax.Array) -> jax.Array:
@@ -35,7 +35,7 @@ def factor_simplex(alpha: jax.Array, i: int | jax.Array) -> jax.Array:
     """
     alpha = _on_simplex(alpha)
     h = alpha.shape[-1]
-    if not isinstance(i, jax.core.Tracer) and not 0 <= i < h:
+    if not isinstance(i, jax.core.Tracer) and not whole("i", i, 0) < h:
         raise ValueError(f"i: expected 0 to {h - 1}, got {i}.")
     others = jnp.where(jnp.arange(h) == i, 0, alpha)
     others = jnp.where((i >= 0) & (i < h), others, jnp.nan)
@@ -72,7 +72,8 @@ def simplex_factors(alpha: jax.Array) -> jax.Array:
     """
     alpha = _on_simplex(alpha)
     left = jnp.cumsum(alpha[..., ::-1], axis=-1)[..., ::-1]
-    return jnp.where(left > 0, alpha / jnp.where(left > 0, left, 1), 0)[..., :-1]
+    # Asked this way round, NaN stays NaN.
+    return jnp.where(left == 0, 0, alpha / jnp.where(left == 0, 1, left))[..., :-1]
 
 
 def simplex_from_factors(beta: jax.Array) -> jax.Array:
@@ -91,6 +92,8 @@ def simplex_from_factors(beta: jax.Array) -> jax.Array:
     >>> simplex_from_factors(jnp.array([0.2, 0.5]))
     Array([0.2, 0.4, 0.4], dtype=float...)
     """
+    beta = array("beta", beta)
+    floating("beta", beta)
     one = jnp.ones_like(beta[..., :1])
     left = jnp.cumprod(1 - beta, axis=-1)
     return jnp.concatenate([beta, one], -1) * jnp.concatenate([one, left], -1)
@@ -98,16 +101,11 @@ def simplex_from_factors(beta: jax.Array) -> jax.Array:
 
 def _on_simplex(alpha: jax.Array) -> jax.Array:
     """``alpha``, refused off the simplex; where it is traced, NaN there."""
-    alpha = jnp.asarray(alpha)
+    alpha = array("alpha", alpha)
     floating("alpha", alpha)
-    if alpha.ndim < 1 or alpha.shape[-1] < 1:
+    if alpha.ndim < 1 or alpha.size == 0:
         raise ValueError(f"alpha: expected shape [..., h], got {alpha.shape}.")
-    allowed = max(1e-4, 4 * float(jnp.finfo(alpha.dtype).eps))
+    simplex("alpha", alpha)
     total = alpha.astype(jnp.promote_types(alpha.dtype, jnp.float32)).sum(-1, keepdims=True)
-    inside = (alpha >= -allowed).all(-1, keepdims=True) & (jnp.abs(total - 1) <= allowed)
-    if not isinstance(inside, jax.core.Tracer) and not inside.all():
-        raise ValueError(
-            "alpha: expected a point of the simplex, got an entry under 0 or a sum of "
-            f"{float(total.ravel()[jnp.argmax(jnp.abs(total - 1))]):.6g}."
-        )
-    return jnp.where(inside, alpha, jnp.nan)
+    near = jnp.abs(total - 1) <= simplex_slack(alpha.dtype)
+    return jnp.where((alpha >= 0).all(-1, keepdims=True) & near, alpha, jnp.nan)

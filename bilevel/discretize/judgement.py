@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from bilevel.checks import array, at_least, whole
 from bilevel.discretize._intervals import standard_error
 
 
@@ -61,16 +62,15 @@ def judge_choice(losses: Any, choice: Any, *, noise: float = 1.0) -> Judgement:
     A rule for a decision and no test: of h equally good choices, the chance that one is within a
     standard error of the best of all is well under 1. Time and memory: ``n h``.
     """
-    losses = jnp.asarray(losses) * 1.0
+    losses = array("losses", losses) * 1.0
     if losses.ndim != 2 or len(losses) < 2 or losses.size == 0:
         raise ValueError(f"losses: expected shape [n, h] with at least 2 rows, got {losses.shape}.")
     if not isinstance(losses, jax.core.Tracer) and not bool(jnp.isfinite(losses).all()):
         raise ValueError("losses: expected finite numbers, got NaN or infinity.")
     h = losses.shape[1]
-    if not isinstance(choice, jax.core.Tracer) and not 0 <= int(choice) < h:
+    if not isinstance(choice, jax.core.Tracer) and not whole("choice", choice, 0) < h:
         raise ValueError(f"choice: expected 0 to {h - 1}, got {choice}.")
-    if not noise >= 0:
-        raise ValueError(f"noise: expected at least 0, got {noise}.")
+    at_least("noise", noise, 0)
     return _judge_choice(losses, jnp.asarray(choice), noise)
 
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import scipy.special
 
+from bilevel.checks import array, function, prng_key, whole
 from bilevel.discretize._intervals import check_confidence, pairwise, quantile, standard_error
 from bilevel.protocols import Pytree
 
@@ -45,7 +46,7 @@ def rank_by_shared_weights(
     Raises
     ------
     ValueError
-        For no choices, losses of another shape, a confidence outside (0, 1).
+        For what is no function, no choices, losses of another shape, a confidence outside (0, 1).
 
     Examples
     --------
@@ -55,6 +56,7 @@ def rank_by_shared_weights(
     (Array([1, 0], dtype=int...), Array([5., 1.], dtype=float...))
     """
     check_confidence(confidence)
+    function("evaluate", evaluate, "choice -> loss")
     if not all(map(np.size, jax.tree.leaves(choices))) or not jax.tree.leaves(choices):
         raise ValueError("choices: expected at least one on the leading axis, got none.")
     losses = jax.lax.map(evaluate, choices)
@@ -112,7 +114,8 @@ def rank_agreement(
     Raises
     ------
     ValueError
-        For vectors of different lengths or under 2, NaN, a confidence outside (0, 1).
+        For what is no key, vectors of different lengths or under 2, NaN, a confidence outside
+        (0, 1), ``resamples`` under 1.
 
     Examples
     --------
@@ -121,7 +124,9 @@ def rank_agreement(
     (0.8, 0.9)
     """
     check_confidence(confidence)
-    a, b = jnp.asarray(a), jnp.asarray(b)
+    prng_key("key", key)
+    resamples = whole("resamples", resamples, 1)
+    a, b = array("a", a), array("b", b)
     if a.ndim != 1 or a.shape != b.shape or a.size < 2:
         raise ValueError(
             f"a, b: expected two vectors of one length, at least 2, got {a.shape} and {b.shape}."

@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from bilevel.checks import array
+
 
 @partial(jax.tree_util.register_dataclass, data_fields=("rows", "columns"), meta_fields=("shape",))
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -200,7 +202,7 @@ def dtype_of(features: Features):
 def checked_features(features) -> Features:
     """``features`` as floating-point numbers, if they are a matrix and blocks keep their word."""
     if not isinstance(features, Blocks | Sparse):
-        features = jnp.asarray(features)
+        features = array("features", features)
         if not jnp.issubdtype(features.dtype, jnp.floating):
             features = features.astype(float)
     if len(features.shape) != 2 or 0 in features.shape:

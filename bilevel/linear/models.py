@@ -33,6 +33,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from bilevel.checks import array, between, number
 from bilevel.linear.matrices import (
     Blocks,
     Features,
@@ -109,8 +110,8 @@ def ridge_weights(
     Array([1.], dtype=float...)
     """
     features, y = _checked(features, y)
-    known = not isinstance(penalty, jax.core.Tracer)
-    if known and not (np.ndim(penalty) == 0 and 0 <= penalty < np.inf):
+    known = not isinstance(number("penalty", penalty), jax.core.Tracer)
+    if known and not 0 <= penalty < np.inf:
         raise ValueError(f"penalty: expected a finite number >= 0, got {penalty}.")
     allowed = ("auto", "cg") if isinstance(features, Sparse) else ("auto", "primal", "dual", "cg")
     if method not in allowed:
@@ -173,8 +174,7 @@ def svm_weights(
     Array([0.8], dtype=float...)
     """
     features, y = _checked(features, y)
-    if not isinstance(cost, jax.core.Tracer) and not (np.ndim(cost) == 0 and cost > 0):
-        raise ValueError(f"cost: expected a positive number, got {cost}.")
+    between("cost", cost, 0, np.inf)
     if not isinstance(y, jax.core.Tracer) and not bool(jnp.all(jnp.abs(y) == 1)):
         raise ValueError(f"y: expected labels -1 and 1, got {float(y[jnp.abs(y) != 1][0]):g}.")
     return _svm(features, y, cost, tolerance, memory)
@@ -298,7 +298,8 @@ def _newton(features, y, penalty, tolerance, memory, *, hinge: bool):
     tolerance = eps**0.75 if tolerance is None else tolerance
 
     def mask(f, y):
-        return (y * f < 1).astype(f.dtype) if hinge else jnp.ones_like(f)
+        # Asked this way round, a row of NaN counts, and is seen.
+        return 1 - (y * f >= 1).astype(f.dtype) if hinge else jnp.ones_like(f)
 
     def gradient(w):
         f, slope = sweep(features, w, lambda f, y: mask(f, y) * (f - y), (y,), memory)
@@ -335,7 +336,8 @@ def _newton(features, y, penalty, tolerance, memory, *, hinge: bool):
     residual = _relative(start, start)
     zero = jnp.zeros((), int)
     state = w, f, start, residual, (w, residual), zero, zero
-    return jax.lax.while_loop(unfinished, step, state)[4]
+    w, residual = jax.lax.while_loop(unfinished, step, state)[4]
+    return w * jnp.where(jnp.isfinite(residual), 1, jnp.nan).astype(w.dtype), residual
 
 
 def _exact_step(mask, r, f_p, w, p, penalty):
@@ -391,12 +393,12 @@ def _relative(gradient, start):
 
 
 def _checked(features, y) -> tuple[Features, jax.Array]:
-    features, y = checked_features(features), jnp.asarray(y)
+    features, y = checked_features(features), array("y", y)
     if y.ndim not in (1, 2) or len(y) != features.shape[0] or y.size == 0:
         raise ValueError(f"y: expected {features.shape[0]} rows, got shape {y.shape}.")
-    for name, array in (("features", features), ("y", y)):
-        known = isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer)
-        if known and not _is_finite(array):
+    for name, a in (("features", features), ("y", y)):
+        known = isinstance(a, jax.Array) and not isinstance(a, jax.core.Tracer)
+        if known and not _is_finite(a):
             raise ValueError(f"{name}: expected finite numbers, got NaN or infinity.")
     return features, y
 

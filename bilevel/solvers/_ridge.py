@@ -5,7 +5,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from bilevel.checks import nan_unless_finite
+from bilevel.checks import function, nan_unless_finite
 from bilevel.protocols import LowerSolver, Pytree
 
 
@@ -35,7 +35,8 @@ def ridge(
     Raises
     ------
     ValueError
-        If the features are not a matrix with one row per label.
+        If an argument is no function; later, if the features are not a matrix with one row per
+        label.
 
     Notes
     -----
@@ -50,6 +51,8 @@ def ridge(
     >>> solver.run(None, 2.0, jnp.zeros(1), (), batch)[0]
     Array([1.5], dtype=float...)
     """
+    function("features", features, "(alpha, x) -> [n, p]")
+    function("penalty", penalty, "alpha -> penalty")
 
     def run(lower, alpha, w, state, batch):
         x, y = batch

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from bilevel.checks import gradient_transformation, nan_unless_finite, whole
+from bilevel.checks import between, gradient_transformation, nan_unless_finite, whole
 from bilevel.meshes import settled
 from bilevel.precision import narrow
 from bilevel.protocols import LowerSolver, Pytree
@@ -159,8 +159,8 @@ def one_step(
     ----------
     Liu, Simonyan & Yang (2019), DARTS: Differentiable Architecture Search, Eqs. (7) and (8).
     """
-    if radius is not None and not radius > 0:
-        raise ValueError(f"radius: expected a positive number, got {radius}.")
+    if radius is not None:
+        between("radius", radius, 0, math.inf)
     if not isinstance(optimizer, optax.GradientTransformation):
         optimizer = optax.sgd(_step_size(optimizer))
 

@@ -23,7 +23,7 @@ At ``width=math.inf`` the network is kernel ridge regression: :mod:`bilevel.spac
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, overload
 
 import jax
@@ -31,6 +31,7 @@ import jax.numpy as jnp
 import optax
 
 import ntk
+from bilevel.checks import array, number, short, whole
 from bilevel.problem import Problem
 from bilevel.protocols import LowerSolver
 from bilevel.solvers import restarted, unrolled
@@ -158,6 +159,9 @@ def activation_space(
     >>> bool(jnp.isclose(found.alpha["mixture"].sum(), 1))
     True
     """
+    if isinstance(activations, str) or not isinstance(activations, Iterable):
+        raise ValueError(f"activations: expected a sequence, got {short(activations)}.")
+    activations = tuple(activations)
     functions = tuple(_activation(a) for a in activations)
     if not functions:
         raise ValueError("activations: expected at least one name or function, got none.")
@@ -222,7 +226,7 @@ def _name(function: Elementwise) -> str:
 def _activation(a: str | Elementwise) -> Elementwise:
     if callable(a):
         return a
-    if a not in ACTIVATIONS:
+    if not isinstance(a, str) or a not in ACTIVATIONS:
         raise ValueError(
             f"activations: expected functions or names among {', '.join(ACTIVATIONS)}, got {a!r}."
         )
@@ -231,12 +235,12 @@ def _activation(a: str | Elementwise) -> Elementwise:
 
 def _sign_patterns(width: float, classes: int) -> jax.Array:
     """[width, outputs] of +-1: balanced columns, orthogonal to each other (Walsh functions)."""
+    classes = whole("classes", classes, 2)
     outputs = 1 if classes == 2 else classes
     period = 1 << outputs.bit_length()
-    if classes < 2 or width < period or width % period:
+    if number("width", width) < period or width % period:
         raise ValueError(
-            f"width: expected a multiple of {period} for {classes} classes (at least 2), "
-            f"got {width}."
+            f"width: expected a multiple of {period} for {classes} classes, got {width}."
         )
     shared_bits = jnp.arange(int(width))[:, None] & (1 + jnp.arange(outputs))
     return 1 - 2 * (jax.lax.population_count(shared_bits) % 2)
@@ -273,12 +277,24 @@ def _step_size(alpha: jax.Array, curvatures: jax.Array) -> jax.Array:
 def unit_inputs(x: jax.Array, *others: jax.Array) -> jax.Array | tuple[jax.Array, ...]:
     """Rows flattened, centred on the mean of ``x``'s, and scaled to unit norm.
 
+    Raises
+    ------
+    ValueError
+        For arrays without rows, or of other than real numbers.
+
     Examples
     --------
     >>> unit_inputs(jnp.array([[0.0, 0.0], [2.0, 0.0]]))
     Array([[-1., 0.], [ 1., 0.]], dtype=float...)
     """
-    flat = [jnp.asarray(a).reshape(len(a), -1) for a in (x, *others)]
+    flat = [_flattened(a) for a in (x, *others)]
     centred = [a - flat[0].mean(axis=0) for a in flat]
     unit = tuple(a / jnp.linalg.norm(a, axis=1, keepdims=True) for a in centred)
     return unit if others else unit[0]
+
+
+def _flattened(x: jax.Array) -> jax.Array:
+    x = array("x", x)
+    if x.ndim == 0 or x.size == 0:
+        raise ValueError(f"x: expected inputs [n, ...] with n at least 1, got shape {x.shape}.")
+    return x.reshape(len(x), -1)

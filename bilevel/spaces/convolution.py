@@ -40,6 +40,8 @@ import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
+from bilevel.checks import array, images, whole
+
 _BLOCK = 32  # examples: with more, the copies of typical images leave a CPU's cache
 
 
@@ -101,10 +103,11 @@ def convolution(
            [21., 36., 27.],
            [20., 33., 24.]], dtype=float...)
     """
+    x, kernel, groups = array("x", x), array("kernel", kernel), whole("groups", groups, 1)
     if kernel.ndim != 4 or kernel.shape[0] != kernel.shape[1]:
         raise ValueError(f"kernel: expected [size, size, c / groups, outputs], got {kernel.shape}.")
     size, _, channels, outputs = kernel.shape
-    if x.ndim != 4 or groups < 1 or x.shape[-1] != channels * groups or outputs % groups:
+    if x.ndim != 4 or x.shape[-1] != channels * groups or outputs % groups:
         raise ValueError(
             f"x: expected [n, h, w, {channels * groups}] for a kernel {kernel.shape} in {groups} "
             f"groups, got {x.shape}."
@@ -120,13 +123,13 @@ def convolution(
 
 
 def _window(x, size, stride, dilation, padding) -> _Window:
-    if padding is None:
-        padding = dilation * (size - 1) // 2
-    window = _Window(*map(operator.index, (size, stride, dilation, padding)))
-    if min(window[:3]) < 1 or not 0 <= window.padding <= window.reach:
+    size, stride = whole("size", size, 1), whole("stride", stride, 1)
+    dilation = whole("dilation", dilation, 1)
+    padding = dilation * (size - 1) // 2 if padding is None else whole("padding", padding, 0)
+    window = _Window(size, stride, dilation, padding)
+    if window.padding > window.reach:
         raise ValueError(
-            "window: expected positive size, stride and dilation and a padding smaller than the "
-            f"window, got {', '.join(map(str, window))}."
+            f"padding: expected less than the window's {window.reach + 1} pixels, got {padding}."
         )
     if min(map(window.positions, x.shape[1:3])) < 1:
         raise ValueError(
@@ -314,7 +317,7 @@ def max_pool(x: jax.Array, size: int, *, stride: int = 1, padding: int = 0) -> j
     Raises
     ------
     ValueError
-        For a window that does not fit.
+        For what are no images, or a window that does not fit.
 
     Examples
     --------
@@ -323,6 +326,7 @@ def max_pool(x: jax.Array, size: int, *, stride: int = 1, padding: int = 0) -> j
     Array([[4., 5.],
            [7., 8.]], dtype=float...)
     """
+    x = images("x", x)
     window = _window(x, size, stride, 1, padding)
     return _separable(jnp.maximum, -jnp.inf, x, window)
 
@@ -335,7 +339,7 @@ def average_pool(x: jax.Array, size: int, *, stride: int = 1, padding: int = 0) 
     Raises
     ------
     ValueError
-        For a window that does not fit.
+        For what are no images, or a window that does not fit.
 
     Examples
     --------
@@ -344,6 +348,7 @@ def average_pool(x: jax.Array, size: int, *, stride: int = 1, padding: int = 0) 
     Array([[2., 3.],
            [5., 6.]], dtype=float...)
     """
+    x = images("x", x)
     window = _window(x, size, stride, 1, padding)
     rows, columns = (_counts(window, length) for length in x.shape[1:3])
     share = 1 / (rows[:, None] * columns)[..., None]

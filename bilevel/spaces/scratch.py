@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from bilevel.checks import images, prng_key, whole
 from bilevel.spaces.training import row_count
 
 
@@ -121,12 +122,19 @@ def crop_and_flip(key: jax.Array, x: jax.Array, padding: int = 4) -> jax.Array:
     x : array [n, h, w, c], normalised: 0 should be the mean
     padding : int
 
+    Raises
+    ------
+    ValueError
+        For what is no key, are no images, or a ``padding`` under 0.
+
     Examples
     --------
     >>> x = jnp.ones((3, 4, 4, 1)).at[:, 0].set(2)
     >>> crop_and_flip(jax.random.key(0), x, padding=0)[:, 0, 0, 0]
     Array([2., 2., 2.], dtype=float...)
     """
+    prng_key("key", key)
+    x, padding = images("x", x), whole("padding", padding, 0)
     move_key, flip_key = jax.random.split(key)
     n, *shape = x.shape
     padded = jnp.pad(x, [(0, 0), (padding, padding), (padding, padding), (0, 0)])
@@ -144,6 +152,11 @@ def cutout(key: jax.Array, x: jax.Array, size: int = 16) -> jax.Array:
     x : array [n, h, w, c], normalised: 0 should be the mean
     size : int
 
+    Raises
+    ------
+    ValueError
+        For what is no key, are no images, or a ``size`` under 0.
+
     Examples
     --------
     >>> x = cutout(jax.random.key(0), jnp.ones((4, 32, 32, 3)))
@@ -154,6 +167,8 @@ def cutout(key: jax.Array, x: jax.Array, size: int = 16) -> jax.Array:
     ----------
     DeVries & Taylor (2017), Improved Regularization of CNNs with Cutout.
     """
+    prng_key("key", key)
+    x, size = images("x", x), whole("size", size, 0)
     n, *sides, _ = x.shape
     centres = jax.random.randint(key, (2, n, 1), 0, jnp.array(sides)[:, None, None])
     rows, columns = (

@@ -39,7 +39,7 @@ Connection Search, NeurIPS 2022: Eq. (1), section 3, Algorithm 1, section 5.1.
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -49,6 +49,7 @@ import numpy as np
 import optax
 
 import ntk
+from bilevel.checks import short, whole
 from bilevel.geometry import project
 from bilevel.problem import Problem
 from bilevel.protocols import Pytree
@@ -183,14 +184,16 @@ def skip_space(
 
     The size of ``w`` is ``m (inputs + (L-2) m + outputs)``.
     """
+    if isinstance(activations, str) or not isinstance(activations, Iterable):
+        raise ValueError(f"activations: expected a sequence, got {short(activations)}.")
+    activations = tuple(activations)
     functions = tuple(_activation(a) for a in activations)
     names = tuple(s.name if isinstance(s, ntk.Activation) else s for s in activations)
     if not 0 < len(functions) == len(set(functions)) == len(set(names)):
         got = ", ".join(names) or "none"
         raise ValueError(f"activations: expected at least one, each once, got {got}.")
     for name, value, least in (("depth", depth, 3), ("width", width, 1), ("classes", classes, 2)):
-        if value < least:
-            raise ValueError(f"{name}: expected at least {least}, got {value}.")
+        whole(name, value, least)
     if parametrization not in _SCALES:
         raise ValueError(
             f"parametrization: expected one of {', '.join(_SCALES)}, got {parametrization!r}."
@@ -254,7 +257,7 @@ def skip_space(
 def _activation(a: str | ntk.Activation) -> ntk.Activation:
     if isinstance(a, ntk.Activation):
         return a
-    if a not in ACTIVATIONS:
+    if not isinstance(a, str) or a not in ACTIVATIONS:
         raise ValueError(
             f"activations: expected names among {', '.join(ACTIVATIONS)}, "
             f"or ntk.activation(function), got {a!r}."

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from bilevel.checks import whole
+from bilevel.checks import array, whole
 
 OUTER_LOSSES: dict[str, Callable[[jax.Array], jax.Array]] = {
     "hinge": lambda margin: jnp.maximum(1 - margin, 0),
@@ -29,12 +29,12 @@ def sign_labels(labels: jax.Array, classes: int, dtype=float) -> jax.Array:
     >>> sign_labels(jnp.array([0, 1]), 2)
     Array([-1., 1.], dtype=float...)
     """
-    labels = jnp.asarray(labels)
+    labels = array("labels", labels)
     classes = whole("classes", classes, 2)
-    known = (labels >= 0) & (labels < classes)
+    known = (labels >= 0) & (labels < classes) & (labels == jnp.round(labels))
     if not isinstance(labels, jax.core.Tracer) and not known.all():
         wrong = labels[~known][0]
-        raise ValueError(f"labels: expected 0 to {classes - 1}, got {wrong}.")
+        raise ValueError(f"labels: expected whole numbers 0 to {classes - 1}, got {wrong}.")
     if classes == 2:
         signs = (2 * labels - 1).astype(dtype)
     else:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from bilevel.checks import function, prng_key, whole
 from bilevel.protocols import Loss, Pytree
 
 
@@ -22,15 +23,17 @@ def minibatches(batch_size: int) -> Callable[[jax.Array, Pytree], Pytree]:
     Raises
     ------
     ValueError
-        When called with fewer rows than ``batch_size``.
+        For a ``batch_size`` under 1; when called with fewer rows than that.
 
     Examples
     --------
     >>> minibatches(2)(jax.random.key(0), (jnp.arange(5), jnp.zeros((5, 3))))[1].shape
     (2, 3)
     """
+    batch_size = whole("batch_size", batch_size, 1)
 
     def batches(key, data):
+        prng_key("key", key)
         n = row_count(data, batch_size)
         rows = jax.random.randint(key, (batch_size,), 0, n)
         return jax.tree.map(lambda a: jnp.asarray(a)[rows], data)
@@ -41,7 +44,7 @@ def minibatches(batch_size: int) -> Callable[[jax.Array, Pytree], Pytree]:
 def row_count(data: Pytree, batch_size: int) -> int:
     """The number of rows of ``data``, which has to hold a batch."""
     n = jax.tree.leaves(data)[0].shape[0]
-    if not 1 <= batch_size <= n:
+    if not whole("batch_size", batch_size, 1) <= n:
         raise ValueError(f"batch_size: expected 1 to the {n} rows of the data, got {batch_size}.")
     return n
 
@@ -92,7 +95,8 @@ def train(
     Raises
     ------
     ValueError
-        If ``batch_size`` is not from 1 to N, or ``epochs`` under 1.
+        If ``key`` is no PRNG key or ``lower`` no function, ``batch_size`` is not from 1 to N, or
+        ``epochs`` under 1.
 
     Examples
     --------
@@ -107,9 +111,9 @@ def train(
     ``vmap`` for several seeds. Memory: two copies of ``w`` besides the optimizer's. The paper's
     loss, the logistic one of ``y f`` with y = +-1, is that of a space of two classes.
     """
-    n = row_count(data, batch_size)
-    if epochs < 1:
-        raise ValueError(f"epochs: expected at least 1, got {epochs}.")
+    prng_key("key", key)
+    function("lower", lower, "(w, architecture, batch) -> loss")
+    n, epochs = row_count(data, batch_size), whole("epochs", epochs, 1)
     if not isinstance(optimizer, optax.GradientTransformation):
         optimizer = optax.sgd(optimizer)
     per_epoch = n // batch_size

@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from bilevel.checks import array
+
 
 @partial(jax.tree_util.register_dataclass, data_fields=("block",), meta_fields=("count",))
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -92,7 +94,8 @@ def checked(features: Features, labels: Any) -> tuple[Features, jax.Array]:
 
 def floating(name: str, a: Any) -> jax.Array:
     """``a`` as a floating-point array, if it is finite."""
-    a = jnp.asarray(a, jnp.promote_types(jnp.result_type(a), jnp.float32))
+    a = array(name, a)
+    a = a.astype(jnp.promote_types(a.dtype, jnp.float32))
     if not isinstance(a, jax.core.Tracer) and not np.isfinite(a).all():
         raise ValueError(f"{name}: expected finite numbers, got NaN or infinity.")
     return a

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bilevel.checks import nan_unless_finite
+from bilevel.checks import nan_unless_finite, number
 from bilevel.spectral.columns import Features, add_up, checked, floating, is_kernels
 
 
@@ -152,9 +152,10 @@ def top_direction(gram: jax.Array, noise: jax.Array | None = None) -> jax.Array:
     >>> [[round(a, 3) for a in top_direction(*x).tolist()] for x in ((gram,), (gram, noise))]
     [[0.966, 0.257], [0.164, 0.986]]
     """
-    gram = jnp.asarray(gram)
+    gram = floating("gram", gram)
+    noise = None if noise is None else floating("noise", noise)
     for name, matrix in (("gram", gram), ("noise", gram if noise is None else noise)):
-        if matrix.shape != gram.shape[:1] * 2 or matrix.size == 0:
+        if matrix.shape != gram.shape[:1] * 2 or matrix.ndim != 2 or matrix.size == 0:
             raise ValueError(f"{name}: expected a square matrix, got shape {matrix.shape}.")
     if noise is None:
         alpha = top_eigenvector(gram)
@@ -234,10 +235,10 @@ def simplex_start(
     if not isinstance(alpha, jax.core.Tracer) and not np.any(alpha):
         raise ValueError("alpha: expected a direction, got zero.")
     h = len(alpha)
-    metric = jnp.eye(h, dtype=alpha.dtype) if noise is None else jnp.asarray(noise)
+    metric = jnp.eye(h, dtype=alpha.dtype) if noise is None else floating("noise", noise)
     if metric.shape != (h, h):
         raise ValueError(f"noise: expected shape {(h, h)}, got {metric.shape}.")
-    if not isinstance(uniform, jax.core.Tracer) and not 0 <= uniform <= 1:
+    if not isinstance(number("uniform", uniform), jax.core.Tracer) and not 0 <= uniform <= 1:
         raise ValueError(f"uniform: expected a number in [0, 1], got {uniform}.")
     sides = jnp.stack([alpha, -alpha])
     points = jnp.maximum(sides, 0) if noise is None else jax.vmap(partial(_cone, metric))(sides)

@@ -1,12 +1,12 @@
 """What the two stages attain: the exact asymptotics of Theorem 4, and its experiment."""
 
-import operator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from bilevel.checks import array, offending, prng_key, whole
 from bilevel.spectral.directions import top_eigenvector
 
 
@@ -73,13 +73,21 @@ def spectral_limits(p_over_n: Any, h_over_n: Any) -> SpectralLimits:
     for name, value, least in (("p_over_n", p_over_n, "> 0"), ("h_over_n", h_over_n, ">= 0")):
         if isinstance(value, jax.core.Tracer):
             continue
-        numbers = np.asarray(value)
-        inside = (numbers > 0) if least == "> 0" else (numbers >= 0)
-        if not (inside & np.isfinite(numbers)).all():
-            raise ValueError(f"{name}: expected finite numbers {least}, got {value}.")
-    P, H = jnp.broadcast_arrays(*(jnp.asarray(v, float) for v in (p_over_n, h_over_n)))
+        numbers = np.asarray(array(name, value))
+        good = np.isfinite(numbers) & ((numbers > 0) if least == "> 0" else (numbers >= 0))
+        if not good.all():
+            raise ValueError(
+                f"{name}: expected finite numbers {least}, got {offending(numbers, good)}."
+            )
+    P, H = jnp.asarray(p_over_n, float), jnp.asarray(h_over_n, float)
+    try:
+        P, H = jnp.broadcast_arrays(P, H)
+    except ValueError:
+        raise ValueError(
+            f"h_over_n: expected a shape that broadcasts with {P.shape}, got {H.shape}."
+        ) from None
     recovers = P * H < 1
-    lost = jnp.where(recovers, H * (1 + P) / (1 + H), 1)  # 1 - rho^2
+    lost = jnp.where(P * H >= 1, 1, H * (1 + P) / (1 + H))  # 1 - rho^2; NaN stays NaN
     optimal = jnp.where(P > 1, 1 - 1 / P, 0)
     # At p = n both denominators are 0.
     many = jnp.where(P > 1, P, 2)
@@ -116,16 +124,16 @@ def spectral_sample(key: jax.Array, n: int, p: int, h: int) -> SpectralSample:
     Raises
     ------
     ValueError
-        For a size under 1.
+        For what is no key, or a size under 1.
 
     Examples
     --------
     >>> bool(spectral_sample(jax.random.key(0), n=100, p=150, h=2).correlation_squared > 0.9)
     True
     """
+    prng_key("key", key)
     for name, number in (("n", n), ("p", p), ("h", h)):
-        if operator.index(number) < 1:
-            raise ValueError(f"{name}: expected at least 1, got {number}.")
+        whole(name, number, 1)
     for_size, for_m, for_phi, for_rest = jax.random.split(key, 4)
     size = jnp.sum(jax.random.normal(for_size, (n,)) ** 2)
     # In coordinates in which alpha* and theta* are the first unit vectors.

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
+from ntk._checks import numbers, offending
 from ntk._symmetric import symmetric
 from ntk.activations import Activation
 
@@ -103,11 +103,12 @@ def _digits(x) -> str:
 
 def positive(name: str, number: Any) -> None:
     """Raise unless ``number`` is traced, or positive and finite."""
-    if isinstance(number, jax.core.Tracer):
+    value = numbers(name, number)
+    if isinstance(value, jax.core.Tracer):
         return
-    value = np.asarray(number)  # a JAX array would be traced inside jit
-    if not ((value > 0) & (value < math.inf)).all():
-        raise ValueError(f"{name}: expected a positive number, got {number}.")
+    good = (value > 0) & (value < math.inf)
+    if not good.all():
+        raise ValueError(f"{name}: expected a positive number, got {offending(value, good)}.")
 
 
 def kernel(K: Any, *, stack: bool = False) -> jax.Array:

@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ntk._checks import array, number, offending
 from ntk.architecture import Layer, derivative, evaluate, kink_places, parse
 from ntk.bounds.bound import Mixture
 from ntk.gaussian import hermite, mean
@@ -147,7 +148,7 @@ def table1(activation: Mixture, t: float = math.inf) -> Betas:
     Zhu et al. 2022, Table 1. It prints beta_2 = 1.22 for swish, a bound: ``max a^2 + (1 - a)^2``
     over its slopes a. The supremum is 1.01678, at y = 42.3.
     """
-    if not t > 0:
+    if not number("t", t) > 0:
         raise ValueError(f"t: expected a positive variance, got {t}.")
     (layer,), (weights,), _, _ = parse([activation], None, None)
     return _table1(layer, weights, float(t))
@@ -243,7 +244,10 @@ def _supremum(fn: Callable[[jax.Array], jax.Array], low, high) -> jax.Array:
 
 
 def _variance(variance) -> jax.Array:
-    variance = jnp.asarray(variance, float)
-    if not isinstance(variance, jax.core.Tracer) and not (np.asarray(variance) > 0).all():
-        raise ValueError(f"variance: expected positive numbers, got {variance}.")
+    variance = array("variance", variance).astype(float)
+    if isinstance(variance, jax.core.Tracer):
+        return variance
+    good = (np.asarray(variance) > 0) & np.isfinite(np.asarray(variance))
+    if not good.all():
+        raise ValueError(f"variance: expected positive numbers, got {offending(variance, good)}.")
     return variance

@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ntk._checks import array, number
 from ntk.activations import Activation
 from ntk.architecture import diagonals, parse
 from ntk.bounds.bound import (
@@ -368,9 +369,9 @@ def zhu_theorem3_label_aware(
 
 def _theorem3(name, energy, K, y, smallest, activations, delta, C) -> Bound:
     positive("C", C)
-    if not 0 < delta <= 1 / math.e:
+    if not 0 < number("delta", delta) <= 1 / math.e:
         raise ValueError(f"delta: expected a number in (0, 1/e], got {delta}.")
-    if not len(activations):
+    if not isinstance(activations, Sequence) or not activations:
         raise ValueError("activations: expected a sequence of at least one, got none.")
     n, depth = len(y), len(activations) + 1
     lip = functools.reduce(jnp.maximum, [lipschitz(s) for s in activations])
@@ -417,8 +418,8 @@ def _kinked(s) -> bool:
 
 def _zhu_constants(n, d, activations, skips, C):
     """Table 1 for each layer; alpha_{l-1} for each, alpha_0 = 0; whether t bounds the variances."""
-    for name, number in ("n", n), ("d", d), ("C", C):
-        positive(name, number)
+    for name, value in ("n", n), ("d", d), ("C", C):
+        positive(name, value)
     _, _, alpha, _ = parse(activations, skips, None)
     betas = [table1(s, _printed_variance(activations)) for s in activations]
     t_holds = zhu_variance_as_printed(activations, skips).assumptions[0][1]
@@ -442,7 +443,7 @@ def _product(factors: Sequence[jax.Array]) -> jax.Array:
 
 def _regression(K, y) -> tuple[jax.Array, jax.Array, jax.Array]:
     K = kernel(K)
-    y = jnp.asarray(y, K.dtype)
+    y = array("y", y).astype(K.dtype)
     if y.shape != K.shape[:1]:
         raise ValueError(f"y: expected shape [{len(K)}] as K has rows, got {y.shape}.")
     return K, y, min_eigenvalue(K)

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from bilevel.checks import prng_key, short
 from bilevel.spaces.darts.operations import PRIMITIVES
 
 NODES = (2, 3, 4, 5)
@@ -128,12 +129,18 @@ def one_hot(genotype: Genotype, operations: Sequence[str] = PRIMITIVES) -> dict[
 def draw_corner(key: jax.Array, operations: Sequence[str] = PRIMITIVES) -> dict[str, jax.Array]:
     """A genotype drawn uniformly, as ``alpha``: see :func:`one_hot`. Pure, for use under ``jit``.
 
+    Raises
+    ------
+    ValueError
+        For what is no key.
+
     Examples
     --------
     >>> found = genotype(draw_corner(jax.random.key(0)))
     >>> len(found.normal), len(found.reduce)
     (8, 8)
     """
+    prng_key("key", key)
     allowed = jnp.array([i for i, name in enumerate(operations) if name != "none"])
     into = jnp.array([node for _, node in EDGES])
 
@@ -164,6 +171,8 @@ def parse_genotype(text: str) -> Genotype:
     >>> parse_genotype(str(DARTS_V2)) == DARTS_V2
     True
     """
+    if not isinstance(text, str):
+        raise ValueError(f"text: expected a genotype's text, got {short(text)}.")
     try:
         call = ast.parse(text.strip(), mode="eval").body
         if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and not call.args):

@@ -22,6 +22,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from bilevel.checks import whole
 from bilevel.spaces.convolution import average_pool, max_pool
 from bilevel.spaces.layers import Conv, Norm
 
@@ -170,8 +171,7 @@ def check_network(classes: int, cells: int, channels: int) -> None:
         ("cells", cells, 1),
         ("channels", channels, 2),
     ):
-        if value < least:
-            raise ValueError(f"{name}: expected at least {least}, got {value}.")
+        whole(name, value, least)
 
 
 def reductions(cells: int) -> set[int]:

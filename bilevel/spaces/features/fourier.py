@@ -23,12 +23,13 @@ Rahimi & Recht (2007); search space of Khodak, Li, Balcan & Talwalkar (2020), se
 """
 
 import math
-import operator
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+
+from bilevel.checks import array, between, prng_key, whole
 
 PREPROCESS = ("none", "minmax", "unit", "standardize")
 """``t_c``: nothing, columns to [0, 1], rows to unit 2-norm, columns to mean 0 and variance 1."""
@@ -83,8 +84,7 @@ def fourier_config(
     >>> fourier_config("unit", "laplace", 0.5).kernel
     Array(1, dtype=int..., weak_type=True)
     """
-    if not isinstance(gamma, jax.core.Tracer) and not 0 < gamma < math.inf:
-        raise ValueError(f"gamma: expected a positive number, got {gamma}.")
+    between("gamma", gamma, 0, math.inf)
     return FourierConfig(
         jnp.asarray(_index("preprocess", preprocess, PREPROCESS)),
         jnp.asarray(_index("kernel", kernel, KERNELS)),
@@ -114,7 +114,8 @@ def sample_fourier(
     Raises
     ------
     ValueError
-        For a negative ``count``, an unknown kernel or none, or bandwidths that are no interval.
+        For what is no key, a negative ``count``, an unknown kernel or none, or bandwidths that are
+        no interval.
 
     Examples
     --------
@@ -127,13 +128,17 @@ def sample_fourier(
     >>> features.apply(rows, jnp.eye(5), dimension=16).shape
     (5, 16)
     """
-    if operator.index(count) < 0:
-        raise ValueError(f"count: expected at least 0, got {count}.")
+    prng_key("key", key)
+    count = whole("count", count, 0)
     if not kernels:
         raise ValueError("kernels: expected at least one kernel, got none.")
     allowed = jnp.array([_index("kernels", kernel, KERNELS) for kernel in kernels])
-    low, high = gammas
-    if not 0 < low <= high < math.inf:
+    try:
+        low, high = gammas
+        known = 0 < low <= high < math.inf
+    except (TypeError, ValueError):
+        known = False
+    if not known:
         raise ValueError(f"gammas: expected an interval of positive numbers, got {gammas}.")
     for_preprocess, for_kernel, for_gamma = jax.random.split(key, 3)
     preprocess = jax.random.randint(for_preprocess, (count,), 0, len(PREPROCESS))
@@ -165,8 +170,8 @@ def fourier_features(key: jax.Array, x_train: jax.Array) -> FourierMap:
     Raises
     ------
     ValueError
-        For an ``x_train`` that is not a matrix, is empty or not finite, and later for rows of
-        another length, a ``dimension`` under 1 or a negative ``start``.
+        For what is no key, an ``x_train`` that is no matrix, empty or not finite, and later for
+        rows of another length, a ``dimension`` under 1 or a negative ``start``.
 
     Notes
     -----
@@ -187,6 +192,7 @@ def fourier_features(key: jax.Array, x_train: jax.Array) -> FourierMap:
     >>> bool(jnp.allclose(part, phi[:, 300:400], atol=1e-4))
     True
     """
+    prng_key("key", key)
     x_train = _rows("x_train", x_train)
     if x_train.size == 0:
         raise ValueError(f"x_train: expected a matrix with entries, got shape {x_train.shape}.")
@@ -203,6 +209,7 @@ def fourier_features(key: jax.Array, x_train: jax.Array) -> FourierMap:
         return (x - shifts[index].astype(x.dtype)) / (scales[index].astype(x.dtype) * divisor)
 
     def project(config, x, dimension, start=0):
+        dimension, start = _part(dimension, start)
         x = preprocess(jnp.asarray(config.preprocess), x)
         kernel = jnp.asarray(config.kernel)
 
@@ -224,6 +231,7 @@ def fourier_features(key: jax.Array, x_train: jax.Array) -> FourierMap:
         return projection / jnp.where(kernel[..., None] == _ISOTROPIC, radius, 1)
 
     def phases(dimension, start=0, dtype=float):
+        dimension, start = _part(dimension, start)
         return _draw(key, _PHASES, (), start, dimension, dtype)
 
     def apply(config, x, dimension, start=0):
@@ -277,17 +285,20 @@ _DIRECTIONS, _CAUCHY, _RADII, _PHASES = range(4)
 _TRANSFORMS = (_normal, _standard_cauchy, _normal, _angle)
 
 
+def _part(dimension, start):
+    """Both, if they say which part of the sequence is meant."""
+    if not isinstance(start, jax.core.Tracer):
+        start = whole("start", start, 0)
+    return whole("dimension", dimension, 1), start
+
+
 def _draw(key, stream, shape, start, dimension, dtype):
     """Entries ``start`` to ``start + dimension`` of an endless stream: [*shape, dimension].
 
     Block after block of ``_BLOCK`` entries, each from a key of its own.
     """
-    if operator.index(dimension) < 1:
-        raise ValueError(f"dimension: expected at least 1, got {dimension}.")
     if isinstance(start, jax.core.Tracer):
         count = 1 + math.ceil((dimension - 1) / _BLOCK)  # wherever it starts in its first block
-    elif start < 0:
-        raise ValueError(f"start: expected at least 0, got {start}.")
     else:
         count = math.ceil((start % _BLOCK + dimension) / _BLOCK)
 
@@ -319,7 +330,7 @@ def _column_statistics(x):
 
 
 def _rows(name, x, columns=None):
-    x = jnp.asarray(x)
+    x = array(name, x)
     if x.ndim != 2 or columns not in (None, x.shape[1]):
         rows = "a matrix" if columns is None else f"rows of length {columns}"
         raise ValueError(f"{name}: expected {rows}, got shape {x.shape}.")

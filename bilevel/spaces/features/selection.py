@@ -29,6 +29,7 @@ import numpy as np
 from scipy import sparse as scipy_sparse
 
 from bilevel import linear
+from bilevel.checks import between, number, prng_key, whole
 from bilevel.protocols import Evaluation, Selection, Shared
 from bilevel.spaces.features import fourier, text
 from bilevel.spaces.targets import predict, sign_labels
@@ -71,8 +72,8 @@ def fourier_selection(
     Raises
     ------
     ValueError
-        If a part is empty, not finite or does not fit the others, ``dimension`` is under 1 or the
-        penalty negative; later if a resource exceeds ``dimension``.
+        If ``key`` is no PRNG key, a part is empty, not finite or does not fit the others,
+        ``dimension`` is under 1 or the penalty negative; later if a resource exceeds ``dimension``.
 
     Examples
     --------
@@ -82,12 +83,12 @@ def fourier_selection(
     >>> problem.evaluate(key, fourier.fourier_config(gamma=1.0), 64)
     Evaluation(valid=0.0, test=0.0)
     """
+    prng_key("key", key)
+    dimension = whole("dimension", dimension, 1)
     images, labels, sizes = _stacked(train, valid, test)
     if not np.isfinite(images).all():
         raise ValueError("train, valid, test: expected finite rows, got NaN or infinity.")
-    if dimension < 1:
-        raise ValueError(f"dimension: expected at least 1, got {dimension}.")
-    if not 0 <= penalty < math.inf:
+    if not 0 <= number("penalty", penalty) < math.inf:
         raise ValueError(f"penalty: expected a finite number >= 0, got {penalty}.")
     dtype = jnp.promote_types(images.dtype, np.float32)
     x = jnp.asarray(images.reshape(len(images), -1), dtype)
@@ -254,8 +255,7 @@ def text_selection(train: Part, valid: Part, test: Part, *, cost: float = 1.0) -
     # As objects: numpy would pad all texts to the length of the longest.
     parts = ((np.asarray(texts, object), labels) for texts, labels in (train, valid, test))
     texts, labels, sizes = _stacked(*parts)
-    if not 0 < cost < math.inf:
-        raise ValueError(f"cost: expected a positive number, got {cost}.")
+    between("cost", cost, 0, math.inf)
     n = sizes[0]
     if set(labels[:n].tolist()) != {0, 1}:
         raise ValueError(

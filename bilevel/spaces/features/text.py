@@ -27,7 +27,6 @@ quotation marks as they are.
 import functools
 import itertools
 import math
-import operator
 import re
 import string
 import unicodedata
@@ -37,6 +36,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from scipy.sparse import csr_array
+
+from bilevel.checks import between, prng_key, whole
 
 BINS = 2**30
 """Columns of :func:`hashed_counts`: enough that collisions there are rare."""
@@ -118,8 +119,7 @@ def text_config(**fields: Any) -> TextConfig:
     """
     for name, value in fields.items():
         if name == "smoothing":
-            if not 0 < value < math.inf:
-                raise ValueError(f"smoothing: expected a positive number, got {value}.")
+            between("smoothing", value, 0, math.inf)
         elif name not in CHOICES:
             expected = ", ".join(TextConfig._fields)
             raise ValueError(f"fields: expected some of {expected}, got {name!r}.")
@@ -134,13 +134,18 @@ def sample_text(key: jax.Array, count: int) -> list[TextConfig]:
 
     All choices uniform, ``weights`` naive Bayes or SIF, ``smoothing`` log-uniform in [1e-5, 10].
 
+    Raises
+    ------
+    ValueError
+        For what is no key, or a ``count`` under 0.
+
     Examples
     --------
     >>> {config.weights for config in sample_text(jax.random.key(0), 20)} == {"nb", "sif"}
     True
     """
-    if operator.index(count) < 0:
-        raise ValueError(f"count: expected at least 0, got {count}.")
+    prng_key("key", key)
+    count = whole("count", count, 0)
     seed = np.asarray(jax.random.key_data(key)).ravel()
     # RandomState, not default_rng, whose stream may change from one numpy to the next.
     rng = np.random.RandomState(seed)
@@ -180,7 +185,7 @@ def hashed_counts(texts: Sequence[str], config: TextConfig) -> csr_array:
     >>> sorted(counts.data.tolist())  # "good so"; "so", "good", "so good"
     [1.0, 2.0, 2.0, 2.0]
     """
-    if isinstance(texts, str) or len(texts) == 0:
+    if isinstance(texts, str) or not isinstance(texts, Sequence | np.ndarray) or not len(texts):
         got = "one str" if isinstance(texts, str) else "none"
         raise ValueError(f"texts: expected a sequence of at least one document, got {got}.")
     from sklearn.feature_extraction import FeatureHasher  # a slow import
@@ -209,7 +214,7 @@ def fold(counts: csr_array, dimension: int, binary: bool = False) -> csr_array:
     >>> fold(csr_array([[1.0, 0.0, 2.0, 3.0]]), 2).toarray()
     array([[3., 3.]])
     """
-    if not 1 <= dimension <= counts.shape[1]:
+    if not whole("dimension", dimension, 1) <= counts.shape[1]:
         raise ValueError(f"dimension: expected 1 to {counts.shape[1]}, got {dimension}.")
     parts = counts.data, counts.indices % dimension, counts.indptr
     bags = csr_array(parts, shape=(counts.shape[0], dimension), copy=True)

@@ -15,7 +15,6 @@ the "topology" space).
 
 import functools
 import itertools
-import operator
 import re
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
@@ -23,6 +22,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from bilevel.checks import prng_key, short, whole
 
 PRIMITIVES = ("none", "skip_connect", "nor_conv_1x1", "nor_conv_3x3", "avg_pool_3x3")
 """The columns of ``alpha``. A convolution is ReLU, convolution, batch normalisation."""
@@ -66,6 +67,8 @@ def parse_genotype(text: str) -> Genotype:
     >>> parse_genotype(text).operations[0], str(parse_genotype(text)) == text
     ('nor_conv_3x3', True)
     """
+    if not isinstance(text, str):
+        raise ValueError(f"text: expected a genotype's text, got {short(text)}.")
     match = _PATTERN.fullmatch(text.strip())
     if match is None:
         raise ValueError(f"text: expected {_TEXT.format(*['op'] * 6)}, got {text[:160]!r}.")
@@ -76,6 +79,8 @@ def parse_genotype(text: str) -> Genotype:
 
 def check_genotype(genotype: Genotype) -> None:
     """Raise ValueError unless there are six operations, all of them among ``PRIMITIVES``."""
+    if not isinstance(genotype, Genotype):
+        raise ValueError(f"genotype: expected a Genotype, got {short(genotype)}.")
     operations = genotype.operations
     if len(operations) != len(EDGES):
         raise ValueError(f"operations: expected {len(EDGES)}, got {len(operations)}.")
@@ -186,6 +191,11 @@ def one_hot(genotype: Genotype) -> np.ndarray:
 def draw_genotype(key: jax.Array) -> Genotype:
     """A genotype drawn uniformly from all 15,625.
 
+    Raises
+    ------
+    ValueError
+        For what is no key.
+
     Examples
     --------
     >>> draw_genotype(jax.random.key(0)) in genotypes()
@@ -197,6 +207,8 @@ def draw_genotype(key: jax.Array) -> Genotype:
 def draw_corner(key: jax.Array) -> jax.Array:
     """The genotype of :func:`draw_genotype` as ``alpha`` [6, 5]. Pure, for ``jit`` and ``vmap``.
 
+    Raises what that does.
+
     Examples
     --------
     >>> key = jax.random.key(0)
@@ -207,6 +219,7 @@ def draw_corner(key: jax.Array) -> jax.Array:
 
 
 def _draw(key: jax.Array) -> jax.Array:
+    prng_key("key", key)
     return jax.random.randint(key, (len(EDGES),), 0, len(PRIMITIVES), jnp.int32)
 
 
@@ -318,9 +331,8 @@ def _convolutions(
     """All convolutions of the network, those of dead operations included."""
     check_genotype(genotype)
     for name, value in (("channels", channels), ("cells", cells)):
-        if operator.index(value) < 1:
-            raise ValueError(f"{name}: expected at least 1, got {value}.")
-    if operator.index(pixels) < 4 or pixels % 4:
+        whole(name, value, 1)
+    if whole("pixels", pixels, 4) % 4:
         raise ValueError(f"pixels: expected a multiple of 4, got {pixels}.")
     yield _Convolutions(1, 3, 3, channels, pixels)
     for stage in range(3):

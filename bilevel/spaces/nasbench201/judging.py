@@ -26,13 +26,13 @@ CVPR 2024, for :func:`sum_of_log_ranks`.
 
 import itertools
 import math
-import operator
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 from scipy.stats import kendalltau, rankdata, spearmanr
 
+from bilevel.checks import numbers, whole
 from bilevel.spaces.nasbench201._genotype import (
     conv_edges,
     multiply_adds,
@@ -82,6 +82,10 @@ def _places(score: Any) -> np.ndarray:
     return places
 
 
+def _floats(name: str, value: Any) -> np.ndarray:
+    return numbers(name, value).astype(np.float64)
+
+
 def _check_vectors(**vectors: np.ndarray) -> None:
     """Vectors of one length, at least 1; all but the score finite."""
     (first, reference), *others = vectors.items()
@@ -99,7 +103,7 @@ def _check_vectors(**vectors: np.ndarray) -> None:
 
 
 def _check_number(name: str, value: int, largest: int) -> None:
-    if not 1 <= operator.index(value) <= largest:
+    if not 1 <= whole(name, value, 0) <= largest:
         raise ValueError(f"{name}: expected 1 to {largest}, got {value}.")
 
 
@@ -127,7 +131,7 @@ def correlations(score: Any, accuracy: Any) -> Correlations:
     >>> correlations([1, 2, np.nan, 4], [70.0, 80.0, 60.0, 90.0])
     Correlations(tau=1.0, rho=1.0)
     """
-    score, accuracy = np.asarray(score, np.float64), np.asarray(accuracy, np.float64)
+    score, accuracy = _floats("score", score), _floats("accuracy", accuracy)
     _check_vectors(score=score, accuracy=accuracy)
     places = _places(score)
     if np.ptp(places) == 0 or np.ptp(accuracy) == 0:
@@ -196,7 +200,7 @@ def top_one(score: Any, accuracy: Any) -> float:
     >>> top_one([3, 3, 1, np.nan], [70.0, 80.0, 90.0, 95.0])
     75.0
     """
-    score, accuracy = np.asarray(score, np.float64), np.asarray(accuracy, np.float64)
+    score, accuracy = _floats("score", score), _floats("accuracy", accuracy)
     _check_vectors(score=score, accuracy=accuracy)
     places = _places(score)
     return float(accuracy[places == places.max()].mean())
@@ -239,7 +243,7 @@ def best_of_k(
     >>> best_of_k([1, 2, 3, 4], [60, 90, 80, 70], [61, 91, 81, 71], 2, draws=3)
     array([81., 81., 81.])
     """
-    score, valid, test = (np.asarray(a, np.float64) for a in (score, valid, test))
+    score, valid, test = _floats("score", score), _floats("valid", valid), _floats("test", test)
     _check_vectors(score=score, valid=valid, test=test)
     _check_number("pool", len(score) if pool is None else pool, len(score))
     _check_number("k", k, len(score) if pool is None else pool)
@@ -294,7 +298,7 @@ def best_of_k_random(valid: Any, test: Any, k: int) -> float:
     >>> best_of_k_random([1, 2, 3], [10.0, 20.0, 30.0], 2)  # 20 once, 30 twice
     26.666666666666664
     """
-    valid, test = np.asarray(valid, np.float64), np.asarray(test, np.float64)
+    valid, test = _floats("valid", valid), _floats("test", test)
     _check_vectors(valid=valid, test=test)
     m = len(valid)
     _check_number("k", k, m)
@@ -406,7 +410,7 @@ def sum_of_log_ranks(*scores: Any) -> np.ndarray:
     ----------
     Lee & Ham, AZ-NAS: Assembling zero-cost proxies for network architecture search, CVPR 2024.
     """
-    arrays = [np.asarray(score, np.float64) for score in scores]
+    arrays = [_floats("scores", score) for score in scores]
     if not arrays:
         raise ValueError("scores: expected at least one, got none.")
     shapes = [list(array.shape) for array in arrays]
@@ -460,7 +464,7 @@ def judge(
         raise ValueError(f"scores: expected names other than the baselines', got {taken[0]!r}.")
     cells = [table.genotypes[i] for i in rows]
     baselines = {name: [count(cell) for cell in cells] for name, count in BASELINES.items()}
-    arrays = {name: np.asarray(s, np.float64) for name, s in {**scores, **baselines}.items()}
+    arrays = {name: _floats("scores", s) for name, s in {**scores, **baselines}.items()}
     for name, score in arrays.items():
         if score.shape != rows.shape:
             raise ValueError(

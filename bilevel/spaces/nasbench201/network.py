@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from bilevel.checks import whole
 from bilevel.spaces.convolution import average_pool
 from bilevel.spaces.layers import Conv, activations, initial, wide
 from bilevel.spaces.nasbench201._genotype import EDGES, SIZES, Genotype, check_genotype
@@ -160,9 +161,7 @@ class Shape(NamedTuple):
     def check(self) -> None:
         """Raise ValueError for a network without layers, or with nothing to tell apart."""
         for name, least in (("classes", 2), ("cells", 1), ("channels", 1)):
-            if getattr(self, name) < least:
-                value = getattr(self, name)
-                raise ValueError(f"{name}: expected at least {least}, got {value}.")
+            whole(name, getattr(self, name), least)
 
 
 def check_images(shape: tuple[int, ...]) -> None:

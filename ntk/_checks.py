@@ -1,0 +1,102 @@
+"""Checks of arguments: one sentence each, naming the argument."""
+
+import operator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def array(name: str, value: Any) -> jax.Array:
+    """``value`` as an array of real numbers, of its own type.
+
+    Examples
+    --------
+    >>> array("x", 1j)
+    Traceback (most recent call last):
+    ValueError: x: expected real numbers, got complex...
+    """
+    try:
+        x = jnp.asarray(value)
+    except OverflowError:  # whole numbers of more bits than JAX's have
+        x = jnp.asarray(value, float)
+    except (TypeError, ValueError):
+        raise ValueError(f"{name}: expected an array of numbers, got {short(value)}.") from None
+    _real(name, x.dtype)
+    return x
+
+
+def floats(name: str, value: Any) -> jax.Array:
+    """``value`` as an array of real floating-point numbers of at least 32 bits."""
+    x = array(name, value)
+    whole = not jnp.issubdtype(x.dtype, jnp.floating)
+    return x.astype(float if whole else jnp.promote_types(x.dtype, jnp.float32))
+
+
+def numbers(name: str, value: Any) -> Any:
+    """``value`` as a numpy array of real numbers, which no ``jit`` traces; a tracer as it is."""
+    try:
+        x = value if isinstance(value, jax.core.Tracer) else np.asarray(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"{name}: expected numbers, got {short(value)}.") from None
+    if x.dtype.kind in "OUS":
+        raise ValueError(f"{name}: expected numbers, got {short(value)}.")
+    _real(name, x.dtype)
+    return x
+
+
+def number(name: str, value: Any) -> Any:
+    """``value`` as :func:`numbers` has it, if it is one number."""
+    x = numbers(name, value)
+    if x.shape != ():
+        raise ValueError(f"{name}: expected a number, got shape {x.shape}.")
+    return x
+
+
+def function(name: str, value: Any, form: str) -> None:
+    """Refuse what cannot be called."""
+    if not callable(value):
+        raise ValueError(f"{name}: expected a function {form}, got {short(value)}.")
+
+
+def whole(name: str, value: Any, least: int) -> int:
+    """``value`` as an int of at least ``least``; numpy's integers are welcome.
+
+    Examples
+    --------
+    >>> whole("steps", 2.5, 1)
+    Traceback (most recent call last):
+    ValueError: steps: expected a whole number, got 2.5.
+    """
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        number = operator.index(value)
+    except (TypeError, jax.errors.TracerIntegerConversionError):
+        raise ValueError(f"{name}: expected a whole number, got {short(value)}.") from None
+    if number < least:
+        raise ValueError(f"{name}: expected at least {least}, got {number}.")
+    return number
+
+
+def offending(x: Any, allowed: Any) -> Any:
+    """The first entry of an array that is not allowed: a whole one makes no sentence."""
+    return np.asarray(x)[~np.asarray(allowed)].ravel()[0]
+
+
+def short(value: Any) -> str:
+    """A value in a few words."""
+    name = getattr(value, "__name__", None)
+    if callable(value) and name is not None:
+        return f"the function {name}"
+    if value is None or isinstance(value, str | int | float | bool):
+        return repr(value)
+    return f"a {type(value).__name__}"
+
+
+def _real(name: str, dtype: Any) -> None:
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        raise ValueError(f"{name}: expected real numbers, got {dtype}.")
+    if not any(jnp.issubdtype(dtype, kind) for kind in (jnp.number, jnp.bool_)):
+        raise ValueError(f"{name}: expected numbers, got {dtype}.")

@@ -3,7 +3,7 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help run test lint format lock notebooks bench clean
+.PHONY: help run test test-long lint format lock notebooks bench clean
 
 ARGS ?=
 BIN := .venv/bin
@@ -36,13 +36,16 @@ endef
 export EXECUTE_NOTEBOOKS
 
 help: ## print this list
-	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
 
 run: $(VENV) ## the main job, `bilevel search` on digits; more flags through ARGS
 	$(BIN)/bilevel search $(ARGS)
 
 test: $(VENV) ## the tests and the doctests; pytest's flags through ARGS
 	$(BIN)/python -m pytest $(ARGS)
+
+test-long: $(VENV) ## the tests that are left out there: two minutes
+	$(BIN)/python -m pytest -m long $(ARGS)
 
 lint: $(VENV) ## style, formatting, types, direction of imports
 	$(BIN)/ruff check

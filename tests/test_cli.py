@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-import types
 
 import jax
 import jax.numpy as jnp
@@ -148,11 +147,11 @@ def test_a_run_resumed_with_more_steps_is_one_long_run_in_its_own_directory(
     tmp_path, capsys, monkeypatch
 ):
     # The comparisons after the search are other tests'.
-    unknown = types.SimpleNamespace(info=None)
-    monkeypatch.setattr(commands, "_hypergradient", lambda task, config, alpha: unknown)
+    known = {"norm": [1.0], "error": [0.5]}
+    monkeypatch.setattr(commands, "hypergradient_error", lambda task, config, alpha: known)
     monkeypatch.setattr(commands, "_joint", lambda task, config, alpha: (task.w0, alpha))
-    monkeypatch.setattr(bilevel, "explain", lambda info: "not asked for")
     search(tmp_path / "run", *CLOSED)
+    assert "hypergradient there: 50 % from that of training 4 times" in capsys.readouterr().out
     assert search(tmp_path / "run", *CLOSED, "--resume", "--seed", "5") == 2
     assert "seed: expected 0 as in the run to resume, got 5" in capsys.readouterr().err
     search(tmp_path / "run", *CLOSED, "--steps", "5")

@@ -92,7 +92,8 @@ def certified_min_eigenvalue(rng, dtype) -> Case:
         )
 
     kinds = {"K": "matrix", "entry_error": "nonnegative"}
-    return Case(ntk.certified_min_eigenvalue, {"K": K, "entry_error": error}, check, kinds)
+    arguments, fine = {"K": K, "entry_error": error}, ("entry_error: none",)
+    return Case(ntk.certified_min_eigenvalue, arguments, check, kinds, fine=fine)
 
 
 @generates("ntk.certify_simplex")

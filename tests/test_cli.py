@@ -73,6 +73,14 @@ def test_search_ends_in_a_table_and_a_run_directory(tmp_path, capsys):
     assert (tmp_path / "run" / "search.png").stat().st_size > 10_000
 
 
+def test_eigenvalues_are_of_float64_without_a_warning_where_the_rest_is_float32():
+    with jax.enable_x64(False):
+        x = jnp.eye(3)
+        value, bound, error = min_eigenvalue(x, ("relu",), jnp.ones(1))
+    assert error < 1e-12 and 0 < value - bound < 1e-11
+    assert abs(value - 0.5) < 1e-12  # E s'(u)^2 x'x, orthogonal inputs
+
+
 @pytest.mark.parametrize(
     ("as_good", "verdict"),
     [

@@ -24,7 +24,7 @@ def min_eigenvalue(x: Any, names: tuple[str, ...], alpha: Any) -> tuple[float, f
     """
     with jax.enable_x64(True):
         x, alpha = (jnp.asarray(np.asarray(a), float) for a in (x, alpha))
-        kernel, value, error = _kernel(x, names, alpha)
+        kernel, value, error = map(np.asarray, _kernel(x, names, alpha))
     return float(value), certified_min_eigenvalue(kernel, error), float(error.max())
 
 

@@ -248,3 +248,25 @@ def test_keys_of_the_old_style_and_leaves_that_are_none_are_welcome():
         lambda w, alpha, batch: outer(w["w"], alpha, batch),
     )
     assert np.isfinite(hypergradient(problem, w0=w0).value)
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (
+            lambda: bilevel.spectral.top_direction(jnp.triu(jnp.ones((3, 3)))),
+            "gram: expected a sym",
+        ),
+        (lambda: bilevel.bounds.khodak_corollary_a1(1.0, 10, C="1"), "C: expected"),
+        (
+            lambda: bilevel.baselines.successive_halving(
+                jax.random.key(0), [1, 2], lambda key, c, r: c, 10, minimum=1.5
+            ),
+            "minimum: expected a whole number, got 1.5",
+        ),
+        (lambda: bilevel.spaces.features.feature_space(None), "maps: expected a sequence of"),
+    ],
+)
+def test_what_a_fresh_campaign_found(call, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        call()

@@ -18,7 +18,7 @@ import numpy as np
 from bilevel.baselines._recorder import Recorder, Recording
 from bilevel.baselines._schedule import ceil, floor, ranked, resources
 from bilevel.baselines.trace import Trace
-from bilevel.checks import number
+from bilevel.checks import number, whole
 
 _Rungs = list[tuple[int, int]]  # (configurations, resource)
 
@@ -176,6 +176,6 @@ def _levels(budget: int, minimum: int, eta: float) -> int:
     """How often ``budget`` can be divided by ``eta`` without falling under ``minimum``."""
     if not 1 < number("eta", eta) < math.inf:
         raise ValueError(f"eta: expected a finite number over 1, got {eta}.")
-    if not 1 <= number("minimum", minimum) <= budget:
+    if not whole("minimum", minimum, 1) <= budget:
         raise ValueError(f"minimum: expected 1 to {budget}, got {minimum}.")
     return math.floor(math.log(budget / minimum) / math.log(eta) + 1e-9)

@@ -262,6 +262,7 @@ def khodak_corollary_a1(w_norm: Any, n_train: Any, *, delta: float = 0.05, C: fl
     >>> round(float(bound.value), 4), round(float(bound.terms["rate at the printed lambda"]), 4)
     (0.1731, 0.5473)
     """
+    positive("C", C)
     size, root = _norm_rate(w_norm, n_train, delta)
     terms = {
         "lambda, for sums": n_train * root / size,

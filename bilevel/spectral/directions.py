@@ -8,6 +8,7 @@ import numpy as np
 
 from bilevel.checks import nan_unless_finite, number
 from bilevel.spectral.columns import Features, add_up, checked, floating, is_kernels
+from ntk._symmetric import symmetric
 
 
 def spectral_alpha(features: Features, labels: jax.Array, *, whiten: bool = False) -> jax.Array:
@@ -152,14 +153,15 @@ def top_direction(gram: jax.Array, noise: jax.Array | None = None) -> jax.Array:
     >>> [[round(a, 3) for a in top_direction(*x).tolist()] for x in ((gram,), (gram, noise))]
     [[0.966, 0.257], [0.164, 0.986]]
     """
-    gram = floating("gram", gram)
-    noise = None if noise is None else floating("noise", noise)
-    for name, matrix in (("gram", gram), ("noise", gram if noise is None else noise)):
-        if matrix.shape != gram.shape[:1] * 2 or matrix.ndim != 2 or matrix.size == 0:
-            raise ValueError(f"{name}: expected a square matrix, got shape {matrix.shape}.")
+    gram = symmetric(floating("gram", gram), "gram")
     if noise is None:
         alpha = top_eigenvector(gram)
     else:
+        noise = symmetric(floating("noise", noise), "noise")
+        if noise.shape != gram.shape:
+            raise ValueError(
+                f"noise: expected shape {gram.shape} as gram, got shape {noise.shape}."
+            )
         size = jnp.sqrt(jnp.diagonal(noise))
         size = jnp.where(size > 0, size, 1)
         scales = size[:, None] * size

@@ -17,7 +17,7 @@ theta           ``w`` [p], or [p, classes]: the lower problem's weights
 Classification is regression to one-vs-rest labels +-1, :func:`bilevel.spaces.targets.sign_labels`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -108,6 +108,8 @@ def feature_space(
     >>> bool(found.alpha["mixture"][1] > 0.9)
     True
     """
+    if not isinstance(maps, Iterable):
+        raise ValueError(f"maps: expected a sequence of functions, got {maps!r}.")
     maps = tuple(maps)
     if not maps:
         raise ValueError("maps: expected at least one feature map, got none.")

@@ -140,7 +140,8 @@ def _assess(problem, products, w, alpha, train, valid, grad, adjoint) -> Info:
     spread = optax.tree.norm(deviations) / jnp.sqrt(_SAMPLES - 1)
     change = optax.tree.norm(optax.tree.sub(grad, better))
     # The rounding of two terms that may nearly cancel.
-    rounding = _NOISE * jnp.finfo(change.dtype).eps * refined.magnitude
+    noise = _NOISE * jnp.finfo(change.dtype).eps
+    rounding = noise * refined.magnitude
     estimate = jnp.maximum(change, spread) + rounding
     stationarity = optax.tree.norm(slope)
     finite = jnp.isfinite(stationarity + optax.tree.norm(force) + optax.tree.norm(grad))
@@ -158,7 +159,7 @@ def _assess(problem, products, w, alpha, train, valid, grad, adjoint) -> Info:
         linear_residual=linear_residual,
         converged=estimate <= TOLERANCE * optax.tree.norm(grad),
         error_estimate=estimate,
-        error_bound=jnp.where(jnp.isfinite(bound), bound + rounding, jnp.inf),
+        error_bound=jnp.where(jnp.isfinite(bound), (1 + noise) * bound + rounding, jnp.inf),
         reason=reason,
     )
 

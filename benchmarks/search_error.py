@@ -5,8 +5,8 @@
 
 At the alpha that the search finds, the command holds its hypergradient against that through four
 times as many training steps. The truth here is that of networks trained to the end: the same
-training in float64, until its loss is under 1e-4 of the start's, or for 2,000 steps. The ratio of
-the two errors, estimated over true, should be in [1/3, 10].
+training in float64, for 2,000 steps. The ratio of the two errors, estimated over true, should be in
+[1/3, 10]. The error against 500 steps is recorded too: the truth itself still moves a little.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from bilevel.cli import search as command
 from bilevel.problem import side_by_side
 
 RESULTS = pathlib.Path(__file__).parent / "results" / "search_error.jsonl"
-STEPS = (500, 2000)  # of the reference: from the first to the second it hardly moves
+STEPS = (500, 2000)  # of the reference
 
 
 def measured(seed: int, solver: str) -> dict:
@@ -38,11 +38,11 @@ def measured(seed: int, solver: str) -> dict:
             problem, task.solver, geometry, uniform, *data, steps=config.steps, progress=False
         )
         claimed = command.hypergradient_error(task, config, found.alpha)
-        ours = bilevel.hypergradient(problem, task.solver, diagnostics=False)
-        grad = jax.jit(ours)(found.alpha, *data).grad
+        grad = command.hypergradient(task, task.solver, found.alpha).grad
     with jax.enable_x64(True):
-        wide = jax.tree.map(lambda x: jnp.asarray(np.asarray(x), float), (found.alpha, *data))
-        truths = [_hypergradient(task, problem, steps, *wide) for steps in STEPS]
+        alpha, *parts = _wide((found.alpha, task.w0, task.curvatures, task.train, task.valid))
+        fields = dict(zip(("w0", "curvatures", "train", "valid"), parts, strict=True))
+        truths = [_truth(task._replace(**fields), steps, alpha) for steps in STEPS]
         errors = [float(jnp.linalg.norm(grad - truth)) for truth, _ in truths]
     norm = float(jnp.linalg.norm(truths[-1][0]))
     print(np.asarray(grad)[0], *truths, sep="\n", flush=True)
@@ -59,11 +59,16 @@ def measured(seed: int, solver: str) -> dict:
     }
 
 
-def _hypergradient(task, problem, steps, alpha, w0, train, valid):
-    solver = task.space.solver(jnp.asarray(task.curvatures, float), steps)
-    fn = jax.jit(bilevel.hypergradient(problem, solver, diagnostics=False))
-    found = fn(alpha, w0, train, valid)
-    return np.asarray(found.grad), float(problem.lower(found.w, alpha, train))
+def _wide(tree):
+    return jax.tree.map(lambda x: jnp.asarray(np.asarray(x), float), tree)
+
+
+def _truth(task, steps, alpha):
+    """The hypergradient of so many steps, and the training loss that is left."""
+    solver = task.space.solver(task.curvatures, steps)
+    found = command.hypergradient(task, solver, alpha)
+    lower = side_by_side(task.space.problem).lower
+    return np.asarray(found.grad), float(lower(found.w, alpha, task.train))
 
 
 def table(rows: list[dict]) -> str:

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 
 from bilevel.protocols import Inverse, LowerSolver, Pytree
-from ntk._checks import array, function, number, numbers, offending, short, whole
+from ntk._checks import array, function, number, numbers, offending, sequence, short, whole
 
 __all__ = [
     "array",
@@ -27,6 +27,7 @@ __all__ = [
     "offending",
     "prng_key",
     "scalar_loss",
+    "sequence",
     "short",
     "simplex",
     "simplex_slack",

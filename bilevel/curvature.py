@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 from jax.flatten_util import ravel_pytree
 
-from bilevel.inverse import conjugate_gradients
+from bilevel.inverse import OTHERWISE, conjugate_gradients
 from bilevel.meshes import vary, varying, while_loop
 from bilevel.protocols import LinearMap, Pytree
 
@@ -103,7 +103,7 @@ def _sharpened(products, values, vectors, threshold) -> _Factors:
     p = len(values)
     soft = values < threshold
     both = soft[:, None] & soft[None]
-    scaled = jnp.asarray(1.37, values.dtype)
+    scaled = jnp.asarray(OTHERWISE, values.dtype)
     quotients = jnp.where(both, vectors.T @ products(vectors), 0)
     again = jnp.where(both, vectors.T @ (products(scaled * vectors) / scaled), 0)
     spread = jnp.maximum(

@@ -30,7 +30,9 @@ from bilevel.meshes import settled, vary, varying, while_loop
 from bilevel.precision import narrow, rounding, widen
 from bilevel.protocols import Inverse, LinearMap, Pytree
 
-_OTHER = 1.37  # a factor whose products are rounded otherwise
+OTHERWISE = 1.37
+"""A factor: products of vectors that are multiplied by it are rounded otherwise."""
+
 _AGREED = 300  # a curvature is known when it is so many times the difference that this makes
 
 
@@ -70,7 +72,7 @@ def conjugate_gradients(
     def step(carry):
         best, x, r, p, steepest, trusted, seen, rr, k, _ = carry
         again = seen > 0
-        factor = jnp.where(again, _OTHER, 1).astype(rr.dtype)
+        factor = jnp.where(again, OTHERWISE, 1).astype(rr.dtype)
         hp = optax.tree.scale(1 / factor, hvp(optax.tree.scale(factor, p)))
         pp = optax.tree.vdot(p, p)
         bend = optax.tree.vdot(p, hp) / pp

@@ -1,6 +1,7 @@
 """Checks of arguments: one sentence each, naming the argument."""
 
 import operator
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -58,6 +59,13 @@ def function(name: str, value: Any, form: str) -> None:
     """Refuse what cannot be called."""
     if not callable(value):
         raise ValueError(f"{name}: expected a function {form}, got {short(value)}.")
+
+
+def sequence(name: str, value: Any, what: str = "a sequence") -> tuple:
+    """``value`` as a tuple; a text is none."""
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        raise ValueError(f"{name}: expected {what}, got {short(value)}.")
+    return tuple(value)
 
 
 def whole(name: str, value: Any, least: int) -> int:

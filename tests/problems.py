@@ -194,3 +194,38 @@ def digits(n=300):
     smoothness = np.linalg.norm(train[0].T @ train[0] / n, 2) / 4 + decay.max()
     small = case(digits_lower, digits_outer, alpha, np.zeros(64), train, valid)
     return Calibration(small, 1 / smoothness, truth)
+
+
+# ------------------------------------------------------ more weights than rows, little decay
+
+
+def soft_problem():
+    def lower(w, alpha, batch):
+        x, y = batch
+        return 0.5 * jnp.mean((x @ w - y) ** 2) + 0.5 * jnp.exp(alpha) * jnp.sum(w**2)
+
+    def outer(w, alpha, batch):
+        x, y = batch
+        return 0.5 * jnp.mean((x @ w - y) ** 2)
+
+    return Problem(lower, outer)
+
+
+def soft(seed, log10=None, rows=15, weights=40):
+    """Numbers that float32 holds, and the hypergradient by the dual closed form in float64.
+
+    ``log10``: of the penalty, drawn from -8 to -2 by default.
+    """
+    rng = np.random.default_rng(seed)
+    x, xv = rng.normal(size=(2, rows, weights)).astype(np.float32).astype(float)
+    y, yv = rng.normal(size=(2, rows)).astype(np.float32).astype(float)
+    log10 = rng.uniform(-8, -2) if log10 is None else log10
+    alpha = float(np.float32(np.log(10) * log10))
+    w0 = rng.normal(size=weights).astype(np.float32).astype(float)
+    penalty = np.exp(alpha)
+    kernel = x @ x.T / rows + penalty * np.eye(rows)
+    w = x.T @ np.linalg.solve(kernel, y) / rows
+    v = xv.T @ (xv @ w - yv) / rows
+    # w' H^-1 v with w in the row space of x: no division by the small penalty.
+    truth = -penalty * np.linalg.solve(kernel, x @ v) @ np.linalg.solve(kernel, y) / rows
+    return (alpha, w0, (x, y), (xv, yv)), truth

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from helpers import flatten, tolerance
-from problems import case
+from problems import case, soft, soft_problem
 
 import bilevel
 from bilevel import curvature as curvatures
@@ -16,27 +16,14 @@ from bilevel.curvature import curvature
 
 # ------------------------------------------------------- more weights than rows, little decay
 
-ROWS, WEIGHTS = 15, 40
-
-
-def lower(w, alpha, batch):
-    x, y = batch
-    return 0.5 * jnp.mean((x @ w - y) ** 2) + 0.5 * jnp.exp(alpha) * jnp.sum(w**2)
-
-
-def outer(w, alpha, batch):
-    x, y = batch
-    return 0.5 * jnp.mean((x @ w - y) ** 2)
-
-
-PROBLEM = bilevel.Problem(lower, outer)
+PROBLEM = soft_problem()
 
 
 def descended(alpha, w, batch):
     """Few steps: the soft directions keep what the start had there."""
     step_size, *batch = batch
     return jax.lax.fori_loop(
-        0, 30, lambda _, w: w - step_size * jax.grad(lower)(w, alpha, batch), w
+        0, 30, lambda _, w: w - step_size * jax.grad(PROBLEM.lower)(w, alpha, batch), w
     )
 
 
@@ -54,22 +41,6 @@ PRODUCTS = 1000  # more than the few of an unrolled solver's own cost
 def compiled(name, dense):
     assert (curvatures.DENSE_SIZE > 0) == dense
     return jax.jit(bilevel.hypergradient(PROBLEM, SOLVERS[name], products=PRODUCTS))
-
-
-def soft(seed):
-    """Numbers that float32 holds, and the hypergradient by the dual closed form in float64."""
-    rng = np.random.default_rng(seed)
-    x, xv = rng.normal(size=(2, ROWS, WEIGHTS)).astype(np.float32).astype(float)
-    y, yv = rng.normal(size=(2, ROWS)).astype(np.float32).astype(float)
-    alpha = float(np.float32(np.log(10) * rng.uniform(-8, -2)))
-    w0 = rng.normal(size=WEIGHTS).astype(np.float32).astype(float)
-    penalty = np.exp(alpha)
-    kernel = x @ x.T / ROWS + penalty * np.eye(ROWS)
-    w = x.T @ np.linalg.solve(kernel, y) / ROWS
-    v = xv.T @ (xv @ w - yv) / ROWS
-    # w' H^-1 v with w in the row space of x: no division by the small penalty.
-    truth = -penalty * np.linalg.solve(kernel, x @ v) @ np.linalg.solve(kernel, y) / ROWS
-    return (alpha, w0, (x, y), (xv, yv)), truth
 
 
 @pytest.mark.parametrize("dense", [True, False], ids=["decomposed", "iterated"])

@@ -173,16 +173,16 @@ def hypergradient_error(task: Task, config: Search, alpha: jax.Array) -> dict[st
     training that interpolates has an end, and with it the hypergradient of fully trained networks;
     longer training is nearer to it (`benchmarks/search_error.py`).
     """
-    problem = side_by_side(task.space.problem)
     longer = task.space.solver(task.curvatures, _LONGER * config.inner_steps)
-
-    def grads(solver):
-        fn = jax.jit(bilevel.hypergradient(problem, solver, diagnostics=False))
-        return np.asarray(fn(alpha, task.w0, task.train, task.valid).grad)
-
-    ours, better = grads(task.solver), grads(longer)
+    ours, better = (hypergradient(task, s, alpha).grad for s in (task.solver, longer))
     sizes = {"norm": better, "error": ours - better}
     return {name: np.linalg.norm(x, axis=-1).tolist() for name, x in sizes.items()}
+
+
+def hypergradient(task: Task, solver: LowerSolver, alpha: jax.Array) -> bilevel.HyperGradient:
+    """Of all seeds, at ``alpha`` [seeds, h], by any solver."""
+    fn = bilevel.hypergradient(side_by_side(task.space.problem), solver, diagnostics=False)
+    return jax.jit(fn)(alpha, task.w0, task.train, task.valid)
 
 
 def setup(config: Search) -> Task:

@@ -23,7 +23,7 @@ At ``width=math.inf`` the network is kernel ridge regression: :mod:`bilevel.spac
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, overload
 
 import jax
@@ -31,7 +31,7 @@ import jax.numpy as jnp
 import optax
 
 import ntk
-from bilevel.checks import array, number, short, whole
+from bilevel.checks import array, number, sequence, whole
 from bilevel.problem import Problem
 from bilevel.protocols import LowerSolver
 from bilevel.solvers import restarted, unrolled
@@ -159,9 +159,7 @@ def activation_space(
     >>> bool(jnp.isclose(found.alpha["mixture"].sum(), 1))
     True
     """
-    if isinstance(activations, str) or not isinstance(activations, Iterable):
-        raise ValueError(f"activations: expected a sequence, got {short(activations)}.")
-    activations = tuple(activations)
+    activations = sequence("activations", activations)
     functions = tuple(_activation(a) for a in activations)
     if not functions:
         raise ValueError("activations: expected at least one name or function, got none.")

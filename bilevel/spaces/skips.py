@@ -39,7 +39,7 @@ Connection Search, NeurIPS 2022: Eq. (1), section 3, Algorithm 1, section 5.1.
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -49,7 +49,7 @@ import numpy as np
 import optax
 
 import ntk
-from bilevel.checks import short, whole
+from bilevel.checks import sequence, whole
 from bilevel.geometry import project
 from bilevel.problem import Problem
 from bilevel.protocols import Pytree
@@ -184,9 +184,7 @@ def skip_space(
 
     The size of ``w`` is ``m (inputs + (L-2) m + outputs)``.
     """
-    if isinstance(activations, str) or not isinstance(activations, Iterable):
-        raise ValueError(f"activations: expected a sequence, got {short(activations)}.")
-    activations = tuple(activations)
+    activations = sequence("activations", activations)
     functions = tuple(_activation(a) for a in activations)
     names = tuple(s.name if isinstance(s, ntk.Activation) else s for s in activations)
     if not 0 < len(functions) == len(set(functions)) == len(set(names)):

@@ -153,11 +153,11 @@ def top_direction(gram: jax.Array, noise: jax.Array | None = None) -> jax.Array:
     >>> [[round(a, 3) for a in top_direction(*x).tolist()] for x in ((gram,), (gram, noise))]
     [[0.966, 0.257], [0.164, 0.986]]
     """
-    gram = symmetric(floating("gram", gram), "gram")
+    gram = symmetric(gram, "gram")
     if noise is None:
         alpha = top_eigenvector(gram)
     else:
-        noise = symmetric(floating("noise", noise), "noise")
+        noise = symmetric(noise, "noise")
         if noise.shape != gram.shape:
             raise ValueError(
                 f"noise: expected shape {gram.shape} as gram, got shape {noise.shape}."

@@ -17,12 +17,13 @@ theta           ``w`` [p], or [p, classes]: the lower problem's weights
 Classification is regression to one-vs-rest labels +-1, :func:`bilevel.spaces.targets.sign_labels`.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from bilevel.checks import sequence
 from bilevel.problem import Problem
 from bilevel.protocols import LowerSolver
 from bilevel.solvers import ridge
@@ -108,9 +109,7 @@ def feature_space(
     >>> bool(found.alpha["mixture"][1] > 0.9)
     True
     """
-    if not isinstance(maps, Iterable):
-        raise ValueError(f"maps: expected a sequence of functions, got {maps!r}.")
-    maps = tuple(maps)
+    maps = sequence("maps", maps, "a sequence of functions")
     if not maps:
         raise ValueError("maps: expected at least one feature map, got none.")
     names = tuple(_name(phi) for phi in maps) if names is None else tuple(names)

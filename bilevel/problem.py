@@ -16,6 +16,7 @@ import jax
 from jax.extend import core
 
 from bilevel.protocols import LinearMap, Loss, Pytree
+from ntk._equations import programs, scan_operands
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,10 +151,9 @@ def _outputs(equation: core.JaxprEqn, degrees: list[int], calls: tuple[str, ...]
     if not any(degrees):
         return [0] * count
     if name in calls:
-        body = params.get("jaxpr") or params["call_jaxpr"]
-        return _degrees(getattr(body, "jaxpr", body), degrees, calls)
+        return _degrees(programs(equation)[0].jaxpr, degrees, calls)
     if name == "scan":
-        return _scan(params, degrees, calls)
+        return _scan(equation, degrees, calls)
     if name == "custom_linear_solve":
         system = sum(params["const_lengths"])
         return [_OTHER if any(degrees[:system]) else max(degrees)] * count
@@ -178,11 +178,11 @@ def _result(equation: core.JaxprEqn, name: str, degrees: list[int]) -> int:
     return _OTHER
 
 
-def _scan(params: dict, degrees: list[int], calls: tuple[str, ...]) -> list[int]:
+def _scan(equation: core.JaxprEqn, degrees: list[int], calls: tuple[str, ...]) -> list[int]:
     """The carry's degrees can only rise: the body is read until they stay."""
-    first, count = params["num_consts"], params["num_carry"]
+    first, count = scan_operands(equation)
     while True:
-        outputs = _degrees(params["jaxpr"].jaxpr, degrees, calls)
+        outputs = _degrees(equation.params["jaxpr"].jaxpr, degrees, calls)
         carry = degrees[first : first + count]
         after = [max(old, new) for old, new in zip(carry, outputs[:count], strict=True)]
         if after == carry:

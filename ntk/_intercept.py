@@ -14,10 +14,8 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
+from ntk._equations import CALLS, bind, programs, scan_operands
 from ntk._programs import fresh
-
-_CALLS = {"jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint"}
-_CALLS |= {"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"}
 
 
 def fold(
@@ -83,7 +81,7 @@ def fold(
 
     def evaluate(eqn: JaxprEqn, other: JaxprEqn, used: list[bool], inputs: list, total):
         if site(eqn):
-            return visit(eqn, other, inputs, _bind(eqn, inputs), total)
+            return visit(eqn, other, inputs, bind(eqn, inputs), total)
         inside = [
             (inner, twin, alive)
             for (inner, alive), (twin, _) in zip(
@@ -91,9 +89,9 @@ def fold(
             )
         ]
         if not any(_reaches(site, inner.jaxpr, alive) for inner, _, alive in inside):
-            return _bind(eqn, inputs), total
+            return bind(eqn, inputs), total
         name = eqn.primitive.name
-        if name in _CALLS:
+        if name in CALLS:
             inner, twin, alive = inside[0]
             return run(inner, twin, alive, inputs, total)
         if name == "cond":
@@ -113,7 +111,7 @@ def fold(
         raise ValueError(f"apply: expected no {what} inside `{name}`, got one.")
 
     def scan(eqn: JaxprEqn, inner: ClosedJaxpr, twin, live: list[bool], inputs: list, total):
-        constants, carried = eqn.params["num_consts"], eqn.params["num_carry"]
+        constants, carried = scan_operands(eqn)
         consts, state, xs = (
             inputs[:constants],
             inputs[constants : constants + carried],
@@ -170,18 +168,8 @@ def _reaches(site, jaxpr: Jaxpr, live: list[bool]) -> bool:
 
 def _inside(eqn: JaxprEqn, used: list[bool]) -> list[tuple[ClosedJaxpr, list[bool]]]:
     """The jaxprs in an equation's parameters, with which of their outputs are live."""
-    found = []
-    for parameter in eqn.params.values():
-        for inner in parameter if isinstance(parameter, tuple | list) else [parameter]:
-            if isinstance(inner, Jaxpr):
-                inner = ClosedJaxpr(inner, [])
-            if isinstance(inner, ClosedJaxpr):
-                # A loop needs all that it carries.
-                direct = eqn.primitive.name in _CALLS or eqn.primitive.name == "cond"
-                found.append((inner, used if direct else [True] * len(inner.jaxpr.outvars)))
-    return found
-
-
-def _bind(eqn: JaxprEqn, inputs: list) -> list:
-    outputs = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(eqn.params))
-    return outputs if eqn.primitive.multiple_results else [outputs]
+    # A loop needs all that it carries.
+    direct = eqn.primitive.name in CALLS or eqn.primitive.name == "cond"
+    return [
+        (inner, used if direct else [True] * len(inner.jaxpr.outvars)) for inner in programs(eqn)
+    ]

@@ -17,12 +17,11 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 
+from ntk._equations import CALLS, bind, programs, scan_operands
 from ntk._programs import fresh
 
-_INLINED = {"jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint"}
-_INLINED |= {"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"}
 _COMPARISONS = {"gt": True, "ge": True, "lt": False, "le": False}
 _KEEP_SQUARES = {"reduce_sum", "reshape", "broadcast_in_dim", "convert_element_type", "squeeze"}
 _KEEP_SQUARES |= {"add", "sub", "div", "mul", "psum", "transpose", "stop_gradient", "copy", "max"}
@@ -71,10 +70,8 @@ class _Marking:
 
     def step(self, eqn: JaxprEqn, inputs: list) -> list:
         name = eqn.primitive.name
-        if name in _INLINED:
-            inner = next(p for p in eqn.params.values() if isinstance(p, Jaxpr | ClosedJaxpr))
-            inner = ClosedJaxpr(inner, []) if isinstance(inner, Jaxpr) else inner
-            return self.run(inner, inputs)
+        if name in CALLS:
+            return self.run(programs(eqn)[0], inputs)
         x = self.relu_of(name, inputs, eqn.outvars)
         if x is not None and jnp.issubdtype(jnp.result_type(x), jnp.floating):
             y = relu(x)
@@ -85,11 +82,11 @@ class _Marking:
                 if id(y) in self.rectified and (_number(c) or 0) > 0:
                     return [jnp.where(relu(y - c) > 0, jnp.asarray(c, y.dtype), y)]
         constant = not any(isinstance(x, jax.core.Tracer) for x in inputs)
-        if constant and not _has_programs(eqn.params.values()):
+        if constant and not programs(eqn):
             with jax.ensure_compile_time_eval():
-                outputs = _bind(eqn, inputs, eqn.params)
+                outputs = bind(eqn, inputs)
         else:
-            outputs = _bind(eqn, inputs, self.inside(eqn, inputs))
+            outputs = bind(eqn, inputs, self.inside(eqn, inputs))
         self.note(eqn, inputs, outputs[0] if outputs else None)
         return outputs
 
@@ -132,11 +129,12 @@ class _Marking:
         """The parameters, the programs of branches and loops among them marked in their turn."""
         given = inputs[1:] if eqn.primitive.name == "cond" else []
         if eqn.primitive.name == "scan":
-            given = inputs[: eqn.params["num_consts"]]
+            given = inputs[: scan_operands(eqn)[0]]
 
         def marked(parameter):
             if isinstance(parameter, tuple | list) and _has_programs(parameter):
-                return type(parameter)(map(marked, parameter))
+                made = getattr(parameter, "_make", type(parameter))  # of a named tuple
+                return made(map(marked, parameter))
             if not isinstance(parameter, ClosedJaxpr):
                 return parameter
             like = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in parameter.in_avals]
@@ -175,8 +173,3 @@ def _number(x) -> float | None:
         return None
     flat = np.ravel(x)
     return float(flat[0]) if (flat == flat[0]).all() else None
-
-
-def _bind(eqn: JaxprEqn, inputs: list, params: dict) -> list:
-    outputs = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(params))
-    return outputs if eqn.primitive.multiple_results else [outputs]

@@ -9,8 +9,9 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.extend.core import Jaxpr, Literal
 
+from ntk._equations import programs, scan_operands
 from ntk._programs import fresh
 
 Leaves = frozenset[int] | None  # what a value is made of; None: of the input, too
@@ -57,15 +58,13 @@ def _inside(eqn, sources: list[Leaves], found: set[int]) -> list[Leaves] | None:
             eqn.params["body_jaxpr"], sources[own:], eqn.params["body_nconsts"], None, found
         )
     if eqn.primitive.name == "scan":
-        constants, carried = eqn.params["num_consts"], eqn.params["num_carry"]
-        return _loop(eqn.params["jaxpr"], sources, constants, carried, found)
+        return _loop(eqn.params["jaxpr"], sources, *scan_operands(eqn), found)
     if eqn.primitive.name == "cond":
         branches = [_follow(b.jaxpr, sources[1:], found) for b in eqn.params["branches"]]
         return [_together([sources[0], *each]) for each in zip(*branches, strict=True)]
-    for inner in eqn.params.values():
-        inner = inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner
-        if isinstance(inner, Jaxpr) and len(inner.invars) == len(sources):
-            return _follow(inner, sources, found)
+    for inner in programs(eqn):
+        if len(inner.jaxpr.invars) == len(sources):
+            return _follow(inner.jaxpr, sources, found)
     return None
 
 

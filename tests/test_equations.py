@@ -1,0 +1,58 @@
+"""What is read off JAX's programs is the same on every JAX version."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from ntk._equations import bind, closed, programs, scan_operands
+
+
+def equation(f, *args, name):
+    (found,) = (e for e in jax.make_jaxpr(f)(*args).eqns if e.primitive.name == name)
+    return found
+
+
+x = jnp.ones((4, 3))
+scale = jnp.arange(3.0)
+
+
+@pytest.mark.parametrize(
+    ("body", "init", "xs", "expected"),
+    [
+        (lambda c, row: (c + scale * row, None), x[0], x, (1, 1)),
+        (lambda c, row: (c, scale + row), (), x, (1, 0)),
+        (lambda c, _: ((c[1], c[0] * scale), c), (x[0], x[1]), None, (1, 2)),
+        (lambda c, row: (c + row[0].sum(), row), 0.0, (x, x), (0, 1)),
+        (
+            lambda c, row: (jax.random.split(c)[0], jax.random.normal(c)),
+            jax.random.key(0),
+            x,
+            (0, 1),
+        ),
+    ],
+)
+def test_operands_of_a_scan(body, init, xs, expected):
+    found = equation(lambda init, xs: jax.lax.scan(body, init, xs, length=4), init, xs, name="scan")
+    assert scan_operands(found) == expected
+
+
+def test_programs_of_branches_run_as_they_stand():
+    branches = programs(
+        equation(lambda x: jax.lax.cond(x[0] > 1, jnp.sin, jnp.cos, x), scale, name="cond")
+    )
+    no, yes = (jax.core.eval_jaxpr(b.jaxpr, b.consts, scale)[0] for b in branches)
+    assert no.tolist() == jnp.cos(scale).tolist()
+    assert yes.tolist() == jnp.sin(scale).tolist()
+
+
+def test_a_program_without_constants_is_closed():
+    inner = equation(jax.checkpoint(jnp.sin), x, name="remat2").params["jaxpr"]
+    assert closed(inner).consts == []
+    assert len(programs(equation(jax.checkpoint(jnp.sin), x, name="remat2"))) == 1
+
+
+def test_an_equation_runs_again_with_other_parameters():
+    total = equation(lambda x: jnp.sum(x, axis=0), x * scale, name="reduce_sum")
+    assert bind(total, [x * scale])[0].tolist() == [0, 4, 8]
+    (rows,) = bind(total, [x * scale], {**total.params, "axes": (1,)})
+    assert rows.tolist() == [3, 3, 3, 3]

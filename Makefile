@@ -58,7 +58,7 @@ format: $(VENV) ## rewrite the code in the house format
 	$(BIN)/ruff format
 
 lock: $(PRIVATE_UV) ## renew requirements.txt from pyproject.toml; ARGS=--upgrade for newer versions
-	$(UV) pip compile pyproject.toml --group dev --universal --python-version 3.11 \
+	$(UV) pip compile pyproject.toml --extra neural-tangents --group dev --universal --python-version 3.11 \
 		--fork-strategy fewest --generate-hashes --no-header --quiet -o requirements.txt $(ARGS)
 
 # In fast mode the notebooks are only checked: the full run's outputs stay in the files.

@@ -8,7 +8,7 @@ or a truncated unrolling. So every solver's adjoint can be inspected, and reused
 
 import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,7 @@ class HyperGradient(NamedTuple):
     value: jax.Array  # [], outer loss at the solver's w
     grad: Pytree  # like alpha
     w: Pytree  # the solver's solution
-    info: Info | None  # accuracy; None with diagnostics=False
+    info: Info  # accuracy; None with diagnostics=False, where nobody reads it
 
 
 def hypergradient(
@@ -152,7 +152,7 @@ def stateful_hypergradient(
         # Neither hides behind an outer loss that does not look, or an adjoint that gave up.
         value = nan_unless_finite(value, w)
         grad = nan_unless_finite(grad, value)
-        info = None
+        info: Any = None
         if diagnostics:
             stated = _damped(problem, damping, start_of(state, w0))
             info = assess(stated, w, alpha, train, valid, grad, adjoint, min(products, PRODUCTS))

@@ -9,68 +9,10 @@ theory, search    ``ntk.bounds``, ``ntk.scores``
 ================  ==================================================================================
 
 Nothing of `bilevel` is imported here.
+
+The names and their places: ``__init__.pyi``. They are imported when they are first used.
 """
 
-from ntk import bounds, scores
-from ntk.activations import (
-    Activation,
-    activation,
-    erf,
-    gelu,
-    identity,
-    leaky_relu,
-    relu,
-    sigmoid,
-    swish,
-    tanh,
-)
-from ntk.certificate import Certificate, certified_min_eigenvalue, certify_simplex
-from ntk.duals import dual
-from ntk.finite import empirical_kernel, gradient_norms, kernel_vector_product
-from ntk.infinite import lemma1_kernel_as_printed, network_kernel
-from ntk.kernels import Kernels
-from ntk.mixtures import mixture_blocks, mixture_kernel
-from ntk.regression import (
-    ExcessRisk,
-    KernelRegression,
-    excess_risk_term,
-    gradient_flow,
-    kernel_regression,
-)
-from ntk.spectrum import Eigenpair, eigenvalues, min_eigenvalue, smallest_eigenpair
+import lazy_loader
 
-__all__ = [
-    "Activation",
-    "Certificate",
-    "Eigenpair",
-    "ExcessRisk",
-    "KernelRegression",
-    "Kernels",
-    "activation",
-    "bounds",
-    "certified_min_eigenvalue",
-    "certify_simplex",
-    "dual",
-    "eigenvalues",
-    "empirical_kernel",
-    "erf",
-    "excess_risk_term",
-    "gelu",
-    "gradient_flow",
-    "gradient_norms",
-    "identity",
-    "kernel_regression",
-    "kernel_vector_product",
-    "leaky_relu",
-    "lemma1_kernel_as_printed",
-    "min_eigenvalue",
-    "mixture_blocks",
-    "mixture_kernel",
-    "network_kernel",
-    "relu",
-    "scores",
-    "sigmoid",
-    "smallest_eigenpair",
-    "swish",
-    "tanh",
-]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,0 +1,94 @@
+# The public names of `bilevel`, and where they are: each is imported when it is first used.
+
+from . import (
+    baselines,
+    bounds,
+    checkpoint,
+    data,
+    discretize,
+    linear,
+    plots,
+    spaces,
+    spectral,
+)
+from ._hypergradient import HyperGradient, hypergradient
+from ._search import DescentState, NonFiniteError, SearchResult, descent, search
+from .discretize import (
+    argmax,
+    condition_six,
+    factor_simplex,
+    rank_agreement,
+    rank_by_alpha,
+    rank_by_shared_weights,
+    top_k,
+)
+from .estimate import Info, explain
+from .forward import lbfgs, newton, solved
+from .geometry import exponentiate, project, softmax, tangent
+from .inverse import cg, dense, gram, neumann, nystrom, scale
+from .problem import Problem, side_by_side
+from .protocols import LowerSolver
+from .solvers import implicit, one_step, restarted, ridge, unrolled
+from .spectral import (
+    simplex_start,
+    spectral_alpha,
+    spectral_estimator,
+    spectral_limits,
+    spectral_predict,
+)
+from .stability import lipschitz
+
+__all__ = [
+    "DescentState",
+    "HyperGradient",
+    "Info",
+    "LowerSolver",
+    "NonFiniteError",
+    "Problem",
+    "SearchResult",
+    "argmax",
+    "baselines",
+    "bounds",
+    "cg",
+    "checkpoint",
+    "condition_six",
+    "data",
+    "dense",
+    "descent",
+    "discretize",
+    "explain",
+    "exponentiate",
+    "factor_simplex",
+    "gram",
+    "hypergradient",
+    "implicit",
+    "lbfgs",
+    "linear",
+    "lipschitz",
+    "neumann",
+    "newton",
+    "nystrom",
+    "one_step",
+    "plots",
+    "project",
+    "rank_agreement",
+    "rank_by_alpha",
+    "rank_by_shared_weights",
+    "restarted",
+    "ridge",
+    "scale",
+    "search",
+    "side_by_side",
+    "simplex_start",
+    "softmax",
+    "solved",
+    "spaces",
+    "spectral",
+    "spectral_alpha",
+    "spectral_estimator",
+    "spectral_limits",
+    "spectral_predict",
+    "tangent",
+    "top_k",
+    "unrolled",
+]

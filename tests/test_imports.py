@@ -1,0 +1,58 @@
+"""What `import bilevel` costs, and that names imported late are as good as those imported early."""
+
+import json
+import subprocess
+import sys
+
+import bilevel
+import ntk
+
+CORE = "hypergradient, bilevel.search, bilevel.implicit, bilevel.unrolled, bilevel.exponentiate"
+
+# Everything is imported inside a trace: an array made at import would be a tracer that leaks.
+TRACED = """
+import types, jax, bilevel, ntk
+
+def trace(x):
+    for package in (bilevel, ntk):
+        for name in package.__all__:
+            found = getattr(package, name)
+            if isinstance(found, types.ModuleType):
+                [getattr(found, inner) for inner in getattr(found, "__all__", ())]
+    return x
+
+with jax.checking_leaks():
+    jax.make_jaxpr(trace)(1.0)
+print("no leak")
+"""
+
+
+def printed(program: str) -> str:
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def loaded(program: str) -> set[str]:
+    program += "; import sys, json; print(json.dumps(sorted(sys.modules)))"
+    return set(json.loads(printed(program)))
+
+
+def test_the_packages_import_nothing_before_it_is_used():
+    assert loaded("import bilevel, ntk").isdisjoint({"jax", "numpy", "scipy", "flax"})
+
+
+def test_the_core_imports_no_more_than_jax_and_optax_do():
+    more = loaded(f"import bilevel; bilevel.{CORE}") - loaded("import jax, optax")
+    assert more.isdisjoint({"scipy.special", "scipy.linalg", "flax", "pooch", "sklearn", "rich"})
+    assert {m.split(".")[0] for m in more} & {"bilevel", "ntk"} == {"bilevel", "ntk"}
+
+
+def test_names_first_used_inside_a_trace_leak_no_tracer():
+    assert printed(TRACED) == "no leak\n"
+
+
+def test_every_public_name_is_there_and_listed():
+    for package in (bilevel, ntk):
+        assert set(package.__all__) <= set(dir(package))
+        assert all(getattr(package, name) is not None for name in package.__all__)

@@ -159,9 +159,13 @@ def sign_agreements(apply: Apply, params: Pytree, x: jax.Array) -> jax.Array:
 
 
 def distinct_patterns(agreements: jax.Array) -> jax.Array:
-    """The number of different patterns, given how many units any two have in common."""
+    """The number of different patterns, given how many units any two have in common.
+
+    A float, as all scores are: that of patterns with a NaN is NaN.
+    """
     same = agreements == agreements[0, 0]  # a pattern agrees with itself everywhere
-    return jnp.sum(~jnp.any(jnp.tril(same, -1), axis=1))
+    count = jnp.sum(~jnp.any(jnp.tril(same, -1), axis=1)).astype(agreements.dtype)
+    return jnp.where(jnp.isnan(agreements).any(), jnp.nan, count)
 
 
 def is_layer(eqn) -> bool:

@@ -217,7 +217,7 @@ def test_score_under_jit_and_vmap_over_weights_is_the_score_of_each(name):
     assert_close(together, jnp.stack([score(name, r, batch) for r in (p, q)]), f32=2e-3)
 
 
-@pytest.mark.parametrize("name", ["log_traces", "naswot", "zico"])
+@pytest.mark.parametrize("name", ["log_traces", "naswot", "regions", "zico"])
 def test_a_nan_among_traced_inputs_is_not_passed_over(name):
     params, (x, y) = draw()
     assert np.isnan(score(name, params, (x.at[0, 0].set(jnp.nan), y)))

@@ -428,7 +428,7 @@ def naswot(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
     x, _ = check(apply, params, batch)
     agreements = sign_agreements(apply, params, x)
     _, logdet = jnp.linalg.slogdet(agreements.astype(float))
-    return jnp.where(distinct_patterns(agreements) == len(x), logdet, -jnp.inf)
+    return jnp.where(distinct_patterns(agreements) < len(x), -jnp.inf, logdet)
 
 
 def regions(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:

@@ -17,7 +17,7 @@ from helpers import no_room
 
 import bilevel
 from bilevel import baselines
-from bilevel.baselines import Evaluation, Selection, Shared
+from bilevel.baselines import Evaluation, Selection, Shared, _journal
 
 KEY = jax.random.key(3)
 SHARING = [
@@ -553,12 +553,17 @@ def test_the_journal_of_another_problem_is_refused(tmp_path):
         run(problem=shifted_by(0.25), resume=True)
 
 
-def test_a_full_disk_costs_the_journals_lines_and_not_the_run(tmp_path):
+@pytest.mark.parametrize("full_at", ["in the header", "half way"])
+def test_a_full_disk_costs_the_journals_lines_and_not_the_run(tmp_path, full_at):
     path = tmp_path / "journal.jsonl"
     run = functools.partial(baselines.hyperband, KEY, np.linspace(0, 1, 6), noisy_selection(), 9)
     whole = run()._replace(seconds=None)
     run(journal=path)
+    header, *lines = path.read_bytes().splitlines()
     room = len(path.read_bytes()) // 2
+    if full_at == "in the header":
+        room = len(header) - 5
+        assert len(lines[0]) + 1 < room  # a line would fit in
     path.unlink()
     with (
         no_room(room),
@@ -566,8 +571,22 @@ def test_a_full_disk_costs_the_journals_lines_and_not_the_run(tmp_path):
     ):
         trace = run(journal=path)
     assert_identical(whole, trace._replace(seconds=None))
-    assert path.read_bytes().endswith(b"\n")  # no line was left half written
+    assert path.read_bytes()[-1:] in (b"\n", b"")  # no line was left half written
     assert_identical(whole, run(journal=path, resume=True)._replace(seconds=None))
+
+
+def test_lines_that_found_no_room_are_written_once_there_is_some(tmp_path, monkeypatch):
+    path = tmp_path / "journal.jsonl"
+    run = functools.partial(baselines.random_search, KEY, [3, 1, 2], noisy_selection(), 1)
+    whole = run(journal=path)
+    left_alone = path.read_bytes().splitlines()
+    path.unlink()
+    written = _journal._write
+    full = iter([True, True, True, False])
+    monkeypatch.setattr(_journal, "_write", lambda *a: not next(full, False) and written(*a))
+    assert_identical(whole._replace(seconds=None), run(journal=path)._replace(seconds=None))
+    lines = path.read_bytes().splitlines()
+    assert lines[0] == left_alone[0] and len(lines) == len(left_alone)
 
 
 def test_a_journal_that_another_run_writes_is_refused(tmp_path):

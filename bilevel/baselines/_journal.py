@@ -22,20 +22,32 @@ _CHECK = b', "sha256": "'  # what stands between a line's record and its checksu
 
 
 class Journal:
-    """Results by name, each computed once; backed by a file where there is one."""
+    """Results by name, each computed once; backed by a file where there is one.
+
+    Lines for which the disk has no room wait for the next one, the header first of all: a journal
+    without it could not be told from that of another run.
+    """
 
     def __init__(self, records: dict[str, Record] | None = None, file: BinaryIO | None = None):
         self.records = records or {}
         self.file = file
+        self.waiting: list[Record] = []
 
     def once(self, name: str, compute: Callable[[], Record]) -> Record:
         """The result of this name, computed and written down if it is not known."""
         if name not in self.records:
             record = compute()
-            if self.file is not None:
-                _write(self.file, {"name": name, **record})
+            self.write({"name": name, **record})
             self.records[name] = record
         return self.records[name]
+
+    def write(self, record: Record) -> None:
+        """Write down what is waiting, and then this, as far as there is room."""
+        if self.file is None:
+            return
+        self.waiting.append(record)
+        while self.waiting and _write(self.file, self.waiting[0]):
+            del self.waiting[0]
 
 
 @contextmanager
@@ -59,21 +71,25 @@ def opened(path: Any, resume: bool, header: Record) -> Iterator[Journal]:
     with file:
         store.lock(file, "journal", path)
         records = _resumable(file, header)
+        journal = Journal(records, file)
         if records is None:
-            _write(file, header)
-        yield Journal(records, file)
+            journal.write(header)
+        yield journal
 
 
-def _write(file: BinaryIO, record: Record) -> None:
+def _write(file: BinaryIO, record: Record) -> bool:
+    """Whether there was room for the record."""
     end = file.seek(0, os.SEEK_END)
     with store.losing_only_the_record(f"journal: a line of {file.name}"):
         line = _line(record)
         try:
             if file.write(line) < len(line):  # a disk that fills up takes what it has room for
                 raise OSError("no room for a whole line")
+            return True
         except OSError:
             file.truncate(end)
             raise
+    return False
 
 
 def _line(record: Record) -> bytes:

@@ -3,7 +3,7 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help run test test-long lint format lock notebooks bench clean
+.PHONY: help run test test-slow test-newest lint format lock notebooks bench clean
 
 ARGS ?=
 BIN := .venv/bin
@@ -44,8 +44,11 @@ run: $(VENV) ## the main job, `bilevel search` on digits; more flags through ARG
 test: $(VENV) ## the tests and the doctests; pytest's flags through ARGS
 	$(BIN)/python -m pytest $(ARGS)
 
-test-long: $(VENV) ## the tests that are left out there: two minutes
-	$(BIN)/python -m pytest -m long $(ARGS)
+test-slow: $(VENV) ## the tests that are left out there: two minutes
+	$(BIN)/python -m pytest -m slow $(ARGS)
+
+test-newest: $(PRIVATE_UV) ## tests of JAX's internals, README, commands on the newest JAX and Python here
+	UV=$(UV) .ci/newest
 
 lint: $(VENV) ## style, formatting, types, direction of imports
 	$(BIN)/ruff check
@@ -80,7 +83,7 @@ bench: $(VENV) ## the quick benchmarks: hypergradients, memory, kernels, feature
 	$(BIN)/python benchmarks/nasbench201.py --quick
 
 clean: ## remove environments, caches and build outputs; keeps runs/
-	rm -rf .venv .uv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache \
+	rm -rf .venv .venv-newest .uv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache \
 		.import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 

@@ -15,7 +15,7 @@ import optax
 from jax.flatten_util import ravel_pytree
 
 from bilevel.inverse import OTHERWISE, conjugate_gradients
-from bilevel.meshes import vary, varying, while_loop
+from bilevel.meshes import do_while, vary, varying
 from bilevel.protocols import LinearMap, Pytree
 
 DENSE_SIZE = 512
@@ -146,8 +146,8 @@ def _iterated(hvp: LinearMap, like: Pytree, products: int) -> Curvature:
             solved = conjugate_gradients(hvp, b, x, steps=products, threshold=aim)
             return solved.x, solved.residual, k + 1
 
-        start = further((optax.tree.zeros_like(b), None, jnp.zeros((), int)))
-        return while_loop(unfinished, further, start)[0]
+        start = optax.tree.zeros_like(b), jnp.full_like(lowest, jnp.inf), jnp.zeros((), int)
+        return do_while(unfinished, further, start)[0]
 
     definite = (left <= 2 * threshold) & (lowest > 0)
     return Curvature(solve, lowest, optax.tree.norm(hvp(b)) / lowest, definite)

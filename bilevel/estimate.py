@@ -12,6 +12,7 @@ in ``w`` the smallest eigenvalue turns the residuals that are left into a bound.
 """
 
 import functools
+import math
 from typing import NamedTuple
 
 import jax
@@ -22,7 +23,7 @@ from jax.flatten_util import ravel_pytree
 from bilevel.curvature import PRODUCTS, curvature, is_small
 from bilevel.forward import newton
 from bilevel.inverse import hessian_matrix
-from bilevel.meshes import vary, varying, while_loop
+from bilevel.meshes import do_while, repeat, vary, varying
 from bilevel.precision import widen, widened
 from bilevel.problem import Problem, gradient, hessian_operator, is_quadratic
 from bilevel.protocols import Pytree
@@ -236,20 +237,17 @@ def _settled(problem, system, near, w, q, alpha, train, valid, grad) -> _Refined
     q, q_settled = _settle(lambda q: system.solve(residual_of(q)), q, q, rounding, enough)
     better, magnitude = _combine(problem, near, q, alpha, train, valid)
 
-    def sample(key):
-        keys = jax.random.split(key)
-        w_near, q_near = _jitter(keys[0], near), _jitter(keys[1], q)
-        for _ in range(rounds):
-            w_near = optax.tree.sub(w_near, newton_step(w_near))
+    def sample(number):
+        w_near, q_near = _jitter(2 * number, near), _jitter(2 * number + 1, q)
+        w_near = repeat(lambda w: optax.tree.sub(w, newton_step(w)), w_near, rounds)
         residual_of, _ = adjoint_residual(w_near)
-        for _ in range(rounds):
-            q_near = optax.tree.sub(q_near, system.solve(residual_of(q_near)))
+        q_near = repeat(lambda q: optax.tree.sub(q, system.solve(residual_of(q))), q_near, rounds)
         return _combine(problem, w_near, q_near, alpha, train, valid)[0]
 
     change = optax.tree.norm(optax.tree.sub(grad, better))
     grads = jax.lax.cond(
         10 * rounding * magnitude > change,
-        lambda: jax.lax.map(sample, jax.random.split(jax.random.key(1), _SAMPLES)),
+        lambda: jax.lax.map(sample, jnp.arange(_SAMPLES, dtype=jnp.uint32)),
         lambda: jax.tree.map(lambda g: jnp.stack([g] * _SAMPLES), better),
     )
     return _Refined(
@@ -286,22 +284,28 @@ def _settle(step, x, start, rounding, enough):
         return x, jnp.where(kept, after, size), size, k + 1
 
     infinite = jnp.full_like(rounding, jnp.inf)
-    first = once((x, infinite, infinite, jnp.zeros((), int)))
-    x, size, *_ = while_loop(unfinished, once, first)
+    nothing = x, infinite, infinite, jnp.zeros((), int)
+    x, size, *_ = do_while(unfinished, once, nothing)
     allowed = jnp.minimum(100 * rounding, 0.1) * optax.tree.norm(x)
     return x, size <= jnp.maximum(0.01 * way(x), allowed)
 
 
-def _jitter(key, tree):
-    """``tree``, its last digits drawn at random."""
-    leaves, structure = jax.tree.flatten(tree)
+def _jitter(number, tree):
+    """``tree``, its last digits drawn at random.
 
-    def one(key, x):
-        size = jnp.abs(x) + jnp.sqrt(jnp.mean(x**2))
-        return x + jnp.finfo(x.dtype).eps * size * jax.random.normal(key, x.shape, x.dtype)
+    By a hash: JAX's generators, better than this asks for, take a third of the compilation.
+    """
+    flat, unravel = ravel_pytree(tree)
+    bits = jnp.arange(flat.size, dtype=jnp.uint32) + number * jnp.uint32(0x9E3779B9)
+    for factor in (0x85EBCA6B, 0xC2B2AE35):  # MurmurHash3's last mixing
+        bits = (bits ^ (bits >> 16)) * jnp.uint32(factor)
+    uniform = (bits ^ (bits >> 16)).astype(flat.dtype) / 2.0**31 - 1
 
-    keys = jax.random.split(key, len(leaves))
-    return jax.tree.unflatten(structure, [one(k, x) for k, x in zip(keys, leaves, strict=True)])
+    def one(x, uniform):
+        size = jnp.finfo(x.dtype).eps * (jnp.abs(x) + jnp.sqrt(jnp.mean(x**2)))
+        return x + math.sqrt(3) * size * uniform  # of variance 1
+
+    return jax.tree.map(one, tree, unravel(uniform))
 
 
 def _combine(problem, w, q, alpha, train, valid):

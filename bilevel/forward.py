@@ -12,7 +12,7 @@ import optax
 
 from bilevel.checks import at_least, function, nan_unless_finite, whole
 from bilevel.inverse import conjugate_gradients
-from bilevel.meshes import varying, while_loop
+from bilevel.meshes import do_while, varying, while_loop
 from bilevel.precision import narrow, rounding, widen, widened
 from bilevel.problem import hessian_operator, is_quadratic
 from bilevel.protocols import LowerSolver, Pytree
@@ -131,8 +131,7 @@ def _backtrack(
         t = carry[0] / 2
         return t, at(t)
 
-    one = jnp.ones_like(value)
-    t, trial = while_loop(too_long, halve, (one, at(one)))
+    t, trial = do_while(too_long, halve, (jnp.full_like(value, 2), value))
     return optax.tree.add_scale(w, -t, direction), trial
 
 

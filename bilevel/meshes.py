@@ -11,6 +11,7 @@ weights. Outside ``shard_map`` nothing here does anything.
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 
 from bilevel.protocols import Pytree
 
@@ -46,3 +47,21 @@ def settled(step: Callable[[Pytree], Pytree], start: Pytree) -> Pytree:
 def while_loop(unfinished: Callable, step: Callable, start: Pytree) -> Pytree:
     """:func:`jax.lax.while_loop` from a start that may vary less than its steps do."""
     return jax.lax.while_loop(unfinished, step, settled(step, start))
+
+
+def do_while(unfinished: Callable, step: Callable, start: Pytree) -> Pytree:
+    """A step, and then further ones while ``unfinished``; compiled once, unlike a step before."""
+
+    def going(carry):
+        state, first = carry
+        return first | unfinished(state)
+
+    def once(carry):
+        return step(carry[0]), jnp.array(False)
+
+    return while_loop(going, once, (start, jnp.array(True)))[0]
+
+
+def repeat(step: Callable[[Pytree], Pytree], start: Pytree, times: int) -> Pytree:
+    """``step(step(... start))``."""
+    return jax.lax.fori_loop(0, times, lambda _, x: step(x), settled(step, start))

@@ -45,7 +45,7 @@ def test_a_sample_is_ranked_and_judged_and_more_networks_are_added(tmp_path, cap
     np.testing.assert_array_equal(after["naswot"][:12], first.astype(float))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_chosen_network_is_trained(tmp_path, capsys):
     """Algorithm 1 of Zhu et al., end to end; without the table."""
     run = [*SMALL, "--no-judged", "--epochs", "2", "--out", str(tmp_path / "run")]

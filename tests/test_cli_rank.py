@@ -1,27 +1,32 @@
 """``bilevel rank`` as a user runs it, small."""
 
 import json
-import os
-import pathlib
 import re
 
 import numpy as np
+import pooch
 import pytest
 
-from bilevel.cli import main
+from bilevel.cli import main, rank
 
 SMALL = (
     *("rank", "--data", "digits", "--networks", "12", "--scores", "naswot", "l2_norm"),
     *("--k", "3", "--pool", "8", "--batch-size", "8", "--cells", "1", "--channels", "2"),
     *("--train-size", "32", "--test-size", "40", "--progress", "False"),
 )
-HAS_TABLE = (pathlib.Path(os.environ.get("BILEVEL_DATA", "")) / "nasbench201").is_dir()
-needs_table = pytest.mark.skipif(not HAS_TABLE, reason="the benchmark's table is not here")
 
 
-@needs_table
-def test_a_sample_is_ranked_and_judged_and_more_networks_are_added(tmp_path, capsys):
-    out = ["--out", str(tmp_path / "run")]
+@pytest.fixture
+def bare(tmp_path, monkeypatch):
+    """A machine that has the package, and no data."""
+    monkeypatch.delenv("BILEVEL_DATA", raising=False)
+    monkeypatch.setattr(pooch, "os_cache", lambda name: tmp_path / "cache" / name)
+
+
+def test_a_sample_is_ranked_and_judged_and_more_networks_are_added(tmp_path, capsys, bare):
+    # One score that compiles quickly, and a sum with one that looks at no network.
+    quick = ["--scores", "l2_norm", "--aggregate", "l2_norm", "parameters"]
+    out = [*quick, "--out", str(tmp_path / "run")]
     assert main([*SMALL, *out]) == 0
     screen = capsys.readouterr().out
     for text in (
@@ -35,14 +40,25 @@ def test_a_sample_is_ranked_and_judged_and_more_networks_are_added(tmp_path, cap
         assert text in screen
     before = json.loads((tmp_path / "run" / "result.json").read_text())
     names = [line["score"] for line in before["judged"]]
-    assert names[:3] == ["naswot", "l2_norm", "sum of log ranks"]
+    assert before["published"] == {} and "published score" not in screen
+    assert names[:2] == ["l2_norm", "sum of log ranks"]
     assert (tmp_path / "run" / "ranking.png").stat().st_size > 0
     more = [arg if arg != "12" else "16" for arg in SMALL]
     assert main([*more, *out, "--resume"]) == 0
     after = np.load(tmp_path / "run" / "arrays.npz")
-    assert after["naswot"].shape == after["rows"].shape == (16,)
-    first = np.load(tmp_path / "run" / "scores.npz")["naswot/naswot"][:12]
-    np.testing.assert_array_equal(after["naswot"][:12], first.astype(float))
+    assert after["l2_norm"].shape == after["rows"].shape == (16,)
+    first = np.load(tmp_path / "run" / "scores.npz")["l2_norm/l2_norm"][:12]
+    np.testing.assert_array_equal(after["l2_norm"][:12], first.astype(float))
+
+
+def test_scores_are_compared_with_published_ones_where_both_are(monkeypatch):
+    published = {name: np.full(15_625, np.nan) for name in rank._PUBLISHED.values()}
+    published["nwot"][[3, 5, 8]] = [1.0, 2.0, 3.0]
+    published["snip"][5] = 1.0
+    monkeypatch.setattr(rank, "published_scores", lambda: published)
+    rows = np.array([8, 4, 3, 5])
+    scores = {"naswot": np.array([1.0, 9.0, 3.0, 2.0]), "snip": np.ones(4), "zico": np.ones(4)}
+    assert rank._agreement(scores, rows) == {"naswot": {"rho": -1, "tau": -1, "networks": 3}}
 
 
 @pytest.mark.slow
@@ -74,8 +90,10 @@ def test_mistakes_are_one_sentence(tmp_path, capsys, flags, message):
     assert re.search(message, error), error
 
 
-def test_without_the_table_the_command_says_where_it_looked(tmp_path, capsys, monkeypatch):
+def test_with_a_damaged_table_the_command_names_it(tmp_path, capsys, monkeypatch):
+    file = tmp_path / "nasbench201" / "nasbench201_results.csv"
+    file.parent.mkdir()
+    file.write_text("arch_str\n")
     monkeypatch.setenv("BILEVEL_DATA", str(tmp_path))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert main([*SMALL, "--out", str(tmp_path / "run")]) == 2
-    assert "nasbench201_results.csv" in capsys.readouterr().err
+    assert str(file) in capsys.readouterr().err

@@ -463,10 +463,10 @@ def test_an_unreachable_host_is_refused_with_where_to_put_the_file(places):
     assert "BILEVEL_DATA" in message
 
 
-def test_every_source_has_well_formed_digests_so_that_no_download_goes_unchecked():
+def test_every_source_is_on_https_and_has_digests_so_that_no_download_goes_unchecked():
     pattern = re.compile(r"md5:[0-9a-f]{32}|sha256:[0-9a-f]{64}")
     for source in (source for each in data.SOURCES.values() for source in each):
-        assert source.files
+        assert source.files and source.url.startswith("https://")
         for value in (source.digest, *source.files.values()):
             assert pattern.fullmatch(value)
 

@@ -2,11 +2,10 @@
 
 import itertools
 import math
-import os
-from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers import needs_scores
 
 from bilevel.spaces.nasbench201._genotype import genotypes, multiply_adds, parameter_count
 from bilevel.spaces.nasbench201.judging import (
@@ -30,13 +29,6 @@ from bilevel.spaces.nasbench201.table import (
     published_scores,
 )
 
-real = pytest.mark.skipif(
-    not (
-        os.environ.get("BILEVEL_DATA")
-        and (Path(os.environ["BILEVEL_DATA"]) / "nasbench201").is_dir()
-    ),
-    reason="BILEVEL_DATA holds no nasbench201",
-)
 RNG = np.random.default_rng(0)
 NAN, INF = math.nan, math.inf
 
@@ -288,7 +280,7 @@ def scored():
     return {name: values[rows] for name, values in scores.items()}, rows
 
 
-@real
+@needs_scores
 def test_published_scores_correlate_as_published(table, scored):
     """The layer count and FLOPs as the VKDNW paper (CVPR 2025) prints them, tau and rho.
 
@@ -311,7 +303,6 @@ def test_published_scores_correlate_as_published(table, scored):
     assert found == pytest.approx(0.683, abs=0.005)
 
 
-@real
 def test_a_run_predicts_the_mean_of_the_others_as_the_ceiling_s_model_says(table):
     for name, predicted, seen in zip(
         RUN_SETS, (0.926, 0.925, 0.941), (0.925, 0.923, 0.940), strict=True
@@ -325,14 +316,12 @@ def test_a_run_predicts_the_mean_of_the_others_as_the_ceiling_s_model_says(table
         assert np.mean(found) == pytest.approx(seen, abs=0.0006)
 
 
-@real
 def test_the_ceiling_is_as_stated(table):
     pairs, ceiling = seed_ceiling(table, "cifar10-valid")
     assert sorted(pairs.values()) == pytest.approx([0.910, 0.915, 0.915], abs=0.001)
     assert ceiling == pytest.approx(0.961, abs=0.0006)
 
 
-@real
 def test_random_networks_do_nearly_as_well_as_the_best(table):
     valid, test = table.accuracy["cifar10-valid"], table.accuracy["cifar10-test"]
     assert best_of_k_random(valid, valid, 20) == pytest.approx(90.37, abs=0.01)
@@ -340,7 +329,7 @@ def test_random_networks_do_nearly_as_well_as_the_best(table):
     assert best_of_k_random(valid, test, 20) == pytest.approx(93.33, abs=0.01)
 
 
-@real
+@needs_scores
 def test_dropping_networks_moves_tau_as_stated(table, scored):
     _, rows = scored
     size = np.array([parameter_count(g) for g in genotypes()])

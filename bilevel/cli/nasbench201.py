@@ -93,7 +93,7 @@ def run_nasbench201_search(config: NasBench201Search) -> dict[str, Any]:
 
 def _run(config: NasBench201Search, folder: pathlib.Path) -> dict[str, Any]:
     began = time.perf_counter()
-    known = table.load_table()  # or the search would be for nothing
+    known = table.load_table()  # first: were it damaged, the search would be for nothing
     task = _task(config)
     start = time.perf_counter()
     found = convolutional.search_seeds(config, task.space, task.splits, folder)

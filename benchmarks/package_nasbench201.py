@@ -1,0 +1,33 @@
+"""Packs the tables of NAS-Bench-201 that come with the package.
+
+    BILEVEL_DATA=folder python benchmarks/package_nasbench201.py
+
+Reads them, plain, ``.gz`` or ``.xz``, in ``folder/nasbench201``, checks their content, and writes
+``bilevel/spaces/nasbench201/tables/*.csv.xz``, in which there is no date and no name: with one
+version of liblzma, always the same bytes. What is in the tables: the README.md beside them.
+"""
+
+import lzma
+import os
+import sys
+from pathlib import Path
+
+from bilevel import data
+from bilevel.spaces.nasbench201 import table
+
+
+def pack(source: Path, target: Path) -> None:
+    """Each shipped table of the folder `source`, checked, as an .xz file in `target`."""
+    for file in table.SHIPPED:
+        path, content = data._content(source, file)
+        _, digest = table.FILES[file]
+        data._check_digest(path, content, digest)
+        packed = lzma.compress(content, preset=9 | lzma.PRESET_EXTREME)
+        (target / f"{file}.xz").write_bytes(packed)
+        print(f"{file}.xz: {len(packed):,} bytes")
+
+
+if __name__ == "__main__":
+    if not (root := os.environ.get("BILEVEL_DATA")):
+        sys.exit("BILEVEL_DATA: expected the folder that holds nasbench201/, got none.")
+    pack(Path(root) / "nasbench201", table.TABLES)

@@ -57,7 +57,7 @@ def do_while(unfinished: Callable, step: Callable, start: Pytree) -> Pytree:
         return first | unfinished(state)
 
     def once(carry):
-        return step(carry[0]), jnp.array(False)
+        return step(carry[0]), carry[1] & False  # of the same axes
 
     return while_loop(going, once, (start, jnp.array(True)))[0]
 

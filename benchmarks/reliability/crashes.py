@@ -27,7 +27,7 @@ import numpy as np
 from reliability import victims
 from reliability.case import Outcome
 
-_PATIENCE = 240  # seconds for one run of a job
+_PATIENCE = 900  # seconds for one run of a job, on a machine that does other things too
 _JOBS = ("search", "baseline", "halving", "sharing", "rank", "bilevel search", "bilevel baseline")
 _OFTEN = (0.35, 0.15, 0.1, 0.1, 0.14, 0.1, 0.06)  # commands take longest
 

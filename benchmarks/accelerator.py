@@ -1,0 +1,400 @@
+"""Everything that is fast on an accelerator only, measured in one command with a time limit.
+
+Parts, in order of value; each in a process of its own, which leaves one JSON line for every
+measurement as soon as it has it. What the results file holds for this device and this JAX is not
+measured again: the same command goes on.
+
+    matmul           the rate of a matrix product: what the others are held against
+    hypergradient    unrolled and implicit hypergradients of a network, float32 and bfloat16
+    empirical        kernels of finite networks, up to 20,000 images; share of the matmul rate
+    infinite         kernels of infinite width, as large as the memory takes
+    eigenvalue       smallest eigenvalue and certificate of a kernel of 20,000 rows
+    genotypes        naswot, synflow and eigen_nas of all 15,625 networks of NAS-Bench-201
+    darts_step       a step of the published DARTS supernet, beside PyTorch where it is installed
+    skips            activation and skip search at the paper's width
+    darts            the published DARTS search, for as long as the minutes allow
+
+    python benchmarks/accelerator.py                   # 25 minutes; results/accelerator.jsonl
+    python benchmarks/accelerator.py --minutes 60      # ... goes on with what is missing
+    python benchmarks/accelerator.py --quick           # tiny sizes, on any device; no results file
+    python benchmarks/accelerator.py --table           # the results file as Markdown
+
+A part that fails, or needs a package that is not there, says so in one line, and the next begins.
+"""
+
+import argparse
+import importlib.util
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "results" / "accelerator.jsonl"
+SEED, ROUNDS = 0, 5
+
+Measurement = tuple[str, Callable[[], dict[str, Any]]]  # a name, and what measures it
+
+
+def timed(function: Callable, *args: Any, rounds: int = ROUNDS) -> dict[str, Any]:
+    """Seconds of compilation, and of the median call after a first one; the peak of memory."""
+    import jax
+
+    start = time.perf_counter()
+    compiled = jax.jit(function).lower(*args).compile()
+    row: dict[str, Any] = {"compile_s": time.perf_counter() - start}
+    return row | called(lambda: compiled(*args), rounds)
+
+
+def called(call: Callable[[], Any], rounds: int) -> dict[str, Any]:
+    """Seconds of the median call after a first one, and the peak of the device's memory."""
+    import jax
+
+    jax.block_until_ready(call())
+    seconds = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        jax.block_until_ready(call())
+        seconds.append(time.perf_counter() - start)
+    row: dict[str, Any] = {"seconds": statistics.median(seconds)}
+    if stats := jax.devices()[0].memory_stats():
+        row["peak_gb"] = stats["peak_bytes_in_use"] / 1e9
+    return row
+
+
+# ------------------------------------------------------------------------------------- the parts
+
+
+def matmul(quick: bool) -> Iterator[Measurement]:
+    import jax
+    import jax.numpy as jnp
+
+    n = 256 if quick else 8192
+
+    def rate(dtype, precision):
+        a = jax.random.normal(jax.random.key(SEED), (n, n)).astype(dtype)
+        row = timed(lambda a: jnp.matmul(a, a, precision=precision), a)
+        return row | {"tflops": 2 * n**3 / row["seconds"] / 1e12}
+
+    for dtype, precision in (
+        *(("float32", "highest"), ("float32", "default"), ("bfloat16", "default")),
+    ):
+        yield f"{dtype}, precision {precision}", lambda d=dtype, p=precision: rate(d, p)
+
+
+def hypergradient(quick: bool) -> Iterator[Measurement]:
+    """A network with one hidden layer; alpha: the weights of its training rows."""
+    import jax
+    import jax.numpy as jnp
+    import optax
+
+    import bilevel
+
+    rows, inputs, steps = (64, 16, 4) if quick else (10_000, 784, 100)
+    keys = jax.random.split(jax.random.key(SEED), 4)
+
+    def losses(dtype):
+        def each(w, x, y):
+            hidden = jnp.tanh(x.astype(dtype) @ w["a"])
+            return optax.losses.softmax_cross_entropy_with_integer_labels(
+                (hidden @ w["b"]).astype(jnp.float32), y
+            )
+
+        def lower(w, alpha, batch):
+            decay = sum(jnp.sum(leaf.astype(jnp.float32) ** 2) for leaf in jax.tree.leaves(w))
+            return jnp.mean(jax.nn.sigmoid(alpha) * each(w, *batch)) + 1e-3 * decay
+
+        return bilevel.Problem(lower, lambda w, alpha, batch: jnp.mean(each(w, *batch)))
+
+    def measure(dtype, width, solver):
+        w = {
+            "a": jax.random.normal(keys[0], (inputs, width), dtype) / inputs**0.5,
+            "b": jax.random.normal(keys[1], (width, 10), dtype) / width**0.5,
+        }
+        x = jax.random.normal(keys[2], (rows, inputs))
+        batch = x, jax.random.randint(keys[3], (rows,), 0, 10)
+        problem, alpha = losses(dtype), jnp.zeros(rows)
+        fn = bilevel.hypergradient(problem, solver, diagnostics=False)
+
+        def both(*args):
+            found = fn(*args)
+            return found.value, found.grad
+
+        row = timed(both, alpha, w, batch, batch)
+        gradient = timed(jax.grad(problem.lower), w, alpha, batch)
+        value, grad = jax.jit(both)(alpha, w, batch, batch)
+        size = {"weights": inputs * width + 10 * width, "lower_gradients": steps}
+        row["of_lower_gradients"] = row["seconds"] / gradient["seconds"] / steps
+        return row | size | {"value": float(value), "norm": float(jnp.linalg.norm(grad))}
+
+    sgd = optax.sgd(0.1, momentum=0.9)
+    solvers = {
+        f"unrolled, {steps} steps": bilevel.unrolled(sgd, steps),
+        f"truncated, last {steps // 4}": bilevel.unrolled(sgd, steps, backprop=steps // 4),
+        # A fixed number of products: conjugate gradients stop where curvature is negative.
+        f"implicit, {steps} products": bilevel.implicit(
+            bilevel.unrolled(sgd, steps), bilevel.neumann(steps, 0.1)
+        ),
+    }
+    for width in (8,) if quick else (256, 4096):
+        for dtype in ("float32", "bfloat16"):
+            for name, solver in solvers.items():
+                yield (
+                    f"{name}, width {width}, {dtype}",
+                    lambda d=dtype, w=width, s=solver: measure(jnp.dtype(d), w, s),
+                )
+
+
+def empirical(quick: bool) -> Iterator[Measurement]:
+    import flax.linen as nn
+    import jax
+
+    import ntk
+
+    width, side = (16, 8) if quick else (1024, 28)
+
+    class Dense(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = nn.relu(nn.Dense(width)(x.reshape(len(x), -1)))
+            return nn.Dense(10)(nn.relu(nn.Dense(width)(x)))
+
+    def measure(n):
+        net, x = Dense(), jax.random.normal(jax.random.key(SEED), (n, side, side, 1))
+        params = net.init(jax.random.key(1), x[:1])
+        row = called(lambda: ntk.empirical_kernel(net.apply, params, x), 3)
+        layers = side * side + width, 2 * width, width + 10  # inputs and outputs
+        return row | {"n": n, "tflops": 2 * n**2 * sum(layers) / row["seconds"] / 1e12}
+
+    for n in (20,) if quick else (1000, 5000, 10_000, 20_000):
+        yield f"two hidden layers of {width}, N = {n}", lambda n=n: measure(n)
+
+
+def infinite(quick: bool) -> Iterator[Measurement]:
+    import jax
+    import jax.numpy as jnp
+
+    import ntk
+
+    def measure(n, activation):
+        x = jax.random.normal(jax.random.key(SEED), (n, 100))
+        x = x / jnp.linalg.norm(x, axis=1, keepdims=True)
+        layers = [activation] * 3
+        row = called(lambda: tuple(ntk.network_kernel(x, activations=layers)), 2)
+        error = ntk.network_kernel(x[:200], activations=layers).error.max()
+        return row | {"n": n, "pairs_per_s": n**2 / 2 / row["seconds"], "error": float(error)}
+
+    for n in (20,) if quick else (1000, 5000, 20_000, 50_000):
+        for activation in (ntk.relu, ntk.tanh):
+            yield f"{activation.name}, N = {n}", lambda n=n, a=activation: measure(n, a)
+
+
+def eigenvalue(quick: bool) -> Iterator[Measurement]:
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    import ntk
+
+    n = 50 if quick else 20_000
+
+    def kernel():
+        x = jax.random.normal(jax.random.key(SEED), (n, 784))
+        x = x / jnp.linalg.norm(x, axis=1, keepdims=True)
+        return ntk.network_kernel(x, activations=[ntk.relu, ntk.relu])
+
+    def smallest():
+        K = kernel().ntk
+        return called(lambda: ntk.min_eigenvalue(K), 1) | {"n": n}
+
+    def certificate():
+        found = kernel()
+        start = time.perf_counter()
+        bound = ntk.certified_min_eigenvalue(found)
+        row = {"n": n, "seconds": time.perf_counter() - start, "certified": float(bound)}
+        return row | {"largest_error": float(np.max(found.error))}
+
+    yield f"min_eigenvalue, N = {n}", smallest
+    yield f"certified_min_eigenvalue, N = {n}", certificate
+
+
+def genotypes(quick: bool) -> Iterator[Measurement]:
+    """Random images: what scores cost, not what they say."""
+    import jax
+
+    from bilevel.spaces.nasbench201 import genotypes, nasbench201_networks
+    from bilevel.spaces.nasbench201.scoring import score_networks
+
+    count, at_once = (3, 1) if quick else (15_625, 64)
+    side, batch_size = (8, 4) if quick else (32, 32)
+    networks = nasbench201_networks(**({"cells": 1, "channels": 4} if quick else {}))
+    x = jax.random.normal(jax.random.key(SEED), (batch_size, side, side, 3))
+    batch = x, jax.random.randint(jax.random.key(1), (batch_size,), 0, 10)
+
+    def measure(name):
+        w = networks.init(jax.random.key(2), x.shape[1:])
+        start = time.perf_counter()
+        score_networks([name], networks, w, genotypes()[:count], batch, at_once=at_once)
+        return {"networks": count, "seconds": time.perf_counter() - start}
+
+    for name in ("naswot", "synflow", "eigen_nas"):
+        yield name, lambda name=name: measure(name)
+
+
+def darts_step(quick: bool) -> Iterator[Measurement]:
+    yield "beside PyTorch", lambda: script("darts_step.py", "--quick" if quick else "--full")
+
+
+def skips(quick: bool) -> Iterator[Measurement]:
+    flag = "--quick" if quick else "--full"
+    yield "the paper's width", lambda: script("activation_skip_search.py", flag)
+
+
+def darts(quick: bool) -> Iterator[Measurement]:
+    """The command itself, with the published sizes; a longer session goes on with its run."""
+    sizes = {"cells": 8, "channels": 16, "train": 25_000, "valid": 25_000, "steps": 19_550}
+    if quick:
+        sizes = {"cells": 2, "channels": 2, "train": 40, "valid": 40, "steps": 2, "pixels": 8}
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in sizes.items()]
+    flags += ["--data=digits", "--epochs=1", "--random=0", "--batch-size=16"] if quick else []
+    flags += [] if quick else ["--data=cifar10", "--batch-size=64", "--resume"]
+
+    def measure():
+        with tempfile.TemporaryDirectory() as place:
+            out = Path(place) if quick else HERE.parent / "runs" / "accelerator_darts"
+            return command("-m", "bilevel", "search", "--space", "darts", *flags, f"--out={out}")
+
+    yield "the published search", measure
+
+
+def script(name: str, *flags: str) -> dict[str, Any]:
+    """Another benchmark of this folder."""
+    return command(str(HERE / name), *flags)
+
+
+def command(*arguments: str) -> dict[str, Any]:
+    """The seconds that a command takes, and the last of what it prints."""
+    start = time.perf_counter()
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", *arguments], capture_output=True, text=True
+    )
+    if done.returncode:
+        raise RuntimeError((done.stderr or done.stdout).strip().splitlines()[-1])
+    return {"seconds": time.perf_counter() - start, "output": done.stdout[-6000:]}
+
+
+PARTS: dict[str, Callable[[bool], Iterator[Measurement]]] = {
+    part.__name__: part
+    for part in (
+        *(matmul, hypergradient, empirical, infinite, eigenvalue, genotypes),
+        *(darts_step, skips, darts),
+    )
+}
+NEEDS = {"empirical": "flax", "genotypes": "flax", "darts_step": "flax", "skips": "flax"}
+
+# --------------------------------------------------------------------------------------- the run
+
+
+def here() -> dict[str, str]:
+    """What a measurement is of: the device and JAX's version."""
+    import jax
+
+    return {"device": jax.devices()[0].device_kind, "jax": jax.__version__}
+
+
+def work(part: str, quick: bool, out: Path) -> None:
+    """One process: the measurements of a part that ``out`` does not hold yet."""
+    place = here()
+    known = {(r["part"], r["name"]) for r in rows_of(out) if place.items() <= r.items()}
+    for name, measure in PARTS[part](quick):
+        if (part, name) in known:
+            continue
+        try:
+            found = measure()
+        except Exception as error:  # the next may go well, and this one's failure is a result
+            found = {"failed": f"{type(error).__name__}: {error}".splitlines()[0][:300]}
+        row = {"part": part, "name": name, **found, **place}
+        if "failed" not in found or quick:
+            with out.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+        print(shown(row), flush=True)
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def shown(row: dict[str, Any]) -> str:
+    """A measurement in a line."""
+    hidden = {"part", "name", "device", "jax", "output"}
+    numbers = [
+        f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
+        for name, value in row.items()
+        if name not in hidden
+    ]
+    return f"{row['part']}: {row['name']}: {', '.join(numbers)}"
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """As Markdown, a table for every device and JAX."""
+    lines: list[str] = []
+    for place in sorted({(r["device"], r["jax"]) for r in rows}):
+        lines += [
+            "",
+            f"{place[0]}, JAX {place[1]}",
+            "",
+            "| part | what | measured |",
+            "| --- | --- | --- |",
+        ]
+        for row in rows:
+            if (row["device"], row["jax"]) == place:
+                _, what, numbers = shown(row).split(": ", 2)
+                lines.append(f"| {row['part']} | {what} | {numbers} |")
+                lines += ["", *row["output"].splitlines(), ""] if "output" in row else []
+    return "\n".join(lines).strip()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--minutes", type=float, default=25.0, help="for all parts together")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes; no results file")
+    parser.add_argument("--only", nargs="*", choices=list(PARTS), help="these parts alone")
+    parser.add_argument("--table", action="store_true", help="the results file as Markdown")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--part", help=argparse.SUPPRESS)  # what a process of its own is told
+    args = parser.parse_args()
+    if args.table:
+        print(table(rows_of(args.out)))
+        return 0
+    if args.part:
+        work(args.part, args.quick, args.out)
+        return 0
+    if args.quick:
+        args.out = Path(tempfile.mkdtemp()) / "accelerator.jsonl"
+    end, failed = time.monotonic() + 60 * args.minutes, []
+    for part in args.only or PARTS:
+        if (needed := NEEDS.get(part)) and importlib.util.find_spec(needed) is None:
+            print(f"{part}: skipped, as {needed} is not installed.", flush=True)
+            continue
+        flags = ["--quick"] if args.quick else []
+        # A device's memory is shared with the commands that a part starts.
+        environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+        own = [sys.executable, __file__, "--part", part, "--out", str(args.out), *flags]
+        try:
+            done = subprocess.run(own, env=environment, timeout=max(1, end - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            print(f"{part}: stopped, as the {args.minutes:g} minutes are over.", flush=True)
+            break
+        failed += [part] * (done.returncode != 0)
+    print(f"\n{table(rows_of(args.out))}")
+    return 1 if failed or (args.quick and any("failed" in r for r in rows_of(args.out))) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

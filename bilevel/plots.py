@@ -39,6 +39,18 @@ def _axes(ax: Any) -> Any:
     return ax if ax is not None else pyplot().subplots(figsize=(6, 3.5), layout="constrained")[1]
 
 
+def _look(i: int, dashed: bool = True) -> dict[str, Any]:
+    """Of line ``i``; named line by line, since axes that are given have colours of their own."""
+    return {
+        "color": COLOURS[i % len(COLOURS)],
+        "linestyle": DASHES[i % len(DASHES)] if dashed else "-",
+    }
+
+
+def _marker(i: int) -> str:
+    return MARKERS[i % len(MARKERS)]
+
+
 def _whole_ticks(axis: Any) -> None:
     from matplotlib.ticker import MaxNLocator
 
@@ -88,7 +100,7 @@ def alpha_path(alpha: Any, names: Any = None, ax: Any = None, start: Any = None)
     if start is not None:
         first = np.broadcast_to(np.asarray(start, float), alpha.shape[1:])
         alpha, steps = np.concatenate([first[None], alpha]), np.arange(len(alpha) + 1)
-    lines = [_banded(ax, steps, alpha[..., i].T) for i in range(alpha.shape[-1])]
+    lines = [_banded(ax, steps, alpha[..., i].T, **_look(i)) for i in range(alpha.shape[-1])]
     top = max(0.5, 1.05 * alpha.mean(axis=1).max())
     ax.set(xlabel="outer step", ylabel="α" + _of(alpha.shape[1], "seeds"), ylim=(-0.02, top))
     _whole_ticks(ax.xaxis)
@@ -157,7 +169,7 @@ def losses(
     for i, (ax, (key, label)) in enumerate(zip(axes, keys.items(), strict=True)):
         values = np.array([np.asarray(run[key], float) for run in runs]) / scale
         steps = np.arange(values.shape[1])
-        _banded(ax, steps, values, color=COLOURS[i], linestyle="-")
+        _banded(ax, steps, values, **_look(i, dashed=False))
         least, most = values.mean(axis=0).min(), values.mean(axis=0).max()
         ax.set(ylabel=label, yscale="log" if 0 < 10 * least < most else "linear")
         _whole_ticks(ax.xaxis)
@@ -186,12 +198,10 @@ def error_estimates(steps: Any, true: Any, estimates: dict[str, Any], ax: Any = 
     if not isinstance(true, dict):
         ax.plot(steps, true, color="black", linestyle="-", label="true error")
     for i, (name, values) in enumerate(estimates.items()):
-        color = COLOURS[i % len(COLOURS)]
         if isinstance(true, dict):
-            dashes = DASHES[i % len(DASHES)]
-            ax.plot(steps, true[name], color=color, linestyle=dashes, label=f"{name}: true error")
-        look = {"marker": MARKERS[i % len(MARKERS)], "fillstyle": "none", "markersize": 7}
-        ax.plot(steps, values, color=color, linestyle="", label=f"{name}: estimate", **look)
+            ax.plot(steps, true[name], label=f"{name}: true error", **_look(i))
+        look = _look(i) | {"linestyle": "", "marker": _marker(i), "fillstyle": "none"}
+        ax.plot(steps, values, label=f"{name}: estimate", markersize=7, **look)
     ax.set(xlabel="inner steps", ylabel="norm of the hypergradient's error")
     ax.set(xscale="log", yscale="log")
     ax.legend()
@@ -218,8 +228,8 @@ def spectrum(eigenvalues: dict[str, Any], ax: Any = None) -> Any:
         positive = np.where(values > 0, values, np.nan)
         # Marked at a few places, shifted from kernel to kernel: spectra lie close together.
         every = max(1, len(values) // 6)
-        marks = {"marker": MARKERS[i % len(MARKERS)], "markevery": (i % every, every)}
-        ax.plot(np.arange(1, len(values) + 1), positive, label=name, **marks)
+        look = _look(i) | {"marker": _marker(i), "markevery": (i % every, every)}
+        ax.plot(np.arange(1, len(values) + 1), positive, label=name, **look)
     ax.set(xlabel="index, from the largest", ylabel="eigenvalue of the kernel", yscale="log")
     _whole_ticks(ax.xaxis)
     ax.legend()
@@ -312,9 +322,9 @@ def traces(methods: dict[str, Any], against: str = "calls", ax: Any = None) -> A
             np.asarray(t.test)[np.searchsorted(s, grid, "right") - 1]
             for t, s in zip(trials, times, strict=True)
         ]
-        ends = {"marker": MARKERS[i % len(MARKERS)], "markevery": [0, -1], "markersize": 8}
-        look = {"color": COLOURS[i % len(COLOURS)], "linestyle": "-", "linewidth": widths[i]}
-        _banded(ax, grid, tests, step=True, label=name, markeredgecolor="white", **ends, **look)
+        look = _look(i, dashed=False) | {"linewidth": widths[i], "markeredgecolor": "white"}
+        look |= {"marker": _marker(i), "markevery": [0, -1], "markersize": 8}
+        _banded(ax, grid, tests, step=True, label=name, **look)
     count = max(map(len, curves.values()))
     ax.set(xlabel=labels[against], xscale="log")
     ax.set_ylabel("oracle test error" + _of(count, "trials"))
@@ -371,7 +381,8 @@ def ranking(score: Any, accuracy: Any, ax: Any = None) -> Any:
     ranks = rankdata(np.where(np.isnan(score), -np.inf, score))
     least = np.quantile(accuracy, 0.05)
     size = 25 if len(ranks) <= 100 else 8
-    ax.scatter(ranks, np.maximum(accuracy, least), s=size, alpha=0.6, linewidths=0)
+    look = {"alpha": 0.6, "linewidths": 0, "color": COLOURS[0]}
+    ax.scatter(ranks, np.maximum(accuracy, least), s=size, **look)
     below = accuracy < least
     ax.scatter(ranks[below], np.full(below.sum(), least), s=30, marker="v", color=COLOURS[5])
     tau = kendalltau(ranks, accuracy).statistic

@@ -14,14 +14,21 @@ DASHES = ("-", (0, (6, 2)), (0, (1, 1.2)), (0, (6, 2, 1, 2)), (0, (12, 3)), (0, 
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
 
-def pyplot() -> Any:
-    """``matplotlib.pyplot``, or an error that says how to get it."""
+def _matplotlib() -> Any:
     try:
-        import matplotlib.pyplot as plt
+        import matplotlib.rcsetup
     except ImportError as error:
         raise ImportError(
             "plots: expected matplotlib, got none; install it with `pip install bilevel[plots]`."
         ) from error
+    return matplotlib
+
+
+def pyplot() -> Any:
+    """``matplotlib.pyplot``, for new figures."""
+    _matplotlib()
+    import matplotlib.pyplot as plt
+
     return plt
 
 
@@ -46,23 +53,31 @@ def style() -> Iterator[None]:
     >>> matplotlib.rcParams["axes.spines.top"]
     True
     """
-    plt = pyplot()
-    with plt.rc_context(
-        {
-            "axes.prop_cycle": plt.cycler(color=COLOURS, linestyle=DASHES),
-            "axes.axisbelow": True,
-            "axes.grid": True,
-            "axes.spines.right": False,
-            "axes.spines.top": False,
-            "axes.titlesize": 10.5,
-            "figure.titlesize": 11,
-            "font.size": 10,
-            "grid.color": "0.93",
-            "legend.fontsize": 9,
-            "legend.frameon": False,
-            "legend.handlelength": 2.6,  # of a dashed line, a whole period is seen
-            "lines.linewidth": 1.8,
-            "lines.markersize": 5,
-        }
-    ):
+    rc = _matplotlib().rcParams
+    cycle = _matplotlib().rcsetup.cycler(color=COLOURS, linestyle=DASHES)
+    ours = _SETTINGS | {"axes.prop_cycle": cycle}
+    before = {name: rc[name] for name in ours}
+    rc.update(ours)
+    try:
         yield
+    finally:
+        # Not all settings, as matplotlib's rc_context does: a notebook's first figure makes it
+        # interactive, and without that no later figure would be shown.
+        rc.update(before)
+
+
+_SETTINGS = {
+    "axes.axisbelow": True,
+    "axes.grid": True,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.titlesize": 10.5,
+    "figure.titlesize": 11,
+    "font.size": 10,
+    "grid.color": "0.93",
+    "legend.fontsize": 9,
+    "legend.frameon": False,
+    "legend.handlelength": 2.6,  # of a dashed line, a whole period is seen
+    "lines.linewidth": 1.8,
+    "lines.markersize": 5,
+}

@@ -4,9 +4,8 @@ Every function draws on axes it is given, or on new ones, and returns the axes. 
 context for pictures that look alike, ``COLOURS`` are its colours.
 """
 
-import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -24,15 +23,6 @@ __all__ = [
     "style",
     "traces",
 ]
-
-
-def _styled(draw: Callable) -> Callable:
-    @functools.wraps(draw)
-    def drawn(*args, **options):
-        with style():
-            return draw(*args, **options)
-
-    return drawn
 
 
 def _axes(ax: Any) -> Any:
@@ -54,7 +44,7 @@ def _marker(i: int) -> str:
 def _whole_ticks(axis: Any) -> None:
     from matplotlib.ticker import MaxNLocator
 
-    axis.set_major_locator(MaxNLocator("auto", integer=True))
+    axis.set_major_locator(MaxNLocator("auto", integer=True, steps=[1, 2, 5, 10]))
 
 
 def _banded(ax: Any, x: Any, rows: Any, step: bool = False, **look: Any) -> Any:
@@ -73,7 +63,7 @@ def _of(count: int, what: str) -> str:
     return f", mean ± s.e. of {count} {what}" if count > 1 else ""
 
 
-@_styled
+@style()
 def alpha_path(alpha: Any, names: Any = None, ax: Any = None, start: Any = None) -> Any:
     """The entries of a simplex along a search, a line for each.
 
@@ -134,7 +124,7 @@ def _spread(heights: Any, low: float, high: float, gap: float) -> Any:
     return placed
 
 
-@_styled
+@style()
 def losses(
     history: dict[str, Any] | Sequence[dict[str, Any]], axes: Any = None, scale: float = 1.0
 ) -> Any:
@@ -178,7 +168,7 @@ def losses(
     return axes
 
 
-@_styled
+@style()
 def error_estimates(steps: Any, true: Any, estimates: dict[str, Any], ax: Any = None) -> Any:
     """Error estimates beside the true error of a hypergradient, over inner steps, log-log.
 
@@ -208,7 +198,7 @@ def error_estimates(steps: Any, true: Any, estimates: dict[str, Any], ax: Any = 
     return ax
 
 
-@_styled
+@style()
 def spectrum(eigenvalues: dict[str, Any], ax: Any = None) -> Any:
     """Eigenvalues of kernels, largest first, on a log scale: those that are positive.
 
@@ -239,7 +229,7 @@ def spectrum(eigenvalues: dict[str, Any], ax: Any = None) -> Any:
 _CORNERS = np.array([[0, 0], [1, 0], [0.5, np.sqrt(0.75)]])  # of the triangle that is the simplex
 
 
-@_styled
+@style()
 def simplex_min_eigenvalue(
     alphas: Any, values: Any, names: Any = None, argmin: Any = None, ax: Any = None
 ) -> Any:
@@ -279,7 +269,7 @@ def simplex_min_eigenvalue(
     return ax
 
 
-@_styled
+@style()
 def traces(methods: dict[str, Any], against: str = "calls", ax: Any = None) -> Any:
     """Oracle test error of the incumbent as a search goes on, a curve for each method; log-log.
 
@@ -313,7 +303,7 @@ def traces(methods: dict[str, Any], against: str = "calls", ax: Any = None) -> A
         if any(len(t.calls) == 0 for t in trials):
             raise ValueError(f"methods: expected a solve in every trace, got none for {name}.")
     ax = _axes(ax)
-    widths = np.linspace(5, 1.3, len(curves)) if len(curves) > 1 else [1.8]
+    widths = np.linspace(4, 1.2, len(curves)) if len(curves) > 1 else [1.8]
     for i, (name, trials) in enumerate(curves.items()):
         times = [np.asarray(getattr(t, against), float) for t in trials]
         grid = np.unique(np.concatenate(times))
@@ -342,14 +332,18 @@ def _log_percent(ax: Any) -> None:
     percent = FuncFormatter(lambda share, _: f"{100 * share:.3g} %")
     if len(heights) and heights.min() > 0:
         ax.set_yscale("log")
-        ax.set_ylim(heights.min() / 1.15, heights.max() * 1.15)
-        ax.yaxis.set_major_locator(LogLocator(subs=_subdivision(heights.max() / heights.min())))
+        ratio = heights.max() / heights.min()
+        lowest = max(ax.dataLim.y0, 0.6 * heights.min())  # a band may come near 0
+        ax.set_ylim(lowest / ratio**0.06 / 1.01, ax.dataLim.y1 * ratio**0.06 * 1.01)
+        ax.yaxis.set_major_locator(LogLocator(subs=_subdivision(ratio)))
         ax.yaxis.set_minor_formatter(NullFormatter())
     ax.yaxis.set_major_formatter(percent)
 
 
 def _subdivision(ratio: float) -> tuple[float, ...]:
     """Which multiples of the powers of ten have ticks: the fewer decades, the more."""
+    if ratio < 2:
+        return (1, 1.1, 1.2, 1.4, 1.6, 1.8, 2, 2.2, 2.5, 3, 3.5, 4, 4.5, 5, 5.5, 6, 6.5, 7, 8, 9)
     if ratio < 4:
         return (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 7, 8, 9)
     if ratio < 15:
@@ -357,7 +351,7 @@ def _subdivision(ratio: float) -> tuple[float, ...]:
     return (1, 2, 5) if ratio < 1000 else (1,)
 
 
-@_styled
+@style()
 def ranking(score: Any, accuracy: Any, ax: Any = None) -> Any:
     """Accuracy over the rank of a score, best at the right, and Kendall's tau.
 

@@ -59,6 +59,15 @@ def test_a_style_that_an_error_ends_is_left_too():
     assert dict(matplotlib.rcParams) == before
 
 
+def test_what_others_set_meanwhile_stays():
+    """A notebook becomes interactive at its first figure; undone, no later one is shown."""
+    with matplotlib.rc_context():
+        matplotlib.rcParams["interactive"] = False
+        with plots.style():
+            matplotlib.rcParams["interactive"] = True
+        assert matplotlib.rcParams["interactive"]
+
+
 def test_colours_differ_and_so_do_the_dashes_beside_them():
     plain = figures.Figure().subplots()  # with colours of its own
     lines = plots.alpha_path(RNG.dirichlet(np.ones(7), 3), ax=plain).lines

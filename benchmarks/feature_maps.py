@@ -430,8 +430,8 @@ def picture(data, rows, path):
         for name in METHODS
     }
     comparable = {n: c for n, c in curves.items() if n not in ("successive halving", "Hyperband")}
-    plots.traces(comparable, "calls", axes[1])
-    plots.traces(curves, "seconds", axes[2])
+    plots.traces(comparable, "calls", axes[1]).get_legend().remove()  # one at the right is for both
+    plots.traces(curves, "seconds", axes[2]).legend(loc="center left", bbox_to_anchor=(1, 0.5))
     figure.suptitle(f"{data}: shared against standalone; oracle test error of the incumbent")
     figure.savefig(path, dpi=110)
     plt.close(figure)

@@ -271,9 +271,10 @@ def simplex_min_eigenvalue(
 
 @style()
 def traces(methods: dict[str, Any], against: str = "calls", ax: Any = None) -> Any:
-    """Oracle test error of the incumbent as a search goes on, a curve for each method; log-log.
+    """Oracle test error of the incumbent as a search goes on, a curve for each method.
 
-    Curves of the same height lie on each other, the later the narrower, so that all are seen.
+    On log axes; that of the errors is linear where one is 0, or all are nearly the same. Curves of
+    the same height lie on each other, the later the narrower, so that all are seen.
 
     Parameters
     ----------
@@ -290,7 +291,7 @@ def traces(methods: dict[str, Any], against: str = "calls", ax: Any = None) -> A
     Examples
     --------
     >>> from types import SimpleNamespace as Trace
-    >>> trace = Trace(calls=np.array([1, 2]), test=np.array([0.5, 0.4]))
+    >>> trace = Trace(calls=np.array([1, 2]), test=np.array([0.5, 0.1]))
     >>> ax = traces({"random search": trace})
     >>> ax.get_xlabel(), ax.get_yscale()
     ('solver calls', 'log')
@@ -324,13 +325,13 @@ def traces(methods: dict[str, Any], against: str = "calls", ax: Any = None) -> A
 
 
 def _log_percent(ax: Any) -> None:
-    """A log axis of shares, in percent; linear where a line has no positive value."""
+    """A log axis of shares, in percent; linear where one is 0 or all are nearly the same."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     heights = np.concatenate([np.asarray(line.get_ydata(), float) for line in ax.lines])
     heights = heights[np.isfinite(heights)]
     percent = FuncFormatter(lambda share, _: f"{100 * share:.3g} %")
-    if len(heights) and heights.min() > 0:
+    if len(heights) and 0 < 1.3 * heights.min() < heights.max():
         ax.set_yscale("log")
         ratio = heights.max() / heights.min()
         lowest = max(ax.dataLim.y0, 0.6 * heights.min())  # a band may come near 0

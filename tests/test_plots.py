@@ -129,7 +129,9 @@ def test_test_errors_are_in_percent_on_a_log_axis_unless_one_is_zero():
     ax = plots.traces({"a": TRACE}, "calls", axes())
     assert ax.get_yscale() == "log" and ax.yaxis.get_major_formatter()(0.05) == "5 %"
     perfect = SimpleNamespace(calls=TRACE.calls, test=[0.5, 0.0])
-    assert plots.traces({"a": perfect}, "calls", axes()).get_yscale() == "linear"
+    constant = SimpleNamespace(calls=TRACE.calls, test=[0.077, 0.077])  # no decade to mark
+    for trace in (perfect, constant):
+        assert plots.traces({"a": trace}, "calls", axes()).get_yscale() == "linear"
 
 
 def test_networks_below_the_edge_are_triangles():

@@ -4,7 +4,6 @@ Every function draws on axes it is given, or on new ones, and returns the axes. 
 context for pictures that look alike, ``COLOURS`` are its colours.
 """
 
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,10 +30,9 @@ def _axes(ax: Any) -> Any:
 
 def _look(i: int, dashed: bool = True) -> dict[str, Any]:
     """Of line ``i``; named line by line, since axes that are given have colours of their own."""
-    return {
-        "color": COLOURS[i % len(COLOURS)],
-        "linestyle": DASHES[i % len(DASHES)] if dashed else "-",
-    }
+    lap, place = divmod(i, len(COLOURS))
+    dashes = DASHES[(place + lap) % len(DASHES)] if dashed else "-"
+    return {"color": COLOURS[place], "linestyle": dashes}
 
 
 def _marker(i: int) -> str:
@@ -106,21 +104,18 @@ def alpha_path(alpha: Any, names: Any = None, ax: Any = None, start: Any = None)
             textcoords=ax.get_yaxis_transform(),
             va="center",
             fontsize=9,
-            arrowprops={"arrowstyle": "-", "color": line.get_color(), "shrinkA": 1, "shrinkB": 1},
+            arrowprops={"arrowstyle": "-", "color": line.get_color(), "relpos": (0, 0.5)},
         )
     return ax
 
 
 def _spread(heights: Any, low: float, high: float, gap: float) -> Any:
     """Label positions near ``heights``, from low to high, none closer than ``gap`` to the next."""
-    order = np.argsort(heights)
-    placed = np.clip(np.array(heights, dtype=float), low, high)
-    for below, above in itertools.pairwise(order):
-        placed[above] = max(placed[above], placed[below] + gap)
-    if len(order) and placed[order[-1]] > high:
-        placed[order[-1]] = high
-        for above, below in itertools.pairwise(order[::-1]):
-            placed[below] = min(placed[below], placed[above] - gap)
+    order, slots = np.argsort(heights), gap * np.arange(len(heights))
+    rest = np.asarray(heights, float)[order] - slots  # ascending, the labels keep apart
+    up, down = np.maximum.accumulate(rest), np.minimum.accumulate(rest[::-1])[::-1]
+    placed = np.empty(len(order))
+    placed[order] = np.clip((up + down) / 2, low, high - slots[-1]) + slots
     return placed
 
 

@@ -70,9 +70,9 @@ def test_what_others_set_meanwhile_stays():
 
 def test_colours_differ_and_so_do_the_dashes_beside_them():
     plain = figures.Figure().subplots()  # with colours of its own
-    lines = plots.alpha_path(RNG.dirichlet(np.ones(7), 3), ax=plain).lines
-    assert len({line.get_color() for line in lines}) == len(plots.COLOURS) == 7
-    assert len({str(line._unscaled_dash_pattern) for line in lines}) == 7
+    lines = plots.alpha_path(RNG.dirichlet(np.ones(14), 3), ax=plain).lines
+    looks = [(line.get_color(), str(line._unscaled_dash_pattern)) for line in lines]
+    assert len(set(looks)) == 14 and all(len(set(of)) == 7 for of in zip(*looks[:7], strict=True))
 
 
 def test_an_alpha_path_starts_where_the_search_did():

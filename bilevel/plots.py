@@ -255,11 +255,11 @@ def simplex_min_eigenvalue(
     if argmin is not None:
         place, look = np.asarray(argmin) @ _CORNERS, {"color": "white", "markeredgecolor": "black"}
         ax.plot(*place, "o", markersize=8, label="smallest of all", **look)
-        ax.legend(loc="upper left", borderaxespad=0, handlelength=1)
+        ax.legend(loc="upper left", bbox_to_anchor=(-0.25, 1), borderaxespad=0, handlelength=1)
     for name, corner in zip(names or [], _CORNERS, strict=False):
         shift, side = (6, "bottom") if corner[1] > 0 else (-6, "top")
         ax.annotate(name, corner, (0, shift), textcoords="offset points", ha="center", va=side)
-    ax.set_aspect("equal")
+    ax.set(xlim=(-0.05, 1.05), ylim=(-0.09, 0.97), aspect="equal")  # room for names and a title
     ax.set_axis_off()
     return ax
 

@@ -46,6 +46,7 @@ import optax
 
 import bilevel
 import ntk
+from bilevel import plots
 from bilevel.spaces.activations import unit_inputs
 from bilevel.spaces.skips import CANDIDATES, SkipArchitecture, geometry, skip_space
 from bilevel.spaces.training import minibatches, train
@@ -385,6 +386,7 @@ def markdown(rows) -> str:
     return "\n".join(lines)
 
 
+@plots.style()
 def picture(rows, path):
     import matplotlib
 
@@ -405,6 +407,7 @@ def picture(rows, path):
             (pair[1], skips[..., None], ("skip",), 2),
         ):
             mean = values.mean(axis=0)
+            ax.grid(False)
             ax.imshow(mean, vmin=0, vmax=1, cmap="Blues", aspect="auto")
             for i, j in np.ndindex(mean.shape):
                 ink = "white" if mean[i, j] > 0.6 else "black"
@@ -412,7 +415,7 @@ def picture(rows, path):
             ax.set_xticks(range(len(columns)), columns)
             ax.set_yticks(range(len(mean)), range(first, first + len(mean)))
         pair[0].set(ylabel="layer", title=f"{name} ({steps[0]} steps): probability")
-        pair[1].set_title("weight")
+        pair[1].set_title(f"weight, {len(p)} seeds")
     figure.savefig(path, dpi=100)
 
 

@@ -40,7 +40,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import bilevel.data
-from bilevel import bounds
+from bilevel import bounds, plots
 from bilevel.geometry import project_simplex
 from bilevel.spaces.activations import activation_space, sign_labels, unit_inputs
 
@@ -372,6 +372,7 @@ def verdicts(exact, slopes):
     )
 
 
+@plots.style()
 def picture(rows, path):
     import matplotlib
 
@@ -385,7 +386,7 @@ def picture(rows, path):
         points = zip(*((h / r["n"], r["risk"], r["risk s.e."]) for r in kept), strict=True)
         known.errorbar(*points, fmt="o", label=f"h = {h}", alpha=0.7)
     g = np.geomspace(1 / 80, 5)
-    known.plot(g, 2 * np.sqrt(g) + g, "k", label=r"$2\sqrt{g} + g$")
+    known.plot(g, 2 * np.sqrt(g) + g, "k", ls="-", label=r"$2\sqrt{g} + g$")
     known.plot(g, 2 * np.sqrt(g), "k:", label=r"$2\sqrt{g}$")
     for i, constants in enumerate(where(rows, part="constants")):
         found = where(rows, part="search", search=constants["search"], h=len(NAMES))
@@ -406,11 +407,16 @@ def picture(rows, path):
     gradient.set_title("search, gap of the hypergradient; bound dashed")
     loss.set_title("search, loss by selection on V, share of the least risk")
     loss.axhline(0.01, color="k", ls=":", lw=1)
-    for axis in axes.flat:
-        axis.set(xscale="log", yscale="log", xlabel=axis.get_xlabel() or "n_V")
-        axis.spines[["top", "right"]].set_visible(False)
+    for axis, label in (
+        (known, "gap of the risk"),
+        (risk, "gap of the risk"),
+        (gradient, "gap of the hypergradient"),
+        (loss, "share of the least risk"),
+    ):
+        axis.set(xscale="log", yscale="log", ylabel=f"{label}, mean ± s.e.")
+        axis.set_xlabel(axis.get_xlabel() or "validation rows n_V")
         if axis in (known, loss):
-            axis.legend(frameon=False)
+            axis.legend()
     figure.savefig(path, dpi=110)
     plt.close(figure)
 

@@ -38,6 +38,7 @@ import numpy as np
 import optax
 
 import bilevel
+from bilevel import plots
 from bilevel.spaces.darts import PRIMITIVES, darts_space
 from bilevel.spaces.training import minibatches
 
@@ -340,6 +341,7 @@ def markdown(rows) -> str:
     return "\n".join(lines)
 
 
+@plots.style()
 def picture(rows, path):
     import matplotlib
 
@@ -351,7 +353,7 @@ def picture(rows, path):
     figure, axes = plt.subplots(1, 3, figsize=(15, 4.4), layout="constrained")
     seen, control = gap("error")
     test = curve("test error")[:, 1:, -1].mean()
-    for share, colour in ((0.2, "C9"), (0.6, "C0"), (1.0, "C3")):
+    for share, colour in ((0.2, "C1"), (0.6, "C0"), (1.0, "C5")):
         at = 100 * seen[:, round(share * epochs / look)]
         label = f"epoch {round(share * epochs)}"
         axes[0].errorbar(
@@ -363,9 +365,9 @@ def picture(rows, path):
     noise = 100 * np.sqrt(test * (1 - test) / counts / len(seen))
     label = "a fixed network, one s.e."
     axes[0].fill_between(counts, -noise, noise, color="grey", alpha=0.2, label=label)
-    axes[0].set(title="Figure 3: test - validation error", ylabel="points", xlabel="n_V")
+    axes[0].set(title="Figure 3: test - validation error", ylabel="percentage points, mean ± s.e.")
     for n, colour in zip(
-        (counts[0], counts[len(counts) // 2], counts[-1]), ("C3", "C1", "C0"), strict=True
+        (counts[0], counts[len(counts) // 2], counts[-1]), ("C5", "C1", "C0"), strict=True
     ):
         k = list(counts).index(n)
         by_set = {"valid": curve("valid error")[:, 1 + k, :, k]}
@@ -375,23 +377,24 @@ def picture(rows, path):
             x = np.arange(len(line)) * look
             axes[1].plot(x, line, style, color=colour, label=f"{name}, n_V = {n}")
             axes[1].fill_between(x, line - error, line + error, color=colour, alpha=0.1)
-    axes[1].set(title="Figure 1(c): errors by epoch", ylabel="error, %", xlabel="epoch")
+    axes[1].set(
+        title="Figure 1(c): errors by epoch", ylabel="error (%), mean ± s.e.", xlabel="epoch"
+    )
     losses = np.subtract(*gap("loss"))[:, -1]
     axes[2].errorbar(counts, losses.mean(0), standard_error(losses), fmt="ko", label="mean ± s.e.")
     p, error = exponent(of_means, losses, counts)
-    for power, style, name in ((p, "k-", f"fitted: {p:.2f} ± {error:.2f}"), (-0.5, "r--", "-1/2")):
+    for power, style, name in ((p, "k-", f"fitted: {p:.2f} ± {error:.2f}"), (-0.5, "C5--", "-1/2")):
         shape, weight = counts**power, 1 / standard_error(losses) ** 2
         scale = np.sum(weight * shape * losses.mean(0)) / np.sum(weight * shape**2)
         axes[2].plot(counts, scale * shape, style, label=name)
     axes[2].axhline(0, color="grey", linewidth=0.8)
-    axes[2].set(title="overfitted loss, beyond the control's", ylabel="nats", xlabel="n_V")
+    axes[2].set(title="overfitted loss, beyond the control's", ylabel="nats")
     for ax in axes[[0, 2]]:
-        ax.set_xscale("log")
+        ax.set(xscale="log", xlabel="validation rows n_V")
         ax.set_xticks(counts, counts)
         ax.minorticks_off()
     for ax, place in zip(axes, ("upper right", (0.6, 0.15), "upper right"), strict=True):
-        ax.legend(frameon=False, fontsize=8, loc=place)
-        ax.spines[["top", "right"]].set_visible(False)
+        ax.legend(fontsize=8, loc=place)
     figure.savefig(path, dpi=110)
 
 

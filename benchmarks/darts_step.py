@@ -546,11 +546,10 @@ def picture(rows, path):
         times, errors = zip(*map(time_of, found), strict=True) if found else ((), ())
         axes[0].bar(places, times, 0.34, yerr=errors, label=name)
         axes[1].bar(places, [row["peak_mb"] / 1e3 for row in found], 0.34, label=name)
-    for ax, label in zip(axes, ("seconds per step, ± s.e.", "largest memory, GB"), strict=True):
+    for ax, label in zip(axes, ("seconds per step, ± s.e.", "largest memory (GB)"), strict=True):
         ax.set_xticks(list(ORDERS), list(ORDERS.values()))
         ax.set_ylabel(label)
-        ax.spines[["top", "right"]].set_visible(False)
-    axes[0].legend(frameon=False)
+    axes[0].legend()
     figure.suptitle(title(rows).split(";")[0])
     figure.savefig(path, dpi=110)
 
@@ -599,7 +598,10 @@ def main() -> None:
         path = RESULTS / f"{'_'.join(['darts_step', *parts])}.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         if importlib.util.find_spec("matplotlib"):
-            picture(rows, path.with_suffix(".png"))
+            from bilevel import plots
+
+            with plots.style():
+                picture(rows, path.with_suffix(".png"))
 
 
 if __name__ == "__main__":

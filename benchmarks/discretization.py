@@ -38,6 +38,7 @@ import scipy.stats
 
 import bilevel
 from bilevel import data as datasets
+from bilevel import plots
 from bilevel.cli.rows import draw_rows
 from bilevel.discretize import condition_six
 from bilevel.protocols import LowerSolver
@@ -446,6 +447,7 @@ def verdicts(found: Found):
             )
 
 
+@plots.style()
 def picture(rows, found: Found, path) -> None:
     import matplotlib
 
@@ -484,13 +486,12 @@ def picture(rows, found: Found, path) -> None:
         excess = 100 * (found.of("values", geometry, optimizer) / least - 1)
         axes[1, 0].semilogy(excess.mean(0), **look)
         axes[1, 1].plot(found.of("entropy", geometry, optimizer).mean(0), **look)
-    axes[1, 0].set(xlabel="outer step", ylabel="validation loss over the best, %")
-    axes[1, 1].set(xlabel="outer step", ylabel="entropy of α")
+    axes[1, 0].set(xlabel="outer step", ylabel="validation loss over the best (%)")
+    axes[1, 1].set(xlabel="outer step", ylabel="entropy of α (nats)")
     for ax in axes[0]:
         ax.set(ylim=(0, 140), yticks=range(0, 101, 20))
     for ax in axes.flat:
-        ax.legend(frameon=False, fontsize=8, ncols=2 if ax in axes[0] else 1)
-        ax.spines[["top", "right"]].set_visible(False)
+        ax.legend(fontsize=8, ncols=2 if ax in axes[0] else 1)
     figure.savefig(path, dpi=110)
     plt.close(figure)
 

@@ -407,6 +407,7 @@ def tables(rows) -> str:
     return "\n".join(lines)
 
 
+@plots.style()
 def picture(data, rows, path):
     import matplotlib
 
@@ -420,8 +421,7 @@ def picture(data, rows, path):
         label = f"{row['dimension']} features, Spearman {row['spearman']:.2f}"
         axes[0].plot(row["shared"], row["standalone"], "o", label=label, alpha=0.7)
     axes[0].set(xlabel="accuracy with shared weights", ylabel="standalone accuracy")
-    axes[0].legend(frameon=False)
-    axes[0].spines[["top", "right"]].set_visible(False)
+    axes[0].legend()
     curves = {
         name: [
             SimpleNamespace(**{c: np.array(r[c]) for c in ("calls", "seconds", "test")})
@@ -430,8 +430,8 @@ def picture(data, rows, path):
         for name in METHODS
     }
     comparable = {n: c for n, c in curves.items() if n not in ("successive halving", "Hyperband")}
-    plots.traces(comparable, "calls", axes[1])
-    plots.traces(curves, "seconds", axes[2])
+    plots.traces(comparable, "calls", axes[1]).get_legend().remove()  # one at the right is for both
+    plots.traces(curves, "seconds", axes[2]).legend(loc="center left", bbox_to_anchor=(1, 0.5))
     figure.suptitle(f"{data}: shared against standalone; oracle test error of the incumbent")
     figure.savefig(path, dpi=110)
     plt.close(figure)

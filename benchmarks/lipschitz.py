@@ -39,6 +39,7 @@ import numpy as np
 import optax
 
 import bilevel.data
+from bilevel import plots
 from bilevel.stability import lipschitz
 
 RESULTS = Path(__file__).parent / "results"
@@ -236,6 +237,7 @@ def markdown(rows) -> str:
     return "\n".join(lines)
 
 
+@plots.style()
 def picture(rows, path):
     import matplotlib
 
@@ -250,16 +252,16 @@ def picture(rows, path):
         for j, delta in enumerate(DELTAS):
             mean = quotients[:, :, j].mean(axis=1)
             error = standard_error(quotients[:, :, j].T)
-            (line,) = ax.plot(widths, mean, "o-", label=f"Δα = {delta}")
-            ax.fill_between(widths, mean - error, mean + error, color=line.get_color(), alpha=0.1)
+            beside = np.array(widths) * 2 ** (0.05 * (j - 2))  # where their bars do not overlap
+            ax.errorbar(beside, mean, error, fmt="os^Dv"[j] + "-", label=f"Δα = {delta}")
         ax.axhline(AXES[network], color="grey", linewidth=0.8, linestyle="--")
         ax.set_xscale("log", base=2)
         ax.set_xticks(widths, widths)
+        ax.minorticks_off()
         top = 1.02 * max(AXES[network], ax.get_ylim()[1])
         ax.set(title=name, xlabel="width k", ylim=(0, top))
-        ax.spines[["top", "right"]].set_visible(False)
     axes[0].set_ylabel("|θ(α) - θ(α + Δα)| / Δα, mean ± s.e.")
-    axes[1].legend(frameon=False, ncols=2, title="dashed: where the paper's axis ends")
+    axes[1].legend(ncols=2, title="dashed: where the paper's axis ends")
     figure.savefig(path, dpi=110)
 
 

@@ -27,7 +27,7 @@ import numpy as np
 import optax
 
 import bilevel
-from bilevel import spectral
+from bilevel import plots, spectral
 from bilevel.bounds import oymak_theorem4_as_printed
 from bilevel.cli.rows import draw_rows
 from bilevel.spaces.activations import activation_space, sign_labels, unit_inputs
@@ -226,6 +226,7 @@ def tables(rows) -> str:
     return "\n\n".join(parts)
 
 
+@plots.style()
 def picture(rows, path):
     import matplotlib.pyplot as plt
 
@@ -237,8 +238,9 @@ def picture(rows, path):
     }
     edge = np.interp(-np.log(P), np.log(H), np.arange(len(H)), right=len(H))
     for ax, (title, values) in zip(axes[0], maps.items(), strict=False):
+        ax.grid(False)
         ax.imshow(values, origin="lower", vmin=0, vmax=1, aspect="auto")
-        ax.plot(edge, "r--")
+        ax.plot(edge, "--", color="white")
         ax.set(
             xlabel="p/n",
             ylabel="h/n",
@@ -258,14 +260,15 @@ def picture(rows, path):
             found = [r for r in cells if r["p"] == p * r["n"]]
             y, error = np.array([r[name] for r in found]).T
             ax.errorbar([p * r["h"] / r["n"] for r in found], y, error, fmt=".", color=color)
-        ax.axvline(1, color="r", ls="--")
+        ax.axvline(1, color="black", ls="--", lw=1)
         ax.set(xscale="log", xlabel="ph/n²", title=name, ylim=(-0.05, 1.05) if k == 0 else (0, 4))
-    axes[0, 3].legend(loc="upper right")
+    axes[0, 3].legend(loc="center left", bbox_to_anchor=(1, 0.5))
     for k, r in enumerate(of(rows, part="search")):
         ax = axes[1, k // len(STARTS)]
         ax.plot(r["valid"], label=r["start"])
-        ax.set(title=r["task"], xlabel="outer step", ylabel="validation loss")
-    axes[1, 0].legend(frameon=False)
+        mean = f"mean of {len(r['valid ends'])} seeds"
+        ax.set(title=r["task"], xlabel="outer step", ylabel=f"validation loss, {mean}")
+    axes[1, 0].legend()
     figure.savefig(path, dpi=100)
 
 

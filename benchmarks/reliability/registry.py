@@ -94,6 +94,7 @@ NOT_COVERED = {
     "bilevel.checkpoint.steps": "names of files",
     "bilevel.discretize.judge_choice": "held against scipy in tests/test_discretize.py",
     "bilevel.explain": "words",
+    "bilevel.plots.style": "how pictures look",
     "bilevel.spaces.convolution.materialized": "the identity, to every reader but XLA",
     "bilevel.spaces.darts.darts_network": _NETWORKS,
     "bilevel.spaces.darts.darts_space": _NETWORKS,

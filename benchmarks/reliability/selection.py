@@ -223,7 +223,8 @@ def alpha_path(rng, dtype) -> Case:
 def losses(rng, dtype) -> Case:
     history = {k: rng.normal(size=4) for k in ("value", "lower")}
     call = lambda history: _plots().losses(history)
-    check = lambda ax: near("line", _lines(ax)[0], history["value"], 1e-12)
+    truth = [history["value"], history["lower"]]
+    check = lambda axes: near("lines", [_lines(ax)[0] for ax in axes], truth, 1e-12)
     return Case(call, {"history": history}, check, {})
 
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from bilevel import baselines
+from bilevel import baselines, plots
 from bilevel.baselines import Trace
 from bilevel.cli import flags, report
 from bilevel.cli.rows import CLASSES, Part, check_rows, draw_rows, load
@@ -139,7 +139,7 @@ def _run(config: Baseline, folder: pathlib.Path) -> dict[str, Any]:
         **report.machine(),
     }
     report.write(folder, result, _arrays(traces))
-    _picture(folder, traces)
+    _picture(folder, result, traces)
     _print(screen, result, folder)
     return result
 
@@ -191,28 +191,33 @@ def _arrays(traces: dict[str, Trace]) -> dict[str, np.ndarray]:
     }
 
 
-def _picture(folder: pathlib.Path, traces: dict[str, Trace]) -> None:
-    if (plt := report.pyplot()) is None:
-        return
-    from bilevel import plots
-
+def _picture(folder: pathlib.Path, result: dict[str, Any], traces: dict[str, Trace]) -> None:
     shown = {name: trace for name, trace in traces.items() if len(trace.calls)}
     if not shown:
         return
-    figure, axes = plt.subplots(1, 2, figsize=(11, 4), layout="constrained", sharey=True)
-    for ax, against in zip(axes, ("calls", "seconds"), strict=True):
-        plots.traces(shown, against, ax)
-    axes[1].get_legend().remove()  # the same as on the left
-    figure.savefig(folder / "baseline.png", dpi=150)
-    plt.close(figure)
+
+    def draw(figure):
+        axes = figure.subplots(1, 2, sharey=True)
+        for ax, against in zip(axes, ("calls", "seconds"), strict=True):
+            plots.traces(shown, against, ax).get_legend().remove()  # one below is for both
+        axes[1].set_ylabel("")
+        lines = axes[0].get_lines()
+        figure.legend(handles=lines, loc="outside lower center", ncols=min(6, len(lines)))
+        figure.suptitle(f"{_title(result)}; seed {result['config']['seed']}")
+
+    report.picture(folder / "baseline.png", (11, 4.4), draw)
+
+
+def _title(result: dict[str, Any]) -> str:
+    config, (train, valid, test) = result["config"], result["rows"]
+    of = f"{config['data']}: {config['configs']} configurations of up to {result['dimension']} "
+    return of + f"features; {train} + {valid} + {test} rows"
 
 
 def _print(screen: Any, result: dict[str, Any], folder: pathlib.Path) -> None:
     from rich.table import Table
 
-    config, (train, valid, test) = result["config"], result["rows"]
-    title = f"{config['data']}: {config['configs']} configurations of up to {result['dimension']} "
-    table = Table(title=title + f"features; {train} + {valid} + {test} rows; errors in %")
+    table = Table(title=f"{_title(result)}; errors in %")
     table.add_column("method", no_wrap=True)
     for heading in ("solves", "s", "valid", "test"):
         table.add_column(heading, justify="right", no_wrap=True)

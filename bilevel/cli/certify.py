@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from bilevel import data as datasets
+from bilevel import plots
 from bilevel.cli import flags, report
 from bilevel.cli.runs import run_directory
 from bilevel.spaces.activations import ACTIVATIONS, activation_space, unit_inputs
@@ -100,7 +101,7 @@ def _run(config: Certify, folder: pathlib.Path) -> dict[str, Any]:
     arrays = {"x": np.asarray(x)}
     arrays |= {f"spectrum {name}": values for name, values in spectra.items()}
     report.write(folder, result, arrays)
-    _picture(folder, spectra)
+    _picture(folder, config, spectra)
     _print(screen, result, folder)
     return result
 
@@ -120,15 +121,14 @@ def _rows(config: Certify) -> np.ndarray:
     return x
 
 
-def _picture(folder: pathlib.Path, spectra: dict[str, np.ndarray]) -> None:
-    if (plt := report.pyplot()) is None:
-        return
-    from bilevel import plots
+def _picture(folder: pathlib.Path, config: Certify, spectra: dict[str, np.ndarray]) -> None:
+    def draw(figure):
+        ax = plots.spectrum(spectra, figure.subplots())
+        ax.legend(loc="center left", bbox_to_anchor=(1, 0.5))
+        rows = f"{config.data}: {config.rows} rows, seed {config.seed}"
+        ax.set_title(f"{rows}; tangent kernels at infinite width")
 
-    figure, ax = plt.subplots(figsize=(7, 4), layout="constrained")
-    plots.spectrum(spectra, ax)
-    figure.savefig(folder / "spectrum.png", dpi=150)
-    plt.close(figure)
+    report.picture(folder / "spectrum.png", (7.5, 4), draw)
 
 
 def _print(screen: Any, result: dict[str, Any], folder: pathlib.Path) -> None:

@@ -325,28 +325,28 @@ def _write(folder: pathlib.Path, result: dict, found: list) -> None:
         named |= {f"alpha_{k}": alpha[k] for k in _KINDS}
         arrays |= {f"{name}_{seed}": value for name, value in named.items()}
     report.write(folder, result, arrays)
-    if (plt := report.pyplot()) is None:
-        return
-    from bilevel import plots
+    title = report.picture_title(result["config"])
+    first = ", first seed" if len(found) > 1 else ""
 
-    search, alpha = found[0]
-    figure, axes = plt.subplots(1, 3, figsize=(14, 4.2), layout="constrained")
-    for ax, kind in zip(axes, _KINDS, strict=False):
-        _heat_map(np.asarray(alpha[kind]), result["names"], ax)
-        ax.set_title(f"{'normal' if kind == 'normal' else 'reduction'} cell: α of every edge")
-    plots.losses(jax.tree.map(np.asarray, search.history), axes[2])
-    figure.savefig(folder / "search.png", dpi=150)
-    plt.close(figure)
-    figure, axes = plt.subplots(2, 1, figsize=(8, 7), layout="constrained")
-    draw_genotype(parse_genotype(result["genotypes"][0]), axes)
-    figure.savefig(folder / "genotype.png", dpi=150)
-    plt.close(figure)
+    def draw_search(figure):
+        mosaic = [[*_KINDS, "outer"], [*_KINDS, "lower"]]
+        axes = figure.subplot_mosaic(mosaic, width_ratios=(4, 4, 3))
+        edges = [f"{i} → {j}" for i, j in EDGES]
+        for kind in _KINDS:
+            report.heat_map(np.asarray(found[0][1][kind]), axes[kind], result["names"], edges)
+            cell = "normal" if kind == "normal" else "reduction"
+            axes[kind].set_title(f"{cell} cell: α of every edge{first}")
+        axes[_KINDS[0]].set_ylabel("edge, from node → to node")
+        histories = [search.history for search, _ in found]
+        deep.draw_losses(result["config"]["strategy"], histories, (axes["outer"], axes["lower"]))
+        figure.suptitle(title)
 
+    def draw_found(figure):
+        draw_genotype(parse_genotype(result["genotypes"][0]), figure.subplots(2, 1))
+        figure.suptitle(f"genotype found{first}; {title}")
 
-def _heat_map(alpha: np.ndarray, names: list[str], ax: Any) -> None:
-    report.heat_map(alpha, ax, fontsize=7)
-    ax.set_xticks(range(len(names)), names, rotation=30, ha="right", fontsize=8)
-    ax.set_yticks(range(len(EDGES)), [f"{i} → {j}" for i, j in EDGES], fontsize=8)
+    report.picture(folder / "search.png", (15, 5), draw_search)
+    report.picture(folder / "genotype.png", (8.5, 7), draw_found)
 
 
 _SIZES = (("skips", ".3g"), ("parameters", ",.0f"))

@@ -8,7 +8,7 @@ that alpha is in, and ``geometry(activations, others)``, the outer optimizer.
 import dataclasses
 import pathlib
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -16,6 +16,7 @@ import optax
 from jax.flatten_util import ravel_pytree
 
 import bilevel
+from bilevel import plots
 from bilevel._progress import progress_bar
 from bilevel.cli import flags
 from bilevel.cli.rows import check_rows
@@ -26,6 +27,7 @@ from bilevel.spaces.training import minibatches
 Draw = Callable[[jax.Array], Pytree]
 
 _UNROLLED = 5  # inner steps of the strategy of that name
+_SINGLE_LEVEL = ("joint", "gaea-single-level")  # strategies whose α descends on training rows
 _TRAVEL = 6.0  # what Adam's rate and DARTS's 50 epochs of CIFAR-10 multiply to
 _STEP_GRADIENTS = {  # others: 2
     "darts-second": 4,
@@ -130,7 +132,7 @@ def plan(
     if config.strategy == "random":
         problem, batches = _of_drawn(problem, draw, batches)
         optimizer = optax.set_to_zero()
-    single_level = config.strategy in ("joint", "gaea-single-level")
+    single_level = config.strategy in _SINGLE_LEVEL
     if single_level:
         problem = Problem(problem.lower, problem.lower)
     return Plan(problem, solver, optimizer, batches, single_level)
@@ -221,6 +223,14 @@ def best_drawn(key: jax.Array, samples: int, loss: Loss, draw: Draw, w: Pytree, 
     keys = jax.random.split(key, samples)
     losses = jax.lax.map(lambda key: loss(w, draw(key), batch), keys)
     return draw(keys[losses.argmin()])
+
+
+def draw_losses(strategy: str, histories: list[dict[str, Any]], axes: Any) -> None:
+    """The losses of searches, one for each seed: of minibatches, so that they are noisy."""
+    outer, lower = plots.losses(histories, axes)
+    rows = "training" if strategy in _SINGLE_LEVEL else "validation"
+    outer.set_ylabel(f"{rows} loss (nats)\nof α's minibatch")
+    lower.set_ylabel("training loss (nats)\nof the weights' minibatch")
 
 
 def search_gradients(config: DeepSearch) -> int:

@@ -211,20 +211,18 @@ def _write(folder: pathlib.Path, result: dict[str, Any], found: list) -> None:
         arrays |= {f"history_{k}_{seed}": np.asarray(v) for k, v in search.history.items()}
         arrays[f"alpha_{seed}"] = alpha
     report.write(folder, result, arrays)
-    if (plt := report.pyplot()) is None:
-        return
-    from bilevel import plots
 
-    search, alpha = found[0]
-    figure, axes = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    report.heat_map(np.asarray(alpha), axes[0], fontsize=8)
-    names = result["names"]
-    axes[0].set_xticks(range(len(names)), names, rotation=30, ha="right", fontsize=8)
-    axes[0].set_yticks(range(len(EDGES)), [f"{i} → {j}" for i, j in EDGES], fontsize=8)
-    axes[0].set_title("α of every edge")
-    plots.losses(jax.tree.map(np.asarray, search.history), axes[1])
-    figure.savefig(folder / "search.png", dpi=150)
-    plt.close(figure)
+    def draw(figure):
+        axes = figure.subplot_mosaic([["alpha", "outer"], ["alpha", "lower"]])
+        edges = [f"{i} → {j}" for i, j in EDGES]
+        report.heat_map(np.asarray(found[0][1]), axes["alpha"], result["names"], edges)
+        first = ", of the first seed" if len(found) > 1 else ""
+        axes["alpha"].set(title=f"α of every edge{first}", ylabel="edge, from node → to node")
+        histories = [search.history for search, _ in found]
+        deep.draw_losses(result["config"]["strategy"], histories, (axes["outer"], axes["lower"]))
+        figure.suptitle(report.picture_title(result["config"]))
+
+    report.picture(folder / "search.png", (11, 4.6), draw)
 
 
 def _print(result: dict[str, Any], folder: pathlib.Path) -> None:

@@ -17,6 +17,7 @@ import numpy as np
 import optax
 
 from bilevel import data as datasets
+from bilevel import plots
 from bilevel._progress import progress_bar
 from bilevel.cli import convolutional, flags, report
 from bilevel.cli.nasbench201 import convolution_weights
@@ -190,7 +191,7 @@ def _run(config: Rank, folder: pathlib.Path) -> dict[str, Any]:
     arrays = {"rows": drawn, **scored.values}
     report.write(folder, result, arrays)
     if table is not None:
-        _picture(folder, scored, table, drawn)
+        _picture(folder, config, scored, table, drawn)
     _print(result, folder)
     return result
 
@@ -309,27 +310,29 @@ def _trained(config, genotype, shape, train, test, key, folder) -> dict[str, Any
 # ----------------------------------------------------------------------------- the screen
 
 
-def _picture(folder: pathlib.Path, scored: Scored, table: Table, rows: np.ndarray) -> None:
-    if (plt := report.pyplot()) is None:
-        return
-    from bilevel import plots
-
+def _picture(
+    folder: pathlib.Path, config: Rank, scored: Scored, table: Table, rows: np.ndarray
+) -> None:
     accuracy = table.accuracy["cifar10-test"][rows]
     names = list(scored.values)
     columns = min(4, len(names))
     lines = -(-len(names) // columns)
-    figure, axes = plt.subplots(
-        lines, columns, figsize=(3.2 * columns, 2.8 * lines), layout="constrained", squeeze=False
-    )
-    for ax in axes.flat[len(names) :]:
-        ax.set_axis_off()
-    for name, ax in zip(names, axes.flat, strict=False):
-        plots.ranking(scored.oriented()[name], accuracy, ax)
-        ax.set_title(name)
-    for ax in axes[:, 0]:
-        ax.set_ylabel("CIFAR-10 test accuracy (%)")
-    figure.savefig(folder / "ranking.png", dpi=150)
-    plt.close(figure)
+
+    def draw(figure):
+        axes = figure.subplots(lines, columns, squeeze=False)
+        for ax in axes.flat[len(names) :]:
+            ax.set_axis_off()
+        for name, ax in zip(names, axes.flat, strict=False):
+            plots.ranking(scored.oriented()[name], accuracy, ax)
+            ax.set(title=name, ylabel="")
+        for ax in axes[:, 0]:
+            ax.set_ylabel("CIFAR-10 test accuracy (%)")
+        figure.suptitle(
+            f"{len(rows)} networks of NAS-Bench-201, scored on {config.batch_size} rows of "
+            f"{config.data}, seed {config.seed}; triangles: lower than shown"
+        )
+
+    report.picture(folder / "ranking.png", (3.4 * columns, 0.4 + 3 * lines), draw)
 
 
 def _print(result: dict[str, Any], folder: pathlib.Path) -> None:

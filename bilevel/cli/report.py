@@ -4,11 +4,14 @@ import dataclasses
 import decimal
 import json
 import pathlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from rich.console import Console
+
+from bilevel import plots
 
 
 def flags(config: Any) -> dict[str, Any]:
@@ -27,32 +30,51 @@ def write(folder: pathlib.Path, result: dict[str, Any], arrays: dict[str, Any]) 
     np.savez(folder / "arrays.npz", allow_pickle=False, **arrays)
 
 
-def pyplot() -> Any:
-    """``matplotlib.pyplot`` without a window; None where it is not installed."""
+def picture(path: pathlib.Path, size: tuple[float, float], draw: Callable[[Any], None]) -> None:
+    """Save the figure of ``size`` inches that ``draw`` draws on; none without matplotlib.
+
+    A figure of its own, without pyplot: no window, no backend chosen for the rest of the program.
+    """
     try:
-        import matplotlib
+        from matplotlib.figure import Figure
     except ImportError:
-        return None
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+        return
+    with plots.style():
+        figure = Figure(size, layout="constrained")
+        draw(figure)
+        figure.savefig(path, dpi=150)
 
-    return plt
 
-
-def heat_map(table: np.ndarray, ax: Any, **text: Any) -> None:
+def heat_map(
+    table: np.ndarray, ax: Any, columns: Sequence[str], rows: Sequence[str], fontsize: float = 8
+) -> None:
     """Numbers from 0 to 1 as shades, written in their cells; NaN is left blank."""
     ax.imshow(table, vmin=0, vmax=1, cmap="Blues", aspect="auto")
+    ax.grid(False)
+    look: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": fontsize}
     for (row, column), value in np.ndenumerate(table):
         if np.isfinite(value):
-            color = "white" if value > 0.6 else "black"
-            ax.text(column, row, f"{value:.2f}", ha="center", va="center", color=color, **text)
+            ax.text(column, row, f"{value:.2f}", color="white" if value > 0.6 else "black", **look)
+    ax.set_xticks(range(len(columns)), columns, rotation=30, ha="right", rotation_mode="anchor")
+    ax.set_yticks(range(len(rows)), rows)
+    ax.tick_params(length=0)
+    ax.spines[:].set_visible(False)
 
 
 def title(config: dict[str, Any]) -> str:
     """Of a table of errors: which rows, and what the numbers are."""
-    rows = f"{config['train']} training, {config['valid']} validation rows"
     spread = f", mean ± s.e. of {config['seeds']} seeds" if config["seeds"] > 1 else ""
-    return f"{config['data']}: {rows}; errors in %{spread}"
+    return f"{_rows(config)}; errors in %{spread}"
+
+
+def picture_title(config: dict[str, Any]) -> str:
+    """Of a picture: which rows, and which seeds."""
+    several = f"{config['seeds']} seeds drawn from " if config["seeds"] > 1 else ""
+    return f"{_rows(config)}; {several}seed {config['seed']}"
+
+
+def _rows(config: dict[str, Any]) -> str:
+    return f"{config['data']}: {config['train']} training, {config['valid']} validation rows"
 
 
 def screen() -> Console:

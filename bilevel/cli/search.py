@@ -18,6 +18,7 @@ import numpy as np
 import optax
 
 import bilevel
+from bilevel import plots
 from bilevel.cli import argmax, flags, report
 from bilevel.cli.kernels import min_eigenvalue
 from bilevel.cli.rows import check_rows, draw_rows, inputs, load
@@ -158,7 +159,7 @@ def _run(config: Search, folder: pathlib.Path) -> dict[str, Any]:
     result = _summary(config, task.space.names, np.asarray(found.alpha), rows, seconds)
     result["hypergradient"] = hypergradient_error(task, config, found.alpha)
     result["argmax"] = argmax.judged(task.space, (w, found.alpha), singles, task.valid, task.test)
-    _write(folder, result, found, config.seeds, task.space.names)
+    _write(folder, result, found)
     _print(result, folder)
     return result
 
@@ -300,21 +301,25 @@ def _summary(config, names, alpha, rows, seconds) -> dict[str, Any]:
     }
 
 
-def _write(folder, result, found, seeds, names) -> None:
+def _write(folder, result, found) -> None:
+    names, config = result["names"], result["config"]
     history = {k: np.asarray(v) for k, v in found.history.items()}
     arrays = {"alpha": found.alpha, "w": found.w}
     report.write(
         folder, result, arrays | {f"history_{name}": values for name, values in history.items()}
     )
-    if (plt := report.pyplot()) is None:
-        return
-    from bilevel import plots
 
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 3.8), layout="constrained")
-    plots.alpha_path(history["alpha"].mean(axis=1), names, left)
-    plots.losses(history, right, scale=seeds)
-    figure.savefig(folder / "search.png", dpi=150)
-    plt.close(figure)
+    def draw(figure):
+        axes = figure.subplot_mosaic([["alpha", "outer"], ["alpha", "lower"]], width_ratios=(5, 4))
+        uniform, seeds = np.full(len(names), 1 / len(names)), config["seeds"]
+        plots.alpha_path(history["alpha"], names, axes["alpha"], start=uniform)
+        outer, lower = plots.losses(history, (axes["outer"], axes["lower"]), scale=seeds)
+        mean = f"\nmean of {seeds} seeds" if seeds > 1 else ""
+        outer.set_ylabel(f"validation loss\n({config['outer']}){mean}")
+        lower.set_ylabel(f"training loss\n(squared){mean}")
+        figure.suptitle(report.picture_title(config))
+
+    report.picture(folder / "search.png", (11, 4.4), draw)
 
 
 def _print(result: dict[str, Any], folder: pathlib.Path) -> None:

@@ -19,6 +19,7 @@ import optax
 
 import bilevel
 import ntk
+from bilevel import plots
 from bilevel._progress import progress_bar
 from bilevel.cli import deep, flags, report
 from bilevel.cli.rows import CLASSES, draw_rows, inputs, load
@@ -325,33 +326,32 @@ def _write(folder: pathlib.Path, result: dict, history: dict, alpha: Pytree, w: 
     for name, tree in {"history_alpha": path, "alpha": alpha, "w": w}.items():
         arrays |= {f"{name}_{k}": v for k, v in tree.items()}
     report.write(folder, result, arrays)
-    if (plt := report.pyplot()) is None:
-        return
-    from bilevel import plots
 
-    names = result["names"]
-    figure, (left, middle, right) = plt.subplots(
-        1, 3, figsize=(14, 4), layout="constrained", width_ratios=(1.1, 1, 1)
-    )
-    mixtures, skips = (np.asarray(alpha[k]).mean(0) for k in ("activations", "skips"))
-    _heat_map(mixtures, skips, names, left)
-    plots.alpha_path(path["activations"].mean(axis=1)[:, 0], names, middle)
-    middle.set_title("first layer")
-    layers = [f"layer {layer}" for layer in range(2, 2 + len(skips))]
-    plots.alpha_path(path["skips"].mean(axis=1), layers, right)
-    right.set(title="skip connections", ylabel="weight")
-    figure.savefig(folder / "search.png", dpi=150)
-    plt.close(figure)
+    def draw(figure):
+        left, middle, right = figure.subplots(1, 3, width_ratios=(1.1, 1, 1))
+        names, seeds = result["names"], result["config"]["seeds"]
+        mixtures, skips = (np.asarray(alpha[k]).mean(0) for k in ("activations", "skips"))
+        _heat_map(mixtures, skips, names, left)
+        mean = f", mean of {seeds} seeds" if seeds > 1 else ""
+        left.set_title(f"α and weight of the skip{mean}")
+        uniform = np.full(len(names), 1 / len(names))
+        plots.alpha_path(path["activations"][:, :, 0], names, middle, start=uniform)
+        middle.set_title("activations of the first layer")
+        layers = [f"layer {layer}" for layer in range(2, 2 + len(skips))]
+        plots.alpha_path(path["skips"], layers, right, start=np.full(len(skips), 0.5))
+        right.set(title="skip connections", ylabel=right.get_ylabel().replace("α", "weight"))
+        figure.suptitle(report.picture_title(result["config"]))
+
+    report.picture(folder / "search.png", (14, 4.4), draw)
 
 
 def _heat_map(mixtures: np.ndarray, skips: np.ndarray, names: list[str], ax: Any) -> None:
     """Probability of each activation, and weight of the skip connection, layer by layer."""
     table = np.column_stack([mixtures, [np.nan, *skips]])
-    report.heat_map(table, ax)
+    layers = [str(layer) for layer in range(1, len(table) + 1)]
+    report.heat_map(table, ax, [*names, "skip"], layers, fontsize=9)
     ax.axvline(len(names) - 0.5, color="black", linewidth=0.8)
-    ax.set_xticks(range(len(names) + 1), [*names, "skip"], rotation=20)
-    ax.set_yticks(range(len(table)), range(1, len(table) + 1))
-    ax.set(ylabel="layer", title="probability of each activation; weight of the skip")
+    ax.set_ylabel("layer")
 
 
 _COLUMNS = {"train error": "train", "validation error": "valid", "test error": "test"}

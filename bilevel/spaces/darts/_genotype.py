@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from bilevel._style import COLOURS, DASHES, pyplot, style
 from bilevel.checks import prng_key, short
 from bilevel.spaces.darts.operations import PRIMITIVES
 
@@ -277,7 +278,7 @@ _LABELS = {0: "k−2", 1: "k−1", 2: "0", 3: "1", 4: "2", 5: "3"}
 
 
 def draw_genotype(genotype: Genotype, axes: Sequence[Any] | None = None) -> Sequence[Any]:
-    """Draw both cells as graphs: an arrow for each edge, its colour the operation.
+    """Draw both cells as graphs: an arrow for each edge, its colour and dashes the operation.
 
     Parameters
     ----------
@@ -293,18 +294,12 @@ def draw_genotype(genotype: Genotype, axes: Sequence[Any] | None = None) -> Sequ
     >>> [ax.get_title() for ax in draw_genotype(DARTS_V2)]
     ['normal cell', 'reduction cell']
     """
-    if axes is None:
-        try:
-            import matplotlib.pyplot as plt
-        except ImportError as error:
-            raise ImportError(
-                "draw_genotype: expected matplotlib, got none; "
-                "install it with `pip install bilevel[plots]`."
-            ) from error
-        axes = plt.subplots(2, 1, figsize=(7, 6), layout="constrained")[1]
-    for ax, cell in zip(axes, ("normal", "reduce"), strict=True):
-        _draw_cell(ax, getattr(genotype, cell), getattr(genotype, f"{cell}_concat"))
-        ax.set_title({"normal": "normal cell", "reduce": "reduction cell"}[cell])
+    with style():
+        if axes is None:
+            axes = pyplot().subplots(2, 1, figsize=(8, 6.5), layout="constrained")[1]
+        for ax, cell in zip(axes, ("normal", "reduce"), strict=True):
+            _draw_cell(ax, getattr(genotype, cell), getattr(genotype, f"{cell}_concat"))
+            ax.set_title({"normal": "normal cell", "reduce": "reduction cell"}[cell])
     return axes
 
 
@@ -330,8 +325,7 @@ def _draw_cell(ax: Any, pairs: Pairs, concat: Sequence[int]) -> None:
         node = NODES[k // 2]
         parallel = drawn.get((source, node), 0)
         drawn[source, node] = parallel + 1
-        color = f"C{PRIMITIVES.index(name)}"
-        arrow(_PLACES[source], _PLACES[node], 0.2 * parallel, color=color, linewidth=2)
+        arrow(_PLACES[source], _PLACES[node], 0.2 * parallel, **_look(name))
     for node, place in itertools.chain(_PLACES.items(), [(-1, _OUTPUT)]):
         ax.text(
             *place,
@@ -341,7 +335,13 @@ def _draw_cell(ax: Any, pairs: Pairs, concat: Sequence[int]) -> None:
             bbox={"boxstyle": "circle,pad=0.35", "facecolor": "white", "edgecolor": "0.3"},
         )
     for name in sorted({name for name, _ in pairs}, key=PRIMITIVES.index):
-        ax.plot([], [], color=f"C{PRIMITIVES.index(name)}", linewidth=2, label=name)
-    ax.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
+        ax.plot([], [], label=name, **_look(name))
+    ax.legend(loc="center left", bbox_to_anchor=(1, 0.5))
     ax.set(xlim=(-0.5, 7.5), ylim=(-1.4, 1.8))
     ax.set_axis_off()
+
+
+def _look(name: str) -> dict[str, Any]:
+    """Colour and dashes of an operation; ``none``, the first, is in no genotype."""
+    k = PRIMITIVES.index(name) - 1
+    return {"color": COLOURS[k], "linestyle": DASHES[k], "linewidth": 2}

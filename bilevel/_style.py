@@ -1,0 +1,83 @@
+"""How pictures look: colours that everyone can tell apart, sizes, and no frame without a use.
+
+It applies to the pictures drawn here alone: matplotlib's own settings are left as they were.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+# Okabe & Ito (2008), told apart with any kind of colour vision; the faint yellow is left out.
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#000000", "#D55E00", "#56B4E9")
+# Beside the colours, for prints in black and white: one for each of them.
+DASHES = ("-", (0, (6, 2)), (0, (1, 1.2)), (0, (6, 2, 1, 2)), (0, (12, 3)), (0, (3, 1.5)), "-.")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+
+
+def _matplotlib() -> Any:
+    try:
+        import matplotlib.rcsetup
+    except ImportError as error:
+        raise ImportError(
+            "plots: expected matplotlib, got none; install it with `pip install bilevel[plots]`."
+        ) from error
+    return matplotlib
+
+
+def pyplot() -> Any:
+    """``matplotlib.pyplot``, for new figures."""
+    _matplotlib()
+    import matplotlib.pyplot as plt
+
+    return plt
+
+
+@contextlib.contextmanager
+def style() -> Iterator[None]:
+    """The style of the pictures here, for figures made and drawn inside ``with style():``.
+
+    Colours, and line styles beside them, change from line to line; name a colour by
+    ``COLOURS[i]``, since ``"C0"`` is read when the figure is shown, which may be outside.
+
+    Raises
+    ------
+    ImportError
+        Without matplotlib.
+
+    Examples
+    --------
+    >>> import matplotlib
+    >>> with style():
+    ...     matplotlib.rcParams["axes.spines.top"]
+    False
+    >>> matplotlib.rcParams["axes.spines.top"]
+    True
+    """
+    rc = _matplotlib().rcParams
+    cycle = _matplotlib().rcsetup.cycler(color=COLOURS, linestyle=DASHES)
+    ours = _SETTINGS | {"axes.prop_cycle": cycle}
+    before = {name: rc[name] for name in ours}
+    rc.update(ours)
+    try:
+        yield
+    finally:
+        # Not all settings, as matplotlib's rc_context does: a notebook's first figure makes it
+        # interactive, and without that no later figure would be shown.
+        rc.update(before)
+
+
+_SETTINGS = {
+    "axes.axisbelow": True,
+    "axes.grid": True,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.titlesize": 10.5,
+    "figure.titlesize": 11,
+    "font.size": 10,
+    "grid.color": "0.93",
+    "legend.fontsize": 9,
+    "legend.frameon": False,
+    "legend.handlelength": 2.6,  # of a dashed line, a whole period is seen
+    "lines.linewidth": 1.8,
+    "lines.markersize": 5,
+}

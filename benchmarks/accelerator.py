@@ -26,6 +26,7 @@ import argparse
 import importlib.util
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -71,7 +72,7 @@ def called(call: Callable[[], Any], rounds: int) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------- the parts
 
 
-def matmul(quick: bool) -> Iterator[Measurement]:
+def matmul(quick: bool, end: float) -> Iterator[Measurement]:
     import jax
     import jax.numpy as jnp
 
@@ -88,7 +89,7 @@ def matmul(quick: bool) -> Iterator[Measurement]:
         yield f"{dtype}, precision {precision}", lambda d=dtype, p=precision: rate(d, p)
 
 
-def hypergradient(quick: bool) -> Iterator[Measurement]:
+def hypergradient(quick: bool, end: float) -> Iterator[Measurement]:
     """A network with one hidden layer; alpha: the weights of its training rows."""
     import jax
     import jax.numpy as jnp
@@ -151,7 +152,7 @@ def hypergradient(quick: bool) -> Iterator[Measurement]:
                 )
 
 
-def empirical(quick: bool) -> Iterator[Measurement]:
+def empirical(quick: bool, end: float) -> Iterator[Measurement]:
     import flax.linen as nn
     import jax
 
@@ -176,7 +177,7 @@ def empirical(quick: bool) -> Iterator[Measurement]:
         yield f"two hidden layers of {width}, N = {n}", lambda n=n: measure(n)
 
 
-def infinite(quick: bool) -> Iterator[Measurement]:
+def infinite(quick: bool, end: float) -> Iterator[Measurement]:
     import jax
     import jax.numpy as jnp
 
@@ -195,7 +196,7 @@ def infinite(quick: bool) -> Iterator[Measurement]:
             yield f"{activation.name}, N = {n}", lambda n=n, a=activation: measure(n, a)
 
 
-def eigenvalue(quick: bool) -> Iterator[Measurement]:
+def eigenvalue(quick: bool, end: float) -> Iterator[Measurement]:
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -224,7 +225,7 @@ def eigenvalue(quick: bool) -> Iterator[Measurement]:
     yield f"certified_min_eigenvalue, N = {n}", certificate
 
 
-def genotypes(quick: bool) -> Iterator[Measurement]:
+def genotypes(quick: bool, end: float) -> Iterator[Measurement]:
     """Random images: what scores cost, not what they say."""
     import jax
 
@@ -247,28 +248,38 @@ def genotypes(quick: bool) -> Iterator[Measurement]:
         yield name, lambda name=name: measure(name)
 
 
-def darts_step(quick: bool) -> Iterator[Measurement]:
+def darts_step(quick: bool, end: float) -> Iterator[Measurement]:
     yield "beside PyTorch", lambda: script("darts_step.py", "--quick" if quick else "--full")
 
 
-def skips(quick: bool) -> Iterator[Measurement]:
+def skips(quick: bool, end: float) -> Iterator[Measurement]:
     flag = "--quick" if quick else "--full"
     yield "the paper's width", lambda: script("activation_skip_search.py", flag)
 
 
-def darts(quick: bool) -> Iterator[Measurement]:
+def darts(quick: bool, end: float) -> Iterator[Measurement]:
     """The command itself, with the published sizes; a longer session goes on with its run."""
     sizes = {"cells": 8, "channels": 16, "train": 25_000, "valid": 25_000, "steps": 19_550}
     if quick:
         sizes = {"cells": 2, "channels": 2, "train": 40, "valid": 40, "steps": 2, "pixels": 8}
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in sizes.items()]
-    flags += ["--data=digits", "--epochs=1", "--random=0", "--batch-size=16"] if quick else []
-    flags += [] if quick else ["--data=cifar10", "--batch-size=64", "--resume"]
+    if quick:  # two candidates: what takes long here is compilation
+        flags += ["--data=digits", "--epochs=1", "--random=0", "--batch-size=16"]
+        flags += ["--operations", "none", "skip_connect"]
+    folder = Path(tempfile.mkdtemp()) if quick else HERE.parent / "runs"
+    out = folder / "accelerator_darts"
+    if not quick:
+        flags += ["--data=cifar10", "--batch-size=64"] + ["--resume"] * out.exists()
 
     def measure():
-        with tempfile.TemporaryDirectory() as place:
-            out = Path(place) if quick else HERE.parent / "runs" / "accelerator_darts"
-            return command("-m", "bilevel", "search", "--space", "darts", *flags, f"--out={out}")
+        arguments = "-m", "bilevel", "search", "--space", "darts", *flags, f"--out={out}"
+        start = time.perf_counter()
+        try:
+            return command(*arguments, timeout=end - time.time())
+        except subprocess.TimeoutExpired:  # what it has done is kept, and a later session goes on
+            done = [int(p.stem) for p in out.rglob("checkpoint*/*.npz") if p.stem.isdigit()]
+            seconds = time.perf_counter() - start
+            return {"unfinished": True, "seconds": seconds, "steps": max(done, default=0)}
 
     yield "the published search", measure
 
@@ -278,18 +289,17 @@ def script(name: str, *flags: str) -> dict[str, Any]:
     return command(str(HERE / name), *flags)
 
 
-def command(*arguments: str) -> dict[str, Any]:
+def command(*arguments: str, timeout: float | None = None) -> dict[str, Any]:
     """The seconds that a command takes, and the last of what it prints."""
     start = time.perf_counter()
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", *arguments], capture_output=True, text=True
-    )
+    words = [sys.executable, "-W", "ignore", *arguments]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=timeout)
     if done.returncode:
         raise RuntimeError((done.stderr or done.stdout).strip().splitlines()[-1])
     return {"seconds": time.perf_counter() - start, "output": done.stdout[-6000:]}
 
 
-PARTS: dict[str, Callable[[bool], Iterator[Measurement]]] = {
+PARTS: dict[str, Callable[[bool, float], Iterator[Measurement]]] = {
     part.__name__: part
     for part in (
         *(matmul, hypergradient, empirical, infinite, eigenvalue, genotypes),
@@ -308,11 +318,12 @@ def here() -> dict[str, str]:
     return {"device": jax.devices()[0].device_kind, "jax": jax.__version__}
 
 
-def work(part: str, quick: bool, out: Path) -> None:
+def work(part: str, quick: bool, out: Path, end: float) -> None:
     """One process: the measurements of a part that ``out`` does not hold yet."""
     place = here()
-    known = {(r["part"], r["name"]) for r in rows_of(out) if place.items() <= r.items()}
-    for name, measure in PARTS[part](quick):
+    whole = (r for r in rows_of(out) if place.items() <= r.items() and "unfinished" not in r)
+    known = {(r["part"], r["name"]) for r in whole}
+    for name, measure in PARTS[part](quick, end):
         if (part, name) in known:
             continue
         try:
@@ -373,7 +384,7 @@ def main() -> int:
         print(table(rows_of(args.out)))
         return 0
     if args.part:
-        work(args.part, args.quick, args.out)
+        work(args.part, args.quick, args.out, time.time() + 60 * args.minutes)
         return 0
     if args.quick:
         args.out = Path(tempfile.mkdtemp()) / "accelerator.jsonl"
@@ -385,13 +396,17 @@ def main() -> int:
         flags = ["--quick"] if args.quick else []
         # A device's memory is shared with the commands that a part starts.
         environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+        left = end - time.monotonic()
         own = [sys.executable, __file__, "--part", part, "--out", str(args.out), *flags]
-        try:
-            done = subprocess.run(own, env=environment, timeout=max(1, end - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            print(f"{part}: stopped, as the {args.minutes:g} minutes are over.", flush=True)
-            break
-        failed += [part] * (done.returncode != 0)
+        own += [f"--minutes={(left - 10) / 60}"]  # the part ends by itself, if it can
+        # In a session of its own, so that what it has started ends with it.
+        with subprocess.Popen(own, env=environment, start_new_session=True) as process:
+            try:
+                failed += [part] * (process.wait(max(1, left)) != 0)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                print(f"{part}: stopped, as the {args.minutes:g} minutes are over.", flush=True)
+                break
     print(f"\n{table(rows_of(args.out))}")
     return 1 if failed or (args.quick and any("failed" in r for r in rows_of(args.out))) else 0
 

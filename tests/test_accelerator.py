@@ -1,0 +1,34 @@
+"""The benchmark for accelerators runs to its end on whatever there is."""
+
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+SCRIPT = pathlib.Path(__file__).parent.parent / "benchmarks/accelerator.py"
+
+
+def run(*flags):
+    return subprocess.run([sys.executable, SCRIPT, *flags], capture_output=True, text=True)
+
+
+def test_what_a_results_file_holds_is_not_measured_again(tmp_path):
+    out = tmp_path / "rows.jsonl"
+    flags = "--part", "matmul", "--quick", "--out", out
+    first, second = run(*flags), run(*flags)
+    assert first.returncode == second.returncode == 0, first.stderr + second.stderr
+    assert first.stdout.count("tflops") == 3 and second.stdout == ""
+    assert run("--table", "--out", out).stdout.count("| matmul |") == 3
+
+
+def test_parts_for_which_there_is_no_time_are_said_to_be_stopped():
+    done = run("--quick", "--only", "matmul", "--minutes", "0")
+    assert done.returncode == 0, done.stderr
+    assert "matmul: stopped" in done.stdout
+
+
+@pytest.mark.slow
+def test_every_part_runs_to_its_end():
+    done = run("--quick")
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import optax
 from jax.flatten_util import ravel_pytree
 
+from bilevel._order import after
 from bilevel.inverse import OTHERWISE, conjugate_gradients
 from bilevel.meshes import do_while, vary, varying
 from bilevel.protocols import LinearMap, Pytree
@@ -35,6 +36,7 @@ class Curvature(NamedTuple):
     lowest: jax.Array  # [], the smallest eigenvalue, or a few times it
     condition: jax.Array  # [], the largest over the smallest, about
     definite: jax.Array  # [], bool: positive definite, beyond rounding
+    spectrum: tuple[jax.Array, jax.Array] | None  # eigenvalues [p] and vectors, where decomposed
 
 
 def is_small(like: Pytree) -> bool:
@@ -75,8 +77,7 @@ def _decomposed(hvp: LinearMap, like: Pytree) -> Curvature:
     def products(columns):
         return jax.vmap(lambda v: ravel_pytree(hvp(unravel(v)))[0], 1, 1)(columns)
 
-    matrix = products(vary(jnp.eye(flat.size, dtype=flat.dtype), varying(flat)))
-    values, vectors = jnp.linalg.eigh((matrix + matrix.T) / 2)
+    values, vectors = spectrum(hvp, like)
     highest = jnp.max(jnp.abs(values))
     noise = _ROUNDINGS * jnp.finfo(flat.dtype).eps * highest
     factors = jax.lax.cond(
@@ -90,7 +91,25 @@ def _decomposed(hvp: LinearMap, like: Pytree) -> Curvature:
         return unravel(factors.vectors @ (factors.core @ (factors.vectors.T @ flat)))
 
     definite = factors.lowest > _SURE * factors.noise
-    return Curvature(solve, factors.lowest, highest / factors.lowest, definite)
+    condition = highest / factors.lowest
+    return Curvature(solve, factors.lowest, condition, definite, (values, vectors))
+
+
+def spectrum(hvp: LinearMap, like: Pytree) -> tuple[jax.Array, jax.Array]:
+    """Eigenvalues [p], ascending, and eigenvectors [p, p] of ``hvp``; p products.
+
+    They wait for the numbers in ``like``, which come of the solver's own decompositions.
+
+    Examples
+    --------
+    >>> values, vectors = spectrum(lambda v: jnp.array([4.0, 1.0]) * v, jnp.zeros(2))
+    >>> values
+    Array([1., 4.], dtype=float...)
+    """
+    flat, unravel = ravel_pytree(like)
+    eye = after(flat, vary(jnp.eye(flat.size, dtype=flat.dtype), varying(flat)))
+    matrix = jax.vmap(lambda v: ravel_pytree(hvp(unravel(v)))[0], 1, 1)(eye)
+    return jnp.linalg.eigh((matrix + matrix.T) / 2)
 
 
 def _sharpened(products, values, vectors, threshold) -> _Factors:
@@ -150,4 +169,4 @@ def _iterated(hvp: LinearMap, like: Pytree, products: int) -> Curvature:
         return do_while(unfinished, further, start)[0]
 
     definite = (left <= 2 * threshold) & (lowest > 0)
-    return Curvature(solve, lowest, optax.tree.norm(hvp(b)) / lowest, definite)
+    return Curvature(solve, lowest, optax.tree.norm(hvp(b)) / lowest, definite, None)

@@ -20,9 +20,9 @@ import jax.numpy as jnp
 import optax
 from jax.flatten_util import ravel_pytree
 
-from bilevel.curvature import PRODUCTS, curvature, is_small
+from bilevel._order import after
+from bilevel.curvature import PRODUCTS, curvature, is_small, spectrum
 from bilevel.forward import newton
-from bilevel.inverse import hessian_matrix
 from bilevel.meshes import do_while, repeat, vary, varying
 from bilevel.precision import widen, widened
 from bilevel.problem import Problem, gradient, hessian_operator, is_quadratic
@@ -35,7 +35,8 @@ TOLERANCE = 1e-2
 _NOISE = 10  # roundings of a hypergradient in its two terms: 0.3 to 35 were measured
 _NEWTON_STEPS = 20  # towards the solution, where the lower loss is not quadratic
 _REFINEMENTS = 8  # of w and of q, at most
-_SAMPLES = 3  # of what rounding does
+_SAMPLES = 8  # of what rounding does,
+_COSTLY_SAMPLES = 3  # and where each takes an iterative solve or two
 _BOUND_SIZE = 1024  # weights up to which the Hessian is formed for `error_bound`
 
 
@@ -49,7 +50,8 @@ class Info(NamedTuple):
         effectively used: an unrolled solver has one too, the truncated Neumann sum it computes.
         For a closed form and in forward mode there is none to read off; it is then that of the
         independent solve the estimate makes.
-    converged : bool, whether ``error_estimate`` is under 1 % of the hypergradient's norm.
+    converged : bool, whether ``error_estimate`` is under 1 % of the hypergradient's norm, its part
+        from rounding counted three times.
     error_estimate : estimate of the 2-norm of ``grad - exact`` for the hypergradient of the
         solution map; infinite where none can be made.
     error_bound : upper bound of the same, up to rounding, for a lower loss quadratic in ``w`` with
@@ -135,10 +137,11 @@ def assess(
 def _assess(problem, products, w, alpha, train, valid, grad, adjoint) -> Info:
     slope, hvp = hessian_operator(problem.lower, w, alpha, train)
     force = jax.grad(problem.outer)(w, alpha, valid)
-    refined = _refine(problem, products, w, alpha, train, valid, grad, adjoint)
+    solved = after((grad, adjoint), w)
+    refined = _refine(problem, products, solved, alpha, train, valid, grad, adjoint)
     better = jax.tree.map(lambda g: g.mean(0), refined.grads)
     deviations = jax.tree.map(lambda g, mean: g - mean, refined.grads, better)
-    spread = optax.tree.norm(deviations) / jnp.sqrt(_SAMPLES - 1)
+    spread = optax.tree.norm(deviations) / jnp.sqrt(_samples(w) - 1)
     change = optax.tree.norm(optax.tree.sub(grad, better))
     # The rounding of two terms that may nearly cancel.
     noise = _NOISE * jnp.finfo(change.dtype).eps
@@ -154,11 +157,12 @@ def _assess(problem, products, w, alpha, train, valid, grad, adjoint) -> Info:
         linear_residual = refined.linear_residual
     else:
         linear_residual = _ratio(optax.tree.norm(optax.tree.sub(hvp(adjoint), force)), force)
-    bound = _bound(problem, refined.w, refined.adjoint, alpha, train, valid, grad)
+    bound = _bound(problem, refined, alpha, train, valid, grad)
     return Info(
         stationarity=stationarity,
         linear_residual=linear_residual,
-        converged=estimate <= TOLERANCE * optax.tree.norm(grad),
+        # Of a few samples of rounding, the spread is known to a factor of two or three.
+        converged=estimate + 2 * spread <= TOLERANCE * optax.tree.norm(grad),
         error_estimate=estimate,
         error_bound=jnp.where(jnp.isfinite(bound), (1 + noise) * bound + rounding, jnp.inf),
         reason=reason,
@@ -181,6 +185,7 @@ class _Refined(NamedTuple):
     linear_residual: jax.Array
     definite: jax.Array  # bool, the Hessian
     settled: jax.Array  # bool: Newton's steps have come to rest
+    spectrum: tuple[jax.Array, jax.Array] | None  # of the Hessian, where it is decomposed
 
 
 def _refine(problem, products, w, alpha, train, valid, grad, adjoint) -> _Refined:
@@ -210,11 +215,15 @@ def _refine(problem, products, w, alpha, train, valid, grad, adjoint) -> _Refine
     )
 
 
+def _samples(w) -> int:
+    return _SAMPLES if is_small(w) else _COSTLY_SAMPLES
+
+
 def _unknown(w, q, alpha) -> _Refined:
-    missing = jax.tree.map(lambda a: jnp.full((_SAMPLES, *a.shape), jnp.nan, a.dtype), alpha)
+    missing = jax.tree.map(lambda a: jnp.full((_samples(w), *a.shape), jnp.nan, a.dtype), alpha)
     nan = jnp.full_like(optax.tree.norm(w), jnp.nan)
     no = jnp.array(False)
-    return _Refined(w, q, missing, nan, nan, definite=no, settled=no)
+    return _Refined(w, q, missing, nan, nan, definite=no, settled=no, spectrum=None)
 
 
 def _settled(problem, system, near, w, q, alpha, train, valid, grad) -> _Refined:
@@ -223,6 +232,7 @@ def _settled(problem, system, near, w, q, alpha, train, valid, grad) -> _Refined
     rounding = jnp.finfo(system.lowest.dtype).eps * system.condition
     # The decomposition's solves are cheap, but of soft directions only as good as their curvature.
     enough, rounds = (0.0, 2) if is_small(near) else (1e-4, 1)
+    count = _samples(near)
 
     def newton_step(w):
         return system.solve(slope_of(w))
@@ -240,15 +250,19 @@ def _settled(problem, system, near, w, q, alpha, train, valid, grad) -> _Refined
     def sample(number):
         w_near, q_near = _jitter(2 * number, near), _jitter(2 * number + 1, q)
         w_near = repeat(lambda w: optax.tree.sub(w, newton_step(w)), w_near, rounds)
+        # Newton's step ends on one rounding of the minimum, often the same from everywhere. Where
+        # the outer gradient nearly cancels, as without noise, it is as good as any other.
+        w_near = _jitter(2 * (number + count), w_near, 0.3)
         residual_of, _ = adjoint_residual(w_near)
         q_near = repeat(lambda q: optax.tree.sub(q, system.solve(residual_of(q))), q_near, rounds)
         return _combine(problem, w_near, q_near, alpha, train, valid)[0]
 
     change = optax.tree.norm(optax.tree.sub(grad, better))
     grads = jax.lax.cond(
-        10 * rounding * magnitude > change,
-        lambda: jax.lax.map(sample, jnp.arange(_SAMPLES, dtype=jnp.uint32)),
-        lambda: jax.tree.map(lambda g: jnp.stack([g] * _SAMPLES), better),
+        # Where solves are cheap, the samples are.
+        is_small(near) | (10 * rounding * magnitude > change),
+        lambda: jax.lax.map(sample, jnp.arange(count, dtype=jnp.uint32)),
+        lambda: jax.tree.map(lambda g: jnp.stack([g] * count), better),
     )
     return _Refined(
         w=near,
@@ -258,6 +272,7 @@ def _settled(problem, system, near, w, q, alpha, train, valid, grad) -> _Refined
         linear_residual=_ratio(optax.tree.norm(residual_of(q)), force),
         definite=system.definite,
         settled=w_settled & q_settled,
+        spectrum=system.spectrum,
     )
 
 
@@ -290,7 +305,7 @@ def _settle(step, x, start, rounding, enough):
     return x, size <= jnp.maximum(0.01 * way(x), allowed)
 
 
-def _jitter(number, tree):
+def _jitter(number, tree, roundings=1.0):
     """``tree``, its last digits drawn at random.
 
     By a hash: JAX's generators, better than this asks for, take a third of the compilation.
@@ -302,7 +317,7 @@ def _jitter(number, tree):
     uniform = (bits ^ (bits >> 16)).astype(flat.dtype) / 2.0**31 - 1
 
     def one(x, uniform):
-        size = jnp.finfo(x.dtype).eps * (jnp.abs(x) + jnp.sqrt(jnp.mean(x**2)))
+        size = roundings * jnp.finfo(x.dtype).eps * (jnp.abs(x) + jnp.sqrt(jnp.mean(x**2)))
         return x + math.sqrt(3) * size * uniform  # of variance 1
 
     return jax.tree.map(one, tree, unravel(uniform))
@@ -321,7 +336,7 @@ def _work(lower, w, alpha, train, q) -> jax.Array:
     return jax.jvp(lambda w: lower(w, alpha, train), (w,), (q,))[1]
 
 
-def _bound(problem, w, q, alpha, train, valid, grad) -> jax.Array:
+def _bound(problem, refined, alpha, train, valid, grad) -> jax.Array:
     """``|grad - G+|`` plus how far ``G+``, refined by the factorised Hessian, can be from ``G*``.
 
     With mu the smallest Hessian eigenvalue, |w - w*| <= |g| / mu exactly for a quadratic, and
@@ -331,6 +346,7 @@ def _bound(problem, w, q, alpha, train, valid, grad) -> jax.Array:
 
     all norms Frobenius at the refined point; the factor 2 pays for products of two residuals.
     """
+    w, q = refined.w, refined.adjoint
     flat, unravel = ravel_pytree(w)
     flat_alpha, unravel_alpha = ravel_pytree(alpha)
     feasible = flat.size <= _BOUND_SIZE and flat.size * flat_alpha.size <= _BOUND_SIZE**2
@@ -347,22 +363,24 @@ def _bound(problem, w, q, alpha, train, valid, grad) -> jax.Array:
         return ravel_pytree(_combine(problem, unravel(w), unravel(q), alpha, train, valid)[0])[0]
 
     _, hvp = hessian_operator(problem.lower, w, alpha, train)
-    matrix = hessian_matrix(hvp, w)
-    eigenvalues, vectors = jnp.linalg.eigh(matrix)
-    slack = flat.size * jnp.finfo(flat.dtype).eps * jnp.linalg.norm(matrix)
+    eigenvalues, vectors = refined.spectrum or spectrum(hvp, w)
+    slack = flat.size * jnp.finfo(flat.dtype).eps * jnp.linalg.norm(eigenvalues)
     mu = eigenvalues[0] - slack
+
+    def residual(q):
+        return ravel_pytree(hvp(unravel(q)))[0] - force(flat)
 
     def solve(b):
         return vectors @ ((vectors.T @ b) / eigenvalues)
 
     flat = flat - solve(slope(flat, flat_alpha))
     flat_q = ravel_pytree(q)[0]
-    flat_q = flat_q + solve(force(flat) - matrix @ flat_q)
+    flat_q = flat_q - solve(residual(flat_q))
     change = jnp.linalg.norm(ravel_pytree(grad)[0] - combined(flat, flat_q))
 
     w_error = jnp.linalg.norm(slope(flat, flat_alpha)) / mu
-    q_residual = jnp.linalg.norm(matrix @ flat_q - force(flat))
-    q_error = (q_residual + jnp.linalg.norm(jax.jacfwd(force)(flat)) * w_error) / mu
+    turned = jnp.linalg.norm(jax.jacfwd(force)(flat)) * w_error
+    q_error = (jnp.linalg.norm(residual(flat_q)) + turned) / mu
     cross = jnp.linalg.norm(jax.jacfwd(slope, 1)(flat, flat_alpha))
     sensitivity = jnp.linalg.norm(jax.jacfwd(combined)(flat, flat_q))
     bound = change + 2 * (sensitivity * w_error + cross * q_error)

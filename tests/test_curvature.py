@@ -249,7 +249,7 @@ def test_the_smallest_curvature_is_found_to_a_factor(size):
     # Beyond, the products allowed do not suffice for so many different eigenvalues.
     for condition in (1.0, 1e2, tolerance(1e6, 1e4) if size == 40 else 1e4):
         spectrum = jnp.asarray(np.geomspace(1 / condition, 1, size))
-        found = jax.jit(lambda b, s=spectrum: curvature(lambda v: s * v, b)[1:])(jnp.ones(size))
+        found = jax.jit(lambda b, s=spectrum: curvature(lambda v: s * v, b)[1:4])(jnp.ones(size))
         lowest, ratio, definite = found
         assert definite
         assert 0.9 < lowest * condition < 12

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -165,7 +166,7 @@ def search(
     *,
     steps: int,
     batches: Callable[[jax.Array, Pytree], Pytree] | None = None,
-    key: jax.Array | None = None,
+    key: chex.PRNGKey | None = None,
     progress: bool | None = None,
     checkpoint: Any = None,
     resume: bool = False,

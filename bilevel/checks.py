@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -63,7 +64,7 @@ def simplex_slack(dtype: Any) -> float:
     return max(1e-4, 4 * float(jnp.finfo(dtype).eps))
 
 
-def simplex(name: str, alpha: jax.Array) -> None:
+def simplex(name: str, alpha: chex.Array) -> None:
     """Refuse what is off the simplex on its last axis; traced values pass."""
     if isinstance(alpha, jax.core.Tracer):
         return

@@ -20,6 +20,7 @@ import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -125,7 +126,7 @@ def project(
     return optax.GradientTransformation(lambda a: _Projected(jax.tree.map(jnp.copy, a)), update)
 
 
-def project_simplex(point: jax.Array) -> jax.Array:
+def project_simplex(point: chex.Array) -> jax.Array:
     """Euclidean projection of the last axis of ``point`` onto the probability simplex.
 
     Examples
@@ -257,7 +258,7 @@ def _require_params(params, check: Callable = lambda alpha: None) -> None:
         raise ValueError(f"{error} A geometry has to be the last of its chain.") from None
 
 
-def check_simplex(alpha: jax.Array) -> None:
+def check_simplex(alpha: chex.Array) -> None:
     """Raise unless the last axis of a concrete ``alpha`` is nonnegative and sums to one."""
     if jnp.ndim(alpha) == 0:
         raise ValueError("alpha: expected a simplex on the last axis of every leaf, got a scalar.")
@@ -265,7 +266,7 @@ def check_simplex(alpha: jax.Array) -> None:
     simplex("alpha", alpha)
 
 
-def check_box(alpha: jax.Array) -> None:
+def check_box(alpha: chex.Array) -> None:
     """Raise unless every entry of a concrete ``alpha`` lies in [0, 1]."""
     _check_entries(alpha)
     if isinstance(alpha, jax.core.Tracer):

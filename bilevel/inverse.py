@@ -20,6 +20,7 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import optax
@@ -45,7 +46,7 @@ class ConjugateGradients(NamedTuple):
 
 
 def conjugate_gradients(
-    hvp: LinearMap, b: Pytree, x0: Pytree | None, *, steps: int, threshold: jax.Array
+    hvp: LinearMap, b: Pytree, x0: Pytree | None, *, steps: int, threshold: chex.Array
 ) -> ConjugateGradients:
     """Conjugate gradients for ``H x = b`` until the residual's 2-norm is under ``threshold``.
 
@@ -224,7 +225,7 @@ def hessian_matrix(hvp: LinearMap, like: Pytree) -> jax.Array:
     return (columns + columns.T) / 2
 
 
-def nystrom(rank: int, damping: float, *, key: jax.Array | None = None) -> Inverse:
+def nystrom(rank: int, damping: float, *, key: chex.PRNGKey | None = None) -> Inverse:
     """Randomised Nystrom approximation ``(H_rank + damping I)^-1 b``.
 
     A rank-``rank`` sketch of a positive semidefinite Hessian, inverted by Woodbury's formula

@@ -13,6 +13,8 @@ import jax
 import numpy as np
 
 Pytree = Any
+"""A pytree of arrays. `chex.ArrayTree` has neither None nor floats nor classes of a user's own."""
+
 Loss = Callable[[Pytree, Pytree, Pytree], jax.Array]
 """``loss(w, alpha, batch) -> scalar``."""
 

@@ -20,6 +20,7 @@ Train-Validation Split, ICML 2021, Assumption 1 and section 7a.
 
 from collections.abc import Callable
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -32,7 +33,7 @@ from bilevel.protocols import Pytree
 def lipschitz(
     algorithm: Callable[[Pytree], Pytree],
     alphas: Pytree,
-    deltas: jax.Array,
+    deltas: chex.Array,
     *,
     directions: Pytree | None = None,
     norm: Callable[[Pytree], jax.Array] = optax.tree.norm,

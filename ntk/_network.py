@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -52,12 +53,12 @@ def check(apply: Apply, params: Pytree, batch: Batch) -> Batch:
     return x, y
 
 
-def logits_like(apply: Apply, params: Pytree, x: jax.Array) -> Any:
+def logits_like(apply: Apply, params: Pytree, x: chex.Array) -> Any:
     """Shape and type of the logits."""
     return jax.eval_shape(fresh(apply), params, x)
 
 
-def is_weight(apply: Apply, params: Pytree, x: jax.Array, *more: str) -> list[bool]:
+def is_weight(apply: Apply, params: Pytree, x: chex.Array, *more: str) -> list[bool]:
     """Of each leaf: whether it is a kernel, by its name or its use, or named in ``more``."""
     paths = jax.tree_util.tree_leaves_with_path(params)
     names = [jax.tree_util.keystr(path[-1:], simple=True) for path, _ in paths]
@@ -74,7 +75,7 @@ def is_weight(apply: Apply, params: Pytree, x: jax.Array, *more: str) -> list[bo
 
 
 def split_weights(
-    apply: Apply, params: Pytree, x: jax.Array, *more: str
+    apply: Apply, params: Pytree, x: chex.Array, *more: str
 ) -> tuple[list[jax.Array], Callable]:
     """The kernels, and the leaves named in ``more``; and how to put others in their place."""
     keep = is_weight(apply, params, x, *more)
@@ -89,11 +90,11 @@ def split_weights(
     return [leaf for leaf, k in zip(leaves, keep, strict=True) if k], rebuild
 
 
-def cross_entropy(logits: jax.Array, y: jax.Array) -> jax.Array:
+def cross_entropy(logits: chex.Array, y: chex.Array) -> jax.Array:
     return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), y[:, None], axis=1))
 
 
-def mean_loss(apply: Apply, params: Pytree, x: jax.Array, y: jax.Array) -> jax.Array:
+def mean_loss(apply: Apply, params: Pytree, x: chex.Array, y: chex.Array) -> jax.Array:
     return cross_entropy(apply(params, x), y)
 
 
@@ -104,21 +105,21 @@ def loss_gradient(apply: Apply, params: Pytree, batch: Batch) -> tuple[list, lis
     return weights, jax.grad(lambda w: mean_loss(apply, rebuild(w), x, y))(weights)
 
 
-def summed(terms: Iterable[jax.Array]) -> jax.Array:
+def summed(terms: Iterable[chex.Array]) -> jax.Array:
     return jnp.sum(jnp.stack(list(terms)))
 
 
-def inner_product(a: list[jax.Array], b: list[jax.Array]) -> jax.Array:
+def inner_product(a: list[chex.Array], b: list[chex.Array]) -> jax.Array:
     return summed(jnp.sum(u * v) for u, v in zip(a, b, strict=True))
 
 
-def map_gradients(reduce: Callable, apply: Apply, params: Pytree, x: jax.Array) -> jax.Array:
+def map_gradients(reduce: Callable, apply: Apply, params: Pytree, x: chex.Array) -> jax.Array:
     """``reduce`` of the gradient of each sample's summed logits, one after another."""
     gradient = jax.grad(lambda p, xi: jnp.sum(apply(p, xi[None])))
     return jax.lax.map(lambda xi: reduce(ravel_pytree(gradient(params, xi))[0]), x)
 
 
-def gram(rows: jax.Array) -> jax.Array:
+def gram(rows: chex.Array) -> jax.Array:
     return jnp.matmul(rows, rows.T, precision="highest")
 
 
@@ -135,7 +136,7 @@ def _longer(shape: tuple, other: tuple) -> list[int]:
     return [i for i, (a, b) in enumerate(zip(shape, other, strict=True)) if a != b]
 
 
-def sign_agreements(apply: Apply, params: Pytree, x: jax.Array) -> jax.Array:
+def sign_agreements(apply: Apply, params: Pytree, x: chex.Array) -> jax.Array:
     """How many ReLUs have the same sign for samples i and j: [n, n], float32."""
     n = len(x)
 
@@ -158,7 +159,7 @@ def sign_agreements(apply: Apply, params: Pytree, x: jax.Array) -> jax.Array:
     return fold(marked(apply), is_relu, count, start, params, x, what="ReLU", twin=twin)[1]
 
 
-def distinct_patterns(agreements: jax.Array) -> jax.Array:
+def distinct_patterns(agreements: chex.Array) -> jax.Array:
     """The number of different patterns, given how many units any two have in common.
 
     A float, as all scores are: that of patterns with a NaN is NaN.
@@ -191,7 +192,7 @@ def layer_axes(eqn, other, n: int) -> tuple[int, tuple[int, ...]] | None:
     return (axes[0], tuple(channels)) if channels else None
 
 
-def layer_saliency(apply: Apply, params: Pytree, x: jax.Array, y: jax.Array) -> jax.Array:
+def layer_saliency(apply: Apply, params: Pytree, x: chex.Array, y: chex.Array) -> jax.Array:
     """``sum_c mean_n (sum_positions a * dL/da)^2 / 2`` over the outputs a of all layers."""
     found = []
 
@@ -214,7 +215,7 @@ def layer_saliency(apply: Apply, params: Pytree, x: jax.Array, y: jax.Array) -> 
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def saliency(axes: tuple[int, tuple[int, ...]], a: jax.Array, total: jax.Array) -> jax.Array:
+def saliency(axes: tuple[int, tuple[int, ...]], a: chex.Array, total: chex.Array) -> jax.Array:
     """``a`` itself; its part of the Fisher score comes back as the gradient in ``total``."""
     return a
 

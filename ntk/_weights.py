@@ -8,6 +8,7 @@ product), into a matrix product, a convolution or a look-up in a table with data
 from collections.abc import Callable
 from typing import Any
 
+import chex
 import jax
 from jax.extend.core import Jaxpr, Literal
 
@@ -19,7 +20,7 @@ Leaves = frozenset[int] | None  # what a value is made of; None: of the input, t
 _PRODUCTS = {"dot_general", "conv_general_dilated", "gather"}
 
 
-def multiplied(apply: Callable, params: Any, x: jax.Array) -> set[int]:
+def multiplied(apply: Callable, params: Any, x: chex.Array) -> set[int]:
     """Indices of the leaves of ``params`` that are weights in ``apply(params, x)``."""
     closed = jax.make_jaxpr(fresh(apply))(params, x)
     leaves = [frozenset([i]) for i in range(len(jax.tree.leaves(params)))]

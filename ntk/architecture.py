@@ -9,6 +9,7 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,9 +27,9 @@ Kinks = tuple[float, ...] | None
 _KINKED = (Activation("left", kink=(1.0, 0.0)), relu)  # summed with the slopes on both sides
 
 
-def evaluate(layer: Layer, weights: jax.Array, u: jax.Array) -> jax.Array:
+def evaluate(layer: Layer, weights: chex.Array, u: chex.Array) -> jax.Array:
     """``sum_i weights_i s_i(u)``, elementwise."""
-    return sum(weights[i] * s(u) for i, s in enumerate(layer))  # type: ignore[return-value]
+    return sum(weights[i] * s(u) for i, s in enumerate(layer))
 
 
 def derivative(layer: Layer) -> Layer:
@@ -41,7 +42,7 @@ def kink_places(layer: Layer) -> tuple[float, ...]:
     return tuple(sorted({t for s in layer for t, _ in s.kinks if t}))
 
 
-def kinks_at_zero(layer: Layer, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
+def kinks_at_zero(layer: Layer, weights: chex.Array) -> tuple[jax.Array, jax.Array]:
     """(left, right) of the sum of the activations that are linear on both sides of 0."""
     kinked = [(i, s) for i, s in enumerate(layer) if s.smooth is None]
     left, right = (
@@ -132,7 +133,7 @@ def _squares(x1, x2) -> np.ndarray:
     return np.concatenate([np.sum(np.square(x), 1) for x in (x1, x2) if x is not None])
 
 
-def equal_norms(x1: jax.Array, x2: jax.Array | None) -> bool:
+def equal_norms(x1: chex.Array, x2: chex.Array | None) -> bool:
     """Whether all inputs have one norm, up to rounding."""
     squares = _squares(x1, x2)
     return bool(np.ptp(squares) <= 8 * np.finfo(squares.dtype).eps * squares.max())
@@ -167,7 +168,7 @@ def largest_error(dtype: Any) -> float:
     return 64 * float(jnp.finfo(dtype).eps) ** 0.5
 
 
-def check_resolved(name: str, kernel: jax.Array) -> None:
+def check_resolved(name: str, kernel: chex.Array) -> None:
     """Raise FloatingPointError where an entry is NaN, for too large an error."""
     if bool(np.isnan(kernel).any()):
         raise FloatingPointError(
@@ -181,7 +182,7 @@ def check_resolved(name: str, kernel: jax.Array) -> None:
 
 
 def expand_layer(
-    layer: Layer, w: jax.Array, scale: jax.Array, error: jax.Array, kinks: Kinks, how: Resolution
+    layer: Layer, w: chex.Array, scale: chex.Array, error: chex.Array, kinks: Kinks, how: Resolution
 ) -> tuple[Expansion, Expansion]:
     """Expansions of ``sum_i w_i s_i(u)`` and of its slope, u of standard deviations [n].
 
@@ -261,10 +262,10 @@ class Features(NamedTuple):
 
 def features(
     layers: Sequence[Layer],
-    weights: Sequence[jax.Array],
+    weights: Sequence[chex.Array],
     skips,
     variances,
-    squares: jax.Array,
+    squares: chex.Array,
     how: Resolution,
 ) -> list[Features]:
     """The formulas of :mod:`ntk.infinite` for single inputs of squared norms [n]."""
@@ -317,7 +318,7 @@ class Diagonal(NamedTuple):
 
 
 def diagonals(
-    layers: Sequence[Layer], weights: Sequence[jax.Array], skips, variances, squares: jax.Array
+    layers: Sequence[Layer], weights: Sequence[chex.Array], skips, variances, squares: chex.Array
 ) -> list[Diagonal]:
     """The formulas of :mod:`ntk.infinite` for single inputs, of squared norms [n]."""
     return [

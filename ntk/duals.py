@@ -20,6 +20,7 @@ each axis are 5e-8 off where 100 Gauss-Hermite nodes are 3e-4 off (relative to t
 import functools
 import math
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -47,9 +48,9 @@ _ENTRIES = 2**22  # numbers in memory at a time, about
 def dual(
     a: Activation | Function,
     b: Activation | Function,
-    vx: jax.Array,
-    vy: jax.Array,
-    c: jax.Array,
+    vx: chex.Array,
+    vy: chex.Array,
+    c: chex.Array,
     *,
     max_variance: float | None = None,
     rtol: float = _TOLERANCE,

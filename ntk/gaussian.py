@@ -18,6 +18,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -85,7 +86,7 @@ def _nodes(scale: jax.Array, places: tuple[float, ...], width: float = 0.5):
 
 
 def mean(
-    fn: Callable[[jax.Array], jax.Array], scale: jax.Array, places: tuple[float, ...] = ()
+    fn: Callable[[jax.Array], jax.Array], scale: chex.Array, places: tuple[float, ...] = ()
 ) -> jax.Array:
     """``E[fn(scale z)]``, z ~ N(0, 1), of an elementwise function; shape of ``scale``.
 
@@ -103,7 +104,7 @@ def mean(
 
 def hermite(
     fn: Callable[[jax.Array], jax.Array],
-    scale: jax.Array,
+    scale: chex.Array,
     terms: int,
     places: tuple[float, ...] = (),
 ) -> jax.Array:
@@ -184,7 +185,7 @@ def _arc_polynomials() -> np.ndarray:
 
 
 @jax.custom_jvp
-def arc_cosines(p: jax.Array, q: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def arc_cosines(p: chex.Array, q: chex.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """``(E[step step], E[relu relu], 1/2 - E[relu relu])`` of unit variances; elementwise.
 
     With the angle theta, ``(pi - theta) / 2 pi`` and ``(sin theta + (pi - theta) rho) / 2 pi``
@@ -251,13 +252,13 @@ def kinked_gap(jumps, p, q) -> jax.Array:
     return 2 * p * left * right + (right - left) ** 2 * arc_cosines(p, q)[2]
 
 
-def root(x: jax.Array) -> jax.Array:
+def root(x: chex.Array) -> jax.Array:
     """Square root, with derivative 0 at 0."""
     positive = ~(x <= 0)  # NaN too, so that it stays
     return jnp.where(positive, jnp.sqrt(jnp.where(positive, x, 1)), 0)
 
 
-def reciprocal(x: jax.Array) -> jax.Array:
+def reciprocal(x: chex.Array) -> jax.Array:
     """``1 / x``, and 0 at 0."""
     positive = ~(x <= 0)  # NaN too, so that it stays
     return jnp.where(positive, 1 / jnp.where(positive, x, 1), 0)

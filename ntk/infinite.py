@@ -38,6 +38,7 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 
@@ -66,12 +67,12 @@ from ntk.pairs import UnitRows, assemble, half_chords, mirrored, take_rows, unit
 
 
 def network_kernel(
-    x1: jax.Array,
-    x2: jax.Array | None = None,
+    x1: chex.Array,
+    x2: chex.Array | None = None,
     *,
     activations: Sequence[Activation | Mapping[Activation, Any]],
-    skips: Sequence[Any] | jax.Array | None = None,
-    variances: Sequence[Any] | jax.Array | None = None,
+    skips: Sequence[Any] | chex.Array | None = None,
+    variances: Sequence[Any] | chex.Array | None = None,
 ) -> Kernels:
     """Exact NNGP and NTK of an infinitely wide network, layer by layer as in the module's formula.
 
@@ -154,10 +155,10 @@ def network_kernel(
 
 
 def lemma1_kernel_as_printed(
-    x: jax.Array,
+    x: chex.Array,
     *,
     activations: Sequence[Activation | Mapping[Activation, Any]],
-    skips: Sequence[Any] | jax.Array | None = None,
+    skips: Sequence[Any] | chex.Array | None = None,
 ) -> Kernels:
     """Zhu et al. 2022, Lemma 1, as printed; right only without skip connections.
 

@@ -22,6 +22,7 @@ Reference: Mehler (1866); Daniely, Frostig & Singer (2016), the dual of an activ
 import functools
 from typing import NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -74,7 +75,7 @@ class Function(NamedTuple):
     jumps: jax.Array  # [kinks, orders], of f and its derivatives
 
 
-def expand(f: Function, scale: jax.Array, error: jax.Array, odd, grid: Grid) -> Expansion:
+def expand(f: Function, scale: chex.Array, error: chex.Array, odd, grid: Grid) -> Expansion:
     """The expansion of f at standard deviations ``scale`` [n], known up to ``error`` [n] relative.
 
     ``odd``: whether the kink at 0 is of degree 1, an array.
@@ -105,7 +106,7 @@ def expand(f: Function, scale: jax.Array, error: jax.Array, odd, grid: Grid) -> 
     return Expansion(norm, mean, regular * over, sides * over, pieces, kinked * over, *errors)
 
 
-def kinked_expansion(sides, scale: jax.Array, error: jax.Array, degree: int, shape) -> Expansion:
+def kinked_expansion(sides, scale: chex.Array, error: chex.Array, degree: int, shape) -> Expansion:
     """The same, where there is nothing but a kink at 0: in closed form, without a grid.
 
     ``shape``: the coefficients and kinks, all of them 0, that other layers have.
@@ -375,7 +376,7 @@ def _bound(f: Expansion, g: Expansion, pair: Pair) -> jax.Array:
 
 
 @functools.partial(jax.custom_jvp)
-def polynomial(a: jax.Array, b: jax.Array, rho: jax.Array) -> jax.Array:
+def polynomial(a: chex.Array, b: chex.Array, rho: chex.Array) -> jax.Array:
     """``sum_k a_ki b_kj rho_ij^k`` [n1, n2], for a [K, n1] and b [K, n2].
 
     No more terms are summed than the largest correlation asks for.

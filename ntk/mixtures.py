@@ -10,6 +10,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -35,11 +36,11 @@ from ntk.pairs import assemble, half_chords, mirrored, take_rows, unit
 
 
 def mixture_blocks(
-    x: jax.Array,
+    x: chex.Array,
     activations: Sequence[Activation | Function],
     *,
-    x2: jax.Array | None = None,
-    scale: float | jax.Array = 1.0,
+    x2: chex.Array | None = None,
+    scale: float | chex.Array = 1.0,
     error: bool = False,
 ) -> Any:
     """The kernels K_ij that a mixture of activations mixes; see the module's formula.
@@ -104,7 +105,7 @@ def mixture_blocks(
     return (blocks, bound) if error else blocks
 
 
-def mixture_kernel(alpha: jax.Array, blocks: jax.Array) -> jax.Array:
+def mixture_kernel(alpha: chex.Array, blocks: chex.Array) -> jax.Array:
     """``K_alpha = sum_ij alpha_i alpha_j K_ij``, quadratic in alpha.
 
     Parameters

@@ -8,6 +8,7 @@ lose half their digits in a Gram matrix rounded once.
 import functools
 from typing import NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,7 +27,7 @@ class UnitRows(NamedTuple):
     square_low: jax.Array  # [n]; the two add up to the squared norm
 
 
-def unit(x: jax.Array, norms: jax.Array) -> UnitRows:
+def unit(x: chex.Array, norms: chex.Array) -> UnitRows:
     """Rows over their norms [n]; rows of norm 0 stay 0."""
     unit = x * reciprocal(norms)[:, None]
     grid = 2.0 ** {8: 25, 4: 11}.get(unit.dtype.itemsize, 4)
@@ -84,7 +85,7 @@ def assemble(tile, n1: int, n2: int, *, symmetric: bool):
 
 
 @jax.jit
-def mirrored(kernel: jax.Array) -> jax.Array:
+def mirrored(kernel: chex.Array) -> jax.Array:
     """The upper triangle of [..., n, n] on both sides.
 
     In a program of its own: where it is fused with what makes the kernel, the two sides may be

@@ -23,6 +23,7 @@ References: Jacot, Gabriel & Hongler (2018); Lee et al. (2019), Eqs. (8)-(11); O
 
 from typing import NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -38,7 +39,7 @@ class KernelRegression(NamedTuple):
     weights: jax.Array  # like y: (K + penalty I)^-1 y
     factor: jax.Array  # [n, n], lower Cholesky factor of K + penalty I
 
-    def predict(self, cross: jax.Array) -> jax.Array:
+    def predict(self, cross: chex.Array) -> jax.Array:
         """Predictions ``cross @ weights``: [m, n] -> [m] or [m, outputs]."""
         return cross @ self.weights
 
@@ -60,7 +61,7 @@ class ExcessRisk(NamedTuple):
     normalized: jax.Array  # [], sqrt(y'K^-1 y / n)
 
 
-def kernel_regression(K: jax.Array, y: jax.Array, *, penalty: float = 0.0) -> KernelRegression:
+def kernel_regression(K: chex.Array, y: chex.Array, *, penalty: float = 0.0) -> KernelRegression:
     """Kernel (ridge) regression: the minimiser of ``|y - K w|^2 + penalty w'Kw``.
 
     Parameters
@@ -102,7 +103,7 @@ def kernel_regression(K: jax.Array, y: jax.Array, *, penalty: float = 0.0) -> Ke
     return KernelRegression(jax.scipy.linalg.cho_solve((factor, True), y), factor)
 
 
-def excess_risk_term(K: jax.Array, y: jax.Array) -> ExcessRisk:
+def excess_risk_term(K: chex.Array, y: chex.Array) -> ExcessRisk:
     """``y'K^-1 y``, and ``sqrt(y'K^-1 y / n)``: what the excess-risk bounds consist of.
 
     The first term of Oymak et al. (2021), Theorem 3, is ``2 B sqrt(y'K^-1 y / n)``; that of their
@@ -126,7 +127,7 @@ def excess_risk_term(K: jax.Array, y: jax.Array) -> ExcessRisk:
 
 
 def gradient_flow(
-    K: jax.Array, y: jax.Array, t, *, f0=0.0, cross: jax.Array | None = None, cross_f0=0.0
+    K: chex.Array, y: chex.Array, t, *, f0=0.0, cross: chex.Array | None = None, cross_f0=0.0
 ) -> jax.Array:
     """Predictions after training for a time ``t``: ``f_0(x) + k(x, X) phi_t(K) (y - f_0(X))``.
 

@@ -22,6 +22,7 @@ import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 
@@ -44,7 +45,7 @@ class Eigenpair(NamedTuple):
     residual: jax.Array  # [], |K v - lambda v|: an eigenvalue lies this near to `value`
 
 
-def min_eigenvalue(K: jax.Array | Product, *, size: int | None = None) -> jax.Array:
+def min_eigenvalue(K: chex.Array | Product, *, size: int | None = None) -> jax.Array:
     """Smallest eigenvalue of a kernel, ``lambda = min_v v'Kv / v'v``, differentiable in ``K``.
 
     Parameters
@@ -91,7 +92,7 @@ def min_eigenvalue(K: jax.Array | Product, *, size: int | None = None) -> jax.Ar
     return smallest_eigenpair(K, size=size).value
 
 
-def smallest_eigenpair(K: jax.Array | Product, *, size: int | None = None) -> Eigenpair:
+def smallest_eigenpair(K: chex.Array | Product, *, size: int | None = None) -> Eigenpair:
     """Smallest eigenvalue, its unit eigenvector, and the residual ``|K v - lambda v|``.
 
     Takes and raises what :func:`min_eigenvalue` does. Only ``value`` has a derivative. The sign
@@ -123,7 +124,7 @@ def smallest_eigenpair(K: jax.Array | Product, *, size: int | None = None) -> Ei
     )
 
 
-def eigenvalues(K: jax.Array) -> jax.Array:
+def eigenvalues(K: chex.Array) -> jax.Array:
     """All eigenvalues of a symmetric matrix, ascending: [n, n] -> [n], in about 10 n^3.
 
     Raises what :func:`min_eigenvalue` does, and is NaN where that is.

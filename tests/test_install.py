@@ -15,9 +15,11 @@ ROOT = pathlib.Path(__file__).parent.parent
 SCRIPT = """
 import jax
 import jax.numpy as jnp
+import numpy as np
 from typing_extensions import assert_type
 
 import bilevel
+import ntk
 
 problem = bilevel.Problem(
     lower=lambda w, alpha, batch: jnp.sum((w - alpha) ** 2),
@@ -29,6 +31,9 @@ assert_type(result, bilevel.HyperGradient)
 assert_type(result.value, jax.Array)
 assert_type(result.info.error_estimate, jax.Array)
 assert_type(result.info.converged, jax.Array)
+assert_type(ntk.kernel_regression(np.eye(2), np.ones(2)), ntk.KernelRegression)
+agreement = bilevel.rank_agreement(jax.random.key(0), np.arange(3.0), np.arange(3.0))
+assert_type(agreement.kendall, jax.Array)
 """
 
 FACTS = """

@@ -16,7 +16,7 @@ weight-sharing (``hyper.py --grad``).
 from collections.abc import Sequence
 from typing import Any, Unpack
 
-import jax
+import chex
 import numpy as np
 from scipy.special import logsumexp
 
@@ -27,7 +27,7 @@ from bilevel.protocols import Shared
 
 
 def exponentiated_gradient(
-    key: jax.Array,
+    key: chex.PRNGKey,
     configs: Sequence,
     problem: Any,
     budget: int,

@@ -12,6 +12,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, Unpack
 
+import chex
 import jax
 import numpy as np
 
@@ -24,7 +25,7 @@ _Rungs = list[tuple[int, int]]  # (configurations, resource)
 
 
 def successive_halving(
-    key: jax.Array,
+    key: chex.PRNGKey,
     configs: Sequence,
     problem: Any,
     budget: int,
@@ -89,7 +90,7 @@ def successive_halving(
 
 
 def hyperband(
-    key: jax.Array,
+    key: chex.PRNGKey,
     configs: Sequence,
     problem: Any,
     budget: int,

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, Unpack
 
+import chex
 import jax
 import numpy as np
 
@@ -12,7 +13,7 @@ from bilevel.checks import whole
 
 
 def random_search(
-    key: jax.Array,
+    key: chex.PRNGKey,
     configs: Sequence,
     problem: Any,
     budget: int,

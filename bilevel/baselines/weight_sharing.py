@@ -18,7 +18,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, Unpack
 
-import jax
+import chex
 import numpy as np
 
 from bilevel.baselines._recorder import Recorder, Recording
@@ -28,7 +28,7 @@ from bilevel.checks import number
 
 
 def weight_sharing(
-    key: jax.Array,
+    key: chex.PRNGKey,
     configs: Sequence,
     problem: Any,
     budget: int,
@@ -79,7 +79,7 @@ def weight_sharing(
 
 
 def fast_weight_sharing(
-    key: jax.Array,
+    key: chex.PRNGKey,
     configs: Sequence,
     problem: Any,
     budget: int,

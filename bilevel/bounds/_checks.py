@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -57,7 +58,7 @@ def count(name: str, value: Any) -> None:
 
 
 def end_to_end(
-    terms: dict[str, jax.Array],
+    terms: dict[str, chex.Array],
     delta: Any,
     *,
     claim: str = "L(f_selected) <= value",

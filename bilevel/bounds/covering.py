@@ -25,6 +25,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -210,7 +211,7 @@ def sparse_covering(h: int, s: int, R: float) -> Covering:
     return covering
 
 
-def finite_covering(points: jax.Array) -> Covering:
+def finite_covering(points: chex.Array) -> Covering:
     """Of finitely many alphas: the farthest remaining point becomes a centre, until none is far.
 
     At most the covering number at ``eps / 2``: the centres found are farther apart than eps.

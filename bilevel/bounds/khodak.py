@@ -30,6 +30,7 @@ import dataclasses
 import math
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -49,7 +50,7 @@ _TRAINABLE = (("some trained weights of c* have excess risk epsilon*", None),)
 _LINEAR = (("the loss is Lipschitz and convex, features are bounded", None),)
 
 
-def version_entropy(log_covering_numbers: jax.Array) -> jax.Array:
+def version_entropy(log_covering_numbers: chex.Array) -> jax.Array:
     """``log sum_c N(H_c(T), epsilon)``, at least the version entropy of finitely many c.
 
     Covers of the parts make up a cover of the union. For one minimiser per configuration every

@@ -17,6 +17,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 
@@ -29,8 +30,8 @@ from ntk.regression import excess_risk_term
 
 
 def oymak_theorem2(
-    K: jax.Array,
-    y: jax.Array,
+    K: chex.Array,
+    y: chex.Array,
     n_valid: Any,
     *,
     h: int,
@@ -118,7 +119,7 @@ def oymak_theorem2(
 
 
 def oymak_theorem2_as_printed(
-    K: jax.Array, y: jax.Array, n_valid: Any, *, R: Any = 1.0, **options: Any
+    K: chex.Array, y: chex.Array, n_valid: Any, *, R: Any = 1.0, **options: Any
 ) -> Bound:
     """Theorem 2 as printed: without R in the first term, false for R > 1.
 
@@ -152,8 +153,8 @@ def oymak_theorem2_as_printed(
 
 
 def oymak_theorem3(
-    K: jax.Array,
-    y: jax.Array,
+    K: chex.Array,
+    y: chex.Array,
     n_valid: Any,
     *,
     h: int,

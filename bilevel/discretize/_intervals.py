@@ -2,6 +2,7 @@
 
 import math
 
+import chex
 import jax
 import jax.numpy as jnp
 import scipy.special
@@ -9,7 +10,7 @@ import scipy.special
 from bilevel.checks import number
 
 
-def pairwise(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+def pairwise(rows: chex.Array) -> tuple[jax.Array, jax.Array]:
     """``rows[..., i] - rows[..., j]``: means over the leading axis, and their standard errors.
 
     From [n, ..., m], [..., m, m] each. Of the differences themselves: through covariances, equal
@@ -25,7 +26,7 @@ def pairwise(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jnp.moveaxis(means, 0, -2), jnp.moveaxis(errors, 0, -2)
 
 
-def standard_error(rows: jax.Array) -> jax.Array:
+def standard_error(rows: chex.Array) -> jax.Array:
     """Of the mean over the leading axis."""
     return rows.std(axis=0, ddof=1) / math.sqrt(len(rows))
 

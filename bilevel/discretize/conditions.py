@@ -6,6 +6,7 @@ The mathematics is in :mod:`bilevel.discretize`.
 import functools
 from typing import Any, NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 
@@ -39,9 +40,9 @@ class ConditionSix(NamedTuple):
 
 
 def condition_six(
-    outputs: jax.Array,
-    alpha: jax.Array,
-    targets: jax.Array | None = None,
+    outputs: chex.Array,
+    alpha: chex.Array,
+    targets: chex.Array | None = None,
     *,
     confidence: float = 0.95,
 ) -> ConditionSix:

@@ -1,12 +1,13 @@
 """Lemma 5 of Roberts et al.: a point of the simplex as a vertex and a point of its face."""
 
+import chex
 import jax
 import jax.numpy as jnp
 
 from bilevel.checks import array, floating, simplex, simplex_slack, whole
 
 
-def factor_simplex(alpha: jax.Array, i: int | jax.Array) -> jax.Array:
+def factor_simplex(alpha: chex.Array, i: int | chex.Array) -> jax.Array:
     """Lemma 5 (Lemma 2 for h = 3): ``alpha = alpha_i e_i + (1 - alpha_i) gamma``.
 
     ``gamma = alpha_{-i} / (1 - alpha_i)`` lies on the face opposite to vertex i: it has a 0 there.
@@ -45,7 +46,7 @@ def factor_simplex(alpha: jax.Array, i: int | jax.Array) -> jax.Array:
     return jnp.where((others == total) & (total > 0), 1, others / total)
 
 
-def simplex_factors(alpha: jax.Array) -> jax.Array:
+def simplex_factors(alpha: chex.Array) -> jax.Array:
     """Lemma 5 applied to its own gamma: ``beta_i = alpha_i / (alpha_i + ... + alpha_h)``.
 
     Maps the interior of the simplex onto the open cube, (0, 1)^(h - 1); on the boundary, where
@@ -76,7 +77,7 @@ def simplex_factors(alpha: jax.Array) -> jax.Array:
     return jnp.where(left == 0, 0, alpha / jnp.where(left == 0, 1, left))[..., :-1]
 
 
-def simplex_from_factors(beta: jax.Array) -> jax.Array:
+def simplex_from_factors(beta: chex.Array) -> jax.Array:
     """``alpha_i = beta_i prod_{k < i} (1 - beta_k)``, with ``beta_h = 1``: stick breaking.
 
     Parameters

@@ -4,6 +4,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -84,7 +85,12 @@ class Agreement(NamedTuple):
 
 
 def rank_agreement(
-    key: jax.Array, a: jax.Array, b: jax.Array, *, confidence: float = 0.95, resamples: int = 1000
+    key: chex.PRNGKey,
+    a: chex.Array,
+    b: chex.Array,
+    *,
+    confidence: float = 0.95,
+    resamples: int = 1000,
 ) -> Agreement:
     """Kendall's tau-b and Spearman's rho of two score vectors, both with ties.
 

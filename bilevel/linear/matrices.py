@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -185,7 +186,7 @@ def split(a, count: int, size: int):
     return filled.reshape(count, size, -1)
 
 
-def as_matrix(a: jax.Array) -> jax.Array:
+def as_matrix(a: chex.Array) -> jax.Array:
     """A vector as one column."""
     return a.reshape(len(a), -1)
 

@@ -29,6 +29,7 @@ for fast solution of large scale linear SVMs".
 from functools import partial
 from typing import NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -63,8 +64,8 @@ class LinearFit(NamedTuple):
 
 def ridge_weights(
     features: Features,
-    y: jax.Array,
-    penalty: float | jax.Array,
+    y: chex.Array,
+    penalty: float | chex.Array,
     *,
     method: str = "auto",
     memory: int = 2**31,
@@ -129,8 +130,8 @@ def ridge_weights(
 
 def svm_weights(
     features: Features,
-    y: jax.Array,
-    cost: float | jax.Array = 1.0,
+    y: chex.Array,
+    cost: float | chex.Array = 1.0,
     *,
     tolerance: float | None = None,
     memory: int = 2**31,
@@ -180,7 +181,7 @@ def svm_weights(
     return _svm(features, y, cost, tolerance, memory)
 
 
-def predict(features: Features, w: jax.Array, *, memory: int = 2**31) -> jax.Array:
+def predict(features: Features, w: chex.Array, *, memory: int = 2**31) -> jax.Array:
     """Predictions ``f = Phi w``.
 
     Parameters

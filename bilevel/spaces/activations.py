@@ -26,6 +26,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, overload
 
+import chex
 import jax
 import jax.numpy as jnp
 import optax
@@ -272,7 +273,7 @@ def _step_size(alpha: jax.Array, curvatures: jax.Array) -> jax.Array:
     return 1 / jnp.sum(alpha * jnp.sqrt(curvatures), axis=-1)[..., None, None] ** 2
 
 
-def unit_inputs(x: jax.Array, *others: jax.Array) -> jax.Array | tuple[jax.Array, ...]:
+def unit_inputs(x: chex.Array, *others: jax.Array) -> jax.Array | tuple[jax.Array, ...]:
     """Rows flattened, centred on the mean of ``x``'s, and scaled to unit norm.
 
     Raises

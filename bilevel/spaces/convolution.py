@@ -34,6 +34,7 @@ import functools
 import operator
 from typing import NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -62,8 +63,8 @@ class _Window(NamedTuple):
 
 
 def convolution(
-    x: jax.Array,
-    kernel: jax.Array,
+    x: chex.Array,
+    kernel: chex.Array,
     *,
     stride: int = 1,
     dilation: int = 1,
@@ -215,7 +216,7 @@ def _depthwise_derivative(window, primals, tangents):
     return _with_tangent(_depthwise(x, kernel, window), (along_x, along_kernel), tangents)
 
 
-def materialized(x: jax.Array, number: jax.Array) -> jax.Array:
+def materialized(x: chex.Array, number: chex.Array) -> jax.Array:
     """``x``, which XLA's CPU code writes to memory here, and its cotangent when going back.
 
     Elementwise programs are otherwise merged into one where that does not pay: with an update in
@@ -309,7 +310,7 @@ def _spread(x, kernel, window):
     return lax.slice(total, (0, start, start, 0), (n, *stop, channels), (1, s, s, 1))
 
 
-def max_pool(x: jax.Array, size: int, *, stride: int = 1, padding: int = 0) -> jax.Array:
+def max_pool(x: chex.Array, size: int, *, stride: int = 1, padding: int = 0) -> jax.Array:
     """Largest value in each window of ``x`` [n, h, w, c]; padding is never the largest.
 
     Equal values share the gradient equally.
@@ -331,7 +332,7 @@ def max_pool(x: jax.Array, size: int, *, stride: int = 1, padding: int = 0) -> j
     return _separable(jnp.maximum, -jnp.inf, x, window)
 
 
-def average_pool(x: jax.Array, size: int, *, stride: int = 1, padding: int = 0) -> jax.Array:
+def average_pool(x: chex.Array, size: int, *, stride: int = 1, padding: int = 0) -> jax.Array:
     """Mean of each window of ``x`` [n, h, w, c] over the pixels inside the image.
 
     Padding is not counted (``count_include_pad=False``); the counts are known from the shapes.

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -64,7 +65,7 @@ class Standardize(nn.Module):
         return out.astype(x.dtype)
 
 
-def initial(key: jax.Array, shapes: Any) -> Any:
+def initial(key: chex.PRNGKey, shapes: Any) -> Any:
     """Parameters drawn for the ``shapes`` of a network: kernels from U(-1, 1) / sqrt(fan-in).
 
     That is the reference implementation's. Scales are 1, biases 0. Apart from the network, which
@@ -91,6 +92,6 @@ def wide(dtype: Any) -> Any:
     return jnp.promote_types(dtype, jnp.float32)
 
 
-def activations(x: jax.Array, dtype: Any) -> jax.Array:
+def activations(x: chex.Array, dtype: Any) -> jax.Array:
     """Images as a network's first activations: in ``dtype``, or as they are."""
     return x.astype(wide(x.dtype) if dtype is None else dtype)

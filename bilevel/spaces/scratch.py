@@ -7,6 +7,7 @@ pytrees, weights ``w`` and ``averages``. Training images can be moved, mirrored,
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import optax
@@ -113,7 +114,7 @@ def training(
     return init, epoch
 
 
-def crop_and_flip(key: jax.Array, x: jax.Array, padding: int = 4) -> jax.Array:
+def crop_and_flip(key: chex.PRNGKey, x: chex.Array, padding: int = 4) -> jax.Array:
     """Images moved by up to ``padding`` pixels, zeros coming in, and half of them mirrored.
 
     Parameters
@@ -143,7 +144,7 @@ def crop_and_flip(key: jax.Array, x: jax.Array, padding: int = 4) -> jax.Array:
     return jnp.where(jax.random.bernoulli(flip_key, 0.5, (n, 1, 1, 1)), x[:, :, ::-1], x)
 
 
-def cutout(key: jax.Array, x: jax.Array, size: int = 16) -> jax.Array:
+def cutout(key: chex.PRNGKey, x: chex.Array, size: int = 16) -> jax.Array:
     """Images with a square set to 0, its centre anywhere in the image, cut off at the borders.
 
     Parameters

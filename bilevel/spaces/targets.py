@@ -6,6 +6,7 @@ targets ``y`` are like ``f``, with entries +-1; the margin is ``y f``.
 
 from collections.abc import Callable
 
+import chex
 import jax
 import jax.numpy as jnp
 
@@ -19,7 +20,7 @@ OUTER_LOSSES: dict[str, Callable[[jax.Array], jax.Array]] = {
 """Losses of the margin ``y f(x)``, y = +-1."""
 
 
-def sign_labels(labels: jax.Array, classes: int, dtype=float) -> jax.Array:
+def sign_labels(labels: chex.Array, classes: int, dtype=float) -> jax.Array:
     """Labels 0..classes-1 as +-1: [n] for two classes, one-vs-rest [n, classes] for more.
 
     Other labels raise ValueError; traced ones become NaN.
@@ -43,7 +44,7 @@ def sign_labels(labels: jax.Array, classes: int, dtype=float) -> jax.Array:
     return jnp.where(known, signs, jnp.nan)
 
 
-def predict(f: jax.Array) -> jax.Array:
+def predict(f: chex.Array) -> jax.Array:
     """Labels [n], int, from outputs: the sign for ``f`` [n], the largest for ``f`` [n, classes].
 
     Examples

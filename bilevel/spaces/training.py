@@ -6,6 +6,7 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import optax
@@ -58,7 +59,7 @@ class Trained(NamedTuple):
 
 
 def train(
-    key: jax.Array,
+    key: chex.PRNGKey,
     lower: Loss,
     architecture: Pytree,
     w: Pytree,

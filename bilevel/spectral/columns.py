@@ -3,8 +3,9 @@
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -46,7 +47,7 @@ class Columns:
             object.__setattr__(self, "block", jax.tree_util.Partial(self.block))
 
 
-Features = jax.Array | Columns
+Features: TypeAlias = chex.Array | Columns
 
 
 def add_up(term: Callable, *features: Any) -> jax.Array:

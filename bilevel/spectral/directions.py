@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +12,7 @@ from bilevel.spectral.columns import Features, add_up, checked, floating, is_ker
 from ntk._symmetric import symmetric
 
 
-def spectral_alpha(features: Features, labels: jax.Array, *, whiten: bool = False) -> jax.Array:
+def spectral_alpha(features: Features, labels: chex.Array, *, whiten: bool = False) -> jax.Array:
     """Oymak's spectral estimate of the mixture: the top left singular vector of ``sum_i y_i X_i``.
 
     Parameters
@@ -74,7 +75,7 @@ def spectral_alpha(features: Features, labels: jax.Array, *, whiten: bool = Fals
     return top_direction(spectral_gram(features, labels), noise)
 
 
-def spectral_gram(features: Features, labels: jax.Array) -> jax.Array:
+def spectral_gram(features: Features, labels: chex.Array) -> jax.Array:
     """``G_ij = sum_c y_c' K_ij y_c``, which is ``M M'`` summed over outputs.
 
     Parameters, raises: as :func:`spectral_alpha`.
@@ -104,7 +105,7 @@ def spectral_gram(features: Features, labels: jax.Array) -> jax.Array:
     return add_up(term, features)
 
 
-def noise_gram(features: Features, labels: jax.Array) -> jax.Array:
+def noise_gram(features: Features, labels: chex.Array) -> jax.Array:
     """The expectation of :func:`spectral_gram` if each row's labels had a random sign.
 
     ``N_ij = sum_n |y_n|^2 K_ij(x_n, x_n)``. Under Theorem 4 it is n p times the identity, up to
@@ -128,7 +129,7 @@ def noise_gram(features: Features, labels: jax.Array) -> jax.Array:
     return add_up(lambda x: jnp.einsum("nhb,n,ngb->hg", x, weights, x), features)
 
 
-def top_direction(gram: jax.Array, noise: jax.Array | None = None) -> jax.Array:
+def top_direction(gram: chex.Array, noise: chex.Array | None = None) -> jax.Array:
     """Unit ``alpha`` that maximises ``alpha' gram alpha``, over ``alpha' noise alpha`` if given.
 
     Parameters
@@ -174,7 +175,7 @@ def top_direction(gram: jax.Array, noise: jax.Array | None = None) -> jax.Array:
 
 
 @jax.custom_jvp
-def top_eigenvector(matrix: jax.Array) -> jax.Array:
+def top_eigenvector(matrix: chex.Array) -> jax.Array:
     """Top eigenvector; its derivative, unlike that of eigh, takes the other ones to be equal."""
     return jnp.linalg.eigh(matrix)[1][:, -1]
 
@@ -188,7 +189,7 @@ def _derivative(primals, tangents):
 
 
 def simplex_start(
-    alpha: jax.Array, noise: jax.Array | None = None, *, uniform: float | jax.Array = 0.1
+    alpha: chex.Array, noise: chex.Array | None = None, *, uniform: float | chex.Array = 0.1
 ) -> jax.Array:
     """The point of the simplex from which to search, near the direction ``alpha`` or ``-alpha``.
 

@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 
@@ -17,8 +18,8 @@ class SpectralEstimate(NamedTuple):
 
 
 def spectral_estimator(
-    train: tuple[Features, jax.Array],
-    valid: tuple[Features, jax.Array],
+    train: tuple[Features, chex.Array],
+    valid: tuple[Features, chex.Array],
     *,
     whiten: bool = False,
 ) -> SpectralEstimate:

@@ -2,6 +2,7 @@
 
 from typing import Any, NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -104,7 +105,7 @@ class SpectralSample(NamedTuple):
     risk: jax.Array  # E (y - f)^2 over new rows, given what was learned
 
 
-def spectral_sample(key: jax.Array, n: int, p: int, h: int) -> SpectralSample:
+def spectral_sample(key: chex.PRNGKey, n: int, p: int, h: int) -> SpectralSample:
     """One run of Theorem 4's experiment, distributed exactly as if its tensors had been drawn.
 
     In place of 2 n h p Gaussian numbers, h p + n p: M by :func:`spectral_limits`' decomposition,

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 
@@ -82,12 +83,12 @@ class Bracket(NamedTuple):
     upper: Bound
 
 
-def lower_bound(value: jax.Array, terms: dict, noise: Any = 0.0, **details: Any) -> Bound:
+def lower_bound(value: chex.Array, terms: dict, noise: Any = 0.0, **details: Any) -> Bound:
     """Of lambda_min; ``noise``: what rounding can make of 0."""
     return Bound("lambda_min(K) >= value", value, terms, value <= noise, **details)
 
 
-def upper_bound(value: jax.Array, terms: dict, **details: Any) -> Bound:
+def upper_bound(value: chex.Array, terms: dict, **details: Any) -> Bound:
     """Of lambda_min."""
     return Bound("lambda_min(K) <= value", value, terms, ~jnp.isfinite(value), **details)
 

@@ -18,6 +18,7 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -46,7 +47,7 @@ class Betas(NamedTuple):
 
 
 def hermite_coefficients(
-    activation: Mixture, variance: float | jax.Array = 1.0, *, terms: int = 32
+    activation: Mixture, variance: float | chex.Array = 1.0, *, terms: int = 32
 ) -> jax.Array:
     """``mu_k = E[s(sqrt(y) z) h_k(z)]``, h_k the orthonormal Hermite polynomials, k < ``terms``.
 
@@ -80,7 +81,7 @@ def hermite_coefficients(
     return hermite(value, jnp.sqrt(_variance(variance)), terms, kinks)
 
 
-def betas(activation: Mixture, variance: float | jax.Array) -> Betas:
+def betas(activation: Mixture, variance: float | chex.Array) -> Betas:
     """Zhu's beta_1, and beta_2 = beta_3, at one pre-activation variance y instead of all.
 
     Parameters

@@ -17,6 +17,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 
@@ -40,7 +41,7 @@ from ntk.mehler import Pair, expectations
 from ntk.spectrum import min_eigenvalue
 
 
-def diagonal_upper_bound(K: jax.Array) -> Bound:
+def diagonal_upper_bound(K: chex.Array) -> Bound:
     """``lambda_min(K) <= min_i K_ii <= tr K / N``, for every symmetric K.
 
     Parameters
@@ -73,7 +74,7 @@ def diagonal_upper_bound(K: jax.Array) -> Bound:
     return upper_bound(diagonal.min(), terms)
 
 
-def frobenius_upper_bound(K: jax.Array) -> Bound:
+def frobenius_upper_bound(K: chex.Array) -> Bound:
     """``lambda_min(K) <= |K|_F / sqrt(N)``, the quantity of KNAS with its constant.
 
     Parameters
@@ -105,11 +106,11 @@ def frobenius_upper_bound(K: jax.Array) -> Bound:
 
 
 def schur_lower_bound(
-    x: jax.Array,
+    x: chex.Array,
     *,
     activations: Sequence[Mixture],
-    skips: Sequence[Any] | jax.Array | None = None,
-    variances: Sequence[Any] | jax.Array | None = None,
+    skips: Sequence[Any] | chex.Array | None = None,
+    variances: Sequence[Any] | chex.Array | None = None,
 ) -> Bound:
     """A lower bound of lambda_min of the NTK from the kernels of single layers, no constant open.
 
@@ -173,11 +174,11 @@ def schur_lower_bound(
 
 
 def hermite_lower_bound(
-    x: jax.Array,
+    x: chex.Array,
     *,
     activations: Sequence[Mixture],
-    skips: Sequence[Any] | jax.Array | None = None,
-    variances: Sequence[Any] | jax.Array | None = None,
+    skips: Sequence[Any] | chex.Array | None = None,
+    variances: Sequence[Any] | chex.Array | None = None,
     terms: int = 16,
 ) -> Bound:
     """What Zhu's Theorem 1 should say: a lower bound from the data's correlations alone.

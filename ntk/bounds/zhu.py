@@ -14,6 +14,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 
@@ -36,7 +37,7 @@ from ntk.spectrum import min_eigenvalue
 _SETTING = (("inputs of norm 1, isotropic", None), ("N >= Omega(d^4)", None))
 
 
-def eigen_nas_as_printed(K: jax.Array, d: int) -> Bound:
+def eigen_nas_as_printed(K: chex.Array, d: int) -> Bound:
     """``lambda_min(K) <= tr K / d <= |K|_F``, Zhu et al. 2022, section 5.2; false in general.
 
     The first inequality needs N >= d: for K = I it reads 1 <= N / d. The second one needs
@@ -73,7 +74,7 @@ def eigen_nas_as_printed(K: jax.Array, d: int) -> Bound:
 
 
 def zhu_variance_as_printed(
-    activations: Sequence[Mixture], skips: Sequence[Any] | jax.Array | None = None
+    activations: Sequence[Mixture], skips: Sequence[Any] | chex.Array | None = None
 ) -> Bound:
     """``t = 3 (1 + eta^2) (2 + eta^2)^(L-3)``, the argument of f_S and f_T in Table 1.
 
@@ -120,7 +121,7 @@ def zhu_theorem1_as_printed(
     d: int,
     *,
     activations: Sequence[Mixture],
-    skips: Sequence[Any] | jax.Array | None = None,
+    skips: Sequence[Any] | chex.Array | None = None,
     C: float,
 ) -> Bracket:
     """Zhu et al. 2022, Theorem 1: bounds of the NTK's lambda_min at infinite width; not valid.
@@ -219,7 +220,7 @@ def zhu_theorem2_as_printed(
     d: int,
     *,
     activations: Sequence[Mixture],
-    skips: Sequence[Any] | jax.Array | None = None,
+    skips: Sequence[Any] | chex.Array | None = None,
     C: float,
 ) -> Bracket:
     """Zhu et al. 2022, Theorem 2: Theorem 1 for networks of finite width m; not valid either.
@@ -284,8 +285,8 @@ def zhu_theorem2_as_printed(
 
 
 def zhu_theorem3(
-    K: jax.Array,
-    y: jax.Array,
+    K: chex.Array,
+    y: chex.Array,
     *,
     activations: Sequence[Mixture],
     delta: float = 0.05,
@@ -336,8 +337,8 @@ def zhu_theorem3(
 
 
 def zhu_theorem3_label_aware(
-    K: jax.Array,
-    y: jax.Array,
+    K: chex.Array,
+    y: chex.Array,
     *,
     activations: Sequence[Mixture],
     delta: float = 0.05,

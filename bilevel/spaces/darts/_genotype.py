@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -127,7 +128,7 @@ def one_hot(genotype: Genotype, operations: Sequence[str] = PRIMITIVES) -> dict[
     return alpha
 
 
-def draw_corner(key: jax.Array, operations: Sequence[str] = PRIMITIVES) -> dict[str, jax.Array]:
+def draw_corner(key: chex.PRNGKey, operations: Sequence[str] = PRIMITIVES) -> dict[str, jax.Array]:
     """A genotype drawn uniformly, as ``alpha``: see :func:`one_hot`. Pure, for use under ``jit``.
 
     Raises

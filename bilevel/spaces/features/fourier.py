@@ -26,6 +26,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 
@@ -70,7 +71,7 @@ class FourierMap(NamedTuple):
 
 
 def fourier_config(
-    preprocess: str = "none", kernel: str = "gaussian", gamma: float | jax.Array = 1.0
+    preprocess: str = "none", kernel: str = "gaussian", gamma: float | chex.Array = 1.0
 ) -> FourierConfig:
     """A configuration by the names in ``PREPROCESS`` and ``KERNELS``.
 
@@ -93,7 +94,7 @@ def fourier_config(
 
 
 def sample_fourier(
-    key: jax.Array,
+    key: chex.PRNGKey,
     count: int,
     *,
     kernels: Sequence[str] = ("gaussian", "laplace"),
@@ -149,7 +150,7 @@ def sample_fourier(
     return [FourierConfig(*config) for config in zip(*fields, strict=True)]
 
 
-def fourier_features(key: jax.Array, x_train: jax.Array) -> FourierMap:
+def fourier_features(key: chex.PRNGKey, x_train: chex.Array) -> FourierMap:
     """Random Fourier features of rows like ``x_train``, for every configuration.
 
     Parameters
@@ -241,7 +242,7 @@ def fourier_features(key: jax.Array, x_train: jax.Array) -> FourierMap:
     return FourierMap(apply, project, phases)
 
 
-def from_projection(config: FourierConfig, projection: jax.Array, phases: jax.Array) -> jax.Array:
+def from_projection(config: FourierConfig, projection: chex.Array, phases: chex.Array) -> jax.Array:
     """Features ``sqrt(2) cos(s_c P + b)``, [n, D], from what configurations have in common.
 
     Parameters

@@ -23,6 +23,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -38,7 +39,7 @@ Part = tuple[Any, Any]  # rows and their labels 0..classes-1
 
 
 def fourier_selection(
-    key: jax.Array,
+    key: chex.PRNGKey,
     train: Part,
     valid: Part,
     test: Part,

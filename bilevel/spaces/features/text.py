@@ -33,6 +33,7 @@ import unicodedata
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+import chex
 import jax
 import numpy as np
 from scipy.sparse import csr_array
@@ -129,7 +130,7 @@ def text_config(**fields: Any) -> TextConfig:
     return TextConfig(**fields)
 
 
-def sample_text(key: jax.Array, count: int) -> list[TextConfig]:
+def sample_text(key: chex.PRNGKey, count: int) -> list[TextConfig]:
     """Random configurations from the search space of Khodak et al.'s released code.
 
     All choices uniform, ``weights`` naive Bayes or SIF, ``smoothing`` log-uniform in [1e-5, 10].

@@ -19,6 +19,7 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -188,7 +189,7 @@ def one_hot(genotype: Genotype) -> np.ndarray:
     return np.eye(len(PRIMITIVES))[encode(genotype)]
 
 
-def draw_genotype(key: jax.Array) -> Genotype:
+def draw_genotype(key: chex.PRNGKey) -> Genotype:
     """A genotype drawn uniformly from all 15,625.
 
     Raises
@@ -204,7 +205,7 @@ def draw_genotype(key: jax.Array) -> Genotype:
     return decode(_draw(key))
 
 
-def draw_corner(key: jax.Array) -> jax.Array:
+def draw_corner(key: chex.PRNGKey) -> jax.Array:
     """The genotype of :func:`draw_genotype` as ``alpha`` [6, 5]. Pure, for ``jit`` and ``vmap``.
 
     Raises what that does.

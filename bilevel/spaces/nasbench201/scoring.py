@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -80,7 +81,7 @@ def score_networks(
     networks: Networks,
     w: Any,
     genotypes: Any,
-    batch: tuple[jax.Array, jax.Array],
+    batch: tuple[chex.Array, chex.Array],
     *,
     at_once: int = 1,
     progress: bool | None = None,

@@ -23,6 +23,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -65,7 +66,9 @@ class MixedEdge(nn.Module):
         return total
 
 
-def mixed_cell(operations: tuple[str, ...], w: Pytree, alpha: jax.Array, x: jax.Array) -> jax.Array:
+def mixed_cell(
+    operations: tuple[str, ...], w: Pytree, alpha: chex.Array, x: chex.Array
+) -> jax.Array:
     """A cell of the supernet: ``w`` leads with the edge, ``alpha`` [6, o], ``x`` [n, h, w, c]."""
 
     def edge(nodes, edge):

@@ -63,7 +63,7 @@ from ntk.architecture import (
 from ntk.gaussian import kinked_gap, reciprocal, root
 from ntk.kernels import Kernels
 from ntk.mehler import Pair, expectations
-from ntk.pairs import UnitRows, assemble, half_chords, mirrored, take_rows, unit
+from ntk.pairs import UnitRows, assemble, half_chords, mirrored, padded, take_rows, unit
 
 
 def network_kernel(
@@ -114,7 +114,8 @@ def network_kernel(
     Notes
     -----
     Differentiable to any order in skips, weights, variances and inputs; compiled once for a depth,
-    a size and a number of kinks that are not at 0, whatever the activations. The slope of an
+    a size and a number of kinks that are not at 0, whatever the activations; unless traced, up to
+    256 inputs are brought to the next power of two. The slope of an
     activation that jumps is that of its pieces, as it is in a network's gradient. The derivative of
     a kinked activation's kernel at two equal (or opposite) inputs, infinite in general, is taken
     along paths that keep them so.
@@ -139,10 +140,13 @@ def network_kernel(
     if is_traced((x1, x2, network)):
         kernels, _ = _kernels(layers, x1, x2, network, TRACED, False)
         return kernels
+    n1, n2 = len(x1), len(x1 if x2 is None else x2)
+    x1, x2 = padded(x1), padded(x2)
     equal = equal_norms(x1, x2)
     goal = 1e4 * float(jnp.finfo(x1.dtype).eps)
     for how in RESOLUTIONS:
         kernels, rows = _kernels(layers, x1, x2, network, how, equal)
+        kernels = jax.tree.map(lambda k: k[:n1, :n2], kernels)
         if is_traced(kernels):  # by a jit around, of values
             return kernels
         small = float(jnp.max(kernels.error / jnp.max(jnp.abs(kernels.ntk)))) <= goal

@@ -32,7 +32,7 @@ from ntk.architecture import (
 )
 from ntk.gaussian import root
 from ntk.mehler import Pair, expectations, on_diagonal
-from ntk.pairs import assemble, half_chords, mirrored, take_rows, unit
+from ntk.pairs import assemble, half_chords, mirrored, padded, take_rows, unit
 
 
 def mixture_blocks(
@@ -92,9 +92,12 @@ def mixture_blocks(
     if is_traced((x, x2, scale)):
         found, _ = _blocks(layer, x, x2, scale, TRACED)
         return found if error else found[0]
+    n1, n2 = len(x), len(x if x2 is None else x2)
+    x, second = padded(x), padded(x2)
     goal = 1e4 * float(jnp.finfo(x.dtype).eps)
     for how in RESOLUTIONS:
-        (blocks, bound), rows = _blocks(layer, x, x2, scale, how)
+        found, rows = _blocks(layer, x, second, scale, how)
+        blocks, bound = (k[..., :n1, :n2] for k in found)
         if is_traced(blocks):
             return (blocks, bound) if error else blocks
         if float(jnp.max(bound) / jnp.max(jnp.abs(blocks))) <= goal or resolved(rows):

@@ -16,6 +16,7 @@ import numpy as np
 from ntk.gaussian import reciprocal
 
 TILE = 256
+_PADDED = 256  # rows up to which their number is rounded up
 
 
 class UnitRows(NamedTuple):
@@ -82,6 +83,17 @@ def assemble(tile, n1: int, n2: int, *, symmetric: bool):
     shapes = jax.eval_shape(compute, 0, 0)
     empty = jax.tree.map(lambda s: jnp.zeros((n1, n2), s.dtype), shapes)
     return jax.lax.scan(step, empty, jnp.asarray(corners))[0]
+
+
+def padded(x: chex.Array | None) -> jax.Array | None:
+    """``x`` [n, d], its last row repeated up to one of few sizes: each is compiled for.
+
+    Powers of two up to 256 rows. Larger kernels take longer than their compilation, and stay.
+    """
+    if x is None or len(x) > _PADDED:
+        return x
+    rows = max(16, 1 << (len(x) - 1).bit_length())
+    return jnp.asarray(np.pad(np.asarray(x), ((0, rows - len(x)), (0, 0)), "edge"))
 
 
 @jax.jit

@@ -389,14 +389,18 @@ def main() -> int:
     if args.quick:
         args.out = Path(tempfile.mkdtemp()) / "accelerator.jsonl"
     end, failed = time.monotonic() + 60 * args.minutes, []
+    over = f"stopped, as the {args.minutes:g} minutes are over."
     for part in args.only or PARTS:
         if (needed := NEEDS.get(part)) and importlib.util.find_spec(needed) is None:
             print(f"{part}: skipped, as {needed} is not installed.", flush=True)
             continue
+        left = end - time.monotonic()
+        if left <= 0:
+            print(f"{part}: {over}", flush=True)
+            break
         flags = ["--quick"] if args.quick else []
         # A device's memory is shared with the commands that a part starts.
         environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-        left = end - time.monotonic()
         own = [sys.executable, __file__, "--part", part, "--out", str(args.out), *flags]
         own += [f"--minutes={(left - 10) / 60}"]  # the part ends by itself, if it can
         # In a session of its own, so that what it has started ends with it.
@@ -405,7 +409,7 @@ def main() -> int:
                 failed += [part] * (process.wait(max(1, left)) != 0)
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
-                print(f"{part}: stopped, as the {args.minutes:g} minutes are over.", flush=True)
+                print(f"{part}: {over}", flush=True)
                 break
     print(f"\n{table(rows_of(args.out))}")
     return 1 if failed or (args.quick and any("failed" in r for r in rows_of(args.out))) else 0

@@ -4,8 +4,6 @@ import pathlib
 import subprocess
 import sys
 
-import pytest
-
 SCRIPT = pathlib.Path(__file__).parent.parent / "benchmarks/accelerator.py"
 
 
@@ -28,7 +26,6 @@ def test_parts_for_which_there_is_no_time_are_said_to_be_stopped():
     assert "matmul: stopped" in done.stdout
 
 
-@pytest.mark.slow
 def test_every_part_runs_to_its_end():
     done = run("--quick")
     assert done.returncode == 0, done.stdout + done.stderr

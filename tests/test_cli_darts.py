@@ -22,7 +22,6 @@ def search(folder, *flags):
     return main(["search", "--space", "darts", "--out", str(folder), *SMALL, *flags])
 
 
-@pytest.mark.slow
 def test_a_run_that_crashed_in_training_ends_as_one_that_did_not(tmp_path, capsys, monkeypatch):
     run, flags = tmp_path / "run", ("--crop-and-flip", "--cutout", "2")
 

@@ -6,6 +6,7 @@ import io
 import json
 import math
 import pathlib
+import signal
 import sys
 import time
 import types
@@ -219,12 +220,15 @@ def test_ctrl_c_during_a_garbage_collection_is_not_lost(capfd):
 
     gc.disable()  # or a collection may come before anything is heard
     gc.callbacks.append(callback)
+    # Shells start what they put in the background deaf.
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt), interrupts.heard():
             gc.collect()
             for _ in range(1000):
                 time.sleep(0.01)
     finally:
+        signal.signal(signal.SIGINT, handler)
         gc.callbacks.remove(callback)
         gc.enable()
     assert seen and not capfd.readouterr().err

@@ -61,7 +61,6 @@ def test_scores_are_compared_with_published_ones_where_both_are(monkeypatch):
     assert rank._agreement(scores, rows) == {"naswot": {"rho": -1, "tau": -1, "networks": 3}}
 
 
-@pytest.mark.slow
 def test_the_chosen_network_is_trained(tmp_path, capsys):
     """Algorithm 1 of Zhu et al., end to end; without the table."""
     run = [*SMALL, "--no-judged", "--epochs", "2", "--out", str(tmp_path / "run")]

@@ -122,7 +122,6 @@ def finite_kernel(key, x, width, activations, skips, variances):
     return flat @ flat.T
 
 
-@pytest.mark.slow
 def test_wide_networks_converge_to_the_kernel_like_one_over_root_width():
     x = jnp.asarray(rows(3, 4, seed=1))
     skips, variances = [0.7, -0.5], [1.0, 2.0, 1.5, 2.0]
@@ -193,7 +192,6 @@ def test_relu_networks_have_derivatives_at_duplicate_opposite_and_zero_inputs():
     assert_close(gradient, finite_differences(jax.jit(total), at), f64=1e-8, f32=2e-2)
 
 
-@pytest.mark.slow
 def test_second_derivatives_in_skips_are_finite_differences_of_the_first():
     x = jnp.asarray(rows(3, 3))
 
@@ -312,7 +310,6 @@ def test_duplicates_in_two_sets_have_the_diagonals_value():
     assert_close(jnp.diag(cross), jnp.diag(own), f64=3e-8, f32=1e-3)
 
 
-@pytest.mark.slow
 def test_tiles_are_seams_that_do_not_show(monkeypatch):
     x = rows(23, 4)
     arguments = dict(activations=[ntk.relu, ntk.tanh], skips=[0.5])

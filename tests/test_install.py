@@ -7,8 +7,6 @@ import sys
 
 import pytest
 
-pytestmark = pytest.mark.slow
-
 ROOT = pathlib.Path(__file__).parent.parent
 
 # A user's script, for the type checker: everything here has a type that it knows.

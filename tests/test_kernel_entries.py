@@ -148,7 +148,6 @@ def traced(x, columns):
     return ntk.network_kernel(x, columns, **NETWORK)
 
 
-@pytest.mark.slow
 def test_traced_entries_are_the_eager_ones_to_their_error_or_nan():
     """Truth: the eager kernel, of more coefficients, of each pair where others are refused."""
     finite = 0

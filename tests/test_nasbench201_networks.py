@@ -171,7 +171,6 @@ def test_an_edges_hessian_vector_product_is_the_operations(name):
     assert_close(product(functools.partial(_edge, True, which)), product(alone))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["naswot", "fisher"])
 def test_a_score_is_the_same_for_either_form(name):
     genotype, score = GENOTYPES["one that ends nowhere"], getattr(ntk.scores, name)
@@ -208,7 +207,6 @@ def test_weights_selected_by_an_array_are_0_elsewhere():
     assert jax.tree.structure(masked) == jax.tree.structure(w)
 
 
-@pytest.mark.slow
 def test_training_lowers_the_loss_and_its_batch_statistics_are_the_shared_networks():
     genotype = GENOTYPES["every operation"]
     network = nasbench201_network(genotype, classes=3, cells=1, channels=2)

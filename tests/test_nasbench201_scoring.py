@@ -41,7 +41,6 @@ def test_scores_are_those_of_each_network_by_itself():
             np.testing.assert_allclose(value, alone, rtol=1e-5)  # weights are float32
 
 
-@pytest.mark.slow
 def test_networks_side_by_side_have_the_scores_of_those_one_by_one():
     together = scores(at_once=4)  # the second chunk is filled up
     for name, values in expected().items():

@@ -108,7 +108,6 @@ def test_at_a_corner_the_supernet_is_the_genotypes_network():
         assert_close(logits, network(named, encode(found), x), f64=1e-6)
 
 
-@pytest.mark.slow
 def test_hypergradients_of_the_supernet_are_finite_differences():
     """Second order, exactly; in float64, along one random direction of alpha."""
     if jnp.zeros(()).dtype != jnp.float64:
@@ -133,7 +132,6 @@ def test_hypergradients_of_the_supernet_are_finite_differences():
     np.testing.assert_array_equal(found.grad[:, 0], 0)  # `none` sends nothing
 
 
-@pytest.mark.slow
 def test_the_supernet_is_the_same_without_remat_and_close_in_bfloat16():
     x, labels = jnp.asarray(normal(4, 8, 8, 1), jnp.float32), jnp.array([0, 1, 2, 0])
     options = {"classes": 3, "cells": 2, "channels": 2}

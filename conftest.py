@@ -1,0 +1,67 @@
+"""How the tests run: in float64 (BILEVEL_X64=0: in float32), compiled quickly rather than well."""
+
+import ctypes
+import gc
+import os
+import pathlib
+import sys
+
+# The tests compile hundreds of small programs and run them for milliseconds. Must come before JAX
+# starts; `XLA_FLAGS= make test` tests what users compile. XLA aborts on a flag it does not know:
+# these are for the versions that they were tried on.
+from importlib.metadata import version
+
+if version("jaxlib").startswith(("0.10.", "0.11.", "0.12.")):
+    os.environ.setdefault(
+        "XLA_FLAGS",
+        "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+        + " --xla_cpu_use_fusion_emitters=false" * version("jaxlib").startswith("0.10."),
+    )
+
+import hypothesis
+import jax
+import pytest
+
+jax.config.update("jax_enable_x64", os.environ.get("BILEVEL_X64", "1") != "0")
+
+# A second run finds what the first one compiled, and so do the commands that tests start. A folder
+# for each worker: JAX's cache reads what another process is still writing.
+_WORKER = os.environ.get("PYTEST_XDIST_WORKER", "main")
+_PROGRAMS = pathlib.Path(__file__).parent / ".pytest_cache/programs" / _WORKER
+for _name, _value in {
+    "jax_compilation_cache_dir": str(_PROGRAMS),
+    "jax_persistent_cache_min_compile_time_secs": 0.05,
+    "jax_persistent_cache_min_entry_size_bytes": -1,
+}.items():
+    jax.config.update(_name, _value)
+    os.environ[_name.upper()] = str(_value)
+
+# Over three CPU seconds each, measured by `make test ARGS="-m '' --durations=0"`.
+_SLOW = frozenset((pathlib.Path(__file__).parent / "tests/slow.txt").read_text().splitlines())
+
+# Compilation makes the first example of a test slow; the same examples every time, everywhere.
+hypothesis.settings.register_profile(
+    "bilevel", deadline=None, derandomize=True, database=None, max_examples=20
+)
+hypothesis.settings.load_profile("bilevel")
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest leaves out those that are marked
+def pytest_collection_modifyitems(items):
+    """Mark the slow ones."""
+    for item in items:
+        if item.nodeid in _SLOW:
+            item.add_marker("slow")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _forget_programs():
+    """Compiled programs of one file are of no use to the next, and there are thousands.
+
+    What they leave free lies between what stays: the C library is told to give it back.
+    """
+    yield
+    jax.clear_caches()
+    gc.collect()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).malloc_trim(0)

@@ -1,0 +1,26 @@
+"""Compiled programs, kept for the next command: half of a short one is compilation."""
+
+_LARGEST = 2**30  # bytes; the programs of a command take some 15 million
+
+
+def keep() -> None:
+    """Let JAX's persistent compilation cache have a folder in the user's cache.
+
+    Not where it has one, by ``JAX_COMPILATION_CACHE_DIR``, nor where none can be made.
+    """
+    import jax
+    import pooch
+
+    if jax.config.jax_compilation_cache_dir is not None:
+        return
+    folder = pooch.os_cache("bilevel") / "programs"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    # Bounded, the cache locks its folder too: several commands may run at a time.
+    jax.config.update("jax_compilation_cache_max_size", _LARGEST)
+    # JAX keeps by default what took a second. The commands' programs are many and small.
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

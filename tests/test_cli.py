@@ -1,5 +1,6 @@
 """The command line runs the main job, leaves its results, and reports mistakes in one sentence."""
 
+import datetime
 import json
 import subprocess
 import sys
@@ -164,10 +165,14 @@ def test_a_run_resumed_with_more_steps_is_one_long_run_in_its_own_directory(
     assert "seed: expected 0 as in the run to resume, got 5" in capsys.readouterr().err
     search(tmp_path / "run", *CLOSED, "--steps", "5")
     assert search(tmp_path / "run", *CLOSED, "--resume", "--steps", "5") == 0
-    resumed, long = (
-        json.loads((tmp_path / name / "result.json").read_text()) for name in ("run", "run-2")
+    config = str(tmp_path / "run" / "config.json")
+    assert main(["search", "--config", config, "--out", str(tmp_path / "again"), "--json"]) == 0
+    resumed, long, again = (
+        json.loads((tmp_path / name / "result.json").read_text())
+        for name in ("run", "run-2", "again")
     )
-    assert resumed["alpha"] == long["alpha"]
+    assert resumed["alpha"] == long["alpha"] == again["alpha"]
+    assert resumed["scores"] == again["scores"]
 
 
 def certify(folder, *flags):
@@ -201,6 +206,28 @@ def test_certify_prints_a_bracket_and_leaves_it_with_the_spectra(tmp_path, capsy
         value, *_ = min_eigenvalue(arrays["x"], tuple(result["names"]), kernels[name]["alpha"])
         np.testing.assert_allclose(value, kernels[name]["min eigenvalue"], rtol=1e-9)
     assert (tmp_path / "run" / "spectrum.png").stat().st_size > 10_000
+
+
+def test_a_run_says_how_it_was_made_and_its_config_gives_it_again(tmp_path, capsys):
+    first, second = (str(tmp_path / name) for name in ("first", "second"))
+    began = datetime.datetime.now(datetime.UTC).replace(microsecond=0)
+    assert certify(first, "--json") == 0
+    printed = capsys.readouterr()
+    result = json.loads(printed.out)
+    assert not printed.err and printed.out == (tmp_path / "first" / "result.json").read_text()
+    assert result["command"].startswith("bilevel certify --out ")
+    assert began <= datetime.datetime.fromisoformat(result["date"])
+    assert set(result["versions"]) == {"bilevel", "jax", "jaxlib", "python"}
+    assert result["versions"]["jax"] == result["jax"] == jax.__version__
+
+    config = str(tmp_path / "first" / "config.json")
+    assert main(["certify", "--config", config, "--out", second, "--quiet"]) == 0
+    assert capsys.readouterr() == ("", "")
+    again = json.loads((tmp_path / "second" / "result.json").read_text())
+    for name in ("kernels", "simplex", "names", "entry error"):
+        assert again[name] == result[name]
+    assert main(["certify", "--config", config, "--rows", "1", "--quiet"]) == 2
+    assert capsys.readouterr() == ("", "bilevel: rows: expected at least 2, got 1.\n")
 
 
 def test_certify_refuses_what_it_cannot_certify(tmp_path, capsys, monkeypatch):
@@ -271,8 +298,13 @@ def test_baseline_resumes_from_its_journal_to_the_same_result(tmp_path, capsys):
     assert "penalty: expected 0.5 as in the run to resume, got 2.0" in capsys.readouterr().err
     assert baseline(tmp_path / "run", *flags, "--resume") == 0
     after = json.loads((tmp_path / "run" / "result.json").read_text())["methods"]
+    config = str(tmp_path / "run" / "config.json")
+    again = ["baseline", "--config", config, "--out", str(tmp_path / "again"), "--quiet"]
+    assert main(again) == 0
+    again = json.loads((tmp_path / "again" / "result.json").read_text())["methods"]
     for name, row in before.items():
         assert {**row, "seconds": 0} == {**after[name], "seconds": 0}
+        assert {**row, "seconds": 0} == {**again[name], "seconds": 0}
 
 
 def test_baseline_handles_one_configuration_and_refuses_none(tmp_path, capsys):

@@ -6,9 +6,13 @@ import io
 import json
 import math
 import pathlib
+import platform
+import re
+import subprocess
 import sys
 import time
 import types
+from importlib import metadata
 from typing import Annotated, Literal, Union, get_args, get_origin
 
 import hypothesis
@@ -16,9 +20,25 @@ import hypothesis.strategies as st
 import jax
 import pytest
 
-from bilevel.cli import flags, interrupts, main, memory, parse, report, rows, runs
+from bilevel.cli import (
+    commands,
+    flags,
+    interrupts,
+    known,
+    main,
+    memory,
+    parse,
+    report,
+    rows,
+    runs,
+)
+from bilevel.spaces import darts, nasbench201
+from bilevel.spaces.activations import ACTIVATIONS
 from bilevel.spaces.darts import darts_space
 from bilevel.spaces.nasbench201 import nasbench201_space
+from bilevel.spaces.nasbench201.judging import BASELINES
+from bilevel.spaces.nasbench201.scoring import SCORES
+from bilevel.spaces.skips import CANDIDATES
 
 COMMANDS = {
     "search": ["search"],
@@ -46,7 +66,7 @@ def eight_gigabytes(monkeypatch):
 
 @pytest.fixture(scope="module")
 def defaults():
-    return {command: parse(arguments) for command, arguments in COMMANDS.items()}
+    return {command: parse(arguments)[0] for command, arguments in COMMANDS.items()}
 
 
 def may_be(hint, value):
@@ -248,9 +268,9 @@ def test_estimates_of_memory_are_below_what_is_needed_and_near(defaults, space, 
 
 def test_what_is_known_of_a_dataset_is_so():
     data = rows.load("digits", 100, 100, 100)
-    assert rows.ROWS["digits"] == (len(data.x_train) + len(data.x_test), 0)
-    assert rows.SHAPES["digits"] == (*data.x_train.shape[1:], 1)
-    assert len(data.classes) == rows.CLASSES
+    assert known.ROWS["digits"] == (len(data.x_train) + len(data.x_test), 0)
+    assert known.SHAPES["digits"] == (*data.x_train.shape[1:], 1)
+    assert len(data.classes) == known.CLASSES
 
 
 def test_memory_is_what_the_system_and_its_groups_leave(tmp_path, monkeypatch):
@@ -278,3 +298,89 @@ def test_the_parsers_refusal_is_one_sentence_in_any_terminal(encoding, monkeypat
         parse(["search", "--seeds", "2.5"])
     with pytest.raises(ValueError, match=r"^Unrecognized options: --steqs, 2 \(perhaps --steps\);"):
         parse(["search", "--steqs", "2"])
+
+
+HELP = """
+import sys
+from bilevel.cli import main
+for line in (["--version"], ["search", "--steps", "none"], ["--help"], ["search", "--help"]):
+    try:
+        main(line)
+    except SystemExit:
+        pass
+print("jax" in sys.modules)
+"""
+
+
+def test_help_mistakes_and_the_version_do_not_wait_for_jax():
+    command = [sys.executable, "-c", HELP]
+    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.match(r"bilevel (\S+), jax (\S+), jaxlib (\S+), Python (\S+)\n", output)
+    versions = (metadata.version(name) for name in ("bilevel", "jax", "jaxlib"))
+    assert found and found.groups() == (*versions, platform.python_version())
+    assert "--inner-steps" in output and output.endswith("\nFalse\n")
+
+
+def test_names_of_flags_are_those_of_the_spaces():
+    assert set(commands.ACTIVATIONS) == set(ACTIVATIONS)
+    assert commands.SkipSearch().activations == CANDIDATES
+    assert commands.DARTS_OPERATIONS == darts.PRIMITIVES
+    assert commands.NASBENCH201_OPERATIONS == nasbench201.PRIMITIVES
+    assert (tuple(SCORES), tuple(BASELINES)) == (commands.SCORES, commands.BASELINES)
+
+
+@every_command
+def test_a_config_gives_the_flags_and_the_line_wins(defaults, command, tmp_path):
+    file = tmp_path / "config.json"
+    saved = dataclasses.replace(defaults[command], seed=7, out=tmp_path / "run")
+    file.write_text(json.dumps(report.flags(saved)))
+    config, output = parse([*COMMANDS[command], "--config", str(file)])
+    assert config == saved and output.config == file
+    config, _ = parse([*COMMANDS[command], f"--config={file}", "--seed", "3", "--out", "other"])
+    assert config == dataclasses.replace(saved, seed=3, out=pathlib.Path("other"))
+    file.write_text('{"seed": 7}')  # of an earlier version, say, which had fewer flags
+    config, _ = parse([*COMMANDS[command], "--config", str(file)])
+    assert config == dataclasses.replace(defaults[command], seed=7)
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "sentence"),
+    [
+        ('{"rowz": 3}', "certify", "config: expected the flags of a run of this command and space"),
+        ('{"rows": "3"}', "certify", "config: rows in 'FILE': expected a whole number, got '3'."),
+        ('{"rows": 3.5}', "certify", "config: rows in 'FILE': expected a whole number, got 3.5."),
+        ('{"rtol": true}', "certify", "config: rtol in 'FILE': expected a number, got True."),
+        ('{"out": 3}', "certify", "config: out in 'FILE': expected a path, got 3."),
+        ('{"activations": "relu"}', "certify", "config: activations in 'FILE': expected names,"),
+        ('{"depth": 4}', "search", "config: expected the flags of a run of this command and space"),
+        ("[]", "search", "config: expected the flags of a run in 'FILE', as a JSON object, got a"),
+        ("{}", "search --space skips --quick", "config: expected no --quick beside it, got both."),
+    ],
+)
+def test_a_config_that_is_not_the_commands_is_refused(
+    tmp_path, monkeypatch, capsys, text, line, sentence
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "FILE").write_text(text)
+    assert main([*line.split(), "--config", "FILE"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"bilevel: {sentence}") and error.count("\n") == 1
+    assert main(["certify", "--config", "nothing"]) == 2
+    assert capsys.readouterr().err.endswith("'nothing', as a JSON object, got no such file.\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["FILE"]
+
+
+def test_a_run_that_was_resumed_with_more_leaves_the_flags_that_give_its_result(defaults, tmp_path):
+    config = dataclasses.replace(defaults["search"], out=tmp_path / "run", steps=3)
+    with runs.run_directory(config, ("steps",)):
+        pass
+    more = dataclasses.replace(config, steps=5, resume=True)
+    with pytest.raises(ValueError), runs.run_directory(more, ("steps",)):
+        raise ValueError
+    kept = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert kept == report.flags(config)
+    with runs.run_directory(more, ("steps",)):
+        pass
+    kept = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert kept == report.flags(dataclasses.replace(config, steps=5))
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["config.json"]

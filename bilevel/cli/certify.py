@@ -5,11 +5,10 @@ eigenvalue is certified at each single activation, and over the whole simplex: a
 ``min over alpha of lambda_min(K_alpha)``, which is as a rule at no single activation.
 """
 
-import dataclasses
 import math
 import pathlib
 import time
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,34 +16,11 @@ import numpy as np
 
 from bilevel import data as datasets
 from bilevel import plots
-from bilevel.cli import flags, report
+from bilevel.cli import report
+from bilevel.cli.commands import Certify
 from bilevel.cli.runs import run_directory
-from bilevel.spaces.activations import ACTIVATIONS, activation_space, unit_inputs
+from bilevel.spaces.activations import activation_space, unit_inputs
 from ntk.certificate import certified_min_eigenvalue, certify_simplex
-
-_Names = Annotated[tuple[str, ...], flags.Names(tuple(ACTIVATIONS))]
-
-
-@dataclasses.dataclass(frozen=True)
-class Certify(flags.Flags):
-    """Which kernel, on what, and how exactly; every flag has a default."""
-
-    data: Literal["digits", "mnist", "fashion-mnist", "cifar10"] = "digits"
-    """Dataset; digits ships with scikit-learn."""
-    activations: _Names = ("relu", "tanh", "swish")
-    """Candidates: the vertices of the simplex."""
-    rows: flags.Sample = 300
-    """Training rows, drawn with all classes in their proportions."""
-    rtol: Annotated[float, flags.Positive(1e-9, 0.5)] = 1e-3
-    """Relative gap between the two ends of the bracket."""
-    seed: flags.Seed = 0
-    """Of the rows."""
-    out: flags.Out = pathlib.Path("runs/certify")
-    """Run directory; a number is appended where it holds a run already."""
-
-    def memory(self) -> dict[tuple[str, ...], int]:
-        """All pairs of activations, in float64."""
-        return {("rows",): 8 * (len(self.activations) * self.rows) ** 2}
 
 
 def run_certify(config: Certify) -> dict[str, Any]:
@@ -96,7 +72,7 @@ def _run(config: Certify, folder: pathlib.Path) -> dict[str, Any]:
         },
         "entry error": float(error.max()),
         "seconds": {"simplex": simplex_seconds, "all": time.perf_counter() - began},
-        **report.machine(),
+        **report.origin(),
     }
     arrays = {"x": np.asarray(x)}
     arrays |= {f"spectrum {name}": values for name, values in spectra.items()}

@@ -13,7 +13,8 @@ import optax
 from bilevel import SearchResult
 from bilevel.checkpoint import saving
 from bilevel.cli import deep
-from bilevel.cli.rows import SHAPES, Part, draw_rows
+from bilevel.cli.known import pooling
+from bilevel.cli.rows import Part, draw_rows
 from bilevel.data import Dataset
 from bilevel.protocols import Pytree
 from bilevel.spaces.convolution import average_pool
@@ -38,22 +39,12 @@ def normalized(parts: list[Part], pixels: int | None) -> list[tuple[jax.Array, j
     Averaged down to at most ``pixels`` a side, by a factor that divides it.
     """
     xs = [x[..., None] if x.ndim == 3 else x for x, _ in parts]
-    factor = _factor(xs[0].shape[1], pixels)
+    factor = pooling(xs[0].shape[1], pixels)
     if factor > 1:
         xs = [np.asarray(average_pool(jnp.asarray(x), factor, stride=factor)) for x in xs]
     mean, deviation = xs[0].mean((0, 1, 2)), xs[0].std((0, 1, 2))
     labels = [jnp.asarray(y) for _, y in parts]
     return [(jnp.asarray((x - mean) / deviation), y) for x, y in zip(xs, labels, strict=True)]
-
-
-def _factor(side: int, pixels: int | None) -> int:
-    return next(f for f in range(1, side + 1) if side % f == 0 and side // f <= (pixels or side))
-
-
-def pixel_count(data: str, pixels: int | None) -> int:
-    """Of an image, averaged down to at most ``pixels`` a side."""
-    side = SHAPES[data][0]
-    return (side // _factor(side, pixels)) ** 2
 
 
 def sgd(rate: optax.Schedule) -> optax.GradientTransformation:

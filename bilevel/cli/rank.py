@@ -6,11 +6,10 @@ but the genotype. With ``--epochs`` the network of the best score (of the first 
 then trained from scratch on ``--data``: Algorithm 1 of Zhu et al. (2022), with Eigen-NAS.
 """
 
-import dataclasses
 import math
 import pathlib
 import time
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import jax
 import numpy as np
@@ -19,12 +18,11 @@ import optax
 from bilevel import data as datasets
 from bilevel import plots
 from bilevel._progress import progress_bar
-from bilevel.cli import convolutional, flags, report
-from bilevel.cli.nasbench201 import convolution_weights
-from bilevel.cli.rows import check_rows, draw_rows, load
+from bilevel.cli import convolutional, report
+from bilevel.cli.commands import Rank
+from bilevel.cli.rows import draw_rows, load
 from bilevel.cli.runs import run_directory
 from bilevel.spaces.nasbench201 import (
-    PRIMITIVES,
     Genotype,
     encode,
     genotypes,
@@ -42,7 +40,7 @@ from bilevel.spaces.nasbench201.judging import (
     seed_ceiling,
     sum_of_log_ranks,
 )
-from bilevel.spaces.nasbench201.scoring import SCORES, Scored, score_networks
+from bilevel.spaces.nasbench201.scoring import Scored, score_networks
 from bilevel.spaces.nasbench201.table import RUN_SETS, Table, load_table, published_scores
 from bilevel.spaces.scratch import crop_and_flip, training
 
@@ -52,96 +50,6 @@ _PUBLISHED = {"naswot": "nwot"} | {
     name: name for name in ("fisher", "grad_norm", "grasp", "jacov", "l2_norm", "snip", "synflow")
 }
 _ALL = "sum of log ranks"
-_TOTAL = 15_625  # networks in the benchmark
-
-_Scores = Annotated[tuple[str, ...], flags.Names((*SCORES, "all"))]
-_Parts = Annotated[tuple[str, ...], flags.Names((*SCORES, *BASELINES), least=0)]
-
-
-@dataclasses.dataclass(frozen=True)
-class Rank(flags.Flags):
-    """Which networks, which scores, on what; every flag has a default."""
-
-    data: Literal["digits", "mnist", "fashion-mnist", "cifar10"] = "cifar10"
-    """Dataset of the batch that networks are scored on; digits ships with scikit-learn."""
-    scores: _Scores = ("eigen_nas", "min_eigenvalue", "naswot", "synflow")
-    """Names in ntk.scores, or 'all' for every one of them."""
-    aggregate: _Parts = ()
-    """Scores and baselines whose log ranks are added up to one more; by default all scores."""
-    networks: Annotated[int, flags.Whole(2, _TOTAL)] | Literal["all"] = 200
-    """How many networks to draw, or all 15,625."""
-    k: flags.Count = 20
-    """Networks whose validation accuracy is looked up, of those with the best scores."""
-    pool: flags.Count = 300
-    """Networks to choose these k from: many such pools are drawn of those scored."""
-    batch_size: Annotated[int, flags.Whole(2)] = 32
-    """Rows in the batch."""
-    cells: flags.Layers = 5
-    """Cells of each of the three stages; the benchmark has 5."""
-    channels: flags.Size = 16
-    """Of the first stage; the benchmark has 16."""
-    pixels: flags.Size | None = None
-    """Average images down to at most this side."""
-    at_once: flags.Count = 1
-    """Networks side by side in one program: 1 on a CPU, dozens on an accelerator."""
-    judged: bool = True
-    """Whether to hold the scores against the accuracies in the benchmark's table."""
-    epochs: Annotated[int, flags.Whole(0, 10_000)] = 0
-    """Passes over the training rows in which the chosen network is trained; 0: it is not."""
-    train_size: flags.Sample = 500
-    """Training rows for that; the batch is drawn from them."""
-    test_size: flags.Size = 1000
-    """Test rows at most."""
-    seed: flags.Seed = 0
-    """Of networks, weights and rows."""
-    out: flags.Out = pathlib.Path("runs/rank")
-    """Run directory; a number is appended where it holds a run already."""
-    resume: bool = False
-    """Go on with the unfinished run in the run directory; scores and networks may be added."""
-    progress: bool | None = None
-    """Progress bar; by default in a terminal."""
-
-    def check(self) -> None:
-        """Raise for flags that cannot be used, before anything is loaded."""
-        super().check()
-        check_rows(self.data, {"train_size": self.train_size}, kept=1)
-        if "all" in self.scores and len(self.scores) > 1:
-            raise ValueError(f"scores: expected names, or all, got {' '.join(self.scores)}.")
-        for name in self.aggregate:
-            if name not in (known := (*self.score_names, *BASELINES)):
-                raise ValueError(
-                    f"aggregate: expected names among {', '.join(known)}, got {name!r}."
-                )
-        if not max(2, self.k) <= self.count:
-            raise ValueError(
-                f"networks: expected {max(2, self.k)} (--k) to {_TOTAL}, or all, got {self.count}."
-            )
-        if self.k > self.pool:
-            raise ValueError(f"k: expected at most the {self.pool} of --pool, got {self.k}.")
-        if self.batch_size > self.train_size:
-            raise ValueError(
-                f"batch_size: expected at most the {self.train_size} training rows, "
-                f"got {self.batch_size}."
-            )
-
-    def memory(self) -> dict[tuple[str, ...], int]:
-        """Weights of all operations and their gradient; a batch's images in the stem."""
-        images = self.batch_size * convolutional.pixel_count(self.data, self.pixels)
-        weights = convolution_weights(PRIMITIVES, self.cells, self.channels)
-        return {
-            ("cells", "channels"): 2 * 4 * weights,
-            ("at_once", "batch_size", "channels"): 2 * self.at_once * images * self.channels,
-        }
-
-    @property
-    def score_names(self) -> tuple[str, ...]:
-        """Those asked for."""
-        return SCORES if self.scores == ("all",) else self.scores
-
-    @property
-    def count(self) -> int:
-        """Of networks."""
-        return _TOTAL if self.networks == "all" else self.networks
 
 
 def run_rank(config: Rank) -> dict[str, Any]:
@@ -179,7 +87,7 @@ def _run(config: Rank, folder: pathlib.Path) -> dict[str, Any]:
         "networks": len(drawn),
         "seconds per network": scored.seconds,
         "compile seconds": scored.compile_seconds,
-        **report.machine(),
+        **report.origin(),
     }
     if table is not None:
         result |= _judged(config, scored, table, drawn)

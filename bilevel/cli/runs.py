@@ -5,15 +5,12 @@ import json
 import pathlib
 import shutil
 from collections.abc import Iterator
-from typing import Any, get_args
+from typing import Any
 
-from bilevel.cli import flags, report
+from bilevel.cli import flags, report, saved
+from bilevel.cli.interrupts import Stopped
 
 _CONFIG = "config.json"
-
-
-class Stopped(Exception):
-    """A run was interrupted; the sentence says what is left of it."""
 
 
 @contextlib.contextmanager
@@ -28,6 +25,8 @@ def run_directory(config: Any, changeable: tuple[str, ...] = ()) -> Iterator[pat
     folder, made = (_resumed(config, changeable), []) if resumed else _new(config)
     try:
         yield folder
+        if resumed and changeable:
+            _save_changed(folder, config, changeable)
     except BaseException as error:
         kept = not made or _has_results(folder)
         if not kept:
@@ -54,7 +53,7 @@ def _new(config: Any) -> tuple[pathlib.Path, list[pathlib.Path]]:
             number += 1
             folder = out.with_name(f"{out.name}-{number}")
         made.insert(0, folder)
-        (folder / _CONFIG).write_text(json.dumps(report.flags(config), indent=2) + "\n")
+        (folder / _CONFIG).write_text(_as_json(report.flags(config)))
     except OSError as error:
         _remove(made)
         raise ValueError(
@@ -62,6 +61,10 @@ def _new(config: Any) -> tuple[pathlib.Path, list[pathlib.Path]]:
             f"({error.strerror})."
         ) from None
     return folder, made
+
+
+def _as_json(values: dict[str, Any]) -> str:
+    return json.dumps(values, indent=2) + "\n"
 
 
 def _make(folder: pathlib.Path) -> bool:
@@ -100,7 +103,7 @@ def _resumed(config: Any, changeable: tuple[str, ...]) -> pathlib.Path:
     folder = config.out
     if not _is_directory(folder):
         raise FileNotFoundError(f"out: expected the directory of a run, got {flags.shown(folder)}.")
-    before, now = _saved(folder / _CONFIG), report.flags(config)
+    before, now = saved.read(folder / _CONFIG, "out"), report.flags(config)
     for has, others in (("with", set(before) - set(now)), ("without", set(now) - set(before))):
         if others:
             raise ValueError(
@@ -109,7 +112,7 @@ def _resumed(config: Any, changeable: tuple[str, ...]) -> pathlib.Path:
             )
     hints = flags.hints(type(config))
     for name, value in before.items():
-        if expected := flags.fault(hints[name], _as_flag(hints[name], value)):
+        if expected := flags.fault(hints[name], saved.as_flag(hints[name], value)):
             raise ValueError(
                 f"out: expected the flags of a run in {folder / _CONFIG}, got "
                 f"{name} {flags.shown(value)} ({expected})."
@@ -121,28 +124,14 @@ def _resumed(config: Any, changeable: tuple[str, ...]) -> pathlib.Path:
     return folder
 
 
-def _as_flag(hint: Any, value: Any) -> Any:
-    """What JSON has no type for."""
-    if isinstance(value, list):
-        return tuple(value)
-    is_path = isinstance(value, str) and pathlib.Path in get_args(hint)
-    return pathlib.Path(value) if is_path else value
-
-
-def _saved(path: pathlib.Path) -> dict[str, Any]:
-    try:
-        saved = json.loads(path.read_bytes())
-        got = f"a {type(saved).__name__}"
-    except FileNotFoundError:
-        got = "no such file"
-    except OSError as error:
-        got = str(error.strerror)
-    except (ValueError, RecursionError):  # not JSON, not text, or nested too deeply
-        got = "something else"
-    else:
-        if isinstance(saved, dict):
-            return saved
-    raise ValueError(f"out: expected the flags of a run in {path}, as a JSON object, got {got}.")
+def _save_changed(folder: pathlib.Path, config: Any, changeable: tuple[str, ...]) -> None:
+    """The flags with which the run would end in the result that it ended in."""
+    before, now = saved.read(folder / _CONFIG, "out"), report.flags(config)
+    if (after := before | {name: now[name] for name in changeable}) != before:
+        with contextlib.suppress(OSError):  # a full disk: the result is there already
+            new = folder / f"{_CONFIG}.new"
+            new.write_text(_as_json(after))
+            new.replace(folder / _CONFIG)
 
 
 def _is_directory(path: pathlib.Path) -> bool:

@@ -6,11 +6,9 @@ training data alone. It ends in a table, with the certified smallest eigenvalue 
 each would have at infinite width, and leaves a run directory.
 """
 
-import dataclasses
-import math
 import pathlib
 import time
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,85 +17,19 @@ import optax
 
 import bilevel
 from bilevel import plots
-from bilevel.cli import argmax, flags, report
+from bilevel.cli import argmax, report
+from bilevel.cli.commands import JOINT_EPOCHS, LONGER, Search
 from bilevel.cli.kernels import min_eigenvalue
-from bilevel.cli.rows import check_rows, draw_rows, inputs, load
+from bilevel.cli.rows import draw_rows, load
 from bilevel.cli.runs import run_directory
 from bilevel.problem import side_by_side
 from bilevel.protocols import LowerSolver
 from bilevel.spaces.activations import (
-    ACTIVATIONS,
     ActivationSpace,
     activation_space,
     sign_labels,
     unit_inputs,
 )
-
-_Names = Annotated[tuple[str, ...], flags.Names(tuple(ACTIVATIONS))]
-
-_JOINT_EPOCHS = 10  # joint training takes as many times the inner steps of one lower solve
-_LONGER = 4  # the hypergradient is held against that through so many times the inner steps
-
-
-@dataclasses.dataclass(frozen=True)
-class Search(flags.Flags):
-    """What to search, on what, and how; every flag has a default."""
-
-    data: Literal["digits", "mnist", "fashion-mnist", "cifar10"] = "digits"
-    """Dataset; digits ships with scikit-learn."""
-    activations: _Names = ("relu", "leaky_relu", "sigmoid", "tanh", "swish", "gelu")
-    """Candidates."""
-    geometry: Literal["exponentiate", "project", "softmax"] = "exponentiate"
-    """How α stays on the simplex."""
-    solver: Literal["unrolled", "truncated", "first-order", "implicit"] = "unrolled"
-    """Hypergradient: through all inner steps, the last quarter, none, or implicit (damped CG)."""
-    outer: Literal["hinge", "logistic", "squared"] = "hinge"
-    """Validation loss; the training loss is the squared one."""
-    seeds: flags.Count = 1
-    """Independent searches side by side: own splits, own initial weights."""
-    steps: flags.Count = 20
-    """Outer steps."""
-    inner_steps: Annotated[int, flags.Whole(1, 10**7)] = 50
-    """Gradient steps of the lower problem in each."""
-    width: flags.Size = 512
-    """Hidden units."""
-    train: flags.Sample = 300
-    """Training rows."""
-    valid: flags.Sample = 300
-    """Validation rows."""
-    test: flags.Sample = 2000
-    """Test rows at most."""
-    learning_rate: flags.Rate = 0.3
-    """Of α: Adam's."""
-    seed: flags.Seed = 0
-    """Of splits and weights."""
-    out: flags.Out = pathlib.Path("runs/search")
-    """Run directory; a number is appended where it holds a run already."""
-    resume: bool = False
-    """Go on with the unfinished run in the run directory."""
-    progress: bool | None = None
-    """Progress bar; by default in a terminal."""
-
-    def check(self) -> None:
-        """Raise for flags that cannot be used, before anything is loaded."""
-        super().check()
-        check_rows(self.data, {"train": self.train, "valid": self.valid})
-
-    def memory(self) -> dict[tuple[str, ...], int]:
-        """Weights with their gradient, momentum and start; outputs; history; a kernel."""
-        h, units = len(self.activations), self.seeds * self.width
-        weights = 4 * units * inputs(self.data)
-        found = {
-            ("seeds", "width"): 4 * weights,
-            ("seeds", "width", "train"): 4 * units * self.train,
-            ("seeds", "steps"): 4 * self.seeds * self.steps * h,
-            ("seeds", "inner_steps"): 4 * self.seeds * _JOINT_EPOCHS * self.inner_steps * h,
-            ("train",): 3 * 8 * self.train**2,
-        }
-        # The weights at every boundary of unrolled blocks, and in one.
-        kept = 2 * weights * math.isqrt(_LONGER * self.inner_steps)
-        return found | {("seeds", "width", "inner_steps"): kept}
-
 
 _COLUMNS = {
     "train error": "train",
@@ -168,13 +100,13 @@ def _run(config: Search, folder: pathlib.Path) -> dict[str, Any]:
 
 
 def hypergradient_error(task: Task, config: Search, alpha: jax.Array) -> dict[str, list[float]]:
-    """Norm and error of each seed's hypergradient, against training ``_LONGER`` times as long.
+    """Norm and error of each seed's hypergradient, against training ``LONGER`` times as long.
 
     With more weights than labels the lower Hessian is singular, and `info` has no estimate. But
     training that interpolates has an end, and with it the hypergradient of fully trained networks;
     longer training is nearer to it (`benchmarks/search_error.py`).
     """
-    longer = task.space.solver(task.curvatures, _LONGER * config.inner_steps)
+    longer = task.space.solver(task.curvatures, LONGER * config.inner_steps)
     ours, better = (hypergradient(task, s, alpha).grad for s in (task.solver, longer))
     sizes = {"norm": better, "error": ours - better}
     return {name: np.linalg.norm(x, axis=-1).tolist() for name, x in sizes.items()}
@@ -252,7 +184,7 @@ def _joint(task: Task, config: Search, alpha: jax.Array) -> tuple[jax.Array, jax
         task.w0,
         task.train,
         task.train,
-        steps=_JOINT_EPOCHS * config.inner_steps,
+        steps=JOINT_EPOCHS * config.inner_steps,
         progress=False,
     )
     return result.w, result.alpha
@@ -294,10 +226,10 @@ def _summary(config, names, alpha, rows, seconds) -> dict[str, Any]:
         "alpha": alpha.tolist(),
         "scores": {row: {k: v.tolist() for k, v in s.items()} for row, s in rows.items()},
         "best single": best,
-        "test error, search minus best single": [float(gap.mean()), report.standard_error(gap)],
+        "gap": [float(gap.mean()), report.standard_error(gap)],
         "seconds": seconds,
         "kernel entry error": max(float(s["kernel entry error"].max()) for s in rows.values()),
-        **report.machine(),
+        **report.origin(),
     }
 
 
@@ -344,11 +276,11 @@ def _print(result: dict[str, Any], folder: pathlib.Path) -> None:
     relative = np.divide(off, norm, out=np.zeros_like(off), where=off > 0)
     console.print(
         f"hypergradient there: {report.cell(100 * relative, '.0f')} % from that of training "
-        f"{_LONGER} times as long"
+        f"{LONGER} times as long"
     )
     console.print(argmax.sentence(result))
     console.print(argmax.theory(result["argmax"]))
-    gap, error = result["test error, search minus best single"]
+    gap, error = result["gap"]
     spread = f" ± {100 * error:.2f}" if seeds > 1 else ""
     console.print(
         f"* best single activation; the search's test error minus its: {100 * gap:+.2f}{spread}"

@@ -5,12 +5,11 @@ activation without skips; and as many random architectures as could be trained i
 search. All of them are corners of the space, so that one compiled program trains them all.
 """
 
-import dataclasses
 import functools
 import pathlib
 import time
 from collections.abc import Callable
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,51 +20,18 @@ import bilevel
 import ntk
 from bilevel import plots
 from bilevel._progress import progress_bar
-from bilevel.cli import deep, flags, report
-from bilevel.cli.rows import CLASSES, draw_rows, inputs, load
+from bilevel.cli import deep, report
+from bilevel.cli.commands import SkipSearch
+from bilevel.cli.rows import draw_rows, load
 from bilevel.cli.runs import run_directory
 from bilevel.problem import Problem, side_by_side
 from bilevel.protocols import Pytree
-from bilevel.spaces.activations import ACTIVATIONS, unit_inputs
-from bilevel.spaces.skips import CANDIDATES, SkipSpace, geometry, skip_space
+from bilevel.spaces.activations import unit_inputs
+from bilevel.spaces.skips import SkipSpace, geometry, skip_space
 from bilevel.spaces.training import train
-
-_Names = Annotated[tuple[str, ...], flags.Names(tuple(ACTIVATIONS))]
 
 _KERNEL_ROWS = 100
 _SCALE_ROWS = 32  # for the NTK's mean diagonal entry
-
-
-@dataclasses.dataclass(frozen=True)
-class SkipSearch(deep.DeepSearch):
-    """What to search, on what, and how; every flag has a default."""
-
-    activations: _Names = CANDIDATES
-    """Candidates of every layer."""
-    depth: Annotated[int, flags.Whole(3, 1000)] = 5
-    """Layers of weights, the last one included."""
-    width: flags.Size = 64
-    """Hidden units of a layer."""
-    parametrization: Literal["ntk", "as_printed", "he"] = "ntk"
-    """Initialisation: of the paper's theory, of its Algorithm 1, or He's."""
-
-    def memory(self) -> dict[tuple[str, ...], int]:
-        """Weights with their gradient and momentum; a batch's outputs; rows; history."""
-        hidden = self.depth - 2
-        sizes = inputs(self.data) + hidden * self.width + CLASSES
-        simplices = (self.depth - 1) * len(self.activations)
-        images = 4 * inputs(self.data) * self.seeds
-        return {
-            ("seeds", "width", "depth"): 3 * 4 * self.seeds * self.width * sizes,
-            ("seeds", "batch_size", "width"): 4 * self.seeds * self.batch_size * self.width,
-            ("seeds", "train"): images * self.train,
-            ("seeds", "valid"): images * self.valid,
-            ("seeds", "steps"): 4 * self.seeds * self.steps * (simplices + hidden),
-        }
-
-
-QUICK = SkipSearch(depth=4, width=32, steps=200, epochs=10, samples=50, test=1000)
-"""What ``--quick`` starts from: half a minute on two cores."""
 
 
 class _Task(NamedTuple):
@@ -308,9 +274,9 @@ def _summary(
         "scores": {row: {k: v.tolist() for k, v in s.items()} for row, s in rows.items()},
         "best single": best,
         "entropy": np.asarray(deep.entropy(alpha["activations"])).tolist(),
-        "largest eigenvalue of the validation Hessian in alpha": curvatures,
+        "curvature": curvatures,
         "kernel rows": min(_KERNEL_ROWS, config.train),
-        **report.machine(),
+        **report.origin(),
     }
 
 
@@ -383,7 +349,7 @@ def _print(result: dict[str, Any], folder: pathlib.Path) -> None:
         f"entropy of the activations by layer: {' '.join(f'{e:.2f}' for e in entropies)}, of at "
         f"most {np.log(len(result['names'])):.2f}"
     )
-    curvature = np.array(result["largest eigenvalue of the validation Hessian in alpha"])
+    curvature = np.array(result["curvature"])
     console.print(
         f"largest eigenvalue of the validation loss's Hessian in α: {report.cell(curvature, '.3g')}"
     )

@@ -1,5 +1,6 @@
 """The command line runs the main job, leaves its results, and reports mistakes in one sentence."""
 
+import contextlib
 import datetime
 import json
 import subprocess
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 import bilevel
+from bilevel import _progress
 from bilevel.cli import main, report
 from bilevel.cli import search as commands
 from bilevel.cli.argmax import judged, sentence
@@ -36,8 +38,56 @@ def search(folder, *flags):
     return main(["search", "--out", str(folder), *SMALL, *flags])
 
 
-def test_search_ends_in_a_table_and_a_run_directory(tmp_path, capsys):
-    assert search(tmp_path / "run", "--seeds", "2") == 0
+class Bars:
+    """What would be seen of the bars of a run."""
+
+    def __init__(self, monkeypatch):
+        self.totals, self.updates = [], []
+        monkeypatch.setattr(_progress, "_shown", self._shown)
+
+    @contextlib.contextmanager
+    def _shown(self, console, columns, total, label, **fields):
+        self.totals.append(total)
+        yield lambda **values: self.updates.append(values)
+
+    def check(self, phases):
+        """One bar, which is never set back and is full in the end."""
+        (total,) = self.totals
+        done = [update["completed"] for update in self.updates]
+        assert done == sorted(done) and done[0] == 0 and done[-1] == pytest.approx(total)
+        assert [*dict.fromkeys(update["description"] for update in self.updates)] == phases
+
+
+@pytest.fixture
+def bars(monkeypatch):
+    return Bars(monkeypatch)
+
+
+def test_loops_of_a_run_fill_its_one_bar(bars, capsys):
+    with pytest.raises(KeyboardInterrupt, match="interrupted in phase 'second'"):
+        with _progress.run_bar(True, {"first": 1.0, "second": 3.0}) as bar:
+            bar.enter("second")
+            with _progress.progress_bar(
+                None, "loop", 6, "loss {task.fields[x]:.1f}", ["x"]
+            ) as show:
+                show(2, lambda: {"x": 0.25})
+            with _progress.progress_bar(False, "silent", 6, "", []) as show:
+                show(3, lambda: pytest.fail("looked at what is not shown"))
+            raise KeyboardInterrupt
+    assert bars.totals == [4.0]
+    assert bars.updates[-1] == {"completed": 2.0, "description": "second", "text": "2/6  loss 0.2"}
+    with _progress.run_bar(None, {"first": 1.0}) as bar:  # no terminal
+        bar.enter("first")
+        with _progress.progress_bar(True, "loop", 6, "", []) as show:
+            show(3, lambda: pytest.fail("looked at what is not shown"))
+    assert len(bars.updates) == 2
+
+
+def test_search_ends_in_a_table_and_a_run_directory(tmp_path, capsys, bars):
+    assert search(tmp_path / "run", "--seeds", "2", "--progress", "True") == 0
+    phases = ["data", "search", "retraining", "joint training", "certificates"]
+    bars.check([*phases, "error of the hypergradient"])
+    said = [update["text"] for update in bars.updates if update["text"].startswith("3/3 ")]
     printed = capsys.readouterr().out
     for row in ("search", "relu", "tanh", "joint training", "α found:", "mean ± s.e. of 2 seeds"):
         assert row in printed
@@ -69,6 +119,8 @@ def test_search_ends_in_a_table_and_a_run_directory(tmp_path, capsys):
         np.testing.assert_array_less(bound, value)
         np.testing.assert_allclose(bound, value, rtol=1e-6)
     arrays = loaded(tmp_path / "run" / "arrays.npz")
+    losses = (arrays[f"history_{name}"][-1] / 2 for name in ("value", "lower"))  # of two seeds
+    assert said == ["3/3  validation loss {:.4g}  training loss {:.4g}".format(*losses)]
     assert arrays["history_alpha"].shape == (3, 2, 2)
     assert arrays["w"].shape == (2, 16, 64)
     assert (tmp_path / "run" / "search.png").stat().st_size > 10_000
@@ -158,7 +210,7 @@ def test_a_run_resumed_with_more_steps_is_one_long_run_in_its_own_directory(
     # The comparisons after the search are other tests'.
     known = {"norm": [1.0], "error": [0.5]}
     monkeypatch.setattr(commands, "hypergradient_error", lambda task, config, alpha: known)
-    monkeypatch.setattr(commands, "_joint", lambda task, config, alpha: (task.w0, alpha))
+    monkeypatch.setattr(commands, "_joint", lambda task, config, alpha, bar: (task.w0, alpha))
     search(tmp_path / "run", *CLOSED)
     assert "hypergradient there: 50 % from that of training 4 times" in capsys.readouterr().out
     assert search(tmp_path / "run", *CLOSED, "--resume", "--seed", "5") == 2
@@ -269,8 +321,10 @@ def baseline(folder, *flags):
     return main(["baseline", "--out", str(folder), *small, *flags])
 
 
-def test_baseline_compares_all_methods_in_one_table(tmp_path, capsys):
-    assert baseline(tmp_path / "run") == 0
+def test_baseline_compares_all_methods_in_one_table(tmp_path, capsys, bars):
+    assert baseline(tmp_path / "run", "--progress", "True") == 0
+    methods = ["weight-sharing", "fast-weight-sharing", "successive-halving", "hyperband"]
+    bars.check(["data", *methods, "exponentiated-gradient", "random-search"])
     printed = capsys.readouterr().out
     result = json.loads((tmp_path / "run" / "result.json").read_text())
     assert result["rows"] == [120, 80, 1597]

@@ -46,7 +46,10 @@ def test_a_search_interrupted_and_resumed_ends_in_a_table_and_its_files(
 
     monkeypatch.setattr("bilevel.search", two_steps_at_a_time)
     assert search(run, *flags) == 130
-    assert "after step 2; go on with --resume --out" in capsys.readouterr().err
+    assert (
+        "after step 2; the search is kept as far as it came; go on with --resume --out"
+        in capsys.readouterr().err
+    )
     assert search(run, *flags, "--resume", "--seed", "5") == 2
     assert "seed: expected 0 as in the run to resume, got 5" in capsys.readouterr().err
     assert search(run, *flags, "--resume") == 0

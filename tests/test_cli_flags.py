@@ -206,26 +206,44 @@ def test_a_run_that_fails_before_its_first_result_is_removed_with_what_was_made_
             (folder / "method.jsonl").write_text("a header\n")
             (folder / "checkpoint").mkdir()
             raise error
-    assert str(raised.value) == "interrupted"
+    assert str(raised.value) == "interrupted; nothing is kept"
     assert not list(tmp_path.iterdir())
     with pytest.raises(runs.Stopped) as raised, runs.run_directory(config) as folder:
         (folder / "method.jsonl").write_text("a header\na solve\n")
         raise KeyboardInterrupt
-    assert str(raised.value) == f"interrupted; go on with --resume --out {folder}"
+    kept = "interrupted; its results are kept; go on with --resume --out"
+    assert str(raised.value) == f"{kept} {folder}"
     assert folder == config.out and (folder / "config.json").exists()
     with pytest.raises(ValueError), runs.run_directory(config) as second:
         raise ValueError
     assert second.name == "run-2" and not second.exists() and folder.exists()
 
 
-def test_ctrl_c_is_one_sentence_and_exits_with_130(tmp_path, monkeypatch, capsys):
+@every_command
+def test_ctrl_c_is_one_sentence_and_exits_with_130(command, tmp_path, monkeypatch, capsys):
+    """While data are loaded, and when there is something to keep."""
+    run, left = tmp_path / "run", []
+
     def interrupted(*args, **options):
+        if left:
+            (run / left[0]).write_text("{}\n{}\n")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("bilevel.cli.search.setup", interrupted)
-    assert main(["search", "--out", str(tmp_path / "run")]) == 130
-    assert capsys.readouterr().err == "bilevel: interrupted\n"
-    assert not (tmp_path / "run").exists()
+    monkeypatch.setattr("bilevel.data.load", interrupted)
+    line = [*COMMANDS[command], "--out", str(run), "--progress", "True"]
+    line = line[:-2] if command == "certify" else line
+    assert main([*line, "--quiet"]) == 130
+    assert capsys.readouterr() == (
+        "",
+        "bilevel: interrupted in phase 'data'; nothing is kept\n",
+    )
+    assert not run.exists()
+    left.append("solves.jsonl")
+    assert main([*line, "--json"]) == 130
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("bilevel: interrupted in phase 'data'; ") and " kept" in error
+    how = f" in {run}" if command == "certify" else f"; go on with --resume --out {run}"
+    assert error.endswith(how) and (run / left[0]).exists()
 
 
 def test_ctrl_c_during_a_garbage_collection_is_not_lost(capfd):

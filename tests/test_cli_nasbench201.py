@@ -85,7 +85,8 @@ def test_an_interrupted_search_says_how_to_go_on_and_goes_on_there(
     monkeypatch.setattr("bilevel.cli.deep.run", stopping_in_the_second_seed)
     for flags in ((), ("--resume",)):
         assert search(run, "--seeds", "2", *flags) == 130
-        end = f"interrupted after step 2 of seed 1; go on with --resume --out {run}"
+        kept = "searches are kept as far as they came; go on with --resume --out"
+        end = f"interrupted after step 2 of seed 1; {kept} {run}"
         assert end in capsys.readouterr().err
     seeds = [("search/0", "search 1 of 2"), ("search/1", "search 2 of 2")]
     assert seen == [(resume, *seed) for resume in (False, True) for seed in seeds]

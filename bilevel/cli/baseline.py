@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from bilevel import baselines, plots
+from bilevel._progress import RunBar
 from bilevel.baselines import Trace
 from bilevel.cli import report
 from bilevel.cli.commands import Baseline
@@ -34,21 +35,32 @@ _METHODS = {
 def run_baseline(config: Baseline) -> dict[str, Any]:
     """Run the job; print its table, write its run directory, return what `result.json` holds."""
     config.check()
-    with run_directory(config) as folder:
+    with run_directory(config, keeps="solves are kept") as folder:
         return _run(config, folder)
 
 
 def _run(config: Baseline, folder: pathlib.Path) -> dict[str, Any]:
+    names: list[str] = [*_METHODS] if config.method == "all" else [config.method]
+    with report.phases(config, {"data": 0.5} | dict.fromkeys(names, 1.0)) as bar:
+        result, traces = _computed(config, names, folder, bar)
+    report.write(folder, result, _arrays(traces))
+    _picture(folder, result, traces)
+    _print(result, folder)
+    return result
+
+
+def _computed(
+    config: Baseline, names: list[str], folder: pathlib.Path, bar: RunBar
+) -> tuple[dict[str, Any], dict[str, Trace]]:
     began = time.perf_counter()
-    names = list(_METHODS) if config.method == "all" else [config.method]
     keys = jax.random.split(jax.random.key(config.seed), 4)
-    screen = report.screen()
-    with screen.status("data"):
-        parts = _parts(config, keys[0])
+    bar.enter("data")
+    parts = _parts(config, keys[0])
     dimension = config.size("dimension")
     problem, candidates = _problem(config, parts, dimension, *keys[1:3])
     traces: dict[str, Trace] = {}
     for name in names:
+        bar.enter(name)
         halves = name in ("successive-halving", "hyperband")
         options: dict[str, Any] = {"minimum": max(1, dimension // 64)} if halves else {}
         trace = _METHODS[name](
@@ -72,10 +84,7 @@ def _run(config: Baseline, folder: pathlib.Path) -> dict[str, Any]:
         "seconds": time.perf_counter() - began,
         **report.origin(),
     }
-    report.write(folder, result, _arrays(traces))
-    _picture(folder, result, traces)
-    _print(screen, result, folder)
-    return result
+    return result, traces
 
 
 # ----------------------------------------------------------------------------- the parts
@@ -148,9 +157,10 @@ def _title(result: dict[str, Any]) -> str:
     return of + f"features; {train} + {valid} + {test} rows"
 
 
-def _print(screen: Any, result: dict[str, Any], folder: pathlib.Path) -> None:
+def _print(result: dict[str, Any], folder: pathlib.Path) -> None:
     from rich.table import Table
 
+    screen = report.screen()
     table = Table(title=f"{_title(result)}; errors in %")
     table.add_column("method", no_wrap=True)
     for heading in ("solves", "s", "valid", "test"):

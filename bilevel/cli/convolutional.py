@@ -11,6 +11,7 @@ import numpy as np
 import optax
 
 from bilevel import SearchResult
+from bilevel._progress import RunBar
 from bilevel.checkpoint import saving
 from bilevel.cli import deep
 from bilevel.cli.known import pooling
@@ -114,11 +115,22 @@ def keys(config: Any, seed: int) -> jax.Array:
     return jax.random.split(jax.random.fold_in(jax.random.key(config.seed), seed), 4)
 
 
+def search_work(config: Any, gradient: float) -> dict[str, float]:
+    """Seconds of :func:`search_seeds`'s phases, by those of a ``gradient``; the first compiles."""
+    each = gradient * deep.search_gradients(config)
+    return {_search_label(config, s): each + 50 * (s == 0) for s in range(config.seeds)}
+
+
+def _search_label(config: Any, seed: int) -> str:
+    return "search" if config.seeds == 1 else f"search {seed + 1} of {config.seeds}"
+
+
 def search_seeds(
     config: Any,
     space: Any,
     splits: list[list[Part]],
     folder: pathlib.Path,
+    bar: RunBar,
 ) -> list[tuple[SearchResult, Pytree]]:
     """Each seed's search and the alpha chosen, one after the other.
 
@@ -136,7 +148,8 @@ def search_seeds(
         search_key, init_key, choice_key, _ = keys(config, seed)
         start = space.start(), init(init_key, train[0].shape[1:])
         place = folder / "search" / str(seed)
-        label = "search" if config.seeds == 1 else f"search {seed + 1} of {config.seeds}"
+        label = _search_label(config, seed)
+        bar.enter(label)
         parts = plan, jax.tree.leaves, *start, train, valid, search_key, place
         result = deep.run(config, *parts, label=label)
         if result.stopped:

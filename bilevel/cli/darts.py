@@ -20,6 +20,7 @@ from bilevel._progress import progress_bar
 from bilevel.cli import convolutional, deep, report
 from bilevel.cli.commands import DartsSearch
 from bilevel.cli.convolutional import ERRORS
+from bilevel.cli.known import pixel_count
 from bilevel.cli.rows import load
 from bilevel.cli.runs import run_directory
 from bilevel.protocols import Pytree
@@ -56,22 +57,46 @@ class _Task(NamedTuple):
 def run_darts_search(config: DartsSearch) -> dict[str, Any]:
     """Run the job; print its table, write its run directory, return what `result.json` holds."""
     config.check()
-    with run_directory(config) as folder:
+    with run_directory(
+        config, keeps="searches and trainings are kept as far as they came"
+    ) as folder:
         return _run(config, folder)
 
 
 def _run(config: DartsSearch, folder: pathlib.Path) -> dict[str, Any]:
     began = time.perf_counter()
-    task = _task(config)
-    start = time.perf_counter()
-    found = convolutional.search_seeds(config, task.space, task.splits, folder)
-    searched = time.perf_counter() - start
-    rows = _networks(task, config, [alpha for _, alpha in found], folder)
-    result = _summary(task, config, found, rows)
+    with report.phases(config, _work(config)) as bar:
+        bar.enter("data")
+        task = _task(config)
+        start = time.perf_counter()
+        found = convolutional.search_seeds(config, task.space, task.splits, folder, bar)
+        searched = time.perf_counter() - start
+        bar.enter("training")
+        rows = _networks(task, config, [alpha for _, alpha in found], folder)
+        bar.enter("errors and curvature")
+        result = _summary(task, config, found, rows)
     result["seconds"] = {"search": searched, "all": time.perf_counter() - began}
     _write(folder, result, found)
     _print(result, folder)
     return result
+
+
+def _work(config: DartsSearch) -> dict[str, float]:
+    """Seconds of each phase, roughly, on two cores: compilation, and gradients of minibatches."""
+    pixels = config.batch_size * pixel_count(config.data, config.pixels)
+    operation = _PASSES * pixels * len(EDGES) * config.cells * config.channels**2
+    cells, channels = config.final_cells or config.cells, config.final_channels or config.channels
+    network = _PASSES * pixels * len(EDGES) * cells * channels**2 / 2  # half of a cell's edges
+    batches = config.epochs * (config.train // config.batch_size)
+    return {
+        "data": 5,
+        **convolutional.search_work(config, len(config.operations) * operation),
+        "training": config.seeds * (1 + config.random) * (20 + batches * network),
+        "errors and curvature": 20 + config.seeds,
+    }
+
+
+_PASSES = 3 * 4 / 5e9  # forward, and backward for two; a few products a weight; products a second
 
 
 # ----------------------------------------------------------------------------- the search

@@ -15,6 +15,7 @@ import numpy as np
 
 from bilevel.cli import convolutional, deep, report
 from bilevel.cli.commands import NasBench201Search
+from bilevel.cli.known import pixel_count
 from bilevel.cli.rows import Part, load
 from bilevel.cli.runs import run_directory
 from bilevel.spaces.nasbench201 import (
@@ -38,22 +39,33 @@ class _Task(NamedTuple):
 def run_nasbench201_search(config: NasBench201Search) -> dict[str, Any]:
     """Run the job; print its table, write its run directory, return what `result.json` holds."""
     config.check()
-    with run_directory(config) as folder:
+    with run_directory(config, keeps="searches are kept as far as they came") as folder:
         return _run(config, folder)
 
 
 def _run(config: NasBench201Search, folder: pathlib.Path) -> dict[str, Any]:
     began = time.perf_counter()
-    known = table.load_table()  # first: were it damaged, the search would be for nothing
-    task = _task(config)
-    start = time.perf_counter()
-    found = convolutional.search_seeds(config, task.space, task.splits, folder)
-    searched = time.perf_counter() - start
-    summary = _summary(task, config, known, found)
+    with report.phases(config, _work(config)) as bar:
+        bar.enter("data")
+        known = table.load_table()  # first: were it damaged, the search would be for nothing
+        task = _task(config)
+        start = time.perf_counter()
+        found = convolutional.search_seeds(config, task.space, task.splits, folder, bar)
+        searched = time.perf_counter() - start
+        bar.enter("errors and curvature")
+        summary = _summary(task, config, known, found)
     summary["seconds"] = {"search": searched, "all": time.perf_counter() - began}
     _write(folder, summary, found)
     _print(summary, folder)
     return summary
+
+
+def _work(config: NasBench201Search) -> dict[str, float]:
+    """Seconds of each phase, roughly, on two cores: compilation, and gradients of minibatches."""
+    pixels = config.batch_size * pixel_count(config.data, config.pixels)
+    operation = 3 * 9 / 5e9 * pixels * len(EDGES) * 3 * config.cells * config.channels**2
+    search = convolutional.search_work(config, len(config.operations) * operation)
+    return {"data": 4, **search, "errors and curvature": 20 + config.seeds}
 
 
 # ----------------------------------------------------------------------------- the search

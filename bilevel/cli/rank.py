@@ -17,12 +17,14 @@ import optax
 
 from bilevel import data as datasets
 from bilevel import plots
-from bilevel._progress import progress_bar
+from bilevel._progress import RunBar, progress_bar
 from bilevel.cli import convolutional, report
 from bilevel.cli.commands import Rank
+from bilevel.cli.known import pixel_count
 from bilevel.cli.rows import draw_rows, load
 from bilevel.cli.runs import run_directory
 from bilevel.spaces.nasbench201 import (
+    EDGES,
     Genotype,
     encode,
     genotypes,
@@ -56,12 +58,38 @@ def run_rank(config: Rank) -> dict[str, Any]:
     """Run the job; print its tables, write its run directory, return what `result.json` holds."""
     config.check()
     changeable = ("networks", "scores", "aggregate", "k", "pool")
-    with run_directory(config, changeable) as folder:
+    with run_directory(config, changeable, keeps="the scores saved so far are kept") as folder:
         return _run(config, folder)
 
 
 def _run(config: Rank, folder: pathlib.Path) -> dict[str, Any]:
+    with report.phases(config, _work(config)) as bar:
+        result, scored, drawn, table = _computed(config, folder, bar)
+    report.write(folder, result, {"rows": drawn, **scored.values})
+    if table is not None:
+        _picture(folder, config, scored, table, drawn)
+    _print(result, folder)
+    return result
+
+
+def _work(config: Rank) -> dict[str, float]:
+    """Seconds of each phase, roughly, on two cores: compilation, and gradients of a batch."""
+    pixels = config.batch_size * pixel_count(config.data, config.pixels)
+    gradient = 9 / 2.5e10 * pixels * len(EDGES) * 3 * config.cells * config.channels**2
+    batches = config.epochs * (config.train_size // config.batch_size)
+    return {
+        "data": 5,
+        "scores": len(config.score_names) * (15 + gradient * config.count),
+        "judging": 2,
+        "training": 30 + gradient * batches if config.epochs else 0,
+    }
+
+
+def _computed(
+    config: Rank, folder: pathlib.Path, bar: RunBar
+) -> tuple[dict[str, Any], Scored, np.ndarray, Table | None]:
     began, names = time.perf_counter(), config.score_names
+    bar.enter("data")
     table = load_table() if config.judged else None
     train, test, classes = _images(config)
     shape = {"classes": classes, "cells": config.cells, "channels": config.channels}
@@ -72,6 +100,7 @@ def _run(config: Rank, folder: pathlib.Path) -> dict[str, Any]:
     cells = [genotypes()[row] for row in drawn]
     w = jax.jit(lambda key: networks.init(key, train[0].shape[1:]))(keys[0])
     jax.eval_shape(networks.apply, w, encode(cells[0]), batch[0])
+    bar.enter("scores")
     scored = score_networks(
         names,
         networks,
@@ -89,19 +118,16 @@ def _run(config: Rank, folder: pathlib.Path) -> dict[str, Any]:
         "compile seconds": scored.compile_seconds,
         **report.origin(),
     }
+    bar.enter("judging")
     if table is not None:
         result |= _judged(config, scored, table, drawn)
     chosen = _best(cells, scored.oriented()[names[0]])
     result["chosen"] = {"genotype": str(chosen), "score": names[0]}
     if config.epochs:
+        bar.enter("training")
         result["chosen"] |= _trained(config, chosen, shape, train, test, keys[1], folder)
     result["seconds"] = time.perf_counter() - began
-    arrays = {"rows": drawn, **scored.values}
-    report.write(folder, result, arrays)
-    if table is not None:
-        _picture(folder, config, scored, table, drawn)
-    _print(result, folder)
-    return result
+    return result, scored, drawn, table
 
 
 def _drawn(config: Rank) -> np.ndarray:

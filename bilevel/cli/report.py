@@ -5,7 +5,8 @@ import datetime
 import decimal
 import json
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ import numpy as np
 from rich.console import Console
 
 from bilevel import plots
+from bilevel._progress import RunBar, run_bar
 from bilevel.cli import call
 
 
@@ -30,6 +32,12 @@ def origin() -> dict[str, Any]:
         "jax": jax.__version__,
         "device": str(jax.devices()[0].device_kind),
     }
+
+
+def phases(config: Any, work: Mapping[str, float]) -> AbstractContextManager[RunBar]:
+    """The progress bar of a whole run, whose phases take ``work``, in any unit."""
+    wanted = getattr(config, "progress", None) if call.current().progress else False
+    return run_bar(wanted, work)
 
 
 def write(folder: pathlib.Path, result: dict[str, Any], arrays: dict[str, Any]) -> None:

@@ -14,11 +14,13 @@ _CONFIG = "config.json"
 
 
 @contextlib.contextmanager
-def run_directory(config: Any, changeable: tuple[str, ...] = ()) -> Iterator[pathlib.Path]:
+def run_directory(
+    config: Any, changeable: tuple[str, ...] = (), *, keeps: str = "its results are kept"
+) -> Iterator[pathlib.Path]:
     """The directory to write into; where a new run fails before its first result, it is removed.
 
     With ``config.resume`` it is ``config.out``, if that was the same run but for the flags that are
-    ``changeable``. Ctrl-C raises :class:`Stopped`.
+    ``changeable``. Ctrl-C raises :class:`Stopped`, which says what the directory ``keeps``.
     """
     goes_on = hasattr(config, "resume")
     resumed = goes_on and config.resume
@@ -32,8 +34,10 @@ def run_directory(config: Any, changeable: tuple[str, ...] = ()) -> Iterator[pat
         if not kept:
             _remove(made)
         if isinstance(error, KeyboardInterrupt):
-            how = f"; go on with --resume --out {folder}" if kept and goes_on else ""
-            raise Stopped(f"{str(error) or 'interrupted'}{how}") from None
+            left = keeps if kept else "nothing is kept"
+            left += f" in {folder}" * (kept and not goes_on)
+            left += f"; go on with --resume --out {folder}" * (kept and goes_on)
+            raise Stopped(f"{str(error) or 'interrupted'}; {left}") from None
         raise
 
 

@@ -8,6 +8,7 @@ each would have at infinite width, and leaves a run directory.
 
 import pathlib
 import time
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -17,9 +18,11 @@ import optax
 
 import bilevel
 from bilevel import plots
+from bilevel._progress import RunBar
 from bilevel.cli import argmax, report
 from bilevel.cli.commands import JOINT_EPOCHS, LONGER, Search
 from bilevel.cli.kernels import min_eigenvalue
+from bilevel.cli.known import inputs
 from bilevel.cli.rows import draw_rows, load
 from bilevel.cli.runs import run_directory
 from bilevel.problem import side_by_side
@@ -56,15 +59,25 @@ class Task(NamedTuple):
 def run_search(config: Search) -> dict[str, Any]:
     """Run the job; print its table, write its run directory, return what `result.json` holds."""
     config.check()
-    with run_directory(config, changeable=("steps",)) as folder:
+    with run_directory(config, ("steps",), keeps="the search is kept as far as it came") as folder:
         return _run(config, folder)
 
 
 def _run(config: Search, folder: pathlib.Path) -> dict[str, Any]:
+    with report.phases(config, _work(config)) as bar:
+        result, found = _computed(config, folder, bar)
+    _write(folder, result, found)
+    _print(result, folder)
+    return result
+
+
+def _computed(config: Search, folder: pathlib.Path, bar: RunBar) -> tuple[dict[str, Any], Any]:
     began = time.perf_counter()
+    bar.enter("data")
     task = setup(config)
     h = len(task.space.names)
     uniform = jnp.full((config.seeds, h), 1 / h)
+    bar.enter("search")
     found = bilevel.search(
         side_by_side(task.space.problem),
         task.solver,
@@ -74,26 +87,62 @@ def _run(config: Search, folder: pathlib.Path) -> dict[str, Any]:
         task.train,
         task.valid,
         steps=config.steps,
-        progress=config.progress,
+        progress=False,
+        callback=_shown(config, bar, config.steps),
         checkpoint=folder / "checkpoint",
         resume=config.resume,
     )
     if found.stopped:
         raise KeyboardInterrupt(found.stopped)
     searched = time.perf_counter() - began
-    w, _ = retrained(task, found.alpha)
-    rows = {"search": _scores(task, w, found.alpha)}
+    bar.enter("retraining")
     corners = [jnp.zeros_like(uniform).at[:, i].set(1) for i in range(h)]
-    singles = [retrained(task, alpha) for alpha in corners]
-    rows |= {n: _scores(task, *one) for n, one in zip(task.space.names, singles, strict=True)}
-    rows["joint training"] = _scores(task, *_joint(task, config, uniform))
+    alphas = dict(zip(("search", *task.space.names), (found.alpha, *corners), strict=True))
+    networks = {}
+    for i, (name, alpha) in enumerate(alphas.items(), 1):
+        networks[name] = jax.block_until_ready(retrained(task, alpha))
+        bar.show(i / len(alphas), name)
+    singles = [networks[name] for name in task.space.names]
+    bar.enter("joint training")
+    networks["joint training"] = _joint(task, config, uniform, bar)
+    bar.enter("certificates")
+    rows = {}
+    for i, (name, network) in enumerate(networks.items(), 1):
+        rows[name] = _scores(task, *network)
+        bar.show(i / len(networks), name)
     seconds = {"search": searched, "all": time.perf_counter() - began}
     result = _summary(config, task.space.names, np.asarray(found.alpha), rows, seconds)
+    bar.enter("error of the hypergradient")
     result["hypergradient"] = hypergradient_error(task, config, found.alpha)
-    result["argmax"] = argmax.judged(task.space, (w, found.alpha), singles, task.valid, task.test)
-    _write(folder, result, found)
-    _print(result, folder)
-    return result
+    result["argmax"] = argmax.judged(task.space, networks["search"], singles, task.valid, task.test)
+    return result, found
+
+
+def _work(config: Search) -> dict[str, float]:
+    """Seconds of each phase, roughly, on two cores: compilation, and gradients of weights."""
+    units = config.seeds * config.width * config.train * inputs(config.data)
+    solve, networks = 2e-8 / 60 * units * config.inner_steps, len(config.activations) + 1
+    found = {"unrolled": 4, "truncated": 1.75, "first-order": 1, "implicit": 3}[config.solver]
+    return {
+        "data": 4,
+        "search": 3 + found * solve * config.steps,
+        "retraining": 3 + solve * networks,
+        "joint training": 3 + 2 * JOINT_EPOCHS * solve,
+        "certificates": 8 + config.seeds * (networks + 1),
+        "error of the hypergradient": 6 + 4 * (1 + LONGER) * solve,
+    }
+
+
+def _shown(config: Search, bar: RunBar, steps: int) -> Callable[[bilevel.SearchResult], None]:
+    """What to call between chunks of a search of so many ``steps``: the losses' means."""
+
+    def callback(found):
+        done = len(found.history["value"])
+        outer, lower = (float(found.history[k][-1]) / config.seeds for k in ("value", "lower"))
+        losses = f"validation loss {outer:.4g}  training loss {lower:.4g}"
+        bar.show(done / steps, f"{done}/{steps}  {losses}")
+
+    return callback
 
 
 # ----------------------------------------------------------------------------- the parts
@@ -172,10 +221,13 @@ _train = jax.jit(
 )
 
 
-def _joint(task: Task, config: Search, alpha: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _joint(
+    task: Task, config: Search, alpha: jax.Array, bar: RunBar
+) -> tuple[jax.Array, jax.Array]:
     """Single-level training: weights and α descend the training loss together."""
     lower = side_by_side(task.space.problem).lower
     rate = 1 / task.curvatures.max(axis=-1)[:, None, None]
+    steps = JOINT_EPOCHS * config.inner_steps
     result = bilevel.search(
         bilevel.Problem(lower, lower),
         bilevel.unrolled(optax.sgd(rate, 0.9, nesterov=True), 1, backprop=0),
@@ -184,9 +236,12 @@ def _joint(task: Task, config: Search, alpha: jax.Array) -> tuple[jax.Array, jax
         task.w0,
         task.train,
         task.train,
-        steps=JOINT_EPOCHS * config.inner_steps,
+        steps=steps,
         progress=False,
+        callback=lambda found: bar.show(len(found.history["value"]) / steps, ""),
     )
+    if result.stopped:
+        raise KeyboardInterrupt
     return result.w, result.alpha
 
 

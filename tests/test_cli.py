@@ -63,17 +63,18 @@ def bars(monkeypatch):
     return Bars(monkeypatch)
 
 
-def test_loops_of_a_run_fill_its_one_bar(bars, capsys):
-    with pytest.raises(KeyboardInterrupt, match="interrupted in phase 'second'"):
-        with _progress.run_bar(True, {"first": 1.0, "second": 3.0}) as bar:
-            bar.enter("second")
-            with _progress.progress_bar(
-                None, "loop", 6, "loss {task.fields[x]:.1f}", ["x"]
-            ) as show:
-                show(2, lambda: {"x": 0.25})
-            with _progress.progress_bar(False, "silent", 6, "", []) as show:
-                show(3, lambda: pytest.fail("looked at what is not shown"))
-            raise KeyboardInterrupt
+def test_loops_of_a_run_fill_its_one_bar(bars):
+    text = "loss {task.fields[x]:.1f}"
+    with (
+        pytest.raises(KeyboardInterrupt, match="interrupted in phase 'second'"),
+        _progress.run_bar(True, {"first": 1.0, "second": 3.0}) as bar,
+    ):
+        bar.enter("second")
+        with _progress.progress_bar(None, "loop", 6, text, ["x"]) as show:
+            show(2, lambda: {"x": 0.25})
+        with _progress.progress_bar(False, "silent", 6, "", []) as show:
+            show(3, lambda: pytest.fail("looked at what is not shown"))
+        raise KeyboardInterrupt
     assert bars.totals == [4.0]
     assert bars.updates[-1] == {"completed": 2.0, "description": "second", "text": "2/6  loss 0.2"}
     with _progress.run_bar(None, {"first": 1.0}) as bar:  # no terminal

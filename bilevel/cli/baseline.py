@@ -41,7 +41,7 @@ def run_baseline(config: Baseline) -> dict[str, Any]:
 
 def _run(config: Baseline, folder: pathlib.Path) -> dict[str, Any]:
     names: list[str] = [*_METHODS] if config.method == "all" else [config.method]
-    with report.phases(config, {"data": 0.5} | dict.fromkeys(names, 1.0)) as bar:
+    with report.phases(config, {"data": 1.0} | dict.fromkeys(names, 1.0)) as bar:
         result, traces = _computed(config, names, folder, bar)
     report.write(folder, result, _arrays(traces))
     _picture(folder, result, traces)

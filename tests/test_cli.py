@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import documented_keys
 
 import bilevel
 from bilevel import _progress
@@ -93,6 +94,7 @@ def test_search_ends_in_a_table_and_a_run_directory(tmp_path, capsys, bars):
     for row in ("search", "relu", "tanh", "joint training", "α found:", "mean ± s.e. of 2 seeds"):
         assert row in printed
     result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert set(result) <= documented_keys()
     alpha = np.array(result["alpha"])
     assert alpha.shape == (2, 2)
     np.testing.assert_allclose(alpha.sum(1), 1, rtol=1e-5)
@@ -241,6 +243,7 @@ def test_certify_prints_a_bracket_and_leaves_it_with_the_spectra(tmp_path, capsy
     for text in ("over the simplex", "worst mixture", "certified ≥", "exact to ", "cells"):
         assert text in printed
     result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert set(result) <= documented_keys()
     simplex, kernels = result["simplex"], result["kernels"]
     assert simplex["converged"]
     assert 0 < simplex["lower"] <= simplex["upper"] <= 1.001 * simplex["lower"]
@@ -328,6 +331,7 @@ def test_baseline_compares_all_methods_in_one_table(tmp_path, capsys, bars):
     bars.check(["data", *methods, "exponentiated-gradient", "random-search"])
     printed = capsys.readouterr().out
     result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert set(result) <= documented_keys()
     assert result["rows"] == [120, 80, 1597]
     assert len(result["methods"]) == 6
     for name, row in result["methods"].items():

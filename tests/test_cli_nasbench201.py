@@ -5,6 +5,7 @@ import types
 
 import numpy as np
 import pytest
+from helpers import documented_keys
 
 from bilevel.cli import main
 from bilevel.cli.nasbench201 import (
@@ -45,6 +46,7 @@ def test_a_search_ends_in_a_table_and_its_files(tmp_path, capsys, monkeypatch, k
     monkeypatch.setattr("bilevel.cli.deep.top_curvature", curvature)
     assert search(run, "--seeds", "2", "--strategy", "random") == 0
     result = json.loads((run / "result.json").read_text())
+    assert set(result) <= documented_keys()
     printed = " ".join(capsys.readouterr().out.replace("│", " ").split())
     best = "best of 3 random"  # 4 x 40 / 50; without convolutions all networks cost the same
     for text in ("CIFAR-100", best, "seed 1: |", "entropy", "Hessian", "the search saw digits"):

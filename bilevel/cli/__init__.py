@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with interrupts.heard():
             _run(arguments)
     except (KeyboardInterrupt, interrupts.Stopped) as stop:
-        return _said(str(stop) or "interrupted", 130)
+        return _said(str(stop) or "interrupted; nothing is kept", 130)
     except OSError as error:
         file = f"{error.filename}: " if error.filename else ""
         return _said(f"{file}{error.strerror}." if error.strerror else str(error), 2)

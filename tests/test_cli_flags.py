@@ -383,6 +383,8 @@ def test_a_config_that_is_not_the_commands_is_refused(
     assert main([*line.split(), "--config", "FILE"]) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"bilevel: {sentence}") and error.count("\n") == 1
+    assert main(["certify", "--config"]) == 2
+    assert "--config" in capsys.readouterr().err
     assert main(["certify", "--config", "nothing"]) == 2
     assert capsys.readouterr().err.endswith("'nothing', as a JSON object, got no such file.\n")
     assert [path.name for path in tmp_path.iterdir()] == ["FILE"]

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import importlib
 import io
+import itertools
 import json
 import pathlib
 import re
@@ -218,8 +219,9 @@ def _routed(arguments: Sequence[str]) -> tuple[list[str], str, bool]:
 
 def _config_file(arguments: Sequence[str]) -> pathlib.Path | None:
     """What ``--config`` names, before parsing: it decides the defaults of the other flags."""
-    for i, flag in enumerate(arguments):
+    found = None
+    for flag, following in itertools.pairwise([*arguments, ""]):
         name, equals, value = flag.partition("=")
-        if name == "--config" and (equals or i + 1 < len(arguments)):
-            return pathlib.Path(value if equals else arguments[i + 1])
-    return None
+        if name == "--config" and (equals or following):
+            found = pathlib.Path(value if equals else following)
+    return found

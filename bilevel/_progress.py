@@ -5,6 +5,7 @@ for all its phases (:func:`run_bar`): then it fills that phase's share.
 """
 
 import contextlib
+import datetime
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,7 +13,7 @@ from contextvars import ContextVar
 from types import SimpleNamespace
 from typing import Any
 
-_SAYS = 3.0  # per cent done from which on a time that remains is estimated
+_SAYS = 0.03  # of the run, to be done before a time that remains is estimated
 
 Show = Callable[[int, Callable[[], dict[str, Any]]], None]
 
@@ -23,6 +24,7 @@ class RunBar:
     def __init__(self, work: Mapping[str, float], update: Callable[..., None] | None):
         self._work, self._update = dict(work), update  # None: nothing is shown
         self.phase, self._before = "", 0.0
+        self._found = 0.0  # work that an earlier run had done
 
     def enter(self, phase: str) -> None:
         """What comes now; the phases before it in ``work`` are over."""
@@ -35,17 +37,29 @@ class RunBar:
         """How much of the phase is done, and what there is to say of it."""
         if self._update is not None:
             done = self._before + share * self._work[self.phase]
-            self._update(completed=done, description=self.phase, text=text)
+            self._update(completed=done, description=self.phase, text=text, found=self._found)
 
     def loop(self, total: int, text: str) -> Show:
         """:func:`progress_bar`'s, for a loop that is all of the phase."""
+        first = True
 
         def show(done, values):
+            nonlocal first
+            if first:  # all but one step of what is done by now, in a run that goes on
+                self._found += (done - 1) / total * self._work[self.phase]
+                first = False
             if self._update is not None:
                 said = text.format(task=SimpleNamespace(fields=values()))
                 self.show(done / total, f"{done}/{total}  {said}")
 
         return show
+
+
+def remaining(elapsed: float, done: float, left: float, total: float) -> str:
+    """An estimate of the time, where ``done`` of ``total`` took ``elapsed`` seconds; or nothing."""
+    if done < _SAYS * total or not left:
+        return ""
+    return f"{datetime.timedelta(seconds=round(elapsed * left / done))} left"
 
 
 _run: ContextVar[RunBar | None] = ContextVar("run", default=None)
@@ -57,14 +71,15 @@ def run_bar(progress: bool | None, work: Mapping[str, float]) -> Iterator[RunBar
 
     Ctrl-C says the phase that it came in, unless it has something to say already.
     """
-    from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, ProgressColumn, TaskProgressColumn, TextColumn
     from rich.text import Text
 
-    class Remaining(TimeRemainingColumn):
-        """None at the start, which says little of what follows."""
+    class Remaining(ProgressColumn):
+        max_refresh = 0.5
 
         def render(self, task):
-            return super().render(task) if task.percentage >= _SAYS else Text("")
+            done = task.completed - task.fields["found"]
+            return Text(remaining(task.elapsed or 0.0, done, task.remaining, task.total))
 
     columns = (
         TextColumn("{task.description}"),
@@ -76,7 +91,9 @@ def run_bar(progress: bool | None, work: Mapping[str, float]) -> Iterator[RunBar
     with contextlib.ExitStack() as stack:
         update = None
         if (console := _console(progress)) is not None:
-            update = stack.enter_context(_shown(console, columns, sum(work.values()), "", text=""))
+            update = stack.enter_context(
+                _shown(console, columns, sum(work.values()), "", text="", found=0)
+            )
         bar = RunBar(work, update)
         token = _run.set(bar)
         try:
@@ -131,7 +148,6 @@ def _shown(
 ) -> Iterator[Callable[..., None]]:
     from rich.progress import Progress
 
-    # The time that remains goes by all that was done since the first sign of it.
-    with Progress(*columns, console=console, speed_estimate_period=math.inf) as bar:
+    with Progress(*columns, console=console) as bar:
         task = bar.add_task(label, total=total, **fields)
         yield lambda **values: bar.update(task, **values)

@@ -77,7 +77,10 @@ def test_loops_of_a_run_fill_its_one_bar(bars):
             show(3, lambda: pytest.fail("looked at what is not shown"))
         raise KeyboardInterrupt
     assert bars.totals == [4.0]
-    assert bars.updates[-1] == {"completed": 2.0, "description": "second", "text": "2/6  loss 0.2"}
+    last = {"completed": 2.0, "description": "second", "text": "2/6  loss 0.2", "found": 0.5}
+    assert bars.updates[-1] == last
+    assert _progress.remaining(30.0, done=1.5, left=2.0, total=4.0) == "0:00:40 left"
+    assert _progress.remaining(30.0, done=0.1, left=3.9, total=4.0) == ""  # too early to say
     with _progress.run_bar(None, {"first": 1.0}) as bar:  # no terminal
         bar.enter("first")
         with _progress.progress_bar(True, "loop", 6, "", []) as show:
@@ -122,8 +125,8 @@ def test_search_ends_in_a_table_and_a_run_directory(tmp_path, capsys, bars):
         np.testing.assert_array_less(bound, value)
         np.testing.assert_allclose(bound, value, rtol=1e-6)
     arrays = loaded(tmp_path / "run" / "arrays.npz")
-    losses = (arrays[f"history_{name}"][-1] / 2 for name in ("value", "lower"))  # of two seeds
-    assert said == ["3/3  validation loss {:.4g}  training loss {:.4g}".format(*losses)]
+    losses = (arrays[f"history_{name}"][-1] / 2 for name in ("lower", "value"))  # of two seeds
+    assert said == ["3/3  train {:.4g}  valid {:.4g}".format(*losses)]
     assert arrays["history_alpha"].shape == (3, 2, 2)
     assert arrays["w"].shape == (2, 16, 64)
     assert (tmp_path / "run" / "search.png").stat().st_size > 10_000

@@ -135,12 +135,11 @@ def _work(config: Search) -> dict[str, float]:
 
 def _shown(config: Search, bar: RunBar, steps: int) -> Callable[[bilevel.SearchResult], None]:
     """What to call between chunks of a search of so many ``steps``: the losses' means."""
+    show = bar.loop(steps, "train {task.fields[lower]:.4g}  valid {task.fields[value]:.4g}")
 
     def callback(found):
-        done = len(found.history["value"])
-        outer, lower = (float(found.history[k][-1]) / config.seeds for k in ("value", "lower"))
-        losses = f"validation loss {outer:.4g}  training loss {lower:.4g}"
-        bar.show(done / steps, f"{done}/{steps}  {losses}")
+        last = {k: float(found.history[k][-1]) / config.seeds for k in ("lower", "value")}
+        show(len(found.history["value"]), lambda: last)
 
     return callback
 

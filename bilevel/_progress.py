@@ -1,30 +1,126 @@
-"""The progress bar of long loops: on standard error, by default only where that is a terminal."""
+"""Progress on standard error, by default only where that is a terminal.
 
+A long loop has a bar of its own (:func:`progress_bar`), unless it is part of a run that has one bar
+for all its phases (:func:`run_bar`): then it fills that phase's share.
+"""
+
+import contextlib
+import datetime
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
+from types import SimpleNamespace
 from typing import Any
+
+_SAYS = 0.03  # of the run, to be done before a time that remains is estimated
+
+Show = Callable[[int, Callable[[], dict[str, Any]]], None]
+
+
+class RunBar:
+    """Of a run: ``work`` has its phases in order, with how long they take, in any unit."""
+
+    def __init__(self, work: Mapping[str, float], update: Callable[..., None] | None):
+        self._work, self._update = dict(work), update  # None: nothing is shown
+        self.phase, self._before = "", 0.0
+        self._found = 0.0  # work that an earlier run had done
+
+    def enter(self, phase: str) -> None:
+        """What comes now; the phases before it in ``work`` are over."""
+        names = list(self._work)
+        self._before = sum(self._work[name] for name in names[: names.index(phase)])
+        self.phase = phase
+        self.show(0.0, "")
+
+    def show(self, share: float, text: str) -> None:
+        """How much of the phase is done, and what there is to say of it."""
+        if self._update is not None:
+            done = self._before + share * self._work[self.phase]
+            self._update(completed=done, description=self.phase, text=text, found=self._found)
+
+    def loop(self, total: int, text: str) -> Show:
+        """:func:`progress_bar`'s, for a loop that is all of the phase."""
+        first = True
+
+        def show(done, values):
+            nonlocal first
+            if first:  # all but one step of what is done by now, in a run that goes on
+                self._found += (done - 1) / total * self._work[self.phase]
+                first = False
+            if self._update is not None:
+                said = text.format(task=SimpleNamespace(fields=values()))
+                self.show(done / total, f"{done}/{total}  {said}")
+
+        return show
+
+
+def remaining(elapsed: float, done: float, left: float, total: float) -> str:
+    """An estimate of the time, where ``done`` of ``total`` took ``elapsed`` seconds; or nothing."""
+    if done < _SAYS * total or not left:
+        return ""
+    return f"{datetime.timedelta(seconds=round(elapsed * left / done))} left"
+
+
+_run: ContextVar[RunBar | None] = ContextVar("run", default=None)
+
+
+@contextmanager
+def run_bar(progress: bool | None, work: Mapping[str, float]) -> Iterator[RunBar]:
+    """One bar for the phases in ``work``; loops within have none of their own.
+
+    Ctrl-C says the phase that it came in, unless it has something to say already.
+    """
+    from rich.progress import BarColumn, ProgressColumn, TaskProgressColumn, TextColumn
+    from rich.text import Text
+
+    class Remaining(ProgressColumn):
+        max_refresh = 0.5
+
+        def render(self, task):
+            done = task.completed - task.fields["found"]
+            return Text(remaining(task.elapsed or 0.0, done, task.remaining, task.total))
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=20),
+        TaskProgressColumn(),
+        Remaining(),
+        TextColumn("{task.fields[text]}", markup=False),
+    )
+    with contextlib.ExitStack() as stack:
+        update = None
+        if (console := _console(progress)) is not None:
+            update = stack.enter_context(
+                _shown(console, columns, sum(work.values()), "", text="", found=0)
+            )
+        bar = RunBar(work, update)
+        token = _run.set(bar)
+        try:
+            yield bar
+            bar.show(1.0, "")
+        except KeyboardInterrupt as stop:
+            raise KeyboardInterrupt(str(stop) or f"interrupted in phase {bar.phase!r}") from None
+        finally:
+            _run.reset(token)
 
 
 @contextmanager
 def progress_bar(
     progress: bool | None, label: str, total: int, text: str, fields: Sequence[str]
-) -> Iterator[Callable[[int, Callable[[], dict[str, Any]]], None]]:
+) -> Iterator[Show]:
     """``show(done, values)``, with ``values()`` giving the ``fields`` that ``text`` has in it.
 
     ``values`` is called only where there is a bar: what it reads may have to come from a device.
     """
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-    )
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 
-    console = Console(stderr=True)
-    if not (console.is_terminal if progress is None else progress):
+    run = _run.get()
+    if run is not None and progress is not False:
+        yield run.loop(total, text)
+        return
+    console = None if run is not None else _console(progress)
+    if console is None:
         yield lambda done, values: None
         return
     columns = (
@@ -34,7 +130,24 @@ def progress_bar(
         TextColumn(text),
         TimeRemainingColumn(),
     )
+    with _shown(console, columns, total, label, **dict.fromkeys(fields, math.nan)) as update:
+        yield lambda done, values: update(completed=done, **values())
+
+
+def _console(progress: bool | None) -> Any:
+    """Standard error, if something is to be shown there."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    return console if (console.is_terminal if progress is None else progress) else None
+
+
+@contextmanager
+def _shown(
+    console: Any, columns: Sequence[Any], total: float, label: str, **fields: Any
+) -> Iterator[Callable[..., None]]:
+    from rich.progress import Progress
+
     with Progress(*columns, console=console) as bar:
-        unknown: dict[str, Any] = dict.fromkeys(fields, math.nan)
-        task = bar.add_task(label, total=total, **unknown)
-        yield lambda done, values: bar.update(task, completed=done, **values())
+        task = bar.add_task(label, total=total, **fields)
+        yield lambda **values: bar.update(task, **values)

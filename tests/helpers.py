@@ -5,6 +5,7 @@
 
 import contextlib
 import os
+import re
 from pathlib import Path
 
 import jax
@@ -73,6 +74,13 @@ def lower_hessian(lower, w, alpha, batch):
 
 def cast(tree, dtype):
     return jax.tree.map(lambda x: jnp.asarray(x, dtype), tree)
+
+
+def documented_keys():
+    """Of ``result.json``, by the README's table."""
+    text = (Path(__file__).parents[1] / "README.md").read_text()
+    table = text[text.index("| key of `result.json`") :].split("\n\n")[0]
+    return {key for line in table.splitlines() for key in re.findall("`(.*?)`", line.split("|")[1])}
 
 
 @contextlib.contextmanager

@@ -1,5 +1,7 @@
 """The command line runs the main job, leaves its results, and reports mistakes in one sentence."""
 
+import contextlib
+import datetime
 import json
 import subprocess
 import sys
@@ -8,8 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import documented_keys
 
 import bilevel
+from bilevel import _progress
 from bilevel.cli import main, report
 from bilevel.cli import search as commands
 from bilevel.cli.argmax import judged, sentence
@@ -35,12 +39,65 @@ def search(folder, *flags):
     return main(["search", "--out", str(folder), *SMALL, *flags])
 
 
-def test_search_ends_in_a_table_and_a_run_directory(tmp_path, capsys):
-    assert search(tmp_path / "run", "--seeds", "2") == 0
+class Bars:
+    """What would be seen of the bars of a run."""
+
+    def __init__(self, monkeypatch):
+        self.totals, self.updates = [], []
+        monkeypatch.setattr(_progress, "_shown", self._shown)
+
+    @contextlib.contextmanager
+    def _shown(self, console, columns, total, label, **fields):
+        self.totals.append(total)
+        yield lambda **values: self.updates.append(values)
+
+    def check(self, phases):
+        """One bar, which is never set back and is full in the end."""
+        (total,) = self.totals
+        done = [update["completed"] for update in self.updates]
+        assert done == sorted(done) and done[0] == 0 and done[-1] == pytest.approx(total)
+        assert [*dict.fromkeys(update["description"] for update in self.updates)] == phases
+
+
+@pytest.fixture
+def bars(monkeypatch):
+    return Bars(monkeypatch)
+
+
+def test_loops_of_a_run_fill_its_one_bar(bars):
+    text = "loss {task.fields[x]:.1f}"
+    with (
+        pytest.raises(KeyboardInterrupt, match="interrupted in phase 'second'"),
+        _progress.run_bar(True, {"first": 1.0, "second": 3.0}) as bar,
+    ):
+        bar.enter("second")
+        with _progress.progress_bar(None, "loop", 6, text, ["x"]) as show:
+            show(2, lambda: {"x": 0.25})
+        with _progress.progress_bar(False, "silent", 6, "", []) as show:
+            show(3, lambda: pytest.fail("looked at what is not shown"))
+        raise KeyboardInterrupt
+    assert bars.totals == [4.0]
+    last = {"completed": 2.0, "description": "second", "text": "2/6  loss 0.2", "found": 0.5}
+    assert bars.updates[-1] == last
+    assert _progress.remaining(30.0, done=1.5, left=2.0, total=4.0) == "0:00:40 left"
+    assert _progress.remaining(30.0, done=0.1, left=3.9, total=4.0) == ""  # too early to say
+    with _progress.run_bar(None, {"first": 1.0}) as bar:  # no terminal
+        bar.enter("first")
+        with _progress.progress_bar(True, "loop", 6, "", []) as show:
+            show(3, lambda: pytest.fail("looked at what is not shown"))
+    assert len(bars.updates) == 2
+
+
+def test_search_ends_in_a_table_and_a_run_directory(tmp_path, capsys, bars):
+    assert search(tmp_path / "run", "--seeds", "2", "--progress", "True") == 0
+    phases = ["data", "search", "retraining", "joint training", "certificates"]
+    bars.check([*phases, "error of the hypergradient"])
+    said = [update["text"] for update in bars.updates if update["text"].startswith("3/3 ")]
     printed = capsys.readouterr().out
     for row in ("search", "relu", "tanh", "joint training", "α found:", "mean ± s.e. of 2 seeds"):
         assert row in printed
     result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert set(result) <= documented_keys()
     alpha = np.array(result["alpha"])
     assert alpha.shape == (2, 2)
     np.testing.assert_allclose(alpha.sum(1), 1, rtol=1e-5)
@@ -68,6 +125,8 @@ def test_search_ends_in_a_table_and_a_run_directory(tmp_path, capsys):
         np.testing.assert_array_less(bound, value)
         np.testing.assert_allclose(bound, value, rtol=1e-6)
     arrays = loaded(tmp_path / "run" / "arrays.npz")
+    losses = (arrays[f"history_{name}"][-1] / 2 for name in ("lower", "value"))  # of two seeds
+    assert said == ["3/3  train {:.4g}  valid {:.4g}".format(*losses)]
     assert arrays["history_alpha"].shape == (3, 2, 2)
     assert arrays["w"].shape == (2, 16, 64)
     assert (tmp_path / "run" / "search.png").stat().st_size > 10_000
@@ -157,17 +216,21 @@ def test_a_run_resumed_with_more_steps_is_one_long_run_in_its_own_directory(
     # The comparisons after the search are other tests'.
     known = {"norm": [1.0], "error": [0.5]}
     monkeypatch.setattr(commands, "hypergradient_error", lambda task, config, alpha: known)
-    monkeypatch.setattr(commands, "_joint", lambda task, config, alpha: (task.w0, alpha))
+    monkeypatch.setattr(commands, "_joint", lambda task, config, alpha, bar: (task.w0, alpha))
     search(tmp_path / "run", *CLOSED)
     assert "hypergradient there: 50 % from that of training 4 times" in capsys.readouterr().out
     assert search(tmp_path / "run", *CLOSED, "--resume", "--seed", "5") == 2
     assert "seed: expected 0 as in the run to resume, got 5" in capsys.readouterr().err
     search(tmp_path / "run", *CLOSED, "--steps", "5")
     assert search(tmp_path / "run", *CLOSED, "--resume", "--steps", "5") == 0
-    resumed, long = (
-        json.loads((tmp_path / name / "result.json").read_text()) for name in ("run", "run-2")
+    config = str(tmp_path / "run" / "config.json")
+    assert main(["search", "--config", config, "--out", str(tmp_path / "again"), "--json"]) == 0
+    resumed, long, again = (
+        json.loads((tmp_path / name / "result.json").read_text())
+        for name in ("run", "run-2", "again")
     )
-    assert resumed["alpha"] == long["alpha"]
+    assert resumed["alpha"] == long["alpha"] == again["alpha"]
+    assert resumed["scores"] == again["scores"]
 
 
 def certify(folder, *flags):
@@ -183,6 +246,7 @@ def test_certify_prints_a_bracket_and_leaves_it_with_the_spectra(tmp_path, capsy
     for text in ("over the simplex", "worst mixture", "certified ≥", "exact to ", "cells"):
         assert text in printed
     result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert set(result) <= documented_keys()
     simplex, kernels = result["simplex"], result["kernels"]
     assert simplex["converged"]
     assert 0 < simplex["lower"] <= simplex["upper"] <= 1.001 * simplex["lower"]
@@ -201,6 +265,28 @@ def test_certify_prints_a_bracket_and_leaves_it_with_the_spectra(tmp_path, capsy
         value, *_ = min_eigenvalue(arrays["x"], tuple(result["names"]), kernels[name]["alpha"])
         np.testing.assert_allclose(value, kernels[name]["min eigenvalue"], rtol=1e-9)
     assert (tmp_path / "run" / "spectrum.png").stat().st_size > 10_000
+
+
+def test_a_run_says_how_it_was_made_and_its_config_gives_it_again(tmp_path, capsys):
+    first, second = (str(tmp_path / name) for name in ("first", "second"))
+    began = datetime.datetime.now(datetime.UTC).replace(microsecond=0)
+    assert certify(first, "--json") == 0
+    printed = capsys.readouterr()
+    result = json.loads(printed.out)
+    assert not printed.err and printed.out == (tmp_path / "first" / "result.json").read_text()
+    assert result["command"].startswith("bilevel certify --out ")
+    assert began <= datetime.datetime.fromisoformat(result["date"])
+    assert set(result["versions"]) == {"bilevel", "jax", "jaxlib", "python"}
+    assert result["versions"]["jax"] == result["jax"] == jax.__version__
+
+    config = str(tmp_path / "first" / "config.json")
+    assert main(["certify", "--config", config, "--out", second, "--quiet"]) == 0
+    assert capsys.readouterr() == ("", "")
+    again = json.loads((tmp_path / "second" / "result.json").read_text())
+    for name in ("kernels", "simplex", "names", "entry error"):
+        assert again[name] == result[name]
+    assert main(["certify", "--config", config, "--rows", "1", "--quiet"]) == 2
+    assert capsys.readouterr() == ("", "bilevel: rows: expected at least 2, got 1.\n")
 
 
 def test_certify_refuses_what_it_cannot_certify(tmp_path, capsys, monkeypatch):
@@ -242,10 +328,13 @@ def baseline(folder, *flags):
     return main(["baseline", "--out", str(folder), *small, *flags])
 
 
-def test_baseline_compares_all_methods_in_one_table(tmp_path, capsys):
-    assert baseline(tmp_path / "run") == 0
+def test_baseline_compares_all_methods_in_one_table(tmp_path, capsys, bars):
+    assert baseline(tmp_path / "run", "--progress", "True") == 0
+    methods = ["weight-sharing", "fast-weight-sharing", "successive-halving", "hyperband"]
+    bars.check(["data", *methods, "exponentiated-gradient", "random-search"])
     printed = capsys.readouterr().out
     result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert set(result) <= documented_keys()
     assert result["rows"] == [120, 80, 1597]
     assert len(result["methods"]) == 6
     for name, row in result["methods"].items():
@@ -271,8 +360,13 @@ def test_baseline_resumes_from_its_journal_to_the_same_result(tmp_path, capsys):
     assert "penalty: expected 0.5 as in the run to resume, got 2.0" in capsys.readouterr().err
     assert baseline(tmp_path / "run", *flags, "--resume") == 0
     after = json.loads((tmp_path / "run" / "result.json").read_text())["methods"]
+    config = str(tmp_path / "run" / "config.json")
+    again = ["baseline", "--config", config, "--out", str(tmp_path / "again"), "--quiet"]
+    assert main(again) == 0
+    again = json.loads((tmp_path / "again" / "result.json").read_text())["methods"]
     for name, row in before.items():
         assert {**row, "seconds": 0} == {**after[name], "seconds": 0}
+        assert {**row, "seconds": 0} == {**again[name], "seconds": 0}
 
 
 def test_baseline_handles_one_configuration_and_refuses_none(tmp_path, capsys):

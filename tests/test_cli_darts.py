@@ -5,6 +5,7 @@ import shutil
 
 import numpy as np
 import pytest
+from helpers import documented_keys
 
 from bilevel import checkpoint
 from bilevel.cli import convolutional, main
@@ -57,6 +58,7 @@ def test_a_run_that_crashed_in_training_ends_as_one_that_did_not(tmp_path, capsy
     for text in ("search", "random", "supernet", "found: Genotype(normal=[(", "Hessian"):
         assert text in printed
     found = parse_genotype(result["genotypes"][0])
+    assert set(result) <= documented_keys()
     scores = result["scores"]
     assert list(scores) == ["search", "random", "supernet"]
     # Truth: counted in the genotype.

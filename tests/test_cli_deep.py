@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_close
+from helpers import assert_close, documented_keys
 
 import bilevel
 from bilevel.cli import deep, main
@@ -46,7 +46,10 @@ def test_a_search_interrupted_and_resumed_ends_in_a_table_and_its_files(
 
     monkeypatch.setattr("bilevel.search", two_steps_at_a_time)
     assert search(run, *flags) == 130
-    assert "after step 2; go on with --resume --out" in capsys.readouterr().err
+    assert (
+        "after step 2; the search is kept as far as it came; go on with --resume --out"
+        in capsys.readouterr().err
+    )
     assert search(run, *flags, "--resume", "--seed", "5") == 2
     assert "seed: expected 0 as in the run to resume, got 5" in capsys.readouterr().err
     assert search(run, *flags, "--resume") == 0
@@ -55,6 +58,7 @@ def test_a_search_interrupted_and_resumed_ends_in_a_table_and_its_files(
     for text in ("search", "relu, no skips", "best of 1 random", "supernet", "seed 1: ", "entropy"):
         assert text in printed
     result = json.loads((run / "result.json").read_text())
+    assert set(result) <= documented_keys()
     # 4 steps of 1 gradient, 2 epochs of 4: no second network in the time of the search.
     rows = {"search", "relu", "leaky_relu", "best of 1 random", "random", "supernet"}
     assert set(result["scores"]) == rows

@@ -5,11 +5,16 @@ import gc
 import io
 import json
 import math
+import os
 import pathlib
+import platform
+import re
 import signal
+import subprocess
 import sys
 import time
 import types
+from importlib import metadata
 from typing import Annotated, Literal, Union, get_args, get_origin
 
 import hypothesis
@@ -17,9 +22,25 @@ import hypothesis.strategies as st
 import jax
 import pytest
 
-from bilevel.cli import flags, interrupts, main, memory, parse, report, rows, runs
+from bilevel.cli import (
+    commands,
+    flags,
+    interrupts,
+    known,
+    main,
+    memory,
+    parse,
+    report,
+    rows,
+    runs,
+)
+from bilevel.spaces import darts, nasbench201
+from bilevel.spaces.activations import ACTIVATIONS
 from bilevel.spaces.darts import darts_space
 from bilevel.spaces.nasbench201 import nasbench201_space
+from bilevel.spaces.nasbench201.judging import BASELINES
+from bilevel.spaces.nasbench201.scoring import SCORES
+from bilevel.spaces.skips import CANDIDATES
 
 COMMANDS = {
     "search": ["search"],
@@ -47,7 +68,7 @@ def eight_gigabytes(monkeypatch):
 
 @pytest.fixture(scope="module")
 def defaults():
-    return {command: parse(arguments) for command, arguments in COMMANDS.items()}
+    return {command: parse(arguments)[0] for command, arguments in COMMANDS.items()}
 
 
 def may_be(hint, value):
@@ -187,26 +208,44 @@ def test_a_run_that_fails_before_its_first_result_is_removed_with_what_was_made_
             (folder / "method.jsonl").write_text("a header\n")
             (folder / "checkpoint").mkdir()
             raise error
-    assert str(raised.value) == "interrupted"
+    assert str(raised.value) == "interrupted; nothing is kept"
     assert not list(tmp_path.iterdir())
     with pytest.raises(runs.Stopped) as raised, runs.run_directory(config) as folder:
         (folder / "method.jsonl").write_text("a header\na solve\n")
         raise KeyboardInterrupt
-    assert str(raised.value) == f"interrupted; go on with --resume --out {folder}"
+    kept = "interrupted; its results are kept; go on with --resume --out"
+    assert str(raised.value) == f"{kept} {folder}"
     assert folder == config.out and (folder / "config.json").exists()
     with pytest.raises(ValueError), runs.run_directory(config) as second:
         raise ValueError
     assert second.name == "run-2" and not second.exists() and folder.exists()
 
 
-def test_ctrl_c_is_one_sentence_and_exits_with_130(tmp_path, monkeypatch, capsys):
+@every_command
+def test_ctrl_c_is_one_sentence_and_exits_with_130(command, tmp_path, monkeypatch, capsys):
+    """While data are loaded, and when there is something to keep."""
+    run, left = tmp_path / "run", []
+
     def interrupted(*args, **options):
+        if left:
+            (run / left[0]).write_text("{}\n{}\n")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("bilevel.cli.search.setup", interrupted)
-    assert main(["search", "--out", str(tmp_path / "run")]) == 130
-    assert capsys.readouterr().err == "bilevel: interrupted\n"
-    assert not (tmp_path / "run").exists()
+    monkeypatch.setattr("bilevel.data.load", interrupted)
+    line = [*COMMANDS[command], "--out", str(run), "--progress", "True"]
+    line = line[:-2] if command == "certify" else line
+    assert main([*line, "--quiet"]) == 130
+    assert capsys.readouterr() == (
+        "",
+        "bilevel: interrupted in phase 'data'; nothing is kept\n",
+    )
+    assert not run.exists()
+    left.append("solves.jsonl")
+    assert main([*line, "--json"]) == 130
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("bilevel: interrupted in phase 'data'; ") and " kept" in error
+    how = f" in {run}" if command == "certify" else f"; go on with --resume --out {run}"
+    assert error.endswith(how) and (run / left[0]).exists()
 
 
 def test_ctrl_c_during_a_garbage_collection_is_not_lost(capfd):
@@ -252,9 +291,9 @@ def test_estimates_of_memory_are_below_what_is_needed_and_near(defaults, space, 
 
 def test_what_is_known_of_a_dataset_is_so():
     data = rows.load("digits", 100, 100, 100)
-    assert rows.ROWS["digits"] == (len(data.x_train) + len(data.x_test), 0)
-    assert rows.SHAPES["digits"] == (*data.x_train.shape[1:], 1)
-    assert len(data.classes) == rows.CLASSES
+    assert known.ROWS["digits"] == (len(data.x_train) + len(data.x_test), 0)
+    assert known.SHAPES["digits"] == (*data.x_train.shape[1:], 1)
+    assert len(data.classes) == known.CLASSES
 
 
 def test_memory_is_what_the_system_and_its_groups_leave(tmp_path, monkeypatch):
@@ -282,3 +321,108 @@ def test_the_parsers_refusal_is_one_sentence_in_any_terminal(encoding, monkeypat
         parse(["search", "--seeds", "2.5"])
     with pytest.raises(ValueError, match=r"^Unrecognized options: --steqs, 2 \(perhaps --steps\);"):
         parse(["search", "--steqs", "2"])
+
+
+HELP = """
+import sys
+from bilevel.cli import main
+for line in (["--version"], ["search", "--steps", "none"], ["--help"], ["search", "--help"]):
+    try:
+        main(line)
+    except SystemExit:
+        pass
+print("jax" in sys.modules)
+"""
+
+
+def test_help_mistakes_and_the_version_do_not_wait_for_jax():
+    command = [sys.executable, "-c", HELP]
+    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.match(r"bilevel (\S+), jax (\S+), jaxlib (\S+), Python (\S+)\n", output)
+    versions = (metadata.version(name) for name in ("bilevel", "jax", "jaxlib"))
+    assert found and found.groups() == (*versions, platform.python_version())
+    assert "--inner-steps" in output and output.endswith("\nFalse\n")
+
+
+def test_names_of_flags_are_those_of_the_spaces():
+    assert set(commands.ACTIVATIONS) == set(ACTIVATIONS)
+    assert commands.SkipSearch().activations == CANDIDATES
+    assert commands.DARTS_OPERATIONS == darts.PRIMITIVES
+    assert commands.NASBENCH201_OPERATIONS == nasbench201.PRIMITIVES
+    assert (tuple(SCORES), tuple(BASELINES)) == (commands.SCORES, commands.BASELINES)
+
+
+@every_command
+def test_a_config_gives_the_flags_and_the_line_wins(defaults, command, tmp_path):
+    file = tmp_path / "config.json"
+    saved = dataclasses.replace(defaults[command], seed=7, out=tmp_path / "run")
+    file.write_text(json.dumps(report.flags(saved)))
+    config, output = parse([*COMMANDS[command], "--config", str(file)])
+    assert config == saved and output.config == file
+    config, _ = parse([*COMMANDS[command], f"--config={file}", "--seed", "3", "--out", "other"])
+    assert config == dataclasses.replace(saved, seed=3, out=pathlib.Path("other"))
+    file.write_text('{"seed": 7}')  # of an earlier version, say, which had fewer flags
+    config, _ = parse([*COMMANDS[command], "--config", str(file)])
+    assert config == dataclasses.replace(defaults[command], seed=7)
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "sentence"),
+    [
+        ('{"rowz": 3}', "certify", "config: expected the flags of a run of this command and space"),
+        ('{"rows": "3"}', "certify", "config: rows in 'FILE': expected a whole number, got '3'."),
+        ('{"rows": 3.5}', "certify", "config: rows in 'FILE': expected a whole number, got 3.5."),
+        ('{"rtol": true}', "certify", "config: rtol in 'FILE': expected a number, got True."),
+        ('{"out": 3}', "certify", "config: out in 'FILE': expected a path, got 3."),
+        ('{"activations": "relu"}', "certify", "config: activations in 'FILE': expected names,"),
+        ('{"depth": 4}', "search", "config: expected the flags of a run of this command and space"),
+        ("[]", "search", "config: expected the flags of a run in 'FILE', as a JSON object, got a"),
+        ("{}", "search --space skips --quick", "config: expected no --quick beside it, got both."),
+    ],
+)
+def test_a_config_that_is_not_the_commands_is_refused(
+    tmp_path, monkeypatch, capsys, text, line, sentence
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "FILE").write_text(text)
+    assert main([*line.split(), "--config", "FILE"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"bilevel: {sentence}") and error.count("\n") == 1
+    assert main(["certify", "--config"]) == 2
+    assert "--config" in capsys.readouterr().err
+    assert main(["certify", "--config", "nothing"]) == 2
+    assert capsys.readouterr().err.endswith("'nothing', as a JSON object, got no such file.\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["FILE"]
+
+
+def test_a_run_that_was_resumed_with_more_leaves_the_flags_that_give_its_result(defaults, tmp_path):
+    config = dataclasses.replace(defaults["search"], out=tmp_path / "run", steps=3)
+    with runs.run_directory(config, ("steps",)):
+        pass
+    more = dataclasses.replace(config, steps=5, resume=True)
+    with pytest.raises(ValueError), runs.run_directory(more, ("steps",)):
+        raise ValueError
+    kept = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert kept == report.flags(config)
+    with runs.run_directory(more, ("steps",)):
+        pass
+    kept = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert kept == report.flags(dataclasses.replace(config, steps=5))
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["config.json"]
+
+
+def test_programs_are_kept_for_the_next_command_where_the_user_has_no_folder_of_their_own(tmp_path):
+    code = """
+import jax
+from bilevel.cli import programs
+programs.keep()
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+jax.jit(lambda x: x + 1)(1.0)
+"""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("JAX_")}
+    environment["XDG_CACHE_HOME"] = str(tmp_path / "cache")
+    own = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "own")}
+    for extra, folder in ({}, "cache/bilevel/programs"), (own, "own"):
+        subprocess.run([sys.executable, "-c", code], env=environment | extra, check=True)
+        assert list((tmp_path / folder).glob("jit_*"))
+    assert len(list(tmp_path.iterdir())) == 2

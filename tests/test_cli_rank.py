@@ -6,6 +6,7 @@ import re
 import numpy as np
 import pooch
 import pytest
+from helpers import documented_keys
 
 from bilevel.cli import main, rank
 
@@ -39,6 +40,7 @@ def test_a_sample_is_ranked_and_judged_and_more_networks_are_added(tmp_path, cap
     ):
         assert text in screen
     before = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert set(before) <= documented_keys()
     names = [line["score"] for line in before["judged"]]
     assert before["published"] == {} and "published score" not in screen
     assert names[:2] == ["l2_norm", "sum of log ranks"]

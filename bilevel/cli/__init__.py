@@ -1,37 +1,69 @@
-"""Command line: ``bilevel search``, ``certify``, ``baseline``; also as ``python -m bilevel``."""
+"""Command line: ``bilevel search``, ``certify``, ``baseline``, ``rank``; ``bilevel --version``.
+
+Also as ``python -m bilevel``.
+"""
 
 import contextlib
+import dataclasses
+import importlib
 import io
+import itertools
+import json
+import pathlib
 import re
+import shlex
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
 
-import jax
-
-from bilevel.cli import interrupts
-from bilevel.cli.baseline import Baseline, run_baseline
-from bilevel.cli.certify import Certify, run_certify
-from bilevel.cli.darts import QUICK as QUICK_DARTS
-from bilevel.cli.darts import DartsSearch, run_darts_search
+from bilevel.cli import call, commands, interrupts, programs, saved
 from bilevel.cli.flags import Flags
-from bilevel.cli.nasbench201 import QUICK as QUICK_NASBENCH201
-from bilevel.cli.nasbench201 import NasBench201Search, run_nasbench201_search
-from bilevel.cli.rank import Rank, run_rank
-from bilevel.cli.runs import Stopped
-from bilevel.cli.search import Search, run_search
-from bilevel.cli.skips import QUICK as QUICK_SKIPS
-from bilevel.cli.skips import SkipSearch, run_skip_search
 
-_RUNS: dict[type, Callable[[Any], Any]] = {
-    Search: run_search,
-    SkipSearch: run_skip_search,
-    DartsSearch: run_darts_search,
-    NasBench201Search: run_nasbench201_search,
-    Certify: run_certify,
-    Baseline: run_baseline,
-    Rank: run_rank,
+# By name, and imported when they run: help and mistakes need not wait for JAX.
+_RUNS: dict[type, tuple[str, str]] = {
+    commands.Search: ("search", "run_search"),
+    commands.SkipSearch: ("skips", "run_skip_search"),
+    commands.DartsSearch: ("darts", "run_darts_search"),
+    commands.NasBench201Search: ("nasbench201", "run_nasbench201_search"),
+    commands.Certify: ("certify", "run_certify"),
+    commands.Baseline: ("baseline", "run_baseline"),
+    commands.Rank: ("rank", "run_rank"),
 }
+
+_SEARCHES: dict[str, tuple[type[Flags], str]] = {
+    "activations": (
+        commands.Search,
+        """Search the activation of a one-hidden-layer network, and compare with every baseline.
+
+        With --space skips, search activations and skip connections of a deep network instead; with
+        --space darts, the cells of a convolutional one; with --space nasbench201, those whose
+        accuracies are known. These have --quick: smaller sizes to start from.
+        """,
+    ),
+    "skips": (
+        commands.SkipSearch,
+        "Search activations and skip connections of a deep network, layer by layer.",
+    ),
+    "darts": (commands.DartsSearch, "Search the cells of a convolutional network."),
+    "nasbench201": (
+        commands.NasBench201Search,
+        "Search the cell of NAS-Bench-201, and look up what its network reaches.",
+    ),
+}
+_OTHERS: dict[str, tuple[Flags, str]] = {
+    "certify": (
+        commands.Certify(),
+        "Certify the smallest eigenvalue of the kernel over all mixtures of activations.",
+    ),
+    "baseline": (
+        commands.Baseline(),
+        "Choose a feature map by weight sharing, Hyperband, random search and the like.",
+    ),
+    "rank": (
+        commands.Rank(),
+        "Rank the networks of NAS-Bench-201 by train-free scores, and judge the scores.",
+    ),
+}
+Parsed = tuple[Flags, commands.Output]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -40,15 +72,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Mistakes of the user's (a bad flag, a missing file) print one sentence and exit with 2; Ctrl-C
     prints one too, with what is left of the run, and exits with 130.
     """
+    arguments = sys.argv[1:] if arguments is None else arguments
     try:
         with interrupts.heard():
-            config = parse(sys.argv[1:] if arguments is None else arguments)
-            if config is None:
-                _print_version()
-            else:
-                _RUNS[type(config)](config)
-    except (KeyboardInterrupt, Stopped) as stop:
-        return _said(str(stop) or "interrupted", 130)
+            _run(arguments)
+    except (KeyboardInterrupt, interrupts.Stopped) as stop:
+        return _said(str(stop) or "interrupted; nothing is kept", 130)
     except OSError as error:
         file = f"{error.filename}: " if error.filename else ""
         return _said(f"{file}{error.strerror}." if error.strerror else str(error), 2)
@@ -56,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _said(f"memory: expected enough for these sizes, got too little: {error}", 2)
     except (ValueError, FloatingPointError) as error:
         return _said(str(error), 2)
-    except jax.errors.JaxRuntimeError as error:
+    except RuntimeError as error:  # JAX's own are
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         return _said(f"memory: expected enough for these sizes, got too little: {error}", 2)
@@ -68,70 +97,55 @@ def _said(sentence: str, status: int) -> int:
     return status
 
 
-def parse(arguments: Sequence[str]) -> Flags | None:
+def _run(arguments: Sequence[str]) -> None:
+    if arguments and arguments[0] == "--version":
+        print(
+            "bilevel {bilevel}, jax {jax}, jaxlib {jaxlib}, Python {python}".format(
+                **call.versions()
+            )
+        )
+    elif (parsed := parse(arguments)) is None:
+        _print_devices()
+    else:
+        config, output = parsed
+        if output.cache:
+            programs.keep()
+        module, name = _RUNS[type(config)]
+        run = getattr(importlib.import_module(f"bilevel.cli.{module}"), name)
+        table = not (output.quiet or output.json)
+        line = shlex.join(["bilevel", *arguments])
+        with call.made(call.Call(line, table=table, progress=not output.quiet)):
+            result = run(config)
+        if output.json:
+            print(json.dumps(result, indent=2))
+
+
+def parse(arguments: Sequence[str]) -> Parsed | None:
     """The flags of the command in ``arguments``, not checked yet; None for ``bilevel version``.
 
     Raises
     ------
     ValueError
-        For a command or a flag that there is not, and a value that is no value of its kind.
+        For a command or a flag that there is not, a value that is no value of its kind, and a
+        ``--config`` that is not of this command.
     """
     import tyro
 
     arguments, space, quick = _routed(arguments)
+    if space not in _SEARCHES:
+        raise ValueError(f"space: expected one of {', '.join(_SEARCHES)}, got {space!r}.")
+    search, about = _SEARCHES[space]
+    defaults = {"search": (commands.QUICK[space] if quick else search(), about), **_OTHERS}
+    file = _config_file(arguments)
+    if file is not None and quick:
+        raise ValueError("config: expected no --quick beside it, got both.")
+    if file is not None and arguments[0] in defaults:
+        config, about = defaults[arguments[0]]
+        values = saved.values(file, type(config))
+        defaults[arguments[0]] = dataclasses.replace(config, **values), about
     app = tyro.extras.SubcommandApp()
-
-    def search(config: tyro.conf.OmitArgPrefixes[Search]) -> Flags:
-        """Search the activation of a one-hidden-layer network, and compare with every baseline.
-
-        With --space skips, search activations and skip connections of a deep network instead; with
-        --space darts, the cells of a convolutional one; with --space nasbench201, those whose
-        accuracies are known. These have --quick: smaller sizes to start from.
-        """
-        return config
-
-    skip_start = QUICK_SKIPS if quick else SkipSearch()
-    darts_start = QUICK_DARTS if quick else DartsSearch()
-    nasbench201_start = QUICK_NASBENCH201 if quick else NasBench201Search()
-
-    def search_skips(config: tyro.conf.OmitArgPrefixes[SkipSearch] = skip_start) -> Flags:
-        """Search activations and skip connections of a deep network, layer by layer."""
-        return config
-
-    def search_darts(config: tyro.conf.OmitArgPrefixes[DartsSearch] = darts_start) -> Flags:
-        """Search the cells of a convolutional network."""
-        return config
-
-    def search_nasbench201(
-        config: tyro.conf.OmitArgPrefixes[NasBench201Search] = nasbench201_start,
-    ) -> Flags:
-        """Search the cell of NAS-Bench-201, and look up what its network reaches."""
-        return config
-
-    searches: dict[str, Callable[..., Flags]] = {
-        "activations": search,
-        "skips": search_skips,
-        "darts": search_darts,
-        "nasbench201": search_nasbench201,
-    }
-    if space not in searches:
-        raise ValueError(f"space: expected one of {', '.join(searches)}, got {space!r}.")
-    app.command(name="search")(searches[space])
-
-    @app.command(name="certify")
-    def certify(config: tyro.conf.OmitArgPrefixes[Certify]) -> Flags:
-        """Certify the smallest eigenvalue of the kernel over all mixtures of activations."""
-        return config
-
-    @app.command(name="baseline")
-    def baseline(config: tyro.conf.OmitArgPrefixes[Baseline]) -> Flags:
-        """Choose a feature map by weight sharing, Hyperband, random search and the like."""
-        return config
-
-    @app.command(name="rank")
-    def rank(config: tyro.conf.OmitArgPrefixes[Rank]) -> Flags:
-        """Rank the networks of NAS-Bench-201 by train-free scores, and judge the scores."""
-        return config
+    for name, (config, about) in defaults.items():
+        app.command(name=name)(_command(config, about))
 
     @app.command(name="version")
     def version() -> None:
@@ -144,6 +158,23 @@ def parse(arguments: Sequence[str]) -> Flags | None:
             if end.code:
                 raise ValueError(_sentence(box.getvalue())) from None
             raise
+
+
+def _command(defaults: Flags, about: str) -> Callable[..., Parsed]:
+    """What tyro takes a command's flags from."""
+    import tyro
+
+    def command(run, output):
+        return run, output
+
+    command.__doc__ = about
+    command.__defaults__ = (defaults, commands.Output())
+    command.__annotations__ = {
+        "run": tyro.conf.OmitArgPrefixes[type(defaults)],  # type: ignore[misc]
+        "output": tyro.conf.OmitArgPrefixes[commands.Output],
+        "return": tuple,
+    }
+    return command
 
 
 def _sentence(box: str) -> str:
@@ -162,11 +193,11 @@ def _sentence(box: str) -> str:
     return f"{found}{perhaps}; see --help."
 
 
-def _print_version() -> None:
-    from importlib.metadata import version
+def _print_devices() -> None:
+    import jax
 
     devices = ", ".join(str(d) for d in jax.devices())
-    print(f"bilevel {version('bilevel')}, jax {jax.__version__} on {devices}")
+    print(f"bilevel {call.versions()['bilevel']}, jax {jax.__version__} on {devices}")
 
 
 def _routed(arguments: Sequence[str]) -> tuple[list[str], str, bool]:
@@ -186,3 +217,13 @@ def _routed(arguments: Sequence[str]) -> tuple[list[str], str, bool]:
             rest.remove("--quick")
             quick = True
     return rest, space, quick
+
+
+def _config_file(arguments: Sequence[str]) -> pathlib.Path | None:
+    """What ``--config`` names, before parsing: it decides the defaults of the other flags."""
+    found = None
+    for flag, following in itertools.pairwise([*arguments, ""]):
+        name, equals, value = flag.partition("=")
+        if name == "--config" and (equals or following):
+            found = pathlib.Path(value if equals else following)
+    return found

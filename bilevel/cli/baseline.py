@@ -5,22 +5,22 @@ Ridge regression on random Fourier features of images, or a linear SVM on hashed
 table has for each what it spent, and the test error of its choice, trained for itself.
 """
 
-import dataclasses
 import pathlib
 import time
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import numpy as np
 
 from bilevel import baselines, plots
+from bilevel._progress import RunBar
 from bilevel.baselines import Trace
-from bilevel.cli import flags, report
-from bilevel.cli.rows import CLASSES, Part, check_rows, draw_rows, load
+from bilevel.cli import report
+from bilevel.cli.commands import Baseline
+from bilevel.cli.rows import Part, draw_rows, load
 from bilevel.cli.runs import run_directory
 from bilevel.protocols import Selection
 from bilevel.spaces import features
-from bilevel.spaces.features.text import BINS
 
 _METHODS = {
     "weight-sharing": baselines.weight_sharing,
@@ -32,89 +32,35 @@ _METHODS = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Baseline(flags.Flags):
-    """Which method, on what, and how large; every flag has a default."""
-
-    method: Literal[
-        "all",
-        "weight-sharing",
-        "fast-weight-sharing",
-        "successive-halving",
-        "hyperband",
-        "exponentiated-gradient",
-        "random-search",
-    ] = "all"
-    """Random search evaluates every configuration."""
-    data: Literal["digits", "mnist", "fashion-mnist", "cifar10", "imdb"] = "digits"
-    """Dataset; digits ships with scikit-learn."""
-    configs: flags.Count = 32
-    """Configurations to choose among, drawn at random; 256 in the paper."""
-    dimension: flags.Size | None = None
-    """Features of a full evaluation; 512 for digits, 1024 for images, 16384 for texts."""
-    train: flags.Size | None = None
-    """Training rows; 700 for digits, else 2000."""
-    valid: flags.Size | None = None
-    """Validation rows; 500 for digits, else 1000."""
-    test: flags.Size | None = None
-    """Test rows at most; all of digits, else 1000."""
-    penalty: flags.Rate = 0.5
-    """λ in λ |w|² + Σ loss."""
-    seed: flags.Seed = 0
-    """Of rows, configurations, features and methods."""
-    out: flags.Out = pathlib.Path("runs/baseline")
-    """Run directory; a number is appended where it holds a run already."""
-    resume: bool = False
-    """Go on with the unfinished run in the run directory."""
-    progress: bool | None = None
-    """Progress bar; by default in a terminal."""
-
-    def check(self) -> None:
-        """Raise for flags that cannot be used, before anything is loaded."""
-        super().check()
-        check_rows(self.data, {name: self.size(name) for name in ("train", "valid")})
-        if self.size("dimension") > BINS:
-            raise ValueError(f"dimension: expected at most {BINS}, got {self.dimension}.")
-
-    def memory(self) -> dict[tuple[str, ...], int]:
-        """Weights and phases of all features; the configurations."""
-        columns = 1 if self.data == "imdb" else CLASSES + 1
-        return {
-            ("dimension",): 4 * self.size("dimension") * columns,
-            ("configs",): 128 * self.configs,
-        }
-
-    def size(self, name: str) -> int:
-        """A flag; where it is None, its default for the data."""
-        given = getattr(self, name)
-        return given if given is not None else _SIZES.get(self.data, _OF_IMAGES)[name]
-
-
-_OF_IMAGES = {"dimension": 1024, "train": 2000, "valid": 1000, "test": 1000}
-_SIZES = {
-    "digits": {"dimension": 512, "train": 700, "valid": 500, "test": 2000},
-    "imdb": _OF_IMAGES | {"dimension": 16384},
-}
-
-
 def run_baseline(config: Baseline) -> dict[str, Any]:
     """Run the job; print its table, write its run directory, return what `result.json` holds."""
     config.check()
-    with run_directory(config) as folder:
+    with run_directory(config, keeps="solves are kept") as folder:
         return _run(config, folder)
 
 
 def _run(config: Baseline, folder: pathlib.Path) -> dict[str, Any]:
+    names: list[str] = [*_METHODS] if config.method == "all" else [config.method]
+    with report.phases(config, {"data": 1.0} | dict.fromkeys(names, 1.0)) as bar:
+        result, traces = _computed(config, names, folder, bar)
+    report.write(folder, result, _arrays(traces))
+    _picture(folder, result, traces)
+    _print(result, folder)
+    return result
+
+
+def _computed(
+    config: Baseline, names: list[str], folder: pathlib.Path, bar: RunBar
+) -> tuple[dict[str, Any], dict[str, Trace]]:
     began = time.perf_counter()
-    names = list(_METHODS) if config.method == "all" else [config.method]
     keys = jax.random.split(jax.random.key(config.seed), 4)
-    screen = report.screen()
-    with screen.status("data"):
-        parts = _parts(config, keys[0])
+    bar.enter("data")
+    parts = _parts(config, keys[0])
     dimension = config.size("dimension")
     problem, candidates = _problem(config, parts, dimension, *keys[1:3])
     traces: dict[str, Trace] = {}
     for name in names:
+        bar.enter(name)
         halves = name in ("successive-halving", "hyperband")
         options: dict[str, Any] = {"minimum": max(1, dimension // 64)} if halves else {}
         trace = _METHODS[name](
@@ -136,12 +82,9 @@ def _run(config: Baseline, folder: pathlib.Path) -> dict[str, Any]:
         "dimension": dimension,
         "methods": {name: _summary(trace) for name, trace in traces.items()},
         "seconds": time.perf_counter() - began,
-        **report.machine(),
+        **report.origin(),
     }
-    report.write(folder, result, _arrays(traces))
-    _picture(folder, result, traces)
-    _print(screen, result, folder)
-    return result
+    return result, traces
 
 
 # ----------------------------------------------------------------------------- the parts
@@ -214,9 +157,10 @@ def _title(result: dict[str, Any]) -> str:
     return of + f"features; {train} + {valid} + {test} rows"
 
 
-def _print(screen: Any, result: dict[str, Any], folder: pathlib.Path) -> None:
+def _print(result: dict[str, Any], folder: pathlib.Path) -> None:
     from rich.table import Table
 
+    screen = report.screen()
     table = Table(title=f"{_title(result)}; errors in %")
     table.add_column("method", no_wrap=True)
     for heading in ("solves", "s", "valid", "test"):

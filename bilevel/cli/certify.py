@@ -5,11 +5,10 @@ eigenvalue is certified at each single activation, and over the whole simplex: a
 ``min over alpha of lambda_min(K_alpha)``, which is as a rule at no single activation.
 """
 
-import dataclasses
 import math
 import pathlib
 import time
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,34 +16,12 @@ import numpy as np
 
 from bilevel import data as datasets
 from bilevel import plots
-from bilevel.cli import flags, report
+from bilevel._progress import RunBar
+from bilevel.cli import report
+from bilevel.cli.commands import Certify
 from bilevel.cli.runs import run_directory
-from bilevel.spaces.activations import ACTIVATIONS, activation_space, unit_inputs
+from bilevel.spaces.activations import activation_space, unit_inputs
 from ntk.certificate import certified_min_eigenvalue, certify_simplex
-
-_Names = Annotated[tuple[str, ...], flags.Names(tuple(ACTIVATIONS))]
-
-
-@dataclasses.dataclass(frozen=True)
-class Certify(flags.Flags):
-    """Which kernel, on what, and how exactly; every flag has a default."""
-
-    data: Literal["digits", "mnist", "fashion-mnist", "cifar10"] = "digits"
-    """Dataset; digits ships with scikit-learn."""
-    activations: _Names = ("relu", "tanh", "swish")
-    """Candidates: the vertices of the simplex."""
-    rows: flags.Sample = 300
-    """Training rows, drawn with all classes in their proportions."""
-    rtol: Annotated[float, flags.Positive(1e-9, 0.5)] = 1e-3
-    """Relative gap between the two ends of the bracket."""
-    seed: flags.Seed = 0
-    """Of the rows."""
-    out: flags.Out = pathlib.Path("runs/certify")
-    """Run directory; a number is appended where it holds a run already."""
-
-    def memory(self) -> dict[tuple[str, ...], int]:
-        """All pairs of activations, in float64."""
-        return {("rows",): 8 * (len(self.activations) * self.rows) ** 2}
 
 
 def run_certify(config: Certify) -> dict[str, Any]:
@@ -55,18 +32,37 @@ def run_certify(config: Certify) -> dict[str, Any]:
 
 
 def _run(config: Certify, folder: pathlib.Path) -> dict[str, Any]:
+    with report.phases(config, _work(config)) as bar:
+        result, arrays, spectra = _computed(config, bar)
+    report.write(folder, result, arrays)
+    _picture(folder, config, spectra)
+    _print(result, folder)
+    return result
+
+
+def _work(config: Certify) -> dict[str, float]:
+    """Roughly: a pair of activations, a cell of the simplex and a spectrum, each as one."""
+    count = len(config.activations)
+    pairs = count * (count + 1) / 2
+    return {"data": 1, "kernels": pairs, "certificate over the simplex": pairs, "spectra": count}
+
+
+def _computed(
+    config: Certify, bar: RunBar
+) -> tuple[dict[str, Any], dict[str, np.ndarray], dict[str, np.ndarray]]:
     began = time.perf_counter()
     space = activation_space(config.activations, width=math.inf)
-    screen = report.screen()
+    bar.enter("data")
     # In float64, whatever the user's setting, which stays as it is.
     with jax.enable_x64(True):
         x = unit_inputs(jnp.asarray(_rows(config), float))
-        with screen.status("kernels"):
-            blocks, error = map(np.asarray, space.blocks(x, error=True))
-    with screen.status("certificate over the simplex"):
-        start = time.perf_counter()
-        found = certify_simplex(blocks, rtol=config.rtol, entry_error=error)
-        simplex_seconds = time.perf_counter() - start
+        bar.enter("kernels")
+        blocks, error = map(np.asarray, space.blocks(x, error=True))
+    bar.enter("certificate over the simplex")
+    start = time.perf_counter()
+    found = certify_simplex(blocks, rtol=config.rtol, entry_error=error)
+    simplex_seconds = time.perf_counter() - start
+    bar.enter("spectra")
     alphas = dict(zip(space.names, np.eye(len(space.names)), strict=True))
     alphas |= {"uniform mixture": np.full(len(space.names), 1 / len(space.names))}
     alphas |= {"worst mixture": found.argmin}
@@ -96,14 +92,11 @@ def _run(config: Certify, folder: pathlib.Path) -> dict[str, Any]:
         },
         "entry error": float(error.max()),
         "seconds": {"simplex": simplex_seconds, "all": time.perf_counter() - began},
-        **report.machine(),
+        **report.origin(),
     }
     arrays = {"x": np.asarray(x)}
     arrays |= {f"spectrum {name}": values for name, values in spectra.items()}
-    report.write(folder, result, arrays)
-    _picture(folder, config, spectra)
-    _print(screen, result, folder)
-    return result
+    return result, arrays, spectra
 
 
 def _rows(config: Certify) -> np.ndarray:
@@ -131,9 +124,10 @@ def _picture(folder: pathlib.Path, config: Certify, spectra: dict[str, np.ndarra
     report.picture(folder / "spectrum.png", (7.5, 4), draw)
 
 
-def _print(screen: Any, result: dict[str, Any], folder: pathlib.Path) -> None:
+def _print(result: dict[str, Any], folder: pathlib.Path) -> None:
     from rich.table import Table
 
+    screen = report.screen()
     config, simplex = result["config"], result["simplex"]
     table = Table(title=f"{config['data']}: kernels of {config['rows']} rows at infinite width")
     table.add_column("activation", no_wrap=True)

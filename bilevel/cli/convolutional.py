@@ -11,9 +11,11 @@ import numpy as np
 import optax
 
 from bilevel import SearchResult
+from bilevel._progress import RunBar
 from bilevel.checkpoint import saving
 from bilevel.cli import deep
-from bilevel.cli.rows import SHAPES, Part, draw_rows
+from bilevel.cli.known import pooling
+from bilevel.cli.rows import Part, draw_rows
 from bilevel.data import Dataset
 from bilevel.protocols import Pytree
 from bilevel.spaces.convolution import average_pool
@@ -38,22 +40,12 @@ def normalized(parts: list[Part], pixels: int | None) -> list[tuple[jax.Array, j
     Averaged down to at most ``pixels`` a side, by a factor that divides it.
     """
     xs = [x[..., None] if x.ndim == 3 else x for x, _ in parts]
-    factor = _factor(xs[0].shape[1], pixels)
+    factor = pooling(xs[0].shape[1], pixels)
     if factor > 1:
         xs = [np.asarray(average_pool(jnp.asarray(x), factor, stride=factor)) for x in xs]
     mean, deviation = xs[0].mean((0, 1, 2)), xs[0].std((0, 1, 2))
     labels = [jnp.asarray(y) for _, y in parts]
     return [(jnp.asarray((x - mean) / deviation), y) for x, y in zip(xs, labels, strict=True)]
-
-
-def _factor(side: int, pixels: int | None) -> int:
-    return next(f for f in range(1, side + 1) if side % f == 0 and side // f <= (pixels or side))
-
-
-def pixel_count(data: str, pixels: int | None) -> int:
-    """Of an image, averaged down to at most ``pixels`` a side."""
-    side = SHAPES[data][0]
-    return (side // _factor(side, pixels)) ** 2
 
 
 def sgd(rate: optax.Schedule) -> optax.GradientTransformation:
@@ -123,11 +115,22 @@ def keys(config: Any, seed: int) -> jax.Array:
     return jax.random.split(jax.random.fold_in(jax.random.key(config.seed), seed), 4)
 
 
+def search_work(config: Any, gradient: float) -> dict[str, float]:
+    """Seconds of :func:`search_seeds`'s phases, by those of a ``gradient``; the first compiles."""
+    each = gradient * deep.search_gradients(config)
+    return {_search_label(config, s): each + 50 * (s == 0) for s in range(config.seeds)}
+
+
+def _search_label(config: Any, seed: int) -> str:
+    return "search" if config.seeds == 1 else f"search {seed + 1} of {config.seeds}"
+
+
 def search_seeds(
     config: Any,
     space: Any,
     splits: list[list[Part]],
     folder: pathlib.Path,
+    bar: RunBar,
 ) -> list[tuple[SearchResult, Pytree]]:
     """Each seed's search and the alpha chosen, one after the other.
 
@@ -145,7 +148,8 @@ def search_seeds(
         search_key, init_key, choice_key, _ = keys(config, seed)
         start = space.start(), init(init_key, train[0].shape[1:])
         place = folder / "search" / str(seed)
-        label = "search" if config.seeds == 1 else f"search {seed + 1} of {config.seeds}"
+        label = _search_label(config, seed)
+        bar.enter(label)
         parts = plan, jax.tree.leaves, *start, train, valid, search_key, place
         result = deep.run(config, *parts, label=label)
         if result.stopped:

@@ -5,12 +5,11 @@ network of that genotype trained from scratch, and networks of random genotypes 
 run that was interrupted goes on where it was, in a search or in a network's training.
 """
 
-import dataclasses
 import json
 import pathlib
 import time
 from collections.abc import Callable
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,14 +17,15 @@ import numpy as np
 import optax
 
 from bilevel._progress import progress_bar
-from bilevel.cli import convolutional, deep, flags, report
-from bilevel.cli.convolutional import ERRORS, pixel_count
+from bilevel.cli import convolutional, deep, report
+from bilevel.cli.commands import DartsSearch
+from bilevel.cli.convolutional import ERRORS
+from bilevel.cli.known import pixel_count
 from bilevel.cli.rows import load
 from bilevel.cli.runs import run_directory
 from bilevel.protocols import Pytree
 from bilevel.spaces.darts import (
     EDGES,
-    PRIMITIVES,
     DartsNetwork,
     DartsSpace,
     Genotype,
@@ -38,84 +38,8 @@ from bilevel.spaces.darts import (
     parse_genotype,
     training,
 )
-from bilevel.spaces.darts.operations import reductions
 
 _KINDS = ("normal", "reduce")
-
-
-@dataclasses.dataclass(frozen=True)
-class DartsSearch(deep.DeepSearch):
-    """What to search, on what, and how; every flag has a default."""
-
-    steps: flags.Count = 300
-    """Outer steps of the search."""
-    operations: Annotated[tuple[str, ...], flags.Names(PRIMITIVES)] = PRIMITIVES
-    """Candidates on every edge."""
-    cells: flags.Layers = 3
-    """Cells of the supernet; DARTS has 8 on CIFAR-10."""
-    channels: flags.Size = 8
-    """Of the first cell; DARTS has 16."""
-    final_cells: flags.Layers | None = None
-    """Cells of networks trained from scratch, by default as many; DARTS has 20."""
-    final_channels: flags.Size | None = None
-    """Of their first cell; DARTS has 36."""
-    pixels: flags.Size | None = None
-    """Average images down to at most this side."""
-    learning_rate: flags.Rate = 0.025
-    """Of weights: SGD with momentum 0.9, cosine decay, weight decay 3e-4, clipped at norm 5."""
-    random: flags.CountOrNone = 2
-    """Random genotypes to train beside the one found."""
-    drop_path: Annotated[float, flags.Share()] = 0.0
-    """Probability at the end of training from scratch, rising linearly; DARTS has 0.2."""
-    cutout: flags.CountOrNone = 0
-    """Side of the square cut out of training images; DARTS has 16."""
-    crop_and_flip: bool = False
-    """Move and mirror training images, as DARTS does on CIFAR-10."""
-    auxiliary: bool = False
-    """A second classifier in training from scratch, as DARTS has; images of 29 pixels or more."""
-    remat: bool = True
-    """Compute an edge again in the backward pass instead of keeping what is in it."""
-
-    def memory(self) -> dict[tuple[str, ...], int]:
-        """Weights with their gradient and momentum; a batch's images in the stem; history."""
-        images = self.batch_size * pixel_count(self.data, self.pixels)
-        cells, channels = self.final_cells or self.cells, self.final_channels or self.channels
-        pointwise = len(EDGES) * sum(_POINTWISE.get(name, 0) for name in self.operations)
-        alpha = 2 * len(EDGES) * len(self.operations)
-        return {
-            ("cells", "channels"): 3 * 4 * _squares(self.cells, self.channels) * (4 + pointwise),
-            ("final_cells", "final_channels"): 3 * 4 * 4 * _squares(cells, channels),
-            ("batch_size", "channels"): 2 * images * _STEM * self.channels,
-            ("batch_size", "final_channels"): 2 * images * _STEM * channels,
-            ("seeds", "steps"): 4 * self.seeds * self.steps * alpha,
-        }
-
-
-_STEM = 3  # the stem's channels, of the first cell's
-_POINTWISE = {"sep_conv_3x3": 2, "sep_conv_5x5": 2, "dil_conv_3x3": 1, "dil_conv_5x5": 1}
-
-
-def _squares(cells: int, channels: int) -> int:
-    """The sum of the cells' channels squared: what a convolution of one pixel in each has."""
-    total, reduced = 0, reductions(cells)
-    for cell in range(cells):
-        channels *= 1 + (cell in reduced)
-        total += channels**2
-    return total
-
-
-QUICK = DartsSearch(
-    operations=("none", "max_pool_3x3", "skip_connect", "sep_conv_3x3"),
-    channels=4,
-    pixels=16,
-    steps=100,
-    epochs=10,
-    batch_size=32,
-    samples=20,
-    test=1000,
-    random=1,
-)
-"""What ``--quick`` starts from: minutes on two cores."""
 
 
 class _Task(NamedTuple):
@@ -133,22 +57,46 @@ class _Task(NamedTuple):
 def run_darts_search(config: DartsSearch) -> dict[str, Any]:
     """Run the job; print its table, write its run directory, return what `result.json` holds."""
     config.check()
-    with run_directory(config) as folder:
+    with run_directory(
+        config, keeps="searches and trainings are kept as far as they came"
+    ) as folder:
         return _run(config, folder)
 
 
 def _run(config: DartsSearch, folder: pathlib.Path) -> dict[str, Any]:
     began = time.perf_counter()
-    task = _task(config)
-    start = time.perf_counter()
-    found = convolutional.search_seeds(config, task.space, task.splits, folder)
-    searched = time.perf_counter() - start
-    rows = _networks(task, config, [alpha for _, alpha in found], folder)
-    result = _summary(task, config, found, rows)
+    with report.phases(config, _work(config)) as bar:
+        bar.enter("data")
+        task = _task(config)
+        start = time.perf_counter()
+        found = convolutional.search_seeds(config, task.space, task.splits, folder, bar)
+        searched = time.perf_counter() - start
+        bar.enter("training")
+        rows = _networks(task, config, [alpha for _, alpha in found], folder)
+        bar.enter("errors and curvature")
+        result = _summary(task, config, found, rows)
     result["seconds"] = {"search": searched, "all": time.perf_counter() - began}
     _write(folder, result, found)
     _print(result, folder)
     return result
+
+
+def _work(config: DartsSearch) -> dict[str, float]:
+    """Seconds of each phase, roughly, on two cores: compilation, and gradients of minibatches."""
+    pixels = config.batch_size * pixel_count(config.data, config.pixels)
+    operation = _PASSES * pixels * len(EDGES) * config.cells * config.channels**2
+    cells, channels = config.final_cells or config.cells, config.final_channels or config.channels
+    network = _PASSES * pixels * len(EDGES) * cells * channels**2 / 2  # half of a cell's edges
+    batches = config.epochs * (config.train // config.batch_size)
+    return {
+        "data": 5,
+        **convolutional.search_work(config, len(config.operations) * operation),
+        "training": config.seeds * (1 + config.random) * (20 + batches * network),
+        "errors and curvature": 20 + config.seeds,
+    }
+
+
+_PASSES = 3 * 4 / 5e9  # forward, and backward for two; a few products a weight; products a second
 
 
 # ----------------------------------------------------------------------------- the search
@@ -305,9 +253,9 @@ def _summary(task: _Task, config: DartsSearch, found: list, rows: list[dict]) ->
             {k: float(deep.entropy(alpha[k]).mean()) for k in _KINDS} for _, alpha in found
         ],
         "scores": scores,
-        "largest eigenvalue of the validation Hessian in alpha": curvatures,
+        "curvature": curvatures,
         "seconds of a network": float(np.mean([r["seconds"] for r in rows])),
-        **report.machine(),
+        **report.origin(),
     }
 
 
@@ -376,7 +324,7 @@ def _print(result: dict[str, Any], folder: pathlib.Path) -> None:
             *entropies, largest
         )
     )
-    curvature = np.array(result["largest eigenvalue of the validation Hessian in alpha"])
+    curvature = np.array(result["curvature"])
     console.print(
         "largest eigenvalue of the validation loss's Hessian in α, of one batch: "
         f"{report.cell(curvature, '.3g')}"

@@ -5,10 +5,9 @@ batches (x, labels), ``draw(key) -> alpha``, an architecture drawn uniformly, as
 that alpha is in, and ``geometry(activations, others)``, the outer optimizer.
 """
 
-import dataclasses
 import pathlib
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -18,8 +17,7 @@ from jax.flatten_util import ravel_pytree
 import bilevel
 from bilevel import plots
 from bilevel._progress import progress_bar
-from bilevel.cli import flags
-from bilevel.cli.rows import check_rows
+from bilevel.cli.commands import DeepSearch
 from bilevel.problem import Problem
 from bilevel.protocols import Loss, LowerSolver, Pytree
 from bilevel.spaces.training import minibatches
@@ -35,67 +33,6 @@ _STEP_GRADIENTS = {  # others: 2
     "unrolled": 3 * _UNROLLED + 1,
     "random": 1,
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class DeepSearch(flags.Flags):
-    """Flags of every deep space."""
-
-    data: Literal["digits", "mnist", "fashion-mnist", "cifar10"] = "digits"
-    """Dataset; digits ships with scikit-learn."""
-    strategy: Literal[
-        "darts-first",
-        "darts-second",
-        "darts-second-difference",
-        "gaea",
-        "gaea-single-level",
-        "random",
-        "joint",
-        "unrolled",
-    ] = "darts-first"
-    """DARTS of first order, of second order, exactly or by its paper's finite difference;
-    exponentiated gradient, on validation or on training batches; random search with weight
-    sharing; DARTS on training batches alone; DARTS through 5 inner steps."""
-    seeds: flags.Count = 1
-    """Independent runs: own splits, own initial weights."""
-    steps: flags.Count = 600
-    """Outer steps of the search."""
-    batch_size: flags.Size = 64
-    """Rows in a minibatch."""
-    epochs: flags.Epochs = 30
-    """Passes over the training rows when a network is trained from scratch."""
-    learning_rate: flags.Rate = 3.0
-    """Of weights, as a multiple of 1/K, K the mean diagonal entry of the NTK at the start; momentum
-    0.9, cosine decay."""
-    alpha_rate: flags.Rate | None = None
-    """Of α; by default 6 / steps for DARTS's Adam, 100 / steps for exponentiated gradient."""
-    samples: flags.Count = 200
-    """Architectures that random search compares at the shared weights."""
-    train: flags.Sample = 500
-    """Training rows."""
-    valid: flags.Size = 500
-    """Validation rows."""
-    test: flags.Size = 2000
-    """Test rows at most."""
-    bfloat16: bool = False
-    """Activations in bfloat16; weights and losses stay as they are."""
-    seed: flags.Seed = 0
-    """Of splits, weights and minibatches."""
-    out: flags.Out = pathlib.Path("runs/search")
-    """Run directory; a number is appended where it holds a run already."""
-    resume: bool = False
-    """Go on with the unfinished run in the run directory."""
-    progress: bool | None = None
-    """Progress bar; by default in a terminal."""
-
-    def check(self) -> None:
-        """Raise for flags that no space could use, before anything is loaded."""
-        super().check()
-        check_rows(self.data, {"train": self.train, "valid": self.valid})
-        if self.batch_size > (least := min(self.train, self.valid)):
-            raise ValueError(
-                f"batch_size: expected at most the {least} rows of a split, got {self.batch_size}."
-            )
 
 
 # ----------------------------------------------------------------------------- the search

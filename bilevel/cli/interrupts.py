@@ -9,6 +9,10 @@ from collections.abc import Iterator
 _SECONDS = 0.05  # until the code is over in which exceptions are lost
 
 
+class Stopped(Exception):
+    """A run was interrupted; the sentence says what is left of it."""
+
+
 @contextlib.contextmanager
 def heard() -> Iterator[None]:
     """Within it, a Ctrl-C that Python reports as lost is sent again.

@@ -6,8 +6,6 @@ A job that cannot fit is otherwise killed by the system, without a word, after m
 import pathlib
 from typing import Any
 
-import jax
-
 _CGROUPS = pathlib.Path("/sys/fs/cgroup")
 _UNLIMITED = 1 << 60
 
@@ -28,6 +26,8 @@ def check(flags: Any, needs: dict[tuple[str, ...], int]) -> None:
 
 def available() -> int:
     """Bytes that arrays can have: the accelerator's, or what the system and its groups leave."""
+    import jax
+
     device = jax.devices()[0].memory_stats() if jax.default_backend() != "cpu" else None
     if device and "bytes_limit" in device:
         return int(device["bytes_limit"])

@@ -5,76 +5,28 @@ Nothing is trained from scratch: the benchmark's table has the test accuracies o
 networks, as Dong & Yang (2020) trained them. A run that was interrupted goes on where it was.
 """
 
-import dataclasses
 import pathlib
 import time
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bilevel.cli import convolutional, deep, flags, report
-from bilevel.cli.convolutional import pixel_count
+from bilevel.cli import convolutional, deep, report
+from bilevel.cli.commands import NasBench201Search
+from bilevel.cli.known import pixel_count
 from bilevel.cli.rows import Part, load
 from bilevel.cli.runs import run_directory
 from bilevel.spaces.nasbench201 import (
     EDGES,
-    PRIMITIVES,
     Genotype,
     NasBench201Space,
     multiply_adds,
     nasbench201_space,
     table,
 )
-from bilevel.spaces.nasbench201._genotype import SIZES
 from bilevel.spaces.nasbench201.judging import DATASETS, best_of_k_random
-
-
-@dataclasses.dataclass(frozen=True)
-class NasBench201Search(deep.DeepSearch):
-    """What to search, on what, and how; every flag has a default."""
-
-    steps: flags.Count = 300
-    """Outer steps of the search."""
-    epochs: flags.Epochs = 200
-    """Passes over the training rows that one network's training is counted as, to say how many
-    random networks the search costs; the benchmark's are 200."""
-    operations: Annotated[tuple[str, ...], flags.Names(PRIMITIVES)] = PRIMITIVES
-    """Candidates on every edge."""
-    cells: flags.Layers = 5
-    """Cells of each of the supernet's three stages."""
-    channels: flags.Size = 16
-    """Of the first stage."""
-    pixels: flags.Size | None = None
-    """Average images down to at most this side."""
-    learning_rate: flags.Rate = 0.025
-    """Of weights: SGD with momentum 0.9, cosine decay, weight decay 3e-4, clipped at norm 5."""
-    remat: bool = True
-    """Compute a cell again in the backward pass instead of keeping what is in it."""
-
-    def memory(self) -> dict[tuple[str, ...], int]:
-        """Weights with their gradient and momentum; a batch's images in the stem; history."""
-        images = self.batch_size * pixel_count(self.data, self.pixels)
-        alpha = len(EDGES) * len(self.operations)
-        weights = convolution_weights(self.operations, self.cells, self.channels)
-        return {
-            ("cells", "channels"): 3 * 4 * weights,
-            ("batch_size", "channels"): 2 * images * self.channels,
-            ("seeds", "steps"): 4 * self.seeds * self.steps * alpha,
-        }
-
-
-def convolution_weights(operations: tuple[str, ...], cells: int, channels: int) -> int:
-    """Of all edges of all cells, in stages of one, two and four times ``channels``."""
-    each = sum(SIZES.get(name, 0) ** 2 for name in operations)
-    return len(EDGES) * cells * (1 + 4 + 16) * channels**2 * each
-
-
-QUICK = NasBench201Search(
-    cells=1, channels=4, pixels=16, steps=100, batch_size=32, samples=20, test=1000
-)
-"""What ``--quick`` starts from: under a minute on two cores."""
 
 
 class _Task(NamedTuple):
@@ -87,22 +39,33 @@ class _Task(NamedTuple):
 def run_nasbench201_search(config: NasBench201Search) -> dict[str, Any]:
     """Run the job; print its table, write its run directory, return what `result.json` holds."""
     config.check()
-    with run_directory(config) as folder:
+    with run_directory(config, keeps="searches are kept as far as they came") as folder:
         return _run(config, folder)
 
 
 def _run(config: NasBench201Search, folder: pathlib.Path) -> dict[str, Any]:
     began = time.perf_counter()
-    known = table.load_table()  # first: were it damaged, the search would be for nothing
-    task = _task(config)
-    start = time.perf_counter()
-    found = convolutional.search_seeds(config, task.space, task.splits, folder)
-    searched = time.perf_counter() - start
-    summary = _summary(task, config, known, found)
+    with report.phases(config, _work(config)) as bar:
+        bar.enter("data")
+        known = table.load_table()  # first: were it damaged, the search would be for nothing
+        task = _task(config)
+        start = time.perf_counter()
+        found = convolutional.search_seeds(config, task.space, task.splits, folder, bar)
+        searched = time.perf_counter() - start
+        bar.enter("errors and curvature")
+        summary = _summary(task, config, known, found)
     summary["seconds"] = {"search": searched, "all": time.perf_counter() - began}
     _write(folder, summary, found)
     _print(summary, folder)
     return summary
+
+
+def _work(config: NasBench201Search) -> dict[str, float]:
+    """Seconds of each phase, roughly, on two cores: compilation, and gradients of minibatches."""
+    pixels = config.batch_size * pixel_count(config.data, config.pixels)
+    operation = 3 * 9 / 5e9 * pixels * len(EDGES) * 3 * config.cells * config.channels**2
+    search = convolutional.search_work(config, len(config.operations) * operation)
+    return {"data": 4, **search, "errors and curvature": 20 + config.seeds}
 
 
 # ----------------------------------------------------------------------------- the search
@@ -153,10 +116,10 @@ def _summary(
         "alpha": [np.asarray(alpha).tolist() for _, alpha in found],
         "entropy": [float(deep.entropy(alpha).mean()) for _, alpha in found],
         "benchmark": _looked_up(known, genotypes, space.names, int(networks)),
-        "networks of the same cost": networks,
+        "budget": networks,
         "supernet": dict(zip(convolutional.ERRORS, np.transpose(supernet).tolist(), strict=True)),
-        "largest eigenvalue of the validation Hessian in alpha": curvatures,
-        **report.machine(),
+        "curvature": curvatures,
+        **report.origin(),
     }
 
 
@@ -258,14 +221,14 @@ def _print(result: dict[str, Any], folder: pathlib.Path) -> None:
     )
     errors = [report.cell(100 * np.array(e), ".1f") for e in result["supernet"].values()]
     console.print("supernet's own errors in %: train {}, valid {}, test {}".format(*errors))
-    curvature = np.array(result["largest eigenvalue of the validation Hessian in alpha"])
+    curvature = np.array(result["curvature"])
     console.print(
         "largest eigenvalue of the validation loss's Hessian in α, of one batch: "
         f"{report.cell(curvature, '.3g')}"
     )
     console.print(deep.known_error(config["strategy"]))
     console.print(
-        f"in each search's multiply-adds {result['networks of the same cost']:.2g} random networks "
+        f"in each search's multiply-adds {result['budget']:.2g} random networks "
         f"could be trained on as many rows for {config['epochs']} epochs"
     )
     seconds = result["seconds"]

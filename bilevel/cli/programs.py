@@ -11,7 +11,7 @@ def keep() -> None:
     import jax
     import pooch
 
-    if jax.config.jax_compilation_cache_dir is not None:
+    if jax.config.values["jax_compilation_cache_dir"] is not None:
         return
     folder = pooch.os_cache("bilevel") / "programs"
     try:

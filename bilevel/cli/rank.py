@@ -6,11 +6,10 @@ but the genotype. With ``--epochs`` the network of the best score (of the first 
 then trained from scratch on ``--data``: Algorithm 1 of Zhu et al. (2022), with Eigen-NAS.
 """
 
-import dataclasses
 import math
 import pathlib
 import time
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import jax
 import numpy as np
@@ -18,13 +17,14 @@ import optax
 
 from bilevel import data as datasets
 from bilevel import plots
-from bilevel._progress import progress_bar
-from bilevel.cli import convolutional, flags, report
-from bilevel.cli.nasbench201 import convolution_weights
-from bilevel.cli.rows import check_rows, draw_rows, load
+from bilevel._progress import RunBar, progress_bar
+from bilevel.cli import convolutional, report
+from bilevel.cli.commands import Rank
+from bilevel.cli.known import pixel_count
+from bilevel.cli.rows import draw_rows, load
 from bilevel.cli.runs import run_directory
 from bilevel.spaces.nasbench201 import (
-    PRIMITIVES,
+    EDGES,
     Genotype,
     encode,
     genotypes,
@@ -42,7 +42,7 @@ from bilevel.spaces.nasbench201.judging import (
     seed_ceiling,
     sum_of_log_ranks,
 )
-from bilevel.spaces.nasbench201.scoring import SCORES, Scored, score_networks
+from bilevel.spaces.nasbench201.scoring import Scored, score_networks
 from bilevel.spaces.nasbench201.table import RUN_SETS, Table, load_table, published_scores
 from bilevel.spaces.scratch import crop_and_flip, training
 
@@ -52,108 +52,44 @@ _PUBLISHED = {"naswot": "nwot"} | {
     name: name for name in ("fisher", "grad_norm", "grasp", "jacov", "l2_norm", "snip", "synflow")
 }
 _ALL = "sum of log ranks"
-_TOTAL = 15_625  # networks in the benchmark
-
-_Scores = Annotated[tuple[str, ...], flags.Names((*SCORES, "all"))]
-_Parts = Annotated[tuple[str, ...], flags.Names((*SCORES, *BASELINES), least=0)]
-
-
-@dataclasses.dataclass(frozen=True)
-class Rank(flags.Flags):
-    """Which networks, which scores, on what; every flag has a default."""
-
-    data: Literal["digits", "mnist", "fashion-mnist", "cifar10"] = "cifar10"
-    """Dataset of the batch that networks are scored on; digits ships with scikit-learn."""
-    scores: _Scores = ("eigen_nas", "min_eigenvalue", "naswot", "synflow")
-    """Names in ntk.scores, or 'all' for every one of them."""
-    aggregate: _Parts = ()
-    """Scores and baselines whose log ranks are added up to one more; by default all scores."""
-    networks: Annotated[int, flags.Whole(2, _TOTAL)] | Literal["all"] = 200
-    """How many networks to draw, or all 15,625."""
-    k: flags.Count = 20
-    """Networks whose validation accuracy is looked up, of those with the best scores."""
-    pool: flags.Count = 300
-    """Networks to choose these k from: many such pools are drawn of those scored."""
-    batch_size: Annotated[int, flags.Whole(2)] = 32
-    """Rows in the batch."""
-    cells: flags.Layers = 5
-    """Cells of each of the three stages; the benchmark has 5."""
-    channels: flags.Size = 16
-    """Of the first stage; the benchmark has 16."""
-    pixels: flags.Size | None = None
-    """Average images down to at most this side."""
-    at_once: flags.Count = 1
-    """Networks side by side in one program: 1 on a CPU, dozens on an accelerator."""
-    judged: bool = True
-    """Whether to hold the scores against the accuracies in the benchmark's table."""
-    epochs: Annotated[int, flags.Whole(0, 10_000)] = 0
-    """Passes over the training rows in which the chosen network is trained; 0: it is not."""
-    train_size: flags.Sample = 500
-    """Training rows for that; the batch is drawn from them."""
-    test_size: flags.Size = 1000
-    """Test rows at most."""
-    seed: flags.Seed = 0
-    """Of networks, weights and rows."""
-    out: flags.Out = pathlib.Path("runs/rank")
-    """Run directory; a number is appended where it holds a run already."""
-    resume: bool = False
-    """Go on with the unfinished run in the run directory; scores and networks may be added."""
-    progress: bool | None = None
-    """Progress bar; by default in a terminal."""
-
-    def check(self) -> None:
-        """Raise for flags that cannot be used, before anything is loaded."""
-        super().check()
-        check_rows(self.data, {"train_size": self.train_size}, kept=1)
-        if "all" in self.scores and len(self.scores) > 1:
-            raise ValueError(f"scores: expected names, or all, got {' '.join(self.scores)}.")
-        for name in self.aggregate:
-            if name not in (known := (*self.score_names, *BASELINES)):
-                raise ValueError(
-                    f"aggregate: expected names among {', '.join(known)}, got {name!r}."
-                )
-        if not max(2, self.k) <= self.count:
-            raise ValueError(
-                f"networks: expected {max(2, self.k)} (--k) to {_TOTAL}, or all, got {self.count}."
-            )
-        if self.k > self.pool:
-            raise ValueError(f"k: expected at most the {self.pool} of --pool, got {self.k}.")
-        if self.batch_size > self.train_size:
-            raise ValueError(
-                f"batch_size: expected at most the {self.train_size} training rows, "
-                f"got {self.batch_size}."
-            )
-
-    def memory(self) -> dict[tuple[str, ...], int]:
-        """Weights of all operations and their gradient; a batch's images in the stem."""
-        images = self.batch_size * convolutional.pixel_count(self.data, self.pixels)
-        weights = convolution_weights(PRIMITIVES, self.cells, self.channels)
-        return {
-            ("cells", "channels"): 2 * 4 * weights,
-            ("at_once", "batch_size", "channels"): 2 * self.at_once * images * self.channels,
-        }
-
-    @property
-    def score_names(self) -> tuple[str, ...]:
-        """Those asked for."""
-        return SCORES if self.scores == ("all",) else self.scores
-
-    @property
-    def count(self) -> int:
-        """Of networks."""
-        return _TOTAL if self.networks == "all" else self.networks
 
 
 def run_rank(config: Rank) -> dict[str, Any]:
     """Run the job; print its tables, write its run directory, return what `result.json` holds."""
     config.check()
     changeable = ("networks", "scores", "aggregate", "k", "pool")
-    with run_directory(config, changeable) as folder:
+    with run_directory(config, changeable, keeps="the scores saved so far are kept") as folder:
         return _run(config, folder)
 
 
 def _run(config: Rank, folder: pathlib.Path) -> dict[str, Any]:
+    with report.phases(config, _work(config)) as bar:
+        result, scored, drawn, table = _computed(config, folder, bar)
+    report.write(folder, result, {"rows": drawn, **scored.values})
+    if table is not None:
+        _picture(folder, config, scored, table, drawn)
+    _print(result, folder)
+    return result
+
+
+def _work(config: Rank) -> dict[str, float]:
+    """Seconds of each phase, roughly, on two cores: compilation, and gradients of a batch."""
+    pixels = config.batch_size * pixel_count(config.data, config.pixels)
+    gradient = 9 / 2.5e10 * pixels * len(EDGES) * 3 * config.cells * config.channels**2
+    batches = config.epochs * (config.train_size // config.batch_size)
+    return {
+        "data": 5,
+        "scores": len(config.score_names) * (15 + gradient * config.count),
+        "judging": 2,
+        "training": 30 + gradient * batches if config.epochs else 0,
+    }
+
+
+def _computed(
+    config: Rank, folder: pathlib.Path, bar: RunBar
+) -> tuple[dict[str, Any], Scored, np.ndarray, Table | None]:
     began, names = time.perf_counter(), config.score_names
+    bar.enter("data")
     table = load_table() if config.judged else None
     train, test, classes = _images(config)
     shape = {"classes": classes, "cells": config.cells, "channels": config.channels}
@@ -164,6 +100,7 @@ def _run(config: Rank, folder: pathlib.Path) -> dict[str, Any]:
     cells = [genotypes()[row] for row in drawn]
     w = jax.jit(lambda key: networks.init(key, train[0].shape[1:]))(keys[0])
     jax.eval_shape(networks.apply, w, encode(cells[0]), batch[0])
+    bar.enter("scores")
     scored = score_networks(
         names,
         networks,
@@ -179,21 +116,18 @@ def _run(config: Rank, folder: pathlib.Path) -> dict[str, Any]:
         "networks": len(drawn),
         "seconds per network": scored.seconds,
         "compile seconds": scored.compile_seconds,
-        **report.machine(),
+        **report.origin(),
     }
+    bar.enter("judging")
     if table is not None:
         result |= _judged(config, scored, table, drawn)
     chosen = _best(cells, scored.oriented()[names[0]])
     result["chosen"] = {"genotype": str(chosen), "score": names[0]}
     if config.epochs:
+        bar.enter("training")
         result["chosen"] |= _trained(config, chosen, shape, train, test, keys[1], folder)
     result["seconds"] = time.perf_counter() - began
-    arrays = {"rows": drawn, **scored.values}
-    report.write(folder, result, arrays)
-    if table is not None:
-        _picture(folder, config, scored, table, drawn)
-    _print(result, folder)
-    return result
+    return result, scored, drawn, table
 
 
 def _drawn(config: Rank) -> np.ndarray:

@@ -1,10 +1,12 @@
 """What the commands share: the files of a run, and the screen."""
 
 import dataclasses
+import datetime
 import decimal
 import json
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -12,6 +14,8 @@ import numpy as np
 from rich.console import Console
 
 from bilevel import plots
+from bilevel._progress import RunBar, run_bar
+from bilevel.cli import call
 
 
 def flags(config: Any) -> dict[str, Any]:
@@ -19,9 +23,21 @@ def flags(config: Any) -> dict[str, Any]:
     return json.loads(json.dumps(dataclasses.asdict(config), default=str))
 
 
-def machine() -> dict[str, str]:
-    """What a result was computed on."""
-    return {"jax": jax.__version__, "device": str(jax.devices()[0].device_kind)}
+def origin() -> dict[str, Any]:
+    """How, when and on what a result was computed."""
+    return {
+        "command": call.current().line,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "versions": call.versions(),
+        "jax": jax.__version__,
+        "device": str(jax.devices()[0].device_kind),
+    }
+
+
+def phases(config: Any, work: Mapping[str, float]) -> AbstractContextManager[RunBar]:
+    """The progress bar of a whole run, whose phases take ``work``, in any unit."""
+    wanted = getattr(config, "progress", None) if call.current().progress else False
+    return run_bar(wanted, work)
 
 
 def write(folder: pathlib.Path, result: dict[str, Any], arrays: dict[str, Any]) -> None:
@@ -78,9 +94,13 @@ def _rows(config: dict[str, Any]) -> str:
 
 
 def screen() -> Console:
-    """The terminal; a pipe or a file has no width of its own, and rich would cut tables at 80."""
-    console = Console(markup=False)  # names of folders and genotypes have brackets
-    return console if console.is_terminal else Console(width=110, markup=False)
+    """The terminal; a pipe or a file has no width of its own, and rich would cut tables at 80.
+
+    Without brackets' markup, which names of folders and genotypes have; silent without a table.
+    """
+    quiet = not call.current().table
+    console = Console(markup=False, quiet=quiet)
+    return console if console.is_terminal else Console(width=110, markup=False, quiet=quiet)
 
 
 def mixture(alpha: Any, names: Any) -> str:

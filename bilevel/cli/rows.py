@@ -1,47 +1,16 @@
 """Training, validation and test rows of a dataset, drawn at random."""
 
-import math
 from typing import Any
 
 import jax
 import numpy as np
 
 from bilevel import data as datasets
+from bilevel.cli.known import ROWS
 
 Part = tuple[Any, Any]  # rows and their labels
 
-# What is known of a dataset before it is loaded; the test rows of digits are taken of all its rows.
-ROWS = {
-    "digits": (1797, 0),
-    "mnist": (60_000, 10_000),
-    "fashion-mnist": (60_000, 10_000),
-    "cifar10": (50_000, 10_000),
-    "imdb": (25_000, 25_000),
-}
-SHAPES = {
-    "digits": (8, 8, 1),
-    "mnist": (28, 28, 1),
-    "fashion-mnist": (28, 28, 1),
-    "cifar10": (32, 32, 3),
-}
-CLASSES = 10  # of all of these
-
 _CIFAR_BATCH = 10_000  # rows in each of its files
-
-
-def check_rows(data: str, sizes: dict[str, int], kept: int = 0) -> None:
-    """Raise if the training rows are too few for ``sizes``, by flag, and ``kept`` more."""
-    total, own_test_rows = ROWS[data]
-    left = total - kept - (0 if own_test_rows else 2)  # for the test, at the least
-    for name, size in sizes.items():
-        if size > left:
-            raise ValueError(f"{name}: expected at most {left} of the rows of {data}, got {size}.")
-        left -= size
-
-
-def inputs(data: str) -> int:
-    """Numbers in a row of images."""
-    return math.prod(SHAPES[data])
 
 
 def load(name: str, train: int, valid: int, test: int) -> datasets.Dataset:

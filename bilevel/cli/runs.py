@@ -5,36 +5,39 @@ import json
 import pathlib
 import shutil
 from collections.abc import Iterator
-from typing import Any, get_args
+from typing import Any
 
-from bilevel.cli import flags, report
+from bilevel.cli import flags, report, saved
+from bilevel.cli.interrupts import Stopped
 
 _CONFIG = "config.json"
 
 
-class Stopped(Exception):
-    """A run was interrupted; the sentence says what is left of it."""
-
-
 @contextlib.contextmanager
-def run_directory(config: Any, changeable: tuple[str, ...] = ()) -> Iterator[pathlib.Path]:
+def run_directory(
+    config: Any, changeable: tuple[str, ...] = (), *, keeps: str = "its results are kept"
+) -> Iterator[pathlib.Path]:
     """The directory to write into; where a new run fails before its first result, it is removed.
 
     With ``config.resume`` it is ``config.out``, if that was the same run but for the flags that are
-    ``changeable``. Ctrl-C raises :class:`Stopped`.
+    ``changeable``. Ctrl-C raises :class:`Stopped`, which says what the directory ``keeps``.
     """
     goes_on = hasattr(config, "resume")
     resumed = goes_on and config.resume
     folder, made = (_resumed(config, changeable), []) if resumed else _new(config)
     try:
         yield folder
+        if resumed and changeable:
+            _save_changed(folder, config, changeable)
     except BaseException as error:
         kept = not made or _has_results(folder)
         if not kept:
             _remove(made)
         if isinstance(error, KeyboardInterrupt):
-            how = f"; go on with --resume --out {folder}" if kept and goes_on else ""
-            raise Stopped(f"{str(error) or 'interrupted'}{how}") from None
+            left = keeps if kept else "nothing is kept"
+            left += f" in {folder}" * (kept and not goes_on)
+            left += f"; go on with --resume --out {folder}" * (kept and goes_on)
+            raise Stopped(f"{str(error) or 'interrupted'}; {left}") from None
         raise
 
 
@@ -54,7 +57,7 @@ def _new(config: Any) -> tuple[pathlib.Path, list[pathlib.Path]]:
             number += 1
             folder = out.with_name(f"{out.name}-{number}")
         made.insert(0, folder)
-        (folder / _CONFIG).write_text(json.dumps(report.flags(config), indent=2) + "\n")
+        (folder / _CONFIG).write_text(_as_json(report.flags(config)))
     except OSError as error:
         _remove(made)
         raise ValueError(
@@ -62,6 +65,10 @@ def _new(config: Any) -> tuple[pathlib.Path, list[pathlib.Path]]:
             f"({error.strerror})."
         ) from None
     return folder, made
+
+
+def _as_json(values: dict[str, Any]) -> str:
+    return json.dumps(values, indent=2) + "\n"
 
 
 def _make(folder: pathlib.Path) -> bool:
@@ -100,7 +107,7 @@ def _resumed(config: Any, changeable: tuple[str, ...]) -> pathlib.Path:
     folder = config.out
     if not _is_directory(folder):
         raise FileNotFoundError(f"out: expected the directory of a run, got {flags.shown(folder)}.")
-    before, now = _saved(folder / _CONFIG), report.flags(config)
+    before, now = saved.read(folder / _CONFIG, "out"), report.flags(config)
     for has, others in (("with", set(before) - set(now)), ("without", set(now) - set(before))):
         if others:
             raise ValueError(
@@ -109,7 +116,7 @@ def _resumed(config: Any, changeable: tuple[str, ...]) -> pathlib.Path:
             )
     hints = flags.hints(type(config))
     for name, value in before.items():
-        if expected := flags.fault(hints[name], _as_flag(hints[name], value)):
+        if expected := flags.fault(hints[name], saved.as_flag(hints[name], value)):
             raise ValueError(
                 f"out: expected the flags of a run in {folder / _CONFIG}, got "
                 f"{name} {flags.shown(value)} ({expected})."
@@ -121,28 +128,14 @@ def _resumed(config: Any, changeable: tuple[str, ...]) -> pathlib.Path:
     return folder
 
 
-def _as_flag(hint: Any, value: Any) -> Any:
-    """What JSON has no type for."""
-    if isinstance(value, list):
-        return tuple(value)
-    is_path = isinstance(value, str) and pathlib.Path in get_args(hint)
-    return pathlib.Path(value) if is_path else value
-
-
-def _saved(path: pathlib.Path) -> dict[str, Any]:
-    try:
-        saved = json.loads(path.read_bytes())
-        got = f"a {type(saved).__name__}"
-    except FileNotFoundError:
-        got = "no such file"
-    except OSError as error:
-        got = str(error.strerror)
-    except (ValueError, RecursionError):  # not JSON, not text, or nested too deeply
-        got = "something else"
-    else:
-        if isinstance(saved, dict):
-            return saved
-    raise ValueError(f"out: expected the flags of a run in {path}, as a JSON object, got {got}.")
+def _save_changed(folder: pathlib.Path, config: Any, changeable: tuple[str, ...]) -> None:
+    """The flags with which the run would end in the result that it ended in."""
+    before, now = saved.read(folder / _CONFIG, "out"), report.flags(config)
+    if (after := before | {name: now[name] for name in changeable}) != before:
+        with contextlib.suppress(OSError):  # a full disk: the result is there already
+            new = folder / f"{_CONFIG}.new"
+            new.write_text(_as_json(after))
+            new.replace(folder / _CONFIG)
 
 
 def _is_directory(path: pathlib.Path) -> bool:

@@ -6,11 +6,10 @@ training data alone. It ends in a table, with the certified smallest eigenvalue 
 each would have at infinite width, and leaves a run directory.
 """
 
-import dataclasses
-import math
 import pathlib
 import time
-from typing import Annotated, Any, Literal, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,85 +18,21 @@ import optax
 
 import bilevel
 from bilevel import plots
-from bilevel.cli import argmax, flags, report
+from bilevel._progress import RunBar
+from bilevel.cli import argmax, report
+from bilevel.cli.commands import JOINT_EPOCHS, LONGER, Search
 from bilevel.cli.kernels import min_eigenvalue
-from bilevel.cli.rows import check_rows, draw_rows, inputs, load
+from bilevel.cli.known import inputs
+from bilevel.cli.rows import draw_rows, load
 from bilevel.cli.runs import run_directory
 from bilevel.problem import side_by_side
 from bilevel.protocols import LowerSolver
 from bilevel.spaces.activations import (
-    ACTIVATIONS,
     ActivationSpace,
     activation_space,
     sign_labels,
     unit_inputs,
 )
-
-_Names = Annotated[tuple[str, ...], flags.Names(tuple(ACTIVATIONS))]
-
-_JOINT_EPOCHS = 10  # joint training takes as many times the inner steps of one lower solve
-_LONGER = 4  # the hypergradient is held against that through so many times the inner steps
-
-
-@dataclasses.dataclass(frozen=True)
-class Search(flags.Flags):
-    """What to search, on what, and how; every flag has a default."""
-
-    data: Literal["digits", "mnist", "fashion-mnist", "cifar10"] = "digits"
-    """Dataset; digits ships with scikit-learn."""
-    activations: _Names = ("relu", "leaky_relu", "sigmoid", "tanh", "swish", "gelu")
-    """Candidates."""
-    geometry: Literal["exponentiate", "project", "softmax"] = "exponentiate"
-    """How α stays on the simplex."""
-    solver: Literal["unrolled", "truncated", "first-order", "implicit"] = "unrolled"
-    """Hypergradient: through all inner steps, the last quarter, none, or implicit (damped CG)."""
-    outer: Literal["hinge", "logistic", "squared"] = "hinge"
-    """Validation loss; the training loss is the squared one."""
-    seeds: flags.Count = 1
-    """Independent searches side by side: own splits, own initial weights."""
-    steps: flags.Count = 20
-    """Outer steps."""
-    inner_steps: Annotated[int, flags.Whole(1, 10**7)] = 50
-    """Gradient steps of the lower problem in each."""
-    width: flags.Size = 512
-    """Hidden units."""
-    train: flags.Sample = 300
-    """Training rows."""
-    valid: flags.Sample = 300
-    """Validation rows."""
-    test: flags.Sample = 2000
-    """Test rows at most."""
-    learning_rate: flags.Rate = 0.3
-    """Of α: Adam's."""
-    seed: flags.Seed = 0
-    """Of splits and weights."""
-    out: flags.Out = pathlib.Path("runs/search")
-    """Run directory; a number is appended where it holds a run already."""
-    resume: bool = False
-    """Go on with the unfinished run in the run directory."""
-    progress: bool | None = None
-    """Progress bar; by default in a terminal."""
-
-    def check(self) -> None:
-        """Raise for flags that cannot be used, before anything is loaded."""
-        super().check()
-        check_rows(self.data, {"train": self.train, "valid": self.valid})
-
-    def memory(self) -> dict[tuple[str, ...], int]:
-        """Weights with their gradient, momentum and start; outputs; history; a kernel."""
-        h, units = len(self.activations), self.seeds * self.width
-        weights = 4 * units * inputs(self.data)
-        found = {
-            ("seeds", "width"): 4 * weights,
-            ("seeds", "width", "train"): 4 * units * self.train,
-            ("seeds", "steps"): 4 * self.seeds * self.steps * h,
-            ("seeds", "inner_steps"): 4 * self.seeds * _JOINT_EPOCHS * self.inner_steps * h,
-            ("train",): 3 * 8 * self.train**2,
-        }
-        # The weights at every boundary of unrolled blocks, and in one.
-        kept = 2 * weights * math.isqrt(_LONGER * self.inner_steps)
-        return found | {("seeds", "width", "inner_steps"): kept}
-
 
 _COLUMNS = {
     "train error": "train",
@@ -124,15 +59,25 @@ class Task(NamedTuple):
 def run_search(config: Search) -> dict[str, Any]:
     """Run the job; print its table, write its run directory, return what `result.json` holds."""
     config.check()
-    with run_directory(config, changeable=("steps",)) as folder:
+    with run_directory(config, ("steps",), keeps="the search is kept as far as it came") as folder:
         return _run(config, folder)
 
 
 def _run(config: Search, folder: pathlib.Path) -> dict[str, Any]:
+    with report.phases(config, _work(config)) as bar:
+        result, found = _computed(config, folder, bar)
+    _write(folder, result, found)
+    _print(result, folder)
+    return result
+
+
+def _computed(config: Search, folder: pathlib.Path, bar: RunBar) -> tuple[dict[str, Any], Any]:
     began = time.perf_counter()
+    bar.enter("data")
     task = setup(config)
     h = len(task.space.names)
     uniform = jnp.full((config.seeds, h), 1 / h)
+    bar.enter("search")
     found = bilevel.search(
         side_by_side(task.space.problem),
         task.solver,
@@ -142,39 +87,74 @@ def _run(config: Search, folder: pathlib.Path) -> dict[str, Any]:
         task.train,
         task.valid,
         steps=config.steps,
-        progress=config.progress,
+        progress=False,
+        callback=_shown(config, bar, config.steps),
         checkpoint=folder / "checkpoint",
         resume=config.resume,
     )
     if found.stopped:
         raise KeyboardInterrupt(found.stopped)
     searched = time.perf_counter() - began
-    w, _ = retrained(task, found.alpha)
-    rows = {"search": _scores(task, w, found.alpha)}
+    bar.enter("retraining")
     corners = [jnp.zeros_like(uniform).at[:, i].set(1) for i in range(h)]
-    singles = [retrained(task, alpha) for alpha in corners]
-    rows |= {n: _scores(task, *one) for n, one in zip(task.space.names, singles, strict=True)}
-    rows["joint training"] = _scores(task, *_joint(task, config, uniform))
+    alphas = dict(zip(("search", *task.space.names), (found.alpha, *corners), strict=True))
+    networks = {}
+    for i, (name, alpha) in enumerate(alphas.items(), 1):
+        networks[name] = jax.block_until_ready(retrained(task, alpha))
+        bar.show(i / len(alphas), name)
+    singles = [networks[name] for name in task.space.names]
+    bar.enter("joint training")
+    networks["joint training"] = _joint(task, config, uniform, bar)
+    bar.enter("certificates")
+    rows = {}
+    for i, (name, network) in enumerate(networks.items(), 1):
+        rows[name] = _scores(task, *network)
+        bar.show(i / len(networks), name)
     seconds = {"search": searched, "all": time.perf_counter() - began}
     result = _summary(config, task.space.names, np.asarray(found.alpha), rows, seconds)
+    bar.enter("error of the hypergradient")
     result["hypergradient"] = hypergradient_error(task, config, found.alpha)
-    result["argmax"] = argmax.judged(task.space, (w, found.alpha), singles, task.valid, task.test)
-    _write(folder, result, found)
-    _print(result, folder)
-    return result
+    result["argmax"] = argmax.judged(task.space, networks["search"], singles, task.valid, task.test)
+    return result, found
+
+
+def _work(config: Search) -> dict[str, float]:
+    """Seconds of each phase, roughly, on two cores: compilation, and gradients of weights."""
+    units = config.seeds * config.width * config.train * inputs(config.data)
+    solve, networks = 2e-8 / 60 * units * config.inner_steps, len(config.activations) + 1
+    found = {"unrolled": 4, "truncated": 1.75, "first-order": 1, "implicit": 3}[config.solver]
+    return {
+        "data": 4,
+        "search": 3 + found * solve * config.steps,
+        "retraining": 3 + solve * networks,
+        "joint training": 3 + 2 * JOINT_EPOCHS * solve,
+        "certificates": 8 + config.seeds * (networks + 1),
+        "error of the hypergradient": 6 + 4 * (1 + LONGER) * solve,
+    }
+
+
+def _shown(config: Search, bar: RunBar, steps: int) -> Callable[[bilevel.SearchResult], None]:
+    """What to call between chunks of a search of so many ``steps``: the losses' means."""
+    show = bar.loop(steps, "train {task.fields[lower]:.4g}  valid {task.fields[value]:.4g}")
+
+    def callback(found):
+        last = {k: float(found.history[k][-1]) / config.seeds for k in ("lower", "value")}
+        show(len(found.history["value"]), lambda: last)
+
+    return callback
 
 
 # ----------------------------------------------------------------------------- the parts
 
 
 def hypergradient_error(task: Task, config: Search, alpha: jax.Array) -> dict[str, list[float]]:
-    """Norm and error of each seed's hypergradient, against training ``_LONGER`` times as long.
+    """Norm and error of each seed's hypergradient, against training ``LONGER`` times as long.
 
     With more weights than labels the lower Hessian is singular, and `info` has no estimate. But
     training that interpolates has an end, and with it the hypergradient of fully trained networks;
     longer training is nearer to it (`benchmarks/search_error.py`).
     """
-    longer = task.space.solver(task.curvatures, _LONGER * config.inner_steps)
+    longer = task.space.solver(task.curvatures, LONGER * config.inner_steps)
     ours, better = (hypergradient(task, s, alpha).grad for s in (task.solver, longer))
     sizes = {"norm": better, "error": ours - better}
     return {name: np.linalg.norm(x, axis=-1).tolist() for name, x in sizes.items()}
@@ -240,10 +220,13 @@ _train = jax.jit(
 )
 
 
-def _joint(task: Task, config: Search, alpha: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _joint(
+    task: Task, config: Search, alpha: jax.Array, bar: RunBar
+) -> tuple[jax.Array, jax.Array]:
     """Single-level training: weights and α descend the training loss together."""
     lower = side_by_side(task.space.problem).lower
     rate = 1 / task.curvatures.max(axis=-1)[:, None, None]
+    steps = JOINT_EPOCHS * config.inner_steps
     result = bilevel.search(
         bilevel.Problem(lower, lower),
         bilevel.unrolled(optax.sgd(rate, 0.9, nesterov=True), 1, backprop=0),
@@ -252,9 +235,12 @@ def _joint(task: Task, config: Search, alpha: jax.Array) -> tuple[jax.Array, jax
         task.w0,
         task.train,
         task.train,
-        steps=_JOINT_EPOCHS * config.inner_steps,
+        steps=steps,
         progress=False,
+        callback=lambda found: bar.show(len(found.history["value"]) / steps, ""),
     )
+    if result.stopped:
+        raise KeyboardInterrupt
     return result.w, result.alpha
 
 
@@ -294,10 +280,10 @@ def _summary(config, names, alpha, rows, seconds) -> dict[str, Any]:
         "alpha": alpha.tolist(),
         "scores": {row: {k: v.tolist() for k, v in s.items()} for row, s in rows.items()},
         "best single": best,
-        "test error, search minus best single": [float(gap.mean()), report.standard_error(gap)],
+        "gap": [float(gap.mean()), report.standard_error(gap)],
         "seconds": seconds,
         "kernel entry error": max(float(s["kernel entry error"].max()) for s in rows.values()),
-        **report.machine(),
+        **report.origin(),
     }
 
 
@@ -344,11 +330,11 @@ def _print(result: dict[str, Any], folder: pathlib.Path) -> None:
     relative = np.divide(off, norm, out=np.zeros_like(off), where=off > 0)
     console.print(
         f"hypergradient there: {report.cell(100 * relative, '.0f')} % from that of training "
-        f"{_LONGER} times as long"
+        f"{LONGER} times as long"
     )
     console.print(argmax.sentence(result))
     console.print(argmax.theory(result["argmax"]))
-    gap, error = result["test error, search minus best single"]
+    gap, error = result["gap"]
     spread = f" ± {100 * error:.2f}" if seeds > 1 else ""
     console.print(
         f"* best single activation; the search's test error minus its: {100 * gap:+.2f}{spread}"

@@ -5,12 +5,11 @@ activation without skips; and as many random architectures as could be trained i
 search. All of them are corners of the space, so that one compiled program trains them all.
 """
 
-import dataclasses
 import functools
 import pathlib
 import time
 from collections.abc import Callable
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,52 +19,20 @@ import optax
 import bilevel
 import ntk
 from bilevel import plots
-from bilevel._progress import progress_bar
-from bilevel.cli import deep, flags, report
-from bilevel.cli.rows import CLASSES, draw_rows, inputs, load
+from bilevel._progress import RunBar
+from bilevel.cli import deep, report
+from bilevel.cli.commands import SkipSearch
+from bilevel.cli.known import inputs
+from bilevel.cli.rows import draw_rows, load
 from bilevel.cli.runs import run_directory
 from bilevel.problem import Problem, side_by_side
 from bilevel.protocols import Pytree
-from bilevel.spaces.activations import ACTIVATIONS, unit_inputs
-from bilevel.spaces.skips import CANDIDATES, SkipSpace, geometry, skip_space
+from bilevel.spaces.activations import unit_inputs
+from bilevel.spaces.skips import SkipSpace, geometry, skip_space
 from bilevel.spaces.training import train
-
-_Names = Annotated[tuple[str, ...], flags.Names(tuple(ACTIVATIONS))]
 
 _KERNEL_ROWS = 100
 _SCALE_ROWS = 32  # for the NTK's mean diagonal entry
-
-
-@dataclasses.dataclass(frozen=True)
-class SkipSearch(deep.DeepSearch):
-    """What to search, on what, and how; every flag has a default."""
-
-    activations: _Names = CANDIDATES
-    """Candidates of every layer."""
-    depth: Annotated[int, flags.Whole(3, 1000)] = 5
-    """Layers of weights, the last one included."""
-    width: flags.Size = 64
-    """Hidden units of a layer."""
-    parametrization: Literal["ntk", "as_printed", "he"] = "ntk"
-    """Initialisation: of the paper's theory, of its Algorithm 1, or He's."""
-
-    def memory(self) -> dict[tuple[str, ...], int]:
-        """Weights with their gradient and momentum; a batch's outputs; rows; history."""
-        hidden = self.depth - 2
-        sizes = inputs(self.data) + hidden * self.width + CLASSES
-        simplices = (self.depth - 1) * len(self.activations)
-        images = 4 * inputs(self.data) * self.seeds
-        return {
-            ("seeds", "width", "depth"): 3 * 4 * self.seeds * self.width * sizes,
-            ("seeds", "batch_size", "width"): 4 * self.seeds * self.batch_size * self.width,
-            ("seeds", "train"): images * self.train,
-            ("seeds", "valid"): images * self.valid,
-            ("seeds", "steps"): 4 * self.seeds * self.steps * (simplices + hidden),
-        }
-
-
-QUICK = SkipSearch(depth=4, width=32, steps=200, epochs=10, samples=50, test=1000)
-"""What ``--quick`` starts from: half a minute on two cores."""
 
 
 class _Task(NamedTuple):
@@ -81,14 +48,41 @@ class _Task(NamedTuple):
 def run_skip_search(config: SkipSearch) -> dict[str, Any]:
     """Run the job; print its table, write its run directory, return what `result.json` holds."""
     config.check()
-    with run_directory(config) as folder:
+    with run_directory(config, keeps="the search is kept as far as it came") as folder:
         return _run(config, folder)
 
 
 def _run(config: SkipSearch, folder: pathlib.Path) -> dict[str, Any]:
+    with report.phases(config, _work(config)) as bar:
+        result, parts = _computed(config, folder, bar)
+    _write(folder, result, *parts)
+    _print(result, folder)
+    return result
+
+
+def _work(config: SkipSearch) -> dict[str, float]:
+    """Seconds of each phase, roughly, on two cores: compilation, and gradients of minibatches."""
+    weights = config.width * (inputs(config.data) + (config.depth - 2) * config.width)
+    gradient = 1e-8 * config.seeds * config.batch_size * weights
+    batches = config.epochs * (config.train // config.batch_size)
+    names = len(config.activations)
+    return {
+        "data": 2,
+        "search": 10 + gradient * deep.search_gradients(config),
+        "training": 3 + gradient * batches * (1 + names + _budget(config)),
+        "kernels": 8 + 0.4 * config.seeds * (1 + names),
+        "curvature": 3 + 0.5 * config.seeds,
+    }
+
+
+def _computed(
+    config: SkipSearch, folder: pathlib.Path, bar: RunBar
+) -> tuple[dict[str, Any], tuple[dict, Pytree, Pytree]]:
     began = time.perf_counter()
+    bar.enter("data")
     task = _task(config)
     key, weight_key, best_key = jax.random.split(jax.random.key(config.seed), 3)
+    bar.enter("search")
     found = _search(task, config, key, weight_key, folder / "checkpoint")
     if found.stopped:
         raise KeyboardInterrupt(found.stopped)
@@ -96,12 +90,17 @@ def _run(config: SkipSearch, folder: pathlib.Path) -> dict[str, Any]:
     if config.strategy == "random":
         alpha = _best_drawn(task, config, best_key, found.w)
     searched = time.perf_counter() - began
-    rows, w = _rows(task, config, found.w, alpha)
+    rows, w = _rows(task, config, found.w, alpha, bar)
+    bar.enter("curvature")
     result = _summary(task, config, found.w, alpha, rows)
     result["seconds"] = {"search": searched, "all": time.perf_counter() - began}
-    _write(folder, result, found.history, alpha, w)
-    _print(result, folder)
-    return result
+    return result, (found.history, alpha, w)
+
+
+def _budget(config: SkipSearch) -> int:
+    """Random networks that could be trained in the search's gradients, and one more."""
+    one = config.epochs * (config.train // config.batch_size)
+    return 1 + round(deep.search_gradients(config) / one)
 
 
 # ----------------------------------------------------------------------------- the parts
@@ -122,11 +121,11 @@ def _task(config: SkipSearch) -> _Task:
         xs = unit_inputs(*(x for x, _ in rows))
         parts.append([(x, jnp.asarray(y)) for x, (_, y) in zip(xs, rows, strict=True)])
     stacked = jax.tree.map(lambda *a: jnp.stack(a), *parts)
-    inputs = stacked[0][0].shape[-1]
+    length = stacked[0][0].shape[-1]
 
     @jax.jit
     def init(key):
-        return jax.vmap(lambda k: space.init(k, inputs))(jax.random.split(key, config.seeds))
+        return jax.vmap(lambda k: space.init(k, length))(jax.random.split(key, config.seeds))
 
     return _Task(_in_bfloat16(space) if config.bfloat16 else space, init, *stacked)
 
@@ -189,7 +188,7 @@ def _best_drawn(task: _Task, config: SkipSearch, key: jax.Array, w: Pytree) -> P
 
 
 def _rows(
-    task: _Task, config: SkipSearch, supernet: Pytree, alpha: Pytree
+    task: _Task, config: SkipSearch, supernet: Pytree, alpha: Pytree, bar: RunBar
 ) -> tuple[dict[str, dict[str, np.ndarray]], Pytree]:
     """Scores [seeds] of every network in the table, and the weights of the search's."""
     space, seeds = task.space, config.seeds
@@ -198,22 +197,19 @@ def _rows(
     none = jax.tree.map(jnp.zeros_like, alpha)
     for i, name in enumerate(space.names):
         networks[name] = none | {"activations": none["activations"].at[..., i].set(1)}
-    one = config.epochs * (config.train // config.batch_size)
-    budget = 1 + round(deep.search_gradients(config) / one)
+    budget = _budget(config)
     draw = jax.vmap(functools.partial(_draw, space))
     for i, key in enumerate(jax.random.split(keys[0], budget)):
         networks[f"random {i + 1}"] = draw(jax.random.split(key, seeds))
 
     scores, weights, w0 = {}, None, task.init(keys[1])
     retrain, score = _trainer(task, config), _scorer(task)
-    with progress_bar(
-        config.progress, "training", len(networks), "{task.fields[network]}", ("network",)
-    ) as show:
-        for i, (name, corners) in enumerate(networks.items()):
-            w = retrain(keys[2], w0, corners)
-            weights = w if name == "search" else weights
-            scores[name] = jax.tree.map(np.asarray, score(w, corners))
-            show(i + 1, lambda: {"network": name})  # noqa: B023
+    bar.enter("training")
+    for i, (name, corners) in enumerate(networks.items(), 1):
+        w = retrain(keys[2], w0, corners)
+        weights = w if name == "search" else weights
+        scores[name] = jax.tree.map(np.asarray, score(w, corners))
+        bar.show(i / len(networks), name)
     drawn = [scores.pop(f"random {i + 1}") for i in range(budget)]
     stacked = {k: np.stack([s[k] for s in drawn]) for k in drawn[0]}  # [budget, seeds]
     best = stacked["validation error"].argmin(axis=0)[None]
@@ -222,8 +218,10 @@ def _rows(
     }
     scores["random"] = {k: v.mean(axis=0) for k, v in stacked.items()}
     scores["supernet"] = jax.tree.map(np.asarray, score(supernet, alpha))
-    for name in ("search", *space.names):
+    bar.enter("kernels")
+    for i, name in enumerate(own := ("search", *space.names), 1):
         scores[name]["min eigenvalue"] = _min_eigenvalues(task, networks[name])
+        bar.show(i / len(own), name)
     return scores, weights
 
 
@@ -308,9 +306,9 @@ def _summary(
         "scores": {row: {k: v.tolist() for k, v in s.items()} for row, s in rows.items()},
         "best single": best,
         "entropy": np.asarray(deep.entropy(alpha["activations"])).tolist(),
-        "largest eigenvalue of the validation Hessian in alpha": curvatures,
+        "curvature": curvatures,
         "kernel rows": min(_KERNEL_ROWS, config.train),
-        **report.machine(),
+        **report.origin(),
     }
 
 
@@ -383,7 +381,7 @@ def _print(result: dict[str, Any], folder: pathlib.Path) -> None:
         f"entropy of the activations by layer: {' '.join(f'{e:.2f}' for e in entropies)}, of at "
         f"most {np.log(len(result['names'])):.2f}"
     )
-    curvature = np.array(result["largest eigenvalue of the validation Hessian in alpha"])
+    curvature = np.array(result["curvature"])
     console.print(
         f"largest eigenvalue of the validation loss's Hessian in α: {report.cell(curvature, '.3g')}"
     )

@@ -1,0 +1,48 @@
+"""How the command was called: the line, what it may show, and by which versions."""
+
+import contextlib
+import dataclasses
+import platform
+from collections.abc import Iterator
+from contextvars import ContextVar
+from importlib import metadata
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """Of a job that is called from Python there is no line."""
+
+    line: str | None = None
+    table: bool = True
+    progress: bool = True
+
+
+_call: ContextVar[Call | None] = ContextVar("call", default=None)
+
+
+@contextlib.contextmanager
+def made(call: Call) -> Iterator[None]:
+    """Within it, :func:`current` is this ``call``."""
+    token = _call.set(call)
+    try:
+        yield
+    finally:
+        _call.reset(token)
+
+
+def current() -> Call:
+    """The call that is running."""
+    return _call.get() or Call()
+
+
+def versions() -> dict[str, str]:
+    """Of the package, JAX and Python, from the packages' metadata: JAX is not imported."""
+    names = ("bilevel", "jax", "jaxlib")
+    return {name: _version(name) for name in names} | {"python": platform.python_version()}
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:  # on the path, but not installed
+        return "unknown"

@@ -1,0 +1,525 @@
+"""The flags of every command.
+
+Nothing here imports JAX, so that help and mistakes are there at once: what a check or an estimate
+of memory needs beyond this is imported when it runs, and names are written out (a test holds them
+against the spaces').
+"""
+
+import dataclasses
+import math
+import pathlib
+from typing import Annotated, Literal
+
+from bilevel.cli import flags
+from bilevel.cli.known import CLASSES, check_rows, inputs, pixel_count
+
+ACTIVATIONS = ("relu", "leaky_relu", "sigmoid", "tanh", "swish", "gelu", "erf", "identity")
+DARTS_OPERATIONS = (
+    *("none", "max_pool_3x3", "avg_pool_3x3", "skip_connect"),
+    *("sep_conv_3x3", "sep_conv_5x5", "dil_conv_3x3", "dil_conv_5x5"),
+)
+NASBENCH201_OPERATIONS = ("none", "skip_connect", "nor_conv_1x1", "nor_conv_3x3", "avg_pool_3x3")
+SCORES = (
+    *("eigen_nas", "min_eigenvalue", "certified_min_eigenvalue", "cosine_min_eigenvalue"),
+    *("condition_number", "spectral_entropy", "label_energy", "log_traces", "knas"),
+    *("knas_released", "te_nas", "nasi", "grad_norm", "snip", "grasp", "fisher", "zico", "jacov"),
+    *("synflow", "naswot", "regions", "l2_norm"),
+)
+BASELINES = ("parameters", "multiply-adds", "trainable layers", "conv edges")  # of scores
+
+_DartsOperations = Annotated[tuple[str, ...], flags.Names(DARTS_OPERATIONS)]
+_NasBench201Operations = Annotated[tuple[str, ...], flags.Names(NASBENCH201_OPERATIONS)]
+_Names = Annotated[tuple[str, ...], flags.Names(ACTIVATIONS)]
+
+JOINT_EPOCHS = 10  # joint training takes as many times the inner steps of one lower solve
+LONGER = 4  # the hypergradient is held against that through so many times the inner steps
+
+
+@dataclasses.dataclass(frozen=True)
+class Output:
+    """Flags of every command that are no part of its run."""
+
+    config: pathlib.Path | None = None
+    """The config.json of an earlier run: its flags, where none are given here."""
+    quiet: bool = False
+    """No progress and no table; errors are still said."""
+    json: bool = False
+    """Print what result.json holds, instead of the table."""
+    cache: bool = True
+    """Keep compiled programs in the user's cache folder, for the next run."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Search(flags.Flags):
+    """What to search, on what, and how; every flag has a default."""
+
+    data: Literal["digits", "mnist", "fashion-mnist", "cifar10"] = "digits"
+    """Dataset; digits ships with scikit-learn."""
+    activations: _Names = ("relu", "leaky_relu", "sigmoid", "tanh", "swish", "gelu")
+    """Candidates."""
+    geometry: Literal["exponentiate", "project", "softmax"] = "exponentiate"
+    """How α stays on the simplex."""
+    solver: Literal["unrolled", "truncated", "first-order", "implicit"] = "unrolled"
+    """Hypergradient: through all inner steps, the last quarter, none, or implicit (damped CG)."""
+    outer: Literal["hinge", "logistic", "squared"] = "hinge"
+    """Validation loss; the training loss is the squared one."""
+    seeds: flags.Count = 1
+    """Independent searches side by side: own splits, own initial weights."""
+    steps: flags.Count = 20
+    """Outer steps."""
+    inner_steps: Annotated[int, flags.Whole(1, 10**7)] = 50
+    """Gradient steps of the lower problem in each."""
+    width: flags.Size = 512
+    """Hidden units."""
+    train: flags.Sample = 300
+    """Training rows."""
+    valid: flags.Sample = 300
+    """Validation rows."""
+    test: flags.Sample = 2000
+    """Test rows at most."""
+    learning_rate: flags.Rate = 0.3
+    """Of α: Adam's."""
+    seed: flags.Seed = 0
+    """Of splits and weights."""
+    out: flags.Out = pathlib.Path("runs/search")
+    """Run directory; a number is appended where it holds a run already."""
+    resume: bool = False
+    """Go on with the unfinished run in the run directory."""
+    progress: bool | None = None
+    """Progress bar; by default in a terminal."""
+
+    def check(self) -> None:
+        """Raise for flags that cannot be used, before anything is loaded."""
+        super().check()
+        check_rows(self.data, {"train": self.train, "valid": self.valid})
+
+    def memory(self) -> dict[tuple[str, ...], int]:
+        """Weights with their gradient, momentum and start; outputs; history; a kernel."""
+        h, units = len(self.activations), self.seeds * self.width
+        weights = 4 * units * inputs(self.data)
+        found = {
+            ("seeds", "width"): 4 * weights,
+            ("seeds", "width", "train"): 4 * units * self.train,
+            ("seeds", "steps"): 4 * self.seeds * self.steps * h,
+            ("seeds", "inner_steps"): 4 * self.seeds * JOINT_EPOCHS * self.inner_steps * h,
+            ("train",): 3 * 8 * self.train**2,
+        }
+        # The weights at every boundary of unrolled blocks, and in one.
+        kept = 2 * weights * math.isqrt(LONGER * self.inner_steps)
+        return found | {("seeds", "width", "inner_steps"): kept}
+
+
+@dataclasses.dataclass(frozen=True)
+class DeepSearch(flags.Flags):
+    """Flags of every deep space."""
+
+    data: Literal["digits", "mnist", "fashion-mnist", "cifar10"] = "digits"
+    """Dataset; digits ships with scikit-learn."""
+    strategy: Literal[
+        "darts-first",
+        "darts-second",
+        "darts-second-difference",
+        "gaea",
+        "gaea-single-level",
+        "random",
+        "joint",
+        "unrolled",
+    ] = "darts-first"
+    """DARTS of first order, of second order, exactly or by its paper's finite difference;
+    exponentiated gradient, on validation or on training batches; random search with weight
+    sharing; DARTS on training batches alone; DARTS through 5 inner steps."""
+    seeds: flags.Count = 1
+    """Independent runs: own splits, own initial weights."""
+    steps: flags.Count = 600
+    """Outer steps of the search."""
+    batch_size: flags.Size = 64
+    """Rows in a minibatch."""
+    epochs: flags.Epochs = 30
+    """Passes over the training rows when a network is trained from scratch."""
+    learning_rate: flags.Rate = 3.0
+    """Of weights, as a multiple of 1/K, K the mean diagonal entry of the NTK at the start; momentum
+    0.9, cosine decay."""
+    alpha_rate: flags.Rate | None = None
+    """Of α; by default 6 / steps for DARTS's Adam, 100 / steps for exponentiated gradient."""
+    samples: flags.Count = 200
+    """Architectures that random search compares at the shared weights."""
+    train: flags.Sample = 500
+    """Training rows."""
+    valid: flags.Size = 500
+    """Validation rows."""
+    test: flags.Size = 2000
+    """Test rows at most."""
+    bfloat16: bool = False
+    """Activations in bfloat16; weights and losses stay as they are."""
+    seed: flags.Seed = 0
+    """Of splits, weights and minibatches."""
+    out: flags.Out = pathlib.Path("runs/search")
+    """Run directory; a number is appended where it holds a run already."""
+    resume: bool = False
+    """Go on with the unfinished run in the run directory."""
+    progress: bool | None = None
+    """Progress bar; by default in a terminal."""
+
+    def check(self) -> None:
+        """Raise for flags that no space could use, before anything is loaded."""
+        super().check()
+        check_rows(self.data, {"train": self.train, "valid": self.valid})
+        if self.batch_size > (least := min(self.train, self.valid)):
+            raise ValueError(
+                f"batch_size: expected at most the {least} rows of a split, got {self.batch_size}."
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class SkipSearch(DeepSearch):
+    """What to search, on what, and how; every flag has a default."""
+
+    activations: _Names = ACTIVATIONS[:5]
+    """Candidates of every layer."""
+    depth: Annotated[int, flags.Whole(3, 1000)] = 5
+    """Layers of weights, the last one included."""
+    width: flags.Size = 64
+    """Hidden units of a layer."""
+    parametrization: Literal["ntk", "as_printed", "he"] = "ntk"
+    """Initialisation: of the paper's theory, of its Algorithm 1, or He's."""
+
+    def memory(self) -> dict[tuple[str, ...], int]:
+        """Weights with their gradient and momentum; a batch's outputs; rows; history."""
+        hidden = self.depth - 2
+        sizes = inputs(self.data) + hidden * self.width + CLASSES
+        simplices = (self.depth - 1) * len(self.activations)
+        images = 4 * inputs(self.data) * self.seeds
+        return {
+            ("seeds", "width", "depth"): 3 * 4 * self.seeds * self.width * sizes,
+            ("seeds", "batch_size", "width"): 4 * self.seeds * self.batch_size * self.width,
+            ("seeds", "train"): images * self.train,
+            ("seeds", "valid"): images * self.valid,
+            ("seeds", "steps"): 4 * self.seeds * self.steps * (simplices + hidden),
+        }
+
+
+QUICK_SKIPS = SkipSearch(depth=4, width=32, steps=200, epochs=10, samples=50, test=1000)
+"""What ``--quick`` starts from: half a minute on two cores."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DartsSearch(DeepSearch):
+    """What to search, on what, and how; every flag has a default."""
+
+    steps: flags.Count = 300
+    """Outer steps of the search."""
+    operations: _DartsOperations = DARTS_OPERATIONS
+    """Candidates on every edge."""
+    cells: flags.Layers = 3
+    """Cells of the supernet; DARTS has 8 on CIFAR-10."""
+    channels: flags.Size = 8
+    """Of the first cell; DARTS has 16."""
+    final_cells: flags.Layers | None = None
+    """Cells of networks trained from scratch, by default as many; DARTS has 20."""
+    final_channels: flags.Size | None = None
+    """Of their first cell; DARTS has 36."""
+    pixels: flags.Size | None = None
+    """Average images down to at most this side."""
+    learning_rate: flags.Rate = 0.025
+    """Of weights: SGD with momentum 0.9, cosine decay, weight decay 3e-4, clipped at norm 5."""
+    random: flags.CountOrNone = 2
+    """Random genotypes to train beside the one found."""
+    drop_path: Annotated[float, flags.Share()] = 0.0
+    """Probability at the end of training from scratch, rising linearly; DARTS has 0.2."""
+    cutout: flags.CountOrNone = 0
+    """Side of the square cut out of training images; DARTS has 16."""
+    crop_and_flip: bool = False
+    """Move and mirror training images, as DARTS does on CIFAR-10."""
+    auxiliary: bool = False
+    """A second classifier in training from scratch, as DARTS has; images of 29 pixels or more."""
+    remat: bool = True
+    """Compute an edge again in the backward pass instead of keeping what is in it."""
+
+    def memory(self) -> dict[tuple[str, ...], int]:
+        """Weights with their gradient and momentum; a batch's images in the stem; history."""
+        from bilevel.spaces.darts import EDGES
+
+        images = self.batch_size * pixel_count(self.data, self.pixels)
+        cells, channels = self.final_cells or self.cells, self.final_channels or self.channels
+        pointwise = len(EDGES) * sum(_POINTWISE.get(name, 0) for name in self.operations)
+        alpha = 2 * len(EDGES) * len(self.operations)
+        return {
+            ("cells", "channels"): 3 * 4 * _squares(self.cells, self.channels) * (4 + pointwise),
+            ("final_cells", "final_channels"): 3 * 4 * 4 * _squares(cells, channels),
+            ("batch_size", "channels"): 2 * images * _STEM * self.channels,
+            ("batch_size", "final_channels"): 2 * images * _STEM * channels,
+            ("seeds", "steps"): 4 * self.seeds * self.steps * alpha,
+        }
+
+
+_STEM = 3  # the stem's channels, of the first cell's
+
+
+_POINTWISE = {"sep_conv_3x3": 2, "sep_conv_5x5": 2, "dil_conv_3x3": 1, "dil_conv_5x5": 1}
+
+
+def _squares(cells: int, channels: int) -> int:
+    """The sum of the cells' channels squared: what a convolution of one pixel in each has."""
+    from bilevel.spaces.darts.operations import reductions
+
+    total, reduced = 0, reductions(cells)
+    for cell in range(cells):
+        channels *= 1 + (cell in reduced)
+        total += channels**2
+    return total
+
+
+QUICK_DARTS = DartsSearch(
+    operations=("none", "max_pool_3x3", "skip_connect", "sep_conv_3x3"),
+    channels=4,
+    pixels=16,
+    steps=100,
+    epochs=10,
+    batch_size=32,
+    samples=20,
+    test=1000,
+    random=1,
+)
+"""What ``--quick`` starts from: minutes on two cores."""
+
+
+@dataclasses.dataclass(frozen=True)
+class NasBench201Search(DeepSearch):
+    """What to search, on what, and how; every flag has a default."""
+
+    steps: flags.Count = 300
+    """Outer steps of the search."""
+    epochs: flags.Epochs = 200
+    """Passes over the training rows that one network's training is counted as, to say how many
+    random networks the search costs; the benchmark's are 200."""
+    operations: Annotated[tuple[str, ...], flags.Names(NASBENCH201_OPERATIONS)] = (
+        NASBENCH201_OPERATIONS
+    )
+    """Candidates on every edge."""
+    cells: flags.Layers = 5
+    """Cells of each of the supernet's three stages."""
+    channels: flags.Size = 16
+    """Of the first stage."""
+    pixels: flags.Size | None = None
+    """Average images down to at most this side."""
+    learning_rate: flags.Rate = 0.025
+    """Of weights: SGD with momentum 0.9, cosine decay, weight decay 3e-4, clipped at norm 5."""
+    remat: bool = True
+    """Compute a cell again in the backward pass instead of keeping what is in it."""
+
+    def memory(self) -> dict[tuple[str, ...], int]:
+        """Weights with their gradient and momentum; a batch's images in the stem; history."""
+        from bilevel.spaces.nasbench201 import EDGES
+
+        images = self.batch_size * pixel_count(self.data, self.pixels)
+        alpha = len(EDGES) * len(self.operations)
+        weights = convolution_weights(self.operations, self.cells, self.channels)
+        return {
+            ("cells", "channels"): 3 * 4 * weights,
+            ("batch_size", "channels"): 2 * images * self.channels,
+            ("seeds", "steps"): 4 * self.seeds * self.steps * alpha,
+        }
+
+
+def convolution_weights(operations: tuple[str, ...], cells: int, channels: int) -> int:
+    """Of all edges of all cells, in stages of one, two and four times ``channels``."""
+    from bilevel.spaces.nasbench201._genotype import EDGES, SIZES
+
+    each = sum(SIZES.get(name, 0) ** 2 for name in operations)
+    return len(EDGES) * cells * (1 + 4 + 16) * channels**2 * each
+
+
+QUICK_NASBENCH201 = NasBench201Search(
+    cells=1, channels=4, pixels=16, steps=100, batch_size=32, samples=20, test=1000
+)
+"""What ``--quick`` starts from: under a minute on two cores."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Certify(flags.Flags):
+    """Which kernel, on what, and how exactly; every flag has a default."""
+
+    data: Literal["digits", "mnist", "fashion-mnist", "cifar10"] = "digits"
+    """Dataset; digits ships with scikit-learn."""
+    activations: _Names = ("relu", "tanh", "swish")
+    """Candidates: the vertices of the simplex."""
+    rows: flags.Sample = 300
+    """Training rows, drawn with all classes in their proportions."""
+    rtol: Annotated[float, flags.Positive(1e-9, 0.5)] = 1e-3
+    """Relative gap between the two ends of the bracket."""
+    seed: flags.Seed = 0
+    """Of the rows."""
+    out: flags.Out = pathlib.Path("runs/certify")
+    """Run directory; a number is appended where it holds a run already."""
+
+    def memory(self) -> dict[tuple[str, ...], int]:
+        """All pairs of activations, in float64."""
+        return {("rows",): 8 * (len(self.activations) * self.rows) ** 2}
+
+
+@dataclasses.dataclass(frozen=True)
+class Baseline(flags.Flags):
+    """Which method, on what, and how large; every flag has a default."""
+
+    method: Literal[
+        "all",
+        "weight-sharing",
+        "fast-weight-sharing",
+        "successive-halving",
+        "hyperband",
+        "exponentiated-gradient",
+        "random-search",
+    ] = "all"
+    """Random search evaluates every configuration."""
+    data: Literal["digits", "mnist", "fashion-mnist", "cifar10", "imdb"] = "digits"
+    """Dataset; digits ships with scikit-learn."""
+    configs: flags.Count = 32
+    """Configurations to choose among, drawn at random; 256 in the paper."""
+    dimension: flags.Size | None = None
+    """Features of a full evaluation; 512 for digits, 1024 for images, 16384 for texts."""
+    train: flags.Size | None = None
+    """Training rows; 700 for digits, else 2000."""
+    valid: flags.Size | None = None
+    """Validation rows; 500 for digits, else 1000."""
+    test: flags.Size | None = None
+    """Test rows at most; all of digits, else 1000."""
+    penalty: flags.Rate = 0.5
+    """λ in λ |w|² + Σ loss."""
+    seed: flags.Seed = 0
+    """Of rows, configurations, features and methods."""
+    out: flags.Out = pathlib.Path("runs/baseline")
+    """Run directory; a number is appended where it holds a run already."""
+    resume: bool = False
+    """Go on with the unfinished run in the run directory."""
+    progress: bool | None = None
+    """Progress bar; by default in a terminal."""
+
+    def check(self) -> None:
+        """Raise for flags that cannot be used, before anything is loaded."""
+        super().check()
+        check_rows(self.data, {name: self.size(name) for name in ("train", "valid")})
+        from bilevel.spaces.features.text import BINS
+
+        if self.size("dimension") > BINS:
+            raise ValueError(f"dimension: expected at most {BINS}, got {self.dimension}.")
+
+    def memory(self) -> dict[tuple[str, ...], int]:
+        """Weights and phases of all features; the configurations."""
+        columns = 1 if self.data == "imdb" else CLASSES + 1
+        return {
+            ("dimension",): 4 * self.size("dimension") * columns,
+            ("configs",): 128 * self.configs,
+        }
+
+    def size(self, name: str) -> int:
+        """A flag; where it is None, its default for the data."""
+        given = getattr(self, name)
+        return given if given is not None else _SIZES.get(self.data, _OF_IMAGES)[name]
+
+
+_OF_IMAGES = {"dimension": 1024, "train": 2000, "valid": 1000, "test": 1000}
+
+
+_SIZES = {
+    "digits": {"dimension": 512, "train": 700, "valid": 500, "test": 2000},
+    "imdb": _OF_IMAGES | {"dimension": 16384},
+}
+
+
+TOTAL = 15_625  # networks in the benchmark
+
+
+_Scores = Annotated[tuple[str, ...], flags.Names((*SCORES, "all"))]
+
+
+_Parts = Annotated[tuple[str, ...], flags.Names((*SCORES, *BASELINES), least=0)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Rank(flags.Flags):
+    """Which networks, which scores, on what; every flag has a default."""
+
+    data: Literal["digits", "mnist", "fashion-mnist", "cifar10"] = "cifar10"
+    """Dataset of the batch that networks are scored on; digits ships with scikit-learn."""
+    scores: _Scores = ("eigen_nas", "min_eigenvalue", "naswot", "synflow")
+    """Names in ntk.scores, or 'all' for every one of them."""
+    aggregate: _Parts = ()
+    """Scores and baselines whose log ranks are added up to one more; by default all scores."""
+    networks: Annotated[int, flags.Whole(2, TOTAL)] | Literal["all"] = 200
+    """How many networks to draw, or all 15,625."""
+    k: flags.Count = 20
+    """Networks whose validation accuracy is looked up, of those with the best scores."""
+    pool: flags.Count = 300
+    """Networks to choose these k from: many such pools are drawn of those scored."""
+    batch_size: Annotated[int, flags.Whole(2)] = 32
+    """Rows in the batch."""
+    cells: flags.Layers = 5
+    """Cells of each of the three stages; the benchmark has 5."""
+    channels: flags.Size = 16
+    """Of the first stage; the benchmark has 16."""
+    pixels: flags.Size | None = None
+    """Average images down to at most this side."""
+    at_once: flags.Count = 1
+    """Networks side by side in one program: 1 on a CPU, dozens on an accelerator."""
+    judged: bool = True
+    """Whether to hold the scores against the accuracies in the benchmark's table."""
+    epochs: Annotated[int, flags.Whole(0, 10_000)] = 0
+    """Passes over the training rows in which the chosen network is trained; 0: it is not."""
+    train_size: flags.Sample = 500
+    """Training rows for that; the batch is drawn from them."""
+    test_size: flags.Size = 1000
+    """Test rows at most."""
+    seed: flags.Seed = 0
+    """Of networks, weights and rows."""
+    out: flags.Out = pathlib.Path("runs/rank")
+    """Run directory; a number is appended where it holds a run already."""
+    resume: bool = False
+    """Go on with the unfinished run in the run directory; scores and networks may be added."""
+    progress: bool | None = None
+    """Progress bar; by default in a terminal."""
+
+    def check(self) -> None:
+        """Raise for flags that cannot be used, before anything is loaded."""
+        super().check()
+        check_rows(self.data, {"train_size": self.train_size}, kept=1)
+        if "all" in self.scores and len(self.scores) > 1:
+            raise ValueError(f"scores: expected names, or all, got {' '.join(self.scores)}.")
+        for name in self.aggregate:
+            if name not in (known := (*self.score_names, *BASELINES)):
+                raise ValueError(
+                    f"aggregate: expected names among {', '.join(known)}, got {name!r}."
+                )
+        if not max(2, self.k) <= self.count:
+            raise ValueError(
+                f"networks: expected {max(2, self.k)} (--k) to {TOTAL}, or all, got {self.count}."
+            )
+        if self.k > self.pool:
+            raise ValueError(f"k: expected at most the {self.pool} of --pool, got {self.k}.")
+        if self.batch_size > self.train_size:
+            raise ValueError(
+                f"batch_size: expected at most the {self.train_size} training rows, "
+                f"got {self.batch_size}."
+            )
+
+    def memory(self) -> dict[tuple[str, ...], int]:
+        """Weights of all operations and their gradient; a batch's images in the stem."""
+        images = self.batch_size * pixel_count(self.data, self.pixels)
+        weights = convolution_weights(NASBENCH201_OPERATIONS, self.cells, self.channels)
+        return {
+            ("cells", "channels"): 2 * 4 * weights,
+            ("at_once", "batch_size", "channels"): 2 * self.at_once * images * self.channels,
+        }
+
+    @property
+    def score_names(self) -> tuple[str, ...]:
+        """Those asked for."""
+        return SCORES if self.scores == ("all",) else self.scores
+
+    @property
+    def count(self) -> int:
+        """Of networks."""
+        return TOTAL if self.networks == "all" else self.networks
+
+
+QUICK = {"skips": QUICK_SKIPS, "darts": QUICK_DARTS, "nasbench201": QUICK_NASBENCH201}
+"""What ``--quick`` starts from, by the space."""

@@ -1,0 +1,45 @@
+"""What is known of a dataset before it is loaded. Nothing here imports JAX."""
+
+import math
+
+# Rows for training, and rows of its own for the test; those of digits are taken of all its rows.
+ROWS = {
+    "digits": (1797, 0),
+    "mnist": (60_000, 10_000),
+    "fashion-mnist": (60_000, 10_000),
+    "cifar10": (50_000, 10_000),
+    "imdb": (25_000, 25_000),
+}
+SHAPES = {
+    "digits": (8, 8, 1),
+    "mnist": (28, 28, 1),
+    "fashion-mnist": (28, 28, 1),
+    "cifar10": (32, 32, 3),
+}
+CLASSES = 10  # of all of these
+
+
+def check_rows(data: str, sizes: dict[str, int], kept: int = 0) -> None:
+    """Raise if the training rows are too few for ``sizes``, by flag, and ``kept`` more."""
+    total, own_test_rows = ROWS[data]
+    left = total - kept - (0 if own_test_rows else 2)  # for the test, at the least
+    for name, size in sizes.items():
+        if size > left:
+            raise ValueError(f"{name}: expected at most {left} of the rows of {data}, got {size}.")
+        left -= size
+
+
+def inputs(data: str) -> int:
+    """Numbers in a row of images."""
+    return math.prod(SHAPES[data])
+
+
+def pooling(side: int, pixels: int | None) -> int:
+    """The factor that divides ``side`` and leaves at most ``pixels`` of it."""
+    return next(f for f in range(1, side + 1) if side % f == 0 and side // f <= (pixels or side))
+
+
+def pixel_count(data: str, pixels: int | None) -> int:
+    """Of an image, averaged down to at most ``pixels`` a side."""
+    side = SHAPES[data][0]
+    return (side // pooling(side, pixels)) ** 2

@@ -67,6 +67,7 @@ def exponentiated_gradient(
 
     Examples
     --------
+    >>> import jax
     >>> from bilevel.baselines import Selection, Shared
     >>> def share(key, configs, probabilities, resource):
     ...     return Shared(np.array(configs), 100 * probabilities)

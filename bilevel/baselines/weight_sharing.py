@@ -65,6 +65,7 @@ def weight_sharing(
 
     Examples
     --------
+    >>> import jax
     >>> from bilevel.baselines import Selection, Shared
     >>> def share(key, configs, probabilities, resource):
     ...     return Shared(np.array(configs), np.full(len(configs), 10))
@@ -112,6 +113,7 @@ def fast_weight_sharing(
 
     Examples
     --------
+    >>> import jax
     >>> from bilevel.baselines import Selection, Shared
     >>> def share(key, configs, probabilities, resource):
     ...     return Shared(np.array(configs), np.full(len(configs), 10))

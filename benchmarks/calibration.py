@@ -35,6 +35,7 @@ import optax
 from jax.flatten_util import ravel_pytree
 
 import bilevel
+import bilevel.curvature
 
 jax.config.update("jax_enable_x64", True)
 

@@ -26,6 +26,10 @@ def test_parts_for_which_there_is_no_time_are_said_to_be_stopped():
     assert "matmul: stopped" in done.stdout
 
 
-def test_every_part_runs_to_its_end():
-    done = run("--quick")
+def test_the_parts_run_to_their_end():
+    # The other two, `darts_step` and `skips`, are benchmarks of their own that compile for two
+    # minutes: `make accelerator ARGS=--quick` runs them too.
+    parts = "hypergradient", "empirical", "infinite", "eigenvalue", "genotypes", "darts"
+    done = run("--quick", "--only", *parts)
     assert done.returncode == 0, done.stdout + done.stderr
+    assert all(f"\n| {part} |" in done.stdout for part in parts)

@@ -15,7 +15,7 @@ import optax
 from jax.flatten_util import ravel_pytree
 
 from bilevel._order import after
-from bilevel.inverse import OTHERWISE, conjugate_gradients
+from bilevel.inverse import OTHERWISE, conjugate_gradients, hessian_matrix
 from bilevel.meshes import do_while, vary, varying
 from bilevel.protocols import LinearMap, Pytree
 
@@ -106,10 +106,7 @@ def spectrum(hvp: LinearMap, like: Pytree) -> tuple[jax.Array, jax.Array]:
     >>> values
     Array([1., 4.], dtype=float...)
     """
-    flat, unravel = ravel_pytree(like)
-    eye = after(flat, vary(jnp.eye(flat.size, dtype=flat.dtype), varying(flat)))
-    matrix = jax.vmap(lambda v: ravel_pytree(hvp(unravel(v)))[0], 1, 1)(eye)
-    return jnp.linalg.eigh((matrix + matrix.T) / 2)
+    return jnp.linalg.eigh(hessian_matrix(lambda v: hvp(after(like, v)), like))
 
 
 def _sharpened(products, values, vectors, threshold) -> _Factors:

@@ -16,7 +16,6 @@ import numpy as np
 from ntk.gaussian import reciprocal
 
 TILE = 256
-_PADDED = 256  # rows up to which their number is rounded up
 
 
 class UnitRows(NamedTuple):
@@ -88,9 +87,9 @@ def assemble(tile, n1: int, n2: int, *, symmetric: bool):
 def padded(x: chex.Array | None) -> jax.Array | None:
     """``x`` [n, d], its last row repeated up to one of few sizes: each is compiled for.
 
-    Powers of two up to 256 rows. Larger kernels take longer than their compilation, and stay.
+    Powers of two up to a tile. Larger kernels take longer than their compilation, and stay.
     """
-    if x is None or len(x) > _PADDED:
+    if x is None or len(x) > TILE:
         return x
     rows = max(16, 1 << (len(x) - 1).bit_length())
     return jnp.asarray(np.pad(np.asarray(x), ((0, rows - len(x)), (0, 0)), "edge"))

@@ -49,7 +49,8 @@ import ntk
 from bilevel import plots
 from bilevel.spaces.activations import unit_inputs
 from bilevel.spaces.skips import CANDIDATES, SkipArchitecture, geometry, skip_space
-from bilevel.spaces.training import minibatches, train
+from bilevel.batches import minibatches
+from bilevel.nets.training import train
 
 RESULTS = Path(__file__).parent / "results"
 BATCH, TRAVEL = 64, 6.0

@@ -18,7 +18,7 @@ from pathlib import Path
 import pooch
 
 from bilevel import data
-from bilevel.spaces.nasbench201 import table
+from bilevel.judging import table
 
 SOURCES = {"cifar10": "nb201_zc_proxies.csv", "imagenet16": "nb201_ImageNet16-120_zc_proxies.csv"}
 
@@ -34,7 +34,7 @@ def convert(folder: Path) -> bytes:
         merged |= {f"{name}_{score}": values for score, values in found.items()}
     lines = [merged, *zip(*merged.values(), strict=True)]
     content = "".join(",".join(line) + "\n" for line in lines).encode()
-    data._check_digest(folder, content, table.FILES[table.PUBLISHED][1])
+    data.check_digest(folder, content, table.FILES[table.PUBLISHED][1])
     return content
 
 

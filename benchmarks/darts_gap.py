@@ -40,7 +40,7 @@ import optax
 import bilevel
 from bilevel import plots
 from bilevel.spaces.darts import PRIMITIVES, darts_space
-from bilevel.spaces.training import minibatches
+from bilevel.batches import minibatches
 
 RESULTS = Path(__file__).parent / "results"
 POOL = 1000  # validation images, and as many for the control

@@ -3,7 +3,7 @@
     BILEVEL_DATA=folder python benchmarks/package_nasbench201.py
 
 Reads them, plain, ``.gz`` or ``.xz``, in ``folder/nasbench201``, checks their content, and writes
-``bilevel/spaces/nasbench201/tables/*.csv.xz``, in which there is no date and no name: with one
+``bilevel/judging/tables/*.csv.xz``, in which there is no date and no name: with one
 version of liblzma, always the same bytes. What is in the tables: the README.md beside them.
 """
 
@@ -13,15 +13,15 @@ import sys
 from pathlib import Path
 
 from bilevel import data
-from bilevel.spaces.nasbench201 import table
+from bilevel.judging import table
 
 
 def pack(source: Path, target: Path) -> None:
     """Each shipped table of the folder `source`, checked, as an .xz file in `target`."""
     for file in table.SHIPPED:
-        path, content = data._content(source, file)
+        path, content = data.read_file(source, file)
         _, digest = table.FILES[file]
-        data._check_digest(path, content, digest)
+        data.check_digest(path, content, digest)
         packed = lzma.compress(content, preset=9 | lzma.PRESET_EXTREME)
         (target / f"{file}.xz").write_bytes(packed)
         print(f"{file}.xz: {len(packed):,} bytes")

@@ -168,6 +168,53 @@ def load(name, *, train_size=None, test_size=None, download=True):
     return Dataset(x_train, y_train, x_test, y_test, classes)
 
 
+def samples(name, keys, *, train, valid, test):
+    """Training, validation and test rows of a dataset, drawn anew for every key.
+
+    ``train`` and ``valid`` rows are drawn of the official training rows, with all classes in their
+    proportions; the test rows are the first ``test`` official ones, or as many as there are. Digits
+    has none of its own: there all three are drawn of all rows.
+
+    Parameters
+    ----------
+    name : str
+        As in :func:`load`. Of CIFAR-10 only as many files are read as hold ``train + valid`` rows.
+    keys : sequence of jax PRNG keys
+    train, valid, test : int
+
+    Returns
+    -------
+    list, for every key, of ``[(x_train, y_train), (x_valid, y_valid), (x_test, y_test)]``
+
+    Raises
+    ------
+    FileNotFoundError, ValueError
+        As :func:`load` and :func:`split`.
+
+    Examples
+    --------
+    >>> (parts,) = samples("digits", [jax.random.key(0)], train=100, valid=50, test=20)
+    >>> [(x.shape, y.shape) for x, y in parts]
+    [((100, 8, 8), (100,)), ((50, 8, 8), (50,)), ((20, 8, 8), (20,))]
+    """
+    if name == "digits":
+        data = load(name)
+        x = np.concatenate([data.x_train, data.x_test])
+        y = np.concatenate([data.y_train, data.y_test])
+        sizes = train, valid, min(test, len(x) - train - valid)
+        return [[(x[r], y[r]) for r in split(key, y, sizes)] for key in keys]
+    sizes = {"test_size": min(whole("test", test, 1), _TEST_ROWS.get(name, test))}
+    if name == "cifar10":
+        sizes["train_size"] = -(-(train + valid) // BATCH_ROWS) * BATCH_ROWS
+    data = load(name, **sizes)
+    rows = [split(key, data.y_train, (train, valid)) for key in keys]
+    last = data.x_test, data.y_test
+    return [[*((data.x_train[r], data.y_train[r]) for r in parts), last] for parts in rows]
+
+
+_TEST_ROWS = {"mnist": 10_000, "fashion-mnist": 10_000, "cifar10": 10_000, "imdb": 25_000}
+
+
 def split(key, labels, sizes):
     """Disjoint stratified parts of a labelled sample.
 
@@ -265,7 +312,7 @@ def _read_idx(name, train_size, download):
     files = [item for source in SOURCES[name] for item in source.files.items()]
     arrays = []
     for file, digest in files:
-        path, content = _content(folder, file)
+        path, content = read_file(folder, file)
         arrays.append(_idx_array(path, content, digest))
     return arrays[:2], arrays[2:]
 
@@ -278,7 +325,7 @@ def _idx_array(path, content, digest):
     if magic != 2048 + rank:
         raise ValueError(f"{path}: expected idx magic {2048 + rank}, got {magic}")
     _check_length(path, content, start + math.prod(shape), f"the shape {shape} in its header")
-    _check_digest(path, content, digest)
+    check_digest(path, content, digest)
     return np.frombuffer(content, np.uint8, offset=start).reshape(shape)
 
 
@@ -290,8 +337,8 @@ def _read_cifar10(name, train_size, download):
     *batches, test_batch = source.files
     total = BATCH_ROWS * len(batches)
     wanted = min(total, train_size or total)
-    archive = _find(folder, source.file)
-    held = BATCH_ROWS * sum(1 for _ in takewhile(lambda b: archive or _find(folder, b), batches))
+    archive = find_file(folder, source.file)
+    held = BATCH_ROWS * sum(1 for _ in takewhile(lambda b: archive or find_file(folder, b), batches))
     if 0 < held < wanted:
         raise ValueError(
             f"{folder}: expected {wanted:,} training rows for train_size={train_size}, "
@@ -301,7 +348,7 @@ def _read_cifar10(name, train_size, download):
     packed = {Path(member).name: (archive / member, content) for member, content in packed}
     parts = []
     for file in (*batches[: math.ceil(wanted / BATCH_ROWS)], test_batch):
-        path, content = packed.get(file) or _content(folder, file)
+        path, content = packed.get(file) or read_file(folder, file)
         parts.append(_cifar_batch(path, content, source.files[file]))
     *train, test = parts
     return [np.concatenate(arrays) for arrays in zip(*train, strict=True)], test
@@ -310,7 +357,7 @@ def _read_cifar10(name, train_size, download):
 def _cifar_batch(path, content, digest):
     """Images and labels of a batch; a record is a label and three 32 x 32 planes, RGB."""
     _check_length(path, content, BATCH_ROWS * 3073, f"{BATCH_ROWS} records of 3073")
-    _check_digest(path, content, digest)
+    check_digest(path, content, digest)
     records = np.frombuffer(content, np.uint8).reshape(-1, 3073)
     images = records[:, 1:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
     return np.ascontiguousarray(images), records[:, 0]
@@ -318,12 +365,12 @@ def _cifar_batch(path, content, digest):
 
 def _read_imdb(name, train_size, download):
     folder, (source,) = _folder(name, download), SOURCES[name]
-    path = _find(folder, *source.files, source.file)
+    path = find_file(folder, *source.files, source.file)
     if path.name.startswith("imdb_reviews.csv"):
-        _, content = _content(folder, "imdb_reviews.csv")
+        _, content = read_file(folder, "imdb_reviews.csv")
     else:
         content = _imdb_csv(path, source.digest)
-    _check_digest(path, content, source.files["imdb_reviews.csv"])
+    check_digest(path, content, source.files["imdb_reviews.csv"])
     rows = list(csv.reader(io.StringIO(content.decode(), newline="")))
     return [_imdb_part([row for row in rows if row[0] == part]) for part in ("train", "test")]
 
@@ -364,7 +411,7 @@ def _folder(name, download):
     roots = (os.environ.get("BILEVEL_DATA"), pooch.os_cache("bilevel"))
     *_, cache = folders = [Path(root) / name for root in roots if root]
     missing = {
-        folder: [s for s in SOURCES[name] if not _find(folder, s.file, *s.files)]
+        folder: [s for s in SOURCES[name] if not find_file(folder, s.file, *s.files)]
         for folder in folders
     }
     found = next((f for f in folders if len(missing[f]) < len(SOURCES[name])), None)
@@ -389,8 +436,16 @@ def _download(source, folder):
         raise ValueError(f"{source.url}: {str(error).partition('. ')[0]}") from error
 
 
-def _find(folder, *files):
-    """The path of the first of some files that is there, plain or compressed, or None."""
+def find_file(folder, *files):
+    """The path of the first of some ``files`` that is in ``folder``, or None.
+
+    A file may be there under its own name or, compressed, with ``.gz`` or ``.xz`` behind it.
+
+    Examples
+    --------
+    >>> find_file(Path("no-such-folder"), "a.csv") is None
+    True
+    """
     paths = (folder / f"{file}{suffix}" for file in files for suffix in _DECOMPRESS)
     return next((path for path in paths if path.exists()), None)
 
@@ -402,9 +457,26 @@ _DECOMPRESS: dict[str, Callable[[bytes], bytes]] = {
 }
 
 
-def _content(folder, file):
-    """The path and the decompressed bytes of a file."""
-    path = _find(folder, file)
+def read_file(folder, file):
+    """The path and the decompressed bytes of a file, as :func:`find_file` finds it.
+
+    Raises
+    ------
+    FileNotFoundError
+        It is not there.
+    ValueError
+        It is compressed, and damaged.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     _ = Path(folder, "a.csv.gz").write_bytes(gzip.compress(b"1,2"))
+    ...     path, content = read_file(Path(folder), "a.csv")
+    >>> path.name, content
+    ('a.csv.gz', b'1,2')
+    """
+    path = find_file(folder, file)
     if path is None:
         raise FileNotFoundError(f"{folder}: expected {file}, plain, .gz or .xz, got no such file")
     decompress = _DECOMPRESS[path.name.removeprefix(file)]
@@ -422,7 +494,7 @@ def _members(path, digest, pattern):
                 yield file.as_posix(), file.read_bytes()
         return
     content = path.read_bytes()
-    _check_digest(path, content, digest)
+    check_digest(path, content, digest)
     with tarfile.open(fileobj=io.BytesIO(content)) as archive:
         for member in archive:
             file = archive.extractfile(member) if re.search(pattern, member.name) else None
@@ -435,7 +507,18 @@ def _check_length(path, content, length, what):
         raise ValueError(f"{path}: expected {length} bytes for {what}, got {len(content)}")
 
 
-def _check_digest(path, content, digest):
+def check_digest(path, content, digest):
+    """Refuse the ``content`` of ``path`` if its ``digest``, "sha256:..." or "md5:...", is another.
+
+    Raises
+    ------
+    ValueError
+        It is.
+
+    Examples
+    --------
+    >>> check_digest("a.txt", b"abc", "md5:900150983cd24fb0d6963f7d28e17f72")
+    """
     algorithm, _, expected = digest.partition(":")
     found = hashlib.new(algorithm, content, usedforsecurity=False).hexdigest()
     if found != expected:

@@ -82,6 +82,7 @@ def exponentiate() -> optax.GradientTransformation:
         weights = jnp.where(support, alpha * jnp.exp(jnp.where(support, update - shift, 0)), 0)
         # alpha may be tiny exactly where the exponent is largest: scale up before summing.
         weights = weights / jnp.max(weights, axis=-1, keepdims=True)
+        weights = jnp.where(jnp.isnan(update), jnp.nan, weights)  # outside the support too
         return (weights / jnp.sum(weights, axis=-1, keepdims=True)).astype(alpha.dtype)
 
     return _landing_on(_Exponentiated, move, check_simplex)
@@ -199,6 +200,7 @@ def softmax(optimizer: optax.GradientTransformation) -> optax.GradientTransforma
 
     def update(updates, state, params=None, **extra):
         _require_params(params, check_simplex)
+        _check_update(updates, params)
 
         def pull_back(logits, g):
             alpha = _softmax(logits)
@@ -242,6 +244,7 @@ def _landing_on(kind: type, move: Callable, check: Callable) -> optax.GradientTr
 
     def update(updates, state, params=None):
         _require_params(params, check)
+        _check_update(updates, params)
         # Rounding is monotone, so a + (b - a) is never negative for a, b >= 0.
         updates = jax.tree.map(lambda a, u: move(a, u) - a, params, updates)
         return updates, kind(optax.apply_updates(params, updates))
@@ -256,6 +259,15 @@ def _require_params(params, check: Callable = lambda alpha: None) -> None:
         jax.tree.map(check, params)
     except ValueError as error:
         raise ValueError(f"{error} A geometry has to be the last of its chain.") from None
+
+
+def _check_update(updates: Pytree, params: Pytree) -> None:
+    """Raise unless an update has the shapes of alpha: it would be spread over it otherwise."""
+    for update, alpha in zip(jax.tree.leaves(updates), jax.tree.leaves(params), strict=True):
+        if jnp.shape(update) != jnp.shape(alpha):
+            raise ValueError(
+                f"updates: expected the shape {jnp.shape(alpha)} of alpha, got {jnp.shape(update)}."
+            )
 
 
 def check_simplex(alpha: chex.Array) -> None:

@@ -38,7 +38,7 @@ from bilevel.spaces import darts, nasbench201
 from bilevel.spaces.activations import ACTIVATIONS
 from bilevel.spaces.darts import darts_space
 from bilevel.spaces.nasbench201 import nasbench201_space
-from bilevel.spaces.nasbench201.judging import BASELINES
+from bilevel.judging.verdicts import BASELINES
 from bilevel.spaces.nasbench201.scoring import SCORES
 from bilevel.spaces.skips import CANDIDATES
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from helpers import assert_close
 
-from bilevel.spaces.convolution import average_pool, convolution, materialized, max_pool
+from bilevel.nets.convolution import average_pool, convolution, materialized, max_pool
 
 
 def xla(x, kernel, *, stride=1, dilation=1, padding=None, groups=1):

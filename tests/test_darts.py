@@ -29,7 +29,7 @@ from bilevel.spaces.darts import (
 from bilevel.spaces.darts.network import Cell
 from bilevel.spaces.darts.operations import operation
 from bilevel.spaces.darts.supernet import MixedCell
-from bilevel.spaces.layers import Standardize, initial
+from bilevel.nets.layers import Standardize, initial
 
 KEY = jax.random.key(0)
 

@@ -8,7 +8,7 @@ import pytest
 from helpers import needs_scores
 
 from bilevel.spaces.nasbench201._genotype import genotypes, multiply_adds, parameter_count
-from bilevel.spaces.nasbench201.judging import (
+from bilevel.judging.verdicts import (
     BASELINES,
     DATASETS,
     PRINTED,
@@ -21,7 +21,7 @@ from bilevel.spaces.nasbench201.judging import (
     sum_of_log_ranks,
     top_one,
 )
-from bilevel.spaces.nasbench201.table import (
+from bilevel.judging.table import (
     RUN_SETS,
     SETS,
     Table,

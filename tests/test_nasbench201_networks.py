@@ -15,7 +15,7 @@ from helpers import assert_close
 from jax.flatten_util import ravel_pytree
 
 import ntk
-from bilevel.spaces.layers import Standardize
+from bilevel.nets.layers import Standardize
 from bilevel.spaces.nasbench201 import (
     EDGES,
     PRIMITIVES,
@@ -28,7 +28,7 @@ from bilevel.spaces.nasbench201 import (
 )
 from bilevel.spaces.nasbench201.network import Edge
 from bilevel.spaces.nasbench201.networks import _edge
-from bilevel.spaces.scratch import training
+from bilevel.nets.training import from_scratch
 
 KEY = jax.random.key(0)
 NETWORKS = nasbench201_networks(classes=3, cells=1, channels=2)

@@ -23,14 +23,14 @@ import convert_published_scores
 import package_nasbench201
 
 from bilevel import data
-from bilevel.spaces.nasbench201 import table as module
+from bilevel.judging import table as module
 from bilevel.spaces.nasbench201._genotype import (
     _live,
     genotypes,
     parameter_count,
     parse_genotype,
 )
-from bilevel.spaces.nasbench201.table import (
+from bilevel.judging.table import (
     RUN_SETS,
     SETS,
     cifar10_split,
@@ -138,7 +138,7 @@ def test_what_is_packed_is_what_is_read(small, monkeypatch, tmp_path):
     monkeypatch.setattr(module, "TABLES", tmp_path)
     given = tmp_path / "data" / "nasbench201"
     package_nasbench201.pack(given, tmp_path)
-    data._find(given, module.RESULTS).unlink()
+    data.find_file(given, module.RESULTS).unlink()
     assert load_table().accuracy["cifar10-test"][7] == (
         1000 * columns.index("cifar10_test_acc_200ep_mean") + 1
     )

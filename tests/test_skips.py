@@ -10,7 +10,8 @@ from helpers import assert_close, cast, finite_differences
 import bilevel
 import ntk
 from bilevel.spaces.skips import SkipArchitecture, geometry, skip_space
-from bilevel.spaces.training import minibatches, train
+from bilevel.batches import minibatches
+from bilevel.nets.training import train
 
 NUMPY = {
     "relu": lambda z: np.maximum(z, 0),

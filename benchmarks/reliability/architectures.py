@@ -9,7 +9,7 @@ import optax
 
 import bilevel
 from bilevel.spaces import activations, convolution, darts, nasbench201, skips, targets, training
-from bilevel.spaces.nasbench201 import judging
+from bilevel.judging import verdicts
 from reliability.case import Case, at_most, eps, first, near, that
 from reliability.registry import generates
 from reliability.simplices import point
@@ -173,7 +173,7 @@ def sign_labels(rng, dtype) -> Case:
     )
 
 
-@generates("bilevel.spaces.training.train", "bilevel.spaces.training.row_count")
+@generates("bilevel.nets.training.train", "bilevel.batches.row_count")
 def train(rng, dtype) -> Case:
     n, epochs, batch = int(rng.choice([4, 7])), int(rng.choice([1, 3])), int(rng.choice([1, 2]))
     x = jnp.asarray(rng.normal(size=n), dtype)
@@ -202,7 +202,7 @@ def train(rng, dtype) -> Case:
     return Case(call, arguments, check, kinds, () if n % batch else ("x",), fine=fine)
 
 
-@generates("bilevel.spaces.training.minibatches")
+@generates("bilevel.batches.minibatches")
 def minibatches(rng, dtype) -> Case:
     n = int(rng.choice([3, 20]))
     size = int(rng.integers(1, n + 1))
@@ -238,7 +238,7 @@ def _convolved(x, k, stride, dilation, padding, groups):
     return out
 
 
-@generates("bilevel.spaces.convolution.convolution")
+@generates("bilevel.nets.convolution.convolution")
 def convolve(rng, dtype) -> Case:
     size, stride, dilation = (int(rng.choice(v)) for v in ([1, 3], [1, 2], [1, 2]))
     groups = int(rng.choice([1, 2]))
@@ -267,7 +267,7 @@ def convolve(rng, dtype) -> Case:
     )
 
 
-@generates("bilevel.spaces.convolution.max_pool", "bilevel.spaces.convolution.average_pool")
+@generates("bilevel.nets.convolution.max_pool", "bilevel.nets.convolution.average_pool")
 def pools(rng, dtype) -> Case:
     stride = int(rng.choice([1, 2]))
     x = jnp.asarray(rng.normal(size=(2, 6, 6, 1)), dtype)
@@ -435,9 +435,9 @@ def nasbench_costs(rng, dtype) -> Case:
 
 
 @generates(
-    "bilevel.spaces.nasbench201.judging.correlations",
-    "bilevel.spaces.nasbench201.judging.top_one",
-    "bilevel.spaces.nasbench201.judging.sum_of_log_ranks",
+    "bilevel.judging.verdicts.correlations",
+    "bilevel.judging.verdicts.top_one",
+    "bilevel.judging.verdicts.sum_of_log_ranks",
 )
 def judged(rng, dtype) -> Case:
     import scipy.stats
@@ -458,8 +458,8 @@ def judged(rng, dtype) -> Case:
 
 
 @generates(
-    "bilevel.spaces.nasbench201.judging.best_of_k",
-    "bilevel.spaces.nasbench201.judging.best_of_k_random",
+    "bilevel.judging.verdicts.best_of_k",
+    "bilevel.judging.verdicts.best_of_k_random",
 )
 def best_of_k(rng, dtype) -> Case:
     m = 6

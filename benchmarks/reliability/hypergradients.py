@@ -115,7 +115,8 @@ def nystrom(rng, dtype) -> Case:
     damping = float(np.linalg.norm(np.asarray(H), 2)) * 10 ** rng.uniform(-2, 0)
     call = lambda H, b, **o: _solve(bilevel.nystrom(**o), H, b)
     kinds = _VALUES | {"rank": "count", "damping": "positive", "key": "key?"}
-    check = _residual(H, b, damping, 2000 * np.sqrt(n) * eps(dtype))
+    # The sketch is as well conditioned as a random square matrix: sometimes 1e4 or 1e5.
+    check = _residual(H, b, damping, 1e5 * np.sqrt(n) * eps(dtype))
     arguments = {"H": H, "b": b, "rank": rank, "damping": damping, "key": jax.random.key(1)}
     return Case(call, arguments, check, kinds, ("H", "b"), fine=("damping: inf",))
 

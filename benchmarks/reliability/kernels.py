@@ -230,10 +230,16 @@ def cross_kernel(rng, dtype) -> Case:
     call = lambda x, x2: ntk.network_kernel(x, x2, activations=activations)
     size = np.asarray(whole.ntk)
     rounding = 2e-6 if dtype == np.float64 else 5e-3  # an angle near 0 keeps half the digits
-    check = lambda r: first(
-        near(f"{names} nngp", r.nngp, np.asarray(whole.nngp)[:, 1:3], rounding),
-        near(f"{names} ntk", r.ntk, size[:, 1:3], 50 * rounding if _kinks(names) else rounding),
-    )
+
+    def check(r):
+        # What the traced program's fixed resolution cannot tell is NaN, and its error infinite.
+        known = np.isfinite(np.asarray(r.error))
+        nngp, slopes = (np.where(known, np.asarray(k)[:, 1:3], np.nan) for k in (whole.nngp, size))
+        return first(
+            near(f"{names} nngp", r.nngp, nngp, rounding),
+            near(f"{names} ntk", r.ntk, slopes, 50 * rounding if _kinks(names) else rounding),
+        )
+
     return Case(call, {"x": x, "x2": x[1:3]}, check, {"x": "array", "x2": "array?"}, ("x", "x2"))
 
 

@@ -37,6 +37,9 @@ def _called(function, **arguments):
 # ----------------------------------------------------------------------------- coverings
 
 
+_ALL = ("radii: inf",)  # one centre covers all: log 1
+
+
 def _grid_size(h, radius):
     spread = 1 - 1 / h
     if radius**2 >= spread:
@@ -54,7 +57,7 @@ def ball(rng, dtype) -> Case:
     kinds = {"dim": "count", "R": "positive", "radii": "numbers"}
     arguments = {"dim": dim, "R": R, "radii": jnp.asarray(radii, dtype)}
     check = lambda r: near("log N", r, truth, 1e3 * eps(dtype))
-    return Case(call, arguments, check, kinds, ("radii",))
+    return Case(call, arguments, check, kinds, ("radii",), fine=_ALL)
 
 
 @generates("bilevel.bounds.simplex_covering")
@@ -73,7 +76,7 @@ def simplex(rng, dtype) -> Case:
 
     kinds = {"h": "count", "copies": "count", "radii": "numbers"}
     arguments = {"h": h, "copies": copies, "radii": jnp.asarray(radii, dtype)}
-    return Case(call, arguments, check, kinds, ("radii",))
+    return Case(call, arguments, check, kinds, ("radii",), fine=_ALL)
 
 
 @generates("bilevel.bounds.sparse_covering")
@@ -86,7 +89,7 @@ def sparse(rng, dtype) -> Case:
     kinds = {"h": "count", "s": "count", "R": "positive", "radii": "numbers"}
     arguments = {"h": h, "s": s, "R": R, "radii": jnp.asarray(radii, dtype)}
     check = lambda r: near("log N", r, np.where(radii < R, logs, 0), 1e3 * eps(dtype))
-    return Case(call, arguments, check, kinds, ("radii",))
+    return Case(call, arguments, check, kinds, ("radii",), fine=_ALL)
 
 
 @generates("bilevel.bounds.finite_covering")

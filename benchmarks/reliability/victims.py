@@ -160,6 +160,10 @@ def command_baseline(folder: Path) -> Arrays:
     return _command("baseline", small, folder)
 
 
+class CommandRefused(Exception):  # noqa: N818
+    """A command's own words, on its standard error."""
+
+
 def _command(name: str, small: tuple[str, ...], folder: Path) -> Arrays:
     from bilevel.cli import main
 
@@ -168,7 +172,7 @@ def _command(name: str, small: tuple[str, ...], folder: Path) -> Arrays:
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(errors):
         status = main([name, *small, "--out", str(folder), *resume])
     if status:
-        raise ValueError(errors.getvalue().strip().removeprefix("bilevel: "))
+        raise CommandRefused(errors.getvalue().strip())
     with np.load(folder / "arrays.npz", allow_pickle=False) as found:
         return {name: found[name] for name in found.files if "seconds" not in name}
 
@@ -202,6 +206,10 @@ def run(job: str, folder: Path, output: Path, limit: int | None = None, **option
 
             names = dict.fromkeys(("checkpoint", "journal", "file", "out", "resume", "folder"))
             report["error"], report["raw"] = said(error), not_a_sentence(error, names)
+            if isinstance(error, CommandRefused):
+                lines = str(error).splitlines()
+                is_sentence = len(lines) == 1 and lines[0].startswith("bilevel: ")
+                report["raw"] = "" if is_sentence else f"not one sentence: {said(error)}"
             report["kept"] = hasattr(error, "result")
         if limit is not None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)

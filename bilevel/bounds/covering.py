@@ -259,7 +259,10 @@ def finite_covering(points: chex.Array) -> Covering:
     needed = jnp.append(start.max(), later)
 
     def covering(radii: jax.Array) -> jax.Array:
-        return jnp.log1p(jnp.sum(needed > _radii(radii)[..., None], axis=-1) * 1.0)
+        radii = _radii(radii)
+        logs = jnp.log1p(jnp.sum(needed > radii[..., None], axis=-1) * 1.0)
+        # A comparison with NaN, traced and so not refused, would count as 0.
+        return jnp.where(jnp.isnan(radii + needed.sum()), jnp.nan, logs)
 
     return covering
 

@@ -17,9 +17,9 @@ from bilevel.cli import deep
 from bilevel.cli.known import pooling
 from bilevel.cli.rows import Part, draw_rows
 from bilevel.data import Dataset
+from bilevel.nets.convolution import average_pool
+from bilevel.nets.training import TrainingState
 from bilevel.protocols import Pytree
-from bilevel.spaces.convolution import average_pool
-from bilevel.spaces.scratch import TrainingState
 
 ERRORS = {"train error": "train", "validation error": "valid", "test error": "test"}
 """Keys of results, and headings of tables."""

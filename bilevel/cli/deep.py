@@ -17,10 +17,10 @@ from jax.flatten_util import ravel_pytree
 import bilevel
 from bilevel import plots
 from bilevel._progress import progress_bar
+from bilevel.batches import minibatches
 from bilevel.cli.commands import DeepSearch
 from bilevel.problem import Problem
 from bilevel.protocols import Loss, LowerSolver, Pytree
-from bilevel.spaces.training import minibatches
 
 Draw = Callable[[jax.Array], Pytree]
 

@@ -18,6 +18,7 @@ from bilevel.cli.commands import NasBench201Search
 from bilevel.cli.known import pixel_count
 from bilevel.cli.rows import Part, load
 from bilevel.cli.runs import run_directory
+from bilevel.judging.verdicts import DATASETS, best_of_k_random
 from bilevel.spaces.nasbench201 import (
     EDGES,
     Genotype,
@@ -26,7 +27,6 @@ from bilevel.spaces.nasbench201 import (
     nasbench201_space,
     table,
 )
-from bilevel.spaces.nasbench201.judging import DATASETS, best_of_k_random
 
 
 class _Task(NamedTuple):

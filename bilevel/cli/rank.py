@@ -23,16 +23,8 @@ from bilevel.cli.commands import Rank
 from bilevel.cli.known import pixel_count
 from bilevel.cli.rows import draw_rows, load
 from bilevel.cli.runs import run_directory
-from bilevel.spaces.nasbench201 import (
-    EDGES,
-    Genotype,
-    encode,
-    genotypes,
-    nasbench201_network,
-    nasbench201_networks,
-    parameter_count,
-)
-from bilevel.spaces.nasbench201.judging import (
+from bilevel.judging.table import RUN_SETS, Table, load_table, published_scores
+from bilevel.judging.verdicts import (
     BASELINES,
     DATASETS,
     PRINTED,
@@ -42,9 +34,17 @@ from bilevel.spaces.nasbench201.judging import (
     seed_ceiling,
     sum_of_log_ranks,
 )
+from bilevel.nets.images import crop_and_flip
+from bilevel.spaces.nasbench201 import (
+    EDGES,
+    Genotype,
+    encode,
+    genotypes,
+    nasbench201_network,
+    nasbench201_networks,
+    parameter_count,
+)
 from bilevel.spaces.nasbench201.scoring import Scored, score_networks
-from bilevel.spaces.nasbench201.table import RUN_SETS, Table, load_table, published_scores
-from bilevel.spaces.scratch import crop_and_flip, training
 
 Rows = tuple[jax.Array, jax.Array]  # images, labels
 

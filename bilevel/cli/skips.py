@@ -25,11 +25,11 @@ from bilevel.cli.commands import SkipSearch
 from bilevel.cli.known import inputs
 from bilevel.cli.rows import draw_rows, load
 from bilevel.cli.runs import run_directory
+from bilevel.nets.training import train
 from bilevel.problem import Problem, side_by_side
 from bilevel.protocols import Pytree
 from bilevel.spaces.activations import unit_inputs
 from bilevel.spaces.skips import SkipSpace, geometry, skip_space
-from bilevel.spaces.training import train
 
 _KERNEL_ROWS = 100
 _SCALE_ROWS = 32  # for the NTK's mean diagonal entry

@@ -1,27 +1,15 @@
 """Search spaces: architectures as differentiable functions of ``alpha``."""
 
-from bilevel.spaces import (
-    activations,
-    convolution,
-    darts,
-    features,
-    kernels,
-    layers,
-    nasbench201,
-    scratch,
-    skips,
-    training,
-)
+from bilevel.spaces import activations, darts, features, kernels, nasbench201, skips
+from bilevel.spaces.space import Space, on_simplices
 
 __all__ = [
+    "Space",
     "activations",
-    "convolution",
     "darts",
     "features",
     "kernels",
-    "layers",
     "nasbench201",
-    "scratch",
+    "on_simplices",
     "skips",
-    "training",
 ]

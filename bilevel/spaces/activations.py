@@ -21,10 +21,10 @@ far better conditioned: on 300 digits the condition number of the ReLU kernel fa
 At ``width=math.inf`` the network is kernel ridge regression: :mod:`bilevel.spaces.kernels`.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, overload
 
 import chex
 import jax
@@ -37,6 +37,7 @@ from bilevel.problem import Problem
 from bilevel.protocols import LowerSolver
 from bilevel.solvers import restarted, unrolled
 from bilevel.spaces.kernels import KernelSpace, kernel_space
+from bilevel.spaces.space import Space, on_simplices
 from bilevel.spaces.targets import OUTER_LOSSES, predict
 from bilevel.spaces.targets import sign_labels as sign_labels  # used with every space here
 
@@ -55,50 +56,24 @@ ACTIVATIONS: dict[str, ntk.Activation] = {
 """Candidates by name; the sigmoid is centred, the leaky ReLU's slope is 0.1."""
 
 
-class ActivationSpace(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class ActivationSpace(Space):
     """An activation search space; see :func:`activation_space`.
+
+    ``alpha`` [h] is one simplex, ``w`` is [width, inputs], an architecture is an activation's name.
+    Batches are ``(x, y)``: x [n, inputs], outputs ``f`` [n] for two classes, [n, classes] for more,
+    and y like ``f`` with entries +-1.
 
     Attributes
     ----------
-    names : the candidates' names, in the order of ``alpha`` [h].
-    init : ``init(key, inputs) -> w`` [width, inputs].
-    apply : ``apply(w, alpha, x [n, inputs]) -> f`` [n] for two classes, [n, classes] for more.
-    problem : Problem of batches ``(x, y)``, y like ``f`` with entries +-1.
-    curvatures : ``curvatures(w, x) -> [h]``, the largest Hessian eigenvalue of the lower loss
-        linearised at ``w``, for each activation by itself.
-    solver : ``solver(curvatures, steps=50, momentum=0.9, backprop=None) -> LowerSolver``.
-    predict : ``predict(f) -> labels`` [n], int.
+    curvatures : ``curvatures(w, x) -> [h]``
+        The largest Hessian eigenvalue of the lower loss linearised at ``w``, for each activation by
+        itself.
+    solver : ``solver(curvatures, steps=50, momentum=0.9, backprop=None) -> LowerSolver``
     """
 
-    names: tuple[str, ...]
-    init: Callable[[jax.Array, int], jax.Array]
-    apply: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
-    problem: Problem
     curvatures: Callable[[jax.Array, jax.Array], jax.Array]
     solver: Callable[..., LowerSolver]
-    predict: Callable[[jax.Array], jax.Array]
-
-
-@overload
-def activation_space(
-    activations: Sequence[str | Elementwise],
-    *,
-    width: int = ...,
-    classes: int = ...,
-    outer: str = ...,
-    output_scale: float = ...,
-) -> ActivationSpace: ...
-
-
-@overload
-def activation_space(
-    activations: Sequence[str | Elementwise],
-    *,
-    width: float,
-    classes: int = ...,
-    outer: str = ...,
-    output_scale: float = ...,
-) -> KernelSpace: ...
 
 
 def activation_space(
@@ -136,8 +111,8 @@ def activation_space(
     Examples
     --------
     >>> space = activation_space(["relu", "tanh"], width=8)
-    >>> w = space.init(jax.random.key(0), 3)
     >>> x = unit_inputs(jnp.eye(3))
+    >>> w = space.init(jax.random.key(0), (x, sign_labels(jnp.array([0, 1, 1]), 2)))
     >>> space.apply(w, jnp.array([0.5, 0.5]), x).shape
     (3,)
 
@@ -153,7 +128,7 @@ def activation_space(
     ...     {"mixture": simplex, "log_penalty": adam},
     ...     {"mixture": "mixture", "log_penalty": "log_penalty"},
     ... )
-    >>> start = space.init(y)
+    >>> start = space.start(), space.init(jax.random.key(0), train)
     >>> found = bilevel.search(
     ...     space.problem, space.solver, optimizer, *start, train, valid, steps=3
     ... )
@@ -182,8 +157,8 @@ def _finite_space(
 ) -> ActivationSpace:
     width, columns = outputs.shape
 
-    def init(key, inputs):
-        return jax.random.normal(key, (width, inputs))
+    def init(key, batch):
+        return jax.random.normal(key, (width, batch[0].shape[-1]))
 
     def forward(function, w, x):
         f = function(x @ w.T) @ outputs.astype(w.dtype)
@@ -215,7 +190,21 @@ def _finite_space(
 
         return restarted(LowerSolver(init=lambda w: (), run=run))
 
-    return ActivationSpace(names, init, apply, Problem(lower, outer), curvatures, solver, predict)
+    start, draw, discretize, one_hot = on_simplices(names)
+    return ActivationSpace(
+        names=names,
+        sets="simplex",
+        start=start,
+        init=init,
+        apply=apply,
+        problem=Problem(lower, outer),
+        predict=predict,
+        draw=draw,
+        discretize=discretize,
+        one_hot=one_hot,
+        curvatures=curvatures,
+        solver=solver,
+    )
 
 
 def _name(function: Elementwise) -> str:

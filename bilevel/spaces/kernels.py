@@ -19,8 +19,9 @@ The lower loss is the dual of ridge regression: better conditioned than the prim
 ``y'(K_alpha + lambda I)^-1 y / 2`` at its minimum, the papers' generalization term.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,32 +29,28 @@ import jax.numpy as jnp
 import ntk
 from bilevel.problem import Problem
 from bilevel.protocols import LowerSolver
+from bilevel.spaces.space import Space
+from bilevel.spaces.targets import mixture_and_penalty
 
-Alpha = dict[str, jax.Array]
 
-
-class KernelSpace(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class KernelSpace(Space):
     """Activation search at infinite width; ``activation_space(..., width=math.inf)`` makes it.
+
+    ``alpha`` is {"mixture": [h], "log_penalty"}, at first uniform and log 0.1; ``w`` is like the
+    training targets, at first 0. Batches are ``(blocks, y)``: outputs ``f`` [m] for two classes,
+    [m, classes] for more, and y like ``f`` with entries +-1. An architecture is an activation's
+    name; its corner has the penalty of the start.
 
     Attributes
     ----------
-    names : the candidates' names, in the order of ``alpha["mixture"]`` [h].
     blocks : ``blocks(x) -> [h, h, n, n]`` for training, ``blocks(x_valid, x) -> [h, h, m, n]`` for
         predictions; h^2 numbers per pair of rows. With ``error=True``, their error bounds too.
-    init : ``init(y) -> (alpha, w)``: the uniform mixture, penalty 0.1, coefficients 0.
-    apply : ``apply(w, alpha, blocks) -> f`` [m] for two classes, [m, classes] for more.
-    problem : Problem of batches ``(blocks, y)``, y like ``f`` with entries +-1.
     solver : LowerSolver, the closed form: one Cholesky factorisation, n^3 / 3.
-    predict : ``predict(f) -> labels`` [m], int.
     """
 
-    names: tuple[str, ...]
     blocks: Callable[..., jax.Array]
-    init: Callable[[jax.Array], tuple[Alpha, jax.Array]]
-    apply: Callable[[jax.Array, Alpha, jax.Array], jax.Array]
-    problem: Problem
     solver: LowerSolver
-    predict: Callable[[jax.Array], jax.Array]
 
 
 def kernel_space(
@@ -68,9 +65,8 @@ def kernel_space(
     Examples
     --------
     >>> space = kernel_space(["relu"], [ntk.relu], lambda margin: (1 - margin) ** 2, jnp.sign, 1.0)
-    >>> y = jnp.array([1.0, -1.0])
-    >>> batch = space.blocks(jnp.eye(2)), y  # K = I / 2
-    >>> alpha, w = space.init(y)
+    >>> batch = space.blocks(jnp.eye(2)), jnp.array([1.0, -1.0])  # K = I / 2
+    >>> alpha, w = space.start(), space.init(jax.random.key(0), batch)
     >>> space.solver.run(space.problem.lower, alpha, w, (), batch)[0].round(4)  # y / (1/2 + 1/10)
     Array([ 1.6667, -1.6667], dtype=float...)
     """
@@ -79,10 +75,8 @@ def kernel_space(
     def blocks(x, columns=None, *, error=False):
         return ntk.mixture_blocks(x, functions, x2=columns, scale=scale, error=error)
 
-    def init(y):
-        mixture = jnp.full(len(functions), 1 / len(functions), y.dtype)
-        log_penalty = jnp.log(jnp.asarray(0.1, y.dtype))
-        return {"mixture": mixture, "log_penalty": log_penalty}, jnp.zeros_like(y)
+    def init(key, batch):
+        return jnp.zeros_like(batch[1])
 
     def apply(w, alpha, blocks):
         return ntk.mixture_kernel(alpha["mixture"], blocks) @ w
@@ -103,4 +97,13 @@ def kernel_space(
         return jax.scipy.linalg.solve(matrix, y, assume_a="pos"), state
 
     solver = LowerSolver(init=lambda w: (), run=run, closed_form=True)
-    return KernelSpace(tuple(names), blocks, init, apply, Problem(lower, outer), solver, predict)
+    return KernelSpace(
+        names=tuple(names),
+        **mixture_and_penalty(names),
+        init=init,
+        apply=apply,
+        problem=Problem(lower, outer),
+        predict=predict,
+        blocks=blocks,
+        solver=solver,
+    )

@@ -15,7 +15,7 @@ W_l         ``w``: ``first`` [d, m], ``hidden`` [L-2, m, m], ``last`` [m, output
 The search is DARTS's (section 5.1), with cross-entropy below and above. It ends at an architecture
 (:class:`SkipArchitecture`: the likeliest activation of each layer, the skips above 1/2), whose
 network is then trained from scratch by SGD, the second half of Algorithm 1
-(:func:`bilevel.spaces.training.train`).
+(:func:`bilevel.nets.training.train`).
 
 The paper has two initialisations, which do not agree:
 
@@ -40,7 +40,7 @@ Connection Search, NeurIPS 2022: Eq. (1), section 3, Algorithm 1, section 5.1.
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -50,10 +50,9 @@ import optax
 
 import ntk
 from bilevel.checks import sequence, whole
-from bilevel.geometry import project
 from bilevel.problem import Problem
-from bilevel.protocols import Pytree
 from bilevel.spaces.activations import ACTIVATIONS
+from bilevel.spaces.space import Space, on_simplices
 from bilevel.spaces.targets import predict
 
 Alpha = dict[str, jax.Array]
@@ -88,35 +87,23 @@ class SkipArchitecture:
         return ", ".join(map(str.__add__, self.activations, marks))
 
 
-class SkipSpace(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class SkipSpace(Space):
     """A search space of activations and skip connections; see :func:`skip_space`.
+
+    ``alpha`` is {"activations": [L-1, h] on simplices, "skips": [L-2] in the box}, at first uniform
+    and 1/2; ``w`` are flax parameters. Batches are ``(x, labels)``: x [n, inputs], labels [n]
+    integers from 0, outputs ``f`` [n] for two classes, [n, classes] for more. The losses are the
+    mean cross-entropy, below and above. An architecture is a :class:`SkipArchitecture`: the
+    likeliest activations, and the skips above 1/2. ``apply`` and ``problem`` take one in the place
+    of ``alpha`` too: the plain network of that architecture on the same weights.
 
     Attributes
     ----------
-    names : the candidates' names, in the order of ``alpha["activations"]`` [L-1, h].
-    init : ``init(key, inputs) -> w``, flax parameters for x [n, inputs].
-    start : ``start() -> alpha``, uniform mixtures and skips of 1/2.
-    apply : ``apply(w, alpha, x) -> f`` [n] for two classes, [n, classes] for more.
-        With a :class:`SkipArchitecture` for ``alpha``, the plain network of that architecture on
-        the same weights.
-    problem : Problem of batches ``(x, labels)``, labels [n] integers from 0.
-        The mean cross-entropy, below and above; also of a plain network.
-    predict : ``predict(f) -> labels`` [n], int.
-    discretize : ``discretize(alpha) -> SkipArchitecture``: argmax, and skips above 1/2.
-        Of uniform random numbers, an architecture drawn uniformly.
-    one_hot : ``one_hot(architecture) -> alpha``, the corner that stands for it.
     kernel : ``kernel(alpha, x, x2=None) -> ntk.Kernels`` of the infinitely wide network.
         In NTK parametrization, whatever the space's own; ``alpha`` or an architecture.
     """
 
-    names: tuple[str, ...]
-    init: Callable[[jax.Array, int], Pytree]
-    start: Callable[[], Alpha]
-    apply: Callable[[Pytree, Alpha | SkipArchitecture, jax.Array], jax.Array]
-    problem: Problem
-    predict: Callable[[jax.Array], jax.Array]
-    discretize: Callable[[Alpha], SkipArchitecture]
-    one_hot: Callable[[SkipArchitecture], Alpha]
     kernel: Callable[..., ntk.Kernels]
 
 
@@ -166,13 +153,15 @@ def skip_space(
         found = bilevel.search(
             space.problem,
             bilevel.unrolled(optax.sgd(0.1, momentum=0.9), 1, backprop=1),
-            geometry(bilevel.softmax(optax.adam(0.01)), optax.adam(0.01)),
-            space.start(), space.init(key, inputs), (x, labels), (x_valid, labels_valid),
+            bilevel.strategies.geometry(
+                space.sets, simplex=bilevel.softmax(optax.adam(0.01)), other=optax.adam(0.01)
+            ),
+            space.start(), space.init(key, (x, labels)), (x, labels), (x_valid, labels_valid),
             steps=1000, batches=minibatches(64), key=key,
         )
         architecture = space.discretize(found.alpha)
         trained = train(
-            key, space.problem.lower, architecture, space.init(key, inputs), (x, labels),
+            key, space.problem.lower, architecture, space.init(key, (x, labels)), (x, labels),
             optimizer=0.01,
         )
         space.apply(trained.uniform, architecture, x_test)
@@ -201,13 +190,22 @@ def skip_space(
         dict(zip(names, functions, strict=True)), depth, width, outputs, parametrization
     )
 
-    def init(key, inputs):
-        return network.init(key, inputs, method="weights")["params"]
+    mixtures = on_simplices(names, (depth - 1,))
+
+    def init(key, batch):
+        return network.init(key, batch[0].shape[-1], method="weights")["params"]
 
     def start():
-        # With a dtype: a search would compile once more for weakly typed ones.
-        mixtures = jnp.full((depth - 1, len(names)), 1 / len(names), float)
-        return {"activations": mixtures, "skips": jnp.full(depth - 2, 0.5, float)}
+        skips = jnp.full(depth - 2, 0.5, jnp.result_type(float))
+        return {"activations": mixtures.start(), "skips": skips}
+
+    def draw(key):
+        keys = jax.random.split(key)
+        kept = jax.random.bernoulli(keys[1], shape=(depth - 2,))
+        return {
+            "activations": mixtures.draw(keys[0]),
+            "skips": kept.astype(jnp.result_type(float)),
+        }
 
     def apply(w, alpha, x):
         inputs = w["first"].shape[0]
@@ -224,17 +222,16 @@ def skip_space(
 
     def discretize(alpha):
         network.check(alpha)
-        mixtures, skips = (np.asarray(alpha[k]) for k in ("activations", "skips"))
-        if not (np.isfinite(mixtures).all() and np.isfinite(skips).all()):
+        skips = np.asarray(alpha["skips"])
+        if not np.isfinite(skips).all():
             raise ValueError("alpha: expected finite weights, got NaN or infinity.")
-        chosen = tuple(names[i] for i in mixtures.argmax(-1))
+        chosen = mixtures.discretize(alpha["activations"])
         return SkipArchitecture(chosen, tuple((skips > 0.5).tolist()))
 
     def one_hot(architecture):
         network.check(architecture)
-        chosen = jnp.array([names.index(name) for name in architecture.activations])
         return {
-            "activations": jax.nn.one_hot(chosen, len(names), dtype=float),
+            "activations": mixtures.one_hot(architecture.activations),
             "skips": jnp.asarray(architecture.skips, float),
         }
 
@@ -248,8 +245,19 @@ def skip_space(
             skips = alpha["skips"]
         return ntk.network_kernel(x, x2, activations=layers, skips=skips)
 
-    problem = Problem(loss, loss)
-    return SkipSpace(names, init, start, apply, problem, predict, discretize, one_hot, kernel)
+    return SkipSpace(
+        names=names,
+        sets={"activations": "simplex", "skips": "box"},
+        start=start,
+        init=init,
+        apply=apply,
+        problem=Problem(loss, loss),
+        predict=predict,
+        draw=draw,
+        discretize=discretize,
+        one_hot=one_hot,
+        kernel=kernel,
+    )
 
 
 def _activation(a: str | ntk.Activation) -> ntk.Activation:
@@ -342,34 +350,3 @@ class _Network(nn.Module):
             raise ValueError(
                 f"alpha: expected activations and skips of shapes {expected}, got {found}."
             )
-
-
-# ----------------------------------------------------------------------------- the search
-
-
-def geometry(
-    activations: optax.GradientTransformation, skips: optax.GradientTransformation
-) -> optax.GradientTransformation:
-    """The outer optimizer of a skip space: simplices for the activations, the box for the skips.
-
-    Parameters
-    ----------
-    activations : optax.GradientTransformation
-        One that stays on simplices: ``bilevel.softmax(optax.adam(3e-4))`` as in DARTS and in the
-        paper, ``optax.chain(optax.sgd(lr), bilevel.exponentiate())`` as in GAEA.
-    skips : optax.GradientTransformation
-        Any; projected onto [0, 1] here, as in the paper.
-
-    Examples
-    --------
-    >>> from bilevel.geometry import exponentiate
-    >>> optimizer = geometry(optax.chain(optax.sgd(1.0), exponentiate()), optax.sgd(1.0))
-    >>> alpha = {"activations": jnp.array([[0.5, 0.5]]), "skips": jnp.array([0.5])}
-    >>> slope = {"activations": jnp.array([[0.0, jnp.log(3.0)]]), "skips": jnp.array([-3.0])}
-    >>> updates, _ = jax.jit(optimizer.update)(slope, optimizer.init(alpha), alpha)
-    >>> moved = optax.apply_updates(alpha, updates)
-    >>> moved["activations"].round(4), moved["skips"]
-    (Array([[0.75, 0.25]], dtype=float...), Array([1.], dtype=float...))
-    """
-    parts = {"activations": activations, "skips": optax.chain(skips, project("box"))}
-    return optax.partition(parts, {"activations": "activations", "skips": "skips"})

@@ -1,16 +1,21 @@
-"""Classification by real outputs: labels as +-1 targets, losses of the margin, predictions.
+"""What spaces share: targets of classification, losses, a mixture with a penalty beside it.
 
 Two classes have one output ``f`` [n], more have one each, ``f`` [n, classes] (one-vs-rest). The
 targets ``y`` are like ``f``, with entries +-1; the margin is ``y f``.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import chex
 import jax
 import jax.numpy as jnp
+import optax
 
 from bilevel.checks import array, whole
+from bilevel.problem import Problem
+from bilevel.protocols import Pytree
+from bilevel.spaces.space import on_simplices
 
 OUTER_LOSSES: dict[str, Callable[[jax.Array], jax.Array]] = {
     "hinge": lambda margin: jnp.maximum(1 - margin, 0),
@@ -53,3 +58,45 @@ def predict(f: chex.Array) -> jax.Array:
     (Array([1, 0], dtype=int...), Array([2], dtype=int...))
     """
     return (f > 0).astype(int) if f.ndim == 1 else jnp.argmax(f, axis=-1)
+
+
+def cross_entropy(apply: Callable[[Pytree, Pytree, jax.Array], jax.Array]) -> Problem:
+    """Batches ``(x, labels)``, labels [n] integers; the softmax's mean cross-entropy twice.
+
+    Examples
+    --------
+    >>> problem = cross_entropy(lambda w, alpha, x: x @ w)
+    >>> problem.lower(jnp.zeros((3, 2)), None, (jnp.eye(3), jnp.array([0, 1, 1]))).round(4)
+    Array(0.6931, dtype=float...)
+    """
+
+    def loss(w, alpha, batch):
+        x, labels = batch
+        logits = apply(w, alpha, x)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+    return Problem(loss, loss)
+
+
+def mixture_and_penalty(names: Sequence[str]) -> dict[str, Any]:
+    """The fields of a :class:`Space` that follow from its alpha {"mixture": [h], "log_penalty"}.
+
+    Examples
+    --------
+    >>> fields = mixture_and_penalty(["sin", "cos"])
+    >>> fields["discretize"](fields["one_hot"]("cos"))
+    'cos'
+    """
+    choice = on_simplices(names)
+
+    def of(mixture):
+        log_penalty = jnp.log(jnp.asarray(0.1, jnp.result_type(float)))
+        return {"mixture": mixture, "log_penalty": log_penalty}
+
+    return {
+        "sets": {"mixture": "simplex", "log_penalty": "free"},
+        "start": lambda: of(choice.start()),
+        "draw": lambda key: of(choice.draw(key)),
+        "discretize": lambda alpha: choice.discretize(alpha["mixture"]),
+        "one_hot": lambda architecture: of(choice.one_hot(architecture)),
+    }

@@ -88,7 +88,7 @@ def checked(features: Features, labels: Any) -> tuple[Features, jax.Array]:
         )
     n = shape[2] if kernels else shape[0]
     y = floating("labels", labels)
-    if y.ndim not in (1, 2) or len(y) != n:
+    if y.ndim not in (1, 2) or len(y) != n or not y.size:
         raise ValueError(f"labels: expected shape [{n}] or [{n}, c], got {y.shape}.")
     return features, y.reshape(n, -1)
 

@@ -1,7 +1,7 @@
 """The DARTS cell search space (Liu, Simonyan & Yang 2019).
 
 ``darts_space``: the supernet to search; ``genotype``: what a search found; ``darts_network``: the
-network of a genotype, to train from scratch by ``training``.
+network of a genotype, to train from scratch (:func:`bilevel.nets.training.from_scratch`).
 """
 
 from bilevel.spaces.darts._genotype import (
@@ -17,21 +17,14 @@ from bilevel.spaces.darts._genotype import (
 )
 from bilevel.spaces.darts.network import darts_network
 from bilevel.spaces.darts.operations import PRIMITIVES
-from bilevel.spaces.darts.supernet import DartsSpace, darts_space, parameter_count
-from bilevel.spaces.scratch import TrainableNetwork as DartsNetwork
-from bilevel.spaces.scratch import TrainingState, crop_and_flip, cutout, training
+from bilevel.spaces.darts.supernet import darts_space, parameter_count
 
 __all__ = [
     "DARTS_V1",
     "DARTS_V2",
     "EDGES",
     "PRIMITIVES",
-    "DartsNetwork",
-    "DartsSpace",
     "Genotype",
-    "TrainingState",
-    "crop_and_flip",
-    "cutout",
     "darts_network",
     "darts_space",
     "draw_corner",
@@ -40,5 +33,4 @@ __all__ = [
     "one_hot",
     "parameter_count",
     "parse_genotype",
-    "training",
 ]

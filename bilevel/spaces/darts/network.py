@@ -8,7 +8,7 @@ normalisation with learned scales and with running averages for predictions. Reg
     cutout       a square of each training image is set to 0 (DeVries & Taylor 2017)
     auxiliary    a second classifier after the second reduction, its loss times 0.4
 
-:func:`bilevel.spaces.scratch.training` has the loop. As published: 600 epochs of SGD, batch 96,
+:func:`bilevel.nets.training.from_scratch` has the loop. As published: 600 epochs of SGD, batch 96,
 rate .025 with a cosine to 0, momentum .9, weight decay 3e-4, gradients clipped to norm 5,
 ``drop_path`` rising linearly from 0 to .2, cutout 16.
 """
@@ -22,7 +22,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from bilevel.spaces.convolution import average_pool
+from bilevel.nets.convolution import average_pool
+from bilevel.nets.layers import Conv, Norm, cast_images, initial, wide
+from bilevel.nets.training import TrainableNetwork
 from bilevel.spaces.darts._genotype import NODES, Genotype, check_genotype
 from bilevel.spaces.darts.operations import (
     FactorizedReduce,
@@ -33,8 +35,6 @@ from bilevel.spaces.darts.operations import (
     operation,
     reductions,
 )
-from bilevel.spaces.layers import Conv, Norm, activations, initial, wide
-from bilevel.spaces.scratch import TrainableNetwork
 
 _AUXILIARY_WEIGHT = 0.4
 
@@ -121,7 +121,7 @@ class Network(nn.Module):
             )
             return y * (keep / (1 - drop_path)).astype(y.dtype)
 
-        before_last = last = norm()(Conv(3 * self.channels, 3)(activations(x, self.dtype)))
+        before_last = last = norm()(Conv(3 * self.channels, 3)(cast_images(x, self.dtype)))
         channels, reduced, second = self.channels, False, None
         for cell in range(self.cells):
             reduce = cell in reductions(self.cells)

@@ -23,8 +23,8 @@ import jax
 import jax.numpy as jnp
 
 from bilevel.checks import whole
-from bilevel.spaces.convolution import average_pool, max_pool
-from bilevel.spaces.layers import Conv, Norm
+from bilevel.nets.convolution import average_pool, max_pool
+from bilevel.nets.layers import Conv, Norm
 
 PRIMITIVES = (
     "none",
@@ -132,7 +132,7 @@ def operation(
 
     Examples
     --------
-    >>> from bilevel.spaces.layers import Standardize
+    >>> from bilevel.nets.layers import Standardize
     >>> skip = operation("skip_connect", 4, 2, Standardize)
     >>> x = jnp.ones((1, 8, 8, 4))
     >>> skip.apply(skip.init(jax.random.key(0), x), x).shape

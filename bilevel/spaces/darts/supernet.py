@@ -22,21 +22,19 @@ All edges of a cell do the same eight things, one after another in a loop over o
 
 import functools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
-from bilevel.problem import Problem
-from bilevel.spaces.convolution import materialized
+from bilevel.nets.convolution import materialized
+from bilevel.nets.layers import Conv, Standardize, cast_images, initial, wide
 from bilevel.spaces.darts._genotype import (
     EDGES,
     NODES,
-    Genotype,
     draw_corner,
     genotype,
     one_hot,
@@ -50,9 +48,8 @@ from bilevel.spaces.darts.operations import (
     operation,
     reductions,
 )
-from bilevel.spaces.layers import Conv, Standardize, activations, initial, wide
-
-Alpha = dict[str, jax.Array]
+from bilevel.spaces.space import Space
+from bilevel.spaces.targets import cross_entropy, predict
 
 
 class MixedOperation(nn.Module):
@@ -144,7 +141,7 @@ class Supernet(nn.Module):
     @nn.compact
     def __call__(self, alpha, x):
         """``alpha`` {"normal", "reduce"} and images [n, h, w, c] -> logits [n, classes]."""
-        stem = Conv(3 * self.channels, 3)(activations(x, self.dtype))
+        stem = Conv(3 * self.channels, 3)(cast_images(x, self.dtype))
         before_last = last = Standardize(affine=True)(stem)
         channels, reduced = self.channels, False
         for cell in range(self.cells):
@@ -159,33 +156,6 @@ class Supernet(nn.Module):
         return nn.Dense(self.classes)(pooled)
 
 
-class DartsSpace(NamedTuple):
-    """A DARTS search space; see :func:`darts_space`.
-
-    Attributes
-    ----------
-    names : the operations, in the order of the last axis of ``alpha``.
-    init : ``init(key, shape) -> w``, for images of ``shape`` (h, w, c).
-    start : ``start() -> {"normal": [14, h], "reduce": [14, h]}``, uniform.
-    draw : ``draw(key) -> alpha``, a genotype drawn uniformly; zeros on the edges it leaves out.
-    apply : ``apply(w, alpha, x [n, h, w, c]) -> logits`` [n, classes], normalised by the batch.
-    problem : Problem of batches ``(x, labels)``, integer labels [n].
-    predict : ``predict(logits) -> labels`` [n].
-    discretize : ``discretize(alpha) -> Genotype``.
-    one_hot : ``one_hot(genotype) -> alpha``, as ``draw`` gives them.
-    """
-
-    names: tuple[str, ...]
-    init: Callable[[jax.Array, tuple[int, ...]], Any]
-    start: Callable[[], Alpha]
-    draw: Callable[[jax.Array], Alpha]
-    apply: Callable[[Any, Alpha, jax.Array], jax.Array]
-    problem: Problem
-    predict: Callable[[jax.Array], jax.Array]
-    discretize: Callable[[Any], Genotype]
-    one_hot: Callable[[Genotype], dict[str, np.ndarray]]
-
-
 def darts_space(
     operations: Sequence[str] = PRIMITIVES,
     *,
@@ -194,8 +164,13 @@ def darts_space(
     channels: int = 16,
     dtype: Any = None,
     remat: bool = True,
-) -> DartsSpace:
-    """The DARTS supernet as a bilevel problem.
+) -> Space:
+    """The DARTS supernet as a search space.
+
+    ``alpha`` is {"normal": [14, h], "reduce": [14, h]}, the operations' weights on every edge.
+    Batches are ``(x, labels)``: images [n, h, w, c], integer labels [n]; outputs are logits
+    [n, classes], normalised by the batch. An architecture is a :class:`Genotype`; its corner has
+    zeros on the edges that it leaves out.
 
     Parameters
     ----------
@@ -211,7 +186,7 @@ def darts_space(
 
     Returns
     -------
-    DartsSpace
+    Space
 
     Raises
     ------
@@ -230,10 +205,11 @@ def darts_space(
     Examples
     --------
     >>> space = darts_space(["none", "skip_connect"], cells=1, channels=2)
-    >>> w = jax.eval_shape(lambda key: space.init(key, (8, 8, 3)), jax.random.key(0))
+    >>> batch = jnp.ones((5, 8, 8, 3)), jnp.zeros(5, int)
+    >>> w = jax.eval_shape(space.init, jax.random.key(0), batch)
     >>> space.start()["reduce"].shape
     (14, 2)
-    >>> jax.eval_shape(space.apply, w, space.start(), jnp.ones((5, 8, 8, 3))).shape
+    >>> jax.eval_shape(space.apply, w, space.start(), batch[0]).shape
     (5, 10)
 
     References
@@ -253,7 +229,8 @@ def darts_space(
     check_network(classes, cells, channels)
     supernet = Supernet(names, classes, cells, channels, dtype, remat)
 
-    def init(key, shape):
+    def init(key, batch):
+        shape = batch[0].shape[1:]
         check_images(shape, cells)
         images = jax.ShapeDtypeStruct((1, *shape), jnp.float32)
         return initial(key, jax.eval_shape(supernet.init, key, start(), images)["params"])
@@ -268,24 +245,17 @@ def darts_space(
         check_images(x.shape, cells)
         return supernet.apply({"params": w}, alpha, x)
 
-    def loss(w, alpha, batch):
-        x, labels = batch
-        logits = apply(w, alpha, x)
-        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
-
-    def predict(logits):
-        return jnp.argmax(logits, axis=-1)
-
-    return DartsSpace(
-        names,
-        init,
-        start,
-        functools.partial(draw_corner, operations=names),
-        apply,
-        Problem(loss, loss),
-        predict,
-        functools.partial(genotype, operations=names),
-        functools.partial(one_hot, operations=names),
+    return Space(
+        names=names,
+        sets="simplex",
+        start=start,
+        init=init,
+        apply=apply,
+        problem=cross_entropy(apply),
+        predict=predict,
+        draw=functools.partial(draw_corner, operations=names),
+        discretize=functools.partial(genotype, operations=names),
+        one_hot=functools.partial(one_hot, operations=names),
     )
 
 

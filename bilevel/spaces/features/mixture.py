@@ -17,8 +17,8 @@ theta           ``w`` [p], or [p, classes]: the lower problem's weights
 Classification is regression to one-vs-rest labels +-1, :func:`bilevel.spaces.targets.sign_labels`.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,32 +27,26 @@ from bilevel.checks import sequence
 from bilevel.problem import Problem
 from bilevel.protocols import LowerSolver
 from bilevel.solvers import ridge
-from bilevel.spaces.targets import OUTER_LOSSES, predict
+from bilevel.spaces.space import Space
+from bilevel.spaces.targets import OUTER_LOSSES, mixture_and_penalty, predict
 
-Alpha = dict[str, jax.Array]
 
-
-class FeatureSpace(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class FeatureSpace(Space):
     """A search space of feature maps; see :func:`feature_space`.
+
+    ``alpha`` is {"mixture": [h], "log_penalty"}, at first uniform and log 0.1; ``w`` is [p], or
+    [p, classes], at first 0. Batches are ``(blocks, y)``, outputs like y: [n], or [n, classes]. An
+    architecture is a map's name; its corner has the penalty of the start.
 
     Attributes
     ----------
-    names : the maps' names, in the order of ``alpha["mixture"]`` [h].
     blocks : ``blocks(x) -> [h, n, p]``, every map of every row.
-    init : ``init(blocks, y) -> (alpha, w)``: the uniform mixture, penalty 0.1, weights 0.
-    apply : ``apply(w, alpha, blocks) -> f`` [n], or [n, classes] for ``w`` [p, classes].
-    problem : Problem of batches ``(blocks, y)``, y like ``f``.
     solver : LowerSolver, the closed form: one Cholesky factorisation, min(n, p)^3 / 3.
-    predict : ``predict(f) -> labels`` [n], int.
     """
 
-    names: tuple[str, ...]
     blocks: Callable[[jax.Array], jax.Array]
-    init: Callable[[jax.Array, jax.Array], tuple[Alpha, jax.Array]]
-    apply: Callable[[jax.Array, Alpha, jax.Array], jax.Array]
-    problem: Problem
     solver: LowerSolver
-    predict: Callable[[jax.Array], jax.Array]
 
 
 def feature_space(
@@ -103,8 +97,9 @@ def feature_space(
     >>> adam = optax.adam(0.3)
     >>> geometry = {"mixture": optax.chain(adam, bilevel.exponentiate()), "log_penalty": adam}
     >>> optimizer = optax.partition(geometry, {name: name for name in geometry})
+    >>> start = space.start(), space.init(jax.random.key(0), train)
     >>> found = bilevel.search(
-    ...     space.problem, space.solver, optimizer, *space.init(*train), train, valid, steps=10
+    ...     space.problem, space.solver, optimizer, *start, train, valid, steps=10
     ... )
     >>> bool(found.alpha["mixture"][1] > 0.9)
     True
@@ -125,12 +120,9 @@ def feature_space(
             raise ValueError(f"maps: expected matrices of one shape [n, p], got shapes {shapes}.")
         return jnp.stack(features)
 
-    def init(blocks, y):
-        h, _, p = blocks.shape
-        mixture = jnp.full(h, 1 / h, blocks.dtype)
-        log_penalty = jnp.log(jnp.asarray(0.1, blocks.dtype))
-        w = jnp.zeros((p, *y.shape[1:]), blocks.dtype)
-        return {"mixture": mixture, "log_penalty": log_penalty}, w
+    def init(key, batch):
+        blocks, y = batch
+        return jnp.zeros((blocks.shape[-1], *y.shape[1:]), blocks.dtype)
 
     def features(alpha, blocks):
         return jnp.tensordot(alpha["mixture"], blocks, 1)
@@ -153,8 +145,16 @@ def feature_space(
         losses = (f - y) ** 2 if outer == "squared" else OUTER_LOSSES[outer](y * f)
         return jnp.mean(losses)
 
-    problem, solver = Problem(lower, validation), ridge(features, penalty)
-    return FeatureSpace(names, blocks, init, apply, problem, solver, predict)
+    return FeatureSpace(
+        names=names,
+        **mixture_and_penalty(names),
+        init=init,
+        apply=apply,
+        problem=Problem(lower, validation),
+        predict=predict,
+        blocks=blocks,
+        solver=ridge(features, penalty),
+    )
 
 
 def _name(phi: Callable) -> str:

@@ -1,9 +1,9 @@
 """NAS-Bench-201: 15,625 networks whose accuracies are known (Dong & Yang 2020).
 
 ``nasbench201_networks``: all of them as one function of a genotype; ``nasbench201_network``: one,
-to be trained from scratch; ``nasbench201_space``: the supernet to search. In modules of their own:
-``scoring`` (train-free scores of many networks), ``table`` (the accuracies), ``judging``
-(what a ranking is worth).
+to be trained from scratch; ``nasbench201_space``: the supernet to search; ``scoring``, a module of
+its own: train-free scores of many networks. What networks reach when trained, and what a ranking of
+them is worth, is in :mod:`bilevel.judging`.
 """
 
 from bilevel.spaces.nasbench201._genotype import (
@@ -27,13 +27,12 @@ from bilevel.spaces.nasbench201._genotype import (
 )
 from bilevel.spaces.nasbench201.network import nasbench201_network
 from bilevel.spaces.nasbench201.networks import Networks, nasbench201_networks
-from bilevel.spaces.nasbench201.supernet import NasBench201Space, nasbench201_space
+from bilevel.spaces.nasbench201.supernet import nasbench201_space
 
 __all__ = [
     "EDGES",
     "PRIMITIVES",
     "Genotype",
-    "NasBench201Space",
     "Networks",
     "canonical",
     "conv_edges",

@@ -22,10 +22,10 @@ import jax.numpy as jnp
 import optax
 
 from bilevel.checks import whole
-from bilevel.spaces.convolution import average_pool
-from bilevel.spaces.layers import Conv, activations, initial, wide
+from bilevel.nets.convolution import average_pool
+from bilevel.nets.layers import Conv, cast_images, initial, wide
+from bilevel.nets.training import TrainableNetwork
 from bilevel.spaces.nasbench201._genotype import EDGES, SIZES, Genotype, check_genotype
-from bilevel.spaces.scratch import TrainableNetwork
 
 Norm = Callable[..., nn.Module]
 
@@ -138,7 +138,7 @@ class Network(nn.Module):
     @nn.compact
     def __call__(self, x):
         """Images [n, h, w, c] -> logits [n, classes]."""
-        x = Stem(self.shape.channels, self.norm, name="stem")(activations(x, self.dtype))
+        x = Stem(self.shape.channels, self.norm, name="stem")(cast_images(x, self.dtype))
         for stage in range(STAGES):
             if stage:
                 x = Reduction(self.norm, name=f"reduction_{stage}")(x)
@@ -190,7 +190,7 @@ def nasbench201_network(
     Returns
     -------
     TrainableNetwork
-        For :func:`bilevel.spaces.scratch.training`; its loss has no options.
+        For :func:`bilevel.nets.training.from_scratch`; its loss has no options.
 
     Raises
     ------

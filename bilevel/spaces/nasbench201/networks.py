@@ -28,8 +28,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from bilevel.spaces.convolution import average_pool, convolution
-from bilevel.spaces.layers import Standardize, activations, initial
+from bilevel.nets.convolution import average_pool, convolution
+from bilevel.nets.layers import Standardize, cast_images, initial
 from bilevel.spaces.nasbench201._genotype import EDGES, PRIMITIVES, SIZES, Genotype, check_genotype
 from bilevel.spaces.nasbench201.network import (
     STAGES,
@@ -134,7 +134,7 @@ def nasbench201_networks(
             check_genotype(genotype)
             return Network(genotype, shape, norm, dtype).apply({"params": w}, x)
         which = _reaching(_indices(genotype))
-        x = Stem(channels, norm).apply({"params": w["stem"]}, activations(x, dtype))
+        x = Stem(channels, norm).apply({"params": w["stem"]}, cast_images(x, dtype))
         for stage in range(STAGES):
             if stage:
                 x = Reduction(norm).apply({"params": w[f"reduction_{stage}"]}, x)

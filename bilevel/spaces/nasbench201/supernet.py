@@ -20,20 +20,18 @@ At a corner, ``one_hot(genotype)``, it is that genotype's network.
 """
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
-from bilevel.problem import Problem
+from bilevel.nets.convolution import average_pool
+from bilevel.nets.layers import Standardize, cast_images, initial
 from bilevel.protocols import Pytree
-from bilevel.spaces.convolution import average_pool
-from bilevel.spaces.layers import Standardize, activations, initial
 from bilevel.spaces.nasbench201._genotype import EDGES, PRIMITIVES, SIZES, Genotype, check_genotype
 from bilevel.spaces.nasbench201.network import (
     STAGES,
@@ -44,6 +42,8 @@ from bilevel.spaces.nasbench201.network import (
     Stem,
     check_images,
 )
+from bilevel.spaces.space import Space, on_simplices
+from bilevel.spaces.targets import cross_entropy, predict
 
 
 class MixedEdge(nn.Module):
@@ -94,34 +94,6 @@ def _layers(operations: tuple[str, ...], shape: Shape) -> dict[str, nn.Module]:
 _standardize = functools.partial(Standardize, affine=True)
 
 
-class NasBench201Space(NamedTuple):
-    """The search space of NAS-Bench-201; see :func:`nasbench201_space`.
-
-    Attributes
-    ----------
-    names : the operations, in the order of the last axis of ``alpha``.
-    init : ``init(key, shape) -> w``, for images of ``shape`` (h, w, c).
-    start : ``start() -> alpha`` [6, o], uniform.
-    draw : ``draw(key) -> alpha``, a genotype drawn uniformly.
-    apply : ``apply(w, alpha, x [n, h, w, c]) -> logits`` [n, classes], normalised by the batch.
-    problem : Problem of batches ``(x, labels)``, integer labels [n].
-    predict : ``predict(logits) -> labels`` [n].
-    discretize : ``discretize(alpha) -> Genotype``, the largest weight on each edge.
-        "none" counts like any other, unlike in DARTS; of equal weights the first wins.
-    one_hot : ``one_hot(genotype) -> alpha``, as ``draw`` gives them.
-    """
-
-    names: tuple[str, ...]
-    init: Callable[[jax.Array, tuple[int, ...]], Any]
-    start: Callable[[], jax.Array]
-    draw: Callable[[jax.Array], jax.Array]
-    apply: Callable[[Any, jax.Array, jax.Array], jax.Array]
-    problem: Problem
-    predict: Callable[[jax.Array], jax.Array]
-    discretize: Callable[[Any], Genotype]
-    one_hot: Callable[[Genotype], np.ndarray]
-
-
 def nasbench201_space(
     operations: Sequence[str] = PRIMITIVES,
     *,
@@ -130,8 +102,13 @@ def nasbench201_space(
     channels: int = 16,
     dtype: Any = None,
     remat: bool = True,
-) -> NasBench201Space:
-    """The supernet of NAS-Bench-201 as a bilevel problem.
+) -> Space:
+    """The supernet of NAS-Bench-201 as a search space.
+
+    ``alpha`` [6, o] has the operations' weights on every edge. Batches are ``(x, labels)``: images
+    [n, h, w, c], integer labels [n]; outputs are logits [n, classes], normalised by the batch. An
+    architecture is a :class:`Genotype`, the largest weight on each edge: "none" counts like any
+    other, unlike in DARTS; of equal weights the first wins.
 
     Parameters
     ----------
@@ -147,7 +124,7 @@ def nasbench201_space(
 
     Returns
     -------
-    NasBench201Space
+    Space
 
     Raises
     ------
@@ -166,8 +143,9 @@ def nasbench201_space(
     Examples
     --------
     >>> space = nasbench201_space(["none", "skip_connect"], cells=1, channels=2)
-    >>> w = jax.eval_shape(lambda key: space.init(key, (8, 8, 3)), jax.random.key(0))
-    >>> jax.eval_shape(space.apply, w, space.start(), jnp.ones((5, 8, 8, 3))).shape
+    >>> batch = jnp.ones((5, 8, 8, 3)), jnp.zeros(5, int)
+    >>> w = jax.eval_shape(space.init, jax.random.key(0), batch)
+    >>> jax.eval_shape(space.apply, w, space.start(), batch[0]).shape
     (5, 10)
     >>> print(space.discretize(space.draw(jax.random.key(0))))
     |skip_connect~0|+|none~0|none~1|+|skip_connect~0|skip_connect~1|skip_connect~2|
@@ -190,13 +168,16 @@ def nasbench201_space(
     shape.check()
     layers = _layers(names, shape)
 
-    def init(key, image):
+    choices = on_simplices(names, (len(EDGES),))
+
+    def init(key, batch):
+        image = batch[0].shape[1:]
         check_images((1, *image))
         x = jax.ShapeDtypeStruct((1, *image), jnp.float32)
         shapes = {}
         for name, layer in layers.items():
             mixed = isinstance(layer, MixedEdge)
-            inputs = (x, start()[0]) if mixed else (x,)
+            inputs = (x, choices.start()[0]) if mixed else (x,)
             x, found = jax.eval_shape(layer.init_with_output, key, *inputs)
             repeats = (cells, len(EDGES)) if mixed else ()
             shapes[name] = jax.tree.map(
@@ -207,17 +188,9 @@ def nasbench201_space(
             )
         return initial(key, shapes)
 
-    def start():
-        # Not a weak type.
-        return jnp.full((len(EDGES), len(names)), 1 / len(names), jnp.result_type(float))
-
-    def draw(key):
-        drawn = jax.random.randint(key, (len(EDGES),), 0, len(names), jnp.int32)
-        return jax.nn.one_hot(drawn, len(names))
-
     def apply(w, alpha, x):
         check_images(x.shape)
-        x = activations(x, dtype)
+        x = cast_images(x, dtype)
 
         def cell(x, weights):
             return mixed_cell(names, weights, alpha, x), None
@@ -231,29 +204,22 @@ def nasbench201_space(
                 x = layer.apply({"params": w[name]}, x)
         return x
 
-    def loss(w, alpha, batch):
-        x, labels = batch
-        logits = apply(w, alpha, x)
-        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
-
-    def predict(logits):
-        return jnp.argmax(logits, axis=-1)
-
     def discretize(alpha):
-        alpha, expected = np.asarray(alpha), (len(EDGES), len(names))
-        if alpha.shape != expected or not np.isfinite(alpha).all():
-            raise ValueError(f"alpha: expected {expected} finite weights, got {alpha.shape}.")
-        return Genotype(tuple(names[i] for i in alpha.argmax(axis=1)))
+        return Genotype(choices.discretize(alpha))
 
     def one_hot(genotype):
         check_genotype(genotype)
-        for name in genotype.operations:
-            if name not in names:
-                raise ValueError(
-                    f"genotype: expected operations among {', '.join(names)}, got {name!r}."
-                )
-        return np.eye(len(names))[[names.index(name) for name in genotype.operations]]
+        return choices.one_hot(genotype.operations)
 
-    return NasBench201Space(
-        names, init, start, draw, apply, Problem(loss, loss), predict, discretize, one_hot
+    return Space(
+        names=names,
+        sets="simplex",
+        start=choices.start,
+        init=init,
+        apply=apply,
+        problem=cross_entropy(apply),
+        predict=predict,
+        draw=choices.draw,
+        discretize=discretize,
+        one_hot=one_hot,
     )

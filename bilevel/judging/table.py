@@ -261,7 +261,7 @@ def _columns(file: str, wanted: list[str]) -> dict[str, list[str]]:
         raise ValueError(f"{path}: expected a column {missing[0]}, got none.")
     if len(rows) != size:
         raise ValueError(f"{path}: expected {size:,} rows, got {len(rows):,}.")
-    data._check_digest(path, content, digest)
+    data.check_digest(path, content, digest)
     texts = dict(zip(header, zip(*rows, strict=True), strict=True))
     return {name: list(texts[name]) for name in wanted}
 
@@ -270,8 +270,8 @@ def _content(file: str) -> tuple[Path, bytes]:
     roots = (os.environ.get("BILEVEL_DATA"), pooch.os_cache("bilevel"))
     folders = [Path(root) / "nasbench201" for root in roots if root]
     for folder in (*folders, TABLES):
-        if data._find(folder, file):
-            return data._content(folder, file)
+        if data.find_file(folder, file):
+            return data.read_file(folder, file)
     # Of the published scores: the others are there.
     places = " or ".join(map(str, folders))
     raise FileNotFoundError(

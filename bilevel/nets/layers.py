@@ -14,9 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bilevel.spaces.convolution import convolution
+from bilevel.nets.convolution import convolution
 
 Norm = Callable[[], nn.Module]
+
+# U(-1, 1) / sqrt(fan-in), as `initial` draws it.
+_uniform = nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
 
 
 class Conv(nn.Module):
@@ -34,7 +37,7 @@ class Conv(nn.Module):
         """[n, h, w, c] -> [n, h', w', features]."""
         groups = x.shape[-1] if self.depthwise else 1
         shape = (self.size, self.size, x.shape[-1] // groups, self.features)
-        kernel = self.param("kernel", nn.initializers.zeros, shape)  # see `initial`
+        kernel = self.param("kernel", _uniform, shape)
         return convolution(
             x,
             kernel.astype(x.dtype),
@@ -92,6 +95,6 @@ def wide(dtype: Any) -> Any:
     return jnp.promote_types(dtype, jnp.float32)
 
 
-def activations(x: chex.Array, dtype: Any) -> jax.Array:
-    """Images as a network's first activations: in ``dtype``, or as they are."""
+def cast_images(x: chex.Array, dtype: Any) -> jax.Array:
+    """Images in the ``dtype`` of a network's activations; None: as they are, float32 at least."""
     return x.astype(wide(x.dtype) if dtype is None else dtype)

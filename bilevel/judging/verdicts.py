@@ -33,13 +33,13 @@ import numpy as np
 from scipy.stats import kendalltau, rankdata, spearmanr
 
 from bilevel.checks import numbers, whole
+from bilevel.judging.table import RUN_SETS, Table
 from bilevel.spaces.nasbench201._genotype import (
     conv_edges,
     multiply_adds,
     parameter_count,
     trainable_layers,
 )
-from bilevel.spaces.nasbench201.table import RUN_SETS, Table
 
 DATASETS = {"cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "imagenet16": "ImageNet16-120"}
 """The benchmark's, and how they are written."""

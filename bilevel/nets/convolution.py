@@ -105,7 +105,7 @@ def convolution(
            [20., 33., 24.]], dtype=float...)
     """
     x, kernel, groups = array("x", x), array("kernel", kernel), whole("groups", groups, 1)
-    if kernel.ndim != 4 or kernel.shape[0] != kernel.shape[1]:
+    if kernel.ndim != 4 or kernel.shape[0] != kernel.shape[1] or not kernel.size:
         raise ValueError(f"kernel: expected [size, size, c / groups, outputs], got {kernel.shape}.")
     size, _, channels, outputs = kernel.shape
     if x.ndim != 4 or x.shape[-1] != channels * groups or outputs % groups:

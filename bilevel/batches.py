@@ -1,0 +1,44 @@
+"""Rows of the data for each step of a search: what :func:`bilevel.search` takes as ``batches``."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from bilevel.checks import prng_key, whole
+from bilevel.protocols import Pytree
+
+
+def minibatches(batch_size: int) -> Callable[[jax.Array, Pytree], Pytree]:
+    """``batches(key, data) -> batch`` for :func:`bilevel.search`: rows drawn independently.
+
+    The same row may come twice. Drawing them all different would sort a random number for each row
+    of the data at every step.
+
+    Raises
+    ------
+    ValueError
+        For a ``batch_size`` under 1; when called with fewer rows than that.
+
+    Examples
+    --------
+    >>> minibatches(2)(jax.random.key(0), (jnp.arange(5), jnp.zeros((5, 3))))[1].shape
+    (2, 3)
+    """
+    batch_size = whole("batch_size", batch_size, 1)
+
+    def batches(key, data):
+        prng_key("key", key)
+        n = row_count(data, batch_size)
+        rows = jax.random.randint(key, (batch_size,), 0, n)
+        return jax.tree.map(lambda a: jnp.asarray(a)[rows], data)
+
+    return batches
+
+
+def row_count(data: Pytree, batch_size: int) -> int:
+    """The number of rows of ``data``, which has to hold a batch."""
+    n = jax.tree.leaves(data)[0].shape[0]
+    if not whole("batch_size", batch_size, 1) <= n:
+        raise ValueError(f"batch_size: expected 1 to the {n} rows of the data, got {batch_size}.")
+    return n

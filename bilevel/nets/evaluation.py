@@ -1,0 +1,111 @@
+"""Means over whole data sets, batch by batch, through one compiled program.
+
+Rows come in batches of one size, so that nothing is compiled anew for another part: a part's last
+batch is its last rows, and counts by the rows that the one before has not. Where the size divides
+the part, that is the mean; elsewhere the last batch's mean stands for that of its new rows.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bilevel.batches import row_count
+from bilevel.protocols import Pytree
+
+Part = tuple[chex.Array, chex.Array]
+"""Inputs [n, ...] and labels [n]."""
+
+
+class Batches(NamedTuple):
+    """Several parts' rows in batches of one size; see :func:`in_batches`."""
+
+    rows: tuple[jax.Array, jax.Array]  # inputs [k, size, ...], labels [k, size]
+    weights: jax.Array  # [parts, k]: of the batches' means in the parts'
+
+
+def in_batches(parts: Sequence[Part], size: int) -> Batches:
+    """The rows of several parts in batches of ``size``, or of the smallest part if that is less.
+
+    Parameters
+    ----------
+    parts : sequence of (inputs [n, ...], labels [n])
+    size : int
+
+    Raises
+    ------
+    ValueError
+        For a ``size`` under 1, or a part without rows.
+
+    Examples
+    --------
+    >>> batches = in_batches([(jnp.zeros((5, 2)), jnp.arange(5))], 2)
+    >>> batches.rows[1].tolist(), batches.weights.round(1).tolist()
+    ([[0, 1], [2, 3], [3, 4]], [[0.4..., 0.4..., 0.2...]])
+    """
+    for part in parts:
+        row_count(part, 1)
+    size = min(size, *(row_count(part, 1) for part in parts))
+    rows, weights = [], []
+    for x, labels in parts:
+        n = row_count(x, size)
+        starts = np.minimum(np.arange(0, n, size), n - size)
+        index = starts[:, None] + np.arange(size)
+        rows.append((x[index], labels[index]))
+        weights.append(np.diff(starts, prepend=-size) / n)
+    stacked = jax.tree.map(lambda *a: jnp.concatenate(a), *rows)
+    return Batches(stacked, jnp.asarray(jax.scipy.linalg.block_diag(*weights)))
+
+
+def over_batches(mean: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """``f(w, other, batches) -> [parts]`` of ``mean(w, other, batch)``, a mean over a batch's rows.
+
+    Pure. Memory: that of one batch.
+
+    Examples
+    --------
+    >>> parts = [(jnp.zeros(4), jnp.arange(4.0)), (jnp.zeros(2), jnp.ones(2))]
+    >>> f = over_batches(lambda w, _, batch: w * batch[1].mean())
+    >>> f(2.0, None, in_batches(parts, 2))
+    Array([3., 2.], dtype=float...)
+    """
+
+    def of_all(w, other, batches):
+        return batches.weights @ jax.lax.map(lambda batch: mean(w, other, batch), batches.rows)
+
+    return of_all
+
+
+def error_rates(model: Any) -> Callable[[Pytree, Pytree, Sequence[Part], int], list[float]]:
+    """``rates(w, other, parts, batch_size) ->`` each part's share of wrong rows, compiled once.
+
+    Parameters
+    ----------
+    model : Space or TrainableNetwork
+        Anything with ``apply(w, other, x)`` and ``predict``: ``other`` is a space's ``alpha``, or
+        the running averages of a network.
+
+    Examples
+    --------
+    >>> from bilevel.spaces.skips import skip_space
+    >>> space = skip_space(["relu"], depth=3, width=4, classes=3)
+    >>> part = jnp.eye(6), jnp.arange(6) % 3
+    >>> w = space.init(jax.random.key(0), part)
+    >>> rates = error_rates(space)(w, space.start(), [part, part], 4)
+    >>> len(rates), rates[0] == rates[1]
+    (2, True)
+    """
+
+    def wrong(w, other, batch):
+        x, labels = batch
+        return jnp.mean(model.predict(model.apply(w, other, x)) != labels)
+
+    shares = jax.jit(over_batches(wrong))
+
+    def of_parts(w, other, parts, batch_size):
+        return shares(w, other, in_batches(parts, batch_size)).tolist()
+
+    return of_parts

@@ -1,0 +1,127 @@
+"""Images for convolutional networks: normalised, made smaller, moved, mirrored, cut out of."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bilevel.checks import images, prng_key, whole
+from bilevel.nets.convolution import average_pool
+
+
+def unit_images(
+    x: chex.Array, *others: chex.Array, pixels: int | None = None
+) -> tuple[jax.Array, ...]:
+    """Images each channel of which has mean 0 and variance 1 over all pixels of ``x``.
+
+    Parameters
+    ----------
+    x, *others : arrays [n, h, w, c], or [n, h, w] of one channel
+    pixels : int, optional
+        Averaged down to at most so many a side, by a factor that divides it: :func:`pooling`.
+
+    Returns
+    -------
+    tuple of arrays [n, h', w', c], of ``x`` and the others
+
+    Raises
+    ------
+    ValueError
+        For what are no images, or ``pixels`` under 1.
+
+    Examples
+    --------
+    >>> (x,) = unit_images(jnp.arange(32.0).reshape(2, 4, 4), pixels=2)
+    >>> x.shape, float(abs(x.mean()).round(3)), float(x.std().round(3))
+    ((2, 2, 2, 1), 0.0, 1.0)
+    """
+    parts = [a[..., None] if np.ndim(a) == 3 else a for a in (x, *others)]
+    for name, a in zip(("x", *["others"] * len(others)), parts, strict=True):
+        images(name, a)
+    factor = pooling(parts[0].shape[1], pixels)
+    if factor > 1:
+        parts = [np.asarray(average_pool(a, factor, stride=factor)) for a in parts]
+    mean, deviation = parts[0].mean((0, 1, 2)), parts[0].std((0, 1, 2))
+    return tuple(jnp.asarray((a - mean) / deviation) for a in parts)
+
+
+def pooling(side: int, pixels: int | None) -> int:
+    """The smallest factor that divides ``side`` and leaves at most ``pixels`` of it; None: 1.
+
+    Raises
+    ------
+    ValueError
+        For ``pixels`` under 1.
+
+    Examples
+    --------
+    >>> pooling(28, 16), pooling(28, None)
+    (2, 1)
+    """
+    most = side if pixels is None else whole("pixels", pixels, 1)
+    return next(f for f in range(1, side + 1) if side % f == 0 and side // f <= most)
+
+
+def crop_and_flip(key: chex.PRNGKey, x: chex.Array, padding: int = 4) -> jax.Array:
+    """Images moved by up to ``padding`` pixels, zeros coming in, and half of them mirrored.
+
+    Parameters
+    ----------
+    key : jax.Array
+    x : array [n, h, w, c], normalised: 0 should be the mean
+    padding : int
+
+    Raises
+    ------
+    ValueError
+        For what is no key, are no images, or a ``padding`` under 0.
+
+    Examples
+    --------
+    >>> x = jnp.ones((3, 4, 4, 1)).at[:, 0].set(2)
+    >>> crop_and_flip(jax.random.key(0), x, padding=0)[:, 0, 0, 0]
+    Array([2., 2., 2.], dtype=float...)
+    """
+    prng_key("key", key)
+    x, padding = images("x", x), whole("padding", padding, 0)
+    move_key, flip_key = jax.random.split(key)
+    n, *shape = x.shape
+    padded = jnp.pad(x, [(0, 0), (padding, padding), (padding, padding), (0, 0)])
+    corners = jax.random.randint(move_key, (n, 2), 0, 2 * padding + 1)
+    x = jax.vmap(lambda image, at: jax.lax.dynamic_slice(image, (*at, 0), shape))(padded, corners)
+    return jnp.where(jax.random.bernoulli(flip_key, 0.5, (n, 1, 1, 1)), x[:, :, ::-1], x)
+
+
+def cutout(key: chex.PRNGKey, x: chex.Array, size: int = 16) -> jax.Array:
+    """Images with a square set to 0, its centre anywhere in the image, cut off at the borders.
+
+    Parameters
+    ----------
+    key : jax.Array
+    x : array [n, h, w, c], normalised: 0 should be the mean
+    size : int
+
+    Raises
+    ------
+    ValueError
+        For what is no key, are no images, or a ``size`` under 0.
+
+    Examples
+    --------
+    >>> x = cutout(jax.random.key(0), jnp.ones((4, 32, 32, 3)))
+    >>> bool((x.min((1, 2, 3)) == 0).all()), x.max()
+    (True, Array(1., dtype=float...))
+
+    References
+    ----------
+    DeVries & Taylor (2017), Improved Regularization of CNNs with Cutout.
+    """
+    prng_key("key", key)
+    x, size = images("x", x), whole("size", size, 0)
+    n, *sides, _ = x.shape
+    centres = jax.random.randint(key, (2, n, 1), 0, jnp.array(sides)[:, None, None])
+    rows, columns = (
+        (jnp.arange(side) >= start) & (jnp.arange(side) < start + size)
+        for side, start in zip(sides, centres - size // 2, strict=True)
+    )
+    return jnp.where((rows[:, :, None] & columns[:, None, :])[..., None], 0, x)

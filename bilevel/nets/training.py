@@ -1,0 +1,288 @@
+"""Training networks from scratch: what is done with the architecture that a search ends at.
+
+:func:`train` is the second half of Algorithm 1 of Zhu et al. 2022, for the network of any space:
+one pure function from initial weights to trained ones. :func:`from_scratch` is the training that
+DARTS and NAS-Bench-201 publish, epoch by epoch: batch normalisation learns scales and keeps running
+averages for predictions, so that a network is a pair of pytrees, weights ``w`` and ``averages``,
+and images may be moved, mirrored, cut out of. :func:`run_epochs` goes through its epochs with
+checkpoints.
+"""
+
+import functools
+import os
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+import optax
+
+from bilevel._fingerprint import fingerprint
+from bilevel.batches import row_count
+from bilevel.checkpoint import saving
+from bilevel.checks import function, prng_key, whole
+from bilevel.protocols import Loss, Pytree
+
+
+class Trained(NamedTuple):
+    """What :func:`train` returns."""
+
+    last: Pytree  # like w: after the last step
+    uniform: Pytree  # like w: before a step drawn uniformly, Algorithm 1's output
+    losses: jax.Array  # [steps], of each batch before its step
+
+
+def train(
+    key: chex.PRNGKey,
+    lower: Loss,
+    architecture: Pytree,
+    w: Pytree,
+    data: Pytree,
+    *,
+    optimizer: optax.GradientTransformation | float,
+    epochs: int = 1,
+    batch_size: int = 1,
+) -> Trained:
+    """Train a network by SGD from ``w``: the second half of Algorithm 1.
+
+        W^(i+1) = W^(i) - gamma grad l(W^(i); x_i, y_i),  i = 1..N;   W^ one of W^(1), ..., W^(N)
+
+    Parameters
+    ----------
+    key : jax.Array
+        For the order of the rows, a new one in each epoch, and for the uniform iterate.
+    lower : ``lower(w, architecture, batch) -> scalar``
+        ``problem.lower`` of the space.
+    architecture : SkipArchitecture, or ``alpha`` to train the supernet's network as it is.
+    w : pytree
+    data : pytree of arrays with the same number of rows N
+    optimizer : optax.GradientTransformation or float
+        A float is SGD's step size gamma.
+    epochs, batch_size : int
+        One pass over single rows by default, as printed. Each epoch leaves out the N modulo
+        ``batch_size`` rows that its order puts last.
+
+    Returns
+    -------
+    Trained
+        Both the last and the uniform iterate, of the same run.
+
+    Raises
+    ------
+    ValueError
+        If ``key`` is no PRNG key or ``lower`` no function, ``batch_size`` is not from 1 to N, or
+        ``epochs`` under 1.
+
+    Examples
+    --------
+    >>> loss = lambda w, _, x: -w * x.sum()
+    >>> found = train(jax.random.key(0), loss, None, 0.0, jnp.ones(8), optimizer=0.5, epochs=2)
+    >>> float(found.last), bool(found.uniform < found.last), found.losses.shape
+    (8.0, True, (16,))
+
+    Notes
+    -----
+    Pure: put it under ``jit`` with ``lower`` (and what else is no array) closed over, and under
+    ``vmap`` for several seeds. Memory: two copies of ``w`` besides the optimizer's. The paper's
+    loss, the logistic one of ``y f`` with y = +-1, is that of a space of two classes.
+    """
+    prng_key("key", key)
+    function("lower", lower, "(w, architecture, batch) -> loss")
+    n, epochs = row_count(data, batch_size), whole("epochs", epochs, 1)
+    if not isinstance(optimizer, optax.GradientTransformation):
+        optimizer = optax.sgd(optimizer)
+    per_epoch = n // batch_size
+    order_key, uniform_key = jax.random.split(key)
+    drawn = jax.random.randint(uniform_key, (), 0, epochs * per_epoch)
+    slope = jax.value_and_grad(lower)
+
+    def step(carry, rows):
+        i, w, state, uniform = carry
+        uniform = jax.lax.cond(i == drawn, lambda: w, lambda: uniform)
+        batch = jax.tree.map(lambda a: jnp.asarray(a)[rows], data)
+        loss, g = slope(w, architecture, batch)
+        updates, state = optimizer.update(g, state, w)
+        return (i + 1, optax.apply_updates(w, updates), state, uniform), loss
+
+    def epoch(carry, key):
+        order = jax.random.permutation(key, n)[: per_epoch * batch_size]
+        return jax.lax.scan(step, carry, order.reshape(per_epoch, batch_size))
+
+    w = jax.tree.map(jnp.asarray, w)
+    carry = jnp.zeros((), int), w, optimizer.init(w), w
+    keys = jax.random.split(order_key, epochs)
+    (_, last, _, uniform), losses = jax.lax.scan(epoch, carry, keys)
+    return Trained(last, uniform, losses.ravel())
+
+
+class TrainableNetwork(NamedTuple):
+    """A network with batch normalisation, to be trained by :func:`from_scratch`.
+
+    Attributes
+    ----------
+    init : ``init(key, shape) -> (w, averages)``, for images of ``shape`` (h, w, c).
+        ``averages``: the running means and variances of batch normalisation.
+    apply : ``apply(w, averages, x [n, h, w, c]) -> logits`` [n, classes].
+    loss : ``loss(w, averages, batch, key, *options) -> (loss, averages)``
+        Of a training batch ``(x, labels)``, for ``jax.grad(..., has_aux=True)``.
+    predict : ``predict(logits) -> labels`` [n].
+    """
+
+    init: Callable[[jax.Array, tuple[int, ...]], tuple[Any, Any]]
+    apply: Callable[[Any, Any, jax.Array], jax.Array]
+    loss: Callable[..., tuple[jax.Array, Any]]
+    predict: Callable[[jax.Array], jax.Array]
+
+
+class TrainingState(NamedTuple):
+    """State of :func:`from_scratch`."""
+
+    w: Any
+    averages: Any
+    optimizer: Any
+
+
+def from_scratch(
+    network: TrainableNetwork,
+    optimizer: optax.GradientTransformation,
+    *,
+    batch_size: int,
+    augment: Callable[[jax.Array, jax.Array], jax.Array] | None = None,
+) -> tuple[Callable, Callable]:
+    """Training from scratch as a pair of pure functions, for as many epochs as one likes.
+
+    Parameters
+    ----------
+    network : TrainableNetwork
+    optimizer : optax.GradientTransformation
+    batch_size : int
+        An epoch leaves out the n modulo ``batch_size`` rows that its order puts last.
+    augment : ``augment(key, x) -> x``, optional
+        Of a batch's images: :func:`cutout`, :func:`crop_and_flip`.
+
+    Returns
+    -------
+    init : ``init(key, shape) -> TrainingState``, for images of ``shape`` (h, w, c).
+    epoch : ``epoch(key, state, (x, labels), *options) -> (state, loss)``
+        Every row once, in random order; the loss is the mean over its batches. ``options`` are
+        the network's loss's: ``drop_path`` of a DARTS network.
+
+    Raises
+    ------
+    ValueError
+        By ``epoch``, for fewer rows than ``batch_size``.
+
+    Examples
+    --------
+    >>> from bilevel.spaces.darts import DARTS_V2, darts_network
+    >>> network = darts_network(DARTS_V2, cells=1, channels=2, auxiliary=False)
+    >>> init, epoch = from_scratch(network, optax.sgd(0.1), batch_size=4)
+    >>> state = jax.eval_shape(lambda key: init(key, (8, 8, 1)), jax.random.key(0))
+    >>> data = jnp.ones((8, 8, 8, 1)), jnp.zeros(8, int)
+    >>> jax.eval_shape(epoch, jax.random.key(1), state, data)[1].shape
+    ()
+    """
+
+    def init(key, shape):
+        w, averages = network.init(key, shape)
+        return TrainingState(w, averages, optimizer.init(w))
+
+    def epoch(key, state, data, *options):
+        x, labels = jax.tree.map(jnp.asarray, data)
+        n = row_count(data, batch_size)
+        order_key, augment_key, drop_key = jax.random.split(key, 3)
+        steps = n // batch_size
+        order = jax.random.permutation(order_key, n)[: steps * batch_size]
+        slope = jax.value_and_grad(network.loss, has_aux=True)
+
+        def step(state, batch):
+            i, rows = batch
+            images = x[rows]
+            if augment is not None:
+                images = augment(jax.random.fold_in(augment_key, i), images)
+            batch = images, labels[rows]
+            key = jax.random.fold_in(drop_key, i)
+            (loss, averages), g = slope(state.w, state.averages, batch, key, *options)
+            updates, inner = optimizer.update(g, state.optimizer, state.w)
+            return TrainingState(optax.apply_updates(state.w, updates), averages, inner), loss
+
+        batches = jnp.arange(steps), order.reshape(steps, batch_size)
+        state, losses = jax.lax.scan(step, state, batches)
+        return state, losses.mean()
+
+    return init, epoch
+
+
+_SAVE_SECONDS = 30.0  # between two checkpoints: an epoch may take a second, writing one as long
+
+
+def run_epochs(
+    program: tuple[Callable, Callable],
+    key: chex.PRNGKey,
+    data: tuple[chex.Array, chex.Array],
+    *,
+    epochs: int,
+    checkpoint: str | os.PathLike,
+    options: Callable[[int], tuple] = lambda epoch: (),
+    callback: Callable[[int, float], None] | None = None,
+) -> tuple[TrainingState, float]:
+    """All epochs of :func:`from_scratch`, from the newest checkpoint that there is.
+
+    A training that was interrupted and run again ends in the very state of one that was not.
+
+    Parameters
+    ----------
+    program : (init, epoch), what :func:`from_scratch` returns
+    key : jax.Array
+        Of the initial weights and of every epoch.
+    data : (images [n, h, w, c], labels [n])
+    epochs : int
+    checkpoint : path
+        A directory, made if needed.
+    options : ``options(epoch) -> tuple``, optional
+        Of the network's loss, in epoch 0, 1, ...
+    callback : ``callback(epochs_done, loss)``, optional
+
+    Returns
+    -------
+    (TrainingState, float)
+        With the last epoch's loss; NaN for no epochs.
+
+    Raises
+    ------
+    ValueError
+        For what is no key, ``epochs`` under 0, or a checkpoint of another training.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> from bilevel.spaces.darts import DARTS_V2, darts_network
+    >>> network = darts_network(DARTS_V2, cells=1, channels=2, auxiliary=False)
+    >>> program = from_scratch(network, optax.sgd(0.1), batch_size=4)
+    >>> data = jnp.ones((8, 8, 8, 1)), jnp.zeros(8, int)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     state, loss = run_epochs(
+    ...         program, jax.random.key(0), data, epochs=0, checkpoint=folder
+    ...     )
+    >>> loss
+    nan
+    """
+    prng_key("key", key)
+    init, epoch = program
+    init_key, order_key = jax.random.split(key)
+    state = jax.jit(lambda key: init(key, data[0].shape[1:]))(init_key)
+    loss = jnp.full((), jnp.nan, jnp.result_type(float))
+    run = jax.jit(epoch, donate_argnums=1)
+    parts = {"program": program, "key": key, "data": data, "options": options}
+    with saving(checkpoint, fingerprint(parts), seconds=_SAVE_SECONDS) as saver:
+        first = saver.step or 0
+        if first:
+            state, loss = jax.tree.map(jnp.asarray, saver.restore((state, loss)))
+        for i in range(first, whole("epochs", epochs, 0)):
+            state, loss = run(jax.random.fold_in(order_key, i), state, data, *options(i))
+            loss = loss.astype(jnp.result_type(float))
+            if callback is not None:
+                callback(i + 1, float(loss))
+            saver.save(i + 1, functools.partial(tuple, (state, loss)), last=i + 1 == epochs)
+    return state, float(loss)

@@ -1,0 +1,165 @@
+"""What a search space is: one record of pure functions, with the same meaning in every space.
+
+    found = bilevel.search(
+        space.problem, solver, optimizer, space.start(), space.init(key, train), train, valid,
+        steps=100,
+    )
+    architecture = space.discretize(found.alpha)
+
+Strategies (:mod:`bilevel.strategies`), diagnostics and ``bilevel search --space MODULE:FUNCTION``
+take any such record: a space of your own is the function that makes one. :func:`on_simplices` has
+four of its fields where ``alpha`` is one array, which is most of them.
+
+Four spaces have fields of their own besides: a closed-form ``solver`` and the ``blocks`` that it
+works on (feature maps, kernels), a step size for gradient descent (activations), the kernel of
+infinite width (skips).
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bilevel.checks import prng_key
+from bilevel.problem import Problem
+from bilevel.protocols import Pytree
+
+
+@dataclasses.dataclass(frozen=True)
+class Space:
+    """A search space.
+
+    Attributes
+    ----------
+    names : tuple of str [h]
+        The candidates, in the order of the last axis of every simplex in ``alpha``.
+    sets : pytree of {"simplex", "box", "free"}
+        Where each leaf of ``alpha`` lives: on simplices (its last axis), between 0 and 1, anywhere.
+        Like ``alpha``, or one word for all of it.
+    start : ``start() -> alpha``
+        Where a search begins: uniform on simplices. In JAX's default precision.
+    init : ``init(key, batch) -> w``
+        Initial weights, for batches like this one; only its shapes are looked at.
+    apply : ``apply(w, alpha, x) -> outputs``
+        The network of a mixture; at a corner, the network of one architecture.
+    problem : Problem
+        Of batches ``(x, y)``: the loss of ``w`` below, the loss of ``alpha`` above.
+    predict : ``predict(outputs) -> labels``
+    draw : ``draw(key) -> alpha``
+        A corner: an architecture drawn uniformly.
+    discretize : ``discretize(alpha) -> architecture``
+        The architecture that a search ends at, to be printed, compared, or built and trained.
+    one_hot : ``one_hot(architecture) -> alpha``
+        The corner that stands for it.
+
+    Examples
+    --------
+    Which half of the inputs to look at:
+
+    >>> import bilevel
+    >>> start, draw, discretize, one_hot = on_simplices(["left", "right"])
+    >>> def apply(w, alpha, x):
+    ...     return alpha[0] * x[:, :2] @ w[:2] + alpha[1] * x[:, 2:] @ w[2:]
+    >>> def loss(w, alpha, batch):
+    ...     return jnp.mean((apply(w, alpha, batch[0]) - batch[1]) ** 2)
+    >>> space = Space(
+    ...     names=("left", "right"),
+    ...     sets="simplex",
+    ...     start=start,
+    ...     init=lambda key, batch: jnp.zeros(batch[0].shape[1]),
+    ...     apply=apply,
+    ...     problem=bilevel.Problem(loss, loss),
+    ...     predict=lambda f: (f > 0).astype(int),
+    ...     draw=draw,
+    ...     discretize=discretize,
+    ...     one_hot=one_hot,
+    ... )
+    >>> space.discretize(jnp.array([0.3, 0.7]))
+    'right'
+    """
+
+    names: tuple[str, ...]
+    sets: Pytree = dataclasses.field(hash=False)
+    start: Callable[[], Pytree]
+    init: Callable[[jax.Array, Pytree], Pytree]
+    apply: Callable[[Pytree, Pytree, Any], jax.Array]
+    problem: Problem
+    predict: Callable[[jax.Array], jax.Array]
+    draw: Callable[[jax.Array], Pytree]
+    discretize: Callable[[Pytree], Any]
+    one_hot: Callable[[Any], Pytree]
+
+
+class Simplices(NamedTuple):
+    """Four fields of a :class:`Space`; see :func:`on_simplices`."""
+
+    start: Callable[[], jax.Array]
+    draw: Callable[[jax.Array], jax.Array]
+    discretize: Callable[[Any], Any]
+    one_hot: Callable[[Any], jax.Array]
+
+
+def on_simplices(names: Sequence[str], shape: tuple[int, ...] = ()) -> Simplices:
+    """Corners of ``alpha`` [*shape, h]: one choice among ``names`` at every place of ``shape``.
+
+    Parameters
+    ----------
+    names : sequence of h different str
+    shape : tuple of int
+        () for one choice, (n,) for n of them.
+
+    Returns
+    -------
+    Simplices
+        ``start, draw, discretize, one_hot``; an architecture is a name for ``shape`` (), and
+        otherwise a tuple of names, place by place.
+
+    Raises
+    ------
+    ValueError
+        For no names, or one given twice; from ``discretize``, for weights of another shape or not
+        finite; from ``one_hot``, for names that are none of these, or of another number.
+
+    Examples
+    --------
+    >>> start, draw, discretize, one_hot = on_simplices(["relu", "tanh"], (3,))
+    >>> start().shape, discretize(one_hot(("relu", "tanh", "tanh")))
+    ((3, 2), ('relu', 'tanh', 'tanh'))
+    """
+    names = tuple(names)
+    if not names or len(set(names)) < len(names):
+        raise ValueError(f"names: expected at least one, each once, got {list(names)}.")
+    places = math.prod(shape)
+
+    def start():
+        # With a dtype: a search would compile once more for weakly typed ones.
+        return jnp.full((*shape, len(names)), 1 / len(names), jnp.result_type(float))
+
+    def draw(key):
+        prng_key("key", key)
+        drawn = jax.random.randint(key, shape, 0, len(names), jnp.int32)
+        return jax.nn.one_hot(drawn, len(names), dtype=jnp.result_type(float))
+
+    def discretize(alpha):
+        alpha = np.asarray(alpha)
+        if alpha.shape != (*shape, len(names)) or not np.isfinite(alpha).all():
+            raise ValueError(
+                f"alpha: expected {(*shape, len(names))} finite weights, got {alpha.shape}."
+            )
+        chosen = tuple(names[i] for i in alpha.argmax(-1).ravel())
+        return chosen if shape else chosen[0]
+
+    def one_hot(architecture):
+        chosen = tuple(architecture) if shape else (architecture,)
+        if len(chosen) != places or not set(chosen) <= set(names):
+            raise ValueError(
+                f"architecture: expected {places or 1} of {', '.join(names)}, got {architecture!r}."
+            )
+        index = jnp.array([names.index(name) for name in chosen]).reshape(shape)
+        return jax.nn.one_hot(index, len(names), dtype=jnp.result_type(float))
+
+    return Simplices(start, draw, discretize, one_hot)

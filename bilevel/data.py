@@ -338,7 +338,9 @@ def _read_cifar10(name, train_size, download):
     total = BATCH_ROWS * len(batches)
     wanted = min(total, train_size or total)
     archive = find_file(folder, source.file)
-    held = BATCH_ROWS * sum(1 for _ in takewhile(lambda b: archive or find_file(folder, b), batches))
+    held = BATCH_ROWS * sum(
+        1 for _ in takewhile(lambda b: archive or find_file(folder, b), batches)
+    )
     if 0 < held < wanted:
         raise ValueError(
             f"{folder}: expected {wanted:,} training rows for train_size={train_size}, "

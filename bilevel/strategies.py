@@ -66,6 +66,8 @@ class Strategy(NamedTuple):
         Of minibatches that a step takes, a Hessian's product counted as two.
     error : str
         What is known of the hypergradient's error, in a sentence.
+    draws : bool
+        Whether architectures are drawn: ``alpha`` then stays, and :func:`best_drawn` chooses one.
     """
 
     problem: Problem
@@ -75,6 +77,7 @@ class Strategy(NamedTuple):
     on_training_rows: bool
     gradients: int
     error: str
+    draws: bool = False
 
 
 def darts(
@@ -294,6 +297,7 @@ def weight_sharing(space: Space, *, weights: Optimizer | float, batch_size: int)
         on_training_rows=False,
         gradients=1,
         error="no hypergradient: architectures are drawn",
+        draws=True,
     )
 
 

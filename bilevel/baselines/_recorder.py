@@ -10,9 +10,9 @@ from typing import Any, NamedTuple, TypedDict
 import jax
 import numpy as np
 
+from bilevel import journal
 from bilevel._fingerprint import digest, fingerprint
 from bilevel._progress import progress_bar
-from bilevel.baselines import _journal
 from bilevel.baselines.trace import Trace
 from bilevel.checks import prng_key, whole
 from bilevel.protocols import Evaluation, Selection, Shared
@@ -106,7 +106,7 @@ class Recorder:
         }
         label, text = self.method.replace("_", " "), "validation error {task.fields[valid]:.4g}"
         with (
-            _journal.opened(self._path, self._resume, header) as self._journal,
+            journal.opened(self._path, self._resume, header) as self._journal,
             progress_bar(self._progress, label, calls, text, ["valid"]) as self._show,
         ):
             try:
@@ -193,7 +193,7 @@ class Recorder:
     def _number(self) -> int:
         return len(self._rows) + 1
 
-    def _solve(self, solve: Callable[[jax.Array], NamedTuple]) -> _journal.Record:
+    def _solve(self, solve: Callable[[jax.Array], NamedTuple]) -> journal.Record:
         def timed():
             key = jax.random.fold_in(self.key, self._number)
             began = time.perf_counter()

@@ -1,22 +1,20 @@
-"""Command line: ``bilevel search``, ``certify``, ``baseline``, ``rank``; ``bilevel --version``.
+"""Command line: ``bilevel COMMAND``, or ``python -m bilevel COMMAND``; ``bilevel --version``.
 
-Also as ``python -m bilevel``.
+Searches: ``search`` (activations, the main job), ``search-skips``, ``search-darts``,
+``search-nasbench201``, ``search-own``. Besides: ``certify``, ``baseline``, ``rank``.
 """
 
 import contextlib
 import dataclasses
 import importlib
 import io
-import itertools
 import json
-import pathlib
 import re
 import shlex
 import sys
 from collections.abc import Callable, Sequence
 
 from bilevel.cli import call, commands, interrupts, programs, saved
-from bilevel.cli.flags import Flags
 
 # By name, and imported when they run: help and mistakes need not wait for JAX.
 _RUNS: dict[type, tuple[str, str]] = {
@@ -24,46 +22,41 @@ _RUNS: dict[type, tuple[str, str]] = {
     commands.SkipSearch: ("skips", "run_skip_search"),
     commands.DartsSearch: ("darts", "run_darts_search"),
     commands.NasBench201Search: ("nasbench201", "run_nasbench201_search"),
+    commands.OwnSearch: ("own", "run_own_search"),
     commands.Certify: ("certify", "run_certify"),
     commands.Baseline: ("baseline", "run_baseline"),
     commands.Rank: ("rank", "run_rank"),
 }
 
-_SEARCHES: dict[str, tuple[type[Flags], str]] = {
-    "activations": (
+_COMMANDS: dict[str, tuple[type[commands.Job], str]] = {
+    "search": (
         commands.Search,
-        """Search the activation of a one-hidden-layer network, and compare with every baseline.
-
-        With --space skips, search activations and skip connections of a deep network instead; with
-        --space darts, the cells of a convolutional one; with --space nasbench201, those whose
-        accuracies are known. These have --quick: smaller sizes to start from.
-        """,
+        "Search the activation of a one-hidden-layer network, and compare with every baseline.",
     ),
-    "skips": (
+    "search-skips": (
         commands.SkipSearch,
         "Search activations and skip connections of a deep network, layer by layer.",
     ),
-    "darts": (commands.DartsSearch, "Search the cells of a convolutional network."),
-    "nasbench201": (
+    "search-darts": (commands.DartsSearch, "Search the cells of a convolutional network."),
+    "search-nasbench201": (
         commands.NasBench201Search,
         "Search the cell of NAS-Bench-201, and look up what its network reaches.",
     ),
-}
-_OTHERS: dict[str, tuple[Flags, str]] = {
+    "search-own": (commands.OwnSearch, "Search a space of your own, --space MODULE:FUNCTION."),
     "certify": (
-        commands.Certify(),
+        commands.Certify,
         "Certify the smallest eigenvalue of the kernel over all mixtures of activations.",
     ),
     "baseline": (
-        commands.Baseline(),
+        commands.Baseline,
         "Choose a feature map by weight sharing, Hyperband, random search and the like.",
     ),
     "rank": (
-        commands.Rank(),
+        commands.Rank,
         "Rank the networks of NAS-Bench-201 by train-free scores, and judge the scores.",
     ),
 }
-Parsed = tuple[Flags, commands.Output]
+Parsed = tuple[commands.Job, commands.Output]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -129,23 +122,29 @@ def parse(arguments: Sequence[str]) -> Parsed | None:
         For a command or a flag that there is not, a value that is no value of its kind, and a
         ``--config`` that is not of this command.
     """
+    defaults = {name: kind() for name, (kind, _) in _COMMANDS.items()}
+    parsed = _parsed(arguments, defaults)
+    if parsed is None:
+        return None
+    config, output = parsed
+    if not (output.quick or output.config):
+        return parsed
+    if output.quick and output.config:
+        raise ValueError("config: expected no --quick beside it, got both.")
+    # Once more: these two flags say what the others are where they are not given.
+    kind = type(config)
+    start = commands.QUICK[kind] if output.quick else kind()
+    if output.config is not None:
+        start = dataclasses.replace(start, **saved.values(output.config, kind))
+    return _parsed(arguments, defaults | {arguments[0]: start})
+
+
+def _parsed(arguments: Sequence[str], defaults: dict[str, commands.Job]) -> Parsed | None:
     import tyro
 
-    arguments, space, quick = _routed(arguments)
-    if space not in _SEARCHES:
-        raise ValueError(f"space: expected one of {', '.join(_SEARCHES)}, got {space!r}.")
-    search, about = _SEARCHES[space]
-    defaults = {"search": (commands.QUICK[space] if quick else search(), about), **_OTHERS}
-    file = _config_file(arguments)
-    if file is not None and quick:
-        raise ValueError("config: expected no --quick beside it, got both.")
-    if file is not None and arguments[0] in defaults:
-        config, about = defaults[arguments[0]]
-        values = saved.values(file, type(config))
-        defaults[arguments[0]] = dataclasses.replace(config, **values), about
     app = tyro.extras.SubcommandApp()
-    for name, (config, about) in defaults.items():
-        app.command(name=name)(_command(config, about))
+    for name, config in defaults.items():
+        app.command(name=name)(_command(config, _COMMANDS[name][1]))
 
     @app.command(name="version")
     def version() -> None:
@@ -160,7 +159,7 @@ def parse(arguments: Sequence[str]) -> Parsed | None:
             raise
 
 
-def _command(defaults: Flags, about: str) -> Callable[..., Parsed]:
+def _command(defaults: commands.Job, about: str) -> Callable[..., Parsed]:
     """What tyro takes a command's flags from."""
     import tyro
 
@@ -198,32 +197,3 @@ def _print_devices() -> None:
 
     devices = ", ".join(str(d) for d in jax.devices())
     print(f"bilevel {call.versions()['bilevel']}, jax {jax.__version__} on {devices}")
-
-
-def _routed(arguments: Sequence[str]) -> tuple[list[str], str, bool]:
-    """The flags of ``search`` that decide which others there are, taken off before parsing.
-
-    ``--space NAME``, and for the deep spaces ``--quick``.
-    """
-    rest, space, quick = list(arguments), "activations", False
-    if rest[:1] == ["search"]:
-        for i, flag in enumerate(rest):
-            name, equals, value = flag.partition("=")
-            if name == "--space":
-                space = value if equals else "".join(rest[i + 1 : i + 2])
-                del rest[i : i + (1 if equals else 2)]
-                break
-        if space != "activations" and "--quick" in rest:
-            rest.remove("--quick")
-            quick = True
-    return rest, space, quick
-
-
-def _config_file(arguments: Sequence[str]) -> pathlib.Path | None:
-    """What ``--config`` names, before parsing: it decides the defaults of the other flags."""
-    found = None
-    for flag, following in itertools.pairwise([*arguments, ""]):
-        name, equals, value = flag.partition("=")
-        if name == "--config" and (equals or following):
-            found = pathlib.Path(value if equals else following)
-    return found

@@ -50,7 +50,7 @@ def judged(
             for *losses, choice in zip(*alone, choices, strict=True)
         ]
         by[name] = {
-            "as good": [bool(v.as_good) for v in verdicts],
+            "as_good": [bool(v.as_good) for v in verdicts],
             "rank": [int(v.rank) for v in verdicts],
             "best": names[[int(v.best) for v in verdicts]].tolist(),
             "alone": [np.asarray(v.mean, float).tolist() for v in verdicts],
@@ -59,12 +59,12 @@ def judged(
     theory = _condition_six(space, *found, test)
     return {
         "choice": names[choices].tolist(),
-        "discretise": np.logical_and(*(by[name]["as good"] for name in by)).tolist(),
+        "discretise": np.logical_and(*(by[name]["as_good"] for name in by)).tolist(),
         "by": by,
-        "validation rows": valid[1].shape[1],
-        "condition 6": theory.condition.tolist(),
-        "stationarity, of the loss": (theory.stationarity / theory.L_alpha).tolist(),
-        "test rows": test[1].shape[1],
+        "valid_rows": valid[1].shape[1],
+        "condition_six": theory.condition.tolist(),
+        "stationarity": (theory.stationarity / theory.L_alpha).tolist(),
+        "test_rows": test[1].shape[1],
     }
 
 
@@ -89,7 +89,7 @@ def sentence(result: dict[str, Any]) -> str:
     """Whether to take the argmax alone or keep the mixture, by what they are when trained."""
     found, names, outer = result["argmax"], result["names"], f"{result['config']['outer']} loss"
     seeds, yes = len(found["choice"]), sum(found["discretise"])
-    basis = f"by {outer} and by error on {found['validation rows']} validation rows"
+    basis = f"by {outer} and by error on {found['valid_rows']} validation rows"
     if seeds > 1:
         return (
             f"argmax: discretise in {yes} of {seeds} seeds, where it is as good as any activation "
@@ -103,24 +103,24 @@ def sentence(result: dict[str, Any]) -> str:
             f"argmax {choice}: discretise; retrained alone it has {percent[choice]}, as good as "
             f"any of {len(names)} {basis} (the mixture has {mixture})"
         )
-    by, at_fault, other = (outer, loss, error) if not loss["as good"] else ("error", error, loss)
+    by, at_fault, other = (outer, loss, error) if not loss["as_good"] else ("error", error, loss)
     rank = "last" if at_fault["rank"] == len(names) else f"number {at_fault['rank']}"
     unlike = f"; by {'error' if by == outer else outer} it is as good as any"
     return (
         f"argmax {choice}: keep the mixture ({mixture}): retrained alone, {choice} has "
         f"{percent[choice]}, {rank} of {len(names)} by {by}; {at_fault['best']} is best by it, "
-        f"{percent[at_fault['best']]}{unlike if other['as good'] else ''} "
-        f"({found['validation rows']} validation rows)"
+        f"{percent[at_fault['best']]}{unlike if other['as_good'] else ''} "
+        f"({found['valid_rows']} validation rows)"
     )
 
 
 def theory(found: dict[str, Any]) -> str:
     """What Roberts et al. would say, of the shared weights."""
-    seeds, condition = len(found["choice"]), found["condition 6"]
+    seeds, condition = len(found["choice"]), found["condition_six"]
     words = {1: "holds", -1: "fails", 0: "is undecided"}
     verdict = words[condition[0]] if seeds == 1 else f"holds in {condition.count(1)} of {seeds}"
-    off = f"α stationary to {100 * max(found['stationarity, of the loss']):.2g} % of its loss"
+    off = f"α stationary to {100 * max(found['stationarity']):.2g} % of its loss"
     return (
-        f"at the shared weights Condition 6 {verdict} (squared loss, 95 %, {found['test rows']} "
+        f"at the shared weights Condition 6 {verdict} (squared loss, 95 %, {found['test_rows']} "
         f"test rows), {off}{' or better' if seeds > 1 else ''}"
     )

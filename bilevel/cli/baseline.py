@@ -12,12 +12,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from bilevel import baselines, plots
+from bilevel import baselines, data, plots
 from bilevel._progress import RunBar
 from bilevel.baselines import Trace
 from bilevel.cli import report
 from bilevel.cli.commands import Baseline
-from bilevel.cli.rows import Part, draw_rows, load
 from bilevel.cli.runs import run_directory
 from bilevel.protocols import Selection
 from bilevel.spaces import features
@@ -41,7 +40,7 @@ def run_baseline(config: Baseline) -> dict[str, Any]:
 
 def _run(config: Baseline, folder: pathlib.Path) -> dict[str, Any]:
     names: list[str] = [*_METHODS] if config.method == "all" else [config.method]
-    with report.phases(config, {"data": 1.0} | dict.fromkeys(names, 1.0)) as bar:
+    with report.phases(config.progress, {"data": 1.0} | dict.fromkeys(names, 1.0)) as bar:
         result, traces = _computed(config, names, folder, bar)
     report.write(folder, result, _arrays(traces))
     _picture(folder, result, traces)
@@ -90,11 +89,10 @@ def _computed(
 # ----------------------------------------------------------------------------- the parts
 
 
-def _parts(config: Baseline, key: jax.Array) -> list[Part]:
+def _parts(config: Baseline, key: jax.Array) -> list[tuple[Any, Any]]:
     """Training, validation and test rows with their labels."""
-    train, valid, test = (config.size(name) for name in ("train", "valid", "test"))
-    data = load(config.data, train, valid, test)
-    return draw_rows(config.data, data, key, train, valid, test)
+    sizes = {name: config.size(name) for name in ("train", "valid", "test")}
+    return data.samples(config.data, [key], **sizes)[0]
 
 
 def _problem(

@@ -32,7 +32,7 @@ def run_certify(config: Certify) -> dict[str, Any]:
 
 
 def _run(config: Certify, folder: pathlib.Path) -> dict[str, Any]:
-    with report.phases(config, _work(config)) as bar:
+    with report.phases(config.progress, _work(config)) as bar:
         result, arrays, spectra = _computed(config, bar)
     report.write(folder, result, arrays)
     _picture(folder, config, spectra)
@@ -77,9 +77,9 @@ def _computed(
         "kernels": {
             name: {
                 "alpha": alphas[name].tolist(),
-                "min eigenvalue": float(spectra[name][0]),
-                "certified min eigenvalue": certified_min_eigenvalue(kernel, errors[name]),
-                "max eigenvalue": float(spectra[name][-1]),
+                "min_eigenvalue": float(spectra[name][0]),
+                "certified_min_eigenvalue": certified_min_eigenvalue(kernel, errors[name]),
+                "max_eigenvalue": float(spectra[name][-1]),
             }
             for name, kernel in kernels.items()
         },
@@ -90,7 +90,7 @@ def _computed(
             "cells": found.cells,
             "converged": found.converged,
         },
-        "entry error": float(error.max()),
+        "entry_error": float(error.max()),
         "seconds": {"simplex": simplex_seconds, "all": time.perf_counter() - began},
         **report.origin(),
     }
@@ -134,9 +134,9 @@ def _print(result: dict[str, Any], folder: pathlib.Path) -> None:
     for heading in ("λ_min", "certified ≥", "λ_max", "λ_max / λ_min"):
         table.add_column(heading, justify="right", no_wrap=True)
     for name, row in result["kernels"].items():
-        least, most = row["min eigenvalue"], row["max eigenvalue"]
+        least, most = row["min_eigenvalue"], row["max_eigenvalue"]
         ratio = f"{most / least:.3g}" if least > 0 else "∞"
-        bound = report.at_least(row["certified min eigenvalue"], 7)
+        bound = report.at_least(row["certified_min_eigenvalue"], 7)
         last_vertex = name == result["names"][-1]
         table.add_row(name, f"{least:.7g}", bound, f"{most:.4g}", ratio, end_section=last_vertex)
     screen.print(table)
@@ -153,7 +153,7 @@ def _print(result: dict[str, Any], folder: pathlib.Path) -> None:
         )
     screen.print("worst mixture: " + report.mixture(simplex["argmin"], result["names"]))
     screen.print(
-        f"kernel entries are exact to {result['entry error']:.0e}, as their computation says"
+        f"kernel entries are exact to {result['entry_error']:.0e}, as their computation says"
     )
     seconds = result["seconds"]
     screen.print(

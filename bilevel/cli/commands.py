@@ -30,6 +30,7 @@ BASELINES = ("parameters", "multiply-adds", "trainable layers", "conv edges")  #
 _DartsOperations = Annotated[tuple[str, ...], flags.Names(DARTS_OPERATIONS)]
 _NasBench201Operations = Annotated[tuple[str, ...], flags.Names(NASBENCH201_OPERATIONS)]
 _Names = Annotated[tuple[str, ...], flags.Names(ACTIVATIONS)]
+Images = Literal["digits", "mnist", "fashion-mnist", "cifar10"]
 
 JOINT_EPOCHS = 10  # joint training takes as many times the inner steps of one lower solve
 LONGER = 4  # the hypergradient is held against that through so many times the inner steps
@@ -39,6 +40,8 @@ LONGER = 4  # the hypergradient is held against that through so many times the i
 class Output:
     """Flags of every command that are no part of its run."""
 
+    quick: bool = False
+    """Smaller sizes, where none are given here: seconds or minutes on two cores."""
     config: pathlib.Path | None = None
     """The config.json of an earlier run: its flags, where none are given here."""
     quiet: bool = False
@@ -50,11 +53,33 @@ class Output:
 
 
 @dataclasses.dataclass(frozen=True)
-class Search(flags.Flags):
+class Job(flags.Flags):
+    """Flags of every job."""
+
+    data: Images = "digits"
+    """Dataset; digits ships with scikit-learn."""
+    seed: flags.Seed = 0
+    """Of all that is random."""
+    out: flags.Out = pathlib.Path("runs/job")
+    """Run directory; a number is appended where it holds a run already."""
+    progress: bool | None = None
+    """Progress bar; by default in a terminal."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Resumable(Job):
+    """Flags of every job that goes on where it was."""
+
+    resume: bool = False
+    """Go on with the unfinished run in the run directory."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Search(Resumable):
     """What to search, on what, and how; every flag has a default."""
 
-    data: Literal["digits", "mnist", "fashion-mnist", "cifar10"] = "digits"
-    """Dataset; digits ships with scikit-learn."""
+    out: flags.Out = pathlib.Path("runs/search")
+    """Run directory; a number is appended where it holds a run already."""
     activations: _Names = ("relu", "leaky_relu", "sigmoid", "tanh", "swish", "gelu")
     """Candidates."""
     geometry: Literal["exponentiate", "project", "softmax"] = "exponentiate"
@@ -77,16 +102,8 @@ class Search(flags.Flags):
     """Validation rows."""
     test: flags.Sample = 2000
     """Test rows at most."""
-    learning_rate: flags.Rate = 0.3
+    alpha_rate: flags.Rate = 0.3
     """Of α: Adam's."""
-    seed: flags.Seed = 0
-    """Of splits and weights."""
-    out: flags.Out = pathlib.Path("runs/search")
-    """Run directory; a number is appended where it holds a run already."""
-    resume: bool = False
-    """Go on with the unfinished run in the run directory."""
-    progress: bool | None = None
-    """Progress bar; by default in a terminal."""
 
     def check(self) -> None:
         """Raise for flags that cannot be used, before anything is loaded."""
@@ -110,11 +127,11 @@ class Search(flags.Flags):
 
 
 @dataclasses.dataclass(frozen=True)
-class DeepSearch(flags.Flags):
-    """Flags of every deep space."""
+class DeepSearch(Resumable):
+    """Flags of every search with shared weights."""
 
-    data: Literal["digits", "mnist", "fashion-mnist", "cifar10"] = "digits"
-    """Dataset; digits ships with scikit-learn."""
+    out: flags.Out = pathlib.Path("runs/search")
+    """Run directory; a number is appended where it holds a run already."""
     strategy: Literal[
         "darts-first",
         "darts-second",
@@ -136,9 +153,9 @@ class DeepSearch(flags.Flags):
     """Rows in a minibatch."""
     epochs: flags.Epochs = 30
     """Passes over the training rows when a network is trained from scratch."""
-    learning_rate: flags.Rate = 3.0
-    """Of weights, as a multiple of 1/K, K the mean diagonal entry of the NTK at the start; momentum
-    0.9, cosine decay."""
+    weight_rate: flags.Rate | None = None
+    """Of weights: SGD with momentum 0.9, cosine decay; by default 3 / K, K the mean diagonal entry
+    of the tangent kernel at the start."""
     alpha_rate: flags.Rate | None = None
     """Of α; by default 6 / steps for DARTS's Adam, 100 / steps for exponentiated gradient."""
     samples: flags.Count = 200
@@ -151,14 +168,6 @@ class DeepSearch(flags.Flags):
     """Test rows at most."""
     bfloat16: bool = False
     """Activations in bfloat16; weights and losses stay as they are."""
-    seed: flags.Seed = 0
-    """Of splits, weights and minibatches."""
-    out: flags.Out = pathlib.Path("runs/search")
-    """Run directory; a number is appended where it holds a run already."""
-    resume: bool = False
-    """Go on with the unfinished run in the run directory."""
-    progress: bool | None = None
-    """Progress bar; by default in a terminal."""
 
     def check(self) -> None:
         """Raise for flags that no space could use, before anything is loaded."""
@@ -198,10 +207,6 @@ class SkipSearch(DeepSearch):
         }
 
 
-QUICK_SKIPS = SkipSearch(depth=4, width=32, steps=200, epochs=10, samples=50, test=1000)
-"""What ``--quick`` starts from: half a minute on two cores."""
-
-
 @dataclasses.dataclass(frozen=True)
 class DartsSearch(DeepSearch):
     """What to search, on what, and how; every flag has a default."""
@@ -220,7 +225,7 @@ class DartsSearch(DeepSearch):
     """Of their first cell; DARTS has 36."""
     pixels: flags.Size | None = None
     """Average images down to at most this side."""
-    learning_rate: flags.Rate = 0.025
+    weight_rate: flags.Rate = 0.025  # type: ignore[assignment]
     """Of weights: SGD with momentum 0.9, cosine decay, weight decay 3e-4, clipped at norm 5."""
     random: flags.CountOrNone = 2
     """Random genotypes to train beside the one found."""
@@ -269,20 +274,6 @@ def _squares(cells: int, channels: int) -> int:
     return total
 
 
-QUICK_DARTS = DartsSearch(
-    operations=("none", "max_pool_3x3", "skip_connect", "sep_conv_3x3"),
-    channels=4,
-    pixels=16,
-    steps=100,
-    epochs=10,
-    batch_size=32,
-    samples=20,
-    test=1000,
-    random=1,
-)
-"""What ``--quick`` starts from: minutes on two cores."""
-
-
 @dataclasses.dataclass(frozen=True)
 class NasBench201Search(DeepSearch):
     """What to search, on what, and how; every flag has a default."""
@@ -302,7 +293,7 @@ class NasBench201Search(DeepSearch):
     """Of the first stage."""
     pixels: flags.Size | None = None
     """Average images down to at most this side."""
-    learning_rate: flags.Rate = 0.025
+    weight_rate: flags.Rate = 0.025  # type: ignore[assignment]
     """Of weights: SGD with momentum 0.9, cosine decay, weight decay 3e-4, clipped at norm 5."""
     remat: bool = True
     """Compute a cell again in the backward pass instead of keeping what is in it."""
@@ -329,28 +320,36 @@ def convolution_weights(operations: tuple[str, ...], cells: int, channels: int) 
     return len(EDGES) * cells * (1 + 4 + 16) * channels**2 * each
 
 
-QUICK_NASBENCH201 = NasBench201Search(
-    cells=1, channels=4, pixels=16, steps=100, batch_size=32, samples=20, test=1000
-)
-"""What ``--quick`` starts from: under a minute on two cores."""
+@dataclasses.dataclass(frozen=True)
+class OwnSearch(DeepSearch):
+    """What to search, on what, and how; every flag but ``--space`` has a default."""
+
+    space: Annotated[str, flags.Importable()] = ""
+    """MODULE:FUNCTION, a function of the number of classes that returns a bilevel.spaces.Space on
+    images [n, h, w, c] and labels [n]; the module is looked for in the working directory too."""
+    pixels: flags.Size | None = None
+    """Average images down to at most this side."""
+    random: flags.CountOrNone = 2
+    """Random architectures to train beside the one found."""
+
+    def memory(self) -> dict[tuple[str, ...], int]:
+        """The rows: what the network takes is not known."""
+        row = 4 * pixel_count(self.data, self.pixels)
+        return {("train",): row * self.train, ("valid",): row * self.valid}
 
 
 @dataclasses.dataclass(frozen=True)
-class Certify(flags.Flags):
+class Certify(Job):
     """Which kernel, on what, and how exactly; every flag has a default."""
 
-    data: Literal["digits", "mnist", "fashion-mnist", "cifar10"] = "digits"
-    """Dataset; digits ships with scikit-learn."""
+    out: flags.Out = pathlib.Path("runs/certify")
+    """Run directory; a number is appended where it holds a run already."""
     activations: _Names = ("relu", "tanh", "swish")
     """Candidates: the vertices of the simplex."""
     rows: flags.Sample = 300
     """Training rows, drawn with all classes in their proportions."""
     rtol: Annotated[float, flags.Positive(1e-9, 0.5)] = 1e-3
     """Relative gap between the two ends of the bracket."""
-    seed: flags.Seed = 0
-    """Of the rows."""
-    out: flags.Out = pathlib.Path("runs/certify")
-    """Run directory; a number is appended where it holds a run already."""
 
     def memory(self) -> dict[tuple[str, ...], int]:
         """All pairs of activations, in float64."""
@@ -358,9 +357,13 @@ class Certify(flags.Flags):
 
 
 @dataclasses.dataclass(frozen=True)
-class Baseline(flags.Flags):
+class Baseline(Resumable):
     """Which method, on what, and how large; every flag has a default."""
 
+    data: Images | Literal["imdb"] = "digits"
+    """Dataset; digits ships with scikit-learn."""
+    out: flags.Out = pathlib.Path("runs/baseline")
+    """Run directory; a number is appended where it holds a run already."""
     method: Literal[
         "all",
         "weight-sharing",
@@ -371,8 +374,6 @@ class Baseline(flags.Flags):
         "random-search",
     ] = "all"
     """Random search evaluates every configuration."""
-    data: Literal["digits", "mnist", "fashion-mnist", "cifar10", "imdb"] = "digits"
-    """Dataset; digits ships with scikit-learn."""
     configs: flags.Count = 32
     """Configurations to choose among, drawn at random; 256 in the paper."""
     dimension: flags.Size | None = None
@@ -385,14 +386,6 @@ class Baseline(flags.Flags):
     """Test rows at most; all of digits, else 1000."""
     penalty: flags.Rate = 0.5
     """λ in λ |w|² + Σ loss."""
-    seed: flags.Seed = 0
-    """Of rows, configurations, features and methods."""
-    out: flags.Out = pathlib.Path("runs/baseline")
-    """Run directory; a number is appended where it holds a run already."""
-    resume: bool = False
-    """Go on with the unfinished run in the run directory."""
-    progress: bool | None = None
-    """Progress bar; by default in a terminal."""
 
     def check(self) -> None:
         """Raise for flags that cannot be used, before anything is loaded."""
@@ -436,11 +429,13 @@ _Parts = Annotated[tuple[str, ...], flags.Names((*SCORES, *BASELINES), least=0)]
 
 
 @dataclasses.dataclass(frozen=True)
-class Rank(flags.Flags):
+class Rank(Resumable):
     """Which networks, which scores, on what; every flag has a default."""
 
-    data: Literal["digits", "mnist", "fashion-mnist", "cifar10"] = "cifar10"
+    data: Images = "cifar10"
     """Dataset of the batch that networks are scored on; digits ships with scikit-learn."""
+    out: flags.Out = pathlib.Path("runs/rank")
+    """Run directory; a number is appended where it holds a run already."""
     scores: _Scores = ("eigen_nas", "min_eigenvalue", "naswot", "synflow")
     """Names in ntk.scores, or 'all' for every one of them."""
     aggregate: _Parts = ()
@@ -465,23 +460,15 @@ class Rank(flags.Flags):
     """Whether to hold the scores against the accuracies in the benchmark's table."""
     epochs: Annotated[int, flags.Whole(0, 10_000)] = 0
     """Passes over the training rows in which the chosen network is trained; 0: it is not."""
-    train_size: flags.Sample = 500
+    train: flags.Sample = 500
     """Training rows for that; the batch is drawn from them."""
-    test_size: flags.Size = 1000
+    test: flags.Size = 1000
     """Test rows at most."""
-    seed: flags.Seed = 0
-    """Of networks, weights and rows."""
-    out: flags.Out = pathlib.Path("runs/rank")
-    """Run directory; a number is appended where it holds a run already."""
-    resume: bool = False
-    """Go on with the unfinished run in the run directory; scores and networks may be added."""
-    progress: bool | None = None
-    """Progress bar; by default in a terminal."""
 
     def check(self) -> None:
         """Raise for flags that cannot be used, before anything is loaded."""
         super().check()
-        check_rows(self.data, {"train_size": self.train_size}, kept=1)
+        check_rows(self.data, {"train": self.train}, kept=1)
         if "all" in self.scores and len(self.scores) > 1:
             raise ValueError(f"scores: expected names, or all, got {' '.join(self.scores)}.")
         for name in self.aggregate:
@@ -495,9 +482,9 @@ class Rank(flags.Flags):
             )
         if self.k > self.pool:
             raise ValueError(f"k: expected at most the {self.pool} of --pool, got {self.k}.")
-        if self.batch_size > self.train_size:
+        if self.batch_size > self.train:
             raise ValueError(
-                f"batch_size: expected at most the {self.train_size} training rows, "
+                f"batch_size: expected at most the {self.train} training rows, "
                 f"got {self.batch_size}."
             )
 
@@ -521,5 +508,26 @@ class Rank(flags.Flags):
         return TOTAL if self.networks == "all" else self.networks
 
 
-QUICK = {"skips": QUICK_SKIPS, "darts": QUICK_DARTS, "nasbench201": QUICK_NASBENCH201}
-"""What ``--quick`` starts from, by the space."""
+QUICK: dict[type[Job], Job] = {
+    Search: Search(steps=5, width=128, train=100, valid=100, test=500),
+    SkipSearch: SkipSearch(depth=4, width=32, steps=200, epochs=10, samples=50, test=1000),
+    DartsSearch: DartsSearch(
+        operations=("none", "max_pool_3x3", "skip_connect", "sep_conv_3x3"),
+        channels=4,
+        pixels=16,
+        steps=100,
+        epochs=10,
+        batch_size=32,
+        samples=20,
+        test=1000,
+        random=1,
+    ),
+    NasBench201Search: NasBench201Search(
+        cells=1, channels=4, pixels=16, steps=100, batch_size=32, samples=20, test=1000
+    ),
+    OwnSearch: OwnSearch(steps=100, epochs=10, samples=20, test=1000, random=1),
+    Certify: Certify(rows=50),
+    Baseline: Baseline(configs=8, dimension=128, train=200, valid=200, test=500),
+    Rank: Rank(networks=20, k=5, pool=10, cells=1, channels=4, pixels=16),
+}
+"""What ``--quick`` starts from."""

@@ -1,243 +1,443 @@
-"""What searches of deep spaces share (``bilevel search --space skips|darts``).
+"""One program for all searches with shared weights: ``bilevel search-skips, -darts, ...``.
 
-The flags, the strategies, and the diagnostics. A space comes in as its parts: a ``problem`` of
-batches (x, labels), ``draw(key) -> alpha``, an architecture drawn uniformly, as a corner of the set
-that alpha is in, and ``geometry(activations, others)``, the outer optimizer.
+For every seed: the search by a strategy; the architecture that it ends at; and, where a space has
+no table to look it up in, that architecture's network trained from scratch beside others. What a
+space has of its own comes in as a :class:`Deep`. An interrupted run goes on where it was, in a
+search or in a network's training.
 """
 
+import functools
 import pathlib
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.flatten_util import ravel_pytree
 
-import bilevel
-from bilevel import plots
-from bilevel._progress import progress_bar
-from bilevel.batches import minibatches
-from bilevel.cli.commands import DeepSearch
-from bilevel.problem import Problem
-from bilevel.protocols import Loss, LowerSolver, Pytree
+from bilevel import diagnostics, journal, plots, strategies
+from bilevel._fingerprint import fingerprint
+from bilevel._progress import RunBar, progress_bar
+from bilevel.cli import report
+from bilevel.nets.evaluation import Part, error_rates
+from bilevel.protocols import Pytree
+from bilevel.spaces import Space
+from bilevel.strategies import Strategy
 
-Draw = Callable[[jax.Array], Pytree]
+ERRORS = {"train_error": "train", "valid_error": "valid", "test_error": "test"}
+"""Keys of results, and headings of tables."""
 
-_UNROLLED = 5  # inner steps of the strategy of that name
-_SINGLE_LEVEL = ("joint", "gaea-single-level")  # strategies whose α descends on training rows
-_TRAVEL = 6.0  # what Adam's rate and DARTS's 50 epochs of CIFAR-10 multiply to
-_STEP_GRADIENTS = {  # others: 2
-    "darts-second": 4,
-    "darts-second-difference": 4,
-    "unrolled": 3 * _UNROLLED + 1,
-    "random": 1,
+_UNROLLED = 5  # steps of the strategy of that name
+
+
+# ----------------------------------------------------------------------------- strategies
+
+
+class _Named(NamedTuple):
+    """A strategy of the command line."""
+
+    make: Callable[..., Strategy]
+    travel: float = 6.0  # alpha's rate times the steps: Adam's, and 50 epochs of CIFAR-10, in DARTS
+    inner: int = 1  # steps of the weights in each of alpha
+
+
+def _drawn(space: Space, *, alpha: Any, **options: Any) -> Strategy:
+    return strategies.weight_sharing(space, **options)
+
+
+_STRATEGIES = {
+    "darts-first": _Named(strategies.darts),
+    "darts-second": _Named(functools.partial(strategies.darts, order=2)),
+    "darts-second-difference": _Named(functools.partial(strategies.darts, order=2, radius=0.01)),
+    "gaea": _Named(strategies.gaea, travel=100.0),
+    "gaea-single-level": _Named(
+        functools.partial(strategies.gaea, on_training_rows=True), travel=100.0
+    ),
+    "random": _Named(_drawn),
+    "joint": _Named(strategies.joint),
+    "unrolled": _Named(functools.partial(strategies.unrolled, steps=_UNROLLED), inner=_UNROLLED),
 }
+
+
+def strategy(
+    name: str,
+    space: Space,
+    sgd: Callable[[optax.Schedule], optax.GradientTransformation],
+    *,
+    weight_rate: float,
+    alpha_rate: float | None,
+    steps: int,
+    batch_size: int,
+) -> Strategy:
+    """The strategy called ``name``; the weights' ``sgd`` has a cosine from ``weight_rate`` to 0."""
+    named = _STRATEGIES[name]
+    schedule = optax.cosine_decay_schedule(weight_rate, named.inner * steps)
+    alpha = alpha_rate or named.travel / steps
+    return named.make(space, weights=sgd(schedule), alpha=alpha, batch_size=batch_size)
+
+
+def gradients(name: str, space: Space) -> int:
+    """Of minibatches that a step of the strategy takes."""
+    return _STRATEGIES[name].make(space, weights=1.0, alpha=1.0, batch_size=1).gradients
 
 
 # ----------------------------------------------------------------------------- the search
 
 
-class Plan(NamedTuple):
-    """A strategy: what :func:`bilevel.search` is called with."""
+class Run(NamedTuple):
+    """Where a run is kept and what it shows."""
 
-    problem: Problem
-    solver: LowerSolver
-    optimizer: optax.GradientTransformation
-    batches: Callable[[jax.Array, Pytree], Pytree]
-    single_level: bool  # alpha descends on training rows too
-
-
-def plan(
-    config: DeepSearch,
-    problem: Problem,
-    sgd: Callable[[optax.Schedule], optax.GradientTransformation],
-    rate: float,
-    geometry: Callable[..., optax.GradientTransformation],
-    draw: Draw,
-) -> Plan:
-    """``config.strategy`` in a space; ``rate`` is the first step size of the weights' ``sgd``."""
-    inner = _UNROLLED if config.strategy == "unrolled" else 1
-    lower = sgd(optax.cosine_decay_schedule(rate, inner * config.steps))
-    if config.strategy.startswith("darts-second"):
-        radius = 0.01 if config.strategy.endswith("difference") else None
-        solver = bilevel.one_step(lower, radius=radius)
-    else:
-        backprop = _UNROLLED if config.strategy == "unrolled" else 0
-        solver = bilevel.unrolled(lower, inner, backprop=backprop)
-    batches, optimizer = minibatches(config.batch_size), geometry(*_outer(config))
-    if config.strategy == "random":
-        problem, batches = _of_drawn(problem, draw, batches)
-        optimizer = optax.set_to_zero()
-    single_level = config.strategy in _SINGLE_LEVEL
-    if single_level:
-        problem = Problem(problem.lower, problem.lower)
-    return Plan(problem, solver, optimizer, batches, single_level)
+    folder: pathlib.Path
+    bar: RunBar
+    progress: bool | None
+    resume: bool
 
 
-def run(
-    config: DeepSearch,
-    plan: Plan,
-    simplices: Callable[[Pytree], list[jax.Array]],
-    alpha: Pytree,
+class Search(NamedTuple):
+    """How long and with what to search; ``samples``: of architectures, where they are drawn."""
+
+    strategy: Strategy
+    steps: int
+    batch_size: int
+    samples: int
+
+
+class Found(NamedTuple):
+    """The search of one seed."""
+
+    alpha: Pytree  # after the choice among architectures drawn, if they were drawn
+    w: Pytree
+    history: dict[str, Any]  # name -> [steps, ...]
+
+
+def keys(seed: int, number: int) -> jax.Array:
+    """Four of the seed's ``number``: search, initial weights, choice, networks trained then."""
+    return jax.random.split(jax.random.fold_in(jax.random.key(seed), number), 4)
+
+
+def label(number: int, seeds: int) -> str:
+    """What the progress bar calls the search of a seed."""
+    return "search" if seeds == 1 else f"search {number + 1} of {seeds}"
+
+
+def one_by_one(
+    run: Run, space: Space, search: Search, parts: list[list[Part]], seed: int
+) -> list[Found]:
+    """The searches of all seeds, one after the other; every program is compiled once."""
+    init, found = jax.jit(space.init), []
+    choose = jax.jit(functools.partial(_best_drawn, space, search))
+    for number, (train, valid, _) in enumerate(parts):
+        search_key, init_key, choice_key, _ = keys(seed, number)
+        name = label(number, len(parts))
+        run.bar.enter(name)
+        place = run.folder / "search" / str(number)
+        start = space.start(), init(init_key, train)
+        result = searched(run, space, search, *start, train, valid, search_key, place, name)
+        if result.stopped:
+            raise KeyboardInterrupt(f"{result.stopped} of seed {number}")
+        drawn = search.strategy.draws
+        alpha = choose(choice_key, result.w, valid) if drawn else result.alpha
+        found.append(Found(alpha, result.w, jax.tree.map(np.asarray, result.history)))
+    return found
+
+
+def side_by_side(
+    run: Run,
+    space: Space,
+    search: Search,
     w0: Pytree,
-    train: Pytree,
-    valid: Pytree,
+    parts: list[Part],
     key: jax.Array,
-    checkpoint: pathlib.Path | None,
-    *,
-    label: str = "search",
-    copies: int = 1,
-) -> bilevel.SearchResult:
-    """The search by ``plan``, with epochs and the entropy of alpha's ``simplices`` on the screen.
+    choice_key: jax.Array,
+) -> list[Found]:
+    """The searches of all seeds at once; arrays lead with an axis of seeds.
 
-    ``copies``: how many searches side by side the losses are sums of.
+    The losses in a seed's history are the means over all seeds.
     """
-    epoch = jax.tree.leaves(train)[1].shape[-1] / config.batch_size  # labels [..., n]
+    train, valid, _ = parts
+    seeds = len(train[1])
+    alpha = jax.tree.map(lambda a: jnp.stack([a] * seeds), space.start())
+    copies = search._replace(strategy=strategies.side_by_side(search.strategy, seeds))
+    place = run.folder / "checkpoint"
+    run.bar.enter("search")
+    result = searched(run, space, copies, alpha, w0, train, valid, key, place, "search", seeds)
+    if result.stopped:
+        raise KeyboardInterrupt(result.stopped)
+    alpha = result.alpha
+    if search.strategy.draws:
+        best = jax.jit(jax.vmap(functools.partial(_best_drawn, space, search)))
+        alpha = best(jax.random.split(choice_key, seeds), result.w, valid)
+    history = {k: np.asarray(v) for k, v in result.history.items() if k != "alpha"}
+    history = {k: v / seeds if k in ("lower", "value") else v for k, v in history.items()}
+
+    def of_seed(i):
+        path = jax.tree.map(lambda a: np.asarray(a[:, i]), result.history["alpha"])
+        return Found(*jax.tree.map(lambda a: a[i], (alpha, result.w)), history | {"alpha": path})
+
+    return [of_seed(i) for i in range(seeds)]
+
+
+def _best_drawn(space: Space, search: Search, key: jax.Array, w: Pytree, rows: Part) -> Pytree:
+    sizes = {"samples": search.samples, "batch_size": search.batch_size}
+    return strategies.best_drawn(key, space, w, rows, **sizes)
+
+
+def searched(
+    run: Run,
+    space: Space,
+    search: Search,
+    alpha: Pytree,
+    w: Pytree,
+    train: Part,
+    valid: Part,
+    key: jax.Array,
+    checkpoint: pathlib.Path,
+    name: str,
+    copies: int = 1,
+) -> Any:
+    """One search, with epochs and the entropy of alpha on the screen."""
+    epoch = np.shape(train[1])[-1] / search.batch_size
+    fields = ("epoch", "lower", "value", "entropy")
     text = "epoch {task.fields[epoch]:.1f}  train {task.fields[lower]:.3f}  "
     text += "valid {task.fields[value]:.3f}  entropy {task.fields[entropy]:.2f}"
 
-    def shown(found):
-        last = {k: float(found.history[k][-1]) / copies for k in ("lower", "value")}
-        mean = np.mean(np.concatenate([np.ravel(entropy(p)) for p in simplices(found.alpha)]))
-        return last | {"epoch": len(found.history["value"]) / epoch, "entropy": float(mean)}
+    def shown(result):
+        last = {k: float(result.history[k][-1]) / copies for k in ("lower", "value")}
+        done = len(result.history["value"]) / epoch
+        return last | {"epoch": done, "entropy": mean_entropy(space, result.alpha)}
 
-    fields = ("epoch", "lower", "value", "entropy")
-    with progress_bar(config.progress, label, config.steps, text, fields) as show:
+    with progress_bar(run.progress, name, search.steps, text, fields) as show:
 
-        def callback(found):
-            show(len(found.history["value"]), lambda: shown(found))
+        def callback(result):
+            show(len(result.history["value"]), lambda: shown(result))
 
-        return bilevel.search(
-            plan.problem,
-            plan.solver,
-            plan.optimizer,
+        return strategies.run(
+            search.strategy,
             alpha,
-            w0,
+            w,
             train,
-            train if plan.single_level else valid,
-            steps=config.steps,
-            batches=plan.batches,
+            valid,
+            steps=search.steps,
             key=key,
             progress=False,
             checkpoint=checkpoint,
-            resume=config.resume,
+            resume=run.resume,
             callback=callback,
         )
 
 
-def _outer(
-    config: DeepSearch,
-) -> tuple[optax.GradientTransformation, optax.GradientTransformation]:
-    """Of alphas on simplices, and of others."""
-    if config.strategy.startswith("gaea"):
-        rate = config.alpha_rate or 100 / config.steps
-        return optax.chain(optax.sgd(rate), bilevel.exponentiate()), optax.sgd(rate)
-    rate = config.alpha_rate or _TRAVEL / config.steps
-    adam = optax.adam(rate, b1=0.5)  # DARTS's, weight decay of the logits included
-    decayed = optax.chain(optax.add_decayed_weights(1e-3), adam)
-    return bilevel.softmax(decayed), adam
+def mean_entropy(space: Space, alpha: Pytree) -> float:
+    """Of all simplices of ``alpha``."""
+    each = [diagnostics.entropy(p) for p in diagnostics.simplices(space.sets, alpha)]
+    return float(np.mean(np.concatenate([np.ravel(e) for e in each])))
 
 
-def _of_drawn(problem: Problem, draw: Draw, batches: Callable) -> tuple[Problem, Callable]:
-    """Weight sharing: each minibatch comes with the architecture that it trains or tests."""
-
-    def with_architecture(key, data):
-        keys = jax.random.split(key)
-        return draw(keys[0]), batches(keys[1], data)
-
-    def of(loss: Loss) -> Loss:
-        return lambda w, _, batch: loss(w, *batch)
-
-    return Problem(of(problem.lower), of(problem.outer)), with_architecture
+# ----------------------------------------------------------------------------- the networks
 
 
-def best_drawn(key: jax.Array, samples: int, loss: Loss, draw: Draw, w: Pytree, batch: Pytree):
-    """Of ``samples`` architectures drawn, the one of the lowest loss at the weights ``w``.
+class Row(NamedTuple):
+    """A network to be trained from scratch, for one seed."""
 
-    The end of random search with weight sharing (Li & Talwalkar 2019).
+    name: str
+    seed: int
+    architecture: Any
+
+
+def rows_of(
+    space: Space, found: list[Found], singles: Mapping[str, Any], drawn: list[list[Pytree]]
+) -> list[Row]:
+    """For each seed: the search's architecture, those of ``singles``, and those ``drawn``."""
+    rows = []
+    for seed, (result, corners) in enumerate(zip(found, drawn, strict=True)):
+        named = {"search": space.discretize(result.alpha), **singles}
+        named |= {f"random {i}": space.discretize(alpha) for i, alpha in enumerate(corners, 1)}
+        rows += [Row(name, seed, architecture) for name, architecture in named.items()]
+    return rows
+
+
+Train = Callable[[Row, pathlib.Path, Callable[[int, float], None]], dict[str, Any]]
+"""``train(row, checkpoint, show)`` -> the row's scores; ``show(epochs done, loss)`` as it goes."""
+
+
+def trained(run: Run, rows: list[Row], epochs: int, train: Train) -> list[dict[str, Any]]:
+    """The scores of all networks; those of a run that goes on are read, not computed again."""
+    header = {"version": 1, "networks": fingerprint([str(row) for row in rows])}
+    text = "{task.fields[network]}, seed {task.fields[seed]}  loss {task.fields[loss]:.3f}"
+    fields, scores = ("network", "seed", "loss"), []
+    run.bar.enter("training")
+    with (
+        journal.opened(run.folder / "networks.jsonl", True, header) as known,
+        progress_bar(run.progress, "training", len(rows) * epochs, text, fields) as show,
+    ):
+        for i, row in enumerate(rows):
+
+            def shown(epoch, loss, done=i * epochs, row=row):
+                values = {"network": row.name, "seed": row.seed, "loss": loss}
+                show(done + epoch, lambda: values)
+
+            place = run.folder / "networks" / str(i)
+            scores.append(known.once(f"network {i}", lambda: _timed(train, row, place, shown)))  # noqa: B023
+    return scores
+
+
+def _timed(train: Train, row: Row, place: pathlib.Path, show: Callable) -> dict[str, Any]:
+    began = time.perf_counter()
+    scores = train(row, place, show)
+    return {
+        "network": row.name,
+        "seed": row.seed,
+        "architecture": str(row.architecture),
+        **scores,
+        "seconds": time.perf_counter() - began,
+    }
+
+
+Scores = dict[str, dict[str, list[float]]]
+"""By network and column, a number for each seed."""
+
+
+def by_network(rows: list[dict[str, Any]]) -> Scores:
+    """Columns of every network; of the random ones those of the best by validation, and means."""
+    seeds = 1 + max(row["seed"] for row in rows)
+    drawn = [[r for r in rows if r["seed"] == s and "random" in r["network"]] for s in range(seeds)]
+    names = dict.fromkeys(row["network"] for row in rows if "random" not in row["network"])
+    scores = {name: _columns([r for r in rows if r["network"] == name]) for name in names}
+    if budget := len(drawn[0]):
+        if budget > 1:
+            best = [min(networks, key=lambda r: r["valid_error"]) for networks in drawn]
+            scores[f"best of {budget} random"] = _columns(best)
+        means = [_columns(networks) for networks in drawn]
+        scores["random"] = {k: [float(np.mean(m[k])) for m in means] for k in means[0]}
+    return scores
+
+
+def _columns(rows: list[dict[str, Any]]) -> dict[str, list[float]]:
+    known = {k for row in rows for k, v in row.items() if isinstance(v, int | float)} - {"seed"}
+    return {k: [row[k] for row in rows] for k in rows[0] if k in known}
+
+
+# ----------------------------------------------------------------------------- the result
+
+
+def summary(
+    name: str,
+    space: Space,
+    search: Search,
+    found: list[Found],
+    parts: list[list[Part]],
+    flags: dict[str, Any],
+) -> dict[str, Any]:
+    """What `result.json` has of every space; the supernet's own errors are in its ``scores``."""
+    rates = error_rates(space)
+    curvature = diagnostics.alpha_curvature(space.problem.outer, space.sets)
+    supernet, curvatures = [], []
+    for result, of_seed in zip(found, parts, strict=True):
+        supernet.append(rates(result.w, result.alpha, of_seed, search.batch_size))
+        batch = jax.tree.map(lambda a: a[: search.batch_size], of_seed[1])
+        curvatures.append(curvature(result.w, result.alpha, batch))
+    columns = dict(zip(ERRORS, np.transpose(supernet).tolist(), strict=True))
+    return {
+        "space": name,
+        "config": flags,
+        "names": list(space.names),
+        "architectures": [str(space.discretize(f.alpha)) for f in found],
+        "alpha": [jax.tree.map(lambda a: np.asarray(a).tolist(), f.alpha) for f in found],
+        "entropy": [mean_entropy(space, f.alpha) for f in found],
+        "scores": {"supernet": columns},
+        "curvature": curvatures,
+        "alpha_rows": "training" if search.strategy.on_training_rows else "validation",
+        "hypergradient": search.strategy.error,
+        **report.origin(),
+    }
+
+
+def arrays_of(found: list[Found]) -> dict[str, np.ndarray]:
+    """``alpha``, weights and history of every seed, each leaf by its place in the tree."""
+    arrays: dict[str, np.ndarray] = {}
+    for seed, result in enumerate(found):
+        trees = {"alpha": result.alpha, "history": result.history}
+        for path, leaf in jax.tree_util.tree_leaves_with_path(trees):
+            name = "_".join(str(getattr(key, "key", key)) for key in path)
+            arrays[f"{name}_{seed}"] = np.asarray(leaf)
+    return arrays
+
+
+class Heat(NamedTuple):
+    """Numbers from 0 to 1 in cells, for the picture of an alpha."""
+
+    title: str
+    values: np.ndarray  # [rows, columns]
+    columns: list[str]
+    rows: list[str]
+    ylabel: str
+
+
+def picture(path: pathlib.Path, result: dict[str, Any], found: list[Found], heats: list[Heat]):
+    """``search.png``: the first seed's alpha in cells, and the losses of all seeds."""
+    places = [f"alpha {i}" for i in range(len(heats))]
+    first = ", of the first seed" if len(found) > 1 else ""
+
+    def draw(figure):
+        mosaic = [[*places, "outer"], [*places, "lower"]]
+        axes = figure.subplot_mosaic(mosaic, width_ratios=(*[4] * len(places), 3))
+        for place, heat in zip(places, heats, strict=True):
+            report.heat_map(heat.values, axes[place], heat.columns, heat.rows)
+            axes[place].set(title=heat.title + first, ylabel=heat.ylabel)
+        histories = [f.history for f in found]
+        outer, lower = plots.losses(histories, (axes["outer"], axes["lower"]))
+        outer.set_ylabel(f"{result['alpha_rows']} loss (nats)\nof α's minibatch")
+        lower.set_ylabel("training loss (nats)\nof the weights' minibatch")
+        figure.suptitle(report.picture_title(result["config"]))
+
+    report.picture(path, (5 * len(heats) + 5, 4.8), draw)
+
+
+# ----------------------------------------------------------------------------- the screen
+
+
+def table(result: dict[str, Any], columns: dict[str, tuple[str, str]], ends: set[str]) -> Any:
+    """Errors of all networks, and other ``columns``: heading and format by key.
+
+    A rule is drawn below the rows that ``ends`` names.
     """
-    keys = jax.random.split(key, samples)
-    losses = jax.lax.map(lambda key: loss(w, draw(key), batch), keys)
-    return draw(keys[losses.argmin()])
+    from rich.table import Table
+
+    drawn = Table(title=report.title(result["config"]))
+    drawn.add_column("network", no_wrap=True)
+    for heading in (*ERRORS.values(), *(heading for heading, _ in columns.values())):
+        drawn.add_column(heading, justify="right", no_wrap=True)
+    for name, scores in result["scores"].items():
+        cells = [report.cell(100 * np.asarray(scores[c]), ".1f") for c in ERRORS]
+        for key, (_, form) in columns.items():
+            cells.append(report.cell(np.asarray(scores[key]), form) if key in scores else "")
+        star = " *" * (name == result.get("best_single"))
+        drawn.add_row(name + star, *cells, end_section=name in ends)
+    return drawn
 
 
-def draw_losses(strategy: str, histories: list[dict[str, Any]], axes: Any) -> None:
-    """The losses of searches, one for each seed: of minibatches, so that they are noisy."""
-    outer, lower = plots.losses(histories, axes)
-    rows = "training" if strategy in _SINGLE_LEVEL else "validation"
-    outer.set_ylabel(f"{rows} loss (nats)\nof α's minibatch")
-    lower.set_ylabel("training loss (nats)\nof the weights' minibatch")
-
-
-def search_gradients(config: DeepSearch) -> int:
-    """Gradients of minibatches that the search takes, a Hessian's product counted as two."""
-    return config.steps * _STEP_GRADIENTS.get(config.strategy, 2)
-
-
-# ----------------------------------------------------------------------------- diagnostics
-
-
-def known_error(strategy: str) -> str:
-    """One sentence on the error of the strategy's hypergradient: why there is no estimate."""
-    if strategy == "random":
-        return "no hypergradient: architectures are drawn"
-    if strategy in ("joint", "gaea-single-level"):
-        return "no hypergradient: α descends the training loss"
-    kind = {
-        "darts-second": "through one step of the weights",
-        "darts-second-difference": "through one step of the weights, by a finite difference",
-        "unrolled": f"through {_UNROLLED} steps of the weights",
-    }.get(strategy, "of first order, without the weights' response to α")
-    return (
-        f"hypergradient {kind}; its error has no estimate, since the shared weights are never "
-        "trained to a minimum"
+def show(result: dict[str, Any], folder: pathlib.Path, drawn: Any, notes: list[str]) -> None:
+    """The table, what was found, and what is to be said of it."""
+    console, seeds = report.screen(), result["config"]["seeds"]
+    console.print(drawn)
+    for seed, architecture in enumerate(result["architectures"]):
+        named = f"seed {seed}: " if seeds > 1 else "found: "
+        console.print(named + architecture, soft_wrap=True)  # to be copied
+    entropy, curvature = (np.array(result[k]) for k in ("entropy", "curvature"))
+    console.print(
+        f"entropy of α, mean over simplices: {report.cell(entropy, '.2f')}, of at most "
+        f"{np.log(len(result['names'])):.2f}"
     )
-
-
-def kernel_diagonal(apply: Callable, w: Pytree, alpha: Pytree, x: jax.Array) -> jax.Array:
-    """Mean over rows of the empirical NTK's entry (x, x), of the first output."""
-
-    def entry(row):
-        slope = jax.grad(lambda w: apply(w, alpha, row[None]).reshape(-1)[0])(w)
-        return optax.tree.norm(slope, squared=True)
-
-    return jax.lax.map(entry, x).mean()
-
-
-def entropy(p: jax.Array) -> jax.Array:
-    """In nats, on the last axis."""
-    return jax.scipy.special.entr(p).sum(axis=-1)
-
-
-def top_curvature(loss: Loss, tangent: Callable[[Pytree], Pytree]) -> Callable[..., float]:
-    """``(w, alpha, batch) -> `` the largest eigenvalue of the loss's Hessian in alpha.
-
-    By Lanczos on Hessian-vector products, one compiled program that is called from the host.
-    ``tangent`` takes a direction's other part off, so that alpha stays on simplices, which leaves
-    eigenvalues 0 there: the result is never negative. Zela et al. (2020) see a search whose
-    networks generalise badly in the growth of this number (in logits, for DARTS's ``alpha``).
-    """
-
-    @jax.jit
-    def product(v, w, alpha, batch):
-        flat, unravel = ravel_pytree(alpha)
-
-        def along(v):
-            return ravel_pytree(tangent(unravel(v)))[0]
-
-        slope = jax.grad(lambda a: loss(w, unravel(a), batch))
-        return along(jax.jvp(slope, (flat,), (along(v.astype(flat.dtype)),))[1])
-
-    def largest(w, alpha, batch):
-        from scipy.sparse.linalg import LinearOperator, eigsh
-
-        size = ravel_pytree(alpha)[0].size
-        operator = LinearOperator(
-            (size, size), lambda v: np.asarray(product(v, w, alpha, batch), float), dtype=float
-        )
-        start = np.random.default_rng(0).normal(size=size)
-        found = eigsh(operator, 1, which="LA", v0=start, tol=1e-4, return_eigenvectors=False)
-        return max(0.0, float(found[0]))
-
-    return largest
+    console.print(
+        "largest eigenvalue of the validation loss's Hessian in α, of one batch: "
+        f"{report.cell(curvature, '.3g')}"
+    )
+    console.print(result["hypergradient"])
+    for note in notes:
+        console.print(note)
+    seconds = result["seconds"]
+    console.print(
+        f"{result['config']['strategy']} {seconds['search']:.0f} s, all {seconds['all']:.0f} s; "
+        f"results in {folder}"
+    )

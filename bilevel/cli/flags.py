@@ -11,6 +11,7 @@ memory, in ``memory``. All of it is known before anything is loaded, made or com
 import dataclasses
 import math
 import pathlib
+import re
 import types
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -86,6 +87,16 @@ class Folder:
         return None if str(value).isprintable() else "expected printable characters"
 
 
+@dataclasses.dataclass(frozen=True)
+class Importable:
+    """A function of a module."""
+
+    def fault(self, value: str) -> str | None:
+        """What was expected, where it is not this ``value``."""
+        found = re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", value, re.ASCII)
+        return None if found else "expected MODULE:FUNCTION, as in my_module:my_space"
+
+
 Count = Annotated[int, Whole(1)]
 CountOrNone = Annotated[int, Whole(0)]  # zero of them is none
 Size = Annotated[int, Whole(1, _HELD)]
@@ -143,6 +154,7 @@ _KINDS: dict[Any, tuple[tuple[type, ...], str]] = {
     int: ((int,), "expected a whole number"),
     float: ((int, float), "expected a number"),
     bool: ((bool,), "expected true or false"),
+    str: ((str,), "expected a text"),
     pathlib.Path: ((pathlib.Path,), "expected a path"),
     type(None): ((type(None),), "expected none"),
 }

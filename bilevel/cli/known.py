@@ -34,12 +34,9 @@ def inputs(data: str) -> int:
     return math.prod(SHAPES[data])
 
 
-def pooling(side: int, pixels: int | None) -> int:
-    """The factor that divides ``side`` and leaves at most ``pixels`` of it."""
-    return next(f for f in range(1, side + 1) if side % f == 0 and side // f <= (pixels or side))
-
-
 def pixel_count(data: str, pixels: int | None) -> int:
     """Of an image, averaged down to at most ``pixels`` a side."""
+    from bilevel.nets.images import pooling
+
     side = SHAPES[data][0]
     return (side // pooling(side, pixels)) ** 2

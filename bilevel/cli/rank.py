@@ -18,10 +18,9 @@ import optax
 from bilevel import data as datasets
 from bilevel import plots
 from bilevel._progress import RunBar, progress_bar
-from bilevel.cli import convolutional, report
+from bilevel.cli import images, report
 from bilevel.cli.commands import Rank
-from bilevel.cli.known import pixel_count
-from bilevel.cli.rows import draw_rows, load
+from bilevel.cli.known import CLASSES, pixel_count
 from bilevel.cli.runs import run_directory
 from bilevel.judging.table import RUN_SETS, Table, load_table, published_scores
 from bilevel.judging.verdicts import (
@@ -63,7 +62,7 @@ def run_rank(config: Rank) -> dict[str, Any]:
 
 
 def _run(config: Rank, folder: pathlib.Path) -> dict[str, Any]:
-    with report.phases(config, _work(config)) as bar:
+    with report.phases(config.progress, _work(config)) as bar:
         result, scored, drawn, table = _computed(config, folder, bar)
     report.write(folder, result, {"rows": drawn, **scored.values})
     if table is not None:
@@ -76,7 +75,7 @@ def _work(config: Rank) -> dict[str, float]:
     """Seconds of each phase, roughly, on two cores: compilation, and gradients of a batch."""
     pixels = config.batch_size * pixel_count(config.data, config.pixels)
     gradient = 9 / 2.5e10 * pixels * len(EDGES) * 3 * config.cells * config.channels**2
-    batches = config.epochs * (config.train_size // config.batch_size)
+    batches = config.epochs * (config.train // config.batch_size)
     return {
         "data": 5,
         "scores": len(config.score_names) * (15 + gradient * config.count),
@@ -91,8 +90,8 @@ def _computed(
     began, names = time.perf_counter(), config.score_names
     bar.enter("data")
     table = load_table() if config.judged else None
-    train, test, classes = _images(config)
-    shape = {"classes": classes, "cells": config.cells, "channels": config.channels}
+    train, test = _images(config)
+    shape = {"classes": CLASSES, "cells": config.cells, "channels": config.channels}
     networks = nasbench201_networks(**shape)
     keys = jax.random.split(jax.random.key(config.seed), 3)
     batch = _batch(config, train)
@@ -114,8 +113,8 @@ def _computed(
     result: dict[str, Any] = {
         "config": report.flags(config),
         "networks": len(drawn),
-        "seconds per network": scored.seconds,
-        "compile seconds": scored.compile_seconds,
+        "seconds_per_network": scored.seconds,
+        "compile_seconds": scored.compile_seconds,
         **report.origin(),
     }
     bar.enter("judging")
@@ -137,13 +136,12 @@ def _drawn(config: Rank) -> np.ndarray:
     return order[: config.count]
 
 
-def _images(config: Rank) -> tuple[Rows, Rows, int]:
-    """Training and test rows, images with mean 0 and variance 1 in each channel; classes."""
-    data = load(config.data, config.train_size, 1, config.test_size)
-    key = jax.random.key(config.seed)
-    parts = draw_rows(config.data, data, key, config.train_size, 1, config.test_size)
-    train, _, test = convolutional.normalized(parts, config.pixels)
-    return train, test, len(data.classes)
+def _images(config: Rank) -> tuple[Rows, Rows]:
+    """Training and test rows, images with mean 0 and variance 1 in each channel."""
+    draws = jax.random.key(config.seed)[None]
+    sizes = {"train": config.train, "valid": 1, "test": config.test}
+    ((train, _, test),) = images.parts_of(config.data, draws, config.pixels, **sizes)
+    return train, test
 
 
 def _batch(config: Rank, train: Rows) -> Rows:
@@ -177,12 +175,12 @@ def _judged(config: Rank, scored: Scored, table: Table, rows: np.ndarray) -> dic
     for name in RUN_SETS:
         found = seed_ceiling(table, name)
         between = float(np.mean(list(found.pairs.values())))
-        ceilings[name] = {"between two runs": between, "with the mean": found.ceiling}
+        ceilings[name] = {"between_two_runs": between, "with_the_mean": found.ceiling}
     return {
         "judged": lines,
         "protocol": protocol,
         "published": _agreement(scores, rows),
-        "seed ceiling": ceilings,
+        "seed_ceiling": ceilings,
     }
 
 
@@ -216,28 +214,33 @@ def _parts(config: Rank, scores: dict[str, np.ndarray], rows: np.ndarray) -> lis
 def _trained(config, genotype, shape, train, test, key, folder) -> dict[str, Any]:
     """The chosen network trained from scratch as the benchmark trains, and its test error."""
     network = nasbench201_network(genotype, **shape)
-    size = min(config.batch_size, config.train_size)
-    steps = config.epochs * (config.train_size // size)
+    size = min(config.batch_size, config.train)
+    steps = config.epochs * (config.train // size)
     sgd = optax.chain(
         optax.add_decayed_weights(5e-4),
         optax.sgd(optax.cosine_decay_schedule(0.1, steps), momentum=0.9, nesterov=True),
     )
-    augment = crop_and_flip if config.data == "cifar10" else None
-    program = training(network, sgd, batch_size=size, augment=augment)
     text, fields = "loss {task.fields[loss]:.3f}", ("loss",)
     with progress_bar(config.progress, "training", config.epochs, text, fields) as show:
 
         def show_epoch(epoch, loss):
             show(epoch, lambda: {"loss": loss})
 
-        run = program, key, train, config.epochs, folder / "network", show_epoch
-        state, loss = convolutional.train_from_scratch(*run)
-    errors = convolutional.errors(network)(state.w, state.averages, [train, test], 500)
+        _, errors = images.fitted(
+            network,
+            sgd,
+            key,
+            [train, test],
+            epochs=config.epochs,
+            batch_size=size,
+            checkpoint=folder / "network",
+            show=show_epoch,
+            augment=crop_and_flip if config.data == "cifar10" else None,
+        )
     return {
         "parameters": parameter_count(genotype, **shape),
-        "training error": 100 * errors[0],
-        "test error": 100 * errors[1],
-        "training loss": loss,
+        "train_error": errors[0],
+        "test_error": errors[1],
     }
 
 
@@ -279,14 +282,15 @@ def _print(result: dict[str, Any], folder: pathlib.Path) -> None:
             f"{name}: Spearman's rho {found['rho']:.3f} with the published score, on "
             f"{found['networks']} networks"
         )
-    seconds = ", ".join(f"{k} {s:.2f}" for k, s in result["seconds per network"].items())
+    seconds = ", ".join(f"{k} {s:.2f}" for k, s in result["seconds_per_network"].items())
     screen.print(f"seconds per network on {result['device']}: {seconds}")
     screen.print(f"best by {chosen['score']}: {chosen['genotype']}", markup=False)
-    if "test error" in chosen:
+    if "test_error" in chosen:
         screen.print(
-            f"trained for {config['epochs']} epochs on {config['train_size']} rows of "
-            f"{config['data']}: {chosen['test error']:.1f} % test error, "
-            f"{chosen['training error']:.1f} % training error, {chosen['parameters']:,} parameters"
+            f"trained for {config['epochs']} epochs on {config['train']} rows of "
+            f"{config['data']}: {100 * chosen['test_error']:.1f} % test error, "
+            f"{100 * chosen['train_error']:.1f} % training error, "
+            f"{chosen['parameters']:,} parameters"
         )
     screen.print(f"{result['seconds']:.0f} s; results in {folder}")
 
@@ -309,8 +313,8 @@ def _print_judged(screen: Any, result: dict[str, Any]) -> None:
         table.add_row(line["score"], *cells)
     screen.print(table)
     found = ", ".join(
-        f"{name} {c['between two runs']:.3f} and {c['with the mean']:.3f}"
-        for name, c in result["seed ceiling"].items()
+        f"{name} {c['between_two_runs']:.3f} and {c['with_the_mean']:.3f}"
+        for name, c in result["seed_ceiling"].items()
     )
     screen.print(
         f"the most that chance in training allows, tau between two runs of one network, and of a "

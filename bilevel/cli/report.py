@@ -34,10 +34,9 @@ def origin() -> dict[str, Any]:
     }
 
 
-def phases(config: Any, work: Mapping[str, float]) -> AbstractContextManager[RunBar]:
+def phases(progress: bool | None, work: Mapping[str, float]) -> AbstractContextManager[RunBar]:
     """The progress bar of a whole run, whose phases take ``work``, in any unit."""
-    wanted = getattr(config, "progress", None) if call.current().progress else False
-    return run_bar(wanted, work)
+    return run_bar(progress if call.current().progress else False, work)
 
 
 def write(folder: pathlib.Path, result: dict[str, Any], arrays: dict[str, Any]) -> None:

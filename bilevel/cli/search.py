@@ -17,13 +17,12 @@ import numpy as np
 import optax
 
 import bilevel
-from bilevel import plots
+from bilevel import data, plots
 from bilevel._progress import RunBar
 from bilevel.cli import argmax, report
 from bilevel.cli.commands import JOINT_EPOCHS, LONGER, Search
 from bilevel.cli.kernels import min_eigenvalue
-from bilevel.cli.known import inputs
-from bilevel.cli.rows import draw_rows, load
+from bilevel.cli.known import CLASSES, inputs
 from bilevel.cli.runs import run_directory
 from bilevel.problem import side_by_side
 from bilevel.protocols import LowerSolver
@@ -35,12 +34,12 @@ from bilevel.spaces.activations import (
 )
 
 _COLUMNS = {
-    "train error": "train",
-    "validation error": "valid",
-    "test error": "test",
-    "train loss": "train loss",
-    "validation loss": "valid loss",
-    "certified min eigenvalue": "λ_min ≥",
+    "train_error": "train",
+    "valid_error": "valid",
+    "test_error": "test",
+    "train_loss": "train loss",
+    "valid_loss": "valid loss",
+    "certified_min_eigenvalue": "λ_min ≥",
 }
 
 
@@ -64,7 +63,7 @@ def run_search(config: Search) -> dict[str, Any]:
 
 
 def _run(config: Search, folder: pathlib.Path) -> dict[str, Any]:
-    with report.phases(config, _work(config)) as bar:
+    with report.phases(config.progress, _work(config)) as bar:
         result, found = _computed(config, folder, bar)
     _write(folder, result, found)
     _print(result, folder)
@@ -168,21 +167,20 @@ def hypergradient(task: Task, solver: LowerSolver, alpha: jax.Array) -> bilevel.
 
 def setup(config: Search) -> Task:
     """The problem and the data of all seeds."""
-    data = load(config.data, config.train, config.valid, config.test)
-    classes = len(data.classes)
     space = activation_space(
-        config.activations, width=config.width, classes=classes, outer=config.outer
+        config.activations, width=config.width, classes=CLASSES, outer=config.outer
     )
+    seeds = jax.random.split(jax.random.key(config.seed), config.seeds)
+    keys = [jax.random.split(key) for key in seeds]  # of the rows, of the weights
+    sizes = {"train": config.train, "valid": config.valid, "test": config.test}
     parts, weights = [], []
-    for key in jax.random.split(jax.random.key(config.seed), config.seeds):
-        split_key, weight_key = jax.random.split(key)
-        train, valid, test = draw_rows(
-            config.data, data, split_key, config.train, config.valid, config.test
-        )
-        xs = unit_inputs(train[0], valid[0], test[0])
-        ys = [sign_labels(y, classes) for _, y in (train, valid, test)]
+    for rows, (_, weight_key) in zip(
+        data.samples(config.data, [key for key, _ in keys], **sizes), keys, strict=True
+    ):
+        xs = unit_inputs(*(x for x, _ in rows))
+        ys = [sign_labels(y, CLASSES) for _, y in rows]
         parts.append(tuple(zip(xs, ys, strict=True)))
-        weights.append(space.init(weight_key, xs[0].shape[1]))
+        weights.append(space.init(weight_key, parts[-1][0]))
     train, valid, test = jax.tree.map(lambda *x: jnp.stack(x), *parts)
     w0 = jnp.stack(weights)
     curvatures = jax.jit(jax.vmap(space.curvatures))(w0, train[0])
@@ -197,7 +195,7 @@ def setup(config: Search) -> Task:
 
 def geometry(config: Search) -> optax.GradientTransformation:
     """The optimizer of α."""
-    adam = optax.adam(config.learning_rate)
+    adam = optax.adam(config.alpha_rate)
     if config.geometry == "softmax":
         return bilevel.softmax(adam)
     if config.geometry == "project":
@@ -254,15 +252,15 @@ def _scores(task: Task, w: jax.Array, alpha: jax.Array) -> dict[str, np.ndarray]
         return jnp.mean(space.predict(space.apply(w, alpha, x)) != truth)
 
     scores = {
-        f"{name} error": jax.vmap(error)(w, alpha, part)
-        for name, part in zip(("train", "validation", "test"), parts, strict=True)
+        f"{name}_error": jax.vmap(error)(w, alpha, part)
+        for name, part in zip(("train", "valid", "test"), parts, strict=True)
     }
-    scores["train loss"] = jax.vmap(space.problem.lower)(w, alpha, task.train)
-    scores["validation loss"] = jax.vmap(space.problem.outer)(w, alpha, task.valid)
+    scores["train_loss"] = jax.vmap(space.problem.lower)(w, alpha, task.train)
+    scores["valid_loss"] = jax.vmap(space.problem.outer)(w, alpha, task.valid)
     eigenvalues = [
         min_eigenvalue(x, space.names, a) for x, a in zip(task.train[0], alpha, strict=True)
     ]
-    columns = "min eigenvalue", "certified min eigenvalue", "kernel entry error"
+    columns = "min_eigenvalue", "certified_min_eigenvalue", "entry_error"
     scores |= zip(columns, np.transpose(eigenvalues), strict=True)
     return {name: np.asarray(x) for name, x in scores.items()}
 
@@ -271,18 +269,18 @@ def _scores(task: Task, w: jax.Array, alpha: jax.Array) -> dict[str, np.ndarray]
 
 
 def _summary(config, names, alpha, rows, seconds) -> dict[str, Any]:
-    means = {name: float(rows[name]["test error"].mean()) for name in names}
+    means = {name: float(rows[name]["test_error"].mean()) for name in names}
     best = min(means, key=lambda name: means[name])
-    gap = rows["search"]["test error"] - rows[best]["test error"]
+    gap = rows["search"]["test_error"] - rows[best]["test_error"]
     return {
         "config": report.flags(config),
         "names": list(names),
         "alpha": alpha.tolist(),
         "scores": {row: {k: v.tolist() for k, v in s.items()} for row, s in rows.items()},
-        "best single": best,
+        "best_single": best,
         "gap": [float(gap.mean()), report.standard_error(gap)],
         "seconds": seconds,
-        "kernel entry error": max(float(s["kernel entry error"].max()) for s in rows.values()),
+        "entry_error": max(float(s["entry_error"].max()) for s in rows.values()),
         **report.origin(),
     }
 
@@ -319,8 +317,8 @@ def _print(result: dict[str, Any], folder: pathlib.Path) -> None:
     for name, scores in result["scores"].items():
         cells = [report.cell(100 * np.asarray(scores[c]), ".1f") for c in _COLUMNS if "error" in c]
         cells += [report.cell(np.asarray(scores[c]), ".3g") for c in _COLUMNS if "loss" in c]
-        cells += [report.at_least(np.mean(scores["certified min eigenvalue"]), 3)]
-        marked = name + (" *" if name == result["best single"] else "")
+        cells += [report.at_least(np.mean(scores["certified_min_eigenvalue"]), 3)]
+        marked = name + (" *" if name == result["best_single"] else "")
         table.add_row(marked, *cells, end_section=name in ("search", result["names"][-1]))
     console = report.screen()
     console.print(table)
@@ -341,7 +339,7 @@ def _print(result: dict[str, Any], folder: pathlib.Path) -> None:
     )
     console.print(
         "λ_min ≥: certified, of the infinite-width kernel of the training rows, for entries exact "
-        f"to {result['kernel entry error']:.0e}"
+        f"to {result['entry_error']:.0e}"
     )
     seconds = result["seconds"]
     console.print(

@@ -25,6 +25,7 @@ class Batches(NamedTuple):
 
     rows: tuple[jax.Array, jax.Array]  # inputs [k, size, ...], labels [k, size]
     weights: jax.Array  # [parts, k]: of the batches' means in the parts'
+    new: jax.Array  # [k, size], bool: which rows no batch before had
 
 
 def in_batches(parts: Sequence[Part], size: int) -> Batches:
@@ -49,15 +50,18 @@ def in_batches(parts: Sequence[Part], size: int) -> Batches:
     for part in parts:
         row_count(part, 1)
     size = min(size, *(row_count(part, 1) for part in parts))
-    rows, weights = [], []
+    rows, weights, new = [], [], []
     for x, labels in parts:
         n = row_count(x, size)
         starts = np.minimum(np.arange(0, n, size), n - size)
         index = starts[:, None] + np.arange(size)
         rows.append((x[index], labels[index]))
-        weights.append(np.diff(starts, prepend=-size) / n)
+        fresh = np.diff(starts, prepend=-size)  # rows that the batch before has not
+        weights.append(fresh / n)
+        new.append(np.arange(size) >= size - fresh[:, None])
     stacked = jax.tree.map(lambda *a: jnp.concatenate(a), *rows)
-    return Batches(stacked, jnp.asarray(jax.scipy.linalg.block_diag(*weights)))
+    shares = jnp.asarray(jax.scipy.linalg.block_diag(*weights))
+    return Batches(stacked, shares, jnp.asarray(np.concatenate(new)))
 
 
 def over_batches(mean: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
@@ -82,6 +86,8 @@ def over_batches(mean: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
 def error_rates(model: Any) -> Callable[[Pytree, Pytree, Sequence[Part], int], list[float]]:
     """``rates(w, other, parts, batch_size) ->`` each part's share of wrong rows, compiled once.
 
+    Every row counts once, in the first batch that has it.
+
     Parameters
     ----------
     model : Space or TrainableNetwork
@@ -99,11 +105,15 @@ def error_rates(model: Any) -> Callable[[Pytree, Pytree, Sequence[Part], int], l
     (2, True)
     """
 
-    def wrong(w, other, batch):
-        x, labels = batch
-        return jnp.mean(model.predict(model.apply(w, other, x)) != labels)
+    @jax.jit
+    def shares(w, other, batches):
+        def wrong(batch):
+            x, labels = batch
+            return model.predict(model.apply(w, other, x)) != labels
 
-    shares = jax.jit(over_batches(wrong))
+        counts = (jax.lax.map(wrong, batches.rows) & batches.new).sum(axis=1)
+        part = batches.weights > 0
+        return part @ counts / (part @ batches.new.sum(axis=1))
 
     def of_parts(w, other, parts, batch_size):
         return shares(w, other, in_batches(parts, batch_size)).tolist()

@@ -1,0 +1,77 @@
+"""What searches of convolutional networks share: their rows, and networks trained from scratch."""
+
+import functools
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from bilevel import data
+from bilevel.cli import deep
+from bilevel.nets.evaluation import Part, error_rates
+from bilevel.nets.images import crop_and_flip, cutout, unit_images
+from bilevel.nets.training import TrainableNetwork, TrainingState, from_scratch, run_epochs
+
+_PASSES = 3 * 4 / 5e9  # forward, and backward for two; a few products a weight; products a second
+
+
+def parts_of(name: str, draws: jax.Array, pixels: int | None, **sizes: int) -> list[list[Part]]:
+    """Of each draw: training, validation and test rows, normalised."""
+    return [_unit(rows, pixels) for rows in data.samples(name, draws, **sizes)]
+
+
+def _unit(rows: list[Part], pixels: int | None) -> list[Part]:
+    xs = unit_images(*(x for x, _ in rows), pixels=pixels)
+    return [(x, jnp.asarray(y)) for x, (_, y) in zip(xs, rows, strict=True)]
+
+
+def check_fits(init: Callable[[jax.Array, Any], Any], like: Any) -> None:
+    """Raise if the images are too small for a network, before anything is computed."""
+    jax.eval_shape(lambda key: init(key, like), jax.random.key(0))
+
+
+def search_work(seeds: int, gradients: int, seconds: float) -> dict[str, float]:
+    """Seconds of every search's phase, by those of a gradient; the first one compiles."""
+    each = gradients * seconds
+    return {deep.label(i, seeds): each + 50 * (i == 0) for i in range(seeds)}
+
+
+def gradient_seconds(pixels: int, edges: int, cells: int, channels: int) -> float:
+    """Roughly, on two cores: of a minibatch with so many ``pixels``, one operation on each edge."""
+    return _PASSES * pixels * edges * cells * channels**2
+
+
+def augmentation(moved: bool, cut: int) -> Callable[[jax.Array, jax.Array], jax.Array] | None:
+    """Of training images: moved and mirrored, and with a square ``cut`` out."""
+    if not (moved or cut):
+        return None
+
+    def augment(key, x):
+        keys = jax.random.split(key)
+        x = crop_and_flip(keys[0], x) if moved else x
+        return cutout(keys[1], x, cut) if cut else x
+
+    return augment
+
+
+def fitted(
+    network: TrainableNetwork,
+    sgd: optax.GradientTransformation,
+    key: jax.Array,
+    parts: list[Part],
+    *,
+    epochs: int,
+    batch_size: int,
+    checkpoint: pathlib.Path,
+    show: Callable[[int, float], None],
+    augment: Callable | None = None,
+    options: Callable[[int], tuple] = lambda epoch: (),
+) -> tuple[TrainingState, list[float]]:
+    """A network trained from scratch, and its errors on all ``parts``."""
+    program = from_scratch(network, sgd, batch_size=batch_size, augment=augment)
+    run = functools.partial(run_epochs, program, key, parts[0], epochs=epochs, options=options)
+    state, _ = run(checkpoint=checkpoint, callback=show)
+    return state, error_rates(network)(state.w, state.averages, parts, batch_size)

@@ -47,10 +47,10 @@ import optax
 import bilevel
 import ntk
 from bilevel import plots
-from bilevel.spaces.activations import unit_inputs
-from bilevel.spaces.skips import CANDIDATES, SkipArchitecture, geometry, skip_space
 from bilevel.batches import minibatches
 from bilevel.nets.training import train
+from bilevel.spaces.activations import unit_inputs
+from bilevel.spaces.skips import CANDIDATES, SkipArchitecture, geometry, skip_space
 
 RESULTS = Path(__file__).parent / "results"
 BATCH, TRAVEL = 64, 6.0

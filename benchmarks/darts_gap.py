@@ -39,8 +39,8 @@ import optax
 
 import bilevel
 from bilevel import plots
-from bilevel.spaces.darts import PRIMITIVES, darts_space
 from bilevel.batches import minibatches
+from bilevel.spaces.darts import PRIMITIVES, darts_space
 
 RESULTS = Path(__file__).parent / "results"
 POOL = 1000  # validation images, and as many for the control

@@ -35,11 +35,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import scipy.stats
+from bilevel.cli.rows import draw_rows
 
 import bilevel
 from bilevel import data as datasets
 from bilevel import plots
-from bilevel.cli.rows import draw_rows
 from bilevel.discretize import condition_six
 from bilevel.protocols import LowerSolver
 from bilevel.spaces.activations import ACTIVATIONS, activation_space, unit_inputs

@@ -25,11 +25,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from bilevel.cli.rows import draw_rows
 
 import bilevel
 from bilevel import plots, spectral
 from bilevel.bounds import oymak_theorem4_as_printed
-from bilevel.cli.rows import draw_rows
 from bilevel.spaces.activations import activation_space, sign_labels, unit_inputs
 from bilevel.spaces.features import feature_space
 

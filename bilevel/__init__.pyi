@@ -5,14 +5,19 @@ from . import (
     bounds,
     checkpoint,
     data,
+    diagnostics,
     discretize,
+    judging,
     linear,
+    nets,
     plots,
     spaces,
     spectral,
+    strategies,
 )
 from ._hypergradient import HyperGradient, hypergradient
 from ._search import DescentState, NonFiniteError, SearchResult, descent, search
+from .batches import minibatches
 from .discretize import (
     argmax,
     condition_six,
@@ -55,6 +60,7 @@ __all__ = [
     "data",
     "dense",
     "descent",
+    "diagnostics",
     "discretize",
     "explain",
     "exponentiate",
@@ -62,9 +68,12 @@ __all__ = [
     "gram",
     "hypergradient",
     "implicit",
+    "judging",
     "lbfgs",
     "linear",
     "lipschitz",
+    "minibatches",
+    "nets",
     "neumann",
     "newton",
     "nystrom",
@@ -88,6 +97,7 @@ __all__ = [
     "spectral_estimator",
     "spectral_limits",
     "spectral_predict",
+    "strategies",
     "tangent",
     "top_k",
     "unrolled",

@@ -201,8 +201,8 @@ def samples(name, keys, *, train, valid, test):
         data = load(name)
         x = np.concatenate([data.x_train, data.x_test])
         y = np.concatenate([data.y_train, data.y_test])
-        sizes = train, valid, min(test, len(x) - train - valid)
-        return [[(x[r], y[r]) for r in split(key, y, sizes)] for key in keys]
+        three = train, valid, min(test, len(x) - train - valid)
+        return [[(x[r], y[r]) for r in split(key, y, three)] for key in keys]
     sizes = {"test_size": min(whole("test", test, 1), _TEST_ROWS.get(name, test))}
     if name == "cifar10":
         sizes["train_size"] = -(-(train + valid) // BATCH_ROWS) * BATCH_ROWS

@@ -25,7 +25,7 @@ Algorithms for NAS, ICLR 2021; Li & Talwalkar, Random Search and Reproducibility
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import chex
 import jax
@@ -43,8 +43,8 @@ from bilevel.solvers import one_step
 from bilevel.solvers import unrolled as unrolled_solver
 from bilevel.spaces.space import Space
 
-Rate = float | optax.Schedule
-Optimizer = optax.GradientTransformation
+Rate: TypeAlias = float | optax.Schedule
+Optimizer: TypeAlias = optax.GradientTransformation
 
 _NEVER_TRAINED = (
     "; its error has no estimate, since the shared weights are never trained to a minimum"
@@ -523,7 +523,7 @@ def _of_alpha(
     other: Callable[[Rate], Optimizer],
 ) -> Optimizer:
     """``alpha``, or where it is a rate, the strategy's own optimizers on the space's sets."""
-    if isinstance(alpha, Optimizer):
+    if isinstance(alpha, optax.GradientTransformation):
         return alpha
     sets = space.sets if isinstance(space, Space) else "simplex"
     return on_sets(sets, simplex=simplex(alpha), other=other(alpha))

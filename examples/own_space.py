@@ -1,4 +1,4 @@
-"""A search space of your own: which activation, and does the network look at rows or at columns?
+"""A search space of your own: an activation for rows, and one for columns of images.
 
     bilevel search-own --space own_space:looks --strategy gaea     # in this folder
 

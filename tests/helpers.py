@@ -76,6 +76,11 @@ def cast(tree, dtype):
     return jax.tree.map(lambda x: jnp.asarray(x, dtype), tree)
 
 
+def batch(*shape):
+    """Inputs of a ``shape``, of which a space's ``init`` looks at no more, and labels."""
+    return jnp.zeros(shape), jnp.zeros(shape[:1], int)
+
+
 def documented_keys():
     """Of ``result.json``, by the README's table."""
     text = (Path(__file__).parents[1] / "README.md").read_text()

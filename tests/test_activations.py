@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_close, finite_differences, flatten, tolerance
+from helpers import assert_close, batch, finite_differences, flatten, tolerance
 
 import bilevel
 import ntk
@@ -64,7 +64,7 @@ def test_curvatures_are_the_largest_eigenvalues_of_the_linearised_lower_loss():
     space = activation_space(["relu", "sigmoid"], width=8, classes=3)
     (x, _), _ = digits(3)
     x = x[:20, :12]
-    w = space.init(jax.random.key(1), 12)
+    w = space.init(jax.random.key(1), batch(1, 12))
     for alpha, curvature in zip(jnp.eye(2), space.curvatures(w, x), strict=True):
         jacobian = jax.jacobian(lambda w, a=alpha: space.apply(w, a, x))(w).reshape(60, -1)
         largest = np.linalg.eigvalsh(np.asarray(jacobian @ jacobian.T))[-1]
@@ -77,7 +77,7 @@ def test_fifty_steps_nearly_interpolate_for_every_alpha(mixture):
     """The regime the papers study; on the labels' own scale, at most 10 % of the squared loss."""
     space = activation_space(NAMES, width=512, classes=10)
     train, _ = digits(10)
-    w = space.init(jax.random.key(0), train[0].shape[1])
+    w = space.init(jax.random.key(0), train)
     curvatures = space.curvatures(w, train[0])
     solver = space.solver(curvatures)
     h = len(NAMES)
@@ -105,7 +105,7 @@ def test_the_search_hypergradient_is_the_derivative_of_the_whole_training(outer,
     space = activation_space(["sigmoid", "tanh", "swish"], width=16, classes=classes, outer=outer)
     (x, y), (xv, yv) = digits(classes)
     train, valid = (x[:30], y[:30]), (xv[:30], yv[:30])
-    w = space.init(jax.random.key(2), x.shape[1])
+    w = space.init(jax.random.key(2), (x, y))
     solver = space.solver(space.curvatures(w, train[0]), steps=6)
     fn = jax.jit(bilevel.hypergradient(space.problem, solver, diagnostics=False))
     alpha = jnp.array([0.2, 0.3, 0.5])
@@ -118,7 +118,7 @@ def test_the_search_hypergradient_is_the_derivative_of_the_whole_training(outer,
 def test_a_restarted_search_does_not_depend_on_its_path():
     space = activation_space(["relu", "tanh"], width=16)
     (x, y), _ = digits(2)
-    w = space.init(jax.random.key(0), x.shape[1])
+    w = space.init(jax.random.key(0), (x, y))
     solver = space.solver(space.curvatures(w, x), steps=3)
     alpha, state = jnp.array([0.5, 0.5]), solver.init(w)
     run = jax.jit(functools.partial(solver.run, space.problem.lower))
@@ -174,7 +174,7 @@ def test_the_infinite_network_is_ridge_on_the_gradients_of_a_wide_one():
     """Truth: primal ridge on the tangent features of a finite network, error 1 / sqrt(width)."""
     width, rows = 2**11, 8
     wide = activation_space(KERNEL_NAMES, width=width)
-    w = wide.init(jax.random.key(0), 64)
+    w = wide.init(jax.random.key(0), batch(1, 64))
 
     @jax.jit
     def features(alpha, x):
@@ -247,7 +247,7 @@ def test_a_kernel_search_finds_a_better_mixture_and_penalty_under_jit():
     simplex = optax.chain(bilevel.tangent(), optax.adam(0.2), bilevel.exponentiate())
     labels = {"mixture": "mixture", "log_penalty": "log_penalty"}
     optimizer = optax.partition({"mixture": simplex, "log_penalty": optax.adam(0.2)}, labels)
-    alpha, w = space.init(train[1])
+    alpha, w = space.start(), space.init(jax.random.key(0), train)
 
     @jax.jit
     def run(alpha):

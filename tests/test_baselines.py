@@ -16,8 +16,8 @@ import pytest
 from helpers import no_room
 
 import bilevel
-from bilevel import baselines
-from bilevel.baselines import Evaluation, Selection, Shared, _journal
+from bilevel import baselines, journal
+from bilevel.baselines import Evaluation, Selection, Shared
 
 KEY = jax.random.key(3)
 SHARING = [
@@ -581,9 +581,9 @@ def test_lines_that_found_no_room_are_written_once_there_is_some(tmp_path, monke
     whole = run(journal=path)
     left_alone = path.read_bytes().splitlines()
     path.unlink()
-    written = _journal._write
+    written = journal._write
     full = iter([True, True, True, False])
-    monkeypatch.setattr(_journal, "_write", lambda *a: not next(full, False) and written(*a))
+    monkeypatch.setattr(journal, "_write", lambda *a: not next(full, False) and written(*a))
     assert_identical(whole._replace(seconds=None), run(journal=path)._replace(seconds=None))
     lines = path.read_bytes().splitlines()
     assert lines[0] == left_alone[0] and len(lines) == len(left_alone)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import documented_keys
+from helpers import batch, documented_keys
 
 import bilevel
 from bilevel import _progress
@@ -102,25 +102,25 @@ def test_search_ends_in_a_table_and_a_run_directory(tmp_path, capsys, bars):
     assert alpha.shape == (2, 2)
     np.testing.assert_allclose(alpha.sum(1), 1, rtol=1e-5)
     # The table's search row is the network retrained at this alpha, better than chance on digits.
-    assert np.mean(result["scores"]["search"]["test error"]) < 0.8
+    assert np.mean(result["scores"]["search"]["test_error"]) < 0.8
     assert "λ_min ≥" in printed
     argmax = result["argmax"]
     assert argmax["choice"] == [result["names"][i] for i in alpha.argmax(1)]
-    assert argmax["condition 6"] == [1, 1]  # of two activations, always
+    assert argmax["condition_six"] == [1, 1]  # of two activations, always
     # By the table's own rows: yes where no other is better by the validation rows of either.
     for s, choice in enumerate(argmax["choice"]):
         other = next(name for name in result["names"] if name != choice)
         for by in ("loss", "error"):
-            alone = {n: result["scores"][n][f"validation {by}"][s] for n in (choice, other)}
+            alone = {n: result["scores"][n][f"valid_{by}"][s] for n in (choice, other)}
             np.testing.assert_allclose(
                 argmax["by"][by]["alone"][s], [alone[n] for n in result["names"]], rtol=1e-5
             )
             if alone[choice] <= alone[other]:
-                assert argmax["by"][by]["as good"][s] and argmax["by"][by]["rank"][s] == 1
+                assert argmax["by"][by]["as_good"][s] and argmax["by"][by]["rank"][s] == 1
     yes = sum(argmax["discretise"])
     assert f"argmax: discretise in {yes} of 2 seeds" in printed.replace("\n", " ")
     for scores in result["scores"].values():
-        value, bound = scores["min eigenvalue"], scores["certified min eigenvalue"]
+        value, bound = scores["min_eigenvalue"], scores["certified_min_eigenvalue"]
         assert len(value) == 2
         np.testing.assert_array_less(bound, value)
         np.testing.assert_allclose(bound, value, rtol=1e-6)
@@ -168,14 +168,14 @@ def test_eigenvalues_are_of_float64_without_a_warning_where_the_rest_is_float32(
     ],
 )
 def test_the_verdict_on_the_argmax_is_one_sentence(as_good, verdict):
-    by_loss = {"as good": [as_good[0]], "rank": [3], "best": ["swish"]}
-    by_error = {"as good": [as_good[1]], "rank": [2], "best": ["relu"]}
+    by_loss = {"as_good": [as_good[0]], "rank": [3], "best": ["swish"]}
+    by_error = {"as_good": [as_good[1]], "rank": [2], "best": ["relu"]}
     by_error |= {"alone": [[0.027, 0.035, 0.026]], "mixture": [0.025]}
     found = {
         "choice": ["sigmoid"],
         "discretise": [all(as_good)],
         "by": {"loss": by_loss, "error": by_error},
-        "validation rows": 300,
+        "valid_rows": 300,
     }
     names = ["relu", "sigmoid", "swish"]
     assert sentence({"argmax": found, "names": names, "config": {"outer": "hinge"}}) == verdict
@@ -185,7 +185,7 @@ def test_small_outputs_that_are_wrong_are_not_to_be_trusted():
     """Their squared loss is below that of large right ones: at the shared weights they won."""
     space = activation_space(["relu", "sigmoid", "tanh"], width=16, outer="hinge")
     keys = jax.random.split(jax.random.key(0), 2)
-    w = 8 * space.init(keys[0], 5)[None]
+    w = 8 * space.init(keys[0], batch(1, 5))[None]
     x = unit_inputs(jax.random.normal(keys[1], (200, 5)))[None]
     alone = [(w, jnp.eye(3)[i][None]) for i in range(3)]
     y = jnp.sign(space.apply(w[0], jnp.eye(3)[0], x[0]))[None]  # ReLU is right, sigmoid small
@@ -251,19 +251,19 @@ def test_certify_prints_a_bracket_and_leaves_it_with_the_spectra(tmp_path, capsy
     assert simplex["converged"]
     assert 0 < simplex["lower"] <= simplex["upper"] <= 1.001 * simplex["lower"]
     for kernel in kernels.values():
-        assert simplex["lower"] <= kernel["min eigenvalue"]
-        assert kernel["certified min eigenvalue"] <= kernel["min eigenvalue"]
+        assert simplex["lower"] <= kernel["min_eigenvalue"]
+        assert kernel["certified_min_eigenvalue"] <= kernel["min_eigenvalue"]
     arrays = loaded(tmp_path / "run" / "arrays.npz")
     for name, kernel in kernels.items():
         spectrum = arrays[f"spectrum {name}"]
         assert spectrum.shape == (40,)
         np.testing.assert_allclose(
-            spectrum[[0, -1]], [kernel[f"{m} eigenvalue"] for m in ("min", "max")]
+            spectrum[[0, -1]], [kernel[f"{m}_eigenvalue"] for m in ("min", "max")]
         )
     # Truth: the kernel of the mixture, computed by the recursion for networks instead of by pairs.
     for name in ("relu", "worst mixture"):
         value, *_ = min_eigenvalue(arrays["x"], tuple(result["names"]), kernels[name]["alpha"])
-        np.testing.assert_allclose(value, kernels[name]["min eigenvalue"], rtol=1e-9)
+        np.testing.assert_allclose(value, kernels[name]["min_eigenvalue"], rtol=1e-9)
     assert (tmp_path / "run" / "spectrum.png").stat().st_size > 10_000
 
 
@@ -283,7 +283,7 @@ def test_a_run_says_how_it_was_made_and_its_config_gives_it_again(tmp_path, caps
     assert main(["certify", "--config", config, "--out", second, "--quiet"]) == 0
     assert capsys.readouterr() == ("", "")
     again = json.loads((tmp_path / "second" / "result.json").read_text())
-    for name in ("kernels", "simplex", "names", "entry error"):
+    for name in ("kernels", "simplex", "names", "entry_error"):
         assert again[name] == result[name]
     assert main(["certify", "--config", config, "--rows", "1", "--quiet"]) == 2
     assert capsys.readouterr() == ("", "bilevel: rows: expected at least 2, got 1.\n")

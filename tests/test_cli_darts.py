@@ -1,4 +1,4 @@
-"""``bilevel search --space darts``: search, discretize, train from scratch, go on after a crash."""
+"""``bilevel search-darts``: search, discretize, train from scratch, go on after a crash."""
 
 import json
 import shutil
@@ -8,7 +8,8 @@ import pytest
 from helpers import documented_keys
 
 from bilevel import checkpoint
-from bilevel.cli import convolutional, main
+from bilevel.cli import main
+from bilevel.nets import training
 from bilevel.spaces.darts import parse_genotype
 
 # Without a convolution on the edges: they are what takes long to compile.
@@ -20,7 +21,7 @@ SMALL = (
 
 
 def search(folder, *flags):
-    return main(["search", "--space", "darts", "--out", str(folder), *SMALL, *flags])
+    return main(["search-darts", "--out", str(folder), *SMALL, *flags])
 
 
 def test_a_run_that_crashed_in_training_ends_as_one_that_did_not(tmp_path, capsys, monkeypatch):
@@ -37,27 +38,30 @@ def test_a_run_that_crashed_in_training_ends_as_one_that_did_not(tmp_path, capsy
             raise PowerCutError
 
     with monkeypatch.context() as patch:
-        patch.setattr(convolutional, "_SAVE_SECONDS", 0.0)
+        patch.setattr(training, "_SAVE_SECONDS", 0.0)
         patch.setattr(checkpoint, "save", save_and_fail)
         with pytest.raises(PowerCutError):
             search(run, *flags)
-    done = (run / "networks.json").read_text()
-    assert len(json.loads(done)) == 1
+    done = (run / "networks.jsonl").read_text()
+    assert done.count("\n") == 2  # a header, and the first network
     assert search(run, *flags, "--resume") == 0
     resumed = json.loads((run / "result.json").read_text())
     # The same again, with the second network's checkpoint gone: trained in one go.
-    (run / "networks.json").write_text(done)
+    (run / "networks.jsonl").write_text(done)
     shutil.rmtree(run / "networks" / "1")
     capsys.readouterr()
     assert search(run, *flags, "--resume") == 0
     result = json.loads((run / "result.json").read_text())
-    for name in ("alpha", "genotypes", "scores"):
+    for name in ("alpha", "architectures"):
         assert result[name] == resumed[name]
+    for name, row in result["scores"].items():
+        for column in set(row) - {"seconds"}:
+            assert row[column] == resumed["scores"][name][column]
 
     printed = capsys.readouterr().out
     for text in ("search", "random", "supernet", "found: Genotype(normal=[(", "Hessian"):
         assert text in printed
-    found = parse_genotype(result["genotypes"][0])
+    found = parse_genotype(result["architectures"][0])
     assert set(result) <= documented_keys()
     scores = result["scores"]
     assert list(scores) == ["search", "random", "supernet"]
@@ -69,27 +73,6 @@ def test_a_run_that_crashed_in_training_ends_as_one_that_did_not(tmp_path, capsy
         np.testing.assert_allclose(arrays["alpha_reduce_0"].sum(-1), 1, atol=1e-5)
     for picture in ("search.png", "genotype.png"):
         assert (run / picture).stat().st_size > 10_000
-
-
-@pytest.mark.parametrize("rows", [(5, 7, 4), (20, 9, 30)])
-def test_means_over_batches_are_means_over_rows(rows):
-    parts = [(np.random.default_rng(n).normal(size=(n, 2)), np.arange(n)) for n in rows]
-    batches = convolutional.in_batches(parts, 8)
-    means = convolutional.over_batches(lambda w, alpha, batch: (batch[0] * w).mean() + alpha)(
-        2.0, 1.0, batches
-    )
-    # The last batch of a part holds some rows of the one before it, when 8 does not divide it.
-    expected = []
-    for x, _ in parts:
-        size = min(8, *rows)
-        starts = [min(s, len(x) - size) for s in range(0, len(x), size)]
-        new = np.diff([-size, *starts])
-        of_batches = [2 * x[s : s + size].mean() + 1 for s in starts]
-        expected.append(np.dot(of_batches, new) / len(x))
-    np.testing.assert_allclose(means, expected, rtol=1e-5)
-    if rows == (5, 7, 4):
-        sizes = [np.count_nonzero(row) for row in np.asarray(batches.weights)]
-        assert sizes == [2, 2, 1]
 
 
 def test_mistakes_are_one_sentence_and_leave_no_run_directory(tmp_path, capsys):

@@ -21,6 +21,7 @@ import hypothesis
 import hypothesis.strategies as st
 import jax
 import pytest
+from helpers import batch
 
 from bilevel.cli import (
     commands,
@@ -31,22 +32,23 @@ from bilevel.cli import (
     memory,
     parse,
     report,
-    rows,
     runs,
 )
+from bilevel.data import load
+from bilevel.judging.verdicts import BASELINES
 from bilevel.spaces import darts, nasbench201
 from bilevel.spaces.activations import ACTIVATIONS
 from bilevel.spaces.darts import darts_space
 from bilevel.spaces.nasbench201 import nasbench201_space
-from bilevel.judging.verdicts import BASELINES
 from bilevel.spaces.nasbench201.scoring import SCORES
 from bilevel.spaces.skips import CANDIDATES
 
 COMMANDS = {
     "search": ["search"],
-    "skips": ["search", "--space", "skips"],
-    "darts": ["search", "--space", "darts"],
-    "nasbench201": ["search", "--space", "nasbench201"],
+    "skips": ["search-skips"],
+    "darts": ["search-darts"],
+    "nasbench201": ["search-nasbench201"],
+    "own": ["search-own", "--space", "own_space:looks"],
     "certify": ["certify"],
     "baseline": ["baseline"],
     "rank": ["rank"],
@@ -62,8 +64,9 @@ UGLY = (
 
 
 @pytest.fixture(autouse=True)
-def eight_gigabytes(monkeypatch):
+def eight_gigabytes_and_the_examples(monkeypatch):
     monkeypatch.setattr(memory, "available", lambda: 8 * 10**9)
+    monkeypatch.syspath_prepend(pathlib.Path(__file__).parents[1] / "examples")
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +109,7 @@ def test_a_flag_is_refused_in_a_sentence_that_names_it_or_may_be_used(defaults, 
         sentence = str(error)
         assert sentence.count("\n") == 0 and sentence.endswith(".") and len(sentence) < 500
         # With the flags that it depends on: more rows leave fewer, smaller sets make batches large.
-        rest = {"train": "valid batch_size", "valid": "batch_size", "train_size": "batch_size"}
+        rest = {"train": "valid batch_size", "valid": "batch_size", "rows": ""}
         rest |= {"pool": "k", "k": "networks", "scores": "aggregate", "data": "train valid rows"}
         named = sentence.split(":")[0].split(", ")
         assert {name, *rest.get(name, "").split()} & set(named)
@@ -137,9 +140,9 @@ def test_what_is_no_value_at_all_is_one_sentence_on_standard_error(defaults, com
     [
         ("search --inner-steps 0", "inner_steps: expected at least 1, got 0."),
         ("search --train 0", "train: expected at least 2, got 0."),
-        ("search --learning-rate inf", "learning_rate: expected at most 1e+06, got inf."),
-        ("search --learning-rate -1", "learning_rate: expected a positive number, got -1.0."),
-        ("search --learning-rate nan", "learning_rate: expected a positive number, got nan."),
+        ("search --alpha-rate inf", "alpha_rate: expected at most 1e+06, got inf."),
+        ("search --alpha-rate -1", "alpha_rate: expected a positive number, got -1.0."),
+        ("search --alpha-rate nan", "alpha_rate: expected a positive number, got nan."),
         ("search --activations relu relu", "activations: expected different names, got relu relu."),
         (f"search --steps {10**30}", "steps: expected at most 100000000, got about 10^30."),
         ("search --valid 1496", "valid: expected at most 1495 of the rows of digits, got 1496."),
@@ -157,7 +160,7 @@ def test_what_is_no_value_at_all_is_one_sentence_on_standard_error(defaults, com
             "1000000000000, which take at least 44,000.0 GB.",
         ),
         ("search --data mnist --train 30000", "train: expected sizes that fit in the 8.0 GB"),
-        ("search --space darts --channels 1000000", "cells, channels: expected sizes that fit"),
+        ("search-darts --channels 1000000", "cells, channels: expected sizes that fit"),
     ],
 )
 def test_no_mistake_leaves_a_directory(tmp_path, monkeypatch, capsys, line, sentence):
@@ -233,7 +236,6 @@ def test_ctrl_c_is_one_sentence_and_exits_with_130(command, tmp_path, monkeypatc
 
     monkeypatch.setattr("bilevel.data.load", interrupted)
     line = [*COMMANDS[command], "--out", str(run), "--progress", "True"]
-    line = line[:-2] if command == "certify" else line
     assert main([*line, "--quiet"]) == 130
     assert capsys.readouterr() == (
         "",
@@ -274,7 +276,7 @@ def test_ctrl_c_during_a_garbage_collection_is_not_lost(capfd):
 
 
 def weights(space, shape):
-    w = jax.eval_shape(lambda key: space.init(key, shape), jax.random.key(0))
+    w = jax.eval_shape(space.init, jax.random.key(0), batch(1, *shape))
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(w))
 
 
@@ -290,7 +292,7 @@ def test_estimates_of_memory_are_below_what_is_needed_and_near(defaults, space, 
 
 
 def test_what_is_known_of_a_dataset_is_so():
-    data = rows.load("digits", 100, 100, 100)
+    data = load("digits")
     assert known.ROWS["digits"] == (len(data.x_train) + len(data.x_test), 0)
     assert known.SHAPES["digits"] == (*data.x_train.shape[1:], 1)
     assert len(data.classes) == known.CLASSES
@@ -377,7 +379,7 @@ def test_a_config_gives_the_flags_and_the_line_wins(defaults, command, tmp_path)
         ('{"activations": "relu"}', "certify", "config: activations in 'FILE': expected names,"),
         ('{"depth": 4}', "search", "config: expected the flags of a run of this command and space"),
         ("[]", "search", "config: expected the flags of a run in 'FILE', as a JSON object, got a"),
-        ("{}", "search --space skips --quick", "config: expected no --quick beside it, got both."),
+        ("{}", "search-skips --quick", "config: expected no --quick beside it, got both."),
     ],
 )
 def test_a_config_that_is_not_the_commands_is_refused(

@@ -1,4 +1,4 @@
-"""``bilevel search --space nasbench201``: search, look up, go on after an interruption."""
+"""``bilevel search-nasbench201``: search, look up, go on after an interruption."""
 
 import json
 import types
@@ -8,12 +8,10 @@ import pytest
 from helpers import documented_keys
 
 from bilevel.cli import main
-from bilevel.cli.nasbench201 import (
-    NasBench201Search,
-    _looked_up,
-    _networks_of_the_same_cost,
-)
-from bilevel.spaces.nasbench201 import encode, genotypes, parse_genotype, table
+from bilevel.cli.nasbench201 import cost_in_networks, looked_up
+from bilevel.diagnostics import tangent
+from bilevel.judging import table
+from bilevel.spaces.nasbench201 import PRIMITIVES, encode, genotypes, parse_genotype
 
 # Without a convolution on the edges: they are what takes long to compile.
 SMALL = (
@@ -24,7 +22,7 @@ SMALL = (
 
 
 def search(folder, *flags):
-    return main(["search", "--space", "nasbench201", "--out", str(folder), *SMALL, *flags])
+    return main(["search-nasbench201", "--out", str(folder), *SMALL, *flags])
 
 
 @pytest.fixture
@@ -40,10 +38,10 @@ def known(monkeypatch):
 def test_a_search_ends_in_a_table_and_its_files(tmp_path, capsys, monkeypatch, known):
     run = tmp_path / "run"
 
-    def curvature(loss, tangent):  # the real one is tested on its own, and takes long to compile
-        return lambda w, alpha, batch: float(abs(tangent(alpha).sum(-1)).max())
+    def curvature(loss, sets):  # the real one is tested on its own, and takes long to compile
+        return lambda w, alpha, batch: float(abs(tangent(sets, alpha).sum(-1)).max())
 
-    monkeypatch.setattr("bilevel.cli.deep.top_curvature", curvature)
+    monkeypatch.setattr("bilevel.diagnostics.alpha_curvature", curvature)
     assert search(run, "--seeds", "2", "--strategy", "random") == 0
     result = json.loads((run / "result.json").read_text())
     assert set(result) <= documented_keys()
@@ -51,7 +49,9 @@ def test_a_search_ends_in_a_table_and_its_files(tmp_path, capsys, monkeypatch, k
     best = "best of 3 random"  # 4 x 40 / 50; without convolutions all networks cost the same
     for text in ("CIFAR-100", best, "seed 1: |", "entropy", "Hessian", "the search saw digits"):
         assert text in printed
-    for seed, (alpha, text) in enumerate(zip(result["alpha"], result["genotypes"], strict=True)):
+    for seed, (alpha, text) in enumerate(
+        zip(result["alpha"], result["architectures"], strict=True)
+    ):
         found = parse_genotype(text)
         names = np.array(result["names"])
         assert found.operations == tuple(names[np.argmax(alpha, axis=1)])
@@ -62,7 +62,8 @@ def test_a_search_ends_in_a_table_and_its_files(tmp_path, capsys, monkeypatch, k
             test = known.accuracy[f"{name}-test"]
             assert scores["accuracy"][seed] == test[row]
             assert scores["rank"][seed] == 1 + (test > test[row]).sum()
-    assert all(0 < np.mean(errors) < 1 for errors in result["supernet"].values())
+    supernet = result["scores"]["supernet"]
+    assert all(0 < np.mean(errors) < 1 for errors in supernet.values()) and len(supernet) == 3
     with np.load(run / "arrays.npz", allow_pickle=False) as arrays:
         # Weight sharing leaves alpha at the start, and then chooses a corner.
         np.testing.assert_allclose(arrays["history_alpha_1"], np.full((4, 6, 3), 1 / 3), rtol=1e-6)
@@ -77,14 +78,14 @@ def test_an_interrupted_search_says_how_to_go_on_and_goes_on_there(
     """With a search that stops where it starts; the real one's resumption is bilevel.search's."""
     run, seen = tmp_path / "run", []
 
-    def stopping_in_the_second_seed(config, *parts, label):
-        seen.append((config.resume, parts[-1].relative_to(run).as_posix(), label))
-        parts[-1].mkdir(parents=True, exist_ok=True)
-        (parts[-1] / "step").write_text("something to go on from")
+    def stopping_in_the_second_seed(where, space, search, alpha, w, train, valid, key, place, name):
+        seen.append((where.resume, place.relative_to(run).as_posix(), name))
+        place.mkdir(parents=True, exist_ok=True)
+        (place / "step").write_text("something to go on from")
         stopped = len(seen) % 2 == 0 and "interrupted after step 2"
-        return types.SimpleNamespace(stopped=stopped, alpha=None)
+        return types.SimpleNamespace(stopped=stopped, alpha=None, w=None, history={})
 
-    monkeypatch.setattr("bilevel.cli.deep.run", stopping_in_the_second_seed)
+    monkeypatch.setattr("bilevel.cli.deep.searched", stopping_in_the_second_seed)
     for flags in ((), ("--resume",)):
         assert search(run, "--seeds", "2", *flags) == 130
         kept = "searches are kept as far as they came; go on with --resume --out"
@@ -102,25 +103,22 @@ def test_random_networks_and_the_optimum_have_the_operations_searched(known):
     names = ("none", "avg_pool_3x3")
     some = [i for i, g in enumerate(genotypes()) if set(g.operations) <= set(names)]
     assert len(some) == 64
-    found = _looked_up(known, [genotypes()[some[5]]], names, 64)
+    found = looked_up(known, [genotypes()[some[5]]], names, 64)
     by = known.accuracy["cifar10-valid"][some]
     for name, scores in found.items():
         test = known.accuracy[f"{name}-test"][some]
         np.testing.assert_allclose(scores["random"], test.mean())
         assert scores["optimum"] == test.max()
         # All of them drawn: the best by CIFAR-10 validation, the mean of those if several are.
-        np.testing.assert_allclose(scores["best of 64 random"], test[by == by.max()].mean())
-    assert not any("best" in key for key in _looked_up(known, [], names, 1)["cifar10"])
+        np.testing.assert_allclose(scores["best_of_random"], test[by == by.max()].mean())
+    assert not any("best" in key for key in looked_up(known, [], names, 1)["cifar10"])
 
 
 def test_the_cost_of_a_search_is_counted_in_networks():
     """By hand: multiply-adds are 7,783,040 + 35,389,440 n_3 + 3,932,160 n_1 an image."""
-    config = NasBench201Search(steps=100, batch_size=50, train=1000, epochs=2)
     supernet = 7_783_040 + 6 * (35_389_440 + 3_932_160)
     network = 7_783_040 + 6 / 5 * (35_389_440 + 3_932_160)  # each operation on a fifth of the edges
-    gradients = 2 * 100 * 50  # of rows, for weights and for alpha
-    expected = gradients * supernet / (2 * 1000 * network)
-    np.testing.assert_allclose(_networks_of_the_same_cost(config), expected)
+    np.testing.assert_allclose(cost_in_networks(PRIMITIVES, 5, 16), supernet / network)
 
 
 def test_mistakes_are_one_sentence_and_leave_no_run_directory(tmp_path, capsys, known):
@@ -149,7 +147,7 @@ def test_with_a_damaged_table_nothing_is_searched(tmp_path, capsys, monkeypatch)
     file.parent.mkdir(parents=True)
     file.write_text("arch_str\n")
     monkeypatch.setenv("BILEVEL_DATA", str(tmp_path / "data"))
-    monkeypatch.setattr("bilevel.cli.deep.run", None)
+    monkeypatch.setattr("bilevel.cli.deep.searched", None)
     assert search(tmp_path / "run") == 2
     error = capsys.readouterr().err
     assert error.startswith(f"bilevel: {file}: expected a column index, got none")

@@ -13,7 +13,7 @@ from bilevel.cli import main, rank
 SMALL = (
     *("rank", "--data", "digits", "--networks", "12", "--scores", "naswot", "l2_norm"),
     *("--k", "3", "--pool", "8", "--batch-size", "8", "--cells", "1", "--channels", "2"),
-    *("--train-size", "32", "--test-size", "40", "--progress", "False"),
+    *("--train", "32", "--test", "40", "--progress", "False"),
 )
 
 
@@ -68,7 +68,7 @@ def test_the_chosen_network_is_trained(tmp_path, capsys):
     run = [*SMALL, "--no-judged", "--epochs", "2", "--out", str(tmp_path / "run")]
     assert main(run) == 0
     chosen = json.loads((tmp_path / "run" / "result.json").read_text())["chosen"]
-    assert chosen["score"] == "naswot" and 0 <= chosen["test error"] <= 100
+    assert chosen["score"] == "naswot" and 0 <= chosen["test_error"] <= 1
     assert chosen["genotype"] in capsys.readouterr().out.replace("\n", "")
 
 

@@ -5,31 +5,30 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_close
+from helpers import assert_close, batch
 
 import bilevel
+from bilevel.nets.images import crop_and_flip, cutout
+from bilevel.nets.layers import Standardize, initial
+from bilevel.nets.training import from_scratch
 from bilevel.spaces.darts import (
     DARTS_V1,
     DARTS_V2,
     EDGES,
     PRIMITIVES,
     Genotype,
-    crop_and_flip,
-    cutout,
     darts_network,
     darts_space,
     draw_corner,
-    draw_genotype,
     genotype,
     one_hot,
-    parameter_count,
     parse_genotype,
-    training,
+    plot_genotype,
+    weight_count,
 )
 from bilevel.spaces.darts.network import Cell
 from bilevel.spaces.darts.operations import operation
 from bilevel.spaces.darts.supernet import MixedCell
-from bilevel.nets.layers import Standardize, initial
 
 KEY = jax.random.key(0)
 
@@ -188,20 +187,20 @@ def supernet_size(cells, channels, classes):
     return total + (last + 1) * classes
 
 
-def test_published_parameter_counts():
+def test_published_weight_counts():
     """The reference prints 1.930618 MB when it searches and 3.349342 MB for DARTS_V2.
 
     The auxiliary head on 576 channels: two convolutions, two norms, a classifier.
     """
     assert supernet_size(8, 16, 10) == 1_930_618
     space, network = darts_space(cells=3, channels=4), darts_network(DARTS_V2)
-    w = jax.eval_shape(lambda key: space.init(key, (32, 32, 3)), KEY)
-    assert parameter_count(w) == supernet_size(3, 4, 10)
+    w = jax.eval_shape(lambda key: space.init(key, batch(1, 32, 32, 3)), KEY)
+    assert weight_count(w) == supernet_size(3, 4, 10)
     w, _ = jax.eval_shape(lambda key: network.init(key, (32, 32, 3)), KEY)
-    assert parameter_count(w) == 3_349_342
+    assert weight_count(w) == 3_349_342
     everything = sum(leaf.size for leaf in jax.tree.leaves(w))
     head = 576 * 128 + 2 * 128 + 2 * 2 * 128 * 768 + 2 * 768 + 769 * 10
-    assert everything - parameter_count(w) == head
+    assert everything - weight_count(w) == head
 
 
 def test_the_supernet_is_the_same_without_remat_and_close_in_bfloat16():
@@ -211,7 +210,7 @@ def test_the_supernet_is_the_same_without_remat_and_close_in_bfloat16():
         darts_space(("none", "skip_connect"), **options, **more)
         for more in ({}, {"remat": False}, {"dtype": jnp.bfloat16})
     )
-    w, alpha = plain.init(KEY, (8, 8, 1)), plain.start()
+    w, alpha = plain.init(KEY, batch(1, 8, 8, 1)), plain.start()
     assert jax.tree.leaves(w)[0].dtype == jnp.float32
 
     def gradients(space):
@@ -273,7 +272,7 @@ def test_hypergradients_of_the_supernet_are_finite_differences():
     if jnp.zeros(()).dtype != jnp.float64:
         pytest.skip("finite differences want float64")
     space = darts_space(("none", "skip_connect", "max_pool_3x3"), classes=3, cells=1, channels=2)
-    w = jax.tree.map(lambda a: a.astype(float), space.init(KEY, (4, 4, 1)))
+    w = jax.tree.map(lambda a: a.astype(float), space.init(KEY, batch(1, 4, 4, 1)))
     x, labels = jnp.asarray(normal(2, 6, 4, 4, 1)), jnp.arange(6) % 3
     alpha = {"normal": jnp.zeros((14, 3)), "reduce": jnp.asarray(normal(14, 3, seed=3)) ** 2}
     solver = bilevel.one_step(0.1)
@@ -313,7 +312,7 @@ def test_genotypes_are_read_back_from_their_text_and_nothing_else_is_run():
 
 def test_a_drawn_genotype_has_an_arrow_for_each_edge():
     pytest.importorskip("matplotlib").use("agg")
-    axes = draw_genotype(DARTS_V1)
+    axes = plot_genotype(DARTS_V1)
     for ax in axes:
         arrows = [text for text in ax.texts if getattr(text, "arrow_patch", None)]
         assert len(arrows) == 8 + 4  # two edges into each node, and each node to the output
@@ -361,7 +360,7 @@ def test_the_network_trains_on_batch_statistics_and_predicts_with_running_averag
 def test_an_epoch_is_each_row_once_by_the_optimizer():
     """With a step size of 0 the mean loss is that of the batches; weights stay, averages move."""
     network = darts_network(SKIPS, classes=3, cells=1, channels=2, auxiliary=False)
-    init, epoch = training(network, optax.sgd(0.0), batch_size=6)
+    init, epoch = from_scratch(network, optax.sgd(0.0), batch_size=6)
     state = init(KEY, (4, 4, 1))
     x, labels = jnp.asarray(normal(6, 4, 4, 1), jnp.float32), jnp.array([0, 1, 2] * 2)
     after, loss = jax.jit(epoch)(KEY, state, (x, labels))
@@ -370,7 +369,7 @@ def test_an_epoch_is_each_row_once_by_the_optimizer():
     assert_close(after.averages, averages, f64=1e-5)
     jax.tree.map(np.testing.assert_array_equal, after.w, state.w)
     with pytest.raises(ValueError, match="batch_size: expected 1 to the 6 rows of the data, got 7"):
-        training(network, optax.sgd(0.1), batch_size=7)[1](KEY, state, (x, labels))
+        from_scratch(network, optax.sgd(0.1), batch_size=7)[1](KEY, state, (x, labels))
 
 
 def test_crops_are_the_image_moved_and_mirrored():
@@ -403,7 +402,10 @@ def test_cutout_is_one_square_cut_off_at_the_borders():
         (lambda: darts_space(["skip_connect"] * 2), "operations: expected distinct"),
         (lambda: darts_space(classes=1), "classes: expected at least 2, got 1"),
         (lambda: darts_network(DARTS_V1, classes=1), "classes: expected at least 2, got 1"),
-        (lambda: darts_space().init(KEY, (3, 32, 3)), "of at least 4 x 4 pixels for 8 cells"),
+        (
+            lambda: darts_space().init(KEY, batch(1, 3, 32, 3)),
+            "of at least 4 x 4 pixels for 8 cells",
+        ),
         (
             lambda: darts_space().apply({}, {}, jnp.zeros((5, 32, 32))),
             r"x: expected images \[n, h, w, c\]",

@@ -45,7 +45,7 @@ def space_of(h, outer="squared"):
 
 
 def hypergradient(space, solver, alpha, train, valid, **options):
-    _, w = space.init(*train)
+    w = space.init(jax.random.key(0), train)
     return jax.jit(bilevel.hypergradient(space.problem, solver, **options))(alpha, w, train, valid)
 
 
@@ -134,7 +134,7 @@ def test_the_hypergradient_is_that_of_the_refitted_validation_loss(classes, oute
     if outer == "hinge" and not jax.config.jax_enable_x64:
         pytest.skip("a difference in float32 needs a step so wide that it straddles the kinks")
     space, train, valid = fourier_search(classes, outer)
-    alpha, w = space.init(*train)
+    alpha, w = space.start(), space.init(jax.random.key(0), train)
     fn = jax.jit(bilevel.hypergradient(space.problem, space.solver, diagnostics=False))
     truth = finite_differences(lambda alpha: fn(alpha, w, train, valid).value, alpha)
     assert_close(fn(alpha, w, train, valid).grad, truth, f64=1e-7, f32=3e-2)
@@ -143,7 +143,7 @@ def test_the_hypergradient_is_that_of_the_refitted_validation_loss(classes, oute
 def test_classes_are_ridge_regressions_of_their_own():
     """Truth: numpy's normal equations, one class at a time."""
     space, (blocks, y), _ = fourier_search(10, "squared")
-    alpha, start = space.init(blocks, y)
+    alpha, start = space.start(), space.init(jax.random.key(0), (blocks, y))
     w, _ = space.solver.run(space.problem.lower, alpha, start, (), (blocks, y))
     phi = np.mean(np.asarray(blocks, float), axis=0)
     matrix = phi.T @ phi + 0.1 * np.eye(phi.shape[1])
@@ -160,7 +160,7 @@ def test_a_search_finds_the_informative_map(classes, outer):
     simplex = optax.chain(bilevel.tangent(), optax.adam(0.3), bilevel.exponentiate())
     geometry = {"mixture": simplex, "log_penalty": optax.adam(0.3)}
     optimizer = optax.partition(geometry, {name: name for name in geometry})
-    start, w = space.init(*train)
+    start, w = space.start(), space.init(jax.random.key(0), train)
     found = bilevel.search(space.problem, space.solver, optimizer, start, w, train, valid, steps=20)
     assert space.names[jnp.argmax(found.alpha["mixture"])] == "good"
     assert found.alpha["mixture"][0] > 0.9

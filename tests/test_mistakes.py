@@ -8,7 +8,8 @@ import pytest
 
 import bilevel
 from bilevel import baselines, data, implicit, spectral
-from bilevel.spaces import darts, features, nasbench201, training
+from bilevel.nets import images, training
+from bilevel.spaces import darts, features, nasbench201
 
 W0, ALPHA = jnp.zeros(2), jnp.ones(2)
 
@@ -192,10 +193,10 @@ KEYS = {
         key, [1, 2], SELECTION, 4
     ),
     "split": lambda key: data.split(key, np.zeros(4, int), (2, 1)),
-    "minibatches": lambda key: training.minibatches(2)(key, jnp.ones(4)),
+    "minibatches": lambda key: bilevel.minibatches(2)(key, jnp.ones(4)),
     "train": lambda key: training.train(key, lower, ALPHA, W0, jnp.ones(4), optimizer=0.1),
-    "crop_and_flip": lambda key: darts.crop_and_flip(key, jnp.ones((2, 4, 4, 1))),
-    "cutout": lambda key: darts.cutout(key, jnp.ones((2, 4, 4, 1))),
+    "crop_and_flip": lambda key: images.crop_and_flip(key, jnp.ones((2, 4, 4, 1))),
+    "cutout": lambda key: images.cutout(key, jnp.ones((2, 4, 4, 1))),
     "sample_fourier": lambda key: features.sample_fourier(key, 2),
     "sample_text": lambda key: features.sample_text(key, 2),
     "fourier_features": lambda key: features.fourier_features(key, jnp.ones((2, 2))),

@@ -7,7 +7,13 @@ import numpy as np
 import pytest
 from helpers import needs_scores
 
-from bilevel.spaces.nasbench201._genotype import genotypes, multiply_adds, parameter_count
+from bilevel.judging.table import (
+    RUN_SETS,
+    SETS,
+    Table,
+    load_table,
+    published_scores,
+)
 from bilevel.judging.verdicts import (
     BASELINES,
     DATASETS,
@@ -21,13 +27,7 @@ from bilevel.judging.verdicts import (
     sum_of_log_ranks,
     top_one,
 )
-from bilevel.judging.table import (
-    RUN_SETS,
-    SETS,
-    Table,
-    load_table,
-    published_scores,
-)
+from bilevel.spaces.nasbench201._genotype import genotypes, multiply_adds, parameter_count
 
 RNG = np.random.default_rng(0)
 NAN, INF = math.nan, math.inf

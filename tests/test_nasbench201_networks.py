@@ -16,6 +16,7 @@ from jax.flatten_util import ravel_pytree
 
 import ntk
 from bilevel.nets.layers import Standardize
+from bilevel.nets.training import from_scratch
 from bilevel.spaces.nasbench201 import (
     EDGES,
     PRIMITIVES,
@@ -28,7 +29,6 @@ from bilevel.spaces.nasbench201 import (
 )
 from bilevel.spaces.nasbench201.network import Edge
 from bilevel.spaces.nasbench201.networks import _edge
-from bilevel.nets.training import from_scratch
 
 KEY = jax.random.key(0)
 NETWORKS = nasbench201_networks(classes=3, cells=1, channels=2)
@@ -219,7 +219,7 @@ def test_training_lowers_the_loss_and_its_batch_statistics_are_the_shared_networ
     )
     # Averages are float32, whatever the images are.
     assert_close(new["stem"]["norm"]["mean"], 0.1 * stem.mean((0, 1, 2)), f64=1e-6)
-    init, epoch = training(network, optax.sgd(0.1), batch_size=4)
+    init, epoch = from_scratch(network, optax.sgd(0.1), batch_size=4)
     run, state = jax.jit(epoch), init(KEY, X.shape[1:])
     losses = []
     for i in range(8):

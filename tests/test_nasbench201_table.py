@@ -24,12 +24,6 @@ import package_nasbench201
 
 from bilevel import data
 from bilevel.judging import table as module
-from bilevel.spaces.nasbench201._genotype import (
-    _live,
-    genotypes,
-    parameter_count,
-    parse_genotype,
-)
 from bilevel.judging.table import (
     RUN_SETS,
     SETS,
@@ -37,6 +31,12 @@ from bilevel.judging.table import (
     load_table,
     published_scores,
     row,
+)
+from bilevel.spaces.nasbench201._genotype import (
+    _live,
+    genotypes,
+    parameter_count,
+    parse_genotype,
 )
 
 COMPRESS = {"": bytes, ".gz": gzip.compress, ".xz": lzma.compress}

@@ -5,13 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_close, cast, finite_differences
+from helpers import assert_close, batch, cast, finite_differences
 
 import bilevel
 import ntk
-from bilevel.spaces.skips import SkipArchitecture, geometry, skip_space
 from bilevel.batches import minibatches
 from bilevel.nets.training import train
+from bilevel.spaces.skips import SkipArchitecture, skip_space
 
 NUMPY = {
     "relu": lambda z: np.maximum(z, 0),
@@ -67,7 +67,7 @@ def test_supernet_and_plain_network_are_the_formula_on_the_same_weights(
 ):
     """Truth: numpy."""
     space = skip_space(depth=5, width=40, classes=3, parametrization=parametrization)
-    w = space.init(jax.random.key(0), 3)
+    w = space.init(jax.random.key(0), batch(1, 3))
     assert {k: v.shape for k, v in w.items()} == {
         "first": (3, 40),
         "hidden": (3, 40, 40),
@@ -95,7 +95,7 @@ def test_wide_networks_have_the_kernel_of_the_space():
     @jax.jit
     @jax.vmap
     def empirical(key):
-        gradients = jax.jacrev(space.apply)(space.init(key, 4), alpha, x)
+        gradients = jax.jacrev(space.apply)(space.init(key, batch(1, 4)), alpha, x)
         rows = jnp.concatenate([g.reshape(3, -1) for g in jax.tree.leaves(gradients)], 1)
         return rows @ rows.T
 
@@ -116,7 +116,7 @@ def test_wide_networks_have_the_kernel_of_the_space():
 def test_the_loss_is_the_mean_cross_entropy(classes, rows):
     """Truth: numpy; for two classes the paper's logistic loss of ``y f``, y = +-1."""
     space = skip_space(["tanh"], depth=3, width=4, classes=classes)
-    w, alpha = space.init(jax.random.key(0), 3), space.start()
+    w, alpha = space.init(jax.random.key(0), batch(1, 3)), space.start()
     labels = np.arange(6) % classes
     f = np.asarray(jax.jit(space.apply)(w, alpha, rows), float)
     if classes == 2:
@@ -131,7 +131,7 @@ def test_the_loss_is_the_mean_cross_entropy(classes, rows):
 def test_programs_do_not_grow_with_the_depth(rows):
     def size(depth):
         space = skip_space(depth=depth, width=4)
-        w = jax.eval_shape(lambda key: space.init(key, 3), jax.random.key(0))
+        w = jax.eval_shape(lambda key: space.init(key, batch(1, 3)), jax.random.key(0))
         gradient = jax.grad(space.problem.lower)
         return len(jax.make_jaxpr(gradient)(w, space.start(), (rows, jnp.zeros(6, int))).eqns)
 
@@ -145,7 +145,7 @@ def test_programs_do_not_grow_with_the_depth(rows):
 def test_the_hypergradient_of_one_step_is_its_derivative(backprop, rows):
     """Truth: differences of the outer loss, through the step (second order) or not (first)."""
     space = skip_space(["sigmoid", "swish"], depth=4, width=4, classes=3)
-    w = space.init(jax.random.key(1), 3)
+    w = space.init(jax.random.key(1), batch(1, 3))
     labels = jnp.arange(6) % 3
     train, valid = (rows[:3], labels[:3]), (rows[3:], labels[3:])
     alpha = random_alpha(4, 2)
@@ -176,9 +176,11 @@ def test_a_search_stays_on_simplices_and_box_and_learns(signs):
     found = bilevel.search(
         bilevel.Problem(lower, space.problem.outer),
         bilevel.unrolled(optax.sgd(0.1), 1, backprop=0),
-        geometry(bilevel.softmax(optax.adam(0.03)), optax.sgd(0.3)),
+        bilevel.strategies.on_sets(
+            space.sets, simplex=bilevel.softmax(optax.adam(0.03)), other=optax.sgd(0.3)
+        ),
         space.start(),
-        space.init(jax.random.key(1), 3),
+        space.init(jax.random.key(1), batch(1, 3)),
         *signs,
         steps=100,
         batches=minibatches(16),
@@ -249,7 +251,7 @@ def test_the_uniform_iterate_is_uniform_over_where_the_steps_begin():
 def test_plain_networks_learn_and_stay_float32_whatever_the_default(signs):
     space = skip_space(["relu", "swish"], depth=4, width=16, classes=2)
     architecture = SkipArchitecture(("relu", "swish", "relu"), (True, False))
-    w = cast(space.init(jax.random.key(0), 3), jnp.float32)
+    w = cast(space.init(jax.random.key(0), batch(1, 3)), jnp.float32)
     data, (x, labels) = [(jnp.asarray(x, jnp.float32), labels) for x, labels in signs]
     options = dict(optimizer=optax.sgd(0.05, momentum=0.9), epochs=10, batch_size=8)
     found = train(jax.random.key(1), space.problem.lower, architecture, w, data, **options)
@@ -266,7 +268,7 @@ START = SPACE.start()
 
 
 def apply(alpha, x=X):
-    return SPACE.apply(SPACE.init(jax.random.key(0), 3), alpha, x)
+    return SPACE.apply(SPACE.init(jax.random.key(0), batch(1, 3)), alpha, x)
 
 
 @pytest.mark.parametrize(

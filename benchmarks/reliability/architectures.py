@@ -8,8 +8,9 @@ import numpy as np
 import optax
 
 import bilevel
-from bilevel.spaces import activations, convolution, darts, nasbench201, skips, targets, training
 from bilevel.judging import verdicts
+from bilevel.nets import convolution, training
+from bilevel.spaces import activations, darts, nasbench201, skips, targets
 from reliability.case import Case, at_most, eps, first, near, that
 from reliability.registry import generates
 from reliability.simplices import point
@@ -115,7 +116,7 @@ def skip_space(rng, dtype) -> Case:
     def call(names, depth, width, classes, parametrization, alpha, x):
         options = {"depth": depth, "width": width, "classes": classes}
         space = skips.skip_space(names, parametrization=parametrization, **options)
-        w = space.init(jax.random.key(0), x.shape[1])
+        w = space.init(jax.random.key(0), (x, None))
         optimizer = skips.geometry(bilevel.softmax(optax.sgd(0.1)), optax.sgd(0.1))
         optimizer.init(space.start())
         return space.apply(w, alpha, x), w
@@ -207,7 +208,7 @@ def minibatches(rng, dtype) -> Case:
     n = int(rng.choice([3, 20]))
     size = int(rng.integers(1, n + 1))
     rows = jnp.arange(n)
-    call = lambda key, batch_size: training.minibatches(batch_size)(key, (rows, 2 * rows))
+    call = lambda key, batch_size: bilevel.minibatches(batch_size)(key, (rows, 2 * rows))
     check = lambda r: first(
         that(r[0].shape == (size,), f"shape {r[0].shape}"), near("pairs", r[1], 2 * r[0], 0)
     )
@@ -445,8 +446,13 @@ def judged(rng, dtype) -> Case:
     score, accuracy = rng.normal(size=8).round(1), rng.uniform(50, 90, 8)
 
     def call(score, accuracy):
-        pair = judging.correlations(score, accuracy)
-        return pair.tau, pair.rho, judging.top_one(score, accuracy), judging.sum_of_log_ranks(score)
+        pair = verdicts.correlations(score, accuracy)
+        return (
+            pair.tau,
+            pair.rho,
+            verdicts.top_one(score, accuracy),
+            verdicts.sum_of_log_ranks(score),
+        )
 
     best = accuracy[score == score.max()].mean()
     logs = np.log(scipy.stats.rankdata(score) / 8)
@@ -472,8 +478,8 @@ def best_of_k(rng, dtype) -> Case:
     chosen = [max(c, key=lambda i: valid[i]) for c in itertools.combinations(range(m), k)]
 
     def call(score, valid, test, k):
-        one = functools.partial(judging.best_of_k, draws=2)
-        return one(score, valid, test, k), judging.best_of_k_random(valid, test, k)
+        one = functools.partial(verdicts.best_of_k, draws=2)
+        return one(score, valid, test, k), verdicts.best_of_k_random(valid, test, k)
 
     check = lambda r: near("figures", r, [truth, truth, test[chosen].mean()], 1e-6)
     kinds = {"valid": "rows", "test": "rows", "k": "count"}

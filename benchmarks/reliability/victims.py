@@ -160,7 +160,7 @@ def command_baseline(folder: Path) -> Arrays:
     return _command("baseline", small, folder)
 
 
-class CommandRefused(Exception):  # noqa: N818
+class CommandRefused(Exception):
     """A command's own words, on its standard error."""
 
 

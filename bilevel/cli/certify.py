@@ -21,6 +21,7 @@ from bilevel.cli import report
 from bilevel.cli.commands import Certify
 from bilevel.cli.runs import run_directory
 from bilevel.spaces.activations import activation_space, unit_inputs
+from bilevel.spaces.kernels import KernelSpace
 from ntk.certificate import certified_min_eigenvalue, certify_simplex
 
 
@@ -52,6 +53,7 @@ def _computed(
 ) -> tuple[dict[str, Any], dict[str, np.ndarray], dict[str, np.ndarray]]:
     began = time.perf_counter()
     space = activation_space(config.activations, width=math.inf)
+    assert isinstance(space, KernelSpace)
     bar.enter("data")
     # In float64, whatever the user's setting, which stays as it is.
     with jax.enable_x64(True):

@@ -225,7 +225,7 @@ class DartsSearch(DeepSearch):
     """Of their first cell; DARTS has 36."""
     pixels: flags.Size | None = None
     """Average images down to at most this side."""
-    weight_rate: flags.Rate = 0.025  # type: ignore[assignment]
+    weight_rate: flags.Rate = 0.025
     """Of weights: SGD with momentum 0.9, cosine decay, weight decay 3e-4, clipped at norm 5."""
     random: flags.CountOrNone = 2
     """Random genotypes to train beside the one found."""
@@ -293,7 +293,7 @@ class NasBench201Search(DeepSearch):
     """Of the first stage."""
     pixels: flags.Size | None = None
     """Average images down to at most this side."""
-    weight_rate: flags.Rate = 0.025  # type: ignore[assignment]
+    weight_rate: flags.Rate = 0.025
     """Of weights: SGD with momentum 0.9, cosine decay, weight decay 3e-4, clipped at norm 5."""
     remat: bool = True
     """Compute a cell again in the backward pass instead of keeping what is in it."""
@@ -360,7 +360,7 @@ class Certify(Job):
 class Baseline(Resumable):
     """Which method, on what, and how large; every flag has a default."""
 
-    data: Images | Literal["imdb"] = "digits"
+    data: Images | Literal["imdb"] = "digits"  # type: ignore[assignment]
     """Dataset; digits ships with scikit-learn."""
     out: flags.Out = pathlib.Path("runs/baseline")
     """Run directory; a number is appended where it holds a run already."""

@@ -26,9 +26,9 @@ from bilevel.spaces.darts import (
     Genotype,
     darts_network,
     darts_space,
-    draw_genotype,
-    parameter_count,
     parse_genotype,
+    plot_genotype,
+    weight_count,
 )
 from bilevel.strategies import darts_sgd
 
@@ -168,7 +168,7 @@ def _trained(
     return {
         **dict(zip(deep.ERRORS, errors, strict=True)),
         "skips": sum(name == "skip_connect" for name, _ in row.architecture.normal),
-        "parameters": parameter_count(state.w),
+        "parameters": weight_count(state.w),
     }
 
 
@@ -191,7 +191,7 @@ def _draw(folder: Any, result: dict[str, Any], found: list[deep.Found]) -> None:
     first = ", first seed" if len(found) > 1 else ""
 
     def draw(figure):
-        draw_genotype(parse_genotype(result["architectures"][0]), figure.subplots(2, 1))
+        plot_genotype(parse_genotype(result["architectures"][0]), figure.subplots(2, 1))
         figure.suptitle(f"genotype found{first}; {report.picture_title(result['config'])}")
 
     report.picture(folder / "genotype.png", (8.5, 7), draw)

@@ -174,7 +174,8 @@ def side_by_side(
 
     def of_seed(i):
         path = jax.tree.map(lambda a: np.asarray(a[:, i]), result.history["alpha"])
-        return Found(*jax.tree.map(lambda a: a[i], (alpha, result.w)), history | {"alpha": path})
+        ours, w = jax.tree.map(lambda a: a[i], (alpha, result.w))
+        return Found(ours, w, history | {"alpha": path})
 
     return [of_seed(i) for i in range(seeds)]
 

@@ -159,7 +159,7 @@ def _trainer(
 
 def _heats(space: Space, alpha: Pytree) -> list[deep.Heat]:
     """Every leaf of alpha that is on simplices: a row for each of them."""
-    heats = []
+    heats: list[deep.Heat] = []
     for leaf in diagnostics.simplices(space.sets, alpha):
         values = np.asarray(jnp.reshape(leaf, (-1, leaf.shape[-1])))
         rows = [str(i) for i in range(len(values))]

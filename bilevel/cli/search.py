@@ -170,6 +170,7 @@ def setup(config: Search) -> Task:
     space = activation_space(
         config.activations, width=config.width, classes=CLASSES, outer=config.outer
     )
+    assert isinstance(space, ActivationSpace)  # the width is finite
     seeds = jax.random.split(jax.random.key(config.seed), config.seeds)
     keys = [jax.random.split(key) for key in seeds]  # of the rows, of the weights
     sizes = {"train": config.train, "valid": config.valid, "test": config.test}

@@ -204,7 +204,7 @@ def _trainer(task: _Task) -> Callable[[jax.Array, Pytree, Pytree, Part], Pytree]
     @jax.jit
     def fit(key, w, corner, rows):
         steps = task.epochs * (len(rows[1]) // task.batch_size)
-        rate = task.weight_rate
+        rate: Any = task.weight_rate
         if rate is None:
             x = rows[0][:_SCALE_ROWS]
             rate = _RATE / diagnostics.kernel_diagonal(space.apply, w, corner, x)

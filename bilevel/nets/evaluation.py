@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bilevel.batches import row_count
+from bilevel.checks import whole
 from bilevel.protocols import Pytree
 
 Part = tuple[chex.Array, chex.Array]
@@ -47,12 +47,13 @@ def in_batches(parts: Sequence[Part], size: int) -> Batches:
     >>> batches.rows[1].tolist(), batches.weights.round(1).tolist()
     ([[0, 1], [2, 3], [3, 4]], [[0.4..., 0.4..., 0.2...]])
     """
-    for part in parts:
-        row_count(part, 1)
-    size = min(size, *(row_count(part, 1) for part in parts))
+    lengths = [len(labels) for _, labels in parts]
+    if not lengths or min(lengths) < 1:
+        raise ValueError(f"parts: expected rows in each of them, got {lengths}.")
+    size = min(whole("size", size, 1), *lengths)
     rows, weights, new = [], [], []
     for x, labels in parts:
-        n = row_count(x, size)
+        n = len(labels)
         starts = np.minimum(np.arange(0, n, size), n - size)
         index = starts[:, None] + np.arange(size)
         rows.append((x[index], labels[index]))

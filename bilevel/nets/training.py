@@ -9,7 +9,7 @@ checkpoints.
 """
 
 import functools
-import os
+import pathlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -223,7 +223,7 @@ def run_epochs(
     data: tuple[chex.Array, chex.Array],
     *,
     epochs: int,
-    checkpoint: str | os.PathLike,
+    checkpoint: str | pathlib.Path,
     options: Callable[[int], tuple] = lambda epoch: (),
     callback: Callable[[int, float], None] | None = None,
 ) -> tuple[TrainingState, float]:

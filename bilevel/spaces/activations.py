@@ -37,7 +37,7 @@ from bilevel.problem import Problem
 from bilevel.protocols import LowerSolver
 from bilevel.solvers import restarted, unrolled
 from bilevel.spaces.kernels import KernelSpace, kernel_space
-from bilevel.spaces.space import Space, on_simplices
+from bilevel.spaces.space import Space, distinct, on_simplices
 from bilevel.spaces.targets import OUTER_LOSSES, predict
 from bilevel.spaces.targets import sign_labels as sign_labels  # used with every space here
 
@@ -141,7 +141,7 @@ def activation_space(
         raise ValueError("activations: expected at least one name or function, got none.")
     if outer not in OUTER_LOSSES:
         raise ValueError(f"outer: expected one of {', '.join(OUTER_LOSSES)}, got {outer!r}.")
-    names = tuple(a if isinstance(a, str) else _name(a) for a in activations)
+    names = distinct([a if isinstance(a, str) else _name(a) for a in activations])
     if width == math.inf:
         return kernel_space(names, functions, OUTER_LOSSES[outer], predict, output_scale)
     outputs = _sign_patterns(width, classes)

@@ -94,6 +94,18 @@ class Space:
     one_hot: Callable[[Any], Pytree]
 
 
+def distinct(names: Sequence[str]) -> tuple[str, ...]:
+    """Names with a number behind those that were there before, as of several lambdas.
+
+    Examples
+    --------
+    >>> distinct(["sin", "cos", "sin"])
+    ('sin', 'cos', 'sin 2')
+    """
+    seen = [list(names[: i + 1]).count(name) for i, name in enumerate(names)]
+    return tuple(f"{name} {k}" if k > 1 else name for name, k in zip(names, seen, strict=True))
+
+
 class Simplices(NamedTuple):
     """Four fields of a :class:`Space`; see :func:`on_simplices`."""
 

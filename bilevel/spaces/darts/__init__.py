@@ -10,14 +10,14 @@ from bilevel.spaces.darts._genotype import (
     EDGES,
     Genotype,
     draw_corner,
-    draw_genotype,
     genotype,
     one_hot,
     parse_genotype,
+    plot_genotype,
 )
 from bilevel.spaces.darts.network import darts_network
 from bilevel.spaces.darts.operations import PRIMITIVES
-from bilevel.spaces.darts.supernet import darts_space, parameter_count
+from bilevel.spaces.darts.supernet import darts_space, weight_count
 
 __all__ = [
     "DARTS_V1",
@@ -28,9 +28,9 @@ __all__ = [
     "darts_network",
     "darts_space",
     "draw_corner",
-    "draw_genotype",
     "genotype",
     "one_hot",
-    "parameter_count",
     "parse_genotype",
+    "plot_genotype",
+    "weight_count",
 ]

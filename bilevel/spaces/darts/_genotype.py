@@ -278,7 +278,7 @@ _OUTPUT = (7.0, 1.05)
 _LABELS = {0: "k−2", 1: "k−1", 2: "0", 3: "1", 4: "2", 5: "3"}
 
 
-def draw_genotype(genotype: Genotype, axes: Sequence[Any] | None = None) -> Sequence[Any]:
+def plot_genotype(genotype: Genotype, axes: Sequence[Any] | None = None) -> Sequence[Any]:
     """Draw both cells as graphs: an arrow for each edge, its colour and dashes the operation.
 
     Parameters
@@ -292,7 +292,7 @@ def draw_genotype(genotype: Genotype, axes: Sequence[Any] | None = None) -> Sequ
 
     Examples
     --------
-    >>> [ax.get_title() for ax in draw_genotype(DARTS_V2)]
+    >>> [ax.get_title() for ax in plot_genotype(DARTS_V2)]
     ['normal cell', 'reduction cell']
     """
     with style():

@@ -262,12 +262,12 @@ def darts_space(
 _KINDS = ("normal", "reduce")
 
 
-def parameter_count(params: Any) -> int:
+def weight_count(params: Any) -> int:
     """How many numbers ``params`` holds, the auxiliary head's left out as in published counts.
 
     Examples
     --------
-    >>> parameter_count({"a": jnp.ones((2, 3)), "auxiliary": {"b": jnp.ones(5)}})
+    >>> weight_count({"a": jnp.ones((2, 3)), "auxiliary": {"b": jnp.ones(5)}})
     6
     """
     leaves = jax.tree_util.tree_leaves_with_path(params)

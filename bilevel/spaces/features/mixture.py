@@ -27,7 +27,7 @@ from bilevel.checks import sequence
 from bilevel.problem import Problem
 from bilevel.protocols import LowerSolver
 from bilevel.solvers import ridge
-from bilevel.spaces.space import Space
+from bilevel.spaces.space import Space, distinct
 from bilevel.spaces.targets import OUTER_LOSSES, mixture_and_penalty, predict
 
 
@@ -107,7 +107,7 @@ def feature_space(
     maps = sequence("maps", maps, "a sequence of functions")
     if not maps:
         raise ValueError("maps: expected at least one feature map, got none.")
-    names = tuple(_name(phi) for phi in maps) if names is None else tuple(names)
+    names = distinct([_name(phi) for phi in maps]) if names is None else tuple(names)
     if len(names) != len(maps):
         raise ValueError(f"names: expected {len(maps)}, one per map, got {len(names)}.")
     if outer not in OUTER_LOSSES:

@@ -1,0 +1,46 @@
+"""Entropy, curvature along simplices and the kernel's diagonal, against numpy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from helpers import assert_close
+
+from bilevel import diagnostics
+
+
+def test_the_curvature_is_the_largest_eigenvalue_on_the_tangent_space():
+    # Truth: a quadratic in alpha, its Hessian projected by a matrix and diagonalised by numpy.
+    draw = np.random.default_rng(0)
+    root = draw.normal(size=(5, 5))
+    H = root + root.T
+    P = np.eye(5)
+    P[:3, :3] -= 1 / 3
+    expected = np.linalg.eigvalsh(P @ H @ P)[-1]
+
+    def loss(w, alpha, batch):
+        a = jnp.concatenate([alpha["p"], alpha["s"]])
+        return 0.5 * a @ jnp.asarray(H) @ a
+
+    alpha = {"p": jnp.ones(3) / 3, "s": jnp.zeros(2)}
+    curvature = diagnostics.alpha_curvature(loss, {"p": "simplex", "s": "box"})
+    found = curvature(None, alpha, None)
+    assert_close(found, expected, f64=1e-6)  # Lanczos's tolerance, squared
+
+
+def test_sets_are_like_alpha_or_one_word_for_it():
+    alpha = {"a": jnp.array([[0.5, 0.5]]), "b": {"c": jnp.array([3.0, 1.0])}}
+    assert len(diagnostics.simplices("simplex", alpha)) == 2
+    assert len(diagnostics.simplices({"a": "box", "b": "simplex"}, alpha)) == 1
+    moved = diagnostics.tangent({"a": "box", "b": "simplex"}, alpha)
+    assert moved["b"]["c"].tolist() == [1.0, -1.0] and moved["a"].tolist() == [[0.5, 0.5]]
+
+
+def test_the_kernels_diagonal_is_the_squared_norm_of_a_rows_gradient():
+    w, x = jax.random.normal(jax.random.key(0), (3, 2)), jnp.arange(12.0).reshape(4, 3)
+
+    def apply(w, alpha, x):
+        return alpha * jnp.tanh(x @ w)
+
+    slopes = [jax.grad(lambda w, i=i: apply(w, 2.0, x)[i, 0])(w) for i in range(4)]
+    expected = np.mean([np.sum(np.asarray(s) ** 2) for s in slopes])
+    assert_close(diagnostics.kernel_diagonal(apply, w, 2.0, x), expected, f32=1e-5)

@@ -1,0 +1,191 @@
+"""Every space keeps the one contract; so does a user's own, with every strategy and the command."""
+
+import math
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import assert_close
+
+import bilevel
+from bilevel import diagnostics, strategies
+from bilevel.cli import main
+from bilevel.spaces import Space, on_simplices
+from bilevel.spaces.activations import activation_space, sign_labels
+from bilevel.spaces.darts import darts_space
+from bilevel.spaces.features import feature_space
+from bilevel.spaces.nasbench201 import nasbench201_space
+from bilevel.spaces.skips import skip_space
+
+EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
+KEY = jax.random.key(0)
+X = jax.random.normal(KEY, (6, 5))
+IMAGES = jax.random.normal(KEY, (6, 8, 8, 1))
+LABELS = jnp.arange(6) % 3
+SIGNS = sign_labels(LABELS, 3)
+
+
+def of_kernels():
+    space = activation_space(["relu", "leaky_relu"], width=math.inf, classes=3)
+    return space, (space.blocks(X), SIGNS)
+
+
+def of_features():
+    space = feature_space([jnp.sin, jnp.cos, lambda x: x**2])
+    return space, (space.blocks(X), SIGNS)
+
+
+OPERATIONS = ("none", "skip_connect")
+SPACES = {
+    "activations": lambda: (activation_space(["relu", "tanh"], width=8, classes=3), (X, SIGNS)),
+    "kernels": of_kernels,
+    "features": of_features,
+    "skips": lambda: (skip_space(["relu", "tanh"], depth=4, width=4, classes=3), (X, LABELS)),
+    "darts": lambda: (
+        darts_space(OPERATIONS, classes=3, cells=1, channels=2),
+        (IMAGES, LABELS),
+    ),
+    "nasbench201": lambda: (
+        nasbench201_space(OPERATIONS, classes=3, cells=1, channels=2),
+        (IMAGES, LABELS),
+    ),
+    "own": lambda: (looks(), (IMAGES, LABELS)),
+}
+
+
+def looks():
+    module = {}
+    exec((EXAMPLES / "own_space.py").read_text(), module)
+    return module["looks"](3)
+
+
+@pytest.fixture(scope="module", params=SPACES)
+def case(request):
+    return SPACES[request.param]()
+
+
+def test_the_contract(case):
+    space, batch = case
+    assert isinstance(space, Space)
+    alpha, w = space.start(), jax.jit(space.init)(KEY, batch)
+    # What is on simplices is uniform at the start, and says so by the space's sets.
+    for leaf in diagnostics.simplices(space.sets, alpha):
+        assert leaf.shape[-1] == len(space.names)
+        np.testing.assert_allclose(leaf, 1 / len(space.names), rtol=1e-6)
+    assert all(leaf.dtype == jnp.result_type(float) for leaf in jax.tree.leaves(alpha))
+    # Only shapes of the batch matter to the weights, and the program that draws them is pure.
+    shapes = jax.eval_shape(space.init, KEY, batch)
+    jax.tree.map(lambda a, b: (a.shape, a.dtype) == (b.shape, b.dtype) or 1 / 0, w, shapes)
+    outputs = jax.jit(space.apply)(w, alpha, batch[0])
+    assert space.predict(outputs).shape == LABELS.shape
+    for loss in space.problem.lower, space.problem.outer:
+        slopes = jax.jit(jax.grad(loss, (0, 1)))(w, alpha, batch)
+        assert all(bool(jnp.isfinite(g).all()) for g in jax.tree.leaves(slopes))
+
+
+def test_corners_and_architectures_are_the_same_thing(case):
+    space, _ = case
+    assert str(space.discretize(space.start()))
+    for key in jax.random.split(KEY, 5):
+        corner = jax.jit(space.draw)(key)
+        like = jax.tree.map(lambda a: (a.shape, a.dtype), space.start())
+        assert jax.tree.map(lambda a: (a.shape, a.dtype), corner) == like
+        for leaf in diagnostics.simplices(space.sets, corner):
+            assert np.isin(leaf, (0, 1)).all()
+        architecture = space.discretize(corner)
+        again = space.one_hot(architecture)
+        assert space.discretize(again) == architecture
+        jax.tree.map(np.testing.assert_array_equal, corner, again)
+    # Different keys draw different architectures, sooner or later.
+    drawn = {str(space.discretize(space.draw(key))) for key in jax.random.split(KEY, 20)}
+    assert len(drawn) > 1
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda space, **o: strategies.darts(space, alpha=0.3, **o),
+        lambda space, **o: strategies.darts(space, alpha=0.3, order=2, **o),
+        lambda space, **o: strategies.darts(space, alpha=0.3, order=2, radius=0.01, **o),
+        lambda space, **o: strategies.gaea(space, alpha=0.3, **o),
+        lambda space, **o: strategies.gaea(space, alpha=0.3, on_training_rows=True, **o),
+        lambda space, **o: strategies.joint(space, alpha=0.3, **o),
+        lambda space, **o: strategies.unrolled(space, alpha=0.3, steps=2, **o),
+        lambda space, **o: strategies.weight_sharing(space, **o),
+    ],
+)
+def test_a_space_of_ones_own_is_searched_by_every_strategy(make):
+    space, batch = SPACES["own"]()
+    plan = make(space, weights=optax.sgd(0.1, momentum=0.9), batch_size=3)
+    w = space.init(KEY, batch)
+    found = strategies.run(plan, space.start(), w, batch, batch, steps=3, key=KEY, progress=False)
+    assert_close(found.alpha.sum(-1), np.ones(2), f32=1e-5)
+    assert bool((found.w["last"] != w["last"]).any())
+    assert set(space.discretize(found.alpha)) <= set(space.names)
+
+
+def test_a_space_of_ones_own_has_hypergradients_that_are_finite_differences():
+    if jnp.zeros(()).dtype != jnp.float64:
+        pytest.skip("finite differences want float64")
+    space, (x, labels) = SPACES["own"]()
+    batch, w = (x.astype(float), labels), space.init(KEY, (x, labels))
+    solver = bilevel.unrolled(0.1, 3)
+    fn = jax.jit(bilevel.hypergradient(space.problem, solver, diagnostics=False))
+    alpha, step = space.start(), 1e-6
+    slope = fn(alpha, w, batch, batch).grad
+    for i, j in np.ndindex(*alpha.shape):
+        ends = [fn(alpha.at[i, j].add(s), w, batch, batch).value for s in (step, -step)]
+        assert_close(slope[i, j], (ends[0] - ends[1]) / (2 * step), f64=1e-6)
+
+
+def test_a_space_of_ones_own_goes_through_the_command_line(tmp_path, capsys, monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    small = ("--steps", "4", "--epochs", "1", "--batch-size", "10", "--train", "30", "--test", "40")
+    line = ["search-own", "--space", "own_space:looks", *small, "--valid", "30", "--random", "1"]
+    assert main([*line, "--strategy", "gaea", "--out", str(tmp_path / "run")]) == 0
+    printed = capsys.readouterr().out
+    for text in ("search", "random", "supernet", "found: ('", "Hessian", "no estimate"):
+        assert text in printed
+    files = {path.name for path in (tmp_path / "run").iterdir()}
+    assert {"result.json", "arrays.npz", "search.png", "networks.jsonl"} <= files
+
+
+@pytest.mark.parametrize(
+    ("space", "sentence"),
+    [
+        ("own_space", "space: expected MODULE:FUNCTION, as in my_module:my_space, got 'own_space'"),
+        ("own_space:nothing", "space: expected MODULE:FUNCTION, got 'own_space:nothing' (module"),
+        ("no_such_module:f", "space: expected MODULE:FUNCTION, got 'no_such_module:f' (No module"),
+        ("own_space:WIDTH", "space: expected own_space:WIDTH to be a function, got 32."),
+        (
+            "builtins:int",
+            "space: expected builtins:int to return a bilevel.spaces.Space, got a int",
+        ),
+    ],
+)
+def test_what_is_no_space_is_one_sentence(tmp_path, capsys, monkeypatch, space, sentence):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    assert main(["search-own", "--space", space, "--out", str(tmp_path / "run")]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"bilevel: {sentence}") and error.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: on_simplices([]), "names: expected at least one, each once, got"),
+        (lambda: on_simplices(["a", "a"]), "names: expected at least one, each once, got"),
+        (lambda: on_simplices("ab").discretize(jnp.ones(3)), r"alpha: expected \(2,\) finite"),
+        (lambda: on_simplices("ab").discretize(jnp.array([1, jnp.nan])), "alpha: expected"),
+        (lambda: on_simplices("ab").one_hot("c"), "architecture: expected 1 of a, b, got 'c'"),
+        (lambda: on_simplices("ab", (2,)).one_hot(("a",)), "architecture: expected 2 of a, b"),
+        (lambda: on_simplices("ab").draw(0), "key: expected a PRNG key"),
+    ],
+)
+def test_mistakes_with_corners_are_one_sentence(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()

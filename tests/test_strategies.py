@@ -1,0 +1,181 @@
+"""Strategies are what their papers say, on any space, and refuse what they cannot do."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import assert_close
+
+import bilevel
+from bilevel import strategies
+from bilevel.spaces.skips import skip_space
+
+KEY = jax.random.key(0)
+SPACE = skip_space(["relu", "tanh"], depth=3, width=4, classes=2)
+ROWS = [(x, jnp.arange(12) % 2) for x in jax.random.normal(KEY, (2, 12, 3))]
+W0 = SPACE.init(jax.random.key(1), ROWS[0])
+RATE = 0.1
+SAME = {"weights": RATE, "batch_size": 12}
+WITH_ALPHA = SAME | {"alpha": 0.2}
+
+
+def first_step(strategy, steps=1):
+    """The state after a step on all rows, whatever the batches would be."""
+    whole = strategy._replace(batches=lambda key, data: data)
+    options = {"steps": steps, "key": KEY, "progress": False}
+    return strategies.run(whole, SPACE.start(), W0, *ROWS, **options)
+
+
+def by_hand(optimizer, slope):
+    alpha = SPACE.start()
+    updates, _ = optimizer.update(slope, optimizer.init(alpha), alpha)
+    return optax.apply_updates(alpha, updates)
+
+
+def optimizer_of(simplex, other):
+    return strategies.on_sets(SPACE.sets, simplex=simplex, other=other)
+
+
+ADAM = optimizer_of(strategies.logits(0.2), optax.adam(0.2, b1=0.5))
+MIRROR = optimizer_of(strategies.exponentiated(0.2), optax.sgd(0.2))
+
+
+def after(alpha, steps=1):
+    """The weights after gradient steps on the training rows, written out."""
+    w = W0
+    for _ in range(steps):
+        g = jax.grad(SPACE.problem.lower)(w, alpha, ROWS[0])
+        w = jax.tree.map(lambda a, b: a - RATE * b, w, g)
+    return w
+
+
+def slope_through(steps, rows=ROWS[1]):
+    """Of the loss after so many steps of the weights, with or without their response to alpha."""
+    return jax.grad(lambda alpha: SPACE.problem.outer(after(alpha, steps), alpha, rows))
+
+
+def slope_at(w, rows):
+    return jax.grad(lambda alpha: SPACE.problem.outer(w, alpha, rows))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "optimizer", "slope"),
+    [
+        (
+            strategies.darts(SPACE, **WITH_ALPHA),
+            ADAM,
+            lambda a: slope_at(after(a), ROWS[1])(a),
+        ),
+        (strategies.darts(SPACE, order=2, **WITH_ALPHA), ADAM, slope_through(1)),
+        (strategies.unrolled(SPACE, steps=3, **WITH_ALPHA), ADAM, slope_through(3)),
+        (
+            strategies.gaea(SPACE, **WITH_ALPHA),
+            MIRROR,
+            lambda a: slope_at(after(a), ROWS[1])(a),
+        ),
+        (
+            strategies.gaea(SPACE, on_training_rows=True, **WITH_ALPHA),
+            MIRROR,
+            lambda a: slope_at(after(a), ROWS[0])(a),
+        ),
+        (
+            strategies.joint(SPACE, **WITH_ALPHA),
+            ADAM,
+            lambda a: slope_at(after(a), ROWS[0])(a),
+        ),
+    ],
+    ids=["darts", "darts, order 2", "unrolled", "gaea", "gaea, training rows", "joint"],
+)
+def test_a_step_is_the_formulas(strategy, optimizer, slope):
+    """Truth: gradients by JAX of the losses written out, and the optimizer's own update."""
+    found = first_step(strategy)
+    assert_close(found.alpha, by_hand(optimizer, slope(SPACE.start())), f64=1e-10, f32=1e-5)
+    assert bool((found.alpha["activations"] != 0.5).any())
+
+
+def test_the_finite_difference_is_near_the_exact_second_order_and_not_equal():
+    exact, near = (
+        first_step(strategies.darts(SPACE, order=2, radius=r, alpha=optax.sgd(1.0), **SAME))
+        for r in (None, 0.01)
+    )
+    gap = jax.tree.map(lambda a, b: jnp.abs(a - b).max(), exact.alpha, near.alpha)
+    size = jax.tree.map(lambda a, b: jnp.abs(a - b).max(), exact.alpha, SPACE.start())
+    for g, s in zip(jax.tree.leaves(gap), jax.tree.leaves(size), strict=True):
+        assert 0 < g < 0.02 * s
+
+
+def test_alpha_stays_on_its_sets_and_shared_weights_alone_leave_it():
+    for make in (strategies.darts, strategies.gaea, strategies.joint, strategies.unrolled):
+        found = first_step(make(SPACE, weights=RATE, alpha=5.0, batch_size=12), steps=4)
+        mixtures, skips = found.alpha["activations"], found.alpha["skips"]
+        assert_close(mixtures.sum(-1), np.ones(2), f32=1e-5)
+        assert bool((mixtures >= 0).all() and (skips >= 0).all() and (skips <= 1).all())
+    plan = strategies.weight_sharing(SPACE, **SAME)
+    found = strategies.run(plan, SPACE.start(), W0, *ROWS, steps=4, key=KEY, progress=False)
+    jax.tree.map(np.testing.assert_array_equal, found.alpha, SPACE.start())
+    assert bool((found.w["first"] != W0["first"]).any()) and plan.draws
+
+
+def test_the_best_drawn_architecture_is_brute_forces():
+    best = jax.jit(
+        lambda w, rows: strategies.best_drawn(KEY, SPACE, w, rows, samples=5, batch_size=12)
+    )
+    drawn = [SPACE.draw(k) for k in jax.random.split(KEY, 5)]
+    loss = jax.jit(SPACE.problem.outer)
+    losses = [float(loss(W0, alpha, ROWS[1])) for alpha in drawn]
+    jax.tree.map(np.testing.assert_array_equal, best(W0, ROWS[1]), drawn[int(np.argmin(losses))])
+
+
+def test_copies_side_by_side_are_searches_of_their_own():
+    """Truth: the same strategy on each copy's data and batches, one after the other."""
+    copies = 2
+    data = [jax.tree.map(lambda a, b: jnp.stack([a, b]), *ROWS) for _ in range(2)]
+    w = jax.tree.map(lambda a: jnp.stack([a, 2 * a]), W0)
+    alpha = jax.tree.map(lambda a: jnp.stack([a] * copies), SPACE.start())
+    plan = strategies.darts(SPACE, order=2, **WITH_ALPHA)
+    both = strategies.side_by_side(plan, copies)._replace(batches=lambda key, data: data)
+    found = strategies.run(both, alpha, w, *data, steps=2, key=KEY, progress=False)
+    alone = plan._replace(batches=lambda key, data: data)
+    for i in range(copies):
+        start, *parts = jax.tree.map(lambda a: a[i], (w, *data))  # noqa: B023
+        one = strategies.run(alone, SPACE.start(), start, *parts, steps=2, key=KEY, progress=False)
+        ours = jax.tree.map(lambda a: a[i], found.alpha)  # noqa: B023
+        assert_close(ours, one.alpha, f64=1e-10, f32=1e-5)
+
+
+def test_a_problem_is_searched_too_with_a_geometry_of_ones_own():
+    problem = bilevel.Problem(
+        lambda w, alpha, batch: jnp.sum((w - alpha) ** 2),
+        lambda w, alpha, batch: jnp.sum((w - jnp.array([0.8, 0.2])) ** 2),
+    )
+    options = {"steps": 30, "key": KEY, "progress": False}
+    start = jnp.array([0.5, 0.5]), jnp.zeros(2), jnp.zeros(4), jnp.zeros(4)
+    own = optax.chain(optax.sgd(0.3), bilevel.project())
+    for alpha in (0.3, own):
+        plan = strategies.darts(problem, weights=0.4, alpha=alpha, batch_size=2, order=2)
+        found = strategies.run(plan, *start, **options)
+        assert found.alpha[0] > 0.7 and abs(found.alpha.sum() - 1) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: strategies.darts(SPACE, order=3, **WITH_ALPHA), "order: expected 1 or 2, got 3"),
+        (lambda: strategies.darts(SPACE, radius=0.1, **WITH_ALPHA), "radius: expected None with"),
+        (lambda: strategies.unrolled(SPACE, steps=0, **WITH_ALPHA), "steps: expected at least 1"),
+        (lambda: strategies.weight_sharing(SPACE.problem, **SAME), "space: expected a Space"),
+        (
+            lambda: strategies.joint(SPACE, weights=0.1, alpha=0.1, batch_size=0),
+            "batch_size: expected at least 1, got 0",
+        ),
+        (
+            lambda: strategies.on_sets({"a": "circle"}, simplex=ADAM, other=ADAM),
+            "sets: expected simplex, box or free, got",
+        ),
+    ],
+)
+def test_mistakes_are_one_sentence(make, message):
+    with pytest.raises(ValueError, match=message) as error:
+        make()
+    assert str(error.value).count(". ") == 0

@@ -349,7 +349,7 @@ def summary(
         "scores": {"supernet": columns},
         "curvature": curvatures,
         "alpha_rows": "training" if search.strategy.on_training_rows else "validation",
-        "hypergradient": search.strategy.error,
+        "known_error": search.strategy.error,
         **report.origin(),
     }
 
@@ -434,7 +434,7 @@ def show(result: dict[str, Any], folder: pathlib.Path, drawn: Any, notes: list[s
         "largest eigenvalue of the validation loss's Hessian in α, of one batch: "
         f"{report.cell(curvature, '.3g')}"
     )
-    console.print(result["hypergradient"])
+    console.print(result["known_error"])
     for note in notes:
         console.print(note)
     seconds = result["seconds"]

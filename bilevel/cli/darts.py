@@ -17,7 +17,6 @@ import optax
 from bilevel.cli import deep, images, report
 from bilevel.cli.commands import DartsSearch
 from bilevel.cli.known import CLASSES, pixel_count
-from bilevel.cli.runs import run_directory
 from bilevel.nets.evaluation import Part
 from bilevel.nets.training import TrainableNetwork
 from bilevel.spaces import Space
@@ -48,98 +47,80 @@ class _Training(NamedTuple):
 def run_darts_search(config: DartsSearch) -> dict[str, Any]:
     """Run the job; print its table, write its run directory, return what `result.json` holds."""
     config.check()
-    keeps = "searches and trainings are kept as far as they came"
-    with run_directory(config, keeps=keeps) as folder:
-        dtype = jnp.bfloat16 if config.bfloat16 else None
-        space = darts_space(
-            config.operations,
-            classes=CLASSES,
-            cells=config.cells,
-            channels=config.channels,
-            dtype=dtype,
-            remat=config.remat,
-        )
-        cells = config.final_cells or config.cells
-        channels = config.final_channels or config.channels
-        network = functools.partial(
+    began = time.perf_counter()
+    dtype = jnp.bfloat16 if config.bfloat16 else None
+    space = darts_space(
+        config.operations,
+        classes=CLASSES,
+        cells=config.cells,
+        channels=config.channels,
+        dtype=dtype,
+        remat=config.remat,
+    )
+    cells = config.final_cells or config.cells
+    channels = config.final_channels or config.channels
+    training = _Training(
+        functools.partial(
             darts_network,
             classes=CLASSES,
             cells=cells,
             channels=channels,
             auxiliary=config.auxiliary,
             dtype=dtype,
-        )
-        training = _Training(
-            network,
-            config.random,
-            config.epochs,
-            config.batch_size,
-            config.weight_rate,
-            config.drop_path,
-            images.augmentation(config.crop_and_flip, config.cutout),
-        )
-        plan = deep.strategy(
-            config.strategy,
-            space,
-            darts_sgd,
-            weight_rate=config.weight_rate,
-            alpha_rate=config.alpha_rate,
-            steps=config.steps,
-            batch_size=config.batch_size,
-        )
-        search = deep.Search(plan, config.steps, config.batch_size, config.samples)
-        pixels = config.batch_size * pixel_count(config.data, config.pixels)
-        operation = images.gradient_seconds(pixels, len(EDGES), config.cells, config.channels)
-        epoch = images.gradient_seconds(pixels, len(EDGES), cells, channels) / 2  # half the edges
-        epoch *= config.train // config.batch_size
-        gradients = config.steps * plan.gradients
-        work = {
-            "data": 5,
-            **images.search_work(config.seeds, gradients, len(space.names) * operation),
-            "training": config.seeds * (1 + config.random) * (20 + config.epochs * epoch),
-            "errors and curvature": 20 + config.seeds,
-        }
-        with report.phases(config.progress, work) as bar:
-            bar.enter("data")
-            draws = jax.random.split(jax.random.key(config.seed), config.seeds)
-            sizes = {"train": config.train, "valid": config.valid, "test": config.test}
-            parts = images.parts_of(config.data, draws, config.pixels, **sizes)
-            run = deep.Run(folder, bar, config.progress, config.resume)
-            flags = report.flags(config)
-            result, found = _computed(run, space, search, training, parts, config.seed, flags)
-        report.write(folder, result, deep.arrays_of(found))
-        _draw(folder, result, found)
-        _print(result, folder)
+        ),
+        config.random,
+        config.epochs,
+        config.batch_size,
+        config.weight_rate,
+        config.drop_path,
+        images.augmentation(config.crop_and_flip, config.cutout),
+    )
+    search = deep.search_of(config, space, darts_sgd)
+    pixels = config.batch_size * pixel_count(config.data, config.pixels)
+    operation = images.gradient_seconds(pixels, len(EDGES), config.cells, config.channels)
+    epoch = images.gradient_seconds(pixels, len(EDGES), cells, channels) / 2  # half the edges
+    epoch *= config.train // config.batch_size
+    work = {
+        "data": 5,
+        **images.search_work(config.seeds, search.gradients, len(space.names) * operation),
+        "training": config.seeds * (1 + config.random) * (20 + config.epochs * epoch),
+        "errors and curvature": 20 + config.seeds,
+    }
+    with deep.running(config, work) as run:
+        parts = images.parts_of(config)
+        train = parts[0][0]
+        images.check_fits(space.init, train)
+        network = training.network(space.discretize(space.start()))
+        images.check_fits(network.init, train[0].shape[1:])
+        found = deep.one_by_one(run, space, search, parts, config.seed)
+        searched = time.perf_counter() - began
+        networks = _networks(run, space, training, found, parts, config.seed)
+        scores = deep.by_network(networks)
+        result = deep.summary(run, "darts", space, search, found, parts, scores)
+        each = float(np.mean([row["seconds"] for row in networks]))
+        seconds = {"search": searched, "network": each, "all": time.perf_counter() - began}
+        result["seconds"] = seconds
+        report.write(run.folder, result, deep.arrays_of(found))
+        _draw(run.folder, result, found)
+    _print(result, run.folder)
     return result
 
 
-def _computed(
+def _networks(
     run: deep.Run,
     space: Space,
-    search: deep.Search,
     training: _Training,
+    found: list[deep.Found],
     parts: list[list[Part]],
     seed: int,
-    flags: dict[str, Any],
-) -> tuple[dict[str, Any], list[deep.Found]]:
-    began = time.perf_counter()
-    train = parts[0][0]
-    images.check_fits(space.init, train)
-    images.check_fits(training.network(space.discretize(space.start())).init, train[0].shape[1:])
-    found = deep.one_by_one(run, space, search, parts, seed)
-    searched = time.perf_counter() - began
+) -> list[dict[str, Any]]:
+    """Scores of the networks of the genotypes found, and of random ones."""
     keys, count = [deep.keys(seed, s)[3] for s in range(len(parts))], training.random
     drawn = [[space.draw(k) for k in jax.random.split(key, count + 1)[1:]] for key in keys]
     rows = deep.rows_of(space, found, {}, drawn)
     orders = [jax.random.split(key, count + 2)[-1] for key in keys]
     fit = functools.partial(_trained, training, parts, orders)
-    networks = deep.trained(run, rows, training.epochs, fit)
-    run.bar.enter("errors and curvature")
-    result = deep.summary("darts", space, search, found, parts, flags)
-    result["scores"] = deep.by_network(networks) | result["scores"]
-    each = float(np.mean([row["seconds"] for row in networks]))
-    seconds = {"search": searched, "network": each, "all": time.perf_counter() - began}
-    return result | {"seconds": seconds}, found
+    return deep.trained(run, rows, training.epochs, fit)
 
 
 def _trained(

@@ -6,10 +6,11 @@ space has of its own comes in as a :class:`Deep`. An interrupted run goes on whe
 search or in a network's training.
 """
 
+import contextlib
 import functools
 import pathlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -21,6 +22,9 @@ from bilevel import diagnostics, journal, plots, strategies
 from bilevel._fingerprint import fingerprint
 from bilevel._progress import RunBar, progress_bar
 from bilevel.cli import report
+from bilevel.cli.commands import DeepSearch
+from bilevel.cli.runs import run_directory
+from bilevel.nets import training
 from bilevel.nets.evaluation import Part, error_rates
 from bilevel.protocols import Pytree
 from bilevel.spaces import Space
@@ -30,6 +34,8 @@ ERRORS = {"train_error": "train", "valid_error": "valid", "test_error": "test"}
 """Keys of results, and headings of tables."""
 
 _UNROLLED = 5  # steps of the strategy of that name
+_RATE = 3.0  # of weights, over the tangent kernel's mean diagonal entry
+_SCALE_ROWS = 32  # for that entry: a mean over more would not change the rate's first digit
 
 
 # ----------------------------------------------------------------------------- strategies
@@ -61,40 +67,6 @@ _STRATEGIES = {
 }
 
 
-def strategy(
-    name: str,
-    space: Space,
-    sgd: Callable[[optax.Schedule], optax.GradientTransformation],
-    *,
-    weight_rate: float,
-    alpha_rate: float | None,
-    steps: int,
-    batch_size: int,
-) -> Strategy:
-    """The strategy called ``name``; the weights' ``sgd`` has a cosine from ``weight_rate`` to 0."""
-    named = _STRATEGIES[name]
-    schedule = optax.cosine_decay_schedule(weight_rate, named.inner * steps)
-    alpha = alpha_rate or named.travel / steps
-    return named.make(space, weights=sgd(schedule), alpha=alpha, batch_size=batch_size)
-
-
-def gradients(name: str, space: Space) -> int:
-    """Of minibatches that a step of the strategy takes."""
-    return _STRATEGIES[name].make(space, weights=1.0, alpha=1.0, batch_size=1).gradients
-
-
-# ----------------------------------------------------------------------------- the search
-
-
-class Run(NamedTuple):
-    """Where a run is kept and what it shows."""
-
-    folder: pathlib.Path
-    bar: RunBar
-    progress: bool | None
-    resume: bool
-
-
 class Search(NamedTuple):
     """How long and with what to search; ``samples``: of architectures, where they are drawn."""
 
@@ -102,6 +74,50 @@ class Search(NamedTuple):
     steps: int
     batch_size: int
     samples: int
+
+    @property
+    def gradients(self) -> int:
+        """How many gradients of minibatches it takes."""
+        return self.steps * self.strategy.gradients
+
+
+SGD = Callable[[optax.Schedule], optax.GradientTransformation]
+
+
+def search_of(config: DeepSearch, space: Space, sgd: SGD, rate: float | None = None) -> Search:
+    """The search that the flags ask for; the weights' ``sgd`` has a cosine from ``rate`` to 0."""
+    named = _STRATEGIES[config.strategy]
+    schedule = optax.cosine_decay_schedule(
+        rate or config.weight_rate or 1.0, named.inner * config.steps
+    )
+    alpha = config.alpha_rate or named.travel / config.steps
+    plan = named.make(space, weights=sgd(schedule), alpha=alpha, batch_size=config.batch_size)
+    return Search(plan, config.steps, config.batch_size, config.samples)
+
+
+# ----------------------------------------------------------------------------- the search
+
+
+class Run(NamedTuple):
+    """Where a run is kept, what it shows, and its flags as JSON knows them."""
+
+    folder: pathlib.Path
+    bar: RunBar
+    progress: bool | None
+    resume: bool
+    flags: dict[str, Any]
+
+
+@contextlib.contextmanager
+def running(config: DeepSearch, work: Mapping[str, float]) -> Iterator[Run]:
+    """A run in its directory, with a bar whose phases take ``work``; the first is "data"."""
+    keeps = "searches and networks are kept as far as they came"
+    with (
+        run_directory(config, keeps=keeps) as folder,
+        report.phases(config.progress, work) as bar,
+    ):
+        bar.enter("data")
+        yield Run(folder, bar, config.progress, config.resume, report.flags(config))
 
 
 class Found(NamedTuple):
@@ -319,18 +335,46 @@ def _columns(rows: list[dict[str, Any]]) -> dict[str, list[float]]:
     return {k: [row[k] for row in rows] for k in rows[0] if k in known}
 
 
+def corner_trainer(
+    space: Space, epochs: int, batch_size: int, rate: float | None
+) -> Callable[[jax.Array, Pytree, Pytree, Part], Pytree]:
+    """``(key, w0, corner, rows) -> w`` after SGD, one program for all architectures.
+
+    Without a ``rate`` it is 3 / K, K the tangent kernel's mean diagonal entry at the corner.
+    """
+
+    @jax.jit
+    def fit(key, w, corner, rows):
+        steps = epochs * (len(rows[1]) // batch_size)
+        first: Any = rate or default_rate(space, w, corner, rows[0])
+        cosine = optax.cosine_decay_schedule(1.0, steps)
+        sgd = optax.sgd(lambda step: first * cosine(step), momentum=0.9)
+        sizes = {"epochs": epochs, "batch_size": batch_size}
+        lower = space.problem.lower
+        return training.train(key, lower, corner, w, rows, optimizer=sgd, **sizes).last
+
+    return fit
+
+
+def default_rate(space: Space, w: Pytree, alpha: Pytree, x: jax.Array) -> jax.Array:
+    """The weights' first step size where the user gives none."""
+    return _RATE / diagnostics.kernel_diagonal(space.apply, w, alpha, x[:_SCALE_ROWS])
+
+
 # ----------------------------------------------------------------------------- the result
 
 
 def summary(
+    run: Run,
     name: str,
     space: Space,
     search: Search,
     found: list[Found],
     parts: list[list[Part]],
-    flags: dict[str, Any],
+    networks: Scores | None = None,
 ) -> dict[str, Any]:
-    """What `result.json` has of every space; the supernet's own errors are in its ``scores``."""
+    """What `result.json` has of every space; ``networks`` are those trained from scratch."""
+    run.bar.enter("errors and curvature")
     rates = error_rates(space)
     curvature = diagnostics.alpha_curvature(space.problem.outer, space.sets)
     supernet, curvatures = [], []
@@ -341,12 +385,12 @@ def summary(
     columns = dict(zip(ERRORS, np.transpose(supernet).tolist(), strict=True))
     return {
         "space": name,
-        "config": flags,
+        "config": run.flags,
         "names": list(space.names),
         "architectures": [str(space.discretize(f.alpha)) for f in found],
         "alpha": [jax.tree.map(lambda a: np.asarray(a).tolist(), f.alpha) for f in found],
         "entropy": [mean_entropy(space, f.alpha) for f in found],
-        "scores": {"supernet": columns},
+        "scores": (networks or {}) | {"supernet": columns},
         "curvature": curvatures,
         "alpha_rows": "training" if search.strategy.on_training_rows else "validation",
         "known_error": search.strategy.error,

@@ -18,9 +18,12 @@ from bilevel.nets.training import TrainableNetwork, TrainingState, from_scratch,
 _PASSES = 3 * 4 / 5e9  # forward, and backward for two; a few products a weight; products a second
 
 
-def parts_of(name: str, draws: jax.Array, pixels: int | None, **sizes: int) -> list[list[Part]]:
-    """Of each draw: training, validation and test rows, normalised."""
-    return [_unit(rows, pixels) for rows in data.samples(name, draws, **sizes)]
+def parts_of(config: Any, draws: jax.Array | None = None) -> list[list[Part]]:
+    """For each seed, or each of ``draws``: training, validation and test rows, normalised."""
+    if draws is None:
+        draws = jax.random.split(jax.random.key(config.seed), config.seeds)
+    sizes = {"train": config.train, "valid": getattr(config, "valid", 1), "test": config.test}
+    return [_unit(rows, config.pixels) for rows in data.samples(config.data, draws, **sizes)]
 
 
 def _unit(rows: list[Part], pixels: int | None) -> list[Part]:

@@ -8,14 +8,12 @@ trained them.
 import time
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from bilevel.cli import deep, images, report
 from bilevel.cli.commands import NasBench201Search
 from bilevel.cli.known import CLASSES, pixel_count
-from bilevel.cli.runs import run_directory
 from bilevel.judging import table
 from bilevel.judging.verdicts import DATASETS, best_of_k_random
 from bilevel.spaces.nasbench201 import EDGES, Genotype, multiply_adds, nasbench201_space
@@ -25,61 +23,43 @@ from bilevel.strategies import darts_sgd
 def run_nasbench201_search(config: NasBench201Search) -> dict[str, Any]:
     """Run the job; print its table, write its run directory, return what `result.json` holds."""
     config.check()
-    with run_directory(config, keeps="searches are kept as far as they came") as folder:
-        began = time.perf_counter()
-        space = nasbench201_space(
-            config.operations,
-            classes=CLASSES,
-            cells=config.cells,
-            channels=config.channels,
-            dtype=jnp.bfloat16 if config.bfloat16 else None,
-            remat=config.remat,
-        )
-        plan = deep.strategy(
-            config.strategy,
-            space,
-            darts_sgd,
-            weight_rate=config.weight_rate,
-            alpha_rate=config.alpha_rate,
-            steps=config.steps,
-            batch_size=config.batch_size,
-        )
-        search = deep.Search(plan, config.steps, config.batch_size, config.samples)
-        gradients = config.steps * plan.gradients
-        passes = gradients * config.batch_size / (config.epochs * config.train)
-        budget = passes * cost_in_networks(space.names, config.cells, config.channels)
-        pixels = config.batch_size * pixel_count(config.data, config.pixels)
-        operation = images.gradient_seconds(pixels, len(EDGES), 7 * config.cells, config.channels)
-        work = {
-            "data": 4,
-            **images.search_work(config.seeds, gradients, len(space.names) * operation),
-            "errors and curvature": 20 + config.seeds,
-        }
-        with report.phases(config.progress, work) as bar:
-            bar.enter("data")
-            known = table.load_table()  # first: were it damaged, the search would be for nothing
-            draws = jax.random.split(jax.random.key(config.seed), config.seeds)
-            sizes = {"train": config.train, "valid": config.valid, "test": config.test}
-            parts = images.parts_of(config.data, draws, config.pixels, **sizes)
-            images.check_fits(space.init, parts[0][0])
-            run = deep.Run(folder, bar, config.progress, config.resume)
-            start = time.perf_counter()
-            found = deep.one_by_one(run, space, search, parts, config.seed)
-            searched = time.perf_counter() - start
-            bar.enter("errors and curvature")
-            flags = report.flags(config)
-            result = deep.summary("nasbench201", space, search, found, parts, flags)
+    began = time.perf_counter()
+    space = nasbench201_space(
+        config.operations,
+        classes=CLASSES,
+        cells=config.cells,
+        channels=config.channels,
+        dtype=jnp.bfloat16 if config.bfloat16 else None,
+        remat=config.remat,
+    )
+    search = deep.search_of(config, space, darts_sgd)
+    passes = search.gradients * config.batch_size / (config.epochs * config.train)
+    budget = passes * cost_in_networks(space.names, config.cells, config.channels)
+    pixels = config.batch_size * pixel_count(config.data, config.pixels)
+    operation = images.gradient_seconds(pixels, len(EDGES), 7 * config.cells, config.channels)
+    work = {
+        "data": 4,
+        **images.search_work(config.seeds, search.gradients, len(space.names) * operation),
+        "errors and curvature": 20 + config.seeds,
+    }
+    with deep.running(config, work) as run:
+        known = table.load_table()  # first: were it damaged, the search would be for nothing
+        parts = images.parts_of(config)
+        images.check_fits(space.init, parts[0][0])
+        found = deep.one_by_one(run, space, search, parts, config.seed)
+        searched = time.perf_counter() - began
+        result = deep.summary(run, "nasbench201", space, search, found, parts)
         genotypes = [space.discretize(f.alpha) for f in found]
         result["skips"] = [g.operations.count("skip_connect") for g in genotypes]
         result["budget"] = budget
         result["benchmark"] = looked_up(known, genotypes, space.names, int(budget))
         result["seconds"] = {"search": searched, "all": time.perf_counter() - began}
-        report.write(folder, result, deep.arrays_of(found))
+        report.write(run.folder, result, deep.arrays_of(found))
         edges = [f"{i} → {j}" for i, j in EDGES]
         alpha, axis = np.asarray(found[0].alpha), "edge, from node → to node"
         heats = [deep.Heat("α of every edge", alpha, result["names"], edges, axis)]
-        deep.picture(folder / "search.png", result, found, heats)
-        _print(result, folder)
+        deep.picture(run.folder / "search.png", result, found, heats)
+    _print(result, run.folder)
     return result
 
 

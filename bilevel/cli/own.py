@@ -10,7 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,58 +21,44 @@ from bilevel import diagnostics
 from bilevel.cli import deep, images, report
 from bilevel.cli.commands import OwnSearch
 from bilevel.cli.known import CLASSES
-from bilevel.cli.runs import run_directory
 from bilevel.nets.evaluation import Part, error_rates
-from bilevel.nets.training import train
 from bilevel.protocols import Pytree
 from bilevel.spaces import Space
-
-_SCALE_ROWS = 32  # for the tangent kernel's mean diagonal entry
-_RATE = 3.0  # of weights, over that entry, where the user gives none
-
-
-class _Training(NamedTuple):
-    """How the networks of architectures are trained."""
-
-    random: int  # architectures, beside the one found
-    epochs: int
-    batch_size: int
-    rate: float
 
 
 def run_own_search(config: OwnSearch) -> dict[str, Any]:
     """Run the job; print its table, write its run directory, return what `result.json` holds."""
     config.check()
-    space = imported(config.space)
-    keeps = "searches and networks are kept as far as they came"
-    with run_directory(config, keeps=keeps) as folder:
-        networks = config.seeds * (1 + config.random)
-        work = {"data": 5.0, **images.search_work(config.seeds, config.steps, 0.1)}
-        work |= {"training": networks * config.epochs, "errors and curvature": 10}
-        with report.phases(config.progress, work) as bar:
-            bar.enter("data")
-            draws = jax.random.split(jax.random.key(config.seed), config.seeds)
-            sizes = {"train": config.train, "valid": config.valid, "test": config.test}
-            parts = images.parts_of(config.data, draws, config.pixels, **sizes)
-            rate = config.weight_rate or _RATE / _scale(space, deep.keys(config.seed, 0)[1], parts)
-            plan = deep.strategy(
-                config.strategy,
-                space,
-                functools.partial(optax.sgd, momentum=0.9),
-                weight_rate=rate,
-                alpha_rate=config.alpha_rate,
-                steps=config.steps,
-                batch_size=config.batch_size,
-            )
-            run = deep.Run(folder, bar, config.progress, config.resume)
-            search = deep.Search(plan, config.steps, config.batch_size, config.samples)
-            training = _Training(config.random, config.epochs, config.batch_size, rate)
-            name, flags = config.space, report.flags(config)
-            result, found = _computed(run, name, space, search, training, parts, config.seed, flags)
-        report.write(folder, result, deep.arrays_of(found))
-        deep.picture(folder / "search.png", result, found, _heats(space, found[0].alpha))
-        note = "networks are trained from scratch, at the corner of the space that they are"
-        deep.show(result, folder, deep.table(result, {}, {"search", "random"}), [note])
+    began, space = time.perf_counter(), imported(config.space)
+    work = {"data": 5.0, **images.search_work(config.seeds, config.steps, 0.1)}
+    work["training"] = config.seeds * (1 + config.random) * config.epochs
+    work["errors and curvature"] = 10.0
+    with deep.running(config, work) as run:
+        parts = images.parts_of(config)
+        train = parts[0][0]
+        images.check_fits(space.init, train)
+        w = jax.jit(space.init)(deep.keys(config.seed, 0)[1], train)
+        rate = config.weight_rate or float(deep.default_rate(space, w, space.start(), train[0]))
+        search = deep.search_of(config, space, functools.partial(optax.sgd, momentum=0.9), rate)
+        found = deep.one_by_one(run, space, search, parts, config.seed)
+        searched = time.perf_counter() - began
+        fit = deep.corner_trainer(space, config.epochs, config.batch_size, config.weight_rate)
+        keys = [
+            jax.random.split(deep.keys(config.seed, s)[3], config.random + 2)
+            for s in range(config.seeds)
+        ]
+        drawn = [[space.draw(key) for key in of_seed[2:]] for of_seed in keys]
+        rows = deep.rows_of(space, found, {}, drawn)
+        trained = _trainer(space, fit, keys, parts, config.epochs, config.batch_size)
+        networks = deep.trained(run, rows, config.epochs, trained)
+        scores = deep.by_network(networks)
+        result = deep.summary(run, config.space, space, search, found, parts, scores)
+        result["seconds"] = {"search": searched, "all": time.perf_counter() - began}
+        report.write(run.folder, result, deep.arrays_of(found))
+        heats = _heats(space, found[0].alpha)
+        deep.picture(run.folder / "search.png", result, found, heats)
+    note = "networks are trained from scratch, at the corners of the space that stand for them"
+    deep.show(result, run.folder, deep.table(result, {}, {"search", "random"}), [note])
     return result
 
 
@@ -100,61 +86,24 @@ def imported(name: str) -> Space:
     return space
 
 
-def _scale(space: Space, key: jax.Array, parts: list[list[Part]]) -> float:
-    """The tangent kernel's mean diagonal entry at the start of the first search."""
-    train = parts[0][0]
-    w, alpha = jax.jit(space.init)(key, train), space.start()
-    return float(diagnostics.kernel_diagonal(space.apply, w, alpha, train[0][:_SCALE_ROWS]))
-
-
-def _computed(
-    run: deep.Run,
-    name: str,
+def _trainer(
     space: Space,
-    search: deep.Search,
-    training: _Training,
+    fit: Callable[..., Pytree],
+    keys: list[jax.Array],
     parts: list[list[Part]],
-    seed: int,
-    flags: dict[str, Any],
-) -> tuple[dict[str, Any], list[deep.Found]]:
-    began = time.perf_counter()
-    images.check_fits(space.init, parts[0][0])
-    found = deep.one_by_one(run, space, search, parts, seed)
-    searched = time.perf_counter() - began
-    keys = [jax.random.split(deep.keys(seed, s)[3], training.random + 2) for s in range(len(parts))]
-    drawn = [[space.draw(key) for key in of_seed[2:]] for of_seed in keys]
-    rows = deep.rows_of(space, found, {}, drawn)
-    init, fit, rates = jax.jit(space.init), _trainer(space, training), error_rates(space)
+    epochs: int,
+    batch_size: int,
+) -> deep.Train:
+    init, rates = jax.jit(space.init), error_rates(space)
 
     def trained(row, checkpoint, show):
         own, (init_key, order_key, *_) = parts[row.seed], keys[row.seed]
         corner = space.one_hot(row.architecture)
         w = fit(order_key, init(init_key, own[0]), corner, own[0])
-        show(training.epochs, float("nan"))
-        return dict(zip(deep.ERRORS, rates(w, corner, own, training.batch_size), strict=True))
+        show(epochs, float("nan"))
+        return dict(zip(deep.ERRORS, rates(w, corner, own, batch_size), strict=True))
 
-    networks = deep.trained(run, rows, training.epochs, trained)
-    run.bar.enter("errors and curvature")
-    result = deep.summary(name, space, search, found, parts, flags)
-    result["scores"] = deep.by_network(networks) | result["scores"]
-    each = float(np.mean([row["seconds"] for row in networks]))
-    seconds = {"search": searched, "network": each, "all": time.perf_counter() - began}
-    return result | {"seconds": seconds}, found
-
-
-def _trainer(
-    space: Space, training: _Training
-) -> Callable[[jax.Array, Pytree, Pytree, Part], Pytree]:
-    """``(key, w0, corner, rows) -> w`` after SGD, one program for all architectures."""
-
-    @jax.jit
-    def fit(key, w, corner, rows):
-        steps = training.epochs * (len(rows[1]) // training.batch_size)
-        sgd = optax.sgd(optax.cosine_decay_schedule(training.rate, steps), momentum=0.9)
-        sizes = {"epochs": training.epochs, "batch_size": training.batch_size}
-        return train(key, space.problem.lower, corner, w, rows, optimizer=sgd, **sizes).last
-
-    return fit
+    return trained
 
 
 def _heats(space: Space, alpha: Pytree) -> list[deep.Heat]:

@@ -139,8 +139,7 @@ def _drawn(config: Rank) -> np.ndarray:
 def _images(config: Rank) -> tuple[Rows, Rows]:
     """Training and test rows, images with mean 0 and variance 1 in each channel."""
     draws = jax.random.key(config.seed)[None]
-    sizes = {"train": config.train, "valid": 1, "test": config.test}
-    ((train, _, test),) = images.parts_of(config.data, draws, config.pixels, **sizes)
+    ((train, _, test),) = images.parts_of(config, draws)
     return train, test
 
 

@@ -18,23 +18,18 @@ import numpy as np
 import optax
 
 import ntk
-from bilevel import data, diagnostics
+from bilevel import data
 from bilevel.cli import deep, report
 from bilevel.cli.commands import SkipSearch
 from bilevel.cli.known import CLASSES, inputs
-from bilevel.cli.runs import run_directory
 from bilevel.nets.evaluation import Part, error_rates
-from bilevel.nets.training import train
 from bilevel.protocols import Pytree
 from bilevel.spaces import Space
 from bilevel.spaces.activations import unit_inputs
 from bilevel.spaces.skips import SkipArchitecture, SkipSpace, skip_space
 from bilevel.spaces.targets import cross_entropy
-from bilevel.strategies import Strategy
 
 _KERNEL_ROWS = 100  # of the kernel whose smallest eigenvalue is shown: a second for ten networks
-_SCALE_ROWS = 32  # for the tangent kernel's mean diagonal entry
-_RATE = 3.0  # of weights, over that entry, where the user gives none
 
 
 class _Task(NamedTuple):
@@ -53,86 +48,54 @@ class _Task(NamedTuple):
 def run_skip_search(config: SkipSearch) -> dict[str, Any]:
     """Run the job; print its table, write its run directory, return what `result.json` holds."""
     config.check()
-    keeps = "searches and networks are kept as far as they came"
-    with run_directory(config, keeps=keeps) as folder:
-        space = skip_space(
-            config.activations,
-            depth=config.depth,
-            width=config.width,
-            classes=CLASSES,
-            parametrization=config.parametrization,
-        )
-        batches = config.epochs * (config.train // config.batch_size)
-        gradients = config.steps * deep.gradients(config.strategy, space)
-        budget = 1 + round(gradients / batches)  # as many as take the search's gradients
-        weights = config.width * (inputs(config.data) + (config.depth - 2) * config.width)
-        networks = config.seeds * (1 + len(space.names) + budget)
-        seconds = 1e-8 * config.batch_size * weights  # of a gradient, roughly, on two cores
-        work = {
-            "data": 2,
-            "search": 10 + seconds * config.seeds * gradients,
-            "training": 8 + (0.4 + seconds * batches) * networks,
-            "curvature": 3 + 0.5 * config.seeds,
-        }
-        with report.phases(config.progress, work) as bar:
-            bar.enter("data")
-            draws = jax.random.split(jax.random.key(config.seed), config.seeds)
-            sizes = {"train": config.train, "valid": config.valid, "test": config.test}
-            task = _Task(
-                _in_bfloat16(space) if config.bfloat16 else space,
-                space.kernel,
-                [_unit(rows) for rows in data.samples(config.data, draws, **sizes)],
-                config.seed,
-                config.epochs,
-                config.batch_size,
-                config.weight_rate,
-                budget,
-            )
-            plan = functools.partial(
-                deep.strategy,
-                config.strategy,
-                task.space,
-                functools.partial(optax.sgd, momentum=0.9),
-                alpha_rate=config.alpha_rate,
-                steps=config.steps,
-                batch_size=config.batch_size,
-            )
-            run = deep.Run(folder, bar, config.progress, config.resume)
-            length = config.steps, config.samples
-            result, found = _computed(run, task, plan, length, report.flags(config))
-        report.write(folder, result, deep.arrays_of(found))
-        deep.picture(folder / "search.png", result, found, [_heat(space, found[0].alpha)])
-        _print(result, folder)
-    return result
-
-
-def _computed(
-    run: deep.Run,
-    task: _Task,
-    plan: Callable[..., Strategy],
-    length: tuple[int, int],
-    flags: dict[str, Any],
-) -> tuple[dict[str, Any], list[deep.Found]]:
-    began, space = time.perf_counter(), task.space
-    stacked = jax.tree.map(lambda *a: jnp.stack(a), *task.parts)
-    key, weight_key, choice_key = jax.random.split(jax.random.key(task.seed), 3)
-    w0 = _initial(space, weight_key, stacked[0])
-    rate = task.weight_rate or _RATE / _scale(space, w0, stacked[0])
-    steps, samples = length
-    search = deep.Search(plan(weight_rate=rate), steps, task.batch_size, samples)
-    found = deep.side_by_side(run, space, search, w0, stacked, key, choice_key)
-    searched = time.perf_counter() - began
-    networks = _networks(run, task, found, stacked[0])
-    run.bar.enter("curvature")
-    result = deep.summary("skips", space, search, found, task.parts, flags)
-    result["scores"] = networks | result["scores"]
-    result["scores"]["supernet"]["skips"] = [float(f.alpha["skips"].sum()) for f in found]
-    result["best_single"] = min(
-        space.names, key=lambda name: np.mean(networks[name]["valid_error"])
+    began = time.perf_counter()
+    space = skip_space(
+        config.activations,
+        depth=config.depth,
+        width=config.width,
+        classes=CLASSES,
+        parametrization=config.parametrization,
     )
-    result["kernel_rows"] = min(_KERNEL_ROWS, len(task.parts[0][0][1]))
-    result["seconds"] = {"search": searched, "all": time.perf_counter() - began}
-    return result, found
+    sgd = functools.partial(optax.sgd, momentum=0.9)
+    gradients = deep.search_of(config, space, sgd).gradients
+    batches = config.epochs * (config.train // config.batch_size)
+    budget = 1 + round(gradients / batches)  # as many as take the search's gradients
+    weights = config.width * (inputs(config.data) + (config.depth - 2) * config.width)
+    networks = config.seeds * (1 + len(space.names) + budget)
+    seconds = 1e-8 * config.batch_size * weights  # of a gradient, roughly, on two cores
+    work = {
+        "data": 2,
+        "search": 10 + seconds * config.seeds * gradients,
+        "training": 8 + (0.4 + seconds * batches) * networks,
+        "errors and curvature": 3 + 0.5 * config.seeds,
+    }
+    with deep.running(config, work) as run:
+        draws = jax.random.split(jax.random.key(config.seed), config.seeds)
+        sizes = {"train": config.train, "valid": config.valid, "test": config.test}
+        parts = [_unit(rows) for rows in data.samples(config.data, draws, **sizes)]
+        rest = config.seed, config.epochs, config.batch_size, config.weight_rate, budget
+        ours = _in_bfloat16(space) if config.bfloat16 else space
+        task = _Task(ours, space.kernel, parts, *rest)
+        stacked = jax.tree.map(lambda *a: jnp.stack(a), *parts)
+        key, weight_key, choice_key = jax.random.split(jax.random.key(config.seed), 3)
+        w0 = _initial(ours, weight_key, stacked[0])
+        rate = config.weight_rate or _rate(ours, w0, stacked[0])
+        search = deep.search_of(config, ours, sgd, rate)
+        found = deep.side_by_side(run, ours, search, w0, stacked, key, choice_key)
+        searched = time.perf_counter() - began
+        scores = _networks(run, task, found, stacked[0])
+        result = deep.summary(run, "skips", ours, search, found, parts, scores)
+        result["scores"]["supernet"]["skips"] = [float(f.alpha["skips"].sum()) for f in found]
+        best = min(space.names, key=lambda name: np.mean(scores[name]["valid_error"]))
+        result |= {"best_single": best, "kernel_rows": min(_KERNEL_ROWS, config.train)}
+        result["seconds"] = {"search": searched, "all": time.perf_counter() - began}
+        report.write(run.folder, result, deep.arrays_of(found))
+        heat = _heat(space, found[0].alpha)
+        deep.picture(run.folder / "search.png", result, found, [heat])
+    ends = {"search", space.names[-1], "random"}
+    notes = [note.format(**result) for note in _NOTES]
+    deep.show(result, run.folder, deep.table(result, _COLUMNS, ends), notes)
+    return result
 
 
 # ----------------------------------------------------------------------------- the parts
@@ -149,14 +112,14 @@ def _initial(space: Space, key: jax.Array, train: Part) -> Pytree:
     return jax.jit(jax.vmap(space.init))(keys, train)
 
 
-def _scale(space: Space, w: Pytree, train: Part) -> float:
-    """The tangent kernel's mean diagonal entry at the start of the search, over all seeds."""
+def _rate(space: Space, w: Pytree, train: Part) -> float:
+    """The weights' first step size: by the tangent kernel at the start, mean over the seeds."""
     alpha = space.start()
 
     def of_seed(w, x):
-        return diagnostics.kernel_diagonal(space.apply, w, alpha, x)
+        return 1 / deep.default_rate(space, w, alpha, x)
 
-    return float(jax.jit(jax.vmap(of_seed))(w, train[0][:, :_SCALE_ROWS]).mean())
+    return 1 / float(jax.jit(jax.vmap(of_seed))(w, train[0]).mean())
 
 
 def _in_bfloat16(space: SkipSpace) -> SkipSpace:
@@ -181,7 +144,8 @@ def _networks(run: deep.Run, task: _Task, found: list[deep.Found], train: Part) 
     drawn = [[space.draw(of_all[seed]) for of_all in draws] for seed in range(seeds)]
     rows = deep.rows_of(space, found, singles, drawn)
     w0, orders = _initial(space, keys[1], train), jax.random.split(keys[2], seeds)
-    fit, rates = _trainer(task), error_rates(space)
+    fit = deep.corner_trainer(space, task.epochs, task.batch_size, task.weight_rate)
+    rates = error_rates(space)
 
     def trained(row, checkpoint, show):
         corner, parts = space.one_hot(row.architecture), task.parts[row.seed]
@@ -195,24 +159,6 @@ def _networks(run: deep.Run, task: _Task, found: list[deep.Found], train: Part) 
         return scores
 
     return deep.by_network(deep.trained(run, rows, task.epochs, trained))
-
-
-def _trainer(task: _Task) -> Callable[[jax.Array, Pytree, Pytree, Part], Pytree]:
-    """``(key, w0, corner, rows) -> w`` after SGD, one program for all architectures."""
-    space, sizes = task.space, {"epochs": task.epochs, "batch_size": task.batch_size}
-
-    @jax.jit
-    def fit(key, w, corner, rows):
-        steps = task.epochs * (len(rows[1]) // task.batch_size)
-        rate: Any = task.weight_rate
-        if rate is None:
-            x = rows[0][:_SCALE_ROWS]
-            rate = _RATE / diagnostics.kernel_diagonal(space.apply, w, corner, x)
-        cosine = optax.cosine_decay_schedule(1.0, steps)
-        sgd = optax.sgd(lambda step: rate * cosine(step), momentum=0.9)
-        return train(key, space.problem.lower, corner, w, rows, optimizer=sgd, **sizes).last
-
-    return fit
 
 
 def _min_eigenvalue(kernel: Callable, corner: Pytree, x: jax.Array) -> float:
@@ -244,9 +190,3 @@ _NOTES = [
     "validation; best of random: by validation, as many as take the search's gradients",
     "λ_min: of the infinite-width NTK of {kernel_rows} training rows, in NTK parametrization",
 ]
-
-
-def _print(result: dict[str, Any], folder: Any) -> None:
-    ends = {"search", result["names"][-1], "random"}
-    notes = [note.format(**result) for note in _NOTES]
-    deep.show(result, folder, deep.table(result, _COLUMNS, ends), notes)

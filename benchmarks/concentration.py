@@ -25,26 +25,21 @@ Intervals are standard errors over the draws of V.
     python benchmarks/concentration.py --table    # the results file as the README's table
 """
 
-import argparse
 import functools
-import importlib.metadata
-import json
 import math
-import os
-import platform
 import time
-from pathlib import Path
 
+import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
+from harness import where
 
 import bilevel.data
-from bilevel import bounds, plots
+from bilevel import bounds
 from bilevel.geometry import project_simplex
 from bilevel.spaces.activations import activation_space, sign_labels, unit_inputs
 
-RESULTS = Path(__file__).parent / "results"
 NAMES = ("relu", "swish", "tanh", "sigmoid", "identity")
 FACES = (2, 3, 5)  # h: mixtures of the first h
 SIZES = (20, 50, 100, 200, 500, 1000)  # n_V
@@ -69,8 +64,8 @@ def exact_instance(repeats) -> list[dict]:
 
 
 def summary(name, values) -> dict:
-    error = np.std(values, ddof=1) / math.sqrt(len(values))
-    return {name: float(np.mean(values)), f"{name} s.e.": float(error)}
+    error = float(harness.standard_error(values))
+    return {name: float(np.mean(values)), f"{name} s.e.": error}
 
 
 # ------------------------------------------------------------------------------ 2. searches
@@ -97,7 +92,7 @@ def losses_of(data, width, pool):
         x, x_pool = blocks[:, :, :TRAIN], blocks[:, :, TRAIN:]
         w, solver = None, space.solver
     else:
-        w = space.init(jax.random.key(1), x.shape[1])
+        w = space.init(jax.random.key(1), (x, y))
         solver = space.solver(space.curvatures(w, x))
 
     def losses(alpha, fixed):
@@ -263,35 +258,38 @@ def exponent(rows, name, against=SIZES) -> tuple[float, float]:
     return float(line[0]), float(math.sqrt(covariance[0, 0]))
 
 
-def where(rows, **wanted):
-    return [row for row in rows if wanted.items() <= row.items()]
+LABELS = {"risk": "risk", "gradient": "hypergradient", "excess": "loss by selection, %"}
 
 
-def table(head, lines) -> list[str]:
-    return [f"| {' | '.join(map(str, cells))} |" for cells in (head, ["---"] * len(head), *lines)]
+def of_searches(rows):
+    """Pairs: what is constant in a search, and its rows."""
+    for constants in where(rows, part="constants"):
+        yield constants, where(rows, part="search", search=constants["search"])
 
 
-def markdown(rows) -> str:
-    lines, slopes = [], {"risk": [], "gradient": [], "excess": []}
-    labels = dict(zip(slopes, ("risk", "hypergradient", "loss by selection, %"), strict=True))
-    searches = [
-        (constants, where(rows, part="search", search=constants["search"]))
-        for constants in where(rows, part="constants")
-    ]
-    for constants, of_search in searches:
+def gap_table(rows) -> str:
+    lines = []
+    for constants, of_search in of_searches(rows):
         found = where(of_search, h=FACES[-1])
-        for name, label in labels.items():
+        for name, label in LABELS.items():
             scale = 100 / found[0]["least risk"] if name == "excess" else 1
             cells = [f"{scale * row[name]:.2g}" for row in found]
-            slopes[name].append(exponent(found, name))
-            fit = "{:.2f} ± {:.2f}".format(*slopes[name][-1])
+            fit = "{:.2f} ± {:.2f}".format(*exponent(found, name))
             lines.append([f"{constants['search']}: {label}", *cells, fit])
     head = ["largest gap over alpha, n_V =", *SIZES, "exponent of n_V, ± s.e."]
-    second = ["", *(constants["search"] for constants, _ in searches)]
+    return harness.table(head, lines)
+
+
+def comparison_table(rows) -> str:
+    searches = list(of_searches(rows))
     compared = zip(*(comparison(*search).items() for search in searches), strict=True)
-    compared = [[row[0][0], *(value for _, value in row)] for row in compared]
-    said = verdicts(where(rows, part="exact"), slopes)
-    return "\n".join([*table(head, lines), "", *table(second, compared), "", *said])
+    lines = [[row[0][0], *(value for _, value in row)] for row in compared]
+    return harness.table(["", *(constants["search"] for constants, _ in searches)], lines)
+
+
+def report(rows) -> str:
+    said = "\n".join(f"- {sentence}" for sentence in verdicts(rows))
+    return "\n\n".join([gap_table(rows), comparison_table(rows), said])
 
 
 def comparison(constants, rows) -> dict:
@@ -335,14 +333,16 @@ def comparison(constants, rows) -> dict:
     }
 
 
-def verdicts(exact, slopes):
-    many = [row for row in exact if row["n"] >= 4 * row["h"]]
+def verdicts(rows):
+    many = [row for row in where(rows, part="exact") if row["n"] >= 4 * row["h"]]
+    last = [where(of_search, h=FACES[-1]) for _, of_search in of_searches(rows)]
+    slopes = {name: [exponent(found, name) for found in last] for name in LABELS}
     shares = np.array([row["h"] / row["n"] for row in many])
     gaps = np.array([row["risk"] for row in many])
     ratios, near = gaps / np.sqrt(shares), gaps / (2 * np.sqrt(shares) + shares)
     slope, error = exponent(many, "risk", shares)
     yield (
-        f"- Known answer, n_V >= 4 h: gap / sqrt(h / n_V) is {ratios.min():.2f} to "
+        f"Known answer, n_V >= 4 h: gap / sqrt(h / n_V) is {ratios.min():.2f} to "
         f"{ratios.max():.2f}, {near.min():.2f} to {near.max():.2f} times the limit; exponent of "
         f"h / n_V {slope:.3f} ± {error:.3f} (the limit's: 0.53 to 0.60). The rate is that of (2) "
         "and (4) without the logarithm; for n_V < h it is h / n_V: n_V >= h_eff is needed."
@@ -355,31 +355,29 @@ def verdicts(exact, slopes):
         abs(s + 0.5) < 0.03 + 3 * e for name in ("risk", "gradient") for s, e in slopes[name]
     )
     yield (
-        f"- Searches: exponents of n_V {ranges['risk']} (risk), {ranges['gradient']} "
+        f"Searches: exponents of n_V {ranges['risk']} (risk), {ranges['gradient']} "
         f"(hypergradient): the -1/2 of (2) and (4) is {'confirmed' if half else 'NOT seen'}."
     )
     yield (
-        f"- What selection loses falls with exponent {ranges['excess']}, faster than (3), and is a "
+        f"What selection loses falls with exponent {ranges['excess']}, faster than (3), and is a "
         "small part of the gap: models near the best have nearly the same loss on every row, so "
         "that their order is known long before their risks are."
     )
     # There one alpha has E |a'(S - I)a| = sqrt(2 / n) E |z| = 2 / sqrt(pi n), all 2 sqrt(h / n).
     price = math.sqrt(math.pi * FACES[-1])
     yield (
-        "- That the gap is uniform in alpha costs a small factor (second table, first rows), in "
+        "That the gap is uniform in alpha costs a small factor (second table, first rows), in "
         f"the known answer sqrt(pi h), {price:.1f} for h = {FACES[-1]}: the models of all mixtures "
         "err on the same rows, and h counts for less than in (2)."
     )
 
 
-@plots.style()
 def picture(rows, path):
-    import matplotlib
+    with harness.picture(path, 2, 2, figsize=(11, 8.5)) as (_, axes):
+        draw(rows, axes)
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(2, 2, figsize=(11, 8.5), layout="constrained")
+def draw(rows, axes):
     known, risk, gradient, loss = axes.flat
     for h in (10, 40, 160):
         kept = where(rows, part="exact", h=h)
@@ -417,40 +415,19 @@ def picture(rows, path):
         axis.set_xlabel(axis.get_xlabel() or "validation rows n_V")
         if axis in (known, loss):
             axis.legend()
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
 
 
-def environment() -> dict:
-    names = "bilevel", "jax", "jaxlib", "numpy"
-    versions = {name: importlib.metadata.version(name) for name in names}
-    versions |= {"python": platform.python_version()}
-    device = jax.devices()[0].device_kind
-    if device == "cpu":
-        cpu = Path("/proc/cpuinfo").read_text().split("model name\t: ")[1].splitlines()[0]
-        device = f"{cpu}, {len(os.sched_getaffinity(0))} cores"
+def main() -> None:
+    flags = harness.command_line(__file__, __doc__, report)
     seeds = {"rows": 0, "weights": 1, "alphas": 0, "draws of V": 1, "instance": 0}
-    return {"part": "environment", "device": device, "versions": versions, "seeds": seeds}
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="a minute; no results file")
-    parser.add_argument("--table", action="store_true", help="the results file as markdown")
-    args = parser.parse_args()
-    path = RESULTS / "concentration.jsonl"
-    if args.table:
-        return print(markdown([json.loads(line) for line in path.read_text().splitlines()]))
-    rows = [environment(), *exact_instance(10 if args.quick else 40)]
-    if args.quick:
+    rows = [harness.environment(seeds=seeds), *exact_instance(10 if flags.quick else 40)]
+    if flags.quick:
         rows += search("digits", math.inf, 1500, count=60, draws=50, ascents=2)
     else:
         rows += search("digits", math.inf, 1500, count=300, draws=200, ascents=6)
         rows += search("fashion-mnist", math.inf, 3000, count=300, draws=200, ascents=6)
         rows += search("digits", WIDTH, 1500, count=60, draws=200, ascents=3)
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        picture(rows, path.with_suffix(".png"))
-    print(markdown(rows))
+    harness.finish(rows, flags.results, report, picture)
 
 
 if __name__ == "__main__":

@@ -120,6 +120,12 @@ def processor() -> str:
     return Path("/proc/cpuinfo").read_text().split("model name\t: ")[1].splitlines()[0]
 
 
+def named(path: Path | None, *parts: str) -> Path | None:
+    """The script's own results file with ``parts`` in its name; another file, or none, as it is."""
+    own = path is not None and path.parent == RESULTS
+    return path.with_stem("_".join([path.stem, *parts])) if own else path
+
+
 def read(path: Path) -> list[Row]:
     """The rows of a file, none if there is none; a line that a kill cut short is passed over."""
     rows = []

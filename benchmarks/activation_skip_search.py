@@ -25,7 +25,7 @@ best on its run's validation half.
     python benchmarks/activation_skip_search.py           # width 128; 9.5 minutes of processor time
     python benchmarks/activation_skip_search.py --quick   # digits, a minute, no results file
     python benchmarks/activation_skip_search.py --full    # the paper's sizes; for an accelerator
-    python benchmarks/activation_skip_search.py --table   # the results files as markdown
+    python benchmarks/activation_skip_search.py --table   # the results files as Markdown
 """
 
 import dataclasses

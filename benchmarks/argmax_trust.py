@@ -8,7 +8,7 @@ standard error, of the paired difference on the test rows, above the activation 
 
     python benchmarks/argmax_trust.py            # goes on where it was
     python benchmarks/argmax_trust.py --quick    # one setting, three seeds; no results file
-    python benchmarks/argmax_trust.py --table    # the results file as a table
+    python benchmarks/argmax_trust.py --table    # the results file as Markdown
 """
 
 import json

@@ -22,7 +22,7 @@ Intervals are standard errors over the draws of V.
 
     python benchmarks/concentration.py            # five minutes on two cores
     python benchmarks/concentration.py --quick    # a minute: digits at infinite width, fewer draws
-    python benchmarks/concentration.py --table    # the results file as the README's table
+    python benchmarks/concentration.py --table    # the results file as Markdown
 """
 
 import functools

@@ -18,7 +18,7 @@ training images; no augmentation. Rates, clipping and weight decay are those of 
     python benchmarks/darts_gap.py --quick    # a minute or two, no results file
     python benchmarks/darts_gap.py --full     # the paper's sizes, on an accelerator; goes on
                                               # with the unfinished results of another day
-    python benchmarks/darts_gap.py --table    # the results files as markdown
+    python benchmarks/darts_gap.py --table    # the results files as Markdown
 """
 
 import dataclasses

@@ -16,7 +16,7 @@ the least final validation loss, averaged over seeds used for nothing else.
 
     python benchmarks/discretization.py            # ten minutes on two cores
     python benchmarks/discretization.py --quick    # one minute, digits; no results file
-    python benchmarks/discretization.py --table    # the results file as the README's tables
+    python benchmarks/discretization.py --table    # the results file as Markdown
 """
 
 import functools

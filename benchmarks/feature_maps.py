@@ -17,7 +17,7 @@ and without what all methods share: projections of all rows, hashes of all texts
     python benchmarks/feature_maps.py --data imdb        # IMDb
     python benchmarks/feature_maps.py --data digits      # what --quick runs, in a minute
     python benchmarks/feature_maps.py --full             # the paper's sizes; for an accelerator
-    python benchmarks/feature_maps.py --table            # the results files as the README's tables
+    python benchmarks/feature_maps.py --table            # the results files as Markdown
 """
 
 import dataclasses
@@ -349,8 +349,8 @@ def verdicts(rows) -> list[str]:
 def title(rows) -> str:
     head, sizes = rows[0], rows[0]["sizes"]
     return (
-        f"{head['data']}: {sizes['configs']} configurations, up to {sizes['dimension']:,} features, "
-        f"{sizes['train']:,} + {sizes['valid']:,} + {sizes['test']:,} rows, "
+        f"{head['data']}: {sizes['configs']} configurations, up to {sizes['dimension']:,} "
+        f"features, {sizes['train']:,} + {sizes['valid']:,} + {sizes['test']:,} rows, "
         f"{sizes['trials']} trials; {head['device']}."
     )
 

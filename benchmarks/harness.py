@@ -157,11 +157,11 @@ def where(rows: Iterable[Row], **wanted: Any) -> list[Row]:
 
 
 def compiled(fn: Callable, *args: Any) -> tuple[Callable, float]:
-    """``fn`` compiled for such arguments, and the seconds that this took."""
+    """``fn``, jitted or not, compiled for such arguments, and the seconds that this took."""
     import jax
 
     start = time.perf_counter()
-    program = jax.jit(fn).lower(*args).compile()
+    program = (fn if hasattr(fn, "lower") else jax.jit(fn)).lower(*args).compile()
     return program, time.perf_counter() - start
 
 
@@ -198,17 +198,10 @@ def forget_peak() -> float:
     return resident_peak()
 
 
-class Failed(Exception):
-    """A process ended without its rows; in the words of its last line."""
-
-
 def in_own_process(file: str, *request: Any, one_core: bool = False, **variables: str) -> list[Row]:
     """The rows that a script's ``work(*request)`` makes, in a process of its own.
 
-    Raises
-    ------
-    Failed
-        It ended otherwise. That there was no memory is a result too.
+    Or a single row that says why there are none, under "failed": no memory is a result too.
     """
     variables |= {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "TF_CPP_MIN_LOG_LEVEL": "3"}
     if one_core:
@@ -226,7 +219,7 @@ def in_own_process(file: str, *request: Any, one_core: bool = False, **variables
     if done.returncode:
         sys.stderr.write(done.stderr)
         lines = done.stderr.strip().splitlines() or [f"ended by signal {-done.returncode}"]
-        raise Failed("killed" if done.returncode == -9 else lines[-1][:200])
+        return [{"failed": lines[-1][:200]}]
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 

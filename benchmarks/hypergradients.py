@@ -15,7 +15,7 @@ over rounds.
 
     python benchmarks/hypergradients.py            # against every installed peer: some five minutes
     python benchmarks/hypergradients.py --quick    # hand-written JAX only, two cases: about one
-    python benchmarks/hypergradients.py --table    # the results file as the README's table
+    python benchmarks/hypergradients.py --table    # the results file as Markdown
 
 The results file is written when jaxopt, optimistix and torch are installed; torchopt if it is too.
 """
@@ -25,6 +25,7 @@ import importlib.metadata
 import itertools
 import random
 import statistics
+import sys
 import time
 from typing import Any, NamedTuple
 
@@ -365,26 +366,6 @@ def best_peer(rows, wanted) -> dict | None:
     return min(peers, key=lambda r: statistics.median(r["ms"]), default=None)
 
 
-HEAD = ["ms", "min", "spread", "/ hand", "/ peer", "error", "estimate/error", "XLA MB", "compile s"]
-
-
-def details(rows) -> str:
-    """One kind of one case; the spread is the interquartile range."""
-    hand, peer = find(rows, *case(rows[0]), HAND), best_peer(rows, case(rows[0]))
-    lines = []
-    for r in rows:
-        cells = [f"failed: {r.get('failed')}"[:60]]
-        if "ms" in r:
-            low, median, high = statistics.quantiles(r["ms"], n=4)
-            cells = [f"{median:.1f}", f"{min(r['ms']):.1f}", f"{(high - low) / median:.0%}"]
-            cells += [f"{ratio(r, other):.2f}" if other else "" for other in (hand, peer)]
-            estimate, is_jax = r.get("estimate_over_error"), "temp_bytes" in r
-            cells += [f"{r['error']:.1e}", f"{estimate:.2f}" if estimate else ""]
-            cells += [f"{r['temp_bytes'] / 1e6:.2f}", f"{r['compile_s']:.1f}"] if is_jax else []
-        lines.append([r["method"], *cells])
-    return harness.table([" ".join(case(rows[0])), *HEAD], lines)
-
-
 def verdicts(rows):
     """Pairs of whether a target is met and what it is."""
     for name in dict.fromkeys(map(case, rows)):
@@ -439,8 +420,10 @@ def main() -> None:
     for (problem, dtype), kind in itertools.product(cases, KINDS):
         request = problem, dtype, kind, rounds, peers, flags.forward
         new = harness.in_own_process(__file__, *request, one_core=True, JAX_PLATFORMS="cpu")
+        if "failed" in new[0] and "problem" not in new[0]:
+            sys.exit(f"{problem}, {dtype}, {kind}: {new[0]['failed']}")
         rows += new
-        print(details(new), end="\n\n", flush=True)
+        print(*new, sep="\n", flush=True)
     whole = set(peers) == set(PEERS)
     harness.finish(rows, flags.results if whole else None, report)
     print(harness.judged(verdicts(rows[1:])))

@@ -16,7 +16,7 @@ skipped: *that* figure is extrapolated.
 
     python benchmarks/kernels.py            # some eight minutes
     python benchmarks/kernels.py --quick    # four problems, small, without neural-tangents: one
-    python benchmarks/kernels.py --table    # the results file as the README's tables
+    python benchmarks/kernels.py --table    # the results file as Markdown
 """
 
 import functools
@@ -436,21 +436,18 @@ def matmul_rate(dtype, cpu) -> float:
     return 2 * n**3 / min(harness.seconds(compiled(jnp.matmul, a, a)))
 
 
-def in_own_process(name, methods, quick) -> list[dict]:
-    """:func:`measure`; a process that is killed, for its memory as a rule, is a result too."""
-    try:
-        return harness.in_own_process(__file__, name, methods, quick, one_core=True)
-    except harness.Failed as error:
-        return [{"problem": name, "method": m, "failed": str(error)} for m in methods]
-
-
 def run(name, quick) -> list[dict]:
     """All methods of a problem."""
     problem = PROBLEMS[name]
     methods = [m for m in problem.methods if not (quick and m.startswith(PEER))]
     together = quick or name == "eigenvalue"
     groups = [methods] if together else [[method] for method in methods]
-    rows = [row for group in groups for row in in_own_process(name, group, quick)]
+    rows = []
+    for group in groups:
+        found = harness.in_own_process(__file__, name, group, quick, one_core=True)
+        if "failed" in found[0] and "problem" not in found[0]:  # killed, for its memory as a rule
+            found = [{"problem": name, "method": method} | found[0] for method in group]
+        rows += found
     truths = {r["size"]: r["value"] for r in rows if r["method"] == "numpy eigvalsh"}
     for row in rows:
         if "value" in row and row["size"] in truths:
@@ -479,28 +476,6 @@ def ratio(rows, row) -> float | None:
     """Of a method's time to ours."""
     ours = find(rows, row["problem"], "ntk", row["size"])
     return seconds(row) / seconds(ours) if ours else None
-
-
-HEAD = ["N", "s", "min", "spread", "CPU s", "/ ntk", "peak GB", "error", "share", "compile s"]
-
-
-def details(rows) -> str:
-    """One problem; the spread is half the range, share that of the rate of a matrix product."""
-    lines = []
-    for r in rows:
-        if "s" not in r:
-            why = next(f"{k}: {r[k]}" for k in ("skipped", "failed") if k in r)
-            lines.append([r["method"], r.get("size", ""), why])
-            continue
-        s, cpu = statistics.median(r["s"]), statistics.median(r["cpu_s"])
-        spread = (max(r["s"]) - min(r["s"])) / 2 / s
-        times = ratio(rows, r)
-        optional = {"peak_gb": ".2f", "error": ".1e", "share_of_matmul_rate": ".0%"}
-        cells = [str(r["size"]), f"{s:.3f}", f"{min(r['s']):.3f}", f"{spread:.0%}", f"{cpu:.3f}"]
-        cells += [f"{times:.2f}" if times else ""]
-        cells += [format(r[k], form) if k in r else "" for k, form in optional.items()]
-        lines.append([r["method"], *cells, f"{r['compile_s']:.1f}"])
-    return harness.table([rows[0]["problem"], *HEAD], lines)
 
 
 TARGETS = {  # at least this many times faster, than these, at which sizes (None: the largest)
@@ -579,7 +554,7 @@ def main() -> None:
     rows = [harness.environment("flax", "scipy", PEER, **about, seed=SEED, rounds=ROUNDS)]
     for name in QUICK if flags.quick else PROBLEMS:
         rows += (new := run(name, flags.quick))
-        print(details(new), end="\n\n", flush=True)
+        print(*new, sep="\n", flush=True)
     harness.finish(rows, flags.results, report)
     print(harness.judged(verdicts(rows[1:])))
 

@@ -20,7 +20,7 @@ Pixels that are 0 in all images are dropped: their weights do not move, so this 
     python benchmarks/lipschitz.py            # to width 512, fewer images and a: two cores
     python benchmarks/lipschitz.py --quick    # a minute, no results file
     python benchmarks/lipschitz.py --full     # the paper's sizes; for an accelerator
-    python benchmarks/lipschitz.py --table    # the results file as the README's table
+    python benchmarks/lipschitz.py --table    # the results file as Markdown
 """
 
 import dataclasses

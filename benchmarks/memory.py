@@ -6,7 +6,7 @@ hypergradient; nothing is executed. The results file is written when JAXopt is i
 
     python benchmarks/memory.py            # under a minute
     python benchmarks/memory.py --quick    # without JAXopt
-    python benchmarks/memory.py --table    # the results file as the README's table
+    python benchmarks/memory.py --table    # the results file as Markdown
 """
 
 import importlib.util

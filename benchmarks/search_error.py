@@ -2,7 +2,7 @@
 
     python benchmarks/search_error.py                    # ten seeds, an hour on two cores
     python benchmarks/search_error.py --quick            # one tiny search; no results file
-    python benchmarks/search_error.py --table            # the results file as a table
+    python benchmarks/search_error.py --table            # the results file as Markdown
 
 At the alpha that the search finds, the command holds its hypergradient against that through four
 times as many training steps. The truth here is that of networks trained to the end: the same

@@ -38,6 +38,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import scipy.stats
 from harness import spread, standard_error
 
 import bilevel
@@ -310,8 +311,7 @@ def findings(p, skips) -> list[str]:
 
 
 def kendall(a, b) -> str:
-    tau = bilevel.rank_agreement(jax.random.key(0), jnp.asarray(a), jnp.asarray(b)).kendall
-    return f"{float(tau):+.1f}"
+    return f"{scipy.stats.kendalltau(a, b).statistic:+.1f}"
 
 
 def search_table(rows) -> str:

@@ -218,31 +218,40 @@ def constants_of(alphas, values, slopes) -> dict:
 
 def explicit(constants) -> dict:
     """Functions of n_V: bounds with the constants measured, and with the proved constant L."""
-    h, b = len(NAMES), constants["largest loss"]
-    dim, extent = (h, 1 / 4) if constants["kernel"] else (h - 1, 0)  # with the penalty or not
-    covering = bounds.ball_covering(dim, math.sqrt(1 - 1 / h + extent))
+    kernel, b, L = (constants[k] for k in ("kernel", "largest loss", "L"))
     # |phi|^2 = E s'(z)^2 is at most 1, that of the identity. The squared loss, mean over outputs,
     # changes by at most 2 sqrt(b) L.
     low, high = LOG_PENALTIES
     proved = bounds.feature_map_lipschitz(
-        TRAIN, h=h, B=1.0, y_norm=math.sqrt(TRAIN), lambda0=math.exp(low)
+        TRAIN, h=len(NAMES), B=1.0, y_norm=math.sqrt(TRAIN), lambda0=math.exp(low)
     )
     proved = math.hypot(proved.alpha, proved.penalty * math.exp(high) * (high - low))
-    of_risk = functools.partial(bounds.uniform_convergence, covering=covering, b=b, tau=TAU)
+    of_risk = functools.partial(risk_bound, kernel, b=b)
     return {
-        "measured": functools.partial(of_risk, L=constants["L"]),
-        "variance": functools.partial(
-            of_risk, L=constants["L"], variance=constants["largest variance"]
-        ),
+        "measured": functools.partial(of_risk, L=L),
+        "variance": functools.partial(of_risk, L=L, variance=constants["largest variance"]),
         "proved": functools.partial(of_risk, L=proved, Gamma=2 * math.sqrt(b)),
-        "gradient": functools.partial(
-            bounds.hypergradient_convergence,
-            covering=covering,
-            G=constants["L"],
-            L=constants["L, gradient"],
-            tau=TAU,
-        ),
+        "gradient": functools.partial(slope_bound, kernel, G=L, L=constants["L, gradient"]),
     }
+
+
+def covering(kernel):
+    """Of the mixtures, and of the penalty where it is learned."""
+    h = len(NAMES)
+    dim, extent = (h, 1 / 4) if kernel else (h - 1, 0)
+    return bounds.ball_covering(dim, math.sqrt(1 - 1 / h + extent))
+
+
+# Compiled once for all searches: the constants are arguments.
+@functools.partial(jax.jit, static_argnums=0)
+def risk_bound(kernel, n, *, b, L, Gamma=1.0, variance=None):
+    constants = {"L": L, "Gamma": Gamma, "b": b, "variance": variance}
+    return bounds.uniform_convergence(n, covering=covering(kernel), tau=TAU, **constants)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def slope_bound(kernel, n, *, G, L):
+    return bounds.hypergradient_convergence(n, covering=covering(kernel), G=G, L=L, tau=TAU)
 
 
 # ------------------------------------------------------------------------------ the report
@@ -304,11 +313,11 @@ def comparison(constants, rows) -> dict:
         return ", ".join(f"{mean(name, f'{name}, worst alpha', rows):.2f}" for rows in (few, found))
 
     def excess(kind, name):
-        ratios = [float(bound[kind](row["n"]).value) / row[f"{name}, 90 %"] for row in found]
+        ratios = [float(bound[kind](float(row["n"])).value) / row[f"{name}, 90 %"] for row in found]
         return f"{min(ratios):.0f} to {max(ratios):.0f}"
 
     kinds = "variance", "measured", "proved"
-    asked = [f"{bounds.sample_size(GAP, jax.jit(bound[kind])):,}" for kind in kinds]
+    asked = [f"{bounds.sample_size(GAP, bound[kind]):,}" for kind in kinds]
     near = [row["n"] for row in found if row["excess"] <= 0.01 * row["least risk"]]
     lost = max(row["excess"] / row["risk"] for row in found)
     needed = np.mean([(row["risk, 90 %"] / GAP) ** 2 * row["n"] for row in found])
@@ -398,7 +407,8 @@ def draw(rows, axes):
         bound = explicit(constants)
         lines = [(risk, "variance", "-"), (risk, "measured", "--"), (gradient, "gradient", "--")]
         for axis, name, style in (*lines, *[(risk, "proved", "-.")] * constants["kernel"]):
-            axis.plot(SIZES, [float(bound[name](n).value) for n in SIZES], f"C{i}{style}", lw=1)
+            points = [float(bound[name](float(n)).value) for n in SIZES]
+            axis.plot(SIZES, points, f"C{i}{style}", lw=1)
     known.set(title="known answer: gap of the risk", xlabel="g = h / n_V")
     risk.set_title("search, gap of the risk; dotted 1 / sqrt(n_V)\n"
                    "bound: with variance solid, with L dashed, L proved dash-dot")  # fmt: skip

@@ -187,11 +187,15 @@ def shown(lines) -> list[list]:
     return [["{:.3f} ± {:.3f}".format(*c) if isinstance(c, list) else c for c in x] for x in lines]
 
 
+@jax.jit
+def predicted(p, h):
+    exact, bounds = spectral.spectral_limits(p, h), oymak_theorem4_as_printed(p, h, c=1.0)
+    return exact.correlation_squared, bounds.correlation.value, exact.risk, bounds.risk.value
+
+
 def exact_and_bounds(p, h) -> list[str]:
     with jax.enable_x64(True):
-        exact, bounds = spectral.spectral_limits(p, h), oymak_theorem4_as_printed(p, h, c=1.0)
-        pairs = [(exact.correlation_squared, bounds.correlation), (exact.risk, bounds.risk)]
-        return [f"{float(x):.3f}" for value, bound in pairs for x in (value, bound.value)]
+        return [f"{float(x):.3f}" for x in predicted(float(p), float(h))]
 
 
 def diagram_table(rows) -> str:

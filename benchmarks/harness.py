@@ -20,7 +20,7 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,17 +42,12 @@ def command_line(
     work: Callable[..., Iterable[Row]] | None = None,
     **flags: dict[str, Any],
 ) -> argparse.Namespace:
-    """The flags of a run. ``--table`` and ``--worker`` are answered here, and end the process.
+    """The flags of a run; ``--table`` and ``--worker`` are answered here, and end the process.
 
-    ``results`` is where rows go: None for ``--quick``. ``size`` is quick, full or default.
-
-    Parameters
-    ----------
-    file, doc : the script's ``__file__`` and ``__doc__``
-    report : ``report(rows)``, as Markdown
-    full : whether there is a ``--full``
-    work : what a process of :func:`in_own_process` does: it makes rows.
-    **flags : the script's own flags, as options of ``add_argument``
+    Of the script: its ``__file__``, ``__doc__`` and ``report``, whether it has a ``--full``, the
+    ``work`` of its processes (:func:`in_own_process`), own flags as options of ``add_argument``.
+    In what comes back ``results`` is where rows go, None for ``--quick``, and ``size`` is quick,
+    full or default.
     """
     name, parser = Path(file).stem, argparse.ArgumentParser(description=doc.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="small; without a results file")
@@ -116,7 +111,6 @@ def device(kind: str | None = None) -> str:
 
 
 def processor() -> str:
-    """The CPU's model."""
     return Path("/proc/cpuinfo").read_text().split("model name\t: ")[1].splitlines()[0]
 
 
@@ -205,16 +199,19 @@ def in_own_process(file: str, *request: Any, one_core: bool = False, **variables
     """
     variables |= {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "TF_CPP_MIN_LOG_LEVEL": "3"}
     if one_core:
-        names = "OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"
-        variables |= dict.fromkeys(names, "1")
         flags = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
-        variables |= {"XLA_FLAGS": flags}
+        threads = ["OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"]
+        variables |= {"XLA_FLAGS": flags} | dict.fromkeys(threads, "1")
+
+    def on_one_core():
+        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+
     done = subprocess.run(
         [sys.executable, "-W", "ignore", file, "--worker", json.dumps(request)],
         env=os.environ | variables,
         capture_output=True,
         text=True,
-        preexec_fn=_on_one_core if one_core else None,
+        preexec_fn=on_one_core if one_core else None,
     )
     if done.returncode:
         sys.stderr.write(done.stderr)
@@ -223,19 +220,13 @@ def in_own_process(file: str, *request: Any, one_core: bool = False, **variables
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
-def _on_one_core() -> None:
-    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
-
-
 # ----------------------------------------------------------------------------- the report
 
 
-def table(head: Iterable[Any], lines: Iterable[Iterable[Any]]) -> str:
+def table(head: Sequence[Any], lines: Iterable[Iterable[Any]]) -> str:
     """As Markdown."""
-    head = list(head)
-    rows = [head, *lines]
-    text = [f"| {' | '.join(map(str, cells))} |" for cells in rows]
-    return "\n".join([text[0], "|---" * len(head) + "|", *text[1:]])
+    first, *others = [f"| {' | '.join(map(str, cells))} |" for cells in (head, *lines)]
+    return "\n".join([first, "|---" * len(head) + "|", *others])
 
 
 def standard_error(x) -> Any:

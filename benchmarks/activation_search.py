@@ -18,7 +18,7 @@ from bilevel.spaces.activations import ActivationSpace, activation_space, sign_l
 
 NAMES = ("relu", "leaky_relu", "sigmoid", "tanh", "swish", "gelu")
 STEPS, INNER_STEPS = 20, 50  # of alpha, of the weights
-SOLVERS = ("unrolled", "truncated", "first-order")
+SOLVERS = ("unrolled", "truncated", "first-order", "implicit")
 
 
 class Task(NamedTuple):
@@ -49,9 +49,14 @@ def task_of(
 
 
 def solver_of(task: Task, inner_steps=INNER_STEPS, kind="unrolled") -> LowerSolver:
-    """One of ``SOLVERS``: differentiated through all its steps, the last quarter, or none."""
-    backprop = {"unrolled": None, "truncated": max(1, inner_steps // 4), "first-order": 0}[kind]
-    return task.space.solver(task.curvatures, inner_steps, backprop=backprop)
+    """One of ``SOLVERS``: through all steps, the last quarter, or none; or implicit, damped."""
+    backprop = {"truncated": max(1, inner_steps // 4), "first-order": 0}.get(kind)
+    solver = task.space.solver(task.curvatures, inner_steps, backprop=backprop)
+    if kind != "implicit":
+        return solver
+    # More weights than labels: the Hessian is singular, and damping picks the small motions.
+    damping = 1e-2 * task.curvatures.max()
+    return bilevel.implicit(solver, bilevel.cg(steps=inner_steps, damping=damping))
 
 
 def search(task: Task, solver: LowerSolver, steps=STEPS) -> jax.Array:

@@ -39,7 +39,7 @@ def measured(
         grad, better = (
             activation_search.hypergradient(task, s, alpha).grad for s in (solver, longer)
         )
-        estimate = float(np.linalg.norm(grad - better))
+        estimate = float(np.linalg.norm(grad - better, axis=-1)[0])
     with jax.enable_x64(True):
         wide, *rest = _wide((alpha, *task[1:]))
         truths = [_truth(activation_search.Task(task.space, *rest), wide, n) for n in STEPS]

@@ -3,7 +3,7 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help run test test-slow test-newest lint format lock notebooks bench accelerator clean
+.PHONY: help run test test-slow test-newest lint format lock notebooks bench tables accelerator clean
 
 ARGS ?=
 BIN := .venv/bin
@@ -81,6 +81,9 @@ bench: $(VENV) ## the quick benchmarks: hypergradients, memory, kernels, feature
 	$(BIN)/python benchmarks/darts_gap.py --quick
 	$(BIN)/python benchmarks/darts_step.py --quick
 	$(BIN)/python benchmarks/nasbench201.py --quick
+
+tables: $(VENV) ## the measured tables in README.md and docs/, from benchmarks/results; ARGS=--check
+	$(BIN)/python benchmarks/tables.py $(ARGS)
 
 accelerator: $(VENV) ## what is fast on an accelerator only, in 25 minutes; ARGS=--quick: tiny, on any device
 	$(BIN)/python benchmarks/accelerator.py $(ARGS)

@@ -24,7 +24,6 @@ A part that fails, or needs a package that is not there, says so in one line, an
 
 import argparse
 import importlib.util
-import json
 import os
 import signal
 import statistics
@@ -36,8 +35,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import harness
+
 HERE = Path(__file__).parent
-RESULTS = HERE / "results" / "accelerator.jsonl"
 SEED, ROUNDS = 0, 5
 
 Measurement = tuple[str, Callable[[], dict[str, Any]]]  # a name, and what measures it
@@ -45,27 +45,15 @@ Measurement = tuple[str, Callable[[], dict[str, Any]]]  # a name, and what measu
 
 def timed(function: Callable, *args: Any, rounds: int = ROUNDS) -> dict[str, Any]:
     """Seconds of compilation, and of the median call after a first one; the peak of memory."""
-    import jax
-
-    start = time.perf_counter()
-    compiled = jax.jit(function).lower(*args).compile()
-    row: dict[str, Any] = {"compile_s": time.perf_counter() - start}
-    return row | called(lambda: compiled(*args), rounds)
+    compiled, seconds = harness.compiled(function, *args)
+    return {"compile_s": seconds} | called(lambda: compiled(*args), rounds)
 
 
 def called(call: Callable[[], Any], rounds: int) -> dict[str, Any]:
     """Seconds of the median call after a first one, and the peak of the device's memory."""
-    import jax
-
-    jax.block_until_ready(call())
-    seconds = []
-    for _ in range(rounds):
-        start = time.perf_counter()
-        jax.block_until_ready(call())
-        seconds.append(time.perf_counter() - start)
-    row: dict[str, Any] = {"seconds": statistics.median(seconds)}
-    if stats := jax.devices()[0].memory_stats():
-        row["peak_gb"] = stats["peak_bytes_in_use"] / 1e9
+    row: dict[str, Any] = {"seconds": statistics.median(harness.seconds(call, rounds))}
+    if peak := harness.device_peak():
+        row["peak_gb"] = peak / 1e9
     return row
 
 
@@ -272,7 +260,7 @@ def darts(quick: bool, end: float) -> Iterator[Measurement]:
         flags += ["--data=cifar10", "--batch-size=64"] + ["--resume"] * out.exists()
 
     def measure():
-        arguments = "-m", "bilevel", "search", "--space", "darts", *flags, f"--out={out}"
+        arguments = "-m", "bilevel", "search-darts", *flags, f"--out={out}"
         start = time.perf_counter()
         try:
             return command(*arguments, timeout=end - time.time())
@@ -321,7 +309,7 @@ def here() -> dict[str, str]:
 def work(part: str, quick: bool, out: Path, end: float) -> None:
     """One process: the measurements of a part that ``out`` does not hold yet."""
     place = here()
-    whole = (r for r in rows_of(out) if place.items() <= r.items() and "unfinished" not in r)
+    whole = (r for r in harness.read(out) if place.items() <= r.items() and "unfinished" not in r)
     known = {(r["part"], r["name"]) for r in whole}
     for name, measure in PARTS[part](quick, end):
         if (part, name) in known:
@@ -332,13 +320,8 @@ def work(part: str, quick: bool, out: Path, end: float) -> None:
             found = {"failed": f"{type(error).__name__}: {error}".splitlines()[0][:300]}
         row = {"part": part, "name": name, **found, **place}
         if "failed" not in found or quick:
-            with out.open("a") as file:
-                file.write(json.dumps(row) + "\n")
+            harness.append(out, row)
         print(shown(row), flush=True)
-
-
-def rows_of(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def shown(row: dict[str, Any]) -> str:
@@ -352,45 +335,35 @@ def shown(row: dict[str, Any]) -> str:
     return f"{row['part']}: {row['name']}: {', '.join(numbers)}"
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """As Markdown, a table for every device and JAX."""
-    lines: list[str] = []
-    for place in sorted({(r["device"], r["jax"]) for r in rows}):
-        lines += [
-            "",
-            f"{place[0]}, JAX {place[1]}",
-            "",
-            "| part | what | measured |",
-            "| --- | --- | --- |",
-        ]
-        for row in rows:
-            if (row["device"], row["jax"]) == place:
-                _, what, numbers = shown(row).split(": ", 2)
-                lines.append(f"| {row['part']} | {what} | {numbers} |")
-                lines += ["", *row["output"].splitlines(), ""] if "output" in row else []
-    return "\n".join(lines).strip()
+def report(rows: list[dict[str, Any]]) -> str:
+    """A table for every device and JAX, and what other benchmarks printed there."""
+    parts: list[str] = []
+    for device, version in sorted({(r["device"], r["jax"]) for r in rows}):
+        here = harness.where(rows, device=device, jax=version)
+        lines = [[row["part"], *shown(row).split(": ", 2)[1:]] for row in here]
+        parts += [f"{device}, JAX {version}", harness.table(["part", "what", "measured"], lines)]
+        parts += [row["output"] for row in here if "output" in row]
+    return "\n\n".join(parts)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--minutes", type=float, default=25.0, help="for all parts together")
-    parser.add_argument("--quick", action="store_true", help="tiny sizes; no results file")
-    parser.add_argument("--only", nargs="*", choices=list(PARTS), help="these parts alone")
-    parser.add_argument("--table", action="store_true", help="the results file as Markdown")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--part", help=argparse.SUPPRESS)  # what a process of its own is told
-    args = parser.parse_args()
-    if args.table:
-        print(table(rows_of(args.out)))
+    flags = harness.command_line(
+        __file__,
+        __doc__,
+        report,
+        minutes={"type": float, "default": 25.0, "help": "for all parts together"},
+        only={"nargs": "*", "choices": list(PARTS), "help": "these parts alone"},
+        part={"help": argparse.SUPPRESS},  # what a process of its own is told
+    )
+    out, quick = flags.results, ["--quick"] * flags.quick
+    if flags.part:
+        work(flags.part, flags.quick, out, time.time() + 60 * flags.minutes)
         return 0
-    if args.part:
-        work(args.part, args.quick, args.out, time.time() + 60 * args.minutes)
-        return 0
-    if args.quick:
-        args.out = Path(tempfile.mkdtemp()) / "accelerator.jsonl"
-    end, failed = time.monotonic() + 60 * args.minutes, []
-    over = f"stopped, as the {args.minutes:g} minutes are over."
-    for part in args.only or PARTS:
+    if flags.quick:
+        out = Path(tempfile.mkdtemp()) / "accelerator.jsonl"
+    end, failed = time.monotonic() + 60 * flags.minutes, []
+    over = f"stopped, as the {flags.minutes:g} minutes are over."
+    for part in flags.only or PARTS:
         if (needed := NEEDS.get(part)) and importlib.util.find_spec(needed) is None:
             print(f"{part}: skipped, as {needed} is not installed.", flush=True)
             continue
@@ -398,10 +371,9 @@ def main() -> int:
         if left <= 0:
             print(f"{part}: {over}", flush=True)
             break
-        flags = ["--quick"] if args.quick else []
         # A device's memory is shared with the commands that a part starts.
         environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-        own = [sys.executable, __file__, "--part", part, "--out", str(args.out), *flags]
+        own = [sys.executable, __file__, "--part", part, "--out", str(out), *quick]
         own += [f"--minutes={(left - 10) / 60}"]  # the part ends by itself, if it can
         # In a session of its own, so that what it has started ends with it.
         with subprocess.Popen(own, env=environment, start_new_session=True) as process:
@@ -411,8 +383,9 @@ def main() -> int:
                 os.killpg(process.pid, signal.SIGKILL)
                 print(f"{part}: {over}", flush=True)
                 break
-    print(f"\n{table(rows_of(args.out))}")
-    return 1 if failed or (args.quick and any("failed" in r for r in rows_of(args.out))) else 0
+    rows = harness.read(out)
+    print(f"\n{report(rows)}")
+    return int(bool(failed or (quick and any("failed" in row for row in rows))))
 
 
 if __name__ == "__main__":

@@ -25,34 +25,30 @@ best on its run's validation half.
     python benchmarks/activation_skip_search.py           # width 128; 9.5 minutes of processor time
     python benchmarks/activation_skip_search.py --quick   # digits, a minute, no results file
     python benchmarks/activation_skip_search.py --full    # the paper's sizes; for an accelerator
-    python benchmarks/activation_skip_search.py --table   # the results files as markdown
+    python benchmarks/activation_skip_search.py --table   # the results files as Markdown
 """
 
-import argparse
 import dataclasses
 import functools
-import importlib.metadata
 import itertools
-import json
-import os
-import platform
 import time
-from pathlib import Path
 
+import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import scipy.stats
+from harness import spread, standard_error
 
 import bilevel
+import bilevel.data
 import ntk
-from bilevel import plots
-from bilevel.batches import minibatches
+from bilevel import strategies
 from bilevel.nets.training import train
 from bilevel.spaces.activations import unit_inputs
-from bilevel.spaces.skips import CANDIDATES, SkipArchitecture, geometry, skip_space
+from bilevel.spaces.skips import CANDIDATES, SkipArchitecture, skip_space
 
-RESULTS = Path(__file__).parent / "results"
 BATCH, TRAVEL = 64, 6.0
 TRIED = (0.025, 0.125, 0.625, 3.125)  # step sizes of plain networks
 SKIPS = {"no skips": False, "all skips": True}
@@ -153,30 +149,28 @@ def searches(sizes, name, order):
     """An architecture and a row for each run."""
     reading = READINGS[name]
     space, steps = space_of(sizes, reading.parametrization), sizes.steps[reading.long]
-    adam, alpha = optax.adam(TRAVEL / steps, b1=0.5), space.start()
-    logits = bilevel.softmax(optax.chain(optax.add_decayed_weights(1e-3), adam))
-    outer, compiled = geometry(logits, adam), None
+    alpha, program = space.start(), None
     name += ", second order" * (order == 2)
 
     def search(w, train, valid, test, key):
         lower = lower_optimizer(reading, steps, space, w, alpha, train[0])
-        solver = bilevel.unrolled(lower, 1, backprop=order - 1)
-        options = {"steps": steps, "batches": minibatches(BATCH), "key": key}
+        options = {"alpha": TRAVEL / steps, "batch_size": BATCH, "order": order}
+        plan = strategies.darts(space, weights=lower, **options)
         above = valid if reading.held_out else train
-        found = bilevel.search(space.problem, solver, outer, alpha, w, train, above, **options)
+        found = strategies.run(plan, alpha, w, train, above, steps=steps, key=key)
         losses = [space.problem.lower(found.w, found.alpha, part) for part in (train, valid)]
         return found.alpha, found.state.step, error(space, found.w, found.alpha, test), losses
 
     for run in range(sizes.runs):
         init_key, key = jax.random.split(jax.random.fold_in(jax.random.key(1), run))
         train, valid, test = parts_of(sizes, run, reading.unit)
-        w = space.init(init_key, train[0].shape[1])
-        arguments = w, train, valid, test, key
+        arguments = space.init(init_key, train), train, valid, test, key
+        compilation = 0.0
+        if program is None:
+            program, compilation = harness.compiled(search, *arguments)
         start = time.perf_counter()
-        compiled = compiled or jax.jit(search).lower(*arguments).compile()
-        middle = time.perf_counter()
-        found, done, supernet, losses = jax.block_until_ready(compiled(*arguments))
-        seconds = {"seconds": time.perf_counter() - middle, "compile_seconds": middle - start}
+        found, done, supernet, losses = jax.block_until_ready(program(*arguments))
+        seconds = {"seconds": time.perf_counter() - start, "compile_seconds": compilation}
         if int(done) != steps:
             raise FloatingPointError(f"{name}, run {run}: the search diverged.")
         row = {"search": name, "run": run, "steps": steps, "reading": dataclasses.asdict(reading)}
@@ -191,7 +185,7 @@ def trained_errors(sizes, corner, key, data, valid, test):
     """[tried, 2]: validation and test errors from each step size; [tried]: test losses."""
     space, steps = space_of(sizes), sizes.epochs * (sizes.train // BATCH)
     init_key, key = jax.random.split(key)
-    start = space.init(init_key, data[0].shape[1])
+    start = space.init(init_key, data)
 
     def errors(step_size):
         options = {"optimizer": sgd(step_size, steps), "epochs": sizes.epochs, "batch_size": BATCH}
@@ -248,21 +242,13 @@ def experiments(sizes, orders):
         yield {"part": "network"} | network(sizes, *named)
 
 
-def standard_error(x):
-    return np.std(x, axis=0, ddof=1) / np.sqrt(len(x))
-
-
 def positive(x):
     return x.mean(axis=0) > 2 * standard_error(x)
 
 
-def spread(x, digits=2) -> str:
-    return f"{np.mean(x):.{digits}f} ± {standard_error(x):.{digits}f}"
-
-
 def grouped(rows, part, by, *columns):
     """``name -> (array [runs, ...] of each column)``"""
-    rows = [r for r in rows if r["part"] == part]
+    rows = harness.where(rows, part=part)
     names = dict.fromkeys(r[by] for r in rows)
     return {n: [np.array([r[c] for r in rows if r[by] == n]) for c in columns] for n in names}
 
@@ -325,33 +311,28 @@ def findings(p, skips) -> list[str]:
 
 
 def kendall(a, b) -> str:
-    tau = bilevel.rank_agreement(jax.random.key(0), jnp.asarray(a), jnp.asarray(b)).kendall
-    return f"{float(tau):+.1f}"
+    return f"{scipy.stats.kendalltau(a, b).statistic:+.1f}"
 
 
-def table(*rows) -> list[str]:
-    head, *body = rows
-    return ["", *(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *body)), ""]
-
-
-def search_table(rows, sizes) -> list[str]:
+def search_table(rows) -> str:
+    sizes = rows[0]["sizes"]
     found = grouped(rows, "search", "search", "activations", "skips", "supernet", "losses", "steps")
     lines = []
     for name, (p, skips, supernet, losses, steps) in found.items():
         own = [name, str(steps[0]), ", ".join(spread(part) for part in losses.T)]
-        lines.append([*own, *findings(p, skips), spread(100 * supernet, 1)])
+        lines.append([*own, *findings(p, skips), spread(supernet, ".1f", 100)])
     counts = {"layers": sizes["depth"] - 1, "skips": sizes["depth"] - 2}
-    return table([column.format(**counts) for column in COLUMNS], *lines)
+    return harness.table([column.format(**counts) for column in COLUMNS], lines)
 
 
-def truth_table(rows) -> list[str]:
+def truth_table(rows) -> str:
     """Each activation's test error and loss, and scores beside it: searches', the kernel's."""
     trained = grouped(rows, "network", "network", "test", "loss")
     kernels = grouped(rows, "kernel", "network", "λ_min", "mean diagonal")
     truth = {label: [trained[f"{a}, {label}"] for a in CANDIDATES] for label in SKIPS}
     lines, scores = [], {}
     for label, of_each in truth.items():
-        lines += [[f"test error, %, {label}", *(spread(100 * e, 1) for e, _ in of_each), "", ""]]
+        lines += [[f"test error, %, {label}", *(spread(e, ".1f", 100) for e, _ in of_each), "", ""]]
         lines += [[f"test loss, {label}", *(spread(loss) for _, loss in of_each), "", ""]]
     for name, (p,) in grouped(rows, "search", "search", "activations").items():
         scores[f"mean probability, {name}"] = p.mean(axis=(0, 1))
@@ -364,41 +345,42 @@ def truth_table(rows) -> list[str]:
         agreement = [kendall(score, -np.array(e)) for e in errors]
         lines += [[name, *(f"{s:.2g}" for s in score), *agreement]]
     head = ["one activation", *CANDIDATES, *(f"τ, {label}" for label in SKIPS)]
-    return [*table(head, *lines), "τ: Kendall's, of the row with the accuracies (five items).", ""]
+    return harness.table(head, lines)
 
 
-def markdown(rows) -> str:
-    head, sizes = rows[0], rows[0]["sizes"]
+def others(rows) -> str:
     trained = grouped(rows, "network", "network", "test")
-    others = [f"{k} {spread(100 * e, 1)} %" for k, (e,) in trained.items() if "skips" not in k]
-    lines = [
+    found = [f"{k} {spread(e, '.1f', 100)} %" for k, (e,) in trained.items() if "skips" not in k]
+    return f"Test errors of other networks: {'; '.join(found)}."
+
+
+def report(rows) -> str:
+    head, sizes = rows[0], rows[0]["sizes"]
+    parts = [
         f"{sizes['data']}: {sizes['train']} + {sizes['train']} rows, {sizes['test']} test rows, "
         f"L = {sizes['depth']}, m = {sizes['width']}, {sizes['runs']} runs (mean ± s.e.); "
         f"{head['device']}, {head['seconds']:.0f} s in all, {head['processor_seconds']:.0f} s of "
         "processor time.",
-        "",
         CLAIMS,
-        *search_table(rows, sizes),
-        *truth_table(rows),
-        f"Test errors of other networks: {'; '.join(others)}.",
+        search_table(rows),
+        truth_table(rows),
+        "τ: Kendall's, of the row with the accuracies (five items).",
+        others(rows),
     ]
     if sizes["width"] < SIZES["full"].width:
-        lines += ["", "Not run here: the paper's width of 1024 (`--full`, for an accelerator)."]
-    return "\n".join(lines)
+        parts.append("Not run here: the paper's width of 1024 (`--full`, for an accelerator).")
+    return "\n\n".join(parts)
 
 
-@plots.style()
 def picture(rows, path):
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     found = grouped(rows, "search", "search", "activations", "skips", "steps")
-    height = -(-len(found) // 2)
-    figure, axes = plt.subplots(
-        height, 4, figsize=(15, 4 * height), width_ratios=(5, 1, 5, 1), layout="constrained"
-    )
+    height, widths = -(-len(found) // 2), (5, 1, 5, 1)
+    size = {"figsize": (15, 4 * height), "width_ratios": widths}
+    with harness.picture(path, height, 4, **size) as (_, axes):
+        draw(found, axes)
+
+
+def draw(found, axes):
     pairs = np.reshape(axes, (-1, 2))
     for pair in pairs[len(found) :].ravel():
         pair.axis("off")
@@ -417,42 +399,16 @@ def picture(rows, path):
             ax.set_yticks(range(len(mean)), range(first, first + len(mean)))
         pair[0].set(ylabel="layer", title=f"{name} ({steps[0]} steps): probability")
         pair[1].set_title(f"weight, {len(p)} seeds")
-    figure.savefig(path, dpi=100)
 
 
-def environment(sizes) -> dict:
-    names = "bilevel", "jax", "jaxlib", "numpy", "optax"
-    versions = {name: importlib.metadata.version(name) for name in names}
-    device = jax.devices()[0].device_kind
-    if device == "cpu":
-        cpu = Path("/proc/cpuinfo").read_text().split("model name\t: ")[1].splitlines()[0]
-        device = f"{cpu}, {len(os.sched_getaffinity(0))} core(s)"
-    head = {"part": "environment", "device": device, "seed": 0, "sizes": dataclasses.asdict(sizes)}
-    return head | {"versions": {"python": platform.python_version()} | versions}
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="a minute; no results file")
-    parser.add_argument("--full", action="store_true", help="the paper's sizes")
-    parser.add_argument("--second-order", action="store_true", help="second-order DARTS too")
-    parser.add_argument("--table", action="store_true", help="the results files as markdown")
-    args = parser.parse_args()
-    if args.table:
-        for path in sorted(RESULTS.glob("activation_skip_search*.jsonl")):
-            rows = [json.loads(line) for line in path.read_text().splitlines()]
-            print(markdown(rows), end="\n\n")
-        return
-    sizes = SIZES["quick" if args.quick else "full" if args.full else "default"]
-    start = time.perf_counter()
-    rows = list(experiments(sizes, (1, 2) if args.second_order else (1,)))
+def main() -> None:
+    second = {"action": "store_true", "help": "second-order DARTS too"}
+    flags = harness.command_line(__file__, __doc__, report, full=True, second_order=second)
+    sizes, start = SIZES[flags.size], time.perf_counter()
+    rows = list(experiments(sizes, (1, 2) if flags.second_order else (1,)))
     taken = {"seconds": time.perf_counter() - start, "processor_seconds": time.process_time()}
-    rows.insert(0, environment(sizes) | taken)
-    print(markdown(rows))
-    if not args.quick:
-        path = RESULTS / f"activation_skip_search{'_full' * args.full}.jsonl"
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        picture(rows, path.with_suffix(".png"))
+    head = harness.environment("optax", seed=0, sizes=dataclasses.asdict(sizes), **taken)
+    harness.finish([head, *rows], flags.results, report, picture)
 
 
 if __name__ == "__main__":

@@ -8,24 +8,18 @@ standard error, of the paired difference on the test rows, above the activation 
 
     python benchmarks/argmax_trust.py            # goes on where it was
     python benchmarks/argmax_trust.py --quick    # one setting, three seeds; no results file
-    python benchmarks/argmax_trust.py --table    # the results file as a table
+    python benchmarks/argmax_trust.py --table    # the results file as Markdown
 """
 
-import argparse
 import json
 import time
-from pathlib import Path
 
+import activation_search
+import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-import bilevel
-from bilevel.cli import argmax
-from bilevel.cli import search as command
-from bilevel.problem import side_by_side
-
-RESULTS = Path(__file__).parent / "results" / "argmax_trust.jsonl"
 SETTINGS = {
     "digits, hinge": {"data": "digits", "width": 128},
     "digits, 100 rows, logistic": {
@@ -40,37 +34,32 @@ SETTINGS = {
 SEEDS, GROUPS = 12, {"tuning": 1, "measured": 0}
 
 
-def measure(setting: str, group: str, seeds: int = SEEDS, **smaller) -> list[dict]:
+def measure(
+    setting: str,
+    group: str,
+    seeds: int = SEEDS,
+    *,
+    steps: int = activation_search.STEPS,
+    inner_steps: int = activation_search.INNER_STEPS,
+    **smaller,
+) -> list[dict]:
     """One line a seed: what the rules look at, and what the test rows say."""
     began = time.perf_counter()
-    config = command.Search(**SETTINGS[setting], seeds=seeds, seed=GROUPS[group], **smaller)
-    config.check()
-    task = command.setup(config)
-    h = len(task.space.names)
-    start = jnp.full((seeds, h), 1 / h)
-    found = bilevel.search(
-        side_by_side(task.space.problem),
-        task.solver,
-        command.geometry(config),
-        start,
-        task.w0,
-        task.train,
-        task.valid,
-        steps=config.steps,
-        progress=False,
-    )
-    alphas = [jnp.zeros_like(start).at[:, i].set(1) for i in range(h)]
-    networks = [command.retrained(task, alpha) for alpha in (*alphas, found.alpha)]
-    parts = {"validation": task.valid, "test": task.test}
+    options = {"seeds": seeds, "seed": GROUPS[group]} | SETTINGS[setting] | smaller
+    task = activation_search.task_of(**options)
+    solver = activation_search.solver_of(task, inner_steps)
+    found, h = activation_search.search(task, solver, steps), len(task.space.names)
+    alphas = [*(jnp.zeros((seeds, h)).at[:, i].set(1) for i in range(h)), found]
+    networks = [(activation_search.trained(task, solver, alpha), alpha) for alpha in alphas]
     rows = {
-        part: [argmax.losses_by_row(task.space, *network, batch) for network in networks]
-        for part, batch in parts.items()
+        part: [activation_search.losses_by_row(task.space, *network, batch) for network in networks]
+        for part, batch in (("validation", task.valid), ("test", task.test))
     }
     lines = []
     for seed in range(seeds):
-        alpha = np.asarray(found.alpha[seed], float)
+        alpha = np.asarray(found[seed], float)
         line = {"setting": setting, "group": group, "seed": seed, "names": task.space.names}
-        line |= {"alpha": alpha.round(4).tolist(), "outer": config.outer}
+        line |= {"alpha": alpha.round(4).tolist(), "outer": options.get("outer", "hinge")}
         for part, losses in rows.items():
             for by in ("loss", "error"):
                 table = np.stack([np.asarray(a[by][seed], float) for a in losses], axis=1)
@@ -114,22 +103,19 @@ RULES = {
 }
 
 
-def table(lines: list[dict]) -> str:
+def report(lines: list[dict]) -> str:
     """How often each rule says "discretise", and how often that is right."""
-    rows = [
-        "| setting | rule | says so | right by loss | right by error |",
-        "|---|---|---|---|---|",
-    ]
+    rows = []
     for group in GROUPS:
-        own = [line for line in lines if line["group"] == group]
+        own = harness.where(lines, group=group)
         for setting in (*SETTINGS, None):
             some = [line for line in own if setting in (line["setting"], None)]
             for rule, says in RULES.items() if some else ():
                 yes = [line for line in some if says(line)]
                 shares = [share([right(line, by) for line in yes]) for by in ("loss", "error")]
-                cells = f"{group}: {setting or 'all'}", rule, f"{len(yes)} of {len(some)}", *shares
-                rows.append(f"| {' | '.join(cells)} |")
-    return "\n".join(rows)
+                label = f"{group}: {setting or 'all'}"
+                rows.append([label, rule, f"{len(yes)} of {len(some)}", *shares])
+    return harness.table(["setting", "rule", "says so", "right by loss", "right by error"], rows)
 
 
 def share(found: list[bool]) -> str:
@@ -139,28 +125,20 @@ def share(found: list[bool]) -> str:
     return f"{100 * p:.0f} ± {100 * (p * (1 - p) / len(found)) ** 0.5:.0f} %"
 
 
-def main():
-    options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    options.add_argument("--quick", action="store_true")
-    options.add_argument("--table", action="store_true")
-    flags = options.parse_args()
+def main() -> None:
+    flags = harness.command_line(__file__, __doc__, report)
     if flags.quick:
         lines = measure("digits, hinge", "measured", 3, steps=5, inner_steps=20)
-        print("\n".join(map(json.dumps, lines)))
-        return
-    done = (
-        [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
-    )
-    if not flags.table:
-        for group in GROUPS:
-            for setting in SETTINGS:
-                if not any((d["setting"], d["group"]) == (setting, group) for d in done):
-                    lines = measure(setting, group)
-                    with RESULTS.open("a") as file:
-                        file.writelines(json.dumps(line) + "\n" for line in lines)
-                    done += lines
-                    print(setting, group, flush=True)
-    print(table(done))
+        return print("\n".join(map(json.dumps, lines)))
+    done = harness.read(flags.results)
+    for group in GROUPS:
+        for setting in SETTINGS:
+            if not harness.where(done, setting=setting, group=group):
+                lines = measure(setting, group)
+                harness.append(flags.results, *lines)
+                done += lines
+                print(setting, group, flush=True)
+    print(report(done))
 
 
 if __name__ == "__main__":

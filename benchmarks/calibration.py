@@ -1,8 +1,9 @@
 """Is what a hypergradient says of its own error true? Thousands of fresh random problems.
 
-    python benchmarks/calibration.py --seed 7             # some 5,000 cases: an hour on two cores
-    python benchmarks/calibration.py --quick              # one case of each group
-    python benchmarks/calibration.py --table FILE         # the table of an earlier run
+    python benchmarks/calibration.py --seed 7 --results FILE    # some 5,000 cases: an hour on two
+                                                                # cores; goes on where FILE ends
+    python benchmarks/calibration.py --quick                    # one case of each group
+    python benchmarks/calibration.py --table --results FILE     # the table of an earlier run
 
 Each case draws a problem of one of 19 families (more weights than rows and fewer, condition numbers
 from 1 to 1e10, convex and not), a solver, a number of inner steps from 1 to 3,000 and a precision.
@@ -19,15 +20,14 @@ float64's rounding) or of the gradient itself. A positive definite Hessian "in i
 smallest eigenvalue of over 100 roundings of the largest.
 """
 
-import argparse
 import functools
 import json
-import pathlib
 import platform
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -36,8 +36,6 @@ from jax.flatten_util import ravel_pytree
 
 import bilevel
 import bilevel.curvature
-
-jax.config.update("jax_enable_x64", True)
 
 MOST_STEPS = 3000
 
@@ -574,79 +572,79 @@ def groups() -> list[tuple[int, str, str]]:
     ]
 
 
-def table(found: list[dict[str, Any]]) -> str:
-    def line(name, some):
-        judged_rows = [r for r in some if r["outcome"] not in ("diverged", "no truth")]
-        finite = [r for r in judged_rows if np.isfinite(r["estimate"])]
-        converged = sum(r["converged"] for r in judged_rows)
-        false = sum(r.get("false", r["outcome"] == "false") for r in some)
-        definite = [r for r in judged_rows if r["definite"]]
-        silent = sum(r["outcome"] == "no claim" for r in definite)
-        count = {k: sum(r["outcome"] == k for r in finite) for k in ("right", "low", "high")}
-        violated = sum(r.get("violated", False) for r in judged_rows)
-        share = 100 * count["right"] / max(len(finite), 1)
-        quiet = 100 * silent / max(len(definite), 1)
-        return (
-            f"| {name} | {len(some)} | {converged} | {false} | {violated} | {count['low']} "
-            f"| {count['high']} | {share:.1f} % | {silent} ({quiet:.1f} %) |"
-        )
+HEAD = ["", "cases", "converged", "false", "bound violated", "low", "high", "in [1/3, 10]"]
 
-    head = [
-        "| | cases | converged | false | bound violated | low | high | in [1/3, 10] | no claim,"
-        " where definite |",
-        "|---|---|---|---|---|---|---|---|---|",
+
+def cells(name: str, some: list[dict[str, Any]]) -> list[Any]:
+    """Of one line of a table: some cases, judged."""
+    with_truth = [r for r in some if r["outcome"] not in ("diverged", "no truth")]
+    finite = [r for r in with_truth if np.isfinite(r["estimate"])]
+    definite = [r for r in with_truth if r["definite"]]
+    count = {k: sum(r["outcome"] == k for r in finite) for k in ("right", "low", "high")}
+    silent = sum(r["outcome"] == "no claim" for r in definite)
+    return [
+        name,
+        len(some),
+        sum(r["converged"] for r in with_truth),
+        sum(r.get("false", r["outcome"] == "false") for r in some),
+        sum(r.get("violated", False) for r in with_truth),
+        count["low"],
+        count["high"],
+        f"{100 * count['right'] / max(len(finite), 1):.1f} %",
+        f"{silent} ({100 * silent / max(len(definite), 1):.1f} %)",
     ]
-    lines = []
-    for key in ("family", "solver", "dtype"):
-        names = list(dict.fromkeys(r[key] for r in found))
-        lines += [line(n, [r for r in found if r[key] == n]) for n in names]
-    return "\n".join([*head, *lines, line("**all**", found)])
+
+
+def report(rows: list[dict[str, Any]], by=("family", "solver", "dtype")) -> str:
+    """A line for each family, solver and precision, and one for all cases."""
+    found, lines = [judged(row) for row in rows], []
+    for key in by:
+        names = dict.fromkeys(r[key] for r in found)
+        lines += [cells(name, harness.where(found, **{key: name})) for name in names]
+    return harness.table([*HEAD, "no claim, where definite"], [*lines, cells("**all**", found)])
+
+
+summary = functools.partial(report, by=("dtype",))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--cases", type=int, default=12, help="of each group")
-    parser.add_argument("--quick", action="store_true", help="one case of each group")
-    parser.add_argument("--families", nargs="*", help="only those whose names contain one of these")
-    parser.add_argument("--solvers", nargs="*", help="only these")
-    parser.add_argument("--iterative", action="store_true", help="as if p were large")
-    parser.add_argument("--out", type=pathlib.Path, help="JSON lines; resumed where they end")
-    parser.add_argument("--table", type=pathlib.Path, metavar="FILE")
-    args = parser.parse_args()
-    if args.table:
-        print(table([judged(json.loads(r)) for r in args.table.read_text().splitlines()]))
-        return
-    if args.iterative:
+    flags = harness.command_line(
+        __file__,
+        __doc__,
+        report,
+        seed={"type": int, "default": 0},
+        cases={"type": int, "default": 12, "help": "of each group"},
+        families={"nargs": "*", "help": "only those whose names contain one of these"},
+        solvers={"nargs": "*", "help": "only these"},
+        iterative={"action": "store_true", "help": "as if p were large"},
+    )
+    # Cases of another seed are no part of what is committed: they go to a file that is named.
+    path = None if flags.results == harness.RESULTS / "calibration.jsonl" else flags.results
+    jax.config.update("jax_enable_x64", True)
+    if flags.iterative:
         bilevel.curvature.DENSE_SIZE = 0
-    done = {}
-    if args.out and args.out.exists():
-        for line in args.out.read_text().splitlines():
-            r = json.loads(line)
-            done[r["family"], r["solver"], r["dtype"], r["seed"], r["number"]] = r
-    rows_found, began = [], time.time()
+    parts = "family", "solver", "dtype", "seed", "number"
+    done = {tuple(r[k] for k in parts): r for r in (harness.read(path) if path else ())}
+    rows, began = [], time.time()
     for index, name, dtype in groups():
         family = FAMILIES[index].name
-        if args.families and not any(f in family for f in args.families):
+        if flags.families and not any(f in family for f in flags.families):
             continue
-        if args.solvers and name not in args.solvers:
+        if flags.solvers and name not in flags.solvers:
             continue
-        for number in range(1 if args.quick else args.cases):
-            key = family, name, dtype, args.seed, number
-            row = done.get(key) or run_case(index, name, dtype, args.seed, number)
-            rows_found.append(judged(row))
-            if args.out and key not in done:
-                with args.out.open("a") as file:
-                    file.write(json.dumps(row) + "\n")
+        for number in range(1 if flags.quick else flags.cases):
+            key = family, name, dtype, flags.seed, number
+            row = done.get(key) or run_case(index, name, dtype, flags.seed, number)
+            rows.append(row)
+            if key not in done:
+                harness.append(path, row)
         compiled.cache_clear()
-    print(table(rows_found))
-    for r in rows_found:
+    print(report(rows))
+    for r in map(judged, rows):
         if r.get("false") or r.get("violated") or r["outcome"] in ("low", "false"):
             print(json.dumps(r))
-    print(
-        f"{len(rows_found)} cases, {time.time() - began:.0f} s, jax {jax.__version__}, "
-        f"{platform.machine()}"
-    )
+    seconds = time.time() - began
+    print(f"{len(rows)} cases, {seconds:.0f} s, jax {jax.__version__}, {platform.machine()}")
 
 
 if __name__ == "__main__":

@@ -22,29 +22,24 @@ Intervals are standard errors over the draws of V.
 
     python benchmarks/concentration.py            # five minutes on two cores
     python benchmarks/concentration.py --quick    # a minute: digits at infinite width, fewer draws
-    python benchmarks/concentration.py --table    # the results file as the README's table
+    python benchmarks/concentration.py --table    # the results file as Markdown
 """
 
-import argparse
 import functools
-import importlib.metadata
-import json
 import math
-import os
-import platform
 import time
-from pathlib import Path
 
+import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
+from harness import where
 
 import bilevel.data
-from bilevel import bounds, plots
+from bilevel import bounds
 from bilevel.geometry import project_simplex
 from bilevel.spaces.activations import activation_space, sign_labels, unit_inputs
 
-RESULTS = Path(__file__).parent / "results"
 NAMES = ("relu", "swish", "tanh", "sigmoid", "identity")
 FACES = (2, 3, 5)  # h: mixtures of the first h
 SIZES = (20, 50, 100, 200, 500, 1000)  # n_V
@@ -69,8 +64,8 @@ def exact_instance(repeats) -> list[dict]:
 
 
 def summary(name, values) -> dict:
-    error = np.std(values, ddof=1) / math.sqrt(len(values))
-    return {name: float(np.mean(values)), f"{name} s.e.": float(error)}
+    error = float(harness.standard_error(values))
+    return {name: float(np.mean(values)), f"{name} s.e.": error}
 
 
 # ------------------------------------------------------------------------------ 2. searches
@@ -97,7 +92,7 @@ def losses_of(data, width, pool):
         x, x_pool = blocks[:, :, :TRAIN], blocks[:, :, TRAIN:]
         w, solver = None, space.solver
     else:
-        w = space.init(jax.random.key(1), x.shape[1])
+        w = space.init(jax.random.key(1), (x, y))
         solver = space.solver(space.curvatures(w, x))
 
     def losses(alpha, fixed):
@@ -223,31 +218,40 @@ def constants_of(alphas, values, slopes) -> dict:
 
 def explicit(constants) -> dict:
     """Functions of n_V: bounds with the constants measured, and with the proved constant L."""
-    h, b = len(NAMES), constants["largest loss"]
-    dim, extent = (h, 1 / 4) if constants["kernel"] else (h - 1, 0)  # with the penalty or not
-    covering = bounds.ball_covering(dim, math.sqrt(1 - 1 / h + extent))
+    kernel, b, L = (constants[k] for k in ("kernel", "largest loss", "L"))
     # |phi|^2 = E s'(z)^2 is at most 1, that of the identity. The squared loss, mean over outputs,
     # changes by at most 2 sqrt(b) L.
     low, high = LOG_PENALTIES
     proved = bounds.feature_map_lipschitz(
-        TRAIN, h=h, B=1.0, y_norm=math.sqrt(TRAIN), lambda0=math.exp(low)
+        TRAIN, h=len(NAMES), B=1.0, y_norm=math.sqrt(TRAIN), lambda0=math.exp(low)
     )
     proved = math.hypot(proved.alpha, proved.penalty * math.exp(high) * (high - low))
-    of_risk = functools.partial(bounds.uniform_convergence, covering=covering, b=b, tau=TAU)
+    of_risk = functools.partial(risk_bound, kernel, b=b)
     return {
-        "measured": functools.partial(of_risk, L=constants["L"]),
-        "variance": functools.partial(
-            of_risk, L=constants["L"], variance=constants["largest variance"]
-        ),
+        "measured": functools.partial(of_risk, L=L),
+        "variance": functools.partial(of_risk, L=L, variance=constants["largest variance"]),
         "proved": functools.partial(of_risk, L=proved, Gamma=2 * math.sqrt(b)),
-        "gradient": functools.partial(
-            bounds.hypergradient_convergence,
-            covering=covering,
-            G=constants["L"],
-            L=constants["L, gradient"],
-            tau=TAU,
-        ),
+        "gradient": functools.partial(slope_bound, kernel, G=L, L=constants["L, gradient"]),
     }
+
+
+def covering(kernel):
+    """Of the mixtures, and of the penalty where it is learned."""
+    h = len(NAMES)
+    dim, extent = (h, 1 / 4) if kernel else (h - 1, 0)
+    return bounds.ball_covering(dim, math.sqrt(1 - 1 / h + extent))
+
+
+# Compiled once for all searches: the constants are arguments.
+@functools.partial(jax.jit, static_argnums=0)
+def risk_bound(kernel, n, *, b, L, Gamma=1.0, variance=None):
+    constants = {"L": L, "Gamma": Gamma, "b": b, "variance": variance}
+    return bounds.uniform_convergence(n, covering=covering(kernel), tau=TAU, **constants)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def slope_bound(kernel, n, *, G, L):
+    return bounds.hypergradient_convergence(n, covering=covering(kernel), G=G, L=L, tau=TAU)
 
 
 # ------------------------------------------------------------------------------ the report
@@ -263,35 +267,38 @@ def exponent(rows, name, against=SIZES) -> tuple[float, float]:
     return float(line[0]), float(math.sqrt(covariance[0, 0]))
 
 
-def where(rows, **wanted):
-    return [row for row in rows if wanted.items() <= row.items()]
+LABELS = {"risk": "risk", "gradient": "hypergradient", "excess": "loss by selection, %"}
 
 
-def table(head, lines) -> list[str]:
-    return [f"| {' | '.join(map(str, cells))} |" for cells in (head, ["---"] * len(head), *lines)]
+def of_searches(rows):
+    """Pairs: what is constant in a search, and its rows."""
+    for constants in where(rows, part="constants"):
+        yield constants, where(rows, part="search", search=constants["search"])
 
 
-def markdown(rows) -> str:
-    lines, slopes = [], {"risk": [], "gradient": [], "excess": []}
-    labels = dict(zip(slopes, ("risk", "hypergradient", "loss by selection, %"), strict=True))
-    searches = [
-        (constants, where(rows, part="search", search=constants["search"]))
-        for constants in where(rows, part="constants")
-    ]
-    for constants, of_search in searches:
+def gap_table(rows) -> str:
+    lines = []
+    for constants, of_search in of_searches(rows):
         found = where(of_search, h=FACES[-1])
-        for name, label in labels.items():
+        for name, label in LABELS.items():
             scale = 100 / found[0]["least risk"] if name == "excess" else 1
             cells = [f"{scale * row[name]:.2g}" for row in found]
-            slopes[name].append(exponent(found, name))
-            fit = "{:.2f} ± {:.2f}".format(*slopes[name][-1])
+            fit = "{:.2f} ± {:.2f}".format(*exponent(found, name))
             lines.append([f"{constants['search']}: {label}", *cells, fit])
     head = ["largest gap over alpha, n_V =", *SIZES, "exponent of n_V, ± s.e."]
-    second = ["", *(constants["search"] for constants, _ in searches)]
+    return harness.table(head, lines)
+
+
+def comparison_table(rows) -> str:
+    searches = list(of_searches(rows))
     compared = zip(*(comparison(*search).items() for search in searches), strict=True)
-    compared = [[row[0][0], *(value for _, value in row)] for row in compared]
-    said = verdicts(where(rows, part="exact"), slopes)
-    return "\n".join([*table(head, lines), "", *table(second, compared), "", *said])
+    lines = [[row[0][0], *(value for _, value in row)] for row in compared]
+    return harness.table(["", *(constants["search"] for constants, _ in searches)], lines)
+
+
+def report(rows) -> str:
+    said = "\n".join(f"- {sentence}" for sentence in verdicts(rows))
+    return "\n\n".join([gap_table(rows), comparison_table(rows), said])
 
 
 def comparison(constants, rows) -> dict:
@@ -306,11 +313,11 @@ def comparison(constants, rows) -> dict:
         return ", ".join(f"{mean(name, f'{name}, worst alpha', rows):.2f}" for rows in (few, found))
 
     def excess(kind, name):
-        ratios = [float(bound[kind](row["n"]).value) / row[f"{name}, 90 %"] for row in found]
+        ratios = [float(bound[kind](float(row["n"])).value) / row[f"{name}, 90 %"] for row in found]
         return f"{min(ratios):.0f} to {max(ratios):.0f}"
 
     kinds = "variance", "measured", "proved"
-    asked = [f"{bounds.sample_size(GAP, jax.jit(bound[kind])):,}" for kind in kinds]
+    asked = [f"{bounds.sample_size(GAP, bound[kind]):,}" for kind in kinds]
     near = [row["n"] for row in found if row["excess"] <= 0.01 * row["least risk"]]
     lost = max(row["excess"] / row["risk"] for row in found)
     needed = np.mean([(row["risk, 90 %"] / GAP) ** 2 * row["n"] for row in found])
@@ -335,14 +342,16 @@ def comparison(constants, rows) -> dict:
     }
 
 
-def verdicts(exact, slopes):
-    many = [row for row in exact if row["n"] >= 4 * row["h"]]
+def verdicts(rows):
+    many = [row for row in where(rows, part="exact") if row["n"] >= 4 * row["h"]]
+    last = [where(of_search, h=FACES[-1]) for _, of_search in of_searches(rows)]
+    slopes = {name: [exponent(found, name) for found in last] for name in LABELS}
     shares = np.array([row["h"] / row["n"] for row in many])
     gaps = np.array([row["risk"] for row in many])
     ratios, near = gaps / np.sqrt(shares), gaps / (2 * np.sqrt(shares) + shares)
     slope, error = exponent(many, "risk", shares)
     yield (
-        f"- Known answer, n_V >= 4 h: gap / sqrt(h / n_V) is {ratios.min():.2f} to "
+        f"Known answer, n_V >= 4 h: gap / sqrt(h / n_V) is {ratios.min():.2f} to "
         f"{ratios.max():.2f}, {near.min():.2f} to {near.max():.2f} times the limit; exponent of "
         f"h / n_V {slope:.3f} ± {error:.3f} (the limit's: 0.53 to 0.60). The rate is that of (2) "
         "and (4) without the logarithm; for n_V < h it is h / n_V: n_V >= h_eff is needed."
@@ -355,31 +364,29 @@ def verdicts(exact, slopes):
         abs(s + 0.5) < 0.03 + 3 * e for name in ("risk", "gradient") for s, e in slopes[name]
     )
     yield (
-        f"- Searches: exponents of n_V {ranges['risk']} (risk), {ranges['gradient']} "
+        f"Searches: exponents of n_V {ranges['risk']} (risk), {ranges['gradient']} "
         f"(hypergradient): the -1/2 of (2) and (4) is {'confirmed' if half else 'NOT seen'}."
     )
     yield (
-        f"- What selection loses falls with exponent {ranges['excess']}, faster than (3), and is a "
+        f"What selection loses falls with exponent {ranges['excess']}, faster than (3), and is a "
         "small part of the gap: models near the best have nearly the same loss on every row, so "
         "that their order is known long before their risks are."
     )
     # There one alpha has E |a'(S - I)a| = sqrt(2 / n) E |z| = 2 / sqrt(pi n), all 2 sqrt(h / n).
     price = math.sqrt(math.pi * FACES[-1])
     yield (
-        "- That the gap is uniform in alpha costs a small factor (second table, first rows), in "
+        "That the gap is uniform in alpha costs a small factor (second table, first rows), in "
         f"the known answer sqrt(pi h), {price:.1f} for h = {FACES[-1]}: the models of all mixtures "
         "err on the same rows, and h counts for less than in (2)."
     )
 
 
-@plots.style()
 def picture(rows, path):
-    import matplotlib
+    with harness.picture(path, 2, 2, figsize=(11, 8.5)) as (_, axes):
+        draw(rows, axes)
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(2, 2, figsize=(11, 8.5), layout="constrained")
+def draw(rows, axes):
     known, risk, gradient, loss = axes.flat
     for h in (10, 40, 160):
         kept = where(rows, part="exact", h=h)
@@ -400,7 +407,8 @@ def picture(rows, path):
         bound = explicit(constants)
         lines = [(risk, "variance", "-"), (risk, "measured", "--"), (gradient, "gradient", "--")]
         for axis, name, style in (*lines, *[(risk, "proved", "-.")] * constants["kernel"]):
-            axis.plot(SIZES, [float(bound[name](n).value) for n in SIZES], f"C{i}{style}", lw=1)
+            points = [float(bound[name](float(n)).value) for n in SIZES]
+            axis.plot(SIZES, points, f"C{i}{style}", lw=1)
     known.set(title="known answer: gap of the risk", xlabel="g = h / n_V")
     risk.set_title("search, gap of the risk; dotted 1 / sqrt(n_V)\n"
                    "bound: with variance solid, with L dashed, L proved dash-dot")  # fmt: skip
@@ -417,40 +425,19 @@ def picture(rows, path):
         axis.set_xlabel(axis.get_xlabel() or "validation rows n_V")
         if axis in (known, loss):
             axis.legend()
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
 
 
-def environment() -> dict:
-    names = "bilevel", "jax", "jaxlib", "numpy"
-    versions = {name: importlib.metadata.version(name) for name in names}
-    versions |= {"python": platform.python_version()}
-    device = jax.devices()[0].device_kind
-    if device == "cpu":
-        cpu = Path("/proc/cpuinfo").read_text().split("model name\t: ")[1].splitlines()[0]
-        device = f"{cpu}, {len(os.sched_getaffinity(0))} cores"
+def main() -> None:
+    flags = harness.command_line(__file__, __doc__, report)
     seeds = {"rows": 0, "weights": 1, "alphas": 0, "draws of V": 1, "instance": 0}
-    return {"part": "environment", "device": device, "versions": versions, "seeds": seeds}
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="a minute; no results file")
-    parser.add_argument("--table", action="store_true", help="the results file as markdown")
-    args = parser.parse_args()
-    path = RESULTS / "concentration.jsonl"
-    if args.table:
-        return print(markdown([json.loads(line) for line in path.read_text().splitlines()]))
-    rows = [environment(), *exact_instance(10 if args.quick else 40)]
-    if args.quick:
+    rows = [harness.environment(seeds=seeds), *exact_instance(10 if flags.quick else 40)]
+    if flags.quick:
         rows += search("digits", math.inf, 1500, count=60, draws=50, ascents=2)
     else:
         rows += search("digits", math.inf, 1500, count=300, draws=200, ascents=6)
         rows += search("fashion-mnist", math.inf, 3000, count=300, draws=200, ascents=6)
         rows += search("digits", WIDTH, 1500, count=60, draws=200, ascents=3)
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        picture(rows, path.with_suffix(".png"))
-    print(markdown(rows))
+    harness.finish(rows, flags.results, report, picture)
 
 
 if __name__ == "__main__":

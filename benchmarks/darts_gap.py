@@ -18,31 +18,27 @@ training images; no augmentation. Rates, clipping and weight decay are those of 
     python benchmarks/darts_gap.py --quick    # a minute or two, no results file
     python benchmarks/darts_gap.py --full     # the paper's sizes, on an accelerator; goes on
                                               # with the unfinished results of another day
-    python benchmarks/darts_gap.py --table    # the results files as markdown
+    python benchmarks/darts_gap.py --table    # the results files as Markdown
 """
 
-import argparse
 import dataclasses
 import functools
-import importlib.metadata
-import json
 import os
-import platform
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
+import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from harness import standard_error
 
 import bilevel
-from bilevel import plots
-from bilevel.batches import minibatches
+import bilevel.data
+from bilevel import strategies
 from bilevel.spaces.darts import PRIMITIVES, darts_space
 
-RESULTS = Path(__file__).parent / "results"
 POOL = 1000  # validation images, and as many for the control
 CHUNK = 100  # images that are normalised together when errors are counted
 MEAN, DEVIATION = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)  # of CIFAR-10's colours
@@ -112,16 +108,14 @@ def programs(sizes):
     """
     space = darts_space(sizes.operations, cells=sizes.cells, channels=sizes.channels)
     schedule = optax.cosine_decay_schedule(sizes.weight_rate, sizes.steps, alpha=0.04)
-    decay = optax.add_decayed_weights(3e-4)
-    sgd = optax.chain(optax.clip_by_global_norm(5.0), decay, optax.sgd(schedule, momentum=0.9))
-    adam = optax.adam(sizes.alpha_rate, b1=0.5)
-    decayed = bilevel.softmax(optax.chain(optax.add_decayed_weights(1e-3), adam))
-    init, step = bilevel.descent(space.problem, bilevel.unrolled(sgd, 1, backprop=0), decayed)
-    draw = minibatches(sizes.batch)
+    weights, rates = strategies.darts_sgd(schedule), {"alpha": sizes.alpha_rate}
+    plan = strategies.darts(space, weights=weights, **rates, batch_size=sizes.batch)
+    init, step = bilevel.descent(plan.problem, plan.solver, plan.optimizer)
+    images = jax.ShapeDtypeStruct((1, sizes.side, sizes.side, 3), jnp.float32)
 
     @jax.jit
     def start(key):
-        return init(space.start(), space.init(key, (sizes.side, sizes.side, 3)))
+        return init(space.start(), space.init(key, (images,)))
 
     @functools.partial(jax.jit, donate_argnums=0)
     def advance(state, key, first, count, train, pool):
@@ -129,7 +123,7 @@ def programs(sizes):
             keys = jax.random.split(key)
             rows = first + jax.random.randint(keys[1], (sizes.batch,), 0, count)
             valid = jax.tree.map(lambda a: a[rows], pool)
-            return step(state, (draw(keys[0], train), valid))[0], None
+            return step(state, (plan.batches(keys[0], train), valid))[0], None
 
         steps = sizes.look * (sizes.train // sizes.batch)
         return jax.lax.scan(one, state, jax.random.split(key, steps))[0]
@@ -209,12 +203,8 @@ def collect(rows):
     return curve, gap
 
 
-def spread(x, unit=1.0, digits=1) -> str:
-    return f"{unit * np.mean(x):.{digits}f} ± {unit * standard_error(x):.{digits}f}"
-
-
-def standard_error(x):
-    return np.std(x, axis=0, ddof=1) / np.sqrt(len(x))
+def spread(x, unit=1, digits=1) -> str:
+    return harness.spread(x, f".{digits}f", unit)
 
 
 def beyond_noise(x, least=0.0):
@@ -257,12 +247,12 @@ def on_tracking(rows):
     sizes, (curve, gap) = rows[0]["sizes"], collect(rows)
     late = 100 * curve("train error")[:, :, int(0.6 * sizes["epochs"]) // sizes["look"] :]
     text = "training error 0 after 30 of 50 epochs: in the last two fifths at most "
-    yield yes(late.mean() < 1), text + f"{late.max():.1f} %, mean {late.mean():.2f} % (asked: 1)"
+    yield late.mean() < 1, text + f"{late.max():.1f} %, mean {late.mean():.2f} % (asked: 1)"
     for k, n in enumerate(sizes["counts"]):
         if n >= 250:
             last = 100 * gap("error")[0][:, -1, k]
             text = f"n_V = {n}: validation tracks test: gap {spread(last)} points (asked: 2)"
-            yield yes(abs(last.mean()) < 2), text
+            yield abs(last.mean()) < 2, text
 
 
 def on_overfitting(rows):
@@ -273,20 +263,20 @@ def on_overfitting(rows):
     for k, n in enumerate(counts):
         if n <= 100:
             text = f"n_V = {n}: overfitted: by {spread(over[:, k])} points (asked: 2 s.e.)"
-            yield yes(beyond_noise(over[:, k])), text
+            yield beyond_noise(over[:, k]), text
     k = np.argmax(counts >= h)
     text = f"about h = {h} images are enough: at {counts[k]} overfitted by {spread(over[:, k])}"
-    yield yes(over[:, k].mean() < 2), text + " points (asked: 2)"
+    yield over[:, k].mean() < 2, text + " points (asked: 2)"
     test, small = 100 * curve("test error")[:, :, -1], counts <= 100
     # The control and the last search both have 1000 images: their mean is the quieter reference.
     worse = test[:, 1:][:, small].mean(axis=1) - test[:, [0, -1]].mean(axis=1)
     text = f"n_V <= 100 costs test error: {spread(worse, digits=2)} points against n_V = {POOL}"
-    yield yes(beyond_noise(worse)), text + " (asked: 2 s.e.)"
+    yield beyond_noise(worse), text + " (asked: 2 s.e.)"
     for name, unit, digits in (("error", 100, 1), ("loss", 1, 3)):
         excess = unit * np.subtract(*gap(name))[:, :, small].mean(axis=2)
         growth = spread(excess[:, -1] - excess[:, 1], digits=digits)
         text = f"the gap widens, n_V <= 100: {name} by {growth} from epoch {sizes['look']} to "
-        seen = yes(beyond_noise(excess[:, -1] - excess[:, 1]))
+        seen = beyond_noise(excess[:, -1] - excess[:, 1])
         yield seen, text + f"{sizes['epochs']} (asked: 2 s.e.)"
 
 
@@ -295,62 +285,57 @@ def on_rates(rows, name):
     counts, (searched, control) = rows[0]["sizes"]["counts"], collect(rows)[1](name)
     p, error = exponent(of_means, (searched - control)[:, -1], counts)
     text = f"overfitted {name} like n_V^-1/2 or less: exponent {p:.2f} ± {error:.2f}"
-    yield yes(p + 0.5 < 2 * error) if error < 0.25 else "open", text
+    yield p + 0.5 < 2 * error if error < 0.25 else "open", text
     p, error = exponent(of_sizes, searched[:, -1], counts)
     text = f"root mean square gap in {name} like n_V^-1/2: exponent {p:.2f} ± {error:.2f}"
     other = "{:.2f} ± {:.2f}".format(*exponent(of_sizes, control[:, -1], counts))
-    seen = yes(abs(p + 0.5) < 2 * error) if error < 0.25 else "open"
+    seen = abs(p + 0.5) < 2 * error if error < 0.25 else "open"
     yield seen, text + f"; of a network that never saw them {other}"
 
 
-def yes(seen) -> str:
-    return "yes" if seen else "**no**"
+COLUMNS = ("train", "valid", "test", "gap", "overfitted", "overfitted loss", "test loss")
 
 
-def markdown(rows) -> str:
-    sizes, (curve, gap) = rows[0]["sizes"], collect(rows)
-    columns = (
-        "train | valid | test | gap | overfitted | overfitted loss | test loss | alpha of none"
+def count_table(rows) -> str:
+    """A line for each n_V."""
+    curve, gap = collect(rows)
+    train, test, loss, valid = (
+        curve(name)[:, :, -1] for name in ("train error", "test error", "test loss", "valid error")
     )
-    found = [r for r in rows if r["part"] == "run"]
-    seconds = np.median([r["seconds"] for r in found])
-    lines = [
-        f"{len(curve('test error'))} seeds (mean ± s.e., errors in %), {sizes['train']} training "
-        f"images of {sizes['side']} x {sizes['side']}, {sizes['epochs']} epochs, cells: "
-        f"{sizes['cells']}, channels: {sizes['channels']}, h = {rows[0]['hyperparameters']}; "
-        f"{rows[0]['device']}: {seconds:.0f} s a search.\n",
-        f"| n_V | {columns} |",
-        "|---" * (columns.count("|") + 2) + "|",
-    ]
-    train, test, loss = (
-        curve(f"{name}")[:, :, -1] for name in ("train error", "test error", "test loss")
-    )
-    valid = curve("valid error")[:, :, -1]
     (seen, control), (seen_loss, control_loss) = gap("error"), gap("loss")
-    for k, n in enumerate((0, *sizes["counts"])):
-        none = [r["alpha"]["none"] for r in found if r["count"] == n]
+    lines = []
+    for k, n in enumerate((0, *rows[0]["sizes"]["counts"])):
+        none = [r["alpha"]["none"] for r in harness.where(rows, part="run", count=n)]
         cells = [spread(train[:, k], 100), "-", spread(test[:, k], 100), "-", "-", "-"]
         if n:
             last = seen[:, -1, k - 1]
             cells[1], cells[3] = spread(valid[:, k, k - 1], 100), spread(last, 100)
             cells[4] = spread(last - control[:, -1, k - 1], 100)
             cells[5] = spread(seen_loss[:, -1, k - 1] - control_loss[:, -1, k - 1], digits=3)
-        cells += [spread(loss[:, k], digits=2), spread(none, digits=2)]
-        lines.append(f"| {n or 'control'} | {' | '.join(cells)} |")
-    lines += ["", *(f"- {seen}: {text}" for seen, text in verdicts(rows))]
-    return "\n".join(lines)
+        lines.append([n or "control", *cells, spread(loss[:, k], digits=2), spread(none, digits=2)])
+    return harness.table(["n_V", *COLUMNS, "alpha of none"], lines)
 
 
-@plots.style()
+def report(rows) -> str:
+    sizes, (curve, _) = rows[0]["sizes"], collect(rows)
+    seconds = np.median([r["seconds"] for r in harness.where(rows, part="run")])
+    title = (
+        f"{len(curve('test error'))} seeds (mean ± s.e., errors in %), {sizes['train']} training "
+        f"images of {sizes['side']} x {sizes['side']}, {sizes['epochs']} epochs, cells: "
+        f"{sizes['cells']}, channels: {sizes['channels']}, h = {rows[0]['hyperparameters']}; "
+        f"{rows[0]['device']}: {seconds:.0f} s a search."
+    )
+    return "\n\n".join([title, count_table(rows), harness.judged(verdicts(rows))])
+
+
 def picture(rows, path):
-    import matplotlib
+    with harness.picture(path, 1, 3, figsize=(15, 4.4)) as (_, axes):
+        draw(rows, axes)
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
 
+def draw(rows, axes):
     sizes, (curve, gap) = rows[0]["sizes"], collect(rows)
     counts, look, epochs = np.array(sizes["counts"]), sizes["look"], sizes["epochs"]
-    figure, axes = plt.subplots(1, 3, figsize=(15, 4.4), layout="constrained")
     seen, control = gap("error")
     test = curve("test error")[:, 1:, -1].mean()
     for share, colour in ((0.2, "C1"), (0.6, "C0"), (1.0, "C5")):
@@ -395,46 +380,23 @@ def picture(rows, path):
         ax.minorticks_off()
     for ax, place in zip(axes, ("upper right", (0.6, 0.15), "upper right"), strict=True):
         ax.legend(fontsize=8, loc=place)
-    figure.savefig(path, dpi=110)
 
 
-def environment(sizes) -> dict:
-    names = "bilevel", "jax", "jaxlib", "numpy", "optax"
-    versions = {name: importlib.metadata.version(name) for name in names}
-    device = jax.devices()[0].device_kind
-    if device == "cpu":
-        cpu = Path("/proc/cpuinfo").read_text().split("model name\t: ")[1].splitlines()[0]
-        device = f"{cpu}, {len(os.sched_getaffinity(0))} cores"
-    head = {"part": "environment", "device": device, "sizes": dataclasses.asdict(sizes)}
-    head |= {"hyperparameters": sizes.hyperparameters}
-    return head | {"versions": {"python": platform.python_version()} | versions}
-
-
-def read(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="a minute or two; no results file")
-    parser.add_argument("--full", action="store_true", help="the paper's sizes")
-    parser.add_argument("--table", action="store_true", help="the results files as markdown")
-    args = parser.parse_args()
-    if args.table:
-        for path in sorted(RESULTS.glob("darts_gap*.jsonl")):
-            print(markdown(read(path)), end="\n\n")
-        return
-    sizes = SIZES["quick" if args.quick else "full" if args.full else "default"]
-    path = RESULTS / f"darts_gap{'_full' * args.full}.jsonl"
-    rows = read(path) if args.full and path.exists() else [environment(sizes)]
+def main() -> None:
+    flags = harness.command_line(__file__, __doc__, report, full=True)
+    sizes, rows = SIZES[flags.size], []
+    if flags.size == "full":
+        rows = harness.read(flags.results)
+    if not rows:
+        about = {"sizes": dataclasses.asdict(sizes), "hyperparameters": sizes.hyperparameters}
+        rows = [harness.environment("optax", **about)]
+        if flags.results:
+            harness.write(flags.results, rows)
     done = {(r["seed"], r["count"]) for r in rows[1:]}
     for row in experiment(sizes, done):
         rows.append(row)
-        if not args.quick:  # as they come
-            path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    print(markdown(rows))
-    if not args.quick:
-        picture(rows, path.with_suffix(".png"))
+        harness.append(flags.results, row)
+    harness.finish(rows, flags.results, report, picture)
 
 
 if __name__ == "__main__":

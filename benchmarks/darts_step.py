@@ -26,33 +26,28 @@ PyTorch is in the dependency group `peers`, for an environment of its own; witho
     python benchmarks/darts_step.py            # 3 cells of 16 channels: 10 minutes on two cores
     python benchmarks/darts_step.py --quick    # 2 cells of 8, small images: minutes; no results
     python benchmarks/darts_step.py --full     # the published 8 cells of 16; for an accelerator
-    python benchmarks/darts_step.py --table    # the results files as the README's tables
+    python benchmarks/darts_step.py --table    # the results files as Markdown
 
 `--dtype bfloat16`: activations in 16 bits, PyTorch's by autocast; for an accelerator.
 """
 
-import argparse
-import ctypes
 import dataclasses
 import functools
-import importlib.metadata
 import importlib.util
-import json
 import math
 import os
-import platform
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
+import harness
 import numpy as np
+from harness import plus_minus
 
 # Each library is imported where it runs: one's memory is not the other's.
 
-RESULTS = Path(__file__).parent / "results"
 ORDERS = {1: "first order", 2: "second order"}
 LIBRARIES = {"torch": "PyTorch", "bilevel": "bilevel"}
 RATE, MOMENTUM, ALPHA_RATE, BETAS = 0.025, 0.9, 3e-4, (0.5, 0.999)  # as published
@@ -97,13 +92,14 @@ def bilevel_steps(sizes, order, path):
     import optax
 
     import bilevel
+    from bilevel import strategies
     from bilevel.spaces.darts import darts_space, parameter_count
 
     jax.config.update("jax_enable_compilation_cache", False)
     network = {"classes": CLASSES, "cells": sizes.cells, "channels": sizes.channels}
     space = darts_space(**network, dtype=jnp.dtype(sizes.dtype))
     data = jax.device_put(batches(sizes))
-    w = jax.jit(space.init, static_argnums=1)(jax.random.key(SEED), data[0][0].shape[1:])
+    w = jax.jit(space.init)(jax.random.key(SEED), data[0])
     known = {"parameters": parameter_count(w)}
     if path.exists():
         w = from_torch(np.load(path), w)
@@ -112,27 +108,28 @@ def bilevel_steps(sizes, order, path):
         with jax.default_matmul_precision("float32"):
             known["loss"] = float(jax.jit(plain.problem.lower)(w, space.start(), data[0]))
 
-    sgd = optax.sgd(RATE, momentum=MOMENTUM)
-    solver = bilevel.unrolled(sgd, 1, backprop=0) if order == 1 else bilevel.one_step(sgd)
-    optimizer = bilevel.softmax(optax.adam(ALPHA_RATE, *BETAS))
-    init, descend = bilevel.descent(space.problem, solver, optimizer)
+    plan = strategies.darts(
+        space,
+        weights=optax.sgd(RATE, momentum=MOMENTUM),
+        alpha=bilevel.softmax(optax.adam(ALPHA_RATE, *BETAS)),
+        batch_size=sizes.batch,
+        order=order,
+    )
+    init, descend = bilevel.descent(plan.problem, plan.solver, plan.optimizer)
 
     def step(state, data):
         state, metrics = descend(state, data)
         return state, (metrics["value"], metrics["grad_norm"])
 
     state = init(space.start(), w)
-    start = time.perf_counter()
-    step = jax.jit(step, donate_argnums=0).lower(state, data).compile()
-    known["compile_s"] = time.perf_counter() - start
-    known["compile_peak_mb"] = resident_peak()
+    step, known["compile_s"] = harness.compiled(jax.jit(step, donate_argnums=0), state, data)
+    known["compile_peak_mb"] = harness.resident_peak()
     known["temporaries_mb"] = step.memory_analysis().temp_size_in_bytes / 1e6
     known["device"] = jax.devices()[0].device_kind
     yield known | {"platform": jax.default_backend()}
     while True:
         state, found = jax.block_until_ready(step(state, data))
-        stats = jax.devices()[0].memory_stats() or {}
-        yield *map(float, found), stats.get("peak_bytes_in_use")
+        yield *map(float, found), harness.device_peak()
 
 
 # PyTorch's names, in the order of our numbers.
@@ -356,12 +353,12 @@ def torch_steps(sizes, order, path):
 # --------------------------------------------------------------------------- the measurement
 
 
-def work(library, order, sizes, rounds, path) -> None:
-    """One process: a step that warms up, then as many as there are ``rounds``; prints a row."""
+def work(library, order, sizes, rounds, path):
+    """One process: a step that warms up, then as many as there are ``rounds``; a row."""
     measured = {"bilevel": bilevel_steps, "torch": torch_steps}[library]
     steps = measured(Sizes(**sizes), order, Path(path))
     row = {"library": library, "order": order} | next(steps)
-    before, seconds, processor = forget_peak(), [], []
+    before, seconds, processor = harness.forget_peak(), [], []
     row["value"], row["norm"], _ = next(steps)
     for _ in range(rounds):
         start, used = time.perf_counter(), time.process_time()
@@ -370,41 +367,9 @@ def work(library, order, sizes, rounds, path) -> None:
         processor.append(time.process_time() - used)
     row["peak_mb"] = row["added_mb"] = (allocated or 0) / 1e6
     if allocated is None:
-        row["peak_mb"] = resident_peak()
+        row["peak_mb"] = harness.resident_peak()
         row["added_mb"] = row["peak_mb"] - before
-    print(json.dumps(row | {"seconds": seconds, "processor_seconds": processor}))
-
-
-def resident_peak() -> float:
-    """Of this process, in MB."""
-    status = Path("/proc/self/status").read_text()
-    return int(status.split("VmHWM:")[1].split()[0]) * 1024 / 1e6
-
-
-def forget_peak() -> float:
-    """The compiler's memory back to the system; the peak from here on."""
-    ctypes.CDLL(None).malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")
-    return resident_peak()
-
-
-def in_own_process(library, order, sizes, rounds, path) -> dict:
-    """The row of :func:`work`, or why there is none: that there is no memory is a result too."""
-    request = json.dumps([library, order, dataclasses.asdict(sizes), rounds, str(path)])
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", __file__, "--worker", request],
-        env=os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "TF_CPP_MIN_LOG_LEVEL": "3"},
-        capture_output=True,
-        text=True,
-    )
-    if done.returncode == 0:
-        return json.loads(done.stdout.splitlines()[-1])
-    reason = (done.stderr.strip().splitlines() or [""])[-1]
-    return {
-        "library": library,
-        "order": order,
-        "failed": reason[:200] or f"ended by signal {-done.returncode}",
-    }
+    return [row | {"seconds": seconds, "processor_seconds": processor}]
 
 
 def measure(sizes, libraries) -> list[dict]:
@@ -417,7 +382,9 @@ def measure(sizes, libraries) -> list[dict]:
                 if library not in libraries or "failed" in found.get(library, {}):
                     continue
                 rounds = half if library == "torch" else 2 * half
-                row = in_own_process(library, order, sizes, rounds, path)
+                request = library, order, dataclasses.asdict(sizes), rounds, str(path)
+                row = harness.in_own_process(__file__, *request)[-1]
+                row = {"library": library, "order": order} | row
                 print(f"{LIBRARIES[library]}, {ORDERS[order]}:", row.get("seconds"), flush=True)
                 for key in TIMES if library in found and "seconds" in row else ():
                     row[key] = found[library][key] + row[key]
@@ -434,11 +401,6 @@ def measure(sizes, libraries) -> list[dict]:
 def find(rows, library, order) -> dict | None:
     found = (r for r in rows if (r.get("library"), r.get("order")) == (library, order))
     return next((r for r in found if "seconds" in r), None)
-
-
-def spread(mean, error) -> str:
-    digits = max(0, 1 - math.floor(math.log10(error))) if error else 3
-    return f"{mean:.{digits}f} ± {error:.{digits}f}"
 
 
 def time_of(row, key="seconds") -> tuple[float, float]:
@@ -461,19 +423,19 @@ HEAD = ["step", "bilevel, s", "PyTorch, s", "ratio", "processor's", "bilevel, MB
 HEAD += ["PyTorch, MB (added)", "compilation, s", "its MB"]
 
 
-def table(rows) -> list[list[str]]:
-    """A line of cells for each order."""
+def step_table(rows) -> str:
+    """A line for each order."""
     lines = []
     for order, name in ORDERS.items():
         ours, torch = (find(rows, library, order) for library in ("bilevel", "torch"))
-        cells = [spread(*time_of(row)) if row else "-" for row in (ours, torch)]
+        cells = [plus_minus(*time_of(row)) if row else "-" for row in (ours, torch)]
         both = ours and torch
-        cells += [spread(*ratio(ours, torch, key)) if both else "-" for key in TIMES]
+        cells += [plus_minus(*ratio(ours, torch, key)) if both else "-" for key in TIMES]
         for row in (ours, torch):
             cells.append(f"{row['peak_mb']:.0f} ({row['added_mb']:.0f})" if row else "-")
         cells += [f"{ours[key]:.0f}" if ours else "-" for key in ("compile_s", "compile_peak_mb")]
         lines.append([name, *cells])
-    return lines
+    return harness.table(HEAD, lines)
 
 
 def verdicts(rows):
@@ -484,7 +446,7 @@ def verdicts(rows):
     first, second = (find(rows, "bilevel", order) for order in ORDERS)
     if first and second:
         cost = ratio(second, first)
-        yield cost[0] <= 3, f"second order in {spread(*cost)} of first order's time, at most 3"
+        yield cost[0] <= 3, f"second order in {plus_minus(*cost)} of first order's time, at most 3"
     peer = find(rows, "torch", 1)
     if first and peer:
         counts = first["parameters"], peer["parameters"]
@@ -502,7 +464,7 @@ def verdicts(rows):
         text = f"{name}: after a step the validation loss is off by {errors[0]:.0e}, the norm of"
         yield max(errors) <= most, f"{text} the hypergradient by {errors[1]:.0e}, at most {most:g}"
         cost, most = ratio(ours, peer), 1 if ours["platform"] == "cpu" else 1 / 1.5
-        yield cost[0] <= most, f"{name}: {spread(*cost)} of PyTorch's time, at most {most:.3g}"
+        yield cost[0] <= most, f"{name}: {plus_minus(*cost)} of PyTorch's time, at most {most:.3g}"
 
 
 def title(rows) -> str:
@@ -514,32 +476,17 @@ def title(rows) -> str:
     )
 
 
-def markdown(rows) -> str:
-    lines = [title(rows), "", f"| {' | '.join(HEAD)} |", "|---" * len(HEAD) + "|"]
-    lines += [f"| {' | '.join(cells)} |" for cells in table(rows[1:])]
-    judged = [f"- {'yes' if ok else '**no**'}: {text}" for ok, text in verdicts(rows)]
-    return "\n".join([*lines, "", *judged])
-
-
-def show(rows):
-    from rich.console import Console
-    from rich.table import Table
-
-    shown = Table(*HEAD, title=title(rows))
-    for cells in table(rows[1:]):
-        shown.add_row(*cells)
-    Console(width=None if sys.stdout.isatty() else 140).print(shown)
-    for ok, text in verdicts(rows):
-        print("PASS " if ok else "FAIL ", text)
+def report(rows) -> str:
+    return "\n\n".join([title(rows), step_table(rows), harness.judged(verdicts(rows))])
 
 
 def picture(rows, path):
-    import matplotlib
+    with harness.picture(path, 1, 2, figsize=(9, 3.8)) as (figure, axes):
+        draw(rows, axes)
+        figure.suptitle(title(rows).split(";")[0])
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(1, 2, figsize=(9, 3.8), layout="constrained")
+def draw(rows, axes):
     for k, (library, name) in enumerate(LIBRARIES.items()):
         found = [row for order in ORDERS if (row := find(rows, library, order))]
         places = [row["order"] + 0.36 * (k - 0.5) for row in found]
@@ -550,58 +497,23 @@ def picture(rows, path):
         ax.set_xticks(list(ORDERS), list(ORDERS.values()))
         ax.set_ylabel(label)
     axes[0].legend()
-    figure.suptitle(title(rows).split(";")[0])
-    figure.savefig(path, dpi=110)
-
-
-def environment(sizes, rows) -> dict:
-    names = ("bilevel", "jax", "jaxlib", "flax", "optax", "numpy", "torch")
-    found = {d.name.lower(): d.version for d in importlib.metadata.distributions()}
-    versions = {name: found[name] for name in names if name in found}
-    device = next((row["device"] for row in rows if "device" in row), "unknown")
-    if device == "cpu":
-        cores = len(os.sched_getaffinity(0))
-        cpu = Path("/proc/cpuinfo").read_text().split("model name\t: ")[1].splitlines()[0]
-        device = f"{cpu}, {cores} core{'s' * (cores > 1)}"
-    head = {"device": device, "seed": SEED, "sizes": dataclasses.asdict(sizes)}
-    return head | {"versions": {"python": platform.python_version()} | versions}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.set_defaults(size="default")
-    for name, text in {"quick": "small; no results file", "full": "the published sizes"}.items():
-        parser.add_argument(f"--{name}", dest="size", action="store_const", const=name, help=text)
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--table", action="store_true", help="the results files as markdown")
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.worker:
-        return work(*json.loads(options.worker))
-    if options.table:
-        for path in sorted(RESULTS.glob("darts_step*.jsonl")):
-            rows = [json.loads(line) for line in path.read_text().splitlines()]
-            print(markdown(rows), end="\n\n")
-        return
-    name = options.size
-    sizes = dataclasses.replace(SIZES[name], dtype=options.dtype)
+    dtype = {"choices": ("float32", "bfloat16"), "default": "float32"}
+    flags = harness.command_line(__file__, __doc__, report, full=True, work=work, dtype=dtype)
+    sizes = dataclasses.replace(SIZES[flags.size], dtype=flags.dtype)
     libraries = list(filter(importlib.util.find_spec, LIBRARIES))
     if "torch" not in libraries:
         print("PyTorch is not installed; `pip install torch==2.13.0` has it measured beside ours.")
     rows = measure(sizes, libraries)
-    rows = [environment(sizes, rows), *rows]
-    show(rows)
-    if name != "quick" and "torch" in libraries:
-        accelerated = any(row.get("platform") not in (None, "cpu") for row in rows)
-        parts = [name] * (name == "full") + ["gpu"] * accelerated
-        parts += [options.dtype] * (options.dtype != "float32")
-        path = RESULTS / f"{'_'.join(['darts_step', *parts])}.jsonl"
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        if importlib.util.find_spec("matplotlib"):
-            from bilevel import plots
-
-            with plots.style():
-                picture(rows, path.with_suffix(".png"))
+    kind = next((row["device"] for row in rows if "device" in row), "unknown")
+    about = {"device": harness.device(kind), "seed": SEED, "sizes": dataclasses.asdict(sizes)}
+    rows = [harness.environment("flax", "optax", "torch", **about), *rows]
+    accelerated = any(row.get("platform") not in (None, "cpu") for row in rows)
+    parts = ["gpu"] * accelerated + [flags.dtype] * (flags.dtype != "float32")
+    path = harness.named(flags.results, *parts) if "torch" in libraries else None
+    harness.finish(rows, path, report, picture)
 
 
 if __name__ == "__main__":

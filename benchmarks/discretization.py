@@ -16,36 +16,31 @@ the least final validation loss, averaged over seeds used for nothing else.
 
     python benchmarks/discretization.py            # ten minutes on two cores
     python benchmarks/discretization.py --quick    # one minute, digits; no results file
-    python benchmarks/discretization.py --table    # the results file as the README's tables
+    python benchmarks/discretization.py --table    # the results file as Markdown
 """
 
-import argparse
 import functools
-import importlib.metadata
 import json
 import math
-import platform
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import NamedTuple
 
+import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import scipy.stats
-from bilevel.cli.rows import draw_rows
+from harness import spread
 
 import bilevel
-from bilevel import data as datasets
-from bilevel import plots
+import bilevel.data
 from bilevel.discretize import condition_six
 from bilevel.protocols import LowerSolver
 from bilevel.spaces.activations import ACTIVATIONS, activation_space, unit_inputs
 from bilevel.spaces.targets import predict, sign_labels
 
-RESULTS = Path(__file__).parent / "results" / "discretization.jsonl"
 NAMES = ("relu", "leaky_relu", "sigmoid", "tanh", "swish", "gelu")
 UNIFORM, PENALTY = np.full(len(NAMES), 1 / len(NAMES), np.float32), 0.01
 
@@ -137,7 +132,7 @@ def finite(width: int, inner_steps: int) -> Task:
     space = activation_space(NAMES, width=width, classes=10, outer="squared")
 
     def prepare(key, x):
-        w0 = space.init(key, x.shape[1])
+        w0 = space.init(key, (x, None))
         return {"w0": w0, "curvatures": jax.jit(space.curvatures)(w0, x)}
 
     def outputs(w, alpha, x):
@@ -178,13 +173,12 @@ def small(images):
 
 def seeds_of(task: Task, name: str, sizes: Sizes, count: int, seed: int) -> dict:
     """The data of ``count`` seeds, stacked."""
-    rows = datasets.load(name, **({} if name == "digits" else {"test_size": sizes.test}))
-    found = []
-    for key in jax.random.split(jax.random.key(seed), count):
-        keys = jax.random.split(key)
-        parts = draw_rows(name, rows, keys[0], sizes.rows, sizes.rows, sizes.test)
+    keys = [jax.random.split(key) for key in jax.random.split(jax.random.key(seed), count)]
+    counts = {"train": sizes.rows, "valid": sizes.rows, "test": sizes.test}
+    drawn, found = bilevel.data.samples(name, [rows for rows, _ in keys], **counts), []
+    for (_, key), parts in zip(keys, drawn, strict=True):
         xs = unit_inputs(*(small(x) for x, _ in parts))
-        data = task.prepare(keys[1], xs[0])
+        data = task.prepare(key, xs[0])
         for part, x, (_, y) in zip(("train", "valid", "test"), xs, parts, strict=True):
             data[part] = task.inputs(x, xs[0]), sign_labels(y, 10)
         found.append(data)
@@ -292,11 +286,6 @@ def searches(name: str, width: float, sizes: Sizes) -> list[dict]:
 # ----------------------------------------------------------------------------- the report
 
 
-def spread(x, form=".1f", scale=1) -> str:
-    x = scale * np.asarray(x, float)
-    return f"{x.mean():{form}} ± {x.std(ddof=1) / len(x) ** 0.5:{form}}"
-
-
 def percent(hits, chosen=True) -> str:
     """Share among the chosen; rows are independent, columns (methods) need not be."""
     chosen = np.broadcast_to(chosen, hits.shape)
@@ -304,10 +293,6 @@ def percent(hits, chosen=True) -> str:
     share = hits.sum() / max(total, 1)
     error = np.linalg.norm((hits - share * chosen).reshape(len(hits), -1).sum(1)) / max(total, 1)
     return f"{100 * share:.0f} ± {100 * error:.0f}" if total else "-"
-
-
-def table(head, lines) -> str:
-    return "\n".join(f"| {' | '.join(map(str, x))} |" for x in (head, ["---"] * len(head), *lines))
 
 
 class Found(NamedTuple):
@@ -324,7 +309,7 @@ class Found(NamedTuple):
 
 
 def collected(rows) -> Found:
-    rows = [r for r in rows if r["part"] == "search"]
+    rows = harness.where(rows, part="search")
     settings = list(dict.fromkeys((r["data"], r["width"]) for r in rows))
 
     def stacked(of):
@@ -369,10 +354,9 @@ MORE = "best at shared weights is best alone"
 def instance_table(rows) -> str:
     head = ["instances", "ordered pairs", "Condition 6, %", "conclusion, %", "violations"]
     head += ["argmax best, %", "Condition 6 for argmax, %", "argmax best without it, %"]
-    # Of another 20,000, whose generator is not recorded.
-    lines = [["reference", 140347, 15.8, 63.4, 0, 59.5, "", ""]]
+    lines = []
     for kind in KINDS:
-        mine = [r for r in rows if r.get("kind") == kind]
+        mine = harness.where(rows, kind=kind)
         n = {k: sum(r[k] for r in mine) for k, v in mine[0].items() if not isinstance(v, str)}
         of = [("best", n["best"], n["instances"]), ("", n["condition"], n["instances"])]
         of += [("", n["best"] - n["best, condition"], n["instances"] - n["condition"])]
@@ -382,11 +366,12 @@ def instance_table(rows) -> str:
         lines.append(
             [*line, n["violations"], *(f"{100 * p:.1f} ± {100 * e:.1f}" for p, e in shares)]
         )
-    return table(head, lines)
+    return harness.table(head, lines)
 
 
-def search_tables(found: Found) -> str:
-    """Per setting, all methods; and by verdict, all settings."""
+def search_table(rows) -> str:
+    """Per setting, all methods."""
+    found = collected(rows)
     x, ranked = found.x, [k for k in found.x if k.endswith("kendalltau")]
     head = [
         "all methods",
@@ -402,29 +387,36 @@ def search_tables(found: Found) -> str:
         rho = [x[k.replace("kendalltau", "spearmanr")][i].mean() for k in ranked]
         taus = [spread(x[k][i].mean(1), ".2f") for k in ranked]
         lines.append(line + [f"{t} ({r:.2f})" for t, r in zip(taus, rho, strict=True)])
-    verdicts = []
+    return harness.table(head, lines)
+
+
+def verdict_table(rows) -> str:
+    """By verdict, all settings."""
+    x, lines = collected(rows).x, []
     for name in ("condition", "trust"):
         for value, word in ((1, "yes"), (0, "undecided"), (-1, "no")):
             chosen = (x[name] == value).reshape(-1, len(RATES))
             shares = [percent(x[k].reshape(chosen.shape), chosen) for k in ASKED]
-            verdicts.append([f"{name}: {word}", chosen.sum(), *shares])
-    second = table(["verdict", "searches", *(f"argmax {k}, %" for k in ASKED)], verdicts)
-    return f"{table(head, lines)}\n\n{second}"
+            lines.append([f"{name}: {word}", chosen.sum(), *shares])
+    return harness.table(["verdict", "searches", *(f"argmax {k}, %" for k in ASKED)], lines)
 
 
-def geometry_table(found: Found) -> str:
+def geometry_table(rows) -> str:
+    found = collected(rows)
     head = ["data, width, method", "rate", "validation loss", "steps to 1 %", "reached, %"]
     lines = []
     for i, setting in enumerate(found.settings):
         for j, method in enumerate(RATES):
             x = {k: v[i, :, j] for k, v in found.x.items()}
             line = [", ".join((*setting, *method)), found.rates[i, j]]
-            line += [spread(x["values"][:, -1], ".4f"), spread(x["steps"]), percent(x["reached"])]
-            lines.append([*line, spread(x["entropy"][:, -1], ".2f"), spread(x["entries"])])
-    return table([*head, "entropy", "entries over .01"], lines)
+            line += [spread(x["values"][:, -1], ".4f"), spread(x["steps"], ".1f")]
+            line += [percent(x["reached"]), spread(x["entropy"][:, -1])]
+            lines.append([*line, spread(x["entries"], ".1f")])
+    return harness.table([*head, "entropy", "entries over .01"], lines)
 
 
-def verdicts(found: Found):
+def verdicts(rows):
+    found = collected(rows)
     for optimizer in OPTIMIZERS:
         for a, b in (
             ("exponentiated", "softmax"),
@@ -439,7 +431,7 @@ def verdicts(found: Found):
                 found.of(name, *m) for m in (("exponentiated", ours), ("softmax", theirs))
             )
             gap = one - other if name == "steps" else (one - other)[:, -1]
-            z = gap.mean() / (gap.std(ddof=1) / len(gap) ** 0.5)
+            z = gap.mean() / harness.standard_error(gap)
             word = "confirmed" if z < -2 else "contradicted" if z > 2 else "not confirmed"
             yield (
                 f"exponentiated ({ours}) {claim} than softmax ({theirs}): {word} here; "
@@ -447,14 +439,12 @@ def verdicts(found: Found):
             )
 
 
-@plots.style()
-def picture(rows, found: Found, path) -> None:
-    import matplotlib
+def picture(rows, path) -> None:
+    with harness.picture(path, 2, 2, figsize=(12, 8)) as (_, axes):
+        draw(rows, collected(rows), axes)
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(2, 2, figsize=(12, 8), layout="constrained")
+def draw(rows, found: Found, axes) -> None:
     for i, kind in enumerate(KINDS):
         mine = [r for r in rows if r.get("kind") == kind and r["h"] > 2]  # h = 2: it always holds
         h, n, hits = np.array(
@@ -492,14 +482,12 @@ def picture(rows, found: Found, path) -> None:
         ax.set(ylim=(0, 140), yticks=range(0, 101, 20))
     for ax in axes.flat:
         ax.legend(fontsize=8, ncols=2 if ax in axes[0] else 1)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
 
 
 def report(rows) -> str:
-    found = collected(rows)
-    parts = [instance_table(rows), search_tables(found), geometry_table(found)]
-    return "\n\n".join([*parts, "\n".join(f"- {line}" for line in verdicts(found))])
+    tables = instance_table, search_table, verdict_table, geometry_table
+    parts = [make(rows) for make in tables]
+    return "\n\n".join([*parts, "\n".join(f"- {line}" for line in verdicts(rows))])
 
 
 def numbers(x):
@@ -507,31 +495,16 @@ def numbers(x):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="one minute; no results file")
-    parser.add_argument("--table", action="store_true", help="the results file as markdown")
-    options = parser.parse_args()
-    if options.table:
-        return print(report([json.loads(x) for x in RESULTS.read_text().splitlines()]))
-    sizes, start = QUICK if options.quick else Sizes(), time.perf_counter()
+    flags = harness.command_line(__file__, __doc__, report)
+    sizes, start = QUICK if flags.quick else Sizes(), time.perf_counter()
     rows = [instances(kind, h, sizes.instances) for kind in KINDS for h in range(2, 7)]
-    rows += [
-        r for name in sizes.data for width in sizes.widths for r in searches(name, width, sizes)
-    ]
-    head = {
-        "part": "environment",
-        "seconds": time.perf_counter() - start,
-        "cpu seconds": time.process_time(),
-    }
-    head |= {"device": jax.devices()[0].device_kind, "sizes": repr(sizes)}
-    versions = {name: importlib.metadata.version(name) for name in ("bilevel", "jax", "optax")}
-    head["versions"] = {"python": platform.python_version()} | versions
-    text = "".join(json.dumps(row, default=numbers) + "\n" for row in [head, *rows])
-    rows = [json.loads(line) for line in text.splitlines()]
-    print(report(rows))
-    if not options.quick:
-        RESULTS.write_text(text)
-        picture(rows, collected(rows), RESULTS.with_suffix(".png"))
+    for name in sizes.data:
+        for width in sizes.widths:
+            rows += searches(name, width, sizes)
+    seconds = {"seconds": time.perf_counter() - start, "cpu seconds": time.process_time()}
+    rows = [harness.environment("optax", **seconds, sizes=repr(sizes)), *rows]
+    rows = [json.loads(json.dumps(row, default=numbers)) for row in rows]
+    harness.finish(rows, flags.results, report, picture)
 
 
 if __name__ == "__main__":

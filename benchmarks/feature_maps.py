@@ -17,21 +17,17 @@ and without what all methods share: projections of all rows, hashes of all texts
     python benchmarks/feature_maps.py --data imdb        # IMDb
     python benchmarks/feature_maps.py --data digits      # what --quick runs, in a minute
     python benchmarks/feature_maps.py --full             # the paper's sizes; for an accelerator
-    python benchmarks/feature_maps.py --table            # the results files as the README's tables
+    python benchmarks/feature_maps.py --table            # the results files as Markdown
 """
 
-import argparse
 import dataclasses
 import functools
-import importlib.metadata
 import importlib.util
 import itertools
-import json
-import os
-import platform
+import sys
 import time
-from pathlib import Path
 
+import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -40,8 +36,6 @@ import scipy.stats
 import bilevel.data
 from bilevel import baselines, linear, plots
 from bilevel.spaces import features
-
-RESULTS = Path(__file__).parent / "results"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,14 +167,8 @@ def search(data, sizes, problem, key) -> list[dict]:
 # ------------------------------------------------------------------------------ 3. alternatives
 
 
-def seconds_of(function, rounds=5):
-    jax.block_until_ready(function())
-    taken = []
-    for _ in range(rounds):
-        start = time.perf_counter()
-        jax.block_until_ready(function())
-        taken.append(time.perf_counter() - start)
-    return float(np.median(taken))
+def seconds_of(call) -> float:
+    return float(np.median(harness.seconds(call)))
 
 
 def ridge_solve(n, d, outputs=10, penalty=0.5) -> dict:
@@ -299,7 +287,7 @@ def alternatives(sizes, key, searched) -> list[dict]:
     if importlib.util.find_spec("optuna") is None:
         print("  Optuna is not installed (dependency group `peers`): left out")
         return rows
-    ours = next(r for r in searched if r["method"] == "Hyperband" and r["trial"] == 0)
+    ours = of_method(searched, "Hyperband")[0]
     seconds = ours["seconds"][-1] + projection_seconds(sizes, key)
     found = optuna_hyperband(sizes, key, 5 * seconds, ours["valid"][-1])
     return [*rows, found | {"our seconds": seconds, "our test": ours["test"][-1]}]
@@ -315,20 +303,17 @@ def at(row, against, limit, column="test"):
 
 
 def spread(x) -> str:
-    x = 100 * np.asarray(x)
-    error = x.std(ddof=1) / np.sqrt(len(x)) if len(x) > 1 else np.nan
-    return f"{x.mean():.2f} ± {error:.2f}"
+    return harness.spread(x, scale=100)
 
 
 def of_method(rows, name):
-    found = [r for r in rows if r["part"] == "search" and r["method"] == name]
-    return sorted(found, key=lambda r: r["trial"])
+    return sorted(harness.where(rows, part="search", method=name), key=lambda r: r["trial"])
 
 
 def verdicts(rows) -> list[str]:
     """What the paper says, and what was measured here."""
     lines = []
-    for row in (r for r in rows if r["part"] == "correlation"):
+    for row in harness.where(rows, part="correlation"):
         lines.append(
             f"shared and standalone accuracy, {row['dimension']} features, {COMPARED} "
             f"configurations: Pearson {row['pearson']:.2f}, Spearman {row['spearman']:.2f}"
@@ -361,63 +346,78 @@ def verdicts(rows) -> list[str]:
     return lines
 
 
-def tables(rows) -> str:
-    header = rows[0]
-    lines = [
-        f"{header['data']}: {header['sizes']['configs']} configurations, up to "
-        f"{header['sizes']['dimension']:,} features, {header['sizes']['train']:,} + "
-        f"{header['sizes']['valid']:,} + {header['sizes']['test']:,} rows, "
-        f"{header['sizes']['trials']} trials; {header['device']}.",
-        "",
-        "| method | solves | seconds | test error, %, ± s.e. |",
-        "|---|---|---|---|",
-    ]
+def title(rows) -> str:
+    head, sizes = rows[0], rows[0]["sizes"]
+    return (
+        f"{head['data']}: {sizes['configs']} configurations, up to {sizes['dimension']:,} "
+        f"features, {sizes['train']:,} + {sizes['valid']:,} + {sizes['test']:,} rows, "
+        f"{sizes['trials']} trials; {head['device']}."
+    )
+
+
+def method_table(rows) -> str:
+    lines = []
     for name in METHODS:
         found = of_method(rows, name)
-        calls = np.mean([r["calls"][-1] for r in found])
-        seconds = np.mean([r["seconds"][-1] for r in found])
+        calls, seconds = (np.mean([r[k][-1] for r in found]) for k in ("calls", "seconds"))
         test = spread([r["test"][-1] for r in found])
-        lines.append(f"| {name} | {calls:.0f} | {seconds:.1f} | {test} |")
-    lines += ["", *(f"- {line}" for line in verdicts(rows))]
-    solves = [r for r in rows if r["part"] == "ridge"]
-    if solves:
-        lines += [
-            "",
-            "| ridge, float32 | bilevel | scikit-learn | bare product Φ'Φ |",
-            "|---|---|---|---|",
-        ]
-        for r in solves:
-            theirs = r["scikit-learn seconds"]
-            lines.append(
-                f"| {r['n']} x {r['dimension']} | {r['seconds']:.3f} s, {r['error']:.0e} | "
-                f"{theirs:.3f} s ({theirs / r['seconds']:.1f}×), {r['scikit-learn error']:.0e} | "
-                f"{r['matrix product seconds']:.3f} s |"
-            )
-    for r in (r for r in rows if r["part"] == "optuna"):
-        reached = "reached it" if r["reached"] else "had not reached it"
-        times = r["seconds"] / r["our seconds"]
-        lines += [
-            "",
-            f"Hyperband by Optuna with scikit-learn, one trial: {reached} (validation error "
-            f"{100 * r['target']:.1f} %) after {r['seconds']:.0f} s and {r['trials']} "
-            f"configurations, {times:.1f} times our {r['our seconds']:.1f} s (projections "
-            f"included, as in its own time); test error "
-            f"{100 * r['test']:.1f} % against {100 * r['our test']:.1f} %.",
-        ]
-    return "\n".join(lines)
+        lines.append([name, f"{calls:.0f}", f"{seconds:.1f}", test])
+    return harness.table(["method", "solves", "seconds", "test error, %, ± s.e."], lines)
 
 
-@plots.style()
-def picture(data, rows, path):
-    import matplotlib
+def ridge_table(rows) -> str:
+    lines = []
+    for r in harness.where(rows, part="ridge"):
+        ours, theirs = r["seconds"], r["scikit-learn seconds"]
+        lines.append(
+            [
+                f"{r['n']} x {r['dimension']}",
+                f"{ours:.3f} s, {r['error']:.0e}",
+                f"{theirs:.3f} s ({theirs / ours:.1f}×), {r['scikit-learn error']:.0e}",
+                f"{r['matrix product seconds']:.3f} s",
+            ]
+        )
+    head = "ridge, float32", "bilevel", "scikit-learn", "bare product Φ'Φ"
+    return harness.table(head, lines)
 
-    matplotlib.use("Agg")
+
+def optuna(rows) -> str:
+    (r,) = harness.where(rows, part="optuna")
+    reached = "reached it" if r["reached"] else "had not reached it"
+    times = r["seconds"] / r["our seconds"]
+    return (
+        f"Hyperband by Optuna with scikit-learn, one trial: {reached} (validation error "
+        f"{100 * r['target']:.1f} %) after {r['seconds']:.0f} s and {r['trials']} "
+        f"configurations, {times:.1f} times our {r['our seconds']:.1f} s (projections "
+        f"included, as in its own time); test error "
+        f"{100 * r['test']:.1f} % against {100 * r['our test']:.1f} %."
+    )
+
+
+def methods(rows) -> str:
+    """The comparison of the methods, and what the paper says of them."""
+    said = "\n".join(f"- {line}" for line in verdicts(rows))
+    return "\n\n".join([title(rows), method_table(rows), said])
+
+
+def report(rows) -> str:
+    parts = [methods(rows)]
+    parts += [ridge_table(rows)] if harness.where(rows, part="ridge") else []
+    parts += [optuna(rows)] if harness.where(rows, part="optuna") else []
+    return "\n\n".join(parts)
+
+
+def picture(rows, path):
+    with harness.picture(path, 1, 3, figsize=(16, 4.5)) as (figure, axes):
+        draw(rows, axes)
+        about = "shared against standalone; oracle test error of the incumbent"
+        figure.suptitle(f"{rows[0]['data']}: {about}")
+
+
+def draw(rows, axes):
     from types import SimpleNamespace
 
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(1, 3, figsize=(16, 4.5), layout="constrained")
-    for row in (r for r in rows if r["part"] == "correlation"):
+    for row in harness.where(rows, part="correlation"):
         label = f"{row['dimension']} features, Spearman {row['spearman']:.2f}"
         axes[0].plot(row["shared"], row["standalone"], "o", label=label, alpha=0.7)
     axes[0].set(xlabel="accuracy with shared weights", ylabel="standalone accuracy")
@@ -432,63 +432,35 @@ def picture(data, rows, path):
     comparable = {n: c for n, c in curves.items() if n not in ("successive halving", "Hyperband")}
     plots.traces(comparable, "calls", axes[1]).get_legend().remove()  # one at the right is for both
     plots.traces(curves, "seconds", axes[2]).legend(loc="center left", bbox_to_anchor=(1, 0.5))
-    figure.suptitle(f"{data}: shared against standalone; oracle test error of the incumbent")
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
 
 
-def environment(data, sizes) -> dict:
-    names = "bilevel", "jax", "jaxlib", "numpy", "scipy", "scikit-learn", "optuna"
-    found = {d.name.lower(): d.version for d in importlib.metadata.distributions()}
-    versions = {"python": platform.python_version()} | {n: found[n] for n in names if n in found}
-    device = jax.devices()[0].device_kind
-    if device == "cpu":
-        cpu = Path("/proc/cpuinfo").read_text().split("model name\t: ")[1].splitlines()[0]
-        device = f"{cpu}, {len(os.sched_getaffinity(0))} cores"
-    return {
-        "part": "environment",
-        "data": data,
-        "sizes": dataclasses.asdict(sizes),
-        "device": device,
-        "versions": versions,
-    }
-
-
-def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0], formatter_class=argparse.RawDescriptionHelpFormatter
+def main() -> None:
+    flags = harness.command_line(
+        __file__,
+        __doc__,
+        report,
+        full=True,
+        data={"choices": SIZES, "default": "cifar10"},
+        trials={"type": int, "help": "default: 10; IMDb and digits 3"},
+        alternatives={"action": "store_true", "help": "part 3 alone, done again"},
     )
-    parser.add_argument("--data", choices=SIZES, default="cifar10")
-    parser.add_argument("--quick", action="store_true", help="digits; no results file")
-    parser.add_argument("--full", action="store_true", help="the paper's sizes")
-    parser.add_argument("--trials", type=int, help="default: 10; IMDb and digits 3")
-    parser.add_argument("--alternatives", action="store_true", help="part 3 alone, done again")
-    parser.add_argument("--table", action="store_true", help="the results files as markdown")
-    args = parser.parse_args()
-    if args.table:
-        for path in sorted(RESULTS.glob("feature_maps_*.jsonl")):
-            print(tables([json.loads(line) for line in path.read_text().splitlines()]), end="\n\n")
-        return
-    data = "digits" if args.quick else args.data
-    if args.full and data not in FULL:
-        parser.error(f"--full: expected --data {' or '.join(FULL)}, got {data}")
-    sizes = (FULL if args.full else SIZES)[data]
-    sizes = dataclasses.replace(sizes, trials=args.trials or sizes.trials)
-    key, name = jax.random.key(0), f"feature_maps_{data}" + ("_full" if args.full else "")
-    path = RESULTS / f"{name}.jsonl"
-    if args.alternatives:
-        rows = [json.loads(line) for line in path.read_text().splitlines()]
-        rows = [r for r in rows if r["part"] not in ("ridge", "optuna")]
+    data, full = "digits" if flags.quick else flags.data, flags.size == "full"
+    if full and data not in FULL:
+        sys.exit(f"--full: expected --data {' or '.join(FULL)}, got {data}")
+    sizes = (FULL if full else SIZES)[data]
+    sizes = dataclasses.replace(sizes, trials=flags.trials or sizes.trials)
+    key, path = jax.random.key(0), harness.named(flags.results, data)
+    if flags.alternatives:
+        rows = [r for r in harness.read(path) if r["part"] not in ("ridge", "optuna")]
     else:
         problem = problem_of(data, sizes, key)
-        rows = [environment(data, sizes), *correlation(data, sizes, problem, key)]
+        about = {"data": data, "sizes": dataclasses.asdict(sizes)}
+        rows = [harness.environment("scipy", "scikit-learn", "optuna", **about)]
+        rows += correlation(data, sizes, problem, key)
         rows += search(data, sizes, problem, key)
-    if data == "cifar10" and not args.full:
-        rows += alternatives(sizes, key, [r for r in rows if r["part"] == "search"])
-    if not args.quick:
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        picture(data, rows, RESULTS / f"{name}.png")
-    print(tables(rows))
+    if data == "cifar10" and not full:
+        rows += alternatives(sizes, key, rows)
+    harness.finish(rows, path, report, picture)
 
 
 if __name__ == "__main__":

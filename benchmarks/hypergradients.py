@@ -15,26 +15,21 @@ over rounds.
 
     python benchmarks/hypergradients.py            # against every installed peer: some five minutes
     python benchmarks/hypergradients.py --quick    # hand-written JAX only, two cases: about one
-    python benchmarks/hypergradients.py --table    # the results file as the README's table
+    python benchmarks/hypergradients.py --table    # the results file as Markdown
 
 The results file is written when jaxopt, optimistix and torch are installed; torchopt if it is too.
 """
 
-import argparse
 import functools
 import importlib.metadata
 import itertools
-import json
-import os
-import platform
 import random
 import statistics
-import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any, NamedTuple
 
+import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -42,7 +37,6 @@ from jax.scipy.linalg import cho_factor, cho_solve
 
 import bilevel
 
-RESULTS = Path(__file__).parent / "results" / "hypergradients.jsonl"
 CASES = [("iid", "float64"), ("iid", "float32"), ("hard", "float64"), ("hard", "float32")]
 KINDS = ("implicit", "unrolled", "closed form")
 N, P, STEPS, CG_STEPS, SEED = 2000, 500, 100, 500, 0
@@ -309,8 +303,8 @@ def installed() -> dict[str, str]:
     return {name: found[name] for name in (*PEERS, "lineax", "torchopt") if name in found}
 
 
-def measure(problem, dtype, kind, rounds, peers, full) -> None:
-    """All methods of one kind in this process; prints a JSON line for each."""
+def measure(problem, dtype, kind, rounds, peers, full) -> list[dict]:
+    """All methods of one kind, in this process."""
     jax.config.update("jax_enable_x64", dtype == "float64")
     s = setup(problem, dtype)
     on_device, calls, rows = jax.device_put(s.args), {}, {}
@@ -330,15 +324,14 @@ def measure(problem, dtype, kind, rounds, peers, full) -> None:
             start = time.perf_counter()
             jax.block_until_ready(calls[name]())
             rows[name]["ms"].append(round(1e3 * (time.perf_counter() - start), 2))
-    print("\n".join(map(json.dumps, rows.values())))
+    return list(rows.values())
 
 
 def compile_and_check(fn, s, on_device, is_jax) -> dict:
     row, call = {}, functools.partial(fn, *s.args)
     if is_jax:
-        start = time.perf_counter()
-        compiled = jax.jit(fn).lower(*s.args).compile()
-        row["compile_s"] = round(time.perf_counter() - start, 2)
+        compiled, seconds = harness.compiled(fn, *s.args)
+        row["compile_s"] = round(seconds, 2)
         row["temp_bytes"] = compiled.memory_analysis().temp_size_in_bytes
         call = functools.partial(compiled, *on_device)
     out = call()  # the warm-up
@@ -348,30 +341,6 @@ def compile_and_check(fn, s, on_device, is_jax) -> dict:
     if estimate is not None:
         row["estimate_over_error"] = float(estimate) / wrong
     return row | {"ms": [], "call": call}
-
-
-def in_own_process(*request) -> list[dict]:
-    """:func:`measure` in a fresh process on one core, with one thread."""
-    flags = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
-    threads = dict.fromkeys(["OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"], "1")
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", __file__, "--worker", json.dumps(request)],
-        env=os.environ | threads | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        preexec_fn=lambda: os.sched_setaffinity(0, {max(os.sched_getaffinity(0))}),
-    )
-    if done.returncode:
-        sys.exit(done.stderr)
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-
-
-def environment(rounds: int) -> dict:
-    ours = {name: importlib.metadata.version(name) for name in ("bilevel", "jax", "optax", "numpy")}
-    cpu = Path("/proc/cpuinfo").read_text().split("model name\t: ")[1].splitlines()[0]
-    device = f"{cpu}, one core, one thread"
-    versions = {"python": platform.python_version()} | ours | installed()
-    return {"versions": versions, "device": device, "seed": SEED, "rounds": rounds}
 
 
 # -------------------------------------------------------------------------------- the report
@@ -395,30 +364,6 @@ def best_peer(rows, wanted) -> dict | None:
     peers = [r for r in rows if "ms" in r and case(r) == wanted]
     peers = [r for r in peers if not r["method"].startswith(("bilevel", HAND))]
     return min(peers, key=lambda r: statistics.median(r["ms"]), default=None)
-
-
-HEAD = ["ms", "min", "spread", "/ hand", "/ peer", "error", "estimate/error", "XLA MB", "compile s"]
-
-
-def details(rows) -> str:
-    """One kind of one case; the spread is the interquartile range."""
-    hand, peer = find(rows, *case(rows[0]), HAND), best_peer(rows, case(rows[0]))
-    lines = [[" ".join(case(rows[0])), *HEAD]]
-    for r in rows:
-        cells = [f"failed: {r.get('failed')}"[:60]]
-        if "ms" in r:
-            low, median, high = statistics.quantiles(r["ms"], n=4)
-            cells = [f"{median:.1f}", f"{min(r['ms']):.1f}", f"{(high - low) / median:.0%}"]
-            cells += [f"{ratio(r, other):.2f}" if other else "" for other in (hand, peer)]
-            estimate, is_jax = r.get("estimate_over_error"), "temp_bytes" in r
-            cells += [f"{r['error']:.1e}", f"{estimate:.2f}" if estimate else ""]
-            cells += [f"{r['temp_bytes'] / 1e6:.2f}", f"{r['compile_s']:.1f}"] if is_jax else []
-        lines.append([f"  {r['method']}", *cells])
-    widths = [max(8, len(title) + 2) for title in HEAD]
-    return "\n".join(
-        f"{name:36}" + "".join(c.rjust(w) for c, w in zip(cells, widths, strict=False))
-        for name, *cells in lines
-    )
 
 
 def verdicts(rows):
@@ -445,11 +390,11 @@ def verdicts(rows):
         yield cost <= 1, f"{text} ({peer['method']}, error {peer['error']:.2f})"
 
 
-def markdown(rows) -> str:
-    """The README's table: median time and relative error."""
+def report(rows) -> str:
+    """Median time and relative error."""
+    rows = rows[1:]
     cases = dict.fromkeys((r["problem"], r["condition"], r["dtype"]) for r in rows)
-    titles = [f"{problem} (κ = {c:.3g}), {dtype}" for problem, c, dtype in cases]
-    lines = [f"| method | {' | '.join(titles)} | temporaries |", "|---" * (len(cases) + 2) + "|"]
+    lines = []
     for kind, method in dict.fromkeys((r["kind"], r["method"]) for r in rows):
         name, size, cells = f"{kind}: {method}", 0, []
         for problem, _, dtype in cases:
@@ -459,37 +404,29 @@ def markdown(rows) -> str:
             )
             size = max(size, r.get("temp_bytes", 0) if r else 0)
         name = f"**{name}**" if method.startswith("bilevel") else name
-        size = f"{float(f'{size / 1e6:.2g}'):g} MB" if size else "-"
-        lines.append(f"| {name} | {' | '.join(cells)} | {size} |")
-    return "\n".join(lines)
+        lines.append([name, *cells, f"{float(f'{size / 1e6:.2g}'):g} MB" if size else "-"])
+    titles = [f"{problem} (κ = {c:.3g}), {dtype}" for problem, c, dtype in cases]
+    return harness.table(["method", *titles, "temporaries"], lines)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="no peers, two cases")
-    parser.add_argument("--full", action="store_true", help="forward mode too")
-    parser.add_argument("--table", action="store_true", help="the results file as markdown")
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.worker:
-        return measure(*json.loads(options.worker))
-    if options.table:
-        lines = RESULTS.read_text().splitlines()[1:]
-        return print(markdown(list(map(json.loads, lines))))
-
+    forward = {"action": "store_true", "help": "forward mode too"}
+    flags = harness.command_line(__file__, __doc__, report, work=measure, forward=forward)
     rounds, peers, cases = 9, [name for name in PEERS if name in installed()], CASES
-    if options.quick:
+    if flags.quick:
         rounds, peers, cases = 3, [], CASES[1:3]
-    head, rows = environment(rounds), []
-    print(json.dumps(head))
+    about = {"device": f"{harness.processor()}, one core, one thread"}
+    rows = [harness.environment("optax", *installed(), **about, seed=SEED, rounds=rounds)]
     for (problem, dtype), kind in itertools.product(cases, KINDS):
-        rows += (new := in_own_process(problem, dtype, kind, rounds, peers, options.full))
-        print(details(new), flush=True)
-    for passed, text in verdicts(rows):
-        print("PASS " if passed else "FAIL ", text)
-    if set(peers) == set(PEERS):
-        RESULTS.parent.mkdir(exist_ok=True)
-        RESULTS.write_text("".join(json.dumps(line) + "\n" for line in [head, *rows]))
+        request = problem, dtype, kind, rounds, peers, flags.forward
+        new = harness.in_own_process(__file__, *request, one_core=True, JAX_PLATFORMS="cpu")
+        if "failed" in new[0] and "problem" not in new[0]:
+            sys.exit(f"{problem}, {dtype}, {kind}: {new[0]['failed']}")
+        rows += new
+        print(*new, sep="\n", flush=True)
+    whole = set(peers) == set(PEERS)
+    harness.finish(rows, flags.results if whole else None, report)
+    print(harness.judged(verdicts(rows[1:])))
 
 
 if __name__ == "__main__":

@@ -16,26 +16,20 @@ skipped: *that* figure is extrapolated.
 
     python benchmarks/kernels.py            # some eight minutes
     python benchmarks/kernels.py --quick    # four problems, small, without neural-tangents: one
-    python benchmarks/kernels.py --table    # the results file as the README's tables
+    python benchmarks/kernels.py --table    # the results file as Markdown
 """
 
-import argparse
 import functools
-import importlib.metadata
 import itertools
-import json
 import math
 import os
-import platform
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import flax.linen as nn
+import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -47,7 +41,6 @@ from ntk.duals import dual
 from ntk.finite import empirical_kernel
 from ntk.spectrum import min_eigenvalue
 
-RESULTS = Path(__file__).parent / "results" / "kernels.jsonl"
 LIMIT, ENOUGH, ROUNDS, SEED = 75, 10, 7, 0  # seconds, seconds, calls
 DEPTH, DIMENSION, SAMPLE = 10, 64, 10
 PEER = "neural-tangents"
@@ -66,7 +59,7 @@ class Problem(NamedTuple):
 
 
 def compiled(fn, *args):
-    return functools.partial(jax.jit(fn).lower(*args).compile(), *args)
+    return functools.partial(harness.compiled(fn, *args)[0], *args)
 
 
 def warm(call):
@@ -342,8 +335,8 @@ QUICK = ["empirical, dense", "infinite, tanh, unit norms", "eigenvalue", "simple
 # --------------------------------------------------------------------------- the measurement
 
 
-def measure(name, methods, quick) -> None:
-    """Methods at all sizes, ascending, in this process; prints a JSON line for each."""
+def measure(name, methods, quick) -> list[dict]:
+    """Methods at all sizes, ascending, in this process."""
     problem, cpu = PROBLEMS[name], jax.default_backend() == "cpu"
     jax.config.update("jax_enable_x64", problem.dtype == "float64")
     sizes = problem.quick if quick else problem.sizes if cpu else problem.accelerator
@@ -379,7 +372,7 @@ def measure(name, methods, quick) -> None:
             if row["method"] == "ntk" and problem.flops:
                 rate = problem.flops(size) / statistics.median(row["s"])
                 row["share_of_matmul_rate"] = rate / matmul_rate(problem.dtype, cpu)
-    print("\n".join(map(json.dumps, rows)))
+    return rows
 
 
 def sample(size) -> np.ndarray:
@@ -432,10 +425,7 @@ def memory() -> int:
 
 def peak_memory() -> float:
     """GB: of the accelerator, or of the whole process."""
-    if stats := jax.devices()[0].memory_stats():
-        return stats["peak_bytes_in_use"] / 1e9
-    status = Path("/proc/self/status").read_text()
-    return int(status.split("VmHWM:")[1].split()[0]) * 1024 / 1e9
+    return (harness.device_peak() or 1e6 * harness.resident_peak()) / 1e9
 
 
 @functools.cache
@@ -443,32 +433,7 @@ def matmul_rate(dtype, cpu) -> float:
     """Flops per second, the best of five products of n x n matrices."""
     n = 2048 if cpu else 8192
     a = jnp.ones((n, n), dtype)
-    product = compiled(jnp.matmul, a, a)
-    seconds = []
-    for _ in range(5):
-        start = time.perf_counter()
-        product().block_until_ready()
-        seconds.append(time.perf_counter() - start)
-    return 2 * n**3 / min(seconds)
-
-
-def in_own_process(name, methods, quick) -> list[dict]:
-    """:func:`measure` in a fresh process on one core, with one thread."""
-    flags = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
-    variables = dict.fromkeys(["OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"], "1")
-    variables |= {"XLA_FLAGS": flags, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", __file__, "--worker", json.dumps([name, methods, quick])],
-        env=os.environ | variables,
-        capture_output=True,
-        text=True,
-        preexec_fn=lambda: os.sched_setaffinity(0, {max(os.sched_getaffinity(0))}),
-    )
-    if done.returncode < 0:  # killed, for its memory as a rule
-        return [{"problem": name, "method": m, "failed": "killed"} for m in methods]
-    if done.returncode:
-        sys.exit(done.stderr)
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return 2 * n**3 / min(harness.seconds(compiled(jnp.matmul, a, a)))
 
 
 def run(name, quick) -> list[dict]:
@@ -477,21 +442,17 @@ def run(name, quick) -> list[dict]:
     methods = [m for m in problem.methods if not (quick and m.startswith(PEER))]
     together = quick or name == "eigenvalue"
     groups = [methods] if together else [[method] for method in methods]
-    rows = [row for group in groups for row in in_own_process(name, group, quick)]
+    rows = []
+    for group in groups:
+        found = harness.in_own_process(__file__, name, group, quick, one_core=True)
+        if "failed" in found[0] and "problem" not in found[0]:  # killed, for its memory as a rule
+            found = [{"problem": name, "method": method} | found[0] for method in group]
+        rows += found
     truths = {r["size"]: r["value"] for r in rows if r["method"] == "numpy eigvalsh"}
     for row in rows:
         if "value" in row and row["size"] in truths:
             row["error"] = abs(row["value"] / truths[row["size"]] - 1)
     return rows
-
-
-def environment() -> dict:
-    names = "bilevel", "jax", "jaxlib", "flax", "numpy", "scipy", PEER
-    found = {d.name.lower(): d.version for d in importlib.metadata.distributions()}
-    versions = {"python": platform.python_version()} | {n: found[n] for n in names if n in found}
-    cpu = Path("/proc/cpuinfo").read_text().split("model name\t: ")[1].splitlines()[0]
-    device = f"{cpu}, one core, one thread"
-    return {"versions": versions, "device": device, "seed": SEED, "rounds": ROUNDS}
 
 
 # -------------------------------------------------------------------------------- the report
@@ -515,32 +476,6 @@ def ratio(rows, row) -> float | None:
     """Of a method's time to ours."""
     ours = find(rows, row["problem"], "ntk", row["size"])
     return seconds(row) / seconds(ours) if ours else None
-
-
-HEAD = ["N", "s", "min", "spread", "CPU s", "/ ntk", "peak GB", "error", "share", "compile s"]
-
-
-def details(rows) -> str:
-    """One problem; the spread is half the range, share that of the rate of a matrix product."""
-    lines = [[rows[0]["problem"], *HEAD]]
-    for r in rows:
-        if "s" not in r:
-            why = next(f"{k}: {r[k]}" for k in ("skipped", "failed") if k in r)
-            lines.append([f"  {r['method']}", str(r.get("size", "")), f"  {why}"])
-            continue
-        s, cpu = statistics.median(r["s"]), statistics.median(r["cpu_s"])
-        spread = (max(r["s"]) - min(r["s"])) / 2 / s
-        times = ratio(rows, r)
-        optional = {"peak_gb": ".2f", "error": ".1e", "share_of_matmul_rate": ".0%"}
-        cells = [str(r["size"]), f"{s:.3f}", f"{min(r['s']):.3f}", f"{spread:.0%}", f"{cpu:.3f}"]
-        cells += [f"{times:.2f}" if times else ""]
-        cells += [format(r[k], form) if k in r else "" for k, form in optional.items()]
-        lines.append([f"  {r['method']}", *cells, f"{r['compile_s']:.1f}"])
-    widths = [max(8, len(title) + 2) for title in HEAD]
-    return "\n".join(
-        f"{name:28}" + "".join(c.rjust(w) for c, w in zip(cells, widths, strict=False))
-        for name, *cells in lines
-    )
 
 
 TARGETS = {  # at least this many times faster, than these, at which sizes (None: the largest)
@@ -587,23 +522,20 @@ def verdicts(rows):
             yield row["gap"] <= 1e-3, f"{text}: relative gap {row['gap']:.1e}, at most 1e-3"
 
 
-def markdown(rows) -> str:
-    """The README's tables: median time, how many times ours, memory; the largest error."""
-    tables = []
+def report(rows) -> str:
+    """Median time, how many times ours, memory; the largest error."""
+    rows, tables = rows[1:], []
     for kind in dict.fromkeys(r["problem"].split(",")[0] for r in rows):
         chosen = [r for r in rows if r["problem"].split(",")[0] == kind]
-        sizes = sorted({r["size"] for r in chosen if "size" in r})
-        heads = [f"N = {size}" for size in sizes]
-        lines = [f"| {kind} | {' | '.join(heads)} | error |", "|---" * (len(sizes) + 2) + "|"]
+        sizes, lines = sorted({r["size"] for r in chosen if "size" in r}), []
         for name, method in dict.fromkeys((r["problem"], r["method"]) for r in chosen):
             label = ": ".join([*name.split(", ", 1)[1:], method])
             found = [find(rows, name, method, size) for size in sizes]
             errors = [r["error"] for r in found if r and "error" in r]
             cells = [cell(rows, r) if r else "-" for r in found]
-            cells += [f"{max(errors):.1e}" if errors else "-"]
             label = f"**{label}**" if method.startswith("ntk") else label
-            lines.append(f"| {label} | {' | '.join(cells)} |")
-        tables.append("\n".join(lines))
+            lines.append([label, *cells, f"{max(errors):.1e}" if errors else "-"])
+        tables.append(harness.table([kind, *(f"N = {size}" for size in sizes), "error"], lines))
     return "\n\n".join(tables)
 
 
@@ -617,27 +549,14 @@ def cell(rows, row) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="four problems, small")
-    parser.add_argument("--table", action="store_true", help="the results file as markdown")
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.worker:
-        return measure(*json.loads(options.worker))
-    if options.table:
-        lines = RESULTS.read_text().splitlines()[1:]
-        return print(markdown(list(map(json.loads, lines))))
-
-    head, rows = environment(), []
-    print(json.dumps(head))
-    for name in QUICK if options.quick else PROBLEMS:
-        rows += (new := run(name, options.quick))
-        print(details(new), flush=True)
-    if not options.quick:
-        RESULTS.parent.mkdir(exist_ok=True)
-        RESULTS.write_text("".join(json.dumps(line) + "\n" for line in [head, *rows]))
-    for passed, text in verdicts(rows):
-        print("PASS " if passed else "FAIL ", text)
+    flags = harness.command_line(__file__, __doc__, report, work=measure)
+    about = {"device": f"{harness.processor()}, one core, one thread"}
+    rows = [harness.environment("flax", "scipy", PEER, **about, seed=SEED, rounds=ROUNDS)]
+    for name in QUICK if flags.quick else PROBLEMS:
+        rows += (new := run(name, flags.quick))
+        print(*new, sep="\n", flush=True)
+    harness.finish(rows, flags.results, report)
+    print(harness.judged(verdicts(rows[1:])))
 
 
 if __name__ == "__main__":

@@ -20,29 +20,24 @@ Pixels that are 0 in all images are dropped: their weights do not move, so this 
     python benchmarks/lipschitz.py            # to width 512, fewer images and a: two cores
     python benchmarks/lipschitz.py --quick    # a minute, no results file
     python benchmarks/lipschitz.py --full     # the paper's sizes; for an accelerator
-    python benchmarks/lipschitz.py --table    # the results file as the README's table
+    python benchmarks/lipschitz.py --table    # the results file as Markdown
 """
 
-import argparse
 import dataclasses
-import importlib.metadata
-import json
+import functools
 import math
-import os
-import platform
 import time
-from pathlib import Path
 
+import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from harness import standard_error
 
 import bilevel.data
-from bilevel import plots
 from bilevel.stability import lipschitz
 
-RESULTS = Path(__file__).parent / "results"
 DELTAS = (0.005, 0.01, 0.03, 0.05, 0.07)
 TINY = 64 * float(np.finfo(np.float32).eps)  # shows rounding, where the algorithm has no jumps
 BATCH, STEP_SIZE, PIXELS = 128, 0.003, 784
@@ -148,17 +143,16 @@ def measure(network, width, sizes, *, labels=(-1, 1), deltas=DELTAS, dtype="floa
     with jax.enable_x64(dtype == "float64"), jax.default_matmul_precision("float32"):
         data, deltas = [jnp.asarray(a, dtype) for a in (x, y, x_test)], jnp.asarray(deltas, dtype)
         arguments = keys, alphas.astype(dtype)
+        every = lambda *pairs: jax.lax.map(around, pairs, batch_size=sizes.batch)  # noqa: E731
+        run, compilation = harness.compiled(every, *arguments)
         start = time.perf_counter()
-        every = jax.jit(lambda *pairs: jax.lax.map(around, pairs, batch_size=sizes.batch))
-        run = every.lower(*arguments).compile()
-        middle = time.perf_counter()
         found = np.asarray(run(*arguments), float)
-        end = time.perf_counter()
+        seconds = time.perf_counter() - start
     row = {"network": network, "width": width, "dtype": dtype, "images": len(y)}
     row |= {"labels": labels, "deltas": deltas.tolist(), "a": alphas.tolist()}
     row |= {"weights": found[..., 0].tolist(), "predictions": found[..., 1].tolist()}
     print(network, width, dtype, len(y), labels, *map(spread, found[..., 0].T), flush=True)
-    return row | {"seconds": end - middle, "compile_seconds": middle - start}
+    return row | {"seconds": seconds, "compile_seconds": compilation}
 
 
 def experiments(sizes):
@@ -175,20 +169,13 @@ def experiments(sizes):
 
 
 def spread(x) -> str:
-    return f"{np.mean(x):.3f} ± {standard_error(x):.3f}"
-
-
-def standard_error(x):
-    return np.std(x, axis=0, ddof=1) / np.sqrt(len(x))
-
-
-def rows_of(rows, part, network):
-    return [r for r in rows if r["part"] == part and r["network"] == network]
+    return harness.spread(x, ".3f")
 
 
 def verdicts(rows, network):
     """Pairs of whether what the paper says or its axes show is seen, and what is."""
-    figure, end = rows_of(rows, "figure", network), AXES[network]
+    of_network = functools.partial(harness.where, rows, network=network)
+    figure, end = of_network(part="figure"), AXES[network]
     quotients = np.array([r["weights"] for r in figure])  # [widths, alphas, deltas]
     means = quotients.mean(axis=1)
     yield means.max() <= end, f"inside the paper's axis (0 to {end}): means up to {means.max():.2f}"
@@ -204,49 +191,51 @@ def verdicts(rows, network):
     excess = 100 * np.mean(short / long - 1, axis=0)
     text = f"slightly larger at da <= 0.01 than above: by {spread(excess)} % (asked: two s.e.)"
     yield np.mean(excess) > 2 * standard_error(excess), text
-    (wide,), (tiny,) = rows_of(rows, "float64", network), rows_of(rows, "rounding", network)
+    (wide,), (tiny,) = of_network(part="float64"), of_network(part="rounding")
     exact, narrow = np.mean(wide["weights"], axis=0), np.mean(tiny["weights"])
     off = np.max(np.abs(means[0] / exact[:-1] - 1))
     text = f"not rounding: float64 moves the means at width {wide['width']} by {100 * off:.1g} %"
     yield off < 0.01, f"{text}; at da = {TINY:.2g}: {exact[-1]:.2f}, in float32 {narrow:.2f}"
-    for row in rows_of(rows, "all images", network):
+    for row in of_network(part="all images"):
         text = f"inside the axis with all {row['images']} images, labels {tuple(row['labels'])}, "
         text += f"at width {row['width']}, da = {DELTAS[2]}: {spread(np.ravel(row['weights']))}"
         yield np.mean(row["weights"]) <= end, text
 
 
-def markdown(rows) -> str:
-    sizes, images = rows[0]["sizes"], rows_of(rows, "figure", "deep")[0]["images"]
-    seconds, compilation = (sum(r[k] for r in rows[1:]) for k in ("seconds", "compile_seconds"))
+def figure_table(rows) -> str:
     head = ["network", "k", *(f"da = {d}" for d in DELTAS), f"predictions, da = {DELTAS[2]}"]
-    lines = [
-        f"{images} images of MNIST's 0 and 1, {sizes['alphas']} random a (mean ± s.e.), "
-        f"{sizes['epochs']} epochs, float32; {rows[0]['device']}: {seconds:.0f} s, and "
-        f"{compilation:.0f} s of compilation.\n",
-        f"| {' | '.join(head)} |",
-        "|---" * len(head) + "|",
-    ]
+    lines = []
     for network, name in NETWORKS.items():
-        for row in rows_of(rows, "figure", network):
+        for row in harness.where(rows, part="figure", network=network):
             cells = [spread(column) for column in np.transpose(row["weights"])]
             cells.append(spread(np.array(row["predictions"])[:, 2]))
-            lines.append(f"| {name} | {row['width']} | {' | '.join(cells)} |")
+            lines.append([name, row["width"], *cells])
+    return harness.table(head, lines)
+
+
+def report(rows) -> str:
+    head, *others = rows
+    images = harness.where(rows, part="figure")[0]["images"]
+    seconds, compilation = (sum(r[k] for r in others) for k in ("seconds", "compile_seconds"))
+    parts = [
+        f"{images} images of MNIST's 0 and 1, {head['sizes']['alphas']} random a (mean ± s.e.), "
+        f"{head['sizes']['epochs']} epochs, float32; {head['device']}: {seconds:.0f} s, and "
+        f"{compilation:.0f} s of compilation.",
+        figure_table(rows),
+    ]
     for network, name in NETWORKS.items():
-        lines += ["", f"{name}:", ""]
-        lines += [f"- {'yes' if ok else '**no**'}: {text}" for ok, text in verdicts(rows, network)]
-    return "\n".join(lines)
+        parts += [f"{name}:", harness.judged(verdicts(rows, network))]
+    return "\n\n".join(parts)
 
 
-@plots.style()
 def picture(rows, path):
-    import matplotlib
+    with harness.picture(path, 1, 2, figsize=(11, 4.2)) as (_, axes):
+        draw(rows, axes)
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+def draw(rows, axes):
     for ax, (network, name) in zip(axes, NETWORKS.items(), strict=True):
-        found = rows_of(rows, "figure", network)
+        found = harness.where(rows, part="figure", network=network)
         widths = [r["width"] for r in found]
         quotients = np.array([r["weights"] for r in found])  # [widths, alphas, deltas]
         for j, delta in enumerate(DELTAS):
@@ -262,41 +251,17 @@ def picture(rows, path):
         ax.set(title=name, xlabel="width k", ylim=(0, top))
     axes[0].set_ylabel("|θ(α) - θ(α + Δα)| / Δα, mean ± s.e.")
     axes[1].legend(ncols=2, title="dashed: where the paper's axis ends")
-    figure.savefig(path, dpi=110)
 
 
-def environment(sizes) -> dict:
-    names = "bilevel", "jax", "jaxlib", "numpy"
-    versions = {name: importlib.metadata.version(name) for name in names}
-    device = jax.devices()[0].device_kind
-    if device == "cpu":
-        cpu = Path("/proc/cpuinfo").read_text().split("model name\t: ")[1].splitlines()[0]
-        device = f"{cpu}, {len(os.sched_getaffinity(0))} cores"
-    head = {"part": "environment", "device": device, "seed": 0, "sizes": dataclasses.asdict(sizes)}
-    return head | {"versions": {"python": platform.python_version()} | versions}
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="a minute; no results file")
-    parser.add_argument("--full", action="store_true", help="the paper's sizes")
-    parser.add_argument("--table", action="store_true", help="the results files as markdown")
-    args = parser.parse_args()
-    if args.table:
-        for path in sorted(RESULTS.glob("lipschitz*.jsonl")):
-            rows = [json.loads(line) for line in path.read_text().splitlines()]
-            print(markdown(rows), end="\n\n")
-        return
-    sizes = SIZES["quick" if args.quick else "full" if args.full else "default"]
-    rows = [environment(sizes)]
-    path = RESULTS / f"lipschitz{'_full' * args.full}.jsonl"
+def main() -> None:
+    flags = harness.command_line(__file__, __doc__, report, full=True)
+    sizes = SIZES[flags.size]
+    rows = [harness.environment(seed=0, sizes=dataclasses.asdict(sizes))]
     for part, row in experiments(sizes):
         rows.append({"part": part} | row)
-        if not args.quick:  # as they come: the last rows take the longest
-            path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    print(markdown(rows))
-    if not args.quick:
-        picture(rows, path.with_suffix(".png"))
+        if flags.results:  # as they come: the last rows take the longest
+            harness.write(flags.results, rows)
+    harness.finish(rows, flags.results, report, picture)
 
 
 if __name__ == "__main__":

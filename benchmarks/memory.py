@@ -6,22 +6,17 @@ hypergradient; nothing is executed. The results file is written when JAXopt is i
 
     python benchmarks/memory.py            # under a minute
     python benchmarks/memory.py --quick    # without JAXopt
-    python benchmarks/memory.py --table    # the results file as the README's table
+    python benchmarks/memory.py --table    # the results file as Markdown
 """
 
-import argparse
-import importlib.metadata
 import importlib.util
-import json
-import platform
-from pathlib import Path
 
+import harness
 import jax
 import jax.numpy as jnp
 
 import bilevel
 
-RESULTS = Path(__file__).parent / "results" / "memory.jsonl"
 STEPS = (10, 100, 1000, 10000)
 N, P, GROUPS, STEP_SIZE = 1000, 1000, 10, 0.1
 
@@ -94,18 +89,19 @@ def growth(row) -> float:
     return row["temp_bytes"]["10000"] / row["temp_bytes"]["100"]
 
 
-def markdown(rows) -> str:
+def report(rows) -> str:
     head = ["temporaries, MB", *(f"T = {steps}" for steps in STEPS), "T = 10000 / T = 100"]
-    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
-    for row in rows:
+    lines = []
+    for row in rows[1:]:
         name = f"**{row['method']}**" if row["method"].startswith("bilevel") else row["method"]
         sizes = [f"{size / 1e6:.3g}" for size in row["temp_bytes"].values()]
-        lines.append(f"| {' | '.join([name, *sizes, f'{growth(row):.3g}'])} |")
-    return "\n".join(lines)
+        lines.append([name, *sizes, f"{growth(row):.3g}"])
+    return harness.table(head, lines)
 
 
 def verdicts(rows):
     """Pairs of whether a target is met and what it is."""
+    rows = rows[1:]
     sizes = {row["method"]: row["temp_bytes"] for row in rows}
     for row in rows[1:3]:
         yield growth(row) <= 1.01, f"{row['method']}: the same for every T"
@@ -121,24 +117,11 @@ def verdicts(rows):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="without JAXopt")
-    parser.add_argument("--table", action="store_true", help="the results file as markdown")
-    options = parser.parse_args()
-    if options.table:
-        return print(markdown([json.loads(x) for x in RESULTS.read_text().splitlines()[1:]]))
-
-    peer = not options.quick and importlib.util.find_spec("jaxopt") is not None
-    rows = measure(peer)
-    print(markdown(rows))
-    for passed, text in verdicts(rows):
-        print("PASS " if passed else "FAIL ", text)
-    if peer:
-        versions = {name: importlib.metadata.version(name) for name in ("bilevel", "jax", "jaxopt")}
-        head = {"versions": {"python": platform.python_version()} | versions}
-        head |= {"device": jax.devices()[0].device_kind, "n": N, "p": P, "dtype": "float32"}
-        RESULTS.parent.mkdir(exist_ok=True)
-        RESULTS.write_text("".join(json.dumps(line) + "\n" for line in [head, *rows]))
+    flags = harness.command_line(__file__, __doc__, report)
+    peer = not flags.quick and importlib.util.find_spec("jaxopt") is not None
+    rows = [harness.environment("jaxopt", n=N, p=P, dtype="float32"), *measure(peer)]
+    harness.finish(rows, flags.results if peer else None, report)
+    print(harness.judged(verdicts(rows)))
 
 
 if __name__ == "__main__":

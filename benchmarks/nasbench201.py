@@ -25,35 +25,30 @@ PyTorch is in the dependency group `peers`, for an environment of its own; witho
     python benchmarks/nasbench201.py            # batch 32: up to an hour on two cores
     python benchmarks/nasbench201.py --quick    # small networks, four scores: minutes; no results
     python benchmarks/nasbench201.py --full     # all 15,625, without a limit; for an accelerator
-    python benchmarks/nasbench201.py --table    # the results files as the README's tables
+    python benchmarks/nasbench201.py --table    # the results files as Markdown
 
 `--scores naswot synflow`: these alone, in place of their rows in the results.
 `--batch-genotypes 64`: so many networks in one call (`jax.vmap`); for an accelerator.
 `--dtype float64`: to compare values; with `--quick --scores ...` in minutes.
 """
 
-import argparse
-import ctypes
 import dataclasses
 import functools
-import importlib.metadata
 import importlib.util
-import json
 import math
 import os
-import platform
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
+import harness
 import numpy as np
+from harness import plus_minus
 
 # Each library is imported where it runs: one's memory is not the other's.
 
-RESULTS = Path(__file__).parent / "results"
 LIBRARIES = {"torch": "PyTorch", "bilevel": "bilevel"}
 SCORES = ["logits", "naswot", "eigen_nas", "grad_norm", "snip", "synflow", "jacov", "te_nas"]
 FASTER = {"naswot": 2, "eigen_nas": 1}  # than PyTorch, at least so many times
@@ -142,8 +137,8 @@ def bilevel_score(name, sizes, path):
         return score(None, lambda w, x: apply(w, genotype, x), w, batch)
 
     call = jax.jit(value if sizes.together == 1 else jax.vmap(value, in_axes=(None, 0, None)))
-    device = jax.devices()[0]
-    known = {"device": device.device_kind, "platform": jax.default_backend(), "compilations": 0}
+    known = {"device": jax.devices()[0].device_kind, "platform": jax.default_backend()}
+    known["compilations"] = 0
 
     def listen(event, seconds, **_):
         known["compilations"] += event == "/jax/core/compile/backend_compile_duration"
@@ -152,11 +147,8 @@ def bilevel_score(name, sizes, path):
         argument = genotypes[0] if sizes.together == 1 else genotypes
         return lambda: jax.device_get(call(w, argument, batch))
 
-    def allocated():
-        return (device.memory_stats() or {}).get("peak_bytes_in_use")
-
     jax.monitoring.register_event_duration_secs_listener(listen)
-    return prepare, known, allocated
+    return prepare, known, harness.device_peak
 
 
 # ---------------------------------------------------------------------------------- PyTorch
@@ -379,14 +371,15 @@ def torch_score(name, sizes, path):
 # --------------------------------------------------------------------------- the measurement
 
 
-def work(library, score, sizes, places, path) -> None:
-    """One process: a call to warm up, then one for each group of networks; prints a row.
+def work(library, score, sizes, places, path) -> list[dict]:
+    """One process: a call to warm up, then one for each group of networks; a row.
 
     ``places``: start, stop and step among the genotypes drawn.
     """
     sizes = Sizes(**sizes)
     if library == "weights":
-        return draw_weights(sizes, path)
+        draw_weights(sizes, path)
+        return [{}]
     measured = {"bilevel": bilevel_score, "torch": torch_score}[library]
     prepare, known, allocated = measured(score, sizes, path)
     together = sizes.together if library == "bilevel" else 1
@@ -399,8 +392,8 @@ def work(library, score, sizes, places, path) -> None:
     start = time.perf_counter()
     prepared(groups[0])()
     row = {"library": library, "score": score, "first_s": time.perf_counter() - start}
-    row["first_peak_mb"] = resident_peak()
-    before, values, seconds, processor = forget_peak(), [], [], []
+    row["first_peak_mb"] = harness.resident_peak()
+    before, values, seconds, processor = harness.forget_peak(), [], [], []
     start = time.perf_counter()
     for group in groups:
         call = prepared(group)
@@ -411,40 +404,12 @@ def work(library, score, sizes, places, path) -> None:
         values += np.reshape(found, (together, -1)).astype(float)[: len(group)].tolist()
         if sizes.limit and time.perf_counter() - start > sizes.limit and len(seconds) > 2:
             break
-    peak = resident_peak()
+    peak = harness.resident_peak()
     row["peak_mb"], row["added_mb"] = peak, peak - before
     if allocated() is not None:
         row["peak_mb"] = row["added_mb"] = allocated() / 1e6
     row |= known | {"together": together, "places": places[: len(values)], "values": values}
-    print(json.dumps(row | {"seconds": seconds, "processor_seconds": processor}))
-
-
-def resident_peak() -> float:
-    """Of this process, in MB."""
-    status = Path("/proc/self/status").read_text()
-    return int(status.split("VmHWM:")[1].split()[0]) * 1024 / 1e6
-
-
-def forget_peak() -> float:
-    """The compiler's memory back to the system; the peak from here on."""
-    ctypes.CDLL(None).malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")
-    return resident_peak()
-
-
-def in_own_process(library, score, sizes, places, path) -> dict:
-    """The row of :func:`work`, or why there is none: that there is no memory is a result too."""
-    request = json.dumps([library, score, dataclasses.asdict(sizes), places, str(path)])
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", __file__, "--worker", request],
-        env=os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "TF_CPP_MIN_LOG_LEVEL": "3"},
-        capture_output=True,
-        text=True,
-    )
-    if done.returncode == 0:
-        return json.loads((done.stdout.splitlines() or ["{}"])[-1])
-    lines = done.stderr.strip().splitlines() or [f"ended by signal {-done.returncode}"]
-    return {"library": library, "score": score, "failed": lines[-1][:200]}
+    return [row | {"seconds": seconds, "processor_seconds": processor}]
 
 
 def measure(sizes, scores, libraries) -> list[dict]:
@@ -453,14 +418,18 @@ def measure(sizes, scores, libraries) -> list[dict]:
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "weights.npz"
-        if failed := in_own_process("weights", None, sizes, (), path).get("failed"):
+        about = dataclasses.asdict(sizes)
+        (made,) = harness.in_own_process(__file__, "weights", None, about, (), str(path))
+        if failed := made.get("failed"):
             sys.exit(f"No weights: {failed}")
         for score in scores:
             found = {}
             for library, places in processes:
                 if library not in libraries or "failed" in found.get(library, {}):
                     continue
-                row = in_own_process(library, score, sizes, places, path)
+                request = library, score, about, places, str(path)
+                row = harness.in_own_process(__file__, *request)[-1]
+                row = {"library": library, "score": score} | row
                 done = row.get("failed", f"{len(row.get('places', ()))} networks")
                 print(f"{LIBRARIES[library]}, {score}: {done}", flush=True)
                 if library in found and "seconds" in row:
@@ -538,22 +507,17 @@ def find(rows, library, score) -> dict | None:
     return next((r for r in found if "seconds" in r), None)
 
 
-def spread(mean, error) -> str:
-    digits = max(0, 1 - math.floor(math.log10(error))) if error else 3
-    return f"{mean:.{digits}f} ± {error:.{digits}f}"
-
-
 def time_of(row) -> str:
     seconds = row["seconds"]
-    return f"{spread(seconds['mean'], seconds['error'])} ({seconds['median']:.3g})"
+    return f"{plus_minus(seconds['mean'], seconds['error'])} ({seconds['median']:.3g})"
 
 
 HEAD = ["score", "networks", "bilevel, s (median)", "PyTorch, s (median)", "PyTorch / bilevel"]
 HEAD += ["processor's", "bilevel, MB (added)", "PyTorch, MB (added)", "first call, s", "values off"]
 
 
-def table(rows) -> list[list[str]]:
-    """A line of cells for each score."""
+def score_table(rows) -> str:
+    """A line for each score."""
     lines = []
     for score in SCORES:
         ours, peer = both = [find(rows, library, score) for library in ("bilevel", "torch")]
@@ -562,12 +526,12 @@ def table(rows) -> list[list[str]]:
         cells = [score, " / ".join(str(row["networks"]) if row else "-" for row in both)]
         cells += [time_of(row) if row else "-" for row in both]
         compared = peer is not None and "error" in peer
-        cells += [spread(*peer[f"ratio_of_{key}"]) if compared else "-" for key in TIMES]
+        cells += [plus_minus(*peer[f"ratio_of_{key}"]) if compared else "-" for key in TIMES]
         cells += [f"{r['peak_mb']:.0f} ({r['added_mb']:.0f})" if r else "-" for r in both]
         cells.append(f"{ours['first_s']:.0f}" if ours else "-")
         cells.append(f"{peer['error']:.0e}" if compared else "-")
         lines.append(cells)
-    return lines
+    return harness.table(HEAD, lines)
 
 
 def verdicts(rows):
@@ -597,7 +561,7 @@ def verdicts(rows):
         peer = find(rows, "torch", score)
         if targeted and peer and "error" in peer and peer["platform"] == "cpu":
             cost = peer["ratio_of_seconds"]
-            text = f"{score}: {spread(*cost)} times PyTorch's networks per second"
+            text = f"{score}: {plus_minus(*cost)} times PyTorch's networks per second"
             yield cost[0] >= least, f"{text}, at least {least}"
 
 
@@ -613,88 +577,48 @@ def title(rows) -> str:
     return f"{text}; building one in PyTorch: {median(building):.2g}" if building else text
 
 
-def markdown(rows) -> str:
-    lines = [title(rows), "", f"| {' | '.join(HEAD)} |", "|---" * len(HEAD) + "|"]
-    lines += [f"| {' | '.join(cells)} |" for cells in table(rows[1:])]
-    judged = [f"- {'yes' if ok else '**no**'}: {text}" for ok, text in verdicts(rows)]
-    return "\n".join([*lines, "", *judged])
+def report(rows) -> str:
+    return "\n\n".join([title(rows), score_table(rows), harness.judged(verdicts(rows))])
 
 
-def show(rows):
-    from rich.console import Console
-    from rich.table import Table
-
-    shown = Table(*HEAD, title=title(rows))
-    for cells in table(rows[1:]):
-        shown.add_row(*cells)
-    Console(width=None if sys.stdout.isatty() else 160).print(shown)
-    for ok, text in verdicts(rows):
-        print("PASS " if ok else "FAIL ", text)
-
-
-def environment(sizes, rows) -> dict:
-    names = ("bilevel", "jax", "jaxlib", "flax", "numpy", "torch")
-    found = {d.name.lower(): d.version for d in importlib.metadata.distributions()}
-    versions = {name: found[name] for name in names if name in found}
-    device = next((row["device"] for row in rows if "device" in row), "unknown")
-    if device == "cpu":
-        cores = len(os.sched_getaffinity(0))
-        cpu = Path("/proc/cpuinfo").read_text().split("model name\t: ")[1].splitlines()[0]
-        device = f"{cpu}, {cores} core{'s' * (cores > 1)}"
-    head = {"device": device, "seed": SEED, "sizes": dataclasses.asdict(sizes)}
-    return head | {"versions": {"python": platform.python_version()} | versions}
-
-
-def read(path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def write(rows, path) -> None:
-    """The rows; of scores that were not measured, those of the file stay."""
+def with_others(rows, path) -> list[dict]:
+    """The rows, and of scores that were not measured now those of the file."""
     measured = {row["score"] for row in rows[1:]}
-    old = read(path) if path.exists() and measured != set(SCORES) else rows[:1]
-    if old[0] != rows[0]:
+    old = harness.read(path) if measured != set(SCORES) else []
+    if old and any(old[0][k] != rows[0][k] for k in ("device", "versions", "sizes")):
         sys.exit(f"{path.name} is of another machine, versions or sizes: nothing was written.")
-    rows = [*rows, *(row for row in old[1:] if row["score"] not in measured)]
-    rows[1:] = sorted(rows[1:], key=lambda row: SCORES.index(row["score"]))
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    others = (row for row in old[1:] if row["score"] not in measured)
+    return [rows[0], *sorted([*rows[1:], *others], key=lambda row: SCORES.index(row["score"]))]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.set_defaults(size="default")
-    for name, text in {"quick": "small; no results file", "full": "all networks"}.items():
-        parser.add_argument(f"--{name}", dest="size", action="store_const", const=name, help=text)
-    parser.add_argument("--scores", nargs="+", choices=SCORES, metavar="SCORE", help="these alone")
-    parser.add_argument("--batch-genotypes", type=int, default=1, metavar="B", help="in one call")
-    parser.add_argument("--dtype", choices=("float32", "float64"), default="float32")
-    parser.add_argument("--table", action="store_true", help="the results files as markdown")
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.worker:
-        return work(*json.loads(options.worker))
-    if options.table:
-        for path in sorted(RESULTS.glob("nasbench201*.jsonl")):
-            print(markdown(read(path)), end="\n\n")
-        return
-    if options.batch_genotypes < 1:
-        parser.error(f"--batch-genotypes: expected at least 1, got {options.batch_genotypes}.")
-    name = options.size
-    given = {"together": options.batch_genotypes, "dtype": options.dtype}
-    sizes = dataclasses.replace(SIZES[name], **given)
+    flags = harness.command_line(
+        __file__,
+        __doc__,
+        report,
+        full=True,
+        work=work,
+        scores={"nargs": "+", "choices": SCORES, "metavar": "SCORE", "help": "these alone"},
+        batch_genotypes={"type": int, "default": 1, "metavar": "B", "help": "in one call"},
+        dtype={"choices": ("float32", "float64"), "default": "float32"},
+    )
+    if flags.batch_genotypes < 1:
+        sys.exit(f"--batch-genotypes: expected at least 1, got {flags.batch_genotypes}.")
+    given = {"together": flags.batch_genotypes, "dtype": flags.dtype}
+    sizes = dataclasses.replace(SIZES[flags.size], **given)
     libraries = list(filter(importlib.util.find_spec, LIBRARIES))
     if "torch" not in libraries:
         print("PyTorch is not installed; `pip install torch==2.13.0` has it measured beside ours.")
-    scores = options.scores or (QUICK if name == "quick" else SCORES)
+    scores = flags.scores or (QUICK if flags.quick else SCORES)
     rows = measure(sizes, scores, libraries)
-    rows = [environment(sizes, rows), *rows]
-    show(rows)
-    if name != "quick" and "torch" in libraries:
-        accelerated = any(row.get("platform") not in (None, "cpu") for row in rows)
-        parts = [name] * (name == "full") + ["gpu"] * accelerated
-        parts += [f"batch{sizes.together}"] * (sizes.together > 1)
-        parts += [sizes.dtype] * (sizes.dtype != "float32")
-        write(rows, RESULTS / f"{'_'.join(['nasbench201', *parts])}.jsonl")
+    kind = next((row["device"] for row in rows if "device" in row), "unknown")
+    about = {"device": harness.device(kind), "seed": SEED, "sizes": dataclasses.asdict(sizes)}
+    rows = [harness.environment("flax", "torch", **about), *rows]
+    accelerated = any(row.get("platform") not in (None, "cpu") for row in rows)
+    parts = ["gpu"] * accelerated + [f"batch{sizes.together}"] * (sizes.together > 1)
+    parts += [sizes.dtype] * (sizes.dtype != "float32")
+    path = harness.named(flags.results, *parts) if "torch" in libraries else None
+    harness.finish(with_others(rows, path) if path else rows, path, report)
 
 
 if __name__ == "__main__":

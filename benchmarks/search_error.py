@@ -1,7 +1,8 @@
 """Is what `bilevel search` says of its hypergradient's error true?
 
     python benchmarks/search_error.py                    # ten seeds, an hour on two cores
-    python benchmarks/search_error.py --table            # of the results file
+    python benchmarks/search_error.py --quick            # one tiny search; no results file
+    python benchmarks/search_error.py --table            # the results file as Markdown
 
 At the alpha that the search finds, the command holds its hypergradient against that through four
 times as many training steps. The truth here is that of networks trained to the end: the same
@@ -9,53 +10,51 @@ training in float64, for 2,000 steps. The ratio of the two errors, estimated ove
 [1/3, 10]. The error against 500 steps is recorded too: the truth itself still moves a little.
 """
 
-import argparse
-import json
-import pathlib
-
+import activation_search
+import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import bilevel
-from bilevel.cli import search as command
-from bilevel.problem import side_by_side
 
-RESULTS = pathlib.Path(__file__).parent / "results" / "search_error.jsonl"
 STEPS = (500, 2000)  # of the reference
+LONGER = 4  # the command's own reference: so many times the inner steps
 
 
-def measured(seed: int, solver: str) -> dict:
+def measured(
+    seed: int,
+    kind: str,
+    *,
+    steps: int = activation_search.STEPS,
+    inner_steps: int = activation_search.INNER_STEPS,
+    **smaller,
+) -> dict:
     """One search, its own estimate, and the truth."""
-    config = command.Search(seed=seed, solver=solver, progress=False)
     with jax.enable_x64(False):
-        task = command.setup(config)
-        uniform = jnp.full((1, len(task.space.names)), 1 / len(task.space.names))
-        data = task.w0, task.train, task.valid
-        problem = side_by_side(task.space.problem)
-        geometry = command.geometry(config)
-        found = bilevel.search(
-            problem, task.solver, geometry, uniform, *data, steps=config.steps, progress=False
+        task = activation_search.task_of(seed=seed, **smaller)
+        solver = activation_search.solver_of(task, inner_steps, kind)
+        longer = activation_search.solver_of(task, LONGER * inner_steps)
+        alpha = activation_search.search(task, solver, steps)
+        grad, better = (
+            activation_search.hypergradient(task, s, alpha).grad for s in (solver, longer)
         )
-        claimed = command.hypergradient_error(task, config, found.alpha)
-        grad = command.hypergradient(task, task.solver, found.alpha).grad
+        estimate = float(np.linalg.norm(grad - better, axis=-1)[0])
     with jax.enable_x64(True):
-        alpha, *parts = _wide((found.alpha, task.w0, task.curvatures, task.train, task.valid))
-        fields = dict(zip(("w0", "curvatures", "train", "valid"), parts, strict=True))
-        truths = [_truth(task._replace(**fields), steps, alpha) for steps in STEPS]
+        wide, *rest = _wide((alpha, *task[1:]))
+        truths = [_truth(activation_search.Task(task.space, *rest), wide, n) for n in STEPS]
         errors = [float(jnp.linalg.norm(grad - truth)) for truth, _ in truths]
-    norm = float(jnp.linalg.norm(truths[-1][0]))
     print(np.asarray(grad)[0], *truths, sep="\n", flush=True)
     return {
         "seed": seed,
-        "solver": solver,
-        "alpha": np.asarray(found.alpha)[0].tolist(),
-        "estimate": claimed["error"][0],
+        "solver": kind,
+        "alpha": np.asarray(alpha)[0].tolist(),
+        "estimate": estimate,
         "error": errors[-1],
         "error, earlier reference": errors[0],
-        "norm": norm,
+        "norm": float(jnp.linalg.norm(truths[-1][0])),
         "train loss of the reference": truths[-1][1],
-        "ratio": claimed["error"][0] / errors[-1],
+        "ratio": estimate / errors[-1],
     }
 
 
@@ -63,50 +62,43 @@ def _wide(tree):
     return jax.tree.map(lambda x: jnp.asarray(np.asarray(x), float), tree)
 
 
-def _truth(task, steps, alpha):
+def _truth(task, alpha, steps):
     """The hypergradient of so many steps, and the training loss that is left."""
-    solver = task.space.solver(task.curvatures, steps)
-    found = command.hypergradient(task, solver, alpha)
-    lower = side_by_side(task.space.problem).lower
+    found = activation_search.hypergradient(task, activation_search.solver_of(task, steps), alpha)
+    lower = bilevel.side_by_side(task.space.problem).lower
     return np.asarray(found.grad), float(lower(found.w, alpha, task.train))
 
 
-def table(rows: list[dict]) -> str:
+def report(rows: list[dict]) -> str:
+    numbers = {"error": ".4f", "estimate": ".4f", "norm": ".4f", "ratio": ".2f"}
     lines = [
-        "| solver | seed | error | estimate | of a norm of | ratio |",
-        "|---|---|---|---|---|---|",
+        [r["solver"], r["seed"], *(format(r[name], form) for name, form in numbers.items())]
+        for r in sorted(rows, key=lambda r: (r["solver"], r["seed"]))
     ]
-    for r in sorted(rows, key=lambda r: (r["solver"], r["seed"])):
-        lines.append(
-            f"| {r['solver']} | {r['seed']} | {r['error']:.4f} | {r['estimate']:.4f} "
-            f"| {r['norm']:.4f} | {r['ratio']:.2f} |"
-        )
-    ratios = np.array([r["ratio"] for r in rows])
-    inside = int(np.sum((ratios >= 1 / 3) & (ratios <= 10)))
-    lines.append(f"\n{inside} of {len(rows)} ratios are in [1/3, 10].")
-    return "\n".join(lines)
+    inside = sum(1 / 3 <= r["ratio"] <= 10 for r in rows)
+    table = harness.table(["solver", "seed", "error", "estimate", "of a norm of", "ratio"], lines)
+    return f"{table}\n\n{inside} of {len(rows)} ratios are in [1/3, 10]."
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=int, default=10)
-    parser.add_argument("--solvers", nargs="+", default=["unrolled"])
-    parser.add_argument("--table", action="store_true")
-    parser.add_argument("--results", type=pathlib.Path, default=RESULTS)
-    args = parser.parse_args()
-    rows = []
-    if args.results.exists():
-        rows = [json.loads(line) for line in args.results.read_text().splitlines()]
-    done = {(r["solver"], r["seed"]) for r in rows}
-    for solver in args.solvers:
-        for seed in range(args.seeds):
-            if args.table or (solver, seed) in done:
-                continue
-            rows.append(measured(seed, solver))
-            with args.results.open("a") as file:
-                file.write(json.dumps(rows[-1]) + "\n")
-            print(rows[-1], flush=True)
-    print(table(rows))
+    kinds = {
+        "nargs": "+",
+        "default": ["unrolled"],
+        "choices": ["unrolled", "truncated", "first-order"],
+    }
+    seeds = {"type": int, "default": 10}
+    flags = harness.command_line(__file__, __doc__, report, seeds=seeds, solvers=kinds)
+    if flags.quick:
+        smaller = {"width": 32, "train": 40, "valid": 40, "steps": 3, "inner_steps": 10}
+        return print(report([measured(0, kind, **smaller) for kind in flags.solvers]))
+    rows = harness.read(flags.results)
+    for kind in flags.solvers:
+        for seed in range(flags.seeds):
+            if not harness.where(rows, solver=kind, seed=seed):
+                rows.append(measured(seed, kind))
+                harness.append(flags.results, rows[-1])
+                print(rows[-1], flush=True)
+    print(report(rows))
 
 
 if __name__ == "__main__":

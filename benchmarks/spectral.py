@@ -11,29 +11,24 @@
 
     python benchmarks/spectral.py            # ten minutes on two cores
     python benchmarks/spectral.py --quick    # a minute: coarse, no images; no results file
-    python benchmarks/spectral.py --table    # the results file as the README's tables
+    python benchmarks/spectral.py --table    # the results file as Markdown
 """
 
-import argparse
-import importlib.metadata
-import json
-import os
 from functools import partial
-from pathlib import Path
 
+import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from bilevel.cli.rows import draw_rows
 
 import bilevel
-from bilevel import plots, spectral
+import bilevel.data
+from bilevel import spectral
 from bilevel.bounds import oymak_theorem4_as_printed
 from bilevel.spaces.activations import activation_space, sign_labels, unit_inputs
 from bilevel.spaces.features import feature_space
 
-RESULTS = Path(__file__).parent / "results" / "spectral.jsonl"
 P = (0.5, 2, 4, 8, 16)
 H = (0.01, 0.03, 0.1, 0.3, 0.6, 1.2)
 ACTIVATIONS = ("relu", "leaky_relu", "sigmoid", "tanh", "swish", "gelu")
@@ -43,7 +38,7 @@ STEPS, RATE = 60, 0.3  # the rate of `bilevel search`
 
 def moments(draws) -> list[float]:
     """Mean and its standard error."""
-    return [float(np.mean(draws)), float(np.std(draws, ddof=1) / len(draws) ** 0.5)]
+    return [float(np.mean(draws)), float(harness.standard_error(draws))]
 
 
 def diagram(n, runs, ratios, heights) -> list[dict]:
@@ -96,8 +91,9 @@ def beyond(n, runs, heights) -> list[dict]:
     return rows
 
 
-def curves(space, features, error, train, valid, test, start, w):
+def curves(space, features, error, train, valid, test):
     """Validation loss and test error [3, 1 + steps] of searches from STARTS, and their ends."""
+    start, w = space.start(), space.init(jax.random.key(0), train)
     plain, whitened = (spectral.spectral_alpha(features, train[1], whiten=w) for w in (False, True))
     nearest = spectral.simplex_start(whitened, spectral.noise_gram(features, train[1]))
     mixtures = jnp.stack([start["mixture"], spectral.simplex_start(plain), nearest])
@@ -121,9 +117,17 @@ def curves(space, features, error, train, valid, test, start, w):
     return jax.vmap(run)(mixtures)
 
 
+def column(i):
+    def phi(x):
+        return x[:, i]
+
+    phi.__name__ = f"map {i}"
+    return phi
+
+
 @partial(jax.jit, static_argnames="seeds")
 def synthetic_search(sizes, seeds, n=100, p=150):
-    space = feature_space([lambda x, i=i: x[:, i] for i in range(len(sizes))])
+    space = feature_space([column(i) for i in range(len(sizes))])
 
     def run(key):
         keys = jax.random.split(key, 8)
@@ -135,23 +139,21 @@ def synthetic_search(sizes, seeds, n=100, p=150):
             y = x[:, :3].sum(1) @ theta / 3**0.5 + 0.3 * jax.random.normal(k_noise, (rows,))
             parts.append((space.blocks(x * scales), y))
         features = jnp.moveaxis(parts[0][0], 0, 1)
-        return curves(space, features, optax.squared_error, *parts, *space.init(*parts[0]))
+        return curves(space, features, optax.squared_error, *parts)
 
     return jax.vmap(run)(jax.random.split(jax.random.key(0), seeds))
 
 
 def image_search(name, seeds, n=150, test=600):
-    data = bilevel.data.load(name, **({} if name == "digits" else {"test_size": test}))
     space = activation_space(ACTIVATIONS, width=np.inf, classes=10, outer="squared")
 
     @jax.jit
     def run(train, *others):
         error = lambda f, labels: space.predict(f) != labels  # noqa: E731
-        return curves(space, train[0], error, train, *others, *space.init(train[1]))
+        return curves(space, train[0], error, train, *others)
 
-    found = []
-    for key in jax.random.split(jax.random.key(0), seeds):
-        parts = draw_rows(name, data, key, n, n, test)
+    found, keys = [], jax.random.split(jax.random.key(0), seeds)
+    for parts in bilevel.data.samples(name, keys, train=n, valid=n, test=test):
         x, x_valid, x_test = unit_inputs(*(rows.astype(float) for rows, _ in parts))
         y, y_valid = (sign_labels(labels, 10) for _, labels in parts[:2])
         # In pieces of one shape, for one compilation.
@@ -180,58 +182,70 @@ def search(seeds, images) -> list[dict]:
     return rows
 
 
-def of(rows, **wanted):
-    return [r for r in rows if all(r.get(k) == v for k, v in wanted.items())]
+def shown(lines) -> list[list]:
+    """Pairs of a mean and its standard error as text."""
+    return [["{:.3f} ± {:.3f}".format(*c) if isinstance(c, list) else c for c in x] for x in lines]
 
 
-def table(head, lines) -> str:
-    def shown(cell):
-        return f"{cell[0]:.3f} ± {cell[1]:.3f}" if isinstance(cell, list) else f"{cell}"
-
-    rule = "|---" * (head.count("|") - 1) + "|"
-    return "\n".join([head, rule, *(f"| {' | '.join(map(shown, cells))} |" for cells in lines)])
+@jax.jit
+def predicted(p, h):
+    exact, bounds = spectral.spectral_limits(p, h), oymak_theorem4_as_printed(p, h, c=1.0)
+    return exact.correlation_squared, bounds.correlation.value, exact.risk, bounds.risk.value
 
 
 def exact_and_bounds(p, h) -> list[str]:
-    exact, bounds = spectral.spectral_limits(p, h), oymak_theorem4_as_printed(p, h, c=1.0)
-    pairs = [(exact.correlation_squared, bounds.correlation), (exact.risk, bounds.risk)]
-    return [f"{float(x):.3f}" for value, bound in pairs for x in (value, bound.value)]
+    with jax.enable_x64(True):
+        return [f"{float(x):.3f}" for x in predicted(float(p), float(h))]
 
 
-def tables(rows) -> str:
-    first, second, third = [], [], []
-    for r in of(rows, part="diagram"):
+def diagram_table(rows) -> str:
+    lines = []
+    for r in harness.where(rows, part="diagram"):
         p, h = r["p"] / r["n"], r["h"] / r["n"]
         if p in (2, 8):
             a, b, c, d = exact_and_bounds(p, h)
-            first.append([int(p), h, f"{p * h:.2g}", r["overlap"], a, b, r["risk"], c, d])
-    for r in of(rows, part="beyond"):
+            lines.append([int(p), h, f"{p * h:.2g}", r["overlap"], a, b, r["risk"], c, d])
+    head = "p/n", "h/n", "ph/n²", "overlap", "exact", "(11) ≥", "risk", "exact", "(12) ≤"
+    return harness.table(head, shown(lines))
+
+
+def beyond_table(rows) -> str:
+    lines = []
+    for r in harness.where(rows, part="beyond"):
         a, _, c, _ = exact_and_bounds(2.0, r["h"] / r["n"])
         pairs = r["overlap"], r["whitened overlap"], a, r["risk"], r["whitened risk"], c
-        second.append([r["features"], r["h"] / r["n"], *pairs])
-    for r in of(rows, part="search"):
-        (base,) = of(rows, part="search", task=r["task"], start="uniform")
-        third.append([r["task"], r["start"]])
+        lines.append([r["features"], r["h"] / r["n"], *pairs])
+    head = "p = 2n", "h/n", "overlap", "whitened", "exact", "risk", "whitened", "exact"
+    return harness.table(head, shown(lines))
+
+
+def search_table(rows) -> str:
+    lines, found = [], harness.where(rows, part="search")
+    for r in found:
+        (base,) = harness.where(found, task=r["task"], start="uniform")
+        lines.append([r["task"], r["start"]])
         for name in ("valid ends", "test ends"):
             start, last = np.array(r[name]).T
-            third[-1] += map(moments, (start, last, last - np.array(base[name])[:, 1]))
-        third[-1].append(moments(r["steps"]))
-    ends = "loss, first | last | minus uniform's | test, first | last | minus uniform's"
-    parts = [
-        f"{rows[0]['device']}; ± one standard error.",
-        table("| p/n | h/n | ph/n² | overlap | exact | (11) ≥ | risk | exact | (12) ≤ |", first),
-        table("| p = 2n | h/n | overlap | whitened | exact | risk | whitened | exact |", second),
-        table(f"| task | start | {ends} | steps to 1 % |", third),
-    ]
-    return "\n\n".join(parts)
+            lines[-1] += map(moments, (start, last, last - np.array(base[name])[:, 1]))
+        lines[-1].append(moments(r["steps"]))
+    ends = "first", "last", "minus uniform's"
+    head = ["task", "start", *ends, *ends, "steps to 1 %"]
+    head[2], head[5] = "loss, first", "test, first"
+    return harness.table(head, shown(lines))
 
 
-@plots.style()
+def report(rows) -> str:
+    parts = diagram_table(rows), beyond_table(rows), search_table(rows)
+    return "\n\n".join([f"{rows[0]['device']}; ± one standard error.", *parts])
+
+
 def picture(rows, path):
-    import matplotlib.pyplot as plt
+    with harness.picture(path, 2, 4, figsize=(17, 8)) as (_, axes):
+        draw(rows, axes)
 
-    figure, axes = plt.subplots(2, 4, figsize=(17, 8), layout="constrained")
-    cells = of(rows, part="diagram")
+
+def draw(rows, axes):
+    cells = harness.where(rows, part="diagram")
     maps = {
         "simulated": np.array([r["overlap"][0] for r in cells]).reshape(len(P), len(H)).T,
         "exact": np.array(spectral.spectral_limits(*np.meshgrid(P, H)).correlation_squared),
@@ -263,42 +277,26 @@ def picture(rows, path):
         ax.axvline(1, color="black", ls="--", lw=1)
         ax.set(xscale="log", xlabel="ph/n²", title=name, ylim=(-0.05, 1.05) if k == 0 else (0, 4))
     axes[0, 3].legend(loc="center left", bbox_to_anchor=(1, 0.5))
-    for k, r in enumerate(of(rows, part="search")):
+    for k, r in enumerate(harness.where(rows, part="search")):
         ax = axes[1, k // len(STARTS)]
         ax.plot(r["valid"], label=r["start"])
         mean = f"mean of {len(r['valid ends'])} seeds"
         ax.set(title=r["task"], xlabel="outer step", ylabel=f"validation loss, {mean}")
     axes[1, 0].legend()
-    figure.savefig(path, dpi=100)
-
-
-def environment() -> dict:
-    names = "bilevel", "jax", "jaxlib", "numpy", "optax"
-    versions = {name: importlib.metadata.version(name) for name in names}
-    device = f"{jax.devices()[0].device_kind}, {len(os.sched_getaffinity(0))} cores"
-    return {"part": "environment", "device": device, "versions": versions, "dtype": "float64"}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="a minute; no results file")
-    parser.add_argument("--table", action="store_true", help="the results file as markdown")
-    options = parser.parse_args()
+    flags = harness.command_line(__file__, __doc__, report)
     jax.config.update("jax_enable_x64", True)
-    if options.table:
-        return print(tables([json.loads(line) for line in RESULTS.read_text().splitlines()]))
     parts = (
         (partial(diagram, 200, 50, P, H), partial(diagram, 100, 10, (2, 8), (0.03, 0.3))),
         (partial(beyond, 100, 30, (0.03, 0.3)), partial(beyond, 100, 10, (0.1,))),
         (partial(search, 20, ("digits", "fashion-mnist")), partial(search, 5, ())),
     )
-    rows = [environment()]
+    rows = [harness.environment("optax", dtype="float64")]
     for pair in parts:
-        rows += pair[options.quick]()
-    print(tables(rows))
-    if not options.quick:
-        RESULTS.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        picture(rows, RESULTS.with_suffix(".png"))
+        rows += pair[flags.quick]()
+    harness.finish(rows, flags.results, report, picture)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
 """Results as lines of JSON, resumable; the table of counts made from them."""
 
-import json
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+import harness
 
 from reliability.case import FAILURES, RAW, SILENT, VERDICTS
 
@@ -29,25 +30,12 @@ class Records:
         line = {"part": part, "name": name, "block": block, "seed": self.seed, "counts": counted}
         line |= {"listed": listed} if listed else {}
         self.lines[part, name, block] = line
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("a") as file:
-            file.write(json.dumps(line) + "\n")
-
-
-def read(path: Path) -> Iterator[Line]:
-    """The whole lines of a file; one that a kill cut short is passed over."""
-    if not path.exists():
-        return
-    for line in path.read_text().splitlines():
-        try:
-            yield json.loads(line)
-        except json.JSONDecodeError:
-            continue
+        harness.append(self.path, line)
 
 
 def of_seed(path: Path, seed: int) -> dict[tuple[str, str, int], Line]:
     """The last line of every block."""
-    lines = (line for line in read(path) if line["seed"] == seed)
+    lines = harness.where(harness.read(path), seed=seed)
     return {(line["part"], line["name"], line["block"]): line for line in lines}
 
 
@@ -76,9 +64,9 @@ def table(lines: Iterable[Line], by: str = "part") -> str:
         "raw errors",
         "of them, arguments of a wrong type",
     )
-    rows = [f"| {by} | {' | '.join(heads)} |", "| --- " * (len(heads) + 1) + "|"]
     found = totals(lines, by)
     whole: Counter = sum(found.values(), Counter())
+    rows = []
     for name, counts in (*found.items(), ("all", whole)):
         cells = (
             sum(counts.values()),
@@ -89,5 +77,5 @@ def table(lines: Iterable[Line], by: str = "part") -> str:
             sum(counts[verdict] for verdict in RAW),
             counts["misfit"],
         )
-        rows.append(f"| {name} | {' | '.join(f'{cell:,}' for cell in cells)} |")
-    return "\n".join(rows)
+        rows.append([name, *(f"{cell:,}" for cell in cells)])
+    return harness.table([by, *heads], rows)

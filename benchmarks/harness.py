@@ -1,0 +1,269 @@
+"""What the benchmarks share: command line, results as JSON lines, times, memory, tables, pictures.
+
+A benchmark is a script that has a question (its docstring), a measurement that makes rows (dicts)
+and ``report(rows)``, the Markdown made of them. Its results are lines of JSON in
+``results/NAME.jsonl``, most often with a first one on the :func:`environment`.
+
+Nothing here imports JAX before it is needed: some scripts measure the memory of a process.
+"""
+
+import argparse
+import contextlib
+import ctypes
+import datetime
+import importlib.metadata
+import importlib.util
+import json
+import math
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+RESULTS = Path(__file__).parent / "results"
+
+Row = dict[str, Any]
+
+# ----------------------------------------------------------------------------- the command line
+
+
+def command_line(
+    file: str,
+    doc: str,
+    report: Callable[[list[Row]], str],
+    *,
+    full: bool = False,
+    work: Callable[..., Iterable[Row]] | None = None,
+    **flags: dict[str, Any],
+) -> argparse.Namespace:
+    """The flags of a run; ``--table`` and ``--worker`` are answered here, and end the process.
+
+    Of the script: its ``__file__``, ``__doc__`` and ``report``, whether it has a ``--full``, the
+    ``work`` of its processes (:func:`in_own_process`), own flags as options of ``add_argument``.
+    In what comes back ``results`` is where rows go, None for ``--quick``, and ``size`` is quick,
+    full or default.
+    """
+    name, parser = Path(file).stem, argparse.ArgumentParser(description=doc.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="small; without a results file")
+    if full:
+        parser.add_argument("--full", action="store_true", help="published sizes; own results file")
+    parser.add_argument("--table", action="store_true", help="print the results files as Markdown")
+    parser.add_argument("--results", "--out", type=Path, help="the results file, if another one")
+    for flag, options in flags.items():
+        parser.add_argument(f"--{flag.replace('_', '-')}", **options)
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    found = parser.parse_args()
+    if found.worker:
+        for row in work(*json.loads(found.worker)):
+            print(json.dumps(row), flush=True)
+        sys.exit()
+    if found.table:
+        for path in [found.results] if found.results else sorted(RESULTS.glob(f"{name}*.jsonl")):
+            print(report(read(path)), end="\n\n")
+        sys.exit()
+    found.size = "quick" if found.quick else "full" if full and found.full else "default"
+    if not (found.results or found.quick):
+        found.results = RESULTS / f"{name}{'_full' * (found.size == 'full')}.jsonl"
+    return found
+
+
+def finish(
+    rows: list[Row],
+    path: Path | None,
+    report: Callable[[list[Row]], str],
+    picture: Callable[[list[Row], Path], None] | None = None,
+) -> None:
+    """Print the report; where there is a ``path``, write the rows and draw the picture beside."""
+    print(report(rows))
+    if path:
+        write(path, rows)
+        if picture and importlib.util.find_spec("matplotlib"):
+            picture(rows, path.with_suffix(".png"))
+
+
+# ----------------------------------------------------------------------------- results
+
+
+def environment(*packages: str, **more: Any) -> Row:
+    """The first row: on what, with which versions, and when; ``device`` in ``more`` goes before."""
+    installed = {d.name.lower(): d.version for d in importlib.metadata.distributions()}
+    names = "bilevel", "jax", "jaxlib", "numpy", *packages
+    versions = {name: installed[name] for name in names if name in installed}
+    row = {"part": "environment", "date": datetime.date.today().isoformat()}
+    row |= {"device": more["device"] if "device" in more else device()}
+    return row | more | {"versions": {"python": platform.python_version()} | versions}
+
+
+def device(kind: str | None = None) -> str:
+    """JAX's device, or what it says of it: a CPU by its model, and how many cores there are."""
+    if kind is None:
+        import jax
+
+        kind = jax.devices()[0].device_kind
+    cores = len(os.sched_getaffinity(0))
+    return f"{processor()}, {cores} core{'s' * (cores > 1)}" if kind == "cpu" else kind
+
+
+def processor() -> str:
+    return Path("/proc/cpuinfo").read_text().split("model name\t: ")[1].splitlines()[0]
+
+
+def named(path: Path | None, *parts: str) -> Path | None:
+    """The script's own results file with ``parts`` in its name; another file, or none, as it is."""
+    own = path is not None and path.parent == RESULTS
+    return path.with_stem("_".join([path.stem, *parts])) if own else path
+
+
+def read(path: Path) -> list[Row]:
+    """The rows of a file, none if there is none; a line that a kill cut short is passed over."""
+    rows = []
+    for line in path.read_text().splitlines() if path.exists() else ():
+        with contextlib.suppress(json.JSONDecodeError):
+            rows.append(json.loads(line))
+    return rows
+
+
+def write(path: Path, rows: Iterable[Row]) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def append(path: Path | None, *rows: Row) -> None:
+    """Rows as they come: what the file holds already, a later run need not measure again."""
+    if path:
+        path.parent.mkdir(exist_ok=True)
+        with path.open("a") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+def where(rows: Iterable[Row], **wanted: Any) -> list[Row]:
+    """Those that have all these values."""
+    return [row for row in rows if wanted.items() <= row.items()]
+
+
+# ----------------------------------------------------------------------------- times, memory
+
+
+def compiled(fn: Callable, *args: Any) -> tuple[Callable, float]:
+    """``fn``, jitted or not, compiled for such arguments, and the seconds that this took."""
+    import jax
+
+    start = time.perf_counter()
+    program = (fn if hasattr(fn, "lower") else jax.jit(fn)).lower(*args).compile()
+    return program, time.perf_counter() - start
+
+
+def seconds(call: Callable[[], Any], rounds: int = 5) -> list[float]:
+    """Of each of so many calls, after one that is not counted."""
+    import jax
+
+    jax.block_until_ready(call())
+    found = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        jax.block_until_ready(call())
+        found.append(time.perf_counter() - start)
+    return found
+
+
+def device_peak() -> int | None:
+    """The most bytes in use, of a device that counts its own; a CPU does not."""
+    import jax
+
+    return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+
+
+def resident_peak() -> float:
+    """The most memory that this process has had, in MB."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("VmHWM:")[1].split()[0]) * 1024 / 1e6
+
+
+def forget_peak() -> float:
+    """The compiler's memory back to the system; the peak from here on."""
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+    return resident_peak()
+
+
+def in_own_process(file: str, *request: Any, one_core: bool = False, **variables: str) -> list[Row]:
+    """The rows that a script's ``work(*request)`` makes, in a process of its own.
+
+    Or a single row that says why there are none, under "failed": no memory is a result too.
+    """
+    variables |= {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "TF_CPP_MIN_LOG_LEVEL": "3"}
+    if one_core:
+        flags = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
+        threads = ["OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"]
+        variables |= {"XLA_FLAGS": flags} | dict.fromkeys(threads, "1")
+
+    def on_one_core():
+        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", file, "--worker", json.dumps(request)],
+        env=os.environ | variables,
+        capture_output=True,
+        text=True,
+        preexec_fn=on_one_core if one_core else None,
+    )
+    if done.returncode:
+        sys.stderr.write(done.stderr)
+        lines = done.stderr.strip().splitlines() or [f"ended by signal {-done.returncode}"]
+        return [{"failed": lines[-1][:200]}]
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+# ----------------------------------------------------------------------------- the report
+
+
+def table(head: Sequence[Any], lines: Iterable[Iterable[Any]]) -> str:
+    """As Markdown."""
+    first, *others = [f"| {' | '.join(map(str, cells))} |" for cells in (head, *lines)]
+    return "\n".join([first, "|---" * len(head) + "|", *others])
+
+
+def standard_error(x) -> Any:
+    """Of the mean over the first axis."""
+    return np.std(x, axis=0, ddof=1) / np.sqrt(len(x))
+
+
+def spread(x, form: str = ".2f", scale: float = 1) -> str:
+    """Mean and standard error."""
+    x = scale * np.asarray(x, float)
+    return f"{np.mean(x):{form}} ± {standard_error(x):{form}}"
+
+
+def plus_minus(mean: float, error: float) -> str:
+    """With two digits of the error."""
+    digits = max(0, 1 - math.floor(math.log10(error))) if error else 3
+    return f"{mean:.{digits}f} ± {error:.{digits}f}"
+
+
+def judged(verdicts: Iterable[tuple[Any, str]]) -> str:
+    """A line for each pair of whether a claim holds (or another word) and what was measured."""
+    words = {True: "yes", False: "**no**"}
+    return "\n".join(f"- {words.get(holds, holds)}: {text}" for holds, text in verdicts)
+
+
+@contextlib.contextmanager
+def picture(path: Path, *grid: int, **options: Any) -> Iterator[tuple[Any, Any]]:
+    """``plt.subplots(*grid, **options)`` to draw in, saved at the end."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    from bilevel import plots
+
+    with plots.style():
+        figure, axes = plt.subplots(*grid, layout="constrained", **options)
+        yield figure, axes
+        figure.savefig(path, dpi=110)
+        plt.close(figure)

@@ -265,7 +265,7 @@ def darts(quick: bool, end: float) -> Iterator[Measurement]:
         try:
             return command(*arguments, timeout=end - time.time())
         except subprocess.TimeoutExpired:  # what it has done is kept, and a later session goes on
-            done = [int(p.stem) for p in out.rglob("checkpoint*/*.npz") if p.stem.isdigit()]
+            done = [int(p.stem) for p in out.rglob("search/*/*.npz") if p.stem.isdigit()]
             seconds = time.perf_counter() - start
             return {"unfinished": True, "seconds": seconds, "steps": max(done, default=0)}
 

@@ -197,13 +197,15 @@ def samples(name, keys, *, train, valid, test):
     >>> [(x.shape, y.shape) for x, y in parts]
     [((100, 8, 8), (100,)), ((50, 8, 8), (50,)), ((20, 8, 8), (20,))]
     """
+    for argument, size in (("train", train), ("valid", valid), ("test", test)):
+        whole(argument, size, 1)
     if name == "digits":
         data = load(name)
         x = np.concatenate([data.x_train, data.x_test])
         y = np.concatenate([data.y_train, data.y_test])
         three = train, valid, min(test, len(x) - train - valid)
         return [[(x[r], y[r]) for r in split(key, y, three)] for key in keys]
-    sizes = {"test_size": min(whole("test", test, 1), _TEST_ROWS.get(name, test))}
+    sizes = {"test_size": min(test, _TEST_ROWS.get(name, test))}
     if name == "cifar10":
         sizes["train_size"] = -(-(train + valid) // BATCH_ROWS) * BATCH_ROWS
     data = load(name, **sizes)

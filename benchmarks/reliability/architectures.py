@@ -5,11 +5,10 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 import bilevel
 from bilevel.judging import verdicts
-from bilevel.nets import convolution, training
+from bilevel.nets import convolution, images, training
 from bilevel.spaces import activations, darts, nasbench201, skips, targets
 from reliability.case import Case, at_most, eps, first, near, that
 from reliability.registry import generates
@@ -77,7 +76,7 @@ def infinite_width(rng, dtype) -> Case:
     def call(x, y, alpha):
         space = activations.activation_space(["relu", "tanh"], width=np.inf)
         blocks = space.blocks(x)
-        start, w = space.init(y)
+        start, w = space.start(), space.init(jax.random.key(0), (blocks, y))
         start = start | {"mixture": alpha}
         w, _ = space.solver.run(space.problem.lower, start, w, (), (blocks, y))
         return w, blocks
@@ -104,7 +103,7 @@ def unit_inputs(rng, dtype) -> Case:
     return Case(activations.unit_inputs, {"x": x}, check, {"x": "array"}, ("x",))
 
 
-@generates("bilevel.spaces.skips.skip_space", "bilevel.spaces.skips.geometry")
+@generates("bilevel.spaces.skips.skip_space")
 def skip_space(rng, dtype) -> Case:
     depth, width = int(rng.choice([3, 4])), 6
     x = jnp.asarray(rng.normal(size=(3, 5)), dtype)
@@ -117,8 +116,6 @@ def skip_space(rng, dtype) -> Case:
         options = {"depth": depth, "width": width, "classes": classes}
         space = skips.skip_space(names, parametrization=parametrization, **options)
         w = space.init(jax.random.key(0), (x, None))
-        optimizer = skips.geometry(bilevel.softmax(optax.sgd(0.1)), optax.sgd(0.1))
-        optimizer.init(space.start())
         return space.apply(w, alpha, x), w
 
     def check(r):
@@ -295,12 +292,12 @@ def pools(rng, dtype) -> Case:
     return Case(call, arguments, check, kinds, ("x",))
 
 
-@generates("bilevel.spaces.darts.crop_and_flip", "bilevel.spaces.darts.cutout")
+@generates("bilevel.nets.images.crop_and_flip", "bilevel.nets.images.cutout")
 def augmented(rng, dtype) -> Case:
     x = jnp.asarray(rng.normal(size=(3, 6, 6, 1)) + 5, dtype)
 
     def call(key, x, padding, size):
-        return darts.crop_and_flip(key, x, padding), darts.cutout(key, x, size)
+        return images.crop_and_flip(key, x, padding), images.cutout(key, x, size)
 
     def check(r):
         kept = np.asarray(r[1]) == np.asarray(x)

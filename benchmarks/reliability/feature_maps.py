@@ -22,7 +22,7 @@ def feature_space(rng, dtype) -> Case:
     def call(maps, outer, x, y, mixture):
         space = features.feature_space(maps, outer=outer)
         blocks = space.blocks(x)
-        alpha, w = space.init(blocks, y)
+        alpha, w = space.start(), space.init(jax.random.key(0), (blocks, y))
         alpha = alpha | {"mixture": mixture}
         w, _ = space.solver.run(space.problem.lower, alpha, w, space.solver.init(w), (blocks, y))
         return space.apply(w, alpha, blocks)

@@ -13,6 +13,7 @@ from reliability import (  # noqa: F401 (they register themselves)
     papers,
     searching,
     selection,
+    shared_weights,
     simplices,
     solver_options,
     theorems,

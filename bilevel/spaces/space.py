@@ -104,7 +104,7 @@ class Simplices(NamedTuple):
 
 
 def on_simplices(names: Sequence[str], shape: tuple[int, ...] = ()) -> Simplices:
-    """Corners of ``alpha`` [*shape, h]: one choice among ``names`` at every place of ``shape``.
+    """Corners of ``alpha`` ``[*shape, h]``: one choice among ``names`` at every place of ``shape``.
 
     Parameters
     ----------

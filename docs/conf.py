@@ -74,4 +74,13 @@ def _gallery():
             copy.write_text(text)
 
 
+def setup(app):
+    """Links to notebooks are good in the repository; here they lead to the gallery."""
+
+    def to_the_gallery(app, page, source):
+        source[0] = source[0].replace("](../notebooks/", "](gallery/")
+
+    app.connect("source-read", to_the_gallery)
+
+
 _gallery()

@@ -3,8 +3,11 @@
 import pathlib
 import re
 
+import jax
+import jax.numpy as jnp
 import pytest
 
+import bilevel
 from bilevel.spaces.darts import parse_genotype
 from bilevel.spaces.nasbench201 import genotypes
 from bilevel.spaces.nasbench201 import parse_genotype as parse_cell
@@ -38,6 +41,25 @@ def test_the_first_example_runs_and_is_fifteen_lines_at_most(capsys):
     true, estimate = map(float, re.findall(r"^(?:true error|error_estimate) +(\S+)", printed, re.M))
     assert estimate == pytest.approx(true, rel=1e-3)
     assert "converged False" in printed
+
+
+def test_the_solver_and_the_inverse_of_contributing_are_right():
+    session = {}
+    for example in examples("CONTRIBUTING.md"):
+        exec(compile(example, "CONTRIBUTING.md", "exec"), session)
+    problem = bilevel.Problem(
+        lower=lambda w, alpha, batch: 0.5 * jnp.sum((w - alpha) ** 2),
+        outer=lambda w, alpha, batch: jnp.sum((w - batch) ** 2),
+    )
+    solvers = (
+        session["sign_descent"](0.1, 50),
+        bilevel.implicit(bilevel.newton(), session["richardson"](0.5, 60)),
+    )
+    for solver in solvers:
+        fn = jax.jit(bilevel.hypergradient(problem, solver))
+        found = fn(jnp.ones(2), jnp.zeros(2), None, jnp.full(2, 3.0))
+        assert found.grad == pytest.approx([-4.0, -4.0], rel=1e-5)
+        assert found.info.error_estimate < 1e-3
 
 
 @pytest.mark.parametrize("page", ["docs/index.md", "docs/geometry.md", "docs/solvers.md"])

@@ -1,4 +1,4 @@
-"""The examples of the README and of the documentation's pages work when pasted, one after another."""
+"""The examples of the README and of the documentation work when pasted, page by page."""
 
 import pathlib
 import re

@@ -10,6 +10,7 @@ tests/test_docs.py reads these lists, and fails for a public name that is in non
 
 import importlib
 import inspect
+import re
 import types
 
 from docutils.parsers.rst.states import Inliner
@@ -52,6 +53,22 @@ def _no_docstring_of_the_type(app, what, name, thing, options, lines):
         lines.clear()
 
 
+def _fields_told_in_comments(app, what, name, thing, options, lines):
+    """Of a record without a section of attributes: what the comments behind its fields say."""
+    fields = getattr(thing, "_fields", ()) or getattr(thing, "__dataclass_fields__", ())
+    if what != "class" or not fields or "Attributes" in lines:
+        return
+    source = inspect.getsource(thing)
+    said = {
+        field: re.search(rf"^    {field}: .*#\s(.*)$", source, re.MULTILINE) for field in fields
+    }
+    if any(said.values()):
+        lines += ["", "Attributes", "----------"]
+        for field, comment in said.items():
+            lines += [field, f"    {comment[1] if comment else ''}"]
+        lines.append("")
+
+
 def _formulas_as_written(app, what, name, thing, options, lines):
     """An indented block under a paragraph is a formula: shown as it is written."""
     found, before = [], ""
@@ -77,5 +94,6 @@ def setup(app):
     app.connect("autodoc-skip-member", _skip_fields)
     app.connect("autodoc-process-docstring", _no_docstring_of_the_type)
     # Before napoleon, which has 500.
+    app.connect("autodoc-process-docstring", _fields_told_in_comments, priority=300)
     app.connect("autodoc-process-docstring", _formulas_as_written, priority=400)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

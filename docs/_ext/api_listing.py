@@ -14,7 +14,9 @@ import re
 import types
 
 from docutils.parsers.rst.states import Inliner
+from sphinx.domains.python import PyObject
 from sphinx.util.docutils import SphinxDirective
+from sphinx.util.nodes import make_refnode
 
 
 class Public(SphinxDirective):
@@ -76,10 +78,22 @@ def _formulas_as_written(app, what, name, thing, options, lines):
         starts = line.startswith("    ") and not last.strip()
         paragraph = before and not before.startswith((" ", ".. ", "- ", "* "))
         if starts and paragraph and not before.endswith("::"):
-            found += ["::", ""]
+            found += [".. code-block:: text", ""]
         found.append(line)
         before = line or before
     lines[:] = found
+
+
+def _elsewhere(app, env, node, content):
+    """A name that is documented in one place only, though not where the docstring looks for it."""
+    last = node.get("reftarget", "").rpartition(".")[2]
+    objects = env.domains["py"].objects
+    found = [name for name in objects if name.rpartition(".")[2] == last]
+    if node.get("refdomain") != "py" or len(found) != 1:
+        return None
+    entry = objects[found[0]]
+    place = node["refdoc"], entry.docname, entry.node_id
+    return make_refnode(app.builder, *place, content, found[0])
 
 
 def _bar(inliner, match, lineno):
@@ -90,9 +104,13 @@ def _bar(inliner, match, lineno):
 def setup(app):
     """Register the directive, and what is done to docstrings."""
     Inliner.dispatch = Inliner.dispatch | {"|": _bar}
+    for field in PyObject.doc_field_types:
+        if field.name == "variable":
+            field.label = "Attributes"
     app.add_directive("public", Public)
     app.connect("autodoc-skip-member", _skip_fields)
     app.connect("autodoc-process-docstring", _no_docstring_of_the_type)
+    app.connect("missing-reference", _elsewhere)
     # Before napoleon, which has 500.
     app.connect("autodoc-process-docstring", _fields_told_in_comments, priority=300)
     app.connect("autodoc-process-docstring", _formulas_as_written, priority=400)

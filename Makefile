@@ -3,7 +3,7 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help run test test-slow test-newest lint format lock notebooks docs bench accelerator clean
+.PHONY: help run test test-slow test-newest lint format lock notebooks bench accelerator clean
 
 ARGS ?=
 BIN := .venv/bin
@@ -69,6 +69,7 @@ lock: $(PRIVATE_UV) ## renew requirements.txt from pyproject.toml; ARGS=--upgrad
 notebooks: $(VENV) ## execute the notebooks in place; BILEVEL_FAST=1: quickly, leaving the files alone
 	printf '%s\n' notebooks/*.ipynb | xargs -n 1 -P 2 $(BIN)/python -c "$$EXECUTE_NOTEBOOKS"
 
+.PHONY: docs
 docs: $(DOCS) ## the documentation, into docs/_build/html; a warning is an error
 	.venv-docs/bin/sphinx-build -W --keep-going --quiet --jobs auto docs docs/_build/html
 	@echo docs/_build/html/index.html

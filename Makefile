@@ -8,6 +8,7 @@
 ARGS ?=
 BIN := .venv/bin
 VENV := .venv/.stamp
+DOCS := .venv-docs/.stamp
 UV := $(or $(shell command -v uv 2>/dev/null),.uv/bin/uv)
 PRIVATE_UV := $(filter .uv/bin/uv,$(UV))
 # The first of python3.11 and python3 that runs and is new enough, as an absolute path; else empty.
@@ -68,6 +69,11 @@ lock: $(PRIVATE_UV) ## renew requirements.txt from pyproject.toml; ARGS=--upgrad
 notebooks: $(VENV) ## execute the notebooks in place; BILEVEL_FAST=1: quickly, leaving the files alone
 	printf '%s\n' notebooks/*.ipynb | xargs -n 1 -P 2 $(BIN)/python -c "$$EXECUTE_NOTEBOOKS"
 
+.PHONY: docs
+docs: $(DOCS) ## the documentation, into docs/_build/html; a warning is an error
+	.venv-docs/bin/sphinx-build -W --keep-going --quiet --jobs auto docs docs/_build/html
+	@echo docs/_build/html/index.html
+
 bench: $(VENV) ## the quick benchmarks: hypergradients, memory, kernels, feature maps, theory, deep
 	$(BIN)/python benchmarks/hypergradients.py --quick
 	$(BIN)/python benchmarks/memory.py
@@ -89,7 +95,7 @@ accelerator: $(VENV) ## what is fast on an accelerator only, in 25 minutes; ARGS
 	$(BIN)/python benchmarks/accelerator.py $(ARGS)
 
 clean: ## remove environments, caches and build outputs; keeps runs/
-	rm -rf .venv .venv-newest .uv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache \
+	rm -rf .venv .venv-docs .venv-newest .uv docs/_build docs/gallery build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache \
 		.import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -104,4 +110,12 @@ $(VENV): requirements.txt pyproject.toml | $(PRIVATE_UV)
 	test -x $(BIN)/python || { rm -rf .venv && $(UV) venv --quiet --python "$(PYTHON)" .venv; }
 	$(UV) pip sync --quiet --python $(BIN)/python --require-hashes requirements.txt
 	$(UV) pip install --quiet --python $(BIN)/python --no-deps --editable .
+	touch $@
+
+# Beside .venv, which has what the lock says and nothing else; of the same versions.
+$(DOCS): requirements.txt pyproject.toml | $(PRIVATE_UV)
+	$(REQUIRE_PYTHON)
+	test -x .venv-docs/bin/python || $(UV) venv --quiet --python "$(PYTHON)" .venv-docs
+	$(UV) pip install --quiet --python .venv-docs/bin/python --constraint requirements.txt \
+		--group docs --editable ".[plots]"
 	touch $@

@@ -212,10 +212,10 @@ def activation(
 
     Notes
     -----
-    Jumps of ``fn`` and its first two derivatives are looked for in two thousand cells of |z| < 120,
-    to the last digit: two kinks 1e-3 apart are seen, a spike narrower than the cells (1/64 for
-    |z| < 12) may not be. A function that turns out to be linear on both sides of 0, at all their
-    ends, gets the closed form of leaky ReLUs.
+    Jumps of ``fn`` and its first two derivatives are looked for in two thousand cells of
+    ``|z| < 120``, to the last digit: two kinks 1e-3 apart are seen, a spike narrower than the cells
+    (1/64 for ``|z| < 12``) may not be. A function that turns out to be linear on both sides of 0,
+    at all their ends, gets the closed form of leaky ReLUs.
 
     Examples
     --------

@@ -59,7 +59,7 @@ def dual(
 
     Parameters
     ----------
-    a, b : activations, their ``derivative``s, or smooth functions.
+    a, b : activations, derivatives of them, or smooth functions.
     vx, vy, c : arrays that broadcast: variances and covariance, ``|c| <= sqrt(vx vy)``.
     max_variance : float, optional
         The largest variance to resolve, which sets the number of nodes. By default the largest of

@@ -82,8 +82,8 @@ def batch(*shape):
 
 
 def documented_keys():
-    """Of ``result.json``, by the README's table."""
-    text = (Path(__file__).parents[1] / "README.md").read_text()
+    """Of ``result.json``, by the table in the documentation."""
+    text = (Path(__file__).parents[1] / "docs/commands.md").read_text()
     table = text[text.index("| key of `result.json`") :].split("\n\n")[0]
     return {key for line in table.splitlines() for key in re.findall("`(.*?)`", line.split("|")[1])}
 

@@ -1,66 +1,110 @@
-"""The README's examples work when pasted."""
+"""The examples of the README and of the documentation work when pasted, page by page."""
 
 import pathlib
 import re
 
+import jax
+import jax.numpy as jnp
+import pytest
+
+import bilevel
 from bilevel.spaces.darts import parse_genotype
 from bilevel.spaces.nasbench201 import genotypes
 from bilevel.spaces.nasbench201 import parse_genotype as parse_cell
 
-EXAMPLES = re.findall(
-    r"```python\n(.*?)```", (pathlib.Path(__file__).parents[1] / "README.md").read_text(), re.DOTALL
-)
+ROOT = pathlib.Path(__file__).parents[1]
 
 
-def run(example, capsys):
-    exec(compile(example, "README.md", "exec"), {})
+def examples(page):
+    return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+
+
+def run(page, capsys):
+    """What the page's examples print, in one session."""
+    session = {}
+    for example in examples(page):
+        exec(compile(example, page, "exec"), session)
     return capsys.readouterr().out
 
 
+def test_every_page_with_examples_is_run_here():
+    pages = [path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").glob("*.md")]
+    source = pathlib.Path(__file__).read_text()
+    assert [page for page in pages if examples(page) and f'"{page}"' not in source] == []
+
+
 def test_the_first_example_runs_and_is_fifteen_lines_at_most(capsys):
-    assert len(EXAMPLES[0].splitlines()) <= 15
-    printed = run(EXAMPLES[0], capsys)
-    assert "error_estimate" in printed
-    before, after = map(float, printed.splitlines()[-1].split(" -> "))
+    assert len(examples("README.md")[0].splitlines()) <= 15
+    printed = run("README.md", capsys)
+    before, after = map(float, re.search(r"^(\S+) -> (\S+)$", printed, re.MULTILINE).groups())
     assert after < before
+    true, estimate = map(float, re.findall(r"^(?:true error|error_estimate) +(\S+)", printed, re.M))
+    assert estimate == pytest.approx(true, rel=1e-3)
+    assert "converged False" in printed
+
+
+def test_the_solver_and_the_inverse_of_contributing_are_right():
+    session = {}
+    for example in examples("CONTRIBUTING.md"):
+        exec(compile(example, "CONTRIBUTING.md", "exec"), session)
+    problem = bilevel.Problem(
+        lower=lambda w, alpha, batch: 0.5 * jnp.sum((w - alpha) ** 2),
+        outer=lambda w, alpha, batch: jnp.sum((w - batch) ** 2),
+    )
+    solvers = (
+        session["sign_descent"](0.1, 50),
+        bilevel.implicit(bilevel.newton(), session["richardson"](0.5, 60)),
+    )
+    for solver in solvers:
+        fn = jax.jit(bilevel.hypergradient(problem, solver))
+        found = fn(jnp.ones(2), jnp.zeros(2), None, jnp.full(2, 3.0))
+        assert found.grad == pytest.approx([-4.0, -4.0], rel=1e-5)
+        assert found.info.error_estimate < 1e-3
+
+
+@pytest.mark.parametrize("page", ["docs/index.md", "docs/geometry.md", "docs/solvers.md"])
+def test_the_pages_of_the_core_run(page, capsys):
+    assert run(page, capsys)
+
+
+def test_the_space_of_the_users_own_runs_and_finds_a_view(capsys):
+    first, second, third = run("docs/spaces.md", capsys).splitlines()
+    assert first.split()[0] in ("pixels", "blur", "edges", "inverse")
+    assert "--" in second and third in ("pixels", "blur", "edges", "inverse")
 
 
 def test_the_kernel_example_runs_and_shows_every_name(capsys):
-    (example,) = (e for e in EXAMPLES if "import ntk" in e or ", ntk" in e)
+    (example,) = examples("docs/kernels.md")
     names = """relu leaky_relu sigmoid tanh swish gelu erf identity activation dual network_kernel
         lemma1_kernel_as_printed mixture_blocks mixture_kernel empirical_kernel
         kernel_vector_product min_eigenvalue certified_min_eigenvalue certify_simplex
         kernel_regression excess_risk_term scores"""
     assert not [name for name in names.split() if f"ntk.{name}" not in example]
-    printed = run(example, capsys)
+    printed = run("docs/kernels.md", capsys)
     assert "converged=True" in printed
     value, bound = re.search(r"^(\S+) >= (\S+)$", printed, re.MULTILINE).groups()
     assert 0 < float(bound) <= float(value)
 
 
 def test_the_deep_example_runs_and_finds_a_genotype(capsys):
-    (example,) = (e for e in EXAMPLES if "darts_space" in e)
-    found = parse_genotype(run(example, capsys))
+    found = parse_genotype(run("docs/deep_search.md", capsys))
     edges = {source for _, source in found.normal + found.reduce}
     assert len(edges) > 2  # a uniform alpha keeps the edges out of nodes 0 and 1
 
 
 def test_the_train_free_example_runs_and_finds_a_genotype(capsys):
-    (example,) = (e for e in EXAMPLES if "score_networks" in e)
-    assert parse_cell(run(example, capsys).strip()) in genotypes()[-5:]
+    assert parse_cell(run("docs/train_free.md", capsys).strip()) in genotypes()[-5:]
 
 
 def test_the_feature_map_example_runs_and_finds_a_map_that_works(capsys):
-    (example,) = (e for e in EXAMPLES if "baselines.weight_sharing" in e)
-    printed = run(example, capsys)
+    printed = run("docs/feature_maps.md", capsys)
     assert "[1 2 3 4 5]" in printed
     errors = re.findall(r"\[([\d. \n]+)\]", printed)[-1].split()
     assert float(errors[-1]) < 0.1
 
 
 def test_the_theory_example_runs_and_its_verdicts_are_right(capsys):
-    (example,) = (e for e in EXAMPLES if "condition_six" in e)
-    printed = run(example, capsys)
+    printed = run("docs/theory.md", capsys)
     value, rows = re.search(r"value = (\S+)\n(?:  .*\n)+(\d+)\n", printed).groups()
     assert (float(value) > 0.05) == (int(rows) > 2000)
     assert "trust 1" in printed

@@ -47,7 +47,7 @@ def factor_simplex(alpha: chex.Array, i: int | chex.Array) -> jax.Array:
 
 
 def simplex_factors(alpha: chex.Array) -> jax.Array:
-    """Lemma 5 applied to its own gamma: ``beta_i = alpha_i / (alpha_i + ... + alpha_h)``.
+    """Lemma 5 applied to its own gamma: ``beta_i = alpha_i / sum_{j >= i} alpha_j``.
 
     Maps the interior of the simplex onto the open cube, (0, 1)^(h - 1); on the boundary, where
     nothing is left to divide, beta is 0. Inverse: :func:`simplex_from_factors`.

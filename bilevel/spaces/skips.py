@@ -153,7 +153,7 @@ def skip_space(
         found = bilevel.search(
             space.problem,
             bilevel.unrolled(optax.sgd(0.1, momentum=0.9), 1, backprop=1),
-            bilevel.strategies.geometry(
+            bilevel.strategies.on_sets(
                 space.sets, simplex=bilevel.softmax(optax.adam(0.01)), other=optax.adam(0.01)
             ),
             space.start(), space.init(key, (x, labels)), (x, labels), (x_valid, labels_valid),

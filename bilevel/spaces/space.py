@@ -6,9 +6,9 @@
     )
     architecture = space.discretize(found.alpha)
 
-Strategies (:mod:`bilevel.strategies`), diagnostics and ``bilevel search --space MODULE:FUNCTION``
-take any such record: a space of your own is the function that makes one. :func:`on_simplices` has
-four of its fields where ``alpha`` is one array, which is most of them.
+Strategies (:mod:`bilevel.strategies`), diagnostics and the command ``bilevel search-own --space
+MODULE:FUNCTION`` take any such record: a space of your own is the function that makes one.
+:func:`on_simplices` has four of its fields where ``alpha`` is one array, which is most of them.
 
 Four spaces have fields of their own besides: a closed-form ``solver`` and the ``blocks`` that it
 works on (feature maps, kernels), a step size for gradient descent (activations), the kernel of
@@ -116,7 +116,7 @@ class Simplices(NamedTuple):
 
 
 def on_simplices(names: Sequence[str], shape: tuple[int, ...] = ()) -> Simplices:
-    """Corners of ``alpha`` [*shape, h]: one choice among ``names`` at every place of ``shape``.
+    """Corners of ``alpha`` ``[*shape, h]``: one choice among ``names`` at every place of ``shape``.
 
     Parameters
     ----------

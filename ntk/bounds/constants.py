@@ -182,7 +182,7 @@ def _table1(layer: Layer, weights: jax.Array, t: float) -> Betas:
 
 
 def lipschitz(activation: Mixture) -> jax.Array:
-    """``Lip = sup |s'|``, by a scan of |z| < 11,000, refined around its best node.
+    """``Lip = sup |s'|``, by a scan of ``|z| < 11,000``, refined around its best node.
 
     Parameters
     ----------

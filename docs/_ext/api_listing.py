@@ -1,0 +1,117 @@
+"""The directive ``public``: the entries of some public names of a module, after a table of them.
+
+    ```{public} bilevel
+    hypergradient
+    search
+    ```
+
+tests/test_docs.py reads these lists, and fails for a public name that is in none.
+"""
+
+import importlib
+import inspect
+import re
+import types
+
+from docutils.parsers.rst.states import Inliner
+from sphinx.domains.python import PyObject
+from sphinx.util.docutils import SphinxDirective
+from sphinx.util.nodes import make_refnode
+
+
+class Public(SphinxDirective):
+    """See above."""
+
+    required_arguments = 1
+    has_content = True
+
+    def run(self):
+        """The nodes, by the directives that Sphinx has."""
+        module = self.arguments[0]
+        names = "\n".join(self.content).split()
+        listing = [".. currentmodule:: " + module, "", ".. autosummary::", ""]
+        listing += [f"   {name}" for name in names] + [""]
+        for name in names:
+            listing += _entry(name, getattr(importlib.import_module(module), name))
+        return self.parse_text_to_nodes("\n".join(["```{eval-rst}", *listing, "```"]))
+
+
+def _entry(name, thing):
+    if inspect.isclass(thing) and not isinstance(thing, types.GenericAlias):
+        return [f".. autoclass:: {name}", "   :members:", ""]
+    if inspect.isroutine(thing) or hasattr(thing, "__wrapped__"):
+        return [f".. autofunction:: {name}", ""]
+    return [f".. autodata:: {name}", ""]
+
+
+def _skip_fields(app, what, name, thing, skip, options):
+    """Fields of a named tuple are in its section of attributes."""
+    return True if type(thing).__name__ == "_tuplegetter" else None
+
+
+def _no_docstring_of_the_type(app, what, name, thing, options, lines):
+    """A constant has no docstring of its own: Python shows its type's."""
+    if what == "data" and inspect.getdoc(thing) == inspect.getdoc(type(thing)):
+        lines.clear()
+
+
+def _fields_told_in_comments(app, what, name, thing, options, lines):
+    """Of a record without a section of attributes: what the comments behind its fields say."""
+    fields = getattr(thing, "_fields", ()) or getattr(thing, "__dataclass_fields__", ())
+    if what != "class" or not fields or "Attributes" in lines:
+        return
+    source = inspect.getsource(thing)
+    said = {
+        field: re.search(rf"^    {field}: .*#\s(.*)$", source, re.MULTILINE) for field in fields
+    }
+    if any(said.values()):
+        lines += ["", "Attributes", "----------"]
+        for field, comment in said.items():
+            lines += [field, f"    {comment[1] if comment else ''}"]
+        lines.append("")
+
+
+def _formulas_as_written(app, what, name, thing, options, lines):
+    """An indented block under a paragraph is a formula: shown as it is written."""
+    found, before = [], ""
+    for line, last in zip(lines, ["", *lines], strict=False):
+        starts = line.startswith("    ") and not last.strip()
+        paragraph = before and not before.startswith((" ", ".. ", "- ", "* "))
+        if starts and paragraph and not before.endswith("::"):
+            found += [".. code-block:: text", ""]
+        found.append(line)
+        before = line or before
+    lines[:] = found
+
+
+def _elsewhere(app, env, node, content):
+    """A name that is documented in one place only, though not where the docstring looks for it."""
+    last = node.get("reftarget", "").rpartition(".")[2]
+    objects = env.domains["py"].objects
+    found = [name for name in objects if name.rpartition(".")[2] == last]
+    if node.get("refdomain") != "py" or len(found) != 1:
+        return None
+    entry = objects[found[0]]
+    place = node["refdoc"], entry.docname, entry.node_id
+    return make_refnode(app.builder, *place, content, found[0])
+
+
+def _bar(inliner, match, lineno):
+    """A bar is text, of ``|x|``, and never the start of a substitution: no docstring has any."""
+    return match.string[: match.end()], [], match.string[match.end() :], []
+
+
+def setup(app):
+    """Register the directive, and what is done to docstrings."""
+    Inliner.dispatch = Inliner.dispatch | {"|": _bar}
+    for field in PyObject.doc_field_types:
+        if field.name == "variable":
+            field.label = "Attributes"
+    app.add_directive("public", Public)
+    app.connect("autodoc-skip-member", _skip_fields)
+    app.connect("autodoc-process-docstring", _no_docstring_of_the_type)
+    app.connect("missing-reference", _elsewhere)
+    # Before napoleon, which has 500.
+    app.connect("autodoc-process-docstring", _fields_told_in_comments, priority=300)
+    app.connect("autodoc-process-docstring", _formulas_as_written, priority=400)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}

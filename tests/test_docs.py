@@ -1,0 +1,62 @@
+"""Every public name has an entry in the API reference, and every entry stands for a name."""
+
+import importlib
+import pathlib
+import re
+import types
+
+import bilevel
+import ntk
+
+DOCS = pathlib.Path(__file__).parents[1] / "docs"
+# Public too, but found by their own names only.
+MODULES = (
+    "bilevel.batches",
+    "bilevel.diagnostics",
+    "bilevel.judging",
+    "bilevel.nets",
+    "bilevel.solvers",
+    "bilevel.spaces.nasbench201.scoring",
+    "bilevel.strategies",
+)
+
+
+def entries():
+    """The names in the directives ``public`` of docs/api, dotted."""
+    text = "\n".join(path.read_text() for path in (DOCS / "api").glob("*.md"))
+    listings = re.findall(r"```\{public\} (\S+)\n(.*?)```", text, re.DOTALL)
+    return [f"{module}.{name}" for module, names in listings for name in names.split()]
+
+
+def public(module):
+    """What a module says is public; without ``__all__``, what it defines. Modules are gone into."""
+    own = [
+        name
+        for name, thing in vars(module).items()
+        if not name.startswith("_") and getattr(thing, "__module__", None) == module.__name__
+    ]
+    for name in getattr(module, "__all__", own):
+        thing = getattr(module, name)
+        if isinstance(thing, types.ModuleType):
+            yield from public(thing)
+        else:
+            yield f"{module.__name__}.{name}"
+
+
+def thing(dotted):
+    module, _, name = dotted.rpartition(".")
+    return getattr(importlib.import_module(module), name)
+
+
+def test_every_public_name_has_an_entry():
+    """By that name or by another: ``bilevel.argmax`` is ``bilevel.discretize.argmax``."""
+    listed = entries()
+    shown = {id(thing(name)) for name in listed}
+    modules = [bilevel, ntk, *map(importlib.import_module, MODULES)]
+    names = {name for module in modules for name in public(module)}
+    assert sorted(n for n in names - set(listed) if id(thing(n)) not in shown) == []
+
+
+def test_no_name_has_two_entries():
+    listed = entries()
+    assert sorted({name for name in listed if listed.count(name) > 1}) == []

@@ -161,8 +161,9 @@ def _assess(problem, products, w, alpha, train, valid, grad, adjoint) -> Info:
     return Info(
         stationarity=stationarity,
         linear_residual=linear_residual,
-        # Of a few samples of rounding, the spread is known to a factor of two or three.
-        converged=estimate + 2 * spread <= TOLERANCE * optax.tree.norm(grad),
+        # Of a few samples of rounding, the spread is known to a factor of two or three. Norms
+        # overflow: an infinite estimate is not under 1 % of an infinite norm.
+        converged=(reason == 0) & (estimate + 2 * spread <= TOLERANCE * optax.tree.norm(grad)),
         error_estimate=estimate,
         error_bound=jnp.where(jnp.isfinite(bound), (1 + noise) * bound + rounding, jnp.inf),
         reason=reason,
@@ -302,7 +303,7 @@ def _settle(step, x, start, rounding, enough):
     nothing = x, infinite, infinite, jnp.zeros((), int)
     x, size, *_ = do_while(unfinished, once, nothing)
     allowed = jnp.minimum(100 * rounding, 0.1) * optax.tree.norm(x)
-    return x, size <= jnp.maximum(0.01 * way(x), allowed)
+    return x, (size <= jnp.maximum(0.01 * way(x), allowed)) & jnp.isfinite(size)
 
 
 def _jitter(number, tree, roundings=1.0):

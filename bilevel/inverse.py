@@ -211,7 +211,8 @@ def dense(damping: float = 0.0) -> Inverse:
         flat, unravel = ravel_pytree(b)
         matrix = hessian_matrix(hvp, b) + damping * jnp.eye(flat.size, dtype=flat.dtype)
         factor = jax.scipy.linalg.lu_factor(matrix)
-        return unravel(jax.scipy.linalg.lu_solve(factor, flat))
+        # Anything over infinity is 0, as if that were the solution.
+        return nan_unless_finite(unravel(jax.scipy.linalg.lu_solve(factor, flat)), matrix)
 
     return inverse
 

@@ -19,7 +19,7 @@ def widen(w: Pytree) -> Pytree:
     >>> widen([jnp.ones(1, jnp.bfloat16), jnp.ones(1, jnp.float32)])
     [Array([1.], dtype=float32), Array([1.], dtype=float32)]
     """
-    dtype = jnp.result_type(jnp.float32, *jax.tree.leaves(w))
+    dtype = jnp.result_type(jnp.float32, *(x.dtype for x in jax.tree.leaves(w)))
     return jax.tree.map(lambda x: x.astype(dtype), w)
 
 

@@ -397,3 +397,18 @@ def test_ridgeless_interpolation_makes_no_claim():
     ).info
     assert np.isinf(info.error_estimate)
     assert not info.converged
+
+
+def test_norms_that_overflow_never_count_as_converged():
+    """Gradient descent that diverged: infinity is not under 1 % of infinity."""
+    problem = bilevel.Problem(
+        lower=lambda w, alpha, batch: 0.5 * jnp.sum((w - 1) ** 2 + jnp.exp(alpha) * w**2),
+        outer=lambda w, alpha, batch: 0.5 * jnp.sum(w**2),
+    )
+    # Each step takes the error times -39: the hypergradient is of the size of w squared.
+    solver = bilevel.implicit(bilevel.unrolled(20.0, 9), bilevel.dense())
+    fn = jax.jit(bilevel.hypergradient(problem, solver))
+    found = fn(jnp.ones(3, jnp.float32), jnp.zeros(3, jnp.float32), None, None)
+    assert jnp.isfinite(found.grad).all() and jnp.isinf(jnp.linalg.norm(found.grad))
+    assert not found.info.converged and np.isinf(found.info.error_estimate)
+    assert int(found.info.reason) == 1

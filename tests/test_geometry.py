@@ -397,3 +397,24 @@ def test_partitions_and_wrappers_keep_what_is_known_of_the_set():
         alpha = optax.apply_updates(alpha, updates)
         found = dict(zip(geometry.names(state), geometry.moved_on(state, alpha), strict=True))
         assert found == {"exponentiate": False, "project": expected}
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [bilevel.exponentiate(), bilevel.project(), bilevel.softmax(optax.sgd(1.0))],
+    ids=["exponentiate", "project", "softmax"],
+)
+def test_an_update_of_another_shape_is_refused_and_not_spread_over_alpha(optimizer):
+    alpha = jnp.full((1, 1, 2), 0.5)
+    state = optimizer.init(alpha)
+    with pytest.raises(ValueError, match=r"updates: expected the shape \(1, 1, 2\) of alpha, got"):
+        optimizer.update(jnp.ones(2), state, alpha)
+
+
+def test_nan_is_seen_where_alpha_is_zero_too():
+    """What is not in the support stays 0 by any other update."""
+    optimizer, alpha = bilevel.exponentiate(), jnp.array([0.0, 1.0])
+    update = jax.jit(optimizer.update)
+    for number, seen in ((jnp.nan, True), (3.0, False)):
+        updates, _ = update(jnp.array([number, 0.0]), optimizer.init(alpha), alpha)
+        assert bool(jnp.isnan(updates).any()) == seen

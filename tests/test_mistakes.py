@@ -271,3 +271,41 @@ def test_keys_of_the_old_style_and_leaves_that_are_none_are_welcome():
 def test_what_a_fresh_campaign_found(call, sentence):
     with pytest.raises(ValueError, match=sentence):
         call()
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda: bilevel.nets.convolution.convolution(
+                jnp.ones((1, 4, 4, 2)), jnp.ones((3, 3, 2, 0))
+            ),
+            "kernel: expected",
+        ),
+        (
+            lambda: bilevel.spectral.spectral_gram(jnp.ones((3, 2, 4)), jnp.ones((3, 0))),
+            "labels: expected shape",
+        ),
+        (
+            lambda: bilevel.spaces.on_simplices("ab").discretize(jnp.array([1j, 0])),
+            "alpha: expected real numbers",
+        ),
+    ],
+)
+def test_what_is_empty_or_complex_is_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_traced_nan_and_infinity_come_out_as_nan():
+    nan = jnp.array([jnp.nan, 1.0])
+    coverings = [
+        lambda radii: bilevel.bounds.simplex_covering(1)(radii),
+        lambda radii: bilevel.bounds.finite_covering(jnp.eye(2))(radii),
+    ]
+    for covering in coverings:
+        assert jnp.isnan(jax.jit(covering)(nan)).tolist() == [True, False]
+    points = jax.jit(lambda points: bilevel.bounds.finite_covering(points)(jnp.ones(1)))
+    assert bool(jnp.isnan(points(jnp.array([[jnp.nan], [0.0]]))).all())
+    solved = bilevel.dense()(lambda v: jnp.inf * v, jnp.ones(1), None, None)
+    assert bool(jnp.isnan(solved).all())

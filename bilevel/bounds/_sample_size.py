@@ -43,7 +43,7 @@ def sample_size(gap: float, bound: Callable[[float], Bound]) -> int:
     function("bound", bound, "n_valid -> Bound")
 
     def reached(rows: int) -> bool:
-        return bool(bound(float(rows)).value <= gap)
+        return float(bound(float(rows)).value) <= gap  # not in the rounding of the bound
 
     below, rows = 0, 1
     while not reached(rows):

@@ -169,7 +169,8 @@ def simplex_covering(h: int, *, copies: int = 1) -> Covering:
         radii = _radii(radii) / math.sqrt(copies)
         k = jnp.ceil(jnp.minimum(math.sqrt(h) / 2 / radii, spread / radii**2))
         logs = jnp.log1p(k[..., None] / jnp.arange(1, h)).sum(-1)
-        return copies * jnp.where(radii**2 >= spread, 0.0, logs)  # NaN stays NaN
+        logs = copies * jnp.where(radii**2 >= spread, 0.0, logs)
+        return jnp.where(jnp.isnan(radii), jnp.nan, logs)  # the sum is empty for h = 1
 
     return covering
 

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bilevel.checks import prng_key
+from bilevel.checks import numbers, prng_key
 from bilevel.problem import Problem
 from bilevel.protocols import Pytree
 
@@ -157,7 +157,7 @@ def on_simplices(names: Sequence[str], shape: tuple[int, ...] = ()) -> Simplices
         return jax.nn.one_hot(drawn, len(names), dtype=jnp.result_type(float))
 
     def discretize(alpha):
-        alpha = np.asarray(alpha)
+        alpha = numbers("alpha", np.asarray(alpha))
         if alpha.shape != (*shape, len(names)) or not np.isfinite(alpha).all():
             raise ValueError(
                 f"alpha: expected {(*shape, len(names))} finite weights, got {alpha.shape}."

@@ -77,6 +77,15 @@ def dual(
         Unless traced: for variances that are negative or not finite, or a covariance over
         ``sqrt(vx vy)`` by more than rounding.
 
+    Notes
+    -----
+    Derivatives of every order are duals too (Price 1958): dE/dc = E[a' b'], dE/dvx = E[a'' b]/2,
+    finite at rho = +-1; where a step's dual has an infinite slope there, its derivative is 0.
+
+    Time: for smooth pairs ``(15 sqrt(variance))^2`` to ``(75 sqrt(variance))^2`` evaluations each
+    (GELU, tanh); all others take a few thousand or none. Whole kernels are cheaper in
+    :func:`ntk.network_kernel`.
+
     Examples
     --------
     >>> from ntk.activations import relu, tanh
@@ -86,15 +95,6 @@ def dual(
     Array(0.384747, dtype=float...)
     >>> jax.grad(lambda c: dual(tanh, tanh, 1.0, 1.0, c))(0.5).round(6)  # Price's theorem
     Array(0.384747, dtype=float...)
-
-    Notes
-    -----
-    Derivatives of every order are duals too (Price 1958): dE/dc = E[a' b'], dE/dvx = E[a'' b]/2,
-    finite at rho = +-1; where a step's dual has an infinite slope there, its derivative is 0.
-
-    Time: for smooth pairs ``(15 sqrt(variance))^2`` to ``(75 sqrt(variance))^2`` evaluations each
-    (GELU, tanh); all others take a few thousand or none. Whole kernels are cheaper in
-    :func:`ntk.network_kernel`.
     """
     a, b = activation(a), activation(b)
     vx, vy, c = jnp.broadcast_arrays(floats("vx", vx), floats("vy", vy), floats("c", c))

@@ -367,13 +367,6 @@ def empirical_kernel(
         not return one row for one sample or takes batch statistics (flax's BatchNorm), or
         ``"layerwise"`` finds no layer.
 
-    Examples
-    --------
-    >>> apply = lambda w, x: x @ w
-    >>> empirical_kernel(apply, jnp.ones(2), jnp.array([[1.0, 0.0], [1.0, 1.0]]))
-    Array([[1., 1.],
-           [1., 2.]], dtype=float...)
-
     Notes
     -----
     Let F and B be the cost of a forward and a backward pass of one sample, W the number of weights
@@ -394,6 +387,13 @@ def empirical_kernel(
     References
     ----------
     Jacot, Gabriel & Hongler (2018); Novak, Sohl-Dickstein & Schoenholz (ICML 2022), section 3.
+
+    Examples
+    --------
+    >>> apply = lambda w, x: x @ w
+    >>> empirical_kernel(apply, jnp.ones(2), jnp.array([[1.0, 0.0], [1.0, 1.0]]))
+    Array([[1., 1.],
+           [1., 2.]], dtype=float...)
     """
     _one_of("method", method, METHODS)
     _one_of("outputs", outputs, OUTPUTS)
@@ -429,15 +429,15 @@ def gradient_norms(
     array, [n]
         Its sum is the trace of the kernel.
 
-    Examples
-    --------
-    >>> gradient_norms(lambda w, x: x @ w, jnp.ones(2), jnp.array([[1.0, 0.0], [1.0, 2.0]]))
-    Array([1., 5.], dtype=float...)
-
     Notes
     -----
     N(F + oB) flops in the terms of :func:`empirical_kernel`, and less on top; memory O(N w) for
     dense layers, N o times a layer's weights for some convolutions: ``batch_size`` bounds it.
+
+    Examples
+    --------
+    >>> gradient_norms(lambda w, x: x @ w, jnp.ones(2), jnp.array([[1.0, 0.0], [1.0, 2.0]]))
+    Array([1., 5.], dtype=float...)
     """
     _one_of("method", method, METHODS)
     _one_of("outputs", outputs, ("sum", "trace"))
@@ -467,16 +467,16 @@ def kernel_vector_product(
         ``(K v)_ai = Σ_bj K(x_a, x_b)_ij v_bj``. Returns the same shape. Raises ``ValueError``
         where ``v`` has another.
 
+    Notes
+    -----
+    About 5 forward passes of all samples; memory one copy of the parameters and the activations
+    of ``batch_size`` samples.
+
     Examples
     --------
     >>> product = kernel_vector_product(lambda w, x: x @ w, jnp.ones(2), jnp.eye(2))
     >>> product(jnp.array([3.0, 4.0]))
     Array([3., 4.], dtype=float...)
-
-    Notes
-    -----
-    About 5 forward passes of all samples; memory one copy of the parameters and the activations
-    of ``batch_size`` samples.
     """
     _batch(batch_size)
     x = _samples("x", x)

@@ -67,13 +67,6 @@ def mixture_blocks(
     ValueError, FloatingPointError
         As :func:`ntk.network_kernel`.
 
-    Examples
-    --------
-    >>> from ntk.activations import relu, tanh
-    >>> blocks = mixture_blocks(jnp.eye(3), [relu, tanh])
-    >>> blocks.shape, bool(jnp.allclose(blocks[0, 0], jnp.eye(3) / 2))
-    ((2, 2, 3, 3), True)
-
     Notes
     -----
     Memory: 2 h^2 n n2 numbers, and half as many while they are put together. A jump of an
@@ -83,6 +76,13 @@ def mixture_blocks(
     ----------
     Oymak et al. 2021, section 4.2 and Theorem 3 (where K has no ``scale``). Only the hidden layer's
     weights are trained; the signs of the output weights cancel.
+
+    Examples
+    --------
+    >>> from ntk.activations import relu, tanh
+    >>> blocks = mixture_blocks(jnp.eye(3), [relu, tanh])
+    >>> blocks.shape, bool(jnp.allclose(blocks[0, 0], jnp.eye(3) / 2))
+    ((2, 2, 3, 3), True)
     """
     if not isinstance(activations, Sequence) or not activations:
         got = "none" if isinstance(activations, Sequence) else short(activations)

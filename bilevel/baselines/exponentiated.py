@@ -65,6 +65,15 @@ def exponentiated_gradient(
     FloatingPointError
         If a solve has no error to show: all cells are empty or NaN.
 
+    Notes
+    -----
+    Deviations from the released code: logarithms of theta, which do not underflow; the baseline is
+    the running mean that its ``baseline_avg`` is named for (which divides the sum by the round's
+    number at every round); a configuration that was never scored cannot be the incumbent, nor can
+    one keep its weight whose error is NaN in a cell that is not empty.
+
+    Cost: ``rounds`` solves at ``budget``.
+
     Examples
     --------
     >>> import jax
@@ -75,15 +84,6 @@ def exponentiated_gradient(
     >>> trace = exponentiated_gradient(jax.random.key(0), [.5, .2, .9, .3], problem, 100)
     >>> trace.best, trace.calls
     (1, array([1, 2, 3, 4, 5]))
-
-    Notes
-    -----
-    Deviations from the released code: logarithms of theta, which do not underflow; the baseline is
-    the running mean that its ``baseline_avg`` is named for (which divides the sum by the round's
-    number at every round); a configuration that was never scored cannot be the incumbent, nor can
-    one keep its weight whose error is NaN in a cell that is not empty.
-
-    Cost: ``rounds`` solves at ``budget``.
     """
     options = {"rounds": rounds, "rate": rate, "baseline": baseline}
     log = Recorder(

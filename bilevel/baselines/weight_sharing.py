@@ -111,6 +111,11 @@ def fast_weight_sharing(
     ValueError, FloatingPointError
         As :func:`weight_sharing`; ``growth`` under 1.
 
+    Notes
+    -----
+    Reference: Khodak et al. (2020), Appendix B.1, whose text reaches d at the last round. The
+    authors' code does not: its rounds stop at ``d / growth``, and only the final refit uses d.
+
     Examples
     --------
     >>> import jax
@@ -121,11 +126,6 @@ def fast_weight_sharing(
     >>> trace = fast_weight_sharing(jax.random.key(0), [.5, .2, .9, .3, .4], problem, 100)
     >>> trace.best, trace.resource
     (1, array([ 50,  71, 100]))
-
-    Notes
-    -----
-    Reference: Khodak et al. (2020), Appendix B.1, whose text reaches d at the last round. The
-    authors' code does not: its rounds stop at ``d / growth``, and only the final refit uses d.
     """
     return _halve("fast_weight_sharing", key, configs, problem, budget, growth, recording)
 

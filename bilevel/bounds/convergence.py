@@ -223,18 +223,18 @@ def hypergradient_convergence(
     ValueError
         For a number out of range, or a covering that is no function.
 
+    Notes
+    -----
+    The paper has h + h_eff in the place of h_eff, "unavoidable due to the vectorial nature" of the
+    gradient: for noise with sub-exponential *coordinates*, whose norm G is of order sqrt(h). In
+    terms of the norm the dimension of alpha does not occur.
+
     Examples
     --------
     >>> from bilevel.bounds import ball_covering
     >>> bound = hypergradient_convergence(1000, covering=ball_covering(9, 1.0), G=1.0, L=100.0)
     >>> round(float(bound.value), 4)
     0.4809
-
-    Notes
-    -----
-    The paper has h + h_eff in the place of h_eff, "unavoidable due to the vectorial nature" of the
-    gradient: for noise with sub-exponential *coordinates*, whose norm G is of order sqrt(h). In
-    terms of the norm the dimension of alpha does not occur.
     """
     chance = confidence("tau", tau, events=1)
     positives(n_valid=n_valid, G=G, L=L)

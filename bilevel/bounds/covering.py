@@ -62,18 +62,18 @@ def effective_dimension(log_covering_numbers: Any, radii: Any, *, C_bar: float) 
     ValueError
         For a radius out of range, a negative logarithm, or shapes that differ.
 
-    Examples
-    --------
-    >>> radii = jnp.array([0.01, 0.1, 1.0])
-    >>> effective_dimension(ball_covering(9, 1.0)(radii), radii, C_bar=3.0).round(2)
-    Array(8.37, dtype=float...)
-
     Notes
     -----
     The paper asks for the inequality at *all* eps > 0. It has no solution then: N >= 1, and the
     right side is below 1 for eps > C_bar. Here eps <= C_bar.
 
     Reference: Oymak et al. 2021, Definition 1.
+
+    Examples
+    --------
+    >>> radii = jnp.array([0.01, 0.1, 1.0])
+    >>> effective_dimension(ball_covering(9, 1.0)(radii), radii, C_bar=3.0).round(2)
+    Array(8.37, dtype=float...)
     """
     positive("C_bar", C_bar)
     logs, radii = nonnegative("log_covering_numbers", log_covering_numbers), _radii(radii)
@@ -229,17 +229,17 @@ def finite_covering(points: chex.Array) -> Covering:
     ValueError
         For an array that is not a matrix, empty or not finite.
 
-    Examples
-    --------
-    >>> points = jnp.array([[0.0], [0.1], [1.0], [1.1]])
-    >>> jnp.exp(finite_covering(points)(jnp.array([0.05, 0.5, 2.0]))).round(2)
-    Array([4., 2., 1.], dtype=float...)
-
     Notes
     -----
     Time m^2 h once, memory m h; then m for each radius.
 
     Reference: Gonzalez (1985), "Clustering to minimize the maximum intercluster distance".
+
+    Examples
+    --------
+    >>> points = jnp.array([[0.0], [0.1], [1.0], [1.1]])
+    >>> jnp.exp(finite_covering(points)(jnp.array([0.05, 0.5, 2.0]))).round(2)
+    Array([4., 2., 1.], dtype=float...)
     """
     points = numbers("points", points)
     if points.ndim != 2 or points.size == 0:

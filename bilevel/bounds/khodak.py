@@ -134,6 +134,13 @@ def khodak_theorem_a2(
     ValueError
         For a number out of range, or a positive epsilon without ``lipschitz``.
 
+    Notes
+    -----
+    It differs from :func:`khodak_theorem_a2_as_printed` in two ways. The cover is one of functions,
+    so the loss has to be Lipschitz, and moves by 2 L epsilon, not 3 epsilon. And the printed proof
+    takes its Theorem A.1, which is two-sided with an exponent of a quarter of Hoeffding's; one side
+    is enough, with the full exponent: the radical is half the printed one.
+
     Examples
     --------
     >>> print(khodak_theorem_a2(math.log(256), 1000))
@@ -148,13 +155,6 @@ def khodak_theorem_a2(
       assumes (w, c) minimises l_V over the version spaces: not checked
       assumes some trained weights of c* have excess risk epsilon*: not checked
       probability: 0.85
-
-    Notes
-    -----
-    It differs from :func:`khodak_theorem_a2_as_printed` in two ways. The cover is one of functions,
-    so the loss has to be Lipschitz, and moves by 2 L epsilon, not 3 epsilon. And the printed proof
-    takes its Theorem A.1, which is two-sided with an exponent of a quarter of Hoeffding's; one side
-    is enough, with the full exponent: the radical is half the printed one.
     """
     slope = _slope(lipschitz, epsilon)
     return _theorem(entropy, n_valid, delta, B, epsilon, excess, slope, (0.5**0.5, 0.5**0.5))

@@ -202,6 +202,15 @@ def oymak_theorem3(
     ValueError
         For a K that is not square and finite, y that does not fit, or a number out of range.
 
+    Notes
+    -----
+    Limits that the paper does not mention. Its Delta, any subset of the unit l1 ball, must not come
+    near 0, where ``K_(s alpha) = s^2 K_alpha`` has no lower bound. The simplex is fine where no
+    activations cancel, but the smallest eigenvalue over it need not be at a vertex. ReLU, named as
+    a candidate and used in Figure 2, and LeakyReLU have no bounded sigma''. And f_0 at
+    initialisation has the variance ``c_0 Var sigma_alpha(g)``, not 0: hidden in "a proper choice of
+    c_0".
+
     Examples
     --------
     >>> from ntk import relu, tanh
@@ -213,15 +222,6 @@ def oymak_theorem3(
     0.2498
     >>> [name for name, held in bound.assumptions if held is False]
     ["|sigma'| and |sigma''| are bounded"]
-
-    Notes
-    -----
-    Limits that the paper does not mention. Its Delta, any subset of the unit l1 ball, must not come
-    near 0, where ``K_(s alpha) = s^2 K_alpha`` has no lower bound. The simplex is fine where no
-    activations cancel, but the smallest eigenvalue over it need not be at a vertex. ReLU, named as
-    a candidate and used in Figure 2, and LeakyReLU have no bounded sigma''. And f_0 at
-    initialisation has the variance ``c_0 Var sigma_alpha(g)``, not 0: hidden in "a proper choice of
-    c_0".
     """
     positives(t=t, n_valid=n_valid, B=B, C=C)
     count("h", h)

@@ -190,15 +190,15 @@ def published_scores(dataset: str = "cifar10") -> dict[str, np.ndarray]:
     ValueError
         As :func:`load_table`; and for another dataset.
 
-    Examples
-    --------
-    >>> int(np.isfinite(published_scores()["nwot"]).sum())  # doctest: +SKIP
-    9445
-
     References
     ----------
     Kadlecová et al., Surprisingly strong performance prediction with neural graph features, 2024,
     whose collection these are from.
+
+    Examples
+    --------
+    >>> int(np.isfinite(published_scores()["nwot"]).sum())  # doctest: +SKIP
+    9445
     """
     if dataset not in ("cifar10", "imagenet16"):
         raise ValueError(f"dataset: expected cifar10 or imagenet16, got {dataset!r}.")

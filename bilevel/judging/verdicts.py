@@ -401,14 +401,14 @@ def sum_of_log_ranks(*scores: Any) -> np.ndarray:
     ValueError
         For no scores, or scores of different lengths.
 
+    References
+    ----------
+    Lee & Ham, AZ-NAS: Assembling zero-cost proxies for network architecture search, CVPR 2024.
+
     Examples
     --------
     >>> sum_of_log_ranks([1, 2, 4, 3], [10, np.nan, 40, 30]).round(2)
     array([-2.08, -2.08,  0.  , -0.58])
-
-    References
-    ----------
-    Lee & Ham, AZ-NAS: Assembling zero-cost proxies for network architecture search, CVPR 2024.
     """
     arrays = [_floats("scores", score) for score in scores]
     if not arrays:

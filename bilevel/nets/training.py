@@ -74,18 +74,18 @@ def train(
         If ``key`` is no PRNG key or ``lower`` no function, ``batch_size`` is not from 1 to N, or
         ``epochs`` under 1.
 
+    Notes
+    -----
+    Pure: put it under ``jit`` with ``lower`` (and what else is no array) closed over, and under
+    ``vmap`` for several seeds. Memory: two copies of ``w`` besides the optimizer's. The paper's
+    loss, the logistic one of ``y f`` with y = +-1, is that of a space of two classes.
+
     Examples
     --------
     >>> loss = lambda w, _, x: -w * x.sum()
     >>> found = train(jax.random.key(0), loss, None, 0.0, jnp.ones(8), optimizer=0.5, epochs=2)
     >>> float(found.last), bool(found.uniform < found.last), found.losses.shape
     (8.0, True, (16,))
-
-    Notes
-    -----
-    Pure: put it under ``jit`` with ``lower`` (and what else is no array) closed over, and under
-    ``vmap`` for several seeds. Memory: two copies of ``w`` besides the optimizer's. The paper's
-    loss, the logistic one of ``y f`` with y = +-1, is that of a space of two classes.
     """
     prng_key("key", key)
     function("lower", lower, "(w, architecture, batch) -> loss")

@@ -60,16 +60,16 @@ def spectral_alpha(features: Features, labels: chex.Array, *, whiten: bool = Fal
     Time: c n h p, and h^2 (c p + h); whitened n h^2 p more; with kernels c h^2 n^2. Memory:
     h (n + c) b for blocks of b columns, h p (n + c) for an array.
 
+    References
+    ----------
+    Oymak et al. 2021, section 5, step 1, and Theorem 4.
+
     Examples
     --------
     >>> X = jax.random.normal(jax.random.key(0), (200, 3, 50))
     >>> y = X[:, 1, 0]  # alpha* = (0, 1, 0)
     >>> bool(spectral_alpha(X, y)[1] > 0.9)
     True
-
-    References
-    ----------
-    Oymak et al. 2021, section 5, step 1, and Theorem 4.
     """
     noise = noise_gram(features, labels) if whiten else None
     return top_direction(spectral_gram(features, labels), noise)

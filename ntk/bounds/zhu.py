@@ -158,6 +158,11 @@ def zhu_theorem1_as_printed(
     ValueError
         As :func:`ntk.network_kernel`; also if n, d or C is not positive.
 
+    Notes
+    -----
+    The betas are :func:`table1`'s, at :func:`zhu_variance_as_printed`: for swish the true beta_2 =
+    1.0168 and not the bound 1.22 of the table.
+
     Examples
     --------
     >>> from ntk.activations import relu
@@ -166,11 +171,6 @@ def zhu_theorem1_as_printed(
     (13.5, 3.0)
     >>> lower.assumptions[0]
     ("N <= d: else X X' is singular", False)
-
-    Notes
-    -----
-    The betas are :func:`table1`'s, at :func:`zhu_variance_as_printed`: for swish the true beta_2 =
-    1.0168 and not the bound 1.22 of the table.
     """
     betas, alpha, t_holds = _zhu_constants(n, d, activations, skips, C)
     steps1, steps2, steps3 = (

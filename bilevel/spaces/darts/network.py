@@ -165,6 +165,10 @@ def darts_network(
     auxiliary classifier averages over positions: of images beyond 40 x 40 several are left, and the
     reference fails. Biases of both classifiers start at 0.
 
+    References
+    ----------
+    Liu, Simonyan & Yang (2019), section 3.3 and appendix A.2.
+
     Examples
     --------
     >>> from bilevel.spaces.darts import DARTS_V2, parameter_count
@@ -172,10 +176,6 @@ def darts_network(
     >>> w, averages = jax.eval_shape(lambda key: network.init(key, (8, 8, 3)), jax.random.key(0))
     >>> parameter_count(w)
     1990
-
-    References
-    ----------
-    Liu, Simonyan & Yang (2019), section 3.3 and appendix A.2.
     """
     check_genotype(genotype)
     check_network(classes, cells, channels)

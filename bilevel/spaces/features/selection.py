@@ -230,6 +230,11 @@ def text_selection(train: Part, valid: Part, test: Part, *, cost: float = 1.0) -
         Its resource is the number of hash bins. Texts are hashed when a configuration first asks
         for them, and kept.
 
+    Raises
+    ------
+    ValueError
+        If a part is empty, the training labels are not of two classes, or the cost not positive.
+
     Notes
     -----
     A naive-Bayes weight has the sign of the class in it, other weights do not. In the same bins,
@@ -237,11 +242,6 @@ def text_selection(train: Part, valid: Part, test: Part, *, cost: float = 1.0) -
     had errors near 1/2), so n-grams of one kind fall into the bins of unrelated n-grams of the
     other. The authors' released code gives every configuration a hash of its own. Memory: up to
     36 matrices of counts, of some 100 entries and 12 bytes each per text and order.
-
-    Raises
-    ------
-    ValueError
-        If a part is empty, the training labels are not of two classes, or the cost not positive.
 
     Examples
     --------

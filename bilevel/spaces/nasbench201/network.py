@@ -202,6 +202,10 @@ def nasbench201_network(
     Kernels start from U(-1, 1) / sqrt(fan-in) as the benchmark's. Deviations: the classifier's
     bias starts at 0; running variances are without the factor m / (m - 1).
 
+    References
+    ----------
+    Dong & Yang (2020), NAS-Bench-201, section 2.
+
     Examples
     --------
     >>> from bilevel.spaces.nasbench201 import parse_genotype
@@ -210,10 +214,6 @@ def nasbench201_network(
     >>> w, averages = jax.eval_shape(lambda key: network.init(key, (32, 32, 3)), jax.random.key(0))
     >>> sum(leaf.size for leaf in jax.tree.leaves(w))  # 73,306 + 243,040 + 28,000
     344346
-
-    References
-    ----------
-    Dong & Yang (2020), NAS-Bench-201, section 2.
     """
     check_genotype(genotype)
     shape = Shape(classes, cells, channels)

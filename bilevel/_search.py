@@ -179,7 +179,7 @@ def search(
 
     Parameters
     ----------
-    problem, solver, optimizer, diagnostics
+    problem, solver, optimizer
         As in :func:`descent`.
     alpha, w0 : pytrees of floating arrays
         Where to start. The weights go on from one outer step to the next.
@@ -202,6 +202,8 @@ def search(
         Called between chunks; a true value ends the search.
     chunk : int, optional
         Steps between two chunks; by default about half a second's worth.
+    diagnostics : bool
+        As in :func:`descent`.
     history : sequence of str, optional
         What to keep of every step: names of metrics, and ``"alpha"``. By default all; of an alpha
         over 64 KiB (16,384 numbers in float32) not its history, which has to be asked for.

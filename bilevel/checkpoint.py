@@ -27,8 +27,10 @@ def save(directory: str | pathlib.Path, step: int, tree: Pytree, label: Any = 0)
 
     Parameters
     ----------
-    directory : path, made if needed.
-    step : int, at least 0.
+    directory : path
+        Made if needed.
+    step : int
+        At least 0.
     tree : pytree of arrays
     label : int, or dict of str
         A fingerprint of what the tree belongs to, asked for again by :func:`restore`.

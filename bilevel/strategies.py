@@ -154,9 +154,10 @@ def gaea(
 
     Parameters
     ----------
-    space, weights, batch_size
+    space, weights
         As in :func:`darts`.
     alpha : rate of exponentiated gradient, or an optax.GradientTransformation of ``alpha``
+    batch_size : int
     on_training_rows : bool
         The paper's single-level version, on the batch of the weights' step.
 

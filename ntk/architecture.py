@@ -58,8 +58,19 @@ def parse(
 
     Parameters
     ----------
-    activations, skips, variances : as :func:`ntk.network_kernel` takes them.
-    dtype : of the arrays; the inputs'.
+    activations, skips, variances
+        As :func:`ntk.network_kernel` takes them.
+    dtype : dtype
+        Of the arrays; that of the inputs.
+
+    Returns
+    -------
+    tuple
+
+    Raises
+    ------
+    ValueError
+        For wrong counts, an empty layer, what is no activation, or a negative variance.
 
     Examples
     --------

@@ -59,8 +59,10 @@ def dual(
 
     Parameters
     ----------
-    a, b : activations, their ``derivative``s, or smooth functions.
-    vx, vy, c : arrays that broadcast: variances and covariance, ``|c| <= sqrt(vx vy)``.
+    a, b : Activation or function
+        Activations, their ``derivative``, or smooth functions.
+    vx, vy, c : array
+        Variances and covariance, which broadcast; ``|c| <= sqrt(vx vy)``.
     max_variance : float, optional
         The largest variance to resolve, which sets the number of nodes. By default the largest of
         ``vx`` and ``vy``, or 25 where these are traced. Smooth pairs beyond it are NaN.
@@ -69,7 +71,8 @@ def dual(
 
     Returns
     -------
-    array of the broadcast shape.
+    array
+        Of the broadcast shape.
 
     Raises
     ------

@@ -419,15 +419,30 @@ def gradient_norms(
 
     Parameters
     ----------
-    apply, params, x, method, batch_size
-        As for :func:`empirical_kernel`, with its errors.
+    apply : callable
+        ``apply(params, x) -> [n, o]`` or ``[n]``, sample by sample.
+    params : pytree
+        Parameters.
+    x : array, [n, ...]
+        Samples.
+    method : {"auto", "layerwise", "jacobian", "neural_tangents"}
+        As for :func:`empirical_kernel`.
     outputs : {"sum", "trace"}
         ``"sum"``: of the sum of the outputs; ``"trace"``: summed over the outputs.
+    batch_size : int, optional
+        Samples handled at a time; all by default.
 
     Returns
     -------
     array, [n]
         Its sum is the trace of the kernel.
+
+    Raises
+    ------
+    ValueError
+        If an argument is out of its range, samples or parameters are not finite, ``apply`` does
+        not return one row for one sample or takes batch statistics (flax's BatchNorm), or
+        ``"layerwise"`` finds no layer.
 
     Notes
     -----
@@ -457,15 +472,26 @@ def kernel_vector_product(
 
     Parameters
     ----------
-    apply, params, x, batch_size
-        As for :func:`empirical_kernel`, with its errors.
+    apply : callable
+        ``apply(params, x) -> [n, o]`` or ``[n]``, sample by sample.
+    params : pytree
+        Parameters.
+    x : array, [n, ...]
+        Samples.
+    batch_size : int, optional
+        Samples handled at a time; all by default.
 
     Returns
     -------
     callable
         Takes ``v`` [n], for the kernel of the summed outputs, or [n, o], for all of it:
-        ``(K v)_ai = Σ_bj K(x_a, x_b)_ij v_bj``. Returns the same shape. Raises ``ValueError``
-        where ``v`` has another.
+        ``(K v)_ai = Σ_bj K(x_a, x_b)_ij v_bj``. Returns the same shape.
+
+    Raises
+    ------
+    ValueError
+        If samples or parameters are not finite, or ``apply`` does not return one row for one
+        sample or takes batch statistics; when called, if ``v`` has another shape.
 
     Notes
     -----

@@ -115,10 +115,23 @@ def hermite(
 
     Parameters
     ----------
-    fn : elementwise function, an :class:`~ntk.activations.Activation` for instance.
-    scale : array [...], standard deviations.
-    terms : int, even.
-    places : where fn is not smooth, beside 0.
+    fn : function
+        Elementwise, an :class:`~ntk.activations.Activation` for instance.
+    scale : array [...]
+        Standard deviations.
+    terms : int
+        Number of coefficients, even.
+    places : tuple of float
+        Where fn is not smooth, beside 0.
+
+    Returns
+    -------
+    array [..., terms]
+
+    Raises
+    ------
+    ValueError
+        Unless ``terms`` is an even number of at least 2.
 
     Examples
     --------

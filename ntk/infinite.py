@@ -179,7 +179,10 @@ def lemma1_kernel_as_printed(
     Parameters
     ----------
     x : array [n, d]
-    activations, skips : as in :func:`network_kernel`.
+    activations : L - 1 entries
+        Each an activation (or any smooth function), or ``{activation: weight}`` for their sum.
+    skips : L - 2 reals, optional
+        Weights of the skip connections; none by default.
 
     Returns
     -------

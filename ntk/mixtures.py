@@ -49,7 +49,8 @@ def mixture_blocks(
     ----------
     x : array [n, d]
         The variance of u is ``|x|^2``, not divided by d.
-    activations : h activations or smooth functions.
+    activations : sequence of Activation or function
+        h activations, or smooth functions.
     x2 : array [n2, d], optional
         The second set of inputs, for predictions; ``x`` by default.
     scale : float

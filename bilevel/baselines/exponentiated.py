@@ -41,7 +41,7 @@ def exponentiated_gradient(
 
     Parameters
     ----------
-    key, configs, problem, budget, **recording
+    key, configs, problem, budget
         As in :func:`bilevel.baselines.weight_sharing`.
     rounds : int
         Steps.
@@ -49,6 +49,8 @@ def exponentiated_gradient(
         Step size eta, positive.
     baseline : bool
         Whether ``b`` is the running mean of the past rounds' mean errors, for less variance, or 0.
+    **recording
+        As in :func:`bilevel.baselines.weight_sharing`.
 
     Returns
     -------
@@ -60,8 +62,8 @@ def exponentiated_gradient(
     Raises
     ------
     ValueError
-        Before the first solve: as :func:`bilevel.baselines.weight_sharing`; ``rounds`` under 1,
-        ``rate`` not positive.
+        Before the first solve: for ``rounds`` under 1, a ``rate`` that is not positive, and what
+        :func:`bilevel.baselines.weight_sharing` refuses.
     FloatingPointError
         If a solve has no error to show: all cells are empty or NaN.
 

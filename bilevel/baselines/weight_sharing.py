@@ -94,12 +94,14 @@ def fast_weight_sharing(
 
     Parameters
     ----------
-    key, configs, problem, **recording
+    key, configs, problem
         As in :func:`weight_sharing`.
     budget : int
         d: resource of the last solve.
     growth : float
         At least 1, which is :func:`weight_sharing`; finite.
+    **recording
+        As in :func:`weight_sharing`.
 
     Returns
     -------

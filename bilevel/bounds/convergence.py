@@ -151,7 +151,16 @@ def selection_risk(
 
     Parameters
     ----------
-    n_valid, covering, L, Gamma, b, variance, tau : as in :func:`uniform_convergence`.
+    n_valid : scalar
+        n_V, the number of validation rows.
+    covering : function
+        ``radii [m] -> log N [m]``, of the set Delta.
+    L, Gamma, b : scalar
+        Lipschitz constants of ``alpha -> f_alpha`` and of the loss, and the largest loss.
+    variance : scalar, optional
+        An upper bound of the variance of the loss, the same for every f_alpha.
+    tau : float
+        Above log 2; the bound holds with probability ``1 - 2 exp(-tau)``.
     delta : scalar
         ``L_V(f_selected) <= min L_V + delta``.
 
@@ -206,7 +215,10 @@ def hypergradient_convergence(
 
     Parameters
     ----------
-    n_valid, covering : as in :func:`uniform_convergence`.
+    n_valid : scalar
+        n_V, the number of validation rows.
+    covering : function
+        ``radii [m] -> log N [m]``, of the set Delta.
     G, L : scalar
         Where alpha -> f_alpha is L-Lipschitz, its gradient at most R and R L-Lipschitz, the loss
         and its derivative Gamma-Lipschitz (the paper's assumptions): Gamma R, and 2 Gamma R L.

@@ -129,7 +129,28 @@ def oymak_theorem2_as_printed(
     the predictor does not depend on s, and K is proportional to s^2: for random labels, which
     nothing predicts, the first term is 2.1 / s, as small as one likes.
 
-    Parameters, returns, raises: as :func:`oymak_theorem2`, with its ``options`` by name.
+    Parameters
+    ----------
+    K : array [..., n_T, n_T]
+        ``Phi_alpha Phi_alpha'`` for one alpha or several of Delta.
+    y : array [n_T]
+        Labels of the training rows.
+    n_valid : scalar
+        n_V, the number of validation rows.
+    R : scalar
+        ``|alpha|_1 <= R``.
+    **options
+        The other arguments of :func:`oymak_theorem2`, by name.
+
+    Returns
+    -------
+    Bound
+        As printed; ``assumptions`` says whether R is at most 1.
+
+    Raises
+    ------
+    ValueError
+        For a K that is not square and finite, y that does not fit, or a number out of range.
 
     Examples
     --------

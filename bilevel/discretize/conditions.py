@@ -63,7 +63,8 @@ def condition_six(
     outputs : array [n, h] or [n, h, o]
         ``f_i`` of the network with choice i alone, at the shared weights, on n rows to which
         neither the weights nor alpha were fitted: test rows. Otherwise intervals are too narrow.
-    alpha : array [h], on the simplex.
+    alpha : array [h]
+        On the simplex.
     targets : array [n] or [n, o], optional
     confidence : float
 

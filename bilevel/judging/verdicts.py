@@ -390,7 +390,7 @@ def sum_of_log_ranks(*scores: Any) -> np.ndarray:
 
     Parameters
     ----------
-    scores : each [m]
+    *scores : array [m]
 
     Returns
     -------

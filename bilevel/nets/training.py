@@ -54,7 +54,8 @@ def train(
         For the order of the rows, a new one in each epoch, and for the uniform iterate.
     lower : ``lower(w, architecture, batch) -> scalar``
         ``problem.lower`` of the space.
-    architecture : SkipArchitecture, or ``alpha`` to train the supernet's network as it is.
+    architecture : pytree
+        A SkipArchitecture, or ``alpha`` to train the supernet's network as it is.
     w : pytree
     data : pytree of arrays with the same number of rows N
     optimizer : optax.GradientTransformation or float

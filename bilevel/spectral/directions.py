@@ -17,7 +17,8 @@ def spectral_alpha(features: Features, labels: chex.Array, *, whiten: bool = Fal
 
     Parameters
     ----------
-    features : array [n, h, p], Columns, or the kernels [h, h, n, n] of the h feature maps.
+    features : array [n, h, p], Columns, or array [h, h, n, n]
+        Features of h maps, or the kernels of these maps.
     labels : array [n] or [n, c]
         Taken as they are: a mean that labels and features both have counts as signal.
     whiten : bool
@@ -78,11 +79,20 @@ def spectral_alpha(features: Features, labels: chex.Array, *, whiten: bool = Fal
 def spectral_gram(features: Features, labels: chex.Array) -> jax.Array:
     """``G_ij = sum_c y_c' K_ij y_c``, which is ``M M'`` summed over outputs.
 
-    Parameters, raises: as :func:`spectral_alpha`.
+    Parameters
+    ----------
+    features : array [n, h, p], Columns, or array [h, h, n, n]
+        Features of h maps, or the kernels of these maps.
+    labels : array [n] or [n, c]
 
     Returns
     -------
     array [h, h]
+
+    Raises
+    ------
+    ValueError
+        If shapes do not fit, something is empty, or concrete numbers are not finite.
 
     Examples
     --------
@@ -111,11 +121,20 @@ def noise_gram(features: Features, labels: chex.Array) -> jax.Array:
     ``N_ij = sum_n |y_n|^2 K_ij(x_n, x_n)``. Under Theorem 4 it is n p times the identity, up to
     fluctuations which vanish as p grows.
 
-    Parameters, raises: as :func:`spectral_alpha`.
+    Parameters
+    ----------
+    features : array [n, h, p], Columns, or array [h, h, n, n]
+        Features of h maps, or the kernels of these maps.
+    labels : array [n] or [n, c]
 
     Returns
     -------
     array [h, h]
+
+    Raises
+    ------
+    ValueError
+        If shapes do not fit, something is empty, or concrete numbers are not finite.
 
     Examples
     --------
@@ -134,13 +153,17 @@ def top_direction(gram: chex.Array, noise: chex.Array | None = None) -> jax.Arra
 
     Parameters
     ----------
-    gram, noise : arrays [h, h], from :func:`spectral_gram` and :func:`noise_gram`.
-        Feature maps that are copies of each other, or zero, do no harm: directions of the noise's
-        correlation matrix below the square root of the rounding error are not resolved.
+    gram : array [h, h]
+        From :func:`spectral_gram`.
+    noise : array [h, h], optional
+        From :func:`noise_gram`. Feature maps that are copies of each other, or zero, do no harm:
+        directions of the noise's correlation matrix below the square root of the rounding error
+        are not resolved.
 
     Returns
     -------
-    array [h], of 2-norm 1, with a sum that is not negative.
+    array [h]
+        Of 2-norm 1, with a sum that is not negative.
 
     Raises
     ------
@@ -216,7 +239,8 @@ def simplex_start(
 
     Returns
     -------
-    array [h], nonnegative, of sum 1.
+    array [h]
+        Nonnegative, of sum 1.
 
     Raises
     ------

@@ -32,7 +32,8 @@ def spectral_limits(p_over_n: Any, h_over_n: Any) -> SpectralLimits:
 
     Parameters
     ----------
-    p_over_n, h_over_n : array_like, positive (h_over_n may be 0); broadcast with each other.
+    p_over_n, h_over_n : array_like
+        Positive (h_over_n may be 0); broadcast with each other.
 
     Returns
     -------

@@ -121,7 +121,13 @@ def schur_lower_bound(
     Parameters
     ----------
     x : array [N, d]
-    activations, skips, variances : as in :func:`ntk.network_kernel`.
+        The inputs.
+    activations : sequence of Activation, or of {Activation: weight}
+        L - 1 of them, as in :func:`ntk.network_kernel`.
+    skips : L - 2 reals, optional
+        Weights of the skip connections; none by default.
+    variances : L nonnegative reals, optional
+        (1, 2, ..., 2) by default.
 
     Returns
     -------
@@ -194,9 +200,14 @@ def hermite_lower_bound(
     ----------
     x : array [N, d]
         Rows of equal norm, not 0.
-    activations, skips, variances : as in :func:`ntk.network_kernel`.
-    terms : int, even
-        The more, the larger the value.
+    activations : sequence of Activation, or of {Activation: weight}
+        L - 1 of them, as in :func:`ntk.network_kernel`.
+    skips : L - 2 reals, optional
+        Weights of the skip connections; none by default.
+    variances : L nonnegative reals, optional
+        (1, 2, ..., 2) by default.
+    terms : int
+        Even. The more, the larger the value.
 
     Returns
     -------

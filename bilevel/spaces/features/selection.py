@@ -52,7 +52,8 @@ def fourier_selection(
 
     Parameters
     ----------
-    key : jax PRNG key, of the random features.
+    key : jax PRNG key
+        Of the random features.
     train, valid, test : (x [n, ...], labels [n])
         Rows are flattened. A class without training rows is never predicted.
     dimension : int

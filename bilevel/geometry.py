@@ -271,7 +271,13 @@ def _check_update(updates: Pytree, params: Pytree) -> None:
 
 
 def check_simplex(alpha: chex.Array) -> None:
-    """Raise unless the last axis of a concrete ``alpha`` is nonnegative and sums to one."""
+    """Refuse a concrete ``alpha`` whose last axis is not nonnegative with sum one.
+
+    Raises
+    ------
+    ValueError
+        For a scalar, no entries, entries that are not floating, or a point off the simplex.
+    """
     if jnp.ndim(alpha) == 0:
         raise ValueError("alpha: expected a simplex on the last axis of every leaf, got a scalar.")
     _check_entries(alpha)
@@ -279,7 +285,13 @@ def check_simplex(alpha: chex.Array) -> None:
 
 
 def check_box(alpha: chex.Array) -> None:
-    """Raise unless every entry of a concrete ``alpha`` lies in [0, 1]."""
+    """Refuse a concrete ``alpha`` with an entry outside [0, 1].
+
+    Raises
+    ------
+    ValueError
+        For no entries, entries that are not floating, or one outside the box.
+    """
     _check_entries(alpha)
     if isinstance(alpha, jax.core.Tracer):
         return
@@ -315,7 +327,12 @@ _NAMES = {_Exponentiated: "exponentiate", _Projected: "project", SoftmaxState: "
 def check_last(state: optax.OptState, alpha: Pytree) -> Pytree:
     """``alpha``, refused if a geometry in ``state`` was not the last to move it.
 
-    By an error, or where it is traced, and only the device will know, by NaN.
+    Where ``alpha`` is traced, no error can be raised: it becomes NaN instead.
+
+    Raises
+    ------
+    ValueError
+        If another transformation came after the geometry and moved ``alpha`` on.
     """
     return _refused(MISPLACED, names(state), moved_on(state, alpha), alpha)
 
@@ -323,7 +340,15 @@ def check_last(state: optax.OptState, alpha: Pytree) -> Pytree:
 def check_descends(
     optimizer: optax.GradientTransformation, state: optax.OptState, alpha: Pytree
 ) -> Pytree:
-    """``alpha``, refused likewise if ``optimizer`` has a geometry and follows the gradient."""
+    """``alpha``, refused if ``optimizer`` has a geometry and follows the gradient uphill.
+
+    Where ``alpha`` is traced, no error can be raised: it becomes NaN instead.
+
+    Raises
+    ------
+    ValueError
+        If a first step of the geometry goes along the gradient, not against it.
+    """
     if not (found := names(state)):
         return alpha
     return _refused(_ASCENDING, found, _compiled_ascends(optimizer, alpha), alpha)
@@ -337,24 +362,24 @@ def geometries(state: optax.OptState) -> list:
 
 
 def names(state: optax.OptState) -> list[str]:
-    """What the user calls them."""
+    """The names by which the user knows these geometries."""
     return [_NAMES[type(geometry)] for geometry in geometries(state)]
 
 
 def moved_on(state: optax.OptState, alpha: Pytree) -> list[jax.Array]:
-    """Of each geometry, whether ``alpha`` is elsewhere than where that moved it: a bool [].
+    """For each geometry, whether something moved ``alpha`` after it: a bool [].
 
-    So it is where another transformation came after it. NaN counts as no move.
+    That is so where ``alpha`` is not the point in the geometry's state. NaN counts as no move.
     """
     return [_any_leaf(_apart, geometry.point, alpha) for geometry in geometries(state)]
 
 
 def ascends(optimizer: optax.GradientTransformation, alpha: Pytree) -> list[jax.Array]:
-    """Of each geometry, whether a first step follows the gradient instead of going against it.
+    """For each geometry, whether a first step follows the gradient instead of going against it.
 
-    Asked of two made-up gradients, g and -g, at the middle of the set: whether the difference of
-    the steps points along g. That leaves out what does not depend on the gradient, weight decay
-    and noise, and a step of size 0 proves nothing.
+    Two made-up gradients, g and -g, each give a step from the middle of the set. If the difference
+    of the two steps points along g, the optimizer ascends. What does not depend on the gradient,
+    such as weight decay and noise, cancels in the difference; steps of size 0 count as no ascent.
     """
     # In float32 at least: a small step is lost in half precision.
     start = jax.tree.map(lambda a: _wide(jnp.full(a.shape, 1, a.dtype)) / _size(a), alpha)

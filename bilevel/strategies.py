@@ -191,7 +191,14 @@ def joint(
 ) -> Strategy:
     """Single-level training: weights and ``alpha`` descend the training loss together.
 
-    Parameters as in :func:`darts`, which it is but for the rows.
+    It is :func:`darts` with training rows in the place of validation rows.
+
+    Parameters
+    ----------
+    space : Space, or Problem
+    weights : optax.GradientTransformation, or a rate of plain SGD
+    alpha : rate of the paper's Adam, or an optax.GradientTransformation of ``alpha``
+    batch_size : int
 
     Returns
     -------
@@ -350,6 +357,11 @@ def side_by_side(strategy: Strategy, copies: int) -> Strategy:
     """The same search ``copies`` times at once: arrays of state and data lead with that axis.
 
     Losses are sums over the copies, as in :func:`bilevel.side_by_side`.
+
+    Raises
+    ------
+    ValueError
+        If ``copies`` is not a whole number of at least 1.
 
     Examples
     --------

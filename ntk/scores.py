@@ -146,6 +146,12 @@ def knas_released(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
     for the first eleven leaves of ``params`` with at least 50 entries. Of independent samples its
     expectation is 0: it measures the order of the batch.
 
+    Raises
+    ------
+    ValueError
+        If ``batch`` or ``params`` are not what a score takes, the number of samples is odd, or no
+        leaf of ``params`` has 50 entries.
+
     Notes
     -----
     Leaves in JAX's order and entries in their memory layout: not PyTorch's, so not KNAS's

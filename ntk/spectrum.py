@@ -95,13 +95,30 @@ def min_eigenvalue(K: chex.Array | Product, *, size: int | None = None) -> jax.A
 def smallest_eigenpair(K: chex.Array | Product, *, size: int | None = None) -> Eigenpair:
     """Smallest eigenvalue, its unit eigenvector, and the residual ``|K v - lambda v|``.
 
-    Takes and raises what :func:`min_eigenvalue` does. Only ``value`` has a derivative. The sign
-    of ``vector`` is arbitrary, and so is the vector within the eigenspace of a multiple eigenvalue.
+    Only ``value`` has a derivative. The sign of ``vector`` is arbitrary, and so is the vector
+    within the eigenspace of a multiple eigenvalue.
 
     A product costs as many calls as Lanczos on ``-K`` needs, about ``sqrt(|K| / gap)`` times the
     number of digits, where ``gap`` is the distance to the next eigenvalue: some ten for a
     well-separated one, thousands at the crowded lower end of a smooth kernel. It stops after about
     10,000, with a value that is too large and a residual that says so. Memory: 48 vectors.
+
+    Parameters
+    ----------
+    K : array [n, n] or callable
+        Symmetric matrix, or the product ``v [n] -> K v [n]``.
+    size : int, optional
+        n, where ``K`` is a product.
+
+    Returns
+    -------
+    Eigenpair
+
+    Raises
+    ------
+    ValueError
+        If ``K`` is not a finite non-empty square matrix, symmetric but for rounding, or ``size`` is
+        missing or superfluous.
 
     Examples
     --------

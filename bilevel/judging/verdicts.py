@@ -195,6 +195,11 @@ def top_one(score: Any, accuracy: Any) -> float:
 
     If all scores are NaN, all tie.
 
+    Raises
+    ------
+    ValueError
+        For what are not two vectors of numbers of one length.
+
     Examples
     --------
     >>> top_one([3, 3, 1, np.nan], [70.0, 80.0, 90.0, 95.0])

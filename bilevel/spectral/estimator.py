@@ -43,7 +43,7 @@ def spectral_estimator(
     Raises
     ------
     ValueError
-        As :func:`spectral_alpha`.
+        If shapes do not fit, something is empty, or concrete numbers are not finite.
 
     Notes
     -----

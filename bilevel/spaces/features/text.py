@@ -220,6 +220,11 @@ def fold(counts: csr_array, dimension: int, binary: bool = False) -> csr_array:
     -------
     scipy.sparse.csr_array [n, dimension]
 
+    Raises
+    ------
+    ValueError
+        Unless ``dimension`` is from 1 to ``bins``.
+
     Examples
     --------
     >>> fold(csr_array([[1.0, 0.0, 2.0, 3.0]]), 2).toarray()
@@ -281,6 +286,11 @@ def weigh(bags: csr_array, config: TextConfig, totals: TextStatistics) -> csr_ar
     -------
     scipy.sparse.csr_array [n, d], float64
         An empty row stays zero. Time and memory: a few passes over the entries that are not zero.
+
+    Raises
+    ------
+    ValueError
+        If ``bags`` and ``totals`` differ in their number of bins.
 
     Examples
     --------

@@ -159,13 +159,25 @@ class Shape(NamedTuple):
         return range(stage * self.cells, (stage + 1) * self.cells)
 
     def check(self) -> None:
-        """Raise ValueError for a network without layers, or with nothing to tell apart."""
+        """Refuse sizes that make no network.
+
+        Raises
+        ------
+        ValueError
+            For fewer than 2 classes, 1 cell or 1 channel.
+        """
         for name, least in (("classes", 2), ("cells", 1), ("channels", 1)):
             whole(name, getattr(self, name), least)
 
 
 def check_images(shape: tuple[int, ...]) -> None:
-    """Raise ValueError unless ``shape`` is that of images [n, h, w, c], of 4 pixels a side."""
+    """Refuse a shape that is not that of images [n, h, w, c] of at least 4 x 4 pixels.
+
+    Raises
+    ------
+    ValueError
+        For another number of axes, or smaller images.
+    """
     least = 2 ** (STAGES - 1)
     if len(shape) != 4 or min(shape[1:3]) < least:
         raise ValueError(

@@ -148,9 +148,11 @@ def _of_function(f: types.FunctionType) -> Iterator[tuple[str, Any]]:
 
 
 def _as_used(x: Any, code: types.CodeType) -> Any:
-    """Of settings, such as a command line's flags, those that ``code`` names: others may differ.
+    """``x``, or, if it is a record of settings, only those fields that ``code`` names.
 
-    Whatever is no number or word is kept, and all if the code names none, or uses a method.
+    So a function that closes over all flags of a command does not change with the flags that it
+    does not use. Fields that are no plain values (numbers, words) are all kept, and so is the whole
+    record if ``code`` names none of its fields, or uses a method or property of it.
     """
     fields = x if isinstance(x, dict) else getattr(x, "__dict__", None)
     if not isinstance(fields, dict) or isinstance(x, type | types.FunctionType | types.ModuleType):

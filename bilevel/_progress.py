@@ -19,7 +19,7 @@ Show = Callable[[int, Callable[[], dict[str, Any]]], None]
 
 
 class RunBar:
-    """Of a run: ``work`` has its phases in order, with how long they take, in any unit."""
+    """The bar of a run; ``work`` has its phases in order and how long each takes, in any unit."""
 
     def __init__(self, work: Mapping[str, float], update: Callable[..., None] | None):
         self._work, self._update = dict(work), update  # None: nothing is shown

@@ -415,7 +415,7 @@ def _slope(alpha: jax.Array) -> jax.Array:
 
 
 def _size(alpha: jax.Array) -> int:
-    """Of the last axis."""
+    """The number of entries on the last axis."""
     return alpha.shape[-1] if alpha.ndim else 1
 
 

@@ -29,7 +29,7 @@ def _axes(ax: Any) -> Any:
 
 
 def _look(i: int, dashed: bool = True) -> dict[str, Any]:
-    """Of line ``i``; named line by line, since axes that are given have colours of their own."""
+    """The colour and dashes of line ``i``: axes from the caller would choose colours themselves."""
     lap, place = divmod(i, len(COLOURS))
     dashes = DASHES[(place + lap) % len(DASHES)] if dashed else "-"
     return {"color": COLOURS[place], "linestyle": dashes}

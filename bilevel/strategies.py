@@ -387,7 +387,7 @@ def side_by_side(strategy: Strategy, copies: int) -> Strategy:
 def best_drawn(
     key: chex.PRNGKey, space: Space, w: Pytree, rows: Pytree, *, samples: int, batch_size: int
 ) -> Pytree:
-    """Of ``samples`` architectures drawn, the one of the lowest validation loss at ``w``.
+    """The one of ``samples`` architectures drawn that has the lowest validation loss at ``w``.
 
     The end of random search with weight sharing. Pure: put it under ``jit`` and ``vmap``.
 

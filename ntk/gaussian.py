@@ -179,13 +179,13 @@ def kink_coefficients(degree: int, terms: int) -> np.ndarray:
 
 @functools.cache
 def _arc_polynomials() -> np.ndarray:
-    """Of ``asin(sqrt m) / sqrt m`` and ``(t - sin t) / m^1.5``, t = 2 asin(sqrt m), 0 <= m <= 1/2.
+    """Coefficients [2, 24] of two polynomials in 4 m - 1, lowest power first, for 0 <= m <= 1/2.
 
-    [2, 24], lowest power first, in 4 m - 1; both are analytic up to m = 1, so that the
-    interpolation at 24 Chebyshev points is exact to 1e-17. XLA's own inverse functions take ten
-    times longer than everything else in a layer of ReLUs.
+    They interpolate ``asin(sqrt m) / sqrt m`` and ``(t - sin t) / m^1.5``, t = 2 asin(sqrt m), at
+    24 Chebyshev points: exact to 1e-17, since both are analytic up to m = 1. XLA's own inverse
+    functions take ten times longer than everything else in a layer of ReLUs.
     """
-    # Power series in m: of asin, and of t - sin t = sum of what its double angle leaves.
+    # Power series in m: of asin, and of t - sin t with sin t = 2 sqrt(m) sqrt(1 - m).
     k = np.arange(60)
     asin = np.cumprod(np.concatenate([[1.0], (2 * k[1:] - 1) / (2 * k[1:])])) / (2 * k + 1)
     root = np.cumprod(np.concatenate([[1.0], (k[1:] - 1.5) / k[1:]]))  # of sqrt(1 - m)

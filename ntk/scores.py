@@ -9,7 +9,9 @@ Every score is a pure function ``score(key, apply, params, batch) -> scalar``, w
 ``batch = (x, y)``    inputs [n, ...] and integer labels [n]
 ====================  ==========================================================================
 
-Larger is better, except for :func:`te_nas` and :func:`condition_number`.
+Larger is better, except for :func:`te_nas` and :func:`condition_number`. Every score raises
+ValueError for a batch that is no such pair, for numbers that are not finite, and for logits of
+another shape.
 
 =============================  ============================================  ============  =======
 score                          formula                                       gradients     norm

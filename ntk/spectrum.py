@@ -144,7 +144,12 @@ def smallest_eigenpair(K: chex.Array | Product, *, size: int | None = None) -> E
 def eigenvalues(K: chex.Array) -> jax.Array:
     """All eigenvalues of a symmetric matrix, ascending: [n, n] -> [n], in about 10 n^3.
 
-    Raises what :func:`min_eigenvalue` does, and is NaN where that is.
+    NaN for a traced ``K`` that is not finite and symmetric.
+
+    Raises
+    ------
+    ValueError
+        If ``K`` is not a finite non-empty square matrix, symmetric but for rounding.
 
     Examples
     --------

@@ -64,7 +64,7 @@ def end_to_end(
     claim: str = "L(f_selected) <= value",
     **details: Any,
 ) -> Bound:
-    """Of the risk after selection: the sum of the terms and delta."""
+    """A bound of the risk after selection: the sum of the terms and delta."""
     terms = terms | {"delta": nonnegative("delta", delta)}
     value = sum(terms.values(), jnp.zeros(()))
     return Bound(claim, value, terms, vacuous=~(value < 1), **details)

@@ -86,7 +86,7 @@ def effective_dimension(log_covering_numbers: Any, radii: Any, *, C_bar: float) 
 
 
 def ball_covering(dim: int, R: float) -> Covering:
-    """Of a convex set in a Euclidean ball: ``dim log(1 + 2 R / eps)``, and 0 for ``eps >= R``.
+    """Covering of a convex set in a Euclidean ball: ``dim log(1 + 2 R / eps)``; 0 for ``eps >= R``.
 
     Proof. Take points of the set at distances above eps for as long as there are any: they cover
     it. Balls of radius eps / 2 around them are disjoint, and lie in the ball of radius R + eps / 2
@@ -126,7 +126,7 @@ def ball_covering(dim: int, R: float) -> Covering:
 
 
 def simplex_covering(h: int, *, copies: int = 1) -> Covering:
-    """Of the probability simplex with h vertices, or of a product of such: few points of a grid.
+    """Covering of the probability simplex with h vertices, or of a product of such, by a grid.
 
         log N(eps) <= log C(h + k - 1, k),    k = ceil(min(sqrt(h) / (2 eps), (1 - 1/h) / eps^2))
 
@@ -175,9 +175,11 @@ def simplex_covering(h: int, *, copies: int = 1) -> Covering:
 
 
 def sparse_covering(h: int, s: int, R: float) -> Covering:
-    """Of the vectors with at most s entries in a ball: ``log C(h, s) + s log(1 + 2 R / eps)``.
+    """Covering of the vectors in a ball with at most s entries that differ from 0.
 
-    A ball of dimension s for each support. 0 for ``eps >= R``.
+        log N(eps) <= log C(h, s) + s log(1 + 2 R / eps),    and 0 for eps >= R
+
+    A ball of dimension s for each choice of these entries.
 
     Parameters
     ----------
@@ -212,9 +214,10 @@ def sparse_covering(h: int, s: int, R: float) -> Covering:
 
 
 def finite_covering(points: chex.Array) -> Covering:
-    """Of finitely many alphas: the farthest remaining point becomes a centre, until none is far.
+    """Covering of finitely many alphas: the farthest point becomes a centre, until none is far.
 
-    At most the covering number at ``eps / 2``: the centres found are farther apart than eps.
+    The count is at most the covering number at ``eps / 2``, since the centres found are farther
+    apart than eps.
 
     Parameters
     ----------

@@ -79,7 +79,7 @@ def strategy(
 
 
 def gradients(name: str, space: Space) -> int:
-    """Of minibatches that a step of the strategy takes."""
+    """How many gradients of a minibatch one step of the strategy takes."""
     return _STRATEGIES[name].make(space, weights=1.0, alpha=1.0, batch_size=1).gradients
 
 
@@ -230,7 +230,7 @@ def searched(
 
 
 def mean_entropy(space: Space, alpha: Pytree) -> float:
-    """Of all simplices of ``alpha``."""
+    """The mean entropy of the simplices in ``alpha``."""
     each = [diagnostics.entropy(p) for p in diagnostics.simplices(space.sets, alpha)]
     return float(np.mean(np.concatenate([np.ravel(e) for e in each])))
 

@@ -160,7 +160,7 @@ def hypergradient_error(task: Task, config: Search, alpha: jax.Array) -> dict[st
 
 
 def hypergradient(task: Task, solver: LowerSolver, alpha: jax.Array) -> bilevel.HyperGradient:
-    """Of all seeds, at ``alpha`` [seeds, h], by any solver."""
+    """The hypergradients of all seeds at ``alpha`` [seeds, h], by any solver."""
     fn = bilevel.hypergradient(side_by_side(task.space.problem), solver, diagnostics=False)
     return jax.jit(fn)(alpha, task.w0, task.train, task.valid)
 

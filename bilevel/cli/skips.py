@@ -216,7 +216,7 @@ def _trainer(task: _Task) -> Callable[[jax.Array, Pytree, Pytree, Part], Pytree]
 
 
 def _min_eigenvalue(kernel: Callable, corner: Pytree, x: jax.Array) -> float:
-    """Of the architecture's NTK at infinite width, in float64."""
+    """The smallest eigenvalue of the architecture's NTK at infinite width, in float64."""
     with jax.enable_x64(True):
         x, corner = jax.tree.map(
             lambda a: jnp.asarray(np.asarray(a), float), (x[:_KERNEL_ROWS], corner)

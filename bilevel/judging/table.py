@@ -247,7 +247,7 @@ def _by_genotype(file: str, wanted: list[str]) -> dict[str, np.ndarray]:
 
 
 def _places(codes: np.ndarray) -> np.ndarray:
-    """Of the rows of :func:`encode`, [..., 6], among :func:`genotypes`."""
+    """The places among :func:`genotypes` of rows of :func:`encode`, [..., 6]."""
     return codes @ len(PRIMITIVES) ** np.arange(len(EDGES))[::-1]
 
 

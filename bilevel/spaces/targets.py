@@ -85,6 +85,11 @@ def cross_entropy(apply: Callable[[Pytree, Pytree, jax.Array], jax.Array]) -> Pr
 def mixture_and_penalty(names: Sequence[str]) -> dict[str, Any]:
     """The fields of a :class:`Space` that follow from its alpha {"mixture": [h], "log_penalty"}.
 
+    Raises
+    ------
+    ValueError
+        For no names, or one given twice.
+
     Examples
     --------
     >>> fields = mixture_and_penalty(["sin", "cos"])

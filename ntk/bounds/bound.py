@@ -119,5 +119,11 @@ def positive(name: str, number: Any) -> None:
 
 
 def kernel(K: Any, *, stack: bool = False) -> jax.Array:
-    """``K`` in floating point, if it is square, non-empty, finite and symmetric."""
+    """``K`` in floating point, if it is square, non-empty, finite and symmetric.
+
+    Raises
+    ------
+    ValueError
+        If it is not; where ``K`` is traced, it becomes NaN instead.
+    """
     return symmetric(K, stack=stack)

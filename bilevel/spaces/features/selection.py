@@ -342,16 +342,17 @@ def _stacked(*parts: Part) -> tuple[np.ndarray, np.ndarray, list[int]]:
 def _selection(
     fit: Callable[..., Any], wrong: Callable[..., np.ndarray], sizes: Sequence[int]
 ) -> Selection:
-    """Of ``fit(configs, cells, rows, resource) -> model`` and ``wrong(model, ...) -> [rows]``.
+    """The problem of choosing a configuration, made of a function that fits and one that judges.
 
-    ``rows`` is a slice of all rows, ``cells`` has the index of each one's configuration; where a
-    model's output is not finite, ``wrong`` is NaN.
+    ``fit(configs, cells, rows, resource) -> model`` and ``wrong(model, configs, cells, rows,
+    resource) -> [rows]``, whether each row is wrong: NaN where the model's output is not finite.
+    ``rows`` is a slice of all rows; ``cells`` has the index of each row's configuration.
     """
     ends = np.cumsum([0, *sizes])
     train, valid, test = (slice(*ends[i : i + 2].tolist()) for i in range(3))
 
     def evaluate(key, config, resource):
-        """The key is not used: the features' is the problem's."""
+        """``key`` is not used: the features are drawn with the problem's own key."""
         same = [np.zeros(size, int) for size in sizes]
         model = fit([config], same[0], train, resource)
         return Evaluation(

@@ -31,9 +31,9 @@ from ntk._programs import fresh, program
 
 _QUANTITIES = ("lower loss", "weights", "outer loss", "hypergradient", "alpha")  # causes first
 _SHOWN = "value", "lower"
-_LARGE = 2**16  # bytes of an alpha whose history is kept only where asked for
-_CHUNK_SECONDS = 0.5  # between two looks at the screen and the keyboard
-_SAVE_SECONDS = 10.0  # between two checkpoints, or twenty times what one takes
+_LARGE = 2**16  # bytes; the history of a larger alpha is kept only where it is asked for
+_CHUNK_SECONDS = 0.5  # between two updates of the progress bar, and two looks for Ctrl-C
+_SAVE_SECONDS = 10.0  # between two checkpoints, or twenty times what writing one takes
 
 
 class DescentState(NamedTuple):

@@ -31,7 +31,7 @@ from bilevel.protocols import Pytree
 
 
 def tangent() -> optax.GradientTransformation:
-    """The part of a gradient that moves within simplices: its mean over the last axis taken off.
+    """The part of a gradient along the simplices: the gradient minus its mean over the last axis.
 
     Put it before an optimizer that rescales coordinates one by one, as in
     ``optax.chain(tangent(), optax.adam(lr), exponentiate())``: a component common to all
@@ -80,7 +80,8 @@ def exponentiate() -> optax.GradientTransformation:
         # Shifting by the largest exponent in the support makes exp safe for updates of any size.
         shift = jnp.max(jnp.where(support, update, -jnp.inf), axis=-1, keepdims=True)
         weights = jnp.where(support, alpha * jnp.exp(jnp.where(support, update - shift, 0)), 0)
-        # alpha may be tiny exactly where the exponent is largest: scale up before summing.
+        # Where alpha is tiny but the exponent largest, all products may be tiny: scale before the
+        # sum.
         weights = weights / jnp.max(weights, axis=-1, keepdims=True)
         weights = jnp.where(jnp.isnan(update), jnp.nan, weights)  # outside the support too
         return (weights / jnp.sum(weights, axis=-1, keepdims=True)).astype(alpha.dtype)
@@ -217,17 +218,18 @@ def softmax(optimizer: optax.GradientTransformation) -> optax.GradientTransforma
 
 
 def _finite(x: jax.Array) -> jax.Array:
-    """``x`` with its entries kept far enough from infinity for a difference; NaN stays NaN.
+    """``x`` clipped to an eighth of the largest number, so that a difference cannot overflow.
 
-    It also keeps a compiler from fusing ``lr * g - max(lr * g)`` into one multiply-add, whose
-    unrounded product differs from the maximum even where the two are equal: by 1e17 for 1e27.
+    NaN stays NaN. The clip also keeps a compiler from fusing ``lr * g - max(lr * g)`` into one
+    multiply-add. That would not round the product ``lr * g``, and the result would not be 0 where
+    the two are equal: for numbers of 1e27 it was 1e17.
     """
     limit = jnp.finfo(x.dtype).max / 8
     return jnp.clip(x, -limit, limit)
 
 
 def _wide(x: jax.Array) -> jax.Array:
-    """In float32 at least: sums over many entries in half precision are no sums."""
+    """``x`` in float32 at least: half precision is too coarse for sums over many entries."""
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
@@ -245,7 +247,7 @@ def _landing_on(kind: type, move: Callable, check: Callable) -> optax.GradientTr
     def update(updates, state, params=None):
         _require_params(params, check)
         _check_update(updates, params)
-        # Rounding is monotone, so a + (b - a) is never negative for a, b >= 0.
+        # b - a >= -a, also after rounding, so that a + (b - a) is never negative for a, b >= 0.
         updates = jax.tree.map(lambda a, u: move(a, u) - a, params, updates)
         return updates, kind(optax.apply_updates(params, updates))
 
@@ -262,7 +264,7 @@ def _require_params(params, check: Callable = lambda alpha: None) -> None:
 
 
 def _check_update(updates: Pytree, params: Pytree) -> None:
-    """Raise unless an update has the shapes of alpha: it would be spread over it otherwise."""
+    """Refuse an update of another shape than alpha, which would be broadcast silently."""
     for update, alpha in zip(jax.tree.leaves(updates), jax.tree.leaves(params), strict=True):
         if jnp.shape(update) != jnp.shape(alpha):
             raise ValueError(
@@ -409,7 +411,7 @@ def _refused(sentence: str, names: list[str], wrong: list[jax.Array], alpha: Pyt
 
 
 def _slope(alpha: jax.Array) -> jax.Array:
-    """From -1 to 1 along the last axis."""
+    """A made-up gradient like ``alpha``: from -1 to 1 along the last axis."""
     slope = jnp.linspace(-1, 1, _size(alpha), dtype=alpha.dtype)
     return jnp.broadcast_to(slope if alpha.ndim else slope[0], alpha.shape)
 
@@ -420,7 +422,8 @@ def _size(alpha: jax.Array) -> int:
 
 
 def _apart(point: jax.Array, alpha: jax.Array) -> jax.Array:
-    # A compiler may leave roundings of the same sum out; none of them makes it negative.
+    # The same sum may be rounded differently in another program: two roundings are no move. But
+    # rounding never makes a nonnegative entry negative, so that counts as a move.
     slack = 2 * jnp.finfo(point.dtype).eps * jnp.maximum(1, jnp.abs(point))
     moved = ~(jnp.abs(alpha - point) <= slack) | ((alpha < 0) & (point >= 0))
     return jnp.isfinite(point) & moved

@@ -32,9 +32,9 @@ from bilevel.precision import narrow, rounding, widen
 from bilevel.protocols import Inverse, LinearMap, Pytree
 
 OTHERWISE = 1.37
-"""A factor: products of vectors that are multiplied by it are rounded otherwise."""
+"""A factor that is no power of 2: a product with a vector times it is rounded differently."""
 
-_AGREED = 300  # a curvature is known when it is so many times the difference that this makes
+_AGREED = 300  # a curvature is trusted if it is so many times what that factor changes in it
 
 
 class ConjugateGradients(NamedTuple):

@@ -41,8 +41,8 @@ from ntk.architecture import (
 from ntk.gaussian import DENSITY, grid, kinked_pair, reciprocal
 from ntk.mehler import Pair, expectations
 
-_TOLERANCE = 1e-14
-_ENTRIES = 2**22  # numbers in memory at a time, about
+_TOLERANCE = 1e-14  # some fifty roundings in float64
+_ENTRIES = 2**22  # values of the integrand in memory at a time, about
 
 
 def dual(

@@ -31,7 +31,7 @@ from ntk._kinks import ORDERS
 from ntk.bivariate import truncated_powers
 from ntk.gaussian import DENSITY, Grid, arc_cosines, kink_coefficients, reciprocal, root
 
-_UNROLLED = 16  # Horner steps in one pass over a tile
+_UNROLLED = 16  # Horner steps that one pass over a tile of the kernel takes
 
 
 class Pieces(NamedTuple):

@@ -31,10 +31,10 @@ from ntk._symmetric import symmetric
 
 Product = Callable[[jax.Array], jax.Array]  # v [n] -> K v [n]
 
-_SMALL = 64  # up to here the full spectrum is the cheapest way
+_SMALL = 64  # rows up to which the full spectrum is the cheapest way
 _BASIS = 48  # vectors of a Lanczos basis; a restart keeps a third of them
-_RESTARTS = 300  # of a product's Lanczos
-_CYCLES, _TRIES = 3, 10  # of a matrix's: restarts with one shift, and shifts
+_RESTARTS = 300  # most restarts of Lanczos where K is a product
+_CYCLES, _TRIES = 3, 10  # where K is a matrix: most restarts with one shift, and most shifts
 
 
 class Eigenpair(NamedTuple):

@@ -46,13 +46,13 @@ def confidence(name: str, tau: float, events: int) -> float:
 
 
 def positives(**numbers: Any) -> None:
-    """Raise unless each is positive and finite, or traced."""
+    """Refuse numbers that are not positive and finite; traced ones pass."""
     for name, value in numbers.items():
         positive(name, value)
 
 
 def count(name: str, value: Any) -> None:
-    """Raise unless ``value`` is a whole number of at least 1, or traced."""
+    """Refuse a ``value`` that is not a whole number of at least 1; traced ones pass."""
     if not isinstance(value, jax.core.Tracer):
         whole(name, value, 1)
 

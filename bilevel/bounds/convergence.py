@@ -286,7 +286,8 @@ def _uniform(
         radii = jnp.exp(log_radius) * scale / slope
         return slope * radii + deviation(covering(radii))
 
-    # The derivative is that of the value with this eps: at the minimum, a change of eps is none.
+    # At the minimum over eps a small change of eps does not change the value to first order: so the
+    # derivative of the value is the one at this eps.
     epsilon = jax.lax.stop_gradient(jnp.exp(_minimise(value, -30.0, 0.0)) * scale / slope)
     logs = covering(epsilon[None])[0]
     parts = {"cover": slope * epsilon, "deviation": deviation(logs)}
@@ -302,7 +303,7 @@ def _uniform(
 
 
 def _minimise(function: Callable[[jax.Array], jax.Array], low: float, high: float) -> jax.Array:
-    """A minimiser on [low, high], by grids of 129 points around the best of the one before."""
+    """A minimiser on [low, high]: four grids of 129 points, each around the last one's best."""
     bounds = jnp.array([low, high])
     for _ in range(4):
         grid = jnp.linspace(bounds[0], bounds[1], 129)

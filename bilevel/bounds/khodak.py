@@ -523,13 +523,14 @@ def _theorem(entropy, n_valid, delta, B, epsilon, excess, slope, factors) -> Bou
 
 def _as_printed(bound: Bound) -> Bound:
     exact = holds(bound.terms["epsilon"] == 0)
-    # A positive radius is harmless for some losses: what the printed theorem does not ask.
+    # With a positive radius the theorem is true for losses of a small slope only, which it does
+    # not ask for.
     flat = ("epsilon = 0, or the loss is 3/2-Lipschitz", exact or None)
     return dataclasses.replace(bound, assumptions=(*bound.assumptions, flat))
 
 
 def _slope(lipschitz: float | None, epsilon: Any) -> float:
-    """2 L; 0 without L where no cover needs it."""
+    """2 L; 0 where no L is given and every radius is 0."""
     if lipschitz is not None:
         positive("lipschitz", lipschitz)
         return 2 * lipschitz

@@ -287,7 +287,7 @@ def _energy(family: jax.Array, y: jax.Array) -> tuple[jax.Array, bool | None]:
     """``min sqrt(y'K^-1 y / n)`` over the family; whether all of it is positive definite."""
     energies = jax.vmap(excess_risk_term, (0, None))(family, y).normalized
     definite = jnp.isfinite(energies)
-    # No inverse, no bound; but a NaN in a kernel is to be seen.
+    # A kernel without an inverse gives no bound (infinity); a NaN in it stays NaN.
     known = jnp.isfinite(family).all((1, 2))
     energies = jnp.where(definite, energies, jnp.where(known, jnp.inf, jnp.nan))
     return jnp.min(energies), holds(definite.all())

@@ -96,7 +96,7 @@ class Run(NamedTuple):
 
 
 class Search(NamedTuple):
-    """How long and with what to search; ``samples``: of architectures, where they are drawn."""
+    """How long to search, and with what; ``samples`` architectures are drawn by random search."""
 
     strategy: Strategy
     steps: int

@@ -17,8 +17,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 from bilevel.cli import memory
 
-_COUNTED = 10**8  # with the factors that commands multiply it by, a count stays within 32 bits
-_HELD = 10**18  # for a size, the memory is the limit
+_COUNTED = 10**8  # the largest count: commands multiply it, and the product has to fit in 32 bits
+_HELD = 10**18  # the largest size: no limit of its own, since the memory sets one
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,7 +6,7 @@ import sys
 import threading
 from collections.abc import Iterator
 
-_SECONDS = 0.05  # until the code is over in which exceptions are lost
+_SECONDS = 0.05  # to wait before Ctrl-C is raised again: the code that lost it is over by then
 
 
 class Stopped(Exception):

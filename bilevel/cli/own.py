@@ -27,8 +27,8 @@ from bilevel.nets.training import train
 from bilevel.protocols import Pytree
 from bilevel.spaces import Space
 
-_SCALE_ROWS = 32  # for the tangent kernel's mean diagonal entry
-_RATE = 3.0  # of weights, over that entry, where the user gives none
+_SCALE_ROWS = 32  # rows that the mean diagonal entry of the tangent kernel is taken over
+_RATE = 3.0  # the default learning rate of the weights is this over that entry
 
 
 class _Training(NamedTuple):

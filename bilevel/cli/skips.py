@@ -32,9 +32,9 @@ from bilevel.spaces.skips import SkipArchitecture, SkipSpace, skip_space
 from bilevel.spaces.targets import cross_entropy
 from bilevel.strategies import Strategy
 
-_KERNEL_ROWS = 100  # of the kernel whose smallest eigenvalue is shown: a second for ten networks
-_SCALE_ROWS = 32  # for the tangent kernel's mean diagonal entry
-_RATE = 3.0  # of weights, over that entry, where the user gives none
+_KERNEL_ROWS = 100  # rows of the kernel whose least eigenvalue is shown: a second for 10 networks
+_SCALE_ROWS = 32  # rows that the mean diagonal entry of the tangent kernel is taken over
+_RATE = 3.0  # the default learning rate of the weights is this over that entry
 
 
 class _Task(NamedTuple):

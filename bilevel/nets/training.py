@@ -215,7 +215,7 @@ def from_scratch(
     return init, epoch
 
 
-_SAVE_SECONDS = 30.0  # between two checkpoints: an epoch may take a second, writing one as long
+_SAVE_SECONDS = 30.0  # between two checkpoints: writing one may take as long as an epoch
 
 
 def run_epochs(

@@ -21,7 +21,7 @@ class Columns:
     Attributes
     ----------
     block : ``block(j) -> [n, h, b]``
-        Columns ``j b`` to ``(j + 1) b``, ``j`` traced; zero columns from p on.
+        Columns ``j b`` to ``(j + 1) b``; ``j`` is traced. Zeros in the place of columns beyond p.
     count : int
         Number of blocks, p / b rounded up.
 

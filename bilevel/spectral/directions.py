@@ -199,7 +199,10 @@ def top_direction(gram: chex.Array, noise: chex.Array | None = None) -> jax.Arra
 
 @jax.custom_jvp
 def top_eigenvector(matrix: chex.Array) -> jax.Array:
-    """Top eigenvector; its derivative, unlike that of eigh, takes the other ones to be equal."""
+    """The top eigenvector, differentiable also where other eigenvalues than the top one coincide.
+
+    The derivative of ``eigh`` is not: it divides by the differences of all eigenvalues.
+    """
     return jnp.linalg.eigh(matrix)[1][:, -1]
 
 
@@ -214,15 +217,15 @@ def _derivative(primals, tangents):
 def simplex_start(
     alpha: chex.Array, noise: chex.Array | None = None, *, uniform: float | chex.Array = 0.1
 ) -> jax.Array:
-    """The point of the simplex from which to search, near the direction ``alpha`` or ``-alpha``.
+    """A starting point on the simplex, near the direction ``alpha`` or ``-alpha``.
 
         (1 - uniform) a / sum(a) + uniform / h,
         a = argmin_{a >= 0} (a - s alpha)' N (a - s alpha),   s = 1 or -1 (the longer a)
 
-    Predictions scale with ``a``, which the weights make up for, so it is the angle that counts; and
-    the nearest point of the cone is at the smallest angle. Without ``noise`` N is the identity, and
-    negative entries become 0. With it, distances are those of predictions: where activations are
-    alike, large entries of opposite sign are a small difference.
+    The length of ``a`` does not matter, since the weights make up for it: what counts is the angle
+    to ``alpha``, and the nearest point with nonnegative entries is at the smallest angle. Without
+    ``noise`` N is the identity, and negative entries become 0. With it, distances are those of
+    predictions: where activations are alike, large entries of opposite sign are a small difference.
 
     The uniform part is for the search: exponentiated gradient multiplies, and would leave an entry
     that starts at 0 there. From ``uniform / h`` it takes about ``log(h / uniform)`` over the

@@ -107,10 +107,11 @@ class SpectralSample(NamedTuple):
 
 
 def spectral_sample(key: chex.PRNGKey, n: int, p: int, h: int) -> SpectralSample:
-    """One run of Theorem 4's experiment, distributed exactly as if its tensors had been drawn.
+    """One run of Theorem 4's experiment: the same distribution from far fewer random numbers.
 
-    In place of 2 n h p Gaussian numbers, h p + n p: M by :func:`spectral_limits`' decomposition,
-    with ``|y|^2`` chi-squared of n degrees of freedom; and the features of the second stage mixed.
+    It draws h p + n p Gaussian numbers in place of 2 n h p. The matrix M of the first stage comes
+    from the decomposition in :func:`spectral_limits`, with ``|y|^2`` chi-squared of n degrees of
+    freedom; for the second stage only the mixed features are drawn.
 
     Parameters
     ----------
@@ -138,7 +139,7 @@ def spectral_sample(key: chex.PRNGKey, n: int, p: int, h: int) -> SpectralSample
         whole(name, number, 1)
     for_size, for_m, for_phi, for_rest = jax.random.split(key, 4)
     size = jnp.sum(jax.random.normal(for_size, (n,)) ** 2)
-    # In coordinates in which alpha* and theta* are the first unit vectors.
+    # Coordinates are such that alpha* and theta* are the first unit vectors.
     m = jnp.sqrt(size) * jax.random.normal(for_m, (h, p))
     m = m.at[0, 0].set(size)
     rho = top_eigenvector(m @ m.T)[0]

@@ -36,7 +36,7 @@ from bilevel.spaces.darts.operations import (
     reductions,
 )
 
-_AUXILIARY_WEIGHT = 0.4
+_AUXILIARY_WEIGHT = 0.4  # of the second classifier's loss
 
 
 class Cell(nn.Module):

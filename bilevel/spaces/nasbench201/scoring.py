@@ -61,7 +61,7 @@ SCORES = (*KERNEL_SCORES, *OTHER_SCORES)
 
 SMALLER_IS_BETTER = ("te_nas", "condition_number")
 
-_SAVE_SECONDS = 20.0
+_SAVE_SECONDS = 20.0  # between two writings of the scores
 
 
 class Scored(NamedTuple):

@@ -154,8 +154,8 @@ class DeepSearch(Resumable):
     epochs: flags.Epochs = 30
     """Passes over the training rows when a network is trained from scratch."""
     weight_rate: flags.Rate | None = None
-    """Learning rate of the weights (SGD with momentum 0.9, cosine decay); by default 3 / K, with K
-    the mean diagonal entry of the tangent kernel at the start."""
+    """Learning rate of the weights (SGD with momentum 0.9, cosine decay); by default 3 over the
+    mean diagonal entry of the tangent kernel at the start."""
     alpha_rate: flags.Rate | None = None
     """Learning rate of α; by default 6 / steps for Adam, 100 / steps for exponentiated gradient."""
     samples: flags.Count = 200

@@ -29,7 +29,7 @@ from bilevel.strategies import Strategy
 ERRORS = {"train_error": "train", "valid_error": "valid", "test_error": "test"}
 """Keys of results, and headings of tables."""
 
-_UNROLLED = 5  # steps of the strategy of that name
+_UNROLLED = 5  # inner steps of the strategy "unrolled"
 
 
 # ----------------------------------------------------------------------------- strategies
@@ -39,8 +39,8 @@ class _Named(NamedTuple):
     """A strategy of the command line."""
 
     make: Callable[..., Strategy]
-    travel: float = 6.0  # alpha's rate times the steps: Adam's, and 50 epochs of CIFAR-10, in DARTS
-    inner: int = 1  # steps of the weights in each of alpha
+    travel: float = 6.0  # alpha's rate times the steps; by default that of DARTS on CIFAR-10 (Adam)
+    inner: int = 1  # steps of the weights in each step of alpha
 
 
 def _drawn(space: Space, *, alpha: Any, **options: Any) -> Strategy:
@@ -113,7 +113,7 @@ class Found(NamedTuple):
 
 
 def keys(seed: int, number: int) -> jax.Array:
-    """Four of the seed's ``number``: search, initial weights, choice, networks trained then."""
+    """The four keys of seed ``number``: of search, initial weights, choice and training."""
     return jax.random.split(jax.random.fold_in(jax.random.key(seed), number), 4)
 
 

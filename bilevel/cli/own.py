@@ -34,7 +34,7 @@ _RATE = 3.0  # the default learning rate of the weights is this over that entry
 class _Training(NamedTuple):
     """How the networks of architectures are trained."""
 
-    random: int  # architectures, beside the one found
+    random: int  # how many random architectures are trained beside the one found
     epochs: int
     batch_size: int
     rate: float

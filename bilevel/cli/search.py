@@ -188,7 +188,8 @@ def setup(config: Search) -> Task:
     backprop = {"truncated": max(1, config.inner_steps // 4), "first-order": 0}.get(config.solver)
     solver = space.solver(curvatures, config.inner_steps, backprop=backprop)
     if config.solver == "implicit":
-        # More weights than labels: the Hessian is singular, and damping picks the small motions.
+        # With more weights than labels the Hessian is singular; of all responses of the weights,
+        # damping picks a small one.
         damping = 1e-2 * curvatures.max()
         solver = bilevel.implicit(solver, bilevel.cg(steps=config.inner_steps, damping=damping))
     return Task(space, solver, w0, curvatures, train, valid, test)

@@ -47,7 +47,7 @@ class _Task(NamedTuple):
     epochs: int
     batch_size: int
     weight_rate: float | None
-    budget: int  # random networks
+    budget: int  # how many random networks are trained
 
 
 def run_skip_search(config: SkipSearch) -> dict[str, Any]:
@@ -64,7 +64,7 @@ def run_skip_search(config: SkipSearch) -> dict[str, Any]:
         )
         batches = config.epochs * (config.train // config.batch_size)
         gradients = config.steps * deep.gradients(config.strategy, space)
-        budget = 1 + round(gradients / batches)  # as many as take the search's gradients
+        budget = 1 + round(gradients / batches)  # trained with as many gradients as a search
         weights = config.width * (inputs(config.data) + (config.depth - 2) * config.width)
         networks = config.seeds * (1 + len(space.names) + budget)
         seconds = 1e-8 * config.batch_size * weights  # of a gradient, roughly, on two cores
@@ -221,7 +221,7 @@ def _min_eigenvalue(kernel: Callable, corner: Pytree, x: jax.Array) -> float:
         x, corner = jax.tree.map(
             lambda a: jnp.asarray(np.asarray(a), float), (x[:_KERNEL_ROWS], corner)
         )
-        # As a mixture, though it is a corner: compiled once for all architectures.
+        # The corner of the simplex stands for the architecture: one program serves all of them.
         return float(ntk.min_eigenvalue(kernel(corner, x).ntk))
 
 

@@ -50,8 +50,9 @@ def check_functions() -> dict[str, set[str]]:
     return {"ntk._checks": shared, "bilevel.checks": own | shared}
 
 
-def checks_called(path: Path, node: ast.AST) -> set[str]:
-    """The checks that ``node`` calls, by the imports of its module."""
+@cache
+def checks_imported(path: Path) -> frozenset[str]:
+    """The checks by the names that a module has for them."""
     known = set()
     for n in ast.walk(parsed(path)):
         if not isinstance(n, ast.ImportFrom):
@@ -62,7 +63,11 @@ def checks_called(path: Path, node: ast.AST) -> set[str]:
                 known.add(name)
             for check in check_functions().get(f"{n.module}.{alias.name}", ()):
                 known.add(f"{name}.{check}")
-    return calls(node) & known
+    return frozenset(known)
+
+
+def checks_called(path: Path, node: ast.AST) -> set[str]:
+    return calls(node) & checks_imported(path)
 
 
 @cache

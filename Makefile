@@ -51,9 +51,10 @@ test-slow: $(VENV) ## the tests that are left out there: those in tests/slow.txt
 test-newest: $(PRIVATE_UV) ## tests of JAX's internals, README, commands on the newest JAX and Python here
 	UV=$(UV) .ci/newest
 
-lint: $(VENV) ## style, formatting, types, direction of imports
+lint: $(VENV) ## style, formatting, docstrings, types, direction of imports
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+	git ls-files 'bilevel/*.py' 'ntk/*.py' | xargs $(BIN)/python -m numpydoc lint
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 

@@ -1,9 +1,10 @@
-"""What is known of a value, the same in every process: to tell whether two runs are of one kind.
+"""Fingerprints of values, the same in every process: to tell whether two runs are the same.
 
-Arrays count with dtype, shape and every byte; containers with their kind and structure; functions
-with their code, constants, defaults, what they close over, and the globals that they use. File
-names, line numbers, comments, docstrings and addresses do not count. What cannot be known is left
-out: state hidden in extension types, and the code of installed packages beyond the functions met.
+Of an array, dtype, shape and every byte enter; of a container, its type and structure; of a
+function, its code, constants and defaults, the values it closes over, and the globals it uses.
+File names, line numbers, comments, docstrings and addresses do not. Left out is what cannot be
+seen: state inside extension types, and code of installed packages, but for functions that are
+themselves part of the value.
 """
 
 import dataclasses
@@ -30,11 +31,11 @@ _PLAIN = (
 )
 _OURS = pathlib.Path(__file__).parent
 _LIBRARIES = (_OURS, _OURS.with_name("ntk"), pathlib.Path(sysconfig.get_path("stdlib")))
-_LONG = 100  # characters or items, of which a digest says enough
+_LONG = 100  # characters or items; of longer texts and tuples only a digest is kept
 
 
 def fingerprint(value: Any) -> dict[str, str]:
-    """What is known of ``value``: of each part, by its path, a word.
+    """The fingerprint of ``value``: a short text for each of its parts, by the part's path.
 
     Examples
     --------
@@ -50,7 +51,7 @@ def fingerprint(value: Any) -> dict[str, str]:
 
 
 def digest(value: Any) -> str:
-    """The same in 64 hexadecimal digits."""
+    """A :func:`fingerprint` as 64 hexadecimal digits."""
     return _hash(json.dumps(fingerprint(value)).encode(), 64)
 
 
@@ -78,11 +79,13 @@ def difference(then: Mapping[str, str], now: Mapping[str, str]) -> str:
 
 
 class _Walk:
-    """Goes through a value, depth first, and writes down a word for every part."""
+    """Goes through a value, depth first, and notes a short text for every part."""
 
     def __init__(self) -> None:
         self.found: dict[str, str] = {}
-        self.met: dict[int, tuple[str, Any]] = {}  # by address; the objects, to keep them alive
+        # By address: an object's path, and the object, which has to live so that no other gets
+        # its address.
+        self.met: dict[int, tuple[str, Any]] = {}
 
     def visit(self, path: str, x: Any) -> None:
         while path in self.found:
@@ -100,7 +103,7 @@ class _Walk:
                 self.visit(path + name if path else name.lstrip("."), part)
 
     def _described(self, x: Any) -> tuple[str, Iterator[tuple[str, Any]]]:
-        """A word for ``x`` itself, and its parts by name."""
+        """A short text for ``x`` itself, and its parts by name."""
         kind = type(x)
         if isinstance(x, Mapping):
             return f"{kind.__name__} {len(x)}", ((f".{_key(k)}", v) for k, v in x.items())
@@ -134,7 +137,7 @@ def _of_function(f: types.FunctionType) -> Iterator[tuple[str, Any]]:
             yield f".{name}", _as_used(cell.cell_contents, f.__code__)
         except ValueError:  # not filled yet
             continue
-    # Globals of the user's own functions only: packages hold caches and registers in theirs.
+    # Globals of the user's own functions only: those of packages hold caches, which change.
     if _of_a_library(f.__code__.co_filename):
         return
     for name in sorted(_globals(f.__code__)):
@@ -148,9 +151,11 @@ def _of_function(f: types.FunctionType) -> Iterator[tuple[str, Any]]:
 
 
 def _as_used(x: Any, code: types.CodeType) -> Any:
-    """Of settings, such as a command line's flags, those that ``code`` names: others may differ.
+    """``x``, or, if it is a record of settings, only those fields that ``code`` names.
 
-    Whatever is no number or word is kept, and all if the code names none, or uses a method.
+    So a function that closes over all flags of a command does not change with the flags that it
+    does not use. Fields that are no plain values (numbers, words) are all kept, and so is the whole
+    record if ``code`` names none of its fields, or uses a method or property of it.
     """
     fields = x if isinstance(x, dict) else getattr(x, "__dict__", None)
     if not isinstance(fields, dict) or isinstance(x, type | types.FunctionType | types.ModuleType):
@@ -163,7 +168,7 @@ def _as_used(x: Any, code: types.CodeType) -> Any:
 
 
 def _of_object(x: Any) -> Iterator[tuple[str, Any]]:
-    """Fields; of a class that the user wrote, also its functions."""
+    """An object's fields, and its class."""
     if hasattr(x, "__wrapped__"):
         yield ".__wrapped__", x.__wrapped__
     fields = getattr(x, "__dict__", {})
@@ -185,7 +190,7 @@ def _of_class(x: type) -> Iterator[tuple[str, Any]]:
 
 
 def _file(module: str) -> str | None:
-    """Where a module is from; None for those inside Python itself."""
+    """The file of a module; None for those built into Python."""
     if module == "__main__":
         return module
     return getattr(sys.modules.get(module), "__file__", None)
@@ -200,7 +205,7 @@ def _of_a_library(file: str | None) -> bool:
 
 
 def _code(code: types.CodeType) -> bytes:
-    """What ``code`` does, instruction by instruction, without where it stands or its docstring."""
+    """The instructions of ``code``, without line numbers, file name and docstring."""
     words = [code.co_exceptiontable]
     for step in dis.get_instructions(code):
         words.append(step.opname.encode())
@@ -230,7 +235,7 @@ _LOADS = ("LOAD_GLOBAL", "LOAD_NAME")
 
 
 def _words(code: types.CodeType) -> set[str]:
-    """Names of attributes and keys in ``code``, among others."""
+    """All names and texts in ``code``: among them the attributes and keys that it uses."""
     inner = (c for c in code.co_consts if isinstance(c, types.CodeType))
     strings = {c for c in code.co_consts if isinstance(c, str)}
     return strings.union(code.co_names, *map(_words, inner))

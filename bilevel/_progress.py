@@ -13,39 +13,39 @@ from contextvars import ContextVar
 from types import SimpleNamespace
 from typing import Any
 
-_SAYS = 0.03  # of the run, to be done before a time that remains is estimated
+_SAYS = 0.03  # the share of the run that has to be done before the time left is estimated
 
 Show = Callable[[int, Callable[[], dict[str, Any]]], None]
 
 
 class RunBar:
-    """Of a run: ``work`` has its phases in order, with how long they take, in any unit."""
+    """The bar of a run; ``work`` has its phases in order and how long each takes, in any unit."""
 
     def __init__(self, work: Mapping[str, float], update: Callable[..., None] | None):
         self._work, self._update = dict(work), update  # None: nothing is shown
         self.phase, self._before = "", 0.0
-        self._found = 0.0  # work that an earlier run had done
+        self._found = 0.0  # work that an earlier, interrupted run had done
 
     def enter(self, phase: str) -> None:
-        """What comes now; the phases before it in ``work`` are over."""
+        """Begin ``phase``; all phases before it in ``work`` count as done."""
         names = list(self._work)
         self._before = sum(self._work[name] for name in names[: names.index(phase)])
         self.phase = phase
         self.show(0.0, "")
 
     def show(self, share: float, text: str) -> None:
-        """How much of the phase is done, and what there is to say of it."""
+        """Show the ``share`` of the phase that is done, and ``text`` beside it."""
         if self._update is not None:
             done = self._before + share * self._work[self.phase]
             self._update(completed=done, description=self.phase, text=text, found=self._found)
 
     def loop(self, total: int, text: str) -> Show:
-        """:func:`progress_bar`'s, for a loop that is all of the phase."""
+        """What :func:`progress_bar` yields, for a loop that is the whole phase."""
         first = True
 
         def show(done, values):
             nonlocal first
-            if first:  # all but one step of what is done by now, in a run that goes on
+            if first:  # in a resumed run, an earlier one did all of this but the last step
                 self._found += (done - 1) / total * self._work[self.phase]
                 first = False
             if self._update is not None:

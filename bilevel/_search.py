@@ -31,9 +31,9 @@ from ntk._programs import fresh, program
 
 _QUANTITIES = ("lower loss", "weights", "outer loss", "hypergradient", "alpha")  # causes first
 _SHOWN = "value", "lower"
-_LARGE = 2**16  # bytes of an alpha whose history is kept only where asked for
-_CHUNK_SECONDS = 0.5  # between two looks at the screen and the keyboard
-_SAVE_SECONDS = 10.0  # between two checkpoints, or twenty times what one takes
+_LARGE = 2**16  # bytes; the history of a larger alpha is kept only where it is asked for
+_CHUNK_SECONDS = 0.5  # between two updates of the progress bar, and two looks for Ctrl-C
+_SAVE_SECONDS = 10.0  # between two checkpoints, or twenty times what writing one takes
 
 
 class DescentState(NamedTuple):
@@ -179,7 +179,7 @@ def search(
 
     Parameters
     ----------
-    problem, solver, optimizer, diagnostics
+    problem, solver, optimizer
         As in :func:`descent`.
     alpha, w0 : pytrees of floating arrays
         Where to start. The weights go on from one outer step to the next.
@@ -202,6 +202,8 @@ def search(
         Called between chunks; a true value ends the search.
     chunk : int, optional
         Steps between two chunks; by default about half a second's worth.
+    diagnostics : bool
+        As in :func:`descent`.
     history : sequence of str, optional
         What to keep of every step: names of metrics, and ``"alpha"``. By default all; of an alpha
         over 64 KiB (16,384 numbers in float32) not its history, which has to be asked for.

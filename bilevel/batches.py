@@ -37,7 +37,13 @@ def minibatches(batch_size: int) -> Callable[[jax.Array, Pytree], Pytree]:
 
 
 def row_count(data: Pytree, batch_size: int) -> int:
-    """The number of rows of ``data``, which has to hold a batch."""
+    """The number of rows of ``data``, which has to hold a batch.
+
+    Raises
+    ------
+    ValueError
+        For a ``batch_size`` under 1, or more than the rows.
+    """
     n = jax.tree.leaves(data)[0].shape[0]
     if not whole("batch_size", batch_size, 1) <= n:
         raise ValueError(f"batch_size: expected 1 to the {n} rows of the data, got {batch_size}.")

@@ -27,8 +27,10 @@ def save(directory: str | pathlib.Path, step: int, tree: Pytree, label: Any = 0)
 
     Parameters
     ----------
-    directory : path, made if needed.
-    step : int, at least 0.
+    directory : path
+        Made if needed.
+    step : int
+        At least 0.
     tree : pytree of arrays
     label : int, or dict of str
         A fingerprint of what the tree belongs to, asked for again by :func:`restore`.
@@ -60,7 +62,13 @@ def save(directory: str | pathlib.Path, step: int, tree: Pytree, label: Any = 0)
 
 
 def steps(directory: str | pathlib.Path) -> list[int]:
-    """The steps in ``directory``, damaged ones included, the newest first."""
+    """The steps in ``directory``, damaged ones included, the newest first.
+
+    Raises
+    ------
+    ValueError
+        If ``directory`` holds steps of an earlier version.
+    """
     found = list(pathlib.Path(directory).glob("[0-9]*"))
     if any(path.is_dir() and path.name.isdecimal() for path in found):
         raise ValueError(
@@ -159,7 +167,13 @@ class Saver:
         self._saved_at, self._interval = -np.inf, seconds
 
     def restore(self, like: Pytree) -> Pytree:
-        """The arrays of ``step``, in the structure of ``like``."""
+        """The arrays of ``step``, in the structure of ``like``.
+
+        Raises
+        ------
+        ValueError
+            If the arrays have other names, shapes or dtypes than those of ``like``.
+        """
         assert self.directory is not None and self.step is not None
         return _restored(self.directory, self.step, like)
 

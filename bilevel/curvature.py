@@ -22,9 +22,9 @@ from bilevel.protocols import LinearMap, Pytree
 DENSE_SIZE = 512
 """Weights up to which the Hessian is decomposed: 512 products at once, and a p^3 step."""
 
-_ROUNDINGS = 10  # eigenvalues of a matrix are good to so many roundings of the largest
-_SURE = 3  # an eigenvalue is known to be positive when it is so many times its own error
-_CONTINUED = 4  # times that a solve is taken up again
+_ROUNDINGS = 10  # the error of a matrix's eigenvalues, in roundings of the largest one
+_SURE = 3  # an eigenvalue counts as positive from so many times its own error on
+_CONTINUED = 4  # how often conjugate gradients may be restarted in one solve
 PRODUCTS = 1000
 """Most Hessian products of one iterative solve, where nobody says otherwise."""
 

@@ -331,7 +331,7 @@ def _idx_array(path, content, digest):
     return np.frombuffer(content, np.uint8, offset=start).reshape(shape)
 
 
-BATCH_ROWS = 10_000
+BATCH_ROWS = 10_000  # rows in each file of CIFAR-10
 
 
 def _read_cifar10(name, train_size, download):

@@ -32,11 +32,11 @@ from bilevel.solvers import detached
 TOLERANCE = 1e-2
 """A hypergradient counts as converged when its estimated error is under 1 % of its norm."""
 
-_NOISE = 10  # roundings of a hypergradient in its two terms: 0.3 to 35 were measured
-_NEWTON_STEPS = 20  # towards the solution, where the lower loss is not quadratic
-_REFINEMENTS = 8  # of w and of q, at most
-_SAMPLES = 8  # of what rounding does,
-_COSTLY_SAMPLES = 3  # and where each takes an iterative solve or two
+_NOISE = 10  # the rounding error of a hypergradient, in roundings of its terms: 0.3 to 35 measured
+_NEWTON_STEPS = 20  # most steps towards the solution, where the lower loss is not quadratic
+_REFINEMENTS = 8  # most Newton steps that refine w, and that refine q
+_SAMPLES = 8  # of the hypergradient, to see how far rounding moves it
+_COSTLY_SAMPLES = 3  # the same where each sample takes an iterative solve or two
 _BOUND_SIZE = 1024  # weights up to which the Hessian is formed for `error_bound`
 
 

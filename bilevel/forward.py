@@ -36,6 +36,15 @@ def newton(steps: int = 100, tol: float | None = None, cg_steps: int = 500) -> L
     cg_steps : int
         Most Hessian products per Newton step.
 
+    Returns
+    -------
+    LowerSolver
+
+    Raises
+    ------
+    ValueError
+        If ``steps`` or ``cg_steps`` is under 1, or ``tol`` negative.
+
     Notes
     -----
     Memory: 8 copies of ``w``. Nocedal & Wright (2006), Algorithm 7.1.
@@ -154,6 +163,16 @@ def lbfgs(steps: int = 200, tol: float | None = None, memory: int = 10) -> Lower
     memory : int
         Pairs of differences kept, two copies of ``w`` each.
 
+    Returns
+    -------
+    LowerSolver
+
+    Raises
+    ------
+    ValueError
+        If ``steps`` or ``memory`` is under 1, or ``tol`` negative; when run with weights that vary
+        over a mesh axis.
+
     Examples
     --------
     >>> lower = lambda w, alpha, batch: jnp.cosh(w - alpha).sum()
@@ -207,6 +226,15 @@ def solved(solve: Callable[[Pytree, Pytree, Pytree], Pytree] | None = None) -> L
     ----------
     solve : ``solve(alpha, w, batch) -> w``, optional
         Any traceable solver, another library's included. By default ``w0`` itself is the solution.
+
+    Returns
+    -------
+    LowerSolver
+
+    Raises
+    ------
+    ValueError
+        If ``solve`` is no function.
 
     Examples
     --------

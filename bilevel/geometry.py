@@ -31,7 +31,7 @@ from bilevel.protocols import Pytree
 
 
 def tangent() -> optax.GradientTransformation:
-    """The part of a gradient that moves within simplices: its mean over the last axis taken off.
+    """The part of a gradient along the simplices: the gradient minus its mean over the last axis.
 
     Put it before an optimizer that rescales coordinates one by one, as in
     ``optax.chain(tangent(), optax.adam(lr), exponentiate())``: a component common to all
@@ -80,7 +80,8 @@ def exponentiate() -> optax.GradientTransformation:
         # Shifting by the largest exponent in the support makes exp safe for updates of any size.
         shift = jnp.max(jnp.where(support, update, -jnp.inf), axis=-1, keepdims=True)
         weights = jnp.where(support, alpha * jnp.exp(jnp.where(support, update - shift, 0)), 0)
-        # alpha may be tiny exactly where the exponent is largest: scale up before summing.
+        # Where alpha is tiny but the exponent largest, all products may be tiny: scale before the
+        # sum.
         weights = weights / jnp.max(weights, axis=-1, keepdims=True)
         weights = jnp.where(jnp.isnan(update), jnp.nan, weights)  # outside the support too
         return (weights / jnp.sum(weights, axis=-1, keepdims=True)).astype(alpha.dtype)
@@ -217,17 +218,18 @@ def softmax(optimizer: optax.GradientTransformation) -> optax.GradientTransforma
 
 
 def _finite(x: jax.Array) -> jax.Array:
-    """``x`` with its entries kept far enough from infinity for a difference; NaN stays NaN.
+    """``x`` clipped to an eighth of the largest number, so that a difference cannot overflow.
 
-    It also keeps a compiler from fusing ``lr * g - max(lr * g)`` into one multiply-add, whose
-    unrounded product differs from the maximum even where the two are equal: by 1e17 for 1e27.
+    NaN stays NaN. The clip also keeps a compiler from fusing ``lr * g - max(lr * g)`` into one
+    multiply-add. That would not round the product ``lr * g``, and the result would not be 0 where
+    the two are equal: for numbers of 1e27 it was 1e17.
     """
     limit = jnp.finfo(x.dtype).max / 8
     return jnp.clip(x, -limit, limit)
 
 
 def _wide(x: jax.Array) -> jax.Array:
-    """In float32 at least: sums over many entries in half precision are no sums."""
+    """``x`` in float32 at least: half precision is too coarse for sums over many entries."""
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
@@ -245,7 +247,7 @@ def _landing_on(kind: type, move: Callable, check: Callable) -> optax.GradientTr
     def update(updates, state, params=None):
         _require_params(params, check)
         _check_update(updates, params)
-        # Rounding is monotone, so a + (b - a) is never negative for a, b >= 0.
+        # b - a >= -a, also after rounding, so that a + (b - a) is never negative for a, b >= 0.
         updates = jax.tree.map(lambda a, u: move(a, u) - a, params, updates)
         return updates, kind(optax.apply_updates(params, updates))
 
@@ -262,7 +264,7 @@ def _require_params(params, check: Callable = lambda alpha: None) -> None:
 
 
 def _check_update(updates: Pytree, params: Pytree) -> None:
-    """Raise unless an update has the shapes of alpha: it would be spread over it otherwise."""
+    """Refuse an update of another shape than alpha, which would be broadcast silently."""
     for update, alpha in zip(jax.tree.leaves(updates), jax.tree.leaves(params), strict=True):
         if jnp.shape(update) != jnp.shape(alpha):
             raise ValueError(
@@ -271,7 +273,13 @@ def _check_update(updates: Pytree, params: Pytree) -> None:
 
 
 def check_simplex(alpha: chex.Array) -> None:
-    """Raise unless the last axis of a concrete ``alpha`` is nonnegative and sums to one."""
+    """Refuse a concrete ``alpha`` whose last axis is not nonnegative with sum one.
+
+    Raises
+    ------
+    ValueError
+        For a scalar, no entries, entries that are not floating, or a point off the simplex.
+    """
     if jnp.ndim(alpha) == 0:
         raise ValueError("alpha: expected a simplex on the last axis of every leaf, got a scalar.")
     _check_entries(alpha)
@@ -279,7 +287,13 @@ def check_simplex(alpha: chex.Array) -> None:
 
 
 def check_box(alpha: chex.Array) -> None:
-    """Raise unless every entry of a concrete ``alpha`` lies in [0, 1]."""
+    """Refuse a concrete ``alpha`` with an entry outside [0, 1].
+
+    Raises
+    ------
+    ValueError
+        For no entries, entries that are not floating, or one outside the box.
+    """
     _check_entries(alpha)
     if isinstance(alpha, jax.core.Tracer):
         return
@@ -315,7 +329,12 @@ _NAMES = {_Exponentiated: "exponentiate", _Projected: "project", SoftmaxState: "
 def check_last(state: optax.OptState, alpha: Pytree) -> Pytree:
     """``alpha``, refused if a geometry in ``state`` was not the last to move it.
 
-    By an error, or where it is traced, and only the device will know, by NaN.
+    Where ``alpha`` is traced, no error can be raised: it becomes NaN instead.
+
+    Raises
+    ------
+    ValueError
+        If another transformation came after the geometry and moved ``alpha`` on.
     """
     return _refused(MISPLACED, names(state), moved_on(state, alpha), alpha)
 
@@ -323,7 +342,15 @@ def check_last(state: optax.OptState, alpha: Pytree) -> Pytree:
 def check_descends(
     optimizer: optax.GradientTransformation, state: optax.OptState, alpha: Pytree
 ) -> Pytree:
-    """``alpha``, refused likewise if ``optimizer`` has a geometry and follows the gradient."""
+    """``alpha``, refused if ``optimizer`` has a geometry and follows the gradient uphill.
+
+    Where ``alpha`` is traced, no error can be raised: it becomes NaN instead.
+
+    Raises
+    ------
+    ValueError
+        If a first step of the geometry goes along the gradient, not against it.
+    """
     if not (found := names(state)):
         return alpha
     return _refused(_ASCENDING, found, _compiled_ascends(optimizer, alpha), alpha)
@@ -337,24 +364,24 @@ def geometries(state: optax.OptState) -> list:
 
 
 def names(state: optax.OptState) -> list[str]:
-    """What the user calls them."""
+    """The names by which the user knows these geometries."""
     return [_NAMES[type(geometry)] for geometry in geometries(state)]
 
 
 def moved_on(state: optax.OptState, alpha: Pytree) -> list[jax.Array]:
-    """Of each geometry, whether ``alpha`` is elsewhere than where that moved it: a bool [].
+    """For each geometry, whether something moved ``alpha`` after it: a bool [].
 
-    So it is where another transformation came after it. NaN counts as no move.
+    That is so where ``alpha`` is not the point in the geometry's state. NaN counts as no move.
     """
     return [_any_leaf(_apart, geometry.point, alpha) for geometry in geometries(state)]
 
 
 def ascends(optimizer: optax.GradientTransformation, alpha: Pytree) -> list[jax.Array]:
-    """Of each geometry, whether a first step follows the gradient instead of going against it.
+    """For each geometry, whether a first step follows the gradient instead of going against it.
 
-    Asked of two made-up gradients, g and -g, at the middle of the set: whether the difference of
-    the steps points along g. That leaves out what does not depend on the gradient, weight decay
-    and noise, and a step of size 0 proves nothing.
+    Two made-up gradients, g and -g, each give a step from the middle of the set. If the difference
+    of the two steps points along g, the optimizer ascends. What does not depend on the gradient,
+    such as weight decay and noise, cancels in the difference; steps of size 0 count as no ascent.
     """
     # In float32 at least: a small step is lost in half precision.
     start = jax.tree.map(lambda a: _wide(jnp.full(a.shape, 1, a.dtype)) / _size(a), alpha)
@@ -384,18 +411,19 @@ def _refused(sentence: str, names: list[str], wrong: list[jax.Array], alpha: Pyt
 
 
 def _slope(alpha: jax.Array) -> jax.Array:
-    """From -1 to 1 along the last axis."""
+    """A made-up gradient like ``alpha``: from -1 to 1 along the last axis."""
     slope = jnp.linspace(-1, 1, _size(alpha), dtype=alpha.dtype)
     return jnp.broadcast_to(slope if alpha.ndim else slope[0], alpha.shape)
 
 
 def _size(alpha: jax.Array) -> int:
-    """Of the last axis."""
+    """The number of entries on the last axis."""
     return alpha.shape[-1] if alpha.ndim else 1
 
 
 def _apart(point: jax.Array, alpha: jax.Array) -> jax.Array:
-    # A compiler may leave roundings of the same sum out; none of them makes it negative.
+    # The same sum may be rounded differently in another program: two roundings are no move. But
+    # rounding never makes a nonnegative entry negative, so that counts as a move.
     slack = 2 * jnp.finfo(point.dtype).eps * jnp.maximum(1, jnp.abs(point))
     moved = ~(jnp.abs(alpha - point) <= slack) | ((alpha < 0) & (point >= 0))
     return jnp.isfinite(point) & moved

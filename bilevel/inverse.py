@@ -32,9 +32,9 @@ from bilevel.precision import narrow, rounding, widen
 from bilevel.protocols import Inverse, LinearMap, Pytree
 
 OTHERWISE = 1.37
-"""A factor: products of vectors that are multiplied by it are rounded otherwise."""
+"""A factor that is no power of 2: a product with a vector times it is rounded differently."""
 
-_AGREED = 300  # a curvature is known when it is so many times the difference that this makes
+_AGREED = 300  # a curvature is trusted if it is so many times what that factor changes in it
 
 
 class ConjugateGradients(NamedTuple):
@@ -162,6 +162,11 @@ def neumann(terms: int, step_size: float) -> Inverse:
     taken at a stationary ``w`` (Lorraine, Vicol & Duvenaud 2020): an approximation whose bias
     shrinks as ``(1 - eta mu)^terms``. Ignores the warm start, which would break that identity.
 
+    Raises
+    ------
+    ValueError
+        If ``terms`` is under 1 or ``step_size`` negative.
+
     Examples
     --------
     >>> neumann(2, 0.5)(lambda v: v, jnp.ones(1), None, None)
@@ -186,6 +191,11 @@ def scale(step_size: float) -> Inverse:
     With the learning rate as ``step_size`` this is second-order DARTS' one-step approximation
     (Liu, Simonyan & Yang 2019, Eq. 7) at a stationary point. Approximate; costs nothing.
 
+    Raises
+    ------
+    ValueError
+        If ``step_size`` is negative.
+
     Examples
     --------
     >>> scale(0.5)(None, jnp.ones(1), None, None)
@@ -199,6 +209,11 @@ def dense(damping: float = 0.0) -> Inverse:
     """The Hessian as a p x p matrix, factorised once: exact, for up to a few thousand weights.
 
     LU rather than Cholesky, so that a saddle's indefinite Hessian has its inverse too.
+
+    Raises
+    ------
+    ValueError
+        If ``damping`` is negative.
 
     Examples
     --------
@@ -307,6 +322,15 @@ def gram(
         The weight decay that ``lower`` contains. 0 is the minimum-norm limit: the part of the
         solution's motion that lies in the null space of ``J`` is not seen there, so prefer a
         small weight decay, in ``lower`` and here, where that part matters.
+
+    Returns
+    -------
+    Inverse
+
+    Raises
+    ------
+    ValueError
+        If ``outputs`` is no function, or ``damping`` negative.
 
     Notes
     -----

@@ -29,7 +29,7 @@ def _axes(ax: Any) -> Any:
 
 
 def _look(i: int, dashed: bool = True) -> dict[str, Any]:
-    """Of line ``i``; named line by line, since axes that are given have colours of their own."""
+    """The colour and dashes of line ``i``: axes from the caller would choose colours themselves."""
     lap, place = divmod(i, len(COLOURS))
     dashes = DASHES[(place + lap) % len(DASHES)] if dashed else "-"
     return {"color": COLOURS[place], "linestyle": dashes}
@@ -169,9 +169,12 @@ def error_estimates(steps: Any, true: Any, estimates: dict[str, Any], ax: Any = 
 
     Parameters
     ----------
-    steps : inner step counts [n].
-    true : true errors: one array [n], or ``name -> [n]`` with the keys of ``estimates``.
-    estimates : ``name -> [n]``
+    steps : array [n]
+        Inner step counts.
+    true : array [n], or dict of str to array [n]
+        True errors: one array for all, or one by name, with the keys of ``estimates``.
+    estimates : dict of str to array [n]
+        Estimates by name.
     ax : matplotlib axes, optional
 
     Examples
@@ -199,7 +202,8 @@ def spectrum(eigenvalues: dict[str, Any], ax: Any = None) -> Any:
 
     Parameters
     ----------
-    eigenvalues : ``name -> [n]``, in any order.
+    eigenvalues : dict of str to array [n]
+        By the kernel's name, in any order.
     ax : matplotlib axes, optional
 
     Examples
@@ -232,8 +236,10 @@ def simplex_min_eigenvalue(
 
     Parameters
     ----------
-    alphas : array [m, 3], points of the simplex, its corners among them.
-    values : array [m], ``lambda_min(K_alpha)`` at each.
+    alphas : array [m, 3]
+        Points of the simplex, its corners among them.
+    values : array [m]
+        ``lambda_min(K_alpha)`` at each.
     names : 3 strings, optional
         Written at the corners.
     argmin : array [3], optional
@@ -273,8 +279,9 @@ def traces(methods: dict[str, Any], against: str = "calls", ax: Any = None) -> A
 
     Parameters
     ----------
-    methods : ``name -> Trace``, or a list of them: mean and, shaded, standard error over trials.
-        A curve starts where every trial has an incumbent, and ends with the longest.
+    methods : dict of str to Trace, or to a list of Trace
+        Of a list of trials, mean and, shaded, standard error. A curve starts where every trial has
+        an incumbent, and ends with the longest.
     against : {"calls", "seconds"}
     ax : matplotlib axes, optional
 

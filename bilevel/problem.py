@@ -23,7 +23,7 @@ from ntk._equations import programs, scan_operands
 class Problem:
     """Minimise ``outer(w*(alpha), alpha, valid)``, ``w*(alpha) = argmin_w lower(w, alpha, train)``.
 
-    Parameters
+    Attributes
     ----------
     lower, outer : ``loss(w, alpha, batch) -> scalar``
         Pure functions of any pytrees. They may close over further hyperparameters, traced ones

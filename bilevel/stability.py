@@ -71,25 +71,6 @@ def lipschitz(
         For what is no function, arguments that are empty, not finite or of shapes that do not fit,
         a delta that is not positive, a direction of length 0, or a missing one.
 
-    Examples
-    --------
-    Gradient descent on ``mu/2 theta^2 - M alpha theta``: the constant is ``M / mu``, here 4.
-
-    >>> def train(alpha):
-    ...     step = lambda _, theta: theta - 0.5 * (theta - 4 * alpha)
-    ...     return jax.lax.fori_loop(0, 60, step, 0.0)
-    >>> lipschitz(train, jnp.array([0.0, 0.5]), jnp.array([0.1, 0.01])).round(3)
-    Array([[4., 4.],
-           [4., 4.]], dtype=float...)
-
-    Assumption 1 is the same call, for an algorithm that predicts, in the sup norm over inputs:
-
-    >>> x = jnp.linspace(-1, 1, 5)
-    >>> predict = lambda alpha: train(alpha) * x**2
-    >>> sup = lambda difference: jnp.max(jnp.abs(difference))
-    >>> lipschitz(predict, jnp.array([0.5]), jnp.array([0.1]), norm=sup).round(3)
-    Array([[4.]], dtype=float...)
-
     Notes
     -----
     ``alpha + delta u`` is not projected: in section 7a it may leave [0, 1], where the paper does
@@ -108,6 +89,25 @@ def lipschitz(
     ``sqrt(Lbar / mu)`` for lower losses mu-strongly convex in theta and Lbar-smooth in alpha, which
     for the loss above, linear in alpha, is 0 and not 4: the constant is ``M / mu`` for
     ``|d^2 L / d theta d alpha| <= M``, and the square root needs joint convexity.
+
+    Examples
+    --------
+    Gradient descent on ``mu/2 theta^2 - M alpha theta``: the constant is ``M / mu``, here 4.
+
+    >>> def train(alpha):
+    ...     step = lambda _, theta: theta - 0.5 * (theta - 4 * alpha)
+    ...     return jax.lax.fori_loop(0, 60, step, 0.0)
+    >>> lipschitz(train, jnp.array([0.0, 0.5]), jnp.array([0.1, 0.01])).round(3)
+    Array([[4., 4.],
+           [4., 4.]], dtype=float...)
+
+    Assumption 1 is the same call, for an algorithm that predicts, in the sup norm over inputs:
+
+    >>> x = jnp.linspace(-1, 1, 5)
+    >>> predict = lambda alpha: train(alpha) * x**2
+    >>> sup = lambda difference: jnp.max(jnp.abs(difference))
+    >>> lipschitz(predict, jnp.array([0.5]), jnp.array([0.1]), norm=sup).round(3)
+    Array([[4.]], dtype=float...)
     """
     function("algorithm", algorithm, "alpha -> weights")
     deltas = _steps(deltas)

@@ -35,6 +35,11 @@ class DamagedError(ValueError):
 def write(path: str | os.PathLike, arrays: Mapping[str, np.ndarray], notes: Any = None) -> None:
     """Put ``arrays`` and ``notes``, a value that JSON knows, at ``path``; whole or not at all.
 
+    Raises
+    ------
+    OSError
+        If it cannot be written; what was at ``path`` before stays.
+
     Examples
     --------
     >>> import tempfile
@@ -128,7 +133,13 @@ def locked(path: str | os.PathLike, name: str, *, directory: bool = True) -> Ite
 
 
 def lock(file: IO, name: str, path: str | os.PathLike) -> None:
-    """Lock an open file for as long as it is open; ``name`` and ``path`` are for the sentence."""
+    """Lock an open file for as long as it is open.
+
+    Raises
+    ------
+    ValueError
+        If another process has it: a sentence that names ``name`` and ``path``.
+    """
     if fcntl is None:
         return
     try:
@@ -152,7 +163,7 @@ def losing_only_the_record(name: str) -> Iterator[None]:
 
 
 def _digest(file: IO, size: int) -> bytes:
-    """Of the first ``size`` bytes."""
+    """The SHA-256 of the first ``size`` bytes."""
     found = hashlib.sha256()
     file.seek(0)
     while size > 0:

@@ -154,9 +154,10 @@ def gaea(
 
     Parameters
     ----------
-    space, weights, batch_size
+    space, weights
         As in :func:`darts`.
     alpha : rate of exponentiated gradient, or an optax.GradientTransformation of ``alpha``
+    batch_size : int
     on_training_rows : bool
         The paper's single-level version, on the batch of the weights' step.
 
@@ -190,7 +191,14 @@ def joint(
 ) -> Strategy:
     """Single-level training: weights and ``alpha`` descend the training loss together.
 
-    Parameters as in :func:`darts`, which it is but for the rows.
+    It is :func:`darts` with training rows in the place of validation rows.
+
+    Parameters
+    ----------
+    space : Space, or Problem
+    weights : optax.GradientTransformation, or a rate of plain SGD
+    alpha : rate of the paper's Adam, or an optax.GradientTransformation of ``alpha``
+    batch_size : int
 
     Returns
     -------
@@ -350,6 +358,11 @@ def side_by_side(strategy: Strategy, copies: int) -> Strategy:
 
     Losses are sums over the copies, as in :func:`bilevel.side_by_side`.
 
+    Raises
+    ------
+    ValueError
+        If ``copies`` is not a whole number of at least 1.
+
     Examples
     --------
     >>> import jax.numpy as jnp
@@ -374,7 +387,7 @@ def side_by_side(strategy: Strategy, copies: int) -> Strategy:
 def best_drawn(
     key: chex.PRNGKey, space: Space, w: Pytree, rows: Pytree, *, samples: int, batch_size: int
 ) -> Pytree:
-    """Of ``samples`` architectures drawn, the one of the lowest validation loss at ``w``.
+    """The one of ``samples`` architectures drawn that has the lowest validation loss at ``w``.
 
     The end of random search with weight sharing. Pure: put it under ``jit`` and ``vmap``.
 

@@ -18,9 +18,9 @@ Function = Callable[[Any], jax.Array]
 Kink = tuple[float, tuple[float, ...]]
 """A place, and how much the function and its derivatives jump there, to the right minus left."""
 
-ORDERS = 8
-_MOST = 16  # kinks
-_JUMP = 1e-7  # relative to the derivative's size around it
+ORDERS = 8  # derivatives, the function itself included, whose jumps are looked for
+_MOST = 16  # kinks of one function; more are refused
+_JUMP = 1e-7  # the smallest jump that counts, relative to the derivative's size around it
 
 
 def slope(fn: Function) -> Function:

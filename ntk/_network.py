@@ -59,7 +59,7 @@ def logits_like(apply: Apply, params: Pytree, x: chex.Array) -> Any:
 
 
 def is_weight(apply: Apply, params: Pytree, x: chex.Array, *more: str) -> list[bool]:
-    """Of each leaf: whether it is a kernel, by its name or its use, or named in ``more``."""
+    """Whether each leaf is a kernel, by its name or its use, or named in ``more``."""
     paths = jax.tree_util.tree_leaves_with_path(params)
     names = [jax.tree_util.keystr(path[-1:], simple=True) for path, _ in paths]
     if "kernel" in names:

@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-_KEPT = 128
+_KEPT = 128  # programs; the one used longest ago goes first
 _programs: collections.OrderedDict[tuple, Callable] = collections.OrderedDict()
 
 

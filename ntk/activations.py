@@ -93,7 +93,13 @@ class Activation:
 
     @property
     def derivative(self) -> "Activation":
-        """``s'``, an activation too."""
+        """``s'``, an activation too.
+
+        Raises
+        ------
+        ValueError
+            For a point mass (degree -1), whose derivative is no activation.
+        """
         name = self.name + "'"
         if self.smooth is None:
             if self.degree < 0:

@@ -58,8 +58,19 @@ def parse(
 
     Parameters
     ----------
-    activations, skips, variances : as :func:`ntk.network_kernel` takes them.
-    dtype : of the arrays; the inputs'.
+    activations, skips, variances
+        As :func:`ntk.network_kernel` takes them.
+    dtype : dtype
+        Of the arrays; that of the inputs.
+
+    Returns
+    -------
+    tuple
+
+    Raises
+    ------
+    ValueError
+        For wrong counts, an empty layer, what is no activation, or a negative variance.
 
     Examples
     --------
@@ -105,7 +116,13 @@ def _numbers(name: str, values: Any, count: int, dtype: Any) -> jax.Array:
 
 
 def inputs(name: str, x: Any, name2: str = "", x2: Any = None):
-    """Both sets of inputs as floating arrays [n, d] and [n2, d], checked; None stays None."""
+    """Both sets of inputs as floating arrays [n, d] and [n2, d], checked; None stays None.
+
+    Raises
+    ------
+    ValueError
+        For what is no matrix of finite numbers, or sets of different dimensions d.
+    """
     x = _rows(name, x)
     if x2 is None:
         return x, None
@@ -164,12 +181,18 @@ def resolved(expansions: Sequence[Expansion]) -> bool:
 
 
 def largest_error(dtype: Any) -> float:
-    """Of an entry, relative to the diagonal's: those that are worse are refused."""
+    """The largest error of an entry, relative to the diagonal: with a larger one it is refused."""
     return 64 * float(jnp.finfo(dtype).eps) ** 0.5
 
 
 def check_resolved(name: str, kernel: chex.Array) -> None:
-    """Raise FloatingPointError where an entry is NaN, for too large an error."""
+    """Refuse a kernel with a NaN entry, which stands for too large an error.
+
+    Raises
+    ------
+    FloatingPointError
+        If an entry is NaN.
+    """
     if bool(np.isnan(kernel).any()):
         raise FloatingPointError(
             f"{name}: expected inputs whose kernel 4096 Hermite polynomials resolve, got an entry "

@@ -53,7 +53,7 @@ from ntk._checks import number, numbers, whole
 from ntk._symmetric import check_symmetric, rounding
 from ntk.kernels import Kernels
 
-_U = 2.0**-53
+_U = 2.0**-53  # the relative error of one rounding in float64
 _TINY = 1e-290  # covers underflows, in matrices with entries of about 1
 _SUMMED = 1 + 1e-9  # covers the roundings of a sum of up to 10^6 nonnegative numbers
 _GRID = 2.0**48  # points of the simplex are multiples of 1 / _GRID: sums and midpoints are exact

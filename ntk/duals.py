@@ -41,8 +41,8 @@ from ntk.architecture import (
 from ntk.gaussian import DENSITY, grid, kinked_pair, reciprocal
 from ntk.mehler import Pair, expectations
 
-_TOLERANCE = 1e-14
-_ENTRIES = 2**22  # numbers in memory at a time, about
+_TOLERANCE = 1e-14  # some fifty roundings in float64
+_ENTRIES = 2**22  # values of the integrand in memory at a time, about
 
 
 def dual(
@@ -59,8 +59,10 @@ def dual(
 
     Parameters
     ----------
-    a, b : activations, derivatives of them, or smooth functions.
-    vx, vy, c : arrays that broadcast: variances and covariance, ``|c| <= sqrt(vx vy)``.
+    a, b : Activation or function
+        Activations, their ``derivative``, or smooth functions.
+    vx, vy, c : array
+        Variances and covariance, which broadcast; ``|c| <= sqrt(vx vy)``.
     max_variance : float, optional
         The largest variance to resolve, which sets the number of nodes. By default the largest of
         ``vx`` and ``vy``, or 25 where these are traced. Smooth pairs beyond it are NaN.
@@ -69,13 +71,23 @@ def dual(
 
     Returns
     -------
-    array of the broadcast shape.
+    array
+        Of the broadcast shape.
 
     Raises
     ------
     ValueError
         Unless traced: for variances that are negative or not finite, or a covariance over
         ``sqrt(vx vy)`` by more than rounding.
+
+    Notes
+    -----
+    Derivatives of every order are duals too (Price 1958): dE/dc = E[a' b'], dE/dvx = E[a'' b]/2,
+    finite at rho = +-1; where a step's dual has an infinite slope there, its derivative is 0.
+
+    Time: for smooth pairs ``(15 sqrt(variance))^2`` to ``(75 sqrt(variance))^2`` evaluations each
+    (GELU, tanh); all others take a few thousand or none. Whole kernels are cheaper in
+    :func:`ntk.network_kernel`.
 
     Examples
     --------
@@ -86,15 +98,6 @@ def dual(
     Array(0.384747, dtype=float...)
     >>> jax.grad(lambda c: dual(tanh, tanh, 1.0, 1.0, c))(0.5).round(6)  # Price's theorem
     Array(0.384747, dtype=float...)
-
-    Notes
-    -----
-    Derivatives of every order are duals too (Price 1958): dE/dc = E[a' b'], dE/dvx = E[a'' b]/2,
-    finite at rho = +-1; where a step's dual has an infinite slope there, its derivative is 0.
-
-    Time: for smooth pairs ``(15 sqrt(variance))^2`` to ``(75 sqrt(variance))^2`` evaluations each
-    (GELU, tanh); all others take a few thousand or none. Whole kernels are cheaper in
-    :func:`ntk.network_kernel`.
     """
     a, b = activation(a), activation(b)
     vx, vy, c = jnp.broadcast_arrays(floats("vx", vx), floats("vy", vy), floats("c", c))

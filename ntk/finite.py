@@ -367,13 +367,6 @@ def empirical_kernel(
         not return one row for one sample or takes batch statistics (flax's BatchNorm), or
         ``"layerwise"`` finds no layer.
 
-    Examples
-    --------
-    >>> apply = lambda w, x: x @ w
-    >>> empirical_kernel(apply, jnp.ones(2), jnp.array([[1.0, 0.0], [1.0, 1.0]]))
-    Array([[1., 1.],
-           [1., 2.]], dtype=float...)
-
     Notes
     -----
     Let F and B be the cost of a forward and a backward pass of one sample, W the number of weights
@@ -394,6 +387,13 @@ def empirical_kernel(
     References
     ----------
     Jacot, Gabriel & Hongler (2018); Novak, Sohl-Dickstein & Schoenholz (ICML 2022), section 3.
+
+    Examples
+    --------
+    >>> apply = lambda w, x: x @ w
+    >>> empirical_kernel(apply, jnp.ones(2), jnp.array([[1.0, 0.0], [1.0, 1.0]]))
+    Array([[1., 1.],
+           [1., 2.]], dtype=float...)
     """
     _one_of("method", method, METHODS)
     _one_of("outputs", outputs, OUTPUTS)
@@ -419,25 +419,40 @@ def gradient_norms(
 
     Parameters
     ----------
-    apply, params, x, method, batch_size
-        As for :func:`empirical_kernel`, with its errors.
+    apply : callable
+        ``apply(params, x) -> [n, o]`` or ``[n]``, sample by sample.
+    params : pytree
+        Parameters.
+    x : array, [n, ...]
+        Samples.
+    method : {"auto", "layerwise", "jacobian", "neural_tangents"}
+        As for :func:`empirical_kernel`.
     outputs : {"sum", "trace"}
         ``"sum"``: of the sum of the outputs; ``"trace"``: summed over the outputs.
+    batch_size : int, optional
+        Samples handled at a time; all by default.
 
     Returns
     -------
     array, [n]
         Its sum is the trace of the kernel.
 
-    Examples
-    --------
-    >>> gradient_norms(lambda w, x: x @ w, jnp.ones(2), jnp.array([[1.0, 0.0], [1.0, 2.0]]))
-    Array([1., 5.], dtype=float...)
+    Raises
+    ------
+    ValueError
+        If an argument is out of its range, samples or parameters are not finite, ``apply`` does
+        not return one row for one sample or takes batch statistics (flax's BatchNorm), or
+        ``"layerwise"`` finds no layer.
 
     Notes
     -----
     N(F + oB) flops in the terms of :func:`empirical_kernel`, and less on top; memory O(N w) for
     dense layers, N o times a layer's weights for some convolutions: ``batch_size`` bounds it.
+
+    Examples
+    --------
+    >>> gradient_norms(lambda w, x: x @ w, jnp.ones(2), jnp.array([[1.0, 0.0], [1.0, 2.0]]))
+    Array([1., 5.], dtype=float...)
     """
     _one_of("method", method, METHODS)
     _one_of("outputs", outputs, ("sum", "trace"))
@@ -457,26 +472,37 @@ def kernel_vector_product(
 
     Parameters
     ----------
-    apply, params, x, batch_size
-        As for :func:`empirical_kernel`, with its errors.
+    apply : callable
+        ``apply(params, x) -> [n, o]`` or ``[n]``, sample by sample.
+    params : pytree
+        Parameters.
+    x : array, [n, ...]
+        Samples.
+    batch_size : int, optional
+        Samples handled at a time; all by default.
 
     Returns
     -------
     callable
         Takes ``v`` [n], for the kernel of the summed outputs, or [n, o], for all of it:
-        ``(K v)_ai = Σ_bj K(x_a, x_b)_ij v_bj``. Returns the same shape. Raises ``ValueError``
-        where ``v`` has another.
+        ``(K v)_ai = Σ_bj K(x_a, x_b)_ij v_bj``. Returns the same shape.
+
+    Raises
+    ------
+    ValueError
+        If samples or parameters are not finite, or ``apply`` does not return one row for one
+        sample or takes batch statistics; when called, if ``v`` has another shape.
+
+    Notes
+    -----
+    About 5 forward passes of all samples; memory one copy of the parameters and the activations
+    of ``batch_size`` samples.
 
     Examples
     --------
     >>> product = kernel_vector_product(lambda w, x: x @ w, jnp.ones(2), jnp.eye(2))
     >>> product(jnp.array([3.0, 4.0]))
     Array([3., 4.], dtype=float...)
-
-    Notes
-    -----
-    About 5 forward passes of all samples; memory one copy of the parameters and the activations
-    of ``batch_size`` samples.
     """
     _batch(batch_size)
     x = _samples("x", x)

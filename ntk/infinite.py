@@ -103,14 +103,6 @@ def network_kernel(
         in float32): nearly collinear inputs into smooth activations at a variance far over 25.
         Where inputs are traced, 512 are kept, and such entries are NaN, with an infinite error.
 
-    Examples
-    --------
-    >>> from ntk.activations import relu
-    >>> x = jnp.array([[1.0, 0.0], [0.0, 1.0]])
-    >>> network_kernel(x, activations=[relu, relu]).ntk.round(4)  # 3 on the diagonal: L
-    Array([[3.    , 0.6857],
-           [0.6857, 3.    ]], dtype=float...)
-
     Notes
     -----
     Differentiable to any order in skips, weights, variances and inputs; compiled once for a depth,
@@ -134,6 +126,14 @@ def network_kernel(
     ----------
     Zhu et al. 2022, Eq. (1). Their Lemma 1 drops the means and cross terms and is wrong with skips:
     :func:`lemma1_kernel_as_printed`.
+
+    Examples
+    --------
+    >>> from ntk.activations import relu
+    >>> x = jnp.array([[1.0, 0.0], [0.0, 1.0]])
+    >>> network_kernel(x, activations=[relu, relu]).ntk.round(4)  # 3 on the diagonal: L
+    Array([[3.    , 0.6857],
+           [0.6857, 3.    ]], dtype=float...)
     """
     x1, x2 = inputs("x1", x1, "x2", x2)
     layers, *network = parse(activations, skips, variances, x1.dtype)
@@ -179,7 +179,10 @@ def lemma1_kernel_as_printed(
     Parameters
     ----------
     x : array [n, d]
-    activations, skips : as in :func:`network_kernel`.
+    activations : L - 1 entries
+        Each an activation (or any smooth function), or ``{activation: weight}`` for their sum.
+    skips : L - 2 reals, optional
+        Weights of the skip connections; none by default.
 
     Returns
     -------

@@ -31,7 +31,7 @@ from ntk._kinks import ORDERS
 from ntk.bivariate import truncated_powers
 from ntk.gaussian import DENSITY, Grid, arc_cosines, kink_coefficients, reciprocal, root
 
-_UNROLLED = 16  # Horner steps in one pass over a tile
+_UNROLLED = 16  # Horner steps that one pass over a tile of the kernel takes
 
 
 class Pieces(NamedTuple):
@@ -303,7 +303,10 @@ def on_diagonal(f: Expansion, g: Expansion, equal) -> tuple[jax.Array, jax.Array
 
 
 def _sides(a, b, degree: int, p, q):
-    """Of kinks at 0, with ``left z^d + (right - left) relu^(1 - d)``: a sum of four terms."""
+    """``E[f g]`` for kinks at 0, each ``left z^d + (right - left) k(z)``: a sum of four terms.
+
+    The kink k is a ReLU for degree d = 1, and its slope, a step, for d = 0.
+    """
     step, relu, _ = arc_cosines(p, q)
     (lf, rf), (lg, rg) = (a[:, 0, None], a[:, 1, None]), (b[:, 0], b[:, 1])
     jf, jg = rf - lf, rg - lg
@@ -355,7 +358,7 @@ def _kink_part(f: Expansion, degree: int) -> jax.Array:
 
 
 def _bound(f: Expansion, g: Expansion, pair: Pair) -> jax.Array:
-    """Of the error of ``E[f g]``, relative to both norms."""
+    """A bound of the error of ``E[f g]``, relative to both norms."""
     f, g, pair = jax.lax.stop_gradient((f, g, pair))
     power = jnp.abs(pair.q - pair.p)
     for _ in range(max(f.regular.shape[1], 1).bit_length() - 1):

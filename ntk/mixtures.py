@@ -49,7 +49,8 @@ def mixture_blocks(
     ----------
     x : array [n, d]
         The variance of u is ``|x|^2``, not divided by d.
-    activations : h activations or smooth functions.
+    activations : sequence of Activation or function
+        h activations, or smooth functions.
     x2 : array [n2, d], optional
         The second set of inputs, for predictions; ``x`` by default.
     scale : float
@@ -67,13 +68,6 @@ def mixture_blocks(
     ValueError, FloatingPointError
         As :func:`ntk.network_kernel`.
 
-    Examples
-    --------
-    >>> from ntk.activations import relu, tanh
-    >>> blocks = mixture_blocks(jnp.eye(3), [relu, tanh])
-    >>> blocks.shape, bool(jnp.allclose(blocks[0, 0], jnp.eye(3) / 2))
-    ((2, 2, 3, 3), True)
-
     Notes
     -----
     Memory: 2 h^2 n n2 numbers, and half as many while they are put together. A jump of an
@@ -83,6 +77,13 @@ def mixture_blocks(
     ----------
     Oymak et al. 2021, section 4.2 and Theorem 3 (where K has no ``scale``). Only the hidden layer's
     weights are trained; the signs of the output weights cancel.
+
+    Examples
+    --------
+    >>> from ntk.activations import relu, tanh
+    >>> blocks = mixture_blocks(jnp.eye(3), [relu, tanh])
+    >>> blocks.shape, bool(jnp.allclose(blocks[0, 0], jnp.eye(3) / 2))
+    ((2, 2, 3, 3), True)
     """
     if not isinstance(activations, Sequence) or not activations:
         got = "none" if isinstance(activations, Sequence) else short(activations)

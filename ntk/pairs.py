@@ -15,7 +15,7 @@ import numpy as np
 
 from ntk.gaussian import reciprocal
 
-TILE = 256
+TILE = 256  # rows and columns of a kernel that are computed at a time
 
 
 class UnitRows(NamedTuple):

@@ -111,8 +111,22 @@ def excess_risk_term(K: chex.Array, y: chex.Array) -> ExcessRisk:
     without which it is false for R > 1. Zhu et al. (2022), Theorem 3, bounds the same term from
     above by ``sqrt(y'y / (n lambda_min))``, which for labels of +-1 does not decrease in n.
 
-    Takes and raises what :func:`kernel_regression` does, without a penalty. Several outputs are
-    summed over.
+    Parameters
+    ----------
+    K : array [n, n]
+        Kernel of the training inputs, symmetric up to rounding.
+    y : array [n] or [n, outputs]
+        Targets; several outputs are summed over.
+
+    Returns
+    -------
+    ExcessRisk
+
+    Raises
+    ------
+    ValueError
+        If the shapes do not fit, ``K`` is not finite, symmetric and positive definite, or ``y`` is
+        not finite.
 
     Examples
     --------

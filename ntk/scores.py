@@ -9,7 +9,9 @@ Every score is a pure function ``score(key, apply, params, batch) -> scalar``, w
 ``batch = (x, y)``    inputs [n, ...] and integer labels [n]
 ====================  ==========================================================================
 
-Larger is better, except for :func:`te_nas` and :func:`condition_number`.
+Larger is better, except for :func:`te_nas` and :func:`condition_number`. Every score raises
+ValueError for a batch that is no such pair, for numbers that are not finite, and for logits of
+another shape.
 
 =============================  ============================================  ============  =======
 score                          formula                                       gradients     norm
@@ -146,6 +148,12 @@ def knas_released(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
     for the first eleven leaves of ``params`` with at least 50 entries. Of independent samples its
     expectation is 0: it measures the order of the batch.
 
+    Raises
+    ------
+    ValueError
+        If ``batch`` or ``params`` are not what a score takes, the number of samples is odd, or no
+        leaf of ``params`` has 50 entries.
+
     Notes
     -----
     Leaves in JAX's order and entries in their memory layout: not PyTorch's, so not KNAS's
@@ -262,16 +270,16 @@ def fisher(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
     being the channels), axes in any order, L the mean cross-entropy of the batch, jointly. Turner
     et al. (ICLR 2020), summed as in zero-cost-nas.
 
+    Raises
+    ------
+    ValueError
+        If no convolution or product is found, or one sits in a loop other than ``scan``.
+
     Notes
     -----
     ``a`` is taken before a bias is added; zero-cost-nas takes it after: the same where biases are
     0, as flax initialises them. Which axis the samples are on is read off the network's
     program for one sample more; products without such an axis are passed over.
-
-    Raises
-    ------
-    ValueError
-        If no convolution or product is found, or one sits in a loop other than ``scan``.
 
     Examples
     --------
@@ -404,6 +412,12 @@ def naswot(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
     Only ReLUs that the logits depend on count, be it by a product with 0, as in the original, and
     of ``lax.switch`` those of the branch taken.
 
+    Raises
+    ------
+    ValueError
+        If the logits depend on no ReLU, or on one in a loop other than ``scan``, or if the samples
+        share an axis of a ReLU's input with something else.
+
     Notes
     -----
     A ReLU is ``jax.nn.relu`` or what comes to it: ``maximum(x, 0)``, ``where(x > 0, x, 0)``,
@@ -411,12 +425,6 @@ def naswot(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
     not count, nor does ``maximum(0, variance)`` in a normalisation. ``-inf`` where two samples
     agree everywhere; with fewer units than samples the determinant is 0 up to rounding. Counts are
     exact up to 2^24 units. Time: one forward pass and ``n^2`` per unit.
-
-    Raises
-    ------
-    ValueError
-        If the logits depend on no ReLU, or on one in a loop other than ``scan``, or if the samples
-        share an axis of a ReLU's input with something else.
 
     Examples
     --------

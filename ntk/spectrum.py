@@ -31,10 +31,10 @@ from ntk._symmetric import symmetric
 
 Product = Callable[[jax.Array], jax.Array]  # v [n] -> K v [n]
 
-_SMALL = 64  # up to here the full spectrum is the cheapest way
+_SMALL = 64  # rows up to which the full spectrum is the cheapest way
 _BASIS = 48  # vectors of a Lanczos basis; a restart keeps a third of them
-_RESTARTS = 300  # of a product's Lanczos
-_CYCLES, _TRIES = 3, 10  # of a matrix's: restarts with one shift, and shifts
+_RESTARTS = 300  # most restarts of Lanczos where K is a product
+_CYCLES, _TRIES = 3, 10  # where K is a matrix: most restarts with one shift, and most shifts
 
 
 class Eigenpair(NamedTuple):
@@ -95,13 +95,30 @@ def min_eigenvalue(K: chex.Array | Product, *, size: int | None = None) -> jax.A
 def smallest_eigenpair(K: chex.Array | Product, *, size: int | None = None) -> Eigenpair:
     """Smallest eigenvalue, its unit eigenvector, and the residual ``|K v - lambda v|``.
 
-    Takes and raises what :func:`min_eigenvalue` does. Only ``value`` has a derivative. The sign
-    of ``vector`` is arbitrary, and so is the vector within the eigenspace of a multiple eigenvalue.
+    Only ``value`` has a derivative. The sign of ``vector`` is arbitrary, and so is the vector
+    within the eigenspace of a multiple eigenvalue.
 
     A product costs as many calls as Lanczos on ``-K`` needs, about ``sqrt(|K| / gap)`` times the
     number of digits, where ``gap`` is the distance to the next eigenvalue: some ten for a
     well-separated one, thousands at the crowded lower end of a smooth kernel. It stops after about
     10,000, with a value that is too large and a residual that says so. Memory: 48 vectors.
+
+    Parameters
+    ----------
+    K : array [n, n] or callable
+        Symmetric matrix, or the product ``v [n] -> K v [n]``.
+    size : int, optional
+        n, where ``K`` is a product.
+
+    Returns
+    -------
+    Eigenpair
+
+    Raises
+    ------
+    ValueError
+        If ``K`` is not a finite non-empty square matrix, symmetric but for rounding, or ``size`` is
+        missing or superfluous.
 
     Examples
     --------
@@ -127,7 +144,12 @@ def smallest_eigenpair(K: chex.Array | Product, *, size: int | None = None) -> E
 def eigenvalues(K: chex.Array) -> jax.Array:
     """All eigenvalues of a symmetric matrix, ascending: [n, n] -> [n], in about 10 n^3.
 
-    Raises what :func:`min_eigenvalue` does, and is NaN where that is.
+    NaN for a traced ``K`` that is not finite and symmetric.
+
+    Raises
+    ------
+    ValueError
+        If ``K`` is not a finite non-empty square matrix, symmetric but for rounding.
 
     Examples
     --------

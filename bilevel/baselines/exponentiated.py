@@ -41,7 +41,7 @@ def exponentiated_gradient(
 
     Parameters
     ----------
-    key, configs, problem, budget, **recording
+    key, configs, problem, budget
         As in :func:`bilevel.baselines.weight_sharing`.
     rounds : int
         Steps.
@@ -49,6 +49,8 @@ def exponentiated_gradient(
         Step size eta, positive.
     baseline : bool
         Whether ``b`` is the running mean of the past rounds' mean errors, for less variance, or 0.
+    **recording
+        As in :func:`bilevel.baselines.weight_sharing`.
 
     Returns
     -------
@@ -60,10 +62,19 @@ def exponentiated_gradient(
     Raises
     ------
     ValueError
-        Before the first solve: as :func:`bilevel.baselines.weight_sharing`; ``rounds`` under 1,
-        ``rate`` not positive.
+        Before the first solve: for ``rounds`` under 1, a ``rate`` that is not positive, and what
+        :func:`bilevel.baselines.weight_sharing` refuses.
     FloatingPointError
         If a solve has no error to show: all cells are empty or NaN.
+
+    Notes
+    -----
+    Deviations from the released code: logarithms of theta, which do not underflow; the baseline is
+    the running mean that its ``baseline_avg`` is named for (which divides the sum by the round's
+    number at every round); a configuration that was never scored cannot be the incumbent, nor can
+    one keep its weight whose error is NaN in a cell that is not empty.
+
+    Cost: ``rounds`` solves at ``budget``.
 
     Examples
     --------
@@ -75,15 +86,6 @@ def exponentiated_gradient(
     >>> trace = exponentiated_gradient(jax.random.key(0), [.5, .2, .9, .3], problem, 100)
     >>> trace.best, trace.calls
     (1, array([1, 2, 3, 4, 5]))
-
-    Notes
-    -----
-    Deviations from the released code: logarithms of theta, which do not underflow; the baseline is
-    the running mean that its ``baseline_avg`` is named for (which divides the sum by the round's
-    number at every round); a configuration that was never scored cannot be the incumbent, nor can
-    one keep its weight whose error is NaN in a cell that is not empty.
-
-    Cost: ``rounds`` solves at ``budget``.
     """
     options = {"rounds": rounds, "rate": rate, "baseline": baseline}
     log = Recorder(

@@ -132,13 +132,6 @@ def hyperband(
     ValueError, FloatingPointError
         As :func:`successive_halving`.
 
-    Examples
-    --------
-    >>> evaluate = lambda key, c, resource: c + 1 / resource
-    >>> trace = hyperband(jax.random.key(0), [.5, .2, .9, .3], evaluate, 9)
-    >>> trace.best, trace.resource
-    (1, array([1, 1, 1, 1, 3, 9, 3, 3, 3, 3, 9, 9, 9, 9]))
-
     Notes
     -----
     At R = 81, eta = 3 the formula gives brackets of 81, 34, 15, 8 and 5 configurations, 206
@@ -146,6 +139,13 @@ def hyperband(
 
     Reference: Li et al. (2018), Algorithm 1. Cost: each of the ``s_max + 1`` brackets costs about
     ``(s_max + 1) R``.
+
+    Examples
+    --------
+    >>> evaluate = lambda key, c, resource: c + 1 / resource
+    >>> trace = hyperband(jax.random.key(0), [.5, .2, .9, .3], evaluate, 9)
+    >>> trace.best, trace.resource
+    (1, array([1, 1, 1, 1, 3, 9, 3, 3, 3, 3, 9, 9, 9, 9]))
     """
     options = {"eta": eta, "minimum": minimum}
     log = Recorder("hyperband", key, configs, problem, budget, options, **recording)

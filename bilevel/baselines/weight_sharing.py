@@ -94,12 +94,14 @@ def fast_weight_sharing(
 
     Parameters
     ----------
-    key, configs, problem, **recording
+    key, configs, problem
         As in :func:`weight_sharing`.
     budget : int
         d: resource of the last solve.
     growth : float
         At least 1, which is :func:`weight_sharing`; finite.
+    **recording
+        As in :func:`weight_sharing`.
 
     Returns
     -------
@@ -111,6 +113,11 @@ def fast_weight_sharing(
     ValueError, FloatingPointError
         As :func:`weight_sharing`; ``growth`` under 1.
 
+    Notes
+    -----
+    Reference: Khodak et al. (2020), Appendix B.1, whose text reaches d at the last round. The
+    authors' code does not: its rounds stop at ``d / growth``, and only the final refit uses d.
+
     Examples
     --------
     >>> import jax
@@ -121,11 +128,6 @@ def fast_weight_sharing(
     >>> trace = fast_weight_sharing(jax.random.key(0), [.5, .2, .9, .3, .4], problem, 100)
     >>> trace.best, trace.resource
     (1, array([ 50,  71, 100]))
-
-    Notes
-    -----
-    Reference: Khodak et al. (2020), Appendix B.1, whose text reaches d at the last round. The
-    authors' code does not: its rounds stop at ``d / growth``, and only the final refit uses d.
     """
     return _halve("fast_weight_sharing", key, configs, problem, budget, growth, recording)
 

@@ -46,13 +46,13 @@ def confidence(name: str, tau: float, events: int) -> float:
 
 
 def positives(**numbers: Any) -> None:
-    """Raise unless each is positive and finite, or traced."""
+    """Refuse numbers that are not positive and finite; traced ones pass."""
     for name, value in numbers.items():
         positive(name, value)
 
 
 def count(name: str, value: Any) -> None:
-    """Raise unless ``value`` is a whole number of at least 1, or traced."""
+    """Refuse a ``value`` that is not a whole number of at least 1; traced ones pass."""
     if not isinstance(value, jax.core.Tracer):
         whole(name, value, 1)
 
@@ -64,7 +64,7 @@ def end_to_end(
     claim: str = "L(f_selected) <= value",
     **details: Any,
 ) -> Bound:
-    """Of the risk after selection: the sum of the terms and delta."""
+    """A bound of the risk after selection: the sum of the terms and delta."""
     terms = terms | {"delta": nonnegative("delta", delta)}
     value = sum(terms.values(), jnp.zeros(()))
     return Bound(claim, value, terms, vacuous=~(value < 1), **details)

@@ -151,7 +151,16 @@ def selection_risk(
 
     Parameters
     ----------
-    n_valid, covering, L, Gamma, b, variance, tau : as in :func:`uniform_convergence`.
+    n_valid : scalar
+        n_V, the number of validation rows.
+    covering : function
+        ``radii [m] -> log N [m]``, of the set Delta.
+    L, Gamma, b : scalar
+        Lipschitz constants of ``alpha -> f_alpha`` and of the loss, and the largest loss.
+    variance : scalar, optional
+        An upper bound of the variance of the loss, the same for every f_alpha.
+    tau : float
+        Above log 2; the bound holds with probability ``1 - 2 exp(-tau)``.
     delta : scalar
         ``L_V(f_selected) <= min L_V + delta``.
 
@@ -206,7 +215,10 @@ def hypergradient_convergence(
 
     Parameters
     ----------
-    n_valid, covering : as in :func:`uniform_convergence`.
+    n_valid : scalar
+        n_V, the number of validation rows.
+    covering : function
+        ``radii [m] -> log N [m]``, of the set Delta.
     G, L : scalar
         Where alpha -> f_alpha is L-Lipschitz, its gradient at most R and R L-Lipschitz, the loss
         and its derivative Gamma-Lipschitz (the paper's assumptions): Gamma R, and 2 Gamma R L.
@@ -223,18 +235,18 @@ def hypergradient_convergence(
     ValueError
         For a number out of range, or a covering that is no function.
 
+    Notes
+    -----
+    The paper has h + h_eff in the place of h_eff, "unavoidable due to the vectorial nature" of the
+    gradient: for noise with sub-exponential *coordinates*, whose norm G is of order sqrt(h). In
+    terms of the norm the dimension of alpha does not occur.
+
     Examples
     --------
     >>> from bilevel.bounds import ball_covering
     >>> bound = hypergradient_convergence(1000, covering=ball_covering(9, 1.0), G=1.0, L=100.0)
     >>> round(float(bound.value), 4)
     0.4809
-
-    Notes
-    -----
-    The paper has h + h_eff in the place of h_eff, "unavoidable due to the vectorial nature" of the
-    gradient: for noise with sub-exponential *coordinates*, whose norm G is of order sqrt(h). In
-    terms of the norm the dimension of alpha does not occur.
     """
     chance = confidence("tau", tau, events=1)
     positives(n_valid=n_valid, G=G, L=L)
@@ -274,7 +286,8 @@ def _uniform(
         radii = jnp.exp(log_radius) * scale / slope
         return slope * radii + deviation(covering(radii))
 
-    # The derivative is that of the value with this eps: at the minimum, a change of eps is none.
+    # At the minimum over eps a small change of eps does not change the value to first order: so the
+    # derivative of the value is the one at this eps.
     epsilon = jax.lax.stop_gradient(jnp.exp(_minimise(value, -30.0, 0.0)) * scale / slope)
     logs = covering(epsilon[None])[0]
     parts = {"cover": slope * epsilon, "deviation": deviation(logs)}
@@ -290,7 +303,7 @@ def _uniform(
 
 
 def _minimise(function: Callable[[jax.Array], jax.Array], low: float, high: float) -> jax.Array:
-    """A minimiser on [low, high], by grids of 129 points around the best of the one before."""
+    """A minimiser on [low, high]: four grids of 129 points, each around the last one's best."""
     bounds = jnp.array([low, high])
     for _ in range(4):
         grid = jnp.linspace(bounds[0], bounds[1], 129)

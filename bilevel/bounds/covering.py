@@ -62,18 +62,18 @@ def effective_dimension(log_covering_numbers: Any, radii: Any, *, C_bar: float) 
     ValueError
         For a radius out of range, a negative logarithm, or shapes that differ.
 
-    Examples
-    --------
-    >>> radii = jnp.array([0.01, 0.1, 1.0])
-    >>> effective_dimension(ball_covering(9, 1.0)(radii), radii, C_bar=3.0).round(2)
-    Array(8.37, dtype=float...)
-
     Notes
     -----
     The paper asks for the inequality at *all* eps > 0. It has no solution then: N >= 1, and the
     right side is below 1 for eps > C_bar. Here eps <= C_bar.
 
     Reference: Oymak et al. 2021, Definition 1.
+
+    Examples
+    --------
+    >>> radii = jnp.array([0.01, 0.1, 1.0])
+    >>> effective_dimension(ball_covering(9, 1.0)(radii), radii, C_bar=3.0).round(2)
+    Array(8.37, dtype=float...)
     """
     positive("C_bar", C_bar)
     logs, radii = nonnegative("log_covering_numbers", log_covering_numbers), _radii(radii)
@@ -86,7 +86,7 @@ def effective_dimension(log_covering_numbers: Any, radii: Any, *, C_bar: float) 
 
 
 def ball_covering(dim: int, R: float) -> Covering:
-    """Of a convex set in a Euclidean ball: ``dim log(1 + 2 R / eps)``, and 0 for ``eps >= R``.
+    """Covering of a convex set in a Euclidean ball: ``dim log(1 + 2 R / eps)``; 0 for ``eps >= R``.
 
     Proof. Take points of the set at distances above eps for as long as there are any: they cover
     it. Balls of radius eps / 2 around them are disjoint, and lie in the ball of radius R + eps / 2
@@ -126,7 +126,7 @@ def ball_covering(dim: int, R: float) -> Covering:
 
 
 def simplex_covering(h: int, *, copies: int = 1) -> Covering:
-    """Of the probability simplex with h vertices, or of a product of such: few points of a grid.
+    """Covering of the probability simplex with h vertices, or of a product of such, by a grid.
 
         log N(eps) <= log C(h + k - 1, k),    k = ceil(min(sqrt(h) / (2 eps), (1 - 1/h) / eps^2))
 
@@ -176,9 +176,11 @@ def simplex_covering(h: int, *, copies: int = 1) -> Covering:
 
 
 def sparse_covering(h: int, s: int, R: float) -> Covering:
-    """Of the vectors with at most s entries in a ball: ``log C(h, s) + s log(1 + 2 R / eps)``.
+    """Covering of the vectors in a ball with at most s entries that differ from 0.
 
-    A ball of dimension s for each support. 0 for ``eps >= R``.
+        log N(eps) <= log C(h, s) + s log(1 + 2 R / eps),    and 0 for eps >= R
+
+    A ball of dimension s for each choice of these entries.
 
     Parameters
     ----------
@@ -213,9 +215,10 @@ def sparse_covering(h: int, s: int, R: float) -> Covering:
 
 
 def finite_covering(points: chex.Array) -> Covering:
-    """Of finitely many alphas: the farthest remaining point becomes a centre, until none is far.
+    """Covering of finitely many alphas: the farthest point becomes a centre, until none is far.
 
-    At most the covering number at ``eps / 2``: the centres found are farther apart than eps.
+    The count is at most the covering number at ``eps / 2``, since the centres found are farther
+    apart than eps.
 
     Parameters
     ----------
@@ -230,17 +233,17 @@ def finite_covering(points: chex.Array) -> Covering:
     ValueError
         For an array that is not a matrix, empty or not finite.
 
-    Examples
-    --------
-    >>> points = jnp.array([[0.0], [0.1], [1.0], [1.1]])
-    >>> jnp.exp(finite_covering(points)(jnp.array([0.05, 0.5, 2.0]))).round(2)
-    Array([4., 2., 1.], dtype=float...)
-
     Notes
     -----
     Time m^2 h once, memory m h; then m for each radius.
 
     Reference: Gonzalez (1985), "Clustering to minimize the maximum intercluster distance".
+
+    Examples
+    --------
+    >>> points = jnp.array([[0.0], [0.1], [1.0], [1.1]])
+    >>> jnp.exp(finite_covering(points)(jnp.array([0.05, 0.5, 2.0]))).round(2)
+    Array([4., 2., 1.], dtype=float...)
     """
     points = numbers("points", points)
     if points.ndim != 2 or points.size == 0:

@@ -83,6 +83,11 @@ def feature_map_lipschitz(
     ValueError
         For a number that is not positive.
 
+    Notes
+    -----
+    The product rule with norms of each factor gives terms of order ``n_T^1.5 / lambda0^2``, as
+    behind Oymak et al. 2021, Lemma 1, where the above has ``sqrt(n_T) / lambda0``.
+
     Examples
     --------
     Three feature maps, 100 training and 5000 validation rows with the loss ``min(|y - f|, 1)``:
@@ -93,11 +98,6 @@ def feature_map_lipschitz(
     >>> bound = uniform_convergence(5000, covering=simplex_covering(3), L=L.alpha)
     >>> round(float(L.alpha), 1), round(float(bound.value), 4)
     (2504.3, 0.0581)
-
-    Notes
-    -----
-    The product rule with norms of each factor gives terms of order ``n_T^1.5 / lambda0^2``, as
-    behind Oymak et al. 2021, Lemma 1, where the above has ``sqrt(n_T) / lambda0``.
     """
     count("h", h)
     positives(n_train=n_train, B=B, y_norm=y_norm, lambda0=lambda0, R=R)

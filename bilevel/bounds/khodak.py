@@ -134,6 +134,13 @@ def khodak_theorem_a2(
     ValueError
         For a number out of range, or a positive epsilon without ``lipschitz``.
 
+    Notes
+    -----
+    It differs from :func:`khodak_theorem_a2_as_printed` in two ways. The cover is one of functions,
+    so the loss has to be Lipschitz, and moves by 2 L epsilon, not 3 epsilon. And the printed proof
+    takes its Theorem A.1, which is two-sided with an exponent of a quarter of Hoeffding's; one side
+    is enough, with the full exponent: the radical is half the printed one.
+
     Examples
     --------
     >>> print(khodak_theorem_a2(math.log(256), 1000))
@@ -148,13 +155,6 @@ def khodak_theorem_a2(
       assumes (w, c) minimises l_V over the version spaces: not checked
       assumes some trained weights of c* have excess risk epsilon*: not checked
       probability: 0.85
-
-    Notes
-    -----
-    It differs from :func:`khodak_theorem_a2_as_printed` in two ways. The cover is one of functions,
-    so the loss has to be Lipschitz, and moves by 2 L epsilon, not 3 epsilon. And the printed proof
-    takes its Theorem A.1, which is two-sided with an exponent of a quarter of Hoeffding's; one side
-    is enough, with the full exponent: the radical is half the printed one.
     """
     slope = _slope(lipschitz, epsilon)
     return _theorem(entropy, n_valid, delta, B, epsilon, excess, slope, (0.5**0.5, 0.5**0.5))
@@ -182,7 +182,30 @@ def khodak_theorem_a2_as_printed(
     inverted is ``3 max(epsilon, B sqrt(2 (Lambda + log(2/delta)) / |V|))``, a maximum and not a
     sum, two sides and not one: 0.446 in place of 0.169 in the example.
 
-    Parameters, returns, raises: as :func:`khodak_theorem_a2`, without ``lipschitz``.
+    Parameters
+    ----------
+    entropy : array_like
+        Lambda, or an upper bound of it: log |C| for one minimiser per configuration.
+    n_valid : float
+        |V|.
+    delta : float
+        In (0, 1/3).
+    B : float
+        Losses are in [0, B].
+    epsilon : array_like
+        Radii; broadcast with ``entropy``.
+    excess : scalar
+        epsilon*, of the best configuration's weights trained on T; 0 leaves it out.
+
+    Returns
+    -------
+    Bound
+        As printed; ``assumptions`` says where it is known to hold.
+
+    Raises
+    ------
+    ValueError
+        For a number out of range.
 
     Examples
     --------
@@ -211,7 +234,30 @@ def khodak_theorem_3_1_as_printed(
     Lambda = 0. It does not even assume a Lipschitz loss, and "B-bounded" has to be read as in
     [0, B]: losses in [-B, B] need 2 B in the place of B.
 
-    Parameters, returns, raises: as :func:`khodak_theorem_a2`, without ``lipschitz``.
+    Parameters
+    ----------
+    entropy : array_like
+        Lambda, or an upper bound of it: log |C| for one minimiser per configuration.
+    n_valid : float
+        |V|.
+    delta : float
+        In (0, 1/3).
+    B : float
+        Losses are in [0, B].
+    epsilon : array_like
+        Radii; broadcast with ``entropy``.
+    excess : scalar
+        epsilon*, of the best configuration's weights trained on T; 0 leaves it out.
+
+    Returns
+    -------
+    Bound
+        As printed; ``assumptions`` says where it is known to hold.
+
+    Raises
+    ------
+    ValueError
+        For a number out of range.
 
     Examples
     --------
@@ -288,11 +334,17 @@ def khodak_corollary_a2(
 
     Parameters
     ----------
-    w_norm, n_train, delta, C : as in :func:`khodak_corollary_a1`; C includes B.
-    n_valid : scalar
-        |V|.
+    w_norm : scalar
+        |w*|, of the best weights of the best configuration.
+    n_train, n_valid : scalar
+        |T| and |V|.
     configurations : scalar
-        |C|.
+        |C|, the number of configurations.
+    delta : float
+        In (0, 1/3).
+    C : float
+        The constant in O, with the loss's Lipschitz constant and bound B, and the norm of the
+        features.
 
     Returns
     -------
@@ -328,7 +380,26 @@ def khodak_corollary_a3(
     From Rudi & Rosasco (2017), Theorem 1, whose logarithm is of ``18 / delta``: for delta under 1/3
     C makes up for it.
 
-    Parameters, returns, raises: as :func:`khodak_corollary_a2`.
+    Parameters
+    ----------
+    n_train, n_valid : scalar
+        |T| and |V|.
+    configurations : scalar
+        |C|, the number of configurations.
+    delta : float
+        In (0, 1/3).
+    C : float
+        The constant in O.
+
+    Returns
+    -------
+    Bound
+        ``terms``: both rates, and lambda for the sum over T.
+
+    Raises
+    ------
+    ValueError
+        For a number out of range.
 
     Examples
     --------
@@ -368,8 +439,32 @@ def khodak_corollary_a4(
     fixed ``(w*, c*)`` makes up the difference, with a fourth event. As printed, the rest is that of
     :func:`khodak_theorem_a2_as_printed`, false in the same cases.
 
-    Parameters, returns, raises: as :func:`khodak_theorem_a2`; ``n_train`` is |T|, delta in
-    (0, 1/4).
+    Parameters
+    ----------
+    entropy : array_like
+        Lambda, or an upper bound of it: log |C| for one minimiser per configuration.
+    n_train, n_valid : float
+        |T| and |V|.
+    delta : float
+        In (0, 1/4).
+    B : float
+        Losses are in [0, B].
+    epsilon : array_like
+        Radii; broadcast with ``entropy``.
+    lipschitz : float, optional
+        L; not needed for ``epsilon = 0``.
+    excess : scalar
+        epsilon*, here of the generalization error; 0 leaves it out.
+
+    Returns
+    -------
+    Bound
+        Vacuous from B on. Holds with probability ``1 - 4 delta``.
+
+    Raises
+    ------
+    ValueError
+        For a number out of range, or a positive epsilon without ``lipschitz``.
 
     Examples
     --------
@@ -428,13 +523,14 @@ def _theorem(entropy, n_valid, delta, B, epsilon, excess, slope, factors) -> Bou
 
 def _as_printed(bound: Bound) -> Bound:
     exact = holds(bound.terms["epsilon"] == 0)
-    # A positive radius is harmless for some losses: what the printed theorem does not ask.
+    # With a positive radius the theorem is true for losses of a small slope only, which it does
+    # not ask for.
     flat = ("epsilon = 0, or the loss is 3/2-Lipschitz", exact or None)
     return dataclasses.replace(bound, assumptions=(*bound.assumptions, flat))
 
 
 def _slope(lipschitz: float | None, epsilon: Any) -> float:
-    """2 L; 0 without L where no cover needs it."""
+    """2 L; 0 where no L is given and every radius is 0."""
     if lipschitz is not None:
         positive("lipschitz", lipschitz)
         return 2 * lipschitz

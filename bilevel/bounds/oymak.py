@@ -207,6 +207,13 @@ def oymak_proposition1(
     ValueError
         For a number out of range, or shapes that do not broadcast.
 
+    Notes
+    -----
+    For one alpha training is assumed to give ``L(f_alpha) <= L(f_alpha^D) + (C_alpha +
+    C_0 sqrt(t)) / sqrt(n_T)``, Eq. (5), for all of them with ``t + h_eff`` (and logarithms) in the
+    place of t. The result drops this second part, which its own O~(1 / sqrt(n_V)) only contains
+    for ``n_V <= O(n_T)``: assumed here, as in Theorem 2, though the paper does not.
+
     Examples
     --------
     >>> bound = oymak_proposition1(
@@ -214,13 +221,6 @@ def oymak_proposition1(
     ... )
     >>> round(float(bound.terms["best alpha"]), 4), round(float(bound.value), 4)
     (0.11, 0.21)
-
-    Notes
-    -----
-    For one alpha training is assumed to give ``L(f_alpha) <= L(f_alpha^D) + (C_alpha +
-    C_0 sqrt(t)) / sqrt(n_T)``, Eq. (5), for all of them with ``t + h_eff`` (and logarithms) in the
-    place of t. The result drops this second part, which its own O~(1 / sqrt(n_V)) only contains
-    for ``n_V <= O(n_T)``: assumed here, as in Theorem 2, though the paper does not.
     """
     chance = confidence("t", t, events=3)
     positives(n_train=n_train, n_valid=n_valid, h_eff=h_eff, C=C)
@@ -265,15 +265,15 @@ def oymak_lemma1(n_train: Any, *, h: int, B: Any, lambda0: Any, R: Any = 1.0) ->
     ValueError
         For a number that is not positive, or R < 1.
 
-    Examples
-    --------
-    >>> oymak_lemma1(100, h=5, B=1.0, lambda0=0.1).round(2)
-    Array(128.56, dtype=float...)
-
     Notes
     -----
     For labels in [-1, 1], a convex set and a bounded, 1-Lipschitz loss. The explicit constant of
     :func:`feature_map_lipschitz` with :func:`uniform_convergence` is what it stands for.
+
+    Examples
+    --------
+    >>> oymak_lemma1(100, h=5, B=1.0, lambda0=0.1).round(2)
+    Array(128.56, dtype=float...)
     """
     positives(n_train=n_train, B=B, lambda0=lambda0, R=R)
     count("h", h)

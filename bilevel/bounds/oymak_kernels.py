@@ -129,7 +129,28 @@ def oymak_theorem2_as_printed(
     the predictor does not depend on s, and K is proportional to s^2: for random labels, which
     nothing predicts, the first term is 2.1 / s, as small as one likes.
 
-    Parameters, returns, raises: as :func:`oymak_theorem2`, with its ``options`` by name.
+    Parameters
+    ----------
+    K : array [..., n_T, n_T]
+        ``Phi_alpha Phi_alpha'`` for one alpha or several of Delta.
+    y : array [n_T]
+        Labels of the training rows.
+    n_valid : scalar
+        n_V, the number of validation rows.
+    R : scalar
+        ``|alpha|_1 <= R``.
+    **options
+        The other arguments of :func:`oymak_theorem2`, by name.
+
+    Returns
+    -------
+    Bound
+        As printed; ``assumptions`` says whether R is at most 1.
+
+    Raises
+    ------
+    ValueError
+        For a K that is not square and finite, y that does not fit, or a number out of range.
 
     Examples
     --------
@@ -202,6 +223,15 @@ def oymak_theorem3(
     ValueError
         For a K that is not square and finite, y that does not fit, or a number out of range.
 
+    Notes
+    -----
+    Limits that the paper does not mention. Its Delta, any subset of the unit l1 ball, must not come
+    near 0, where ``K_(s alpha) = s^2 K_alpha`` has no lower bound. The simplex is fine where no
+    activations cancel, but the smallest eigenvalue over it need not be at a vertex. ReLU, named as
+    a candidate and used in Figure 2, and LeakyReLU have no bounded sigma''. And f_0 at
+    initialisation has the variance ``c_0 Var sigma_alpha(g)``, not 0: hidden in "a proper choice of
+    c_0".
+
     Examples
     --------
     >>> from ntk import relu, tanh
@@ -213,15 +243,6 @@ def oymak_theorem3(
     0.2498
     >>> [name for name, held in bound.assumptions if held is False]
     ["|sigma'| and |sigma''| are bounded"]
-
-    Notes
-    -----
-    Limits that the paper does not mention. Its Delta, any subset of the unit l1 ball, must not come
-    near 0, where ``K_(s alpha) = s^2 K_alpha`` has no lower bound. The simplex is fine where no
-    activations cancel, but the smallest eigenvalue over it need not be at a vertex. ReLU, named as
-    a candidate and used in Figure 2, and LeakyReLU have no bounded sigma''. And f_0 at
-    initialisation has the variance ``c_0 Var sigma_alpha(g)``, not 0: hidden in "a proper choice of
-    c_0".
     """
     positives(t=t, n_valid=n_valid, B=B, C=C)
     count("h", h)
@@ -266,7 +287,7 @@ def _energy(family: jax.Array, y: jax.Array) -> tuple[jax.Array, bool | None]:
     """``min sqrt(y'K^-1 y / n)`` over the family; whether all of it is positive definite."""
     energies = jax.vmap(excess_risk_term, (0, None))(family, y).normalized
     definite = jnp.isfinite(energies)
-    # No inverse, no bound; but a NaN in a kernel is to be seen.
+    # A kernel without an inverse gives no bound (infinity); a NaN in it stays NaN.
     known = jnp.isfinite(family).all((1, 2))
     energies = jnp.where(definite, energies, jnp.where(known, jnp.inf, jnp.nan))
     return jnp.min(energies), holds(definite.all())

@@ -13,7 +13,7 @@ from bilevel.spaces.activations import ActivationSpace
 Network = tuple[jax.Array, jax.Array]  # weights and alpha of all seeds
 Batch = tuple[jax.Array, jax.Array]  # [seeds, n, inputs], [seeds, n, classes]
 
-_DIVERGED = 1e6
+_DIVERGED = 1e6  # the loss of a network whose training diverged: larger than any other
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -10,7 +10,7 @@ from importlib import metadata
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """Of a job that is called from Python there is no line."""
+    """One call of a command: its line (None when called from Python), and what it may show."""
 
     line: str | None = None
     table: bool = True
@@ -22,7 +22,7 @@ _call: ContextVar[Call | None] = ContextVar("call", default=None)
 
 @contextlib.contextmanager
 def made(call: Call) -> Iterator[None]:
-    """Within it, :func:`current` is this ``call``."""
+    """Make ``call`` what :func:`current` returns, within the ``with`` block."""
     token = _call.set(call)
     try:
         yield
@@ -36,7 +36,7 @@ def current() -> Call:
 
 
 def versions() -> dict[str, str]:
-    """Of the package, JAX and Python, from the packages' metadata: JAX is not imported."""
+    """Versions of the package, JAX and Python, from the metadata: JAX is not imported."""
     names = ("bilevel", "jax", "jaxlib")
     return {name: _version(name) for name in names} | {"python": platform.python_version()}
 

@@ -42,7 +42,7 @@ def _run(config: Certify, folder: pathlib.Path) -> dict[str, Any]:
 
 
 def _work(config: Certify) -> dict[str, float]:
-    """Roughly: a pair of activations, a cell of the simplex and a spectrum, each as one."""
+    """How long each phase takes, roughly: a pair of activations, a cell, a spectrum count as 1."""
     count = len(config.activations)
     pairs = count * (count + 1) / 2
     return {"data": 1, "kernels": pairs, "certificate over the simplex": pairs, "spectra": count}
@@ -69,7 +69,7 @@ def _computed(
     alphas |= {"uniform mixture": np.full(len(space.names), 1 / len(space.names))}
     alphas |= {"worst mixture": found.argmin}
     kernels = {name: np.einsum("i,ijnm,j->nm", a, blocks, a) for name, a in alphas.items()}
-    # With what the sum itself rounds; alpha is on the simplex.
+    # The rounding of the sum itself is added; alpha is on the simplex.
     noise = 1e-15 * len(blocks) ** 2 * np.abs(blocks).max()
     errors = {name: np.einsum("i,ijnm,j->nm", a, error, a) + noise for name, a in alphas.items()}
     spectra = {name: np.linalg.eigvalsh(kernel) for name, kernel in kernels.items()}

@@ -38,14 +38,14 @@ LONGER = 4  # the hypergradient is held against that through so many times the i
 
 @dataclasses.dataclass(frozen=True)
 class Output:
-    """Flags of every command that are no part of its run."""
+    """Flags that every command has beside those of its job."""
 
     quick: bool = False
     """Smaller sizes, where none are given here: seconds or minutes on two cores."""
     config: pathlib.Path | None = None
     """The config.json of an earlier run: its flags, where none are given here."""
     quiet: bool = False
-    """No progress and no table; errors are still said."""
+    """No progress and no table; errors are still printed."""
     json: bool = False
     """Print what result.json holds, instead of the table."""
     cache: bool = True
@@ -59,7 +59,7 @@ class Job(flags.Flags):
     data: Images = "digits"
     """Dataset; digits ships with scikit-learn."""
     seed: flags.Seed = 0
-    """Of all that is random."""
+    """Seed of all random numbers."""
     out: flags.Out = pathlib.Path("runs/job")
     """Run directory; a number is appended where it holds a run already."""
     progress: bool | None = None
@@ -93,7 +93,7 @@ class Search(Resumable):
     steps: flags.Count = 20
     """Outer steps."""
     inner_steps: Annotated[int, flags.Whole(1, 10**7)] = 50
-    """Gradient steps of the lower problem in each."""
+    """Gradient steps of the weights in each outer step."""
     width: flags.Size = 512
     """Hidden units."""
     train: flags.Sample = 300
@@ -103,7 +103,7 @@ class Search(Resumable):
     test: flags.Sample = 2000
     """Test rows at most."""
     alpha_rate: flags.Rate = 0.3
-    """Of α: Adam's."""
+    """Learning rate of α (Adam)."""
 
     def check(self) -> None:
         """Raise for flags that cannot be used, before anything is loaded."""
@@ -154,10 +154,10 @@ class DeepSearch(Resumable):
     epochs: flags.Epochs = 30
     """Passes over the training rows when a network is trained from scratch."""
     weight_rate: flags.Rate | None = None
-    """Of weights: SGD with momentum 0.9, cosine decay; by default 3 / K, K the mean diagonal entry
-    of the tangent kernel at the start."""
+    """Learning rate of the weights (SGD with momentum 0.9, cosine decay); by default 3 over the
+    mean diagonal entry of the tangent kernel at the start."""
     alpha_rate: flags.Rate | None = None
-    """Of α; by default 6 / steps for DARTS's Adam, 100 / steps for exponentiated gradient."""
+    """Learning rate of α; by default 6 / steps for Adam, 100 / steps for exponentiated gradient."""
     samples: flags.Count = 200
     """Architectures that random search compares at the shared weights."""
     train: flags.Sample = 500
@@ -218,27 +218,29 @@ class DartsSearch(DeepSearch):
     cells: flags.Layers = 3
     """Cells of the supernet; DARTS has 8 on CIFAR-10."""
     channels: flags.Size = 8
-    """Of the first cell; DARTS has 16."""
+    """Channels of the first cell; DARTS has 16."""
     final_cells: flags.Layers | None = None
-    """Cells of networks trained from scratch, by default as many; DARTS has 20."""
+    """Cells of networks trained from scratch; by default as in the supernet; DARTS has 20."""
     final_channels: flags.Size | None = None
-    """Of their first cell; DARTS has 36."""
+    """Channels of the first cell of networks trained from scratch; DARTS has 36."""
     pixels: flags.Size | None = None
     """Average images down to at most this side."""
     weight_rate: flags.Rate = 0.025
-    """Of weights: SGD with momentum 0.9, cosine decay, weight decay 3e-4, clipped at norm 5."""
+    """Learning rate of the weights (SGD with momentum 0.9, cosine decay, weight decay 3e-4,
+    gradients clipped at norm 5)."""
     random: flags.CountOrNone = 2
     """Random genotypes to train beside the one found."""
     drop_path: Annotated[float, flags.Share()] = 0.0
-    """Probability at the end of training from scratch, rising linearly; DARTS has 0.2."""
+    """Probability of dropping a path, rising linearly from 0 to this while a network is trained
+    from scratch; DARTS has 0.2."""
     cutout: flags.CountOrNone = 0
-    """Side of the square cut out of training images; DARTS has 16."""
+    """Side of the square cut out of training images, in pixels; 0: none; DARTS has 16."""
     crop_and_flip: bool = False
     """Move and mirror training images, as DARTS does on CIFAR-10."""
     auxiliary: bool = False
     """A second classifier in training from scratch, as DARTS has; images of 29 pixels or more."""
     remat: bool = True
-    """Compute an edge again in the backward pass instead of keeping what is in it."""
+    """Save memory: compute each edge again in the backward pass."""
 
     def memory(self) -> dict[tuple[str, ...], int]:
         """Weights with their gradient and momentum; a batch's images in the stem; history."""
@@ -257,14 +259,15 @@ class DartsSearch(DeepSearch):
         }
 
 
-_STEM = 3  # the stem's channels, of the first cell's
+_STEM = 3  # the stem has so many times the channels of the first cell
 
 
+# How many pointwise (1 x 1) convolutions an operation has.
 _POINTWISE = {"sep_conv_3x3": 2, "sep_conv_5x5": 2, "dil_conv_3x3": 1, "dil_conv_5x5": 1}
 
 
 def _squares(cells: int, channels: int) -> int:
-    """The sum of the cells' channels squared: what a convolution of one pixel in each has."""
+    """The sum over cells of their channels squared: the weights of a 1 x 1 convolution in each."""
     from bilevel.spaces.darts.operations import reductions
 
     total, reduced = 0, reductions(cells)
@@ -281,8 +284,8 @@ class NasBench201Search(DeepSearch):
     steps: flags.Count = 300
     """Outer steps of the search."""
     epochs: flags.Epochs = 200
-    """Passes over the training rows that one network's training is counted as, to say how many
-    random networks the search costs; the benchmark's are 200."""
+    """Passes over the training rows that training one network takes (the benchmark: 200), to say
+    how many random networks could be trained in the time of the search."""
     operations: Annotated[tuple[str, ...], flags.Names(NASBENCH201_OPERATIONS)] = (
         NASBENCH201_OPERATIONS
     )
@@ -290,13 +293,14 @@ class NasBench201Search(DeepSearch):
     cells: flags.Layers = 5
     """Cells of each of the supernet's three stages."""
     channels: flags.Size = 16
-    """Of the first stage."""
+    """Channels of the first stage."""
     pixels: flags.Size | None = None
     """Average images down to at most this side."""
     weight_rate: flags.Rate = 0.025
-    """Of weights: SGD with momentum 0.9, cosine decay, weight decay 3e-4, clipped at norm 5."""
+    """Learning rate of the weights (SGD with momentum 0.9, cosine decay, weight decay 3e-4,
+    gradients clipped at norm 5)."""
     remat: bool = True
-    """Compute a cell again in the backward pass instead of keeping what is in it."""
+    """Save memory: compute each cell again in the backward pass."""
 
     def memory(self) -> dict[tuple[str, ...], int]:
         """Weights with their gradient and momentum; a batch's images in the stem; history."""
@@ -313,7 +317,10 @@ class NasBench201Search(DeepSearch):
 
 
 def convolution_weights(operations: tuple[str, ...], cells: int, channels: int) -> int:
-    """Of all edges of all cells, in stages of one, two and four times ``channels``."""
+    """The number of weights in the convolutions of all edges of all cells.
+
+    The three stages have one, two and four times ``channels``.
+    """
     from bilevel.spaces.nasbench201._genotype import EDGES, SIZES
 
     each = sum(SIZES.get(name, 0) ** 2 for name in operations)
@@ -333,7 +340,7 @@ class OwnSearch(DeepSearch):
     """Random architectures to train beside the one found."""
 
     def memory(self) -> dict[tuple[str, ...], int]:
-        """The rows: what the network takes is not known."""
+        """The rows only: how large the network is is not known."""
         row = 4 * pixel_count(self.data, self.pixels)
         return {("train",): row * self.train, ("valid",): row * self.valid}
 
@@ -385,7 +392,7 @@ class Baseline(Resumable):
     test: flags.Size | None = None
     """Test rows at most; all of digits, else 1000."""
     penalty: flags.Rate = 0.5
-    """λ in λ |w|² + Σ loss."""
+    """Weight λ of the penalty in λ |w|² + Σ loss."""
 
     def check(self) -> None:
         """Raise for flags that cannot be used, before anything is loaded."""
@@ -439,19 +446,20 @@ class Rank(Resumable):
     scores: _Scores = ("eigen_nas", "min_eigenvalue", "naswot", "synflow")
     """Names in ntk.scores, or 'all' for every one of them."""
     aggregate: _Parts = ()
-    """Scores and baselines whose log ranks are added up to one more; by default all scores."""
+    """Scores and baselines whose log ranks are added up, as one more score; by default all
+    scores."""
     networks: Annotated[int, flags.Whole(2, TOTAL)] | Literal["all"] = 200
     """How many networks to draw, or all 15,625."""
     k: flags.Count = 20
-    """Networks whose validation accuracy is looked up, of those with the best scores."""
+    """How many networks with the best scores have their validation accuracy looked up."""
     pool: flags.Count = 300
-    """Networks to choose these k from: many such pools are drawn of those scored."""
+    """How many networks these k are chosen from; many such pools are drawn of those scored."""
     batch_size: Annotated[int, flags.Whole(2)] = 32
     """Rows in the batch."""
     cells: flags.Layers = 5
     """Cells of each of the three stages; the benchmark has 5."""
     channels: flags.Size = 16
-    """Of the first stage; the benchmark has 16."""
+    """Channels of the first stage; the benchmark has 16."""
     pixels: flags.Size | None = None
     """Average images down to at most this side."""
     at_once: flags.Count = 1
@@ -461,7 +469,7 @@ class Rank(Resumable):
     epochs: Annotated[int, flags.Whole(0, 10_000)] = 0
     """Passes over the training rows in which the chosen network is trained; 0: it is not."""
     train: flags.Sample = 500
-    """Training rows for that; the batch is drawn from them."""
+    """Training rows of that network; the batch of the scores is drawn from them."""
     test: flags.Size = 1000
     """Test rows at most."""
 
@@ -499,12 +507,12 @@ class Rank(Resumable):
 
     @property
     def score_names(self) -> tuple[str, ...]:
-        """Those asked for."""
+        """The scores that were asked for."""
         return SCORES if self.scores == ("all",) else self.scores
 
     @property
     def count(self) -> int:
-        """Of networks."""
+        """The number of networks."""
         return TOTAL if self.networks == "all" else self.networks
 
 
@@ -530,4 +538,4 @@ QUICK: dict[type[Job], Job] = {
     Baseline: Baseline(configs=8, dimension=128, train=200, valid=200, test=500),
     Rank: Rank(networks=20, k=5, pool=10, cells=1, channels=4, pixels=16),
 }
-"""What ``--quick`` starts from."""
+"""The defaults with ``--quick``."""

@@ -36,7 +36,7 @@ class _Training(NamedTuple):
     """How the networks of genotypes are trained."""
 
     network: Callable[[Genotype], TrainableNetwork]
-    random: int  # genotypes, beside the one found
+    random: int  # how many random genotypes are trained beside the one found
     epochs: int
     batch_size: int
     rate: float

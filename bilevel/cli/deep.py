@@ -45,8 +45,8 @@ class _Named(NamedTuple):
     """A strategy of the command line."""
 
     make: Callable[..., Strategy]
-    travel: float = 6.0  # alpha's rate times the steps: Adam's, and 50 epochs of CIFAR-10, in DARTS
-    inner: int = 1  # steps of the weights in each of alpha
+    travel: float = 6.0  # alpha's rate times the steps; by default that of DARTS on CIFAR-10 (Adam)
+    inner: int = 1  # steps of the weights in each step of alpha
 
 
 def _drawn(space: Space, *, alpha: Any, **options: Any) -> Strategy:
@@ -68,7 +68,7 @@ _STRATEGIES = {
 
 
 class Search(NamedTuple):
-    """How long and with what to search; ``samples``: of architectures, where they are drawn."""
+    """How long to search, and with what; ``samples`` architectures are drawn by random search."""
 
     strategy: Strategy
     steps: int
@@ -129,7 +129,7 @@ class Found(NamedTuple):
 
 
 def keys(seed: int, number: int) -> jax.Array:
-    """Four of the seed's ``number``: search, initial weights, choice, networks trained then."""
+    """The four keys of seed ``number``: of search, initial weights, choice and training."""
     return jax.random.split(jax.random.fold_in(jax.random.key(seed), number), 4)
 
 
@@ -246,7 +246,7 @@ def searched(
 
 
 def mean_entropy(space: Space, alpha: Pytree) -> float:
-    """Of all simplices of ``alpha``."""
+    """The mean entropy of the simplices in ``alpha``."""
     each = [diagnostics.entropy(p) for p in diagnostics.simplices(space.sets, alpha)]
     return float(np.mean(np.concatenate([np.ravel(e) for e in each])))
 

@@ -17,8 +17,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 from bilevel.cli import memory
 
-_COUNTED = 10**8  # with the factors that commands multiply it by, a count stays within 32 bits
-_HELD = 10**18  # for a size, the memory is the limit
+_COUNTED = 10**8  # the largest count: commands multiply it, and the product has to fit in 32 bits
+_HELD = 10**18  # the largest size: no limit of its own, since the memory sets one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Whole:
     most: int = _COUNTED
 
     def fault(self, value: int) -> str | None:
-        """What was expected, where it is not this ``value``."""
+        """What was expected, or None where ``value`` is right."""
         if value < self.least:
             return f"expected at least {self.least}"
         return f"expected at most {self.most}" if value > self.most else None
@@ -43,7 +43,7 @@ class Positive:
     most: float = 1e6
 
     def fault(self, value: float) -> str | None:
-        """What was expected, where it is not this ``value``."""
+        """What was expected, or None where ``value`` is right."""
         if not value > 0:  # NaN too
             return "expected a positive number"
         if value < self.least:
@@ -56,7 +56,7 @@ class Share:
     """At least 0 and under 1."""
 
     def fault(self, value: float) -> str | None:
-        """What was expected, where it is not this ``value``."""
+        """What was expected, or None where ``value`` is right."""
         return None if 0 <= value < 1 else "expected at least 0 and under 1"
 
 
@@ -68,7 +68,7 @@ class Names:
     least: int = 1
 
     def fault(self, value: tuple[str, ...]) -> str | None:
-        """What was expected, where it is not this ``value``."""
+        """What was expected, or None where ``value`` is right."""
         if len(value) < self.least:
             return f"expected names among {', '.join(self.known)}"
         if len(set(value)) < len(value):
@@ -83,7 +83,7 @@ class Folder:
     """A path of characters that can be printed."""
 
     def fault(self, value: pathlib.Path) -> str | None:
-        """What was expected, where it is not this ``value``."""
+        """What was expected, or None where ``value`` is right."""
         return None if str(value).isprintable() else "expected printable characters"
 
 
@@ -92,7 +92,7 @@ class Importable:
     """A function of a module."""
 
     def fault(self, value: str) -> str | None:
-        """What was expected, where it is not this ``value``."""
+        """What was expected, or None where ``value`` is right."""
         found = re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", value, re.ASCII)
         return None if found else "expected MODULE:FUNCTION, as in my_module:my_space"
 
@@ -100,10 +100,10 @@ class Importable:
 Count = Annotated[int, Whole(1)]
 CountOrNone = Annotated[int, Whole(0)]  # zero of them is none
 Size = Annotated[int, Whole(1, _HELD)]
-Sample = Annotated[int, Whole(2, _HELD)]  # one row has no spread, and less its mean is 0
-Layers = Annotated[int, Whole(1, 1000)]  # each is traced by itself
+Sample = Annotated[int, Whole(2, _HELD)]  # one row has no variance, and minus its mean it is 0
+Layers = Annotated[int, Whole(1, 1000)]  # each layer is traced by itself, which takes time
 Epochs = Annotated[int, Whole(1, 10_000)]
-Seed = Annotated[int, Whole(0, 2**32 - 1)]  # what JAX and numpy tell apart
+Seed = Annotated[int, Whole(0, 2**32 - 1)]  # seeds that both JAX and numpy take
 Rate = Annotated[float, Positive()]
 Out = Annotated[pathlib.Path, Folder()]
 
@@ -121,7 +121,7 @@ class Flags:
         memory.check(self, self.memory())
 
     def memory(self) -> dict[tuple[str, ...], int]:
-        """Bytes that arrays take at the least, by the flags that they are owed to."""
+        """The least bytes that arrays take, by the flags that make them so large."""
         return {}
 
 
@@ -132,7 +132,7 @@ def hints(flags: type) -> dict[str, Any]:
 
 
 def fault(hint: Any, value: Any) -> str | None:
-    """What the type ``hint`` expects, where it is not this ``value``."""
+    """What the type ``hint`` expects, or None where ``value`` is right."""
     options = get_args(hint)
     if get_origin(hint) is Annotated:
         kind, *rules = options

@@ -15,7 +15,9 @@ from bilevel.nets.evaluation import Part, error_rates
 from bilevel.nets.images import crop_and_flip, cutout, unit_images
 from bilevel.nets.training import TrainableNetwork, TrainingState, from_scratch, run_epochs
 
-_PASSES = 3 * 4 / 5e9  # forward, and backward for two; a few products a weight; products a second
+# Seconds for each weight and pixel: 3 passes (a backward pass costs two forward ones), a few
+# products a weight, at 5e9 products a second.
+_PASSES = 3 * 4 / 5e9
 
 
 def parts_of(config: Any, draws: jax.Array | None = None) -> list[list[Part]]:
@@ -37,18 +39,18 @@ def check_fits(init: Callable[[jax.Array, Any], Any], like: Any) -> None:
 
 
 def search_work(seeds: int, gradients: int, seconds: float) -> dict[str, float]:
-    """Seconds of every search's phase, by those of a gradient; the first one compiles."""
+    """Seconds of each search's phase, given those of a gradient; the first search compiles."""
     each = gradients * seconds
     return {deep.label(i, seeds): each + 50 * (i == 0) for i in range(seeds)}
 
 
 def gradient_seconds(pixels: int, edges: int, cells: int, channels: int) -> float:
-    """Roughly, on two cores: of a minibatch with so many ``pixels``, one operation on each edge."""
+    """Seconds of a minibatch's gradient, roughly, on two cores, with one operation on each edge."""
     return _PASSES * pixels * edges * cells * channels**2
 
 
 def augmentation(moved: bool, cut: int) -> Callable[[jax.Array, jax.Array], jax.Array] | None:
-    """Of training images: moved and mirrored, and with a square ``cut`` out."""
+    """The augmentation of training images: moved and mirrored, and with a square ``cut`` out."""
     if not (moved or cut):
         return None
 

@@ -6,7 +6,7 @@ import sys
 import threading
 from collections.abc import Iterator
 
-_SECONDS = 0.05  # until the code is over in which exceptions are lost
+_SECONDS = 0.05  # to wait before Ctrl-C is raised again: the code that lost it is over by then
 
 
 class Stopped(Exception):
@@ -15,7 +15,7 @@ class Stopped(Exception):
 
 @contextlib.contextmanager
 def heard() -> Iterator[None]:
-    """Within it, a Ctrl-C that Python reports as lost is sent again.
+    """Within the ``with`` block, a Ctrl-C that Python reports as lost is sent again.
 
     What is raised in a finalizer or while garbage is collected is printed and then ignored. JAX has
     code that runs at every collection, so that one Ctrl-C in two at compilation came to nothing.

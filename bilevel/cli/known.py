@@ -2,7 +2,8 @@
 
 import math
 
-# Rows for training, and rows of its own for the test; those of digits are taken of all its rows.
+# Rows for training, and separate rows for the test; digits has none: its test rows come from the
+# same rows as the others.
 ROWS = {
     "digits": (1797, 0),
     "mnist": (60_000, 10_000),
@@ -35,7 +36,7 @@ def inputs(data: str) -> int:
 
 
 def pixel_count(data: str, pixels: int | None) -> int:
-    """Of an image, averaged down to at most ``pixels`` a side."""
+    """The number of pixels of an image, averaged down to at most ``pixels`` a side."""
     from bilevel.nets.images import pooling
 
     side = SHAPES[data][0]

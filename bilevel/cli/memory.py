@@ -7,7 +7,7 @@ import pathlib
 from typing import Any
 
 _CGROUPS = pathlib.Path("/sys/fs/cgroup")
-_UNLIMITED = 1 << 60
+_UNLIMITED = 1 << 60  # bytes: where nothing says how much memory there is
 
 
 def check(flags: Any, needs: dict[tuple[str, ...], int]) -> None:

@@ -1,6 +1,6 @@
 """Compiled programs, kept for the next command: half of a short one is compilation."""
 
-_LARGEST = 2**30  # bytes; the programs of a command take some 15 million
+_LARGEST = 2**30  # bytes of the cache; the programs of one command take some 15 million
 
 
 def keep() -> None:

@@ -130,7 +130,7 @@ def _computed(
 
 
 def _drawn(config: Rank) -> np.ndarray:
-    """Rows of the table, in random order: of fewer networks they are the first."""
+    """Rows of the table in random order, such that fewer networks are the first of more."""
     # RandomState, not default_rng, whose stream may change from one numpy to the next.
     order = np.random.RandomState(config.seed).permutation(len(genotypes()))
     return order[: config.count]
@@ -144,7 +144,7 @@ def _images(config: Rank) -> tuple[Rows, Rows]:
 
 
 def _batch(config: Rank, train: Rows) -> Rows:
-    """With all classes in their proportions, in random order."""
+    """Rows in random order, with all classes in their proportions."""
     x, y = train
     (rows,) = datasets.split(jax.random.key(config.seed + 1), np.asarray(y), (config.batch_size,))
     return x[rows], y[rows]
@@ -199,7 +199,7 @@ def _agreement(scores: dict[str, np.ndarray], rows: np.ndarray) -> dict[str, Any
 
 
 def _parts(config: Rank, scores: dict[str, np.ndarray], rows: np.ndarray) -> list[np.ndarray]:
-    """What is aggregated."""
+    """The scores and baselines that are aggregated, for the networks ``rows``."""
     cells = [genotypes()[row] for row in rows]
     return [
         scores[name] if name in scores else np.array([*map(BASELINES[name], cells)])

@@ -35,7 +35,7 @@ def origin() -> dict[str, Any]:
 
 
 def phases(progress: bool | None, work: Mapping[str, float]) -> AbstractContextManager[RunBar]:
-    """The progress bar of a whole run, whose phases take ``work``, in any unit."""
+    """The progress bar of a whole run; ``work`` says how long each phase takes, in any unit."""
     return run_bar(progress if call.current().progress else False, work)
 
 
@@ -46,9 +46,10 @@ def write(folder: pathlib.Path, result: dict[str, Any], arrays: dict[str, Any]) 
 
 
 def picture(path: pathlib.Path, size: tuple[float, float], draw: Callable[[Any], None]) -> None:
-    """Save the figure of ``size`` inches that ``draw`` draws on; none without matplotlib.
+    """Make a figure of ``size`` inches, let ``draw`` draw on it, and save it at ``path``.
 
-    A figure of its own, without pyplot: no window, no backend chosen for the rest of the program.
+    Without matplotlib nothing is saved. Without pyplot, so that no window opens and matplotlib's
+    backend stays as the rest of the program has it.
     """
     try:
         from matplotlib.figure import Figure
@@ -77,13 +78,13 @@ def heat_map(
 
 
 def title(config: dict[str, Any]) -> str:
-    """Of a table of errors: which rows, and what the numbers are."""
+    """The title of a table of errors: which rows, and what the numbers are."""
     spread = f", mean ± s.e. of {config['seeds']} seeds" if config["seeds"] > 1 else ""
     return f"{_rows(config)}; errors in %{spread}"
 
 
 def picture_title(config: dict[str, Any]) -> str:
-    """Of a picture: which rows, and which seeds."""
+    """The title of a picture: which rows, and which seeds."""
     several = f"{config['seeds']} seeds drawn from " if config["seeds"] > 1 else ""
     return f"{_rows(config)}; {several}seed {config['seed']}"
 
@@ -93,9 +94,10 @@ def _rows(config: dict[str, Any]) -> str:
 
 
 def screen() -> Console:
-    """The terminal; a pipe or a file has no width of its own, and rich would cut tables at 80.
+    """The console that tables are printed on; it prints nothing in a call without a table.
 
-    Without brackets' markup, which names of folders and genotypes have; silent without a table.
+    A pipe or a file is 110 columns wide: it has no width, and rich would take 80. Square brackets
+    are printed as they are, not as rich's markup: names of folders and genotypes contain them.
     """
     quiet = not call.current().table
     console = Console(markup=False, quiet=quiet)
@@ -103,30 +105,30 @@ def screen() -> Console:
 
 
 def mixture(alpha: Any, names: Any) -> str:
-    """``0.83 tanh + 0.17 relu``: the entries of a simplex, largest first, small ones left out."""
+    """A point of a simplex as ``0.83 tanh + 0.17 relu``: largest first, none under 0.005."""
     pairs = sorted(zip(alpha, names, strict=True), reverse=True)
     return " + ".join(f"{a:.2f} {name}" for a, name in pairs if a >= 0.005)
 
 
 def standard_error(x: np.ndarray) -> float:
-    """Of the mean of ``x`` [seeds]; NaN for one seed."""
+    """The standard error of the mean of ``x`` [seeds]; NaN for one seed."""
     return float(x.std(ddof=1) / np.sqrt(len(x))) if len(x) > 1 else float("nan")
 
 
 def cell(x: np.ndarray, form: str) -> str:
     """The mean of ``x`` [seeds] in the format ``form``, with its standard error."""
     error = standard_error(x)
-    digits = ",.0f" if error >= 100 else ".2g"  # 1e+03 is hard to read
+    digits = ",.0f" if error >= 100 else ".2g"  # .2g would print 1000 as 1e+03
     return f"{x.mean():{form}}" + (f" ± {error:{digits}}" if len(x) > 1 else "")
 
 
 def at_least(x: float, digits: int) -> str:
-    """A lower bound in ``digits`` digits, rounded down: what is printed is a bound too."""
+    """A lower bound in ``digits`` digits, rounded down, so that the printed number is one too."""
     return _rounded(x, digits, decimal.ROUND_FLOOR)
 
 
 def at_most(x: float, digits: int) -> str:
-    """An upper bound in ``digits`` digits, rounded up."""
+    """An upper bound in ``digits`` digits, rounded up, so that the printed number is one too."""
     return _rounded(x, digits, decimal.ROUND_CEILING)
 
 

@@ -72,7 +72,7 @@ def _as_json(values: dict[str, Any]) -> str:
 
 
 def _make(folder: pathlib.Path) -> bool:
-    """Whether it was not there; another run may ask for the same at the same time."""
+    """Make the directory; False if it exists, as when another run makes it at the same time."""
     try:
         folder.mkdir()
     except FileExistsError:
@@ -129,7 +129,7 @@ def _resumed(config: Any, changeable: tuple[str, ...]) -> pathlib.Path:
 
 
 def _save_changed(folder: pathlib.Path, config: Any, changeable: tuple[str, ...]) -> None:
-    """The flags with which the run would end in the result that it ended in."""
+    """Save the ``changeable`` flags as they are now: with them the run gives the result it has."""
     before, now = saved.read(folder / _CONFIG, "out"), report.flags(config)
     if (after := before | {name: now[name] for name in changeable}) != before:
         with contextlib.suppress(OSError):  # a full disk: the result is there already

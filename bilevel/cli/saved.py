@@ -44,7 +44,7 @@ def values(path: pathlib.Path, kind: type) -> dict[str, Any]:
 
 
 def as_flag(hint: Any, value: Any) -> Any:
-    """What JSON has no type for."""
+    """A value from JSON as a flag of the type ``hint``: tuples and paths, which JSON has not."""
     if isinstance(value, list):
         return tuple(value)
     is_path = isinstance(value, str) and pathlib.Path in get_args(hint)

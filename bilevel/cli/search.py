@@ -160,7 +160,7 @@ def hypergradient_error(task: Task, config: Search, alpha: jax.Array) -> dict[st
 
 
 def hypergradient(task: Task, solver: LowerSolver, alpha: jax.Array) -> bilevel.HyperGradient:
-    """Of all seeds, at ``alpha`` [seeds, h], by any solver."""
+    """The hypergradients of all seeds at ``alpha`` [seeds, h], by any solver."""
     fn = bilevel.hypergradient(side_by_side(task.space.problem), solver, diagnostics=False)
     return jax.jit(fn)(alpha, task.w0, task.train, task.valid)
 
@@ -188,7 +188,8 @@ def setup(config: Search) -> Task:
     backprop = {"truncated": max(1, config.inner_steps // 4), "first-order": 0}.get(config.solver)
     solver = space.solver(curvatures, config.inner_steps, backprop=backprop)
     if config.solver == "implicit":
-        # More weights than labels: the Hessian is singular, and damping picks the small motions.
+        # With more weights than labels the Hessian is singular; of all responses of the weights,
+        # damping picks a small one.
         damping = 1e-2 * curvatures.max()
         solver = bilevel.implicit(solver, bilevel.cg(steps=config.inner_steps, damping=damping))
     return Task(space, solver, w0, curvatures, train, valid, test)

@@ -42,7 +42,7 @@ class _Task(NamedTuple):
     epochs: int
     batch_size: int
     weight_rate: float | None
-    budget: int  # random networks
+    budget: int  # how many random networks are trained
 
 
 def run_skip_search(config: SkipSearch) -> dict[str, Any]:
@@ -162,12 +162,12 @@ def _networks(run: deep.Run, task: _Task, found: list[deep.Found], train: Part) 
 
 
 def _min_eigenvalue(kernel: Callable, corner: Pytree, x: jax.Array) -> float:
-    """Of the architecture's NTK at infinite width, in float64."""
+    """The smallest eigenvalue of the architecture's NTK at infinite width, in float64."""
     with jax.enable_x64(True):
         x, corner = jax.tree.map(
             lambda a: jnp.asarray(np.asarray(a), float), (x[:_KERNEL_ROWS], corner)
         )
-        # As a mixture, though it is a corner: compiled once for all architectures.
+        # The corner of the simplex stands for the architecture: one program serves all of them.
         return float(ntk.min_eigenvalue(kernel(corner, x).ntk))
 
 

@@ -27,7 +27,7 @@ def pairwise(rows: chex.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def standard_error(rows: chex.Array) -> jax.Array:
-    """Of the mean over the leading axis."""
+    """The standard error of the mean over the leading axis."""
     return rows.std(axis=0, ddof=1) / math.sqrt(len(rows))
 
 

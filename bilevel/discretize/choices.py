@@ -15,7 +15,7 @@ def argmax(alpha: Pytree) -> Pytree:
     Raises
     ------
     ValueError
-        For a leaf without entries or with NaN; in :func:`top_k` and :func:`rank_by_alpha` too.
+        For a leaf without entries or with NaN.
 
     Examples
     --------
@@ -27,6 +27,11 @@ def argmax(alpha: Pytree) -> Pytree:
 
 def top_k(alpha: Pytree, k: int) -> Pytree:
     """The indices [..., k] of the k largest entries of every simplex, best first.
+
+    Raises
+    ------
+    ValueError
+        For a leaf without entries or with NaN, or a ``k`` that is not from 1 to their number.
 
     Examples
     --------
@@ -46,6 +51,11 @@ def top_k(alpha: Pytree, k: int) -> Pytree:
 
 def rank_by_alpha(alpha: Pytree) -> Pytree:
     """The indices [..., h] of every simplex, largest entry first; equal ones in their order.
+
+    Raises
+    ------
+    ValueError
+        For a leaf without entries or with NaN.
 
     Examples
     --------

@@ -63,7 +63,8 @@ def condition_six(
     outputs : array [n, h] or [n, h, o]
         ``f_i`` of the network with choice i alone, at the shared weights, on n rows to which
         neither the weights nor alpha were fitted: test rows. Otherwise intervals are too narrow.
-    alpha : array [h], on the simplex.
+    alpha : array [h]
+        On the simplex.
     targets : array [n] or [n, o], optional
     confidence : float
 
@@ -82,19 +83,6 @@ def condition_six(
         For shapes that do not match, fewer than 2 rows, alpha off the simplex, NaN, a confidence
         outside (0, 1).
 
-    Examples
-    --------
-    Of 0, z and -z the first is best, not the argmax; ``y = f_alpha``, so it is Condition 6 that
-    fails:
-
-    >>> z = jnp.linspace(-3, 3, 101)
-    >>> outputs, alpha = jnp.stack([0 * z, z, -z], axis=1), jnp.array([0.2, 0.45, 0.35])
-    >>> found = condition_six(outputs, alpha, outputs @ alpha)
-    >>> int(found.argmax), int(found.condition), int(found.trust)
-    (1, -1, -1)
-    >>> (found.L / found.L[0]).round().tolist()
-    [1.0, 81.0, 121.0]
-
     Notes
     -----
     - h = 2: ``D_1 = D_2``, so the condition always holds (Theorem 1); exactly, here.
@@ -107,6 +95,19 @@ def condition_six(
     - Memory: ``outputs`` a few times. Time: ``n h^2 o``.
 
     Reference: Roberts, Liang & Sala, Condition 6, Theorem 7.
+
+    Examples
+    --------
+    Of 0, z and -z the first is best, not the argmax; ``y = f_alpha``, so it is Condition 6 that
+    fails:
+
+    >>> z = jnp.linspace(-3, 3, 101)
+    >>> outputs, alpha = jnp.stack([0 * z, z, -z], axis=1), jnp.array([0.2, 0.45, 0.35])
+    >>> found = condition_six(outputs, alpha, outputs @ alpha)
+    >>> int(found.argmax), int(found.condition), int(found.trust)
+    (1, -1, -1)
+    >>> (found.L / found.L[0]).round().tolist()
+    [1.0, 81.0, 121.0]
     """
     check_confidence(confidence)
     outputs, alpha, targets = _aligned(outputs, alpha, targets)

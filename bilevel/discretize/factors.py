@@ -15,8 +15,10 @@ def factor_simplex(alpha: chex.Array, i: int | chex.Array) -> jax.Array:
 
     Parameters
     ----------
-    alpha : array [..., h], on the simplex.
-    i : int, may be traced.
+    alpha : array [..., h]
+        On the simplex.
+    i : int
+        A vertex; may be traced.
 
     Returns
     -------
@@ -54,7 +56,8 @@ def simplex_factors(alpha: chex.Array) -> jax.Array:
 
     Parameters
     ----------
-    alpha : array [..., h], on the simplex.
+    alpha : array [..., h]
+        On the simplex.
 
     Returns
     -------
@@ -82,11 +85,17 @@ def simplex_from_factors(beta: chex.Array) -> jax.Array:
 
     Parameters
     ----------
-    beta : array [..., h - 1], in [0, 1].
+    beta : array [..., h - 1]
+        In [0, 1].
 
     Returns
     -------
     alpha : array [..., h]
+
+    Raises
+    ------
+    ValueError
+        If ``beta`` is not an array of real floating-point numbers.
 
     Examples
     --------

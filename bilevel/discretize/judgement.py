@@ -50,17 +50,17 @@ def judge_choice(losses: Any, choice: Any, *, noise: float = 1.0) -> Judgement:
     ValueError
         For other shapes, fewer than 2 rows, NaN, a choice that there is not, negative noise.
 
+    Notes
+    -----
+    A rule for a decision and no test: of h equally good choices, the chance that one is within a
+    standard error of the best of all is well under 1. Time and memory: ``n h``.
+
     Examples
     --------
     >>> losses = jnp.array([[0.1, 0.3, 0.2], [0.5, 0.6, 0.4], [0.2, 0.5, 0.3]])
     >>> first, second = judge_choice(losses, 0), judge_choice(losses, 1)
     >>> bool(first.as_good), int(first.rank), bool(second.as_good), int(second.rank)
     (True, 1, False, 3)
-
-    Notes
-    -----
-    A rule for a decision and no test: of h equally good choices, the chance that one is within a
-    standard error of the best of all is well under 1. Time and memory: ``n h``.
     """
     losses = array("losses", losses) * 1.0
     if losses.ndim != 2 or len(losses) < 2 or losses.size == 0:

@@ -190,15 +190,15 @@ def published_scores(dataset: str = "cifar10") -> dict[str, np.ndarray]:
     ValueError
         As :func:`load_table`; and for another dataset.
 
-    Examples
-    --------
-    >>> int(np.isfinite(published_scores()["nwot"]).sum())  # doctest: +SKIP
-    9445
-
     References
     ----------
     Kadlecová et al., Surprisingly strong performance prediction with neural graph features, 2024,
     whose collection these are from.
+
+    Examples
+    --------
+    >>> int(np.isfinite(published_scores()["nwot"]).sum())  # doctest: +SKIP
+    9445
     """
     if dataset not in ("cifar10", "imagenet16"):
         raise ValueError(f"dataset: expected cifar10 or imagenet16, got {dataset!r}.")
@@ -247,7 +247,7 @@ def _by_genotype(file: str, wanted: list[str]) -> dict[str, np.ndarray]:
 
 
 def _places(codes: np.ndarray) -> np.ndarray:
-    """Of the rows of :func:`encode`, [..., 6], among :func:`genotypes`."""
+    """The places among :func:`genotypes` of rows of :func:`encode`, [..., 6]."""
     return codes @ len(PRIMITIVES) ** np.arange(len(EDGES))[::-1]
 
 

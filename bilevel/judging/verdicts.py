@@ -195,6 +195,11 @@ def top_one(score: Any, accuracy: Any) -> float:
 
     If all scores are NaN, all tie.
 
+    Raises
+    ------
+    ValueError
+        For what are not two vectors of numbers of one length.
+
     Examples
     --------
     >>> top_one([3, 3, 1, np.nan], [70.0, 80.0, 90.0, 95.0])
@@ -390,7 +395,7 @@ def sum_of_log_ranks(*scores: Any) -> np.ndarray:
 
     Parameters
     ----------
-    scores : each [m]
+    *scores : array [m]
 
     Returns
     -------
@@ -401,14 +406,14 @@ def sum_of_log_ranks(*scores: Any) -> np.ndarray:
     ValueError
         For no scores, or scores of different lengths.
 
+    References
+    ----------
+    Lee & Ham, AZ-NAS: Assembling zero-cost proxies for network architecture search, CVPR 2024.
+
     Examples
     --------
     >>> sum_of_log_ranks([1, 2, 4, 3], [10, np.nan, 40, 30]).round(2)
     array([-2.08, -2.08,  0.  , -0.58])
-
-    References
-    ----------
-    Lee & Ham, AZ-NAS: Assembling zero-cost proxies for network architecture search, CVPR 2024.
     """
     arrays = [_floats("scores", score) for score in scores]
     if not arrays:

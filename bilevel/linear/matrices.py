@@ -192,7 +192,7 @@ def as_matrix(a: chex.Array) -> jax.Array:
 
 
 def dtype_of(features: Features):
-    """Of the numbers in the features."""
+    """The dtype of the numbers in the features."""
     if isinstance(features, Sparse):
         return features.by_row.value.dtype
     if isinstance(features, Blocks):
@@ -201,7 +201,14 @@ def dtype_of(features: Features):
 
 
 def checked_features(features) -> Features:
-    """``features`` as floating-point numbers, if they are a matrix and blocks keep their word."""
+    """``features`` as floating-point numbers, if they are a matrix and blocks keep their word.
+
+    Raises
+    ------
+    ValueError
+        For what is no matrix with entries, or blocks whose rows or columns have another shape than
+        the whole says.
+    """
     if not isinstance(features, Blocks | Sparse):
         features = array("features", features)
         if not jnp.issubdtype(features.dtype, jnp.floating):

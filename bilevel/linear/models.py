@@ -48,11 +48,11 @@ from bilevel.linear.matrices import (
     sweep,
 )
 
-_NEWTON_STEPS = 100
-_CG_STEPS = 1000
-_PATIENCE = 3  # Newton steps without a smaller gradient: rounding is reached
-_LINE_STEPS = 20
-_PANELS = 6  # of the Gram matrix: 21 of its 36 tiles are computed, 7/12
+_NEWTON_STEPS = 100  # most steps
+_CG_STEPS = 1000  # most iterations of one solve
+_PATIENCE = 3  # Newton steps without a smaller gradient, after which rounding is reached
+_LINE_STEPS = 20  # Newton steps or bisections of one line search
+_PANELS = 6  # a side of the Gram matrix; by symmetry 21 of the 36 tiles are computed
 
 
 class LinearFit(NamedTuple):

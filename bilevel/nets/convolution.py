@@ -2,23 +2,26 @@
 
     y[n, i, j, o] = sum_{a, b, c} x[n, s i + d a - p, s j + d b - p, c] k[a, b, c, o]
 
-XLA's CPU code is slow for a convolution's gradient in its weights, and for anything depthwise. A
-convolution is linear in ``x`` and in ``k``, so its derivative is made of two linear maps, and
-reverse mode runs their transposes. Here each map is written so that its *transpose* is the fast
-program:
+XLA's CPU code is slow for a convolution's gradient in its weights, and for depthwise convolutions
+altogether. A convolution is linear in ``x`` and in ``k``. So its derivative consists of two linear
+maps, of dx and of dk, and reverse mode runs their transposes. Here each map is written so that its
+*transpose* is the fast program:
 
 ==================  ==============================================  =============================
 map                 written as                                      its transpose
 ==================  ==============================================  =============================
-dx, depthwise       every pixel spread over the outputs it reaches  shifted copies of dy, weighted
+dx, depthwise       each pixel is added to the outputs it reaches   weighted sum of shifted copies
+                                                                    of dy
 dx, dense           XLA's convolution                               XLA's convolution
-dk, depthwise       one example at a time, a weight at every pixel  images added up elementwise;
-                                                                    over pixels once, at the end
-dk, dense           32 examples at a time, shifted copies times dk  shifted copies' times dy
+dk, depthwise       one example at a time, with the weights         elementwise sum over examples,
+                    broadcast to all pixels                         then one sum over pixels
+dk, dense           32 examples at a time: shifted copies of x      transposed copies of x times
+                    times dk                                        dy
 ==================  ==============================================  =============================
 
-These are ordinary JAX programs, so forward mode, higher derivatives and vmap all work, which a
-``jax.custom_vjp`` would forbid. Copies are made again in the backward pass, not kept.
+These are ordinary JAX programs, so that forward mode, higher derivatives and vmap all work, which
+a ``jax.custom_vjp`` would forbid. The shifted copies are made again in the backward pass instead of
+being kept.
 
 On other devices it is XLA's convolution throughout.
 
@@ -47,7 +50,7 @@ _BLOCK = 32  # examples: with more, the copies of typical images leave a CPU's c
 
 
 class _Window(NamedTuple):
-    """Where a sliding window stands; hashable, known when tracing."""
+    """The sizes of a sliding window; hashable, so that it can be a static argument."""
 
     size: int
     stride: int
@@ -142,7 +145,7 @@ def _window(x, size, stride, dilation, padding) -> _Window:
 
 @functools.partial(jax.jit, static_argnums=(0, 3))  # so that equal shapes are traced once
 def _widely(rule, x, kernel, window):
-    # Sums over all pixels of a batch are beyond 16 bits; float32 and float64 stay what they are.
+    # 16 bits are too coarse for sums over all pixels of a batch; float32 and float64 are kept.
     wide = jnp.promote_types(x.dtype, jnp.float32)
     return rule(x.astype(wide), kernel.astype(wide), window).astype(x.dtype)
 
@@ -169,9 +172,10 @@ def _dense_derivative(window, primals, tangents):
     x, kernel = primals
 
     def along_x(dx):
-        # The kernel turned round twice, and its channels exchanged twice: the transpose turns once
-        # more, and what is left is a convolution with a kernel that no `reverse` stands before.
-        # XLA takes that into the convolution, which inside a loop is then ten times slow.
+        # Flipped twice, and with its channels exchanged twice, this is the kernel itself. The
+        # transpose of the convolution flips once more, which cancels the second flip: no `reverse`
+        # is left directly before the backward convolution. XLA would make it a part of the
+        # convolution, which inside a loop is then ten times slower.
         turned = jnp.flip(kernel, (0, 1)).swapaxes(2, 3)
         return _plain(dx, jnp.flip(turned, (0, 1)), window, kernel_axes="HWOI")
 
@@ -201,13 +205,13 @@ def _depthwise_derivative(window, primals, tangents):
     def along_kernel(dk):
         n, height, width, channels = x.shape
         out = window.positions(height), window.positions(width), channels
-        # Without strides, a row's pixels and channels are one axis: long loops are faster.
+        # At stride 1, a row's pixels and channels are merged into one axis: long loops are faster.
         unit = channels if window.stride == 1 else 1
 
         def weighted(image, everywhere):
             return _weighted(_shifted(image, window, unit), everywhere)
 
-        # One weight for every pixel: their gradients are then sums over examples alone.
+        # The weights broadcast to all pixels: their gradients are then sums over examples alone.
         everywhere = [jnp.broadcast_to(d, out) for d in dk.reshape(-1, channels)]
         everywhere = [d.reshape(out[0], out[1] * unit, -1) for d in everywhere]
         y = _each(weighted, x.reshape(n, height, width * unit, -1), everywhere)
@@ -217,20 +221,22 @@ def _depthwise_derivative(window, primals, tangents):
 
 
 def materialized(x: chex.Array, number: chex.Array) -> jax.Array:
-    """``x``, which XLA's CPU code writes to memory here, and its cotangent when going back.
+    """``x``, and its cotangent in the backward pass, written to memory at this point (on a CPU).
 
-    Elementwise programs are otherwise merged into one where that does not pay: with an update in
-    place, which runs on one core, or each of several sums over windows with all others. A branch is
-    what XLA does not merge across (it takes barriers out first).
+    XLA would otherwise fuse elementwise programs where that costs time: with an update in place,
+    which runs on one core, or several sums over windows with each other. It does not fuse across
+    a branch, so there is one here (``optimization_barrier`` is removed before XLA fuses).
 
     Parameters
     ----------
     x : array
-    number : scalar that is known when the program runs, not before; any
+    number : scalar
+        Any number that is not yet known when the program is compiled.
 
     Returns
     -------
-    array, ``x``
+    array
+        ``x``.
 
     Examples
     --------
@@ -239,7 +245,7 @@ def materialized(x: chex.Array, number: chex.Array) -> jax.Array:
     """
     if jax.default_backend() != "cpu":
         return x
-    # Equal branches would be found out; these are equal too, but look different.
+    # XLA would remove the branch if both sides were the same program: -(-x) is x in another one.
     return lax.cond(number > 0, lambda x: x, lambda x: lax.neg(lax.neg(x)), x)
 
 
@@ -251,13 +257,13 @@ def _with_tangent(y, maps, tangents):
 
 
 def _each(bilinear, x, linear):
-    """``bilinear(image, linear)`` for every image, by a loop; keeps ``x`` and no patches."""
+    """``bilinear(image, linear)`` for every image, in a loop that keeps only ``x`` for reverse."""
     body = jax.checkpoint(bilinear, prevent_cse=False)
     return lax.map(lambda image: body(image, linear), x)
 
 
 def _in_blocks(bilinear, x, linear):
-    """``bilinear(images, linear)``, some examples at a time; keeps ``x`` and no views of it."""
+    """``bilinear(images, linear)``, 32 examples at a time; only ``x`` is kept for reverse mode."""
     body = jax.checkpoint(bilinear, prevent_cse=False)
     if len(x) <= _BLOCK:
         return body(x, linear)
@@ -291,10 +297,10 @@ def _shifted(x, window, unit=1):
 
 
 def _spread(x, kernel, window):
-    """The depthwise convolution again: pixels are added to the outputs that they reach.
+    """The depthwise convolution, written so that each pixel is added to the outputs it reaches.
 
     Pixel u times k[a] goes to place ``u + reach - d a`` of a buffer in which output i is at
-    ``s i + reach - p``. The transpose reads the buffer's cotangent in shifted copies.
+    ``s i + reach - p``. The transpose of this reads shifted copies of the buffer's cotangent.
     """
     n, height, width, channels = x.shape
     reach, s = window.reach, window.stride
@@ -311,7 +317,7 @@ def _spread(x, kernel, window):
 
 
 def max_pool(x: chex.Array, size: int, *, stride: int = 1, padding: int = 0) -> jax.Array:
-    """Largest value in each window of ``x`` [n, h, w, c]; padding is never the largest.
+    """Largest value in each window of ``x`` [n, h, w, c]; padding counts as minus infinity.
 
     Equal values share the gradient equally.
 

@@ -95,6 +95,15 @@ def error_rates(model: Any) -> Callable[[Pytree, Pytree, Sequence[Part], int], l
         Anything with ``apply(w, other, x)`` and ``predict``: ``other`` is a space's ``alpha``, or
         the running averages of a network.
 
+    Returns
+    -------
+    function
+
+    Raises
+    ------
+    ValueError
+        When called with a ``batch_size`` under 1, or a part without rows.
+
     Examples
     --------
     >>> from bilevel.spaces.skips import skip_space

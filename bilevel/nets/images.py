@@ -106,15 +106,15 @@ def cutout(key: chex.PRNGKey, x: chex.Array, size: int = 16) -> jax.Array:
     ValueError
         For what is no key, are no images, or a ``size`` under 0.
 
+    References
+    ----------
+    DeVries & Taylor (2017), Improved Regularization of CNNs with Cutout.
+
     Examples
     --------
     >>> x = cutout(jax.random.key(0), jnp.ones((4, 32, 32, 3)))
     >>> bool((x.min((1, 2, 3)) == 0).all()), x.max()
     (True, Array(1., dtype=float...))
-
-    References
-    ----------
-    DeVries & Taylor (2017), Improved Regularization of CNNs with Cutout.
     """
     prng_key("key", key)
     x, size = images("x", x), whole("size", size, 0)

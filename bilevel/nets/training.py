@@ -54,7 +54,8 @@ def train(
         For the order of the rows, a new one in each epoch, and for the uniform iterate.
     lower : ``lower(w, architecture, batch) -> scalar``
         ``problem.lower`` of the space.
-    architecture : SkipArchitecture, or ``alpha`` to train the supernet's network as it is.
+    architecture : pytree
+        A SkipArchitecture, or ``alpha`` to train the supernet's network as it is.
     w : pytree
     data : pytree of arrays with the same number of rows N
     optimizer : optax.GradientTransformation or float
@@ -74,18 +75,18 @@ def train(
         If ``key`` is no PRNG key or ``lower`` no function, ``batch_size`` is not from 1 to N, or
         ``epochs`` under 1.
 
+    Notes
+    -----
+    Pure: put it under ``jit`` with ``lower`` (and what else is no array) closed over, and under
+    ``vmap`` for several seeds. Memory: two copies of ``w`` besides the optimizer's. The paper's
+    loss, the logistic one of ``y f`` with y = +-1, is that of a space of two classes.
+
     Examples
     --------
     >>> loss = lambda w, _, x: -w * x.sum()
     >>> found = train(jax.random.key(0), loss, None, 0.0, jnp.ones(8), optimizer=0.5, epochs=2)
     >>> float(found.last), bool(found.uniform < found.last), found.losses.shape
     (8.0, True, (16,))
-
-    Notes
-    -----
-    Pure: put it under ``jit`` with ``lower`` (and what else is no array) closed over, and under
-    ``vmap`` for several seeds. Memory: two copies of ``w`` besides the optimizer's. The paper's
-    loss, the logistic one of ``y f`` with y = +-1, is that of a space of two classes.
     """
     prng_key("key", key)
     function("lower", lower, "(w, architecture, batch) -> loss")
@@ -214,7 +215,7 @@ def from_scratch(
     return init, epoch
 
 
-_SAVE_SECONDS = 30.0  # between two checkpoints: an epoch may take a second, writing one as long
+_SAVE_SECONDS = 30.0  # between two checkpoints: writing one may take as long as an epoch
 
 
 def run_epochs(

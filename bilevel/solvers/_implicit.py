@@ -46,6 +46,11 @@ def implicit(forward: LowerSolver | None = None, inverse: Inverse | None = None)
         derivative with respect to the starting point ``w`` is zero: a solution does not depend on
         where the search for it began (for meta-learned initialisations use :func:`unrolled`).
 
+    Raises
+    ------
+    ValueError
+        If ``forward`` is no lower solver, or ``inverse`` no inverse.
+
     Notes
     -----
     Derivatives of every order are those of the stationarity condition, in forward, reverse and

@@ -20,6 +20,11 @@ def restarted(solver: LowerSolver) -> LowerSolver:
     minimises a well-defined function of ``alpha``. The ``w`` given to ``run`` is ignored; the
     derivative with respect to the starting point is that of the ``w`` given to ``init``.
 
+    Raises
+    ------
+    ValueError
+        If ``solver`` is no lower solver.
+
     Examples
     --------
     >>> import jax.numpy as jnp

@@ -144,6 +144,10 @@ def one_step(
     -----
     Memory: 3 copies of ``w``, and what one lower gradient in ``alpha`` takes, exactly twice that.
 
+    References
+    ----------
+    Liu, Simonyan & Yang (2019), DARTS: Differentiable Architecture Search, Eqs. (7) and (8).
+
     Examples
     --------
     >>> lower = lambda w, alpha, batch: jnp.sum(jnp.cosh(w - alpha))
@@ -154,10 +158,6 @@ def one_step(
     >>> exact = slope(unrolled(0.5, 1))(alpha)
     >>> slope(one_step(0.5))(alpha) - exact, slope(one_step(0.5, radius=0.1))(alpha) - exact
     (Array([0.], dtype=float...), Array([0.00128...], dtype=float...))
-
-    References
-    ----------
-    Liu, Simonyan & Yang (2019), DARTS: Differentiable Architecture Search, Eqs. (7) and (8).
     """
     if radius is not None:
         between("radius", radius, 0, math.inf)

@@ -88,8 +88,9 @@ def activation_space(
 
     Parameters
     ----------
-    activations : sequence of names in ``ACTIVATIONS``, or of elementwise functions.
-        At infinite width functions have to be smooth, or of `ntk` (:func:`ntk.leaky_relu`).
+    activations : sequence of str or function
+        Names in ``ACTIVATIONS``, or elementwise functions. At infinite width functions have to be
+        smooth, or of `ntk` (:func:`ntk.leaky_relu`).
     width : int or math.inf
         Hidden units k; even, and a multiple of the power of two above ``classes`` when more than
         two (each class needs a sign pattern of its own). ``math.inf`` for kernel ridge regression.

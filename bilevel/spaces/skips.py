@@ -140,6 +140,13 @@ def skip_space(
     ValueError
         For an unknown name, an activation given twice, under 3 layers, or one class.
 
+    Notes
+    -----
+    The hidden layers are one ``lax.scan``: compile time does not grow with the depth. A plain
+    network is a loop over its layers, and evaluates one activation in each.
+
+    The size of ``w`` is ``m (inputs + (L-2) m + outputs)``.
+
     Examples
     --------
     >>> space = skip_space(["relu", "tanh"], depth=3, width=4, classes=2)
@@ -165,13 +172,6 @@ def skip_space(
             optimizer=0.01,
         )
         space.apply(trained.uniform, architecture, x_test)
-
-    Notes
-    -----
-    The hidden layers are one ``lax.scan``: compile time does not grow with the depth. A plain
-    network is a loop over its layers, and evaluates one activation in each.
-
-    The size of ``w`` is ``m (inputs + (L-2) m + outputs)``.
     """
     activations = sequence("activations", activations)
     functions = tuple(_activation(a) for a in activations)

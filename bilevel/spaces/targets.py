@@ -28,7 +28,11 @@ OUTER_LOSSES: dict[str, Callable[[jax.Array], jax.Array]] = {
 def sign_labels(labels: chex.Array, classes: int, dtype=float) -> jax.Array:
     """Labels 0..classes-1 as +-1: [n] for two classes, one-vs-rest [n, classes] for more.
 
-    Other labels raise ValueError; traced ones become NaN.
+    Raises
+    ------
+    ValueError
+        For fewer than 2 classes, or labels that are not whole numbers from 0 to ``classes - 1``;
+        where these are traced, they become NaN instead.
 
     Examples
     --------
@@ -80,6 +84,11 @@ def cross_entropy(apply: Callable[[Pytree, Pytree, jax.Array], jax.Array]) -> Pr
 
 def mixture_and_penalty(names: Sequence[str]) -> dict[str, Any]:
     """The fields of a :class:`Space` that follow from its alpha {"mixture": [h], "log_penalty"}.
+
+    Raises
+    ------
+    ValueError
+        For no names, or one given twice.
 
     Examples
     --------

@@ -21,7 +21,7 @@ class Columns:
     Attributes
     ----------
     block : ``block(j) -> [n, h, b]``
-        Columns ``j b`` to ``(j + 1) b``, ``j`` traced; zero columns from p on.
+        Columns ``j b`` to ``(j + 1) b``; ``j`` is traced. Zeros in the place of columns beyond p.
     count : int
         Number of blocks, p / b rounded up.
 
@@ -51,7 +51,7 @@ Features: TypeAlias = chex.Array | Columns
 
 
 def add_up(term: Callable, *features: Any) -> jax.Array:
-    """``sum_j term(block j of each)``; of arrays, which are one block, ``term`` itself."""
+    """``sum_j term(block j of each)``; arrays are one block, so that it is ``term`` of them."""
     if not isinstance(features[0], Columns):
         return term(*features)
 
@@ -63,7 +63,7 @@ def add_up(term: Callable, *features: Any) -> jax.Array:
 
 
 def block_shape(features: Features) -> tuple[int, ...]:
-    """Of one block, or of the array."""
+    """The shape of one block, or of the array."""
     one = jax.eval_shape(features.block, 0) if isinstance(features, Columns) else features
     return one.shape
 
@@ -74,7 +74,13 @@ def is_kernels(features: Features) -> bool:
 
 
 def checked(features: Features, labels: Any) -> tuple[Features, jax.Array]:
-    """Both as floating arrays, labels [n, c]."""
+    """Both as floating arrays, labels [n, c].
+
+    Raises
+    ------
+    ValueError
+        If shapes do not fit, something is empty, or concrete numbers are not finite.
+    """
     if isinstance(features, Columns):
         if features.count < 1:
             raise ValueError(f"features: expected at least 1 block, got {features.count}.")
@@ -94,7 +100,13 @@ def checked(features: Features, labels: Any) -> tuple[Features, jax.Array]:
 
 
 def floating(name: str, a: Any) -> jax.Array:
-    """``a`` as a floating-point array, if it is finite."""
+    """``a`` as a floating-point array, if it is finite.
+
+    Raises
+    ------
+    ValueError
+        For what is no array of real numbers, or NaN or infinity among concrete ones.
+    """
     a = array(name, a)
     a = a.astype(jnp.promote_types(a.dtype, jnp.float32))
     if not isinstance(a, jax.core.Tracer) and not np.isfinite(a).all():

@@ -17,7 +17,8 @@ def spectral_alpha(features: Features, labels: chex.Array, *, whiten: bool = Fal
 
     Parameters
     ----------
-    features : array [n, h, p], Columns, or the kernels [h, h, n, n] of the h feature maps.
+    features : array [n, h, p], Columns, or array [h, h, n, n]
+        Features of h maps, or the kernels of these maps.
     labels : array [n] or [n, c]
         Taken as they are: a mean that labels and features both have counts as signal.
     whiten : bool
@@ -60,16 +61,16 @@ def spectral_alpha(features: Features, labels: chex.Array, *, whiten: bool = Fal
     Time: c n h p, and h^2 (c p + h); whitened n h^2 p more; with kernels c h^2 n^2. Memory:
     h (n + c) b for blocks of b columns, h p (n + c) for an array.
 
+    References
+    ----------
+    Oymak et al. 2021, section 5, step 1, and Theorem 4.
+
     Examples
     --------
     >>> X = jax.random.normal(jax.random.key(0), (200, 3, 50))
     >>> y = X[:, 1, 0]  # alpha* = (0, 1, 0)
     >>> bool(spectral_alpha(X, y)[1] > 0.9)
     True
-
-    References
-    ----------
-    Oymak et al. 2021, section 5, step 1, and Theorem 4.
     """
     noise = noise_gram(features, labels) if whiten else None
     return top_direction(spectral_gram(features, labels), noise)
@@ -78,11 +79,20 @@ def spectral_alpha(features: Features, labels: chex.Array, *, whiten: bool = Fal
 def spectral_gram(features: Features, labels: chex.Array) -> jax.Array:
     """``G_ij = sum_c y_c' K_ij y_c``, which is ``M M'`` summed over outputs.
 
-    Parameters, raises: as :func:`spectral_alpha`.
+    Parameters
+    ----------
+    features : array [n, h, p], Columns, or array [h, h, n, n]
+        Features of h maps, or the kernels of these maps.
+    labels : array [n] or [n, c]
 
     Returns
     -------
     array [h, h]
+
+    Raises
+    ------
+    ValueError
+        If shapes do not fit, something is empty, or concrete numbers are not finite.
 
     Examples
     --------
@@ -111,11 +121,20 @@ def noise_gram(features: Features, labels: chex.Array) -> jax.Array:
     ``N_ij = sum_n |y_n|^2 K_ij(x_n, x_n)``. Under Theorem 4 it is n p times the identity, up to
     fluctuations which vanish as p grows.
 
-    Parameters, raises: as :func:`spectral_alpha`.
+    Parameters
+    ----------
+    features : array [n, h, p], Columns, or array [h, h, n, n]
+        Features of h maps, or the kernels of these maps.
+    labels : array [n] or [n, c]
 
     Returns
     -------
     array [h, h]
+
+    Raises
+    ------
+    ValueError
+        If shapes do not fit, something is empty, or concrete numbers are not finite.
 
     Examples
     --------
@@ -134,13 +153,17 @@ def top_direction(gram: chex.Array, noise: chex.Array | None = None) -> jax.Arra
 
     Parameters
     ----------
-    gram, noise : arrays [h, h], from :func:`spectral_gram` and :func:`noise_gram`.
-        Feature maps that are copies of each other, or zero, do no harm: directions of the noise's
-        correlation matrix below the square root of the rounding error are not resolved.
+    gram : array [h, h]
+        From :func:`spectral_gram`.
+    noise : array [h, h], optional
+        From :func:`noise_gram`. Feature maps that are copies of each other, or zero, do no harm:
+        directions of the noise's correlation matrix below the square root of the rounding error
+        are not resolved.
 
     Returns
     -------
-    array [h], of 2-norm 1, with a sum that is not negative.
+    array [h]
+        Of 2-norm 1, with a sum that is not negative.
 
     Raises
     ------
@@ -176,7 +199,10 @@ def top_direction(gram: chex.Array, noise: chex.Array | None = None) -> jax.Arra
 
 @jax.custom_jvp
 def top_eigenvector(matrix: chex.Array) -> jax.Array:
-    """Top eigenvector; its derivative, unlike that of eigh, takes the other ones to be equal."""
+    """The top eigenvector, differentiable also where other eigenvalues than the top one coincide.
+
+    The derivative of ``eigh`` is not: it divides by the differences of all eigenvalues.
+    """
     return jnp.linalg.eigh(matrix)[1][:, -1]
 
 
@@ -191,15 +217,15 @@ def _derivative(primals, tangents):
 def simplex_start(
     alpha: chex.Array, noise: chex.Array | None = None, *, uniform: float | chex.Array = 0.1
 ) -> jax.Array:
-    """The point of the simplex from which to search, near the direction ``alpha`` or ``-alpha``.
+    """A starting point on the simplex, near the direction ``alpha`` or ``-alpha``.
 
         (1 - uniform) a / sum(a) + uniform / h,
         a = argmin_{a >= 0} (a - s alpha)' N (a - s alpha),   s = 1 or -1 (the longer a)
 
-    Predictions scale with ``a``, which the weights make up for, so it is the angle that counts; and
-    the nearest point of the cone is at the smallest angle. Without ``noise`` N is the identity, and
-    negative entries become 0. With it, distances are those of predictions: where activations are
-    alike, large entries of opposite sign are a small difference.
+    The length of ``a`` does not matter, since the weights make up for it: what counts is the angle
+    to ``alpha``, and the nearest point with nonnegative entries is at the smallest angle. Without
+    ``noise`` N is the identity, and negative entries become 0. With it, distances are those of
+    predictions: where activations are alike, large entries of opposite sign are a small difference.
 
     The uniform part is for the search: exponentiated gradient multiplies, and would leave an entry
     that starts at 0 there. From ``uniform / h`` it takes about ``log(h / uniform)`` over the
@@ -216,7 +242,8 @@ def simplex_start(
 
     Returns
     -------
-    array [h], nonnegative, of sum 1.
+    array [h]
+        Nonnegative, of sum 1.
 
     Raises
     ------

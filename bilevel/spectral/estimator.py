@@ -43,12 +43,16 @@ def spectral_estimator(
     Raises
     ------
     ValueError
-        As :func:`spectral_alpha`.
+        If shapes do not fit, something is empty, or concrete numbers are not finite.
 
     Notes
     -----
     Time: n h p and n^2 p for the kernel, O(n^3) for its pseudo-inverse. Memory: n h b and n^2. The
     kernel has the squared condition number of ``Phi_alpha``: near p = n float32 is not enough.
+
+    References
+    ----------
+    Oymak et al. 2021, section 5 and Theorem 4; what it attains: :func:`spectral_limits`.
 
     Examples
     --------
@@ -58,10 +62,6 @@ def spectral_estimator(
     >>> f = spectral_predict(spectral_estimator(train, valid), train[0], new)
     >>> bool(jnp.mean((f - y[100:]) ** 2) < jnp.mean(y[100:] ** 2))
     True
-
-    References
-    ----------
-    Oymak et al. 2021, section 5 and Theorem 4; what it attains: :func:`spectral_limits`.
     """
     features, others = checked(*train)[0], checked(*valid)[0]
     shapes = block_shape(features), block_shape(others)

@@ -32,7 +32,8 @@ def spectral_limits(p_over_n: Any, h_over_n: Any) -> SpectralLimits:
 
     Parameters
     ----------
-    p_over_n, h_over_n : array_like, positive (h_over_n may be 0); broadcast with each other.
+    p_over_n, h_over_n : array_like
+        Positive (h_over_n may be 0); broadcast with each other.
 
     Returns
     -------
@@ -60,16 +61,16 @@ def spectral_limits(p_over_n: Any, h_over_n: Any) -> SpectralLimits:
     Finite sizes are kinder: with n = 200 the mean squared correlation is 0.33 where the limit is
     0.18 (P = 8, H = 0.1), and 0.11 at P H = 1.2, beyond the threshold.
 
+    References
+    ----------
+    Oymak et al. 2021, Theorem 4; Benaych-Georges & Nadakuditi (2012), "The singular values and
+    vectors of low rank perturbations of large rectangular random matrices", Theorem 2.9.
+
     Examples
     --------
     >>> limits = spectral_limits(2.0, 0.05)
     >>> limits.correlation_squared, limits.risk
     (Array(0.857142..., dtype=float...), Array(0.714285..., dtype=float...))
-
-    References
-    ----------
-    Oymak et al. 2021, Theorem 4; Benaych-Georges & Nadakuditi (2012), "The singular values and
-    vectors of low rank perturbations of large rectangular random matrices", Theorem 2.9.
     """
     for name, value, least in (("p_over_n", p_over_n, "> 0"), ("h_over_n", h_over_n, ">= 0")):
         if isinstance(value, jax.core.Tracer):
@@ -106,10 +107,11 @@ class SpectralSample(NamedTuple):
 
 
 def spectral_sample(key: chex.PRNGKey, n: int, p: int, h: int) -> SpectralSample:
-    """One run of Theorem 4's experiment, distributed exactly as if its tensors had been drawn.
+    """One run of Theorem 4's experiment: the same distribution from far fewer random numbers.
 
-    In place of 2 n h p Gaussian numbers, h p + n p: M by :func:`spectral_limits`' decomposition,
-    with ``|y|^2`` chi-squared of n degrees of freedom; and the features of the second stage mixed.
+    It draws h p + n p Gaussian numbers in place of 2 n h p. The matrix M of the first stage comes
+    from the decomposition in :func:`spectral_limits`, with ``|y|^2`` chi-squared of n degrees of
+    freedom; for the second stage only the mixed features are drawn.
 
     Parameters
     ----------
@@ -137,7 +139,7 @@ def spectral_sample(key: chex.PRNGKey, n: int, p: int, h: int) -> SpectralSample
         whole(name, number, 1)
     for_size, for_m, for_phi, for_rest = jax.random.split(key, 4)
     size = jnp.sum(jax.random.normal(for_size, (n,)) ** 2)
-    # In coordinates in which alpha* and theta* are the first unit vectors.
+    # Coordinates are such that alpha* and theta* are the first unit vectors.
     m = jnp.sqrt(size) * jax.random.normal(for_m, (h, p))
     m = m.at[0, 0].set(size)
     rho = top_eigenvector(m @ m.T)[0]

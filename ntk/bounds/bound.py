@@ -84,12 +84,12 @@ class Bracket(NamedTuple):
 
 
 def lower_bound(value: chex.Array, terms: dict, noise: Any = 0.0, **details: Any) -> Bound:
-    """Of lambda_min; ``noise``: what rounding can make of 0."""
+    """A lower bound of lambda_min; ``noise`` is what rounding can make of 0."""
     return Bound("lambda_min(K) >= value", value, terms, value <= noise, **details)
 
 
 def upper_bound(value: chex.Array, terms: dict, **details: Any) -> Bound:
-    """Of lambda_min."""
+    """An upper bound of lambda_min."""
     return Bound("lambda_min(K) <= value", value, terms, ~jnp.isfinite(value), **details)
 
 
@@ -103,7 +103,13 @@ def _digits(x) -> str:
 
 
 def positive(name: str, number: Any) -> None:
-    """Raise unless ``number`` is traced, or positive and finite."""
+    """Refuse a ``number`` that is not positive and finite; traced ones pass.
+
+    Raises
+    ------
+    ValueError
+        For what is no number, or one that is not positive and finite.
+    """
     value = numbers(name, number)
     if isinstance(value, jax.core.Tracer):
         return
@@ -113,5 +119,11 @@ def positive(name: str, number: Any) -> None:
 
 
 def kernel(K: Any, *, stack: bool = False) -> jax.Array:
-    """``K`` in floating point, if it is square, non-empty, finite and symmetric."""
+    """``K`` in floating point, if it is square, non-empty, finite and symmetric.
+
+    Raises
+    ------
+    ValueError
+        If it is not; where ``K`` is traced, it becomes NaN instead.
+    """
     return symmetric(K, stack=stack)

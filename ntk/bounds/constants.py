@@ -67,15 +67,15 @@ def hermite_coefficients(
     ValueError
         If a variance is not positive, or ``terms`` odd or under 2.
 
+    References
+    ----------
+    Zhu et al. 2022, Theorem 1, has mu_1 at y = 1: at the variance of a first layer.
+
     Examples
     --------
     >>> from ntk.activations import swish
     >>> round(float(hermite_coefficients(swish)[1]), 5)
     0.5
-
-    References
-    ----------
-    Zhu et al. 2022, Theorem 1, has mu_1 at y = 1: at the variance of a first layer.
     """
     value, _, kinks = _functions(activation)
     return hermite(value, jnp.sqrt(_variance(variance)), terms, kinks)
@@ -132,14 +132,6 @@ def table1(activation: Mixture, t: float = math.inf) -> Betas:
     ValueError
         If ``t`` is not positive.
 
-    Examples
-    --------
-    >>> from ntk.activations import swish, tanh
-    >>> [round(float(beta), 4) for beta in table1(swish)]
-    [1.0, 1.0168, 0.5]
-    >>> round(float(table1(tanh, 3.0).beta3), 4)
-    0.584
-
     Notes
     -----
     A scan of log y over [-14, 14], refined around its best node, and the limits at 0 and infinity.
@@ -148,6 +140,14 @@ def table1(activation: Mixture, t: float = math.inf) -> Betas:
     ----------
     Zhu et al. 2022, Table 1. It prints beta_2 = 1.22 for swish, a bound: ``max a^2 + (1 - a)^2``
     over its slopes a. The supremum is 1.01678, at y = 42.3.
+
+    Examples
+    --------
+    >>> from ntk.activations import swish, tanh
+    >>> [round(float(beta), 4) for beta in table1(swish)]
+    [1.0, 1.0168, 0.5]
+    >>> round(float(table1(tanh, 3.0).beta3), 4)
+    0.584
     """
     if not number("t", t) > 0:
         raise ValueError(f"t: expected a positive variance, got {t}.")

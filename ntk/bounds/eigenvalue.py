@@ -58,16 +58,16 @@ def diagonal_upper_bound(K: chex.Array) -> Bound:
     ValueError
         If K is not a finite symmetric matrix.
 
+    References
+    ----------
+    Eigen-NAS (Zhu et al. 2022, section 5.2) divides the trace by the input dimension instead:
+    :func:`eigen_nas_as_printed`.
+
     Examples
     --------
     >>> bound = diagonal_upper_bound(jnp.diag(jnp.array([1.0, 3.0])))
     >>> bound.value, bound.terms["tr K / N"]
     (Array(1., dtype=float...), Array(2., dtype=float...))
-
-    References
-    ----------
-    Eigen-NAS (Zhu et al. 2022, section 5.2) divides the trace by the input dimension instead:
-    :func:`eigen_nas_as_printed`.
     """
     diagonal = jnp.diag(kernel(K))
     terms = {"smallest diagonal entry": diagonal.min(), "tr K / N": diagonal.mean()}
@@ -90,14 +90,14 @@ def frobenius_upper_bound(K: chex.Array) -> Bound:
     ValueError
         If K is not a finite symmetric matrix.
 
+    References
+    ----------
+    Xu et al. (2021), KNAS. At least ``tr K / N``, by the Cauchy-Schwarz inequality.
+
     Examples
     --------
     >>> frobenius_upper_bound(jnp.eye(4)).value
     Array(1., dtype=float...)
-
-    References
-    ----------
-    Xu et al. (2021), KNAS. At least ``tr K / N``, by the Cauchy-Schwarz inequality.
     """
     K = kernel(K)
     norm = jnp.linalg.norm(K)
@@ -121,7 +121,13 @@ def schur_lower_bound(
     Parameters
     ----------
     x : array [N, d]
-    activations, skips, variances : as in :func:`ntk.network_kernel`.
+        The inputs.
+    activations : sequence of Activation, or of {Activation: weight}
+        L - 1 of them, as in :func:`ntk.network_kernel`.
+    skips : L - 2 reals, optional
+        Weights of the skip connections; none by default.
+    variances : L nonnegative reals, optional
+        (1, 2, ..., 2) by default.
 
     Returns
     -------
@@ -135,15 +141,6 @@ def schur_lower_bound(
     FloatingPointError
         The same.
 
-    Examples
-    --------
-    >>> from ntk.activations import relu
-    >>> bound = schur_lower_bound(jnp.eye(3), activations=[relu, relu])
-    >>> from ntk.infinite import network_kernel
-    >>> exact = min_eigenvalue(network_kernel(jnp.eye(3), activations=[relu, relu]).ntk)
-    >>> bool(0 < bound.value <= exact * (1 + 1e-6))  # equal here, up to rounding
-    True
-
     Notes
     -----
     Weyl's inequality over the layers' parts of the kernel, then Schur's for each; all kernels here
@@ -152,6 +149,15 @@ def schur_lower_bound(
     whose angles are lost; under that, a value counts as vacuous.
 
     Time: 3 L eigenvalue problems of size N, and one kernel. Memory: 2 L matrices [N, N].
+
+    Examples
+    --------
+    >>> from ntk.activations import relu
+    >>> bound = schur_lower_bound(jnp.eye(3), activations=[relu, relu])
+    >>> from ntk.infinite import network_kernel
+    >>> exact = min_eigenvalue(network_kernel(jnp.eye(3), activations=[relu, relu]).ntk)
+    >>> bool(0 < bound.value <= exact * (1 + 1e-6))  # equal here, up to rounding
+    True
     """
     layers, weights, skips, variances = parse(activations, skips, variances)
     x, _ = inputs("x", x)
@@ -194,9 +200,14 @@ def hermite_lower_bound(
     ----------
     x : array [N, d]
         Rows of equal norm, not 0.
-    activations, skips, variances : as in :func:`ntk.network_kernel`.
-    terms : int, even
-        The more, the larger the value.
+    activations : sequence of Activation, or of {Activation: weight}
+        L - 1 of them, as in :func:`ntk.network_kernel`.
+    skips : L - 2 reals, optional
+        Weights of the skip connections; none by default.
+    variances : L nonnegative reals, optional
+        (1, 2, ..., 2) by default.
+    terms : int
+        Even. The more, the larger the value.
 
     Returns
     -------
@@ -207,13 +218,6 @@ def hermite_lower_bound(
     ------
     ValueError
         As :func:`ntk.network_kernel`; also for unequal norms (unless traced) or odd ``terms``.
-
-    Examples
-    --------
-    >>> from ntk.activations import relu
-    >>> x = jnp.array([[1.0, 0.0], [0.6, 0.8], [0.0, 1.0]])  # more inputs than dimensions
-    >>> bool(hermite_lower_bound(x, activations=[relu, relu]).value > 0.1)
-    True
 
     Notes
     -----
@@ -226,6 +230,13 @@ def hermite_lower_bound(
     ----------
     Zhu et al. 2022, Theorem 1, has k = 1 only, and for its lambda_min(rho) the N / d of the d x d
     matrix X'X: :func:`zhu_theorem1_as_printed`.
+
+    Examples
+    --------
+    >>> from ntk.activations import relu
+    >>> x = jnp.array([[1.0, 0.0], [0.6, 0.8], [0.0, 1.0]])  # more inputs than dimensions
+    >>> bool(hermite_lower_bound(x, activations=[relu, relu]).value > 0.1)
+    True
     """
     layers, weights, skips, variances = parse(activations, skips, variances)
     x, _ = inputs("x", x)

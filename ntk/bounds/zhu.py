@@ -84,8 +84,11 @@ def zhu_variance_as_printed(
 
     Parameters
     ----------
-    activations, skips : as in :func:`ntk.network_kernel`.
-        eta is the largest slope at z < 0 of a kinked activation here, 0 without any.
+    activations : sequence of Activation, or of {Activation: weight}
+        L - 1 of them, as in :func:`ntk.network_kernel`. eta is the largest slope at z < 0 of a
+        kinked activation here, 0 without any.
+    skips : L - 2 reals, optional
+        Weights of the skip connections; none by default.
 
     Returns
     -------
@@ -144,7 +147,10 @@ def zhu_theorem1_as_printed(
     ----------
     n, d : int
         Number of inputs, their dimension.
-    activations, skips : as in :func:`ntk.network_kernel`.
+    activations : sequence of Activation, or of {Activation: weight}
+        L - 1 of them, as in :func:`ntk.network_kernel`.
+    skips : L - 2 reals, optional
+        Weights of the skip connections; none by default.
     C : float
         For the constant in Theta(N / d).
 
@@ -158,6 +164,11 @@ def zhu_theorem1_as_printed(
     ValueError
         As :func:`ntk.network_kernel`; also if n, d or C is not positive.
 
+    Notes
+    -----
+    The betas are :func:`table1`'s, at :func:`zhu_variance_as_printed`: for swish the true beta_2 =
+    1.0168 and not the bound 1.22 of the table.
+
     Examples
     --------
     >>> from ntk.activations import relu
@@ -166,11 +177,6 @@ def zhu_theorem1_as_printed(
     (13.5, 3.0)
     >>> lower.assumptions[0]
     ("N <= d: else X X' is singular", False)
-
-    Notes
-    -----
-    The betas are :func:`table1`'s, at :func:`zhu_variance_as_printed`: for swish the true beta_2 =
-    1.0168 and not the bound 1.22 of the table.
     """
     betas, alpha, t_holds = _zhu_constants(n, d, activations, skips, C)
     steps1, steps2, steps3 = (
@@ -236,7 +242,12 @@ def zhu_theorem2_as_printed(
 
     Parameters
     ----------
-    n, d, activations, skips : as in :func:`zhu_theorem1_as_printed`.
+    n, d : int
+        Number of inputs, their dimension.
+    activations : sequence of Activation, or of {Activation: weight}
+        L - 1 of them, as in :func:`ntk.network_kernel`.
+    skips : L - 2 reals, optional
+        Weights of the skip connections; none by default.
     C : float
         For the constants of both Theta.
 
@@ -351,8 +362,27 @@ def zhu_theorem3_label_aware(
     Never larger than :func:`zhu_theorem3`; of the kind of Cao & Gu (2019), it falls with N for
     labels that K finds easy.
 
-    Parameters, returns, raises: as :func:`zhu_theorem3`, whose "eigenvalue term" is "label term"
-    here.
+    Parameters
+    ----------
+    K : array [N, N]
+        The NTK of the network, of depth L = ``len(activations) + 1``.
+    y : array [N]
+        Labels, +-1.
+    activations : L - 1 activations, or {activation: weight}
+    delta : float
+        In (0, 1/e].
+    C : float
+        For the constants, and the logarithms, in both O.
+
+    Returns
+    -------
+    Bound
+        ``terms`` as in :func:`zhu_theorem3`, with "label term" in place of "eigenvalue term".
+
+    Raises
+    ------
+    ValueError
+        If K is not finite and symmetric, y does not fit, ``delta`` is out of range, C not positive.
 
     Examples
     --------

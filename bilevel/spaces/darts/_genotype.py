@@ -68,6 +68,10 @@ def genotype(alpha: Any, operations: Sequence[str] = PRIMITIVES) -> Genotype:
     ValueError
         For arrays of another shape, or entries that are no numbers.
 
+    References
+    ----------
+    Liu, Simonyan & Yang (2019), DARTS, section 2.4.
+
     Examples
     --------
     >>> alpha = np.full((14, 8), 0.1)
@@ -75,10 +79,6 @@ def genotype(alpha: Any, operations: Sequence[str] = PRIMITIVES) -> Genotype:
     >>> found = genotype({"normal": alpha, "reduce": alpha})
     >>> found.normal[:3]
     (('sep_conv_3x3', 0), ('max_pool_3x3', 1), ('max_pool_3x3', 0))
-
-    References
-    ----------
-    Liu, Simonyan & Yang (2019), DARTS, section 2.4.
     """
     cells = [_best(np.asarray(alpha[cell]), operations, cell) for cell in ("normal", "reduce")]
     return Genotype(cells[0], NODES, cells[1], NODES)

@@ -155,7 +155,13 @@ _CONVOLUTIONS: dict[str, Callable[..., nn.Module]] = {
 
 
 def check_images(shape: tuple[int, ...], cells: int) -> None:
-    """Raise ValueError unless images [..., h, w, c] survive the network's reductions."""
+    """Refuse images [..., h, w, c] that are too small for the network's reductions.
+
+    Raises
+    ------
+    ValueError
+        For fewer than three axes, or a side under 2 to the power of the number of reductions.
+    """
     smallest = 2 ** len(reductions(cells))
     if len(shape) < 3 or min(shape[-3:-1]) < smallest:
         raise ValueError(
@@ -165,7 +171,13 @@ def check_images(shape: tuple[int, ...], cells: int) -> None:
 
 
 def check_network(classes: int, cells: int, channels: int) -> None:
-    """Raise ValueError for a network without layers, or with nothing to tell apart."""
+    """Refuse sizes that make no network.
+
+    Raises
+    ------
+    ValueError
+        For fewer than 2 classes, 1 cell or 2 channels.
+    """
     for name, value, least in (
         ("classes", classes, 2),
         ("cells", cells, 1),

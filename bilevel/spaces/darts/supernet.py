@@ -202,6 +202,10 @@ def darts_space(
     PyTorch's takes (``benchmarks/darts_step.py``). Compiling takes longer than many steps: half a
     minute for 3 cells and 4 operations, half as long again for 8.
 
+    References
+    ----------
+    Liu, Simonyan & Yang (2019), DARTS: Differentiable Architecture Search, section 2.
+
     Examples
     --------
     >>> space = darts_space(["none", "skip_connect"], cells=1, channels=2)
@@ -211,10 +215,6 @@ def darts_space(
     (14, 2)
     >>> jax.eval_shape(space.apply, w, space.start(), batch[0]).shape
     (5, 10)
-
-    References
-    ----------
-    Liu, Simonyan & Yang (2019), DARTS: Differentiable Architecture Search, section 2.
     """
     names = tuple(operations)
     for name in names:

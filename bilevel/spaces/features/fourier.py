@@ -249,8 +249,10 @@ def from_projection(config: FourierConfig, projection: chex.Array, phases: chex.
     ----------
     config : FourierConfig
         Only its ``kernel`` and ``gamma`` matter.
-    projection : P [n, D] from ``FourierMap.project``, for the same preprocessing and kernel.
-    phases : b [D] from ``FourierMap.phases``
+    projection : array [n, D]
+        P, from ``FourierMap.project`` for the same preprocessing and kernel.
+    phases : array [D]
+        b, from ``FourierMap.phases``.
 
     Examples
     --------

@@ -52,7 +52,8 @@ def fourier_selection(
 
     Parameters
     ----------
-    key : jax PRNG key, of the random features.
+    key : jax PRNG key
+        Of the random features.
     train, valid, test : (x [n, ...], labels [n])
         Rows are flattened. A class without training rows is never predicted.
     dimension : int
@@ -230,6 +231,11 @@ def text_selection(train: Part, valid: Part, test: Part, *, cost: float = 1.0) -
         Its resource is the number of hash bins. Texts are hashed when a configuration first asks
         for them, and kept.
 
+    Raises
+    ------
+    ValueError
+        If a part is empty, the training labels are not of two classes, or the cost not positive.
+
     Notes
     -----
     A naive-Bayes weight has the sign of the class in it, other weights do not. In the same bins,
@@ -237,11 +243,6 @@ def text_selection(train: Part, valid: Part, test: Part, *, cost: float = 1.0) -
     had errors near 1/2), so n-grams of one kind fall into the bins of unrelated n-grams of the
     other. The authors' released code gives every configuration a hash of its own. Memory: up to
     36 matrices of counts, of some 100 entries and 12 bytes each per text and order.
-
-    Raises
-    ------
-    ValueError
-        If a part is empty, the training labels are not of two classes, or the cost not positive.
 
     Examples
     --------
@@ -341,16 +342,17 @@ def _stacked(*parts: Part) -> tuple[np.ndarray, np.ndarray, list[int]]:
 def _selection(
     fit: Callable[..., Any], wrong: Callable[..., np.ndarray], sizes: Sequence[int]
 ) -> Selection:
-    """Of ``fit(configs, cells, rows, resource) -> model`` and ``wrong(model, ...) -> [rows]``.
+    """The problem of choosing a configuration, made of a function that fits and one that judges.
 
-    ``rows`` is a slice of all rows, ``cells`` has the index of each one's configuration; where a
-    model's output is not finite, ``wrong`` is NaN.
+    ``fit(configs, cells, rows, resource) -> model`` and ``wrong(model, configs, cells, rows,
+    resource) -> [rows]``, whether each row is wrong: NaN where the model's output is not finite.
+    ``rows`` is a slice of all rows; ``cells`` has the index of each row's configuration.
     """
     ends = np.cumsum([0, *sizes])
     train, valid, test = (slice(*ends[i : i + 2].tolist()) for i in range(3))
 
     def evaluate(key, config, resource):
-        """The key is not used: the features' is the problem's."""
+        """``key`` is not used: the features are drawn with the problem's own key."""
         same = [np.zeros(size, int) for size in sizes]
         model = fit([config], same[0], train, resource)
         return Evaluation(

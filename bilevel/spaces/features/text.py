@@ -60,7 +60,29 @@ HASHING = "tokenizer", "stop_words", "lowercase", "order"
 
 
 class TextConfig(NamedTuple):
-    """One configuration; see :func:`text_config`."""
+    """One configuration; :func:`text_config` makes one with checked fields.
+
+    Attributes
+    ----------
+    tokenizer : {"simple", "punctuation", "treebank"}
+        Split on white space and delete punctuation inside tokens; split on white space and
+        between runs of punctuation and of other characters; or much as the Penn Treebank, where
+        contractions (``did n't``) and punctuation are tokens, but not inside words and numbers.
+        Punctuation is what Unicode files under marks, punctuation and symbols.
+    stop_words : bool
+        Remove English stop words, also capitalised ones: before lowercasing, so "THE" stays.
+    lowercase : bool
+    order : {1, 2, 3}
+        The longest n-grams.
+    binary : bool
+        Whether a bin is hit rather than how often.
+    weights : {"none", "nb", "sif"}
+    smoothing : float
+        a in the weights.
+    preprocess : {"none", "normalize", "average"}
+        Weighted rows as they are, scaled to unit 2-norm, or divided by the sum that the row had
+        before the weights.
+    """
 
     tokenizer: str = "simple"
     stop_words: bool = False
@@ -89,24 +111,12 @@ def text_config(**fields: Any) -> TextConfig:
 
     Parameters
     ----------
-    tokenizer : {"simple", "punctuation", "treebank"}
-        Split on white space and delete punctuation inside tokens; split on white space and
-        between runs of punctuation and of other characters; or much as the Penn Treebank, where
-        contractions (``did n't``) and punctuation are tokens, but not inside words and numbers.
-        Punctuation is what Unicode files under marks, punctuation and symbols.
-    stop_words : bool
-        Remove English stop words, also capitalised ones: before lowercasing, so "THE" stays.
-    lowercase : bool
-    order : {1, 2, 3}
-        The longest n-grams.
-    binary : bool
-        Whether a bin is hit rather than how often.
-    weights : {"none", "nb", "sif"}
-    smoothing : float
-        a in the weights.
-    preprocess : {"none", "normalize", "average"}
-        Weighted rows as they are, scaled to unit 2-norm, or divided by the sum that the row had
-        before the weights.
+    **fields
+        The fields of :class:`TextConfig`, by name.
+
+    Returns
+    -------
+    TextConfig
 
     Raises
     ------
@@ -210,6 +220,11 @@ def fold(counts: csr_array, dimension: int, binary: bool = False) -> csr_array:
     -------
     scipy.sparse.csr_array [n, dimension]
 
+    Raises
+    ------
+    ValueError
+        Unless ``dimension`` is from 1 to ``bins``.
+
     Examples
     --------
     >>> fold(csr_array([[1.0, 0.0, 2.0, 3.0]]), 2).toarray()
@@ -271,6 +286,11 @@ def weigh(bags: csr_array, config: TextConfig, totals: TextStatistics) -> csr_ar
     -------
     scipy.sparse.csr_array [n, d], float64
         An empty row stays zero. Time and memory: a few passes over the entries that are not zero.
+
+    Raises
+    ------
+    ValueError
+        If ``bags`` and ``totals`` differ in their number of bins.
 
     Examples
     --------

@@ -108,6 +108,11 @@ def genotypes() -> tuple[Genotype, ...]:
 def encode(genotypes: Genotype | Iterable[Genotype]) -> np.ndarray:
     """The operations as places in ``PRIMITIVES``: int32 [m, 6], or [6] for one genotype.
 
+    Raises
+    ------
+    ValueError
+        For what is no genotype.
+
     Examples
     --------
     >>> encode(genotypes()[-2:])
@@ -181,6 +186,11 @@ def genotype(alpha: Any) -> Genotype:
 def one_hot(genotype: Genotype) -> np.ndarray:
     """The ``alpha`` [6, 5] that stands for a genotype: 1 on its operations, 0 on all others.
 
+    Raises
+    ------
+    ValueError
+        For what is no genotype.
+
     Examples
     --------
     >>> one_hot(genotypes()[3])[4:]
@@ -208,7 +218,10 @@ def draw_genotype(key: chex.PRNGKey) -> Genotype:
 def draw_corner(key: chex.PRNGKey) -> jax.Array:
     """The genotype of :func:`draw_genotype` as ``alpha`` [6, 5]. Pure, for ``jit`` and ``vmap``.
 
-    Raises what that does.
+    Raises
+    ------
+    ValueError
+        For what is no PRNG key.
 
     Examples
     --------
@@ -248,6 +261,11 @@ def _live(genotype: Genotype) -> list[bool]:
 def is_dead(genotype: Genotype) -> bool:
     """Whether no path without ``none`` leads from node 0 to node 3: the cell's output is zero.
 
+    Raises
+    ------
+    ValueError
+        For what is no genotype.
+
     Examples
     --------
     >>> sum(map(is_dead, genotypes()))
@@ -270,6 +288,11 @@ def canonical(genotype: Genotype) -> str:
 
     An operation on zero counts as zero, as in the literature. For a convolution this holds at
     initialisation; in training, its batch normalisation's offset can make it another constant.
+
+    Raises
+    ------
+    ValueError
+        For what is no genotype.
 
     Examples
     --------
@@ -365,6 +388,15 @@ def parameter_count(
     cells : int
         Per stage.
 
+    Returns
+    -------
+    int
+
+    Raises
+    ------
+    ValueError
+        For what is no genotype, or a number under 1.
+
     Examples
     --------
     >>> parameter_count(genotypes()[0]), parameter_count(genotypes()[3])
@@ -387,10 +419,20 @@ def multiply_adds(
 
     Parameters
     ----------
+    genotype : Genotype
     pixels : int
         The side of the image, a multiple of 4: 32 for CIFAR, 16 for ImageNet16-120.
     classes, channels, cells : int
         As in :func:`parameter_count`.
+
+    Returns
+    -------
+    int
+
+    Raises
+    ------
+    ValueError
+        For what is no genotype, a number under 1, or ``pixels`` that are no multiple of 4.
 
     Examples
     --------
@@ -407,9 +449,14 @@ def multiply_adds(
 def trainable_layers(genotype: Genotype, *, cells: int = 5) -> int:
     """The number of convolutions and linear layers that the output depends on.
 
-    Of a cell, those on a path without ``none`` from its input to its output; outside the cells,
-    all: the stem, three in each residual block, and the classifier, even where dead cells cut them
-    off. Batch normalisations do not count.
+    In a cell, those count that are on a path without ``none`` from its input to its output.
+    Outside the cells, all count, even where dead cells cut them off: the stem, three in each
+    residual block, and the classifier. Batch normalisations do not count.
+
+    Raises
+    ------
+    ValueError
+        For what is no genotype.
 
     Examples
     --------
@@ -422,6 +469,11 @@ def trainable_layers(genotype: Genotype, *, cells: int = 5) -> int:
 
 def conv_edges(genotype: Genotype) -> int:
     """The number of edges with a convolution, whether the output depends on them or not.
+
+    Raises
+    ------
+    ValueError
+        For what is no genotype.
 
     Examples
     --------

@@ -159,13 +159,25 @@ class Shape(NamedTuple):
         return range(stage * self.cells, (stage + 1) * self.cells)
 
     def check(self) -> None:
-        """Raise ValueError for a network without layers, or with nothing to tell apart."""
+        """Refuse sizes that make no network.
+
+        Raises
+        ------
+        ValueError
+            For fewer than 2 classes, 1 cell or 1 channel.
+        """
         for name, least in (("classes", 2), ("cells", 1), ("channels", 1)):
             whole(name, getattr(self, name), least)
 
 
 def check_images(shape: tuple[int, ...]) -> None:
-    """Raise ValueError unless ``shape`` is that of images [n, h, w, c], of 4 pixels a side."""
+    """Refuse a shape that is not that of images [n, h, w, c] of at least 4 x 4 pixels.
+
+    Raises
+    ------
+    ValueError
+        For another number of axes, or smaller images.
+    """
     least = 2 ** (STAGES - 1)
     if len(shape) != 4 or min(shape[1:3]) < least:
         raise ValueError(
@@ -202,6 +214,10 @@ def nasbench201_network(
     Kernels start from U(-1, 1) / sqrt(fan-in) as the benchmark's. Deviations: the classifier's
     bias starts at 0; running variances are without the factor m / (m - 1).
 
+    References
+    ----------
+    Dong & Yang (2020), NAS-Bench-201, section 2.
+
     Examples
     --------
     >>> from bilevel.spaces.nasbench201 import parse_genotype
@@ -210,10 +226,6 @@ def nasbench201_network(
     >>> w, averages = jax.eval_shape(lambda key: network.init(key, (32, 32, 3)), jax.random.key(0))
     >>> sum(leaf.size for leaf in jax.tree.leaves(w))  # 73,306 + 243,040 + 28,000
     344346
-
-    References
-    ----------
-    Dong & Yang (2020), NAS-Bench-201, section 2.
     """
     check_genotype(genotype)
     shape = Shape(classes, cells, channels)

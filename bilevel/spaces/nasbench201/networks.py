@@ -99,6 +99,10 @@ def nasbench201_networks(
     that of one genotype 0.07 to 1.5. Time on two cores, for 32 images and a random genotype:
     0.05 s for the logits, 0.16 s for a gradient (``benchmarks/nasbench201.py``).
 
+    References
+    ----------
+    Dong & Yang (2020), NAS-Bench-201, section 2.
+
     Examples
     --------
     >>> from bilevel.spaces.nasbench201 import encode, genotypes
@@ -108,10 +112,6 @@ def nasbench201_networks(
     >>> logits = jax.jit(networks.apply)
     >>> [logits(w, encode(g), x).shape for g in genotypes()[:2]]  # compiled once
     [(4, 10), (4, 10)]
-
-    References
-    ----------
-    Dong & Yang (2020), NAS-Bench-201, section 2.
     """
     shape = Shape(classes, cells, channels)
     shape.check()

@@ -61,7 +61,7 @@ SCORES = (*KERNEL_SCORES, *OTHER_SCORES)
 
 SMALLER_IS_BETTER = ("te_nas", "condition_number")
 
-_SAVE_SECONDS = 20.0
+_SAVE_SECONDS = 20.0  # between two writings of the scores
 
 
 class Scored(NamedTuple):
@@ -150,7 +150,13 @@ def _shown(show: Callable, before: int, label: str) -> Callable[[int], None]:
 
 
 def check_names(names: Sequence[str]) -> None:
-    """Raise ValueError for what is not a choice of :data:`SCORES`."""
+    """Refuse what is not a choice of :data:`SCORES`.
+
+    Raises
+    ------
+    ValueError
+        For an unknown name, a name given twice, or none at all.
+    """
     for name in names:
         if name not in SCORES:
             raise ValueError(f"scores: expected names among {', '.join(SCORES)}, got {name!r}.")

@@ -140,6 +140,10 @@ def nasbench201_space(
     activations. Edges of a cell, and cells of a stage, are two loops around one compiled program:
     a stage has one edge to compile, however many cells there are.
 
+    References
+    ----------
+    Dong & Yang (2020), NAS-Bench-201, section 2; section 5 for searches with shared weights.
+
     Examples
     --------
     >>> space = nasbench201_space(["none", "skip_connect"], cells=1, channels=2)
@@ -149,10 +153,6 @@ def nasbench201_space(
     (5, 10)
     >>> print(space.discretize(space.draw(jax.random.key(0))))
     |skip_connect~0|+|none~0|none~1|+|skip_connect~0|skip_connect~1|skip_connect~2|
-
-    References
-    ----------
-    Dong & Yang (2020), NAS-Bench-201, section 2; section 5 for searches with shared weights.
     """
     names = tuple(operations)
     for name in names:

@@ -1,0 +1,154 @@
+"""Docstrings: a reader and a documentation tool find what a function takes, returns and refuses.
+
+The source is parsed, not imported.
+"""
+
+import ast
+import re
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+SOURCES = sorted([*(ROOT / "bilevel").rglob("*.py"), *(ROOT / "ntk").rglob("*.py")])
+CHECKS = {"bilevel.checks": "bilevel/checks.py", "ntk._checks": "ntk/_checks.py"}
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def calls(node: ast.AST) -> set[str]:
+    """Names of what is called: ``f`` of ``f(x)``, ``checks.f`` of ``checks.f(x)``."""
+    found = (n.func for n in ast.walk(node) if isinstance(n, ast.Call))
+    return {ast.unparse(f) for f in found if isinstance(f, ast.Name | ast.Attribute)}
+
+
+def raises(node: ast.AST) -> bool:
+    return any(isinstance(n, ast.Raise) for n in ast.walk(node))
+
+
+def those_that_raise(functions: dict[str, ast.AST], known: set[str] = frozenset()) -> set[str]:
+    """Which functions of a module raise, themselves or by calling each other or the ``known``."""
+    found = {name for name, node in functions.items() if raises(node) or calls(node) & known}
+    while more := {n for n, f in functions.items() if calls(f) & found} - found:
+        found |= more
+    return found
+
+
+def top_functions(path: Path) -> dict[str, ast.AST]:
+    return {n.name: n for n in parsed(path).body if isinstance(n, Function)}
+
+
+@cache
+def check_functions() -> dict[str, set[str]]:
+    """By module, the names of the checks that refuse something."""
+    shared = those_that_raise(top_functions(ROOT / CHECKS["ntk._checks"]))
+    own = those_that_raise(top_functions(ROOT / CHECKS["bilevel.checks"]), shared)
+    return {"ntk._checks": shared, "bilevel.checks": own | shared}
+
+
+@cache
+def checks_imported(path: Path) -> frozenset[str]:
+    """The checks by the names that a module has for them."""
+    known = set()
+    for n in ast.walk(parsed(path)):
+        if not isinstance(n, ast.ImportFrom):
+            continue
+        for alias in n.names:
+            name = alias.asname or alias.name
+            if alias.name in check_functions().get(n.module, ()):
+                known.add(name)
+            for check in check_functions().get(f"{n.module}.{alias.name}", ()):
+                known.add(f"{name}.{check}")
+    return frozenset(known)
+
+
+def checks_called(path: Path, node: ast.AST) -> set[str]:
+    return calls(node) & checks_imported(path)
+
+
+@cache
+def exported() -> frozenset[str]:
+    """The names that packages export: those in an ``__init__``."""
+    files = [*ROOT.glob("bilevel/**/__init__.py*"), *ROOT.glob("ntk/**/__init__.py*")]
+    imports = (n for f in files for n in ast.walk(parsed(f)) if isinstance(n, ast.ImportFrom))
+    return frozenset(alias.name for n in imports for alias in n.names)
+
+
+def public(path: Path) -> dict[str, Function | ast.ClassDef]:
+    """The public functions, classes and methods of a module, by their names within it."""
+    parts = path.relative_to(ROOT).parts
+    hidden = any(re.match(r"_(?!_init__)", part) for part in parts)
+    found = {}
+    for n in parsed(path).body:
+        if not isinstance(n, Function | ast.ClassDef) or n.name.startswith("_"):
+            continue
+        if hidden and n.name not in exported():
+            continue
+        found[n.name] = n
+        if isinstance(n, ast.ClassDef):
+            methods = (m for m in n.body if isinstance(m, Function) and m.name[0] != "_")
+            found |= {f"{n.name}.{m.name}": m for m in methods}
+    return found
+
+
+def documented() -> list[tuple[str, Path, Function | ast.ClassDef]]:
+    """Every public object outside the command line and the checks: where it is, and its node."""
+    left_out = {ROOT / path for path in CHECKS.values()}
+    found = []
+    for path in SOURCES:
+        if "cli" not in path.parts and path not in left_out:
+            place = path.relative_to(ROOT).as_posix()
+            found += [(f"{place}: {name}", path, node) for name, node in public(path).items()]
+    return found
+
+
+def called(node: Function | ast.ClassDef) -> list[Function]:
+    """What runs when the object is called: of a class, what makes an instance."""
+    if isinstance(node, Function):
+        return [node]
+    methods = (n for n in node.body if isinstance(n, Function))
+    return [n for n in methods if n.name in ("__init__", "__post_init__")]
+
+
+def docstrings() -> list[tuple[str, str]]:
+    """Every docstring, also of commands, and every text under a field of a class."""
+    found = []
+    for path in SOURCES:
+        for n in ast.walk(parsed(path)):
+            if isinstance(n, ast.Expr) and isinstance(text := getattr(n.value, "value", None), str):
+                found.append((f"{path.relative_to(ROOT).as_posix()}:{n.lineno}", text))
+    return found
+
+
+def test_the_search_finds_docstrings_checks_and_public_functions():
+    places = {place for place, _, _ in documented()}
+    assert "bilevel/_search.py: search" in places  # exported by the package
+    assert "bilevel/spectral/columns.py: Columns" in places
+    assert "bilevel/_fingerprint.py: fingerprint" not in places  # exported by nothing
+    assert {"whole", "array", "simplex"} <= check_functions()["bilevel.checks"]
+    assert "short" not in check_functions()["ntk._checks"]
+    assert len(docstrings()) > 1000
+
+
+def test_public_functions_say_what_they_raise():
+    """Those that raise, or call a check of arguments: in a section of their docstring."""
+    missing = [
+        place
+        for place, path, node in documented()
+        if any(raises(part) or checks_called(path, part) for part in called(node))
+        and not re.search(r"^Raises\n-+$", ast.get_docstring(node) or "", re.MULTILINE)
+    ]
+    assert not missing
+
+
+def test_docstrings_begin_with_what_they_describe():
+    assert not [place for place, text in docstrings() if text.lstrip().startswith("Of ")]
+
+
+def test_docstrings_have_sections_instead_of_pointers():
+    pointer = re.compile(r"^\s*(Parameters|Returns|Raises)\b.*:? as (in )?:\w+:", re.MULTILINE)
+    assert not [place for place, text in docstrings() if pointer.search(text)]

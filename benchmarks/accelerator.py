@@ -217,12 +217,12 @@ def genotypes(quick: bool, end: float) -> Iterator[Measurement]:
     """Random images: what scores cost, not what they say."""
     import jax
 
-    from bilevel.spaces.nasbench201 import genotypes, nasbench201_networks
+    from bilevel.spaces.nasbench201 import all_networks, genotypes
     from bilevel.spaces.nasbench201.scoring import score_networks
 
     count, at_once = (3, 1) if quick else (15_625, 64)
     side, batch_size = (8, 4) if quick else (32, 32)
-    networks = nasbench201_networks(**({"cells": 1, "channels": 4} if quick else {}))
+    networks = all_networks(**({"cells": 1, "channels": 4} if quick else {}))
     x = jax.random.normal(jax.random.key(SEED), (batch_size, side, side, 3))
     batch = x, jax.random.randint(jax.random.key(1), (batch_size,), 0, 10)
 

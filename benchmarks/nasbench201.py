@@ -97,10 +97,10 @@ def draw_batch(sizes):
 
 def our_networks(sizes):
     from bilevel.spaces.nasbench201 import EDGES as OURS
-    from bilevel.spaces.nasbench201 import PRIMITIVES, nasbench201_networks
+    from bilevel.spaces.nasbench201 import PRIMITIVES, all_networks
 
     assert (EDGES, OPERATIONS) == (OURS, PRIMITIVES)
-    return nasbench201_networks(classes=CLASSES, cells=sizes.cells, channels=sizes.channels)
+    return all_networks(classes=CLASSES, cells=sizes.cells, channels=sizes.channels)
 
 
 def draw_weights(sizes, path) -> None:

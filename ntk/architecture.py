@@ -269,7 +269,7 @@ def places(layers: Sequence[Layer]) -> Kinks:
     return tuple(sorted(found))
 
 
-class Features(NamedTuple):
+class LayerKernels(NamedTuple):
     """One layer, on single inputs; every field [n], or [1] for equal norms."""
 
     scale: jax.Array  # standard deviation of the pre-activation u
@@ -290,7 +290,7 @@ def features(
     variances,
     squares: chex.Array,
     how: Resolution,
-) -> list[Features]:
+) -> list[LayerKernels]:
     """The formulas of :mod:`ntk.infinite` for single inputs of squared norms [n]."""
     kinks = places(layers)
     second, tangent, below = squares, jnp.zeros_like(squares), jnp.zeros_like(squares)
@@ -305,7 +305,7 @@ def features(
         second, tangent, below, error, below_error = _step(
             a, c, second, tangent, below, error, below_error, value, slope
         )
-        found.append(Features(scale, here, second, tangent, value, slope, here_error, error))
+        found.append(LayerKernels(scale, here, second, tangent, value, slope, here_error, error))
     return found
 
 

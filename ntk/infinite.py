@@ -46,8 +46,8 @@ from ntk.activations import Activation
 from ntk.architecture import (
     RESOLUTIONS,
     TRACED,
-    Features,
     Layer,
+    LayerKernels,
     Resolution,
     check_resolved,
     equal_norms,
@@ -220,7 +220,7 @@ class _Rows(NamedTuple):
 
     unit_rows: UnitRows
     norms: jax.Array
-    layers: Features  # of all layers, [n, L - 1, ...]
+    layers: LayerKernels  # of all layers, [n, L - 1, ...]
 
 
 def _kernels(layers: Sequence[Layer], x1, x2, network, how: Resolution, equal: bool):
@@ -233,12 +233,12 @@ def _kernels(layers: Sequence[Layer], x1, x2, network, how: Resolution, equal: b
     return _pairs(x1, x2, rows[0], rows[-1], skips, variances, exact, equal=equal), found
 
 
-def _stack(layers: list[Features]) -> Features:
+def _stack(layers: list[LayerKernels]) -> LayerKernels:
     """All layers in one, [n, L - 1, ...]."""
     return jax.tree.map(lambda *leaves: jnp.stack(leaves, 1), *layers)
 
 
-def _features(layers, x, network, how, equal) -> list[Features]:
+def _features(layers, x, network, how, equal) -> list[LayerKernels]:
     squares = (x * x).sum(1)
     weights, skips, variances = network
     return features(layers, weights, skips, variances, squares[:1] if equal else squares, how)
@@ -315,7 +315,7 @@ def _tile(a: _Rows, b: _Rows, same, skips, variances, exact) -> Kernels:
     return Kernels(jnp.where(bad, jnp.nan, nngp), jnp.where(bad, jnp.nan, ntk), error)
 
 
-def _layer(state: _State, a: Features, b: Features, skip, c, exact, *, same) -> _State:
+def _layer(state: _State, a: LayerKernels, b: LayerKernels, skip, c, exact, *, same) -> _State:
     """One step of the module's recursion.
 
     ``exact``: everything so far scales with the input's norm, so that correlation lost in this
@@ -377,7 +377,7 @@ def _errors(
     return error, off, tangent_error
 
 
-def _crossed(a: Features, b: Features):
+def _crossed(a: LayerKernels, b: LayerKernels):
     """Bound of the error of ``m mu' + mu m'``."""
 
     def product(x, dx, y, dy):

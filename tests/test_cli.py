@@ -17,7 +17,7 @@ from bilevel import _progress
 from bilevel.cli import main, report
 from bilevel.cli import search as commands
 from bilevel.cli.argmax import judged, sentence
-from bilevel.cli.kernels import min_eigenvalue
+from bilevel.cli.kernels import kernel_eigenvalue
 from bilevel.spaces.activations import activation_space, unit_inputs
 
 SMALL = (
@@ -135,7 +135,7 @@ def test_search_ends_in_a_table_and_a_run_directory(tmp_path, capsys, bars):
 def test_eigenvalues_are_of_float64_without_a_warning_where_the_rest_is_float32():
     with jax.enable_x64(False):
         x = jnp.eye(3)
-        value, bound, error = min_eigenvalue(x, ("relu",), jnp.ones(1))
+        value, bound, error = kernel_eigenvalue(x, ("relu",), jnp.ones(1))
     assert error < 1e-12 and 0 < value - bound < 1e-11
     assert abs(value - 0.5) < 1e-12  # E s'(u)^2 x'x, orthogonal inputs
 
@@ -262,7 +262,7 @@ def test_certify_prints_a_bracket_and_leaves_it_with_the_spectra(tmp_path, capsy
         )
     # Truth: the kernel of the mixture, computed by the recursion for networks instead of by pairs.
     for name in ("relu", "worst mixture"):
-        value, *_ = min_eigenvalue(arrays["x"], tuple(result["names"]), kernels[name]["alpha"])
+        value, *_ = kernel_eigenvalue(arrays["x"], tuple(result["names"]), kernels[name]["alpha"])
         np.testing.assert_allclose(value, kernels[name]["min_eigenvalue"], rtol=1e-9)
     assert (tmp_path / "run" / "spectrum.png").stat().st_size > 10_000
 

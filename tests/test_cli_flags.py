@@ -25,6 +25,7 @@ from helpers import batch
 
 from bilevel.cli import (
     commands,
+    deep_commands,
     flags,
     interrupts,
     known,
@@ -348,7 +349,7 @@ def test_help_mistakes_and_the_version_do_not_wait_for_jax():
 
 def test_names_of_flags_are_those_of_the_spaces():
     assert set(commands.ACTIVATIONS) == set(ACTIVATIONS)
-    assert commands.SkipSearch().activations == CANDIDATES
+    assert deep_commands.SkipSearch().activations == CANDIDATES
     assert commands.DARTS_OPERATIONS == darts.PRIMITIVES
     assert commands.NASBENCH201_OPERATIONS == nasbench201.PRIMITIVES
     assert (tuple(SCORES), tuple(BASELINES)) == (commands.SCORES, commands.BASELINES)

@@ -21,17 +21,17 @@ from bilevel.spaces.nasbench201 import (
     EDGES,
     PRIMITIVES,
     Genotype,
+    all_networks,
     encode,
     nasbench201_network,
-    nasbench201_networks,
     parameter_count,
     parse_genotype,
 )
+from bilevel.spaces.nasbench201._all_networks import _edge
 from bilevel.spaces.nasbench201.network import Edge
-from bilevel.spaces.nasbench201.networks import _edge
 
 KEY = jax.random.key(0)
-NETWORKS = nasbench201_networks(classes=3, cells=1, channels=2)
+NETWORKS = all_networks(classes=3, cells=1, channels=2)
 X = jax.random.normal(jax.random.key(1), (4, 8, 8, 3))
 Y = jnp.array([0, 1, 2, 1])
 ALL = "|avg_pool_3x3~0|+|nor_conv_3x3~0|nor_conv_1x1~1|+|skip_connect~0|none~1|nor_conv_3x3~2|"
@@ -232,7 +232,7 @@ def test_training_lowers_the_loss_and_its_batch_statistics_are_the_shared_networ
 @pytest.mark.parametrize(
     ("run", "message"),
     [
-        (lambda: nasbench201_networks(classes=1), "classes: expected at least 2, got 1"),
+        (lambda: all_networks(classes=1), "classes: expected at least 2, got 1"),
         (lambda: nasbench201_network(GENOTYPES["dead"], cells=0), "cells: expected at least 1"),
         (lambda: NETWORKS.apply(weights(), np.zeros(5, int), X), r"genotype: expected a Genotype"),
         (lambda: NETWORKS.apply(weights(), np.full(6, 5), X), "genotype: expected indices from 0"),

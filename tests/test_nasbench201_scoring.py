@@ -9,10 +9,10 @@ import pytest
 from helpers import no_room
 
 import ntk
-from bilevel.spaces.nasbench201 import encode, genotypes, nasbench201_networks, scoring
+from bilevel.spaces.nasbench201 import all_networks, encode, genotypes, scoring
 from bilevel.spaces.nasbench201.scoring import SCORES, score_networks
 
-NETWORKS = nasbench201_networks(classes=3, cells=1, channels=2)
+NETWORKS = all_networks(classes=3, cells=1, channels=2)
 CELLS = [genotypes()[i] for i in (3117, 8411, 15_000, 10_002, 14_444)]
 X = jax.random.normal(jax.random.key(1), (3, 4, 4, 1))
 BATCH = X, jnp.array([0, 1, 2])

@@ -13,11 +13,11 @@ from bilevel.spaces.nasbench201 import (
     EDGES,
     PRIMITIVES,
     Genotype,
+    all_networks,
     draw_corner,
     draw_genotype,
     encode,
     genotypes,
-    nasbench201_networks,
     nasbench201_space,
     parameter_count,
 )
@@ -95,7 +95,7 @@ def weights_of_networks(w, template):
 
 def test_at_a_corner_the_supernet_is_the_genotypes_network():
     size = {"classes": 4, "cells": 2, "channels": 2}
-    space, networks = nasbench201_space(**size), nasbench201_networks(**size)
+    space, networks = nasbench201_space(**size), all_networks(**size)
     w = space.init(KEY, batch(1, 8, 8, 1))
     # Scales and shifts of stem, reductions and head that are not where they start.
     w = jax.tree.map(lambda p: p + 0.1 * normal(*p.shape, seed=p.size), w)

@@ -19,7 +19,7 @@ from ntk.bounds import (
     frobenius_upper_bound,
     hermite_coefficients,
     hermite_lower_bound,
-    lipschitz,
+    lipschitz_constant,
     schur_lower_bound,
     table1,
     zhu_theorem1_as_printed,
@@ -141,7 +141,7 @@ def _root_two_gelu():
     ids=str,
 )
 def test_lipschitz_constants(s, expected):
-    assert_close(lipschitz(s), expected, f32=1e-5)
+    assert_close(lipschitz_constant(s), expected, f32=1e-5)
 
 
 # --- valid bounds ---
@@ -432,7 +432,10 @@ def test_bounds_with_hidden_constants_name_them_and_ask_for_c():
     [
         (lambda: table1(relu, 0.0), "t: expected a positive variance, got 0.0."),
         (lambda: betas(relu, -1.0), "variance: expected positive numbers, got -1.0."),
-        (lambda: lipschitz(activation(jnp.square)), "activation: expected a Lipschitz function"),
+        (
+            lambda: lipschitz_constant(activation(jnp.square)),
+            "activation: expected a Lipschitz function",
+        ),
         (lambda: diagonal_upper_bound(jnp.ones((2, 3))), "K: expected a square matrix"),
         (lambda: frobenius_upper_bound(jnp.full((2, 2), jnp.nan)), "K: expected finite entries"),
         (lambda: eigen_nas_as_printed(jnp.eye(2), 0), "d: expected a positive number, got 0."),

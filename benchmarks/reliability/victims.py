@@ -102,7 +102,7 @@ def rank(folder: Path) -> Arrays:
     from bilevel.spaces.nasbench201 import scoring
 
     scoring._SAVE_SECONDS = 0.0
-    networks = nasbench201.nasbench201_networks(cells=1, channels=2)
+    networks = nasbench201.all_networks(cells=1, channels=2)
     w = networks.init(jax.random.key(0), (4, 4, 1))
     x = jax.random.normal(jax.random.key(1), (4, 4, 4, 1))
     cells = nasbench201.genotypes()[-30:]

@@ -14,15 +14,15 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 
-from bilevel.cli import call, commands, interrupts, programs, saved
+from bilevel.cli import call, commands, deep_commands, interrupts, programs, quick, saved
 
 # By name, and imported when they run: help and mistakes need not wait for JAX.
 _RUNS: dict[type, tuple[str, str]] = {
     commands.Search: ("search", "run_search"),
-    commands.SkipSearch: ("skips", "run_skip_search"),
-    commands.DartsSearch: ("darts", "run_darts_search"),
-    commands.NasBench201Search: ("nasbench201", "run_nasbench201_search"),
-    commands.OwnSearch: ("own", "run_own_search"),
+    deep_commands.SkipSearch: ("skips", "run_skip_search"),
+    deep_commands.DartsSearch: ("darts", "run_darts_search"),
+    deep_commands.NasBench201Search: ("nasbench201", "run_nasbench201_search"),
+    deep_commands.OwnSearch: ("own", "run_own_search"),
     commands.Certify: ("certify", "run_certify"),
     commands.Baseline: ("baseline", "run_baseline"),
     commands.Rank: ("rank", "run_rank"),
@@ -34,15 +34,15 @@ _COMMANDS: dict[str, tuple[type[commands.Job], str]] = {
         "Search the activation of a one-hidden-layer network, and compare with every baseline.",
     ),
     "search-skips": (
-        commands.SkipSearch,
+        deep_commands.SkipSearch,
         "Search activations and skip connections of a deep network, layer by layer.",
     ),
-    "search-darts": (commands.DartsSearch, "Search the cells of a convolutional network."),
+    "search-darts": (deep_commands.DartsSearch, "Search the cells of a convolutional network."),
     "search-nasbench201": (
-        commands.NasBench201Search,
+        deep_commands.NasBench201Search,
         "Search the cell of NAS-Bench-201, and look up what its network reaches.",
     ),
-    "search-own": (commands.OwnSearch, "Search a space of your own, --space MODULE:FUNCTION."),
+    "search-own": (deep_commands.OwnSearch, "Search a space of your own, --space MODULE:FUNCTION."),
     "certify": (
         commands.Certify,
         "Certify the smallest eigenvalue of the kernel over all mixtures of activations.",
@@ -133,7 +133,7 @@ def parse(arguments: Sequence[str]) -> Parsed | None:
         raise ValueError("config: expected no --quick beside it, got both.")
     # Once more: these two flags say what the others are where they are not given.
     kind = type(config)
-    start = commands.QUICK[kind] if output.quick else kind()
+    start = quick.QUICK[kind] if output.quick else kind()
     if output.config is not None:
         start = dataclasses.replace(start, **saved.values(output.config, kind))
     return _parsed(arguments, defaults | {arguments[0]: start})

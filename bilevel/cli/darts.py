@@ -15,7 +15,7 @@ import numpy as np
 import optax
 
 from bilevel.cli import deep, images, report
-from bilevel.cli.commands import DartsSearch
+from bilevel.cli.deep_commands import DartsSearch
 from bilevel.cli.known import CLASSES, pixel_count
 from bilevel.nets.evaluation import Part
 from bilevel.nets.training import TrainableNetwork

@@ -22,7 +22,7 @@ from bilevel import diagnostics, journal, plots, strategies
 from bilevel._fingerprint import fingerprint
 from bilevel._progress import RunBar, progress_bar
 from bilevel.cli import report
-from bilevel.cli.commands import DeepSearch
+from bilevel.cli.deep_commands import DeepSearch
 from bilevel.cli.runs import run_directory
 from bilevel.nets import training
 from bilevel.nets.evaluation import Part, error_rates

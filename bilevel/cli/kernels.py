@@ -17,7 +17,7 @@ from ntk import spectrum
 from ntk.certificate import certified_min_eigenvalue
 
 
-def min_eigenvalue(x: Any, names: tuple[str, ...], alpha: Any) -> tuple[float, float, float]:
+def kernel_eigenvalue(x: Any, names: tuple[str, ...], alpha: Any) -> tuple[float, float, float]:
     """Smallest eigenvalue of ``K_alpha``, its certified lower bound, and the entries' error.
 
     For unit inputs ``x``; the bound is certified for kernels that far from the computed one.

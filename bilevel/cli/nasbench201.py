@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from bilevel.cli import deep, images, report
-from bilevel.cli.commands import NasBench201Search
+from bilevel.cli.deep_commands import NasBench201Search
 from bilevel.cli.known import CLASSES, pixel_count
 from bilevel.judging import table
 from bilevel.judging.verdicts import DATASETS, best_of_k_random

@@ -19,7 +19,7 @@ import optax
 
 from bilevel import diagnostics
 from bilevel.cli import deep, images, report
-from bilevel.cli.commands import OwnSearch
+from bilevel.cli.deep_commands import OwnSearch
 from bilevel.cli.known import CLASSES
 from bilevel.nets.evaluation import Part, error_rates
 from bilevel.protocols import Pytree

@@ -37,10 +37,10 @@ from bilevel.nets.images import crop_and_flip
 from bilevel.spaces.nasbench201 import (
     EDGES,
     Genotype,
+    all_networks,
     encode,
     genotypes,
     nasbench201_network,
-    nasbench201_networks,
     parameter_count,
 )
 from bilevel.spaces.nasbench201.scoring import Scored, score_networks
@@ -92,7 +92,7 @@ def _computed(
     table = load_table() if config.judged else None
     train, test = _images(config)
     shape = {"classes": CLASSES, "cells": config.cells, "channels": config.channels}
-    networks = nasbench201_networks(**shape)
+    networks = all_networks(**shape)
     keys = jax.random.split(jax.random.key(config.seed), 3)
     batch = _batch(config, train)
     drawn = _drawn(config)

@@ -21,7 +21,7 @@ from bilevel import data, plots
 from bilevel._progress import RunBar
 from bilevel.cli import argmax, report
 from bilevel.cli.commands import JOINT_EPOCHS, LONGER, Search
-from bilevel.cli.kernels import min_eigenvalue
+from bilevel.cli.kernels import kernel_eigenvalue
 from bilevel.cli.known import CLASSES, inputs
 from bilevel.cli.runs import run_directory
 from bilevel.problem import side_by_side
@@ -260,7 +260,7 @@ def _scores(task: Task, w: jax.Array, alpha: jax.Array) -> dict[str, np.ndarray]
     scores["train_loss"] = jax.vmap(space.problem.lower)(w, alpha, task.train)
     scores["valid_loss"] = jax.vmap(space.problem.outer)(w, alpha, task.valid)
     eigenvalues = [
-        min_eigenvalue(x, space.names, a) for x, a in zip(task.train[0], alpha, strict=True)
+        kernel_eigenvalue(x, space.names, a) for x, a in zip(task.train[0], alpha, strict=True)
     ]
     columns = "min_eigenvalue", "certified_min_eigenvalue", "entry_error"
     scores |= zip(columns, np.transpose(eigenvalues), strict=True)

@@ -20,7 +20,7 @@ import optax
 import ntk
 from bilevel import data
 from bilevel.cli import deep, report
-from bilevel.cli.commands import SkipSearch
+from bilevel.cli.deep_commands import SkipSearch
 from bilevel.cli.known import CLASSES, inputs
 from bilevel.nets.evaluation import Part, error_rates
 from bilevel.protocols import Pytree

@@ -14,19 +14,18 @@ solver            derivative                  memory, in copies of w
 ================  ==========================  =====================================================
 """
 
-from bilevel.solvers._detached import detached
-from bilevel.solvers._implicit import implicit, remember
-from bilevel.solvers._restarted import restarted, start_of
+from bilevel.solvers._detached import detached as detached
+from bilevel.solvers._implicit import implicit
+from bilevel.solvers._implicit import remember as remember
+from bilevel.solvers._restarted import restarted
+from bilevel.solvers._restarted import start_of as start_of
 from bilevel.solvers._ridge import ridge
 from bilevel.solvers._unrolled import one_step, unrolled
 
 __all__ = [
-    "detached",
     "implicit",
     "one_step",
-    "remember",
     "restarted",
     "ridge",
-    "start_of",
     "unrolled",
 ]

@@ -10,7 +10,7 @@ Every bound is a :class:`Bound`: a value with its terms, assumptions and open co
 """
 
 from ntk.bounds.bound import Bound, Bracket
-from ntk.bounds.constants import Betas, betas, hermite_coefficients, lipschitz, table1
+from ntk.bounds.constants import Betas, betas, hermite_coefficients, lipschitz_constant, table1
 from ntk.bounds.eigenvalue import (
     diagonal_upper_bound,
     frobenius_upper_bound,
@@ -36,7 +36,7 @@ __all__ = [
     "frobenius_upper_bound",
     "hermite_coefficients",
     "hermite_lower_bound",
-    "lipschitz",
+    "lipschitz_constant",
     "schur_lower_bound",
     "table1",
     "zhu_theorem1_as_printed",

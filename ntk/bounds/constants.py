@@ -7,7 +7,7 @@ mu_k     ``hermite_coefficients``   E[s(sqrt(y) z) h_k(z)], z ~ N(0, 1)
 beta_1   ``Betas.beta1``            2 E[s(u)^2] / y, u ~ N(0, y), or its supremum over y
 beta_2   ``Betas.beta2``            2 E[s'(u)^2], or its supremum
 beta_3   ``Betas.beta3``            2 E[s'(u)^2], or its infimum
-Lip      ``lipschitz``              sup |s'|
+Lip      ``lipschitz_constant``              sup |s'|
 =======  =========================  ======================================================
 
 Reference: Zhu et al. 2022, Table 1.
@@ -181,7 +181,7 @@ def _table1(layer: Layer, weights: jax.Array, t: float) -> Betas:
     )
 
 
-def lipschitz(activation: Mixture) -> jax.Array:
+def lipschitz_constant(activation: Mixture) -> jax.Array:
     """``Lip = sup |s'|``, by a scan of ``|z| < 11,000``, refined around its best node.
 
     Parameters
@@ -200,7 +200,7 @@ def lipschitz(activation: Mixture) -> jax.Array:
     Examples
     --------
     >>> from ntk.activations import swish
-    >>> round(float(lipschitz(swish)), 4)
+    >>> round(float(lipschitz_constant(swish)), 4)
     1.0998
     """
     (layer,), (weights,), _, _ = parse([activation], None, None)

@@ -31,7 +31,7 @@ from ntk.bounds.bound import (
     positive,
     upper_bound,
 )
-from ntk.bounds.constants import hermite_coefficients, lipschitz, table1
+from ntk.bounds.constants import hermite_coefficients, lipschitz_constant, table1
 from ntk.spectrum import min_eigenvalue
 
 _SETTING = (("inputs of norm 1, isotropic", None), ("N >= Omega(d^4)", None))
@@ -405,7 +405,7 @@ def _theorem3(name, energy, K, y, smallest, activations, delta, C) -> Bound:
     if not isinstance(activations, Sequence) or not activations:
         raise ValueError("activations: expected a sequence of at least one, got none.")
     n, depth = len(y), len(activations) + 1
-    lip = functools.reduce(jnp.maximum, [lipschitz(s) for s in activations])
+    lip = functools.reduce(jnp.maximum, [lipschitz_constant(s) for s in activations])
     growth = (3 * lip + 1) ** (depth - 1)
     C_2 = math.sqrt(depth) * growth
     data = C_2 * jnp.where(smallest > 0, jnp.sqrt(energy / n), jnp.inf)

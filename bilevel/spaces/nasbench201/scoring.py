@@ -23,8 +23,8 @@ import numpy as np
 from bilevel import store
 from bilevel._fingerprint import difference, fingerprint
 from bilevel._progress import progress_bar
+from bilevel.spaces.nasbench201._all_networks import AllNetworks
 from bilevel.spaces.nasbench201._genotype import encode
-from bilevel.spaces.nasbench201.networks import Networks
 from ntk import scores as ntk_scores
 from ntk.certificate import certified_min_eigenvalue
 
@@ -78,7 +78,7 @@ class Scored(NamedTuple):
 
 def score_networks(
     names: Sequence[str],
-    networks: Networks,
+    networks: AllNetworks,
     w: Any,
     genotypes: Any,
     batch: tuple[chex.Array, chex.Array],
@@ -92,7 +92,7 @@ def score_networks(
     Parameters
     ----------
     names : of :data:`SCORES`
-    networks : Networks
+    networks : AllNetworks
     w : pytree
         From ``networks.init``.
     genotypes : Genotypes, or int [m, 6]
@@ -124,8 +124,8 @@ def score_networks(
 
     Examples
     --------
-    >>> from bilevel.spaces.nasbench201 import genotypes, nasbench201_networks
-    >>> networks = nasbench201_networks(cells=1, channels=2)
+    >>> from bilevel.spaces.nasbench201 import genotypes, all_networks
+    >>> networks = all_networks(cells=1, channels=2)
     >>> w = networks.init(jax.random.key(0), (4, 4, 1))
     >>> x = jax.random.normal(jax.random.key(1), (3, 4, 4, 1))
     >>> scored = score_networks(["l2_norm"], networks, w, genotypes()[:4], (x, jnp.arange(3)))
@@ -177,7 +177,7 @@ def _check(names, genotypes, batch, at_once):
     return cells, (x, y)
 
 
-def _programs(names: Sequence[str], networks: Networks) -> dict[str, Callable]:
+def _programs(names: Sequence[str], networks: AllNetworks) -> dict[str, Callable]:
     """By label: ``program(w, genotype, batch) -> {name: score}``."""
     programs: dict[str, Callable] = {}
     for name in names:

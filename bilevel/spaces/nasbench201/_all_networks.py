@@ -53,8 +53,8 @@ class Unnormalized(nn.Module):
         return x
 
 
-class Networks(NamedTuple):
-    """All networks of the space; see :func:`nasbench201_networks`.
+class AllNetworks(NamedTuple):
+    """All networks of the space; see :func:`all_networks`.
 
     Attributes
     ----------
@@ -71,9 +71,9 @@ class Networks(NamedTuple):
     select: Callable[[Pytree, Any], Pytree]
 
 
-def nasbench201_networks(
+def all_networks(
     *, classes: int = 10, cells: int = 5, channels: int = 16, dtype: Any = None
-) -> Networks:
+) -> AllNetworks:
     """All networks of NAS-Bench-201 on shared weights.
 
     Parameters
@@ -86,7 +86,7 @@ def nasbench201_networks(
 
     Returns
     -------
-    Networks
+    AllNetworks
 
     Raises
     ------
@@ -106,7 +106,7 @@ def nasbench201_networks(
     Examples
     --------
     >>> from bilevel.spaces.nasbench201 import encode, genotypes
-    >>> networks = nasbench201_networks(cells=1, channels=2)
+    >>> networks = all_networks(cells=1, channels=2)
     >>> w = networks.init(jax.random.key(0), (8, 8, 3))
     >>> x = jax.random.normal(jax.random.key(1), (4, 8, 8, 3))
     >>> logits = jax.jit(networks.apply)
@@ -158,7 +158,7 @@ def nasbench201_networks(
 
         return jax.tree_util.tree_map_with_path(kept, w)
 
-    return Networks(init, apply, functools.partial(apply, norm=Unnormalized), select)
+    return AllNetworks(init, apply, functools.partial(apply, norm=Unnormalized), select)
 
 
 _standardize = functools.partial(Standardize, affine=True)

@@ -48,13 +48,13 @@ _SMALL = {
         "batch-size": 4,
         "cells": 1,
         "channels": 2,
-        "train-size": 16,
-        "test-size": 20,
+        "train": 16,
+        "test": 20,
         "judged": None,
     },
-    "search --space skips": {"activations": ["relu", "tanh"], "steps": 2, "depth": 3, "width": 4},
-    "search --space darts": {"steps": 2, "cells": 1, "channels": 2},
-    "search --space nasbench201": {"steps": 2, "cells": 1, "channels": 2},
+    "search-skips": {"activations": ["relu", "tanh"], "steps": 2, "depth": 3, "width": 4},
+    "search-darts": {"steps": 2, "cells": 1, "channels": 2},
+    "search-nasbench201": {"steps": 2, "cells": 1, "channels": 2},
 }
 # Of a deep space only what is refused at once is tried: the rest compiles for minutes.
 _OFTEN = (0.3, 0.25, 0.2, 0.13, 0.04, 0.04, 0.04)
@@ -81,14 +81,12 @@ _WRONG: dict[str, list[Any]] = {
             "batch-size",
             "cells",
             "channels",
-            "train-size",
-            "test-size",
             "depth",
         ),
         _WHOLE,
     ),
     "seed": ["-1", "2.5", "x", "1" + "0" * 30],
-    **dict.fromkeys(("learning-rate", "penalty", "rtol"), _REAL),
+    **dict.fromkeys(("alpha-rate", "penalty", "rtol"), _REAL),
     "activations": [["relo"], [], ["relu", "relu"], ["relu", ""], ["RELU"]],
     "scores": [["nas"], [], ["l2_norm", "l2_norm"]],
     **{name: _NAME for name in ("data", "geometry", "solver", "outer", "method")},
@@ -105,7 +103,7 @@ _FLAGS = {
         "test",
         "seeds",
         "seed",
-        "learning-rate",
+        "alpha-rate",
         "activations",
         "data",
         "geometry",
@@ -135,17 +133,17 @@ _FLAGS = {
         "batch-size",
         "cells",
         "channels",
-        "train-size",
-        "test-size",
+        "train",
+        "test",
         "scores",
         "data",
         "seed",
         "out",
         "resume",
     ),
-    "search --space skips": ("steps", "width", "depth", "activations", "seed", "out", "resume"),
-    "search --space darts": ("steps", "cells", "channels", "seed", "out", "resume"),
-    "search --space nasbench201": ("steps", "cells", "channels", "seed", "out", "resume"),
+    "search-skips": ("steps", "width", "depth", "activations", "seed", "out", "resume"),
+    "search-darts": ("steps", "cells", "channels", "seed", "out", "resume"),
+    "search-nasbench201": ("steps", "cells", "channels", "seed", "out", "resume"),
 }
 _EITHER = ("--seed -1",)  # a seed, as good as any, if it is taken for one
 # Flags that other values make meaningless, or that are right as they are.
@@ -154,8 +152,8 @@ _FINE = {
     ("search", "test", "1" + "0" * 30),
     ("baseline", "test", "1" + "0" * 12),
     ("baseline", "test", "1" + "0" * 30),
-    ("rank", "test-size", "1" + "0" * 12),
-    ("rank", "test-size", "1" + "0" * 30),
+    ("rank", "test", "1" + "0" * 12),
+    ("rank", "test", "1" + "0" * 30),
 }
 
 
@@ -165,7 +163,7 @@ def _line(rng) -> tuple[str, dict[str, Any], str]:
     flags = {"out": "{place}/run", "progress": "False"} | _SMALL[command]
     if command == "certify":
         del flags["progress"]
-    if " " not in command and rng.random() < 0.12:
+    if "-" not in command and rng.random() < 0.12:
         return command, flags, ""
     if rng.random() < 0.06:
         return command, flags | {"nonsense": "3"}, "an unknown flag"

@@ -262,7 +262,7 @@ def _divided_differences(values, t):
 
 def _data(K, y):
     K, y = symmetric(K), array("y", y)
-    if y.ndim not in (1, 2) or y.shape[0] != K.shape[0]:
+    if y.ndim not in (1, 2) or y.shape[0] != K.shape[0] or not y.size:
         n = K.shape[0]
         raise ValueError(f"y: expected shape [{n}] or [{n}, outputs], got {y.shape}.")
     dtype = jnp.promote_types(jnp.result_type(K, y), jnp.float32)

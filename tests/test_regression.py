@@ -160,3 +160,9 @@ def test_a_kernel_without_a_cholesky_factor_is_an_error_or_nan_when_traced():
 def test_bad_input_is_named(call, sentence):
     with pytest.raises(ValueError, match=sentence):
         call()
+
+
+def test_targets_without_outputs_are_refused():
+    for function in (kernel_regression, excess_risk_term):
+        with pytest.raises(ValueError, match=r"y: expected shape \[2\] or \[2, outputs\], got"):
+            function(jnp.eye(2), jnp.ones((2, 0)))

@@ -67,7 +67,7 @@ def test_a_run_that_crashed_in_training_ends_as_one_that_did_not(tmp_path, capsy
     assert list(scores) == ["search", "random", "supernet"]
     # Truth: counted in the genotype.
     assert scores["search"]["skips"] == [[name for name, _ in found.normal].count("skip_connect")]
-    assert 0 < scores["search"]["test error"][0] < 1
+    assert 0 < scores["search"]["test_error"][0] < 1
     with np.load(run / "arrays.npz", allow_pickle=False) as arrays:
         assert arrays["history_alpha_normal_0"].shape == (3, 14, 3)
         np.testing.assert_allclose(arrays["alpha_reduce_0"].sum(-1), 1, atol=1e-5)

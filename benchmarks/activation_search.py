@@ -1,7 +1,7 @@
 """Searches of activations, several seeds side by side, as `bilevel search` sets them up.
 
 What `argmax_trust.py` and `search_error.py` share: the task of the seeds, the search, networks
-trained at an alpha, hypergradients there, and losses row by row. Leading axis everywhere: seeds.
+trained at an alpha, and hypergradients there. Leading axis everywhere: seeds.
 """
 
 import functools
@@ -83,15 +83,3 @@ def trained(task: Task, solver: LowerSolver, alpha: jax.Array) -> jax.Array:
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _trained(solver, lower, alpha, w, batch):
     return solver.run(lower, alpha, w, solver.init(w), batch)[0]
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def losses_by_row(space: ActivationSpace, w, alpha, batch) -> dict[str, jax.Array]:
-    """The search's outer loss of every row, and whether its label is wrong; [seeds, n]."""
-
-    def of_one_row(w, alpha, x, y):
-        row = x[None], y[None]
-        wrong = space.predict(space.apply(w, alpha, row[0])) != space.predict(row[1])
-        return {"loss": space.problem.outer(w, alpha, row), "error": wrong[0].astype(float)}
-
-    return jax.vmap(jax.vmap(of_one_row, (None, None, 0, 0)))(w, alpha, *batch)

@@ -20,6 +20,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from bilevel.spaces.activations import losses_by_row
+
 SETTINGS = {
     "digits, hinge": {"data": "digits", "width": 128},
     "digits, 100 rows, logistic": {
@@ -52,7 +54,7 @@ def measure(
     alphas = [*(jnp.zeros((seeds, h)).at[:, i].set(1) for i in range(h)), found]
     networks = [(activation_search.trained(task, solver, alpha), alpha) for alpha in alphas]
     rows = {
-        part: [activation_search.losses_by_row(task.space, *network, batch) for network in networks]
+        part: [losses_by_row(task.space, *network, batch) for network in networks]
         for part, batch in (("validation", task.valid), ("test", task.test))
     }
     lines = []

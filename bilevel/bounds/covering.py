@@ -117,12 +117,10 @@ def ball_covering(dim: int, R: float) -> Covering:
     count("dim", dim)
     positive("R", R)
 
-    def covering(radii: jax.Array) -> jax.Array:
-        radii = _radii(radii)
-        # Not `radii < R`: a NaN has to be seen.
+    def logs(radii):
         return jnp.where(radii >= R, 0.0, dim * jnp.log1p(2 * R / radii))
 
-    return covering
+    return _of_radii(logs)
 
 
 def simplex_covering(h: int, *, copies: int = 1) -> Covering:
@@ -165,14 +163,13 @@ def simplex_covering(h: int, *, copies: int = 1) -> Covering:
         whole(name, number, 1)
     spread = 1 - 1 / h
 
-    def covering(radii: jax.Array) -> jax.Array:
-        radii = _radii(radii) / math.sqrt(copies)
+    def logs(radii):
+        radii = radii / math.sqrt(copies)
         k = jnp.ceil(jnp.minimum(math.sqrt(h) / 2 / radii, spread / radii**2))
-        logs = jnp.log1p(k[..., None] / jnp.arange(1, h)).sum(-1)
-        logs = copies * jnp.where(radii**2 >= spread, 0.0, logs)
-        return jnp.where(jnp.isnan(radii), jnp.nan, logs)  # the sum is empty for h = 1
+        found = jnp.log1p(k[..., None] / jnp.arange(1, h)).sum(-1)
+        return copies * jnp.where(radii**2 >= spread, 0.0, found)
 
-    return covering
+    return _of_radii(logs)
 
 
 def sparse_covering(h: int, s: int, R: float) -> Covering:
@@ -207,11 +204,11 @@ def sparse_covering(h: int, s: int, R: float) -> Covering:
         raise ValueError(f"s: expected a number in [1, h = {h}], got {s}.")
     ball, supports = ball_covering(s, R), math.log(math.comb(h, s))
 
-    def covering(radii: jax.Array) -> jax.Array:
-        logs = ball(radii)
-        return jnp.where(logs <= 0, 0.0, supports + logs)  # a NaN has to be seen
+    def logs(radii):
+        found = ball(radii)
+        return jnp.where(found <= 0, 0.0, supports + found)
 
-    return covering
+    return _of_radii(logs)
 
 
 def finite_covering(points: chex.Array) -> Covering:
@@ -262,11 +259,23 @@ def finite_covering(points: chex.Array) -> Covering:
     _, later = jax.lax.scan(farthest, start, length=len(points) - 1)
     needed = jnp.append(start.max(), later)
 
+    def logs(radii):
+        found = jnp.log1p(jnp.sum(needed > radii[..., None], axis=-1) * 1.0)
+        # NaN in traced points, which are not refused, would count as a point that is covered.
+        return jnp.where(jnp.isnan(needed).any(), jnp.nan, found)
+
+    return _of_radii(logs)
+
+
+def _of_radii(logs: Callable[[jax.Array], jax.Array]) -> Covering:
+    """``logs`` of checked radii; NaN where a traced one, which no check sees, is NaN.
+
+    A comparison with NaN, or a sum over nothing, would hide it.
+    """
+
     def covering(radii: jax.Array) -> jax.Array:
         radii = _radii(radii)
-        logs = jnp.log1p(jnp.sum(needed > radii[..., None], axis=-1) * 1.0)
-        # A comparison with NaN, traced and so not refused, would count as 0.
-        return jnp.where(jnp.isnan(radii + needed.sum()), jnp.nan, logs)
+        return jnp.where(jnp.isnan(radii), jnp.nan, logs(radii))
 
     return covering
 

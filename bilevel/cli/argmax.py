@@ -8,27 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from bilevel.discretize import ConditionSix, condition_six, judge_choice
-from bilevel.spaces.activations import ActivationSpace
+from bilevel.spaces.activations import ActivationSpace, losses_by_row
 
 Network = tuple[jax.Array, jax.Array]  # weights and alpha of all seeds
 Batch = tuple[jax.Array, jax.Array]  # [seeds, n, inputs], [seeds, n, classes]
 
 _DIVERGED = 1e6  # the loss of a network whose training diverged: larger than any other
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def losses_by_row(
-    space: ActivationSpace, w: jax.Array, alpha: jax.Array, batch: Batch
-) -> dict[str, jax.Array]:
-    """The search's outer loss of every row, and whether its label is wrong; [seeds, n]."""
-
-    def of_one_row(w, alpha, x, y):
-        row = x[None], y[None]
-        wrong = space.predict(space.apply(w, alpha, row[0])) != space.predict(row[1])
-        return {"loss": space.problem.outer(w, alpha, row), "error": wrong[0].astype(float)}
-
-    of_one_seed = jax.vmap(of_one_row, (None, None, 0, 0))
-    return jax.vmap(of_one_seed)(w, alpha, *batch)
 
 
 def judged(

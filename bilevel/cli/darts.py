@@ -18,6 +18,7 @@ from bilevel.cli import deep, images, report
 from bilevel.cli.deep_commands import DartsSearch
 from bilevel.cli.known import CLASSES, pixel_count
 from bilevel.nets.evaluation import Part
+from bilevel.nets.images import unit_images
 from bilevel.nets.training import TrainableNetwork
 from bilevel.spaces import Space
 from bilevel.spaces.darts import (
@@ -75,7 +76,7 @@ def run_darts_search(config: DartsSearch) -> dict[str, Any]:
         config.drop_path,
         images.augmentation(config.crop_and_flip, config.cutout),
     )
-    search = deep.search_of(config, space, darts_sgd)
+    search = deep.search_of(config, space, darts_sgd, config.weight_rate)
     pixels = config.batch_size * pixel_count(config.data, config.pixels)
     operation = images.gradient_seconds(pixels, len(EDGES), config.cells, config.channels)
     epoch = images.gradient_seconds(pixels, len(EDGES), cells, channels) / 2  # half the edges
@@ -87,7 +88,7 @@ def run_darts_search(config: DartsSearch) -> dict[str, Any]:
         "errors and curvature": 20 + config.seeds,
     }
     with deep.running(config, work) as run:
-        parts = images.parts_of(config)
+        parts = deep.parts_of(config, functools.partial(unit_images, pixels=config.pixels))
         train = parts[0][0]
         images.check_fits(space.init, train)
         network = training.network(space.discretize(space.start()))

@@ -1,8 +1,8 @@
 """One program for all searches with shared weights: ``bilevel search-skips, -darts, ...``.
 
 For every seed: the search by a strategy; the architecture that it ends at; and, where a space has
-no table to look it up in, that architecture's network trained from scratch beside others. What a
-space has of its own comes in as a :class:`Deep`. An interrupted run goes on where it was, in a
+no table to look it up in, that architecture's network trained from scratch beside others. The
+commands put their runs together from what is here. An interrupted run goes on where it was, in a
 search or in a network's training.
 """
 
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from bilevel import diagnostics, journal, plots, strategies
+from bilevel import data, diagnostics, journal, plots, strategies
 from bilevel._fingerprint import fingerprint
 from bilevel._progress import RunBar, progress_bar
 from bilevel.cli import report
@@ -84,12 +84,10 @@ class Search(NamedTuple):
 SGD = Callable[[optax.Schedule], optax.GradientTransformation]
 
 
-def search_of(config: DeepSearch, space: Space, sgd: SGD, rate: float | None = None) -> Search:
+def search_of(config: DeepSearch, space: Space, sgd: SGD, rate: float) -> Search:
     """The search that the flags ask for; the weights' ``sgd`` has a cosine from ``rate`` to 0."""
     named = _STRATEGIES[config.strategy]
-    schedule = optax.cosine_decay_schedule(
-        rate or config.weight_rate or 1.0, named.inner * config.steps
-    )
+    schedule = optax.cosine_decay_schedule(rate, named.inner * config.steps)
     alpha = config.alpha_rate or named.travel / config.steps
     plan = named.make(space, weights=sgd(schedule), alpha=alpha, batch_size=config.batch_size)
     return Search(plan, config.steps, config.batch_size, config.samples)
@@ -118,6 +116,19 @@ def running(config: DeepSearch, work: Mapping[str, float]) -> Iterator[Run]:
     ):
         bar.enter("data")
         yield Run(folder, bar, config.progress, config.resume, report.flags(config))
+
+
+def parts_of(config: DeepSearch, unit: Callable[..., Any]) -> list[list[Part]]:
+    """For each seed: training, validation and test rows, normalised by ``unit(x, *others)``."""
+    draws = jax.random.split(jax.random.key(config.seed), config.seeds)
+    sizes = {"train": config.train, "valid": config.valid, "test": config.test}
+    return [normalised(rows, unit) for rows in data.samples(config.data, draws, **sizes)]
+
+
+def normalised(rows: list[Part], unit: Callable[..., Any]) -> list[Part]:
+    """The parts with their inputs as ``unit`` has them, by the first part's."""
+    xs = unit(*(x for x, _ in rows))
+    return [(x, jnp.asarray(y)) for x, (_, y) in zip(xs, rows, strict=True)]
 
 
 class Found(NamedTuple):
@@ -399,7 +410,7 @@ def summary(
 
 
 def arrays_of(found: list[Found]) -> dict[str, np.ndarray]:
-    """``alpha``, weights and history of every seed, each leaf by its place in the tree."""
+    """``alpha`` and history of every seed, each leaf by its place in the tree."""
     arrays: dict[str, np.ndarray] = {}
     for seed, result in enumerate(found):
         trees = {"alpha": result.alpha, "history": result.history}

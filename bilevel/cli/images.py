@@ -1,4 +1,4 @@
-"""What searches of convolutional networks share: their rows, and networks trained from scratch."""
+"""What the commands of convolutional networks share: estimates, augmentation, training."""
 
 import functools
 import pathlib
@@ -6,31 +6,16 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 
-from bilevel import data
 from bilevel.cli import deep
 from bilevel.nets.evaluation import Part, error_rates
-from bilevel.nets.images import crop_and_flip, cutout, unit_images
+from bilevel.nets.images import crop_and_flip, cutout
 from bilevel.nets.training import TrainableNetwork, TrainingState, from_scratch, run_epochs
 
 # Seconds for each weight and pixel: 3 passes (a backward pass costs two forward ones), a few
 # products a weight, at 5e9 products a second.
 _PASSES = 3 * 4 / 5e9
-
-
-def parts_of(config: Any, draws: jax.Array | None = None) -> list[list[Part]]:
-    """For each seed, or each of ``draws``: training, validation and test rows, normalised."""
-    if draws is None:
-        draws = jax.random.split(jax.random.key(config.seed), config.seeds)
-    sizes = {"train": config.train, "valid": getattr(config, "valid", 1), "test": config.test}
-    return [_unit(rows, config.pixels) for rows in data.samples(config.data, draws, **sizes)]
-
-
-def _unit(rows: list[Part], pixels: int | None) -> list[Part]:
-    xs = unit_images(*(x for x, _ in rows), pixels=pixels)
-    return [(x, jnp.asarray(y)) for x, (_, y) in zip(xs, rows, strict=True)]
 
 
 def check_fits(init: Callable[[jax.Array, Any], Any], like: Any) -> None:

@@ -5,6 +5,7 @@ scratch: the benchmark's table has the test accuracies of all 15,625 networks, a
 trained them.
 """
 
+import functools
 import time
 from typing import Any
 
@@ -16,6 +17,7 @@ from bilevel.cli.deep_commands import NasBench201Search
 from bilevel.cli.known import CLASSES, pixel_count
 from bilevel.judging import table
 from bilevel.judging.verdicts import DATASETS, best_of_k_random
+from bilevel.nets.images import unit_images
 from bilevel.spaces.nasbench201 import EDGES, Genotype, multiply_adds, nasbench201_space
 from bilevel.strategies import darts_sgd
 
@@ -32,7 +34,7 @@ def run_nasbench201_search(config: NasBench201Search) -> dict[str, Any]:
         dtype=jnp.bfloat16 if config.bfloat16 else None,
         remat=config.remat,
     )
-    search = deep.search_of(config, space, darts_sgd)
+    search = deep.search_of(config, space, darts_sgd, config.weight_rate)
     passes = search.gradients * config.batch_size / (config.epochs * config.train)
     budget = passes * cost_in_networks(space.names, config.cells, config.channels)
     pixels = config.batch_size * pixel_count(config.data, config.pixels)
@@ -44,7 +46,7 @@ def run_nasbench201_search(config: NasBench201Search) -> dict[str, Any]:
     }
     with deep.running(config, work) as run:
         known = table.load_table()  # first: were it damaged, the search would be for nothing
-        parts = images.parts_of(config)
+        parts = deep.parts_of(config, functools.partial(unit_images, pixels=config.pixels))
         images.check_fits(space.init, parts[0][0])
         found = deep.one_by_one(run, space, search, parts, config.seed)
         searched = time.perf_counter() - began

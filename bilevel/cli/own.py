@@ -22,6 +22,7 @@ from bilevel.cli import deep, images, report
 from bilevel.cli.deep_commands import OwnSearch
 from bilevel.cli.known import CLASSES
 from bilevel.nets.evaluation import Part, error_rates
+from bilevel.nets.images import unit_images
 from bilevel.protocols import Pytree
 from bilevel.spaces import Space
 
@@ -34,7 +35,7 @@ def run_own_search(config: OwnSearch) -> dict[str, Any]:
     work["training"] = config.seeds * (1 + config.random) * config.epochs
     work["errors and curvature"] = 10.0
     with deep.running(config, work) as run:
-        parts = images.parts_of(config)
+        parts = deep.parts_of(config, functools.partial(unit_images, pixels=config.pixels))
         train = parts[0][0]
         images.check_fits(space.init, train)
         w = jax.jit(space.init)(deep.keys(config.seed, 0)[1], train)

@@ -6,6 +6,7 @@ but the genotype. With ``--epochs`` the network of the best score (of the first 
 then trained from scratch on ``--data``: Algorithm 1 of Zhu et al. (2022), with Eigen-NAS.
 """
 
+import functools
 import math
 import pathlib
 import time
@@ -18,7 +19,7 @@ import optax
 from bilevel import data as datasets
 from bilevel import plots
 from bilevel._progress import RunBar, progress_bar
-from bilevel.cli import images, report
+from bilevel.cli import deep, images, report
 from bilevel.cli.commands import Rank
 from bilevel.cli.known import CLASSES, pixel_count
 from bilevel.cli.runs import run_directory
@@ -33,7 +34,7 @@ from bilevel.judging.verdicts import (
     seed_ceiling,
     sum_of_log_ranks,
 )
-from bilevel.nets.images import crop_and_flip
+from bilevel.nets.images import crop_and_flip, unit_images
 from bilevel.spaces.nasbench201 import (
     EDGES,
     Genotype,
@@ -138,8 +139,10 @@ def _drawn(config: Rank) -> np.ndarray:
 
 def _images(config: Rank) -> tuple[Rows, Rows]:
     """Training and test rows, images with mean 0 and variance 1 in each channel."""
-    draws = jax.random.key(config.seed)[None]
-    ((train, _, test),) = images.parts_of(config, draws)
+    key, sizes = jax.random.key(config.seed), {"train": config.train, "test": config.test}
+    (rows,) = datasets.samples(config.data, [key], valid=1, **sizes)
+    unit = functools.partial(unit_images, pixels=config.pixels)
+    train, _, test = deep.normalised(rows, unit)
     return train, test
 
 

@@ -18,7 +18,6 @@ import numpy as np
 import optax
 
 import ntk
-from bilevel import data
 from bilevel.cli import deep, report
 from bilevel.cli.deep_commands import SkipSearch
 from bilevel.cli.known import CLASSES, inputs
@@ -57,7 +56,7 @@ def run_skip_search(config: SkipSearch) -> dict[str, Any]:
         parametrization=config.parametrization,
     )
     sgd = functools.partial(optax.sgd, momentum=0.9)
-    gradients = deep.search_of(config, space, sgd).gradients
+    gradients = deep.search_of(config, space, sgd, 1.0).gradients  # whatever the rate is
     batches = config.epochs * (config.train // config.batch_size)
     budget = 1 + round(gradients / batches)  # as many as take the search's gradients
     weights = config.width * (inputs(config.data) + (config.depth - 2) * config.width)
@@ -70,9 +69,7 @@ def run_skip_search(config: SkipSearch) -> dict[str, Any]:
         "errors and curvature": 3 + 0.5 * config.seeds,
     }
     with deep.running(config, work) as run:
-        draws = jax.random.split(jax.random.key(config.seed), config.seeds)
-        sizes = {"train": config.train, "valid": config.valid, "test": config.test}
-        parts = [_unit(rows) for rows in data.samples(config.data, draws, **sizes)]
+        parts = deep.parts_of(config, unit_inputs)
         rest = config.seed, config.epochs, config.batch_size, config.weight_rate, budget
         ours = _in_bfloat16(space) if config.bfloat16 else space
         task = _Task(ours, space.kernel, parts, *rest)
@@ -99,11 +96,6 @@ def run_skip_search(config: SkipSearch) -> dict[str, Any]:
 
 
 # ----------------------------------------------------------------------------- the parts
-
-
-def _unit(rows: list[Part]) -> list[Part]:
-    xs = unit_inputs(*(x for x, _ in rows))
-    return [(x, jnp.asarray(y)) for x, (_, y) in zip(xs, rows, strict=True)]
 
 
 def _initial(space: Space, key: jax.Array, train: Part) -> Pytree:

@@ -263,6 +263,45 @@ def _step_size(alpha: jax.Array, curvatures: jax.Array) -> jax.Array:
     return 1 / jnp.sum(alpha * jnp.sqrt(curvatures), axis=-1)[..., None, None] ** 2
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def losses_by_row(
+    space: ActivationSpace,
+    w: chex.Array,
+    alpha: chex.Array,
+    batch: tuple[chex.Array, chex.Array],
+) -> dict[str, jax.Array]:
+    """The outer loss of every row, and whether its label is wrong: to compare networks in pairs.
+
+    Parameters
+    ----------
+    space : ActivationSpace
+    w, alpha : array [seeds, width, inputs], array [seeds, h]
+    batch : (x [seeds, n, inputs], y [seeds, n] or [seeds, n, classes])
+
+    Returns
+    -------
+    dict of array [seeds, n]
+        "loss", and "error", 0 or 1.
+
+    Examples
+    --------
+    >>> space = activation_space(["relu", "tanh"], width=8)
+    >>> x, y = unit_inputs(jnp.eye(3)), sign_labels(jnp.array([0, 1, 1]), 2)
+    >>> w, alpha = space.init(jax.random.key(0), (x, y)), space.start()
+    >>> rows = losses_by_row(space, w[None], alpha[None], (x[None], y[None]))
+    >>> bool(jnp.allclose(rows["loss"].mean(), space.problem.outer(w, alpha, (x, y))))
+    True
+    """
+
+    def of_one_row(w, alpha, x, y):
+        row = x[None], y[None]
+        wrong = space.predict(space.apply(w, alpha, row[0])) != space.predict(row[1])
+        return {"loss": space.problem.outer(w, alpha, row), "error": wrong[0].astype(float)}
+
+    of_one_seed = jax.vmap(of_one_row, (None, None, 0, 0))
+    return jax.vmap(of_one_seed)(w, alpha, *batch)
+
+
 def unit_inputs(x: chex.Array, *others: jax.Array) -> jax.Array | tuple[jax.Array, ...]:
     """Rows flattened, centred on the mean of ``x``'s, and scaled to unit norm.
 

@@ -36,7 +36,7 @@ for _name, _value in {
     jax.config.update(_name, _value)
     os.environ[_name.upper()] = str(_value)
 
-# Those of over two seconds, all cases together (`make test ARGS="-m '' --durations=0"`), but for a
+# Those of over a second and a half, all cases together (`make test ARGS="-m '' --durations=0"`), but for a
 # few of the core's. `make test-slow` runs them.
 _SLOW = frozenset((pathlib.Path(__file__).parent / "tests/slow.txt").read_text().splitlines())
 

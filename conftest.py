@@ -36,8 +36,8 @@ for _name, _value in {
     jax.config.update(_name, _value)
     os.environ[_name.upper()] = str(_value)
 
-# Those of over a second and a half, all cases together (`make test ARGS="-m '' --durations=0"`), but for a
-# few of the core's. `make test-slow` runs them.
+# Those of over a second and a half, all cases together, but for a few of the core's: see
+# `make test ARGS="-m '' --durations=0"`. `make test-slow` runs them.
 _SLOW = frozenset((pathlib.Path(__file__).parent / "tests/slow.txt").read_text().splitlines())
 
 # Compilation makes the first example of a test slow; the same examples every time, everywhere.

@@ -14,12 +14,13 @@ standard error, of the paired difference on the test rows, above the activation 
 import json
 import time
 
-import activation_search
 import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
+import searches
 
+from bilevel.activation_search import solver, trained
 from bilevel.spaces.activations import losses_by_row
 
 SETTINGS = {
@@ -41,18 +42,18 @@ def measure(
     group: str,
     seeds: int = SEEDS,
     *,
-    steps: int = activation_search.STEPS,
-    inner_steps: int = activation_search.INNER_STEPS,
+    steps: int = searches.STEPS,
+    inner_steps: int = searches.INNER_STEPS,
     **smaller,
 ) -> list[dict]:
     """One line a seed: what the rules look at, and what the test rows say."""
     began = time.perf_counter()
     options = {"seeds": seeds, "seed": GROUPS[group]} | SETTINGS[setting] | smaller
-    task = activation_search.task_of(**options)
-    solver = activation_search.solver_of(task, inner_steps)
-    found, h = activation_search.search(task, solver, steps), len(task.space.names)
+    task = searches.task_of(**options)
+    way = solver(task, inner_steps)
+    found, h = searches.search(task, way, steps), len(task.space.names)
     alphas = [*(jnp.zeros((seeds, h)).at[:, i].set(1) for i in range(h)), found]
-    networks = [(activation_search.trained(task, solver, alpha), alpha) for alpha in alphas]
+    networks = [(trained(task, way, alpha), alpha) for alpha in alphas]
     rows = {
         part: [losses_by_row(task.space, *network, batch) for network in networks]
         for part, batch in (("validation", task.valid), ("test", task.test))

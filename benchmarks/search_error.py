@@ -10,13 +10,14 @@ training in float64, for 2,000 steps. The ratio of the two errors, estimated ove
 [1/3, 10]. The error against 500 steps is recorded too: the truth itself still moves a little.
 """
 
-import activation_search
 import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
+import searches
 
 import bilevel
+from bilevel.activation_search import Task, hypergradient, hypergradient_error, solver
 
 STEPS = (500, 2000)  # of the reference
 LONGER = 4  # the command's own reference: so many times the inner steps
@@ -26,23 +27,20 @@ def measured(
     seed: int,
     kind: str,
     *,
-    steps: int = activation_search.STEPS,
-    inner_steps: int = activation_search.INNER_STEPS,
+    steps: int = searches.STEPS,
+    inner_steps: int = searches.INNER_STEPS,
     **smaller,
 ) -> dict:
     """One search, its own estimate, and the truth."""
     with jax.enable_x64(False):
-        task = activation_search.task_of(seed=seed, **smaller)
-        solver = activation_search.solver_of(task, inner_steps, kind)
-        longer = activation_search.solver_of(task, LONGER * inner_steps)
-        alpha = activation_search.search(task, solver, steps)
-        grad, better = (
-            activation_search.hypergradient(task, s, alpha).grad for s in (solver, longer)
-        )
-        estimate = float(np.linalg.norm(grad - better, axis=-1)[0])
+        task = searches.task_of(seed=seed, **smaller)
+        way, longer = solver(task, inner_steps, kind), solver(task, LONGER * inner_steps)
+        alpha = searches.search(task, way, steps)
+        grad = hypergradient(task, way, alpha).grad
+        estimate = float(hypergradient_error(task, way, longer, alpha).error[0])
     with jax.enable_x64(True):
         wide, *rest = _wide((alpha, *task[1:]))
-        truths = [_truth(activation_search.Task(task.space, *rest), wide, n) for n in STEPS]
+        truths = [_truth(Task(task.space, *rest), wide, n) for n in STEPS]
         errors = [float(jnp.linalg.norm(grad - truth)) for truth, _ in truths]
     print(np.asarray(grad)[0], *truths, sep="\n", flush=True)
     return {
@@ -64,7 +62,7 @@ def _wide(tree):
 
 def _truth(task, alpha, steps):
     """The hypergradient of so many steps, and the training loss that is left."""
-    found = activation_search.hypergradient(task, activation_search.solver_of(task, steps), alpha)
+    found = hypergradient(task, solver(task, steps), alpha)
     lower = bilevel.side_by_side(task.space.problem).lower
     return np.asarray(found.grad), float(lower(found.w, alpha, task.train))
 

@@ -1,6 +1,7 @@
 # The public names of `bilevel`, and where they are: each is imported when it is first used.
 
 from . import (
+    activation_search,
     baselines,
     bounds,
     checkpoint,
@@ -51,6 +52,7 @@ __all__ = [
     "NonFiniteError",
     "Problem",
     "SearchResult",
+    "activation_search",
     "argmax",
     "baselines",
     "bounds",

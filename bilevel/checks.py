@@ -9,7 +9,17 @@ import numpy as np
 import optax
 
 from bilevel.protocols import Inverse, LowerSolver, Pytree
-from ntk._checks import array, function, number, numbers, offending, sequence, short, whole
+from ntk._checks import (
+    array,
+    function,
+    known,
+    number,
+    numbers,
+    offending,
+    sequence,
+    short,
+    whole,
+)
 
 __all__ = [
     "array",
@@ -20,6 +30,7 @@ __all__ = [
     "gradient_transformation",
     "images",
     "inverse_map",
+    "known",
     "losses",
     "lower_solver",
     "nan_unless_finite",

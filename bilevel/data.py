@@ -42,7 +42,7 @@ import pooch
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import maximum_flow
 
-from bilevel.checks import prng_key, whole
+from bilevel.checks import known, prng_key, whole
 
 
 class Dataset(NamedTuple):
@@ -156,8 +156,7 @@ def load(name, *, train_size=None, test_size=None, download=True):
     >>> digits.x_train.shape, digits.x_test.shape, digits.classes[3]
     ((1000, 8, 8), (360, 8, 8), '3')
     """
-    if not isinstance(name, str) or name not in _DATASETS:
-        raise ValueError(f"name: expected one of {', '.join(_DATASETS)}, got {name!r}.")
+    known("name", name, _DATASETS)
     for argument, size in (("train_size", train_size), ("test_size", test_size)):
         if size is not None:
             whole(argument, size, 1)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from bilevel._style import COLOURS, DASHES, MARKERS, pyplot, style
+from bilevel.checks import known
 
 __all__ = [
     "COLOURS",
@@ -299,8 +300,7 @@ def traces(methods: dict[str, Any], against: str = "calls", ax: Any = None) -> A
     ('solver calls', 'log')
     """
     labels = {"calls": "solver calls", "seconds": "seconds of solves, compilation included"}
-    if against not in labels:
-        raise ValueError(f"against: expected one of {', '.join(labels)}, got {against!r}.")
+    known("against", against, labels)
     curves = {n: t if isinstance(t, list) else [t] for n, t in methods.items()}
     for name, trials in curves.items():
         if any(len(t.calls) == 0 for t in trials):

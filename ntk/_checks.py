@@ -88,6 +88,19 @@ def whole(name: str, value: Any, least: int) -> int:
     return number
 
 
+def known(name: str, value: Any, options: Iterable[str]) -> None:
+    """Refuse what is not one of the names in ``options``.
+
+    Examples
+    --------
+    >>> known("mode", "sideways", ("forward", "reverse"))
+    Traceback (most recent call last):
+    ValueError: mode: expected one of forward, reverse, got 'sideways'.
+    """
+    if not isinstance(value, str) or value not in options:
+        raise ValueError(f"{name}: expected one of {', '.join(options)}, got {short(value)}.")
+
+
 def offending(x: Any, allowed: Any) -> Any:
     """The first entry of an array that is not allowed: a whole one makes no sentence."""
     return np.asarray(x)[~np.asarray(allowed)].ravel()[0]

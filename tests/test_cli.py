@@ -10,15 +10,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import batch, documented_keys
+from helpers import documented_keys
 
 import bilevel
 from bilevel import _progress
+from bilevel.activation_search import Gap
 from bilevel.cli import main, report
 from bilevel.cli import search as commands
-from bilevel.cli.argmax import judged, sentence
+from bilevel.cli.argmax import sentence
 from bilevel.cli.kernels import kernel_eigenvalue
-from bilevel.spaces.activations import activation_space, unit_inputs
 
 SMALL = (
     *("--activations", "relu", "tanh", "--steps", "3", "--inner-steps", "5", "--width", "16"),
@@ -181,27 +181,6 @@ def test_the_verdict_on_the_argmax_is_one_sentence(as_good, verdict):
     assert sentence({"argmax": found, "names": names, "config": {"outer": "hinge"}}) == verdict
 
 
-def test_small_outputs_that_are_wrong_are_not_to_be_trusted():
-    """Their squared loss is below that of large right ones: at the shared weights they won."""
-    space = activation_space(["relu", "sigmoid", "tanh"], width=16, outer="hinge")
-    keys = jax.random.split(jax.random.key(0), 2)
-    w = 8 * space.init(keys[0], batch(1, 5))[None]
-    x = unit_inputs(jax.random.normal(keys[1], (200, 5)))[None]
-    alone = [(w, jnp.eye(3)[i][None]) for i in range(3)]
-    y = jnp.sign(space.apply(w[0], jnp.eye(3)[0], x[0]))[None]  # ReLU is right, sigmoid small
-    small = (0.01 * w, jnp.array([[0.2, 0.5, 0.3]]))
-    networks = [alone[0], (-0.01 * w, jnp.eye(3)[1][None]), alone[2]]
-    found = judged(space, small, networks, (x, y), (x, y))
-    assert found["choice"] == ["sigmoid"] and found["discretise"] == [False]
-    assert found["by"]["loss"]["best"] == found["by"]["error"]["best"] == ["relu"]
-    squared = [float(((space.apply(v[0], a[0], x[0]) - y[0]) ** 2).mean()) for v, a in networks]
-    assert squared[1] < squared[0]
-    # A network that diverged is no choice, and no error.
-    broken = [alone[0], (jnp.nan * w, jnp.eye(3)[1][None]), alone[2]]
-    found = judged(space, small, broken, (x, y), (x, y))
-    assert found["discretise"] == [False] and found["by"]["loss"]["rank"] == [3]
-
-
 @pytest.mark.parametrize(
     ("geometry", "solver"),
     [("project", "truncated"), ("softmax", "first-order"), ("exponentiate", "implicit")],
@@ -214,9 +193,9 @@ def test_a_run_resumed_with_more_steps_is_one_long_run_in_its_own_directory(
     tmp_path, capsys, monkeypatch
 ):
     # The comparisons after the search are other tests'.
-    known = {"norm": [1.0], "error": [0.5]}
-    monkeypatch.setattr(commands, "hypergradient_error", lambda task, config, alpha: known)
-    monkeypatch.setattr(commands, "_joint", lambda task, config, alpha, bar: (task.w0, alpha))
+    known = Gap(np.array([1.0]), np.array([0.5]))
+    monkeypatch.setattr(commands, "hypergradient_error", lambda *of_task: known)
+    monkeypatch.setattr(commands, "_joint", lambda plan, alpha, bar: (plan.task.w0, alpha))
     search(tmp_path / "run", *CLOSED)
     assert "hypergradient there: 50 % from that of training 4 times" in capsys.readouterr().out
     assert search(tmp_path / "run", *CLOSED, "--resume", "--seed", "5") == 2

@@ -1,73 +1,34 @@
 """What ``bilevel search`` says of its argmax: discretise, or keep the mixture."""
 
-import functools
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
-from bilevel.discretize import ConditionSix, condition_six, judge_choice
-from bilevel.spaces.activations import ActivationSpace, losses_by_row
-
-Network = tuple[jax.Array, jax.Array]  # weights and alpha of all seeds
-Batch = tuple[jax.Array, jax.Array]  # [seeds, n, inputs], [seeds, n, classes]
-
-_DIVERGED = 1e6  # the loss of a network whose training diverged: larger than any other
+from bilevel.activation_search import ArgmaxVerdict, Task
 
 
-def judged(
-    space: ActivationSpace, found: Network, singles: list[Network], valid: Batch, test: Batch
-) -> dict[str, Any]:
-    """Is each seed's argmax, trained alone, as good as any? By the validation rows of all.
-
-    No weights were fitted to those, only α was, whose argmax is the choice to be judged. At the
-    shared weights, which Condition 6 is about, choices of small outputs look better than they are.
-    """
-    names, (_, alpha) = np.array(space.names), found
-    choices = np.asarray(alpha).argmax(axis=1)
-    by_row = [losses_by_row(space, *network, valid) for network in (*singles, found)]
-    by: dict[str, Any] = {}
-    for name in ("loss", "error"):
-        *alone, mixture = [_finite(losses[name]) for losses in by_row]
-        verdicts = [
-            judge_choice(np.stack(losses, axis=1), choice)
-            for *losses, choice in zip(*alone, choices, strict=True)
-        ]
-        by[name] = {
-            "as_good": [bool(v.as_good) for v in verdicts],
-            "rank": [int(v.rank) for v in verdicts],
-            "best": names[[int(v.best) for v in verdicts]].tolist(),
-            "alone": [np.asarray(v.mean, float).tolist() for v in verdicts],
-            "mixture": mixture.mean(axis=1).astype(float).tolist(),
+def as_json(task: Task, found: ArgmaxVerdict) -> dict[str, Any]:
+    """A verdict as `result.json` has it."""
+    names = np.array(task.space.names)
+    by = {
+        name: {
+            "as_good": judgement.as_good.tolist(),
+            "rank": judgement.rank.tolist(),
+            "best": names[judgement.best].tolist(),
+            "alone": np.asarray(judgement.mean, float).tolist(),
+            "mixture": np.asarray(found.mixture[name], float).tolist(),
         }
-    theory = _condition_six(space, *found, test)
-    return {
-        "choice": names[choices].tolist(),
-        "discretise": np.logical_and(*(by[name]["as_good"] for name in by)).tolist(),
-        "by": by,
-        "valid_rows": valid[1].shape[1],
-        "condition_six": theory.condition.tolist(),
-        "stationarity": (theory.stationarity / theory.L_alpha).tolist(),
-        "test_rows": test[1].shape[1],
+        for name, judgement in found.by.items()
     }
-
-
-def _finite(losses: jax.Array) -> np.ndarray:
-    """A network whose training diverged is worse than any other."""
-    return np.nan_to_num(np.asarray(losses), nan=_DIVERGED, posinf=_DIVERGED)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _condition_six(
-    space: ActivationSpace, w: jax.Array, alpha: jax.Array, batch: Batch
-) -> ConditionSix:
-    def of_one_seed(w, alpha, x, y):
-        vertices = jnp.eye(len(space.names), dtype=alpha.dtype)
-        outputs = jax.vmap(space.apply, (None, 0, None), 1)(w, vertices, x)
-        return condition_six(outputs, alpha, y)
-
-    return jax.vmap(of_one_seed)(w, alpha, *batch)
+    return {
+        "choice": names[found.choice].tolist(),
+        "discretise": found.discretise.tolist(),
+        "by": by,
+        "valid_rows": task.valid[1].shape[1],
+        "condition_six": found.condition_six.condition.tolist(),
+        "stationarity": found.stationarity.tolist(),
+        "test_rows": task.test[1].shape[1],
+    }
 
 
 def sentence(result: dict[str, Any]) -> str:

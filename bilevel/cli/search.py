@@ -19,6 +19,14 @@ import optax
 import bilevel
 from bilevel import data, plots
 from bilevel._progress import RunBar
+from bilevel.activation_search import (
+    Task,
+    hypergradient_error,
+    judge_argmax,
+    set_up,
+    solver,
+    trained,
+)
 from bilevel.cli import argmax, report
 from bilevel.cli.commands import JOINT_EPOCHS, LONGER, Search
 from bilevel.cli.kernels import kernel_eigenvalue
@@ -26,12 +34,7 @@ from bilevel.cli.known import CLASSES, inputs
 from bilevel.cli.runs import run_directory
 from bilevel.problem import side_by_side
 from bilevel.protocols import LowerSolver
-from bilevel.spaces.activations import (
-    ActivationSpace,
-    activation_space,
-    sign_labels,
-    unit_inputs,
-)
+from bilevel.spaces.activations import ActivationSpace, activation_space
 
 _COLUMNS = {
     "train_error": "train",
@@ -43,77 +46,110 @@ _COLUMNS = {
 }
 
 
-class Task(NamedTuple):
-    """The searches of all seeds as one problem; leading axis: seeds."""
+class Plan(NamedTuple):
+    """What a run does, in values of the library."""
 
-    space: ActivationSpace
-    solver: LowerSolver  # differentiates as asked
-    w0: jax.Array  # [seeds, width, inputs]
-    curvatures: jax.Array  # [seeds, h]
-    train: tuple[jax.Array, jax.Array]  # [seeds, n, inputs], [seeds, n, classes]
-    valid: tuple[jax.Array, jax.Array]
-    test: tuple[jax.Array, jax.Array]
+    task: Task
+    solver: LowerSolver
+    longer: LowerSolver  # of ``LONGER`` times the steps: what the hypergradient is held against
+    optimizer: optax.GradientTransformation  # of alpha
+    steps: int  # of alpha
+    joint_steps: int  # of weights and alpha together
 
 
 def run_search(config: Search) -> dict[str, Any]:
     """Run the job; print its table, write its run directory, return what `result.json` holds."""
     config.check()
     with run_directory(config, ("steps",), keeps="the search is kept as far as it came") as folder:
-        return _run(config, folder)
+        with report.phases(config.progress, _work(config)) as bar:
+            began = time.perf_counter()
+            bar.enter("data")
+            plan = _plan(config)
+            result, found = _computed(plan, folder, bar, began, resume=config.resume)
+        result = {"config": report.flags(config)} | result | report.origin()
+        _write(folder, result, found)
+        _print(result, folder)
+        return result
 
 
-def _run(config: Search, folder: pathlib.Path) -> dict[str, Any]:
-    with report.phases(config.progress, _work(config)) as bar:
-        result, found = _computed(config, folder, bar)
-    _write(folder, result, found)
-    _print(result, folder)
-    return result
+def _plan(config: Search) -> Plan:
+    """Data, problem, solvers and optimizer of all seeds: the last place that reads a flag."""
+    space = activation_space(
+        config.activations, width=config.width, classes=CLASSES, outer=config.outer
+    )
+    assert isinstance(space, ActivationSpace)  # the width is finite
+    seeds = jax.random.split(jax.random.key(config.seed), config.seeds)
+    keys = [jax.random.split(key) for key in seeds]  # of the rows, of the weights
+    sizes = {"train": config.train, "valid": config.valid, "test": config.test}
+    rows = data.samples(config.data, [of_rows for of_rows, _ in keys], **sizes)
+    task = set_up(space, rows, [of_weights for _, of_weights in keys], classes=CLASSES)
+    steps = config.inner_steps
+    return Plan(
+        task,
+        solver(task, steps, config.solver),
+        solver(task, LONGER * steps),
+        _optimizer(config.geometry, config.alpha_rate),
+        config.steps,
+        JOINT_EPOCHS * steps,
+    )
 
 
-def _computed(config: Search, folder: pathlib.Path, bar: RunBar) -> tuple[dict[str, Any], Any]:
-    began = time.perf_counter()
-    bar.enter("data")
-    task = setup(config)
-    h = len(task.space.names)
-    uniform = jnp.full((config.seeds, h), 1 / h)
+def _optimizer(geometry: str, rate: float) -> optax.GradientTransformation:
+    adam = optax.adam(rate)
+    if geometry == "softmax":
+        return bilevel.softmax(adam)
+    if geometry == "project":
+        # Adam moves every entry by its rate, and the whole simplex is only 1 wide.
+        slower = optax.scale(0.1)
+        return optax.chain(bilevel.tangent(), adam, slower, bilevel.project("simplex"))
+    return optax.chain(bilevel.tangent(), adam, bilevel.exponentiate())
+
+
+def _computed(
+    plan: Plan, folder: pathlib.Path, bar: RunBar, began: float, *, resume: bool
+) -> tuple[dict[str, Any], bilevel.SearchResult]:
+    task = plan.task
+    names, seeds = task.space.names, len(task.w0)
+    uniform = jnp.full((seeds, len(names)), 1 / len(names))
     bar.enter("search")
     found = bilevel.search(
         side_by_side(task.space.problem),
-        task.solver,
-        geometry(config),
+        plan.solver,
+        plan.optimizer,
         uniform,
         task.w0,
         task.train,
         task.valid,
-        steps=config.steps,
+        steps=plan.steps,
         progress=False,
-        callback=_shown(config, bar, config.steps),
+        callback=_shown(bar, plan.steps, seeds),
         checkpoint=folder / "checkpoint",
-        resume=config.resume,
+        resume=resume,
     )
     if found.stopped:
         raise KeyboardInterrupt(found.stopped)
     searched = time.perf_counter() - began
     bar.enter("retraining")
-    corners = [jnp.zeros_like(uniform).at[:, i].set(1) for i in range(h)]
-    alphas = dict(zip(("search", *task.space.names), (found.alpha, *corners), strict=True))
+    corners = [jnp.zeros_like(uniform).at[:, i].set(1) for i in range(len(names))]
+    alphas = dict(zip(("search", *names), (found.alpha, *corners), strict=True))
     networks = {}
     for i, (name, alpha) in enumerate(alphas.items(), 1):
-        networks[name] = jax.block_until_ready(retrained(task, alpha))
+        networks[name] = jax.block_until_ready(trained(task, plan.solver, alpha)), alpha
         bar.show(i / len(alphas), name)
-    singles = [networks[name] for name in task.space.names]
+    verdict = judge_argmax(task, found.alpha, networks["search"][0], [networks[n] for n in names])
     bar.enter("joint training")
-    networks["joint training"] = _joint(task, config, uniform, bar)
+    networks["joint training"] = _joint(plan, uniform, bar)
     bar.enter("certificates")
     rows = {}
     for i, (name, network) in enumerate(networks.items(), 1):
         rows[name] = _scores(task, *network)
         bar.show(i / len(networks), name)
     seconds = {"search": searched, "all": time.perf_counter() - began}
-    result = _summary(config, task.space.names, np.asarray(found.alpha), rows, seconds)
+    result = _summary(names, np.asarray(found.alpha), rows, seconds)
     bar.enter("error of the hypergradient")
-    result["hypergradient"] = hypergradient_error(task, config, found.alpha)
-    result["argmax"] = argmax.judged(task.space, networks["search"], singles, task.valid, task.test)
+    gap = hypergradient_error(task, plan.solver, plan.longer, found.alpha)
+    result["hypergradient"] = {name: x.tolist() for name, x in gap._asdict().items()}
+    result["argmax"] = argmax.as_json(task, verdict)
     return result, found
 
 
@@ -132,105 +168,26 @@ def _work(config: Search) -> dict[str, float]:
     }
 
 
-def _shown(config: Search, bar: RunBar, steps: int) -> Callable[[bilevel.SearchResult], None]:
+def _shown(bar: RunBar, steps: int, seeds: int) -> Callable[[bilevel.SearchResult], None]:
     """What to call between chunks of a search of so many ``steps``: the losses' means."""
     show = bar.loop(steps, "train {task.fields[lower]:.4g}  valid {task.fields[value]:.4g}")
 
     def callback(found):
-        last = {k: float(found.history[k][-1]) / config.seeds for k in ("lower", "value")}
+        last = {k: float(found.history[k][-1]) / seeds for k in ("lower", "value")}
         show(len(found.history["value"]), lambda: last)
 
     return callback
 
 
-# ----------------------------------------------------------------------------- the parts
-
-
-def hypergradient_error(task: Task, config: Search, alpha: jax.Array) -> dict[str, list[float]]:
-    """Norm and error of each seed's hypergradient, against training ``LONGER`` times as long.
-
-    With more weights than labels the lower Hessian is singular, and `info` has no estimate. But
-    training that interpolates has an end, and with it the hypergradient of fully trained networks;
-    longer training is nearer to it (`benchmarks/search_error.py`).
-    """
-    longer = task.space.solver(task.curvatures, LONGER * config.inner_steps)
-    ours, better = (hypergradient(task, s, alpha).grad for s in (task.solver, longer))
-    sizes = {"norm": better, "error": ours - better}
-    return {name: np.linalg.norm(x, axis=-1).tolist() for name, x in sizes.items()}
-
-
-def hypergradient(task: Task, solver: LowerSolver, alpha: jax.Array) -> bilevel.HyperGradient:
-    """The hypergradients of all seeds at ``alpha`` [seeds, h], by any solver."""
-    fn = bilevel.hypergradient(side_by_side(task.space.problem), solver, diagnostics=False)
-    return jax.jit(fn)(alpha, task.w0, task.train, task.valid)
-
-
-def setup(config: Search) -> Task:
-    """The problem and the data of all seeds."""
-    space = activation_space(
-        config.activations, width=config.width, classes=CLASSES, outer=config.outer
-    )
-    assert isinstance(space, ActivationSpace)  # the width is finite
-    seeds = jax.random.split(jax.random.key(config.seed), config.seeds)
-    keys = [jax.random.split(key) for key in seeds]  # of the rows, of the weights
-    sizes = {"train": config.train, "valid": config.valid, "test": config.test}
-    parts, weights = [], []
-    for rows, (_, weight_key) in zip(
-        data.samples(config.data, [key for key, _ in keys], **sizes), keys, strict=True
-    ):
-        xs = unit_inputs(*(x for x, _ in rows))
-        ys = [sign_labels(y, CLASSES) for _, y in rows]
-        parts.append(tuple(zip(xs, ys, strict=True)))
-        weights.append(space.init(weight_key, parts[-1][0]))
-    train, valid, test = jax.tree.map(lambda *x: jnp.stack(x), *parts)
-    w0 = jnp.stack(weights)
-    curvatures = jax.jit(jax.vmap(space.curvatures))(w0, train[0])
-    backprop = {"truncated": max(1, config.inner_steps // 4), "first-order": 0}.get(config.solver)
-    solver = space.solver(curvatures, config.inner_steps, backprop=backprop)
-    if config.solver == "implicit":
-        # With more weights than labels the Hessian is singular; of all responses of the weights,
-        # damping picks a small one.
-        damping = 1e-2 * curvatures.max()
-        solver = bilevel.implicit(solver, bilevel.cg(steps=config.inner_steps, damping=damping))
-    return Task(space, solver, w0, curvatures, train, valid, test)
-
-
-def geometry(config: Search) -> optax.GradientTransformation:
-    """The optimizer of α."""
-    adam = optax.adam(config.alpha_rate)
-    if config.geometry == "softmax":
-        return bilevel.softmax(adam)
-    if config.geometry == "project":
-        # Adam moves every entry by its rate, and the whole simplex is only 1 wide.
-        slower = optax.scale(0.1)
-        return optax.chain(bilevel.tangent(), adam, slower, bilevel.project("simplex"))
-    return optax.chain(bilevel.tangent(), adam, bilevel.exponentiate())
-
-
-def retrained(task: Task, alpha: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Weights trained from the start at this ``alpha`` [seeds, h], and ``alpha``."""
-    return _train(task.solver, side_by_side(task.space.problem), alpha, task.w0, task.train), alpha
-
-
-_train = jax.jit(
-    lambda solver, problem, alpha, w, batch: solver.run(
-        problem.lower, alpha, w, solver.init(w), batch
-    )[0],
-    static_argnums=(0, 1),
-)
-
-
-def _joint(
-    task: Task, config: Search, alpha: jax.Array, bar: RunBar
-) -> tuple[jax.Array, jax.Array]:
+def _joint(plan: Plan, alpha: jax.Array, bar: RunBar) -> tuple[jax.Array, jax.Array]:
     """Single-level training: weights and α descend the training loss together."""
+    task, steps = plan.task, plan.joint_steps
     lower = side_by_side(task.space.problem).lower
     rate = 1 / task.curvatures.max(axis=-1)[:, None, None]
-    steps = JOINT_EPOCHS * config.inner_steps
     result = bilevel.search(
         bilevel.Problem(lower, lower),
         bilevel.unrolled(optax.sgd(rate, 0.9, nesterov=True), 1, backprop=0),
-        geometry(config),
+        plan.optimizer,
         alpha,
         task.w0,
         task.train,
@@ -270,12 +227,11 @@ def _scores(task: Task, w: jax.Array, alpha: jax.Array) -> dict[str, np.ndarray]
 # ----------------------------------------------------------------------------- the report
 
 
-def _summary(config, names, alpha, rows, seconds) -> dict[str, Any]:
+def _summary(names, alpha, rows, seconds) -> dict[str, Any]:
     means = {name: float(rows[name]["test_error"].mean()) for name in names}
     best = min(means, key=lambda name: means[name])
     gap = rows["search"]["test_error"] - rows[best]["test_error"]
     return {
-        "config": report.flags(config),
         "names": list(names),
         "alpha": alpha.tolist(),
         "scores": {row: {k: v.tolist() for k, v in s.items()} for row, s in rows.items()},
@@ -283,7 +239,6 @@ def _summary(config, names, alpha, rows, seconds) -> dict[str, Any]:
         "gap": [float(gap.mean()), report.standard_error(gap)],
         "seconds": seconds,
         "entry_error": max(float(s["entry_error"].max()) for s in rows.values()),
-        **report.origin(),
     }
 
 

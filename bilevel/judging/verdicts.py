@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy.stats import kendalltau, rankdata, spearmanr
 
-from bilevel.checks import numbers, whole
+from bilevel.checks import known, numbers, whole
 from bilevel.judging.table import RUN_SETS, Table
 from bilevel.spaces.nasbench201._genotype import (
     conv_edges,
@@ -177,8 +177,7 @@ def seed_ceiling(table: Table, dataset: str) -> SeedCeiling:
     ValueError
         For another dataset.
     """
-    if dataset not in RUN_SETS:
-        raise ValueError(f"dataset: expected one of {', '.join(RUN_SETS)}, got {dataset!r}.")
+    known("dataset", dataset, RUN_SETS)
     runs = table.runs[dataset]
     pairs = {}
     for i, j in itertools.combinations(range(runs.shape[1]), 2):

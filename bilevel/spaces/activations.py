@@ -32,7 +32,7 @@ import jax.numpy as jnp
 import optax
 
 import ntk
-from bilevel.checks import array, number, sequence, whole
+from bilevel.checks import array, known, number, sequence, whole
 from bilevel.problem import Problem
 from bilevel.protocols import LowerSolver
 from bilevel.solvers import restarted, unrolled
@@ -140,8 +140,7 @@ def activation_space(
     functions = tuple(_activation(a) for a in activations)
     if not functions:
         raise ValueError("activations: expected at least one name or function, got none.")
-    if outer not in OUTER_LOSSES:
-        raise ValueError(f"outer: expected one of {', '.join(OUTER_LOSSES)}, got {outer!r}.")
+    known("outer", outer, OUTER_LOSSES)
     names = distinct([a if isinstance(a, str) else _name(a) for a in activations])
     if width == math.inf:
         return kernel_space(names, functions, OUTER_LOSSES[outer], predict, output_scale)

@@ -49,7 +49,7 @@ import numpy as np
 import optax
 
 import ntk
-from bilevel.checks import sequence, whole
+from bilevel.checks import known, sequence, whole
 from bilevel.problem import Problem
 from bilevel.spaces.activations import ACTIVATIONS
 from bilevel.spaces.space import Space, on_simplices
@@ -181,10 +181,7 @@ def skip_space(
         raise ValueError(f"activations: expected at least one, each once, got {got}.")
     for name, value, least in (("depth", depth, 3), ("width", width, 1), ("classes", classes, 2)):
         whole(name, value, least)
-    if parametrization not in _SCALES:
-        raise ValueError(
-            f"parametrization: expected one of {', '.join(_SCALES)}, got {parametrization!r}."
-        )
+    known("parametrization", parametrization, _SCALES)
     outputs = 1 if classes == 2 else classes
     network = _Network(
         dict(zip(names, functions, strict=True)), depth, width, outputs, parametrization

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from bilevel._style import COLOURS, DASHES, pyplot, style
-from bilevel.checks import prng_key, short
+from bilevel.checks import known, prng_key, short
 from bilevel.spaces.darts.operations import PRIMITIVES
 
 NODES = (2, 3, 4, 5)
@@ -203,14 +203,13 @@ def _literal(node: ast.expr) -> Any:
 
 def check_genotype(genotype: Genotype) -> None:
     """Raise ValueError unless both cells can be built."""
-    known = [name for name in PRIMITIVES if name != "none"]
+    operations = [name for name in PRIMITIVES if name != "none"]
     for cell in ("normal", "reduce"):
         pairs, concat = getattr(genotype, cell), getattr(genotype, f"{cell}_concat")
         if len(pairs) != 2 * len(NODES) or any(len(pair) != 2 for pair in pairs):
             raise ValueError(f"{cell}: expected 8 pairs (operation, source), got {pairs}.")
         for k, (name, source) in enumerate(pairs):
-            if name not in known:
-                raise ValueError(f"{cell}: expected one of {', '.join(known)}, got {name!r}.")
+            known(cell, name, operations)
             if source not in range(NODES[k // 2]):
                 raise ValueError(
                     f"{cell}: expected a source below {NODES[k // 2]} for that node, got {source}."

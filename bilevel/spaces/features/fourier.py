@@ -30,7 +30,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from bilevel.checks import array, between, prng_key, whole
+from bilevel.checks import array, between, known, prng_key, whole
 
 PREPROCESS = ("none", "minmax", "unit", "standardize")
 """``t_c``: nothing, columns to [0, 1], rows to unit 2-norm, columns to mean 0 and variance 1."""
@@ -341,6 +341,5 @@ def _rows(name, x, columns=None):
 
 
 def _index(argument, name, names):
-    if name not in names:
-        raise ValueError(f"{argument}: expected one of {', '.join(names)}, got {name!r}.")
+    known(argument, name, names)
     return names.index(name)

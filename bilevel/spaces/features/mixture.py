@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 
-from bilevel.checks import sequence
+from bilevel.checks import known, sequence
 from bilevel.problem import Problem
 from bilevel.protocols import LowerSolver
 from bilevel.solvers import ridge
@@ -110,8 +110,7 @@ def feature_space(
     names = distinct([_name(phi) for phi in maps]) if names is None else tuple(names)
     if len(names) != len(maps):
         raise ValueError(f"names: expected {len(maps)}, one per map, got {len(names)}.")
-    if outer not in OUTER_LOSSES:
-        raise ValueError(f"outer: expected one of {', '.join(OUTER_LOSSES)}, got {outer!r}.")
+    known("outer", outer, OUTER_LOSSES)
 
     def blocks(x):
         features = [phi(x) for phi in maps]

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bilevel.checks import prng_key, short, whole
+from bilevel.checks import known, prng_key, short, whole
 
 PRIMITIVES = ("none", "skip_connect", "nor_conv_1x1", "nor_conv_3x3", "avg_pool_3x3")
 """The columns of ``alpha``. A convolution is ReLU, convolution, batch normalisation."""
@@ -86,8 +86,7 @@ def check_genotype(genotype: Genotype) -> None:
     if len(operations) != len(EDGES):
         raise ValueError(f"operations: expected {len(EDGES)}, got {len(operations)}.")
     for name in operations:
-        if name not in PRIMITIVES:
-            raise ValueError(f"operations: expected one of {', '.join(PRIMITIVES)}, got {name!r}.")
+        known("operations", name, PRIMITIVES)
 
 
 @functools.cache

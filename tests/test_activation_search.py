@@ -1,0 +1,61 @@
+"""Activation searches of several seeds: the argmax is judged by what networks are when trained."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import batch
+
+from bilevel import data
+from bilevel.activation_search import Task, judge_argmax, set_up, solver, trained
+from bilevel.spaces.activations import activation_space, unit_inputs
+
+
+def test_small_outputs_that_are_wrong_are_not_to_be_trusted():
+    """Their squared loss is below that of large right ones: at the shared weights they won."""
+    space = activation_space(["relu", "sigmoid", "tanh"], width=16, outer="hinge")
+    keys = jax.random.split(jax.random.key(0), 2)
+    w = 8 * space.init(keys[0], batch(1, 5))[None]
+    x = unit_inputs(jax.random.normal(keys[1], (200, 5)))[None]
+    alone = [(w, jnp.eye(3)[i][None]) for i in range(3)]
+    y = jnp.sign(space.apply(w[0], jnp.eye(3)[0], x[0]))[None]  # ReLU is right, sigmoid small
+    task = Task(space, w, jnp.ones((1, 3)), *[(x, y)] * 3)
+    mixture = jnp.array([[0.2, 0.5, 0.3]]), 0.01 * w
+    networks = [alone[0], (-0.01 * w, jnp.eye(3)[1][None]), alone[2]]
+    found = judge_argmax(task, *mixture, networks)
+    assert found.choice.tolist() == [1] and found.discretise.tolist() == [False]
+    assert found.by["loss"].best.tolist() == found.by["error"].best.tolist() == [0]
+    squared = [float(((space.apply(v[0], a[0], x[0]) - y[0]) ** 2).mean()) for v, a in networks]
+    assert squared[1] < squared[0]
+    # A network that diverged is no choice, and no error.
+    broken = [alone[0], (jnp.nan * w, jnp.eye(3)[1][None]), alone[2]]
+    found = judge_argmax(task, *mixture, broken)
+    assert found.discretise.tolist() == [False] and found.by["loss"].rank.tolist() == [3]
+    with pytest.raises(ValueError, match="singles: expected one network for each of 3"):
+        judge_argmax(task, *mixture, networks[:2])
+
+
+def test_seeds_side_by_side_are_trained_as_they_would_be_alone():
+    keys = list(jax.random.split(jax.random.key(1), 2))
+    rows = data.samples("digits", keys, train=30, valid=30, test=30)
+    space = activation_space(["relu", "tanh"], width=32, classes=10)
+    together = set_up(space, rows, keys, classes=10)
+    alpha = jnp.array([[0.7, 0.3], [0.2, 0.8]])
+    w = trained(together, solver(together, 8), alpha)
+    for seed in range(2):
+        alone = set_up(space, rows[seed : seed + 1], keys[seed : seed + 1], classes=10)
+        single = trained(alone, solver(alone, 8), alpha[seed : seed + 1])
+        np.testing.assert_allclose(w[seed], single[0], rtol=1e-6, atol=1e-7)
+
+
+def test_mistakes_are_named():
+    space = activation_space(["relu", "tanh"], width=32, classes=10)
+    keys = [jax.random.key(0)]
+    rows = data.samples("digits", keys, train=30, valid=30, test=30)
+    with pytest.raises(ValueError, match="keys: expected one for each of 1 seeds, got 2"):
+        set_up(space, rows, keys * 2, classes=10)
+    task = set_up(space, rows, keys, classes=10)
+    with pytest.raises(ValueError, match=r"kind: expected one of unrolled, .*, got 'sideways'"):
+        solver(task, 5, "sideways")
+    with pytest.raises(ValueError, match="steps: expected at least 1, got 0"):
+        solver(task, 0)

@@ -17,6 +17,7 @@ from .certificate import Certificate, certified_min_eigenvalue, certify_simplex
 from .duals import dual
 from .finite import empirical_kernel, gradient_norms, kernel_vector_product
 from .infinite import lemma1_kernel_as_printed, network_kernel
+from .kernel_functions import kernel_matrix, kernel_mixture
 from .kernels import Kernels
 from .mixtures import mixture_blocks, mixture_kernel
 from .regression import (
@@ -48,6 +49,8 @@ __all__ = [
     "gradient_flow",
     "gradient_norms",
     "identity",
+    "kernel_matrix",
+    "kernel_mixture",
     "kernel_regression",
     "kernel_vector_product",
     "leaky_relu",

@@ -11,9 +11,11 @@ import operator
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.flatten_util import ravel_pytree
 
 from ntk import spectrum
+from ntk._checks import array
 from ntk._network import (
     Apply,
     Batch,
@@ -25,6 +27,8 @@ from ntk._network import (
     map_gradients,
     split_weights,
 )
+from ntk._symmetric import symmetric
+from ntk.kernel_functions import matrix
 
 
 def kernel(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
@@ -71,17 +75,63 @@ def kernel_scores(key, apply: Apply, params: Pytree, batch: Batch) -> dict[str, 
     classes = logits_like(apply, params, x).shape[1]
     gradients = _gradients(apply, params, x)
     K = _gram(gradients)
-    values = spectrum.eigenvalues(K)
     return {
         "kernel": K,
+        **_of_matrix(K, y, classes),
+        "log_traces": _log_sum(_traces(apply, params, x, gradients)),
+    }
+
+
+def of_kernel(K, y=None, *, x=None) -> dict[str, jax.Array]:
+    """The scores of this family that a kernel alone decides, by name: of any kernel.
+
+    Parameters
+    ----------
+    K : array [n, n], :class:`ntk.Kernels` or kernel function
+        Symmetric, up to rounding.
+    y : integer array [n], optional
+        Labels from 0, known when tracing: for ``label_energy``, which is left out without them.
+    x : array [n, ...], optional
+        Inputs, where ``K`` is a kernel function (:func:`ntk.kernel_matrix`).
+
+    Returns
+    -------
+    dict of scalar
+        ``eigen_nas``, ``min_eigenvalue``, ``condition_number``, ``cosine_min_eigenvalue``,
+        ``spectral_entropy``, ``label_energy``.
+
+    Raises
+    ------
+    ValueError
+        If ``K`` is not finite and symmetric, ``x`` is missing or superfluous, or ``y`` are not n
+        labels.
+
+    Examples
+    --------
+    >>> x, y = jnp.diag(jnp.array([1.0, 2.0])), jnp.array([0, 1])
+    >>> found = of_kernel(lambda x1, x2: x1 @ x2.T, y, x=x)
+    >>> float(found["eigen_nas"]), float(found["condition_number"])
+    (2.5, 4.0)
+    """
+    K = symmetric(matrix(K, x))
+    if y is None:
+        return _of_matrix(K, None, 0)
+    y = np.asarray(array("y", y))
+    if y.shape != (len(K),) or not np.issubdtype(y.dtype, np.integer) or y.min() < 0:
+        raise ValueError(f"y: expected {len(K)} labels from 0, got {y.dtype} of shape {y.shape}.")
+    return _of_matrix(K, jnp.asarray(y), int(y.max()) + 1)
+
+
+def _of_matrix(K: jax.Array, y: jax.Array | None, classes: int) -> dict[str, jax.Array]:
+    values = spectrum.eigenvalues(K)
+    found = {
         "eigen_nas": jnp.trace(K) / len(K),
         "min_eigenvalue": jnp.maximum(values[0], 0),
         "condition_number": _condition(values),
         "cosine_min_eigenvalue": _cosine_min_eigenvalue(K),
         "spectral_entropy": _entropy(values),
-        "label_energy": _label_energy(K, values, y, classes),
-        "log_traces": _log_sum(_traces(apply, params, x, gradients)),
     }
+    return found if y is None else found | {"label_energy": _label_energy(K, values, y, classes)}
 
 
 def eigen_nas(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:

@@ -51,6 +51,7 @@ import threadpoolctl
 
 from ntk._checks import number, numbers, whole
 from ntk._symmetric import check_symmetric, rounding
+from ntk.kernel_functions import matrix, measured, several
 from ntk.kernels import Kernels
 
 _U = 2.0**-53  # the relative error of one rounding in float64
@@ -59,19 +60,23 @@ _SUMMED = 1 + 1e-9  # covers the roundings of a sum of up to 10^6 nonnegative nu
 _GRID = 2.0**48  # points of the simplex are multiples of 1 / _GRID: sums and midpoints are exact
 
 
-def certified_min_eigenvalue(K, entry_error=None) -> float:
+def certified_min_eigenvalue(K, entry_error=None, *, x=None) -> float:
     """Rigorous lower bound of the smallest eigenvalue, whatever rounding did.
 
     Holds for every symmetric matrix whose entries are within ``entry_error`` of those of ``K``.
 
     Parameters
     ----------
-    K : array [n, n] or :class:`ntk.Kernels`
+    K : array [n, n], :class:`ntk.Kernels` or kernel function
         Symmetric, up to rounding: it stands for ``(K + K') / 2``. float32 is taken exactly as it
         is: it says nothing about the errors made before, which ``entry_error`` is for. Of what
-        :func:`ntk.network_kernel` returns, the tangent kernel.
+        :func:`ntk.network_kernel` returns, the tangent kernel. A function is evaluated in float64.
     entry_error : float or array [n, n], optional
-        Largest error of each entry: by default 0 for an array, and the ``error`` of the kernels.
+        Largest error of each entry: by default 0 for an array, the ``error`` of the kernels, and
+        for a function without one an estimate from two precisions (:mod:`ntk.kernel_functions`),
+        which the bound is then as good as.
+    x : array [n, ...], optional
+        Inputs, where ``K`` is a kernel function.
 
     Returns
     -------
@@ -82,8 +87,8 @@ def certified_min_eigenvalue(K, entry_error=None) -> float:
     Raises
     ------
     ValueError
-        If ``K`` is not a finite, symmetric, non-empty square matrix, or ``entry_error`` is
-        negative, not finite, or of another shape.
+        If ``K`` is not a finite, symmetric, non-empty square matrix, ``entry_error`` is negative,
+        not finite, or of another shape, or ``x`` is missing or superfluous.
 
     Notes
     -----
@@ -98,15 +103,21 @@ def certified_min_eigenvalue(K, entry_error=None) -> float:
     (True, True)
     >>> certified_min_eigenvalue(K, entry_error=0.1)
     0.8
+    >>> round(certified_min_eigenvalue(lambda x1, x2: x1 @ x2.T, x=np.diag([2.0, 3.0])), 6)
+    4.0
     """
-    if entry_error is None:
-        entry_error = K.error if isinstance(K, Kernels) else 0.0
-    K, dtype = _real("K", K.ntk if isinstance(K, Kernels) else K)
+    if entry_error is None and isinstance(K, Kernels):
+        entry_error = K.error
+    if x is not None and callable(K):
+        K, entry_error = measured(K, x, entry_error)
+    else:
+        K = matrix(K, x)
+    K, dtype = _real("K", K)
     if K.ndim != 2 or K.shape[0] != K.shape[1] or K.size == 0:
         raise ValueError(f"K: expected a square matrix, got shape {K.shape}.")
     check_symmetric(K, rounding(dtype, len(K)), "K")
     scale = _power_of_two(K)
-    error = _norm_bound(_entry_error(entry_error, K.shape)) / scale
+    error = _norm_bound(_entry_error(0.0 if entry_error is None else entry_error, K.shape)) / scale
     return _down(_down(_bound(K / scale) - error) * scale)
 
 
@@ -137,7 +148,7 @@ class Certificate(NamedTuple):
 
 
 def certify_simplex(
-    blocks, *, rtol: float = 1e-3, entry_error=0.0, max_cells: int = 3000
+    blocks, *, x=None, rtol: float = 1e-3, entry_error=None, max_cells: int = 3000
 ) -> Certificate:
     """Rigorous bracket of the minimum of ``lambda_min(K_alpha)`` over the simplex.
 
@@ -148,13 +159,18 @@ def certify_simplex(
 
     Parameters
     ----------
-    blocks : array [h, h, n, n]
-        ``K_ij``; every ``K_alpha`` has to be symmetric up to rounding.
+    blocks : array [h, h, n, n], or a sequence of h kernel functions
+        ``K_ij``; every ``K_alpha`` has to be symmetric up to rounding. Functions ``k_i`` are mixed
+        as they are, ``K_alpha = sum_i alpha_i k_i(x, x)``, in float64; the minimum is then at a
+        corner, and the first cell as a rule enough.
+    x : array [n, ...], optional
+        Inputs, where ``blocks`` are kernel functions.
     rtol : float
         ``upper - lower`` wanted, relative to ``upper``.
-    entry_error : float or array [n, n] or [h, h, n, n]
+    entry_error : float or array [n, n] or [h, h, n, n], optional
         Largest error of each entry of ``blocks``, such as :func:`ntk.mixture_blocks` returns with
-        ``error=True``: the bracket holds for all kernels that near.
+        ``error=True``: the bracket holds for all kernels that near. By default 0, and for functions
+        as in :func:`certified_min_eigenvalue`.
     max_cells : int
         Cells at which to give up: the bracket is as rigorous then, but wider.
 
@@ -187,7 +203,13 @@ def certify_simplex(
     >>> certificate = certify_simplex(blocks)  # singular where the second features cancel
     >>> certificate.argmin, bool(certificate.lower <= 0 <= certificate.upper < 1e-12)
     (array([0.5, 0.5]), True)
+    >>> kernels = [lambda x1, x2: x1 @ x2.T, lambda x1, x2: (1 + x1 @ x2.T) ** 2]
+    >>> certify_simplex(kernels, x=np.diag([2.0, 3.0])).argmin
+    array([1., 0.])
     """
+    if x is not None:
+        blocks, entry_error = _function_blocks(blocks, x, entry_error)
+    entry_error = 0.0 if entry_error is None else entry_error
     blocks, dtype = _real("blocks", blocks)
     h, n = blocks.shape[::2] if blocks.ndim == 4 else (0, 0)
     if blocks.shape != (h, h, n, n) or blocks.size == 0:
@@ -199,6 +221,18 @@ def certify_simplex(
     mixture = _Mixture(blocks, _entry_error(entry_error, blocks.shape))
     with _threads(n):
         return _Search(mixture, rtol).run(max_cells)
+
+
+def _function_blocks(kernels, x, entry_error):
+    """Blocks of the mixture ``sum_i alpha_i k_i``, and of its errors: sums of two, halved.
+
+    On the simplex ``sum_i alpha_i k_i = sum_ij alpha_i alpha_j (k_i + k_j) / 2``.
+    """
+    found = [measured(kernel, x, entry_error) for kernel in several(kernels)]
+    values = np.stack([K for K, _ in found])
+    errors = np.stack([_entry_error(error, values.shape[1:]) for _, error in found])
+    blocks, off = ((stack[:, None] + stack) / 2 for stack in (values, errors))
+    return blocks, off + 2 * _U * np.abs(blocks)  # of the sum
 
 
 class _Mixture:

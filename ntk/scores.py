@@ -73,6 +73,7 @@ from ntk._kernel_scores import (
     layer_traces,
     log_traces,
     min_eigenvalue,
+    of_kernel,
     spectral_entropy,
     te_nas,
 )
@@ -110,6 +111,7 @@ __all__ = [
     "min_eigenvalue",
     "nasi",
     "naswot",
+    "of_kernel",
     "regions",
     "snip",
     "spectral_entropy",

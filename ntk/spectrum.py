@@ -20,7 +20,7 @@ problems". Floating point leaves every value here uncertified: see :mod:`ntk.cer
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import chex
 import jax
@@ -28,6 +28,8 @@ import jax.numpy as jnp
 
 from ntk._programs import fresh
 from ntk._symmetric import symmetric
+from ntk.kernel_functions import matrix
+from ntk.kernels import Kernels
 
 Product = Callable[[jax.Array], jax.Array]  # v [n] -> K v [n]
 
@@ -45,13 +47,18 @@ class Eigenpair(NamedTuple):
     residual: jax.Array  # [], |K v - lambda v|: an eigenvalue lies this near to `value`
 
 
-def min_eigenvalue(K: chex.Array | Product, *, size: int | None = None) -> jax.Array:
+def min_eigenvalue(
+    K: chex.Array | Kernels | Callable[..., Any], *, x: Any = None, size: int | None = None
+) -> jax.Array:
     """Smallest eigenvalue of a kernel, ``lambda = min_v v'Kv / v'v``, differentiable in ``K``.
 
     Parameters
     ----------
-    K : array [n, n] or callable
-        Symmetric matrix, or the product ``v [n] -> K v [n]``.
+    K : array [n, n], :class:`ntk.Kernels` or callable
+        Symmetric matrix; with ``x``, a kernel function (:func:`ntk.kernel_matrix`); with ``size``,
+        the product ``v [n] -> K v [n]``. Of a record, the tangent kernel.
+    x : array [n, ...], optional
+        Inputs, where ``K`` is a kernel function.
     size : int, optional
         n, where ``K`` is a product.
 
@@ -65,8 +72,8 @@ def min_eigenvalue(K: chex.Array | Product, *, size: int | None = None) -> jax.A
     Raises
     ------
     ValueError
-        If ``K`` is not a finite non-empty square matrix, symmetric but for rounding, or ``size`` is
-        missing or superfluous.
+        If ``K`` is not a finite non-empty square matrix, symmetric but for rounding, or ``x`` or
+        ``size`` is missing or superfluous.
 
     Notes
     -----
@@ -88,11 +95,15 @@ def min_eigenvalue(K: chex.Array | Product, *, size: int | None = None) -> jax.A
     Array([[ 0.5, -0.5], [-0.5,  0.5]], dtype=float...)
     >>> min_eigenvalue(lambda v: K @ v, size=2)
     Array(1., dtype=float...)
+    >>> min_eigenvalue(lambda x1, x2: x1 @ x2.T, x=jnp.diag(jnp.array([2.0, 3.0])))
+    Array(4., dtype=float...)
     """
-    return smallest_eigenpair(K, size=size).value
+    return smallest_eigenpair(K, x=x, size=size).value
 
 
-def smallest_eigenpair(K: chex.Array | Product, *, size: int | None = None) -> Eigenpair:
+def smallest_eigenpair(
+    K: chex.Array | Kernels | Callable[..., Any], *, x: Any = None, size: int | None = None
+) -> Eigenpair:
     """Smallest eigenvalue, its unit eigenvector, and the residual ``|K v - lambda v|``.
 
     Only ``value`` has a derivative. The sign of ``vector`` is arbitrary, and so is the vector
@@ -105,10 +116,8 @@ def smallest_eigenpair(K: chex.Array | Product, *, size: int | None = None) -> E
 
     Parameters
     ----------
-    K : array [n, n] or callable
-        Symmetric matrix, or the product ``v [n] -> K v [n]``.
-    size : int, optional
-        n, where ``K`` is a product.
+    K, x, size
+        As in :func:`min_eigenvalue`.
 
     Returns
     -------
@@ -117,8 +126,8 @@ def smallest_eigenpair(K: chex.Array | Product, *, size: int | None = None) -> E
     Raises
     ------
     ValueError
-        If ``K`` is not a finite non-empty square matrix, symmetric but for rounding, or ``size`` is
-        missing or superfluous.
+        If ``K`` is not a finite non-empty square matrix, symmetric but for rounding, or ``x`` or
+        ``size`` is missing or superfluous.
 
     Examples
     --------
@@ -128,10 +137,10 @@ def smallest_eigenpair(K: chex.Array | Product, *, size: int | None = None) -> E
     >>> bool(pair.residual < 1e-6)
     True
     """
-    if not callable(K):
+    if x is not None or not callable(K):
         if size is not None:
-            raise ValueError(f"size: expected None beside a matrix, got {size}.")
-        return _eigenpair(_of_matrix, lambda v, K: K @ v, symmetric(K))
+            raise ValueError(f"size: expected None beside a matrix or inputs, got {size}.")
+        return _eigenpair(_of_matrix, lambda v, K: K @ v, symmetric(matrix(K, x)))
     if not isinstance(size, int) or size < 1:
         raise ValueError(f"size: expected the positive size of the product K, got {size}.")
     # What K closes over becomes an argument, so that gradients find their way to it.
@@ -141,10 +150,10 @@ def smallest_eigenpair(K: chex.Array | Product, *, size: int | None = None) -> E
     )
 
 
-def eigenvalues(K: chex.Array) -> jax.Array:
+def eigenvalues(K: chex.Array | Kernels | Callable[..., Any], *, x: Any = None) -> jax.Array:
     """All eigenvalues of a symmetric matrix, ascending: [n, n] -> [n], in about 10 n^3.
 
-    NaN for a traced ``K`` that is not finite and symmetric.
+    With ``x``, of a kernel function. NaN for a traced ``K`` that is not finite and symmetric.
 
     Raises
     ------
@@ -156,7 +165,7 @@ def eigenvalues(K: chex.Array) -> jax.Array:
     >>> eigenvalues(jnp.array([[2.0, 1.0], [1.0, 2.0]]))
     Array([1., 3.], dtype=float...)
     """
-    return jnp.linalg.eigvalsh(symmetric(K))
+    return jnp.linalg.eigvalsh(symmetric(matrix(K, x)))
 
 
 def _evaluate(find, product, arrays) -> Eigenpair:

@@ -1,0 +1,175 @@
+"""Kernels as functions: whatever takes a matrix takes neural-tangents', ours, any ``k(x1, x2)``."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import ntk
+from ntk._compat import neural_tangents
+from ntk.kernel_functions import measured
+
+ROWS = jax.random.normal(jax.random.key(0), (12, 5))
+
+
+def stax_relu(depth=2):
+    stax = neural_tangents().stax
+    layers = [layer for _ in range(depth) for layer in (stax.Dense(1, 2**0.5), stax.Relu())]
+    return stax.serial(*layers, stax.Dense(1, 2**0.5))[2]
+
+
+ours = functools.partial(ntk.network_kernel, activations=[ntk.relu, ntk.relu])
+
+
+def gaussian(x1, x2):
+    return jnp.exp(-jnp.sum((x1[:, None] - x2) ** 2, -1) / 4)
+
+
+FUNCTIONS = {
+    "ours": (ours, lambda x: ours(x).ntk),
+    "any k(x1, x2)": (gaussian, lambda x: gaussian(x, x)),
+    "stax": (stax_relu(), lambda x: stax_relu()(x, None, "ntk")),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_function_stands_for_its_matrix(name):
+    kernel, matrix = FUNCTIONS[name]
+    K = matrix(ROWS)
+    assert ntk.min_eigenvalue(kernel, x=ROWS) == ntk.min_eigenvalue(K)
+    assert (ntk.eigenvalues(kernel, x=ROWS) == ntk.eigenvalues(K)).all()
+    pair, same = ntk.smallest_eigenpair(kernel, x=ROWS), ntk.smallest_eigenpair(K)
+    assert (pair.vector == same.vector).all()
+    found = ntk.scores.of_kernel(kernel, jnp.arange(12) % 3, x=ROWS)
+    assert found == ntk.scores.of_kernel(K, jnp.arange(12) % 3)
+    bound = ntk.certified_min_eigenvalue(kernel, x=ROWS)
+    value = float(ntk.min_eigenvalue(K))
+    # stax loses half of its digits on the diagonal, and the bound says so.
+    assert value - (1e-6 if name == "stax" else 1e-12) * float(K.max()) < bound < value
+    whole = ntk.certify_simplex([kernel, gaussian], x=ROWS)
+    assert whole.converged and whole.lower <= min(value, ntk.min_eigenvalue(gaussian, x=ROWS))
+
+
+def test_scores_of_a_kernel_are_those_of_the_network_that_has_it():
+    """Truth: the scores that take the network."""
+    w, labels = jax.random.normal(jax.random.key(1), (5, 3)), jnp.arange(12) % 3
+    K = ntk.empirical_kernel(lambda w, x: jnp.tanh(x @ w), w, ROWS)
+    found = ntk.scores.of_kernel(K, labels)
+    truth = ntk.scores.kernel_scores(None, lambda w, x: jnp.tanh(x @ w), w, (ROWS, labels))
+    for name, value in found.items():
+        np.testing.assert_allclose(value, truth[name], rtol=1e-6)
+
+
+def test_the_matrix_of_two_sets_and_either_field_of_a_record():
+    other = ROWS[:3] + 1
+    assert ntk.kernel_matrix(ours, ROWS, other).shape == (12, 3)
+    for name in ("ntk", "nngp"):
+        ours_, stax = (ntk.kernel_matrix(k, ROWS, other, get=name) for k in (ours, stax_relu()))
+        # Same network, but for the variance 2 / fan of the first layer, and ours is 1.
+        first = functools.partial(ours, variances=(2, 2, 2))
+        np.testing.assert_allclose(
+            ntk.kernel_matrix(first, ROWS, other, get=name), 5 * stax, rtol=1e-10
+        )
+        assert not np.allclose(ours_, stax)
+
+
+def test_a_mixture_is_a_function_and_differentiable_in_its_weights():
+    kernels, alpha = [ours, gaussian], jnp.array([0.3, 0.7])
+    mixture = ntk.kernel_mixture(kernels, alpha)
+    K = 0.3 * ours(ROWS).ntk + 0.7 * gaussian(ROWS, ROWS)
+    np.testing.assert_allclose(ntk.kernel_matrix(mixture, ROWS), K, rtol=1e-14)
+
+    def smallest(alpha):
+        return ntk.min_eigenvalue(ntk.kernel_mixture(kernels, alpha), x=ROWS)
+
+    slope = jax.jit(jax.grad(smallest))(alpha)
+    for i in range(2):
+        step = 1e-5 * jnp.eye(2)[i]
+        difference = (smallest(alpha + step) - smallest(alpha - step)) / 2e-5
+        np.testing.assert_allclose(slope[i], difference, rtol=1e-6)
+
+
+def test_over_the_simplex_a_list_of_kernels_has_its_least_eigenvalue_at_a_corner():
+    """It is concave in the weights. Truth: a grid."""
+    kernels = [ours, gaussian, lambda a, b: (1 + a @ b.T) ** 4]
+    found = ntk.certify_simplex(kernels, x=ROWS, rtol=1e-3)
+    assert found.converged and sorted(found.argmin) == [0, 0, 1]
+    for alpha in np.random.default_rng(0).dirichlet(np.ones(3) / 2, 50):
+        value = ntk.min_eigenvalue(ntk.kernel_mixture(kernels, alpha), x=ROWS)
+        assert value >= found.lower
+
+
+def duplicates():
+    x = np.random.default_rng(0).standard_normal((8, 5))
+    return np.concatenate([x, x + 1e-7 * np.random.default_rng(1).standard_normal((8, 5))])
+
+
+@pytest.mark.parametrize("rows", ["random", "near-duplicates"])
+def test_measured_errors_cover_those_of_formulas_with_arccos(rows):
+    """Truth: our kernels, whose own bound is far smaller. Near equal inputs stax loses half."""
+    x = np.asarray(ROWS) if rows == "random" else duplicates()
+    truth = ntk.network_kernel(x, activations=[ntk.relu] * 2, variances=(2, 2, 2))
+    K, error = measured(stax_relu(), x)
+    off = np.abs(5 * K - truth.ntk)
+    assert (off <= 5 * error + truth.error).all()
+    assert 1e-9 < off.max() and error.max() < 1e-5 * K.max()
+    assert 5 * ntk.certified_min_eigenvalue(stax_relu(), x=x) <= ntk.min_eigenvalue(truth.ntk)
+
+
+def test_our_own_error_is_taken_where_there_is_one_and_a_given_one_before_it():
+    K, error = measured(ours, ROWS)
+    assert (error == ours(ROWS).error).all() and (ours(ROWS).ntk == K).all()
+    assert measured(ours, ROWS, 0.25)[1] == 0.25
+    exact, given = (
+        ntk.certified_min_eigenvalue(gaussian, error, x=ROWS) for error in (0.0, 1e-3 * np.eye(12))
+    )
+    np.testing.assert_allclose(exact - given, 1e-3, rtol=1e-8)
+
+
+def test_what_is_computed_in_float32_has_errors_of_float32():
+    def rounded(x1, x2):
+        return gaussian(x1.astype(jnp.float32), x2.astype(jnp.float32))
+
+    K, error = measured(rounded, ROWS)
+    off = np.abs(K - np.asarray(gaussian(ROWS, ROWS)))
+    assert (off <= error).all() and off.max() > 1e-9
+
+
+def test_certificates_are_in_float64_whatever_the_users_precision():
+    with jax.enable_x64(False):
+        low = ntk.certified_min_eigenvalue(gaussian, x=np.asarray(ROWS))
+        assert not jax.config.jax_enable_x64
+    assert low == ntk.certified_min_eigenvalue(gaussian, x=np.asarray(ROWS))
+
+
+MISTAKES = {
+    "x: expected the inputs of the kernel function K, got none": lambda: (
+        ntk.certified_min_eigenvalue(gaussian)
+    ),
+    "x: expected none beside a matrix K": lambda: ntk.eigenvalues(jnp.eye(2), x=ROWS),
+    "size: expected None beside a matrix or inputs": lambda: ntk.min_eigenvalue(
+        gaussian, x=ROWS, size=3
+    ),
+    r"kernel: expected a matrix \(12, 12\), got shape \(\)": lambda: ntk.kernel_matrix(
+        lambda a, b: jnp.sum(a @ b.T), ROWS
+    ),
+    "kernel: expected a function": lambda: ntk.kernel_matrix(jnp.eye(2), ROWS),
+    "get: expected one of ntk, nngp, got 'both'": lambda: ntk.kernel_matrix(
+        gaussian, ROWS, get="both"
+    ),
+    "x1: expected inputs": lambda: ntk.kernel_matrix(gaussian, jnp.zeros((0, 3))),
+    "alpha: expected 1 weights": lambda: ntk.kernel_mixture([gaussian], jnp.ones(2)),
+    "kernels: expected at least one function": lambda: ntk.certify_simplex([], x=ROWS),
+    "K: expected a kernel function with finite values": lambda: ntk.certified_min_eigenvalue(
+        lambda a, b: gaussian(a, b) / 0.0, x=ROWS
+    ),
+    "y: expected 12 labels": lambda: ntk.scores.of_kernel(gaussian, jnp.arange(3), x=ROWS),
+}
+
+
+@pytest.mark.parametrize("sentence", MISTAKES)
+def test_mistakes_are_one_sentence(sentence):
+    with pytest.raises(ValueError, match=sentence):
+        MISTAKES[sentence]()

@@ -51,7 +51,7 @@ import threadpoolctl
 
 from ntk._checks import number, numbers, whole
 from ntk._symmetric import check_symmetric, rounding
-from ntk.kernel_functions import matrix, measured, several
+from ntk.kernel_functions import matrix, measured, mixed_blocks
 from ntk.kernels import Kernels
 
 _U = 2.0**-53  # the relative error of one rounding in float64
@@ -208,7 +208,7 @@ def certify_simplex(
     array([1., 0.])
     """
     if x is not None:
-        blocks, entry_error = _function_blocks(blocks, x, entry_error)
+        blocks, entry_error = mixed_blocks(blocks, x, entry_error)
     entry_error = 0.0 if entry_error is None else entry_error
     blocks, dtype = _real("blocks", blocks)
     h, n = blocks.shape[::2] if blocks.ndim == 4 else (0, 0)
@@ -221,18 +221,6 @@ def certify_simplex(
     mixture = _Mixture(blocks, _entry_error(entry_error, blocks.shape))
     with _threads(n):
         return _Search(mixture, rtol).run(max_cells)
-
-
-def _function_blocks(kernels, x, entry_error):
-    """Blocks of the mixture ``sum_i alpha_i k_i``, and of its errors: sums of two, halved.
-
-    On the simplex ``sum_i alpha_i k_i = sum_ij alpha_i alpha_j (k_i + k_j) / 2``.
-    """
-    found = [measured(kernel, x, entry_error) for kernel in several(kernels)]
-    values = np.stack([K for K, _ in found])
-    errors = np.stack([_entry_error(error, values.shape[1:]) for _, error in found])
-    blocks, off = ((stack[:, None] + stack) / 2 for stack in (values, errors))
-    return blocks, off + 2 * _U * np.abs(blocks)  # of the sum
 
 
 class _Mixture:

@@ -158,6 +158,49 @@ def measured(
     return K, size * _increasing(error, K * over)
 
 
+def mixed_blocks(
+    kernels: Sequence[KernelFunction], x: Any, entry_error: Any = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """``sum_i alpha_i k_i`` as :func:`ntk.certify_simplex` has it, and the errors: [h, h, n, n].
+
+    On the simplex ``sum_i alpha_i k_i = sum_ij alpha_i alpha_j (k_i + k_j) / 2``.
+
+    Parameters
+    ----------
+    kernels : sequence of h kernel functions
+    x : array [n, ...]
+    entry_error : float or array [n, n], optional
+        Of every kernel; by default as in :func:`measured`.
+
+    Returns
+    -------
+    pair of array [h, h, n, n]
+
+    Raises
+    ------
+    ValueError
+        As :func:`measured`; for errors that are negative, not finite or of another shape.
+
+    Examples
+    --------
+    >>> blocks, _ = mixed_blocks([lambda a, b: a @ b.T, lambda a, b: 3 * a @ b.T], np.eye(1))
+    >>> blocks[:, :, 0, 0]
+    array([[1., 2.],
+           [2., 3.]])
+    """
+    found = [measured(kernel, x, entry_error) for kernel in several(kernels)]
+    values = np.stack([K for K, _ in found])
+    given = np.asarray(found[0][1])
+    if given.shape not in ((), values.shape[1:]) or not (given >= 0).all():
+        raise ValueError(
+            f"entry_error: expected nonnegative errors, one or of shape {values.shape[1:]}, got "
+            f"shape {given.shape}."
+        )
+    errors = np.stack([np.broadcast_to(error, values.shape[1:]) for _, error in found])
+    blocks, off = ((stack[:, None] + stack) / 2 for stack in (values, errors))
+    return blocks, off + 2.0**-52 * np.abs(blocks)  # of the sum
+
+
 def _increasing(error: np.ndarray, correlation: np.ndarray) -> np.ndarray:
     """For every entry the largest error at its correlation or a smaller one."""
     order = np.argsort(correlation, axis=None, kind="stable")

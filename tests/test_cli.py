@@ -2,6 +2,7 @@
 
 import contextlib
 import datetime
+import importlib
 import json
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 from helpers import documented_keys
 
 import bilevel
+import ntk
 from bilevel import _progress
 from bilevel.activation_search import Gap
 from bilevel.cli import main, report
@@ -244,6 +246,63 @@ def test_certify_prints_a_bracket_and_leaves_it_with_the_spectra(tmp_path, capsy
         value, *_ = kernel_eigenvalue(arrays["x"], tuple(result["names"]), kernels[name]["alpha"])
         np.testing.assert_allclose(value, kernels[name]["min_eigenvalue"], rtol=1e-9)
     assert (tmp_path / "run" / "spectrum.png").stat().st_size > 10_000
+
+
+KERNELS = """
+import jax.numpy as jnp
+
+def gaussian(a, b):
+    return jnp.exp(-jnp.sum((a[:, None] - b) ** 2, (-3, -2, -1)) / a[0].size)
+
+def cubic(a, b):
+    return (1 + jnp.einsum("nhwc,mhwc->nm", a, b) / a[0].size) ** 3
+
+def one(): return gaussian
+def both(): return {"gaussian": gaussian, "cubic": cubic}
+def neither(): return {}
+"""
+
+
+@pytest.fixture
+def own_kernels(tmp_path, monkeypatch):
+    (tmp_path / "own_kernels.py").write_text(KERNELS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    sys.modules.pop("own_kernels", None)
+
+
+def test_certify_takes_kernels_of_the_users_own(own_kernels, tmp_path, capsys):
+    """Truth: the same functions, certified by the library on the rows that the run leaves."""
+    flags = "--kernel", "own_kernels:both", "--pixels", "4", "--rows", "30"
+    assert main(["certify", "--out", str(tmp_path / "run"), *flags]) == 0
+    printed = capsys.readouterr().out
+    assert "own_kernels:both" in printed and "measured, not proved" in printed
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    x = loaded(tmp_path / "run" / "arrays.npz")["x"]
+    assert x.shape == (30, 4, 4, 1) and result["names"] == ["gaussian", "cubic"]
+    own = importlib.import_module("own_kernels")
+    for name in result["names"]:
+        bound = ntk.certified_min_eigenvalue(getattr(own, name), x=x)
+        found = result["kernels"][name]["certified_min_eigenvalue"]
+        np.testing.assert_allclose(found, bound, atol=1e-12)
+    assert result["simplex"]["argmin"] in ([1, 0], [0, 1])
+    assert main(["certify", "--out", str(tmp_path / "one"), "--kernel", "own_kernels:one"]) == 0
+    assert "worst mixture: 1.00 one" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (("--kernel", "own_kernels:neither"), "kernel: expected own_kernels:neither to return a"),
+        (("--kernel", "own_kernels:absent"), "kernel: expected MODULE:FUNCTION, got"),
+        (("--kernel", "own_kernels"), "kernel: expected MODULE:FUNCTION, as in"),
+        (("--pixels", "4"), "pixels: expected --kernel beside it, got 4 alone."),
+    ],
+)
+def test_kernels_that_are_none_are_refused(own_kernels, tmp_path, capsys, flags, sentence):
+    assert main(["certify", "--out", str(tmp_path / "run"), *flags]) == 2
+    assert sentence in capsys.readouterr().err and not (tmp_path / "run").exists()
 
 
 def test_a_run_says_how_it_was_made_and_its_config_gives_it_again(tmp_path, capsys):

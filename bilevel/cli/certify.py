@@ -1,14 +1,17 @@
-"""``bilevel certify``: the smallest eigenvalue of the kernel, for every mixture of activations.
+"""``bilevel certify``: the smallest eigenvalue of the kernel, for every mixture.
 
-The kernel of infinite width on real data is ``K_alpha = sum_ij alpha_i alpha_j K_ij``. Its smallest
-eigenvalue is certified at each single activation, and over the whole simplex: a bracket around
-``min over alpha of lambda_min(K_alpha)``, which is as a rule at no single activation.
+Of activations in a hidden layer of infinite width, on real data: ``K_alpha = sum_ij alpha_i alpha_j
+K_ij``. Or of the user's own kernel functions, ``--kernel MODULE:FUNCTION``: ``K_alpha = sum_i
+alpha_i k_i``. The smallest eigenvalue is certified at each vertex, and over the whole simplex: a
+bracket around ``min over alpha of lambda_min(K_alpha)``, which for activations is as a rule at none
+of them.
 """
 
 import math
 import pathlib
 import time
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,26 +22,46 @@ from bilevel import plots
 from bilevel._progress import RunBar
 from bilevel.cli import report
 from bilevel.cli.commands import Certify
+from bilevel.cli.importing import imported
 from bilevel.cli.runs import run_directory
+from bilevel.nets.images import unit_images
 from bilevel.spaces.activations import activation_space, unit_inputs
 from bilevel.spaces.kernels import KernelSpace
 from ntk.certificate import certified_min_eigenvalue, certify_simplex
+from ntk.kernel_functions import mixed_blocks
+
+
+class Blocks(NamedTuple):
+    """``K_alpha = sum_ij alpha_i alpha_j K_ij`` on some rows, in float64."""
+
+    names: tuple[str, ...]
+    x: np.ndarray  # [n, ...]
+    values: np.ndarray  # [h, h, n, n]
+    errors: np.ndarray  # [h, h, n, n], of the entries
 
 
 def run_certify(config: Certify) -> dict[str, Any]:
     """Run the job; print its table, write its run directory, return what `result.json` holds."""
     config.check()
     with run_directory(config) as folder:
-        return _run(config, folder)
-
-
-def _run(config: Certify, folder: pathlib.Path) -> dict[str, Any]:
-    with report.phases(config.progress, _work(config)) as bar:
-        result, arrays, spectra = _computed(config, bar)
-    report.write(folder, result, arrays)
-    _picture(folder, config, spectra)
-    _print(result, folder)
-    return result
+        with report.phases(config.progress, _work(config)) as bar:
+            began = time.perf_counter()
+            bar.enter("data")
+            rows = _rows(config.data, config.rows, config.seed)
+            # In float64, whatever the user's setting, which stays as it is.
+            with jax.enable_x64(True):
+                if config.kernel is None:
+                    blocks = _of_activations(config.activations, rows, bar)
+                else:
+                    blocks = _of_functions(config.kernel, rows, config.pixels, bar)
+            result, spectra = _certified(blocks, config.rtol, bar)
+        result["seconds"]["all"] = time.perf_counter() - began
+        result = {"config": report.flags(config)} | result | report.origin()
+        spectrum = {f"spectrum {name}": values for name, values in spectra.items()}
+        report.write(folder, result, {"x": blocks.x} | spectrum)
+        _picture(folder, result, spectra)
+        _print(result, folder)
+        return result
 
 
 def _work(config: Certify) -> dict[str, float]:
@@ -48,34 +71,65 @@ def _work(config: Certify) -> dict[str, float]:
     return {"data": 1, "kernels": pairs, "certificate over the simplex": pairs, "spectra": count}
 
 
-def _computed(
-    config: Certify, bar: RunBar
-) -> tuple[dict[str, Any], dict[str, np.ndarray], dict[str, np.ndarray]]:
-    began = time.perf_counter()
-    space = activation_space(config.activations, width=math.inf)
+def _rows(name: str, count: int, seed: int) -> np.ndarray:
+    """Distinct training rows [n, ...], with all classes in their proportions."""
+    data = datasets.load(name)
+    if count > len(data.x_train):
+        raise ValueError(f"rows: expected at most {len(data.x_train)}, got {count}.")
+    (rows,) = datasets.split(jax.random.key(seed), data.y_train, (count,))
+    x = data.x_train[rows]
+    distinct = len(np.unique(x.reshape(count, -1), axis=0))
+    if distinct < len(x):
+        raise ValueError(
+            f"data: expected distinct rows, got {distinct} different ones among {len(x)}: "
+            "the smallest eigenvalue of every kernel is 0."
+        )
+    return x
+
+
+def _of_activations(activations: tuple[str, ...], rows: np.ndarray, bar: RunBar) -> Blocks:
+    space = activation_space(activations, width=math.inf)
     assert isinstance(space, KernelSpace)
-    bar.enter("data")
-    # In float64, whatever the user's setting, which stays as it is.
-    with jax.enable_x64(True):
-        x = unit_inputs(jnp.asarray(_rows(config), float))
-        bar.enter("kernels")
-        blocks, error = map(np.asarray, space.blocks(x, error=True))
+    x = unit_inputs(jnp.asarray(rows.reshape(len(rows), -1), float))
+    bar.enter("kernels")
+    values, errors = map(np.asarray, space.blocks(x, error=True))
+    return Blocks(space.names, np.asarray(x), values, errors)
+
+
+def _of_functions(name: str, rows: np.ndarray, pixels: int | None, bar: RunBar) -> Blocks:
+    found = imported("kernel", name)()
+    kernels = found if isinstance(found, Mapping) else {name.partition(":")[2]: found}
+    if not kernels or not all(map(callable, kernels.values())):
+        raise ValueError(
+            f"kernel: expected {name} to return a kernel function, or several by name, got "
+            f"{found!r}."
+        )
+    (x,) = unit_images(rows, pixels=pixels)
+    bar.enter("kernels")
+    return Blocks(tuple(kernels), np.asarray(x), *mixed_blocks(tuple(kernels.values()), x))
+
+
+def _certified(
+    blocks: Blocks, rtol: float, bar: RunBar
+) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """The result, and the spectra of all kernels in its table."""
+    names, _, values, error = blocks
     bar.enter("certificate over the simplex")
     start = time.perf_counter()
-    found = certify_simplex(blocks, rtol=config.rtol, entry_error=error)
+    found = certify_simplex(values, rtol=rtol, entry_error=error)
     simplex_seconds = time.perf_counter() - start
     bar.enter("spectra")
-    alphas = dict(zip(space.names, np.eye(len(space.names)), strict=True))
-    alphas |= {"uniform mixture": np.full(len(space.names), 1 / len(space.names))}
-    alphas |= {"worst mixture": found.argmin}
-    kernels = {name: np.einsum("i,ijnm,j->nm", a, blocks, a) for name, a in alphas.items()}
+    alphas = dict(zip(names, np.eye(len(names)), strict=True))
+    if len(names) > 1:
+        alphas |= {"uniform mixture": np.full(len(names), 1 / len(names))}
+        alphas |= {"worst mixture": found.argmin}
+    kernels = {name: np.einsum("i,ijnm,j->nm", a, values, a) for name, a in alphas.items()}
     # The rounding of the sum itself is added; alpha is on the simplex.
-    noise = 1e-15 * len(blocks) ** 2 * np.abs(blocks).max()
+    noise = 1e-15 * len(values) ** 2 * np.abs(values).max()
     errors = {name: np.einsum("i,ijnm,j->nm", a, error, a) + noise for name, a in alphas.items()}
     spectra = {name: np.linalg.eigvalsh(kernel) for name, kernel in kernels.items()}
     result = {
-        "config": report.flags(config),
-        "names": list(space.names),
+        "names": list(names),
         "kernels": {
             name: {
                 "alpha": alphas[name].tolist(),
@@ -93,37 +147,25 @@ def _computed(
             "converged": found.converged,
         },
         "entry_error": float(error.max()),
-        "seconds": {"simplex": simplex_seconds, "all": time.perf_counter() - began},
-        **report.origin(),
+        "seconds": {"simplex": simplex_seconds},
     }
-    arrays = {"x": np.asarray(x)}
-    arrays |= {f"spectrum {name}": values for name, values in spectra.items()}
-    return result, arrays, spectra
+    return result, spectra
 
 
-def _rows(config: Certify) -> np.ndarray:
-    data = datasets.load(config.data)
-    if config.rows > len(data.x_train):
-        raise ValueError(f"rows: expected at most {len(data.x_train)}, got {config.rows}.")
-    (rows,) = datasets.split(jax.random.key(config.seed), data.y_train, (config.rows,))
-    x = data.x_train[rows].reshape(config.rows, -1)
-    distinct = len(np.unique(x, axis=0))
-    if distinct < len(x):
-        raise ValueError(
-            f"data: expected distinct rows, got {distinct} different ones among {len(x)}: "
-            "the smallest eigenvalue of every kernel is 0."
-        )
-    return x
+def _picture(folder: pathlib.Path, result: dict[str, Any], spectra: dict[str, np.ndarray]) -> None:
+    config = result["config"]
 
-
-def _picture(folder: pathlib.Path, config: Certify, spectra: dict[str, np.ndarray]) -> None:
     def draw(figure):
         ax = plots.spectrum(spectra, figure.subplots())
         ax.legend(loc="center left", bbox_to_anchor=(1, 0.5))
-        rows = f"{config.data}: {config.rows} rows, seed {config.seed}"
-        ax.set_title(f"{rows}; tangent kernels at infinite width")
+        rows = f"{config['data']}: {config['rows']} rows, seed {config['seed']}"
+        ax.set_title(f"{rows}; {_kind(config)}")
 
     report.picture(folder / "spectrum.png", (7.5, 4), draw)
+
+
+def _kind(config: dict[str, Any]) -> str:
+    return config["kernel"] or "tangent kernels at infinite width"
 
 
 def _print(result: dict[str, Any], folder: pathlib.Path) -> None:
@@ -131,8 +173,8 @@ def _print(result: dict[str, Any], folder: pathlib.Path) -> None:
 
     screen = report.screen()
     config, simplex = result["config"], result["simplex"]
-    table = Table(title=f"{config['data']}: kernels of {config['rows']} rows at infinite width")
-    table.add_column("activation", no_wrap=True)
+    table = Table(title=f"{config['data']}, {config['rows']} rows: {_kind(config)}")
+    table.add_column("kernel" if config["kernel"] else "activation", no_wrap=True)
     for heading in ("λ_min", "certified ≥", "λ_max", "λ_max / λ_min"):
         table.add_column(heading, justify="right", no_wrap=True)
     for name, row in result["kernels"].items():
@@ -154,9 +196,8 @@ def _print(result: dict[str, Any], folder: pathlib.Path) -> None:
             f"wider than --rtol {config['rtol']:g}: too near 0 for float64, or too many cells"
         )
     screen.print("worst mixture: " + report.mixture(simplex["argmin"], result["names"]))
-    screen.print(
-        f"kernel entries are exact to {result['entry_error']:.0e}, as their computation says"
-    )
+    how = "measured, not proved" if config["kernel"] else "as their computation says"
+    screen.print(f"kernel entries are exact to {result['entry_error']:.0e}, {how}")
     seconds = result["seconds"]
     screen.print(
         f"simplex {seconds['simplex']:.1f} s, all {seconds['all']:.0f} s; results in {folder}"

@@ -143,10 +143,21 @@ class Certify(Job):
     """Run directory; a number is appended where it holds a run already."""
     activations: Names = ("relu", "tanh", "swish")
     """Candidates: the vertices of the simplex."""
+    kernel: Annotated[str, flags.Importable()] | None = None
+    """MODULE:FUNCTION instead, a function that returns a kernel function k(x1, x2) of images
+    [n, h, w, c], or several by name, which are mixed; as in my_module:my_kernels."""
+    pixels: flags.Size | None = None
+    """Average images down to at most this side, for --kernel."""
     rows: flags.Sample = 300
     """Training rows, drawn with all classes in their proportions."""
     rtol: Annotated[float, flags.Positive(1e-9, 0.5)] = 1e-3
     """Relative gap between the two ends of the bracket."""
+
+    def check(self) -> None:
+        """Raise for flags that cannot be used, before anything is loaded."""
+        super().check()
+        if self.pixels is not None and self.kernel is None:
+            raise ValueError(f"pixels: expected --kernel beside it, got {self.pixels} alone.")
 
     def memory(self) -> dict[tuple[str, ...], int]:
         """All pairs of activations, in float64."""

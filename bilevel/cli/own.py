@@ -5,9 +5,6 @@ its corner of the space, and random architectures trained alike.
 """
 
 import functools
-import importlib
-import os
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +17,7 @@ import optax
 from bilevel import diagnostics
 from bilevel.cli import deep, images, report
 from bilevel.cli.deep_commands import OwnSearch
+from bilevel.cli.importing import imported
 from bilevel.cli.known import CLASSES
 from bilevel.nets.evaluation import Part, error_rates
 from bilevel.nets.images import unit_images
@@ -30,7 +28,7 @@ from bilevel.spaces import Space
 def run_own_search(config: OwnSearch) -> dict[str, Any]:
     """Run the job; print its table, write its run directory, return what `result.json` holds."""
     config.check()
-    began, space = time.perf_counter(), imported(config.space)
+    began, space = time.perf_counter(), _space_of(config.space)
     work = {"data": 5.0, **images.search_work(config.seeds, config.steps, 0.1)}
     work["training"] = config.seeds * (1 + config.random) * config.epochs
     work["errors and curvature"] = 10.0
@@ -63,24 +61,9 @@ def run_own_search(config: OwnSearch) -> dict[str, Any]:
     return result
 
 
-def imported(name: str) -> Space:
-    """The space that MODULE:FUNCTION makes.
-
-    Raises
-    ------
-    ValueError
-        For a module or a function that is not there, or returns something else.
-    """
-    module, _, function = name.partition(":")
-    if os.getcwd() not in sys.path:  # where `python -m` would look too
-        sys.path.insert(0, os.getcwd())
-    try:
-        make = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"space: expected MODULE:FUNCTION, got {name!r} ({error}).") from None
-    if not callable(make):
-        raise ValueError(f"space: expected {name} to be a function, got {make!r}.")
-    space = make(CLASSES)
+def _space_of(name: str) -> Space:
+    """The space that MODULE:FUNCTION makes."""
+    space = imported("space", name)(CLASSES)
     if not isinstance(space, Space):
         kind = type(space).__name__
         raise ValueError(f"space: expected {name} to return a bilevel.spaces.Space, got a {kind}.")

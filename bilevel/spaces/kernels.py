@@ -1,15 +1,21 @@
-"""Activation search at infinite width: kernel ridge regression (Oymak et al. 2021, section 4.2).
+"""Searches of kernels: kernel ridge regression whose kernel is to be found.
 
-Trained from its initial weights by gradient descent on the squared loss, a network of infinite
-width is kernel regression with its tangent kernel, which is quadratic in the mixture:
-
-    f(x) = sum_m K_alpha(x, x_m) w_m,    K_alpha = sum_ij alpha_i alpha_j K_ij
+    f(x) = sum_m K_alpha(x, x_m) w_m
     w = argmin 1/2 w'(K_alpha + lambda I) w - w'y = (K_alpha + lambda I)^-1 y
+
+Three families of kernels ``K_alpha``:
+
+=============================  =================================================================
+:func:`kernel_space`           ``sum_ij alpha_i alpha_j K_ij``, a mixture of activations in a
+                               hidden layer of infinite width (Oymak et al. 2021, section 4.2)
+:func:`kernel_mixture_space`   ``sum_i alpha_i k_i``, kernel functions of any origin
+:func:`kernel_function_space`  any differentiable ``kernel(alpha, x1, x2)``
+=============================  =================================================================
 
 ==========  ==========================================================================
 paper       here
 ==========  ==========================================================================
-alpha       ``alpha["mixture"]``, on the simplex
+alpha       ``alpha["mixture"]``, on the simplex (``alpha["kernel"]`` in the last one)
 lambda      ``exp(alpha["log_penalty"])``, learned too; 0 would be training to the end
 K_ij        ``blocks[i, j]`` from :func:`ntk.mixture_blocks`, computed once
 w           dual coefficients, one per training row: the lower problem's weights
@@ -20,17 +26,57 @@ The lower loss is the dual of ridge regression: better conditioned than the prim
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import ntk
+from bilevel.checks import function, known
 from bilevel.problem import Problem
-from bilevel.protocols import LowerSolver
+from bilevel.protocols import LowerSolver, Pytree
 from bilevel.spaces.space import Space
-from bilevel.spaces.targets import mixture_and_penalty
+from bilevel.spaces.targets import OUTER_LOSSES, mixture_and_penalty, predict
+from ntk.kernel_functions import measured
+
+
+class _Ridge(NamedTuple):
+    """Fields of a space of kernels; ``batch`` is ``(inputs, y)``."""
+
+    init: Callable[..., jax.Array]
+    apply: Callable[..., jax.Array]
+    problem: Problem
+    solver: LowerSolver
+
+
+def _ridge(matrix: Callable[[Pytree, Any], jax.Array], margin_loss: Callable) -> _Ridge:
+    """Ridge regression with the kernel ``matrix(alpha, inputs)``, [n, n] in training."""
+
+    def init(key, batch):
+        return jnp.zeros_like(batch[1])
+
+    def apply(w, alpha, inputs):
+        return matrix(alpha, inputs) @ w
+
+    def lower(w, alpha, batch):
+        inputs, y = batch
+        image = apply(w, alpha, inputs) + jnp.exp(alpha["log_penalty"]) * w
+        return jnp.vdot(w, 0.5 * image - y)
+
+    def outer(w, alpha, batch):
+        inputs, y = batch
+        return jnp.mean(margin_loss(y * apply(w, alpha, inputs)))
+
+    def run(lower, alpha, w, state, batch):
+        inputs, y = batch
+        penalty = jnp.exp(alpha["log_penalty"]) * jnp.eye(len(y), dtype=y.dtype)
+        return jax.scipy.linalg.solve(matrix(alpha, inputs) + penalty, y, assume_a="pos"), state
+
+    solver = LowerSolver(init=lambda w: (), run=run, closed_form=True)
+    return _Ridge(init, apply, Problem(lower, outer), solver)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,35 +121,230 @@ def kernel_space(
     def blocks(x, columns=None, *, error=False):
         return ntk.mixture_blocks(x, functions, x2=columns, scale=scale, error=error)
 
-    def init(key, batch):
-        return jnp.zeros_like(batch[1])
+    def matrix(alpha, blocks):
+        return ntk.mixture_kernel(alpha["mixture"], blocks)
 
-    def apply(w, alpha, blocks):
-        return ntk.mixture_kernel(alpha["mixture"], blocks) @ w
-
-    def lower(w, alpha, batch):
-        blocks, y = batch
-        image = apply(w, alpha, blocks) + jnp.exp(alpha["log_penalty"]) * w
-        return jnp.vdot(w, 0.5 * image - y)
-
-    def outer(w, alpha, batch):
-        blocks, y = batch
-        return jnp.mean(margin_loss(y * apply(w, alpha, blocks)))
-
-    def run(lower, alpha, w, state, batch):
-        blocks, y = batch
-        kernel = ntk.mixture_kernel(alpha["mixture"], blocks)
-        matrix = kernel + jnp.exp(alpha["log_penalty"]) * jnp.eye(len(y), dtype=y.dtype)
-        return jax.scipy.linalg.solve(matrix, y, assume_a="pos"), state
-
-    solver = LowerSolver(init=lambda w: (), run=run, closed_form=True)
     return KernelSpace(
         names=tuple(names),
         **mixture_and_penalty(names),
-        init=init,
-        apply=apply,
-        problem=Problem(lower, outer),
+        **_ridge(matrix, margin_loss)._asdict(),
         predict=predict,
         blocks=blocks,
-        solver=solver,
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelFunctionSpace(Space):
+    """A search of kernel functions: :func:`kernel_mixture_space`, :func:`kernel_function_space`.
+
+    ``w`` is like the training targets, at first 0. Batches are ``(inputs, y)``: outputs ``f`` [m]
+    for two classes, [m, classes] for more, and y like ``f`` with entries +-1.
+
+    Attributes
+    ----------
+    inputs : ``inputs(x)`` for training, ``inputs(x_valid, x)`` for predictions
+        What a batch holds of the rows.
+    solver : LowerSolver, the closed form: the kernel, and one Cholesky factorisation, n^3 / 3.
+    certificates : ``certificates(alphas, x, entry_error=None) -> array [steps]``
+        :func:`ntk.certified_min_eigenvalue` of the kernel on the rows x at every ``alpha``, stacked
+        as in a search's ``history["alpha"]``: in float64, on the host.
+    """
+
+    inputs: Callable[..., Any]
+    solver: LowerSolver
+    certificates: Callable[..., np.ndarray]
+
+
+def kernel_function_space(
+    kernel: Callable[[Pytree, jax.Array, jax.Array], Any],
+    start: Pytree,
+    *,
+    sets: Pytree = "free",
+    outer: str = "squared",
+) -> KernelFunctionSpace:
+    """Kernel ridge regression with ``kernel(alpha, x1, x2)``: its parameters are searched.
+
+    ``alpha`` is {"kernel": like ``start``, "log_penalty"}; the penalty starts at log 0.1.
+
+    Parameters
+    ----------
+    kernel : function
+        Differentiable in its first argument; returns a matrix [n1, n2], or a record whose field
+        ``ntk`` is one (:class:`ntk.Kernels`). At equal x1 and x2 symmetric and not indefinite.
+    start : pytree of arrays
+        Where the search of the kernel's parameters begins.
+    sets : pytree of {"simplex", "box", "free"}
+        Where they live: like ``start``, or one word for all.
+    outer : {"hinge", "logistic", "squared"}
+
+    Returns
+    -------
+    KernelFunctionSpace
+        There is no table of architectures: ``discretize`` takes every simplex to its largest entry,
+        ``draw`` moves simplices to random corners and boxes to random points, and leaves what is
+        free where it starts.
+
+    Raises
+    ------
+    ValueError
+        If ``kernel`` is no function, or ``outer`` is unknown.
+
+    Notes
+    -----
+    The kernel is evaluated at every step: n^2 entries in training, m n in validation. Where it is
+    costly and does not depend on ``alpha``, mix matrices: :func:`kernel_mixture_space`.
+
+    Examples
+    --------
+    The width of a Gaussian kernel, and the penalty:
+
+    >>> import bilevel, optax
+    >>> def gaussian(alpha, x1, x2):
+    ...     squares = jnp.sum((x1[:, None] - x2) ** 2, -1)
+    ...     return jnp.exp(-squares * jnp.exp(alpha))
+    >>> space = kernel_function_space(gaussian, jnp.zeros(()))
+    >>> x, xv = jnp.linspace(0, 6, 12)[:, None], jnp.linspace(0.2, 5, 9)[:, None]
+    >>> y, yv = (jnp.sign(jnp.sin(rows[:, 0])) for rows in (x, xv))
+    >>> train, valid = (space.inputs(x), y), (space.inputs(xv, x), yv)
+    >>> start = space.start(), space.init(jax.random.key(0), train)
+    >>> found = bilevel.search(
+    ...     space.problem, space.solver, optax.adam(0.1), *start, train, valid, steps=5
+    ... )
+    >>> bool(found.history["value"][-1] < found.history["value"][0])
+    True
+    >>> space.certificates(found.history["alpha"], x).shape
+    (5,)
+    """
+    function("kernel", kernel, "(alpha, x1, x2) -> [n1, n2]")
+    known("outer", outer, OUTER_LOSSES)
+
+    def matrix(alpha, inputs):
+        x, columns = inputs
+        return ntk.kernel_matrix(functools.partial(kernel, alpha["kernel"]), x, columns)
+
+    def inputs(x, columns=None):
+        return jnp.asarray(x), None if columns is None else jnp.asarray(columns)
+
+    def of(kernel_alpha):
+        parts = jax.tree.map(jnp.asarray, kernel_alpha)
+        return {"kernel": parts, "log_penalty": jnp.log(jnp.asarray(0.1, jnp.result_type(float)))}
+
+    def draw(key):
+        leaves, structure = jax.tree.flatten(of(start)["kernel"])
+        keys = jax.random.split(key, len(leaves))
+        drawn = map(_drawn, keys, _words(sets, start), leaves)
+        return of(jax.tree.unflatten(structure, drawn))
+
+    def discretize(alpha):
+        leaves, structure = jax.tree.flatten(alpha["kernel"])
+        pairs = zip(_words(sets, start), leaves, strict=True)
+        corners = [_largest(leaf) if word == "simplex" else leaf for word, leaf in pairs]
+        return jax.tree.unflatten(structure, map(np.asarray, corners))
+
+    def certificates(alphas, x, entry_error=None):
+        def certified(step):
+            alpha = jax.tree.map(lambda a: np.asarray(a)[step], alphas["kernel"])
+            of_step = functools.partial(kernel, alpha)
+            return ntk.certified_min_eigenvalue(of_step, entry_error, x=x)
+
+        return np.array([certified(i) for i in range(len(alphas["log_penalty"]))])
+
+    return KernelFunctionSpace(
+        names=(),
+        sets={"kernel": sets, "log_penalty": "free"},
+        start=lambda: of(start),
+        draw=draw,
+        discretize=discretize,
+        one_hot=of,
+        **_ridge(matrix, OUTER_LOSSES[outer])._asdict(),
+        predict=predict,
+        inputs=inputs,
+        certificates=certificates,
+    )
+
+
+def kernel_mixture_space(
+    kernels: Mapping[str, Callable[..., Any]], *, outer: str = "squared"
+) -> KernelFunctionSpace:
+    """Kernel ridge regression with ``sum_i alpha_i k_i``: kernels are mixed, and one is chosen.
+
+    ``alpha`` is {"mixture": [h] on the simplex, "log_penalty"}, at first uniform and log 0.1; an
+    architecture is a kernel's name.
+
+    Parameters
+    ----------
+    kernels : dict of kernel functions by name
+        neural-tangents' ``kernel_fn``, ``functools.partial`` of :func:`ntk.network_kernel`, any
+        ``k(x1, x2)``: see :func:`ntk.kernel_matrix`.
+    outer : {"hinge", "logistic", "squared"}
+
+    Returns
+    -------
+    KernelFunctionSpace
+        ``inputs(x)`` computes all matrices once, [h, n, n]; a search then costs no kernel.
+
+    Raises
+    ------
+    ValueError
+        If ``kernels`` are no functions by name, or ``outer`` is unknown.
+
+    Examples
+    --------
+    >>> kernels = {"linear": lambda a, b: a @ b.T, "square": lambda a, b: (1 + a @ b.T) ** 2}
+    >>> space = kernel_mixture_space(kernels)
+    >>> space.inputs(jnp.eye(3)).shape, space.discretize(space.one_hot("square"))
+    ((2, 3, 3), 'square')
+    >>> space.certificates({"mixture": jnp.eye(2)}, jnp.diag(jnp.arange(1.0, 3))).round(3)
+    array([1.   , 3.952])
+    """
+    if not isinstance(kernels, Mapping) or not kernels:
+        raise ValueError(f"kernels: expected functions by name, got {kernels!r}.")
+    for name, kernel in kernels.items():
+        function(f"kernels[{name!r}]", kernel, "(x1, x2) -> [n1, n2]")
+    known("outer", outer, OUTER_LOSSES)
+    functions = tuple(kernels.values())
+
+    def inputs(x, columns=None):
+        return jnp.stack([ntk.kernel_matrix(kernel, x, columns) for kernel in functions])
+
+    def matrix(alpha, matrices):
+        return jnp.einsum("i,inm->nm", alpha["mixture"], matrices)
+
+    def certificates(alphas, x, entry_error=None):
+        found = [measured(kernel, x, entry_error) for kernel in functions]
+        values, errors = zip(*found, strict=True)
+
+        def certified(alpha):
+            pairs = list(zip(np.asarray(alpha, float), values, errors, strict=True))
+            K = sum(a * value for a, value, _ in pairs)
+            rounding = len(pairs) * 2.0**-51 * sum(np.abs(a * value) for a, value, _ in pairs)
+            return ntk.certified_min_eigenvalue(K, sum(a * e for a, _, e in pairs) + rounding)
+
+        return np.array([certified(alpha) for alpha in alphas["mixture"]])
+
+    return KernelFunctionSpace(
+        names=tuple(kernels),
+        **mixture_and_penalty(list(kernels)),
+        **_ridge(matrix, OUTER_LOSSES[outer])._asdict(),
+        predict=predict,
+        inputs=inputs,
+        certificates=certificates,
+    )
+
+
+def _words(sets: Pytree, start: Pytree) -> list[str]:
+    """The word of every leaf."""
+    if isinstance(sets, str):
+        return [sets] * len(jax.tree.leaves(start))
+    return jax.tree.leaves(sets)
+
+
+def _drawn(key: jax.Array, word: str, leaf: jax.Array) -> jax.Array:
+    if word == "simplex":
+        return _largest(jax.random.uniform(key, leaf.shape, leaf.dtype))
+    return jax.random.uniform(key, leaf.shape, leaf.dtype) if word == "box" else leaf
+
+
+def _largest(alpha: jax.Array) -> jax.Array:
+    """The corner of every simplex at its largest entry."""
+    return jax.nn.one_hot(jnp.argmax(alpha, -1), alpha.shape[-1], dtype=alpha.dtype)

@@ -1,0 +1,27 @@
+"""Functions of the user's own, named MODULE:FUNCTION on the command line."""
+
+import importlib
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+
+def imported(flag: str, name: str) -> Callable[..., Any]:
+    """The function MODULE:FUNCTION; the module is looked for in the working directory too.
+
+    Raises
+    ------
+    ValueError
+        For a module or a function that is not there.
+    """
+    module, _, function = name.partition(":")
+    if os.getcwd() not in sys.path:  # where `python -m` would look too
+        sys.path.insert(0, os.getcwd())
+    try:
+        found = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"{flag}: expected MODULE:FUNCTION, got {name!r} ({error}).") from None
+    if not callable(found):
+        raise ValueError(f"{flag}: expected {name} to be a function, got {found!r}.")
+    return found

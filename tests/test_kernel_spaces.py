@@ -1,0 +1,188 @@
+"""Searches of kernels from anywhere: ridge regression, hypergradients, certificates on the way."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import bilevel
+import ntk
+from bilevel.spaces.activations import activation_space, unit_inputs
+from bilevel.spaces.kernels import kernel_function_space, kernel_mixture_space
+from ntk._compat import neural_tangents
+
+KEYS = jax.random.split(jax.random.key(0), 4)
+X, XV = (unit_inputs(jax.random.normal(key, (n, 4))) for key, n in zip(KEYS, (14, 9), strict=False))
+KINKED = ntk.leaky_relu(0.2)  # closed forms, which compile soon
+Y, YV = jnp.sign(X[:, 0] * X[:, 1]), jnp.sign(XV[:, 0] * XV[:, 1])
+
+
+def batches(space):
+    return (space.inputs(X), Y), (space.inputs(XV, X), YV)
+
+
+def value_of(space):
+    """alpha -> the outer loss at the closed-form weights."""
+    train, valid = batches(space)
+
+    def value(alpha):
+        w, _ = space.solver.run(space.problem.lower, alpha, jnp.zeros_like(Y), (), train)
+        return space.problem.outer(w, alpha, valid)
+
+    return value
+
+
+def network(alpha, x1, x2=None):
+    """A deep network: activations, a skip and variances to be searched."""
+    layer = {ntk.relu: alpha["mixture"][0], KINKED: alpha["mixture"][1]}
+    return ntk.network_kernel(
+        x1, x2, activations=[layer, ntk.relu], skips=[alpha["skip"]], variances=[1.0, 2.0, 1.0]
+    )
+
+
+NETWORK = {"mixture": jnp.array([0.4, 0.6]), "skip": jnp.array(0.3)}
+SETS = {"mixture": "simplex", "skip": "box"}
+
+
+def stax_cnn(activation):
+    stax = neural_tangents().stax
+    return stax.serial(
+        stax.Conv(1, (3, 3), padding="SAME"), activation, stax.Flatten(), stax.Dense(1)
+    )[2]
+
+
+def cnns():
+    stax = neural_tangents().stax
+    return {"relu": stax_cnn(stax.Relu()), "erf": stax_cnn(stax.Erf())}
+
+
+def as_images(kernel):
+    return lambda x1, x2=None: kernel(
+        x1.reshape(-1, 2, 2, 1), None if x2 is None else x2.reshape(-1, 2, 2, 1), "ntk"
+    )
+
+
+SPACES = {
+    "a network's parameters": lambda: kernel_function_space(network, NETWORK, sets=SETS),
+    "stax networks mixed": lambda: kernel_mixture_space(
+        {name: as_images(kernel) for name, kernel in cnns().items()}
+    ),
+    "a width": lambda: kernel_function_space(
+        lambda a, x1, x2: jnp.exp(-jnp.exp(a) * jnp.sum((x1[:, None] - x2) ** 2, -1)), 0.5
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SPACES)
+def test_hypergradients_are_finite_differences(name):
+    space = SPACES[name]()
+    alpha, (train, valid) = space.start(), batches(space)
+    cheap = name != "a network's parameters"  # whose checks take a minute to compile
+    fn = jax.jit(bilevel.hypergradient(space.problem, space.solver, diagnostics=cheap))
+    found = fn(alpha, space.init(KEYS[2], train), train, valid)
+    assert not cheap or (bool(found.info.converged) and found.info.error_bound < 1e-8)
+    value = value_of(space)
+    np.testing.assert_allclose(found.value, value(alpha), rtol=1e-12)
+    leaves, structure = jax.tree.flatten(alpha)
+    for i, leaf in enumerate(leaves):
+        for place in np.ndindex(leaf.shape):
+
+            def moved(h, i=i, place=place, leaf=leaf):
+                new = [*leaves]
+                new[i] = leaf.at[place].add(h)
+                return value(jax.tree.unflatten(structure, new))
+
+            # Fourth order: two steps.
+            near, far = (moved(h) - moved(-h) for h in (1e-3, 2e-3))
+            difference = (8 * near - far) / 12e-3
+            slope = jax.tree.leaves(found.grad)[i][place]
+            np.testing.assert_allclose(slope, difference, rtol=1e-6, atol=1e-9)
+
+
+def test_a_mixture_of_activations_as_a_function_is_the_space_of_blocks():
+    """Truth: ``activation_space`` at infinite width, which has the blocks of the same kernels."""
+    blocks = activation_space(["relu", "leaky_relu"], width=jnp.inf, outer="squared")
+
+    def kernel(alpha, x1, x2=None):
+        return ntk.mixture_kernel(
+            alpha, ntk.mixture_blocks(x1, [ntk.relu, ntk.leaky_relu(0.1)], x2=x2)
+        )
+
+    space = kernel_function_space(kernel, jnp.array([0.3, 0.7]), sets="simplex")
+    alpha = {"mixture": jnp.array([0.3, 0.7]), "log_penalty": space.start()["log_penalty"]}
+    train, valid = (blocks.blocks(X), Y), (blocks.blocks(XV, X), YV)
+    truth, found = (
+        bilevel.hypergradient(s.problem, s.solver, diagnostics=False)(*of)
+        for s, of in (
+            (blocks, (alpha, 0 * Y, train, valid)),
+            (space, (space.start(), 0 * Y, *batches(space))),
+        )
+    )
+    np.testing.assert_allclose(found.value, truth.value, rtol=1e-10)
+    np.testing.assert_allclose(found.grad["kernel"], truth.grad["mixture"], rtol=1e-8)
+
+
+def test_a_search_ends_at_a_kernel_and_its_certificates_hold_all_the_way():
+    space = kernel_mixture_space(
+        {"relu": functools.partial(ntk.network_kernel, activations=[ntk.relu]), "linear": linear},
+        outer="hinge",
+    )
+    train, valid = batches(space)
+    start = space.start(), space.init(KEYS[2], train)
+    optimizer = optax.partition(
+        {
+            "mixture": optax.chain(bilevel.tangent(), optax.adam(0.3), bilevel.exponentiate()),
+            "log_penalty": optax.adam(0.1),
+        },
+        {"mixture": "mixture", "log_penalty": "log_penalty"},
+    )
+    found = bilevel.search(
+        space.problem, space.solver, optimizer, *start, train, valid, steps=6, progress=False
+    )
+    assert space.discretize(found.alpha) in ("relu", "linear")
+    bounds = space.certificates(found.history["alpha"], X)
+    for alpha, bound in zip(found.history["alpha"]["mixture"], bounds, strict=True):
+        K = jnp.einsum("i,inm->nm", alpha, train[0])
+        assert 0 <= ntk.min_eigenvalue(K) - bound < 1e-12
+    # 14 rows of 4 dimensions: a linear kernel alone is singular.
+    (singular,) = space.certificates({"mixture": jnp.array([[0.0, 1.0]])}, X)
+    assert -1e-10 < singular <= 1e-15
+
+
+def linear(x1, x2):
+    return x1 @ x2.T
+
+
+def test_certificates_of_parameters_are_those_of_the_kernels_they_make():
+    space = SPACES["a network's parameters"]()
+    alpha = space.start()
+    stacked = jax.tree.map(lambda a: jnp.stack([a, a + 0.1]), alpha)
+    found = space.certificates(stacked, X)
+    for i in range(2):
+        one = jax.tree.map(lambda a, i=i: a[i], stacked["kernel"])
+        assert found[i] == ntk.certified_min_eigenvalue(network(one, X))
+
+
+def test_draws_corners_and_what_is_found_live_where_the_sets_say():
+    space = SPACES["a network's parameters"]()
+    drawn = [space.draw(key)["kernel"] for key in jax.random.split(KEYS[3], 20)]
+    corners = {tuple(d["mixture"].tolist()) for d in drawn}
+    assert corners == {(1.0, 0.0), (0.0, 1.0)}
+    assert all(0 <= d["skip"] <= 1 for d in drawn) and len({float(d["skip"]) for d in drawn}) == 20
+    found = space.discretize(space.start())
+    assert found["mixture"].tolist() == [0, 1] and found["skip"] == 0.3
+    assert space.one_hot(found)["kernel"]["mixture"].tolist() == [0, 1]
+
+
+def test_mistakes_are_one_sentence():
+    with pytest.raises(ValueError, match="kernel: expected a function"):
+        kernel_function_space(jnp.eye(2), 0.0)
+    with pytest.raises(ValueError, match="outer: expected one of hinge"):
+        kernel_function_space(network, NETWORK, outer="mean")
+    with pytest.raises(ValueError, match="kernels: expected functions by name"):
+        kernel_mixture_space([linear])
+    with pytest.raises(ValueError, match=r"kernels\['K'\]: expected a function"):
+        kernel_mixture_space({"K": jnp.eye(2)})

@@ -8,6 +8,7 @@ The two halves of a kernel may be rounded apart. Sums of p products in two order
 than ``n eps``. Larger differences are no rounding.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -43,14 +44,21 @@ def symmetric(K: Any, name: str = "K", *, stack: bool = False) -> jax.Array:
         raise ValueError(f"{name}: expected {expected}, got shape {K.shape}.")
     allowed = rounding(K.dtype, K.shape[-1])
     K = floats(name, K)
+    half, known = _symmetric(K, allowed)
     if isinstance(K, jax.core.Tracer):
-        off, largest = _halves(jnp, jax.lax.stop_gradient(K))
-        # Entry by entry: a maximum over NaN need not be NaN in a compiled program.
-        known = (jnp.isfinite(K) & (off <= allowed * largest)).all((-1, -2), keepdims=True)
-        K = K * jnp.where(known, 1, jnp.nan).astype(K.dtype)
-    else:
-        check_symmetric(np.asarray(K), allowed, name)
-    return K / 2 + jnp.swapaxes(K, -1, -2) / 2
+        return half * jnp.where(known, 1, jnp.nan).astype(K.dtype)
+    if not known.all():
+        check_symmetric(np.asarray(K), allowed, name)  # which knows what is wrong
+    return half
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _symmetric(K: jax.Array, allowed: float) -> tuple[jax.Array, jax.Array]:
+    """The symmetric part, and whether the matrices are finite and symmetric, [..., 1, 1]."""
+    off, largest = _halves(jnp, jax.lax.stop_gradient(K))
+    # Entry by entry: a maximum over NaN need not be NaN in a compiled program.
+    known = (jnp.isfinite(K) & (off <= allowed * largest)).all((-1, -2), keepdims=True)
+    return K / 2 + jnp.swapaxes(K, -1, -2) / 2, known
 
 
 def check_symmetric(K: np.ndarray, allowed: float, name: str) -> None:

@@ -87,11 +87,13 @@ def assemble(tile, n1: int, n2: int, *, symmetric: bool):
 def padded(x: chex.Array | None) -> jax.Array | None:
     """``x`` [n, d], its last row repeated up to one of few sizes: each is compiled for.
 
-    Powers of two up to a tile. Larger kernels take longer than their compilation, and stay.
+    Powers of two up to a tile, then whole tiles, which cost no time: a part of a tile is moved
+    inwards and computed whole. Of eight tiles a side and more, kernels take longer than their
+    compilation, and memory counts: they stay.
     """
-    if x is None or len(x) > TILE:
+    if x is None or len(x) > 8 * TILE:
         return x
-    rows = max(16, 1 << (len(x) - 1).bit_length())
+    rows = max(16, 1 << (len(x) - 1).bit_length()) if len(x) <= TILE else len(x) + -len(x) % TILE
     return jnp.asarray(np.pad(np.asarray(x), ((0, rows - len(x)), (0, 0)), "edge"))
 
 

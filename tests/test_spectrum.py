@@ -204,7 +204,7 @@ def test_crowded_eigenvalues_take_a_bounded_number_of_solves(kind, monkeypatch):
     monkeypatch.setattr(spectrum, "_cholesky_solver", counting)
     n = 300
     K = planted(crowded(kind, np.random.default_rng(0), n) / 2**38)
-    traced_anew = jax.jit(lambda K: spectrum._of_matrix.__wrapped__(K))
+    traced_anew = jax.jit(lambda K: spectrum._vector.__wrapped__(K))
     jax.block_until_ready(traced_anew(jnp.asarray(K)))
     jax.effects_barrier()
     assert 48 <= len(solves) <= 500

@@ -21,6 +21,7 @@ from ntk._network import (
     Batch,
     Pytree,
     check,
+    for_each,
     gram,
     is_weight,
     logits_like,
@@ -226,7 +227,7 @@ def te_nas(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
     _, pull_back = jax.vjp(lambda w: jnp.sum(apply(rebuild(w), x), axis=1), weights)
     units = jnp.eye(len(x), dtype=logits_like(apply, params, x).dtype)
     # Some at a time share what the backward pass computes again.
-    rows = jax.lax.map(lambda unit: ravel_pytree(pull_back(unit))[0], units, batch_size=8)
+    rows = for_each(lambda unit: ravel_pytree(pull_back(unit))[0], units, batch_size=8)
     return _condition(spectrum.eigenvalues(gram(rows)))
 
 
@@ -281,7 +282,7 @@ def log_traces(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
 def _gradients(apply: Apply, params: Pytree, x: jax.Array) -> Pytree:
     """Leaves [n, size]: the gradient of each sample's summed logits."""
     gradient = jax.grad(lambda p, xi: jnp.sum(apply(p, xi[None])))
-    return jax.lax.map(lambda xi: jax.tree.map(jnp.ravel, gradient(params, xi)), x)
+    return for_each(lambda xi: jax.tree.map(jnp.ravel, gradient(params, xi)), x)
 
 
 def _gram(gradients: Pytree) -> jax.Array:

@@ -13,7 +13,7 @@ from jax.flatten_util import ravel_pytree
 
 from ntk._checks import array, function
 from ntk._intercept import fold
-from ntk._programs import fresh
+from ntk._programs import fresh, program
 from ntk._rectifiers import is_relu, marked
 from ntk._weights import multiplied
 
@@ -113,10 +113,19 @@ def inner_product(a: list[chex.Array], b: list[chex.Array]) -> jax.Array:
     return summed(jnp.sum(u * v) for u, v in zip(a, b, strict=True))
 
 
+def for_each(function: Callable, xs: Pytree, batch_size: int | None = None) -> Pytree:
+    """``lax.map``, compiled once for a program, whatever function it comes from."""
+
+    def run(xs):
+        return jax.lax.map(function, xs, batch_size=batch_size)
+
+    return program(run, xs)(xs)
+
+
 def map_gradients(reduce: Callable, apply: Apply, params: Pytree, x: chex.Array) -> jax.Array:
     """``reduce`` of the gradient of each sample's summed logits, one after another."""
     gradient = jax.grad(lambda p, xi: jnp.sum(apply(p, xi[None])))
-    return jax.lax.map(lambda xi: reduce(ravel_pytree(gradient(params, xi))[0]), x)
+    return for_each(lambda xi: reduce(ravel_pytree(gradient(params, xi))[0]), x)
 
 
 def gram(rows: chex.Array) -> jax.Array:

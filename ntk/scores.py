@@ -83,6 +83,7 @@ from ntk._network import (
     Pytree,
     check,
     distinct_patterns,
+    for_each,
     inner_product,
     layer_saliency,
     loss_gradient,
@@ -91,6 +92,7 @@ from ntk._network import (
     split_weights,
     summed,
 )
+from ntk._programs import program
 
 __all__ = [
     "condition_number",
@@ -139,7 +141,7 @@ def knas(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
     def loss(p):
         return jnp.mean(jax.lax.map(lambda s: mean_loss(apply, p, s[0][None], s[1][None]), (x, y)))
 
-    return jnp.sum(ravel_pytree(jax.grad(loss)(params))[0] ** 2)
+    return jnp.sum(ravel_pytree(program(jax.grad(loss), params)(params))[0] ** 2)
 
 
 def knas_released(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
@@ -180,7 +182,7 @@ def knas_released(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
         tensors = [leaf.ravel() for leaf in jax.tree.leaves(g) if leaf.size >= 50]
         return jnp.stack([tensor[:50] for tensor in tensors[:11]])
 
-    g = jax.lax.map(entries, (x, y))
+    g = for_each(entries, (x, y))
     first, second = (half - half.mean(0) for half in jnp.split(g, 2))
     return jnp.sum(first * second) / len(x) ** 2
 
@@ -321,7 +323,7 @@ def zico(key, apply: Apply, params: Pytree, batch: Batch, *, parts: int = 2) -> 
         return jax.grad(lambda w: mean_loss(apply, rebuild(w), *part))(weights)
 
     cut = jax.tree.map(lambda a: a.reshape(parts, -1, *a.shape[1:]), (x, y))
-    return summed(_log_signal(g) for g in jax.lax.map(gradient, cut))
+    return summed(_log_signal(g) for g in for_each(gradient, cut))
 
 
 def _log_signal(g: jax.Array) -> jax.Array:

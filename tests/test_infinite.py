@@ -601,3 +601,17 @@ def test_a_traced_nan_is_not_passed_over():
         expected = np.zeros((3, 3), bool)
         expected[1] = expected[:, 1] = True
         np.testing.assert_array_equal(np.isnan(found), expected)
+
+
+def test_more_rows_or_another_activation_compile_nothing():
+    x = np.random.default_rng(0).standard_normal((301, 6))
+    x /= np.linalg.norm(x, axis=1)[:, None]
+    whole = ntk.network_kernel(x, activations=[ntk.tanh, ntk.relu])
+    before = infinite._pairs._cache_size()
+    fewer = ntk.network_kernel(x[:290], activations=[ntk.tanh, ntk.relu])
+    other = ntk.network_kernel(x[:299], activations=[ntk.erf, ntk.leaky_relu(0.1)])
+    assert infinite._pairs._cache_size() == before
+    np.testing.assert_allclose(fewer.ntk, whole.ntk[:290, :290], rtol=1e-14)
+    # Truth: tiles of another size, in one row.
+    row = ntk.network_kernel(x[:1], x[:299], activations=[ntk.erf, ntk.leaky_relu(0.1)])
+    np.testing.assert_allclose(other.ntk[:1], row.ntk, rtol=1e-12)

@@ -505,3 +505,33 @@ def test_bad_input_is_refused_in_one_sentence(message):
     params, (x, y) = draw()
     with pytest.raises(ValueError, match=f"^{message}[^\n]*, got [^\n]*\\.$"):
         BAD[message](params, x, y)
+
+
+COMPILED = "eigen_nas min_eigenvalue label_energy knas knas_released te_nas zico".split()
+    "eigen_nas",
+    "min_eigenvalue",
+    "label_energy",
+    "knas",
+    "knas_released",
+    "te_nas",
+    "zico",
+]
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_a_second_eager_call_compiles_nothing(name, caplog):
+    """Whatever the object is that applies the network."""
+    w, score = jax.random.normal(jax.random.key(0), (60, 4)), getattr(scores, name)
+    batch = jax.random.normal(jax.random.key(1), (8, 60)), jnp.arange(8) % 4
+
+    def found(scale):
+        return score(jax.random.key(2), lambda w, x: jnp.tanh(x @ w), scale * w, batch)
+
+    first = found(1.0)
+    with jax.log_compiles(), caplog.at_level("WARNING"):
+        again, other = found(1.0), found(2.0)
+        assert not [r for r in caplog.messages if r.startswith("Finished XLA compilation")]
+        jnp.cosh(jnp.arange(13.0) + w[0, 0])  # the log is where it is looked for
+        jax.jit(lambda x: jnp.cosh(x) * 13)(w)
+        assert [r for r in caplog.messages if r.startswith("Finished XLA compilation")]
+    assert again == first != other

@@ -454,3 +454,16 @@ def test_the_certificate_of_a_network_knows_its_kernels_error():
     assert own == ntk.certified_min_eigenvalue(kernels.ntk, kernels.error)
     assert own < ntk.certified_min_eigenvalue(kernels.ntk)
     assert own < ntk.certified_min_eigenvalue(kernels, 0.0)
+
+
+def test_sizes_a_little_apart_share_a_program():
+    values = np.linspace(1, 3, 130)
+    ntk.min_eigenvalue(planted(values))
+    before = spectrum._vector._cache_size()
+    for n in (129, 150, 192):
+        found = smallest_eigenpair(planted(np.linspace(0.5, 3, n)))
+        np.testing.assert_allclose(found.value, 0.5, rtol=1e-12)
+        assert found.vector.shape == (n,) and found.residual < 1e-11
+        singular = smallest_eigenpair(planted(np.linspace(-1, 0, n)))  # nothing above what is added
+        np.testing.assert_allclose(singular.value, -1, rtol=1e-12)
+    assert spectrum._vector._cache_size() == before

@@ -7,7 +7,7 @@ table has for each what it spent, and the test error of its choice, trained for 
 
 import pathlib
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -31,81 +31,80 @@ _METHODS = {
 }
 
 
+class Plan(NamedTuple):
+    """What a run does, in values of the library."""
+
+    problem: Selection
+    candidates: list  # configurations, as `bilevel.spaces.features` draws them
+    rows: list[int]  # of training, validation and test
+    dimension: int
+    key: jax.Array
+
+
 def run_baseline(config: Baseline) -> dict[str, Any]:
     """Run the job; print its table, write its run directory, return what `result.json` holds."""
     config.check()
+    methods = [*_METHODS] if config.method == "all" else [config.method]
     with run_directory(config, keeps="solves are kept") as folder:
-        return _run(config, folder)
+        with report.phases(config.progress, {"data": 1.0} | dict.fromkeys(methods, 1.0)) as bar:
+            began = time.perf_counter()
+            bar.enter("data")
+            plan = _plan(config)
+            how: dict[str, Any] = {"resume": config.resume, "progress": config.progress}
+            traces = {name: _trace(plan, name, folder, bar, **how) for name in methods}
+        result = {
+            "config": report.flags(config),
+            "rows": plan.rows,
+            "dimension": plan.dimension,
+            "methods": {name: _summary(trace) for name, trace in traces.items()},
+            "seconds": time.perf_counter() - began,
+            **report.origin(),
+        }
+        report.write(folder, result, _arrays(traces))
+        _picture(folder, result, traces)
+        _print(result, folder)
+        return result
 
 
-def _run(config: Baseline, folder: pathlib.Path) -> dict[str, Any]:
-    names: list[str] = [*_METHODS] if config.method == "all" else [config.method]
-    with report.phases(config.progress, {"data": 1.0} | dict.fromkeys(names, 1.0)) as bar:
-        result, traces = _computed(config, names, folder, bar)
-    report.write(folder, result, _arrays(traces))
-    _picture(folder, result, traces)
-    _print(result, folder)
-    return result
-
-
-def _computed(
-    config: Baseline, names: list[str], folder: pathlib.Path, bar: RunBar
-) -> tuple[dict[str, Any], dict[str, Trace]]:
-    began = time.perf_counter()
-    keys = jax.random.split(jax.random.key(config.seed), 4)
-    bar.enter("data")
-    parts = _parts(config, keys[0])
-    dimension = config.size("dimension")
-    problem, candidates = _problem(config, parts, dimension, *keys[1:3])
-    traces: dict[str, Trace] = {}
-    for name in names:
-        bar.enter(name)
-        halves = name in ("successive-halving", "hyperband")
-        options: dict[str, Any] = {"minimum": max(1, dimension // 64)} if halves else {}
-        trace = _METHODS[name](
-            keys[3],
-            candidates,
-            problem,
-            dimension,
-            journal=folder / f"{name}.jsonl",
-            resume=config.resume,
-            progress=config.progress,
-            **options,
-        )
-        if trace.stopped:
-            raise KeyboardInterrupt(trace.stopped)
-        traces[name] = trace
-    result = {
-        "config": report.flags(config),
-        "rows": [len(labels) for _, labels in parts],
-        "dimension": dimension,
-        "methods": {name: _summary(trace) for name, trace in traces.items()},
-        "seconds": time.perf_counter() - began,
-        **report.origin(),
-    }
-    return result, traces
-
-
-# ----------------------------------------------------------------------------- the parts
-
-
-def _parts(config: Baseline, key: jax.Array) -> list[tuple[Any, Any]]:
-    """Training, validation and test rows with their labels."""
+def _plan(config: Baseline) -> Plan:
+    """Data, candidates and the problem of choosing one."""
+    row_key, data_key, config_key, key = jax.random.split(jax.random.key(config.seed), 4)
     sizes = {name: config.size(name) for name in ("train", "valid", "test")}
-    return data.samples(config.data, [key], **sizes)[0]
-
-
-def _problem(
-    config: Baseline, parts: list, dimension: int, data_key: jax.Array, config_key: jax.Array
-) -> tuple[Selection, list]:
+    (parts,) = data.samples(config.data, [row_key], **sizes)
+    dimension = config.size("dimension")
     if config.data == "imdb":
         # lambda |w|^2 + sum = 2 lambda (1/2 |w|^2 + C sum)
         problem = features.text_selection(*parts, cost=0.5 / config.penalty)
-        return problem, features.sample_text(config_key, config.configs)
-    problem = features.fourier_selection(
-        data_key, *parts, dimension=dimension, penalty=config.penalty
+        candidates: list = features.sample_text(config_key, config.configs)
+    else:
+        problem = features.fourier_selection(
+            data_key, *parts, dimension=dimension, penalty=config.penalty
+        )
+        candidates = features.sample_fourier(config_key, config.configs)
+    rows = [len(labels) for _, labels in parts]
+    return Plan(problem, candidates, rows, dimension, key)
+
+
+def _trace(
+    plan: Plan, name: str, folder: pathlib.Path, bar: RunBar, *, resume: bool, progress: bool | None
+) -> Trace:
+    """One method's search."""
+    bar.enter(name)
+    halves = name in ("successive-halving", "hyperband")
+    options: dict[str, Any] = {"minimum": max(1, plan.dimension // 64)} if halves else {}
+    trace = _METHODS[name](
+        plan.key,
+        plan.candidates,
+        plan.problem,
+        plan.dimension,
+        journal=folder / f"{name}.jsonl",
+        resume=resume,
+        progress=progress,
+        **options,
     )
-    return problem, features.sample_fourier(config_key, config.configs)
+    if trace.stopped:
+        raise KeyboardInterrupt(trace.stopped)
+    return trace
 
 
 # ----------------------------------------------------------------------------- the report

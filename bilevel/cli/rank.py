@@ -10,7 +10,8 @@ import functools
 import math
 import pathlib
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -54,22 +55,49 @@ _PUBLISHED = {"naswot": "nwot"} | {
 _ALL = "sum of log ranks"
 
 
+class Plan(NamedTuple):
+    """What a run scores, judges and trains, in values of the library."""
+
+    names: tuple[str, ...]  # of scores
+    shape: dict[str, int]  # of every network: classes, cells, channels
+    drawn: np.ndarray  # rows of the benchmark's table, in random order
+    at_once: int  # networks scored side by side
+    train: Rows
+    test: Rows
+    batch: Rows  # that the networks are scored on
+    keys: jax.Array  # of the initial weights, and of the training
+    table: Table | None  # accuracies to judge by
+    aggregate: tuple[str, ...]  # scores and baselines to be summed up
+    k: int
+    pool: int
+    seed: int
+
+
+class Training(NamedTuple):
+    """How the chosen network is trained, as the benchmark trains."""
+
+    epochs: int
+    batch_size: int
+    augment: Callable[..., jax.Array] | None
+
+
 def run_rank(config: Rank) -> dict[str, Any]:
     """Run the job; print its tables, write its run directory, return what `result.json` holds."""
     config.check()
     changeable = ("networks", "scores", "aggregate", "k", "pool")
     with run_directory(config, changeable, keeps="the scores saved so far are kept") as folder:
-        return _run(config, folder)
-
-
-def _run(config: Rank, folder: pathlib.Path) -> dict[str, Any]:
-    with report.phases(config.progress, _work(config)) as bar:
-        result, scored, drawn, table = _computed(config, folder, bar)
-    report.write(folder, result, {"rows": drawn, **scored.values})
-    if table is not None:
-        _picture(folder, config, scored, table, drawn)
-    _print(result, folder)
-    return result
+        with report.phases(config.progress, _work(config)) as bar:
+            began = time.perf_counter()
+            bar.enter("data")
+            plan, training = _plan(config)
+            result, scored = _computed(plan, training, folder, bar, config.progress)
+            result["seconds"] = time.perf_counter() - began
+        result = {"config": report.flags(config)} | result | report.origin()
+        report.write(folder, result, {"rows": plan.drawn, **scored.values})
+        if plan.table is not None:
+            _picture(folder, result, scored, plan.table, plan.drawn)
+        _print(result, folder)
+        return result
 
 
 def _work(config: Rank) -> dict[str, float]:
@@ -85,72 +113,73 @@ def _work(config: Rank) -> dict[str, float]:
     }
 
 
+def _plan(config: Rank) -> tuple[Plan, Training]:
+    """Data, networks and how they are judged: the last place that reads a flag."""
+    unit = functools.partial(unit_images, pixels=config.pixels)
+    sizes = {"train": config.train, "test": config.test}
+    (rows,) = datasets.samples(config.data, [jax.random.key(config.seed)], valid=1, **sizes)
+    train, _, test = deep.normalised(rows, unit)
+    plan = Plan(
+        names=config.score_names,
+        shape={"classes": CLASSES, "cells": config.cells, "channels": config.channels},
+        # RandomState, not default_rng, whose stream may change from one numpy to the next. Fewer
+        # networks are the first of more.
+        drawn=np.random.RandomState(config.seed).permutation(len(genotypes()))[: config.count],
+        at_once=config.at_once,
+        train=train,
+        test=test,
+        batch=_first_rows(jax.random.key(config.seed + 1), train, config.batch_size),
+        keys=jax.random.split(jax.random.key(config.seed), 3)[:2],
+        table=load_table() if config.judged else None,
+        aggregate=config.aggregate,
+        k=config.k,
+        pool=config.pool,
+        seed=config.seed,
+    )
+    augment = crop_and_flip if config.data == "cifar10" else None
+    return plan, Training(config.epochs, min(config.batch_size, config.train), augment)
+
+
+def _first_rows(key: jax.Array, rows: Rows, size: int) -> Rows:
+    """Some rows in random order, with all classes in their proportions."""
+    x, y = rows
+    (chosen,) = datasets.split(key, np.asarray(y), (size,))
+    return x[chosen], y[chosen]
+
+
 def _computed(
-    config: Rank, folder: pathlib.Path, bar: RunBar
-) -> tuple[dict[str, Any], Scored, np.ndarray, Table | None]:
-    began, names = time.perf_counter(), config.score_names
-    bar.enter("data")
-    table = load_table() if config.judged else None
-    train, test = _images(config)
-    shape = {"classes": CLASSES, "cells": config.cells, "channels": config.channels}
-    networks = all_networks(**shape)
-    keys = jax.random.split(jax.random.key(config.seed), 3)
-    batch = _batch(config, train)
-    drawn = _drawn(config)
-    cells = [genotypes()[row] for row in drawn]
-    w = jax.jit(lambda key: networks.init(key, train[0].shape[1:]))(keys[0])
-    jax.eval_shape(networks.apply, w, encode(cells[0]), batch[0])
+    plan: Plan, training: Training, folder: pathlib.Path, bar: RunBar, progress: bool | None
+) -> tuple[dict[str, Any], Scored]:
+    networks = all_networks(**plan.shape)
+    cells = [genotypes()[row] for row in plan.drawn]
+    x, _ = plan.train
+    w = jax.jit(lambda key: networks.init(key, x.shape[1:]))(plan.keys[0])
+    jax.eval_shape(networks.apply, w, encode(cells[0]), plan.batch[0])
     bar.enter("scores")
     scored = score_networks(
-        names,
+        plan.names,
         networks,
         w,
         cells,
-        batch,
-        at_once=config.at_once,
-        progress=config.progress,
+        plan.batch,
+        at_once=plan.at_once,
+        progress=progress,
         file=folder / "scores.npz",
     )
     result: dict[str, Any] = {
-        "config": report.flags(config),
-        "networks": len(drawn),
+        "networks": len(plan.drawn),
         "seconds_per_network": scored.seconds,
         "compile_seconds": scored.compile_seconds,
-        **report.origin(),
     }
     bar.enter("judging")
-    if table is not None:
-        result |= _judged(config, scored, table, drawn)
-    chosen = _best(cells, scored.oriented()[names[0]])
-    result["chosen"] = {"genotype": str(chosen), "score": names[0]}
-    if config.epochs:
+    if plan.table is not None:
+        result |= _judged(plan, scored, plan.table)
+    chosen = _best(cells, scored.oriented()[plan.names[0]])
+    result["chosen"] = {"genotype": str(chosen), "score": plan.names[0]}
+    if training.epochs:
         bar.enter("training")
-        result["chosen"] |= _trained(config, chosen, shape, train, test, keys[1], folder)
-    result["seconds"] = time.perf_counter() - began
-    return result, scored, drawn, table
-
-
-def _drawn(config: Rank) -> np.ndarray:
-    """Rows of the table in random order, such that fewer networks are the first of more."""
-    # RandomState, not default_rng, whose stream may change from one numpy to the next.
-    order = np.random.RandomState(config.seed).permutation(len(genotypes()))
-    return order[: config.count]
-
-
-def _images(config: Rank) -> tuple[Rows, Rows]:
-    """Training and test rows, images with mean 0 and variance 1 in each channel."""
-    key, sizes = jax.random.key(config.seed), {"train": config.train, "test": config.test}
-    (rows,) = datasets.samples(config.data, [key], valid=1, **sizes)
-    unit = functools.partial(unit_images, pixels=config.pixels)
-    train, _, test = deep.normalised(rows, unit)
-    return train, test
-
-
-def _batch(config: Rank, train: Rows) -> Rows:
-    """Rows in random order, with all classes in their proportions."""
-    x, y = train
-    (rows,) = datasets.split(jax.random.key(config.seed + 1), np.asarray(y), (config.batch_size,))
-    return x[rows], y[rows]
+        result["chosen"] |= _trained(plan, training, chosen, folder, progress)
+    return result, scored
 
 
 def _best(cells: list[Genotype], score: np.ndarray) -> Genotype:
@@ -160,17 +189,15 @@ def _best(cells: list[Genotype], score: np.ndarray) -> Genotype:
 # ----------------------------------------------------------------------------- judging
 
 
-def _judged(config: Rank, scored: Scored, table: Table, rows: np.ndarray) -> dict[str, Any]:
+def _judged(plan: Plan, scored: Scored, table: Table) -> dict[str, Any]:
     """Correlations, choices, the papers' protocol, agreement with published scores."""
-    scores = scored.oriented()
-    if len(parts := _parts(config, scores, rows)) > 1:
+    scores, rows = scored.oriented(), plan.drawn
+    if len(parts := _parts(plan.aggregate, scores, rows)) > 1:
         scores[_ALL] = sum_of_log_ranks(*parts)
-    pool = config.pool if config.pool < len(rows) else None
-    lines = judge(scores, table, rows, k=config.k, pool=pool, seed=config.seed)
+    pool = plan.pool if plan.pool < len(rows) else None
+    lines = judge(scores, table, rows, k=plan.k, pool=pool, seed=plan.seed)
     protocol = {
-        name: paper_protocol(
-            score, table, rows, k=config.k, pool=pool or len(rows), seed=config.seed
-        )
+        name: paper_protocol(score, table, rows, k=plan.k, pool=pool or len(rows), seed=plan.seed)
         for name, score in scores.items()
     }
     ceilings = {}
@@ -201,29 +228,37 @@ def _agreement(scores: dict[str, np.ndarray], rows: np.ndarray) -> dict[str, Any
     return agreement
 
 
-def _parts(config: Rank, scores: dict[str, np.ndarray], rows: np.ndarray) -> list[np.ndarray]:
+def _parts(
+    aggregate: tuple[str, ...], scores: dict[str, np.ndarray], rows: np.ndarray
+) -> list[np.ndarray]:
     """The scores and baselines that are aggregated, for the networks ``rows``."""
     cells = [genotypes()[row] for row in rows]
     return [
         scores[name] if name in scores else np.array([*map(BASELINES[name], cells)])
-        for name in config.aggregate or scores
+        for name in aggregate or scores
     ]
 
 
 # ----------------------------------------------------------------------------- Algorithm 1
 
 
-def _trained(config, genotype, shape, train, test, key, folder) -> dict[str, Any]:
+def _trained(
+    plan: Plan,
+    training: Training,
+    genotype: Genotype,
+    folder: pathlib.Path,
+    progress: bool | None,
+) -> dict[str, Any]:
     """The chosen network trained from scratch as the benchmark trains, and its test error."""
-    network = nasbench201_network(genotype, **shape)
-    size = min(config.batch_size, config.train)
-    steps = config.epochs * (config.train // size)
+    network = nasbench201_network(genotype, **plan.shape)
+    epochs, size, augment = training
+    steps = epochs * (len(plan.train[1]) // size)
     sgd = optax.chain(
         optax.add_decayed_weights(5e-4),
         optax.sgd(optax.cosine_decay_schedule(0.1, steps), momentum=0.9, nesterov=True),
     )
     text, fields = "loss {task.fields[loss]:.3f}", ("loss",)
-    with progress_bar(config.progress, "training", config.epochs, text, fields) as show:
+    with progress_bar(progress, "training", epochs, text, fields) as show:
 
         def show_epoch(epoch, loss):
             show(epoch, lambda: {"loss": loss})
@@ -231,16 +266,16 @@ def _trained(config, genotype, shape, train, test, key, folder) -> dict[str, Any
         _, errors = images.fitted(
             network,
             sgd,
-            key,
-            [train, test],
-            epochs=config.epochs,
+            plan.keys[1],
+            [plan.train, plan.test],
+            epochs=epochs,
             batch_size=size,
             checkpoint=folder / "network",
             show=show_epoch,
-            augment=crop_and_flip if config.data == "cifar10" else None,
+            augment=augment,
         )
     return {
-        "parameters": parameter_count(genotype, **shape),
+        "parameters": parameter_count(genotype, **plan.shape),
         "train_error": errors[0],
         "test_error": errors[1],
     }
@@ -250,8 +285,9 @@ def _trained(config, genotype, shape, train, test, key, folder) -> dict[str, Any
 
 
 def _picture(
-    folder: pathlib.Path, config: Rank, scored: Scored, table: Table, rows: np.ndarray
+    folder: pathlib.Path, result: dict[str, Any], scored: Scored, table: Table, rows: np.ndarray
 ) -> None:
+    config = result["config"]
     accuracy = table.accuracy["cifar10-test"][rows]
     names = list(scored.values)
     columns = min(4, len(names))
@@ -267,8 +303,8 @@ def _picture(
         for ax in axes[:, 0]:
             ax.set_ylabel("CIFAR-10 test accuracy (%)")
         figure.suptitle(
-            f"{len(rows)} networks of NAS-Bench-201, scored on {config.batch_size} rows of "
-            f"{config.data}, seed {config.seed}; triangles: lower than shown"
+            f"{len(rows)} networks of NAS-Bench-201, scored on {config['batch_size']} rows of "
+            f"{config['data']}, seed {config['seed']}; triangles: lower than shown"
         )
 
     report.picture(folder / "ranking.png", (3.4 * columns, 0.4 + 3 * lines), draw)

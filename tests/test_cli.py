@@ -236,7 +236,7 @@ def test_certify_prints_a_bracket_and_leaves_it_with_the_spectra(tmp_path, capsy
         assert kernel["certified_min_eigenvalue"] <= kernel["min_eigenvalue"]
     arrays = loaded(tmp_path / "run" / "arrays.npz")
     for name, kernel in kernels.items():
-        spectrum = arrays[f"spectrum {name}"]
+        spectrum = arrays[f"spectrum_{name}".replace(" ", "_")]
         assert spectrum.shape == (40,)
         np.testing.assert_allclose(
             spectrum[[0, -1]], [kernel[f"{m}_eigenvalue"] for m in ("min", "max")]
@@ -384,7 +384,7 @@ def test_baseline_compares_all_methods_in_one_table(tmp_path, capsys, bars):
     assert result["methods"]["random-search"]["calls"] == 6
     assert result["methods"]["weight-sharing"]["calls"] == 3
     arrays = loaded(tmp_path / "run" / "arrays.npz")
-    assert arrays["weight-sharing calls"].tolist() == [1, 2, 3]
+    assert arrays["weight_sharing_calls"].tolist() == [1, 2, 3]
     assert (tmp_path / "run" / "baseline.png").stat().st_size > 10_000
 
 

@@ -225,19 +225,19 @@ def test_the_report_has_each_figure_of_each_score_and_the_baselines():
     )
     assert [line["score"] for line in baselines] == list(BASELINES)
     assert truth_line["nan"] == 2
-    assert truth_line["cifar10-test tau"] > 0.95 > truth_line["cifar10-valid tau"]
-    assert abs(noise_line["cifar10-test tau"]) < 0.1
+    assert truth_line["cifar10_test_tau"] > 0.95 > truth_line["cifar10_valid_tau"]
+    assert abs(noise_line["cifar10_test_tau"]) < 0.1
     # Baselines are counted here, whatever the caller gives; accuracy was made from the first.
     size = [parameter_count(genotypes()[i]) for i in rows]
     for name in DATASETS:
         test, valid = (table.accuracy[f"{name}-{part}"][rows] for part in ("test", "valid"))
         found = best_of_k(size, valid, test, 20, pool=100, draws=50)
-        assert baselines[0][f"{name}-test tau"] == correlations(size, test).tau
-        assert baselines[0][f"{name}-test rho"] == correlations(size, test).rho
-        assert baselines[0][f"{name} top one"] == top_one(size, test)
+        assert baselines[0][f"{name}_test_tau"] == correlations(size, test).tau
+        assert baselines[0][f"{name}_test_rho"] == correlations(size, test).rho
+        assert baselines[0][f"{name}_top_one"] == top_one(size, test)
         gain = found.mean() - best_of_k_random(valid, test, 20)
-        assert baselines[0][f"{name} gain"] == pytest.approx(gain)
-        assert baselines[0][f"{name} gain error"] == pytest.approx(found.std(ddof=1) / 50**0.5)
+        assert baselines[0][f"{name}_gain"] == pytest.approx(gain)
+        assert baselines[0][f"{name}_gain_error"] == pytest.approx(found.std(ddof=1) / 50**0.5)
     assert [line["score"] for line in judge({}, table, rows, draws=1)] == list(BASELINES)
 
 

@@ -125,7 +125,7 @@ def _summary(trace: Trace) -> dict[str, Any]:
 def _arrays(traces: dict[str, Trace]) -> dict[str, np.ndarray]:
     columns = "round", "resource", "calls", "seconds", "incumbent", "valid", "test"
     return {
-        f"{name} {column}": np.asarray(getattr(trace, column))
+        f"{name}_{column}".replace("-", "_"): np.asarray(getattr(trace, column))
         for name, trace in traces.items()
         for column in columns
     }

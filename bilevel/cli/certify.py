@@ -57,7 +57,9 @@ def run_certify(config: Certify) -> dict[str, Any]:
             result, spectra = _certified(blocks, config.rtol, bar)
         result["seconds"]["all"] = time.perf_counter() - began
         result = {"config": report.flags(config)} | result | report.origin()
-        spectrum = {f"spectrum {name}": values for name, values in spectra.items()}
+        spectrum = {
+            f"spectrum_{name}".replace(" ", "_"): values for name, values in spectra.items()
+        }
         report.write(folder, result, {"x": blocks.x} | spectrum)
         _picture(folder, result, spectra)
         _print(result, folder)

@@ -337,7 +337,7 @@ def _print_judged(screen: Any, result: dict[str, Any]) -> None:
     from rich.table import Table as Screen
 
     config, count = result["config"], result["networks"]
-    sets = ("cifar10-valid", *(f"{d}-test" for d in DATASETS))
+    sets = ("cifar10_valid", *(f"{d}_test" for d in DATASETS))
     heads = ["CIFAR-10 valid.", *DATASETS.values()]
     table = Screen(
         title=f"{count} networks scored on {config['batch_size']} rows of {config['data']}: "
@@ -347,7 +347,7 @@ def _print_judged(screen: Any, result: dict[str, Any]) -> None:
     for head in heads:
         table.add_column(head, justify="right", no_wrap=True)
     for line in result["judged"]:
-        cells = [f"{line[f'{s} tau']:.3f} / {line[f'{s} rho']:.3f}" for s in sets]
+        cells = [f"{line[f'{s}_tau']:.3f} / {line[f'{s}_rho']:.3f}" for s in sets]
         table.add_row(line["score"], *cells)
     screen.print(table)
     found = ", ".join(
@@ -364,7 +364,7 @@ def _print_judged(screen: Any, result: dict[str, Any]) -> None:
     )
     for line in result["judged"]:
         pairs = [
-            (line[f"{d} top one"], line[f"{d} gain"], line[f"{d} gain error"]) for d in DATASETS
+            (line[f"{d}_top_one"], line[f"{d}_gain"], line[f"{d}_gain_error"]) for d in DATASETS
         ]
         table.add_row(
             line["score"], *(f"{top:.2f}  {gain:+.2f} ± {e:.2f}" for top, gain, e in pairs)

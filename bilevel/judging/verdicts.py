@@ -449,12 +449,12 @@ def judge(
     list of dict, one for each score and baseline
         ``score``: its name; ``nan``: how many are NaN; for each of ``DATASETS``
 
-        ==========================  ==========================================================
-        ``"<dataset>-test tau"``    and ``rho``: :func:`correlations`; for ``cifar10-valid`` too
-        ``"<dataset> top one"``     :func:`top_one`, test accuracy
-        ``"<dataset> gain"``        mean of :func:`best_of_k` less :func:`best_of_k_random`
-        ``"<dataset> gain error"``  standard error of that mean: of ties, and of pools if any
-        ==========================  ==========================================================
+        ========================  ============================================================
+        ``<dataset>_test_tau``    and ``_rho``: :func:`correlations`; for ``cifar10_valid`` too
+        ``<dataset>_top_one``     :func:`top_one`, test accuracy
+        ``<dataset>_gain``        mean of :func:`best_of_k` less :func:`best_of_k_random`
+        ``<dataset>_gain_error``  standard error of that mean: of ties, and of pools if any
+        ========================  ============================================================
 
     Raises
     ------
@@ -484,13 +484,14 @@ def judge(
     for name, score in arrays.items():
         line: dict[str, Any] = {"score": name, "nan": int(np.isnan(score).sum())}
         for images in ("cifar10-valid", *(f"{dataset}-test" for dataset in DATASETS)):
-            line[f"{images} tau"], line[f"{images} rho"] = correlations(score, accuracy[images])
+            key = images.replace("-", "_")
+            line[f"{key}_tau"], line[f"{key}_rho"] = correlations(score, accuracy[images])
         for dataset in DATASETS:
             valid, test = accuracy[f"{dataset}-valid"], accuracy[f"{dataset}-test"]
-            line[f"{dataset} top one"] = top_one(score, test)
+            line[f"{dataset}_top_one"] = top_one(score, test)
             found = best_of_k(score, valid, test, k, pool=pool, draws=draws, seed=seed)
             mean, spread = _figure(found)
-            line[f"{dataset} gain"] = mean - chance[dataset]
-            line[f"{dataset} gain error"] = spread / math.sqrt(draws)
+            line[f"{dataset}_gain"] = mean - chance[dataset]
+            line[f"{dataset}_gain_error"] = spread / math.sqrt(draws)
         report.append(line)
     return report

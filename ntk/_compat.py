@@ -19,8 +19,9 @@ from functools import cache
 
 import jax
 import jax.extend.core
-import numpy as np
 from jax.interpreters import ad
+
+from ntk._mended import mend
 
 _INSTALL = (
     "install it with `pip install --no-deps neural-tangents==0.6.5` and `pip install frozendict`."
@@ -59,18 +60,6 @@ def _placeholder(name: str, **contents) -> Iterator[types.ModuleType]:
     finally:
         if sys.modules.get(name) is module:
             del sys.modules[name]
-
-
-def _accept_shapes(empirical) -> None:
-    # It hands shapes to functions of which JAX now wants them called on arrays; these cost nothing.
-    std_basis = empirical._std_basis
-
-    def of_arrays(tree):
-        return std_basis(
-            jax.tree.map(lambda x: np.broadcast_to(np.zeros((), x.dtype), x.shape), tree)
-        )
-
-    empirical._std_basis = of_arrays
 
 
 @cache
@@ -117,5 +106,5 @@ def neural_tangents() -> types.ModuleType:
             ) from error
     if getattr(module, "experimental", None) is experimental and _EXPERIMENTAL not in sys.modules:
         del module.experimental
-    _accept_shapes(module._src.empirical)
+    mend(module)
     return module

@@ -6,6 +6,7 @@ finite width      ``empirical_kernel``, ``kernel_vector_product``, ``gradient_no
 eigenvalues       ``min_eigenvalue``, ``certified_min_eigenvalue``, ``certify_simplex``
 with a kernel     ``kernel_regression``, ``gradient_flow``, ``excess_risk_term``
 theory, search    ``ntk.bounds``, ``ntk.scores``
+a peer            ``neural_tangents``: that library, on today's JAX
 ================  ==================================================================================
 
 Nothing of `bilevel` is imported here.

@@ -1,6 +1,7 @@
 # The public names of `ntk`, and where they are: each is imported when it is first used.
 
 from . import bounds, scores
+from ._compat import neural_tangents
 from .activations import (
     Activation,
     activation,
@@ -19,6 +20,7 @@ from .finite import empirical_kernel, gradient_norms, kernel_vector_product
 from .infinite import lemma1_kernel_as_printed, network_kernel
 from .kernels import Kernels
 from .mixtures import mixture_blocks, mixture_kernel
+from .prediction import Prediction, ensemble, posterior
 from .regression import (
     ExcessRisk,
     KernelRegression,
@@ -35,6 +37,7 @@ __all__ = [
     "ExcessRisk",
     "KernelRegression",
     "Kernels",
+    "Prediction",
     "activation",
     "bounds",
     "certified_min_eigenvalue",
@@ -42,6 +45,7 @@ __all__ = [
     "dual",
     "eigenvalues",
     "empirical_kernel",
+    "ensemble",
     "erf",
     "excess_risk_term",
     "gelu",
@@ -56,6 +60,8 @@ __all__ = [
     "mixture_blocks",
     "mixture_kernel",
     "network_kernel",
+    "neural_tangents",
+    "posterior",
     "relu",
     "scores",
     "sigmoid",

@@ -62,7 +62,7 @@ def _accept_shapes(empirical) -> None:
 
 def _pullbacks(empirical):
     def primals_out_and_pullback(fn, mode, j_rules, s_rules, fwd, *primals):
-        leaves, tree = jax.tree.flatten(primals)
+        tree = jax.tree.structure(primals)
         out, program, constants = _linear_program(fn, primals)
         unknown = [UndefinedPrimal(v.aval) for v in program.invars]
 

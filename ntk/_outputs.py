@@ -78,7 +78,8 @@ def as_kernel(matrix: jax.Array, outputs: int) -> jax.Array:
 
 def with_penalty(matrix: jax.Array, penalty: Any) -> jax.Array:
     """``K + penalty I``; NaN where the penalty is traced and is negative."""
-    if not isinstance(number("penalty", penalty), jax.core.Tracer) and not penalty >= 0:
+    given = number("penalty", penalty)  # not traced, even inside a program, where it is a constant
+    if not isinstance(given, jax.core.Tracer) and not given >= 0:
         raise ValueError(f"penalty: expected a nonnegative number, got {penalty}.")
     penalty = jnp.where(penalty >= 0, penalty, jnp.nan).astype(matrix.dtype)
     return matrix + penalty * jnp.eye(len(matrix), dtype=matrix.dtype)

@@ -1,5 +1,6 @@
 """Predictions with covariance, against neural-tangents, weights in numpy, and networks trained."""
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -10,11 +11,11 @@ from helpers import assert_close, cast, finite_differences, tolerance
 
 import ntk
 
-N, M, O = 5, 3, 2  # inputs to train on, others, outputs
+N, M, OUT = 5, 3, 2  # inputs to train on, others, outputs
 TIMES = np.array([0.0, 0.3, 2.0, np.inf])
 rng = np.random.default_rng(0)
 X = rng.normal(size=(N + M, 4))
-LABELS = {"one output": rng.normal(size=N), "two outputs": rng.normal(size=(N, O))}
+LABELS = {"one output": rng.normal(size=N), "two outputs": rng.normal(size=(N, OUT))}
 Y = LABELS["two outputs"]
 outputs = pytest.mark.parametrize("y", LABELS.values(), ids=LABELS)
 
@@ -30,9 +31,9 @@ def network(a, b=None):
 
 TRAIN, CROSS, PRIOR = network(X[:N]), network(X[N:], X[:N]), network(X[N:]).nngp
 
-# A network of two outputs that is linear in its weights: f = F w with w ~ N(0, S) at time 0, so that
-# its NNGP is F S F' and its NTK is F F'. The outputs share weights.
-FEATURES = rng.normal(size=(N + M, O, 30)) / 5
+# A network of two outputs that is linear in its weights: f = F w with w ~ N(0, S) at time 0, so
+# that its NNGP is F S F' and its NTK is F F'. The outputs share weights.
+FEATURES = rng.normal(size=(N + M, OUT, 30)) / 5
 ROOT = rng.normal(size=(30, 30)) / 5
 LINEAR = Pair(
     np.einsum("iap,pq,jbq->ijab", FEATURES, ROOT @ ROOT.T, FEATURES),
@@ -77,8 +78,8 @@ def test_the_posterior_is_neural_tangents_gaussian_process(y, penalty):
         K, k, prior = (getattr(kernels, name) for kernels in (TRAIN, CROSS, test))
         mean, covariance = jax.jit(ntk.posterior)(K, y, k, prior, penalty=penalty)
         assert mean.shape == (M, *y.shape[1:])
-        assert_close(mean, truth[mode].mean, f64=1e-11)
-        assert_close(covariance, truth[mode].covariance, f64=1e-11)
+        assert_close(mean, getattr(truth, mode).mean, f64=1e-11)
+        assert_close(covariance, getattr(truth, mode).covariance, f64=1e-11)
 
 
 @outputs
@@ -94,11 +95,11 @@ def test_ensembles_are_those_of_neural_tangents(y, penalty):
         kernel_fn, jnp.asarray(X[:N]), columns, learning_rate=columns.size, **options
     )
     found = ntk.ensemble(TRAIN, y, CROSS, PRIOR, t=TIMES[:3], penalty=penalty)
-    truth = peer(jnp.asarray(TIMES[:3]), jnp.asarray(X[N:]), ("ntk",), compute_cov=True)["ntk"]
+    truth = peer(jnp.asarray(TIMES[:3]), jnp.asarray(X[N:]), ("ntk",), compute_cov=True).ntk
     assert found.mean.shape == (3, M, *y.shape[1:]) and found.covariance.shape == (3, M, M)
     assert_close(found, tuple(truth), f64=1e-11)
     limit = ntk.ensemble(TRAIN, y, CROSS, PRIOR, penalty=penalty)
-    truth = peer(None, jnp.asarray(X[N:]), ("ntk",), compute_cov=True)["ntk"]
+    truth = peer(None, jnp.asarray(X[N:]), ("ntk",), compute_cov=True).ntk
     assert_close(limit, tuple(truth), f64=1e-11)
 
 
@@ -120,7 +121,7 @@ def test_training_the_last_layer_is_neural_tangents_nngp_at_every_time():
     peer = ntk.neural_tangents().predict.gradient_descent_mse_ensemble(
         kernel_fn, jnp.asarray(X[:N]), jnp.asarray(Y), learning_rate=Y.size
     )
-    truth = peer(jnp.asarray(TIMES), jnp.asarray(X[N:]), ("nngp",), compute_cov=True)["nngp"]
+    truth = peer(jnp.asarray(TIMES), jnp.asarray(X[N:]), ("nngp",), compute_cov=True).nngp
     assert_close(found, tuple(truth), f64=1e-11)
     assert_close([f[-1] for f in found], list(ntk.posterior(TRAIN.nngp, Y, CROSS.nngp, PRIOR)))
 
@@ -131,7 +132,7 @@ def test_kernels_of_several_outputs_agree_with_neural_tangents(penalty):
     options = {"diag_reg": penalty, "diag_reg_absolute_scale": True, "trace_axes": ()}
     # The flow of one network.
     flow = predict.gradient_descent_mse(train.ntk, y, learning_rate=y.size, **options)
-    starts = jnp.ones((N, O)), jnp.full((M, O), 2.0)
+    starts = jnp.ones((N, OUT)), jnp.full((M, OUT), 2.0)
     _, truth = flow(jnp.asarray(TIMES), *starts, cross.ntk)
     ours = {"f0": starts[0], "cross": cross.ntk, "cross_f0": starts[1], "penalty": penalty}
     found = jax.jit(ntk.gradient_flow)(train.ntk, y, TIMES, **ours)
@@ -141,20 +142,18 @@ def test_kernels_of_several_outputs_agree_with_neural_tangents(penalty):
     truth = gaussian(("nngp", "ntk"), cross, Pair(prior, None))
     assert_close(
         ntk.posterior(train.nngp, y, cross.nngp, prior, penalty=penalty),
-        tuple(truth["nngp"]),
+        tuple(truth.nngp),
         f64=1e-10,
     )
-    assert_close(
-        ntk.ensemble(train, y, cross, prior, penalty=penalty), tuple(truth["ntk"]), f64=1e-10
-    )
+    assert_close(ntk.ensemble(train, y, cross, prior, penalty=penalty), tuple(truth.ntk), f64=1e-10)
 
 
-# ------------------------------------------------------------------------------- weights as the truth
+# --------------------------------------------------------------------- weights as the truth
 
 
 def test_ensembles_are_linear_networks_whose_weights_are_trained():
     found = ntk.ensemble(*FULL, t=TIMES)
-    assert found.mean.shape == (4, M, O) and found.covariance.shape == (4, M, M, O, O)
+    assert found.mean.shape == (4, M, OUT) and found.covariance.shape == (4, M, M, OUT, OUT)
     for i, t in enumerate(TIMES):
         assert_close([f[i] for f in found], list(trained(t)), f64=1e-10)
     variances = np.einsum("tiiaa->tia", found.covariance)
@@ -176,12 +175,17 @@ def test_wide_networks_trained_by_gradient_descent_are_an_ensemble():
     def train(key):
         keys = jax.random.split(key)
         w = jax.random.normal(keys[0], (2, width)), jax.random.normal(keys[1], (width,))
-        loss = lambda w: jnp.sum((apply(w, x[:3]) - y) ** 2) / 2
-        step = lambda _, w: jax.tree.map(lambda w, g: w - t / steps * g, w, jax.grad(loss)(w))
+
+        def loss(w):
+            return jnp.sum((apply(w, x[:3]) - y) ** 2) / 2
+
+        def step(_, w):
+            return jax.tree.map(lambda w, g: w - t / steps * g, w, jax.grad(loss)(w))
+
         return apply(jax.lax.fori_loop(0, steps, step, w), x)
 
     ends = jax.jit(jax.vmap(train))(jax.random.split(jax.random.key(0), networks))
-    of = lambda a, b=None: ntk.network_kernel(a, b, activations=[ntk.relu])
+    of = functools.partial(ntk.network_kernel, activations=[ntk.relu])
     found = ntk.ensemble(of(x[:3]), y, of(x, x[:3]), of(x).nngp, t=t)
     covariance = np.cov(ends, rowvar=False)
     # Four standard errors of 1000 networks, and 3 % for width and steps.
@@ -194,11 +198,14 @@ def test_wide_networks_trained_by_gradient_descent_are_an_ensemble():
 
 
 def test_regression_of_several_outputs_is_one_large_system():
-    (train, y, cross, _), n = FULL, N * O
-    flat = lambda K: np.transpose(K, (0, 2, 1, 3)).reshape(K.shape[0] * O, n)
+    (train, y, cross, _), n = FULL, N * OUT
+
+    def flat(K):
+        return np.transpose(K, (0, 2, 1, 3)).reshape(K.shape[0] * OUT, n)
+
     K, k = flat(train.ntk) + 0.1 * np.eye(n), flat(cross.ntk)
     fit = ntk.kernel_regression(train.ntk, y, penalty=0.1)
-    assert_close(fit.predict(cross.ntk), (k @ np.linalg.solve(K, y.ravel())).reshape(M, O))
+    assert_close(fit.predict(cross.ntk), (k @ np.linalg.solve(K, y.ravel())).reshape(M, OUT))
     risk = ntk.excess_risk_term(train.ntk, y)
     truth = y.ravel() @ np.linalg.solve(flat(train.ntk), y.ravel())
     assert_close(tuple(risk), (truth, np.sqrt(truth / N)), f64=1e-8)
@@ -211,7 +218,9 @@ def test_regression_of_several_outputs_is_one_large_system():
 
 
 def test_independent_outputs_are_the_same_in_either_form():
-    several = lambda K: jnp.einsum("ij,ab->ijab", K, jnp.eye(O))
+    def several(K):
+        return jnp.einsum("ij,ab->ijab", K, jnp.eye(OUT))
+
     full = [Pair(several(k.nngp), several(k.ntk)) for k in (TRAIN, CROSS)]
     one, other = (
         ntk.ensemble(TRAIN, Y, CROSS, PRIOR),
@@ -242,7 +251,10 @@ def test_on_the_training_inputs_variance_ends():
 @pytest.mark.parametrize("penalty", [0.0, 1e-3])
 def test_covariances_are_symmetric_and_positive_semidefinite_with_duplicates(penalty):
     x = jnp.concatenate([jnp.asarray(X), jnp.asarray(X[:4]), jnp.asarray(X[:4]) * (1 + 1e-5)])
-    of = lambda a, b=None: network(x[jnp.array(a)], None if b is None else x[jnp.array(b)])
+
+    def of(a, b=None):
+        return network(x[jnp.array(a)], None if b is None else x[jnp.array(b)])
+
     rows, there = [0, 1, 2, 3, 4, 8, 9, 12], [5, 5, 6, 7, 0, 11, 14]
     y = jnp.sin(x[jnp.array(rows), 0])
     train, cross, prior = of(rows), of(there, rows), of(there).nngp
@@ -286,7 +298,9 @@ def test_derivatives_are_those_of_finite_differences_with_multiple_eigenvalues()
 
 
 def test_variances_alone_come_row_by_row_under_vmap():
-    one = lambda k, v: ntk.posterior(TRAIN.nngp, Y, k[None], v[None, None], penalty=0.1)
+    def one(k, v):
+        return ntk.posterior(TRAIN.nngp, Y, k[None], v[None, None], penalty=0.1)
+
     found = jax.jit(jax.vmap(one))(CROSS.nngp, jnp.diag(PRIOR))
     truth = ntk.posterior(TRAIN.nngp, Y, CROSS.nngp, PRIOR, penalty=0.1)
     assert_close(found.covariance.ravel(), np.diag(truth.covariance))

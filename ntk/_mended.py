@@ -102,8 +102,13 @@ def _without_known(jaxpr: Jaxpr, constants) -> tuple[_Program, list]:
             found = eqn.primitive.bind(*values, **eqn.params)
             found = found if eqn.primitive.multiple_results else [found]
             known.update(zip(eqn.outvars, found, strict=True))
-        else:
+        elif len(eqn.outvars) == 1:
             linear.append(eqn)
+        else:
+            raise ValueError(
+                "implementation: expected 1 or 2 for a network of which one step has several "
+                f"results ({eqn.primitive}), got structured derivatives (3, or 0, which tries all)."
+            )
     program = _Program(list(known), list(jaxpr.invars), list(jaxpr.outvars), linear)
     return program, list(known.values())
 

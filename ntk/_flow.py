@@ -46,6 +46,8 @@ flows = jax.jit(jax.vmap(_flow, in_axes=(None, None, 0)))
 def _eigh(K):
     values, V = jnp.linalg.eigh(K)
     rounding = len(K) * jnp.finfo(K.dtype).eps * jnp.max(jnp.abs(values))
+    # Of a matrix [[NaN]] the vector is 1: what follows takes its value for one that is not positive.
+    V = V * jnp.where(jnp.isfinite(values).all(), 1, jnp.nan).astype(V.dtype)
     return jnp.where(values > rounding, values, 0), V
 
 

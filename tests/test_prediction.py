@@ -325,7 +325,8 @@ def test_what_cannot_be_refused_under_a_trace_is_nan():
     larger = jax.jit(ntk.posterior)(TRAIN.nngp, Y, 3 * CROSS.nngp, PRIOR)
     less = jax.jit(ntk.posterior)(TRAIN.nngp, Y, CROSS.nngp, PRIOR, penalty=-1.0)
     flow = jax.jit(ntk.gradient_flow)(TRAIN.ntk, Y, -1.0)
-    for found in (*negative, *larger, *less, flow):
+    unknown = jax.jit(ntk.gradient_flow)(jnp.full((1, 1), jnp.nan), Y[:1], 1.0, cross=jnp.eye(1))
+    for found in (*negative, *larger, *less, flow, unknown):
         assert np.isnan(found).all()
 
 

@@ -46,7 +46,7 @@ flows = jax.jit(jax.vmap(_flow, in_axes=(None, None, 0)))
 def _eigh(K):
     values, V = jnp.linalg.eigh(K)
     rounding = len(K) * jnp.finfo(K.dtype).eps * jnp.max(jnp.abs(values))
-    # Of a matrix [[NaN]] the vector is 1: what follows takes its value for one that is not positive.
+    # Of a matrix [[NaN]] the vector is 1, and its value counts as not positive below.
     V = V * jnp.where(jnp.isfinite(values).all(), 1, jnp.nan).astype(V.dtype)
     return jnp.where(values > rounding, values, 0), V
 

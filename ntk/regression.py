@@ -43,16 +43,27 @@ class KernelRegression(NamedTuple):
     factor: jax.Array  # [n, n], lower Cholesky factor of K + penalty I; [n outputs, n outputs]
 
     def predict(self, cross: chex.Array) -> jax.Array:
-        """Predictions ``k(x, X) weights``: [m] or [m, outputs].
+        """Predictions ``k(x, X) weights``.
 
-        ``cross`` is [m, n], or [m, n, outputs, outputs] where ``K`` was of that form.
+        Parameters
+        ----------
+        cross : array [m, n] or [m, n, outputs, outputs]
+            In the form that ``K`` had.
+
+        Returns
+        -------
+        array [m] or [m, outputs]
+
+        Raises
+        ------
+        ValueError
+            If ``cross`` is in the other form.
         """
         cross, (n, *outputs) = jnp.asarray(cross), self.weights.shape
-        full = len(self.factor) != n
-        several = full or outputs not in ([], [1])
-        if several and full != (cross.ndim == 4):
-            expected = f"[m, {n}" + f", {outputs[0]}" * 2 * full + "]"
-            raise ValueError(f"cross: expected shape {expected}, as K has it, got {cross.shape}.")
+        full, single = len(self.factor) != n, outputs in ([], [1])
+        if full != (cross.ndim == 4) and not (single and cross.shape[2:] == (1, 1)):
+            expected = ", ".join(map(str, ["m", n, *2 * outputs * full]))
+            raise ValueError(f"cross: expected shape [{expected}], as K has it, got {cross.shape}.")
         if cross.ndim != 4:
             return cross @ self.weights
         return (as_matrix(cross) @ self.weights.ravel()).reshape(len(cross), *outputs)

@@ -297,6 +297,13 @@ def test_derivatives_are_those_of_finite_differences_with_multiple_eigenvalues()
         assert_close(flat.T, truth, f64=1e-8, f32=3e-2)
 
 
+def test_a_variance_rounded_below_zero_is_a_deviation_of_zero_with_a_finite_slope():
+    def total(scale):
+        return ntk.Prediction(jnp.zeros(2), scale * jnp.diag(jnp.array([-1e-17, 4.0]))).std().sum()
+
+    assert_close(jax.value_and_grad(total)(1.0), (2.0, 1.0))
+
+
 def test_variances_alone_come_row_by_row_under_vmap():
     def one(k, v):
         return ntk.posterior(TRAIN.nngp, Y, k[None], v[None, None], penalty=0.1)
@@ -341,6 +348,9 @@ MISTAKES = {
     "cross: expected shape [m, 5], as K": lambda: ntk.kernel_regression(TRAIN.ntk, Y).predict(
         FULL[2].ntk
     ),
+    "cross: expected shape [m, 5], as K has it, got (3, 5, 2, 2)": lambda: ntk.kernel_regression(
+        TRAIN.ntk, Y[:, 0]
+    ).predict(FULL[2].ntk),
     "cross: expected shape [m, 5, 2, 2], as K": lambda: ntk.kernel_regression(
         full_kernel, Y
     ).predict(CROSS.ntk),

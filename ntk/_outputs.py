@@ -58,6 +58,8 @@ def others(name: str, cross: Any, of: Data) -> tuple[jax.Array, tuple[int, ...]]
         raise ValueError(
             f"{name}: expected shape [m, {', '.join(map(str, behind))}], got {cross.shape}."
         )
+    if not isinstance(cross, jax.core.Tracer) and not np.isfinite(cross).all():
+        raise ValueError(f"{name}: expected finite entries, got NaN or infinity.")
     return as_matrix(cross), (len(cross), *outputs)
 
 

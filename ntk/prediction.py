@@ -240,7 +240,7 @@ def _bounded(cross, K, prior, name: str = "cross") -> jax.Array:
 
     Kernels that belong to other networks, or to other inputs, would give negative variances.
     """
-    largest = jnp.sqrt(jnp.outer(jnp.diagonal(prior), jnp.diagonal(K)))
+    largest = jnp.outer(jnp.sqrt(jnp.diagonal(prior)), jnp.sqrt(jnp.diagonal(K)))
     allowed = rounding(cross.dtype, len(K))
     fits = jnp.abs(cross) <= largest + allowed * jnp.max(jnp.abs(largest), initial=0)
     if isinstance(fits, jax.core.Tracer):

@@ -213,8 +213,8 @@ def gradient_flow(
     Raises
     ------
     ValueError
-        If the shapes do not fit, ``K`` is not finite and symmetric, or a ``t`` or the ``penalty``
-        is negative.
+        If the shapes do not fit, an argument is not finite, ``K`` is not symmetric, or a ``t`` or
+        the ``penalty`` is negative.
 
     Notes
     -----

@@ -327,6 +327,15 @@ def test_single_precision_stays_single():
     )
 
 
+@pytest.mark.parametrize("scale", [1e-25, 1e25])
+def test_kernels_of_any_scale_are_predicted_with(scale):
+    # In float32 the product of two variances of 1e-25 is 0, and of 1e25 infinite.
+    train, cross, y, prior = cast((TRAIN.nngp, CROSS.nngp, Y, PRIOR), jnp.float32)
+    found = ntk.posterior(train * scale, y, cross * scale, prior * scale, penalty=0.1 * scale)
+    truth = ntk.posterior(TRAIN.nngp, Y, CROSS.nngp, PRIOR, penalty=0.1)
+    assert_close((found.mean, found.covariance / scale), tuple(truth), f64=1e-4)  # single precision
+
+
 def test_what_cannot_be_refused_under_a_trace_is_nan():
     negative = jax.jit(ntk.ensemble)(TRAIN, Y, CROSS, PRIOR, t=-1.0)
     larger = jax.jit(ntk.posterior)(TRAIN.nngp, Y, 3 * CROSS.nngp, PRIOR)
@@ -356,6 +365,9 @@ MISTAKES = {
     ).predict(CROSS.ntk),
     "cross: expected shape [m, 5], got": lambda: ntk.posterior(
         TRAIN.nngp, Y, CROSS.nngp[:, :2], PRIOR
+    ),
+    "cross.ntk: expected finite": lambda: ntk.ensemble(
+        TRAIN, Y, Pair(CROSS.nngp, CROSS.ntk * jnp.nan), PRIOR
     ),
     "prior: expected shape (3, 3), got (5, 5)": lambda: ntk.posterior(
         TRAIN.nngp, Y, CROSS.nngp, TRAIN.nngp

@@ -35,7 +35,6 @@ import jax.numpy as jnp
 import numpy as np
 
 import ntk
-from ntk import _compat
 from ntk.certificate import certified_min_eigenvalue, certify_simplex
 from ntk.duals import dual
 from ntk.finite import empirical_kernel
@@ -130,7 +129,7 @@ def peer_empirical(implementation):
     def build(data):
         apply, params, x = data
         # Without vmap_axes both implementations take about twice as long.
-        kernel = _compat.neural_tangents().empirical_ntk_fn(
+        kernel = ntk.neural_tangents().empirical_ntk_fn(
             apply, vmap_axes=0, implementation=implementation
         )
         return compiled(lambda params, x: kernel(x, None, params), params, x)
@@ -174,7 +173,7 @@ def ours_infinite(activation):
 
 def peer_infinite(activation):
     def build(x):
-        stax = _compat.neural_tangents().stax
+        stax = ntk.neural_tangents().stax
         layers = [stax.Dense(1, W_std=math.sqrt(DIMENSION))]  # ours has no 1 / d in layer 1
         for _ in range(DEPTH - 1):
             if activation is ntk.relu:

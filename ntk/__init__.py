@@ -5,7 +5,9 @@ infinite width    ``network_kernel``, ``mixture_blocks``, ``mixture_kernel``; ``
 finite width      ``empirical_kernel``, ``kernel_vector_product``, ``gradient_norms``
 eigenvalues       ``min_eigenvalue``, ``certified_min_eigenvalue``, ``certify_simplex``
 with a kernel     ``kernel_regression``, ``gradient_flow``, ``excess_risk_term``
+with two kernels  ``posterior``, ``ensemble``: predictions with their covariance
 theory, search    ``ntk.bounds``, ``ntk.scores``
+a peer            ``neural_tangents``: that library, on today's JAX
 ================  ==================================================================================
 
 Nothing of `bilevel` is imported here.

@@ -1,6 +1,7 @@
 # The public names of `ntk`, and where they are: each is imported when it is first used.
 
 from . import bounds, scores
+from ._compat import neural_tangents
 from .activations import (
     Activation,
     activation,
@@ -20,6 +21,7 @@ from .infinite import lemma1_kernel_as_printed, network_kernel
 from .kernel_functions import kernel_matrix, kernel_mixture
 from .kernels import Kernels
 from .mixtures import mixture_blocks, mixture_kernel
+from .prediction import Prediction, ensemble, posterior
 from .regression import (
     ExcessRisk,
     KernelRegression,
@@ -36,6 +38,7 @@ __all__ = [
     "ExcessRisk",
     "KernelRegression",
     "Kernels",
+    "Prediction",
     "activation",
     "bounds",
     "certified_min_eigenvalue",
@@ -43,6 +46,7 @@ __all__ = [
     "dual",
     "eigenvalues",
     "empirical_kernel",
+    "ensemble",
     "erf",
     "excess_risk_term",
     "gelu",
@@ -59,6 +63,8 @@ __all__ = [
     "mixture_blocks",
     "mixture_kernel",
     "network_kernel",
+    "neural_tangents",
+    "posterior",
     "relu",
     "scores",
     "sigmoid",

@@ -3,10 +3,9 @@
 neural-tangents 0.6.5, its last release, imports names that JAX has since moved or dropped, and an
 experimental module that needs TensorFlow. While it is being imported, :func:`neural_tangents` lends
 ``jax`` the names that it misses and puts an empty module in the place of the experimental one; then
-it takes both back. What neural-tangents imported it keeps under its own names, so that its infinite
-kernels (``stax``), ``batch``, ``predict`` and implementations 1 and 2 of its empirical kernels
-work. Implementation 3 needs more of JAX's internals than there is left, and ``AUTO`` tries it:
-neither works. Read against the sources of JAX 0.10 and 0.11, run on 0.10.
+it takes both back. What neural-tangents imported it keeps under its own names; what it calls of JAX
+and SciPy later, and is gone, is put in its place by :mod:`ntk._mended`. Run on JAX 0.10, 0.11 and
+0.12; `benchmarks/neural_tangents_tests.py` runs its own tests.
 """
 
 import contextlib
@@ -19,8 +18,9 @@ from functools import cache
 
 import jax
 import jax.extend.core
-import numpy as np
 from jax.interpreters import ad
+
+from ntk._mended import mend
 
 _INSTALL = (
     "install it with `pip install --no-deps neural-tangents==0.6.5` and `pip install frozendict`."
@@ -61,35 +61,40 @@ def _placeholder(name: str, **contents) -> Iterator[types.ModuleType]:
             del sys.modules[name]
 
 
-def _accept_shapes(empirical) -> None:
-    # It hands shapes to functions of which JAX now wants them called on arrays; these cost nothing.
-    std_basis = empirical._std_basis
-
-    def of_arrays(tree):
-        return std_basis(
-            jax.tree.map(lambda x: np.broadcast_to(np.zeros((), x.dtype), x.shape), tree)
-        )
-
-    empirical._std_basis = of_arrays
-
-
 @cache
 def neural_tangents() -> types.ModuleType:
-    """The package ``neural_tangents``, imported on the first call.
+    """The package neural-tangents 0.6.5, made to work on today's JAX, without TensorFlow.
+
+    It is imported on the first call. Afterwards an ordinary ``import neural_tangents as nt`` works
+    in the same process.
 
     Returns
     -------
     module
-        ``neural_tangents``, without ``neural_tangents.experimental``, on an unchanged ``jax``.
+        ``neural_tangents``: ``stax`` (infinite kernels), ``batch``, ``predict``, Monte Carlo and
+        empirical kernels of every implementation. Without ``neural_tangents.experimental``. ``jax``
+        is left as it was.
 
     Raises
     ------
     ImportError
         If neural-tangents is missing, or its import fails on this version of JAX.
 
+    Notes
+    -----
+    To install it: ``pip install --no-deps neural-tangents==0.6.5`` and ``pip install frozendict``.
+    Its own metadata asks for TensorFlow, which only the experimental module needs.
+
+    References
+    ----------
+    Novak et al. (2020), "Neural Tangents"; Novak, Sohl-Dickstein & Schoenholz (2022), "Fast finite
+    width neural tangent kernel", for the implementations of empirical kernels.
+
     Examples
     --------
-    >>> _, _, kernel_fn = neural_tangents().stax.Dense(1)
+    >>> nt = neural_tangents()
+    >>> from neural_tangents import stax
+    >>> _, _, kernel_fn = stax.serial(stax.Dense(1), stax.Relu(), stax.Dense(1))
     >>> kernel_fn(jax.numpy.ones((1, 2)), None, "ntk")
     Array([[1.]], dtype=float...)
     """
@@ -117,5 +122,5 @@ def neural_tangents() -> types.ModuleType:
             ) from error
     if getattr(module, "experimental", None) is experimental and _EXPERIMENTAL not in sys.modules:
         del module.experimental
-    _accept_shapes(module._src.empirical)
+    mend(module)
     return module

@@ -44,10 +44,13 @@ def symmetric(K: Any, name: str = "K", *, stack: bool = False) -> jax.Array:
         raise ValueError(f"{name}: expected {expected}, got shape {K.shape}.")
     allowed = rounding(K.dtype, K.shape[-1])
     K = floats(name, K)
-    half, known = _symmetric(K, allowed)
     if isinstance(K, jax.core.Tracer):
+        half, known = _symmetric(K, allowed)
         return half * jnp.where(known, 1, jnp.nan).astype(K.dtype)
-    if not known.all():
+    with jax.ensure_compile_time_eval():  # where the caller traces other arguments
+        half, known = _symmetric(K, allowed)
+        refused = not known.all()
+    if refused:
         check_symmetric(np.asarray(K), allowed, name)  # which knows what is wrong
     return half
 

@@ -1,6 +1,7 @@
 """The record of an infinitely wide network's two kernels, with a bound of their error."""
 
 import dataclasses
+import math
 from collections.abc import Iterator
 
 import jax
@@ -21,7 +22,7 @@ class Kernels:
 
     nngp: jax.Array
     ntk: jax.Array
-    error: jax.Array
+    error: jax.Array | float = math.inf
 
     def __iter__(self) -> Iterator[jax.Array]:
         return iter((self.nngp, self.ntk))

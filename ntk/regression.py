@@ -6,7 +6,7 @@ A network in its linear (NTK) regime, trained by gradient flow on ``1/2 |f(X) - 
 
 and in the limit, or with weight decay ``penalty``, ``f(x) = k(x, X) (K + penalty I)^-1 y``: one
 Cholesky factorisation gives that, its leave-one-out residuals, and ``y'K^-1 y``. The flow takes one
-eigendecomposition.
+eigendecomposition. How far the predictions may be off: :mod:`ntk.prediction`.
 
 =======  ==========================================================
 letter   meaning
@@ -18,40 +18,71 @@ f_0      predictions before training
 t        time: number of steps times their size
 =======  ==========================================================
 
+A kernel ``[n, n]`` is that of every output by itself. Where outputs have a kernel with each other,
+``empirical_kernel(..., outputs="full")``, K is ``[n, n, outputs, outputs]``, cross is
+``[m, n, outputs, outputs]``, and y is ``[n, outputs]``.
+
 References: Jacot, Gabriel & Hongler (2018); Lee et al. (2019), Eqs. (8)-(11); Oymak et al. (2021).
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import chex
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from ntk._checks import array, number, offending
-from ntk._symmetric import symmetric
-from ntk.spectrum import min_eigenvalue
+from ntk._checks import array
+from ntk._flow import flows, times
+from ntk._outputs import as_matrix, cholesky, data, others, with_penalty
 
 
 class KernelRegression(NamedTuple):
     """Result of :func:`kernel_regression`."""
 
     weights: jax.Array  # like y: (K + penalty I)^-1 y
-    factor: jax.Array  # [n, n], lower Cholesky factor of K + penalty I
+    factor: jax.Array  # [n, n], lower Cholesky factor of K + penalty I; [n outputs, n outputs]
 
     def predict(self, cross: chex.Array) -> jax.Array:
-        """Predictions ``cross @ weights``: [m, n] -> [m] or [m, outputs]."""
-        return cross @ self.weights
+        """Predictions ``k(x, X) weights``.
+
+        Parameters
+        ----------
+        cross : array [m, n] or [m, n, outputs, outputs]
+            In the form that ``K`` had.
+
+        Returns
+        -------
+        array [m] or [m, outputs]
+
+        Raises
+        ------
+        ValueError
+            If ``cross`` is in the other form.
+        """
+        cross, (n, *outputs) = jnp.asarray(cross), self.weights.shape
+        full, single = len(self.factor) != n, outputs in ([], [1])
+        if full != (cross.ndim == 4) and not (single and cross.shape[2:] == (1, 1)):
+            expected = ", ".join(map(str, ["m", n, *2 * outputs * full]))
+            raise ValueError(f"cross: expected shape [{expected}], as K has it, got {cross.shape}.")
+        if cross.ndim != 4:
+            return cross @ self.weights
+        return (as_matrix(cross) @ self.weights.ravel()).reshape(len(cross), *outputs)
 
     def leave_one_out(self) -> jax.Array:
         """Residuals ``y_i - f_-i(x_i)`` of the fits without sample i, like y, without refitting.
 
-        They are ``weights_i / (K + penalty I)^-1_ii`` (Rasmussen & Williams 2006, Eq. 5.12); n^3.
+        They are ``weights_i / (K + penalty I)^-1_ii`` (Rasmussen & Williams 2006, Eq. 5.12), of a
+        kernel of several outputs with the block of sample i in the place of ``ii``; n^3.
         """
-        identity = jnp.eye(len(self.factor), dtype=self.factor.dtype)
-        inverse = jax.scipy.linalg.solve_triangular(self.factor, identity, lower=True)
-        diagonal = jnp.sum(inverse**2, axis=0)
-        return self.weights / diagonal.reshape(-1, *[1] * (self.weights.ndim - 1))
+        rows = jnp.eye(len(self.factor), dtype=self.factor.dtype)
+        inverse = jax.scipy.linalg.solve_triangular(self.factor, rows, lower=True)
+        n, outputs = len(self.weights), len(self.factor) // len(self.weights)
+        if outputs == 1:
+            diagonal = jnp.sum(inverse**2, axis=0)
+            return self.weights / diagonal.reshape(-1, *[1] * (self.weights.ndim - 1))
+        of_sample = inverse.reshape(-1, n, outputs)
+        blocks = jnp.einsum("kia,kib->iab", of_sample, of_sample)
+        return jnp.linalg.solve(blocks, self.weights[..., None])[..., 0]
 
 
 class ExcessRisk(NamedTuple):
@@ -61,15 +92,20 @@ class ExcessRisk(NamedTuple):
     normalized: jax.Array  # [], sqrt(y'K^-1 y / n)
 
 
-def kernel_regression(K: chex.Array, y: chex.Array, *, penalty: float = 0.0) -> KernelRegression:
+def kernel_regression(
+    K: Any, y: chex.Array, *, x: Any = None, penalty: float = 0.0
+) -> KernelRegression:
     """Kernel (ridge) regression: the minimiser of ``|y - K w|^2 + penalty w'Kw``.
 
     Parameters
     ----------
-    K : array [n, n]
-        Kernel of the training inputs, symmetric up to rounding.
+    K : array [n, n] or [n, n, outputs, outputs], :class:`ntk.Kernels` or kernel function
+        Kernel of the training inputs, symmetric up to rounding; of a record, the tangent kernel.
     y : array [n] or [n, outputs]
         Targets.
+    x : array [n, ...], optional
+        Training inputs, where ``K`` is a kernel function (:func:`ntk.kernel_matrix`, which makes
+        ``cross`` too).
     penalty : float
         Added to the diagonal: weight decay, noise variance, or a cure for a singular ``K``. There
         is no hidden jitter.
@@ -88,7 +124,7 @@ def kernel_regression(K: chex.Array, y: chex.Array, *, penalty: float = 0.0) -> 
 
     Notes
     -----
-    Time n^3 / 3, memory one matrix more.
+    Time n^3 / 3, memory one matrix more; n outputs in the place of n where ``K`` has the outputs'.
 
     Examples
     --------
@@ -97,13 +133,22 @@ def kernel_regression(K: chex.Array, y: chex.Array, *, penalty: float = 0.0) -> 
     Array([3., 1.], dtype=float...)
     >>> fit.leave_one_out().round(4)
     Array([ 3. , -1.5], dtype=float...)
+
+    With a kernel function:
+
+    >>> from ntk import kernel_matrix
+    >>> linear, x = lambda x1, x2: x1 @ x2.T, jnp.array([[1.0, 0.0], [1.0, 1.0]])
+    >>> fit = kernel_regression(linear, jnp.array([1.0, 3.0]), x=x)
+    >>> fit.predict(kernel_matrix(linear, jnp.array([[2.0, 1.0]]), x)).round(4)
+    Array([4.], dtype=float...)
     """
-    K, y = _data(K, y)
-    factor = _cholesky(K, penalty)
-    return KernelRegression(jax.scipy.linalg.cho_solve((factor, True), y), factor)
+    given = data(K, y, x=x)
+    factor = cholesky(given.matrix, penalty)
+    weights = jax.scipy.linalg.cho_solve((factor, True), given.columns)
+    return KernelRegression(weights.reshape(given.shape), factor)
 
 
-def excess_risk_term(K: chex.Array, y: chex.Array) -> ExcessRisk:
+def excess_risk_term(K: Any, y: chex.Array, *, x: Any = None) -> ExcessRisk:
     """``y'K^-1 y``, and ``sqrt(y'K^-1 y / n)``: what the excess-risk bounds consist of.
 
     The first term of Oymak et al. (2021), Theorem 3, is ``2 B sqrt(y'K^-1 y / n)``; that of their
@@ -113,10 +158,12 @@ def excess_risk_term(K: chex.Array, y: chex.Array) -> ExcessRisk:
 
     Parameters
     ----------
-    K : array [n, n]
-        Kernel of the training inputs, symmetric up to rounding.
+    K : array, :class:`ntk.Kernels` or kernel function
+        As in :func:`kernel_regression`.
     y : array [n] or [n, outputs]
         Targets; several outputs are summed over.
+    x : array [n, ...], optional
+        Training inputs, where ``K`` is a kernel function.
 
     Returns
     -------
@@ -134,14 +181,23 @@ def excess_risk_term(K: chex.Array, y: chex.Array) -> ExcessRisk:
     >>> risk.quadratic, risk.normalized
     (Array(2., dtype=float...), Array(1., dtype=float...))
     """
-    K, y = _data(K, y)
-    whitened = jax.scipy.linalg.solve_triangular(_cholesky(K, 0.0), y, lower=True)
+    given = data(K, y, x=x)
+    factor = cholesky(given.matrix, 0.0)
+    whitened = jax.scipy.linalg.solve_triangular(factor, given.columns, lower=True)
     quadratic = jnp.sum(whitened**2)
     return ExcessRisk(quadratic, jnp.sqrt(quadratic / len(y)))
 
 
 def gradient_flow(
-    K: chex.Array, y: chex.Array, t, *, f0=0.0, cross: chex.Array | None = None, cross_f0=0.0
+    K: Any,
+    y: chex.Array,
+    t,
+    *,
+    x: Any = None,
+    f0=0.0,
+    cross: chex.Array | None = None,
+    cross_f0=0.0,
+    penalty: float = 0.0,
 ) -> jax.Array:
     """Predictions after training for a time ``t``: ``f_0(x) + k(x, X) phi_t(K) (y - f_0(X))``.
 
@@ -155,12 +211,17 @@ def gradient_flow(
         As in :func:`kernel_regression`; ``K`` may be singular.
     t : float or array [...]
         Times, not negative; ``inf`` is the limit, kernel regression.
+    x : array [n, ...], optional
+        Training inputs, where ``K`` is a kernel function.
     f0 : float or array like y
         Predictions on the training inputs at time 0.
-    cross : array [m, n], optional
+    cross : array [m, n] or [m, n, outputs, outputs], optional
         Kernel of other inputs with the training inputs: predict there; on the latter by default.
     cross_f0 : float or array [m] or [m, outputs]
         Predictions there at time 0.
+    penalty : float
+        Weight decay towards the weights at time 0: ``K + penalty I`` in the place of ``K`` in
+        ``phi_t``.
 
     Returns
     -------
@@ -170,7 +231,8 @@ def gradient_flow(
     Raises
     ------
     ValueError
-        If the shapes do not fit, ``K`` is not finite and symmetric, or a ``t`` is negative.
+        If the shapes do not fit, an argument is not finite, ``K`` is not symmetric, or a ``t`` or
+        the ``penalty`` is negative.
 
     Notes
     -----
@@ -183,103 +245,17 @@ def gradient_flow(
     >>> gradient_flow(K, y, jnp.array([0.0, 1.0, jnp.inf]))[:, 0]
     Array([0.  , 0.63, 1.  ], dtype=float...)
     """
-    K, y = _data(K, y)
-    t = array("t", t).astype(K.dtype)
-    if not isinstance(t, jax.core.Tracer) and not (np.asarray(t) >= 0).all():
-        raise ValueError(f"t: expected nonnegative times, got {offending(t, np.asarray(t) >= 0)}.")
+    given = data(K, y, x=x)
+    matrix, shape = given.matrix, given.shape
+    t = times(t, matrix.dtype)
     f0, cross_f0 = array("f0", f0), array("cross_f0", cross_f0)
-    cross = None if cross is None else array("cross", cross)
     if cross is None:
-        cross, cross_f0 = K, f0
-    elif cross.ndim != 2 or cross.shape[1] != len(K):
-        raise ValueError(f"cross: expected shape [m, {len(K)}], got {cross.shape}.")
-    others = (len(cross), *y.shape[1:])
-    for name, start, shape in (("f0", f0, y.shape), ("cross_f0", cross_f0, others)):
-        if start.shape not in ((), shape):
-            raise ValueError(f"{name}: expected a number or shape {shape}, got {start.shape}.")
-    columns = (y - f0).reshape(len(K), -1)
-    moved = _flows(K, columns, t.ravel())
-    return cross_f0 + (cross @ moved).reshape(*t.shape, *others)
-
-
-@jax.custom_jvp
-def _flow(K, r, t):
-    """``phi_t(K) r`` for r [n, outputs], by the eigenvalues of K."""
-    values, V = _eigh(K)
-    return V @ (_phi(values, t)[:, None] * (V.T @ r))
-
-
-@_flow.defjvp
-def _(primals, tangents):
-    # The derivative of eigh has poles at multiple eigenvalues; that of a function of K has none:
-    # dphi(K) = V (phi[a, b] o V' dK V) V' with the divided differences of phi (Daleckii-Krein).
-    (K, r, t), (dK, dr, dt) = primals, tangents
-    values, V = _eigh(K)
-    phi = _phi(values, t)[:, None]
-    inside = V.T @ r
-    slope = (_divided_differences(values, t) * (V.T @ dK @ V)) @ inside
-    slope += phi * (V.T @ dr) + dt * jnp.exp(-_product(t, values))[:, None] * inside
-    return V @ (phi * inside), V @ slope
-
-
-_flows = jax.jit(jax.vmap(_flow, in_axes=(None, None, 0)))
-
-
-def _eigh(K):
-    values, V = jnp.linalg.eigh(K)
-    rounding = len(K) * jnp.finfo(K.dtype).eps * jnp.max(jnp.abs(values))
-    return jnp.where(values > rounding, values, 0), V
-
-
-def _product(t, values):
-    """``t * values``, with 0 * inf = 0."""
-    return jnp.where(values > 0, t * jnp.where(values > 0, values, 1), 0)
-
-
-def _phi(a, t):
-    """``(1 - exp(-t a)) / a``, which is t at a = 0; but 0 there at t = inf: nothing has moved."""
-    at_zero = jnp.where(jnp.isinf(t), 0, t)
-    return jnp.where(a > 0, -jnp.expm1(-_product(t, a)) / jnp.where(a > 0, a, 1), at_zero)
-
-
-def _divided_differences(values, t):
-    """``(phi(a) - phi(b)) / (a - b)`` for all pairs, without cancellation."""
-    a = jnp.minimum(values[:, None], values)
-    b = jnp.maximum(values[:, None], values)
-    finite = jnp.where(jnp.isinf(t), 0, t)
-    x, y = finite * a, finite * b
-    # (D - phi(a)) / b, where D = (exp(-x) - exp(-y)) / (b - a) has a stable form.
-    half = (y - x) / 2
-    ratio = jnp.where(half > 0, -jnp.expm1(-2 * half) / jnp.where(half > 0, 2 * half, 1), 1)
-    safe = jnp.where(b > 0, b, 1)
-    exact = (finite * jnp.exp(-x) * ratio - _phi(a, finite)) / safe
-    series = -(finite**2) * (
-        1 / 2 - (x + y) / 6 + (x * x + x * y + y * y) / 24 - (x + y) * (x * x + y * y) / 120
-    )
-    limit = jnp.where(a > 0, -1 / (jnp.where(a > 0, a, 1) * safe), 0)
-    return jnp.where(jnp.isinf(t), limit, jnp.where(y < 1e-2, series, exact))
-
-
-def _data(K, y):
-    K, y = symmetric(K), array("y", y)
-    if y.ndim not in (1, 2) or y.shape[0] != K.shape[0] or not y.size:
-        n = K.shape[0]
-        raise ValueError(f"y: expected shape [{n}] or [{n}, outputs], got {y.shape}.")
-    dtype = jnp.promote_types(jnp.result_type(K, y), jnp.float32)
-    if not isinstance(y, jax.core.Tracer) and not np.isfinite(y).all():
-        raise ValueError("y: expected finite targets, got NaN or infinity.")
-    return K.astype(dtype), y.astype(dtype)
-
-
-def _cholesky(K, penalty):
-    if not isinstance(number("penalty", penalty), jax.core.Tracer) and not penalty >= 0:
-        raise ValueError(f"penalty: expected a nonnegative number, got {penalty}.")
-    penalty = jnp.where(penalty >= 0, penalty, jnp.nan)
-    shifted = K + penalty * jnp.eye(len(K), dtype=K.dtype)
-    factor = jax.lax.linalg.cholesky(shifted, symmetrize_input=False)
-    if not isinstance(factor, jax.core.Tracer) and np.isnan(factor[-1, -1]):
-        raise ValueError(
-            "K: expected a positive definite matrix (a larger penalty makes it one), "
-            f"got a smallest eigenvalue of {float(min_eigenvalue(shifted)):.3g}."
-        )
-    return factor
+        cross, cross_f0, there = matrix, f0, shape
+    else:
+        cross, there = others("cross", cross, given)
+    for name, start, wanted in (("f0", f0, shape), ("cross_f0", cross_f0, there)):
+        if start.shape not in ((), wanted):
+            raise ValueError(f"{name}: expected a number or shape {wanted}, got {start.shape}.")
+    columns = given.columns - f0.reshape(given.columns.shape if f0.ndim else ())
+    moved = flows(with_penalty(matrix, penalty), columns, t.ravel())
+    return cross_f0 + (cross @ moved).reshape(*t.shape, *there)

@@ -6,13 +6,14 @@ import pathlib
 import subprocess
 import sys
 import tempfile
+import warnings
 
 import jax
 import jax.numpy as jnp
 import pytest
 from helpers import assert_close
 
-from ntk._compat import neural_tangents
+from ntk import neural_tangents
 
 # One fresh interpreter, without neural-tangents, then with one that is broken, then with ours.
 PROGRAM = """
@@ -23,8 +24,6 @@ found = {"with ntk": "neural_tangents" in sys.modules}
 
 import jax, jax.core, jax.example_libraries.stax, jax.experimental.ode, jax.extend.core
 from jax.interpreters import ad
-from ntk._compat import neural_tangents
-
 places = jax, jax.core, jax.extend.core, ad
 before = [dir(place) for place in places]
 
@@ -35,7 +34,7 @@ class Blocker:
 
 def attempt():
     try:
-        nt = neural_tangents()
+        nt = ntk.neural_tangents()
         message = ""
     except ImportError as error:
         nt, message = None, str(error)
@@ -50,6 +49,9 @@ del sys.path[0]
 same, nt, message = attempt()
 left = {"jax.util", "neural_tangents.experimental", "tensorflow"} & set(sys.modules)
 found["here"] = same, hasattr(nt, "experimental"), message, sorted(left)
+import neural_tangents
+from neural_tangents import predict, stax
+found["ordinary"] = neural_tangents is nt, stax is nt.stax, predict is nt.predict
 print(json.dumps(found))
 """
 
@@ -78,6 +80,10 @@ def test_jax_and_the_table_of_modules_are_unchanged_afterwards():
     same, experimental, message, left = fresh_interpreter()["here"]
     assert same and not experimental and not message
     assert not left
+
+
+def test_afterwards_an_ordinary_import_finds_it():
+    assert all(fresh_interpreter()["ordinary"])
 
 
 def test_missing_neural_tangents_is_one_sentence_on_what_to_install():
@@ -112,8 +118,8 @@ def test_infinite_kernel_of_one_relu_layer_is_the_arc_cosine_kernel():
     assert_close((got.nngp[0, 1], got.ntk[0, 1]), (nngp, ntk), f32=1e-5)
 
 
-@pytest.mark.parametrize("implementation", [1, 2])
-def test_finite_kernel_is_that_of_the_jacobian(implementation):
+@pytest.mark.parametrize("implementation", [0, 1, 2, 3])  # AUTO is 0, structured derivatives 3
+def test_finite_kernel_is_that_of_the_jacobian(implementation, capsys):
     nt = neural_tangents()
     init, apply, _ = network(nt)
     x = jax.random.normal(jax.random.key(0), (3, 4))
@@ -124,3 +130,69 @@ def test_finite_kernel_is_that_of_the_jacobian(implementation):
     )
     kernel = nt.empirical_ntk_fn(apply, trace_axes=(), vmap_axes=0, implementation=implementation)
     assert_close(jax.jit(kernel)(x, None, params), expected, f32=1e-5)
+
+
+def scanned(w, x):
+    """Three equal layers with a shared weight, after one with a bias."""
+    first = jax.nn.gelu(x @ w["in"] + w["bias"])
+    layers = jax.lax.scan(lambda h, _: (jnp.tanh(h @ w["shared"]), None), first, length=3)
+    return layers[0] @ w["out"] + w["unused"][:0].sum()
+
+
+def normalised(w, x):
+    rows = jax.nn.softmax(jnp.concatenate([x @ w["in"], x @ w["in"] ** 2], 1))
+    return jnp.sort(rows @ jnp.concatenate([w["out"], w["shared"][:, :2]]) * w["bias"][:2], axis=-1)
+
+
+def selected(w, x):
+    return jax.lax.cond(x[0, 0] > 0, jnp.sin, jnp.cos, x @ w["in"]) @ w["out"]
+
+
+@pytest.mark.parametrize("traced", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("apply", [scanned, normalised, selected, jax.jit(jax.checkpoint(scanned))])
+def test_structured_derivatives_are_those_of_products_for_any_network(apply, traced):
+    nt = neural_tangents()
+    shapes = {"in": (4, 5), "bias": (5,), "shared": (5, 5), "out": (5, 2), "unused": (3,)}
+    keys = jax.random.split(jax.random.key(0), len(shapes))
+    w = {n: jax.random.normal(k, shapes[n]) for n, k in zip(shapes, keys, strict=True)}
+    x1, x2 = jax.random.normal(jax.random.key(1), (5, 4)), jax.random.normal(keys[0], (3, 4))
+    kernels = [
+        nt.empirical_ntk_fn(apply, trace_axes=(), implementation=which)
+        for which in (
+            nt.NtkImplementation.NTK_VECTOR_PRODUCTS,
+            nt.NtkImplementation.STRUCTURED_DERIVATIVES,
+        )
+    ]
+    with warnings.catch_warnings(action="ignore"):  # it says where it has no rule of its own
+        truth, found = (jax.jit(k)(x1, x2, w) if traced else k(x1, x2, w) for k in kernels)
+    assert_close(found, truth, f64=1e-12, f32=1e-5)
+
+
+def test_convolutions_have_structured_derivatives_over_batches_and_their_diagonal():
+    nt = neural_tangents()
+    layers = nt.stax.Conv(3, (3, 3)), nt.stax.Relu(), nt.stax.AvgPool((2, 2))
+    init, apply, _ = nt.stax.serial(*layers, nt.stax.Flatten(), nt.stax.Dense(2))
+    x = jax.random.normal(jax.random.key(0), (4, 6, 6, 2))
+    _, params = init(jax.random.key(1), x.shape)
+    for axes in ({"trace_axes": (-1,)}, {"trace_axes": (), "diagonal_axes": (0,)}):
+        truth, found = (
+            nt.empirical_ntk_fn(apply, vmap_axes=0, implementation=which, **axes)(x, None, params)
+            for which in (1, 3)
+        )
+        assert_close(found, truth, f64=1e-12, f32=1e-5)
+
+
+def test_a_network_without_structured_derivatives_is_named_with_the_implementations_to_use():
+    def branches(w, x):
+        both = jax.lax.cond(x[0, 0] > 0, lambda: (x @ w, jnp.sin(x @ w)), lambda: (x @ w, x @ w))
+        return both[0] * both[1]
+
+    kernel = neural_tangents().empirical_ntk_fn(branches, implementation=3)
+    with pytest.raises(ValueError, match=r"^implementation: expected 1 or 2 .* \(cond\), got"):
+        jax.jit(kernel)(jnp.ones((2, 3)), None, jnp.ones((3, 1)))
+
+
+def test_the_largest_learning_rate_is_that_of_the_largest_eigenvalue():
+    nt = neural_tangents()
+    K = jnp.diag(jnp.array([1.0, 4.0, 2.0]))
+    assert_close(nt.predict.max_learning_rate(K), 2 * 3 / 4)

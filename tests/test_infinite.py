@@ -10,8 +10,7 @@ from helpers import assert_close, finite_differences, tolerance
 
 import ntk
 import ntk.scores
-from ntk import architecture, infinite, mixtures, pairs
-from ntk._compat import neural_tangents
+from ntk import architecture, infinite, mixtures, neural_tangents, pairs
 
 LEAKY = ntk.leaky_relu(0.1)
 float64_only = pytest.mark.skipif(not jax.config.jax_enable_x64, reason="the claim is float64's")

@@ -8,14 +8,13 @@ import numpy as np
 import pytest
 
 import ntk
-from ntk._compat import neural_tangents
 from ntk.kernel_functions import measured
 
 ROWS = jax.random.normal(jax.random.key(0), (12, 5))
 
 
 def stax_relu(depth=2):
-    stax = neural_tangents().stax
+    stax = ntk.neural_tangents().stax
     layers = [layer for _ in range(depth) for layer in (stax.Dense(1, 2**0.5), stax.Relu())]
     return stax.serial(*layers, stax.Dense(1, 2**0.5))[2]
 
@@ -44,6 +43,12 @@ def test_a_function_stands_for_its_matrix(name):
     assert (pair.vector == same.vector).all()
     found = ntk.scores.of_kernel(kernel, jnp.arange(12) % 3, x=ROWS)
     assert found == ntk.scores.of_kernel(K, jnp.arange(12) % 3)
+    y = jnp.sin(jnp.arange(12.0))
+    fits = [ntk.kernel_regression(a, y, x=b).weights for a, b in ((kernel, ROWS), (K, None))]
+    assert (fits[0] == fits[1]).all()
+    risk = ntk.excess_risk_term(kernel, y, x=ROWS)
+    assert risk == ntk.excess_risk_term(K, y)
+    assert (ntk.gradient_flow(kernel, y, 2.0, x=ROWS) == ntk.gradient_flow(K, y, 2.0)).all()
     bound = ntk.certified_min_eigenvalue(kernel, x=ROWS)
     value = float(ntk.min_eigenvalue(K))
     # stax loses half of its digits on the diagonal, and the bound says so.

@@ -12,7 +12,6 @@ import bilevel
 import ntk
 from bilevel.spaces.activations import activation_space, unit_inputs
 from bilevel.spaces.kernels import kernel_function_space, kernel_mixture_space
-from ntk._compat import neural_tangents
 
 KEYS = jax.random.split(jax.random.key(0), 4)
 X, XV = (unit_inputs(jax.random.normal(key, (n, 4))) for key, n in zip(KEYS, (14, 9), strict=False))
@@ -48,14 +47,14 @@ SETS = {"mixture": "simplex", "skip": "box"}
 
 
 def stax_cnn(activation):
-    stax = neural_tangents().stax
+    stax = ntk.neural_tangents().stax
     return stax.serial(
         stax.Conv(1, (3, 3), padding="SAME"), activation, stax.Flatten(), stax.Dense(1)
     )[2]
 
 
 def cnns():
-    stax = neural_tangents().stax
+    stax = ntk.neural_tangents().stax
     return {"relu": stax_cnn(stax.Relu()), "erf": stax_cnn(stax.Erf())}
 
 

@@ -73,12 +73,12 @@ def test_the_space_of_the_users_own_runs_and_finds_a_view(capsys):
     assert "--" in second and third in ("pixels", "blur", "edges", "inverse")
 
 
-def test_the_kernel_example_runs_and_shows_every_name(capsys):
-    (example,) = examples("docs/kernels.md")
+def test_the_kernel_examples_run_and_show_every_name(capsys):
+    example = "\n".join(examples("docs/kernels.md"))
     names = """relu leaky_relu sigmoid tanh swish gelu erf identity activation dual network_kernel
         lemma1_kernel_as_printed mixture_blocks mixture_kernel empirical_kernel
         kernel_vector_product min_eigenvalue certified_min_eigenvalue certify_simplex
-        kernel_regression excess_risk_term scores"""
+        kernel_regression excess_risk_term scores posterior ensemble neural_tangents"""
     assert not [name for name in names.split() if f"ntk.{name}" not in example]
     printed = run("docs/kernels.md", capsys)
     assert "converged=True" in printed

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from helpers import assert_close
 
-from ntk import scores
-from ntk._compat import neural_tangents
+from ntk import neural_tangents, scores
 
 N = CLASSES = 6  # samples, features, width and classes: all the same
 rng = np.random.default_rng(0)

@@ -180,3 +180,58 @@ def gradient_flow(rng, dtype) -> Case:
     kinds = {"K": "matrix", "y": "rows", "t": "nonnegative"}
     call = lambda K, y, t: ntk.gradient_flow(K, y, t)
     return Case(call, {"K": K, "y": y, "t": t}, check, kinds, ("K", "y"))
+
+
+def _with_others(rng, dtype):
+    """NNGP and NTK of n training inputs and 2 others, as they would be together; targets."""
+    n = int(rng.choice([1, 3, 8]))
+    weights = rng.normal(size=(2, n + 2, n + 3)) * 10 ** rng.uniform(-3, 3)
+    kernels = [jnp.asarray((w @ w.T).astype(dtype)) for w in weights]
+    y = rng.normal(size=(n,) if rng.random() < 0.5 else (n, 2)).astype(dtype)
+    parts = [(K[:n, :n], K[n:, :n], K[n:, n:]) for K in kernels]
+    return parts, jnp.asarray(y), 1e4 * 50 * eps(dtype)
+
+
+@generates("ntk.posterior")
+def posterior(rng, dtype) -> Case:
+    ((K, cross, prior), _), y, rounding = _with_others(rng, dtype)
+    penalty = float(rng.choice([0.1, 1.0])) * float(np.trace(K))
+    wide = [np.asarray(a, np.float64) for a in (K, cross, prior)]
+    smoother = np.linalg.solve(wide[0] + penalty * np.eye(len(K)), wide[1].T).T
+    truth = smoother @ np.asarray(y), wide[2] - smoother @ wide[1].T
+
+    def check(r):
+        return first(
+            near("mean", r.mean, truth[0], rounding),
+            near("covariance", r.covariance, truth[1], rounding),
+        )
+
+    arguments = {"K": K, "y": y, "cross": cross, "prior": prior, "penalty": penalty}
+    kinds = {"K": "matrix", "y": "rows", "prior": "matrix", "penalty": "nonnegative"}
+    return Case(ntk.posterior, arguments, check, kinds, ("K", "y", "cross", "prior"))
+
+
+@generates("ntk.ensemble")
+def ensemble(rng, dtype) -> Case:
+    ((K, cross, prior), (T, cross_ntk, _)), y, rounding = _with_others(rng, dtype)
+    values, vectors = np.linalg.eigh(np.asarray(T, np.float64))
+    t = float(rng.choice([0.0, 0.1, 1.0, 10.0])) / values.max()
+    phi = np.where(values > 0, -np.expm1(-t * values) / values, t)
+    A = np.asarray(cross_ntk, np.float64) @ (vectors * phi) @ vectors.T
+    wide = [np.asarray(a, np.float64) for a in (K, cross, prior)]
+    once = A @ wide[1].T
+    truth = A @ np.asarray(y), wide[2] - once - once.T + A @ wide[0] @ A.T
+
+    def call(train_nngp, train_ntk, y, prior, t):
+        train, others = ntk.Kernels(train_nngp, train_ntk), ntk.Kernels(cross, cross_ntk)
+        return ntk.ensemble(train, y, others, prior, t=t)
+
+    def check(r):
+        return first(
+            near("mean", r.mean, truth[0], rounding),
+            near("covariance", r.covariance, truth[1], rounding),
+        )
+
+    arguments = {"train_nngp": K, "train_ntk": T, "y": y, "prior": prior, "t": t}
+    kinds = {"train_nngp": "matrix", "train_ntk": "matrix", "y": "rows", "prior": "matrix"}
+    return Case(call, arguments, check, kinds | {"t": "nonnegative"}, ("train_ntk", "y", "prior"))

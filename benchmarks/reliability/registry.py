@@ -100,6 +100,7 @@ NOT_COVERED = {
     "bilevel.checkpoint.steps": "names of files",
     "bilevel.discretize.judge_choice": "held against scipy in tests/test_discretize.py",
     "bilevel.explain": "words",
+    "ntk.neural_tangents": "another library, which brings tests of its own",
     "bilevel.plots.style": "how pictures look",
     "bilevel.nets.convolution.materialized": "the identity, to every reader but XLA",
     "bilevel.spaces.activations.losses_by_row": "the outer loss and predict, which are attacked",

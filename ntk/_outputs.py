@@ -1,0 +1,100 @@
+"""A kernel and the targets of a regression as they come in: a matrix, and columns.
+
+A kernel of networks with several outputs has an entry for every two inputs and every two outputs,
+``[n1, n2, outputs, outputs]`` (``empirical_kernel(..., outputs="full")``). It is a matrix of the
+pairs (input, output). Of a kernel ``[n1, n2]`` every output has the same matrix, and is a column.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ntk._checks import array, floats, number
+from ntk._symmetric import symmetric
+from ntk.kernel_functions import matrix as kernel
+from ntk.spectrum import min_eigenvalue
+
+
+class Data(NamedTuple):
+    """``N`` rows: n, or n times the outputs."""
+
+    matrix: jax.Array  # [N, N]
+    columns: jax.Array  # [N, q], the targets
+    shape: tuple[int, ...]  # of the targets: [n] or [n, outputs]
+    full: bool  # whether the kernel is one of [n, n, outputs, outputs]
+
+
+def data(K: Any, y: Any, name: str = "K", *, x: Any = None) -> Data:
+    """Both in one floating type, checked; errors call the kernel ``name``; ``x`` are its inputs.
+
+    Raises
+    ------
+    ValueError
+        If the shapes do not fit, ``K`` is not finite and symmetric, or ``y`` is not finite.
+    """
+    K, y = array(name, kernel(K, x, name)), array("y", y)
+    n, full = len(K) if K.ndim else 0, K.ndim == 4
+    if full and (K.shape != (n, n, *2 * K.shape[3:]) or not K.size):
+        raise ValueError(f"{name}: expected [n, n] or [n, n, outputs, outputs], got {K.shape}.")
+    matrix = symmetric(as_matrix(K), name)
+    if full and y.shape != (n, K.shape[3]):
+        raise ValueError(f"y: expected shape [{n}, {K.shape[3]}], as {name} has it, got {y.shape}.")
+    if y.ndim not in (1, 2) or y.shape[0] != n or not y.size:
+        raise ValueError(f"y: expected shape [{n}] or [{n}, outputs], got {y.shape}.")
+    if not isinstance(y, jax.core.Tracer) and not np.isfinite(y).all():
+        raise ValueError("y: expected finite targets, got NaN or infinity.")
+    dtype = jnp.promote_types(jnp.result_type(matrix, y), jnp.float32)
+    columns = y.astype(dtype).reshape(len(matrix), -1)
+    return Data(matrix.astype(dtype), columns, y.shape, full)
+
+
+def others(name: str, cross: Any, of: Data) -> tuple[jax.Array, tuple[int, ...]]:
+    """The kernel of m other inputs with the n of ``of``, a matrix; the shape of what is there."""
+    cross = floats(name, cross)
+    n, *outputs = of.shape
+    behind = (n, *2 * outputs) if of.full else (n,)
+    if cross.shape[1:] != behind or not cross.ndim:
+        raise ValueError(
+            f"{name}: expected shape [m, {', '.join(map(str, behind))}], got {cross.shape}."
+        )
+    if not isinstance(cross, jax.core.Tracer) and not np.isfinite(cross).all():
+        raise ValueError(f"{name}: expected finite entries, got NaN or infinity.")
+    return as_matrix(cross), (len(cross), *outputs)
+
+
+def as_matrix(K: jax.Array) -> jax.Array:
+    """[n1, n2, outputs, outputs] as [n1 outputs, n2 outputs]; others as they are."""
+    if K.ndim != 4:
+        return K
+    n1, n2, a, b = K.shape
+    return K.transpose(0, 2, 1, 3).reshape(n1 * a, n2 * b)
+
+
+def as_kernel(matrix: jax.Array, outputs: int) -> jax.Array:
+    """[..., n1 outputs, n2 outputs] as [..., n1, n2, outputs, outputs]."""
+    *first, rows, columns = matrix.shape
+    split = matrix.reshape(*first, rows // outputs, outputs, columns // outputs, outputs)
+    return jnp.swapaxes(split, -3, -2)
+
+
+def with_penalty(matrix: jax.Array, penalty: Any) -> jax.Array:
+    """``K + penalty I``; NaN where the penalty is traced and is negative."""
+    given = number("penalty", penalty)  # not traced, even inside a program, where it is a constant
+    if not isinstance(given, jax.core.Tracer) and not given >= 0:
+        raise ValueError(f"penalty: expected a nonnegative number, got {penalty}.")
+    penalty = jnp.where(penalty >= 0, penalty, jnp.nan).astype(matrix.dtype)
+    return matrix + penalty * jnp.eye(len(matrix), dtype=matrix.dtype)
+
+
+def cholesky(matrix: jax.Array, penalty: Any) -> jax.Array:
+    """The lower factor of ``K + penalty I``."""
+    shifted = with_penalty(matrix, penalty)
+    factor = jax.lax.linalg.cholesky(shifted, symmetrize_input=False)
+    if not isinstance(factor, jax.core.Tracer) and np.isnan(factor[-1, -1]):
+        raise ValueError(
+            "K: expected a positive definite matrix (a larger penalty makes it one), "
+            f"got a smallest eigenvalue of {float(min_eigenvalue(shifted)):.3g}."
+        )
+    return factor

@@ -1,0 +1,254 @@
+"""Predictions of infinitely wide networks with their covariance: one network, or all of them.
+
+An infinitely wide network at its initialisation is a Gaussian process with the NNGP kernel. Two
+distributions of what it predicts, given targets y on the n training inputs X, are closed forms:
+
+- :func:`posterior`: Bayesian inference, with noise of variance `penalty` in the targets,
+  ``N(k(x, X) (K + penalty I)^-1 y,  k(x, x) - k(x, X) (K + penalty I)^-1 k(X, x))``;
+- :func:`ensemble`: networks from random initialisations, each trained by gradient flow up to time
+  t. A network that starts at f_0 ends at ``f_0(x) + A (y - f_0(X))`` with
+  ``A = T(x, X) phi_t(T + penalty I)``, T the NTK, as in :mod:`ntk.regression`; and f_0 is Gaussian.
+
+=======  ===================================================================================
+letter   meaning
+=======  ===================================================================================
+X, x     the n training inputs; the m inputs of which something is asked
+K, k     the NNGP kernel: `K` [n, n] of X, `cross` [m, n] of x with X, `prior` [m, m] of x
+T        the NTK, of the same pairs of inputs
+y        targets, [n] or [n, outputs]
+t        time: number of steps times their size, of the loss ``1/2 |f(X) - y|^2``
+=======  ===================================================================================
+
+Every output has the same covariance, [m, m], and outputs are independent. Where outputs have a
+kernel with each other, all kernels are ``[., ., outputs, outputs]``, and so is the covariance.
+
+References: Lee et al. (2018), "Deep neural networks as Gaussian processes"; Lee et al. (2019),
+Eqs. (13)-(16); He, Lakshminarayanan & Teh (2020).
+"""
+
+from typing import Any, NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ntk._checks import floats
+from ntk._flow import flows, times
+from ntk._outputs import Data, as_kernel, as_matrix, cholesky, data, others, with_penalty
+from ntk._symmetric import rounding, symmetric
+
+
+class Prediction(NamedTuple):
+    """A Gaussian distribution of m inputs' outputs, at one time or several.
+
+    The covariance is symmetric, and positive semidefinite up to rounding of the prior's.
+    """
+
+    mean: jax.Array  # [..., m] or [..., m, outputs]: times first
+    covariance: jax.Array  # [..., m, m], of every output, or [..., m, m, outputs, outputs]
+
+    def std(self) -> jax.Array:
+        """Standard deviations [..., m], or like ``mean`` where the outputs' covariances differ.
+
+        What rounding has left below 0 counts as 0.
+        """
+        full = self.covariance.ndim > self.mean.ndim + 1
+        variance = jnp.einsum("...iiaa->...ia" if full else "...ii->...i", self.covariance)
+        # The root's own slope at 0 is infinite, and 0 times that NaN.
+        return jnp.where(variance > 0, jnp.sqrt(jnp.where(variance > 0, variance, 1)), 0)
+
+
+def posterior(
+    K: chex.Array, y: chex.Array, cross: chex.Array, prior: chex.Array, *, penalty: float = 0.0
+) -> Prediction:
+    """Gaussian process posterior, ``k(x, x) - k(x, X) (K + penalty I)^-1 k(X, x)`` its covariance.
+
+    With the NNGP kernel it is Bayesian inference in an infinitely wide network; with the NTK, the
+    "NTKGP" of He et al. (2020), to which ensembles converge that have a random function added.
+
+    Parameters
+    ----------
+    K : array [n, n] or [n, n, outputs, outputs]
+        Kernel of the training inputs, symmetric up to rounding.
+    y : array [n] or [n, outputs]
+        Targets.
+    cross : array [m, n] or [m, n, outputs, outputs]
+        Kernel of the inputs to predict at with the training inputs.
+    prior : array [m, m] or [m, m, outputs, outputs]
+        Kernel of the inputs to predict at.
+    penalty : float
+        Variance of the targets' noise, which is added to the diagonal of ``K``. There is no hidden
+        jitter.
+
+    Returns
+    -------
+    Prediction
+        Of the function, without the noise. NaN where an argument is traced, so that no error can be
+        raised, and is not what it has to be.
+
+    Raises
+    ------
+    ValueError
+        If the shapes do not fit, an argument is not finite, ``K`` or ``prior`` is not symmetric,
+        ``cross`` is larger than a covariance can be, ``penalty`` is negative, or
+        ``K + penalty I`` is not positive definite.
+
+    Notes
+    -----
+    Time n^3 / 3 + n^2 m + n m^2, memory n (n + m) + m^2; n outputs and m outputs in the place of
+    both for a kernel of several outputs. For variances of many inputs alone, ``jax.vmap`` it over
+    rows of ``cross``, one at a time: ``K`` is factorised once.
+
+    References
+    ----------
+    Rasmussen & Williams (2006), Eqs. (2.23)-(2.24).
+
+    Examples
+    --------
+    >>> K, y = jnp.eye(2), jnp.array([1.0, 0.0])
+    >>> posterior(K, y, jnp.array([[0.6, 0.0]]), jnp.array([[1.0]]))
+    Prediction(mean=Array([0.6], dtype=float...), covariance=Array([[0.64]], dtype=float...))
+    """
+    given = data(K, y)
+    cross, there = others("cross", cross, given)
+    prior = _prior(prior, there, given)
+    cross = _bounded(cross, given.matrix, prior)
+    factor = cholesky(given.matrix, penalty)
+    whitened = jax.scipy.linalg.solve_triangular(factor, cross.T, lower=True)
+    columns = jax.scipy.linalg.solve_triangular(factor, given.columns, lower=True)
+    mean = (whitened.T @ columns).reshape(there)
+    return _prediction(mean, prior - whitened.T @ whitened, given)
+
+
+def ensemble(
+    train: Any, y: chex.Array, cross: Any, prior: chex.Array, *, t=jnp.inf, penalty: float = 0.0
+) -> Prediction:
+    """Infinitely wide networks trained by gradient flow from random weights, up to time t.
+
+    ``f_t(x) = f_0(x) + A (y - f_0(X))``, of which mean and covariance over initialisations are
+
+        A y,    k(x, x) - A k(X, x) - k(x, X) A' + A K A',    A = T(x, X) phi_t(T + penalty I).
+
+    At t = 0 it is the prior; with the limit t = inf all networks agree on the training inputs,
+    unless ``penalty`` holds them back. With the NNGP kernel as both kernels only the last layer is
+    trained, and the limit is :func:`posterior` without noise; with the NTK it is no posterior.
+
+    Parameters
+    ----------
+    train : Kernels, or another record with ``nngp`` and ``ntk``
+        Kernels of the training inputs, [n, n] or [n, n, outputs, outputs].
+    y : array [n] or [n, outputs]
+        Targets.
+    cross : Kernels, or another record with ``nngp`` and ``ntk``
+        Kernels of the inputs to predict at with the training inputs: [m, n] or
+        [m, n, outputs, outputs].
+    prior : array [m, m] or [m, m, outputs, outputs]
+        NNGP kernel of the inputs to predict at.
+    t : float or array [...]
+        Times, not negative; ``inf``, the default, is the limit. As in :func:`gradient_flow`: T
+        steps of size eta on the summed loss are ``t = eta T``.
+    penalty : float
+        Weight decay towards the weights at time 0.
+
+    Returns
+    -------
+    Prediction
+        Axes of ``t`` first. Differentiable once in everything. NaN where an argument is traced, so
+        that no error can be raised, and is not what it has to be.
+
+    Raises
+    ------
+    ValueError
+        If the shapes do not fit, an argument is not finite, a kernel is not symmetric,
+        ``cross.nngp`` is larger than a covariance can be, or a ``t`` or the ``penalty`` is
+        negative.
+
+    Notes
+    -----
+    Time: some 10 n^3 for the eigendecomposition, then n^2 m + n m^2 for each time; memory m (n + m)
+    for each time. Directions in which the NTK is singular to rounding do not move.
+
+    References
+    ----------
+    Lee et al. (2019), "Wide neural networks of any depth evolve as linear models under gradient
+    descent", Eqs. (14)-(16).
+
+    Examples
+    --------
+    >>> import ntk
+    >>> x = jnp.array([[1.0, 0.0], [0.0, 1.0], [0.6, 0.8]])
+    >>> of = lambda a, b=None: ntk.network_kernel(a, b, activations=[ntk.relu])
+    >>> y, train, cross = jnp.array([1.0, 0.0]), of(x[:2]), of(x[2:], x[:2])
+    >>> found = ntk.ensemble(train, y, cross, of(x[2:]).nngp, t=jnp.array([0.0, jnp.inf]))
+    >>> found.mean[:, 0], found.std()[:, 0]
+    (Array([0.  , 0.45], dtype=float...), Array([1.  , 0.35], dtype=float...))
+    """
+    (K, T), (cross_nngp, cross_ntk) = _pair("train", train), _pair("cross", cross)
+    given = data(T, y, "train.ntk")
+    nngp = data(K, y, "train.nngp").matrix
+    if nngp.shape != given.matrix.shape:
+        raise ValueError(f"train: expected kernels of one shape, got {K.shape} and {T.shape}.")
+    cross_ntk, there = others("cross.ntk", cross_ntk, given)
+    cross_nngp, same = others("cross.nngp", cross_nngp, given)
+    if there != same:
+        raise ValueError(
+            f"cross: expected kernels of one shape, got {len(same)} and {len(there)} rows."
+        )
+    prior = _prior(prior, there, given)
+    cross_nngp = _bounded(cross_nngp, nngp, prior, "cross.nngp")
+    t = times(t, given.matrix.dtype)
+    moved = flows(with_penalty(given.matrix, penalty), cross_ntk.T, t.ravel())
+    mean, covariance = jax.vmap(_trained, (0, None, None, None, None))(
+        jnp.swapaxes(moved, 1, 2), given.columns, nngp, cross_nngp, prior
+    )
+    covariance = covariance.reshape(*t.shape, *prior.shape)
+    return _prediction(mean.reshape(*t.shape, *there), covariance, given)
+
+
+def _trained(A, columns, K, cross, prior):
+    once = A @ cross.T
+    return A @ columns, prior - once - once.T + A @ K @ A.T
+
+
+def _prediction(mean, covariance, given: Data) -> Prediction:
+    covariance = covariance / 2 + jnp.swapaxes(covariance, -1, -2) / 2
+    return Prediction(mean, as_kernel(covariance, given.shape[1]) if given.full else covariance)
+
+
+def _pair(name: str, kernels: Any) -> tuple[Any, Any]:
+    try:
+        return kernels.nngp, kernels.ntk
+    except AttributeError:
+        raise ValueError(
+            f"{name}: expected kernels with the fields nngp and ntk, as network_kernel's, "
+            f"got a {type(kernels).__name__}."
+        ) from None
+
+
+def _prior(prior: Any, there: tuple[int, ...], given: Data) -> jax.Array:
+    prior = floats("prior", prior)
+    m, *outputs = there
+    expected = (m, m, *outputs, *outputs) if given.full else (m, m)
+    if prior.shape != expected:
+        raise ValueError(f"prior: expected shape {expected}, got {prior.shape}.")
+    return symmetric(as_matrix(prior), "prior").astype(given.matrix.dtype)
+
+
+def _bounded(cross, K, prior, name: str = "cross") -> jax.Array:
+    """``cross``, if ``cross[i, j]^2 <= prior[i, i] K[j, j]``: covariances cannot be larger.
+
+    Kernels that belong to other networks, or to other inputs, would give negative variances.
+    """
+    largest = jnp.outer(jnp.sqrt(jnp.diagonal(prior)), jnp.sqrt(jnp.diagonal(K)))
+    allowed = rounding(cross.dtype, len(K))
+    fits = jnp.abs(cross) <= largest + allowed * jnp.max(jnp.abs(largest), initial=0)
+    if isinstance(fits, jax.core.Tracer):
+        return cross * jnp.where(fits.all(), 1, jnp.nan).astype(cross.dtype)
+    if not fits.all():
+        at = tuple(int(i) for i in np.argwhere(~np.asarray(fits))[0])
+        raise ValueError(
+            f"{name}: expected |{name}[i, j]| <= sqrt(prior[i, i] K[j, j]), as covariances have "
+            f"it, got {float(cross[at]):.3g} where that is {float(largest[at]):.3g}."
+        )
+    return cross

@@ -1,0 +1,401 @@
+"""Predictions with covariance, against neural-tangents, weights in numpy, and networks trained."""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import assert_close, cast, finite_differences, tolerance
+
+import ntk
+
+N, M, OUT = 5, 3, 2  # inputs to train on, others, outputs
+TIMES = np.array([0.0, 0.3, 2.0, np.inf])
+rng = np.random.default_rng(0)
+X = rng.normal(size=(N + M, 4))
+LABELS = {"one output": rng.normal(size=N), "two outputs": rng.normal(size=(N, OUT))}
+Y = LABELS["two outputs"]
+outputs = pytest.mark.parametrize("y", LABELS.values(), ids=LABELS)
+
+
+class Pair(NamedTuple):
+    nngp: jax.Array
+    ntk: jax.Array
+
+
+def network(a, b=None):
+    return ntk.network_kernel(a, b, activations=[ntk.erf, ntk.relu])
+
+
+TRAIN, CROSS, PRIOR = network(X[:N]), network(X[N:], X[:N]), network(X[N:]).nngp
+
+# A network of two outputs that is linear in its weights: f = F w with w ~ N(0, S) at time 0, so
+# that its NNGP is F S F' and its NTK is F F'. The outputs share weights.
+FEATURES = rng.normal(size=(N + M, OUT, 30)) / 5
+ROOT = rng.normal(size=(30, 30)) / 5
+LINEAR = Pair(
+    np.einsum("iap,pq,jbq->ijab", FEATURES, ROOT @ ROOT.T, FEATURES),
+    np.einsum("iap,jbp->ijab", FEATURES, FEATURES),
+)
+
+
+def part(kernels, rows, columns):
+    return Pair(*(K[rows, columns] for K in (kernels.nngp, kernels.ntk)))
+
+
+OLD, NEW = slice(None, N), slice(N, None)
+FULL = part(LINEAR, OLD, OLD), Y, part(LINEAR, NEW, OLD), LINEAR.nngp[NEW, NEW]
+
+
+def trained(t):
+    """Mean and covariance of the linear network's outputs after a time t, by its weights."""
+    design = FEATURES[:N].reshape(-1, 30)
+    values, V = np.linalg.eigh(design.T @ design)
+    values = np.where(values > 1e-10, values, 0)  # n outputs < weights: the rest does not move
+    decay = np.where(values > 0, np.exp(-values * np.where(values > 0, t, 0)), 1)
+    forgets = V * decay @ V.T  # w_t = forgets w_0 + learnt
+    learnt = np.linalg.pinv(design) @ Y.ravel()
+    learnt = learnt - forgets @ learnt
+    covariance = forgets @ ROOT @ ROOT.T @ forgets.T
+    mean = FEATURES[N:] @ learnt
+    return mean, np.einsum("iap,pq,jbq->ijab", FEATURES[N:], covariance, FEATURES[N:])
+
+
+# ------------------------------------------------------------------- neural-tangents as the truth
+
+
+@outputs
+@pytest.mark.parametrize("penalty", [0.0, 0.3])
+def test_the_posterior_is_neural_tangents_gaussian_process(y, penalty):
+    predict = ntk.neural_tangents().predict
+    train, cross, test = Pair(TRAIN.nngp, TRAIN.ntk), Pair(CROSS.nngp, CROSS.ntk), network(X[N:])
+    columns = jnp.asarray(y).reshape(N, -1)
+    peer = predict.gp_inference(train, columns, penalty, diag_reg_absolute_scale=True)
+    truth = peer(("nngp", "ntkgp"), cross, Pair(test.nngp, test.ntk))
+    for name, mode in (("nngp", "nngp"), ("ntk", "ntkgp")):
+        K, k, prior = (getattr(kernels, name) for kernels in (TRAIN, CROSS, test))
+        mean, covariance = jax.jit(ntk.posterior)(K, y, k, prior, penalty=penalty)
+        assert mean.shape == (M, *y.shape[1:])
+        assert_close(mean, getattr(truth, mode).mean, f64=1e-11)
+        assert_close(covariance, getattr(truth, mode).covariance, f64=1e-11)
+
+
+@outputs
+@pytest.mark.parametrize("penalty", [0.0, 0.3])
+def test_ensembles_are_those_of_neural_tangents(y, penalty):
+    def kernel_fn(a, b, get):
+        return getattr(network(a, b), get) if isinstance(get, str) else network(a, b)
+
+    kernel_fn = kernels_as_pairs(kernel_fn)
+    columns = jnp.asarray(y).reshape(N, -1)
+    options = {"diag_reg": penalty, "diag_reg_absolute_scale": True}
+    peer = ntk.neural_tangents().predict.gradient_descent_mse_ensemble(
+        kernel_fn, jnp.asarray(X[:N]), columns, learning_rate=columns.size, **options
+    )
+    found = ntk.ensemble(TRAIN, y, CROSS, PRIOR, t=TIMES[:3], penalty=penalty)
+    truth = peer(jnp.asarray(TIMES[:3]), jnp.asarray(X[N:]), ("ntk",), compute_cov=True).ntk
+    assert found.mean.shape == (3, M, *y.shape[1:]) and found.covariance.shape == (3, M, M)
+    assert_close(found, tuple(truth), f64=1e-11)
+    limit = ntk.ensemble(TRAIN, y, CROSS, PRIOR, penalty=penalty)
+    truth = peer(None, jnp.asarray(X[N:]), ("ntk",), compute_cov=True).ntk
+    assert_close(limit, tuple(truth), f64=1e-11)
+
+
+def kernels_as_pairs(kernel_fn):
+    def pairs(a, b, get, **_):
+        found = kernel_fn(a, b, get)
+        return found if isinstance(get, str) else Pair(found.nngp, found.ntk)
+
+    return pairs
+
+
+def test_training_the_last_layer_is_neural_tangents_nngp_at_every_time():
+    def kernel_fn(a, b, get, **_):
+        found = network(a, b).nngp
+        return found if isinstance(get, str) else Pair(found, None)
+
+    same = [ntk.Kernels(nngp=k.nngp, ntk=k.nngp) for k in (TRAIN, CROSS)]
+    found = ntk.ensemble(same[0], Y, same[1], PRIOR, t=TIMES)
+    peer = ntk.neural_tangents().predict.gradient_descent_mse_ensemble(
+        kernel_fn, jnp.asarray(X[:N]), jnp.asarray(Y), learning_rate=Y.size
+    )
+    truth = peer(jnp.asarray(TIMES), jnp.asarray(X[N:]), ("nngp",), compute_cov=True).nngp
+    assert_close(found, tuple(truth), f64=1e-11)
+    assert_close([f[-1] for f in found], list(ntk.posterior(TRAIN.nngp, Y, CROSS.nngp, PRIOR)))
+
+
+@pytest.mark.parametrize("penalty", [0.0, 0.3])
+def test_kernels_of_several_outputs_agree_with_neural_tangents(penalty):
+    predict, (train, y, cross, prior) = ntk.neural_tangents().predict, cast(FULL, float)
+    options = {"diag_reg": penalty, "diag_reg_absolute_scale": True, "trace_axes": ()}
+    # The flow of one network.
+    flow = predict.gradient_descent_mse(train.ntk, y, learning_rate=y.size, **options)
+    starts = jnp.ones((N, OUT)), jnp.full((M, OUT), 2.0)
+    _, truth = flow(jnp.asarray(TIMES), *starts, cross.ntk)
+    ours = {"f0": starts[0], "cross": cross.ntk, "cross_f0": starts[1], "penalty": penalty}
+    found = jax.jit(ntk.gradient_flow)(train.ntk, y, TIMES, **ours)
+    assert_close(found, truth, f64=1e-10)
+    # Of all networks, and the posterior.
+    gaussian = predict.gp_inference(train, y, **options)
+    truth = gaussian(("nngp", "ntk"), cross, Pair(prior, None))
+    assert_close(
+        ntk.posterior(train.nngp, y, cross.nngp, prior, penalty=penalty),
+        tuple(truth.nngp),
+        f64=1e-10,
+    )
+    assert_close(ntk.ensemble(train, y, cross, prior, penalty=penalty), tuple(truth.ntk), f64=1e-10)
+
+
+# --------------------------------------------------------------------- weights as the truth
+
+
+def test_ensembles_are_linear_networks_whose_weights_are_trained():
+    found = ntk.ensemble(*FULL, t=TIMES)
+    assert found.mean.shape == (4, M, OUT) and found.covariance.shape == (4, M, M, OUT, OUT)
+    for i, t in enumerate(TIMES):
+        assert_close([f[i] for f in found], list(trained(t)), f64=1e-10)
+    variances = np.einsum("tiiaa->tia", found.covariance)
+    assert_close(found.std() ** 2, variances)
+    alone = ntk.ensemble(TRAIN, Y, CROSS, PRIOR)
+    assert alone.std().shape == (M,)
+    assert_close(alone.std() ** 2, np.diag(alone.covariance))
+
+
+def test_wide_networks_trained_by_gradient_descent_are_an_ensemble():
+    width, networks, t, steps = 512, 1000, 1.0, 60
+    x = jnp.array([[1.0, 0.2], [-0.3, 0.9], [0.5, -0.8], [0.7, 0.7]])
+    y = jnp.array([1.0, -1.0, 0.5])
+
+    def apply(w, x):  # the NTK parameterisation of network_kernel, variances 1 and 2
+        hidden = jax.nn.relu(x @ w[0])
+        return hidden @ w[1] * jnp.sqrt(2 / width)
+
+    def train(key):
+        keys = jax.random.split(key)
+        w = jax.random.normal(keys[0], (2, width)), jax.random.normal(keys[1], (width,))
+
+        def loss(w):
+            return jnp.sum((apply(w, x[:3]) - y) ** 2) / 2
+
+        def step(_, w):
+            return jax.tree.map(lambda w, g: w - t / steps * g, w, jax.grad(loss)(w))
+
+        return apply(jax.lax.fori_loop(0, steps, step, w), x)
+
+    ends = jax.jit(jax.vmap(train))(jax.random.split(jax.random.key(0), networks))
+    of = functools.partial(ntk.network_kernel, activations=[ntk.relu])
+    found = ntk.ensemble(of(x[:3]), y, of(x, x[:3]), of(x).nngp, t=t)
+    covariance = np.cov(ends, rowvar=False)
+    # Four standard errors of 1000 networks, and 3 % for width and steps.
+    near = 4 * np.asarray(found.std()) / np.sqrt(networks) + 0.03
+    assert (np.abs(np.mean(ends, 0) - found.mean) < near).all()
+    scale = np.outer(found.std(), found.std())
+    assert (
+        np.abs(covariance - found.covariance) < scale * (4 * np.sqrt(2 / networks) + 0.03)
+    ).all()
+
+
+def test_regression_of_several_outputs_is_one_large_system():
+    (train, y, cross, _), n = FULL, N * OUT
+
+    def flat(K):
+        return np.transpose(K, (0, 2, 1, 3)).reshape(K.shape[0] * OUT, n)
+
+    K, k = flat(train.ntk) + 0.1 * np.eye(n), flat(cross.ntk)
+    fit = ntk.kernel_regression(train.ntk, y, penalty=0.1)
+    assert_close(fit.predict(cross.ntk), (k @ np.linalg.solve(K, y.ravel())).reshape(M, OUT))
+    risk = ntk.excess_risk_term(train.ntk, y)
+    truth = y.ravel() @ np.linalg.solve(flat(train.ntk), y.ravel())
+    assert_close(tuple(risk), (truth, np.sqrt(truth / N)), f64=1e-8)
+    refits = []
+    for i in range(N):
+        rest = np.delete(np.arange(N), i)
+        part = ntk.kernel_regression(train.ntk[np.ix_(rest, rest)], y[rest], penalty=0.1)
+        refits.append(y[i] - part.predict(train.ntk[i, rest][None])[0])
+    assert_close(fit.leave_one_out(), np.array(refits))
+
+
+def test_independent_outputs_are_the_same_in_either_form():
+    def several(K):
+        return jnp.einsum("ij,ab->ijab", K, jnp.eye(OUT))
+
+    full = [Pair(several(k.nngp), several(k.ntk)) for k in (TRAIN, CROSS)]
+    one, other = (
+        ntk.ensemble(TRAIN, Y, CROSS, PRIOR),
+        ntk.ensemble(full[0], Y, full[1], several(PRIOR)),
+    )
+    assert_close(other, (one.mean, several(one.covariance)))
+    fits = ntk.kernel_regression(TRAIN.ntk, Y), ntk.kernel_regression(full[0].ntk, Y)
+    assert_close(fits[0].weights, fits[1].weights)
+    assert_close(fits[0].leave_one_out(), fits[1].leave_one_out())
+    assert_close(fits[0].predict(CROSS.ntk), fits[1].predict(full[1].ntk))
+
+
+# --------------------------------------------------------------------------------------- properties
+
+
+def test_on_the_training_inputs_variance_ends():
+    found = ntk.ensemble(TRAIN, Y, TRAIN, TRAIN.nngp, t=TIMES)
+    assert_close(found.mean[-1], Y, f32=1e-2)
+    assert_close(found.covariance[0], TRAIN.nngp)
+    assert (np.abs(found.covariance[-1]) < tolerance(1e-12, 1e-3)).all()
+    exact = ntk.posterior(TRAIN.nngp, Y, TRAIN.nngp, TRAIN.nngp)
+    assert (np.abs(exact.covariance) < tolerance(1e-12, 1e-3)).all()
+    noisy = ntk.posterior(TRAIN.nngp, Y, TRAIN.nngp, TRAIN.nngp, penalty=0.1)
+    truth = 0.1 * TRAIN.nngp @ np.linalg.inv(TRAIN.nngp + 0.1 * np.eye(N))
+    assert_close(noisy.covariance, truth)
+
+
+@pytest.mark.parametrize("penalty", [0.0, 1e-3])
+def test_covariances_are_symmetric_and_positive_semidefinite_with_duplicates(penalty):
+    x = jnp.concatenate([jnp.asarray(X), jnp.asarray(X[:4]), jnp.asarray(X[:4]) * (1 + 1e-5)])
+
+    def of(a, b=None):
+        return network(x[jnp.array(a)], None if b is None else x[jnp.array(b)])
+
+    rows, there = [0, 1, 2, 3, 4, 8, 9, 12], [5, 5, 6, 7, 0, 11, 14]
+    y = jnp.sin(x[jnp.array(rows), 0])
+    train, cross, prior = of(rows), of(there, rows), of(there).nngp
+    found = [ntk.ensemble(train, y, cross, prior, t=TIMES, penalty=penalty).covariance]
+    if penalty:
+        found.append(ntk.posterior(train.nngp, y, cross.nngp, prior, penalty=penalty).covariance)
+    for covariance in found:
+        assert (covariance == jnp.swapaxes(covariance, -1, -2)).all()
+        assert np.linalg.eigvalsh(covariance).min() > -tolerance(1e-9, 1e-3) * np.max(prior)
+
+
+def test_a_singular_kernel_leaves_the_rest_at_its_prior():
+    kernels = ntk.Kernels(nngp=np.diag([1.0, 2.0]), ntk=np.diag([3.0, 0.0]))
+    found = ntk.ensemble(kernels, np.array([5.0, 7.0]), kernels, kernels.nngp)
+    assert_close(found.mean, [5.0, 0.0])
+    assert_close(found.covariance, np.diag([0.0, 2.0]))
+
+
+def test_derivatives_are_those_of_finite_differences_with_multiple_eigenvalues():
+    K = np.eye(3) + 0.2 * np.diag([0.0, 0.0, 1.0])  # a double eigenvalue of the NTK
+    cross = rng.normal(size=(2, 3)) / 3
+    prior, y, turn = np.eye(2), rng.normal(size=3), rng.normal(size=(3, 3)) / 9
+
+    def both(s):
+        kernel = jnp.asarray(K) + s["turn"] * (turn + turn.T)
+        train, k = ntk.Kernels(kernel + jnp.eye(3), kernel), ntk.Kernels(cross, cross * s["scale"])
+        options = {"t": s["t"], "penalty": s["penalty"]}
+        one = ntk.ensemble(train, y, k, prior, **options)
+        limit = ntk.ensemble(train, y, k, prior, penalty=s["penalty"])
+        return one, limit, ntk.posterior(kernel, y, cross, prior, penalty=s["penalty"]), one.std()
+
+    at = {"turn": 0.0, "scale": 1.0, "t": 0.8, "penalty": 0.1}
+    at = jax.tree.map(jnp.asarray, at)
+    truth = finite_differences(jax.jit(both), at)
+    for mode in (jax.jacfwd, jax.jacrev):
+        columns = [jax.jit(mode(lambda v, k=k: both(at | {k: v})))(at[k]) for k in sorted(at)]
+        flat = np.stack(
+            [np.concatenate([np.ravel(x) for x in jax.tree.leaves(c)]) for c in columns]
+        )
+        assert_close(flat.T, truth, f64=1e-8, f32=3e-2)
+
+
+def test_a_variance_rounded_below_zero_is_a_deviation_of_zero_with_a_finite_slope():
+    def total(scale):
+        return ntk.Prediction(jnp.zeros(2), scale * jnp.diag(jnp.array([-1e-17, 4.0]))).std().sum()
+
+    assert_close(jax.value_and_grad(total)(1.0), (2.0, 1.0))
+
+
+def test_variances_alone_come_row_by_row_under_vmap():
+    def one(k, v):
+        return ntk.posterior(TRAIN.nngp, Y, k[None], v[None, None], penalty=0.1)
+
+    found = jax.jit(jax.vmap(one))(CROSS.nngp, jnp.diag(PRIOR))
+    truth = ntk.posterior(TRAIN.nngp, Y, CROSS.nngp, PRIOR, penalty=0.1)
+    assert_close(found.covariance.ravel(), np.diag(truth.covariance))
+    assert_close(found.mean[:, 0], truth.mean)
+
+
+def test_single_precision_stays_single():
+    train, cross, y, prior = cast((TRAIN, CROSS, Y, PRIOR), jnp.float32)
+    for found in (
+        ntk.ensemble(train, y, cross, prior, t=1.0),
+        ntk.posterior(train.nngp, y, cross.nngp, prior, penalty=0.1),
+    ):
+        assert {x.dtype for x in found} == {jnp.dtype("float32")}
+    truth = ntk.ensemble(TRAIN, Y, CROSS, PRIOR, t=1.0)
+    np.testing.assert_allclose(
+        ntk.ensemble(train, y, cross, prior, t=1.0).covariance, truth.covariance, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("scale", [1e-25, 1e25])
+def test_kernels_of_any_scale_are_predicted_with(scale):
+    # In float32 the product of two variances of 1e-25 is 0, and of 1e25 infinite.
+    train, cross, y, prior = cast((TRAIN.nngp, CROSS.nngp, Y, PRIOR), jnp.float32)
+    found = ntk.posterior(train * scale, y, cross * scale, prior * scale, penalty=0.1 * scale)
+    truth = ntk.posterior(TRAIN.nngp, Y, CROSS.nngp, PRIOR, penalty=0.1)
+    assert_close((found.mean, found.covariance / scale), tuple(truth), f64=1e-4)  # single precision
+
+
+def test_what_cannot_be_refused_under_a_trace_is_nan():
+    negative = jax.jit(ntk.ensemble)(TRAIN, Y, CROSS, PRIOR, t=-1.0)
+    larger = jax.jit(ntk.posterior)(TRAIN.nngp, Y, 3 * CROSS.nngp, PRIOR)
+    less = jax.jit(ntk.posterior)(TRAIN.nngp, Y, CROSS.nngp, PRIOR, penalty=-1.0)
+    flow = jax.jit(ntk.gradient_flow)(TRAIN.ntk, Y, -1.0)
+    unknown = jax.jit(ntk.gradient_flow)(jnp.full((1, 1), jnp.nan), Y[:1], 1.0, cross=jnp.eye(1))
+    for found in (*negative, *larger, *less, flow, unknown):
+        assert np.isnan(found).all()
+
+
+full_kernel = FULL[0].ntk
+MISTAKES = {
+    "K: expected [n, n] or": lambda: ntk.kernel_regression(full_kernel[:, :3], Y),
+    "y: expected shape [5, 2], as K": lambda: ntk.kernel_regression(full_kernel, Y[:, 0]),
+    "y: expected shape [5, 2], as train.ntk has": lambda: ntk.ensemble(
+        FULL[0], Y[:, :1], *FULL[2:]
+    ),
+    "K: expected a symmetric": lambda: ntk.gradient_flow(full_kernel + np.eye(2)[0], Y, 1.0),
+    "cross: expected shape [m, 5], as K": lambda: ntk.kernel_regression(TRAIN.ntk, Y).predict(
+        FULL[2].ntk
+    ),
+    "cross: expected shape [m, 5], as K has it, got (3, 5, 2, 2)": lambda: ntk.kernel_regression(
+        TRAIN.ntk, Y[:, 0]
+    ).predict(FULL[2].ntk),
+    "cross: expected shape [m, 5, 2, 2], as K": lambda: ntk.kernel_regression(
+        full_kernel, Y
+    ).predict(CROSS.ntk),
+    "cross: expected shape [m, 5], got": lambda: ntk.posterior(
+        TRAIN.nngp, Y, CROSS.nngp[:, :2], PRIOR
+    ),
+    "cross.ntk: expected finite": lambda: ntk.ensemble(
+        TRAIN, Y, Pair(CROSS.nngp, CROSS.ntk * jnp.nan), PRIOR
+    ),
+    "prior: expected shape (3, 3), got (5, 5)": lambda: ntk.posterior(
+        TRAIN.nngp, Y, CROSS.nngp, TRAIN.nngp
+    ),
+    "cross: expected |cross[i, j]| <=": lambda: ntk.posterior(TRAIN.nngp, Y, CROSS.ntk, PRIOR),
+    "cross.nngp: expected |cross.nngp[i, j]| <=": lambda: ntk.ensemble(
+        TRAIN, Y, Pair(CROSS.ntk, CROSS.ntk), PRIOR
+    ),
+    "penalty: expected a nonnegative": lambda: ntk.ensemble(TRAIN, Y, CROSS, PRIOR, penalty=-1),
+    "t: expected nonnegative times": lambda: ntk.ensemble(TRAIN, Y, CROSS, PRIOR, t=-1),
+    "train: expected kernels with": lambda: ntk.ensemble(TRAIN.ntk, Y, CROSS, PRIOR),
+    "train: expected kernels of one": lambda: ntk.ensemble(
+        Pair(TRAIN.nngp, FULL[0].ntk), Y, CROSS, PRIOR
+    ),
+    "cross: expected kernels of one": lambda: ntk.ensemble(
+        TRAIN, Y, Pair(CROSS.nngp[:2], CROSS.ntk), PRIOR
+    ),
+    "prior: expected a symmetric": lambda: ntk.posterior(
+        TRAIN.nngp, Y, CROSS.nngp, PRIOR + np.eye(M)[0]
+    ),
+    "K: expected a positive definite": lambda: ntk.posterior(
+        np.ones((2, 2)), Y[:2], np.ones((1, 2)), np.ones((1, 1))
+    ),
+}
+
+
+@pytest.mark.parametrize("sentence", MISTAKES)
+def test_a_mistake_is_named(sentence):
+    with pytest.raises(ValueError) as caught:
+        MISTAKES[sentence]()
+    assert str(caught.value).startswith(sentence)

@@ -42,7 +42,25 @@ def mend(module: types.ModuleType) -> None:
     empirical.ad = types.SimpleNamespace(
         source_info_util=names, is_undefined_primal=is_undefined_primal
     )
+    for name in ("_get_cho_solve", "_get_fns_in_eigenbasis"):
+        setattr(predict, name, _outside_of_traces(getattr(predict, name)))
+    no_context = types.SimpleNamespace(eval_context=contextlib.nullcontext)
+    predict.jax = types.SimpleNamespace(core=no_context, default_backend=jax.default_backend)
     predict.sp = types.SimpleNamespace(linalg=types.SimpleNamespace(eigvalsh=_eigvalsh))
+
+
+def _outside_of_traces(decompose):
+    """What is kept from call to call is computed at once, unless its kernel is traced itself.
+
+    ``jax.core.eval_context``, in which neural-tangents does that, no longer lets traced kernels in.
+    """
+
+    def decomposed(K, *options):
+        traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((K, options)))
+        with contextlib.nullcontext() if traced else jax.ensure_compile_time_eval():
+            return decompose(K, *options)
+
+    return decomposed
 
 
 def _accept_shapes(empirical) -> None:

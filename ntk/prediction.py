@@ -36,7 +36,9 @@ import numpy as np
 from ntk._checks import floats
 from ntk._flow import flows, times
 from ntk._outputs import Data, as_kernel, as_matrix, cholesky, data, others, with_penalty
-from ntk._symmetric import rounding, symmetric
+from ntk._symmetric import symmetric
+
+_ROOM = 0.01  # for the rounding of entries of 16 bits, of the largest entry
 
 
 class Prediction(NamedTuple):
@@ -193,7 +195,7 @@ def ensemble(
     cross_nngp, same = others("cross.nngp", cross_nngp, given)
     if there != same:
         raise ValueError(
-            f"cross: expected kernels of one shape, got {len(same)} and {len(there)} rows."
+            f"cross: expected kernels of as many rows, got {same[0]} of nngp and {there[0]} of ntk."
         )
     prior = _prior(prior, there, given)
     cross_nngp = _bounded(cross_nngp, nngp, prior, "cross.nngp")
@@ -241,8 +243,7 @@ def _bounded(cross, K, prior, name: str = "cross") -> jax.Array:
     Kernels that belong to other networks, or to other inputs, would give negative variances.
     """
     largest = jnp.outer(jnp.sqrt(jnp.diagonal(prior)), jnp.sqrt(jnp.diagonal(K)))
-    allowed = rounding(cross.dtype, len(K))
-    fits = jnp.abs(cross) <= largest + allowed * jnp.max(jnp.abs(largest), initial=0)
+    fits = jnp.abs(cross) <= largest + _ROOM * jnp.max(largest)
     if isinstance(fits, jax.core.Tracer):
         return cross * jnp.where(fits.all(), 1, jnp.nan).astype(cross.dtype)
     if not fits.all():

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import pytest
 from helpers import assert_close
 
-from ntk import neural_tangents
+from ntk import gradient_flow, neural_tangents
 
 # One fresh interpreter, without neural-tangents, then with one that is broken, then with ours.
 PROGRAM = """
@@ -196,3 +196,20 @@ def test_the_largest_learning_rate_is_that_of_the_largest_eigenvalue():
     nt = neural_tangents()
     K = jnp.diag(jnp.array([1.0, 4.0, 2.0]))
     assert_close(nt.predict.max_learning_rate(K), 2 * 3 / 4)
+
+
+@pytest.mark.parametrize("t", [None, 2.0])
+def test_predictions_work_with_kernels_inside_and_outside_of_a_trace(t):
+    predict = neural_tangents().predict
+    K, y = jnp.array([[2.0, 1.0], [1.0, 2.0]]), jnp.array([[1.0], [0.0]])
+
+    def flow(K):
+        return predict.gradient_descent_mse(K, y)(t, None, 0.0, K)
+
+    truth = gradient_flow(K, y, jnp.inf if t is None else t / y.size, cross=K)
+    assert_close(jax.vmap(flow)(jnp.stack([K, K])), jnp.stack([truth, truth]), f32=1e-5)
+    assert_close(jax.jit(flow)(K), truth, f32=1e-5)
+    known = predict.gradient_descent_mse(K, y)
+    for _ in range(2):  # the second call finds what the first has kept
+        again = jax.jit(lambda k: known(t, None, 0.0, k))
+        assert_close(again(K), truth, f32=1e-5)

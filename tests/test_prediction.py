@@ -382,7 +382,7 @@ MISTAKES = {
     "train: expected kernels of one": lambda: ntk.ensemble(
         Pair(TRAIN.nngp, FULL[0].ntk), Y, CROSS, PRIOR
     ),
-    "cross: expected kernels of one": lambda: ntk.ensemble(
+    "cross: expected kernels of as many rows, got 2 of nngp and 3": lambda: ntk.ensemble(
         TRAIN, Y, Pair(CROSS.nngp[:2], CROSS.ntk), PRIOR
     ),
     "prior: expected a symmetric": lambda: ntk.posterior(

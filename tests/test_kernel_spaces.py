@@ -1,6 +1,8 @@
 """Searches of kernels from anywhere: ridge regression, hypergradients, certificates on the way."""
 
 import functools
+import importlib
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -174,6 +176,18 @@ def test_draws_corners_and_what_is_found_live_where_the_sets_say():
     found = space.discretize(space.start())
     assert found["mixture"].tolist() == [0, 1] and found["skip"] == 0.3
     assert space.one_hot(found)["kernel"]["mixture"].tolist() == [0, 1]
+
+
+def test_the_example_of_convolutional_networks_ends_at_a_certified_kernel(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(pathlib.Path(__file__).parents[1] / "examples")
+    example = importlib.import_module("stax_kernels")
+    try:
+        bracket, found, bounds = example.main()
+    except FileNotFoundError:
+        pytest.skip("CIFAR-10 is not here")
+    assert found.history["value"][-1] < found.history["value"][0]
+    assert (bounds >= bracket.lower - 1e-9).all()
+    assert "found: 0." in capsys.readouterr().out
 
 
 def test_mistakes_are_one_sentence():

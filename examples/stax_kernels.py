@@ -1,6 +1,6 @@
 """Convolutional networks of neural-tangents: their kernels certified, and one of them chosen.
 
-    bilevel certify --kernel stax_kernels:cnns --data cifar10 --pixels 8 --rows 60   # in this folder
+    bilevel certify --kernel stax_kernels:cnns --data cifar10 --pixels 8 --rows 60  # here
     python stax_kernels.py
 
 Three infinitely wide networks on CIFAR-10 images of 8 x 8 pixels, animals against vehicles. A

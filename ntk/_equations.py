@@ -29,6 +29,22 @@ def programs(eqn: JaxprEqn) -> list[ClosedJaxpr]:
     return found
 
 
+def needed(jaxpr: Jaxpr, live: list[bool]) -> list[tuple[JaxprEqn, list[bool]]]:
+    """The equations behind the live outputs, with which of their own outputs are used."""
+    wanted = {v for v, a in zip(jaxpr.outvars, live, strict=True) if a and _variable(v)}
+    kept = []
+    for eqn in reversed(jaxpr.eqns):
+        used = [v in wanted for v in eqn.outvars]
+        if any(used):
+            kept.append((eqn, used))
+            wanted.update(filter(_variable, eqn.invars))
+    return kept[::-1]
+
+
+def _variable(v) -> bool:
+    return not isinstance(v, Literal)
+
+
 def scan_operands(eqn: JaxprEqn) -> tuple[int, int]:
     """How many operands of a ``scan`` its body gets unchanged, and how many it carries.
 

@@ -1,25 +1,27 @@
-"""Empirical neural tangent kernels of finite networks.
+"""Empirical kernels of finite networks: the neural tangent kernel, and the NNGP kernel.
 
-For a network ``f(θ, x)`` with outputs ``f_1 .. f_o``, the kernel is the Gram matrix of its
+For a network ``f(θ, x)`` with outputs ``f_1 .. f_o``, the tangent kernel is the Gram matrix of its
 per-sample parameter gradients,
 
     K(x, x')_ij = <∇_θ f_i(x), ∇_θ f_j(x')>,
 
 summed over the leaves of θ. A layer ``y_p = W' a_p`` that acts on the positions ``p`` of its input
-(one for a dense layer on vectors, one per patch for a convolution) has the gradient
-``∇_W f = Σ_p a_p s_p'`` with the sensitivities ``s_p = ∂f/∂y_p``, and so contributes
+(one for a dense layer on vectors, one per patch for a convolution, one per token, one per step of a
+recurrent network) has the gradient ``∇_W f = Σ_p a_p s_p'`` with the sensitivities
+``s_p = ∂f/∂y_p``, and so contributes
 
     Σ_{p,q} <a_p(x), a_q(x')> <s_p(x), s_q(x')>,
 
-with one position ``(A A') o (B B')``: no gradient of the size of ``W`` is ever formed. The method
-``"layerwise"`` reads ``a`` and ``s`` of flax's Dense and Conv layers off one backward pass per
-output. Where a layer has many positions it forms the gradients after all, from patches, whichever
-is cheaper. What other parameters there are it differentiates per sample.
+with one position ``(A A') o (B B')``: no gradient of the size of ``W`` is ever formed. For a table
+of which ``y_p`` is row ``t_p``, ``<a_p, a_q>`` is 1 where ``t_p = t_q``, otherwise 0. The method
+``"layerwise"`` reads ``a`` and ``s`` off one backward pass per output. Where a layer has many
+positions it forms the gradients after all, from ``a`` and ``s``, whichever is cheaper. What other
+parameters there are it differentiates per sample.
 
-Which parameters a layer owns is not guessed from names: a call counts if the arrays that it reads
-*are* leaves of ``params``, and if the outputs depend on these leaves through such calls only.
-Normalised or tied weights, overridden layers, and layers inside ``nn.scan``, ``nn.remat``,
-``nn.jit``, or a ``vmap``, ``jit`` or ``scan`` of the caller's, are left to the per-sample Jacobian.
+Layers are not known by the names of a library: they are the products with a leaf of ``params`` in
+the program (jaxpr) that JAX traces of ``apply``, through ``jit``, ``remat`` and ``scan``, with the
+leaf reshaped, transposed, cut, or times a number on the way. A leaf counts only if all its uses are
+such products, and if their gradients add up: ``ntk._uses`` and ``ntk._products``.
 
 =============  =======================================================
 letter         name
@@ -36,240 +38,197 @@ Sohl-Dickstein & Schoenholz, "Fast finite width neural tangent kernel" (ICML 202
 """
 
 import functools
-import math
+import warnings
 from collections.abc import Callable
-from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from ntk import _checks, _compat, _layers
+from ntk import _compat, _layers
 from ntk._checks import array, short, whole
+from ntk._layers import Plan
 from ntk._programs import program
-
-Apply = Callable[[Any, jax.Array], jax.Array]
+from ntk._rows import blocks, joined, length, mapped, mesh_for, mirrored, sharded, transposed
+from ntk._sample import Apply, Network, network
 
 METHODS = "auto", "layerwise", "jacobian", "neural_tangents"
 OUTPUTS = "sum", "trace", "full"
 
-# --- One sample's outputs, as a function of the leaves that are trained ---------------------------
+# --- Gradients, and their Gram matrices -----------------------------------------------------------
 
 
-def _refuse_batch_statistics(next_function, args, kwargs, context):
-    if isinstance(context.module, nn.BatchNorm) and context.method_name == "__call__":
-        given = args[1] if len(args) > 1 else kwargs.get("use_running_average")
-        if not nn.merge_param("use_running_average", context.module.use_running_average, given):
-            raise ValueError(
-                "apply: expected BatchNorm with use_running_average=True, "
-                "got batch statistics, through which samples interact."
-            )
-    return next_function(*args, **kwargs)
-
-
-def _split(apply: Apply, params) -> tuple[list, Callable]:
-    """The trained leaves of ``params``, and ``forward(leaves, x)`` for one sample ``x``."""
-    _checks.function("apply", apply, "(params, x) -> [n, o]")
-    variables = isinstance(getattr(apply, "__self__", None), nn.Module)
-    if variables and "params" not in params:
-        raise ValueError(
-            "params: expected the variables {'params': ...} of the flax module, "
-            f"got {jax.tree.structure(params)}."
-        )
-    flat, structure = jax.tree.flatten(params["params"] if variables else params)
-    trained = [i for i, x in enumerate(flat) if jnp.issubdtype(jnp.result_type(x), jnp.floating)]
-    if not trained:
-        raise ValueError("params: expected at least one leaf of floating point numbers, got none.")
-
-    def forward(leaves, x):
-        merged = list(flat)
-        for i, leaf in zip(trained, leaves, strict=True):
-            merged[i] = leaf
-        tree = jax.tree.unflatten(structure, merged)
-        with nn.intercept_methods(_refuse_batch_statistics):
-            y = apply({**params, "params": tree} if variables else tree, x[None])
-        shape = jnp.shape(y)
-        if shape[:1] != (1,):
-            raise ValueError(
-                f"apply: expected outputs [n, o] or [n], got the shape {shape} for n = 1."
-            )
-        return y[0].reshape(-1)
-
-    return [flat[i] for i in trained], forward
-
-
-# --- Rows in batches and over devices -------------------------------------------------------------
-
-
-def _map(function, xs):
-    """``lax.map`` without a loop around a single step."""
-    if len(jax.tree.leaves(xs)[0]) == 1:
-        only = function(jax.tree.map(lambda x: x[0], xs))
-        return jax.tree.map(lambda y: y[None], only)
-    return lax.map(function, xs)
-
-
-def _blocks(x, size: int, multiple: int = 1):
-    """Rows in blocks [blocks, size, ...]; the last ones are filled up with the first row."""
-    count = -(-len(x) // (size * multiple)) * multiple
-    filler = jnp.broadcast_to(x[:1], (count * size - len(x), *x.shape[1:]))
-    return jnp.concatenate([x, filler]).reshape(count, size, *x.shape[1:])
-
-
-def _transposed(k):
-    """``K(x', x)_ji`` for ``K(x, x')_ij``."""
-    return k.T if k.ndim == 2 else k.transpose(1, 0, 3, 2)
-
-
-def _mirrored(k):
-    """Exactly symmetric: the lower triangle replaced by the upper one."""
-    n, o = k.shape[0], k.shape[2:3]
-    index = np.arange(n * math.prod(o)).reshape(n, 1, *o, *(1 for _ in o))
-    return jnp.where(index <= _transposed(index), k, _transposed(k))
-
-
-def _joined(blocks, n1: int, n2: int):
-    """[t1, t2, b1, b2, ...] to [n1, n2, ...]."""
-    t1, t2, b1, b2 = blocks.shape[:4]
-    return jnp.swapaxes(blocks, 1, 2).reshape(t1 * b1, t2 * b2, *blocks.shape[4:])[:n1, :n2]
-
-
-def _sharded(function, mesh, *specs):
-    if mesh is None:
-        return function
-    # Samples are independent: no device needs another's. Without check_vma, which would sum the
-    # sensitivities of perturbations that are the same everywhere.
-    return jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=P("rows"), check_vma=False)
-
-
-def _method(apply, method, outputs, params, x):
-    """``leaves``, ``factors(leaves, x)``, ``gram(leaves, factors, factors)`` and the plan."""
-    leaves, forward = _split(apply, params)
+def _plan(net: Network, method: str) -> Plan | None:
     if method == "neural_tangents":
-        return leaves, lambda leaves, x: x, _neural_tangents(forward, outputs), None
-    sample = jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
-    plan = _layers.plan(forward, leaves, sample, intercept=method != "jacobian")
+        return None
+    plan = _layers.plan(net, factored=method != "jacobian")
     if method == "layerwise" and not plan.layered:
         raise ValueError(
-            "method: expected an apply that calls flax's Dense or Conv on leaves of params for "
-            "'layerwise', got one that does not."
+            "method: expected an apply that multiplies by leaves of params for 'layerwise', got "
+            "one in which no leaf is used in products alone."
         )
-    factors = functools.partial(_layers.factors, forward, plan, outputs)
-    return leaves, factors, functools.partial(_layers.gram, plan, outputs == "full"), plan
+    return plan
 
 
-def _neural_tangents(forward, outputs: str):
-    nt = _compat.neural_tangents()
+_MUCH = 2**26  # bytes of per-sample gradients of which one should know
 
-    def batch(leaves, x):
-        y = jax.vmap(functools.partial(forward, leaves))(x)
-        return y.sum(1, keepdims=True) if outputs == "sum" else y
 
-    kernel = nt.empirical_ntk_fn(
-        batch,
-        trace_axes=(),
-        vmap_axes=0,
-        implementation=nt.NtkImplementation.NTK_VECTOR_PRODUCTS,
+def _warn(net: Network, plan: Plan | None, outputs: str, rows: int):
+    """Say which parameters cost memory, if they do."""
+    o = 1 if outputs == "sum" else net.jaxpr.outvars[0].aval.size
+    variables = [*net.jaxpr.constvars, *net.jaxpr.invars]
+    cost = {
+        name: rows * o * variables[i].aval.size * max(4, variables[i].aval.dtype.itemsize)
+        for i, name in zip(net.trained, net.names, strict=True)
+        if plan is not None and i in plan.rest
+    }
+    total = sum(cost.values())
+    if total < _MUCH:
+        return
+    largest = sorted(cost, key=cost.__getitem__, reverse=True)
+    named = [name for name in largest if cost[name] * 100 > total][:5]
+    more = f" and {len(cost) - len(named)} more" if len(cost) > len(named) else ""
+    warnings.warn(
+        f"params: the gradients of {', '.join(named)}{more} are formed sample by sample, "
+        f"{total / 1e9:.2g} GB at a time, because these are not used in products alone; "
+        "a smaller batch_size takes less memory.",
+        UserWarning,
+        stacklevel=3,
     )
 
-    def gram(leaves, x1, x2):
-        k = kernel(x1, x2, leaves)
+
+def _factors(net: Network, plan: Plan | None, outputs: str) -> tuple[Callable, Callable]:
+    """``factors(inputs, x)`` and ``gram(inputs, factors, factors)``."""
+    if plan is None:
+        return lambda inputs, x: x, _neural_tangents(net, outputs)
+    letters = _layers.FULL if outputs == "full" else _layers.TRACE
+
+    def gram(inputs, left, right):
+        return _layers.gram(plan, letters, left, right)
+
+    return functools.partial(_layers.factors, plan, outputs), gram
+
+
+def _neural_tangents(net: Network, outputs: str):
+    nt = _compat.neural_tangents()
+
+    def gram(inputs, x1, x2):
+        def batch(trained, x):
+            merged = net.merged(inputs, trained)
+            y = jax.vmap(functools.partial(net, merged))(x)
+            return y.sum(1, keepdims=True) if outputs == "sum" else y
+
+        kernel = nt.empirical_ntk_fn(
+            batch,
+            trace_axes=(),
+            vmap_axes=0,
+            implementation=nt.NtkImplementation.NTK_VECTOR_PRODUCTS,
+        )
+        k = kernel(x1, x2, [inputs[i] for i in net.trained])
         return k if outputs == "full" else jnp.einsum("abii->ab", k)
 
     return gram
 
 
-def _kernel(apply, method, outputs, batch_size, mesh, params, x1, x2):
-    leaves, factors, gram, _ = _method(apply, method, outputs, params, x1)
+def _kernel(net, plan, outputs, batch_size, mesh, inputs, x1, x2):
+    factors, gram = _factors(net, plan, outputs)
+    n1, n2 = length(x1), length(x1 if x2 is None else x2)
     devices = 1 if mesh is None else mesh.size
-    blocks1 = _blocks(x1, min(batch_size or len(x1), -(-len(x1) // devices)), devices)
-    t = len(blocks1)
+    blocks1 = blocks(x1, min(batch_size or n1, -(-n1 // devices)), devices)
+    t = length(blocks1)
     if x2 is None:
         # Row i of blocks takes columns i .. i + t/2, cyclically: each pair of blocks once (or
         # twice at a distance t/2), and every row the same work.
         blocks2, columns = blocks1, (np.arange(t)[:, None] + np.arange(t // 2 + 1)) % t
     else:
-        blocks2 = _blocks(x2, min(batch_size or len(x2), len(x2)))
-        columns = np.tile(np.arange(len(blocks2)), (t, 1))
+        blocks2 = blocks(x2, min(batch_size or n2, n2))
+        columns = np.tile(np.arange(length(blocks2)), (t, 1))
     # Differentiated, a batched kernel forms each block again: otherwise it would hold them all.
     again = jax.checkpoint if batch_size else lambda function: function
 
-    def rows(leaves, blocks1, columns, blocks2):
+    def rows(inputs, blocks1, columns, blocks2):
         @again
         def row(block_and_columns):
             block, columns = block_and_columns
-            left = factors(leaves, block)
+            left = factors(inputs, block)
 
             @again
             def entry(column):
-                return gram(leaves, left, factors(leaves, blocks2[column]))
+                return gram(
+                    inputs, left, factors(inputs, jax.tree.map(lambda x: x[column], blocks2))
+                )
 
             if x2 is not None:
-                return _map(entry, columns)
-            diagonal = gram(leaves, left, left)[None]
+                return mapped(entry, columns)
+            diagonal = gram(inputs, left, left)[None]
             if len(columns) == 1:
                 return diagonal
-            return jnp.concatenate([diagonal, _map(entry, columns[1:])])
+            return jnp.concatenate([diagonal, mapped(entry, columns[1:])])
 
-        return _map(row, (blocks1, columns))
+        return mapped(row, (blocks1, columns))
 
-    run = _sharded(rows, mesh, P(), P("rows"), P("rows"), P())
-    found = run(leaves, blocks1, jnp.asarray(columns), blocks2)
+    run = sharded(rows, mesh, P(), P("rows"), P("rows"), P())
+    found = run(inputs, blocks1, jnp.asarray(columns), blocks2)
     if x2 is not None:
-        return _joined(found, len(x1), len(x2))
+        return joined(found, n1, n2)
     row = np.arange(t)[:, None]
     both = jnp.zeros((t, t, *found.shape[2:]), found.dtype)
-    both = both.at[columns, row].set(jax.vmap(jax.vmap(_transposed))(found))
-    return _mirrored(_joined(both.at[row, columns].set(found), len(x1), len(x1)))
+    both = both.at[columns, row].set(jax.vmap(jax.vmap(transposed))(found))
+    return mirrored(joined(both.at[row, columns].set(found), n1, n1))
 
 
-def _norms(apply, method, outputs, batch_size, mesh, params, x):
-    leaves, factors, gram, plan = _method(apply, method, outputs, params, x)
-    devices = 1 if mesh is None else mesh.size
-    blocks = _blocks(x, min(batch_size or len(x), -(-len(x) // devices)), devices)
+def _norms(net, plan, outputs, batch_size, mesh, inputs, x):
+    factors, gram = _factors(net, plan, outputs)
+    n, devices = length(x), 1 if mesh is None else mesh.size
+    blocks_of_x = blocks(x, min(batch_size or n, -(-n // devices)), devices)
 
-    def rows(leaves, blocks):
+    def rows(inputs, blocks):
         def norms(block):
             if plan is None:
-                return jax.vmap(lambda x: gram(leaves, x[None], x[None])[0, 0])(block)
-            return _layers.squared_norms(plan, leaves, factors(leaves, block))
+                one = jax.vmap(lambda x: jax.tree.map(lambda x: x[None], x))(block)
+                return jax.vmap(lambda x: gram(inputs, x, x)[0, 0])(one)
+            found = factors(inputs, block)
+            return _layers.gram(plan, _layers.NORMS, found, found)
 
-        return _map(norms, blocks)
+        return mapped(norms, blocks)
 
-    return _sharded(rows, mesh, P(), P("rows"))(leaves, blocks).reshape(-1)[: len(x)]
+    return sharded(rows, mesh, P(), P("rows"))(inputs, blocks_of_x).reshape(-1)[:n]
 
 
-def _product(forward, batch_size, leaves, x, v):
-    def outputs(leaves, block):
-        y = jax.vmap(functools.partial(forward, leaves))(block)
+def _product(net, batch_size, inputs, x, v):
+    n = length(x)
+
+    def outputs(trained, block):
+        y = jax.vmap(functools.partial(net, net.merged(inputs, trained)))(block)
         return y.sum(1) if v.ndim == 1 else y
 
-    out = jax.eval_shape(outputs, leaves, x)
+    trained = [inputs[i] for i in net.trained]
+    out = jax.eval_shape(outputs, trained, x)
     if v.shape != out.shape:
         raise ValueError(f"v: expected the shape [n] or [n, o] = {list(out.shape)}, got {v.shape}.")
-    size = min(batch_size or len(x), len(x))
-    blocks, count = _blocks(x, size), -(-len(x) // size)
-    cotangents = jnp.concatenate([v, jnp.zeros((count * size - len(v), *v.shape[1:]), v.dtype)])
+    size = min(batch_size or n, n)
+    blocks_of_x, count = blocks(x, size), -(-n // size)
+    cotangents = jnp.concatenate([v, jnp.zeros((count * size - n, *v.shape[1:]), v.dtype)])
     cotangents = cotangents.reshape(count, size, *v.shape[1:]).astype(out.dtype)
 
     def pull(total, block_and_cotangent):
         block, cotangent = block_and_cotangent
-        _, pullback = jax.vjp(lambda leaves: outputs(leaves, block), leaves)
+        _, pullback = jax.vjp(lambda trained: outputs(trained, block), trained)
         return jax.tree.map(jnp.add, total, pullback(cotangent)[0]), None
 
-    zeros = jax.tree.map(jnp.zeros_like, leaves)
+    zeros = jax.tree.map(jnp.zeros_like, trained)
     if count == 1:
-        direction, _ = pull(zeros, (blocks[0], cotangents[0]))
+        only = jax.tree.map(lambda x: x[0], blocks_of_x)
+        direction, _ = pull(zeros, (only, cotangents[0]))
     else:
-        direction, _ = lax.scan(pull, zeros, (blocks, cotangents))
+        direction, _ = lax.scan(pull, zeros, (blocks_of_x, cotangents))
 
     def push(block):
-        return jax.jvp(lambda leaves: outputs(leaves, block), (leaves,), (direction,))[1]
+        return jax.jvp(lambda trained: outputs(trained, block), (trained,), (direction,))[1]
 
-    return _map(push, blocks).reshape(-1, *v.shape[1:])[: len(x)]
+    return mapped(push, blocks_of_x).reshape(-1, *v.shape[1:])[:n]
 
 
 # --- Public ---------------------------------------------------------------------------------------
@@ -295,30 +254,42 @@ def _finite(name: str, tree):
 
 
 def _samples(name: str, x, like=None):
-    x = array(name, x)
-    if x.ndim == 0 or len(x) == 0:
-        raise ValueError(f"{name}: expected samples [n, ...] with n at least 1, got {x.shape}.")
-    if like is not None and x.shape[1:] != like.shape[1:]:
-        raise ValueError(
-            f"{name}: expected samples of the shape {like.shape[1:]}, got {x.shape[1:]}."
-        )
+    """A pytree of arrays with a leading axis of samples; a list is one array."""
+    whole = isinstance(x, list) or all(np.ndim(leaf) == 0 for leaf in jax.tree.leaves(x))
+    x = array(name, x) if whole else jax.tree.map(functools.partial(array, name), x)
+    shapes = [leaf.shape for leaf in jax.tree.leaves(x)]
+    got = shapes[0] if len(shapes) == 1 else shapes
+    if any(shape[:1] in ((), (0,)) for shape in shapes):
+        raise ValueError(f"{name}: expected samples [n, ...] with n at least 1, got {got}.")
+    if len({shape[0] for shape in shapes}) > 1:
+        raise ValueError(f"{name}: expected as many samples in every array, got the shapes {got}.")
+    one = jax.tree.map(lambda x: x.shape[1:], x)
+    if like is not None and one != (expected := jax.tree.map(lambda x: x.shape[1:], like)):
+        raise ValueError(f"{name}: expected samples of the shape {expected}, got {one}.")
     _finite(name, x)
     return x
+
+
+def _pair(x1, x2):
+    """Both sets of samples, of the same types."""
+    x1 = _samples("x1", x1)
+    if x2 is None:
+        return x1, None
+    x2 = _samples("x2", x2, like=x1)
+    types = jax.tree.map(jnp.result_type, x1, x2)
+    return tuple(jax.tree.map(lambda x, t: x.astype(t), x, types) for x in (x1, x2))
+
+
+def _rows_held(batch_size, x1, x2) -> int:
+    """The most samples whose gradients are held at a time."""
+    n1, n2 = length(x1), length(x1 if x2 is None else x2)
+    first, second = min(batch_size or n1, n1), min(batch_size or n2, n2)
+    return first if x2 is None and first == n1 else first + second
 
 
 def _batch(batch_size):
     if batch_size is not None:
         whole("batch_size", batch_size, 1)
-
-
-def _mesh(*arrays) -> jax.sharding.Mesh | None:
-    """All local devices, unless the caller has placed the arrays, or traces them."""
-    devices = jax.local_devices()
-    leaves = jax.tree.leaves(arrays)
-    placed = any(isinstance(x, jax.core.Tracer) or getattr(x, "committed", False) for x in leaves)
-    if len(devices) == 1 or placed or getattr(jax.config, "jax_default_device", None) is not None:
-        return None
-    return jax.sharding.Mesh(np.array(devices), ("rows",))
 
 
 def empirical_kernel(
@@ -398,12 +369,14 @@ def empirical_kernel(
     _one_of("method", method, METHODS)
     _one_of("outputs", outputs, OUTPUTS)
     _batch(batch_size)
-    x1 = _samples("x1", x1)
-    x2 = None if x2 is None else _samples("x2", x2, like=x1)
+    x1, x2 = _pair(x1, x2)
     _finite("params", params)
-    mesh = _mesh(params, x1, x2)
-    run = functools.partial(_kernel, apply, method, outputs, batch_size, mesh)
-    return program(run, params, x1, x2)(params, x1, x2)
+    net = network(apply, params, x1)
+    plan = _plan(net, method)
+    if method != "jacobian":
+        _warn(net, plan, outputs, _rows_held(batch_size, x1, x2))
+    run = functools.partial(_kernel, net, plan, outputs, batch_size, mesh_for(params, x1, x2))
+    return program(run, net.inputs, x1, x2)(net.inputs, x1, x2)
 
 
 def gradient_norms(
@@ -459,8 +432,12 @@ def gradient_norms(
     _batch(batch_size)
     x = _samples("x", x)
     _finite("params", params)
-    run = functools.partial(_norms, apply, method, outputs, batch_size, _mesh(params, x))
-    return program(run, params, x)(params, x)
+    net = network(apply, params, x)
+    plan = _plan(net, method)
+    if method != "jacobian":
+        _warn(net, plan, outputs, min(batch_size or length(x), length(x)))
+    run = functools.partial(_norms, net, plan, outputs, batch_size, mesh_for(params, x))
+    return program(run, net.inputs, x)(net.inputs, x)
 
 
 def kernel_vector_product(
@@ -507,18 +484,13 @@ def kernel_vector_product(
     _batch(batch_size)
     x = _samples("x", x)
     _finite("params", params)
-    leaves, forward = _split(apply, params)
-    network = jax.make_jaxpr(forward)(leaves, x[0])  # as it is now, whatever becomes of apply
-
-    def snapshot(leaves, x):
-        return jax.core.eval_jaxpr(network.jaxpr, network.consts, *leaves, x)[0]
-
-    run, programs = functools.partial(_product, snapshot, batch_size), {}
+    net = network(apply, params, x)  # as it is now, whatever becomes of apply
+    run, programs = functools.partial(_product, net, batch_size), {}
 
     def product(v):
         v = jnp.asarray(v)
         if v.shape not in programs:
-            programs[v.shape] = program(run, leaves, x, v)
-        return programs[v.shape](leaves, x, v)
+            programs[v.shape] = program(run, net.inputs, x, v)
+        return programs[v.shape](net.inputs, x, v)
 
     return product

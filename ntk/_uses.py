@@ -1,0 +1,324 @@
+"""Where a network uses its weights: products with them, found in the network's program.
+
+A weight is followed from the inputs of the program through whatever only rearranges its entries
+(reshape, transpose, slice, concatenate, cast) or multiplies all of them by one number, into calls
+and loops, to the products of :mod:`ntk._products`. A weight with any other use is one for the
+Jacobian; so is one that enters an operation with a derivative rule of its own.
+
+A loop repeats its products. A weight that all steps share has more positions there; one that is
+scanned over is another weight in every step.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+
+from ntk._equations import CALLS, bind, needed, programs, scan_operands
+from ntk._products import Product, product
+
+_ENTERED = frozenset(name for name in CALLS if not name.startswith("custom_"))
+_REARRANGING = frozenset({"reshape", "transpose", "squeeze", "expand_dims", "rev"})
+_ALIKE = frozenset({"copy", "copy_p", "convert_element_type", "reduce_precision"})
+
+Box = tuple[tuple[int, int], ...]  # a start and a stop for every axis of a leaf
+Parts = tuple[tuple[int, Box], ...]  # leaves, and which of their entries
+
+
+class Weight(NamedTuple):
+    """A variable that holds entries of leaves, none of them twice, times a number."""
+
+    parts: Parts
+    layout: tuple = ()  # what was done to the entries since
+    factors: tuple[tuple[Any, int], ...] = ()  # variables of one entry, and 1 or -1, a power
+    loops: tuple[bool, ...] = ()  # for the loops around: is it another slice in every step?
+
+    def then(self, *step) -> "Weight":
+        return self._replace(layout=(*self.layout, *step))
+
+
+@dataclasses.dataclass(frozen=True)
+class Site:
+    """A product with a weight."""
+
+    weight: Weight
+    product: Product
+    outputs: jax.ShapeDtypeStruct  # of all steps, if it is in loops
+
+    @property
+    def key(self) -> tuple:
+        """The same for uses whose gradients are laid out alike."""
+        return self.weight.parts, self.weight.layout, self.product.layout
+
+
+def whole(leaf: int, shape: Sequence[int]) -> Weight:
+    """All of a leaf."""
+    return Weight(((leaf, tuple((0, length) for length in shape)),))
+
+
+# The products of a program: by the number of the equation, lists of sites. For a loop, the
+# products of its body. A pytree, of which a site is a leaf.
+Sites = dict[int, Any]
+
+
+# --- Without calls --------------------------------------------------------------------------------
+
+
+def inlined(program: ClosedJaxpr) -> ClosedJaxpr:
+    """The same program with nothing in it that its outputs do not need, and no calls.
+
+    The calls of functions with derivative rules of their own stay.
+    """
+    shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in program.jaxpr.invars]
+    return jax.make_jaxpr(lambda *inputs: _run(program, inputs))(*shapes)
+
+
+def _run(program: ClosedJaxpr, inputs: Sequence, live: list[bool] | None = None) -> list:
+    jaxpr = program.jaxpr
+    live = [True] * len(jaxpr.outvars) if live is None else live
+    values = dict(zip(jaxpr.constvars, program.consts, strict=True))
+    values.update(zip(jaxpr.invars, inputs, strict=True))
+
+    def value(v):
+        return v.val if isinstance(v, Literal) else values[v]
+
+    for eqn, used in needed(jaxpr, live):
+        arguments = [value(v) for v in eqn.invars]
+        if eqn.primitive.name in _ENTERED:
+            outputs = _run(programs(eqn)[0], arguments, used)
+        elif eqn.primitive.name == "scan":
+            outputs = loop(eqn, functools.partial(_run, programs(eqn)[0]), arguments)
+        else:
+            outputs = bind(eqn, arguments)
+        values.update(zip(eqn.outvars, outputs, strict=True))
+    return [value(v) if used else None for v, used in zip(jaxpr.outvars, live, strict=True)]
+
+
+def loop(eqn: JaxprEqn, body, arguments: Sequence, more=None):
+    """A ``scan`` with another body, which may take something more in every step, and return it.
+
+    ``body(inputs) -> outputs``, or with ``more`` ``body(inputs, more) -> outputs, more``.
+    """
+    constants, carried = scan_operands(eqn)
+    consts, state = list(arguments[:constants]), list(arguments[constants : constants + carried])
+
+    def step(state, slices):
+        xs, more = slices
+        inputs = [*consts, *state, *xs]
+        outputs, more = body(inputs, more) if more is not None else (body(inputs), None)
+        return list(outputs[:carried]), (list(outputs[carried:]), more)
+
+    options = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
+    slices = list(arguments[constants + carried :]), more
+    state, (stacked, found) = lax.scan(step, state, slices, **options)
+    return [*state, *stacked] if more is None else ([*state, *stacked], found)
+
+
+# --- Where the weights are ------------------------------------------------------------------------
+
+
+def find(jaxpr: Jaxpr, weights: dict[Var, Weight], steps: tuple[int, ...] = ()):
+    """The products with weights in a program without calls, and the leaves with other uses.
+
+    Parameters
+    ----------
+    jaxpr : Jaxpr
+        A program that :func:`inlined` made.
+    weights : dict
+        Which of its inputs are weights.
+    steps : tuple of int
+        The lengths of the loops around it.
+
+    Returns
+    -------
+    tuple of Sites and set of int
+    """
+    known, single = dict(weights), {}
+    sites: Sites = {}
+    elsewhere: set[int] = set()
+
+    def weight(v) -> Weight | None:
+        return None if isinstance(v, Literal) else known.get(v)
+
+    def number(v):
+        """A variable with the one number that ``v`` consists of, or None."""
+        return v if math.prod(v.aval.shape) == 1 else single.get(v) if isinstance(v, Var) else None
+
+    for place, eqn in enumerate(jaxpr.eqns):
+        mine = [weight(v) for v in eqn.invars]
+        if eqn.primitive.name == "broadcast_in_dim" and number(eqn.invars[0]) is not None:
+            single[eqn.outvars[0]] = number(eqn.invars[0])
+        if not any(mine):
+            continue
+        if eqn.primitive.name == "scan":
+            sites[place], others = _find_in_loop(eqn, mine, steps)
+            elsewhere |= others
+            continue
+        here = [_site(eqn, i, w, steps) for i, w in enumerate(mine) if w]
+        if None not in here:
+            sites[place] = here
+            continue
+        outputs, lost = _rearranged(eqn, mine, [number(v) for v in eqn.invars])
+        known.update(zip(eqn.outvars, outputs, strict=True))
+        elsewhere |= leaves_of(lost)
+    return sites, elsewhere | leaves_of([weight(v) for v in jaxpr.outvars])
+
+
+def leaves_of(weights) -> set[int]:
+    return {leaf for w in weights if w for leaf, _ in w.parts}
+
+
+def _find_in_loop(eqn: JaxprEqn, mine: list, steps: tuple[int, ...]):
+    constants, carried = scan_operands(eqn)
+    body, inner, lost = programs(eqn)[0].jaxpr, {}, []
+    for i, (w, v) in enumerate(zip(mine, body.invars, strict=True)):
+        if w and (w.factors or constants <= i < constants + carried):
+            lost.append(w)  # its number is not known in the loop, or it changes
+        elif w:
+            own = i >= constants
+            inner[v] = w.then(*["step"] * own)._replace(loops=(*w.loops, own))
+    sites, elsewhere = find(body, inner, (*steps, eqn.params["length"]))
+    return sites, elsewhere | leaves_of(lost)
+
+
+def _site(eqn: JaxprEqn, operand: int, weight: Weight, steps: tuple[int, ...]) -> Site | None:
+    found = product(eqn, operand)
+    if found is None or (found.rows and any(weight.loops)):
+        return None
+    like = eqn.outvars[0].aval
+    return Site(weight, found, jax.ShapeDtypeStruct((*steps, *like.shape), like.dtype))
+
+
+def _rearranged(eqn: JaxprEqn, mine: list, numbers: list) -> tuple[list, list]:
+    """The outputs as weights, or None; and which weights are used up in the operation."""
+    name, options = eqn.primitive.name, eqn.params
+    none = [None] * len(eqn.outvars)
+    first, like = mine[0], eqn.outvars[0].aval
+    if name in ("mul", "div"):
+        return _scaled(eqn, mine, numbers)
+    if name == "concatenate":
+        joined = _joined(mine, options["dimension"])
+        return ([joined], []) if joined else (none, mine)
+    if name == "neg":
+        return [first._replace(factors=(*first.factors, (-1.0, 1)))], []
+    if name in _ALIKE and jnp.issubdtype(like.dtype, jnp.floating):
+        return [first], []
+    if name in _REARRANGING or (
+        name == "broadcast_in_dim" and like.size == eqn.invars[0].aval.size
+    ):
+        kept = "new_sizes", "dimensions", "permutation", "shape", "broadcast_dimensions"
+        return [first.then(name, *((k, options[k]) for k in kept if k in options))], []
+    if name in ("slice", "split") and not first.layout:
+        return _cut(eqn, first) or (none, mine)
+    return none, mine
+
+
+def _scaled(eqn: JaxprEqn, mine: list, numbers: list) -> tuple[list, list]:
+    for operand in (0, 1):
+        w, other = mine[operand], numbers[1 - operand]
+        power = 1 if eqn.primitive.name == "mul" else -1
+        if w and other is not None and (power == 1 or operand == 0):
+            return [w._replace(factors=(*w.factors, (other, power)))], [mine[1 - operand]]
+    return [None], mine
+
+
+def _joined(mine: list, axis: int) -> Weight | None:
+    parts = tuple(part for w in mine if w for part in w.parts)
+    plain = all(w and not w.factors and w.loops == mine[0].loops for w in mine)
+    if not plain or any(overlap(a, b) for i, a in enumerate(parts) for b in parts[:i]):
+        return None
+    return mine[0]._replace(parts=parts, layout=("joined", axis, *(w.layout for w in mine)))
+
+
+def _cut(eqn: JaxprEqn, weight: Weight) -> tuple[list, list] | None:
+    """Pieces of one leaf that nothing was done to yet."""
+    if len(weight.parts) != 1:
+        return None
+    ((leaf, box),) = weight.parts
+    options = eqn.params
+    if eqn.primitive.name == "slice":
+        if any(stride != 1 for stride in options["strides"] or ()):
+            return None
+        bounds = [list(zip(options["start_indices"], options["limit_indices"], strict=True))]
+    else:
+        axis, stops = options["axis"], [0]
+        for size in options["sizes"]:
+            stops.append(stops[-1] + int(size))
+        full = [(0, stop - start) for start, stop in box]
+        bounds = [
+            [*full[:axis], piece, *full[axis + 1 :]]
+            for piece in zip(stops[:-1], stops[1:], strict=True)
+        ]
+    pieces = [
+        tuple((start + low, start + high) for (start, _), (low, high) in zip(box, b, strict=True))
+        for b in bounds
+    ]
+    return [weight._replace(parts=((leaf, piece),)) for piece in pieces], []
+
+
+def overlap(first: tuple[int, Box], second: tuple[int, Box]) -> bool:
+    """Whether two parts have an entry in common."""
+    (leaf, box), (other, there) = first, second
+    return leaf == other and all(
+        max(a, c) < min(b, d) for (a, b), (c, d) in zip(box, there, strict=True)
+    )
+
+
+# --- Running it -----------------------------------------------------------------------------------
+
+
+def run(jaxpr: Jaxpr, inputs: Sequence, sites: Sites, additions) -> tuple[list, Any]:
+    """The outputs when something is added to every product, and what the products keep.
+
+    Parameters
+    ----------
+    jaxpr : Jaxpr
+        A program that :func:`inlined` made.
+    inputs : sequence of arrays
+        For its constants and inputs.
+    sites : Sites
+        Products in it.
+    additions : pytree of arrays
+        Arranged as ``sites``.
+    """
+    values = dict(zip([*jaxpr.constvars, *jaxpr.invars], inputs, strict=True))
+    kept: dict[int, Any] = {}
+
+    def value(v):
+        return v.val if isinstance(v, Literal) else values[v]
+
+    for place, eqn in enumerate(jaxpr.eqns):
+        arguments, here = [value(v) for v in eqn.invars], sites.get(place)
+        if isinstance(here, dict):
+            body = programs(eqn)[0]
+
+            def step(inputs, more, body=body, here=here):
+                return run(body.jaxpr, [*body.consts, *inputs], here, more)
+
+            outputs, kept[place] = loop(eqn, step, arguments, additions[place])
+        else:
+            outputs = bind(eqn, arguments)
+            for site, addition in zip(here or [], additions.get(place, []), strict=True):
+                outputs = [outputs[0] + addition]
+                kept.setdefault(place, []).append(_times(site, arguments, value))
+        values.update(zip(eqn.outvars, outputs, strict=True))
+    return [value(v) for v in jaxpr.outvars], kept
+
+
+def _times(site: Site, arguments: list, value):
+    """What the product keeps, times the number that the weight was multiplied by."""
+    kept = site.product.keep(*arguments)
+    for variable, power in site.weight.factors:
+        factor = variable if isinstance(variable, float) else jnp.reshape(value(variable), ())
+        kept = jax.tree.map(lambda x, f=factor**power: _scale(x, f), kept)
+    return kept
+
+
+def _scale(x, factor):
+    return x * factor if jnp.issubdtype(x.dtype, jnp.floating) else x

@@ -189,7 +189,7 @@ class Letters(NamedTuple):
 
 FULL, TRACE, NORMS = Letters("b", "m", "abom"), Letters("b", "o", "ab"), Letters("a", "o", "a")
 
-_CHUNK = 2**23  # entries of pairs of positions, or of gradients, held at a time
+_CHUNK = 2**22  # entries of pairs of positions, or of gradients, held at a time
 
 
 def gram(plan: Plan, letters: Letters, left: Factors, right: Factors):

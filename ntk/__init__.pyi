@@ -15,7 +15,8 @@ from .activations import (
 )
 from .certificate import Certificate, certified_min_eigenvalue, certify_simplex
 from .duals import dual
-from .finite import empirical_kernel, gradient_norms, kernel_vector_product
+from .expansion import linearize, taylor_expand
+from .finite import empirical_kernel, empirical_nngp, gradient_norms, kernel_vector_product
 from .infinite import lemma1_kernel_as_printed, network_kernel
 from .kernels import Kernels
 from .mixtures import mixture_blocks, mixture_kernel
@@ -42,6 +43,7 @@ __all__ = [
     "dual",
     "eigenvalues",
     "empirical_kernel",
+    "empirical_nngp",
     "erf",
     "excess_risk_term",
     "gelu",
@@ -52,6 +54,7 @@ __all__ = [
     "kernel_vector_product",
     "leaky_relu",
     "lemma1_kernel_as_printed",
+    "linearize",
     "min_eigenvalue",
     "mixture_blocks",
     "mixture_kernel",
@@ -62,4 +65,5 @@ __all__ = [
     "smallest_eigenpair",
     "swish",
     "tanh",
+    "taylor_expand",
 ]

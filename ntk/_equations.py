@@ -5,6 +5,9 @@ is the ``Jaxpr`` itself. How many of a scan's operands are constants and how man
 other names in each version, and follows from the shapes in all of them.
 """
 
+from typing import Any
+
+import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 # Operations that run one program on their operands as they are.
@@ -57,6 +60,12 @@ def scan_operands(eqn: JaxprEqn) -> tuple[int, int]:
     )
     carried = len(eqn.outvars) - stacked
     return len(eqn.invars) - scanned - carried, carried
+
+
+def like(variable: Var | Literal) -> jax.ShapeDtypeStruct:
+    """The shape and the type of a variable."""
+    aval: Any = variable.aval
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
 
 
 def _axes(variable: Var | Literal) -> int:

@@ -17,11 +17,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import Jaxpr
+from jax.extend.core import Jaxpr, Literal
 
+from ntk._equations import like
 from ntk._products import Rows
 from ntk._sample import Network
-from ntk._uses import Site, Sites, find, leaves_of, overlap, run, whole
+from ntk._uses import Site, Sites, find, floats, leaves_of, overlap, run, whole
 
 _einsum = functools.partial(jnp.einsum, precision="highest")  # a GPU's default keeps 10 bits
 
@@ -42,12 +43,12 @@ def plan(network: Network, factored: bool) -> Plan:
     """The products to be kept in factors; none of them if not ``factored``."""
     jaxpr = network.jaxpr
     inputs = [*jaxpr.constvars, *jaxpr.invars]
-    used = {v for eqn in jaxpr.eqns for v in eqn.invars if not hasattr(v, "val")}
-    used.update(v for v in jaxpr.outvars if not hasattr(v, "val"))
+    read = itertools.chain(jaxpr.outvars, *(eqn.invars for eqn in jaxpr.eqns))
+    used = {v for v in read if not isinstance(v, Literal)}
     trained = [i for i in network.trained if inputs[i] in used]
     sites: Sites = {}
     if factored:
-        weights = {inputs[i]: whole(i, inputs[i].aval.shape) for i in trained}
+        weights = {inputs[i]: whole(i, like(inputs[i]).shape) for i in trained}
         sites, elsewhere = find(jaxpr, weights)
         sites = _only(sites, set(trained) - elsewhere)
     layered = leaves_of(site.weight for site in jax.tree.leaves(sites))
@@ -94,7 +95,7 @@ class Factors(NamedTuple):
 
 def factors(plan: Plan, outputs: str, inputs, x) -> Factors:
     """One forward pass, and one backward pass per output, of each sample in ``x`` [n, ...]."""
-    structure = jax.tree.structure(plan.sites)
+    structure: Any = jax.tree.structure(plan.sites)
 
     def sample(x):
         def perturbed(additions, rest):
@@ -125,11 +126,12 @@ def _blocks(plan: Plan, factors: Factors) -> list[Block]:
     """The weights' gradients; uses of one weight are positions beside each other."""
     found: dict[tuple, list[Block]] = {}
     sites: list[Site] = jax.tree.leaves(plan.sites)
+    variables = [*plan.jaxpr.constvars, *plan.jaxpr.invars]
     for site, kept, s in zip(sites, factors.inputs, factors.sensitivities, strict=True):
-        leaf = plan.jaxpr.invars[site.weight.parts[0][0] - len(plan.jaxpr.constvars)]
-        dtype = jnp.promote_types(leaf.aval.dtype, jnp.float32)
+        leaf = variables[site.weight.parts[0][0]]
+        dtype = jnp.promote_types(like(leaf).dtype, jnp.float32)
         columns = _positions(site, site.product.columns, 1, kept)
-        columns = jax.tree.map(lambda x, d=dtype: _as_float(x, d), columns)
+        columns = floats(lambda x, d=dtype: x.astype(d), columns)
         s = _positions(site, site.product.outputs, 2, s).astype(dtype)
         found.setdefault(site.key, []).append(Block(columns, s, site.product.rows))
     return [
@@ -140,10 +142,6 @@ def _blocks(plan: Plan, factors: Factors) -> list[Block]:
         )
         for uses in found.values()
     ]
-
-
-def _as_float(x, dtype):
-    return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
 
 def _positions(site: Site, function: Callable, axes: int, x):
@@ -199,8 +197,8 @@ def gram(plan: Plan, letters: Letters, left: Factors, right: Factors):
     """
     total: Any = 0.0  # takes the dtype of what is added
     b, m, out = letters
-    for first, second in zip(_flat(left), _flat(right), strict=True):
-        total += _einsum(f"aop,{b}{m}p->{out}", first, second)
+    for g1, g2 in zip(_flat(left), _flat(right), strict=True):
+        total += _einsum(f"aop,{b}{m}p->{out}", g1, g2)
     for first, second in zip(_blocks(plan, left), _blocks(plan, right), strict=True):
         way = _by_pairs if _pairs_are_cheaper(letters, first, second) else _by_gradients
         total += way(letters, first, second)
@@ -249,24 +247,23 @@ def _by_pairs(letters: Letters, left: Block, right: Block):
         return some(left, right)
 
     def one(sample):
-        first, second = jax.tree.map(lambda x: x[None], sample)
-        first = Block(*first, left.rows)
-        return some(first, Block(*second, left.rows) if norms else right)[0]
+        columns, s = jax.tree.map(lambda x: x[None], sample)
+        first = Block(columns, s, left.rows)
+        return some(first, first if norms else right)[0]
 
-    both = left[:2], right[:2] if norms else ()
-    return lax.map(one, both, batch_size=size)
+    return lax.map(one, (left.columns, left.sensitivities), batch_size=size)
 
 
 def _same_rows(left: Rows, right: Rows, norms: bool):
     """Inner products of columns that are zero but for one entry, [1, a, p, (b,) q]."""
     between = (slice(None), slice(None), None) + (() if norms else (None,))
     other = (slice(None), None) if norms else ()
-    equal = left.index[between] == right.index[other]
+    equal = left.row[between] == right.row[other]
     return jnp.where(equal, left.value[between] * right.value[other], 0)[None]
 
 
 def _by_gradients(letters: Letters, left: Block, right: Block):
-    """Of the gradients themselves, some of the layer's outputs at a time."""
+    """From the gradients themselves, some of the layer's outputs at a time."""
     b, m, out = letters
     inputs = left.rows or left.columns.shape[-1]
     j = left.sensitivities.shape[-1]
@@ -293,12 +290,12 @@ def _by_gradients(letters: Letters, left: Block, right: Block):
 
 
 def _gradients(block: Block, s):
-    """[n, o, g, i, j]"""
+    """All samples' and outputs' gradients, [n, o, g, i, j]."""
     if not block.rows:
         return _einsum("npgi,nopgj->nogij", block.columns, s)
 
     def of_sample(rows, s):  # s: [o, p, 1, j]
         weighted = jnp.moveaxis(s[:, :, 0] * rows.value[:, None], 0, 1)
-        return jax.ops.segment_sum(weighted, rows.index, block.rows)  # [rows, o, j]
+        return jax.ops.segment_sum(weighted, rows.row, block.rows)  # [rows, o, j]
 
     return jnp.moveaxis(jax.vmap(of_sample)(block.columns, s), 2, 1)[:, :, None]

@@ -21,11 +21,13 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
 
+from ntk._equations import like
+
 
 class Rows(NamedTuple):
     """Which row of a table each position reads: columns of zeros but for one entry."""
 
-    index: jax.Array  # [positions]
+    row: jax.Array  # [positions]
     value: jax.Array  # [positions], the entry
 
 
@@ -59,10 +61,9 @@ def _dot(eqn: JaxprEqn, operand: int) -> Product:
     other = 1 - operand
     summed = sorted(zip(contracted[operand], contracted[other], strict=True))
     own = tuple(d for d, _ in summed)
-    ndim, batch = eqn.invars[other].aval.ndim, tuple(batched[other])
+    shape, batch = like(eqn.invars[other]).shape, tuple(batched[other])
     summed_there = tuple(d for _, d in summed)
-    free = tuple(d for d in range(ndim) if d not in (*summed_there, *batch))
-    shape = eqn.invars[other].aval.shape
+    free = tuple(d for d in range(len(shape)) if d not in (*summed_there, *batch))
 
     def size(dims):
         return math.prod(shape[d] for d in dims)
@@ -89,7 +90,7 @@ def _convolution(eqn: JaxprEqn, operand: int) -> Product | None:
         return None
     numbers, groups = eqn.params["dimension_numbers"], eqn.params["feature_group_count"]
     (batch, channels, *space), (_, _, *window) = numbers.lhs_spec, numbers.rhs_spec
-    size = tuple(eqn.invars[1].aval.shape[d] for d in window)
+    size = tuple(like(eqn.invars[1]).shape[d] for d in window)
     names = "window_strides", "padding", "lhs_dilation", "rhs_dilation"
     options = [eqn.params[name] for name in names]
 
@@ -125,7 +126,7 @@ def _patches(x, size, groups, strides, padding, spread, dilation):
 
 def _row_axis(eqn: JaxprEqn) -> int | None:
     """The axis along which whole rows are read, one at a time."""
-    shape, sizes = eqn.invars[0].aval.shape, eqn.params["slice_sizes"]
+    shape, sizes = like(eqn.invars[0]).shape, eqn.params["slice_sizes"]
     cut = [k for k, (size, length) in enumerate(zip(sizes, shape, strict=True)) if size != length]
     return cut[0] if len(cut) == 1 and sizes[cut[0]] == 1 else None
 
@@ -143,13 +144,13 @@ def _gather(eqn: JaxprEqn, operand: int) -> Product | None:
     known = dropped or mode in ("CLIP", "PROMISE_IN_BOUNDS")
     if not known or numbers.operand_batching_dims or dropped > (len(numbers.start_index_map) == 1):
         return None
-    length, like = eqn.invars[0].aval.shape[axis], eqn.outvars[0].aval
+    length, dtype = like(eqn.invars[0]).shape[axis], like(eqn.outvars[0]).dtype
     column, offsets = numbers.start_index_map.index(axis), numbers.offset_dims
 
     def keep(_, indices):
         index = indices[..., column].reshape(-1)
         inside = (index >= 0) & (index < length) if dropped else jnp.ones(index.shape, bool)
-        return Rows(jnp.clip(index, 0, length - 1), inside.astype(like.dtype))
+        return Rows(jnp.clip(index, 0, length - 1), inside.astype(dtype))
 
     def outputs(y):
         positions = [d for d in range(y.ndim) if d not in offsets]
@@ -163,10 +164,10 @@ def _slice(eqn: JaxprEqn, operand: int) -> Product | None:
     axis = _row_axis(eqn)
     if operand != 0 or axis is None:
         return None
-    length, like = eqn.invars[0].aval.shape[axis], eqn.outvars[0].aval
+    length, dtype = like(eqn.invars[0]).shape[axis], like(eqn.outvars[0]).dtype
 
     def keep(_, *starts):
         index = jnp.clip(starts[axis], 0, length - 1).reshape(1)
-        return Rows(index, jnp.ones(1, like.dtype))
+        return Rows(index, jnp.ones(1, dtype))
 
     return _read(axis, length, lambda y: y.reshape(1, 1, -1), keep)

@@ -22,7 +22,7 @@ class Network(NamedTuple):
     trained: list[int]  # which of these are differentiated
     names: list[str]  # of the trained ones
 
-    def __call__(self, inputs, x) -> jax.Array:
+    def outputs(self, inputs, x) -> jax.Array:
         constants = len(self.jaxpr.constvars)
         arguments = [*inputs[constants:], *jax.tree.leaves(x)]
         return jax.core.eval_jaxpr(self.jaxpr, inputs[:constants], *arguments)[0]

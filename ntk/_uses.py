@@ -11,7 +11,7 @@ scanned over is another weight in every step.
 
 import dataclasses
 import functools
-import math
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
-from ntk._equations import CALLS, bind, needed, programs, scan_operands
+from ntk._equations import CALLS, bind, like, needed, programs, scan_operands
 from ntk._products import Product, product
 
 _ENTERED = frozenset(name for name in CALLS if not name.startswith("custom_"))
@@ -40,7 +40,10 @@ class Weight(NamedTuple):
     loops: tuple[bool, ...] = ()  # for the loops around: is it another slice in every step?
 
     def then(self, *step) -> "Weight":
-        return self._replace(layout=(*self.layout, *step))
+        return self._replace(layout=(*self.layout, step))
+
+    def times(self, number, power: int) -> "Weight":
+        return self._replace(factors=(*self.factors, (number, power)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,8 +78,7 @@ def inlined(program: ClosedJaxpr) -> ClosedJaxpr:
 
     The calls of functions with derivative rules of their own stay.
     """
-    shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in program.jaxpr.invars]
-    return jax.make_jaxpr(lambda *inputs: _run(program, inputs))(*shapes)
+    return jax.make_jaxpr(lambda *inputs: _run(program, inputs))(*map(like, program.jaxpr.invars))
 
 
 def _run(program: ClosedJaxpr, inputs: Sequence, live: list[bool] | None = None) -> list:
@@ -139,7 +141,8 @@ def find(jaxpr: Jaxpr, weights: dict[Var, Weight], steps: tuple[int, ...] = ()):
     -------
     tuple of Sites and set of int
     """
-    known, single = dict(weights), {}
+    known = dict(weights)
+    single: dict[Var, Any] = {}  # variables that repeat the one entry of another
     sites: Sites = {}
     elsewhere: set[int] = set()
 
@@ -148,7 +151,7 @@ def find(jaxpr: Jaxpr, weights: dict[Var, Weight], steps: tuple[int, ...] = ()):
 
     def number(v):
         """A variable with the one number that ``v`` consists of, or None."""
-        return v if math.prod(v.aval.shape) == 1 else single.get(v) if isinstance(v, Var) else None
+        return v if like(v).size == 1 else single.get(v) if isinstance(v, Var) else None
 
     for place, eqn in enumerate(jaxpr.eqns):
         mine = [weight(v) for v in eqn.invars]
@@ -182,7 +185,7 @@ def _find_in_loop(eqn: JaxprEqn, mine: list, steps: tuple[int, ...]):
             lost.append(w)  # its number is not known in the loop, or it changes
         elif w:
             own = i >= constants
-            inner[v] = w.then(*["step"] * own)._replace(loops=(*w.loops, own))
+            inner[v] = (w.then("step") if own else w)._replace(loops=(*w.loops, own))
     sites, elsewhere = find(body, inner, (*steps, eqn.params["length"]))
     return sites, elsewhere | leaves_of(lost)
 
@@ -191,75 +194,65 @@ def _site(eqn: JaxprEqn, operand: int, weight: Weight, steps: tuple[int, ...]) -
     found = product(eqn, operand)
     if found is None or (found.rows and any(weight.loops)):
         return None
-    like = eqn.outvars[0].aval
-    return Site(weight, found, jax.ShapeDtypeStruct((*steps, *like.shape), like.dtype))
+    one = like(eqn.outvars[0])
+    return Site(weight, found, jax.ShapeDtypeStruct((*steps, *one.shape), one.dtype))
 
 
 def _rearranged(eqn: JaxprEqn, mine: list, numbers: list) -> tuple[list, list]:
     """The outputs as weights, or None; and which weights are used up in the operation."""
     name, options = eqn.primitive.name, eqn.params
-    none = [None] * len(eqn.outvars)
-    first, like = mine[0], eqn.outvars[0].aval
+    first, before, after = mine[0], like(eqn.invars[0]), like(eqn.outvars[0])
+    found: list = []
     if name in ("mul", "div"):
         return _scaled(eqn, mine, numbers)
-    if name == "concatenate":
-        joined = _joined(mine, options["dimension"])
-        return ([joined], []) if joined else (none, mine)
     if name == "neg":
-        return [first._replace(factors=(*first.factors, (-1.0, 1)))], []
-    if name in _ALIKE and jnp.issubdtype(like.dtype, jnp.floating):
-        return [first], []
-    if name in _REARRANGING or (
-        name == "broadcast_in_dim" and like.size == eqn.invars[0].aval.size
-    ):
+        found = [first.times(-1.0, 1)]
+    elif name in _ALIKE and jnp.issubdtype(after.dtype, jnp.floating):
+        found = [first]
+    elif name in _REARRANGING or (name == "broadcast_in_dim" and after.size == before.size):
         kept = "new_sizes", "dimensions", "permutation", "shape", "broadcast_dimensions"
-        return [first.then(name, *((k, options[k]) for k in kept if k in options))], []
-    if name in ("slice", "split") and not first.layout:
-        return _cut(eqn, first) or (none, mine)
-    return none, mine
+        found = [first.then(name, *((k, options[k]) for k in kept if k in options))]
+    elif name == "concatenate":
+        found = _joined(mine, options["dimension"])
+    elif name in ("slice", "split"):
+        found = _cut(eqn, first)
+    return (found, []) if found else ([None] * len(eqn.outvars), mine)
 
 
 def _scaled(eqn: JaxprEqn, mine: list, numbers: list) -> tuple[list, list]:
-    for operand in (0, 1):
-        w, other = mine[operand], numbers[1 - operand]
-        power = 1 if eqn.primitive.name == "mul" else -1
-        if w and other is not None and (power == 1 or operand == 0):
-            return [w._replace(factors=(*w.factors, (other, power)))], [mine[1 - operand]]
+    """One operand is a weight, the other a number, of which it does not matter what it is."""
+    power = 1 if eqn.primitive.name == "mul" else -1
+    for operand in (0, 1) if power == 1 else (0,):
+        weight, number = mine[operand], numbers[1 - operand]
+        if weight and number is not None:
+            return [weight.times(number, power)], [mine[1 - operand]]
     return [None], mine
 
 
-def _joined(mine: list, axis: int) -> Weight | None:
+def _joined(mine: list, axis: int) -> list[Weight]:
     parts = tuple(part for w in mine if w for part in w.parts)
     plain = all(w and not w.factors and w.loops == mine[0].loops for w in mine)
-    if not plain or any(overlap(a, b) for i, a in enumerate(parts) for b in parts[:i]):
-        return None
-    return mine[0]._replace(parts=parts, layout=("joined", axis, *(w.layout for w in mine)))
+    if not plain or any(overlap(a, b) for a, b in itertools.combinations(parts, 2)):
+        return []
+    return [mine[0]._replace(parts=parts, layout=("joined", axis, *(w.layout for w in mine)))]
 
 
-def _cut(eqn: JaxprEqn, weight: Weight) -> tuple[list, list] | None:
-    """Pieces of one leaf that nothing was done to yet."""
-    if len(weight.parts) != 1:
-        return None
-    ((leaf, box),) = weight.parts
-    options = eqn.params
+def _cut(eqn: JaxprEqn, weight: Weight) -> list[Weight]:
+    """Pieces of a leaf that nothing was done to yet."""
+    options, ((leaf, box), *more) = eqn.params, weight.parts
+    if weight.layout or more or any(stride != 1 for stride in options.get("strides") or ()):
+        return []
     if eqn.primitive.name == "slice":
-        if any(stride != 1 for stride in options["strides"] or ()):
-            return None
         bounds = [list(zip(options["start_indices"], options["limit_indices"], strict=True))]
     else:
-        axis, stops = options["axis"], [0]
-        for size in options["sizes"]:
-            stops.append(stops[-1] + int(size))
-        full = [(0, stop - start) for start, stop in box]
-        bounds = [
-            [*full[:axis], piece, *full[axis + 1 :]]
-            for piece in zip(stops[:-1], stops[1:], strict=True)
-        ]
+        axis, full = options["axis"], [(0, stop - start) for start, stop in box]
+        stops = itertools.accumulate(map(int, options["sizes"]), initial=0)
+        bounds = [[*full[:axis], b, *full[axis + 1 :]] for b in itertools.pairwise(stops)]
     pieces = [
         tuple((start + low, start + high) for (start, _), (low, high) in zip(box, b, strict=True))
         for b in bounds
     ]
-    return [weight._replace(parts=((leaf, piece),)) for piece in pieces], []
+    return [weight._replace(parts=((leaf, piece),)) for piece in pieces]
 
 
 def overlap(first: tuple[int, Box], second: tuple[int, Box]) -> bool:
@@ -314,11 +307,12 @@ def run(jaxpr: Jaxpr, inputs: Sequence, sites: Sites, additions) -> tuple[list, 
 def _times(site: Site, arguments: list, value):
     """What the product keeps, times the number that the weight was multiplied by."""
     kept = site.product.keep(*arguments)
-    for variable, power in site.weight.factors:
-        factor = variable if isinstance(variable, float) else jnp.reshape(value(variable), ())
-        kept = jax.tree.map(lambda x, f=factor**power: _scale(x, f), kept)
+    for number, power in site.weight.factors:
+        factor = number if isinstance(number, float) else jnp.reshape(value(number), ())
+        kept = floats(functools.partial(jnp.multiply, factor**power), kept)
     return kept
 
 
-def _scale(x, factor):
-    return x * factor if jnp.issubdtype(x.dtype, jnp.floating) else x
+def floats(function, tree):
+    """``function`` of the arrays of floating point numbers in it."""
+    return jax.tree.map(lambda x: function(x) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)

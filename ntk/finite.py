@@ -38,200 +38,20 @@ Sohl-Dickstein & Schoenholz, "Fast finite width neural tangent kernel" (ICML 202
 """
 
 import functools
-import warnings
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jax.sharding import PartitionSpec as P
 
-from ntk import _compat, _layers
+from ntk import _empirical
 from ntk._checks import array, short, whole
-from ntk._layers import Plan
 from ntk._programs import program
-from ntk._rows import blocks, joined, length, mapped, mesh_for, mirrored, sharded, transposed
-from ntk._sample import Apply, Network, network
+from ntk._rows import length, mesh_for
+from ntk._sample import Apply, network
 
 METHODS = "auto", "layerwise", "jacobian", "neural_tangents"
 OUTPUTS = "sum", "trace", "full"
-
-# --- Gradients, and their Gram matrices -----------------------------------------------------------
-
-
-def _plan(net: Network, method: str) -> Plan | None:
-    if method == "neural_tangents":
-        return None
-    plan = _layers.plan(net, factored=method != "jacobian")
-    if method == "layerwise" and not plan.layered:
-        raise ValueError(
-            "method: expected an apply that multiplies by leaves of params for 'layerwise', got "
-            "one in which no leaf is used in products alone."
-        )
-    return plan
-
-
-_MUCH = 2**26  # bytes of per-sample gradients of which one should know
-
-
-def _warn(net: Network, plan: Plan | None, outputs: str, rows: int):
-    """Say which parameters cost memory, if they do."""
-    o = 1 if outputs == "sum" else net.jaxpr.outvars[0].aval.size
-    variables = [*net.jaxpr.constvars, *net.jaxpr.invars]
-    cost = {
-        name: rows * o * variables[i].aval.size * max(4, variables[i].aval.dtype.itemsize)
-        for i, name in zip(net.trained, net.names, strict=True)
-        if plan is not None and i in plan.rest
-    }
-    total = sum(cost.values())
-    if total < _MUCH:
-        return
-    largest = sorted(cost, key=cost.__getitem__, reverse=True)
-    named = [name for name in largest if cost[name] * 100 > total][:5]
-    more = f" and {len(cost) - len(named)} more" if len(cost) > len(named) else ""
-    warnings.warn(
-        f"params: the gradients of {', '.join(named)}{more} are formed sample by sample, "
-        f"{total / 1e9:.2g} GB at a time, because these are not used in products alone; "
-        "a smaller batch_size takes less memory.",
-        UserWarning,
-        stacklevel=3,
-    )
-
-
-def _factors(net: Network, plan: Plan | None, outputs: str) -> tuple[Callable, Callable]:
-    """``factors(inputs, x)`` and ``gram(inputs, factors, factors)``."""
-    if plan is None:
-        return lambda inputs, x: x, _neural_tangents(net, outputs)
-    letters = _layers.FULL if outputs == "full" else _layers.TRACE
-
-    def gram(inputs, left, right):
-        return _layers.gram(plan, letters, left, right)
-
-    return functools.partial(_layers.factors, plan, outputs), gram
-
-
-def _neural_tangents(net: Network, outputs: str):
-    nt = _compat.neural_tangents()
-
-    def gram(inputs, x1, x2):
-        def batch(trained, x):
-            merged = net.merged(inputs, trained)
-            y = jax.vmap(functools.partial(net, merged))(x)
-            return y.sum(1, keepdims=True) if outputs == "sum" else y
-
-        kernel = nt.empirical_ntk_fn(
-            batch,
-            trace_axes=(),
-            vmap_axes=0,
-            implementation=nt.NtkImplementation.NTK_VECTOR_PRODUCTS,
-        )
-        k = kernel(x1, x2, [inputs[i] for i in net.trained])
-        return k if outputs == "full" else jnp.einsum("abii->ab", k)
-
-    return gram
-
-
-def _kernel(net, plan, outputs, batch_size, mesh, inputs, x1, x2):
-    factors, gram = _factors(net, plan, outputs)
-    n1, n2 = length(x1), length(x1 if x2 is None else x2)
-    devices = 1 if mesh is None else mesh.size
-    blocks1 = blocks(x1, min(batch_size or n1, -(-n1 // devices)), devices)
-    t = length(blocks1)
-    if x2 is None:
-        # Row i of blocks takes columns i .. i + t/2, cyclically: each pair of blocks once (or
-        # twice at a distance t/2), and every row the same work.
-        blocks2, columns = blocks1, (np.arange(t)[:, None] + np.arange(t // 2 + 1)) % t
-    else:
-        blocks2 = blocks(x2, min(batch_size or n2, n2))
-        columns = np.tile(np.arange(length(blocks2)), (t, 1))
-    # Differentiated, a batched kernel forms each block again: otherwise it would hold them all.
-    again = jax.checkpoint if batch_size else lambda function: function
-
-    def rows(inputs, blocks1, columns, blocks2):
-        @again
-        def row(block_and_columns):
-            block, columns = block_and_columns
-            left = factors(inputs, block)
-
-            @again
-            def entry(column):
-                return gram(
-                    inputs, left, factors(inputs, jax.tree.map(lambda x: x[column], blocks2))
-                )
-
-            if x2 is not None:
-                return mapped(entry, columns)
-            diagonal = gram(inputs, left, left)[None]
-            if len(columns) == 1:
-                return diagonal
-            return jnp.concatenate([diagonal, mapped(entry, columns[1:])])
-
-        return mapped(row, (blocks1, columns))
-
-    run = sharded(rows, mesh, P(), P("rows"), P("rows"), P())
-    found = run(inputs, blocks1, jnp.asarray(columns), blocks2)
-    if x2 is not None:
-        return joined(found, n1, n2)
-    row = np.arange(t)[:, None]
-    both = jnp.zeros((t, t, *found.shape[2:]), found.dtype)
-    both = both.at[columns, row].set(jax.vmap(jax.vmap(transposed))(found))
-    return mirrored(joined(both.at[row, columns].set(found), n1, n1))
-
-
-def _norms(net, plan, outputs, batch_size, mesh, inputs, x):
-    factors, gram = _factors(net, plan, outputs)
-    n, devices = length(x), 1 if mesh is None else mesh.size
-    blocks_of_x = blocks(x, min(batch_size or n, -(-n // devices)), devices)
-
-    def rows(inputs, blocks):
-        def norms(block):
-            if plan is None:
-                one = jax.vmap(lambda x: jax.tree.map(lambda x: x[None], x))(block)
-                return jax.vmap(lambda x: gram(inputs, x, x)[0, 0])(one)
-            found = factors(inputs, block)
-            return _layers.gram(plan, _layers.NORMS, found, found)
-
-        return mapped(norms, blocks)
-
-    return sharded(rows, mesh, P(), P("rows"))(inputs, blocks_of_x).reshape(-1)[:n]
-
-
-def _product(net, batch_size, inputs, x, v):
-    n = length(x)
-
-    def outputs(trained, block):
-        y = jax.vmap(functools.partial(net, net.merged(inputs, trained)))(block)
-        return y.sum(1) if v.ndim == 1 else y
-
-    trained = [inputs[i] for i in net.trained]
-    out = jax.eval_shape(outputs, trained, x)
-    if v.shape != out.shape:
-        raise ValueError(f"v: expected the shape [n] or [n, o] = {list(out.shape)}, got {v.shape}.")
-    size = min(batch_size or n, n)
-    blocks_of_x, count = blocks(x, size), -(-n // size)
-    cotangents = jnp.concatenate([v, jnp.zeros((count * size - n, *v.shape[1:]), v.dtype)])
-    cotangents = cotangents.reshape(count, size, *v.shape[1:]).astype(out.dtype)
-
-    def pull(total, block_and_cotangent):
-        block, cotangent = block_and_cotangent
-        _, pullback = jax.vjp(lambda trained: outputs(trained, block), trained)
-        return jax.tree.map(jnp.add, total, pullback(cotangent)[0]), None
-
-    zeros = jax.tree.map(jnp.zeros_like, trained)
-    if count == 1:
-        only = jax.tree.map(lambda x: x[0], blocks_of_x)
-        direction, _ = pull(zeros, (only, cotangents[0]))
-    else:
-        direction, _ = lax.scan(pull, zeros, (blocks_of_x, cotangents))
-
-    def push(block):
-        return jax.jvp(lambda trained: outputs(trained, block), (trained,), (direction,))[1]
-
-    return mapped(push, blocks_of_x).reshape(-1, *v.shape[1:])[:n]
-
-
-# --- Public ---------------------------------------------------------------------------------------
 
 
 def _one_of(name: str, value, allowed):
@@ -308,19 +128,22 @@ def empirical_kernel(
     ----------
     apply : callable
         ``apply(params, x) -> [n, o]`` or ``[n]``, sample by sample: it is called with one sample
-        at a time. With a flax module's ``model.apply``, ``params`` are its variables, of which the
-        collection ``"params"`` is differentiated; otherwise every leaf of floating point numbers.
+        at a time. It may return a pytree of such arrays, whose outputs are all counted in the order
+        of its leaves. With a flax module's ``model.apply``, ``params`` are its variables, of which
+        the collection ``"params"`` is differentiated; otherwise every leaf of floating point
+        numbers.
     params : pytree
         Parameters.
-    x1 : array, [n1, ...]
-        Samples.
-    x2 : array, [n2, ...], optional
+    x1 : array, [n1, ...], or pytree of such arrays
+        Samples. A list is one array.
+    x2 : like ``x1``, [n2, ...], optional
         Samples of the columns; ``x1`` by default, with an exactly symmetric result.
     method : {"auto", "layerwise", "jacobian", "neural_tangents"}
-        ``"layerwise"`` keeps the gradients of flax's Dense and Conv layers in factors, and takes
-        the per-sample Jacobian of what other parameters there are. ``"jacobian"`` does so with
-        all. ``"auto"`` is ``"layerwise"`` where it finds such layers, ``"jacobian"`` where not.
-        ``"neural_tangents"`` is that package's implementation 2.
+        ``"layerwise"`` keeps the gradients of matrices, filters and tables in factors, where they
+        are used in products alone, and takes the per-sample Jacobian of what other parameters there
+        are. ``"jacobian"`` does so with all. ``"auto"`` is ``"layerwise"`` where it finds such
+        products, ``"jacobian"`` where not. ``"neural_tangents"`` is that package's
+        implementation 2.
     outputs : {"sum", "trace", "full"}
         ``"sum"``: of the scalar ``Σ_i f_i``, ``Σ_ij K_ij``: the kernel of a surrogate with one
         output, and *the* kernel where o = 1. ``"trace"``: ``Σ_i K_ii``. ``"full"``: all ``K_ij``.
@@ -335,23 +158,35 @@ def empirical_kernel(
     ------
     ValueError
         If an argument is out of its range, samples or parameters are not finite, ``apply`` does
-        not return one row for one sample or takes batch statistics (flax's BatchNorm), or
-        ``"layerwise"`` finds no layer.
+        not return one row for one sample or takes batch statistics (linen's BatchNorm), or
+        ``"layerwise"`` finds no product.
+
+    Warns
+    -----
+    UserWarning
+        If per-sample gradients take much memory though the method is ``"auto"`` or
+        ``"layerwise"``, once for a call.
 
     Notes
     -----
     Let F and B be the cost of a forward and a backward pass of one sample, W the number of weights
     and w the width of all layers together. ``"layerwise"``: N(F + oB) + O(N² w) flops for dense
-    layers, O(N w + N²) memory; a convolution of q positions q² times as much, or N² times its
-    weights, whichever is cheaper. ``"jacobian"``: N(F + oB) + O(N² o W), memory N o W. In batches
+    layers, O(N w + N²) memory; a layer of q positions q² times as much, or N² times its weights,
+    whichever is cheaper. ``"jacobian"``: N(F + oB) + O(N² o W), memory N o W. In batches
     of b, memory is that of 2b samples, and the N(F + oB) is paid N/2b times (N/b with ``x2``).
 
     With several local devices, rows are divided among them, unless the caller has placed an array
     (``jax.device_put``) or traces this function: then the caller's placement stands.
 
-    Batch normalisation other than flax's ``BatchNorm`` is not noticed: it gets the statistics of
-    one sample. A ``jit``, ``vmap`` or ``scan`` within ``apply`` hides the layers in it from
-    ``"layerwise"``, as do flax's lifted versions: right, but at the price of ``"jacobian"``.
+    Products are found whatever library ``apply`` is written with: flax (linen, nnx), equinox, plain
+    functions; in ``jit``, ``vmap``, ``remat`` and ``scan``, over time as over layers. Left to the
+    Jacobian are weights that are normalised, masked, or used as they are and transposed; those in
+    ``cond`` and ``while``; and those that enter a function with a derivative rule of its own.
+    Biases and scales are, too, at little cost. Where gradients of such parameters take over 64 MB,
+    a ``UserWarning`` names them.
+
+    Batch normalisation other than linen's ``BatchNorm`` is not noticed: on batch statistics it gets
+    those of one sample.
     ``apply`` is traced at every call, as the function that it is then, and compiled where it is
     not the program of an earlier call. ``jax.jit`` around the call spares the tracing too.
 
@@ -372,10 +207,12 @@ def empirical_kernel(
     x1, x2 = _pair(x1, x2)
     _finite("params", params)
     net = network(apply, params, x1)
-    plan = _plan(net, method)
+    plan = _empirical.plan(net, method)
     if method != "jacobian":
-        _warn(net, plan, outputs, _rows_held(batch_size, x1, x2))
-    run = functools.partial(_kernel, net, plan, outputs, batch_size, mesh_for(params, x1, x2))
+        _empirical.warn(net, plan, outputs, _rows_held(batch_size, x1, x2))
+    run = functools.partial(
+        _empirical.kernel, net, plan, outputs, batch_size, mesh_for(params, x1, x2)
+    )
     return program(run, net.inputs, x1, x2)(net.inputs, x1, x2)
 
 
@@ -396,7 +233,7 @@ def gradient_norms(
         ``apply(params, x) -> [n, o]`` or ``[n]``, sample by sample.
     params : pytree
         Parameters.
-    x : array, [n, ...]
+    x : array, [n, ...], or pytree of such arrays
         Samples.
     method : {"auto", "layerwise", "jacobian", "neural_tangents"}
         As for :func:`empirical_kernel`.
@@ -414,8 +251,14 @@ def gradient_norms(
     ------
     ValueError
         If an argument is out of its range, samples or parameters are not finite, ``apply`` does
-        not return one row for one sample or takes batch statistics (flax's BatchNorm), or
-        ``"layerwise"`` finds no layer.
+        not return one row for one sample or takes batch statistics (linen's BatchNorm), or
+        ``"layerwise"`` finds no product.
+
+    Warns
+    -----
+    UserWarning
+        If per-sample gradients take much memory though the method is ``"auto"`` or
+        ``"layerwise"``, once for a call.
 
     Notes
     -----
@@ -433,11 +276,77 @@ def gradient_norms(
     x = _samples("x", x)
     _finite("params", params)
     net = network(apply, params, x)
-    plan = _plan(net, method)
+    plan = _empirical.plan(net, method)
     if method != "jacobian":
-        _warn(net, plan, outputs, min(batch_size or length(x), length(x)))
-    run = functools.partial(_norms, net, plan, outputs, batch_size, mesh_for(params, x))
+        _empirical.warn(net, plan, outputs, min(batch_size or length(x), length(x)))
+    run = functools.partial(_empirical.norms, net, plan, outputs, batch_size, mesh_for(params, x))
     return program(run, net.inputs, x)(net.inputs, x)
+
+
+def empirical_nngp(
+    apply: Apply,
+    params,
+    x1,
+    x2=None,
+    *,
+    outputs: str = "mean",
+    batch_size: int | None = None,
+) -> jax.Array:
+    """Empirical NNGP kernel, the products of the outputs of ``apply(params, x)``.
+
+    ``K(x, x') = (1 / o) Σ_i f_i(x) f_i(x')``: for independent outputs of mean 0, an estimate of
+    their covariance under the distribution that ``params`` were drawn from, which is the kernel of
+    the Gaussian process that the network is at infinite width.
+
+    Parameters
+    ----------
+    apply : callable
+        As for :func:`empirical_kernel`.
+    params : pytree
+        Parameters.
+    x1 : array, [n1, ...], or pytree of such arrays
+        Samples.
+    x2 : like ``x1``, optional
+        Samples of the columns; ``x1`` by default, with an exactly symmetric result.
+    outputs : {"mean", "full"}
+        ``"mean"`` over the outputs, or ``"full"``: all products ``f_i(x) f_j(x')``.
+    batch_size : int, optional
+        Samples handled at a time; all by default.
+
+    Returns
+    -------
+    array, [n1, n2], or [n1, n2, o, o] with ``outputs="full"``
+
+    Raises
+    ------
+    ValueError
+        If an argument is out of its range, samples or parameters are not finite, or ``apply`` does
+        not return one row for one sample or takes batch statistics.
+
+    Notes
+    -----
+    One forward pass of each sample, and memory for one of ``batch_size``. One network's estimate
+    has a relative error of the order ``1 / sqrt(o)``: average over networks, or take the last
+    hidden layer as outputs.
+
+    References
+    ----------
+    Lee et al. (2018), "Deep neural networks as Gaussian processes". neural-tangents'
+    ``empirical_nngp_fn`` has the same conventions.
+
+    Examples
+    --------
+    >>> empirical_nngp(lambda w, x: x @ w, 2 * jnp.eye(2), jnp.array([[1.0, 0.0], [1.0, 1.0]]))
+    Array([[2., 2.],
+           [2., 4.]], dtype=float...)
+    """
+    _one_of("outputs", outputs, ("mean", "full"))
+    _batch(batch_size)
+    x1, x2 = _pair(x1, x2)
+    _finite("params", params)
+    net = network(apply, params, x1)
+    run = functools.partial(_empirical.nngp, net, outputs, batch_size)
+    return program(run, net.inputs, x1, x2)(net.inputs, x1, x2)
 
 
 def kernel_vector_product(
@@ -453,7 +362,7 @@ def kernel_vector_product(
         ``apply(params, x) -> [n, o]`` or ``[n]``, sample by sample.
     params : pytree
         Parameters.
-    x : array, [n, ...]
+    x : array, [n, ...], or pytree of such arrays
         Samples.
     batch_size : int, optional
         Samples handled at a time; all by default.
@@ -485,7 +394,7 @@ def kernel_vector_product(
     x = _samples("x", x)
     _finite("params", params)
     net = network(apply, params, x)  # as it is now, whatever becomes of apply
-    run, programs = functools.partial(_product, net, batch_size), {}
+    run, programs = functools.partial(_empirical.product, net, batch_size), {}
 
     def product(v):
         v = jnp.asarray(v)

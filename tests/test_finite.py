@@ -14,9 +14,17 @@ import pytest
 from helpers import assert_close, finite_differences
 
 from ntk import _layers, _programs, _sample
+from ntk._compat import neural_tangents
 from ntk._equations import bind
 from ntk._products import product
-from ntk.finite import METHODS, OUTPUTS, empirical_kernel, gradient_norms, kernel_vector_product
+from ntk.finite import (
+    METHODS,
+    OUTPUTS,
+    empirical_kernel,
+    empirical_nngp,
+    gradient_norms,
+    kernel_vector_product,
+)
 
 KEY = jax.random.key(0)
 
@@ -531,6 +539,31 @@ def test_rows_are_divided_among_devices():
     assert float(error) < 1e-5
 
 
+# --- Products of the outputs ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [None, 2])
+def test_nngp_kernels_are_the_products_of_the_outputs_and_those_of_neural_tangents(size):
+    model, params, x1, x2 = perceptron()
+    y1, y2 = model.apply(params, x1), model.apply(params, x2)
+    for other, y in ((None, y1), (x2, y2)):
+        mean = empirical_nngp(model.apply, params, x1, other, batch_size=size)
+        assert_close(mean, y1 @ y.T / 3, f64=1e-13, f32=1e-5)
+        full = empirical_nngp(model.apply, params, x1, other, outputs="full", batch_size=size)
+        assert_close(full, jnp.einsum("ai,bj->abij", y1, y), f64=1e-13, f32=1e-5)
+        peer = neural_tangents().empirical_nngp_fn(model.apply)(x1, other, params)
+        assert_close(mean, peer, f64=1e-13, f32=1e-5)
+        if other is None:
+            assert (mean == mean.T).all() and (full == full.transpose(1, 0, 3, 2)).all()
+
+
+def test_nngp_kernel_of_a_wide_network_is_near_that_of_infinite_width():
+    # One layer of standard normal weights: K = x x'.
+    x, w = normal(1, 3, 4), normal(2, 4, 40000)
+    got = empirical_nngp(lambda w, x: x @ w, w, x)
+    assert_close(got, x @ x.T, f64=0.05, f32=0.05)
+
+
 # --- Errors ---------------------------------------------------------------------------------------
 
 
@@ -556,7 +589,10 @@ BAD = {
     "no weights": ({"params": {}}, "params: expected at least one leaf"),
     "integers only": ({"params": np.arange(2)}, "params: expected at least one leaf"),
     "scalar output": ({"apply": lambda w, x: x.sum() * w[0]}, "apply: expected outputs"),
-    "no layers": ({"method": "layerwise", "apply": sines}, "method: expected an apply that multiplies"),
+    "no layers": (
+        {"method": "layerwise", "apply": sines},
+        "method: expected an apply that multiplies",
+    ),
     "no variables": ({"apply": nn.Dense(1).apply, "params": {"w": W}}, "params: expected the vari"),
 }
 
@@ -587,6 +623,11 @@ def test_batch_statistics_are_refused():
 def test_vector_of_another_shape_is_refused():
     with pytest.raises(ValueError, match=r"^v: expected the shape .* got \(4,\)"):
         kernel_vector_product(linear, W, X)(np.ones(4))
+
+
+def test_nngp_of_the_sum_is_refused():
+    with pytest.raises(ValueError, match=r"^outputs: expected one of 'mean', 'full', got 'sum'"):
+        empirical_nngp(linear, W, X, outputs="sum")
 
 
 def test_norms_of_all_pairs_of_outputs_are_refused():

@@ -73,12 +73,10 @@ def _only(sites: Sites, allowed: set[int]) -> Sites:
 def _kept(sites: Sites, allowed: set[int]) -> Sites:
     kept: Sites = {}
     for place, here in sites.items():
-        if isinstance(here, dict):
-            inner: Any = _kept(here, allowed)
-        else:
-            inner = [site for site in here if leaves_of([site.weight]) <= allowed]
-        if inner:
+        if isinstance(here, dict) and (inner := _kept(here, allowed)):
             kept[place] = inner
+        elif isinstance(here, Site) and leaves_of([here.weight]) <= allowed:
+            kept[place] = here
     return kept
 
 
@@ -242,7 +240,8 @@ def _by_pairs(letters: Letters, left: Block, right: Block):
 
     n, o, q, g, _ = left.sensitivities.shape
     others = 1 if norms else len(right.sensitivities)
-    size = max(1, _CHUNK // (others * q**2 * g * (o**2 if letters is FULL else 1)))
+    entries = others * q**2 * g * (o**2 if letters is FULL else 1)
+    size = max(1, _CHUNK // max(1, entries))
     if size >= n:
         return some(left, right)
 
@@ -269,7 +268,8 @@ def _by_gradients(letters: Letters, left: Block, right: Block):
     j = left.sensitivities.shape[-1]
     entries = max(math.prod(x.sensitivities.shape[:2]) for x in (left, right)) * inputs
     entries *= left.sensitivities.shape[3]
-    size = max(c for c in range(1, j + 1) if j % c == 0 and (c == 1 or c * entries <= _CHUNK))
+    fits = [c for c in range(1, j + 1) if j % c == 0 and (c == 1 or c * entries <= _CHUNK)]
+    size = max(fits, default=0)
 
     def some(s1, s2):
         first, second = _gradients(left, s1), _gradients(right, s2)

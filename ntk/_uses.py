@@ -12,7 +12,7 @@ scanned over is another weight in every step.
 import dataclasses
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -36,14 +36,14 @@ class Weight(NamedTuple):
 
     parts: Parts
     layout: tuple = ()  # what was done to the entries since
-    factors: tuple[tuple[Any, int], ...] = ()  # variables of one entry, and 1 or -1, a power
+    factors: tuple[tuple[int, Any, int], ...] = ()  # loops around, variable of one entry, power
     loops: tuple[bool, ...] = ()  # for the loops around: is it another slice in every step?
 
     def then(self, *step) -> "Weight":
         return self._replace(layout=(*self.layout, step))
 
     def times(self, number, power: int) -> "Weight":
-        return self._replace(factors=(*self.factors, (number, power)))
+        return self._replace(factors=(*self.factors, (len(self.loops), number, power)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,8 +65,8 @@ def whole(leaf: int, shape: Sequence[int]) -> Weight:
     return Weight(((leaf, tuple((0, length) for length in shape)),))
 
 
-# The products of a program: by the number of the equation, lists of sites. For a loop, the
-# products of its body. A pytree, of which a site is a leaf.
+# The products of a program, by the number of the equation: a site, or for a loop the products of
+# its body. A pytree, of which a site is a leaf.
 Sites = dict[int, Any]
 
 
@@ -154,7 +154,7 @@ def find(jaxpr: Jaxpr, weights: dict[Var, Weight], steps: tuple[int, ...] = ()):
         return v if like(v).size == 1 else single.get(v) if isinstance(v, Var) else None
 
     for place, eqn in enumerate(jaxpr.eqns):
-        mine = [weight(v) for v in eqn.invars]
+        mine: list[Any] = [weight(v) for v in eqn.invars]
         if eqn.primitive.name == "broadcast_in_dim" and number(eqn.invars[0]) is not None:
             single[eqn.outvars[0]] = number(eqn.invars[0])
         if not any(mine):
@@ -163,14 +163,18 @@ def find(jaxpr: Jaxpr, weights: dict[Var, Weight], steps: tuple[int, ...] = ()):
             sites[place], others = _find_in_loop(eqn, mine, steps)
             elsewhere |= others
             continue
-        here = [_site(eqn, i, w, steps) for i, w in enumerate(mine) if w]
-        if None not in here:
-            sites[place] = here
+        # Of two weights the larger one: the other would keep all of it for every sample.
+        found = [i for i, w in enumerate(mine) if w]
+        largest = max(found, key=[like(v).size for v in eqn.invars].__getitem__)
+        site = _site(eqn, largest, mine[largest], steps)
+        if site is not None:
+            sites[place] = site
+            elsewhere |= leaves_of(mine[i] for i in found if i != largest)
             continue
-        outputs, lost = _rearranged(eqn, mine, [number(v) for v in eqn.invars])
+        outputs, lost = _rearranged(eqn, mine, number)
         known.update(zip(eqn.outvars, outputs, strict=True))
         elsewhere |= leaves_of(lost)
-    return sites, elsewhere | leaves_of([weight(v) for v in jaxpr.outvars])
+    return sites, elsewhere | leaves_of(weight(v) for v in jaxpr.outvars)
 
 
 def leaves_of(weights) -> set[int]:
@@ -181,8 +185,8 @@ def _find_in_loop(eqn: JaxprEqn, mine: list, steps: tuple[int, ...]):
     constants, carried = scan_operands(eqn)
     body, inner, lost = programs(eqn)[0].jaxpr, {}, []
     for i, (w, v) in enumerate(zip(mine, body.invars, strict=True)):
-        if w and (w.factors or constants <= i < constants + carried):
-            lost.append(w)  # its number is not known in the loop, or it changes
+        if w and constants <= i < constants + carried:
+            lost.append(w)  # it changes
         elif w:
             own = i >= constants
             inner[v] = (w.then("step") if own else w)._replace(loops=(*w.loops, own))
@@ -198,13 +202,13 @@ def _site(eqn: JaxprEqn, operand: int, weight: Weight, steps: tuple[int, ...]) -
     return Site(weight, found, jax.ShapeDtypeStruct((*steps, *one.shape), one.dtype))
 
 
-def _rearranged(eqn: JaxprEqn, mine: list, numbers: list) -> tuple[list, list]:
+def _rearranged(eqn: JaxprEqn, mine: list, number: Callable) -> tuple[list, list]:
     """The outputs as weights, or None; and which weights are used up in the operation."""
     name, options = eqn.primitive.name, eqn.params
+    if name in ("mul", "div"):
+        return _scaled(eqn, mine, number)
     first, before, after = mine[0], like(eqn.invars[0]), like(eqn.outvars[0])
     found: list = []
-    if name in ("mul", "div"):
-        return _scaled(eqn, mine, numbers)
     if name == "neg":
         found = [first.times(-1.0, 1)]
     elif name in _ALIKE and jnp.issubdtype(after.dtype, jnp.floating):
@@ -219,13 +223,14 @@ def _rearranged(eqn: JaxprEqn, mine: list, numbers: list) -> tuple[list, list]:
     return (found, []) if found else ([None] * len(eqn.outvars), mine)
 
 
-def _scaled(eqn: JaxprEqn, mine: list, numbers: list) -> tuple[list, list]:
+def _scaled(eqn: JaxprEqn, mine: list, number: Callable) -> tuple[list, list]:
     """One operand is a weight, the other a number, of which it does not matter what it is."""
     power = 1 if eqn.primitive.name == "mul" else -1
     for operand in (0, 1) if power == 1 else (0,):
-        weight, number = mine[operand], numbers[1 - operand]
-        if weight and number is not None:
-            return [weight.times(number, power)], [mine[1 - operand]]
+        weight, other = mine[operand], number(eqn.invars[1 - operand])
+        same = like(eqn.invars[operand]).shape == like(eqn.outvars[0]).shape
+        if weight and same and other is not None:
+            return [weight.times(other, power)], [mine[1 - operand]]
     return [None], mine
 
 
@@ -266,7 +271,9 @@ def overlap(first: tuple[int, Box], second: tuple[int, Box]) -> bool:
 # --- Running it -----------------------------------------------------------------------------------
 
 
-def run(jaxpr: Jaxpr, inputs: Sequence, sites: Sites, additions) -> tuple[list, Any]:
+def run(
+    jaxpr: Jaxpr, inputs: Sequence, sites: Sites, additions: Any, depth: int = 0
+) -> tuple[list, Any]:
     """The outputs when something is added to every product, and what the products keep.
 
     Parameters
@@ -279,6 +286,8 @@ def run(jaxpr: Jaxpr, inputs: Sequence, sites: Sites, additions) -> tuple[list, 
         Products in it.
     additions : pytree of arrays
         Arranged as ``sites``.
+    depth : int
+        How many loops are around it.
     """
     values = dict(zip([*jaxpr.constvars, *jaxpr.invars], inputs, strict=True))
     kept: dict[int, Any] = {}
@@ -286,31 +295,31 @@ def run(jaxpr: Jaxpr, inputs: Sequence, sites: Sites, additions) -> tuple[list, 
     def value(v):
         return v.val if isinstance(v, Literal) else values[v]
 
+    def times(site: Site, kept):
+        """What the product keeps, times the numbers by which the weight was multiplied here."""
+        for loops, number, power in site.weight.factors:
+            if loops == depth:
+                factor = number if isinstance(number, float) else jnp.reshape(value(number), ())
+                kept = floats(functools.partial(jnp.multiply, factor**power), kept)
+        return kept
+
     for place, eqn in enumerate(jaxpr.eqns):
         arguments, here = [value(v) for v in eqn.invars], sites.get(place)
         if isinstance(here, dict):
             body = programs(eqn)[0]
 
             def step(inputs, more, body=body, here=here):
-                return run(body.jaxpr, [*body.consts, *inputs], here, more)
+                return run(body.jaxpr, [*body.consts, *inputs], here, more, depth + 1)
 
-            outputs, kept[place] = loop(eqn, step, arguments, additions[place])
+            outputs, found = loop(eqn, step, arguments, additions[place])
+            kept[place] = jax.tree.map(times, here, found)
         else:
             outputs = bind(eqn, arguments)
-            for site, addition in zip(here or [], additions.get(place, []), strict=True):
-                outputs = [outputs[0] + addition]
-                kept.setdefault(place, []).append(_times(site, arguments, value))
+        if isinstance(here, Site):
+            kept[place] = times(here, here.product.keep(*arguments))
+            outputs = [outputs[0] + additions[place]]
         values.update(zip(eqn.outvars, outputs, strict=True))
     return [value(v) for v in jaxpr.outvars], kept
-
-
-def _times(site: Site, arguments: list, value):
-    """What the product keeps, times the number that the weight was multiplied by."""
-    kept = site.product.keep(*arguments)
-    for number, power in site.weight.factors:
-        factor = number if isinstance(number, float) else jnp.reshape(value(number), ())
-        kept = floats(functools.partial(jnp.multiply, factor**power), kept)
-    return kept
 
 
 def floats(function, tree):

@@ -103,13 +103,14 @@ def stacked(p, x):
     return lax.scan(step, x, p["a"])[0]
 
 
-def scanned_twice(p, x):
+def scanned_twice(p, x, scaled=lambda w: w):
     """Over layers, and each of them over time."""
 
     def over_time(h, w):
         def step(h, _):
-            return jnp.tanh(h @ w @ p["b"]), None
+            return jnp.tanh(h @ scaled(w) @ p["b"]), None
 
+        w = scaled(w)
         return lax.scan(step, h, None, length=2)[0], None
 
     return lax.scan(over_time, x, p["a"], reverse=True)[0]
@@ -190,7 +191,37 @@ FUNCTIONS = {
         lambda p, x: jnp.tanh(x @ (p["a"] @ p["b"])),
         matrices((2, 1), (1, 3)),
         X,
+        "b",
+    ),
+    "learned inputs": (
+        lambda p, x: x @ (jnp.tanh(p["a"] @ p["b"]) @ p["c"]),
+        matrices((2, 3), (3, 3), (3, 2)),
+        X,
+        "b c",
+    ),
+    "a number times a repeated number": (
+        lambda p, x: (lax.mul(p["a"], jnp.broadcast_to(x[0, 0], (2,))) * x) @ p["b"],
+        matrices((), (2, 2)),
+        X[:1],
+        "b",
+    ),
+    "no inputs": (
+        lambda p, x: jnp.zeros((1, 0)) @ p["a"] + x @ p["b"],
+        matrices((0, 2), (2, 2)),
+        X[:1],
         "a b",
+    ),
+    "no outputs of a layer": (
+        lambda p, x: x @ p["a"] @ p["c"] + x @ p["b"],
+        matrices((2, 0), (2, 2), (0, 2)),
+        X,
+        "a b c",
+    ),
+    "no steps": (
+        lambda p, x: recurrent(p, x[:, :0]),
+        matrices((2, 3), (3, 3), (3, 2)),
+        SEQUENCES,
+        "a b c",
     ),
     "pieces": (
         lambda p, x: jnp.tanh(x @ p["a"][0]) @ p["a"][1] @ p["b"][:2] @ p["b"][2:],
@@ -265,10 +296,16 @@ FUNCTIONS = {
         "",
     ),
     "scaled in front of a loop": (
-        lambda p, x: recurrent(p | {"b": p["b"] / 2}, x),
+        lambda p, x: recurrent({"a": p["a"], "b": -p["b"] / 2, "c": p["c"]}, x * x[:, :1, :1]),
         matrices((2, 3), (3, 3), (3, 2)),
         SEQUENCES,
-        "a c",
+        "a b c",
+    ),
+    "scaled in front of a loop, in it, and in a loop in it": (
+        lambda p, x: scanned_twice({"a": p["a"] / 3, "b": p["b"] * p["c"]}, x, lambda w: 0.7 * w),
+        matrices((3, 2, 4), (4, 2), ()),
+        X,
+        "a b",
     ),
     "batches of matrices": (
         lambda p, x: jnp.tanh(jnp.einsum("npi,pij->npj", x, p["a"])).sum(1) @ p["b"],

@@ -200,7 +200,7 @@ FUNCTIONS = {
         "b c",
     ),
     "a number times a repeated number": (
-        lambda p, x: (lax.mul(p["a"], jnp.broadcast_to(x[0, 0], (2,))) * x) @ p["b"],
+        lambda p, x: x @ lax.mul(p["a"], jnp.broadcast_to(x[0, 0], (2, 2))) @ p["b"],
         matrices((), (2, 2)),
         X[:1],
         "b",
@@ -293,6 +293,12 @@ FUNCTIONS = {
         lambda p, x: lax.fori_loop(0, 2, lambda _, c: (c[0] @ c[1], c[1].T), (x, p["a"]))[0],
         matrices((2, 2)),
         X,
+        "",
+    ),
+    "a learned start of a loop": (
+        lambda p, x: lax.fori_loop(0, 2, lambda _, h: jnp.tanh(h @ x.T @ x), p["a"]),
+        matrices((1, 2)),
+        X[:1],
         "",
     ),
     "scaled in front of a loop": (

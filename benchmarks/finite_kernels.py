@@ -14,6 +14,7 @@ temporaries. An error is relative to the largest entry of the kernel by Jacobian
     python benchmarks/finite_kernels.py --table    # the results file as Markdown
 """
 
+import itertools
 import statistics
 import time
 
@@ -72,7 +73,7 @@ def with_nnx(n):
     class Network(nnx.Module):
         def __init__(self, rngs):
             sizes = [INPUTS, *[WIDTH] * DEPTH, 1]
-            pairs = zip(sizes[:-1], sizes[1:], strict=True)
+            pairs = itertools.pairwise(sizes)
             self.layers = nnx.List(nnx.Linear(i, j, rngs=rngs) for i, j in pairs)
 
         def __call__(self, x):
@@ -97,7 +98,7 @@ def in_jit(n):
         return x @ w + b
 
     sizes = [INPUTS, *[WIDTH] * DEPTH, 1]
-    pairs = zip(sizes[:-1], sizes[1:], strict=True)
+    pairs = itertools.pairwise(sizes)
     return apply, [(scaled(i, j), jnp.zeros(j)) for i, j in pairs], vectors(n)
 
 

@@ -116,7 +116,24 @@ def scanned_twice(p, x, scaled=lambda w: w):
     return lax.scan(over_time, x, p["a"], reverse=True)[0]
 
 
+def emitted(p, x):
+    def step(x, w):
+        return jnp.tanh(x @ w), w
+
+    x, again = lax.scan(step, x, p["a"])
+    return x * jnp.sin(again).sum()
+
+
+def channels_first(p, x):
+    """As PyTorch and equinox lay out images and filters."""
+    x = x.reshape(-1, 2, 3, 2)
+    options = {"window_strides": (2, 1), "padding": ((1, 0), (0, 1)), "feature_group_count": 2}
+    x = lax.conv_general_dilated(x, p["a"], **options)
+    return jnp.tanh(x).reshape(len(x), -1)[:, :3]
+
+
 SEQUENCES = normal(9, 3, 4, 2)
+IMAGES = normal(7, 3, 2, 3, 2)
 X = normal(8, 3, 2)
 FUNCTIONS = {
     # apply, params, x, the weights that are kept in factors
@@ -281,6 +298,8 @@ FUNCTIONS = {
     "unused": (lambda p, x: x @ p["a"], matrices((2, 3), (2, 3)), X, "a"),
     "an output": (lambda p, x: x @ p["a"] + p["a"][:1, 0], matrices((2, 3)), X, ""),
     "recurrent": (recurrent, matrices((2, 3), (3, 3), (3, 2)), SEQUENCES, "a b c"),
+    "put out by a loop": (emitted, matrices((3, 2, 2)), X, ""),
+    "channels first": (channels_first, matrices((4, 1, 2, 2)), IMAGES, "a"),
     "layers in a loop": (stacked, matrices((3, 2, 2)), X, "a"),
     "layers in a loop, and pieces": (
         lambda p, x: stacked({"a": p["a"]}, x) @ p["a"][0],

@@ -252,6 +252,12 @@ FUNCTIONS = {
         X,
         "",
     ),
+    "pieces of it and of its transpose": (
+        lambda p, x: jnp.tanh(x @ p["a"].T[:1].T) * (x @ p["a"][1:].T),
+        matrices((2, 2)),
+        X,
+        "",
+    ),
     "every other row": (lambda p, x: jnp.tanh(x @ p["a"][::2]), matrices((4, 2)), X, ""),
     "split": (
         lambda p, x: sum(jnp.tanh(x @ w) for w in jnp.split(p["a"], 3, axis=1)),

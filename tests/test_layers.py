@@ -190,6 +190,12 @@ FUNCTIONS = {
     "divided by": (lambda p, x: x @ (1 / p["a"]), matrices((2, 3)), X, ""),
     "masked": (lambda p, x: x @ (p["a"] * jnp.eye(2, 3)), matrices((2, 3)), X, ""),
     "its own number": (lambda p, x: jnp.sin(x * p["a"] * p["a"]), matrices((1,)), X, ""),
+    "a number that is a weight": (
+        lambda p, x: jnp.tanh(x[:, :1] @ p["a"]) @ (p["b"] * p["a"]),
+        matrices((1, 1), (1, 2)),
+        X,
+        "b",
+    ),
     "used twice": (
         lambda p, x: jnp.tanh(jnp.tanh(x @ p["a"]) @ p["a"]),
         matrices((2, 2)),
@@ -283,6 +289,15 @@ FUNCTIONS = {
         X,
         "",
     ),
+    "a piece joined with one that is used": (
+        lambda p, x: (
+            (x @ jnp.concatenate([p["a"][:, :1], p["b"]], 1)) @ jnp.sin(p["b"])
+            + jnp.tanh(x @ p["a"][:, 1:])
+        ),
+        matrices((2, 2), (2, 1)),
+        X,
+        "",
+    ),
     "a rule of its own": (
         lambda p, x: jnp.tanh(doubled(p["a"], x)) @ p["b"],
         matrices((2, 3), (3, 2)),
@@ -307,6 +322,14 @@ FUNCTIONS = {
     "put out by a loop": (emitted, matrices((3, 2, 2)), X, ""),
     "channels first": (channels_first, matrices((4, 1, 2, 2)), IMAGES, "a"),
     "layers in a loop": (stacked, matrices((3, 2, 2)), X, "a"),
+    "slices of a loop, and all of it": (
+        lambda p, x: lax.scan(
+            lambda h, w: (jnp.tanh(h @ p["a"]) * (h @ w)[:, None], None), x, p["a"]
+        )[0],
+        matrices((2, 2)),
+        X,
+        "",
+    ),
     "layers in a loop, and pieces": (
         lambda p, x: stacked({"a": p["a"]}, x) @ p["a"][0],
         matrices((3, 2, 2)),
@@ -370,6 +393,9 @@ LOOKUPS = {
     "indexed": lambda e, t: e[t],
     "indexed, doubled": lambda e, t: (2 * e)[t],
     "indexed one by one": lambda e, t: jax.vmap(jax.vmap(lambda t: e[t]))(t),
+    "indexed one by one, in a loop": lambda e, t: lax.map(lambda t: e[t], t.reshape(-1)).reshape(
+        *t.shape, -1
+    ),
     "indexed in a loop": lambda e, t: jnp.swapaxes(lax.map(lambda t: e[t], t.T), 0, 1),
     "indexed along another axis": lambda e, t: jnp.moveaxis(e.T[:, t], 0, -1),
     "taken along another axis": lambda e, t: jnp.moveaxis(jnp.take(e.T, t, axis=1), 0, -1),

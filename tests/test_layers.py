@@ -118,7 +118,7 @@ def scanned_twice(p, x, scaled=lambda w: w):
 
 def emitted(p, x):
     def step(x, w):
-        return jnp.tanh(x @ w), w
+        return jnp.tanh(x @ w), -w
 
     x, again = lax.scan(step, x, p["a"])
     return x * jnp.sin(again).sum()

@@ -9,7 +9,7 @@ neural-tangents' implementations 1 and 2.
 Methods take turns in one process for every network, on one core; the memory is that of XLA's
 temporaries. An error is relative to the largest entry of the kernel by Jacobians.
 
-    python benchmarks/finite_kernels.py            # two minutes
+    python benchmarks/finite_kernels.py            # four minutes
     python benchmarks/finite_kernels.py --quick    # small, without neural-tangents: half a minute
     python benchmarks/finite_kernels.py --table    # the results file as Markdown
 """
@@ -159,6 +159,7 @@ def measure(name: str, quick: bool):
     times: dict[str, list[float]] = {method: [] for method in methods}
     for _ in range(3 if quick else ROUNDS):
         for method, run in compiled.items():
+            jax.block_until_ready(run(params, x))  # after another method memory is slow at first
             start = time.perf_counter()
             jax.block_until_ready(run(params, x))
             times[method].append(time.perf_counter() - start)
@@ -174,6 +175,10 @@ def measure(name: str, quick: bool):
         }
 
 
+def digits(x: float) -> str:
+    return f"{float(f'{x:.2g}'):g}"
+
+
 def report(rows) -> str:
     """Median seconds, how many times ours; memory; error."""
     rows = rows[1:]
@@ -186,8 +191,8 @@ def report(rows) -> str:
         for method in methods:
             row = mine[method]
             median = statistics.median(row["s"])
-            times = f" ({median / ours:.2g}×)" if method != "ntk" else ""
-            cells.append(f"{median:.2g} s{times}, {row['mb']:.3g} MB")
+            times = f" ({digits(median / ours)}×)" if method != "ntk" else ""
+            cells.append(f"{digits(median)} s{times}, {digits(row['mb'])} MB")
         lines.append([f"{name}, N = {mine['ntk']['n']}", *cells, f"{mine['ntk']['error']:.0e}"])
     return harness.table(["network", *methods, "error"], lines)
 

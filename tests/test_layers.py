@@ -436,6 +436,17 @@ def test_table_read_in_two_places_is_one_table():
     check(apply, params, TOKENS, "table w")
 
 
+def test_tables_that_are_slices_of_a_loop_are_left_to_the_jacobian():
+    params = {"tables": normal(1, 2, 5, 3), "w": normal(2, 3, 2)}
+
+    def apply(p, t):
+        start = jnp.zeros((*t.shape, 3), p["w"].dtype)
+        h, _ = lax.scan(lambda h, e: (jnp.tanh(h + e[t]), None), start, p["tables"])
+        return h.sum(1) @ p["w"]
+
+    check(apply, params, TOKENS, "w")
+
+
 def test_table_that_is_also_a_decoder_is_left_to_the_jacobian():
     params = {"table": normal(1, 5, 3)}
     check(lambda p, t: jnp.tanh(p["table"][t]).sum(1) @ p["table"].T, params, TOKENS, "")

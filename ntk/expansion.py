@@ -136,9 +136,12 @@ def _derivatives(f, order: int, start: list, step: list) -> list:
 
 def _is_float(leaf) -> bool:
     try:
-        return bool(jnp.issubdtype(jnp.result_type(leaf), jnp.floating))
+        dtype = jnp.result_type(leaf)
     except TypeError:
         raise ValueError(f"params: expected arrays, got {short(leaf)}.") from None
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        raise ValueError(f"params: expected real numbers, got {dtype}.")
+    return bool(jnp.issubdtype(dtype, jnp.floating))
 
 
 def _like(structure, flat: list, params) -> list:
@@ -147,6 +150,7 @@ def _like(structure, flat: list, params) -> list:
     if other != structure:
         raise ValueError(f"params: expected {structure}, got {other}.")
     for leaf, first in zip(leaves, flat, strict=True):
+        _is_float(leaf)  # refuses what is no array, or not real
         if jnp.shape(leaf) != jnp.shape(first):
             raise ValueError(
                 f"params: expected leaves of the shapes that the network is expanded about, such "

@@ -106,6 +106,14 @@ BAD = {
         lambda: linearize(network, PARAMS)(MOVED | {"w": X[:1]}, X),
         r"params: expected leaves of the shapes .* such as \(2, 3\), got \(1, 2\)",
     ),
+    "complex start": (
+        lambda: linearize(network, {"w": 1j}),
+        "params: expected real numbers, got complex",
+    ),
+    "complex values": (
+        lambda: linearize(network, PARAMS)(MOVED | {"w": 1j * MOVED["w"]}, X),
+        "params: expected real numbers, got complex",
+    ),
     "no array": (lambda: linearize(network, {"w": print}), "params: expected arrays, got the func"),
 }
 

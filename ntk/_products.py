@@ -140,17 +140,19 @@ def _gather(eqn: JaxprEqn, operand: int) -> Product | None:
     mode = getattr(eqn.params["mode"], "name", "")
     if operand == 1 or axis is None or axis not in numbers.start_index_map:
         return None
-    dropped = mode == "FILL_OR_DROP"
-    known = dropped or mode in ("CLIP", "PROMISE_IN_BOUNDS")
-    if not known or numbers.operand_batching_dims or dropped > (len(numbers.start_index_map) == 1):
+    alone = len(numbers.start_index_map) == 1
+    known = mode in ("CLIP", "PROMISE_IN_BOUNDS") or (mode == "FILL_OR_DROP" and alone)
+    if not known or numbers.operand_batching_dims:
         return None
     length, dtype = like(eqn.invars[0]).shape[axis], like(eqn.outvars[0]).dtype
     column, offsets = numbers.start_index_map.index(axis), numbers.offset_dims
 
     def keep(_, indices):
         index = indices[..., column].reshape(-1)
-        inside = (index >= 0) & (index < length) if dropped else jnp.ones(index.shape, bool)
-        return Rows(jnp.clip(index, 0, length - 1), inside.astype(dtype))
+        clipped = jnp.clip(index, 0, length - 1)
+        # Gradients of rows that are not there are dropped, as JAX does, unless it clips them.
+        inside = jnp.ones(index.shape, bool) if mode == "CLIP" else clipped == index
+        return Rows(clipped, inside.astype(dtype))
 
     def outputs(y):
         positions = [d for d in range(y.ndim) if d not in offsets]

@@ -391,6 +391,7 @@ LOOKUPS = {
     "take, from the end": lambda e, t: jnp.take(e, -t, axis=0),
     "take, wrapped": lambda e, t: jnp.take(e, 7 * t, axis=0, mode="wrap"),
     "indexed": lambda e, t: e[t],
+    "indexed, beyond the end": lambda e, t: e[2 * t],
     "indexed, doubled": lambda e, t: (2 * e)[t],
     "indexed one by one": lambda e, t: jax.vmap(jax.vmap(lambda t: e[t]))(t),
     "indexed one by one, in a loop": lambda e, t: lax.map(lambda t: e[t], t.reshape(-1)).reshape(

@@ -2,7 +2,8 @@
 
 ================  ==================================================================================
 infinite width    ``network_kernel``, ``mixture_blocks``, ``mixture_kernel``; ``dual``, activations
-finite width      ``empirical_kernel``, ``kernel_vector_product``, ``gradient_norms``
+finite width      ``empirical_kernel``, ``empirical_nngp``, ``kernel_vector_product``,
+                  ``gradient_norms``; ``linearize``, ``taylor_expand``
 eigenvalues       ``min_eigenvalue``, ``certified_min_eigenvalue``, ``certify_simplex``
 with a kernel     ``kernel_regression``, ``gradient_flow``, ``excess_risk_term``
 with two kernels  ``posterior``, ``ensemble``: predictions with their covariance

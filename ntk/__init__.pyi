@@ -16,7 +16,8 @@ from .activations import (
 )
 from .certificate import Certificate, certified_min_eigenvalue, certify_simplex
 from .duals import dual
-from .finite import empirical_kernel, gradient_norms, kernel_vector_product
+from .expansion import linearize, taylor_expand
+from .finite import empirical_kernel, empirical_nngp, gradient_norms, kernel_vector_product
 from .infinite import lemma1_kernel_as_printed, network_kernel
 from .kernel_functions import kernel_matrix, kernel_mixture
 from .kernels import Kernels
@@ -46,6 +47,7 @@ __all__ = [
     "dual",
     "eigenvalues",
     "empirical_kernel",
+    "empirical_nngp",
     "ensemble",
     "erf",
     "excess_risk_term",
@@ -59,6 +61,7 @@ __all__ = [
     "kernel_vector_product",
     "leaky_relu",
     "lemma1_kernel_as_printed",
+    "linearize",
     "min_eigenvalue",
     "mixture_blocks",
     "mixture_kernel",
@@ -71,4 +74,5 @@ __all__ = [
     "smallest_eigenpair",
     "swish",
     "tanh",
+    "taylor_expand",
 ]

@@ -5,6 +5,9 @@ is the ``Jaxpr`` itself. How many of a scan's operands are constants and how man
 other names in each version, and follows from the shapes in all of them.
 """
 
+from typing import Any
+
+import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 # Operations that run one program on their operands as they are.
@@ -29,6 +32,22 @@ def programs(eqn: JaxprEqn) -> list[ClosedJaxpr]:
     return found
 
 
+def needed(jaxpr: Jaxpr, live: list[bool]) -> list[tuple[JaxprEqn, list[bool]]]:
+    """The equations behind the live outputs, with which of their own outputs are used."""
+    wanted = {v for v, a in zip(jaxpr.outvars, live, strict=True) if a and _variable(v)}
+    kept = []
+    for eqn in reversed(jaxpr.eqns):
+        used = [v in wanted for v in eqn.outvars]
+        if any(used):
+            kept.append((eqn, used))
+            wanted.update(filter(_variable, eqn.invars))
+    return kept[::-1]
+
+
+def _variable(v) -> bool:
+    return not isinstance(v, Literal)
+
+
 def scan_operands(eqn: JaxprEqn) -> tuple[int, int]:
     """How many operands of a ``scan`` its body gets unchanged, and how many it carries.
 
@@ -41,6 +60,12 @@ def scan_operands(eqn: JaxprEqn) -> tuple[int, int]:
     )
     carried = len(eqn.outvars) - stacked
     return len(eqn.invars) - scanned - carried, carried
+
+
+def like(variable: Var | Literal) -> jax.ShapeDtypeStruct:
+    """The shape and the type of a variable."""
+    aval: Any = variable.aval
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
 
 
 def _axes(variable: Var | Literal) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
-from ntk._equations import CALLS, bind, programs, scan_operands
+from ntk._equations import CALLS, bind, needed, programs, scan_operands
 from ntk._programs import fresh
 
 
@@ -74,7 +74,7 @@ def fold(
         def value(v):
             return v.val if isinstance(v, Literal) else values[v]
 
-        for (eqn, used), paired in _paired(_needed(jaxpr, live), _needed(other.jaxpr, live)):
+        for (eqn, used), paired in _paired(needed(jaxpr, live), needed(other.jaxpr, live)):
             outputs, total = evaluate(eqn, paired, used, [value(v) for v in eqn.invars], total)
             values.update(zip(eqn.outvars, outputs, strict=True))
         return [value(v) if a else None for v, a in zip(jaxpr.outvars, live, strict=True)], total
@@ -131,18 +131,6 @@ def fold(
     return jax.tree.unflatten(jax.tree.structure(shapes), outputs), total
 
 
-def _needed(jaxpr: Jaxpr, live: list[bool]) -> list[tuple[JaxprEqn, list[bool]]]:
-    """The equations behind the live outputs, with which of their own outputs are used."""
-    needed = {v for v, a in zip(jaxpr.outvars, live, strict=True) if a and _variable(v)}
-    kept = []
-    for eqn in reversed(jaxpr.eqns):
-        used = [v in needed for v in eqn.outvars]
-        if any(used):
-            kept.append((eqn, used))
-            needed.update(filter(_variable, eqn.invars))
-    return kept[::-1]
-
-
 def _paired(needed: list, others: list) -> list:
     """Each operation with its like in the other program."""
     names = [[eqn.primitive.name for eqn, _ in some] for some in (needed, others)]
@@ -154,15 +142,11 @@ def _paired(needed: list, others: list) -> list:
     return [(one, eqn) for one, (eqn, _) in zip(needed, others, strict=True)]
 
 
-def _variable(v) -> bool:
-    return not isinstance(v, Literal)
-
-
 def _reaches(site, jaxpr: Jaxpr, live: list[bool]) -> bool:
     """Whether a live output depends on a site."""
     return any(
         site(eqn) or any(_reaches(site, inner.jaxpr, alive) for inner, alive in _inside(eqn, used))
-        for eqn, used in _needed(jaxpr, live)
+        for eqn, used in needed(jaxpr, live)
     )
 
 

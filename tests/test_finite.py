@@ -13,8 +13,18 @@ import numpy as np
 import pytest
 from helpers import assert_close, finite_differences
 
-from ntk import _layers, _programs
-from ntk.finite import METHODS, OUTPUTS, empirical_kernel, gradient_norms, kernel_vector_product
+from ntk import _layers, _programs, _sample
+from ntk._compat import neural_tangents
+from ntk._equations import bind
+from ntk._products import product
+from ntk.finite import (
+    METHODS,
+    OUTPUTS,
+    empirical_kernel,
+    empirical_nngp,
+    gradient_norms,
+    kernel_vector_product,
+)
 
 KEY = jax.random.key(0)
 
@@ -65,12 +75,7 @@ def check(model, x, *, layered, outputs="sum"):
 
 
 def layers_in_factors(apply, params, x):
-    leaves, structure = jax.tree.flatten(params)
-
-    def forward(leaves, x):
-        return apply(jax.tree.unflatten(structure, leaves), x[None])[0]
-
-    return len(_layers.plan(forward, leaves, x[0], intercept=True).layered)
+    return len(_layers.plan(_sample.network(apply, params, x), factored=True).layered)
 
 
 class Perceptron(nn.Module):
@@ -184,7 +189,7 @@ def test_kernel_has_the_precision_of_the_parameters():
 
 
 def test_dense_layers_are_all_kept_in_factors():
-    check(Perceptron(outputs=2), normal(1, 4, 3), layered=5)
+    check(Perceptron(outputs=2), normal(1, 4, 3), layered=3)
 
 
 CONVOLUTIONS = {
@@ -211,15 +216,24 @@ def test_convolution_is_its_columns_times_its_kernel(layer, space):
     layer, x = layer.clone(use_bias=False), normal(1, 2, *space, 4)
     params = setup(layer, x)
     kernel = params["params"]["kernel"]
-    groups, columns = _layers._columns(layer, x)
+    program = jax.make_jaxpr(lambda x, kernel: layer.apply({"params": {"kernel": kernel}}, x))
 
     @jax.jit
-    def product(kernel, x):
-        a = columns(x)
-        return jnp.einsum("qgi,igj->qgj", a, kernel.reshape(a.shape[-1], groups, -1))
+    def both(x, kernel):
+        """The convolution in the network's program, done by columns."""
+        found = program(x, kernel)
+        (place,) = [k for k, eqn in enumerate(found.jaxpr.eqns) if "conv" in eqn.primitive.name]
+        eqn = found.jaxpr.eqns[place]
+        before = found.jaxpr.replace(eqns=found.jaxpr.eqns[:place], outvars=eqn.invars)
+        operands = jax.core.eval_jaxpr(before, found.consts, x, kernel)
+        (y,) = bind(eqn, operands)
+        of = product(eqn, 1)
+        a = of.columns(of.keep(*operands))
+        w = kernel.reshape(a.shape[-1], a.shape[1], -1)
+        return jnp.einsum("qgi,igj->qgj", a, w), of.outputs(y)
 
-    expected = jax.jit(layer.apply)(params, x)
-    assert_close(product(kernel, x).reshape(expected.shape), expected, f64=1e-13, f32=1e-5)
+    got, expected = both(x, kernel)
+    assert_close(got, expected, f64=1e-13, f32=1e-5)
 
 
 def test_network_of_strided_grouped_and_dilated_convolutions():
@@ -231,7 +245,7 @@ def test_network_of_strided_grouped_and_dilated_convolutions():
             x = jnp.tanh(nn.Conv(3, (2, 2), padding="CIRCULAR")(x))
             return nn.Dense(2)(x.reshape(len(x), -1))
 
-    check(Convolutional(), normal(1, 3, 6, 7, 2), layered=8)
+    check(Convolutional(), normal(1, 3, 6, 7, 2), layered=4)
 
 
 @pytest.mark.parametrize("outputs", ["trace", "full"])
@@ -239,8 +253,8 @@ def test_patch_gram_explicit_gradients_and_their_chunks_agree(outputs, monkeypat
     model, x = Then(nn.Conv(6, (3, 3), feature_group_count=2), 3), normal(1, 3, 4, 4, 2)
     params = setup(model, x)
     expected = brute_force(model.apply, params, x)[outputs]
-    for patches, chunk in ((True, 1), (False, 2**26), (False, 1)):
-        monkeypatch.setattr(_layers, "_patch_gram_is_cheaper", lambda *_, p=patches, **__: p)
+    for patches, chunk in ((True, 2**26), (True, 1), (False, 2**26), (False, 1)):
+        monkeypatch.setattr(_layers, "_pairs_are_cheaper", lambda *_, p=patches: p)
         monkeypatch.setattr(_layers, "_CHUNK", chunk)
 
         def apply(params, x):  # a new function, which nothing has been compiled for
@@ -262,7 +276,7 @@ def test_axes_may_change_places_between_layers():
             x = nn.tanh(nn.Dense(4)(x.reshape(-1, 3)).reshape(3, -1, 4))
             return nn.Dense(1)(jnp.swapaxes(x, 0, 1).sum(1))
 
-    check(Mixer(), normal(1, 3, 3, 2), layered=6)
+    check(Mixer(), normal(1, 3, 3, 2), layered=3)
 
 
 class Recurrent(nn.Module):
@@ -278,7 +292,7 @@ class Recurrent(nn.Module):
 
 
 def test_layer_called_again_adds_up_before_the_product():
-    check(Recurrent(), normal(1, 3, 8, 3), layered=4)
+    check(Recurrent(), normal(1, 3, 8, 3), layered=2)
 
 
 class Mixed(nn.Module):
@@ -291,7 +305,7 @@ class Mixed(nn.Module):
 
 
 def test_other_parameters_by_the_jacobian():
-    check(Mixed(), jnp.array([[0, 1, 2, 3], [4, 1, 1, 0]]), layered=6, outputs="full")
+    check(Mixed(), jnp.array([[0, 1, 2, 3], [4, 1, 1, 0]]), layered=4, outputs="full")
 
 
 def test_batch_normalisation_on_running_averages():
@@ -356,12 +370,12 @@ class Scanned(nn.Module):
 
 
 HARD = {
-    # model, input shape, leaves that may be kept in factors
-    "tied weights": (Tied(), (3, 2), 1),
-    "weight normalisation": (Then(nn.WeightNorm(nn.Dense(3))), (3, 2), 2),
+    # model, input shape, weights that are kept in factors
+    "tied weights": (Tied(), (3, 2), 0),
+    "weight normalisation": (Then(nn.WeightNorm(nn.Dense(3))), (3, 2), 1),
     "overridden layer": (Then(Overridden(3)), (3, 2), 2),
-    "masked convolution": (Then(Masked()), (2, 4, 3), 2),
-    "rematerialised and jitted": (Then(Rematerialised()), (3, 2), 2),
+    "masked convolution": (Then(Masked()), (2, 4, 3), 1),
+    "rematerialised and jitted": (Then(Rematerialised()), (3, 2), 3),
     "scanned": (Then(Scanned()), (3, 3), 2),
     "general dense layer": (Then(nn.DenseGeneral((2, 3), axis=(1, 2))), (3, 2, 2), 2),
     "transposed convolution": (Then(nn.ConvTranspose(2, (3,))), (3, 4, 2), 2),
@@ -370,7 +384,7 @@ HARD = {
 
 
 @pytest.mark.parametrize("model, shape, layered", HARD.values(), ids=HARD.keys())
-def test_what_is_no_plain_layer_is_never_taken_for_one(model, shape, layered):
+def test_hard_layers_are_seen_through_or_left_to_the_jacobian(model, shape, layered):
     check(model, normal(1, *shape), layered=layered)
 
 
@@ -381,7 +395,7 @@ def test_functions_that_call_a_module_are_seen_through():
     def apply(params, x):
         return model.apply({"params": params}, x)
 
-    assert layers_in_factors(apply, params, x) == 5
+    assert layers_in_factors(apply, params, x) == 3
     expected = brute_force(apply, params, x)["sum"]
     wrapped = [
         apply,
@@ -525,11 +539,40 @@ def test_rows_are_divided_among_devices():
     assert float(error) < 1e-5
 
 
+# --- Products of the outputs ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [None, 2])
+def test_nngp_kernels_are_the_products_of_the_outputs_and_those_of_neural_tangents(size):
+    model, params, x1, x2 = perceptron()
+    y1, y2 = model.apply(params, x1), model.apply(params, x2)
+    for other, y in ((None, y1), (x2, y2)):
+        mean = empirical_nngp(model.apply, params, x1, other, batch_size=size)
+        assert_close(mean, y1 @ y.T / 3, f64=1e-13, f32=1e-5)
+        full = empirical_nngp(model.apply, params, x1, other, outputs="full", batch_size=size)
+        assert_close(full, jnp.einsum("ai,bj->abij", y1, y), f64=1e-13, f32=1e-5)
+        peer = neural_tangents().empirical_nngp_fn(model.apply)(x1, other, params)
+        assert_close(mean, peer, f64=1e-13, f32=1e-5)
+        if other is None:
+            assert (mean == mean.T).all() and (full == full.transpose(1, 0, 3, 2)).all()
+
+
+def test_nngp_kernel_of_a_wide_network_is_near_that_of_infinite_width():
+    # One layer of standard normal weights: K = x x'.
+    x, w = normal(1, 3, 4), normal(2, 4, 40000)
+    got = empirical_nngp(lambda w, x: x @ w, w, x)
+    assert_close(got, x @ x.T, f64=0.05, f32=0.05)
+
+
 # --- Errors ---------------------------------------------------------------------------------------
 
 
 def linear(w, x):
     return x @ w
+
+
+def sines(w, x):
+    return jnp.sin(w) + x
 
 
 W, X = np.ones(2), np.ones((3, 2))
@@ -546,7 +589,10 @@ BAD = {
     "no weights": ({"params": {}}, "params: expected at least one leaf"),
     "integers only": ({"params": np.arange(2)}, "params: expected at least one leaf"),
     "scalar output": ({"apply": lambda w, x: x.sum() * w[0]}, "apply: expected outputs"),
-    "no layers": ({"method": "layerwise"}, "method: expected an apply that calls flax's Dense"),
+    "no layers": (
+        {"method": "layerwise", "apply": sines},
+        "method: expected an apply that multiplies",
+    ),
     "no variables": ({"apply": nn.Dense(1).apply, "params": {"w": W}}, "params: expected the vari"),
 }
 
@@ -577,6 +623,11 @@ def test_batch_statistics_are_refused():
 def test_vector_of_another_shape_is_refused():
     with pytest.raises(ValueError, match=r"^v: expected the shape .* got \(4,\)"):
         kernel_vector_product(linear, W, X)(np.ones(4))
+
+
+def test_nngp_of_the_sum_is_refused():
+    with pytest.raises(ValueError, match=r"^outputs: expected one of 'mean', 'full', got 'sum'"):
+        empirical_nngp(linear, W, X, outputs="sum")
 
 
 def test_norms_of_all_pairs_of_outputs_are_refused():

@@ -359,6 +359,67 @@ def empirical_kernel(rng, dtype) -> Case:
     return Case(call, arguments, check, kinds, ("params", "x"), fine=fine)
 
 
+@generates("ntk.empirical_nngp")
+def empirical_nngp(rng, dtype) -> Case:
+    params = parameters(rng, dtype)
+    x = jnp.asarray(rng.normal(size=(3, 3)) * 10 ** rng.uniform(-2, 1), dtype)
+    outputs = str(rng.choice(["mean", "full"]))
+    a, b, rows = (np.asarray(v, np.float64) for v in (params["a"], params["b"], x))
+    y = np.tanh(rows @ a) @ b
+    K = y @ y.T / 2 if outputs == "mean" else np.einsum("ai,bj->abij", y, y)
+
+    def call(params, x, apply, outputs):
+        return ntk.empirical_nngp(apply, params, x, outputs=outputs)
+
+    def check(r):
+        return near("kernel", r, K, 100 * eps(dtype))
+
+    kinds = {"params": "tree", "x": "array", "apply": "function", "outputs": "name"}
+    arguments = {"params": params, "x": x, "apply": mlp, "outputs": outputs}
+    fine = ("apply: a number", "x: one axis more")
+    return Case(call, arguments, check, kinds, ("params", "x"), fine=fine)
+
+
+@generates("ntk.taylor_expand", "ntk.linearize")
+def taylor_expand(rng, dtype) -> Case:
+    params, moved = parameters(rng, dtype), parameters(rng, dtype)
+    x = jnp.asarray(rng.normal(size=(2, 3)), dtype)
+    order = int(rng.integers(4))
+    (a, b), (c, d), rows = (
+        [np.asarray(v, np.float64) for v in values]
+        for values in (params.values(), moved.values(), [x])
+    )
+    # tanh(h + t k) in powers of t, times b + t (d - b).
+    h, k = rows[0] @ a, rows[0] @ (c - a)
+    t, s = np.tanh(h), 1 / np.cosh(h) ** 2
+    series = [t, s * k, -t * s * k**2, s * (2 * t**2 - s) * k**3 / 3]
+    powers = [
+        series[i] @ b + (series[i - 1] @ (d - b) if i else 0) for i in range(max(order, 1) + 1)
+    ]
+
+    def call(params, moved, x, apply, order):
+        expanded = ntk.taylor_expand(apply, params, order)(moved, x)
+        return expanded, ntk.linearize(apply, params)(moved, x)
+
+    def check(r):
+        return first(
+            near("expansion", r[0], sum(powers[: order + 1]), 3000 * eps(dtype)),
+            near("tangent", r[1], sum(powers[:2]), 3000 * eps(dtype)),
+        )
+
+    kinds = {
+        "params": "tree",
+        "moved": "tree",
+        "x": "array",
+        "apply": "function",
+        "order": "count",
+    }
+    arguments = {"params": params, "moved": moved, "x": x, "apply": mlp, "order": order}
+    # What x may be is the business of the network.
+    fine = ("x: one axis more", "x: no rows", "x: complex", "order: zero")
+    return Case(call, arguments, check, kinds, ("params", "moved", "x"), fine=fine)
+
+
 @generates("ntk.leaky_relu options")
 def leaky_relu(rng, dtype) -> Case:
     slope = float(rng.normal())

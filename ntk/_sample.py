@@ -1,0 +1,94 @@
+"""A network's outputs for one sample, as a program (jaxpr) of all that it reads."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Jaxpr
+
+from ntk import _checks
+from ntk._uses import inlined
+
+Apply = Callable[[Any, Any], Any]
+
+
+class Network(NamedTuple):
+    """The outputs of one sample, [o]: all that ``apply`` returns, one after the other."""
+
+    jaxpr: Jaxpr  # its constants and inputs: ``inputs``, then the leaves of the sample
+    inputs: list  # what apply closes over, and the leaves of params
+    trained: list[int]  # which of these are differentiated
+    names: list[str]  # of the trained ones
+
+    def outputs(self, inputs, x) -> jax.Array:
+        constants = len(self.jaxpr.constvars)
+        arguments = [*inputs[constants:], *jax.tree.leaves(x)]
+        return jax.core.eval_jaxpr(self.jaxpr, inputs[:constants], *arguments)[0]
+
+    def merged(self, inputs, trained) -> list:
+        """``inputs`` with other values of the trained leaves."""
+        merged = list(inputs)
+        for i, leaf in zip(self.trained, trained, strict=True):
+            merged[i] = leaf
+        return merged
+
+
+def network(apply: Apply, params, x) -> Network:
+    """What ``apply`` is now, for samples like those of ``x``, with a leading axis."""
+    _checks.function("apply", apply, "(params, x) -> [n, o]")
+    variables = isinstance(getattr(apply, "__self__", None), nn.Module)
+    if variables and "params" not in params:
+        raise ValueError(
+            "params: expected the variables {'params': ...} of the flax module, "
+            f"got {jax.tree.structure(params)}."
+        )
+    flat, structure = jax.tree.flatten_with_path(params)
+    trained = [
+        i
+        for i, (path, leaf) in enumerate(flat)
+        if jnp.issubdtype(jnp.result_type(leaf), jnp.floating)
+        and (not variables or getattr(path[0], "key", None) == "params")
+    ]
+    if not trained:
+        raise ValueError("params: expected at least one leaf of floating point numbers, got none.")
+
+    def forward(leaves, x):
+        with nn.intercept_methods(_refuse_batch_statistics):
+            y = apply(jax.tree.unflatten(structure, leaves), jax.tree.map(lambda x: x[None], x))
+        return jnp.concatenate([_row(leaf) for leaf in jax.tree.leaves(y)])
+
+    sample = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), x)
+    leaves = [leaf for _, leaf in flat]
+    program = inlined(jax.make_jaxpr(forward)(leaves, sample))
+    count = len(program.consts)
+    names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in flat]
+    return Network(
+        program.jaxpr,
+        [*program.consts, *leaves],
+        [count + i for i in trained],
+        [names[i] for i in trained],
+    )
+
+
+def _row(y) -> jax.Array:
+    shape = jnp.shape(y)
+    if shape[:1] != (1,):
+        raise ValueError(f"apply: expected outputs [n, o] or [n], got the shape {shape} for n = 1.")
+    if not jnp.issubdtype(jnp.result_type(y), jnp.floating):
+        raise ValueError(
+            f"apply: expected outputs of floating point numbers, got {jnp.result_type(y)}."
+        )
+    return jnp.reshape(y, -1)
+
+
+def _refuse_batch_statistics(next_function, args, kwargs, context):
+    if isinstance(context.module, nn.BatchNorm) and context.method_name == "__call__":
+        given = args[1] if len(args) > 1 else kwargs.get("use_running_average")
+        if not nn.merge_param("use_running_average", context.module.use_running_average, given):
+            raise ValueError(
+                "apply: expected BatchNorm with use_running_average=True, "
+                "got batch statistics, through which samples interact."
+            )
+    return next_function(*args, **kwargs)

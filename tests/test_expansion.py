@@ -1,0 +1,124 @@
+"""Linearised networks and Taylor polynomials, against closed forms and neural-tangents."""
+
+import math
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import assert_close
+
+from ntk import empirical_kernel, linearize, taylor_expand
+from ntk._compat import neural_tangents
+
+
+def normal(seed, *shape):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape))
+
+
+PARAMS = {"w": normal(1, 2, 3), "v": normal(2, 3, 2)}
+MOVED = {"w": normal(3, 2, 3), "v": normal(4, 3, 2)}
+X = normal(5, 4, 2)
+
+
+def network(params, x):
+    return jnp.tanh(x @ params["w"]) @ params["v"]
+
+
+@pytest.mark.parametrize("order", range(6))
+def test_coefficients_are_those_of_the_exponential_function(order):
+    # exp(a + d) = exp(a) Σ d^i / i!
+    got = taylor_expand(lambda w, x: jnp.exp(w) * x, 0.3, order)(1.0, X)
+    expected = math.exp(0.3) * sum(0.7**i / math.factorial(i) for i in range(order + 1)) * X
+    assert_close(got, expected, f64=1e-14, f32=1e-5)
+
+
+def test_polynomials_are_their_own_expansion():
+    def cubic(params, x):
+        return (x @ params["w"] @ params["v"]) * params["w"][0, 0]
+
+    expected = cubic(MOVED, X)
+    assert_close(taylor_expand(cubic, PARAMS, 3)(MOVED, X), expected, f64=1e-13, f32=1e-4)
+    assert np.abs(taylor_expand(cubic, PARAMS, 2)(MOVED, X) - expected).max() > 0.1
+
+
+def test_expansions_are_those_of_neural_tangents():
+    nt = neural_tangents()
+    expected = nt.linearize(network, PARAMS)(MOVED, X)
+    assert_close(linearize(network, PARAMS)(MOVED, X), expected, f64=1e-13, f32=1e-5)
+    expected = nt.taylor_expand(network, PARAMS, 3)(MOVED, X)
+    assert_close(taylor_expand(network, PARAMS, 3)(MOVED, X), expected, f64=1e-13, f32=1e-5)
+
+
+def test_error_falls_as_fast_as_the_order_says():
+    def error(order, t):
+        near = jax.tree.map(lambda a, b: a + t * (b - a), PARAMS, MOVED)
+        return jnp.abs(taylor_expand(network, PARAMS, order)(near, X) - network(near, X)).max()
+
+    for order in (1, 2) if jax.config.jax_enable_x64 else (1,):
+        ratio = error(order, 0.02) / error(order, 0.01)
+        assert 0.9 < ratio / 2 ** (order + 1) < 1.1
+
+
+def test_the_linear_networks_kernel_stays_that_of_the_start():
+    linear = linearize(network, PARAMS)
+    start = empirical_kernel(network, PARAMS, X, outputs="full")
+    for params in (PARAMS, MOVED):
+        got = empirical_kernel(linear, params, X, outputs="full")
+        assert_close(got, start, f64=1e-12, f32=1e-5)
+    assert np.abs(empirical_kernel(network, MOVED, X, outputs="full") - start).max() > 0.1
+
+
+def test_flax_modules_pytrees_of_outputs_and_whole_numbers():
+    model = nn.Dense(2)
+    params = {"net": model.init(jax.random.key(0), X), "n": 3}
+
+    def apply(params, x):
+        return {"y": params["n"] * model.apply(params["net"], x), "x": (x,)}
+
+    other = jax.tree.map(lambda leaf: leaf + 1, params)
+    got = linearize(apply, params)(other, X)
+    assert_close(got, apply(other | {"n": 3}, X), f64=1e-6, f32=1e-5)
+
+
+def test_expansions_are_pure_functions_under_jit_grad_and_vmap():
+    expanded = taylor_expand(network, PARAMS, 2)
+    assert_close(jax.jit(expanded)(MOVED, X), expanded(MOVED, X), f64=1e-14, f32=1e-6)
+    one = jax.vmap(lambda x: expanded(MOVED, x[None])[0])(X)
+    assert_close(one, expanded(MOVED, X), f64=1e-14, f32=1e-6)
+    got = jax.grad(lambda p: linearize(network, PARAMS)(p, X).sum())(MOVED)
+    expected = jax.grad(lambda p: network(p, X).sum())(PARAMS)
+    assert_close(got, expected, f64=1e-14, f32=1e-6)
+
+
+def test_types_are_those_of_the_network():
+    params, moved, x = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), (PARAMS, MOVED, X))
+    assert taylor_expand(network, params, 2)(moved, x).dtype == jnp.float32
+
+
+BAD = {
+    "order": (lambda: taylor_expand(network, PARAMS, -1), "order: expected at least 0, got -1"),
+    "a fraction": (lambda: taylor_expand(network, PARAMS, 1.5), "order: expected a whole number"),
+    "no function": (lambda: linearize(3, PARAMS), "apply: expected a function"),
+    "other leaves": (lambda: linearize(network, PARAMS)({}, X), "params: expected PyTreeDef"),
+    "other shape": (
+        lambda: linearize(network, PARAMS)(MOVED | {"w": X[:1]}, X),
+        r"params: expected leaves of the shapes .* such as \(2, 3\), got \(1, 2\)",
+    ),
+    "complex start": (
+        lambda: linearize(network, {"w": 1j}),
+        "params: expected real numbers, got complex",
+    ),
+    "complex values": (
+        lambda: linearize(network, PARAMS)(MOVED | {"w": 1j * MOVED["w"]}, X),
+        "params: expected real numbers, got complex",
+    ),
+    "no array": (lambda: linearize(network, {"w": print}), "params: expected arrays, got the func"),
+}
+
+
+@pytest.mark.parametrize("call, message", BAD.values(), ids=BAD.keys())
+def test_bad_input_is_one_sentence(call, message):
+    with pytest.raises(ValueError, match="^" + message):
+        call()

@@ -1,0 +1,667 @@
+"""Which weights of which networks are kept in factors, and that this changes no kernel.
+
+The truth is the Jacobian of the batch, written out (`brute_force`), and neural-tangents.
+"""
+
+import dataclasses
+import functools
+import warnings
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from helpers import assert_close
+from jax import lax
+
+from ntk import _layers, _sample
+from ntk.finite import empirical_kernel, gradient_norms, kernel_vector_product
+
+
+def normal(seed, *shape):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape))
+
+
+def drawn(shapes, seed=1):
+    """Values like these, with nothing left at zero or one."""
+    rng = np.random.default_rng(seed)
+
+    def draw(leaf):
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            return jnp.zeros(leaf.shape, leaf.dtype)
+        return jnp.asarray(rng.uniform(0.1, 0.9, leaf.shape) * rng.choice([-1, 1], leaf.shape))
+
+    return jax.tree.map(draw, shapes)
+
+
+def layered(apply, params, x):
+    """Names of the weights that are kept in factors."""
+    net = _sample.network(apply, params, x)
+    plan = _layers.plan(net, factored=True)
+    return {n for i, n in zip(net.trained, net.names, strict=True) if i in plan.layered}
+
+
+def brute_force(apply, params, x):
+    """``J J'`` in full by the Jacobian of the batch: nothing of the package."""
+
+    def batch(params):
+        y = jax.tree.leaves(apply(params, x))
+        return jnp.concatenate([leaf.reshape(leaf.shape[0], -1) for leaf in y], 1)
+
+    leaves = jax.tree.leaves(jax.jit(jax.jacrev(batch))(params))
+    j = np.concatenate([np.asarray(leaf).reshape(*leaf.shape[:2], -1) for leaf in leaves], -1)
+    return np.einsum("aip,bjp->abij", j, j)
+
+
+def check(apply, params, x, expected, f64=1e-12):
+    """These weights are kept in factors; the kernel is right, full, summed, and on its diagonal."""
+    assert layered(apply, params, x) == set(expected.split())
+    truth = brute_force(apply, params, x)
+    full = empirical_kernel(apply, params, x, outputs="full")
+    assert_close(full, truth, f64=f64, f32=1e-4)
+    assert_close(empirical_kernel(apply, params, x), truth.sum((2, 3)), f64=f64, f32=1e-4)
+    trace = np.einsum("abii->ab", truth)
+    norms = gradient_norms(apply, params, x, outputs="trace")
+    assert_close(norms, np.diag(trace), f64=f64, f32=1e-4)
+
+
+# --- Functions ------------------------------------------------------------------------------------
+
+
+def matrices(*shapes):
+    return {
+        name: normal(i, *shape) for i, (name, shape) in enumerate(zip("abcd", shapes, strict=False))
+    }
+
+
+@jax.custom_jvp
+def doubled(w, x):
+    return x @ w
+
+
+@doubled.defjvp
+def _(primals, tangents):  # a rule that is not the derivative
+    (w, x), (dw, dx) = primals, tangents
+    return x @ w, 2 * (x @ dw) + dx @ w
+
+
+def recurrent(p, x):
+    def step(h, x):
+        h = jnp.tanh(x @ p["a"] + h @ p["b"])
+        return h, h
+
+    h, _ = lax.scan(step, jnp.zeros((len(x), 3), x.dtype), jnp.swapaxes(x, 0, 1))
+    return h @ p["c"]
+
+
+def stacked(p, x):
+    def step(x, w):
+        return jnp.tanh(x @ w), None
+
+    return lax.scan(step, x, p["a"])[0]
+
+
+def scanned_twice(p, x, scaled=lambda w: w):
+    """Over layers, and each of them over time."""
+
+    def over_time(h, w):
+        def step(h, _):
+            return jnp.tanh(h @ scaled(w) @ p["b"]), None
+
+        w = scaled(w)
+        return lax.scan(step, h, None, length=2)[0], None
+
+    return lax.scan(over_time, x, p["a"], reverse=True)[0]
+
+
+def emitted(p, x):
+    def step(x, w):
+        return jnp.tanh(x @ w), -w
+
+    x, again = lax.scan(step, x, p["a"])
+    return x * jnp.sin(again).sum()
+
+
+def channels_first(p, x):
+    """As PyTorch and equinox lay out images and filters."""
+    x = x.reshape(-1, 2, 3, 2)
+    options = {"window_strides": (2, 1), "padding": ((1, 0), (0, 1)), "feature_group_count": 2}
+    x = lax.conv_general_dilated(x, p["a"], **options)
+    return jnp.tanh(x).reshape(len(x), -1)[:, :3]
+
+
+SEQUENCES = normal(9, 3, 4, 2)
+IMAGES = normal(7, 3, 2, 3, 2)
+X = normal(8, 3, 2)
+FUNCTIONS = {
+    # apply, params, x, the weights that are kept in factors
+    "two layers": (
+        lambda p, x: jnp.tanh(x @ p["a"] + p["c"]) @ p["b"],
+        matrices((2, 3), (3, 2), (3,)),
+        X,
+        "a b",
+    ),
+    "weight on the left": (
+        lambda p, x: (p["b"] @ jnp.tanh(p["a"] @ x.T)).T,
+        matrices((3, 2), (2, 3)),
+        X,
+        "a b",
+    ),
+    "jitted": (
+        jax.jit(lambda p, x: jax.jit(jnp.tanh)(x @ p["a"]) @ p["b"]),
+        matrices((2, 3), (3, 2)),
+        X,
+        "a b",
+    ),
+    "checkpointed": (
+        lambda p, x: jax.checkpoint(lambda a, x: jnp.tanh(x @ a))(p["a"], x) @ p["b"],
+        matrices((2, 3), (3, 2)),
+        X,
+        "a b",
+    ),
+    "mapped by the caller": (
+        lambda p, x: jax.vmap(lambda x: jnp.tanh(x @ p["a"]) @ p["b"])(x),
+        matrices((2, 3), (3, 2)),
+        X,
+        "a b",
+    ),
+    "scaled by numbers": (
+        lambda p, x: jnp.tanh(x @ (p["a"] / jnp.sqrt(2.0))) @ (-0.5 * p["b"] / p["d"]),
+        matrices((2, 3), (3, 2), (1,), (1, 1)),
+        X,
+        "a b",
+    ),
+    "scaled by the sample": (
+        lambda p, x: jnp.tanh(x @ (p["a"] * x[0, 0])) @ p["b"],
+        matrices((2, 3), (3, 2)),
+        X[:1],
+        "a b",
+    ),
+    "rearranged": (
+        lambda p, x: jnp.tanh(x @ p["a"].T[::-1]) @ p["b"].reshape(3, 2),
+        matrices((3, 2), (2, 3)),
+        X,
+        "a b",
+    ),
+    "spread": (lambda p, x: x @ jnp.broadcast_to(p["a"], (2, 3)), matrices((1, 3)), X, ""),
+    "normalised": (lambda p, x: x @ (p["a"] / jnp.linalg.norm(p["a"])), matrices((2, 3)), X, ""),
+    "divided by": (lambda p, x: x @ (1 / p["a"]), matrices((2, 3)), X, ""),
+    "masked": (lambda p, x: x @ (p["a"] * jnp.eye(2, 3)), matrices((2, 3)), X, ""),
+    "its own number": (lambda p, x: jnp.sin(x * p["a"] * p["a"]), matrices((1,)), X, ""),
+    "a number that is a weight": (
+        lambda p, x: jnp.tanh(x[:, :1] @ p["a"]) @ (p["b"] * p["a"]),
+        matrices((1, 1), (1, 2)),
+        X,
+        "b",
+    ),
+    "used twice": (
+        lambda p, x: jnp.tanh(jnp.tanh(x @ p["a"]) @ p["a"]),
+        matrices((2, 2)),
+        X,
+        "a",
+    ),
+    "used twice, times numbers": (
+        lambda p, x: jnp.tanh(jnp.tanh(x @ (3 * p["a"])) @ (p["a"] / 2)),
+        matrices((2, 2)),
+        X,
+        "a",
+    ),
+    "tied": (lambda p, x: jnp.tanh(x @ p["a"]) @ p["a"].T, matrices((2, 3)), X, ""),
+    "squared": (lambda p, x: x @ (p["a"] @ p["a"]), matrices((2, 2)), X, ""),
+    "a product of weights": (
+        lambda p, x: jnp.tanh(x @ (p["a"] @ p["b"])),
+        matrices((2, 1), (1, 3)),
+        X,
+        "b",
+    ),
+    "learned inputs": (
+        lambda p, x: x @ (jnp.tanh(p["a"] @ p["b"]) @ p["c"]),
+        matrices((2, 3), (3, 3), (3, 2)),
+        X,
+        "b c",
+    ),
+    "a number times a repeated number": (
+        lambda p, x: x @ lax.mul(p["a"], jnp.broadcast_to(x[0, 0], (2, 2))) @ p["b"],
+        matrices((), (2, 2)),
+        X[:1],
+        "b",
+    ),
+    "no inputs": (
+        lambda p, x: jnp.zeros((1, 0)) @ p["a"] + x @ p["b"],
+        matrices((0, 2), (2, 2)),
+        X[:1],
+        "a b",
+    ),
+    "no outputs of a layer": (
+        lambda p, x: x @ p["a"] @ p["c"] + x @ p["b"],
+        matrices((2, 0), (2, 2), (0, 2)),
+        X,
+        "a b c",
+    ),
+    "no steps": (
+        lambda p, x: recurrent(p, x[:, :0]),
+        matrices((2, 3), (3, 3), (3, 2)),
+        SEQUENCES,
+        "a b c",
+    ),
+    "pieces": (
+        lambda p, x: jnp.tanh(x @ p["a"][0]) @ p["a"][1] @ p["b"][:2] @ p["b"][2:],
+        matrices((2, 2, 2), (4, 2)),
+        X,
+        "a b",
+    ),
+    "pieces that overlap": (
+        lambda p, x: jnp.tanh(x @ p["a"][:2]) @ p["a"][1:],
+        matrices((3, 2)),
+        X,
+        "",
+    ),
+    "pieces of it and of its transpose": (
+        lambda p, x: jnp.tanh(x @ p["a"].T[:1].T) * (x @ p["a"][1:].T),
+        matrices((2, 2)),
+        X,
+        "",
+    ),
+    "every other row": (lambda p, x: jnp.tanh(x @ p["a"][::2]), matrices((4, 2)), X, ""),
+    "split": (
+        lambda p, x: sum(jnp.tanh(x @ w) for w in jnp.split(p["a"], 3, axis=1)),
+        matrices((2, 6)),
+        X,
+        "a",
+    ),
+    "joined": (
+        lambda p, x: jnp.tanh(x @ jnp.concatenate([p["a"], p["b"].T], 1)),
+        matrices((2, 3), (3, 2)),
+        X,
+        "a b",
+    ),
+    "joined with itself": (
+        lambda p, x: jnp.tanh(x @ jnp.concatenate([p["a"], p["a"]], 1)),
+        matrices((2, 3)),
+        X,
+        "",
+    ),
+    "joined with one that is used": (
+        lambda p, x: jnp.tanh(x @ jnp.concatenate([p["a"], p["b"]], 1)) @ jnp.sin(p["b"]),
+        matrices((2, 1), (2, 1)),
+        X,
+        "",
+    ),
+    "a piece joined with one that is used": (
+        lambda p, x: (
+            (x @ jnp.concatenate([p["a"][:, :1], p["b"]], 1)) @ jnp.sin(p["b"])
+            + jnp.tanh(x @ p["a"][:, 1:])
+        ),
+        matrices((2, 2), (2, 1)),
+        X,
+        "",
+    ),
+    "a rule of its own": (
+        lambda p, x: jnp.tanh(doubled(p["a"], x)) @ p["b"],
+        matrices((2, 3), (3, 2)),
+        X,
+        "b",
+    ),
+    "a stopped gradient": (
+        lambda p, x: x @ lax.stop_gradient(p["a"]) @ p["b"],
+        matrices((2, 3), (3, 2)),
+        X,
+        "b",
+    ),
+    "a branch": (
+        lambda p, x: lax.cond(x[0, 0] > 0, lambda: x @ p["a"], lambda: 2 * x @ p["a"]) @ p["b"],
+        matrices((2, 3), (3, 2)),
+        X[:1],
+        "b",
+    ),
+    "unused": (lambda p, x: x @ p["a"], matrices((2, 3), (2, 3)), X, "a"),
+    "an output": (lambda p, x: x @ p["a"] + p["a"][:1, 0], matrices((2, 3)), X, ""),
+    "recurrent": (recurrent, matrices((2, 3), (3, 3), (3, 2)), SEQUENCES, "a b c"),
+    "put out by a loop": (emitted, matrices((3, 2, 2)), X, ""),
+    "channels first": (channels_first, matrices((4, 1, 2, 2)), IMAGES, "a"),
+    "layers in a loop": (stacked, matrices((3, 2, 2)), X, "a"),
+    "slices of a loop, and all of it": (
+        lambda p, x: lax.scan(
+            lambda h, w: (jnp.tanh(h @ p["a"]) * (h @ w)[:, None], None), x, p["a"]
+        )[0],
+        matrices((2, 2)),
+        X,
+        "",
+    ),
+    "layers in a loop, and pieces": (
+        lambda p, x: stacked({"a": p["a"]}, x) @ p["a"][0],
+        matrices((3, 2, 2)),
+        X,
+        "",
+    ),
+    "loops in loops": (scanned_twice, matrices((3, 2, 4), (4, 2)), X, "a b"),
+    "carried": (
+        lambda p, x: lax.fori_loop(0, 2, lambda _, c: (c[0] @ c[1], c[1].T), (x, p["a"]))[0],
+        matrices((2, 2)),
+        X,
+        "",
+    ),
+    "a learned start of a loop": (
+        lambda p, x: lax.fori_loop(0, 2, lambda _, h: jnp.tanh(h @ x.T @ x), p["a"]),
+        matrices((1, 2)),
+        X[:1],
+        "",
+    ),
+    "scaled in front of a loop": (
+        lambda p, x: recurrent({"a": p["a"], "b": -p["b"] / 2, "c": p["c"]}, x * x[:, :1, :1]),
+        matrices((2, 3), (3, 3), (3, 2)),
+        SEQUENCES,
+        "a b c",
+    ),
+    "scaled in front of a loop, in it, and in a loop in it": (
+        lambda p, x: scanned_twice({"a": p["a"] / 3, "b": p["b"] * p["c"]}, x, lambda w: 0.7 * w),
+        matrices((3, 2, 4), (4, 2), ()),
+        X,
+        "a b",
+    ),
+    "batches of matrices": (
+        lambda p, x: jnp.tanh(jnp.einsum("npi,pij->npj", x, p["a"])).sum(1) @ p["b"],
+        matrices((4, 2, 3), (3, 2)),
+        SEQUENCES,
+        "a b",
+    ),
+    "several contracted axes, in another order": (
+        lambda p, x: jnp.tanh(jnp.einsum("npi,ijp->nj", x, p["a"])) @ p["b"],
+        matrices((2, 3, 4), (3, 2)),
+        SEQUENCES,
+        "a b",
+    ),
+}
+
+
+@pytest.mark.parametrize("apply, params, x, names", FUNCTIONS.values(), ids=FUNCTIONS.keys())
+def test_functions_have_the_kernel_of_the_jacobian(apply, params, x, names):
+    check(apply, params, x, names)
+
+
+# --- Tables ---------------------------------------------------------------------------------------
+
+TOKENS = jnp.array([[0, 1, 2, 1], [4, 1, 1, 0], [3, 3, 3, 3]])
+LOOKUPS = {
+    "take": lambda e, t: jnp.take(e, t, axis=0),
+    "take, beyond the end": lambda e, t: jnp.nan_to_num(jnp.take(e, 2 * t, axis=0)),
+    "take, clipped": lambda e, t: jnp.take(e, 2 * t, axis=0, mode="clip"),
+    "take, from the end": lambda e, t: jnp.take(e, -t, axis=0),
+    "take, wrapped": lambda e, t: jnp.take(e, 7 * t, axis=0, mode="wrap"),
+    "indexed": lambda e, t: e[t],
+    "indexed, beyond the end": lambda e, t: e[2 * t],
+    "indexed, doubled": lambda e, t: (2 * e)[t],
+    "indexed one by one": lambda e, t: jax.vmap(jax.vmap(lambda t: e[t]))(t),
+    "indexed one by one, in a loop": lambda e, t: lax.map(lambda t: e[t], t.reshape(-1)).reshape(
+        *t.shape, -1
+    ),
+    "indexed in a loop": lambda e, t: jnp.swapaxes(lax.map(lambda t: e[t], t.T), 0, 1),
+    "indexed along another axis": lambda e, t: jnp.moveaxis(e.T[:, t], 0, -1),
+    "taken along another axis": lambda e, t: jnp.moveaxis(jnp.take(e.T, t, axis=1), 0, -1),
+}
+
+
+@pytest.mark.parametrize("read", LOOKUPS.values(), ids=LOOKUPS.keys())
+def test_tables_are_kept_as_rows(read, monkeypatch):
+    params = {"table": normal(1, 5, 3), "w": normal(2, 3, 2)}
+
+    def apply(p, t):
+        return jnp.tanh(read(p["table"], t)).sum(1) @ p["w"]
+
+    check(apply, params, TOKENS, "table w")
+    monkeypatch.setattr(_layers, "_CHUNK", 1)
+    for pairs in (True, False):
+        monkeypatch.setattr(_layers, "_pairs_are_cheaper", lambda *_, p=pairs: p)
+        check(apply, params, TOKENS, "table w")
+
+
+def test_weights_may_be_cast():
+    # The Jacobian's sensitivities are rounded on the way to the weight, those kept are not.
+    params = {"table": normal(1, 5, 3), "w": normal(2, 3, 2)}
+
+    def apply(p, t):
+        half = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), p)
+        return jnp.tanh(half["table"][t]).sum(1).astype(float) @ half["w"].astype(float)
+
+    check(apply, params, TOKENS, "table w", f64=1e-6)
+
+
+def test_table_read_in_two_places_is_one_table():
+    params = {"table": normal(1, 5, 3), "w": normal(2, 3, 2)}
+
+    def apply(p, t):
+        return (jnp.tanh(p["table"][t[:, 0]]) * p["table"][t[:, 1:]].sum(1)) @ p["w"]
+
+    check(apply, params, TOKENS, "table w")
+
+
+def test_tables_that_are_slices_of_a_loop_are_left_to_the_jacobian():
+    params = {"tables": normal(1, 2, 5, 3), "w": normal(2, 3, 2)}
+
+    def apply(p, t):
+        start = jnp.zeros((*t.shape, 3), p["w"].dtype)
+        h, _ = lax.scan(lambda h, e: (jnp.tanh(h + e[t]), None), start, p["tables"])
+        return h.sum(1) @ p["w"]
+
+    check(apply, params, TOKENS, "w")
+
+
+def test_table_that_is_also_a_decoder_is_left_to_the_jacobian():
+    params = {"table": normal(1, 5, 3)}
+    check(lambda p, t: jnp.tanh(p["table"][t]).sum(1) @ p["table"].T, params, TOKENS, "")
+
+
+# --- Networks -------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    """A transformer's, with learned positions."""
+
+    @nn.compact
+    def __call__(self, t):
+        x = nn.Embed(5, 4)(t) + self.param("positions", nn.initializers.ones, (t.shape[-1], 4))
+        x = x + nn.MultiHeadDotProductAttention(2)(nn.LayerNorm()(x))
+        x = x + nn.Einsum((4, 4), "abc,cd->abd")(
+            nn.gelu(nn.DenseGeneral((2, 2))(x)).reshape(x.shape)
+        )
+        return nn.Dense(2)(x.mean(1))
+
+
+class Steps(nn.Module):
+    cell: type
+
+    @nn.compact
+    def __call__(self, x):
+        cell = self.cell(3, param_dtype=x.dtype)  # of the carry, too
+        return nn.Dense(2)(nn.RNN(cell)(x)[:, -1])
+
+
+def linen(model, x):
+    shapes = jax.eval_shape(model.init, jax.random.key(0), x)
+    return model.apply, drawn(shapes), x
+
+
+ATTENTION = "".join(
+    f" params/MultiHeadDotProductAttention_0/{name}/kernel"
+    for name in ("query", "key", "value", "out")
+)
+LINEN = {
+    "attention": (
+        Block(),
+        TOKENS,
+        "params/Embed_0/embedding params/DenseGeneral_0/kernel params/Einsum_0/kernel "
+        "params/Dense_0/kernel" + ATTENTION,
+    ),
+    "gru": (
+        Steps(nn.GRUCell),
+        SEQUENCES,
+        "params/Dense_0/kernel"
+        + "".join(f" params/GRUCell_0/{n}/kernel" for n in ("in", "ir", "iz", "hn", "hr", "hz")),
+    ),
+    "lstm, joined": (
+        Steps(nn.OptimizedLSTMCell),
+        SEQUENCES,
+        "params/Dense_0/kernel"
+        + "".join(f" params/OptimizedLSTMCell_0/{a}{b}/kernel" for a in "ih" for b in "figo"),
+    ),
+}
+
+
+@pytest.mark.parametrize("model, x, names", LINEN.values(), ids=LINEN.keys())
+def test_linen(model, x, names):
+    check(*linen(model, x), names)
+
+
+class Perceptron(nnx.Module):
+    def __init__(self, rngs):
+        self.conv = nnx.Conv(2, 3, (3,), padding="CIRCULAR", rngs=rngs)
+        self.norm = nnx.BatchNorm(3, use_running_average=True, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(1, 3, decode=False, rngs=rngs)
+        self.cell = nnx.RNN(nnx.GRUCell(3, 3, rngs=rngs))
+        self.out = nnx.Linear(3, 2, rngs=rngs)
+
+    def __call__(self, x):
+        x = self.attention(nnx.silu(self.norm(self.conv(x))))
+        carry = jnp.zeros((len(x), 3), x.dtype)
+        return self.out(self.cell(x, initial_carry=carry)[:, -1])
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_nnx(jit):
+    structure, trained, others = nnx.split(Perceptron(nnx.Rngs(0)), nnx.Param, ...)
+
+    def apply(params, x):
+        return nnx.merge(structure, params, others)(x)
+
+    attention = "".join(f" attention/{n}/kernel" for n in ("query", "key", "value", "out"))
+    names = "conv/kernel cell/cell/dense_i/kernel cell/cell/dense_h/kernel out/kernel" + attention
+    params = drawn(trained)
+    names = " ".join(f"{name}/value" for name in names.split())
+    # Its softmax is in float32, whatever it is given.
+    check(jax.jit(apply) if jit else apply, params, SEQUENCES, names, f64=1e-8)
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["weight", "bias"], meta_fields=["act"]
+)
+@dataclasses.dataclass
+class Linear:
+    """A module as equinox has them: a pytree with static fields, called on one sample."""
+
+    weight: jax.Array
+    bias: jax.Array
+    act: str
+
+    def __call__(self, x):
+        return getattr(jnp, self.act)(self.weight @ x + self.bias)
+
+
+def test_modules_that_are_pytrees():
+    model = [Linear(normal(1, 3, 2), normal(2, 3), "tanh"), Linear(normal(3, 2, 3), 0.5, "sin")]
+
+    def apply(model, x):
+        return jax.vmap(lambda x: model[1](model[0](x)))(x)
+
+    check(apply, model, X, "0/weight 1/weight")
+
+
+def test_a_network_of_layers_agrees_with_neural_tangents():
+    for model, x, _ in LINEN.values():
+        apply, params, x = linen(model, x)
+        for outputs in ("sum", "full"):
+            got = empirical_kernel(apply, params, x, outputs=outputs)
+            peer = empirical_kernel(apply, params, x, outputs=outputs, method="neural_tangents")
+            assert_close(got, peer, f64=1e-12, f32=1e-4)
+
+
+# --- Several inputs and outputs -------------------------------------------------------------------
+
+
+def test_samples_and_outputs_may_be_pytrees():
+    params = matrices((2, 3), (3, 2))
+    x = {"tokens": TOKENS, "rows": X}
+
+    def apply(p, x):
+        h = jnp.tanh(x["rows"] @ p["a"])
+        return {"one": h @ p["b"], "two": (x["tokens"].sum(1) * h[:, 0], h[:, None, :2])}
+
+    def joined(p, x):
+        y = apply(p, x)
+        flat = y["two"][1].reshape(len(x["rows"]), -1)
+        return jnp.concatenate([y["one"], y["two"][0][:, None], flat], 1)
+
+    check(apply, params, x, "a b")
+    expected = empirical_kernel(joined, params, x, outputs="full")
+    for size in (None, 2):
+        got = empirical_kernel(apply, params, x, x, outputs="full", batch_size=size)
+        assert_close(got, expected, f64=1e-12, f32=1e-4)
+    v = normal(3, 3, 5)
+    product = kernel_vector_product(apply, params, x, batch_size=2)(v)
+    assert_close(product, jnp.einsum("abij,bj->ai", expected, v), f64=1e-12, f32=1e-4)
+
+
+def test_both_sets_of_samples_may_be_of_different_types():
+    apply, params = (lambda w, x: jnp.tanh(x @ w)), normal(1, 2)
+    whole = jnp.array([[1, 2], [0, 3]])
+    got = empirical_kernel(apply, params, whole, X)
+    assert_close(got, empirical_kernel(apply, params, whole * 1.0, X), f64=1e-14, f32=1e-6)
+
+
+BAD_SAMPLES = {
+    "uneven": ({"a": X, "b": X[:2]}, "x1: expected as many samples in every array"),
+    "one of them empty": ((X, X[:, 0] * jnp.nan), "x1: expected finite"),
+    "a number": ({"a": X, "b": 1.0}, "x1: expected samples"),
+    "nothing": ({}, "x1: expected"),
+}
+
+
+@pytest.mark.parametrize("x, message", BAD_SAMPLES.values(), ids=BAD_SAMPLES.keys())
+def test_samples_that_do_not_fit_are_refused(x, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        empirical_kernel(lambda w, x: x, normal(1, 2), x)
+
+
+def test_outputs_that_are_whole_numbers_are_refused():
+    with pytest.raises(ValueError, match=r"^apply: expected outputs of floating point numbers"):
+        empirical_kernel(lambda w, x: {"a": x @ w, "b": x[:, 0].astype(int)}, normal(1, 2), X)
+
+
+# --- What it costs --------------------------------------------------------------------------------
+
+
+def test_one_warning_names_the_parameters_that_cost_memory():
+    params = {"tied": jnp.ones((40, 50)), "free": jnp.ones((50, 40)), "few": jnp.ones(40)}
+
+    def apply(p, x):
+        return (
+            jnp.tanh(x @ p["tied"] + jnp.tanh(x @ p["tied"] @ p["free"] @ p["tied"]))
+            @ (p["tied"].T)
+            * p["few"]
+        )
+
+    x = jnp.ones((300, 40))
+    with pytest.warns(UserWarning) as seen:
+        empirical_kernel(apply, params, x, outputs="trace")
+    assert len(seen) == 1 and seen[0].filename == __file__
+    size = 300 * 40 * (40 * 50 + 40) * jnp.ones(1).itemsize
+    text = str(seen[0].message)
+    assert text.startswith("params: the gradients of tied, few are formed sample by sample")
+    assert f"{size / 1e9:.2g} GB" in text
+    with warnings.catch_warnings(action="error"):
+        empirical_kernel(apply, params, x[:50], outputs="trace", method="jacobian")
+        empirical_kernel(apply, params, x)
+        gradient_norms(apply, params, x, outputs="trace", batch_size=5)
+
+
+def test_a_table_costs_no_memory_of_its_size():
+    params = {"table": jnp.ones((20000, 64)), "w": jnp.ones((64, 1))}
+    t = jnp.asarray(np.random.default_rng(0).integers(0, 20000, (100, 32)))
+
+    def apply(p, t):
+        return jnp.tanh(p["table"][t]).sum(1) @ p["w"]
+
+    run = jax.jit(lambda p: empirical_kernel(apply, p, t))
+    memory = run.lower(params).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 100e6 * jnp.ones(1).itemsize / 4

@@ -220,7 +220,13 @@ def _in_precision(kernel: KernelFunction, x: np.ndarray, double: bool) -> tuple[
 
 
 def matrix(K: Any, x: Any, name: str = "K") -> Any:
-    """``K``, or where it is a kernel function or a record, its matrix."""
+    """``K``, or where it is a kernel function or a record, its matrix.
+
+    Raises
+    ------
+    ValueError
+        If ``x`` is missing or superfluous, or as :func:`kernel_matrix`.
+    """
     if isinstance(K, Kernels):
         K = K.ntk
     if callable(K):
@@ -273,7 +279,13 @@ def _matrix(found: Any, get: str) -> Any:
 
 
 def several(kernels: Any) -> tuple[KernelFunction, ...]:
-    """Kernel functions as a tuple, at least one."""
+    """Kernel functions as a tuple, at least one.
+
+    Raises
+    ------
+    ValueError
+        For none, or what is no function.
+    """
     kernels = sequence("kernels", kernels, "kernel functions")
     if not kernels:
         raise ValueError("kernels: expected at least one function, got none.")

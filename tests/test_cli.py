@@ -334,7 +334,7 @@ def test_certify_refuses_what_it_cannot_certify(tmp_path, capsys, monkeypatch):
     assert "activations: expected names among relu" in capsys.readouterr().err
     digits = bilevel.data.load("digits", train_size=40)
     digits.x_train[3] = digits.x_train[7]
-    monkeypatch.setattr("bilevel.data.load", lambda name: digits)
+    monkeypatch.setattr("bilevel.data.load", lambda name, **sizes: digits)
     assert certify(tmp_path / "run") == 2
     assert "data: expected distinct rows, got 39 different ones" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()

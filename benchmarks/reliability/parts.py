@@ -8,6 +8,7 @@ from reliability import (  # noqa: F401 (they register themselves)
     eigenvalues,
     feature_maps,
     hypergradients,
+    kernel_functions,
     kernels,
     mixtures,
     papers,

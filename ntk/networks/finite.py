@@ -1,0 +1,1 @@
+"""The finite network of a description, in flax, in the same parametrization."""

@@ -1,7 +1,5 @@
 # The public names of `ntk.networks`, and where they are: each is imported when it is first used.
 
-from .finite import module
-from .kernel import kernel
 from .layers import (
     Network,
     act,
@@ -26,8 +24,6 @@ __all__ = [
     "flatten",
     "global_average_pool",
     "identity",
-    "kernel",
-    "module",
     "residual",
     "serial",
 ]

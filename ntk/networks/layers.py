@@ -120,7 +120,7 @@ class Network:
         -------
         Kernels
         """
-        from ntk.networks.kernel import kernel
+        from ntk.networks.infinite import kernel
 
         return kernel(self, x1, x2, alpha=alpha)
 

@@ -38,7 +38,7 @@ from ntk.mehler import Pair, expectations
 from ntk.networks.moments import Moments, Raw, Site, epsilon, vectors
 from ntk.networks.plan import Average, Diagonal, Flat, Kinked, Linear, Smooth, Sum
 from ntk.networks.windows import convolved, equal_positions, least, outer, pooled, rows
-from ntk.pairs import half_chords, unit
+from ntk.pairs import UnitRows, half_chords, unit
 
 
 class State(NamedTuple):
@@ -99,7 +99,7 @@ def take(step, numbers, a: Site, b: Site, state: State | None, tile: Tile) -> St
 
 def _first(step: Linear, numbers, a: Site, b: Site, tile: Tile) -> State:
     """Weights on the data: their patches' angles."""
-    p = _masked(_chords(step, numbers, a, b, tile), tile)
+    p = _masked(_of_data(step, numbers, a, b, tile), tile)
     sizes = outer(a.after.norm, b.after.norm, tile.full)
     none = jnp.zeros((len(a.after.square), len(b.after.square)), p.dtype)
     eps = epsilon(p)
@@ -120,7 +120,9 @@ def _linear(step: Linear, numbers, a: Site, b: Site, state: State, tile: Tile) -
     eps, noise = epsilon(p), _noise(a.before, b.before)
     slack, floor = state.slack, state.floor
     if size > 1 or step.bias or windows.before != windows.after:
-        p = mean(below * p) * reciprocal(sizes) + _chords(step, numbers, a, b, tile)
+        p = mean(below * p) * reciprocal(sizes)
+        windows_of = (vectors(step, numbers, s.before) for s in (a, b))
+        p = p + _of_norms(*windows_of, a.after.norm, b.after.norm, tile.full)
         p = _masked(jnp.where(sizes > 0, jnp.minimum(p, 1), 0.5), tile)
         slack = slack + 2 * noise + (20 + sum(windows.window)) * eps
         floor = floor + 4 * eps**1.5 + noise**2
@@ -129,39 +131,52 @@ def _linear(step: Linear, numbers, a: Site, b: Site, state: State, tile: Tile) -
     return State(p, tangent, slack, floor, error + (4 + sum(windows.window)) * eps)
 
 
-def _chords(step: Linear, numbers, a: Site, b: Site, tile: Tile) -> jax.Array:
-    """Half the squared distance, over 2, of the unit vectors along those of both sides."""
-    return _half_chords(
-        *(vectors(step, numbers, s.before) for s in (a, b)), a.after.norm, b.after.norm, tile
+def _of_data(step: Linear, numbers, a: Site, b: Site, tile: Tile) -> jax.Array:
+    """Half chords of the patches of the data, by products of matrices."""
+    sides = []
+    for site in (a, b):
+        v = vectors(step, numbers, site.before)
+        flat = unit(v.reshape(-1, v.shape[2]), site.after.norm.ravel())
+        shaped = (x.reshape(*v.shape[:2], *x.shape[1:]) for x in flat)
+        sides.append(UnitRows(*(rows(x, tile.full) for x in shaped)))
+    if len(sides[0].high) == 1:  # a loop over one is slow
+        return half_chords(*(jax.tree.map(lambda x: x[0], side) for side in sides))[0][None]
+    return jax.vmap(half_chords)(*sides)[0]
+
+
+def _of_norms(va, vb, norms_a, norms_b, full: bool) -> jax.Array:
+    """The half chord between short vectors [n, P, k]: a quarter of the squared distance."""
+    a, b = (
+        rows(v * reciprocal(norms)[..., None], full) for v, norms in ((va, norms_a), (vb, norms_b))
     )
-
-
-def _half_chords(va, vb, norms_a, norms_b, tile: Tile) -> jax.Array:
-    units = []
-    for v, norms in ((va, norms_a), (vb, norms_b)):
-        flat = unit(v.reshape(-1, v.shape[2]), norms.ravel())
-        units.append(jax.tree.map(lambda x, v=v: x.reshape(*v.shape[:2], *x.shape[1:]), flat))
-    a, b = (jax.tree.map(lambda x: rows(x, tile.full), u) for u in units)
-    return jax.vmap(half_chords)(a, b)[0]
+    gaps = (a[:, :, None, k] - b[:, None, :, k] for k in range(a.shape[2]))
+    return functools.reduce(jnp.add, (gap * gap for gap in gaps)) / 4
 
 
 def _kinked(numbers, a: Site, state: State, tile: Tile) -> State:
     left, right = numbers
     over = reciprocal((left**2 + right**2) / 2)
-    p, eps = state.p, epsilon(state.p)
-    step, _, gap = arc_cosines(p, 1 - p)
-    after = (p * (left * right) + gap * ((right - left) ** 2 / 2)) * over
-    # The dual of the slopes.
-    slopes = left * right + (right - left) ** 2 * step
-    near, far = _ends(p, state, tile)
-    jump = (right - left) ** 2 * over * _moved(state, near, far)
+    def one(x):
+        p, tangent = x
+        step, _, gap = arc_cosines(p, 1 - p)
+        after = (p * (left * right) + gap * ((right - left) ** 2 / 2)) * over
+        # The dual of the slopes, and p again, for others to read.
+        return after, tangent * (left * right + (right - left) ** 2 * step), p
+
+    after, tangent, p = strips(one, (state.p, state.tangent))
+    eps = epsilon(p)
     # Where the dual falls with the angle, a small one may come of a large one.
-    monotone = left * right >= 0
-    floor = state.floor + jnp.where(monotone, 0, state.slack)
-    slack = jnp.where(monotone, state.slack, 0) + 8 * eps
-    slack, floor, jump = jax.lax.stop_gradient((slack, floor, jump))
-    error = state.tangent_error + (jump + 16 * eps) * (1 + state.tangent_error)
-    return State(after, state.tangent * slopes, slack, floor, error)
+    monotone, jumps = left * right >= 0, (right - left) ** 2 * over
+
+    def errors(x):
+        slack, floor, error, near, far = x
+        off = jumps * _moved(slack, floor, near, far) + 16 * eps
+        floor = floor + jnp.where(monotone, 0, slack)
+        slack = jnp.where(monotone, slack, 0) + 8 * eps
+        return slack, floor, error + off * (1 + error)
+
+    found = strips(errors, (*state[2:], *_ends(p, state, tile)))
+    return State(after, tangent, *jax.lax.stop_gradient(found))
 
 
 def _smooth(a: Site, b: Site, state: State, tile: Tile) -> State:
@@ -264,13 +279,25 @@ def _sum(step: Sum, numbers, a: Site, b: Site, state: State | None, tile: Tile) 
         jnp.stack([jnp.abs(w) * top.norm for w, top in zip(weights, side, strict=True)], 2)
         for side in tops
     ]
-    p = p + _half_chords(*sides, a.after.norm, b.after.norm, tile)
+    p = p + _of_norms(*sides, a.after.norm, b.after.norm, tile.full)
     p = _masked(jnp.where(total > 0, jnp.minimum(p, 1), 0.5), tile)
     slack = slack + 2 * noise + (20 + len(ends)) * eps
     return State(p, tangent, slack, floor + 4 * eps**1.5 + noise**2, tangent_error)
 
 
 # ----------------------------------------------------------------------------- common parts
+
+
+def strips(fn, arrays):
+    """An elementwise ``fn`` of arrays of one shape, strip by strip.
+
+    A loop is what XLA does not fuse with what follows: fused, each later layer would compute its
+    own arc cosines, one after another down to the data.
+    """
+    shape, lines = arrays[0].shape, arrays[0].size // arrays[0].shape[-1]
+    count = next((k for k in (16, 12, 10, 9, 8, 7, 6, 5, 4, 3, 2) if lines % k == 0), 1)
+    found = jax.lax.map(fn, tuple(x.reshape(count, -1, shape[-1]) for x in arrays))
+    return tuple(x.reshape(shape) for x in found)
 
 
 def _subtracted(second, tangent, error, tangent_error, a: Site, b: Site, tile: Tile) -> State:
@@ -315,12 +342,11 @@ def _ends(p: jax.Array, state: State, tile: Tile) -> tuple[jax.Array, jax.Array]
     return least(inside, tile.full, n1, n2), 1 + least(-inside, tile.full, n1, n2)
 
 
-def _moved(state: State, near, far) -> jax.Array:
+def _moved(slack, floor, near, far) -> jax.Array:
     """How far ``asin(sqrt p) / pi`` is off, at most.
 
     As far as at p = 0, or by its slope ``1 / (2 pi sqrt(p (1 - p)))`` elsewhere.
     """
-    slack, floor = state.slack, state.floor
     close = jnp.minimum(floor * reciprocal(jnp.sqrt(near)) / 2, 0.4 * jnp.sqrt(floor))
     close = jnp.where(near > 0, close, 0.4 * jnp.sqrt(floor))
     total = slack + floor
@@ -347,7 +373,7 @@ def _bound(f, g, state: State, ends) -> jax.Array:
     total += 4 * eps * most(f.size)[:, None] * most(g.size)
     total += power * (rf[:, None] * (rg + kg) + kf[:, None] * rg)
     total += 3 * most(f.steep)[:, None] * most(g.steep) * (state.slack + state.floor)
-    return total + most(f.jump)[:, None] * most(g.jump) * _moved(state, *ends)
+    return total + most(f.jump)[:, None] * most(g.jump) * _moved(state.slack, state.floor, *ends)
 
 
 def _crossed(a: Site, b: Site, means) -> jax.Array:

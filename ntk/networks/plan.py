@@ -48,6 +48,12 @@ class Smooth(NamedTuple):
     activations: tuple[Activation, ...] | None
 
 
+class Elements(NamedTuple):
+    """Any activations, in a finite network; numbers: their weights."""
+
+    activations: tuple[Activation, ...]
+
+
 class Average(NamedTuple):
     """Pooling; no numbers."""
 
@@ -91,8 +97,17 @@ class _Signal(NamedTuple):
     flat: bool = False  # positions side by side
 
 
-def plan(network: Network, shape: Shape, alpha: Mapping[str, Any] | None, dtype: Any) -> Plan:
+def plan(
+    network: Network,
+    shape: Shape,
+    alpha: Mapping[str, Any] | None,
+    dtype: Any,
+    *,
+    merged: bool = True,
+) -> Plan:
     """The steps for inputs [n, *shape, channels].
+
+    ``merged``: whether ReLU-like activations become one pair of slopes, as kernels want them.
 
     Raises
     ------
@@ -110,7 +125,7 @@ def plan(network: Network, shape: Shape, alpha: Mapping[str, Any] | None, dtype:
                 f"{alpha[name].shape}."
             )
         _finite(f"alpha: {name}", alpha[name])
-    steps, numbers, end = _walk(network, _Signal(shape, False, raw=True), alpha, dtype)
+    steps, numbers, end = _walk(network, _Signal(shape, False, raw=True), (alpha, dtype, merged))
     if not end.gaussian or math.prod(end.shape) != 1:
         raise ValueError(
             "network: expected to end in dense, or in conv and pooling to one position, got "
@@ -154,25 +169,26 @@ def _shape_after(step) -> Shape:
 # ----------------------------------------------------------------------------- layer by layer
 
 
-def _walk(network: Network, signal: _Signal, alpha, dtype):
+def _walk(network: Network, signal: _Signal, given):
+    """``given``: alpha, the dtype of numbers, and ``merged``."""
     steps: list[Any] = []
     numbers: list[Any] = []
     for layer in network.layers:
-        step, number, signal = _step(layer, signal, alpha, dtype)
+        step, number, signal = _step(layer, signal, given)
         if step is not None:
             steps.append(step)
             numbers.append(number)
     return steps, numbers, signal
 
 
-def _step(layer, signal: _Signal, alpha, dtype):
+def _step(layer, signal: _Signal, given):
     if signal.flat and not (isinstance(layer, Weights) and layer.window is None):
         raise ValueError(f"flatten: expected dense after it, got {_name(layer)}.")
     match layer:
         case Weights():
-            return _linear(layer, signal, alpha, dtype)
+            return _linear(layer, signal, given)
         case Elementwise():
-            return _elementwise(layer, signal, alpha, dtype)
+            return _elementwise(layer, signal, given)
         case Pool():
             if not signal.shape:
                 raise ValueError("average_pool: expected images or sequences, got no positions.")
@@ -182,7 +198,7 @@ def _step(layer, signal: _Signal, alpha, dtype):
         case Flatten():
             return Flat(signal.shape), (), signal._replace(shape=(), flat=True)
         case Add():
-            return _sum(layer, signal, alpha, dtype)
+            return _sum(layer, signal, given)
     raise ValueError(f"network: expected layers of ntk.networks, got {short(layer)}.")
 
 
@@ -191,35 +207,37 @@ def _name(layer) -> str:
     return names.get(type(layer), "conv")
 
 
-def _linear(layer: Weights, signal, alpha, dtype):
+def _linear(layer: Weights, signal, given):
     if layer.window is None and math.prod(signal.shape) > 1:
         raise ValueError(f"dense: expected flatten or pooling before it, got shape {signal.shape}.")
     if layer.window is not None and not signal.shape:
         raise ValueError("conv: expected images or sequences, got inputs without positions.")
     windows = _windows("conv", layer, () if layer.window is None else signal.shape)
     weight, bias = (
-        _number(name, getattr(layer, name), alpha, dtype, least=0)
+        _number(name, getattr(layer, name), given, least=0)
         for name in ("weight_variance", "bias_variance")
     )
     none = isinstance(layer.bias_variance, int | float) and layer.bias_variance == 0
     return Linear(windows, not none), (weight, bias), _Signal(windows.after, True)
 
 
-def _elementwise(layer: Elementwise, signal, alpha, dtype):
+def _elementwise(layer: Elementwise, signal, given):
     if not signal.gaussian:
         raise ValueError("act: expected a layer with weights between it and the last act, got none.")
-    weights = _numbers(layer.weights, alpha, dtype)
-    if all(s.smooth is None for s in layer.activations):
+    weights = _numbers(layer.weights, given)
+    if not given[2]:
+        step, number = Elements(layer.activations), weights
+    elif all(s.smooth is None for s in layer.activations):
         step, number = Kinked(), jnp.stack(kinks_at_zero(layer.activations, weights))
     else:
         step, number = Smooth(layer.activations), weights
     return step, number, signal._replace(gaussian=False)
 
 
-def _sum(layer: Add, signal, alpha, dtype):
+def _sum(layer: Add, signal, given):
     branches, numbers, ends = [], [], []
     for network in layer.branches:
-        steps, number, end = _walk(network, signal, alpha, dtype)
+        steps, number, end = _walk(network, signal, given)
         branches.append(tuple(steps))
         numbers.append(number)
         ends.append(end)
@@ -235,7 +253,7 @@ def _sum(layer: Add, signal, alpha, dtype):
         )
     means = sum(not end.gaussian for end in ends) > 1
     end = _Signal(ends[0].shape, all(e.gaussian for e in ends), flat=ends[0].flat)
-    return Sum(tuple(branches), ends[0].shape, means), (_numbers(layer.weights, alpha, dtype), numbers), end
+    return Sum(tuple(branches), ends[0].shape, means), (_numbers(layer.weights, given), numbers), end
 
 
 def _has_weights(network: Network) -> bool:
@@ -277,13 +295,14 @@ def _each(name: str, value: Any, shape: Shape) -> Shape:
     return tuple(value)
 
 
-def _numbers(weights, alpha, dtype) -> jax.Array:
+def _numbers(weights, given) -> jax.Array:
     if isinstance(weights, str):
-        return alpha[weights]
-    return jnp.stack([_number("weights", w, alpha, dtype) for w in weights])
+        return given[0][weights]
+    return jnp.stack([_number("weights", w, given) for w in weights])
 
 
-def _number(name: str, value: Any, alpha, dtype, least: float = -math.inf) -> jax.Array:
+def _number(name: str, value: Any, given, least: float = -math.inf) -> jax.Array:
+    alpha, dtype, _ = given
     if isinstance(value, str):
         name, value = f"alpha: {value}", alpha[value]
     value = array(name, value).astype(dtype)

@@ -23,7 +23,7 @@ from ntk.mehler import Expansion
 from ntk.networks import moments
 from ntk.networks.layers import Network
 from ntk.networks.moments import Raw, Site
-from ntk.networks.pairs import Tile, take, walk
+from ntk.networks.pairs import Tile, strips, take, walk
 from ntk.networks.plan import (
     Average,
     Diagonal,
@@ -225,10 +225,14 @@ def _kernels(a, b, state) -> Kernels:
     own = outer(root(a.tangent), root(b.tangent), True)[0]
     error = 2 * (state.slack + state.floor) + (a.noise[:, None] + b.noise) / 2
     error = jax.lax.stop_gradient(own * state.tangent_error + sizes * error)
-    bad = ~(error <= largest_error(ntk.dtype) * own)
-    return Kernels(
-        jnp.where(bad, jnp.nan, nngp), jnp.where(bad, jnp.nan, ntk), jnp.where(bad, jnp.inf, error)
-    )
+
+    def judged(x):
+        nngp, ntk, error, own = x
+        bad = ~(error <= largest_error(ntk.dtype) * own)
+        fields = (jnp.where(bad, jnp.nan, k) for k in (nngp, ntk))
+        return (*fields, jnp.where(bad, jnp.inf, error))
+
+    return Kernels(*strips(judged, (nngp, ntk, error, own)))
 
 
 # ----------------------------------------------------------------------------- blocks

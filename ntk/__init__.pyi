@@ -1,6 +1,6 @@
 # The public names of `ntk`, and where they are: each is imported when it is first used.
 
-from . import bounds, scores
+from . import bounds, networks, scores
 from .activations import (
     Activation,
     activation,
@@ -56,6 +56,7 @@ __all__ = [
     "mixture_blocks",
     "mixture_kernel",
     "network_kernel",
+    "networks",
     "relu",
     "scores",
     "sigmoid",

@@ -208,7 +208,5 @@ def total(step: Sum, weights, before, branches, ends: list[Moments]) -> Site:
         gain = jax.lax.stop_gradient((root(plain) * over).max(1))
         absolute = functools.reduce(jnp.add, map(jnp.abs, means))
         worst = worst * gain**2 + 2 * (absolute * over).max(1) * mean_noise * over.max(1)
-    after = Moments(
-        square, tangent, mean, *map(jax.lax.stop_gradient, (worst, mean_noise))
-    )
+    after = Moments(square, tangent, mean, *map(jax.lax.stop_gradient, (worst, mean_noise)))
     return Site(before, after, gain=gain, branches=branches)

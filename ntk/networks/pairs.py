@@ -27,13 +27,13 @@ keep such bounds, by Cauchy-Schwarz, and a layer adds its rounding.
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ntk.gaussian import arc_cosines, reciprocal, root
+from ntk.gaussian import arc_cosines, reciprocal
 from ntk.mehler import Pair, expectations
 from ntk.networks.moments import Moments, Raw, Site, epsilon, vectors
 from ntk.networks.plan import Average, Diagonal, Flat, Kinked, Linear, Smooth, Sum
@@ -156,6 +156,7 @@ def _of_norms(va, vb, norms_a, norms_b, full: bool) -> jax.Array:
 def _kinked(numbers, a: Site, state: State, tile: Tile) -> State:
     left, right = numbers
     over = reciprocal((left**2 + right**2) / 2)
+
     def one(x):
         p, tangent = x
         step, _, gap = arc_cosines(p, 1 - p)
@@ -191,9 +192,7 @@ def _smooth(a: Site, b: Site, state: State, tile: Tile) -> State:
         pair = Pair(p, 1 - p, jnp.zeros_like(p))
         return [value for value, _ in expectations(fs, gs, (1, 0), pair)]
 
-    fs, gs = (
-        jax.tree.map(lambda x: rows(x, tile.full), (s.value, s.slope)) for s in (a, b)
-    )
+    fs, gs = (jax.tree.map(lambda x: rows(x, tile.full), (s.value, s.slope)) for s in (a, b))
     # One position after another: a series ends where its own largest correlation lets it.
     value, slope = jax.lax.map(one, (fs, gs, p))
     sizes = outer(a.after.norm, b.after.norm, tile.full)
@@ -209,9 +208,7 @@ def _smooth(a: Site, b: Site, state: State, tile: Tile) -> State:
     eps = epsilon(p)
     floor = jnp.minimum((off + _noise(a.after, b.after)) / 2 + 4 * eps, 1)
     error = state.tangent_error + (off_slope + 4 * eps) * (1 + state.tangent_error)
-    return State(
-        after, state.tangent * slope, *jax.lax.stop_gradient((0 * floor, floor, error))
-    )
+    return State(after, state.tangent * slope, *jax.lax.stop_gradient((0 * floor, floor, error)))
 
 
 def _average(step: Average, a: Site, b: Site, state: State, tile: Tile) -> State:
@@ -324,7 +321,9 @@ def _same(p: jax.Array, tile: Tile) -> jax.Array | None:
         return tile.same[None]
     positions = p.shape[1] // len(tile.same)
     row, column = (jnp.arange(n) for n in p.shape[1:])
-    images = tile.same[row // positions][:, column // positions] if tile.same.size > 1 else tile.same
+    images = (
+        tile.same[row // positions][:, column // positions] if tile.same.size > 1 else tile.same
+    )
     return (images & (row[:, None] % positions == column % positions))[None]
 
 
@@ -365,9 +364,7 @@ def _bound(f, g, state: State, ends) -> jax.Array:
     power = 1 - 2 * jnp.minimum(*ends)
     for _ in range(max(f.regular.shape[2], 1).bit_length() - 1):
         power = power * power
-    (rf, kf), (rg, kg) = (
-        (most(h.missed[..., 0]), most(h.missed[..., 1])) for h in (f, g)
-    )
+    (rf, kf), (rg, kg) = ((most(h.missed[..., 0]), most(h.missed[..., 1])) for h in (f, g))
     eps = epsilon(power)
     total = most(f.noise)[:, None] + most(g.noise)
     total += 4 * eps * most(f.size)[:, None] * most(g.size)

@@ -223,7 +223,9 @@ def _linear(layer: Weights, signal, given):
 
 def _elementwise(layer: Elementwise, signal, given):
     if not signal.gaussian:
-        raise ValueError("act: expected a layer with weights between it and the last act, got none.")
+        raise ValueError(
+            "act: expected a layer with weights between it and the last act, got none."
+        )
     weights = _numbers(layer.weights, given)
     if not given[2]:
         step, number = Elements(layer.activations), weights
@@ -253,7 +255,11 @@ def _sum(layer: Add, signal, given):
         )
     means = sum(not end.gaussian for end in ends) > 1
     end = _Signal(ends[0].shape, all(e.gaussian for e in ends), flat=ends[0].flat)
-    return Sum(tuple(branches), ends[0].shape, means), (_numbers(layer.weights, given), numbers), end
+    return (
+        Sum(tuple(branches), ends[0].shape, means),
+        (_numbers(layer.weights, given), numbers),
+        end,
+    )
 
 
 def _has_weights(network: Network) -> bool:

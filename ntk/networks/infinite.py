@@ -223,8 +223,9 @@ def _kernels(a, b, state) -> Kernels:
     sizes = outer(a.norm, b.norm, True)[0]
     nngp, ntk = sizes * (1 - 2 * state.p[0]), state.tangent[0]
     own = outer(root(a.tangent), root(b.tangent), True)[0]
-    error = 2 * (state.slack + state.floor) + (a.noise[:, None] + b.noise) / 2
-    error = jax.lax.stop_gradient(own * state.tangent_error + sizes * error)
+    # K is a part of T here: one bound serves both.
+    error = own * state.tangent_error + sizes * state.second_error
+    error = jax.lax.stop_gradient(error)
 
     def judged(x):
         nngp, ntk, error, own = x

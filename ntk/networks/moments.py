@@ -159,8 +159,8 @@ def average(step: Average, before: Raw | Moments, state) -> Site:
         for x, mean in zip((square, tangent), means, strict=True)
     )
     eps = epsilon(square)
-    correlation = 2 * (state.slack + state.floor)[:, 0, 0]
-    noise = (before.noise + correlation + (4 + 2 * sum(windows.window)) * eps) * gain**2
+    worst = jnp.maximum(before.noise, state.second_error[:, 0, 0])
+    noise = (worst + (4 + 2 * sum(windows.window)) * eps) * gain**2
     after = Moments(
         square,
         tangent,

@@ -22,7 +22,8 @@ in sums and the closed form of ReLU-like layers, an angle of 1e-9 between two pa
 is carried through to the first smooth activation or pooling. After these, p = (1 - S / (s s')) / 2.
 
 **The error** of p is at most ``slack sqrt(p) + floor``, one pair of numbers for each pair of
-inputs; that of T is ``tangent_error`` relative to the root of both inputs' own. Windows and sums
+inputs; those of S and T are ``second_error`` and ``tangent_error``, relative to the root of both
+inputs' own. Windows and sums
 keep such bounds, by Cauchy-Schwarz, and a layer adds its rounding.
 """
 
@@ -48,6 +49,7 @@ class State(NamedTuple):
     tangent: jax.Array  # T
     slack: jax.Array  # [n1, n2]
     floor: jax.Array  # [n1, n2]
+    second_error: jax.Array  # [n1, n2]
     tangent_error: jax.Array  # [n1, n2]
 
 
@@ -80,7 +82,7 @@ def take(step, numbers, a: Site, b: Site, state: State | None, tile: Tile) -> St
         case Linear():
             return _linear(step, numbers, a, b, state, tile)
         case Kinked():
-            return _kinked(numbers, a, state, tile)
+            return _kinked(numbers, a, b, state, tile)
         case Smooth():
             return _smooth(a, b, state, tile)
         case Average():
@@ -103,7 +105,8 @@ def _first(step: Linear, numbers, a: Site, b: Site, tile: Tile) -> State:
     sizes = outer(a.after.norm, b.after.norm, tile.full)
     none = jnp.zeros((len(a.after.square), len(b.after.square)), p.dtype)
     eps = epsilon(p)
-    return State(p, sizes * (1 - 2 * p), none + 8 * eps, none + 4 * eps**1.5, none + 24 * eps)
+    slack, floor = none + 8 * eps, none + 4 * eps**1.5
+    return State(p, sizes * (1 - 2 * p), slack, floor, none + 24 * eps, none + 24 * eps)
 
 
 def _linear(step: Linear, numbers, a: Site, b: Site, state: State, tile: Tile) -> State:
@@ -127,8 +130,11 @@ def _linear(step: Linear, numbers, a: Site, b: Site, state: State, tile: Tile) -
         slack = slack + 2 * noise + (20 + sum(windows.window)) * eps
         floor = floor + 4 * eps**1.5 + noise**2
     tangent = sizes * (1 - 2 * p) + mean(state.tangent)
-    error = jnp.maximum(2 * (slack + floor) + noise, state.tangent_error)
-    return State(p, tangent, slack, floor, error + (4 + sum(windows.window)) * eps)
+    rounding = (4 + sum(windows.window)) * eps
+    second = state.second_error + rounding
+    return State(
+        p, tangent, slack, floor, second, jnp.maximum(second, state.tangent_error) + rounding
+    )
 
 
 def _of_data(step: Linear, numbers, a: Site, b: Site, tile: Tile) -> jax.Array:
@@ -153,7 +159,7 @@ def _of_norms(va, vb, norms_a, norms_b, full: bool) -> jax.Array:
     return functools.reduce(jnp.add, (gap * gap for gap in gaps)) / 4
 
 
-def _kinked(numbers, a: Site, state: State, tile: Tile) -> State:
+def _kinked(numbers, a: Site, b: Site, state: State, tile: Tile) -> State:
     left, right = numbers
     over = reciprocal((left**2 + right**2) / 2)
 
@@ -170,14 +176,15 @@ def _kinked(numbers, a: Site, state: State, tile: Tile) -> State:
     monotone, jumps = left * right >= 0, (right - left) ** 2 * over
 
     def errors(x):
-        slack, floor, error, near, far = x
+        slack, floor, _, error, near, far = x
         off = jumps * _moved(slack, floor, near, far) + 16 * eps
         floor = floor + jnp.where(monotone, 0, slack)
         slack = jnp.where(monotone, slack, 0) + 8 * eps
-        return slack, floor, error + off * (1 + error)
+        return slack, floor, 2 * (slack + floor) + 8 * eps, error + off * (1 + error)
 
     found = strips(errors, (*state[2:], *_ends(p, state, tile)))
-    return State(after, tangent, *jax.lax.stop_gradient(found))
+    found = State(after, tangent, *jax.lax.stop_gradient(found))
+    return found._replace(second_error=found.second_error + _noise(a.after, b.after))
 
 
 def _smooth(a: Site, b: Site, state: State, tile: Tile) -> State:
@@ -208,7 +215,8 @@ def _smooth(a: Site, b: Site, state: State, tile: Tile) -> State:
     eps = epsilon(p)
     floor = jnp.minimum((off + _noise(a.after, b.after)) / 2 + 4 * eps, 1)
     error = state.tangent_error + (off_slope + 4 * eps) * (1 + state.tangent_error)
-    return State(after, state.tangent * slope, *jax.lax.stop_gradient((0 * floor, floor, error)))
+    errors = jax.lax.stop_gradient((0 * floor, floor, off + 4 * eps, error))
+    return State(after, state.tangent * slope, *errors)
 
 
 def _average(step: Average, a: Site, b: Site, state: State, tile: Tile) -> State:
@@ -218,8 +226,7 @@ def _average(step: Average, a: Site, b: Site, state: State, tile: Tile) -> State
     below = outer(a.before.norm, b.before.norm, True) * (1 - 2 * state.p)
     second, tangent = (pooled(x, windows, n1, n2) / size for x in (below, state.tangent))
     eps = (4 + 2 * sum(windows.window)) * epsilon(second)
-    error = 2 * (state.slack + state.floor) + _noise(a.before, b.before) + eps
-    error = error * a.gain[:, None] * b.gain
+    error = (state.second_error + eps) * a.gain[:, None] * b.gain
     tangent_error = (state.tangent_error + eps) * a.tangent_gain[:, None] * b.tangent_gain
     return _subtracted(second, tangent, error, tangent_error, a, b, tile)
 
@@ -231,7 +238,7 @@ def _flat(a: Site, b: Site, state: State, tile: Tile) -> State:
         p, tangent = (equal_positions(x, n1, n2) for x in (p, tangent))
     second = outer(a.before.norm, b.before.norm, False) * (1 - 2 * p)
     eps = epsilon(p)
-    error = 2 * (state.slack + state.floor) + _noise(a.before, b.before) + 8 * eps
+    error = state.second_error + 8 * eps
     second, tangent = (x.mean(0, keepdims=True) for x in (second, tangent))
     return _subtracted(second, tangent, error, state.tangent_error + 8 * eps, a, b, tile)
 
@@ -252,11 +259,11 @@ def _sum(step: Sum, numbers, a: Site, b: Site, state: State | None, tile: Tile) 
     )
     sizes = [outer(top.norm, other.norm, tile.full) for top, other in zip(*tops, strict=True)]
     eps = epsilon(tangent)
-    slack, floor, tangent_error = (
+    slack, floor, second_error, tangent_error = (
         functools.reduce(jnp.maximum, (getattr(end, name) for end in ends))
-        for name in ("slack", "floor", "tangent_error")
+        for name in ("slack", "floor", "second_error", "tangent_error")
     )
-    tangent_error = tangent_error + (4 + len(ends)) * eps
+    second_error, tangent_error = (e + (4 + len(ends)) * eps for e in (second_error, tangent_error))
     noise = functools.reduce(jnp.maximum, (_noise(*pair) for pair in zip(*tops, strict=True)))
     if step.means:
         parts = zip(weights, sizes, ends, strict=True)
@@ -266,7 +273,7 @@ def _sum(step: Sum, numbers, a: Site, b: Site, state: State | None, tile: Tile) 
         second = second + outer(*wholes, tile.full)
         for left, right in zip(*means, strict=True):
             second = second - outer(left, right, tile.full)
-        error = (2 * (slack + floor) + noise + (4 + len(ends)) * eps) * a.gain[:, None] * b.gain
+        error = second_error * a.gain[:, None] * b.gain
         error += _crossed(a, b, means)
         return _subtracted(second, tangent, error, tangent_error, a, b, tile)
     total = outer(a.after.norm, b.after.norm, tile.full)
@@ -279,7 +286,8 @@ def _sum(step: Sum, numbers, a: Site, b: Site, state: State | None, tile: Tile) 
     p = p + _of_norms(*sides, a.after.norm, b.after.norm, tile.full)
     p = _masked(jnp.where(total > 0, jnp.minimum(p, 1), 0.5), tile)
     slack = slack + 2 * noise + (20 + len(ends)) * eps
-    return State(p, tangent, slack, floor + 4 * eps**1.5 + noise**2, tangent_error)
+    floor = floor + 4 * eps**1.5 + noise**2
+    return State(p, tangent, slack, floor, second_error, tangent_error)
 
 
 # ----------------------------------------------------------------------------- common parts
@@ -305,7 +313,7 @@ def _subtracted(second, tangent, error, tangent_error, a: Site, b: Site, tile: T
     eps = epsilon(p)
     floor = jnp.minimum((error + _noise(a.after, b.after)) / 2 + 4 * eps, 1)
     floor, tangent_error = jax.lax.stop_gradient((floor, tangent_error))
-    return State(p, tangent, 0 * floor, floor, tangent_error)
+    return State(p, tangent, 0 * floor, floor, jax.lax.stop_gradient(error), tangent_error)
 
 
 def _noise(a: Moments, b: Moments) -> jax.Array:

@@ -224,7 +224,7 @@ def _kernels(a, b, state) -> Kernels:
     nngp, ntk = sizes * (1 - 2 * state.p[0]), state.tangent[0]
     own = outer(root(a.tangent), root(b.tangent), True)[0]
     # K is a part of T here: one bound serves both.
-    error = own * state.tangent_error + sizes * state.second_error
+    error = own * state.tangent_error + state.tangent_excess + sizes * state.second_error
     error = jax.lax.stop_gradient(error)
 
     def judged(x):

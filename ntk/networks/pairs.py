@@ -21,10 +21,11 @@ the half chord between the vectors of norms in the two windows; nothing is subtr
 in sums and the closed form of ReLU-like layers, an angle of 1e-9 between two patches of the data
 is carried through to the first smooth activation or pooling. After these, p = (1 - S / (s s')) / 2.
 
-**The error** of p is at most ``slack sqrt(p) + floor``, one pair of numbers for each pair of
-inputs; those of S and T are ``second_error`` and ``tangent_error``, relative to the root of both
-inputs' own. Windows and sums
-keep such bounds, by Cauchy-Schwarz, and a layer adds its rounding.
+**The error**, in numbers for each pair of inputs, all positions together. That of p is at most
+``slack sqrt(p) + floor``; that of S ``second_error`` and that of T ``tangent_error``, relative to
+the root of both inputs' own; what T is off at kinks, mostly at near-duplicates, is in
+``tangent_excess``, the sum over all positions. Windows and sums keep such bounds, by
+Cauchy-Schwarz, and every layer adds its rounding.
 """
 
 import functools
@@ -38,7 +39,17 @@ from ntk.gaussian import arc_cosines, reciprocal
 from ntk.mehler import Pair, expectations
 from ntk.networks.moments import Moments, Raw, Site, epsilon, vectors
 from ntk.networks.plan import Average, Diagonal, Flat, Kinked, Linear, Smooth, Sum
-from ntk.networks.windows import convolved, equal_positions, least, outer, pooled, rows
+from ntk.networks.windows import (
+    add_up,
+    convolved,
+    equal_positions,
+    least,
+    outer,
+    pooled,
+    rows,
+    shares,
+    spread,
+)
 from ntk.pairs import UnitRows, half_chords, unit
 
 
@@ -51,6 +62,7 @@ class State(NamedTuple):
     floor: jax.Array  # [n1, n2]
     second_error: jax.Array  # [n1, n2]
     tangent_error: jax.Array  # [n1, n2]
+    tangent_excess: jax.Array  # [n1, n2]
 
 
 class Tile(NamedTuple):
@@ -106,7 +118,7 @@ def _first(step: Linear, numbers, a: Site, b: Site, tile: Tile) -> State:
     none = jnp.zeros((len(a.after.square), len(b.after.square)), p.dtype)
     eps = epsilon(p)
     slack, floor = none + 8 * eps, none + 4 * eps**1.5
-    return State(p, sizes * (1 - 2 * p), slack, floor, none + 24 * eps, none + 24 * eps)
+    return State(p, sizes * (1 - 2 * p), slack, floor, none + 24 * eps, none + 24 * eps, none)
 
 
 def _linear(step: Linear, numbers, a: Site, b: Site, state: State, tile: Tile) -> State:
@@ -132,9 +144,9 @@ def _linear(step: Linear, numbers, a: Site, b: Site, state: State, tile: Tile) -
     tangent = sizes * (1 - 2 * p) + mean(state.tangent)
     rounding = (4 + sum(windows.window)) * eps
     second = state.second_error + rounding
-    return State(
-        p, tangent, slack, floor, second, jnp.maximum(second, state.tangent_error) + rounding
-    )
+    error = jnp.maximum(second, state.tangent_error) + rounding
+    excess = jax.lax.stop_gradient(weight * shares(windows) * state.tangent_excess)
+    return State(p, tangent, slack, floor, second, error, excess)
 
 
 def _of_data(step: Linear, numbers, a: Site, b: Site, tile: Tile) -> jax.Array:
@@ -163,28 +175,37 @@ def _kinked(numbers, a: Site, b: Site, state: State, tile: Tile) -> State:
     left, right = numbers
     over = reciprocal((left**2 + right**2) / 2)
 
+    power, bend = (left**2 + right**2) / 2, (right - left) ** 2
+    eps = epsilon(state.p)
+
     def one(x):
-        p, tangent = x
+        p, tangent, slack, floor = x
         step, _, gap = arc_cosines(p, 1 - p)
-        after = (p * (left * right) + gap * ((right - left) ** 2 / 2)) * over
-        # The dual of the slopes, and p again, for others to read.
-        return after, tangent * (left * right + (right - left) ** 2 * step), p
+        after = (p * (left * right) + gap * (bend / 2)) * over
+        off = jnp.abs(tangent) * _moved(slack * jnp.sqrt(p) + floor, p)
+        # The dual of the slopes is the factor of T.
+        return after, tangent * (left * right + bend * step), jax.lax.stop_gradient(off)
 
-    after, tangent, p = strips(one, (state.p, state.tangent))
-    eps = epsilon(p)
+    errors = jax.lax.stop_gradient((state.slack, state.floor))
+    errors = (spread(x, tile.full, state.p.shape) for x in errors)
+    after, tangent, off = strips(one, (state.p, state.tangent, *errors))
+    same = _same(off, tile)
+    off = off if same is None else jnp.where(same, 0, off)
+    n1, n2 = state.slack.shape
     # Where the dual falls with the angle, a small one may come of a large one.
-    monotone, jumps = left * right >= 0, (right - left) ** 2 * over
-
-    def errors(x):
-        slack, floor, _, error, near, far = x
-        off = jumps * _moved(slack, floor, near, far) + 16 * eps
-        floor = floor + jnp.where(monotone, 0, slack)
-        slack = jnp.where(monotone, slack, 0) + 8 * eps
-        return slack, floor, 2 * (slack + floor) + 8 * eps, error + off * (1 + error)
-
-    found = strips(errors, (*state[2:], *_ends(p, state, tile)))
-    found = State(after, tangent, *jax.lax.stop_gradient(found))
-    return found._replace(second_error=found.second_error + _noise(a.after, b.after))
+    monotone = left * right >= 0
+    floor = state.floor + jnp.where(monotone, 0, state.slack)
+    slack = jnp.where(monotone, state.slack, 0) + 8 * eps
+    # S moves by E f' f' <= power with S below, by |E f f - S E f' f'| <= 0.7 power with its norms.
+    second = 8 * eps + jnp.minimum(
+        2 * (slack + floor) + _noise(a.after, b.after),
+        state.second_error + 0.7 * _noise(a.before, b.before),
+    )
+    worst = power + bend * jnp.sqrt(slack + floor)
+    error = state.tangent_error * (1 + bend * over * jnp.sqrt(slack + floor)) + 16 * eps
+    excess = bend * add_up(off, tile.full, n1, n2) + worst * state.tangent_excess
+    found = jax.lax.stop_gradient((slack, floor, second, error, excess))
+    return State(after, tangent, *found)
 
 
 def _smooth(a: Site, b: Site, state: State, tile: Tile) -> State:
@@ -215,7 +236,9 @@ def _smooth(a: Site, b: Site, state: State, tile: Tile) -> State:
     eps = epsilon(p)
     floor = jnp.minimum((off + _noise(a.after, b.after)) / 2 + 4 * eps, 1)
     error = state.tangent_error + (off_slope + 4 * eps) * (1 + state.tangent_error)
-    errors = jax.lax.stop_gradient((0 * floor, floor, off + 4 * eps, error))
+    most = a.slope.norm.max(1)[:, None] * b.slope.norm.max(1) * (1 + off_slope)
+    excess = most * state.tangent_excess
+    errors = jax.lax.stop_gradient((0 * floor, floor, off + 4 * eps, error, excess))
     return State(after, state.tangent * slope, *errors)
 
 
@@ -228,7 +251,8 @@ def _average(step: Average, a: Site, b: Site, state: State, tile: Tile) -> State
     eps = (4 + 2 * sum(windows.window)) * epsilon(second)
     error = (state.second_error + eps) * a.gain[:, None] * b.gain
     tangent_error = (state.tangent_error + eps) * a.tangent_gain[:, None] * b.tangent_gain
-    return _subtracted(second, tangent, error, tangent_error, a, b, tile)
+    excess = shares(windows) ** 2 * state.tangent_excess
+    return _subtracted(second, tangent, (error, tangent_error, excess), a, b, tile)
 
 
 def _flat(a: Site, b: Site, state: State, tile: Tile) -> State:
@@ -240,7 +264,8 @@ def _flat(a: Site, b: Site, state: State, tile: Tile) -> State:
     eps = epsilon(p)
     error = state.second_error + 8 * eps
     second, tangent = (x.mean(0, keepdims=True) for x in (second, tangent))
-    return _subtracted(second, tangent, error, state.tangent_error + 8 * eps, a, b, tile)
+    errors = error, state.tangent_error + 8 * eps, state.tangent_excess / len(p)
+    return _subtracted(second, tangent, errors, a, b, tile)
 
 
 def _sum(step: Sum, numbers, a: Site, b: Site, state: State | None, tile: Tile) -> State:
@@ -254,8 +279,9 @@ def _sum(step: Sum, numbers, a: Site, b: Site, state: State | None, tile: Tile) 
         [(s.branches[k][-1].after if s.branches[k] else s.before) for k in range(len(ends))]
         for s in (a, b)
     ]
-    tangent = functools.reduce(
-        jnp.add, (w**2 * end.tangent for w, end in zip(weights, ends, strict=True))
+    tangent, excess = (
+        functools.reduce(jnp.add, (w**2 * t for w, t in zip(weights, ts, strict=True)))
+        for ts in ([e.tangent for e in ends], [e.tangent_excess for e in ends])
     )
     sizes = [outer(top.norm, other.norm, tile.full) for top, other in zip(*tops, strict=True)]
     eps = epsilon(tangent)
@@ -275,7 +301,7 @@ def _sum(step: Sum, numbers, a: Site, b: Site, state: State | None, tile: Tile) 
             second = second - outer(left, right, tile.full)
         error = second_error * a.gain[:, None] * b.gain
         error += _crossed(a, b, means)
-        return _subtracted(second, tangent, error, tangent_error, a, b, tile)
+        return _subtracted(second, tangent, (error, tangent_error, excess), a, b, tile)
     total = outer(a.after.norm, b.after.norm, tile.full)
     parts = zip(weights, sizes, ends, strict=True)
     p = functools.reduce(jnp.add, (w**2 * s * e.p for w, s, e in parts)) * reciprocal(total)
@@ -287,7 +313,7 @@ def _sum(step: Sum, numbers, a: Site, b: Site, state: State | None, tile: Tile) 
     p = _masked(jnp.where(total > 0, jnp.minimum(p, 1), 0.5), tile)
     slack = slack + 2 * noise + (20 + len(ends)) * eps
     floor = floor + 4 * eps**1.5 + noise**2
-    return State(p, tangent, slack, floor, second_error, tangent_error)
+    return State(p, tangent, slack, floor, second_error, tangent_error, excess)
 
 
 # ----------------------------------------------------------------------------- common parts
@@ -305,15 +331,14 @@ def strips(fn, arrays):
     return tuple(x.reshape(shape) for x in found)
 
 
-def _subtracted(second, tangent, error, tangent_error, a: Site, b: Site, tile: Tile) -> State:
-    """The state of S whose error is ``error`` relative to both norms."""
+def _subtracted(second, tangent, errors, a: Site, b: Site, tile: Tile) -> State:
+    """The state of S and T with the last three errors of a state."""
     sizes = outer(a.after.norm, b.after.norm, tile.full and second.shape[0] == 1)
     p = jnp.clip((1 - second * reciprocal(sizes)) / 2, 0, 1)
     p = _masked(jnp.where(sizes > 0, p, 0.5), tile)
     eps = epsilon(p)
-    floor = jnp.minimum((error + _noise(a.after, b.after)) / 2 + 4 * eps, 1)
-    floor, tangent_error = jax.lax.stop_gradient((floor, tangent_error))
-    return State(p, tangent, 0 * floor, floor, jax.lax.stop_gradient(error), tangent_error)
+    floor = jnp.minimum((errors[0] + _noise(a.after, b.after)) / 2 + 4 * eps, 1)
+    return State(p, tangent, *jax.lax.stop_gradient((0 * floor, floor, *errors)))
 
 
 def _noise(a: Moments, b: Moments) -> jax.Array:
@@ -349,17 +374,13 @@ def _ends(p: jax.Array, state: State, tile: Tile) -> tuple[jax.Array, jax.Array]
     return least(inside, tile.full, n1, n2), 1 + least(-inside, tile.full, n1, n2)
 
 
-def _moved(slack, floor, near, far) -> jax.Array:
-    """How far ``asin(sqrt p) / pi`` is off, at most.
+def _moved(error, p) -> jax.Array:
+    """How far ``asin(sqrt p) / pi`` is off, at most, where p is by ``error``.
 
     As far as at p = 0, or by its slope ``1 / (2 pi sqrt(p (1 - p)))`` elsewhere.
     """
-    close = jnp.minimum(floor * reciprocal(jnp.sqrt(near)) / 2, 0.4 * jnp.sqrt(floor))
-    close = jnp.where(near > 0, close, 0.4 * jnp.sqrt(floor))
-    total = slack + floor
-    apart = jnp.minimum(total * reciprocal(jnp.sqrt(far)) / 2, 0.4 * jnp.sqrt(total))
-    apart = jnp.where(far > 0, apart, 0.4 * jnp.sqrt(total))
-    return jnp.maximum(slack / 2 + close, apart)
+    slope = error / 3 * jax.lax.rsqrt(jnp.maximum(p * (1 - p), jnp.finfo(p.dtype).tiny))
+    return jnp.minimum(slope, 0.4 * jnp.sqrt(error))
 
 
 def _bound(f, g, state: State, ends) -> jax.Array:
@@ -374,11 +395,13 @@ def _bound(f, g, state: State, ends) -> jax.Array:
         power = power * power
     (rf, kf), (rg, kg) = ((most(h.missed[..., 0]), most(h.missed[..., 1])) for h in (f, g))
     eps = epsilon(power)
+    worst = state.slack + state.floor
     total = most(f.noise)[:, None] + most(g.noise)
     total += 4 * eps * most(f.size)[:, None] * most(g.size)
     total += power * (rf[:, None] * (rg + kg) + kf[:, None] * rg)
-    total += 3 * most(f.steep)[:, None] * most(g.steep) * (state.slack + state.floor)
-    return total + most(f.jump)[:, None] * most(g.jump) * _moved(state.slack, state.floor, *ends)
+    total += 3 * most(f.steep)[:, None] * most(g.steep) * worst
+    moved = jnp.maximum(*(_moved(worst, end) for end in ends))
+    return total + most(f.jump)[:, None] * most(g.jump) * moved
 
 
 def _crossed(a: Site, b: Site, means) -> jax.Array:

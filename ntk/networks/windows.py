@@ -14,6 +14,7 @@ is separable. Pooling moves the positions of both inputs on their own.
 """
 
 import itertools
+import math
 from collections.abc import Sequence
 
 import jax
@@ -82,6 +83,28 @@ def rows(x: jax.Array, full: bool) -> jax.Array:
 def outer(a: jax.Array, b: jax.Array, full: bool) -> jax.Array:
     """Products of [n1, P] and [n2, P], [G, A, B]."""
     return rows(a, full)[:, :, None] * rows(b, full)[:, None, :]
+
+
+def spread(x: jax.Array, full: bool, shape: tuple[int, ...]) -> jax.Array:
+    """[n1, n2] at every pair of positions, of ``shape`` [G, A, B]."""
+    if not full:
+        return jnp.broadcast_to(x, shape)
+    n1, n2 = x.shape
+    inside = (n1, shape[1] // n1, n2, shape[2] // n2)
+    return jnp.broadcast_to(x[:, None, :, None], inside).reshape(shape)
+
+
+def add_up(x: jax.Array, full: bool, n1: int, n2: int) -> jax.Array:
+    """The sum [n1, n2] over all pairs of positions."""
+    if not full:
+        return x.sum(0)
+    return x.reshape(n1, -1, n2, x.shape[2] // n2).sum(1).sum(2)
+
+
+def shares(windows: Windows) -> float:
+    """The most of an entry that all windows' means have together."""
+    each = zip(windows.window, windows.strides, windows.after, strict=True)
+    return math.prod(min(-(-window // stride), n) / window for window, stride, n in each)
 
 
 def least(x: jax.Array, full: bool, n1: int, n2: int) -> jax.Array:

@@ -1,7 +1,6 @@
 # The public names of `ntk.networks`, and where they are: each is imported when it is first used.
 
 from .layers import (
-    Network,
     act,
     add,
     average_pool,
@@ -13,6 +12,7 @@ from .layers import (
     residual,
     serial,
 )
+from .network import Network
 
 __all__ = [
     "Network",

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from ntk._checks import whole
 from ntk.architecture import evaluate
-from ntk.networks.layers import Network
+from ntk.networks.network import Network
 from ntk.networks.plan import Average, Diagonal, Elements, Flat, Linear, Sum, Windows, plan
 
 _normal = nn.initializers.normal(1.0)
@@ -97,5 +97,11 @@ def _apply(step, numbers, x, features):
 
 
 def module(network: Network, *, width: int, outputs: int = 1) -> nn.Module:
-    """The finite network; see :meth:`ntk.networks.Network.module`."""
+    """The finite network; see :meth:`ntk.networks.Network.module`.
+
+    Raises
+    ------
+    ValueError
+        If a number is not a positive whole one.
+    """
     return Module(network, whole("width", width, 1), whole("outputs", outputs, 1))

@@ -21,9 +21,9 @@ from ntk.gaussian import root
 from ntk.kernels import Kernels
 from ntk.mehler import Expansion
 from ntk.networks import moments
-from ntk.networks.layers import Network
 from ntk.networks.moments import Raw, Site
-from ntk.networks.pairs import Tile, strips, take, walk
+from ntk.networks.network import Network
+from ntk.networks.pairs import Tile, one_step, strips, walk
 from ntk.networks.plan import (
     Average,
     Diagonal,
@@ -51,14 +51,18 @@ def kernel(
     *,
     alpha: Mapping[str, Any] | None = None,
 ) -> Kernels:
-    """Exact NNGP and NTK of an infinitely wide network."""
+    """Exact NNGP and NTK of an infinitely wide network.
+
+    Raises
+    ------
+    ValueError, FloatingPointError
+        As :meth:`ntk.networks.Network.kernel`.
+    """
     x1, x2 = _inputs(x1, x2)
     found = plan(network, x1.shape[1:-1], alpha, x1.dtype)
-    if is_traced((x1, x2, found.numbers)):
+    if is_traced((x1 + 0, x2, found.numbers)):  # by a jit around too, of values
         return _block(found, x1, x2, TRACED)
     kernels = _blocks(found, x1, x2)
-    if is_traced(kernels):  # by a jit around, of values
-        return kernels
     if bool(np.isnan(kernels.ntk).any()):
         raise FloatingPointError(
             "x1: expected inputs whose kernel 4096 Hermite polynomials resolve, got an entry with "
@@ -169,7 +173,7 @@ def _with_itself(step, number, sites, state):
     def one(x):
         site, state = x
         site = jax.tree.map(lambda leaf: leaf[None], site)
-        return take(step, number, site, site, state, tile)
+        return one_step(step, number, site, site, state, tile)
 
     return jax.lax.map(one, (sites, state))
 
@@ -268,7 +272,7 @@ def _resolved(found: Plan, x1, x2, level: int) -> tuple[Kernels, int]:
         a = _sites(found, x1, how)
         b = None if x2 is None else _sites(found, x2, how)
         expansions = _expansions((a, b))
-        if level + 1 == len(LEVELS) or is_traced(expansions) or resolved(expansions):
+        if level + 1 == len(LEVELS) or resolved(expansions):
             return _pairs(*_static(found), found.numbers, a, b), level
         level += 1
 

@@ -75,14 +75,20 @@ class Tile(NamedTuple):
 def walk(steps, numbers, a, b, state: State | None, tile: Tile) -> tuple[State | None, Tile]:
     """All steps; ``a`` and ``b`` are the sites of both sides."""
     for step, number, left, right in zip(steps, numbers, a, b, strict=True):
-        state = take(step, number, left, right, state, tile)
+        state = one_step(step, number, left, right, state, tile)
         if isinstance(step, Diagonal):
             tile = tile._replace(full=False)
     return state, tile
 
 
-def take(step, numbers, a: Site, b: Site, state: State | None, tile: Tile) -> State | None:
-    """One step; the state is None on the data."""
+def one_step(step, numbers, a: Site, b: Site, state: State | None, tile: Tile) -> State | None:
+    """One step; the state is None on the data.
+
+    Raises
+    ------
+    AssertionError
+        For what is no step.
+    """
     match step:
         case Linear() if isinstance(a.before, Raw):
             return _first(step, numbers, a, b, tile)
@@ -136,8 +142,8 @@ def _linear(step: Linear, numbers, a: Site, b: Site, state: State, tile: Tile) -
     slack, floor = state.slack, state.floor
     if size > 1 or step.bias or windows.before != windows.after:
         p = mean(below * p) * reciprocal(sizes)
-        windows_of = (vectors(step, numbers, s.before) for s in (a, b))
-        p = p + _of_norms(*windows_of, a.after.norm, b.after.norm, tile.full)
+        va, vb = (vectors(step, numbers, s.before) for s in (a, b))
+        p = p + _of_norms(va, vb, a.after.norm, b.after.norm, tile.full)
         p = _masked(jnp.where(sizes > 0, jnp.minimum(p, 1), 0.5), tile)
         slack = slack + 2 * noise + (20 + sum(windows.window)) * eps
         floor = floor + 4 * eps**1.5 + noise**2
@@ -186,8 +192,8 @@ def _kinked(numbers, a: Site, b: Site, state: State, tile: Tile) -> State:
         # The dual of the slopes is the factor of T.
         return after, tangent * (left * right + bend * step), jax.lax.stop_gradient(off)
 
-    errors = jax.lax.stop_gradient((state.slack, state.floor))
-    errors = (spread(x, tile.full, state.p.shape) for x in errors)
+    known = jax.lax.stop_gradient((state.slack, state.floor))
+    errors = (spread(x, tile.full, state.p.shape) for x in known)
     after, tangent, off = strips(one, (state.p, state.tangent, *errors))
     same = _same(off, tile)
     off = off if same is None else jnp.where(same, 0, off)
@@ -209,6 +215,7 @@ def _kinked(numbers, a: Site, b: Site, state: State, tile: Tile) -> State:
 
 
 def _smooth(a: Site, b: Site, state: State, tile: Tile) -> State:
+    assert a.slope is not None and b.slope is not None
     p = state.p
     same = _same(p, tile)
     if same is not None:
@@ -295,8 +302,8 @@ def _sum(step: Sum, numbers, a: Site, b: Site, state: State | None, tile: Tile) 
         parts = zip(weights, sizes, ends, strict=True)
         second = functools.reduce(jnp.add, (w**2 * s * (1 - 2 * e.p) for w, s, e in parts))
         means = [[w * top.mean for w, top in zip(weights, side, strict=True)] for side in tops]
-        wholes = [functools.reduce(jnp.add, side) for side in means]
-        second = second + outer(*wholes, tile.full)
+        left, right = (functools.reduce(jnp.add, side) for side in means)
+        second = second + outer(left, right, tile.full)
         for left, right in zip(*means, strict=True):
             second = second - outer(left, right, tile.full)
         error = second_error * a.gain[:, None] * b.gain
@@ -309,7 +316,7 @@ def _sum(step: Sum, numbers, a: Site, b: Site, state: State | None, tile: Tile) 
         jnp.stack([jnp.abs(w) * top.norm for w, top in zip(weights, side, strict=True)], 2)
         for side in tops
     ]
-    p = p + _of_norms(*sides, a.after.norm, b.after.norm, tile.full)
+    p = p + _of_norms(sides[0], sides[1], a.after.norm, b.after.norm, tile.full)
     p = _masked(jnp.where(total > 0, jnp.minimum(p, 1), 0.5), tile)
     slack = slack + 2 * noise + (20 + len(ends)) * eps
     floor = floor + 4 * eps**1.5 + noise**2

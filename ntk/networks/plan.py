@@ -15,7 +15,7 @@ import numpy as np
 from ntk._checks import array, short
 from ntk.activations import Activation
 from ntk.architecture import kinks_at_zero
-from ntk.networks.layers import Add, Elementwise, Flatten, Network, Pool, Weights
+from ntk.networks.network import Add, Elementwise, Flatten, Network, Pool, Weights
 
 Shape = tuple[int, ...]
 
@@ -227,13 +227,12 @@ def _elementwise(layer: Elementwise, signal, given):
             "act: expected a layer with weights between it and the last act, got none."
         )
     weights = _numbers(layer.weights, given)
+    signal = signal._replace(gaussian=False)
     if not given[2]:
-        step, number = Elements(layer.activations), weights
-    elif all(s.smooth is None for s in layer.activations):
-        step, number = Kinked(), jnp.stack(kinks_at_zero(layer.activations, weights))
-    else:
-        step, number = Smooth(layer.activations), weights
-    return step, number, signal._replace(gaussian=False)
+        return Elements(layer.activations), weights, signal
+    if all(s.smooth is None for s in layer.activations):
+        return Kinked(), jnp.stack(kinks_at_zero(layer.activations, weights)), signal
+    return Smooth(layer.activations), weights, signal
 
 
 def _sum(layer: Add, signal, given):

@@ -2,6 +2,7 @@
 
 ================  ==================================================================================
 infinite width    ``network_kernel``, ``mixture_blocks``, ``mixture_kernel``; ``dual``, activations
+any layers        ``ntk.networks``: convolutions, pooling, biases, residual blocks; finite too
 finite width      ``empirical_kernel``, ``empirical_nngp``, ``kernel_vector_product``,
                   ``gradient_norms``; ``linearize``, ``taylor_expand``
 eigenvalues       ``min_eigenvalue``, ``certified_min_eigenvalue``, ``certify_simplex``

@@ -1,6 +1,6 @@
 # The public names of `ntk`, and where they are: each is imported when it is first used.
 
-from . import bounds, scores
+from . import bounds, networks, scores
 from ._compat import neural_tangents
 from .activations import (
     Activation,
@@ -66,6 +66,7 @@ __all__ = [
     "mixture_blocks",
     "mixture_kernel",
     "network_kernel",
+    "networks",
     "neural_tangents",
     "posterior",
     "relu",

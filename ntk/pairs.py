@@ -53,17 +53,17 @@ def half_chords(a: UnitRows, b: UnitRows) -> tuple[jax.Array, jax.Array]:
     )  # type: ignore[return-value]
 
 
-def assemble(tile, n1: int, n2: int, *, symmetric: bool):
+def assemble(tile, n1: int, n2: int, *, symmetric: bool, size: int = TILE):
     """Arrays [n1, n2] from ``tile(i, j, size1, size2)``, a pytree of [size1, size2] blocks.
 
     Symmetric: the upper triangle is computed. The last tile of a side is moved inwards, over its
-    neighbour, rather than padded.
+    neighbour, rather than padded. ``size``: the most rows and columns of a tile.
     """
-    size1, size2 = min(TILE, n1), min(TILE, n2)
+    size1, size2 = min(size, n1), min(size, n2)
     if (size1, size2) == (n1, n2):
         return tile(0, 0, n1, n2)
     starts1, starts2 = (
-        np.minimum(np.arange(0, n, size), n - size) for n, size in ((n1, size1), (n2, size2))
+        np.minimum(np.arange(0, n, step), n - step) for n, step in ((n1, size1), (n2, size2))
     )
     corners = [(i, j) for i in starts1 for j in starts2 if not symmetric or i <= j]
     # Recomputed in reverse mode: else every tile would keep all its layers.

@@ -1,0 +1,29 @@
+# The public names of `ntk.networks`, and where they are: each is imported when it is first used.
+
+from .layers import (
+    act,
+    add,
+    average_pool,
+    conv,
+    dense,
+    flatten,
+    global_average_pool,
+    identity,
+    residual,
+    serial,
+)
+from .network import Network
+
+__all__ = [
+    "Network",
+    "act",
+    "add",
+    "average_pool",
+    "conv",
+    "dense",
+    "flatten",
+    "global_average_pool",
+    "identity",
+    "residual",
+    "serial",
+]

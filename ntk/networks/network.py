@@ -1,0 +1,240 @@
+"""What describes a network: records of its layers, and what is done with them.
+
+The combinators that make them: :mod:`ntk.networks.layers`.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from ntk.activations import Activation
+from ntk.kernels import Kernels
+
+if TYPE_CHECKING:
+    import flax.linen as nn
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Weights:
+    """``dense`` and ``conv``; for ``dense`` the window is None."""
+
+    window: int | tuple[int, ...] | None
+    strides: int | tuple[int, ...]
+    padding: str
+    weight_variance: Any
+    bias_variance: Any
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Elementwise:
+    """``act``: activations, and their weights (numbers or names) or the name of them all."""
+
+    activations: tuple[Activation, ...]
+    weights: tuple[Any, ...] | str
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Pool:
+    """``average_pool``; the window is None for all positions."""
+
+    window: int | tuple[int, ...] | None
+    strides: int | tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Flatten:
+    """``flatten``."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Add:
+    """``add``: branches, and their weights as those of :class:`Elementwise`."""
+
+    branches: tuple["Network", ...]
+    weights: tuple[Any, ...] | str
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Network:
+    """Layers one after another; what every combinator returns.
+
+    Attributes
+    ----------
+    layers : tuple
+        :class:`Weights`, :class:`Elementwise`, :class:`Pool`, :class:`Flatten`, :class:`Add`.
+
+    Examples
+    --------
+    >>> import ntk
+    >>> from ntk import networks as nets
+    >>> net = nets.serial(
+    ...     nets.conv(3), nets.act([ntk.relu, ntk.tanh], "first"), nets.flatten(), nets.dense()
+    ... )
+    >>> images = jax.random.normal(jax.random.key(0), (2, 4, 4, 3))
+    >>> net.kernel(images, alpha=net.start()).ntk.shape
+    (2, 2)
+    >>> net.names
+    {'first': ('relu', 'tanh')}
+    """
+
+    layers: tuple[Any, ...]
+
+    def kernel(
+        self,
+        x1: chex.Array,
+        x2: chex.Array | None = None,
+        *,
+        alpha: Mapping[str, Any] | None = None,
+    ) -> Kernels:
+        """Exact NNGP and NTK at infinite width; the formulas are in :mod:`ntk.networks.pairs`.
+
+        Parameters
+        ----------
+        x1 : array [n1, d], [n1, length, channels] or [n1, height, width, channels]
+        x2 : array [n2, ...], optional
+            ``x1`` by default: then the kernels are symmetric (exactly, unless traced).
+        alpha : dict, optional
+            What the names in the network stand for: a vector for a choice, a number for a weight.
+
+        Returns
+        -------
+        Kernels
+            Of every output; they are independent of each other.
+
+        Raises
+        ------
+        ValueError
+            For layers that do not fit the inputs or each other, an ``alpha`` that lacks a name, or
+            inputs that are not finite, unless they are traced.
+        FloatingPointError
+            If an entry's error may be over 1e-6 of the diagonal (2 % in float32): nearly collinear
+            patches into smooth activations at a variance far over 25, or features that cancel
+            where they are pooled. Where anything is traced such entries are NaN, with an infinite
+            error.
+
+        Notes
+        -----
+        Differentiable in ``alpha``, variances and inputs. Compiled once for every structure and
+        size: another ReLU-like or another smooth activation takes no other program for the pairs.
+
+        With P positions in an image, before pooling all P^2 pairs of positions are needed, without
+        any pooling the P equal ones. A pair of inputs costs that many times some 100 flops for
+        each ReLU-like layer, and up to 2 K multiply-adds for a smooth one, with K = 64 terms, 256
+        or more as the data ask for. A smooth layer takes 1200 K multiply-adds for each position of
+        each input too, once for every block of inputs.
+
+        Memory: the three results; blocks of inputs with 10 P numbers for each layer and input,
+        and 2 K P more for a smooth one, which hold some 2^26 numbers at most (of one input at
+        least, all at once where anything is traced, with P^2 for each input before pooling); tiles
+        of 2^20 pairs of positions, or of the P^2 of one pair of images, with about
+        six such arrays.
+
+        Near-duplicates keep the relative accuracy of their angle from the data on, through weights,
+        biases, ReLU-like activations and sums of branches; after pooling, after a smooth activation
+        and after sums of two parts with means (as in Zhu et al. 2022) angles under 1e-8 are lost
+        (3e-4 in float32), which a later kink can show: the error says so.
+
+        Examples
+        --------
+        >>> import ntk
+        >>> from ntk import networks as nets
+        >>> net = nets.serial(nets.dense(2.0), nets.act(ntk.relu), nets.dense())
+        >>> net.kernel(jnp.eye(2)).ntk.round(4)
+        Array([[1.    , 0.1592],
+               [0.1592, 1.    ]], dtype=float...)
+        """
+        from ntk.networks.infinite import kernel
+
+        return kernel(self, x1, x2, alpha=alpha)
+
+    def module(self, *, width: int, outputs: int = 1) -> "nn.Module":
+        """The finite network of the same parametrization, in flax.
+
+        Its weights are standard normal, the factors in the network: with the width, the mean of its
+        tangent kernel for each output tends to that of :meth:`kernel` like 1 / width, and a single
+        one like 1 / sqrt(width).
+
+        Parameters
+        ----------
+        width : int
+            Features of every layer with weights but the last.
+        outputs : int
+
+        Returns
+        -------
+        flax.linen.Module
+            ``init(key, x)`` and ``apply(params, x)``; ``alpha`` follows x where there are names.
+
+        Raises
+        ------
+        ValueError
+            If a number is not positive; when it is applied, as :meth:`kernel`, or if the outputs
+            are those of ``add``.
+
+        Examples
+        --------
+        >>> import ntk
+        >>> from ntk import networks as nets
+        >>> net = nets.serial(nets.dense(2.0), nets.act([ntk.relu, ntk.tanh], "a"), nets.dense())
+        >>> module = net.module(width=64, outputs=3)
+        >>> params = module.init(jax.random.key(0), jnp.ones((5, 2)), net.start())
+        >>> module.apply(params, jnp.ones((5, 2)), net.start()).shape
+        (5, 3)
+        """
+        from ntk.networks.finite import module
+
+        return module(self, width=width, outputs=outputs)
+
+    @property
+    def names(self) -> dict[str, tuple[str, ...]]:
+        """What ``alpha`` holds: names of the choices of each entry, none for a single weight."""
+        return {name: choices or () for name, choices in _entries(self).items()}
+
+    def start(self) -> dict[str, jax.Array]:
+        """The uniform ``alpha``: 1 / h for each of h choices, 1 for a single weight.
+
+        Returns
+        -------
+        dict of arrays
+            With ``names``, the search space: its vectors weigh choices.
+
+        Examples
+        --------
+        >>> from ntk import networks as nets
+        >>> nets.add([nets.conv(1), nets.conv(3)], "size").start()
+        {'size': Array([0.5, 0.5], dtype=float...)}
+        """
+        return {
+            name: jnp.full(len(choices) if choices else (), 1 / (len(choices) or 1), dtype=float)
+            for name, choices in self.names.items()
+        }
+
+
+def _entries(network: Network) -> dict[str, tuple[str, ...] | None]:
+    """Names in ``alpha``, in order, with the names of what is chosen between, or None."""
+    found: dict[str, tuple[str, ...] | None] = {}
+
+    def enter(value, choices=None):
+        if isinstance(value, str):
+            if len(found.setdefault(value, choices) or ()) != len(choices or ()):
+                raise ValueError(f"weights: expected one number of choices for the name {value!r}.")
+        elif isinstance(value, tuple):
+            for one in value:
+                enter(one)
+
+    for layer in network.layers:
+        match layer:
+            case Weights():
+                enter((layer.weight_variance, layer.bias_variance))
+            case Elementwise():
+                enter(layer.weights, tuple(s.name for s in layer.activations))
+            case Add():
+                enter(layer.weights, tuple(str(k) for k in range(len(layer.branches))))
+                for branch in layer.branches:
+                    for name, choices in _entries(branch).items():
+                        enter(name, choices)
+    return found

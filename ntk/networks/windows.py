@@ -1,0 +1,153 @@
+"""Sums over windows, of arrays with axes of positions: for one input, or for both of a pair.
+
+Positions are flattened wherever two inputs meet, in one of two layouts:
+
+========  ==================  ==========================================================
+layout    arrays of pairs     which pairs of positions
+========  ==================  ==========================================================
+diagonal  [P, n1, n2]         equal positions: all that ``flatten`` needs
+full      [1, n1 P, n2 P]     all, as pooling mixes them
+========  ==================  ==========================================================
+
+A convolution shifts both positions together, so that it is a sum over one offset on each axis; it
+is separable. Pooling moves the positions of both inputs on their own.
+"""
+
+import itertools
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from ntk.networks.plan import Windows
+
+Axes = tuple[int, ...]
+
+
+def sums(x: jax.Array, windows: Windows, axes: Sequence[Axes]) -> jax.Array:
+    """Sum over each window; ``axes[i]`` are those that move together along the image's axis i."""
+    for i, together in enumerate(axes):
+        if windows.window[i] > 1 or windows.strides[i] > 1:
+            x = _along(x, windows, i, together)
+    return x
+
+
+def _along(x: jax.Array, windows: Windows, i: int, axes: Axes) -> jax.Array:
+    padded = _padded(x, windows, i, axes)
+    stride, count = windows.strides[i], windows.after[i]
+    total = None
+    for offset in range(windows.window[i]):
+        index = [slice(None)] * x.ndim
+        for axis in axes:
+            index[axis] = slice(offset, offset + (count - 1) * stride + 1, stride)
+        part = padded[tuple(index)]
+        total = part if total is None else total + part
+    assert total is not None
+    return total
+
+
+def _padded(x: jax.Array, windows: Windows, i: int, axes: Axes) -> jax.Array:
+    if not any(windows.pads[i]):
+        return x
+    width = [windows.pads[i] if axis in axes else (0, 0) for axis in range(x.ndim)]
+    return jnp.pad(x, width, mode="wrap" if windows.wrap else "constant")
+
+
+def patches(x: jax.Array, windows: Windows) -> jax.Array:
+    """[n, P, C] -> [n, P', window, C]: what each window has in it, zeros outside the image."""
+    x = x.reshape(len(x), *windows.before, x.shape[-1])
+    for i in range(len(windows.before)):
+        x = _padded(x, windows, i, (1 + i,))
+    found = []
+    for offsets in itertools.product(*map(range, windows.window)):
+        index = [
+            slice(o, o + (count - 1) * stride + 1, stride)
+            for o, count, stride in zip(offsets, windows.after, windows.strides, strict=True)
+        ]
+        part = x[(slice(None), *index)]
+        found.append(part.reshape(len(x), -1, x.shape[-1]))
+    return jnp.stack(found, 2)
+
+
+# ----------------------------------------------------------------------------- layouts
+
+
+def rows(x: jax.Array, full: bool) -> jax.Array:
+    """[n, P, ...] of single inputs as [G, A, ...], to meet [G, B, ...]."""
+    if full:
+        return x.reshape(1, x.shape[0] * x.shape[1], *x.shape[2:])
+    return jnp.swapaxes(x, 0, 1)
+
+
+def outer(a: jax.Array, b: jax.Array, full: bool) -> jax.Array:
+    """Products of [n1, P] and [n2, P], [G, A, B]."""
+    return rows(a, full)[:, :, None] * rows(b, full)[:, None, :]
+
+
+def spread(x: jax.Array, full: bool, shape: tuple[int, ...]) -> jax.Array:
+    """[n1, n2] at every pair of positions, of ``shape`` [G, A, B]."""
+    if not full:
+        return jnp.broadcast_to(x, shape)
+    n1, n2 = x.shape
+    inside = (n1, shape[1] // n1, n2, shape[2] // n2)
+    return jnp.broadcast_to(x[:, None, :, None], inside).reshape(shape)
+
+
+def add_up(x: jax.Array, full: bool, n1: int, n2: int) -> jax.Array:
+    """The sum [n1, n2] over all pairs of positions."""
+    if not full:
+        return x.sum(0)
+    return x.reshape(n1, -1, n2, x.shape[2] // n2).sum(1).sum(2)
+
+
+def shares(windows: Windows) -> float:
+    """The most of an entry that all windows' means have together."""
+    each = zip(windows.window, windows.strides, windows.after, strict=True)
+    return math.prod(min(-(-window // stride), n) / window for window, stride, n in each)
+
+
+def least(x: jax.Array, full: bool, n1: int, n2: int) -> jax.Array:
+    """The smallest entry [n1, n2] over all pairs of positions."""
+    if not full:
+        return x.min(0)
+    return x.reshape(n1, -1, n2, x.shape[2] // n2).min((1, 3))
+
+
+def equal_positions(x: jax.Array, n1: int, n2: int) -> jax.Array:
+    """From the full layout to the diagonal one."""
+    x = x.reshape(n1, -1, n2, x.shape[2] // n2)
+    return jnp.moveaxis(jnp.diagonal(x, axis1=1, axis2=3), 2, 0)
+
+
+def convolved(x: jax.Array, windows: Windows, full: bool, n1: int, n2: int) -> jax.Array:
+    """Sum over the window of pairs [G, A, B], both positions shifted alike."""
+    k = len(windows.before)
+    if full:
+        x = x.reshape(n1, *windows.before, n2, *windows.before)
+        x = sums(x, windows, [(1 + i, 2 + k + i) for i in range(k)])
+        return x.reshape(1, n1 * _size(windows), n2 * _size(windows))
+    x = x.reshape(*windows.before, n1, n2)
+    return sums(x, windows, [(i,) for i in range(k)]).reshape(-1, n1, n2)
+
+
+def pooled(x: jax.Array, windows: Windows, n1: int, n2: int) -> jax.Array:
+    """Sum over the windows of both inputs, of pairs in the full layout."""
+    k = len(windows.before)
+    x = x.reshape(n1, *windows.before, n2, *windows.before)
+    x = sums(x, windows, [(1 + i,) for i in range(k)])
+    x = sums(x, windows, [(2 + k + i,) for i in range(k)])
+    return x.reshape(1, n1 * _size(windows), n2 * _size(windows))
+
+
+def single(x: jax.Array, windows: Windows) -> jax.Array:
+    """Sum over the window of single inputs [n, P]."""
+    x = x.reshape(len(x), *windows.before)
+    return sums(x, windows, [(1 + i,) for i in range(x.ndim - 1)]).reshape(len(x), -1)
+
+
+def _size(windows: Windows) -> int:
+    size = 1
+    for n in windows.after:
+        size *= n
+    return size

@@ -1,0 +1,486 @@
+"""Kernels of networks of layers: other implementations, wide networks, brute force, edges."""
+
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import assert_close, finite_differences
+
+import ntk
+from ntk import networks as nets
+from ntk._compat import neural_tangents
+from ntk.networks import infinite
+from ntk.networks.plan import plan
+
+float64_only = pytest.mark.skipif(not jax.config.jax_enable_x64, reason="the claim is float64's")
+WEIGHTS = (2.0, 0.09)  # variances of weights and biases
+RELU, SMOOTH = nets.act(ntk.relu), nets.act(ntk.gelu)
+
+
+def normal(*shape, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape))
+
+
+def myrtle_like(activation):
+    conv = nets.serial(nets.conv(3, 2.0), nets.act(activation))
+    return nets.serial(
+        conv, nets.average_pool(2), conv, nets.global_average_pool(), nets.dense(1.0, 0.1)
+    )
+
+
+# ------------------------------------------------------------------------ other implementations
+
+
+@pytest.mark.parametrize("skips", [None, [0.7, -0.4]])
+@pytest.mark.parametrize(
+    "layers",
+    [
+        [ntk.relu] * 3,
+        [ntk.tanh, ntk.relu, ntk.gelu],
+        [{ntk.relu: 0.5, ntk.tanh: 0.3}, ntk.swish, ntk.leaky_relu(0.1)],
+    ],
+    ids=["relu", "three", "mixed"],
+)
+def test_dense_networks_have_the_kernels_of_network_kernel(layers, skips):
+    x, y = normal(5, 7), normal(3, 7, seed=1)
+    first, *blocks = [nets.act(s) for s in layers]
+    blocks = [nets.serial(nets.dense(2.0), block) for block in blocks]
+    if skips:
+        blocks = [nets.residual(b, skip=a) for b, a in zip(blocks, skips, strict=True)]
+    net = nets.serial(nets.dense(7.0), first, *blocks, nets.dense(2.0))
+    for pair in ((x,), (x, y)):
+        expected = ntk.network_kernel(*pair, activations=layers, skips=skips)
+        found = net.kernel(*pair)
+        assert_close(tuple(found), tuple(expected), f64=1e-12, f32=1e-5)
+        assert_close(found.ntk, expected.ntk, f64=1e-12, f32=1e-5)
+
+
+def of_stax(name):
+    """The same network as one of stax; ``act`` and ``t`` are the two sides' activation."""
+    stax = neural_tangents().stax
+    s, t = {
+        "relu": (ntk.relu, stax.Relu()),
+        "erf": (ntk.erf, stax.Erf()),
+        "gelu": (ntk.gelu, stax.Gelu()),
+    }[name]
+    act, std = nets.act(s), {"W_std": math.sqrt(WEIGHTS[0]), "b_std": math.sqrt(WEIGHTS[1])}
+
+    def conv(*window, strides=1, padding="SAME"):
+        size = len(window)
+        return nets.conv(window, *WEIGHTS, strides=strides, padding=padding), stax.Conv(
+            1, window, strides=(strides,) * size, padding=padding, **std
+        )
+
+    dense = nets.dense(*WEIGHTS), stax.Dense(1, **std)
+    act, flat = (act, t), (nets.flatten(), stax.Flatten())
+    gap = nets.global_average_pool(), stax.GlobalAvgPool()
+    pool = nets.average_pool(2), stax.AvgPool((2, 2), strides=(2, 2))
+
+    def serial(*layers):
+        ours, theirs = zip(*layers, strict=True)
+        return nets.serial(*ours), stax.serial(*theirs)
+
+    def residual(branch, shortcut):
+        parallel = stax.parallel(branch[1], stax.Identity() if shortcut is None else shortcut[1])
+        return nets.residual(branch[0], shortcut=shortcut and shortcut[0]), stax.serial(
+            stax.FanOut(2), parallel, stax.FanInSum()
+        )
+
+    same, small = conv(3, 3), conv(3, 3, strides=2)
+    return {
+        "bias": serial(dense, act, dense, act, dense),
+        "flatten": serial(same, act, small, act, flat, dense),
+        "padding": serial(
+            conv(3, 3, padding="CIRCULAR"), act, conv(3, 2, padding="VALID"), act, flat, dense
+        ),
+        "pool": serial(same, act, pool, same, act, flat, dense),
+        "gap": serial(same, act, same, act, gap, dense),
+        "residual": serial(
+            same,
+            residual(serial(act, same, act, same), None),
+            residual(serial(act, small), conv(1, 1, strides=2)),
+            act,
+            gap,
+            dense,
+        ),
+    }
+
+
+@float64_only
+@pytest.mark.filterwarnings("ignore:`FanIn` layers assume")
+@pytest.mark.parametrize("activation", ["relu", "erf", "gelu"])
+@pytest.mark.parametrize("name", ["bias", "flatten", "padding", "pool", "gap", "residual"])
+def test_kernels_are_those_of_neural_tangents(activation, name):
+    net, (_, _, theirs) = of_stax(activation)[name]
+    shape = (7,) if name == "bias" else (6, 5, 3)
+    x, y = normal(3, *shape), normal(2, *shape, seed=1)
+    expected, found = theirs(x, y), net.kernel(x, y)
+    for a, b in ((found.nngp, expected.nngp), (found.ntk, expected.ntk)):
+        np.testing.assert_allclose(a, b, rtol=1e-10)
+        assert float(jnp.max(jnp.abs(a - b) - found.error)) <= 0
+    # Theirs are 1e-8 off on the diagonal, where ours is exact.
+    np.testing.assert_allclose(net.kernel(x).ntk, theirs(x).ntk, rtol=1e-7)
+
+
+def integral(f, g, covariance):
+    """E f(u) g(v) by the trapezoid rule and the symmetric root, for one 2 x 2 covariance."""
+    z = np.linspace(-9.5, 9.5, 301)
+    values, vectors = np.linalg.eigh(covariance)
+    root = vectors * np.sqrt(np.maximum(values, 0)) @ vectors.T
+    u, v = (root[i, 0] * z[:, None] + root[i, 1] * z for i in (0, 1))
+    w = np.exp(-(z**2) / 2) / np.sqrt(2 * np.pi) * (z[1] - z[0])
+    return float(np.einsum("ij,i,j->", np.asarray(f(u)) * np.asarray(g(v)), w, w))
+
+
+@float64_only
+def test_a_pooled_network_is_what_quadrature_at_every_pair_of_positions_says():
+    # By hand: windows (1, 2, 2) of a sequence of 3, zeros outside, tanh, the mean, dense.
+    x = np.random.default_rng(0).standard_normal((2, 3, 2))
+    net = nets.serial(
+        nets.conv(2, 1.5, 0.2), nets.act(ntk.tanh), nets.global_average_pool(), nets.dense(0.7, 0.1)
+    )
+    padded = np.pad(x, ((0, 0), (0, 1), (0, 0)))
+    patches = [[padded[i, p : p + 2].ravel() for p in range(3)] for i in range(2)]
+    second, tangent = np.zeros((2, 2)), np.zeros((2, 2))
+    slope = ntk.tanh.derivative
+    for i, j, p, q in itertools.product(range(2), range(2), range(3), range(3)):
+        a, b = patches[i][p], patches[j][q]
+        c = 1.5 / 4 * np.array([[a @ a, a @ b], [a @ b, b @ b]]) + 0.2
+        second[i, j] += integral(ntk.tanh, ntk.tanh, c) / 9
+        tangent[i, j] += integral(slope, slope, c) * c[0, 1] / 9
+    found = net.kernel(jnp.asarray(x))
+    nngp = 0.7 * second + 0.1
+    np.testing.assert_allclose(found.nngp, nngp, rtol=1e-11)
+    np.testing.assert_allclose(found.ntk, nngp + 0.7 * tangent, rtol=1e-11)
+
+
+# --------------------------------------------------------------------------------- wide networks
+
+EVERYTHING = nets.serial(
+    nets.conv(3, 2.0, 0.1),
+    nets.act([ntk.relu, ntk.tanh], "first"),
+    nets.residual(nets.serial(nets.conv(3, 1.5, padding="CIRCULAR"), RELU), skip="gate"),
+    nets.average_pool(2),
+    nets.add([nets.conv(1, 0.5), nets.conv(2)], [0.6, 0.5]),
+    SMOOTH,
+    nets.global_average_pool(),
+    nets.dense(1.0, 0.2),
+)
+ALPHA = {"first": jnp.array([0.4, 0.7]), "gate": jnp.array(0.6)}
+
+
+@pytest.mark.parametrize(
+    ("net", "alpha"),
+    [
+        (EVERYTHING, ALPHA),
+        (nets.serial(nets.conv(3, 2.0, strides=2), RELU, nets.flatten(), nets.dense(1, 0.5)), None),
+    ],
+    ids=["everything", "flatten"],
+)
+def test_the_mean_kernel_of_wide_networks_tends_to_the_infinite_one(net, alpha):
+    # The bias falls like 1 / width, the spread of one network's kernel like 1 / sqrt(width).
+    images = normal(3, 4, 4, 2)
+    exact = net.kernel(images, alpha=alpha)
+    scale = float(jnp.max(exact.ntk))
+    spreads = []
+    for width in (32, 128):
+        module = net.module(width=width, outputs=1)
+
+        def one(key, module=module):
+            params = module.init(key, images, alpha)
+            apply = lambda params, x: module.apply(params, x, alpha)  # noqa: E731
+            return ntk.empirical_kernel(apply, params, images, method="jacobian")
+
+        kernels = jax.jit(lambda keys: jax.lax.map(one, keys))(
+            jax.random.split(jax.random.key(0), 64)
+        )
+        spreads.append(float(jnp.max(jnp.std(kernels, 0))) / scale)
+        # Four standard errors of 64 networks, and a bias of 1 / width.
+        off = float(jnp.max(jnp.abs(jnp.mean(kernels, 0) - exact.ntk))) / scale
+        assert off < 4 * spreads[-1] / 8 + 1 / width
+    assert 1.5 < spreads[0] / spreads[1] < 2.8
+
+
+def test_outputs_of_wide_networks_have_the_covariance_nngp():
+    net = nets.serial(nets.conv(2, 2.0), RELU, nets.average_pool(2), nets.conv(2, 1.0, 0.3))
+    net = nets.serial(net, SMOOTH, nets.flatten(), nets.dense(1.5))
+    images = normal(2, 4, 4, 2)
+    module = net.module(width=64, outputs=64)
+    apply = jax.jit(lambda key: module.apply(module.init(key, images), images))
+    out = jnp.concatenate([apply(key) for key in jax.random.split(jax.random.key(1), 60)], axis=1)
+    # 3840 outputs, of which 64 share a network: some 3 % of sampling error.
+    assert_close(out @ out.T / out.shape[1], net.kernel(images).nngp, f64=0.1, f32=0.1)
+
+
+# ---------------------------------------------------------------------------------------- alpha
+
+
+@float64_only
+def test_the_gradient_in_alpha_is_that_of_finite_differences():
+    images, weights = normal(2, 4, 4, 2), normal(2, 2, seed=3)
+
+    def loss(alpha):
+        kernels = EVERYTHING.kernel(images, alpha=alpha)
+        return jnp.sum(weights * kernels.ntk) + kernels.nngp[0, 1]
+
+    found = jax.grad(loss)(ALPHA)
+    assert_close(found, finite_differences(lambda a: jnp.asarray(loss(a))[None], ALPHA), f64=1e-6)
+
+
+@float64_only
+def test_the_gradient_in_the_inputs_is_that_of_finite_differences():
+    x, y = normal(2, 3, 2), normal(1, 3, 2, seed=1)
+    net = nets.serial(nets.conv(2, 2.0, 0.1), RELU, nets.average_pool(2), nets.conv(1), SMOOTH)
+    net = nets.serial(net, nets.flatten(), nets.dense())
+    loss = lambda x: jnp.sum(net.kernel(x, y).ntk)  # noqa: E731
+    expected = finite_differences(lambda x: jnp.asarray(loss(x))[None], x)
+    assert_close(jax.grad(loss)(x), expected, f64=1e-6)
+
+
+def test_jit_and_vmap_over_alpha_agree_with_one_at_a_time():
+    images = normal(2, 4, 4, 2)
+    one = lambda alpha: EVERYTHING.kernel(images, alpha=alpha).ntk  # noqa: E731
+    several = [ALPHA, EVERYTHING.start()]
+    expected = jnp.stack([one(alpha) for alpha in several])
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *several)
+    assert_close(jax.jit(one)(ALPHA), expected[0], f64=1e-12, f32=1e-5)
+    assert_close(jax.vmap(one)(stacked), expected, f64=1e-12, f32=1e-5)
+
+
+def test_the_search_space_of_a_network():
+    branch = nets.serial(nets.conv(3), nets.act({ntk.relu: "a", ntk.tanh: "b"}))
+    net = nets.serial(nets.conv(1, "v"), nets.add([branch, nets.conv(1)], "mix"))
+    assert net.names == {"v": (), "mix": ("0", "1"), "a": (), "b": ()}
+    assert_close(net.start(), {"v": 1.0, "mix": [0.5, 0.5], "a": 1.0, "b": 1.0})
+    with pytest.raises(ValueError, match="one number of choices for the name 'a'"):
+        _ = nets.serial(nets.act({ntk.relu: "a"}), nets.act([ntk.relu, ntk.tanh], "a")).names
+
+
+def test_a_choice_of_one_is_that_one():
+    images = normal(2, 4, 4, 2)
+    head = nets.serial(nets.flatten(), nets.dense())
+    ways = [nets.conv(1, 2.0), nets.serial(nets.conv(3), RELU, nets.conv(3))]
+    net = nets.serial(nets.conv(1), RELU, nets.add(ways, "way"), SMOOTH, head)
+    for k, way in enumerate(ways):
+        found = net.kernel(images, alpha={"way": jnp.eye(2)[k]})
+        expected = nets.serial(nets.conv(1), RELU, way, SMOOTH, head).kernel(images)
+        assert_close(tuple(found), tuple(expected), f64=1e-13, f32=1e-5)
+
+
+# --------------------------------------------------------------------------------------- errors
+
+
+def with_duplicates(*shape):
+    """Inputs at distances 0, 1e-9 and 1e-4 from each other, a flat one, and one of zeros."""
+    x = np.random.default_rng(0).standard_normal((2, *shape))
+    near = [x[0], x[0] + 1e-9, x[0] * (1 + 1e-4), x[1], 0 * x[0], 0 * x[0] + 0.5]
+    return np.stack(near)
+
+
+@float64_only
+@pytest.mark.parametrize(
+    ("activation", "pooled"),
+    [
+        (ntk.relu, False),
+        (ntk.relu, True),
+        (ntk.tanh, False),
+        (ntk.tanh, True),
+        (ntk.leaky_relu(-0.5), False),
+    ],
+)
+def test_float32_is_within_its_error_of_float64(activation, pooled):
+    conv = nets.serial(nets.conv(3, 2.0, 0.01), nets.act(activation))
+    pool = nets.average_pool(2) if pooled else nets.identity()
+    end = nets.global_average_pool() if pooled else nets.flatten()
+    block = nets.residual(nets.serial(nets.act(activation), nets.conv(3)))
+    net = nets.serial(conv, pool, nets.conv(1), block, nets.act(activation), end, nets.dense())
+    # The data as float32 have them, so that only the arithmetic differs.
+    x = jnp.asarray(with_duplicates(4, 4, 2), jnp.float32)
+    rough, fine = net.kernel(x), net.kernel(x.astype(float))
+    assert rough.ntk.dtype == jnp.float32
+    for a, b in zip(rough, fine, strict=True):
+        assert np.all(np.abs(np.asarray(a, float) - np.asarray(b)) <= np.asarray(rough.error))
+    # And the bound is no empty one.
+    assert float(jnp.max(rough.error)) < 2e-2 * float(jnp.max(rough.ntk))
+    assert float(jnp.max(fine.error)) < 1e-6 * float(jnp.max(fine.ntk))
+
+
+@float64_only
+def test_near_duplicates_keep_their_angle_through_convolutions_with_biases():
+    # T of a network of one position falls by (pi - angle) / pi at a ReLU: its slope is infinite.
+    layers = [nets.serial(nets.conv(1, 2.0), RELU)] * 3
+    net = nets.serial(*layers, nets.flatten(), nets.dense(2.0))
+    turn = lambda angle: [[[math.cos(angle), math.sin(angle)]]]  # noqa: E731
+    same, apart = (net.kernel(jnp.asarray(turn(0.0)), jnp.asarray(turn(a))).ntk for a in (0, 1e-9))
+    # 1 + 1 + 1 + 1 on the diagonal; each of the terms loses its angles over pi, 6 in all.
+    assert float(same[0, 0] - apart[0, 0]) == pytest.approx(6e-9 / math.pi, rel=1e-5)
+
+
+def test_equal_patches_of_one_image_have_no_error_in_float32():
+    flat = jnp.full((1, 6, 6, 2), 0.3, jnp.float32)
+    conv = nets.serial(nets.conv(3, 2.0, 0.3, padding="CIRCULAR"), RELU)
+    net = nets.serial(conv, conv, conv, nets.global_average_pool(), nets.dense())
+    # Every position is the same: the kernel of a dense network on one pixel.
+    one = nets.serial(nets.dense(2.0, 0.3), RELU)
+    expected = nets.serial(one, one, one, nets.dense()).kernel(flat[:, 0, 0]).ntk
+    assert_close(net.kernel(flat).ntk, expected, f64=2e-6, f32=2e-6)
+
+
+@float64_only
+def test_zeros_have_kernels_of_zeros():
+    net = nets.serial(nets.conv(3), RELU, nets.conv(3), SMOOTH, nets.flatten(), nets.dense())
+    found = net.kernel(jnp.zeros((1, 4, 4, 2)), normal(1, 4, 4, 2))
+    assert float(jnp.max(jnp.abs(found.ntk))) == 0
+    assert bool(
+        jnp.all(
+            jnp.isfinite(jax.grad(lambda x: jnp.sum(net.kernel(x).ntk))(0 * normal(1, 4, 4, 2)))
+        )
+    )
+
+
+def test_symmetric_kernels_are_exactly_symmetric_and_agree_with_two_arguments():
+    images = normal(5, 4, 4, 2)
+    net = myrtle_like(ntk.swish)
+    found, both = net.kernel(images), net.kernel(images, images)
+    assert bool(jnp.all(found.ntk == found.ntk.T))
+    off = ~np.eye(5, dtype=bool)
+    assert_close(found.ntk[off], both.ntk[off], f64=1e-12, f32=1e-4)
+    assert np.all(np.abs(found.ntk - both.ntk) <= both.error + found.error)
+
+
+# ------------------------------------------------------------------------------- blocks and tiles
+
+
+@pytest.mark.parametrize("activation", [ntk.relu, ntk.tanh])
+def test_blocks_and_tiles_do_not_matter(activation, monkeypatch):
+    x, y = normal(5, 4, 4, 2), normal(4, 4, 4, 2, seed=1)
+    net = myrtle_like(activation)
+    expected = net.kernel(x), net.kernel(x, y)
+    monkeypatch.setattr(infinite, "NUMBERS", 1)
+    monkeypatch.setattr(infinite, "ENTRIES", 1)
+    found = net.kernel(x), net.kernel(x, y)
+    for a, b in zip(found, expected, strict=True):
+        assert_close(tuple(a), tuple(b), f64=1e-13, f32=1e-5)
+
+
+def test_memory_of_the_pairs_is_that_of_the_results_and_of_a_tile():
+    net = myrtle_like(ntk.relu)
+    sizes = []
+    for n in (32, 96):
+        x = normal(n, 8, 8, 2)
+        found = plan(net, (8, 8), None, x.dtype)
+        sites = jax.eval_shape(
+            lambda x, found=found: infinite._sites(found, x, infinite.LEVELS[0]), x
+        )
+        program = infinite._pairs.lower(*infinite._static(found), found.numbers, sites, None)
+        memory = program.compile().memory_analysis()
+        own = 3 * n * n * x.dtype.itemsize
+        sizes.append(memory.temp_size_in_bytes - 2 * own)  # a scan keeps its results twice
+    assert sizes[1] < 1.2 * sizes[0]
+    assert sizes[1] < 16 * infinite.ENTRIES * x.dtype.itemsize
+
+
+def test_one_program_serves_all_activations_of_a_kind():
+    images = normal(2, 4, 4, 2)
+    myrtle_like(ntk.tanh).kernel(images), myrtle_like(ntk.relu).kernel(images)
+    before = infinite._pairs._cache_size()
+    myrtle_like(ntk.erf).kernel(images), myrtle_like(ntk.leaky_relu(0.2)).kernel(images)
+    assert infinite._pairs._cache_size() == before
+
+
+# ----------------------------------------------------------------------------------- bad input
+
+HEAD = nets.serial(nets.flatten(), nets.dense())
+
+
+@pytest.mark.parametrize(
+    ("make", "shape", "message"),
+    [
+        (lambda: HEAD, (2,), "x1: expected a nonempty array"),
+        (lambda: HEAD, (2, 3, 3, 3, 2), "x1: expected a nonempty array"),
+        (lambda: nets.dense(), (2, 4, 4, 2), "dense: expected flatten or pooling before"),
+        (lambda: nets.conv(3), (2, 4), "conv: expected images or sequences"),
+        (lambda: nets.conv(3), (2, 4, 4, 1), "network: expected to end in dense"),
+        (lambda: nets.serial(nets.dense(), RELU), (2, 4), "no layer with weights at the end"),
+        (lambda: nets.serial(RELU, nets.dense()), (2, 4), "act: expected a layer with weights"),
+        (
+            lambda: nets.serial(nets.dense(), RELU, RELU, nets.dense()),
+            (2, 4),
+            "act: expected a layer with weights",
+        ),
+        (
+            lambda: nets.serial(nets.conv(5, padding="VALID"), HEAD),
+            (2, 4, 4, 1),
+            r"conv: expected a window of at most \(4, 4\), got \(5, 5\)",
+        ),
+        (lambda: nets.serial(nets.average_pool(5), HEAD), (2, 4, 1), "average_pool: expected a wi"),
+        (lambda: nets.serial(nets.average_pool(5), HEAD), (2, 4), "average_pool: expected images"),
+        (lambda: nets.conv((3, 3)), (2, 4, 1), "conv: expected one number for each of 1 axes"),
+        (
+            lambda: nets.serial(nets.flatten(), RELU),
+            (2, 4, 1),
+            "flatten: expected dense after it, got act",
+        ),
+        (
+            lambda: nets.serial(nets.conv(1), nets.residual(nets.conv(2, padding="VALID")), HEAD),
+            (2, 4, 1),
+            "add: expected branches of one shape",
+        ),
+        (lambda: nets.serial(nets.residual(nets.conv(1)), HEAD), (2, 4, 1), "add: expected a lay"),
+        (
+            lambda: nets.serial(nets.conv(1), nets.residual(RELU), HEAD),
+            (2, 4, 1),
+            "add: expected a layer with weights in every branch but one",
+        ),
+        (lambda: nets.conv(3, padding="REFLECT"), (), "padding: expected one of SAME, VALID"),
+        (lambda: nets.conv(0), (), "window: expected at least 1, got 0"),
+        (lambda: nets.dense(-1.0), (), "weight_variance: expected a nonnegative number"),
+        (lambda: nets.dense(1.0, math.nan), (), "bias_variance: expected a nonnegative number"),
+        (lambda: nets.act([]), (), "activations: expected at least one"),
+        (lambda: nets.act([ntk.relu], [1.0, 2.0]), (), "weights: expected 1 of them, got 2"),
+        (lambda: nets.add([]), (), "branches: expected at least one network"),
+        (lambda: nets.serial(ntk.relu), (), "networks: expected what a combinator returns"),
+        (lambda: nets.dense().module(width=0), (), "width: expected at least 1"),
+        (lambda: nets.dense("v"), (2, 4), "alpha: expected an entry 'v'"),
+        (
+            lambda: nets.serial(nets.dense(), nets.act({ntk.relu: jnp.nan}), nets.dense()),
+            (2, 4),
+            "weights: expected finite numbers",
+        ),
+    ],
+)
+def test_mistakes_are_named(make, shape, message):
+    with pytest.raises(ValueError, match=message):
+        make().kernel(jnp.ones(shape))
+
+
+def test_mistakes_in_alpha_and_inputs_are_named():
+    net, x = nets.dense("v"), jnp.ones((2, 3))
+    for alpha, message in [
+        ({"v": jnp.ones(2)}, "alpha: v: expected a number"),
+        ({"v": -1.0}, "alpha: v: expected a nonnegative number"),
+        ({"v": jnp.inf}, "alpha: v: expected finite numbers"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            net.kernel(x, alpha=alpha)
+    with pytest.raises(ValueError, match="x2: expected inputs"):
+        nets.dense().kernel(x, jnp.ones((2, 4)))
+    with pytest.raises(ValueError, match="x1: expected finite entries"):
+        nets.dense().kernel(x * jnp.nan)
+    module = nets.serial(nets.dense(), RELU, nets.add([nets.dense()])).module(width=3)
+    with pytest.raises(ValueError, match="expected dense or conv to make the outputs"):
+        module.init(jax.random.key(0), x)
+
+
+@float64_only
+def test_too_large_an_error_is_refused_and_nan_under_jit():
+    # tanh of standard deviation 3000 is a step that no 4096 polynomials resolve.
+    x = jnp.asarray([[1.0, 0.0], [1.0, 1e-5]])
+    net = nets.serial(nets.dense(2e7), nets.act(ntk.tanh), nets.dense())
+    with pytest.raises(FloatingPointError, match="x1: expected inputs whose kernel"):
+        net.kernel(x, x)
+    found = jax.jit(lambda x: net.kernel(x, x))(x)
+    assert bool(jnp.isnan(found.ntk[0, 1])) and float(found.error[0, 1]) == np.inf

@@ -351,6 +351,23 @@ def test_symmetric_kernels_are_exactly_symmetric_and_agree_with_two_arguments():
     assert np.all(np.abs(found.ntk - both.ntk) <= both.error + found.error)
 
 
+@pytest.mark.parametrize("activation", [ntk.erf, ntk.gelu])
+@pytest.mark.parametrize("variance", [0.01, 4.0, 40.0])
+def test_closed_formulas_are_within_their_error_of_the_series(activation, variance):
+    x = jnp.asarray(with_duplicates(3))
+    net = nets.serial(nets.dense(3 * variance), nets.act(activation))
+    net = nets.serial(net, nets.dense(variance), nets.act(activation), nets.dense())
+    # Half of it twice is a sum of two, which has no formula.
+    halves = nets.act([activation, activation], [0.5, 0.5])
+    series = nets.serial(nets.dense(3 * variance), halves, nets.dense(variance), halves)
+    found, expected = net.kernel(x), nets.serial(series, nets.dense()).kernel(x)
+    for a, b in zip(found, expected, strict=True):
+        assert np.all(np.abs(a - b) <= found.error + expected.error)
+    scale = jnp.sqrt(jnp.outer(jnp.diag(found.ntk), jnp.diag(found.ntk)))
+    largest = 1e-8 if x.dtype == jnp.float64 else 2e-2
+    assert float(jnp.max(found.error[:4, :4] / scale[:4, :4])) < largest
+
+
 # ------------------------------------------------------------------------------- blocks and tiles
 
 
@@ -387,7 +404,7 @@ def test_one_program_serves_all_activations_of_a_kind():
     images = normal(2, 4, 4, 2)
     myrtle_like(ntk.tanh).kernel(images), myrtle_like(ntk.relu).kernel(images)
     before = infinite._pairs._cache_size()
-    myrtle_like(ntk.erf).kernel(images), myrtle_like(ntk.leaky_relu(0.2)).kernel(images)
+    myrtle_like(ntk.swish).kernel(images), myrtle_like(ntk.leaky_relu(0.2)).kernel(images)
     assert infinite._pairs._cache_size() == before
 
 

@@ -26,6 +26,7 @@ from ntk.networks.network import Network
 from ntk.networks.pairs import Tile, one_step, strips, walk
 from ntk.networks.plan import (
     Average,
+    Closed,
     Diagonal,
     Flat,
     Kinked,
@@ -39,7 +40,7 @@ from ntk.networks.plan import (
 from ntk.networks.windows import outer
 from ntk.pairs import assemble, mirrored, take_rows
 
-ENTRIES = 2**20  # pairs of positions that a tile has
+ENTRIES = 2**18  # pairs of positions that a tile has
 NUMBERS = 2**26  # that a block of inputs keeps, about
 LEVELS = (Resolution(64, 0.5), *RESOLUTIONS)
 
@@ -100,7 +101,7 @@ def _inputs(x1, x2):
 def _sites(found: Plan, x: jax.Array, how: Resolution) -> list[Site]:
     """All layers on single inputs [n, *shape, channels], a few at a time."""
     x = x.reshape(len(x), -1, x.shape[-1])
-    size = max(1, 4 * ENTRIES // x.shape[1] ** 2) if found.full and not is_traced(x) else len(x)
+    size = max(1, 16 * ENTRIES // x.shape[1] ** 2) if found.full and not is_traced(x) else len(x)
     parts = [
         _walk(found.steps, found.numbers, Raw(x[i : i + size]), None, found.full, how)
         for i in range(0, len(x), size)
@@ -153,6 +154,8 @@ def _plain(step, number, before) -> Site:
             return moments.linear(step, number, before)
         case Kinked():
             return moments.kinked(step, number, before)
+        case Closed():
+            return moments.closed(step, number, before)
         case Flat():
             return moments.flat(step, before)
     return moments.diagonal(step, before)

@@ -24,10 +24,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ntk.activations import Activation
 from ntk.architecture import Resolution, expand_layer, places
 from ntk.gaussian import DENSITY, reciprocal, root
-from ntk.mehler import Expansion
-from ntk.networks.plan import Average, Diagonal, Flat, Kinked, Linear, Smooth, Sum
+from ntk.mehler import Expansion, Pieces
+from ntk.networks.plan import Average, Closed, Diagonal, Flat, Kinked, Linear, Smooth, Sum
 from ntk.networks.windows import outer, patches, pooled, single
 
 
@@ -133,6 +134,46 @@ def _smooth(before: Moments, value: Expansion, slope: Expansion) -> Site:
     tangent = slope.norm**2 * before.tangent
     after = Moments(value.norm**2, tangent, value.mean, noise, mean_noise)
     return Site(before, after, value, slope)
+
+
+def closed(step: Closed, weight, before: Moments) -> Site:
+    """Erf and GELU, whose derivatives are at most 1.13, and u times their second at most 0.83."""
+    v, size = before.square, jnp.abs(weight)
+    s, slope = step.activation, step.activation.derivative
+    norms = [root(_dual(f, v, v, v)) for f in (s, slope, slope.derivative)]
+    # Both have a mean of at least 0, whose square is the dual at correlation 0.
+    mean = root(_dual(s, v, v, 0 * v))
+    eps, error = epsilon(v), before.noise[:, None]
+    moves = (1.13 * jnp.sqrt(v), 0.83)
+    found = []
+    for k in (0, 1):
+        over = reciprocal(norms[k])
+        noise = 16 * eps * (1 + v) + error / 2 * moves[k] * over
+        steep = root(v) * norms[k + 1] * over
+        found.append(_known(size * norms[k], weight * mean, noise, steep))
+    value, slopes = found
+    after = Moments(
+        value.norm**2,
+        slopes.norm**2 * before.tangent,
+        value.mean,
+        jax.lax.stop_gradient((2 * value.noise).max(1) + 4 * eps),
+        jax.lax.stop_gradient((value.norm * value.noise).max(1)),
+    )
+    return Site(before, after, value, slopes)
+
+
+def _dual(s: Activation, vx, vy, c):
+    assert s.closed is not None
+    return s.closed(vx, vy, c)
+
+
+def _known(norm, mean, noise, steep) -> Expansion:
+    """An expansion of no terms, for the errors of a function whose pairs are a formula."""
+    none, zero = jnp.zeros((*norm.shape, 0), norm.dtype), jnp.zeros_like(norm)
+    two = jnp.zeros((*norm.shape, 2), norm.dtype)
+    pieces = Pieces(none, none, none[..., None])
+    noise, steep = jax.lax.stop_gradient((noise, steep))
+    return Expansion(norm, mean, none, two, pieces, none, noise, zero + 1, two, steep, zero)
 
 
 def average(step: Average, before: Raw | Moments, state) -> Site:

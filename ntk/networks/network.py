@@ -119,7 +119,8 @@ class Network:
         Notes
         -----
         Differentiable in ``alpha``, variances and inputs. Compiled once for every structure and
-        size: another ReLU-like or another smooth activation takes no other program for the pairs.
+        size: another ReLU-like or another smooth activation takes no other program for the pairs,
+        but for erf and GELU alone, whose formulas are closed.
 
         With P positions in an image, before pooling all P^2 pairs of positions are needed, without
         any pooling the P equal ones. A pair of inputs costs that many times some 100 flops for
@@ -130,7 +131,7 @@ class Network:
         Memory: the three results; blocks of inputs with 10 P numbers for each layer and input,
         and 2 K P more for a smooth one, which hold some 2^26 numbers at most (of one input at
         least, all at once where anything is traced, with P^2 for each input before pooling); tiles
-        of 2^20 pairs of positions, or of the P^2 of one pair of images, with about
+        of 2^18 pairs of positions, or of the P^2 of one pair of images, with about
         six such arrays.
 
         Near-duplicates keep the relative accuracy of their angle from the data on, through weights,

@@ -38,7 +38,7 @@ import numpy as np
 from ntk.gaussian import arc_cosines, reciprocal
 from ntk.mehler import Pair, expectations
 from ntk.networks.moments import Moments, Raw, Site, epsilon, vectors
-from ntk.networks.plan import Average, Diagonal, Flat, Kinked, Linear, Smooth, Sum
+from ntk.networks.plan import Average, Closed, Diagonal, Flat, Kinked, Linear, Smooth, Sum
 from ntk.networks.windows import (
     add_up,
     convolved,
@@ -102,7 +102,9 @@ def one_step(step, numbers, a: Site, b: Site, state: State | None, tile: Tile) -
         case Kinked():
             return _kinked(numbers, a, b, state, tile)
         case Smooth():
-            return _smooth(a, b, state, tile)
+            return _smooth(_series, a, b, state, tile)
+        case Closed():
+            return _smooth(functools.partial(_formulas, step, numbers), a, b, state, tile)
         case Average():
             return _average(step, a, b, state, tile)
         case Diagonal():
@@ -170,10 +172,12 @@ def _of_data(step: Linear, numbers, a: Site, b: Site, tile: Tile) -> jax.Array:
 
 def _of_norms(va, vb, norms_a, norms_b, full: bool) -> jax.Array:
     """The half chord between short vectors [n, P, k]: a quarter of the squared distance."""
-    a, b = (
-        rows(v * reciprocal(norms)[..., None], full) for v, norms in ((va, norms_a), (vb, norms_b))
-    )
-    gaps = (a[:, :, None, k] - b[:, None, :, k] for k in range(a.shape[2]))
+    units = []
+    for v, norms in ((va, norms_a), (vb, norms_b)):
+        # A loop, so that each entry's row lies in memory as the pairs want it.
+        over = reciprocal(norms)
+        units.append(jax.lax.map(lambda x, over=over: rows(x * over, full), jnp.moveaxis(v, 2, 0)))
+    gaps = (a[:, :, None] - b[:, None, :] for a, b in zip(*units, strict=True))
     return functools.reduce(jnp.add, (gap * gap for gap in gaps)) / 4
 
 
@@ -214,22 +218,13 @@ def _kinked(numbers, a: Site, b: Site, state: State, tile: Tile) -> State:
     return State(after, tangent, *found)
 
 
-def _smooth(a: Site, b: Site, state: State, tile: Tile) -> State:
+def _smooth(how, a: Site, b: Site, state: State, tile: Tile) -> State:
+    """An activation whose duals ``how(a, b, p, full)`` gives, of itself and its slope."""
     assert a.slope is not None and b.slope is not None
+    same = _same(state.p, tile)
+    # Entries of inputs with themselves are known; here, a series needs no terms for them.
+    value, slope = how(a, b, state.p if same is None else jnp.where(same, 0.5, state.p), tile.full)
     p = state.p
-    same = _same(p, tile)
-    if same is not None:
-        # Their entries come from the diagonal; here, the series need no terms for them.
-        p = jnp.where(same, 0.5, p)
-
-    def one(x):
-        fs, gs, p = x
-        pair = Pair(p, 1 - p, jnp.zeros_like(p))
-        return [value for value, _ in expectations(fs, gs, (1, 0), pair)]
-
-    fs, gs = (jax.tree.map(lambda x: rows(x, tile.full), (s.value, s.slope)) for s in (a, b))
-    # One position after another: a series ends where its own largest correlation lets it.
-    value, slope = jax.lax.map(one, (fs, gs, p))
     sizes = outer(a.after.norm, b.after.norm, tile.full)
     after = jnp.clip((1 - value * reciprocal(sizes)) / 2, 0, 1)
     after = jnp.where(sizes > 0, after, 0.5)
@@ -247,6 +242,33 @@ def _smooth(a: Site, b: Site, state: State, tile: Tile) -> State:
     excess = most * state.tangent_excess
     errors = jax.lax.stop_gradient((0 * floor, floor, off + 4 * eps, error, excess))
     return State(after, state.tangent * slope, *errors)
+
+
+def _series(a: Site, b: Site, p: jax.Array, full: bool):
+    """Duals of expansions, one position after another.
+
+    A series ends where its own largest correlation lets it.
+    """
+
+    def one(x):
+        fs, gs, p = x
+        pair = Pair(p, 1 - p, jnp.zeros_like(p))
+        return [value for value, _ in expectations(fs, gs, (1, 0), pair)]
+
+    fs, gs = (jax.tree.map(lambda x: rows(x, full), (s.value, s.slope)) for s in (a, b))
+    return jax.lax.map(one, (fs, gs, p))
+
+
+def _formulas(step: Closed, weight, a: Site, b: Site, p: jax.Array, full: bool):
+    """Duals in closed form."""
+    formulas = [s.closed for s in (step.activation, step.activation.derivative) if s.closed]
+    vx, vy = rows(a.before.square, full)[:, :, None], rows(b.before.square, full)[:, None]
+    c = outer(a.before.norm, b.before.norm, full) * (1 - 2 * p)
+
+    def one(x):
+        return tuple(weight**2 * closed(*x) for closed in formulas)
+
+    return strips(one, (*(jnp.broadcast_to(v, p.shape) for v in (vx, vy)), c))
 
 
 def _average(step: Average, a: Site, b: Site, state: State, tile: Tile) -> State:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ntk._checks import array, short
-from ntk.activations import Activation
+from ntk.activations import Activation, erf, gelu
 from ntk.architecture import kinks_at_zero
 from ntk.networks.network import Add, Elementwise, Flatten, Network, Pool, Weights
 
@@ -46,6 +46,12 @@ class Smooth(NamedTuple):
     """Other activations; numbers: their weights. The activations are None in a skeleton."""
 
     activations: tuple[Activation, ...] | None
+
+
+class Closed(NamedTuple):
+    """An activation whose duals are closed formulas: erf and GELU; numbers: its weight."""
+
+    activation: Activation
 
 
 class Elements(NamedTuple):
@@ -232,6 +238,8 @@ def _elementwise(layer: Elementwise, signal, given):
         return Elements(layer.activations), weights, signal
     if all(s.smooth is None for s in layer.activations):
         return Kinked(), jnp.stack(kinks_at_zero(layer.activations, weights)), signal
+    if len(layer.activations) == 1 and layer.activations[0] in (erf, gelu):
+        return Closed(layer.activations[0]), weights[0], signal
     return Smooth(layer.activations), weights, signal
 
 

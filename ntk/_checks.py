@@ -30,6 +30,24 @@ def finite(name: str, tree: Any, what: str = "numbers") -> None:
             raise ValueError(f"{name}: expected finite {what}, got NaN or infinity.")
 
 
+def nan_where(bad: Any, value: jax.Array) -> jax.Array:
+    """``value``, NaN where it is bad; derivatives that such an entry has a part in are not finite.
+
+    `jnp.where` would pass on 0, a derivative that looks right; a factor of NaN would spoil those
+    too that the entry has no part in.
+
+    Examples
+    --------
+    >>> def total(x):
+    ...     return nan_where(jnp.array([True, False]), x)
+    >>> jax.grad(lambda x: total(x)[0])(jnp.ones(2)), jax.grad(lambda x: total(x)[1])(jnp.ones(2))
+    (Array([inf,  0.], dtype=float...), Array([0., 1.], dtype=float...))
+    """
+    # Twice the largest number makes infinity of all but 0.
+    huge = jnp.where(bad, jnp.finfo(value.dtype).max, 1).astype(value.dtype)
+    return value * huge * huge + jnp.where(bad, jnp.nan, 0).astype(value.dtype)
+
+
 def array(name: str, value: Any) -> jax.Array:
     """``value`` as an array of real numbers, of its own type.
 

@@ -287,20 +287,35 @@ def features(
 ) -> list[LayerKernels]:
     """The formulas of :mod:`ntk.infinite` for single inputs of squared norms [n]."""
     kinks = places(layers)
-    second, tangent, below = squares, jnp.zeros_like(squares), jnp.zeros_like(squares)
     eps = float(jnp.finfo(squares.dtype).eps)
-    error, below_error = 8 * eps * jnp.ones_like(squares), jnp.zeros_like(squares)
-    found = []
-    for i, (layer, w) in enumerate(zip(layers, weights, strict=True)):
-        a, c = (skips[i - 1] if i else jnp.zeros_like(squares[0])), variances[i]
+    zeros = jnp.zeros_like(squares)
+    # Second moment, T and mean of the features below; the errors of the first and the last.
+    state = squares, zeros, zeros, 8 * eps * jnp.ones_like(squares), zeros
+    # The first layer has no skip.
+    skips = jnp.concatenate([jnp.zeros_like(skips, shape=1), skips])
+
+    def one(state, x, layer):
+        w, a, c = x
+        second, _, below, error, below_error = state
         scale = root(c * second)
         value, slope = expand_layer(layer, w, scale, error, kinks, how)
-        here, here_error = below, below_error
-        second, tangent, below, error, below_error = _step(
-            a, c, second, tangent, below, error, below_error, value, slope
+        state = _step(a, c, *state, value, slope)
+        second, tangent, *_ = state
+        return state, LayerKernels(
+            scale, below, second, tangent, value, slope, below_error, state[3]
         )
-        found.append(LayerKernels(scale, here, second, tangent, value, slope, here_error, error))
-    return found
+
+    inputs = [(w, skips[i], variances[i]) for i, w in enumerate(weights)]
+    if len(set(layers)) == 1 and not concrete(squares, weights, skips, variances):
+        # Under a caller's jit one layer is compiled, not one after another.
+        stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *inputs)
+        _, found = jax.lax.scan(lambda s, x: one(s, x, layers[0]), state, stacked)
+        return [jax.tree.map(lambda x, i=i: x[i], found) for i in range(len(layers))]
+    layer_kernels = []
+    for layer, x in zip(layers, inputs, strict=True):
+        state, kernels = one(state, x, layer)
+        layer_kernels.append(kernels)
+    return layer_kernels
 
 
 @jax.jit

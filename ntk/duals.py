@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ntk._checks import concrete, floats, offending
+from ntk._checks import concrete, floats, nan_where, offending
 from ntk._kinks import ORDERS
 from ntk.activations import Activation, Function, activation
 from ntk.architecture import (
@@ -120,7 +120,7 @@ def dual(
     if a.smooth is None or b.smooth is None:
         return found
     beyond = jnp.maximum(vx, vy) > max_variance * (1 + 1e-6)
-    return jnp.where(beyond, jnp.nan, found)
+    return nan_where(beyond, found)
 
 
 def _piecewise(a: Activation, b: Activation, sx, sy, p, q) -> jax.Array:
@@ -158,7 +158,7 @@ def _one_by_one(f, g, p, q):
         error = jnp.full((1, 1), float(jnp.finfo(p.dtype).eps), p.dtype)
         ((value, bound),) = expectations((f,), (g,), (1,), Pair(p[None], q[None], error))
         bad = ~(bound <= largest_error(p.dtype) * f.norm[:, None] * g.norm)
-        return jnp.where(bad, jnp.nan, value)[0, 0]
+        return nan_where(bad, value)[0, 0]
 
     return jax.lax.map(lambda x: one(*x), (f, g, p, q))
 

@@ -42,7 +42,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from ntk._checks import concrete
+from ntk._checks import concrete, nan_where
 from ntk.activations import Activation
 from ntk.architecture import (
     RESOLUTIONS,
@@ -312,7 +312,7 @@ def _tile(a: _Rows, b: _Rows, same, skips, variances, exact) -> Kernels:
     left, right = map(root, diagonals)
     bad = ~(total <= largest_error(p.dtype) * left[:, None] * right)
     error = jax.lax.stop_gradient(jnp.where(bad, jnp.inf, last * total))
-    return Kernels(jnp.where(bad, jnp.nan, nngp), jnp.where(bad, jnp.nan, ntk), error)
+    return Kernels(nan_where(bad, nngp), nan_where(bad, ntk), error)
 
 
 def _layer(state: _State, a: LayerKernels, b: LayerKernels, skip, c, exact, *, same) -> _State:
@@ -414,5 +414,4 @@ def _lemma1(layers, x, weights, skips, how: Resolution) -> Kernels:
 
 def _resolved(value, error, norm):
     """``value`` [n, n], NaN where its error is too large."""
-    fine = error <= largest_error(value.dtype) * norm[:, None] * norm
-    return jnp.where(fine, value, jnp.nan)
+    return nan_where(~(error <= largest_error(value.dtype) * norm[:, None] * norm), value)

@@ -14,7 +14,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from ntk._checks import array, concrete, finite, short
+from ntk._checks import array, concrete, finite, nan_where, short
 from ntk.activations import Activation, Function, activation
 from ntk.architecture import (
     RESOLUTIONS,
@@ -200,7 +200,7 @@ def _pairs(x1, x2, rows1, rows2, scale):
             total = jnp.abs(covariance) * bound + sizes * (2 * error + 8 * eps) * jnp.abs(dual)
             bad = ~(total <= largest_error(p.dtype) * sizes * size)
             total = jnp.where(bad, jnp.inf, jnp.abs(scale) * total)
-            dual = jnp.where(bad, jnp.nan, dual)
+            dual = nan_where(bad, dual)
             return scale * covariance * dual, jax.lax.stop_gradient(total)
 
         return assemble(tile, n1, n2, symmetric=False)

@@ -4,7 +4,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from bilevel.checks import array, concrete, floating, simplex, simplex_slack, whole
+from bilevel.checks import array, concrete, floating, nan_where, simplex, simplex_slack, whole
 
 
 def factor_simplex(alpha: chex.Array, i: int | chex.Array) -> jax.Array:
@@ -41,7 +41,7 @@ def factor_simplex(alpha: chex.Array, i: int | chex.Array) -> jax.Array:
     if concrete(i) and not whole("i", i, 0) < h:
         raise ValueError(f"i: expected 0 to {h - 1}, got {i}.")
     others = jnp.where(jnp.arange(h) == i, 0, alpha)
-    others = jnp.where((i >= 0) & (i < h), others, jnp.nan)
+    others = nan_where((i < 0) | (i >= h), others)
     # The sum is 1 - alpha_i without its cancellation near a vertex.
     total = jnp.sum(others, axis=-1, keepdims=True)
     # XLA multiplies by a reciprocal, and x (1 / x) need not be 1: for h = 2 it has to be.
@@ -118,4 +118,4 @@ def _on_simplex(alpha: jax.Array) -> jax.Array:
     simplex("alpha", alpha)
     total = alpha.astype(jnp.promote_types(alpha.dtype, jnp.float32)).sum(-1, keepdims=True)
     near = jnp.abs(total - 1) <= simplex_slack(alpha.dtype)
-    return jnp.where((alpha >= 0).all(-1, keepdims=True) & near, alpha, jnp.nan)
+    return nan_where(~((alpha >= 0).all(-1, keepdims=True) & near), alpha)

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ntk._checks import concrete, finite, floats
+from ntk._checks import concrete, finite, floats, nan_where
 from ntk.architecture import RESOLUTIONS, TRACED, Resolution, largest_error, resolved
 from ntk.gaussian import root
 from ntk.kernels import Kernels
@@ -236,7 +236,7 @@ def _kernels(a, b, state) -> Kernels:
     def judged(x):
         nngp, ntk, error, own = x
         bad = ~(error <= largest_error(ntk.dtype) * own)
-        fields = (jnp.where(bad, jnp.nan, k) for k in (nngp, ntk))
+        fields = (nan_where(bad, k) for k in (nngp, ntk))
         return (*fields, jnp.where(bad, jnp.inf, error))
 
     return Kernels(*strips(judged, (nngp, ntk, error, own)))

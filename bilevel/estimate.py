@@ -25,7 +25,7 @@ from bilevel.curvature import PRODUCTS, curvature, is_small, spectrum
 from bilevel.forward import newton
 from bilevel.meshes import do_while, repeat, vary, varying
 from bilevel.precision import widen, widened
-from bilevel.problem import Problem, gradient, hessian_operator, is_quadratic
+from bilevel.problem import Problem, gradient, held, hessian_operator, is_quadratic
 from bilevel.protocols import Pytree
 from bilevel.solvers import detached
 
@@ -135,10 +135,11 @@ def assess(
 
 
 def _assess(problem, products, w, alpha, train, valid, grad, adjoint) -> Info:
-    slope, hvp = hessian_operator(problem.lower, w, alpha, train)
+    fixed = Problem(held(problem.lower, w, alpha, train), problem.outer)
+    slope, hvp = hessian_operator(fixed.lower, w, alpha, train)
     force = jax.grad(problem.outer)(w, alpha, valid)
     solved = after((grad, adjoint), w)
-    refined = _refine(problem, products, solved, alpha, train, valid, grad, adjoint)
+    refined = _refine(problem, fixed, products, solved, alpha, train, valid, grad, adjoint)
     better = jax.tree.map(lambda g: g.mean(0), refined.grads)
     deviations = jax.tree.map(lambda g, mean: g - mean, refined.grads, better)
     spread = optax.tree.norm(deviations) / jnp.sqrt(_samples(w) - 1)
@@ -189,20 +190,21 @@ class _Refined(NamedTuple):
     spectrum: tuple[jax.Array, jax.Array] | None  # of the Hessian, where it is decomposed
 
 
-def _refine(problem, products, w, alpha, train, valid, grad, adjoint) -> _Refined:
+def _refine(problem, fixed, products, w, alpha, train, valid, grad, adjoint) -> _Refined:
+    """``fixed``: the problem at this alpha, for all but derivatives in alpha."""
     q = optax.tree.zeros_like(w) if adjoint is None else adjoint
-    quadratic = is_quadratic(problem.lower, w, alpha, train)
-    _, hvp = hessian_operator(problem.lower, w, alpha, train)
+    quadratic = is_quadratic(fixed.lower, w, alpha, train)
+    _, hvp = hessian_operator(fixed.lower, w, alpha, train)
 
     def refined(system=None):
         near = w
         if not quadratic:
             solver = newton(_NEWTON_STEPS, cg_steps=products)
-            near = solver.run(problem.lower, alpha, w, (), train)[0]
+            near = solver.run(fixed.lower, alpha, w, (), train)[0]
         if system is None or not quadratic:
-            _, hvp = hessian_operator(problem.lower, near, alpha, train)
+            _, hvp = hessian_operator(fixed.lower, near, alpha, train)
             system = curvature(hvp, near, products)
-        return _settled(problem, system, near, w, q, alpha, train, valid, grad)
+        return _settled(problem, fixed, system, near, w, q, alpha, train, valid, grad)
 
     if is_small(w):
         return refined()
@@ -227,9 +229,9 @@ def _unknown(w, q, alpha) -> _Refined:
     return _Refined(w, q, missing, nan, nan, definite=no, settled=no, spectrum=None)
 
 
-def _settled(problem, system, near, w, q, alpha, train, valid, grad) -> _Refined:
+def _settled(problem, fixed, system, near, w, q, alpha, train, valid, grad) -> _Refined:
     """``near`` and ``q`` refined until they stay, and the hypergradients around them."""
-    slope_of = gradient(problem.lower, alpha, train)
+    slope_of = gradient(fixed.lower, alpha, train)
     rounding = jnp.finfo(system.lowest.dtype).eps * system.condition
     # The decomposition's solves are cheap, but of soft directions only as good as their curvature.
     enough, rounds = (0.0, 2) if is_small(near) else (1e-4, 1)
@@ -239,7 +241,7 @@ def _settled(problem, system, near, w, q, alpha, train, valid, grad) -> _Refined
         return system.solve(slope_of(w))
 
     def adjoint_residual(w):
-        _, hvp = hessian_operator(problem.lower, w, alpha, train)
+        _, hvp = hessian_operator(fixed.lower, w, alpha, train)
         force = jax.grad(problem.outer)(w, alpha, valid)
         return lambda q: optax.tree.sub(hvp(q), force), force
 

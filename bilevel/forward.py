@@ -14,7 +14,7 @@ from bilevel.checks import at_least, function, nan_unless_finite, whole
 from bilevel.inverse import conjugate_gradients
 from bilevel.meshes import do_while, varying, while_loop
 from bilevel.precision import narrow, rounding, widen, widened
-from bilevel.problem import hessian_operator, is_quadratic
+from bilevel.problem import held, hessian_operator, is_quadratic
 from bilevel.protocols import LowerSolver, Pytree
 
 
@@ -64,6 +64,7 @@ def newton(steps: int = 100, tol: float | None = None, cg_steps: int = 500) -> L
     def run(lower, alpha, w, state, batch):
         relative = _stationarity_tolerance(w) if tol is None else tol
         own, w, lower = w, widen(w), widened(lower, w)
+        lower = held(lower, w, alpha, batch)
         exact = is_quadratic(lower, w, alpha, batch)
         slope, hvp = hessian_operator(lower, w, alpha, batch)
         scale = optax.tree.norm(slope) + optax.tree.norm(hvp(w))
@@ -192,6 +193,7 @@ def lbfgs(steps: int = 200, tol: float | None = None, memory: int = 10) -> Lower
             )
         relative = _stationarity_tolerance(w) if tol is None else tol
         own, w, lower = w, widen(w), widened(lower, w)
+        lower = held(lower, w, alpha, batch)
 
         def loss(w):
             return lower(w, alpha, batch)

@@ -110,9 +110,8 @@ def held(lower: Loss, w: Pytree, alpha: Pytree, batch: Pytree) -> Loss:
     >>> [float(loss(w, None, None)) for w in (1.0, 2.0)], len(count)
     ([18.0, 72.0], 1)
     """
-    leaves, structure = jax.tree.flatten(w)
-    trace = jax.make_jaxpr(lambda leaves: lower(structure.unflatten(leaves), alpha, batch))
-    run = _without_the_known(trace(leaves), [_MOVING] * len(leaves))[1]
+    trace = jax.make_jaxpr(lambda w: lower(w, alpha, batch))
+    run = _without_the_known(trace(w), [_MOVING] * len(jax.tree.leaves(w)))[1]
     return lambda w, alpha, batch: run(jax.tree.leaves(w))[0]
 
 
@@ -135,8 +134,8 @@ def _without_the_known(
         if all(value is not _MOVING for value in values):
             found = bind(equation, values)
         elif equation.primitive.name in ("jit", "pjit"):
-            found, run = _without_the_known(programs(equation)[0], values)
-            steps.append((equation, run))
+            found, inner = _without_the_known(programs(equation)[0], values)
+            steps.append((equation, inner))
         else:
             found = [_MOVING] * len(equation.outvars)
             steps.append((equation, functools.partial(bind, equation)))

@@ -1,5 +1,7 @@
 """The skip space is Zhu's Eq. (1), searched and trained as Algorithm 1 says."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -314,3 +316,74 @@ def apply(alpha, x=X):
 def test_bad_arguments_are_named_in_one_sentence(call, sentence):
     with pytest.raises(ValueError, match=sentence):
         call()
+
+
+INFINITE = skip_space(["relu", "tanh"], depth=4, width=math.inf, outer="squared")
+
+
+def infinite_batches(rows=5):
+    x, xv = (jnp.asarray(a) for a in np.random.default_rng(3).normal(size=(2, rows, 3)))
+    y, yv = jnp.sign(x[:, 0]), jnp.sign(xv[:, 0])
+    return x, (INFINITE.inputs(x), y), (INFINITE.inputs(xv, x), yv)
+
+
+def test_the_hypergradient_at_infinite_width_is_a_finite_difference():
+    """In a random direction of alpha; the value by numpy from the kernel alone."""
+    x, train, valid = infinite_batches()
+    keys = jax.random.split(jax.random.key(5), 2)
+    alpha = INFINITE.start()
+    alpha["kernel"]["activations"] = jax.random.dirichlet(keys[0], jnp.ones(2), (3,))
+    alpha["kernel"]["skips"] = jax.random.uniform(keys[1], (2,))
+    fn = jax.jit(bilevel.hypergradient(INFINITE.problem, INFINITE.solver, diagnostics=False))
+    found = fn(alpha, 0 * train[1], train, valid)
+
+    @jax.jit
+    def kernels(alpha):
+        return [INFINITE.kernel(alpha["kernel"], *rows).ntk for rows in (train[0], valid[0])]
+
+    def value(alpha):
+        K, cross = map(np.asarray, kernels(alpha))
+        w = np.linalg.solve(K + np.exp(alpha["log_penalty"]) * np.eye(len(x)), train[1])
+        return np.mean((1 - valid[1] * (cross @ w)) ** 2)
+
+    np.testing.assert_allclose(found.value, value(alpha), rtol=1e-10)
+    direction = jax.tree.map(
+        lambda a: jnp.asarray(np.random.default_rng(a.size).normal(size=a.shape)), alpha
+    )
+    moved = [value(jax.tree.map(lambda a, d, h=h: a + h * d, alpha, direction)) for h in STEPS]
+    difference = (8 * (moved[1] - moved[0]) - (moved[3] - moved[2])) / (12 * STEPS[1])
+    slope = optax.tree.vdot(found.grad, direction)
+    np.testing.assert_allclose(slope, difference, rtol=1e-6)
+
+
+STEPS = (-1e-3, 1e-3, -2e-3, 2e-3)
+
+
+def test_a_search_at_infinite_width_ends_at_an_architecture_with_a_certificate_on_its_path():
+    x, train, valid = infinite_batches()
+    optimizer = bilevel.strategies.on_sets(
+        INFINITE.sets,
+        simplex=optax.chain(optax.sgd(0.5), bilevel.exponentiate()),
+        other=optax.adam(0.05),
+    )
+    found = bilevel.search(
+        *(INFINITE.problem, INFINITE.solver, optimizer, INFINITE.start(), 0 * train[1]),
+        *(train, valid),
+        steps=3,
+        progress=False,
+    )
+    assert found.history["value"][-1] < found.history["value"][0]
+    architecture = INFINITE.discretize(found.alpha)
+    corner = INFINITE.one_hot(architecture)
+    assert INFINITE.discretize(corner) == architecture
+    K = INFINITE.kernel(architecture, x).ntk
+    np.testing.assert_allclose(INFINITE.kernel(corner["kernel"], x).ntk, K, rtol=1e-10)
+    certified = INFINITE.certificates(found.history["alpha"], x)
+    path = jax.tree.map(lambda a: a[1], found.history["alpha"]["kernel"])
+    smallest = np.linalg.eigvalsh(INFINITE.kernel(path, x).ntk)[0]
+    assert 0.99 * smallest < certified[1] <= smallest
+
+
+def test_infinite_width_has_one_parametrization():
+    with pytest.raises(ValueError, match='parametrization: expected "ntk" at infinite width'):
+        skip_space(width=math.inf, parametrization="he")

@@ -17,6 +17,9 @@ The search is DARTS's (section 5.1), with cross-entropy below and above. It ends
 network is then trained from scratch by SGD, the second half of Algorithm 1
 (:func:`bilevel.nets.training.train`).
 
+At ``width=math.inf`` the network is kernel ridge regression with its exact neural tangent kernel:
+:class:`SkipKernelSpace`, a search without weights to train.
+
 The paper has two initialisations, which do not agree:
 
 ================  ==================================  ==============================================
@@ -40,7 +43,7 @@ Connection Search, NeurIPS 2022: Eq. (1), section 3, Algorithm 1, section 5.1.
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, overload
 
 import flax.linen as nn
 import jax
@@ -52,6 +55,7 @@ import ntk
 from bilevel.checks import finite, known, sequence, whole
 from bilevel.problem import Problem
 from bilevel.spaces.activations import ACTIVATIONS
+from bilevel.spaces.kernels import KernelFunctionSpace, kernel_function_space
 from bilevel.spaces.space import Space, on_simplices
 from bilevel.spaces.targets import predict
 
@@ -107,14 +111,52 @@ class SkipSpace(Space):
     kernel: Callable[..., ntk.Kernels]
 
 
+@dataclasses.dataclass(frozen=True)
+class SkipKernelSpace(KernelFunctionSpace):
+    """The same search at infinite width; ``skip_space(..., width=math.inf)`` makes it.
+
+    ``alpha`` is {"kernel": that of :class:`SkipSpace`, "log_penalty"}; ``w``, batches, ``inputs``,
+    ``solver`` and ``certificates`` are those of
+    :class:`bilevel.spaces.kernels.KernelFunctionSpace`. An architecture is a
+    :class:`SkipArchitecture`; its corner has the penalty of the start.
+
+    Attributes
+    ----------
+    kernel : ``kernel(alpha["kernel"], x, x2=None) -> ntk.Kernels``; or of an architecture.
+    """
+
+    kernel: Callable[..., ntk.Kernels]
+
+
+@overload
+def skip_space(
+    activations: Sequence[str | ntk.Activation] = ...,
+    *,
+    depth: int = ...,
+    width: int = ...,
+    classes: int = ...,
+    parametrization: str = ...,
+    outer: str = ...,
+) -> SkipSpace: ...
+@overload
+def skip_space(
+    activations: Sequence[str | ntk.Activation] = ...,
+    *,
+    depth: int = ...,
+    width: float,  # math.inf
+    classes: int = ...,
+    parametrization: str = ...,
+    outer: str = ...,
+) -> SkipKernelSpace: ...
 def skip_space(
     activations: Sequence[str | ntk.Activation] = CANDIDATES,
     *,
     depth: int = 10,
-    width: int = 1024,
+    width: int | float = 1024,
     classes: int = 10,
     parametrization: str = "ntk",
-) -> SkipSpace:
+    outer: str = "logistic",
+) -> SkipSpace | SkipKernelSpace:
     """Networks of Eq. (1) whose activations and skip connections are to be searched.
 
     Parameters
@@ -123,22 +165,26 @@ def skip_space(
         activations.
     depth : int
         L, at least 3: weight matrices, the last one included.
-    width : int
-        m.
+    width : int or math.inf
+        m; ``math.inf`` for kernel ridge regression.
     classes : int
         2 for one output and the paper's logistic loss (of ``y f``, y = 2 label - 1), more for one
         output each and the softmax's cross-entropy, which generalises it.
     parametrization : {"ntk", "as_printed", "he"}
-        As in the module's table.
+        As in the module's table; at infinite width ``"ntk"``.
+    outer : {"hinge", "logistic", "squared"}
+        At infinite width, the loss of ``y f`` above; ``y`` from
+        :func:`bilevel.spaces.targets.sign_labels`.
 
     Returns
     -------
-    SkipSpace
+    SkipSpace, or for ``width=math.inf`` SkipKernelSpace
 
     Raises
     ------
     ValueError
-        For an unknown name, an activation given twice, under 3 layers, or one class.
+        For an unknown name, an activation given twice, under 3 layers, one class, or infinite width
+        in another parametrization than ``"ntk"``.
 
     Notes
     -----
@@ -147,6 +193,11 @@ def skip_space(
 
     The size of ``w`` is ``m (inputs + (L-2) m + outputs)``.
 
+    At infinite width every step evaluates two kernels and their derivatives, in float64 beyond
+    seven layers: in float32 the bound of their error grows until entries are NaN, and the search
+    stops with a sentence. ``bilevel.hypergradient(..., diagnostics=False)``: the derivatives in
+    ``w`` of derivatives of a kernel, which ``info`` has, take minutes.
+
     Examples
     --------
     >>> space = skip_space(["relu", "tanh"], depth=3, width=4, classes=2)
@@ -154,6 +205,13 @@ def skip_space(
     >>> architecture = space.discretize(alpha)
     >>> print(architecture)
     relu, relu+skip
+
+    At infinite width a search has no weights to train:
+
+    >>> kernels = skip_space(["relu", "tanh"], depth=3, width=math.inf)
+    >>> alpha = kernels.one_hot(architecture)
+    >>> kernels.kernel(alpha["kernel"], jnp.eye(2)).ntk.shape, str(kernels.discretize(alpha))
+    ((2, 2), 'relu, relu+skip')
 
     Second-order DARTS on batches of 64, then Algorithm 1 on what it finds::
 
@@ -179,9 +237,15 @@ def skip_space(
     if not 0 < len(functions) == len(set(functions)) == len(set(names)):
         got = ", ".join(names) or "none"
         raise ValueError(f"activations: expected at least one, each once, got {got}.")
-    for name, value, least in (("depth", depth, 3), ("width", width, 1), ("classes", classes, 2)):
+    for name, value, least in (("depth", depth, 3), ("classes", classes, 2)):
         whole(name, value, least)
     known("parametrization", parametrization, _SCALES)
+    infinite = width == math.inf
+    if infinite and parametrization != "ntk":
+        raise ValueError(
+            f'parametrization: expected "ntk" at infinite width, got {parametrization!r}.'
+        )
+    width = 1 if infinite else whole("width", width, 1)
     outputs = 1 if classes == 2 else classes
     network = _Network(
         dict(zip(names, functions, strict=True)), depth, width, outputs, parametrization
@@ -241,9 +305,23 @@ def skip_space(
             skips = alpha["skips"]
         return ntk.network_kernel(x, x2, activations=layers, skips=skips)
 
+    sets = {"activations": "simplex", "skips": "box"}
+    if infinite:
+        space = kernel_function_space(kernel, start(), sets=sets, outer=outer)
+
+        return SkipKernelSpace(
+            **{field.name: getattr(space, field.name) for field in dataclasses.fields(space)}
+            | {
+                "names": names,
+                "draw": lambda key: space.one_hot(draw(key)),
+                "discretize": lambda alpha: discretize(alpha["kernel"]),
+                "one_hot": lambda architecture: space.one_hot(one_hot(architecture)),
+            },
+            kernel=kernel,
+        )
     return SkipSpace(
         names=names,
-        sets={"activations": "simplex", "skips": "box"},
+        sets=sets,
         start=start,
         init=init,
         apply=apply,

@@ -111,8 +111,8 @@ def stateful_hypergradient(
     problem: Problem,
     solver: LowerSolver,
     *,
+    diagnostics: bool,
     mode: str = "reverse",
-    diagnostics: bool = True,
     damping: float = 0.0,
     products: int | None = None,
 ) -> Callable:

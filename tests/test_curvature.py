@@ -254,3 +254,16 @@ def test_the_smallest_curvature_is_found_to_a_factor(size):
         assert definite
         assert 0.9 < lowest * condition < 12
         assert condition / 20 < ratio < 2 * condition
+
+
+def test_a_curvature_under_the_rounding_of_the_largest_is_found_where_products_have_it():
+    """A penalty of 1e-17 beside data of 1: lost in the matrix, not in its products."""
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(10, 30)) / 5)
+    penalty = 1e-17 if jax.config.jax_enable_x64 else 1e-9
+
+    def hvp(v):
+        return x.T @ (x @ v) + penalty * v
+
+    lowest, _, definite = jax.jit(lambda b: curvature(hvp, b)[1:4])(jnp.ones(30))
+    assert definite
+    np.testing.assert_allclose(lowest, penalty, rtol=1e-3)

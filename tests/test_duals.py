@@ -265,3 +265,11 @@ def test_equal_activations_are_equal_and_hash_alike():
     assert ntk.tanh.derivative == ntk.tanh.derivative
     assert len({ntk.swish.derivative, ntk.swish.derivative}) == 1
     assert isinstance(ntk.activation(jnp.cos), Activation)
+
+
+def test_a_step_against_a_point_mass_is_the_density_at_the_kink():
+    """E[1(u > 0) delta(u')] = 1/2 of u's density at 0, 1 / sqrt(2 pi vy), at every correlation."""
+    step, mass = ntk.relu.derivative, ntk.relu.derivative.derivative
+    for c in (-0.9, 0.0, 0.4):
+        expected = 0.5 / np.sqrt(2 * np.pi * 2.0)
+        assert_close(ntk.dual(step, mass, 1.5, 2.0, c), expected, f64=1e-14, f32=1e-6)

@@ -13,6 +13,7 @@ from helpers import assert_close, flatten, lower_hessian, tolerance
 from problems import case, decay, digits, least_squares, logistic, mixed, quadratic
 
 import bilevel
+from bilevel.estimate import _jitter
 
 EPS = float(jnp.finfo(jax.dtypes.canonicalize_dtype(float)).eps)
 STEPS = (3, 10, 30, 100, 300, 1000)
@@ -412,3 +413,13 @@ def test_norms_that_overflow_never_count_as_converged():
     assert jnp.isfinite(found.grad).all() and jnp.isinf(jnp.linalg.norm(found.grad))
     assert not found.info.converged and np.isinf(found.info.error_estimate)
     assert int(found.info.reason) == 1
+
+
+def test_drawn_roundings_have_mean_0_and_variance_1():
+    """In roundings of an entry, and of the root mean square: see `_jitter`."""
+    x = jnp.ones(20_000)
+    for number in (0, 5):
+        drawn = (_jitter(jnp.uint32(number), x) - x) / (2 * jnp.finfo(x.dtype).eps)
+        # On the grid of roundings, 1/4 of a unit here; four standard errors.
+        assert abs(drawn.mean()) < 4 / np.sqrt(len(x))
+        assert abs(drawn.var() - 1) < 0.08

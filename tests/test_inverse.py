@@ -347,3 +347,13 @@ def test_conjugate_gradients_do_not_underflow(scale):
         )
         np.testing.assert_allclose(solved.x / scale, b / jnp.arange(1, 6), rtol=1e-5)
         assert solved.residual <= 1e-5 * scale
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, float])
+def test_cg_goes_on_to_the_rounding_of_its_residual_where_that_is_asked_for(dtype):
+    values = jnp.linspace(1, 3, 60, dtype=dtype)
+    b = jnp.asarray(np.random.default_rng(0).normal(size=60), dtype)
+    solved = conjugate_gradients(lambda v: values * v, b, None, steps=60, threshold=0.0)
+    eps = jnp.finfo(b.dtype).eps
+    assert jnp.linalg.norm(b - values * solved.x) < 50 * eps * jnp.linalg.norm(b)
+    assert solved.residual < 1e-3 * eps * jnp.linalg.norm(b)

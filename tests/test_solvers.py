@@ -14,6 +14,7 @@ from jax.flatten_util import ravel_pytree
 from problems import case, decay, least_squares, logistic, mixed, mixed_ridge_in_numpy
 
 import bilevel
+from bilevel.forward import newton
 from bilevel.problem import is_quadratic
 
 STEP_SIZE = 0.1
@@ -364,3 +365,16 @@ def test_forward_solver_stays_at_a_solution():
 def test_an_argument_out_of_range_is_refused_by_name(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_newton_takes_the_steps_it_is_allowed():
+    """Truth: Newton's own steps in one dimension, where CG and the line search change nothing."""
+
+    def lower(w, alpha, batch):
+        return jnp.sum(jnp.cosh(w - alpha))
+
+    w = 0.9
+    for steps in (1, 2, 3):
+        w = w - np.tanh(w - 0.1)
+        found = newton(steps, tol=0.0).run(lower, 0.1, jnp.array([0.9]), (), None)[0]
+        np.testing.assert_allclose(found, [w], rtol=1e-5 if steps < 3 else 1e-3)

@@ -467,3 +467,11 @@ def test_sizes_a_little_apart_share_a_program():
         singular = smallest_eigenpair(planted(np.linspace(-1, 0, n)))  # nothing above what is added
         np.testing.assert_allclose(singular.value, -1, rtol=1e-12)
     assert spectrum._vector._cache_size() == before
+
+
+def test_out_of_cells_the_lower_bound_is_raised_to_what_those_left_over_prove():
+    """The first bound is near 0 here; bisection of the target finds two thirds of the way."""
+    phi = np.random.default_rng(0).normal(size=(3, 10, 30))
+    found = certify_simplex(mixtures(phi), max_cells=20)
+    assert not found.converged
+    assert 0.3 * found.upper < found.lower <= smallest(mixtures(phi), found.argmin)

@@ -9,6 +9,8 @@ from helpers import assert_close, finite_differences, flatten
 from problems import case
 
 import bilevel
+from bilevel.solvers._optimizer import with_limits
+from ntk._equations import programs
 
 EPS = 1e-2  # large, so that a difference quotient much finer than it can be formed
 STEPS = 6  # RAdam changes its formula at the fifth
@@ -154,3 +156,35 @@ def test_hypergradient_is_the_difference_quotient_where_gradients_are_0(name):
         assert np.isfinite(expected).all()
         rounding = 1e-8 / max(np.max(np.abs(expected)), 1e-6)  # of the differences
         assert_close(result.grad, expected, f64=3e-5 + rounding)
+
+
+def test_a_guard_that_is_shut_stays_shut():
+    """``where(v > 0, 1 / v, 0)`` at v < 0: no history of squares, but an update may guard so."""
+
+    def update(g):
+        return jnp.where(g > 0, g**2, 0.0)
+
+    values = jnp.array([-2.0, 3.0])
+    slopes = jax.vmap(jax.grad(lambda g: with_limits(update, g)))(values)
+    np.testing.assert_allclose(slopes, [0, 6])
+
+
+@pytest.mark.parametrize(
+    ("steps", "size", "loops"), [(100, 1000, 1), (200, 10, 2), (100, 10**6, 2)]
+)
+def test_short_trajectories_are_kept_and_long_or_large_ones_run_twice(steps, size, loops):
+    """Loops inside loops: one level keeps every step, two levels one in sqrt(steps)."""
+    solver = bilevel.unrolled(0.1, steps)
+
+    def value(alpha):
+        lower = lambda w, alpha, batch: jnp.sum((w - alpha) ** 2)  # noqa: E731
+        w = jnp.zeros(size)
+        return solver.run(lower, alpha, w, solver.init(w), None)[0].sum()
+
+    def depth(jaxpr):
+        inner = [
+            depth(p.jaxpr) + (e.primitive.name == "scan") for e in jaxpr.eqns for p in programs(e)
+        ]
+        return max(inner, default=0)
+
+    assert depth(jax.make_jaxpr(jax.grad(value))(1.0).jaxpr) == loops

@@ -49,7 +49,9 @@ def hypergradient(
     ----------
     problem : Problem
     solver : LowerSolver
-        :func:`bilevel.unrolled`, :func:`bilevel.implicit`, :func:`bilevel.ridge`, or your own.
+        :func:`bilevel.unrolled`, :func:`bilevel.implicit`, :func:`bilevel.ridge`, or your own. One
+        that draws batches itself takes ``(key, data)`` for ``train``; ``info`` then speaks of the
+        lower problem of one more batch.
     mode : {"reverse", "forward"}
         ``"reverse"``: cost independent of dim(alpha). ``"forward"``: memory independent of the
         number of inner steps (2 dim(alpha) copies of ``w``), cost grows with dim(alpha).
@@ -102,7 +104,7 @@ def hypergradient(
         floating("alpha", alpha)
         floating("w0", w0)
         alpha, w0 = jax.tree.map(jnp.asarray, (alpha, w0))
-        return step(alpha, w0, solver.init(w0), train, valid)[0]
+        return step(alpha, w0, solver.start(alpha, w0), train, valid)[0]
 
     return fn
 
@@ -132,11 +134,12 @@ def stateful_hypergradient(
             scalar_loss("outer", value)
             return value, (w, new_state)
 
-        loss = jax.eval_shape(fresh(problem.lower), w0, alpha, train)
+        batch = solver.batch(train)
+        loss = jax.eval_shape(fresh(problem.lower), w0, alpha, batch)
         scalar_loss("lower", loss)
         axes = varying(loss)
         w0, state = vary((w0, state), axes)
-        mapped = enters(problem.lower, w0, alpha, train) or enters(problem.outer, w0, alpha, valid)
+        mapped = enters(problem.lower, w0, alpha, batch) or enters(problem.outer, w0, alpha, valid)
         if diagnostics and not mapped:
             _check_enters(lambda alpha: objective(alpha, None)[0], alpha)
         adjoint = None
@@ -155,7 +158,7 @@ def stateful_hypergradient(
         info: Any = None
         if diagnostics:
             stated = _damped(problem, damping, start_of(state, w0))
-            info = assess(stated, w, alpha, train, valid, grad, adjoint, min(products, PRODUCTS))
+            info = assess(stated, w, alpha, batch, valid, grad, adjoint, min(products, PRODUCTS))
             info = info if mapped else unmapped(info)
         return HyperGradient(value, grad, w, info), state
 

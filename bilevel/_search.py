@@ -34,7 +34,7 @@ from bilevel.checks import (
     whole,
 )
 from bilevel.problem import Problem
-from bilevel.protocols import LowerSolver, Pytree
+from bilevel.protocols import Keyed, LowerSolver, Pytree
 from ntk._programs import fresh, program
 
 _QUANTITIES = ("lower loss", "weights", "outer loss", "hypergradient", "alpha")  # causes first
@@ -103,7 +103,9 @@ def descent(
     problem, solver
         As in :func:`bilevel.hypergradient`.
     optimizer : optax.GradientTransformation
-        Of ``alpha``, its geometry included (:func:`bilevel.exponentiate`, ...).
+        Of ``alpha``, its geometry included (:func:`bilevel.exponentiate`, ...). One that asks for
+        ``value`` or ``value_fn`` (``optax.lbfgs``, ``contrib.reduce_on_plateau``, Polyak's steps)
+        is told: ``value_fn(alpha)`` solves the lower problem from the step's weights.
     diagnostics : bool
         Whether ``metrics`` has the fields of :class:`bilevel.Info` too, at their cost.
 
@@ -134,7 +136,7 @@ def descent(
     >>> state.alpha, metrics["value"]
     (Array([0.5], dtype=float...), Array(1., dtype=float...))
     """
-    gradient_transformation("optimizer", optimizer)
+    optimizer = gradient_transformation("optimizer", optimizer)
     hypergradient = stateful_hypergradient(problem, solver, diagnostics=diagnostics)
 
     def init(alpha, w):
@@ -143,15 +145,24 @@ def descent(
         alpha, w = jax.tree.map(jnp.asarray, (alpha, w))
         state = optimizer.init(alpha)
         alpha = geometry.check_descends(optimizer, state, alpha)
-        return DescentState(alpha, w, solver.init(w), state, jnp.zeros((), int))
+        return DescentState(alpha, w, solver.start(alpha, w), state, jnp.zeros((), int))
 
     def step(state, data):
         train, valid = data
         hyper, solver_state = hypergradient(state.alpha, state.w, state.solver, train, valid)
-        updates, optimizer_state = optimizer.update(hyper.grad, state.optimizer, state.alpha)
+
+        def value_at(alpha):
+            w, _ = solver.run(problem.lower, alpha, state.w, state.solver, train)
+            return problem.outer(w, alpha, valid)
+
+        # What line searches and step sizes by the loss ask for; others do not look.
+        told = {"value": hyper.value, "grad": hyper.grad, "value_fn": value_at}
+        updates, optimizer_state = optimizer.update(
+            hyper.grad, state.optimizer, state.alpha, **told
+        )
         metrics = {
             "value": hyper.value,
-            "lower": problem.lower(hyper.w, state.alpha, train),
+            "lower": problem.lower(hyper.w, state.alpha, solver.batch(train)),
             "grad_norm": optax.tree.norm(hyper.grad),
         }
         if hyper.info is not None:
@@ -196,9 +207,11 @@ def search(
     steps : int
         Outer steps in all, those of a resumed checkpoint included.
     batches : ``batches(key, data) -> batch``, optional
-        Samples a batch of ``train`` and one of ``valid`` at every step, inside the compiled loop.
+        Samples a batch of ``train`` and one of ``valid`` at every step, inside the compiled loop;
+        of ``valid`` only where the solver draws those of ``train`` itself
+        (``unrolled(..., batches=...)``).
     key : jax.Array, optional
-        Needed with ``batches``.
+        Needed with ``batches``, here or in the solver.
     progress : bool, optional
         A progress bar on standard error; by default only where that is a terminal.
     checkpoint : path, optional
@@ -256,7 +269,7 @@ def search(
     """
     arrays = alpha, w0, train, valid, key
     traced = not concrete(arrays)
-    _check(problem, arrays, steps, batches, resume, checkpoint, callback, chunk)
+    _check(problem, solver, arrays, steps, batches, resume, checkpoint, callback, chunk)
     if traced and (progress or checkpoint is not None or callback is not None):
         raise ValueError(
             "progress, checkpoint and callback: expected none of them under jit or vmap, got one."
@@ -312,9 +325,14 @@ class _Setup(NamedTuple):
     def step(self, state, data):
         train, valid, key = data
         _, step = descent(*self[:3], diagnostics=self.diagnostics)
-        if self.batches is not None:
+        inside = self.solver.batches is not None
+        if inside or self.batches is not None:
             keys = jax.random.split(jax.random.fold_in(key, state.step))
-            train, valid = self.batches(keys[0], train), self.batches(keys[1], valid)
+            valid = valid if self.batches is None else self.batches(keys[1], valid)
+            if inside:
+                train = Keyed(keys[0], train)
+            elif self.batches is not None:
+                train = self.batches(keys[0], train)
         return step(state, (train, valid))
 
     def advance(self, carry: _Carry, data, count) -> _Carry:
@@ -462,7 +480,7 @@ def _resumed(saver: Saver, carry: _Carry, steps: int) -> _Carry:
 # ----------------------------------------------------------------------------- validation
 
 
-def _check(problem, arrays, steps, batches, resume, checkpoint, callback, chunk) -> None:
+def _check(problem, solver, arrays, steps, batches, resume, checkpoint, callback, chunk) -> None:
     """Raise on anything wrong that can be seen before the first compilation."""
     alpha, w0, train, valid, key = arrays
     whole("steps", steps, 1)
@@ -474,7 +492,8 @@ def _check(problem, arrays, steps, batches, resume, checkpoint, callback, chunk)
         function("callback", callback, "result -> bool")
     if resume and checkpoint is None:
         raise ValueError("resume: expected a checkpoint directory to resume from, got None.")
-    if batches is not None and key is None:
+    drawn = batches is not None or getattr(solver, "batches", None) is not None
+    if drawn and key is None:
         raise ValueError("key: expected a PRNG key to sample batches with, got None.")
     if key is not None:
         prng_key("key", key)

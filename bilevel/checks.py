@@ -220,13 +220,13 @@ def _ours(value: Any) -> bool:
     return hasattr(value, "__qualname__") and (value.__module__ or "").startswith("bilevel.")
 
 
-def gradient_transformation(name: str, value: Any) -> None:
-    """Refuse what is not an optax optimizer, with the cure for the usual slips."""
-    if isinstance(value, optax.GradientTransformation):
-        return
+def gradient_transformation(name: str, value: Any) -> optax.GradientTransformationExtraArgs:
+    """An optax optimizer as one that takes extra arguments; the cure for the usual slips."""
     if isinstance(value, optax.MultiSteps):
-        cure = "hand in its .gradient_transformation()"
-    elif callable(value):
+        value = value.gradient_transformation()
+    if isinstance(value, optax.GradientTransformation):
+        return optax.with_extra_args_support(value)
+    if callable(value):
         cure = "call it if it makes an optimizer, or hand it to optax.sgd if it is a schedule"
     else:
         cure = "optax.sgd(step_size) makes one"

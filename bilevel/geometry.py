@@ -189,8 +189,7 @@ def softmax(optimizer: optax.GradientTransformation) -> optax.GradientTransforma
     >>> [round(a, 4) for a in optax.apply_updates(alpha, updates).tolist()]
     [0.8808, 0.1192]
     """
-    gradient_transformation("optimizer", optimizer)
-    inner = optax.with_extra_args_support(optimizer)
+    inner = gradient_transformation("optimizer", optimizer)
 
     def init(alpha):
         jax.tree.map(check_simplex, alpha)
@@ -209,6 +208,11 @@ def softmax(optimizer: optax.GradientTransformation) -> optax.GradientTransforma
             return alpha * (g - jnp.sum(alpha * g, axis=-1, keepdims=True))
 
         slopes = jax.tree.map(pull_back, state.logits, updates)
+        if "value_fn" in extra:  # of alpha: what the optimizer moves are logits
+            of_alpha = extra["value_fn"]
+            extra |= {"value_fn": lambda logits: of_alpha(jax.tree.map(_softmax, logits))}
+        if "grad" in extra:
+            extra |= {"grad": slopes}
         step, inner_state = inner.update(slopes, state.optimizer, state.logits, **extra)
         logits = jax.tree.map(_finite, optax.apply_updates(state.logits, step))
         updates = optax.tree.sub(jax.tree.map(_softmax, logits), params)
@@ -388,8 +392,11 @@ def ascends(optimizer: optax.GradientTransformation, alpha: Pytree) -> list[jax.
     slope = jax.tree.map(_slope, start)
 
     def after(sign):
-        state = optimizer.init(start)
-        _, state = optimizer.update(jax.tree.map(lambda g: sign * g, slope), state, start)
+        g = jax.tree.map(lambda g: sign * g, slope)
+        # A loss with this gradient, for those that ask.
+        told = {"value": optax.tree.vdot(g, start), "value_fn": lambda a: optax.tree.vdot(g, a)}
+        rule = optax.with_extra_args_support(optimizer)
+        _, state = rule.update(g, rule.init(start), start, grad=g, **told)
         return [geometry.point for geometry in geometries(state)]
 
     return [

@@ -38,12 +38,33 @@ class LowerSolver(NamedTuple):
     gradients : int, optional
         About how many lower gradients a hypergradient by this solver takes, where that is known:
         what is spent on its error follows.
+    init_at : ``init_at(alpha, w) -> state``, or None
+        In the place of ``init`` where the state depends on ``alpha``.
+    batches : ``batches(key, data) -> batch``, or None
+        Where ``run`` draws batches itself: the one that it is given is a :class:`Keyed`.
     """
 
     init: Callable[[Pytree], Pytree]
     run: Callable[[Loss, Pytree, Pytree, Pytree, Pytree], tuple[Pytree, Pytree]]
     closed_form: bool = False
     gradients: int | None = None
+    init_at: Callable[[Pytree, Pytree], Pytree] | None = None
+    batches: Callable[[jax.Array, Pytree], Pytree] | None = None
+
+    def start(self, alpha: Pytree, w: Pytree) -> Pytree:
+        """The first state."""
+        return self.init(w) if self.init_at is None else self.init_at(alpha, w)
+
+    def batch(self, train: Pytree) -> Pytree:
+        """A batch of what ``run`` is given: all of it, or one drawn by its key."""
+        return train if self.batches is None else self.batches(*train)
+
+
+class Keyed(NamedTuple):
+    """Data to draw batches from, and the key to draw them by."""
+
+    key: jax.Array
+    data: Pytree
 
 
 class Point(NamedTuple):

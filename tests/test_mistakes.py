@@ -70,7 +70,6 @@ jax.tree_util.register_pytree_with_keys(
 )
 MODULE = Module(jnp.zeros(2), jax.nn.relu)
 SELECTION = baselines.Selection(lambda *a: 0.0, lambda *a: None)
-MULTI = optax.MultiSteps(SGD, 2)
 
 MISTAKES = {
     "auxiliary output, lower": (
@@ -124,22 +123,6 @@ MISTAKES = {
     "implicit without brackets, restarted": (
         lambda: bilevel.restarted(implicit),
         r"solver: .* got the function implicit; call it: implicit\(...\)",
-    ),
-    "MultiSteps, unrolled": (
-        lambda: bilevel.unrolled(MULTI, 1),
-        r"optimizer: .* got a MultiSteps; hand in its .gradient_transformation\(\)",
-    ),
-    "MultiSteps, one_step": (
-        lambda: bilevel.one_step(MULTI),
-        r"optimizer: .* got a MultiSteps; hand in its .gradient_transformation\(\)",
-    ),
-    "MultiSteps, search": (
-        lambda: search(optimizer=MULTI),
-        r"optimizer: .* got a MultiSteps; hand in its .gradient_transformation\(\)",
-    ),
-    "MultiSteps, descent": (
-        lambda: descent(optimizer=MULTI),
-        r"optimizer: .* got a MultiSteps; hand in its .gradient_transformation\(\)",
     ),
     "optax.adam without brackets": (
         lambda: bilevel.unrolled(optax.adam, 1),

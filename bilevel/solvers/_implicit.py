@@ -49,7 +49,7 @@ def implicit(forward: LowerSolver | None = None, inverse: Inverse | None = None)
     Raises
     ------
     ValueError
-        If ``forward`` is no lower solver, or ``inverse`` no inverse.
+        If ``forward`` is no lower solver or draws batches itself, or ``inverse`` is no inverse.
 
     Notes
     -----
@@ -72,9 +72,17 @@ def implicit(forward: LowerSolver | None = None, inverse: Inverse | None = None)
     """
     forward = newton() if forward is None else lower_solver("forward", forward)
     inverse = cg() if inverse is None else inverse_map("inverse", inverse)
+    if forward.batches is not None:
+        raise ValueError(
+            "forward: expected a solver of one lower problem, got one that draws batches; "
+            "the implicit function theorem needs all rows, or one batch that the search draws."
+        )
 
     def init(w):
         return ImplicitState(forward.init(w), optax.tree.zeros_like(w))
+
+    def init_at(alpha, w):
+        return ImplicitState(forward.start(alpha, w), optax.tree.zeros_like(w))
 
     def run(lower, alpha, w, state, batch):
         def solve(alpha, w, state, batch):
@@ -84,7 +92,7 @@ def implicit(forward: LowerSolver | None = None, inverse: Inverse | None = None)
         w = _stationary(lower, inverse, w, alpha, batch, state.adjoint)
         return w, ImplicitState(forward_state, state.adjoint)
 
-    return LowerSolver(init, run)
+    return LowerSolver(init, run, init_at=init_at)
 
 
 def _stationary(

@@ -1,8 +1,9 @@
 """A solver that begins anew at every outer step."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
-from bilevel.checks import lower_solver
+from bilevel.checks import function, lower_solver
 from bilevel.protocols import LowerSolver, Pytree
 
 
@@ -12,7 +13,9 @@ class RestartedState(NamedTuple):
     start: Pytree  # like w: where every run begins
 
 
-def restarted(solver: LowerSolver) -> LowerSolver:
+def restarted(
+    solver: LowerSolver, start: Callable[[Pytree, Pytree], Pytree] | None = None
+) -> LowerSolver:
     """``solver``, begun anew from the first ``w`` at every outer step.
 
     A search otherwise goes on from the last weights (warm start), so that what it returns depends
@@ -20,10 +23,21 @@ def restarted(solver: LowerSolver) -> LowerSolver:
     minimises a well-defined function of ``alpha``. The ``w`` given to ``run`` is ignored; the
     derivative with respect to the starting point is that of the ``w`` given to ``init``.
 
+    Parameters
+    ----------
+    solver : LowerSolver
+    start : ``start(alpha, w) -> w``, optional
+        Where every run begins, from ``alpha`` and the first ``w``: a learned initialisation, as in
+        MAML (Finn, Abbeel & Levine 2017). Its derivative counts where all steps are differentiated.
+
+    Returns
+    -------
+    LowerSolver
+
     Raises
     ------
     ValueError
-        If ``solver`` is no lower solver.
+        If ``solver`` is no lower solver, or ``start`` no function.
 
     Examples
     --------
@@ -34,13 +48,23 @@ def restarted(solver: LowerSolver) -> LowerSolver:
     >>> state = solver.init(jnp.zeros(1))
     >>> solver.run(lower, jnp.ones(1), jnp.full(1, 99.0), state, None)[0]
     Array([0.5], dtype=float...)
+
+    MAML: ``alpha`` is where the task's own steps begin.
+
+    >>> learned = restarted(unrolled(0.5, steps=1), start=lambda alpha, w: alpha)
+    >>> to_one = lambda w, alpha, batch: 0.5 * jnp.sum((w - 1) ** 2)
+    >>> learned.run(to_one, jnp.full(1, 3.0), None, state, None)[0]
+    Array([2.], dtype=float...)
     """
     lower_solver("solver", solver)
+    if start is not None:
+        function("start", start, "(alpha, w) -> w")
 
     def run(lower, alpha, w, state, batch):
-        return solver.run(lower, alpha, state.start, solver.init(state.start), batch)[0], state
+        begin = state.start if start is None else start(alpha, state.start)
+        return solver.run(lower, alpha, begin, solver.start(alpha, begin), batch)[0], state
 
-    return solver._replace(init=RestartedState, run=run)
+    return solver._replace(init=RestartedState, run=run, init_at=None)
 
 
 def start_of(state: Pytree, w: Pytree) -> Pytree:

@@ -10,7 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from bilevel.checks import between, gradient_transformation, nan_unless_finite, whole
+from bilevel.checks import (
+    between,
+    function,
+    gradient_transformation,
+    nan_unless_finite,
+    short,
+    whole,
+)
 from bilevel.meshes import settled
 from bilevel.precision import narrow
 from bilevel.protocols import LowerSolver, Pytree
@@ -23,20 +30,33 @@ _KEPT_BYTES = 2**26
 
 
 def unrolled(
-    optimizer: optax.GradientTransformation | float, steps: int, *, backprop: int | None = None
+    optimizer: optax.GradientTransformation | float | Callable[[Pytree], Any],
+    steps: int,
+    *,
+    backprop: int | None = None,
+    batches: Callable[[jax.Array, Pytree], Pytree] | None = None,
+    average: Callable[[Pytree], jax.Array] | None = None,
 ) -> LowerSolver:
     """``steps`` optimizer steps, differentiated through.
 
     Parameters
     ----------
-    optimizer : optax.GradientTransformation or float
+    optimizer : optax.GradientTransformation, float, or function
         Any optax optimizer whose update is differentiable; a float is plain gradient descent with
-        that step size, which may be traced.
+        that step size, which may be traced. A function ``alpha -> optimizer`` makes rates, momenta
+        and schedules hyperparameters; what it returns may not change in kind with ``alpha``.
     steps : int
         Number of steps T.
     backprop : int, optional
         How many of the last steps to differentiate: all by default. ``steps=1, backprop=1`` is
         second-order DARTS, ``backprop=0`` first-order DARTS (Liu, Simonyan & Yang 2019).
+    batches : ``batches(key, data) -> batch``, optional
+        Every step draws a batch of its own, with a key of its own: :func:`bilevel.minibatches`, or
+        one that hands the key on to a loss with dropout. The solver is then given ``(key, data)``
+        as its batch; :func:`bilevel.search` does so by itself.
+    average : ``average(alpha) -> weights [T]``, optional
+        The solution is ``sum_t weights_t w_t`` over the iterates after each step: averaging, or,
+        with weights that depend on ``alpha``, when to stop. By default it is the last one.
 
     Returns
     -------
@@ -47,15 +67,16 @@ def unrolled(
     Raises
     ------
     ValueError
-        If ``steps`` is under 1, or ``backprop`` is not in 0..steps.
+        If ``steps`` is under 1, or ``backprop`` is not in 0..steps; when it runs, if a function of
+        ``alpha`` returns no optimizer, or no weights [T].
 
     Notes
     -----
     Time T lower gradients, and about three times that for the derivative. Memory in reverse mode:
     one copy of ``w`` and of the optimizer's state per step while the whole trajectory is short (up
     to 128 steps and 64 MiB); beyond that 2 sqrt(T) copies, in blocks of sqrt(T) steps that are run
-    once more. What a step computes inside (activations) is never stored: its gradient is taken
-    again when its derivative is.
+    once more, on the same batches. What a step computes inside (activations) is never stored: its
+    gradient is taken again when its derivative is.
 
     Examples
     --------
@@ -65,22 +86,37 @@ def unrolled(
     >>> run = lambda alpha: solver.run(lower, alpha, w, solver.init(w), None)[0]
     >>> run(jnp.ones(1)), jax.jacobian(run)(jnp.ones(1))
     (Array([0.75], dtype=float...), Array([[0.75]], dtype=float...))
+
+    The rate as a hyperparameter: 1 - (1 - rate)^2, and its derivative.
+
+    >>> to_one = lambda w, alpha, batch: 0.5 * jnp.sum((w - 1) ** 2)
+    >>> solver = unrolled(lambda alpha: optax.sgd(alpha), steps=2)
+    >>> run = lambda rate: solver.run(to_one, rate, w, solver.start(rate, w), None)[0][0]
+    >>> jax.value_and_grad(run)(0.5)
+    (Array(0.75, dtype=float...), Array(1., dtype=float...))
     """
     steps = whole("steps", steps, 1)
     last = steps if backprop is None else backprop
     if isinstance(last, bool) or last not in range(steps + 1):
         raise ValueError(f"backprop: expected None or 0 to steps={steps}, got {backprop}.")
-    if not isinstance(optimizer, optax.GradientTransformation):
-        optimizer = optax.sgd(_step_size(optimizer))
-    optimizer = optax.with_extra_args_support(optimizer)
+    if batches is not None:
+        function("batches", batches, "(key, data) -> batch")
+    of_alpha = _depends_on_alpha(optimizer)
+    rule = None if of_alpha else _transformation(optimizer)
+
+    def rule_at(alpha):
+        return _of_alpha(optimizer, alpha) if rule is None else rule
 
     def run(lower, alpha, w, state, batch):
         def step(carry, alpha, batch):
-            w, state = carry
+            w, state, number, total = carry
+            if batches is not None:
+                key, data = batch
+                batch = batches(jax.random.fold_in(key, number), data)
             value, slope = jax.value_and_grad(lower)(w, alpha, batch)
 
             def update(slope, state, w, value):
-                return optimizer.update(
+                return rule_at(alpha).update(
                     slope,
                     state,
                     w,
@@ -91,17 +127,68 @@ def unrolled(
 
             updates, state = with_limits(update, slope, state, w, value)
             # A loss can be NaN with finite gradients: a hinge passes none on.
-            return nan_unless_finite(optax.apply_updates(w, updates), value), state
+            w = nan_unless_finite(optax.apply_updates(w, updates), value)
+            if average is not None:
+                total = _add_iterate(total, _weights(average, alpha, steps)[number], w)
+            return w, state, None if number is None else number + 1, total
 
         def first_steps(carry, alpha, batch):
             return _repeat(lambda c: step(c, alpha, batch), carry, steps - last)
 
-        carry = (w, state)
+        counted = batches is not None or average is not None
+        total = None if average is None else optax.tree.zeros_like(w)
+        carry = (w, state, jnp.zeros((), int) if counted else None, total)
         if last < steps:
             carry = detached(first_steps, carry, alpha, batch)
-        return _repeat_checkpointed(lambda c: step(c, alpha, batch), carry, last)
+        w, state, _, total = _repeat_checkpointed(lambda c: step(c, alpha, batch), carry, last)
+        return w if average is None else total, state
 
-    return LowerSolver(init=optimizer.init, run=run, gradients=steps + 3 * last)
+    def init(w):
+        if rule is None:
+            raise ValueError("init: the optimizer depends on alpha; call solver.start(alpha, w).")
+        return rule.init(w)
+
+    init_at = (lambda alpha, w: rule_at(alpha).init(w)) if of_alpha else None
+    return LowerSolver(init, run, gradients=steps + 3 * last, init_at=init_at, batches=batches)
+
+
+def _of_alpha(make: Any, alpha: Pytree) -> optax.GradientTransformationExtraArgs:
+    """The optimizer at ``alpha``."""
+    made = make(alpha)
+    if not isinstance(made, optax.GradientTransformation | optax.MultiSteps):
+        raise ValueError(
+            "optimizer: expected a function alpha -> optax optimizer, got one that returns "
+            f"{short(made)}; a schedule of steps goes into optax.sgd(schedule)."
+        )
+    return gradient_transformation("optimizer", made)
+
+
+def _depends_on_alpha(optimizer: Any) -> bool:
+    """Whether it is a function of a user's own; optax's lack their brackets."""
+    ours = getattr(optimizer, "__module__", "") or ""
+    return (
+        callable(optimizer)
+        and not isinstance(optimizer, optax.MultiSteps)
+        and (not ours.startswith("optax") or "<locals>" in optimizer.__qualname__)
+    )
+
+
+def _transformation(optimizer: Any) -> optax.GradientTransformationExtraArgs:
+    """A number stands for plain gradient descent with that step size."""
+    if isinstance(optimizer, int | float | np.generic | np.ndarray | jax.Array):
+        optimizer = optax.sgd(optimizer)
+    return gradient_transformation("optimizer", optimizer)
+
+
+def _weights(average: Callable, alpha: Pytree, steps: int) -> jax.Array:
+    found = jnp.asarray(average(alpha))
+    if found.shape != (steps,):
+        raise ValueError(f"average: expected {steps} weights, got shape {found.shape}.")
+    return found
+
+
+def _add_iterate(total: Pytree, weight: jax.Array, w: Pytree) -> Pytree:
+    return jax.tree.map(lambda t, x: t + weight.astype(x.dtype) * x, total, w)
 
 
 def one_step(
@@ -161,8 +248,7 @@ def one_step(
     """
     if radius is not None:
         between("radius", radius, 0, math.inf)
-    if not isinstance(optimizer, optax.GradientTransformation):
-        optimizer = optax.sgd(_step_size(optimizer))
+    optimizer = _transformation(optimizer)
 
     def run(lower, alpha, w, state, batch):
         lower, hoisted = jax.closure_convert(fresh(lower), w, alpha, batch)
@@ -193,13 +279,6 @@ def one_step(
         return step((alpha, hoisted), w, state, batch)
 
     return LowerSolver(init=optimizer.init, run=run, gradients=4)
-
-
-def _step_size(optimizer: Any) -> Any:
-    """A number, which stands for plain gradient descent."""
-    if not isinstance(optimizer, int | float | np.generic | np.ndarray | jax.Array):
-        gradient_transformation("optimizer", optimizer)
-    return optimizer
 
 
 def _mixed_product(loss: Callable, w: Pytree, alpha: Pytree, v: Pytree) -> Pytree:

@@ -1,0 +1,297 @@
+"""What a training loop has: rates and starts that are searched, a batch and a key for each step."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import assert_close, finite_differences, tolerance
+
+import bilevel
+
+X = jnp.asarray(np.random.default_rng(0).normal(size=(12, 3)))
+Y = jnp.asarray(np.random.default_rng(1).normal(size=12))
+XV = jnp.asarray(np.random.default_rng(2).normal(size=(8, 3)))
+YV = jnp.asarray(np.random.default_rng(3).normal(size=8))
+TRAIN, VALID, W0 = (X, Y), (XV, YV), jnp.array([0.3, -0.2, 0.1])
+
+
+def loss(w, alpha, batch):
+    x, y = batch
+    return 0.5 * jnp.mean((x @ w - y) ** 2)
+
+
+PLAIN = bilevel.Problem(loss, loss)
+
+
+def slope(w, batch):
+    x, y = batch
+    return x.T @ (x @ w - y) / len(y)
+
+
+def with_momentum(alpha, steps=7):
+    """Heavy ball, written out."""
+    w, m = W0, jnp.zeros(3)
+    for _ in range(steps):
+        m = alpha["momentum"] * m + slope(w, TRAIN)
+        w = w - alpha["rate"] * m
+    return loss(w, None, VALID)
+
+
+def decayed(alpha, steps=7):
+    """Steps whose rate decays by a schedule of alpha's, the first weight at a rate of its own."""
+    w = W0
+    for step in range(steps):
+        g = slope(w, TRAIN)
+        rate = alpha["rate"] * jnp.exp(-alpha["decay"] * step)
+        w = w - jnp.array([alpha["first"], 1, 1]) * rate * g
+    return loss(w, None, VALID)
+
+
+def of_parts(alpha):
+    """The schedule, and a rate for each part."""
+
+    def schedule(step):
+        return alpha["rate"] * jnp.exp(-alpha["decay"] * step)
+
+    scales = jnp.array([alpha["first"], 1, 1])
+    scaled = optax.stateless(lambda updates, _: jax.tree.map(lambda g: scales * g, updates))
+    return optax.chain(scaled, optax.sgd(schedule))
+
+
+CASES = {
+    "rate and momentum": (
+        lambda alpha: optax.sgd(alpha["rate"], momentum=alpha["momentum"]),
+        with_momentum,
+        {"rate": jnp.array(0.2), "momentum": jnp.array(0.5)},
+    ),
+    "schedule and rates of parts": (
+        of_parts,
+        decayed,
+        {"rate": jnp.array(0.3), "decay": jnp.array(0.2), "first": jnp.array(1.5)},
+    ),
+}
+
+
+@pytest.mark.parametrize("mode", ["reverse", "forward"])
+@pytest.mark.parametrize("name", CASES)
+def test_hyperparameters_of_the_optimizer_have_the_derivatives_of_code_written_out(name, mode):
+    optimizer, by_hand, alpha = CASES[name]
+    solver = bilevel.unrolled(optimizer, 7)
+    fn = jax.jit(bilevel.hypergradient(PLAIN, solver, mode=mode))
+    found = fn(alpha, W0, TRAIN, VALID)
+    assert_close(found.value, by_hand(alpha), f64=1e-12, f32=1e-5)
+    assert_close(found.grad, jax.grad(by_hand)(alpha), f64=1e-10, f32=1e-4)
+    # No loss depends on alpha: of this derivative the solution map knows nothing.
+    assert not found.info.converged and "only the solver does" in bilevel.explain(found.info)
+
+
+def test_a_search_learns_the_rate_and_resumes_to_the_same(tmp_path):
+    solver = bilevel.restarted(bilevel.unrolled(lambda alpha: optax.adam(alpha), 10))
+    args = PLAIN, solver, optax.sgd(0.02), jnp.array(0.01), W0, TRAIN, VALID
+    whole = bilevel.search(*args, steps=6, progress=False)
+    assert whole.history["value"][-1] < whole.history["value"][0]
+    assert whole.alpha > 0.01
+    bilevel.search(*args, steps=3, checkpoint=tmp_path / "a", progress=False)
+    rest = bilevel.search(*args, steps=6, checkpoint=tmp_path / "a", resume=True, progress=False)
+    np.testing.assert_array_equal(rest.alpha, whole.alpha)
+
+
+def test_where_training_starts_is_a_hyperparameter():
+    """MAML: Finn et al. 2017, Eq. (1), by hand for a quadratic loss."""
+    solver = bilevel.restarted(bilevel.unrolled(0.1, 3), start=lambda alpha, w: alpha)
+    found = bilevel.hypergradient(PLAIN, solver)(W0, jnp.zeros(3), TRAIN, VALID)
+    H = X.T @ X / len(Y)
+    step = jnp.eye(3) - 0.1 * H
+    w = W0
+    for _ in range(3):
+        w = w - 0.1 * slope(w, TRAIN)
+    assert_close(found.w, w, f64=1e-12, f32=1e-6)
+    assert_close(found.grad, step @ step @ step @ slope(w, VALID), f64=1e-11, f32=1e-5)
+
+
+def test_when_to_stop_is_a_hyperparameter():
+    solver = bilevel.unrolled(0.3, 5, average=jax.nn.softmax)
+    alpha = jnp.array([0.1, 0.5, -0.3, 0.0, 1.0])
+    found = jax.jit(bilevel.hypergradient(PLAIN, solver, diagnostics=False))(
+        alpha, W0, TRAIN, VALID
+    )
+    iterates, w = [], W0
+    for _ in range(5):
+        w = w - 0.3 * slope(w, TRAIN)
+        iterates.append(w)
+    path = jnp.stack(iterates)
+    value = lambda alpha: loss(jax.nn.softmax(alpha) @ path, None, VALID)  # noqa: E731
+    assert_close(found.grad, jax.grad(value)(alpha), f64=1e-10, f32=1e-4)
+    half = bilevel.unrolled(0.3, 5, average=jax.nn.softmax, backprop=2)
+    assert_close(half.run(loss, alpha, W0, half.init(W0), TRAIN)[0], found.w, f64=1e-12, f32=1e-6)
+    with pytest.raises(ValueError, match=r"average: expected 5 weights, got shape \(4,\)"):
+        solver.run(loss, alpha[:4], W0, solver.init(W0), TRAIN)
+
+
+# ----------------------------------------------------------------------------- fresh batches
+
+
+def noisy(key, data):
+    """Four rows, and the key for a mask."""
+    rows = jax.random.randint(key, (4,), 0, len(data[1]))
+    return data[0][rows], data[1][rows], key
+
+
+def dropped(w, alpha, batch):
+    """Squares with dropout of the inputs, and weights of a penalty."""
+    x, y, key = batch
+    x = x * jax.random.bernoulli(jax.random.fold_in(key, 9), 0.5, x.shape) / 0.5
+    return 0.5 * jnp.mean((x @ w - y) ** 2) + 0.5 * jnp.sum(jnp.exp(alpha) * w**2)
+
+
+NOISY = bilevel.Problem(dropped, loss)
+KEY = jax.random.key(4)
+
+
+def by_hand(alpha, steps, key=KEY):
+    def step(w, number):
+        batch = noisy(jax.random.fold_in(key, number), TRAIN)
+        return w - 0.1 * jax.grad(dropped)(w, alpha, batch), None
+
+    w, _ = jax.lax.scan(step, W0, jnp.arange(steps))
+    return loss(w, None, VALID)
+
+
+@pytest.mark.parametrize("mode", ["reverse", "forward"])
+@pytest.mark.parametrize("steps", [5, 150])
+def test_every_step_has_a_batch_and_a_key_of_its_own(mode, steps):
+    """Truth: the loop written out. 150 steps are run twice in reverse mode, on the same batches."""
+    solver = bilevel.unrolled(0.1, steps, batches=noisy)
+    fn = jax.jit(bilevel.hypergradient(NOISY, solver, mode=mode, diagnostics=False))
+    alpha = jnp.array([-1.0, -2.0, 0.5])
+    found = fn(alpha, W0, (KEY, TRAIN), VALID)
+    value, grad = jax.jit(jax.value_and_grad(lambda a: by_hand(a, steps)))(alpha)
+    assert_close(found.value, value, f64=1e-12, f32=1e-5)
+    assert_close(found.grad, grad, f64=1e-10, f32=1e-4)
+
+
+def test_batches_are_different_at_every_step_of_both_levels():
+    """The loss <w, row>, at rate 1: the weights count the rows."""
+    rows = jnp.eye(40)
+    problem = bilevel.Problem(
+        lambda w, alpha, batch: jnp.vdot(w, batch.sum(0)) + 0 * alpha,
+        lambda w, alpha, batch: alpha**2,
+    )
+    solver = bilevel.unrolled(1.0, 5, batches=bilevel.minibatches(1))
+    found = bilevel.search(
+        *(problem, solver, optax.sgd(0.1), jnp.array(1.0), jnp.zeros(40), rows, rows),
+        steps=20,
+        key=KEY,
+        progress=False,
+    )
+    counts = -np.asarray(found.w)
+    assert counts.sum() == 100
+    # 100 draws of 40: 36.8 different ones expected, standard deviation 1.6; one batch for all five
+    # steps would give 20 draws, 15.9 different ones.
+    assert np.count_nonzero(counts) > 28
+
+
+def test_a_search_with_batches_inside_resumes_bit_for_bit_and_maps(tmp_path):
+    solver = bilevel.unrolled(optax.adam(0.05), 4, batches=noisy)
+    search = functools.partial(
+        bilevel.search, NOISY, solver, optax.adam(0.1), jnp.zeros(3), W0, TRAIN, VALID
+    )
+    whole = search(steps=7, key=KEY, progress=False)
+    search(steps=3, key=KEY, checkpoint=tmp_path / "a", progress=False)
+    rest = search(steps=7, key=KEY, checkpoint=tmp_path / "a", resume=True, progress=False)
+    np.testing.assert_array_equal(rest.alpha, whole.alpha)
+    np.testing.assert_array_equal(rest.w, whole.w)
+    keys = jnp.stack([KEY, jax.random.key(5)])
+    mapped = jax.jit(jax.vmap(lambda key: search(steps=7, key=key).alpha))(keys)
+    assert_close(mapped[0], whole.alpha, f64=1e-12, f32=1e-5)
+    assert np.abs(mapped[1] - mapped[0]).max() > 1e-3
+
+
+def test_mistakes_are_one_sentence():
+    drawing = bilevel.unrolled(0.1, 2, batches=noisy)
+    with pytest.raises(ValueError, match="forward: expected a solver of one lower problem, got"):
+        bilevel.implicit(drawing)
+    with pytest.raises(ValueError, match="key: expected a PRNG key to sample batches with"):
+        bilevel.search(NOISY, drawing, optax.sgd(0.1), jnp.zeros(3), W0, TRAIN, VALID, steps=1)
+    schedule = bilevel.unrolled(optax.cosine_decay_schedule(0.1, 10), 2)
+    with pytest.raises(ValueError, match=r"one that returns .*; a schedule of steps goes into"):
+        bilevel.hypergradient(PLAIN, schedule)(jnp.zeros(()), W0, TRAIN, VALID)
+    with pytest.raises(ValueError, match=r"the optimizer depends on alpha; call solver\.start"):
+        bilevel.unrolled(lambda alpha: optax.sgd(alpha), 2).init(W0)
+
+
+# ----------------------------------------------------------------------------- any optax optimizer
+
+PENALISED = bilevel.Problem(
+    lambda w, alpha, batch: loss(w, None, batch) + 0.5 * jnp.sum(jnp.exp(alpha) * w**2), loss
+)
+START = jnp.array([-1.0, 0.0, 0.5])
+
+
+def value(alpha):
+    w = jnp.linalg.solve(X.T @ X / len(Y) + jnp.diag(jnp.exp(alpha)), X.T @ Y / len(Y))
+    return loss(w, None, VALID)
+
+
+ABOVE = {
+    "lbfgs": optax.lbfgs(),
+    "Polyak": optax.polyak_sgd(f_min=0.0),
+    "plateau": optax.chain(optax.sgd(0.5), optax.contrib.reduce_on_plateau(patience=1)),
+    "MultiSteps": optax.MultiSteps(optax.sgd(0.5), 2),
+}
+
+
+@pytest.mark.parametrize("name", ABOVE)
+def test_optimizers_of_alpha_that_ask_for_the_loss_are_told(name):
+    """Truth: the same optimizer on the closed form of the outer loss."""
+    found = bilevel.search(
+        *(PENALISED, bilevel.implicit(), ABOVE[name], START, W0, TRAIN, VALID),
+        steps=6,
+        progress=False,
+    )
+    rule = ABOVE[name]
+    rule = rule.gradient_transformation() if isinstance(rule, optax.MultiSteps) else rule
+    rule, alpha = optax.with_extra_args_support(rule), START
+    state = rule.init(alpha)
+    for _ in range(6):
+        now, grad = jax.value_and_grad(value)(alpha)
+        updates, state = rule.update(grad, state, alpha, value=now, grad=grad, value_fn=value)
+        alpha = optax.apply_updates(alpha, updates)
+    assert_close(found.alpha, alpha, f64=1e-5, f32=1e-2)  # line searches branch on roundings
+    assert np.abs(alpha - START).max() > tolerance(1e-3, 1e-3)
+
+
+def test_a_line_search_under_softmax_moves_logits():
+    """L-BFGS reaches the minimum; told the loss at logits for that at alpha, it would not."""
+    target = jnp.array([0.6, 0.3, 0.1])
+    problem = bilevel.Problem(
+        lambda w, alpha, batch: 0.5 * jnp.sum((w - alpha) ** 2),
+        lambda w, alpha, batch: jnp.sum((w - target) ** 2),
+    )
+    found = bilevel.search(
+        *(problem, bilevel.implicit(), bilevel.softmax(optax.lbfgs()), jnp.ones(3) / 3),
+        *(jnp.zeros(3), None, None),
+        steps=25,
+        progress=False,
+    )
+    assert_close(found.alpha, target, f64=1e-5, f32=1e-3)
+
+
+def test_accumulated_steps_below_are_steps_of_the_mean_gradient():
+    """MultiSteps over two equal gradients is one step: its derivative too."""
+    many = bilevel.unrolled(optax.MultiSteps(optax.sgd(0.2), 2), 4)
+    few = bilevel.unrolled(0.2, 2)
+    both = [
+        bilevel.hypergradient(PENALISED, solver, diagnostics=False)(START, W0, TRAIN, VALID)
+        for solver in (many, few)
+    ]
+    assert_close(both[0].grad, both[1].grad, f64=1e-7, f32=1e-4)  # optax counts in float32
+
+    def trained(alpha):
+        return loss(few.run(PENALISED.lower, alpha, W0, few.init(W0), TRAIN)[0], None, VALID)
+
+    by_differences = finite_differences(trained, START)
+    assert_close(both[0].grad, by_differences, f64=1e-6, f32=1e-2)

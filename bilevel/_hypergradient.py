@@ -15,11 +15,18 @@ import jax.numpy as jnp
 import optax
 from jax.flatten_util import ravel_pytree
 
-from bilevel.checks import floating, losses, lower_solver, nan_unless_finite, scalar_loss
+from bilevel.checks import (
+    floating,
+    losses,
+    lower_solver,
+    nan_unless_finite,
+    scalar_loss,
+    with_aux,
+)
 from bilevel.curvature import PRODUCTS
 from bilevel.estimate import Info, assess, unmapped
 from bilevel.meshes import vary, varying
-from bilevel.problem import Problem, enters
+from bilevel.problem import Problem, enters, without_aux
 from bilevel.protocols import LowerSolver, Pytree
 from bilevel.solvers import remember, start_of
 from ntk._programs import fresh
@@ -32,6 +39,7 @@ class HyperGradient(NamedTuple):
     grad: Pytree  # like alpha
     w: Pytree  # the solver's solution
     info: Info  # accuracy; None with diagnostics=False, where nobody reads it
+    aux: Pytree = None  # {"lower": ..., "outer": ...} of a Problem(has_aux=True)
 
 
 def hypergradient(
@@ -70,7 +78,7 @@ def hypergradient(
 
     Returns
     -------
-    ``fn(alpha, w0, train, valid) -> HyperGradient(value, grad, w, info)``
+    ``fn(alpha, w0, train, valid) -> HyperGradient(value, grad, w, info, aux)``
         Pure: works under ``jit``, ``vmap`` and further differentiation, with hyperparameters
         closed over by the losses too. With respect to ``w0``, the value's derivative is exact for
         :func:`bilevel.unrolled` (all steps differentiated) and zero for :func:`bilevel.implicit`,
@@ -123,6 +131,8 @@ def stateful_hypergradient(
         raise ValueError(f'mode: expected "reverse" or "forward", got {mode!r}.')
     losses("problem", problem)
     lower_solver("solver", solver)
+    whole, problem = problem, without_aux(problem)
+    has_aux = whole is not problem
     if products is None:
         products = PRODUCTS if solver.gradients is None else max(4, solver.gradients // 8)
 
@@ -130,9 +140,10 @@ def stateful_hypergradient(
         def objective(alpha, tilt):
             lower = problem.lower if tilt is None else _tilted(problem.lower, tilt)
             w, new_state = solver.run(lower, alpha, w0, state, train)
-            value = problem.outer(w, alpha, valid)
+            value = whole.outer(w, alpha, valid)
+            value, above = with_aux("outer", value) if has_aux else (value, None)
             scalar_loss("outer", value)
-            return value, (w, new_state)
+            return value, (w, new_state, above)
 
         batch = solver.batch(train)
         loss = jax.eval_shape(fresh(problem.lower), w0, alpha, batch)
@@ -144,9 +155,9 @@ def stateful_hypergradient(
             _check_enters(lambda alpha: objective(alpha, None)[0], alpha)
         adjoint = None
         if mode == "forward":
-            value, (w, state), grad = _forward(lambda alpha: objective(alpha, None), alpha)
+            value, (w, state, above), grad = _forward(lambda alpha: objective(alpha, None), alpha)
         else:
-            (value, (w, state)), (grad, slope) = jax.value_and_grad(
+            (value, (w, state, above)), (grad, slope) = jax.value_and_grad(
                 objective, (0, 1), has_aux=True
             )(alpha, vary(optax.tree.zeros_like(w0), axes))
             if not solver.closed_form:
@@ -160,7 +171,8 @@ def stateful_hypergradient(
             stated = _damped(problem, damping, start_of(state, w0))
             info = assess(stated, w, alpha, batch, valid, grad, adjoint, min(products, PRODUCTS))
             info = info if mapped else unmapped(info)
-        return HyperGradient(value, grad, w, info), state
+        aux = {"lower": whole.lower(w, alpha, batch)[1], "outer": above} if has_aux else None
+        return HyperGradient(value, grad, w, info, aux), state
 
     return step
 

@@ -33,7 +33,7 @@ from bilevel.checks import (
     prng_key,
     whole,
 )
-from bilevel.problem import Problem
+from bilevel.problem import Problem, without_aux
 from bilevel.protocols import Keyed, LowerSolver, Pytree
 from ntk._programs import fresh, program
 
@@ -115,8 +115,8 @@ def descent(
         Refuses a geometry without an optimizer that descends.
     step : ``step(state, (train, valid)) -> (state, metrics)``
         ``metrics``: ``value`` (outer loss) and ``lower`` (lower loss) at the new ``w`` and the old
-        ``alpha``, and ``grad_norm``, the 2-norm of the hypergradient; all scalars. Refuses a
-        transformation that moves alpha after its geometry did.
+        ``alpha``, and ``grad_norm``, the 2-norm of the hypergradient; all scalars. And ``aux``,
+        where the problem has it. Refuses a transformation that moves alpha after its geometry did.
 
     Raises
     ------
@@ -138,6 +138,7 @@ def descent(
     """
     optimizer = gradient_transformation("optimizer", optimizer)
     hypergradient = stateful_hypergradient(problem, solver, diagnostics=diagnostics)
+    problem = without_aux(problem)
 
     def init(alpha, w):
         floating("alpha", alpha)
@@ -167,6 +168,8 @@ def descent(
         }
         if hyper.info is not None:
             metrics |= hyper.info._asdict()
+        if hyper.aux is not None:
+            metrics["aux"] = hyper.aux
         alpha = optax.apply_updates(state.alpha, updates)
         alpha = geometry.check_last(optimizer_state, alpha)
         return DescentState(alpha, hyper.w, solver_state, optimizer_state, state.step + 1), metrics
@@ -227,7 +230,8 @@ def search(
         As in :func:`descent`.
     history : sequence of str, optional
         What to keep of every step: names of metrics, and ``"alpha"``. By default all; of an alpha
-        over 64 KiB (16,384 numbers in float32) not its history, which has to be asked for.
+        or an aux over 64 KiB (16,384 numbers in float32) not its history, which has to be asked
+        for.
 
     Returns
     -------
@@ -367,15 +371,17 @@ def _chosen(names: Sequence[str] | None, row: dict[str, Any], steps: int) -> dic
                     f"history: expected names among {', '.join(sorted(row))}, got {name!r}."
                 )
         return {name: row[name] for name in sorted(names)}
-    size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(row["alpha"]))
-    if size <= _LARGE:
-        return row
-    warnings.warn(
-        f"history: alpha's would take {steps * size / 2**20:,.0f} MiB and is left out; name alpha "
-        "in `history` to keep it.",
-        stacklevel=4,
-    )
-    return {name: x for name, x in row.items() if name != "alpha"}
+    kept = dict(row)
+    for name in ("alpha", "aux"):
+        size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(row.get(name)))
+        if size > _LARGE:
+            del kept[name]
+            warnings.warn(
+                f"history: {name}'s would take {steps * size / 2**20:,.0f} MiB and is left out; "
+                f"name {name} in `history` to keep it.",
+                stacklevel=4,
+            )
+    return kept
 
 
 def _first_trouble(state: DescentState, metrics: dict[str, jax.Array]) -> jax.Array:

@@ -55,6 +55,7 @@ __all__ = [
     "simplex",
     "simplex_slack",
     "whole",
+    "with_aux",
 ]
 
 
@@ -160,12 +161,22 @@ def nan_unless_finite(tree: Pytree, *witnesses: Pytree) -> Pytree:
     return jax.tree.map(lambda x: x * factor.astype(jnp.result_type(x)), tree)
 
 
+def with_aux(name: str, value: Any) -> tuple:
+    """Refuse a loss's output that is no pair."""
+    if not isinstance(value, tuple) or len(value) != 2:
+        raise ValueError(
+            f"{name}: expected a loss that returns (loss, aux), as has_aux=True says, "
+            f"got {short(value)}."
+        )
+    return value
+
+
 def scalar_loss(name: str, value: Any) -> None:
     """Refuse a loss's output that is not one floating number."""
     if isinstance(value, tuple | list | dict):
         raise ValueError(
             f"{name}: expected a loss that returns a floating scalar, got a {type(value).__name__} "
-            "of several values; return the loss alone, without auxiliary outputs."
+            "of several values; Problem(..., has_aux=True) takes pairs (loss, aux)."
         )
     if jnp.shape(value) != () or not jnp.issubdtype(jnp.result_type(value), jnp.floating):
         raise ValueError(

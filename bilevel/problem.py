@@ -16,6 +16,7 @@ from collections.abc import Callable
 import jax
 from jax.extend import core
 
+from bilevel.checks import with_aux
 from bilevel.protocols import LinearMap, Loss, Pytree
 from ntk._equations import bind, programs, scan_operands
 
@@ -29,6 +30,10 @@ class Problem:
     lower, outer : ``loss(w, alpha, batch) -> scalar``
         Pure functions of any pytrees. They may close over further hyperparameters, traced ones
         included: derivatives with respect to those are right too.
+    has_aux : bool
+        Whether both return ``(loss, aux)`` instead: metrics, or any pytree of arrays, which are
+        not differentiated. They come out as ``HyperGradient.aux``, and of every step of a search
+        as ``history["aux"]``, ``{"lower": ..., "outer": ...}``.
 
     Raises
     ------
@@ -43,10 +48,23 @@ class Problem:
     ... )
     >>> float(problem.outer(1.0, 0.0, 3.0))
     4.0
+
+    The largest residual beside the loss:
+
+    >>> import bilevel
+    >>> import jax.numpy as jnp
+    >>> def squares(w, alpha, batch):
+    ...     residual = jnp.abs(w - batch)
+    ...     return 0.5 * jnp.sum(residual**2 + alpha * w**2), residual.max()
+    >>> problem = Problem(squares, squares, has_aux=True)
+    >>> fn = bilevel.hypergradient(problem, bilevel.implicit())
+    >>> fn(jnp.array(1.0), jnp.zeros(2), jnp.array([2.0, 4.0]), jnp.zeros(2)).aux
+    {'lower': Array(2., dtype=float...), 'outer': Array(2., dtype=float...)}
     """
 
     lower: Loss
     outer: Loss
+    has_aux: bool = False
 
     def __post_init__(self) -> None:
         for name in ("lower", "outer"):
@@ -57,12 +75,35 @@ class Problem:
                 )
 
 
+def without_aux(problem: Problem) -> Problem:
+    """The same problem, its losses alone.
+
+    Raises
+    ------
+    ValueError
+        When called, of a loss that returns no pair.
+
+    Examples
+    --------
+    >>> loss = lambda w, alpha, batch: ((w - batch) ** 2, "more")
+    >>> without_aux(Problem(loss, loss, has_aux=True)).lower(1.0, None, 3.0)
+    4.0
+    """
+    if not getattr(problem, "has_aux", False):
+        return problem
+
+    def alone(name: str, loss: Loss) -> Loss:
+        return lambda w, alpha, batch: with_aux(name, loss(w, alpha, batch))[0]
+
+    return Problem(alone("lower", problem.lower), alone("outer", problem.outer))
+
+
 def side_by_side(problem: Problem) -> Problem:
     """Many independent copies of ``problem`` as one: every array gains a leading axis.
 
     The losses are sums over the copies, so each copy's hypergradient, steps and geometry are what
     they would be alone, and one search runs them all (seeds, splits) with one progress bar and
-    one checkpoint.
+    one checkpoint. Auxiliary outputs gain the axis too.
 
     Examples
     --------
@@ -73,9 +114,13 @@ def side_by_side(problem: Problem) -> Problem:
     """
 
     def total(loss: Loss) -> Loss:
-        return lambda w, alpha, batch: jax.vmap(loss)(w, alpha, batch).sum()
+        def of_all(w, alpha, batch):
+            found = jax.vmap(loss)(w, alpha, batch)
+            return (found[0].sum(), found[1]) if problem.has_aux else found.sum()
 
-    return Problem(total(problem.lower), total(problem.outer))
+        return of_all
+
+    return Problem(total(problem.lower), total(problem.outer), problem.has_aux)
 
 
 def gradient(lower: Loss, alpha: Pytree, batch: Pytree) -> Callable[[Pytree], Pytree]:

@@ -24,6 +24,7 @@ Liu, Simonyan & Yang, DARTS, ICLR 2019; Li, Khodak, Balcan & Talwalkar, Geometry
 Algorithms for NAS, ICLR 2021; Li & Talwalkar, Random Search and Reproducibility for NAS, UAI 2019.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
@@ -543,9 +544,9 @@ def _of_alpha(
 
 
 def _on_training_rows(strategy: Strategy) -> Strategy:
-    lower = strategy.problem.lower
+    problem = dataclasses.replace(strategy.problem, outer=strategy.problem.lower)
     return strategy._replace(
-        problem=Problem(lower, lower),
+        problem=problem,
         on_training_rows=True,
         error="no hypergradient: α descends the training loss",
     )

@@ -295,3 +295,85 @@ def test_accumulated_steps_below_are_steps_of_the_mean_gradient():
 
     by_differences = finite_differences(trained, START)
     assert_close(both[0].grad, by_differences, f64=1e-6, f32=1e-2)
+
+
+# ----------------------------------------------------------------------------- auxiliary outputs
+
+
+def with_metrics(w, alpha, batch):
+    x, y = batch
+    residual = x @ w - y
+    value = 0.5 * jnp.mean(residual**2) + 0.5 * jnp.sum(jnp.exp(alpha) * w**2)
+    return value, {"largest": jnp.abs(residual).max(), "rows": jnp.int32(len(y))}
+
+
+TOLD = bilevel.Problem(
+    with_metrics, lambda w, alpha, batch: (loss(w, None, batch), w), has_aux=True
+)
+SOLVERS = {
+    "implicit": bilevel.implicit(),
+    "unrolled": bilevel.unrolled(0.1, 5),
+    "one_step": bilevel.one_step(0.1),
+    "restarted": bilevel.restarted(bilevel.unrolled(0.1, 5)),
+}
+
+
+@pytest.mark.parametrize("mode", ["reverse", "forward"])
+@pytest.mark.parametrize("name", SOLVERS)
+def test_auxiliary_outputs_come_out_and_change_nothing(name, mode):
+    if (name, mode) == ("one_step", "forward"):
+        pytest.skip("reverse mode only")
+    args = START, W0, TRAIN, VALID
+    plain = bilevel.Problem(lambda *a: with_metrics(*a)[0], loss)
+    told, silent = (
+        jax.jit(bilevel.hypergradient(problem, SOLVERS[name], mode=mode))(*args)
+        for problem in (TOLD, plain)
+    )
+    assert silent.aux is None
+    jax.tree.map(np.testing.assert_array_equal, told[:4], silent[:4])
+    assert_close(told.aux["outer"], told.w, f64=1e-12, f32=1e-6)
+    largest = np.abs(X @ told.w - Y).max()
+    assert_close(told.aux["lower"]["largest"], largest, f64=1e-12, f32=1e-5)
+    assert told.aux["lower"]["rows"] == len(Y)
+
+
+def test_a_search_keeps_what_the_losses_tell(tmp_path):
+    rows = bilevel.minibatches(6)
+    args = TOLD, bilevel.implicit(), optax.adam(0.1), START, W0, TRAIN, VALID
+    options = {"batches": rows, "key": KEY, "progress": False}
+    whole = bilevel.search(*args, steps=5, **options)
+    told = whole.history["aux"]
+    assert told["lower"]["largest"].shape == (5,) and told["outer"].shape == (5, 3)
+    np.testing.assert_array_equal(told["outer"][-1], whole.w)
+    bilevel.search(*args, steps=2, checkpoint=tmp_path / "a", **options)
+    rest = bilevel.search(*args, steps=5, checkpoint=tmp_path / "a", resume=True, **options)
+    jax.tree.map(np.testing.assert_array_equal, rest.history, whole.history)
+    few = bilevel.search(*args, steps=2, history=["value"], **options)
+    assert list(few.history) == ["value"]
+
+
+def test_copies_side_by_side_tell_each_their_own():
+    both = bilevel.side_by_side(TOLD)
+    doubled = jax.tree.map(lambda a: jnp.stack([a, 2 * a]), (START, W0, TRAIN, VALID))
+    found = bilevel.hypergradient(both, bilevel.unrolled(0.1, 5))(*doubled)
+    alone = bilevel.hypergradient(TOLD, bilevel.unrolled(0.1, 5))(
+        *jax.tree.map(lambda a: a[1], doubled)
+    )
+    assert_close(
+        jax.tree.map(lambda a: a[1], found.aux["outer"]), alone.aux["outer"], f64=1e-12, f32=1e-5
+    )
+    assert found.aux["lower"]["largest"].shape == (2,)
+
+
+def test_a_large_auxiliary_output_is_kept_where_it_is_asked_for():
+    large = bilevel.Problem(
+        lambda w, alpha, batch: (loss(w, None, batch) + alpha**2, None),
+        lambda w, alpha, batch: (loss(w, None, batch), jnp.zeros(20_000)),
+        has_aux=True,
+    )
+    args = large, bilevel.unrolled(0.1, 1), optax.sgd(0.1), jnp.array(0.1), W0, TRAIN, VALID
+    with pytest.warns(UserWarning, match="history: aux's would take .* MiB and is left out"):
+        found = bilevel.search(*args, steps=2, progress=False)
+    assert "aux" not in found.history
+    kept = bilevel.search(*args, steps=2, history=["aux"], progress=False)
+    assert kept.history["aux"]["outer"].shape == (2, 20_000)

@@ -74,15 +74,19 @@ SELECTION = baselines.Selection(lambda *a: 0.0, lambda *a: None)
 MISTAKES = {
     "auxiliary output, lower": (
         lambda: hypergradient(bilevel.Problem(with_aux, outer)),
-        r"lower: expected .* floating scalar, got a tuple .*; return the loss alone",
+        r"lower: expected .* floating scalar, got a tuple .*; Problem\(..., has_aux=True\) takes",
     ),
     "auxiliary output, outer": (
         lambda: hypergradient(bilevel.Problem(lower, with_aux)),
-        r"outer: expected .* floating scalar, got a tuple .*; return the loss alone",
+        r"outer: expected .* floating scalar, got a tuple .*; Problem\(..., has_aux=True\) takes",
     ),
     "auxiliary output, search": (
         lambda: search(bilevel.Problem(with_aux, outer)),
         r"lower: expected .* floating scalar, got a tuple",
+    ),
+    "no auxiliary output, though promised": (
+        lambda: hypergradient(bilevel.Problem(lower, outer, has_aux=True)),
+        r"lower: expected a loss that returns \(loss, aux\), as has_aux=True says, got a",
     ),
     "an optimizer for a solver": (
         lambda: implicit(SGD),

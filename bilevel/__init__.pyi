@@ -33,7 +33,7 @@ from .forward import lbfgs, newton, solved
 from .geometry import exponentiate, project, softmax, tangent
 from .inverse import cg, dense, gram, neumann, nystrom, scale
 from .problem import Problem, side_by_side
-from .protocols import LowerSolver
+from .protocols import LowerSolver, Stateful
 from .solvers import implicit, one_step, restarted, ridge, unrolled
 from .spectral import (
     simplex_start,
@@ -52,6 +52,7 @@ __all__ = [
     "NonFiniteError",
     "Problem",
     "SearchResult",
+    "Stateful",
     "activation_search",
     "argmax",
     "baselines",

@@ -21,13 +21,13 @@ from bilevel.checks import (
     lower_solver,
     nan_unless_finite,
     scalar_loss,
-    with_aux,
+    short,
 )
 from bilevel.curvature import PRODUCTS
 from bilevel.estimate import Info, assess, unmapped
 from bilevel.meshes import vary, varying
-from bilevel.problem import Problem, enters, without_aux
-from bilevel.protocols import LowerSolver, Pytree
+from bilevel.problem import Problem, at_variables, enters, parts
+from bilevel.protocols import LowerSolver, Pytree, Stateful
 from bilevel.solvers import remember, start_of
 from ntk._programs import fresh
 
@@ -110,7 +110,7 @@ def hypergradient(
 
     def fn(alpha, w0, train, valid):
         floating("alpha", alpha)
-        floating("w0", w0)
+        floating("w0", _split(problem, w0)[0])
         alpha, w0 = jax.tree.map(jnp.asarray, (alpha, w0))
         return step(alpha, w0, solver.start(alpha, w0), train, valid)[0]
 
@@ -131,26 +131,27 @@ def stateful_hypergradient(
         raise ValueError(f'mode: expected "reverse" or "forward", got {mode!r}.')
     losses("problem", problem)
     lower_solver("solver", solver)
-    whole, problem = problem, without_aux(problem)
-    has_aux = whole is not problem
+    of_problem = parts(problem)
+    solve = solution(problem, solver)
     if products is None:
         products = PRODUCTS if solver.gradients is None else max(4, solver.gradients // 8)
 
     def step(alpha, w0, state, train, valid):
         def objective(alpha, tilt):
-            lower = problem.lower if tilt is None else _tilted(problem.lower, tilt)
-            w, new_state = solver.run(lower, alpha, w0, state, train)
-            value = whole.outer(w, alpha, valid)
-            value, above = with_aux("outer", value) if has_aux else (value, None)
+            w, new_state = solve(alpha, w0, state, train, tilt)
+            value, above = of_problem.outer(w, alpha, valid)
             scalar_loss("outer", value)
             return value, (w, new_state, above)
 
         batch = solver.batch(train)
-        loss = jax.eval_shape(fresh(problem.lower), w0, alpha, batch)
+        params, variables = _split(problem, w0)
+        first = at_variables(problem, variables)
+        loss = jax.eval_shape(fresh(first.lower), params, alpha, batch)
         scalar_loss("lower", loss)
         axes = varying(loss)
         w0, state = vary((w0, state), axes)
-        mapped = enters(problem.lower, w0, alpha, batch) or enters(problem.outer, w0, alpha, valid)
+        mapped = enters(first.lower, params, alpha, batch)
+        mapped = mapped or enters(first.outer, params, alpha, valid)
         if diagnostics and not mapped:
             _check_enters(lambda alpha: objective(alpha, None)[0], alpha)
         adjoint = None
@@ -159,7 +160,7 @@ def stateful_hypergradient(
         else:
             (value, (w, state, above)), (grad, slope) = jax.value_and_grad(
                 objective, (0, 1), has_aux=True
-            )(alpha, vary(optax.tree.zeros_like(w0), axes))
+            )(alpha, vary(optax.tree.zeros_like(params), axes))
             if not solver.closed_form:
                 adjoint = optax.tree.scale(-1, slope)
                 state = remember(state, jax.lax.stop_gradient(adjoint))
@@ -168,20 +169,63 @@ def stateful_hypergradient(
         grad = nan_unless_finite(grad, value)
         info: Any = None
         if diagnostics:
-            stated = _damped(problem, damping, start_of(state, w0))
-            info = assess(stated, w, alpha, batch, valid, grad, adjoint, min(products, PRODUCTS))
+            found, variables = _split(problem, w)
+            centre, _ = _split(problem, start_of(state, w0))
+            stated = _damped(at_variables(problem, variables), damping, centre)
+            limit = min(products, PRODUCTS)
+            info = assess(stated, found, alpha, batch, valid, grad, adjoint, limit)
             info = info if mapped else unmapped(info)
-        aux = {"lower": whole.lower(w, alpha, batch)[1], "outer": above} if has_aux else None
+        aux = None
+        if getattr(problem, "has_aux", False):
+            aux = {"lower": of_problem.lower(w, alpha, batch)[2], "outer": above}
         return HyperGradient(value, grad, w, info, aux), state
 
     return step
 
 
-def _tilted(lower, tilt):
-    def loss(w, alpha, batch):
-        return lower(w, alpha, batch) + optax.tree.vdot(tilt, w)
+def solution(problem: Problem, solver: LowerSolver) -> Callable:
+    """``(alpha, w0, state, train, tilt=None) -> (w, state)``: ``w`` as the problem has it."""
+    losses = parts(problem)
 
-    return loss
+    def solve(alpha, w0, state, train, tilt=None):
+        def tilted(params):
+            return 0.0 if tilt is None else optax.tree.vdot(tilt, params)
+
+        if not getattr(problem, "stateful", False):
+
+            def lower(w, alpha, batch):
+                loss, *_ = losses.lower(w, alpha, batch)
+                return loss if tilt is None else loss + tilted(w)
+
+            return solver.run(lower, alpha, w0, state, train)
+
+        def updating(w, alpha, batch):
+            loss, variables, _ = losses.lower(w, alpha, batch)
+            return loss if tilt is None else loss + tilted(w.params), variables
+
+        if solver.stateful:
+            return solver.run(updating, alpha, w0, state, train)
+
+        def fixed(params, alpha, batch):
+            return updating(Stateful(params, w0.variables), alpha, batch)[0]
+
+        params, state = solver.run(fixed, alpha, w0.params, state, train)
+        there = Stateful(params, w0.variables)
+        return Stateful(params, updating(there, alpha, solver.batch(train))[1]), state
+
+    return solve
+
+
+def _split(problem: Problem, w: Pytree) -> tuple[Pytree, Pytree]:
+    """``params`` and ``variables``; all of ``w``, and None, where the problem has no variables."""
+    if not getattr(problem, "stateful", False):
+        return w, None
+    if not isinstance(w, Stateful):
+        raise ValueError(
+            "w0: expected a bilevel.Stateful(params, variables), as stateful=True says, "
+            f"got {short(w)}."
+        )
+    return w.params, w.variables
 
 
 def _damped(problem: Problem, damping, centre: Pytree) -> Problem:

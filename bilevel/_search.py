@@ -20,7 +20,7 @@ import optax
 
 from bilevel import geometry
 from bilevel._fingerprint import fingerprint
-from bilevel._hypergradient import stateful_hypergradient
+from bilevel._hypergradient import solution, stateful_hypergradient
 from bilevel._interrupts import held_interrupts
 from bilevel._progress import progress_bar
 from bilevel.checkpoint import Saver, saving
@@ -33,8 +33,8 @@ from bilevel.checks import (
     prng_key,
     whole,
 )
-from bilevel.problem import Problem, without_aux
-from bilevel.protocols import Keyed, LowerSolver, Pytree
+from bilevel.problem import Problem, parts
+from bilevel.protocols import Keyed, LowerSolver, Pytree, Stateful
 from ntk._programs import fresh, program
 
 _QUANTITIES = ("lower loss", "weights", "outer loss", "hypergradient", "alpha")  # causes first
@@ -138,11 +138,12 @@ def descent(
     """
     optimizer = gradient_transformation("optimizer", optimizer)
     hypergradient = stateful_hypergradient(problem, solver, diagnostics=diagnostics)
-    problem = without_aux(problem)
+    lower = parts(problem).lower
+    solve = solution(problem, solver)
 
     def init(alpha, w):
         floating("alpha", alpha)
-        floating("w0", w)
+        floating("w0", w.params if isinstance(w, Stateful) else w)
         alpha, w = jax.tree.map(jnp.asarray, (alpha, w))
         state = optimizer.init(alpha)
         alpha = geometry.check_descends(optimizer, state, alpha)
@@ -153,8 +154,8 @@ def descent(
         hyper, solver_state = hypergradient(state.alpha, state.w, state.solver, train, valid)
 
         def value_at(alpha):
-            w, _ = solver.run(problem.lower, alpha, state.w, state.solver, train)
-            return problem.outer(w, alpha, valid)
+            w, _ = solve(alpha, state.w, state.solver, train)
+            return parts(problem).outer(w, alpha, valid)[0]
 
         # What line searches and step sizes by the loss ask for; others do not look.
         told = {"value": hyper.value, "grad": hyper.grad, "value_fn": value_at}
@@ -163,7 +164,7 @@ def descent(
         )
         metrics = {
             "value": hyper.value,
-            "lower": problem.lower(hyper.w, state.alpha, solver.batch(train)),
+            "lower": lower(hyper.w, state.alpha, solver.batch(train))[0],
             "grad_norm": optax.tree.norm(hyper.grad),
         }
         if hyper.info is not None:
@@ -506,7 +507,7 @@ def _check(problem, solver, arrays, steps, batches, resume, checkpoint, callback
     for name, tree in (("alpha", alpha), ("w0", w0)):
         if not jax.tree.leaves(tree):
             raise ValueError(f"{name}: expected at least one array, got {tree!r}.")
-        floating(name, tree)
+        floating(name, tree.params if isinstance(tree, Stateful) else tree)
     for name, tree in (("alpha", alpha), ("w0", w0), ("train", train), ("valid", valid)):
         for x in jax.tree.leaves(tree):
             if jnp.size(x) == 0:

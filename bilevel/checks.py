@@ -46,6 +46,7 @@ __all__ = [
     "number",
     "numbers",
     "offending",
+    "pair",
     "positive",
     "positives",
     "prng_key",
@@ -55,7 +56,6 @@ __all__ = [
     "simplex",
     "simplex_slack",
     "whole",
-    "with_aux",
 ]
 
 
@@ -161,13 +161,10 @@ def nan_unless_finite(tree: Pytree, *witnesses: Pytree) -> Pytree:
     return jax.tree.map(lambda x: x * factor.astype(jnp.result_type(x)), tree)
 
 
-def with_aux(name: str, value: Any) -> tuple:
+def pair(name: str, value: Any, form: str) -> tuple:
     """Refuse a loss's output that is no pair."""
     if not isinstance(value, tuple) or len(value) != 2:
-        raise ValueError(
-            f"{name}: expected a loss that returns (loss, aux), as has_aux=True says, "
-            f"got {short(value)}."
-        )
+        raise ValueError(f"{name}: expected a loss that returns {form}, got {short(value)}.")
     return value
 
 

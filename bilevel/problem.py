@@ -12,12 +12,13 @@ H           ``d^2 lower / dw^2``, through ``hessian_operator``
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 from jax.extend import core
 
-from bilevel.checks import with_aux
-from bilevel.protocols import LinearMap, Loss, Pytree
+from bilevel.checks import pair
+from bilevel.protocols import LinearMap, Loss, Pytree, Stateful
 from ntk._equations import bind, programs, scan_operands
 
 
@@ -65,6 +66,7 @@ class Problem:
     lower: Loss
     outer: Loss
     has_aux: bool = False
+    stateful: bool = False
 
     def __post_init__(self) -> None:
         for name in ("lower", "outer"):
@@ -75,27 +77,64 @@ class Problem:
                 )
 
 
-def without_aux(problem: Problem) -> Problem:
-    """The same problem, its losses alone.
+class Parts(NamedTuple):
+    """The losses of a problem in one form, whatever they return."""
+
+    lower: Callable[[Pytree, Pytree, Pytree], tuple]  # -> loss, variables or None, aux or None
+    outer: Callable[[Pytree, Pytree, Pytree], tuple]  # -> loss, aux or None
+
+
+def parts(problem: Problem) -> Parts:
+    """The losses, what they return taken apart.
 
     Raises
     ------
     ValueError
-        When called, of a loss that returns no pair.
+        When called, of a loss that returns something else than the problem says.
 
     Examples
     --------
     >>> loss = lambda w, alpha, batch: ((w - batch) ** 2, "more")
-    >>> without_aux(Problem(loss, loss, has_aux=True)).lower(1.0, None, 3.0)
-    4.0
+    >>> parts(Problem(loss, loss, has_aux=True)).lower(1.0, None, 3.0)
+    (4.0, None, 'more')
     """
-    if not getattr(problem, "has_aux", False):
-        return problem
+    has_aux, stateful = (getattr(problem, name, False) for name in ("has_aux", "stateful"))
 
-    def alone(name: str, loss: Loss) -> Loss:
-        return lambda w, alpha, batch: with_aux(name, loss(w, alpha, batch))[0]
+    def lower(w, alpha, batch):
+        found = problem.lower(w, alpha, batch)
+        if not (has_aux or stateful):
+            return found, None, None
+        form = "(loss, aux), as has_aux=True says"
+        if stateful:
+            form = "(loss, variables), as stateful=True says"
+        loss, rest = pair("lower", found, form)
+        if not stateful:
+            return loss, None, rest
+        form = "(loss, (variables, aux)), as stateful=True and has_aux=True say"
+        variables, aux = pair("lower", rest, form) if has_aux else (rest, None)
+        return loss, jax.lax.stop_gradient(variables), aux
 
-    return Problem(alone("lower", problem.lower), alone("outer", problem.outer))
+    def outer(w, alpha, batch):
+        found = problem.outer(w, alpha, batch)
+        if not has_aux:
+            return found, None
+        return pair("outer", found, "(loss, aux), as has_aux=True says")
+
+    return Parts(lower, outer)
+
+
+def at_variables(problem: Problem, variables: Pytree) -> Problem:
+    """The problem in ``params`` alone; one that is not stateful, but for its aux, as it is."""
+    losses = parts(problem)
+    whole = _with(variables) if getattr(problem, "stateful", False) else lambda w: w
+    return Problem(
+        lambda w, alpha, batch: losses.lower(whole(w), alpha, batch)[0],
+        lambda w, alpha, batch: losses.outer(whole(w), alpha, batch)[0],
+    )
+
+
+def _with(variables: Pytree) -> Callable[[Pytree], Stateful]:
+    return lambda params: Stateful(params, variables)
 
 
 def side_by_side(problem: Problem) -> Problem:
@@ -116,11 +155,11 @@ def side_by_side(problem: Problem) -> Problem:
     def total(loss: Loss) -> Loss:
         def of_all(w, alpha, batch):
             found = jax.vmap(loss)(w, alpha, batch)
-            return (found[0].sum(), found[1]) if problem.has_aux else found.sum()
+            return (found[0].sum(), found[1]) if isinstance(found, tuple) else found.sum()
 
         return of_all
 
-    return Problem(total(problem.lower), total(problem.outer), problem.has_aux)
+    return dataclasses.replace(problem, lower=total(problem.lower), outer=total(problem.outer))
 
 
 def gradient(lower: Loss, alpha: Pytree, batch: Pytree) -> Callable[[Pytree], Pytree]:

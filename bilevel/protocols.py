@@ -42,6 +42,10 @@ class LowerSolver(NamedTuple):
         In the place of ``init`` where the state depends on ``alpha``.
     batches : ``batches(key, data) -> batch``, or None
         Where ``run`` draws batches itself: the one that it is given is a :class:`Keyed`.
+    stateful : bool
+        Whether ``run``, given :class:`Stateful` weights and a lower loss that returns
+        ``(loss, variables)``, updates the variables at its steps. Others are run at fixed ones,
+        which then are updated once, at the solution.
     """
 
     init: Callable[[Pytree], Pytree]
@@ -50,14 +54,27 @@ class LowerSolver(NamedTuple):
     gradients: int | None = None
     init_at: Callable[[Pytree, Pytree], Pytree] | None = None
     batches: Callable[[jax.Array, Pytree], Pytree] | None = None
+    stateful: bool = False
 
     def start(self, alpha: Pytree, w: Pytree) -> Pytree:
         """The first state."""
+        w = w.params if isinstance(w, Stateful) and not self.stateful else w
         return self.init(w) if self.init_at is None else self.init_at(alpha, w)
 
     def batch(self, train: Pytree) -> Pytree:
         """A batch of what ``run`` is given: all of it, or one drawn by its key."""
         return train if self.batches is None else self.batches(*train)
+
+
+class Stateful(NamedTuple):
+    """Weights with variables that training updates and nobody differentiates: batch statistics.
+
+    Where a problem is stateful, this is its ``w``: optimizers, linear solves and hypergradients see
+    ``params``; ``variables`` are what the lower loss last returned.
+    """
+
+    params: Pytree
+    variables: Pytree
 
 
 class Keyed(NamedTuple):

@@ -377,3 +377,115 @@ def test_a_large_auxiliary_output_is_kept_where_it_is_asked_for():
     assert "aux" not in found.history
     kept = bilevel.search(*args, steps=2, history=["aux"], progress=False)
     assert kept.history["aux"]["outer"].shape == (2, 20_000)
+
+
+# ----------------------------------------------------------------------------- variables
+
+
+def normalised(w, alpha, batch):
+    """A layer on the batch's own mean; the running mean and a count of calls are variables."""
+    x, y, *_ = batch
+    mean = x.mean(0)
+    average = 0.9 * w.variables["mean"] + 0.1 * mean
+    value = loss(w.params, None, (x - mean, y)) + 0.5 * jnp.sum(jnp.exp(alpha) * w.params**2)
+    return value, {"mean": average, "count": w.variables["count"] + 1}
+
+
+def predicted(w, alpha, batch):
+    """By the running mean."""
+    return loss(w.params, None, (batch[0] - w.variables["mean"], batch[1]))
+
+
+NORMALISED = bilevel.Problem(normalised, predicted, stateful=True)
+VARIABLES = {"mean": jnp.zeros(3), "count": jnp.int32(0)}
+STATEFUL = bilevel.Stateful(W0, VARIABLES)
+
+
+@pytest.mark.parametrize("mode", ["reverse", "forward"])
+def test_every_step_updates_the_variables_which_have_no_derivative(mode):
+    """Truth: the loop written out, on batches of its own."""
+    solver = bilevel.unrolled(optax.sgd(0.1, momentum=0.5), 6, batches=noisy)
+    fn = jax.jit(bilevel.hypergradient(NORMALISED, solver, mode=mode))
+    found = fn(START, STATEFUL, (KEY, TRAIN), VALID)
+
+    def by_hand(alpha):
+        w, m, variables = W0, jnp.zeros(3), VARIABLES
+        for number in range(6):
+            batch = noisy(jax.random.fold_in(KEY, number), TRAIN)
+            here = bilevel.Stateful(w, variables)
+            g = jax.grad(lambda p: normalised(here._replace(params=p), alpha, batch)[0])(w)  # noqa: B023
+            variables = normalised(here, alpha, batch)[1]
+            m = 0.5 * m + g
+            w = w - 0.1 * m
+        end = bilevel.Stateful(w, variables)
+        return predicted(end, alpha, VALID), end
+
+    (value, end), grad = jax.value_and_grad(by_hand, has_aux=True)(START)
+    assert_close(found.value, value, f64=1e-12, f32=1e-5)
+    assert_close(found.grad, grad, f64=1e-10, f32=1e-4)
+    assert_close(found.w.params, end.params, f64=1e-12, f32=1e-5)
+    assert_close(found.w.variables["mean"], end.variables["mean"], f64=1e-12, f32=1e-5)
+    assert found.w.variables["count"] == 6
+
+
+def test_solvers_that_hold_variables_fixed_update_them_at_their_solution():
+    found = jax.jit(bilevel.hypergradient(NORMALISED, bilevel.implicit()))(
+        START, STATEFUL, TRAIN, VALID
+    )
+    mean = X.mean(0)
+    H = (X - mean).T @ (X - mean) / len(Y)
+
+    def value(alpha):
+        w = jnp.linalg.solve(H + jnp.diag(jnp.exp(alpha)), (X - mean).T @ Y / len(Y))
+        return loss(w, None, (XV - 0.1 * mean, YV))
+
+    assert_close(found.value, value(START), f64=1e-10, f32=1e-4)
+    assert_close(found.grad, jax.grad(value)(START), f64=1e-7, f32=1e-3)
+    assert found.info.converged and found.w.variables["count"] == 1
+
+
+@pytest.mark.parametrize("name", ["unrolled", "implicit", "restarted"])
+def test_a_search_carries_variables_and_resumes_bit_for_bit(name, tmp_path):
+    solver = {
+        "unrolled": bilevel.unrolled(optax.adam(0.05), 3, batches=noisy),
+        "implicit": bilevel.implicit(),
+        "restarted": bilevel.restarted(bilevel.unrolled(optax.adam(0.05), 3, batches=noisy)),
+    }[name]
+    args = NORMALISED, solver, optax.adam(0.1), START, STATEFUL, TRAIN, VALID
+    whole = bilevel.search(*args, steps=4, key=KEY, progress=False)
+    each = {"unrolled": 12, "implicit": 4, "restarted": 3}[name]
+    assert whole.w.variables["count"] == each
+    bilevel.search(*args, steps=2, key=KEY, checkpoint=tmp_path / "a", progress=False)
+    again = {"checkpoint": tmp_path / "a", "resume": True, "progress": False}
+    rest = bilevel.search(*args, steps=4, key=KEY, **again)
+    jax.tree.map(np.testing.assert_array_equal, rest.w, whole.w)
+    jax.tree.map(np.testing.assert_array_equal, rest.alpha, whole.alpha)
+
+
+def test_variables_and_auxiliary_outputs_go_together_and_side_by_side():
+    def lower(w, alpha, batch):
+        value, variables = normalised(w, alpha, batch)
+        return value, (variables, {"value": value})
+
+    problem = bilevel.Problem(
+        lower, lambda w, a, b: (predicted(w, a, b), w.variables["count"]), True, True
+    )
+    solver = bilevel.unrolled(0.1, 4)
+    alone = bilevel.hypergradient(problem, solver)(START, STATEFUL, TRAIN, VALID)
+    assert alone.aux["outer"] == 4
+    value = normalised(alone.w, START, TRAIN)[0]
+    assert_close(alone.aux["lower"]["value"], value, f64=1e-12, f32=1e-6)
+    stacked = jax.tree.map(lambda a: jnp.stack([a, a]), (START, STATEFUL, TRAIN, VALID))
+    both = bilevel.hypergradient(bilevel.side_by_side(problem), solver)(*stacked)
+    assert_close(both.grad[1], alone.grad, f64=1e-11, f32=1e-5)
+    assert both.aux["outer"].tolist() == [4, 4]
+
+
+def test_what_a_stateful_problem_expects_is_said():
+    silent = bilevel.Problem(lambda w, a, b: loss(w.params, None, b), predicted, stateful=True)
+    fn = bilevel.hypergradient(silent, bilevel.unrolled(0.1, 1))
+    with pytest.raises(ValueError, match=r"lower: expected .* returns \(loss, variables\)"):
+        fn(START, STATEFUL, TRAIN, VALID)
+    fn = bilevel.hypergradient(NORMALISED, bilevel.unrolled(0.1, 1))
+    with pytest.raises(ValueError, match=r"w0: expected a bilevel.Stateful\(params, variables\)"):
+        fn(START, W0, TRAIN, VALID)

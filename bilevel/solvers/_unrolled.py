@@ -20,7 +20,7 @@ from bilevel.checks import (
 )
 from bilevel.meshes import settled
 from bilevel.precision import narrow
-from bilevel.protocols import LowerSolver, Pytree
+from bilevel.protocols import LowerSolver, Pytree, Stateful
 from bilevel.solvers._detached import detached
 from bilevel.solvers._optimizer import with_limits
 from ntk._programs import fresh
@@ -108,12 +108,23 @@ def unrolled(
         return _of_alpha(optimizer, alpha) if rule is None else rule
 
     def run(lower, alpha, w, state, batch):
+        stateful = isinstance(w, Stateful)
+        w, variables = w if stateful else (w, None)
+
+        def loss(w, variables, alpha, batch):
+            if stateful:
+                return lower(Stateful(w, variables), alpha, batch)
+            return lower(w, alpha, batch), None
+
         def step(carry, alpha, batch):
-            w, state, number, total = carry
+            w, variables, state, number, total = carry
             if batches is not None:
                 key, data = batch
                 batch = batches(jax.random.fold_in(key, number), data)
-            value, slope = jax.value_and_grad(lower)(w, alpha, batch)
+            before = variables
+            (value, variables), slope = jax.value_and_grad(loss, has_aux=True)(
+                w, before, alpha, batch
+            )
 
             def update(slope, state, w, value):
                 return rule_at(alpha).update(
@@ -122,7 +133,7 @@ def unrolled(
                     w,
                     value=value,
                     grad=slope,
-                    value_fn=lambda w: lower(w, alpha, batch),
+                    value_fn=lambda w: loss(w, before, alpha, batch)[0],
                 )
 
             updates, state = with_limits(update, slope, state, w, value)
@@ -130,26 +141,35 @@ def unrolled(
             w = nan_unless_finite(optax.apply_updates(w, updates), value)
             if average is not None:
                 total = _add_iterate(total, _weights(average, alpha, steps)[number], w)
-            return w, state, None if number is None else number + 1, total
+            number = None if number is None else number + 1
+            return w, jax.lax.stop_gradient(variables), state, number, total
 
         def first_steps(carry, alpha, batch):
             return _repeat(lambda c: step(c, alpha, batch), carry, steps - last)
 
         counted = batches is not None or average is not None
         total = None if average is None else optax.tree.zeros_like(w)
-        carry = (w, state, jnp.zeros((), int) if counted else None, total)
+        carry = (w, variables, state, jnp.zeros((), int) if counted else None, total)
         if last < steps:
             carry = detached(first_steps, carry, alpha, batch)
-        w, state, _, total = _repeat_checkpointed(lambda c: step(c, alpha, batch), carry, last)
-        return w if average is None else total, state
+        found = _repeat_checkpointed(lambda c: step(c, alpha, batch), carry, last)
+        w, variables, state, _, total = found
+        w = w if average is None else total
+        return Stateful(w, variables) if stateful else w, state
 
     def init(w):
         if rule is None:
             raise ValueError("init: the optimizer depends on alpha; call solver.start(alpha, w).")
-        return rule.init(w)
+        return rule.init(_params(w))
 
-    init_at = (lambda alpha, w: rule_at(alpha).init(w)) if of_alpha else None
-    return LowerSolver(init, run, gradients=steps + 3 * last, init_at=init_at, batches=batches)
+    init_at = (lambda alpha, w: rule_at(alpha).init(_params(w))) if of_alpha else None
+    return LowerSolver(
+        init, run, gradients=steps + 3 * last, init_at=init_at, batches=batches, stateful=True
+    )
+
+
+def _params(w: Pytree) -> Pytree:
+    return w.params if isinstance(w, Stateful) else w
 
 
 def _of_alpha(make: Any, alpha: Pytree) -> optax.GradientTransformationExtraArgs:

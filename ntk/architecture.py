@@ -222,7 +222,7 @@ def expand_layer(
     values = jnp.zeros((2, 2, *u.shape), scale.dtype)  # of s and s', at u and -u
     for i, s in enumerate(layer):
         if s.smooth is not None:
-            values += w[i] * _sample(s, u)
+            values += w[i] * sample(s, u)
     at = np.zeros((len(layer), len(kinks), ORDERS))
     own = [i for i, s in enumerate(layer) if s.kinks]
     for i in own:
@@ -238,7 +238,8 @@ def expand_layer(
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _sample(s: Activation, u: jax.Array) -> jax.Array:
+def sample(s: Activation, u: jax.Array) -> jax.Array:
+    """Values of s and of its slope at u and -u, [2, 2, ...]."""
     both = jnp.stack([u, -u])
     return jnp.stack([s(both), s.derivative(both)])
 

@@ -36,9 +36,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from ntk.gaussian import arc_cosines, reciprocal
-from ntk.mehler import Pair, expectations
+from ntk.mehler import Pair, expectations, polynomial
 from ntk.networks.moments import Moments, Raw, Site, epsilon, vectors
-from ntk.networks.plan import Average, Closed, Diagonal, Flat, Kinked, Linear, Smooth, Sum
+from ntk.networks import tables
+from ntk.networks.plan import (
+    Average,
+    Closed,
+    Diagonal,
+    Flat,
+    Kinked,
+    Linear,
+    Smooth,
+    Sum,
+    Tabulated,
+)
 from ntk.networks.windows import (
     add_up,
     convolved,
@@ -102,9 +113,13 @@ def one_step(step, numbers, a: Site, b: Site, state: State | None, tile: Tile) -
         case Kinked():
             return _kinked(numbers, a, b, state, tile)
         case Smooth():
-            return _smooth(_series, a, b, state, tile)
+            assert a.value is not None
+            return _smooth(_series, a, b, state, tile, a.value.regular.shape[2])
+        case Tabulated():
+            how = functools.partial(_by_tables, numbers)
+            return _smooth(how, a, b, state, tile, numbers[0].terms.shape[1])
         case Closed():
-            return _smooth(functools.partial(_formulas, step, numbers), a, b, state, tile)
+            return _smooth(functools.partial(_formulas, step, numbers), a, b, state, tile, 0)
         case Average():
             return _average(step, a, b, state, tile)
         case Diagonal():
@@ -218,8 +233,11 @@ def _kinked(numbers, a: Site, b: Site, state: State, tile: Tile) -> State:
     return State(after, tangent, *found)
 
 
-def _smooth(how, a: Site, b: Site, state: State, tile: Tile) -> State:
-    """An activation whose duals ``how(a, b, p, full)`` gives, of itself and its slope."""
+def _smooth(how, a: Site, b: Site, state: State, tile: Tile, terms: int) -> State:
+    """An activation whose duals ``how(a, b, p, full)`` gives, of itself and its slope.
+
+    ``terms``: of the series that it takes.
+    """
     assert a.slope is not None and b.slope is not None
     same = _same(state.p, tile)
     # Entries of inputs with themselves are known; here, a series needs no terms for them.
@@ -233,7 +251,7 @@ def _smooth(how, a: Site, b: Site, state: State, tile: Tile) -> State:
         after, slope = jnp.where(same, 0, after), jnp.where(same, slopes, slope)
     ends = _ends(state.p, state, tile)
     off, off_slope = (
-        _bound(f, g, state, ends) for f, g in ((a.value, b.value), (a.slope, b.slope))
+        _bound(f, g, state, ends, terms) for f, g in ((a.value, b.value), (a.slope, b.slope))
     )
     eps = epsilon(p)
     floor = jnp.minimum((off + _noise(a.after, b.after)) / 2 + 4 * eps, 1)
@@ -257,6 +275,46 @@ def _series(a: Site, b: Site, p: jax.Array, full: bool):
 
     fs, gs = (jax.tree.map(lambda x: rows(x, full), (s.value, s.slope)) for s in (a, b))
     return jax.lax.map(one, (fs, gs, p))
+
+
+def _by_tables(both, a: Site, b: Site, p: jax.Array, full: bool):
+    """Duals of tabulated functions, one position after another: their terms are made here.
+
+    In the full layout image after image of the rows: each ends its series where its own largest
+    correlation lets it, and strips of that size stay in the processor's cache.
+    """
+    strip = p.shape[1] // len(a.before.square) if full else p.shape[1]
+
+    def one(x):
+        (sa, fs), (sb, gs), p = x
+        fs, gs = (
+            [
+                f._replace(regular=tables.coefficients(t, s, f.norm, 1 - k))
+                for k, (t, f) in enumerate(zip(both, found, strict=True))
+            ]
+            for s, found in ((sa, fs), (sb, gs))
+        )
+
+        def rows_of(x):
+            fs, p = x
+            if len(both[0].sides):
+                pair = Pair(p, 1 - p, jnp.zeros_like(p))
+                return [value for value, _ in expectations(fs, gs, (1, 0), pair)]
+            return [
+                jax.lax.stop_gradient(f.norm[:, None] * g.norm)
+                * polynomial(f.regular.T, g.regular.T, 1 - 2 * p)
+                for f, g in zip(fs, gs, strict=True)
+            ]
+
+        if strip == len(p):
+            return rows_of((fs, p))
+        split = jax.tree.map(lambda x: x.reshape(-1, strip, *x.shape[1:]), (fs, p))
+        return [x.reshape(p.shape) for x in jax.lax.map(rows_of, split)]
+
+    sides = [
+        jax.tree.map(lambda x: rows(x, full), (s.before.norm, (s.value, s.slope))) for s in (a, b)
+    ]
+    return jax.lax.map(one, (*sides, p))
 
 
 def _formulas(step: Closed, weight, a: Site, b: Site, p: jax.Array, full: bool):
@@ -412,7 +470,7 @@ def _moved(error, p) -> jax.Array:
     return jnp.minimum(slope, 0.4 * jnp.sqrt(error))
 
 
-def _bound(f, g, state: State, ends) -> jax.Array:
+def _bound(f, g, state: State, ends, terms: int) -> jax.Array:
     """A bound of the error of ``E f g`` over both norms, for all positions, [n1, n2]."""
     f, g, state, ends = jax.lax.stop_gradient((f, g, state, ends))
 
@@ -420,7 +478,7 @@ def _bound(f, g, state: State, ends) -> jax.Array:
         return x.max(1)
 
     power = 1 - 2 * jnp.minimum(*ends)
-    for _ in range(max(f.regular.shape[2], 1).bit_length() - 1):
+    for _ in range(max(terms, 1).bit_length() - 1):
         power = power * power
     (rf, kf), (rg, kg) = ((most(h.missed[..., 0]), most(h.missed[..., 1])) for h in (f, g))
     eps = epsilon(power)

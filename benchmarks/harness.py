@@ -123,7 +123,7 @@ def named(path: Path | None, *parts: str) -> Path | None:
 def read(path: Path) -> list[Row]:
     """The rows of a file, none if there is none; a line that a kill cut short is passed over."""
     rows = []
-    for line in path.read_text().splitlines() if path.exists() else ():
+    for line in path.read_text().splitlines() if path.is_file() else ():
         with contextlib.suppress(json.JSONDecodeError):
             rows.append(json.loads(line))
     return rows

@@ -25,6 +25,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from ntk._checks import concrete
+
 _PLAIN = (
     *(bool, int, float, complex, str, bytes, range, slice),
     *(types.NoneType, types.EllipsisType, np.dtype, enum.Enum, datetime.date, pathlib.PurePath),
@@ -247,7 +249,7 @@ def _plain(x: Any) -> str:
 
 
 def _array(x: Any) -> str:
-    if isinstance(x, jax.core.Tracer):
+    if not concrete(x):
         return f"traced {x.aval}"
     kind = x.dtype
     if isinstance(x, jax.Array) and jax.dtypes.issubdtype(kind, jax.dtypes.prng_key):

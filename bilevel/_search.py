@@ -24,7 +24,15 @@ from bilevel._hypergradient import stateful_hypergradient
 from bilevel._interrupts import held_interrupts
 from bilevel._progress import progress_bar
 from bilevel.checkpoint import Saver, saving
-from bilevel.checks import floating, function, gradient_transformation, prng_key, whole
+from bilevel.checks import (
+    concrete,
+    finite,
+    floating,
+    function,
+    gradient_transformation,
+    prng_key,
+    whole,
+)
 from bilevel.problem import Problem
 from bilevel.protocols import LowerSolver, Pytree
 from ntk._programs import fresh, program
@@ -247,7 +255,7 @@ def search(
     (Array([0.875], dtype=float...), Array([1. , 0.25 , 0.0625], dtype=float...))
     """
     arrays = alpha, w0, train, valid, key
-    traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(arrays))
+    traced = not concrete(arrays)
     _check(problem, arrays, steps, batches, resume, checkpoint, callback, chunk)
     if traced and (progress or checkpoint is not None or callback is not None):
         raise ValueError(
@@ -479,9 +487,4 @@ def _check(problem, arrays, steps, batches, resume, checkpoint, callback, chunk)
             if jnp.size(x) == 0:
                 shape = jnp.shape(x)
                 raise ValueError(f"{name}: expected data, got an empty array of shape {shape}.")
-            inexact = jnp.issubdtype(jnp.result_type(x), jnp.inexact)
-            if isinstance(x, jax.core.Tracer) or not inexact:
-                continue
-            # In numpy, which computes at once even while JAX is tracing.
-            if not np.isfinite(np.asarray(x)).all():
-                raise ValueError(f"{name}: expected finite values, got a NaN or an infinity.")
+            finite(name, x)

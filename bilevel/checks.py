@@ -11,11 +11,14 @@ import optax
 from bilevel.protocols import Inverse, LowerSolver, Pytree
 from ntk._checks import (
     array,
+    concrete,
+    finite,
     function,
     known,
     number,
     numbers,
     offending,
+    positive,
     sequence,
     short,
     whole,
@@ -25,6 +28,9 @@ __all__ = [
     "array",
     "at_least",
     "between",
+    "concrete",
+    "count",
+    "finite",
     "floating",
     "function",
     "gradient_transformation",
@@ -34,9 +40,12 @@ __all__ = [
     "losses",
     "lower_solver",
     "nan_unless_finite",
+    "nonnegative",
     "number",
     "numbers",
     "offending",
+    "positive",
+    "positives",
     "prng_key",
     "scalar_loss",
     "sequence",
@@ -50,16 +59,38 @@ __all__ = [
 def at_least(name: str, value, least) -> None:
     """Refuse a number under ``least``; traced values pass: they have no value to look at yet."""
     x = number(name, value)
-    if not isinstance(x, jax.core.Tracer) and not x >= least:
+    if concrete(x) and not x >= least:
         raise ValueError(f"{name}: expected at least {least}, got {value}.")
 
 
 def between(name: str, value: Any, low: float, high: float) -> None:
     """Refuse a number that is not strictly between two; traced values pass."""
     x = number(name, value)
-    if not isinstance(x, jax.core.Tracer) and not low < x < high:
+    if concrete(x) and not low < x < high:
         what = "a positive number" if (low, high) == (0, np.inf) else f"one in ({low}, {high})"
         raise ValueError(f"{name}: expected {what}, got {value}.")
+
+
+def nonnegative(name: str, x: Any) -> jax.Array:
+    """``x`` as an array of floating-point numbers, none negative (or NaN) unless traced."""
+    x = numbers(name, x)
+    if x.size == 0:
+        raise ValueError(f"{name}: expected at least one number, got the shape {x.shape}.")
+    if concrete(x) and not np.all(x >= 0):
+        raise ValueError(f"{name}: expected numbers of at least 0, got {offending(x, x >= 0)}.")
+    return jnp.asarray(x) * 1.0
+
+
+def positives(**numbers: Any) -> None:
+    """Refuse numbers that are not positive and finite; traced ones pass."""
+    for name, value in numbers.items():
+        positive(name, value)
+
+
+def count(name: str, value: Any) -> None:
+    """Refuse a ``value`` that is not a whole number of at least 1; traced ones pass."""
+    if concrete(value):
+        whole(name, value, 1)
 
 
 def images(name: str, value: Any) -> jax.Array:
@@ -77,7 +108,7 @@ def simplex_slack(dtype: Any) -> float:
 
 def simplex(name: str, alpha: chex.Array) -> None:
     """Refuse what is off the simplex on its last axis; traced values pass."""
-    if isinstance(alpha, jax.core.Tracer):
+    if not concrete(alpha):
         return
     values = np.asarray(alpha, dtype=np.float64)
     off = np.abs(values.sum(-1) - 1).max()

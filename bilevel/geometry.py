@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from bilevel.checks import floating, gradient_transformation, simplex
+from bilevel.checks import concrete, floating, gradient_transformation, simplex
 from bilevel.protocols import Pytree
 
 
@@ -295,7 +295,7 @@ def check_box(alpha: chex.Array) -> None:
         For no entries, entries that are not floating, or one outside the box.
     """
     _check_entries(alpha)
-    if isinstance(alpha, jax.core.Tracer):
+    if not concrete(alpha):
         return
     values = np.asarray(alpha, dtype=np.float64)
     if not ((values >= 0) & (values <= 1)).all():
@@ -403,7 +403,7 @@ _compiled_ascends = jax.jit(ascends, static_argnums=0)
 
 def _refused(sentence: str, names: list[str], wrong: list[jax.Array], alpha: Pytree) -> Pytree:
     for name, bad in zip(names, wrong, strict=True):
-        if isinstance(bad, jax.core.Tracer):
+        if not concrete(bad):
             alpha = jax.tree.map(lambda a, bad=bad: jnp.where(bad, jnp.nan, a), alpha)
         elif bad:
             raise ValueError(sentence.format(name))

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import optax
 from jax.flatten_util import ravel_pytree
 
-from bilevel.checks import at_least, between, function, nan_unless_finite, prng_key, whole
+from bilevel.checks import at_least, between, concrete, function, nan_unless_finite, prng_key, whole
 from bilevel.meshes import settled, vary, varying, while_loop
 from bilevel.precision import narrow, rounding, widen
 from bilevel.protocols import Inverse, LinearMap, Pytree
@@ -372,7 +372,7 @@ def gram(
         damped = jnp.linalg.solve(
             decay * jnp.eye(n, dtype=flat.dtype) + kernel @ curvature, projected
         )
-        if isinstance(decay, jax.core.Tracer) or decay > 0:
+        if not concrete(decay) or decay > 0:
             return unravel((flat - pull(curvature @ damped)[0]) / decay)
         # With decay 0 `damped` is S^-1 K^-1 J b already.
         return unravel(pull(jnp.linalg.solve(kernel, damped))[0])

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from bilevel.checks import array, function, whole
+from bilevel.checks import array, concrete, finite, function, whole
 from bilevel.protocols import Pytree
 
 
@@ -142,8 +142,8 @@ def _steps(deltas: jax.Array) -> jax.Array:
     deltas = array("deltas", deltas)
     if deltas.ndim != 1 or deltas.size == 0:
         raise ValueError(f"deltas: expected shape [k] with k at least 1, got {deltas.shape}.")
-    if not isinstance(deltas, jax.core.Tracer):
-        _require_finite("deltas", deltas)
+    if concrete(deltas):
+        finite("deltas", deltas)
         smallest = np.asarray(deltas).min()
         if not smallest > 0:
             raise ValueError(f"deltas: expected positive numbers, got {smallest}.")
@@ -158,7 +158,7 @@ def _points(alphas: Pytree) -> Pytree:
         raise ValueError(
             f"alphas: expected arrays with one leading axis of length at least 1, got {shapes}."
         )
-    _require_finite("alphas", alphas)
+    finite("alphas", alphas)
     return alphas
 
 
@@ -178,14 +178,8 @@ def _unit(alphas: Pytree, directions: Pytree | None) -> Pytree:
             "directions: expected arrays like those of alphas, or of one alpha, "
             f"got {jax.tree.map(jnp.shape, directions)}."
         ) from None
-    _require_finite("directions", directions)
+    finite("directions", directions)
     lengths = jax.vmap(optax.tree.norm)(directions)
-    if not isinstance(lengths, jax.core.Tracer) and not np.asarray(lengths).all():
+    if concrete(lengths) and not np.asarray(lengths).all():
         raise ValueError("directions: expected lengths above 0, got a direction of length 0.")
     return jax.vmap(lambda u, length: optax.tree.scale(1 / length, u))(directions, lengths)
-
-
-def _require_finite(name: str, tree: Pytree) -> None:
-    for leaf in jax.tree.leaves(tree):
-        if not isinstance(leaf, jax.core.Tracer) and not np.isfinite(leaf).all():
-            raise ValueError(f"{name}: expected finite numbers, got some that are not.")

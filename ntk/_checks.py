@@ -9,6 +9,27 @@ import jax.numpy as jnp
 import numpy as np
 
 
+def concrete(*trees: Any) -> bool:
+    """Whether every leaf has values to look at: none is traced by ``jit``, ``vmap`` or ``grad``."""
+    return not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(trees))
+
+
+def finite(name: str, tree: Any, what: str = "numbers") -> None:
+    """Refuse NaN and infinity in any leaf; traced ones pass.
+
+    Examples
+    --------
+    >>> finite("y", {"a": jnp.array([1.0, jnp.nan])}, "targets")
+    Traceback (most recent call last):
+    ValueError: y: expected finite targets, got NaN or infinity.
+    """
+    for leaf in jax.tree.leaves(tree):
+        inexact = jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
+        # In numpy, which computes at once even while JAX is tracing something else.
+        if inexact and concrete(leaf) and not np.isfinite(np.asarray(leaf)).all():
+            raise ValueError(f"{name}: expected finite {what}, got NaN or infinity.")
+
+
 def array(name: str, value: Any) -> jax.Array:
     """``value`` as an array of real numbers, of its own type.
 
@@ -53,6 +74,16 @@ def number(name: str, value: Any) -> Any:
     if x.shape != ():
         raise ValueError(f"{name}: expected a number, got shape {x.shape}.")
     return x
+
+
+def positive(name: str, number: Any) -> None:
+    """Refuse numbers that are not positive and finite; traced ones pass."""
+    value = numbers(name, number)
+    if not concrete(value):
+        return
+    good = (value > 0) & (value < np.inf)
+    if not good.all():
+        raise ValueError(f"{name}: expected a positive number, got {offending(value, good)}.")
 
 
 def function(name: str, value: Any, form: str) -> None:

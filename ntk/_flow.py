@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ntk._checks import array, offending
+from ntk._checks import array, concrete, offending
 
 
 def times(t: Any, dtype: Any) -> jax.Array:
     """``t`` as an array of nonnegative times; NaN where it is traced and is negative."""
     t = array("t", t).astype(dtype)
-    if not isinstance(t, jax.core.Tracer) and not (np.asarray(t) >= 0).all():
+    if concrete(t) and not (np.asarray(t) >= 0).all():
         raise ValueError(f"t: expected nonnegative times, got {offending(t, np.asarray(t) >= 0)}.")
     return jnp.where(t >= 0, t, jnp.nan)
 

@@ -19,6 +19,8 @@ from jax.core import ShapedArray
 from jax.extend.core import Jaxpr, Literal
 from jax.interpreters.ad import UndefinedPrimal, Zero, is_undefined_primal
 
+from ntk._checks import concrete
+
 
 class _Program(NamedTuple):
     """What neural-tangents reads of a jaxpr."""
@@ -56,7 +58,7 @@ def _outside_of_traces(decompose):
     """
 
     def decomposed(K, *options):
-        traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((K, options)))
+        traced = not concrete(K, options)
         with contextlib.nullcontext() if traced else jax.ensure_compile_time_eval():
             return decompose(K, *options)
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.flatten_util import ravel_pytree
 
-from ntk._checks import array, function
+from ntk._checks import array, concrete, finite, function
 from ntk._intercept import fold
 from ntk._programs import fresh, program
 from ntk._rectifiers import is_relu, marked
@@ -35,15 +35,12 @@ def check(apply: Apply, params: Pytree, batch: Batch) -> Batch:
             f"batch: expected {len(x)} integer labels, got {y.dtype} of the shape {y.shape}."
         )
     for name, tree in ("params", params), ("batch", x):
-        for leaf in jax.tree.leaves(tree):
-            leaf = array(name, leaf)
-            if not isinstance(leaf, jax.core.Tracer) and not np.isfinite(leaf).all():
-                raise ValueError(f"{name}: expected finite numbers, got NaN or infinity.")
+        finite(name, jax.tree.map(partial(array, name), tree))
     logits = logits_like(apply, params, x)
     if len(logits.shape) != 2 or logits.shape[0] != len(x):
         raise ValueError(f"apply: expected logits [{len(x)}, classes], got {logits.shape}.")
     classes = logits.shape[1]
-    if not isinstance(y, jax.core.Tracer):
+    if concrete(y):
         labels = np.asarray(y)  # jnp's minimum would be traced under jit
         if labels.min() < 0 or labels.max() >= classes:
             raise ValueError(

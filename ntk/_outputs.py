@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ntk._checks import array, floats, number
+from ntk._checks import array, concrete, finite, floats, number
 from ntk._symmetric import symmetric
 from ntk.kernel_functions import matrix as kernel
 from ntk.spectrum import min_eigenvalue
@@ -43,8 +43,7 @@ def data(K: Any, y: Any, name: str = "K", *, x: Any = None) -> Data:
         raise ValueError(f"y: expected shape [{n}, {K.shape[3]}], as {name} has it, got {y.shape}.")
     if y.ndim not in (1, 2) or y.shape[0] != n or not y.size:
         raise ValueError(f"y: expected shape [{n}] or [{n}, outputs], got {y.shape}.")
-    if not isinstance(y, jax.core.Tracer) and not np.isfinite(y).all():
-        raise ValueError("y: expected finite targets, got NaN or infinity.")
+    finite("y", y, "targets")
     dtype = jnp.promote_types(jnp.result_type(matrix, y), jnp.float32)
     columns = y.astype(dtype).reshape(len(matrix), -1)
     return Data(matrix.astype(dtype), columns, y.shape, full)
@@ -59,8 +58,7 @@ def others(name: str, cross: Any, of: Data) -> tuple[jax.Array, tuple[int, ...]]
         raise ValueError(
             f"{name}: expected shape [m, {', '.join(map(str, behind))}], got {cross.shape}."
         )
-    if not isinstance(cross, jax.core.Tracer) and not np.isfinite(cross).all():
-        raise ValueError(f"{name}: expected finite entries, got NaN or infinity.")
+    finite(name, cross, "entries")
     return as_matrix(cross), (len(cross), *outputs)
 
 
@@ -82,7 +80,7 @@ def as_kernel(matrix: jax.Array, outputs: int) -> jax.Array:
 def with_penalty(matrix: jax.Array, penalty: Any) -> jax.Array:
     """``K + penalty I``; NaN where the penalty is traced and is negative."""
     given = number("penalty", penalty)  # not traced, even inside a program, where it is a constant
-    if not isinstance(given, jax.core.Tracer) and not given >= 0:
+    if concrete(given) and not given >= 0:
         raise ValueError(f"penalty: expected a nonnegative number, got {penalty}.")
     penalty = jnp.where(penalty >= 0, penalty, jnp.nan).astype(matrix.dtype)
     return matrix + penalty * jnp.eye(len(matrix), dtype=matrix.dtype)
@@ -92,7 +90,7 @@ def cholesky(matrix: jax.Array, penalty: Any) -> jax.Array:
     """The lower factor of ``K + penalty I``."""
     shifted = with_penalty(matrix, penalty)
     factor = jax.lax.linalg.cholesky(shifted, symmetrize_input=False)
-    if not isinstance(factor, jax.core.Tracer) and np.isnan(factor[-1, -1]):
+    if concrete(factor) and np.isnan(factor[-1, -1]):
         raise ValueError(
             "K: expected a positive definite matrix (a larger penalty makes it one), "
             f"got a smallest eigenvalue of {float(min_eigenvalue(shifted)):.3g}."

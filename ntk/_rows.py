@@ -8,6 +8,8 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from ntk._checks import concrete
+
 
 def length(x) -> int:
     """How many samples there are."""
@@ -64,7 +66,7 @@ def mesh_for(*arrays) -> jax.sharding.Mesh | None:
     """All local devices, unless the caller has placed the arrays, or traces them."""
     devices = jax.local_devices()
     leaves = jax.tree.leaves(arrays)
-    placed = any(isinstance(x, jax.core.Tracer) or getattr(x, "committed", False) for x in leaves)
+    placed = not concrete(leaves) or any(getattr(x, "committed", False) for x in leaves)
     if len(devices) == 1 or placed or getattr(jax.config, "jax_default_device", None) is not None:
         return None
     return jax.sharding.Mesh(np.array(devices), ("rows",))

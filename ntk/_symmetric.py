@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ntk._checks import array, floats
+from ntk._checks import array, concrete, finite, floats
 
 
 def rounding(dtype: Any, n: int) -> float:
@@ -44,7 +44,7 @@ def symmetric(K: Any, name: str = "K", *, stack: bool = False) -> jax.Array:
         raise ValueError(f"{name}: expected {expected}, got shape {K.shape}.")
     allowed = rounding(K.dtype, K.shape[-1])
     K = floats(name, K)
-    if isinstance(K, jax.core.Tracer):
+    if not concrete(K):
         half, known = _symmetric(K, allowed)
         return half * jnp.where(known, 1, jnp.nan).astype(K.dtype)
     with jax.ensure_compile_time_eval():  # where the caller traces other arguments
@@ -66,8 +66,7 @@ def _symmetric(K: jax.Array, allowed: float) -> tuple[jax.Array, jax.Array]:
 
 def check_symmetric(K: np.ndarray, allowed: float, name: str) -> None:
     """Raise ValueError unless ``K`` [..., n, n] is finite, and symmetric but for ``allowed``."""
-    if not np.isfinite(K).all():
-        raise ValueError(f"{name}: expected finite entries, got NaN or infinity.")
+    finite(name, K, "entries")
     off, largest = _halves(np, K)
     if (off > allowed * largest).any():
         *which, _, _ = np.unravel_index(np.argmax(off - allowed * largest), off.shape)

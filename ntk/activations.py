@@ -33,7 +33,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ntk._checks import number
+from ntk._checks import concrete, number
 from ntk._kinks import Function, Kink, find, jumps, linear_sides, slope
 
 
@@ -184,7 +184,7 @@ def leaky_relu(slope: float) -> Activation:
     >>> leaky_relu(0.1)(jnp.array([-1.0, 2.0]))
     Array([-0.1, 2. ], dtype=float...)
     """
-    if isinstance(number("slope", slope), jax.core.Tracer) or not math.isfinite(slope):
+    if not concrete(number("slope", slope)) or not math.isfinite(slope):
         raise ValueError(f"slope: expected a finite number known when tracing, got {slope}.")
     return Activation(f"leaky_relu({float(slope):g})", kink=(float(slope), 1.0))
 

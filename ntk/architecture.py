@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ntk._checks import array, floats
+from ntk._checks import array, concrete, finite, floats
 from ntk._kinks import ORDERS
 from ntk.activations import Activation, activation, relu
 from ntk.gaussian import grid, reciprocal, root
@@ -96,7 +96,7 @@ def parse(
     skips = _numbers("skips", [0.0] * (depth - 2) if skips is None else skips, depth - 2, dtype)
     default = [1.0] + [2.0] * (depth - 1)
     variances = _numbers("variances", default if variances is None else variances, depth, dtype)
-    if not isinstance(variances, jax.core.Tracer) and bool((np.asarray(variances) < 0).any()):
+    if concrete(variances) and bool((np.asarray(variances) < 0).any()):
         raise ValueError(f"variances: expected nonnegative numbers, got {variances}.")
     return tuple(layers), weights, skips, variances
 
@@ -110,7 +110,7 @@ def _numbers(name: str, values: Any, count: int, dtype: Any) -> jax.Array:
     values = array(name, values).astype(dtype)
     if values.shape != (count,):
         raise ValueError(f"{name}: expected {count} numbers, got shape {values.shape}.")
-    if not isinstance(values, jax.core.Tracer) and not bool(np.isfinite(values).all()):
+    if concrete(values) and not bool(np.isfinite(values).all()):
         raise ValueError(f"{name}: expected finite numbers, got {values}.")
     return values
 
@@ -136,14 +136,8 @@ def _rows(name: str, x: Any) -> jax.Array:
     x = floats(name, x)
     if x.ndim != 2 or 0 in x.shape:
         raise ValueError(f"{name}: expected a nonempty array [n, d], got shape {x.shape}.")
-    if not isinstance(x, jax.core.Tracer) and not bool(np.isfinite(x).all()):
-        raise ValueError(f"{name}: expected finite entries, got NaN or infinity.")
+    finite(name, x, "entries")
     return x
-
-
-def is_traced(tree: Any) -> bool:
-    """Whether any leaf has no value yet."""
-    return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree))
 
 
 def _squares(x1, x2) -> np.ndarray:

@@ -49,7 +49,7 @@ import scipy.optimize
 import scipy.sparse.linalg
 import threadpoolctl
 
-from ntk._checks import number, numbers, whole
+from ntk._checks import finite, number, numbers, whole
 from ntk._symmetric import check_symmetric, rounding
 from ntk.kernel_functions import matrix, measured, mixed_blocks
 from ntk.kernels import Kernels
@@ -486,8 +486,7 @@ def _real(name, array):
     """As finite float64, and the type that it came in."""
     given = numbers(name, array)
     array = given.astype(np.float64)
-    if not np.isfinite(array).all():
-        raise ValueError(f"{name}: expected finite entries, got NaN or infinity.")
+    finite(name, array, "entries")
     return array, given.dtype
 
 

@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ntk._checks import floats, offending
+from ntk._checks import concrete, floats, offending
 from ntk._kinks import ORDERS
 from ntk.activations import Activation, Function, activation
 from ntk.architecture import (
@@ -33,7 +33,6 @@ from ntk.architecture import (
     TRACED,
     Layer,
     expand_layer,
-    is_traced,
     largest_error,
     places,
     resolved,
@@ -103,7 +102,7 @@ def dual(
     vx, vy, c = jnp.broadcast_arrays(floats("vx", vx), floats("vy", vy), floats("c", c))
     dtype = jnp.result_type(vx, vy, c)
     vx, vy, c = (x.astype(dtype) for x in (vx, vy, c))
-    if not any(isinstance(x, jax.core.Tracer) for x in (vx, vy, c)):
+    if concrete(vx, vy, c):
         _check(vx, vy, c)
         if max_variance is None:
             largest = max(float(vx.max(initial=0)), float(vy.max(initial=0)))
@@ -129,14 +128,14 @@ def _piecewise(a: Activation, b: Activation, sx, sy, p, q) -> jax.Array:
     layers: list[Layer] = [(_as_piecewise(a),), (_as_piecewise(b),)]
     kinks, one = places(layers), jnp.ones(1, p.dtype)
     error = jnp.full_like(p, float(jnp.finfo(p.dtype).eps))
-    traced = is_traced((sx, sy, p, q))
+    traced = not concrete(sx, sy, p, q)
     for how in (TRACED,) if traced else RESOLUTIONS:
         f, g = (
             expand_layer(layer, one, s, error, kinks, how)[0]
             for layer, s in zip(layers, (sx, sy), strict=True)
         )
         found = _one_by_one(f, g, p, q)
-        if is_traced(found) or resolved([f, g]):
+        if not concrete(found) or resolved([f, g]):
             break
     return found
 

@@ -45,7 +45,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ntk import _empirical
-from ntk._checks import array, short, whole
+from ntk._checks import array, finite, short, whole
 from ntk._programs import program
 from ntk._rows import length, mesh_for
 from ntk._sample import Apply, network
@@ -63,14 +63,10 @@ def _one_of(name: str, value, allowed):
 def _finite(name: str, tree):
     for leaf in jax.tree.leaves(tree):
         try:
-            dtype = jnp.result_type(leaf)
+            jnp.result_type(leaf)
         except TypeError:
             raise ValueError(f"{name}: expected arrays, got {short(leaf)}.") from None
-        if not isinstance(leaf, jax.core.Tracer) and jnp.issubdtype(dtype, jnp.floating):
-            with jax.ensure_compile_time_eval():  # where the caller traces other arguments
-                finite = bool(jnp.isfinite(leaf).all())
-            if not finite:
-                raise ValueError(f"{name}: expected finite numbers, got NaN or infinity.")
+        finite(name, leaf)
 
 
 def _samples(name: str, x, like=None):

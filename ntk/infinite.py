@@ -42,6 +42,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
+from ntk._checks import concrete
 from ntk.activations import Activation
 from ntk.architecture import (
     RESOLUTIONS,
@@ -54,7 +55,6 @@ from ntk.architecture import (
     expand_layer,
     features,
     inputs,
-    is_traced,
     largest_error,
     parse,
     places,
@@ -137,7 +137,7 @@ def network_kernel(
     """
     x1, x2 = inputs("x1", x1, "x2", x2)
     layers, *network = parse(activations, skips, variances, x1.dtype)
-    if is_traced((x1, x2, network)):
+    if not concrete(x1, x2, network):
         kernels, _ = _kernels(layers, x1, x2, network, TRACED, False)
         return kernels
     n1, n2 = len(x1), len(x1 if x2 is None else x2)
@@ -147,7 +147,7 @@ def network_kernel(
     for how in RESOLUTIONS:
         kernels, rows = _kernels(layers, x1, x2, network, how, equal)
         kernels = jax.tree.map(lambda k: k[:n1, :n2], kernels)
-        if is_traced(kernels):  # by a jit around, of values
+        if not concrete(kernels):  # by a jit around, of values
             return kernels
         small = float(jnp.max(kernels.error / jnp.max(jnp.abs(kernels.ntk)))) <= goal
         if small or resolved([f for r in rows for one in r for f in (one.value, one.slope)]):
@@ -205,9 +205,9 @@ def lemma1_kernel_as_printed(
     """
     x, _ = inputs("x", x)
     layers, weights, skips, _ = parse(activations, skips, None, x.dtype)
-    how = TRACED if is_traced((x, weights, skips)) else RESOLUTIONS[-2]
+    how = RESOLUTIONS[-2] if concrete(x, weights, skips) else TRACED
     kernels = _lemma1(layers, x, weights, skips, how)
-    if not is_traced(kernels):
+    if concrete(kernels):
         check_resolved("x", kernels.ntk)
     return kernels
 

@@ -13,9 +13,8 @@ from typing import Any
 import chex
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from ntk._checks import array, short
+from ntk._checks import array, concrete, finite, short
 from ntk.activations import Activation, Function, activation
 from ntk.architecture import (
     RESOLUTIONS,
@@ -25,7 +24,6 @@ from ntk.architecture import (
     check_resolved,
     expand_layer,
     inputs,
-    is_traced,
     largest_error,
     places,
     resolved,
@@ -90,7 +88,7 @@ def mixture_blocks(
         raise ValueError(f"activations: expected at least one, got {got}.")
     layer = tuple(activation(s) for s in activations)
     x, x2 = inputs("x", x, "x2", x2)
-    if is_traced((x, x2, scale)):
+    if not concrete(x, x2, scale):
         found, _ = _blocks(layer, x, x2, scale, TRACED)
         return found if error else found[0]
     n1, n2 = len(x), len(x if x2 is None else x2)
@@ -99,7 +97,7 @@ def mixture_blocks(
     for how in RESOLUTIONS:
         found, rows = _blocks(layer, x, second, scale, how)
         blocks, bound = (k[..., :n1, :n2] for k in found)
-        if is_traced(blocks):
+        if not concrete(blocks):
             return (blocks, bound) if error else blocks
         if float(jnp.max(bound) / jnp.max(jnp.abs(blocks))) <= goal or resolved(rows):
             break
@@ -134,8 +132,7 @@ def mixture_kernel(alpha: chex.Array, blocks: chex.Array) -> jax.Array:
     alpha, blocks = array("alpha", alpha), array("blocks", blocks)
     if alpha.ndim != 1:
         raise ValueError(f"alpha: expected an array [h], got shape {alpha.shape}.")
-    if not is_traced(alpha) and not bool(np.isfinite(alpha).all()):
-        raise ValueError("alpha: expected finite weights, got NaN or infinity.")
+    finite("alpha", alpha, "weights")
     if blocks.ndim != 4 or blocks.shape[:2] != (*alpha.shape, *alpha.shape):
         raise ValueError(
             f"blocks: expected shape [{len(alpha)}, {len(alpha)}, n1, n2] as alpha has, "

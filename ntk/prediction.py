@@ -33,7 +33,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ntk._checks import floats
+from ntk._checks import concrete, floats
 from ntk._flow import flows, times
 from ntk._outputs import Data, as_kernel, as_matrix, cholesky, data, others, with_penalty
 from ntk._symmetric import symmetric
@@ -244,7 +244,7 @@ def _bounded(cross, K, prior, name: str = "cross") -> jax.Array:
     """
     largest = jnp.outer(jnp.sqrt(jnp.diagonal(prior)), jnp.sqrt(jnp.diagonal(K)))
     fits = jnp.abs(cross) <= largest + _ROOM * jnp.max(largest)
-    if isinstance(fits, jax.core.Tracer):
+    if not concrete(fits):
         return cross * jnp.where(fits.all(), 1, jnp.nan).astype(cross.dtype)
     if not fits.all():
         at = tuple(int(i) for i in np.argwhere(~np.asarray(fits))[0])

@@ -26,6 +26,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
+from ntk._checks import concrete
 from ntk._programs import fresh
 from ntk._symmetric import symmetric
 from ntk.kernel_functions import matrix
@@ -206,7 +207,7 @@ def _(find, product, primals, tangents):
 
 def _of_matrix(K: jax.Array) -> jax.Array:
     n = len(K)
-    if isinstance(K, jax.core.Tracer) or n <= _SMALL:
+    if not concrete(K) or n <= _SMALL:
         return _vector(K)
     # Sizes a little apart share a program, which takes seconds to compile.
     step = max(64, 1 << (n - 1).bit_length() >> 4)

@@ -357,6 +357,29 @@ def test_the_network_trains_on_batch_statistics_and_predicts_with_running_averag
     assert loss(w, averages, (x, labels), KEY, 0.5)[0] != value
 
 
+def test_the_auxiliary_classifiers_loss_counts_two_fifths():
+    """Without weights it predicts its biases: closed form. 0.4 as in the reference."""
+    network = darts_network(SKIPS, classes=3, cells=3, channels=2)
+    w, averages = network.init(KEY, (32, 32, 1))
+    rows = jnp.asarray(normal(3, 32, 32, 1), jnp.float32), jnp.array([0, 1, 1])
+    head = w["auxiliary"]["Dense_0"]
+    loss = jax.jit(
+        lambda bias: network.loss(
+            w
+            | {
+                "auxiliary": w["auxiliary"]
+                | {"Dense_0": {"kernel": 0 * head["kernel"], "bias": bias}}
+            },
+            averages,
+            rows,
+            KEY,
+        )[0]
+    )
+    bias = jnp.array([1.0, -2.0, 0.5], jnp.float32)
+    entropy = jax.nn.logsumexp(bias) - bias[rows[1]].mean()
+    assert_close(loss(bias) - loss(0 * bias), 0.4 * (entropy - np.log(3)), f64=1e-5)
+
+
 def test_an_epoch_is_each_row_once_by_the_optimizer():
     """With a step size of 0 the mean loss is that of the batches; weights stay, averages move."""
     network = darts_network(SKIPS, classes=3, cells=1, channels=2, auxiliary=False)

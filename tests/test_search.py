@@ -471,9 +471,9 @@ def test_bad_options_are_refused_before_compiling(changes, message):
         (3, jnp.array([0.5, 0.5, 0.5]), "alpha: expected points of the simplex"),
         (3, jnp.array([1, 0, 0]), "alpha: expected floating arrays, got int"),
         (3, (), "alpha: expected at least one array"),
-        (4, jnp.array([jnp.nan] * 2), "w0: expected finite values"),
+        (4, jnp.array([jnp.nan] * 2), "w0: expected finite numbers"),
         (5, (jnp.zeros((0, 4)), jnp.zeros(0)), "train: expected data, got an empty array"),
-        (6, (VALID[0], VALID[1] * jnp.inf), "valid: expected finite values"),
+        (6, (VALID[0], VALID[1] * jnp.inf), "valid: expected finite numbers"),
     ],
 )
 def test_bad_arrays_are_refused_before_compiling(position, value, message):

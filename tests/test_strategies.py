@@ -1,5 +1,7 @@
 """Strategies are what their papers say, on any space, and refuse what they cannot do."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -92,6 +94,48 @@ def test_a_step_is_the_formulas(strategy, optimizer, slope):
     found = first_step(strategy)
     assert_close(found.alpha, by_hand(optimizer, slope(SPACE.start())), f64=1e-10, f32=1e-5)
     assert bool((found.alpha["activations"] != 0.5).any())
+
+
+def test_the_logits_optimizer_is_darts_adam():
+    """Truth: Kingma & Ba's Algorithm 1 in numpy on logits, with the reference's constants."""
+    rate, decay, b1, b2, eps = 0.3, 1e-3, 0.5, 0.999, 1e-8
+    alpha, optimizer = np.array([0.7, 0.2, 0.1]), strategies.logits(rate)
+    z, m, v = np.log(alpha / alpha.max()), 0.0, 0.0  # the largest logit starts at 0
+    state, found = optimizer.init(jnp.asarray(alpha)), jnp.asarray(alpha)
+    # As small as the decay's part, so that it counts.
+    for t, slope in enumerate(1e-3 * np.random.default_rng(0).normal(size=(6, 3)), 1):
+        updates, state = optimizer.update(jnp.asarray(slope), state, found)
+        found = optax.apply_updates(found, updates)
+        g = alpha * (slope - alpha @ slope) + decay * z
+        m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g**2
+        z = z - rate * (m / (1 - b1**t)) / (np.sqrt(v / (1 - b2**t)) + eps)
+        alpha = np.exp(z) / np.exp(z).sum()
+    assert_close(found, alpha, f64=1e-9, f32=1e-4)
+
+
+def test_a_rate_of_gaea_is_that_of_exponentiated_gradient():
+    space = SPACE
+    slope = slope_at(after(space.start()), ROWS[1])(space.start())["activations"]
+    found = first_step(strategies.gaea(space, **WITH_ALPHA)).alpha["activations"]
+    grown = space.start()["activations"] * np.exp(-0.2 * np.asarray(slope))
+    assert_close(found, grown / grown.sum(-1, keepdims=True), f64=1e-10, f32=1e-5)
+
+
+def test_weight_sharing_trains_architectures_drawn_anew_for_every_batch():
+    """With the loss <w, alpha>, steps of rate 1 subtract the architectures one by one."""
+    steps = 240
+
+    def loss(w, alpha, batch):
+        return jnp.vdot(w, alpha["activations"]) + 0 * batch[0].sum()
+
+    space = dataclasses.replace(SPACE, problem=bilevel.Problem(loss, loss))
+    plan = strategies.weight_sharing(space, weights=1.0, batch_size=12)
+    w0 = jnp.zeros((2, 2))
+    found = strategies.run(plan, SPACE.start(), w0, *ROWS, steps=steps, key=KEY, progress=False)
+    counts = -np.asarray(found.w)
+    np.testing.assert_array_equal(counts.sum(-1), [steps, steps])
+    # Each of the two layers draws its activation uniformly: 5 standard deviations of a binomial.
+    assert (np.abs(counts - steps / 2) < 5 * np.sqrt(steps / 4)).all()
 
 
 def test_the_finite_difference_is_near_the_exact_second_order_and_not_equal():

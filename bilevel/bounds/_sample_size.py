@@ -2,9 +2,8 @@
 
 from collections.abc import Callable
 
-from ntk._checks import function
+from bilevel.checks import function, positive
 from ntk.bounds import Bound
-from ntk.bounds.bound import positive
 
 _CAP = 10**15  # rows; every integer up to it is exact in float64
 

@@ -31,9 +31,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from bilevel.bounds._checks import confidence, nonnegative, positives
+from bilevel.bounds._terms import confidence
 from bilevel.bounds.covering import Covering
-from ntk._checks import function
+from bilevel.checks import function, nonnegative, positives
 from ntk.bounds import Bound
 
 _SAMPLE = ("validation rows are i.i.d. and independent of the training", None)

@@ -30,9 +30,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bilevel.bounds._checks import count, nonnegative
-from ntk._checks import numbers, offending, whole
-from ntk.bounds.bound import positive
+from bilevel.checks import concrete, count, finite, nonnegative, numbers, offending, positive, whole
 
 Covering = Callable[[jax.Array], jax.Array]
 """Radii [...] to (upper bounds of) the logarithms of covering numbers [...]."""
@@ -79,7 +77,7 @@ def effective_dimension(log_covering_numbers: Any, radii: Any, *, C_bar: float) 
     logs, radii = nonnegative("log_covering_numbers", log_covering_numbers), _radii(radii)
     if logs.shape != radii.shape:
         raise ValueError(f"radii: expected shape {logs.shape} as the logs, got {radii.shape}.")
-    if not isinstance(radii, jax.core.Tracer) and np.any(np.asarray(radii) > C_bar):
+    if concrete(radii) and np.any(np.asarray(radii) > C_bar):
         raise ValueError(f"radii: expected numbers of at most C_bar = {C_bar}, got {radii.max()}.")
     scale = jnp.log(C_bar / radii)
     return jnp.max(jnp.where(logs == 0, 0.0, logs / scale))  # NaN stays NaN
@@ -245,8 +243,7 @@ def finite_covering(points: chex.Array) -> Covering:
     points = numbers("points", points)
     if points.ndim != 2 or points.size == 0:
         raise ValueError(f"points: expected shape [m, h], got {points.shape}.")
-    if not isinstance(points, jax.core.Tracer) and not np.isfinite(points).all():
-        raise ValueError("points: expected finite entries, got NaN or infinity.")
+    finite("points", points, "entries")
     points = jnp.asarray(points) * 1.0
 
     def farthest(distances, _):
@@ -282,7 +279,7 @@ def _of_radii(logs: Callable[[jax.Array], jax.Array]) -> Covering:
 
 def _radii(radii: Any) -> jax.Array:
     radii = numbers("radii", radii)
-    traced = isinstance(radii, jax.core.Tracer)
+    traced = not concrete(radii)
     if radii.size == 0:
         raise ValueError(f"radii: expected at least one, got the shape {radii.shape}.")
     if not traced and not np.all(radii > 0):

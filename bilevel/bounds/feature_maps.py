@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from bilevel.bounds._checks import count, positives
+from bilevel.checks import count, positives
 
 
 class FeatureMapLipschitz(NamedTuple):

@@ -35,10 +35,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bilevel.bounds._checks import broadcast, nonnegative
-from ntk._checks import number
+from bilevel.bounds._terms import broadcast
+from bilevel.checks import concrete, nonnegative, number, positive
 from ntk.bounds import Bound
-from ntk.bounds.bound import holds, positive
+from ntk.bounds.bound import holds
 
 _CLAIM = "l_D(w, c) - min l_D <= value"
 _SETTING = (
@@ -534,7 +534,7 @@ def _slope(lipschitz: float | None, epsilon: Any) -> float:
     if lipschitz is not None:
         positive("lipschitz", lipschitz)
         return 2 * lipschitz
-    if isinstance(epsilon, jax.core.Tracer) or np.any(np.asarray(epsilon) != 0):
+    if not concrete(epsilon) or np.any(np.asarray(epsilon) != 0):
         raise ValueError(
             "lipschitz: expected the loss's constant for a positive epsilon, got none."
         )

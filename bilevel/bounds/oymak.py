@@ -35,15 +35,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from bilevel.bounds._checks import (
-    UNIT_LOSS,
-    broadcast,
-    confidence,
-    count,
-    end_to_end,
-    nonnegative,
-    positives,
-)
+from bilevel.bounds._terms import UNIT_LOSS, broadcast, confidence, end_to_end
+from bilevel.checks import concrete, count, nonnegative, positives
 from ntk.bounds import Bound
 from ntk.bounds.bound import holds
 
@@ -277,7 +270,7 @@ def oymak_lemma1(n_train: Any, *, h: int, B: Any, lambda0: Any, R: Any = 1.0) ->
     """
     positives(n_train=n_train, B=B, lambda0=lambda0, R=R)
     count("h", h)
-    if not isinstance(R, jax.core.Tracer) and R < 1:
+    if concrete(R) and R < 1:
         raise ValueError(f"R: expected a number of at least 1, got {R}.")
     inside = 20 * R**3 * B * (n_train / lambda0) ** 2 * (B * n_train + 1)
     return (h + 1) * jnp.log(inside)

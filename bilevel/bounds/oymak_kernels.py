@@ -21,8 +21,8 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from bilevel.bounds._checks import UNIT_LOSS, confidence, count, end_to_end, nonnegative, positives
-from ntk._checks import array, number
+from bilevel.bounds._terms import UNIT_LOSS, confidence, end_to_end
+from bilevel.checks import array, count, nonnegative, number, positives
 from ntk.activations import Activation
 from ntk.bounds import Bound
 from ntk.bounds.bound import holds, kernel

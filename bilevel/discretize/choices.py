@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from bilevel.checks import array, whole
+from bilevel.checks import array, concrete, whole
 from bilevel.protocols import Pytree
 
 
@@ -69,6 +69,6 @@ def _entries(alpha: Any) -> jax.Array:
     alpha = array("alpha", alpha)
     if alpha.ndim == 0 or alpha.size == 0:
         raise ValueError(f"alpha: expected entries on the last axis, got shape {alpha.shape}.")
-    if not isinstance(alpha, jax.core.Tracer) and bool(jnp.isnan(alpha).any()):
+    if concrete(alpha) and bool(jnp.isnan(alpha).any()):
         raise ValueError("alpha: expected numbers, got NaN.")
     return alpha

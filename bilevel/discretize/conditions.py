@@ -10,7 +10,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from bilevel.checks import array, simplex
+from bilevel.checks import array, finite, simplex
 from bilevel.discretize._intervals import check_confidence, pairwise, quantile, standard_error
 from bilevel.discretize.factors import factor_simplex
 
@@ -174,8 +174,7 @@ def _aligned(outputs: Any, alpha: Any, targets: Any) -> tuple:
     arrays = {"outputs": outputs, "alpha": alpha, "targets": targets}
     arrays = {k: None if x is None else array(k, x) * 1.0 for k, x in arrays.items()}
     for name, x in arrays.items():
-        if not (x is None or isinstance(x, jax.core.Tracer) or bool(jnp.isfinite(x).all())):
-            raise ValueError(f"{name}: expected finite numbers, got NaN or infinity.")
+        finite(name, x)
     outputs, alpha, targets = arrays.values()
     if outputs.ndim not in (2, 3) or outputs.shape[0] < 2 or outputs.size == 0:
         raise ValueError(

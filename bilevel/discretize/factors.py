@@ -4,7 +4,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from bilevel.checks import array, floating, simplex, simplex_slack, whole
+from bilevel.checks import array, concrete, floating, simplex, simplex_slack, whole
 
 
 def factor_simplex(alpha: chex.Array, i: int | chex.Array) -> jax.Array:
@@ -38,7 +38,7 @@ def factor_simplex(alpha: chex.Array, i: int | chex.Array) -> jax.Array:
     """
     alpha = _on_simplex(alpha)
     h = alpha.shape[-1]
-    if not isinstance(i, jax.core.Tracer) and not whole("i", i, 0) < h:
+    if concrete(i) and not whole("i", i, 0) < h:
         raise ValueError(f"i: expected 0 to {h - 1}, got {i}.")
     others = jnp.where(jnp.arange(h) == i, 0, alpha)
     others = jnp.where((i >= 0) & (i < h), others, jnp.nan)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from bilevel.checks import array, at_least, whole
+from bilevel.checks import array, at_least, concrete, finite, whole
 from bilevel.discretize._intervals import standard_error
 
 
@@ -65,10 +65,9 @@ def judge_choice(losses: Any, choice: Any, *, noise: float = 1.0) -> Judgement:
     losses = array("losses", losses) * 1.0
     if losses.ndim != 2 or len(losses) < 2 or losses.size == 0:
         raise ValueError(f"losses: expected shape [n, h] with at least 2 rows, got {losses.shape}.")
-    if not isinstance(losses, jax.core.Tracer) and not bool(jnp.isfinite(losses).all()):
-        raise ValueError("losses: expected finite numbers, got NaN or infinity.")
+    finite("losses", losses)
     h = losses.shape[1]
-    if not isinstance(choice, jax.core.Tracer) and not whole("choice", choice, 0) < h:
+    if concrete(choice) and not whole("choice", choice, 0) < h:
         raise ValueError(f"choice: expected 0 to {h - 1}, got {choice}.")
     at_least("noise", noise, 0)
     return _judge_choice(losses, jnp.asarray(choice), noise)

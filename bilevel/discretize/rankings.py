@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import scipy.special
 
-from bilevel.checks import array, function, prng_key, whole
+from bilevel.checks import array, concrete, function, prng_key, whole
 from bilevel.discretize._intervals import check_confidence, pairwise, quantile, standard_error
 from bilevel.protocols import Pytree
 
@@ -138,7 +138,7 @@ def rank_agreement(
             f"a, b: expected two vectors of one length, at least 2, got {a.shape} and {b.shape}."
         )
     for name, x in (("a", a), ("b", b)):
-        if not isinstance(x, jax.core.Tracer) and bool(jnp.isnan(x).any()):
+        if concrete(x) and bool(jnp.isnan(x).any()):
             raise ValueError(f"{name}: expected numbers, got NaN.")
     return _agreement(key, a, b, confidence, resamples)
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bilevel.checks import array
+from bilevel.checks import array, finite
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=("rows", "columns"), meta_fields=("shape",))
@@ -119,8 +119,7 @@ def sparse(matrix) -> Sparse:
     if not hasattr(matrix, "tocsr"):
         raise ValueError(f"matrix: expected a scipy.sparse matrix, got {type(matrix).__name__}.")
     rows = matrix.tocsr()
-    if not np.isfinite(rows.data).all():
-        raise ValueError("matrix: expected finite entries, got NaN or infinity.")
+    finite("matrix", rows.data, "entries")
     return Sparse(rows.shape, _entries(rows), _entries(rows.T.tocsr()))
 
 

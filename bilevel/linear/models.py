@@ -34,7 +34,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bilevel.checks import array, between, number
+from bilevel.checks import array, between, concrete, finite, number
 from bilevel.linear.matrices import (
     Blocks,
     Features,
@@ -111,7 +111,7 @@ def ridge_weights(
     Array([1.], dtype=float...)
     """
     features, y = _checked(features, y)
-    known = not isinstance(number("penalty", penalty), jax.core.Tracer)
+    known = concrete(number("penalty", penalty))
     if known and not 0 <= penalty < np.inf:
         raise ValueError(f"penalty: expected a finite number >= 0, got {penalty}.")
     allowed = ("auto", "cg") if isinstance(features, Sparse) else ("auto", "primal", "dual", "cg")
@@ -176,7 +176,7 @@ def svm_weights(
     """
     features, y = _checked(features, y)
     between("cost", cost, 0, np.inf)
-    if not isinstance(y, jax.core.Tracer) and not bool(jnp.all(jnp.abs(y) == 1)):
+    if concrete(y) and not bool(jnp.all(jnp.abs(y) == 1)):
         raise ValueError(f"y: expected labels -1 and 1, got {float(y[jnp.abs(y) != 1][0]):g}.")
     return _svm(features, y, cost, tolerance, memory)
 
@@ -398,10 +398,6 @@ def _checked(features, y) -> tuple[Features, jax.Array]:
     if y.ndim not in (1, 2) or len(y) != features.shape[0] or y.size == 0:
         raise ValueError(f"y: expected {features.shape[0]} rows, got shape {y.shape}.")
     for name, a in (("features", features), ("y", y)):
-        known = isinstance(a, jax.Array) and not isinstance(a, jax.core.Tracer)
-        if known and not _is_finite(a):
-            raise ValueError(f"{name}: expected finite numbers, got NaN or infinity.")
+        if isinstance(a, jax.Array):
+            finite(name, a)
     return features, y
-
-
-_is_finite = jax.jit(lambda a: jnp.isfinite(a).all())

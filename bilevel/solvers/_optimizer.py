@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
+from bilevel.checks import concrete
 from bilevel.protocols import Pytree
 from bilevel.solvers._detached import detached
 from ntk._programs import fresh
@@ -44,7 +45,7 @@ def with_limits(update: Callable, *args: Pytree) -> Pytree:
     # Closed-over traced values become arguments, whole numbers too (a schedule's count of steps).
     closed, shapes = jax.make_jaxpr(fresh(update), return_shape=True)(*args)
     structure = jax.tree.structure(shapes)
-    traced = [isinstance(c, jax.core.Tracer) for c in closed.consts]
+    traced = [not concrete(c) for c in closed.consts]
 
     def constants(hoisted):
         moving = iter(hoisted)

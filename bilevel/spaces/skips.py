@@ -49,7 +49,7 @@ import numpy as np
 import optax
 
 import ntk
-from bilevel.checks import known, sequence, whole
+from bilevel.checks import finite, known, sequence, whole
 from bilevel.problem import Problem
 from bilevel.spaces.activations import ACTIVATIONS
 from bilevel.spaces.space import Space, on_simplices
@@ -220,8 +220,7 @@ def skip_space(
     def discretize(alpha):
         network.check(alpha)
         skips = np.asarray(alpha["skips"])
-        if not np.isfinite(skips).all():
-            raise ValueError("alpha: expected finite weights, got NaN or infinity.")
+        finite("alpha", skips, "weights")
         chosen = mixtures.discretize(alpha["activations"])
         return SkipArchitecture(chosen, tuple((skips > 0.5).tolist()))
 

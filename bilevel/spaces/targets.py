@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from bilevel.checks import array, whole
+from bilevel.checks import array, concrete, whole
 from bilevel.problem import Problem
 from bilevel.protocols import Pytree
 from bilevel.spaces.space import on_simplices
@@ -42,7 +42,7 @@ def sign_labels(labels: chex.Array, classes: int, dtype=float) -> jax.Array:
     labels = array("labels", labels)
     classes = whole("classes", classes, 2)
     known = (labels >= 0) & (labels < classes) & (labels == jnp.round(labels))
-    if not isinstance(labels, jax.core.Tracer) and not known.all():
+    if concrete(labels) and not known.all():
         wrong = labels[~known][0]
         raise ValueError(f"labels: expected whole numbers 0 to {classes - 1}, got {wrong}.")
     if classes == 2:

@@ -8,9 +8,8 @@ from typing import Any, TypeAlias
 import chex
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from bilevel.checks import array
+from bilevel.checks import array, finite
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=("block",), meta_fields=("count",))
@@ -109,6 +108,5 @@ def floating(name: str, a: Any) -> jax.Array:
     """
     a = array(name, a)
     a = a.astype(jnp.promote_types(a.dtype, jnp.float32))
-    if not isinstance(a, jax.core.Tracer) and not np.isfinite(a).all():
-        raise ValueError(f"{name}: expected finite numbers, got NaN or infinity.")
+    finite(name, a)
     return a

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bilevel.checks import nan_unless_finite, number
+from bilevel.checks import concrete, nan_unless_finite, number
 from bilevel.spectral.columns import Features, add_up, checked, floating, is_kernels
 from ntk._symmetric import symmetric
 
@@ -262,13 +262,13 @@ def simplex_start(
     alpha = floating("alpha", alpha)
     if alpha.ndim != 1 or alpha.size == 0:
         raise ValueError(f"alpha: expected an array [h], got shape {alpha.shape}.")
-    if not isinstance(alpha, jax.core.Tracer) and not np.any(alpha):
+    if concrete(alpha) and not np.any(alpha):
         raise ValueError("alpha: expected a direction, got zero.")
     h = len(alpha)
     metric = jnp.eye(h, dtype=alpha.dtype) if noise is None else floating("noise", noise)
     if metric.shape != (h, h):
         raise ValueError(f"noise: expected shape {(h, h)}, got {metric.shape}.")
-    if not isinstance(number("uniform", uniform), jax.core.Tracer) and not 0 <= uniform <= 1:
+    if concrete(number("uniform", uniform)) and not 0 <= uniform <= 1:
         raise ValueError(f"uniform: expected a number in [0, 1], got {uniform}.")
     sides = jnp.stack([alpha, -alpha])
     points = jnp.maximum(sides, 0) if noise is None else jax.vmap(partial(_cone, metric))(sides)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bilevel.checks import array, offending, prng_key, whole
+from bilevel.checks import array, concrete, offending, prng_key, whole
 from bilevel.spectral.directions import top_eigenvector
 
 
@@ -73,7 +73,7 @@ def spectral_limits(p_over_n: Any, h_over_n: Any) -> SpectralLimits:
     (Array(0.857142..., dtype=float...), Array(0.714285..., dtype=float...))
     """
     for name, value, least in (("p_over_n", p_over_n, "> 0"), ("h_over_n", h_over_n, ">= 0")):
-        if isinstance(value, jax.core.Tracer):
+        if not concrete(value):
             continue
         numbers = np.asarray(array(name, value))
         good = np.isfinite(numbers) & ((numbers > 0) if least == "> 0" else (numbers >= 0))

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -10,7 +9,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from ntk._checks import numbers, offending
+from ntk._checks import concrete
 from ntk._symmetric import symmetric
 from ntk.activations import Activation
 
@@ -71,7 +70,7 @@ class Bound:
         lines += [f"unspecified: {constant}" for constant in self.unspecified]
         chance = self.probability
         lines += [f"probability: {chance if isinstance(chance, str) else _digits(chance)}"]
-        if not isinstance(self.vacuous, jax.core.Tracer) and self.vacuous:
+        if concrete(self.vacuous) and self.vacuous:
             lines += ["VACUOUS"]
         return "\n  ".join(lines)
 
@@ -95,27 +94,11 @@ def upper_bound(value: chex.Array, terms: dict, **details: Any) -> Bound:
 
 def holds(condition: Any) -> bool | None:
     """The condition where it is known, None where it is traced."""
-    return None if isinstance(condition, jax.core.Tracer) else bool(condition)
+    return bool(condition) if concrete(condition) else None
 
 
 def _digits(x) -> str:
-    return str(x) if isinstance(x, jax.core.Tracer) else f"{float(x):.6g}"
-
-
-def positive(name: str, number: Any) -> None:
-    """Refuse a ``number`` that is not positive and finite; traced ones pass.
-
-    Raises
-    ------
-    ValueError
-        For what is no number, or one that is not positive and finite.
-    """
-    value = numbers(name, number)
-    if isinstance(value, jax.core.Tracer):
-        return
-    good = (value > 0) & (value < math.inf)
-    if not good.all():
-        raise ValueError(f"{name}: expected a positive number, got {offending(value, good)}.")
+    return f"{float(x):.6g}" if concrete(x) else str(x)
 
 
 def kernel(K: Any, *, stack: bool = False) -> jax.Array:

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ntk._checks import array, number, offending
+from ntk._checks import array, concrete, number, offending
 from ntk.architecture import Layer, derivative, evaluate, kink_places, parse
 from ntk.bounds.bound import Mixture
 from ntk.gaussian import hermite, mean
@@ -205,7 +205,7 @@ def lipschitz_constant(activation: Mixture) -> jax.Array:
     """
     (layer,), (weights,), _, _ = parse([activation], None, None)
     found, far = _steepest(derivative(layer), weights)
-    if not isinstance(found, jax.core.Tracer) and not far <= 1.01 * found:
+    if concrete(found) and not far <= 1.01 * found:
         raise ValueError(f"activation: expected a Lipschitz function, got slope {far} at {_FAR}.")
     return found
 
@@ -246,7 +246,7 @@ def _supremum(fn: Callable[[jax.Array], jax.Array], low, high) -> jax.Array:
 
 def _variance(variance) -> jax.Array:
     variance = array("variance", variance).astype(float)
-    if isinstance(variance, jax.core.Tracer):
+    if not concrete(variance):
         return variance
     good = (np.asarray(variance) > 0) & np.isfinite(np.asarray(variance))
     if not good.all():

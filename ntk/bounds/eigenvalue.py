@@ -21,6 +21,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
+from ntk._checks import concrete
 from ntk.architecture import (
     RESOLUTIONS,
     TRACED,
@@ -29,7 +30,6 @@ from ntk.architecture import (
     evaluate,
     features,
     inputs,
-    is_traced,
     kink_places,
     largest_error,
     parse,
@@ -268,11 +268,11 @@ def hermite_lower_bound(
 def _layer_kernels(x, layers, weights, skips, variances):
     """``[S_0, ..., S_{L-1}]`` and ``[D_1, ..., D_{L-1}]``, each [N, N]."""
     squares = (x * x).sum(1)
-    traced = is_traced((x, weights, skips, variances))
+    traced = not concrete(x, weights, skips, variances)
     for how in (TRACED,) if traced else RESOLUTIONS:
         found = features(layers, weights, skips, variances, squares, how)
         kernels = _recursion(x, found, skips, variances)
-        if is_traced(kernels):
+        if not concrete(kernels):
             return kernels
         if resolved([f for one in found for f in (one.value, one.slope)]):
             break

@@ -18,19 +18,10 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from ntk._checks import array, number
+from ntk._checks import array, number, positive
 from ntk.activations import Activation
 from ntk.architecture import diagonals, parse
-from ntk.bounds.bound import (
-    Bound,
-    Bracket,
-    Mixture,
-    holds,
-    kernel,
-    lower_bound,
-    positive,
-    upper_bound,
-)
+from ntk.bounds.bound import Bound, Bracket, Mixture, holds, kernel, lower_bound, upper_bound
 from ntk.bounds.constants import hermite_coefficients, lipschitz_constant, table1
 from ntk.spectrum import min_eigenvalue
 

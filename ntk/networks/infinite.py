@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ntk._checks import floats
-from ntk.architecture import RESOLUTIONS, TRACED, Resolution, is_traced, largest_error, resolved
+from ntk._checks import concrete, finite, floats
+from ntk.architecture import RESOLUTIONS, TRACED, Resolution, largest_error, resolved
 from ntk.gaussian import root
 from ntk.kernels import Kernels
 from ntk.mehler import Expansion
@@ -71,7 +71,7 @@ def kernel(
     """
     x1, x2 = _inputs(x1, x2)
     found = plan(network, x1.shape[1:-1], alpha, x1.dtype)
-    if is_traced((x1 + 0, x2, found.numbers)):  # by a jit around too, of values
+    if not concrete(x1 + 0, x2, found.numbers):  # by a jit around too, of values
         return _block(found, x1, x2, Level(TRACED))
     kernels = _blocks(found, x1, x2)
     if bool(np.isnan(kernels.ntk).any()):
@@ -94,8 +94,7 @@ def _inputs(x1, x2):
                 f"{name}: expected a nonempty array [n, d], [n, length, channels] or "
                 f"[n, height, width, channels], got shape {x.shape}."
             )
-        if not is_traced(x) and not bool(np.isfinite(x).all()):
-            raise ValueError(f"{name}: expected finite entries, got NaN or infinity.")
+        finite(name, x, "entries")
         arrays.append(x)
     if x2 is None:
         return arrays[0], None
@@ -152,7 +151,7 @@ def _known(activations, weights, how, dtype):
 def _sites(found: Plan, x: jax.Array, how: Resolution) -> list[Site]:
     """All layers on single inputs [n, *shape, channels], a few at a time."""
     x = x.reshape(len(x), -1, x.shape[-1])
-    size = max(1, 16 * ENTRIES // x.shape[1] ** 2) if found.full and not is_traced(x) else len(x)
+    size = max(1, 16 * ENTRIES // x.shape[1] ** 2) if found.full and concrete(x) else len(x)
     parts = [
         _walk(found.steps, found.numbers, Raw(x[i : i + size]), None, found.full, how)
         for i in range(0, len(x), size)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ntk._checks import array, short
+from ntk._checks import array, concrete, short
 from ntk.activations import Activation, erf, gelu
 from ntk.architecture import kinks_at_zero
 from ntk.networks.network import Add, Elementwise, Flatten, Network, Pool, Weights
@@ -328,11 +328,11 @@ def _number(name: str, value: Any, given, least: float = -math.inf) -> jax.Array
     if value.shape:
         raise ValueError(f"{name}: expected a number, got shape {value.shape}.")
     _finite(name, value)
-    if not isinstance(value, jax.core.Tracer) and float(value) < least:
+    if concrete(value) and float(value) < least:
         raise ValueError(f"{name}: expected a nonnegative number, got {value}.")
     return value
 
 
 def _finite(name: str, value: jax.Array) -> None:
-    if not isinstance(value, jax.core.Tracer) and not np.isfinite(value).all():
+    if concrete(value) and not np.isfinite(value).all():
         raise ValueError(f"{name}: expected finite numbers, got {value}.")

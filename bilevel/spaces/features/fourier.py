@@ -30,7 +30,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from bilevel.checks import array, between, known, prng_key, whole
+from bilevel.checks import array, between, concrete, finite, known, prng_key, whole
 
 PREPROCESS = ("none", "minmax", "unit", "standardize")
 """``t_c``: nothing, columns to [0, 1], rows to unit 2-norm, columns to mean 0 and variance 1."""
@@ -197,8 +197,7 @@ def fourier_features(key: chex.PRNGKey, x_train: chex.Array) -> FourierMap:
     x_train = _rows("x_train", x_train)
     if x_train.size == 0:
         raise ValueError(f"x_train: expected a matrix with entries, got shape {x_train.shape}.")
-    if not isinstance(x_train, jax.core.Tracer) and not bool(jnp.all(jnp.isfinite(x_train))):
-        raise ValueError("x_train: expected finite entries, got NaN or infinity.")
+    finite("x_train", x_train, "entries")
     p = x_train.shape[1]
     shifts, scales = _column_statistics(x_train)
 
@@ -290,7 +289,7 @@ _TRANSFORMS = (_normal, _standard_cauchy, _normal, _angle)
 
 def _part(dimension, start):
     """Both, if they say which part of the sequence is meant."""
-    if not isinstance(start, jax.core.Tracer):
+    if concrete(start):
         start = whole("start", start, 0)
     return whole("dimension", dimension, 1), start
 
@@ -300,7 +299,7 @@ def _draw(key, stream, shape, start, dimension, dtype):
 
     Block after block of ``_BLOCK`` entries, each from a key of its own.
     """
-    if isinstance(start, jax.core.Tracer):
+    if not concrete(start):
         count = 1 + math.ceil((dimension - 1) / _BLOCK)  # wherever it starts in its first block
     else:
         count = math.ceil((start % _BLOCK + dimension) / _BLOCK)

@@ -30,7 +30,7 @@ import numpy as np
 from scipy import sparse as scipy_sparse
 
 from bilevel import linear
-from bilevel.checks import between, number, prng_key, whole
+from bilevel.checks import between, finite, number, prng_key, whole
 from bilevel.protocols import Evaluation, Selection, Shared
 from bilevel.spaces.features import fourier, text
 from bilevel.spaces.targets import predict, sign_labels
@@ -88,8 +88,7 @@ def fourier_selection(
     prng_key("key", key)
     dimension = whole("dimension", dimension, 1)
     images, labels, sizes = _stacked(train, valid, test)
-    if not np.isfinite(images).all():
-        raise ValueError("train, valid, test: expected finite rows, got NaN or infinity.")
+    finite("train, valid, test", images, "rows")
     if not 0 <= number("penalty", penalty) < math.inf:
         raise ValueError(f"penalty: expected a finite number >= 0, got {penalty}.")
     dtype = jnp.promote_types(images.dtype, np.float32)

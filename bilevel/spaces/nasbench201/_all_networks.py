@@ -28,6 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
+from bilevel.checks import concrete
 from bilevel.nets.convolution import average_pool, convolution
 from bilevel.nets.layers import Standardize, cast_images, initial
 from bilevel.spaces.nasbench201._genotype import EDGES, PRIMITIVES, SIZES, Genotype, check_genotype
@@ -171,7 +172,7 @@ def _indices(genotype: Any) -> jax.Array:
             f"genotype: expected a Genotype or {len(EDGES)} integers, got {which.dtype} of the "
             f"shape {which.shape}."
         )
-    if not isinstance(genotype, jax.core.Tracer):
+    if concrete(genotype):
         low, high = np.min(genotype), np.max(genotype)
         if low < 0 or high >= len(PRIMITIVES):
             raise ValueError(

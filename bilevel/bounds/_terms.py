@@ -1,4 +1,4 @@
-"""What the bounds share: checks of their arguments, and the sum of terms that most are."""
+"""What the bounds share: terms, the confidence of events, and the sum that most bounds are."""
 
 import math
 from typing import Any
@@ -6,24 +6,11 @@ from typing import Any
 import chex
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from ntk._checks import number, numbers, offending, whole
+from bilevel.checks import nonnegative, number
 from ntk.bounds import Bound
-from ntk.bounds.bound import positive
 
 UNIT_LOSS = ("the loss is in [0, 1], else C is larger", None)
-
-
-def nonnegative(name: str, x: Any) -> jax.Array:
-    """``x`` as an array of floating-point numbers, none negative (or NaN) unless traced."""
-    x = numbers(name, x)
-    traced = isinstance(x, jax.core.Tracer)
-    if x.size == 0:
-        raise ValueError(f"{name}: expected at least one number, got the shape {x.shape}.")
-    if not traced and not np.all(x >= 0):
-        raise ValueError(f"{name}: expected numbers of at least 0, got {offending(x, x >= 0)}.")
-    return jnp.asarray(x) * 1.0
 
 
 def broadcast(**pair: Any) -> list[jax.Array]:
@@ -43,18 +30,6 @@ def confidence(name: str, tau: float, events: int) -> float:
     if not math.log(events) < number(name, tau) < math.inf:
         raise ValueError(f"{name}: expected a number above log({events}), got {tau}.")
     return 1 - events * math.exp(-tau)
-
-
-def positives(**numbers: Any) -> None:
-    """Refuse numbers that are not positive and finite; traced ones pass."""
-    for name, value in numbers.items():
-        positive(name, value)
-
-
-def count(name: str, value: Any) -> None:
-    """Refuse a ``value`` that is not a whole number of at least 1; traced ones pass."""
-    if not isinstance(value, jax.core.Tracer):
-        whole(name, value, 1)
 
 
 def end_to_end(

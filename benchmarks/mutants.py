@@ -1,0 +1,192 @@
+"""Would the tests notice?  (random mistakes planted in the core, one at a time)
+
+A mutant is the package with one operator, comparison, number or condition changed, where and how
+drawn at random by cosmic-ray (``pip install cosmic-ray``). It is killed if a test fails. Of those
+that survive some are equivalent: no test can tell them from the original, for a reason that is
+given (`EQUIVALENT`). The others are named.
+
+    python benchmarks/mutants.py              # 60 of them; hours of processor time; resumable
+    python benchmarks/mutants.py --count 90   # 30 more
+    python benchmarks/mutants.py --table
+"""
+
+import difflib
+import hashlib
+import itertools
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import harness
+
+ROOT = Path(__file__).parents[1]
+# The tests that are about each file, its own first.
+TESTS = {
+    "bilevel/solvers/_unrolled.py": "solvers unrolled_optimizers hypergradient",
+    "bilevel/solvers/_implicit.py": "solvers hypergradient precision",
+    "bilevel/solvers/_ridge.py": "solvers linear hypergradient",
+    "bilevel/solvers/_optimizer.py": "unrolled_optimizers",
+    "bilevel/inverse.py": "inverse solvers hypergradient",
+    "bilevel/forward.py": "solvers precision soft_directions hypergradient",
+    "bilevel/estimate.py": "estimate soft_directions hypergradient search_error",
+    "bilevel/curvature.py": "curvature estimate soft_directions",
+    "bilevel/geometry.py": "geometry search",
+    "bilevel/_search.py": "search not_finite",
+    "bilevel/_hypergradient.py": "hypergradient estimate not_finite",
+    "bilevel/strategies.py": "strategies",
+    "bilevel/baselines/halving.py": "baselines feature_selection",
+    "bilevel/baselines/weight_sharing.py": "baselines feature_selection",
+    "bilevel/baselines/exponentiated.py": "baselines feature_selection",
+    "bilevel/spaces/features/fourier.py": "feature_maps feature_mixture",
+    "ntk/duals.py": "duals activations kernel_entries",
+    "ntk/gaussian.py": "duals infinite kernel_entries",
+    "ntk/mehler.py": "duals infinite kernel_entries",
+    "ntk/mixtures.py": "infinite kernel_entries",
+    "ntk/infinite.py": "infinite kernel_entries",
+    "ntk/certificate.py": "spectrum",
+    "ntk/spectrum.py": "spectrum",
+}
+# Subtle ones: most of the others are no program that runs.
+SWAPS = ("Add_Sub", "Sub_Add", "Mul_Div", "Div_Mul", "Mul_Add", "Pow_Mul")
+COMPARISONS = ("Lt_LtE", "LtE_Lt", "Gt_GtE", "GtE_Gt", "Lt_Gt", "Gt_Lt", "Eq_NotEq", "Is_IsNot")
+OPERATORS = (
+    *(f"core/ReplaceBinaryOperator_{swap}" for swap in SWAPS),
+    *(f"core/ReplaceComparisonOperator_{swap}" for swap in COMPARISONS),
+    *("core/ReplaceUnaryOperator_Delete_USub", "core/ReplaceUnaryOperator_Delete_Not"),
+    *("core/AddNot", "core/ReplaceTrueWithFalse", "core/ReplaceFalseWithTrue"),
+    *("core/ReplaceAndWithOr", "core/ReplaceOrWithAnd", "core/NumberReplacer"),
+)
+LIMIT = 900  # seconds of tests: a mutant that hangs is noticed
+
+# Survivors that no test can tell from the original: key -> reason.
+EQUIVALENT: dict[str, str] = {}
+
+
+def sites(file):
+    """All (operator, occurrence) in a file."""
+    from cosmic_ray.ast import ast_nodes, get_ast
+    from cosmic_ray.plugins import get_operator
+
+    nodes = list(ast_nodes(get_ast((ROOT / file).read_text())))
+    for name in OPERATORS:
+        operator = get_operator(name)()
+        count = sum(len(list(operator.mutation_positions(node))) for node in nodes)
+        yield from ((name, number) for number in range(count))
+
+
+def mutants():
+    """(file, operator, occurrence), without end or repetition: one of each file, and again."""
+    draw = random.Random(0)
+    queues = {}
+    for file in TESTS:
+        queue = sorted(sites(file))
+        draw.shuffle(queue)
+        queues[file] = iter(queue)
+    for _ in itertools.count():
+        for file, queue in queues.items():
+            yield from ((file, *site) for site in itertools.islice(queue, 1))
+
+
+def mutated(file, operator, occurrence):
+    """The file, its text with the mistake, the difference as lines; None for what is no program."""
+    from cosmic_ray.mutating import mutate_code
+    from cosmic_ray.plugins import get_operator
+
+    old = (ROOT / file).read_text()
+    new = mutate_code(old, get_operator(operator)(), occurrence)
+    lines = difflib.unified_diff(old.splitlines(), new.splitlines(), lineterm="", n=0)
+    difference = [line for line in lines if line[:3] not in ("---", "+++")]
+    try:
+        compile(new, file, "exec")
+    except SyntaxError:
+        return None
+    # The star between positional and keyword arguments is no product.
+    star = "Mul_" in operator and "*, " in difference[1]
+    return None if star else (file, new, difference)
+
+
+def fate(file, text) -> dict:
+    """What the tests make of a copy of the repository with ``file`` so changed."""
+    began = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / "copy"
+        left_out = shutil.ignore_patterns(".*", "_build", "results", "notebooks", "runs")
+        shutil.copytree(ROOT, copy, ignore=left_out)
+        (copy / "benchmarks/results").mkdir()
+        (copy / file).write_text(text)
+        # Programs compiled before are found again: most are as they were.
+        programs = ROOT / ".pytest_cache/mutants"
+        programs.mkdir(parents=True, exist_ok=True)
+        (copy / ".pytest_cache").symlink_to(programs)
+        killer = failed(copy, file, "not slow") or failed(copy, file, "slow")
+    return {"killed_by": killer, "seconds": round(time.perf_counter() - began)}
+
+
+def failed(copy, file, marks):
+    """The first test that fails, or None."""
+    tests = [f"tests/test_{name}.py" for name in TESTS[file].split()]
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n0", "-m", marks, "--tb=no", *tests]
+    command += ["-p", "no:cacheprovider"]
+    paths = {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
+    try:
+        done = subprocess.run(
+            command, cwd=copy, env=os.environ | paths, capture_output=True, text=True, timeout=LIMIT
+        )
+    except subprocess.TimeoutExpired:
+        return "the time limit"
+    if done.returncode in (0, 5):  # all passed; there are none
+        return None
+    named = [
+        line.split()[1] for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))
+    ]
+    return named[0] if named else done.stdout.strip().splitlines()[-1]
+
+
+def key_of(file, difference) -> str:
+    """Short, and the same as long as the changed lines are."""
+    changed = [line for line in difference if not line.startswith("@@")]
+    return hashlib.sha256("\n".join([file, *changed]).encode()).hexdigest()[:8]
+
+
+def main() -> None:
+    count = {"type": int, "default": 60, "help": "mutants in all"}
+    arguments = harness.command_line(__file__, __doc__, report, count=count)
+    known = {row["mutant"] for row in harness.read(arguments.results or Path())}
+    wanted = 3 if arguments.size == "quick" else arguments.count
+    planted = filter(None, (mutated(*mutant) for mutant in mutants()))
+    for file, text, difference in itertools.islice(planted, wanted):
+        key = key_of(file, difference)
+        if key in known:
+            continue
+        row = {"mutant": key, "file": file, "difference": difference} | fate(file, text)
+        harness.append(arguments.results, row)
+        told = row["killed_by"] or "ALIVE"
+        print(f"{key} {file:36s} {row['seconds']:4d} s  {told}", flush=True)
+
+
+def report(rows) -> str:
+    """By package: planted, killed, equivalent; then those that live."""
+    rows = [row for row in rows if "mutant" in row]
+    living = [row for row in rows if not row["killed_by"] and row["mutant"] not in EQUIVALENT]
+    lines = []
+    for package in ("bilevel", "ntk"):
+        own = [row for row in rows if row["file"].startswith(package)]
+        killed = sum(bool(row["killed_by"]) for row in own)
+        same = sum(row["mutant"] in EQUIVALENT for row in own if not row["killed_by"])
+        share = f"{killed / max(len(own) - same, 1):.0%}"
+        lines.append((f"`{package}`", len(own), killed, same, share))
+    head = ("package", "planted", "killed", "equivalent", "killed of the others")
+    text = harness.table(head, lines)
+    for row in living:
+        changed = " ".join(line.strip() for line in row["difference"] if line.startswith("+"))
+        text += f"\n- alive: `{row['file']}`: `{changed.lstrip('+').strip()}`"
+    return text
+
+
+if __name__ == "__main__":
+    main()

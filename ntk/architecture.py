@@ -164,12 +164,16 @@ RESOLUTIONS = (Resolution(256, 0.5), Resolution(1024, 0.5), Resolution(4096, 0.1
 TRACED = Resolution(512, 0.25)
 
 
-def resolved(expansions: Sequence[Expansion]) -> bool:
-    """Whether finer expansions would gain nothing, at any correlation."""
+def resolved(expansions: Sequence[Expansion], noise: float = 512) -> bool:
+    """Whether finer expansions would gain nothing, at any correlation.
+
+    ``noise``: what is no matter of terms, in rounding units.
+    """
     for f in expansions:
         eps = float(jnp.finfo(f.norm.dtype).eps)
-        (regular, kinked), noise = np.asarray(f.missed).T, np.asarray(f.noise)
-        if (regular * (regular + 2 * kinked)).max() > 64 * eps or noise.max() > 512 * eps:
+        regular, kinked = np.asarray(f.missed).T
+        most = np.asarray(f.noise).max()
+        if (regular * (regular + 2 * kinked)).max() > 64 * eps or most > noise * eps:
             return False
     return True
 

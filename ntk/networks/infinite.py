@@ -52,6 +52,7 @@ class Level(NamedTuple):
     tables: bool = True
 
 
+TABLE_NOISE = 4096  # rounding units: of tables, which more terms do not mend
 LEVELS = (*map(Level, RESOLUTIONS), Level(RESOLUTIONS[-1], tables=False))
 
 
@@ -328,9 +329,36 @@ def _resolved(found: Plan, x1, x2, level: int) -> tuple[Kernels, int]:
         now = _at(found, LEVELS[level], x1.dtype)
         a = _sites(now, x1, how)
         b = None if x2 is None else _sites(now, x2, how)
-        if level + 1 == len(LEVELS) or resolved(_expansions((a, b))):
+        noise = TABLE_NOISE if LEVELS[level].tables else 512
+        if level + 1 == len(LEVELS) or resolved(_expansions((a, b)), noise):
             return _pairs(*_static(now), now.numbers, a, b), level
-        level += 1
+        level = _next_level(found, [a] if b is None else [a, b], level, x1.dtype)
+
+
+def _next_level(found: Plan, sides, level: int, dtype) -> int:
+    """The lowest one above whose tables would serve the norms of these sites."""
+    for above in range(level + 1, len(LEVELS)):
+        if not LEVELS[above].tables:
+            break
+        now = _at(found, LEVELS[above], dtype)
+        values = [f for sites in sides for f in _looked_up(now.steps, now.numbers, sites)]
+        if not values or resolved(values, TABLE_NOISE):
+            return above
+    return above
+
+
+def _looked_up(steps, numbers, sites):
+    """Expansions at the norms of the sites."""
+    for step, number, site in zip(steps, numbers, sites, strict=True):
+        match step:
+            case Tabulated():
+                # Of one program, whatever the terms.
+                short = [t._replace(terms=t.terms[:, :0]) for t in number]
+                again = _plain(step, short, site.before)
+                yield from (again.value, again.slope)
+            case Sum():
+                for branch, inner, own in zip(step.branches, number[1], site.branches, strict=True):
+                    yield from _looked_up(branch, inner, own)
 
 
 def _expansions(sites) -> list:

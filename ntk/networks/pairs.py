@@ -308,7 +308,7 @@ def _by_tables(both, a: Site, b: Site, p: jax.Array, full: bool):
 
         if strip == len(p):
             return rows_of((fs, p))
-        split = jax.tree.map(lambda x: x.reshape(-1, strip, *x.shape[1:]), (fs, p))
+        split = jax.tree.map(lambda x: x.reshape(len(x) // strip, strip, *x.shape[1:]), (fs, p))
         return [x.reshape(p.shape) for x in jax.lax.map(rows_of, split)]
 
     sides = [

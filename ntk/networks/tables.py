@@ -26,7 +26,7 @@ from ntk.mehler import Expansion, Pieces, kink_series, tails
 
 END = 16.0  # the largest norm; beyond, the error is infinite
 _BEND = 0.25  # where x turns from linear to logarithmic
-_SIZES = {8: 96, 4: 40}  # how many g_j, by bytes of a number
+_SIZES = {8: 112, 4: 40}  # how many g_j, by bytes of a number
 
 
 class Table(NamedTuple):
@@ -40,7 +40,7 @@ class Table(NamedTuple):
     steep: jax.Array  # [b, b], of the derivatives of K polynomials
     stretch: jax.Array  # [b, b], of z times that
     sides: jax.Array  # [2], left and right at the kink; [0] without one
-    nodes: jax.Array  # [b], how far quadrature is off, at most
+    nodes: jax.Array  # how far quadrature is off, at most, over the norm
     tail: jax.Array  # the last g_j: what is left out, over s
     rounding: jax.Array  # of the sum of the g_j, over s
     missed: jax.Array  # norm of what K polynomials miss of a kink of jump 1
@@ -81,7 +81,8 @@ def _table(values, sides, grid: Grid, degree: int) -> Table:
     e, o = (ends[0] + ends[1]) * grid.roots, (ends[0] - ends[1]) * grid.roots
     terms = jnp.stack([e @ grid.even, o @ grid.odd], -1).reshape(1 + size, -1)
     count = terms.shape[1]
-    at = root(tails(ends[0], grid) + tails(ends[1], grid))
+    own = root(((values * grid.roots) ** 2).sum((0, 2)))
+    at = root(tails(values[0], grid) + tails(values[1], grid)) * reciprocal(own)
     regular = _gram(e, o) / 2
     rest = _gram(e - 2 * terms[:, ::2] @ grid.even.T, o - 2 * terms[:, 1::2] @ grid.odd.T) / 2
     norms = root(jnp.diag(regular)[1:])
@@ -96,13 +97,12 @@ def _table(values, sides, grid: Grid, degree: int) -> Table:
         total = jnp.concatenate([terms, jnp.asarray(both, dtype)])
         terms = jnp.pad(terms, ((0, 2), (0, 0)))
         regular, rest = (jnp.pad(x, ((0, 2), (0, 2))) for x in (regular, rest))
-        at = jnp.pad(at, (0, 2))
     order = jnp.asarray(np.sqrt(np.arange(count)), dtype)
     slope = order * total  # slope_k belongs to h_(k-1)
     stretch = (order * slope).at[:, :-2].add(order[1:-1] * slope[:, 2:])
     eps = float(jnp.finfo(dtype).eps)
     rounding = eps * ((4 + jnp.arange(size, dtype=dtype)) * norms).sum()
-    bounds = at, norms[-4:].sum(), rounding, jnp.asarray(jump, dtype)
+    bounds = 4 * at.max(), norms[-4:].sum(), rounding, jnp.asarray(jump, dtype)
     grams = _gram(e, o) / 2, regular, rest, _gram(slope), _gram(stretch)
     return Table(terms, e @ grid.roots, *grams, sides, *jax.lax.stop_gradient(bounds))
 
@@ -158,7 +158,7 @@ def _errors(found: Table, v, scale, norm, error, power, degree: int):
         for m in (found.regular, found.rest, found.steep, found.stretch)
     )
     slant = power * jnp.abs(found.sides[1] - found.sides[0]) if len(found.sides) else 0 * norm
-    off = scale * (found.tail + found.rounding) + 2 * jnp.abs(v) @ found.nodes
+    off = scale * (found.tail + found.rounding) + found.nodes * size
     noise = 4 * eps * (size + norm) + off + (error / 2 + 4 * eps) * stretch
     noise = jnp.where(scale <= END, noise, jnp.inf)
     missed = jnp.stack([rest * over, slant * found.missed * over], -1)

@@ -57,16 +57,15 @@ def grid(terms: int, width: float = 0.5) -> Grid:
     density = half * weights * DENSITY * np.exp(-(z**2) / 2)
     z, roots = z.ravel(), np.sqrt(density.ravel())
     # Times the root of the density, h_k stays of order 1 where alone it overflows.
-    functions = np.empty((terms, len(z)))
-    functions[0] = roots
-    functions[1] = z * roots
+    even, odd = parts = [np.empty((terms // 2, len(z))) for _ in range(2)]
+    even[0], odd[0] = roots, z * roots
     for k in range(1, terms - 1):
-        functions[k + 1] = (z * functions[k] - np.sqrt(k) * functions[k - 1]) / np.sqrt(k + 1)
-    even, odd = (np.ascontiguousarray(functions[i::2].T) for i in (0, 1))
+        one, other = parts[k % 2][k // 2], parts[1 - k % 2]
+        other[(k + 1) // 2] = (z * one - np.sqrt(k) * other[(k - 1) // 2]) / np.sqrt(k + 1)
     degrees = np.arange(21, 24)
     legendre = np.polynomial.legendre.legvander(nodes, 23)[:, degrees]
     last = legendre * weights[:, None] * (degrees + 0.5)
-    return Grid(z, roots, even, odd, last, density.sum(1))
+    return Grid(z, roots, even.T, odd.T, last, density.sum(1))
 
 
 def _nodes(scale: jax.Array, places: tuple[float, ...], width: float = 0.5):

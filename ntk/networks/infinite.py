@@ -53,7 +53,12 @@ class Level(NamedTuple):
 
 
 TABLE_NOISE = 4096  # rounding units: of tables, which more terms do not mend
-LEVELS = (*map(Level, RESOLUTIONS), Level(RESOLUTIONS[-1], tables=False))
+LEVELS = (
+    Level(RESOLUTIONS[0]),
+    Level(RESOLUTIONS[1]),
+    Level(Resolution(4096, 0.25)),  # norms up to 16 need no finer panels
+    Level(RESOLUTIONS[2], tables=False),
+)
 
 
 def kernel(
@@ -195,6 +200,9 @@ def _site(step, number, before, state, full: bool, how: Resolution) -> Site:
             return site._replace(branches=tuple(branches))
         case Average():
             return _average(step, before, state)
+        case Tabulated():
+            # Single inputs need no terms: one program, however many.
+            number = [t._replace(terms=t.terms[:, :0]) for t in number]
     return _plain(step, number, before)
 
 
@@ -352,9 +360,7 @@ def _looked_up(steps, numbers, sites):
     for step, number, site in zip(steps, numbers, sites, strict=True):
         match step:
             case Tabulated():
-                # Of one program, whatever the terms.
-                short = [t._replace(terms=t.terms[:, :0]) for t in number]
-                again = _plain(step, short, site.before)
+                again = _site(step, number, site.before, None, False, LEVELS[0].how)
                 yield from (again.value, again.slope)
             case Sum():
                 for branch, inner, own in zip(step.branches, number[1], site.branches, strict=True):

@@ -302,7 +302,7 @@ def _by_tables(both, a: Site, b: Site, p: jax.Array, full: bool):
                 return [value for value, _ in expectations(fs, gs, (1, 0), pair)]
             return [
                 jax.lax.stop_gradient(f.norm[:, None] * g.norm)
-                * polynomial(f.regular.T, g.regular.T, 1 - 2 * p)
+                * _by_parity(f.regular.T, g.regular.T, 1 - 2 * p)
                 for f, g in zip(fs, gs, strict=True)
             ]
 
@@ -315,6 +315,12 @@ def _by_tables(both, a: Site, b: Site, p: jax.Array, full: bool):
         jax.tree.map(lambda x: rows(x, full), (s.before.norm, (s.value, s.slope))) for s in (a, b)
     ]
     return jax.lax.map(one, (*sides, p))
+
+
+def _by_parity(a, b, rho) -> jax.Array:
+    """``sum_k a_k b_k rho^k``; of odd and even functions half of the terms are no work."""
+    even, odd = (polynomial(a[i::2], b[i::2], rho * rho) for i in (0, 1))
+    return even + rho * odd
 
 
 def _formulas(step: Closed, weight, a: Site, b: Site, p: jax.Array, full: bool):

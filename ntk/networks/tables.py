@@ -84,7 +84,8 @@ def _table(values, sides, grid: Grid, degree: int) -> Table:
     own = root(((values * grid.roots) ** 2).sum((0, 2)))
     at = root(tails(values[0], grid) + tails(values[1], grid)) * reciprocal(own)
     regular = _gram(e, o) / 2
-    rest = _gram(e - 2 * terms[:, ::2] @ grid.even.T, o - 2 * terms[:, 1::2] @ grid.odd.T) / 2
+    back = functools.partial(jnp.einsum, "ik,mk->im")  # no transpose of the large arrays
+    rest = _gram(e - 2 * back(terms[:, ::2], grid.even), o - 2 * back(terms[:, 1::2], grid.odd)) / 2
     norms = root(jnp.diag(regular)[1:])
     total, jump = terms, 0.0
     if len(sides):

@@ -54,8 +54,7 @@ class Level(NamedTuple):
 
 TABLE_NOISE = 4096  # rounding units: of tables, which more terms do not mend
 LEVELS = (
-    Level(RESOLUTIONS[0]),
-    Level(RESOLUTIONS[1]),
+    Level(RESOLUTIONS[1]),  # as cheap as fewer terms: of those, no more are summed than it takes
     Level(Resolution(4096, 0.25)),  # norms up to 16 need no finer panels
     Level(RESOLUTIONS[2], tables=False),
 )
@@ -360,7 +359,7 @@ def _looked_up(steps, numbers, sites):
     for step, number, site in zip(steps, numbers, sites, strict=True):
         match step:
             case Tabulated():
-                again = _site(step, number, site.before, None, False, LEVELS[0].how)
+                again = _site(step, number, site.before, None, False, TRACED)
                 yield from (again.value, again.slope)
             case Sum():
                 for branch, inner, own in zip(step.branches, number[1], site.branches, strict=True):

@@ -250,9 +250,7 @@ def _smooth(how, a: Site, b: Site, state: State, tile: Tile, terms: int) -> Stat
         slopes = outer(a.slope.norm, b.slope.norm, tile.full)
         after, slope = jnp.where(same, 0, after), jnp.where(same, slopes, slope)
     ends = _ends(state.p, state, tile)
-    off, off_slope = (
-        _bound(f, g, state, ends, terms) for f, g in ((a.value, b.value), (a.slope, b.slope))
-    )
+    off, off_slope = _bounds((a.value, a.slope), (b.value, b.slope), state, ends, terms)
     eps = epsilon(p)
     floor = jnp.minimum((off + _noise(a.after, b.after)) / 2 + 4 * eps, 1)
     error = state.tangent_error + (off_slope + 4 * eps) * (1 + state.tangent_error)
@@ -324,15 +322,23 @@ def _by_parity(a, b, rho) -> jax.Array:
 
 
 def _formulas(step: Closed, weight, a: Site, b: Site, p: jax.Array, full: bool):
-    """Duals in closed form."""
+    """Duals in closed form, some rows at a time: see :func:`strips`."""
     formulas = [s.closed for s in (step.activation, step.activation.derivative) if s.closed]
-    vx, vy = rows(a.before.square, full)[:, :, None], rows(b.before.square, full)[:, None]
-    c = outer(a.before.norm, b.before.norm, full) * (1 - 2 * p)
+    sides = [tuple(rows(x, full) for x in (s.before.square, s.before.norm)) for s in (a, b)]
 
     def one(x):
-        return tuple(weight**2 * closed(*x) for closed in formulas)
+        (vx, sx), (vy, sy), p = x
+        vx, sx = vx[:, None], sx[:, None]
+        c = sx * sy * (1 - 2 * p)
+        return tuple(weight**2 * closed(vx, vy, c) for closed in formulas)
 
-    return strips(one, (*(jnp.broadcast_to(v, p.shape) for v in (vx, vy)), c))
+    if len(p) > 1:
+        return jax.lax.map(one, (*sides, p))
+    left, right = sides[0], tuple(x[0] for x in sides[1])
+    count = _parts(p.shape[1])
+    split = jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[2:]), (left, p))
+    found = jax.lax.map(lambda x: one((x[0], right, x[1])), split)
+    return tuple(x.reshape(p.shape) for x in found)
 
 
 def _average(step: Average, a: Site, b: Site, state: State, tile: Tile) -> State:
@@ -424,6 +430,11 @@ def strips(fn, arrays):
     return tuple(x.reshape(shape) for x in found)
 
 
+def _parts(length: int) -> int:
+    """Into how many equal parts of few entries a loop divides an axis."""
+    return max(k for k in range(1, 17) if length % k == 0)
+
+
 def _subtracted(second, tangent, errors, a: Site, b: Site, tile: Tile) -> State:
     """The state of S and T with the last three errors of a state."""
     sizes = outer(a.after.norm, b.after.norm, tile.full and second.shape[0] == 1)
@@ -476,9 +487,31 @@ def _moved(error, p) -> jax.Array:
     return jnp.minimum(slope, 0.4 * jnp.sqrt(error))
 
 
-def _bound(f, g, state: State, ends, terms: int) -> jax.Array:
-    """A bound of the error of ``E f g`` over both norms, for all positions, [n1, n2]."""
-    f, g, state, ends = jax.lax.stop_gradient((f, g, state, ends))
+def _bounds(fs, gs, state: State, ends, terms: int):
+    """:func:`_bound` for each f and g, some rows at a time.
+
+    A loop, as :func:`strips`: else every later layer would compute all bounds below it again.
+    """
+    worst = state.slack + state.floor
+    count = _parts(len(worst))
+    split = jax.tree.map(
+        lambda x: x.reshape(count, len(x) // count, *x.shape[1:]), (fs, worst, ends)
+    )
+
+    def one(x):
+        fs, worst, ends = x
+        return tuple(_bound(f, g, worst, ends, terms) for f, g in zip(fs, gs, strict=True))
+
+    found = jax.lax.map(one, jax.lax.stop_gradient(split))
+    return (x.reshape(worst.shape) for x in found)
+
+
+def _bound(f, g, worst, ends, terms: int) -> jax.Array:
+    """A bound of the error of ``E f g`` over both norms, for all positions, [n1, n2].
+
+    ``worst``: error of p.
+    """
+    f, g = jax.lax.stop_gradient((f, g))
 
     def most(x):
         return x.max(1)
@@ -488,7 +521,6 @@ def _bound(f, g, state: State, ends, terms: int) -> jax.Array:
         power = power * power
     (rf, kf), (rg, kg) = ((most(h.missed[..., 0]), most(h.missed[..., 1])) for h in (f, g))
     eps = epsilon(power)
-    worst = state.slack + state.floor
     total = most(f.noise)[:, None] + most(g.noise)
     total += 4 * eps * most(f.size)[:, None] * most(g.size)
     total += power * (rf[:, None] * (rg + kg) + kf[:, None] * rg)

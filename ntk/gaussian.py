@@ -23,9 +23,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ntk._arcs import arc_polynomials, horner
 from ntk._checks import whole
 from ntk.activations import Activation
-from ntk._arcs import arc_polynomials, horner
 from ntk.bivariate import DENSITY
 
 _END = 13.0  # where integrals over N(0, 1) end: the density there is 8e-38

@@ -237,7 +237,11 @@ def _errors(right, left, sides, regular, kinked, own, pieces, norm, error, odd, 
     # z f'(z) in the same basis: z h_k is in that of h_(k-1) and h_(k+1).
     stretch = (order * slope).at[:, :-2].add(order[1:-1] * slope[:, 2:])
     stretch = root((stretch**2).sum(1))
-    noise = 4 * eps * (size + root(own) + norm) + 2 * root(tails(right, grid) + tails(left, grid)) + error / 2 * stretch
+    noise = (
+        4 * eps * (size + root(own) + norm)
+        + 2 * root(tails(right, grid) + tails(left, grid))
+        + error / 2 * stretch
+    )
     jump = jnp.abs(pieces.weights[..., 0]).sum(1) + jnp.where(odd, 0, slant)
     missed = jnp.stack([missed_regular * over, missed_kinked * over], 1)
     return noise * over, (size + root(own)) * over + 1, missed, steep * over, jump * over

@@ -636,7 +636,7 @@ def test_batch_statistics_of_nnx_are_refused_and_averages_are_not():
         else:
             # Untrained averages are 0 and 1: the kernel of the Linear layer and of scale and shift.
             found = empirical_kernel(apply, params, X)
-            jacobian = jax.jacobian(lambda p: apply(p, X).sum(1))(params)
+            jacobian = jax.jacobian(lambda p, apply=apply: apply(p, X).sum(1))(params)
             flat = jnp.concatenate([j.reshape(len(X), -1) for j in jax.tree.leaves(jacobian)], 1)
             assert_close(found, flat @ flat.T, f64=1e-10, f32=1e-4)
         assert nnx.BatchNorm.__call__ is original

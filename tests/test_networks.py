@@ -407,7 +407,7 @@ def test_a_table_has_the_expansions_at_every_norm(layer):
 
 @float64_only
 def test_norms_beyond_the_table_are_expanded_one_by_one():
-    # A cube of standard deviation 30, where E u^3 v^3 = 9 ab c + 6 c^3, and of slopes 9 (ab + 2c^2).
+    # A cube of standard deviation 30: E u^3 v^3 = 9 ab c + 6 c^3, of slopes 9 (ab + 2 c^2).
     x = jnp.asarray([[30.0, 0.0], [18.0, 24.0]])
     net = nets.serial(nets.dense(2.0), nets.act(lambda u: u**3), nets.dense())
     a, c = 900.0, 900 * np.array([[1.0, 0.6], [0.6, 1.0]])

@@ -127,12 +127,12 @@ def _with_tables(steps, numbers, how: Resolution, dtype):
 
 def _with_table(step, number, how: Resolution, dtype):
     match step:
-        case Smooth() if not any(s.kinks for s in step.activations or ()):
-            kinked = any(s.smooth is None for s in step.activations)
+        case Smooth(tuple() as layer) if not any(s.kinks for s in layer):
+            kinked = any(s.smooth is None for s in layer)
             if concrete(number + 0):
-                both = _known(step.activations, tuple(np.asarray(number).tolist()), how, dtype)
+                both = _known(layer, tuple(np.asarray(number).tolist()), how, dtype)
             else:
-                both = tables.table(step.activations, number, how, dtype)
+                both = tables.table(layer, number, how, dtype)
             return Tabulated(kinked), both
         case Sum():
             weights, inner = number

@@ -42,7 +42,6 @@ from ntk.networks.plan import (
 )
 from ntk.networks.windows import outer, patches, pooled, single
 
-
 POSITIONS = 2**14  # whose tables are looked up at a time
 
 

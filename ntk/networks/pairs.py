@@ -37,8 +37,8 @@ import numpy as np
 
 from ntk.gaussian import arc_cosines, reciprocal
 from ntk.mehler import Pair, expectations, polynomial
-from ntk.networks.moments import Moments, Raw, Site, epsilon, vectors
 from ntk.networks import tables
+from ntk.networks.moments import Moments, Raw, Site, epsilon, vectors
 from ntk.networks.plan import (
     Average,
     Closed,
@@ -286,10 +286,10 @@ def _by_tables(both, a: Site, b: Site, p: jax.Array, full: bool):
     def one(x):
         (sa, fs), (sb, gs), p = x
         fs, gs = (
-            [
+            tuple(
                 f._replace(regular=tables.coefficients(t, s, f.norm, 1 - k))
                 for k, (t, f) in enumerate(zip(both, found, strict=True))
-            ]
+            )
             for s, found in ((sa, fs), (sb, gs))
         )
 

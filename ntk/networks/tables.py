@@ -6,7 +6,7 @@ thousands of numbers a position; but in s it is smooth. With z ~ N(0, 1), x(s) f
 
     f(s z) = f(0) + s sum_j T_j(x(s)) g_j(z) + the kink at 0, s^d (left, right) |z|^d.
 
-So f is a short vector ``v(s) = (1, s T_0, s T_1, ..., s^d left, s^d right)`` in a fixed basis, whose
+So f is a short vector ``v(s) = (1, s T_0, s T_1, ..., s^d left, s^d right)`` in a fixed basis. Its
 Gram matrices and Hermite coefficients are the table: norms and bounds are quadratic forms in v, the
 terms of Mehler's series (:mod:`ntk.mehler`) a product of v and the table, made for a tile of pairs
 and forgotten. For an analytic f the g_j fall geometrically; what is left out is measured by the
@@ -57,7 +57,7 @@ def table(layer: Layer, weights: jax.Array, how: Resolution, dtype) -> tuple[Tab
             values += weights[i] * sample(s, u)
     sides = jnp.stack(kinks_at_zero(layer, weights))
     sides = sides if any(s.smooth is None for s in layer) else sides[:0]
-    return tuple(_table(values[k], sides, found, 1 - k) for k in (0, 1))  # type: ignore[return-value]
+    return tuple(_table(values[k], sides, found, 1 - k) for k in (0, 1))
 
 
 def _nodes(dtype) -> tuple[np.ndarray, np.ndarray]:

@@ -30,7 +30,7 @@ _SIZES = {8: 112, 4: 40}  # how many g_j, by bytes of a number
 
 
 class Table(NamedTuple):
-    """Of one function; the basis has b entries."""
+    """A function at all norms; the basis has b entries."""
 
     terms: jax.Array  # [b, K], Hermite coefficients, without those of the kink
     mean: jax.Array  # [b]
@@ -47,7 +47,7 @@ class Table(NamedTuple):
 
 
 def table(layer: Layer, weights: jax.Array, how: Resolution, dtype) -> tuple[Table, Table]:
-    """Of ``sum_i weights_i s_i`` and of its slope; no kinks but at 0."""
+    """Tables of ``sum_i weights_i s_i`` and of its slope, which have no kinks but at 0."""
     found = jax.tree.map(lambda x: jnp.asarray(x, dtype), grid(*how))
     scales = jnp.asarray(np.append(_nodes(dtype)[1], 0), dtype)
     u = scales[:, None] * found.z

@@ -1,12 +1,13 @@
 """What do exact kernels of convolutional and biased networks cost, and how right are they?
 
-Beside neural-tangents' stax, whose tanh is by quadrature of degree 25 (it has no other), both
-compiled, in turns: dense layers with biases (inputs of dimension 100), convolutions and flatten,
-convolutions and global average pooling (16 x 16 x 3), a residual network, and Myrtle-5 on
-CIFAR-10. float64; Myrtle-5 float32. Seconds are of the processor, one core, one thread; errors
-relative to the largest entry. The truth: the same kernel of ours in float64, checked against
-neural-tangents' closed forms to 1e-10 and to quadrature in the tests; for float64 the difference
-of the two is shown, with our own bound.
+Beside neural-tangents' stax, whose tanh is by quadrature of degree 25 (it has no other; with
+pooling it ends in a segmentation fault of its own program on jaxlib 0.10.2), both compiled, in
+turns: dense layers with biases (inputs of dimension 100), convolutions and flatten, convolutions
+and global average pooling (16 x 16 x 3), a residual network, and Myrtle-5 on CIFAR-10. float64;
+Myrtle-5 float32. Seconds are of the processor, one core, one thread; errors relative to the largest
+entry. The truth: the same kernel of ours in float64, checked against neural-tangents' closed forms
+to 1e-10 and to quadrature in the tests; for float64 the difference of the two is shown, with our
+own bound.
 
     python benchmarks/network_kernels.py               # some ten minutes
     python benchmarks/network_kernels.py --quick       # small, one

@@ -1,5 +1,7 @@
 """A network's outputs for one sample, as a program (jaxpr) of all that it reads."""
 
+import contextlib
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -55,7 +57,7 @@ def network(apply: Apply, params, x) -> Network:
         raise ValueError("params: expected at least one leaf of floating point numbers, got none.")
 
     def forward(leaves, x):
-        with nn.intercept_methods(_refuse_batch_statistics):
+        with nn.intercept_methods(_refuse_batch_statistics), _nnx_without_batch_statistics():
             y = apply(jax.tree.unflatten(structure, leaves), jax.tree.map(lambda x: x[None], x))
         return jnp.concatenate([_row(leaf) for leaf in jax.tree.leaves(y)])
 
@@ -87,8 +89,35 @@ def _refuse_batch_statistics(next_function, args, kwargs, context):
     if isinstance(context.module, nn.BatchNorm) and context.method_name == "__call__":
         given = args[1] if len(args) > 1 else kwargs.get("use_running_average")
         if not nn.merge_param("use_running_average", context.module.use_running_average, given):
-            raise ValueError(
-                "apply: expected BatchNorm with use_running_average=True, "
-                "got batch statistics, through which samples interact."
-            )
+            raise ValueError(_BATCH_STATISTICS)
     return next_function(*args, **kwargs)
+
+
+_BATCH_STATISTICS = (
+    "apply: expected BatchNorm with use_running_average=True, got batch statistics, through which "
+    "samples interact."
+)
+
+
+@contextlib.contextmanager
+def _nnx_without_batch_statistics():
+    """The same for nnx, which has no interceptors: its class is another one meanwhile."""
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is None:  # a model of nnx has imported it
+        yield
+        return
+    original = nnx.BatchNorm.__call__
+
+    def call(self, x, use_running_average=None, **kwargs):
+        # The argument before the attribute, as it has it.
+        average = use_running_average
+        average = self.use_running_average if average is None else average
+        if average is not None and not average:
+            raise ValueError(_BATCH_STATISTICS)
+        return original(self, x, use_running_average, **kwargs)
+
+    nnx.BatchNorm.__call__ = call
+    try:
+        yield
+    finally:
+        nnx.BatchNorm.__call__ = original

@@ -33,6 +33,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ntk._arcs import arcsine
 from ntk._checks import concrete, number
 from ntk._kinks import Function, Kink, find, jumps, linear_sides, slope
 
@@ -154,14 +155,17 @@ def _differentiated_dual(closed):
 
 def _erf_dual(vx, vy, c):
     """Williams (1997), Eq. (11)."""
-    return 2 / jnp.pi * jnp.arcsin(2 * c / jnp.sqrt((1 + 2 * vx) * (1 + 2 * vy)))
+    # Roots of each variance, not of pairs: there are far fewer where these are rows and columns.
+    rho = 2 * c * (jax.lax.rsqrt(1 + 2 * vx) * jax.lax.rsqrt(1 + 2 * vy))
+    return 2 / jnp.pi * arcsine(rho)
 
 
 def _gelu_dual(vx, vy, c):
     """By Stein's lemma from E[Phi(u) Phi(u')] and E[phi(u) phi(u')]."""
     determinant = (1 + vx) * (1 + vy) - c**2
-    inside = 0.25 + jnp.arcsin(c / jnp.sqrt((1 + vx) * (1 + vy))) / (2 * jnp.pi)
-    density = 1 / (2 * jnp.pi * jnp.sqrt(determinant))
+    rho = c * (jax.lax.rsqrt(1 + vx) * jax.lax.rsqrt(1 + vy))
+    inside = 0.25 + arcsine(rho) / (2 * jnp.pi)
+    density = jax.lax.rsqrt(determinant) / (2 * jnp.pi)
     curved = vx * vy + c**2 * (1 / (1 + vx) + 1 / (1 + vy) - 1)
     return c * inside + density * curved
 

@@ -164,12 +164,16 @@ RESOLUTIONS = (Resolution(256, 0.5), Resolution(1024, 0.5), Resolution(4096, 0.1
 TRACED = Resolution(512, 0.25)
 
 
-def resolved(expansions: Sequence[Expansion]) -> bool:
-    """Whether finer expansions would gain nothing, at any correlation."""
+def resolved(expansions: Sequence[Expansion], noise: float = 512) -> bool:
+    """Whether finer expansions would gain nothing, at any correlation.
+
+    ``noise``: what is no matter of terms, in rounding units.
+    """
     for f in expansions:
         eps = float(jnp.finfo(f.norm.dtype).eps)
-        (regular, kinked), noise = np.asarray(f.missed).T, np.asarray(f.noise)
-        if (regular * (regular + 2 * kinked)).max() > 64 * eps or noise.max() > 512 * eps:
+        regular, kinked = np.asarray(f.missed).T
+        most = np.asarray(f.noise).max()
+        if (regular * (regular + 2 * kinked)).max() > 64 * eps or most > noise * eps:
             return False
     return True
 
@@ -216,7 +220,7 @@ def expand_layer(
     values = jnp.zeros((2, 2, *u.shape), scale.dtype)  # of s and s', at u and -u
     for i, s in enumerate(layer):
         if s.smooth is not None:
-            values += w[i] * _sample(s, u)
+            values += w[i] * sample(s, u)
     at = np.zeros((len(layer), len(kinks), ORDERS))
     own = [i for i, s in enumerate(layer) if s.kinks]
     for i in own:
@@ -232,7 +236,8 @@ def expand_layer(
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _sample(s: Activation, u: jax.Array) -> jax.Array:
+def sample(s: Activation, u: jax.Array) -> jax.Array:
+    """Values of s and of its slope at u and -u, [2, 2, ...]."""
     both = jnp.stack([u, -u])
     return jnp.stack([s(both), s.derivative(both)])
 

@@ -154,7 +154,7 @@ def empirical_kernel(
     ------
     ValueError
         If an argument is out of its range, samples or parameters are not finite, ``apply`` does
-        not return one row for one sample or takes batch statistics (linen's BatchNorm), or
+        not return one row for one sample or takes batch statistics (flax's BatchNorm), or
         ``"layerwise"`` finds no product.
 
     Warns
@@ -181,8 +181,8 @@ def empirical_kernel(
     Biases and scales are, too, at little cost. Where gradients of such parameters take over 64 MB,
     a ``UserWarning`` names them.
 
-    Batch normalisation other than linen's ``BatchNorm`` is not noticed: on batch statistics it gets
-    those of one sample.
+    Batch normalisation other than flax's ``BatchNorm`` (linen, nnx) is not noticed, nor in what
+    was traced before: on batch statistics it gets those of one sample.
     ``apply`` is traced at every call, as the function that it is then, and compiled where it is
     not the program of an earlier call. ``jax.jit`` around the call spares the tracing too.
 
@@ -247,7 +247,7 @@ def gradient_norms(
     ------
     ValueError
         If an argument is out of its range, samples or parameters are not finite, ``apply`` does
-        not return one row for one sample or takes batch statistics (linen's BatchNorm), or
+        not return one row for one sample or takes batch statistics (flax's BatchNorm), or
         ``"layerwise"`` finds no product.
 
     Warns

@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ntk._arcs import arc_polynomials, horner
 from ntk._checks import whole
 from ntk.activations import Activation
 from ntk.bivariate import DENSITY
@@ -57,16 +58,15 @@ def grid(terms: int, width: float = 0.5) -> Grid:
     density = half * weights * DENSITY * np.exp(-(z**2) / 2)
     z, roots = z.ravel(), np.sqrt(density.ravel())
     # Times the root of the density, h_k stays of order 1 where alone it overflows.
-    functions = np.empty((terms, len(z)))
-    functions[0] = roots
-    functions[1] = z * roots
+    even, odd = parts = [np.empty((terms // 2, len(z))) for _ in range(2)]
+    even[0], odd[0] = roots, z * roots
     for k in range(1, terms - 1):
-        functions[k + 1] = (z * functions[k] - np.sqrt(k) * functions[k - 1]) / np.sqrt(k + 1)
-    even, odd = (np.ascontiguousarray(functions[i::2].T) for i in (0, 1))
+        one, other = parts[k % 2][k // 2], parts[1 - k % 2]
+        other[(k + 1) // 2] = (z * one - np.sqrt(k) * other[(k - 1) // 2]) / np.sqrt(k + 1)
     degrees = np.arange(21, 24)
     legendre = np.polynomial.legendre.legvander(nodes, 23)[:, degrees]
     last = legendre * weights[:, None] * (degrees + 0.5)
-    return Grid(z, roots, even, odd, last, density.sum(1))
+    return Grid(z, roots, even.T, odd.T, last, density.sum(1))
 
 
 def _nodes(scale: jax.Array, places: tuple[float, ...], width: float = 0.5):
@@ -177,26 +177,6 @@ def kink_coefficients(degree: int, terms: int) -> np.ndarray:
     return coefficients
 
 
-@functools.cache
-def _arc_polynomials() -> np.ndarray:
-    """Coefficients [2, 24] of two polynomials in 4 m - 1, lowest power first, for 0 <= m <= 1/2.
-
-    They interpolate ``asin(sqrt m) / sqrt m`` and ``(t - sin t) / m^1.5``, t = 2 asin(sqrt m), at
-    24 Chebyshev points: exact to 1e-17, since both are analytic up to m = 1. XLA's own inverse
-    functions take ten times longer than everything else in a layer of ReLUs.
-    """
-    # Power series in m: of asin, and of t - sin t with sin t = 2 sqrt(m) sqrt(1 - m).
-    k = np.arange(60)
-    asin = np.cumprod(np.concatenate([[1.0], (2 * k[1:] - 1) / (2 * k[1:])])) / (2 * k + 1)
-    root = np.cumprod(np.concatenate([[1.0], (k[1:] - 1.5) / k[1:]]))  # of sqrt(1 - m)
-    gap = 2 * (asin - root)[1:]
-    points = np.polynomial.chebyshev.chebpts1(24)
-    m = (points + 1) / 4
-    values = [np.polynomial.polynomial.polyval(m, series) for series in (asin, gap)]
-    fits = [np.polynomial.chebyshev.chebfit(points, v, 23) for v in values]
-    return np.array([np.polynomial.chebyshev.cheb2poly(fit) for fit in fits])
-
-
 @jax.custom_jvp
 def arc_cosines(p: chex.Array, q: chex.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """``(E[step step], E[relu relu], 1/2 - E[relu relu])`` of unit variances; elementwise.
@@ -208,7 +188,7 @@ def arc_cosines(p: chex.Array, q: chex.Array) -> tuple[jax.Array, jax.Array, jax
     near = p <= q
     m = jnp.minimum(p, q)
     root = jnp.sqrt(m)
-    asin, gap = (_horner(c, 4 * m - 1) for c in _arc_polynomials())
+    asin, gap = (horner(c, 4 * m - 1) for c in arc_polynomials())
     t, gap = 2 * root * asin, m * root * gap
     step = jnp.where(near, jnp.pi - t, t) / (2 * jnp.pi)
     small = jnp.where(near, gap + 2 * m * (jnp.pi - t), 2 * m * t - gap) / (2 * jnp.pi)
@@ -222,13 +202,6 @@ def _arc_cosines_jvp(primals, tangents):
     step, relu, gap = arc_cosines(p, q)
     steep = reciprocal(4 * jnp.pi * jnp.sqrt(p * q))
     return (step, relu, gap), (steep * drho, step * drho, -step * drho)
-
-
-def _horner(coefficients: np.ndarray, x: jax.Array) -> jax.Array:
-    total = jnp.full_like(x, coefficients[-1])
-    for c in coefficients[-2::-1].tolist():
-        total = total * x + c
-    return total
 
 
 def kinked_pair(f: Activation, g: Activation, jumps, sx, sy, p, q) -> jax.Array:

@@ -73,6 +73,44 @@ def kernel_matrix(
     return _matrix(_evaluate(kernel, x1, x2, get), get)
 
 
+def kernel_record(
+    kernel: KernelFunction, x1: chex.Array, x2: chex.Array | None = None
+) -> Kernels | Any:
+    """What a kernel function returns, in one call, if it has the fields ``nngp`` and ``ntk``.
+
+    Parameters
+    ----------
+    kernel : function
+        As :func:`kernel_matrix` takes it.
+    x1 : array [n1, ...]
+    x2 : array [n2, ...], optional
+        ``x1`` by default.
+
+    Returns
+    -------
+    record of arrays [n1, n2]
+
+    Raises
+    ------
+    ValueError
+        If ``kernel`` is no function, or returns a matrix or another shape.
+
+    Examples
+    --------
+    >>> import ntk
+    >>> kernel = lambda a, b=None: ntk.network_kernel(a, b, activations=[ntk.relu])
+    >>> kernel_record(kernel, jnp.eye(2)).nngp.shape
+    (2, 2)
+    """
+    found = _evaluate(kernel, x1, x2, None)
+    if not (hasattr(found, "nngp") and hasattr(found, "ntk")):
+        raise ValueError(
+            "kernel: expected a function that returns the fields nngp and ntk, as "
+            f"network_kernel does, got a {type(found).__name__}."
+        )
+    return found
+
+
 def kernel_mixture(kernels: Sequence[KernelFunction], alpha: chex.Array) -> KernelFunction:
     """``sum_i alpha_i k_i``, a kernel function.
 
@@ -238,9 +276,11 @@ def matrix(K: Any, x: Any, name: str = "K") -> Any:
     return K
 
 
-def _evaluate(kernel: KernelFunction, x1, x2, get: str):
+def _evaluate(kernel: KernelFunction, x1, x2, get: str | None):
+    """``get``: the field that is wanted; None for all of a record."""
     function("kernel", kernel, "(x1, x2) -> [n1, n2]")
-    known("get", get, ("ntk", "nngp"))
+    if get is not None:
+        known("get", get, ("ntk", "nngp"))
     x1 = array("x1", x1)
     if x1.ndim == 0 or not x1.size:
         raise ValueError(f"x1: expected inputs [n, ...] with n at least 1, got shape {x1.shape}.")
@@ -251,10 +291,11 @@ def _evaluate(kernel: KernelFunction, x1, x2, get: str):
         x2 = None
     else:
         x2 = x1
-    options = {"get": get} if parameters and "get" in parameters else {}
+    one = get is not None and parameters and "get" in parameters
+    options = {"get": get} if one else {}
     found = kernel(x1, x2, **options)
     shape = len(x1), len(x1 if x2 is None else x2)
-    value = _matrix(found, get)
+    value = _matrix(found, get or "ntk")
     if jnp.shape(value) != shape:
         raise ValueError(f"kernel: expected a matrix {shape}, got shape {jnp.shape(value)}.")
     return found

@@ -221,12 +221,8 @@ def _errors(right, left, sides, regular, kinked, own, pieces, norm, error, odd, 
     )
     missed_regular = root(sum((part**2).sum(1) for part in rest) / 2)
     size = root(((e**2).sum(1) + (o**2).sum(1)) / 2)
-    tails = sum(
-        (jnp.abs(end.reshape(len(norm), -1, len(grid.last)) @ grid.last).max(2) ** 2) @ grid.mass
-        for end in (right, left)
-    )
     slant = jnp.abs(sides[:, 1] - sides[:, 0])
-    (step, step_end), (relu, relu_end) = (_kink_series(degree, terms) for degree in (0, 1))
+    (step, step_end), (relu, relu_end) = (kink_series(degree, terms) for degree in (0, 1))
     missed_kinked = slant * jnp.where(odd, relu_end, step_end)
     straight = jnp.abs(sides).max(1)[:, None] * (jnp.arange(terms) == jnp.where(odd, 1, 0))
     known = jnp.asarray(np.stack([step, relu]), norm.dtype)
@@ -241,14 +237,24 @@ def _errors(right, left, sides, regular, kinked, own, pieces, norm, error, odd, 
     # z f'(z) in the same basis: z h_k is in that of h_(k-1) and h_(k+1).
     stretch = (order * slope).at[:, :-2].add(order[1:-1] * slope[:, 2:])
     stretch = root((stretch**2).sum(1))
-    noise = 4 * eps * (size + root(own) + norm) + 2 * root(tails) + error / 2 * stretch
+    noise = (
+        4 * eps * (size + root(own) + norm)
+        + 2 * root(tails(right, grid) + tails(left, grid))
+        + error / 2 * stretch
+    )
     jump = jnp.abs(pieces.weights[..., 0]).sum(1) + jnp.where(odd, 0, slant)
     missed = jnp.stack([missed_regular * over, missed_kinked * over], 1)
     return noise * over, (size + root(own)) * over + 1, missed, steep * over, jump * over
 
 
+def tails(values: jax.Array, grid: Grid) -> jax.Array:
+    """Squared norms [n] of the last Legendre coefficients of values [n, m] on each panel."""
+    panels = values.reshape(len(values), -1, len(grid.last))
+    return (jnp.abs(panels @ grid.last).max(2) ** 2) @ grid.mass
+
+
 @functools.cache
-def _kink_series(degree: int, terms: int) -> tuple[np.ndarray, float]:
+def kink_series(degree: int, terms: int) -> tuple[np.ndarray, float]:
     """Hermite coefficients of relu (degree 1) or step (0), and the norm of what they miss."""
     series = kink_coefficients(degree, terms)
     return series, float(np.sqrt(max(0.5 - np.sum(series**2), 0)))
@@ -351,7 +357,7 @@ def _series(f: Expansion, g: Expansion, degree: int, rho):
 
 
 def _kink_part(f: Expansion, degree: int) -> jax.Array:
-    series = jnp.asarray(_kink_series(degree, f.regular.shape[1])[0], f.norm.dtype)
+    series = jnp.asarray(kink_series(degree, f.regular.shape[1])[0], f.norm.dtype)
     part = (f.sides[:, 1:] - f.sides[:, :1]) * series
     part = part.at[:, degree].add(f.sides[:, 0])
     return part + f.kinked if f.kinked.shape[1] else part

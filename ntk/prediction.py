@@ -26,6 +26,7 @@ References: Lee et al. (2018), "Deep neural networks as Gaussian processes"; Lee
 Eqs. (13)-(16); He, Lakshminarayanan & Teh (2020).
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import chex
@@ -33,10 +34,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ntk._checks import concrete, floats
+from ntk._checks import concrete, floats, short
 from ntk._flow import flows, times
 from ntk._outputs import Data, as_kernel, as_matrix, cholesky, data, others, with_penalty
 from ntk._symmetric import symmetric
+from ntk.kernel_functions import kernel_matrix, kernel_record
 
 _ROOM = 0.01  # for the rounding of entries of 16 bits, of the largest entry
 
@@ -62,7 +64,15 @@ class Prediction(NamedTuple):
 
 
 def posterior(
-    K: chex.Array, y: chex.Array, cross: chex.Array, prior: chex.Array, *, penalty: float = 0.0
+    K: Any,
+    y: chex.Array,
+    cross: chex.Array | None = None,
+    prior: chex.Array | None = None,
+    *,
+    x: Any = None,
+    at: Any = None,
+    get: str = "nngp",
+    penalty: float = 0.0,
 ) -> Prediction:
     """Gaussian process posterior, ``k(x, x) - k(x, X) (K + penalty I)^-1 k(X, x)`` its covariance.
 
@@ -71,14 +81,19 @@ def posterior(
 
     Parameters
     ----------
-    K : array [n, n] or [n, n, outputs, outputs]
-        Kernel of the training inputs, symmetric up to rounding.
+    K : array [n, n] or [n, n, outputs, outputs], or kernel function
+        Kernel of the training inputs, symmetric up to rounding; or a function of inputs
+        (:func:`ntk.kernel_matrix`), with ``x`` and ``at`` in the place of the next two.
     y : array [n] or [n, outputs]
         Targets.
     cross : array [m, n] or [m, n, outputs, outputs]
         Kernel of the inputs to predict at with the training inputs.
     prior : array [m, m] or [m, m, outputs, outputs]
         Kernel of the inputs to predict at.
+    x, at : arrays [n, ...] and [m, ...], optional
+        Training inputs, and those to predict at, where ``K`` is a function.
+    get : {"nngp", "ntk"}
+        The kernel that is taken of a function that returns both.
     penalty : float
         Variance of the targets' noise, which is added to the diagonal of ``K``. There is no hidden
         jitter.
@@ -111,7 +126,16 @@ def posterior(
     >>> K, y = jnp.eye(2), jnp.array([1.0, 0.0])
     >>> posterior(K, y, jnp.array([[0.6, 0.0]]), jnp.array([[1.0]]))
     Prediction(mean=Array([0.6], dtype=float...), covariance=Array([[0.64]], dtype=float...))
+
+    With a kernel function:
+
+    >>> linear = lambda x1, x2: x1 @ x2.T
+    >>> posterior(linear, y, x=jnp.eye(2), at=jnp.array([[0.6, 0.0]])).mean
+    Array([0.6], dtype=float...)
     """
+    if _is_function("K", K, cross, prior, x, at):
+        of = functools.partial(kernel_matrix, K, get=get)
+        K, cross, prior = of(x), of(at, x), of(at)
     given = data(K, y)
     cross, there = others("cross", cross, given)
     prior = _prior(prior, there, given)
@@ -124,7 +148,15 @@ def posterior(
 
 
 def ensemble(
-    train: Any, y: chex.Array, cross: Any, prior: chex.Array, *, t=jnp.inf, penalty: float = 0.0
+    train: Any,
+    y: chex.Array,
+    cross: Any = None,
+    prior: chex.Array | None = None,
+    *,
+    x: Any = None,
+    at: Any = None,
+    t=jnp.inf,
+    penalty: float = 0.0,
 ) -> Prediction:
     """Infinitely wide networks trained by gradient flow from random weights, up to time t.
 
@@ -138,8 +170,9 @@ def ensemble(
 
     Parameters
     ----------
-    train : Kernels, or another record with ``nngp`` and ``ntk``
-        Kernels of the training inputs, [n, n] or [n, n, outputs, outputs].
+    train : Kernels, or another record with ``nngp`` and ``ntk``, or function that returns one
+        Kernels of the training inputs, [n, n] or [n, n, outputs, outputs]; or a function of inputs
+        (:func:`ntk.kernel_matrix`), with ``x`` and ``at`` in the place of the next two.
     y : array [n] or [n, outputs]
         Targets.
     cross : Kernels, or another record with ``nngp`` and ``ntk``
@@ -147,6 +180,8 @@ def ensemble(
         [m, n, outputs, outputs].
     prior : array [m, m] or [m, m, outputs, outputs]
         NNGP kernel of the inputs to predict at.
+    x, at : arrays [n, ...] and [m, ...], optional
+        Training inputs, and those to predict at, where ``train`` is a function.
     t : float or array [...]
         Times, not negative; ``inf``, the default, is the limit. As in :func:`gradient_flow`: T
         steps of size eta on the summed loss are ``t = eta T``.
@@ -185,7 +220,12 @@ def ensemble(
     >>> found = ntk.ensemble(train, y, cross, of(x[2:]).nngp, t=jnp.array([0.0, jnp.inf]))
     >>> found.mean[:, 0], found.std()[:, 0]
     (Array([0.  , 0.45], dtype=float...), Array([1.  , 0.35], dtype=float...))
+    >>> ntk.ensemble(of, y, x=x[:2], at=x[2:]).mean
+    Array([0.45], dtype=float...)
     """
+    if _is_function("train", train, cross, prior, x, at):
+        of = functools.partial(kernel_record, train)
+        train, cross, prior = of(x), of(at, x), kernel_matrix(train, at, get="nngp")
     (K, T), (cross_nngp, cross_ntk) = _pair("train", train), _pair("cross", cross)
     given = data(T, y, "train.ntk")
     nngp = data(K, y, "train.nngp").matrix
@@ -206,6 +246,20 @@ def ensemble(
     )
     covariance = covariance.reshape(*t.shape, *prior.shape)
     return _prediction(mean.reshape(*t.shape, *there), covariance, given)
+
+
+def _is_function(name: str, K, cross, prior, x, at) -> bool:
+    """Whether kernels are to be evaluated; what belongs to the other form is refused."""
+    one, other = {"cross": cross, "prior": prior}, {"x": x, "at": at}
+    needed, refused = (other, one) if callable(K) else (one, other)
+    kind = "a kernel function" if callable(K) else "matrices"
+    for key, value in needed.items():
+        if value is None:
+            raise ValueError(f"{key}: expected an array, as {name} is {kind}, got none.")
+    for key, value in refused.items():
+        if value is not None:
+            raise ValueError(f"{key}: expected none, as {name} is {kind}, got {short(value)}.")
+    return callable(K)
 
 
 def _trained(A, columns, K, cross, prior):

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from helpers import assert_close, finite_differences
 
 from ntk import _layers, _programs, _sample
@@ -618,6 +619,27 @@ def test_batch_statistics_are_refused():
             ValueError, match=r"^apply: expected BatchNorm with use_running_average"
         ):
             empirical_kernel(model.apply, variables, X, method=method)
+
+
+def test_batch_statistics_of_nnx_are_refused_and_averages_are_not():
+    model = nnx.Sequential(
+        nnx.Linear(X.shape[1], 3, rngs=nnx.Rngs(0)), nnx.BatchNorm(3, rngs=nnx.Rngs(1))
+    )
+    original = nnx.BatchNorm.__call__
+    for mode in (model.train, model.eval):
+        mode()
+        graph, params, rest = nnx.split(model, nnx.Param, ...)
+        apply = lambda p, x, graph=graph, rest=rest: nnx.merge(graph, p, rest)(x)  # noqa: E731
+        if mode == model.train:
+            with pytest.raises(ValueError, match=r"^apply: expected BatchNorm with use_running_av"):
+                empirical_kernel(apply, params, X)
+        else:
+            # Untrained averages are 0 and 1: the kernel of the Linear layer and of scale and shift.
+            found = empirical_kernel(apply, params, X)
+            jacobian = jax.jacobian(lambda p, apply=apply: apply(p, X).sum(1))(params)
+            flat = jnp.concatenate([j.reshape(len(X), -1) for j in jax.tree.leaves(jacobian)], 1)
+            assert_close(found, flat @ flat.T, f64=1e-10, f32=1e-4)
+        assert nnx.BatchNorm.__call__ is original
 
 
 def test_vector_of_another_shape_is_refused():

@@ -655,6 +655,39 @@ def test_one_warning_names_the_parameters_that_cost_memory():
         gradient_norms(apply, params, x, outputs="trace", batch_size=5)
 
 
+@jax.custom_jvp
+def doubled(w):
+    return 2 * w
+
+
+doubled.defjvp(lambda primals, tangents: (2 * primals[0], 2 * tangents[0]))
+
+
+@pytest.mark.parametrize(
+    ("shapes", "apply", "named"),
+    [
+        # An embedding that decodes too; weights with an update merged; a rule of its own.
+        ({"table": (500, 60)}, lambda p, t: p["table"][t].sum(1) @ p["table"].T, "table"),
+        (
+            {"w": (500, 60), "a": (500, 2), "b": (2, 60)},
+            lambda p, t: jax.nn.one_hot(t, 500).sum(1) @ (p["w"] + p["a"] @ p["b"]),
+            "w and 1 more",
+        ),
+        ({"w": (500, 60)}, lambda p, t: jax.nn.one_hot(t, 500).sum(1) @ doubled(p["w"]), "w"),
+    ],
+    ids=["tied", "merged", "own rule"],
+)
+def test_weights_that_fall_back_are_named_once(shapes, apply, named):
+    params = {name: normal(i, *shape) for i, (name, shape) in enumerate(shapes.items())}
+    t = jnp.asarray(np.random.default_rng(0).integers(0, 500, (700, 3)))
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        jax.eval_shape(lambda params: empirical_kernel(apply, params, t), params)
+    assert [str(w.message).split(" are formed")[0] for w in seen] == [
+        f"params: the gradients of {named}"
+    ]
+
+
 def test_a_table_costs_no_memory_of_its_size():
     params = {"table": jnp.ones((20000, 64)), "w": jnp.ones((64, 1))}
     t = jnp.asarray(np.random.default_rng(0).integers(0, 20000, (100, 32)))

@@ -163,6 +163,19 @@ def test_ensembles_are_linear_networks_whose_weights_are_trained():
     assert_close(alone.std() ** 2, np.diag(alone.covariance))
 
 
+@outputs
+def test_a_kernel_function_stands_for_its_matrices(y):
+    given = {"x": X[:N], "at": X[N:]}
+    for get in ("nngp", "ntk"):
+        K, cross, prior = (getattr(network(*a), get) for a in ([X[:N]], [X[N:], X[:N]], [X[N:]]))
+        found = ntk.posterior(network, y, **given, get=get, penalty=0.2)
+        expected = ntk.posterior(K, y, cross, prior, penalty=0.2)
+        assert_close(tuple(found), tuple(expected), f64=1e-13, f32=1e-5)
+    found = ntk.ensemble(network, y, **given, t=TIMES[:3])
+    expected = ntk.ensemble(TRAIN, y, CROSS, PRIOR, t=TIMES[:3])
+    assert_close(tuple(found), tuple(expected), f64=1e-13, f32=1e-5)
+
+
 def test_wide_networks_trained_by_gradient_descent_are_an_ensemble():
     width, networks, t, steps = 512, 1000, 1.0, 60
     x = jnp.array([[1.0, 0.2], [-0.3, 0.9], [0.5, -0.8], [0.7, 0.7]])
@@ -387,6 +400,17 @@ MISTAKES = {
     ),
     "prior: expected a symmetric": lambda: ntk.posterior(
         TRAIN.nngp, Y, CROSS.nngp, PRIOR + np.eye(M)[0]
+    ),
+    "at: expected an array, as K is a kernel function, got none": lambda: ntk.posterior(
+        network, Y, x=X[:N]
+    ),
+    "prior: expected none, as train is a kernel function": lambda: ntk.ensemble(
+        network, Y, prior=PRIOR, x=X[:N], at=X[N:]
+    ),
+    "cross: expected an array, as K is matrices": lambda: ntk.posterior(TRAIN.nngp, Y),
+    "x: expected none, as train is matrices": lambda: ntk.ensemble(TRAIN, Y, CROSS, PRIOR, x=X),
+    "kernel: expected a function that returns the fields": lambda: ntk.ensemble(
+        lambda a, b: a @ b.T, Y, x=X[:N], at=X[N:]
     ),
     "K: expected a positive definite": lambda: ntk.posterior(
         np.ones((2, 2)), Y[:2], np.ones((1, 2)), np.ones((1, 1))

@@ -8,7 +8,7 @@ that of two blocks, a tile, and the result.
 import functools
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import chex
 import jax
@@ -20,7 +20,7 @@ from ntk.architecture import RESOLUTIONS, TRACED, Resolution, largest_error, res
 from ntk.gaussian import root
 from ntk.kernels import Kernels
 from ntk.mehler import Expansion
-from ntk.networks import moments
+from ntk.networks import moments, tables
 from ntk.networks.moments import Raw, Site
 from ntk.networks.network import Network
 from ntk.networks.pairs import Tile, one_step, strips, walk
@@ -34,6 +34,7 @@ from ntk.networks.plan import (
     Plan,
     Smooth,
     Sum,
+    Tabulated,
     plan,
     skeleton,
 )
@@ -42,7 +43,21 @@ from ntk.pairs import assemble, mirrored, take_rows
 
 ENTRIES = 2**18  # pairs of positions that a tile has
 NUMBERS = 2**26  # that a block of inputs keeps, about
-LEVELS = (Resolution(64, 0.5), *RESOLUTIONS)
+
+
+class Level(NamedTuple):
+    """How functions are expanded: those that can be by tables, or all one by one."""
+
+    how: Resolution
+    tables: bool = True
+
+
+TABLE_NOISE = 4096  # rounding units: of tables, which more terms do not mend
+LEVELS = (
+    Level(RESOLUTIONS[1]),  # as cheap as fewer terms: of those, no more are summed than it takes
+    Level(Resolution(4096, 0.25)),  # norms up to 16 need no finer panels
+    Level(RESOLUTIONS[2], tables=False),
+)
 
 
 def kernel(
@@ -62,7 +77,7 @@ def kernel(
     x1, x2 = _inputs(x1, x2)
     found = plan(network, x1.shape[1:-1], alpha, x1.dtype)
     if not concrete(x1 + 0, x2, found.numbers):  # by a jit around too, of values
-        return _block(found, x1, x2, TRACED)
+        return _block(found, x1, x2, Level(TRACED))
     kernels = _blocks(found, x1, x2)
     if bool(np.isnan(kernels.ntk).any()):
         raise FloatingPointError(
@@ -92,6 +107,47 @@ def _inputs(x1, x2):
     if x2.shape[1:] != x1.shape[1:]:
         raise ValueError(f"x2: expected inputs {x1.shape[1:]} as in x1, got {x2.shape[1:]}.")
     return x1, x2.astype(x1.dtype)
+
+
+# ----------------------------------------------------------------------------- tables
+
+
+def _at(found: Plan, level: Level, dtype) -> Plan:
+    """The plan with tables in it."""
+    if not level.tables:
+        return found
+    steps, numbers = _with_tables(found.steps, found.numbers, level.how, dtype)
+    return found._replace(steps=steps, numbers=numbers)
+
+
+def _with_tables(steps, numbers, how: Resolution, dtype):
+    pairs = [_with_table(s, n, how, dtype) for s, n in zip(steps, numbers, strict=True)]
+    return tuple(s for s, _ in pairs), [n for _, n in pairs]
+
+
+def _with_table(step, number, how: Resolution, dtype):
+    match step:
+        case Smooth(tuple() as layer) if not any(s.kinks for s in layer):
+            kinked = any(s.smooth is None for s in layer)
+            if concrete(number + 0):
+                both = _known(layer, tuple(np.asarray(number).tolist()), how, dtype)
+            else:
+                both = tables.table(layer, number, how, dtype)
+            return Tabulated(kinked), both
+        case Sum():
+            weights, inner = number
+            parts = [
+                _with_tables(s, n, how, dtype) for s, n in zip(step.branches, inner, strict=True)
+            ]
+            step = step._replace(branches=tuple(s for s, _ in parts))
+            return step, (weights, [n for _, n in parts])
+    return step, number
+
+
+@functools.lru_cache(maxsize=16)
+def _known(activations, weights, how, dtype):
+    """Tables for weights that are known: equal layers share them."""
+    return tables.table(activations, jnp.asarray(weights, dtype), how, dtype)
 
 
 # ----------------------------------------------------------------------------- single inputs
@@ -143,6 +199,9 @@ def _site(step, number, before, state, full: bool, how: Resolution) -> Site:
             return site._replace(branches=tuple(branches))
         case Average():
             return _average(step, before, state)
+        case Tabulated():
+            # Single inputs need no terms: one program, however many.
+            number = [t._replace(terms=t.terms[:, :0]) for t in number]
     return _plain(step, number, before)
 
 
@@ -155,6 +214,8 @@ def _plain(step, number, before) -> Site:
             return moments.kinked(step, number, before)
         case Closed():
             return moments.closed(step, number, before)
+        case Tabulated():
+            return moments.tabulated(step, number, before)
         case Flat():
             return moments.flat(step, before)
     return moments.diagonal(step, before)
@@ -183,8 +244,9 @@ def _with_itself(step, number, sites, state):
 # ----------------------------------------------------------------------------- all pairs
 
 
-def _block(found: Plan, x1, x2, how: Resolution) -> Kernels:
+def _block(found: Plan, x1, x2, level: Level) -> Kernels:
     """All pairs at once."""
+    found, how = _at(found, level, x1.dtype), level.how
     a = _sites(found, x1, how)
     b = None if x2 is None else _sites(found, x2, how)
     return _pairs(*_static(found), found.numbers, a, b)
@@ -268,15 +330,40 @@ def _blocks(found: Plan, x1, x2) -> Kernels:
 
 
 def _resolved(found: Plan, x1, x2, level: int) -> tuple[Kernels, int]:
-    """All pairs at the lowest resolution that serves, and that resolution."""
+    """All pairs at the lowest level that serves, and that level."""
     while True:
-        how = LEVELS[level]
-        a = _sites(found, x1, how)
-        b = None if x2 is None else _sites(found, x2, how)
-        expansions = _expansions((a, b))
-        if level + 1 == len(LEVELS) or resolved(expansions):
-            return _pairs(*_static(found), found.numbers, a, b), level
-        level += 1
+        how = LEVELS[level].how
+        now = _at(found, LEVELS[level], x1.dtype)
+        a = _sites(now, x1, how)
+        b = None if x2 is None else _sites(now, x2, how)
+        noise = TABLE_NOISE if LEVELS[level].tables else 512
+        if level + 1 == len(LEVELS) or resolved(_expansions((a, b)), noise):
+            return _pairs(*_static(now), now.numbers, a, b), level
+        level = _next_level(found, [a] if b is None else [a, b], level, x1.dtype)
+
+
+def _next_level(found: Plan, sides, level: int, dtype) -> int:
+    """The lowest one above whose tables would serve the norms of these sites."""
+    for above in range(level + 1, len(LEVELS)):
+        if not LEVELS[above].tables:
+            break
+        now = _at(found, LEVELS[above], dtype)
+        values = [f for sites in sides for f in _looked_up(now.steps, now.numbers, sites)]
+        if not values or resolved(values, TABLE_NOISE):
+            return above
+    return above
+
+
+def _looked_up(steps, numbers, sites):
+    """Expansions at the norms of the sites."""
+    for step, number, site in zip(steps, numbers, sites, strict=True):
+        match step:
+            case Tabulated():
+                again = _site(step, number, site.before, None, False, TRACED)
+                yield from (again.value, again.slope)
+            case Sum():
+                for branch, inner, own in zip(step.branches, number[1], site.branches, strict=True):
+                    yield from _looked_up(branch, inner, own)
 
 
 def _expansions(sites) -> list:
@@ -291,7 +378,7 @@ def _numbers(steps, positions: int = 1) -> int:
         if isinstance(step, Sum):
             total += sum(_numbers(branch, positions) for branch in step.branches)
         positions = max(_positions((step,))) if _positions_change(step) else positions
-        total += positions * (600 if isinstance(step, Smooth) else 10)
+        total += positions * (600 if isinstance(step, Smooth) else 20)
     return total
 
 

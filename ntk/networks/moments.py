@@ -28,8 +28,21 @@ from ntk.activations import Activation
 from ntk.architecture import Resolution, expand_layer, places
 from ntk.gaussian import DENSITY, reciprocal, root
 from ntk.mehler import Expansion, Pieces
-from ntk.networks.plan import Average, Closed, Diagonal, Flat, Kinked, Linear, Smooth, Sum
+from ntk.networks import tables
+from ntk.networks.plan import (
+    Average,
+    Closed,
+    Diagonal,
+    Flat,
+    Kinked,
+    Linear,
+    Smooth,
+    Sum,
+    Tabulated,
+)
 from ntk.networks.windows import outer, patches, pooled, single
+
+POSITIONS = 2**14  # whose tables are looked up at a time
 
 
 class Raw(NamedTuple):
@@ -113,6 +126,22 @@ def kinked(step: Kinked, numbers, before: Moments) -> Site:
     return Site(
         before, Moments(power * before.square, power * before.tangent, mean, noise, mean_noise)
     )
+
+
+def tabulated(step: Tabulated, both, before: Moments) -> Site:
+    """Smooth activations, of which ``both`` has tables for themselves and for their slopes.
+
+    A few images at a time: a position takes some hundred numbers.
+    """
+
+    def one(x):
+        norm, noise = x
+        error = jnp.broadcast_to(noise, norm.shape)
+        return tuple(tables.evaluated(t, norm, error, 1 - k) for k, t in enumerate(both))
+
+    batch = max(1, POSITIONS // before.square.shape[1])
+    found = jax.lax.map(one, (before.norm, before.noise), batch_size=batch)
+    return _smooth(before, *found)
 
 
 def smooth(step: Smooth, weights, before: Moments, how: Resolution) -> Site:

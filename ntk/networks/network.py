@@ -124,15 +124,18 @@ class Network:
 
         With P positions in an image, before pooling all P^2 pairs of positions are needed, without
         any pooling the P equal ones. A pair of inputs costs that many times some 100 flops for
-        each ReLU-like layer, and up to 2 K multiply-adds for a smooth one, with K = 64 terms, 256
-        or more as the data ask for. A smooth layer takes 1200 K multiply-adds for each position of
-        each input too, once for every block of inputs.
+        each ReLU-like layer, and up to 2 K multiply-adds for a smooth one, half of that where it is
+        odd or even: no more terms are summed than the largest correlation of an image's row asks
+        for, K = 1024 at most, or 4096 for standard deviations of some 4 and more. A smooth layer is
+        tabulated once, whatever the data; one with kinks elsewhere than at 0, or at standard
+        deviations over 16, takes 1200 K multiply-adds for each position of each input.
 
-        Memory: the three results; blocks of inputs with 10 P numbers for each layer and input,
-        and 2 K P more for a smooth one, which hold some 2^26 numbers at most (of one input at
+        Memory: the three results; blocks of inputs with 20 P numbers for each layer and input
+        (2 K P where there is no table), which hold some 2^26 numbers at most (of one input at
         least, all at once where anything is traced, with P^2 for each input before pooling); tiles
         of 2^18 pairs of positions, or of the P^2 of one pair of images, with about
-        six such arrays.
+        six such arrays, and K numbers for each of a tile's positions (at most 512 of either side,
+        or those of an image).
 
         Near-duplicates keep the relative accuracy of their angle from the data on, through weights,
         biases, ReLU-like activations and sums of branches; after pooling, after a smooth activation

@@ -36,9 +36,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from ntk.gaussian import arc_cosines, reciprocal
-from ntk.mehler import Pair, expectations
+from ntk.networks import duals
 from ntk.networks.moments import Moments, Raw, Site, epsilon, vectors
-from ntk.networks.plan import Average, Closed, Diagonal, Flat, Kinked, Linear, Smooth, Sum
+from ntk.networks.plan import (
+    Average,
+    Closed,
+    Diagonal,
+    Flat,
+    Kinked,
+    Linear,
+    Smooth,
+    Sum,
+    Tabulated,
+)
 from ntk.networks.windows import (
     add_up,
     convolved,
@@ -102,9 +112,15 @@ def one_step(step, numbers, a: Site, b: Site, state: State | None, tile: Tile) -
         case Kinked():
             return _kinked(numbers, a, b, state, tile)
         case Smooth():
-            return _smooth(_series, a, b, state, tile)
+            assert a.value is not None
+            return _smooth(duals.one_by_one, a, b, state, tile, a.value.regular.shape[2])
+        case Tabulated():
+            how = functools.partial(duals.by_tables, numbers)
+            return _smooth(how, a, b, state, tile, numbers[0].terms.shape[1])
         case Closed():
-            return _smooth(functools.partial(_formulas, step, numbers), a, b, state, tile)
+            return _smooth(
+                functools.partial(duals.closed_forms, step, numbers), a, b, state, tile, 0
+            )
         case Average():
             return _average(step, a, b, state, tile)
         case Diagonal():
@@ -218,8 +234,11 @@ def _kinked(numbers, a: Site, b: Site, state: State, tile: Tile) -> State:
     return State(after, tangent, *found)
 
 
-def _smooth(how, a: Site, b: Site, state: State, tile: Tile) -> State:
-    """An activation whose duals ``how(a, b, p, full)`` gives, of itself and its slope."""
+def _smooth(how, a: Site, b: Site, state: State, tile: Tile, terms: int) -> State:
+    """An activation whose duals ``how(a, b, p, full)`` gives, of itself and its slope.
+
+    ``terms``: of the series that it takes.
+    """
     assert a.slope is not None and b.slope is not None
     same = _same(state.p, tile)
     # Entries of inputs with themselves are known; here, a series needs no terms for them.
@@ -232,9 +251,7 @@ def _smooth(how, a: Site, b: Site, state: State, tile: Tile) -> State:
         slopes = outer(a.slope.norm, b.slope.norm, tile.full)
         after, slope = jnp.where(same, 0, after), jnp.where(same, slopes, slope)
     ends = _ends(state.p, state, tile)
-    off, off_slope = (
-        _bound(f, g, state, ends) for f, g in ((a.value, b.value), (a.slope, b.slope))
-    )
+    off, off_slope = _bounds((a.value, a.slope), (b.value, b.slope), state, ends, terms)
     eps = epsilon(p)
     floor = jnp.minimum((off + _noise(a.after, b.after)) / 2 + 4 * eps, 1)
     error = state.tangent_error + (off_slope + 4 * eps) * (1 + state.tangent_error)
@@ -242,33 +259,6 @@ def _smooth(how, a: Site, b: Site, state: State, tile: Tile) -> State:
     excess = most * state.tangent_excess
     errors = jax.lax.stop_gradient((0 * floor, floor, off + 4 * eps, error, excess))
     return State(after, state.tangent * slope, *errors)
-
-
-def _series(a: Site, b: Site, p: jax.Array, full: bool):
-    """Duals of expansions, one position after another.
-
-    A series ends where its own largest correlation lets it.
-    """
-
-    def one(x):
-        fs, gs, p = x
-        pair = Pair(p, 1 - p, jnp.zeros_like(p))
-        return [value for value, _ in expectations(fs, gs, (1, 0), pair)]
-
-    fs, gs = (jax.tree.map(lambda x: rows(x, full), (s.value, s.slope)) for s in (a, b))
-    return jax.lax.map(one, (fs, gs, p))
-
-
-def _formulas(step: Closed, weight, a: Site, b: Site, p: jax.Array, full: bool):
-    """Duals in closed form."""
-    formulas = [s.closed for s in (step.activation, step.activation.derivative) if s.closed]
-    vx, vy = rows(a.before.square, full)[:, :, None], rows(b.before.square, full)[:, None]
-    c = outer(a.before.norm, b.before.norm, full) * (1 - 2 * p)
-
-    def one(x):
-        return tuple(weight**2 * closed(*x) for closed in formulas)
-
-    return strips(one, (*(jnp.broadcast_to(v, p.shape) for v in (vx, vy)), c))
 
 
 def _average(step: Average, a: Site, b: Site, state: State, tile: Tile) -> State:
@@ -412,19 +402,40 @@ def _moved(error, p) -> jax.Array:
     return jnp.minimum(slope, 0.4 * jnp.sqrt(error))
 
 
-def _bound(f, g, state: State, ends) -> jax.Array:
-    """A bound of the error of ``E f g`` over both norms, for all positions, [n1, n2]."""
-    f, g, state, ends = jax.lax.stop_gradient((f, g, state, ends))
+def _bounds(fs, gs, state: State, ends, terms: int):
+    """:func:`_bound` for each f and g, some rows at a time.
+
+    A loop, as :func:`strips`: else every later layer would compute all bounds below it again.
+    """
+    worst = state.slack + state.floor
+    count = duals.parts(len(worst))
+    split = jax.tree.map(
+        lambda x: x.reshape(count, len(x) // count, *x.shape[1:]), (fs, worst, ends)
+    )
+
+    def one(x):
+        fs, worst, ends = x
+        return tuple(_bound(f, g, worst, ends, terms) for f, g in zip(fs, gs, strict=True))
+
+    found = jax.lax.map(one, jax.lax.stop_gradient(split))
+    return (x.reshape(worst.shape) for x in found)
+
+
+def _bound(f, g, worst, ends, terms: int) -> jax.Array:
+    """A bound of the error of ``E f g`` over both norms, for all positions, [n1, n2].
+
+    ``worst``: error of p.
+    """
+    f, g = jax.lax.stop_gradient((f, g))
 
     def most(x):
         return x.max(1)
 
     power = 1 - 2 * jnp.minimum(*ends)
-    for _ in range(max(f.regular.shape[2], 1).bit_length() - 1):
+    for _ in range(max(terms, 1).bit_length() - 1):
         power = power * power
     (rf, kf), (rg, kg) = ((most(h.missed[..., 0]), most(h.missed[..., 1])) for h in (f, g))
     eps = epsilon(power)
-    worst = state.slack + state.floor
     total = most(f.noise)[:, None] + most(g.noise)
     total += 4 * eps * most(f.size)[:, None] * most(g.size)
     total += power * (rf[:, None] * (rg + kg) + kf[:, None] * rg)

@@ -48,6 +48,12 @@ class Smooth(NamedTuple):
     activations: tuple[Activation, ...] | None
 
 
+class Tabulated(NamedTuple):
+    """A ``Smooth`` without kinks but at 0; numbers: tables of it and of its slope."""
+
+    kinked: bool
+
+
 class Closed(NamedTuple):
     """An activation whose duals are closed formulas: erf and GELU; numbers: its weight."""
 

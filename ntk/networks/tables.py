@@ -1,0 +1,173 @@
+"""Smooth activations at all standard deviations at once: one small table for a layer.
+
+Every position has a norm s of its own. Expanding the activation at each of them would take
+thousands of numbers a position; but in s it is smooth. With z ~ N(0, 1), x(s) from [0, END] to
+[-1, 1], logarithmic over most of it, and Chebyshev polynomials T_j,
+
+    f(s z) = f(0) + s sum_j T_j(x(s)) g_j(z) + the kink at 0, s^d (left, right) |z|^d.
+
+So f is a short vector ``v(s) = (1, s T_0, s T_1, ..., s^d left, s^d right)`` in a fixed basis. Its
+Gram matrices and Hermite coefficients are the table: norms and bounds are quadratic forms in v, the
+terms of Mehler's series (:mod:`ntk.mehler`) a product of v and the table, made for a tile of pairs
+and forgotten. For an analytic f the g_j fall geometrically; what is left out is measured by the
+last of them. Activations with kinks elsewhere are no such functions: they are expanded one by one.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ntk.architecture import Layer, Resolution, kinks_at_zero, sample
+from ntk.gaussian import Grid, grid, reciprocal, root
+from ntk.mehler import Expansion, Pieces, kink_series, tails
+
+END = 16.0  # the largest norm; beyond, the error is infinite
+_BEND = 0.25  # where x turns from linear to logarithmic
+_SIZES = {8: 112, 4: 40}  # how many g_j, by bytes of a number
+
+
+class Table(NamedTuple):
+    """A function at all norms; the basis has b entries."""
+
+    terms: jax.Array  # [b, K], Hermite coefficients, without those of the kink
+    mean: jax.Array  # [b]
+    gram: jax.Array  # [b, b], inner products
+    regular: jax.Array  # [b, b], without the kink
+    rest: jax.Array  # [b, b], of what the K polynomials miss of the regular part
+    steep: jax.Array  # [b, b], of the derivatives of K polynomials
+    stretch: jax.Array  # [b, b], of z times that
+    sides: jax.Array  # [2], left and right at the kink; [0] without one
+    nodes: jax.Array  # how far quadrature is off, at most, over the norm
+    tail: jax.Array  # the last g_j: what is left out, over s
+    rounding: jax.Array  # of the sum of the g_j, over s
+    missed: jax.Array  # norm of what K polynomials miss of a kink of jump 1
+
+
+def table(layer: Layer, weights: jax.Array, how: Resolution, dtype) -> tuple[Table, Table]:
+    """Tables of ``sum_i weights_i s_i`` and of its slope, which have no kinks but at 0."""
+    found = jax.tree.map(lambda x: jnp.asarray(x, dtype), grid(*how))
+    scales = jnp.asarray(np.append(_nodes(dtype)[1], 0), dtype)
+    u = scales[:, None] * found.z
+    values = jnp.zeros((2, 2, *u.shape), dtype)  # of s and s', at u and -u
+    for i, s in enumerate(layer):
+        if s.smooth is not None:
+            values += weights[i] * sample(s, u)
+    sides = jnp.stack(kinks_at_zero(layer, weights))
+    sides = sides if any(s.smooth is None for s in layer) else sides[:0]
+    return tuple(_table(values[k], sides, found, 1 - k) for k in (0, 1))
+
+
+def _nodes(dtype) -> tuple[np.ndarray, np.ndarray]:
+    """Chebyshev points x, and the norms s that they stand for."""
+    size = _SIZES[jnp.dtype(dtype).itemsize]
+    x = np.cos(np.pi * (np.arange(size) + 0.5) / size)
+    return x, _BEND * np.expm1((x + 1) / 2 * np.log1p(END / _BEND))
+
+
+@functools.partial(jax.jit, static_argnums=3)
+def _table(values, sides, grid: Grid, degree: int) -> Table:
+    dtype = values.dtype
+    x, scales = _nodes(dtype)
+    size = len(x)
+    chebyshev = np.polynomial.chebyshev.chebvander(x, size - 1).T * 2 / size
+    chebyshev[0] /= 2
+    start = values[:, -1:]
+    over = jnp.asarray(1 / scales, dtype)[:, None]
+    rates = jnp.matmul(jnp.asarray(chebyshev, dtype), (values[:, :-1] - start) * over)
+    ends = jnp.concatenate([start, rates], 1)  # right and left [1 + size, m]
+    e, o = (ends[0] + ends[1]) * grid.roots, (ends[0] - ends[1]) * grid.roots
+    terms = jnp.stack([e @ grid.even, o @ grid.odd], -1).reshape(1 + size, -1)
+    count = terms.shape[1]
+    own = root(((values * grid.roots) ** 2).sum((0, 2)))
+    at = root(tails(values[0], grid) + tails(values[1], grid)) * reciprocal(own)
+    regular = _gram(e, o) / 2
+    back = functools.partial(jnp.einsum, "ik,mk->im")  # no transpose of the large arrays
+    rest = _gram(e - 2 * back(terms[:, ::2], grid.even), o - 2 * back(terms[:, 1::2], grid.odd)) / 2
+    norms = root(jnp.diag(regular)[1:])
+    total, jump = terms, 0.0
+    if len(sides):
+        power = grid.roots * (grid.z if degree else 1)
+        sign = -1 if degree else 1  # |z|^d is -z on the left
+        e = jnp.concatenate([e, jnp.stack([sign * power, power])])
+        o = jnp.concatenate([o, jnp.stack([-sign * power, power])])
+        series, jump = kink_series(degree, count)
+        both = np.stack([(np.arange(count) == degree) - series, series])
+        total = jnp.concatenate([terms, jnp.asarray(both, dtype)])
+        terms = jnp.pad(terms, ((0, 2), (0, 0)))
+        regular, rest = (jnp.pad(x, ((0, 2), (0, 2))) for x in (regular, rest))
+    order = jnp.asarray(np.sqrt(np.arange(count)), dtype)
+    slope = order * total  # slope_k belongs to h_(k-1)
+    stretch = (order * slope).at[:, :-2].add(order[1:-1] * slope[:, 2:])
+    eps = float(jnp.finfo(dtype).eps)
+    rounding = eps * ((4 + jnp.arange(size, dtype=dtype)) * norms).sum()
+    bounds = 4 * at.max(), norms[-4:].sum(), rounding, jnp.asarray(jump, dtype)
+    grams = _gram(e, o) / 2, regular, rest, _gram(slope), _gram(stretch)
+    return Table(terms, e @ grid.roots, *grams, sides, *jax.lax.stop_gradient(bounds))
+
+
+def _gram(*parts) -> jax.Array:
+    return functools.reduce(
+        jnp.add, (jnp.matmul(part, part.T, precision="highest") for part in parts)
+    )
+
+
+def vector(found: Table, scale: jax.Array, degree: int) -> jax.Array:
+    """v(s) [..., b] of norms s, for a function with a kink of this degree."""
+    size = len(found.mean) - 1 - len(found.sides)
+    x = 2 * jnp.log1p(scale / _BEND) / np.log1p(END / _BEND).item() - 1
+    x = jnp.minimum(x, 1)
+
+    def following(carry, _):
+        before, now = carry
+        return (now, 2 * x * now - before), now
+
+    polynomials = jax.lax.scan(following, (x, jnp.ones_like(x)), length=size)[1]
+    parts = [jnp.ones_like(x)[None], scale * polynomials]
+    if len(found.sides):
+        power = scale if degree else jnp.ones_like(scale)
+        parts.append(jnp.stack([power * side for side in found.sides]))
+    return jnp.moveaxis(jnp.concatenate(parts), 0, -1)
+
+
+def evaluated(found: Table, scale: jax.Array, error: jax.Array, degree: int) -> Expansion:
+    """The function at norms [N], known up to ``error`` [N]: all of an expansion but its terms."""
+    v = vector(found, scale, degree)
+    mean, square = v @ found.mean, _form(v, found.gram)
+    norm = root(square)
+    none = jnp.zeros((*norm.shape, 0), norm.dtype)
+    sides = jnp.zeros((*norm.shape, 2), norm.dtype)
+    power = scale if degree else jnp.ones_like(scale)
+    if len(found.sides):
+        unit = jax.lax.stop_gradient(reciprocal(norm))
+        sides = found.sides * (power * unit)[..., None]
+    errors = jax.lax.stop_gradient(_errors(found, v, scale, norm, error, power, degree))
+    return Expansion(norm, mean, none, sides, Pieces(none, none, none[..., None]), none, *errors)
+
+
+def _form(v, matrix) -> jax.Array:
+    return (jnp.matmul(v, matrix, precision="highest") * v).sum(-1)
+
+
+def _errors(found: Table, v, scale, norm, error, power, degree: int):
+    """The last five fields of an expansion."""
+    eps, over = float(jnp.finfo(norm.dtype).eps), reciprocal(norm)
+    size, rest, steep, stretch = (
+        root(jnp.maximum(_form(v, m), 0))
+        for m in (found.regular, found.rest, found.steep, found.stretch)
+    )
+    slant = power * jnp.abs(found.sides[1] - found.sides[0]) if len(found.sides) else 0 * norm
+    off = scale * (found.tail + found.rounding) + found.nodes * size
+    noise = 4 * eps * (size + norm) + off + (error / 2 + 4 * eps) * stretch
+    noise = jnp.where(scale <= END, noise, jnp.inf)
+    missed = jnp.stack([rest * over, slant * found.missed * over], -1)
+    jump = jnp.zeros_like(norm) if degree else slant * over
+    return noise * over, size * over + 1, missed, steep * over, jump
+
+
+def coefficients(found: Table, scale: jax.Array, norm: jax.Array, degree: int) -> jax.Array:
+    """Hermite coefficients of the regular part, over the norms of the function: [..., K]."""
+    v = vector(found, scale, degree) * jax.lax.stop_gradient(reciprocal(norm))[..., None]
+    return jnp.matmul(v, found.terms, precision="highest")

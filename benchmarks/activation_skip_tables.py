@@ -26,6 +26,11 @@ def grouped(rows, part, by, *columns):
     return {n: [np.array([r[c] for r in rows if r[by] == n]) for c in columns] for n in names}
 
 
+FINDINGS = (
+    "1. ReLU and LeakyReLU are the likeliest in every layer",
+    "2. the first layer decides most, the last nothing",
+    "3. skips are wanted in every layer",
+)
 COLUMNS = (
     "search",
     "differs from the paper's in",
@@ -127,6 +132,20 @@ def search_table(rows) -> str:
         lines.append([*own, *findings(*parts), wrong])
     counts = {"layers": sizes["depth"] - 1, "skips": sizes["depth"] - 2}
     return harness.table([name.format(**counts) for name in COLUMNS], lines)
+
+
+def verdict_table(rows) -> str:
+    """The grades alone: a row for each finding, a column for each search."""
+    found = repeated(rows)
+    head = ["the paper's finding"]
+    head += [f"{name}, {len(r)} runs of {r[0]['steps']:,} steps" for name, r in found.items()]
+    grades = [
+        findings(column(r, "activations"), column(r, "skips"))[place]
+        for place in (0, 3, 7)
+        for r in found.values()
+    ]
+    lines = [[name, *grades[i * len(found) :][: len(found)]] for i, name in enumerate(FINDINGS)]
+    return harness.table(head, lines)
 
 
 def truth_table(rows) -> str:

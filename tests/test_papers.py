@@ -135,6 +135,7 @@ def test_fast_weight_sharing_is_compared_when_it_ends_and_at_both_ends():
         rows.append(trial("fast weight sharing", i, [1.0, 2.0], [0.5, 0.3 + noise]))
         rows.append(trial("random search", i, [1.5, 4.0], [0.4 + noise / 2, 0.2]))
     rows.append(trial("random search", 3, [3.0, 6.0], [0.4, 0.2]))
+    rows.append(trial("random search", 4, [1.0, 1.0], [0.0, 0.0]))  # the other has not ended
     rows.append(trial("fast weight sharing", 3, [1.0, 2.0], [0.5, 0.3]))
     cells, ahead = feature_maps_tables.gaps(rows, "random search")
     mean = 100 * np.mean([-0.1, -0.095, -0.09])

@@ -184,14 +184,15 @@ def others(rows) -> str:
 def report(rows) -> str:
     sizes = rows[0]["sizes"]
     devices = dict.fromkeys(row["device"] for row in harness.where(rows, part="environment"))
-    taken = [
+    taken = [  # of searches that went through all their steps in one process
         row["seconds"] / row.get("timed_steps", row["steps"])
         for row in harness.where(rows, part="search")
+        if row.get("timed_steps", row["steps"]) >= row["steps"]
     ]
     parts = [
         f"{sizes['data']}: {sizes['train']} + {sizes['train']} rows, {sizes['test']} test rows, "
         f"L = {sizes['depth']}, m = {sizes['width']} (mean ± s.e.); {'; '.join(devices)}; "
-        f"{np.median(taken):.2g} s for a step of the search.",
+        f"{np.median(taken) if taken else np.nan:.2g} s for a step of the search.",
         CLAIMS,
         search_table(rows),
     ]

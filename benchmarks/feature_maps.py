@@ -70,7 +70,7 @@ FULL = {  # the paper: 40,000 + 10,000 images and 100,000 features; IMDb as here
 ROUNDS = 8  # of exponentiated gradient: as many solves as weight sharing makes of 256
 CLOCK = "each method's own projections and hashes"
 
-RATES = 1.0, 4.0, 16.0, 64.0, 256.0  # of exponentiated gradient
+RATES = 0.25, 1.0, 4.0, 16.0, 64.0  # of exponentiated gradient
 METHODS = {
     "weight sharing": baselines.weight_sharing,
     "fast weight sharing": baselines.fast_weight_sharing,

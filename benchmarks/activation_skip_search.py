@@ -8,23 +8,29 @@ The network of Eq. (1), L = 10 layers, on Fashion-MNIST. Each run draws its own 
    searches find, and random ones, trained from scratch on the search's training half;
 3. the paper's explanation: the smallest eigenvalue of the NTK of the single-activation networks.
 
-The paper gives depth, width (1024), number of runs (5), the weights' variance 1/m and |x| = 1, and
-refers to DARTS for the rest. So the first search has DARTS's own settings: batches of 64, SGD at
-0.025 with momentum 0.9, cosine decay to 0.001, gradients clipped at 5, weight decay 3e-4; Adam
-(beta 0.5 and 0.999, weight decay 0.001 on the logits) above, whose rate times the number of steps
-is what it is in DARTS's 50 epochs of CIFAR-10: 6. How long to search is not in the paper, and
-decides the outcome. The other searches (`READINGS`) change the inputs, or the weights to Lemma 1's
-(see `bilevel.spaces.skips`), with steps of their own scale and no decay, or the length; "longer"
-once more with ten times the decay, chosen after pilots, and once with the mixtures fitted to the
-training half too, so that nothing is gained by fitting less.
+The paper gives depth, width (1024), number of runs (5), the weights' variance 1/m and |x| = 1, says
+that activations and skips are searched "independently", and refers to DARTS for the rest. So the
+first search has DARTS's own settings: batches of 64, SGD at 0.025 with momentum 0.9, cosine decay
+to 0.001, gradients clipped at 5, weight decay 3e-4; Adam (beta 0.5 and 0.999, weight decay 0.001 on
+the logits) above, whose rate times the number of steps is what it is in DARTS's 50 epochs of
+CIFAR-10: 6. It moves activations and skips at every step; "in turn" a step each, with the other
+fixed, twice as far; "apart" by two searches, in each of which the other stays at its start. How
+long to search is not in the paper, and decides the outcome. The other searches (`READINGS`) change
+the inputs, or the weights to Lemma 1's (see `bilevel.spaces.skips`), with steps of their own scale
+and no decay, or the length; "longer" once more with ten times the decay, chosen after pilots, and
+once with the mixtures fitted to the training half too, so that nothing is gained by fitting less.
 
 The truth is in the "he" initialisation, where all but one of these networks train (sigmoids without
 skips do not), by the same SGD, for one epoch, as in Algorithm 1; each takes the step size that is
 best on its run's validation half.
 
-    python benchmarks/activation_skip_search.py           # width 128; 9.5 minutes of processor time
+Every row is written as it ends, and what the results file holds is not measured again; a search
+that was cut short goes on from its checkpoint.
+
+    python benchmarks/activation_skip_search.py           # width 128; 15 minutes of processor time
     python benchmarks/activation_skip_search.py --quick   # digits, a minute, no results file
-    python benchmarks/activation_skip_search.py --full    # the paper's sizes; for an accelerator
+    python benchmarks/activation_skip_search.py --full    # the paper's width: hours of one core
+    python benchmarks/activation_skip_search.py --full --only "in turn"    # of these one search
     python benchmarks/activation_skip_search.py --table   # the results files as Markdown
 """
 

@@ -85,6 +85,7 @@ bench: $(VENV) ## the quick benchmarks: hypergradients, memory, kernels, feature
 	$(BIN)/python benchmarks/lipschitz.py --quick
 	$(BIN)/python benchmarks/spectral.py --quick
 	$(BIN)/python benchmarks/activation_skip_search.py --quick
+	$(BIN)/python benchmarks/eigenvalue_depth.py --quick
 	$(BIN)/python benchmarks/darts_gap.py --quick
 	$(BIN)/python benchmarks/darts_step.py --quick
 	$(BIN)/python benchmarks/nasbench201.py --quick

@@ -8,23 +8,29 @@ The network of Eq. (1), L = 10 layers, on Fashion-MNIST. Each run draws its own 
    searches find, and random ones, trained from scratch on the search's training half;
 3. the paper's explanation: the smallest eigenvalue of the NTK of the single-activation networks.
 
-The paper gives depth, width (1024), number of runs (5), the weights' variance 1/m and |x| = 1, and
-refers to DARTS for the rest. So the first search has DARTS's own settings: batches of 64, SGD at
-0.025 with momentum 0.9, cosine decay to 0.001, gradients clipped at 5, weight decay 3e-4; Adam
-(beta 0.5 and 0.999, weight decay 0.001 on the logits) above, whose rate times the number of steps
-is what it is in DARTS's 50 epochs of CIFAR-10: 6. How long to search is not in the paper, and
-decides the outcome. The other searches (`READINGS`) change the inputs, or the weights to Lemma 1's
-(see `bilevel.spaces.skips`), with steps of their own scale and no decay, or the length; "longer"
-once more with ten times the decay, chosen after pilots, and once with the mixtures fitted to the
-training half too, so that nothing is gained by fitting less.
+The paper gives depth, width (1024), number of runs (5), the weights' variance 1/m and |x| = 1, says
+that activations and skips are searched "independently", and refers to DARTS for the rest. So the
+first search has DARTS's own settings: batches of 64, SGD at 0.025 with momentum 0.9, cosine decay
+to 0.001, gradients clipped at 5, weight decay 3e-4; Adam (beta 0.5 and 0.999, weight decay 0.001 on
+the logits) above, whose rate times the number of steps is what it is in DARTS's 50 epochs of
+CIFAR-10: 6. It moves activations and skips at every step; "in turn" a step each, with the other
+fixed, twice as far; "apart" by two searches, in each of which the other stays at its start. How
+long to search is not in the paper, and decides the outcome. The other searches (`READINGS`) change
+the inputs, or the weights to Lemma 1's (see `bilevel.spaces.skips`), with steps of their own scale
+and no decay, or the length; "longer" once more with ten times the decay, chosen after pilots, and
+once with the mixtures fitted to the training half too, so that nothing is gained by fitting less.
 
 The truth is in the "he" initialisation, where all but one of these networks train (sigmoids without
 skips do not), by the same SGD, for one epoch, as in Algorithm 1; each takes the step size that is
 best on its run's validation half.
 
-    python benchmarks/activation_skip_search.py           # width 128; 9.5 minutes of processor time
+Every row is written as it ends, and what the results file holds is not measured again; a search
+that was cut short goes on from its checkpoint.
+
+    python benchmarks/activation_skip_search.py           # width 128; 15 minutes of processor time
     python benchmarks/activation_skip_search.py --quick   # digits, a minute, no results file
-    python benchmarks/activation_skip_search.py --full    # the paper's sizes; for an accelerator
+    python benchmarks/activation_skip_search.py --full    # the paper's width: hours of one core
+    python benchmarks/activation_skip_search.py --full --only "in turn"    # of these one search
     python benchmarks/activation_skip_search.py --table   # the results files as Markdown
 """
 
@@ -33,26 +39,23 @@ import functools
 import itertools
 import time
 
+import activation_skip_tables as tables
 import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import scipy.stats
-from harness import spread, standard_error
 
 import bilevel
 import bilevel.data
 import ntk
-from bilevel import strategies
+from bilevel import checkpoint, strategies
 from bilevel.nets.training import train
 from bilevel.spaces.activations import unit_inputs
 from bilevel.spaces.skips import CANDIDATES, SkipArchitecture, skip_space
 
 BATCH, TRAVEL = 64, 6.0
 TRIED = (0.025, 0.125, 0.625, 3.125)  # step sizes of plain networks
-SKIPS = {"no skips": False, "all skips": True}
-FAMILY = [CANDIDATES.index(name) for name in ("relu", "leaky_relu")]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,13 +70,16 @@ class Reading:
     long: bool = False
     unit: bool = True  # rows centred, of unit norm; else pixels of mean 0 and variance 1
     held_out: bool = True  # else the mixtures are fitted to the training half too
+    moves: str = "jointly"  # activations and skips; or "in turn", a step each; or "apart"
 
 
 READINGS = {
     "DARTS's settings": Reading(),
+    "in turn": Reading(moves="in turn"),
+    "longer": Reading(long=True),
+    "apart": Reading(moves="apart"),
     "standardised pixels": Reading(unit=False),
     "Lemma 1's weights, 1/K": Reading("ntk", 1.0, relative=True, clip=1.0, decay=0.0),
-    "longer": Reading(long=True),
     "longer, decay x 10": Reading(long=True, decay=3e-3),
     "longer, same rows above": Reading(long=True, held_out=False),
 }
@@ -90,12 +96,17 @@ class Sizes:
     depth: int = 10
     kernel_rows: int = 100
     data: str = "fashion-mnist"
+    long_runs: int | None = None  # None: as many as short ones
+    searches: tuple[str, ...] = tuple(READINGS)
 
 
+PAPERS = ("DARTS's settings", "in turn", "longer", "apart")
 SIZES = {
     "quick": Sizes(600, 360, 64, steps=(150, 600), epochs=15, runs=2, depth=4, data="digits"),
     "default": Sizes(30_000, 10_000, 128, steps=(2000, 8000), epochs=1, runs=4),
-    "full": Sizes(30_000, 10_000, 1024, steps=(2000, 23_000), epochs=30, runs=5),
+    "full": Sizes(
+        30_000, 10_000, 1024, steps=(2000, 23_000), epochs=1, runs=5, long_runs=2, searches=PAPERS
+    ),
 }
 load = functools.cache(bilevel.data.load)
 
@@ -145,39 +156,64 @@ def error(space, w, alpha, part):
     return jnp.mean(space.predict(space.apply(w, alpha, x)) != labels)
 
 
-def searches(sizes, name, order):
-    """An architecture and a row for each run."""
+def optimizer_of_alpha(space, rate, moving):
+    """DARTS's Adam: on all of alpha, on its two parts in turn, or on the named one alone."""
+    if moving == "jointly":
+        return rate  # the strategy's own
+    if moving == "in turn":
+        rate = 2 * rate  # as far in half as many steps
+        turns = [lambda step, part=part: step % 2 == part for part in range(2)]
+    else:
+        turns = [lambda step, part=part: part == moving for part in space.sets]
+    parts = zip((strategies.logits(rate), optax.adam(rate, b1=0.5)), turns, strict=True)
+    simplex, other = (optax.conditionally_mask(inner, turn) for inner, turn in parts)
+    return strategies.on_sets(space.sets, simplex=simplex, other=other)
+
+
+def search(sizes, name, order, run, folder) -> dict:
+    """A row: one run's search, or two where the parts of alpha are searched apart."""
     reading = READINGS[name]
     space, steps = space_of(sizes, reading.parametrization), sizes.steps[reading.long]
-    alpha, program = space.start(), None
-    name += ", second order" * (order == 2)
+    init_key, key = jax.random.split(jax.random.fold_in(jax.random.key(1), run))
+    train, valid, test = parts_of(sizes, run, reading.unit)
+    start, w = space.start(), space.init(init_key, train)
+    lower = lower_optimizer(reading, steps, space, w, start, train[0])
+    above = valid if reading.held_out else train
+    timed = []
 
-    def search(w, train, valid, test, key):
-        lower = lower_optimizer(reading, steps, space, w, alpha, train[0])
-        options = {"alpha": TRAVEL / steps, "batch_size": BATCH, "order": order}
-        plan = strategies.darts(space, weights=lower, **options)
-        above = valid if reading.held_out else train
-        found = strategies.run(plan, alpha, w, train, above, steps=steps, key=key)
-        losses = [space.problem.lower(found.w, found.alpha, part) for part in (train, valid)]
-        return found.alpha, found.state.step, error(space, found.w, found.alpha, test), losses
+    def searched(moving):
+        alpha = optimizer_of_alpha(space, TRAVEL / steps, moving)
+        plan = strategies.darts(space, weights=lower, alpha=alpha, batch_size=BATCH, order=order)
+        options = {"steps": steps, "key": key, "progress": False, "history": ()}
+        if folder:  # what is killed goes on from there
+            where = folder / f"{name}, {moving}, order {order}, run {run}"
+            options |= {"checkpoint": where, "resume": True}
+            timed.append(steps - (checkpoint.latest(where) or 0))
+        return strategies.run(plan, start, w, train, above, **options)
 
-    for run in range(sizes.runs):
-        init_key, key = jax.random.split(jax.random.fold_in(jax.random.key(1), run))
-        train, valid, test = parts_of(sizes, run, reading.unit)
-        arguments = space.init(init_key, train), train, valid, test, key
-        compilation = 0.0
-        if program is None:
-            program, compilation = harness.compiled(search, *arguments)
-        start = time.perf_counter()
-        found, done, supernet, losses = jax.block_until_ready(program(*arguments))
-        seconds = {"seconds": time.perf_counter() - start, "compile_seconds": compilation}
-        if int(done) != steps:
-            raise FloatingPointError(f"{name}, run {run}: the search diverged.")
-        row = {"search": name, "run": run, "steps": steps, "reading": dataclasses.asdict(reading)}
-        row |= {part: np.asarray(a).tolist() for part, a in found.items()} | seconds
-        row |= {"supernet": float(supernet), "losses": [float(loss) for loss in losses]}
-        print(f"{name:32s} {run} {100 * row['supernet']:.1f} %", flush=True)
-        yield space.discretize(found), row
+    began, processor = time.perf_counter(), time.process_time()
+    if reading.moves == "apart":
+        each = {part: searched(part) for part in space.sets}
+        alpha, shared = {part: found.alpha[part] for part, found in each.items()}, None
+    else:
+        found = searched(reading.moves)
+        alpha, shared = found.alpha, found.w
+    row = {"steps": steps, "architecture": str(space.discretize(alpha))}
+    row |= {"reading": dataclasses.asdict(reading)}
+    row |= {part: np.asarray(a).tolist() for part, a in alpha.items()}
+    if shared is not None:
+        row |= supernet(space, shared, alpha, train, valid, test)
+    row |= {"seconds": time.perf_counter() - began, "timed_steps": sum(timed)}
+    row |= {"processor_seconds": time.process_time() - processor}
+    print(f"{name:32s} {run} {row['architecture']}", flush=True)
+    return row
+
+
+def supernet(space, w, alpha, train, valid, test):
+    """What of a row is about the weights that the search shared."""
+    losses = [jax.jit(space.problem.lower)(w, alpha, part) for part in (train, valid)]
+    wrong = jax.jit(error, static_argnums=0)(space, w, alpha, test)
+    return {"supernet": float(wrong), "losses": [float(loss) for loss in losses]}
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -203,20 +239,20 @@ def network(sizes, name, architecture, run) -> dict:
     corner = space_of(sizes).one_hot(architecture)
     errors, losses = (np.asarray(a, float) for a in trained_errors(sizes, corner, key, *parts))
     best = errors[:, 0].argmin()
-    row = {"network": name, "architecture": str(architecture), "run": run}
+    row = {"architecture": str(architecture)}
     row |= {"step_size": TRIED[best], "test": errors[best, 1], "loss": losses[best]}
     row |= {"tried": errors.tolist()}
     print(f"{name:32s} {run} {100 * row['test']:.1f} % at {TRIED[best]:g}", flush=True)
     return row
 
 
-def kernel(sizes, name, architecture) -> dict:
+def kernel(sizes, architecture) -> dict:
     """A row: the infinitely wide network's NTK on the first rows of the first run, in float64."""
     x = np.asarray(parts_of(sizes, 0)[0][0][: sizes.kernel_rows], float)
     with jax.enable_x64(True):
         theta = np.asarray(space_of(sizes).kernel(architecture, x).ntk)
     smallest, diagonal = np.linalg.eigvalsh(theta)[0], np.trace(theta) / len(x)
-    return {"network": name, "λ_min": float(smallest), "mean diagonal": float(diagonal)}
+    return {"λ_min": float(smallest), "mean diagonal": float(diagonal)}
 
 
 def random_architecture(sizes, run):
@@ -225,190 +261,72 @@ def random_architecture(sizes, run):
     return SkipArchitecture(tuple(names.tolist()), tuple(skips.tolist()))
 
 
-def experiments(sizes, orders):
-    to_train = []
-    for reading, order in itertools.product(READINGS, orders):
-        for architecture, row in searches(sizes, reading, order):
-            to_train.append((f"found, {row['search']}", architecture, row["run"]))
-            yield {"part": "search", "architecture": str(architecture)} | row
+def found_architecture(sizes, row):
+    alpha = {part: jnp.array(row[part]) for part in ("activations", "skips")}
+    return space_of(sizes).discretize(alpha)
+
+
+def all_searches(sizes, names, orders, folder):
+    """What identifies a row, and how to measure it."""
+    for name, order in itertools.product(names, orders):
+        runs = sizes.long_runs if READINGS[name].long and sizes.long_runs else sizes.runs
+        for run in range(runs):
+            label = name + ", second order" * (order == 2)
+            measure = functools.partial(search, sizes, name, order, run, folder)
+            yield {"part": "search", "search": label, "run": run}, measure
+
+
+def all_networks(sizes, rows):
+    """The same of the kernels, and of the networks that are trained from scratch."""
+    to_train = [
+        (f"found, {row['search']}", found_architecture(sizes, row), row["run"])
+        for row in harness.where(rows, part="search")
+    ]
     runs = range(sizes.runs)
     to_train += [("random", random_architecture(sizes, run), run) for run in runs]
-    for activation, label in itertools.product(CANDIDATES, SKIPS):
-        skips = (SKIPS[label],) * (sizes.depth - 2)
-        single = SkipArchitecture((activation,) * (sizes.depth - 1), skips)
-        yield {"part": "kernel"} | kernel(sizes, f"{activation}, {label}", single)
-        to_train += [(f"{activation}, {label}", single, run) for run in runs]
-    for named in to_train:
-        yield {"part": "network"} | network(sizes, *named)
-
-
-def positive(x):
-    return x.mean(axis=0) > 2 * standard_error(x)
-
-
-def grouped(rows, part, by, *columns):
-    """``name -> (array [runs, ...] of each column)``"""
-    rows = harness.where(rows, part=part)
-    names = dict.fromkeys(r[by] for r in rows)
-    return {n: [np.array([r[c] for r in rows if r[by] == n]) for c in columns] for n in names}
-
-
-COLUMNS = (
-    "search",
-    "steps",
-    "losses, training and validation",
-    "1.",
-    "both likeliest (one of them is), layers of {layers}",
-    "their probability (0.40 at first)",
-    "2.",
-    "gap, first layer",
-    "less the largest other",
-    "last layer's",
-    "3.",
-    "skips over 1/2 (by 2 s.e.), of {skips}",
-    "mean weight (0.50 at first)",
-    "supernet's test error, %",
-)
-CLAIMS = """Do the paper's findings reproduce (in means over runs)?
-
-1. ReLU and LeakyReLU are the two likeliest in every layer (in part: one of them is the likeliest
-   in more than half of the layers);
-2. a run's gap, its largest less its smallest probability, is larger in the first layer than in
-   any other, and in the last under a tenth of that (in part: larger in the first than the last);
-3. the skips are over 1/2 everywhere (in part: in more than half of the layers, or not clearly).
-
-Over and larger: by two standard errors of runs, paired."""
-
-
-def graded(fully, partly) -> str:
-    return "**yes**" if fully else "in part" if partly else "no"
-
-
-def findings(p, skips) -> list[str]:
-    """Cells of the table: for each of the paper's findings the verdict, then its figures."""
-    mean, layers = p.mean(axis=0), p.shape[1]
-    likeliest = np.argsort(-mean, axis=-1, stable=True)
-    one = np.isin(likeliest[:, 0], FAMILY).sum()
-    both = np.isin(likeliest[:, :2], FAMILY).all(axis=-1).sum()
-    family = p[..., FAMILY].sum(axis=-1).mean(axis=-1)
-    gaps = np.ptp(p, axis=-1)  # [runs, layers]
-    other = 1 + gaps.mean(axis=0)[1:].argmax()
-    more = gaps[:, :1] - gaps
-    flat = gaps[:, -1].mean() < 0.1 * gaps[:, 0].mean()
-    wanted, clearly = (skips.mean(axis=0) > 0.5).sum(), positive(skips - 0.5).sum()
-    return [
-        graded(both == layers, one > layers / 2),
-        f"{both} ({one})",
-        spread(family),
-        graded(positive(more[:, other]) and flat, positive(more[:, -1])),
-        spread(gaps[:, 0]),
-        f"{spread(more[:, other])} (layer {other + 1})",
-        spread(gaps[:, -1]),
-        graded(clearly == layers - 1, wanted > (layers - 1) / 2),
-        f"{wanted} ({clearly})",
-        spread(skips.mean(axis=-1)),
-    ]
-
-
-def kendall(a, b) -> str:
-    return f"{scipy.stats.kendalltau(a, b).statistic:+.1f}"
-
-
-def search_table(rows) -> str:
-    sizes = rows[0]["sizes"]
-    found = grouped(rows, "search", "search", "activations", "skips", "supernet", "losses", "steps")
-    lines = []
-    for name, (p, skips, supernet, losses, steps) in found.items():
-        own = [name, str(steps[0]), ", ".join(spread(part) for part in losses.T)]
-        lines.append([*own, *findings(p, skips), spread(supernet, ".1f", 100)])
-    counts = {"layers": sizes["depth"] - 1, "skips": sizes["depth"] - 2}
-    return harness.table([column.format(**counts) for column in COLUMNS], lines)
-
-
-def truth_table(rows) -> str:
-    """Each activation's test error and loss, and scores beside it: searches', the kernel's."""
-    trained = grouped(rows, "network", "network", "test", "loss")
-    kernels = grouped(rows, "kernel", "network", "λ_min", "mean diagonal")
-    truth = {label: [trained[f"{a}, {label}"] for a in CANDIDATES] for label in SKIPS}
-    lines, scores = [], {}
-    for label, of_each in truth.items():
-        lines += [[f"test error, %, {label}", *(spread(e, ".1f", 100) for e, _ in of_each), "", ""]]
-        lines += [[f"test loss, {label}", *(spread(loss) for _, loss in of_each), "", ""]]
-    for name, (p,) in grouped(rows, "search", "search", "activations").items():
-        scores[f"mean probability, {name}"] = p.mean(axis=(0, 1))
-    for label in SKIPS:
-        smallest, diagonal = np.squeeze([kernels[f"{a}, {label}"] for a in CANDIDATES], -1).T
-        scores[f"λ_min, {label}"] = smallest
-        scores[f"λ_min / mean diagonal, {label}"] = smallest / diagonal
-    for name, score in scores.items():
-        errors = [[e.mean() for e, _ in of_each] for of_each in truth.values()]
-        agreement = [kendall(score, -np.array(e)) for e in errors]
-        lines += [[name, *(f"{s:.2g}" for s in score), *agreement]]
-    head = ["one activation", *CANDIDATES, *(f"τ, {label}" for label in SKIPS)]
-    return harness.table(head, lines)
-
-
-def others(rows) -> str:
-    trained = grouped(rows, "network", "network", "test")
-    found = [f"{k} {spread(e, '.1f', 100)} %" for k, (e,) in trained.items() if "skips" not in k]
-    return f"Test errors of other networks: {'; '.join(found)}."
-
-
-def report(rows) -> str:
-    head, sizes = rows[0], rows[0]["sizes"]
-    parts = [
-        f"{sizes['data']}: {sizes['train']} + {sizes['train']} rows, {sizes['test']} test rows, "
-        f"L = {sizes['depth']}, m = {sizes['width']}, {sizes['runs']} runs (mean ± s.e.); "
-        f"{head['device']}, {head['seconds']:.0f} s in all, {head['processor_seconds']:.0f} s of "
-        "processor time.",
-        CLAIMS,
-        search_table(rows),
-        truth_table(rows),
-        "τ: Kendall's, of the row with the accuracies (five items).",
-        others(rows),
-    ]
-    if sizes["width"] < SIZES["full"].width:
-        parts.append("Not run here: the paper's width of 1024 (`--full`, for an accelerator).")
-    return "\n\n".join(parts)
-
-
-def picture(rows, path):
-    found = grouped(rows, "search", "search", "activations", "skips", "steps")
-    height, widths = -(-len(found) // 2), (5, 1, 5, 1)
-    size = {"figsize": (15, 4 * height), "width_ratios": widths}
-    with harness.picture(path, height, 4, **size) as (_, axes):
-        draw(found, axes)
-
-
-def draw(found, axes):
-    pairs = np.reshape(axes, (-1, 2))
-    for pair in pairs[len(found) :].ravel():
-        pair.axis("off")
-    for pair, (name, (p, skips, steps)) in zip(pairs, found.items(), strict=False):
-        for ax, values, columns, first in (
-            (pair[0], p, CANDIDATES, 1),
-            (pair[1], skips[..., None], ("skip",), 2),
-        ):
-            mean = values.mean(axis=0)
-            ax.grid(False)
-            ax.imshow(mean, vmin=0, vmax=1, cmap="Blues", aspect="auto")
-            for i, j in np.ndindex(mean.shape):
-                ink = "white" if mean[i, j] > 0.6 else "black"
-                ax.text(j, i, spread(values[:, i, j]), ha="center", va="center", color=ink, size=8)
-            ax.set_xticks(range(len(columns)), columns)
-            ax.set_yticks(range(len(mean)), range(first, first + len(mean)))
-        pair[0].set(ylabel="layer", title=f"{name} ({steps[0]} steps): probability")
-        pair[1].set_title(f"weight, {len(p)} seeds")
+    for activation, label in itertools.product(CANDIDATES, tables.SKIPS):
+        skips = (tables.SKIPS[label],) * (sizes.depth - 2)
+        single, name = (
+            SkipArchitecture((activation,) * (sizes.depth - 1), skips),
+            f"{activation}, {label}",
+        )
+        yield {"part": "kernel", "network": name}, functools.partial(kernel, sizes, single)
+        to_train += [(name, single, run) for run in runs]
+    for name, architecture, run in to_train:
+        measure = functools.partial(network, sizes, name, architecture, run)
+        yield {"part": "network", "network": name, "run": run}, measure
 
 
 def main() -> None:
-    second = {"action": "store_true", "help": "second-order DARTS too"}
-    flags = harness.command_line(__file__, __doc__, report, full=True, second_order=second)
-    sizes, start = SIZES[flags.size], time.perf_counter()
-    rows = list(experiments(sizes, (1, 2) if flags.second_order else (1,)))
-    taken = {"seconds": time.perf_counter() - start, "processor_seconds": time.process_time()}
-    head = harness.environment("optax", seed=0, sizes=dataclasses.asdict(sizes), **taken)
-    harness.finish([head, *rows], flags.results, report, picture)
+    flags = harness.command_line(
+        __file__,
+        __doc__,
+        tables.report,
+        full=True,
+        second_order={"action": "store_true", "help": "second-order DARTS too"},
+        only={"choices": READINGS, "metavar": "SEARCH", "help": "this search, and no networks"},
+    )
+    sizes = SIZES[flags.size]
+    folder = flags.results and flags.results.with_suffix(".checkpoints")
+    rows = harness.read(flags.results) if flags.results else []
+
+    def measure(tasks):
+        for identity, of in tasks:
+            if not harness.where(rows, **identity):
+                rows.append(identity | of())
+                harness.append(flags.results, rows[-1])
+
+    here = harness.environment("optax", seed=0, sizes=dataclasses.asdict(sizes))
+    if not harness.where(rows, part="environment", device=here["device"]):
+        rows.append(here)
+        harness.append(flags.results, here)
+    names = [flags.only] if flags.only else sizes.searches
+    measure(all_searches(sizes, names, (1, 2) if flags.second_order else (1,), folder))
+    if not flags.only:
+        measure(all_networks(sizes, rows))
+    print(tables.report(rows))
+    if flags.results:
+        tables.picture(rows, flags.results.with_suffix(".png"))
 
 
 if __name__ == "__main__":

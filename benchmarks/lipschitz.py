@@ -17,9 +17,13 @@ and any algorithm its jumps; and with all images, also for labels 0 and 1.
 
 Pixels that are 0 in all images are dropped: their weights do not move, so this changes nothing.
 
-    python benchmarks/lipschitz.py            # to width 512, fewer images and a: two cores
+All of the paper's widths and 20 a, on 1,536 of the 12,665 images. Every a is a row of its own,
+written as it ends; what the results file holds is not measured again. They come in blocks of five,
+each through all widths: a run that is cut short has fewer a, not fewer widths.
+
+    python benchmarks/lipschitz.py            # hours, most of them for the last width
     python benchmarks/lipschitz.py --quick    # a minute, no results file
-    python benchmarks/lipschitz.py --full     # the paper's sizes; for an accelerator
+    python benchmarks/lipschitz.py --full     # with all images: eight times as long
     python benchmarks/lipschitz.py --table    # the results file as Markdown
 """
 
@@ -41,7 +45,9 @@ from bilevel.stability import lipschitz
 DELTAS = (0.005, 0.01, 0.03, 0.05, 0.07)
 TINY = 64 * float(np.finfo(np.float32).eps)  # shows rounding, where the algorithm has no jumps
 BATCH, STEP_SIZE, PIXELS = 128, 0.003, 784
+BLOCK = 5  # a's
 NETWORKS = {"shallow": "(a) shallow, input layer trained", "deep": "(b) four layers"}
+WIDTHS = (64, 128, 256, 512, 1024, 2048, 4096)
 AXES = {"shallow": 1.4, "deep": 3.0}  # where the paper's axes end
 
 
@@ -49,15 +55,14 @@ AXES = {"shallow": 1.4, "deep": 3.0}  # where the paper's axes end
 class Sizes:
     widths: tuple[int, ...]
     alphas: int
-    batch: int  # of them at a time
     images: int | None = None  # None: all
     epochs: int = 60
 
 
 SIZES = {
-    "quick": Sizes((64, 128), alphas=3, batch=3, images=512),
-    "default": Sizes((64, 128, 256, 512), alphas=6, batch=6, images=1536),
-    "full": Sizes((64, 128, 256, 512, 1024, 2048, 4096), alphas=20, batch=10),
+    "quick": Sizes((64, 128), alphas=3, images=512),
+    "default": Sizes(WIDTHS, alphas=20, images=1536),
+    "full": Sizes(WIDTHS, alphas=20),
 }
 
 
@@ -124,13 +129,14 @@ def norms(difference):
     return jnp.stack([optax.tree.norm(weights), jnp.max(jnp.abs(predictions))])
 
 
-def measure(network, width, sizes, *, labels=(-1, 1), deltas=DELTAS, dtype="float32") -> dict:
-    """A row: quotients [alphas, deltas] of the weights and of the predictions."""
+@functools.cache
+def compiled(network, width, sizes, labels, deltas, dtype):
+    """A function of a key and an a, which trains at that a and beside it; its compile time."""
     x, y, x_test, used = digits(sizes.images, labels)
-    alphas, keys, order = draws(sizes, len(y))
+    _, _, order = draws(sizes, len(y))
+    data, deltas = [jnp.asarray(part, dtype) for part in (x, y, x_test)], jnp.asarray(deltas, dtype)
 
-    def around(pair):
-        key, alpha = pair
+    def around(key, alpha):
         weights = [w.astype(dtype) for w in initial(key, network, width, used)]
         trained = 1 if network == "shallow" else len(weights)
 
@@ -139,33 +145,74 @@ def measure(network, width, sizes, *, labels=(-1, 1), deltas=DELTAS, dtype="floa
 
         return lipschitz(algorithm, alpha[None], deltas, norm=norms)[0]
 
+    return harness.compiled(around, jax.random.key(0), jnp.zeros((), dtype))
+
+
+def measure(
+    network, width, sizes, index, *, labels=(-1, 1), deltas=DELTAS, dtype="float32"
+) -> dict:
+    """A row: for the a of that index quotients [deltas] of the weights and of the predictions."""
+    images = len(digits(sizes.images, labels)[1])
+    alphas, keys, _ = draws(sizes, images)
     # Full precision, also where a device would multiply in fewer bits: the differences cancel.
     with jax.enable_x64(dtype == "float64"), jax.default_matmul_precision("float32"):
-        data, deltas = [jnp.asarray(a, dtype) for a in (x, y, x_test)], jnp.asarray(deltas, dtype)
-        arguments = keys, alphas.astype(dtype)
-        every = lambda *pairs: jax.lax.map(around, pairs, batch_size=sizes.batch)  # noqa: E731
-        run, compilation = harness.compiled(every, *arguments)
+        run, compilation = compiled(network, width, sizes, labels, deltas, dtype)
         start = time.perf_counter()
-        found = np.asarray(run(*arguments), float)
+        found = np.asarray(run(keys[index], alphas[index].astype(dtype)), float)
         seconds = time.perf_counter() - start
-    row = {"network": network, "width": width, "dtype": dtype, "images": len(y)}
-    row |= {"labels": labels, "deltas": deltas.tolist(), "a": alphas.tolist()}
-    row |= {"weights": found[..., 0].tolist(), "predictions": found[..., 1].tolist()}
-    print(network, width, dtype, len(y), labels, *map(spread, found[..., 0].T), flush=True)
+    row = {"images": images, "deltas": deltas, "a": float(alphas[index])}
+    row |= {"weights": found[:, 0].tolist(), "predictions": found[:, 1].tolist()}
     return row | {"seconds": seconds, "compile_seconds": compilation}
 
 
-def experiments(sizes):
-    """Rows by part: the figure, float64, rounding, all images."""
-    for network in NETWORKS:
-        for width in sizes.widths:
-            yield "figure", measure(network, width, sizes)
+def tasks(sizes):
+    """What identifies each row, and the options that it is measured with; by part and by width."""
     smallest, whole = sizes.widths[0], dataclasses.replace(sizes, images=None)
+    every = [
+        ("figure", network, width, sizes, {}) for width in sizes.widths for network in NETWORKS
+    ]
+    others = []
     for network in NETWORKS:
-        yield "float64", measure(network, smallest, sizes, deltas=(*DELTAS, TINY), dtype="float64")
-        yield "rounding", measure(network, smallest, sizes, deltas=(TINY,))
+        wide = {"deltas": (*DELTAS, TINY), "dtype": "float64"}
+        others.append(("float64", network, smallest, sizes, wide))
+        others.append(("rounding", network, smallest, sizes, {"deltas": (TINY,)}))
         for labels in ((-1, 1), (0, 1)) if sizes != SIZES["quick"] else ():
-            yield "all images", measure(network, smallest, whole, labels=labels, deltas=(0.03,))
+            options = {"labels": labels, "deltas": (0.03,)}
+            others.append(("all images", network, smallest, whole, options))
+    for first in range(0, sizes.alphas, BLOCK):
+        for part, network, width, of, options in (*others, *every):
+            for index in range(first, min(first + BLOCK, sizes.alphas)):
+                row = {"part": part, "network": network, "width": width, "index": index}
+                row |= {"dtype": options.get("dtype", "float32")}
+                row |= {"labels": list(options.get("labels", (-1, 1)))}
+                yield row, functools.partial(measure, network, width, of, index, **options)
+
+
+def joined(rows):
+    """A row for each network of each part, with the values of all its a, of which it has two."""
+    found = {}
+    for row in rows:
+        if row["part"] != "environment":
+            names = "part", "network", "width", "dtype", "labels", "images"
+            found.setdefault(str([row[name] for name in names]), []).append(row)
+    for of_it in found.values():
+        of_it.sort(key=lambda row: row["index"])
+    together = "a", "weights", "predictions"
+    return [
+        of_it[0] | {name: [row[name] for row in of_it] for name in together}
+        for of_it in found.values()
+        if len(of_it) > 1
+    ]
+
+
+def common(figure):
+    """Of the widths that have a block of a: the a that all of them have."""
+    figure = [row for row in figure if len(row["a"]) >= min(BLOCK, len(figure[0]["a"]))]
+    fewest = min(len(row["a"]) for row in figure)
+    return [
+        row | {name: row[name][:fewest] for name in ("a", "weights", "predictions")}
+        for row in figure
+    ]
 
 
 def spread(x) -> str:
@@ -174,8 +221,8 @@ def spread(x) -> str:
 
 def verdicts(rows, network):
     """Pairs of whether what the paper says or its axes show is seen, and what is."""
-    of_network = functools.partial(harness.where, rows, network=network)
-    figure, end = of_network(part="figure"), AXES[network]
+    of_network = functools.partial(harness.where, joined(rows), network=network)
+    figure, end = common(of_network(part="figure")), AXES[network]
     quotients = np.array([r["weights"] for r in figure])  # [widths, alphas, deltas]
     means = quotients.mean(axis=1)
     yield means.max() <= end, f"inside the paper's axis (0 to {end}): means up to {means.max():.2f}"
@@ -192,40 +239,56 @@ def verdicts(rows, network):
     text = f"slightly larger at da <= 0.01 than above: by {spread(excess)} % (asked: two s.e.)"
     yield np.mean(excess) > 2 * standard_error(excess), text
     (wide,), (tiny,) = of_network(part="float64"), of_network(part="rounding")
-    exact, narrow = np.mean(wide["weights"], axis=0), np.mean(tiny["weights"])
-    off = np.max(np.abs(means[0] / exact[:-1] - 1))
+    exact, narrow = np.array(wide["weights"]), np.mean(tiny["weights"])
+    both = min(len(exact), len(quotients[0]))  # a's that float32 and float64 have had
+    means = [np.mean(of_it[:both, : len(DELTAS)], axis=0) for of_it in (quotients[0], exact)]
+    off = np.max(np.abs(means[0] / means[1] - 1))
     text = f"not rounding: float64 moves the means at width {wide['width']} by {100 * off:.1g} %"
-    yield off < 0.01, f"{text}; at da = {TINY:.2g}: {exact[-1]:.2f}, in float32 {narrow:.2f}"
+    yield (
+        off < 0.01,
+        f"{text}; at da = {TINY:.2g}: {exact[:, -1].mean():.2f}, in float32 {narrow:.2f}",
+    )
     for row in of_network(part="all images"):
-        text = f"inside the axis with all {row['images']} images, labels {tuple(row['labels'])}, "
-        text += f"at width {row['width']}, da = {DELTAS[2]}: {spread(np.ravel(row['weights']))}"
-        yield np.mean(row["weights"]) <= end, text
+        fits = np.mean(row["weights"]) <= end
+        text = (
+            f"the axis with all {row['images']} images, labels {tuple(row['labels'])} (which the "
+        )
+        text += f"paper does not give), at width {row['width']}, da = {DELTAS[2]}: "
+        text += f"{spread(np.ravel(row['weights']))}"
+        yield fits, f"{'inside' if fits else 'beyond'} {text}"
 
 
 def figure_table(rows) -> str:
-    head = ["network", "k", *(f"da = {d}" for d in DELTAS), f"predictions, da = {DELTAS[2]}"]
+    head = ["network", "k", "a", *(f"da = {d}" for d in DELTAS), f"predictions, da = {DELTAS[2]}"]
     lines = []
     for network, name in NETWORKS.items():
-        for row in harness.where(rows, part="figure", network=network):
+        for row in common(harness.where(joined(rows), part="figure", network=network)):
             cells = [spread(column) for column in np.transpose(row["weights"])]
             cells.append(spread(np.array(row["predictions"])[:, 2]))
-            lines.append([name, row["width"], *cells])
+            lines.append([name, row["width"], len(row["a"]), *cells])
     return harness.table(head, lines)
 
 
 def report(rows) -> str:
-    head, *others = rows
+    sizes = rows[0]["sizes"]
+    heads, others = harness.where(rows, part="environment"), [r for r in rows if "index" in r]
     images = harness.where(rows, part="figure")[0]["images"]
-    seconds, compilation = (sum(r[k] for r in others) for k in ("seconds", "compile_seconds"))
+    seconds = sum(row["seconds"] for row in others)
     parts = [
-        f"{images} images of MNIST's 0 and 1, {head['sizes']['alphas']} random a (mean ± s.e.), "
-        f"{head['sizes']['epochs']} epochs, float32; {head['device']}: {seconds:.0f} s, and "
-        f"{compilation:.0f} s of compilation.",
+        f"{images} images of MNIST's 0 and 1, random a (mean ± s.e.), "
+        f"{sizes['epochs']} epochs, float32; {'; '.join(head['device'] for head in heads)}: "
+        f"{seconds:.0f} s of running.",
         figure_table(rows),
     ]
-    for network, name in NETWORKS.items():
-        parts += [f"{name}:", harness.judged(verdicts(rows, network))]
-    return "\n\n".join(parts)
+    return "\n\n".join([*parts, verdict_lines(rows)])
+
+
+def verdict_lines(rows) -> str:
+    return "\n".join(
+        f"- {name}, {'' if holds else 'not '}reproduced: {text}"
+        for network, name in NETWORKS.items()
+        for holds, text in verdicts(rows, network)
+    )
 
 
 def picture(rows, path):
@@ -235,7 +298,7 @@ def picture(rows, path):
 
 def draw(rows, axes):
     for ax, (network, name) in zip(axes, NETWORKS.items(), strict=True):
-        found = harness.where(rows, part="figure", network=network)
+        found = common(harness.where(joined(rows), part="figure", network=network))
         widths = [r["width"] for r in found]
         quotients = np.array([r["weights"] for r in found])  # [widths, alphas, deltas]
         for j, delta in enumerate(DELTAS):
@@ -256,12 +319,20 @@ def draw(rows, axes):
 def main() -> None:
     flags = harness.command_line(__file__, __doc__, report, full=True)
     sizes = SIZES[flags.size]
-    rows = [harness.environment(seed=0, sizes=dataclasses.asdict(sizes))]
-    for part, row in experiments(sizes):
-        rows.append({"part": part} | row)
-        if flags.results:  # as they come: the last rows take the longest
-            harness.write(flags.results, rows)
-    harness.finish(rows, flags.results, report, picture)
+    rows = harness.read(flags.results) if flags.results else []
+    here = harness.environment(seed=0, sizes=dataclasses.asdict(sizes))
+    if not harness.where(rows, part="environment", device=here["device"]):
+        rows.append(here)
+        harness.append(flags.results, here)
+    for identity, of in tasks(sizes):
+        if harness.where(rows, **identity):
+            continue
+        rows.append(identity | of())
+        harness.append(flags.results, rows[-1])
+        print(*identity.values(), *(f"{q:.3f}" for q in rows[-1]["weights"]), flush=True)
+    print(report(rows))
+    if flags.results:
+        picture(rows, flags.results.with_suffix(".png"))
 
 
 if __name__ == "__main__":

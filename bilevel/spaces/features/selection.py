@@ -227,8 +227,9 @@ def text_selection(train: Part, valid: Part, test: Part, *, cost: float = 1.0) -
     Returns
     -------
     Selection
-        Its resource is the number of hash bins. Texts are hashed when a configuration first asks
-        for them, and kept.
+        Its resource is the number of hash bins. A text is hashed when a configuration first asks
+        for it in that way, and its counts are kept: a solve that gives each text to one of many
+        configurations hashes each once.
 
     Raises
     ------
@@ -262,16 +263,18 @@ def text_selection(train: Part, valid: Part, test: Part, *, cost: float = 1.0) -
         raise ValueError(
             f"train: expected labels 0 and 1, both, got {sorted(set(labels[:n].tolist()))}."
         )
-    hashed = functools.lru_cache(maxsize=None)(
-        lambda hashing: text.hashed_counts(texts.tolist(), text.TextConfig(*hashing))
-    )
+    hashed = functools.lru_cache(maxsize=None)(lambda hashing: _Counts(texts, hashing))
 
     def bags(configs, cells, rows, resource):
         """Each configuration with the ``rows`` that it has, if any, and their bags."""
+        ways = [config.hashing for config in configs]
+        for way in dict.fromkeys(ways):  # all rows of a way at once
+            mine = np.array([w == way for w in ways])
+            hashed(way).add(rows.start + np.flatnonzero(mine[cells]))
         for c, config in enumerate(configs):
             own = np.flatnonzero(cells == c)
             if len(own):
-                counts = hashed(config.hashing)[rows.start + own]
+                counts = hashed(config.hashing).of(rows.start + own)
                 if config.weights == "nb":
                     counts = _apart(counts)
                 yield config, own, text.fold(counts, resource, config.binary)
@@ -290,6 +293,26 @@ def text_selection(train: Part, valid: Part, test: Part, *, cost: float = 1.0) -
         return (phi @ w > 0) != labels[rows]
 
     return _selection(fit, wrong, sizes)
+
+
+class _Counts:
+    """Hashed counts, in one way, of those texts that have been asked for."""
+
+    def __init__(self, texts: np.ndarray, hashing: tuple):
+        self.texts, self.config = texts, text.TextConfig(*hashing)
+        self.place = np.full(len(texts), -1)  # row of each text in `counts`; -1: not hashed yet
+        self.counts = scipy_sparse.csr_array((0, text.BINS))
+
+    def add(self, index: np.ndarray) -> None:
+        new = index[self.place[index] < 0]
+        if len(new):
+            counts = text.hashed_counts(self.texts[new].tolist(), self.config)
+            self.place[new] = self.counts.shape[0] + np.arange(len(new))
+            known = [self.counts] if self.counts.shape[0] else []
+            self.counts = scipy_sparse.vstack([*known, counts], format="csr")
+
+    def of(self, index: np.ndarray) -> Any:
+        return self.counts[self.place[index]]
 
 
 def _apart(counts: Any) -> Any:

@@ -1,0 +1,202 @@
+"""The report of `feature_maps.py`: methods compared, Figure 3's claim, alternatives, the picture.
+
+A module of its own, so that making a table solves nothing.
+"""
+
+import harness
+import numpy as np
+
+from bilevel import plots
+
+COMPARED = 32  # configurations in Figure 1
+NAMES = (
+    "weight sharing",
+    "fast weight sharing",
+    "random search",
+    "successive halving",
+    "Hyperband",
+    "exponentiated gradient",
+)
+
+
+def tuned(rows) -> dict[float, float]:
+    """Rate of exponentiated gradient -> mean validation error of what it chose."""
+    found = harness.where(rows, part="tuning")
+    rates = sorted({row["rate"] for row in found})
+    return {r: np.mean([row["valid"] for row in harness.where(found, rate=r)]) for r in rates}
+
+
+def best_rate(rows) -> float:
+    """The middle one of those that are best."""
+    errors = tuned(rows)
+    best = [rate for rate, error in errors.items() if error == min(errors.values())]
+    return best[len(best) // 2]
+
+
+def at(row, against, limit, column="test"):
+    """The value of a curve at ``limit``: NaN before its first point."""
+    reached = np.searchsorted(row[against], limit, "right")
+    return row[column][reached - 1] if reached else np.nan
+
+
+def spread(x) -> str:
+    return harness.spread(x, scale=100)
+
+
+def of_method(rows, name):
+    return sorted(harness.where(rows, part="search", method=name), key=lambda r: r["trial"])
+
+
+def paired(rows, *names):
+    """The rows of these methods, trial by trial: of those that all of them have ended."""
+    found = [{row["trial"]: row for row in of_method(rows, name)} for name in names]
+    return [
+        tuple(of[trial] for of in found) for trial in found[0] if all(trial in of for of in found)
+    ]
+
+
+def gaps(rows, rival) -> tuple[list[str], bool]:
+    """Fast weight sharing minus a rival, as cells of a table; whether it is ahead in time."""
+    pairs = paired(rows, "fast weight sharing", rival)
+    at_time = [f["test"][-1] - at(r, "seconds", f["seconds"][-1]) for f, r in pairs]
+    known = [gap for gap in at_time if not np.isnan(gap)]
+    last = [f["test"][-1] - r["test"][-1] for f, r in pairs]
+    ratio = np.mean([r["seconds"][-1] / f["seconds"][-1] for f, r in pairs])
+    first = spread(known) if len(known) > 1 else "-"
+    ahead = len(known) > 1 and 100 * np.mean(known) < -200 * harness.standard_error(known)
+    nothing_yet = len(pairs) - len(known)
+    return [rival, first, f"{nothing_yet} of {len(pairs)}", spread(last), f"{ratio:.1f}"], ahead
+
+
+def fast_table(rows) -> str:
+    """Figure 3's claim: fast weight sharing against three rivals."""
+    lines = []
+    for rival in ("random search", "successive halving", "Hyperband"):
+        if len(paired(rows, "fast weight sharing", rival)) < 2:
+            continue
+        cells, ahead = gaps(rows, rival)
+        lines.append([*cells, "**yes**" if ahead else "no"])
+    head = [
+        "fast weight sharing minus ...",
+        "points when it ends",
+        "trials where the other has no incumbent yet",
+        "points at both ends",
+        "the other's seconds / its own",
+        "ahead when it ends (by two s.e.)",
+    ]
+    return harness.table(head, lines)
+
+
+def verdicts(rows) -> list[str]:
+    """What the paper says, and what was measured here."""
+    lines = []
+    for row in harness.where(rows, part="correlation"):
+        lines.append(
+            f"shared and standalone accuracy, {row['dimension']} features, {COMPARED} "
+            f"configurations: Pearson {row['pearson']:.2f}, Spearman {row['spearman']:.2f}"
+        )
+    both = paired(rows, "weight sharing", "random search")
+    if len(both) > 1:
+        gap = [w["test"][-1] - at(r, "calls", w["calls"][-1]) for w, r in both]
+        calls = both[0][0]["calls"][-1]
+        lines.append(
+            f"weight sharing minus random search after {calls} solves each: {spread(gap)} points"
+        )
+    if tuned(rows):
+        tried = ", ".join(f"{rate:g}: {100 * error:.2f} %" for rate, error in tuned(rows).items())
+        lines.append(f"exponentiated gradient's rate by validation error: {tried}")
+    return lines
+
+
+def title(rows) -> str:
+    head, sizes = rows[0], rows[0]["sizes"]
+    return (
+        f"{head['data']}: {sizes['configs']} configurations, up to {sizes['dimension']:,} "
+        f"features, {sizes['train']:,} + {sizes['valid']:,} + {sizes['test']:,} rows, "
+        f"{sizes['trials']} trials; {head['device']}; seconds with "
+        f"{head.get('clock', 'neither projections nor hashes')}."
+    )
+
+
+def method_table(rows) -> str:
+    lines = []
+    for name in NAMES:
+        found = of_method(rows, name)
+        if len(found) < 2:
+            continue
+        calls, seconds = (np.mean([r[k][-1] for r in found]) for k in ("calls", "seconds"))
+        test = spread([r["test"][-1] for r in found])
+        if name == "exponentiated gradient":
+            name += f", rate {best_rate(rows):g}"
+        lines.append([name, f"{calls:.0f}", f"{seconds:.1f}", test])
+    return harness.table(["method", "solves", "seconds", "test error, %, ± s.e."], lines)
+
+
+def ridge_table(rows) -> str:
+    lines = []
+    for r in harness.where(rows, part="ridge"):
+        ours, theirs = r["seconds"], r["scikit-learn seconds"]
+        lines.append(
+            [
+                f"{r['n']} x {r['dimension']}",
+                f"{ours:.3f} s, {r['error']:.0e}",
+                f"{theirs:.3f} s ({theirs / ours:.1f}×), {r['scikit-learn error']:.0e}",
+                f"{r['matrix product seconds']:.3f} s",
+            ]
+        )
+    head = "ridge, float32", "bilevel", "scikit-learn", "bare product Φ'Φ"
+    return harness.table(head, lines)
+
+
+def optuna(rows) -> str:
+    (r,) = harness.where(rows, part="optuna")
+    reached = "reached it" if r["reached"] else "had not reached it"
+    times = r["seconds"] / r["our seconds"]
+    return (
+        f"Hyperband by Optuna with scikit-learn, one trial: {reached} (validation error "
+        f"{100 * r['target']:.1f} %) after {r['seconds']:.0f} s and {r['trials']} "
+        f"configurations, {times:.1f} times our {r['our seconds']:.1f} s (projections "
+        f"included, as in its own time); test error "
+        f"{100 * r['test']:.1f} % against {100 * r['our test']:.1f} %."
+    )
+
+
+def methods(rows) -> str:
+    """The comparison of the methods, and what the paper says of them."""
+    said = "\n".join(f"- {line}" for line in verdicts(rows))
+    return "\n\n".join([title(rows), method_table(rows), fast_table(rows), said])
+
+
+def report(rows) -> str:
+    parts = [methods(rows)]
+    parts += [ridge_table(rows)] if harness.where(rows, part="ridge") else []
+    parts += [optuna(rows)] if harness.where(rows, part="optuna") else []
+    return "\n\n".join(parts)
+
+
+def picture(rows, path):
+    with harness.picture(path, 1, 3, figsize=(16, 4.5)) as (figure, axes):
+        draw(rows, axes)
+        about = "shared against standalone; oracle test error of the incumbent"
+        figure.suptitle(f"{rows[0]['data']}: {about}")
+
+
+def draw(rows, axes):
+    from types import SimpleNamespace
+
+    for row in harness.where(rows, part="correlation"):
+        label = f"{row['dimension']} features, Spearman {row['spearman']:.2f}"
+        axes[0].plot(row["shared"], row["standalone"], "o", label=label, alpha=0.7)
+    axes[0].set(xlabel="accuracy with shared weights", ylabel="standalone accuracy")
+    axes[0].legend()
+    curves = {
+        name: [
+            SimpleNamespace(**{c: np.array(r[c]) for c in ("calls", "seconds", "test")})
+            for r in of_method(rows, name)
+        ]
+        for name in NAMES
+        if of_method(rows, name)
+    }
+    comparable = {n: c for n, c in curves.items() if n not in ("successive halving", "Hyperband")}
+    plots.traces(comparable, "calls", axes[1]).get_legend().remove()  # one at the right is for both
+    plots.traces(curves, "seconds", axes[2]).legend(loc="center left", bbox_to_anchor=(1, 0.5))

@@ -204,9 +204,10 @@ def report(rows) -> str:
 
 def picture(rows, path):
     found = repeated(rows)
-    height, widths = -(-len(found) // 2), (5, 1, 5, 1)
-    size = {"figsize": (15, 4 * height), "width_ratios": widths}
-    with harness.picture(path, height, 4, **size) as (_, axes):
+    across = min(2, len(found))
+    height = -(-len(found) // across)
+    size = {"figsize": (7.5 * across, 4 * height), "width_ratios": (5, 1) * across}
+    with harness.picture(path, height, 2 * across, **size) as (_, axes):
         draw(found, axes)
 
 

@@ -185,33 +185,28 @@ def stateful_hypergradient(
 
 def solution(problem: Problem, solver: LowerSolver) -> Callable:
     """``(alpha, w0, state, train, tilt=None) -> (w, state)``: ``w`` as the problem has it."""
-    losses = parts(problem)
+    losses, stateful = parts(problem), getattr(problem, "stateful", False)
 
     def solve(alpha, w0, state, train, tilt=None):
-        def tilted(params):
-            return 0.0 if tilt is None else optax.tree.vdot(tilt, params)
-
-        if not getattr(problem, "stateful", False):
-
-            def lower(w, alpha, batch):
-                loss, *_ = losses.lower(w, alpha, batch)
-                return loss if tilt is None else loss + tilted(w)
-
-            return solver.run(lower, alpha, w0, state, train)
-
         def updating(w, alpha, batch):
             loss, variables, _ = losses.lower(w, alpha, batch)
-            return loss if tilt is None else loss + tilted(w.params), variables
+            params = w.params if stateful else w
+            return loss if tilt is None else loss + optax.tree.vdot(tilt, params), variables
 
-        if solver.stateful:
+        if stateful and solver.stateful:
             return solver.run(updating, alpha, w0, state, train)
 
-        def fixed(params, alpha, batch):
-            return updating(Stateful(params, w0.variables), alpha, batch)[0]
+        def whole(params):
+            return Stateful(params, w0.variables) if stateful else params
 
-        params, state = solver.run(fixed, alpha, w0.params, state, train)
-        there = Stateful(params, w0.variables)
-        return Stateful(params, updating(there, alpha, solver.batch(train))[1]), state
+        def lower(params, alpha, batch):
+            return updating(whole(params), alpha, batch)[0]
+
+        params, state = solver.run(lower, alpha, w0.params if stateful else w0, state, train)
+        if not stateful:
+            return params, state
+        variables = updating(whole(params), alpha, solver.batch(train))[1]
+        return Stateful(params, variables), state
 
     return solve
 

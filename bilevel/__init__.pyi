@@ -18,7 +18,7 @@ from . import (
 )
 from ._hypergradient import HyperGradient, hypergradient
 from ._search import DescentState, NonFiniteError, SearchResult, descent, search
-from .batches import minibatches
+from .batches import jointly, minibatches
 from .discretize import (
     argmax,
     condition_six,
@@ -71,6 +71,7 @@ __all__ = [
     "gram",
     "hypergradient",
     "implicit",
+    "jointly",
     "judging",
     "lbfgs",
     "linear",

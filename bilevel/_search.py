@@ -23,18 +23,15 @@ from bilevel._fingerprint import fingerprint
 from bilevel._hypergradient import solution, stateful_hypergradient
 from bilevel._interrupts import held_interrupts
 from bilevel._progress import progress_bar
+from bilevel._search_checks import check
 from bilevel.checkpoint import Saver, saving
 from bilevel.checks import (
     concrete,
-    finite,
     floating,
-    function,
     gradient_transformation,
-    prng_key,
-    whole,
 )
 from bilevel.problem import Problem, parts
-from bilevel.protocols import Keyed, LowerSolver, Pytree, Stateful
+from bilevel.protocols import Joint, Keyed, LowerSolver, Pytree, Stateful
 from ntk._programs import fresh, program
 
 _QUANTITIES = ("lower loss", "weights", "outer loss", "hypergradient", "alpha")  # causes first
@@ -194,6 +191,7 @@ def search(
     checkpoint: Any = None,
     resume: bool = False,
     callback: Callable[[SearchResult], Any] | None = None,
+    every: int | None = None,
     chunk: int | None = None,
     diagnostics: bool = False,
     history: Sequence[str] | None = None,
@@ -213,7 +211,7 @@ def search(
     batches : ``batches(key, data) -> batch``, optional
         Samples a batch of ``train`` and one of ``valid`` at every step, inside the compiled loop;
         of ``valid`` only where the solver draws those of ``train`` itself
-        (``unrolled(..., batches=...)``).
+        (``unrolled(..., batches=...)``). :func:`bilevel.jointly` makes one of both at once.
     key : jax.Array, optional
         Needed with ``batches``, here or in the solver.
     progress : bool, optional
@@ -225,6 +223,8 @@ def search(
         bit for bit. Without ``resume`` such a directory is refused.
     callback : ``callback(result so far)``, optional
         Called between chunks; a true value ends the search.
+    every : int, optional
+        Call it after every so many steps, and at the end; by default between chunks.
     chunk : int, optional
         Steps between two chunks; by default about half a second's worth.
     diagnostics : bool
@@ -274,7 +274,7 @@ def search(
     """
     arrays = alpha, w0, train, valid, key
     traced = not concrete(arrays)
-    _check(problem, solver, arrays, steps, batches, resume, checkpoint, callback, chunk)
+    check(solver, arrays, steps, batches, resume, checkpoint, callback, every, chunk)
     if traced and (progress or checkpoint is not None or callback is not None):
         raise ValueError(
             "progress, checkpoint and callback: expected none of them under jit or vmap, got one."
@@ -287,7 +287,7 @@ def search(
     label = None if checkpoint is None else setup.fingerprint(alpha, w0, data, history)
     with saving(checkpoint, label, resume=resume, seconds=_SAVE_SECONDS) as saver:
         carry = _resumed(saver, setup.start(alpha, w0, data, steps, history), steps)
-        return _drive(setup, carry, data, steps, saver, progress, callback, chunk)
+        return _drive(setup, carry, data, steps, saver, progress, callback, every, chunk)
 
 
 # ----------------------------------------------------------------------------- the compiled part
@@ -333,6 +333,8 @@ class _Setup(NamedTuple):
         inside = self.solver.batches is not None
         if inside or self.batches is not None:
             keys = jax.random.split(jax.random.fold_in(key, state.step))
+            if isinstance(self.batches, Joint):
+                return step(state, self.batches(keys[0], train, valid))
             valid = valid if self.batches is None else self.batches(keys[1], valid)
             if inside:
                 train = Keyed(keys[0], train)
@@ -410,7 +412,7 @@ def _raise(trouble: int, carry: _Carry) -> None:
 # ----------------------------------------------------------------------------- the host's part
 
 
-def _drive(setup, carry, data, steps, saver, progress, callback, chunk) -> SearchResult:
+def _drive(setup, carry, data, steps, saver, progress, callback, every, chunk) -> SearchResult:
     """Chunks of steps until all are done, with what the host does in between."""
     done, count, stopped = int(carry.state.step), chunk or 1, ""
     advance = program(setup.advance, carry, data, 1, donate=(0,))
@@ -421,7 +423,8 @@ def _drive(setup, carry, data, steps, saver, progress, callback, chunk) -> Searc
     ):
         while done < steps:
             began = time.perf_counter()
-            carry = jax.block_until_ready(advance(carry, data, min(count, steps - done)))
+            left = steps - done if every is None else min(steps - done, every - done % every)
+            carry = jax.block_until_ready(advance(carry, data, min(count, left)))
             seconds = time.perf_counter() - began
             ran, done = int(carry.state.step) - done, int(carry.state.step)
             trouble = int(carry.trouble)
@@ -433,7 +436,11 @@ def _drive(setup, carry, data, steps, saver, progress, callback, chunk) -> Searc
             show(done, lambda: {k: float(x) for k, x in carry.last.items()})  # noqa: B023
             if interrupted():
                 stopped = f"interrupted after step {done}"
-            elif callback is not None and callback(_result(carry, "")):
+            elif (
+                callback is not None
+                and (every is None or done % every == 0 or done == steps)
+                and callback(_result(carry, ""))
+            ):
                 stopped = f"ended by the callback after step {done}"
             if stopped:
                 saver.save(done, kept, last=True)
@@ -482,35 +489,3 @@ def _resumed(saver: Saver, carry: _Carry, steps: int) -> _Carry:
     history = jax.tree.map(filled, carry.history, rows)
     state, history = jax.device_put((state, history))
     return carry._replace(state=state, history=history)
-
-
-# ----------------------------------------------------------------------------- validation
-
-
-def _check(problem, solver, arrays, steps, batches, resume, checkpoint, callback, chunk) -> None:
-    """Raise on anything wrong that can be seen before the first compilation."""
-    alpha, w0, train, valid, key = arrays
-    whole("steps", steps, 1)
-    if chunk is not None:
-        whole("chunk", chunk, 1)
-    if batches is not None:
-        function("batches", batches, "(key, data) -> batch")
-    if callback is not None:
-        function("callback", callback, "result -> bool")
-    if resume and checkpoint is None:
-        raise ValueError("resume: expected a checkpoint directory to resume from, got None.")
-    drawn = batches is not None or getattr(solver, "batches", None) is not None
-    if drawn and key is None:
-        raise ValueError("key: expected a PRNG key to sample batches with, got None.")
-    if key is not None:
-        prng_key("key", key)
-    for name, tree in (("alpha", alpha), ("w0", w0)):
-        if not jax.tree.leaves(tree):
-            raise ValueError(f"{name}: expected at least one array, got {tree!r}.")
-        floating(name, tree.params if isinstance(tree, Stateful) else tree)
-    for name, tree in (("alpha", alpha), ("w0", w0), ("train", train), ("valid", valid)):
-        for x in jax.tree.leaves(tree):
-            if jnp.size(x) == 0:
-                shape = jnp.shape(x)
-                raise ValueError(f"{name}: expected data, got an empty array of shape {shape}.")
-            finite(name, x)

@@ -5,8 +5,8 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from bilevel.checks import prng_key, whole
-from bilevel.protocols import Pytree
+from bilevel.checks import function, prng_key, whole
+from bilevel.protocols import Joint, Pytree
 
 
 def minibatches(batch_size: int) -> Callable[[jax.Array, Pytree], Pytree]:
@@ -34,6 +34,29 @@ def minibatches(batch_size: int) -> Callable[[jax.Array, Pytree], Pytree]:
         return jax.tree.map(lambda a: jnp.asarray(a)[rows], data)
 
     return batches
+
+
+def jointly(sample: Callable[[jax.Array, Pytree, Pytree], tuple[Pytree, Pytree]]) -> Joint:
+    """``batches`` for :func:`bilevel.search` of ``sample(key, train, valid) -> (train, valid)``.
+
+    For batches that belong together: the support and the query rows of the same tasks.
+
+    Raises
+    ------
+    ValueError
+        For what is no function.
+
+    Examples
+    --------
+    >>> def of_tasks(key, support, query):
+    ...     tasks = jax.random.choice(key, 5, (2,), replace=False)
+    ...     return support[tasks], query[tasks]
+    >>> train, valid = jointly(of_tasks)(jax.random.key(0), jnp.arange(5), 10 * jnp.arange(5))
+    >>> bool((valid == 10 * train).all())
+    True
+    """
+    function("sample", sample, "(key, train, valid) -> (train, valid)")
+    return Joint(sample)
 
 
 def row_count(data: Pytree, batch_size: int) -> int:

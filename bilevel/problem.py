@@ -196,7 +196,17 @@ def held(lower: Loss, w: Pytree, alpha: Pytree, batch: Pytree) -> Loss:
     """
     trace = jax.make_jaxpr(lambda w: lower(w, alpha, batch))
     run = _without_the_known(trace(w), [_MOVING] * len(jax.tree.leaves(w)))[1]
-    return lambda w, alpha, batch: run(jax.tree.leaves(w))[0]
+    own = _types(w)
+
+    def loss(w, _, __):
+        # Line searches may widen the weights: another program.
+        return run(jax.tree.leaves(w))[0] if _types(w) == own else lower(w, alpha, batch)
+
+    return loss
+
+
+def _types(w: Pytree) -> list:
+    return [jax.numpy.result_type(x) for x in jax.tree.leaves(w)]
 
 
 _MOVING = object()  # in the place of a value that is not known yet

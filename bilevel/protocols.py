@@ -5,6 +5,7 @@ A bilevel problem is ``min_alpha outer(w*(alpha), alpha, valid)`` with ``w*(alph
 arrays; a batch is any pytree of arrays.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -82,6 +83,17 @@ class Keyed(NamedTuple):
 
     key: jax.Array
     data: Pytree
+
+
+@dataclasses.dataclass(frozen=True)
+class Joint:
+    """A sampler of both batches at once; :func:`bilevel.jointly` makes it."""
+
+    sample: Callable[[jax.Array, Pytree, Pytree], tuple[Pytree, Pytree]]
+
+    def __call__(self, key: jax.Array, train: Pytree, valid: Pytree) -> tuple[Pytree, Pytree]:
+        """The batch of the lower loss, and that of the outer loss."""
+        return self.sample(key, train, valid)
 
 
 class Point(NamedTuple):

@@ -499,3 +499,47 @@ def test_the_example_finds_wrong_labels(monkeypatch):
 
     # 0.5 is chance; without weights that learn the area stays within 0.03 of it.
     assert label_cleaning.main(steps=60) > 0.6
+
+
+# ----------------------------------------------------------------------------- the search itself
+
+
+def test_a_callback_is_called_after_every_so_many_steps():
+    seen = []
+    args = PENALISED, bilevel.unrolled(0.1, 1), optax.sgd(0.1), START, W0, TRAIN, VALID
+    found = bilevel.search(
+        *args, steps=11, callback=lambda r: seen.append(int(r.state.step)), every=4, progress=False
+    )
+    assert seen == [4, 8, 11]
+    whole = bilevel.search(*args, steps=11, progress=False)
+    np.testing.assert_array_equal(found.alpha, whole.alpha)
+    ended = bilevel.search(*args, steps=11, callback=lambda r: True, every=3, progress=False)
+    assert int(ended.state.step) == 3
+    with pytest.raises(ValueError, match="every: expected a callback to call so often, got none"):
+        bilevel.search(*args, steps=2, every=1)
+
+
+def test_both_batches_can_be_drawn_together():
+    """Rows of the same number below and above: the outer loss sees what the lower one learned."""
+    rows = jnp.arange(9.0)
+
+    def together(key, train, valid):
+        number = jax.random.randint(key, (), 0, 9)
+        return train[number], valid[number]
+
+    problem = bilevel.Problem(
+        lambda w, alpha, batch: 0.5 * jnp.sum((w - batch) ** 2) + 0 * alpha,
+        lambda w, alpha, batch: jnp.sum((10 * w - batch) ** 2) + alpha**2,
+    )
+    args = problem, bilevel.implicit(), optax.sgd(0.0), jnp.array(0.0), jnp.zeros(())
+    options = {"steps": 8, "key": KEY, "progress": False}
+    found = bilevel.search(*args, rows, 10 * rows, batches=bilevel.jointly(together), **options)
+    assert_close(found.history["value"], jnp.zeros(8), f64=1e-9, f32=1e-3)
+    apart = bilevel.minibatches(1)
+    found = bilevel.search(*args, rows, 10 * rows, batches=apart, **options)
+    assert found.history["value"].max() > 1
+    drawing = bilevel.unrolled(0.1, 1, batches=apart)
+    with pytest.raises(ValueError, match="batches: expected one of valid alone"):
+        bilevel.search(
+            problem, drawing, *args[2:], rows, rows, batches=bilevel.jointly(together), **options
+        )

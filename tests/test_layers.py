@@ -656,11 +656,11 @@ def test_one_warning_names_the_parameters_that_cost_memory():
 
 
 @jax.custom_jvp
-def doubled(w):
+def twice(w):
     return 2 * w
 
 
-doubled.defjvp(lambda primals, tangents: (2 * primals[0], 2 * tangents[0]))
+twice.defjvp(lambda primals, tangents: (2 * primals[0], 2 * tangents[0]))
 
 
 @pytest.mark.parametrize(
@@ -673,7 +673,7 @@ doubled.defjvp(lambda primals, tangents: (2 * primals[0], 2 * tangents[0]))
             lambda p, t: jax.nn.one_hot(t, 500).sum(1) @ (p["w"] + p["a"] @ p["b"]),
             "w and 1 more",
         ),
-        ({"w": (500, 60)}, lambda p, t: jax.nn.one_hot(t, 500).sum(1) @ doubled(p["w"]), "w"),
+        ({"w": (500, 60)}, lambda p, t: jax.nn.one_hot(t, 500).sum(1) @ twice(p["w"]), "w"),
     ],
     ids=["tied", "merged", "own rule"],
 )

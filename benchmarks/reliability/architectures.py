@@ -219,6 +219,15 @@ def minibatches(rng, dtype) -> Case:
     )
 
 
+@generates("bilevel.batches.jointly")
+def jointly(rng, dtype) -> Case:
+    rows, number = jnp.arange(9, dtype=dtype), int(rng.integers(9))
+    sample = lambda key, train, valid: (train[number], valid[number])
+    call = lambda sample: bilevel.jointly(sample)(jax.random.key(0), rows, 2 * rows)
+    check = lambda r: near("pairs", r[1], 2 * r[0], 0)
+    return Case(call, {"sample": sample}, check, {"sample": "function"})
+
+
 # ----------------------------------------------------------------------------- images
 
 

@@ -1,0 +1,42 @@
+"""Arguments of :func:`bilevel.search`: what can be seen to be wrong before anything is compiled."""
+
+import jax
+import jax.numpy as jnp
+
+from bilevel.checks import finite, floating, function, prng_key, whole
+from bilevel.protocols import Joint, Stateful
+
+
+def check(solver, arrays, steps, batches, resume, checkpoint, callback, every, chunk) -> None:
+    """Raise on anything wrong that can be seen before the first compilation."""
+    alpha, w0, train, valid, key = arrays
+    whole("steps", steps, 1)
+    if chunk is not None:
+        whole("chunk", chunk, 1)
+    if batches is not None:
+        function("batches", batches, "(key, data) -> batch")
+    if callback is not None:
+        function("callback", callback, "result -> bool")
+    if every is not None:
+        whole("every", every, 1)
+        if callback is None:
+            raise ValueError(f"every: expected a callback to call so often, got none and {every}.")
+    if isinstance(batches, Joint) and getattr(solver, "batches", None) is not None:
+        raise ValueError("batches: expected one of valid alone, as the solver draws its own.")
+    if resume and checkpoint is None:
+        raise ValueError("resume: expected a checkpoint directory to resume from, got None.")
+    drawn = batches is not None or getattr(solver, "batches", None) is not None
+    if drawn and key is None:
+        raise ValueError("key: expected a PRNG key to sample batches with, got None.")
+    if key is not None:
+        prng_key("key", key)
+    for name, tree in (("alpha", alpha), ("w0", w0)):
+        if not jax.tree.leaves(tree):
+            raise ValueError(f"{name}: expected at least one array, got {tree!r}.")
+        floating(name, tree.params if isinstance(tree, Stateful) else tree)
+    for name, tree in (("alpha", alpha), ("w0", w0), ("train", train), ("valid", valid)):
+        for x in jax.tree.leaves(tree):
+            if jnp.size(x) == 0:
+                shape = jnp.shape(x)
+                raise ValueError(f"{name}: expected data, got an empty array of shape {shape}.")
+            finite(name, x)

@@ -638,7 +638,8 @@ def test_batch_statistics_of_nnx_are_refused_and_averages_are_not():
             found = empirical_kernel(apply, params, X)
             jacobian = jax.jacobian(lambda p, apply=apply: apply(p, X).sum(1))(params)
             flat = jnp.concatenate([j.reshape(len(X), -1) for j in jax.tree.leaves(jacobian)], 1)
-            assert_close(found, flat @ flat.T, f64=1e-10, f32=1e-4)
+            # The weights and averages of flax are float32, and so are some of its sums.
+            assert_close(found, flat @ flat.T, f64=1e-6, f32=1e-4)
         assert nnx.BatchNorm.__call__ is original
 
 

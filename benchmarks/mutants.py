@@ -198,8 +198,8 @@ def repeated(row):
 
 def report(rows) -> str:
     """By package: planted, killed, equivalent; then those that live."""
-    living = alive(latest(rows))
-    rows = latest(rows).values()
+    by_mutant = latest(rows)
+    living, rows = alive(by_mutant), by_mutant.values()
     lines = []
     for package in ("bilevel", "ntk"):
         own = [row for row in rows if row["file"].startswith(package)]

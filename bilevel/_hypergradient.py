@@ -15,14 +15,7 @@ import jax.numpy as jnp
 import optax
 from jax.flatten_util import ravel_pytree
 
-from bilevel.checks import (
-    floating,
-    losses,
-    lower_solver,
-    nan_unless_finite,
-    scalar_loss,
-    short,
-)
+from bilevel.checks import floating, losses, lower_solver, nan_unless_finite, scalar_loss, short
 from bilevel.curvature import PRODUCTS
 from bilevel.estimate import Info, assess, unmapped
 from bilevel.meshes import vary, varying

@@ -25,13 +25,9 @@ from bilevel._interrupts import held_interrupts
 from bilevel._progress import progress_bar
 from bilevel._search_checks import check
 from bilevel.checkpoint import Saver, saving
-from bilevel.checks import (
-    concrete,
-    floating,
-    gradient_transformation,
-)
+from bilevel.checks import concrete, floating, gradient_transformation
 from bilevel.problem import Problem, parts
-from bilevel.protocols import Joint, Keyed, LowerSolver, Pytree, Stateful
+from bilevel.protocols import Joint, Keyed, LowerSolver, Pytree, params_of
 from ntk._programs import fresh, program
 
 _QUANTITIES = ("lower loss", "weights", "outer loss", "hypergradient", "alpha")  # causes first
@@ -135,12 +131,12 @@ def descent(
     """
     optimizer = gradient_transformation("optimizer", optimizer)
     hypergradient = stateful_hypergradient(problem, solver, diagnostics=diagnostics)
-    lower = parts(problem).lower
+    losses = parts(problem)
     solve = solution(problem, solver)
 
     def init(alpha, w):
         floating("alpha", alpha)
-        floating("w0", w.params if isinstance(w, Stateful) else w)
+        floating("w0", params_of(w))
         alpha, w = jax.tree.map(jnp.asarray, (alpha, w))
         state = optimizer.init(alpha)
         alpha = geometry.check_descends(optimizer, state, alpha)
@@ -152,7 +148,7 @@ def descent(
 
         def value_at(alpha):
             w, _ = solve(alpha, state.w, state.solver, train)
-            return parts(problem).outer(w, alpha, valid)[0]
+            return losses.outer(w, alpha, valid)[0]
 
         # What line searches and step sizes by the loss ask for; others do not look.
         told = {"value": hyper.value, "grad": hyper.grad, "value_fn": value_at}
@@ -161,7 +157,7 @@ def descent(
         )
         metrics = {
             "value": hyper.value,
-            "lower": lower(hyper.w, state.alpha, solver.batch(train))[0],
+            "lower": losses.lower(hyper.w, state.alpha, solver.batch(train))[0],
             "grad_norm": optax.tree.norm(hyper.grad),
         }
         if hyper.info is not None:
@@ -330,17 +326,16 @@ class _Setup(NamedTuple):
     def step(self, state, data):
         train, valid, key = data
         _, step = descent(*self[:3], diagnostics=self.diagnostics)
-        inside = self.solver.batches is not None
-        if inside or self.batches is not None:
-            keys = jax.random.split(jax.random.fold_in(key, state.step))
-            if isinstance(self.batches, Joint):
-                return step(state, self.batches(keys[0], train, valid))
-            valid = valid if self.batches is None else self.batches(keys[1], valid)
-            if inside:
-                train = Keyed(keys[0], train)
-            elif self.batches is not None:
-                train = self.batches(keys[0], train)
-        return step(state, (train, valid))
+        draw, inside = self.batches, self.solver.batches is not None
+        if draw is None and not inside:
+            return step(state, (train, valid))
+        below, above = jax.random.split(jax.random.fold_in(key, state.step))
+        if draw is None:
+            return step(state, (Keyed(below, train), valid))
+        if isinstance(draw, Joint):
+            return step(state, draw(below, train, valid))
+        train = Keyed(below, train) if inside else draw(below, train)
+        return step(state, (train, draw(above, valid)))
 
     def advance(self, carry: _Carry, data, count) -> _Carry:
         """``count`` steps; those after a quantity stopped being finite change nothing."""

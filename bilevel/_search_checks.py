@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from bilevel.checks import finite, floating, function, prng_key, whole
-from bilevel.protocols import Joint, Stateful
+from bilevel.protocols import Joint, params_of
 
 
 def check(solver, arrays, steps, batches, resume, checkpoint, callback, every, chunk) -> None:
@@ -33,7 +33,7 @@ def check(solver, arrays, steps, batches, resume, checkpoint, callback, every, c
     for name, tree in (("alpha", alpha), ("w0", w0)):
         if not jax.tree.leaves(tree):
             raise ValueError(f"{name}: expected at least one array, got {tree!r}.")
-        floating(name, tree.params if isinstance(tree, Stateful) else tree)
+        floating(name, params_of(tree))
     for name, tree in (("alpha", alpha), ("w0", w0), ("train", train), ("valid", valid)):
         for x in jax.tree.leaves(tree):
             if jnp.size(x) == 0:

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from bilevel._hypergradient import HyperGradient
-from bilevel._hypergradient import hypergradient as _hypergradient
+from bilevel._hypergradient import hypergradient as of_problem
 from bilevel.checks import known, whole
 from bilevel.discretize import ConditionSix, Judgement, condition_six, judge_choice
 from bilevel.inverse import cg
@@ -161,7 +161,7 @@ def hypergradient(task: Task, solver: LowerSolver, alpha: chex.Array) -> HyperGr
     --------
     See :func:`set_up`.
     """
-    fn = _hypergradient(side_by_side(task.space.problem), solver, diagnostics=False)
+    fn = of_problem(side_by_side(task.space.problem), solver, diagnostics=False)
     return jax.jit(fn)(alpha, task.w0, task.train, task.valid)
 
 

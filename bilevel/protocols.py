@@ -59,7 +59,7 @@ class LowerSolver(NamedTuple):
 
     def start(self, alpha: Pytree, w: Pytree) -> Pytree:
         """The first state."""
-        w = w.params if isinstance(w, Stateful) and not self.stateful else w
+        w = w if self.stateful else params_of(w)
         return self.init(w) if self.init_at is None else self.init_at(alpha, w)
 
     def batch(self, train: Pytree) -> Pytree:
@@ -76,6 +76,11 @@ class Stateful(NamedTuple):
 
     params: Pytree
     variables: Pytree
+
+
+def params_of(w: Pytree) -> Pytree:
+    """What is optimized: all of ``w`` but variables."""
+    return w.params if isinstance(w, Stateful) else w
 
 
 class Keyed(NamedTuple):

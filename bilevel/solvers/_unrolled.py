@@ -20,7 +20,7 @@ from bilevel.checks import (
 )
 from bilevel.meshes import settled
 from bilevel.precision import narrow
-from bilevel.protocols import LowerSolver, Pytree, Stateful
+from bilevel.protocols import LowerSolver, Pytree, Stateful, params_of
 from bilevel.solvers._detached import detached
 from bilevel.solvers._optimizer import with_limits
 from ntk._programs import fresh
@@ -160,16 +160,12 @@ def unrolled(
     def init(w):
         if rule is None:
             raise ValueError("init: the optimizer depends on alpha; call solver.start(alpha, w).")
-        return rule.init(_params(w))
+        return rule.init(params_of(w))
 
-    init_at = (lambda alpha, w: rule_at(alpha).init(_params(w))) if of_alpha else None
+    init_at = (lambda alpha, w: rule_at(alpha).init(params_of(w))) if of_alpha else None
     return LowerSolver(
         init, run, gradients=steps + 3 * last, init_at=init_at, batches=batches, stateful=True
     )
-
-
-def _params(w: Pytree) -> Pytree:
-    return w.params if isinstance(w, Stateful) else w
 
 
 def _of_alpha(make: Any, alpha: Pytree) -> optax.GradientTransformationExtraArgs:

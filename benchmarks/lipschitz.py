@@ -313,7 +313,7 @@ def draw(rows, axes):
         top = 1.02 * max(AXES[network], ax.get_ylim()[1])
         ax.set(title=name, xlabel="width k", ylim=(0, top))
     axes[0].set_ylabel("|θ(α) - θ(α + Δα)| / Δα, mean ± s.e.")
-    axes[1].legend(ncols=2, title="dashed: where the paper's axis ends")
+    axes[1].legend(ncols=2, loc="lower right", title="dashed: where the paper's axis ends")
 
 
 def main() -> None:

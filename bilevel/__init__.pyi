@@ -17,8 +17,8 @@ from . import (
     strategies,
 )
 from ._hypergradient import HyperGradient, hypergradient
-from ._search import DescentState, NonFiniteError, SearchResult, descent, search
-from .batches import jointly, minibatches
+from ._search import NonFiniteError, SearchResult, descent, search
+from .batches import jointly, minibatches, partition
 from .discretize import (
     argmax,
     condition_six,
@@ -33,7 +33,7 @@ from .forward import lbfgs, newton, solved
 from .geometry import exponentiate, project, softmax, tangent
 from .inverse import cg, dense, gram, neumann, nystrom, scale
 from .problem import Problem, side_by_side
-from .protocols import LowerSolver, Stateful
+from .protocols import DescentState, LowerSolver, SingleLoop, Stateful
 from .solvers import implicit, one_step, restarted, ridge, unrolled
 from .spectral import (
     simplex_start,
@@ -43,6 +43,7 @@ from .spectral import (
     spectral_predict,
 )
 from .stability import lipschitz
+from .stochastic import amigo, f2sa, ma_soba, meha, saba, soba, spaba
 
 __all__ = [
     "DescentState",
@@ -52,8 +53,10 @@ __all__ = [
     "NonFiniteError",
     "Problem",
     "SearchResult",
+    "SingleLoop",
     "Stateful",
     "activation_search",
+    "amigo",
     "argmax",
     "baselines",
     "bounds",
@@ -67,6 +70,7 @@ __all__ = [
     "discretize",
     "explain",
     "exponentiate",
+    "f2sa",
     "factor_simplex",
     "gram",
     "hypergradient",
@@ -76,12 +80,15 @@ __all__ = [
     "lbfgs",
     "linear",
     "lipschitz",
+    "ma_soba",
+    "meha",
     "minibatches",
     "nets",
     "neumann",
     "newton",
     "nystrom",
     "one_step",
+    "partition",
     "plots",
     "project",
     "rank_agreement",
@@ -89,12 +96,15 @@ __all__ = [
     "rank_by_shared_weights",
     "restarted",
     "ridge",
+    "saba",
     "scale",
     "search",
     "side_by_side",
     "simplex_start",
+    "soba",
     "softmax",
     "solved",
+    "spaba",
     "spaces",
     "spectral",
     "spectral_alpha",

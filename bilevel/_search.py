@@ -8,7 +8,6 @@ steps, with progress, checkpoints and Ctrl-C between chunks. Both run the same p
 import dataclasses
 import functools
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -18,38 +17,36 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from bilevel import geometry
+from bilevel import _search_history, _single_loop, geometry
 from bilevel._fingerprint import fingerprint
 from bilevel._hypergradient import solution, stateful_hypergradient
 from bilevel._interrupts import held_interrupts
 from bilevel._progress import progress_bar
 from bilevel._search_checks import check
 from bilevel.checkpoint import Saver, saving
-from bilevel.checks import concrete, floating, gradient_transformation
+from bilevel.checks import concrete, floating, gradient_transformation, whole
+from bilevel.estimate import Info
 from bilevel.problem import Problem, parts
-from bilevel.protocols import Joint, Keyed, LowerSolver, Pytree, params_of
+from bilevel.protocols import (
+    DescentState,
+    Joint,
+    Keyed,
+    LowerSolver,
+    Pytree,
+    SingleLoop,
+    params_of,
+)
 from ntk._programs import fresh, program
 
 _QUANTITIES = ("lower loss", "weights", "outer loss", "hypergradient", "alpha")  # causes first
 _SHOWN = "value", "lower"
-_LARGE = 2**16  # bytes; the history of a larger alpha is kept only where it is asked for
 _CHUNK_SECONDS = 0.5  # between two updates of the progress bar, and two looks for Ctrl-C
 _SAVE_SECONDS = 10.0  # between two checkpoints, or twenty times what writing one takes
 
 
-class DescentState(NamedTuple):
-    """State of :func:`descent`."""
-
-    alpha: Pytree
-    w: Pytree
-    solver: Pytree  # the lower solver's: momentum, warm starts
-    optimizer: Pytree  # of alpha
-    step: jax.Array  # [], int: outer steps done
-
-
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["alpha", "w", "history", "state"],
+    data_fields=["alpha", "w", "history", "state", "info"],
     meta_fields=["stopped"],
 )
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +58,7 @@ class SearchResult:
     history: dict[str, Any]  # name -> [steps, ...]; "alpha" as a pytree of those
     state: DescentState
     stopped: str  # "" when all steps were done, else why not
+    info: Info | None = None  # of a single loop's last direction, with diagnostics
 
 
 class NonFiniteError(FloatingPointError):
@@ -173,7 +171,7 @@ def descent(
 
 def search(
     problem: Problem,
-    solver: LowerSolver,
+    solver: LowerSolver | SingleLoop,
     optimizer: optax.GradientTransformation,
     alpha: Pytree,
     w0: Pytree,
@@ -191,13 +189,15 @@ def search(
     chunk: int | None = None,
     diagnostics: bool = False,
     history: Sequence[str] | None = None,
+    history_every: int = 1,
 ) -> SearchResult:
     """Minimise the outer loss over ``alpha``: ``steps`` steps of :func:`descent`.
 
     Parameters
     ----------
     problem, solver, optimizer
-        As in :func:`descent`.
+        As in :func:`descent`. The solver may be a :class:`bilevel.SingleLoop` too, which moves
+        ``w`` and ``alpha`` together (:func:`bilevel.saba`).
     alpha, w0 : pytrees of floating arrays
         Where to start. The weights go on from one outer step to the next.
     train, valid : pytrees of arrays
@@ -208,6 +208,7 @@ def search(
         Samples a batch of ``train`` and one of ``valid`` at every step, inside the compiled loop;
         of ``valid`` only where the solver draws those of ``train`` itself
         (``unrolled(..., batches=...)``). :func:`bilevel.jointly` makes one of both at once.
+        A single loop takes a :func:`bilevel.partition`; without it, all data at every step.
     key : jax.Array, optional
         Needed with ``batches``, here or in the solver.
     progress : bool, optional
@@ -224,11 +225,14 @@ def search(
     chunk : int, optional
         Steps between two chunks; by default about half a second's worth.
     diagnostics : bool
-        As in :func:`descent`.
+        As in :func:`descent`. Of a single loop, whose steps only report noisy residuals: whether
+        the result has ``info`` on its last direction, recomputed on all data.
     history : sequence of str, optional
         What to keep of every step: names of metrics, and ``"alpha"``. By default all; of an alpha
         or an aux over 64 KiB (16,384 numbers in float32) not its history, which has to be asked
         for.
+    history_every : int
+        Keep one row of so many steps: that of the last one.
 
     Returns
     -------
@@ -270,20 +274,24 @@ def search(
     """
     arrays = alpha, w0, train, valid, key
     traced = not concrete(arrays)
-    check(solver, arrays, steps, batches, resume, checkpoint, callback, every, chunk)
+    check(solver, arrays, steps, batches, resume, checkpoint, callback, every, chunk, diagnostics)
+    whole("history_every", history_every, 1)
     if traced and (progress or checkpoint is not None or callback is not None):
         raise ValueError(
             "progress, checkpoint and callback: expected none of them under jit or vmap, got one."
         )
-    setup = _Setup(problem, solver, optimizer, batches, diagnostics)
-    data = (train, valid, key)
+    setup = _Setup(problem, solver, optimizer, batches, diagnostics, history_every)
+    given = (train, valid, key)
+    data = setup.prepared(given, steps)
     if traced:
         carry = setup.advance(setup.start(alpha, w0, data, steps, history), data, steps)
-        return SearchResult(carry.state.alpha, carry.state.w, carry.history, carry.state, "")
-    label = None if checkpoint is None else setup.fingerprint(alpha, w0, data, history)
+        state = carry.state
+        return SearchResult(state.alpha, state.w, carry.history, state, "", setup.info(state, data))
+    label = None if checkpoint is None else setup.fingerprint(alpha, w0, given, history)
     with saving(checkpoint, label, resume=resume, seconds=_SAVE_SECONDS) as saver:
-        carry = _resumed(saver, setup.start(alpha, w0, data, steps, history), steps)
-        return _drive(setup, carry, data, steps, saver, progress, callback, every, chunk)
+        carry = _resumed(setup, saver, setup.start(alpha, w0, data, steps, history), steps)
+        found = _drive(setup, carry, data, steps, saver, progress, callback, every, chunk)
+    return dataclasses.replace(found, info=setup.info(found.state, data))
 
 
 # ----------------------------------------------------------------------------- the compiled part
@@ -291,8 +299,8 @@ def search(
 
 class _Carry(NamedTuple):
     state: DescentState
-    history: dict[str, Any]  # [steps, ...] each, filled up to state.step
-    last: dict[str, jax.Array]  # the last step's losses, for the progress bar
+    history: dict[str, Any]  # [rows, ...] each, filled up to state.step
+    last: dict[str, jax.Array]  # the last step's: losses for the progress bar, a part of its row
     trouble: jax.Array  # [], int: 0, or 1 + the index of what was wrong: see _first_trouble
 
 
@@ -300,22 +308,37 @@ class _Setup(NamedTuple):
     """What a search is made of."""
 
     problem: Problem
-    solver: LowerSolver
+    solver: Any  # LowerSolver or SingleLoop
     optimizer: optax.GradientTransformation
     batches: Callable | None
     diagnostics: bool
+    history_every: int
+
+    def prepared(self, data, steps) -> Pytree:
+        """``(train, valid, key)`` as the steps take it."""
+        if isinstance(self.solver, SingleLoop):
+            return _single_loop.prepared(self.solver, self.batches, data, steps)
+        return data
 
     def start(self, alpha, w0, data, steps, names) -> _Carry:
-        init, _ = descent(*self[:3])
+        if isinstance(self.solver, SingleLoop):
+            state = _single_loop.start(*self[:3], alpha, w0, data)
+        else:
+            state = descent(*self[:3])[0](alpha, w0)
         # Copies: the loop's carry is donated, while the caller keeps the arrays, and a state may
         # hold the same one twice. With dtypes that are not weak, as a step returns them: else the
         # second chunk would be compiled anew.
-        state = jax.tree.map(lambda x: jnp.array(x, jnp.result_type(x), copy=True), init(alpha, w0))
-        _, metrics = jax.eval_shape(fresh(self.step), state, data)
-        row = _chosen(names, metrics | {"alpha": state.alpha}, steps)
-        history = jax.tree.map(lambda x: jnp.zeros((steps, *x.shape), x.dtype), row)
-        last = {k: jnp.full((), jnp.nan, metrics[k].dtype) for k in _SHOWN}
+        state = jax.tree.map(lambda x: jnp.array(x, jnp.result_type(x), copy=True), state)
+        _, metrics = jax.eval_shape(fresh(self.step), state, state.step, data)
+        row = _search_history.chosen(names, metrics | {"alpha": state.alpha}, self.rows(steps))
+        history = _search_history.empty(row, self.rows(steps))
+        kept = _SHOWN if self.history_every == 1 else {*_SHOWN, *row} - {"alpha"}
+        last = jax.tree.map(_search_history.nothing, {k: metrics[k] for k in sorted(kept)})
         return _Carry(state, history, last, jnp.zeros((), int))
+
+    def rows(self, steps: int) -> int:
+        """Of the history of ``steps`` steps."""
+        return _search_history.row_count(steps, self.history_every)
 
     def fingerprint(self, alpha, w0, data, names) -> dict[str, str]:
         """What a checkpoint has to have been made from, to be resumed."""
@@ -323,7 +346,10 @@ class _Setup(NamedTuple):
         history = "all" if names is None else ", ".join(sorted(names))
         return fingerprint(self._asdict() | parts | {"alpha": alpha, "w0": w0, "history": history})
 
-    def step(self, state, data):
+    def step(self, state, number, data):
+        """Step ``number``, which is that of the state, but the same in all copies under vmap."""
+        if isinstance(self.solver, SingleLoop):
+            return _single_loop.step(*self[:3], state, number, data)
         train, valid, key = data
         _, step = descent(*self[:3], diagnostics=self.diagnostics)
         draw, inside = self.batches, self.solver.batches is not None
@@ -339,47 +365,34 @@ class _Setup(NamedTuple):
 
     def advance(self, carry: _Carry, data, count) -> _Carry:
         """``count`` steps; those after a quantity stopped being finite change nothing."""
+        begun = carry.state.step
 
-        def body(_, carry):
+        def body(i, carry):
             old, history, last, trouble = carry
-            new, metrics = self.step(old, data)
+            number = begun + i
+            new, metrics = self.step(old, number, data)
             trouble = jnp.where(trouble > 0, trouble, _first_trouble(new, metrics))
             good = trouble == 0
-            everything = metrics | {"alpha": new.alpha}
-            row = {name: everything[name] for name in history}
-            history = jax.tree.map(
-                lambda h, x: h.at[old.step].set(jnp.where(good, x, h[old.step])), history, row
+            history = _search_history.written(
+                history,
+                metrics | {"alpha": new.alpha},
+                last | {"alpha": old.alpha},
+                number,
+                old.step,
+                good,
+                self.history_every,
             )
             shown = {k: metrics[k] for k in last}
-            either = functools.partial(jnp.where, good)
-            state, last = jax.tree.map(either, (new, shown), (old, last))
+            state, last = _single_loop.either(good, (new, shown), (old, last))
             return _Carry(state, history, last, trouble)
 
         return jax.lax.fori_loop(0, count, body, carry)
 
-
-def _chosen(names: Sequence[str] | None, row: dict[str, Any], steps: int) -> dict[str, Any]:
-    """What of a step's ``row`` the history is to have."""
-    if isinstance(names, str):
-        raise ValueError(f"history: expected a sequence of names, got the string {names!r}.")
-    if names is not None:
-        for name in names:
-            if name not in row:
-                raise ValueError(
-                    f"history: expected names among {', '.join(sorted(row))}, got {name!r}."
-                )
-        return {name: row[name] for name in sorted(names)}
-    kept = dict(row)
-    for name in ("alpha", "aux"):
-        size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(row.get(name)))
-        if size > _LARGE:
-            del kept[name]
-            warnings.warn(
-                f"history: {name}'s would take {steps * size / 2**20:,.0f} MiB and is left out; "
-                f"name {name} in `history` to keep it.",
-                stacklevel=4,
-            )
-    return kept
+    def info(self, state: DescentState, data: Pytree) -> Info | None:
+        """What is known of a single loop's direction at the end."""
+        if not (self.diagnostics and isinstance(self.solver, SingleLoop)):
+            return None
+        return _single_loop.info(self.problem, self.solver, state, data)
 
 
 def _first_trouble(state: DescentState, metrics: dict[str, jax.Array]) -> jax.Array:
@@ -395,9 +408,9 @@ def _first_trouble(state: DescentState, metrics: dict[str, jax.Array]) -> jax.Ar
     return jnp.where(bad.any(), 1 + jnp.argmax(bad), 0).astype(int)
 
 
-def _raise(trouble: int, carry: _Carry) -> None:
+def _raise(setup: _Setup, trouble: int, carry: _Carry) -> None:
     """What :func:`_first_trouble` found, as an exception."""
-    index, step, result = trouble - 1, int(carry.state.step), _result(carry, "not finite")
+    index, step, result = trouble - 1, int(carry.state.step), _result(setup, carry, "not finite")
     if index < len(_QUANTITIES):
         raise NonFiniteError(step, _QUANTITIES[index], result)
     name = geometry.names(carry.state.optimizer)[index - len(_QUANTITIES)]
@@ -423,18 +436,18 @@ def _drive(setup, carry, data, steps, saver, progress, callback, every, chunk) -
             seconds = time.perf_counter() - began
             ran, done = int(carry.state.step) - done, int(carry.state.step)
             trouble = int(carry.trouble)
-            kept = functools.partial(_kept, carry)
+            kept = functools.partial(_kept, setup, carry)
             if done > 0:  # before that there is nothing to go on from
                 saver.save(done, kept, last=bool(trouble) or done == steps)
             if trouble:
-                _raise(trouble, carry)
+                _raise(setup, trouble, carry)
             show(done, lambda: {k: float(x) for k, x in carry.last.items()})  # noqa: B023
             if interrupted():
                 stopped = f"interrupted after step {done}"
             elif (
                 callback is not None
                 and (every is None or done % every == 0 or done == steps)
-                and callback(_result(carry, ""))
+                and callback(_result(setup, carry, ""))
             ):
                 stopped = f"ended by the callback after step {done}"
             if stopped:
@@ -443,27 +456,22 @@ def _drive(setup, carry, data, steps, saver, progress, callback, every, chunk) -
             # The first chunk's time is the compiler's; later ones double at most.
             if chunk is None:
                 count = max(1, min(2 * ran, int(ran * _CHUNK_SECONDS / max(seconds, 1e-6))))
-    return _result(carry, stopped)
+    return _result(setup, carry, stopped)
 
 
-def _result(carry: _Carry, stopped: str) -> SearchResult:
+def _result(setup: _Setup, carry: _Carry, stopped: str) -> SearchResult:
     # Copies: the carry's own buffers are donated to the next chunk.
     state = jax.tree.map(lambda x: jnp.array(x, copy=True), carry.state)
-    rows = jax.tree.map(np.copy, _rows(carry.history, int(state.step)))
+    rows = jax.tree.map(np.copy, _search_history.cut(carry.history, setup.rows(int(state.step))))
     return SearchResult(state.alpha, state.w, jax.device_put(rows), state, stopped)
 
 
-def _kept(carry: _Carry) -> Pytree:
+def _kept(setup: _Setup, carry: _Carry) -> Pytree:
     """What a checkpoint holds."""
-    return carry.state, _rows(carry.history, int(carry.state.step))
+    return carry.state, _search_history.cut(carry.history, setup.rows(int(carry.state.step)))
 
 
-def _rows(history: Pytree, count: int) -> Pytree:
-    """The first ``count`` rows, cut in numpy: JAX would compile a program for every count."""
-    return jax.tree.map(lambda h: np.asarray(h)[:count], history)
-
-
-def _resumed(saver: Saver, carry: _Carry, steps: int) -> _Carry:
+def _resumed(setup: _Setup, saver: Saver, carry: _Carry, steps: int) -> _Carry:
     """``carry`` as it was at the checkpoint's step, if there is one."""
     done = saver.step
     if done is None:
@@ -473,14 +481,15 @@ def _resumed(saver: Saver, carry: _Carry, steps: int) -> _Carry:
             f"steps: expected at least the {done} that the checkpoint holds, got {steps}."
         )
     # Shapes only: of steps not yet done there is nothing to read.
+    rows = setup.rows(done)
     like = jax.tree.map(
-        lambda h: jax.ShapeDtypeStruct((done, *h.shape[1:]), h.dtype), carry.history
+        lambda h: jax.ShapeDtypeStruct((rows, *h.shape[1:]), h.dtype), carry.history
     )
-    state, rows = saver.restore((carry.state, like))
+    state, kept = saver.restore((carry.state, like))
 
-    def filled(h, x):
-        return np.concatenate([x, np.zeros((steps - done, *x.shape[1:]), x.dtype)])
+    def filled(x):
+        return np.concatenate([x, np.zeros((setup.rows(steps) - rows, *x.shape[1:]), x.dtype)])
 
-    history = jax.tree.map(filled, carry.history, rows)
+    history = jax.tree.map(filled, kept)
     state, history = jax.device_put((state, history))
     return carry._replace(state=state, history=history)

@@ -3,11 +3,14 @@
 import jax
 import jax.numpy as jnp
 
+from bilevel.batches import Partition
 from bilevel.checks import finite, floating, function, prng_key, whole
-from bilevel.protocols import Joint, params_of
+from bilevel.protocols import Joint, SingleLoop, params_of
 
 
-def check(solver, arrays, steps, batches, resume, checkpoint, callback, every, chunk) -> None:
+def check(
+    solver, arrays, steps, batches, resume, checkpoint, callback, every, chunk, diagnostics
+) -> None:
     """Raise on anything wrong that can be seen before the first compilation."""
     alpha, w0, train, valid, key = arrays
     whole("steps", steps, 1)
@@ -15,6 +18,16 @@ def check(solver, arrays, steps, batches, resume, checkpoint, callback, every, c
         whole("chunk", chunk, 1)
     if batches is not None:
         function("batches", batches, "(key, data) -> batch")
+    if isinstance(solver, SingleLoop) and not isinstance(batches, Partition | None):
+        raise ValueError(
+            "batches: expected bilevel.partition(batch_size) for a single-loop method, got a "
+            "sampler of other batches."
+        )
+    if diagnostics and isinstance(solver, SingleLoop) and solver.adjoint is None:
+        raise ValueError(
+            "diagnostics: expected False for a method without an adjoint, got True; "
+            "hypergradient(problem, implicit()) at the result has an error estimate."
+        )
     if callback is not None:
         function("callback", callback, "result -> bool")
     if every is not None:

@@ -50,8 +50,8 @@ def amigo(step_size: Rate, *, inner: int = 10) -> SingleLoop:
 
     Notes
     -----
-    A step: ``inner`` lower gradients, ``inner`` times 1 lower product and 1 outer gradient, and one
-    of each for the direction, all on batches of their own. Memory: that of SOBA. eps^-2 samples for
+    A step: 2 ``inner`` + 1 batches of train, for a gradient, a product or both, and one of valid,
+    for the outer gradient of all. Memory: that of SOBA. eps^-2 samples for
     E|dh|^2 <= eps with constant rates and large batches, where g is strongly convex. stocBiO is the
     same with an adjoint that starts anew. Nothing is proved on a simplex or another set.
 
@@ -64,7 +64,7 @@ def amigo(step_size: Rate, *, inner: int = 10) -> SingleLoop:
     --------
     >>> import bilevel
     >>> bilevel.amigo(0.1, inner=5).draws
-    (11, 6)
+    (11, 1)
     """
     rate = steps.checked("step_size", step_size)
     inner = whole("inner", inner, 1)
@@ -82,19 +82,18 @@ def amigo(step_size: Rate, *, inner: int = 10) -> SingleLoop:
 
         w = jax.lax.fori_loop(0, inner, descend, w)
 
+        outer, above = valid.at(turn.valid[0], outer_oracle(problem, Point(w, state.v, alpha)))
+
         def solve(j, v):
             point = Point(w, v, alpha)
             lower, _ = train.at(turn.train[inner + j], lower_oracle(problem, point))
-            outer, _ = valid.at(turn.valid[j], outer_oracle(problem, point))
             return steps.against(v, directions(lower, outer).v, now)
 
         v = jax.lax.fori_loop(0, inner, solve, state.v)
-        point = Point(w, v, alpha)
-        lower, below = train.at(turn.train[-1], lower_oracle(problem, point))
-        outer, above = valid.at(turn.valid[-1], outer_oracle(problem, point))
+        lower, below = train.at(turn.train[-1], lower_oracle(problem, Point(w, v, alpha)))
         found = directions(lower, outer)
         noisy = residual(found, outer.w)
         report = metrics(problem, below, above, found.w, noisy_residual=noisy)
         return found.alpha, w, AmigoState(v), report
 
-    return SingleLoop(init, step, lambda state: state.v, draws=(2 * inner + 1, inner + 1))
+    return SingleLoop(init, step, lambda state: state.v, draws=(2 * inner + 1, 1))

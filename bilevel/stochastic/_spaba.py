@@ -10,6 +10,7 @@ from bilevel.protocols import Pytree, SingleLoop, Tables
 from bilevel.stochastic import _steps as steps
 from bilevel.stochastic._blocks import Blocks
 from bilevel.stochastic._oracles import (
+    Directions,
     Point,
     at_both,
     directions,
@@ -25,7 +26,7 @@ class SpabaState(NamedTuple):
     """State of :func:`spaba`."""
 
     v: Pytree  # like w: the adjoint
-    last: Tables  # the point where the last estimates were made, and those two
+    last: Tables  # where the last estimates were made, and they: a `Point`, `Directions`
 
 
 def spaba(step_size: Rate, *, probability: float | None = None) -> SingleLoop:
@@ -84,41 +85,33 @@ def spaba(step_size: Rate, *, probability: float | None = None) -> SingleLoop:
     if probability is not None:
         between("probability", probability, -1e-12, 1 + 1e-12)
 
-    def everywhere(problem, point, train: Blocks, valid: Blocks):
-        return (
-            train.mean(lower_oracle(problem, point)),
-            valid.mean(outer_oracle(problem, point)),
-        )
+    def everywhere(problem, point, train: Blocks, valid: Blocks) -> Directions:
+        lower = train.mean(lower_oracle(problem, point))
+        return directions(lower, valid.mean(outer_oracle(problem, point)))
 
     def init(problem, alpha, w, turn, train, valid):
         point = Point(w, optax.tree.zeros_like(w), alpha)
-        return SpabaState(point.v, Tables((point, *everywhere(problem, point, train, valid))))
+        return SpabaState(point.v, Tables((point, everywhere(problem, point, train, valid))))
 
     def step(problem, alpha, w, state, turn, train, valid):
         point = Point(w, state.v, alpha)
-        before, lower, outer = state.last.content
+        before, last = state.last.content
 
         def both(oracle):
             return at_both(lambda point: oracle(problem, point), before, point)
 
-        (old, new), below = train.at(turn.train[0], both(lower_oracle))
-        lower = _moved(lower, old, new)
-        (old, new), above = valid.at(turn.valid[0], both(outer_oracle))
-        outer = _moved(outer, old, new)
+        (lower_before, lower), below = train.at(turn.train[0], both(lower_oracle))
+        (outer_before, outer), above = valid.at(turn.valid[0], both(outer_oracle))
+        change = optax.tree.sub(directions(lower, outer), directions(lower_before, outer_before))
         often = 2 / (2 + train.count + valid.count) if probability is None else probability
-        lower, outer = jax.lax.cond(
+        found = jax.lax.cond(
             turn.coin < often,
             lambda: everywhere(problem, point, train, valid),
-            lambda: (lower, outer),
+            lambda: optax.tree.add(last, change),
         )
-        found = directions(lower, outer)
         w, v = steps.against((w, state.v), found[:2], steps.at(rate, turn.number))
         noisy = residual(found, outer.w)
         report = metrics(problem, below, above, found.w, noisy_residual=noisy)
-        return found.alpha, w, SpabaState(v, Tables((point, lower, outer))), report
+        return found.alpha, w, SpabaState(v, Tables((point, found))), report
 
     return SingleLoop(init, step, lambda state: state.v)
-
-
-def _moved(estimate: Pytree, old: Pytree, new: Pytree) -> Pytree:
-    return jax.tree.map(lambda e, a, b: e + (b - a), estimate, old, new)

@@ -43,7 +43,7 @@ from .spectral import (
     spectral_predict,
 )
 from .stability import lipschitz
-from .stochastic import amigo, f2sa, ma_soba, meha, saba, soba, spaba
+from .stochastic import amigo, f2sa, ma_soba, meha, paced, saba, soba, spaba
 
 __all__ = [
     "DescentState",
@@ -88,6 +88,7 @@ __all__ = [
     "newton",
     "nystrom",
     "one_step",
+    "paced",
     "partition",
     "plots",
     "project",

@@ -431,6 +431,22 @@ def test_a_nan_leaves_the_last_good_point():
     assert not np.asarray(frozen.history["value"][rows:]).any()
 
 
+def test_an_adjoint_that_is_not_finite_is_seen_at_once():
+    """The first to go, where a second derivative is not finite and all first ones are."""
+
+    def kinked(w, alpha, batch):
+        t = jnp.where(alpha[0] > 0, 1.0, 0.0) * w[0]
+        return lower(w, alpha, batch) + 1e-3 * jnp.abs(t) ** 1.5
+
+    problem = bilevel.Problem(kinked, lambda w, alpha, batch: outer(w, alpha, batch) + alpha[0])
+    args = problem, METHODS["soba"], optax.sgd(0.3), jnp.ones(Q), W, TRAIN, VALID
+    with pytest.raises(bilevel.NonFiniteError) as caught:
+        bilevel.search(*args, steps=200, progress=False, history=())
+    result = caught.value.result
+    assert caught.value.quantity == "hypergradient" and result.alpha[0] <= 0
+    assert np.isfinite(result.state.solver.v).all()
+
+
 def test_the_estimate_at_the_end_is_near_the_truth():
     """Test 12. Truth: the closed form."""
     found = noisy(METHODS["saba"], steps=60, diagnostics=True)

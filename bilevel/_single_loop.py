@@ -70,9 +70,10 @@ def step(
     direction, w, inner, metrics = method.step(
         problem, state.alpha, state.w, state.solver, turn, train, valid
     )
-    norm = optax.tree.norm(direction)
+    # By products of vectors: XLA's sums and comparisons of long ones take several times as long.
+    norm = jnp.sqrt(optax.tree.vdot(direction, direction))
     if method.adjoint is not None:  # it may be the first to go
-        norm = nan_unless_finite(norm, method.adjoint(inner))
+        norm = nan_unless_finite(norm, optax.tree.vdot(*(method.adjoint(inner),) * 2))
     told = {"value": metrics["value"], "grad": direction, "epoch": max(train.count, valid.count)}
     told["residual"] = metrics.get("noisy_residual")
     optimizer = gradient_transformation("optimizer", optimizer)

@@ -15,6 +15,7 @@ from . import (
     spaces,
     spectral,
     strategies,
+    train_free,
 )
 from ._hypergradient import HyperGradient, hypergradient
 from ._search import DescentState, NonFiniteError, SearchResult, descent, search
@@ -102,6 +103,7 @@ __all__ = [
     "spectral_limits",
     "spectral_predict",
     "strategies",
+    "train_free",
     "tangent",
     "top_k",
     "unrolled",

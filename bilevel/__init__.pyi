@@ -103,8 +103,8 @@ __all__ = [
     "spectral_limits",
     "spectral_predict",
     "strategies",
-    "train_free",
     "tangent",
     "top_k",
+    "train_free",
     "unrolled",
 ]

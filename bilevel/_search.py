@@ -19,13 +19,15 @@ import numpy as np
 import optax
 
 from bilevel import geometry
-from bilevel._fingerprint import fingerprint
+from bilevel._fingerprint import check_same, fingerprint
 from bilevel._hypergradient import solution, stateful_hypergradient
 from bilevel._interrupts import held_interrupts
+from bilevel._processes import anyone, first, of_first, placed, together, whole
 from bilevel._progress import progress_bar
 from bilevel._search_checks import check
 from bilevel.checkpoint import Saver, saving
 from bilevel.checks import concrete, floating, gradient_transformation
+from bilevel.meshes import automatic, beside, on_mesh, staying
 from bilevel.problem import Problem, parts
 from bilevel.protocols import Joint, Keyed, LowerSolver, Pytree, params_of
 from ntk._programs import fresh, program
@@ -143,6 +145,9 @@ def descent(
         return DescentState(alpha, w, solver.start(alpha, w), state, jnp.zeros((), int))
 
     def step(state, data):
+        return automatic(on_one_mesh, (state, data), lambda: (state, None))
+
+    def on_one_mesh(state, data):
         train, valid = data
         hyper, solver_state = hypergradient(state.alpha, state.w, state.solver, train, valid)
 
@@ -280,9 +285,14 @@ def search(
     if traced:
         carry = setup.advance(setup.start(alpha, w0, data, steps, history), data, steps)
         return SearchResult(carry.state.alpha, carry.state.w, carry.history, carry.state, "")
+    check_same(dict(zip(("alpha", "w0", "train", "valid", "key"), arrays, strict=True)))
     label = None if checkpoint is None else setup.fingerprint(alpha, w0, data, history)
-    with saving(checkpoint, label, resume=resume, seconds=_SAVE_SECONDS) as saver:
-        carry = _resumed(saver, setup.start(alpha, w0, data, steps, history), steps)
+    with (
+        saving(checkpoint, label, resume=resume, seconds=_SAVE_SECONDS) as saver,
+        on_mesh((alpha, w0, data)),
+    ):
+        carry = beside(setup.start(alpha, w0, data, steps, history), (alpha, w0, data))
+        carry = _resumed(saver, carry, steps)
         return _drive(setup, carry, data, steps, saver, progress, callback, every, chunk)
 
 
@@ -324,6 +334,9 @@ class _Setup(NamedTuple):
         return fingerprint(self._asdict() | parts | {"alpha": alpha, "w0": w0, "history": history})
 
     def step(self, state, data):
+        return automatic(self._step, (state, data), lambda: (state, None))
+
+    def _step(self, state, data):
         train, valid, key = data
         _, step = descent(*self[:3], diagnostics=self.diagnostics)
         draw, inside = self.batches, self.solver.batches is not None
@@ -340,7 +353,7 @@ class _Setup(NamedTuple):
     def advance(self, carry: _Carry, data, count) -> _Carry:
         """``count`` steps; those after a quantity stopped being finite change nothing."""
 
-        def body(_, carry):
+        def body(data, _, carry):
             old, history, last, trouble = carry
             new, metrics = self.step(old, data)
             trouble = jnp.where(trouble > 0, trouble, _first_trouble(new, metrics))
@@ -355,7 +368,10 @@ class _Setup(NamedTuple):
             state, last = jax.tree.map(either, (new, shown), (old, last))
             return _Carry(state, history, last, trouble)
 
-        return jax.lax.fori_loop(0, count, body, carry)
+        def loop(carry, data, count):
+            return jax.lax.fori_loop(0, count, functools.partial(body, data), carry)
+
+        return automatic(loop, (carry, data, count), lambda: carry)
 
 
 def _chosen(names: Sequence[str] | None, row: dict[str, Any], steps: int) -> dict[str, Any]:
@@ -410,16 +426,17 @@ def _raise(trouble: int, carry: _Carry) -> None:
 def _drive(setup, carry, data, steps, saver, progress, callback, every, chunk) -> SearchResult:
     """Chunks of steps until all are done, with what the host does in between."""
     done, count, stopped = int(carry.state.step), chunk or 1, ""
-    advance = program(setup.advance, carry, data, 1, donate=(0,))
+    advance = program(staying(setup.advance, carry), carry, data, 1, donate=(0,))
     text = "outer {task.fields[value]:.4g}  lower {task.fields[lower]:.4g}"
     with (
-        progress_bar(progress, "search", steps, text, _SHOWN) as show,
+        progress_bar(progress if first() else False, "search", steps, text, _SHOWN) as show,
+        together("search"),
         held_interrupts() as interrupted,
     ):
         while done < steps:
             began = time.perf_counter()
             left = steps - done if every is None else min(steps - done, every - done % every)
-            carry = jax.block_until_ready(advance(carry, data, min(count, left)))
+            carry = jax.block_until_ready(advance(carry, data, of_first(min(count, left))))
             seconds = time.perf_counter() - began
             ran, done = int(carry.state.step) - done, int(carry.state.step)
             trouble = int(carry.trouble)
@@ -429,12 +446,12 @@ def _drive(setup, carry, data, steps, saver, progress, callback, every, chunk) -
             if trouble:
                 _raise(trouble, carry)
             show(done, lambda: {k: float(x) for k, x in carry.last.items()})  # noqa: B023
-            if interrupted():
+            if anyone(interrupted()):
                 stopped = f"interrupted after step {done}"
             elif (
                 callback is not None
                 and (every is None or done % every == 0 or done == steps)
-                and callback(_result(carry, ""))
+                and anyone(callback(_result(carry, "")))
             ):
                 stopped = f"ended by the callback after step {done}"
             if stopped:
@@ -460,7 +477,7 @@ def _kept(carry: _Carry) -> Pytree:
 
 def _rows(history: Pytree, count: int) -> Pytree:
     """The first ``count`` rows, cut in numpy: JAX would compile a program for every count."""
-    return jax.tree.map(lambda h: np.asarray(h)[:count], history)
+    return jax.tree.map(lambda h: whole(h)[:count], history)
 
 
 def _resumed(saver: Saver, carry: _Carry, steps: int) -> _Carry:
@@ -482,5 +499,5 @@ def _resumed(saver: Saver, carry: _Carry, steps: int) -> _Carry:
         return np.concatenate([x, np.zeros((steps - done, *x.shape[1:]), x.dtype)])
 
     history = jax.tree.map(filled, carry.history, rows)
-    state, history = jax.device_put((state, history))
+    state, history = jax.tree.map(placed, (state, history), (carry.state, carry.history))
     return carry._replace(state=state, history=history)

@@ -1,6 +1,6 @@
 """What training that is short has: truncations, standard errors, distilled steps, streams, logs.
 
-The toy has ``w* = alpha``: each gradient step at rate r takes w to w + r (alpha - w), so that after T
+The toy has ``w* = alpha``: a gradient step at rate r takes w to w + r (alpha - w), so that after T
 steps the weights are ``alpha + (1 - r)^T (w0 - alpha)``, and the outer loss ``<batch, w>`` has the
 slope ``mean(batch) sum_{t < K} r (1 - r)^t`` by the last K steps.
 """

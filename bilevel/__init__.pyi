@@ -15,6 +15,7 @@ from . import (
     spaces,
     spectral,
     strategies,
+    train_free,
 )
 from ._hypergradient import HyperGradient, hypergradient
 from ._log import log
@@ -111,6 +112,7 @@ __all__ = [
     "stream",
     "tangent",
     "top_k",
+    "train_free",
     "truncation",
     "unrolled",
 ]

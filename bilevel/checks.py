@@ -15,6 +15,7 @@ from ntk._checks import (
     finite,
     function,
     known,
+    nan_unless,
     nan_where,
     number,
     numbers,
@@ -40,6 +41,7 @@ __all__ = [
     "known",
     "losses",
     "lower_solver",
+    "nan_unless",
     "nan_unless_finite",
     "nan_where",
     "nonnegative",
@@ -149,7 +151,7 @@ def nan_unless_finite(tree: Pytree, *witnesses: Pytree) -> Pytree:
     """``tree``, NaN everywhere where any number among the witnesses is not finite.
 
     A loop that runs while a residual is above its target ends at a NaN, with an iterate that looks
-    good: what it returns goes through here. By a factor, so that derivatives become NaN too.
+    good: what it returns goes through here, so that derivatives become NaN too.
 
     Examples
     --------
@@ -157,8 +159,7 @@ def nan_unless_finite(tree: Pytree, *witnesses: Pytree) -> Pytree:
     (Array([1., 1.], dtype=float...), Array(nan, dtype=float...))
     """
     finite = jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(witnesses)]).all()
-    factor = jnp.where(finite, 1.0, jnp.nan)
-    return jax.tree.map(lambda x: x * factor.astype(jnp.result_type(x)), tree)
+    return nan_unless(finite, tree)
 
 
 def pair(name: str, value: Any, form: str) -> tuple:

@@ -139,7 +139,7 @@ def score_networks(
     m = len(cells)
     alone = nullcontext() if file is None else store.locked(file, "file", directory=False)
     with alone, progress_bar(progress, "scores", m * len(programs), text, fields) as show:
-        kept = _Store(file, cells, made_from)
+        kept = _Kept(file, cells, made_from)
         for i, (label, program) in enumerate(programs.items()):
             _run(label, program, kept, w, cells, batch, at_once, _shown(show, i * m, label))
     return kept.scored(names)
@@ -219,7 +219,7 @@ def _run(label, program, kept, w, cells, batch, at_once, shown) -> None:
     kept.save()
 
 
-class _Store:
+class _Kept:
     """Scores so far, by program and name, for the first genotypes; in a file, if there is one."""
 
     def __init__(self, file, cells: np.ndarray, fingerprint: dict[str, str]):

@@ -18,7 +18,10 @@ from . import (
     train_free,
 )
 from ._hypergradient import HyperGradient, hypergradient
+from ._log import log
 from ._search import DescentState, NonFiniteError, SearchResult, descent, search
+from ._stream import stream
+from ._training_error import standard_error, truncation
 from .batches import jointly, minibatches
 from .discretize import (
     argmax,
@@ -35,7 +38,7 @@ from .geometry import exponentiate, project, softmax, tangent
 from .inverse import cg, dense, gram, neumann, nystrom, scale
 from .problem import Problem, side_by_side
 from .protocols import LowerSolver, Stateful
-from .solvers import implicit, one_step, restarted, ridge, unrolled
+from .solvers import distilled, implicit, one_step, restarted, ridge, unrolled
 from .spectral import (
     simplex_start,
     spectral_alpha,
@@ -66,6 +69,7 @@ __all__ = [
     "descent",
     "diagnostics",
     "discretize",
+    "distilled",
     "explain",
     "exponentiate",
     "factor_simplex",
@@ -77,6 +81,7 @@ __all__ = [
     "lbfgs",
     "linear",
     "lipschitz",
+    "log",
     "minibatches",
     "nets",
     "neumann",
@@ -102,9 +107,12 @@ __all__ = [
     "spectral_estimator",
     "spectral_limits",
     "spectral_predict",
+    "standard_error",
     "strategies",
+    "stream",
     "tangent",
     "top_k",
     "train_free",
+    "truncation",
     "unrolled",
 ]

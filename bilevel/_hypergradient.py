@@ -172,7 +172,10 @@ def stateful_hypergradient(
             stated = _damped(at_variables(problem, variables), damping, centre)
             limit = min(products, PRODUCTS)
             info = assess(stated, found, alpha, batch, valid, grad, adjoint, limit)
-            info = info if mapped else unmapped(info)
+            if not mapped:
+                info = unmapped(info, 4)
+            elif getattr(problem, "differentiated", False):
+                info = unmapped(info, 5)
         aux = None
         if getattr(problem, "has_aux", False):
             aux = {"lower": of_problem.lower(w, alpha, batch)[2], "outer": above}

@@ -8,7 +8,6 @@ steps, with progress, checkpoints and Ctrl-C between chunks. Both run the same p
 import dataclasses
 import functools
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -24,7 +23,8 @@ from bilevel._hypergradient import solution, stateful_hypergradient
 from bilevel._interrupts import held_interrupts
 from bilevel._processes import anyone, first, of_first, placed, together, whole
 from bilevel._progress import progress_bar
-from bilevel._search_checks import check
+from bilevel._search_checks import check, chosen
+from bilevel._stream import Feed, Stream, feeding, of_step
 from bilevel.checkpoint import Saver, saving
 from bilevel.checks import concrete, floating, gradient_transformation
 from bilevel.meshes import automatic, beside, on_mesh, staying
@@ -34,7 +34,6 @@ from ntk._programs import fresh, program
 
 _QUANTITIES = ("lower loss", "weights", "outer loss", "hypergradient", "alpha")  # causes first
 _SHOWN = "value", "lower"
-_LARGE = 2**16  # bytes; the history of a larger alpha is kept only where it is asked for
 _CHUNK_SECONDS = 0.5  # between two updates of the progress bar, and two looks for Ctrl-C
 _SAVE_SECONDS = 10.0  # between two checkpoints, or twenty times what writing one takes
 
@@ -212,7 +211,8 @@ def search(
     batches : ``batches(key, data) -> batch``, optional
         Samples a batch of ``train`` and one of ``valid`` at every step, inside the compiled loop;
         of ``valid`` only where the solver draws those of ``train`` itself
-        (``unrolled(..., batches=...)``). :func:`bilevel.jointly` makes one of both at once.
+        (``unrolled(..., batches=...)``). :func:`bilevel.jointly` makes one of both at once;
+        :func:`bilevel.stream` takes both from an iterator, and ``train`` and ``valid`` are None.
     key : jax.Array, optional
         Needed with ``batches``, here or in the solver.
     progress : bool, optional
@@ -276,9 +276,12 @@ def search(
     arrays = alpha, w0, train, valid, key
     traced = not concrete(arrays)
     check(solver, arrays, steps, batches, resume, checkpoint, callback, every, chunk)
-    if traced and (progress or checkpoint is not None or callback is not None):
+    if traced and (
+        progress or isinstance(batches, Stream) or (checkpoint, callback) != (None,) * 2
+    ):
         raise ValueError(
-            "progress, checkpoint and callback: expected none of them under jit or vmap, got one."
+            "progress, checkpoint, callback and a stream: expected none of them under jit or vmap, "
+            "got one."
         )
     setup = _Setup(problem, solver, optimizer, batches, diagnostics)
     data = (train, valid, key)
@@ -289,11 +292,13 @@ def search(
     label = None if checkpoint is None else setup.fingerprint(alpha, w0, data, history)
     with (
         saving(checkpoint, label, resume=resume, seconds=_SAVE_SECONDS) as saver,
-        on_mesh((alpha, w0, data)),
+        feeding(batches, data, saver.step or 0, steps, every, chunk) as feed,
+        on_mesh((alpha, w0, feed.first)),
     ):
-        carry = beside(setup.start(alpha, w0, data, steps, history), (alpha, w0, data))
+        given = alpha, w0, feed.first
+        carry = beside(setup.start(*given, steps, history), given)
         carry = _resumed(saver, carry, steps)
-        return _drive(setup, carry, data, steps, saver, progress, callback, every, chunk)
+        return _drive(setup, carry, feed, steps, saver, progress, callback, every, chunk)
 
 
 # ----------------------------------------------------------------------------- the compiled part
@@ -312,7 +317,7 @@ class _Setup(NamedTuple):
     problem: Problem
     solver: LowerSolver
     optimizer: optax.GradientTransformation
-    batches: Callable | None
+    batches: Callable | Stream | None
     diagnostics: bool
 
     def start(self, alpha, w0, data, steps, names) -> _Carry:
@@ -322,7 +327,7 @@ class _Setup(NamedTuple):
         # second chunk would be compiled anew.
         state = jax.tree.map(lambda x: jnp.array(x, jnp.result_type(x), copy=True), init(alpha, w0))
         _, metrics = jax.eval_shape(fresh(self.step), state, data)
-        row = _chosen(names, metrics | {"alpha": state.alpha}, steps)
+        row = chosen(names, metrics | {"alpha": state.alpha}, steps)
         history = jax.tree.map(lambda x: jnp.zeros((steps, *x.shape), x.dtype), row)
         last = {k: jnp.full((), jnp.nan, metrics[k].dtype) for k in _SHOWN}
         return _Carry(state, history, last, jnp.zeros((), int))
@@ -330,6 +335,8 @@ class _Setup(NamedTuple):
     def fingerprint(self, alpha, w0, data, names) -> dict[str, str]:
         """What a checkpoint has to have been made from, to be resumed."""
         parts = dict(zip(("train", "valid", "key"), data, strict=True))
+        if isinstance(self.batches, Stream):  # where it stands changes; its data is too much
+            parts["batches"] = "a stream"
         history = "all" if names is None else ", ".join(sorted(names))
         return fingerprint(self._asdict() | parts | {"alpha": alpha, "w0": w0, "history": history})
 
@@ -337,9 +344,10 @@ class _Setup(NamedTuple):
         return automatic(self._step, (state, data), lambda: (state, None))
 
     def _step(self, state, data):
-        train, valid, key = data
+        train, valid, key = of_step(data, state.step)
         _, step = descent(*self[:3], diagnostics=self.diagnostics)
-        draw, inside = self.batches, self.solver.batches is not None
+        draw = None if isinstance(self.batches, Stream) else self.batches
+        inside = self.solver.batches is not None
         if draw is None and not inside:
             return step(state, (train, valid))
         below, above = jax.random.split(jax.random.fold_in(key, state.step))
@@ -374,30 +382,6 @@ class _Setup(NamedTuple):
         return automatic(loop, (carry, data, count), lambda: carry)
 
 
-def _chosen(names: Sequence[str] | None, row: dict[str, Any], steps: int) -> dict[str, Any]:
-    """What of a step's ``row`` the history is to have."""
-    if isinstance(names, str):
-        raise ValueError(f"history: expected a sequence of names, got the string {names!r}.")
-    if names is not None:
-        for name in names:
-            if name not in row:
-                raise ValueError(
-                    f"history: expected names among {', '.join(sorted(row))}, got {name!r}."
-                )
-        return {name: row[name] for name in sorted(names)}
-    kept = dict(row)
-    for name in ("alpha", "aux"):
-        size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(row.get(name)))
-        if size > _LARGE:
-            del kept[name]
-            warnings.warn(
-                f"history: {name}'s would take {steps * size / 2**20:,.0f} MiB and is left out; "
-                f"name {name} in `history` to keep it.",
-                stacklevel=4,
-            )
-    return kept
-
-
 def _first_trouble(state: DescentState, metrics: dict[str, jax.Array]) -> jax.Array:
     """0, or 1 + the index of a quantity that is not finite, or behind those of a geometry."""
 
@@ -423,10 +407,12 @@ def _raise(trouble: int, carry: _Carry) -> None:
 # ----------------------------------------------------------------------------- the host's part
 
 
-def _drive(setup, carry, data, steps, saver, progress, callback, every, chunk) -> SearchResult:
+def _drive(
+    setup, carry, feed: Feed, steps, saver, progress, callback, every, chunk
+) -> SearchResult:
     """Chunks of steps until all are done, with what the host does in between."""
     done, count, stopped = int(carry.state.step), chunk or 1, ""
-    advance = program(staying(setup.advance, carry), carry, data, 1, donate=(0,))
+    advance = program(staying(setup.advance, carry), carry, feed.first, 1, donate=(0,))
     text = "outer {task.fields[value]:.4g}  lower {task.fields[lower]:.4g}"
     with (
         progress_bar(progress if first() else False, "search", steps, text, _SHOWN) as show,
@@ -436,7 +422,12 @@ def _drive(setup, carry, data, steps, saver, progress, callback, every, chunk) -
         while done < steps:
             began = time.perf_counter()
             left = steps - done if every is None else min(steps - done, every - done % every)
-            carry = jax.block_until_ready(advance(carry, data, of_first(min(count, left))))
+            data, running = feed(done, of_first(min(count, left)))
+            if not running:
+                stopped = f"the batches ended after step {done}"
+                saver.save(done, functools.partial(_kept, carry), last=True)
+                break
+            carry = jax.block_until_ready(advance(carry, data, running))
             seconds = time.perf_counter() - began
             ran, done = int(carry.state.step) - done, int(carry.state.step)
             trouble = int(carry.trouble)

@@ -1,4 +1,4 @@
-"""Rows, weights and copies over eight devices: the results of one device, and sums alone between."""
+"""Rows, weights and copies over eight devices: one device's results, and sums alone between."""
 
 import functools
 import json

@@ -46,6 +46,8 @@ class Output:
     """No progress and no table; errors are still printed."""
     json: bool = False
     """Print what result.json holds, instead of the table."""
+    log: Annotated[pathlib.Path, flags.Folder()] | None = None
+    """Append what the progress bar shows, phases and losses, to this file as lines of JSON."""
     cache: bool = True
     """Keep compiled programs in the user's cache folder, for the next run."""
 

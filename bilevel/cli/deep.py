@@ -115,7 +115,8 @@ def running(config: DeepSearch, work: Mapping[str, float]) -> Iterator[Run]:
         report.phases(config.progress, work) as bar,
     ):
         bar.enter("data")
-        yield Run(folder, bar, config.progress, config.resume, report.flags(config))
+        shown = report.within(config.progress)
+        yield Run(folder, bar, shown, config.resume, report.flags(config))
 
 
 def parts_of(config: DeepSearch, unit: Callable[..., Any]) -> list[list[Part]]:

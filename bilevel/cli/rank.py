@@ -90,7 +90,8 @@ def run_rank(config: Rank) -> dict[str, Any]:
             began = time.perf_counter()
             bar.enter("data")
             plan, training = _plan(config)
-            result, scored = _computed(plan, training, folder, bar, config.progress)
+            progress = report.within(config.progress)
+            result, scored = _computed(plan, training, folder, bar, progress)
             result["seconds"] = time.perf_counter() - began
         result = {"config": report.flags(config)} | result | report.origin()
         report.write(folder, result, {"rows": plan.drawn, **scored.values})

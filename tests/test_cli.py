@@ -4,6 +4,7 @@ import contextlib
 import datetime
 import importlib
 import json
+import os
 import subprocess
 import sys
 
@@ -415,3 +416,37 @@ def test_baseline_handles_one_configuration_and_refuses_none(tmp_path, capsys):
     assert baseline(tmp_path / "none", "--valid", "3000") == 2
     assert "valid" in capsys.readouterr().err
     assert not (tmp_path / "none").exists()
+
+
+def on_two_devices(*args):
+    """The command's exit code and what it prints, where JAX finds two devices."""
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2"
+    return subprocess.run(
+        [sys.executable, "-m", "bilevel", *args],
+        env=os.environ | {"XLA_FLAGS": flags},
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_seeds_and_networks_are_spread_over_devices(tmp_path):
+    def run(name, *args):
+        done = on_two_devices(*args, "--out", str(tmp_path / name))
+        assert done.returncode == 0, done.stderr
+        return loaded(tmp_path / name / "arrays.npz")
+
+    seeds = "search", *SMALL, *CLOSED, "--seeds", "2"
+    one, two = run("one", *seeds), run("two", *seeds, "--devices", "all")
+    np.testing.assert_allclose(two["alpha"], one["alpha"], atol=1e-4)  # of float32
+    rank = ("rank", "--data", "digits", "--scores", "naswot", "--networks", "5", "--k", "2")
+    rank += ("--batch-size", "8", "--cells", "1", "--channels", "2", "--train", "32")
+    # Five networks by twos, of which two were scored by a run on one device.
+    first = [arg if arg != "5" else "2" for arg in rank]
+    run("a", *first)
+    one = run("a", *rank, "--resume", "--at-once", "2", "--devices", "2")
+    np.testing.assert_allclose(one["naswot"], run("b", *rank)["naswot"], rtol=1e-5)
+
+
+def test_devices_that_are_not_there_are_named(tmp_path, capsys):
+    assert search(tmp_path / "run", "--devices", "2") == 2
+    assert "devices: expected at most the 1 that JAX finds, got 2." in capsys.readouterr().err

@@ -59,13 +59,18 @@ def photographs(data, train, test, seed=0):
     parts = (x.reshape(*x.shape[:3], -1).mean(-1) for x in (found.x_train, found.x_test))
     clean = [jnp.asarray(x, float) for x in parts]
     keys = jax.random.split(jax.random.key(seed))
-    return [(x, x + NOISE * jax.random.normal(k, x.shape)) for x, k in zip(clean, keys, strict=True)]
+    return [
+        (x, x + NOISE * jax.random.normal(k, x.shape)) for x, k in zip(clean, keys, strict=True)
+    ]
 
 
 def main(steps=100, data="cifar10", train=20, test=60):
     """Every regulariser on test images: rows of decibels, and images to draw."""
     (clean, noisy), (clean_t, noisy_t) = photographs(data, train, test)
-    problem, solver = bilevel.Problem(lower, outer), bilevel.implicit(bilevel.newton(), bilevel.cg())
+    problem, solver = (
+        bilevel.Problem(lower, outer),
+        bilevel.implicit(bilevel.newton(), bilevel.cg()),
+    )
     denoise = jax.jit(lambda alpha, u: solver.run(lower, alpha, u, solver.init(u), u)[0])
 
     def differences(log_weight):
@@ -123,5 +128,4 @@ def picture(drawn, figure):
 
 
 if __name__ == "__main__":
-    jax.config.update("jax_enable_x64", True)
     main()

@@ -17,6 +17,7 @@ import bilevel
 import ntk
 
 RIDGE = 1e-6  # over the kernel's mean diagonal entry
+X64 = True  # small eigenvalues
 FULL = [
     {"data": "mnist", "each": 1, "steps": 2000},
     {"data": "mnist", "each": 10, "steps": 1000},
@@ -100,7 +101,10 @@ def main(data="mnist", each=1, steps=2000, count=20_000, batch=500, whole=5000):
     row |= {"random": error(start, xt, yt), "learned": error(learned, xt, yt)}
     row[f"{whole:,} real ones"] = error(real, xt, yt)
     print(row)
-    images = [np.asarray(a["images"]).reshape(-1, *found.x_train.shape[1:])[::each] for a in (start, learned)]
+    images = [
+        np.asarray(a["images"]).reshape(-1, *found.x_train.shape[1:])[::each]
+        for a in (start, learned)
+    ]
     return [row], images
 
 
@@ -117,5 +121,5 @@ def picture(drawn, figure):
 
 
 if __name__ == "__main__":
-    jax.config.update("jax_enable_x64", True)
+    jax.config.update("jax_enable_x64", X64)
     main()

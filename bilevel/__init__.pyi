@@ -19,10 +19,10 @@ from . import (
 )
 from ._hypergradient import HyperGradient, hypergradient
 from ._log import log
-from ._search import DescentState, NonFiniteError, SearchResult, descent, search
+from ._search import NonFiniteError, SearchResult, descent, search
 from ._stream import stream
 from ._training_error import standard_error, truncation
-from .batches import jointly, minibatches
+from .batches import jointly, minibatches, partition
 from .discretize import (
     argmax,
     condition_six,
@@ -37,7 +37,7 @@ from .forward import lbfgs, newton, solved
 from .geometry import exponentiate, project, softmax, tangent
 from .inverse import cg, dense, gram, neumann, nystrom, scale
 from .problem import Problem, side_by_side
-from .protocols import LowerSolver, Stateful
+from .protocols import DescentState, LowerSolver, SingleLoop, Stateful
 from .solvers import distilled, implicit, one_step, restarted, ridge, unrolled
 from .spectral import (
     simplex_start,
@@ -47,6 +47,7 @@ from .spectral import (
     spectral_predict,
 )
 from .stability import lipschitz
+from .stochastic import amigo, f2sa, ma_soba, meha, saba, soba, spaba
 
 __all__ = [
     "DescentState",
@@ -56,8 +57,10 @@ __all__ = [
     "NonFiniteError",
     "Problem",
     "SearchResult",
+    "SingleLoop",
     "Stateful",
     "activation_search",
+    "amigo",
     "argmax",
     "baselines",
     "bounds",
@@ -72,6 +75,7 @@ __all__ = [
     "distilled",
     "explain",
     "exponentiate",
+    "f2sa",
     "factor_simplex",
     "gram",
     "hypergradient",
@@ -82,12 +86,15 @@ __all__ = [
     "linear",
     "lipschitz",
     "log",
+    "ma_soba",
+    "meha",
     "minibatches",
     "nets",
     "neumann",
     "newton",
     "nystrom",
     "one_step",
+    "partition",
     "plots",
     "project",
     "rank_agreement",
@@ -95,12 +102,15 @@ __all__ = [
     "rank_by_shared_weights",
     "restarted",
     "ridge",
+    "saba",
     "scale",
     "search",
     "side_by_side",
     "simplex_start",
+    "soba",
     "softmax",
     "solved",
+    "spaba",
     "spaces",
     "spectral",
     "spectral_alpha",

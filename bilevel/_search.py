@@ -17,17 +17,28 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from bilevel import geometry
-from bilevel._fingerprint import fingerprint
+from bilevel import _search_history, _single_loop, geometry
+from bilevel._fingerprint import check_same, fingerprint
 from bilevel._hypergradient import solution, stateful_hypergradient
 from bilevel._interrupts import held_interrupts
+from bilevel._processes import anyone, first, of_first, placed, together
 from bilevel._progress import progress_bar
-from bilevel._search_checks import check, chosen
+from bilevel._search_checks import check
 from bilevel._stream import Feed, Stream, feeding, of_step
 from bilevel.checkpoint import Saver, saving
-from bilevel.checks import concrete, floating, gradient_transformation
+from bilevel.checks import concrete, floating, gradient_transformation, whole
+from bilevel.estimate import Info
+from bilevel.meshes import automatic, beside, on_mesh, staying
 from bilevel.problem import Problem, parts
-from bilevel.protocols import Joint, Keyed, LowerSolver, Pytree, params_of
+from bilevel.protocols import (
+    DescentState,
+    Joint,
+    Keyed,
+    LowerSolver,
+    Pytree,
+    SingleLoop,
+    params_of,
+)
 from ntk._programs import fresh, program
 
 _QUANTITIES = ("lower loss", "weights", "outer loss", "hypergradient", "alpha")  # causes first
@@ -36,19 +47,9 @@ _CHUNK_SECONDS = 0.5  # between two updates of the progress bar, and two looks f
 _SAVE_SECONDS = 10.0  # between two checkpoints, or twenty times what writing one takes
 
 
-class DescentState(NamedTuple):
-    """State of :func:`descent`."""
-
-    alpha: Pytree
-    w: Pytree
-    solver: Pytree  # the lower solver's: momentum, warm starts
-    optimizer: Pytree  # of alpha
-    step: jax.Array  # [], int: outer steps done
-
-
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["alpha", "w", "history", "state"],
+    data_fields=["alpha", "w", "history", "state", "info"],
     meta_fields=["stopped"],
 )
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +61,7 @@ class SearchResult:
     history: dict[str, Any]  # name -> [steps, ...]; "alpha" as a pytree of those
     state: DescentState
     stopped: str  # "" when all steps were done, else why not
+    info: Info | None = None  # of a single loop's last direction, with diagnostics
 
 
 class NonFiniteError(FloatingPointError):
@@ -142,6 +144,9 @@ def descent(
         return DescentState(alpha, w, solver.start(alpha, w), state, jnp.zeros((), int))
 
     def step(state, data):
+        return automatic(on_one_mesh, (state, data), lambda: (state, None))
+
+    def on_one_mesh(state, data):
         train, valid = data
         hyper, solver_state = hypergradient(state.alpha, state.w, state.solver, train, valid)
 
@@ -172,7 +177,7 @@ def descent(
 
 def search(
     problem: Problem,
-    solver: LowerSolver,
+    solver: LowerSolver | SingleLoop,
     optimizer: optax.GradientTransformation,
     alpha: Pytree,
     w0: Pytree,
@@ -190,13 +195,15 @@ def search(
     chunk: int | None = None,
     diagnostics: bool = False,
     history: Sequence[str] | None = None,
+    history_every: int = 1,
 ) -> SearchResult:
     """Minimise the outer loss over ``alpha``: ``steps`` steps of :func:`descent`.
 
     Parameters
     ----------
     problem, solver, optimizer
-        As in :func:`descent`.
+        As in :func:`descent`. The solver may be a :class:`bilevel.SingleLoop` too, which moves
+        ``w`` and ``alpha`` together (:func:`bilevel.saba`).
     alpha, w0 : pytrees of floating arrays
         Where to start. The weights go on from one outer step to the next.
     train, valid : pytrees of arrays
@@ -208,6 +215,7 @@ def search(
         of ``valid`` only where the solver draws those of ``train`` itself
         (``unrolled(..., batches=...)``). :func:`bilevel.jointly` makes one of both at once;
         :func:`bilevel.stream` takes both from an iterator, and ``train`` and ``valid`` are None.
+        A single loop takes a :func:`bilevel.partition`; without it, all data at every step.
     key : jax.Array, optional
         Needed with ``batches``, here or in the solver.
     progress : bool, optional
@@ -224,11 +232,14 @@ def search(
     chunk : int, optional
         Steps between two chunks; by default about half a second's worth.
     diagnostics : bool
-        As in :func:`descent`.
+        As in :func:`descent`. Of a single loop, whose steps only report noisy residuals: whether
+        the result has ``info`` on its last direction, recomputed on all data.
     history : sequence of str, optional
         What to keep of every step: names of metrics, and ``"alpha"``. By default all; of an alpha
         or an aux over 64 KiB (16,384 numbers in float32) not its history, which has to be asked
         for.
+    history_every : int
+        Keep one row of so many steps: that of the last one.
 
     Returns
     -------
@@ -270,7 +281,8 @@ def search(
     """
     arrays = alpha, w0, train, valid, key
     traced = not concrete(arrays)
-    check(solver, arrays, steps, batches, resume, checkpoint, callback, every, chunk)
+    check(solver, arrays, steps, batches, resume, checkpoint, callback, every, chunk, diagnostics)
+    whole("history_every", history_every, 1)
     if traced and (
         progress or isinstance(batches, Stream) or (checkpoint, callback) != (None,) * 2
     ):
@@ -278,18 +290,25 @@ def search(
             "progress, checkpoint, callback and a stream: expected none of them under jit or vmap, "
             "got one."
         )
-    setup = _Setup(problem, solver, optimizer, batches, diagnostics)
-    data = (train, valid, key)
+    setup = _Setup(problem, solver, optimizer, batches, diagnostics, history_every)
+    given = (train, valid, key)
+    data = setup.prepared(given, steps)
     if traced:
         carry = setup.advance(setup.start(alpha, w0, data, steps, history), data, steps)
-        return SearchResult(carry.state.alpha, carry.state.w, carry.history, carry.state, "")
-    label = None if checkpoint is None else setup.fingerprint(alpha, w0, data, history)
+        state = carry.state
+        return SearchResult(state.alpha, state.w, carry.history, state, "", setup.info(state, data))
+    check_same(dict(zip(("alpha", "w0", "train", "valid", "key"), arrays, strict=True)))
+    label = None if checkpoint is None else setup.fingerprint(alpha, w0, given, history)
     with (
         saving(checkpoint, label, resume=resume, seconds=_SAVE_SECONDS) as saver,
         feeding(batches, data, saver.step or 0, steps, every, chunk) as feed,
+        on_mesh((alpha, w0, feed.first)),
     ):
-        carry = _resumed(saver, setup.start(alpha, w0, feed.first, steps, history), steps)
-        return _drive(setup, carry, feed, steps, saver, progress, callback, every, chunk)
+        begin = alpha, w0, feed.first
+        carry = beside(setup.start(*begin, steps, history), begin)
+        carry = _resumed(setup, saver, carry, steps)
+        found = _drive(setup, carry, feed, steps, saver, progress, callback, every, chunk)
+        return dataclasses.replace(found, info=setup.info(found.state, data))
 
 
 # ----------------------------------------------------------------------------- the compiled part
@@ -297,8 +316,8 @@ def search(
 
 class _Carry(NamedTuple):
     state: DescentState
-    history: dict[str, Any]  # [steps, ...] each, filled up to state.step
-    last: dict[str, jax.Array]  # the last step's losses, for the progress bar
+    history: dict[str, Any]  # [rows, ...] each, filled up to state.step
+    last: dict[str, jax.Array]  # the last step's: losses for the progress bar, a part of its row
     trouble: jax.Array  # [], int: 0, or 1 + the index of what was wrong: see _first_trouble
 
 
@@ -306,22 +325,37 @@ class _Setup(NamedTuple):
     """What a search is made of."""
 
     problem: Problem
-    solver: LowerSolver
+    solver: Any  # LowerSolver or SingleLoop
     optimizer: optax.GradientTransformation
     batches: Callable | Stream | None
     diagnostics: bool
+    history_every: int
+
+    def prepared(self, data, steps) -> Pytree:
+        """``(train, valid, key)`` as the steps take it."""
+        if isinstance(self.solver, SingleLoop):
+            return _single_loop.prepared(self.solver, self.batches, data, steps)
+        return data
 
     def start(self, alpha, w0, data, steps, names) -> _Carry:
-        init, _ = descent(*self[:3])
+        if isinstance(self.solver, SingleLoop):
+            state = _single_loop.start(*self[:3], alpha, w0, data)
+        else:
+            state = descent(*self[:3])[0](alpha, w0)
         # Copies: the loop's carry is donated, while the caller keeps the arrays, and a state may
         # hold the same one twice. With dtypes that are not weak, as a step returns them: else the
         # second chunk would be compiled anew.
-        state = jax.tree.map(lambda x: jnp.array(x, jnp.result_type(x), copy=True), init(alpha, w0))
-        _, metrics = jax.eval_shape(fresh(self.step), state, data)
-        row = chosen(names, metrics | {"alpha": state.alpha}, steps)
-        history = jax.tree.map(lambda x: jnp.zeros((steps, *x.shape), x.dtype), row)
-        last = {k: jnp.full((), jnp.nan, metrics[k].dtype) for k in _SHOWN}
+        state = jax.tree.map(lambda x: jnp.array(x, jnp.result_type(x), copy=True), state)
+        _, metrics = jax.eval_shape(fresh(self.step), state, state.step, data)
+        row = _search_history.chosen(names, metrics | {"alpha": state.alpha}, self.rows(steps))
+        history = _search_history.empty(row, self.rows(steps))
+        kept = _SHOWN if self.history_every == 1 else {*_SHOWN, *row} - {"alpha"}
+        last = jax.tree.map(_search_history.nothing, {k: metrics[k] for k in sorted(kept)})
         return _Carry(state, history, last, jnp.zeros((), int))
+
+    def rows(self, steps: int) -> int:
+        """Of the history of ``steps`` steps."""
+        return _search_history.row_count(steps, self.history_every)
 
     def fingerprint(self, alpha, w0, data, names) -> dict[str, str]:
         """What a checkpoint has to have been made from, to be resumed."""
@@ -331,7 +365,13 @@ class _Setup(NamedTuple):
         history = "all" if names is None else ", ".join(sorted(names))
         return fingerprint(self._asdict() | parts | {"alpha": alpha, "w0": w0, "history": history})
 
-    def step(self, state, data):
+    def step(self, state, number, data):
+        """Step ``number``, which is that of the state, but the same in all copies under vmap."""
+        return automatic(self._step, (state, number, data), lambda: (state, None))
+
+    def _step(self, state, number, data):
+        if isinstance(self.solver, SingleLoop):
+            return _single_loop.step(*self[:3], state, number, data)
         train, valid, key = of_step(data, state.step)
         _, step = descent(*self[:3], diagnostics=self.diagnostics)
         draw = None if isinstance(self.batches, Stream) else self.batches
@@ -349,22 +389,37 @@ class _Setup(NamedTuple):
     def advance(self, carry: _Carry, data, count) -> _Carry:
         """``count`` steps; those after a quantity stopped being finite change nothing."""
 
-        def body(_, carry):
+        def body(begun, data, i, carry):
             old, history, last, trouble = carry
-            new, metrics = self.step(old, data)
+            number = begun + i
+            new, metrics = self.step(old, number, data)
             trouble = jnp.where(trouble > 0, trouble, _first_trouble(new, metrics))
             good = trouble == 0
-            everything = metrics | {"alpha": new.alpha}
-            row = {name: everything[name] for name in history}
-            history = jax.tree.map(
-                lambda h, x: h.at[old.step].set(jnp.where(good, x, h[old.step])), history, row
+            history = _search_history.written(
+                history,
+                metrics | {"alpha": new.alpha},
+                last | {"alpha": old.alpha},
+                number,
+                old.step,
+                good,
+                self.history_every,
             )
             shown = {k: metrics[k] for k in last}
-            either = functools.partial(jnp.where, good)
-            state, last = jax.tree.map(either, (new, shown), (old, last))
+            state, last = _single_loop.either(good, (new, shown), (old, last))
             return _Carry(state, history, last, trouble)
 
-        return jax.lax.fori_loop(0, count, body, carry)
+        def loop(carry, data, count):
+            return jax.lax.fori_loop(
+                0, count, functools.partial(body, carry.state.step, data), carry
+            )
+
+        return automatic(loop, (carry, data, count), lambda: carry)
+
+    def info(self, state: DescentState, data: Pytree) -> Info | None:
+        """What is known of a single loop's direction at the end."""
+        if not (self.diagnostics and isinstance(self.solver, SingleLoop)):
+            return None
+        return _single_loop.info(self.problem, self.solver, state, data)
 
 
 def _first_trouble(state: DescentState, metrics: dict[str, jax.Array]) -> jax.Array:
@@ -380,9 +435,9 @@ def _first_trouble(state: DescentState, metrics: dict[str, jax.Array]) -> jax.Ar
     return jnp.where(bad.any(), 1 + jnp.argmax(bad), 0).astype(int)
 
 
-def _raise(trouble: int, carry: _Carry) -> None:
+def _raise(setup: _Setup, trouble: int, carry: _Carry) -> None:
     """What :func:`_first_trouble` found, as an exception."""
-    index, step, result = trouble - 1, int(carry.state.step), _result(carry, "not finite")
+    index, step, result = trouble - 1, int(carry.state.step), _result(setup, carry, "not finite")
     if index < len(_QUANTITIES):
         raise NonFiniteError(step, _QUANTITIES[index], result)
     name = geometry.names(carry.state.optimizer)[index - len(_QUANTITIES)]
@@ -397,16 +452,17 @@ def _drive(
 ) -> SearchResult:
     """Chunks of steps until all are done, with what the host does in between."""
     done, count, stopped = int(carry.state.step), chunk or 1, ""
-    advance = program(setup.advance, carry, feed.first, 1, donate=(0,))
+    advance = program(staying(setup.advance, carry), carry, feed.first, 1, donate=(0,))
     text = "outer {task.fields[value]:.4g}  lower {task.fields[lower]:.4g}"
     with (
-        progress_bar(progress, "search", steps, text, _SHOWN) as show,
+        progress_bar(progress if first() else False, "search", steps, text, _SHOWN) as show,
+        together("search"),
         held_interrupts() as interrupted,
     ):
         while done < steps:
             began = time.perf_counter()
             left = steps - done if every is None else min(steps - done, every - done % every)
-            data, running = feed(done, min(count, left))
+            data, running = feed(done, of_first(min(count, left)))
             if not running:
                 stopped = f"the batches ended after step {done}"
                 saver.save(done, functools.partial(_kept, carry), last=True)
@@ -415,18 +471,18 @@ def _drive(
             seconds = time.perf_counter() - began
             ran, done = int(carry.state.step) - done, int(carry.state.step)
             trouble = int(carry.trouble)
-            kept = functools.partial(_kept, carry)
+            kept = functools.partial(_kept, setup, carry)
             if done > 0:  # before that there is nothing to go on from
                 saver.save(done, kept, last=bool(trouble) or done == steps)
             if trouble:
-                _raise(trouble, carry)
+                _raise(setup, trouble, carry)
             show(done, lambda: {k: float(x) for k, x in carry.last.items()})  # noqa: B023
-            if interrupted():
+            if anyone(interrupted()):
                 stopped = f"interrupted after step {done}"
             elif (
                 callback is not None
                 and (every is None or done % every == 0 or done == steps)
-                and callback(_result(carry, ""))
+                and anyone(callback(_result(setup, carry, "")))
             ):
                 stopped = f"ended by the callback after step {done}"
             if stopped:
@@ -435,27 +491,22 @@ def _drive(
             # The first chunk's time is the compiler's; later ones double at most.
             if chunk is None:
                 count = max(1, min(2 * ran, int(ran * _CHUNK_SECONDS / max(seconds, 1e-6))))
-    return _result(carry, stopped)
+    return _result(setup, carry, stopped)
 
 
-def _result(carry: _Carry, stopped: str) -> SearchResult:
+def _result(setup: _Setup, carry: _Carry, stopped: str) -> SearchResult:
     # Copies: the carry's own buffers are donated to the next chunk.
     state = jax.tree.map(lambda x: jnp.array(x, copy=True), carry.state)
-    rows = jax.tree.map(np.copy, _rows(carry.history, int(state.step)))
+    rows = jax.tree.map(np.copy, _search_history.cut(carry.history, setup.rows(int(state.step))))
     return SearchResult(state.alpha, state.w, jax.device_put(rows), state, stopped)
 
 
-def _kept(carry: _Carry) -> Pytree:
+def _kept(setup: _Setup, carry: _Carry) -> Pytree:
     """What a checkpoint holds."""
-    return carry.state, _rows(carry.history, int(carry.state.step))
+    return carry.state, _search_history.cut(carry.history, setup.rows(int(carry.state.step)))
 
 
-def _rows(history: Pytree, count: int) -> Pytree:
-    """The first ``count`` rows, cut in numpy: JAX would compile a program for every count."""
-    return jax.tree.map(lambda h: np.asarray(h)[:count], history)
-
-
-def _resumed(saver: Saver, carry: _Carry, steps: int) -> _Carry:
+def _resumed(setup: _Setup, saver: Saver, carry: _Carry, steps: int) -> _Carry:
     """``carry`` as it was at the checkpoint's step, if there is one."""
     done = saver.step
     if done is None:
@@ -465,14 +516,15 @@ def _resumed(saver: Saver, carry: _Carry, steps: int) -> _Carry:
             f"steps: expected at least the {done} that the checkpoint holds, got {steps}."
         )
     # Shapes only: of steps not yet done there is nothing to read.
+    rows = setup.rows(done)
     like = jax.tree.map(
-        lambda h: jax.ShapeDtypeStruct((done, *h.shape[1:]), h.dtype), carry.history
+        lambda h: jax.ShapeDtypeStruct((rows, *h.shape[1:]), h.dtype), carry.history
     )
-    state, rows = saver.restore((carry.state, like))
+    state, kept = saver.restore((carry.state, like))
 
-    def filled(h, x):
-        return np.concatenate([x, np.zeros((steps - done, *x.shape[1:]), x.dtype)])
+    def filled(x):
+        return np.concatenate([x, np.zeros((setup.rows(steps) - rows, *x.shape[1:]), x.dtype)])
 
-    history = jax.tree.map(filled, carry.history, rows)
-    state, history = jax.device_put((state, history))
+    history = jax.tree.map(filled, kept)
+    state, history = jax.tree.map(placed, (state, history), (carry.state, carry.history))
     return carry._replace(state=state, history=history)

@@ -1,20 +1,17 @@
 """Arguments of :func:`bilevel.search`: what can be seen to be wrong before anything is compiled."""
 
-import warnings
-from collections.abc import Sequence
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
 from bilevel._stream import Stream
+from bilevel.batches import Partition
 from bilevel.checks import finite, floating, function, prng_key, whole
-from bilevel.protocols import Joint, params_of
-
-_LARGE = 2**16  # bytes; the history of a larger alpha is kept only where it is asked for
+from bilevel.protocols import Joint, SingleLoop, params_of
 
 
-def check(solver, arrays, steps, batches, resume, checkpoint, callback, every, chunk) -> None:
+def check(
+    solver, arrays, steps, batches, resume, checkpoint, callback, every, chunk, diagnostics
+) -> None:
     """Raise on anything wrong that can be seen before the first compilation."""
     alpha, w0, train, valid, key = arrays
     whole("steps", steps, 1)
@@ -25,6 +22,16 @@ def check(solver, arrays, steps, batches, resume, checkpoint, callback, every, c
         raise ValueError("train, valid: expected None beside a stream of both, got data.")
     if batches is not None and not streamed:
         function("batches", batches, "(key, data) -> batch")
+    if isinstance(solver, SingleLoop) and not isinstance(batches, Partition | None):
+        raise ValueError(
+            "batches: expected bilevel.partition(batch_size) for a single-loop method, got a "
+            "sampler of other batches."
+        )
+    if diagnostics and isinstance(solver, SingleLoop) and solver.adjoint is None:
+        raise ValueError(
+            "diagnostics: expected False for a method without an adjoint, got True; "
+            "hypergradient(problem, implicit()) at the result has an error estimate."
+        )
     if callback is not None:
         function("callback", callback, "result -> bool")
     if every is not None:
@@ -50,27 +57,3 @@ def check(solver, arrays, steps, batches, resume, checkpoint, callback, every, c
                 shape = jnp.shape(x)
                 raise ValueError(f"{name}: expected data, got an empty array of shape {shape}.")
             finite(name, x)
-
-
-def chosen(names: Sequence[str] | None, row: dict[str, Any], steps: int) -> dict[str, Any]:
-    """What of a step's ``row`` the history is to have."""
-    if isinstance(names, str):
-        raise ValueError(f"history: expected a sequence of names, got the string {names!r}.")
-    if names is not None:
-        for name in names:
-            if name not in row:
-                raise ValueError(
-                    f"history: expected names among {', '.join(sorted(row))}, got {name!r}."
-                )
-        return {name: row[name] for name in sorted(names)}
-    kept = dict(row)
-    for name in ("alpha", "aux"):
-        size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(row.get(name)))
-        if size > _LARGE:
-            del kept[name]
-            warnings.warn(
-                f"history: {name}'s would take {steps * size / 2**20:,.0f} MiB and is left out; "
-                f"name {name} in `history` to keep it.",
-                stacklevel=4,
-            )
-    return kept

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from bilevel.protocols import Inverse, LowerSolver, Pytree
+from bilevel.protocols import Inverse, LowerSolver, Pytree, SingleLoop
 from ntk._checks import (
     array,
     concrete,
@@ -194,7 +194,9 @@ def lower_solver(name: str, value: Any) -> LowerSolver:
     """Refuse what is not a lower solver, with the cure for the usual slips."""
     if isinstance(value, LowerSolver):
         return value
-    if isinstance(value, optax.GradientTransformation | optax.MultiSteps):
+    if isinstance(value, SingleLoop):
+        cure = "bilevel.search runs single-loop methods"
+    elif isinstance(value, optax.GradientTransformation | optax.MultiSteps):
         cure = "wrap it: unrolled(optimizer, steps)"
     elif _made_here(value):
         cure = "an inverse goes into implicit(inverse=...)"

@@ -25,9 +25,16 @@ def finite(name: str, tree: Any, what: str = "numbers") -> None:
     """
     for leaf in jax.tree.leaves(tree):
         inexact = jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
-        # In numpy, which computes at once even while JAX is tracing something else.
-        if inexact and concrete(leaf) and not np.isfinite(np.asarray(leaf)).all():
+        if inexact and concrete(leaf) and not _all_finite(leaf):
             raise ValueError(f"{name}: expected finite {what}, got NaN or infinity.")
+
+
+def _all_finite(x: Any) -> bool:
+    if isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated):
+        with jax.ensure_compile_time_eval():  # all processes together, with one answer
+            return bool(jnp.isfinite(x).all())
+    # In numpy, which computes at once even while JAX is tracing something else.
+    return bool(np.isfinite(np.asarray(x)).all())
 
 
 def nan_unless(good: Any, tree: Any) -> Any:

@@ -36,7 +36,7 @@ _KERNEL_ROWS = 100  # of the kernel whose smallest eigenvalue is shown: a second
 class Task(NamedTuple):
     """What is searched, on what; then what is trained, and how."""
 
-    space: Space  # in the precision asked for
+    space: SkipSpace  # in the precision asked for
     kernel: Callable[..., ntk.Kernels]
     parts: list[list[Part]]  # of each seed: training, validation, test rows
     seed: int

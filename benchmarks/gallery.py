@@ -2,10 +2,9 @@
 
     python benchmarks/gallery.py NAME ...    # inducing_points, ...; by default all, an hour
 
-
 An example has ``FULL``, the flags of its full runs, ``main(**flags) -> rows, what to draw`` and
-``picture([what to draw of each run], figure)``. Rows go to ``results/gallery.jsonl``, in the
-place of those that it has of the example, and pictures to docs/images.
+``picture([what to draw of each run], figure)``. Rows go to ``results/gallery.jsonl``, in the place
+of those that it has of the example, and pictures to docs/images.
 """
 
 import argparse
@@ -36,11 +35,14 @@ def example(name: str):
 
 def run(name: str) -> list[dict]:
     """The rows of all its full runs, with their processor time; the picture beside."""
+    import jax
     from matplotlib.figure import Figure
+    from PIL import Image
 
     from bilevel import plots
 
     module, rows, drawn = example(name), [], []
+    jax.config.update("jax_enable_x64", getattr(module, "X64", False))
     for flags in module.FULL:
         before = resource.getrusage(resource.RUSAGE_SELF)
         found, things = module.main(**flags)
@@ -51,7 +53,9 @@ def run(name: str) -> list[dict]:
     with plots.style():
         figure = Figure(SIZES[name], layout="constrained")
         module.picture(drawn, figure)
-        figure.savefig(IMAGES / f"gallery_{name}.png", dpi=100, metadata={"Software": None})
+        path = IMAGES / f"gallery_{name}.png"
+        figure.savefig(path, dpi=100, metadata={"Software": None})
+    Image.open(path).convert("RGB").quantize(128).save(path, optimize=True)  # a third of the size
     return rows
 
 
@@ -80,9 +84,6 @@ word_penalties = _table("word_penalties")
 
 
 def main() -> None:
-    import jax
-
-    jax.config.update("jax_enable_x64", True)
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", choices=[*SIZES, []], default=[])
     names = parser.parse_args().names or list(SIZES)

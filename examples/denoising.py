@@ -128,5 +128,4 @@ def picture(drawn, figure):
 
 
 if __name__ == "__main__":
-    jax.config.update("jax_enable_x64", True)
     main()

@@ -17,6 +17,7 @@ import bilevel
 import ntk
 
 RIDGE = 1e-6  # over the kernel's mean diagonal entry
+X64 = True  # small eigenvalues
 FULL = [
     {"data": "mnist", "each": 1, "steps": 2000},
     {"data": "mnist", "each": 10, "steps": 1000},
@@ -120,5 +121,5 @@ def picture(drawn, figure):
 
 
 if __name__ == "__main__":
-    jax.config.update("jax_enable_x64", True)
+    jax.config.update("jax_enable_x64", X64)
     main()

@@ -1,0 +1,68 @@
+"""Where arrays lie: over the devices of a mesh, by rows or otherwise.
+
+``jax.make_mesh`` makes axes *explicit*: the sharding is then part of an array's type, and operations
+that do not say how their result is sharded are errors. The programs here leave that to the
+compiler. So arrays of explicit axes are taken as the same arrays over the same devices with
+*automatic* axes, which moves no data.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import AxisType, Mesh, NamedSharding
+
+from ntk._checks import concrete
+
+
+class Rows(NamedTuple):
+    """Rows divided among the devices along one or several axes of a mesh."""
+
+    mesh: Mesh
+    axis: Any  # a name, or a tuple of names
+
+    @property
+    def devices(self) -> int:
+        names = self.axis if isinstance(self.axis, tuple) else (self.axis,)
+        size = 1
+        for name in names:
+            size *= self.mesh.shape[name]
+        return size
+
+
+def automatic(x: Any) -> Any:
+    """The arrays of a tree, over meshes of automatic axes."""
+    return jax.tree.map(_automatic, x)
+
+
+def _automatic(x):
+    if not concrete(x):
+        return _unsharded(x)
+    sharding = getattr(x, "sharding", None)
+    if not isinstance(sharding, NamedSharding) or not _explicit(sharding.mesh):
+        return x
+    mesh = Mesh(sharding.mesh.devices, sharding.mesh.axis_names)
+    return jax.device_put(x, NamedSharding(mesh, sharding.spec))
+
+
+def _unsharded(x):
+    """A traced array of explicit axes, copied to all devices."""
+    mesh = jax.typeof(x).sharding.mesh
+    if not _explicit(mesh):
+        return x
+    return jax.sharding.reshard(x, jax.sharding.PartitionSpec())
+
+
+def _explicit(mesh) -> bool:
+    return AxisType.Explicit in getattr(mesh, "axis_types", ())
+
+
+def rows_of(x: Any) -> Rows | None:
+    """How the first axis of an array is divided; None where it is not, or ``x`` is traced."""
+    sharding = getattr(x, "sharding", None) if concrete(x) else None
+    if not isinstance(sharding, NamedSharding) or not sharding.spec:
+        return None
+    axis = sharding.spec[0]
+    if axis is None:
+        return None
+    found = Rows(sharding.mesh, axis)
+    return found if found.devices > 1 else None

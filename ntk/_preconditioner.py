@@ -54,6 +54,11 @@ def solve(P: Preconditioner, v: jax.Array) -> jax.Array:
     return scaled - _product(P.factor, inner) / P.diagonal[:, None]
 
 
+def times(P: Preconditioner, v: jax.Array) -> jax.Array:
+    """``P v`` for v [n, q]."""
+    return P.diagonal[:, None] * v + _product(P.factor, _product(P.factor.T, v))
+
+
 def inverse_diagonal(P: Preconditioner) -> jax.Array:
     """The diagonal of ``P^-1`` [n]."""
 

@@ -11,7 +11,8 @@ what is needed to go on is kept after it: the same command goes on after a kill.
     python benchmarks/large_kernel.py --table            # the results file as Markdown
 
 Published, on the same images: 1.21 % for the best Gaussian process of Lee et al. (2018), trained on
-50,000 images, its depth and variances chosen on 10,000 more. Here nothing was chosen on test images.
+50,000 images, its depth and variances chosen on 10,000 more. Here nothing was chosen on test
+images.
 """
 
 import resource
@@ -142,7 +143,9 @@ def measure(flags) -> harness.Row:
     start = kept.load()
     print(f"{rows} rows: a factor of rank {rank} for the preconditioner", flush=True)
     partial = jax.block_until_ready(ntk.partial_cholesky(K, rank, key=jax.random.key(0)))
-    print(f"done, {kept.clock.read()[0]:.0f} s; it leaves {partial.rest.mean():.3f} of 6", flush=True)
+    print(
+        f"done, {kept.clock.read()[0]:.0f} s; it leaves {partial.rest.mean():.3f} of 6", flush=True
+    )
     fit = ntk.iterative_regression(
         K,
         y,

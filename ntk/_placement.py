@@ -1,15 +1,15 @@
 """Where arrays lie: over the devices of a mesh, by rows or otherwise.
 
-``jax.make_mesh`` makes axes *explicit*: the sharding is then part of an array's type, and operations
-that do not say how their result is sharded are errors. The programs here leave that to the
-compiler. So arrays of explicit axes are taken as the same arrays over the same devices with
+``jax.make_mesh`` makes axes *explicit*: the sharding is then part of an array's type, and
+operations that do not say how their result is sharded are errors. The programs here leave that to
+the compiler. So arrays of explicit axes are taken as the same arrays over the same devices with
 *automatic* axes, which moves no data.
 """
 
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ntk._checks import concrete
 
@@ -49,7 +49,7 @@ def _unsharded(x):
     mesh = jax.typeof(x).sharding.mesh
     if not _explicit(mesh):
         return x
-    return jax.sharding.reshard(x, jax.sharding.PartitionSpec())
+    return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec()))
 
 
 def _explicit(mesh) -> bool:
@@ -61,8 +61,8 @@ def rows_of(x: Any) -> Rows | None:
     sharding = getattr(x, "sharding", None) if concrete(x) else None
     if not isinstance(sharding, NamedSharding) or not sharding.spec:
         return None
-    axis = sharding.spec[0]
-    if axis is None:
+    mesh, axis = sharding.mesh, sharding.spec[0]
+    if axis is None or not isinstance(mesh, Mesh):
         return None
-    found = Rows(sharding.mesh, axis)
+    found = Rows(mesh, axis)
     return found if found.devices > 1 else None

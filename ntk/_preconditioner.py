@@ -26,7 +26,7 @@ class Preconditioner(NamedTuple):
 
 
 def preconditioner(partial: PartialCholesky | None, diagonal, penalty) -> Preconditioner:
-    """For ``K + penalty I``; ``diagonal`` [n] is that of K, for the case that there is no factor."""
+    """For ``K + penalty I``; ``diagonal`` [n], K's, is for the case that there is no factor."""
     if partial is None:
         factor, rest = jnp.zeros((len(diagonal), 0), diagonal.dtype), diagonal
     else:

@@ -6,8 +6,8 @@ computed once. Rows beyond the last are copies of the first, times 0.
 
 Over devices, each keeps its rows of the inputs. Those of the others come by in a ring, half way
 round, and what is summed for them goes with them and home at the end: every pair is computed once
-(with an even number of devices, those half way round twice), by all devices at once. A product sends
-``n / 2`` rows of inputs, vector and result through each link.
+(with an even number of devices, those half way round twice), by all devices at once. For a product
+``n / 2`` rows of inputs, vector and result go through each link.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
 
 from ntk._rows import blocks
 

@@ -11,13 +11,12 @@ import jax.numpy as jnp
 
 from ntk import _empirical
 from ntk._placement import automatic
-from ntk._rows import length
 from ntk._sample import Apply, network
 from ntk.finite import _batch, _finite, _pair, empirical_kernel, gradient_norms
-from ntk.operator import Operator
+from ntk.operator import Operator, pytree
 
 
-@jax.tree_util.register_pytree_node_class
+@pytree
 class EmpiricalOperator(Operator):
     """The tangent kernel ``J(x) J(x2)'`` of a finite network's summed outputs.
 
@@ -51,10 +50,14 @@ class EmpiricalOperator(Operator):
 
     Examples
     --------
-    >>> K = EmpiricalOperator(lambda w, x: x @ w, jnp.ones(2), jnp.array([[1.0, 0.0], [1.0, 1.0]]))
+    >>> x = jnp.array([[1.0, 0.0], [1.0, 1.0]])
+    >>> K = EmpiricalOperator(lambda w, x: x @ w, jnp.ones(2), x)
     >>> K @ jnp.array([1.0, 0.0]), K.diagonal()
     (Array([1., 1.], dtype=float...), Array([1., 2.], dtype=float...))
     """
+
+    arrays = "params", "x", "x2"
+    static = "apply", "batch_size", "dtype"
 
     def __init__(
         self, apply: Apply, params: Any, x: Any, x2: Any = None, *, batch_size: int | None = None
@@ -66,25 +69,6 @@ class EmpiricalOperator(Operator):
         self.params, self.x, self.x2 = automatic((params, x, x2))
         self.dtype = _outputs(apply, self.params, self.x).dtype
         self._programs = {}
-
-    def tree_flatten(self):
-        return (self.params, self.x, self.x2), (self.apply, self.batch_size, self.dtype)
-
-    @classmethod
-    def tree_unflatten(cls, fields, children):
-        new = object.__new__(cls)
-        new.params, new.x, new.x2 = children
-        new.apply, new.batch_size, new.dtype = fields
-        new._programs = {}
-        return new
-
-    @property
-    def shape(self) -> tuple[int, int]:  # type: ignore[override]
-        return length(self.x), length(self._of_columns)
-
-    @property
-    def _of_columns(self):
-        return self.x if self.x2 is None else self.x2
 
     def at(self, x: Any) -> "EmpiricalOperator":
         """The kernel of other samples with those of the rows, for predictions.
@@ -117,9 +101,7 @@ class EmpiricalOperator(Operator):
 
     def _columns(self, indices):
         chosen = jax.tree.map(lambda x: x[indices], self._of_columns)
-        return empirical_kernel(
-            self.apply, self.params, self.x, chosen, batch_size=self.batch_size
-        )
+        return empirical_kernel(self.apply, self.params, self.x, chosen, batch_size=self.batch_size)
 
     def _diagonal(self):
         return gradient_norms(self.apply, self.params, self.x, batch_size=self.batch_size)

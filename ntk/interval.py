@@ -106,9 +106,7 @@ def eigenvalue_interval(
     if not 0 < number("failure", failure) < 1:
         raise ValueError(f"failure: expected a probability between 0 and 1, got {failure}.")
     if partial is not None and not isinstance(partial, PartialCholesky):
-        raise ValueError(
-            f"partial: expected the result of partial_cholesky, got {short(partial)}."
-        )
+        raise ValueError(f"partial: expected the result of partial_cholesky, got {short(partial)}.")
     missed = missed_part(K.shape[0], steps, block, float(failure) / 2)
 
     def run(K, partial, key):

@@ -10,8 +10,8 @@ of Cauchy and Schwarz in the product ``u' A^-1 v``,
     e^2 <= (k' A^-1 k) (r' A^-1 r),    k = k(X, x).
 
 The kernel of X and x together is positive semidefinite, and so is the penalty on X: of
-``[A, k; k', k(x, x)]`` the Schur complement says ``k' A^-1 k <= k(x, x)``. With a number lambda that
-is not over the smallest eigenvalue of A, ``r' A^-1 r <= |r|^2 / lambda``. Together
+``[A, k; k', k(x, x)]`` the Schur complement says ``k' A^-1 k <= k(x, x)``. With a number lambda
+that is not over the smallest eigenvalue of A, ``r' A^-1 r <= |r|^2 / lambda``. Together
 
     |e| <= sqrt(k(x, x) / lambda) |r|,
 
@@ -170,17 +170,17 @@ def iterative_regression(
         n = K.shape[0]
         raise ValueError(f"y: expected shape [{n}] or [{n}, outputs], got {y.shape}.")
     finite("y", y, "targets")
-    penalty = checked_penalty(penalty, K.dtype)
+    ridge = checked_penalty(penalty, K.dtype)
     columns = automatic(y.astype(jnp.result_type(y, K.dtype)).reshape(len(y), -1))
     # All of one length: what a direction adds is held against the largest.
     scale = jnp.sqrt(jnp.sum(columns**2, axis=0))
     unit = columns / jnp.where(scale > 0, scale, 1)
-    state = solved(K, unit, penalty, partial, tol, steps, start, callback)
+    state = solved(K, unit, ridge, partial, tol, steps, start, callback)
     shape = y.shape[1:]
     relative = state.residual.reshape(shape)
     weights = (state.weights * scale).reshape(y.shape)
     found = IterativeRegression(
-        weights, relative * scale.reshape(shape), relative, state.steps, penalty
+        weights, relative * scale.reshape(shape), relative, state.steps, ridge
     )
     if concrete(found) and np.isnan(relative).any():
         raise ValueError(
@@ -270,9 +270,7 @@ def solved(
 def _check(K, B, partial, start, callback):
     n, q = B.shape
     if partial is not None and not isinstance(partial, PartialCholesky):
-        raise ValueError(
-            f"partial: expected the result of partial_cholesky, got {short(partial)}."
-        )
+        raise ValueError(f"partial: expected the result of partial_cholesky, got {short(partial)}.")
     if partial is not None and len(partial.factor) != n:
         raise ValueError(f"partial: expected {n} rows, as K has, got {len(partial.factor)}.")
     if start is not None and not isinstance(start, SolverState):

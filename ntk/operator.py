@@ -22,15 +22,32 @@ from ntk import _tiles
 from ntk._checks import array, concrete, finite, function, known, whole
 from ntk._placement import automatic, rows_of
 from ntk._programs import program
+from ntk._rows import length
 from ntk.kernel_functions import KernelFunction, kernel_matrix
 
 
 class Operator:
-    """A matrix of products: what both have in common, checks of their arguments."""
+    """A matrix of products: what both have in common, checks of their arguments.
 
-    shape: tuple[int, int]
+    Subclasses have inputs ``x`` of the rows and ``x2`` of the columns (None for the same), and name
+    the fields that are arrays and those that are not.
+    """
+
+    arrays: tuple[str, ...]
+    static: tuple[str, ...]
+    x: Any
+    x2: Any
     dtype: Any
     _programs: dict
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns."""
+        return length(self.x), length(self._of_columns)
+
+    @property
+    def _of_columns(self):
+        return self.x if self.x2 is None else self.x2
 
     def __matmul__(self, v: chex.Array) -> jax.Array:
         v = array("v", v)
@@ -85,7 +102,25 @@ def _method(what: str):
     return lambda operator, *args: getattr(operator, f"_{what}")(*args)
 
 
-@jax.tree_util.register_pytree_node_class
+def pytree(cls: type) -> type:
+    """Register a class of operators: their arrays are leaves."""
+
+    def flatten(operator):
+        fields = [[getattr(operator, name) for name in names] for names in (cls.arrays, cls.static)]
+        return fields[0], tuple(fields[1])
+
+    def unflatten(static, arrays):
+        new = object.__new__(cls)
+        for name, value in zip((*cls.arrays, *cls.static), (*arrays, *static), strict=True):
+            setattr(new, name, value)
+        new._programs = {}
+        return new
+
+    jax.tree_util.register_pytree_node(cls, flatten, unflatten)
+    return cls
+
+
+@pytree
 class KernelOperator(Operator):
     """The matrix ``K(x, x2)`` of a kernel function, of which tiles are computed when asked for.
 
@@ -137,6 +172,9 @@ class KernelOperator(Operator):
     Array([4.], dtype=float...)
     """
 
+    arrays = "x", "x2"
+    static = "kernel", "get", "tile", "rows", "others", "dtype"
+
     def __init__(
         self,
         kernel: KernelFunction,
@@ -156,22 +194,6 @@ class KernelOperator(Operator):
         few = self.x[:1], None if self.x2 is None else self.x2[:1]
         self.dtype = jax.eval_shape(self._tile, *few).dtype
         self._programs = {}
-
-    def tree_flatten(self):
-        fields = self.kernel, self.get, self.tile, self.rows, self.others, self.dtype
-        return (self.x, self.x2), fields
-
-    @classmethod
-    def tree_unflatten(cls, fields, children):
-        new = object.__new__(cls)
-        new.x, new.x2 = children
-        new.kernel, new.get, new.tile, new.rows, new.others, new.dtype = fields
-        new._programs = {}
-        return new
-
-    @property
-    def shape(self) -> tuple[int, int]:  # type: ignore[override]
-        return len(self.x), len(self.x if self.x2 is None else self.x2)
 
     def at(self, x: chex.Array) -> "KernelOperator":
         """The kernel of other inputs with those of the rows, ``k(x, X)``: for predictions.
@@ -200,10 +222,10 @@ class KernelOperator(Operator):
             return self._other_columns_times(v)
         if self.rows is None:
             return _tiles.symmetric(self._tile, self.x, v, self.tile)
-        mesh, axis = self.rows
+        (mesh, axis), devices = self.rows, self.rows.devices
 
         def own(x, v):
-            return _tiles.ring(self._tile, x, v, self.tile, axis, self.rows.devices)
+            return _tiles.ring(self._tile, x, v, self.tile, axis, devices)
 
         return _tiles.over(mesh, own, (P(axis), P(axis)), P(axis))(self.x, v)
 
@@ -221,7 +243,7 @@ class KernelOperator(Operator):
         return _tiles.over(mesh, summed, (P(), P(axis), P(axis)), P())(self.x, self.x2, v)
 
     def _columns(self, indices):
-        chosen = (self.x if self.x2 is None else self.x2)[indices]
+        chosen = self._of_columns[indices]
         return self._by_rows(
             lambda x, chosen: _tiles.columns(self._tile, x, chosen, self.tile), chosen
         )

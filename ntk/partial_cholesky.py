@@ -15,7 +15,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from ntk._checks import concrete, whole
+from ntk._checks import whole
 from ntk._programs import program
 from ntk.operator import Operator
 

@@ -3,7 +3,8 @@
 ``jax.make_mesh`` makes axes *explicit*: the sharding is then part of an array's type, and
 operations that do not say how their result is sharded are errors. The programs here leave that to
 the compiler. So arrays of explicit axes are taken as the same arrays over the same devices with
-*automatic* axes, which moves no data.
+*automatic* axes, which moves no data; under ``jax.set_mesh``, where there can be no other mesh,
+they are copied to all devices.
 """
 
 from typing import Any, NamedTuple
@@ -30,26 +31,36 @@ class Rows(NamedTuple):
 
 
 def automatic(x: Any) -> Any:
-    """The arrays of a tree, over meshes of automatic axes."""
+    """The arrays of a tree without explicit axes: of automatic ones, or copied to all devices."""
     return jax.tree.map(_automatic, x)
 
 
 def _automatic(x):
-    if not concrete(x):
-        return _unsharded(x)
-    sharding = getattr(x, "sharding", None)
+    sharding = jax.typeof(x).sharding if not concrete(x) else getattr(x, "sharding", None)
     if not isinstance(sharding, NamedSharding) or not _explicit(sharding.mesh):
         return x
-    mesh = Mesh(sharding.mesh.devices, sharding.mesh.axis_names)
-    return jax.device_put(x, NamedSharding(mesh, sharding.spec))
+    if concrete(x) and not in_explicit_mesh():
+        mesh = Mesh(sharding.mesh.devices, sharding.mesh.axis_names)
+        return jax.device_put(x, NamedSharding(mesh, sharding.spec))
+    # All else is to be of that mesh: a traced array, and what is made under `jax.set_mesh`.
+    return jax.sharding.reshard(x, NamedSharding(sharding.mesh, PartitionSpec()))
 
 
-def _unsharded(x):
-    """A traced array of explicit axes, copied to all devices."""
-    mesh = jax.typeof(x).sharding.mesh
-    if not _explicit(mesh):
+def by_rows(x: Any, rows: "Rows | None") -> Any:
+    """``x`` as ``rows`` says, where a ``shard_map`` of explicit axes asks for it."""
+    if rows is None or not _explicit(rows.mesh):
         return x
-    return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec()))
+    return jax.sharding.reshard(x, NamedSharding(rows.mesh, PartitionSpec(rows.axis)))
+
+
+def keeping_rows(x: Any) -> Any:
+    """:func:`automatic`, but for rows that are divided in the mesh of ``jax.set_mesh``."""
+    return x if in_explicit_mesh() and rows_of(x) else automatic(x)
+
+
+def in_explicit_mesh() -> bool:
+    """Whether ``jax.set_mesh`` says so."""
+    return _explicit(jax.sharding.get_abstract_mesh())
 
 
 def _explicit(mesh) -> bool:

@@ -7,7 +7,6 @@ all samples, ``J u`` one pass in forward mode. What has such operators: :mod:`nt
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from ntk import _empirical
 from ntk._placement import automatic
@@ -50,6 +49,7 @@ class EmpiricalOperator(Operator):
 
     Examples
     --------
+    >>> import jax.numpy as jnp
     >>> x = jnp.array([[1.0, 0.0], [1.0, 1.0]])
     >>> K = EmpiricalOperator(lambda w, x: x @ w, jnp.ones(2), x)
     >>> K @ jnp.array([1.0, 0.0]), K.diagonal()

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from ntk import _tiles
 from ntk._checks import array, concrete, finite, function, known, whole
-from ntk._placement import automatic, rows_of
+from ntk._placement import automatic, by_rows, keeping_rows, rows_of
 from ntk._programs import program
 from ntk._rows import length
 from ntk.kernel_functions import KernelFunction, kernel_matrix
@@ -191,7 +191,7 @@ class KernelOperator(Operator):
         self.x2 = None if x2 is None else _inputs("x2", x2)
         self.rows = rows_of(self.x)
         self.others = self.rows if x2 is None else rows_of(self.x2)
-        few = self.x[:1], None if self.x2 is None else self.x2[:1]
+        few = _one(self.x), None if self.x2 is None else _one(self.x2)
         self.dtype = jax.eval_shape(self._tile, *few).dtype
         self._programs = {}
 
@@ -227,7 +227,8 @@ class KernelOperator(Operator):
         def own(x, v):
             return _tiles.ring(self._tile, x, v, self.tile, axis, devices)
 
-        return _tiles.over(mesh, own, (P(axis), P(axis)), P(axis))(self.x, v)
+        found = _tiles.over(mesh, own, (P(axis), P(axis)), P(axis))(self.x, by_rows(v, self.rows))
+        return automatic(found)
 
     def _other_columns_times(self, v):
         def run(x, x2, v):
@@ -240,10 +241,11 @@ class KernelOperator(Operator):
         def summed(*own):
             return jax.lax.psum(run(*own), axis)
 
-        return _tiles.over(mesh, summed, (P(), P(axis), P(axis)), P())(self.x, self.x2, v)
+        total = _tiles.over(mesh, summed, (P(), P(axis), P(axis)), P())
+        return total(automatic(self.x), self.x2, by_rows(v, self.others))
 
     def _columns(self, indices):
-        chosen = self._of_columns[indices]
+        chosen = automatic(self._of_columns)[indices]
         return self._by_rows(
             lambda x, chosen: _tiles.columns(self._tile, x, chosen, self.tile), chosen
         )
@@ -256,7 +258,8 @@ class KernelOperator(Operator):
         if self.rows is None:
             return run(self.x, *same)
         mesh, axis = self.rows
-        return _tiles.over(mesh, run, (P(axis), *(P() for _ in same)), P(axis))(self.x, *same)
+        by_device = _tiles.over(mesh, run, (P(axis), *(P() for _ in same)), P(axis))
+        return automatic(by_device(self.x, *automatic(same)))
 
 
 def _inputs(name: str, x: Any) -> jax.Array:
@@ -264,4 +267,8 @@ def _inputs(name: str, x: Any) -> jax.Array:
     if x.ndim == 0 or not x.size:
         raise ValueError(f"{name}: expected inputs [n, ...] with n at least 1, got {x.shape}.")
     finite(name, x, "inputs")
-    return automatic(x)
+    return keeping_rows(x)
+
+
+def _one(x):
+    return jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype)

@@ -46,7 +46,7 @@ class SolverState(NamedTuple):
 def start(P: Preconditioner, B: jax.Array) -> SolverState:
     """At X = 0."""
     Q, S, C = _orthonormal(B, solve(P, B))
-    residual = jnp.where(_lengths(B) > 0, 1, 0).astype(B.dtype)
+    residual = _relative(B, B)  # 1; 0 of what is 0, and NaN of NaN
     return SolverState(
         jnp.zeros_like(B),
         Q,

@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 
 from ntk import _preconditioner
-from ntk._checks import number, short, whole
+from ntk._checks import number, prng_key, short, whole
 from ntk._programs import program
 from ntk.operator import Operator
 from ntk.partial_cholesky import PartialCholesky, square
@@ -97,6 +97,7 @@ def eigenvalue_interval(
     (True, Array(1., dtype=float...))
     """
     square("K", K)
+    prng_key("key", key)
     steps, block = whole("steps", steps, 2), whole("block", block, 1)
     if steps * block > K.shape[0]:
         raise ValueError(
@@ -141,8 +142,8 @@ def _interval(K, partial, key, steps, block, missed) -> EigenvalueInterval:
     low = values[0]
     high = jnp.max(jnp.where(values < far / 2, values, low))
     # lambda_max is at most high / (1 - e), and so is the spread of which a part e is missed.
-    most = high / (1 - missed)
-    lower = low - missed / (1 - missed) * (most - low)
+    share = min(missed, 0.999)
+    lower = low - share / (1 - share) * (high / (1 - share) - low)
     lower = jnp.where(missed < 1, jnp.maximum(lower * level, 0), 0)
     vector = _times(V, _least(T, _times(V.T, V)))
     vector = vector / jnp.linalg.norm(vector)

@@ -259,12 +259,14 @@ def solved(
     state = state if start is None else jax.tree.map(jnp.asarray, start)
     given = K, P, penalty, B
     if callback is None or not concrete(given, state):
-        return program(all_steps, *given, state)(*given, state)
-    run = program(once, *given, state)
-    while _block_cg.unfinished(state, tol, steps):
-        state = run(*given, state)
-        callback(state)
-    return state
+        state = program(all_steps, *given, state)(*given, state)
+    else:
+        run = program(once, *given, state)
+        while _block_cg.unfinished(state, tol, steps):
+            state = run(*given, state)
+            callback(state)
+    failed = jnp.isnan(state.residual).any()
+    return state._replace(weights=jnp.where(failed, jnp.nan, state.weights))
 
 
 def _check(K, B, partial, start, callback):

@@ -18,7 +18,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from ntk._checks import short, whole
+from ntk._checks import prng_key, short, whole
 from ntk._preconditioner import inverse_diagonal, preconditioner, solve
 from ntk._programs import program
 from ntk.iterative import IterativeRegression, solved
@@ -91,6 +91,7 @@ def leave_one_out_estimate(
     Array([1., 2., 3.], dtype=float...)
     """
     square("K", K)
+    prng_key("key", key)
     if not isinstance(fit, IterativeRegression):
         raise ValueError(f"fit: expected an IterativeRegression, got {short(fit)}.")
     n = K.shape[0]

@@ -52,7 +52,7 @@ class Operator:
     def __matmul__(self, v: chex.Array) -> jax.Array:
         v = array("v", v)
         rows = self.shape[1]
-        if v.ndim not in (1, 2) or v.shape[0] != rows:
+        if v.ndim not in (1, 2) or v.shape[0] != rows or not v.size:
             raise ValueError(f"v: expected shape [{rows}] or [{rows}, columns], got {v.shape}.")
         v = automatic(v.astype(jnp.result_type(v, self.dtype)))
         found = self._run("times", v.reshape(rows, -1))
@@ -102,7 +102,7 @@ def _method(what: str):
     return lambda operator, *args: getattr(operator, f"_{what}")(*args)
 
 
-def pytree(cls: type) -> type:
+def pytree(cls: type["Operator"]) -> type:
     """Register a class of operators: their arrays are leaves."""
 
     def flatten(operator):
@@ -110,7 +110,7 @@ def pytree(cls: type) -> type:
         return fields[0], tuple(fields[1])
 
     def unflatten(static, arrays):
-        new = object.__new__(cls)
+        new: Any = object.__new__(cls)
         for name, value in zip((*cls.arrays, *cls.static), (*arrays, *static), strict=True):
             setattr(new, name, value)
         new._programs = {}

@@ -15,7 +15,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from ntk._checks import whole
+from ntk._checks import prng_key, whole
 from ntk._programs import program
 from ntk.operator import Operator
 
@@ -45,12 +45,12 @@ def partial_cholesky(K: Operator, rank: int, *, key: chex.PRNGKey) -> PartialCho
     Returns
     -------
     PartialCholesky
-        ``rest`` is 0 at the pivots. Columns beyond the rank of K are 0.
+        ``rest`` is 0 at the pivots. Columns beyond the rank of K are 0, up to the root of rounding.
 
     Raises
     ------
     ValueError
-        If ``K`` is no square operator, or ``rank`` is not from 1 to n.
+        If ``K`` is no square operator, ``key`` no key, or ``rank`` is not from 1 to n.
 
     Notes
     -----
@@ -72,6 +72,7 @@ def partial_cholesky(K: Operator, rank: int, *, key: chex.PRNGKey) -> PartialCho
            [1., 4., 5.]], dtype=float...)
     """
     square("K", K)
+    prng_key("key", key)
     rank = whole("rank", rank, 1)
     if rank > K.shape[0]:
         raise ValueError(f"rank: expected at most the {K.shape[0]} rows of K, got {rank}.")

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import finite_differences
 
 import ntk
-from helpers import finite_differences
 
 rng = np.random.default_rng(0)
 

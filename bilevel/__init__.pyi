@@ -47,7 +47,7 @@ from .spectral import (
     spectral_predict,
 )
 from .stability import lipschitz
-from .stochastic import amigo, f2sa, ma_soba, meha, saba, soba, spaba
+from .stochastic import amigo, f2sa, ma_soba, meha, paced, saba, soba, spaba
 
 __all__ = [
     "DescentState",
@@ -94,6 +94,7 @@ __all__ = [
     "newton",
     "nystrom",
     "one_step",
+    "paced",
     "partition",
     "plots",
     "project",

@@ -61,7 +61,9 @@ class Plan(NamedTuple):
 def run_search(config: Search) -> dict[str, Any]:
     """Run the job; print its table, write its run directory, return what `result.json` holds."""
     config.check()
-    with run_directory(config, ("steps", "devices"), keeps="the search is kept as far as it came") as folder:
+    with run_directory(
+        config, ("steps", "devices"), keeps="the search is kept as far as it came"
+    ) as folder:
         with report.phases(config.progress, _work(config)) as bar:
             began = time.perf_counter()
             bar.enter("data")

@@ -41,7 +41,6 @@ class Mover(NamedTuple):
 
 def mover(rate: Rate | None) -> Mover:
     """By a rate; None: in a measured metric."""
-
     if rate is not None:
         fixed = rate
 

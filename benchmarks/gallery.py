@@ -66,6 +66,8 @@ def _shown(value) -> str:
 def _table(name: str):
     def of_rows(rows: list[dict]) -> str:
         runs = where(rows, part=name)
+        if not runs:
+            return "No full run yet."
         found = [row for run in runs for row in run["rows"]]
         total = sum(run["cpu_seconds"] for run in runs)
         lines = ([_shown(v) for v in row.values()] for row in found)

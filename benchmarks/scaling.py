@@ -211,8 +211,10 @@ def report(rows) -> str:
     text = []
     if found := harness.where(rows, what="counted"):
         lines = [
-            (r["devices"], f"{r['rows']:,}", r["sums"], r["of_weights"], f"{r['bytes']:,}")
-            + (f"{r['largest']:,}", ", ".join(r["others"]) or "none")
+            (
+                *(r["devices"], f"{r['rows']:,}", r["sums"], r["of_weights"]),
+                *(f"{r['bytes']:,}", f"{r['largest']:,}", ", ".join(r["others"]) or "none"),
+            )
             for r in found
         ]
         head = ("devices", "rows", "sums a step", "of the weights' size", "bytes a step")

@@ -31,14 +31,18 @@ class Race(NamedTuple):
     ratios: tuple[float, ...]  # and those over alpha's
 
 
-def simulated(seed: int = 0, n: int = 1024, p: int = 100) -> Race:
-    """Quadratics with a matrix of rank one for every row, stored dense, condition 10."""
+def simulated(seed: int = 0, n: int = 1024, p: int = 100, condition: float = 10) -> Race:
+    """Quadratics with a matrix of rank one for every row, stored dense."""
     rng = np.random.default_rng(seed)
 
     def half(dim):
-        """Rows whose second moment has a spectrum from 0.1 to 1."""
+        """Rows whose second moment has a spectrum up to 1."""
         basis = np.linalg.qr(rng.normal(size=(dim, dim)))[0]
-        return rng.normal(size=(n, dim)) @ (basis * np.logspace(-0.5, 0, dim)) @ basis.T
+        return (
+            rng.normal(size=(n, dim))
+            @ (basis * np.logspace(-0.5 * np.log10(condition), 0, dim))
+            @ basis.T
+        )
 
     def side():
         a, b, x = half(p), half(p), rng.normal(size=(n, p))

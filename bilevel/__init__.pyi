@@ -17,9 +17,11 @@ from . import (
     strategies,
     train_free,
 )
+from ._descent import descent
 from ._hypergradient import HyperGradient, hypergradient
 from ._log import log
-from ._search import NonFiniteError, SearchResult, descent, search
+from ._processes import LostProcessError
+from ._search import NonFiniteError, SearchResult, search
 from ._stream import stream
 from ._training_error import standard_error, truncation
 from .batches import jointly, minibatches, partition
@@ -47,12 +49,13 @@ from .spectral import (
     spectral_predict,
 )
 from .stability import lipschitz
-from .stochastic import amigo, f2sa, ma_soba, meha, saba, soba, spaba
+from .stochastic import amigo, f2sa, ma_soba, meha, paced, saba, soba, spaba
 
 __all__ = [
     "DescentState",
     "HyperGradient",
     "Info",
+    "LostProcessError",
     "LowerSolver",
     "NonFiniteError",
     "Problem",
@@ -94,6 +97,7 @@ __all__ = [
     "newton",
     "nystrom",
     "one_step",
+    "paced",
     "partition",
     "plots",
     "project",

@@ -1,8 +1,7 @@
-"""The outer loop: one step of descent in ``alpha``, and the search that repeats it.
+"""The search: steps of :func:`bilevel.descent`, or of a single loop, until all are done.
 
-``descent`` is a pair of pure functions to ``jit``, ``vmap`` or ``scan`` oneself. ``search`` runs
-it: under a transformation as one compiled loop, otherwise as a host loop over compiled chunks of
-steps, with progress, checkpoints and Ctrl-C between chunks. Both run the same program.
+Under a transformation it is one compiled loop, otherwise a host loop over compiled chunks of steps,
+with progress, checkpoints and Ctrl-C between chunks. Both run the same program.
 """
 
 import dataclasses
@@ -18,18 +17,18 @@ import numpy as np
 import optax
 
 from bilevel import _search_history, _single_loop, geometry
+from bilevel._descent import descent
 from bilevel._fingerprint import check_same, fingerprint
-from bilevel._hypergradient import solution, stateful_hypergradient
 from bilevel._interrupts import held_interrupts
 from bilevel._processes import anyone, first, of_first, placed, together
 from bilevel._progress import progress_bar
 from bilevel._search_checks import check
 from bilevel._stream import Feed, Stream, feeding, of_step
 from bilevel.checkpoint import Saver, saving
-from bilevel.checks import concrete, floating, gradient_transformation, whole
+from bilevel.checks import concrete, whole
 from bilevel.estimate import Info
 from bilevel.meshes import automatic, beside, on_mesh, staying
-from bilevel.problem import Problem, parts
+from bilevel.problem import Problem
 from bilevel.protocols import (
     DescentState,
     Joint,
@@ -37,7 +36,6 @@ from bilevel.protocols import (
     LowerSolver,
     Pytree,
     SingleLoop,
-    params_of,
 )
 from ntk._programs import fresh, program
 
@@ -81,98 +79,6 @@ class MisplacedError(ValueError):
     def __init__(self, step: int, name: str, result: SearchResult):
         super().__init__(f"{geometry.MISPLACED.format(name)} It was seen at outer step {step}.")
         self.step, self.result = step, result
-
-
-def descent(
-    problem: Problem,
-    solver: LowerSolver,
-    optimizer: optax.GradientTransformation,
-    *,
-    diagnostics: bool = False,
-) -> tuple[Callable, Callable]:
-    """One outer step as a pair of pure functions.
-
-    Parameters
-    ----------
-    problem, solver
-        As in :func:`bilevel.hypergradient`.
-    optimizer : optax.GradientTransformation
-        Of ``alpha``, its geometry included (:func:`bilevel.exponentiate`, ...). One that asks for
-        ``value`` or ``value_fn`` (``optax.lbfgs``, ``contrib.reduce_on_plateau``, Polyak's steps)
-        is told: ``value_fn(alpha)`` solves the lower problem from the step's weights.
-    diagnostics : bool
-        Whether ``metrics`` has the fields of :class:`bilevel.Info` too, at their cost.
-
-    Returns
-    -------
-    init : ``init(alpha, w) -> DescentState``
-        Refuses a geometry without an optimizer that descends.
-    step : ``step(state, (train, valid)) -> (state, metrics)``
-        ``metrics``: ``value`` (outer loss) and ``lower`` (lower loss) at the new ``w`` and the old
-        ``alpha``, and ``grad_norm``, the 2-norm of the hypergradient; all scalars. And ``aux``,
-        where the problem has it. Refuses a transformation that moves alpha after its geometry did.
-
-    Raises
-    ------
-    ValueError
-        For what these two refuse. Where arrays are traced and nothing can be raised, alpha becomes
-        NaN instead.
-
-    Examples
-    --------
-    >>> import bilevel
-    >>> problem = Problem(
-    ...     lower=lambda w, alpha, batch: 0.5 * jnp.sum((w - alpha) ** 2),
-    ...     outer=lambda w, alpha, batch: jnp.sum((w - batch) ** 2),
-    ... )
-    >>> init, step = descent(problem, bilevel.implicit(), optax.sgd(0.25))
-    >>> state, metrics = jax.jit(step)(init(jnp.zeros(1), jnp.zeros(1)), (None, jnp.ones(1)))
-    >>> state.alpha, metrics["value"]
-    (Array([0.5], dtype=float...), Array(1., dtype=float...))
-    """
-    optimizer = gradient_transformation("optimizer", optimizer)
-    hypergradient = stateful_hypergradient(problem, solver, diagnostics=diagnostics)
-    losses = parts(problem)
-    solve = solution(problem, solver)
-
-    def init(alpha, w):
-        floating("alpha", alpha)
-        floating("w0", params_of(w))
-        alpha, w = jax.tree.map(jnp.asarray, (alpha, w))
-        state = optimizer.init(alpha)
-        alpha = geometry.check_descends(optimizer, state, alpha)
-        return DescentState(alpha, w, solver.start(alpha, w), state, jnp.zeros((), int))
-
-    def step(state, data):
-        return automatic(on_one_mesh, (state, data), lambda: (state, None))
-
-    def on_one_mesh(state, data):
-        train, valid = data
-        hyper, solver_state = hypergradient(state.alpha, state.w, state.solver, train, valid)
-
-        def value_at(alpha):
-            w, _ = solve(alpha, state.w, state.solver, train)
-            return losses.outer(w, alpha, valid)[0]
-
-        # What line searches and step sizes by the loss ask for; others do not look.
-        told = {"value": hyper.value, "grad": hyper.grad, "value_fn": value_at}
-        updates, optimizer_state = optimizer.update(
-            hyper.grad, state.optimizer, state.alpha, **told
-        )
-        metrics = {
-            "value": hyper.value,
-            "lower": losses.lower(hyper.w, state.alpha, solver.batch(train))[0],
-            "grad_norm": optax.tree.norm(hyper.grad),
-        }
-        if hyper.info is not None:
-            metrics |= hyper.info._asdict()
-        if hyper.aux is not None:
-            metrics["aux"] = hyper.aux
-        alpha = optax.apply_updates(state.alpha, updates)
-        alpha = geometry.check_last(optimizer_state, alpha)
-        return DescentState(alpha, hyper.w, solver_state, optimizer_state, state.step + 1), metrics
-
-    return init, step
 
 
 def search(
@@ -253,6 +159,8 @@ def search(
         empty or not finite, a point off its set, missing keys, a geometry without an optimizer
         that descends. Later, with the ``result`` so far, if it turns out that something comes
         after the geometry and moves alpha off its set.
+    LostProcessError
+        Where another process of the run ended, or cannot be reached.
     NonFiniteError
         Where a loss, the weights or the hypergradient stop being finite; it holds the last good
         state. (Under ``jit`` the state stops changing instead: ``result.state.step`` tells.)
@@ -262,6 +170,11 @@ def search(
     With ``progress=False`` or None and no ``checkpoint`` or ``callback``, the whole works under
     ``jax.jit`` and ``jax.vmap``. Every call traces what it is given, as it is then; calls that come
     to the same program compile once.
+
+    Arrays stay on the devices that they lie on. With rows over devices every gradient in ``w`` and
+    every Hessian product is one sum over devices of the size of ``w``, and no row moves:
+    ``3 T + 1`` sums in a step of ``unrolled(optimizer, T)``. Under ``jax.distributed`` all
+    processes call with the same arguments, or with arrays over the devices of all.
 
     Memory beyond the state's: ``steps`` rows of the history, in full from the start. A callback
     gets a copy of the rows so far; whoever wants some of a large alpha's history keeps it there.

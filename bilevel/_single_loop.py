@@ -73,7 +73,8 @@ def step(
     norm = optax.tree.norm(direction)
     if method.adjoint is not None:  # it may be the first to go
         norm = nan_unless_finite(norm, method.adjoint(inner))
-    told = {"value": metrics["value"], "grad": direction}
+    told = {"value": metrics["value"], "grad": direction, "epoch": max(train.count, valid.count)}
+    told["residual"] = metrics.get("noisy_residual")
     optimizer = gradient_transformation("optimizer", optimizer)
     updates, optimizer_state = optimizer.update(direction, state.optimizer, state.alpha, **told)
     alpha = geometry.check_last(optimizer_state, optax.apply_updates(state.alpha, updates))

@@ -21,6 +21,7 @@ from ntk._checks import (
     numbers,
     offending,
     positive,
+    prng_key,
     sequence,
     short,
     whole,
@@ -242,12 +243,3 @@ def gradient_transformation(name: str, value: Any) -> optax.GradientTransformati
     else:
         cure = "optax.sgd(step_size) makes one"
     raise ValueError(f"{name}: expected an optax optimizer, got {short(value)}; {cure}.")
-
-
-def prng_key(name: str, key: Any) -> None:
-    """Refuse what is not one PRNG key, typed or of the old style (uint32)."""
-    dtype, shape = getattr(key, "dtype", None), getattr(key, "shape", None)
-    typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
-    if shape != () if typed else dtype != jnp.uint32 or not shape or len(shape) != 1:
-        got = f"keys of shape {shape}" if typed else short(key)
-        raise ValueError(f"{name}: expected a PRNG key such as jax.random.key(0), got {got}.")

@@ -172,6 +172,15 @@ def known(name: str, value: Any, options: Iterable[str]) -> None:
         raise ValueError(f"{name}: expected one of {', '.join(options)}, got {short(value)}.")
 
 
+def prng_key(name: str, key: Any) -> None:
+    """Refuse what is not one PRNG key, typed or of the old style (uint32)."""
+    dtype, shape = getattr(key, "dtype", None), getattr(key, "shape", None)
+    typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    if shape != () if typed else dtype != jnp.uint32 or not shape or len(shape) != 1:
+        got = f"keys of shape {shape}" if typed else short(key)
+        raise ValueError(f"{name}: expected a PRNG key such as jax.random.key(0), got {got}.")
+
+
 def offending(x: Any, allowed: Any) -> Any:
     """The first entry of an array that is not allowed: a whole one makes no sentence."""
     return np.asarray(x)[~np.asarray(allowed)].ravel()[0]

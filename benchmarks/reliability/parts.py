@@ -11,6 +11,7 @@ from reliability import (  # noqa: F401 (they register themselves)
     kernel_functions,
     kernels,
     mixtures,
+    operators,
     papers,
     searching,
     selection,

@@ -66,6 +66,9 @@ class Job(flags.Flags):
     """Progress bar; by default in a terminal."""
 
 
+Devices = flags.Count | Literal["all"]
+
+
 @dataclasses.dataclass(frozen=True)
 class Resumable(Job):
     """Flags of every job that goes on where it was."""
@@ -90,6 +93,8 @@ class Search(Resumable):
     """Validation loss; the training loss is the squared one."""
     seeds: flags.Count = 1
     """Independent searches side by side: own splits, own initial weights."""
+    devices: Devices = 1
+    """Devices that the searches are spread over, a divisor of their number; or all."""
     steps: flags.Count = 20
     """Outer steps."""
     inner_steps: Annotated[int, flags.Whole(1, 10**7)] = 50
@@ -265,6 +270,8 @@ class Rank(Resumable):
     """Channels of the first stage; the benchmark has 16."""
     pixels: flags.Size | None = None
     """Average images down to at most this side."""
+    devices: Devices = 1
+    """Devices that the networks scored side by side are spread over; or all."""
     at_once: flags.Count = 1
     """Networks side by side in one program: 1 on a CPU, dozens on an accelerator."""
     judged: bool = True

@@ -26,8 +26,9 @@ from bilevel.stochastic._blocks import turns as turns
 from bilevel.stochastic._f2sa import f2sa
 from bilevel.stochastic._meha import meha
 from bilevel.stochastic._oracles import full_direction as full_direction
+from bilevel.stochastic._paced import paced
 from bilevel.stochastic._saba import saba
 from bilevel.stochastic._soba import ma_soba, soba
 from bilevel.stochastic._spaba import spaba
 
-__all__ = ["Blocks", "amigo", "f2sa", "ma_soba", "meha", "saba", "soba", "spaba"]
+__all__ = ["Blocks", "amigo", "f2sa", "ma_soba", "meha", "paced", "saba", "soba", "spaba"]

@@ -32,7 +32,7 @@ class SabaState(NamedTuple):
     """State of :func:`saba`."""
 
     v: Pytree  # like w: the adjoint
-    tables: Tables  # a `Saga` of the lower and one of the outer loss
+    tables: Tables  # a `Saga` of the lower and one of the outer loss; the metric, if any
 
 
 def _begun(blocks: Blocks, oracle: Oracle, first) -> Saga:
@@ -60,7 +60,7 @@ def _saga(blocks: Blocks, oracle: Oracle, saga: Saga, i, following):
     return estimate, rest, Saga(mean, _row(table, following), table)
 
 
-def saba(step_size: Rate) -> SingleLoop:
+def saba(step_size: Rate | None = None) -> SingleLoop:
     """SABA: :func:`bilevel.soba` with SAGA's estimates, new - what this batch gave last + mean.
 
     Of all five derivatives the last ones of each batch are in tables: the directions become exact
@@ -68,9 +68,10 @@ def saba(step_size: Rate) -> SingleLoop:
 
     Parameters
     ----------
-    step_size : positive number, or schedule ``steps done -> number``
+    step_size : positive number, or schedule ``steps done -> number``, optional
         Of ``w`` and ``v``; a third of 1 / L is safe, L the largest curvature of the lower loss on
-        any batch.
+        any batch. By default steps are taken in a metric, from measured curvature; then ``alpha``
+        wants :func:`bilevel.paced`.
 
     Returns
     -------
@@ -108,7 +109,9 @@ def saba(step_size: Rate) -> SingleLoop:
     >>> bilevel.search(problem, bilevel.saba(0.3), *args, **options).alpha.round(4)
     Array([2.], dtype=float...)
     """
-    rate = steps.checked("step_size", step_size)
+    if step_size is not None:
+        steps.checked("step_size", step_size)
+    mover = steps.mover(step_size)
 
     def oracles(problem, point, batch):
         outer = outer_oracle(problem, point)
@@ -121,21 +124,23 @@ def saba(step_size: Rate) -> SingleLoop:
         point = Point(w, optax.tree.zeros_like(w), alpha)
         lower, outer = oracles(problem, point, valid.rows)
         below = _begun(train, lower, turn.train[0])
-        return SabaState(point.v, Tables((below, _begun(valid, outer, turn.valid[0]))))
+        above = _begun(valid, outer, turn.valid[0])
+        return SabaState(point.v, Tables((below, above, mover.init(problem, w, alpha, train))))
 
     def step(problem, alpha, w, state, turn, train, valid):
         point = Point(w, state.v, alpha)
         at_train, at_valid = oracles(problem, point, valid.rows)
-        of_train, of_valid = state.tables.content
+        of_train, of_valid, kept = state.tables.content
         lower, below, of_train = _saga(train, at_train, of_train, turn.train[0], turn.next_train)
         outer, above, of_valid = _saga(valid, at_valid, of_valid, turn.valid[0], turn.next_valid)
         if outer.alpha is None:
             outer = outer._replace(alpha=optax.tree.zeros_like(alpha))
         found = directions(lower, outer)
-        w, v = steps.against((w, state.v), found[:2], steps.at(rate, turn.number))
+        around = turn.number, problem, w, alpha, train
+        (w, v), kept = mover.move((w, state.v), found[:2], kept, *around)
         noisy = residual(found, outer.w)
         report = metrics(problem, below, above, found.w, noisy_residual=noisy)
-        return found.alpha, w, SabaState(v, Tables((of_train, of_valid))), report
+        return found.alpha, w, SabaState(v, Tables((of_train, of_valid, kept))), report
 
     return SingleLoop(init, step, lambda state: state.v)
 

@@ -26,10 +26,10 @@ class SpabaState(NamedTuple):
     """State of :func:`spaba`."""
 
     v: Pytree  # like w: the adjoint
-    last: Tables  # where the last estimates were made, and they: a `Point`, `Directions`
+    last: Tables  # where the last estimates were made, and they; the metric, if any
 
 
-def spaba(step_size: Rate, *, probability: float | None = None) -> SingleLoop:
+def spaba(step_size: Rate | None = None, *, probability: float | None = None) -> SingleLoop:
     """SPABA: :func:`bilevel.soba` with estimates by PAGE, without tables.
 
     With ``probability`` a step takes all data; else what the last step had, plus the difference
@@ -37,9 +37,10 @@ def spaba(step_size: Rate, *, probability: float | None = None) -> SingleLoop:
 
     Parameters
     ----------
-    step_size : positive number, or schedule ``steps done -> number``
+    step_size : positive number, or schedule ``steps done -> number``, optional
         Of ``w`` and ``v``; a third of 1 / L is safe, L the largest curvature of the lower loss on
-        any batch.
+        any batch. By default steps are taken in a metric, from measured curvature; then ``alpha``
+        wants :func:`bilevel.paced`.
     probability : float in [0, 1], optional
         Of a full pass. By default 2 / (2 + the batches of both losses): passes then cost about as
         much as the other steps do together.
@@ -81,7 +82,9 @@ def spaba(step_size: Rate, *, probability: float | None = None) -> SingleLoop:
     >>> bilevel.search(problem, bilevel.spaba(0.3), *args, **options).alpha.round(4)
     Array([2.], dtype=float...)
     """
-    rate = steps.checked("step_size", step_size)
+    if step_size is not None:
+        steps.checked("step_size", step_size)
+    mover = steps.mover(step_size)
     if probability is not None:
         between("probability", probability, -1e-12, 1 + 1e-12)
 
@@ -91,11 +94,12 @@ def spaba(step_size: Rate, *, probability: float | None = None) -> SingleLoop:
 
     def init(problem, alpha, w, turn, train, valid):
         point = Point(w, optax.tree.zeros_like(w), alpha)
-        return SpabaState(point.v, Tables((point, everywhere(problem, point, train, valid))))
+        found = everywhere(problem, point, train, valid)
+        return SpabaState(point.v, Tables((point, found, mover.init(problem, w, alpha, train))))
 
     def step(problem, alpha, w, state, turn, train, valid):
         point = Point(w, state.v, alpha)
-        before, last = state.last.content
+        before, last, kept = state.last.content
 
         def both(oracle):
             return at_both(lambda point: oracle(problem, point), before, point)
@@ -109,9 +113,10 @@ def spaba(step_size: Rate, *, probability: float | None = None) -> SingleLoop:
             lambda: everywhere(problem, point, train, valid),
             lambda: optax.tree.add(last, change),
         )
-        w, v = steps.against((w, state.v), found[:2], steps.at(rate, turn.number))
+        around = turn.number, problem, w, alpha, train
+        (w, v), kept = mover.move((w, state.v), found[:2], kept, *around)
         noisy = residual(found, outer.w)
         report = metrics(problem, below, above, found.w, noisy_residual=noisy)
-        return found.alpha, w, SpabaState(v, Tables((point, found))), report
+        return found.alpha, w, SpabaState(v, Tables((point, found, kept))), report
 
     return SingleLoop(init, step, lambda state: state.v)

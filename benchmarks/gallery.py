@@ -23,7 +23,6 @@ SIZES = {  # of the pictures, inches
     "meta_learning": (8, 3.2),
     "schedules": (8, 3.2),
     "denoising": (8, 5),
-    "kernel_learning": (8, 3.2),
     "word_penalties": (6, 3.5),
 }
 
@@ -81,7 +80,6 @@ inducing_points = _table("inducing_points")
 meta_learning = _table("meta_learning")
 schedules = _table("schedules")
 denoising = _table("denoising")
-kernel_learning = _table("kernel_learning")
 word_penalties = _table("word_penalties")
 
 

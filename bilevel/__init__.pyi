@@ -15,10 +15,16 @@ from . import (
     spaces,
     spectral,
     strategies,
+    train_free,
 )
+from ._descent import descent
 from ._hypergradient import HyperGradient, hypergradient
-from ._search import DescentState, NonFiniteError, SearchResult, descent, search
-from .batches import jointly, minibatches
+from ._log import log
+from ._processes import LostProcessError
+from ._search import NonFiniteError, SearchResult, search
+from ._stream import stream
+from ._training_error import standard_error, truncation
+from .batches import jointly, minibatches, partition
 from .discretize import (
     argmax,
     condition_six,
@@ -33,8 +39,8 @@ from .forward import lbfgs, newton, solved
 from .geometry import exponentiate, project, softmax, tangent
 from .inverse import cg, dense, gram, neumann, nystrom, scale
 from .problem import Problem, side_by_side
-from .protocols import LowerSolver, Stateful
-from .solvers import implicit, one_step, restarted, ridge, unrolled
+from .protocols import DescentState, LowerSolver, SingleLoop, Stateful
+from .solvers import distilled, implicit, one_step, restarted, ridge, unrolled
 from .spectral import (
     simplex_start,
     spectral_alpha,
@@ -43,17 +49,21 @@ from .spectral import (
     spectral_predict,
 )
 from .stability import lipschitz
+from .stochastic import amigo, f2sa, ma_soba, meha, paced, saba, soba, spaba
 
 __all__ = [
     "DescentState",
     "HyperGradient",
     "Info",
+    "LostProcessError",
     "LowerSolver",
     "NonFiniteError",
     "Problem",
     "SearchResult",
+    "SingleLoop",
     "Stateful",
     "activation_search",
+    "amigo",
     "argmax",
     "baselines",
     "bounds",
@@ -65,8 +75,10 @@ __all__ = [
     "descent",
     "diagnostics",
     "discretize",
+    "distilled",
     "explain",
     "exponentiate",
+    "f2sa",
     "factor_simplex",
     "gram",
     "hypergradient",
@@ -76,12 +88,17 @@ __all__ = [
     "lbfgs",
     "linear",
     "lipschitz",
+    "log",
+    "ma_soba",
+    "meha",
     "minibatches",
     "nets",
     "neumann",
     "newton",
     "nystrom",
     "one_step",
+    "paced",
+    "partition",
     "plots",
     "project",
     "rank_agreement",
@@ -89,20 +106,27 @@ __all__ = [
     "rank_by_shared_weights",
     "restarted",
     "ridge",
+    "saba",
     "scale",
     "search",
     "side_by_side",
     "simplex_start",
+    "soba",
     "softmax",
     "solved",
+    "spaba",
     "spaces",
     "spectral",
     "spectral_alpha",
     "spectral_estimator",
     "spectral_limits",
     "spectral_predict",
+    "standard_error",
     "strategies",
+    "stream",
     "tangent",
     "top_k",
+    "train_free",
+    "truncation",
     "unrolled",
 ]

@@ -1,14 +1,12 @@
-"""The outer loop: one step of descent in ``alpha``, and the search that repeats it.
+"""The search: steps of :func:`bilevel.descent`, or of a single loop, until all are done.
 
-``descent`` is a pair of pure functions to ``jit``, ``vmap`` or ``scan`` oneself. ``search`` runs
-it: under a transformation as one compiled loop, otherwise as a host loop over compiled chunks of
-steps, with progress, checkpoints and Ctrl-C between chunks. Both run the same program.
+Under a transformation it is one compiled loop, otherwise a host loop over compiled chunks of steps,
+with progress, checkpoints and Ctrl-C between chunks. Both run the same program.
 """
 
 import dataclasses
 import functools
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -18,38 +16,38 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from bilevel import geometry
-from bilevel._fingerprint import fingerprint
-from bilevel._hypergradient import solution, stateful_hypergradient
+from bilevel import _search_history, _single_loop, geometry
+from bilevel._descent import descent
+from bilevel._fingerprint import check_same, fingerprint
 from bilevel._interrupts import held_interrupts
+from bilevel._processes import anyone, first, of_first, placed, together
 from bilevel._progress import progress_bar
 from bilevel._search_checks import check
+from bilevel._stream import Feed, Stream, feeding, of_step
 from bilevel.checkpoint import Saver, saving
-from bilevel.checks import concrete, floating, gradient_transformation
-from bilevel.problem import Problem, parts
-from bilevel.protocols import Joint, Keyed, LowerSolver, Pytree, params_of
+from bilevel.checks import concrete, whole
+from bilevel.estimate import Info
+from bilevel.meshes import automatic, beside, on_mesh, staying
+from bilevel.problem import Problem
+from bilevel.protocols import (
+    DescentState,
+    Joint,
+    Keyed,
+    LowerSolver,
+    Pytree,
+    SingleLoop,
+)
 from ntk._programs import fresh, program
 
 _QUANTITIES = ("lower loss", "weights", "outer loss", "hypergradient", "alpha")  # causes first
 _SHOWN = "value", "lower"
-_LARGE = 2**16  # bytes; the history of a larger alpha is kept only where it is asked for
 _CHUNK_SECONDS = 0.5  # between two updates of the progress bar, and two looks for Ctrl-C
 _SAVE_SECONDS = 10.0  # between two checkpoints, or twenty times what writing one takes
 
 
-class DescentState(NamedTuple):
-    """State of :func:`descent`."""
-
-    alpha: Pytree
-    w: Pytree
-    solver: Pytree  # the lower solver's: momentum, warm starts
-    optimizer: Pytree  # of alpha
-    step: jax.Array  # [], int: outer steps done
-
-
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["alpha", "w", "history", "state"],
+    data_fields=["alpha", "w", "history", "state", "info"],
     meta_fields=["stopped"],
 )
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +59,7 @@ class SearchResult:
     history: dict[str, Any]  # name -> [steps, ...]; "alpha" as a pytree of those
     state: DescentState
     stopped: str  # "" when all steps were done, else why not
+    info: Info | None = None  # of a single loop's last direction, with diagnostics
 
 
 class NonFiniteError(FloatingPointError):
@@ -82,98 +81,9 @@ class MisplacedError(ValueError):
         self.step, self.result = step, result
 
 
-def descent(
-    problem: Problem,
-    solver: LowerSolver,
-    optimizer: optax.GradientTransformation,
-    *,
-    diagnostics: bool = False,
-) -> tuple[Callable, Callable]:
-    """One outer step as a pair of pure functions.
-
-    Parameters
-    ----------
-    problem, solver
-        As in :func:`bilevel.hypergradient`.
-    optimizer : optax.GradientTransformation
-        Of ``alpha``, its geometry included (:func:`bilevel.exponentiate`, ...). One that asks for
-        ``value`` or ``value_fn`` (``optax.lbfgs``, ``contrib.reduce_on_plateau``, Polyak's steps)
-        is told: ``value_fn(alpha)`` solves the lower problem from the step's weights.
-    diagnostics : bool
-        Whether ``metrics`` has the fields of :class:`bilevel.Info` too, at their cost.
-
-    Returns
-    -------
-    init : ``init(alpha, w) -> DescentState``
-        Refuses a geometry without an optimizer that descends.
-    step : ``step(state, (train, valid)) -> (state, metrics)``
-        ``metrics``: ``value`` (outer loss) and ``lower`` (lower loss) at the new ``w`` and the old
-        ``alpha``, and ``grad_norm``, the 2-norm of the hypergradient; all scalars. And ``aux``,
-        where the problem has it. Refuses a transformation that moves alpha after its geometry did.
-
-    Raises
-    ------
-    ValueError
-        For what these two refuse. Where arrays are traced and nothing can be raised, alpha becomes
-        NaN instead.
-
-    Examples
-    --------
-    >>> import bilevel
-    >>> problem = Problem(
-    ...     lower=lambda w, alpha, batch: 0.5 * jnp.sum((w - alpha) ** 2),
-    ...     outer=lambda w, alpha, batch: jnp.sum((w - batch) ** 2),
-    ... )
-    >>> init, step = descent(problem, bilevel.implicit(), optax.sgd(0.25))
-    >>> state, metrics = jax.jit(step)(init(jnp.zeros(1), jnp.zeros(1)), (None, jnp.ones(1)))
-    >>> state.alpha, metrics["value"]
-    (Array([0.5], dtype=float...), Array(1., dtype=float...))
-    """
-    optimizer = gradient_transformation("optimizer", optimizer)
-    hypergradient = stateful_hypergradient(problem, solver, diagnostics=diagnostics)
-    losses = parts(problem)
-    solve = solution(problem, solver)
-
-    def init(alpha, w):
-        floating("alpha", alpha)
-        floating("w0", params_of(w))
-        alpha, w = jax.tree.map(jnp.asarray, (alpha, w))
-        state = optimizer.init(alpha)
-        alpha = geometry.check_descends(optimizer, state, alpha)
-        return DescentState(alpha, w, solver.start(alpha, w), state, jnp.zeros((), int))
-
-    def step(state, data):
-        train, valid = data
-        hyper, solver_state = hypergradient(state.alpha, state.w, state.solver, train, valid)
-
-        def value_at(alpha):
-            w, _ = solve(alpha, state.w, state.solver, train)
-            return losses.outer(w, alpha, valid)[0]
-
-        # What line searches and step sizes by the loss ask for; others do not look.
-        told = {"value": hyper.value, "grad": hyper.grad, "value_fn": value_at}
-        updates, optimizer_state = optimizer.update(
-            hyper.grad, state.optimizer, state.alpha, **told
-        )
-        metrics = {
-            "value": hyper.value,
-            "lower": losses.lower(hyper.w, state.alpha, solver.batch(train))[0],
-            "grad_norm": optax.tree.norm(hyper.grad),
-        }
-        if hyper.info is not None:
-            metrics |= hyper.info._asdict()
-        if hyper.aux is not None:
-            metrics["aux"] = hyper.aux
-        alpha = optax.apply_updates(state.alpha, updates)
-        alpha = geometry.check_last(optimizer_state, alpha)
-        return DescentState(alpha, hyper.w, solver_state, optimizer_state, state.step + 1), metrics
-
-    return init, step
-
-
 def search(
     problem: Problem,
-    solver: LowerSolver,
+    solver: LowerSolver | SingleLoop,
     optimizer: optax.GradientTransformation,
     alpha: Pytree,
     w0: Pytree,
@@ -191,13 +101,15 @@ def search(
     chunk: int | None = None,
     diagnostics: bool = False,
     history: Sequence[str] | None = None,
+    history_every: int = 1,
 ) -> SearchResult:
     """Minimise the outer loss over ``alpha``: ``steps`` steps of :func:`descent`.
 
     Parameters
     ----------
     problem, solver, optimizer
-        As in :func:`descent`.
+        As in :func:`descent`. The solver may be a :class:`bilevel.SingleLoop` too, which moves
+        ``w`` and ``alpha`` together (:func:`bilevel.saba`).
     alpha, w0 : pytrees of floating arrays
         Where to start. The weights go on from one outer step to the next.
     train, valid : pytrees of arrays
@@ -207,7 +119,9 @@ def search(
     batches : ``batches(key, data) -> batch``, optional
         Samples a batch of ``train`` and one of ``valid`` at every step, inside the compiled loop;
         of ``valid`` only where the solver draws those of ``train`` itself
-        (``unrolled(..., batches=...)``). :func:`bilevel.jointly` makes one of both at once.
+        (``unrolled(..., batches=...)``). :func:`bilevel.jointly` makes one of both at once;
+        :func:`bilevel.stream` takes both from an iterator, and ``train`` and ``valid`` are None.
+        A single loop takes a :func:`bilevel.partition`; without it, all data at every step.
     key : jax.Array, optional
         Needed with ``batches``, here or in the solver.
     progress : bool, optional
@@ -224,11 +138,14 @@ def search(
     chunk : int, optional
         Steps between two chunks; by default about half a second's worth.
     diagnostics : bool
-        As in :func:`descent`.
+        As in :func:`descent`. Of a single loop, whose steps only report noisy residuals: whether
+        the result has ``info`` on its last direction, recomputed on all data.
     history : sequence of str, optional
         What to keep of every step: names of metrics, and ``"alpha"``. By default all; of an alpha
         or an aux over 64 KiB (16,384 numbers in float32) not its history, which has to be asked
         for.
+    history_every : int
+        Keep one row of so many steps: that of the last one.
 
     Returns
     -------
@@ -242,6 +159,8 @@ def search(
         empty or not finite, a point off its set, missing keys, a geometry without an optimizer
         that descends. Later, with the ``result`` so far, if it turns out that something comes
         after the geometry and moves alpha off its set.
+    LostProcessError
+        Where another process of the run ended, or cannot be reached.
     NonFiniteError
         Where a loss, the weights or the hypergradient stop being finite; it holds the last good
         state. (Under ``jit`` the state stops changing instead: ``result.state.step`` tells.)
@@ -251,6 +170,11 @@ def search(
     With ``progress=False`` or None and no ``checkpoint`` or ``callback``, the whole works under
     ``jax.jit`` and ``jax.vmap``. Every call traces what it is given, as it is then; calls that come
     to the same program compile once.
+
+    Arrays stay on the devices that they lie on. With rows over devices every gradient in ``w`` and
+    every Hessian product is one sum over devices of the size of ``w``, and no row moves:
+    ``3 T + 1`` sums in a step of ``unrolled(optimizer, T)``. Under ``jax.distributed`` all
+    processes call with the same arguments, or with arrays over the devices of all.
 
     Memory beyond the state's: ``steps`` rows of the history, in full from the start. A callback
     gets a copy of the rows so far; whoever wants some of a large alpha's history keeps it there.
@@ -270,20 +194,34 @@ def search(
     """
     arrays = alpha, w0, train, valid, key
     traced = not concrete(arrays)
-    check(solver, arrays, steps, batches, resume, checkpoint, callback, every, chunk)
-    if traced and (progress or checkpoint is not None or callback is not None):
+    check(solver, arrays, steps, batches, resume, checkpoint, callback, every, chunk, diagnostics)
+    whole("history_every", history_every, 1)
+    if traced and (
+        progress or isinstance(batches, Stream) or (checkpoint, callback) != (None,) * 2
+    ):
         raise ValueError(
-            "progress, checkpoint and callback: expected none of them under jit or vmap, got one."
+            "progress, checkpoint, callback and a stream: expected none of them under jit or vmap, "
+            "got one."
         )
-    setup = _Setup(problem, solver, optimizer, batches, diagnostics)
-    data = (train, valid, key)
+    setup = _Setup(problem, solver, optimizer, batches, diagnostics, history_every)
+    given = (train, valid, key)
+    data = setup.prepared(given, steps)
     if traced:
         carry = setup.advance(setup.start(alpha, w0, data, steps, history), data, steps)
-        return SearchResult(carry.state.alpha, carry.state.w, carry.history, carry.state, "")
-    label = None if checkpoint is None else setup.fingerprint(alpha, w0, data, history)
-    with saving(checkpoint, label, resume=resume, seconds=_SAVE_SECONDS) as saver:
-        carry = _resumed(saver, setup.start(alpha, w0, data, steps, history), steps)
-        return _drive(setup, carry, data, steps, saver, progress, callback, every, chunk)
+        state = carry.state
+        return SearchResult(state.alpha, state.w, carry.history, state, "", setup.info(state, data))
+    check_same(dict(zip(("alpha", "w0", "train", "valid", "key"), arrays, strict=True)))
+    label = None if checkpoint is None else setup.fingerprint(alpha, w0, given, history)
+    with (
+        saving(checkpoint, label, resume=resume, seconds=_SAVE_SECONDS) as saver,
+        feeding(batches, data, saver.step or 0, steps, every, chunk) as feed,
+        on_mesh((alpha, w0, feed.first)),
+    ):
+        begin = alpha, w0, feed.first
+        carry = beside(setup.start(*begin, steps, history), begin)
+        carry = _resumed(setup, saver, carry, steps)
+        found = _drive(setup, carry, feed, steps, saver, progress, callback, every, chunk)
+        return dataclasses.replace(found, info=setup.info(found.state, data))
 
 
 # ----------------------------------------------------------------------------- the compiled part
@@ -291,8 +229,8 @@ def search(
 
 class _Carry(NamedTuple):
     state: DescentState
-    history: dict[str, Any]  # [steps, ...] each, filled up to state.step
-    last: dict[str, jax.Array]  # the last step's losses, for the progress bar
+    history: dict[str, Any]  # [rows, ...] each, filled up to state.step
+    last: dict[str, jax.Array]  # the last step's: losses for the progress bar, a part of its row
     trouble: jax.Array  # [], int: 0, or 1 + the index of what was wrong: see _first_trouble
 
 
@@ -300,33 +238,57 @@ class _Setup(NamedTuple):
     """What a search is made of."""
 
     problem: Problem
-    solver: LowerSolver
+    solver: Any  # LowerSolver or SingleLoop
     optimizer: optax.GradientTransformation
-    batches: Callable | None
+    batches: Callable | Stream | None
     diagnostics: bool
+    history_every: int
+
+    def prepared(self, data, steps) -> Pytree:
+        """``(train, valid, key)`` as the steps take it."""
+        if isinstance(self.solver, SingleLoop):
+            return _single_loop.prepared(self.solver, self.batches, data, steps)
+        return data
 
     def start(self, alpha, w0, data, steps, names) -> _Carry:
-        init, _ = descent(*self[:3])
+        if isinstance(self.solver, SingleLoop):
+            state = _single_loop.start(*self[:3], alpha, w0, data)
+        else:
+            state = descent(*self[:3])[0](alpha, w0)
         # Copies: the loop's carry is donated, while the caller keeps the arrays, and a state may
         # hold the same one twice. With dtypes that are not weak, as a step returns them: else the
         # second chunk would be compiled anew.
-        state = jax.tree.map(lambda x: jnp.array(x, jnp.result_type(x), copy=True), init(alpha, w0))
-        _, metrics = jax.eval_shape(fresh(self.step), state, data)
-        row = _chosen(names, metrics | {"alpha": state.alpha}, steps)
-        history = jax.tree.map(lambda x: jnp.zeros((steps, *x.shape), x.dtype), row)
-        last = {k: jnp.full((), jnp.nan, metrics[k].dtype) for k in _SHOWN}
+        state = jax.tree.map(lambda x: jnp.array(x, jnp.result_type(x), copy=True), state)
+        _, metrics = jax.eval_shape(fresh(self.step), state, state.step, data)
+        row = _search_history.chosen(names, metrics | {"alpha": state.alpha}, self.rows(steps))
+        history = _search_history.empty(row, self.rows(steps))
+        kept = _SHOWN if self.history_every == 1 else {*_SHOWN, *row} - {"alpha"}
+        last = jax.tree.map(_search_history.nothing, {k: metrics[k] for k in sorted(kept)})
         return _Carry(state, history, last, jnp.zeros((), int))
+
+    def rows(self, steps: int) -> int:
+        """How many the history of ``steps`` steps has."""
+        return _search_history.row_count(steps, self.history_every)
 
     def fingerprint(self, alpha, w0, data, names) -> dict[str, str]:
         """What a checkpoint has to have been made from, to be resumed."""
         parts = dict(zip(("train", "valid", "key"), data, strict=True))
+        if isinstance(self.batches, Stream):  # where it stands changes; its data is too much
+            parts["batches"] = "a stream"
         history = "all" if names is None else ", ".join(sorted(names))
         return fingerprint(self._asdict() | parts | {"alpha": alpha, "w0": w0, "history": history})
 
-    def step(self, state, data):
-        train, valid, key = data
+    def step(self, state, number, data):
+        """Step ``number``, which is that of the state, but the same in all copies under vmap."""
+        return automatic(self._step, (state, number, data), lambda: (state, None))
+
+    def _step(self, state, number, data):
+        if isinstance(self.solver, SingleLoop):
+            return _single_loop.step(*self[:3], state, number, data)
+        train, valid, key = of_step(data, state.step)
         _, step = descent(*self[:3], diagnostics=self.diagnostics)
-        draw, inside = self.batches, self.solver.batches is not None
+        draw = None if isinstance(self.batches, Stream) else self.batches
+        inside = self.solver.batches is not None
         if draw is None and not inside:
             return step(state, (train, valid))
         below, above = jax.random.split(jax.random.fold_in(key, state.step))
@@ -340,46 +302,37 @@ class _Setup(NamedTuple):
     def advance(self, carry: _Carry, data, count) -> _Carry:
         """``count`` steps; those after a quantity stopped being finite change nothing."""
 
-        def body(_, carry):
+        def body(begun, data, i, carry):
             old, history, last, trouble = carry
-            new, metrics = self.step(old, data)
+            number = begun + i
+            new, metrics = self.step(old, number, data)
             trouble = jnp.where(trouble > 0, trouble, _first_trouble(new, metrics))
             good = trouble == 0
-            everything = metrics | {"alpha": new.alpha}
-            row = {name: everything[name] for name in history}
-            history = jax.tree.map(
-                lambda h, x: h.at[old.step].set(jnp.where(good, x, h[old.step])), history, row
+            history = _search_history.written(
+                history,
+                metrics | {"alpha": new.alpha},
+                last | {"alpha": old.alpha},
+                number,
+                old.step,
+                good,
+                self.history_every,
             )
             shown = {k: metrics[k] for k in last}
-            either = functools.partial(jnp.where, good)
-            state, last = jax.tree.map(either, (new, shown), (old, last))
+            state, last = _single_loop.either(good, (new, shown), (old, last))
             return _Carry(state, history, last, trouble)
 
-        return jax.lax.fori_loop(0, count, body, carry)
-
-
-def _chosen(names: Sequence[str] | None, row: dict[str, Any], steps: int) -> dict[str, Any]:
-    """What of a step's ``row`` the history is to have."""
-    if isinstance(names, str):
-        raise ValueError(f"history: expected a sequence of names, got the string {names!r}.")
-    if names is not None:
-        for name in names:
-            if name not in row:
-                raise ValueError(
-                    f"history: expected names among {', '.join(sorted(row))}, got {name!r}."
-                )
-        return {name: row[name] for name in sorted(names)}
-    kept = dict(row)
-    for name in ("alpha", "aux"):
-        size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(row.get(name)))
-        if size > _LARGE:
-            del kept[name]
-            warnings.warn(
-                f"history: {name}'s would take {steps * size / 2**20:,.0f} MiB and is left out; "
-                f"name {name} in `history` to keep it.",
-                stacklevel=4,
+        def loop(carry, data, count):
+            return jax.lax.fori_loop(
+                0, count, functools.partial(body, carry.state.step, data), carry
             )
-    return kept
+
+        return automatic(loop, (carry, data, count), lambda: carry)
+
+    def info(self, state: DescentState, data: Pytree) -> Info | None:
+        """What is known of a single loop's direction at the end."""
+        if not (self.diagnostics and isinstance(self.solver, SingleLoop)):
+            return None
+        return _single_loop.info(self.problem, self.solver, state, data)
 
 
 def _first_trouble(state: DescentState, metrics: dict[str, jax.Array]) -> jax.Array:
@@ -395,9 +348,9 @@ def _first_trouble(state: DescentState, metrics: dict[str, jax.Array]) -> jax.Ar
     return jnp.where(bad.any(), 1 + jnp.argmax(bad), 0).astype(int)
 
 
-def _raise(trouble: int, carry: _Carry) -> None:
+def _raise(setup: _Setup, trouble: int, carry: _Carry) -> None:
     """What :func:`_first_trouble` found, as an exception."""
-    index, step, result = trouble - 1, int(carry.state.step), _result(carry, "not finite")
+    index, step, result = trouble - 1, int(carry.state.step), _result(setup, carry, "not finite")
     if index < len(_QUANTITIES):
         raise NonFiniteError(step, _QUANTITIES[index], result)
     name = geometry.names(carry.state.optimizer)[index - len(_QUANTITIES)]
@@ -407,34 +360,42 @@ def _raise(trouble: int, carry: _Carry) -> None:
 # ----------------------------------------------------------------------------- the host's part
 
 
-def _drive(setup, carry, data, steps, saver, progress, callback, every, chunk) -> SearchResult:
+def _drive(
+    setup, carry, feed: Feed, steps, saver, progress, callback, every, chunk
+) -> SearchResult:
     """Chunks of steps until all are done, with what the host does in between."""
     done, count, stopped = int(carry.state.step), chunk or 1, ""
-    advance = program(setup.advance, carry, data, 1, donate=(0,))
+    advance = program(staying(setup.advance, carry), carry, feed.first, 1, donate=(0,))
     text = "outer {task.fields[value]:.4g}  lower {task.fields[lower]:.4g}"
     with (
-        progress_bar(progress, "search", steps, text, _SHOWN) as show,
+        progress_bar(progress if first() else False, "search", steps, text, _SHOWN) as show,
+        together("search"),
         held_interrupts() as interrupted,
     ):
         while done < steps:
             began = time.perf_counter()
             left = steps - done if every is None else min(steps - done, every - done % every)
-            carry = jax.block_until_ready(advance(carry, data, min(count, left)))
+            data, running = feed(done, of_first(min(count, left)))
+            if not running:
+                stopped = f"the batches ended after step {done}"
+                saver.save(done, functools.partial(_kept, carry), last=True)
+                break
+            carry = jax.block_until_ready(advance(carry, data, running))
             seconds = time.perf_counter() - began
             ran, done = int(carry.state.step) - done, int(carry.state.step)
             trouble = int(carry.trouble)
-            kept = functools.partial(_kept, carry)
+            kept = functools.partial(_kept, setup, carry)
             if done > 0:  # before that there is nothing to go on from
                 saver.save(done, kept, last=bool(trouble) or done == steps)
             if trouble:
-                _raise(trouble, carry)
+                _raise(setup, trouble, carry)
             show(done, lambda: {k: float(x) for k, x in carry.last.items()})  # noqa: B023
-            if interrupted():
+            if anyone(interrupted()):
                 stopped = f"interrupted after step {done}"
             elif (
                 callback is not None
                 and (every is None or done % every == 0 or done == steps)
-                and callback(_result(carry, ""))
+                and anyone(callback(_result(setup, carry, "")))
             ):
                 stopped = f"ended by the callback after step {done}"
             if stopped:
@@ -443,27 +404,22 @@ def _drive(setup, carry, data, steps, saver, progress, callback, every, chunk) -
             # The first chunk's time is the compiler's; later ones double at most.
             if chunk is None:
                 count = max(1, min(2 * ran, int(ran * _CHUNK_SECONDS / max(seconds, 1e-6))))
-    return _result(carry, stopped)
+    return _result(setup, carry, stopped)
 
 
-def _result(carry: _Carry, stopped: str) -> SearchResult:
+def _result(setup: _Setup, carry: _Carry, stopped: str) -> SearchResult:
     # Copies: the carry's own buffers are donated to the next chunk.
     state = jax.tree.map(lambda x: jnp.array(x, copy=True), carry.state)
-    rows = jax.tree.map(np.copy, _rows(carry.history, int(state.step)))
+    rows = jax.tree.map(np.copy, _search_history.cut(carry.history, setup.rows(int(state.step))))
     return SearchResult(state.alpha, state.w, jax.device_put(rows), state, stopped)
 
 
-def _kept(carry: _Carry) -> Pytree:
+def _kept(setup: _Setup, carry: _Carry) -> Pytree:
     """What a checkpoint holds."""
-    return carry.state, _rows(carry.history, int(carry.state.step))
+    return carry.state, _search_history.cut(carry.history, setup.rows(int(carry.state.step)))
 
 
-def _rows(history: Pytree, count: int) -> Pytree:
-    """The first ``count`` rows, cut in numpy: JAX would compile a program for every count."""
-    return jax.tree.map(lambda h: np.asarray(h)[:count], history)
-
-
-def _resumed(saver: Saver, carry: _Carry, steps: int) -> _Carry:
+def _resumed(setup: _Setup, saver: Saver, carry: _Carry, steps: int) -> _Carry:
     """``carry`` as it was at the checkpoint's step, if there is one."""
     done = saver.step
     if done is None:
@@ -473,14 +429,15 @@ def _resumed(saver: Saver, carry: _Carry, steps: int) -> _Carry:
             f"steps: expected at least the {done} that the checkpoint holds, got {steps}."
         )
     # Shapes only: of steps not yet done there is nothing to read.
+    rows = setup.rows(done)
     like = jax.tree.map(
-        lambda h: jax.ShapeDtypeStruct((done, *h.shape[1:]), h.dtype), carry.history
+        lambda h: jax.ShapeDtypeStruct((rows, *h.shape[1:]), h.dtype), carry.history
     )
-    state, rows = saver.restore((carry.state, like))
+    state, kept = saver.restore((carry.state, like))
 
-    def filled(h, x):
-        return np.concatenate([x, np.zeros((steps - done, *x.shape[1:]), x.dtype)])
+    def filled(x):
+        return np.concatenate([x, np.zeros((setup.rows(steps) - rows, *x.shape[1:]), x.dtype)])
 
-    history = jax.tree.map(filled, carry.history, rows)
-    state, history = jax.device_put((state, history))
+    history = jax.tree.map(filled, kept)
+    state, history = jax.tree.map(placed, (state, history), (carry.state, carry.history))
     return carry._replace(state=state, history=history)

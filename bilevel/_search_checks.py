@@ -3,18 +3,35 @@
 import jax
 import jax.numpy as jnp
 
+from bilevel._stream import Stream
+from bilevel.batches import Partition
 from bilevel.checks import finite, floating, function, prng_key, whole
-from bilevel.protocols import Joint, params_of
+from bilevel.protocols import Joint, SingleLoop, params_of
 
 
-def check(solver, arrays, steps, batches, resume, checkpoint, callback, every, chunk) -> None:
+def check(
+    solver, arrays, steps, batches, resume, checkpoint, callback, every, chunk, diagnostics
+) -> None:
     """Raise on anything wrong that can be seen before the first compilation."""
     alpha, w0, train, valid, key = arrays
     whole("steps", steps, 1)
     if chunk is not None:
         whole("chunk", chunk, 1)
-    if batches is not None:
+    streamed = isinstance(batches, Stream)
+    if streamed and (train is not None or valid is not None):
+        raise ValueError("train, valid: expected None beside a stream of both, got data.")
+    if batches is not None and not streamed:
         function("batches", batches, "(key, data) -> batch")
+    if isinstance(solver, SingleLoop) and not isinstance(batches, Partition | None):
+        raise ValueError(
+            "batches: expected bilevel.partition(batch_size) for a single-loop method, got a "
+            "sampler of other batches."
+        )
+    if diagnostics and isinstance(solver, SingleLoop) and solver.adjoint is None:
+        raise ValueError(
+            "diagnostics: expected False for a method without an adjoint, got True; "
+            "hypergradient(problem, implicit()) at the result has an error estimate."
+        )
     if callback is not None:
         function("callback", callback, "result -> bool")
     if every is not None:
@@ -25,7 +42,7 @@ def check(solver, arrays, steps, batches, resume, checkpoint, callback, every, c
         raise ValueError("batches: expected one of valid alone, as the solver draws its own.")
     if resume and checkpoint is None:
         raise ValueError("resume: expected a checkpoint directory to resume from, got None.")
-    drawn = batches is not None or getattr(solver, "batches", None) is not None
+    drawn = (batches is not None and not streamed) or getattr(solver, "batches", None) is not None
     if drawn and key is None:
         raise ValueError("key: expected a PRNG key to sample batches with, got None.")
     if key is not None:

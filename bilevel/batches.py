@@ -1,6 +1,8 @@
 """Rows of the data for each step of a search: what :func:`bilevel.search` takes as ``batches``."""
 
+import dataclasses
 from collections.abc import Callable
+from typing import NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +36,43 @@ def minibatches(batch_size: int) -> Callable[[jax.Array, Pytree], Pytree]:
         return jax.tree.map(lambda a: jnp.asarray(a)[rows], data)
 
     return batches
+
+
+@dataclasses.dataclass(frozen=True)
+class Partition:
+    """The data cut into batches once; :func:`partition` makes it."""
+
+    batch_size: int
+
+    def __call__(self, key: jax.Array, data: Pytree) -> NoReturn:
+        """Refuse to be a sampler."""
+        raise ValueError(
+            "batches: expected a sampler such as bilevel.minibatches(batch_size), got a partition, "
+            "which is for single-loop methods (bilevel.saba)."
+        )
+
+
+def partition(batch_size: int) -> Partition:
+    """``batches`` for :func:`bilevel.search` by a single-loop method: the same ones in every epoch.
+
+    Batch i has the rows from ``i * batch_size`` on, as they lie: shuffle sorted data once. An epoch
+    takes each batch of ``train`` once, in an order of its own, and so, for itself, does one of
+    ``valid``. Where ``batch_size`` does not divide the rows, the last batch is smaller and weighs
+    less: estimates stay unbiased. Data with fewer rows than that are one batch.
+
+    The losses have to be means over the rows of a batch, plus terms of ``w`` and ``alpha``.
+
+    Raises
+    ------
+    ValueError
+        For a ``batch_size`` under 1; when called, as other solvers would.
+
+    Examples
+    --------
+    >>> partition(64)
+    Partition(batch_size=64)
+    """
+    return Partition(whole("batch_size", batch_size, 1))
 
 
 def jointly(sample: Callable[[jax.Array, Pytree, Pytree], tuple[Pytree, Pytree]]) -> Joint:

@@ -8,13 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from bilevel.protocols import Inverse, LowerSolver, Pytree
+from bilevel.protocols import Inverse, LowerSolver, Pytree, SingleLoop
 from ntk._checks import (
     array,
     concrete,
     finite,
     function,
     known,
+    nan_unless,
     nan_where,
     number,
     numbers,
@@ -41,6 +42,7 @@ __all__ = [
     "known",
     "losses",
     "lower_solver",
+    "nan_unless",
     "nan_unless_finite",
     "nan_where",
     "nonnegative",
@@ -150,7 +152,7 @@ def nan_unless_finite(tree: Pytree, *witnesses: Pytree) -> Pytree:
     """``tree``, NaN everywhere where any number among the witnesses is not finite.
 
     A loop that runs while a residual is above its target ends at a NaN, with an iterate that looks
-    good: what it returns goes through here. By a factor, so that derivatives become NaN too.
+    good: what it returns goes through here, so that derivatives become NaN too.
 
     Examples
     --------
@@ -158,8 +160,7 @@ def nan_unless_finite(tree: Pytree, *witnesses: Pytree) -> Pytree:
     (Array([1., 1.], dtype=float...), Array(nan, dtype=float...))
     """
     finite = jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(witnesses)]).all()
-    factor = jnp.where(finite, 1.0, jnp.nan)
-    return jax.tree.map(lambda x: x * factor.astype(jnp.result_type(x)), tree)
+    return nan_unless(finite, tree)
 
 
 def pair(name: str, value: Any, form: str) -> tuple:
@@ -194,7 +195,9 @@ def lower_solver(name: str, value: Any) -> LowerSolver:
     """Refuse what is not a lower solver, with the cure for the usual slips."""
     if isinstance(value, LowerSolver):
         return value
-    if isinstance(value, optax.GradientTransformation | optax.MultiSteps):
+    if isinstance(value, SingleLoop):
+        cure = "bilevel.search runs single-loop methods"
+    elif isinstance(value, optax.GradientTransformation | optax.MultiSteps):
         cure = "wrap it: unrolled(optimizer, steps)"
     elif _made_here(value):
         cure = "an inverse goes into implicit(inverse=...)"

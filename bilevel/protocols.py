@@ -67,6 +67,60 @@ class LowerSolver(NamedTuple):
         return train if self.batches is None else self.batches(*train)
 
 
+class DescentState(NamedTuple):
+    """State of :func:`bilevel.descent`, and of a search."""
+
+    alpha: Pytree
+    w: Pytree
+    solver: Pytree  # the lower solver's: momentum, warm starts
+    optimizer: Pytree  # of alpha
+    step: jax.Array  # [], int: outer steps done
+
+
+class SingleLoop(NamedTuple):
+    """A method that moves ``w`` and ``alpha`` together, by batches: pure functions.
+
+    Attributes
+    ----------
+    init : ``init(problem, alpha, w, turn, train, valid) -> state``
+        ``train`` and ``valid`` are the data in batches (:class:`bilevel.stochastic.Blocks`), here
+        and in ``step``, ``turn`` the first :class:`Turn`. Of a state only what is in
+        :class:`Tables` may be large.
+    step : ``step(problem, alpha, w, state, turn, train, valid) -> (direction, w, state, metrics)``
+        ``direction``, like ``alpha``, estimates the hypergradient: it is the optimizer's that
+        moves ``alpha``. ``metrics`` hold ``value`` and ``lower``, the two losses on the batch.
+    adjoint : ``adjoint(state) -> v`` like ``w``, or None
+        The adjoint that the method keeps; None for methods that have none.
+    draws : tuple of two int
+        How many batches of ``train`` and of ``valid`` a step takes.
+    """
+
+    init: Callable[..., Pytree]
+    step: Callable[..., tuple[Pytree, Pytree, Pytree, dict[str, jax.Array]]]
+    adjoint: Callable[[Pytree], Pytree] | None = None
+    draws: tuple[int, int] = (1, 1)
+
+
+class Turn(NamedTuple):
+    """Which batches a step of a :class:`SingleLoop` takes; the next ones, to read tables ahead."""
+
+    number: jax.Array  # [], int: steps done before
+    train: jax.Array  # [draws of train], int
+    valid: jax.Array  # [draws of valid], int
+    next_train: jax.Array  # [], int: the next step's first
+    next_valid: jax.Array  # [], int
+    coin: jax.Array  # [], uniform in [0, 1)
+
+
+class Tables(NamedTuple):
+    """Those parts of a method's state that a search never copies: too large, or not worth it.
+
+    After a step that is not finite the other parts are put back to what they were; these are not.
+    """
+
+    content: Pytree
+
+
 class Stateful(NamedTuple):
     """Weights with variables that training updates and nobody differentiates: batch statistics.
 

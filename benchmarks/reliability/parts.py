@@ -20,6 +20,7 @@ from reliability import (  # noqa: F401 (they register themselves)
     solver_options,
     theorems,
     train_free,
+    training,
 )
 from reliability.case import Outcome
 from reliability.commands import commands

@@ -29,6 +29,7 @@ from bilevel.activation_search import (
 )
 from bilevel.cli import argmax, report
 from bilevel.cli.commands import JOINT_EPOCHS, LONGER, Search
+from bilevel.cli.devices import over
 from bilevel.cli.kernels import kernel_eigenvalue
 from bilevel.cli.known import CLASSES, inputs
 from bilevel.cli.runs import run_directory
@@ -60,7 +61,9 @@ class Plan(NamedTuple):
 def run_search(config: Search) -> dict[str, Any]:
     """Run the job; print its table, write its run directory, return what `result.json` holds."""
     config.check()
-    with run_directory(config, ("steps",), keeps="the search is kept as far as it came") as folder:
+    with run_directory(
+        config, ("steps", "devices"), keeps="the search is kept as far as it came"
+    ) as folder:
         with report.phases(config.progress, _work(config)) as bar:
             began = time.perf_counter()
             bar.enter("data")
@@ -83,6 +86,8 @@ def _plan(config: Search) -> Plan:
     sizes = {"train": config.train, "valid": config.valid, "test": config.test}
     rows = data.samples(config.data, [of_rows for of_rows, _ in keys], **sizes)
     task = set_up(space, rows, [of_weights for _, of_weights in keys], classes=CLASSES)
+    space, *arrays = task
+    task = Task(space, *over(config.devices, config.seeds, "seeds", tuple(arrays)))
     steps = config.inner_steps
     return Plan(
         task,

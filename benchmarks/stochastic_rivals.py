@@ -1,0 +1,96 @@
+"""The solvers of benchopt/benchmark_bilevel on our oracles: its own code, from a checkout of it.
+
+benchopt itself is not needed: what its solver classes take from it is a base class.
+"""
+
+import contextlib
+import functools
+import importlib.util
+import subprocess
+import sys
+import tempfile
+import types
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+FILES = "benchmark_utils", "solvers"
+
+
+def checkout(path: str | Path) -> Path:
+    """Its files as they are now; of a bare repository those of HEAD, in a temporary folder."""
+    path = Path(path)
+    if all((path / name).is_dir() for name in FILES):
+        return path
+    folder = Path(tempfile.mkdtemp(prefix="benchmark_bilevel-"))
+    archive = subprocess.run(
+        ["git", "-C", str(path), "archive", "HEAD", *FILES], check=True, capture_output=True
+    )
+    subprocess.run(["tar", "-x", "-C", str(folder)], input=archive.stdout, check=True)
+    return folder
+
+
+def solver_class(folder: Path, name: str) -> type:
+    """The class of ``solvers/NAME.py``."""
+    _stand_in()
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+    spec = importlib.util.spec_from_file_location(f"rival_{name}", folder / f"solvers/{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.Solver
+
+
+def _stand_in() -> None:
+    """What the solvers import of benchopt."""
+    if "benchopt" in sys.modules:
+        return
+    package, criterion = (types.ModuleType(n) for n in ("benchopt", "benchopt.stopping_criterion"))
+    package.BaseSolver = type("BaseSolver", (), {})
+    package.safe_import_context = lambda: contextlib.nullcontext(types.SimpleNamespace())
+    criterion.SufficientProgressCriterion = lambda **_: None
+    sys.modules |= {package.__name__: package, criterion.__name__: criterion}
+
+
+class Rival:
+    """One of its solvers on a race: ``run(steps)`` in chunks of ``eval_freq`` steps."""
+
+    def __init__(self, folder: Path, name: str, race: Any, eval_freq: int, **parameters: Any):
+        kind = solver_class(folder, name)
+        solver = kind()
+        given = {key: values[0] for key, values in kind.parameters.items()} | parameters
+        for key, value in (given | {"eval_freq": eval_freq}).items():
+            setattr(solver, key, value)
+        solver.run_once = lambda _: None  # a warm-up, that times nothing here
+        rows = [jax.tree.leaves(side)[0].shape[0] for side in (race.train, race.valid)]
+        losses = _sliced(race.problem.lower, race.train), _sliced(race.problem.outer, race.valid)
+        solver.set_objective(*losses, *rows, race.w, race.alpha)
+        self.solver, self.memory = solver, name == "saba"
+        self.counted, self.done = name in ("srba", "vrbo"), 0
+        self.carry = solver.init()
+
+    def chunk(self) -> tuple[jax.Array, jax.Array]:
+        """``eval_freq`` more steps; alpha and the weights."""
+        if self.memory:
+            memory, carry = self.carry
+            memory, carry = self.solver.one_epoch(carry, memory, self.solver.eval_freq)
+            self.carry = memory, carry
+        else:
+            more = (self.done,) if self.counted else ()
+            self.carry = carry = self.solver.one_epoch(self.carry, self.solver.eval_freq, *more)
+        self.done += self.solver.eval_freq
+        return jax.block_until_ready((carry["outer_var"], carry["inner_var"]))
+
+
+def _sliced(loss, data):
+    """A loss as its solvers call it."""
+    data = jax.tree.map(jnp.asarray, data)
+
+    @functools.partial(jax.jit, static_argnames="batch_size")
+    def of_rows(w, alpha, start=0, batch_size=1):
+        batch = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, start, batch_size), data)
+        return loss(w, alpha, batch)
+
+    return of_rows

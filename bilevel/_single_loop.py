@@ -1,0 +1,107 @@
+"""A single-loop method (:mod:`bilevel.stochastic`) as the steps of a search."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from bilevel import geometry
+from bilevel.checks import floating, gradient_transformation, losses, nan_unless_finite, scalar_loss
+from bilevel.estimate import Info, assess
+from bilevel.problem import Problem, at_variables
+from bilevel.protocols import DescentState, Pytree, SingleLoop, Tables
+from bilevel.stochastic import Blocks, Turns, blocks, full_direction, turns
+from ntk._programs import fresh, program
+
+Data = tuple[Blocks, Blocks, Turns]
+
+
+def prepared(method: SingleLoop, batches: Any, data: tuple, steps: int) -> Data:
+    """``(train, valid, key)`` in batches, with those that each step takes."""
+    train, valid = (blocks(*side, batches) for side in (("train", data[0]), ("valid", data[1])))
+    counts = train.count, valid.count
+    return train, valid, turns(None if batches is None else data[2], counts, steps, method.draws)
+
+
+def start(
+    problem: Problem,
+    method: SingleLoop,
+    optimizer: optax.GradientTransformation,
+    alpha: Pytree,
+    w: Pytree,
+    data: Data,
+) -> DescentState:
+    """The first state; refuses what no single loop can run."""
+    losses("problem", problem)
+    if getattr(problem, "stateful", False):
+        raise ValueError("problem: expected one without variables for a single loop, got stateful.")
+    floating("alpha", alpha)
+    floating("w0", w)
+    # Strong dtypes, as a step returns them.
+    alpha, w = jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), (alpha, w))
+    train, valid, order = data
+    bare = at_variables(problem, None)
+    for name, loss, side in (("lower", bare.lower, train), ("outer", bare.outer, valid)):
+        scalar_loss(name, jax.eval_shape(fresh(loss), w, alpha, side.rows))
+    optimizer = gradient_transformation("optimizer", optimizer)
+    state = optimizer.init(alpha)
+    alpha = geometry.check_descends(optimizer, state, alpha)
+    first = order.at(jnp.zeros((), int), method.draws)
+
+    def begin(alpha, w, first, train, valid):
+        return method.init(problem, alpha, w, first, train, valid)
+
+    args = alpha, w, first, train, valid
+    return DescentState(alpha, w, program(begin, *args)(*args), state, jnp.zeros((), int))
+
+
+def step(
+    problem: Problem,
+    method: SingleLoop,
+    optimizer: optax.GradientTransformation,
+    state: DescentState,
+    number: jax.Array,
+    data: Data,
+) -> tuple[DescentState, dict[str, Any]]:
+    """One step: as that of :func:`bilevel.descent`, with losses and direction of its batches."""
+    train, valid, order = data
+    turn = order.at(number, method.draws)
+    direction, w, inner, metrics = method.step(
+        problem, state.alpha, state.w, state.solver, turn, train, valid
+    )
+    norm = optax.tree.norm(direction)
+    if method.adjoint is not None:  # it may be the first to go
+        norm = nan_unless_finite(norm, method.adjoint(inner))
+    told = {"value": metrics["value"], "grad": direction, "epoch": max(train.count, valid.count)}
+    told["residual"] = metrics.get("noisy_residual")
+    optimizer = gradient_transformation("optimizer", optimizer)
+    updates, optimizer_state = optimizer.update(direction, state.optimizer, state.alpha, **told)
+    alpha = geometry.check_last(optimizer_state, optax.apply_updates(state.alpha, updates))
+    found = DescentState(alpha, w, inner, optimizer_state, state.step + 1)
+    return found, metrics | {"grad_norm": norm}
+
+
+def either(good: jax.Array, new: Pytree, old: Pytree) -> Pytree:
+    """``new`` where ``good``, else ``old``, but for :class:`Tables`: those are always new."""
+    return jax.tree.map(
+        lambda x, y: x if isinstance(x, Tables) else jnp.where(good, x, y),
+        new,
+        old,
+        is_leaf=lambda x: isinstance(x, Tables),
+    )
+
+
+def info(problem: Problem, method: SingleLoop, state: DescentState, data: Data) -> Info:
+    """How wrong the method's direction is at its last point, recomputed on all data."""
+    assert method.adjoint is not None
+    train, valid, _ = data
+    adjoint = method.adjoint(state.solver)
+
+    def of(w, adjoint, alpha, train, valid):
+        grad = full_direction(problem, w, adjoint, alpha, train, valid)
+        args = at_variables(problem, None), w, alpha, train.rows, valid.rows
+        return assess(*args, grad, adjoint)
+
+    args = state.w, adjoint, state.alpha, train, valid
+    return program(of, *args)(*args)

@@ -1,0 +1,34 @@
+"""Single-loop stochastic methods: weights, adjoint and hyperparameters move together, by batches.
+
+For data or weights too many for full passes; :func:`bilevel.search` runs them, the optimizer of
+``alpha`` being any of optax's. Each estimates the hypergradient from a batch or a few a step.
+
+===========  =================================  ================================  ==============
+method       its direction                      memory beyond w and alpha         2nd derivatives
+===========  =================================  ================================  ==============
+``soba``     of a batch                         w                                 yes
+``ma_soba``  a moving average                   w + alpha                         yes
+``saba``     SAGA's                             batches x (2 w + alpha)           yes
+``spaba``    PAGE's                             6 w + 3 alpha                     yes
+``amigo``    of a batch, after inner steps      w                                 yes
+``f2sa``     a penalty's                        w                                 no
+``meha``     a Moreau envelope's                w                                 no
+===========  =================================  ================================  ==============
+
+A SAGA or PAGE direction becomes exact at a solution, so constant rates converge.
+"""
+
+from bilevel.stochastic._amigo import amigo
+from bilevel.stochastic._blocks import Blocks
+from bilevel.stochastic._blocks import Turns as Turns
+from bilevel.stochastic._blocks import blocks as blocks
+from bilevel.stochastic._blocks import turns as turns
+from bilevel.stochastic._f2sa import f2sa
+from bilevel.stochastic._meha import meha
+from bilevel.stochastic._oracles import full_direction as full_direction
+from bilevel.stochastic._paced import paced
+from bilevel.stochastic._saba import saba
+from bilevel.stochastic._soba import ma_soba, soba
+from bilevel.stochastic._spaba import spaba
+
+__all__ = ["Blocks", "amigo", "f2sa", "ma_soba", "meha", "paced", "saba", "soba", "spaba"]

@@ -1,0 +1,140 @@
+"""Data in batches, estimates that are unbiased over them, and the order in which they come."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from bilevel.batches import Partition
+from bilevel.protocols import Pytree, Turn
+
+Oracle = Callable[[Pytree], tuple[Pytree, Pytree]]
+"""``oracle(batch) -> (estimates, rest)``: the first linear in the loss, the second anything."""
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["rows"], meta_fields=["size", "count", "tail"]
+)
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """Data cut into ``count`` batches of ``size`` rows, the last of ``tail`` if that is not 0."""
+
+    rows: Pytree
+    size: int
+    count: int
+    tail: int
+
+    def at(self, i: jax.Array | int, oracle: Oracle) -> tuple[Pytree, Pytree]:
+        """``oracle`` at batch ``i``, its estimates weighted: their mean over i is that of the rows.
+
+        The last batch has a program of its own size: clamped into the data, it would hold rows of
+        the batch before it.
+        """
+        if self.count == 1:
+            return oracle(self.rows)
+
+        def full(i):
+            return self._weighted(oracle, i * self.size, self.size)
+
+        def last(_):
+            return self._weighted(oracle, (self.count - 1) * self.size, self.tail)
+
+        return jax.lax.cond(i == self.count - 1, last, full, i) if self.tail else full(i)
+
+    def _weighted(self, oracle: Oracle, start, length: int) -> tuple[Pytree, Pytree]:
+        batch = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, start, length), self.rows)
+        estimates, rest = oracle(batch)
+        total = (self.count - 1) * self.size + (self.tail or self.size)
+        weight = self.count * length / total
+        return estimates if weight == 1 else optax.tree.scale(weight, estimates), rest
+
+    def table(self, oracle: Oracle) -> Pytree:
+        """The weighted estimates of all batches, on a leading axis."""
+        return jax.lax.map(lambda i: self.at(i, oracle)[0], jnp.arange(self.count))
+
+    def mean(self, oracle: Oracle) -> Pytree:
+        """The mean of the estimates over all rows, batch by batch."""
+        if self.count == 1:
+            return oracle(self.rows)[0]
+        zero = jax.tree.map(
+            lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(lambda: self.at(0, oracle)[0])
+        )
+
+        def add(i, total):
+            return optax.tree.add(total, self.at(i, oracle)[0])
+
+        return optax.tree.scale(1 / self.count, jax.lax.fori_loop(0, self.count, add, zero))
+
+
+def blocks(name: str, data: Pytree, batches: Partition | None) -> Blocks:
+    """``data`` in the batches of a partition; None: all of it as one batch.
+
+    Raises
+    ------
+    ValueError
+        If there is a partition, and arrays of ``data`` differ in their numbers of rows.
+    """
+    if batches is None or not jax.tree.leaves(data):
+        return Blocks(data, 0, 1, 0)
+    shapes = [jnp.shape(x) for x in jax.tree.leaves(data)]
+    n = shapes[0][0] if shapes[0] else 0
+    if any(shape[:1] != (n,) for shape in shapes):
+        raise ValueError(f"{name}: expected arrays of as many rows each, got shapes {shapes}.")
+    size = min(batches.batch_size, n)
+    return Blocks(jax.tree.map(jnp.asarray, data), size, -(-n // size), n % size)
+
+
+class Turns(NamedTuple):
+    """The batches of every step, drawn before the first: no random bits inside the loop.
+
+    Those of a step depend on the key and the step's number, not on how many steps there are.
+    """
+
+    train: jax.Array  # [steps * draws + 1], int32
+    valid: jax.Array  # [steps * draws + 1], int32
+    coins: jax.Array  # [steps]
+
+    def at(self, number: jax.Array, draws: tuple[int, int]) -> Turn:
+        """Which batches step ``number`` takes."""
+
+        def those(ids, each):
+            here = jax.lax.dynamic_slice_in_dim(ids, number * each, each)
+            return here, _entry(ids, (number + 1) * each)
+
+        train, next_train = those(self.train, draws[0])
+        valid, next_valid = those(self.valid, draws[1])
+        return Turn(number, train, valid, next_train, next_valid, _entry(self.coins, number))
+
+
+def _entry(x: jax.Array, i: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_index_in_dim(x, i, keepdims=False)
+
+
+@functools.partial(jax.jit, static_argnames=("counts", "steps", "draws"))
+def turns(key: Any, counts: tuple[int, int], steps: int, draws: tuple[int, int]) -> Turns:
+    """Shuffled epochs of ``counts`` batches of train and valid; no key is needed for one batch."""
+    lengths = [steps * each + 1 for each in draws]
+    if key is None:
+        train, valid = (jnp.zeros(length, jnp.int32) for length in lengths)
+        return Turns(train, valid, jnp.zeros(steps))
+    keys = jax.random.split(key, 3)
+
+    def epochs(key, count, length, draw):
+        """By epochs, so that a longer search begins with the same numbers."""
+        each = jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.arange(-(-length // count)))
+        return jax.vmap(draw)(each).ravel()[:length]
+
+    def shuffled(key, count, length):
+        ids = jnp.arange(count, dtype=jnp.int32)
+        return epochs(key, count, length, lambda key: jax.random.permutation(key, ids))
+
+    train, valid = map(shuffled, keys[:2], counts, lengths)
+    coins = epochs(keys[2], _COINS, steps, lambda key: jax.random.uniform(key, (_COINS,)))
+    return Turns(train, valid, coins)
+
+
+_COINS = 64  # that one key tosses

@@ -1,0 +1,127 @@
+"""Steps of the weights and the adjoint that nobody has to choose: a metric, and measured curvature.
+
+The lower Hessian H of a sample of the data gives a metric P, near its inverse: H decomposed up to
+512 weights, beyond that its largest eigenvalues only. In that metric batches are of about the same
+curvature in every direction; the largest of a few batches', l, is measured by power iterations, and
+steps are ``P / (2 l)``. Both are renewed at the ends of epochs 1, 3, 7, 15, ...
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.flatten_util import ravel_pytree
+
+from bilevel.curvature import DENSE_SIZE
+from bilevel.problem import Problem, at_variables, hessian_operator
+from bilevel.protocols import Pytree
+from bilevel.stochastic._blocks import Blocks
+
+_RANK = 32  # of the Hessian's eigenvectors, where it is not decomposed
+_SPARE = 8  # more columns than that, for the last of them to be good
+_ROWS = 8  # of the sample, for each column: a covariance is then good to a factor of 2
+_LEAST, _MOST = 8, 128  # batches in the sample
+_PROBES = 8  # batches whose curvature is measured
+_ITERATIONS = 12
+_FRACTION = 0.5  # of 1 / curvature
+
+
+class Metric(NamedTuple):
+    """``P = V diag(1 / values) V' + (1 - V V') / floor``, and the step's length."""
+
+    vectors: jax.Array  # [p, k], orthonormal
+    values: jax.Array  # [k], positive
+    floor: jax.Array  # []
+    length: jax.Array  # []
+
+    def power(self, exponent: float, x: jax.Array) -> jax.Array:
+        """``P^exponent x`` of [..., p]."""
+        along = x @ self.vectors
+        outside = self.floor**-exponent
+        return outside * x + (along * (self.values**-exponent - outside)) @ self.vectors.T
+
+
+def metric(problem: Problem, w: Pytree, alpha: Pytree, train: Blocks) -> Metric:
+    """The metric at a point, from a sample of the batches that is always the same."""
+    flat, unravel = ravel_pytree(w)
+    loss = at_variables(problem, None).lower
+
+    def products(i, columns):
+        """``H_i`` of batch i times the rows of [k, p]."""
+
+        def oracle(batch):
+            _, hvp = hessian_operator(loss, w, alpha, batch)
+            return jax.vmap(lambda v: ravel_pytree(hvp(unravel(v)))[0])(columns), None
+
+        return train.at(i, oracle)[0]
+
+    wide = min(flat.size, _RANK + _SPARE) if flat.size > DENSE_SIZE else flat.size
+    sample = min(train.count, _MOST, max(_LEAST, -(-_ROWS * wide // max(1, train.size))))
+    chosen = jnp.arange(sample) * train.count // sample
+
+    def mean(columns):
+        add = lambda total, i: (total + products(i, columns), None)  # noqa: E731
+        return jax.lax.scan(add, jnp.zeros_like(columns), chosen)[0] / sample
+
+    values, vectors = _leading(mean, flat, wide)
+    # Saddles go by the size of their curvature; what is lost in rounding is not divided by.
+    values = jnp.abs(values)
+    least = jnp.max(values) * 10 * jnp.finfo(flat.dtype).eps
+    values = jnp.where(values > least, values, jnp.where(least > 0, least, 1))
+    # With all vectors any floor would do: this one cancels nothing.
+    floor = jnp.max(values) if wide == flat.size else jnp.min(values)
+    found = Metric(vectors, values, floor, jnp.ones((), flat.dtype))
+    return found._replace(length=_FRACTION / _steepest(products, found, flat, train.count))
+
+
+def _leading(mean, flat: jax.Array, wide: int) -> tuple[jax.Array, jax.Array]:
+    """Eigenvalues and vectors of the mean: all of them, or the largest by subspace iteration."""
+    if wide == flat.size:
+        matrix = mean(jnp.eye(flat.size, dtype=flat.dtype))
+        return jnp.linalg.eigh((matrix + matrix.T) / 2)
+    start = jax.random.normal(jax.random.key(0), (wide, flat.size), flat.dtype)
+    basis = jnp.linalg.qr(mean(start).T)[0]
+    image = mean(basis.T)
+    small = image @ basis
+    values, rotation = jnp.linalg.eigh((small + small.T) / 2)
+    return values[_SPARE:], (basis @ rotation)[:, _SPARE:]
+
+
+def _steepest(products, found: Metric, flat: jax.Array, count: int) -> jax.Array:
+    """The largest curvature of a few batches in the metric."""
+    probes = min(_PROBES, count)
+    chosen = (jnp.arange(probes) * count + count // 2) // probes
+
+    def largest(i):
+        def iterate(_, pair):
+            x, _ = pair
+            y = found.power(0.5, products(i, found.power(0.5, x)[None])[0])
+            size = jnp.linalg.norm(y)
+            return y / jnp.where(size > 0, size, 1), size
+
+        start = jax.random.normal(jax.random.key(1), flat.shape, flat.dtype)
+        start = start / jnp.linalg.norm(start)
+        return jax.lax.fori_loop(0, _ITERATIONS, iterate, (start, jnp.ones((), flat.dtype)))[1]
+
+    size = jnp.max(jax.lax.map(largest, chosen))
+    return jnp.where(size > 0, size, 1)
+
+
+def renewed(
+    old: Metric, number: jax.Array, problem: Problem, w: Pytree, alpha: Pytree, train: Blocks
+) -> Metric:
+    """The metric of step ``number``: a new one now and then."""
+    epoch = number // train.count
+    due = (number % train.count == 0) & (epoch & (epoch + 1) == 0) & (number > 0)
+    return jax.lax.cond(due, lambda: metric(problem, w, alpha, train), lambda: old)
+
+
+def stepped(found: Metric, pair: tuple[Pytree, Pytree], along: tuple[Pytree, Pytree]) -> tuple:
+    """``(w, v)`` after a step against the two directions, in the metric."""
+    directions = jnp.stack([ravel_pytree(d)[0] for d in along])
+    steps = found.length * found.power(1.0, directions)
+    unravel = ravel_pytree(pair[0])[1]
+    return tuple(
+        jax.tree.map(lambda a, b: (a - b).astype(a.dtype), x, unravel(step))
+        for x, step in zip(pair, steps, strict=True)
+    )

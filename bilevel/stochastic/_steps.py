@@ -1,0 +1,56 @@
+"""Step sizes."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+
+from bilevel.checks import positive
+from bilevel.problem import Problem
+from bilevel.protocols import Pytree
+from bilevel.stochastic import _metric
+from bilevel.stochastic._blocks import Blocks
+
+Rate = float | jax.Array | Callable[[jax.Array], jax.Array]
+"""A positive number, or a schedule: ``rate(steps done) -> number``, such as optax's."""
+
+
+def checked(name: str, rate: Any) -> Any:
+    """Refuse what is neither a positive number nor a schedule."""
+    if not callable(rate):
+        positive(name, rate)
+    return rate
+
+
+def at(rate: Rate, number: jax.Array) -> Any:
+    """The rate of a step."""
+    return rate(number) if callable(rate) else rate
+
+
+def against(x: Pytree, direction: Pytree, rate: Any) -> Pytree:
+    """``x - rate * direction``, in the dtypes of ``x``."""
+    return jax.tree.map(lambda x, d: (x - rate * d).astype(x.dtype), x, direction)
+
+
+class Mover(NamedTuple):
+    """How weights and adjoint move together."""
+
+    init: Callable[..., Pytree]  # (problem, w, alpha, train) -> state, in Tables: may be large
+    move: Callable[..., tuple]  # (pair, directions, state, number, those four) -> (pair, state)
+
+
+def mover(rate: Rate | None) -> Mover:
+    """By a rate; None: in a measured metric."""
+    if rate is not None:
+        fixed = rate
+
+        def by_rate(pair, along, state, number, *_):
+            return against(pair, along, at(fixed, number)), state
+
+        return Mover(lambda *_: (), by_rate)
+
+    def in_metric(pair, along, state, number, problem: Problem, w, alpha, train: Blocks):
+        state = _metric.renewed(state, number, problem, w, alpha, train)
+        return _metric.stepped(state, pair, along), state
+
+    return Mover(_metric.metric, in_metric)

@@ -1,0 +1,507 @@
+"""Single-loop methods: unbiased, exact where they should be, in place, resumable, honest at NaN.
+
+The problem is quadratic, so that solution, adjoint and hypergradient have closed forms.
+"""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import assert_close, tolerance
+
+import bilevel
+from bilevel import _search
+from bilevel.protocols import Turn
+from bilevel.stochastic import blocks, full_direction, turns
+from bilevel.stochastic._oracles import (
+    Point,
+    directions,
+    lower_oracle,
+    outer_oracle,
+)
+
+N, M, P, Q = 45, 38, 4, 3  # rows of train and valid, weights, hyperparameters
+BATCH = 7  # divides neither
+RNG = np.random.default_rng(0)
+DTYPE = jnp.zeros(()).dtype
+
+
+def _rows(n):
+    x, z, y = RNG.normal(size=(n, P)), RNG.normal(size=(n, Q)), RNG.normal(size=n)
+    return tuple(jnp.asarray(a, DTYPE) for a in (x, z, y))
+
+
+def lower(w, alpha, batch):
+    x, z, y = batch
+    return 0.5 * jnp.mean((x @ w - z @ alpha - y) ** 2) + 0.15 * jnp.sum(w**2)
+
+
+def outer(w, alpha, batch):
+    x, z, y = batch
+    return 0.5 * jnp.mean((x @ w + z @ alpha - y) ** 2) + 0.1 * jnp.sum((alpha - 1) ** 2)
+
+
+PROBLEM = bilevel.Problem(lower, outer)
+TRAIN, VALID = _rows(N), _rows(M)
+ALPHA, W = jnp.asarray(RNG.normal(size=Q), DTYPE), jnp.asarray(RNG.normal(size=P), DTYPE)
+PARTITION = bilevel.partition(BATCH)
+METHODS = {
+    "soba": bilevel.soba(0.1),
+    "ma_soba": bilevel.ma_soba(0.1),
+    "saba": bilevel.saba(0.1),
+    "spaba": bilevel.spaba(0.1),
+    "amigo": bilevel.amigo(0.1, inner=2),
+    "f2sa": bilevel.f2sa(0.1, 3.0, inner=2),
+    "meha": bilevel.meha(0.1),
+}
+
+
+def cut(partition=PARTITION):
+    return blocks("train", TRAIN, partition), blocks("valid", VALID, partition)
+
+
+def solution(alpha):
+    """Weights, adjoint and hypergradient at the lower solution, in float64 by numpy."""
+    (x, z, y), (xv, zv, yv) = jax.tree.map(lambda a: np.asarray(a, np.float64), (TRAIN, VALID))
+    alpha = np.asarray(alpha, np.float64)
+    hessian = x.T @ x / N + 0.3 * np.eye(P)
+    w = np.linalg.solve(hessian, x.T @ (z @ alpha + y) / N)
+    residual = xv @ w + zv @ alpha - yv
+    v = np.linalg.solve(hessian, xv.T @ residual / M)
+    return w, v, zv.T @ residual / M + 0.2 * (alpha - 1) + z.T @ x @ v / N
+
+
+def optimum():
+    """Where the hypergradient, which is affine in alpha, is zero."""
+    offset = solution(np.zeros(Q))[2]
+    slope = np.stack([solution(e)[2] - offset for e in np.eye(Q)], 1)
+    return np.linalg.solve(slope, -offset)
+
+
+def squared_slope(alpha):
+    return np.sum(solution(alpha)[2] ** 2)
+
+
+search = functools.partial(
+    bilevel.search, PROBLEM, alpha=ALPHA, w0=W, train=TRAIN, valid=VALID, progress=False
+)
+noisy = functools.partial(
+    search, optimizer=optax.sgd(0.05), batches=PARTITION, key=jax.random.key(5)
+)
+
+
+def walk(method, order, steps, *, at=None, begun=None, move=0.0, partition=PARTITION):
+    """Directions of ``steps`` steps; ``alpha`` moves by ``move``, or all stays frozen ``at``."""
+    train, valid = cut(partition)
+    alpha, w, v = at if at is not None else (ALPHA, W, jnp.zeros_like(W))
+    start = begun if begun is not None else (alpha, w)
+
+    @jax.jit
+    def run(order, train, valid):
+        first = order.at(jnp.zeros((), int), method.draws)
+        state = method.init(PROBLEM, *start, first, train, valid)
+        if at is not None:
+            state = state._replace(v=v)
+
+        def body(carry, number):
+            alpha, w, state = carry
+            turn = order.at(number, method.draws)
+            args = (PROBLEM, alpha, w, state, turn, train, valid)
+            direction, w_new, new, _ = method.step(*args)
+            if at is not None:
+                w_new, new = w, new._replace(v=v)
+            out = direction, (alpha, w, state.v)
+            return (alpha - move * direction, w_new, new), out
+
+        return jax.lax.scan(body, (alpha, w, state), jnp.arange(steps))[1]
+
+    return run(order, train, valid)
+
+
+def order_of(steps, method=METHODS["saba"], partition=PARTITION, key=3):
+    train, valid = cut(partition)
+    return turns(jax.random.key(key), (train.count, valid.count), steps, method.draws)
+
+
+# ---------------------------------------------------------------------- batches and estimates
+
+
+def test_estimates_are_unbiased_with_a_shorter_last_batch():
+    """Test 1. Truth: the same oracles on all rows."""
+    point = Point(W, 1 + W, ALPHA)
+    for side, data, oracle in zip(cut(), (TRAIN, VALID), (lower_oracle, outer_oracle), strict=True):
+        exact, _ = oracle(PROBLEM, point)(data)
+        each = jax.jit(lambda side, oracle=oracle: side.table(oracle(PROBLEM, point)))(side)
+        assert side.tail
+        assert_close(jax.tree.map(lambda t: t.mean(0), each), exact, f64=1e-12, f32=1e-5)
+        assert_close(side.mean(oracle(PROBLEM, point)), exact, f64=1e-12, f32=1e-5)
+
+
+def test_an_epoch_takes_each_batch_once_and_longer_searches_begin_alike():
+    order = turns(jax.random.key(0), (5, 3), 15, (2, 1))
+    assert order.train.shape == (31,) and order.valid.shape == (16,)
+    for epoch in order.train[:30].reshape(6, 5).tolist():
+        assert sorted(epoch) == list(range(5))
+    for epoch in order.valid[:15].reshape(5, 3).tolist():
+        assert sorted(epoch) == list(range(3))
+    assert len({tuple(e) for e in order.train[:30].reshape(6, 5).tolist()}) > 1
+    longer = turns(jax.random.key(0), (5, 3), 150, (2, 1))
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b[: len(a)]), order, longer)
+    coins = turns(jax.random.key(0), (5, 3), 20_000, (1, 1)).coins
+    assert abs(np.mean(coins < 0.2) - 0.2) < 4 * np.sqrt(0.16 / 20_000)
+
+
+@pytest.mark.parametrize("name", ["saba", "spaba"])
+def test_a_solution_is_a_fixed_point(name):
+    """Test 2. There SOBA's directions are not zero, but their mean is."""
+    alpha = jnp.asarray(optimum(), DTYPE)
+    w, v = (jnp.asarray(x, DTYPE) for x in solution(alpha)[:2])
+    method = METHODS[name]
+    order = order_of(30)
+    exact = walk(method, order, 30, at=(alpha, w, v), begun=(alpha, w))[0]
+    # The tables begin with another adjoint: the first epoch mends them; PAGE has to toss its coin.
+    last = exact[14:] if name == "saba" else exact[np.argmax(np.asarray(order.coins) < 0.1) :]
+    assert np.abs(last).max() < tolerance(1e-14, 1e-5)
+    noise = walk(METHODS["soba"], order, 42, at=(alpha, w, v))[0][:42]
+    assert np.abs(noise).max() > 0.01
+
+
+def test_at_a_frozen_point_an_epoch_makes_directions_exact():
+    """Test 3. Truth: the direction on all rows; the tables began elsewhere."""
+    v = jnp.arange(1.0, P + 1)
+    at = ALPHA, W, v
+    exact = full_direction(PROBLEM, W, v, ALPHA, *cut())
+    count = max(side.count for side in cut())
+    found = walk(METHODS["saba"], order_of(20), 20, at=at, begun=(1 - ALPHA, 2 - W))[0]
+    spread = np.abs(found[count:] - exact).max()
+    assert spread < tolerance(1e-14, 1e-5) < np.abs(found[:3] - exact).max()
+    never = walk(bilevel.spaba(0.1, probability=0.0), order_of(20), 20, at=at, begun=(ALPHA, W))[0]
+    assert np.abs(never - never[0]).max() < tolerance(1e-14, 1e-5)
+    always = walk(bilevel.spaba(0.1, probability=1.0), order_of(20), 20, at=at)[0]
+    assert np.abs(always - exact).max() < tolerance(1e-14, 1e-5)
+
+
+def test_with_one_batch_the_methods_are_one():
+    """Test 4."""
+    equal = (bilevel.saba(0.1), bilevel.spaba(0.1, probability=0.0), bilevel.ma_soba(0.1, 1.0))
+    sgd = optax.sgd(0.05)
+    truth = search(bilevel.soba(0.1), sgd, steps=20).alpha
+    for method in (*equal, bilevel.spaba(0.1, probability=1.0)):
+        assert_close(search(method, sgd, steps=20).alpha, truth, f64=1e-12, f32=1e-5)
+    whole = noisy(bilevel.soba(0.1), steps=20, batches=bilevel.partition(100)).alpha
+    assert_close(whole, truth, f64=1e-12, f32=1e-5)
+
+
+def test_saba_converges_linearly_where_soba_stalls():
+    """Test 5."""
+    sgd = optax.sgd(0.1)
+    slopes = [
+        squared_slope(noisy(bilevel.saba(0.2), optimizer=sgd, steps=steps, history=()).alpha)
+        for steps in (1000, 3000)
+    ]
+    stalled = squared_slope(noisy(bilevel.soba(0.2), optimizer=sgd, steps=3000, history=()).alpha)
+    assert slopes[0] < tolerance(1e-12, 1e-8) and slopes[1] < tolerance(1e-25, 1e-8)
+    assert stalled > 1e-6
+
+
+def test_page_adds_differences_and_its_coin_takes_everything():
+    """Test 6. Truth: the differences, added up one by one."""
+    order, train, valid = order_of(12), *cut()
+    found, visited = walk(bilevel.spaba(0.1, probability=0.0), order, 12, move=0.05)
+    points = [Point(w, v, alpha) for alpha, w, v in zip(*visited, strict=True)]
+
+    @jax.jit
+    def single(point, i, j):
+        lower, _ = train.at(i, lower_oracle(PROBLEM, point))
+        outer, _ = valid.at(j, outer_oracle(PROBLEM, point))
+        return directions(lower, outer).alpha
+
+    total = full_direction(PROBLEM, *points[0], train, valid)
+    for k in range(1, 12):
+        i, j = order.train[k], order.valid[k]
+        total = total + single(points[k], i, j) - single(points[k - 1], i, j)
+    assert_close(found[-1], total, f64=1e-12, f32=1e-4)
+    tossed, visited = walk(bilevel.spaba(0.1, probability=0.4), order, 12, move=0.05)
+    taken = np.asarray(order.coins) < 0.4
+    assert 0 < taken.sum() < 12
+    for k in np.flatnonzero(taken):
+        alpha, w, v = (x[k] for x in visited)
+        assert_close(tossed[k], full_direction(PROBLEM, w, v, alpha, train, valid), f64=1e-12)
+
+
+# ------------------------------------------------------------------------- what they estimate
+
+
+def first_order(method, steps):
+    """The direction at a frozen alpha, all rows at every step."""
+    found = search(method, optax.sgd(0.0), steps=steps, history=())
+    state = found.state
+    turn = Turn(jnp.asarray(steps), *(jnp.zeros(1, int),) * 2, *(jnp.zeros((), int),) * 3)
+    args = PROBLEM, state.alpha, state.w, state.solver, turn
+    return method.step(*args, *cut(None))[0]
+
+
+def test_f2sas_bias_falls_as_one_over_the_penalty():
+    """Test 7."""
+    truth = solution(ALPHA)[2]
+    penalties = (10.0, 100.0)
+    methods = [bilevel.f2sa(0.3, penalty, growth=0.0) for penalty in penalties]
+    bias = [np.linalg.norm(first_order(m, 800) - truth) for m in methods]
+    assert bias[0] > 1e-3
+    np.testing.assert_allclose(bias[0] / bias[1], 10, rtol=0.15)
+
+
+def test_f2sas_penalty_grows_with_the_seventh_root():
+    method = bilevel.f2sa(0.1, 2.0)
+    ids, zero = jnp.zeros(1, int), jnp.zeros((), int)
+    state = method.init(PROBLEM, ALPHA, W, None, *cut(None))._replace(y=W + 1)
+
+    def direction(number):
+        turn = Turn(jnp.asarray(number), ids, ids, zero, zero, zero)
+        return method.step(PROBLEM, ALPHA, W, state, turn, *cut(None))[0]
+
+    fixed = jax.grad(outer, 1)(W + 1, ALPHA, VALID)
+    ratio = (direction(9_999) - fixed) / (direction(0) - fixed)
+    np.testing.assert_allclose(ratio, 10_000 ** (1 / 7), rtol=1e-4)
+
+
+def test_meha_and_amigo_come_to_the_hypergradient_too():
+    truth = solution(ALPHA)[2]
+    close = first_order(bilevel.amigo(0.3, inner=5), 60)
+    assert_close(close, truth, f64=1e-9)
+    bias = [
+        np.linalg.norm(first_order(bilevel.meha(0.3, penalty=c, growth=0.0), 4000) - truth)
+        for c in (10.0, 100.0)
+    ]
+    assert bias[1] < 0.2 * bias[0] < 0.2 * np.linalg.norm(truth)
+
+
+def test_v_is_the_adjoint_and_the_direction_the_hypergradient():
+    """Test 8, signs. Truth: the closed form, and the library's own."""
+    found = search(bilevel.saba(0.3), optax.sgd(0.0), steps=400, diagnostics=True)
+    w, v, grad = solution(ALPHA)
+    assert_close(found.w, w, f64=1e-8)
+    assert_close(found.state.solver.v, v, f64=1e-8)
+    exact = bilevel.hypergradient(PROBLEM, bilevel.implicit())(ALPHA, W, TRAIN, VALID)
+    assert_close(exact.grad, grad, f64=1e-8)
+    direction = full_direction(PROBLEM, found.w, found.state.solver.v, ALPHA, *cut())
+    assert_close(direction, grad, f64=1e-8)
+    assert found.info.converged
+
+
+# ------------------------------------------------------------------------------ the machinery
+
+
+def compiled(method, steps, history=()):
+    """The search's compiled chunk, as text."""
+    setup = _search._Setup(PROBLEM, method, optax.adam(0.1), PARTITION, False, 1)
+    data = setup.prepared((TRAIN, VALID, jax.random.key(0)), steps)
+    carry = setup.start(ALPHA, W, data, steps, history)
+    return jax.jit(setup.advance, donate_argnums=0).lower(carry, data, 1).compile().as_text()
+
+
+def test_no_step_copies_a_table_or_the_history():
+    """Test 9, on the program that XLA makes."""
+    text = compiled(METHODS["saba"], 977, ("value", "alpha"))
+    train, valid = (side.count for side in cut())
+    kind = {"float64": "f64", "float32": "f32"}[str(DTYPE)]
+    assert f"{kind}[{train},{P}]" in text and f"{kind}[977,{Q}]" in text
+    for rows, columns in ((train, P), (train, Q), (valid, P), (valid, Q), (977, Q)):
+        shape = re.escape(f"{kind}[{rows},{columns}]")
+        assert not re.findall(rf"= {shape}\S* (?:copy|select)\(.*", text)
+    assert not re.findall(rf"= {kind}\[977\]\S* (?:copy|select)\(.*", text)
+
+
+def test_reading_rows_ahead_changes_nothing():
+    """Test 10, with a batch that comes twice running. Truth: SAGA as it is written.
+
+    Up to how XLA fuses products and sums; a wrong row is far off.
+    """
+    train, valid = cut()
+    ids = [jnp.array([4, 4, 0, 6, 4, 0, 1]), jnp.array([0, 5, 5, 2, 0, 0, 1])]
+    order = turns(jax.random.key(0), (7, 6), 6, (1, 1))._replace(train=ids[0], valid=ids[1])
+    found, _ = walk(METHODS["saba"], order, 6, move=0.05)
+
+    @jax.jit
+    def naive(train, valid):
+        def mean(table):
+            return jax.tree.map(lambda t: t.mean(0), table)
+
+        def body(carry, number):
+            alpha, w, v, tables, means = carry
+            point = Point(w, v, alpha)
+            estimates, kept, averages = [], [], []
+            sides = (train, lower_oracle, ids[0]), (valid, outer_oracle, ids[1])
+            for (side, oracle, which), table, average in zip(sides, tables, means, strict=True):
+                i = which[number]
+                new, _ = side.at(i, oracle(PROBLEM, point))
+                change = jax.tree.map(lambda x, t, i=i: x - t[i], new, table)
+                estimates.append(optax.tree.add(change, average))
+                kept.append(jax.tree.map(lambda t, x, i=i: t.at[i].set(x), table, new))
+                averages.append(optax.tree.add_scale(average, 1 / side.count, change))
+            step = directions(*estimates)
+            w, v = (optax.tree.add_scale(x, -0.1, d) for x, d in zip((w, v), step[:2], strict=True))
+            return (alpha - 0.05 * step.alpha, w, v, tuple(kept), tuple(averages)), step.alpha
+
+        point = Point(W, jnp.zeros_like(W), ALPHA)
+        tables = (
+            train.table(lower_oracle(PROBLEM, point)),
+            valid.table(outer_oracle(PROBLEM, point)),
+        )
+        carry = ALPHA, *point[:2], tables, tuple(map(mean, tables))
+        return jax.lax.scan(body, carry, jnp.arange(6))[1]
+
+    assert_close(found, naive(train, valid), f64=1e-14, f32=1e-5)
+
+
+@pytest.mark.parametrize("name", ["saba", "spaba", "f2sa"])
+def test_resumed_in_mid_epoch_it_is_the_same_search(name, tmp_path):
+    """Test 11, bit for bit. Of a thinned history, whose program is another, up to rounding."""
+    run = functools.partial(noisy, METHODS[name], steps=17)
+    whole = run(history_every=3)
+    run(
+        checkpoint=tmp_path,
+        chunk=4,
+        callback=lambda result: result.state.step >= 8,
+        history_every=3,
+    )
+    assert bilevel.checkpoint.latest(tmp_path) == 8
+    resumed = run(checkpoint=tmp_path, resume=True, history_every=3)
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        (whole.state, whole.history),
+        (resumed.state, resumed.history),
+    )
+    last = [2, 5, 8, 11, 14, 16]  # of its three steps, and of what is left
+    every = run().history
+    for key, values in whole.history.items():
+        assert_close(values, every[key][np.array(last)], f64=1e-12)
+
+
+def test_seeds_run_together_as_they_would_alone():
+    keys = jax.random.split(jax.random.key(1), 2)
+
+    @jax.jit
+    @jax.vmap
+    def many(key):
+        return search(METHODS["saba"], optax.sgd(0.05), batches=PARTITION, key=key, steps=15)
+
+    found = many(keys)
+    for i in range(2):
+        alone = noisy(METHODS["saba"], key=keys[i], steps=15)
+        assert_close(found.alpha[i], alone.alpha)
+        assert_close(found.history["value"][i], alone.history["value"])
+    assert np.abs(found.alpha[0] - found.alpha[1]).max() > 1e-6
+
+
+def test_a_nan_leaves_the_last_good_point():
+    """Test 12: of weights, adjoint and alpha; by the host, under jit, with a thinned history."""
+
+    def broken(w, alpha, batch):
+        return outer(w, alpha, batch) * jnp.where(alpha[0] > -3, 1.0, jnp.nan)
+
+    problem = bilevel.Problem(lower, broken)
+    args = problem, METHODS["saba"], optax.sgd(1.0), ALPHA, W, TRAIN, VALID
+    options = {"steps": 60, "batches": PARTITION, "key": jax.random.key(5)}
+    with pytest.raises(bilevel.NonFiniteError) as caught:
+        bilevel.search(*args, **options, progress=False, history_every=4)
+    step, result = caught.value.step, caught.value.result
+    good = bilevel.search(*args, **(options | {"steps": step}), progress=False)
+    assert 2 < step < 60 and step % 4
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        (result.alpha, result.w, result.state.solver.v),
+        (good.alpha, good.w, good.state.solver.v),
+    )
+    np.testing.assert_array_equal(result.history["alpha"][-1], good.alpha)
+    np.testing.assert_array_equal(result.history["value"][-1], good.history["value"][-1])
+
+    def traced(alpha):
+        return bilevel.search(*args[:3], alpha, *args[4:], **options, history_every=4)
+
+    frozen = jax.jit(traced)(ALPHA)
+    assert frozen.state.step == step
+    assert_close(frozen.alpha, good.alpha)
+    rows = -(-step // 4)
+    assert_close(frozen.history["value"][:rows], result.history["value"])
+    assert not np.asarray(frozen.history["value"][rows:]).any()
+
+
+def test_the_estimate_at_the_end_is_near_the_truth():
+    """Test 12. Truth: the closed form."""
+    found = noisy(METHODS["saba"], steps=60, diagnostics=True)
+    direction = full_direction(PROBLEM, found.w, found.state.solver.v, found.alpha, *cut())
+    error = np.linalg.norm(direction - solution(found.alpha)[2])
+    assert error > 1e-4
+    assert error / 3 < found.info.error_estimate < 10 * error
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_methods_run_in_float32_on_trees_with_auxiliary_outputs_and_geometries(name):
+    """Under x64 too, whose numbers are wider than the problem's."""
+    to32 = functools.partial(jax.tree.map, lambda x: x.astype(jnp.float32))
+
+    def paired(loss):
+        return lambda w, a, b: (loss(w["w"], a["a"] + a["b"][0], b), {"size": jnp.sum(w["w"] ** 2)})
+
+    problem = bilevel.Problem(paired(lower), paired(outer), has_aux=True)
+    alpha = {"a": jnp.full(Q, 1 / Q, jnp.float32), "b": jnp.ones((1, Q), jnp.float32) / Q}
+    optimizer = optax.chain(optax.adam(0.01), bilevel.exponentiate())
+    found = bilevel.search(
+        *(problem, METHODS[name], optimizer, alpha, {"w": to32(W)}, to32(TRAIN), to32(VALID)),
+        steps=6,
+        batches=PARTITION,
+        key=jax.random.key(0),
+        progress=False,
+        history=("aux", "value", "lower", "noisy_stationarity", "grad_norm"),
+    )
+    assert {x.dtype for x in jax.tree.leaves((found.alpha, found.w))} == {np.dtype("float32")}
+    np.testing.assert_allclose(found.alpha["b"].sum(), 1, rtol=1e-5)
+    assert found.history["aux"]["lower"]["size"].shape == (6,)
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(found.history))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: bilevel.saba(-1.0), "step_size: expected a positive"),
+        (lambda: bilevel.ma_soba(0.1, 1.5), "average: expected"),
+        (lambda: bilevel.spaba(0.1, probability=2.0), "probability: expected"),
+        (lambda: bilevel.f2sa(0.1, -1.0), "penalty: expected a positive"),
+        (lambda: bilevel.f2sa(0.1, growth=-1.0), "growth: expected"),
+        (lambda: bilevel.amigo(0.1, inner=0), "inner: expected at least 1"),
+        (lambda: bilevel.meha(0.1, growth=0.5), "growth: expected"),
+        (lambda: bilevel.partition(0), "batch_size: expected at least 1"),
+        (
+            lambda: noisy(METHODS["saba"], steps=2, batches=bilevel.minibatches(3)),
+            "batches: expected bilevel.partition",
+        ),
+        (lambda: noisy(bilevel.implicit(), steps=2), "batches: expected a sampler"),
+        (lambda: noisy(METHODS["soba"], steps=2, key=None), "key: expected a PRNG key"),
+        (lambda: noisy(METHODS["f2sa"], steps=2, diagnostics=True), "diagnostics: expected False"),
+        (lambda: noisy(METHODS["soba"], steps=2, history_every=0), "history_every: expected"),
+        (
+            lambda: noisy(METHODS["soba"], steps=2, train=(*TRAIN[:2], TRAIN[2][1:])),
+            "train: expected arrays of as many rows each",
+        ),
+        (
+            lambda: bilevel.descent(PROBLEM, METHODS["soba"], optax.sgd(0.1)),
+            "solver: expected a LowerSolver.*bilevel.search runs",
+        ),
+        (
+            lambda: bilevel.search(
+                *(bilevel.Problem(lower, outer, stateful=True), METHODS["soba"], optax.sgd(0.1)),
+                *(ALPHA, W, TRAIN, VALID),
+                steps=2,
+            ),
+            "problem: expected one without variables",
+        ),
+    ],
+)
+def test_mistakes_are_refused_in_a_sentence(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()

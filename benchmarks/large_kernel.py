@@ -111,10 +111,11 @@ class Kept:
     def save(self, state):
         from bilevel import store
 
+        residual = float(state.residual.max())  # waits until it is there
         wall, cpu = self.clock.read()
         what = "residual" if state.computed else "residual (by the recurrence)"
         print(
-            f"pass {int(state.steps):3d}: {what} {float(state.residual.max()):.2e}, "
+            f"pass {int(state.steps):3d}: {what} {residual:.2e}, "
             f"{wall:.0f} s ({cpu:.0f} s of CPU)",
             flush=True,
         )

@@ -115,8 +115,7 @@ class Kept:
         wall, cpu = self.clock.read()
         what = "residual" if state.computed else "residual (by the recurrence)"
         print(
-            f"pass {int(state.steps):3d}: {what} {residual:.2e}, "
-            f"{wall:.0f} s ({cpu:.0f} s of CPU)",
+            f"pass {int(state.steps):3d}: {what} {residual:.2e}, {wall:.0f} s ({cpu:.0f} s of CPU)",
             flush=True,
         )
         if not self.quiet:

@@ -149,6 +149,16 @@ def test_a_factor_saves_steps_and_so_do_several_columns():
     assert run(many).steps < 0.7 * run(many[:, 0]).steps
 
 
+@pytest.mark.parametrize("size, of_y", [(1e-25, 1), (1e25, 1), (1, 1e-30), (1, 1e30)])
+def test_units_do_not_matter_in_float32(size, of_y):
+    x, y = jnp.asarray(X[:40], np.float32), jnp.asarray(Y[:40], np.float32)
+    K = ntk.KernelOperator(lambda a, b: size * laplace(a, b), x, tile=16)
+    partial = ntk.partial_cholesky(K, 10, key=KEY)
+    fit = ntk.iterative_regression(K, of_y * y, penalty=0.1 * size, partial=partial, tol=1e-5)
+    truth = np.linalg.solve(dense()[:40, :40] + 0.1 * np.eye(40), Y[:40])
+    np.testing.assert_allclose(fit.weights * size / of_y, truth, atol=1e-4)
+
+
 def test_columns_that_depend_on_each_other_or_are_zero():
     y = np.stack([Y[:, 0], Y[:, 1], -Y[:, 0] - Y[:, 1], 0 * Y[:, 0], 1e-9 * Y[:, 0]], 1)
     y = np.concatenate([y, Y[:, :1] + 1e-5 * Y[:, 2:]], 1)

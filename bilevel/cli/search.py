@@ -118,7 +118,7 @@ def _computed(
     uniform = jnp.full((seeds, len(names)), 1 / len(names))
     bar.enter("search")
     found = bilevel.search(
-        side_by_side(task.space.problem),
+        side_by_side(_telling(task.space.problem)),
         plan.solver,
         plan.optimizer,
         uniform,
@@ -156,6 +156,19 @@ def _computed(
     result["hypergradient"] = {name: x.tolist() for name, x in gap._asdict().items()}
     result["argmax"] = argmax.as_json(task, verdict)
     return result, found
+
+
+def _telling(problem: bilevel.Problem) -> bilevel.Problem:
+    """The problem with its losses as auxiliary outputs: side by side they stay those of a seed."""
+
+    def told(loss):
+        def both(w, alpha, batch):
+            value = loss(w, alpha, batch)
+            return value, value
+
+        return both
+
+    return bilevel.Problem(told(problem.lower), told(problem.outer), has_aux=True)
 
 
 def _work(config: Search) -> dict[str, float]:
@@ -249,7 +262,13 @@ def _summary(names, alpha, rows, seconds) -> dict[str, Any]:
 
 def _write(folder, result, found) -> None:
     names, config = result["names"], result["config"]
-    history = {k: np.asarray(v) for k, v in found.history.items()}
+    history = {k: np.asarray(v) for k, v in found.history.items() if k != "aux"}
+    losses = jax.tree.map(np.asarray, found.history["aux"])  # [steps, seeds]
+    history |= {f"{name}_of_seeds": values for name, values in losses.items()}
+    runs = [
+        {"value": value, "lower": lower}
+        for value, lower in zip(losses["outer"].T, losses["lower"].T, strict=True)
+    ]
     arrays = {"alpha": found.alpha, "w": found.w}
     report.write(
         folder, result, arrays | {f"history_{name}": values for name, values in history.items()}
@@ -257,12 +276,11 @@ def _write(folder, result, found) -> None:
 
     def draw(figure):
         axes = figure.subplot_mosaic([["alpha", "outer"], ["alpha", "lower"]], width_ratios=(5, 4))
-        uniform, seeds = np.full(len(names), 1 / len(names)), config["seeds"]
+        uniform = np.full(len(names), 1 / len(names))
         plots.alpha_path(history["alpha"], names, axes["alpha"], start=uniform)
-        outer, lower = plots.losses(history, (axes["outer"], axes["lower"]), scale=seeds)
-        mean = f"\nmean of {seeds} seeds" if seeds > 1 else ""
-        outer.set_ylabel(f"validation loss\n({config['outer']}){mean}")
-        lower.set_ylabel(f"training loss\n(squared){mean}")
+        outer, lower = plots.losses(runs, (axes["outer"], axes["lower"]))
+        outer.set_ylabel(f"validation loss\n({config['outer']})")
+        lower.set_ylabel("training loss\n(squared)")
         figure.suptitle(report.picture_title(config))
 
     report.picture(folder / "search.png", (11, 4.4), draw)

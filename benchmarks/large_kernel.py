@@ -26,7 +26,7 @@ RUNS = Path(__file__).parents[1] / "runs" / "large_kernel"
 VARIANCES = 1.0, 2.0, 2.0
 FLAGS = {
     "rows": {"type": int, "help": "training images, the first ones (60000)"},
-    "rank": {"type": int, "default": 2000, "help": "of the preconditioner (2000)"},
+    "rank": {"type": int, "default": 3000, "help": "of the preconditioner (3000)"},
     "penalty": {"type": float, "default": 1e-2, "help": "on the kernel's diagonal of 6 (0.01)"},
     "tol": {"type": float, "default": 1e-4, "help": "relative residual of every label (1e-4)"},
     "tile": {"type": int, "default": 2048, "help": "the most rows of a tile (2048)"},
@@ -111,11 +111,11 @@ class Kept:
     def save(self, state):
         from bilevel import store
 
+        residual = float(state.residual.max())  # waits until it is there
         wall, cpu = self.clock.read()
         what = "residual" if state.computed else "residual (by the recurrence)"
         print(
-            f"pass {int(state.steps):3d}: {what} {float(state.residual.max()):.2e}, "
-            f"{wall:.0f} s ({cpu:.0f} s of CPU)",
+            f"pass {int(state.steps):3d}: {what} {residual:.2e}, {wall:.0f} s ({cpu:.0f} s of CPU)",
             flush=True,
         )
         if not self.quiet:

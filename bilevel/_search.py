@@ -267,7 +267,7 @@ class _Setup(NamedTuple):
         return _Carry(state, history, last, jnp.zeros((), int))
 
     def rows(self, steps: int) -> int:
-        """Of the history of ``steps`` steps."""
+        """How many the history of ``steps`` steps has."""
         return _search_history.row_count(steps, self.history_every)
 
     def fingerprint(self, alpha, w0, data, names) -> dict[str, str]:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import ntk
+from ntk import _block_cg, _preconditioner
 from ntk.interval import missed_part
 
 rng = np.random.default_rng(0)
@@ -67,6 +68,25 @@ def test_beyond_the_rank_of_a_kernel_a_factor_is_zero():
     found = ntk.partial_cholesky(K, 20, key=KEY)
     np.testing.assert_allclose(found.factor @ found.factor.T, X @ X.T, atol=1e-9)
     assert (jnp.abs(found.factor).max(0) > 1e-3).sum() == 4
+
+
+@pytest.mark.parametrize("n", [50, 5000])  # more rows than are scaled at a time
+def test_the_preconditioner_is_inverted_and_sampled(n):
+    factor, rest = jnp.asarray(rng.normal(size=(n, 3))), jnp.asarray(rng.uniform(1, 2, size=n))
+    P = _preconditioner.of(factor, rest, 1.0)
+    v = jnp.asarray(rng.normal(size=(n, 2)))
+    np.testing.assert_allclose(_preconditioner.solve(P, _preconditioner.times(P, v)), v, atol=1e-9)
+    np.testing.assert_allclose(
+        _preconditioner.times(P, v), rest[:, None] * v + factor @ (factor.T @ v), atol=1e-9
+    )
+    units = jnp.zeros((n, 2)).at[jnp.array([0, n - 1]), jnp.arange(2)].set(1)
+    truth = jnp.einsum("nk,nk->k", units, _preconditioner.solve(P, units))
+    found = _preconditioner.inverse_diagonal(P)[jnp.array([0, n - 1])]
+    np.testing.assert_allclose(found, truth, rtol=1e-9)
+    draws = _preconditioner.sample(P, KEY, 4000 if n == 50 else 10)
+    if n == 50:
+        covariance = jnp.diag(rest) + factor @ factor.T
+        np.testing.assert_allclose(draws @ draws.T / 4000, covariance, atol=1.2)
 
 
 # ----------------------------------------------------------------------------- regression
@@ -129,6 +149,16 @@ def test_a_factor_saves_steps_and_so_do_several_columns():
     assert run(many).steps < 0.7 * run(many[:, 0]).steps
 
 
+@pytest.mark.parametrize("size, of_y", [(1e-25, 1), (1e25, 1), (1, 1e-30), (1, 1e30)])
+def test_units_do_not_matter_in_float32(size, of_y):
+    x, y = jnp.asarray(X[:40], np.float32), jnp.asarray(Y[:40], np.float32)
+    K = ntk.KernelOperator(lambda a, b: size * laplace(a, b), x, tile=16)
+    partial = ntk.partial_cholesky(K, 10, key=KEY)
+    fit = ntk.iterative_regression(K, of_y * y, penalty=0.1 * size, partial=partial, tol=1e-5)
+    truth = np.linalg.solve(dense()[:40, :40] + 0.1 * np.eye(40), Y[:40])
+    np.testing.assert_allclose(fit.weights * size / of_y, truth, atol=1e-4)
+
+
 def test_columns_that_depend_on_each_other_or_are_zero():
     y = np.stack([Y[:, 0], Y[:, 1], -Y[:, 0] - Y[:, 1], 0 * Y[:, 0], 1e-9 * Y[:, 0]], 1)
     y = np.concatenate([y, Y[:, :1] + 1e-5 * Y[:, 2:]], 1)
@@ -165,10 +195,23 @@ def test_in_jit_and_vmap():
 
 
 def test_few_steps_end_with_the_residual_that_is():
-    fit = ntk.iterative_regression(operator(), Y, penalty=0.1, tol=1e-12, steps=4)
+    told = []
+    fit = ntk.iterative_regression(
+        operator(), Y, penalty=0.1, tol=1e-12, steps=4, callback=told.append
+    )
     left = Y - (dense() + 0.1 * np.eye(N)) @ fit.weights
-    assert fit.steps == 4
+    assert fit.steps == 4 and [bool(s.computed) for s in told] == [False, False, False, True]
     np.testing.assert_allclose(fit.residual, np.linalg.norm(left, axis=0), rtol=1e-10)
+
+
+def test_columns_are_made_orthonormal_in_the_preconditioners_product():
+    # In float32, where one look at their products leaves errors of their condition squared.
+    K, B = operator(dtype=np.float32), jnp.asarray(Y, np.float32)
+    B = B.at[:, 2].set(B[:, 0] + 1e-2 * B[:, 2])
+    P = _preconditioner.preconditioner(None, K.diagonal(), 0.1)
+    Q, Z, C = _block_cg._orthonormal(B, _preconditioner.solve(P, B))
+    np.testing.assert_allclose(Q.T @ Z, np.eye(3), atol=1e-5)
+    np.testing.assert_allclose(Q @ C, B, atol=1e-4)
 
 
 def test_rounding_ends_what_it_stalls():

@@ -39,6 +39,7 @@ def test_products_are_those_of_the_matrix(n, tile, dtype):
     close(K.diagonal(), jnp.diagonal(matrix))
     close(K.columns(jnp.array([n - 1, 0])), matrix[:, jnp.array([n - 1, 0])])
     close(K.at(other) @ v, laplace(other, x) @ v)
+    close(K.at(other).columns(jnp.array([n - 1])), laplace(other, x)[:, n - 1 :])
     assert K.shape == (n, n) and K.at(other).shape == (5, n) and K.dtype == dtype
 
 
@@ -102,6 +103,7 @@ def test_finite_networks(batch_size):
     close(K.diagonal(), jnp.diagonal(matrix))
     close(K.columns(jnp.array([8, 2])), matrix[:, jnp.array([8, 2])])
     close(K.at(other) @ v, cross @ v)
+    close(K.at(other).columns(jnp.array([8])), cross[:, 8:])
     close(jax.jit(lambda K, v: K @ v)(K, v), matrix @ v)
     assert K.shape == (9, 9) and K.dtype == v.dtype
 

@@ -81,10 +81,17 @@ def ring(devices):
     return float(jnp.abs(np.asarray(K @ put(v)) - truth).max()), sorted(moved)
 
 
+def several_axes(spec):
+    mesh = jax.make_mesh((2, 2), ("a", "b"))
+    K = operator(jax.device_put(x, NamedSharding(mesh, spec)))
+    return float(jnp.abs(np.asarray(K @ y) - laplace(x, x) @ y).max())
+
+
 print(json.dumps({
     "automatic": errors(AxisType.Auto, False),
     "explicit": errors(AxisType.Explicit, False),
     "set_mesh": errors(AxisType.Explicit, True),
+    "axes": {str(spec): several_axes(spec) for spec in (P("a"), P(("a", "b")), P("b", "a"))},
     "ring": {str(devices): ring(devices) for devices in (2, 3, 4)},
 }))
 """
@@ -115,3 +122,7 @@ def test_products_go_round_in_a_ring(devices):
     error, moved = on_four_devices()["ring"][devices]
     assert error < 1e-12
     assert moved == ["collective-permute"]  # no device ever has all inputs
+
+
+def test_rows_along_one_axis_of_two_or_along_both():
+    assert max(on_four_devices()["axes"].values()) < 1e-12

@@ -114,13 +114,13 @@ def kernel_rows(config: SkipSearch) -> int:
 
 
 def gradient_seconds(config: SkipSearch) -> float:
-    """Of a gradient of a minibatch, roughly, on two cores."""
+    """How long a gradient of a minibatch takes, roughly, on two cores."""
     weights = config.width * (inputs(config.data) + (config.depth - 2) * config.width)
     return 1e-8 * config.batch_size * weights
 
 
 def training_seconds(config: SkipSearch, networks: int) -> float:
-    """Of so many networks for each seed, trained from scratch."""
+    """How long so many networks for each seed take to train from scratch."""
     return 8 + (0.4 + gradient_seconds(config) * _batches(config)) * config.seeds * networks
 
 
@@ -175,7 +175,7 @@ def drawn_of(task: Task, budget: int) -> list[list[Pytree]]:
 
 
 def _training_keys(task: Task) -> jax.Array:
-    """Of the random architectures, the initial weights, and the order of the rows."""
+    """The keys of random architectures, initial weights, and the order of the rows."""
     return jax.random.split(jax.random.fold_in(jax.random.key(task.seed), 1), 3)
 
 

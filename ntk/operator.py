@@ -173,7 +173,7 @@ class KernelOperator(Operator):
     """
 
     arrays = "x", "x2"
-    static = "kernel", "get", "tile", "rows", "others", "dtype"
+    static = "kernel", "get", "tile", "_rows", "_others", "dtype"
 
     def __init__(
         self,
@@ -189,8 +189,8 @@ class KernelOperator(Operator):
         self.kernel, self.get, self.tile = kernel, get, whole("tile", tile, 1)
         self.x = _inputs("x", x)
         self.x2 = None if x2 is None else _inputs("x2", x2)
-        self.rows = rows_of(self.x)
-        self.others = self.rows if x2 is None else rows_of(self.x2)
+        self._rows = rows_of(self.x)
+        self._others = self._rows if x2 is None else rows_of(self.x2)
         few = _one(self.x), None if self.x2 is None else _one(self.x2)
         self.dtype = jax.eval_shape(self._tile, *few).dtype
         self._programs = {}
@@ -220,29 +220,29 @@ class KernelOperator(Operator):
     def _times(self, v):
         if self.x2 is not None:
             return self._other_columns_times(v)
-        if self.rows is None:
+        if self._rows is None:
             return _tiles.symmetric(self._tile, self.x, v, self.tile)
-        (mesh, axis), devices = self.rows, self.rows.devices
+        (mesh, axis), devices = self._rows, self._rows.devices
 
         def own(x, v):
             return _tiles.ring(self._tile, x, v, self.tile, axis, devices)
 
-        found = _tiles.over(mesh, own, (P(axis), P(axis)), P(axis))(self.x, by_rows(v, self.rows))
+        found = _tiles.over(mesh, own, (P(axis), P(axis)), P(axis))(self.x, by_rows(v, self._rows))
         return automatic(found)
 
     def _other_columns_times(self, v):
         def run(x, x2, v):
             return _tiles.rectangular(self._tile, x, x2, v, self.tile)
 
-        if self.others is None:
+        if self._others is None:
             return self._by_rows(run, self.x2, v)
-        mesh, axis = self.others
+        mesh, axis = self._others
 
         def summed(*own):
             return jax.lax.psum(run(*own), axis)
 
         total = _tiles.over(mesh, summed, (P(), P(axis), P(axis)), P())
-        return total(automatic(self.x), self.x2, by_rows(v, self.others))
+        return total(automatic(self.x), self.x2, by_rows(v, self._others))
 
     def _columns(self, indices):
         chosen = automatic(self._of_columns)[indices]
@@ -255,9 +255,9 @@ class KernelOperator(Operator):
 
     def _by_rows(self, run, *same):
         """``run(x, *same)``, where rows do not need each other."""
-        if self.rows is None:
+        if self._rows is None:
             return run(self.x, *same)
-        mesh, axis = self.rows
+        mesh, axis = self._rows
         by_device = _tiles.over(mesh, run, (P(axis), *(P() for _ in same)), P(axis))
         return automatic(by_device(self.x, *automatic(same)))
 

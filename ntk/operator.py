@@ -16,10 +16,11 @@ from typing import Any
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from ntk import _tiles
-from ntk._checks import array, concrete, finite, function, known, whole
+from ntk._checks import array, concrete, finite, function, known, offending, whole
 from ntk._placement import automatic, by_rows, keeping_rows, rows_of
 from ntk._programs import program
 from ntk._rows import length
@@ -73,7 +74,7 @@ class Operator:
         Raises
         ------
         ValueError
-            If they are not a list of whole numbers.
+            If they are not a list of whole numbers from 0 to n - 1.
         """
         indices = array("indices", indices)
         if indices.ndim != 1 or not jnp.issubdtype(indices.dtype, jnp.integer):
@@ -81,6 +82,14 @@ class Operator:
                 f"indices: expected whole numbers [k], got {indices.dtype} of the shape "
                 f"{indices.shape}."
             )
+        if concrete(indices):
+            given = np.asarray(indices)
+            good = (given >= 0) & (given < self.shape[1])
+            if not good.all():
+                raise ValueError(
+                    f"indices: expected numbers from 0 to {self.shape[1] - 1}, got "
+                    f"{offending(given, good)}."
+                )
         return self._run("columns", automatic(indices))
 
     def diagonal(self) -> jax.Array:
@@ -89,12 +98,11 @@ class Operator:
 
     def _run(self, what: str, *args):
         """The method of that name behind an underscore, compiled once for an operator."""
-        key = what, *((a.shape, a.dtype) for a in args)
         if not concrete(self, args):
             return _method(what)(self, *args)
+        key = what, jax.sharding.get_abstract_mesh(), *map(jax.typeof, args)
         if key not in self._programs:
-            run = _method(what)
-            self._programs[key] = program(run, self, *args)
+            self._programs[key] = program(_method(what), self, *args)
         return self._programs[key](self, *args)
 
 

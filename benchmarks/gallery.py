@@ -23,7 +23,6 @@ SIZES = {  # of the pictures, inches
     "meta_learning": (8, 3.2),
     "schedules": (8, 3.2),
     "denoising": (8, 5),
-    "kernel_learning": (8, 3.2),
     "word_penalties": (6, 3.5),
 }
 
@@ -66,6 +65,8 @@ def _shown(value) -> str:
 def _table(name: str):
     def of_rows(rows: list[dict]) -> str:
         runs = where(rows, part=name)
+        if not runs:
+            return "No full run yet."
         found = [row for run in runs for row in run["rows"]]
         total = sum(run["cpu_seconds"] for run in runs)
         lines = ([_shown(v) for v in row.values()] for row in found)
@@ -79,7 +80,6 @@ inducing_points = _table("inducing_points")
 meta_learning = _table("meta_learning")
 schedules = _table("schedules")
 denoising = _table("denoising")
-kernel_learning = _table("kernel_learning")
 word_penalties = _table("word_penalties")
 
 

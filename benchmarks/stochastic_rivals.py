@@ -83,6 +83,10 @@ class Rival:
         self.done += self.solver.eval_freq
         return jax.block_until_ready((carry["outer_var"], carry["inner_var"]))
 
+    def restart(self) -> None:
+        """Back to the start."""
+        self.carry, self.done = self.solver.init(), 0
+
 
 def _sliced(loss, data):
     """A loss as its solvers call it."""

@@ -4,9 +4,8 @@ import jax
 import jax.numpy as jnp
 
 from bilevel._stream import Stream
-from bilevel.batches import Partition
 from bilevel.checks import finite, floating, function, prng_key, whole
-from bilevel.protocols import Joint, SingleLoop, params_of
+from bilevel.protocols import Joint, Partition, SingleLoop, params_of
 
 
 def check(

@@ -140,7 +140,12 @@ class _Streaming(Feed):
         self._size = chunk or max(1, min(_STEPS, _BYTES // max(size, 1)))
         self._pairs = itertools.chain([first], pairs)
         self._next = self._ahead(step)
-        super().__init__(self._next.result()[0])
+
+        def alike(x):  # takes no memory: what is held here would be a third chunk
+            x = np.asarray(x)
+            return np.broadcast_to(np.zeros((), x.dtype), (self._size, *x.shape))
+
+        super().__init__((Chunk(np.asarray(step), jax.tree.map(alike, tuple(first))), None, key))
 
     def __call__(self, done: int, count: int) -> tuple[tuple, int]:
         """The chunk from step ``done`` on; while it runs, the next one is read."""
@@ -202,5 +207,6 @@ def feeding(
     if not isinstance(batches, Stream):
         yield Feed(data)
         return
+    step = min(step, steps - 1)  # a search that is done already needs the shapes all the same
     with ThreadPoolExecutor(1, thread_name_prefix="bilevel stream") as pool:
         yield _Streaming(pool, batches.pairs(step), data[2], step, steps, every, chunk)

@@ -1,14 +1,12 @@
 """Rows of the data for each step of a search: what :func:`bilevel.search` takes as ``batches``."""
 
-import dataclasses
 from collections.abc import Callable
-from typing import NoReturn
 
 import jax
 import jax.numpy as jnp
 
 from bilevel.checks import function, prng_key, whole
-from bilevel.protocols import Joint, Pytree
+from bilevel.protocols import Joint, Partition, Pytree
 
 
 def minibatches(batch_size: int) -> Callable[[jax.Array, Pytree], Pytree]:
@@ -36,20 +34,6 @@ def minibatches(batch_size: int) -> Callable[[jax.Array, Pytree], Pytree]:
         return jax.tree.map(lambda a: jnp.asarray(a)[rows], data)
 
     return batches
-
-
-@dataclasses.dataclass(frozen=True)
-class Partition:
-    """The data cut into batches once; :func:`partition` makes it."""
-
-    batch_size: int
-
-    def __call__(self, key: jax.Array, data: Pytree) -> NoReturn:
-        """Refuse to be a sampler."""
-        raise ValueError(
-            "batches: expected a sampler such as bilevel.minibatches(batch_size), got a partition, "
-            "which is for single-loop methods (bilevel.saba)."
-        )
 
 
 def partition(batch_size: int) -> Partition:

@@ -8,7 +8,7 @@ arrays; a batch is any pytree of arrays.
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import numpy as np
@@ -153,6 +153,20 @@ class Joint:
     def __call__(self, key: jax.Array, train: Pytree, valid: Pytree) -> tuple[Pytree, Pytree]:
         """The batch of the lower loss, and that of the outer loss."""
         return self.sample(key, train, valid)
+
+
+@dataclasses.dataclass(frozen=True)
+class Partition:
+    """The data cut into batches once; :func:`bilevel.partition` makes it."""
+
+    batch_size: int
+
+    def __call__(self, key: jax.Array, data: Pytree) -> NoReturn:
+        """Refuse to be a sampler."""
+        raise ValueError(
+            "batches: expected a sampler such as bilevel.minibatches(batch_size), got a partition, "
+            "which is for single-loop methods (bilevel.saba)."
+        )
 
 
 class Point(NamedTuple):

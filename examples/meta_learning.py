@@ -115,9 +115,8 @@ def picture(drawn, figure):
     (alphas,) = drawn
     known = jax.tree.map(lambda a: a[2], sinusoids(jax.random.key(7), 600)[0])
     x = jnp.linspace(-5, 5, 200)
-    for ax, (name, w) in zip(
-        figure.subplots(1, len(alphas), sharey=True), alphas.items(), strict=True
-    ):
+    axes = figure.subplots(1, len(alphas), sharey=True, squeeze=False)[0]
+    for ax, (name, w) in zip(axes, alphas.items(), strict=True):
         ax.plot(x, network(w, x), ":", label="before")
         for _ in range(STEPS):
             w = jax.tree.map(lambda a, g: a - RATE * g, w, jax.grad(error)(w, known))

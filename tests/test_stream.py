@@ -49,7 +49,7 @@ def by_hand(steps):
     return state, jnp.stack(values)
 
 
-@pytest.mark.parametrize("chunk", [None, 1, 4])
+@pytest.mark.parametrize("chunk", [None, 2, 4])
 @pytest.mark.parametrize("every", [None, 3])
 def test_a_stream_is_descent_on_its_batches(chunk, every):
     seen = []
@@ -78,6 +78,22 @@ def test_a_search_is_resumed_at_its_step(kind, tmp_path):
     np.testing.assert_array_equal(rest.alpha, whole.alpha)
     np.testing.assert_array_equal(rest.history["value"], whole.history["value"])
     assert told == ([0, 4] if kind == "function" else [])
+    again = search(batches=bilevel.stream(source), steps=9, resume=True, **kept)
+    np.testing.assert_array_equal(again.alpha, whole.alpha)
+
+
+def test_no_more_than_two_chunks_are_in_memory():
+    """What is alive of the pairs' own arrays on the device, at every callback."""
+    sizes = []
+
+    def callback(result):
+        time.sleep(0.2)  # for the thread to have the next chunk there
+        sizes.append(sum(x.nbytes for x in jax.live_arrays() if x.shape[1:] == (977, 3)))
+
+    pairs = ((np.ones((977, 3)), np.ones((977, 3))) for _ in range(20))
+    search(batches=bilevel.stream(pairs), steps=16, chunk=4, callback=callback)
+    pair = 2 * 977 * 3 * np.dtype(float).itemsize
+    assert 0 < max(sizes) <= 2 * 4 * pair
 
 
 def test_the_next_chunk_is_read_while_one_runs_and_no_more():

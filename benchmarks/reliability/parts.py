@@ -17,6 +17,7 @@ from reliability import (  # noqa: F401 (they register themselves)
     selection,
     shared_weights,
     simplices,
+    single_loops,
     solver_options,
     theorems,
     train_free,

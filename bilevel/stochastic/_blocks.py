@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from bilevel.batches import Partition
-from bilevel.protocols import Pytree, Turn
+from bilevel.protocols import Partition, Pytree, Turn
 
 Oracle = Callable[[Pytree], tuple[Pytree, Pytree]]
 """``oracle(batch) -> (estimates, rest)``: the first linear in the loss, the second anything."""

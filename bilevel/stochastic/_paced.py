@@ -10,7 +10,7 @@ from bilevel.checks import at_least, gradient_transformation
 
 _LOST, _FOLLOWED = 0.3, 0.1  # residuals above which alpha slows down, below which it speeds up
 _AVERAGED = 8  # parts of an epoch: how long these are averaged, and between two changes of pace
-_SHORTEST = 200  # steps that stand for an epoch, where one has fewer: what weights need to follow
+_SHORTEST = 100  # steps that stand for an epoch, where one has fewer: what weights need to follow
 _GROWN, _FORGOTTEN = (
     2.0,
     1.1,

@@ -1,0 +1,166 @@
+"""Single loops without a step size: the metric, the pace of alpha, and what they reach."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import assert_close
+
+import bilevel
+from bilevel.stochastic import _metric, blocks
+
+N, P, Q = 512, 12, 4
+PARTITION = bilevel.partition(32)
+
+
+@functools.cache
+def family(condition, seed=0):
+    """``w*(alpha) = C alpha + w0`` whatever the curvature; losses, data, and |dh|^2 in numpy."""
+    rng = np.random.default_rng(seed)
+
+    def rows(spread):
+        basis = np.linalg.qr(rng.normal(size=(P, P)))[0]
+        scales = np.logspace(-0.5 * np.log10(spread), 0, P)
+        return rng.normal(size=(N, P)) @ (basis * scales) @ basis.T
+
+    mixing = rng.normal(size=(P, Q)) / np.sqrt(Q)
+    x, xv = rows(condition), rows(10)
+    train, valid = (x, 0.3 * rng.normal(size=N)), (xv, xv @ rng.normal(size=P))
+    problem = bilevel.Problem(
+        lambda w, a, batch: 0.5 * jnp.mean((batch[0] @ (w - mixing @ a) - batch[1]) ** 2),
+        lambda w, a, batch: 0.5 * jnp.mean((batch[0] @ w - batch[1]) ** 2),
+    )
+    offset = np.linalg.solve(x.T @ x, x.T @ train[1])
+
+    def slope(alpha):
+        w = mixing @ np.asarray(alpha, np.float64) + offset
+        return float(np.sum((mixing.T @ xv.T @ (xv @ w - valid[1]) / N) ** 2))
+
+    return problem, *jax.tree.map(jnp.asarray, (train, valid)), slope
+
+
+def found(condition, monkeypatch, small=False):
+    problem, train, _, _ = family(condition)
+    monkeypatch.setattr(_metric, "_LEAST", N)  # all batches are the sample
+    if small:
+        monkeypatch.setattr(_metric, "DENSE_SIZE", P - 1)
+        monkeypatch.setattr(_metric, "_RANK", 4)
+        monkeypatch.setattr(_metric, "_SPARE", 4)
+    data = blocks("train", train, PARTITION)
+    metric = jax.jit(lambda data: _metric.metric(problem, jnp.zeros(P), jnp.zeros(Q), data))
+    return metric(data), np.asarray(train[0], np.float64)
+
+
+def matrix(metric, exponent):
+    return np.asarray(metric.power(exponent, jnp.eye(P)), np.float64)
+
+
+def test_the_metric_is_the_inverse_hessian_and_its_length_the_steepest_batchs(monkeypatch):
+    """Truth: numpy's inverse and eigenvalues."""
+    metric, x = found(1e4, monkeypatch)
+    hessian = x.T @ x / N
+    assert_close(matrix(metric, 1.0) @ hessian, np.eye(P), f64=1e-8, f32=0.02)
+    root = matrix(metric, 0.5)
+    assert_close(root @ root, np.linalg.inv(hessian), f64=1e-8, f32=0.02)
+    batches = x.reshape(-1, 32, P)
+    steepest = [np.linalg.eigvalsh(root @ b.T @ b @ root / 32)[-1] for b in batches]
+    # Power iterations find it from below, in half of the batches.
+    assert 0.5 / max(steepest) <= metric.length * 1.001 < 0.5 / np.median(steepest) * 1.3
+
+
+def test_a_large_problems_metric_knows_the_leading_directions(monkeypatch):
+    metric, x = found(1e4, monkeypatch, small=True)
+    values, vectors = np.linalg.eigh(x.T @ x / N)
+    top, bottom = vectors[:, -2:], vectors[:, :2]
+    assert metric.vectors.shape == (P, 4)
+    np.testing.assert_allclose(
+        np.diag(top.T @ matrix(metric, 1.0) @ top) * values[-2:], 1, rtol=0.05
+    )
+    soft = np.diag(bottom.T @ matrix(metric, 1.0) @ bottom) * float(metric.floor)
+    np.testing.assert_allclose(soft, 1, rtol=0.05)
+
+
+@pytest.mark.parametrize("condition", [10, 1e4])
+@pytest.mark.parametrize("method", [bilevel.saba, bilevel.spaba], ids=["saba", "spaba"])
+def test_nothing_is_tuned_and_conditioning_does_not_matter(method, condition):
+    problem, train, valid, slope = family(condition)
+    alpha = jnp.full(Q, -2.0)
+    result = bilevel.search(
+        *(problem, method(), bilevel.paced(), alpha, jnp.zeros(P), train, valid),
+        steps=3000,
+        batches=PARTITION,
+        key=jax.random.key(0),
+        history=(),
+    )
+    assert slope(result.alpha) < 2e-3 * slope(alpha)
+
+
+# ------------------------------------------------------------------------------------ the pace
+
+
+def told(optimizer, state, gradient=1.0, residual=0.0, epoch=400):
+    return optimizer.update(jnp.array(gradient), state, residual=residual, epoch=epoch)
+
+
+def after(optimizer, steps, **what):
+    state = optimizer.init(jnp.zeros(()))
+    run = jax.jit(lambda state: told(optimizer, state, **what))
+    for _ in range(steps):
+        updates, state = run(state)
+    return float(updates), state
+
+
+def test_alpha_waits_and_then_goes_at_a_rate_by_the_epoch():
+    optimizer = bilevel.paced(optax.sgd(0.5), warmup=0.5)
+    assert after(optimizer, 200)[0] == 0
+    np.testing.assert_allclose(after(optimizer, 201)[0], -0.5 / 400, rtol=1e-6)
+    small = functools.partial(after, optimizer, epoch=3)
+    assert small(50)[0] == 0 and small(51)[0] < 0  # as if there were 100 steps
+    calm = bilevel.paced(warmup=0)
+    np.testing.assert_allclose(after(calm, 1)[0], -0.3 / 400 / 1.1, rtol=1e-4)
+
+
+def test_where_the_adjoint_is_lost_the_pace_is_halved_and_comes_back():
+    optimizer = bilevel.paced(optax.sgd(0.5), warmup=0)
+    updates, state = after(optimizer, 401, residual=1.0)
+    np.testing.assert_allclose(updates, -0.5 / 400 / 2**8, rtol=1e-6)
+    run = jax.jit(lambda state: told(optimizer, state))
+    for _ in range(4000):
+        updates, state = run(state)
+    np.testing.assert_allclose(updates, -0.5 / 400, rtol=1e-6)
+
+
+def test_where_the_gradient_grows_alpha_slows_down():
+    optimizer = bilevel.paced(optax.sgd(0.5), warmup=0)
+    state = optimizer.init(jnp.zeros(()))
+    run = jax.jit(lambda state, gradient: told(optimizer, state, gradient))
+    for number in range(800):
+        _, state = run(state, 1.0 if number < 400 else 100.0)
+    assert state.pace < 0.1
+
+
+def test_steps_shrink_with_the_gradient_near_a_solution():
+    """Adam's own stay of one size. Truth: the formula, with one gradient 1 and then small ones."""
+    optimizer = bilevel.paced(warmup=0)
+    state = optimizer.init(jnp.zeros(()))
+    _, state = told(optimizer, state, 1.0)
+    run = jax.jit(lambda state: told(optimizer, state, 1e-6))
+    for _ in range(9000):
+        updates, state = run(state)
+    np.testing.assert_allclose(updates, -0.3 / 400 * 1e-6 / 0.1, rtol=0.02)
+
+
+def test_paced_is_for_single_loops():
+    problem, train, valid, _ = family(10)
+    args = bilevel.paced(), jnp.zeros(Q), jnp.zeros(P), train, valid
+    with pytest.raises(ValueError, match=r"optimizer: expected bilevel.paced with bilevel.saba"):
+        bilevel.search(problem, bilevel.implicit(), *args, steps=2, progress=False)
+    with pytest.raises(ValueError, match=r"optimizer: expected bilevel.paced with bilevel.saba"):
+        bilevel.search(problem, bilevel.f2sa(0.1), *args, steps=2, progress=False)
+    with pytest.raises(ValueError, match="warmup: expected at least 0"):
+        bilevel.paced(warmup=-1.0)
+    with pytest.raises(ValueError, match="optimizer: expected an optax optimizer"):
+        bilevel.paced(0.1)

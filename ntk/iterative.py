@@ -115,7 +115,7 @@ def iterative_regression(
         Added to the diagonal: weight decay, or noise variance. There is no hidden jitter.
     partial : PartialCholesky, optional
         Of K, for the preconditioner; its diagonal alone by default. Each doubling of the rank
-        saves a third of the steps or so, and costs memory, ``n rank`` numbers.
+        saves a quarter of the steps or so, and costs memory, ``n rank`` numbers.
     tol : float
         Of the residual of each output, relative to the norm of its targets.
     steps : int

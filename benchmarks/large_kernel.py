@@ -10,9 +10,9 @@ what is needed to go on is kept after it: the same command goes on after a kill.
     python benchmarks/large_kernel.py --quick            # 1,000 rows; no results file
     python benchmarks/large_kernel.py --table            # the results file as Markdown
 
-Published, on the same images: about 1.2 % for the best Gaussian process of Lee et al. (2018), trained
-on 50,000 images, its depth and variances chosen on 10,000 more. Here the penalty alone was chosen,
-at 5,000 images, where 1e-4 to 0.03 give test errors of 3.85 to 3.92 %.
+Published, on the same images: about 1.2 % for the best Gaussian process of Lee et al. (2018),
+trained on 50,000 images, its depth and variances chosen on 10,000 more. Here the penalty alone was
+chosen, at 5,000 images, where 1e-4 to 0.03 give test errors of 3.85 to 3.92 %.
 """
 
 import resource

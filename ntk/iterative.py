@@ -28,12 +28,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ntk import _block_cg
 from ntk._block_cg import SolverState
-from ntk._checks import array, concrete, finite, floats, function, number, positive, short, whole
+from ntk._checks import array, concrete, finite, floats, number
 from ntk._placement import automatic
-from ntk._preconditioner import preconditioner
-from ntk._programs import program
+from ntk._solver import checked_penalty, solved
 from ntk.operator import Operator
 from ntk.partial_cholesky import PartialCholesky, square
 
@@ -117,7 +115,7 @@ def iterative_regression(
         Added to the diagonal: weight decay, or noise variance. There is no hidden jitter.
     partial : PartialCholesky, optional
         Of K, for the preconditioner; its diagonal alone by default. Each doubling of the rank
-        saves a third of the steps or so, and costs memory, ``n rank`` numbers.
+        saves a quarter of the steps or so, and costs memory, ``n rank`` numbers.
     tol : float
         Of the residual of each output, relative to the norm of its targets.
     steps : int
@@ -173,116 +171,13 @@ def iterative_regression(
     finite("y", y, "targets")
     ridge = checked_penalty(penalty, K.dtype)
     columns = automatic(y.astype(jnp.result_type(y, K.dtype)).reshape(len(y), -1))
-    # All of one length: what a direction adds is held against the largest.
-    largest = jnp.max(jnp.abs(columns), axis=0)  # whose square may be too large a number, or none
-    scaled = columns / jnp.where(largest > 0, largest, 1)
-    scale = largest * jnp.sqrt(jnp.sum(scaled**2, axis=0))
-    unit = columns / jnp.where(scale > 0, scale, 1)
-    state = solved(K, unit, ridge, partial, tol, steps, start, callback)
-    shape = y.shape[1:]
-    relative = state.residual.reshape(shape)
-    weights = (state.weights * scale).reshape(y.shape)
-    found = IterativeRegression(
-        weights, relative * scale.reshape(shape), relative, state.steps, ridge
-    )
+    done = solved(K, columns, ridge, partial, tol, steps, start, callback)
+    residual, relative = (r.reshape(y.shape[1:]) for r in (done.residual, done.relative))
+    weights = done.solution.reshape(y.shape)
+    found = IterativeRegression(weights, residual, relative, done.steps, ridge)
     if concrete(found) and np.isnan(relative).any():
         raise ValueError(
             "K: expected a positive definite kernel (a larger penalty makes it one) with finite "
             "entries, got one with a product that is negative or NaN."
         )
     return found
-
-
-def checked_penalty(penalty: Any, dtype: Any) -> jax.Array:
-    """The penalty as an array; NaN where it is traced and negative.
-
-    Raises
-    ------
-    ValueError
-        If it is no nonnegative number.
-
-    Examples
-    --------
-    >>> checked_penalty(-1.0, jnp.float32)
-    Traceback (most recent call last):
-    ValueError: penalty: expected a nonnegative number, got -1.0.
-    """
-    given = number("penalty", penalty)
-    if concrete(given) and not given >= 0:
-        raise ValueError(f"penalty: expected a nonnegative number, got {penalty}.")
-    return jnp.where(penalty >= 0, penalty, jnp.nan).astype(dtype)
-
-
-def solved(
-    K: Operator,
-    B: jax.Array,
-    penalty: jax.Array,
-    partial: PartialCholesky | None,
-    tol: float,
-    steps: int,
-    start: SolverState | None = None,
-    callback: Callable[[SolverState], Any] | None = None,
-) -> SolverState:
-    """``(K + penalty I) X = B`` for B [n, q]: :func:`iterative_regression` has the arguments.
-
-    Raises
-    ------
-    ValueError
-        For a partial factor, a tolerance, steps, a start or a callback that are none.
-
-    Examples
-    --------
-    >>> from ntk import KernelOperator
-    >>> K = KernelOperator(lambda a, b: a @ b.T, jnp.eye(2))
-    >>> solved(K, jnp.ones((2, 1)), jnp.array(1.0), None, 1e-3, 9).weights.T
-    Array([[0.5, 0.5]], dtype=float...)
-    """
-    positive("tol", tol)
-    steps = whole("steps", steps, 1)
-    _check(K, B, partial, start, callback)
-
-    def begin(K, partial, penalty, B):
-        P = preconditioner(partial, K.diagonal().astype(B.dtype), penalty)
-        return P, _block_cg.start(P, B)
-
-    def once(K, P, penalty, B, state):
-        def A(v):
-            return K @ v + penalty * v
-
-        return _block_cg.step(A, P, B, tol, steps, state)
-
-    def all_steps(K, P, penalty, B, state):
-        return jax.lax.while_loop(
-            lambda s: _block_cg.unfinished(s, tol, steps),
-            lambda s: once(K, P, penalty, B, s),
-            state,
-        )
-
-    P, state = program(begin, K, partial, penalty, B)(K, partial, penalty, B)
-    state = state if start is None else jax.tree.map(jnp.asarray, start)
-    given = K, P, penalty, B
-    if callback is None or not concrete(given, state):
-        state = program(all_steps, *given, state)(*given, state)
-    else:
-        run = program(once, *given, state)
-        while _block_cg.unfinished(state, tol, steps):
-            state = run(*given, state)
-            callback(state)
-    failed = jnp.isnan(state.residual).any()
-    return state._replace(weights=jnp.where(failed, jnp.nan, state.weights))
-
-
-def _check(K, B, partial, start, callback):
-    n, q = B.shape
-    if partial is not None and not isinstance(partial, PartialCholesky):
-        raise ValueError(f"partial: expected the result of partial_cholesky, got {short(partial)}.")
-    if partial is not None and len(partial.factor) != n:
-        raise ValueError(f"partial: expected {n} rows, as K has, got {len(partial.factor)}.")
-    if start is not None and not isinstance(start, SolverState):
-        raise ValueError(f"start: expected a SolverState, got {short(start)}.")
-    if start is not None and jnp.shape(start.weights) != (n, q):
-        raise ValueError(
-            f"start: expected weights of shape {(n, q)}, got {jnp.shape(start.weights)}."
-        )
-    if callback is not None:
-        function("callback", callback, "of a SolverState")

@@ -21,7 +21,8 @@ import jax.numpy as jnp
 from ntk._checks import prng_key, short, whole
 from ntk._preconditioner import inverse_diagonal, preconditioner, solve
 from ntk._programs import program
-from ntk.iterative import IterativeRegression, solved
+from ntk._solver import solved
+from ntk.iterative import IterativeRegression
 from ntk.operator import Operator
 from ntk.partial_cholesky import PartialCholesky, square
 
@@ -100,7 +101,7 @@ def leave_one_out_estimate(
     probes = whole("probes", probes, 2)
     dtype = fit.weights.dtype
     signs = jax.random.rademacher(key, (n, probes), dtype)
-    state = solved(K, signs, fit.penalty, partial, tol, steps)
+    done = solved(K, signs, fit.penalty, partial, tol, steps)
 
     def estimate(K, partial, fit, signs, solution):
         diagonal = K.diagonal().astype(dtype)
@@ -113,6 +114,6 @@ def leave_one_out_estimate(
         residuals = fit.weights * over
         return residuals, jnp.abs(residuals * over) * error.reshape(over.shape)
 
-    given = K, partial, fit, signs, state.weights
+    given = K, partial, fit, signs, done.solution
     residuals, error = program(estimate, *given)(*given)
-    return LeaveOneOut(residuals, error, state.steps)
+    return LeaveOneOut(residuals, error, done.steps)

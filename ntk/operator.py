@@ -16,10 +16,11 @@ from typing import Any
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from ntk import _tiles
-from ntk._checks import array, concrete, finite, function, known, whole
+from ntk._checks import array, concrete, finite, function, known, offending, whole
 from ntk._placement import automatic, by_rows, keeping_rows, rows_of
 from ntk._programs import program
 from ntk._rows import length
@@ -73,7 +74,7 @@ class Operator:
         Raises
         ------
         ValueError
-            If they are not a list of whole numbers.
+            If they are not a list of whole numbers from 0 to n - 1.
         """
         indices = array("indices", indices)
         if indices.ndim != 1 or not jnp.issubdtype(indices.dtype, jnp.integer):
@@ -81,6 +82,14 @@ class Operator:
                 f"indices: expected whole numbers [k], got {indices.dtype} of the shape "
                 f"{indices.shape}."
             )
+        if concrete(indices):
+            given = np.asarray(indices)
+            good = (given >= 0) & (given < self.shape[1])
+            if not good.all():
+                raise ValueError(
+                    f"indices: expected numbers from 0 to {self.shape[1] - 1}, got "
+                    f"{offending(given, good)}."
+                )
         return self._run("columns", automatic(indices))
 
     def diagonal(self) -> jax.Array:
@@ -89,12 +98,11 @@ class Operator:
 
     def _run(self, what: str, *args):
         """The method of that name behind an underscore, compiled once for an operator."""
-        key = what, *((a.shape, a.dtype) for a in args)
         if not concrete(self, args):
             return _method(what)(self, *args)
+        key = what, jax.sharding.get_abstract_mesh(), *map(jax.typeof, args)
         if key not in self._programs:
-            run = _method(what)
-            self._programs[key] = program(run, self, *args)
+            self._programs[key] = program(_method(what), self, *args)
         return self._programs[key](self, *args)
 
 
@@ -173,7 +181,7 @@ class KernelOperator(Operator):
     """
 
     arrays = "x", "x2"
-    static = "kernel", "get", "tile", "rows", "others", "dtype"
+    static = "kernel", "get", "tile", "_rows", "_others", "dtype"
 
     def __init__(
         self,
@@ -189,8 +197,8 @@ class KernelOperator(Operator):
         self.kernel, self.get, self.tile = kernel, get, whole("tile", tile, 1)
         self.x = _inputs("x", x)
         self.x2 = None if x2 is None else _inputs("x2", x2)
-        self.rows = rows_of(self.x)
-        self.others = self.rows if x2 is None else rows_of(self.x2)
+        self._rows = rows_of(self.x)
+        self._others = self._rows if x2 is None else rows_of(self.x2)
         few = _one(self.x), None if self.x2 is None else _one(self.x2)
         self.dtype = jax.eval_shape(self._tile, *few).dtype
         self._programs = {}
@@ -220,29 +228,29 @@ class KernelOperator(Operator):
     def _times(self, v):
         if self.x2 is not None:
             return self._other_columns_times(v)
-        if self.rows is None:
+        if self._rows is None:
             return _tiles.symmetric(self._tile, self.x, v, self.tile)
-        (mesh, axis), devices = self.rows, self.rows.devices
+        (mesh, axis), devices = self._rows, self._rows.devices
 
         def own(x, v):
             return _tiles.ring(self._tile, x, v, self.tile, axis, devices)
 
-        found = _tiles.over(mesh, own, (P(axis), P(axis)), P(axis))(self.x, by_rows(v, self.rows))
+        found = _tiles.over(mesh, own, (P(axis), P(axis)), P(axis))(self.x, by_rows(v, self._rows))
         return automatic(found)
 
     def _other_columns_times(self, v):
         def run(x, x2, v):
             return _tiles.rectangular(self._tile, x, x2, v, self.tile)
 
-        if self.others is None:
+        if self._others is None:
             return self._by_rows(run, self.x2, v)
-        mesh, axis = self.others
+        mesh, axis = self._others
 
         def summed(*own):
             return jax.lax.psum(run(*own), axis)
 
         total = _tiles.over(mesh, summed, (P(), P(axis), P(axis)), P())
-        return total(automatic(self.x), self.x2, by_rows(v, self.others))
+        return total(automatic(self.x), self.x2, by_rows(v, self._others))
 
     def _columns(self, indices):
         chosen = automatic(self._of_columns)[indices]
@@ -255,9 +263,9 @@ class KernelOperator(Operator):
 
     def _by_rows(self, run, *same):
         """``run(x, *same)``, where rows do not need each other."""
-        if self.rows is None:
+        if self._rows is None:
             return run(self.x, *same)
-        mesh, axis = self.rows
+        mesh, axis = self._rows
         by_device = _tiles.over(mesh, run, (P(axis), *(P() for _ in same)), P(axis))
         return automatic(by_device(self.x, *automatic(same)))
 

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import finite_differences
 
 import ntk
 from ntk import _block_cg, _preconditioner
@@ -192,6 +193,19 @@ def test_in_jit_and_vmap():
     for one, penalty in zip(found, penalties, strict=True):
         np.testing.assert_allclose(one, solution(float(penalty)), atol=1e-8)
     assert np.isnan(jax.jit(weights)(operator(), Y, -1.0)).all()
+
+
+def test_derivatives_in_targets_penalty_and_kernel():
+    x, u = jnp.asarray(X[:12]), jnp.asarray(rng.normal(size=12))
+
+    def value(y, penalty, scale):
+        K = ntk.KernelOperator(lambda a, b: scale * laplace(a, b), x, tile=5)
+        return u @ ntk.iterative_regression(K, y, penalty=penalty, tol=1e-12).weights
+
+    at = jnp.asarray(Y[:12, 0]), jnp.array(0.3), jnp.array(1.5)
+    found = jax.jit(jax.grad(value, (0, 1, 2)))(*at)
+    expected = finite_differences(lambda at: value(*at), at)
+    np.testing.assert_allclose(np.concatenate([np.ravel(g) for g in found]), expected, atol=1e-7)
 
 
 def test_few_steps_end_with_the_residual_that_is():

@@ -142,6 +142,9 @@ MISTAKES = {
     r"v: expected shape \[3\]": lambda: ntk.KernelOperator(laplace, X) @ jnp.ones(4),
     "v: expected real numbers": lambda: ntk.KernelOperator(laplace, X) @ (1j * jnp.ones(3)),
     "indices: expected whole": lambda: ntk.KernelOperator(laplace, X).columns(jnp.ones(2)),
+    "indices: expected numbers from 0 to 2, got 3": lambda: ntk.KernelOperator(laplace, X).columns(
+        jnp.array([0, 3])
+    ),
     "batch_size: expected at least 1": lambda: ntk.EmpiricalOperator(
         mlp, WEIGHTS, jnp.ones((2, 3)), batch_size=0
     ),

@@ -62,7 +62,9 @@ def test_the_solver_and_the_inverse_of_contributing_are_right():
         assert found.info.error_estimate < 1e-3
 
 
-@pytest.mark.parametrize("page", ["docs/index.md", "docs/geometry.md", "docs/solvers.md"])
+@pytest.mark.parametrize(
+    "page", ["docs/index.md", "docs/geometry.md", "docs/solvers.md", "docs/stochastic.md"]
+)
 def test_the_pages_of_the_core_run(page, capsys):
     assert run(page, capsys)
 

@@ -11,6 +11,8 @@ import optax
 
 from bilevel.protocols import Partition, Pytree, Turn
 
+_TOGETHER = 16  # batches that a pass through all rows takes at once
+
 Oracle = Callable[[Pytree], tuple[Pytree, Pytree]]
 """``oracle(batch) -> (estimates, rest)``: the first linear in the loss, the second anything."""
 
@@ -45,7 +47,7 @@ class Blocks:
         return jax.lax.cond(i == self.count - 1, last, full, i) if self.tail else full(i)
 
     def _weighted(self, oracle: Oracle, start, length: int) -> tuple[Pytree, Pytree]:
-        batch = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, start, length), self.rows)
+        batch = _cut(self.rows, start, length)
         estimates, rest = oracle(batch)
         total = (self.count - 1) * self.size + (self.tail or self.size)
         weight = self.count * length / total
@@ -56,17 +58,31 @@ class Blocks:
         return jax.lax.map(lambda i: self.at(i, oracle)[0], jnp.arange(self.count))
 
     def mean(self, oracle: Oracle) -> Pytree:
-        """The mean of the estimates over all rows, batch by batch."""
+        """The mean of the estimates over all rows, many batches at a time: one wider program."""
         if self.count == 1:
             return oracle(self.rows)[0]
-        zero = jax.tree.map(
-            lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(lambda: self.at(0, oracle)[0])
-        )
+        total = (self.count - 1) * self.size + (self.tail or self.size)
+        length = min(_TOGETHER * self.size, total)
 
-        def add(i, total):
-            return optax.tree.add(total, self.at(i, oracle)[0])
+        def part(start, length):
+            batch = _cut(self.rows, start, length)
+            return optax.tree.scale(length / total, oracle(batch)[0])
 
-        return optax.tree.scale(1 / self.count, jax.lax.fori_loop(0, self.count, add, zero))
+        whole, rest = divmod(total, length)
+        found = part(total - rest, rest) if rest else None
+
+        def add(i, found):
+            return optax.tree.add(found, part(i * length, length))
+
+        if found is None:
+            found = jax.tree.map(
+                lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(lambda: part(0, length))
+            )
+        return jax.lax.fori_loop(0, whole, add, found)
+
+
+def _cut(rows: Pytree, start, length: int) -> Pytree:
+    return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, start, length), rows)
 
 
 def blocks(name: str, data: Pytree, batches: Partition | None) -> Blocks:

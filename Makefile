@@ -79,6 +79,7 @@ bench: $(VENV) ## the quick benchmarks: hypergradients, memory, kernels, feature
 	$(BIN)/python benchmarks/hypergradients.py --quick
 	$(BIN)/python benchmarks/memory.py
 	$(BIN)/python benchmarks/kernels.py --quick
+	$(BIN)/python benchmarks/large_kernel.py --quick
 	$(BIN)/python benchmarks/feature_maps.py --quick
 	$(BIN)/python benchmarks/concentration.py --quick
 	$(BIN)/python benchmarks/discretization.py --quick

@@ -38,7 +38,9 @@ for _name, _value in {
 
 # Those of over a second and a half, all cases together, but for a few of the core's: see
 # `make test ARGS="-m '' --durations=0"`. `make test-slow` runs them.
-_SLOW = frozenset((pathlib.Path(__file__).parent / "tests/slow.txt").read_text().splitlines())
+# Those of minutes have "long" behind their name: .ci/run leaves them out.
+_LINES = (pathlib.Path(__file__).parent / "tests/slow.txt").read_text().splitlines()
+_SLOW = {line.split()[0]: ("slow", *line.split()[1:]) for line in _LINES}
 
 # Compilation makes the first example of a test slow; the same examples every time, everywhere.
 hypothesis.settings.register_profile(
@@ -51,8 +53,8 @@ hypothesis.settings.load_profile("bilevel")
 def pytest_collection_modifyitems(items):
     """Mark the slow ones."""
     for item in items:
-        if item.nodeid.split("[")[0] in _SLOW:
-            item.add_marker("slow")
+        for marker in _SLOW.get(item.nodeid.split("[")[0], ()):
+            item.add_marker(marker)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -8,6 +8,7 @@ measured again: the same command goes on.
     hypergradient    unrolled and implicit hypergradients of a network, float32 and bfloat16
     empirical        kernels of finite networks, up to 20,000 images; share of the matmul rate
     infinite         kernels of infinite width, as large as the memory takes
+    operator         products with kernels larger than memory, and their regression
     eigenvalue       smallest eigenvalue and certificate of a kernel of 20,000 rows
     genotypes        naswot, synflow and eigen_nas of all 15,625 networks of NAS-Bench-201
     darts_step       a step of the published DARTS supernet, beside PyTorch where it is installed
@@ -184,6 +185,42 @@ def infinite(quick: bool, end: float) -> Iterator[Measurement]:
             yield f"{activation.name}, N = {n}", lambda n=n, a=activation: measure(n, a)
 
 
+def operator(quick: bool, end: float) -> Iterator[Measurement]:
+    import functools
+
+    import jax
+    import jax.numpy as jnp
+    from large_kernel import kernel as lean
+
+    import ntk
+
+    def made(kernel, n):
+        x = jax.random.normal(jax.random.key(SEED), (n, 784))
+        return ntk.KernelOperator(kernel, x / jnp.linalg.norm(x, axis=1, keepdims=True))
+
+    def product(kernel, n):
+        K, v = made(kernel, n), jnp.ones((n, 10))
+        row = called(lambda: K @ v, 2)
+        return row | {"n": n, "entries_per_s": n**2 / 2 / row["seconds"]}
+
+    def regression(n, rank):
+        K, y = made(lean, n), jax.random.normal(jax.random.key(1), (n, 10))
+        start = time.perf_counter()
+        partial = jax.block_until_ready(ntk.partial_cholesky(K, rank, key=jax.random.key(2)))
+        factor = time.perf_counter() - start
+        fit = ntk.iterative_regression(K, y, penalty=0.1, partial=partial)
+        row = {"residual": float(fit.relative.max()), "passes": int(fit.steps)}
+        row |= {"factor_s": factor, "seconds": time.perf_counter() - start, "n": n, "rank": rank}
+        return row | {"peak_gb": (harness.device_peak() or 0) / 1e9}
+
+    exact = functools.partial(ntk.network_kernel, activations=[ntk.relu, ntk.relu])
+    for n in (40,) if quick else (60_000, 200_000):
+        for name, kernel in (("network_kernel", exact), ("two ReLU layers, lean", lean)):
+            yield f"{name}, N = {n}", lambda n=n, k=kernel: product(k, n)
+    n, rank = (40, 8) if quick else (200_000, 4000)
+    yield f"regression, N = {n}", lambda: regression(n, rank)
+
+
 def eigenvalue(quick: bool, end: float) -> Iterator[Measurement]:
     import jax
     import jax.numpy as jnp
@@ -290,7 +327,7 @@ def command(*arguments: str, timeout: float | None = None) -> dict[str, Any]:
 PARTS: dict[str, Callable[[bool, float], Iterator[Measurement]]] = {
     part.__name__: part
     for part in (
-        *(matmul, hypergradient, empirical, infinite, eigenvalue, genotypes),
+        *(matmul, hypergradient, empirical, infinite, operator, eigenvalue, genotypes),
         *(darts_step, skips, darts),
     )
 }

@@ -15,9 +15,15 @@ from . import (
     spaces,
     spectral,
     strategies,
+    train_free,
 )
+from ._descent import descent
 from ._hypergradient import HyperGradient, hypergradient
-from ._search import NonFiniteError, SearchResult, descent, search
+from ._log import log
+from ._processes import LostProcessError
+from ._search import NonFiniteError, SearchResult, search
+from ._stream import stream
+from ._training_error import standard_error, truncation
 from .batches import jointly, minibatches, partition
 from .discretize import (
     argmax,
@@ -34,7 +40,7 @@ from .geometry import exponentiate, project, softmax, tangent
 from .inverse import cg, dense, gram, neumann, nystrom, scale
 from .problem import Problem, side_by_side
 from .protocols import DescentState, LowerSolver, SingleLoop, Stateful
-from .solvers import implicit, one_step, restarted, ridge, unrolled
+from .solvers import distilled, implicit, one_step, restarted, ridge, unrolled
 from .spectral import (
     simplex_start,
     spectral_alpha,
@@ -49,6 +55,7 @@ __all__ = [
     "DescentState",
     "HyperGradient",
     "Info",
+    "LostProcessError",
     "LowerSolver",
     "NonFiniteError",
     "Problem",
@@ -68,6 +75,7 @@ __all__ = [
     "descent",
     "diagnostics",
     "discretize",
+    "distilled",
     "explain",
     "exponentiate",
     "f2sa",
@@ -80,6 +88,7 @@ __all__ = [
     "lbfgs",
     "linear",
     "lipschitz",
+    "log",
     "ma_soba",
     "meha",
     "minibatches",
@@ -112,8 +121,12 @@ __all__ = [
     "spectral_estimator",
     "spectral_limits",
     "spectral_predict",
+    "standard_error",
     "strategies",
+    "stream",
     "tangent",
     "top_k",
+    "train_free",
+    "truncation",
     "unrolled",
 ]

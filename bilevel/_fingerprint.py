@@ -1,10 +1,10 @@
 """Fingerprints of values, the same in every process: to tell whether two runs are the same.
 
-Of an array, dtype, shape and every byte enter; of a container, its type and structure; of a
-function, its code, constants and defaults, the values it closes over, and the globals it uses.
-File names, line numbers, comments, docstrings and addresses do not. Left out is what cannot be
-seen: state inside extension types, and code of installed packages, but for functions that are
-themselves part of the value.
+Of an array, dtype, shape and every byte enter, wherever it lies and however it is cut up; of a
+container, its type and structure; of a function, its code, constants and defaults, the values it
+closes over, and the globals it uses. File names, line numbers, comments, docstrings and addresses
+do not. Left out is what cannot be seen: state inside extension types, and code of installed
+packages, but for functions that are themselves part of the value.
 """
 
 import dataclasses
@@ -14,6 +14,7 @@ import enum
 import functools
 import hashlib
 import json
+import math
 import pathlib
 import re
 import sys
@@ -25,6 +26,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from bilevel._processes import gathered, several, total
 from ntk._checks import concrete
 
 _PLAIN = (
@@ -55,6 +57,26 @@ def fingerprint(value: Any) -> dict[str, str]:
 def digest(value: Any) -> str:
     """A :func:`fingerprint` as 64 hexadecimal digits."""
     return _hash(json.dumps(fingerprint(value)).encode(), 64)
+
+
+def check_same(parts: Mapping[str, Any]) -> None:
+    """Refuse parts, by name, that other processes have other values of.
+
+    Raises
+    ------
+    ValueError
+        In all processes.
+    """
+    if not several():
+        return
+    for name, part in parts.items():
+        own = np.frombuffer(bytes.fromhex(digest(part)), np.uint32)
+        # Every process sees all of them, and so comes to the same verdict.
+        if (np.ptp(gathered(own).astype(np.int64), axis=0) > 0).any():
+            raise ValueError(
+                f"{name}: expected the same values in every process, or arrays over the devices of "
+                "all of them (jax.make_array_from_process_local_data), got others in some."
+            )
 
 
 def difference(then: Mapping[str, str], now: Mapping[str, str]) -> str:
@@ -254,11 +276,57 @@ def _array(x: Any) -> str:
     kind = x.dtype
     if isinstance(x, jax.Array) and jax.dtypes.issubdtype(kind, jax.dtypes.prng_key):
         x = jax.random.key_data(x)
+    if isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated):
+        own = [(np.asarray(s.data), s.index) for s in x.addressable_shards if s.replica_id == 0]
+        return f"{kind}{list(x.shape)} {total(_sum(own, x.shape)):016x}"
     x = np.asarray(x)
     if x.dtype == object:
         return f"object{list(x.shape)} {digest(x.tolist())[:8]}"
-    bytes_ = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
-    return f"{kind}{list(x.shape)} {_hash(bytes_)}"
+    if x.itemsize > 16:  # texts
+        return f"{kind}{list(x.shape)} {_hash(np.ascontiguousarray(x).tobytes())}"
+    return f"{kind}{list(x.shape)} {_sum([(x, (slice(None),) * x.ndim)], x.shape):016x}"
+
+
+_BLOCK = 2**16  # numbers mixed at a time: they stay in the processor's cache
+
+
+def _sum(parts: list[tuple[np.ndarray, tuple]], shape: tuple[int, ...]) -> int:
+    """The sum of all entries, each mixed with its place in the whole array, modulo 2^64.
+
+    It is the same whatever parts the array is cut into, and however many processes have them.
+    """
+    return sum(_sum_of_part(part, index, shape) for part, index in parts) % 2**64
+
+
+def _sum_of_part(part: np.ndarray, index: tuple, shape: tuple[int, ...]) -> int:
+    if part.dtype.kind == "c":
+        of_each = (_sum_of_part(x, index, shape) for x in (part.real, part.imag))
+        return sum(k * found for k, found in zip((1, 3), of_each, strict=True))
+    starts = [cut.indices(n)[0] for cut, n in zip(index, shape, strict=True)]
+    strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    if part.shape[1:] == shape[1:]:  # whole rows follow each other
+        part, starts, strides = part.reshape(-1), [sum(starts[:1]) * sum(strides[:1])], [1]
+    inner = np.zeros(1, np.uint64)
+    for n, start, stride in zip(part.shape[1:], starts[1:], strides[1:], strict=True):
+        along = np.arange(start, start + n, dtype=np.uint64) * np.uint64(stride)
+        inner = np.add.outer(inner, along).ravel()
+    rows, found = part.reshape(len(part), inner.size), 0
+    step = max(1, _BLOCK // max(inner.size, 1))
+    for i in range(0, len(rows), step):
+        block = np.ascontiguousarray(rows[i : i + step])
+        words = block.view(f"u{block.itemsize}").astype(np.uint64)
+        first = starts[0] + i
+        outer = np.arange(first, first + len(block), dtype=np.uint64) * np.uint64(strides[0])
+        found += int(_mixed(words ^ _mixed(np.add.outer(outer, inner))).sum(dtype=np.uint64))
+    return found
+
+
+def _mixed(z: np.ndarray) -> np.ndarray:
+    """Every bit of a 64-bit word depends on every other (Steele, Lea & Flood 2014, SplitMix64)."""
+    z = z + np.uint64(0x9E3779B97F4A7C15)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
 
 
 def _hash(x: Any, digits: int = 32) -> str:

@@ -18,7 +18,7 @@ from jax.flatten_util import ravel_pytree
 from bilevel.checks import floating, losses, lower_solver, nan_unless_finite, scalar_loss, short
 from bilevel.curvature import PRODUCTS
 from bilevel.estimate import Info, assess, unmapped
-from bilevel.meshes import vary, varying
+from bilevel.meshes import automatic, vary, varying
 from bilevel.problem import Problem, at_variables, enters, parts
 from bilevel.protocols import LowerSolver, Pytree, Stateful
 from bilevel.solvers import remember, start_of
@@ -105,7 +105,12 @@ def hypergradient(
         floating("alpha", alpha)
         floating("w0", _split(problem, w0)[0])
         alpha, w0 = jax.tree.map(jnp.asarray, (alpha, w0))
-        return step(alpha, w0, solver.start(alpha, w0), train, valid)[0]
+
+        def run(alpha, w0, train, valid):
+            return step(alpha, w0, solver.start(alpha, w0), train, valid)[0]
+
+        like: Any = (None, alpha, w0, None, None)  # of a HyperGradient
+        return automatic(run, (alpha, w0, train, valid), lambda: HyperGradient(*like))
 
     return fn
 
@@ -167,7 +172,10 @@ def stateful_hypergradient(
             stated = _damped(at_variables(problem, variables), damping, centre)
             limit = min(products, PRODUCTS)
             info = assess(stated, found, alpha, batch, valid, grad, adjoint, limit)
-            info = info if mapped else unmapped(info)
+            if not mapped:
+                info = unmapped(info, 4)
+            elif getattr(problem, "differentiated", False):
+                info = unmapped(info, 5)
         aux = None
         if getattr(problem, "has_aux", False):
             aux = {"lower": of_problem.lower(w, alpha, batch)[2], "outer": above}

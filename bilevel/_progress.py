@@ -19,10 +19,19 @@ Show = Callable[[int, Callable[[], dict[str, Any]]], None]
 
 
 class RunBar:
-    """The bar of a run; ``work`` has its phases in order and how long each takes, in any unit."""
+    """The bar of a run; ``work`` has its phases in order and how long each takes, in any unit.
 
-    def __init__(self, work: Mapping[str, float], update: Callable[..., None] | None):
+    What it would show, ``record`` is given too, as a dict.
+    """
+
+    def __init__(
+        self,
+        work: Mapping[str, float],
+        update: Callable[..., None] | None,
+        record: Callable[[dict[str, Any]], None] | None = None,
+    ):
         self._work, self._update = dict(work), update  # None: nothing is shown
+        self._record = record
         self.phase, self._before = "", 0.0
         self._found = 0.0  # work that an earlier, interrupted run had done
 
@@ -35,6 +44,11 @@ class RunBar:
 
     def show(self, share: float, text: str) -> None:
         """Show the ``share`` of the phase that is done, and ``text`` beside it."""
+        if self._record is not None:
+            self._record({"phase": self.phase, "share": share, "text": text})
+        self._draw(share, text)
+
+    def _draw(self, share: float, text: str) -> None:
         if self._update is not None:
             done = self._before + share * self._work[self.phase]
             self._update(completed=done, description=self.phase, text=text, found=self._found)
@@ -48,9 +62,13 @@ class RunBar:
             if first:  # in a resumed run, an earlier one did all of this but the last step
                 self._found += (done - 1) / total * self._work[self.phase]
                 first = False
-            if self._update is not None:
-                said = text.format(task=SimpleNamespace(fields=values()))
-                self.show(done / total, f"{done}/{total}  {said}")
+            if self._update is None and self._record is None:
+                return
+            found, share = values(), done / total
+            if self._record is not None:
+                self._record({"phase": self.phase, "share": share, "done": done, **found})
+            said = text.format(task=SimpleNamespace(fields=found))
+            self._draw(share, f"{done}/{total}  {said}")
 
         return show
 
@@ -66,7 +84,11 @@ _run: ContextVar[RunBar | None] = ContextVar("run", default=None)
 
 
 @contextmanager
-def run_bar(progress: bool | None, work: Mapping[str, float]) -> Iterator[RunBar]:
+def run_bar(
+    progress: bool | None,
+    work: Mapping[str, float],
+    record: Callable[[dict[str, Any]], None] | None = None,
+) -> Iterator[RunBar]:
     """One bar for the phases in ``work``; loops within have none of their own.
 
     Ctrl-C says the phase that it came in, unless it has something to say already.
@@ -94,7 +116,7 @@ def run_bar(progress: bool | None, work: Mapping[str, float]) -> Iterator[RunBar
             update = stack.enter_context(
                 _shown(console, columns, sum(work.values()), "", text="", found=0)
             )
-        bar = RunBar(work, update)
+        bar = RunBar(work, update, record)
         token = _run.set(bar)
         try:
             yield bar

@@ -1,8 +1,7 @@
-"""The outer loop: one step of descent in ``alpha``, and the search that repeats it.
+"""The search: steps of :func:`bilevel.descent`, or of a single loop, until all are done.
 
-``descent`` is a pair of pure functions to ``jit``, ``vmap`` or ``scan`` oneself. ``search`` runs
-it: under a transformation as one compiled loop, otherwise as a host loop over compiled chunks of
-steps, with progress, checkpoints and Ctrl-C between chunks. Both run the same program.
+Under a transformation it is one compiled loop, otherwise a host loop over compiled chunks of steps,
+with progress, checkpoints and Ctrl-C between chunks. Both run the same program.
 """
 
 import dataclasses
@@ -18,15 +17,18 @@ import numpy as np
 import optax
 
 from bilevel import _search_history, _single_loop, geometry
-from bilevel._fingerprint import fingerprint
-from bilevel._hypergradient import solution, stateful_hypergradient
+from bilevel._descent import descent
+from bilevel._fingerprint import check_same, fingerprint
 from bilevel._interrupts import held_interrupts
+from bilevel._processes import anyone, first, of_first, placed, together
 from bilevel._progress import progress_bar
 from bilevel._search_checks import check
+from bilevel._stream import Feed, Stream, feeding, of_step
 from bilevel.checkpoint import Saver, saving
-from bilevel.checks import concrete, floating, gradient_transformation, whole
+from bilevel.checks import concrete, whole
 from bilevel.estimate import Info
-from bilevel.problem import Problem, parts
+from bilevel.meshes import automatic, beside, on_mesh, staying
+from bilevel.problem import Problem
 from bilevel.protocols import (
     DescentState,
     Joint,
@@ -34,7 +36,6 @@ from bilevel.protocols import (
     LowerSolver,
     Pytree,
     SingleLoop,
-    params_of,
 )
 from ntk._programs import fresh, program
 
@@ -80,95 +81,6 @@ class MisplacedError(ValueError):
         self.step, self.result = step, result
 
 
-def descent(
-    problem: Problem,
-    solver: LowerSolver,
-    optimizer: optax.GradientTransformation,
-    *,
-    diagnostics: bool = False,
-) -> tuple[Callable, Callable]:
-    """One outer step as a pair of pure functions.
-
-    Parameters
-    ----------
-    problem, solver
-        As in :func:`bilevel.hypergradient`.
-    optimizer : optax.GradientTransformation
-        Of ``alpha``, its geometry included (:func:`bilevel.exponentiate`, ...). One that asks for
-        ``value`` or ``value_fn`` (``optax.lbfgs``, ``contrib.reduce_on_plateau``, Polyak's steps)
-        is told: ``value_fn(alpha)`` solves the lower problem from the step's weights.
-    diagnostics : bool
-        Whether ``metrics`` has the fields of :class:`bilevel.Info` too, at their cost.
-
-    Returns
-    -------
-    init : ``init(alpha, w) -> DescentState``
-        Refuses a geometry without an optimizer that descends.
-    step : ``step(state, (train, valid)) -> (state, metrics)``
-        ``metrics``: ``value`` (outer loss) and ``lower`` (lower loss) at the new ``w`` and the old
-        ``alpha``, and ``grad_norm``, the 2-norm of the hypergradient; all scalars. And ``aux``,
-        where the problem has it. Refuses a transformation that moves alpha after its geometry did.
-
-    Raises
-    ------
-    ValueError
-        For what these two refuse. Where arrays are traced and nothing can be raised, alpha becomes
-        NaN instead.
-
-    Examples
-    --------
-    >>> import bilevel
-    >>> problem = Problem(
-    ...     lower=lambda w, alpha, batch: 0.5 * jnp.sum((w - alpha) ** 2),
-    ...     outer=lambda w, alpha, batch: jnp.sum((w - batch) ** 2),
-    ... )
-    >>> init, step = descent(problem, bilevel.implicit(), optax.sgd(0.25))
-    >>> state, metrics = jax.jit(step)(init(jnp.zeros(1), jnp.zeros(1)), (None, jnp.ones(1)))
-    >>> state.alpha, metrics["value"]
-    (Array([0.5], dtype=float...), Array(1., dtype=float...))
-    """
-    optimizer = gradient_transformation("optimizer", optimizer)
-    hypergradient = stateful_hypergradient(problem, solver, diagnostics=diagnostics)
-    losses = parts(problem)
-    solve = solution(problem, solver)
-
-    def init(alpha, w):
-        floating("alpha", alpha)
-        floating("w0", params_of(w))
-        alpha, w = jax.tree.map(jnp.asarray, (alpha, w))
-        state = optimizer.init(alpha)
-        alpha = geometry.check_descends(optimizer, state, alpha)
-        return DescentState(alpha, w, solver.start(alpha, w), state, jnp.zeros((), int))
-
-    def step(state, data):
-        train, valid = data
-        hyper, solver_state = hypergradient(state.alpha, state.w, state.solver, train, valid)
-
-        def value_at(alpha):
-            w, _ = solve(alpha, state.w, state.solver, train)
-            return losses.outer(w, alpha, valid)[0]
-
-        # What line searches and step sizes by the loss ask for; others do not look.
-        told = {"value": hyper.value, "grad": hyper.grad, "value_fn": value_at}
-        updates, optimizer_state = optimizer.update(
-            hyper.grad, state.optimizer, state.alpha, **told
-        )
-        metrics = {
-            "value": hyper.value,
-            "lower": losses.lower(hyper.w, state.alpha, solver.batch(train))[0],
-            "grad_norm": optax.tree.norm(hyper.grad),
-        }
-        if hyper.info is not None:
-            metrics |= hyper.info._asdict()
-        if hyper.aux is not None:
-            metrics["aux"] = hyper.aux
-        alpha = optax.apply_updates(state.alpha, updates)
-        alpha = geometry.check_last(optimizer_state, alpha)
-        return DescentState(alpha, hyper.w, solver_state, optimizer_state, state.step + 1), metrics
-
-    return init, step
-
-
 def search(
     problem: Problem,
     solver: LowerSolver | SingleLoop,
@@ -207,7 +119,8 @@ def search(
     batches : ``batches(key, data) -> batch``, optional
         Samples a batch of ``train`` and one of ``valid`` at every step, inside the compiled loop;
         of ``valid`` only where the solver draws those of ``train`` itself
-        (``unrolled(..., batches=...)``). :func:`bilevel.jointly` makes one of both at once.
+        (``unrolled(..., batches=...)``). :func:`bilevel.jointly` makes one of both at once;
+        :func:`bilevel.stream` takes both from an iterator, and ``train`` and ``valid`` are None.
         A single loop takes a :func:`bilevel.partition`; without it, all data at every step.
     key : jax.Array, optional
         Needed with ``batches``, here or in the solver.
@@ -246,6 +159,8 @@ def search(
         empty or not finite, a point off its set, missing keys, a geometry without an optimizer
         that descends. Later, with the ``result`` so far, if it turns out that something comes
         after the geometry and moves alpha off its set.
+    LostProcessError
+        Where another process of the run ended, or cannot be reached.
     NonFiniteError
         Where a loss, the weights or the hypergradient stop being finite; it holds the last good
         state. (Under ``jit`` the state stops changing instead: ``result.state.step`` tells.)
@@ -255,6 +170,11 @@ def search(
     With ``progress=False`` or None and no ``checkpoint`` or ``callback``, the whole works under
     ``jax.jit`` and ``jax.vmap``. Every call traces what it is given, as it is then; calls that come
     to the same program compile once.
+
+    Arrays stay on the devices that they lie on. With rows over devices every gradient in ``w`` and
+    every Hessian product is one sum over devices of the size of ``w``, and no row moves:
+    ``3 T + 1`` sums in a step of ``unrolled(optimizer, T)``. Under ``jax.distributed`` all
+    processes call with the same arguments, or with arrays over the devices of all.
 
     Memory beyond the state's: ``steps`` rows of the history, in full from the start. A callback
     gets a copy of the rows so far; whoever wants some of a large alpha's history keeps it there.
@@ -276,9 +196,12 @@ def search(
     traced = not concrete(arrays)
     check(solver, arrays, steps, batches, resume, checkpoint, callback, every, chunk, diagnostics)
     whole("history_every", history_every, 1)
-    if traced and (progress or checkpoint is not None or callback is not None):
+    if traced and (
+        progress or isinstance(batches, Stream) or (checkpoint, callback) != (None,) * 2
+    ):
         raise ValueError(
-            "progress, checkpoint and callback: expected none of them under jit or vmap, got one."
+            "progress, checkpoint, callback and a stream: expected none of them under jit or vmap, "
+            "got one."
         )
     setup = _Setup(problem, solver, optimizer, batches, diagnostics, history_every)
     given = (train, valid, key)
@@ -287,11 +210,18 @@ def search(
         carry = setup.advance(setup.start(alpha, w0, data, steps, history), data, steps)
         state = carry.state
         return SearchResult(state.alpha, state.w, carry.history, state, "", setup.info(state, data))
+    check_same(dict(zip(("alpha", "w0", "train", "valid", "key"), arrays, strict=True)))
     label = None if checkpoint is None else setup.fingerprint(alpha, w0, given, history)
-    with saving(checkpoint, label, resume=resume, seconds=_SAVE_SECONDS) as saver:
-        carry = _resumed(setup, saver, setup.start(alpha, w0, data, steps, history), steps)
-        found = _drive(setup, carry, data, steps, saver, progress, callback, every, chunk)
-    return dataclasses.replace(found, info=setup.info(found.state, data))
+    with (
+        saving(checkpoint, label, resume=resume, seconds=_SAVE_SECONDS) as saver,
+        feeding(batches, data, saver.step or 0, steps, every, chunk) as feed,
+        on_mesh((alpha, w0, feed.first)),
+    ):
+        begin = alpha, w0, feed.first
+        carry = beside(setup.start(*begin, steps, history), begin)
+        carry = _resumed(setup, saver, carry, steps)
+        found = _drive(setup, carry, feed, steps, saver, progress, callback, every, chunk)
+        return dataclasses.replace(found, info=setup.info(found.state, data))
 
 
 # ----------------------------------------------------------------------------- the compiled part
@@ -310,7 +240,7 @@ class _Setup(NamedTuple):
     problem: Problem
     solver: Any  # LowerSolver or SingleLoop
     optimizer: optax.GradientTransformation
-    batches: Callable | None
+    batches: Callable | Stream | None
     diagnostics: bool
     history_every: int
 
@@ -343,16 +273,22 @@ class _Setup(NamedTuple):
     def fingerprint(self, alpha, w0, data, names) -> dict[str, str]:
         """What a checkpoint has to have been made from, to be resumed."""
         parts = dict(zip(("train", "valid", "key"), data, strict=True))
+        if isinstance(self.batches, Stream):  # where it stands changes; its data is too much
+            parts["batches"] = "a stream"
         history = "all" if names is None else ", ".join(sorted(names))
         return fingerprint(self._asdict() | parts | {"alpha": alpha, "w0": w0, "history": history})
 
     def step(self, state, number, data):
         """Step ``number``, which is that of the state, but the same in all copies under vmap."""
+        return automatic(self._step, (state, number, data), lambda: (state, None))
+
+    def _step(self, state, number, data):
         if isinstance(self.solver, SingleLoop):
             return _single_loop.step(*self[:3], state, number, data)
-        train, valid, key = data
+        train, valid, key = of_step(data, state.step)
         _, step = descent(*self[:3], diagnostics=self.diagnostics)
-        draw, inside = self.batches, self.solver.batches is not None
+        draw = None if isinstance(self.batches, Stream) else self.batches
+        inside = self.solver.batches is not None
         if draw is None and not inside:
             return step(state, (train, valid))
         below, above = jax.random.split(jax.random.fold_in(key, state.step))
@@ -365,9 +301,8 @@ class _Setup(NamedTuple):
 
     def advance(self, carry: _Carry, data, count) -> _Carry:
         """``count`` steps; those after a quantity stopped being finite change nothing."""
-        begun = carry.state.step
 
-        def body(i, carry):
+        def body(begun, data, i, carry):
             old, history, last, trouble = carry
             number = begun + i
             new, metrics = self.step(old, number, data)
@@ -386,7 +321,12 @@ class _Setup(NamedTuple):
             state, last = _single_loop.either(good, (new, shown), (old, last))
             return _Carry(state, history, last, trouble)
 
-        return jax.lax.fori_loop(0, count, body, carry)
+        def loop(carry, data, count):
+            return jax.lax.fori_loop(
+                0, count, functools.partial(body, carry.state.step, data), carry
+            )
+
+        return automatic(loop, (carry, data, count), lambda: carry)
 
     def info(self, state: DescentState, data: Pytree) -> Info | None:
         """What is known of a single loop's direction at the end."""
@@ -420,19 +360,27 @@ def _raise(setup: _Setup, trouble: int, carry: _Carry) -> None:
 # ----------------------------------------------------------------------------- the host's part
 
 
-def _drive(setup, carry, data, steps, saver, progress, callback, every, chunk) -> SearchResult:
+def _drive(
+    setup, carry, feed: Feed, steps, saver, progress, callback, every, chunk
+) -> SearchResult:
     """Chunks of steps until all are done, with what the host does in between."""
     done, count, stopped = int(carry.state.step), chunk or 1, ""
-    advance = program(setup.advance, carry, data, 1, donate=(0,))
+    advance = program(staying(setup.advance, carry), carry, feed.first, 1, donate=(0,))
     text = "outer {task.fields[value]:.4g}  lower {task.fields[lower]:.4g}"
     with (
-        progress_bar(progress, "search", steps, text, _SHOWN) as show,
+        progress_bar(progress if first() else False, "search", steps, text, _SHOWN) as show,
+        together("search"),
         held_interrupts() as interrupted,
     ):
         while done < steps:
             began = time.perf_counter()
             left = steps - done if every is None else min(steps - done, every - done % every)
-            carry = jax.block_until_ready(advance(carry, data, min(count, left)))
+            data, running = feed(done, of_first(min(count, left)))
+            if not running:
+                stopped = f"the batches ended after step {done}"
+                saver.save(done, functools.partial(_kept, carry), last=True)
+                break
+            carry = jax.block_until_ready(advance(carry, data, running))
             seconds = time.perf_counter() - began
             ran, done = int(carry.state.step) - done, int(carry.state.step)
             trouble = int(carry.trouble)
@@ -442,12 +390,12 @@ def _drive(setup, carry, data, steps, saver, progress, callback, every, chunk) -
             if trouble:
                 _raise(setup, trouble, carry)
             show(done, lambda: {k: float(x) for k, x in carry.last.items()})  # noqa: B023
-            if interrupted():
+            if anyone(interrupted()):
                 stopped = f"interrupted after step {done}"
             elif (
                 callback is not None
                 and (every is None or done % every == 0 or done == steps)
-                and callback(_result(setup, carry, ""))
+                and anyone(callback(_result(setup, carry, "")))
             ):
                 stopped = f"ended by the callback after step {done}"
             if stopped:
@@ -491,5 +439,5 @@ def _resumed(setup: _Setup, saver: Saver, carry: _Carry, steps: int) -> _Carry:
         return np.concatenate([x, np.zeros((setup.rows(steps) - rows, *x.shape[1:]), x.dtype)])
 
     history = jax.tree.map(filled, kept)
-    state, history = jax.device_put((state, history))
+    state, history = jax.tree.map(placed, (state, history), (carry.state, carry.history))
     return carry._replace(state=state, history=history)

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from bilevel._stream import Stream
 from bilevel.checks import finite, floating, function, prng_key, whole
 from bilevel.protocols import Joint, Partition, SingleLoop, params_of
 
@@ -15,7 +16,10 @@ def check(
     whole("steps", steps, 1)
     if chunk is not None:
         whole("chunk", chunk, 1)
-    if batches is not None:
+    streamed = isinstance(batches, Stream)
+    if streamed and (train is not None or valid is not None):
+        raise ValueError("train, valid: expected None beside a stream of both, got data.")
+    if batches is not None and not streamed:
         function("batches", batches, "(key, data) -> batch")
     if isinstance(solver, SingleLoop) and not isinstance(batches, Partition | None):
         raise ValueError(
@@ -37,7 +41,7 @@ def check(
         raise ValueError("batches: expected one of valid alone, as the solver draws its own.")
     if resume and checkpoint is None:
         raise ValueError("resume: expected a checkpoint directory to resume from, got None.")
-    drawn = batches is not None or getattr(solver, "batches", None) is not None
+    drawn = (batches is not None and not streamed) or getattr(solver, "batches", None) is not None
     if drawn and key is None:
         raise ValueError("key: expected a PRNG key to sample batches with, got None.")
     if key is not None:

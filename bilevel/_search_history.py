@@ -6,8 +6,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
+from bilevel._processes import whole
 from bilevel.protocols import Pytree
 
 _LARGE = 2**16  # bytes; the history of a larger alpha is kept only where it is asked for
@@ -83,4 +83,4 @@ def written(
 
 def cut(history: Pytree, count: int) -> Pytree:
     """The first ``count`` rows, cut in numpy: JAX would compile a program for every count."""
-    return jax.tree.map(lambda h: np.asarray(h)[:count], history)
+    return jax.tree.map(lambda h: whole(h)[:count], history)

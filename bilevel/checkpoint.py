@@ -8,13 +8,13 @@ import pathlib
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import jax
 import numpy as np
 
-from bilevel import store
+from bilevel import _processes, store
 from bilevel._fingerprint import difference
 from bilevel.checks import whole
 from bilevel.protocols import Pytree
@@ -32,6 +32,7 @@ def save(directory: str | pathlib.Path, step: int, tree: Pytree, label: Any = 0)
     step : int
         At least 0.
     tree : pytree of arrays
+        Of several processes all have to call; the first one writes, whole arrays.
     label : int, or dict of str
         A fingerprint of what the tree belongs to, asked for again by :func:`restore`.
 
@@ -51,8 +52,10 @@ def save(directory: str | pathlib.Path, step: int, tree: Pytree, label: Any = 0)
     (3, {'w': array([1., 1.])})
     """
     step, directory = whole("step", step, 0), pathlib.Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
     arrays = {str(i): _raw(x) for i, x in enumerate(jax.tree.leaves(tree))}
+    if not _processes.first():
+        return
+    directory.mkdir(parents=True, exist_ok=True)
     notes = {"step": step, "label": label, "leaves": _names(tree)}
     store.write(_file(directory, step), arrays, notes)
     found = steps(directory)
@@ -161,7 +164,7 @@ class Saver:
 
     def __init__(self, directory: pathlib.Path | None, label: Any, seconds: float):
         self.directory, self.label, self._seconds = directory, label, seconds
-        self.step = None if directory is None else latest(directory)
+        self.step = None if directory is None else _agreed(latest(directory), directory)
         if directory is not None and self.step is not None:
             _check(directory, self.step, label)
         self._saved_at, self._interval = -np.inf, seconds
@@ -183,12 +186,26 @@ class Saver:
         A full disk costs the checkpoint, with a warning, and not the run.
         """
         now = time.perf_counter()
-        if self.directory is None or not (last or now - self._saved_at > self._interval):
+        if self.directory is None:
+            return
+        due = _processes.of_first(now - self._saved_at > self._interval)
+        if not (last or due):
             return
         with store.losing_only_the_record(f"checkpoint: a step in {self.directory}"):
             save(self.directory, step, tree(), self.label)
         self._saved_at = time.perf_counter()
         self._interval = max(self._seconds, 20 * (self._saved_at - now))
+
+
+def _agreed(step: int | None, directory: pathlib.Path) -> int | None:
+    """The step that all processes see in ``directory``."""
+    found = _processes.gathered(np.int32(-1 if step is None else step)).tolist()
+    if len(set(found)) > 1:
+        raise ValueError(
+            f"checkpoint: expected a directory that all processes see, got {directory}, where they "
+            f"see the steps {found} (-1: none)."
+        )
+    return step
 
 
 @contextmanager
@@ -215,7 +232,7 @@ def saving(
         yield Saver(None, label, seconds)
         return
     directory = pathlib.Path(directory)
-    with store.locked(directory, "checkpoint"):
+    with store.locked(directory, "checkpoint") if _processes.first() else nullcontext():
         if not resume and (found := steps(directory)):
             raise ValueError(
                 f"checkpoint: expected an empty directory or resume=True, got {directory} with "
@@ -239,7 +256,7 @@ def _is_key(x: Any) -> bool:
 
 
 def _raw(x: Any) -> np.ndarray:
-    return np.asarray(jax.random.key_data(x) if _is_key(x) else x)
+    return _processes.whole(jax.random.key_data(x) if _is_key(x) else x)
 
 
 def _matched(directory: str | pathlib.Path, saved: np.ndarray, like: Any) -> Any:

@@ -15,11 +15,13 @@ from ntk._checks import (
     finite,
     function,
     known,
+    nan_unless,
     nan_where,
     number,
     numbers,
     offending,
     positive,
+    prng_key,
     sequence,
     short,
     whole,
@@ -40,6 +42,7 @@ __all__ = [
     "known",
     "losses",
     "lower_solver",
+    "nan_unless",
     "nan_unless_finite",
     "nan_where",
     "nonnegative",
@@ -149,7 +152,7 @@ def nan_unless_finite(tree: Pytree, *witnesses: Pytree) -> Pytree:
     """``tree``, NaN everywhere where any number among the witnesses is not finite.
 
     A loop that runs while a residual is above its target ends at a NaN, with an iterate that looks
-    good: what it returns goes through here. By a factor, so that derivatives become NaN too.
+    good: what it returns goes through here, so that derivatives become NaN too.
 
     Examples
     --------
@@ -157,8 +160,7 @@ def nan_unless_finite(tree: Pytree, *witnesses: Pytree) -> Pytree:
     (Array([1., 1.], dtype=float...), Array(nan, dtype=float...))
     """
     finite = jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(witnesses)]).all()
-    factor = jnp.where(finite, 1.0, jnp.nan)
-    return jax.tree.map(lambda x: x * factor.astype(jnp.result_type(x)), tree)
+    return nan_unless(finite, tree)
 
 
 def pair(name: str, value: Any, form: str) -> tuple:
@@ -241,12 +243,3 @@ def gradient_transformation(name: str, value: Any) -> optax.GradientTransformati
     else:
         cure = "optax.sgd(step_size) makes one"
     raise ValueError(f"{name}: expected an optax optimizer, got {short(value)}; {cure}.")
-
-
-def prng_key(name: str, key: Any) -> None:
-    """Refuse what is not one PRNG key, typed or of the old style (uint32)."""
-    dtype, shape = getattr(key, "dtype", None), getattr(key, "shape", None)
-    typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
-    if shape != () if typed else dtype != jnp.uint32 or not shape or len(shape) != 1:
-        got = f"keys of shape {shape}" if typed else short(key)
-        raise ValueError(f"{name}: expected a PRNG key such as jax.random.key(0), got {got}.")

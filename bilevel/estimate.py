@@ -74,6 +74,7 @@ REASONS = (
     "are free, curvature lost in rounding, or more Hessian products needed than were allowed",
     "Newton's steps from these weights do not come to rest: kinks, or a minimum far away",
     "the losses do not depend on alpha, only the solver does: their solution map is constant",
+    "derivatives pass through variables, which the solution map does not know",
 )
 """By ``Info.reason``: why there is no estimate."""
 
@@ -100,14 +101,14 @@ def explain(info: Info | None) -> str:
     return f"{verdict}: the hypergradient's error is about {float(info.error_estimate):.1e}"
 
 
-def unmapped(info: Info) -> Info:
-    """``info`` where no loss depends on alpha: of the solver's derivative it says nothing."""
+def unmapped(info: Info, reason: int) -> Info:
+    """``info`` for a derivative that is not the solution map's: no estimate, for this reason."""
     infinite, no = jnp.full_like(info.error_estimate, jnp.inf), jnp.zeros_like(info.converged)
     return info._replace(
         converged=no,
         error_estimate=infinite,
         error_bound=infinite,
-        reason=jnp.full_like(info.reason, 4),
+        reason=jnp.full_like(info.reason, reason),
     )
 
 

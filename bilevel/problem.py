@@ -35,11 +35,16 @@ class Problem:
         Whether both return ``(loss, aux)`` instead: metrics, or any pytree of arrays, which are
         not differentiated. They come out as ``HyperGradient.aux``, and of every step of a search
         as ``history["aux"]``, ``{"lower": ..., "outer": ...}``.
+    stateful : bool
+        Whether weights are :class:`bilevel.Stateful`, and ``lower`` returns ``(loss, variables)``
+        (with ``has_aux``: ``(loss, (variables, aux))``): batch statistics, moving averages.
+    differentiated : bool
+        Whether derivatives pass through these variables. By default they do not.
 
     Raises
     ------
     ValueError
-        If either is not callable.
+        If either is not callable, or a problem that is not stateful is ``differentiated``.
 
     Examples
     --------
@@ -67,8 +72,11 @@ class Problem:
     outer: Loss
     has_aux: bool = False
     stateful: bool = False
+    differentiated: bool = False
 
     def __post_init__(self) -> None:
+        if self.differentiated and not self.stateful:
+            raise ValueError("differentiated: expected stateful=True beside it, got False.")
         for name in ("lower", "outer"):
             loss = getattr(self, name)
             if not callable(loss):
@@ -98,9 +106,12 @@ def parts(problem: Problem) -> Parts:
     >>> parts(Problem(loss, loss, has_aux=True)).lower(1.0, None, 3.0)
     (4.0, None, 'more')
     """
-    has_aux, stateful = (getattr(problem, name, False) for name in ("has_aux", "stateful"))
+    names = "has_aux", "stateful", "differentiated"
+    has_aux, stateful, differentiated = (getattr(problem, name, False) for name in names)
 
     def lower(w, alpha, batch):
+        if stateful:  # flax's nnx mutates variables only where they were unflattened
+            w = jax.tree.map(lambda x: x, w)
         found = problem.lower(w, alpha, batch)
         if not (has_aux or stateful):
             return found, None, None
@@ -112,7 +123,7 @@ def parts(problem: Problem) -> Parts:
             return loss, None, rest
         form = "(loss, (variables, aux)), as stateful=True and has_aux=True say"
         variables, aux = pair("lower", rest, form) if has_aux else (rest, None)
-        return loss, jax.lax.stop_gradient(variables), aux
+        return loss, variables if differentiated else jax.lax.stop_gradient(variables), aux
 
     def outer(w, alpha, batch):
         found = problem.outer(w, alpha, batch)

@@ -5,6 +5,7 @@
 writes docs/images/*.png, in a minute. The pictures are committed: run it when they have to change.
 """
 
+import functools
 import sys
 from pathlib import Path
 
@@ -189,6 +190,50 @@ def estimates():
     ax.legend(loc="upper left")
 
 
+def short_trainings():
+    """What truncation leaves out, and what chance in the batches adds: estimates and the truth."""
+    problem, (train, valid) = penalised_least_squares(), digits()
+    _, (left, right) = plt.subplots(1, 2, figsize=(8, 3.4), layout="constrained")
+    biases = jax.jit(bilevel.truncation(problem, 0.15, 100))
+    for log_penalty, colour, mark in zip(
+        (-5.0, -3.0, -1.0), (BLUE, ORANGE, GREEN), "os^", strict=True
+    ):
+        bias = biases(jnp.full(64, log_penalty), jnp.zeros(64), train, valid).bias[:-1]
+        label = f"penalties exp({log_penalty:g})"
+        left.semilogy(bias, color=colour, marker=mark, markevery=15, label=label)
+    left.set(xlabel="steps differentiated, K of 100", ylabel="relative error of the hypergradient")
+    left.set_title("bias of truncation")
+    left.legend()
+    fn = bilevel.hypergradient(problem, bilevel.unrolled(0.15, 20), diagnostics=False)
+    alpha, w0 = jnp.full(64, -3.0), jnp.zeros(64)
+
+    def drawn(key, rows):
+        keys = jax.random.split(key)
+        return [
+            bilevel.minibatches(rows)(k, part) for k, part in zip(keys, (train, valid), strict=True)
+        ]
+
+    sizes, keys = (32, 64, 128, 256), jax.random.split(jax.random.key(0), 200)
+    truth = []
+    for rows in sizes:
+        grads = jax.jit(jax.vmap(lambda k: fn(alpha, w0, *drawn(k, rows)).grad))(keys)  # noqa: B023
+        truth.append(jnp.linalg.norm(grads.std(0)) / jnp.linalg.norm(grads.mean(0)))
+    right.loglog(sizes, truth, color=BLACK, label="200 fresh draws")
+    for parts, colour, mark in ((8, BLUE, "o"), (32, ORANGE, "s")):
+        spread = bilevel.standard_error(fn, parts)
+        spread = jax.jit(jax.vmap(functools.partial(spread, alpha, w0)))
+        for rows in sizes:
+            found = spread(*jax.vmap(lambda k: drawn(k, rows))(keys[:12]))  # noqa: B023
+            label = f"from {parts} microbatches" if rows == sizes[0] else None
+            look = {"color": colour, "alpha": 0.6, "markersize": 4, "label": label}
+            right.loglog([rows] * 12, found.relative, mark, **look)
+    right.set_xticks(sizes, sizes)
+    right.minorticks_off()
+    right.set_yticks((0.3, 0.5, 1.0), ("0.3", "0.5", "1"))
+    right.set(xlabel="rows of either batch", ylabel="relative standard error", title="chance")
+    right.legend()
+
+
 def geometry():
     """Paths of three geometries to a minimum inside the simplex, and to one at an edge."""
     optimizers = {
@@ -255,7 +300,8 @@ def certificate():
 if __name__ == "__main__":
     jax.config.update("jax_enable_x64", True)
     IMAGES.mkdir(exist_ok=True)
-    pictures = (two_levels, hypergradient, solvers, estimates, geometry, certificate)
+    pictures = (two_levels, hypergradient, solvers, estimates, short_trainings, geometry)
+    pictures = (*pictures, certificate)
     for draw in [p for p in pictures if p.__name__ in sys.argv[1:]] or pictures:
         with bilevel.plots.style():
             draw()

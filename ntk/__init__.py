@@ -8,6 +8,8 @@ finite width      ``empirical_kernel``, ``empirical_nngp``, ``kernel_vector_prod
 eigenvalues       ``min_eigenvalue``, ``certified_min_eigenvalue``, ``certify_simplex``
 with a kernel     ``kernel_regression``, ``gradient_flow``, ``excess_risk_term``
 with two kernels  ``posterior``, ``ensemble``: predictions with their covariance
+of any size       ``KernelOperator``, ``EmpiricalOperator``; ``iterative_regression``,
+                  ``partial_cholesky``, ``eigenvalue_interval``, ``leave_one_out_estimate``
 theory, search    ``ntk.bounds``, ``ntk.scores``
 a peer            ``neural_tangents``: that library, on today's JAX
 ================  ==================================================================================

@@ -16,12 +16,18 @@ from .activations import (
 )
 from .certificate import Certificate, certified_min_eigenvalue, certify_simplex
 from .duals import dual
+from .empirical_operator import EmpiricalOperator
 from .expansion import linearize, taylor_expand
 from .finite import empirical_kernel, empirical_nngp, gradient_norms, kernel_vector_product
 from .infinite import lemma1_kernel_as_printed, network_kernel
+from .interval import EigenvalueInterval, eigenvalue_interval
+from .iterative import IterativeRegression, SolverState, iterative_regression
 from .kernel_functions import kernel_matrix, kernel_mixture
 from .kernels import Kernels
+from .leave_one_out import LeaveOneOut, leave_one_out_estimate
 from .mixtures import mixture_blocks, mixture_kernel
+from .operator import KernelOperator
+from .partial_cholesky import PartialCholesky, partial_cholesky
 from .prediction import Prediction, ensemble, posterior
 from .regression import (
     ExcessRisk,
@@ -36,15 +42,23 @@ __all__ = [
     "Activation",
     "Certificate",
     "Eigenpair",
+    "EigenvalueInterval",
+    "EmpiricalOperator",
     "ExcessRisk",
+    "IterativeRegression",
+    "KernelOperator",
     "KernelRegression",
     "Kernels",
+    "LeaveOneOut",
+    "PartialCholesky",
     "Prediction",
+    "SolverState",
     "activation",
     "bounds",
     "certified_min_eigenvalue",
     "certify_simplex",
     "dual",
+    "eigenvalue_interval",
     "eigenvalues",
     "empirical_kernel",
     "empirical_nngp",
@@ -55,11 +69,13 @@ __all__ = [
     "gradient_flow",
     "gradient_norms",
     "identity",
+    "iterative_regression",
     "kernel_matrix",
     "kernel_mixture",
     "kernel_regression",
     "kernel_vector_product",
     "leaky_relu",
+    "leave_one_out_estimate",
     "lemma1_kernel_as_printed",
     "linearize",
     "min_eigenvalue",
@@ -68,6 +84,7 @@ __all__ = [
     "network_kernel",
     "networks",
     "neural_tangents",
+    "partial_cholesky",
     "posterior",
     "relu",
     "scores",

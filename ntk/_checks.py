@@ -25,15 +25,37 @@ def finite(name: str, tree: Any, what: str = "numbers") -> None:
     """
     for leaf in jax.tree.leaves(tree):
         inexact = jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
-        # In numpy, which computes at once even while JAX is tracing something else.
-        if inexact and concrete(leaf) and not np.isfinite(np.asarray(leaf)).all():
+        if inexact and concrete(leaf) and not _all_finite(leaf):
             raise ValueError(f"{name}: expected finite {what}, got NaN or infinity.")
+
+
+def _all_finite(x: Any) -> bool:
+    if isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated):
+        with jax.ensure_compile_time_eval():  # all processes together, with one answer
+            return bool(jnp.isfinite(x).all())
+    # In numpy, which computes at once even while JAX is tracing something else.
+    return bool(np.isfinite(np.asarray(x)).all())
+
+
+def nan_unless(good: Any, tree: Any) -> Any:
+    """``tree`` where ``good``, which broadcasts with its leaves, and NaN elsewhere.
+
+    By a factor, so that every derivative of what was not good becomes NaN too, also in what it is
+    multiplied with: of results that stand or fall as a whole. Of single entries: :func:`nan_where`.
+
+    Examples
+    --------
+    >>> jax.value_and_grad(lambda x: nan_unless(x > 0, x))(-1.0)
+    (Array(nan, dtype=float...), Array(nan, dtype=float...))
+    """
+    factor = jnp.where(good, 1.0, jnp.nan)
+    return jax.tree.map(lambda x: x * factor.astype(jnp.result_type(x)), tree)
 
 
 def nan_where(bad: Any, value: jax.Array) -> jax.Array:
     """``value``, NaN where it is bad; derivatives that such an entry has a part in are not finite.
 
-    `jnp.where` would pass on 0, a derivative that looks right; a factor of NaN would spoil those
+    `jnp.where` would pass on 0, a derivative that looks right; :func:`nan_unless` would spoil those
     too that the entry has no part in.
 
     Examples
@@ -148,6 +170,15 @@ def known(name: str, value: Any, options: Iterable[str]) -> None:
     """
     if not isinstance(value, str) or value not in options:
         raise ValueError(f"{name}: expected one of {', '.join(options)}, got {short(value)}.")
+
+
+def prng_key(name: str, key: Any) -> None:
+    """Refuse what is not one PRNG key, typed or of the old style (uint32)."""
+    dtype, shape = getattr(key, "dtype", None), getattr(key, "shape", None)
+    typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    if shape != () if typed else dtype != jnp.uint32 or not shape or len(shape) != 1:
+        got = f"keys of shape {shape}" if typed else short(key)
+        raise ValueError(f"{name}: expected a PRNG key such as jax.random.key(0), got {got}.")
 
 
 def offending(x: Any, allowed: Any) -> Any:

@@ -160,7 +160,8 @@ def norms(net, plan, outputs, batch_size, mesh, inputs, x):
     return sharded(rows, mesh, P(), P("rows"))(inputs, blocks_of_x).reshape(-1)[:n]
 
 
-def product(net, batch_size, inputs, x, v):
+def product(net, batch_size, inputs, x, v, at=None):
+    """``J(at) J(x)' v``; at x itself by default."""
     n = length(x)
 
     def outputs(trained, block):
@@ -191,7 +192,9 @@ def product(net, batch_size, inputs, x, v):
     def push(block):
         return jax.jvp(lambda trained: outputs(trained, block), (trained,), (direction,))[1]
 
-    return mapped(push, blocks_of_x).reshape(-1, *v.shape[1:])[:n]
+    m = n if at is None else length(at)
+    rows = blocks_of_x if at is None else blocks(at, min(batch_size or m, m))
+    return mapped(push, rows).reshape(-1, *v.shape[1:])[:m]
 
 
 def nngp(net, outputs, batch_size, inputs, x1, x2):

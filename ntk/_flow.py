@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ntk._checks import array, concrete, offending
+from ntk._checks import array, concrete, nan_unless, offending
 
 
 def times(t: Any, dtype: Any) -> jax.Array:
@@ -47,7 +47,7 @@ def _eigh(K):
     values, V = jnp.linalg.eigh(K)
     rounding = len(K) * jnp.finfo(K.dtype).eps * jnp.max(jnp.abs(values))
     # Of a matrix [[NaN]] the vector is 1, and its value counts as not positive below.
-    V = V * jnp.where(jnp.isfinite(values).all(), 1, jnp.nan).astype(V.dtype)
+    V = nan_unless(jnp.isfinite(values).all(), V)
     return jnp.where(values > rounding, values, 0), V
 
 

@@ -147,22 +147,66 @@ def sign_agreements(apply: Apply, params: Pytree, x: chex.Array) -> jax.Array:
     n = len(x)
 
     def count(eqn, other, inputs, outputs, total):
-        shape, grown = (e.invars[0].aval.shape for e in (eqn, other))
-        axes = _longer(shape, grown)
-        if not axes:
-            return outputs, total  # of weights, or of the batch's statistics
-        if len(axes) > 1 or (shape[axes[0]], grown[axes[0]]) != (n, n + 1):
-            raise ValueError(
-                f"apply: expected ReLU inputs with the {n} samples on an axis, got the shape "
-                f"{shape}."
-            )
-        u = jnp.moveaxis(inputs[0], axes[0], 0).reshape(n, -1)
-        signs = jnp.where(u > 0, 1, -1).astype(jnp.float32)
-        signs = jnp.where(jnp.isnan(u), jnp.nan, signs)  # NaN has none
-        return outputs, total + (signs.shape[1] + gram(signs)) / 2
+        axis = _samples_axis(eqn, other, n)
+        if axis is None:
+            return outputs, total
+        return outputs, total + _same_signs(inputs[0], axis)
 
     start, twin = jnp.zeros((n, n), jnp.float32), _another_batch(params, x)
     return fold(marked(apply), is_relu, count, start, params, x, what="ReLU", twin=twin)[1]
+
+
+def used_sign_agreements(apply: Apply, params: Pytree, x: chex.Array) -> jax.Array:
+    """:func:`sign_agreements` of the ReLUs that some logit changes with."""
+    n = len(x)
+
+    def response(total):
+        def probe(eqn, other, inputs, outputs, nothing):
+            axis = _samples_axis(eqn, other, n)
+            if axis is None:
+                return outputs, nothing
+            return [_counted(axis, outputs[0], inputs[0], total)], nothing
+
+        twin = _another_batch(params, x)
+        logits, _ = fold(marked(apply), is_relu, probe, (), params, x, what="ReLU", twin=twin)
+        # Weights that no sum of derivatives cancels with.
+        return jnp.sum(logits * jax.random.normal(jax.random.key(0), logits.shape, logits.dtype))
+
+    return jax.grad(response)(jnp.zeros((n, n), jnp.float32))
+
+
+def _samples_axis(eqn, other, n: int) -> int | None:
+    """The axis of the samples in a ReLU's input; None for one of weights or statistics."""
+    shape, grown = (e.invars[0].aval.shape for e in (eqn, other))
+    axes = _longer(shape, grown)
+    if not axes:
+        return None
+    if len(axes) > 1 or (shape[axes[0]], grown[axes[0]]) != (n, n + 1):
+        raise ValueError(
+            f"apply: expected ReLU inputs with the {n} samples on an axis, got the shape {shape}."
+        )
+    return axes[0]
+
+
+def _same_signs(u: jax.Array, axis: int) -> jax.Array:
+    u = jnp.moveaxis(u, axis, 0).reshape(u.shape[axis], -1)
+    signs = jnp.where(u > 0, 1, -1).astype(jnp.float32)
+    signs = jnp.where(jnp.isnan(u), jnp.nan, signs)  # NaN has none
+    return (signs.shape[1] + gram(signs)) / 2
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _counted(axis: int, out: jax.Array, u: jax.Array, total: jax.Array) -> jax.Array:
+    """``out``, of a ReLU at ``u``; where it is used its count is the gradient in ``total``."""
+    return out
+
+
+def _counted_backward(axis, u, g):
+    # NaN is used: it is not 0.
+    return g, jnp.zeros_like(u), jnp.where((g != 0).any(), _same_signs(u, axis), 0)
+
+
+_counted.defvjp(lambda axis, out, u, total: (out, u), _counted_backward)
 
 
 def distinct_patterns(agreements: chex.Array) -> jax.Array:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ntk._checks import array, concrete, finite, floats, number
+from ntk._placement import automatic
 from ntk._symmetric import symmetric
 from ntk.kernel_functions import matrix as kernel
 from ntk.spectrum import min_eigenvalue
@@ -34,7 +35,7 @@ def data(K: Any, y: Any, name: str = "K", *, x: Any = None) -> Data:
     ValueError
         If the shapes do not fit, ``K`` is not finite and symmetric, or ``y`` is not finite.
     """
-    K, y = array(name, kernel(K, x, name)), array("y", y)
+    K, y = automatic((array(name, kernel(K, x, name)), array("y", y)))
     n, full = len(K) if K.ndim else 0, K.ndim == 4
     if full and (K.shape != (n, n, *2 * K.shape[3:]) or not K.size):
         raise ValueError(f"{name}: expected [n, n] or [n, n, outputs, outputs], got {K.shape}.")
@@ -51,7 +52,7 @@ def data(K: Any, y: Any, name: str = "K", *, x: Any = None) -> Data:
 
 def others(name: str, cross: Any, of: Data) -> tuple[jax.Array, tuple[int, ...]]:
     """The kernel of m other inputs with the n of ``of``, a matrix; the shape of what is there."""
-    cross = floats(name, cross)
+    cross = automatic(floats(name, cross))
     n, *outputs = of.shape
     behind = (n, *2 * outputs) if of.full else (n,)
     if cross.shape[1:] != behind or not cross.ndim:

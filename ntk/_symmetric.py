@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ntk._checks import array, concrete, finite, floats
+from ntk._checks import array, concrete, finite, floats, nan_unless
 
 
 def rounding(dtype: Any, n: int) -> float:
@@ -46,7 +46,7 @@ def symmetric(K: Any, name: str = "K", *, stack: bool = False) -> jax.Array:
     K = floats(name, K)
     if not concrete(K):
         half, known = _symmetric(K, allowed)
-        return half * jnp.where(known, 1, jnp.nan).astype(K.dtype)
+        return nan_unless(known, half)
     with jax.ensure_compile_time_eval():  # where the caller traces other arguments
         half, known = _symmetric(K, allowed)
         refused = not known.all()

@@ -16,6 +16,7 @@ import numpy as np
 
 from ntk._checks import array, concrete, finite, floats
 from ntk._kinks import ORDERS
+from ntk._placement import automatic
 from ntk.activations import Activation, activation, relu
 from ntk.gaussian import grid, reciprocal, root
 from ntk.mehler import Expansion, Function, expand, kinked_expansion
@@ -133,7 +134,7 @@ def inputs(name: str, x: Any, name2: str = "", x2: Any = None):
 
 
 def _rows(name: str, x: Any) -> jax.Array:
-    x = floats(name, x)
+    x = automatic(floats(name, x))
     if x.ndim != 2 or 0 in x.shape:
         raise ValueError(f"{name}: expected a nonempty array [n, d], got shape {x.shape}.")
     finite(name, x, "entries")

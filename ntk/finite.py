@@ -46,6 +46,7 @@ import numpy as np
 
 from ntk import _empirical
 from ntk._checks import array, finite, short, whole
+from ntk._placement import automatic
 from ntk._programs import program
 from ntk._rows import length, mesh_for
 from ntk._sample import Apply, network
@@ -83,7 +84,7 @@ def _samples(name: str, x, like=None):
     if like is not None and one != (expected := jax.tree.map(lambda x: x.shape[1:], like)):
         raise ValueError(f"{name}: expected samples of the shape {expected}, got {one}.")
     _finite(name, x)
-    return x
+    return automatic(x)
 
 
 def _pair(x1, x2):
@@ -393,7 +394,7 @@ def kernel_vector_product(
     run, programs = functools.partial(_empirical.product, net, batch_size), {}
 
     def product(v):
-        v = jnp.asarray(v)
+        v = automatic(jnp.asarray(v))
         if v.shape not in programs:
             programs[v.shape] = program(run, net.inputs, x, v)
         return programs[v.shape](net.inputs, x, v)

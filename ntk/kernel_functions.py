@@ -27,6 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ntk._checks import array, function, known, sequence, short
+from ntk._placement import automatic
 from ntk.kernels import Kernels
 
 KernelFunction = Callable[..., Any]
@@ -281,12 +282,12 @@ def _evaluate(kernel: KernelFunction, x1, x2, get: str | None):
     function("kernel", kernel, "(x1, x2) -> [n1, n2]")
     if get is not None:
         known("get", get, ("ntk", "nngp"))
-    x1 = array("x1", x1)
+    x1 = automatic(array("x1", x1))
     if x1.ndim == 0 or not x1.size:
         raise ValueError(f"x1: expected inputs [n, ...] with n at least 1, got shape {x1.shape}.")
     parameters = _parameters(kernel)
     if x2 is not None:
-        x2 = array("x2", x2)
+        x2 = automatic(array("x2", x2))
     elif parameters and _takes_one(parameters):
         x2 = None
     else:

@@ -34,7 +34,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ntk._checks import concrete, floats, short
+from ntk._checks import concrete, floats, nan_unless, short
 from ntk._flow import flows, times
 from ntk._outputs import Data, as_kernel, as_matrix, cholesky, data, others, with_penalty
 from ntk._symmetric import symmetric
@@ -299,7 +299,7 @@ def _bounded(cross, K, prior, name: str = "cross") -> jax.Array:
     largest = jnp.outer(jnp.sqrt(jnp.diagonal(prior)), jnp.sqrt(jnp.diagonal(K)))
     fits = jnp.abs(cross) <= largest + _ROOM * jnp.max(largest)
     if not concrete(fits):
-        return cross * jnp.where(fits.all(), 1, jnp.nan).astype(cross.dtype)
+        return nan_unless(fits.all(), cross)
     if not fits.all():
         at = tuple(int(i) for i in np.argwhere(~np.asarray(fits))[0])
         raise ValueError(

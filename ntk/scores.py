@@ -91,6 +91,7 @@ from ntk._network import (
     sign_agreements,
     split_weights,
     summed,
+    used_sign_agreements,
 )
 from ntk._programs import program
 
@@ -443,11 +444,13 @@ def naswot(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
     return jnp.where(distinct_patterns(agreements) < len(x), -jnp.inf, logdet)
 
 
-def regions(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
+def regions(key, apply: Apply, params: Pytree, batch: Batch, *, unused: bool = True) -> jax.Array:
     """TE-NAS's R: how many linear regions the samples fall in, told by their ReLU sign patterns.
 
-    ReLUs as in :func:`naswot`, jointly. Chen, Gong & Wang (ICLR 2021) use 3,000 crops of 3 x 3
-    pixels, and a thin network, so that not every sample gets a region of its own. Memory: n^2.
+    ReLUs as in :func:`naswot`, jointly; with ``unused=False`` those alone that a logit changes
+    with, which leaves out those of operations that a supernet gives the weight 0. Chen, Gong & Wang
+    (ICLR 2021) use 3,000 crops of 3 x 3 pixels, and a thin network, so that not every sample gets a
+    region of its own. Memory: n^2; a backward pass to tell what is used.
 
     Examples
     --------
@@ -456,7 +459,8 @@ def regions(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
     2
     """
     x, _ = check(apply, params, batch)
-    return distinct_patterns(sign_agreements(apply, params, x))
+    agreements = sign_agreements if unused else used_sign_agreements
+    return distinct_patterns(agreements(apply, params, x))
 
 
 def l2_norm(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:

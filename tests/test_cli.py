@@ -4,6 +4,7 @@ import contextlib
 import datetime
 import importlib
 import json
+import os
 import subprocess
 import sys
 
@@ -415,3 +416,41 @@ def test_baseline_handles_one_configuration_and_refuses_none(tmp_path, capsys):
     assert baseline(tmp_path / "none", "--valid", "3000") == 2
     assert "valid" in capsys.readouterr().err
     assert not (tmp_path / "none").exists()
+
+
+def on_two_devices(*args):
+    """The command's exit code and what it prints, where JAX finds two devices."""
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2"
+    return subprocess.run(
+        [sys.executable, "-m", "bilevel", *args],
+        env=os.environ | {"XLA_FLAGS": flags},
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_seeds_and_networks_are_spread_over_devices(tmp_path):
+    def run(name, *args, devices=()):
+        out = "--out", str(tmp_path / name)
+        if devices:
+            done = on_two_devices(*args, *out, *devices)
+            assert done.returncode == 0, done.stderr
+        else:
+            with jax.enable_x64(False):  # as the other process computes
+                assert main([*args, *out]) == 0
+        return loaded(tmp_path / name / "arrays.npz")
+
+    seeds = "search", *SMALL, *CLOSED, "--seeds", "2"
+    one, two = run("one", *seeds), run("two", *seeds, devices=("--devices", "all"))
+    np.testing.assert_allclose(two["alpha"], one["alpha"], atol=1e-4)  # of float32
+    rank = ("rank", "--data", "digits", "--scores", "naswot", "--networks", "5", "--k", "2")
+    rank += ("--batch-size", "8", "--cells", "1", "--channels", "2", "--train", "32")
+    # Five networks by twos, of which two were scored by a run on one device.
+    run("a", *(arg if arg != "5" else "2" for arg in rank))
+    two = run("a", *rank, "--resume", devices=("--at-once", "2", "--devices", "2"))
+    np.testing.assert_allclose(two["naswot"], run("b", *rank)["naswot"], rtol=1e-5)
+
+
+def test_devices_that_are_not_there_are_named(tmp_path, capsys):
+    assert search(tmp_path / "run", "--devices", "2") == 2
+    assert "devices: expected at most the 1 that JAX finds, got 2." in capsys.readouterr().err

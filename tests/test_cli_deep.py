@@ -96,3 +96,29 @@ def test_a_run_of_another_space_is_not_resumed(tmp_path, capsys):
         "bilevel: out: expected a run of this command and space, got one with inner_steps in its "
         "flags.\n"
     )
+
+
+def test_eigen_nas_trains_the_best_of_its_pool_beside_random_ones(tmp_path, capsys):
+    run, flags = tmp_path / "run", ("--strategy", "eigen-nas", "--seeds", "2", "--kept", "2")
+    assert search(run, *flags) == 0
+    printed = capsys.readouterr().out
+    for text in ("best of 2 eigen-nas", "best of 2 random", "relu", "seed 1: ", "λ_min"):
+        assert text in printed
+    result = json.loads((run / "result.json").read_text())
+    assert set(result) <= documented_keys()
+    rows = ["best of 2 eigen-nas", "eigen-nas", "relu", "leaky_relu", "best of 2 random", "random"]
+    assert list(result["scores"]) == rows
+    networks = [json.loads(line) for line in (run / "networks.jsonl").read_text().splitlines()[1:]]
+    arrays = loaded(run / "arrays.npz")
+    for seed in range(2):
+        own = [r for r in networks if r["seed"] == seed and r["network"].startswith("eigen")]
+        # What was ranked is what the trained networks' kernels have, largest first.
+        np.testing.assert_allclose(
+            [r["min_eigenvalue"] for r in own], arrays[f"eigenvalues_{seed}"], rtol=1e-6
+        )
+        assert (np.diff(arrays[f"eigenvalues_{seed}"]) <= 0).all()
+        best = min(own, key=lambda r: r["valid_error"])
+        assert best["architecture"] == result["architectures"][seed]
+        assert result["scores"]["best of 2 eigen-nas"]["test_error"][seed] == best["test_error"]
+    assert search(tmp_path / "other", *flags, "--samples", "1") == 2
+    assert "kept: expected at most the 1 samples, got 2." in capsys.readouterr().err

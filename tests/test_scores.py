@@ -527,3 +527,25 @@ def test_a_second_eager_call_compiles_nothing(name, caplog):
         jax.jit(lambda x: jnp.cosh(x) * 13)(w)
         assert [r for r in caplog.messages if r.startswith("Finished XLA compilation")]
     assert again == first != other
+
+
+def test_regions_can_leave_out_relus_that_nothing_depends_on():
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((20, 2)))
+    directions = jnp.asarray(np.random.default_rng(1).standard_normal((2, 10)))
+    batch = x, jnp.zeros(20, int)
+
+    def network(gate):
+        def apply(w, x):
+            branches = gate * jax.nn.relu(x @ directions), jax.nn.relu(x[:, :1])
+            return jnp.concatenate(branches, 1) @ w
+
+        return apply
+
+    w = jnp.ones((11, 3))
+    every, used = (
+        [float(scores.regions(None, network(g), w, batch, unused=u)) for g in (0.0, 1e-9)]
+        for u in (True, False)
+    )
+    patterns = np.asarray(x @ directions > 0)
+    many = len(np.unique(np.column_stack([patterns, x[:, 0] > 0]), axis=0))
+    assert every == [many, many] and used == [2, many] and many > 5

@@ -492,7 +492,7 @@ def test_a_loss_that_is_not_a_scalar_is_refused():
 
 
 def test_progress_under_jit_is_refused():
-    with pytest.raises(ValueError, match="progress, checkpoint and callback"):
+    with pytest.raises(ValueError, match="progress, checkpoint, callback and a stream"):
         jax.jit(
             lambda w: (
                 bilevel.search(

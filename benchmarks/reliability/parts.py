@@ -11,6 +11,7 @@ from reliability import (  # noqa: F401 (they register themselves)
     kernel_functions,
     kernels,
     mixtures,
+    operators,
     papers,
     searching,
     selection,
@@ -20,6 +21,7 @@ from reliability import (  # noqa: F401 (they register themselves)
     solver_options,
     theorems,
     train_free,
+    training,
 )
 from reliability.case import Outcome
 from reliability.commands import commands

@@ -95,6 +95,7 @@ _NETWORKS = "a network's program, which takes minutes to compile"
 _INNER = "a part of such networks, called by them alone"
 _FILE = "reads a file; what becomes of damaged ones is in tests/test_data.py"
 _TABLE = "reads the benchmark's tables; its tests hold it against published figures"
+_SEARCH = "many kernels, ten seconds of compilation a case; its tests hold it against enumeration"
 NOT_COVERED = {
     "bilevel.checkpoint.saving": "the campaign's kills and flips are of it",
     "bilevel.checkpoint.steps": "names of files",
@@ -130,6 +131,9 @@ NOT_COVERED = {
     "bilevel.spaces.nasbench201.scoring.check_names": _INNER,
     "bilevel.spaces.nasbench201.scoring.score_networks": "in kills, flips, disks and writers",
     "bilevel.spaces.nasbench201.supernet.mixed_cell": _INNER,
+    "bilevel.train_free.eigen_nas": _SEARCH,
+    "bilevel.train_free.nasi": _SEARCH,
+    "bilevel.train_free.te_nas": _SEARCH,
     "bilevel.judging.table.cifar10_split": _TABLE,
     "bilevel.judging.table.load_table": _TABLE,
     "bilevel.judging.table.published_scores": _TABLE,

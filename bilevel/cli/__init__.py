@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from bilevel.cli import call, commands, deep_commands, interrupts, programs, quick, saved
+from bilevel.cli.recording import recorder
 
 # By name, and imported when they run: help and mistakes need not wait for JAX.
 _RUNS: dict[type, tuple[str, str]] = {
@@ -107,7 +108,8 @@ def _run(arguments: Sequence[str]) -> None:
         run = getattr(importlib.import_module(f"bilevel.cli.{module}"), name)
         table = not (output.quiet or output.json)
         line = shlex.join(["bilevel", *arguments])
-        with call.made(call.Call(line, table=table, progress=not output.quiet)):
+        record = None if output.log is None else recorder(output.log, arguments[0])
+        with call.made(call.Call(line, table, not output.quiet, record)):
             result = run(config)
         if output.json:
             print(json.dumps(result, indent=2))

@@ -50,7 +50,8 @@ def run_baseline(config: Baseline) -> dict[str, Any]:
             began = time.perf_counter()
             bar.enter("data")
             plan = _plan(config)
-            how: dict[str, Any] = {"resume": config.resume, "progress": config.progress}
+            progress = report.within(config.progress)
+            how: dict[str, Any] = {"resume": config.resume, "progress": progress}
             traces = {name: _trace(plan, name, folder, bar, **how) for name in methods}
         result = {
             "config": report.flags(config),

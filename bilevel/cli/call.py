@@ -3,18 +3,23 @@
 import contextlib
 import dataclasses
 import platform
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from importlib import metadata
+from typing import Any
 
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """One call of a command: its line (None when called from Python), and what it may show."""
+    """One call of a command: its line (None when called from Python), and what it may show.
+
+    ``record`` is given what the progress bar shows, whether there is a bar or not.
+    """
 
     line: str | None = None
     table: bool = True
     progress: bool = True
+    record: Callable[[dict[str, Any]], None] | None = None
 
 
 _call: ContextVar[Call | None] = ContextVar("call", default=None)

@@ -46,6 +46,8 @@ class Output:
     """No progress and no table; errors are still printed."""
     json: bool = False
     """Print what result.json holds, instead of the table."""
+    log: Annotated[pathlib.Path, flags.Folder()] | None = None
+    """Append what the progress bar shows, phases and losses, to this file as lines of JSON."""
     cache: bool = True
     """Keep compiled programs in the user's cache folder, for the next run."""
 
@@ -62,6 +64,9 @@ class Job(flags.Flags):
     """Run directory; a number is appended where it holds a run already."""
     progress: bool | None = None
     """Progress bar; by default in a terminal."""
+
+
+Devices = flags.Count | Literal["all"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +93,8 @@ class Search(Resumable):
     """Validation loss; the training loss is the squared one."""
     seeds: flags.Count = 1
     """Independent searches side by side: own splits, own initial weights."""
+    devices: Devices = 1
+    """Devices that the searches are spread over, a divisor of their number; or all."""
     steps: flags.Count = 20
     """Outer steps."""
     inner_steps: Annotated[int, flags.Whole(1, 10**7)] = 50
@@ -263,6 +270,8 @@ class Rank(Resumable):
     """Channels of the first stage; the benchmark has 16."""
     pixels: flags.Size | None = None
     """Average images down to at most this side."""
+    devices: Devices = 1
+    """Devices that the networks scored side by side are spread over; or all."""
     at_once: flags.Count = 1
     """Networks side by side in one program: 1 on a CPU, dozens on an accelerator."""
     judged: bool = True

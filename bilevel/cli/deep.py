@@ -115,7 +115,8 @@ def running(config: DeepSearch, work: Mapping[str, float]) -> Iterator[Run]:
         report.phases(config.progress, work) as bar,
     ):
         bar.enter("data")
-        yield Run(folder, bar, config.progress, config.resume, report.flags(config))
+        shown = report.within(config.progress)
+        yield Run(folder, bar, shown, config.resume, report.flags(config))
 
 
 def parts_of(config: DeepSearch, unit: Callable[..., Any]) -> list[list[Part]]:
@@ -327,18 +328,29 @@ Scores = dict[str, dict[str, list[float]]]
 
 
 def by_network(rows: list[dict[str, Any]]) -> Scores:
-    """Columns of every network; of the random ones those of the best by validation, and means."""
-    seeds = 1 + max(row["seed"] for row in rows)
-    drawn = [[r for r in rows if r["seed"] == s and "random" in r["network"]] for s in range(seeds)]
-    names = dict.fromkeys(row["network"] for row in rows if "random" not in row["network"])
-    scores = {name: _columns([r for r in rows if r["network"] == name]) for name in names}
-    if budget := len(drawn[0]):
-        if budget > 1:
+    """Columns of every network; of numbered ones those of the best by validation, and means.
+
+    "random 1", "random 2" and so on of a seed become "best of 2 random" and "random".
+    """
+    scores, seeds = {}, 1 + max(row["seed"] for row in rows)
+    for name in dict.fromkeys(_group(row["network"]) for row in rows):
+        own = [row for row in rows if _group(row["network"]) == name]
+        if own[0]["network"] == name:
+            scores[name] = _columns(own)
+            continue
+        drawn = [[row for row in own if row["seed"] == s] for s in range(seeds)]
+        if (budget := len(drawn[0])) > 1:
             best = [min(networks, key=lambda r: r["valid_error"]) for networks in drawn]
-            scores[f"best of {budget} random"] = _columns(best)
+            scores[f"best of {budget} {name}"] = _columns(best)
         means = [_columns(networks) for networks in drawn]
-        scores["random"] = {k: [float(np.mean(m[k])) for m in means] for k in means[0]}
+        scores[name] = {k: [float(np.mean(m[k])) for m in means] for k in means[0]}
     return scores
+
+
+def _group(name: str) -> str:
+    """A network's name without its number."""
+    group, _, number = name.rpartition(" ")
+    return group if group and number.isdigit() else name
 
 
 def _columns(rows: list[dict[str, Any]]) -> dict[str, list[float]]:
@@ -475,21 +487,26 @@ def table(result: dict[str, Any], columns: dict[str, tuple[str, str]], ends: set
 
 def show(result: dict[str, Any], folder: pathlib.Path, drawn: Any, notes: list[str]) -> None:
     """The table, what was found, and what is to be said of it."""
+    entropy, curvature = (np.array(result[k]) for k in ("entropy", "curvature"))
+    of_alpha = [
+        f"entropy of α, mean over simplices: {report.cell(entropy, '.2f')}, of at most "
+        f"{np.log(len(result['names'])):.2f}",
+        "largest eigenvalue of the validation loss's Hessian in α, of one batch: "
+        f"{report.cell(curvature, '.3g')}",
+        result["known_error"],
+    ]
+    show_architectures(result, folder, drawn, of_alpha + notes)
+
+
+def show_architectures(
+    result: dict[str, Any], folder: pathlib.Path, drawn: Any, notes: list[str]
+) -> None:
+    """The table, the architectures found, notes, and the time it took."""
     console, seeds = report.screen(), result["config"]["seeds"]
     console.print(drawn)
     for seed, architecture in enumerate(result["architectures"]):
         named = f"seed {seed}: " if seeds > 1 else "found: "
         console.print(named + architecture, soft_wrap=True)  # to be copied
-    entropy, curvature = (np.array(result[k]) for k in ("entropy", "curvature"))
-    console.print(
-        f"entropy of α, mean over simplices: {report.cell(entropy, '.2f')}, of at most "
-        f"{np.log(len(result['names'])):.2f}"
-    )
-    console.print(
-        "largest eigenvalue of the validation loss's Hessian in α, of one batch: "
-        f"{report.cell(curvature, '.3g')}"
-    )
-    console.print(result["known_error"])
     for note in notes:
         console.print(note)
     seconds = result["seconds"]

@@ -19,22 +19,25 @@ _DartsOperations = Annotated[tuple[str, ...], flags.Names(DARTS_OPERATIONS)]
 _NasBench201Operations = Annotated[tuple[str, ...], flags.Names(NASBENCH201_OPERATIONS)]
 
 
+Strategy = Literal[
+    "darts-first",
+    "darts-second",
+    "darts-second-difference",
+    "gaea",
+    "gaea-single-level",
+    "random",
+    "joint",
+    "unrolled",
+]
+
+
 @dataclasses.dataclass(frozen=True)
 class DeepSearch(Resumable):
     """Flags of every search with shared weights."""
 
     out: flags.Out = pathlib.Path("runs/search")
     """Run directory; a number is appended where it holds a run already."""
-    strategy: Literal[
-        "darts-first",
-        "darts-second",
-        "darts-second-difference",
-        "gaea",
-        "gaea-single-level",
-        "random",
-        "joint",
-        "unrolled",
-    ] = "darts-first"
+    strategy: Strategy = "darts-first"
     """DARTS of first order, of second order, exactly or by its paper's finite difference;
     exponentiated gradient, on validation or on training batches; random search with weight
     sharing; DARTS on training batches alone; DARTS through 5 inner steps."""
@@ -76,6 +79,11 @@ class DeepSearch(Resumable):
 class SkipSearch(DeepSearch):
     """What to search, on what, and how; every flag has a default."""
 
+    strategy: Strategy | Literal["eigen-nas"] = "darts-first"  # type: ignore[assignment]
+    """As in the other searches; or eigen-nas: of --samples random architectures, train the --kept
+    ones whose infinite kernel has the largest smallest eigenvalue."""
+    kept: flags.Count = 5
+    """Architectures that eigen-nas trains, beside as many random ones."""
     activations: Names = ACTIVATIONS[:5]
     """Candidates of every layer."""
     depth: Annotated[int, flags.Whole(3, 1000)] = 5
@@ -84,6 +92,12 @@ class SkipSearch(DeepSearch):
     """Hidden units of a layer."""
     parametrization: Literal["ntk", "as_printed", "he"] = "ntk"
     """Initialisation: of the paper's theory, of its Algorithm 1, or He's."""
+
+    def check(self) -> None:
+        """Raise for flags that cannot be used, or not together."""
+        super().check()
+        if self.strategy == "eigen-nas" and self.kept > self.samples:
+            raise ValueError(f"kept: expected at most the {self.samples} samples, got {self.kept}.")
 
     def memory(self) -> dict[tuple[str, ...], int]:
         """Weights with their gradient and momentum; a batch's outputs; rows; history."""

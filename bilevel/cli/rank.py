@@ -22,6 +22,7 @@ from bilevel import plots
 from bilevel._progress import RunBar, progress_bar
 from bilevel.cli import deep, images, report
 from bilevel.cli.commands import Rank
+from bilevel.cli.devices import over
 from bilevel.cli.known import CLASSES, pixel_count
 from bilevel.cli.runs import run_directory
 from bilevel.judging.table import RUN_SETS, Table, load_table, published_scores
@@ -62,6 +63,7 @@ class Plan(NamedTuple):
     shape: dict[str, int]  # of every network: classes, cells, channels
     drawn: np.ndarray  # rows of the benchmark's table, in random order
     at_once: int  # networks scored side by side
+    spread: Callable[[Any], Any]  # puts their genotypes on devices
     train: Rows
     test: Rows
     batch: Rows  # that the networks are scored on
@@ -84,13 +86,14 @@ class Training(NamedTuple):
 def run_rank(config: Rank) -> dict[str, Any]:
     """Run the job; print its tables, write its run directory, return what `result.json` holds."""
     config.check()
-    changeable = ("networks", "scores", "aggregate", "k", "pool")
+    changeable = ("networks", "scores", "aggregate", "k", "pool", "devices", "at_once")
     with run_directory(config, changeable, keeps="the scores saved so far are kept") as folder:
         with report.phases(config.progress, _work(config)) as bar:
             began = time.perf_counter()
             bar.enter("data")
             plan, training = _plan(config)
-            result, scored = _computed(plan, training, folder, bar, config.progress)
+            progress = report.within(config.progress)
+            result, scored = _computed(plan, training, folder, bar, progress)
             result["seconds"] = time.perf_counter() - began
         result = {"config": report.flags(config)} | result | report.origin()
         report.write(folder, result, {"rows": plan.drawn, **scored.values})
@@ -126,6 +129,7 @@ def _plan(config: Rank) -> tuple[Plan, Training]:
         # networks are the first of more.
         drawn=np.random.RandomState(config.seed).permutation(len(genotypes()))[: config.count],
         at_once=config.at_once,
+        spread=functools.partial(over, config.devices, config.at_once, "networks at once"),
         train=train,
         test=test,
         batch=_first_rows(jax.random.key(config.seed + 1), train, config.batch_size),
@@ -163,6 +167,7 @@ def _computed(
         cells,
         plan.batch,
         at_once=plan.at_once,
+        place=plan.spread,
         progress=progress,
         file=folder / "scores.npz",
     )

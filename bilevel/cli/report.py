@@ -36,7 +36,13 @@ def origin() -> dict[str, Any]:
 
 def phases(progress: bool | None, work: Mapping[str, float]) -> AbstractContextManager[RunBar]:
     """The progress bar of a whole run; ``work`` says how long each phase takes, in any unit."""
-    return run_bar(progress if call.current().progress else False, work)
+    now = call.current()
+    return run_bar(progress if now.progress else False, work, now.record)
+
+
+def within(progress: bool | None) -> bool | None:
+    """``progress`` for the loops of a run's phases: what is recorded has to be told of them."""
+    return progress if call.current().record is None else None
 
 
 def write(folder: pathlib.Path, result: dict[str, Any], arrays: dict[str, Any]) -> None:

@@ -29,6 +29,7 @@ from bilevel.activation_search import (
 )
 from bilevel.cli import argmax, report
 from bilevel.cli.commands import JOINT_EPOCHS, LONGER, Search
+from bilevel.cli.devices import over
 from bilevel.cli.kernels import kernel_eigenvalue
 from bilevel.cli.known import CLASSES, inputs
 from bilevel.cli.runs import run_directory
@@ -60,7 +61,9 @@ class Plan(NamedTuple):
 def run_search(config: Search) -> dict[str, Any]:
     """Run the job; print its table, write its run directory, return what `result.json` holds."""
     config.check()
-    with run_directory(config, ("steps",), keeps="the search is kept as far as it came") as folder:
+    with run_directory(
+        config, ("steps", "devices"), keeps="the search is kept as far as it came"
+    ) as folder:
         with report.phases(config.progress, _work(config)) as bar:
             began = time.perf_counter()
             bar.enter("data")
@@ -83,6 +86,8 @@ def _plan(config: Search) -> Plan:
     sizes = {"train": config.train, "valid": config.valid, "test": config.test}
     rows = data.samples(config.data, [of_rows for of_rows, _ in keys], **sizes)
     task = set_up(space, rows, [of_weights for _, of_weights in keys], classes=CLASSES)
+    space, *arrays = task
+    task = Task(space, *over(config.devices, config.seeds, "seeds", tuple(arrays)))
     steps = config.inner_steps
     return Plan(
         task,
@@ -113,7 +118,7 @@ def _computed(
     uniform = jnp.full((seeds, len(names)), 1 / len(names))
     bar.enter("search")
     found = bilevel.search(
-        side_by_side(task.space.problem),
+        side_by_side(_telling(task.space.problem)),
         plan.solver,
         plan.optimizer,
         uniform,
@@ -151,6 +156,19 @@ def _computed(
     result["hypergradient"] = {name: x.tolist() for name, x in gap._asdict().items()}
     result["argmax"] = argmax.as_json(task, verdict)
     return result, found
+
+
+def _telling(problem: bilevel.Problem) -> bilevel.Problem:
+    """The problem with its losses as auxiliary outputs: side by side they stay those of a seed."""
+
+    def told(loss):
+        def both(w, alpha, batch):
+            value = loss(w, alpha, batch)
+            return value, value
+
+        return both
+
+    return bilevel.Problem(told(problem.lower), told(problem.outer), has_aux=True)
 
 
 def _work(config: Search) -> dict[str, float]:
@@ -244,7 +262,13 @@ def _summary(names, alpha, rows, seconds) -> dict[str, Any]:
 
 def _write(folder, result, found) -> None:
     names, config = result["names"], result["config"]
-    history = {k: np.asarray(v) for k, v in found.history.items()}
+    history = {k: np.asarray(v) for k, v in found.history.items() if k != "aux"}
+    losses = jax.tree.map(np.asarray, found.history["aux"])  # [steps, seeds]
+    history |= {f"{name}_of_seeds": values for name, values in losses.items()}
+    runs = [
+        {"value": value, "lower": lower}
+        for value, lower in zip(losses["outer"].T, losses["lower"].T, strict=True)
+    ]
     arrays = {"alpha": found.alpha, "w": found.w}
     report.write(
         folder, result, arrays | {f"history_{name}": values for name, values in history.items()}
@@ -252,12 +276,11 @@ def _write(folder, result, found) -> None:
 
     def draw(figure):
         axes = figure.subplot_mosaic([["alpha", "outer"], ["alpha", "lower"]], width_ratios=(5, 4))
-        uniform, seeds = np.full(len(names), 1 / len(names)), config["seeds"]
+        uniform = np.full(len(names), 1 / len(names))
         plots.alpha_path(history["alpha"], names, axes["alpha"], start=uniform)
-        outer, lower = plots.losses(history, (axes["outer"], axes["lower"]), scale=seeds)
-        mean = f"\nmean of {seeds} seeds" if seeds > 1 else ""
-        outer.set_ylabel(f"validation loss\n({config['outer']}){mean}")
-        lower.set_ylabel(f"training loss\n(squared){mean}")
+        outer, lower = plots.losses(runs, (axes["outer"], axes["lower"]))
+        outer.set_ylabel(f"validation loss\n({config['outer']})")
+        lower.set_ylabel("training loss\n(squared)")
         figure.suptitle(report.picture_title(config))
 
     report.picture(folder / "search.png", (11, 4.4), draw)

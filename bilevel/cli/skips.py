@@ -4,6 +4,8 @@ All seeds are searched side by side. Then, for every seed: the network of the ar
 networks of one activation without skips; and as many random architectures as could be trained in
 the search's gradients. All of them are corners of the space, so that one compiled program trains
 them all.
+
+``--strategy eigen-nas`` searches nothing: see :mod:`bilevel.cli.eigen_nas`.
 """
 
 import dataclasses
@@ -31,68 +33,99 @@ from bilevel.spaces.targets import cross_entropy
 _KERNEL_ROWS = 100  # of the kernel whose smallest eigenvalue is shown: a second for ten networks
 
 
-class _Task(NamedTuple):
+class Task(NamedTuple):
     """What is searched, on what; then what is trained, and how."""
 
-    space: Space  # in the precision asked for
+    space: SkipSpace  # in the precision asked for
     kernel: Callable[..., ntk.Kernels]
     parts: list[list[Part]]  # of each seed: training, validation, test rows
     seed: int
     epochs: int
     batch_size: int
     weight_rate: float | None
-    budget: int  # how many random networks are trained
 
 
 def run_skip_search(config: SkipSearch) -> dict[str, Any]:
     """Run the job; print its table, write its run directory, return what `result.json` holds."""
     config.check()
+    if config.strategy == "eigen-nas":
+        from bilevel.cli.eigen_nas import run_eigen_nas
+
+        return run_eigen_nas(config)
     began = time.perf_counter()
-    space = skip_space(
-        config.activations,
-        depth=config.depth,
-        width=config.width,
-        classes=CLASSES,
-        parametrization=config.parametrization,
-    )
+    space = space_of(config)
     sgd = functools.partial(optax.sgd, momentum=0.9)
     gradients = deep.search_of(config, space, sgd, 1.0).gradients  # whatever the rate is
-    batches = config.epochs * (config.train // config.batch_size)
-    budget = 1 + round(gradients / batches)  # as many as take the search's gradients
-    weights = config.width * (inputs(config.data) + (config.depth - 2) * config.width)
-    networks = config.seeds * (1 + len(space.names) + budget)
-    seconds = 1e-8 * config.batch_size * weights  # of a gradient, roughly, on two cores
+    budget = 1 + round(gradients / _batches(config))  # as many as take the search's gradients
+    seconds = gradient_seconds(config)
     work = {
         "data": 2,
         "search": 10 + seconds * config.seeds * gradients,
-        "training": 8 + (0.4 + seconds * batches) * networks,
+        "training": training_seconds(config, 1 + len(space.names) + budget),
         "errors and curvature": 3 + 0.5 * config.seeds,
     }
     with deep.running(config, work) as run:
-        parts = deep.parts_of(config, unit_inputs)
-        rest = config.seed, config.epochs, config.batch_size, config.weight_rate, budget
-        ours = _in_bfloat16(space) if config.bfloat16 else space
-        task = _Task(ours, space.kernel, parts, *rest)
-        stacked = jax.tree.map(lambda *a: jnp.stack(a), *parts)
+        task = task_of(config, space, deep.parts_of(config, unit_inputs))
+        stacked = jax.tree.map(lambda *a: jnp.stack(a), *task.parts)
         key, weight_key, choice_key = jax.random.split(jax.random.key(config.seed), 3)
-        w0 = _initial(ours, weight_key, stacked[0])
-        rate = config.weight_rate or _rate(ours, w0, stacked[0])
-        search = deep.search_of(config, ours, sgd, rate)
-        found = deep.side_by_side(run, ours, search, w0, stacked, key, choice_key)
+        w0 = _initial(task.space, weight_key, stacked[0])
+        rate = config.weight_rate or _rate(task.space, w0, stacked[0])
+        search = deep.search_of(config, task.space, sgd, rate)
+        found = deep.side_by_side(run, task.space, search, w0, stacked, key, choice_key)
         searched = time.perf_counter() - began
-        scores = _networks(run, task, found, stacked[0])
-        result = deep.summary(run, "skips", ours, search, found, parts, scores)
+        singles, drawn = singles_of(task.space), drawn_of(task, budget)
+        rows = deep.rows_of(task.space, found, singles, drawn)
+        scores = deep.by_network(trained(run, task, rows))
+        result = deep.summary(run, "skips", task.space, search, found, task.parts, scores)
         result["scores"]["supernet"]["skips"] = [float(f.alpha["skips"].sum()) for f in found]
-        best = min(space.names, key=lambda name: np.mean(scores[name]["valid_error"]))
-        result |= {"best_single": best, "kernel_rows": min(_KERNEL_ROWS, config.train)}
+        best = best_single(space, scores)
+        result |= {"best_single": best, "kernel_rows": kernel_rows(config)}
         result["seconds"] = {"search": searched, "all": time.perf_counter() - began}
         report.write(run.folder, result, deep.arrays_of(found))
         heat = _heat(space, found[0].alpha)
         deep.picture(run.folder / "search.png", result, found, [heat])
     ends = {"search", space.names[-1], "random"}
     notes = [note.format(**result) for note in _NOTES]
-    deep.show(result, run.folder, deep.table(result, _COLUMNS, ends), notes)
+    deep.show(result, run.folder, deep.table(result, COLUMNS, ends), notes)
     return result
+
+
+def space_of(config: SkipSearch) -> SkipSpace:
+    """The space that the flags describe."""
+    return skip_space(
+        config.activations,
+        depth=config.depth,
+        width=config.width,
+        classes=CLASSES,
+        parametrization=config.parametrization,
+    )
+
+
+def task_of(config: SkipSearch, space: SkipSpace, parts: list[list[Part]]) -> Task:
+    """What is trained on the rows of all seeds, in the precision asked for."""
+    rest = config.seed, config.epochs, config.batch_size, config.weight_rate
+    ours = _in_bfloat16(space) if config.bfloat16 else space
+    return Task(ours, space.kernel, parts, *rest)
+
+
+def kernel_rows(config: SkipSearch) -> int:
+    """How many training rows the kernels are of."""
+    return min(_KERNEL_ROWS, config.train)
+
+
+def gradient_seconds(config: SkipSearch) -> float:
+    """How long a gradient of a minibatch takes, roughly, on two cores."""
+    weights = config.width * (inputs(config.data) + (config.depth - 2) * config.width)
+    return 1e-8 * config.batch_size * weights
+
+
+def training_seconds(config: SkipSearch, networks: int) -> float:
+    """How long so many networks for each seed take to train from scratch."""
+    return 8 + (0.4 + gradient_seconds(config) * _batches(config)) * config.seeds * networks
+
+
+def _batches(config: SkipSearch) -> int:
+    return config.epochs * (config.train // config.batch_size)
 
 
 # ----------------------------------------------------------------------------- the parts
@@ -127,19 +160,35 @@ def _in_bfloat16(space: SkipSpace) -> SkipSpace:
 # ----------------------------------------------------------------------------- the networks
 
 
-def _networks(run: deep.Run, task: _Task, found: list[deep.Found], train: Part) -> deep.Scores:
-    space, seeds = task.space, len(task.parts)
-    keys = jax.random.split(jax.random.fold_in(jax.random.key(task.seed), 1), 3)
+def singles_of(space: Space) -> dict[str, SkipArchitecture]:
+    """Networks of one activation without skips, by its name."""
     layers, skips = (len(space.start()[k]) for k in ("activations", "skips"))
-    singles = {s: SkipArchitecture((s,) * layers, (False,) * skips) for s in space.names}
-    draws = [jax.random.split(k, seeds) for k in jax.random.split(keys[0], task.budget)]
-    drawn = [[space.draw(of_all[seed]) for of_all in draws] for seed in range(seeds)]
-    rows = deep.rows_of(space, found, singles, drawn)
-    w0, orders = _initial(space, keys[1], train), jax.random.split(keys[2], seeds)
+    return {s: SkipArchitecture((s,) * layers, (False,) * skips) for s in space.names}
+
+
+def drawn_of(task: Task, budget: int) -> list[list[Pytree]]:
+    """So many random corners for each seed."""
+    seeds = len(task.parts)
+    keys = jax.random.split(_training_keys(task)[0], budget)
+    draws = [jax.random.split(k, seeds) for k in keys]
+    return [[task.space.draw(of_all[seed]) for of_all in draws] for seed in range(seeds)]
+
+
+def _training_keys(task: Task) -> jax.Array:
+    """The keys of random architectures, initial weights, and the order of the rows."""
+    return jax.random.split(jax.random.fold_in(jax.random.key(task.seed), 1), 3)
+
+
+def trained(run: deep.Run, task: Task, rows: list[deep.Row]) -> list[dict[str, Any]]:
+    """The scores of all rows' networks, trained; of those not random with their eigenvalue."""
+    space, seeds = task.space, len(task.parts)
+    _, weight_key, order_key = _training_keys(task)
+    train = jax.tree.map(lambda *a: jnp.stack(a), *(of_seed[0] for of_seed in task.parts))
+    w0, orders = _initial(space, weight_key, train), jax.random.split(order_key, seeds)
     fit = deep.corner_trainer(space, task.epochs, task.batch_size, task.weight_rate)
     rates = error_rates(space)
 
-    def trained(row, checkpoint, show):
+    def of_row(row, checkpoint, show):
         corner, parts = space.one_hot(row.architecture), task.parts[row.seed]
         w = fit(orders[row.seed], jax.tree.map(lambda a: a[row.seed], w0), corner, parts[0])
         errors = rates(w, corner, parts, task.batch_size)
@@ -150,7 +199,12 @@ def _networks(run: deep.Run, task: _Task, found: list[deep.Found], train: Part) 
         show(task.epochs, float("nan"))
         return scores
 
-    return deep.by_network(deep.trained(run, rows, task.epochs, trained))
+    return deep.trained(run, rows, task.epochs, of_row)
+
+
+def best_single(space: Space, scores: deep.Scores) -> str:
+    """The activation whose network without skips has the smallest validation error."""
+    return min(space.names, key=lambda name: np.mean(scores[name]["valid_error"]))
 
 
 def _min_eigenvalue(kernel: Callable, corner: Pytree, x: jax.Array) -> float:
@@ -176,7 +230,7 @@ def _heat(space: Space, alpha: Pytree) -> deep.Heat:
     )
 
 
-_COLUMNS = {"skips": ("skips", ".3g"), "min_eigenvalue": ("λ_min", ".3g")}
+COLUMNS = {"skips": ("skips", ".3g"), "min_eigenvalue": ("λ_min", ".3g")}
 _NOTES = [
     "networks are trained from scratch, those of one activation without skips; * best of them by "
     "validation; best of random: by validation, as many as take the search's gradients",

@@ -34,7 +34,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bilevel.checks import array, between, concrete, finite, number
+from bilevel.checks import array, between, concrete, finite, nan_unless, number
 from bilevel.linear.matrices import (
     Blocks,
     Features,
@@ -338,7 +338,7 @@ def _newton(features, y, penalty, tolerance, memory, *, hinge: bool):
     zero = jnp.zeros((), int)
     state = w, f, start, residual, (w, residual), zero, zero
     w, residual = jax.lax.while_loop(unfinished, step, state)[4]
-    return w * jnp.where(jnp.isfinite(residual), 1, jnp.nan).astype(w.dtype), residual
+    return nan_unless(jnp.isfinite(residual), w), residual
 
 
 def _exact_step(mask, r, f_p, w, p, penalty):

@@ -9,12 +9,14 @@ solver            derivative                  memory, in copies of w
 ================  ==========================  =====================================================
 ``unrolled``      of T steps, exact           min(T, O(sqrt(T))); forward mode: 2
 ``one_step``      of one step, exact          3, however large the graph of a gradient
+``distilled``     of the past, in one step   3, however large the graph of a gradient
 ``implicit``      at the solution, exact      that of the inverse; 6 for ``cg``
 ``ridge``         closed form, exact          the features and one min(n, p)^2 matrix
 ================  ==========================  =====================================================
 """
 
 from bilevel.solvers._detached import detached as detached
+from bilevel.solvers._distilled import distilled
 from bilevel.solvers._implicit import implicit
 from bilevel.solvers._implicit import remember as remember
 from bilevel.solvers._restarted import restarted
@@ -23,6 +25,7 @@ from bilevel.solvers._ridge import ridge
 from bilevel.solvers._unrolled import one_step, unrolled
 
 __all__ = [
+    "distilled",
     "implicit",
     "one_step",
     "restarted",

@@ -54,7 +54,10 @@ def with_limits(update: Callable, *args: Pytree) -> Pytree:
     def converted(args, hoisted):
         inputs = jax.tree.leaves(args)
         found = jax.core.eval_jaxpr(closed.jaxpr, constants(hoisted), *inputs)
-        return jax.tree.unflatten(structure, found)
+        # What is the same whatever comes in (DoG's "not the first step") is a Python number here.
+        types = jax.tree.leaves(shapes)
+        arrays = map(lambda x, s: jnp.asarray(x, s.dtype) if jnp.isscalar(x) else x, found, types)
+        return jax.tree.unflatten(structure, arrays)
 
     @jax.custom_jvp
     def values(args):

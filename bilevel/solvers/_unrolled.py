@@ -142,7 +142,7 @@ def unrolled(
             if average is not None:
                 total = _add_iterate(total, _weights(average, alpha, steps)[number], w)
             number = None if number is None else number + 1
-            return w, jax.lax.stop_gradient(variables), state, number, total
+            return w, variables, state, number, total
 
         def first_steps(carry, alpha, batch):
             return _repeat(lambda c: step(c, alpha, batch), carry, steps - last)

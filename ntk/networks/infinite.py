@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ntk._checks import concrete, finite, floats, nan_where
+from ntk._placement import automatic
 from ntk.architecture import RESOLUTIONS, TRACED, Resolution, largest_error, resolved
 from ntk.gaussian import root
 from ntk.kernels import Kernels
@@ -93,7 +94,7 @@ def _inputs(x1, x2):
     for name, x in (("x1", x1), ("x2", x2)):
         if x is None:
             continue
-        x = floats(name, x)
+        x = automatic(floats(name, x))
         if x.ndim not in (2, 3, 4) or 0 in x.shape:
             raise ValueError(
                 f"{name}: expected a nonempty array [n, d], [n, length, channels] or "

@@ -84,6 +84,7 @@ def score_networks(
     batch: tuple[chex.Array, chex.Array],
     *,
     at_once: int = 1,
+    place: Callable[[chex.Array], chex.Array] = jnp.asarray,
     progress: bool | None = None,
     file: str | pathlib.Path | None = None,
 ) -> Scored:
@@ -100,6 +101,8 @@ def score_networks(
         At least two samples.
     at_once : int
         Genotypes side by side, in one program; 1 is right on a CPU.
+    place : ``place(genotypes [at_once, 6]) -> the same``
+        Puts them on the devices that are to score them: a ``jax.device_put`` over a mesh.
     progress : bool, optional
         A progress bar; by default in a terminal.
     file : path, optional
@@ -139,9 +142,9 @@ def score_networks(
     m = len(cells)
     alone = nullcontext() if file is None else store.locked(file, "file", directory=False)
     with alone, progress_bar(progress, "scores", m * len(programs), text, fields) as show:
-        kept = _Store(file, cells, made_from)
+        kept = _Kept(file, cells, made_from)
         for i, (label, program) in enumerate(programs.items()):
-            _run(label, program, kept, w, cells, batch, at_once, _shown(show, i * m, label))
+            _run(label, program, kept, w, cells, batch, at_once, place, _shown(show, i * m, label))
     return kept.scored(names)
 
 
@@ -196,7 +199,7 @@ def _scores(label, score, apply, select, w, genotype, batch) -> dict[str, jax.Ar
     return found if label == "kernel" else {label: found}
 
 
-def _run(label, program, kept, w, cells, batch, at_once, shown) -> None:
+def _run(label, program, kept, w, cells, batch, at_once, place, shown) -> None:
     done = kept.done(label)
     if done == len(cells):
         return
@@ -205,21 +208,21 @@ def _run(label, program, kept, w, cells, batch, at_once, shown) -> None:
     else:
         score = jax.jit(jax.vmap(program, in_axes=(None, 0, None)))
     began = time.perf_counter()
-    compiled = score.lower(w, cells[:1].repeat(at_once, axis=0), batch).compile()
+    compiled = score.lower(w, place(cells[:1].repeat(at_once, axis=0)), batch).compile()
     kept.compile_seconds[label] = time.perf_counter() - began
     while done < len(cells):
         began = time.perf_counter()
         chunk = cells[done : done + at_once]
         # The last chunk is filled up: one compilation.
         full = np.concatenate([chunk, chunk[-1:].repeat(at_once - len(chunk), axis=0)])
-        found = jax.tree.map(np.asarray, compiled(w, full, batch))
+        found = jax.tree.map(np.asarray, compiled(w, place(full), batch))
         rows = {k: v[None] if at_once == 1 else v[: len(chunk)] for k, v in found.items()}
         done = kept.add(label, rows, time.perf_counter() - began)
         shown(done)
     kept.save()
 
 
-class _Store:
+class _Kept:
     """Scores so far, by program and name, for the first genotypes; in a file, if there is one."""
 
     def __init__(self, file, cells: np.ndarray, fingerprint: dict[str, str]):

@@ -1,0 +1,176 @@
+"""Which untrained score ranks all 15,625 networks of NAS-Bench-201 best?  (Dong & Yang 2020)
+
+Every network is scored at its initial weights on one batch of 32 images of CIFAR-10, and held
+against the benchmark's accuracies: no error of a sample is left, that of the batch and of one draw
+of the weights is. Beside the scores stand counts that look at nothing but the genotype.
+
+Sums of log ranks: on a random half of the networks parts are added one by one, at most four, while
+the mean tau of the three datasets grows by 0.002; the other half judges. This 20 times.
+
+Networks come in random order, so that a run that was cut short has judged a sample; the scores are
+kept (`results/all_networks.npz`), and a second run goes on where the first one was.
+
+    python benchmarks/all_networks.py           # naswot, synflow, ...: hours of one core
+    python benchmarks/all_networks.py --quick   # small networks, 40 of them; no results file
+    python benchmarks/all_networks.py --table
+    python benchmarks/all_networks.py --only synflow l2_norm
+"""
+
+import harness
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import bilevel.data
+from bilevel.judging.table import load_table
+from bilevel.judging.verdicts import BASELINES, DATASETS, correlations, sum_of_log_ranks
+from bilevel.nets.images import unit_images
+from bilevel.spaces.nasbench201 import all_networks, encode, genotypes
+from bilevel.spaces.nasbench201._genotype import PRIMITIVES, _live
+from bilevel.spaces.nasbench201.scoring import score_networks
+
+SCORES = "synflow", "l2_norm", "naswot", "jacov", "grad_norm", "snip", "zico"
+COUNTS = "trainable layers", "multiply-adds", "conv edges"  # parameters rank as multiply-adds do
+FILE = harness.RESULTS / "all_networks.npz"
+HALVES, PARTS, GAIN = 20, 4, 0.002
+TESTS = [f"{dataset}-test" for dataset in DATASETS]
+PUBLISHED = (0.750, 0.753, 0.743)  # VKDNW with four others: the best untrained figures printed
+
+
+def task(quick):
+    """Networks, weights, order of the table's rows, batch."""
+    shape = {"cells": 1, "channels": 4} if quick else {}
+    networks = all_networks(classes=10, **shape)
+    size = 12 if quick else 32
+    key = jax.random.key(0)
+    ((train, *_),) = bilevel.data.samples("cifar10", [key], train=size, valid=1, test=1)
+    (x,) = unit_images(train[0])
+    x = x[:, ::4, ::4] if quick else x
+    w = jax.jit(lambda key: networks.init(key, x.shape[1:]))(jax.random.key(1))
+    rows = np.random.RandomState(0).permutation(len(genotypes()))[: 40 if quick else None]
+    return networks, w, rows, (x, jnp.asarray(train[1]))
+
+
+def scored(names, quick, file):
+    networks, w, rows, batch = task(quick)
+    cells = encode([genotypes()[row] for row in rows])
+    found = score_networks(names, networks, w, cells, batch, progress=True, file=file)
+    return rows, found.oriented(), found.seconds
+
+
+def without_inert() -> np.ndarray:
+    """Networks whose every operation other than "none" has an effect, [15625]."""
+    none = PRIMITIVES[0]
+    return np.array(
+        [
+            all(live or o == none for live, o in zip(_live(g), g.operations, strict=True))
+            for g in genotypes()
+        ]
+    )
+
+
+def taus(score, accuracies) -> list[float]:
+    return [correlations(score, accuracy).tau for accuracy in accuracies]
+
+
+def chosen(scores, accuracies) -> list[str]:
+    """Parts that are added while the mean tau grows."""
+    parts, best = [], 0.0
+    while len(parts) < PARTS:
+        found = {
+            name: np.mean(taus(sum_of_log_ranks(*(scores[p] for p in (*parts, name))), accuracies))
+            for name in scores
+            if name not in parts
+        }
+        name = max(found, key=found.get)
+        if found[name] < best + GAIN:
+            break
+        parts, best = [*parts, name], found[name]
+    return parts
+
+
+def halves(scores, accuracies, which):
+    """For each random half: the parts chosen on it, and their taus on the other."""
+    size = len(accuracies[0])
+    for half in range(HALVES):
+        mine = np.random.default_rng(half).permutation(size) < size // 2
+        parts = chosen({k: v[mine] for k, v in scores.items()}, [a[mine] for a in accuracies])
+        other = sum_of_log_ranks(*(scores[p][~mine] for p in parts))
+        found = taus(other, [a[~mine] for a in accuracies])
+        yield {"what": "half", "networks": which, "half": half, "parts": parts, "taus": found}
+
+
+def judged(rows, scores, seconds):
+    """Correlations of all scores and counts, on all networks and on those without inert parts."""
+    table, counts = load_table(), {}
+    for name in COUNTS:
+        counts[name] = np.array([BASELINES[name](genotypes()[row]) for row in rows], float)
+    everything = scores | counts
+    for which, keep in {"all": np.full(len(rows), True), "active": without_inert()[rows]}.items():
+        accuracies = [table.accuracy[test][rows][keep] for test in TESTS]
+        own = {name: score[keep] for name, score in everything.items()}
+        for name, score in own.items():
+            found = [correlations(score, accuracy) for accuracy in accuracies]
+            row = {"what": "score", "networks": which, "score": name, "count": int(keep.sum())}
+            row |= {"taus": [c.tau for c in found], "rhos": [c.rho for c in found]}
+            yield row | {"seconds": seconds.get(name)}
+        yield from halves(own, accuracies, which)
+
+
+def report(rows) -> str:
+    """Correlations, then what was chosen on halves."""
+    text = []
+    for which, what in (("all", "all networks"), ("active", "networks without inert operations")):
+        lines = harness.where(rows, what="score", networks=which)
+        if not lines:
+            continue
+        lines.sort(key=lambda row: -np.mean(row["taus"]))
+        cells = [
+            (
+                row["score"],
+                "" if row["seconds"] is None else f"{row['seconds']:.2f}",
+                *(f"{t:.3f} ({r:.3f})" for t, r in zip(row["taus"], row["rhos"], strict=True)),
+            )
+            for row in lines
+        ]
+        head = ("score", "s / network", *(f"tau (rho) {name}" for name in DATASETS.values()))
+        text += [f"{lines[0]['count']:,} {what}:", harness.table(head, cells)]
+        text.append(of_halves(harness.where(rows, what="half", networks=which)))
+    return "\n\n".join(text)
+
+
+def of_halves(rows) -> str:
+    """The distribution over the halves."""
+    found = np.array([row["taus"] for row in rows])
+    quantiles = np.quantile(found, [0, 0.5, 1], axis=0)
+    lines = [
+        (name, *(f"{x:.3f}" for x in values))
+        for name, values in zip(("smallest", "median", "largest"), quantiles, strict=True)
+    ]
+    passed = int((found >= PUBLISHED).all(1).sum())
+    lines.append(("best printed", *(f"{x:.3f}" for x in PUBLISHED)))
+    kinds = [", ".join(row["parts"]) for row in rows]
+    most = max(set(kinds), key=kinds.count)
+    table = harness.table(("tau on the other half", *DATASETS.values()), lines)
+    return (
+        f"Up to {PARTS} parts chosen on a half, {len(rows)} halves; {kinds.count(most)} times "
+        f"{most}; {passed} of {len(rows)} pass the best printed figures on all three datasets:\n\n"
+        f"{table}"
+    )
+
+
+def main() -> None:
+    only = {"nargs": "+", "choices": SCORES, "help": "these scores alone"}
+    arguments = harness.command_line(__file__, __doc__, report, only=only)
+    quick = arguments.size == "quick"
+    names = arguments.only or (SCORES[:3] if quick else SCORES)
+    rows, scores, seconds = scored(names, quick, None if quick else FILE)
+    found = [harness.environment(), *judged(rows, scores, seconds)]
+    if arguments.results and not arguments.only:
+        arguments.results.unlink(missing_ok=True)
+        harness.append(arguments.results, *found)
+    print(report(found))
+
+
+if __name__ == "__main__":
+    main()

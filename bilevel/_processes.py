@@ -1,0 +1,107 @@
+"""Several processes at work on one search: what they agree on, and who writes.
+
+Under ``jax.distributed`` every process runs the same program, and arrays may lie on the devices of
+all of them. What a process decides by its own clock, keyboard or disk has to be agreed on first:
+else one of them waits in a sum that the others never come to. Where there is one process, these
+functions give back what they are given.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import numpy as np
+
+Pytree = Any
+
+
+class LostProcessError(RuntimeError):
+    """Another process of this run ended, or can no longer be reached."""
+
+
+def several() -> bool:
+    """Whether the run has more than one process."""
+    return jax.process_count() > 1
+
+
+def first() -> bool:
+    """Whether this is the process that draws, prints and writes."""
+    return jax.process_index() == 0
+
+
+def gathered(values: Any) -> np.ndarray:
+    """The processes' own arrays of one shape, one after another: [processes, ...]."""
+    if not several():
+        return np.asarray(values)[None]
+    from jax.experimental import multihost_utils
+
+    return np.asarray(multihost_utils.process_allgather(np.asarray(values)))
+
+
+def anyone(flag: Any) -> bool:
+    """Whether any process says yes."""
+    return bool(flag) if not several() else bool(gathered(np.int32(bool(flag))).any())
+
+
+def of_first(number: int) -> int:
+    """The first process's whole number, under 2^31."""
+    return number if not several() else int(gathered(np.int32(number))[0])
+
+
+def total(number: int) -> int:
+    """The sum of the processes' whole numbers modulo 2^64."""
+    halves = gathered(np.array([number & 0xFFFFFFFF, number >> 32], np.uint32)).tolist()
+    return sum(low + (high << 32) for low, high in halves) % 2**64
+
+
+def whole(x: Any) -> np.ndarray:
+    """All of an array, wherever its parts lie; every process has to ask."""
+    if isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated):
+        from jax.experimental import multihost_utils
+
+        return np.asarray(multihost_utils.process_allgather(x, tiled=True))
+    return np.asarray(x)
+
+
+def placed(value: Any, like: jax.Array) -> jax.Array:
+    """``value``, the same in every process, laid out over devices as ``like`` is."""
+    return spread(value, like.sharding) if like.committed else jax.device_put(value)
+
+
+def spread(value: Any, sharding: jax.sharding.Sharding) -> jax.Array:
+    """``value``, the same in every process, laid out over devices."""
+    if sharding.is_fully_addressable:
+        return jax.device_put(value, sharding)
+    if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
+        data = spread(jax.random.key_data(value), sharding)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(value))
+    value = np.asarray(value)
+    return jax.make_array_from_callback(value.shape, sharding, lambda part: value[part])
+
+
+# How XLA's errors start when a sum over processes fails; some of them come as ValueErrors.
+_OF_THE_CONNECTION = (
+    *("UNKNOWN:", "UNAVAILABLE:", "INTERNAL:", "ABORTED:"),
+    *("DEADLINE_EXCEEDED:", "CANCELLED:", "FAILED_PRECONDITION:"),
+)
+
+
+@contextmanager
+def together(what: str) -> Iterator[None]:
+    """Say in one sentence that another process was lost while this one computed.
+
+    Raises
+    ------
+    LostProcessError
+        In the place of what JAX raises then.
+    """
+    try:
+        yield
+    except (jax.errors.JaxRuntimeError, ValueError) as error:
+        if not (several() and str(error).startswith(_OF_THE_CONNECTION)):
+            raise
+        raise LostProcessError(
+            f"{what}: another of the {jax.process_count()} processes ended or cannot be reached; "
+            "a checkpoint, where there is one, is whole, and resume=True goes on from it."
+        ) from error

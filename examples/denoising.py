@@ -1,0 +1,131 @@
+"""A regulariser of images, learned: the classical bilevel problem of imaging.
+
+    python denoising.py
+
+Denoising minimises 1/2 |u - noisy|^2 + sum_k exp(a_k) sum sqrt((f_k * u)^2 + e^2) over the image u:
+total variation where the filters f_k are differences, a field of experts (Roth & Black 2005) where
+they are learned. alpha has weights and filters; the outer loss is the squared error to the clean
+image (Kunisch & Pock 2013; Chen, Ranftl & Pock 2014). Beside it: total variation, its one weight
+from a grid.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import bilevel
+
+NOISE, EDGE = 0.1, 0.02
+FULL = [{"steps": 100}]
+DIFFERENCES = np.zeros((2, 3, 3))
+DIFFERENCES[0, 1, 1:], DIFFERENCES[1, 1:, 1] = (-1, 1), (-1, 1)
+
+
+def filtered(u, filters):
+    """Images [n, h, w] -> [n, k, h, w], mirrored at the edges."""
+    size = filters.shape[-1] // 2
+    padded = jnp.pad(u, ((0, 0), (size, size), (size, size)), mode="reflect")
+    return jax.lax.conv(padded[:, None], filters[:, None], (1, 1), "VALID")
+
+
+def lower(u, alpha, noisy):
+    """What the denoised images minimise: strongly convex, so that implicit() is exact."""
+    kinks = jnp.sqrt(filtered(u, alpha["filters"]) ** 2 + EDGE**2)
+    weights = jnp.exp(alpha["weights"])[:, None, None]
+    return 0.5 * jnp.sum((u - noisy) ** 2) + jnp.sum(weights * kinks)
+
+
+def outer(u, alpha, clean):
+    """The mean squared error."""
+    return jnp.mean((u - clean) ** 2)
+
+
+def decibels(error):
+    """The peak signal-to-noise ratio."""
+    return float(-10 * jnp.log10(error))
+
+
+def cosines(size=5):
+    """The filters of the discrete cosine transform but the constant one, of norm 1: [24, 5, 5]."""
+    place = np.cos(np.pi * np.outer(np.arange(size), np.arange(size) + 0.5) / size)
+    place /= np.linalg.norm(place, axis=1, keepdims=True)
+    return np.einsum("ai,bj->abij", place, place).reshape(-1, size, size)[1:]
+
+
+def photographs(data, train, test, seed=0):
+    """Clean and noisy images, of two parts."""
+    found = bilevel.data.load(data, train_size=train, test_size=test)
+    parts = (x.reshape(*x.shape[:3], -1).mean(-1) for x in (found.x_train, found.x_test))
+    clean = [jnp.asarray(x, float) for x in parts]
+    keys = jax.random.split(jax.random.key(seed))
+    return [
+        (x, x + NOISE * jax.random.normal(k, x.shape)) for x, k in zip(clean, keys, strict=True)
+    ]
+
+
+def main(steps=100, data="cifar10", train=20, test=60):
+    """Every regulariser on test images: rows of decibels, and images to draw."""
+    (clean, noisy), (clean_t, noisy_t) = photographs(data, train, test)
+    problem, solver = (
+        bilevel.Problem(lower, outer),
+        bilevel.implicit(bilevel.newton(), bilevel.cg()),
+    )
+    denoise = jax.jit(lambda alpha, u: solver.run(lower, alpha, u, solver.init(u), u)[0])
+
+    def differences(log_weight):
+        return {"filters": jnp.asarray(DIFFERENCES), "weights": jnp.full(2, log_weight)}
+
+    def learned(alpha, rate):
+        return bilevel.search(
+            *(problem, solver, optax.adam(optax.cosine_decay_schedule(rate, steps)), alpha),
+            *(noisy, noisy, clean),
+            steps=steps,
+            history=[],
+        ).alpha
+
+    grid = np.log(np.geomspace(0.01, 0.2, 13))
+    errors = [outer(denoise(differences(a), noisy), None, clean) for a in grid]
+    best = differences(grid[int(np.argmin(errors))])
+    experts = {"filters": jnp.asarray(cosines()), "weights": jnp.full(24, jnp.log(0.01))}
+    alphas = {
+        "total variation, weight from a grid of 13": best,
+        "24 filters of the cosine transform, weights learned": None,
+        "24 filters and weights learned": learned(experts, 0.05),
+    }
+    held = optax.masked(optax.set_to_zero(), {"filters": True, "weights": False})
+    rule = optax.chain(optax.adam(optax.cosine_decay_schedule(0.1, steps)), held)
+    alphas["24 filters of the cosine transform, weights learned"] = bilevel.search(
+        *(problem, solver, rule, experts, noisy, noisy, clean), steps=steps, history=[]
+    ).alpha
+    images = {"clean": clean_t, "noisy": noisy_t}
+    images |= {name: denoise(alpha, noisy_t) for name, alpha in alphas.items()}
+    rows = []
+    for name, u in list(images.items())[1:]:
+        rows.append({"regulariser": name, "test, dB": decibels(outer(u, None, clean_t))})
+        if name in alphas:
+            rows[-1]["training, dB"] = decibels(outer(denoise(alphas[name], noisy), None, clean))
+        else:
+            rows[-1]["training, dB"] = decibels(outer(noisy, None, clean))
+        print(rows[-1])
+    drawn = {name.split(",")[0]: np.asarray(u[:4]) for name, u in images.items()}
+    return rows, (drawn, np.asarray(alphas["24 filters and weights learned"]["filters"]))
+
+
+def picture(drawn, figure):
+    """Four test images, and the filters."""
+    ((images, filters),) = drawn
+    axes = figure.subplots(len(images), 10)
+    for line, (name, four) in zip(axes, images.items(), strict=True):
+        for ax, image in zip(line, four, strict=False):
+            ax.imshow(image, cmap="gray", vmin=0, vmax=1)
+        line[0].set_title(name, loc="left", fontsize=7)
+    for ax, kernel in zip(axes[:, 5:].ravel(), filters, strict=False):
+        ax.imshow(kernel, cmap="RdBu_r", vmin=-np.abs(kernel).max(), vmax=np.abs(kernel).max())
+    axes[0, 5].set_title("learned filters", loc="left", fontsize=7)
+    for ax in axes.ravel():
+        ax.axis("off")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,130 @@
+"""A start from which five steps learn a new sinusoid (Finn, Abbeel & Levine 2017, section 5.1).
+
+    python meta_learning.py
+
+A task is a sinusoid of its own amplitude and phase, seen at ten points. alpha is where the weights
+start; the lower level takes five steps on the ten points of each of 25 tasks, and the outer loss is
+the error at ten other points of the same tasks. Three ways to train alpha, and how wrong new tasks
+are after 0, 1, 5 and 10 steps.
+"""
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import bilevel
+
+TASKS, POINTS, RATE, STEPS = 25, 10, 0.01, 5
+FULL = [{}]
+
+
+def network(w, x):
+    """Two hidden layers of 40 ReLUs, one number in and out."""
+    x = x[:, None]
+    for kernel, bias in w[:-1]:
+        x = jax.nn.relu(x @ kernel + bias)
+    return (x @ w[-1][0] + w[-1][1])[:, 0]
+
+
+def initial(key):
+    """Half of He's scaling: at all of it steps of 0.01 diverge on some tasks."""
+    sizes = (1, 40, 40, 1)
+    keys = jax.random.split(key, 3)
+    shapes = zip(keys, sizes, sizes[1:], strict=False)
+    return [
+        (jax.random.normal(k, (m, n)) * 0.5 * (2 / m) ** 0.5, jnp.zeros(n)) for k, m, n in shapes
+    ]
+
+
+def sinusoids(key, tasks=TASKS):
+    """Points of as many tasks to learn from, and others to be judged on: pairs [tasks, POINTS]."""
+    keys = jax.random.split(key, 3)
+    x = jax.random.uniform(keys[0], (2, tasks, POINTS), minval=-5.0, maxval=5.0)
+    height = jax.random.uniform(keys[1], (tasks, 1), minval=0.1, maxval=5.0)
+    y = height * jnp.sin(x - jax.random.uniform(keys[2], (tasks, 1), maxval=jnp.pi))
+    return (x[0], y[0]), (x[1], y[1])
+
+
+def error(w, batch):
+    """Of one task."""
+    return jnp.mean((network(w, batch[0]) - batch[1]) ** 2)
+
+
+def each(w, alpha, batch):
+    """The sum over tasks, so that every task's steps are its own."""
+    return jax.vmap(error)(w, batch).sum()
+
+
+def mean(w, alpha, batch):
+    """Of all tasks."""
+    return jax.vmap(error)(w, batch).mean()
+
+
+def copies(alpha, w):
+    """A start for every task."""
+    return jax.tree.map(lambda a, x: jnp.broadcast_to(a, x.shape), alpha, w)
+
+
+def ways():
+    """By name, what the lower level does."""
+    # First order: a step's derivative in the weights before it is taken for 1.
+    held = optax.stateless(lambda updates, _: jax.lax.stop_gradient(updates))
+    first = bilevel.unrolled(optax.chain(optax.sgd(RATE), held), STEPS)
+    solvers = {
+        "MAML": bilevel.unrolled(RATE, STEPS),
+        "MAML of first order": first,
+        "one network for all": bilevel.unrolled(0.0, 1),
+    }
+    return {name: bilevel.restarted(solver, start=copies) for name, solver in solvers.items()}
+
+
+def curve(alpha, tasks=600, steps=(0, 1, 5, 10)):
+    """The mean error of new tasks after so many steps on their ten points."""
+    known, others = sinusoids(jax.random.key(7), tasks)
+    w = jax.tree.map(lambda a: jnp.broadcast_to(a, (tasks, *a.shape)), alpha)
+    found = {}
+    for step in range(max(steps) + 1):
+        if step in steps:
+            found[f"{step} steps"] = float(mean(w, None, others))
+        w = jax.tree.map(lambda x, g: x - RATE * g, w, jax.grad(each)(w, None, known))
+    return found
+
+
+def main(steps=6000, names=None):
+    """Train alpha in every way, or in those named: a row for each, with the errors of new tasks."""
+    start = initial(jax.random.key(0))
+    w = jax.tree.map(lambda a: jnp.zeros((TASKS, *a.shape)), start)
+    rows, alphas = [{"start": "random"} | curve(start)], {}
+    for name, solver in ways().items():
+        if names is not None and name not in names:
+            continue
+        alphas[name] = bilevel.search(
+            *(bilevel.Problem(each, mean), solver, optax.adam(1e-3), start, w, None, None),
+            batches=bilevel.jointly(lambda key, *_: sinusoids(key)),
+            steps=steps,
+            key=jax.random.key(1),
+            history=[],
+        ).alpha
+        rows.append({"start": name} | curve(alphas[name]))
+        print(rows[-1])
+    return rows, alphas
+
+
+def picture(drawn, figure):
+    """One new task: after 5 steps from each start."""
+    (alphas,) = drawn
+    known = jax.tree.map(lambda a: a[2], sinusoids(jax.random.key(7), 600)[0])
+    x = jnp.linspace(-5, 5, 200)
+    axes = figure.subplots(1, len(alphas), sharey=True, squeeze=False)[0]
+    for ax, (name, w) in zip(axes, alphas.items(), strict=True):
+        ax.plot(x, network(w, x), ":", label="before")
+        for _ in range(STEPS):
+            w = jax.tree.map(lambda a, g: a - RATE * g, w, jax.grad(error)(w, known))
+        ax.plot(x, network(w, x), label="after 5 steps")
+        ax.plot(*known, "k^", label="the ten points")
+        ax.set_title(name, fontsize=9)
+    ax.legend(fontsize=7)
+
+
+if __name__ == "__main__":
+    main()

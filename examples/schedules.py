@@ -1,0 +1,132 @@
+"""A learning-rate schedule and a momentum, learned through every step of training.
+
+    python schedules.py
+
+A small network learns digits in a thousand steps of SGD on minibatches of 50. alpha has the
+logarithm of the rate at ten knots and the momentum's logit; the outer loss is that of validation
+rows after the last step, always from the same start. The derivative goes through all thousand
+steps, in reverse and in forward mode. Beside it: the best of a grid of rates, momenta, two shapes,
+with as many gradients.
+"""
+
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import bilevel
+
+WIDTH, KNOTS = 64, 10
+FULL = [{"steps": 1000}]
+
+
+def network(w, x):
+    """One hidden layer of tanh: rows [n, 64] -> logits [n, 10]."""
+    return jnp.tanh(x @ w["in"] + w["bias"]) @ w["out"]
+
+
+def loss(w, alpha, batch):
+    """Cross entropy."""
+    x, y = batch
+    return optax.softmax_cross_entropy_with_integer_labels(network(w, x), y).mean()
+
+
+def initial(key):
+    """Of scale 1 / sqrt(fan)."""
+    keys = jax.random.split(key)
+    out = jax.random.normal(keys[1], (WIDTH, 10)) / WIDTH**0.5
+    return {"in": jax.random.normal(keys[0], (64, WIDTH)) / 8, "bias": jnp.zeros(WIDTH), "out": out}
+
+
+def optimizer_of(steps):
+    """``alpha -> SGD``, its rate between the knots by interpolation."""
+
+    def optimizer(alpha):
+        places = jnp.linspace(0, steps - 1, KNOTS)
+        schedule = lambda step: jnp.exp(jnp.interp(step, places, alpha["rates"]))  # noqa: E731
+        return optax.sgd(schedule, momentum=jax.nn.sigmoid(alpha["momentum"]))
+
+    return optimizer
+
+
+def start(rate=0.05, momentum=0.5, shape=None):
+    """An alpha of a constant rate, or of that shape over the knots."""
+    shape = jnp.ones(KNOTS) if shape is None else shape
+    logit = jnp.log(momentum / (1 - momentum))
+    return {"rates": jnp.log(rate * shape), "momentum": jnp.asarray(logit)}
+
+
+def main(steps=1000, outer=60, rate=0.1):
+    """The schedule learned, and the grid: rows of validation loss and errors, and the schedules."""
+    sizes = {"train": 900, "valid": 400, "test": 497}
+    parts = bilevel.data.samples("digits", [jax.random.key(0)], **sizes)[0]
+    train, valid, test = ((jnp.asarray(x.reshape(-1, 64) - 0.3), y) for x, y in parts)
+    batches = bilevel.minibatches(50)
+    problem = bilevel.Problem(loss, loss)
+    solver = bilevel.restarted(bilevel.unrolled(optimizer_of(steps), steps, batches=batches))
+    w0, key = initial(jax.random.key(1)), jax.random.key(2)
+
+    def trained(alpha, key):
+        w = solver.run(loss, alpha, w0, solver.start(alpha, w0), (key, train))[0]
+        return loss(w, None, valid), *(
+            jnp.mean(network(w, x).argmax(-1) != y) for x, y in (valid, test)
+        )
+
+    judge = jax.jit(jax.vmap(trained, (None, 0)))
+    judged = jax.random.split(jax.random.key(3), 8)
+
+    def row(name, alpha, gradients):
+        value, wrong, test_wrong = (float(jnp.mean(v)) for v in judge(alpha, judged))
+        momentum = float(jax.nn.sigmoid(alpha["momentum"]))
+        found = {"schedule": name, "validation loss": value, "validation error": wrong}
+        return found | {"test error": test_wrong, "momentum": momentum, "trainings": gradients}
+
+    alpha = start()
+    times, grads = {}, {}
+    for mode in ("reverse", "forward"):
+        fn = jax.jit(bilevel.hypergradient(problem, solver, mode=mode, diagnostics=False))
+        fn(alpha, w0, (key, train), valid).grad["rates"].block_until_ready()
+        begin = time.process_time()
+        grads[mode] = fn(alpha, w0, (key, train), valid).grad["rates"].block_until_ready()
+        times[mode] = time.process_time() - begin
+    apart = jnp.linalg.norm(grads["reverse"] - grads["forward"]) / jnp.linalg.norm(grads["reverse"])
+    found = bilevel.search(
+        *(problem, solver, optax.adam(rate), alpha, w0, train, valid),
+        steps=outer,
+        key=key,
+        history=[],
+    ).alpha
+    rows = [row("constant 0.05", alpha, 1), row("learned", found, 4 * outer)]
+    cosine = 0.5 * (1 + jnp.cos(jnp.linspace(0, np.pi, KNOTS))) + 1e-3
+    shapes = {"constant": jnp.ones(KNOTS), "cosine": cosine}
+    grid = {
+        f"{name}, {r:.2g}, {m}": start(r, m, shape)
+        for name, shape in shapes.items()
+        for r in np.geomspace(0.01, 2, 2 * outer // 5).tolist()
+        for m in (0.01, 0.5, 0.8, 0.9, 0.95)
+    }
+    value = jax.jit(lambda alpha: trained(alpha, key)[0])
+    best = min(grid.items(), key=lambda item: np.nan_to_num(float(value(item[1])), nan=np.inf))
+    rows.append(row(f"best of the grid: {best[0]}", best[1], len(grid)))
+    print(*rows, sep="\n")
+    note = f"forward mode: {times['forward'] / times['reverse']:.2g} times the reverse mode's time"
+    print(f"{note}; their hypergradients differ by {float(apart):.1e} of their norm")
+    names = ("constant", "learned", "best of the grid")
+    drawn = dict(zip(names, (alpha, found, best[1]), strict=True))
+    return rows, (steps, {k: np.exp(np.asarray(a["rates"])) for k, a in drawn.items()})
+
+
+def picture(drawn, figure):
+    """The rates over the steps."""
+    ((steps, rates),) = drawn
+    ax = figure.subplots()
+    for (name, values), mark in zip(rates.items(), "s^o", strict=True):
+        ax.semilogy(np.linspace(0, steps, KNOTS), values, marker=mark, label=name)
+    ax.set(xlabel="step", ylabel="learning rate")
+    ax.legend()
+
+
+if __name__ == "__main__":
+    main()

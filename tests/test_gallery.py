@@ -1,0 +1,76 @@
+"""The gallery's examples in a fast mode; ``benchmarks/gallery.py`` runs them in full."""
+
+import importlib
+import json
+import pathlib
+
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+
+@pytest.fixture
+def example(monkeypatch):
+    """An example by its name; what it draws is drawn."""
+    monkeypatch.syspath_prepend(ROOT / "examples")
+
+    def run(name, **flags):
+        module = importlib.import_module(name)
+        rows, drawn = module.main(**flags)
+        module.picture([drawn], Figure())
+        return rows
+
+    return run
+
+
+def test_inducing_points_learn(example):
+    sizes = {"steps": 40, "count": 300, "batch": 100, "whole": 100}
+    (row,) = example("inducing_points", data="digits", **sizes)
+    assert row["learned"] < 0.8 * row["random"]
+
+
+def test_a_learned_start_learns_faster_than_a_random_one(example):
+    rows = example("meta_learning", steps=150, names=["MAML"])
+    assert rows[1]["5 steps"] < 0.9 * rows[0]["5 steps"]
+
+
+def test_a_learned_schedule_is_better_than_its_start(example):
+    rows = example("schedules", steps=60, outer=6, rate=0.2)
+    assert rows[1]["validation loss"] < 0.9 * rows[0]["validation loss"]
+
+
+def test_total_variation_denoises_and_weights_of_filters_learn_to(example):
+    sizes = {"data": "digits", "train": 3, "test": 3}
+    first, later = (example("denoising", steps=steps, **sizes) for steps in (1, 4))
+    assert later[1]["test, dB"] > later[0]["test, dB"]
+    assert all(
+        b["training, dB"] > a["training, dB"] for a, b in [*zip(first, later, strict=True)][2:]
+    )
+
+
+def test_penalties_of_words_lower_the_validation_loss(example, monkeypatch):
+    """On counts that stand for reviews: the real ones are read in the full run."""
+    import word_penalties
+
+    def reviews(words, *sizes):
+        rng = np.random.default_rng(0)
+        truth = rng.normal(size=words) * (np.arange(words) < 5)
+        x = [(rng.random((n, words)) < 0.3).astype(float) for n in sizes]
+        return [(a, np.where(a @ truth + 0.5 * rng.normal(size=len(a)) > 0, 1.0, -1.0)) for a in x]
+
+    monkeypatch.setattr(word_penalties, "reviews", reviews)
+    rows = example("word_penalties", words=30, train=60, valid=60, test=60, steps=6)
+    assert rows[-1]["validation loss"] < 0.98 * rows[0]["validation loss"]
+
+
+def test_every_example_that_was_run_has_its_page_and_its_picture():
+    text = (ROOT / "benchmarks/results/gallery.jsonl").read_text()
+    rows = [json.loads(line) for line in text.splitlines()]
+    names = {row["part"] for row in rows if row["part"] != "environment"}
+    page = (ROOT / "docs/gallery.md").read_text()
+    for name in names:
+        assert f"<!-- table: gallery.{name} -->" in page, name
+        assert (ROOT / f"docs/images/gallery_{name}.png").exists(), name
+    assert len(names) > 2

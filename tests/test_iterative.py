@@ -1,0 +1,369 @@
+"""Regression with kernels known by their products, and what is estimated of them."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import finite_differences
+
+import ntk
+from ntk import _block_cg, _preconditioner
+from ntk.interval import missed_part
+
+rng = np.random.default_rng(0)
+N = 150
+KEY = jax.random.key(0)
+
+
+def laplace(a, b):
+    # Its eigenvalues decay slowly, like those of kernels of ReLU networks.
+    return jnp.exp(-jnp.sqrt(jnp.maximum(((a[:, None] - b) ** 2).sum(-1), 1e-30)) / 3)
+
+
+def smooth(a, b):
+    return jnp.exp(-((a[:, None] - b) ** 2).sum(-1) / 20)
+
+
+X, NEW, Y = (rng.normal(size=s) for s in ((N, 4), (10, 4), (N, 3)))
+
+
+def operator(kernel=laplace, dtype=np.float64):
+    return ntk.KernelOperator(kernel, jnp.asarray(X, dtype), tile=64)
+
+
+@functools.cache
+def factor(rank, kernel=laplace):
+    return ntk.partial_cholesky(operator(kernel), rank, key=KEY)
+
+
+def dense(kernel=laplace):
+    return np.asarray(kernel(jnp.asarray(X), jnp.asarray(X)))
+
+
+def solution(penalty, y=Y):
+    return np.linalg.solve(dense() + penalty * np.eye(N), y)
+
+
+# ----------------------------------------------------------------------------- partial Cholesky
+
+
+@pytest.mark.parametrize("rank", [1, 40, 130, N])
+def test_a_partial_factor_is_below_the_kernel_and_exact_at_its_pivots(rank):
+    found, K = factor(rank), dense()
+    rest = K - found.factor @ found.factor.T
+    assert np.linalg.eigvalsh(rest)[0] > -1e-12
+    np.testing.assert_allclose(found.rest, np.diag(rest), atol=1e-11)
+    np.testing.assert_allclose(rest[:, found.pivots], 0, atol=1e-9)
+    assert len(set(np.asarray(found.pivots).tolist())) == rank
+
+
+def test_a_partial_factor_is_nearly_the_best_of_half_its_rank():
+    best = np.linalg.eigvalsh(dense())[: N - 20].sum()
+    assert factor(40).rest.sum() < 1.1 * best
+
+
+def test_beyond_the_rank_of_a_kernel_a_factor_is_zero():
+    K = ntk.KernelOperator(lambda a, b: a @ b.T, jnp.asarray(X))
+    found = ntk.partial_cholesky(K, 20, key=KEY)
+    np.testing.assert_allclose(found.factor @ found.factor.T, X @ X.T, atol=1e-9)
+    assert (jnp.abs(found.factor).max(0) > 1e-3).sum() == 4
+
+
+@pytest.mark.parametrize("n", [50, 5000])  # more rows than are scaled at a time
+def test_the_preconditioner_is_inverted_and_sampled(n):
+    factor, rest = jnp.asarray(rng.normal(size=(n, 3))), jnp.asarray(rng.uniform(1, 2, size=n))
+    P = _preconditioner.of(factor, rest, 1.0)
+    v = jnp.asarray(rng.normal(size=(n, 2)))
+    np.testing.assert_allclose(_preconditioner.solve(P, _preconditioner.times(P, v)), v, atol=1e-9)
+    np.testing.assert_allclose(
+        _preconditioner.times(P, v), rest[:, None] * v + factor @ (factor.T @ v), atol=1e-9
+    )
+    units = jnp.zeros((n, 2)).at[jnp.array([0, n - 1]), jnp.arange(2)].set(1)
+    truth = jnp.einsum("nk,nk->k", units, _preconditioner.solve(P, units))
+    found = _preconditioner.inverse_diagonal(P)[jnp.array([0, n - 1])]
+    np.testing.assert_allclose(found, truth, rtol=1e-9)
+    draws = _preconditioner.sample(P, KEY, 4000 if n == 50 else 10)
+    if n == 50:
+        covariance = jnp.diag(rest) + factor @ factor.T
+        np.testing.assert_allclose(draws @ draws.T / 4000, covariance, atol=1.2)
+
+
+# ----------------------------------------------------------------------------- regression
+
+
+@pytest.mark.parametrize("dtype, tol", [(np.float64, 1e-11), (np.float32, 1e-5)])
+@pytest.mark.parametrize("rank", [None, 40])
+def test_weights_are_the_solution(rank, dtype, tol):
+    partial = rank and ntk.partial_cholesky(operator(dtype=dtype), rank, key=KEY)
+    y = jnp.asarray(Y, dtype)
+    fit = ntk.iterative_regression(operator(dtype=dtype), y, penalty=0.1, partial=partial, tol=tol)
+    truth = solution(0.1)
+    assert fit.weights.dtype == dtype
+    np.testing.assert_allclose(fit.weights, truth, atol=50 * tol * np.abs(truth).max())
+    left = Y - (dense() + 0.1 * np.eye(N)) @ np.asarray(fit.weights, np.float64)
+    assert (fit.relative <= tol).all()
+    if dtype == np.float64:
+        np.testing.assert_allclose(fit.residual, np.linalg.norm(left, axis=0), rtol=1e-3)
+    cross = operator(dtype=dtype).at(NEW)
+    np.testing.assert_allclose(fit.predict(cross), laplace(NEW, X) @ truth, atol=1e3 * tol)
+
+
+def test_targets_without_an_axis_of_outputs():
+    fit = ntk.iterative_regression(operator(), Y[:, 0], penalty=0.1, tol=1e-10)
+    np.testing.assert_allclose(fit.weights, solution(0.1)[:, 0], atol=1e-8)
+    assert fit.residual.shape == fit.relative.shape == ()
+    assert fit.error_bound(jnp.ones(10)).shape == (10,)
+
+
+@pytest.mark.parametrize("smallest", [0.0, "known"])
+@pytest.mark.parametrize("steps", [3, 8, 15])
+def test_predictions_are_off_by_less_than_the_bound(steps, smallest):
+    penalty = 0.02
+    fit = ntk.iterative_regression(operator(), Y, penalty=penalty, tol=1e-12, steps=steps)
+    cross = operator().at(NEW)
+    off = np.abs(fit.predict(cross) - laplace(NEW, X) @ solution(penalty))
+    if smallest == "known":
+        smallest = np.linalg.eigvalsh(dense())[0]
+    bound = fit.error_bound(cross.diagonal(), smallest=smallest)
+    assert (off <= bound).all()
+    assert off.max() > bound.max() / 100  # it says something
+    cauchy = np.linalg.norm(laplace(NEW, X), axis=1).max() * fit.residual.max() / penalty
+    assert bound.max() < cauchy
+
+
+def test_the_bound_is_reached():
+    # One sample, and the input itself: k'A^-1 k is nearly k(x, x) where the penalty is small.
+    K = ntk.KernelOperator(lambda a, b: a @ b.T, jnp.ones((1, 1)))
+    fit = ntk.iterative_regression(K, jnp.ones(1), penalty=1.0)
+    off = fit._replace(weights=jnp.zeros(1), residual=jnp.array(1.0))
+    assert jnp.abs(fit.predict(jnp.ones((1, 1))) - 0.5)[0] < 1e-12
+    assert 0.5 <= off.error_bound(jnp.ones(1), smallest=1.0)[0] < 0.71
+
+
+def test_a_factor_saves_steps_and_so_do_several_columns():
+    run = functools.partial(ntk.iterative_regression, operator(), penalty=0.01, tol=1e-8)
+    many = np.random.default_rng(1).normal(size=(N, 10))
+    plain, helped = run(Y), run(Y, partial=factor(40))
+    assert helped.steps < 0.7 * plain.steps
+    assert run(many).steps < 0.7 * run(many[:, 0]).steps
+
+
+@pytest.mark.parametrize("size, of_y", [(1e-25, 1), (1e25, 1), (1, 1e-30), (1, 1e30)])
+def test_units_do_not_matter_in_float32(size, of_y):
+    x, y = jnp.asarray(X[:40], np.float32), jnp.asarray(Y[:40], np.float32)
+    K = ntk.KernelOperator(lambda a, b: size * laplace(a, b), x, tile=16)
+    partial = ntk.partial_cholesky(K, 10, key=KEY)
+    fit = ntk.iterative_regression(K, of_y * y, penalty=0.1 * size, partial=partial, tol=1e-5)
+    truth = np.linalg.solve(dense()[:40, :40] + 0.1 * np.eye(40), Y[:40])
+    np.testing.assert_allclose(fit.weights * size / of_y, truth, atol=1e-4)
+
+
+def test_columns_that_depend_on_each_other_or_are_zero():
+    y = np.stack([Y[:, 0], Y[:, 1], -Y[:, 0] - Y[:, 1], 0 * Y[:, 0], 1e-9 * Y[:, 0]], 1)
+    y = np.concatenate([y, Y[:, :1] + 1e-5 * Y[:, 2:]], 1)
+    fit = ntk.iterative_regression(operator(), y, penalty=0.1, tol=1e-9)
+    assert (fit.relative <= 1e-9).all()
+    np.testing.assert_allclose(fit.weights, solution(0.1, y), atol=1e-7)
+    np.testing.assert_allclose(fit.weights[:, 4], 1e-9 * fit.weights[:, 0], atol=1e-16)
+
+
+def test_an_interrupted_fit_goes_on_to_the_same_bits():
+    told = []
+    run = functools.partial(
+        ntk.iterative_regression, operator(), Y, penalty=0.1, partial=factor(40), tol=1e-8
+    )
+    whole = run(callback=told.append)
+    kept = [np.asarray(x) for x in told[3]]
+    again = run(start=ntk.SolverState(*kept), callback=told.append)
+    assert [int(s.steps) for s in told[: int(whole.steps)]] == list(range(1, int(whole.steps) + 1))
+    np.testing.assert_array_equal(whole.weights, again.weights)
+    assert whole.steps == again.steps
+    np.testing.assert_allclose(run().weights, whole.weights, atol=1e-8)
+    assert told[-1].computed and not told[0].computed
+
+
+def test_in_jit_and_vmap():
+    def weights(K, y, penalty):
+        return ntk.iterative_regression(K, y, penalty=penalty, tol=1e-10).weights
+
+    penalties = jnp.array([0.1, 1.0])
+    found = jax.jit(jax.vmap(weights, (None, None, 0)))(operator(), Y, penalties)
+    for one, penalty in zip(found, penalties, strict=True):
+        np.testing.assert_allclose(one, solution(float(penalty)), atol=1e-8)
+    assert np.isnan(jax.jit(weights)(operator(), Y, -1.0)).all()
+
+
+def test_derivatives_in_targets_penalty_and_kernel():
+    x, u = jnp.asarray(X[:12]), jnp.asarray(rng.normal(size=12))
+
+    def value(y, penalty, scale):
+        K = ntk.KernelOperator(lambda a, b: scale * laplace(a, b), x, tile=5)
+        return u @ ntk.iterative_regression(K, y, penalty=penalty, tol=1e-12).weights
+
+    at = jnp.asarray(Y[:12, 0]), jnp.array(0.3), jnp.array(1.5)
+    found = jax.jit(jax.grad(value, (0, 1, 2)))(*at)
+    expected = finite_differences(lambda at: value(*at), at)
+    np.testing.assert_allclose(np.concatenate([np.ravel(g) for g in found]), expected, atol=1e-7)
+
+
+def test_few_steps_end_with_the_residual_that_is():
+    told = []
+    fit = ntk.iterative_regression(
+        operator(), Y, penalty=0.1, tol=1e-12, steps=4, callback=told.append
+    )
+    left = Y - (dense() + 0.1 * np.eye(N)) @ fit.weights
+    assert fit.steps == 4 and [bool(s.computed) for s in told] == [False, False, False, True]
+    np.testing.assert_allclose(fit.residual, np.linalg.norm(left, axis=0), rtol=1e-10)
+
+
+def test_columns_are_made_orthonormal_in_the_preconditioners_product():
+    # In float32, where one look at their products leaves errors of their condition squared.
+    K, B = operator(dtype=np.float32), jnp.asarray(Y, np.float32)
+    B = B.at[:, 2].set(B[:, 0] + 1e-2 * B[:, 2])
+    P = _preconditioner.preconditioner(None, K.diagonal(), 0.1)
+    Q, Z, C = _block_cg._orthonormal(B, _preconditioner.solve(P, B))
+    np.testing.assert_allclose(Q.T @ Z, np.eye(3), atol=1e-5)
+    np.testing.assert_allclose(Q @ C, B, atol=1e-4)
+
+
+def test_rounding_ends_what_it_stalls():
+    fit = ntk.iterative_regression(operator(dtype=np.float32), Y.astype(np.float32), tol=1e-12)
+    assert fit.steps < 400 and (fit.relative > 1e-12).all() and (fit.relative < 1e-3).all()
+
+
+def test_a_finite_network():
+    def apply(w, x):
+        return jnp.tanh(x @ w[0]) @ w[1]
+
+    w = jnp.asarray(rng.normal(size=(4, 30))), jnp.asarray(rng.normal(size=(30, 1)))
+    K = ntk.EmpiricalOperator(apply, w, X)
+    matrix = ntk.empirical_kernel(apply, w, jnp.asarray(X))
+    fit = ntk.iterative_regression(K, Y, penalty=1.0, tol=1e-9)
+    np.testing.assert_allclose(fit.weights, np.linalg.solve(matrix + np.eye(N), Y), atol=1e-7)
+    cross = ntk.empirical_kernel(apply, w, jnp.asarray(NEW), jnp.asarray(X))
+    np.testing.assert_allclose(fit.predict(K.at(NEW)), cross @ fit.weights, atol=1e-9)
+
+
+# ----------------------------------------------------------------------------- leave-one-out
+
+
+def left_out(penalty):
+    inverse = np.linalg.inv(dense() + penalty * np.eye(N))
+    return inverse @ Y / np.diag(inverse)[:, None]
+
+
+@pytest.mark.parametrize("rank", [None, 60])
+def test_leave_one_out_residuals_are_off_by_their_standard_errors(rank):
+    partial = rank and factor(rank)
+    run = functools.partial(ntk.iterative_regression, operator(), Y, penalty=0.1, partial=partial)
+    found = ntk.leave_one_out_estimate(
+        operator(), run(tol=1e-10), key=KEY, probes=64, partial=partial, tol=1e-6
+    )
+    off = (found.residuals - left_out(0.1)) / found.standard_error
+    # Of the 150 estimates; their errors have some signs in common.
+    assert 0.8 < np.sqrt(np.mean(off[:, 0] ** 2)) < 1.3
+    assert found.residuals.shape == found.standard_error.shape == Y.shape
+
+
+def test_what_a_factor_explains_has_no_standard_error():
+    few = [
+        ntk.leave_one_out_estimate(
+            operator(),
+            ntk.iterative_regression(operator(), Y, penalty=0.1, tol=1e-10),
+            key=KEY,
+            probes=4,
+            partial=partial,
+            tol=1e-9,
+        )
+        for partial in (None, factor(60), factor(N))
+    ]
+    plain, some, all_of_it = (float(jnp.max(found.standard_error)) for found in few)
+    assert all_of_it < 1e-6 < some < plain
+    np.testing.assert_allclose(few[2].residuals, left_out(0.1), atol=1e-6)
+
+
+# ----------------------------------------------------------------------------- smallest eigenvalue
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float32])
+@pytest.mark.parametrize("rank, steps", [(None, 10), (None, 30), (60, 15), (60, 35)])
+def test_the_interval_has_the_smallest_eigenvalue(rank, steps, dtype):
+    K = operator(dtype=dtype)
+    partial = rank and ntk.partial_cholesky(K, rank, key=KEY)
+    truth = np.linalg.eigvalsh(dense())[0]
+    for seed in range(3):
+        found = ntk.eigenvalue_interval(
+            K, key=jax.random.key(seed), partial=partial, steps=steps, block=4
+        )
+        assert 0 <= found.lower <= truth <= found.upper * (1 + 1e-4 * (dtype == np.float32))
+        image = dense() @ np.asarray(found.vector, np.float64)
+        np.testing.assert_allclose(found.vector @ image, found.upper, rtol=1e-3)
+        if rank and steps > 30:
+            assert found.lower > truth / 2 and found.upper < 1.1 * truth
+
+
+def test_a_lower_end_is_not_fooled_by_one_small_eigenvalue_apart():
+    values = np.concatenate([[1e-3], np.linspace(1, 2, N - 1)])
+    basis, _ = np.linalg.qr(rng.normal(size=(N, N)))
+    root = jnp.asarray(basis * np.sqrt(values))
+    K = ntk.KernelOperator(lambda a, b: a @ b.T, root)
+    for steps in (2, 5, 20):
+        found = ntk.eigenvalue_interval(K, key=KEY, steps=steps, block=2)
+        assert found.lower <= 1e-3 * (1 + 1e-9) and found.upper >= 1e-3 * (1 - 1e-9)
+
+
+def test_the_probability_is_that_of_random_starts():
+    # Lanczos from one start misses the largest eigenvalue of a matrix that is hard for it by more
+    # than `missed` about as rarely as the theorem says, or less.
+    n, steps, failure = 60, 6, 0.2
+    missed = missed_part(n, steps, 1, failure)
+    values = 1 - np.concatenate([[0], np.linspace(missed, 1, n - 1)])
+    fails = 0
+    for _ in range(200):
+        start = rng.normal(size=n)
+        power = np.stack([values**k * start for k in range(steps)], 1)
+        basis, _ = np.linalg.qr(power)
+        theta = np.linalg.eigvalsh(basis.T @ (values[:, None] * basis))[-1]
+        fails += theta < 1 - missed
+    assert fails <= 200 * failure
+    assert missed_part(n, steps, 8, failure) < missed < missed_part(n, steps, 1, failure / 100)
+
+
+# ----------------------------------------------------------------------------- mistakes
+
+FIT = ntk.IterativeRegression(jnp.ones(3), jnp.array(0.0), jnp.array(0.0), jnp.array(1), 0.1)
+MISTAKES = {
+    "K: expected a KernelOperator": lambda: ntk.iterative_regression(jnp.eye(N), Y),
+    "K: expected as many rows": lambda: ntk.iterative_regression(operator().at(NEW), Y),
+    r"y: expected shape \[150\]": lambda: ntk.iterative_regression(operator(), Y[1:]),
+    "y: expected finite": lambda: ntk.iterative_regression(operator(), Y * np.nan),
+    "penalty: expected": lambda: ntk.iterative_regression(operator(), Y, penalty=-1.0),
+    "tol: expected": lambda: ntk.iterative_regression(operator(), Y, tol=0.0),
+    "steps: expected": lambda: ntk.iterative_regression(operator(), Y, steps=0),
+    "partial: expected the result": lambda: ntk.iterative_regression(operator(), Y, partial=1),
+    "partial: expected 150 rows": lambda: ntk.iterative_regression(
+        operator(), Y, partial=ntk.PartialCholesky(jnp.ones((3, 1)), jnp.ones(3), jnp.array([0]))
+    ),
+    "start: expected": lambda: ntk.iterative_regression(operator(), Y, start=1),
+    "callback: expected a function": lambda: ntk.iterative_regression(operator(), Y, callback=1),
+    "K: expected a positive definite": lambda: ntk.iterative_regression(
+        ntk.KernelOperator(lambda a, b: -a @ b.T, X), Y, penalty=0.1
+    ),
+    "prior: expected shape": lambda: FIT.error_bound(jnp.ones((2, 2))),
+    "smallest: expected": lambda: FIT.error_bound(jnp.ones(2), smallest=-1.0),
+    "key: expected a PRNG key": lambda: ntk.partial_cholesky(operator(), 1, key=0),
+    "rank: expected at least 1": lambda: ntk.partial_cholesky(operator(), 0, key=KEY),
+    "rank: expected at most": lambda: ntk.partial_cholesky(operator(), N + 1, key=KEY),
+    "fit: expected an Iter": lambda: ntk.leave_one_out_estimate(operator(), 1, key=KEY),
+    "fit: expected 150 weights": lambda: ntk.leave_one_out_estimate(operator(), FIT, key=KEY),
+    "steps: expected steps times": lambda: ntk.eigenvalue_interval(operator(), key=KEY),
+    "failure: expected": lambda: ntk.eigenvalue_interval(operator(), key=KEY, steps=2, failure=1.5),
+}
+
+
+@pytest.mark.parametrize("message", MISTAKES)
+def test_mistakes(message):
+    with pytest.raises(ValueError, match=message):
+        MISTAKES[message]()

@@ -1,0 +1,128 @@
+"""Metrics as lines of JSON: every step once, whatever the run goes through."""
+
+import functools
+import itertools
+import json
+import sys
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import no_room
+
+import bilevel
+from bilevel.cli import main
+
+
+def outer(w, alpha, batch):
+    aux = {"accuracy": jnp.mean(w), "many": jnp.ones(17), "few": jnp.stack([w[0], jnp.nan])}
+    return jnp.sum((w - 1.0) ** 2), aux
+
+
+PROBLEM = bilevel.Problem(
+    lambda w, alpha, batch: (0.5 * jnp.sum((w - alpha["a"]) ** 2), None), outer, has_aux=True
+)
+search = functools.partial(
+    bilevel.search,
+    *(PROBLEM, bilevel.unrolled(0.5, 1), optax.sgd(0.25), {"a": jnp.zeros(2)}, jnp.zeros(2)),
+    *(None, None),
+    progress=False,
+)
+
+
+def lines(path):
+    def strict(word):
+        raise ValueError(f"{word} is no JSON")
+
+    return [json.loads(line, parse_constant=strict) for line in path.read_text().splitlines()]
+
+
+def test_every_step_is_a_line_with_all_that_is_small(tmp_path):
+    path = tmp_path / "new" / "run.jsonl"
+    found = search(steps=7, callback=bilevel.log(path), every=3)
+    rows = lines(path)
+    assert [row["step"] for row in rows] == [*range(1, 8)]
+    keys = ("step", "alpha.a", "aux.outer.accuracy", "aux.outer.few", "grad_norm", "lower", "value")
+    assert tuple(rows[0]) == keys
+    np.testing.assert_array_equal([row["value"] for row in rows], found.history["value"])
+    np.testing.assert_array_equal([row["alpha.a"] for row in rows], found.history["alpha"]["a"])
+    assert rows[0]["aux.outer.few"][1] is None
+
+
+def test_a_resumed_search_writes_no_step_twice(tmp_path):
+    path, kept = tmp_path / "run.jsonl", {"checkpoint": tmp_path / "a"}
+    search(steps=3, callback=bilevel.log(path), **kept)
+    # As if killed: after more lines than the checkpoint knows, and in the middle of one.
+    search(steps=5, callback=bilevel.log(tmp_path / "longer.jsonl"))
+    longer = (tmp_path / "longer.jsonl").read_text()
+    path.write_text(longer + '{"step": 6, "va')
+    with pytest.raises(ValueError, match="path: expected a new file or resume=True, got"):
+        bilevel.log(path)
+    search(steps=7, callback=bilevel.log(path, resume=True), resume=True, **kept)
+    assert [row["step"] for row in lines(path)] == [*range(1, 8)]
+    assert path.read_text().startswith(longer)
+
+
+def test_what_is_no_log_is_refused(tmp_path):
+    (tmp_path / "file").write_text("no JSON\n")
+    with pytest.raises(ValueError, match="path: expected lines of JSON, got another file"):
+        bilevel.log(tmp_path / "file", resume=True)
+    with pytest.raises(ValueError, match="path: expected a file to write in, got"):
+        bilevel.log(tmp_path / "file" / "below")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="sets the system's limit of file sizes")
+def test_a_full_disk_costs_lines_and_not_the_run(tmp_path):
+    path = tmp_path / "run.jsonl"
+    writer = bilevel.log(path)
+    first = search(steps=2, callback=writer)
+    whole = path.read_text()
+    with no_room(len(whole) + 10), pytest.warns(UserWarning, match="the run goes on without it"):
+        writer(search(steps=3))
+    assert path.read_text() == whole
+    writer(search(steps=4))  # there is room again: the lines that were lost too
+    assert [row["step"] for row in lines(path)] == [1, 2, 3, 4] and not first.stopped
+
+
+def test_the_recipe_for_dashboards(capsys):
+    """What the documentation says of TensorBoard and Weights & Biases, with their methods."""
+    calls = []
+
+    class Writer:
+        def add_scalar(self, name, value, step):
+            calls.append((name, value, step))
+
+    writer = Writer()
+
+    def to_tensorboard(result):
+        for name in ("value", "lower", "grad_norm"):
+            writer.add_scalar(name, float(result.history[name][-1]), int(result.state.step))
+
+    found = search(steps=4, callback=to_tensorboard, every=2)
+    assert ("value", float(found.history["value"][1]), 2) in calls and len(calls) == 6
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "certify --rows 6",
+        "search --steps 2 --inner-steps 2 --width 16 --train 30 --valid 30 --test 30",
+    ],
+)
+def test_commands_log_what_their_bars_show(line, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for _ in range(2):
+        assert (
+            main([*line.split(), "--activations", "relu", "tanh", "--log", "log", "--quiet"]) == 0
+        )
+    rows = lines(tmp_path / "log")
+    command = line.split()[0]
+    assert {row["command"] for row in rows} == {command}
+    assert rows[0]["phase"] == "data" and rows[-1]["share"] == 1
+    phases = [name for name, _ in itertools.groupby(row["phase"] for row in rows)]
+    half = len(phases) // 2
+    assert phases[:half] == phases[half:] and len(set(phases)) == half > 1
+    if command == "search":
+        losses = [row for row in rows if "lower" in row]
+        assert losses[-1]["done"] == 2 and losses[-1]["value"] > 0

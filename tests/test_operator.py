@@ -1,0 +1,158 @@
+"""Kernels as operators: products, diagonals and columns are those of the matrix."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import finite_differences
+
+import ntk
+
+rng = np.random.default_rng(0)
+
+
+def laplace(a, b, scale=1.0):
+    return jnp.exp(-scale * jnp.abs(a[:, None] - b).sum(-1))
+
+
+def inputs(*shape, dtype=np.float64):
+    return jnp.asarray(rng.normal(size=shape), dtype)
+
+
+def mlp(w, x):
+    return jnp.tanh(x @ w["first"]) @ w["second"]
+
+
+WEIGHTS = {"first": inputs(3, 5), "second": inputs(5, 2)}
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("n, tile", [(1, 4), (7, 3), (9, 3), (20, 64)])
+def test_products_are_those_of_the_matrix(n, tile, dtype):
+    x, other, v = (inputs(*shape, dtype=dtype) for shape in ((n, 3), (5, 3), (n, 2)))
+    K, matrix = ntk.KernelOperator(laplace, x, tile=tile), laplace(x, x)
+    close = functools.partial(np.testing.assert_allclose, atol=30 * np.finfo(dtype).eps)
+    close(K @ v, matrix @ v)
+    close(K @ v[:, 0], matrix @ v[:, 0])
+    close(K.diagonal(), jnp.diagonal(matrix))
+    close(K.columns(jnp.array([n - 1, 0])), matrix[:, jnp.array([n - 1, 0])])
+    close(K.at(other) @ v, laplace(other, x) @ v)
+    close(K.at(other).columns(jnp.array([n - 1])), laplace(other, x)[:, n - 1 :])
+    assert K.shape == (n, n) and K.at(other).shape == (5, n) and K.dtype == dtype
+
+
+def test_each_pair_of_tiles_is_computed_once():
+    called = []
+
+    def counted(a, b=None):
+        jax.debug.callback(lambda: called.append(1))
+        return laplace(a, a if b is None else b)
+
+    K = ntk.KernelOperator(counted, inputs(12, 2), tile=3)
+    jax.block_until_ready(K @ jnp.ones(12))
+    jax.effects_barrier()
+    assert len(called) == 4 * 5 // 2
+
+
+def test_a_product_never_has_the_matrix():
+    x = inputs(4096, 2, dtype=np.float32)
+    K = ntk.KernelOperator(lambda a, b: a @ b.T, x, tile=256)
+    compiled = jax.jit(lambda K, v: K @ v).lower(K, x[:, 0]).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 4 * 4096**2 / 20
+
+
+@pytest.mark.parametrize("get", ["ntk", "nngp"])
+def test_infinite_networks(get):
+    kernel = functools.partial(ntk.network_kernel, activations=[ntk.relu, ntk.relu])
+    x, v = inputs(9, 3), inputs(9)
+    found = ntk.KernelOperator(kernel, x, tile=4, get=get) @ v
+    np.testing.assert_allclose(found, getattr(kernel(x), get) @ v, rtol=1e-12)
+
+
+def test_an_argument_of_jit_and_vmap():
+    x, v = inputs(7, 3), inputs(4, 7)
+    K = ntk.KernelOperator(laplace, x, tile=3)
+    expected = v @ laplace(x, x)
+    np.testing.assert_allclose(jax.vmap(lambda v: K @ v)(v), expected, rtol=1e-13)
+    product = jax.jit(lambda K, v: K @ v)
+    np.testing.assert_allclose(product(K, v.T), expected.T, rtol=1e-13)
+
+
+def test_derivatives_in_vectors_inputs_and_what_the_kernel_closes_over():
+    x, v, u = inputs(7, 2), inputs(7), inputs(7)
+
+    def value(scale, x, v):
+        kernel = functools.partial(laplace, scale=scale)
+        return u @ (ntk.KernelOperator(kernel, x, tile=3) @ v)
+
+    at = jnp.array(0.7), x, v
+    found = jax.jit(jax.grad(value, (0, 1, 2)))(*at)
+    expected = finite_differences(lambda at: value(*at), at)
+    np.testing.assert_allclose(np.concatenate([np.ravel(g) for g in found]), expected, atol=1e-9)
+
+
+@pytest.mark.parametrize("batch_size", [None, 4])
+def test_finite_networks(batch_size):
+    x, other, v = inputs(9, 3), inputs(4, 3), inputs(9, 2)
+    K = ntk.EmpiricalOperator(mlp, WEIGHTS, x, batch_size=batch_size)
+    matrix, cross = (ntk.empirical_kernel(mlp, WEIGHTS, a, x) for a in (x, other))
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-11)
+    close(K @ v, matrix @ v)
+    close(K.diagonal(), jnp.diagonal(matrix))
+    close(K.columns(jnp.array([8, 2])), matrix[:, jnp.array([8, 2])])
+    close(K.at(other) @ v, cross @ v)
+    close(K.at(other).columns(jnp.array([8])), cross[:, 8:])
+    close(jax.jit(lambda K, v: K @ v)(K, v), matrix @ v)
+    assert K.shape == (9, 9) and K.dtype == v.dtype
+
+
+def test_samples_may_be_pytrees():
+    x = {"one": inputs(5, 2), "two": inputs(5)}
+
+    def apply(w, x):
+        return x["one"] @ w + x["two"] ** 2 * w[0]
+
+    w, v = inputs(2), inputs(5)
+    K = ntk.EmpiricalOperator(apply, w, x)
+    np.testing.assert_allclose(K @ v, ntk.empirical_kernel(apply, w, x) @ v, rtol=1e-12)
+
+
+def test_an_operator_is_that_of_the_kernel_as_it_is():
+    scale = [1.0]
+
+    def kernel(a, b):
+        return laplace(a, b, scale[0])
+
+    x = inputs(5, 2)
+    for scale[0] in (1.0, 2.0):
+        found = ntk.KernelOperator(kernel, x) @ jnp.ones(5)
+        np.testing.assert_allclose(found, laplace(x, x, scale[0]).sum(1), rtol=1e-13)
+
+
+X = jnp.ones((3, 2))
+MISTAKES = {
+    "kernel: expected a function": lambda: ntk.KernelOperator(1, X),
+    "kernel: expected a matrix": lambda: ntk.KernelOperator(lambda a, b: a, X),
+    "x: expected inputs": lambda: ntk.KernelOperator(laplace, jnp.ones((0, 2))),
+    "x2: expected finite": lambda: ntk.KernelOperator(laplace, X, jnp.full((2, 2), jnp.nan)),
+    "get: expected one of ntk, nngp": lambda: ntk.KernelOperator(laplace, X, get="both"),
+    "tile: expected at least 1": lambda: ntk.KernelOperator(laplace, X, tile=0),
+    r"v: expected shape \[3\]": lambda: ntk.KernelOperator(laplace, X) @ jnp.ones(4),
+    "v: expected real numbers": lambda: ntk.KernelOperator(laplace, X) @ (1j * jnp.ones(3)),
+    "indices: expected whole": lambda: ntk.KernelOperator(laplace, X).columns(jnp.ones(2)),
+    "indices: expected numbers from 0 to 2, got 3": lambda: ntk.KernelOperator(laplace, X).columns(
+        jnp.array([0, 3])
+    ),
+    "batch_size: expected at least 1": lambda: ntk.EmpiricalOperator(
+        mlp, WEIGHTS, jnp.ones((2, 3)), batch_size=0
+    ),
+    "params: expected finite": lambda: ntk.EmpiricalOperator(mlp, jnp.nan, X),
+}
+
+
+@pytest.mark.parametrize("message", MISTAKES)
+def test_mistakes(message):
+    with pytest.raises(ValueError, match=message):
+        MISTAKES[message]()

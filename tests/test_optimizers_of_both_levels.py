@@ -1,0 +1,187 @@
+"""optax's combinations below and above: partitions, masks, clipping, and bfloat16 in between."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import assert_close
+
+import bilevel
+
+RNG = np.random.default_rng(0)
+X, XV = RNG.normal(size=(2, 10, 3))
+Y, YV = RNG.normal(size=(2, 10))
+TRAIN, VALID = (X, Y), (XV, YV)
+W0 = {"slope": jnp.array([0.3, -0.2, 0.1]), "shift": jnp.array(0.2)}
+ALPHA = {"penalty": jnp.array([-1.0, 0.0, 0.5]), "scale": jnp.array(0.3)}
+
+
+def loss(w, batch):
+    x, y = batch
+    return 0.5 * jnp.mean((x @ w["slope"] + w["shift"] - y) ** 2)
+
+
+def lower(w, alpha, batch):
+    penalty = jnp.sum(jnp.exp(alpha["penalty"]) * w["slope"] ** 2)
+    return jnp.exp(alpha["scale"]) * loss(w, batch) + 0.5 * penalty
+
+
+PROBLEM = bilevel.Problem(lower, lambda w, alpha, batch: loss(w, batch))
+
+# Each with the update written out: (gradient, memory, w or alpha) -> (step, memory).
+
+
+def zeros(tree):
+    return jax.tree.map(jnp.zeros_like, tree)
+
+
+def clipped(g):
+    norm = jnp.sqrt(sum(jnp.sum(x**2) for x in jax.tree.leaves(g)))
+    return jax.tree.map(lambda x: x * jnp.where(norm < 0.2, 1, 0.2 / norm), g)
+
+
+def heavy(g, m, first):
+    """Momentum for the first name, plain steps for the other."""
+    m = 0.5 * m + g[first]
+    return {k: -0.1 * (m if k == first else x) for k, x in g.items()}, m
+
+
+def by_name(first):
+    return optax.partition(
+        {"heavy": optax.sgd(0.1, momentum=0.5), "plain": optax.sgd(0.1)},
+        lambda tree: {k: "heavy" if k == first else "plain" for k in tree},
+    )
+
+
+def masked_decay(first):
+    mask = lambda tree: {k: k == first for k in tree}  # noqa: E731
+    return optax.chain(optax.masked(optax.add_decayed_weights(0.5), mask), optax.sgd(0.1))
+
+
+CASES = {
+    "partition": (
+        by_name,
+        lambda g, m, x, first: heavy(g, m, first),
+    ),
+    "masked": (
+        masked_decay,
+        lambda g, m, x, first: (
+            {k: -0.1 * (v + 0.5 * x[k] if k == first else v) for k, v in g.items()},
+            m,
+        ),
+    ),
+    "clipped": (
+        lambda first: optax.chain(optax.clip_by_global_norm(0.2), optax.sgd(0.1)),
+        lambda g, m, x, first: (jax.tree.map(lambda v: -0.1 * v, clipped(g)), m),
+    ),
+    "frozen": (
+        lambda first: optax.chain(
+            optax.sgd(0.1), optax.masked(optax.set_to_zero(), lambda t: {k: k == first for k in t})
+        ),
+        lambda g, m, x, first: ({k: 0 * v if k == first else -0.1 * v for k, v in g.items()}, m),
+    ),
+}
+
+
+def add(tree, step):
+    return jax.tree.map(jnp.add, tree, step)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_combinations_on_both_levels_are_those_written_out(name):
+    make, rule = CASES[name]
+    found = bilevel.search(
+        *(PROBLEM, bilevel.restarted(bilevel.unrolled(make("slope"), 4)), make("penalty")),
+        *(ALPHA, W0, TRAIN, VALID),
+        steps=3,
+        progress=False,
+    )
+
+    def trained(alpha):
+        w, m = W0, jnp.zeros(3)
+        for _ in range(4):
+            step, m = rule(jax.grad(lower)(w, alpha, TRAIN), m, w, "slope")
+            w = add(w, step)
+        return loss(w, VALID)
+
+    alpha, m = ALPHA, jnp.zeros(3)
+    for _ in range(3):
+        step, m = rule(jax.grad(trained)(alpha), m, alpha, "penalty")
+        alpha = add(alpha, step)
+    assert_close(found.alpha, alpha, f64=1e-10, f32=1e-4)
+    moved = optax.tree.norm(optax.tree.sub(found.alpha, ALPHA))
+    assert moved > 1e-3
+
+
+@pytest.mark.parametrize("solver", ["unrolled", "one_step", "implicit"])
+def test_bfloat16_below_and_float32_masters(solver):
+    """Compute in bfloat16: weights, alpha and hypergradient stay float32, right to roundings."""
+
+    def half(tree):
+        return jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), tree)
+
+    mixed = bilevel.Problem(
+        lambda w, alpha, batch: lower(half(w), half(alpha), half(batch)).astype(jnp.float32),
+        lambda w, alpha, batch: loss(half(w), half(batch)).astype(jnp.float32),
+    )
+    way = {
+        "unrolled": bilevel.unrolled(optax.adam(0.05), 20),
+        "one_step": bilevel.one_step(0.1),
+        "implicit": bilevel.implicit(bilevel.unrolled(0.2, 60), bilevel.cg(steps=6)),
+    }[solver]
+    single = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), (ALPHA, W0, TRAIN, VALID))
+    found, exact = (
+        jax.jit(bilevel.hypergradient(problem, way, diagnostics=False))(*single)
+        for problem in (mixed, PROBLEM)
+    )
+    for x in jax.tree.leaves((found.grad, found.w, found.value)):
+        assert x.dtype == jnp.float32
+    away = optax.tree.norm(optax.tree.sub(found.grad, exact.grad)) / optax.tree.norm(exact.grad)
+    assert 0 < away < 0.05
+
+
+def test_half_precision_in_a_search_moves_the_masters_by_less_than_its_own_rounding():
+    """Steps of 1e-4 of alpha are lost in bfloat16, and not in the float32 master."""
+
+    def outer(w, alpha, batch):
+        half = alpha["a"].astype(jnp.bfloat16)
+        return ((half - 3.0) ** 2).astype(jnp.float32).sum() + 0 * w
+
+    problem = bilevel.Problem(lambda w, alpha, batch: 0.5 * (w - alpha["a"].sum()) ** 2, outer)
+    found = bilevel.search(
+        *(problem, bilevel.unrolled(0.1, 1), optax.sgd(5e-5)),
+        *({"a": jnp.ones(1, jnp.float32)}, jnp.zeros((), jnp.float32), None, None),
+        steps=50,
+        progress=False,
+    )
+    assert 1.005 < found.alpha["a"][0] < 1.02
+
+
+@pytest.mark.parametrize("level", ["optimizer", "gradient"])
+@pytest.mark.parametrize(
+    "rule",
+    [
+        optax.chain(optax.normalize_by_update_norm(), optax.sgd(0.1)),
+        optax.chain(optax.clip_by_global_norm(0.5), optax.rmsprop(0.1)),
+        optax.chain(optax.clip_by_block_rms(0.5), optax.adagrad(0.1)),
+        optax.chain(optax.adaptive_grad_clip(0.1), optax.adam(0.1)),
+        optax.contrib.dog(1.0),
+    ],
+    ids=["normalised", "clipped rmsprop", "rms-clipped adagrad", "adaptive clip", "dog"],
+)
+def test_no_nan_where_all_gradients_are_zero(rule, level):
+    """At a stationary start every norm is 0, and so it is for a leaf that no loss has."""
+
+    def flat(w, alpha, batch):
+        value = 0.5 * jnp.sum((w["seen"] - batch) ** 2) * jnp.exp(alpha["b"])
+        return value + (alpha["a"] @ w["seen"] if level == "gradient" else 0.0)
+
+    problem = bilevel.Problem(flat, lambda w, alpha, batch: jnp.sum(w["seen"]) + alpha["b"])
+    w0 = {"seen": jnp.ones(2), "unused": jnp.zeros(3)}
+    alpha = {"a": jnp.zeros(2), "b": jnp.array(0.0)}
+    for mode in ("reverse", "forward"):
+        solver = bilevel.unrolled(rule, 3)
+        fn = bilevel.hypergradient(problem, solver, mode=mode, diagnostics=False)
+        found = jax.jit(fn)(alpha, w0, jnp.ones(2), None)
+        assert all(np.isfinite(x).all() for x in jax.tree.leaves((found.grad, found.w)))

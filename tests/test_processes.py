@@ -1,0 +1,186 @@
+"""Two processes over gloo on this machine: one search, one checkpoint, one end."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from bilevel import _processes
+from bilevel._fingerprint import _sum, fingerprint
+
+PROBLEM = """
+import json, os, signal, sys
+import jax
+jax.config.update("jax_enable_x64", True)
+import jax.numpy as jnp, numpy as np, optax
+from jax.sharding import NamedSharding, PartitionSpec as P
+import bilevel
+
+rng = np.random.default_rng(0)
+x, y = rng.normal(size=(32, 4)), rng.normal(size=32)
+
+
+def outer(w, alpha, batch):
+    x, y = batch
+    return jnp.mean((x @ w - y) ** 2)
+
+
+def lower(w, alpha, batch):
+    return outer(w, alpha, batch) + jnp.sum(jnp.exp(alpha) * w**2)
+
+
+problem = bilevel.Problem(lower, outer)
+
+
+def search(data, steps, **options):
+    args = problem, bilevel.unrolled(0.1, 3), optax.adam(0.1), jnp.zeros(4), jnp.zeros(4)
+    return bilevel.search(*args, data, data, steps=steps, chunk=1, **options)
+"""
+
+PROCESS = (
+    PROBLEM
+    + """
+rank, port, folder, task = int(sys.argv[1]), *sys.argv[2:]
+jax.distributed.initialize(
+    f"localhost:{port}", 2, rank, heartbeat_timeout_seconds=10, shutdown_timeout_seconds=5
+)
+mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+
+
+def mine(a):
+    # This process has read its own half of the rows.
+    half = a[16 * rank : 16 * (rank + 1)]
+    return jax.make_array_from_process_local_data(NamedSharding(mesh, P("d")), half)
+
+
+data, answers = (mine(x), mine(y)), {}
+if task == "die":
+
+    def die(result):
+        if rank == 1 and len(result.history["value"]) == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    search(data, 50, checkpoint=folder, callback=die)
+whole = search(data, 6)
+search(data, 3, checkpoint=folder)
+again = search(data, 6, checkpoint=folder, resume=True)
+answers["alpha"] = np.asarray(whole.alpha).tolist()
+answers["again"] = np.asarray(again.alpha).tolist()
+answers["print"] = bilevel._fingerprint.fingerprint(data)
+
+
+def interrupt(result):
+    if rank == 1 and len(result.history["value"]) == 2:
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+answers["stopped"] = search(data, 50, callback=interrupt).stopped
+enough = lambda result: rank == 1 and len(result.history["value"]) == 4
+answers["ended"] = search(data, 50, callback=enough).stopped
+wrong = {
+    "differ": (jnp.asarray(x + rank), jnp.asarray(y)),
+    "nan": (mine(np.where(x > 2, np.nan, x)), data[1]),
+}
+for name, other in wrong.items():
+    try:
+        search(other, 2)
+        answers[name] = ""
+    except ValueError as error:
+        answers[name] = str(error)
+print("ANSWERS", json.dumps(answers), flush=True)
+"""
+)
+
+
+def in_two_processes(folder, task, seconds=120):
+    """What both processes print, and their exit codes."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROCESS, str(rank), port, str(folder), task],
+            env=os.environ | {"JAX_PLATFORMS": "cpu"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        return [(*p.communicate(timeout=seconds), p.returncode) for p in started]
+    finally:
+        for process in started:
+            process.kill()
+
+
+@pytest.fixture(scope="module")
+def namespace():
+    found = {}
+    exec(PROBLEM, found)
+    return found
+
+
+def test_two_processes_search_as_one(tmp_path, namespace):
+    found = in_two_processes(tmp_path / "run", "agree")
+    assert [code for _, _, code in found] == [0, 0], found[0][1] + found[1][1]
+    first, second = (json.loads(out.partition("ANSWERS")[2]) for out, _, _ in found)
+    assert first == second
+    # Resumed by as many processes: to the last bit.
+    assert first["again"] == first["alpha"]
+    data = namespace["x"], namespace["y"]
+    alone = namespace["search"](data, 6)
+    np.testing.assert_allclose(first["alpha"], alone.alpha, rtol=1e-12)
+    # By one process: the fingerprint is the same, the result to rounding.
+    assert first["print"] == fingerprint(tuple(map(jnp.asarray, data)))
+    further = namespace["search"](data, 8, checkpoint=tmp_path / "run", resume=True)
+    truth = namespace["search"](data, 8)
+    np.testing.assert_allclose(further.alpha, truth.alpha, rtol=1e-12)
+    assert len(further.history["value"]) == 8
+    assert first["stopped"] == "interrupted after step 3"  # of both, at the next look
+    assert first["ended"] == "ended by the callback after step 4"
+    assert first["differ"].startswith("train: expected the same values in every process")
+    assert first["nan"] == "train: expected finite numbers, got NaN or infinity."
+
+
+def test_when_a_process_is_killed_the_other_ends_and_the_checkpoint_is_whole(tmp_path, namespace):
+    began = time.monotonic()
+    (_, error, code), (_, _, killed) = in_two_processes(tmp_path / "run", "die")
+    assert killed == -signal.SIGKILL and code != 0
+    assert time.monotonic() - began < 100  # of which compilation takes most
+    assert "LostProcessError: search: another of the 2 processes ended" in error
+    data = namespace["x"], namespace["y"]
+    found = namespace["search"](data, 6, checkpoint=tmp_path / "run", resume=True)
+    np.testing.assert_allclose(found.alpha, namespace["search"](data, 6).alpha, rtol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.int8, np.complex128, bool])
+@pytest.mark.parametrize("shape", [(7,), (4, 6), (3, 5, 8), (1, 9)])
+def test_a_fingerprint_does_not_depend_on_how_an_array_is_cut(shape, dtype):
+    x = np.random.default_rng(0).normal(size=shape)
+    x = x > 0 if dtype is bool else (10 * x).astype(dtype)
+    everything = (slice(None),) * x.ndim
+    whole = _sum([(x, everything)], shape)
+    for axis, n in enumerate(shape):
+        cuts = [
+            (*everything[:axis], cut, *everything[axis + 1 :])
+            for cut in (slice(0, n // 2), slice(n // 2, n))
+        ]
+        assert _sum([(x[cut], cut) for cut in cuts], shape) == whole
+    # Every entry counts, and its place.
+    third = np.arange(x.size).reshape(shape) == 3
+    for change in (np.roll(x, 1), np.where(third, (x == 0).astype(dtype), x)):
+        assert (_sum([(change, everything)], shape) != whole) == (change != x).any()
+
+
+def test_one_process_agrees_with_itself():
+    assert _processes.first() and not _processes.several()
+    assert _processes.anyone(True) and not _processes.anyone(None)
+    assert _processes.total(2**64 - 5) == 2**64 - 5 and _processes.of_first(7) == 7

@@ -1,0 +1,192 @@
+"""Rows, weights and copies over eight devices: one device's results, and sums alone between."""
+
+import functools
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import json, logging, re, tempfile
+import jax, jax.numpy as jnp, numpy as np, optax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+import bilevel
+
+jax.config.update("jax_enable_x64", True)
+rng = np.random.default_rng(0)
+n, p = 64, 16
+x, y = rng.normal(size=(n, p)), rng.normal(size=n)
+alone = jnp.asarray(x), jnp.asarray(y)
+
+
+def outer(w, alpha, batch):
+    x, y = batch
+    return jnp.mean((x @ w["a"] - y) ** 2)
+
+
+def lower(w, alpha, batch):
+    return outer(w, alpha, batch) + jnp.sum(jnp.exp(alpha) * w["a"] ** 2)
+
+
+problem = bilevel.Problem(lower, outer)
+start = jnp.zeros(p), {"a": jnp.zeros(p)}
+solvers = {
+    "implicit": bilevel.implicit(),
+    "newton, dense": bilevel.implicit(bilevel.newton(), bilevel.dense()),
+    "lbfgs, neumann": bilevel.implicit(bilevel.lbfgs(), bilevel.neumann(20, 0.1)),
+    "nystrom": bilevel.implicit(bilevel.newton(), bilevel.nystrom(3, 0.1)),
+    "unrolled": bilevel.unrolled(0.1, 5),
+    "one step": bilevel.one_step(optax.adam(0.1)),
+}
+
+
+def placed(mesh, spec, *arrays):
+    return [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(arrays, spec, strict=True)]
+
+
+def off(a, b):
+    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    return max(float(np.max(np.abs(np.asarray(u) - np.asarray(v)))) for u, v in pairs)
+
+
+def hypergradients(mesh):
+    rows = placed(mesh, (P("d"), P("d")), x, y)
+    found = {}
+    for name, solver in solvers.items():
+        fn = bilevel.hypergradient(problem, solver, diagnostics=False)
+        found[name] = off(fn(*start, rows, rows)[:3], jax.jit(fn)(*start, alone, alone)[:3])
+    return max(found.values())
+
+
+compiled = []
+
+
+class Count(logging.Handler):
+    def emit(self, record):
+        if "Finished XLA compilation of jit(run)" in record.getMessage():
+            compiled.append(1)
+
+
+def searches(mesh, spread):
+    # Six steps in one go on one device; three and three, from a checkpoint, on eight.
+    if spread == "rows":
+        data, (alpha, w) = placed(mesh, (P("d"), P("d")), x, y), start
+    else:
+        data = placed(mesh, (P(None, "d"), P()), x, y)
+        alpha, w = placed(mesh, (P("d"), P("d")), start[0], start[1]["a"])
+        w = {"a": w}
+    run = lambda *args, **options: bilevel.search(
+        problem, bilevel.unrolled(0.1, 5), optax.adam(0.1), *args, **options
+    )
+    truth = run(*start, alone, alone, steps=6)
+    with tempfile.TemporaryDirectory() as folder:
+        run(alpha, w, data, data, steps=3, checkpoint=folder)
+        compiled.clear()
+        found = run(alpha, w, data, data, steps=6, checkpoint=folder, resume=True, chunk=1)
+    kept = found.w["a"].sharding.spec
+    return {
+        "off": max(off(found.alpha, truth.alpha), off(found.history, truth.history)),
+        "programs": len(compiled),
+        "sharded": "d" in kept,
+    }
+
+
+def copies(mesh):
+    # Eight problems side by side, one on each device: nothing goes between them.
+    xs, ys = rng.normal(size=(8, n, p)), rng.normal(size=(8, n))
+    many, w = jnp.zeros((8, p)), {"a": jnp.zeros((8, p))}
+    init, step = bilevel.descent(
+        bilevel.side_by_side(problem), bilevel.unrolled(0.1, 5), optax.adam(0.1)
+    )
+    one = jax.jit(step)(init(many, w), ((xs, ys), (xs, ys)))[0]
+    there = placed(mesh, (P("d"), P("d")), xs, ys)
+    state = jax.tree.map(
+        lambda a: jax.device_put(a, NamedSharding(mesh, P("d") if a.ndim else P())), init(many, w)
+    )
+    program = jax.jit(step).lower(state, (there, there)).compile()
+    state, _ = program(state, (there, there))
+    return {"off": off(state.alpha, one.alpha), "largest": largest(program)["largest"]}
+
+
+KINDS = "all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter"
+
+
+def largest(program):
+    # The numbers of the largest collective operation; and whether any other than a sum is there.
+    text, sizes = program.as_text(), {}
+    for kind in KINDS:
+        for shapes in re.findall(rf"= (.*?) {kind}(?:-start)?[(]", text):
+            count = max(
+                int(np.prod([int(k) for k in dims.split(",") if k] or [1]))
+                for dims in re.findall(r"\\[([\\d,]*)\\]", shapes)
+            )
+            sizes[kind] = max(sizes.get(kind, 0), count)
+    others = max((size for kind, size in sizes.items() if kind != "all-reduce"), default=0)
+    return {"largest": max(sizes.values(), default=0), "others": others}
+
+
+def between(mesh):
+    rows = placed(mesh, (P("d"), P("d")), x, y)
+    found = {}
+    for name in ("implicit", "unrolled"):
+        init, step = bilevel.descent(problem, solvers[name], optax.adam(0.1))
+        state = jax.tree.map(lambda a: jax.device_put(a, NamedSharding(mesh, P())), init(*start))
+        found[name] = largest(jax.jit(step).lower(state, (rows, rows)).compile())
+    return found
+
+
+automatic = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
+explicit = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Explicit,))
+jax.config.update("jax_log_compiles", True)
+logger = logging.getLogger("jax")
+logger.addHandler(Count())
+logger.propagate = False
+answers = {"between": between(automatic), "copies": copies(automatic)}
+for name, mesh in (("automatic", automatic), ("explicit", explicit)):
+    answers[name] = {"hypergradients": hypergradients(mesh)}
+    answers[name] |= {spread: searches(mesh, spread) for spread in ("rows", "weights")}
+print(json.dumps(answers))
+"""
+
+
+@functools.cache
+def on_eight_devices():
+    """All answers of the program, in a process that takes the CPU for eight devices."""
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        env=os.environ | {"XLA_FLAGS": flags},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("axes", ["automatic", "explicit"])
+def test_rows_over_devices_give_the_hypergradient_of_one_device(axes):
+    assert on_eight_devices()[axes]["hypergradients"] < 1e-10
+
+
+@pytest.mark.parametrize("axes", ["automatic", "explicit"])
+@pytest.mark.parametrize("spread", ["rows", "weights"])
+def test_a_search_goes_on_from_its_checkpoint_where_its_arrays_lie(axes, spread):
+    found = on_eight_devices()[axes][spread]
+    assert found["off"] < 1e-10
+    assert found["programs"] == 1  # for three chunks of a step
+    assert found["sharded"] == (spread == "weights")
+
+
+@pytest.mark.parametrize("solver", ["implicit", "unrolled"])
+def test_between_devices_go_sums_of_the_size_of_the_weights_alone(solver):
+    found = on_eight_devices()["between"][solver]
+    assert 0 < found["largest"] <= 2 * 16  # weights and hyperparameters in one sum; rows: 64 x 16
+    assert found["others"] == 0
+
+
+def test_copies_side_by_side_over_devices_exchange_scalars_alone():
+    found = on_eight_devices()["copies"]
+    assert found["off"] < 1e-12
+    assert found["largest"] <= 1

@@ -1,0 +1,208 @@
+"""Batches from an iterator: the same search as from memory, read ahead, resumed by step."""
+
+import functools
+import itertools
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import assert_close
+
+import bilevel
+
+RNG = np.random.default_rng(0)
+ROWS = RNG.normal(size=(2, 20, 4, 3)).astype(float)  # twenty batches of either level
+
+
+def loss(w, alpha, batch):
+    return jnp.mean((batch - w) ** 2)
+
+
+PROBLEM = bilevel.Problem(
+    lambda w, alpha, batch: loss(w, alpha, batch) + jnp.sum(jnp.exp(alpha) * w**2), loss
+)
+SOLVER = bilevel.unrolled(optax.adam(0.1), 2)
+search = functools.partial(
+    bilevel.search,
+    *(PROBLEM, SOLVER, optax.adam(0.1), jnp.zeros(3), jnp.ones(3), None, None),
+    progress=False,
+)
+
+
+def pairs(step=0):
+    """From ``step`` on, for ever."""
+    for i in itertools.count(step):
+        yield ROWS[0, i % 20], ROWS[1, i % 20]
+
+
+def by_hand(steps):
+    """Descent on these very batches, one after the other."""
+    init, step = bilevel.descent(PROBLEM, SOLVER, optax.adam(0.1))
+    state, step, values = init(jnp.zeros(3), jnp.ones(3)), jax.jit(step), []
+    for pair in itertools.islice(pairs(), steps):
+        state, metrics = step(state, pair)
+        values.append(metrics["value"])
+    return state, jnp.stack(values)
+
+
+@pytest.mark.parametrize("chunk", [None, 2, 4])
+@pytest.mark.parametrize("every", [None, 3])
+def test_a_stream_is_descent_on_its_batches(chunk, every):
+    seen = []
+    options = {} if every is None else {"callback": lambda r: seen.append(int(r.state.step))}
+    found = search(batches=bilevel.stream(pairs), steps=11, chunk=chunk, every=every, **options)
+    state, values = by_hand(11)
+    assert_close(found.history["value"], values, f64=1e-12, f32=1e-5)
+    assert_close(found.w, state.w, f64=1e-12, f32=1e-5)
+    assert not found.stopped and seen == ([3, 6, 9, 11] if every else [])
+
+
+@pytest.mark.parametrize("kind", ["function", "list"])
+def test_a_search_is_resumed_at_its_step(kind, tmp_path):
+    told = []
+
+    def from_step(step):
+        told.append(step)
+        return pairs(step)
+
+    source = from_step if kind == "function" else list(itertools.islice(pairs(), 9))
+    whole = search(batches=bilevel.stream(source), steps=9)
+    told.clear()
+    kept = {"checkpoint": tmp_path / "a"}
+    search(batches=bilevel.stream(source), steps=4, **kept)
+    rest = search(batches=bilevel.stream(source), steps=9, resume=True, **kept)
+    np.testing.assert_array_equal(rest.alpha, whole.alpha)
+    np.testing.assert_array_equal(rest.history["value"], whole.history["value"])
+    assert told == ([0, 4] if kind == "function" else [])
+    again = search(batches=bilevel.stream(source), steps=9, resume=True, **kept)
+    np.testing.assert_array_equal(again.alpha, whole.alpha)
+
+
+def test_no_more_than_two_chunks_are_in_memory():
+    """What is alive of the pairs' own arrays on the device, at every callback."""
+    sizes = []
+
+    def callback(result):
+        time.sleep(0.2)  # for the thread to have the next chunk there
+        sizes.append(sum(x.nbytes for x in jax.live_arrays() if x.shape[1:] == (977, 3)))
+
+    pairs = ((np.ones((977, 3)), np.ones((977, 3))) for _ in range(20))
+    search(batches=bilevel.stream(pairs), steps=16, chunk=4, callback=callback)
+    pair = 2 * 977 * 3 * np.dtype(float).itemsize
+    assert 0 < max(sizes) <= 2 * 4 * pair
+
+
+def test_the_next_chunk_is_read_while_one_runs_and_no_more():
+    """What has been taken when the callback is called, between chunks of three steps."""
+    taken, seen = [], []
+
+    def counted(step):
+        for pair in pairs(step):
+            taken.append(1)
+            yield pair
+
+    def callback(result):
+        wanted = min(int(result.state.step) + 3, 12)
+        until = time.time() + 20
+        while len(taken) < wanted and time.time() < until:
+            time.sleep(0.01)
+        time.sleep(0.05)  # one that reads on and on would have taken more
+        seen.append(len(taken))
+
+    search(batches=bilevel.stream(counted), steps=12, chunk=3, callback=callback)
+    # The first chunk's steps have begun when the second is read; each callback sees one ahead.
+    assert seen == [6, 9, 12, 12]
+
+
+def test_batches_that_end_end_the_search():
+    source = list(itertools.islice(pairs(), 5))
+    found = search(batches=bilevel.stream(source), steps=9, chunk=2)
+    assert found.stopped == "the batches ended after step 5"
+    assert_close(found.alpha, by_hand(5)[0].alpha, f64=1e-12, f32=1e-5)
+    found = search(batches=bilevel.stream(source), steps=5, chunk=2)
+    assert found.stopped == ""
+
+
+def test_a_solver_draws_its_batches_from_the_shard_of_its_step():
+    def row(key, shard):
+        return shard[jax.random.randint(key, (), 0, 4)]
+
+    solver = bilevel.unrolled(1.0, 3, batches=row)
+    shards = [(np.full((4, 1), 10.0 * i), np.zeros(1)) for i in range(1, 4)]
+    found = bilevel.search(
+        bilevel.Problem(lambda w, a, b: jnp.sum(0.5 * (w - b) ** 2) + 0 * a, lambda w, a, b: a**2),
+        *(solver, optax.sgd(0.1), jnp.array(1.0), jnp.zeros(1), None, None),
+        batches=bilevel.stream(shards),
+        steps=2,
+        key=jax.random.key(0),
+        progress=False,
+    )
+    assert found.w == 20
+
+
+def test_leaves_of_any_library_and_other_trees_work():
+    """torch tensors are objects with __array__; a DataLoader's batches are lists."""
+
+    class Tensor:
+        def __init__(self, x):
+            self.x = x
+
+        def __array__(self, dtype=None, copy=None):
+            return self.x if dtype is None else self.x.astype(dtype)
+
+    problem = bilevel.Problem(
+        lambda w, alpha, batch: PROBLEM.lower(w, alpha, batch["x"]),
+        lambda w, alpha, batch: loss(w, alpha, batch[0]),
+    )
+    source = [[{"x": Tensor(a)}, [b]] for a, b in itertools.islice(pairs(), 4)]
+    found = bilevel.search(
+        *(problem, SOLVER, optax.adam(0.1), jnp.zeros(3), jnp.ones(3), None, None),
+        batches=bilevel.stream(source),
+        steps=4,
+        progress=False,
+    )
+    assert_close(found.alpha, by_hand(4)[0].alpha, f64=1e-12, f32=1e-5)
+
+
+def test_mistakes_are_one_sentence_and_no_thread_is_left():
+    before = threading.active_count()
+    with pytest.raises(ValueError, match=r"source: expected an iterable of pairs .* got 3"):
+        bilevel.stream(3)
+    cut = [*itertools.islice(pairs(), 3), (ROWS[0, 3][:2], ROWS[1, 3])]
+    with pytest.raises(ValueError, match=r"got float64\[2, 3\] after float64\[4, 3\] at step 3"):
+        search(batches=bilevel.stream(cut), steps=9, chunk=2)
+    other = [*itertools.islice(pairs(), 1), (ROWS[0, 3], [ROWS[1, 3]])]
+    with pytest.raises(ValueError, match=r"batches: expected pairs of one structure, .* at step 1"):
+        search(batches=bilevel.stream(other), steps=9)
+    with pytest.raises(ValueError, match=r"batches: expected a pair .* at step 0, got none"):
+        search(batches=bilevel.stream([]), steps=9)
+    with pytest.raises(ValueError, match=r"batches: expected a pair .* at step 0, got a ndarray"):
+        search(batches=bilevel.stream([ROWS[0, 0]]), steps=9)
+    with pytest.raises(ValueError, match="train, valid: expected None beside a stream"):
+        bilevel.search(
+            *(PROBLEM, SOLVER, optax.adam(0.1), jnp.zeros(3), jnp.ones(3), ROWS[0], None),
+            batches=bilevel.stream(pairs),
+            steps=1,
+        )
+
+    def broken(step):
+        yield from itertools.islice(pairs(), 3)
+        raise OSError("the disk is gone")
+
+    with pytest.raises(OSError, match="the disk is gone"):
+        search(batches=bilevel.stream(broken), steps=9, chunk=2)
+    with pytest.raises(ValueError, match="a stream: expected none of them under jit"):
+        jax.jit(
+            lambda a: (
+                bilevel.search(
+                    *(PROBLEM, SOLVER, optax.adam(0.1), a, jnp.ones(3), None, None),
+                    batches=bilevel.stream(pairs),
+                    steps=1,
+                ).alpha
+            )
+        )(jnp.zeros(3))
+    assert threading.active_count() == before

@@ -69,9 +69,9 @@ def paced(
     ...     outer=lambda w, alpha, batch: 0.5 * jnp.mean((w - batch) ** 2),
     ... )
     >>> x = jnp.linspace(-1.0, 1.0, 10)
-    >>> options = {"steps": 300, "batches": bilevel.partition(4), "key": jax.random.key(0)}
+    >>> options = {"steps": 3000, "batches": bilevel.partition(4), "key": jax.random.key(0)}
     >>> args = paced(), jnp.zeros(1), jnp.zeros(1), x, 2 + x
-    >>> bilevel.search(problem, bilevel.saba(), *args, **options).alpha.round(1)
+    >>> bilevel.search(problem, bilevel.saba(), *args, **options).alpha.round(2)
     Array([2.], dtype=float...)
     """
     inner = gradient_transformation(

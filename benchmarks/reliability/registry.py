@@ -38,6 +38,7 @@ PACKAGES = (
     "bilevel.spaces",
     "bilevel.spectral",
     "bilevel.strategies",
+    "bilevel.train_free",
     "ntk",
     "ntk.bounds",
     "ntk.scores",

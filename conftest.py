@@ -64,6 +64,8 @@ def _forget_programs():
     What they leave free lies between what stays: the C library is told to give it back.
     """
     yield
+    if kept := sys.modules.get("ntk._programs"):
+        kept._programs.clear()
     jax.clear_caches()
     gc.collect()
     if sys.platform == "linux":

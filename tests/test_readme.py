@@ -63,7 +63,11 @@ def test_the_solver_and_the_inverse_of_contributing_are_right():
 
 
 @pytest.mark.parametrize(
-    "page", ["docs/index.md", "docs/geometry.md", "docs/solvers.md", "docs/stochastic.md"]
+    "page",
+    [
+        *("docs/index.md", "docs/geometry.md", "docs/solvers.md", "docs/stochastic.md"),
+        "docs/scaling.md",
+    ],
 )
 def test_the_pages_of_the_core_run(page, capsys):
     assert run(page, capsys)

@@ -126,7 +126,21 @@ def _again(tile: Tile) -> Tile:
 
 
 def _product(tile, v):
-    return jnp.matmul(tile, v, precision="highest")
+    """``tile @ v``: the tile's mean apart, by which all sums would be large and then cancel.
+
+    Entries of kernels have much in common. On images of MNIST their mean is five times what they
+    spread, and the error of the product in float32 is some seven times smaller so.
+    """
+    mean = lax.stop_gradient(jnp.mean(tile))  # which drops out
+    return jnp.matmul(tile - mean, v, precision="highest") + mean * _sum(v)
+
+
+def _sum(v):
+    """Over rows, two by two: what a long sum loses in one go is the same in all rows of ``K v``."""
+    while len(v) > 1:
+        v = jnp.pad(v, ((0, len(v) % 2), (0, 0)))
+        v = v[::2] + v[1::2]
+    return v[0]
 
 
 def _cut(v, size: int):

@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from bilevel.problem import at_variables, enters
@@ -21,9 +22,10 @@ from bilevel.stochastic._steps import Rate
 
 
 class Saga(NamedTuple):
-    """The last estimates of each batch of one loss."""
+    """The last estimates of each batch of one loss; 0 of those that have not come yet."""
 
     mean: Pytree  # of the table's rows
+    lost: Pytree  # what rounding left off the mean so far
     row: Pytree  # the table's row of the next batch: see `_saga`
     table: Pytree  # [batches, ...]
 
@@ -35,29 +37,37 @@ class SabaState(NamedTuple):
     tables: Tables  # a `Saga` of the lower and one of the outer loss; the metric, if any
 
 
-def _begun(blocks: Blocks, oracle: Oracle, first) -> Saga:
-    table = blocks.table(oracle)
-    return Saga(jax.tree.map(lambda t: t.mean(0), table), _row(table, first), table)
+def _empty(blocks: Blocks, oracle: Oracle) -> Saga:
+    shapes = jax.eval_shape(lambda: blocks.at(0, oracle)[0])
+    nothing = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+    table = jax.tree.map(lambda s: jnp.zeros((blocks.count, *s.shape), s.dtype), shapes)
+    return Saga(nothing, nothing, nothing, table)
 
 
 def _row(table: Pytree, i) -> Pytree:
     return jax.tree.map(lambda t: jax.lax.dynamic_index_in_dim(t, i, keepdims=False), table)
 
 
-def _saga(blocks: Blocks, oracle: Oracle, saga: Saga, i, following):
+def _saga(blocks: Blocks, oracle: Oracle, saga: Saga, number, i, following):
     """The estimate from batch ``i``, what came beside it, and the table with it.
+
+    In the first epoch it is the batch's own, as the mean is not yet that of all rows.
 
     The old row comes from the step before, which read it after it had written its own. Reading a
     row before it is written, in one step, makes XLA copy the table.
     """
     new, rest = blocks.at(i, oracle)
     change = optax.tree.sub(new, saga.row)
-    estimate = optax.tree.add(change, saga.mean)
-    mean = optax.tree.add_scale(saga.mean, 1 / blocks.count, change)
+    full = number >= blocks.count
+    estimate = jax.tree.map(lambda c, m: c + jnp.where(full, m, 0), change, saga.mean)
+    # Compensated, after Kahan: in float32 the rounding of 100,000 sums would outweigh the mean.
+    due = optax.tree.add_scale(saga.lost, 1 / blocks.count, change)
+    mean = optax.tree.add(saga.mean, due)
+    lost = optax.tree.sub(due, optax.tree.sub(mean, saga.mean))
     table = jax.tree.map(
         lambda t, x: jax.lax.dynamic_update_index_in_dim(t, x, i, 0), saga.table, new
     )
-    return estimate, rest, Saga(mean, _row(table, following), table)
+    return estimate, rest, Saga(mean, lost, _row(table, following), table)
 
 
 def saba(step_size: Rate | None = None) -> SingleLoop:
@@ -123,16 +133,19 @@ def saba(step_size: Rate | None = None) -> SingleLoop:
     def init(problem, alpha, w, turn, train, valid):
         point = Point(w, optax.tree.zeros_like(w), alpha)
         lower, outer = oracles(problem, point, valid.rows)
-        below = _begun(train, lower, turn.train[0])
-        above = _begun(valid, outer, turn.valid[0])
+        below, above = _empty(train, lower), _empty(valid, outer)
         return SabaState(point.v, Tables((below, above, mover.init(problem, w, alpha, train))))
 
     def step(problem, alpha, w, state, turn, train, valid):
         point = Point(w, state.v, alpha)
         at_train, at_valid = oracles(problem, point, valid.rows)
         of_train, of_valid, kept = state.tables.content
-        lower, below, of_train = _saga(train, at_train, of_train, turn.train[0], turn.next_train)
-        outer, above, of_valid = _saga(valid, at_valid, of_valid, turn.valid[0], turn.next_valid)
+        lower, below, of_train = _saga(
+            train, at_train, of_train, turn.number, turn.train[0], turn.next_train
+        )
+        outer, above, of_valid = _saga(
+            valid, at_valid, of_valid, turn.number, turn.valid[0], turn.next_valid
+        )
         if outer.alpha is None:
             outer = outer._replace(alpha=optax.tree.zeros_like(alpha))
         found = directions(lower, outer)

@@ -39,7 +39,7 @@ TESTS = {
     "bilevel/geometry.py": "geometry search",
     "bilevel/_search.py": "search not_finite",
     "bilevel/_hypergradient.py": "hypergradient estimate not_finite",
-    "bilevel/strategies.py": "strategies",
+    "bilevel/strategies/methods.py": "strategies",
     "bilevel/baselines/halving.py": "baselines feature_selection",
     "bilevel/baselines/weight_sharing.py": "baselines feature_selection",
     "bilevel/baselines/exponentiated.py": "baselines feature_selection",

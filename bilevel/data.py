@@ -21,17 +21,12 @@ Vectors for Sentiment Analysis, ACL 2011.
 """
 
 import csv
-import gzip
-import hashlib
 import io
-import lzma
 import math
 import os
 import re
 import struct
-import tarfile
-import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
@@ -42,6 +37,7 @@ import pooch
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import maximum_flow
 
+from bilevel._files import check_digest, check_length, find_file, members, read_file
 from bilevel.checks import known, prng_key, whole
 
 
@@ -325,7 +321,7 @@ def _idx_array(path, content, digest):
     magic, *shape = struct.unpack(f">{1 + rank}I", content[:start].ljust(start, b"\0"))
     if magic != 2048 + rank:
         raise ValueError(f"{path}: expected idx magic {2048 + rank}, got {magic}")
-    _check_length(path, content, start + math.prod(shape), f"the shape {shape} in its header")
+    check_length(path, content, start + math.prod(shape), f"the shape {shape} in its header")
     check_digest(path, content, digest)
     return np.frombuffer(content, np.uint8, offset=start).reshape(shape)
 
@@ -347,7 +343,7 @@ def _read_cifar10(name, train_size, download):
             f"{folder}: expected {wanted:,} training rows for train_size={train_size}, "
             f"got {held:,} of {total:,}: pass train_size<={held}"
         )
-    packed = _members(archive, source.digest, r"_batch.*\.bin$") if archive else ()
+    packed = members(archive, source.digest, r"_batch.*\.bin$") if archive else ()
     packed = {Path(member).name: (archive / member, content) for member, content in packed}
     parts = []
     for file in (*batches[: math.ceil(wanted / BATCH_ROWS)], test_batch):
@@ -359,7 +355,7 @@ def _read_cifar10(name, train_size, download):
 
 def _cifar_batch(path, content, digest):
     """Images and labels of a batch; a record is a label and three 32 x 32 planes, RGB."""
-    _check_length(path, content, BATCH_ROWS * 3073, f"{BATCH_ROWS} records of 3073")
+    check_length(path, content, BATCH_ROWS * 3073, f"{BATCH_ROWS} records of 3073")
     check_digest(path, content, digest)
     records = np.frombuffer(content, np.uint8).reshape(-1, 3073)
     images = records[:, 1:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
@@ -389,8 +385,8 @@ def _imdb_csv(path, digest):
     """The reviews of the official folder or archive, as the content of imdb_reviews.csv."""
     pattern = r"(train|test)/(neg|pos)/(\d+)_(\d+)\.txt$"
     rows = []
-    for name, text in _members(path, digest, pattern):
-        # `_members` yields names that match only.
+    for name, text in members(path, digest, pattern):
+        # `members` yields names that match only.
         part, label, number, rating = re.findall(pattern, name)[0]
         rows.append((part, int(label == "pos"), rating, int(number), text.decode(errors="replace")))
     rows.sort(key=lambda row: (row[0] == "test", row[1], row[3]))
@@ -437,92 +433,3 @@ def _download(source, folder):
         ) from error
     except ValueError as error:  # a wrong digest, which pooch reports in several sentences
         raise ValueError(f"{source.url}: {str(error).partition('. ')[0]}") from error
-
-
-def find_file(folder, *files):
-    """The path of the first of some ``files`` that is in ``folder``, or None.
-
-    A file may be there under its own name or, compressed, with ``.gz`` or ``.xz`` behind it.
-
-    Examples
-    --------
-    >>> find_file(Path("no-such-folder"), "a.csv") is None
-    True
-    """
-    paths = (folder / f"{file}{suffix}" for file in files for suffix in _DECOMPRESS)
-    return next((path for path in paths if path.exists()), None)
-
-
-_DECOMPRESS: dict[str, Callable[[bytes], bytes]] = {
-    "": bytes,
-    ".gz": gzip.decompress,
-    ".xz": lzma.decompress,
-}
-
-
-def read_file(folder, file):
-    """The path and the decompressed bytes of a file, as :func:`find_file` finds it.
-
-    Raises
-    ------
-    FileNotFoundError
-        It is not there.
-    ValueError
-        It is compressed, and damaged.
-
-    Examples
-    --------
-    >>> import tempfile
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     _ = Path(folder, "a.csv.gz").write_bytes(gzip.compress(b"1,2"))
-    ...     path, content = read_file(Path(folder), "a.csv")
-    >>> path.name, content
-    ('a.csv.gz', b'1,2')
-    """
-    path = find_file(folder, file)
-    if path is None:
-        raise FileNotFoundError(f"{folder}: expected {file}, plain, .gz or .xz, got no such file")
-    decompress = _DECOMPRESS[path.name.removeprefix(file)]
-    try:
-        return path, decompress(path.read_bytes())
-    except (EOFError, zlib.error, gzip.BadGzipFile, lzma.LZMAError) as error:
-        raise ValueError(f"{path}: expected an intact {path.suffix} file, got: {error}") from error
-
-
-def _members(path, digest, pattern):
-    """Name and bytes of each file of a folder or tar archive whose name matches."""
-    if path.is_dir():
-        for file in path.rglob("*"):
-            if re.search(pattern, file.as_posix()):
-                yield file.as_posix(), file.read_bytes()
-        return
-    content = path.read_bytes()
-    check_digest(path, content, digest)
-    with tarfile.open(fileobj=io.BytesIO(content)) as archive:
-        for member in archive:
-            file = archive.extractfile(member) if re.search(pattern, member.name) else None
-            if file is not None:
-                yield member.name, file.read()
-
-
-def _check_length(path, content, length, what):
-    if len(content) != length:
-        raise ValueError(f"{path}: expected {length} bytes for {what}, got {len(content)}")
-
-
-def check_digest(path, content, digest):
-    """Refuse the ``content`` of ``path`` if its ``digest``, "sha256:..." or "md5:...", is another.
-
-    Raises
-    ------
-    ValueError
-        It is.
-
-    Examples
-    --------
-    >>> check_digest("a.txt", b"abc", "md5:900150983cd24fb0d6963f7d28e17f72")
-    """
-    algorithm, _, expected = digest.partition(":")
-    found = hashlib.new(algorithm, content, usedforsecurity=False).hexdigest()
-    if found != expected:
-        raise ValueError(f"{path}: expected content of {algorithm} {expected}, got {found}")

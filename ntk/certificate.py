@@ -47,16 +47,25 @@ import numpy as np
 import scipy.linalg
 import scipy.optimize
 import scipy.sparse.linalg
-import threadpoolctl
 
 from ntk._checks import finite, number, numbers, whole
+from ntk._definite import (
+    SUMMED,
+    TINY,
+    UNIT,
+    down,
+    norm_bound,
+    power_of_two,
+    shifted_bound,
+    slack,
+    smallest,
+    threads,
+    up,
+)
 from ntk._symmetric import check_symmetric, rounding
 from ntk.kernel_functions import matrix, measured, mixed_blocks
 from ntk.kernels import Kernels
 
-_U = 2.0**-53  # the relative error of one rounding in float64
-_TINY = 1e-290  # covers underflows, in matrices with entries of about 1
-_SUMMED = 1 + 1e-9  # covers the roundings of a sum of up to 10^6 nonnegative numbers
 _GRID = 2.0**48  # points of the simplex are multiples of 1 / _GRID: sums and midpoints are exact
 
 
@@ -116,25 +125,25 @@ def certified_min_eigenvalue(K, entry_error=None, *, x=None) -> float:
     if K.ndim != 2 or K.shape[0] != K.shape[1] or K.size == 0:
         raise ValueError(f"K: expected a square matrix, got shape {K.shape}.")
     check_symmetric(K, rounding(dtype, len(K)), "K")
-    scale = _power_of_two(K)
-    error = _norm_bound(_entry_error(0.0 if entry_error is None else entry_error, K.shape)) / scale
-    return _down(_down(_bound(K / scale) - error) * scale)
+    scale = power_of_two(K)
+    error = norm_bound(_entry_error(0.0 if entry_error is None else entry_error, K.shape)) / scale
+    return down(down(_bound(K / scale) - error) * scale)
 
 
 def _bound(K) -> float:
     """The same for the symmetric part of ``K``, with entries of at most about 1 in size."""
     A = K / 2 + K.T / 2
     shift, best = 0.0, -math.inf
-    with _threads(len(A)):
+    with threads(len(A)):
         for _ in range(2):  # again from just below: crowded eigenvalues are apart from there
-            estimate = _smallest(A, shift)[0]
-            margin = least = 2 * _slack(np.abs(A.diagonal() - estimate))
-            while (bound := _shifted_bound(A, estimate - margin)) is None:
+            estimate = smallest(A, shift)[0]
+            margin = least = 2 * slack(np.abs(A.diagonal() - estimate))
+            while (bound := shifted_bound(A, estimate - margin)) is None:
                 margin *= 4
             shift, best = -bound, max(best, bound)
             if margin == least:
                 break
-    return _down(best - _U * _norm_bound(np.abs(A)))
+    return down(best - UNIT * norm_bound(np.abs(A)))
 
 
 class Certificate(NamedTuple):
@@ -219,7 +228,7 @@ def certify_simplex(
     max_cells = whole("max_cells", max_cells, 1)
     _check_mixtures(blocks, rounding(dtype, n))
     mixture = _Mixture(blocks, _entry_error(entry_error, blocks.shape))
-    with _threads(n):
+    with threads(n):
         return _Search(mixture, rtol).run(max_cells)
 
 
@@ -228,7 +237,7 @@ class _Mixture:
 
     def __init__(self, blocks, entry_error):
         self.h, _, self.n, _ = blocks.shape
-        self.blocks, self.scale = blocks, _power_of_two(blocks)
+        self.blocks, self.scale = blocks, power_of_two(blocks)
         self.i, self.j = np.triu_indices(self.h)  # K(v, w) needs the sum of K_ij and K_ji only
         parts = np.empty((len(self.i), self.n, self.n))
         for part, i, j in zip(parts, self.i, self.j, strict=True):
@@ -237,9 +246,9 @@ class _Mixture:
         self.parts = parts.reshape(len(parts), -1)
         self.traces = self._square(np.trace(parts, axis1=1, axis2=2))
         # An entry of K(v, w) takes 2 roundings in the parts, 2 in the weights, h^2 in their sum.
-        norms = [_norm_bound(np.abs(part)) for part in parts]
-        rounding = self._square(2 * (self.h**2 + 4) * _U * np.array(norms) + _TINY)
-        given = np.array([[_norm_bound(e) for e in row] for row in entry_error])
+        norms = [norm_bound(np.abs(part)) for part in parts]
+        rounding = self._square(2 * (self.h**2 + 4) * UNIT * np.array(norms) + TINY)
+        given = np.array([[norm_bound(e) for e in row] for row in entry_error])
         self.errors = rounding + (given + given.T) / (2 * self.scale)
 
     def _square(self, values):
@@ -254,7 +263,7 @@ class _Mixture:
 
     def error(self, v, w) -> float:
         """Bound of the spectral norm of what ``kernel(v, w)`` is off by."""
-        return (v @ self.errors @ w) * _SUMMED
+        return (v @ self.errors @ w) * SUMMED
 
     def forms(self, x):
         """``x' K_ij x`` [h, h]."""
@@ -265,17 +274,17 @@ class _Mixture:
         size = self.h * self.n
         bound = _bound(self.blocks.transpose(0, 2, 1, 3).reshape(size, size) / self.scale)
         bound = bound / self.h if bound > 0 else bound
-        return _down(_down(bound) - self.errors.max())
+        return down(down(bound) - self.errors.max())
 
     def upper_bound(self, alpha):
         """Rigorous upper bound of ``lambda_min(K_alpha)``, and the vector that shows it."""
         K = self.kernel(alpha, alpha)
-        x = _smallest(K)[1]
+        x = smallest(K)[1]
         size = np.abs(x)
-        rounding = 2 * (2 * self.n + 4) * _U * (size @ np.abs(K) @ size) + _TINY
+        rounding = 2 * (2 * self.n + 4) * UNIT * (size @ np.abs(K) @ size) + TINY
         numerator = x @ K @ x + rounding
-        worst = 1 + math.copysign(2 * (self.n + 4) * _U, numerator)  # of x'x and the division
-        return _up(numerator / (x @ x) * worst + self.error(alpha, alpha)), x
+        worst = 1 + math.copysign(2 * (self.n + 4) * UNIT, numerator)  # of x'x and the division
+        return up(numerator / (x @ x) * worst + self.error(alpha, alpha)), x
 
 
 class _Search:
@@ -304,8 +313,8 @@ class _Search:
             if not alpha @ forms @ alpha < value - 0.02 * self.rtol * abs(value):
                 break
         # The gap must leave room for what the bounds on either side lose.
-        noise = _slack(np.full(1, self.mixture.traces.max())) + self.mixture.errors.max()
-        noise += (self.mixture.n + 2) * _U
+        noise = slack(np.full(1, self.mixture.traces.max())) + self.mixture.errors.max()
+        noise += (self.mixture.n + 2) * UNIT
         self.gap = max(0.99 * self.rtol * abs(self.upper) - noise, 4 * noise)
 
     def run(self, max_cells) -> Certificate:
@@ -347,7 +356,7 @@ class _Search:
 
     def certificate(self, lower, cells) -> Certificate:
         scale = self.mixture.scale
-        lower, upper = _down(lower * scale), _up(self.upper * scale)
+        lower, upper = down(lower * scale), up(self.upper * scale)
         return Certificate(
             lower, upper, self.argmin, cells, upper - lower <= self.rtol * abs(upper)
         )
@@ -375,11 +384,11 @@ class _Search:
         shift = self.upper - self.gap + error
         if shift >= self.failed.get(pair, math.inf):
             return False
-        bound = _shifted_bound(self.mixture.kernel(v, w), shift)
+        bound = shifted_bound(self.mixture.kernel(v, w), shift)
         if bound is None:
             self.failed[pair] = shift
             return False
-        self.passed[pair] = _down(bound - error)
+        self.passed[pair] = down(bound - error)
         return True
 
     def length(self, v, w) -> float:
@@ -407,79 +416,10 @@ def _simplex_minimum(forms):
     """
     values, vectors = np.linalg.eigh(forms)
     root = np.sqrt(np.maximum(values, 0))[:, None] * vectors.T
-    weight = np.sqrt(np.trace(np.abs(forms)) + _TINY)
+    weight = np.sqrt(np.trace(np.abs(forms)) + TINY)
     system = np.vstack([root, np.full(len(forms), weight)])
     alpha, _ = scipy.optimize.nnls(system, np.append(np.zeros(len(forms)), weight))
     return alpha / alpha.sum()
-
-
-def _slack(diagonal) -> float:
-    """The slack of the module's docstring, for the ``B`` with this diagonal."""
-    n = len(diagonal)
-    g = (n + 2) * _U / (1 - (n + 2) * _U)
-    return 1.01 * (g / (1 - g) * diagonal.sum() + _U * diagonal.max()) + _TINY
-
-
-def _shifted_bound(A, shift) -> float | None:
-    """``shift - slack`` if Cholesky proves that ``lambda_min(A)`` is above it, else None."""
-    B = A.copy()
-    B[np.diag_indices_from(B)] -= shift
-    slack = _slack(B.diagonal())
-    if not B.diagonal().min() > 0:
-        return None
-    factor, failure = scipy.linalg.lapack.dpotrf(B.T, lower=1, overwrite_a=1, clean=0)
-    if failure or not np.isfinite(factor.diagonal()).all():
-        return None
-    return _down(shift - slack)
-
-
-def _smallest(A, shift=0.0):
-    """Estimate of the smallest eigenvalue, and a unit eigenvector: nothing rigorous about it.
-
-    By Lanczos on the inverse of ``A + shift I``, with a larger shift where that is not definite.
-    """
-    n = len(A)
-    if n > 100:
-        while True:
-            factor, failure = scipy.linalg.lapack.dpotrf(A + shift * np.eye(n), clean=0)
-            if not failure:
-                break
-            shift = max(16 * shift, 10 * _U * np.abs(A).sum(1).max(), _TINY)
-        inverse = scipy.sparse.linalg.LinearOperator(
-            (n, n), lambda v: scipy.linalg.lapack.dpotrs(factor, v)[0], dtype=float
-        )
-        start = np.random.default_rng(0).standard_normal(n)
-        try:
-            theta, x = scipy.sparse.linalg.eigsh(inverse, k=1, v0=start, tol=1e-9, maxiter=10)
-            return 1 / theta[0] - shift, x[:, 0]
-        except scipy.sparse.linalg.ArpackError:
-            pass  # the lower end is crowded: all eigenvalues take no longer
-    values, vectors = scipy.linalg.eigh(A, subset_by_index=[0, 0])
-    return values[0], vectors[:, 0]
-
-
-def _threads(n):
-    """One BLAS thread for small matrices: more of them wait for each other, 50 times as long."""
-    return threadpoolctl.threadpool_limits(1 if n < 2000 else None, "blas")
-
-
-def _norm_bound(e) -> float:
-    """Bound of the spectral norm of every matrix with entries of at most ``e`` [n, n] in size."""
-    return np.sqrt(e.sum(0).max()) * np.sqrt(e.sum(1).max()) * _SUMMED + _TINY
-
-
-def _down(x) -> float:
-    return float(np.nextafter(x, -np.inf))
-
-
-def _up(x) -> float:
-    return float(np.nextafter(x, np.inf))
-
-
-def _power_of_two(array) -> float:
-    """A power of two of the size of the largest entry: dividing by it is exact."""
-    largest = float(np.abs(array).max())
-    return 2.0 ** np.clip(math.frexp(largest)[1], -900, 900) if largest else 1.0
 
 
 def _real(name, array):

@@ -8,10 +8,10 @@ import pytest
 from helpers import documented_keys
 
 from bilevel.cli import main
-from bilevel.cli.nasbench201 import cost_in_networks, looked_up
 from bilevel.diagnostics import tangent
 from bilevel.judging import table
-from bilevel.spaces.nasbench201 import PRIMITIVES, encode, genotypes, parse_genotype
+from bilevel.judging.standing import standing
+from bilevel.spaces.nasbench201 import encode, genotypes, parse_genotype, supernet_cost
 
 # Without a convolution on the edges: they are what takes long to compile.
 SMALL = (
@@ -103,7 +103,7 @@ def test_random_networks_and_the_optimum_have_the_operations_searched(known):
     names = ("none", "avg_pool_3x3")
     some = [i for i, g in enumerate(genotypes()) if set(g.operations) <= set(names)]
     assert len(some) == 64
-    found = looked_up(known, [genotypes()[some[5]]], names, 64)
+    found = standing(known, [genotypes()[some[5]]], operations=names, budget=64)
     by = known.accuracy["cifar10-valid"][some]
     for name, scores in found.items():
         test = known.accuracy[f"{name}-test"][some]
@@ -111,14 +111,14 @@ def test_random_networks_and_the_optimum_have_the_operations_searched(known):
         assert scores["optimum"] == test.max()
         # All of them drawn: the best by CIFAR-10 validation, the mean of those if several are.
         np.testing.assert_allclose(scores["best_of_random"], test[by == by.max()].mean())
-    assert not any("best" in key for key in looked_up(known, [], names, 1)["cifar10"])
+    assert not any("best" in key for key in standing(known, [])["cifar10"])
 
 
 def test_the_cost_of_a_search_is_counted_in_networks():
     """By hand: multiply-adds are 7,783,040 + 35,389,440 n_3 + 3,932,160 n_1 an image."""
     supernet = 7_783_040 + 6 * (35_389_440 + 3_932_160)
     network = 7_783_040 + 6 / 5 * (35_389_440 + 3_932_160)  # each operation on a fifth of the edges
-    np.testing.assert_allclose(cost_in_networks(PRIMITIVES, 5, 16), supernet / network)
+    np.testing.assert_allclose(supernet_cost(), supernet / network)
 
 
 def test_mistakes_are_one_sentence_and_leave_no_run_directory(tmp_path, capsys, known):

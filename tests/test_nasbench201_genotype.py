@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bilevel.spaces.nasbench201._genotype import (
+from bilevel.spaces.nasbench201 import (
     EDGES,
     Genotype,
     canonical,

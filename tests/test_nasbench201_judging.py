@@ -27,7 +27,7 @@ from bilevel.judging.verdicts import (
     sum_of_log_ranks,
     top_one,
 )
-from bilevel.spaces.nasbench201._genotype import genotypes, multiply_adds, parameter_count
+from bilevel.spaces.nasbench201 import genotypes, multiply_adds, parameter_count
 
 RNG = np.random.default_rng(0)
 NAN, INF = math.nan, math.inf

@@ -32,12 +32,8 @@ from bilevel.judging.table import (
     published_scores,
     row,
 )
-from bilevel.spaces.nasbench201._genotype import (
-    _live,
-    genotypes,
-    parameter_count,
-    parse_genotype,
-)
+from bilevel.spaces.nasbench201 import genotypes, parameter_count, parse_genotype
+from bilevel.spaces.nasbench201._genotype import _live
 
 COMPRESS = {"": bytes, ".gz": gzip.compress, ".xz": lzma.compress}
 

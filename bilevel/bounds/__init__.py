@@ -11,6 +11,7 @@ how many validation rows does a gap ask for?
 ``bilevel.bounds.oymak``         the theorems of Oymak et al. 2021, corrected or as printed
 ``.. .oymak_kernels``            two of them, on the risk by y'K^-1 y
 ``bilevel.bounds.khodak``        excess risk after selection on validation data, Khodak et al. 2020
+``.. .khodak_corollaries``       its corollaries, for linear models and finitely many choices
 ===============================  ===================================================================
 """
 
@@ -30,14 +31,16 @@ from bilevel.bounds.covering import (
 )
 from bilevel.bounds.feature_maps import FeatureMapLipschitz, feature_map_lipschitz
 from bilevel.bounds.khodak import (
-    khodak_corollary_a1,
-    khodak_corollary_a2,
-    khodak_corollary_a3,
-    khodak_corollary_a4,
     khodak_theorem_3_1_as_printed,
     khodak_theorem_a2,
     khodak_theorem_a2_as_printed,
     version_entropy,
+)
+from bilevel.bounds.khodak_corollaries import (
+    khodak_corollary_a1,
+    khodak_corollary_a2,
+    khodak_corollary_a3,
+    khodak_corollary_a4,
 )
 from bilevel.bounds.oymak import (
     OymakTheorem1,

@@ -7,7 +7,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from bilevel.checks import nonnegative, number
+from bilevel.checks import nonnegative, number, positive
 from ntk.bounds import Bound
 
 UNIT_LOSS = ("the loss is in [0, 1], else C is larger", None)
@@ -43,3 +43,10 @@ def end_to_end(
     terms = terms | {"delta": nonnegative("delta", delta)}
     value = sum(terms.values(), jnp.zeros(()))
     return Bound(claim, value, terms, vacuous=~(value < 1), **details)
+
+
+def check_range(delta: float, B: float = 1.0, events: int = 3) -> None:
+    """Refuse a ``delta`` that leaves so many events no chance, and a ``B`` that is not positive."""
+    if not 0 < number("delta", delta) < 1 / events:
+        raise ValueError(f"delta: expected a number in (0, 1/{events}), got {delta}.")
+    positive("B", B)

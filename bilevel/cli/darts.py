@@ -5,9 +5,10 @@ scratch, and networks of random genotypes trained alike.
 """
 
 import functools
+import pathlib
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,14 +17,12 @@ import optax
 
 from bilevel.cli import deep, deep_report, images, report
 from bilevel.cli.deep_commands import DartsSearch
+from bilevel.cli.deep_program import Parts, Program, Rows, run
 from bilevel.cli.known import CLASSES, pixel_count
-from bilevel.nets.evaluation import Part
 from bilevel.nets.images import unit_images
-from bilevel.nets.training import TrainableNetwork
 from bilevel.spaces import Space
 from bilevel.spaces.darts import (
     EDGES,
-    Genotype,
     darts_network,
     darts_space,
     parse_genotype,
@@ -33,144 +32,108 @@ from bilevel.spaces.darts import (
 from bilevel.strategies import darts_sgd
 
 
-class _Training(NamedTuple):
-    """How the networks of genotypes are trained."""
-
-    network: Callable[[Genotype], TrainableNetwork]
-    random: int  # how many random genotypes are trained beside the one found
-    epochs: int
-    batch_size: int
-    rate: float
-    drop_path: float
-    augment: Callable | None
-
-
 def run_darts_search(config: DartsSearch) -> dict[str, Any]:
     """Run the job; print its table, write its run directory, return what `result.json` holds."""
     config.check()
     began = time.perf_counter()
-    dtype = jnp.bfloat16 if config.bfloat16 else None
-    space = darts_space(
-        config.operations,
-        classes=CLASSES,
-        cells=config.cells,
-        channels=config.channels,
-        dtype=dtype,
-        remat=config.remat,
-    )
-    cells = config.final_cells or config.cells
-    channels = config.final_channels or config.channels
-    training = _Training(
-        functools.partial(
-            darts_network,
-            classes=CLASSES,
-            cells=cells,
-            channels=channels,
-            auxiliary=config.auxiliary,
-            dtype=dtype,
-        ),
-        config.random,
-        config.epochs,
-        config.batch_size,
-        config.weight_rate,
-        config.drop_path,
-        images.augmentation(config.crop_and_flip, config.cutout),
+    shape: dict[str, Any] = {"cells": config.cells, "channels": config.channels}
+    final: dict[str, Any] = {k: getattr(config, f"final_{k}") or size for k, size in shape.items()}
+    both: dict[str, Any] = {"classes": CLASSES, "dtype": jnp.bfloat16 if config.bfloat16 else None}
+    space = darts_space(config.operations, remat=config.remat, **both, **shape)
+    network: Callable[..., Any] = functools.partial(
+        darts_network, auxiliary=config.auxiliary, **both, **final
     )
     search = deep.search_of(config, space, darts_sgd, config.weight_rate)
+    steps = config.epochs * (config.train // config.batch_size)
+    sgd = darts_sgd(optax.cosine_decay_schedule(config.weight_rate, steps))
+    options: dict[str, Any] = {
+        "epochs": config.epochs,
+        "batch_size": config.batch_size,
+        "augment": images.augmentation(config.crop_and_flip, config.cutout),
+        "options": lambda epoch: (config.drop_path * epoch / config.epochs,),
+    }
+    fit = functools.partial(images.fitted, sgd=sgd, **options)
     pixels = config.batch_size * pixel_count(config.data, config.pixels)
-    operation = images.gradient_seconds(pixels, len(EDGES), config.cells, config.channels)
-    epoch = images.gradient_seconds(pixels, len(EDGES), cells, channels) / 2  # half the edges
-    epoch *= config.train // config.batch_size
+    operation = images.gradient_seconds(pixels, len(EDGES), **shape)
+    trained = steps * images.gradient_seconds(pixels, len(EDGES), **final) / 2  # half the edges
     work = {
         "data": 5,
         **images.search_work(config.seeds, search.gradients, len(space.names) * operation),
-        "training": config.seeds * (1 + config.random) * (20 + config.epochs * epoch),
+        "training": config.seeds * (1 + config.random) * (20 + trained),
         "errors and curvature": 20 + config.seeds,
     }
-    with deep.running(config, work) as run:
-        parts = deep.parts_of(config, functools.partial(unit_images, pixels=config.pixels))
-        train = parts[0][0]
-        images.check_fits(space.init, train)
-        network = training.network(space.discretize(space.start()))
-        images.check_fits(network.init, train[0].shape[1:])
-        found = deep.one_by_one(run, space, search, parts, config.seed)
-        searched = time.perf_counter() - began
-        networks = _networks(run, space, training, found, parts, config.seed)
-        scores = deep.by_network(networks)
-        result = deep_report.summary(run, "darts", space, search, found, parts, scores)
-        each = float(np.mean([row["seconds"] for row in networks]))
-        seconds = {"search": searched, "network": each, "all": time.perf_counter() - began}
-        result["seconds"] = seconds
-        report.write(run.folder, result, deep_report.arrays_of(found))
-        _draw(run.folder, result, found)
-    _print(result, run.folder)
-    return result
+
+    def searched(run, parts):
+        first = network(space.discretize(space.start()))
+        images.check_fits(first.init, parts[0][0][0].shape[1:])
+        return images.searched(space, search, config.seed, run, parts)
+
+    rest = network, fit, config.seed, config.random, config.epochs
+    return run(
+        config,
+        Program(
+            name="darts",
+            space=space,
+            work=work,
+            unit=functools.partial(unit_images, pixels=config.pixels),
+            search=searched,
+            train=functools.partial(_networks, space, *rest),
+            heats=functools.partial(_heats, space.names),
+            draw=_draw,
+            table=_table,
+            notes=_notes,
+        ),
+        began,
+    )
 
 
 def _networks(
-    run: deep.Run,
     space: Space,
-    training: _Training,
-    found: list[deep.Found],
-    parts: list[list[Part]],
+    network: Callable[..., Any],
+    fit: Callable[..., Any],
     seed: int,
-) -> list[dict[str, Any]]:
-    """Scores of the networks of the genotypes found, and of random ones."""
-    keys, count = [deep.keys(seed, s)[3] for s in range(len(parts))], training.random
-    drawn = [[space.draw(k) for k in jax.random.split(key, count + 1)[1:]] for key in keys]
-    rows = deep.rows_of(space, found, {}, drawn)
-    orders = [jax.random.split(key, count + 2)[-1] for key in keys]
-    fit = functools.partial(_trained, training, parts, orders)
-    return deep.trained(run, rows, training.epochs, fit)
+    random: int,
+    epochs: int,
+    run: deep.Run,
+    found: list[deep.Found],
+    parts: Parts,
+) -> Rows:
+    """Scores of the networks of the genotypes found, and of so many ``random`` ones."""
+    keys = [deep.keys(seed, s)[3] for s in range(len(parts))]
+    drawn = [[space.draw(k) for k in jax.random.split(key, random + 1)[1:]] for key in keys]
+    orders = [jax.random.split(key, random + 2)[-1] for key in keys]
 
+    def train(row, checkpoint, show):
+        """Checkpointed; it goes on from what it finds."""
+        key, own = orders[row.seed], parts[row.seed]
+        state, errors = fit(network(row.architecture), key, own, checkpoint=checkpoint, show=show)
+        return {
+            **dict(zip(deep.ERRORS, errors, strict=True)),
+            "skips": sum(name == "skip_connect" for name, _ in row.architecture.normal),
+            "parameters": weight_count(state.w),
+        }
 
-def _trained(
-    training: _Training,
-    parts: list[list[Part]],
-    keys: list[jax.Array],
-    row: deep.Row,
-    checkpoint: Any,
-    show: Callable[[int, float], None],
-) -> dict[str, Any]:
-    """The network's scores; its training is checkpointed, and goes on from what it finds."""
-    epochs, own = training.epochs, parts[row.seed]
-    steps = epochs * (len(own[0][1]) // training.batch_size)
-    state, errors = images.fitted(
-        training.network(row.architecture),
-        darts_sgd(optax.cosine_decay_schedule(training.rate, steps)),
-        keys[row.seed],
-        own,
-        epochs=epochs,
-        batch_size=training.batch_size,
-        checkpoint=checkpoint,
-        show=show,
-        augment=training.augment,
-        options=lambda epoch: (training.drop_path * epoch / epochs,),
-    )
-    return {
-        **dict(zip(deep.ERRORS, errors, strict=True)),
-        "skips": sum(name == "skip_connect" for name, _ in row.architecture.normal),
-        "parameters": weight_count(state.w),
-    }
+    return deep.trained(run, deep.rows_of(space, found, {}, drawn), epochs, train)
 
 
 # ----------------------------------------------------------------------------- the report
 
 
-def _draw(folder: Any, result: dict[str, Any], found: list[deep.Found]) -> None:
+def _heats(names: tuple[str, ...], alpha: Any) -> list[deep_report.Heat]:
     edges = [f"{i} → {j}" for i, j in EDGES]
-    heats = [
-        deep_report.Heat(
-            f"{name} cell: α of every edge",
-            np.asarray(found[0].alpha[kind]),
-            result["names"],
-            edges,
-            ylabel="edge, from node → to node" if kind == "normal" else "",
-        )
-        for kind, name in (("normal", "normal"), ("reduce", "reduction"))
+    titles = {kind: f"{name} cell: α of every edge" for kind, name in _CELLS.items()}
+    axes = {"normal": "edge, from node → to node", "reduce": ""}
+    return [
+        deep_report.Heat(title, np.asarray(alpha[kind]), list(names), edges, axes[kind])
+        for kind, title in titles.items()
     ]
-    deep_report.picture(folder / "search.png", result, found, heats)
-    first = ", first seed" if len(found) > 1 else ""
+
+
+_CELLS = {"normal": "normal", "reduce": "reduction"}
+
+
+def _draw(folder: pathlib.Path, result: dict[str, Any]) -> None:
+    first = ", first seed" if len(result["architectures"]) > 1 else ""
 
     def draw(figure):
         plot_genotype(parse_genotype(result["architectures"][0]), figure.subplots(2, 1))
@@ -182,11 +145,13 @@ def _draw(folder: Any, result: dict[str, Any], found: list[deep.Found]) -> None:
 _COLUMNS = {"skips": ("skips", ".3g"), "parameters": ("parameters", ",.0f")}
 
 
-def _print(result: dict[str, Any], folder: Any) -> None:
+def _table(result: dict[str, Any]) -> Any:
+    return deep_report.table(result, _COLUMNS, {"search", "random"})
+
+
+def _notes(result: dict[str, Any]) -> list[str]:
     seconds, seeds = result["seconds"], result["config"]["seeds"]
-    note = (
+    return [
         "networks are trained from scratch; skips: in the normal cell, of 8 edges; in the search's "
         f"time {seconds['search'] / seeds / seconds['network']:.1f} networks could be trained"
-    )
-    drawn = deep_report.table(result, _COLUMNS, {"search", "random"})
-    deep_report.show(result, folder, drawn, [note])
+    ]

@@ -12,6 +12,7 @@ from bilevel.cli import deep
 from bilevel.nets.evaluation import Part, error_rates
 from bilevel.nets.images import crop_and_flip, cutout
 from bilevel.nets.training import TrainableNetwork, TrainingState, from_scratch, run_epochs
+from bilevel.spaces import Space
 
 # Seconds for each weight and pixel: 3 passes (a backward pass costs two forward ones), a few
 # products a weight, at 5e9 products a second.
@@ -21,6 +22,14 @@ _PASSES = 3 * 4 / 5e9
 def check_fits(init: Callable[[jax.Array, Any], Any], like: Any) -> None:
     """Raise if the images are too small for a network, before anything is computed."""
     jax.eval_shape(lambda key: init(key, like), jax.random.key(0))
+
+
+def searched(
+    space: Space, search: deep.Search, seed: int, run: deep.Run, parts: list[list[Part]]
+) -> tuple[deep.Search, list[deep.Found]]:
+    """The searches of all seeds, once it is known that the images are large enough."""
+    check_fits(space.init, parts[0][0])
+    return search, deep.one_by_one(run, space, search, parts, seed)
 
 
 def search_work(seeds: int, gradients: int, seconds: float) -> dict[str, float]:
@@ -49,10 +58,10 @@ def augmentation(moved: bool, cut: int) -> Callable[[jax.Array, jax.Array], jax.
 
 def fitted(
     network: TrainableNetwork,
-    sgd: optax.GradientTransformation,
     key: jax.Array,
     parts: list[Part],
     *,
+    sgd: optax.GradientTransformation,
     epochs: int,
     batch_size: int,
     checkpoint: pathlib.Path,

@@ -6,7 +6,6 @@ its corner of the space, and random architectures trained alike.
 
 import functools
 import time
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,11 +14,12 @@ import numpy as np
 import optax
 
 from bilevel import diagnostics
-from bilevel.cli import deep, deep_report, images, report
+from bilevel.cli import deep, deep_report, images
 from bilevel.cli.deep_commands import OwnSearch
+from bilevel.cli.deep_program import Parts, Program, Rows, run
 from bilevel.cli.importing import imported
 from bilevel.cli.known import CLASSES
-from bilevel.nets.evaluation import Part, error_rates
+from bilevel.nets.evaluation import error_rates
 from bilevel.nets.images import unit_images
 from bilevel.protocols import Pytree
 from bilevel.spaces import Space
@@ -32,35 +32,36 @@ def run_own_search(config: OwnSearch) -> dict[str, Any]:
     work = {"data": 5.0, **images.search_work(config.seeds, config.steps, 0.1)}
     work["training"] = config.seeds * (1 + config.random) * config.epochs
     work["errors and curvature"] = 10.0
-    with deep.running(config, work) as run:
-        parts = deep.parts_of(config, functools.partial(unit_images, pixels=config.pixels))
+    search_at = functools.partial(
+        deep.search_of, config, space, functools.partial(optax.sgd, momentum=0.9)
+    )
+
+    def searched(run, parts):
         train = parts[0][0]
         images.check_fits(space.init, train)
         w = jax.jit(space.init)(deep.keys(config.seed, 0)[1], train)
         rate = config.weight_rate or float(deep.default_rate(space, w, space.start(), train[0]))
-        search = deep.search_of(config, space, functools.partial(optax.sgd, momentum=0.9), rate)
-        found = deep.one_by_one(run, space, search, parts, config.seed)
-        searched = time.perf_counter() - began
-        fit = deep.corner_trainer(space, config.epochs, config.batch_size, config.weight_rate)
-        keys = [
-            jax.random.split(deep.keys(config.seed, s)[3], config.random + 2)
-            for s in range(config.seeds)
-        ]
-        drawn = [[space.draw(key) for key in of_seed[2:]] for of_seed in keys]
-        rows = deep.rows_of(space, found, {}, drawn)
-        trained = _trainer(space, fit, keys, parts, config.epochs, config.batch_size)
-        networks = deep.trained(run, rows, config.epochs, trained)
-        scores = deep.by_network(networks)
-        result = deep_report.summary(run, config.space, space, search, found, parts, scores)
-        result["seconds"] = {"search": searched, "all": time.perf_counter() - began}
-        report.write(run.folder, result, deep_report.arrays_of(found))
-        heats = _heats(space, found[0].alpha)
-        deep_report.picture(run.folder / "search.png", result, found, heats)
-    note = "networks are trained from scratch, at the corners of the space that stand for them"
-    deep_report.show(
-        result, run.folder, deep_report.table(result, {}, {"search", "random"}), [note]
+        return images.searched(space, search_at(rate), config.seed, run, parts)
+
+    fit = deep.corner_trainer(space, config.epochs, config.batch_size, config.weight_rate)
+    rest = config.seed, config.random, config.epochs, config.batch_size
+    return run(
+        config,
+        Program(
+            name=config.space,
+            space=space,
+            work=work,
+            unit=functools.partial(unit_images, pixels=config.pixels),
+            search=searched,
+            train=functools.partial(_networks, space, fit, *rest),
+            heats=functools.partial(_heats, space),
+            table=lambda result: deep_report.table(result, {}, {"search", "random"}),
+            notes=lambda _: [
+                "networks are trained from scratch, at the corners of the space that stand for them"
+            ],
+        ),
+        began,
     )
-    return result
 
 
 def _space_of(name: str) -> Space:
@@ -72,24 +73,30 @@ def _space_of(name: str) -> Space:
     return space
 
 
-def _trainer(
+def _networks(
     space: Space,
-    fit: Callable[..., Pytree],
-    keys: list[jax.Array],
-    parts: list[list[Part]],
+    fit: Any,
+    seed: int,
+    random: int,
     epochs: int,
     batch_size: int,
-) -> deep.Train:
+    run: deep.Run,
+    found: list[deep.Found],
+    parts: Parts,
+) -> Rows:
+    """Scores of the networks of the corners found, and of so many ``random`` ones."""
     init, rates = jax.jit(space.init), error_rates(space)
+    keys = [jax.random.split(deep.keys(seed, s)[3], random + 2) for s in range(len(parts))]
+    drawn = [[space.draw(key) for key in of_seed[2:]] for of_seed in keys]
 
-    def trained(row, checkpoint, show):
+    def train(row, checkpoint, show):
         own, (init_key, order_key, *_) = parts[row.seed], keys[row.seed]
         corner = space.one_hot(row.architecture)
         w = fit(order_key, init(init_key, own[0]), corner, own[0])
         show(epochs, float("nan"))
         return dict(zip(deep.ERRORS, rates(w, corner, own, batch_size), strict=True))
 
-    return trained
+    return deep.trained(run, deep.rows_of(space, found, {}, drawn), epochs, train)
 
 
 def _heats(space: Space, alpha: Pytree) -> list[deep_report.Heat]:

@@ -273,9 +273,9 @@ def _trained(
 
         _, errors = images.fitted(
             network,
-            sgd,
             plan.keys[1],
             [plan.train, plan.test],
+            sgd=sgd,
             epochs=epochs,
             batch_size=size,
             checkpoint=folder / "network",

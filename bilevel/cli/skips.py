@@ -20,8 +20,9 @@ import numpy as np
 import optax
 
 import ntk
-from bilevel.cli import deep, deep_report, report
+from bilevel.cli import deep, deep_report
 from bilevel.cli.deep_commands import SkipSearch
+from bilevel.cli.deep_program import Program, run
 from bilevel.cli.known import CLASSES, inputs
 from bilevel.nets.evaluation import Part, error_rates
 from bilevel.protocols import Pytree
@@ -64,30 +65,43 @@ def run_skip_search(config: SkipSearch) -> dict[str, Any]:
         "training": training_seconds(config, 1 + len(space.names) + budget),
         "errors and curvature": 3 + 0.5 * config.seeds,
     }
-    with deep.running(config, work) as run:
-        task = task_of(config, space, deep.parts_of(config, unit_inputs))
-        stacked = jax.tree.map(lambda *a: jnp.stack(a), *task.parts)
+
+    def searched(run, parts):
+        task = task_of(config, space, parts)
+        stacked = jax.tree.map(lambda *a: jnp.stack(a), *parts)
         key, weight_key, choice_key = jax.random.split(jax.random.key(config.seed), 3)
         w0 = _initial(task.space, weight_key, stacked[0])
         rate = config.weight_rate or _rate(task.space, w0, stacked[0])
         search = deep.search_of(config, task.space, sgd, rate)
-        found = deep.side_by_side(run, task.space, search, w0, stacked, key, choice_key)
-        searched = time.perf_counter() - began
-        singles, drawn = singles_of(task.space), drawn_of(task, budget)
-        rows = deep.rows_of(task.space, found, singles, drawn)
-        scores = deep.by_network(trained(run, task, rows))
-        result = deep_report.summary(run, "skips", task.space, search, found, task.parts, scores)
+        return search, deep.side_by_side(run, task.space, search, w0, stacked, key, choice_key)
+
+    def networks(run, found, parts):
+        task = task_of(config, space, parts)
+        rows = deep.rows_of(space, found, singles_of(space), drawn_of(task, budget))
+        return trained(run, task, rows)
+
+    def more(result, found):
         result["scores"]["supernet"]["skips"] = [float(f.alpha["skips"].sum()) for f in found]
-        best = best_single(space, scores)
-        result |= {"best_single": best, "kernel_rows": kernel_rows(config)}
-        result["seconds"] = {"search": searched, "all": time.perf_counter() - began}
-        report.write(run.folder, result, deep_report.arrays_of(found))
-        heat = _heat(space, found[0].alpha)
-        deep_report.picture(run.folder / "search.png", result, found, [heat])
+        best = best_single(space, result["scores"])
+        return {"best_single": best, "kernel_rows": kernel_rows(config)}
+
     ends = {"search", space.names[-1], "random"}
-    notes = [note.format(**result) for note in _NOTES]
-    deep_report.show(result, run.folder, deep_report.table(result, COLUMNS, ends), notes)
-    return result
+    return run(
+        config,
+        Program(
+            name="skips",
+            space=_used(config, space),
+            work=work,
+            unit=unit_inputs,
+            search=searched,
+            train=networks,
+            more=more,
+            heats=functools.partial(_heats, space.names),
+            table=lambda result: deep_report.table(result, COLUMNS, ends),
+            notes=lambda result: [note.format(**result) for note in _NOTES],
+        ),
+        began,
+    )
 
 
 def space_of(config: SkipSearch) -> SkipSpace:
@@ -104,8 +118,11 @@ def space_of(config: SkipSearch) -> SkipSpace:
 def task_of(config: SkipSearch, space: SkipSpace, parts: list[list[Part]]) -> Task:
     """What is trained on the rows of all seeds, in the precision asked for."""
     rest = config.seed, config.epochs, config.batch_size, config.weight_rate
-    ours = _in_bfloat16(space) if config.bfloat16 else space
-    return Task(ours, space.kernel, parts, *rest)
+    return Task(_used(config, space), space.kernel, parts, *rest)
+
+
+def _used(config: SkipSearch, space: SkipSpace) -> SkipSpace:
+    return _in_bfloat16(space) if config.bfloat16 else space
 
 
 def kernel_rows(config: SkipSearch) -> int:
@@ -220,14 +237,12 @@ def _min_eigenvalue(kernel: Callable, corner: Pytree, x: jax.Array) -> float:
 # ----------------------------------------------------------------------------- the report
 
 
-def _heat(space: Space, alpha: Pytree) -> deep_report.Heat:
+def _heats(names: tuple[str, ...], alpha: Pytree) -> list[deep_report.Heat]:
     """Probability of each activation, and weight of the skip connection, layer by layer."""
     mixtures, skips = (np.asarray(alpha[k]) for k in ("activations", "skips"))
     values = np.column_stack([mixtures, [np.nan, *skips]])
-    layers = [str(layer) for layer in range(1, len(values) + 1)]
-    return deep_report.Heat(
-        "α and weight of the skip", values, [*space.names, "skip"], layers, ylabel="layer"
-    )
+    layers, columns = [str(layer) for layer in range(1, len(values) + 1)], [*names, "skip"]
+    return [deep_report.Heat("α and weight of the skip", values, columns, layers, ylabel="layer")]
 
 
 COLUMNS = {"skips": ("skips", ".3g"), "min_eigenvalue": ("λ_min", ".3g")}

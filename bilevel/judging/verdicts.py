@@ -34,7 +34,7 @@ from scipy.stats import kendalltau, rankdata, spearmanr
 
 from bilevel.checks import known, numbers, whole
 from bilevel.judging.table import RUN_SETS, Table
-from bilevel.spaces.nasbench201._genotype import (
+from bilevel.spaces.nasbench201 import (
     conv_edges,
     multiply_adds,
     parameter_count,

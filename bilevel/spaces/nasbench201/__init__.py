@@ -7,12 +7,18 @@ them is worth, is in :mod:`bilevel.judging`.
 """
 
 from bilevel.spaces.nasbench201._all_networks import AllNetworks, all_networks
+from bilevel.spaces.nasbench201._costs import (
+    conv_edges,
+    multiply_adds,
+    parameter_count,
+    supernet_cost,
+    trainable_layers,
+)
 from bilevel.spaces.nasbench201._genotype import (
     EDGES,
     PRIMITIVES,
     Genotype,
     canonical,
-    conv_edges,
     decode,
     draw_corner,
     draw_genotype,
@@ -20,11 +26,8 @@ from bilevel.spaces.nasbench201._genotype import (
     genotype,
     genotypes,
     is_dead,
-    multiply_adds,
     one_hot,
-    parameter_count,
     parse_genotype,
-    trainable_layers,
 )
 from bilevel.spaces.nasbench201.network import nasbench201_network
 from bilevel.spaces.nasbench201.supernet import nasbench201_space
@@ -50,5 +53,6 @@ __all__ = [
     "one_hot",
     "parameter_count",
     "parse_genotype",
+    "supernet_cost",
     "trainable_layers",
 ]

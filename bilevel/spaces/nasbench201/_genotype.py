@@ -16,7 +16,7 @@ the "topology" space).
 import functools
 import itertools
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import chex
@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bilevel.checks import known, prng_key, short, whole
+from bilevel.checks import known, prng_key, short
 
 PRIMITIVES = ("none", "skip_connect", "nor_conv_1x1", "nor_conv_3x3", "avg_pool_3x3")
 """The columns of ``alpha``. A convolution is ReLU, convolution, batch normalisation."""
@@ -332,152 +332,3 @@ def _formula(
             if name in SIZES:
                 terms[edge] = term
     return "+".join(sorted(nodes[3])), terms
-
-
-# What a genotype's network costs.
-
-
-class _Convolutions(NamedTuple):
-    """A number of equal convolutions."""
-
-    number: int
-    kernel: int
-    inputs: int
-    outputs: int
-    side: int  # of the output image
-    normalized: bool = True
-
-
-def _convolutions(
-    genotype: Genotype, channels: int, cells: int, pixels: int
-) -> Iterator[_Convolutions]:
-    """All convolutions of the network, those of dead operations included."""
-    check_genotype(genotype)
-    for name, value in (("channels", channels), ("cells", cells)):
-        whole(name, value, 1)
-    if whole("pixels", pixels, 4) % 4:
-        raise ValueError(f"pixels: expected a multiple of 4, got {pixels}.")
-    yield _Convolutions(1, 3, 3, channels, pixels)
-    for stage in range(3):
-        c, side = channels << stage, pixels >> stage
-        if stage:
-            yield _Convolutions(1, 3, c // 2, c, side)
-            yield _Convolutions(1, 3, c, c, side)
-            yield _Convolutions(1, 1, c // 2, c, side, normalized=False)
-        for name, kernel in SIZES.items():
-            yield _Convolutions(cells * genotype.operations.count(name), kernel, c, c, side)
-
-
-def parameter_count(
-    genotype: Genotype, *, classes: int = 10, channels: int = 16, cells: int = 5
-) -> int:
-    """The number of weights: of convolutions, batch normalisations and the classifier.
-
-    By default ``73,306 + 243,040 n_3 + 28,000 n_1`` with n_k convolutions of size k in the cell,
-    those without effect on the output included. The benchmark records the same, but for 150 of its
-    networks one convolution more or less.
-
-    Parameters
-    ----------
-    genotype : Genotype
-    classes : int
-        10 for CIFAR-10, 100 for CIFAR-100, 120 for ImageNet16-120.
-    channels : int
-        Of the first stage.
-    cells : int
-        Per stage.
-
-    Returns
-    -------
-    int
-
-    Raises
-    ------
-    ValueError
-        For what is no genotype, or a number under 1.
-
-    Examples
-    --------
-    >>> parameter_count(genotypes()[0]), parameter_count(genotypes()[3])
-    (73306, 316346)
-    """
-    total = 8 * channels + (4 * channels + 1) * classes  # the last normalisation, the classifier
-    for layer in _convolutions(genotype, channels, cells, 4):
-        weights = layer.kernel**2 * layer.inputs * layer.outputs
-        total += layer.number * (weights + 2 * layer.outputs * layer.normalized)
-    return total
-
-
-def multiply_adds(
-    genotype: Genotype, *, pixels: int = 32, classes: int = 10, channels: int = 16, cells: int = 5
-) -> int:
-    """Multiply-adds of one image: of the convolutions and the classifier, nothing else.
-
-    By default ``7,783,040 + 35,389,440 n_3 + 3,932,160 n_1``. Padding counts like pixels, and
-    operations without effect on the output are included, as in the benchmark.
-
-    Parameters
-    ----------
-    genotype : Genotype
-    pixels : int
-        The side of the image, a multiple of 4: 32 for CIFAR, 16 for ImageNet16-120.
-    classes, channels, cells : int
-        As in :func:`parameter_count`.
-
-    Returns
-    -------
-    int
-
-    Raises
-    ------
-    ValueError
-        For what is no genotype, a number under 1, or ``pixels`` that are no multiple of 4.
-
-    Examples
-    --------
-    >>> multiply_adds(genotypes()[0]), multiply_adds(genotypes()[0], pixels=16, classes=120)
-    (7783040, 1953280)
-    """
-    total = 4 * channels * classes
-    for layer in _convolutions(genotype, channels, cells, pixels):
-        weights = layer.kernel**2 * layer.inputs * layer.outputs
-        total += layer.number * weights * layer.side**2
-    return total
-
-
-def trainable_layers(genotype: Genotype, *, cells: int = 5) -> int:
-    """The number of convolutions and linear layers that the output depends on.
-
-    In a cell, those count that are on a path without ``none`` from its input to its output.
-    Outside the cells, all count, even where dead cells cut them off: the stem, three in each
-    residual block, and the classifier. Batch normalisations do not count.
-
-    Raises
-    ------
-    ValueError
-        For what is no genotype.
-
-    Examples
-    --------
-    >>> trainable_layers(decode([3, 0, 0, 0, 3, 3])), trainable_layers(genotypes()[3])
-    (38, 8)
-    """
-    live = zip(genotype.operations, _live(genotype), strict=True)
-    return 8 + 3 * cells * sum(name in SIZES and used for name, used in live)
-
-
-def conv_edges(genotype: Genotype) -> int:
-    """The number of edges with a convolution, whether the output depends on them or not.
-
-    Raises
-    ------
-    ValueError
-        For what is no genotype.
-
-    Examples
-    --------
-    >>> conv_edges(decode([3, 0, 0, 0, 3, 3]))
-    3
-    """
-    check_genotype(genotype)
-    return sum(name in SIZES for name in genotype.operations)

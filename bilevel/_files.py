@@ -1,0 +1,101 @@
+"""Files on the disk: found, plain or compressed; read; and held against their digests."""
+
+import gzip
+import hashlib
+import io
+import lzma
+import re
+import tarfile
+import zlib
+from collections.abc import Callable
+
+
+def find_file(folder, *files):
+    """The path of the first of some ``files`` that is in ``folder``, or None.
+
+    A file may be there under its own name or, compressed, with ``.gz`` or ``.xz`` behind it.
+
+    Examples
+    --------
+    >>> from pathlib import Path
+    >>> find_file(Path("no-such-folder"), "a.csv") is None
+    True
+    """
+    paths = (folder / f"{file}{suffix}" for file in files for suffix in _DECOMPRESS)
+    return next((path for path in paths if path.exists()), None)
+
+
+_DECOMPRESS: dict[str, Callable[[bytes], bytes]] = {
+    "": bytes,
+    ".gz": gzip.decompress,
+    ".xz": lzma.decompress,
+}
+
+
+def read_file(folder, file):
+    """The path and the decompressed bytes of a file, as :func:`find_file` finds it.
+
+    Raises
+    ------
+    FileNotFoundError
+        It is not there.
+    ValueError
+        It is compressed, and damaged.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> from pathlib import Path
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     _ = Path(folder, "a.csv.gz").write_bytes(gzip.compress(b"1,2"))
+    ...     path, content = read_file(Path(folder), "a.csv")
+    >>> path.name, content
+    ('a.csv.gz', b'1,2')
+    """
+    path = find_file(folder, file)
+    if path is None:
+        raise FileNotFoundError(f"{folder}: expected {file}, plain, .gz or .xz, got no such file")
+    decompress = _DECOMPRESS[path.name.removeprefix(file)]
+    try:
+        return path, decompress(path.read_bytes())
+    except (EOFError, zlib.error, gzip.BadGzipFile, lzma.LZMAError) as error:
+        raise ValueError(f"{path}: expected an intact {path.suffix} file, got: {error}") from error
+
+
+def members(path, digest, pattern):
+    """Name and bytes of each file of a folder or tar archive whose name matches."""
+    if path.is_dir():
+        for file in path.rglob("*"):
+            if re.search(pattern, file.as_posix()):
+                yield file.as_posix(), file.read_bytes()
+        return
+    content = path.read_bytes()
+    check_digest(path, content, digest)
+    with tarfile.open(fileobj=io.BytesIO(content)) as archive:
+        for member in archive:
+            file = archive.extractfile(member) if re.search(pattern, member.name) else None
+            if file is not None:
+                yield member.name, file.read()
+
+
+def check_length(path, content, length, what):
+    if len(content) != length:
+        raise ValueError(f"{path}: expected {length} bytes for {what}, got {len(content)}")
+
+
+def check_digest(path, content, digest):
+    """Refuse the ``content`` of ``path`` if its ``digest``, "sha256:..." or "md5:...", is another.
+
+    Raises
+    ------
+    ValueError
+        It is.
+
+    Examples
+    --------
+    >>> check_digest("a.txt", b"abc", "md5:900150983cd24fb0d6963f7d28e17f72")
+    """
+    algorithm, _, expected = digest.partition(":")
+    found = hashlib.new(algorithm, content, usedforsecurity=False).hexdigest()
+    if found != expected:
+        raise ValueError(f"{path}: expected content of {algorithm} {expected}, got {found}")

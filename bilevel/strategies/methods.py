@@ -1,0 +1,292 @@
+"""DARTS, GAEA, joint training, K unrolled steps, weight sharing: strategies by their papers."""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import optax
+
+from bilevel.batches import minibatches
+from bilevel.checks import whole
+from bilevel.problem import Problem
+from bilevel.protocols import Loss
+from bilevel.solvers import one_step
+from bilevel.solvers import unrolled as unrolled_solver
+from bilevel.spaces.space import Space
+from bilevel.strategies.optimizers import Optimizer, Rate, exponentiated, logits, on_sets
+from bilevel.strategies.strategy import Strategy
+
+_NEVER_TRAINED = (
+    "; its error has no estimate, since the shared weights are never trained to a minimum"
+)
+
+
+def darts(
+    space: Space | Problem,
+    *,
+    weights: Optimizer | float,
+    alpha: Optimizer | Rate,
+    batch_size: int,
+    order: int = 1,
+    radius: float | None = None,
+) -> Strategy:
+    """DARTS: a step of the weights, then a step of ``alpha`` on a validation batch.
+
+    Parameters
+    ----------
+    space : Space, or Problem
+    weights : optax.GradientTransformation, or a rate of plain SGD
+        :func:`darts_sgd` is the paper's for convolutional networks.
+    alpha : rate of the paper's Adam, or an optax.GradientTransformation of ``alpha``
+        :func:`logits` has its other constants. With one of your own, :func:`on_sets` helps.
+    batch_size : int
+    order : {1, 2}
+        2 differentiates through one step of the weights, exactly.
+    radius : float, optional
+        With order 2: by the paper's finite difference instead, ``radius`` (0.01 there) over the
+        norm of the validation gradient.
+
+    Returns
+    -------
+    Strategy
+
+    Raises
+    ------
+    ValueError
+        For another order, a radius with order 1, or a ``batch_size`` under 1.
+
+    Examples
+    --------
+    >>> from bilevel.strategies import run
+    >>> import jax.numpy as jnp
+    >>> from bilevel.spaces.skips import skip_space
+    >>> space = skip_space(["relu", "tanh"], depth=3, width=4, classes=2)
+    >>> data = jnp.eye(6), jnp.arange(6) % 2
+    >>> w = space.init(jax.random.key(0), data)
+    >>> plan = darts(space, weights=0.1, alpha=0.1, batch_size=2)
+    >>> key = jax.random.key(1)
+    >>> found = run(plan, space.start(), w, data, data, steps=3, key=key, progress=False)
+    >>> found.history["value"].shape, found.alpha["activations"].shape
+    ((3,), (2, 2))
+    """
+    if order not in (1, 2):
+        raise ValueError(f"order: expected 1 or 2, got {order!r}.")
+    if radius is not None and order == 1:
+        raise ValueError(f"radius: expected None with order 1, got {radius}.")
+    strategy = _first_order(space, weights, _adam(space, alpha), batch_size)
+    if order == 1:
+        return strategy
+    exactly = "" if radius is None else ", by a finite difference"
+    return strategy._replace(
+        solver=one_step(weights, radius=radius),
+        gradients=4,
+        error=f"hypergradient through one step of the weights{exactly}{_NEVER_TRAINED}",
+    )
+
+
+def gaea(
+    space: Space | Problem,
+    *,
+    weights: Optimizer | float,
+    alpha: Optimizer | Rate,
+    batch_size: int,
+    on_training_rows: bool = False,
+) -> Strategy:
+    """GAEA: exponentiated gradient of first order, on validation or on training batches.
+
+    Parameters
+    ----------
+    space, weights
+        As in :func:`darts`.
+    alpha : rate of exponentiated gradient, or an optax.GradientTransformation of ``alpha``
+    batch_size : int
+    on_training_rows : bool
+        The paper's single-level version, on the batch of the weights' step.
+
+    Returns
+    -------
+    Strategy
+
+    Raises
+    ------
+    ValueError
+        For a ``batch_size`` under 1.
+
+    Examples
+    --------
+    >>> from bilevel.strategies import darts_sgd
+    >>> from bilevel.spaces.darts import darts_space
+    >>> plan = gaea(darts_space(cells=1), weights=darts_sgd(0.025), alpha=0.1, batch_size=32)
+    >>> plan.gradients, plan.on_training_rows
+    (2, False)
+    """
+    optimizer = _of_alpha(space, alpha, exponentiated, optax.sgd)
+    strategy = _first_order(space, weights, optimizer, batch_size)
+    return _on_training_rows(strategy) if on_training_rows else strategy
+
+
+def joint(
+    space: Space | Problem,
+    *,
+    weights: Optimizer | float,
+    alpha: Optimizer | Rate,
+    batch_size: int,
+) -> Strategy:
+    """Single-level training: weights and ``alpha`` descend the training loss together.
+
+    It is :func:`darts` with training rows in the place of validation rows.
+
+    Parameters
+    ----------
+    space : Space, or Problem
+    weights : optax.GradientTransformation, or a rate of plain SGD
+    alpha : rate of the paper's Adam, or an optax.GradientTransformation of ``alpha``
+    batch_size : int
+
+    Returns
+    -------
+    Strategy
+
+    Raises
+    ------
+    ValueError
+        For a ``batch_size`` under 1.
+
+    Examples
+    --------
+    >>> from bilevel.spaces.darts import darts_space
+    >>> joint(darts_space(cells=1), weights=0.1, alpha=0.1, batch_size=32).on_training_rows
+    True
+    """
+    return _on_training_rows(_first_order(space, weights, _adam(space, alpha), batch_size))
+
+
+def unrolled(
+    space: Space | Problem,
+    *,
+    weights: Optimizer | float,
+    alpha: Optimizer | Rate,
+    batch_size: int,
+    steps: int = 5,
+) -> Strategy:
+    """DARTS through ``steps`` steps of the weights on one training batch.
+
+    Parameters
+    ----------
+    space, weights, alpha, batch_size
+        As in :func:`darts`.
+    steps : int
+        Of the weights, between two of ``alpha``: a schedule of theirs counts them all.
+
+    Returns
+    -------
+    Strategy
+
+    Raises
+    ------
+    ValueError
+        For ``steps`` or a ``batch_size`` under 1.
+
+    Examples
+    --------
+    >>> from bilevel.spaces.darts import darts_space
+    >>> unrolled(darts_space(cells=1), weights=0.1, alpha=0.1, batch_size=32).gradients
+    16
+    """
+    steps = whole("steps", steps, 1)
+    strategy = _first_order(space, weights, _adam(space, alpha), batch_size)
+    return strategy._replace(
+        solver=unrolled_solver(weights, steps, backprop=steps),
+        gradients=3 * steps + 1,
+        error=f"hypergradient through {steps} steps of the weights{_NEVER_TRAINED}",
+    )
+
+
+def weight_sharing(space: Space, *, weights: Optimizer | float, batch_size: int) -> Strategy:
+    """Random search with weight sharing: every batch trains an architecture drawn for it.
+
+    ``alpha`` stays where it starts; :func:`best_drawn` chooses among architectures at the end.
+
+    Parameters
+    ----------
+    space : Space
+    weights, batch_size
+        As in :func:`darts`.
+
+    Returns
+    -------
+    Strategy
+
+    Raises
+    ------
+    ValueError
+        For a Problem, which has no architectures to draw, or a ``batch_size`` under 1.
+
+    Examples
+    --------
+    >>> from bilevel.spaces.darts import darts_space
+    >>> weight_sharing(darts_space(cells=1), weights=0.1, batch_size=32).gradients
+    1
+    """
+    if not isinstance(space, Space):
+        got = type(space).__name__
+        raise ValueError(f"space: expected a Space, to draw architectures from, got {got}.")
+    rows = minibatches(batch_size)
+
+    def with_architecture(key, data):
+        keys = jax.random.split(key)
+        return space.draw(keys[0]), rows(keys[1], data)
+
+    def of(loss: Loss) -> Loss:
+        return lambda w, _, batch: loss(w, *batch)
+
+    return Strategy(
+        Problem(of(space.problem.lower), of(space.problem.outer)),
+        unrolled_solver(weights, 1, backprop=0),
+        optax.set_to_zero(),
+        with_architecture,
+        on_training_rows=False,
+        gradients=1,
+        error="no hypergradient: architectures are drawn",
+        draws=True,
+    )
+
+
+def _first_order(
+    space: Space | Problem, weights: Optimizer | float, optimizer: Optimizer, batch_size: int
+) -> Strategy:
+    return Strategy(
+        space.problem if isinstance(space, Space) else space,
+        unrolled_solver(weights, 1, backprop=0),
+        optimizer,
+        minibatches(batch_size),
+        on_training_rows=False,
+        gradients=2,
+        error="hypergradient of first order, without the weights' response to α" + _NEVER_TRAINED,
+    )
+
+
+def _adam(space: Space | Problem, alpha: Optimizer | Rate) -> Optimizer:
+    return _of_alpha(space, alpha, logits, lambda rate: optax.adam(rate, b1=0.5))
+
+
+def _of_alpha(
+    space: Space | Problem,
+    alpha: Optimizer | Rate,
+    simplex: Callable[[Rate], Optimizer],
+    other: Callable[[Rate], Optimizer],
+) -> Optimizer:
+    """``alpha``, or where it is a rate, the strategy's own optimizers on the space's sets."""
+    if isinstance(alpha, optax.GradientTransformation):
+        return alpha
+    sets = space.sets if isinstance(space, Space) else "simplex"
+    return on_sets(sets, simplex=simplex(alpha), other=other(alpha))
+
+
+def _on_training_rows(strategy: Strategy) -> Strategy:
+    problem = dataclasses.replace(strategy.problem, outer=strategy.problem.lower)
+    return strategy._replace(
+        problem=problem,
+        on_training_rows=True,
+        error="no hypergradient: α descends the training loss",
+    )

@@ -1,0 +1,93 @@
+"""The strategies' own optimizers: of weights, and of ``alpha`` on its sets."""
+
+from typing import TypeAlias
+
+import jax
+import optax
+
+from bilevel.geometry import exponentiate, project, softmax
+from bilevel.protocols import Pytree
+
+Rate: TypeAlias = float | optax.Schedule
+Optimizer: TypeAlias = optax.GradientTransformation
+
+
+def logits(rate: Rate) -> Optimizer:
+    """DARTS's optimizer of ``alpha`` on simplices: Adam on logits, momentum 0.5, decay 1e-3.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> optimizer = logits(0.1)
+    >>> alpha = jnp.array([0.5, 0.5])
+    >>> updates, _ = optimizer.update(jnp.array([1.0, 0.0]), optimizer.init(alpha), alpha)
+    >>> bool(updates[0] < 0)
+    True
+    """
+    return softmax(optax.chain(optax.add_decayed_weights(1e-3), optax.adam(rate, b1=0.5)))
+
+
+def exponentiated(rate: Rate) -> Optimizer:
+    """GAEA's optimizer of ``alpha`` on simplices: exponentiated gradient.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> optimizer = exponentiated(1.0)
+    >>> alpha = jnp.array([0.5, 0.5])
+    >>> updates, _ = optimizer.update(jnp.log(jnp.array([1.0, 3.0])), optimizer.init(alpha), alpha)
+    >>> updates.round(4)
+    Array([ 0.25, -0.25], dtype=float...)
+    """
+    return optax.chain(optax.sgd(rate), exponentiate())
+
+
+def darts_sgd(rate: Rate) -> Optimizer:
+    """DARTS's optimizer of weights: momentum 0.9, weight decay 3e-4, gradients clipped at norm 5.
+
+    Examples
+    --------
+    >>> optimizer = darts_sgd(optax.cosine_decay_schedule(0.025, 1000))
+    """
+    return optax.chain(
+        optax.clip_by_global_norm(5.0),
+        optax.add_decayed_weights(3e-4),
+        optax.sgd(rate, momentum=0.9),
+    )
+
+
+def on_sets(sets: Pytree, *, simplex: Optimizer, other: Optimizer) -> Optimizer:
+    """An optimizer of a space's ``alpha``, each leaf kept in the set that ``space.sets`` says.
+
+    Parameters
+    ----------
+    sets : pytree of {"simplex", "box", "free"}
+    simplex : optax.GradientTransformation
+        One that stays on simplices.
+    other : optax.GradientTransformation
+        Any; what is in the box is projected onto it here.
+
+    Raises
+    ------
+    ValueError
+        For other words in ``sets``.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> sets = {"activations": "simplex", "skips": "box"}
+    >>> optimizer = on_sets(sets, simplex=exponentiated(1.0), other=optax.sgd(1.0))
+    >>> alpha = {"activations": jnp.array([[0.5, 0.5]]), "skips": jnp.array([0.5])}
+    >>> slope = {"activations": jnp.array([[0.0, jnp.log(3.0)]]), "skips": jnp.array([-3.0])}
+    >>> updates, _ = jax.jit(optimizer.update)(slope, optimizer.init(alpha), alpha)
+    >>> moved = optax.apply_updates(alpha, updates)
+    >>> moved["activations"].round(4), moved["skips"]
+    (Array([[0.75, 0.25]], dtype=float...), Array([1.], dtype=float...))
+    """
+    words = set(jax.tree.leaves(sets))
+    if not words <= {"simplex", "box", "free"}:
+        raise ValueError(f"sets: expected simplex, box or free, got {sets!r}.")
+    if words == {"simplex"}:
+        return simplex
+    parts = {"simplex": simplex, "box": optax.chain(other, project("box")), "free": other}
+    return optax.partition({word: parts[word] for word in sorted(words)}, sets)

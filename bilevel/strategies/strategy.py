@@ -1,0 +1,164 @@
+"""A strategy as a value, and what is done with one."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import chex
+import jax
+
+from bilevel._search import SearchResult, search
+from bilevel.checks import whole
+from bilevel.nets.evaluation import in_batches, over_batches
+from bilevel.problem import Problem
+from bilevel.problem import side_by_side as problems_side_by_side
+from bilevel.protocols import LowerSolver, Pytree
+from bilevel.spaces.space import Space
+from bilevel.strategies.optimizers import Optimizer
+
+
+class Strategy(NamedTuple):
+    """What :func:`bilevel.search` is called with; :func:`run` does it.
+
+    Attributes
+    ----------
+    problem : Problem
+    solver : LowerSolver
+    optimizer : optax.GradientTransformation, of ``alpha``.
+    batches : ``batches(key, data) -> batch``
+    on_training_rows : bool
+        Whether ``alpha`` descends on training rows too: validation rows are then not looked at.
+    gradients : int
+        Of minibatches that a step takes, a Hessian's product counted as two.
+    error : str
+        What is known of the hypergradient's error, in a sentence.
+    draws : bool
+        Whether architectures are drawn: ``alpha`` then stays, and :func:`best_drawn` chooses one.
+    """
+
+    problem: Problem
+    solver: LowerSolver
+    optimizer: Optimizer
+    batches: Callable[[jax.Array, Pytree], Pytree]
+    on_training_rows: bool
+    gradients: int
+    error: str
+    draws: bool = False
+
+
+def run(
+    strategy: Strategy,
+    alpha: Pytree,
+    w: Pytree,
+    train: Pytree,
+    valid: Pytree,
+    **options: Any,
+) -> SearchResult:
+    """:func:`bilevel.search` by a strategy.
+
+    Parameters
+    ----------
+    strategy : Strategy
+    alpha, w, train, valid
+        As there: ``space.start()``, ``space.init(key, train)``, and the data.
+    **options
+        The others of :func:`bilevel.search`: ``steps`` and ``key`` are required.
+
+    Returns
+    -------
+    SearchResult
+
+    Raises
+    ------
+    ValueError, NonFiniteError
+        As there.
+
+    Examples
+    --------
+    See :func:`darts`.
+    """
+    return search(
+        strategy.problem,
+        strategy.solver,
+        strategy.optimizer,
+        alpha,
+        w,
+        train,
+        train if strategy.on_training_rows else valid,
+        batches=strategy.batches,
+        **options,
+    )
+
+
+def side_by_side(strategy: Strategy, copies: int) -> Strategy:
+    """The same search ``copies`` times at once: arrays of state and data lead with that axis.
+
+    Losses are sums over the copies, as in :func:`bilevel.side_by_side`.
+
+    Raises
+    ------
+    ValueError
+        If ``copies`` is not a whole number of at least 1.
+
+    Examples
+    --------
+    >>> from bilevel.strategies import darts
+    >>> import jax.numpy as jnp
+    >>> from bilevel.spaces.skips import skip_space
+    >>> space = skip_space(["relu", "tanh"], depth=3, width=4, classes=2)
+    >>> data = jnp.stack([jnp.eye(6)] * 2), jnp.stack([jnp.arange(6) % 2] * 2)
+    >>> plan = side_by_side(darts(space, weights=0.1, alpha=0.1, batch_size=2), 2)
+    >>> alpha = jax.tree.map(lambda a: jnp.stack([a] * 2), space.start())
+    >>> w = jax.vmap(space.init)(jax.random.split(jax.random.key(0), 2), data)
+    >>> found = run(plan, alpha, w, data, data, steps=1, key=jax.random.key(1), progress=False)
+    >>> found.alpha["skips"].shape
+    (2, 1)
+    """
+    copies = whole("copies", copies, 1)
+
+    def of_all(key, data):
+        return jax.vmap(strategy.batches)(jax.random.split(key, copies), data)
+
+    return strategy._replace(problem=problems_side_by_side(strategy.problem), batches=of_all)
+
+
+def best_drawn(
+    key: chex.PRNGKey, space: Space, w: Pytree, rows: Pytree, *, samples: int, batch_size: int
+) -> Pytree:
+    """The one of ``samples`` architectures drawn that has the lowest validation loss at ``w``.
+
+    The end of random search with weight sharing. Pure: put it under ``jit`` and ``vmap``.
+
+    Parameters
+    ----------
+    key : jax.Array
+    space : Space
+    w : pytree
+        Shared weights.
+    rows : (inputs [n, ...], labels [n])
+        Of the validation set, looked at in batches of ``batch_size``.
+    samples, batch_size : int
+
+    Returns
+    -------
+    alpha : pytree, the corner of that architecture
+
+    Raises
+    ------
+    ValueError
+        For ``samples`` or a ``batch_size`` under 1.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from bilevel.spaces.skips import skip_space
+    >>> space = skip_space(["relu", "tanh"], depth=3, width=4, classes=2)
+    >>> rows = jnp.eye(6), jnp.arange(6) % 2
+    >>> w = space.init(jax.random.key(0), rows)
+    >>> corner = best_drawn(jax.random.key(1), space, w, rows, samples=4, batch_size=6)
+    >>> bool((corner["activations"].max(axis=-1) == 1).all())
+    True
+    """
+    losses, batches = over_batches(space.problem.outer), in_batches([rows], batch_size)
+    keys = jax.random.split(key, whole("samples", samples, 1))
+    found = jax.lax.map(lambda key: losses(w, space.draw(key), batches)[0], keys)
+    return space.draw(keys[found.argmin()])

@@ -9,11 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers import assert_close
 
 import bilevel
 import ntk
 from bilevel.spaces.activations import activation_space, unit_inputs
 from bilevel.spaces.kernels import kernel_function_space, kernel_mixture_space
+from bilevel.spaces.linearized import linearized_space
+from bilevel.spaces.skips import skip_space
 
 KEYS = jax.random.split(jax.random.key(0), 4)
 X, XV = (unit_inputs(jax.random.normal(key, (n, 4))) for key, n in zip(KEYS, (14, 9), strict=False))
@@ -199,3 +202,37 @@ def test_mistakes_are_one_sentence():
         kernel_mixture_space([linear])
     with pytest.raises(ValueError, match=r"kernels\['K'\]: expected a function"):
         kernel_mixture_space({"K": jnp.eye(2)})
+
+
+@pytest.mark.parametrize("classes", [2, 3])
+def test_linearised_deep_features_are_regression_on_the_networks_gradient(classes):
+    """Truth: the Jacobian written out, its regression, and the derivative of that."""
+    deep = skip_space(["relu", "tanh"], depth=3, width=6, classes=classes)
+    w = deep.init(KEYS[2], (X, Y))
+    space = linearized_space(deep, w)
+    y, yv = (t if classes == 2 else jnp.stack([t, -t, t], 1) for t in (Y, YV))
+    train, valid = (space.inputs(X), y), (space.inputs(XV, X), yv)
+    alpha = jax.tree.map(lambda a: 0.9 * a, space.start()) | {"log_penalty": jnp.asarray(-1.0)}
+
+    def features(alpha, x):
+        flat, unravel = jax.flatten_util.ravel_pytree(w)
+        jacobian = jax.jacfwd(lambda w: deep.apply(unravel(w), alpha["kernel"], x))(flat)
+        return jacobian.reshape(len(x), -1, flat.size)
+
+    def value(alpha):
+        phi, phi_v = features(alpha, X), features(alpha, XV)
+        mean = "icp,jcp->ij"
+        K, k = (jnp.einsum(mean, f, phi) / phi.shape[1] for f in (phi, phi_v))
+        dual = jnp.linalg.solve(K + jnp.exp(alpha["log_penalty"]) * jnp.eye(len(X)), y)
+        return jnp.mean((1 - yv * (k @ dual)) ** 2)
+
+    hyper = bilevel.hypergradient(space.problem, space.solver, diagnostics=False)
+    found = jax.jit(hyper)(alpha, space.init(KEYS[3], train), train, valid)
+    assert_close(found.value, value(alpha), f64=1e-12, f32=1e-4)
+    jax.tree.map(
+        lambda a, b: assert_close(a, b, f64=1e-10, f32=1e-3), found.grad, jax.grad(value)(alpha)
+    )
+    drawn = space.draw(KEYS[0])
+    assert space.discretize(drawn) == deep.discretize(drawn["kernel"])
+    with pytest.raises(TypeError, match="space: expected a"):
+        linearized_space(w, w)

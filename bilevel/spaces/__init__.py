@@ -1,6 +1,6 @@
 """Search spaces: architectures as differentiable functions of ``alpha``."""
 
-from bilevel.spaces import activations, darts, features, kernels, nasbench201, skips
+from bilevel.spaces import activations, darts, features, kernels, linearized, nasbench201, skips
 from bilevel.spaces.space import Space, on_simplices
 
 __all__ = [
@@ -9,6 +9,7 @@ __all__ = [
     "darts",
     "features",
     "kernels",
+    "linearized",
     "nasbench201",
     "on_simplices",
     "skips",

@@ -1,0 +1,88 @@
+"""Linearised deep features, searched: a network's gradient at its initial weights (Oymak 2021).
+
+    phi_alpha(x) = d f(w; alpha, x) / dw,    f_lin(x) = theta' phi_alpha(x),
+    theta = argmin 1/2 sum_i (y_i - f_lin(x_i))^2 + lambda/2 |theta|^2
+
+The proxy for wide networks of any depth in the paper's extensions to deep architectures (section 5
+of the extended version): the features are nonlinear in alpha in every layer, where those of a
+mixture of feature maps are linear. It is solved in its dual, with the finite network's tangent
+kernel ``K_alpha = sum over parameters phi phi'``.
+"""
+
+import dataclasses
+from typing import Any
+
+import chex
+import jax
+
+import ntk
+from bilevel.protocols import Pytree
+from bilevel.spaces.kernels import KernelFunctionSpace, kernel_function_space
+from bilevel.spaces.space import Space
+
+
+def linearized_space(space: Space, w: Pytree, *, outer: str = "squared") -> KernelFunctionSpace:
+    """Search the linearised features of a space's networks at weights ``w``.
+
+    ``alpha`` is {"kernel": like the space's own, "log_penalty"}; names, sets, corners and
+    architectures are the space's.
+
+    Parameters
+    ----------
+    space : Space
+        Of any depth; ``apply(w, alpha, x)`` returns [n], or [n, c]: the kernel is then the mean
+        over the outputs, which the features of each have in the limit of infinite width.
+    w : pytree
+        Where the network is linearised: ``space.init(key, batch)``.
+    outer : {"hinge", "logistic", "squared"}
+        The validation loss.
+
+    Returns
+    -------
+    KernelFunctionSpace
+
+    Raises
+    ------
+    TypeError, ValueError
+        If ``space`` is no Space, or ``outer`` is unknown.
+
+    Notes
+    -----
+    Of the finite network: at infinite width it is ``skip_space(width=math.inf)``. Time of a step:
+    the gradients of n outputs and ``n^2`` times the weights; memory: n copies of the weights.
+
+    Examples
+    --------
+    >>> import bilevel
+    >>> import jax.numpy as jnp
+    >>> from bilevel.spaces.skips import skip_space
+    >>> x = jax.random.normal(jax.random.key(0), (12, 3))
+    >>> y = jnp.sign(x[:, 0])
+    >>> deep = skip_space(["relu", "tanh"], depth=3, width=8)
+    >>> space = linearized_space(deep, deep.init(jax.random.key(1), (x, y)))
+    >>> train, valid = (space.inputs(x[:8]), y[:8]), (space.inputs(x[8:], x[:8]), y[8:])
+    >>> start = space.start(), space.init(jax.random.key(2), train)
+    >>> hyper = bilevel.hypergradient(space.problem, space.solver, diagnostics=False)
+    >>> hyper = jax.jit(hyper)(*start, train, valid)
+    >>> hyper.grad["kernel"]["activations"].shape, space.discretize(hyper.grad).skips
+    ((2, 2), (...))
+    """
+    if not isinstance(space, Space):
+        raise TypeError(f"space: expected a bilevel.spaces.Space, got a {type(space).__name__}.")
+
+    def kernel(alpha: Pytree, x1: chex.Array, x2: chex.Array | None = None) -> jax.Array:
+        def apply(w, x):
+            f = space.apply(w, alpha, x)
+            return f[:, None] if f.ndim == 1 else f
+
+        outputs: Any = jax.eval_shape(apply, w, x1).shape[1]
+        return ntk.empirical_kernel(apply, w, x1, x2, outputs="trace") / outputs
+
+    found = kernel_function_space(kernel, space.start(), sets=space.sets, outer=outer)
+    return dataclasses.replace(
+        found,
+        names=space.names,
+        draw=lambda key: found.one_hot(space.draw(key)),
+        discretize=lambda alpha: space.discretize(alpha["kernel"]),
+        one_hot=lambda architecture: found.one_hot(space.one_hot(architecture)),
+    )

@@ -24,7 +24,8 @@ def standing(
     ----------
     table : Table
         What :func:`load_table` returns.
-    genotypes : sequence of Genotype
+    genotypes : sequence
+        Of ``spaces.nasbench201.Genotype``.
     operations : names of ``PRIMITIVES``
         That were searched: random networks and the optimum are among those of these operations.
     budget : int

@@ -173,8 +173,10 @@ def search(
     to the same program compile once.
 
     Arrays stay on the devices that they lie on. With rows over devices every gradient in ``w`` and
-    every Hessian product is one sum over devices of the size of ``w``, and no row moves:
-    ``3 T + 1`` sums in a step of ``unrolled(optimizer, T)``. Under ``jax.distributed`` all
+    every Hessian product is one sum over devices of the size of ``w``, and no row moves. An outer
+    step of ``unrolled(optimizer, T)`` communicates ``(3 T + 1) |w|`` bytes, |w| those of the
+    weights, and some ``2 T`` scalars; ``T |alpha|`` more where rows depend on a replicated alpha;
+    one of ``implicit`` ``(G + H) |w|``, with G gradients and H Hessian products. Under ``jax.distributed`` all
     processes call with the same arguments, or with arrays over the devices of all.
 
     Memory beyond the state's: ``steps`` rows of the history, in full from the start. A callback

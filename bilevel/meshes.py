@@ -91,7 +91,8 @@ def automatic(function: Callable, args: tuple, like: Callable[[], Pytree]) -> Py
     out = jax.tree.map(_place, like(), is_leaf=lambda x: x is None)
     run = jax.sharding.auto_axes(function, axes=mesh.explicit_axes, out_sharding=out)
     if not concrete(args):
-        return run(*args)
+        with jax.sharding.use_abstract_mesh(mesh):  # of the caller's jit, who need not set one
+            return run(*args)
     with on_mesh(args):
         return program(run, *args)(*args)
 

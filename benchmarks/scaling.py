@@ -248,7 +248,7 @@ def report(rows) -> str:
         )
         for r in harness.where(rows, what="measured")
     ]
-    text.append(f"Measured, one core a process, the fastest of {ROUNDS * REPEATS} steps:")
+    text.append("Measured, one core a process, the fastest step:")
     text.append(harness.table(("scaling", "processes", "rows", "s a step", "efficiency"), lines))
     lines = [
         (devices, f"{1e6 * computing:,.0f}", f"{1e6 * sums:,.0f}", f"{strong:.2f}", f"{weak:.2f}")
@@ -265,7 +265,8 @@ def picture(rows, path):
         for scaling in ("strong", "weak"):
             found = harness.where(rows, what="counted", scaling=scaling)
             size = [r["bytes"] / 1e6 for r in found]
-            axes[0].plot([r["devices"] for r in found], size, "o", label=scaling, alpha=0.7)
+            mark = {"marker": "o", "ms": 9, "mfc": "none"} if scaling == "weak" else {"marker": "."}
+            axes[0].plot([r["devices"] for r in found], size, ls="", label=scaling, **mark)
             found = harness.where(rows, what="measured", scaling=scaling)
             axes[1].plot(
                 [r["processes"] for r in found], [r["seconds"] for r in found], "o-", label=scaling

@@ -73,8 +73,8 @@ def rows_of(n):
     return x, rng.integers(CLASSES, size=n), np.ones(n, np.float32)
 
 
-def placed(n):
-    """State and data of a step, rows over all devices of all processes."""
+def placed(n, devices=None):
+    """State and data of a step, rows over so many devices: by default all, of all processes."""
     import jax
     import jax.numpy as jnp
     import optax
@@ -83,7 +83,8 @@ def placed(n):
 
     import bilevel
 
-    mesh = jax.make_mesh((jax.device_count(),), ("rows",), axis_types=(AxisType.Auto,))
+    over = jax.devices()[:devices]
+    mesh = jax.make_mesh((len(over),), ("rows",), axis_types=(AxisType.Auto,), devices=over)
 
     def put(a, *spec):
         sharding = NamedSharding(mesh, P(*spec))

@@ -176,8 +176,9 @@ def search(
     every Hessian product is one sum over devices of the size of ``w``, and no row moves. An outer
     step of ``unrolled(optimizer, T)`` communicates ``(3 T + 1) |w|`` bytes, |w| those of the
     weights, and some ``2 T`` scalars; ``T |alpha|`` more where rows depend on a replicated alpha;
-    one of ``implicit`` ``(G + H) |w|``, with G gradients and H Hessian products. Under ``jax.distributed`` all
-    processes call with the same arguments, or with arrays over the devices of all.
+    one of ``implicit`` ``(G + H) |w|``, with G gradients and H Hessian products. Under
+    ``jax.distributed`` all processes call with the same arguments, or with arrays over the devices
+    of all.
 
     Memory beyond the state's: ``steps`` rows of the history, in full from the start. A callback
     gets a copy of the rows so far; whoever wants some of a large alpha's history keeps it there.

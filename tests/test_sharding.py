@@ -100,6 +100,16 @@ def searches(mesh, spread):
     }
 
 
+def single_loop(mesh):
+    # Weights over devices: what the method keeps beside them lies as they do.
+    data = placed(mesh, (P(None, "d"), P()), x, y)
+    w = {"a": placed(mesh, (P("d"),), start[1]["a"])[0]}
+    run = lambda *args: bilevel.search(problem, bilevel.soba(0.05), optax.sgd(0.1), *args, steps=3)
+    found, truth = run(start[0], w, data, data), run(*start, alone, alone)
+    specs = {a.sharding.spec for a in jax.tree.leaves(found.state.solver) if a.shape == (p,)}
+    return {"off": off((found.alpha, found.w), (truth.alpha, truth.w)), "specs": [tuple(spec) for spec in specs]}
+
+
 def copies(mesh):
     # Eight problems side by side, one on each device: nothing goes between them.
     xs, ys = rng.normal(size=(8, n, p)), rng.normal(size=(8, n))
@@ -167,6 +177,7 @@ logger = logging.getLogger("jax")
 logger.addHandler(Count())
 logger.propagate = False
 answers = {"between": between(automatic), "sent": sent(automatic), "copies": copies(automatic)}
+answers["single loop"] = single_loop(explicit)
 for name, mesh in (("automatic", automatic), ("explicit", explicit)):
     answers[name] = {"hypergradients": hypergradients(mesh)}
     answers[name] |= {spread: searches(mesh, spread) for spread in ("rows", "weights")}
@@ -201,6 +212,12 @@ def test_a_search_goes_on_from_its_checkpoint_where_its_arrays_lie(axes, spread)
     assert found["off"] < 1e-10
     assert found["programs"] == 1  # for three chunks of a step
     assert found["sharded"] == (spread == "weights")
+
+
+def test_a_single_loop_follows_its_weights_over_devices():
+    found = on_eight_devices()["single loop"]
+    assert found["off"] < 1e-12
+    assert found["specs"] == [["d"]]
 
 
 @pytest.mark.parametrize("solver", ["implicit", "unrolled"])

@@ -106,8 +106,9 @@ def single_loop(mesh):
     w = {"a": placed(mesh, (P("d"),), start[1]["a"])[0]}
     run = lambda *args: bilevel.search(problem, bilevel.soba(0.05), optax.sgd(0.1), *args, steps=3)
     found, truth = run(start[0], w, data, data), run(*start, alone, alone)
-    specs = {a.sharding.spec for a in jax.tree.leaves(found.state.solver) if a.shape == (p,)}
-    return {"off": off((found.alpha, found.w), (truth.alpha, truth.w)), "specs": [tuple(spec) for spec in specs]}
+    kept = [a for a in jax.tree.leaves(found.state.solver) if a.shape == (p,)]
+    specs = list({tuple(a.sharding.spec) for a in kept})
+    return {"off": off((found.alpha, found.w), (truth.alpha, truth.w)), "specs": specs}
 
 
 def copies(mesh):

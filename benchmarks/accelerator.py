@@ -8,7 +8,9 @@ measured again: the same command goes on.
     hypergradient    unrolled and implicit hypergradients of a network, float32 and bfloat16
     empirical        kernels of finite networks, up to 20,000 images; share of the matmul rate
     infinite         kernels of infinite width, as large as the memory takes
-    operator         products with kernels larger than memory, and their regression
+    sharded          an outer step with its rows over 1, 2, 4, ... of the devices there are
+    operator         products with kernels larger than memory, over all devices, and what they give:
+                     regression, leave-one-out errors, the smallest eigenvalue
     eigenvalue       smallest eigenvalue and certificate of a kernel of 20,000 rows
     genotypes        naswot, synflow and eigen_nas of all 15,625 networks of NAS-Bench-201
     darts_step       a step of the published DARTS supernet, beside PyTorch where it is installed
@@ -185,6 +187,22 @@ def infinite(quick: bool, end: float) -> Iterator[Measurement]:
             yield f"{activation.name}, N = {n}", lambda n=n, a=activation: measure(n, a)
 
 
+def sharded(quick: bool, end: float) -> Iterator[Measurement]:
+    """Hyper-cleaning, with a hyperparameter for each row: the step of scaling.py."""
+    import jax
+    from scaling import placed
+
+    rows, devices = 64 if quick else 1_000_000, 1
+
+    def measure(devices):
+        state, data, step = placed(rows, devices)
+        return timed(step, state, data) | {"rows": rows}
+
+    while devices <= jax.device_count():
+        yield f"rows over {devices} devices", lambda d=devices: measure(d)
+        devices *= 2
+
+
 def operator(quick: bool, end: float) -> Iterator[Measurement]:
     import functools
 
@@ -194,9 +212,14 @@ def operator(quick: bool, end: float) -> Iterator[Measurement]:
 
     import ntk
 
+    count = 1 << (jax.device_count().bit_length() - 1)  # a power of two, which divides the rows
+    mesh = jax.make_mesh((count,), ("rows",), devices=jax.devices()[:count])
+    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("rows"))
+
     def made(kernel, n):
         x = jax.random.normal(jax.random.key(SEED), (n, 784))
-        return ntk.KernelOperator(kernel, x / jnp.linalg.norm(x, axis=1, keepdims=True))
+        x = x / jnp.linalg.norm(x, axis=1, keepdims=True)
+        return ntk.KernelOperator(kernel, jax.device_put(x, rows))
 
     def product(kernel, n):
         K, v = made(kernel, n), jnp.ones((n, 10))
@@ -211,13 +234,20 @@ def operator(quick: bool, end: float) -> Iterator[Measurement]:
         fit = ntk.iterative_regression(K, y, penalty=0.1, partial=partial)
         row = {"residual": float(fit.relative.max()), "passes": int(fit.steps)}
         row |= {"factor_s": factor, "seconds": time.perf_counter() - start, "n": n, "rank": rank}
+        start, key = time.perf_counter(), jax.random.key(3)
+        left_out = ntk.leave_one_out_estimate(K, fit, key=key, partial=partial)
+        row["largest_standard_error"] = float(left_out.standard_error.max())
+        row["leave_one_out_s"], start = time.perf_counter() - start, time.perf_counter()
+        found = ntk.eigenvalue_interval(K, key=key, partial=partial, steps=passes, block=4)
+        row |= {"lower": float(found.lower), "upper": float(found.upper)}
+        row["eigenvalue_s"] = time.perf_counter() - start
         return row | {"peak_gb": (harness.device_peak() or 0) / 1e9}
 
     exact = functools.partial(ntk.network_kernel, activations=[ntk.relu, ntk.relu])
     for n in (40,) if quick else (60_000, 200_000):
         for name, kernel in (("network_kernel", exact), ("two ReLU layers, lean", lean)):
             yield f"{name}, N = {n}", lambda n=n, k=kernel: product(k, n)
-    n, rank = (40, 8) if quick else (200_000, 4000)
+    n, rank, passes = (40, 8, 5) if quick else (200_000, 4000, 20)
     yield f"regression, N = {n}", lambda: regression(n, rank)
 
 
@@ -327,7 +357,7 @@ def command(*arguments: str, timeout: float | None = None) -> dict[str, Any]:
 PARTS: dict[str, Callable[[bool, float], Iterator[Measurement]]] = {
     part.__name__: part
     for part in (
-        *(matmul, hypergradient, empirical, infinite, operator, eigenvalue, genotypes),
+        *(matmul, hypergradient, empirical, infinite, sharded, operator, eigenvalue, genotypes),
         *(darts_step, skips, darts),
     )
 }

@@ -3,17 +3,19 @@
 Hyper-cleaning: a softmax classifier of 784 inputs and 10 classes below, a weight for every training
 row above, `unrolled` with ten steps of gradient descent; rows are spread over the devices.
 
-1. counted: collective operations and their bytes per outer step, read off the compiled program for
-   1 to 8 virtual devices, loops by their trip counts. They are sums of the size of the weights and
-   scalars; the rows stay where they are, and so do the weights of rows (`alpha`).
+1. counted: collective operations, their bytes, and products with the rows, per outer step, read off
+   the compiled program for 1 to 8 virtual devices, loops by their trip counts. Between devices go
+   sums of the size of the weights and scalars; the rows stay where they are, and so do the weights
+   of rows (`alpha`).
 2. measured: seconds per outer step of one process and of two, with one core each, in turns.
    Strong: the same rows in all; weak: the same rows in each.
-3. modelled, on paper: a step takes `operations / (devices * rate)` and, for every sum of b bytes
-   over d devices, the less of `2 b (d - 1) / (d bandwidth) + 2 (d - 1) latency` (a ring) and
-   `2 b / bandwidth + 2 log2(d) latency` (trees), with the counted numbers and published rates and
-   link speeds. Nothing of it was run.
+3. modelled, on paper: every product reads its rows from memory once, so that a step computes for
+   the longer of `operations / (devices rate)` and `bytes of rows / (devices memory's bandwidth)`.
+   A sum of b bytes over d devices takes the less of `2 b (d - 1) / (d bandwidth) + 2 (d - 1)
+   latency` (a ring) and `2 b / bandwidth + 2 log2(d) latency` (trees). With the counted numbers,
+   published rates and link speeds, and no overlap of the two. Nothing of it was run.
 
-    python benchmarks/scaling.py           # 20,000 rows; ten minutes on two idle cores
+    python benchmarks/scaling.py           # 20,000 rows; results/scaling.jsonl and scaling.png
     python benchmarks/scaling.py --quick   # 2,000 rows, no results file
     python benchmarks/scaling.py --table
 """
@@ -33,12 +35,14 @@ import numpy as np
 INPUTS, CLASSES, STEPS = 784, 10, 10
 ROWS = {"quick": 2_000, "default": 20_000}
 VIRTUAL = (1, 2, 4, 8)
-REPEATS = 5
-# An H100 (float32 matrix products on tensor cores, TF32, dense) in nodes of eight; NVLink 4 within
-# a node, one 400 Gb/s InfiniBand port for each device between nodes: vendors' sheets.
-RATE, NODE = 4.95e14, 8
+REPEATS, ROUNDS = 5, 3
+# An H100 (float32 matrix products on tensor cores, TF32, dense; HBM3) in nodes of eight; NVLink 4
+# within a node, one 400 Gb/s InfiniBand port for each device between nodes: vendors' sheets. The
+# latencies of a message are round numbers, of the size that small messages are known to take.
+RATE, MEMORY, NODE = 4.95e14, 3.35e12, 8
 LINKS = {"NVLink": (450e9, 2e-6), "InfiniBand": (50e9, 5e-6)}  # bytes/s one way, seconds
 MODELLED = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+STRONG, WEAK = 1_000_000, 125_000  # rows in all, rows of each device
 
 
 def problem():
@@ -69,8 +73,8 @@ def rows_of(n):
     return x, rng.integers(CLASSES, size=n), np.ones(n, np.float32)
 
 
-def placed(n):
-    """State and data of a step, rows over all devices of all processes."""
+def placed(n, devices=None):
+    """State and data of a step, rows over so many devices: by default all, of all processes."""
     import jax
     import jax.numpy as jnp
     import optax
@@ -79,7 +83,8 @@ def placed(n):
 
     import bilevel
 
-    mesh = jax.make_mesh((jax.device_count(),), ("rows",), axis_types=(AxisType.Auto,))
+    over = jax.devices()[:devices]
+    mesh = jax.make_mesh((len(over),), ("rows",), axis_types=(AxisType.Auto,), devices=over)
 
     def put(a, *spec):
         sharding = NamedSharding(mesh, P(*spec))
@@ -98,11 +103,15 @@ def placed(n):
 # ----------------------------------------------------------------------------- counted
 
 _SUMS = "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter"
+_PRODUCTS = "dot"
 _BYTES = {"f32": 4, "f64": 8, "s32": 4, "u32": 4, "pred": 1, "s64": 8, "bf16": 2}
 
 
 def collectives(text):
-    """``[(kind, bytes, times)]`` of a compiled program, loops unrolled by their trip counts."""
+    """``[(kind, bytes, times)]`` of a compiled program, loops unrolled by their trip counts.
+
+    Of collective operations, and of matrix products.
+    """
     bodies, name = {}, ""
     for line in text.splitlines():
         if head := re.match(r"(ENTRY )?%?([\w.\-]+) \(.*\{$", line):
@@ -113,7 +122,7 @@ def collectives(text):
 
     def visit(name, times):
         for line in bodies.get(name, []):
-            if found := re.search(rf"= (.*?) ({_SUMS})(?:-start)?\(", line):
+            if found := re.search(rf"= (.*?) ({_SUMS}|{_PRODUCTS})(?:-start)?\(", line):
                 sizes = re.findall(r"(\w+)\[([\d,]*)\]", found[1])
                 count = sum(
                     _BYTES[kind] * int(np.prod([int(k) for k in dims.split(",") if k] or [1]))
@@ -129,16 +138,19 @@ def collectives(text):
     return list(visit("ENTRY", 1))
 
 
-def counted(n, devices):
+def counted(scaling, n, devices):
     """What one outer step sends; in a process of its own, which has so many devices."""
     import jax
 
     state, data, step = placed(n)
     program = jax.jit(step).lower(state, data).compile()
-    found = collectives(program.as_text())
+    lines = collectives(program.as_text())
+    products = sum(times for kind, _, times in lines if kind == _PRODUCTS)
+    found = [line for line in lines if line[0] != _PRODUCTS]
     weights = 4 * INPUTS * CLASSES
     yield {
         "what": "counted",
+        "scaling": scaling,
         "devices": devices,
         "rows": n,
         "sums": sum(times for _, _, times in found),
@@ -146,8 +158,10 @@ def counted(n, devices):
         "largest": max((size for _, size, _ in found), default=0),
         "of_weights": sum(times for _, size, times in found if size >= weights),
         "others": sorted({kind for kind, _, _ in found} - {"all-reduce"}),
-        # Of three products a gradient, T gradients forwards, T again, and twice as much backwards.
-        "operations": 2 * n * INPUTS * CLASSES * STEPS * (2 + 2 + 4),
+        # Two a gradient: T gradients forwards, T again, two a Hessian product; the losses' own.
+        "products": products,
+        "operations": 2 * n * INPUTS * CLASSES * products,
+        "read": 4 * n * INPUTS * products,
     }
 
 
@@ -195,12 +209,24 @@ def measured(processes, n):
 
 def modelled(row, devices, rows):
     """Seconds of a step of ``rows`` rows on paper: computing, and sums."""
-    operations = row["operations"] / row["rows"] * rows
+    share = rows / row["rows"] / devices
+    computing = share * max(row["operations"] / RATE, row["read"] / MEMORY)
     bandwidth, latency = LINKS["NVLink" if devices <= NODE else "InfiniBand"]
     sent, hops = row["bytes"] / bandwidth, row["sums"] * latency
     ring = 2 * sent * (devices - 1) / devices + 2 * (devices - 1) * hops
     trees = 2 * sent + 2 * math.log2(devices) * hops
-    return operations / devices / RATE, min(ring, trees)
+    return computing, min(ring, trees)
+
+
+def models(rows):
+    """``[(devices, computing, sums, strong and weak efficiency)]``."""
+    row = harness.where(rows, what="counted")[-1]
+    one, lines = sum(modelled(row, 1, STRONG)), []
+    for devices in MODELLED:
+        computing, sums = modelled(row, devices, STRONG)
+        weak = sum(modelled(row, 1, WEAK)) / sum(modelled(row, devices, WEAK * devices))
+        lines.append((devices, computing, sums, one / devices / (computing + sums), weak))
+    return lines
 
 
 # ----------------------------------------------------------------------------- the report
@@ -208,44 +234,69 @@ def modelled(row, devices, rows):
 
 def report(rows) -> str:
     """Counted, measured and modelled, apart from each other."""
-    text = []
-    if found := harness.where(rows, what="counted"):
-        lines = [
-            (
-                *(r["devices"], f"{r['rows']:,}", r["sums"], r["of_weights"]),
-                *(f"{r['bytes']:,}", f"{r['largest']:,}", ", ".join(r["others"]) or "none"),
-            )
-            for r in found
-        ]
-        head = ("devices", "rows", "sums a step", "of the weights' size", "bytes a step")
-        head += ("largest, bytes", "other collectives")
-        text += ["Counted, from the compiled program:", harness.table(head, lines)]
-    if found := harness.where(rows, what="measured"):
-        lines = [
-            (
-                r["scaling"],
-                r["processes"],
-                f"{r['rows']:,}",
-                f"{r['seconds']:.3f}",
-                f"{r['efficiency']:.2f}",
-            )
-            for r in found
-        ]
-        head = ("scaling", "processes", "rows", "s a step", "efficiency")
-        text += ["Measured, one core a process:", harness.table(head, lines)]
-    if many := [r for r in harness.where(rows, what="counted") if r["devices"] > 1]:
-        last, lines = many[-1], []
-        for devices in MODELLED:
-            strong = modelled(last, devices, 1_000_000)
-            weak = modelled(last, devices, 125_000 * devices)
-            one = sum(modelled(last, 1, 1_000_000)), sum(modelled(last, 1, 125_000))
-            cells = [f"{1e6 * part:,.0f}" for part in strong]
-            cells += [f"{one[0] / sum(strong) / devices:.2f}", f"{one[1] / sum(weak):.2f}"]
-            lines.append((devices, *cells))
-        head = ("devices", "computing, us", "sums, us")
-        head += ("efficiency, 1,000,000 rows in all", "efficiency, 125,000 rows each")
-        text += ["Modelled on paper, H100s (nothing of it was run):", harness.table(head, lines)]
+    counted, lines = harness.where(rows, what="counted"), []
+    for r in counted:
+        cells = r["scaling"], r["devices"], f"{r['rows']:,}", r["products"], r["sums"]
+        sizes = r["of_weights"], f"{r['bytes']:,}", f"{r['largest']:,}"
+        lines.append((*cells, *sizes, ", ".join(r["others"]) or "none"))
+    head = "scaling", "devices", "rows", "products", "sums", "of the weights' size", "bytes sent"
+    text = ["Counted, from the compiled program of an outer step:"]
+    text.append(harness.table((*head, "largest sum, bytes", "other collectives"), lines))
+    lines = [
+        (
+            *(r["scaling"], r["processes"], f"{r['rows']:,}"),
+            *(f"{r['seconds']:.3f}", f"{r['efficiency']:.2f}"),
+        )
+        for r in harness.where(rows, what="measured")
+    ]
+    text.append("Measured, one core a process, the fastest step:")
+    text.append(harness.table(("scaling", "processes", "rows", "s a step", "efficiency"), lines))
+    lines = [
+        (devices, f"{1e6 * computing:,.0f}", f"{1e6 * sums:,.0f}", f"{strong:.2f}", f"{weak:.2f}")
+        for devices, computing, sums, strong, weak in models(rows)
+    ]
+    head = "devices", "computing, us", "sums, us", f"efficiency, {STRONG:,} rows in all"
+    text.append("Modelled on paper, H100s (nothing of it was run):")
+    text.append(harness.table((*head, f"efficiency, {WEAK:,} rows each"), lines))
     return "\n\n".join(text)
+
+
+def picture(rows, path):
+    with harness.picture(path, 1, 4, figsize=(17, 3.8)) as (_, axes):
+        for scaling in ("strong", "weak"):
+            found = harness.where(rows, what="counted", scaling=scaling)
+            size = [r["bytes"] / 1e6 for r in found]
+            mark = {"marker": "o", "ms": 9, "mfc": "none"} if scaling == "weak" else {"marker": "."}
+            axes[0].plot([r["devices"] for r in found], size, ls="", label=scaling, **mark)
+            found = harness.where(rows, what="measured", scaling=scaling)
+            axes[1].plot(
+                [r["processes"] for r in found], [r["seconds"] for r in found], "o-", label=scaling
+            )
+        one = harness.where(rows, what="measured")[0]["seconds"]
+        axes[1].plot([1, 2], [one, one / 2], "k:", lw=1, label="ideal")
+        axes[1].plot([1, 2], [one, one], "k:", lw=1)
+        devices, computing, sums, strong, weak = np.array(models(rows)).T
+        axes[2].plot(devices, 1e3 * computing, "o-", label="computing")
+        axes[2].plot(devices[1:], 1e3 * sums[1:], "o-", label="sums between devices")
+        axes[3].plot(devices, strong, "o-", label=f"strong: {STRONG:,} rows")
+        axes[3].plot(devices, weak, "o-", label=f"weak: {WEAK:,} rows each")
+        titles = "Counted: MB sent in an outer step", "Measured: seconds of an outer step"
+        titles += "Modelled: milliseconds of an outer step", "Modelled: efficiency"
+        for ax, title in zip(axes, titles, strict=True):
+            ax.set(title=title, xscale="log", xlabel="devices")
+            ax.legend()
+        axes[1].set(xlabel="processes, one core each", xlim=(0.9, 2.2))
+        for ax, ticks in (
+            (axes[0], VIRTUAL),
+            (axes[1], (1, 2)),
+            *((ax, MODELLED[::2]) for ax in axes[2:]),
+        ):
+            ax.set_xticks(ticks, ticks)
+            ax.minorticks_off()
+        axes[0].set_ylim(0, 1.3)
+        axes[1].set_ylim(0)
+        axes[2].set(yscale="log")
+        axes[3].set_ylim(0, 1.05)
 
 
 def main() -> None:
@@ -255,19 +306,25 @@ def main() -> None:
         process(*map(int, arguments.rank.split(",")))
         return
     n, rows = ROWS[arguments.size], [harness.environment("optax")]
-    for devices in VIRTUAL:
-        flags = f"--xla_force_host_platform_device_count={devices}"
-        rows += harness.in_own_process(__file__, n, devices, XLA_FLAGS=flags)
-    alone = measured(1, n)
-    for scaling, processes, size in (("", 1, n), ("strong", 2, n), ("weak", 2, 2 * n)):
-        seconds = measured(processes, size) if processes > 1 else alone
+    for scaling in ("strong", "weak"):
+        for devices in VIRTUAL:
+            size = n if scaling == "strong" else n // VIRTUAL[-1] * devices
+            flags = f"--xla_force_host_platform_device_count={devices}"
+            rows += harness.in_own_process(__file__, scaling, size, devices, XLA_FLAGS=flags)
+    cases = {(1, n): [], (2, n): [], (2, 2 * n): []}
+    for _ in range(ROUNDS):  # in turns: what else the machine does meets all of them
+        for case, seconds in cases.items():
+            seconds.append(measured(*case))
+    alone = min(cases[1, n])
+    for scaling, processes, size in (
+        *(("strong", 1, n), ("strong", 2, n)),
+        *(("weak", 1, n), ("weak", 2, 2 * n)),
+    ):
+        seconds = min(cases[processes, size])
         ideal = alone / processes if scaling == "strong" else alone
         row = {"what": "measured", "scaling": scaling, "processes": processes, "rows": size}
         rows.append(row | {"seconds": seconds, "efficiency": ideal / seconds})
-    if arguments.results:
-        arguments.results.unlink(missing_ok=True)
-        harness.append(arguments.results, *rows)
-    print(report(rows))
+    harness.finish(rows, arguments.results, report, picture)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from bilevel._processes import gathered, several, total
+from bilevel._processes import divided, gathered, several, total
 from ntk._checks import concrete
 
 _PLAIN = (
@@ -276,7 +276,7 @@ def _array(x: Any) -> str:
     kind = x.dtype
     if isinstance(x, jax.Array) and jax.dtypes.issubdtype(kind, jax.dtypes.prng_key):
         x = jax.random.key_data(x)
-    if isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated):
+    if divided(x):
         own = [(np.asarray(s.data), s.index) for s in x.addressable_shards if s.replica_id == 0]
         return f"{kind}{list(x.shape)} {total(_sum(own, x.shape)):016x}"
     x = np.asarray(x)

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from bilevel import store
+from bilevel._processes import first
 
 _SMALL = 16  # entries of an array that is still written
 
@@ -34,7 +35,8 @@ def log(path: str | os.PathLike, *, resume: bool = False) -> Callable[[Any], Non
     -------
     callback
         ``search(..., callback=bilevel.log("run.jsonl"), every=100)`` writes the last 100 lines
-        every 100 steps. A full disk costs the lines, with a warning, and not the run.
+        every 100 steps. A full disk costs the lines, with a warning, and not the run. Of several
+        processes the first one writes.
 
     Raises
     ------
@@ -59,6 +61,9 @@ def log(path: str | os.PathLike, *, resume: bool = False) -> Callable[[Any], Non
     ...     print(pathlib.Path(folder, "run.jsonl").read_text().splitlines()[1])
     {"step": 2, "alpha": 0.75, "grad_norm": 1.0, "lower": 0.0, "value": 0.25}
     """
+    # Not before JAX's processes have met: this would keep them from it.
+    if jax.distributed.is_initialized() and not first():
+        return lambda result: None
     lines = Lines("path", path, resume=resume)
 
     def callback(result):

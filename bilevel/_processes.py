@@ -8,16 +8,17 @@ functions give back what they are given.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 
 Pytree = Any
+T = TypeVar("T")
 
 
 class LostProcessError(RuntimeError):
-    """Another process of this run ended, or can no longer be reached."""
+    """Another process of this run ended, raised, or can no longer be reached."""
 
 
 def several() -> bool:
@@ -59,20 +60,56 @@ def text_of_first(compute: Callable[[], str]) -> str:
     """
     if not several():
         return compute()
+    return texts(lambda: compute() if first() else "")[0]
+
+
+def texts(compute: Callable[[], str]) -> list[str]:
+    """What ``compute`` gives in every process; where it raises in one, all raise.
+
+    It may not compute with arrays over several processes: those of which it raises would be missed.
+
+    Raises
+    ------
+    ValueError, OSError
+        In every process, with the sentence of the first one that raised it.
+    LostProcessError
+        In the others, where one raised something else.
+    """
+    if not several():
+        return [compute()]
     text, failed = "", None
-    if first():
-        try:
-            text = compute()
-        except (OSError, ValueError) as error:
-            text, failed = str(error), error
+    try:
+        text = compute()
+    except Exception as error:
+        text, failed = str(error), error
     told = np.frombuffer(text.encode(), np.uint8)
-    size, wrong = gathered(np.array([len(told), failed is not None], np.int32))[0].tolist()
-    padded = np.zeros(size, np.uint8)
+    kinds = ValueError, OSError, Exception
+    kind = next((i for i, kind in enumerate(kinds) if isinstance(failed, kind)), -1)
+    heads = gathered(np.array([len(told), kind], np.int32))
+    padded = np.zeros(heads[:, 0].max(), np.uint8)
     padded[: len(told)] = told
-    text = gathered(padded)[0].tobytes().decode()
-    if wrong:
-        raise failed or ValueError(text)
-    return text
+    rows = zip(gathered(padded), heads, strict=True)
+    found = [row[: head[0]].tobytes().decode() for row, head in rows]
+    if failed is not None:
+        raise failed
+    for rank, (text, (_, kind)) in enumerate(zip(found, heads.tolist(), strict=True)):
+        if kind == len(kinds) - 1:
+            raise LostProcessError(f"process {rank} of {len(found)} raised: {text}")
+        if kind >= 0:
+            raise kinds[kind](text)
+    return found
+
+
+def all_or_none(compute: Callable[[], T]) -> T:
+    """What ``compute`` gives in this process; where it raises in one, all raise: :func:`texts`."""
+    kept: list[T] = []
+
+    def run():
+        kept.append(compute())
+        return ""
+
+    texts(run)
+    return kept[0]
 
 
 def total(number: int) -> int:
@@ -81,9 +118,14 @@ def total(number: int) -> int:
     return sum(low + (high << 32) for low, high in halves) % 2**64
 
 
+def divided(x: Any) -> bool:
+    """Whether no single process has all of an array."""
+    return isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated)
+
+
 def whole(x: Any) -> np.ndarray:
     """All of an array, wherever its parts lie; every process has to ask."""
-    if isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated):
+    if divided(x):
         from jax.experimental import multihost_utils
 
         return np.asarray(multihost_utils.process_allgather(x, tiled=True))
@@ -97,6 +139,8 @@ def placed(value: Any, like: jax.Array) -> jax.Array:
 
 def spread(value: Any, sharding: jax.sharding.Sharding) -> jax.Array:
     """``value``, the same in every process, laid out over devices."""
+    if isinstance(value, jax.Array) and value.sharding == sharding:
+        return value
     if sharding.is_fully_addressable:
         return jax.device_put(value, sharding)
     if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):

@@ -20,7 +20,7 @@ from bilevel import _search_history, _single_loop, geometry
 from bilevel._descent import descent
 from bilevel._fingerprint import check_same, fingerprint
 from bilevel._interrupts import held_interrupts
-from bilevel._processes import anyone, first, of_first, placed, together
+from bilevel._processes import all_or_none, anyone, first, of_first, placed, together
 from bilevel._progress import progress_bar
 from bilevel._search_checks import check
 from bilevel._stream import Feed, Stream, feeding, of_step
@@ -132,7 +132,8 @@ def search(
         Go on from ``checkpoint`` where it holds one: the result is that of an uninterrupted search,
         bit for bit. Without ``resume`` such a directory is refused.
     callback : ``callback(result so far)``, optional
-        Called between chunks; a true value ends the search.
+        Called between chunks; a true value ends the search. Of several processes every one has a
+        callback, and all end where one says so, or raises.
     every : int, optional
         Call it after every so many steps, and at the end; by default between chunks.
     chunk : int, optional
@@ -172,9 +173,12 @@ def search(
     to the same program compile once.
 
     Arrays stay on the devices that they lie on. With rows over devices every gradient in ``w`` and
-    every Hessian product is one sum over devices of the size of ``w``, and no row moves:
-    ``3 T + 1`` sums in a step of ``unrolled(optimizer, T)``. Under ``jax.distributed`` all
-    processes call with the same arguments, or with arrays over the devices of all.
+    every Hessian product is one sum over devices of the size of ``w``, and no row moves. An outer
+    step of ``unrolled(optimizer, T)`` communicates ``(3 T + 1) |w|`` bytes, |w| those of the
+    weights, and some ``2 T`` scalars; ``T |alpha|`` more where rows depend on a replicated alpha;
+    one of ``implicit`` ``(G + H) |w|``, with G gradients and H Hessian products. Under
+    ``jax.distributed`` all processes call with the same arguments, or with arrays over the devices
+    of all.
 
     Memory beyond the state's: ``steps`` rows of the history, in full from the start. A callback
     gets a copy of the rows so far; whoever wants some of a large alpha's history keeps it there.
@@ -194,6 +198,10 @@ def search(
     """
     arrays = alpha, w0, train, valid, key
     traced = not concrete(arrays)
+    setup = _Setup(problem, solver, optimizer, batches, diagnostics, history_every)
+    if not traced:
+        options = steps, every, chunk, resume, history, checkpoint is None, callback is None
+        _check_processes(setup, arrays, options)
     check(solver, arrays, steps, batches, resume, checkpoint, callback, every, chunk, diagnostics)
     whole("history_every", history_every, 1)
     if traced and (
@@ -203,17 +211,20 @@ def search(
             "progress, checkpoint, callback and a stream: expected none of them under jit or vmap, "
             "got one."
         )
-    setup = _Setup(problem, solver, optimizer, batches, diagnostics, history_every)
     given = (train, valid, key)
     data = setup.prepared(given, steps)
     if traced:
         carry = setup.advance(setup.start(alpha, w0, data, steps, history), data, steps)
         state = carry.state
         return SearchResult(state.alpha, state.w, carry.history, state, "", setup.info(state, data))
-    check_same(dict(zip(("alpha", "w0", "train", "valid", "key"), arrays, strict=True)))
-    label = None if checkpoint is None else setup.fingerprint(alpha, w0, given, history)
     with (
-        saving(checkpoint, label, resume=resume, seconds=_SAVE_SECONDS) as saver,
+        together("search"),
+        saving(
+            checkpoint,
+            None if checkpoint is None else setup.fingerprint(alpha, w0, given, history),
+            resume=resume,
+            seconds=_SAVE_SECONDS,
+        ) as saver,
         feeding(batches, data, saver.step or 0, steps, every, chunk) as feed,
         on_mesh((alpha, w0, feed.first)),
     ):
@@ -222,6 +233,18 @@ def search(
         carry = _resumed(setup, saver, carry, steps)
         found = _drive(setup, carry, feed, steps, saver, progress, callback, every, chunk)
         return dataclasses.replace(found, info=setup.info(found.state, data))
+
+
+def _check_processes(setup: "_Setup", arrays: tuple, options: tuple) -> None:
+    """Refuse what other processes call with other values: they would not do the same steps."""
+    named = dict(zip(("alpha", "w0", "train", "valid", "key"), arrays, strict=True))
+    same = setup._replace(batches=None) if isinstance(setup.batches, Stream) else setup
+    with together("search"):
+        check_same(
+            named
+            | {"problem, solver, optimizer, batches": same}
+            | {"steps, options, whether there is a callback": options}
+        )
 
 
 # ----------------------------------------------------------------------------- the compiled part
@@ -369,7 +392,6 @@ def _drive(
     text = "outer {task.fields[value]:.4g}  lower {task.fields[lower]:.4g}"
     with (
         progress_bar(progress if first() else False, "search", steps, text, _SHOWN) as show,
-        together("search"),
         held_interrupts() as interrupted,
     ):
         while done < steps:
@@ -395,7 +417,7 @@ def _drive(
             elif (
                 callback is not None
                 and (every is None or done % every == 0 or done == steps)
-                and anyone(callback(_result(setup, carry, "")))
+                and _ended(callback, _result(setup, carry, ""))
             ):
                 stopped = f"ended by the callback after step {done}"
             if stopped:
@@ -405,6 +427,11 @@ def _drive(
             if chunk is None:
                 count = max(1, min(2 * ran, int(ran * _CHUNK_SECONDS / max(seconds, 1e-6))))
     return _result(setup, carry, stopped)
+
+
+def _ended(callback: Callable, result: SearchResult) -> bool:
+    """Whether the callback of any process says so; where one raises, all do."""
+    return anyone(all_or_none(lambda: callback(result)))
 
 
 def _result(setup: _Setup, carry: _Carry, stopped: str) -> SearchResult:

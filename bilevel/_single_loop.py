@@ -1,5 +1,6 @@
 """A single-loop method (:mod:`bilevel.stochastic`) as the steps of a search."""
 
+import functools
 from typing import Any
 
 import jax
@@ -9,6 +10,7 @@ import optax
 from bilevel import geometry
 from bilevel.checks import floating, gradient_transformation, losses, nan_unless_finite, scalar_loss
 from bilevel.estimate import Info, assess
+from bilevel.meshes import automatic, lying_as
 from bilevel.problem import Problem, at_variables
 from bilevel.protocols import DescentState, Pytree, SingleLoop, Tables
 from bilevel.stochastic import Blocks, Turns, blocks, full_direction, turns
@@ -43,7 +45,8 @@ def start(
     train, valid, order = data
     bare = at_variables(problem, None)
     for name, loss, side in (("lower", bare.lower, train), ("outer", bare.outer, valid)):
-        scalar_loss(name, jax.eval_shape(fresh(loss), w, alpha, side.rows))
+        value = functools.partial(automatic, loss, like=lambda: None)
+        scalar_loss(name, jax.eval_shape(fresh(lambda *args: value(args)), w, alpha, side.rows))  # noqa: B023
     optimizer = gradient_transformation("optimizer", optimizer)
     state = optimizer.init(alpha)
     alpha = geometry.check_descends(optimizer, state, alpha)
@@ -52,8 +55,12 @@ def start(
         first = order.at(jnp.zeros((), int), method.draws)
         return method.init(problem, alpha, w, first, train, valid)
 
+    def run(*args):
+        return automatic(begin, args, lambda: None)
+
     args = alpha, w, order, train, valid
-    return DescentState(alpha, w, program(begin, *args)(*args), state, jnp.zeros((), int))
+    inner = lying_as(program(run, *args)(*args), w)
+    return DescentState(alpha, w, inner, state, jnp.zeros((), int))
 
 
 def step(
@@ -104,5 +111,8 @@ def info(problem: Problem, method: SingleLoop, state: DescentState, data: Data) 
         args = at_variables(problem, None), w, alpha, train.rows, valid.rows
         return assess(*args, grad, adjoint)
 
+    def run(*args):
+        return automatic(of, args, lambda: None)
+
     args = state.w, adjoint, state.alpha, train, valid
-    return program(of, *args)(*args)
+    return program(run, *args)(*args)

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from bilevel._fingerprint import check_same, digest
+from bilevel._processes import all_or_none, divided, several
 from bilevel.checks import short
 from bilevel.protocols import Pytree
 
@@ -65,6 +67,8 @@ def stream(source: Pairs | Callable[[int], Pairs]) -> Stream:
     The next one is read and sent to the device meanwhile, so that two are in memory. Where the
     solver draws batches itself (``unrolled(..., batches=...)``), it draws them from the pair's
     first part: a shard of the data for each outer step.
+
+    Of several processes each reads the same pairs; where they differ, the search ends in all.
 
     Examples
     --------
@@ -130,7 +134,7 @@ class _Streaming(Feed):
     def __init__(self, pool, pairs, key, step, steps, every, chunk):
         self._pool, self._pairs, self._key = pool, pairs, key
         self._steps, self._every = steps, every
-        first = next(pairs, None)
+        first = all_or_none(lambda: next(pairs, None))
         if first is None:
             raise ValueError(f"batches: expected a pair (train, valid) at step {step}, got none.")
         _check_pair(first, step)
@@ -149,7 +153,8 @@ class _Streaming(Feed):
 
     def __call__(self, done: int, count: int) -> tuple[tuple, int]:
         """The chunk from step ``done`` on; while it runs, the next one is read."""
-        data, found = self._next.result()
+        data, found, mark = all_or_none(self._next.result)
+        check_same({"batches": mark})
         if found:
             self._next = self._ahead(done + found)
         return data, found
@@ -157,20 +162,24 @@ class _Streaming(Feed):
     def _ahead(self, step: int) -> Future:
         return self._pool.submit(self._read, step)
 
-    def _read(self, step: int) -> tuple[tuple, int]:
-        """The next chunk, on the device, and how many steps it has: fewer before a callback."""
+    def _read(self, step: int) -> tuple[tuple, int, str]:
+        """The next chunk, on the device, and how many steps it has: fewer before a callback.
+
+        And what tells it from others, where processes have to have the same.
+        """
         left = self._steps - step
         if self._every is not None:
             left = min(left, self._every - step % self._every)
         found = list(itertools.islice(self._pairs, min(self._size, left)))
         if not found:
-            return (), 0
+            return (), 0, ""
         for i, pair in enumerate(found):
             self._check(pair, step + i)
         # One shape for every chunk, and so one program: the last pair fills up.
         full = found + [found[-1]] * (self._size - len(found))
         pairs = jax.tree.map(lambda *xs: np.stack([np.asarray(x) for x in xs]), *map(tuple, full))
-        return (Chunk(np.asarray(step), jax.device_put(pairs)), None, self._key), len(found)
+        mark = digest(pairs) if several() else ""
+        return (Chunk(np.asarray(step), jax.device_put(pairs)), None, self._key), len(found), mark
 
     def _check(self, pair: Any, step: int) -> None:
         _check_pair(pair, step)
@@ -191,6 +200,11 @@ def _check_pair(pair: Any, step: int) -> None:
     if not isinstance(pair, tuple | list) or len(pair) != 2:
         raise ValueError(
             f"batches: expected a pair (train, valid) at step {step}, got {short(pair)}."
+        )
+    if any(map(divided, jax.tree.leaves(pair))):
+        raise ValueError(
+            f"batches: expected the whole batch in every process at step {step}, got an array over "
+            "the devices of several."
         )
 
 

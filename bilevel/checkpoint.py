@@ -1,20 +1,22 @@
 """Save and restore a pytree of arrays, whole or not at all, with a checksum of every byte.
 
 A checkpoint directory holds numbered steps, each a record of :mod:`bilevel.store`: the newest, and
-one to fall back on should the newest be damaged.
+one to fall back on should the newest be damaged. Of arrays that several processes share each writes
+its own parts beside it, and any number of processes, on any devices, reads what it needs of them.
 """
 
 import pathlib
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from bilevel import _processes, store
+from bilevel import _parts, _processes, store
 from bilevel._fingerprint import difference
 from bilevel.checks import whole
 from bilevel.protocols import Pytree
@@ -32,7 +34,8 @@ def save(directory: str | pathlib.Path, step: int, tree: Pytree, label: Any = 0)
     step : int
         At least 0.
     tree : pytree of arrays
-        Of several processes all have to call; the first one writes, whole arrays.
+        Of several processes all have to call: the first one writes, and of arrays that none of them
+        has all of, each its parts.
     label : int, or dict of str
         A fingerprint of what the tree belongs to, asked for again by :func:`restore`.
 
@@ -53,15 +56,22 @@ def save(directory: str | pathlib.Path, step: int, tree: Pytree, label: Any = 0)
     """
     step, directory = whole("step", step, 0), pathlib.Path(directory)
     arrays = {str(i): _raw(x) for i, x in enumerate(jax.tree.leaves(tree))}
+    notes = {"step": step, "label": label, "leaves": _names(tree)}
+    shared = {name: x for name, x in arrays.items() if _processes.divided(x)}
+    if shared:
+        notes["parts"] = _parts.write(_file(directory, step), shared)
+        notes["shared"] = {name: [x.dtype.name, list(x.shape)] for name, x in shared.items()}
     if not _processes.first():
         return
     directory.mkdir(parents=True, exist_ok=True)
-    notes = {"step": step, "label": label, "leaves": _names(tree)}
-    store.write(_file(directory, step), arrays, notes)
+    own = {name: np.asarray(x) for name, x in arrays.items() if name not in shared}
+    store.write(_file(directory, step), own, notes)
     found = steps(directory)
     kept = [k for k in found if k <= step][:_KEEP]
     for other in set(found) - set(kept):
-        _file(directory, other).unlink(missing_ok=True)
+        file = _file(directory, other)
+        for path in (file, *_parts.records(file)):  # in this order: parts alone do not count
+            path.unlink(missing_ok=True)
 
 
 def steps(directory: str | pathlib.Path) -> list[int]:
@@ -85,20 +95,23 @@ def steps(directory: str | pathlib.Path) -> list[int]:
 def latest(directory: str | pathlib.Path) -> int | None:
     """The newest undamaged step in ``directory``; None where there is none at all.
 
-    A damaged step is passed over with a warning.
+    A damaged step is passed over with a warning. Of several processes all have to call.
 
     Raises
     ------
     DamagedError
         If all of them are damaged.
+    ValueError
+        If processes see other steps than others.
     """
     found = steps(directory)
+    _check_seen(directory, found)
     for step in found:
-        if store.intact(_file(directory, step)):
+        if not _processes.anyone(not _intact(directory, step)):
             return step
-        warnings.warn(
-            f"checkpoint: step {step} in {directory} is damaged and passed over.", stacklevel=2
-        )
+        if _processes.first():
+            said = f"checkpoint: step {step} in {directory} is damaged and passed over."
+            warnings.warn(said, stacklevel=2)
     if found:
         raise store.DamagedError(
             f"checkpoint: expected an undamaged step in {directory}, got damaged ones only; remove "
@@ -107,8 +120,26 @@ def latest(directory: str | pathlib.Path) -> int | None:
     return None
 
 
+def _intact(directory: str | pathlib.Path, step: int) -> bool:
+    file = _file(directory, step)
+    return store.intact(file) and _parts.intact(file, store.read_notes(file).get("parts", []))
+
+
+def _check_seen(directory: str | pathlib.Path, found: list[int]) -> None:
+    """Refuse a directory in which not all processes see the same newest step."""
+    seen = _processes.gathered(np.int32(max(found, default=-1))).tolist()
+    if len(set(seen)) > 1:
+        raise ValueError(
+            f"checkpoint: expected a directory that all processes see, got {directory}, where they "
+            f"see the steps {seen} (-1: none)."
+        )
+
+
 def restore(directory: str | pathlib.Path, like: Pytree, label: Any = 0) -> Pytree:
     """The newest undamaged step's arrays, in the structure of ``like``.
+
+    Where several processes wrote parts of an array, it comes back over the devices that the one in
+    ``like`` lies on, whatever number of processes there are now; others as numpy arrays.
 
     Raises
     ------
@@ -143,20 +174,34 @@ def _check(directory: str | pathlib.Path, step: int, label: Any) -> None:
 
 
 def _restored(directory: str | pathlib.Path, step: int, like: Pytree) -> Pytree:
-    arrays, notes = store.read(_file(directory, step))
+    file = _file(directory, step)
+    arrays, notes = store.read(file)
     wanted, structure = jax.tree.flatten(like)
-    if len(arrays) != len(wanted):
+    names, parts, shared = _names(like), notes.get("parts", []), notes.get("shared", {})
+    if len(arrays) + len(shared) != len(wanted):
         raise ValueError(
-            f"checkpoint: expected {len(wanted)} arrays in {directory}, got {len(arrays)}."
+            f"checkpoint: expected {len(wanted)} arrays in {directory}, got "
+            f"{len(arrays) + len(shared)}."
         )
-    names = _names(like)
     for name, saved in zip(names, notes.get("leaves", names), strict=True):
         if name != saved:
             raise ValueError(
                 f"checkpoint: expected an array {name} in {directory}, got one {saved}."
             )
-    leaves = [_matched(directory, arrays[str(i)], x) for i, x in enumerate(wanted)]
-    return jax.tree.unflatten(structure, leaves)
+
+    def leaf(name, like):
+        raw = jax.random.key_data(like) if _is_key(like) else like
+        if name in shared:
+            _check_kind(directory, np.dtype(shared[name][0]), tuple(shared[name][1]), raw)
+            found = _parts.read(file, len(parts), name, raw)
+        else:
+            found = arrays[name]
+            _check_kind(directory, found.dtype, found.shape, raw)
+        if not _is_key(like):
+            return found
+        return jax.random.wrap_key_data(jnp.asarray(found), impl=jax.random.key_impl(like))
+
+    return jax.tree.unflatten(structure, [leaf(str(i), x) for i, x in enumerate(wanted)])
 
 
 class Saver:
@@ -164,10 +209,11 @@ class Saver:
 
     def __init__(self, directory: pathlib.Path | None, label: Any, seconds: float):
         self.directory, self.label, self._seconds = directory, label, seconds
-        self.step = None if directory is None else _agreed(latest(directory), directory)
+        self.step = None if directory is None else latest(directory)
         if directory is not None and self.step is not None:
             _check(directory, self.step, label)
         self._saved_at, self._interval = -np.inf, seconds
+        self._newest: int | None = None  # what this run wrote
 
     def restore(self, like: Pytree) -> Pytree:
         """The arrays of ``step``, in the structure of ``like``.
@@ -178,7 +224,8 @@ class Saver:
             If the arrays have other names, shapes or dtypes than those of ``like``.
         """
         assert self.directory is not None and self.step is not None
-        return _restored(self.directory, self.step, like)
+        directory, step = self.directory, self.step
+        return _processes.all_or_none(lambda: _restored(directory, step, like))
 
     def save(self, step: int, tree: Callable[[], Pytree], *, last: bool = False) -> None:
         """``tree()`` as step ``step``, if it is the ``last`` or the time for it has come.
@@ -189,23 +236,13 @@ class Saver:
         if self.directory is None:
             return
         due = _processes.of_first(now - self._saved_at > self._interval)
-        if not (last or due):
+        if not (last or due) or step == self._newest:
             return
         with store.losing_only_the_record(f"checkpoint: a step in {self.directory}"):
             save(self.directory, step, tree(), self.label)
+            self._newest = step
         self._saved_at = time.perf_counter()
         self._interval = max(self._seconds, 20 * (self._saved_at - now))
-
-
-def _agreed(step: int | None, directory: pathlib.Path) -> int | None:
-    """The step that all processes see in ``directory``."""
-    found = _processes.gathered(np.int32(-1 if step is None else step)).tolist()
-    if len(set(found)) > 1:
-        raise ValueError(
-            f"checkpoint: expected a directory that all processes see, got {directory}, where they "
-            f"see the steps {found} (-1: none)."
-        )
-    return step
 
 
 @contextmanager
@@ -232,12 +269,18 @@ def saving(
         yield Saver(None, label, seconds)
         return
     directory = pathlib.Path(directory)
-    with store.locked(directory, "checkpoint") if _processes.first() else nullcontext():
+
+    def enter():
+        held.enter_context(store.locked(directory, "checkpoint"))
         if not resume and (found := steps(directory)):
             raise ValueError(
                 f"checkpoint: expected an empty directory or resume=True, got {directory} with "
                 f"step {found[0]} in it."
             )
+        return ""
+
+    with ExitStack() as held:
+        _processes.text_of_first(enter)
         yield Saver(directory, label, seconds)
 
 
@@ -255,19 +298,17 @@ def _is_key(x: Any) -> bool:
     return isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
-def _raw(x: Any) -> np.ndarray:
-    return _processes.whole(jax.random.key_data(x) if _is_key(x) else x)
+def _raw(x: Any) -> Any:
+    return jax.random.key_data(x) if _is_key(x) else x
 
 
-def _matched(directory: str | pathlib.Path, saved: np.ndarray, like: Any) -> Any:
-    """``saved``, checked to be an array like ``like``."""
-    expected = jax.eval_shape(jax.random.key_data, like) if _is_key(like) else like
-    shape, dtype = np.shape(expected), np.dtype(getattr(expected, "dtype", type(expected)))
-    if (saved.shape, saved.dtype) != (shape, dtype):
+def _check_kind(
+    directory: str | pathlib.Path, dtype: np.dtype, shape: tuple[int, ...], like: Any
+) -> None:
+    """Refuse a saved array that is not like ``like``."""
+    expected = np.dtype(getattr(like, "dtype", type(like))), np.shape(like)
+    if (dtype, shape) != expected:
         raise ValueError(
-            f"checkpoint: expected an array of {dtype}{list(shape)} in {directory}, got "
-            f"{saved.dtype}{list(saved.shape)}."
+            f"checkpoint: expected an array of {expected[0]}{list(expected[1])} in {directory}, "
+            f"got {dtype}{list(shape)}."
         )
-    if _is_key(like):
-        return jax.random.wrap_key_data(jax.device_put(saved), impl=jax.random.key_impl(like))
-    return saved

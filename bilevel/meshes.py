@@ -82,8 +82,8 @@ def automatic(function: Callable, args: tuple, like: Callable[[], Pytree]) -> Py
 
     There every operation wants to be told how its result is to lie; here XLA decides, but for the
     results of ``function``: each lies as its place in ``like()`` does, an array, or is replicated
-    where there stands None. (Already the gradient of a mean over rows that are spread over devices
-    is one that JAX refuses to guess.)
+    where there stands None, for one or all of a tree. (Already the gradient of a mean over rows
+    that are spread over devices is one that JAX refuses to guess.)
     """
     mesh = explicit_mesh(args)
     if mesh is None:
@@ -91,7 +91,8 @@ def automatic(function: Callable, args: tuple, like: Callable[[], Pytree]) -> Py
     out = jax.tree.map(_place, like(), is_leaf=lambda x: x is None)
     run = jax.sharding.auto_axes(function, axes=mesh.explicit_axes, out_sharding=out)
     if not concrete(args):
-        return run(*args)
+        with jax.sharding.use_abstract_mesh(mesh):  # of the caller's jit, who need not set one
+            return run(*args)
     with on_mesh(args):
         return program(run, *args)(*args)
 
@@ -118,6 +119,17 @@ def explicit_mesh(tree: Pytree) -> jax.sharding.AbstractMesh | None:
 
 def _place(x: Any) -> PartitionSpec:
     return PartitionSpec() if x is None else jax.typeof(x).sharding.spec
+
+
+def lying_as(tree: Pytree, others: Pytree) -> Pytree:
+    """``tree``, of whose arrays those of the shape of one of ``others`` lie as it, on its mesh."""
+    lying = [x for x in jax.tree.leaves(others) if explicit_mesh(x) is not None]
+    places = {x.shape: jax.typeof(x).sharding for x in lying}
+
+    def place(x):
+        return jax.sharding.reshard(x, places[x.shape]) if x.shape in places else x
+
+    return jax.tree.map(place, tree)
 
 
 def beside(tree: Pytree, others: Pytree) -> Pytree:

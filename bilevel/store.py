@@ -88,6 +88,20 @@ def read(path: str | os.PathLike) -> tuple[dict[str, np.ndarray], Any]:
     return arrays, text["notes"]
 
 
+def read_one(path: str | os.PathLike, name: str) -> np.ndarray:
+    """One of the arrays alone, unchecked: of a record that is known to be :func:`intact`."""
+    with np.load(path, allow_pickle=False) as found:
+        dtype = json.loads(found["notes"].item())["dtypes"].get(name)
+        return found[name] if dtype is None else found[name].view(np.dtype(dtype))
+
+
+def stamp(path: str | os.PathLike) -> bytes:
+    """The checksum that the record at ``path`` ends with: tells it from others, if it is whole."""
+    with open(path, "rb") as file:
+        file.seek(-_DIGEST, os.SEEK_END)
+        return file.read()
+
+
 def read_notes(path: str | os.PathLike) -> Any:
     """The notes alone, unchecked: of a record that is known to be :func:`intact`."""
     with np.load(path, allow_pickle=False) as found:

@@ -29,7 +29,8 @@ def test_parts_for_which_there_is_no_time_are_said_to_be_stopped():
 def test_the_parts_run_to_their_end():
     # The other two, `darts_step` and `skips`, are benchmarks of their own that compile for two
     # minutes: `make accelerator ARGS=--quick` runs them too.
-    parts = "hypergradient", "empirical", "infinite", "operator", "eigenvalue", "genotypes", "darts"
+    parts = "hypergradient", "empirical", "infinite", "sharded", "operator", "eigenvalue"
+    parts += "genotypes", "darts"
     done = run("--quick", "--only", *parts)
     assert done.returncode == 0, done.stdout + done.stderr
     assert all(f"\n| {part} |" in done.stdout for part in parts)

@@ -1,7 +1,9 @@
 """Two processes over gloo on this machine: one search, one checkpoint, one end."""
 
+import functools
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -18,7 +20,7 @@ from bilevel._fingerprint import _sum, fingerprint
 from bilevel.cli import main
 
 PROBLEM = """
-import json, os, signal, sys
+import contextlib, json, os, signal, sys, warnings
 import jax
 jax.config.update("jax_enable_x64", True)
 import jax.numpy as jnp, numpy as np, optax
@@ -44,6 +46,31 @@ problem = bilevel.Problem(lower, outer)
 def search(data, steps, **options):
     args = problem, bilevel.unrolled(0.1, 3), optax.adam(0.1), jnp.zeros(4), jnp.zeros(4)
     return bilevel.search(*args, data, data, steps=steps, chunk=1, **options)
+
+
+def weighted(w, alpha, batch):
+    # A hyperparameter for each row.
+    x, y = batch
+    return jnp.mean(jnp.exp(alpha) * (x @ w - y) ** 2)
+
+
+def weights_of_rows(data, alpha, steps, **options):
+    problem = bilevel.Problem(weighted, outer)
+    args = problem, bilevel.unrolled(0.1, 3), optax.adam(0.1), alpha, jnp.zeros(4)
+    options = {"history": ("value",), "chunk": 1} | options
+    return bilevel.search(*args, data, data, steps=steps, **options)
+
+
+def pairs(step):
+    while True:
+        step += 1
+        yield (step + x, y), (x, y)
+
+
+def streamed(source):
+    args = problem, bilevel.unrolled(0.1, 3), optax.adam(0.1), jnp.zeros(4), jnp.zeros(4)
+    batches = bilevel.stream(source)
+    return bilevel.search(*args, None, None, batches=batches, steps=4, chunk=2).alpha
 """
 
 PROCESS = (
@@ -86,16 +113,63 @@ def interrupt(result):
 answers["stopped"] = search(data, 50, callback=interrupt).stopped
 enough = lambda result: rank == 1 and len(result.history["value"]) == 4
 answers["ended"] = search(data, 50, callback=enough).stopped
+
+# Arrays that no process has all of: each writes what it has.
+alpha, rows = mine(np.zeros(32)), folder + "/rows"
+answers["rows"] = np.asarray(
+    [s.data for s in weights_of_rows(data, alpha, 6).alpha.addressable_shards]
+).tolist()
+weights_of_rows(data, alpha, 3, checkpoint=rows)
+found = weights_of_rows(data, alpha, 6, checkpoint=rows, resume=True).alpha
+answers["rows again"] = np.asarray([s.data for s in found.addressable_shards]).tolist()
+answers["files"] = sorted(os.listdir(rows))
+
+# What goes wrong in one of them alone.
+write = bilevel.store.write
+
+
+def full(path, *args):
+    if rank == 1:
+        raise OSError(28, "No space left on device")
+    write(path, *args)
+
+
+bilevel.store.write = full
+with warnings.catch_warnings(record=True) as said:
+    warnings.simplefilter("always")
+    found = weights_of_rows(data, alpha, 6, checkpoint=folder + "/full").alpha
+bilevel.store.write = write
+answers["full"] = [str(s.message).partition(":")[0] for s in said], found.sharding == alpha.sharding
+
+
+def raises(result):
+    if rank == 1:
+        raise KeyError("in one of them")
+
+
+def taken():
+    with bilevel.store.locked(folder + "/taken", "x") if rank == 0 else contextlib.nullcontext():
+        search(data, 2, checkpoint=folder + "/taken")
+
+
+bare = lambda changed: (jnp.asarray(changed), jnp.asarray(y))
 wrong = {
-    "differ": (jnp.asarray(x + rank), jnp.asarray(y)),
-    "nan": (mine(np.where(x > 2, np.nan, x)), data[1]),
+    "differ": lambda: search(bare(x + rank), 2),
+    "nan": lambda: search((mine(np.where(x > 2, np.nan, x)), data[1]), 2),
+    "nan in one": lambda: search(bare(np.where(rank, np.nan, x)), 2),
+    "steps": lambda: search(data, 2 + rank),
+    "raises": lambda: search(data, 2, callback=raises),
+    "taken": taken,
+    "streams differ": lambda: streamed(lambda step: pairs(step + rank)),
 }
-for name, other in wrong.items():
+for name, run in wrong.items():
     try:
-        search(other, 2)
-        answers[name] = ""
-    except ValueError as error:
-        answers[name] = str(error)
+        answers[name] = run() and ""
+    except Exception as error:
+        answers[name] = f"{type(error).__name__}: {error}"
+answers["stream"] = np.asarray(streamed(pairs)).tolist()
+search(data, 3, callback=bilevel.log(folder + "/log.jsonl"), every=1)
+answers["lines"] = len(open(folder + "/log.jsonl").readlines())
 print("ANSWERS", json.dumps(answers), flush=True)
 """
 )
@@ -130,11 +204,21 @@ def namespace():
     return found
 
 
-def test_two_processes_search_as_one(tmp_path, namespace):
-    found = in_two_processes(tmp_path / "run", "agree")
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    """A folder, and what each of two processes found that worked there."""
+    folder = tmp_path_factory.mktemp("two") / "run"
+    found = in_two_processes(folder, "agree")
     assert [code for _, _, code in found] == [0, 0], found[0][1] + found[1][1]
-    first, second = (json.loads(out.partition("ANSWERS")[2]) for out, _, _ in found)
-    assert first == second
+    return folder, *(json.loads(out.partition("ANSWERS")[2]) for out, _, _ in found)
+
+
+def test_two_processes_search_as_one(two, namespace):
+    folder, first, second = two
+    own = "rows", "rows again", "raises"
+    assert {k: first[k] for k in first if k not in own} == {
+        k: second[k] for k in second if k not in own
+    }
     # Resumed by as many processes: to the last bit.
     assert first["again"] == first["alpha"]
     data = namespace["x"], namespace["y"]
@@ -142,14 +226,47 @@ def test_two_processes_search_as_one(tmp_path, namespace):
     np.testing.assert_allclose(first["alpha"], alone.alpha, rtol=1e-12)
     # By one process: the fingerprint is the same, the result to rounding.
     assert first["print"] == fingerprint(tuple(map(jnp.asarray, data)))
-    further = namespace["search"](data, 8, checkpoint=tmp_path / "run", resume=True)
+    further = namespace["search"](data, 8, checkpoint=folder, resume=True)
     truth = namespace["search"](data, 8)
     np.testing.assert_allclose(further.alpha, truth.alpha, rtol=1e-12)
     assert len(further.history["value"]) == 8
     assert first["stopped"] == "interrupted after step 3"  # of both, at the next look
     assert first["ended"] == "ended by the callback after step 4"
-    assert first["differ"].startswith("train: expected the same values in every process")
-    assert first["nan"] == "train: expected finite numbers, got NaN or infinity."
+    refused = "expected the same values in every process"
+    for name, told in {
+        "differ": f"ValueError: train: {refused}",
+        "nan": "ValueError: train: expected finite numbers, got NaN or infinity.",
+        "nan in one": f"ValueError: train: {refused}",
+        "steps": f"ValueError: steps, options, whether there is a callback: {refused}",
+        "taken": "ValueError: checkpoint: expected one that no other run is writing",
+        "streams differ": f"ValueError: batches: {refused}",
+    }.items():
+        assert first[name].startswith(told), first[name]
+    assert second["raises"] == "KeyError: 'in one of them'"
+    assert first["raises"] == "LostProcessError: process 1 of 2 raised: 'in one of them'"
+    assert first["lines"] == 3  # and not twice as many
+    np.testing.assert_allclose(first["stream"], namespace["streamed"](namespace["pairs"]), 1e-12)
+
+
+def test_what_no_process_has_all_of_is_written_and_read_by_parts(two, namespace):
+    folder, first, second = two
+    assert first["files"] == ["4-0.npz", "4-1.npz", "4.npz", "6-0.npz", "6-1.npz", "6.npz", "lock"]
+    assert (first["rows again"], second["rows again"]) == (first["rows"], second["rows"])
+    assert first["full"] == [2 * ["checkpoint"], True]  # two warnings, and the search goes on
+    data = jnp.asarray(namespace["x"]), jnp.asarray(namespace["y"])
+    run = functools.partial(namespace["weights_of_rows"], data, jnp.zeros(32))
+    rows = np.ravel([first["rows"], second["rows"]])
+    np.testing.assert_allclose(run(6).alpha, rows, rtol=1e-12)
+    # By one process, from what two wrote: the newest step, or where another part got there, the
+    # one before.
+    kept, truth = shutil.copytree(folder / "rows", folder / "kept"), run(8).alpha
+    found = run(8, checkpoint=kept, resume=True)
+    np.testing.assert_allclose(found.alpha, truth, rtol=1e-12)
+    assert not any(kept.glob("*-*.npz"))
+    shutil.copy(folder / "rows/4-0.npz", folder / "rows/6-0.npz")
+    with pytest.warns(UserWarning, match="step 6 in .* is damaged"):
+        found = run(8, checkpoint=folder / "rows", resume=True)
+    np.testing.assert_allclose(found.alpha, truth, rtol=1e-12)
 
 
 def test_when_a_process_is_killed_the_other_ends_and_the_checkpoint_is_whole(tmp_path, namespace):

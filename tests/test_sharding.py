@@ -3,16 +3,21 @@
 import functools
 import json
 import os
+import pathlib
 import subprocess
 import sys
 
 import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+BENCH = ROOT / "benchmarks"
 
 PROGRAM = """
 import json, logging, re, tempfile
 import jax, jax.numpy as jnp, numpy as np, optax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 import bilevel
+from scaling import collectives
 
 jax.config.update("jax_enable_x64", True)
 rng = np.random.default_rng(0)
@@ -56,7 +61,9 @@ def hypergradients(mesh):
     found = {}
     for name, solver in solvers.items():
         fn = bilevel.hypergradient(problem, solver, diagnostics=False)
-        found[name] = off(fn(*start, rows, rows)[:3], jax.jit(fn)(*start, alone, alone)[:3])
+        truth = jax.jit(fn)(*start, alone, alone)[:3]
+        found[name] = off(fn(*start, rows, rows)[:3], truth)
+    found["in jit"] = off(jax.jit(fn)(*start, rows, rows)[:3], truth)
     return max(found.values())
 
 
@@ -91,6 +98,17 @@ def searches(mesh, spread):
         "programs": len(compiled),
         "sharded": "d" in kept,
     }
+
+
+def single_loop(mesh):
+    # Weights over devices: what the method keeps beside them lies as they do.
+    data = placed(mesh, (P(None, "d"), P()), x, y)
+    w = {"a": placed(mesh, (P("d"),), start[1]["a"])[0]}
+    run = lambda *args: bilevel.search(problem, bilevel.soba(0.05), optax.sgd(0.1), *args, steps=3)
+    found, truth = run(start[0], w, data, data), run(*start, alone, alone)
+    kept = [a for a in jax.tree.leaves(found.state.solver) if a.shape == (p,)]
+    specs = list({tuple(a.sharding.spec) for a in kept})
+    return {"off": off((found.alpha, found.w), (truth.alpha, truth.w)), "specs": specs}
 
 
 def copies(mesh):
@@ -137,13 +155,30 @@ def between(mesh):
     return found
 
 
+def sent(mesh):
+    # Bytes of an outer step, where alpha stands beside the rows, and where it stands in them.
+    def features(w, alpha, batch):
+        return outer(w, 0, (batch[0] * alpha, batch[1])) + jnp.sum(w["a"] ** 2)
+
+    rows = placed(mesh, (P("d"), P("d")), x, y)
+    found = []
+    for loss in (lower, features):
+        solver = bilevel.unrolled(0.1, 5)
+        init, step = bilevel.descent(bilevel.Problem(loss, outer), solver, optax.adam(0.1))
+        state = jax.tree.map(lambda a: jax.device_put(a, NamedSharding(mesh, P())), init(*start))
+        text = jax.jit(step).lower(state, (rows, rows)).compile().as_text()
+        found.append(sum(b * times for kind, b, times in collectives(text) if kind != "dot"))
+    return found
+
+
 automatic = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
 explicit = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Explicit,))
 jax.config.update("jax_log_compiles", True)
 logger = logging.getLogger("jax")
 logger.addHandler(Count())
 logger.propagate = False
-answers = {"between": between(automatic), "copies": copies(automatic)}
+answers = {"between": between(automatic), "sent": sent(automatic), "copies": copies(automatic)}
+answers["single loop"] = single_loop(explicit)
 for name, mesh in (("automatic", automatic), ("explicit", explicit)):
     answers[name] = {"hypergradients": hypergradients(mesh)}
     answers[name] |= {spread: searches(mesh, spread) for spread in ("rows", "weights")}
@@ -157,7 +192,8 @@ def on_eight_devices():
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM],
-        env=os.environ | {"XLA_FLAGS": flags},
+        env=os.environ
+        | {"XLA_FLAGS": flags, "PYTHONPATH": os.pathsep.join([str(ROOT), str(BENCH)])},
         capture_output=True,
         text=True,
     )
@@ -179,11 +215,23 @@ def test_a_search_goes_on_from_its_checkpoint_where_its_arrays_lie(axes, spread)
     assert found["sharded"] == (spread == "weights")
 
 
+def test_a_single_loop_follows_its_weights_over_devices():
+    found = on_eight_devices()["single loop"]
+    assert found["off"] < 1e-12
+    assert found["specs"] == [["d"]]
+
+
 @pytest.mark.parametrize("solver", ["implicit", "unrolled"])
 def test_between_devices_go_sums_of_the_size_of_the_weights_alone(solver):
     found = on_eight_devices()["between"][solver]
     assert 0 < found["largest"] <= 2 * 16  # weights and hyperparameters in one sum; rows: 64 x 16
     assert found["others"] == 0
+
+
+def test_an_outer_step_sends_the_bytes_that_its_docstring_says():
+    steps, w, alpha, scalar = 5, 8 * 16, 8 * 16, 8
+    beside = (3 * steps + 1) * w + (2 * steps + 2) * scalar
+    assert on_eight_devices()["sent"] == [beside, beside + steps * alpha]
 
 
 def test_copies_side_by_side_over_devices_exchange_scalars_alone():

@@ -134,7 +134,7 @@ def test_estimates_are_unbiased_with_a_shorter_last_batch():
     """Test 1. Truth: the same oracles on all rows."""
     point = Point(W, 1 + W, ALPHA)
     for side, data, oracle in zip(cut(), (TRAIN, VALID), (lower_oracle, outer_oracle), strict=True):
-        exact, _ = oracle(PROBLEM, point)(data)
+        exact, _ = oracle(PROBLEM, point)(data, 1)
         each = jax.jit(lambda side, oracle=oracle: side.table(oracle(PROBLEM, point)))(side)
         assert side.tail
         assert_close(jax.tree.map(lambda t: t.mean(0), each), exact, f64=1e-12, f32=1e-5)

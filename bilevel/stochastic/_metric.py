@@ -51,9 +51,10 @@ def _products(problem: Problem, w: Pytree, alpha: Pytree, train: Blocks):
     loss = at_variables(problem, None).lower
 
     def products(i, columns):
-        def oracle(batch):
+        def oracle(batch, weight):
             _, hvp = hessian_operator(loss, w, alpha, batch)
-            return jax.vmap(lambda v: ravel_pytree(hvp(unravel(v)))[0])(columns), None
+            product = jax.vmap(lambda v: ravel_pytree(hvp(unravel(v)))[0])(columns)
+            return weight * product, None
 
         return train.at(i, oracle)[0]
 

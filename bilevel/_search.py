@@ -143,7 +143,7 @@ def search(
     history : sequence of str, optional
         What to keep of every step: names of metrics, and ``"alpha"``. By default all; of an alpha
         or an aux over 64 KiB (16,384 numbers in float32) not its history, which has to be asked
-        for.
+        for. A single loop's losses, if left out, are not computed, nor watched for being finite.
     history_every : int
         Keep one row of so many steps: that of the last one.
 

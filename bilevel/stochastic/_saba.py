@@ -94,11 +94,11 @@ def saba(step_size: Rate | None = None) -> SingleLoop:
 
     Notes
     -----
-    A step: 3 lower oracles, 2 outer ones, from one batch of each loss; the start: one epoch, which
-    fills the tables. Memory: for every batch of train 2 p + dim(alpha) numbers, of valid p +
-    dim(alpha); where that is too much there is :func:`bilevel.spaba`. (n + m)^(2/3) / eps samples
-    for E|dh|^2 <= eps, linear convergence under the Polyak-Lojasiewicz inequality. Nothing is
-    proved on a simplex or another set. Under ``vmap`` the tables are as many times larger.
+    A step: 3 lower oracles, 2 outer ones, from one batch of each loss. The first epoch's steps are
+    SOBA's, and fill the tables. Memory: for every batch of train 2 p + dim(alpha) numbers, of valid
+    p + dim(alpha); where that is too much there is :func:`bilevel.spaba`. (n + m)^(2/3) / eps
+    samples for E|dh|^2 <= eps, linear convergence under the Polyak-Lojasiewicz inequality. Nothing
+    is proved on a simplex or another set. Under ``vmap`` the tables are as many times larger.
 
     References
     ----------

@@ -21,7 +21,6 @@ from bilevel.stochastic._oracles import (
 )
 from bilevel.stochastic._steps import Rate
 
-
 _STEPS = 1000  # from one full pass to the next
 
 
@@ -68,11 +67,11 @@ def spaba(step_size: Rate | None = None, *, probability: float | None = None) ->
     Notes
     -----
     A step: twice SOBA's oracles, at two points as one program; a full pass goes through the data
-    batch by batch. Memory: 6 copies of ``w`` and 3 of ``alpha`` beyond the two. Samples in order
-    n^(1/2) / eps for E|dh|^2 <= eps, which is optimal (and the same for SRBA, whose passes come at
-    fixed times). The paper also clips ``v``; here it is not. Batches come in shuffled epochs, its
-    proof draws them independently; nothing is proved on a simplex or another set. Under ``vmap``
-    over keys every step costs a full pass: loop over those.
+    in wide batches. Memory: 6 copies of ``w`` and 3 of ``alpha`` beyond the two, and the metric.
+    Samples in order n^(1/2) / eps for E|dh|^2 <= eps, which is optimal (and the same for SRBA,
+    whose passes come at fixed times). The paper also clips ``v``; here it is not. Batches come in
+    shuffled epochs, its proof draws them independently; nothing is proved on a simplex or another
+    set. Under ``vmap`` over keys every step costs a full pass: loop over those.
 
     References
     ----------

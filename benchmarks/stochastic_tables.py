@@ -168,9 +168,8 @@ def _untuned_verdicts(rows):
 def _level(error: float, bar: float, rows: int) -> bool | str:
     """Whether an error is at most the other; in words, if it is within that one's standard error."""
     chance = math.sqrt(bar * (1 - bar) / rows)
-    return error <= bar or (
-        error <= bar + chance and f"level within {chance:.4f}, one standard error"
-    )
+    level = f"level (standard error {chance:.4f})" if error <= bar + chance else False
+    return error <= bar or level
 
 
 def _cleaning_verdicts(rows):

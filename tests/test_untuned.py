@@ -137,6 +137,30 @@ def test_nothing_is_tuned_and_conditioning_does_not_matter(method, condition):
     assert slope(result.alpha) < 1e-4 * slope(alpha)
 
 
+def test_geometries_come_after_the_pace_and_weights_may_be_trees():
+    """Truth: the outer loss prefers the first of two features, which is the signal."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(64, 2))
+    data = tuple(map(jnp.asarray, (x, x[:, 0] + 0.1 * rng.normal(size=64))))
+
+    def error(w, alpha, batch):
+        return jnp.mean((batch[0] @ (w["w"] * alpha["mix"]) - batch[1]) ** 2)
+
+    problem = bilevel.Problem(
+        lambda w, alpha, batch: error(w, alpha, batch) + 0.1 * jnp.sum(w["w"] ** 2), error
+    )
+    found = bilevel.search(
+        *(problem, bilevel.spaba(), optax.chain(bilevel.paced(), bilevel.exponentiate())),
+        *({"mix": jnp.full(2, 0.5)}, {"w": jnp.zeros(2)}, data, data),
+        steps=300,
+        batches=bilevel.partition(16),
+        key=jax.random.key(0),
+        history=(),
+    )
+    assert_close(found.alpha["mix"].sum(), 1.0, f64=1e-12, f32=1e-6)
+    assert found.alpha["mix"][0] > 0.9
+
+
 # ------------------------------------------------------------------------------------ the pace
 
 

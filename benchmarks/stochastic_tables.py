@@ -166,7 +166,7 @@ def _untuned_verdicts(rows):
 
 
 def _level(error: float, bar: float, rows: int) -> bool | str:
-    """Whether an error is at most the other; in words, if it is within that one's standard error."""
+    """Whether an error is at most the other; in words, where that is within a standard error."""
     chance = math.sqrt(bar * (1 - bar) / rows)
     level = f"level (standard error {chance:.4f})" if error <= bar + chance else False
     return error <= bar or level

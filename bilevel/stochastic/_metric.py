@@ -21,7 +21,7 @@ from bilevel.stochastic._blocks import Blocks
 
 _RANK = 32  # of the Hessian's eigenvectors, where it is not decomposed
 _SPARE = 8  # more columns than that, for the last of them to be good
-_ROWS = 4  # of the sample, for each column: a covariance is then good to a factor of 2
+_ROWS = 4  # of the sample, for each column: a covariance is then good to a factor of 4
 _LEAST, _MOST = 8, 128  # batches in the sample
 _PROBES = 4  # batches whose curvature is measured
 _ITERATIONS = 8

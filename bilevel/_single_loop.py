@@ -81,8 +81,8 @@ def step(
     norm = jnp.sqrt(optax.tree.vdot(direction, direction))
     if method.adjoint is not None:  # it may be the first to go
         norm = nan_unless_finite(norm, optax.tree.vdot(*(method.adjoint(inner),) * 2))
-    told = {"value": metrics["value"], "grad": direction, "epoch": max(train.count, valid.count)}
-    told["residual"] = metrics.get("noisy_residual")
+    told = {"value": metrics["value"], "grad": direction, "residual": metrics.get("noisy_residual")}
+    told["memory"] = max(train.count, valid.count) if method.remembers else 1
     optimizer = gradient_transformation("optimizer", optimizer)
     updates, optimizer_state = optimizer.update(direction, state.optimizer, state.alpha, **told)
     alpha = geometry.check_last(optimizer_state, optax.apply_updates(state.alpha, updates))

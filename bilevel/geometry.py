@@ -393,8 +393,9 @@ def ascends(optimizer: optax.GradientTransformation, alpha: Pytree) -> list[jax.
 
     def after(sign):
         g = jax.tree.map(lambda g: sign * g, slope)
-        # A loss with this gradient, for those that ask.
+        # A loss with this gradient, for those that ask; what a single loop tells.
         told = {"value": optax.tree.vdot(g, start), "value_fn": lambda a: optax.tree.vdot(g, a)}
+        told |= {"residual": 0.0, "memory": 1}
         rule = optax.with_extra_args_support(optimizer)
         _, state = rule.update(g, rule.init(start), start, grad=g, **told)
         return [geometry.point for geometry in geometries(state)]

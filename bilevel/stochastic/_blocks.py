@@ -14,8 +14,11 @@ from bilevel.protocols import Partition, Pytree, Turn
 
 _TOGETHER = 16  # batches that a pass through all rows takes at once
 
-Oracle = Callable[[Pytree], tuple[Pytree, Pytree]]
-"""``oracle(batch) -> (estimates, rest)``: the first linear in the loss, the second anything."""
+Oracle = Callable[[Pytree, float], tuple[Pytree, Pytree]]
+"""``oracle(batch, weight) -> (estimates, rest)``: the first those of ``weight`` times the loss.
+
+The loss is what is weighted: estimates may be long, its derivatives start from one number.
+"""
 
 
 @functools.partial(
@@ -37,7 +40,7 @@ class Blocks:
         the batch before it.
         """
         if self.count == 1:
-            return oracle(self.rows)
+            return oracle(self.rows, 1)
 
         def full(i):
             return self._weighted(oracle, i * self.size, self.size)
@@ -48,11 +51,8 @@ class Blocks:
         return jax.lax.cond(i == self.count - 1, last, full, i) if self.tail else full(i)
 
     def _weighted(self, oracle: Oracle, start, length: int) -> tuple[Pytree, Pytree]:
-        batch = _cut(self.rows, start, length)
-        estimates, rest = oracle(batch)
         total = (self.count - 1) * self.size + (self.tail or self.size)
-        weight = self.count * length / total
-        return estimates if weight == 1 else optax.tree.scale(weight, estimates), rest
+        return oracle(_cut(self.rows, start, length), self.count * length / total)
 
     def table(self, oracle: Oracle) -> Pytree:
         """The weighted estimates of all batches, on a leading axis."""
@@ -61,13 +61,12 @@ class Blocks:
     def mean(self, oracle: Oracle) -> Pytree:
         """The mean of the estimates over all rows, many batches at a time: one wider program."""
         if self.count == 1:
-            return oracle(self.rows)[0]
+            return oracle(self.rows, 1)[0]
         total = (self.count - 1) * self.size + (self.tail or self.size)
         length = min(_TOGETHER * self.size, total)
 
         def part(start, length):
-            batch = _cut(self.rows, start, length)
-            return optax.tree.scale(length / total, oracle(batch)[0])
+            return oracle(_cut(self.rows, start, length), length / total)[0]
 
         whole, rest = divmod(total, length)
         found = part(total - rest, rest) if rest else None

@@ -4,8 +4,8 @@ The lower Hessian H of a sample of the data gives a metric P, near its inverse: 
 512 weights, beyond that its largest eigenvalues only. In that metric batches are of about the same
 curvature in every direction; the largest of a few batches', l, is measured by power iterations, and
 steps are ``P / (2 l)``. Both are renewed at the ends of epochs 1, 3, 7, 15, ..., and l every fourth
-epoch: ``alpha`` moves by about 0.3 an epoch, so a curvature of exp(alpha) triples until then, and
-steps of ``P / (2 l)`` are stable up to four times l.
+epoch. And wherever ``alpha`` has moved: a curvature of exp(alpha) triples where alpha grows by
+about 1, and steps of ``P / (2 l)`` are stable up to four times l.
 """
 
 from typing import NamedTuple
@@ -21,13 +21,14 @@ from bilevel.stochastic._blocks import Blocks
 
 _RANK = 32  # of the Hessian's eigenvectors, where it is not decomposed
 _SPARE = 8  # more columns than that, for the last of them to be good
-_ROWS = 8  # of the sample, for each column: a covariance is then good to a factor of 2
+_ROWS = 4  # of the sample, for each column: a covariance is then good to a factor of 4
 _LEAST, _MOST = 8, 128  # batches in the sample
-_PROBES = 8  # batches whose curvature is measured
-_ITERATIONS = 12
+_PROBES = 4  # batches whose curvature is measured
+_ITERATIONS = 8
 _FRACTION = 0.5  # of 1 / curvature
-_EPOCHS = 4  # between two measurements of the length; of no fewer steps than `paced` counts
-_SHORTEST = 100
+_EPOCHS, _SHORTEST = 4, 100  # between two measurements of the length; steps of an epoch, at least
+_MOVED, _TURNED = 1.2, 3.0  # by alpha: for another length, for another basis where it is cheap
+_LOOKED = 16  # steps between two looks at alpha
 
 
 class Metric(NamedTuple):
@@ -37,6 +38,13 @@ class Metric(NamedTuple):
     values: jax.Array  # [k], positive
     floor: jax.Array  # []
     length: jax.Array  # []
+    matrix: jax.Array | None  # [p, p]: P, if all of H was decomposed
+    turned: Pytree  # alpha where the basis was measured, if it was all of H's
+    moved: Pytree  # alpha where the length was measured
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """``P x`` of [..., p]."""
+        return self.power(1.0, x) if self.matrix is None else x @ self.matrix
 
     def power(self, exponent: float, x: jax.Array) -> jax.Array:
         """``P^exponent x`` of [..., p]."""
@@ -51,16 +59,17 @@ def _products(problem: Problem, w: Pytree, alpha: Pytree, train: Blocks):
     loss = at_variables(problem, None).lower
 
     def products(i, columns):
-        def oracle(batch):
+        def oracle(batch, weight):
             _, hvp = hessian_operator(loss, w, alpha, batch)
-            return jax.vmap(lambda v: ravel_pytree(hvp(unravel(v)))[0])(columns), None
+            product = jax.vmap(lambda v: ravel_pytree(hvp(unravel(v)))[0])(columns)
+            return weight * product, None
 
         return train.at(i, oracle)[0]
 
     return products
 
 
-def _basis(products, flat: jax.Array, train: Blocks) -> Metric:
+def _basis(products, flat: jax.Array, alpha: Pytree, train: Blocks) -> Metric:
     """The metric without its length, from a sample of the batches that is always the same."""
     wide = min(flat.size, _RANK + _SPARE) if flat.size > DENSE_SIZE else flat.size
     sample = min(train.count, _MOST, max(_LEAST, -(-_ROWS * wide // max(1, train.size))))
@@ -77,7 +86,17 @@ def _basis(products, flat: jax.Array, train: Blocks) -> Metric:
     values = jnp.where(values > least, values, jnp.where(least > 0, least, 1))
     # With all vectors any floor would do: this one cancels nothing.
     floor = jnp.max(values) if wide == flat.size else jnp.min(values)
-    return Metric(vectors, values, floor, jnp.ones((), flat.dtype))
+    found = Metric(vectors, values, floor, jnp.ones((), flat.dtype), None, None, alpha)
+    if wide < flat.size:
+        return found
+    whole = found.power(1.0, jnp.eye(wide, dtype=flat.dtype))
+    return found._replace(matrix=whole, turned=alpha)
+
+
+def _distance(alpha: Pytree, before: Pytree) -> jax.Array:
+    """The furthest that any part of alpha has moved."""
+    gaps = jax.tree.map(lambda x, y: jnp.max(jnp.abs(x - y)).astype(float), alpha, before)
+    return jnp.max(jnp.stack(jax.tree.leaves(gaps)))
 
 
 def _leading(mean, flat: jax.Array, wide: int) -> tuple[jax.Array, jax.Array]:
@@ -116,7 +135,7 @@ def _steepest(products, found: Metric, flat: jax.Array, count: int) -> jax.Array
 def unmeasured(problem: Problem, w: Pytree, alpha: Pytree, train: Blocks) -> Metric:
     """What the first step renews: to measure here too would compile it twice."""
     products, flat = _products(problem, w, alpha, train), ravel_pytree(w)[0]
-    shapes = jax.eval_shape(lambda: _basis(products, flat, train))
+    shapes = jax.eval_shape(lambda: _basis(products, flat, alpha, train))
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
 
@@ -124,22 +143,31 @@ def renewed(
     old: Metric, number: jax.Array, problem: Problem, w: Pytree, alpha: Pytree, train: Blocks
 ) -> Metric:
     """The metric of step ``number``: a new one at the first, and now and then."""
-    epoch = number // train.count
-    anew = (number % train.count == 0) & (epoch & (epoch + 1) == 0)
-    due = anew | (number % (_EPOCHS * max(_SHORTEST, train.count)) == 0)
 
-    def measured():
-        products, flat = _products(problem, w, alpha, train), ravel_pytree(w)[0]
-        found = jax.lax.cond(anew, lambda: _basis(products, flat, train), lambda: old)
-        return found._replace(length=_FRACTION / _steepest(products, found, flat, train.count))
+    def looked():
+        epoch = number // train.count
+        anew = (number % train.count == 0) & (epoch & (epoch + 1) == 0)
+        if old.matrix is not None:
+            anew = anew | (_distance(alpha, old.turned) > _TURNED)
+        due = anew | (number % (_EPOCHS * max(_SHORTEST, train.count)) == 0)
+        due = due | (_distance(alpha, old.moved) > _MOVED)
 
-    return jax.lax.cond(due, measured, lambda: old)
+        def measured():
+            products, flat = _products(problem, w, alpha, train), ravel_pytree(w)[0]
+            found = jax.lax.cond(anew, lambda: _basis(products, flat, alpha, train), lambda: old)
+            length = _FRACTION / _steepest(products, found, flat, train.count)
+            return found._replace(length=length, moved=alpha)
+
+        return jax.lax.cond(due, measured, lambda: old)
+
+    look = (number % _LOOKED == 0) | (number % train.count == 0)
+    return jax.lax.cond(look, looked, lambda: old)
 
 
 def stepped(found: Metric, pair: tuple[Pytree, Pytree], along: tuple[Pytree, Pytree]) -> tuple:
     """``(w, v)`` after a step against the two directions, in the metric."""
     directions = jnp.stack([ravel_pytree(d)[0] for d in along])
-    steps = found.length * found.power(1.0, directions)
+    steps = found.length * found(directions)
     unravel = ravel_pytree(pair[0])[1]
     return tuple(
         jax.tree.map(lambda a, b: (a - b).astype(a.dtype), x, unravel(step))

@@ -4,9 +4,10 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 
-from bilevel.problem import Problem, parts
+from bilevel.problem import Problem, at_variables, enters, parts
 from bilevel.protocols import Pytree
 from bilevel.stochastic._blocks import Blocks, Oracle
 
@@ -15,15 +16,15 @@ class Lower(NamedTuple):
     """Derivatives of the lower loss g at (w, alpha), v the adjoint."""
 
     slope: Pytree  # d g / dw
-    product: Pytree  # d^2 g / dw^2 v
-    cross: Pytree  # like alpha: d^2 g / dalpha dw v
+    product: Pytree  # - d^2 g / dw^2 v
+    cross: Pytree  # like alpha: - d^2 g / dalpha dw v, the sign that its direction has
 
 
 class Slopes(NamedTuple):
     """First derivatives of a loss at (w, alpha)."""
 
     w: Pytree
-    alpha: Pytree
+    alpha: Pytree  # None of a loss that alpha does not enter: no zeros are made, nor added
 
 
 class Directions(NamedTuple):
@@ -43,33 +44,51 @@ class Point(NamedTuple):
 
 
 def lower_oracle(problem: Problem, point: Point) -> Oracle:
-    """``batch -> (Lower, (loss, aux))``: the products share a pass."""
+    """Gives ``(Lower, (loss, aux))``: the products share a pass."""
     loss = lower_loss(problem)
 
-    def oracle(batch):
+    def oracle(batch, weight):
         def slope(w, alpha):
-            rest, slope = jax.value_and_grad(loss, has_aux=True)(w, alpha, batch)
+            slope, rest = jax.grad(weighted(loss, weight), has_aux=True)(w, alpha, batch)
             return slope, rest
 
         slope, pull, rest = jax.vjp(slope, point.w, point.alpha, has_aux=True)
-        return Lower(slope, *pull(point.v)), rest
+        return Lower(slope, *pull(optax.tree.scale(-1, point.v))), rest
 
     return oracle
 
 
 def slopes_oracle(loss: Callable, w: Pytree, alpha: Pytree) -> Oracle:
-    """``batch -> (Slopes, (loss, aux))`` of a loss as the next two functions give it."""
+    """Gives ``(Slopes, (loss, aux))`` of a loss that returns the pair."""
 
-    def oracle(batch):
-        rest, slopes = jax.value_and_grad(loss, (0, 1), has_aux=True)(w, alpha, batch)
+    def oracle(batch, weight):
+        slopes, rest = jax.grad(weighted(loss, weight), (0, 1), has_aux=True)(w, alpha, batch)
         return Slopes(*slopes), rest
 
     return oracle
 
 
 def outer_oracle(problem: Problem, point: Point) -> Oracle:
-    """``batch -> (Slopes, (loss, aux))`` of the outer loss."""
-    return slopes_oracle(parts(problem).outer, point.w, point.alpha)
+    """Gives ``(Slopes, (loss, aux))`` of the outer loss."""
+    loss, bare = parts(problem).outer, at_variables(problem, None).outer
+
+    def oracle(batch, weight):
+        slopes, rest = slopes_oracle(loss, point.w, point.alpha)(batch, weight)
+        if not enters(bare, point.w, point.alpha, batch):
+            slopes = slopes._replace(alpha=None)
+        return slopes, rest
+
+    return oracle
+
+
+def weighted(loss: Callable, weight: float) -> Callable:
+    """``weight`` times a loss that returns ``(loss, aux)``, and that pair."""
+
+    def scaled(w, alpha, batch):
+        rest = loss(w, alpha, batch)
+        return rest[0] if weight == 1 else weight * rest[0], rest
+
+    return scaled
 
 
 def lower_loss(problem: Problem) -> Callable:
@@ -80,11 +99,9 @@ def lower_loss(problem: Problem) -> Callable:
 
 def directions(lower: Lower, outer: Slopes) -> Directions:
     """The single loop's directions: D_w, D_v and D_alpha of Dagreou et al. (2022)."""
-    return Directions(
-        lower.slope,
-        optax.tree.sub(lower.product, outer.w),
-        optax.tree.sub(outer.alpha, lower.cross),
-    )
+    along = lower.cross if outer.alpha is None else optax.tree.add(outer.alpha, lower.cross)
+    adjoint = jax.tree.map(lambda p, o: -(p + o), lower.product, outer.w)
+    return Directions(lower.slope, adjoint, along)
 
 
 def at_both(oracle_at: Callable[[Any], Oracle], first: Any, second: Any) -> Oracle:
@@ -92,10 +109,10 @@ def at_both(oracle_at: Callable[[Any], Oracle], first: Any, second: Any) -> Orac
 
     What comes beside the estimates is that of the second point.
     """
-    stacked = jax.tree.map(lambda a, b: jax.numpy.stack([a, b]), first, second)
+    stacked = jax.tree.map(lambda a, b: jnp.stack([a, b]), first, second)
 
-    def oracle(batch):
-        estimates, rest = jax.vmap(lambda point: oracle_at(point)(batch))(stacked)
+    def oracle(batch, weight):
+        estimates, rest = jax.vmap(lambda point: oracle_at(point)(batch, weight))(stacked)
         pick = lambda i, tree: jax.tree.map(lambda x: x[i], tree)  # noqa: E731
         return (pick(0, estimates), pick(1, estimates)), pick(1, rest)
 
@@ -104,7 +121,7 @@ def at_both(oracle_at: Callable[[Any], Oracle], first: Any, second: Any) -> Orac
 
 def metrics(problem: Problem, lower: tuple, outer: tuple, slope: Pytree, **more) -> dict[str, Any]:
     """What a step reports: the losses on its batches, and the size of the lower direction."""
-    found = {"value": outer[0], "lower": lower[0], "noisy_stationarity": optax.tree.norm(slope)}
+    found = {"value": outer[0], "lower": lower[0], "noisy_stationarity": norm(slope)}
     if getattr(problem, "has_aux", False):
         found["aux"] = {"lower": lower[1], "outer": outer[1]}
     return found | more
@@ -112,8 +129,13 @@ def metrics(problem: Problem, lower: tuple, outer: tuple, slope: Pytree, **more)
 
 def residual(directions: Directions, outer: Pytree) -> jax.Array:
     """How far the adjoint is from solving its equation on these estimates, relative."""
-    size = optax.tree.norm(outer)
-    return optax.tree.norm(directions.v) / jax.numpy.where(size > 0, size, 1)
+    size = norm(outer)
+    return norm(directions.v) / jnp.where(size > 0, size, 1)
+
+
+def norm(x: Pytree) -> jax.Array:
+    """By a product of vectors: XLA's sums of long ones take several times as long."""
+    return jnp.sqrt(optax.tree.vdot(x, x))
 
 
 def full_direction(

@@ -6,15 +6,14 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from bilevel.checks import at_least, gradient_transformation
+from bilevel.checks import gradient_transformation
 
+_UNIT = 100  # steps in which alpha moves by the optimizer's rate, at most
+_SLOWING = 10  # units after which, and after ten times as many, it moves more slowly
+_PARTS = 8  # of a unit: how long sizes are averaged, and until the pace is halved
 _LOST, _FOLLOWED = 0.3, 0.1  # residuals above which alpha slows down, below which it speeds up
-_AVERAGED = 8  # parts of an epoch: how long these are averaged, and between two changes of pace
-_SHORTEST = 100  # steps that stand for an epoch, where one has fewer: what weights need to follow
-_GROWN, _FORGOTTEN = (
-    2.0,
-    1.1,
-)  # of the size of the gradient: growth that slows; of the least, by part
+_GROWN, _FORGOTTEN = 2.0, 1.1  # of the gradient: growth that slows; of its least size, by part
+_SLOWEST = 2.0**-10
 _CALM = 0.1  # of the largest gradient: under it, Adam's steps fall with the gradient
 
 
@@ -22,28 +21,29 @@ class PacedState(NamedTuple):
     """State of :func:`paced`."""
 
     optimizer: optax.OptState
-    pace: jax.Array  # [], at most 1
+    pace: jax.Array  # [], in (0, 1]
     residual: jax.Array  # [], averaged
     size: jax.Array  # [], averaged: of the gradient
     least: jax.Array  # [], of those sizes, slowly forgotten
-    number: jax.Array  # [], int: updates seen
+    number: jax.Array  # [], int: updates since alpha began to move
+    going: jax.Array  # [], bool: whether it has
 
 
 def paced(
-    optimizer: optax.GradientTransformation | None = None, warmup: float = 2.0
+    optimizer: optax.GradientTransformation | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """An optimizer of ``alpha`` for :func:`bilevel.saba` and :func:`bilevel.spaba`, by epochs.
+    """An optimizer of ``alpha`` for :func:`bilevel.spaba` and :func:`bilevel.saba` without steps.
 
-    ``alpha`` waits for ``warmup`` epochs, while weights and adjoint come near their solutions. Then
-    an epoch of steps is one of the optimizer's: rates do not depend on the number of batches. And
-    where the adjoint falls behind, by its residual, the pace is halved until it has caught up.
+    ``alpha`` waits until weights and adjoint are near their solutions, by the adjoint's residual.
+    Then a hundred steps together are one of the optimizer's, and later less: in proportion to
+    1 / sqrt(1 + steps / 1000). Of SABA, whose tables an epoch renews, it is epochs of over a
+    hundred steps that count. Where the adjoint falls behind, the pace is halved until it follows.
 
     Parameters
     ----------
     optimizer : optax.GradientTransformation, optional
-        By default ``optax.adam(0.3)``: hyperparameters that are logarithms or of the order of 1.
-    warmup : float
-        Epochs of train or of valid, whichever has more batches.
+        By default Adam with a rate of 2, whose steps become small with the gradient:
+        hyperparameters that are logarithms or of the order of 1.
 
     Returns
     -------
@@ -53,13 +53,13 @@ def paced(
     Raises
     ------
     ValueError
-        For what is no optimizer, and a negative ``warmup``; when called, by what is no single loop.
+        For what is no optimizer; when called, by what is no single loop.
 
     Notes
     -----
     A heuristic: no theorem covers it. The residual is |D_v| / |df/dw|, of variance-reduced
-    directions: above 0.3 the pace is halved, eight times an epoch, under 0.1 it grows by a quarter,
-    up to 1. SOBA's directions never have a small one.
+    directions: above 0.3 the pace is halved, eight times in a hundred steps, under 0.1 it grows by
+    a quarter, up to 1. SOBA's directions never have a small one.
 
     Examples
     --------
@@ -71,45 +71,45 @@ def paced(
     >>> x = jnp.linspace(-1.0, 1.0, 10)
     >>> options = {"steps": 3000, "batches": bilevel.partition(4), "key": jax.random.key(0)}
     >>> args = paced(), jnp.zeros(1), jnp.zeros(1), x, 2 + x
-    >>> bilevel.search(problem, bilevel.saba(), *args, **options).alpha.round(2)
+    >>> bilevel.search(problem, bilevel.spaba(), *args, **options).alpha.round(2)
     Array([2.], dtype=float...)
     """
     inner = gradient_transformation(
-        "optimizer", _calm_adam(0.3) if optimizer is None else optimizer
+        "optimizer", _calm_adam(2.0) if optimizer is None else optimizer
     )
-    at_least("warmup", warmup, 0)
 
     def init(alpha):
         one = jnp.ones((), jnp.result_type(*jax.tree.leaves(alpha)))
-        return PacedState(inner.init(alpha), one, one, 0 * one, jnp.inf * one, jnp.zeros((), int))
+        begun = jnp.zeros((), int), jnp.zeros((), bool)
+        return PacedState(inner.init(alpha), one, one, 0 * one, jnp.inf * one, *begun)
 
-    def update(updates, state, params=None, *, residual=None, epoch=None, **told):
-        if residual is None or epoch is None:
+    def update(updates, state, params=None, *, residual=None, memory=None, **told):
+        if residual is None or memory is None:
             raise ValueError(
                 "optimizer: expected bilevel.paced with bilevel.saba() or bilevel.spaba(), got it "
                 "with a solver that reports no residual of its adjoint."
             )
-        epoch = max(_SHORTEST, epoch)
-        part = max(1, epoch // _AVERAGED)
-        due = state.number % part == part - 1
+        unit = max(_UNIT, memory)
+        part = unit / _PARTS
 
         def averaged(old, new):
             return (old + (new - old) / part).astype(old.dtype)
 
-        going = state.number >= warmup * epoch
         average = averaged(state.residual, residual)
         size = averaged(state.size, optax.tree.norm(updates))
+        going = state.going | (average < _LOST)
         lost = (average > _LOST) | (size > _GROWN * state.least)
-        grown = jnp.where(average < _FOLLOWED, 1.25 * state.pace, state.pace)
-        changed = jnp.where(lost, state.pace / 2, jnp.minimum(1, grown))
-        pace = jnp.where(going & due, changed, state.pace)
-        least = jnp.minimum(_FORGOTTEN * state.least, size)
-        least = jnp.where(going, jnp.where(due, least, state.least), jnp.inf).astype(size.dtype)
+        factor = jnp.where(lost, 0.5, jnp.where(average < _FOLLOWED, 1.25, 1.0)) ** (1 / part)
+        changed = jnp.clip(state.pace * factor, _SLOWEST, 1).astype(size.dtype)
+        pace = jnp.where(going, changed, state.pace)
+        least = jnp.minimum(_FORGOTTEN ** (1 / part) * state.least, size)
+        least = jnp.where(going, least, jnp.inf).astype(size.dtype)
         found, after = inner.update(updates, state.optimizer, params, **told)
-        scale = jnp.where(going, pace / epoch, 0)
+        scale = pace / unit / jnp.sqrt(1 + state.number / (_SLOWING * unit))
         found = jax.tree.map(lambda u: jnp.where(going, scale * u, 0).astype(u.dtype), found)
         after = jax.tree.map(lambda a, b: jnp.where(going, a, b), after, state.optimizer)
-        return found, PacedState(after, pace, average, size, least, state.number + 1)
+        number = state.number + going.astype(int)
+        return found, PacedState(after, pace, average, size, least, number, going)
 
     return optax.GradientTransformationExtraArgs(init, update)
 

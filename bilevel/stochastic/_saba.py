@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from bilevel.problem import at_variables, enters
 from bilevel.protocols import Pytree, SingleLoop, Tables
 from bilevel.stochastic import _steps as steps
 from bilevel.stochastic._blocks import Blocks, Oracle
@@ -95,11 +94,11 @@ def saba(step_size: Rate | None = None) -> SingleLoop:
 
     Notes
     -----
-    A step: 3 lower oracles, 2 outer ones, from one batch of each loss; the start: one epoch, which
-    fills the tables. Memory: for every batch of train 2 p + dim(alpha) numbers, of valid p +
-    dim(alpha); where that is too much there is :func:`bilevel.spaba`. (n + m)^(2/3) / eps samples
-    for E|dh|^2 <= eps, linear convergence under the Polyak-Lojasiewicz inequality. Nothing is
-    proved on a simplex or another set. Under ``vmap`` the tables are as many times larger.
+    A step: 3 lower oracles, 2 outer ones, from one batch of each loss. The first epoch's steps are
+    SOBA's, and fill the tables. Memory: for every batch of train 2 p + dim(alpha) numbers, of valid
+    p + dim(alpha); where that is too much there is :func:`bilevel.spaba`. (n + m)^(2/3) / eps
+    samples for E|dh|^2 <= eps, linear convergence under the Polyak-Lojasiewicz inequality. Nothing
+    is proved on a simplex or another set. Under ``vmap`` the tables are as many times larger.
 
     References
     ----------
@@ -123,22 +122,15 @@ def saba(step_size: Rate | None = None) -> SingleLoop:
         steps.checked("step_size", step_size)
     mover = steps.mover(step_size)
 
-    def oracles(problem, point, batch):
-        outer = outer_oracle(problem, point)
-        bare = at_variables(problem, None)
-        if not enters(bare.outer, point.w, point.alpha, batch):  # no table of zeros
-            outer = _without_alpha(outer)
-        return lower_oracle(problem, point), outer
-
     def init(problem, alpha, w, turn, train, valid):
         point = Point(w, optax.tree.zeros_like(w), alpha)
-        lower, outer = oracles(problem, point, valid.rows)
-        below, above = _empty(train, lower), _empty(valid, outer)
+        below = _empty(train, lower_oracle(problem, point))
+        above = _empty(valid, outer_oracle(problem, point))
         return SabaState(point.v, Tables((below, above, mover.init(problem, w, alpha, train))))
 
     def step(problem, alpha, w, state, turn, train, valid):
         point = Point(w, state.v, alpha)
-        at_train, at_valid = oracles(problem, point, valid.rows)
+        at_train, at_valid = lower_oracle(problem, point), outer_oracle(problem, point)
         of_train, of_valid, kept = state.tables.content
         lower, below, of_train = _saga(
             train, at_train, of_train, turn.number, turn.train[0], turn.next_train
@@ -146,8 +138,6 @@ def saba(step_size: Rate | None = None) -> SingleLoop:
         outer, above, of_valid = _saga(
             valid, at_valid, of_valid, turn.number, turn.valid[0], turn.next_valid
         )
-        if outer.alpha is None:
-            outer = outer._replace(alpha=optax.tree.zeros_like(alpha))
         found = directions(lower, outer)
         around = turn.number, problem, w, alpha, train
         (w, v), kept = mover.move((w, state.v), found[:2], kept, *around)
@@ -155,12 +145,4 @@ def saba(step_size: Rate | None = None) -> SingleLoop:
         report = metrics(problem, below, above, found.w, noisy_residual=noisy)
         return found.alpha, w, SabaState(v, Tables((of_train, of_valid, kept))), report
 
-    return SingleLoop(init, step, lambda state: state.v)
-
-
-def _without_alpha(oracle: Oracle) -> Oracle:
-    def bare(batch):
-        slopes, rest = oracle(batch)
-        return slopes._replace(alpha=None), rest
-
-    return bare
+    return SingleLoop(init, step, lambda state: state.v, remembers=True)

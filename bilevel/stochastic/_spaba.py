@@ -21,12 +21,20 @@ from bilevel.stochastic._oracles import (
 )
 from bilevel.stochastic._steps import Rate
 
+_STEPS = 1000  # from one full pass to the next
+
 
 class SpabaState(NamedTuple):
     """State of :func:`spaba`."""
 
     v: Pytree  # like w: the adjoint
     last: Tables  # where the last estimates were made, and they; the metric, if any
+
+
+def _often(train: Blocks, valid: Blocks) -> float:
+    """The chance of a full pass: as much work as the other steps do, or up to four times that."""
+    count = train.count + valid.count
+    return max(2 / (2 + count), min(8 / (8 + count), 1 / _STEPS))
 
 
 def spaba(step_size: Rate | None = None, *, probability: float | None = None) -> SingleLoop:
@@ -42,8 +50,9 @@ def spaba(step_size: Rate | None = None, *, probability: float | None = None) ->
         any batch. By default steps are taken in a metric, from measured curvature; then ``alpha``
         wants :func:`bilevel.paced`.
     probability : float in [0, 1], optional
-        Of a full pass. By default 2 / (2 + the batches of both losses): passes then cost about as
-        much as the other steps do together.
+        Of a full pass. By default 2 / (2 + n) for n batches of both losses: passes then cost about
+        as much as the other steps do together. Of many batches it is a pass in a thousand steps, up
+        to 8 / (8 + n): rows are cheaper in passes, and ``alpha`` moves on meanwhile.
 
     Returns
     -------
@@ -58,11 +67,11 @@ def spaba(step_size: Rate | None = None, *, probability: float | None = None) ->
     Notes
     -----
     A step: twice SOBA's oracles, at two points as one program; a full pass goes through the data
-    batch by batch. Memory: 6 copies of ``w`` and 3 of ``alpha`` beyond the two. Samples in order
-    n^(1/2) / eps for E|dh|^2 <= eps, which is optimal (and the same for SRBA, whose passes come at
-    fixed times). The paper also clips ``v``; here it is not. Batches come in shuffled epochs, its
-    proof draws them independently; nothing is proved on a simplex or another set. Under ``vmap``
-    over keys every step costs a full pass: loop over those.
+    in wide batches. Memory: 6 copies of ``w`` and 3 of ``alpha`` beyond the two, and the metric.
+    Samples in order n^(1/2) / eps for E|dh|^2 <= eps, which is optimal (and the same for SRBA,
+    whose passes come at fixed times). The paper also clips ``v``; here it is not. Batches come in
+    shuffled epochs, its proof draws them independently; nothing is proved on a simplex or another
+    set. Under ``vmap`` over keys every step costs a full pass: loop over those.
 
     References
     ----------
@@ -107,9 +116,8 @@ def spaba(step_size: Rate | None = None, *, probability: float | None = None) ->
         (lower_before, lower), below = train.at(turn.train[0], both(lower_oracle))
         (outer_before, outer), above = valid.at(turn.valid[0], both(outer_oracle))
         change = optax.tree.sub(directions(lower, outer), directions(lower_before, outer_before))
-        often = 2 / (2 + train.count + valid.count) if probability is None else probability
         found = jax.lax.cond(
-            turn.coin < often,
+            turn.coin < (_often(train, valid) if probability is None else probability),
             lambda: everywhere(problem, point, train, valid),
             lambda: optax.tree.add(last, change),
         )

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from bilevel import geometry
-from bilevel._hypergradient import solution, stateful_hypergradient
+from bilevel._hypergradient import first_state, solution, stateful_hypergradient
 from bilevel.checks import floating, gradient_transformation
 from bilevel.meshes import automatic
 from bilevel.problem import Problem, parts
@@ -72,7 +72,7 @@ def descent(
         alpha, w = jax.tree.map(jnp.asarray, (alpha, w))
         state = optimizer.init(alpha)
         alpha = geometry.check_descends(optimizer, state, alpha)
-        return DescentState(alpha, w, solver.start(alpha, w), state, jnp.zeros((), int))
+        return DescentState(alpha, w, first_state(solver, alpha, w), state, jnp.zeros((), int))
 
     def step(state, data):
         return automatic(on_one_mesh, (state, data), lambda: (state, None))

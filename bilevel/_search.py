@@ -119,7 +119,8 @@ def search(
     batches : ``batches(key, data) -> batch``, optional
         Samples a batch of ``train`` and one of ``valid`` at every step, inside the compiled loop;
         of ``valid`` only where the solver draws those of ``train`` itself
-        (``unrolled(..., batches=...)``). :func:`bilevel.jointly` makes one of both at once;
+        (``unrolled(..., batches=...)``). :func:`bilevel.jointly` makes one of both at once, of
+        whose first part such a solver draws its own;
         :func:`bilevel.stream` takes both from an iterator, and ``train`` and ``valid`` are None.
         A single loop takes a :func:`bilevel.partition`; without it, all data at every step.
     key : jax.Array, optional
@@ -295,9 +296,10 @@ class _Setup(NamedTuple):
         if draw is None:
             return step(state, (Keyed(below, train), valid))
         if isinstance(draw, Joint):
-            return step(state, draw(below, train, valid))
-        train = Keyed(below, train) if inside else draw(below, train)
-        return step(state, (train, draw(above, valid)))
+            train, valid = draw(above if inside else below, train, valid)
+        else:
+            train, valid = train if inside else draw(below, train), draw(above, valid)
+        return step(state, (Keyed(below, train) if inside else train, valid))
 
     def advance(self, carry: _Carry, data, count) -> _Carry:
         """``count`` steps; those after a quantity stopped being finite change nothing."""

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from bilevel import _search_history, _single_loop, geometry
+from bilevel import _not_finite, _search_history, _single_loop, geometry
 from bilevel._descent import descent
 from bilevel._fingerprint import check_same, fingerprint
 from bilevel._interrupts import held_interrupts
@@ -65,10 +65,10 @@ class SearchResult:
 class NonFiniteError(FloatingPointError):
     """A search met a NaN or an infinity: ``step``, ``quantity``, and ``result`` up to then."""
 
-    def __init__(self, step: int, quantity: str, result: SearchResult):
+    def __init__(self, step: int, quantity: str, result: SearchResult, reason: str = ""):
         super().__init__(
             f"{quantity}: expected finite values, got a NaN or an infinity at outer step {step}; "
-            "the state before it is in this exception's `result`."
+            "the state before it is in this exception's `result`." + f" {reason}".rstrip()
         )
         self.step, self.quantity, self.result = step, quantity, result
 
@@ -350,11 +350,13 @@ def _first_trouble(state: DescentState, metrics: dict[str, jax.Array]) -> jax.Ar
     return jnp.where(bad.any(), 1 + jnp.argmax(bad), 0).astype(int)
 
 
-def _raise(setup: _Setup, trouble: int, carry: _Carry) -> None:
-    """What :func:`_first_trouble` found, as an exception."""
+def _raise(setup: _Setup, trouble: int, carry: _Carry, data: Pytree) -> None:
+    """What :func:`_first_trouble` found, as an exception; the step is taken once more to see it."""
     index, step, result = trouble - 1, int(carry.state.step), _result(setup, carry, "not finite")
     if index < len(_QUANTITIES):
-        raise NonFiniteError(step, _QUANTITIES[index], result)
+        new, _ = jax.jit(fresh(setup.step))(carry.state, carry.state.step, data)
+        reason = _not_finite.told(carry.state, new, _QUANTITIES[index])
+        raise NonFiniteError(step, _QUANTITIES[index], result, reason)
     name = geometry.names(carry.state.optimizer)[index - len(_QUANTITIES)]
     raise MisplacedError(step, name, result)
 
@@ -390,7 +392,7 @@ def _drive(
             if done > 0:  # before that there is nothing to go on from
                 saver.save(done, kept, last=bool(trouble) or done == steps)
             if trouble:
-                _raise(setup, trouble, carry)
+                _raise(setup, trouble, carry, data)
             show(done, lambda: {k: float(x) for k, x in carry.last.items()})  # noqa: B023
             if anyone(interrupted()):
                 stopped = f"interrupted after step {done}"

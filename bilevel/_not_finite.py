@@ -22,7 +22,9 @@ def told(state: Any, new: Any, quantity: str) -> str:
     weights, alphas = bad_leaves("w", new.w), bad_leaves("alpha", new.alpha)
     if quantity == "hypergradient" and not weights:
         rules = ", ".join(sorted({type(x).__name__ for x in _records(state.solver)}))
-        of = f"the lower solver ({rules}) or of a loss" if rules else "the lower solver or of a loss"
+        of = (
+            f"the lower solver ({rules}) or of a loss" if rules else "the lower solver or of a loss"
+        )
         return (
             f"weights and losses are finite, a derivative of {of} is not, in {alphas or 'alpha'}: "
             "a root at 0, or slopes too large to be multiplied; a larger eps, optax.sgd, or fewer "

@@ -228,5 +228,5 @@ def report(rows):
 
 if __name__ == "__main__":
     flags = harness.command_line(__file__, __doc__, report)
-    found = list(measured((2, 2) if flags.size == "quick" else (12, 40)))
+    found = list(measured((2, 2) if flags.size == "quick" else (10, 36)))
     harness.finish([environment("optax", "gradhpo"), *found], flags.results, report)

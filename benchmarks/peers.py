@@ -98,6 +98,7 @@ def schedules(steps):
         "here": by("reverse"),
         "here, forward mode": by("forward"),
         "PyTorch by hand": torch.schedules_by_hand(w, batches, valid, example.KNOTS),
+        "TorchOpt": torch.schedules_torchopt(w, batches, valid, example.KNOTS),
     }
 
 

@@ -5,8 +5,6 @@ with TorchOpt. By hand it is what `higher` did: parameters as values, gradients 
 graph. Arrays in and out are numpy's.
 """
 
-import itertools
-
 import numpy as np
 import torch
 import torchopt
@@ -180,26 +178,56 @@ def penalties_torchopt(train, valid, tol):
 # ----------------------------------------------------------------------------- schedules
 
 
-def schedules_by_hand(w, batches, valid, knots):
-    """Through every step; ``alpha`` has the logarithms of the rates, then the momentum's logit."""
-    batches, valid = list(map(tensors, batches)), tensors(valid)
-    place = np.linspace(0, knots - 1, len(batches))
-    left = np.minimum(place.astype(int), knots - 2)
-    share = torch.from_numpy((place - left).astype(np.float32))
+class Steps:
+    """What the two ways through the schedule's steps share."""
 
-    def loss(w, batch):
+    def __init__(self, w, batches, valid, knots):
+        self.w, self.batches, self.valid = w, list(map(tensors, batches)), tensors(valid)
+        place = np.linspace(0, knots - 1, len(batches))
+        self.left = np.minimum(place.astype(int), knots - 2)
+        self.share = torch.from_numpy((place - self.left).astype(np.float32))
+
+    def rates(self, alpha):
+        """Of every step; ``alpha`` has the logarithms at the knots, then the momentum's logit."""
+        return torch.exp((1 - self.share) * alpha[self.left] + self.share * alpha[self.left + 1])
+
+    def start(self):
+        return {k: torch.from_numpy(np.array(v)).requires_grad_() for k, v in self.w.items()}
+
+    def loss(self, w, batch):
         hidden = torch.tanh(batch[0] @ w["in"] + w["bias"])
         return cross_entropy(hidden @ w["out"], batch[1])
 
+
+def schedules_by_hand(*given):
+    steps = Steps(*given)
+
     def value(alpha):
-        rates = ((1 - share) * alpha[left] + share * alpha[left + 1]).exp()
-        momentum = torch.sigmoid(alpha[-1])
-        now = {k: torch.from_numpy(np.array(v)).requires_grad_() for k, v in w.items()}
+        momentum, now = torch.sigmoid(alpha[-1]), steps.start()
         trace = {k: torch.zeros_like(v) for k, v in now.items()}
-        for rate, batch in itertools.zip_longest(rates, batches):
-            slopes = torch.autograd.grad(loss(now, batch), list(now.values()), create_graph=True)
+        for rate, batch in zip(steps.rates(alpha), steps.batches, strict=True):
+            loss = steps.loss(now, batch)
+            slopes = torch.autograd.grad(loss, list(now.values()), create_graph=True)
             trace = {k: momentum * trace[k] + g for k, g in zip(now, slopes, strict=True)}
             now = {k: v - rate * trace[k] for k, v in now.items()}
-        return loss(now, valid)
+        return steps.loss(now, steps.valid)
+
+    return lambda alpha: gradient_in(value, alpha)
+
+
+def schedules_torchopt(*given):
+    steps = Steps(*given)
+
+    def value(alpha):
+        rates, now = steps.rates(alpha), steps.start()
+        # A schedule, as its momentum starts anew in every optimizer that is made.
+        rule = torchopt.sgd(lr=lambda count: rates[int(count)], momentum=torch.sigmoid(alpha[-1]))
+        state = rule.init(now)
+        for batch in steps.batches:
+            loss = steps.loss(now, batch)
+            slopes = torch.autograd.grad(loss, list(now.values()), create_graph=True)
+            updates, state = rule.update(dict(zip(now, slopes, strict=True)), state, inplace=False)
+            now = torchopt.apply_updates(now, updates, inplace=False)
+        return steps.loss(now, steps.valid)
 
     return lambda alpha: gradient_in(value, alpha)

@@ -89,7 +89,7 @@ def ways():
     return {name: (loss, bilevel.restarted(s, start=copies)) for name, (loss, s) in found.items()}
 
 
-def main(data="fashion-mnist", each_class=300, steps=600, judged=600):
+def main(data="fashion-mnist", each_class=300, steps=400, judged=600):
     """A row for each way, with the errors on tasks of the other classes; the course of each."""
     kinds = images(data, each_class)
     known = kinds[np.array([k for k in range(10) if k not in OTHERS])]

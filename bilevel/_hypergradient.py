@@ -126,7 +126,10 @@ def stateful_hypergradient(
     damping: float = 0.0,
     products: int | None = None,
 ) -> Callable:
-    """As :func:`hypergradient`: ``(alpha, w, state, train, valid) -> (HyperGradient, state)``."""
+    """As :func:`hypergradient`: ``(alpha, w, state, train, valid) -> (HyperGradient, state)``.
+
+    The function takes ``wanted`` too: ``wanted()`` says whether anybody looks at the hypergradient.
+    """
     if mode not in ("reverse", "forward"):
         raise ValueError(f'mode: expected "reverse" or "forward", got {mode!r}.')
     losses("problem", problem)
@@ -136,7 +139,7 @@ def stateful_hypergradient(
     if products is None:
         products = PRODUCTS if solver.gradients is None else max(4, solver.gradients // 8)
 
-    def step(alpha, w0, state, train, valid):
+    def step(alpha, w0, state, train, valid, wanted=lambda: True):
         def objective(alpha, tilt):
             w, new_state = solve(alpha, w0, state, train, tilt)
             value, above = of_problem.outer(w, alpha, valid)
@@ -154,7 +157,7 @@ def stateful_hypergradient(
             lambda a: (first.lower(params, a, batch), first.outer(params, a, valid)), alpha
         )
         mapped = not all(apart)
-        if any(apart):
+        if any(apart) and wanted():
             _check_enters(lambda alpha: objective(alpha, None)[0], alpha)
         check_variables(problem, w0, alpha, valid)
         adjoint = None

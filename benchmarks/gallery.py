@@ -21,6 +21,7 @@ IMAGES = ROOT / "docs/images"
 SIZES = {  # of the pictures, inches
     "inducing_points": (8, 7),
     "meta_learning": (8, 3.2),
+    "few_shot": (6, 3.5),
     "schedules": (8, 3.2),
     "denoising": (8, 5),
     "word_penalties": (6, 3.5),
@@ -81,6 +82,7 @@ def _table(name: str):
 
 inducing_points = _table("inducing_points")
 meta_learning = _table("meta_learning")
+few_shot = _table("few_shot")
 schedules = _table("schedules")
 denoising = _table("denoising")
 word_penalties = _table("word_penalties")

@@ -49,7 +49,7 @@ from .spectral import (
     spectral_predict,
 )
 from .stability import lipschitz
-from .stochastic import amigo, f2sa, ma_soba, meha, paced, saba, soba, spaba
+from .stochastic import amigo, bome, f2sa, ma_soba, meha, paced, saba, soba, spaba
 
 __all__ = [
     "DescentState",
@@ -66,6 +66,7 @@ __all__ = [
     "amigo",
     "argmax",
     "baselines",
+    "bome",
     "bounds",
     "cg",
     "checkpoint",

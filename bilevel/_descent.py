@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import optax
 
 from bilevel import geometry
-from bilevel._hypergradient import solution, stateful_hypergradient
+from bilevel._hypergradient import first_state, solution, stateful_hypergradient
 from bilevel.checks import floating, gradient_transformation
 from bilevel.meshes import automatic
-from bilevel.problem import Problem, parts
+from bilevel.problem import Problem, idle, parts
 from bilevel.protocols import DescentState, LowerSolver, params_of
 
 
@@ -72,14 +72,25 @@ def descent(
         alpha, w = jax.tree.map(jnp.asarray, (alpha, w))
         state = optimizer.init(alpha)
         alpha = geometry.check_descends(optimizer, state, alpha)
-        return DescentState(alpha, w, solver.start(alpha, w), state, jnp.zeros((), int))
+        return DescentState(alpha, w, first_state(solver, alpha, w), state, jnp.zeros((), int))
 
     def step(state, data):
         return automatic(on_one_mesh, (state, data), lambda: (state, None))
 
     def on_one_mesh(state, data):
         train, valid = data
-        hyper, solver_state = hypergradient(state.alpha, state.w, state.solver, train, valid)
+
+        def wanted():
+            """Not where alpha is held (``optax.set_to_zero``) and the weights are trained alone."""
+
+            def moved(g):
+                told = {"value": jnp.zeros(()), "grad": g, "value_fn": lambda _: jnp.zeros(())}
+                return optimizer.update(g, state.optimizer, state.alpha, **told)[0]
+
+            return not all(idle(moved, state.alpha))
+
+        given = state.alpha, state.w, state.solver, train, valid
+        hyper, solver_state = hypergradient(*given, wanted=wanted)
 
         def value_at(alpha):
             w, _ = solve(alpha, state.w, state.solver, train)

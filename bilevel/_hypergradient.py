@@ -7,6 +7,7 @@ or a truncated unrolling. So every solver's adjoint can be inspected, and reused
 """
 
 import dataclasses
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ from bilevel.checks import floating, losses, lower_solver, nan_unless_finite, sc
 from bilevel.curvature import PRODUCTS
 from bilevel.estimate import Info, assess, unmapped
 from bilevel.meshes import automatic, vary, varying
-from bilevel.problem import Problem, at_variables, enters, parts
+from bilevel.problem import Problem, at_variables, enters, idle, parts
 from bilevel.protocols import LowerSolver, Pytree, Stateful
 from bilevel.solvers import remember, start_of
 from ntk._programs import fresh
@@ -80,8 +81,9 @@ def hypergradient(
     Raises
     ------
     ValueError
-        While tracing, where ``mode`` is unknown, a loss is not a floating scalar, or, with
-        diagnostics, ``alpha`` enters neither the losses nor the solver.
+        While tracing, where ``mode`` is unknown, a loss is not a floating scalar, ``alpha`` enters
+        neither the losses nor the solver, the outer loss knows the weights only by variables that
+        are not differentiated, or reverse mode meets a loop that ends by a test (a line search).
 
     Examples
     --------
@@ -107,7 +109,7 @@ def hypergradient(
         alpha, w0 = jax.tree.map(jnp.asarray, (alpha, w0))
 
         def run(alpha, w0, train, valid):
-            return step(alpha, w0, solver.start(alpha, w0), train, valid)[0]
+            return step(alpha, w0, first_state(solver, alpha, w0), train, valid)[0]
 
         like: Any = (None, alpha, w0, None, None)  # of a HyperGradient
         return automatic(run, (alpha, w0, train, valid), lambda: HyperGradient(*like))
@@ -124,7 +126,10 @@ def stateful_hypergradient(
     damping: float = 0.0,
     products: int | None = None,
 ) -> Callable:
-    """As :func:`hypergradient`: ``(alpha, w, state, train, valid) -> (HyperGradient, state)``."""
+    """As :func:`hypergradient`: ``(alpha, w, state, train, valid) -> (HyperGradient, state)``.
+
+    The function takes ``wanted`` too: ``wanted()`` says whether anybody looks at the hypergradient.
+    """
     if mode not in ("reverse", "forward"):
         raise ValueError(f'mode: expected "reverse" or "forward", got {mode!r}.')
     losses("problem", problem)
@@ -134,7 +139,7 @@ def stateful_hypergradient(
     if products is None:
         products = PRODUCTS if solver.gradients is None else max(4, solver.gradients // 8)
 
-    def step(alpha, w0, state, train, valid):
+    def step(alpha, w0, state, train, valid, wanted=lambda: True):
         def objective(alpha, tilt):
             w, new_state = solve(alpha, w0, state, train, tilt)
             value, above = of_problem.outer(w, alpha, valid)
@@ -148,17 +153,20 @@ def stateful_hypergradient(
         scalar_loss("lower", loss)
         axes = varying(loss)
         w0, state = vary((w0, state), axes)
-        mapped = enters(first.lower, params, alpha, batch)
-        mapped = mapped or enters(first.outer, params, alpha, valid)
-        if diagnostics and not mapped:
+        apart = idle(
+            lambda a: (first.lower(params, a, batch), first.outer(params, a, valid)), alpha
+        )
+        mapped = not all(apart)
+        if any(apart) and wanted():
             _check_enters(lambda alpha: objective(alpha, None)[0], alpha)
+        check_variables(problem, w0, alpha, valid)
         adjoint = None
         if mode == "forward":
             value, (w, state, above), grad = _forward(lambda alpha: objective(alpha, None), alpha)
         else:
-            (value, (w, state, above)), (grad, slope) = jax.value_and_grad(
-                objective, (0, 1), has_aux=True
-            )(alpha, vary(optax.tree.zeros_like(params), axes))
+            (value, (w, state, above)), (grad, slope) = _reverse(
+                objective, alpha, vary(optax.tree.zeros_like(params), axes)
+            )
             if not solver.closed_form:
                 adjoint = optax.tree.scale(-1, slope)
                 state = remember(state, jax.lax.stop_gradient(adjoint))
@@ -236,11 +244,68 @@ def _damped(problem: Problem, damping, centre: Pytree) -> Problem:
 
 
 def _check_enters(objective, alpha: Pytree) -> None:
-    if jax.tree.leaves(alpha) and not enters(lambda w, a, b: objective(a), None, alpha, None):
+    """Refuse an alpha that does nothing, and name its leaves that do nothing."""
+    apart = idle(objective, alpha)
+    if apart and all(apart):
         raise ValueError(
             "alpha: expected to enter the lower loss, the outer loss or the solver, "
             "got one that enters none of them: its hypergradient would be 0."
         )
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(alpha)]
+    names = ", ".join(f"alpha{path}" for path, alone in zip(paths, apart, strict=True) if alone)
+    if names:
+        warnings.warn(
+            f"{names}: enters neither a loss nor the solver, so its hypergradient is 0.",
+            stacklevel=2,
+        )
+
+
+def check_variables(problem: Problem, w: Pytree, alpha: Pytree, valid: Pytree) -> None:
+    """Refuse an outer loss whose only way to the weights has no derivative."""
+    if not getattr(problem, "stateful", False) or getattr(problem, "differentiated", False):
+        return
+    outer = parts(problem).outer
+
+    def of_params(_, params, batch):
+        return outer(w._replace(params=params), alpha, batch)[0]
+
+    def of_variables(_, variables, batch):
+        return outer(w._replace(variables=variables), alpha, batch)[0]
+
+    alone = not enters(of_params, None, w.params, valid)
+    if alone and enters(of_variables, None, w.variables, valid):
+        raise ValueError(
+            "outer: expected to depend on params, got a loss of variables alone, which are not "
+            "differentiated: its hypergradient would be 0. For averages of the weights: "
+            "Problem(..., differentiated=True)."
+        )
+
+
+def first_state(solver: LowerSolver, alpha: Pytree, w: Pytree) -> Pytree:
+    """The solver's first state, which nothing differentiates: it may not depend on ``alpha``."""
+    if solver.init_at is not None and enters(
+        lambda _, alpha, __: solver.start(alpha, w), None, alpha, None
+    ):
+        raise ValueError(
+            "solver: expected an optimizer whose state at the start does not depend on alpha, got "
+            "one that keeps alpha's values there (optax.inject_hyperparams does); use them as "
+            "they are, optax.sgd(alpha), or begin anew at every step, restarted(solver)."
+        )
+    return solver.start(alpha, w)
+
+
+def _reverse(objective, alpha: Pytree, tilt: Pytree):
+    """Value, auxiliary output and both gradients."""
+    try:
+        return jax.value_and_grad(objective, (0, 1), has_aux=True)(alpha, tilt)
+    except ValueError as error:
+        if "Reverse-mode differentiation does not work for lax.while_loop" not in str(error):
+            raise
+        raise ValueError(
+            "solver: expected steps that reverse mode can go back through, got a loop that ends by "
+            "a test (the line search of optax.lbfgs, or one of a loss); implicit(lbfgs()), "
+            'mode="forward", backprop=0 and lax.scan do without.'
+        ) from error
 
 
 def _forward(objective, alpha):

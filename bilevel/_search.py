@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from bilevel import _search_history, _single_loop, geometry
+from bilevel import _not_finite, _search_history, _single_loop, geometry
 from bilevel._descent import descent
 from bilevel._fingerprint import check_same, fingerprint
 from bilevel._interrupts import held_interrupts
@@ -65,10 +65,10 @@ class SearchResult:
 class NonFiniteError(FloatingPointError):
     """A search met a NaN or an infinity: ``step``, ``quantity``, and ``result`` up to then."""
 
-    def __init__(self, step: int, quantity: str, result: SearchResult):
+    def __init__(self, step: int, quantity: str, result: SearchResult, reason: str = ""):
         super().__init__(
             f"{quantity}: expected finite values, got a NaN or an infinity at outer step {step}; "
-            "the state before it is in this exception's `result`."
+            "the state before it is in this exception's `result`." + f" {reason}".rstrip()
         )
         self.step, self.quantity, self.result = step, quantity, result
 
@@ -119,7 +119,8 @@ def search(
     batches : ``batches(key, data) -> batch``, optional
         Samples a batch of ``train`` and one of ``valid`` at every step, inside the compiled loop;
         of ``valid`` only where the solver draws those of ``train`` itself
-        (``unrolled(..., batches=...)``). :func:`bilevel.jointly` makes one of both at once;
+        (``unrolled(..., batches=...)``). :func:`bilevel.jointly` makes one of both at once, of
+        whose first part such a solver draws its own;
         :func:`bilevel.stream` takes both from an iterator, and ``train`` and ``valid`` are None.
         A single loop takes a :func:`bilevel.partition`; without it, all data at every step.
     key : jax.Array, optional
@@ -321,9 +322,10 @@ class _Setup(NamedTuple):
         if draw is None:
             return step(state, (Keyed(below, train), valid))
         if isinstance(draw, Joint):
-            return step(state, draw(below, train, valid))
-        train = Keyed(below, train) if inside else draw(below, train)
-        return step(state, (train, draw(above, valid)))
+            train, valid = draw(above if inside else below, train, valid)
+        else:
+            train, valid = train if inside else draw(below, train), draw(above, valid)
+        return step(state, (Keyed(below, train) if inside else train, valid))
 
     def advance(self, carry: _Carry, data, count) -> _Carry:
         """``count`` steps; those after a quantity stopped being finite change nothing."""
@@ -390,11 +392,13 @@ def _finite(tree: Pytree) -> jax.Array:
     return jnp.stack([jnp.ones((), bool), *map(every, jax.tree.leaves(tree))]).all()
 
 
-def _raise(setup: _Setup, trouble: int, carry: _Carry) -> None:
-    """What :func:`_first_trouble` found, as an exception."""
+def _raise(setup: _Setup, trouble: int, carry: _Carry, data: Pytree) -> None:
+    """What :func:`_first_trouble` found, as an exception; the step is taken once more to see it."""
     index, step, result = trouble - 1, int(carry.state.step), _result(setup, carry, "not finite")
     if index < len(_QUANTITIES):
-        raise NonFiniteError(step, _QUANTITIES[index], result)
+        new, _ = jax.jit(fresh(setup.step))(carry.state, carry.state.step, data)
+        reason = _not_finite.told(carry.state, new, _QUANTITIES[index])
+        raise NonFiniteError(step, _QUANTITIES[index], result, reason)
     name = geometry.names(carry.state.optimizer)[index - len(_QUANTITIES)]
     raise MisplacedError(step, name, result)
 
@@ -429,7 +433,7 @@ def _drive(
             if done > 0:  # before that there is nothing to go on from
                 saver.save(done, kept, last=bool(trouble) or done == steps)
             if trouble:
-                _raise(setup, trouble, carry)
+                _raise(setup, trouble, carry, data)
             show(done, functools.partial(_shown, carry.last))
             if anyone(interrupted()):
                 stopped = f"interrupted after step {done}"

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from bilevel._stream import Stream
 from bilevel.checks import finite, floating, function, prng_key, whole
-from bilevel.protocols import Joint, Partition, SingleLoop, params_of
+from bilevel.protocols import Partition, SingleLoop, params_of
 
 
 def check(
@@ -37,8 +37,6 @@ def check(
         whole("every", every, 1)
         if callback is None:
             raise ValueError(f"every: expected a callback to call so often, got none and {every}.")
-    if isinstance(batches, Joint) and getattr(solver, "batches", None) is not None:
-        raise ValueError("batches: expected one of valid alone, as the solver draws its own.")
     if resume and checkpoint is None:
         raise ValueError("resume: expected a checkpoint directory to resume from, got None.")
     drawn = (batches is not None and not streamed) or getattr(solver, "batches", None) is not None

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from bilevel._hypergradient import HyperGradient, solution
+from bilevel._hypergradient import HyperGradient, check_variables, first_state, solution
 from bilevel.checks import floating, function, losses, short, whole
 from bilevel.problem import Problem, parts
 from bilevel.protocols import Pytree, params_of
@@ -98,6 +98,8 @@ def truncation(
         floating("w0", params_of(w0))
         alpha, w0 = jax.tree.map(jnp.asarray, (alpha, w0))
 
+        check_variables(problem, w0, alpha, valid)
+
         def step(carry, inputs):
             number, alpha = inputs
             batch = train
@@ -106,8 +108,10 @@ def truncation(
                 batch = batches(jax.random.fold_in(key, number), data)
             return solve(alpha, *carry, batch), None
 
+        state = first_state(one, alpha, w0)
+
         def value(alphas, alpha):
-            start = w0, one.start(jax.lax.stop_gradient(alpha), w0)
+            start = w0, state
             (w, _), _ = jax.lax.scan(step, start, (jnp.arange(steps), alphas))
             return of_problem.outer(w, alpha, valid)[0]
 

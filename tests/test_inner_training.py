@@ -528,8 +528,77 @@ def test_both_batches_can_be_drawn_together():
     apart = bilevel.minibatches(1)
     found = bilevel.search(*args, rows, 10 * rows, batches=apart, **options)
     assert found.history["value"].max() > 1
-    drawing = bilevel.unrolled(0.1, 1, batches=apart)
-    with pytest.raises(ValueError, match="batches: expected one of valid alone"):
-        bilevel.search(
-            problem, drawing, *args[2:], rows, rows, batches=bilevel.jointly(together), **options
-        )
+    # Inner steps draw from what was drawn: five rows of one number, and a step of rate 1 to it.
+    many = bilevel.Problem(lambda w, a, b: 0.5 * jnp.mean((w - b) ** 2) + 0 * a, problem.outer)
+    of_task = bilevel.jointly(
+        lambda key, *data: (jnp.full(5, n := together(key, *data)[0]), 10 * n)
+    )
+    drawing = bilevel.unrolled(1.0, 2, batches=apart)
+    found = bilevel.search(many, drawing, *args[2:], rows, 10 * rows, batches=of_task, **options)
+    assert_close(found.history["value"], jnp.zeros(8), f64=1e-9, f32=1e-3)
+
+
+# ----------------------------------------------------------------------------- hypergradients of 0
+
+
+def averaged(w, alpha, batch):
+    """The variables are a moving average of the weights."""
+    average = 0.9 * w.variables + 0.1 * w.params
+    return PENALISED.lower(w.params, alpha, batch), average
+
+
+def at_average(w, alpha, batch):
+    return loss(w.variables, None, batch)
+
+
+def test_an_outer_loss_at_averaged_weights():
+    """Truth: the loop written out; without derivatives of the average all would be 0."""
+    start = bilevel.Stateful(W0, W0)
+
+    def by_hand(alpha):
+        w = average = W0
+        for _ in range(5):
+            average = 0.9 * average + 0.1 * w
+            w = w - 0.1 * jax.grad(PENALISED.lower)(w, alpha, TRAIN)
+        return loss(average, None, VALID)
+
+    solver = bilevel.unrolled(0.1, 5)
+    problem = bilevel.Problem(averaged, at_average, stateful=True, differentiated=True)
+    found = bilevel.hypergradient(problem, solver, diagnostics=False)(START, start, TRAIN, VALID)
+    assert_close(found.grad, jax.grad(by_hand)(START), f64=1e-11, f32=1e-5)
+    problem = bilevel.Problem(averaged, at_average, stateful=True)
+    for fn in (bilevel.hypergradient(problem, solver), bilevel.truncation(problem, 0.1, 5)):
+        with pytest.raises(ValueError, match=r"outer: expected .* params.*differentiated=True"):
+            fn(START, start, TRAIN, VALID)
+
+
+def test_an_alpha_that_does_nothing_is_named():
+    solver = bilevel.unrolled(optax.sgd(0.1), 2)
+    rest = optax.sgd(0.1), {"rate": jnp.array(0.1)}, W0, TRAIN, VALID
+    with pytest.raises(ValueError, match="alpha: expected to enter the lower loss, the outer loss"):
+        bilevel.search(PLAIN, solver, *rest, steps=1)
+    held = bilevel.search(PLAIN, solver, optax.set_to_zero(), *rest[1:], steps=1)  # trained alone
+    assert held.alpha == rest[1] and np.abs(held.w - W0).max() > 0
+    problem = bilevel.Problem(lambda w, a, b: PENALISED.lower(w, a["penalty"], b), loss)
+    fn = bilevel.hypergradient(problem, solver, diagnostics=False)
+    with pytest.warns(UserWarning, match=r"alpha\['rate'\]: enters neither a loss nor the solver"):
+        fn({"rate": jnp.array(0.1), "penalty": START}, W0, TRAIN, VALID)
+
+
+def test_an_alpha_that_the_first_state_would_hide():
+    """What inject_hyperparams keeps would stay that of the first alpha; begun anew, it is exact."""
+    alpha = jnp.array(0.1)
+    hidden = bilevel.unrolled(lambda a: optax.inject_hyperparams(optax.sgd)(learning_rate=a), 3)
+    with pytest.raises(ValueError, match="solver: expected an optimizer whose state at the start"):
+        bilevel.hypergradient(PLAIN, hidden)(alpha, W0, TRAIN, VALID)
+    open_, anew = (
+        bilevel.hypergradient(PLAIN, solver, diagnostics=False)(alpha, W0, TRAIN, VALID).grad
+        for solver in (bilevel.unrolled(lambda a: optax.sgd(a), 3), bilevel.restarted(hidden))
+    )
+    assert_close(anew, open_, f64=1e-7, f32=1e-5)
+
+
+def test_a_line_search_below_has_no_reverse_mode_and_says_what_has():
+    solver = bilevel.unrolled(optax.lbfgs(), 2)
+    with pytest.raises(ValueError, match=r"solver: .*line search.*implicit\(lbfgs\(\)\)"):
+        bilevel.hypergradient(PENALISED, solver, diagnostics=False)(START, W0, TRAIN, VALID)

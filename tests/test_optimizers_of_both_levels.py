@@ -185,3 +185,23 @@ def test_no_nan_where_all_gradients_are_zero(rule, level):
         fn = bilevel.hypergradient(problem, solver, mode=mode, diagnostics=False)
         found = jax.jit(fn)(alpha, w0, jnp.ones(2), None)
         assert all(np.isfinite(x).all() for x in jax.tree.leaves((found.grad, found.w)))
+
+
+def test_what_is_not_finite_is_told_with_its_leaf_its_optimizer_and_a_cure():
+    """Adafactor's slope is 1e15 at a gradient of 0; Prodigy's first step there is 0 / 0."""
+
+    def flat(w, alpha, batch):
+        return 0.5 * jnp.sum((w["seen"] - 1.0) ** 2) * jnp.exp(alpha["a"])
+
+    problem = bilevel.Problem(flat, lambda w, alpha, batch: jnp.sum(w["seen"] ** 2))
+    single = {"a": jnp.float32(0.1)}, {"seen": jnp.ones(2, jnp.float32)}, None, None
+    for rule, said in {
+        optax.adafactor(0.1): r"hypergradient: .*FactoredState.* in alpha\['a'\]: .*larger eps",
+        optax.contrib.prodigy(0.1): r"lower loss: .*w\['seen'\] left the numbers' range; a smaller",
+    }.items():
+        with pytest.raises(bilevel.NonFiniteError, match=said):
+            bilevel.search(
+                *(problem, bilevel.unrolled(rule, 3), optax.sgd(0.1), *single),
+                steps=1,
+                progress=False,
+            )

@@ -147,6 +147,18 @@ def test_no_decay_is_one_step():
     assert_close(found.w, expected.w, f64=1e-12, f32=1e-6)
 
 
+def test_a_rate_is_distilled_too():
+    """The second of two steps from w to w - r (w - 1), at decay 1/2: 1.5 times a step's slope."""
+    solver = bilevel.distilled(lambda alpha: optax.sgd(alpha), decay=0.5)
+    to_one = bilevel.Problem(lambda w, a, b: 0.5 * (w - 1) ** 2, lambda w, a, b: w)
+    init, step = bilevel.descent(to_one, solver, optax.sgd(0.0))
+    state = init(jnp.array(0.5), jnp.array(0.0))
+    for _ in range(2):
+        state, metrics = step(state, (None, None))
+    mean = (0.5 * 0.0 + 0.5) / 1.5  # of the weights before each step, 0 and 1/2
+    assert_close(metrics["grad_norm"], 1.5 * (1 - mean), f64=1e-12, f32=1e-6)
+
+
 @pytest.mark.parametrize("mode", ["reverse", "forward"])
 def test_the_past_is_distilled_as_the_paper_says(mode):
     """Lee et al. 2022, Eqs. (8), (13): the scale theta (1 - g^t) / (1 - g), and the mean w*."""

@@ -1,6 +1,7 @@
 """One optimizer step, with the whole past of the training distilled into one more."""
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,10 @@ class DistilledState(NamedTuple):
 
 
 def distilled(
-    optimizer: optax.GradientTransformation | float, *, decay: float, scale: float = 1.0
+    optimizer: optax.GradientTransformation | float | Callable[[Pytree], Any],
+    *,
+    decay: float,
+    scale: float = 1.0,
 ) -> LowerSolver:
     r"""One optimizer step whose derivative stands for all steps so far: HyperDistill.
 
@@ -35,8 +39,9 @@ def distilled(
 
     Parameters
     ----------
-    optimizer : optax.GradientTransformation or float
-        A float is plain gradient descent with that step size.
+    optimizer : optax.GradientTransformation, float, or function
+        A float is plain gradient descent with that step size, a function ``alpha -> optimizer``
+        makes rates hyperparameters, as for :func:`bilevel.unrolled`.
     decay : float
         In [0, 1), gamma: how much of an effect a step of training leaves.
     scale : float
@@ -77,8 +82,10 @@ def distilled(
     one = unrolled(optimizer, 1)
 
     def init(w):
-        dtype = jnp.result_type(*jax.tree.leaves(w), jnp.float32)
-        return DistilledState(one.init(w), jax.tree.map(jnp.asarray, w), jnp.zeros((), dtype))
+        return _first(one.init(w), w)
+
+    def init_at(alpha, w):
+        return _first(one.start(alpha, w), w)
 
     def run(lower, alpha, w, state, batch):
         def stepped(alpha, w, rule, batch):
@@ -100,4 +107,10 @@ def distilled(
         w = jax.tree.map(with_slope, moved, there)
         return w, DistilledState(rule, mean, total)
 
-    return LowerSolver(init, run, gradients=4)
+    return LowerSolver(init, run, gradients=4, init_at=init_at if one.init_at else None)
+
+
+def _first(optimizer: Pytree, w: Pytree) -> DistilledState:
+    """No past."""
+    dtype = jnp.result_type(*jax.tree.leaves(w), jnp.float32)
+    return DistilledState(optimizer, jax.tree.map(jnp.asarray, w), jnp.zeros((), dtype))

@@ -25,10 +25,10 @@ from bilevel.solvers._detached import detached
 from bilevel.solvers._optimizer import with_limits
 from ntk._programs import fresh
 
-# A trajectory this short, and this small, is kept whole for the reverse pass. To run 100 steps of a
-# convolutional network on 8 x 8 digits again in blocks took 1.3 times the processor time (6.07 s
-# against 4.67 s), and 10.5 MB in place of 15.0.
-_KEPT_STEPS = 128
+# A trajectory this short, and this small, is kept whole for the reverse pass: to run 100 steps of a
+# convolutional network again in blocks takes 1.3 times the processor time, and two thirds of the
+# memory (benchmarks/memory_training.py).
+_KEPT_STEPS = 64
 _KEPT_BYTES = 2**26
 
 
@@ -77,7 +77,7 @@ def unrolled(
     -----
     Time T lower gradients, and about three times that for the derivative. Memory in reverse mode:
     one copy of ``w`` and of the optimizer's state per step while the whole trajectory is short (up
-    to 128 steps and 64 MiB); beyond that 2 sqrt(T) copies, in blocks of sqrt(T) steps that are run
+    to 64 steps and 64 MiB); beyond that 2 sqrt(T) copies, in blocks of sqrt(T) steps that are run
     once more, on the same batches. What a step computes inside (activations) is never stored: its
     gradient is taken again when its derivative is.
 
@@ -331,8 +331,9 @@ def _repeat_checkpointed(step: Callable, carry: Pytree, times: int) -> Pytree:
     size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(carry))
     if times <= _KEPT_STEPS and times * size <= _KEPT_BYTES:
         return _repeat(step, carry, times)
-    length = math.isqrt(times)
+    # Blocks, then a last one of up to the same length that is kept: the reverse pass begins there,
+    # and its memory is that of the others' second runs. Together at most 2 sqrt(times) carries.
+    length = math.isqrt(times - 1) + 1
+    blocks = (times - 1) // length
     block = jax.checkpoint(functools.partial(_repeat, step, times=length), prevent_cse=False)
-    # The remainder goes first, so that no step is masked and none is wasted.
-    carry = _repeat(step, carry, times % length)
-    return _repeat(block, carry, times // length)
+    return _repeat(step, _repeat(block, carry, blocks), times - blocks * length)

@@ -13,6 +13,7 @@ method       its direction                      memory beyond w and alpha       
 ``amigo``    of a batch, after inner steps      w                                 yes
 ``f2sa``     a penalty's                        w                                 no
 ``meha``     a Moreau envelope's                w                                 no
+``bome``     a dynamic barrier's                w                                 no
 ===========  =================================  ================================  ==============
 
 A SAGA or PAGE direction becomes exact at a solution, so constant rates converge.
@@ -23,6 +24,7 @@ from bilevel.stochastic._blocks import Blocks
 from bilevel.stochastic._blocks import Turns as Turns
 from bilevel.stochastic._blocks import blocks as blocks
 from bilevel.stochastic._blocks import turns as turns
+from bilevel.stochastic._bome import bome
 from bilevel.stochastic._f2sa import f2sa
 from bilevel.stochastic._meha import meha
 from bilevel.stochastic._oracles import full_direction as full_direction
@@ -31,4 +33,4 @@ from bilevel.stochastic._saba import saba
 from bilevel.stochastic._soba import ma_soba, soba
 from bilevel.stochastic._spaba import spaba
 
-__all__ = ["Blocks", "amigo", "f2sa", "ma_soba", "meha", "paced", "saba", "soba", "spaba"]
+__all__ = ["Blocks", "amigo", "bome", "f2sa", "ma_soba", "meha", "paced", "saba", "soba", "spaba"]

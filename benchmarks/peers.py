@@ -1,0 +1,312 @@
+"""The gallery's label cleaning, penalties and schedules, beside PyTorch, TorchOpt and Optuna.
+
+    pip install torch torchopt optuna     # in an environment of its own, with this package
+    python benchmarks/peers.py            # a quarter of an hour; one core: taskset -c 0
+    python benchmarks/peers.py --quick    # small, no results file
+    python benchmarks/peers.py --table
+
+*Hypergradients*: processor time of one, on the same batches, and how far it is from ours: labels
+(`examples/label_cleaning.py`, without dropout) through five steps of the network; penalties
+(`examples/word_penalties.py`) by the adjoint at the solution; schedules (`examples/schedules.py`)
+through all steps. By hand in PyTorch it is what `higher` did. The libraries take turns.
+
+*Until a loss*: processor time until a validation loss, compilation included. Optuna (TPE) is given
+our compiled training; for 2,000 labels it has no use.
+"""
+
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import harness
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from harness import environment, table, where
+
+import bilevel
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+RATE, MOMENTUM, TOL = 0.05, 0.9, 1e-3
+
+
+# ----------------------------------------------------------------------------- hypergradients
+
+
+def labels(train, steps):
+    """By library: ``alpha -> hypergradient``; and the alpha."""
+    import label_cleaning as example
+    import peers_torch as torch
+
+    data, clean, _, _ = example.load("mnist", train, 200, 10)
+    example.network = example.Network(dropout=0.0)
+    w = example.network.init(jax.random.key(1), data[0][:1], False)
+    start = bilevel.Stateful(w["params"], {"batch_stats": w["batch_stats"]})
+    problem = bilevel.Problem(example.lower, example.outer, stateful=True)
+    rule, key = optax.sgd(RATE, momentum=MOMENTUM), jax.random.key(2)
+    solver = bilevel.unrolled(rule, steps, batches=example.with_key)
+    fn = jax.jit(bilevel.hypergradient(problem, solver, diagnostics=False))
+    # What each of our steps draws, for the others.
+    batches = [example.with_key(jax.random.fold_in(key, i), data)[0] for i in range(steps)]
+    given = w, batches, clean, RATE, MOMENTUM
+    return jnp.zeros(train), {
+        "here": lambda alpha: fn(alpha, start, (key, data), clean).grad,
+        "PyTorch by hand": torch.labels_by_hand(*given),
+        "TorchOpt": torch.labels_torchopt(*given),
+    }
+
+
+def penalties(words, rows):
+    import peers_torch as torch
+    import word_penalties as example
+
+    train, valid, _ = example.reviews(words, rows, rows, 10)
+    problem = bilevel.Problem(example.lower, example.outer)
+    solver = bilevel.implicit(bilevel.lbfgs(200), bilevel.cg(tol=TOL))
+    w = {"words": jnp.zeros(words), "shift": jnp.zeros(())}
+    fn = jax.jit(bilevel.hypergradient(problem, solver, diagnostics=False))
+    return jnp.full(words, -6.0), {
+        "here": lambda alpha: fn(alpha, w, train, valid).grad,
+        "PyTorch by hand": torch.penalties_by_hand(train, valid, TOL),
+        "TorchOpt": torch.penalties_torchopt(train, valid, TOL),
+    }
+
+
+def schedules(steps):
+    import peers_torch as torch
+    import schedules as example
+
+    problem, solver, w, data, valid = training(steps)
+    batches = [
+        bilevel.minibatches(50)(jax.random.fold_in(data[0], i), data[1]) for i in range(steps)
+    ]
+    start = example.start()
+
+    def by(mode):
+        fn = jax.jit(bilevel.hypergradient(problem, solver, mode=mode, diagnostics=False))
+
+        def gradient(alpha):
+            alpha = {"rates": alpha[:-1], "momentum": alpha[-1]}
+            grad = fn(alpha, w, data, valid).grad
+            return jnp.append(grad["rates"], grad["momentum"])
+
+        return gradient
+
+    return jnp.append(start["rates"], start["momentum"]), {
+        "here": by("reverse"),
+        "here, forward mode": by("forward"),
+        "PyTorch by hand": torch.schedules_by_hand(w, batches, valid, example.KNOTS),
+        "TorchOpt": torch.schedules_torchopt(w, batches, valid, example.KNOTS),
+    }
+
+
+def in_turns(part, alpha, gradients, rounds):
+    """A row for each library."""
+    first, found, times = {}, {}, {name: [] for name in gradients}
+    for i in range(rounds + 1):
+        for name, gradient in gradients.items():
+            began = time.process_time()
+            found[name] = np.asarray(gradient(alpha))
+            seconds = time.process_time() - began
+            if i:
+                times[name].append(seconds)
+            else:
+                first[name] = seconds
+    ours = found["here"]
+    for name, each in times.items():
+        apart = np.linalg.norm(found[name] - ours) / np.linalg.norm(ours)
+        row = {"part": "hypergradients", "problem": part, "library": name, "rounds": each}
+        yield row | {"first, seconds": first[name], "apart": float(apart)}
+
+
+# ----------------------------------------------------------------------------- until a loss
+
+
+def training(steps):
+    """Of examples/schedules.py: the problem, the solver, weights, and data with its key."""
+    import schedules as example
+
+    sizes = {"train": 900, "valid": 400, "test": 497}
+    parts = bilevel.data.samples("digits", [jax.random.key(0)], **sizes)[0][:2]
+    train, valid = ((jnp.asarray(x.reshape(-1, 64) - 0.3), y) for x, y in parts)
+    problem, rows = bilevel.Problem(example.loss, example.loss), bilevel.minibatches(50)
+    inner = bilevel.unrolled(example.optimizer_of(steps), steps, batches=rows)
+    w, key = example.initial(jax.random.key(1)), jax.random.key(2)
+    return problem, bilevel.restarted(inner), w, (key, train), valid
+
+
+def descended(problem, solver, rule, alpha, w, train, valid, steps):
+    """Processor time and the best loss after every step of alpha, from the compilation on."""
+    began, course, best = time.process_time(), [], np.inf
+    init, step = bilevel.descent(problem, solver, rule)
+    state, step = init(alpha, w), jax.jit(step)
+    for _ in range(steps):
+        state, metrics = step(state, (train, valid))
+        best = min(best, float(metrics["value"]))
+        course.append((time.process_time() - began, best))
+    return course
+
+
+def optuna_course(suggest, value, trials, seconds=np.inf):
+    """The same of Optuna's trials, until one of the two is used up."""
+    import optuna
+
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    began, course = time.process_time(), []
+
+    def told(study, trial):
+        course.append((time.process_time() - began, study.best_value))
+        if course[-1][0] > seconds:
+            study.stop()
+
+    def objective(trial):
+        found = float(value(suggest(trial)))
+        return found if np.isfinite(found) else 1e3
+
+    study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=0))
+    study.optimize(objective, n_trials=trials, callbacks=[told])
+    return course
+
+
+def rows(part, courses, target, counts):
+    """A row for each course: when it was at the target, and where it ended."""
+    for name, course in courses.items():
+        at = next((s for s, value in course if value <= target), None)
+        seconds, best = course[-1]
+        row = {"part": part, "method": name, "hyperparameters": counts[name], "target": target}
+        row |= {"seconds to it": at, "steps or trials": len(course)}
+        yield row | {"best": best, "seconds": seconds}
+
+
+def until_penalties(words, count, steps):
+    import word_penalties as example
+
+    train, valid, _ = example.reviews(words, count, count, 10)
+    solver = bilevel.implicit(bilevel.lbfgs(200), bilevel.cg(tol=TOL))
+    w = {"words": jnp.zeros(words), "shift": jnp.zeros(())}
+    problem = bilevel.Problem(example.lower, example.outer)
+
+    def ours(alpha, rate):
+        rule = optax.adam(optax.cosine_decay_schedule(rate, steps))
+        return descended(problem, solver, rule, alpha, w, train, valid, steps)
+
+    def judged():
+        """What Optuna asks: the validation loss, solved from the last solution on."""
+        solve = jax.jit(lambda a, w: solver.run(example.lower, a, w, solver.init(w), train)[0])
+        last = [w]
+
+        def value(alpha):
+            last[0] = solve(jnp.asarray(alpha), last[0])
+            return example.error(last[0], valid)
+
+        return value
+
+    each = [f"{i}" for i in range(words)]
+    courses = {
+        "here, one penalty": ours(jnp.array(-5.0), 0.5),
+        "Optuna, one penalty": optuna_course(
+            lambda t: t.suggest_float("all", -10, 0), judged(), steps
+        ),
+        "here, all": ours(jnp.full(words, -5.0), 0.3),
+    }
+    courses["Optuna, all"] = optuna_course(
+        lambda t: [t.suggest_float(k, -10, 0) for k in each],
+        *(judged(), 10 * steps, courses["here, all"][-1][0]),
+    )
+    target = 1.001 * min(courses[f"{k}, one penalty"][-1][1] for k in ("here", "Optuna"))
+    yield from rows("penalties", courses, target, {k: words if "all" in k else 1 for k in courses})
+
+
+def until_schedules(steps, outer):
+    import schedules as example
+
+    problem, solver, w, data, valid = training(steps)
+
+    def judged():
+        def value(alpha):
+            found = solver.run(example.loss, alpha, w, solver.start(alpha, w), data)[0]
+            return example.loss(found, None, valid)
+
+        return jax.jit(value)
+
+    def knots(trial):
+        rates = [trial.suggest_float(f"rate {i}", 0.01, 2, log=True) for i in range(example.KNOTS)]
+        return example.start(1.0, trial.suggest_float("momentum", 0.01, 0.95), jnp.asarray(rates))
+
+    def shapes(trial):
+        cosine = 0.5 * (1 + jnp.cos(jnp.linspace(0, np.pi, example.KNOTS))) + 1e-3
+        of_name = {"constant": 1.0, "cosine": cosine}
+        shape = of_name[trial.suggest_categorical("shape", list(of_name))]
+        rate = trial.suggest_float("rate", 0.01, 2, log=True)
+        return example.start(rate, trial.suggest_float("momentum", 0.01, 0.95), shape)
+
+    courses = {
+        "here, knots": descended(
+            *(problem, solver, optax.adam(0.1), example.start(), w, data, valid, outer)
+        ),
+        "Optuna, knots": optuna_course(knots, judged(), 4 * outer),
+        "Optuna, shapes": optuna_course(shapes, judged(), 4 * outer),
+    }
+    target = 1.001 * courses["here, knots"][-1][1]
+    counts = {"here, knots": 11, "Optuna, knots": 11, "Optuna, shapes": 3}
+    yield from rows("schedules", courses, target, counts)
+
+
+# ----------------------------------------------------------------------------- the report
+
+
+def of_hypergradients(found):
+    lines = [
+        (
+            *(r["problem"], r["library"], f"{1e3 * statistics.median(r['rounds']):,.0f}"),
+            *(f"{r['first, seconds']:.1f}", f"{r['apart']:.0e}" if r["apart"] else ""),
+        )
+        for r in where(found, part="hypergradients")
+    ]
+    head = "problem", "library", "CPU ms", "the first one, CPU s", "apart from ours"
+    return table(head, lines)
+
+
+def until(part):
+    def of_rows(found):
+        some = where(found, part=part)
+        lines = [
+            (
+                *(r["method"], f"{r['hyperparameters']:,}"),
+                "not reached" if r["seconds to it"] is None else f"{r['seconds to it']:.0f}",
+                *(f"{r['best']:.4f}", r["steps or trials"], f"{r['seconds']:.0f}"),
+            )
+            for r in some
+        ]
+        target = f"CPU s until a loss of {some[0]['target']:.4f}" if some else "CPU s"
+        head = "method", "hyperparameters", target, "best loss", "steps or trials", "in all, CPU s"
+        return table(head, lines)
+
+    return of_rows
+
+
+of_penalties, of_schedules = until("penalties"), until("schedules")
+
+
+def report(found):
+    return "\n\n".join(of(found) for of in (of_hypergradients, of_penalties, of_schedules))
+
+
+def measured(quick):
+    sizes = ((200, 2), (50, 200), (20,)) if quick else ((2000, 5), (1500, 3000), (1000,))
+    for make, size in zip((labels, penalties, schedules), sizes, strict=True):
+        yield from in_turns(make.__name__, *make(*size), 1 if quick else 3)
+    yield from until_penalties(*((50, 200, 4) if quick else (1500, 3000, 10)))
+    yield from until_schedules(*((50, 4) if quick else (1000, 40)))
+
+
+def main():
+    flags = harness.command_line(__file__, __doc__, report)
+    found = [environment("torch", "torchopt", "optuna", "optax"), *measured(flags.quick)]
+    harness.finish(found, flags.results, report)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""What a search that stopped being finite can say: which leaves, of which optimizer, and a cure."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from bilevel.protocols import Pytree
+
+
+def told(state: Any, new: Any, quantity: str) -> str:
+    """In words, of the last good state and of the one after it.
+
+    Examples
+    --------
+    >>> from bilevel.protocols import DescentState
+    >>> good = DescentState(jnp.ones(2), {"a": jnp.ones(1), "b": jnp.ones(1)}, (), (), 0)
+    >>> told(good, good._replace(w={"a": jnp.ones(1), "b": jnp.full(1, jnp.nan)}), "lower loss")
+    "w['b'] left the numbers' range; a smaller rate below, or clipped gradients, may keep it there."
+    """
+    weights, alphas = bad_leaves("w", new.w), bad_leaves("alpha", new.alpha)
+    if quantity == "hypergradient" and not weights:
+        rules = ", ".join(sorted({type(x).__name__ for x in _records(state.solver)}))
+        of = (
+            f"the lower solver ({rules}) or of a loss" if rules else "the lower solver or of a loss"
+        )
+        return (
+            f"weights and losses are finite, a derivative of {of} is not, in {alphas or 'alpha'}: "
+            "a root at 0, or slopes too large to be multiplied; a larger eps, optax.sgd, or fewer "
+            "steps differentiated (backprop=) may mend it."
+        )
+    if weights:
+        return (
+            f"{weights} left the numbers' range; a smaller rate below, or clipped gradients, "
+            "may keep it there."
+        )
+    if alphas:
+        return f"{alphas} left the numbers' range; a smaller rate above may keep it there."
+    return "weights and alpha are finite."
+
+
+def bad_leaves(name: str, tree: Pytree) -> str:
+    """The paths of those leaves that are not finite; the first three of them.
+
+    Examples
+    --------
+    >>> bad_leaves("w", [jnp.ones(2), jnp.full(2, jnp.inf)])
+    'w[1]'
+    """
+    found = [
+        f"{name}{jax.tree_util.keystr(path)}"
+        for path, x in jax.tree_util.tree_leaves_with_path(tree)
+        if jnp.issubdtype(x.dtype, jnp.inexact) and not jnp.isfinite(x).all()
+    ]
+    more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+    return ", ".join(found[:3]) + more
+
+
+def _records(state: Pytree) -> list:
+    """The states of optax's parts, but for the empty ones."""
+
+    def record(x):
+        return isinstance(x, tuple) and hasattr(x, "_fields")
+
+    return [x for x in jax.tree.leaves(state, is_leaf=record) if record(x) and len(x)]

@@ -317,7 +317,7 @@ def _kernels(a, b, state) -> Kernels:
 
 def _blocks(found: Plan, x1, x2) -> Kernels:
     """All pairs, block by block: those of the upper triangle without ``x2``."""
-    size = max(1, NUMBERS // _numbers(found.steps))
+    size = max(1, NUMBERS // (_numbers(found.steps) + _of_data(found.steps, x1.shape[-1])))
     starts1, starts2 = (range(0, len(x), size) for x in (x1, x1 if x2 is None else x2))
     if len(starts1) == len(starts2) == 1:
         return _resolved(found, x1, x2, 0)[0]
@@ -388,6 +388,16 @@ def _numbers(steps, positions: int = 1) -> int:
         positions = max(_positions((step,))) if _positions_change(step) else positions
         total += positions * (600 if isinstance(step, Smooth) else 20)
     return total
+
+
+def _of_data(steps, channels: int) -> int:
+    """How many an input's patches need."""
+    for step in steps:
+        if isinstance(step, Linear):
+            return 3 * math.prod(step.windows.after) * math.prod(step.windows.window) * channels
+        if isinstance(step, Sum):
+            return sum(_of_data(branch, channels) for branch in step.branches)
+    return 0
 
 
 def _positions_change(step) -> bool:

@@ -60,7 +60,7 @@ from ntk.networks.windows import (
     rows,
     shares,
 )
-from ntk.pairs import UnitRows, half_chords, unit
+from ntk.pairs import half_chords
 
 
 class State(NamedTuple):
@@ -101,7 +101,7 @@ def one_step(step, numbers, a: Site, b: Site, state: State | None, tile: Tile) -
     """
     match step:
         case Linear() if isinstance(a.before, Raw):
-            return _first(step, numbers, a, b, tile)
+            return _first(a, b, tile)
         case Sum():
             return _sum(step, numbers, a, b, state, tile)
     if state is None:
@@ -133,9 +133,9 @@ def one_step(step, numbers, a: Site, b: Site, state: State | None, tile: Tile) -
 # ----------------------------------------------------------------------------- layers
 
 
-def _first(step: Linear, numbers, a: Site, b: Site, tile: Tile) -> State:
+def _first(a: Site, b: Site, tile: Tile) -> State:
     """Weights on the data: their patches' angles."""
-    p = _masked(_of_data(step, numbers, a, b, tile), tile)
+    p = _masked(_of_data(a, b, tile), tile)
     sizes = outer(a.after.norm, b.after.norm, tile.full)
     none = jnp.zeros((len(a.after.square), len(b.after.square)), p.dtype)
     eps = epsilon(p)
@@ -172,14 +172,9 @@ def _linear(step: Linear, numbers, a: Site, b: Site, state: State, tile: Tile) -
     return State(p, tangent, slack, floor, second, error, excess)
 
 
-def _of_data(step: Linear, numbers, a: Site, b: Site, tile: Tile) -> jax.Array:
+def _of_data(a: Site, b: Site, tile: Tile) -> jax.Array:
     """Half chords of the patches of the data, by products of matrices."""
-    sides = []
-    for site in (a, b):
-        v = vectors(step, numbers, site.before)
-        flat = unit(v.reshape(-1, v.shape[2]), site.after.norm.ravel())
-        shaped = (x.reshape(*v.shape[:2], *x.shape[1:]) for x in flat)
-        sides.append(UnitRows(*(rows(x, tile.full) for x in shaped)))
+    sides = [jax.tree.map(lambda x: rows(x, tile.full), site.units) for site in (a, b)]
     if len(sides[0].high) == 1:  # a loop over one is slow
         return half_chords(*(jax.tree.map(lambda x: x[0], side) for side in sides))[0][None]
     return jax.vmap(half_chords)(*sides)[0]

@@ -36,6 +36,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ntk.gaussian import arc_cosines, reciprocal
+from ntk.mehler import moves
 from ntk.networks import duals
 from ntk.networks.moments import Moments, Raw, Site, epsilon, vectors
 from ntk.networks.plan import (
@@ -467,7 +468,8 @@ def _bound(f, g, worst, ends, terms: int) -> jax.Array:
     eps = epsilon(worst)
     total = most(f.noise)[:, None] + most(g.noise)
     total += 4 * eps * most(f.size)[:, None] * most(g.size)
-    total += 3 * most(f.steep)[:, None] * most(g.steep) * worst
+    jump = most(f.jump)[:, None] * most(g.jump)
+    total += moves(jump) * most(f.steep)[:, None] * most(g.steep) * worst
     if ends is None:  # a formula, which misses nothing and is of no function that jumps
         return total
     power = 1 - 2 * jnp.minimum(*ends)
@@ -476,7 +478,7 @@ def _bound(f, g, worst, ends, terms: int) -> jax.Array:
     (rf, kf), (rg, kg) = ((most(h.missed[..., 0]), most(h.missed[..., 1])) for h in (f, g))
     total += power * (rf[:, None] * (rg + kg) + kf[:, None] * rg)
     moved = jnp.maximum(*(_moved(worst, end) for end in ends))
-    return total + most(f.jump)[:, None] * most(g.jump) * moved
+    return total + jump * moved
 
 
 def _crossed(a: Site, b: Site, means) -> jax.Array:

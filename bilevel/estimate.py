@@ -136,9 +136,9 @@ def assess(
 
 
 def _assess(problem, products, w, alpha, train, valid, grad, adjoint) -> Info:
-    fixed = Problem(held(problem.lower, w, alpha, train), problem.outer)
+    fixed = Problem(held(problem.lower, w, alpha, train), held(problem.outer, w, alpha, valid))
     slope, hvp = hessian_operator(fixed.lower, w, alpha, train)
-    force = jax.grad(problem.outer)(w, alpha, valid)
+    force = jax.grad(fixed.outer)(w, alpha, valid)
     solved = after((grad, adjoint), w)
     refined = _refine(problem, fixed, products, solved, alpha, train, valid, grad, adjoint)
     better = jax.tree.map(lambda g: g.mean(0), refined.grads)
@@ -159,7 +159,7 @@ def _assess(problem, products, w, alpha, train, valid, grad, adjoint) -> Info:
         linear_residual = refined.linear_residual
     else:
         linear_residual = _ratio(optax.tree.norm(optax.tree.sub(hvp(adjoint), force)), force)
-    bound = _bound(problem, refined, alpha, train, valid, grad)
+    bound = _bound(problem, fixed, refined, alpha, train, valid, grad)
     return Info(
         stationarity=stationarity,
         linear_residual=linear_residual,
@@ -243,7 +243,7 @@ def _settled(problem, fixed, system, near, w, q, alpha, train, valid, grad) -> _
 
     def adjoint_residual(w):
         _, hvp = hessian_operator(fixed.lower, w, alpha, train)
-        force = jax.grad(problem.outer)(w, alpha, valid)
+        force = jax.grad(fixed.outer)(w, alpha, valid)
         return lambda q: optax.tree.sub(hvp(q), force), force
 
     near, w_settled = _settle(newton_step, near, w, rounding, enough)
@@ -340,7 +340,7 @@ def _work(lower, w, alpha, train, q) -> jax.Array:
     return jax.jvp(lambda w: lower(w, alpha, train), (w,), (q,))[1]
 
 
-def _bound(problem, refined, alpha, train, valid, grad) -> jax.Array:
+def _bound(problem, fixed, refined, alpha, train, valid, grad) -> jax.Array:
     """``|grad - G+|`` plus how far ``G+``, refined by the factorised Hessian, can be from ``G*``.
 
     With mu the smallest Hessian eigenvalue, |w - w*| <= |g| / mu exactly for a quadratic, and
@@ -354,19 +354,23 @@ def _bound(problem, refined, alpha, train, valid, grad) -> jax.Array:
     flat, unravel = ravel_pytree(w)
     flat_alpha, unravel_alpha = ravel_pytree(alpha)
     feasible = flat.size <= _BOUND_SIZE and flat.size * flat_alpha.size <= _BOUND_SIZE**2
-    if not feasible or not is_quadratic(problem.lower, w, alpha, train):
+    if not feasible or not is_quadratic(fixed.lower, w, alpha, train):
         return jnp.full((), jnp.inf, flat.dtype)
 
-    def slope(w, alpha):
-        return ravel_pytree(jax.grad(problem.lower)(unravel(w), unravel_alpha(alpha), train))[0]
+    def slope(w):
+        return ravel_pytree(jax.grad(fixed.lower)(unravel(w), alpha, train))[0]
+
+    def slope_at(alpha):
+        return ravel_pytree(jax.grad(problem.lower)(unravel(flat), unravel_alpha(alpha), train))[0]
 
     def force(w):
-        return ravel_pytree(jax.grad(problem.outer)(unravel(w), alpha, valid))[0]
+        return ravel_pytree(jax.grad(fixed.outer)(unravel(w), alpha, valid))[0]
 
     def combined(w, q):
-        return ravel_pytree(_combine(problem, unravel(w), unravel(q), alpha, train, valid)[0])[0]
+        found = _combine(problem, unravel(w), unravel(q), alpha, train, valid)[0]
+        return (ravel_pytree(found)[0],) * 2
 
-    _, hvp = hessian_operator(problem.lower, w, alpha, train)
+    _, hvp = hessian_operator(fixed.lower, w, alpha, train)
     eigenvalues, vectors = refined.spectrum or spectrum(hvp, w)
     slack = flat.size * jnp.finfo(flat.dtype).eps * jnp.linalg.norm(eigenvalues)
     mu = eigenvalues[0] - slack
@@ -377,15 +381,15 @@ def _bound(problem, refined, alpha, train, valid, grad) -> jax.Array:
     def solve(b):
         return vectors @ ((vectors.T @ b) / eigenvalues)
 
-    flat = flat - solve(slope(flat, flat_alpha))
+    flat = flat - solve(slope(flat))
     flat_q = ravel_pytree(q)[0]
     flat_q = flat_q - solve(residual(flat_q))
-    change = jnp.linalg.norm(ravel_pytree(grad)[0] - combined(flat, flat_q))
+    turning, best = jax.jacfwd(combined, has_aux=True)(flat, flat_q)
+    change = jnp.linalg.norm(ravel_pytree(grad)[0] - best)
 
-    w_error = jnp.linalg.norm(slope(flat, flat_alpha)) / mu
+    w_error = jnp.linalg.norm(slope(flat)) / mu
     turned = jnp.linalg.norm(jax.jacfwd(force)(flat)) * w_error
     q_error = (jnp.linalg.norm(residual(flat_q)) + turned) / mu
-    cross = jnp.linalg.norm(jax.jacfwd(slope, 1)(flat, flat_alpha))
-    sensitivity = jnp.linalg.norm(jax.jacfwd(combined)(flat, flat_q))
-    bound = change + 2 * (sensitivity * w_error + cross * q_error)
+    cross = jnp.linalg.norm(jax.jacfwd(slope_at)(flat_alpha))
+    bound = change + 2 * (jnp.linalg.norm(turning) * w_error + cross * q_error)
     return jnp.where(mu > 0, bound, jnp.inf)

@@ -252,7 +252,11 @@ def _expand_both(values, sides, places, jumps, scale, error, table):
         return expand(Function(right, left, sides, places, jumps), scale, error, odd, table)
 
     found = jax.lax.map(one, (values, both, jnp.array([True, False])))
-    return tuple(jax.tree.map(lambda x, i=i: x[i], found) for i in (0, 1))
+    value, slope = (jax.tree.map(lambda x, i=i: x[i], found) for i in (0, 1))
+    # The slope's own norm says how steep a function is; but where it jumps.
+    steep = slope.norm * scale * reciprocal(value.norm) * (1 + slope.noise)
+    steep = jnp.where(value.jump > 0, value.steep, jnp.minimum(value.steep, steep))
+    return value._replace(steep=jax.lax.stop_gradient(steep)), slope
 
 
 def places(layers: Sequence[Layer]) -> Kinks:

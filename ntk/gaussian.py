@@ -188,7 +188,7 @@ def arc_cosines(p: chex.Array, q: chex.Array) -> tuple[jax.Array, jax.Array, jax
     near = p <= q
     m = jnp.minimum(p, q)
     root = jnp.sqrt(m)
-    asin, gap = (horner(c, 4 * m - 1) for c in arc_polynomials())
+    asin, gap = (horner(c, 4 * m - 1) for c in arc_polynomials(m.dtype.itemsize))
     t, gap = 2 * root * asin, m * root * gap
     step = jnp.where(near, jnp.pi - t, t) / (2 * jnp.pi)
     small = jnp.where(near, gap + 2 * m * (jnp.pi - t), 2 * m * t - gap) / (2 * jnp.pi)

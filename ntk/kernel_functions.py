@@ -268,6 +268,11 @@ def matrix(K: Any, x: Any, name: str = "K") -> Any:
     """
     if isinstance(K, Kernels):
         K = K.ntk
+    if isinstance(K, list | tuple) and any(map(callable, K)):
+        raise ValueError(
+            f"{name}: expected one kernel function, got {len(K)}: kernel_mixture(kernels, alpha) "
+            "is one of several."
+        )
     if callable(K):
         if x is None:
             raise ValueError(f"x: expected the inputs of the kernel function {name}, got none.")

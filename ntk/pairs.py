@@ -40,13 +40,14 @@ def half_chords(a: UnitRows, b: UnitRows) -> tuple[jax.Array, jax.Array]:
     """``((1 - rho) / 2, (1 + rho) / 2)`` [n1, n2], both to full relative precision."""
     product = functools.partial(jnp.matmul, precision="highest")
     high = product(a.high, b.high.T)
-    low = product(a.high, b.low.T) + product(a.low, (b.high + b.low).T)
+    one, other = jnp.concatenate([a.high, a.low], 1), jnp.concatenate([b.low, b.high + b.low], 1)
+    low = product(one, other.T)
     squares_high = a.square_high[:, None] + b.square_high
     squares_low = a.square_low[:, None] + b.square_low
     apart = jnp.maximum((squares_high - 2 * high) + (squares_low - 2 * low), 0)
     along = jnp.maximum((squares_high + 2 * high) + (squares_low + 2 * low), 0)
     # Inputs of norm 0 have no angle: any will do, their covariances are 0.
-    total = apart + along
+    total = 2 * (squares_high + squares_low)  # of the two, which need not both be computed
     known = total > 0.5
     return tuple(
         jnp.where(known, part / jnp.where(known, total, 1), 0.5) for part in (apart, along)

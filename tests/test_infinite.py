@@ -567,6 +567,19 @@ def test_float32_inputs_have_float32_kernels_whatever_the_default():
     assert kernels.ntk.dtype == blocks.dtype == jnp.float32
 
 
+def test_ten_mixed_layers_are_not_refused_in_float32():
+    x = jnp.asarray(rows(4, 3), jnp.float32)
+    kernel = functools.partial(
+        ntk.network_kernel, activations=[{ntk.relu: 0.5, ntk.tanh: 0.5}] * 10
+    )
+    rough = kernel(x)
+    assert float(jnp.max(rough.error)) < 5e-3 * float(jnp.max(rough.ntk))
+    if jax.config.jax_enable_x64:
+        fine = kernel(x.astype(float))
+        for a, b in ((rough.nngp, fine.nngp), (rough.ntk, fine.ntk)):
+            assert np.all(np.abs(np.asarray(a, float) - b) <= rough.error + fine.error)
+
+
 def test_arguments_closed_over_by_a_jitted_function_are_values():
     x = rows(3, 2)
     jitted = jax.jit(lambda: ntk.network_kernel(x, activations=[ntk.tanh]).ntk)()

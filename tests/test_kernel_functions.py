@@ -153,6 +153,9 @@ MISTAKES = {
     "x: expected the inputs of the kernel function K, got none": lambda: (
         ntk.certified_min_eigenvalue(gaussian)
     ),
+    "K: expected one kernel function, got 2: kernel_mixture": lambda: ntk.min_eigenvalue(
+        [gaussian, gaussian], x=ROWS
+    ),
     "x: expected none beside a matrix K": lambda: ntk.eigenvalues(jnp.eye(2), x=ROWS),
     "size: expected None beside a matrix or inputs": lambda: ntk.min_eigenvalue(
         gaussian, x=ROWS, size=3

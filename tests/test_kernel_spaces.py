@@ -14,9 +14,10 @@ from helpers import assert_close
 import bilevel
 import ntk
 from bilevel.spaces.activations import activation_space, unit_inputs
-from bilevel.spaces.kernels import kernel_function_space, kernel_mixture_space
+from bilevel.spaces.kernels import kernel_function_space, kernel_mixture_space, network_space
 from bilevel.spaces.linearized import linearized_space
 from bilevel.spaces.skips import skip_space
+from ntk import networks as nets
 
 KEYS = jax.random.split(jax.random.key(0), 4)
 X, XV = (unit_inputs(jax.random.normal(key, (n, 4))) for key, n in zip(KEYS, (14, 9), strict=False))
@@ -69,7 +70,14 @@ def as_images(kernel):
     )
 
 
+def described():
+    layers = nets.dense("variance"), nets.act([ntk.relu, KINKED], "activation")
+    block = nets.residual(nets.serial(nets.dense(), nets.act(ntk.relu)), skip="skip")
+    return nets.serial(*layers, block, nets.dense(1.0, 0.1))
+
+
 SPACES = {
+    "a described network": lambda: network_space(described()),
     "a network's parameters": lambda: kernel_function_space(network, NETWORK, sets=SETS),
     "stax networks mixed": lambda: kernel_mixture_space(
         {name: as_images(kernel) for name, kernel in cnns().items()}
@@ -84,7 +92,7 @@ SPACES = {
 def test_hypergradients_are_finite_differences(name):
     space = SPACES[name]()
     alpha, (train, valid) = space.start(), batches(space)
-    cheap = name != "a network's parameters"  # whose checks take a minute to compile
+    cheap = name not in ("a network's parameters", "a described network")  # they compile for long
     fn = jax.jit(bilevel.hypergradient(space.problem, space.solver, diagnostics=cheap))
     found = fn(alpha, space.init(KEYS[2], train), train, valid)
     assert not cheap or (bool(found.info.converged) and found.info.error_bound < 1e-8)
@@ -104,6 +112,29 @@ def test_hypergradients_are_finite_differences(name):
             difference = (8 * near - far) / 12e-3
             slope = jax.tree.leaves(found.grad)[i][place]
             np.testing.assert_allclose(slope, difference, rtol=1e-6, atol=1e-9)
+
+
+def test_a_described_network_is_a_space_whose_architectures_are_networks():
+    space = network_space(described())
+    architecture = {"variance": 2.0, "activation": "leaky_relu(0.2)", "skip": -0.5}
+    corner = space.one_hot(architecture)
+    assert space.discretize(corner) == pytest.approx(architecture)
+    assert set(space.discretize(space.draw(KEYS[3]))) == set(architecture)
+    first = nets.dense(2.0), nets.act(KINKED)
+    block = nets.residual(nets.serial(nets.dense(), nets.act(ntk.relu)), skip=-0.5)
+    one = nets.serial(*first, block, nets.dense(1.0, 0.1)).kernel(X)
+    found = described().kernel(X, alpha=space.values(corner))
+    np.testing.assert_allclose(found.ntk, one.ntk, rtol=1e-12)
+    # The kernel that the space searches with, and its certificate.
+    w = jnp.eye(len(X))
+    np.testing.assert_allclose(space.apply(w, corner, space.inputs(X)), one.ntk, rtol=1e-12)
+    path = jax.tree.map(lambda leaf: leaf[None], corner)
+    certified = space.certificates(path, X)
+    assert 0 < certified[0] <= float(ntk.min_eigenvalue(one.ntk))
+    with pytest.raises(ValueError, match="architecture: expected"):
+        space.one_hot({"variance": 1.0})
+    with pytest.raises(ValueError, match="network: expected names"):
+        network_space(nets.dense())
 
 
 def test_a_mixture_of_activations_as_a_function_is_the_space_of_blocks():

@@ -3,8 +3,6 @@
 The truth is the Jacobian of the batch, written out (`brute_force`), and neural-tangents.
 """
 
-import dataclasses
-import functools
 import warnings
 
 import flax.linen as nn
@@ -543,28 +541,26 @@ def test_nnx(jit):
     check(jax.jit(apply) if jit else apply, params, SEQUENCES, names, f64=1e-8)
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["weight", "bias"], meta_fields=["act"]
-)
-@dataclasses.dataclass
-class Linear:
-    """A module as equinox has them: a pytree with static fields, called on one sample."""
+def test_modules_of_equinox():
+    equinox = pytest.importorskip("equinox")
+    keys = jax.random.split(jax.random.key(0), 3)
+    model = equinox.nn.Sequential(
+        [
+            equinox.nn.Conv2d(2, 3, 2, key=keys[0]),
+            equinox.nn.Lambda(jnp.tanh),
+            equinox.nn.Lambda(jnp.ravel),
+            equinox.nn.LayerNorm(12),
+            equinox.nn.MLP(12, 2, 5, 1, activation=jnp.sin, key=keys[1]),
+        ]
+    )
+    params, rest = equinox.partition(model, equinox.is_inexact_array)
+    images = normal(4, 3, 2, 3, 3)
 
-    weight: jax.Array
-    bias: jax.Array
-    act: str
+    def apply(params, x):
+        return jax.vmap(equinox.combine(params, rest))(x)
 
-    def __call__(self, x):
-        return getattr(jnp, self.act)(self.weight @ x + self.bias)
-
-
-def test_modules_that_are_pytrees():
-    model = [Linear(normal(1, 3, 2), normal(2, 3), "tanh"), Linear(normal(3, 2, 3), 0.5, "sin")]
-
-    def apply(model, x):
-        return jax.vmap(lambda x: model[1](model[0](x)))(x)
-
-    check(apply, model, X, "0/weight 1/weight")
+    names = "layers/0/weight layers/4/layers/0/weight layers/4/layers/1/weight"
+    check(equinox.filter_jit(apply), drawn(params), images, names)
 
 
 def test_a_network_of_layers_agrees_with_neural_tangents():

@@ -3,13 +3,14 @@
     f(x) = sum_m K_alpha(x, x_m) w_m
     w = argmin 1/2 w'(K_alpha + lambda I) w - w'y = (K_alpha + lambda I)^-1 y
 
-Three families of kernels ``K_alpha``:
+Four families of kernels ``K_alpha``:
 
 =============================  =================================================================
 :func:`kernel_space`           ``sum_ij alpha_i alpha_j K_ij``, a mixture of activations in a
                                hidden layer of infinite width (Oymak et al. 2021, section 4.2)
 :func:`kernel_mixture_space`   ``sum_i alpha_i k_i``, kernel functions of any origin
 :func:`kernel_function_space`  any differentiable ``kernel(alpha, x1, x2)``
+:func:`network_space`          that of an infinitely wide network of :mod:`ntk.networks`
 =============================  =================================================================
 
 ==========  ==========================================================================
@@ -27,7 +28,7 @@ The lower loss is the dual of ridge regression: better conditioned than the prim
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -40,6 +41,7 @@ from bilevel.problem import Problem
 from bilevel.protocols import LowerSolver, Pytree
 from bilevel.spaces.space import Space
 from bilevel.spaces.targets import OUTER_LOSSES, mixture_and_penalty, predict
+from ntk import networks as nets
 from ntk.kernel_functions import measured
 
 
@@ -261,6 +263,101 @@ def kernel_function_space(
         inputs=inputs,
         certificates=certificates,
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class NetworkSpace(KernelFunctionSpace):
+    """What :func:`network_space` makes.
+
+    Attributes
+    ----------
+    values : ``values(alpha) -> dict``
+        What the names in the network stand for: ``net.kernel(x, alpha=space.values(alpha))``, and
+        the last argument of the finite network.
+    """
+
+    values: Callable[[Pytree], dict[str, jax.Array]]
+
+
+def network_space(network: nets.Network, *, outer: str = "squared") -> NetworkSpace:
+    """A described network as a search space: every name in it is searched, at infinite width.
+
+    ``alpha["kernel"]`` has an entry for each name: a point of the simplex for a choice, at first
+    uniform; any number for a weight, at first 1; the logarithm of a variance, at first 0. So
+    variances stay positive.
+
+    Parameters
+    ----------
+    network : ntk.networks.Network
+        With names in the place of weights.
+    outer : {"hinge", "logistic", "squared"}
+
+    Returns
+    -------
+    NetworkSpace
+        An architecture is a dict by name: what is chosen, or a number.
+
+    Raises
+    ------
+    ValueError
+        If nothing in the network has a name, or ``outer`` is unknown.
+
+    Notes
+    -----
+    The kernel is computed at every step: n^2 entries in training, m n in validation.
+
+    Examples
+    --------
+    >>> from ntk import networks as nets
+    >>> act = nets.act([ntk.relu, ntk.erf], "activation")
+    >>> space = network_space(nets.serial(nets.dense("variance"), act, nets.dense()))
+    >>> space.discretize(space.start())
+    {'variance': 1.0, 'activation': 'relu'}
+    """
+    choices = network.names
+    if not choices:
+        raise ValueError("network: expected names in the place of weights, got none.")
+    logarithms = frozenset(_variances(network))
+    start = {k: jnp.log(v) if k in logarithms else v for k, v in network.start().items()}
+
+    def values(alpha):
+        return {k: jnp.exp(v) if k in logarithms else v for k, v in alpha["kernel"].items()}
+
+    def kernel(alpha, x1, x2=None):
+        return network.kernel(x1, x2, alpha=values({"kernel": alpha}))
+
+    sets = {name: "simplex" if choices[name] else "free" for name in start}
+    space = kernel_function_space(kernel, start, sets=sets, outer=outer)
+
+    def discretize(alpha):
+        return {
+            name: choices[name][int(np.argmax(value))] if choices[name] else float(value)
+            for name, value in values(alpha).items()
+        }
+
+    def one_hot(architecture):
+        if set(architecture) != set(choices):
+            raise ValueError(f"architecture: expected {list(choices)}, got {list(architecture)}.")
+        found = {}
+        for name, value in architecture.items():
+            if choices[name]:
+                known(f"architecture: {name}", value, choices[name])
+                value = jax.nn.one_hot(choices[name].index(value), len(choices[name]), dtype=float)
+            found[name] = jnp.log(value) if name in logarithms else jnp.asarray(value, float)
+        return space.one_hot(found)
+
+    fields = {f.name: getattr(space, f.name) for f in dataclasses.fields(space)}
+    fields |= {"discretize": discretize, "one_hot": one_hot, "values": values}
+    return NetworkSpace(**fields)
+
+
+def _variances(network: nets.Network) -> Iterator[str]:
+    """Names that stand for variances."""
+    for layer in network.layers:
+        found = (getattr(layer, name, None) for name in ("weight_variance", "bias_variance"))
+        yield from (name for name in found if isinstance(name, str))
+        for branch in getattr(layer, "branches", ()):
+            yield from _variances(branch)
 
 
 def kernel_mixture_space(

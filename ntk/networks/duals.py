@@ -1,6 +1,6 @@
 """Duals ``E s(u) s(u')`` of smooth activations and of their slopes, at pairs of positions.
 
-Three ways: by a series of each position's own, by one table for the layer, by a formula.
+By a series of each position's own, or by one table for the layer.
 """
 
 import jax
@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from ntk.mehler import Pair, expectations, polynomial
 from ntk.networks import tables
 from ntk.networks.moments import Site
-from ntk.networks.plan import Closed
 from ntk.networks.windows import rows
 
 
@@ -72,28 +71,3 @@ def _by_parity(a, b, rho) -> jax.Array:
     """``sum_k a_k b_k rho^k``; of odd and even functions half of the terms are no work."""
     even, odd = (polynomial(a[i::2], b[i::2], rho * rho) for i in (0, 1))
     return even + rho * odd
-
-
-def closed_forms(step: Closed, weight, a: Site, b: Site, p: jax.Array, full: bool):
-    """Duals in closed form, some rows at a time: see :func:`strips`."""
-    formulas = [s.closed for s in (step.activation, step.activation.derivative) if s.closed]
-    sides = [tuple(rows(x, full) for x in (s.before.square, s.before.norm)) for s in (a, b)]
-
-    def one(x):
-        (vx, sx), (vy, sy), p = x
-        vx, sx = vx[:, None], sx[:, None]
-        c = sx * sy * (1 - 2 * p)
-        return tuple(weight**2 * closed(vx, vy, c) for closed in formulas)
-
-    if len(p) > 1:
-        return jax.lax.map(one, (*sides, p))
-    left, right = sides[0], tuple(x[0] for x in sides[1])
-    count = parts(p.shape[1])
-    split = jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[2:]), (left, p))
-    found = jax.lax.map(lambda x: one((x[0], right, x[1])), split)
-    return tuple(x.reshape(p.shape) for x in found)
-
-
-def parts(length: int) -> int:
-    """Into how many equal parts of few entries a loop divides an axis."""
-    return max(k for k in range(1, 17) if length % k == 0)

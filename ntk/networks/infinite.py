@@ -24,7 +24,7 @@ from ntk.mehler import Expansion
 from ntk.networks import moments, tables
 from ntk.networks.moments import Raw, Site
 from ntk.networks.network import Network
-from ntk.networks.pairs import Tile, one_step, strips, walk
+from ntk.networks.pairs import Tile, one_step, walk
 from ntk.networks.plan import (
     Average,
     Closed,
@@ -39,10 +39,12 @@ from ntk.networks.plan import (
     plan,
     skeleton,
 )
+from ntk.networks.strips import strips
 from ntk.networks.windows import outer
-from ntk.pairs import assemble, mirrored, take_rows
+from ntk.pairs import TILE, assemble, mirrored, take_rows
 
-ENTRIES = 2**18  # pairs of positions that a tile has
+ENTRIES = 2**18  # pairs of positions that a tile has, where positions are mixed
+CACHED = 2**16, 64  # where they are not: pairs and inputs on a side, for a processor's cache
 NUMBERS = 2**26  # that a block of inputs keeps, about
 
 
@@ -86,7 +88,7 @@ def kernel(
             "too large an error: nearly collinear patches at too large a variance, or features "
             "that cancel where they are pooled."
         )
-    return kernels if x2 is not None else jax.tree.map(mirrored, kernels)
+    return kernels
 
 
 def _inputs(x1, x2):
@@ -256,8 +258,9 @@ def _block(found: Plan, x1, x2, level: Level) -> Kernels:
 def _static(found: Plan):
     """What a program is compiled for, beside shapes: the steps and the inputs in a tile."""
     positions = max(_positions(found.steps))
-    size = math.isqrt(ENTRIES // (positions**2 if found.full else positions))
-    return skeleton(found.steps), found.full, min(max(size, 1), 256)
+    entries, most = CACHED if jax.default_backend() == "cpu" and not found.full else (ENTRIES, TILE)
+    size = math.isqrt(entries // (positions**2 if found.full else positions))
+    return skeleton(found.steps), found.full, min(max(size, 1), most)
 
 
 def _positions(steps):
@@ -283,7 +286,10 @@ def _pairs(steps, full: bool, size: int, numbers, a, b) -> Kernels:
         if b is None:
             same = (i + jnp.arange(size1))[:, None] == j + jnp.arange(size2)
         state, _ = walk(steps, numbers, left, right, None, Tile(full, same))
-        return _kernels(left[-1].after, right[-1].after, state)
+        kernels = _kernels(left[-1].after, right[-1].after, state)
+        if b is not None:
+            return kernels
+        return jax.tree.map(lambda k: jnp.where(i == j, mirrored(k), k), kernels)
 
     return assemble(tile, n1, n2, symmetric=b is None, size=size)
 
@@ -296,13 +302,14 @@ def _kernels(a, b, state) -> Kernels:
     error = own * state.tangent_error + state.tangent_excess + sizes * state.second_error
     error = jax.lax.stop_gradient(error)
 
-    def judged(x):
-        nngp, ntk, error, own = x
+    def judged(entries, *_):
+        nngp, ntk, error, own = entries
         bad = ~(error <= largest_error(ntk.dtype) * own)
         fields = (nan_where(bad, k) for k in (nngp, ntk))
         return (*fields, jnp.where(bad, jnp.inf, error))
 
-    return Kernels(*strips(judged, (nngp, ntk, error, own)))
+    entries = [x[None] for x in (nngp, ntk, error, own)]
+    return Kernels(*(x[0] for x in strips(judged, entries, full=False)))
 
 
 # ----------------------------------------------------------------------------- blocks
@@ -310,7 +317,7 @@ def _kernels(a, b, state) -> Kernels:
 
 def _blocks(found: Plan, x1, x2) -> Kernels:
     """All pairs, block by block: those of the upper triangle without ``x2``."""
-    size = max(1, NUMBERS // _numbers(found.steps))
+    size = max(1, NUMBERS // (_numbers(found.steps) + _of_data(found.steps, x1.shape[-1])))
     starts1, starts2 = (range(0, len(x), size) for x in (x1, x1 if x2 is None else x2))
     if len(starts1) == len(starts2) == 1:
         return _resolved(found, x1, x2, 0)[0]
@@ -381,6 +388,16 @@ def _numbers(steps, positions: int = 1) -> int:
         positions = max(_positions((step,))) if _positions_change(step) else positions
         total += positions * (600 if isinstance(step, Smooth) else 20)
     return total
+
+
+def _of_data(steps, channels: int) -> int:
+    """How many an input's patches need."""
+    for step in steps:
+        if isinstance(step, Linear):
+            return 3 * math.prod(step.windows.after) * math.prod(step.windows.window) * channels
+        if isinstance(step, Sum):
+            return sum(_of_data(branch, channels) for branch in step.branches)
+    return 0
 
 
 def _positions_change(step) -> bool:

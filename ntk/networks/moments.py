@@ -41,6 +41,7 @@ from ntk.networks.plan import (
     Tabulated,
 )
 from ntk.networks.windows import outer, patches, pooled, single
+from ntk.pairs import unit
 
 POSITIONS = 2**14  # whose tables are looked up at a time
 
@@ -76,6 +77,7 @@ class Site(NamedTuple):
     gain: Any = None  # [n], how pooling or a sum magnifies relative errors
     tangent_gain: Any = None
     branches: tuple[Any, ...] = ()  # of a sum: the sites of each
+    units: Any = None  # of the data's patches, UnitRows [n, P, ...]
 
 
 def epsilon(x: jax.Array) -> float:
@@ -87,9 +89,13 @@ def linear(step: Linear, numbers, before: Raw | Moments) -> Site:
     """``dense`` and ``conv``."""
     weight, bias = numbers
     if isinstance(before, Raw):
-        square = (vectors(step, numbers, before) ** 2).sum(2)
+        patched = vectors(step, numbers, before)
+        square = (patched**2).sum(2)
         eps, none = epsilon(square), jnp.zeros(len(square), square.dtype)
-        return Site(before, Moments(square, square, 0 * square, none + 8 * eps, none))
+        after = Moments(square, square, 0 * square, none + 8 * eps, none)
+        units = unit(patched.reshape(-1, patched.shape[2]), after.norm.ravel())
+        shaped = jax.tree.map(lambda x: x.reshape(*square.shape, *x.shape[1:]), units)
+        return Site(before, after, units=shaped)
     size = np.prod(step.windows.window, dtype=int).item()
     square, tangent = (
         weight * single(x, step.windows) / size for x in (before.square, before.tangent)

@@ -131,11 +131,11 @@ class Network:
         deviations over 16, takes 1200 K multiply-adds for each position of each input.
 
         Memory: the three results; blocks of inputs with 20 P numbers for each layer and input
-        (2 K P where there is no table), which hold some 2^26 numbers at most (of one input at
-        least, all at once where anything is traced, with P^2 for each input before pooling); tiles
-        of 2^18 pairs of positions, or of the P^2 of one pair of images, with about
-        six such arrays, and K numbers for each of a tile's positions (at most 512 of either side,
-        or those of an image).
+        (2 K P where there is no table) and thrice the patches of the data, which hold some 2^26
+        numbers at most (of one input at least, all at once where anything is traced, with P^2 for
+        each input before pooling); tiles of 2^18 pairs of positions (2^16 on a processor, without
+        pooling), or of the P^2 of one pair of images, with about six such arrays, and K numbers for
+        each of a tile's positions (at most 512 of either side, or those of an image).
 
         Near-duplicates keep the relative accuracy of their angle from the data on, through weights,
         biases, ReLU-like activations and sums of branches; after pooling, after a smooth activation

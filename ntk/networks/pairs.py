@@ -36,6 +36,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ntk.gaussian import arc_cosines, reciprocal
+from ntk.mehler import moves
 from ntk.networks import duals
 from ntk.networks.moments import Moments, Raw, Site, epsilon, vectors
 from ntk.networks.plan import (
@@ -49,6 +50,7 @@ from ntk.networks.plan import (
     Sum,
     Tabulated,
 )
+from ntk.networks.strips import parts, strips
 from ntk.networks.windows import (
     add_up,
     convolved,
@@ -58,9 +60,8 @@ from ntk.networks.windows import (
     pooled,
     rows,
     shares,
-    spread,
 )
-from ntk.pairs import UnitRows, half_chords, unit
+from ntk.pairs import half_chords
 
 
 class State(NamedTuple):
@@ -101,7 +102,7 @@ def one_step(step, numbers, a: Site, b: Site, state: State | None, tile: Tile) -
     """
     match step:
         case Linear() if isinstance(a.before, Raw):
-            return _first(step, numbers, a, b, tile)
+            return _first(a, b, tile)
         case Sum():
             return _sum(step, numbers, a, b, state, tile)
     if state is None:
@@ -118,9 +119,7 @@ def one_step(step, numbers, a: Site, b: Site, state: State | None, tile: Tile) -
             how = functools.partial(duals.by_tables, numbers)
             return _smooth(how, a, b, state, tile, numbers[0].terms.shape[1])
         case Closed():
-            return _smooth(
-                functools.partial(duals.closed_forms, step, numbers), a, b, state, tile, 0
-            )
+            return _closed(step, numbers, a, b, state, tile)
         case Average():
             return _average(step, a, b, state, tile)
         case Diagonal():
@@ -135,9 +134,9 @@ def one_step(step, numbers, a: Site, b: Site, state: State | None, tile: Tile) -
 # ----------------------------------------------------------------------------- layers
 
 
-def _first(step: Linear, numbers, a: Site, b: Site, tile: Tile) -> State:
+def _first(a: Site, b: Site, tile: Tile) -> State:
     """Weights on the data: their patches' angles."""
-    p = _masked(_of_data(step, numbers, a, b, tile), tile)
+    p = _masked(_of_data(a, b, tile), tile)
     sizes = outer(a.after.norm, b.after.norm, tile.full)
     none = jnp.zeros((len(a.after.square), len(b.after.square)), p.dtype)
     eps = epsilon(p)
@@ -146,7 +145,7 @@ def _first(step: Linear, numbers, a: Site, b: Site, tile: Tile) -> State:
 
 
 def _linear(step: Linear, numbers, a: Site, b: Site, state: State, tile: Tile) -> State:
-    windows, (weight, _) = step.windows, numbers
+    windows, (weight, bias) = step.windows, numbers
     n1, n2 = state.slack.shape
     size = np.prod(windows.window, dtype=int).item()
 
@@ -156,6 +155,8 @@ def _linear(step: Linear, numbers, a: Site, b: Site, state: State, tile: Tile) -
     below = outer(a.before.norm, b.before.norm, tile.full)
     sizes = outer(a.after.norm, b.after.norm, tile.full)
     p = state.p
+    # Without the new p, which would be computed once more for it.
+    tangent = mean(state.tangent + below * (1 - 2 * p)) + bias
     eps, noise = epsilon(p), _noise(a.before, b.before)
     slack, floor = state.slack, state.floor
     if size > 1 or step.bias or windows.before != windows.after:
@@ -165,7 +166,6 @@ def _linear(step: Linear, numbers, a: Site, b: Site, state: State, tile: Tile) -
         p = _masked(jnp.where(sizes > 0, jnp.minimum(p, 1), 0.5), tile)
         slack = slack + 2 * noise + (20 + sum(windows.window)) * eps
         floor = floor + 4 * eps**1.5 + noise**2
-    tangent = sizes * (1 - 2 * p) + mean(state.tangent)
     rounding = (4 + sum(windows.window)) * eps
     second = state.second_error + rounding
     error = jnp.maximum(second, state.tangent_error) + rounding
@@ -173,14 +173,9 @@ def _linear(step: Linear, numbers, a: Site, b: Site, state: State, tile: Tile) -
     return State(p, tangent, slack, floor, second, error, excess)
 
 
-def _of_data(step: Linear, numbers, a: Site, b: Site, tile: Tile) -> jax.Array:
+def _of_data(a: Site, b: Site, tile: Tile) -> jax.Array:
     """Half chords of the patches of the data, by products of matrices."""
-    sides = []
-    for site in (a, b):
-        v = vectors(step, numbers, site.before)
-        flat = unit(v.reshape(-1, v.shape[2]), site.after.norm.ravel())
-        shaped = (x.reshape(*v.shape[:2], *x.shape[1:]) for x in flat)
-        sides.append(UnitRows(*(rows(x, tile.full) for x in shaped)))
+    sides = [jax.tree.map(lambda x: rows(x, tile.full), site.units) for site in (a, b)]
     if len(sides[0].high) == 1:  # a loop over one is slow
         return half_chords(*(jax.tree.map(lambda x: x[0], side) for side in sides))[0][None]
     return jax.vmap(half_chords)(*sides)[0]
@@ -200,23 +195,21 @@ def _of_norms(va, vb, norms_a, norms_b, full: bool) -> jax.Array:
 def _kinked(numbers, a: Site, b: Site, state: State, tile: Tile) -> State:
     left, right = numbers
     over = reciprocal((left**2 + right**2) / 2)
-
     power, bend = (left**2 + right**2) / 2, (right - left) ** 2
     eps = epsilon(state.p)
 
-    def one(x):
-        p, tangent, slack, floor = x
+    def one(entries, _left, _right, pairs):
+        (p, tangent), (slack, floor, *_) = entries, pairs
         step, _, gap = arc_cosines(p, 1 - p)
         after = (p * (left * right) + gap * (bend / 2)) * over
         off = jnp.abs(tangent) * _moved(slack * jnp.sqrt(p) + floor, p)
+        if tile.same is not None:
+            off = jnp.where(_met(_left, _right, pairs), 0, off)
         # The dual of the slopes is the factor of T.
         return after, tangent * (left * right + bend * step), jax.lax.stop_gradient(off)
 
     known = jax.lax.stop_gradient((state.slack, state.floor))
-    errors = (spread(x, tile.full, state.p.shape) for x in known)
-    after, tangent, off = strips(one, (state.p, state.tangent, *errors))
-    same = _same(off, tile)
-    off = off if same is None else jnp.where(same, 0, off)
+    after, tangent, off = _strips(one, state, tile, pairs=known)
     n1, n2 = state.slack.shape
     # Where the dual falls with the angle, a small one may come of a large one.
     monotone = left * right >= 0
@@ -250,15 +243,46 @@ def _smooth(how, a: Site, b: Site, state: State, tile: Tile, terms: int) -> Stat
     if same is not None:
         slopes = outer(a.slope.norm, b.slope.norm, tile.full)
         after, slope = jnp.where(same, 0, after), jnp.where(same, slopes, slope)
-    ends = _ends(state.p, state, tile)
+    return _after_smooth(after, state.tangent * slope, a, b, state, _ends(p, state, tile), terms)
+
+
+def _after_smooth(after, tangent, a: Site, b: Site, state: State, ends, terms: int) -> State:
+    """The state, with its errors."""
+    assert a.slope is not None and b.slope is not None
     off, off_slope = _bounds((a.value, a.slope), (b.value, b.slope), state, ends, terms)
-    eps = epsilon(p)
+    eps = epsilon(after)
     floor = jnp.minimum((off + _noise(a.after, b.after)) / 2 + 4 * eps, 1)
     error = state.tangent_error + (off_slope + 4 * eps) * (1 + state.tangent_error)
     most = a.slope.norm.max(1)[:, None] * b.slope.norm.max(1) * (1 + off_slope)
     excess = most * state.tangent_excess
     errors = jax.lax.stop_gradient((0 * floor, floor, off + 4 * eps, error, excess))
-    return State(after, state.tangent * slope, *errors)
+    return State(after, tangent, *errors)
+
+
+def _closed(step: Closed, weight, a: Site, b: Site, state: State, tile: Tile) -> State:
+    """Erf and GELU: as :func:`_smooth`, in one pass."""
+    assert a.value is not None and b.value is not None
+    formulas = [s.closed for s in (step.activation, step.activation.derivative) if s.closed]
+    sides = [(s.before.square, s.before.norm, reciprocal(s.after.norm)) for s in (a, b)]
+
+    def one(entries, left, right, pairs):
+        (p, tangent), (vx, sx, over_x), (vy, sy, over_y) = entries, left[:3], right[:3]
+        met = None if tile.same is None else _met(left, right, pairs)
+        inside = p if met is None else jnp.where(met, 0.5, p)
+        value, slope = (f(vx, vy, sx * sy * (1 - 2 * inside)) for f in formulas)
+        known = over_x * over_y
+        after = jnp.where(known > 0, jnp.clip((1 - weight**2 * value * known) / 2, 0, 1), 0.5)
+        slope = weight**2 * slope
+        if met is None:
+            return after, tangent * slope
+        # Entries of inputs with themselves are known.
+        return jnp.where(met, 0, after), tangent * jnp.where(met, left[3] * right[3], slope)
+
+    if tile.same is not None:
+        assert a.slope is not None and b.slope is not None
+        sides = [(*side, s.slope.norm) for side, s in zip(sides, (a, b), strict=True)]
+    after, tangent = _strips(one, state, tile, *sides)
+    return _after_smooth(after, tangent, a, b, state, None, 0)
 
 
 def _average(step: Average, a: Site, b: Site, state: State, tile: Tile) -> State:
@@ -338,16 +362,26 @@ def _sum(step: Sum, numbers, a: Site, b: Site, state: State | None, tile: Tile) 
 # ----------------------------------------------------------------------------- common parts
 
 
-def strips(fn, arrays):
-    """An elementwise ``fn`` of arrays of one shape, strip by strip.
+def _strips(fn, state: State, tile: Tile, left=(), right=(), pairs=()):
+    """:func:`strips` of p and T; behind what is given come the numbers that :func:`_met` needs."""
+    if tile.same is not None:
+        pairs = (*pairs, tile.same)
+        if tile.full:
+            n1, n2 = state.slack.shape
+            of_each = (jnp.arange(k // n) for k, n in zip(state.p.shape[1:], (n1, n2), strict=True))
+            one, other = (
+                jnp.broadcast_to(x, (n, len(x))) for n, x in zip((n1, n2), of_each, strict=True)
+            )
+            left, right = (*left, one), (*right, other)
+    entries = (state.p, state.tangent)
+    return strips(fn, entries, left=left, right=right, pairs=pairs, full=tile.full)
 
-    A loop is what XLA does not fuse with what follows: fused, each later layer would compute its
-    own arc cosines, one after another down to the data.
-    """
-    shape, lines = arrays[0].shape, arrays[0].size // arrays[0].shape[-1]
-    count = next((k for k in (16, 12, 10, 9, 8, 7, 6, 5, 4, 3, 2) if lines % k == 0), 1)
-    found = jax.lax.map(fn, tuple(x.reshape(count, -1, shape[-1]) for x in arrays))
-    return tuple(x.reshape(shape) for x in found)
+
+def _met(left, right, pairs) -> jax.Array:
+    """In strips, positions of inputs that meet themselves."""
+    same = pairs[-1]
+    whole = left and jnp.issubdtype(left[-1].dtype, jnp.integer)
+    return same & (left[-1] == right[-1]) if whole else same
 
 
 def _subtracted(second, tangent, errors, a: Site, b: Site, tile: Tile) -> State:
@@ -408,7 +442,7 @@ def _bounds(fs, gs, state: State, ends, terms: int):
     A loop, as :func:`strips`: else every later layer would compute all bounds below it again.
     """
     worst = state.slack + state.floor
-    count = duals.parts(len(worst))
+    count = parts(len(worst), worst.shape[1])
     split = jax.tree.map(
         lambda x: x.reshape(count, len(x) // count, *x.shape[1:]), (fs, worst, ends)
     )
@@ -431,17 +465,20 @@ def _bound(f, g, worst, ends, terms: int) -> jax.Array:
     def most(x):
         return x.max(1)
 
+    eps = epsilon(worst)
+    total = most(f.noise)[:, None] + most(g.noise)
+    total += 4 * eps * most(f.size)[:, None] * most(g.size)
+    jump = most(f.jump)[:, None] * most(g.jump)
+    total += moves(jump) * most(f.steep)[:, None] * most(g.steep) * worst
+    if ends is None:  # a formula, which misses nothing and is of no function that jumps
+        return total
     power = 1 - 2 * jnp.minimum(*ends)
     for _ in range(max(terms, 1).bit_length() - 1):
         power = power * power
     (rf, kf), (rg, kg) = ((most(h.missed[..., 0]), most(h.missed[..., 1])) for h in (f, g))
-    eps = epsilon(power)
-    total = most(f.noise)[:, None] + most(g.noise)
-    total += 4 * eps * most(f.size)[:, None] * most(g.size)
     total += power * (rf[:, None] * (rg + kg) + kf[:, None] * rg)
-    total += 3 * most(f.steep)[:, None] * most(g.steep) * worst
     moved = jnp.maximum(*(_moved(worst, end) for end in ends))
-    return total + most(f.jump)[:, None] * most(g.jump) * moved
+    return total + jump * moved
 
 
 def _crossed(a: Site, b: Site, means) -> jax.Array:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ntk._checks import array, concrete, short
+from ntk._checks import array, concrete, nan_where, short
 from ntk.activations import Activation, erf, gelu
 from ntk.architecture import kinks_at_zero
 from ntk.networks.network import Add, Elementwise, Flatten, Network, Pool, Weights
@@ -328,7 +328,9 @@ def _number(name: str, value: Any, given, least: float = -math.inf) -> jax.Array
     if value.shape:
         raise ValueError(f"{name}: expected a number, got shape {value.shape}.")
     _finite(name, value)
-    if concrete(value) and float(value) < least:
+    if not concrete(value):
+        return value if least == -math.inf else nan_where(value < least, value)
+    if float(value) < least:
         raise ValueError(f"{name}: expected a nonnegative number, got {value}.")
     return value
 

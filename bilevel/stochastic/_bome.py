@@ -83,13 +83,13 @@ def bome(step_size: Rate, *, inner: int = 10, control: float = 0.5) -> SingleLoo
         c = steps.at(rate, turn.number)
         lower, outer = lower_loss(problem), parts(problem).outer
 
-        def slopes(batch):
+        def slopes(batch, weight):
             def closer(_, y):
                 slope = jax.grad(lower, has_aux=True)(y, alpha, batch)[0]
                 return steps.against(y, slope, c)
 
             y = jax.lax.fori_loop(0, inner, closer, w)
-            return at_both(lambda w: slopes_oracle(lower, w, alpha), y, w)(batch)
+            return at_both(lambda w: slopes_oracle(lower, w, alpha), y, w)(batch, weight)
 
         (at_y, at_w), below = train.at(turn.train[0], slopes)
         of_outer, above = valid.at(turn.valid[0], slopes_oracle(outer, w, alpha))

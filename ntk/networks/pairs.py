@@ -29,7 +29,7 @@ Cauchy-Schwarz, and every layer adds its rounding.
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -263,7 +263,7 @@ def _closed(step: Closed, weight, a: Site, b: Site, state: State, tile: Tile) ->
     """Erf and GELU: as :func:`_smooth`, in one pass."""
     assert a.value is not None and b.value is not None
     formulas = [s.closed for s in (step.activation, step.activation.derivative) if s.closed]
-    sides = [(s.before.square, s.before.norm, reciprocal(s.after.norm)) for s in (a, b)]
+    sides: list[Any] = [(s.before.square, s.before.norm, reciprocal(s.after.norm)) for s in (a, b)]
 
     def one(entries, left, right, pairs):
         (p, tangent), (vx, sx, over_x), (vy, sy, over_y) = entries, left[:3], right[:3]
@@ -280,7 +280,8 @@ def _closed(step: Closed, weight, a: Site, b: Site, state: State, tile: Tile) ->
 
     if tile.same is not None:
         assert a.slope is not None and b.slope is not None
-        sides = [(*side, s.slope.norm) for side, s in zip(sides, (a, b), strict=True)]
+        slopes = a.slope.norm, b.slope.norm
+        sides = [(*side, norm) for side, norm in zip(sides, slopes, strict=True)]
     after, tangent = _strips(one, state, tile, *sides)
     return _after_smooth(after, tangent, a, b, state, None, 0)
 

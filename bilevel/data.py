@@ -40,6 +40,16 @@ from scipy.sparse.csgraph import maximum_flow
 from bilevel._files import check_digest, check_length, find_file, members, read_file
 from bilevel.checks import known, prng_key, whole
 
+__all__ = [
+    "Dataset",
+    "check_digest",
+    "find_file",
+    "load",
+    "read_file",
+    "samples",
+    "split",
+]
+
 
 class Dataset(NamedTuple):
     """Training and test rows of one dataset."""

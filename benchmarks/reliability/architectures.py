@@ -408,6 +408,7 @@ def nasbench_genotype(rng, dtype) -> Case:
     "bilevel.spaces.nasbench201.conv_edges",
     "bilevel.spaces.nasbench201.parameter_count",
     "bilevel.spaces.nasbench201.multiply_adds",
+    "bilevel.spaces.nasbench201.supernet_cost",
     "bilevel.spaces.nasbench201.trainable_layers",
 )
 def nasbench_costs(rng, dtype) -> Case:
@@ -421,6 +422,7 @@ def nasbench_costs(rng, dtype) -> Case:
             nasbench201.conv_edges(genotype),
             nasbench201.parameter_count(genotype, **shape),
             nasbench201.multiply_adds(genotype, **shape),
+            nasbench201.supernet_cost(**shape),
             nasbench201.trainable_layers(genotype, cells=cells),
         )
 

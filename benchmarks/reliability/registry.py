@@ -96,6 +96,7 @@ _NETWORKS = "a network's program, which takes minutes to compile"
 _INNER = "a part of such networks, called by them alone"
 _FILE = "reads a file; what becomes of damaged ones is in tests/test_data.py"
 _TABLE = "reads the benchmark's tables; its tests hold it against published figures"
+_OF_KERNELS = "a kernel_function_space, which is attacked; seconds of compilation a case"
 _SEARCH = "many kernels, ten seconds of compilation a case; its tests hold it against enumeration"
 NOT_COVERED = {
     "bilevel.checkpoint.saving": "the campaign's kills and flips are of it",
@@ -122,9 +123,12 @@ NOT_COVERED = {
     "bilevel.nets.layers.cast_images": _INNER,
     "bilevel.nets.layers.initial": _INNER,
     "bilevel.nets.layers.wide": _INNER,
+    "bilevel.judging.standing.standing": _TABLE,
     "bilevel.judging.verdicts.judge": _TABLE,
     "bilevel.judging.verdicts.paper_protocol": _TABLE,
     "bilevel.judging.verdicts.seed_ceiling": _TABLE,
+    "bilevel.spaces.kernels.network_space": _OF_KERNELS,
+    "bilevel.spaces.linearized.linearized_space": _OF_KERNELS,
     "bilevel.spaces.nasbench201.nasbench201_network": _NETWORKS,
     "bilevel.spaces.nasbench201.all_networks": "in kills, flips, disks and writers",
     "bilevel.spaces.nasbench201.nasbench201_space": _NETWORKS,

@@ -46,6 +46,17 @@ def _meha(x, t, alpha, w, theta, number):
     return c * (at_w - at_theta), w_new, theta - _RATE * (of_theta - pull)
 
 
+def _bome(x, t, alpha, w, _, number):
+    y = w
+    for _ in range(2):
+        y = y - _RATE * _slopes(x, y, alpha)[0]
+    (of_w, at_w), at_y = _slopes(x, w, alpha), _slopes(x, y, alpha)[1]
+    gap = at_w - at_y
+    share = (w - t) @ of_w / (of_w @ of_w + gap @ gap)
+    barrier = max(0.5 - share, 0)
+    return barrier * gap, w - _RATE * (w - t + barrier * of_w), y
+
+
 def _reference(step, arrays):
     """Alpha after each step; the adjoint starts at 0, a second copy of the weights at them."""
     alpha, w, x, t = (np.asarray(arrays[k], np.float64) for k in ("alpha", "w0", "train", "valid"))
@@ -120,6 +131,12 @@ def meha(rng, dtype) -> Case:
     kinds = _STEP | {"proximity": "positive", "penalty": "positive"}
     options = {"step_size": _RATE, "proximity": 10.0, "penalty": 1.0}
     return _case(rng, dtype, bilevel.meha, _meha, kinds, **options)
+
+
+@generates("bilevel.bome")
+def bome(rng, dtype) -> Case:
+    kinds = _STEP | {"inner": "count", "control": "nonnegative"}
+    return _case(rng, dtype, bilevel.bome, _bome, kinds, step_size=_RATE, inner=2, control=0.5)
 
 
 @generates("bilevel.paced", "bilevel.batches.partition")

@@ -312,7 +312,7 @@ def network_space(network: nets.Network, *, outer: str = "squared") -> NetworkSp
     >>> act = nets.act([ntk.relu, ntk.erf], "activation")
     >>> space = network_space(nets.serial(nets.dense("variance"), act, nets.dense()))
     >>> space.discretize(space.start())
-    {'variance': 1.0, 'activation': 'relu'}
+    {'activation': 'relu', 'variance': 1.0}
     """
     choices = network.names
     if not choices:

@@ -39,7 +39,7 @@ for _name, _value in {
     jax.config.update(_name, _value)
     os.environ[_name.upper()] = str(_value)
 
-# Those of over a second, all cases together, but for twenty of the core: see
+# Those of nearly a second or more, all cases together, but for thirty of the core: see
 # `make test ARGS="-m '' --durations=0"`. `make test-slow` runs them.
 # Those of minutes have "long" behind their name: .ci/run leaves them out.
 _LINES = (pathlib.Path(__file__).parent / "tests/slow.txt").read_text().splitlines()

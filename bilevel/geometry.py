@@ -210,7 +210,12 @@ def softmax(optimizer: optax.GradientTransformation) -> optax.GradientTransforma
         slopes = jax.tree.map(pull_back, state.logits, updates)
         if "value_fn" in extra:  # of alpha: what the optimizer moves are logits
             of_alpha = extra["value_fn"]
-            extra |= {"value_fn": lambda logits: of_alpha(jax.tree.map(_softmax, logits))}
+
+            @functools.wraps(of_alpha)  # optax reads the names of its arguments
+            def of_logits(logits, **told):
+                return of_alpha(jax.tree.map(_softmax, logits), **told)
+
+            extra |= {"value_fn": of_logits}
         if "grad" in extra:
             extra |= {"grad": slopes}
         step, inner_state = inner.update(slopes, state.optimizer, state.logits, **extra)
@@ -393,9 +398,12 @@ def ascends(optimizer: optax.GradientTransformation, alpha: Pytree) -> list[jax.
 
     def after(sign):
         g = jax.tree.map(lambda g: sign * g, slope)
+
         # A loss with this gradient, for those that ask; what a single loop tells.
-        told = {"value": optax.tree.vdot(g, start), "value_fn": lambda a: optax.tree.vdot(g, a)}
-        told |= {"residual": 0.0, "memory": 1}
+        def loss(a, residual=None, memory=None):  # line searches hand on all that is told
+            return optax.tree.vdot(g, a)
+
+        told = {"value": loss(start), "value_fn": loss, "residual": 0.0, "memory": 1}
         rule = optax.with_extra_args_support(optimizer)
         _, state = rule.update(g, rule.init(start), start, grad=g, **told)
         return [geometry.point for geometry in geometries(state)]

@@ -33,12 +33,12 @@ def test_a_search_interrupted_and_resumed_ends_in_a_table_and_its_files(
         seen.append(len(result.history["value"]))
         return seen == [2]
 
-    original = strategies.search
+    original = strategies.strategy.search
 
     def two_steps_at_a_time(*args, **options):
         return original(*args, **options | {"chunk": 2, "callback": callback})
 
-    monkeypatch.setattr("bilevel.strategies.search", two_steps_at_a_time)
+    monkeypatch.setattr("bilevel.strategies.strategy.search", two_steps_at_a_time)
     assert search(run, *flags) == 130
     assert (
         "after step 2; searches and networks are kept as far as they came; go on with --resume"

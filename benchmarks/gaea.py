@@ -117,28 +117,26 @@ def best_rate(rows, method) -> tuple[float, bool]:
 
 
 def experiment(sizes, rows, keep):
-    """All searches that are not among the rows: tuning, then judging."""
+    """All searches that are not among the rows: tuning and judging, then the papers' rates."""
+    programs = {}
+
+    def done(method, rate, seeds):
+        for seed in seeds:
+            if not harness.where(rows, method=method, rate=rate, seed=seed):
+                run = programs.setdefault(method, searcher(sizes, method))
+                keep(searched(sizes, method, run, rate, seed))
+
+    tuning, judging = range(1000, 1000 + sizes.tuning), range(sizes.judged)
     for method in METHODS:
-        run = searcher(sizes, method)
-
-        def done(rate, seeds, method=method, run=run):
-            for seed in seeds:
-                if not harness.where(rows, method=method, rate=rate, seed=seed):
-                    keep(searched(sizes, method, run, rate, seed))
-
-        tuning = range(1000, 1000 + sizes.tuning)
         for rate in START[method]:
-            done(rate, tuning)
-        inside = False
-        while not inside:
-            best, inside = best_rate(rows, method)
-            if not inside:
-                rates = {row["rate"] for row in harness.where(rows, method=method)}
-                factor = 1 / 3 if best == min(rates) else 3
-                done(float(f"{best * factor:.1g}"), tuning)
-        done(best, range(sizes.judged))
-        if best != DEFAULT[method]:
-            done(DEFAULT[method], range(sizes.judged))
+            done(method, rate, tuning)
+        while not (tuned := best_rate(rows, method))[1]:
+            rates = {row["rate"] for row in harness.where(rows, method=method)}
+            factor = 1 / 3 if tuned[0] == min(rates) else 3
+            done(method, float(f"{tuned[0] * factor:.1g}"), tuning)
+        done(method, tuned[0], judging)
+    for method, rate in DEFAULT.items():
+        done(method, rate, judging)
 
 
 def of(rows, method, rate):
@@ -149,8 +147,7 @@ def of(rows, method, rate):
 
 def report(rows) -> str:
     """Both methods at their tuned and at their papers' rates, and paired differences."""
-    table, lines = load_table(), []
-    tuned = {}
+    table, lines, tuned = load_table(), [], {}
     for method in METHODS:
         if not any(row.get("method") == method for row in rows):
             return "no rows"
@@ -163,7 +160,9 @@ def report(rows) -> str:
             at = standing(table, [parse_genotype(row["genotype"]) for row in own])["cifar10"]
             if rate == best:
                 tuned[method] = entropy, loss, np.array(at["accuracy"])
-            cells = [plus_minus(x.mean(), float(standard_error(x))) for x in _columns(entropy, loss)]
+            cells = [
+                plus_minus(x.mean(), float(standard_error(x))) for x in _columns(entropy, loss)
+            ]
             accuracy = plus_minus(np.mean(at["accuracy"]), float(standard_error(at["accuracy"])))
             name = f"{rate:g}" + (" (tuned)" if rate == best else " (the paper's)")
             lines.append((method, name, len(own), *cells, accuracy))

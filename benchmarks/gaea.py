@@ -36,7 +36,10 @@ from bilevel.spaces.nasbench201 import PRIMITIVES, genotype, nasbench201_space, 
 
 METHODS = {"exponentiated gradient": strategies.gaea, "softmax, Adam": strategies.darts}
 START = {"exponentiated gradient": (0.1, 0.3, 1.0), "softmax, Adam": (1e-3, 3e-3, 1e-2)}
-DEFAULT = {"exponentiated gradient": 0.1, "softmax, Adam": 3e-4}  # the papers' own
+DEFAULT = {
+    "exponentiated gradient": 0.1,
+    "softmax, Adam": 3e-4,
+}  # GAEA's is from memory
 LOOKS = 20  # on the way
 
 
@@ -117,7 +120,7 @@ def best_rate(rows, method) -> tuple[float, bool]:
 
 
 def experiment(sizes, rows, keep):
-    """All searches that are not among the rows: tuning and judging, then the papers' rates."""
+    """All searches that are not among the rows: tuning and judging, then the usual rates."""
     programs = {}
 
     def done(method, rate, seeds):
@@ -146,7 +149,7 @@ def of(rows, method, rate):
 
 
 def report(rows) -> str:
-    """Both methods at their tuned and at their papers' rates, and paired differences."""
+    """Both methods at their tuned and at usual rates, and paired differences."""
     table, lines, tuned = load_table(), [], {}
     for method in METHODS:
         if not any(row.get("method") == method for row in rows):
@@ -164,7 +167,7 @@ def report(rows) -> str:
                 plus_minus(x.mean(), float(standard_error(x))) for x in _columns(entropy, loss)
             ]
             accuracy = plus_minus(np.mean(at["accuracy"]), float(standard_error(at["accuracy"])))
-            name = f"{rate:g}" + (" (tuned)" if rate == best else " (the paper's)")
+            name = f"{rate:g}" + (" (tuned)" if rate == best else " (usual)")
             lines.append((method, name, len(own), *cells, accuracy))
     head = ("method", "rate", "seeds", "entropy at 1/4", "at the end", "valid. loss at 1/4")
     text = harness.table((*head, "at the end", "test accuracy of the cell, %"), lines)

@@ -10,7 +10,7 @@ from bilevel import geometry
 from bilevel._hypergradient import first_state, solution, stateful_hypergradient
 from bilevel.checks import floating, gradient_transformation
 from bilevel.meshes import automatic
-from bilevel.problem import Problem, idle, parts
+from bilevel.problem import Problem, enters, parts
 from bilevel.protocols import DescentState, LowerSolver, params_of
 
 
@@ -83,11 +83,11 @@ def descent(
         def wanted():
             """Not where alpha is held (``optax.set_to_zero``) and the weights are trained alone."""
 
-            def moved(g):
+            def moved(_, g, __):
                 told = {"value": jnp.zeros(()), "grad": g, "value_fn": lambda _: jnp.zeros(())}
                 return optimizer.update(g, state.optimizer, state.alpha, **told)[0]
 
-            return not all(idle(moved, state.alpha))
+            return enters(moved, None, state.alpha, None)
 
         given = state.alpha, state.w, state.solver, train, valid
         hyper, solver_state = hypergradient(*given, wanted=wanted)

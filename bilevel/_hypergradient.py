@@ -19,7 +19,7 @@ from bilevel.checks import floating, losses, lower_solver, nan_unless_finite, sc
 from bilevel.curvature import PRODUCTS
 from bilevel.estimate import Info, assess, unmapped
 from bilevel.meshes import automatic, vary, varying
-from bilevel.problem import Problem, at_variables, enters, idle, parts
+from bilevel.problem import Problem, at_variables, enters, parts
 from bilevel.protocols import LowerSolver, Pytree, Stateful
 from bilevel.solvers import remember, start_of
 from ntk._programs import fresh
@@ -152,10 +152,8 @@ def stateful_hypergradient(
         scalar_loss("lower", loss)
         axes = varying(loss)
         w0, state = vary((w0, state), axes)
-        apart = idle(
-            lambda a: (first.lower(params, a, batch), first.outer(params, a, valid)), alpha
-        )
-        mapped = not all(apart)
+        mapped = enters(first.lower, params, alpha, batch)
+        mapped = mapped or enters(first.outer, params, alpha, valid)
         if not mapped and wanted():
             _check_enters(lambda alpha: objective(alpha, None)[0], alpha)
         check_variables(problem, w0, alpha, valid)
@@ -244,8 +242,7 @@ def _damped(problem: Problem, damping, centre: Pytree) -> Problem:
 
 def _check_enters(objective, alpha: Pytree) -> None:
     """Refuse an alpha that does nothing."""
-    apart = idle(objective, alpha)
-    if apart and all(apart):
+    if jax.tree.leaves(alpha) and not enters(lambda w, a, b: objective(a), None, alpha, None):
         raise ValueError(
             "alpha: expected to enter the lower loss, the outer loss or the solver, "
             "got one that enters none of them: its hypergradient would be 0."

@@ -376,7 +376,7 @@ def _first_trouble(
     return jnp.where(bad.any(), 1 + jnp.argmax(bad), 0).astype(int)
 
 
-_MANY = 1024
+_MANY = 1024  # entries; under it the exact check is as fast
 
 
 def _finite(tree: Pytree) -> jax.Array:

@@ -13,7 +13,7 @@ from bilevel.estimate import Info, assess
 from bilevel.meshes import automatic, lying_as
 from bilevel.problem import Problem, at_variables
 from bilevel.protocols import DescentState, Pytree, SingleLoop, Tables
-from bilevel.stochastic import Blocks, Turns, blocks, full_direction, turns
+from bilevel.stochastic import Blocks, Turns, blocks, full_direction, norm, turns
 from ntk._programs import fresh, program
 
 Data = tuple[Blocks, Blocks, Turns]
@@ -78,16 +78,16 @@ def step(
         problem, state.alpha, state.w, state.solver, turn, train, valid
     )
     # By products of vectors: XLA's sums and comparisons of long ones take several times as long.
-    norm = jnp.sqrt(optax.tree.vdot(direction, direction))
+    size = norm(direction)
     if method.adjoint is not None:  # it may be the first to go
-        norm = nan_unless_finite(norm, optax.tree.vdot(*(method.adjoint(inner),) * 2))
+        size = nan_unless_finite(size, optax.tree.vdot(*(method.adjoint(inner),) * 2))
     told = {"value": metrics["value"], "grad": direction, "residual": metrics.get("noisy_residual")}
     told["memory"] = max(train.count, valid.count) if method.remembers else 1
     optimizer = gradient_transformation("optimizer", optimizer)
     updates, optimizer_state = optimizer.update(direction, state.optimizer, state.alpha, **told)
     alpha = geometry.check_last(optimizer_state, optax.apply_updates(state.alpha, updates))
     found = DescentState(alpha, w, inner, optimizer_state, state.step + 1)
-    return found, metrics | {"grad_norm": norm}
+    return found, metrics | {"grad_norm": size}
 
 
 def either(good: jax.Array, new: Pytree, old: Pytree) -> Pytree:

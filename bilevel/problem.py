@@ -283,21 +283,9 @@ def enters(loss: Loss, w: Pytree, alpha: Pytree, batch: Pytree) -> bool:
     >>> enters(lambda w, alpha, batch: w**2, 1.0, 1.0, None)
     False
     """
-    return not all(idle(lambda alpha: loss(w, alpha, batch), alpha))
-
-
-def idle(function: Callable[[Pytree], Pytree], alpha: Pytree) -> list[bool]:
-    """For each leaf of ``alpha``, whether nothing in ``function(alpha)`` depends on it.
-
-    Examples
-    --------
-    >>> idle(lambda alpha: alpha["used"] ** 2, {"unused": 1.0, "used": 2.0})
-    [True, False]
-    """
-    jaxpr = jax.make_jaxpr(function)(alpha).jaxpr
+    closed = jax.make_jaxpr(lambda alpha: loss(w, alpha, batch))(alpha)
     calls = (*_CALLS, "custom_jvp_call", "custom_vjp_call")
-    count = range(len(jaxpr.invars))
-    return [not any(_degrees(jaxpr, [int(i == k) for k in count], calls)) for i in count]
+    return any(_degrees(closed.jaxpr, [1] * len(closed.jaxpr.invars), calls))
 
 
 _OTHER = 2  # neither constant (0) nor affine (1)

@@ -28,6 +28,7 @@ from bilevel.stochastic._bome import bome
 from bilevel.stochastic._f2sa import f2sa
 from bilevel.stochastic._meha import meha
 from bilevel.stochastic._oracles import full_direction as full_direction
+from bilevel.stochastic._oracles import norm as norm
 from bilevel.stochastic._paced import paced
 from bilevel.stochastic._saba import saba
 from bilevel.stochastic._soba import ma_soba, soba

@@ -90,12 +90,19 @@ def documented_keys():
 
 @contextlib.contextmanager
 def no_room(limit):
-    """Files longer than ``limit`` bytes cannot be written: the system refuses."""
+    """Files longer than ``limit`` bytes cannot be written: the system refuses.
+
+    JAX then keeps no compiled programs: it would warn that they find no room either.
+    """
     import resource  # not on Windows
 
     usual = resource.getrlimit(resource.RLIMIT_FSIZE)
+    seconds = "jax_persistent_cache_min_compile_time_secs"
+    kept = getattr(jax.config, seconds)
+    jax.config.update(seconds, float("inf"))
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, usual[1]))
     try:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, usual)
+        jax.config.update(seconds, kept)

@@ -5,7 +5,7 @@
 A convolutional network with batch normalisation and dropout learns images of which 40 % have a
 wrong label. Its training loss weighs row i by sigmoid(alpha_i); alpha descends the loss on a few
 clean rows, through five steps of the network, each with its minibatch and its key for dropout.
-Beside it: the same training with equal weights, on the clean rows, and on the right labels alone.
+Beside it: the same training with equal weights, on the clean rows, on the right labels alone.
 """
 
 import time
@@ -18,9 +18,6 @@ import optax
 
 import bilevel
 from bilevel.nets.convolution import convolution, max_pool
-
-WRONG = 0.4
-FULL = [{"data": "mnist"}, {"data": "fashion-mnist"}]
 
 
 class Network(nn.Module):
@@ -41,6 +38,8 @@ class Network(nn.Module):
         return nn.Dense(10)(x)
 
 
+WRONG, HELD, SGD = 0.4, optax.set_to_zero(), optax.sgd(0.05, momentum=0.9)
+FULL = [{"data": "mnist"}, {"data": "fashion-mnist"}]
 network, cross_entropy = Network(), optax.softmax_cross_entropy_with_integer_labels
 
 
@@ -70,8 +69,7 @@ def with_key(key, data):
 
 def load(data, train, clean, test):
     """Training rows with wrong labels and their numbers, clean rows, test rows; which are wrong."""
-    sizes = {"train": train, "valid": clean, "test": test}
-    parts = bilevel.data.samples(data, [jax.random.key(0)], **sizes)[0]
+    parts = bilevel.data.samples(data, [jax.random.key(0)], train=train, valid=clean, test=test)[0]
     side = round(parts[0][0][0].size ** 0.5)
     x, xv, xt = (jnp.asarray(x, jnp.float32).reshape(-1, side, side, 1) for x, _ in parts)
     (y, yv, yt), draw = (y for _, y in parts), np.random.default_rng(0)
@@ -83,34 +81,28 @@ def load(data, train, clean, test):
 def main(data="mnist", train=2000, clean=200, test=2000, steps=150, inner=5, baselines=True):
     """A row for each training, with its processor time; the weights of wrong and right labels."""
     noisy, some, (xt, yt), wrong = load(data, train, clean, test)
-    rows, told = [], jax.jit(lambda w, x: logits(w, x).argmax(-1))
+    rows, problem = [], bilevel.Problem(lower, outer, stateful=True)
+    flags = {"batches": bilevel.minibatches(100), "steps": steps, "key": jax.random.key(2)}
 
-    def trained(name, rule, lower_rows):
-        """By the same search; without a rule of alpha it is held, and nothing goes back."""
+    def trained(name, lower_rows, rule=HELD, backprop=0):
+        """By the same search; by default alpha is held, and nothing goes back."""
         began = time.process_time()
         made = network.init(jax.random.key(1), noisy[0][:1], False)
-        short = {"backprop": None if rule else 0, "batches": with_key}
-        solver = bilevel.unrolled(optax.sgd(0.05, momentum=0.9), inner, **short)
-        found = bilevel.search(
-            *(bilevel.Problem(lower, outer, stateful=True), solver, rule or optax.set_to_zero()),
-            *(jnp.zeros(train), bilevel.Stateful(made.pop("params"), made), lower_rows, some),
-            **{"batches": bilevel.minibatches(100), "steps": steps, "key": jax.random.key(2)},
-            history=[],
-        )
+        start = jnp.zeros(train), bilevel.Stateful(made.pop("params"), made)
+        solver = bilevel.unrolled(SGD, inner, batches=with_key, backprop=backprop)
+        found = bilevel.search(problem, solver, rule, *start, lower_rows, some, **flags)
         row = {"data": data, "training": name, "seconds": round(time.process_time() - began, 1)}
-        guess = np.concatenate([told(found.w, xt[i : i + 500]) for i in range(0, test, 500)])
-        row["test error"] = float(np.mean(guess != yt))
         weights = np.asarray(jax.nn.sigmoid(found.alpha))
         told_apart = float(np.mean(weights[~wrong][:, None] > weights[wrong]))
-        rows.append(row | {"labels told apart": told_apart if rule else "-"})
-        print(rows[-1])
+        row |= {"test error": float(np.mean(logits(found.w, xt).argmax(-1) != yt))}
+        rows.append(row | {"labels told apart": "-" if rule is HELD else told_apart})
         return weights
 
     if baselines:
-        trained("all rows, equal weights", None, noisy)
-        trained("the clean rows alone", None, some)
-        trained("the right labels alone", None, tuple(a[~wrong] for a in noisy))
-    weights = trained("all rows, weights learned", optax.adam(0.1), noisy)
+        trained("all rows, equal weights", noisy)
+        trained("the clean rows alone", some)
+        trained("the right labels alone", tuple(a[~wrong] for a in noisy))
+    weights = trained("all rows, weights learned", noisy, optax.adam(0.1), None)
     return rows, (data, weights, wrong)
 
 
@@ -120,10 +112,9 @@ def picture(drawn, figure):
     for ax, (name, weights, wrong) in zip(axes, drawn, strict=True):
         for some, label in ((~wrong, "right labels"), (wrong, "wrong labels")):
             ax.hist(weights[some], np.linspace(0, 1, 41), alpha=0.6, label=label)
-        ax.set(xlabel="weight", title=name)
-    axes[0].set(ylabel="rows")
+        ax.set(xlabel="weight", ylabel="rows", title=name)
     axes[-1].legend(fontsize=7)
 
 
 if __name__ == "__main__":
-    main()
+    print(*main()[0], sep="\n")

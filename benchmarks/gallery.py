@@ -27,7 +27,7 @@ SIZES = {  # of the pictures, inches
     "word_penalties": (6, 3.5),
     "label_cleaning": (8, 3.2),
     "text_transformer": (6, 3.5),
-    "kernel_learning": (8, 3.5),
+    "kernel_learning": (8, 6),
 }
 
 

@@ -5,6 +5,8 @@ with TorchOpt. By hand it is what `higher` did: parameters as values, gradients 
 graph. Arrays in and out are numpy's.
 """
 
+import dataclasses
+
 import numpy as np
 import torch
 import torchopt
@@ -93,9 +95,40 @@ def labels_torchopt(w, batches, clean, rate, momentum):
 # ----------------------------------------------------------------------------- penalties
 
 
+@dataclasses.dataclass(frozen=True)
+class Matrix:
+    """A sparse one and its transpose: functorch leaves such a record alone."""
+
+    x: torch.Tensor
+    transpose: torch.Tensor
+
+
+class Product(torch.autograd.Function):
+    """Of a matrix and a vector: differentiable twice, by functorch too."""
+
+    @staticmethod
+    def forward(v, matrix):
+        return matrix.x @ v
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.back = Matrix(inputs[1].transpose, inputs[1].x)
+
+    @staticmethod
+    def backward(ctx, g):
+        return Product.apply(g, ctx.back), None
+
+
+def sparse(batch):
+    """Matrix and labels, of JAX's sparse matrix."""
+    at, values = (torch.from_numpy(np.array(a)) for a in (batch[0].indices, batch[0].data))
+    x = torch.sparse_coo_tensor(at.T.long(), values, batch[0].shape)
+    return Matrix(x.to_sparse_csr(), x.t().to_sparse_csr()), torch.from_numpy(np.array(batch[1]))
+
+
 def logistic(words, shift, batch):
     x, y = batch
-    return nn.functional.softplus(-y * (x @ words + shift)).mean()
+    return nn.functional.softplus(-y * (Product.apply(words, x) + shift)).mean()
 
 
 def penalised(words, shift, alpha, batch):
@@ -104,7 +137,7 @@ def penalised(words, shift, alpha, batch):
 
 def solved(alpha, batch):
     """The weights, by PyTorch's L-BFGS from 0."""
-    w = [torch.zeros(batch[0].shape[1]).requires_grad_(), torch.zeros(()).requires_grad_()]
+    w = [torch.zeros(len(alpha)).requires_grad_(), torch.zeros(()).requires_grad_()]
     options = {"max_iter": 200, "tolerance_grad": 1e-6, "line_search_fn": "strong_wolfe"}
     optimizer = torch.optim.LBFGS(w, history_size=10, **options)
 
@@ -139,7 +172,7 @@ def conjugate_gradients(product, b, tol):
 
 
 def penalties_by_hand(train, valid, tol):
-    train, valid = tensors(train), tensors(valid)
+    train, valid = sparse(train), sparse(valid)
 
     def gradient(alpha):
         alpha = torch.from_numpy(np.array(alpha))
@@ -158,7 +191,7 @@ def penalties_by_hand(train, valid, tol):
 
 
 def penalties_torchopt(train, valid, tol):
-    train, valid = tensors(train), tensors(valid)
+    train, valid = sparse(train), sparse(valid)
 
     def slope(w, alpha):
         return torch.func.grad(lambda w: penalised(*w, alpha, train))(w)

@@ -84,8 +84,9 @@ def main(words=30_000, train=20_000, valid=5000, test=25_000, steps=25):
         began = time.process_time()
         losses = [lambda v, a, batch, loss=loss: loss(v, of(a), batch) for loss in (lower, outer)]
         rule = optax.adam(optax.cosine_decay_schedule(0.3, steps))
+        flags = {"steps": steps, "history": ["value"]}
         data = alpha, zero, train, valid
-        found = bilevel.search(bilevel.Problem(*losses), solver, rule, *data, steps=steps)
+        found = bilevel.search(bilevel.Problem(*losses), solver, rule, *data, **flags)
         return row(f"{name}, learned in {steps} steps", of(found.alpha), began)
 
     ratio, count = naive_bayes(*train)

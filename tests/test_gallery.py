@@ -41,7 +41,7 @@ def test_a_start_is_learned_on_some_classes_for_others(example):
     rows = example("few_shot", data="digits", each_class=60, steps=40, judged=50)
     assert [row["start"] for row in rows][2:] == ["MAML", "MAML of first order", "iMAML"]
     for course in example.drawn.values():
-        assert course[-10:].mean() < 0.8 * course[:5].mean()
+        assert course[-10:].mean() < 0.87 * course[:5].mean()
 
 
 def test_a_learned_schedule_is_better_than_its_start(example):
@@ -102,7 +102,7 @@ def test_a_network_is_chosen_by_the_training_rows_alone(example, loss):
 
     sizes = {"train": 30, "test": 60, "steps": 4}
     example("kernel_learning", loss, data="digits", activations=(ntk.relu, ntk.identity), **sizes)
-    values, _, _, bounds = example.drawn
+    _, values, _, _, bounds = example.drawn
     assert values[-1] < values[0] and min(bounds) > 0
 
 

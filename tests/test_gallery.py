@@ -6,6 +6,8 @@ import pathlib
 
 import numpy as np
 import pytest
+import scipy.optimize
+import scipy.stats
 from matplotlib.figure import Figure
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -96,14 +98,36 @@ def test_weights_of_sources_fall_where_labels_are_noise(example, monkeypatch):
     assert weights[0] > 0.2 > weights[-2:].max()
 
 
-@pytest.mark.parametrize("loss", ["leave-one-out", "marginal likelihood"])
-def test_a_network_is_chosen_by_the_training_rows_alone(example, loss):
+def test_a_network_is_chosen_by_the_training_rows_alone(example):
     import ntk
 
-    sizes = {"train": 30, "test": 60, "steps": 4}
-    example("kernel_learning", loss, data="digits", activations=(ntk.relu, ntk.identity), **sizes)
+    sizes = {"data": "digits", "train": 30, "test": 60, "steps": 4}
+    kinds = ntk.relu, ntk.identity
+    example("kernel_learning", "marginal likelihood", activations=kinds, **sizes)
     _, values, _, _, bounds = example.drawn
     assert values[-1] < values[0] and min(bounds) > 0
+
+
+def test_the_criteria_of_kernels_are_their_definitions(monkeypatch):
+    """The leave-one-out error by n fits, the likelihood by SciPy's density at the best scale."""
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    from kernel_learning import criterion
+
+    rng = np.random.default_rng(0)
+    a, y = rng.normal(size=(6, 9)), rng.normal(size=(6, 2))
+    K = a @ a.T
+    rest = [np.delete(np.arange(6), i) for i in range(6)]
+    fits = [y[i] - K[i, r] @ np.linalg.solve(K[np.ix_(r, r)], y[r]) for i, r in enumerate(rest)]
+    found = criterion("leave-one-out", np.linalg.inv(K), y)
+    np.testing.assert_allclose(found, np.mean(np.square(fits)), rtol=1e-4)
+
+    def loss(scale):
+        densities = scipy.stats.multivariate_normal(np.zeros(6), scale * K).logpdf(y.T)
+        return -np.sum(densities) / y.size
+
+    best = scipy.optimize.minimize_scalar(lambda log: loss(np.exp(log))).fun
+    found = criterion("marginal likelihood", np.linalg.inv(K), y)
+    np.testing.assert_allclose(found, best, rtol=1e-4)
 
 
 def test_every_example_that_was_run_has_its_page_and_its_picture():

@@ -39,7 +39,7 @@ START = {"exponentiated gradient": (0.1, 0.3, 1.0), "softmax, Adam": (1e-3, 3e-3
 DEFAULT = {
     "exponentiated gradient": 0.1,
     "softmax, Adam": 3e-4,
-}  # GAEA's is from memory
+}  # in the authors' configurations for NAS-Bench-201
 LOOKS = 20  # on the way
 
 

@@ -195,10 +195,10 @@ def te_nas(
         places = [(e, o) for e, o in np.argwhere(left) if left[e].sum() > 1]
         key, *keys = jax.random.split(key, 1 + repeats)
         falls, grows = (
-            [np.mean([_change(score, k, left, place) for k in keys]) for place in places]
+            np.mean([_changes(score, k, left, places) for k in keys], axis=0)
             for score in (condition, regions)
         )
-        ranks = _ranks(-np.array(falls)) + _ranks(np.array(grows))
+        ranks = _ranks(-falls) + _ranks(grows)
         for edge in {e for e, _ in places}:
             of_edge = [i for i, (e, _) in enumerate(places) if e == edge]
             left[places[min(of_edge, key=lambda i: ranks[i])]] = False
@@ -223,12 +223,18 @@ def _shared(left: np.ndarray) -> jax.Array:
     return jnp.asarray(left / left.sum(1, keepdims=True), jnp.result_type(float))
 
 
-def _change(score, key: jax.Array, left: np.ndarray, place: tuple[int, int]) -> float:
-    """By what share of it the score falls without the operation; on the same weights."""
-    without = left.copy()
-    without[place] = False
-    before, after = (float(score(key, _shared(gates))) for gates in (left, without))
-    return (before - after) / before
+def _changes(score, key: jax.Array, left: np.ndarray, places: list) -> list[float]:
+    """By what share of it the score falls without each operation; on the same weights."""
+
+    def at(gates):
+        return float(score(key, _shared(gates)))
+
+    before, changes = at(left), []
+    for place in places:
+        without = left.copy()
+        without[tuple(place)] = False
+        changes.append((before - at(without)) / before)
+    return changes
 
 
 def _ranks(changes: np.ndarray) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Everything that is measured beside neural-tangents, in turn: kernels, predictions, finite networks.
+"""Everything that is measured beside neural-tangents: kernels, predictions, finite networks.
 
     python benchmarks/beside_neural_tangents.py            # half an hour of a core
     python benchmarks/beside_neural_tangents.py --quick    # small, some minutes

@@ -8,8 +8,8 @@ import optax
 
 from bilevel.checks import gradient_transformation
 
-_UNIT = 50  # steps in which alpha moves by the optimizer's rate, at most; the directions' memory, if longer
-_SLOWING = 10  # units after which, and after ten times as many, it moves more slowly
+_UNIT = 50  # steps in which alpha moves by the rate, or as many as directions remember
+_SLOWING = 10  # of those, after which, and after ten times as many, it moves more slowly
 _PARTS = 8  # of a unit: how long sizes are averaged, and until the pace is halved
 _LOST, _FOLLOWED = 0.3, 0.1  # residuals above which alpha slows down, below which it speeds up
 _GROWN, _FORGOTTEN = 2.0, 1.1  # of the gradient: growth that slows; of its least size, by part

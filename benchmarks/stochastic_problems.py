@@ -201,7 +201,7 @@ def cleaning(
 
     start = jnp.full(rows[0], -2.0), jnp.zeros(7840)
     problem = bilevel.Problem(lower, outer)
-    grids = (1e-3, 1e-2, 0.1, 1.0), tuple(10.0 ** np.arange(-5, 1))
+    grids = (1e-3, 1e-2, 0.1, 1.0), (1e-5, 1e-4, 1e-3, 1e-2, 0.1, 1.0)
     name = f"cleaning {100 * corruption:.0f} %"
     return Race(name, problem, *start, train, valid, score, *grids)
 

@@ -82,7 +82,7 @@ def step(
     if method.adjoint is not None:  # it may be the first to go
         size = nan_unless_finite(size, optax.tree.vdot(*(method.adjoint(inner),) * 2))
     told = {"value": metrics["value"], "grad": direction, "residual": metrics.get("noisy_residual")}
-    told["memory"] = max(train.count, valid.count) if method.remembers else 1
+    told["memory"] = method.memory(train, valid)
     optimizer = gradient_transformation("optimizer", optimizer)
     updates, optimizer_state = optimizer.update(direction, state.optimizer, state.alpha, **told)
     alpha = geometry.check_last(optimizer_state, optax.apply_updates(state.alpha, updates))

@@ -93,15 +93,15 @@ class SingleLoop(NamedTuple):
         The adjoint that the method keeps; None for methods that have none.
     draws : tuple of two int
         How many batches of ``train`` and of ``valid`` a step takes.
-    remembers : bool
-        Whether parts of a direction are up to an epoch old: ``alpha`` should not move much in one.
+    memory : ``memory(train, valid) -> steps``
+        How old parts of a direction may be: in so many steps ``alpha`` should not move much.
     """
 
     init: Callable[..., Pytree]
     step: Callable[..., tuple[Pytree, Pytree, Pytree, dict[str, jax.Array]]]
     adjoint: Callable[[Pytree], Pytree] | None = None
     draws: tuple[int, int] = (1, 1)
-    remembers: bool = False
+    memory: Callable[..., float] = lambda train, valid: 1
 
 
 class Turn(NamedTuple):

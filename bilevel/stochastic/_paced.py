@@ -8,8 +8,8 @@ import optax
 
 from bilevel.checks import gradient_transformation
 
-_UNIT = 100  # steps in which alpha moves by the optimizer's rate, at most
-_SLOWING = 10  # units after which, and after ten times as many, it moves more slowly
+_UNIT = 50  # steps in which alpha moves by the rate, or as many as directions remember
+_SLOWING = 10  # of those, after which, and after ten times as many, it moves more slowly
 _PARTS = 8  # of a unit: how long sizes are averaged, and until the pace is halved
 _LOST, _FOLLOWED = 0.3, 0.1  # residuals above which alpha slows down, below which it speeds up
 _GROWN, _FORGOTTEN = 2.0, 1.1  # of the gradient: growth that slows; of its least size, by part
@@ -35,9 +35,10 @@ def paced(
     """An optimizer of ``alpha`` for :func:`bilevel.spaba` and :func:`bilevel.saba` without steps.
 
     ``alpha`` waits until weights and adjoint are near their solutions, by the adjoint's residual.
-    Then a hundred steps together are one of the optimizer's, and later less: in proportion to
-    1 / sqrt(1 + steps / 1000). Of SABA, whose tables an epoch renews, it is epochs of over a
-    hundred steps that count. Where the adjoint falls behind, the pace is halved until it follows.
+    Then fifty steps together are one of the optimizer's, or as many as the directions take to
+    become exact again, if those are more: from one of SPABA's full passes to the next, an epoch of
+    SABA. Ten such units later it is less, as 1 / sqrt(1 + units / 10). Where the adjoint falls
+    behind, the pace is halved until it follows.
 
     Parameters
     ----------
@@ -58,7 +59,7 @@ def paced(
     Notes
     -----
     A heuristic: no theorem covers it. The residual is |D_v| / |df/dw|, of variance-reduced
-    directions: above 0.3 the pace is halved, eight times in a hundred steps, under 0.1 it grows by
+    directions: above 0.3 the pace is halved, eight times in a unit, under 0.1 it grows by
     a quarter, up to 1. SOBA's directions never have a small one.
 
     Examples

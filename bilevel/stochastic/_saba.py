@@ -145,4 +145,7 @@ def saba(step_size: Rate | None = None) -> SingleLoop:
         report = metrics(problem, below, above, found.w, noisy_residual=noisy)
         return found.alpha, w, SabaState(v, Tables((of_train, of_valid, kept))), report
 
-    return SingleLoop(init, step, lambda state: state.v, remembers=True)
+    def memory(train, valid):
+        return max(train.count, valid.count)
+
+    return SingleLoop(init, step, lambda state: state.v, memory=memory)

@@ -97,6 +97,9 @@ def spaba(step_size: Rate | None = None, *, probability: float | None = None) ->
     if probability is not None:
         between("probability", probability, -1e-12, 1 + 1e-12)
 
+    def often(train, valid):
+        return _often(train, valid) if probability is None else probability
+
     def everywhere(problem, point, train: Blocks, valid: Blocks) -> Directions:
         lower = train.mean(lower_oracle(problem, point))
         return directions(lower, valid.mean(outer_oracle(problem, point)))
@@ -117,7 +120,7 @@ def spaba(step_size: Rate | None = None, *, probability: float | None = None) ->
         (outer_before, outer), above = valid.at(turn.valid[0], both(outer_oracle))
         change = optax.tree.sub(directions(lower, outer), directions(lower_before, outer_before))
         found = jax.lax.cond(
-            turn.coin < (_often(train, valid) if probability is None else probability),
+            turn.coin < often(train, valid),
             lambda: everywhere(problem, point, train, valid),
             lambda: optax.tree.add(last, change),
         )
@@ -127,4 +130,7 @@ def spaba(step_size: Rate | None = None, *, probability: float | None = None) ->
         report = metrics(problem, below, above, found.w, noisy_residual=noisy)
         return found.alpha, w, SpabaState(v, Tables((point, found, kept))), report
 
-    return SingleLoop(init, step, lambda state: state.v)
+    def memory(train, valid):  # its errors add up from pass to pass
+        return 1 / (often(train, valid) or _often(train, valid))
+
+    return SingleLoop(init, step, lambda state: state.v, memory=memory)

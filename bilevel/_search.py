@@ -233,6 +233,7 @@ def search(
         carry = beside(setup.start(*begin, steps, history), begin)
         carry = _resumed(setup, saver, carry, steps)
         found = _drive(setup, carry, feed, steps, saver, progress, callback, every, chunk)
+        _single_loop.warn_if_lost(found.history)
         return dataclasses.replace(found, info=setup.info(found.state, data))
 
 

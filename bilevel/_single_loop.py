@@ -1,6 +1,7 @@
 """A single-loop method (:mod:`bilevel.stochastic`) as the steps of a search."""
 
 import functools
+import warnings
 from typing import Any
 
 import jax
@@ -98,6 +99,21 @@ def either(good: jax.Array, new: Pytree, old: Pytree) -> Pytree:
         old,
         is_leaf=lambda x: isinstance(x, Tables),
     )
+
+
+_WORTHLESS = 100.0  # a residual beyond what a batch's noise can be
+
+
+def warn_if_lost(history: dict[str, jax.Array]) -> None:
+    """Where the adjoint has run away: the last directions of ``alpha`` are not to be believed."""
+    last = history.get("noisy_residual", jnp.zeros(0))[-1:]
+    worst = float(last.max(initial=0.0))  # of copies side by side
+    if worst > _WORTHLESS:
+        warnings.warn(
+            f"search: the adjoint's residual is {worst:.0e} times the outer gradient, so that "
+            "alpha's last directions are worthless; a smaller step_size of the solver helps.",
+            stacklevel=3,
+        )
 
 
 def info(problem: Problem, method: SingleLoop, state: DescentState, data: Data) -> Info:

@@ -505,6 +505,20 @@ def test_an_adjoint_that_is_not_finite_is_seen_at_once():
     assert np.isfinite(result.state.solver.v).all()
 
 
+def test_an_adjoint_that_runs_away_is_told():
+    """Its steps are too large, though weights that begin at their solution stay there."""
+    problem = bilevel.Problem(
+        lambda w, alpha, batch: 0.5 * jnp.sum((w - alpha) ** 2),
+        lambda w, alpha, batch: jnp.sum((w - 3) ** 2),
+    )
+    run = functools.partial(bilevel.search, problem, optimizer=optax.set_to_zero())
+    data = dict(alpha=jnp.ones(2), w0=jnp.ones(2), train=jnp.ones((1, 1)), valid=jnp.ones((1, 1)))
+    fine = run(bilevel.soba(0.9), **data, steps=30)
+    assert fine.history["noisy_residual"][-1] < 0.1
+    with pytest.warns(UserWarning, match="the adjoint's residual is .* times the outer gradient"):
+        run(bilevel.soba(2.5), **data, steps=30)
+
+
 def test_a_loss_that_is_not_kept_is_not_computed_and_not_watched():
     """Its value is NaN, its derivatives are not."""
     problem = bilevel.Problem(

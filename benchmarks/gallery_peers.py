@@ -190,7 +190,7 @@ def report(found):
 
 
 def measured(quick):
-    yield from texts(*((200, 100, 200) if quick else (4000, 500, 3000)))
+    yield from texts(*((200, 100, 200) if quick else (12_000, 500, 3000)))
     yield from kernels(*(("digits", 60, 60) if quick else ()))
     yield from images(**({"train": 2, "test": 2} if quick else {}))
     yield from sinusoids(*((20, 1) if quick else (6000, 5)))

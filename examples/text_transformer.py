@@ -5,8 +5,7 @@
 A small transformer learns from the first 64 known words of an IMDb review whether the film was
 liked. Each label comes from one of five sources, which are wrong in 5 to 50 % of the cases. alpha
 weighs the sources; it descends the loss on 500 clean reviews, through four steps of training with
-dropout, a minibatch for every step on both levels. Beside it: the same training with the weights
-found, with equal ones, on single sources, on the clean reviews.
+dropout, minibatches on both levels. Beside it: equal weights, single sources, the clean reviews.
 """
 
 import time
@@ -76,7 +75,7 @@ def with_key(key, data):
     return bilevel.minibatches(64)(keys[0], data), keys[1]
 
 
-def main(train=4000, valid=500, test=3000, steps=100, inner=4, baselines=True):
+def main(train=12_000, valid=500, test=3000, steps=100, inner=4, baselines=True):
     """A row for each training, with its processor time; the weights' course."""
     (words, y), clean, of_test = reviews(train, valid, test)
     draw, problem = np.random.default_rng(0), bilevel.Problem(lower, outer, has_aux=True)
@@ -88,7 +87,8 @@ def main(train=4000, valid=500, test=3000, steps=100, inner=4, baselines=True):
     def trained(name, alpha, rule=HELD, backprop=0, data=(words, noisy, source)):
         """By the same search; by default alpha is held, and nothing goes back."""
         began = time.process_time()
-        solver = bilevel.unrolled(optax.adam(3e-3), inner, batches=with_key, backprop=backprop)
+        adam = optax.adamw(1e-3, weight_decay=0.1)
+        solver = bilevel.unrolled(adam, inner, batches=with_key, backprop=backprop)
         found = bilevel.search(problem, solver, rule, alpha, w, data, clean, **flags)
         row = {"training": name, "seconds": round(time.process_time() - began, 1)}
         (valid, _), (test, more) = (judge(found.w, None, part) for part in (clean, of_test))
@@ -113,7 +113,7 @@ def picture(drawn, figure):
     for error, course in zip(ERRORS, drawn[0].T, strict=True):
         ax.plot(course, label=f"{error:.0%} wrong")
     ax.set(xlabel="step", ylabel="weight of the source")
-    ax.legend()
+    ax.legend(loc="upper left", bbox_to_anchor=(1, 1))
 
 
 if __name__ == "__main__":

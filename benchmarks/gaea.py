@@ -36,10 +36,8 @@ from bilevel.spaces.nasbench201 import PRIMITIVES, genotype, nasbench201_space, 
 
 METHODS = {"exponentiated gradient": strategies.gaea, "softmax, Adam": strategies.darts}
 START = {"exponentiated gradient": (0.1, 0.3, 1.0), "softmax, Adam": (1e-3, 3e-3, 1e-2)}
-DEFAULT = {
-    "exponentiated gradient": 0.1,
-    "softmax, Adam": 3e-4,
-}  # in the authors' configurations for NAS-Bench-201
+# In the authors' configurations for NAS-Bench-201.
+DEFAULT = {"exponentiated gradient": 0.1, "softmax, Adam": 3e-4}
 LOOKS = 20  # on the way
 
 

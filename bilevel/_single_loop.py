@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from bilevel import geometry
@@ -106,8 +107,8 @@ _WORTHLESS = 100.0  # a residual beyond what a batch's noise can be
 
 def warn_if_lost(history: dict[str, jax.Array]) -> None:
     """Where the adjoint has run away: the last directions of ``alpha`` are not to be believed."""
-    last = history.get("noisy_residual", jnp.zeros(0))[-1:]
-    worst = float(last.max(initial=0.0))  # of copies side by side
+    last = np.asarray(history.get("noisy_residual", ()))[-1:]
+    worst = last.max(initial=0.0)  # of copies side by side
     if worst > _WORTHLESS:
         warnings.warn(
             f"search: the adjoint's residual is {worst:.0e} times the outer gradient, so that "

@@ -232,7 +232,7 @@ def _changes(score, key: jax.Array, left: np.ndarray, places: list) -> list[floa
     before, changes = at(left), []
     for place in places:
         without = left.copy()
-        without[tuple(place)] = False
+        without[place] = False
         changes.append((before - at(without)) / before)
     return changes
 

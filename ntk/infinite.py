@@ -108,10 +108,9 @@ def network_kernel(
     Differentiable to any order in skips, weights, variances and inputs; compiled once for a depth,
     a size and a number of kinks that are not at 0, whatever the activations, and once more for the
     first smooth one; unless traced, up to 256 inputs are brought to the next power of two, and up
-    to 2048 to whole tiles. The slope of an
-    activation that jumps is that of its pieces, as it is in a network's gradient. The derivative of
-    a kinked activation's kernel at two equal (or opposite) inputs, infinite in general, is taken
-    along paths that keep them so.
+    to 2048 to whole tiles. The slope of an activation that jumps is that of its pieces, as it is in
+    a network's gradient. The derivative of a kinked activation's kernel at two equal (or opposite)
+    inputs, infinite in general, is taken along paths that keep them so.
 
     Memory: the three results, 2 x ``terms`` numbers for each layer and each input of a norm of its
     own (256 terms as a rule; none where all is ReLU-like), a few tiles. Time: 2 ``terms``

@@ -40,10 +40,10 @@ def test_a_learned_start_learns_faster_than_a_random_one(example):
 
 def test_a_start_is_learned_on_some_classes_for_others(example):
     """On digits, whose other classes are as easy; each way's loss falls on its own tasks."""
-    rows = example("few_shot", data="digits", each_class=60, steps=40, judged=50)
+    rows = example("few_shot", data="digits", each_class=60, steps=60, judged=50)
     assert [row["start"] for row in rows][2:] == ["MAML", "MAML of first order", "iMAML"]
     for course in example.drawn.values():
-        assert course[-10:].mean() < 0.87 * course[:5].mean()
+        assert course[-10:].mean() < 0.8 * course[:5].mean()
 
 
 def test_a_learned_schedule_is_better_than_its_start(example):

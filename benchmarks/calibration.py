@@ -607,6 +607,11 @@ def report(rows: list[dict[str, Any]], by=("family", "solver", "dtype")) -> str:
 summary = functools.partial(report, by=("dtype",))
 
 
+def rounded(row):
+    """With five digits: thousands of rows lie in the repository."""
+    return {k: float(f"{v:.5g}") if isinstance(v, float) else v for k, v in row.items()}
+
+
 def main() -> None:
     flags = harness.command_line(
         __file__,
@@ -634,7 +639,7 @@ def main() -> None:
             continue
         for number in range(1 if flags.quick else flags.cases):
             key = family, name, dtype, flags.seed, number
-            row = done.get(key) or run_case(index, name, dtype, flags.seed, number)
+            row = done.get(key) or rounded(run_case(index, name, dtype, flags.seed, number))
             rows.append(row)
             if key not in done:
                 harness.append(path, row)

@@ -14,10 +14,14 @@ for float64 the difference of the two is shown, with our own bound.
     python benchmarks/network_kernels.py --myrtle 1000 --minutes 10   # Myrtle-5's kernel
 
 The last goes on where an earlier run ended, block by block, until all 500,500 pairs are there: some
-four hours of a core. Its blocks are in a file beside the results; the row comes with the last one.
+four hours of a core, and half of that where two of it run at once. The row comes with the last
+block.
 """
 
+import itertools
 import math
+import os
+import random
 import time
 
 import harness
@@ -162,36 +166,41 @@ def work(part, *what):
 
 
 def whole_myrtle(n, minutes, path) -> None:
-    """Blocks of the kernel of ``n`` images, float32, into a file next to the results, in turn.
+    """The kernel of ``n`` images in float32, each block a file in a folder next to the results.
 
-    With the last block comes the row of the results.
+    Processes that run at once each take the blocks in an order of their own, and none that is
+    there. Whoever finds all of them there writes the row of the results.
     """
-    store = path.with_suffix(f".myrtle{n}.npz")
-    if store.exists():
-        kept = dict(np.load(store))
-    else:
-        kept = {name: np.full((n, n), np.nan, np.float32) for name in ("ntk", "error")}
-        kept |= {"seconds": np.zeros(()), "peak_mb": np.zeros(())}
+    folder = path.with_suffix(f".myrtle{n}")
+    folder.mkdir(exist_ok=True)
     net, x, start = myrtle(), jnp.asarray(images(n), jnp.float32), time.perf_counter()
-    for i in range(0, n, BLOCK):
-        for j in range(i, n, BLOCK):
-            block = slice(i, i + BLOCK), slice(j, j + BLOCK)
-            if not np.isnan(kept["ntk"][block]).any():
-                continue
-            if time.perf_counter() - start > 60 * minutes:
-                print(f"{np.isfinite(kept['ntk']).mean():.1%} of the kernel is in {store}")
-                return
-            clock = time.process_time()
-            found = net.kernel(x[block[0]], None if i == j else x[block[1]])
-            for name in ("ntk", "error"):
-                kept[name][block] = np.asarray(getattr(found, name))
-                kept[name].T[block] = np.asarray(getattr(found, name))
-            kept["seconds"] += time.process_time() - clock
-            kept["peak_mb"] = max(kept["peak_mb"], harness.resident_peak())
-            np.savez(store.with_suffix(".tmp.npz"), **kept)
-            store.with_suffix(".tmp.npz").replace(store)
-    row = {"part": "myrtle", "n": n} | {k: float(kept[k]) for k in ("seconds", "peak_mb")}
-    row |= judged(kept["ntk"], kept["error"])
+    pairs = list(itertools.combinations_with_replacement(range(0, n, BLOCK), 2))
+    store = {(i, j): folder / f"{i}_{j}.npz" for i, j in pairs}
+    for i, j in random.sample(pairs, len(pairs)):
+        if store[i, j].exists():
+            continue
+        if time.perf_counter() - start > 60 * minutes:
+            print(f"{sum(p.exists() for p in store.values())} of {len(pairs)} blocks in {folder}")
+            return
+        clock = time.process_time()
+        found = net.kernel(x[i : i + BLOCK], None if i == j else x[j : j + BLOCK])
+        kept = {name: np.asarray(getattr(found, name)) for name in ("ntk", "error")}
+        spent = {"seconds": time.process_time() - clock, "peak_mb": harness.resident_peak()}
+        half = folder / f"{os.getpid()}.tmp.npz"
+        np.savez(half, **kept, **spent)
+        half.replace(store[i, j])
+    whole = {name: np.empty((n, n), np.float32) for name in ("ntk", "error")}
+    blocks = {pair: dict(np.load(file)) for pair, file in store.items()}
+    for (i, j), block in blocks.items():
+        for name, kernel in whole.items():
+            kernel[i : i + BLOCK, j : j + BLOCK] = block[name]
+            kernel[j : j + BLOCK, i : i + BLOCK] = block[name].T
+    row = {
+        "part": "myrtle",
+        "n": n,
+        "seconds": float(sum(block["seconds"] for block in blocks.values())),
+        "peak_mb": float(max(block["peak_mb"] for block in blocks.values())),
+    } | judged(whole["ntk"], whole["error"])
     others = [r for r in harness.read(path) if (r.get("part"), r.get("n")) != ("myrtle", n)]
     harness.write(path, [*others, row])
     print(row)

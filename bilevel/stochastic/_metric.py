@@ -8,7 +8,7 @@ epoch. And wherever ``alpha`` has moved: a curvature of exp(alpha) triples where
 about 1, and steps of ``P / (2 l)`` are stable up to four times l.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -164,10 +164,12 @@ def renewed(
     return jax.lax.cond(look, looked, lambda: old)
 
 
-def stepped(found: Metric, pair: tuple[Pytree, Pytree], along: tuple[Pytree, Pytree]) -> tuple:
-    """``(w, v)`` after a step against the two directions, in the metric."""
+def stepped(
+    found: Metric, pair: tuple[Pytree, Pytree], along: tuple[Pytree, Pytree], shorter: Any = 1
+) -> tuple:
+    """``(w, v)`` after a step against the two directions, in the metric, and ``shorter``."""
     directions = jnp.stack([ravel_pytree(d)[0] for d in along])
-    steps = found.length * found(directions)
+    steps = shorter * found.length * found(directions)
     unravel = ravel_pytree(pair[0])[1]
     return tuple(
         jax.tree.map(lambda a, b: (a - b).astype(a.dtype), x, unravel(step))

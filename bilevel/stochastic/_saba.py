@@ -14,10 +14,15 @@ from bilevel.stochastic._oracles import (
     directions,
     lower_oracle,
     metrics,
+    norm,
     outer_oracle,
     residual,
 )
 from bilevel.stochastic._steps import Rate
+
+_LOST = 3.0  # an averaged residual: that of an adjoint of 0 is 1
+_SHORTER = 0.25
+_SHORTEST = 50  # steps to average over
 
 
 class Saga(NamedTuple):
@@ -29,10 +34,19 @@ class Saga(NamedTuple):
     table: Pytree  # [batches, ...]
 
 
+class Watch(NamedTuple):
+    """Whether the adjoint is lost: see :func:`_watched`."""
+
+    length: jax.Array  # [], in (0, 1]: what is left of the measured length of a step
+    residual: jax.Array  # [], averaged over about an epoch
+    begun: jax.Array  # [], int: the step an epoch after which the tables are full
+
+
 class SabaState(NamedTuple):
     """State of :func:`saba`."""
 
     v: Pytree  # like w: the adjoint
+    watch: Watch
     tables: Tables  # a `Saga` of the lower and one of the outer loss; the metric, if any
 
 
@@ -50,7 +64,7 @@ def _row(table: Pytree, i) -> Pytree:
 def _saga(blocks: Blocks, oracle: Oracle, saga: Saga, number, i, following):
     """The estimate from batch ``i``, what came beside it, and the table with it.
 
-    In the first epoch it is the batch's own, as the mean is not yet that of all rows.
+    In the first epoch after a start it is the batch's own: the mean is not yet that of all rows.
 
     The old row comes from the step before, which read it after it had written its own. Reading a
     row before it is written, in one step, makes XLA copy the table.
@@ -58,7 +72,8 @@ def _saga(blocks: Blocks, oracle: Oracle, saga: Saga, number, i, following):
     new, rest = blocks.at(i, oracle)
     change = optax.tree.sub(new, saga.row)
     full = number >= blocks.count
-    estimate = jax.tree.map(lambda c, m: c + jnp.where(full, m, 0), change, saga.mean)
+    exact = optax.tree.add(change, saga.mean)
+    estimate = jax.tree.map(lambda x, y: jnp.where(full, x, y), exact, new)
     # Compensated, after Kahan: in float32 the rounding of 100,000 sums would outweigh the mean.
     due = optax.tree.add_scale(saga.lost, 1 / blocks.count, change)
     mean = optax.tree.add(saga.mean, due)
@@ -67,6 +82,25 @@ def _saga(blocks: Blocks, oracle: Oracle, saga: Saga, number, i, following):
         lambda t, x: jax.lax.dynamic_update_index_in_dim(t, x, i, 0), saga.table, new
     )
     return estimate, rest, Saga(mean, lost, _row(table, following), table)
+
+
+def _watched(watch: Watch, residual: jax.Array, number: jax.Array, epoch: int) -> tuple:
+    """The watch after a step, and whether the adjoint was found lost: worse than 0.
+
+    Steps are as long as a few batches' curvature allows. Where others are steeper, the adjoint runs
+    away: then steps become shorter, and it begins again from 0 with tables that are filled anew.
+    """
+    since = max(epoch, _SHORTEST)
+    average = watch.residual + (residual - watch.residual) / since
+    average = jnp.where(number - watch.begun < epoch, 0, average).astype(residual.dtype)
+    lost = average > _LOST
+    found = Watch(
+        jnp.where(lost, _SHORTER, 1).astype(residual.dtype) * watch.length,
+        jnp.where(lost, 0, average),
+        # Two epochs of steps have every batch among them, one across an epoch's end may not.
+        jnp.where(lost, number + 1 + epoch, watch.begun),
+    )
+    return found, lost
 
 
 def saba(step_size: Rate | None = None) -> SingleLoop:
@@ -100,6 +134,9 @@ def saba(step_size: Rate | None = None) -> SingleLoop:
     samples for E|dh|^2 <= eps, linear convergence under the Polyak-Lojasiewicz inequality. Nothing
     is proved on a simplex or another set. Under ``vmap`` the tables are as many times larger.
 
+    Without a step size, an adjoint whose residual, averaged over an epoch, is three times that of 0
+    begins again from 0, with steps a quarter as long: rows with heavy tails need it.
+
     References
     ----------
     Dagreou, Ablin, Vaiter & Moreau (2022), A framework for bilevel optimization that enables
@@ -126,24 +163,32 @@ def saba(step_size: Rate | None = None) -> SingleLoop:
         point = Point(w, optax.tree.zeros_like(w), alpha)
         below = _empty(train, lower_oracle(problem, point))
         above = _empty(valid, outer_oracle(problem, point))
-        return SabaState(point.v, Tables((below, above, mover.init(problem, w, alpha, train))))
+        whole = jnp.ones((), norm(w).dtype)
+        watch = Watch(whole, 0 * whole, jnp.zeros((), turn.number.dtype))
+        kept = mover.init(problem, w, alpha, train)
+        return SabaState(point.v, watch, Tables((below, above, kept)))
 
     def step(problem, alpha, w, state, turn, train, valid):
         point = Point(w, state.v, alpha)
         at_train, at_valid = lower_oracle(problem, point), outer_oracle(problem, point)
         of_train, of_valid, kept = state.tables.content
+        number = turn.number - state.watch.begun
         lower, below, of_train = _saga(
-            train, at_train, of_train, turn.number, turn.train[0], turn.next_train
+            train, at_train, of_train, number, turn.train[0], turn.next_train
         )
         outer, above, of_valid = _saga(
-            valid, at_valid, of_valid, turn.number, turn.valid[0], turn.next_valid
+            valid, at_valid, of_valid, number, turn.valid[0], turn.next_valid
         )
         found = directions(lower, outer)
         around = turn.number, problem, w, alpha, train
-        (w, v), kept = mover.move((w, state.v), found[:2], kept, *around)
-        noisy = residual(found, outer.w)
+        shorter = state.watch.length
+        (w, v), kept = mover.move((w, state.v), found[:2], kept, *around, shorter=shorter)
+        noisy, watch = residual(found, outer.w), state.watch
+        if step_size is None:
+            watch, lost = _watched(watch, noisy, turn.number, memory(train, valid))
+            v = jax.tree.map(lambda x: jnp.where(lost, 0, x).astype(x.dtype), v)
         report = metrics(problem, below, above, found.w, noisy_residual=noisy)
-        return found.alpha, w, SabaState(v, Tables((of_train, of_valid, kept))), report
+        return found.alpha, w, SabaState(v, watch, Tables((of_train, of_valid, kept))), report
 
     def memory(train, valid):
         return max(train.count, valid.count)

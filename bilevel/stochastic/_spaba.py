@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from bilevel.checks import between
@@ -10,24 +11,29 @@ from bilevel.protocols import Pytree, SingleLoop, Tables
 from bilevel.stochastic import _steps as steps
 from bilevel.stochastic._blocks import Blocks
 from bilevel.stochastic._oracles import (
-    Directions,
+    Lower,
     Point,
+    Slopes,
     at_both,
     directions,
     lower_oracle,
     metrics,
+    norm,
     outer_oracle,
     residual,
 )
 from bilevel.stochastic._steps import Rate
 
 _STEPS = 1000  # from one full pass to the next
+_DRIFT = 0.3  # of the outer gradient: what steps may have added up to, wrongly, until a pass
+_LENGTHS = 0.25, 1.2  # factors of the steps' length, at most, after a pass
 
 
 class SpabaState(NamedTuple):
     """State of :func:`spaba`."""
 
     v: Pytree  # like w: the adjoint
+    length: jax.Array  # [], in (0, 1]: what is left of the measured length of a step
     last: Tables  # where the last estimates were made, and they; the metric, if any
 
 
@@ -35,6 +41,25 @@ def _often(train: Blocks, valid: Blocks) -> float:
     """The chance of a full pass: as much work as the other steps do, or up to four times that."""
     count = train.count + valid.count
     return max(2 / (2 + count), min(8 / (8 + count), 1 / _STEPS))
+
+
+def _judged(summed: Pytree, lower: Lower, outer: Slopes, v: Pytree, length: jax.Array) -> tuple:
+    """Exact directions, the adjoint and the length of steps, by what a pass says of the sums.
+
+    The estimates of the adjoint's residual are wrong by what has added up since the last pass: the
+    steps become shorter, until that is a part of the outer gradient. An adjoint whose residual is
+    larger than that of 0 begins again from there, where the products with it are known.
+    """
+    exact, size = directions(lower, outer).v, norm(outer.w)
+    drift = norm(optax.tree.sub(summed, exact)) / jnp.where(size > 0, size, 1)
+    factor = jnp.clip(_DRIFT / drift, *_LENGTHS)
+    lost = norm(exact) > size
+
+    def unless_lost(x):
+        return jax.tree.map(lambda x: jnp.where(lost, 0, x).astype(x.dtype), x)
+
+    lower = Lower(lower.slope, *unless_lost(lower[1:]))
+    return directions(lower, outer), unless_lost(v), jnp.minimum(factor * length, 1)
 
 
 def spaba(step_size: Rate | None = None, *, probability: float | None = None) -> SingleLoop:
@@ -73,6 +98,10 @@ def spaba(step_size: Rate | None = None, *, probability: float | None = None) ->
     shuffled epochs, its proof draws them independently; nothing is proved on a simplex or another
     set. Under ``vmap`` over keys every step costs a full pass: loop over those.
 
+    Without a step size, every pass compares the adjoint's residual with what has been added up
+    since the last one. Where they differ by more than 0.3 of the outer gradient, steps become
+    shorter, and an adjoint that is worse than 0 begins again from 0.
+
     References
     ----------
     Chu, Xu, Yao & Zhang (2024), SPABA: a single-loop and probabilistic stochastic bilevel algorithm
@@ -100,14 +129,15 @@ def spaba(step_size: Rate | None = None, *, probability: float | None = None) ->
     def often(train, valid):
         return _often(train, valid) if probability is None else probability
 
-    def everywhere(problem, point, train: Blocks, valid: Blocks) -> Directions:
-        lower = train.mean(lower_oracle(problem, point))
-        return directions(lower, valid.mean(outer_oracle(problem, point)))
+    def everywhere(problem, point, train: Blocks, valid: Blocks) -> tuple[Lower, Slopes]:
+        return train.mean(lower_oracle(problem, point)), valid.mean(outer_oracle(problem, point))
 
     def init(problem, alpha, w, turn, train, valid):
         point = Point(w, optax.tree.zeros_like(w), alpha)
-        found = everywhere(problem, point, train, valid)
-        return SpabaState(point.v, Tables((point, found, mover.init(problem, w, alpha, train))))
+        found = directions(*everywhere(problem, point, train, valid))
+        whole = jnp.ones((), norm(w).dtype)
+        kept = mover.init(problem, w, alpha, train)
+        return SpabaState(point.v, whole, Tables((point, found, kept)))
 
     def step(problem, alpha, w, state, turn, train, valid):
         point = Point(w, state.v, alpha)
@@ -119,16 +149,22 @@ def spaba(step_size: Rate | None = None, *, probability: float | None = None) ->
         (lower_before, lower), below = train.at(turn.train[0], both(lower_oracle))
         (outer_before, outer), above = valid.at(turn.valid[0], both(outer_oracle))
         change = optax.tree.sub(directions(lower, outer), directions(lower_before, outer_before))
-        found = jax.lax.cond(
-            turn.coin < often(train, valid),
-            lambda: everywhere(problem, point, train, valid),
-            lambda: optax.tree.add(last, change),
+        summed = optax.tree.add(last, change)
+
+        def passed():
+            exact = everywhere(problem, point, train, valid)
+            if step_size is not None:
+                return directions(*exact), state.v, state.length
+            return _judged(summed.v, *exact, state.v, state.length)
+
+        found, v, length = jax.lax.cond(
+            turn.coin < often(train, valid), passed, lambda: (summed, state.v, state.length)
         )
         around = turn.number, problem, w, alpha, train
-        (w, v), kept = mover.move((w, state.v), found[:2], kept, *around)
-        noisy = residual(found, outer.w)
-        report = metrics(problem, below, above, found.w, noisy_residual=noisy)
-        return found.alpha, w, SpabaState(v, Tables((point, found, kept))), report
+        pair, kept = mover.move((w, v), found[:2], kept, *around, shorter=length)
+        report = metrics(problem, below, above, found.w, noisy_residual=residual(found, outer.w))
+        last = Tables((point._replace(v=v), found, kept))
+        return found.alpha, pair[0], SpabaState(pair[1], length, last), report
 
     def memory(train, valid):  # its errors add up from pass to pass
         return 1 / (often(train, valid) or _often(train, valid))

@@ -36,7 +36,8 @@ class Mover(NamedTuple):
     """How weights and adjoint move together."""
 
     init: Callable[..., Pytree]  # (problem, w, alpha, train) -> state, in Tables: may be large
-    move: Callable[..., tuple]  # (pair, directions, state, number, those four) -> (pair, state)
+    # (pair, directions, state, number, those four, shorter=1) -> (pair, state)
+    move: Callable[..., tuple]
 
 
 def mover(rate: Rate | None) -> Mover:
@@ -44,13 +45,13 @@ def mover(rate: Rate | None) -> Mover:
     if rate is not None:
         fixed = rate
 
-        def by_rate(pair, along, state, number, *_):
-            return against(pair, along, at(fixed, number)), state
+        def by_rate(pair, along, state, number, *_, shorter=1):
+            return against(pair, along, shorter * at(fixed, number)), state
 
         return Mover(lambda *_: (), by_rate)
 
-    def in_metric(pair, along, state, number, problem: Problem, w, alpha, train: Blocks):
+    def in_metric(pair, along, state, number, problem: Problem, w, alpha, train: Blocks, shorter=1):
         state = _metric.renewed(state, number, problem, w, alpha, train)
-        return _metric.stepped(state, pair, along), state
+        return _metric.stepped(state, pair, along, shorter), state
 
     return Mover(_metric.unmeasured, in_metric)

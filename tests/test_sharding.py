@@ -111,6 +111,22 @@ def single_loop(mesh):
     return {"off": off((found.alpha, found.w), (truth.alpha, truth.w)), "specs": specs}
 
 
+def batches_of_rows(mesh):
+    # Rows over devices, in batches: of SABA's tables, SPABA's passes, and the metric.
+    rows = placed(mesh, (P("d"), P("d")), x, y)
+    options = dict(steps=20, batches=bilevel.partition(16), key=jax.random.key(0))
+    found = {}
+    for method, optimizer in (
+        (bilevel.saba(0.05), optax.sgd(0.1)),
+        (bilevel.spaba(), bilevel.paced()),
+    ):
+        run = lambda data: bilevel.search(problem, method, optimizer, *start, *data, **options)
+        there, here = run((rows, rows)), run((alone, alone))
+        ends = [(result.alpha, result.w) for result in (there, here)]
+        found[type(there.state.solver).__name__] = off(*ends)
+    return found
+
+
 def copies(mesh):
     # Eight problems side by side, one on each device: nothing goes between them.
     xs, ys = rng.normal(size=(8, n, p)), rng.normal(size=(8, n))
@@ -179,6 +195,7 @@ logger.addHandler(Count())
 logger.propagate = False
 answers = {"between": between(automatic), "sent": sent(automatic), "copies": copies(automatic)}
 answers["single loop"] = single_loop(explicit)
+answers["batches of rows"] = batches_of_rows(explicit)
 for name, mesh in (("automatic", automatic), ("explicit", explicit)):
     answers[name] = {"hypergradients": hypergradients(mesh)}
     answers[name] |= {spread: searches(mesh, spread) for spread in ("rows", "weights")}
@@ -219,6 +236,12 @@ def test_a_single_loop_follows_its_weights_over_devices():
     found = on_eight_devices()["single loop"]
     assert found["off"] < 1e-12
     assert found["specs"] == [["d"]]
+
+
+def test_batches_of_rows_over_devices_are_those_of_one():
+    found = on_eight_devices()["batches of rows"]
+    assert set(found) == {"SabaState", "SpabaState"}
+    assert max(found.values()) < 1e-10
 
 
 @pytest.mark.parametrize("solver", ["implicit", "unrolled"])

@@ -286,3 +286,29 @@ def test_paced_is_for_single_loops():
         bilevel.search(problem, bilevel.f2sa(0.1), *args, steps=2, progress=False)
     with pytest.raises(ValueError, match="optimizer: expected an optax optimizer"):
         bilevel.paced(0.1)
+
+
+@pytest.mark.parametrize("method", [bilevel.saba, bilevel.spaba], ids=["saba", "spaba"])
+def test_weights_of_half_precision_are_moved_in_a_metric_of_single(method):
+    """No eigenvalues are computed in half precision. Truth: the search in single precision."""
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(64, 8)), rng.normal(size=64)
+
+    def error(w, batch):
+        return jnp.mean((batch[0] @ w - batch[1]) ** 2)
+
+    problem = bilevel.Problem(
+        lambda w, alpha, batch: error(w, batch) + jnp.sum(jnp.exp(alpha) * w**2),
+        lambda w, alpha, batch: error(w, batch),
+    )
+
+    def found(dtype):
+        data = jnp.asarray(x, dtype), jnp.asarray(y, dtype)
+        args = problem, method(), bilevel.paced(), jnp.zeros(8, jnp.float32), jnp.zeros(8, dtype)
+        options = {"steps": 100, "batches": bilevel.partition(16), "key": jax.random.key(0)}
+        return bilevel.search(*args, data, data, **options)
+
+    half, single = found(jnp.bfloat16), found(jnp.float32)
+    assert half.w.dtype == jnp.bfloat16
+    np.testing.assert_allclose(np.asarray(half.w, float), single.w, atol=0.03)
+    assert np.abs(single.w).max() > 0.1

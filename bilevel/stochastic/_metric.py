@@ -55,13 +55,15 @@ class Metric(NamedTuple):
 
 def _products(problem: Problem, w: Pytree, alpha: Pytree, train: Blocks):
     """``(i, columns) -> H_i`` of batch i times the rows of [k, p]."""
-    unravel = ravel_pytree(w)[1]
+    flat, unravel = ravel_pytree(w)
     loss = at_variables(problem, None).lower
 
     def products(i, columns):
         def oracle(batch, weight):
             _, hvp = hessian_operator(loss, w, alpha, batch)
-            product = jax.vmap(lambda v: ravel_pytree(hvp(unravel(v)))[0])(columns)
+            product = jax.vmap(lambda v: ravel_pytree(hvp(unravel(v)))[0])(
+                columns.astype(flat.dtype)
+            )
             return weight * product, None
 
         return train.at(i, oracle)[0]
@@ -91,6 +93,12 @@ def _basis(products, flat: jax.Array, alpha: Pytree, train: Blocks) -> Metric:
         return found
     whole = found.power(1.0, jnp.eye(wide, dtype=flat.dtype))
     return found._replace(matrix=whole, turned=alpha)
+
+
+def _flat(w: Pytree) -> jax.Array:
+    """The weights in one row; of half precision, which is decomposed nowhere, in single."""
+    flat = ravel_pytree(w)[0]
+    return flat.astype(jnp.promote_types(flat.dtype, jnp.float32))
 
 
 def _distance(alpha: Pytree, before: Pytree) -> jax.Array:
@@ -134,7 +142,7 @@ def _steepest(products, found: Metric, flat: jax.Array, count: int) -> jax.Array
 
 def unmeasured(problem: Problem, w: Pytree, alpha: Pytree, train: Blocks) -> Metric:
     """What the first step renews: to measure here too would compile it twice."""
-    products, flat = _products(problem, w, alpha, train), ravel_pytree(w)[0]
+    products, flat = _products(problem, w, alpha, train), _flat(w)
     shapes = jax.eval_shape(lambda: _basis(products, flat, alpha, train))
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
@@ -153,7 +161,7 @@ def renewed(
         due = due | (_distance(alpha, old.moved) > _MOVED)
 
         def measured():
-            products, flat = _products(problem, w, alpha, train), ravel_pytree(w)[0]
+            products, flat = _products(problem, w, alpha, train), _flat(w)
             found = jax.lax.cond(anew, lambda: _basis(products, flat, alpha, train), lambda: old)
             length = _FRACTION / _steepest(products, found, flat, train.count)
             return found._replace(length=length, moved=alpha)
@@ -172,6 +180,8 @@ def stepped(
     steps = shorter * found.length * found(directions)
     unravel = ravel_pytree(pair[0])[1]
     return tuple(
-        jax.tree.map(lambda a, b: (a - b).astype(a.dtype), x, unravel(step))
+        jax.tree.map(
+            lambda a, b: (a - b).astype(a.dtype), x, unravel(step.astype(directions.dtype))
+        )
         for x, step in zip(pair, steps, strict=True)
     )

@@ -149,17 +149,23 @@ def spaba(step_size: Rate | None = None, *, probability: float | None = None) ->
         (lower_before, lower), below = train.at(turn.train[0], both(lower_oracle))
         (outer_before, outer), above = valid.at(turn.valid[0], both(outer_oracle))
         change = optax.tree.sub(directions(lower, outer), directions(lower_before, outer_before))
-        summed = optax.tree.add(last, change)
+        passing = turn.coin < often(train, valid)
 
-        def passed():
-            exact = everywhere(problem, point, train, valid)
-            if step_size is not None:
-                return directions(*exact), state.v, state.length
-            return _judged(summed.v, *exact, state.v, state.length)
+        def exact():
+            return everywhere(problem, point, train, valid)
 
-        found, v, length = jax.lax.cond(
-            turn.coin < often(train, valid), passed, lambda: (summed, state.v, state.length)
-        )
+        if step_size is not None:
+            v, length = state.v, state.length
+            found = jax.lax.cond(
+                passing, lambda: directions(*exact()), lambda: optax.tree.add(last, change)
+            )
+        else:
+            summed = optax.tree.add(last, change)
+            found, v, length = jax.lax.cond(
+                passing,
+                lambda: _judged(summed.v, *exact(), state.v, state.length),
+                lambda: (summed, state.v, state.length),
+            )
         around = turn.number, problem, w, alpha, train
         pair, kept = mover.move((w, v), found[:2], kept, *around, shorter=length)
         report = metrics(problem, below, above, found.w, noisy_residual=residual(found, outer.w))

@@ -189,21 +189,23 @@ def whole_myrtle(n, minutes, path) -> None:
         half = folder / f"{os.getpid()}.tmp.npz"
         np.savez(half, **kept, **spent)
         half.replace(store[i, j])
+    row = {"part": "myrtle", "n": n} | collected(n, store)
+    others = [r for r in harness.read(path) if (r.get("part"), r.get("n")) != ("myrtle", n)]
+    harness.write(path, [*others, row])
+    print(row)
+
+
+def collected(n, store) -> dict:
+    """What all the blocks took, and what is to be said of the kernel that they make."""
     whole = {name: np.empty((n, n), np.float32) for name in ("ntk", "error")}
     blocks = {pair: dict(np.load(file)) for pair, file in store.items()}
     for (i, j), block in blocks.items():
         for name, kernel in whole.items():
             kernel[i : i + BLOCK, j : j + BLOCK] = block[name]
             kernel[j : j + BLOCK, i : i + BLOCK] = block[name].T
-    row = {
-        "part": "myrtle",
-        "n": n,
-        "seconds": float(sum(block["seconds"] for block in blocks.values())),
-        "peak_mb": float(max(block["peak_mb"] for block in blocks.values())),
-    } | judged(whole["ntk"], whole["error"])
-    others = [r for r in harness.read(path) if (r.get("part"), r.get("n")) != ("myrtle", n)]
-    harness.write(path, [*others, row])
-    print(row)
+    seconds = float(sum(block["seconds"] for block in blocks.values()))
+    peak = float(max(block["peak_mb"] for block in blocks.values()))
+    return {"seconds": seconds, "peak_mb": peak} | judged(whole["ntk"], whole["error"])
 
 
 def judged(kernel, error) -> dict:

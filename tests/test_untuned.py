@@ -42,13 +42,18 @@ def family(condition, seed=0):
     return problem, *jax.tree.map(jnp.asarray, (train, valid)), slope
 
 
+def know_only_leading(monkeypatch, spare):
+    """As if the problem were large."""
+    monkeypatch.setattr(_metric, "DENSE_SIZE", P - 1)
+    monkeypatch.setattr(_metric, "_RANK", 4)
+    monkeypatch.setattr(_metric, "_SPARE", spare)
+
+
 def found(condition, monkeypatch, small=False):
     problem, train, _, _ = family(condition)
     monkeypatch.setattr(_metric, "_LEAST", N)  # all batches are the sample
     if small:
-        monkeypatch.setattr(_metric, "DENSE_SIZE", P - 1)
-        monkeypatch.setattr(_metric, "_RANK", 4)
-        monkeypatch.setattr(_metric, "_SPARE", 4)
+        know_only_leading(monkeypatch, spare=4)
     data = blocks("train", train, PARTITION)
     at = problem, jnp.zeros(P), jnp.zeros(Q)
 
@@ -148,9 +153,7 @@ def test_the_adjoint_is_kept_where_few_rows_are_much_steeper(method, penalty, de
     With steps as measured it ends at 3e8, at what is not finite, and at 21; that of 0 is 1.
     """
     if not dense:
-        monkeypatch.setattr(_metric, "DENSE_SIZE", 8)
-        monkeypatch.setattr(_metric, "_RANK", 4)
-        monkeypatch.setattr(_metric, "_SPARE", 2)
+        know_only_leading(monkeypatch, spare=2)
     rng = np.random.default_rng(0)
 
     def rows(n):

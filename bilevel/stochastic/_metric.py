@@ -8,7 +8,7 @@ epoch. And wherever ``alpha`` has moved: a curvature of exp(alpha) triples where
 about 1, and steps of ``P / (2 l)`` are stable up to four times l.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -173,9 +173,9 @@ def renewed(
 
 
 def stepped(
-    found: Metric, pair: tuple[Pytree, Pytree], along: tuple[Pytree, Pytree], shorter: Any = 1
+    found: Metric, pair: tuple[Pytree, Pytree], along: tuple[Pytree, Pytree], shorter: jax.Array
 ) -> tuple:
-    """``(w, v)`` after a step against the two directions, in the metric, and ``shorter``."""
+    """``(w, v)`` after a step against the two directions, in the metric, ``shorter`` times it."""
     directions = jnp.stack([ravel_pytree(d)[0] for d in along])
     steps = shorter * found.length * found(directions)
     unravel = ravel_pytree(pair[0])[1]

@@ -14,7 +14,6 @@ from bilevel.stochastic._oracles import (
     directions,
     lower_oracle,
     metrics,
-    norm,
     outer_oracle,
     residual,
 )
@@ -72,8 +71,7 @@ def _saga(blocks: Blocks, oracle: Oracle, saga: Saga, number, i, following):
     new, rest = blocks.at(i, oracle)
     change = optax.tree.sub(new, saga.row)
     full = number >= blocks.count
-    exact = optax.tree.add(change, saga.mean)
-    estimate = jax.tree.map(lambda x, y: jnp.where(full, x, y), exact, new)
+    estimate = optax.tree.where(full, optax.tree.add(change, saga.mean), new)
     # Compensated, after Kahan: in float32 the rounding of 100,000 sums would outweigh the mean.
     due = optax.tree.add_scale(saga.lost, 1 / blocks.count, change)
     mean = optax.tree.add(saga.mean, due)
@@ -163,8 +161,8 @@ def saba(step_size: Rate | None = None) -> SingleLoop:
         point = Point(w, optax.tree.zeros_like(w), alpha)
         below = _empty(train, lower_oracle(problem, point))
         above = _empty(valid, outer_oracle(problem, point))
-        whole = jnp.ones((), norm(w).dtype)
-        watch = Watch(whole, 0 * whole, jnp.zeros((), turn.number.dtype))
+        one = jnp.ones((), jnp.result_type(*jax.tree.leaves(w)))
+        watch = Watch(one, 0 * one, jnp.zeros((), turn.number.dtype))
         kept = mover.init(problem, w, alpha, train)
         return SabaState(point.v, watch, Tables((below, above, kept)))
 
@@ -181,12 +179,11 @@ def saba(step_size: Rate | None = None) -> SingleLoop:
         )
         found = directions(lower, outer)
         around = turn.number, problem, w, alpha, train
-        shorter = state.watch.length
-        (w, v), kept = mover.move((w, state.v), found[:2], kept, *around, shorter=shorter)
         noisy, watch = residual(found, outer.w), state.watch
+        (w, v), kept = mover.move((w, state.v), found[:2], kept, *around, shorter=watch.length)
         if step_size is None:
             watch, lost = _watched(watch, noisy, turn.number, memory(train, valid))
-            v = jax.tree.map(lambda x: jnp.where(lost, 0, x).astype(x.dtype), v)
+            v = optax.tree.where(lost, optax.tree.zeros_like(v), v)
         report = metrics(problem, below, above, found.w, noisy_residual=noisy)
         return found.alpha, w, SabaState(v, watch, Tables((of_train, of_valid, kept))), report
 

@@ -11,6 +11,7 @@ from bilevel.protocols import Pytree, SingleLoop, Tables
 from bilevel.stochastic import _steps as steps
 from bilevel.stochastic._blocks import Blocks
 from bilevel.stochastic._oracles import (
+    Directions,
     Lower,
     Point,
     Slopes,
@@ -43,23 +44,23 @@ def _often(train: Blocks, valid: Blocks) -> float:
     return max(2 / (2 + count), min(8 / (8 + count), 1 / _STEPS))
 
 
-def _judged(summed: Pytree, lower: Lower, outer: Slopes, v: Pytree, length: jax.Array) -> tuple:
+def _judged(
+    summed: Pytree, found: tuple[Lower, Slopes], v: Pytree, length: jax.Array
+) -> tuple[Directions, Pytree, jax.Array]:
     """Exact directions, the adjoint and the length of steps, by what a pass says of the sums.
 
     The estimates of the adjoint's residual are wrong by what has added up since the last pass: the
     steps become shorter, until that is a part of the outer gradient. An adjoint whose residual is
     larger than that of 0 begins again from there, where the products with it are known.
     """
+    lower, outer = found
     exact, size = directions(lower, outer).v, norm(outer.w)
     drift = norm(optax.tree.sub(summed, exact)) / jnp.where(size > 0, size, 1)
     factor = jnp.clip(_DRIFT / drift, *_LENGTHS)
-    lost = norm(exact) > size
-
-    def unless_lost(x):
-        return jax.tree.map(lambda x: jnp.where(lost, 0, x).astype(x.dtype), x)
-
-    lower = Lower(lower.slope, *unless_lost(lower[1:]))
-    return directions(lower, outer), unless_lost(v), jnp.minimum(factor * length, 1)
+    of_v = lower.product, lower.cross, v
+    product, cross, v = optax.tree.where(norm(exact) > size, optax.tree.zeros_like(of_v), of_v)
+    lower = Lower(lower.slope, product, cross)
+    return directions(lower, outer), v, jnp.minimum(factor * length, 1)
 
 
 def spaba(step_size: Rate | None = None, *, probability: float | None = None) -> SingleLoop:
@@ -135,9 +136,9 @@ def spaba(step_size: Rate | None = None, *, probability: float | None = None) ->
     def init(problem, alpha, w, turn, train, valid):
         point = Point(w, optax.tree.zeros_like(w), alpha)
         found = directions(*everywhere(problem, point, train, valid))
-        whole = jnp.ones((), norm(w).dtype)
+        length = jnp.ones((), jnp.result_type(*jax.tree.leaves(w)))
         kept = mover.init(problem, w, alpha, train)
-        return SpabaState(point.v, whole, Tables((point, found, kept)))
+        return SpabaState(point.v, length, Tables((point, found, kept)))
 
     def step(problem, alpha, w, state, turn, train, valid):
         point = Point(w, state.v, alpha)
@@ -163,7 +164,7 @@ def spaba(step_size: Rate | None = None, *, probability: float | None = None) ->
             summed = optax.tree.add(last, change)
             found, v, length = jax.lax.cond(
                 passing,
-                lambda: _judged(summed.v, *exact(), state.v, state.length),
+                lambda: _judged(summed.v, exact(), state.v, state.length),
                 lambda: (summed, state.v, state.length),
             )
         around = turn.number, problem, w, alpha, train

@@ -36,7 +36,7 @@ class Mover(NamedTuple):
     """How weights and adjoint move together."""
 
     init: Callable[..., Pytree]  # (problem, w, alpha, train) -> state, in Tables: may be large
-    # (pair, directions, state, number, those four, shorter=1) -> (pair, state)
+    # (pair, directions, state, number, those four, shorter: a factor) -> (pair, state)
     move: Callable[..., tuple]
 
 
@@ -45,12 +45,12 @@ def mover(rate: Rate | None) -> Mover:
     if rate is not None:
         fixed = rate
 
-        def by_rate(pair, along, state, number, *_, shorter=1):
-            return against(pair, along, shorter * at(fixed, number)), state
+        def by_rate(pair, along, state, number, *_, shorter):  # a rate is left as it is
+            return against(pair, along, at(fixed, number)), state
 
         return Mover(lambda *_: (), by_rate)
 
-    def in_metric(pair, along, state, number, problem: Problem, w, alpha, train: Blocks, shorter=1):
+    def in_metric(pair, along, state, number, problem: Problem, w, alpha, train: Blocks, shorter):
         state = _metric.renewed(state, number, problem, w, alpha, train)
         return _metric.stepped(state, pair, along, shorter), state
 

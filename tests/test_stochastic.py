@@ -143,6 +143,20 @@ def test_estimates_are_unbiased_with_a_shorter_last_batch():
         assert_close(side.mean(oracle(PROBLEM, point)), exact, f64=1e-12, f32=1e-5)
 
 
+@pytest.mark.parametrize(("columns", "wide"), [(2, 16), (2**15, 2), (2**17, 1)])
+def test_a_pass_takes_wide_batches_of_4_mib_at_most(columns, wide):
+    rows = jax.ShapeDtypeStruct((16 * 40 + 3, columns), jnp.float32)
+    seen = set()
+
+    def oracle(x, weight):
+        seen.add(x.shape[0])
+        return weight * jnp.mean(x), None
+
+    jax.eval_shape(lambda x: blocks("rows", x, bilevel.partition(16)).mean(oracle), rows)
+    whole, rest = divmod(16 * 40 + 3, 16 * wide)
+    assert whole > 1 and seen == {16 * wide, rest}
+
+
 def test_an_epoch_takes_each_batch_once_and_longer_searches_begin_alike():
     order = turns(jax.random.key(0), (5, 3), 15, (2, 1))
     assert order.train.shape == (31,) and order.valid.shape == (16,)

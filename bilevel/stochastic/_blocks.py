@@ -12,7 +12,8 @@ import optax
 
 from bilevel.protocols import Partition, Pytree, Turn
 
-_TOGETHER = 16  # batches that a pass through all rows takes at once
+_TOGETHER = 16  # batches that a pass through all rows takes at once, at most,
+_BYTES = 2**22  # and what they hold: more is read from slow memory, once for every derivative
 
 Oracle = Callable[[Pytree, float], tuple[Pytree, Pytree]]
 """``oracle(batch, weight) -> (estimates, rest)``: the first those of ``weight`` times the loss.
@@ -63,7 +64,9 @@ class Blocks:
         if self.count == 1:
             return oracle(self.rows, 1)[0]
         total = (self.count - 1) * self.size + (self.tail or self.size)
-        length = min(_TOGETHER * self.size, total)
+        held = sum(x.nbytes for x in jax.tree.leaves(self.rows)) * self.size / total
+        together = max(1, min(_TOGETHER, int(_BYTES / held)))
+        length = min(together * self.size, total)
 
         def part(start, length):
             return oracle(_cut(self.rows, start, length), length / total)[0]

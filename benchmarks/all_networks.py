@@ -4,6 +4,9 @@ Every network is scored at its initial weights on one batch of 32 images of CIFA
 against the benchmark's accuracies: no error of a sample is left, that of the batch and of one draw
 of the weights is. Beside the scores stand counts that look at nothing but the genotype.
 
+Scores of derivatives are those of a function, and 5,260 of the networks are different functions
+(`nasbench201.canonical`): one network of each is scored, and the others have its score.
+
 Sums of log ranks: on a random half of the networks parts are added one by one, at most four, while
 the mean tau of the three datasets grows by 0.002; the other half judges. This 20 times.
 
@@ -25,13 +28,14 @@ import bilevel.data
 from bilevel.judging.table import load_table
 from bilevel.judging.verdicts import BASELINES, DATASETS, correlations, sum_of_log_ranks
 from bilevel.nets.images import unit_images
-from bilevel.spaces.nasbench201 import all_networks, encode, genotypes
+from bilevel.spaces.nasbench201 import all_networks, canonical, encode, genotypes
 from bilevel.spaces.nasbench201._genotype import PRIMITIVES, _live
 from bilevel.spaces.nasbench201.scoring import score_networks
 
 SCORES = "synflow", "l2_norm", "naswot", "jacov", "grad_norm", "snip", "zico"
+OF_FUNCTIONS = "jacov", "grad_norm", "snip", "zico"  # an operation without effect adds nothing
 COUNTS = "trainable layers", "multiply-adds", "conv edges"  # parameters rank as multiply-adds do
-FILE = harness.RESULTS / "all_networks.npz"
+FILES = harness.RESULTS / "all_networks.npz", harness.RESULTS / "all_networks_functions.npz"
 HALVES, PARTS, GAIN = 20, 4, 0.002
 TESTS = [f"{dataset}-test" for dataset in DATASETS]
 PUBLISHED = (0.750, 0.753, 0.743)  # VKDNW with four others: the best untrained figures printed
@@ -51,11 +55,20 @@ def task(quick):
     return networks, w, rows, (x, jnp.asarray(train[1]))
 
 
-def scored(names, quick, file):
+def scored(names, quick, files):
     networks, w, rows, batch = task(quick)
     cells = encode([genotypes()[row] for row in rows])
-    found = score_networks(names, networks, w, cells, batch, progress=True, file=file)
-    return rows, found.oriented(), found.seconds
+    formulas = [canonical(genotypes()[row]) for row in rows]
+    firsts, function = np.unique([formulas.index(f) for f in formulas], return_inverse=True)
+    values, seconds = {}, {}
+    everything = np.arange(len(rows))
+    for file, (own, of) in zip(files, ((everything, everything), (firsts, function)), strict=True):
+        wanted = [n for n in names if (n in OF_FUNCTIONS) == (own is firsts)]
+        if wanted:
+            found = score_networks(wanted, networks, w, cells[own], batch, progress=True, file=file)
+            values |= {name: score[of] for name, score in found.oriented().items()}
+            seconds |= found.seconds
+    return rows, {name: values[name] for name in names}, seconds
 
 
 def without_inert() -> np.ndarray:
@@ -163,8 +176,8 @@ def main() -> None:
     only = {"nargs": "+", "choices": SCORES, "help": "these scores alone"}
     arguments = harness.command_line(__file__, __doc__, report, only=only)
     quick = arguments.size == "quick"
-    names = arguments.only or (SCORES[:3] if quick else SCORES)
-    rows, scores, seconds = scored(names, quick, None if quick else FILE)
+    names = arguments.only or (SCORES[:4] if quick else SCORES)
+    rows, scores, seconds = scored(names, quick, (None, None) if quick else FILES)
     found = [harness.environment(), *judged(rows, scores, seconds)]
     if arguments.results and not arguments.only:
         arguments.results.unlink(missing_ok=True)

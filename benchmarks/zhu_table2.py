@@ -18,7 +18,7 @@ is looked up in the benchmark, on all three datasets.
 
 Every repeat has images, weights and networks of its own.
 
-    python benchmarks/zhu_table2.py           # about two hours of one core; goes on
+    python benchmarks/zhu_table2.py           # three to four hours of one core; goes on
     python benchmarks/zhu_table2.py --quick   # small networks, a minute; no results file
     python benchmarks/zhu_table2.py --table
 """

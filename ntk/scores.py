@@ -101,6 +101,7 @@ __all__ = [
     "eigen_nas",
     "fisher",
     "grad_norm",
+    "gradient_scores",
     "grasp",
     "jacov",
     "kernel",
@@ -227,8 +228,7 @@ def grad_norm(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
     >>> round(float(grad_norm(None, lambda w, x: x @ w, jnp.zeros((1, 2)), (x, y))), 4)
     1.4142
     """
-    _, g = loss_gradient(apply, params, batch)
-    return summed(jnp.linalg.norm(leaf.ravel()) for leaf in g)
+    return gradient_scores(key, apply, params, batch)["grad_norm"]
 
 
 def snip(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
@@ -243,8 +243,24 @@ def snip(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
     >>> round(float(snip(None, lambda w, x: x @ w, jnp.ones((1, 2)), (x, y))), 4)
     2.0
     """
+    return gradient_scores(key, apply, params, batch)["snip"]
+
+
+def gradient_scores(key, apply: Apply, params: Pytree, batch: Batch) -> dict[str, jax.Array]:
+    """:func:`grad_norm` and :func:`snip`, by name, from one gradient.
+
+    Examples
+    --------
+    >>> x, y = jnp.array([[2.0]]), jnp.array([0])
+    >>> found = gradient_scores(None, lambda w, x: x @ w, jnp.ones((1, 2)), (x, y))
+    >>> {name: round(float(value), 4) for name, value in found.items()}
+    {'grad_norm': 1.4142, 'snip': 2.0}
+    """
     w, g = loss_gradient(apply, params, batch)
-    return summed(jnp.sum(jnp.abs(a * b)) for a, b in zip(w, g, strict=True))
+    return {
+        "grad_norm": summed(jnp.linalg.norm(leaf.ravel()) for leaf in g),
+        "snip": summed(jnp.sum(jnp.abs(a * b)) for a, b in zip(w, g, strict=True)),
+    }
 
 
 def grasp(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:

@@ -41,6 +41,17 @@ def test_scores_are_those_of_each_network_by_itself():
             np.testing.assert_allclose(value, alone, rtol=1e-5)  # weights are float32
 
 
+def test_scores_of_one_gradient_are_one_program_and_each_its_own():
+    found = score_networks(("snip", "grad_norm"), NETWORKS, W, CELLS, BATCH, progress=False)
+    assert found.seconds["snip"] == found.seconds["grad_norm"]
+    for name, values in found.values.items():
+        np.testing.assert_allclose(values, scores(names=(name,))[name], rtol=1e-5)
+        own = NETWORKS.select(W, CELLS[1])
+        apply = lambda w, x: NETWORKS.apply(w, CELLS[1], x)  # noqa: E731
+        score = functools.partial(getattr(ntk.scores, name), None, apply)
+        np.testing.assert_allclose(values[1], jax.jit(score)(own, BATCH), rtol=1e-5)
+
+
 def test_networks_side_by_side_have_the_scores_of_those_one_by_one():
     together = scores(at_once=4)  # the second chunk is filled up
     for name, values in expected().items():

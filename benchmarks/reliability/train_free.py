@@ -227,17 +227,16 @@ def signs(rng, dtype) -> Case:
     return Case(call, arguments, check, kinds, ("x",), fine=fine)
 
 
-@generates("ntk.scores.kernel_scores")
-def kernel_scores(rng, dtype) -> Case:
+def _together(together, judged, rng, dtype) -> Case:
+    """Scores by name, for the price of one."""
     params, x, y = _setup(rng, dtype)
 
     def call(params, x, y, apply):
-        return scores.kernel_scores(None, apply, params, (x, y))
+        return getattr(scores, together)(None, apply, params, (x, y))
 
     def check(found):
-        for name, value in found.items():
-            if name not in ("eigen_nas", "log_traces", "kernel", "spectral_entropy"):
-                continue
+        for name in judged:
+            value = found[name]
             if reason := near(name, value, _TRUTHS[name](params, x, y), 1e3 * eps(dtype)):
                 return reason
         return ""
@@ -251,6 +250,13 @@ def kernel_scores(rng, dtype) -> Case:
         ("params", "x"),
         fine=("apply: a number",),
     )
+
+
+for _name, _judged in {
+    "kernel_scores": ("eigen_nas", "log_traces", "kernel", "spectral_entropy"),
+    "gradient_scores": ("grad_norm", "snip"),
+}.items():
+    generates(f"ntk.scores.{_name}")(functools.partial(_together, _name, _judged))
 
 
 def _wide(params, x):

@@ -42,13 +42,15 @@ KERNEL_SCORES = (
 )
 """Those that share one kernel, and so cost as much together as one does alone."""
 
+GRADIENT_SCORES = "grad_norm", "snip"
+"""Those that share one gradient."""
+
 OTHER_SCORES = (
     "knas",
     "knas_released",
     "te_nas",
     "nasi",
-    "grad_norm",
-    "snip",
+    *GRADIENT_SCORES,
     "grasp",
     "fisher",
     "zico",
@@ -63,6 +65,7 @@ SCORES = (*KERNEL_SCORES, *OTHER_SCORES)
 
 SMALLER_IS_BETTER = ("te_nas", "condition_number")
 
+_SHARED = {"kernel": KERNEL_SCORES, "gradient": GRADIENT_SCORES}  # by one program each
 _SAVE_SECONDS = 20.0  # between two writings of the scores
 
 
@@ -189,11 +192,16 @@ def _programs(names: Sequence[str], networks: AllNetworks) -> dict[str, Callable
     """By label: ``program(w, genotype, batch) -> {name: score}``."""
     programs: dict[str, Callable] = {}
     for name in names:
-        label = "kernel" if name in KERNEL_SCORES else name
-        score = ntk_scores.kernel_scores if label == "kernel" else getattr(ntk_scores, name)
+        label = _label(name)
+        score = getattr(ntk_scores, f"{label}_scores" if label in _SHARED else name)
         apply = networks.apply_unnormalized if name == "synflow" else networks.apply
         programs[label] = functools.partial(_scores, label, score, apply, networks.select)
     return programs
+
+
+def _label(name: str) -> str:
+    """Of the program that computes a score."""
+    return next((label for label, names in _SHARED.items() if name in names), name)
 
 
 def _scores(label, score, apply, select, w, genotype, batch) -> dict[str, jax.Array]:
@@ -201,7 +209,7 @@ def _scores(label, score, apply, select, w, genotype, batch) -> dict[str, jax.Ar
         return apply(w, genotype, x)
 
     found = score(None, network, select(w, genotype), batch)
-    return found if label == "kernel" else {label: found}
+    return found if label in _SHARED else {label: found}
 
 
 def _run(label, program, kept, w, cells, batch, at_once, place, shown) -> None:
@@ -295,7 +303,7 @@ class _Kept:
     def scored(self, names: Sequence[str]) -> Scored:
         values, seconds, compiling = {}, {}, {}
         for name in names:
-            label = "kernel" if name in KERNEL_SCORES else name
+            label = _label(name)
             count = self.done(label)
             seconds[name] = self.seconds[label] / count
             compiling[name] = self.compile_seconds.get(label, 0.0)

@@ -144,7 +144,7 @@ def test_estimates_are_unbiased_with_a_shorter_last_batch():
 
 
 @pytest.mark.parametrize(("columns", "wide"), [(2, 16), (2**15, 2), (2**17, 1)])
-def test_a_pass_takes_wide_batches_of_4_mib_at_most(columns, wide):
+def test_a_pass_takes_wide_batches_that_a_processors_cache_holds(columns, wide, monkeypatch):
     rows = jax.ShapeDtypeStruct((16 * 40 + 3, columns), jnp.float32)
     seen = set()
 
@@ -152,9 +152,15 @@ def test_a_pass_takes_wide_batches_of_4_mib_at_most(columns, wide):
         seen.add(x.shape[0])
         return weight * jnp.mean(x), None
 
-    jax.eval_shape(lambda x: blocks("rows", x, bilevel.partition(16)).mean(oracle), rows)
-    whole, rest = divmod(16 * 40 + 3, 16 * wide)
-    assert whole > 1 and seen == {16 * wide, rest}
+    def shapes(together):
+        seen.clear()
+        jax.eval_shape(lambda x: blocks("rows", x, bilevel.partition(16)).mean(oracle), rows)
+        whole, rest = divmod(16 * 40 + 3, 16 * together)
+        assert whole > 1 and seen == {16 * together, rest}
+
+    shapes(wide)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    shapes(16)
 
 
 def test_an_epoch_takes_each_batch_once_and_longer_searches_begin_alike():

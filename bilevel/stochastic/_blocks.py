@@ -13,7 +13,7 @@ import optax
 from bilevel.protocols import Partition, Pytree, Turn
 
 _TOGETHER = 16  # batches that a pass through all rows takes at once, at most,
-_BYTES = 2**22  # and what they hold: more is read from slow memory, once for every derivative
+_CACHE = 2**22  # and their bytes on a CPU: more come from slow memory, once for every derivative
 
 Oracle = Callable[[Pytree, float], tuple[Pytree, Pytree]]
 """``oracle(batch, weight) -> (estimates, rest)``: the first those of ``weight`` times the loss.
@@ -64,8 +64,10 @@ class Blocks:
         if self.count == 1:
             return oracle(self.rows, 1)[0]
         total = (self.count - 1) * self.size + (self.tail or self.size)
-        held = sum(x.nbytes for x in jax.tree.leaves(self.rows)) * self.size / total
-        together = max(1, min(_TOGETHER, int(_BYTES / held)))
+        together = _TOGETHER
+        if jax.default_backend() == "cpu":
+            held = sum(x.nbytes for x in jax.tree.leaves(self.rows)) * self.size / total
+            together = max(1, min(_TOGETHER, int(_CACHE / max(held, 1))))
         length = min(together * self.size, total)
 
         def part(start, length):

@@ -148,7 +148,7 @@ def of(rows, method, rate):
 
 def report(rows) -> str:
     """Both methods at their tuned and at usual rates, and paired differences."""
-    table, lines, tuned = load_table(), [], {}
+    table, lines, pairs = load_table(), [], {"both tuned": {}, "both as usual": {}}
     for method in METHODS:
         if not any(row.get("method") == method for row in rows):
             return "no rows"
@@ -159,8 +159,10 @@ def report(rows) -> str:
                 continue
             entropy, loss = (np.array([row[k] for row in own]) for k in ("entropy", "valid_loss"))
             at = standing(table, [parse_genotype(row["genotype"]) for row in own])["cifar10"]
-            if rate == best:
-                tuned[method] = entropy, loss, np.array(at["accuracy"])
+            found = entropy, loss, np.array(at["accuracy"])
+            for which, chosen in zip(pairs, (best, DEFAULT[method]), strict=True):
+                if rate == chosen:
+                    pairs[which][method] = found
             cells = [
                 plus_minus(x.mean(), float(standard_error(x))) for x in _columns(entropy, loss)
             ]
@@ -169,7 +171,8 @@ def report(rows) -> str:
             lines.append((method, name, len(own), *cells, accuracy))
     head = ("method", "rate", "seeds", "entropy at 1/4", "at the end", "valid. loss at 1/4")
     text = harness.table((*head, "at the end", "test accuracy of the cell, %"), lines)
-    return text + "\n\n" + verdict(tuned) if len(tuned) == 2 else text
+    said = [verdict(which, pair) for which, pair in pairs.items() if len(pair) == 2]
+    return "\n\n".join([text, *said])
 
 
 def _columns(entropy, loss):
@@ -177,9 +180,9 @@ def _columns(entropy, loss):
     return entropy[:, quarter], entropy[:, -1], loss[:, quarter], loss[:, -1]
 
 
-def verdict(tuned) -> str:
+def verdict(which, pair) -> str:
     """Paired by seed: softmax with Adam less exponentiated gradient."""
-    mine, theirs = (tuned[method] for method in METHODS)
+    mine, theirs = (pair[method] for method in METHODS)
     pairs = zip(_columns(*theirs[:2]), _columns(*mine[:2]), strict=True)
     differences = [b - a for b, a in pairs] + [mine[2] - theirs[2]]
     words = ("entropy at 1/4", "entropy at the end", "loss at 1/4", "loss at the end", "accuracy")
@@ -187,7 +190,7 @@ def verdict(tuned) -> str:
         f"{word} {plus_minus(d.mean(), float(standard_error(d)))}"
         for word, d in zip(words, differences, strict=True)
     ]
-    return "Gain of exponentiated gradient over softmax with Adam, paired by seed, both tuned: " + (
+    return f"Gain of exponentiated gradient over softmax with Adam, paired by seed, {which}: " + (
         ", ".join(said) + ". Entropies are at most 1.61."
     )
 

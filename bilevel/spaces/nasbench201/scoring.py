@@ -200,7 +200,7 @@ def _programs(names: Sequence[str], networks: AllNetworks) -> dict[str, Callable
 
 
 def _label(name: str) -> str:
-    """Of the program that computes a score."""
+    """Name of the program that computes a score."""
     return next((label for label, names in _SHARED.items() if name in names), name)
 
 
@@ -214,6 +214,7 @@ def _scores(label, score, apply, select, w, genotype, batch) -> dict[str, jax.Ar
 
 def _run(label, program, kept, w, cells, batch, at_once, place, shown) -> None:
     done = kept.done(label)
+    shown(done)
     if done == len(cells):
         return
     if at_once == 1:

@@ -133,7 +133,8 @@ def judged(rows, scores, seconds):
 def report(rows) -> str:
     """Correlations, then what was chosen on halves."""
     text = []
-    for which, what in (("all", "networks, all there are"), ("active", "networks without inert operations")):
+    kinds = {"all": "networks, all there are", "active": "networks without inert operations"}
+    for which, what in kinds.items():
         lines = harness.where(rows, what="score", networks=which)
         if not lines:
             continue

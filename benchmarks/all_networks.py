@@ -11,7 +11,7 @@ Sums of log ranks: on a random half of the networks parts are added one by one, 
 the mean tau of the three datasets grows by 0.002; the other half judges. This 20 times.
 
 Networks come in random order, so that a run that was cut short has judged a sample; the scores are
-kept (`results/all_networks.npz`), and a second run goes on where the first one was.
+kept (`results/all_networks*.npz`), and a second run goes on where the first one was.
 
     python benchmarks/all_networks.py           # naswot, synflow, ...: hours of one core
     python benchmarks/all_networks.py --quick   # small networks, 40 of them; no results file

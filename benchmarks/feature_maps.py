@@ -92,10 +92,15 @@ def parts_of(data, sizes, key):
     # IMDb's files have their rows in a random order already; CIFAR-10's first batches will do.
     size = -(-wanted // 10_000) * 10_000 if data == "cifar10" else None
     loaded = load(data, size)
-    train, valid = bilevel.data.split(key, loaded.y_train, (sizes.train, sizes.valid))
-    (test,) = bilevel.data.split(key, loaded.y_test, (sizes.test,))
-    drawn = [(loaded.x_train[r], loaded.y_train[r]) for r in (train, valid)]
-    return [*drawn, (loaded.x_test[test], loaded.y_test[test])]
+    official = {"train": (loaded.x_train, loaded.y_train), "test": (loaded.x_test, loaded.y_test)}
+
+    def drawn(half, *counts):
+        x, y = official[half]
+        return [(x[rows], y[rows]) for rows in bilevel.data.split(key, y, counts)]
+
+    if wanted > len(loaded.y_train):  # as in the paper, the official test half is halved
+        return [*drawn("train", sizes.train), *drawn("test", sizes.valid, sizes.test)]
+    return [*drawn("train", sizes.train, sizes.valid), *drawn("test", sizes.test)]
 
 
 load = functools.cache(lambda data, size: bilevel.data.load(data, train_size=size))

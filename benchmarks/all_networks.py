@@ -55,19 +55,27 @@ def task(quick):
     return networks, w, rows, (x, jnp.asarray(train[1]))
 
 
+def one_of_each(rows) -> tuple[np.ndarray, np.ndarray]:
+    """Places of the first network of each function; and for each network, which of these it is."""
+    first: dict[str, int] = {}
+    places = [first.setdefault(canonical(genotypes()[row]), i) for i, row in enumerate(rows)]
+    return np.unique(places, return_inverse=True)
+
+
 def scored(names, quick, files):
     networks, w, rows, batch = task(quick)
     cells = encode([genotypes()[row] for row in rows])
-    formulas = [canonical(genotypes()[row]) for row in rows]
-    firsts, function = np.unique([formulas.index(f) for f in formulas], return_inverse=True)
     values, seconds = {}, {}
-    everything = np.arange(len(rows))
-    for file, (own, of) in zip(files, ((everything, everything), (firsts, function)), strict=True):
-        wanted = [n for n in names if (n in OF_FUNCTIONS) == (own is firsts)]
-        if wanted:
-            found = score_networks(wanted, networks, w, cells[own], batch, progress=True, file=file)
-            values |= {name: score[of] for name, score in found.oriented().items()}
-            seconds |= found.seconds
+
+    def score(wanted, own, lent, file):
+        found = score_networks(wanted, networks, w, cells[own], batch, progress=True, file=file)
+        values.update({name: score[lent] for name, score in found.oriented().items()})
+        seconds.update(found.seconds)
+
+    if of_networks := [name for name in names if name not in OF_FUNCTIONS]:
+        score(of_networks, slice(None), slice(None), files[0])
+    if of_functions := [name for name in names if name in OF_FUNCTIONS]:
+        score(of_functions, *one_of_each(rows), files[1])
     return rows, {name: values[name] for name in names}, seconds
 
 

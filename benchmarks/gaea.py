@@ -148,21 +148,18 @@ def of(rows, method, rate):
 
 def report(rows) -> str:
     """Both methods at their tuned and at usual rates, and paired differences."""
-    table, lines, pairs = load_table(), [], {"both tuned": {}, "both as usual": {}}
+    table, lines, tuned, judged = load_table(), [], {}, {}
     for method in METHODS:
         if not any(row.get("method") == method for row in rows):
             return "no rows"
-        best, _ = best_rate(rows, method)
+        best = tuned[method] = best_rate(rows, method)[0]
         for rate in dict.fromkeys((best, DEFAULT[method])):
             own = of(rows, method, rate)
             if len(own) < 2:
                 continue
             entropy, loss = (np.array([row[k] for row in own]) for k in ("entropy", "valid_loss"))
             at = standing(table, [parse_genotype(row["genotype"]) for row in own])["cifar10"]
-            found = entropy, loss, np.array(at["accuracy"])
-            for which, chosen in zip(pairs, (best, DEFAULT[method]), strict=True):
-                if rate == chosen:
-                    pairs[which][method] = found
+            judged[method, rate] = entropy, loss, np.array(at["accuracy"])
             cells = [
                 plus_minus(x.mean(), float(standard_error(x))) for x in _columns(entropy, loss)
             ]
@@ -171,8 +168,10 @@ def report(rows) -> str:
             lines.append((method, name, len(own), *cells, accuracy))
     head = ("method", "rate", "seeds", "entropy at 1/4", "at the end", "valid. loss at 1/4")
     text = harness.table((*head, "at the end", "test accuracy of the cell, %"), lines)
-    said = [verdict(which, pair) for which, pair in pairs.items() if len(pair) == 2]
-    return "\n\n".join([text, *said])
+    for which, rates in {"both tuned": tuned, "both as usual": DEFAULT}.items():
+        pair = [judged[it] for it in rates.items() if it in judged]
+        text += "\n\n" + verdict(which, *pair) if len(pair) == 2 else ""
+    return text
 
 
 def _columns(entropy, loss):
@@ -180,9 +179,8 @@ def _columns(entropy, loss):
     return entropy[:, quarter], entropy[:, -1], loss[:, quarter], loss[:, -1]
 
 
-def verdict(which, pair) -> str:
+def verdict(which, mine, theirs) -> str:
     """Paired by seed: softmax with Adam less exponentiated gradient."""
-    mine, theirs = (pair[method] for method in METHODS)
     pairs = zip(_columns(*theirs[:2]), _columns(*mine[:2]), strict=True)
     differences = [b - a for b, a in pairs] + [mine[2] - theirs[2]]
     words = ("entropy at 1/4", "entropy at the end", "loss at 1/4", "loss at the end", "accuracy")

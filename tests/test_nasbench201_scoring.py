@@ -25,6 +25,16 @@ def scores(cells=CELLS, names=NAMES, batch=BATCH, **options):
     return score_networks(names, NETWORKS, W, cells, batch, progress=False, **options).values
 
 
+def alone(name, genotype) -> float:
+    """The score of one network by itself."""
+
+    def apply(w, x):
+        return NETWORKS.apply(w, genotype, x)
+
+    score = functools.partial(getattr(ntk.scores, name), None, apply)
+    return float(jax.jit(score)(NETWORKS.select(W, genotype), BATCH))
+
+
 @functools.cache
 def expected():
     return scores()
@@ -33,12 +43,8 @@ def expected():
 def test_scores_are_those_of_each_network_by_itself():
     assert np.isfinite(expected()["naswot"]).any()
     for name, values in expected().items():
-        score = getattr(ntk.scores, name)
         for genotype, value in zip(CELLS[:2], values[:2], strict=True):
-            own = NETWORKS.select(W, genotype)
-            apply = lambda w, x, g=genotype: NETWORKS.apply(w, g, x)  # noqa: E731
-            alone = float(jax.jit(functools.partial(score, None, apply))(own, BATCH))
-            np.testing.assert_allclose(value, alone, rtol=1e-5)  # weights are float32
+            np.testing.assert_allclose(value, alone(name, genotype), rtol=1e-5)  # float32 weights
 
 
 def test_scores_of_one_gradient_are_one_program_and_each_its_own():
@@ -46,10 +52,7 @@ def test_scores_of_one_gradient_are_one_program_and_each_its_own():
     assert found.seconds["snip"] == found.seconds["grad_norm"]
     for name, values in found.values.items():
         np.testing.assert_allclose(values, scores(names=(name,))[name], rtol=1e-5)
-        own = NETWORKS.select(W, CELLS[1])
-        apply = lambda w, x: NETWORKS.apply(w, CELLS[1], x)  # noqa: E731
-        score = functools.partial(getattr(ntk.scores, name), None, apply)
-        np.testing.assert_allclose(values[1], jax.jit(score)(own, BATCH), rtol=1e-5)
+        np.testing.assert_allclose(values[1], alone(name, CELLS[1]), rtol=1e-5)
 
 
 def test_networks_side_by_side_have_the_scores_of_those_one_by_one():

@@ -52,8 +52,12 @@ class Blocks:
         return jax.lax.cond(i == self.count - 1, last, full, i) if self.tail else full(i)
 
     def _weighted(self, oracle: Oracle, start, length: int) -> tuple[Pytree, Pytree]:
-        total = (self.count - 1) * self.size + (self.tail or self.size)
-        return oracle(_cut(self.rows, start, length), self.count * length / total)
+        return oracle(_cut(self.rows, start, length), self.count * length / self._total)
+
+    @property
+    def _total(self) -> int:
+        """Rows of all batches."""
+        return (self.count - 1) * self.size + (self.tail or self.size)
 
     def table(self, oracle: Oracle) -> Pytree:
         """The weighted estimates of all batches, on a leading axis."""
@@ -63,12 +67,7 @@ class Blocks:
         """The mean of the estimates over all rows, many batches at a time: one wider program."""
         if self.count == 1:
             return oracle(self.rows, 1)[0]
-        total = (self.count - 1) * self.size + (self.tail or self.size)
-        together = _TOGETHER
-        if jax.default_backend() == "cpu":
-            held = sum(x.nbytes for x in jax.tree.leaves(self.rows)) * self.size / total
-            together = max(1, min(_TOGETHER, int(_CACHE / max(held, 1))))
-        length = min(together * self.size, total)
+        total, length = self._total, self._wide()
 
         def part(start, length):
             return oracle(_cut(self.rows, start, length), length / total)[0]
@@ -84,6 +83,14 @@ class Blocks:
                 lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(lambda: part(0, length))
             )
         return jax.lax.fori_loop(0, whole, add, found)
+
+    def _wide(self) -> int:
+        """Rows that a pass takes at once."""
+        together = _TOGETHER
+        if jax.default_backend() == "cpu":
+            held = sum(x.nbytes for x in jax.tree.leaves(self.rows)) * self.size / self._total
+            together = max(1, min(_TOGETHER, int(_CACHE / max(held, 1))))
+        return min(together * self.size, self._total)
 
 
 def _cut(rows: Pytree, start, length: int) -> Pytree:

@@ -1,7 +1,8 @@
 """Do validation errors tell test errors in a DARTS search?  (Oymak et al. 2021, Figures 1c and 3)
 
-First-order DARTS on CIFAR-10: w moves by SGD on training batches, alpha by Adam on batches of n_V
-validation images. By epoch: errors of the supernet on training, validation and test images.
+First-order DARTS on CIFAR-10, with `--deep` on Fashion-MNIST, where few images suffice to learn: w
+moves by SGD on training batches, alpha by Adam on batches of n_V validation images. By epoch:
+errors of the supernet on training, validation and test images.
 
 Every seed has its own images and initial weights, the same for each n_V, and the validation sets
 are nested. One more search per seed, the control, moves alpha on 1000 other images: its gap on
@@ -13,17 +14,22 @@ all images are treated alike. Batches are drawn with replacement, an epoch is as
 training images; no augmentation. Rates, clipping and weight decay are those of DARTS (Liu et al.
 2019); the paper names 10k training images, 50 epochs, SGD, 5 runs and n_V from 20 to 1000, no more.
 
+Every search is a row, written as it ends; what the results file holds is not measured again.
+
     python benchmarks/darts_gap.py            # one cell, three operations, 8 x 8 pixels, 256
                                               # images: 17 minutes of one core
+    python benchmarks/darts_gap.py --deep     # three cells, eight operations, 14 x 14 pixels,
+                                              # 1000 images: five hours of one core
     python benchmarks/darts_gap.py --quick    # a minute or two, no results file
-    python benchmarks/darts_gap.py --full     # the paper's sizes, on an accelerator; goes on
-                                              # with the unfinished results of another day
+    python benchmarks/darts_gap.py --full     # the paper's sizes, on an accelerator
     python benchmarks/darts_gap.py --table    # the results files as Markdown
 """
 
 import dataclasses
 import functools
+import json
 import os
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -41,12 +47,16 @@ from bilevel.spaces.darts import PRIMITIVES, darts_space
 
 POOL = 1000  # validation images, and as many for the control
 CHUNK = 100  # images that are normalised together when errors are counted
-MEAN, DEVIATION = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)  # of CIFAR-10's colours
+COLOURS = {  # mean and deviation of each
+    "cifar10": ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
+    "fashion-mnist": ((0.2860,), (0.3530,)),
+}
 SMALL = ("none", "skip_connect", "sep_conv_3x3")
 
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
+    data: str = "cifar10"
     operations: tuple[str, ...] = SMALL
     cells: int = 1
     channels: int = 16
@@ -73,26 +83,29 @@ class Sizes:
         return 14 * len(self.operations) * min(self.cells, 2)
 
 
+DEEP = {"data": "fashion-mnist", "cells": 3, "channels": 4, "side": 14, "train": 1000}
 PAPER = {"cells": 8, "side": 32, "train": 10_000, "test": 10_000, "batch": 64, "seeds": 5}
 SIZES = {
     "quick": Sizes(channels=8, counts=(20, 1000), seeds=2, epochs=20),
     "default": Sizes(),
-    "full": Sizes(PRIMITIVES, look=1, weight_rate=0.025, **PAPER),
+    "deep": Sizes(operations=PRIMITIVES, **DEEP, batch=64, seeds=10),
+    "full": Sizes(operations=PRIMITIVES, look=1, weight_rate=0.025, **PAPER),
 }
 
 
 def images(sizes, seed):
     """Training images, 2 POOL for validation, test images; as pairs (x, labels)."""
     wanted = 10_000 if sizes.train + 2 * POOL <= 10_000 else 30_000
-    data = bilevel.data.load("cifar10", train_size=wanted)
+    data = bilevel.data.load(sizes.data, train_size=wanted)
+    mean, deviation = map(np.array, COLOURS[sizes.data])
     keys = jax.random.split(jax.random.fold_in(jax.random.key(0), seed))
     train, pool = bilevel.data.split(keys[0], data.y_train, (sizes.train, 2 * POOL))
     (test,) = bilevel.data.split(keys[1], data.y_test, (sizes.test,))
 
     def prepared(x, y):
         each = x.shape[1] // sizes.side  # pixels whose mean is one pixel
-        x = x.reshape(len(x), sizes.side, each, sizes.side, each, 3).mean((2, 4))
-        return jnp.asarray((x - np.array(MEAN)) / np.array(DEVIATION), jnp.float32), jnp.asarray(y)
+        x = x.reshape(len(x), sizes.side, each, sizes.side, each, len(mean)).mean((2, 4))
+        return jnp.asarray((x - mean) / deviation, jnp.float32), jnp.asarray(y)
 
     x, y = data.x_train, data.y_train
     held_out = data.x_test[test], data.y_test[test]
@@ -111,7 +124,8 @@ def programs(sizes):
     weights, rates = strategies.darts_sgd(schedule), {"alpha": sizes.alpha_rate}
     plan = strategies.darts(space, weights=weights, **rates, batch_size=sizes.batch)
     init, step = bilevel.descent(plan.problem, plan.solver, plan.optimizer)
-    images = jax.ShapeDtypeStruct((1, sizes.side, sizes.side, 3), jnp.float32)
+    colours = len(COLOURS[sizes.data][0])
+    images = jax.ShapeDtypeStruct((1, sizes.side, sizes.side, colours), jnp.float32)
 
     @jax.jit
     def start(key):
@@ -162,9 +176,14 @@ def run(sizes, seed, count, parts) -> dict:
     for name, values in zip(("error", "loss"), np.moveaxis(looks, 2, 0), strict=True):
         row |= {f"train {name}": values[:, 0].tolist(), f"test {name}": values[:, 1].tolist()}
         row[f"valid {name}"] = values[:, 2:].tolist()  # of the first n images, for each n
-    alpha = np.asarray(state.alpha["reduce"]).mean(axis=0)
+    kinds = sorted(state.alpha) if sizes.cells > 1 else ["reduce"]  # one cell is a reduction cell
+
+    def means(kind):
+        values = np.asarray(state.alpha[kind]).mean(axis=0)
+        return dict(zip(sizes.operations, values.tolist(), strict=True))
+
     print(seed, count, *(f"{100 * v:.1f}" for v in row["test error"]), flush=True)
-    return row | {"alpha": dict(zip(sizes.operations, alpha.tolist(), strict=True))}
+    return row | {"alpha": {kind: means(kind) for kind in kinds}}
 
 
 def experiment(sizes, done=()):
@@ -293,6 +312,7 @@ def on_rates(rows, name):
     yield seen, text + f"; of a network that never saw them {other}"
 
 
+NAMES = {"normal": "normal", "reduce": "reduction"}
 COLUMNS = ("train", "valid", "test", "gap", "overfitted", "overfitted loss", "test loss")
 
 
@@ -303,17 +323,19 @@ def count_table(rows) -> str:
         curve(name)[:, :, -1] for name in ("train error", "test error", "test loss", "valid error")
     )
     (seen, control), (seen_loss, control_loss) = gap("error"), gap("loss")
-    lines = []
+    lines, kinds = [], harness.where(rows, part="run")[0]["alpha"]
     for k, n in enumerate((0, *rows[0]["sizes"]["counts"])):
-        none = [r["alpha"]["none"] for r in harness.where(rows, part="run", count=n)]
+        found = harness.where(rows, part="run", count=n)
+        none = [spread([r["alpha"][kind]["none"] for r in found], digits=2) for kind in kinds]
         cells = [spread(train[:, k], 100), "-", spread(test[:, k], 100), "-", "-", "-"]
         if n:
             last = seen[:, -1, k - 1]
             cells[1], cells[3] = spread(valid[:, k, k - 1], 100), spread(last, 100)
             cells[4] = spread(last - control[:, -1, k - 1], 100)
             cells[5] = spread(seen_loss[:, -1, k - 1] - control_loss[:, -1, k - 1], digits=3)
-        lines.append([n or "control", *cells, spread(loss[:, k], digits=2), spread(none, digits=2)])
-    return harness.table(["n_V", *COLUMNS, "alpha of none"], lines)
+        lines.append([n or "control", *cells, spread(loss[:, k], digits=2), *none])
+    names = (f"`none`, {NAMES[kind]} cells" for kind in kinds)
+    return harness.table(["n_V", *COLUMNS, *names], lines)
 
 
 def report(rows) -> str:
@@ -383,20 +405,20 @@ def draw(rows, axes):
 
 
 def main() -> None:
-    flags = harness.command_line(__file__, __doc__, report, full=True)
-    sizes, rows = SIZES[flags.size], []
-    if flags.size == "full":
-        rows = harness.read(flags.results)
-    if not rows:
-        about = {"sizes": dataclasses.asdict(sizes), "hyperparameters": sizes.hyperparameters}
-        rows = [harness.environment("optax", **about)]
-        if flags.results:
-            harness.write(flags.results, rows)
+    deep = {"action": "store_true", "help": "a supernet that learns; own results file"}
+    flags = harness.command_line(__file__, __doc__, report, full=True, deep=deep)
+    sizes, path = SIZES[flags.size], flags.results
+    if flags.deep:
+        sizes, path = SIZES["deep"], harness.named(path, "deep")
+    about = {"sizes": dataclasses.asdict(sizes), "hyperparameters": sizes.hyperparameters}
+    rows = harness.begun(path, "optax", **about)
+    if json.dumps(rows[0]["sizes"]) != json.dumps(about["sizes"]):
+        sys.exit(f"{path}: expected rows of these sizes; move the file away.")
     done = {(r["seed"], r["count"]) for r in rows[1:]}
     for row in experiment(sizes, done):
         rows.append(row)
-        harness.append(flags.results, row)
-    harness.finish(rows, flags.results, report, picture)
+        harness.append(path, row)
+    harness.finish(rows, path, report, picture)
 
 
 if __name__ == "__main__":

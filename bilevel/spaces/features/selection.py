@@ -287,7 +287,12 @@ def text_selection(train: Part, valid: Part, test: Part, *, cost: float = 1.0) -
         parts = list(bags(configs, cells, rows, resource))
         totals = text.statistics(_in_order((own, bag) for _, own, bag in parts), labels[rows])
         phi = _in_order((own, text.weigh(bag, c, totals)) for c, own, bag in parts)
-        svm = LinearSVC(C=cost, fit_intercept=False, tol=1e-3, random_state=0, max_iter=10_000)
+        # Rows of many configurations differ in scale, which slows descent of w (569 s for 4 s on
+        # 25,000 reviews in 23,171 bins), and not that of the dual, a row at a time.
+        dual = True if len(configs) > 1 else "auto"
+        svm = LinearSVC(
+            C=cost, dual=dual, fit_intercept=False, tol=1e-3, random_state=0, max_iter=10_000
+        )
         return svm.fit(phi, labels[rows]).coef_[0], totals
 
     def wrong(model, configs, cells, rows, resource):

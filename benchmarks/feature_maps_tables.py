@@ -87,10 +87,10 @@ def fast_table(rows) -> str:
     return harness.table(head, lines)
 
 
-def verdicts(rows) -> list[str]:
+def verdicts(rows) -> str:
     """What the paper says, and what was measured here."""
     lines = []
-    for row in harness.where(rows, part="correlation"):
+    for row in sorted(harness.where(rows, part="correlation"), key=lambda r: r["dimension"]):
         lines.append(
             f"shared and standalone accuracy, {row['dimension']} features, {COMPARED} "
             f"configurations: Pearson {row['pearson']:.2f}, Spearman {row['spearman']:.2f}"
@@ -105,7 +105,7 @@ def verdicts(rows) -> list[str]:
     if tuned(rows):
         tried = ", ".join(f"{rate:g}: {100 * error:.2f} %" for rate, error in tuned(rows).items())
         lines.append(f"exponentiated gradient's rate by validation error: {tried}")
-    return lines
+    return "\n".join(f"- {line}" for line in lines)
 
 
 def title(rows) -> str:
@@ -163,8 +163,7 @@ def optuna(rows) -> str:
 
 def methods(rows) -> str:
     """The comparison of the methods, and what the paper says of them."""
-    said = "\n".join(f"- {line}" for line in verdicts(rows))
-    return "\n\n".join([title(rows), method_table(rows), fast_table(rows), said])
+    return "\n\n".join([title(rows), method_table(rows), fast_table(rows), verdicts(rows)])
 
 
 def report(rows) -> str:

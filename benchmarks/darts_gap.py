@@ -19,7 +19,7 @@ Every search is a row, written as it ends; what the results file holds is not me
     python benchmarks/darts_gap.py            # one cell, three operations, 8 x 8 pixels, 256
                                               # images: 17 minutes of one core
     python benchmarks/darts_gap.py --deep     # three cells, eight operations, 14 x 14 pixels,
-                                              # 1000 images: five hours of one core
+                                              # 1000 images: seven hours of one core
     python benchmarks/darts_gap.py --quick    # a minute or two, no results file
     python benchmarks/darts_gap.py --full     # the paper's sizes, on an accelerator
     python benchmarks/darts_gap.py --table    # the results files as Markdown

@@ -27,7 +27,6 @@ Every search is a row, written as it ends; what the results file holds is not me
 
 import dataclasses
 import functools
-import json
 import os
 import sys
 import time
@@ -201,15 +200,21 @@ def experiment(sizes, done=()):
 # ------------------------------------------------------------------------------ what was seen
 
 
+def whole_seeds(rows) -> list[int]:
+    """Those of which every search has ended."""
+    ended = {(r["seed"], r["count"]) for r in harness.where(rows, part="run")}
+    counts = 0, *rows[0]["sizes"]["counts"]
+    return sorted(s for s, n in ended if n == 0 and all((s, m) in ended for m in counts))
+
+
 def collect(rows):
     """``curve(name)`` [seeds, runs, looks], the control first, and the gaps by ``gap(name)``.
 
     ``gap``: test minus validation, [seeds, looks, counts], of each search and of the control on
     the same validation images. Seeds that are not complete are left out.
     """
-    counts = rows[0]["sizes"]["counts"]
-    by = {(r["seed"], r["count"]): r for r in rows if r["part"] == "run"}
-    seeds = [s for s, n in by if n == 0 and all((s, m) in by for m in counts)]
+    counts, seeds = rows[0]["sizes"]["counts"], whole_seeds(rows)
+    by = {(r["seed"], r["count"]): r for r in harness.where(rows, part="run")}
 
     def curve(name):
         return np.array([[by[s, n][name] for n in (0, *counts)] for s in seeds])
@@ -323,9 +328,9 @@ def count_table(rows) -> str:
         curve(name)[:, :, -1] for name in ("train error", "test error", "test loss", "valid error")
     )
     (seen, control), (seen_loss, control_loss) = gap("error"), gap("loss")
-    lines, kinds = [], harness.where(rows, part="run")[0]["alpha"]
+    lines, seeds, kinds = [], whole_seeds(rows), harness.where(rows, part="run")[0]["alpha"]
     for k, n in enumerate((0, *rows[0]["sizes"]["counts"])):
-        found = harness.where(rows, part="run", count=n)
+        found = [r for r in harness.where(rows, part="run", count=n) if r["seed"] in seeds]
         none = [spread([r["alpha"][kind]["none"] for r in found], digits=2) for kind in kinds]
         cells = [spread(train[:, k], 100), "-", spread(test[:, k], 100), "-", "-", "-"]
         if n:
@@ -339,6 +344,9 @@ def count_table(rows) -> str:
 
 
 def report(rows) -> str:
+    if len(whole_seeds(rows)) < 2:
+        ended = len(harness.where(rows, part="run"))
+        return f"{ended} searches have ended: a table needs all those of two seeds."
     sizes, (curve, _) = rows[0]["sizes"], collect(rows)
     seconds = np.median([r["seconds"] for r in harness.where(rows, part="run")])
     title = (
@@ -412,7 +420,7 @@ def main() -> None:
         sizes, path = SIZES["deep"], harness.named(path, "deep")
     about = {"sizes": dataclasses.asdict(sizes), "hyperparameters": sizes.hyperparameters}
     rows = harness.begun(path, "optax", **about)
-    if json.dumps(rows[0]["sizes"]) != json.dumps(about["sizes"]):
+    if not harness.same_sizes(rows, about["sizes"]):
         sys.exit(f"{path}: expected rows of these sizes; move the file away.")
     done = {(r["seed"], r["count"]) for r in rows[1:]}
     for row in experiment(sizes, done):

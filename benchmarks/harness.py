@@ -151,6 +151,12 @@ def begun(path: Path | None, *packages: str, **more: Any) -> list[Row]:
     return rows
 
 
+def same_sizes(rows: list[Row], sizes: Row, *, but: Iterable[str] = ()) -> bool:
+    """Whether the first row is of a run of these sizes; those named in ``but`` may differ."""
+    then, now = (json.loads(json.dumps(s)) for s in (rows[0]["sizes"], sizes))
+    return all(then.get(name) == now.get(name) for name in {*then, *now} - {*but})
+
+
 def where(rows: Iterable[Row], **wanted: Any) -> list[Row]:
     """Those that have all these values."""
     return [row for row in rows if wanted.items() <= row.items()]

@@ -158,7 +158,7 @@ def _of_function(f: types.FunctionType) -> Iterator[tuple[str, Any]]:
     yield from ((f".defaults[{i}]", v) for i, v in enumerate(f.__defaults__ or ()))
     for name, cell in zip(f.__code__.co_freevars, f.__closure__ or (), strict=True):
         try:
-            yield f".{name}", _as_used(cell.cell_contents, f.__code__)
+            yield f".{name}", _as_used(name, cell.cell_contents, f.__code__)
         except ValueError:  # not filled yet
             continue
     # Globals of the user's own functions only: those of packages hold caches, which change.
@@ -168,27 +168,46 @@ def _of_function(f: types.FunctionType) -> Iterator[tuple[str, Any]]:
         if name not in f.__globals__:
             continue
         value = f.__globals__[name]
-        yield f".{name}", _as_used(value, f.__code__)
+        yield f".{name}", _as_used(name, value, f.__code__)
         if isinstance(value, types.ModuleType) and not _of_a_library(_file(value.__name__)):
             for attribute in sorted(_words(f.__code__) & set(vars(value))):
                 yield f".{name}.{attribute}", vars(value)[attribute]
 
 
-def _as_used(x: Any, code: types.CodeType) -> Any:
+def _as_used(name: str, x: Any, code: types.CodeType) -> Any:
     """``x``, or, if it is a record of settings, only those fields that ``code`` names.
 
     So a function that closes over all flags of a command does not change with the flags that it
     does not use. Fields that are no plain values (numbers, words) are all kept, and so is the whole
-    record if ``code`` names none of its fields, or uses a method or property of it.
+    record if ``code`` names none of its fields, uses a method or property of it, or does anything
+    else with ``name``, such as to hand it on.
     """
     fields = x if isinstance(x, dict) else getattr(x, "__dict__", None)
     if not isinstance(fields, dict) or isinstance(x, type | types.FunctionType | types.ModuleType):
         return x
     words = _words(code)
     methods = (not isinstance(getattr(type(x), word, None), _PLAIN) for word in words)
-    if not words & set(fields) or any(methods):
+    if not words & set(fields) or any(methods) or not _only_read_from(name, code):
         return x
     return {k: v for k, v in fields.items() if k in words or not isinstance(v, _PLAIN)}
+
+
+def _only_read_from(name: str, code: types.CodeType) -> bool:
+    """Whether all that ``code`` does with a variable is to read an attribute or a named item."""
+    inner = (c for c in code.co_consts if isinstance(c, types.CodeType))
+    steps = [i for i in dis.get_instructions(code) if i.opname not in _SILENT]
+    for i, step in enumerate(steps):
+        if step.argval != name or step.opname in _CLOSING or not step.opname.startswith("LOAD"):
+            continue
+        after = [s.argrepr if s.opname == "BINARY_OP" else s.opname for s in steps[i + 1 : i + 3]]
+        if after[:1] not in (["LOAD_ATTR"], ["LOAD_METHOD"]) and after not in _ITEM:
+            return False
+    return all(_only_read_from(name, c) for c in inner)
+
+
+_SILENT = ("CACHE", "EXTENDED_ARG", "NOP")
+_CLOSING = ("LOAD_CLOSURE", "LOAD_CONST", "LOAD_ATTR", "LOAD_METHOD")  # a cell; a word; another's
+_ITEM = (["LOAD_CONST", "BINARY_SUBSCR"], ["LOAD_CONST", "[]"])
 
 
 def _of_object(x: Any) -> Iterator[tuple[str, Any]]:
@@ -201,16 +220,37 @@ def _of_object(x: Any) -> Iterator[tuple[str, Any]]:
     elif _of_a_library(_file(type(x).__module__)):
         kinds = (*_PLAIN, jax.Array, np.ndarray, types.FunctionType)
         fields = {k: v for k, v in fields.items() if k[0] != "_" and isinstance(v, kinds)}
+        fields |= _of_pytree(x)
     yield from ((f".{name}", value) for name, value in fields.items())
     yield ".__class__", type(x)
 
 
+def _of_pytree(x: Any) -> dict[str, Any]:
+    """The parts that JAX sees of an object: the weights in a state of nnx, by name where it has."""
+    found = jax.tree_util.default_registry.flatten_one_level(x)
+    if found is None:
+        return {}
+    children, static = found
+    plain = isinstance(static, tuple) and all(isinstance(item, _PLAIN) for item in static)
+    parts = {f"children[{i}]": child for i, child in enumerate(children)}
+    return parts | {"static": static} if plain else parts
+
+
 def _of_class(x: type) -> Iterator[tuple[str, Any]]:
-    """The functions of classes that the user wrote."""
+    """The functions and settings of classes that the user wrote."""
     for kind in x.__mro__:
-        if not _of_a_library(_file(kind.__module__)):
-            functions = {k: v for k, v in vars(kind).items() if isinstance(v, types.FunctionType)}
-            yield from ((f".{name}", functions[name]) for name in sorted(functions))
+        if _of_a_library(_file(kind.__module__)):
+            continue
+        for name, value in sorted(vars(kind).items()):
+            for function in (getattr(value, part, None) for part in _INSIDE):
+                if isinstance(function, types.FunctionType):
+                    yield f".{name}", function
+            settings = isinstance(value, (*_PLAIN, tuple, list, Mapping, jax.Array, np.ndarray))
+            if isinstance(value, types.FunctionType) or (settings and not name.startswith("__")):
+                yield f".{name}", value
+
+
+_INSIDE = ("__func__", "fget", "func")  # of a static or class method, a property, a cached one
 
 
 def _file(module: str) -> str | None:
@@ -282,7 +322,8 @@ def _array(x: Any) -> str:
     x = np.asarray(x)
     if x.dtype == object:
         return f"object{list(x.shape)} {digest(x.tolist())[:8]}"
-    if x.itemsize > 16:  # texts
+    size = x.itemsize // (2 if x.dtype.kind == "c" else 1)
+    if x.dtype.names or x.dtype.kind in "SU" or size not in (1, 2, 4, 8):
         return f"{kind}{list(x.shape)} {_hash(np.ascontiguousarray(x).tobytes())}"
     return f"{kind}{list(x.shape)} {_sum([(x, (slice(None),) * x.ndim)], x.shape):016x}"
 

@@ -21,7 +21,7 @@ from bilevel.estimate import Info, assess, unmapped
 from bilevel.meshes import automatic, vary, varying
 from bilevel.problem import Problem, at_variables, enters, parts
 from bilevel.protocols import LowerSolver, Pytree, Stateful
-from bilevel.solvers import remember, start_of
+from bilevel.solvers import RestartedState, remember, start_of
 from ntk._programs import fresh
 
 
@@ -208,6 +208,11 @@ def solution(problem: Problem, solver: LowerSolver) -> Callable:
         def lower(params, alpha, batch):
             return updating(whole(params), alpha, batch)[0]
 
+        if stateful and isinstance(state, RestartedState):
+            raise ValueError(
+                "solver: expected restarted(unrolled(...)) for a stateful problem, got one whose "
+                "runs have no variables: they would not begin from the first ones."
+            )
         params, state = solver.run(lower, alpha, w0.params if stateful else w0, state, train)
         if not stateful:
             return params, state
@@ -307,4 +312,4 @@ def _forward(objective, alpha):
 
     out_axes = (None, None, 0)
     value, aux, grad = jax.vmap(push, out_axes=out_axes)(jnp.eye(flat.size, dtype=flat.dtype))
-    return value, aux, unravel(grad)
+    return value, aux, unravel(grad.astype(flat.dtype))

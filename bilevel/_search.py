@@ -424,7 +424,7 @@ def _drive(
             data, running = feed(done, of_first(min(count, left)))
             if not running:
                 stopped = f"the batches ended after step {done}"
-                saver.save(done, functools.partial(_kept, carry), last=True)
+                saver.save(done, functools.partial(_kept, setup, carry), last=True)
                 break
             carry = jax.block_until_ready(advance(carry, data, running))
             seconds = time.perf_counter() - began
@@ -495,5 +495,8 @@ def _resumed(setup: _Setup, saver: Saver, carry: _Carry, steps: int) -> _Carry:
         return np.concatenate([x, np.zeros((setup.rows(steps) - rows, *x.shape[1:]), x.dtype)])
 
     history = jax.tree.map(filled, kept)
-    state, history = jax.tree.map(placed, (state, history), (carry.state, carry.history))
-    return carry._replace(state=state, history=history)
+    # The last step's row, which comes back where the next step is not finite.
+    last = carry.last | {k: jax.tree.map(lambda h: h[-1], kept[k]) for k in carry.last if k in kept}
+    like = carry.state, carry.history, carry.last
+    state, history, last = jax.tree.map(placed, (state, history, last), like)
+    return _Carry(state, history, last, carry.trouble)

@@ -18,7 +18,8 @@ def minibatches(batch_size: int) -> Callable[[jax.Array, Pytree], Pytree]:
     Raises
     ------
     ValueError
-        For a ``batch_size`` under 1; when called with fewer rows than that.
+        For a ``batch_size`` under 1; when called with fewer rows than that, or with arrays of
+        different numbers of rows.
 
     Examples
     --------
@@ -88,9 +89,12 @@ def row_count(data: Pytree, batch_size: int) -> int:
     Raises
     ------
     ValueError
-        For a ``batch_size`` under 1, or more than the rows.
+        For a ``batch_size`` under 1, or more than the rows; for arrays of other numbers of rows.
     """
-    n = jax.tree.leaves(data)[0].shape[0]
+    shapes = [jnp.shape(x) for x in jax.tree.leaves(data)]
+    n = shapes[0][0] if shapes and shapes[0] else 0
+    if any(shape[:1] != (n,) for shape in shapes):
+        raise ValueError(f"data: expected arrays with a row for each example, got shapes {shapes}.")
     if not whole("batch_size", batch_size, 1) <= n:
         raise ValueError(f"batch_size: expected 1 to the {n} rows of the data, got {batch_size}.")
     return n

@@ -155,6 +155,11 @@ def side_by_side(problem: Problem) -> Problem:
     they would be alone, and one search runs them all (seeds, splits) with one progress bar and
     one checkpoint. Auxiliary outputs gain the axis too.
 
+    Not so where a solver or optimizer looks at a norm over all weights: that norm is then one of
+    all copies together. ``optax.clip_by_global_norm`` clips each by what the others do, and an
+    iterative solver's tolerance is relative to the largest of them. ``jax.vmap`` of
+    :func:`bilevel.search` keeps copies apart.
+
     Examples
     --------
     >>> import jax.numpy as jnp

@@ -23,6 +23,7 @@ from ntk._network import (
     check,
     for_each,
     gram,
+    in_parameters,
     is_weight,
     logits_like,
     map_gradients,
@@ -281,6 +282,7 @@ def log_traces(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
 
 def _gradients(apply: Apply, params: Pytree, x: jax.Array) -> Pytree:
     """Leaves [n, size]: the gradient of each sample's summed logits."""
+    apply, params = in_parameters(apply, params)
     gradient = jax.grad(lambda p, xi: jnp.sum(apply(p, xi[None])))
     return for_each(lambda xi: jax.tree.map(jnp.ravel, gradient(params, xi)), x)
 
@@ -290,7 +292,9 @@ def _gram(gradients: Pytree) -> jax.Array:
 
 
 def _traces(apply: Apply, params: Pytree, x: jax.Array, gradients: Pytree) -> jax.Array:
-    pairs = zip(is_weight(apply, params, x), jax.tree.leaves(gradients), strict=True)
+    pairs = zip(
+        is_weight(*in_parameters(apply, params), x), jax.tree.leaves(gradients), strict=True
+    )
     return jnp.stack([jnp.sum(g**2) / len(g) for chosen, g in pairs if chosen])
 
 

@@ -1,7 +1,7 @@
 """What scores read off a network: its weights, its loss, the signs of its ReLUs."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -58,7 +58,7 @@ def logits_like(apply: Apply, params: Pytree, x: chex.Array) -> Any:
 def is_weight(apply: Apply, params: Pytree, x: chex.Array, *more: str) -> list[bool]:
     """Whether each leaf is a kernel, by its name or its use, or named in ``more``."""
     paths = jax.tree_util.tree_leaves_with_path(params)
-    names = [jax.tree_util.keystr(path[-1:], simple=True) for path, _ in paths]
+    names = [_name(path) for path, _ in paths]
     if "kernel" in names:
         return [name in ("kernel", *more) for name in names]
     weights = multiplied(apply, params, x)
@@ -69,6 +69,23 @@ def is_weight(apply: Apply, params: Pytree, x: chex.Array, *more: str) -> list[b
             "product, got none."
         )
     return [k or name in more for k, name in zip(keep, names, strict=True)]
+
+
+def _name(path: tuple) -> str:
+    """The last name on a leaf's path; in a state of nnx the array's own, "value", comes after."""
+    words = [jax.tree_util.keystr((entry,), simple=True) for entry in path]
+    named = [word for word in words if word not in ("value", "raw_value")]
+    return (named or words or [""])[-1]
+
+
+def in_parameters(apply: Apply, params: Pytree) -> tuple[Apply, Pytree]:
+    """Both in what is trained: of flax's variables the collection "params", else all of it.
+
+    Running averages are no weights, and sort before them.
+    """
+    if not isinstance(params, Mapping) or "params" not in params or len(params) == 1:
+        return apply, params
+    return lambda p, x: apply({**params, "params": p}, x), params["params"]
 
 
 def split_weights(
@@ -121,6 +138,7 @@ def for_each(function: Callable, xs: Pytree, batch_size: int | None = None) -> P
 
 def map_gradients(reduce: Callable, apply: Apply, params: Pytree, x: chex.Array) -> jax.Array:
     """``reduce`` of the gradient of each sample's summed logits, one after another."""
+    apply, params = in_parameters(apply, params)
     gradient = jax.grad(lambda p, xi: jnp.sum(apply(p, xi[None])))
     return for_each(lambda xi: reduce(ravel_pytree(gradient(params, xi))[0]), x)
 

@@ -35,7 +35,7 @@ import jax.numpy as jnp
 
 from ntk._arcs import arcsine
 from ntk._checks import concrete, number
-from ntk._kinks import Function, Kink, find, jumps, linear_sides, slope
+from ntk._kinks import ORDERS, Function, Kink, find, jumps, linear_sides, slope
 
 
 @dataclasses.dataclass(frozen=True)
@@ -262,6 +262,35 @@ def _look(fn: Function, told: tuple[float, ...] | None):
         found = told
     sides = linear_sides(fn) if set(found) <= {0.0} else None
     return sides, () if sides is not None else jumps(fn, found)
+
+
+def in_a_network(fn: Function) -> Activation:
+    """``fn`` as the kernels of networks take it: the only kinked ones there are ReLUs' family.
+
+    Raises
+    ------
+    ValueError
+        As :func:`activation`; for a point mass, which has no values.
+
+    Examples
+    --------
+    >>> in_a_network(relu) == relu, in_a_network(relu.derivative).kinks[0][1][0]
+    (True, 1.0)
+    """
+    s = activation(fn)
+    return s if s.smooth is not None or s.degree == 1 else as_piecewise(s)
+
+
+@functools.cache
+def as_piecewise(s: Activation) -> Activation:
+    """A kinked one with its kink at 0 among the others."""
+    if s.smooth is not None:
+        return s
+    if s.degree < 0:
+        raise ValueError(f"activations: expected functions of values, got the point mass {s.name}.")
+    jumps = [0.0] * ORDERS
+    jumps[s.degree] = s.kink[1] - s.kink[0]
+    return Activation(s.name, s.__call__, kinks=((0.0, tuple(jumps)),))
 
 
 relu = Activation("relu", kink=(0.0, 1.0))

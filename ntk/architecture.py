@@ -17,7 +17,7 @@ import numpy as np
 from ntk._checks import array, concrete, finite, floats
 from ntk._kinks import ORDERS
 from ntk._placement import automatic
-from ntk.activations import Activation, activation, relu
+from ntk.activations import Activation, in_a_network, relu
 from ntk.gaussian import grid, reciprocal, root
 from ntk.mehler import Expansion, Function, expand, kinked_expansion
 
@@ -86,7 +86,7 @@ def parse(
         mixture = list(entry.items()) if isinstance(entry, Mapping) else [(entry, 1.0)]
         if not mixture:
             raise ValueError("activations: expected at least one in each layer, got none.")
-        layer = tuple(activation(s) for s, _ in mixture)
+        layer = tuple(in_a_network(s) for s, _ in mixture)
         w = _numbers("activations: weights", [w for _, w in mixture], len(mixture), dtype)
         if all(s.smooth is None for s in layer):
             # All kinked layers in one form.

@@ -26,8 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ntk._checks import concrete, floats, nan_where, offending
-from ntk._kinks import ORDERS
-from ntk.activations import Activation, Function, activation
+from ntk.activations import Activation, Function, activation, as_piecewise
 from ntk.architecture import (
     RESOLUTIONS,
     TRACED,
@@ -125,7 +124,7 @@ def dual(
 
 def _piecewise(a: Activation, b: Activation, sx, sy, p, q) -> jax.Array:
     """``E[a(u) b(u')]`` [n] where a or b has kinks beside the closed forms'."""
-    layers: list[Layer] = [(_as_piecewise(a),), (_as_piecewise(b),)]
+    layers: list[Layer] = [(as_piecewise(a),), (as_piecewise(b),)]
     kinks, one = places(layers), jnp.ones(1, p.dtype)
     error = jnp.full_like(p, float(jnp.finfo(p.dtype).eps))
     traced = not concrete(sx, sy, p, q)
@@ -138,17 +137,6 @@ def _piecewise(a: Activation, b: Activation, sx, sy, p, q) -> jax.Array:
         if not concrete(found) or resolved([f, g]):
             break
     return found
-
-
-def _as_piecewise(s: Activation) -> Activation:
-    """Kinks at 0 among the others."""
-    if s.smooth is not None:
-        return s
-    if s.degree < 0:
-        raise ValueError(f"a, b: expected functions with values, got the point mass {s.name}.")
-    jumps = [0.0] * ORDERS
-    jumps[s.degree] = s.kink[1] - s.kink[0]
-    return Activation(s.name, s.__call__, kinks=((0.0, tuple(jumps)),))
 
 
 @jax.jit

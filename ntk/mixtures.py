@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from ntk._checks import array, concrete, finite, nan_where, short
-from ntk.activations import Activation, Function, activation
+from ntk.activations import Activation, Function, in_a_network
 from ntk.architecture import (
     RESOLUTIONS,
     TRACED,
@@ -86,7 +86,7 @@ def mixture_blocks(
     if not isinstance(activations, Sequence) or not activations:
         got = "none" if isinstance(activations, Sequence) else short(activations)
         raise ValueError(f"activations: expected at least one, got {got}.")
-    layer = tuple(activation(s) for s in activations)
+    layer = tuple(in_a_network(s) for s in activations)
     x, x2 = inputs("x", x, "x2", x2)
     if not concrete(x, x2, scale):
         found, _ = _blocks(layer, x, x2, scale, TRACED)

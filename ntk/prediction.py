@@ -204,7 +204,8 @@ def ensemble(
     Notes
     -----
     Time: some 10 n^3 for the eigendecomposition, then n^2 m + n m^2 for each time; memory m (n + m)
-    for each time. Directions in which the NTK is singular to rounding do not move.
+    for each time. Directions in which the NTK is singular to rounding have not moved in the limit,
+    and little before it: :func:`ntk.gradient_flow`.
 
     References
     ----------

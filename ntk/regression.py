@@ -236,8 +236,9 @@ def gradient_flow(
 
     Notes
     -----
-    Time: some 10 n^3 for the eigendecomposition, then n^2 per time and output. Directions in which
-    ``K`` is singular to rounding do not move.
+    Time: some 10 n^3 for the eigendecomposition, then n^2 per time and output. A direction in which
+    ``K`` is singular to rounding moves as with an eigenvalue of 0 while that cannot be told, ``t``
+    under ``1 / (n eps |K|)``, and is then taken back: in the limit it has not moved.
 
     Examples
     --------

@@ -5,7 +5,8 @@ Every score is a pure function ``score(key, apply, params, batch) -> scalar``, w
 ====================  ==========================================================================
 ``key``               unused, for now: no score here draws anything
 ``apply(p, x)``       logits [n, classes]; pass it closed over when jitting
-``params``            pytree of weights; ``jax.vmap`` over it scores many draws or networks
+``params``            pytree of weights; ``jax.vmap`` over it scores many draws or networks. Of
+                      flax's variables only the collection "params" counts as weights
 ``batch = (x, y)``    inputs [n, ...] and integer labels [n]
 ====================  ==========================================================================
 
@@ -84,6 +85,7 @@ from ntk._network import (
     check,
     distinct_patterns,
     for_each,
+    in_parameters,
     inner_product,
     layer_saliency,
     loss_gradient,
@@ -139,6 +141,7 @@ def knas(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
     0.5
     """
     x, y = check(apply, params, batch)
+    apply, params = in_parameters(apply, params)
 
     def loss(p):
         return jnp.mean(jax.lax.map(lambda s: mean_loss(apply, p, s[0][None], s[1][None]), (x, y)))
@@ -175,6 +178,7 @@ def knas_released(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
     x, y = check(apply, params, batch)
     if len(x) % 2:
         raise ValueError(f"batch: expected an even number of samples, got {len(x)}.")
+    apply, params = in_parameters(apply, params)
     if all(jnp.size(leaf) < 50 for leaf in jax.tree.leaves(params)):
         raise ValueError("params: expected a leaf of at least 50 entries, got none.")
 
@@ -212,6 +216,7 @@ def nasi(
     (0.5, 0.0)
     """
     x, y = check(apply, params, batch)
+    apply, params = in_parameters(apply, params)
     g, _ = ravel_pytree(jax.grad(lambda p: mean_loss(apply, p, x, y))(params))
     r = jnp.sum(g**2)
     return r - penalty * jnp.maximum(0, r - threshold)

@@ -31,6 +31,10 @@ def test_small_outputs_that_are_wrong_are_not_to_be_trusted():
     broken = [alone[0], (jnp.nan * w, jnp.eye(3)[1][None]), alone[2]]
     found = judge_argmax(task, *mixture, broken)
     assert found.discretise.tolist() == [False] and found.by["loss"].rank.tolist() == [3]
+    # Nor is it right about the class that its outputs would be taken for.
+    one_class = Task(space, w, jnp.ones((1, 3)), *[(x, -jnp.ones_like(y))] * 3)
+    found = judge_argmax(one_class, *mixture, broken)
+    assert found.by["error"].rank.tolist() == [3] and found.by["error"].best.tolist() != [1]
     with pytest.raises(ValueError, match="singles: expected one network for each of 3"):
         judge_argmax(task, *mixture, networks[:2])
 

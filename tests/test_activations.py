@@ -133,6 +133,12 @@ def test_unit_inputs_of_no_rows_are_refused(x):
         unit_inputs(x)
 
 
+def test_unit_inputs_of_a_row_at_the_mean_are_refused():
+    with pytest.raises(ValueError, match="x: expected rows that differ from their mean"):
+        unit_inputs(jnp.eye(3), jnp.full((1, 3), 1 / 3, float).at[0].set(jnp.eye(3).mean(0)))
+    assert np.isnan(jax.jit(unit_inputs)(jnp.ones((2, 3)))).all()
+
+
 def test_unit_inputs_are_centred_on_the_training_rows():
     x, other = np.random.default_rng(0).normal(1.0, 1.0, (2, 10, 2, 3))
     unit, moved = unit_inputs(x, other)

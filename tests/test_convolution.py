@@ -79,6 +79,17 @@ def test_values_and_both_gradients_are_those_of_the_definition(kind, size, windo
     assert_close(ours, derivatives(xla, x, kernel, dx, dk))
 
 
+@pytest.mark.parametrize("dtype", [np.uint8, np.int32])
+def test_images_of_whole_numbers_are_not_rounded(dtype):
+    x = (10 * np.arange(16, dtype=dtype)).reshape(1, 4, 4, 1)
+    kernel = np.full((3, 3, 1, 1), 1 / 9)
+    assert_close(convolution(x, kernel), convolution(x.astype(float), kernel))
+    assert_close(average_pool(x, 2, stride=2)[0, :, :, 0], [[25.0, 45], [105, 125]])
+    np.testing.assert_array_equal(
+        max_pool(x, 3, padding=1), max_pool(x.astype(float), 3, padding=1)
+    )
+
+
 @pytest.mark.parametrize(("kind", "stride"), [(DENSE, 2), (DEPTHWISE, 2), (DEPTHWISE, 1)])
 def test_second_derivatives_are_xlas_in_reverse_and_forward_over_reverse_and_under_vmap(
     kind, stride

@@ -297,6 +297,8 @@ def test_genotypes_are_read_back_from_their_text_and_nothing_else_is_run():
         assert parse_genotype(str(found)) == parse_genotype(repr(found)) == found
     assert str(DARTS_V1).endswith("('avg_pool_3x3', 0)], reduce_concat=range(2, 6))")
     text = str(DARTS_V1)
+    # A range is all that is in it, not its two ends.
+    assert parse_genotype(text.replace("range(2, 6)", "range(3, 6)")).normal_concat == (3, 4, 5)
     for wrong, message in [
         ("__import__('os').abort()", "text: expected Genotype"),
         ("Genotype(normal=[1 +", "text: expected Genotype"),
@@ -305,6 +307,9 @@ def test_genotypes_are_read_back_from_their_text_and_nothing_else_is_run():
         (text.replace("('sep_conv_3x3', 1)", "('sep_conv_3x3', 2)", 1), "a source below 2"),
         (text.replace("[('sep_conv_3x3', 1), ", "[", 1), "normal: expected 8 pairs"),
         (text.replace("range(2, 6)", "[1]"), "normal_concat: expected nodes"),
+        (text.replace("range(2, 6)", "range(9**9)"), "text: expected Genotype"),
+        (text.replace("range(2, 6)", "range(2, 9**9)"), "text: expected Genotype"),
+        (text.replace("range(2, 6)", "range(4, 7)"), "normal_concat: expected nodes"),
     ]:
         with pytest.raises(ValueError, match=message):
             parse_genotype(wrong)

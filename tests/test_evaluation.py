@@ -43,6 +43,14 @@ def test_every_row_counts_once_in_an_error_rate(size):
     found = error_rates(Sign())(w, 0.1, parts, size)
     expected = [np.mean((x @ np.asarray(w) + 0.1 > 0) != y) for x, y in parts]
     np.testing.assert_allclose(found, expected, rtol=1e-6)
+    # A network that diverged predicts nothing: it is not right about the class that NaN looks like.
+    np.testing.assert_array_equal(error_rates(Sign())(jnp.nan * w, 0.1, parts, size), 1)
+
+
+def test_what_is_infinite_in_one_part_is_not_in_another():
+    parts = [(np.ones((3, 1)), np.arange(3)), (np.full((3, 1), np.inf), np.arange(3))]
+    means = over_batches(lambda w, alpha, batch: (w * batch[0]).mean())
+    np.testing.assert_array_equal(means(2.0, None, in_batches(parts, 2)), [2, np.inf])
 
 
 def test_parts_without_rows_and_sizes_under_one_are_refused():

@@ -93,6 +93,20 @@ def test_product_and_isotropic_laplace_kernels_differ_by_far_more_than_the_error
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_features_of_sixteen_bits_are_those_of_thirty_two(kernel, dtype):
+    """The transforms are infinite where a number's neighbour is the end of the interval."""
+    x, config = jnp.zeros((1, 4), dtype), fourier_config("none", kernel)
+    found = FEATURES.apply(config, x, 2000)
+    assert found.dtype == dtype and bool(jnp.isfinite(found).all())
+    whole = FEATURES.apply(config, x.astype(jnp.float32), 2000)
+    # A phase up to 2 pi is rounded, and so is its cosine.
+    np.testing.assert_allclose(found, whole, atol=10 * float(jnp.finfo(dtype).eps))
+    draws = FEATURES.project(config, jnp.eye(4, dtype=dtype), 20_000)
+    assert not bool(jnp.isnan(draws).any())
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("start", [0, 300])
 def test_draws_are_the_same_in_every_dimension_and_block(kernel, start):
     # The rows of the identity project onto the draws themselves. Truth: the whole, cut.

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import jax
+import numpy as np
 import pytest
 
 from bilevel._fingerprint import difference, fingerprint
@@ -115,3 +116,76 @@ def test_settings_count_where_the_code_names_them():
     for old, new in (("=0.1", "=0.2"), ("= 2.0", "= 3.0"), ('shift": 1', 'shift": 2')):
         assert old in FLAGS
         assert difference(of_script(FLAGS), of_script(FLAGS.replace(old, new)))
+
+
+CLASSES = """
+import functools
+import bilevel
+
+class Settings:
+    l2 = 0.1
+    table = {"shift": 1}
+    @staticmethod
+    def scaled(w): return 2.0 * w
+    @classmethod
+    def moved(cls, w): return w + 5
+    @property
+    def rate(self): return 7.0
+    @functools.cached_property
+    def power(self): return 9
+
+class Flags:
+    def __init__(self):
+        self.steps, self.width = 3, 4
+
+settings, flags, cfg = Settings(), Flags(), {"a": 11, "b": 12}
+
+def net(flags, w): return flags.width * w
+
+def shifted(w, a, b): return a * w + b
+
+def lower(w, a, b):
+    return settings.l2 * w + net(flags, w) * flags.steps + shifted(w, **cfg) * cfg["a"]
+
+parts = {"problem": bilevel.Problem(lower, lambda w, a, b: w)}
+"""
+
+
+@pytest.mark.parametrize(
+    "old, new",
+    [
+        ("l2 = 0.1", "l2 = 0.2"),  # read through an instance
+        ('"shift": 1', '"shift": 2'),
+        ("2.0 * w", "3.0 * w"),  # of a static method
+        ("w + 5", "w + 6"),
+        ("return 7.0", "return 8.0"),
+        ("return 9", "return 10"),
+        ("3, 4", "3, 5"),  # a field that a helper reads, to whom the record is handed on
+        ('"b": 12', '"b": 13'),  # an entry that ** hands on
+    ],
+)
+def test_fingerprints_know_classes_and_what_is_handed_on(old, new):
+    assert CLASSES.count(old) == 1
+    assert difference(of_script(CLASSES), of_script(CLASSES.replace(old, new)))
+    assert not difference(of_script(CLASSES), of_script(CLASSES))
+
+
+def test_fingerprints_know_the_weights_in_modules_and_states_of_nnx():
+    from flax import nnx
+
+    one, other = (nnx.Linear(2, 3, rngs=nnx.Rngs(seed)) for seed in (0, 1))
+    for of in (lambda m: m, lambda m: nnx.split(m)[1], lambda m: lambda x: m(x)):
+        assert difference(fingerprint({"w0": of(one)}), fingerprint({"w0": of(other)}))
+        again = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+        assert not difference(fingerprint({"w0": of(one)}), fingerprint({"w0": of(again)}))
+
+
+def test_texts_and_records_of_any_size_have_fingerprints():
+    for one, other in (
+        (np.array(["cat", "dog"]), np.array(["cat", "dot"])),
+        (np.array([b"abc"]), np.array([b"abd"])),
+        (np.array([(1, 2.0)], "i4,f8"), np.array([(1, 3.0)], "i4,f8")),
+        (np.array([1], np.longdouble), np.array([2], np.longdouble)),
+    ):
+        assert difference(fingerprint({"x": one}), fingerprint({"x": other}))
+        assert not difference(fingerprint({"x": one}), fingerprint({"x": one.copy()}))

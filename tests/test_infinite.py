@@ -627,3 +627,20 @@ def test_more_rows_or_another_activation_compile_nothing():
     # Truth: tiles of another size, in one row; an input and its copy lose half of the digits there.
     row = ntk.network_kernel(x[:1], x[:299], activations=[ntk.erf, ntk.leaky_relu(0.1)])
     np.testing.assert_allclose(other.ntk[:1, 1:], row.ntk[:, 1:], atol=1e-12)
+
+
+def test_a_step_is_a_step_in_every_network():
+    """The slope of a ReLU, as an activation: it was taken for the ReLU itself."""
+    x, step = jnp.array([[1.0, 0], [0.6, 0.8], [0, 1]]), ntk.relu.derivative
+    truth = ntk.dual(step, step, 1.0, 1.0, x @ x.T)
+    deep = ntk.networks.serial(ntk.networks.dense(), ntk.networks.act(step), ntk.networks.dense())
+    for nngp in (
+        ntk.network_kernel(x, activations=[step], variances=(1, 1)).nngp,
+        deep.kernel(x).nngp,
+    ):
+        assert_close(nngp, truth, f32=1e-5)
+    # A step has no slope but its jump, which no gradient sees.
+    assert_close(ntk.mixture_blocks(x, [step, ntk.relu])[0, 0], np.zeros((3, 3)))
+    assert_close(ntk.bounds.hermite_coefficients(step, terms=2), [0.5, (2 * np.pi) ** -0.5])
+    with pytest.raises(ValueError, match="activations: expected functions of values"):
+        ntk.network_kernel(x, activations=[step.derivative])

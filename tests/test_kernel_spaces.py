@@ -191,6 +191,29 @@ def linear(x1, x2):
     return x1 @ x2.T
 
 
+@pytest.mark.parametrize(
+    "space",
+    [
+        kernel_function_space(lambda alpha, a, b: alpha + a @ b.T, jnp.ones(())),
+        kernel_mixture_space({"linear": linear}),
+    ],
+)
+def test_the_squared_loss_of_real_targets_is_their_mean_squared_error(space):
+    """As a loss of the margin it would be that for y = +-1 only."""
+    (inputs, _), (columns, _) = batches(space)
+    y, yv, alpha = 3 * X[:, 0] + 0.5, 3 * XV[:, 0] + 0.5, space.start()
+    w, _ = space.solver.run(space.problem.lower, alpha, jnp.zeros_like(y), (), (inputs, y))
+    errors = space.apply(w, alpha, columns) - yv
+    assert_close(space.problem.outer(w, alpha, (columns, yv)), jnp.mean(errors**2))
+
+
+def test_weights_that_are_not_finite_stand_for_no_kernel():
+    for space in SPACES["a network's parameters"](), SPACES["described network"]():
+        alpha = jax.tree.map(lambda a: jnp.nan * a, space.start())
+        with pytest.raises(ValueError, match="alpha: expected finite numbers"):
+            space.discretize(alpha)
+
+
 def test_certificates_of_parameters_are_those_of_the_kernels_they_make():
     space = SPACES["a network's parameters"]()
     alpha = space.start()

@@ -296,3 +296,22 @@ def test_traced_nan_and_infinity_come_out_as_nan():
     assert bool(jnp.isnan(points(jnp.array([[jnp.nan], [0.0]]))).all())
     solved = bilevel.dense()(lambda v: jnp.inf * v, jnp.ones(1), None, None)
     assert bool(jnp.isnan(solved).all())
+
+
+@pytest.mark.parametrize("other", [jnp.arange(7), jnp.arange(3.0), jnp.ones(())])
+def test_rows_of_different_numbers_are_no_data(other):
+    """An index beyond the shorter array would be its last row."""
+    for data_ in ((jnp.arange(10), other), (other, jnp.arange(10))):
+        with pytest.raises(ValueError, match="data: expected arrays with a row for each example"):
+            bilevel.minibatches(2)(jax.random.key(0), data_)
+
+
+def test_a_restarted_solver_without_variables_is_refused_on_a_stateful_problem():
+    def stateful(w, alpha, batch):
+        return lower(w.params, alpha, batch), w.variables
+
+    problem = bilevel.Problem(stateful, lambda w, a, b: outer(w.params, a, b), stateful=True)
+    w0 = bilevel.Stateful(W0, jnp.zeros(2))
+    with pytest.raises(ValueError, match=r"solver: expected restarted\(unrolled"):
+        hypergradient(problem, bilevel.restarted(implicit()), w0=w0)
+    hypergradient(problem, bilevel.restarted(bilevel.unrolled(0.1, 2)), w0=w0)

@@ -55,6 +55,13 @@ def test_scores_of_one_gradient_are_one_program_and_each_its_own():
         np.testing.assert_allclose(values[1], alone(name, CELLS[1]), rtol=1e-5)
 
 
+@pytest.mark.parametrize("code", [5, -1])
+def test_codes_of_no_operation_are_refused(code):
+    """A program would clip them, and score another network."""
+    with pytest.raises(ValueError, match=f"genotypes: expected entries 0 to 4, got .*{code}"):
+        scores(cells=np.array([[3, 3, 3, 3, 3, code]]), names=("l2_norm",))
+
+
 def test_networks_side_by_side_have_the_scores_of_those_one_by_one():
     together = scores(at_once=4)  # the second chunk is filled up
     for name, values in expected().items():

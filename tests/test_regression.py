@@ -166,3 +166,28 @@ def test_targets_without_outputs_are_refused():
     for function in (kernel_regression, excess_risk_term):
         with pytest.raises(ValueError, match=r"y: expected shape \[2\] or \[2, outputs\], got"):
             function(jnp.eye(2), jnp.ones((2, 0)))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_a_flow_is_bounded_where_the_kernel_is_singular_to_rounding(dtype):
+    """A repeated row: what its direction's eigenvalue is, rounding decides."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(20, 2))
+    x, new = (a.astype(dtype) for a in (np.concatenate([x, x[:1]]), rng.normal(size=(3, 2))))
+    y = np.sign(x[:, 0] * x[:, 1])
+
+    def kernel(a, b):
+        return jnp.exp(-jnp.sum((a[:, None] - jnp.asarray(b)) ** 2, -1))
+
+    t = jnp.append(jnp.logspace(-3, 30, 34), jnp.inf).astype(dtype)
+    path = gradient_flow(kernel(x, x), y, t, cross=kernel(new, x))
+    at_rows = gradient_flow(kernel(x, x), y, t)
+    assert np.abs(path).max() < 1.5 * np.abs(path[-1]).max() and np.abs(at_rows - y).max() < 1.5
+    assert_close(path[-2], path[-1])
+    # While rounding cannot be seen, the flow is that of the matrix: truth, float64 and expm1.
+    values, V = np.linalg.eigh(np.asarray(kernel(x, x), float))
+    early = np.asarray(t)[np.asarray(t) < 1e-3 / (len(x) * np.finfo(dtype).eps * values[-1])]
+    for s, found in zip(early, np.asarray(at_rows), strict=False):
+        truth = V @ (-np.expm1(-s * np.maximum(values, 0)) * (V.T @ y))
+        # What is left out is t eigenvalue times t rounding, of each eigenvalue under rounding.
+        assert_close(found, truth, f64=1e-5, f32=1e-3)

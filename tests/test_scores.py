@@ -549,3 +549,57 @@ def test_regions_can_leave_out_relus_that_nothing_depends_on():
     patterns = np.asarray(x @ directions > 0)
     many = len(np.unique(np.column_stack([patterns, x[:, 0] > 0]), axis=0))
     assert every == [many, many] and used == [2, many] and many > 5
+
+
+class Averaged(nn.Module):
+    """Batch normalisation by running averages: no weights, and first in JAX's order."""
+
+    @nn.compact
+    def __call__(self, x):
+        for _ in range(6):
+            x = nn.relu(nn.BatchNorm(use_running_average=True)(nn.Dense(50)(x)))
+        return nn.Dense(2)(x)
+
+
+@pytest.mark.parametrize("name", ["eigen_nas", "knas", "knas_released", "nasi", "log_traces"])
+def test_running_averages_are_no_weights(name):
+    """Truth: the same score of "params" alone, the averages closed over."""
+    model, x = Averaged(), jax.random.normal(jax.random.key(0), (4, 3))
+    variables, batch = model.init(jax.random.key(1), x), (x, jnp.array([0, 1, 0, 1]))
+    variables["batch_stats"] = jax.tree.map(lambda a: a / 4, variables["batch_stats"])
+    score = getattr(scores, name)
+
+    def of_params(p, x):
+        return model.apply({**variables, "params": p}, x)
+
+    expected = score(None, of_params, variables["params"], batch)
+    assert float(expected) != 0
+    assert_close(score(None, model.apply, variables, batch), expected, f32=1e-5)
+
+
+def test_scales_of_an_nnx_state_have_their_names():
+    """Truth: the same weights as a plain dict."""
+    from flax import nnx
+
+    class Normed(nnx.Module):
+        def __init__(self, rngs):
+            self.first, self.last = nnx.Linear(3, 5, rngs=rngs), nnx.Linear(5, 2, rngs=rngs)
+            self.norm = nnx.LayerNorm(5, rngs=rngs)
+
+        def __call__(self, x):
+            return self.last(nnx.relu(self.norm(self.first(x))))
+
+    graph, state = nnx.split(Normed(nnx.Rngs(0)))
+    batch = jax.random.normal(jax.random.key(0), (4, 3)), jnp.array([0, 1, 0, 1])
+
+    def apply(state, x):
+        return nnx.merge(graph, state)(x)
+
+    plain = nnx.to_pure_dict(state)
+
+    def of_plain(plain, x):
+        full = jax.tree.unflatten(jax.tree.structure(state), jax.tree.leaves(plain))
+        return apply(full, x)
+
+    found = scores.te_nas(None, apply, state, batch)
+    assert_close(found, scores.te_nas(None, of_plain, plain, batch), f32=1e-4)

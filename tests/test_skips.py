@@ -57,6 +57,15 @@ def random_alpha(depth, h):
     return jax.tree.map(jnp.asarray, alpha)
 
 
+@pytest.mark.parametrize(("classes", "label"), [(2, -1), (2, 2), (3, -1), (3, 3)])
+def test_labels_of_no_class_have_no_loss_and_no_slope(classes, label):
+    space = skip_space(["relu"], depth=3, width=4, classes=classes)
+    batch = jnp.eye(2), jnp.array([0, label])
+    w, alpha = space.init(jax.random.key(0), batch), space.start()
+    loss, slope = jax.jit(jax.value_and_grad(space.problem.lower))(w, alpha, batch)
+    assert jnp.isnan(loss) and bool(jnp.isnan(slope["last"]).all())
+
+
 # ----------------------------------------------------------------------------- the network
 
 

@@ -274,6 +274,31 @@ def test_ridgeless_hypergradient_is_that_of_the_pseudo_inverse(n, p):
     assert_close(grad, expected, f64=1e-6, f32=1e-4)
 
 
+@pytest.mark.parametrize("rows", [3, 20])
+@pytest.mark.parametrize("whole", ["labels", "features", "both"])
+def test_ridge_of_whole_numbers_is_that_of_the_same_real_numbers(rows, whole):
+    """A linear solve in whole numbers has no derivative, and cuts the penalty."""
+    rng = np.random.default_rng(0)
+    real = rng.normal(size=(rows, 5)), rng.normal(size=rows)
+    counts = rng.integers(0, 4, (rows, 5)), rng.integers(0, 2, rows) * 2 - 1
+    x = counts[0] if whole in ("features", "both") else real[0]
+    y = counts[1] if whole in ("labels", "both") else real[1]
+    valid = jnp.asarray(rng.normal(size=(7, 5))), jnp.asarray(rng.normal(size=7))
+    solver = bilevel.ridge(lambda alpha, x: x, jnp.exp)
+    problem = bilevel.Problem(
+        lambda w, a, b: 0.5 * (jnp.sum((b[0] @ w - b[1]) ** 2) + jnp.exp(a) * w @ w),
+        lambda w, a, b: jnp.mean((b[0] @ w - b[1]) ** 2),
+    )
+    fn = bilevel.hypergradient(problem, solver, diagnostics=False)
+    at = jnp.asarray(0.5), jnp.zeros(5)
+    expected = jax.jit(fn)(*at, (jnp.asarray(x, float), jnp.asarray(y, float)), valid)
+    for call in (fn, jax.jit(fn)):
+        found = call(*at, (jnp.asarray(x), jnp.asarray(y)), valid)
+        assert abs(float(expected.grad)) > 1e-4
+        assert_close(found.grad, expected.grad, f32=1e-4)
+        assert_close(found.w, expected.w, f32=1e-4)
+
+
 @pytest.mark.parametrize("shape", [(12,), (4, 12), (12, 2, 2)])
 def test_features_of_a_wrong_shape_are_refused(shape):
     solver = bilevel.ridge(lambda alpha, x: jnp.zeros(shape), lambda alpha: 1.0)

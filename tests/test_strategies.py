@@ -1,6 +1,7 @@
 """Strategies are what their papers say, on any space, and refuse what they cannot do."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -169,6 +170,50 @@ def test_the_best_drawn_architecture_is_brute_forces():
     loss = jax.jit(SPACE.problem.outer)
     losses = [float(loss(W0, alpha, ROWS[1])) for alpha in drawn]
     jax.tree.map(np.testing.assert_array_equal, best(W0, ROWS[1]), drawn[int(np.argmin(losses))])
+
+
+def test_a_drawn_architecture_whose_loss_is_nan_is_not_the_best():
+    def outer(w, alpha, batch):
+        relu_first = alpha["activations"][0, 0] == 1
+        return jnp.where(relu_first, jnp.nan, alpha["skips"].sum())
+
+    space = dataclasses.replace(SPACE, problem=bilevel.Problem(SPACE.problem.lower, outer))
+    best = strategies.best_drawn(KEY, space, W0, ROWS[1], samples=20, batch_size=12)
+    assert best["activations"][0].tolist() == [0, 1] and best["skips"].tolist() == [0]
+
+
+def test_gaea_on_training_rows_moves_both_on_one_batch_and_joint_does_not():
+    """At rates of 0 both losses are one function at one point."""
+    still = {"weights": 1e-30, "alpha": 1e-30, "batch_size": 3}
+
+    def losses(plan):
+        rows = ROWS[0], ROWS[1]
+        found = strategies.run(plan, SPACE.start(), W0, *rows, steps=4, key=KEY, progress=False)
+        return found.history["lower"], found.history["value"]
+
+    single = strategies.gaea(SPACE, on_training_rows=True, **still)
+    assert_close(*losses(single), f32=1e-6)
+    below, above = losses(strategies.joint(SPACE, **still))
+    assert np.abs(below - above).max() > 1e-3
+    copies = strategies.side_by_side(single, 2)
+    rows = jax.tree.map(lambda a: jnp.stack([a, a]), ROWS[0])
+    below, above = copies.batches(KEY, rows, rows)
+    assert below[0].shape == (2, 3, 3)
+    jax.tree.map(np.testing.assert_array_equal, below, above)
+
+
+@pytest.mark.parametrize(
+    "make", [functools.partial(strategies.gaea, on_training_rows=True), strategies.joint]
+)
+def test_strategies_on_training_rows_take_stateful_problems(make):
+    def loss(w, alpha, batch):
+        return jnp.sum((w.params - alpha) ** 2) + 0 * batch.sum(), w.variables + 1
+
+    problem = bilevel.Problem(loss, lambda *a: loss(*a)[0], stateful=True)
+    plan = make(problem, weights=0.1, alpha=0.1, batch_size=2)
+    start, rows = (jnp.full(2, 0.5), bilevel.Stateful(jnp.ones(2), jnp.zeros(()))), jnp.ones((4, 1))
+    found = strategies.run(plan, *start, rows, rows, steps=3, key=KEY, progress=False)
+    assert float(found.w.variables) == 3
 
 
 def test_copies_side_by_side_are_searches_of_their_own():

@@ -34,6 +34,7 @@ from bilevel.cli.devices import here, over
 from bilevel.cli.kernels import kernel_eigenvalue
 from bilevel.cli.known import CLASSES, inputs
 from bilevel.cli.runs import run_directory
+from bilevel.nets.evaluation import wrong_rows
 from bilevel.problem import side_by_side
 from bilevel.protocols import LowerSolver
 from bilevel.spaces.activations import ActivationSpace, activation_space
@@ -231,8 +232,7 @@ def _scores(task: Task, w: jax.Array, alpha: jax.Array) -> dict[str, np.ndarray]
 
     def error(w, alpha, batch):
         x, y = batch
-        truth = space.predict(y)
-        return jnp.mean(space.predict(space.apply(w, alpha, x)) != truth)
+        return jnp.mean(wrong_rows(space.predict, space.apply(w, alpha, x), space.predict(y)))
 
     scores = {
         f"{name}_error": jax.vmap(error)(w, alpha, part)

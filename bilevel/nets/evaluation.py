@@ -79,15 +79,32 @@ def over_batches(mean: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     """
 
     def of_all(w, other, batches):
-        return batches.weights @ jax.lax.map(lambda batch: mean(w, other, batch), batches.rows)
+        means = jax.lax.map(lambda batch: mean(w, other, batch), batches.rows)
+        # A part's mean is not touched by what is infinite in another one: 0 times that is NaN.
+        return jnp.where(batches.weights > 0, batches.weights * means, 0).sum(axis=1)
 
     return of_all
+
+
+def wrong_rows(
+    predict: Callable[[jax.Array], jax.Array], outputs: chex.Array, labels: chex.Array
+) -> jax.Array:
+    """[n], bool: another label than ``labels``, or outputs that are not finite and predict nothing.
+
+    Examples
+    --------
+    >>> outputs = jnp.array([[2.0, 1.0], [2.0, 1.0], [jnp.nan, 1.0]])
+    >>> wrong_rows(lambda f: jnp.argmax(f, axis=-1), outputs, jnp.array([0, 1, 0]))
+    Array([False,  True,  True], dtype=bool)
+    """
+    known = jnp.isfinite(outputs).reshape(len(outputs), -1).all(axis=1)
+    return (predict(outputs) != labels) | ~known
 
 
 def error_rates(model: Any) -> Callable[[Pytree, Pytree, Sequence[Part], int], list[float]]:
     """``rates(w, other, parts, batch_size) ->`` each part's share of wrong rows, compiled once.
 
-    Every row counts once, in the first batch that has it.
+    Every row counts once, in the first batch that has it. Outputs that are not finite are wrong.
 
     Parameters
     ----------
@@ -119,7 +136,7 @@ def error_rates(model: Any) -> Callable[[Pytree, Pytree, Sequence[Part], int], l
     def shares(w, other, batches):
         def wrong(batch):
             x, labels = batch
-            return model.predict(model.apply(w, other, x)) != labels
+            return wrong_rows(model.predict, model.apply(w, other, x), labels)
 
         counts = (jax.lax.map(wrong, batches.rows) & batches.new).sum(axis=1)
         part = batches.weights > 0

@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bilevel.checks import images, prng_key, whole
+from bilevel.checks import concrete, images, prng_key, whole
 from bilevel.nets.convolution import average_pool
 
 
@@ -27,7 +27,7 @@ def unit_images(
     Raises
     ------
     ValueError
-        For what are no images, or ``pixels`` under 1.
+        For what are no images, ``pixels`` under 1, or a channel of one value throughout ``x``.
 
     Examples
     --------
@@ -41,8 +41,17 @@ def unit_images(
     factor = pooling(parts[0].shape[1], pixels)
     if factor > 1:
         parts = [np.asarray(average_pool(a, factor, stride=factor)) for a in parts]
-    mean, deviation = parts[0].mean((0, 1, 2)), parts[0].std((0, 1, 2))
+    mean = _channel_means(parts[0])
+    deviation = _channel_means((parts[0] - mean) ** 2) ** 0.5
+    if concrete(deviation) and not (deviation > 0).all():
+        raise ValueError(f"x: expected channels that vary, got deviations {deviation}.")
     return tuple(jnp.asarray((a - mean) / deviation) for a in parts)
+
+
+def _channel_means(x):
+    # Image by image: numpy adds channels up one pixel after another, and a float32 sum over all
+    # images would lose what is added to it (25,000 of CIFAR-10: variances of 1.06).
+    return x.mean((1, 2)).mean(0)
 
 
 def pooling(side: int, pixels: int | None) -> int:

@@ -253,7 +253,8 @@ def run_epochs(
     Raises
     ------
     ValueError
-        For what is no key, ``epochs`` under 0, or a checkpoint of another training.
+        For what is no key, ``epochs`` under 0 or under those of the checkpoint, or a checkpoint of
+        another training.
 
     Examples
     --------
@@ -270,6 +271,7 @@ def run_epochs(
     nan
     """
     prng_key("key", key)
+    epochs = whole("epochs", epochs, 0)
     init, epoch = program
     init_key, order_key = jax.random.split(key)
     state = jax.jit(lambda key: init(key, data[0].shape[1:]))(init_key)
@@ -278,9 +280,13 @@ def run_epochs(
     parts = {"program": program, "key": key, "data": data, "options": options}
     with saving(checkpoint, fingerprint(parts), seconds=_SAVE_SECONDS) as saver:
         first = saver.step or 0
+        if first > epochs:
+            raise ValueError(
+                f"epochs: expected at least the {first} that the checkpoint holds, got {epochs}."
+            )
         if first:
             state, loss = jax.tree.map(jnp.asarray, saver.restore((state, loss)))
-        for i in range(first, whole("epochs", epochs, 0)):
+        for i in range(first, epochs):
             state, loss = run(jax.random.fold_in(order_key, i), state, data, *options(i))
             loss = loss.astype(jnp.result_type(float))
             if callback is not None:

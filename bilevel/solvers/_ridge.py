@@ -26,11 +26,12 @@ def ridge(
     Returns
     -------
     LowerSolver
-        For batches ``(x, y)`` with ``y`` [n] or [n, c]; ``w`` is [p] or [p, c]. Primal (p x p)
-        when n >= p or the penalty is a vector, else dual (n x n). It does not call the problem's
-        ``lower``, which should be the loss above up to a positive factor: the hypergradient's
-        ``error_estimate`` checks the closed form against it. In the ridgeless limit with n < p
-        that Hessian is singular and the estimate is infinite, though the gradient is right.
+        For batches ``(x, y)`` with ``y`` [n] or [n, c]; ``w`` is [p] or [p, c]. Features and labels
+        may be whole numbers. Primal (p x p) when n >= p or the penalty is a vector, else dual
+        (n x n). It does not call the problem's ``lower``, which should be the loss above up to a
+        positive factor: the hypergradient's ``error_estimate`` checks the closed form against it.
+        In the ridgeless limit with n < p that Hessian is singular and the estimate is infinite,
+        though the gradient is right.
 
     Raises
     ------
@@ -56,7 +57,7 @@ def ridge(
 
     def run(lower, alpha, w, state, batch):
         x, y = batch
-        phi = features(alpha, x)
+        phi, y = _floating(w, features(alpha, x), y)
         if phi.ndim != 2 or phi.shape[0] != y.shape[0]:
             raise ValueError(
                 f"features: expected a matrix with {y.shape[0]} rows, one per label, "
@@ -71,6 +72,14 @@ def ridge(
         return nan_unless_finite(w, decay), state
 
     return LowerSolver(init=lambda w: (), run=run, closed_form=True)
+
+
+def _floating(w: Pytree, phi: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Features and labels in one floating type: whole numbers have no derivatives."""
+    dtype = jnp.result_type(*jax.tree.leaves(w), phi, y)
+    if not jnp.issubdtype(dtype, jnp.floating):
+        dtype = jnp.result_type(float)
+    return jnp.asarray(phi, dtype), jnp.asarray(y, dtype)
 
 
 def _solve_gram(a: jax.Array, decay: jax.Array, b: jax.Array) -> jax.Array:

@@ -32,12 +32,13 @@ import jax.numpy as jnp
 import optax
 
 import ntk
-from bilevel.checks import array, known, number, sequence, whole
+from bilevel.checks import array, concrete, known, number, sequence, whole
+from bilevel.nets.evaluation import wrong_rows
 from bilevel.problem import Problem
 from bilevel.protocols import LowerSolver
 from bilevel.solvers import restarted, unrolled
 from bilevel.spaces.kernels import KernelSpace, kernel_space
-from bilevel.spaces.space import Space, distinct, on_simplices
+from bilevel.spaces.space import Space, distinct, name_of, on_simplices
 from bilevel.spaces.targets import OUTER_LOSSES, predict
 from bilevel.spaces.targets import sign_labels as sign_labels  # used with every space here
 
@@ -62,7 +63,7 @@ class ActivationSpace(Space):
 
     ``alpha`` [h] is one simplex, ``w`` is [width, inputs], an architecture is an activation's name.
     Batches are ``(x, y)``: x [n, inputs], outputs ``f`` [n] for two classes, [n, classes] for more,
-    and y like ``f`` with entries +-1.
+    and y like ``f`` with entries +-1 (``outer="squared"``: any real numbers).
 
     Attributes
     ----------
@@ -141,7 +142,7 @@ def activation_space(
     if not functions:
         raise ValueError("activations: expected at least one name or function, got none.")
     known("outer", outer, OUTER_LOSSES)
-    names = distinct([a if isinstance(a, str) else _name(a) for a in activations])
+    names = distinct([a if isinstance(a, str) else name_of(a) for a in activations])
     if width == math.inf:
         return kernel_space(names, functions, OUTER_LOSSES[outer], predict, output_scale)
     outputs = _sign_patterns(width, classes)
@@ -152,7 +153,7 @@ def activation_space(
 def _finite_space(
     names: tuple[str, ...],
     functions: tuple[Elementwise, ...],
-    margin_loss: Elementwise,
+    loss: Callable[[jax.Array, jax.Array], jax.Array],
     outputs: jax.Array,
 ) -> ActivationSpace:
     width, columns = outputs.shape
@@ -176,7 +177,7 @@ def _finite_space(
 
     def outer(w, alpha, batch):
         x, y = batch
-        return jnp.mean(margin_loss(y * apply(w, alpha, x)))
+        return jnp.mean(loss(apply(w, alpha, x), y))
 
     def curvatures(w, x):
         maps = [functools.partial(forward, s, x=x) for s in functions]
@@ -205,10 +206,6 @@ def _finite_space(
         curvatures=curvatures,
         solver=solver,
     )
-
-
-def _name(function: Elementwise) -> str:
-    return function.name if isinstance(function, ntk.Activation) else function.__name__
 
 
 def _activation(a: str | Elementwise) -> Elementwise:
@@ -280,7 +277,7 @@ def losses_by_row(
     Returns
     -------
     dict of array [seeds, n]
-        "loss", and "error", 0 or 1.
+        "loss", and "error", 0 or 1; where the outputs are not finite, 1.
 
     Examples
     --------
@@ -294,7 +291,8 @@ def losses_by_row(
 
     def of_one_row(w, alpha, x, y):
         row = x[None], y[None]
-        wrong = space.predict(space.apply(w, alpha, row[0])) != space.predict(row[1])
+        f, labels = space.apply(w, alpha, row[0]), space.predict(row[1])
+        wrong = wrong_rows(space.predict, f, labels)
         return {"loss": space.problem.outer(w, alpha, row), "error": wrong[0].astype(float)}
 
     of_one_seed = jax.vmap(of_one_row, (None, None, 0, 0))
@@ -307,7 +305,8 @@ def unit_inputs(x: chex.Array, *others: jax.Array) -> jax.Array | tuple[jax.Arra
     Raises
     ------
     ValueError
-        For arrays without rows, or of other than real numbers.
+        For arrays without rows, of other than real numbers, or with a row at the mean, which has no
+        direction; where these are traced, it becomes NaN instead.
 
     Examples
     --------
@@ -316,7 +315,10 @@ def unit_inputs(x: chex.Array, *others: jax.Array) -> jax.Array | tuple[jax.Arra
     """
     flat = [_flattened(a) for a in (x, *others)]
     centred = [a - flat[0].mean(axis=0) for a in flat]
-    unit = tuple(a / jnp.linalg.norm(a, axis=1, keepdims=True) for a in centred)
+    norms = [jnp.linalg.norm(a, axis=1, keepdims=True) for a in centred]
+    if any(concrete(norm) and not norm.all() for norm in norms):
+        raise ValueError("x: expected rows that differ from their mean, got one that does not.")
+    unit = tuple(a / norm for a, norm in zip(centred, norms, strict=True))
     return unit if others else unit[0]
 
 

@@ -36,7 +36,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import ntk
-from bilevel.checks import function, known
+from bilevel.checks import finite, function, known
 from bilevel.problem import Problem
 from bilevel.protocols import LowerSolver, Pytree
 from bilevel.spaces.space import Space
@@ -54,7 +54,7 @@ class _Ridge(NamedTuple):
     solver: LowerSolver
 
 
-def _ridge(matrix: Callable[[Pytree, Any], jax.Array], margin_loss: Callable) -> _Ridge:
+def _ridge(matrix: Callable[[Pytree, Any], jax.Array], loss: Callable) -> _Ridge:
     """Ridge regression with the kernel ``matrix(alpha, inputs)``, [n, n] in training."""
 
     def init(key, batch):
@@ -70,7 +70,7 @@ def _ridge(matrix: Callable[[Pytree, Any], jax.Array], margin_loss: Callable) ->
 
     def outer(w, alpha, batch):
         inputs, y = batch
-        return jnp.mean(margin_loss(y * apply(w, alpha, inputs)))
+        return jnp.mean(loss(apply(w, alpha, inputs), y))
 
     def run(lower, alpha, w, state, batch):
         inputs, y = batch
@@ -87,7 +87,8 @@ class KernelSpace(Space):
 
     ``alpha`` is {"mixture": [h], "log_penalty"}, at first uniform and log 0.1; ``w`` is like the
     training targets, at first 0. Batches are ``(blocks, y)``: outputs ``f`` [m] for two classes,
-    [m, classes] for more, and y like ``f`` with entries +-1. An architecture is an activation's
+    [m, classes] for more, and y like ``f`` with entries +-1 (``outer="squared"``: any real
+    numbers). An architecture is an activation's
     name; its corner has the penalty of the start.
 
     Attributes
@@ -104,7 +105,7 @@ class KernelSpace(Space):
 def kernel_space(
     names: Sequence[str],
     activations: Sequence[Callable[[Any], jax.Array]],
-    margin_loss: Callable[[jax.Array], jax.Array],
+    loss: Callable[[jax.Array, jax.Array], jax.Array],
     predict: Callable[[jax.Array], jax.Array],
     scale: float,
 ) -> KernelSpace:
@@ -112,7 +113,7 @@ def kernel_space(
 
     Examples
     --------
-    >>> space = kernel_space(["relu"], [ntk.relu], lambda margin: (1 - margin) ** 2, jnp.sign, 1.0)
+    >>> space = kernel_space(["relu"], [ntk.relu], lambda f, y: (f - y) ** 2, jnp.sign, 1.0)
     >>> batch = space.blocks(jnp.eye(2)), jnp.array([1.0, -1.0])  # K = I / 2
     >>> alpha, w = space.start(), space.init(jax.random.key(0), batch)
     >>> space.solver.run(space.problem.lower, alpha, w, (), batch)[0].round(4)  # y / (1/2 + 1/10)
@@ -129,7 +130,7 @@ def kernel_space(
     return KernelSpace(
         names=tuple(names),
         **mixture_and_penalty(names),
-        **_ridge(matrix, margin_loss)._asdict(),
+        **_ridge(matrix, loss)._asdict(),
         predict=predict,
         blocks=blocks,
     )
@@ -140,7 +141,8 @@ class KernelFunctionSpace(Space):
     """A search of kernel functions: :func:`kernel_mixture_space`, :func:`kernel_function_space`.
 
     ``w`` is like the training targets, at first 0. Batches are ``(inputs, y)``: outputs ``f`` [m]
-    for two classes, [m, classes] for more, and y like ``f`` with entries +-1.
+    for two classes, [m, classes] for more, and y like ``f`` with entries +-1 (``outer="squared"``:
+    any real numbers, for regression).
 
     Attributes
     ----------
@@ -238,6 +240,7 @@ def kernel_function_space(
         return of(jax.tree.unflatten(structure, drawn))
 
     def discretize(alpha):
+        finite("alpha", alpha["kernel"])
         leaves, structure = jax.tree.flatten(alpha["kernel"])
         pairs = zip(_words(sets, start), leaves, strict=True)
         corners = [_largest(leaf) if word == "simplex" else leaf for word, leaf in pairs]
@@ -330,6 +333,7 @@ def network_space(network: nets.Network, *, outer: str = "squared") -> NetworkSp
     space = kernel_function_space(kernel, start, sets=sets, outer=outer)
 
     def discretize(alpha):
+        finite("alpha", alpha["kernel"])
         return {
             name: choices[name][int(np.argmax(value))] if choices[name] else float(value)
             for name, value in values(alpha).items()

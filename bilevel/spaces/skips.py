@@ -49,7 +49,6 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 import ntk
 from bilevel.checks import finite, known, sequence, whole
@@ -57,7 +56,7 @@ from bilevel.problem import Problem
 from bilevel.spaces.activations import ACTIVATIONS
 from bilevel.spaces.kernels import KernelFunctionSpace, kernel_function_space
 from bilevel.spaces.space import Space, on_simplices
-from bilevel.spaces.targets import predict
+from bilevel.spaces.targets import label_losses, predict
 
 Alpha = dict[str, jax.Array]
 
@@ -276,10 +275,7 @@ def skip_space(
 
     def loss(w, alpha, batch):
         x, labels = batch
-        f = apply(w, alpha, x)
-        if classes == 2:
-            return jnp.mean(optax.sigmoid_binary_cross_entropy(f, labels))
-        return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(f, labels))
+        return jnp.mean(label_losses(apply(w, alpha, x), labels))
 
     def discretize(alpha):
         network.check(alpha)

@@ -106,6 +106,18 @@ def distinct(names: Sequence[str]) -> tuple[str, ...]:
     return tuple(f"{name} {k}" if k > 1 else name for name, k in zip(names, seen, strict=True))
 
 
+def name_of(function: Callable) -> str:
+    """What a candidate is called where the user gave no name.
+
+    Examples
+    --------
+    >>> name_of(jnp.tanh)
+    'tanh'
+    """
+    named = getattr(function, "name", None) or getattr(function, "__name__", None)
+    return named or type(function).__name__
+
+
 class Simplices(NamedTuple):
     """Four fields of a :class:`Space`; see :func:`on_simplices`."""
 

@@ -17,12 +17,13 @@ from bilevel.problem import Problem
 from bilevel.protocols import Pytree
 from bilevel.spaces.space import on_simplices
 
-OUTER_LOSSES: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "hinge": lambda margin: jnp.maximum(1 - margin, 0),
-    "logistic": lambda margin: jax.nn.softplus(-margin),
-    "squared": lambda margin: (1 - margin) ** 2,
+OUTER_LOSSES: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
+    "hinge": lambda f, y: jnp.maximum(1 - y * f, 0),
+    "logistic": lambda f, y: jax.nn.softplus(-y * f),
+    "squared": lambda f, y: (f - y) ** 2,
 }
-"""Losses of the margin ``y f(x)``, y = +-1."""
+"""Losses of outputs and targets, elementwise. "squared" takes any real targets; the others are of
+the margin ``y f``, y = +-1."""
 
 
 def sign_labels(labels: chex.Array, classes: int, dtype=float) -> jax.Array:
@@ -64,6 +65,26 @@ def predict(f: chex.Array) -> jax.Array:
     return (f > 0).astype(int) if f.ndim == 1 else jnp.argmax(f, axis=-1)
 
 
+def label_losses(f: chex.Array, labels: chex.Array) -> jax.Array:
+    """Cross-entropy of every row: of the sigmoid for ``f`` [n], the softmax for [n, classes].
+
+    NaN, as its derivatives, for labels that are not 0 .. classes - 1: +-1 belong to other losses.
+
+    Examples
+    --------
+    >>> label_losses(jnp.zeros(3), jnp.array([0, 1, -1])).round(4)
+    Array([0.6931, 0.6931,    nan], dtype=float...)
+    """
+    of_two = f.ndim == 1
+    loss = (
+        optax.sigmoid_binary_cross_entropy
+        if of_two
+        else optax.softmax_cross_entropy_with_integer_labels
+    )
+    known = (labels >= 0) & (labels < (2 if of_two else f.shape[-1]))
+    return loss(f, labels) * jnp.where(known, 1, jnp.nan).astype(f.dtype)
+
+
 def cross_entropy(apply: Callable[[Pytree, Pytree, jax.Array], jax.Array]) -> Problem:
     """Batches ``(x, labels)``, labels [n] integers; the softmax's mean cross-entropy twice.
 
@@ -76,8 +97,7 @@ def cross_entropy(apply: Callable[[Pytree, Pytree, jax.Array], jax.Array]) -> Pr
 
     def loss(w, alpha, batch):
         x, labels = batch
-        logits = apply(w, alpha, x)
-        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+        return label_losses(apply(w, alpha, x), labels).mean()
 
     return Problem(loss, loss)
 

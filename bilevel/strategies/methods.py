@@ -6,9 +6,9 @@ from collections.abc import Callable
 import jax
 import optax
 
-from bilevel.batches import minibatches
+from bilevel.batches import jointly, minibatches
 from bilevel.checks import whole
-from bilevel.problem import Problem
+from bilevel.problem import Problem, parts
 from bilevel.protocols import Loss
 from bilevel.solvers import one_step
 from bilevel.solvers import unrolled as unrolled_solver
@@ -122,7 +122,15 @@ def gaea(
     """
     optimizer = _of_alpha(space, alpha, exponentiated, optax.sgd)
     strategy = _first_order(space, weights, optimizer, batch_size)
-    return _on_training_rows(strategy) if on_training_rows else strategy
+    if not on_training_rows:
+        return strategy
+    rows = minibatches(batch_size)
+
+    def one_for_both(key, train, valid):
+        batch = rows(key, train)
+        return batch, batch
+
+    return _on_training_rows(strategy)._replace(batches=jointly(one_for_both))
 
 
 def joint(
@@ -134,7 +142,8 @@ def joint(
 ) -> Strategy:
     """Single-level training: weights and ``alpha`` descend the training loss together.
 
-    It is :func:`darts` with training rows in the place of validation rows.
+    It is :func:`darts` with training rows in the place of validation rows: each of the two takes a
+    batch of its own.
 
     Parameters
     ----------
@@ -284,7 +293,13 @@ def _of_alpha(
 
 
 def _on_training_rows(strategy: Strategy) -> Strategy:
-    problem = dataclasses.replace(strategy.problem, outer=strategy.problem.lower)
+    lower, has_aux = parts(strategy.problem).lower, strategy.problem.has_aux
+
+    def outer(w, alpha, batch):
+        loss, _, aux = lower(w, alpha, batch)  # without what it does to the variables
+        return (loss, aux) if has_aux else loss
+
+    problem = dataclasses.replace(strategy.problem, outer=outer)
     return strategy._replace(
         problem=problem,
         on_training_rows=True,

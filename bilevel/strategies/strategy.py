@@ -5,13 +5,14 @@ from typing import Any, NamedTuple
 
 import chex
 import jax
+import jax.numpy as jnp
 
 from bilevel._search import SearchResult, search
 from bilevel.checks import whole
 from bilevel.nets.evaluation import in_batches, over_batches
 from bilevel.problem import Problem
 from bilevel.problem import side_by_side as problems_side_by_side
-from bilevel.protocols import LowerSolver, Pytree
+from bilevel.protocols import Joint, LowerSolver, Pytree
 from bilevel.spaces.space import Space
 from bilevel.strategies.optimizers import Optimizer
 
@@ -24,7 +25,7 @@ class Strategy(NamedTuple):
     problem : Problem
     solver : LowerSolver
     optimizer : optax.GradientTransformation, of ``alpha``.
-    batches : ``batches(key, data) -> batch``
+    batches : ``batches(key, data) -> batch``, or of :func:`bilevel.batches.jointly`
     on_training_rows : bool
         Whether ``alpha`` descends on training rows too: validation rows are then not looked at.
     gradients : int
@@ -38,7 +39,7 @@ class Strategy(NamedTuple):
     problem: Problem
     solver: LowerSolver
     optimizer: Optimizer
-    batches: Callable[[jax.Array, Pytree], Pytree]
+    batches: Callable[..., Any]
     on_training_rows: bool
     gradients: int
     error: str
@@ -92,7 +93,8 @@ def run(
 def side_by_side(strategy: Strategy, copies: int) -> Strategy:
     """The same search ``copies`` times at once: arrays of state and data lead with that axis.
 
-    Losses are sums over the copies, as in :func:`bilevel.side_by_side`.
+    Losses are sums over the copies, as in :func:`bilevel.side_by_side`, which says what that does
+    to a norm over all weights: the clipping in :func:`darts_sgd` is one of all copies together.
 
     Raises
     ------
@@ -115,10 +117,11 @@ def side_by_side(strategy: Strategy, copies: int) -> Strategy:
     """
     copies = whole("copies", copies, 1)
 
-    def of_all(key, data):
-        return jax.vmap(strategy.batches)(jax.random.split(key, copies), data)
+    def of_all(key, *data):
+        return jax.vmap(strategy.batches)(jax.random.split(key, copies), *data)
 
-    return strategy._replace(problem=problems_side_by_side(strategy.problem), batches=of_all)
+    batches = Joint(of_all) if isinstance(strategy.batches, Joint) else of_all
+    return strategy._replace(problem=problems_side_by_side(strategy.problem), batches=batches)
 
 
 def best_drawn(
@@ -126,7 +129,8 @@ def best_drawn(
 ) -> Pytree:
     """The one of ``samples`` architectures drawn that has the lowest validation loss at ``w``.
 
-    The end of random search with weight sharing. Pure: put it under ``jit`` and ``vmap``.
+    One whose loss is NaN is not chosen while there is another. The end of random search with
+    weight sharing. Pure: put it under ``jit`` and ``vmap``.
 
     Parameters
     ----------
@@ -161,4 +165,4 @@ def best_drawn(
     losses, batches = over_batches(space.problem.outer), in_batches([rows], batch_size)
     keys = jax.random.split(key, whole("samples", samples, 1))
     found = jax.lax.map(lambda key: losses(w, space.draw(key), batches)[0], keys)
-    return space.draw(keys[found.argmin()])
+    return space.draw(keys[jnp.where(jnp.isnan(found), jnp.inf, found).argmin()])

@@ -26,7 +26,7 @@ import jax
 import numpy as np
 
 from ntk._checks import sequence, short, whole
-from ntk.activations import activation
+from ntk.activations import in_a_network
 from ntk.networks.network import Add, Elementwise, Flatten, Network, Pool, Weights
 
 Window = int | Sequence[int]
@@ -121,7 +121,7 @@ def act(activations: Any, weights: Any = None) -> Network:
         activations, weights = list(activations), list(activations.values())
     elif callable(activations):
         activations, weights = [activations], [1.0]
-    activations = tuple(map(activation, sequence("activations", activations, "activations")))
+    activations = tuple(map(in_a_network, sequence("activations", activations, "activations")))
     if not activations:
         raise ValueError("activations: expected at least one, got none.")
     return Network((Elementwise(activations, _choice(weights, len(activations))),))

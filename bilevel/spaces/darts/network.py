@@ -20,7 +20,6 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import optax
 
 from bilevel.nets.convolution import average_pool
 from bilevel.nets.layers import Conv, Norm, cast_images, initial, wide
@@ -35,6 +34,7 @@ from bilevel.spaces.darts.operations import (
     operation,
     reductions,
 )
+from bilevel.spaces.targets import label_losses
 
 _AUXILIARY_WEIGHT = 0.4  # of the second classifier's loss
 
@@ -207,7 +207,7 @@ def darts_network(
         )
 
         def entropy(logits):
-            return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+            return label_losses(logits, labels).mean()
 
         value = entropy(logits)
         if second is not None:

@@ -312,7 +312,9 @@ def _draw(key, stream, shape, start, dimension, dtype):
     blocks = jax.vmap(block, out_axes=-2)(start // _BLOCK + jnp.arange(count))
     entries = blocks.reshape(*shape, count * _BLOCK)
     part = jax.lax.dynamic_slice_in_dim(entries, start % _BLOCK, dimension, axis=-1)
-    return _TRANSFORMS[stream](part.astype(dtype))
+    # In 16 bits numbers near the interval's ends would become the ends, and their transforms NaN.
+    wide = jnp.promote_types(dtype, jnp.float32)
+    return _TRANSFORMS[stream](part.astype(wide)).astype(dtype)
 
 
 def _column_statistics(x):

@@ -27,7 +27,7 @@ from bilevel.checks import known, sequence
 from bilevel.problem import Problem
 from bilevel.protocols import LowerSolver
 from bilevel.solvers import ridge
-from bilevel.spaces.space import Space, distinct
+from bilevel.spaces.space import Space, distinct, name_of
 from bilevel.spaces.targets import OUTER_LOSSES, mixture_and_penalty, predict
 
 
@@ -107,7 +107,7 @@ def feature_space(
     maps = sequence("maps", maps, "a sequence of functions")
     if not maps:
         raise ValueError("maps: expected at least one feature map, got none.")
-    names = distinct([_name(phi) for phi in maps]) if names is None else tuple(names)
+    names = distinct([name_of(phi) for phi in maps]) if names is None else tuple(names)
     if len(names) != len(maps):
         raise ValueError(f"names: expected {len(maps)}, one per map, got {len(names)}.")
     known("outer", outer, OUTER_LOSSES)
@@ -139,10 +139,7 @@ def feature_space(
 
     def validation(w, alpha, batch):
         blocks, y = batch
-        f = apply(w, alpha, blocks)
-        # As a loss of the margin, the squared one would be right for labels +-1 only.
-        losses = (f - y) ** 2 if outer == "squared" else OUTER_LOSSES[outer](y * f)
-        return jnp.mean(losses)
+        return jnp.mean(OUTER_LOSSES[outer](apply(w, alpha, blocks), y))
 
     return FeatureSpace(
         names=names,
@@ -154,7 +151,3 @@ def feature_space(
         blocks=blocks,
         solver=ridge(features, penalty),
     )
-
-
-def _name(phi: Callable) -> str:
-    return getattr(phi, "__name__", type(phi).__name__)

@@ -19,13 +19,13 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import optax
 
 from bilevel.checks import whole
 from bilevel.nets.convolution import average_pool
 from bilevel.nets.layers import Conv, cast_images, initial, wide
 from bilevel.nets.training import TrainableNetwork
 from bilevel.spaces.nasbench201._genotype import EDGES, SIZES, Genotype, check_genotype
+from bilevel.spaces.targets import label_losses
 
 Norm = Callable[..., nn.Module]
 
@@ -257,7 +257,7 @@ def nasbench201_network(
         logits, new = module(True).apply(
             {"params": w, "batch_stats": averages}, x, mutable=["batch_stats"]
         )
-        value = optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+        value = label_losses(logits, labels).mean()
         # Wide images have wide statistics; the averages stay what they are.
         return value, jax.tree.map(lambda x, a: x.astype(a.dtype), new["batch_stats"], averages)
 

@@ -26,7 +26,7 @@ from bilevel._processes import first, whole
 from bilevel._progress import progress_bar
 from bilevel.meshes import beside
 from bilevel.spaces.nasbench201._all_networks import AllNetworks
-from bilevel.spaces.nasbench201._genotype import encode
+from bilevel.spaces.nasbench201._genotype import PRIMITIVES, encode
 from ntk import scores as ntk_scores
 from ntk.certificate import certified_min_eigenvalue
 
@@ -179,9 +179,14 @@ def _check(names, genotypes, batch, at_once):
     check_names(names)
     if at_once < 1:
         raise ValueError(f"at_once: expected at least 1, got {at_once}.")
-    cells = encode(genotypes) if not isinstance(genotypes, np.ndarray) else genotypes
+    cells = genotypes if isinstance(genotypes, np.ndarray) else encode(genotypes)
     if cells.ndim != 2 or cells.shape[1:] != (6,) or not len(cells):
         raise ValueError(f"genotypes: expected at least one, [m, 6], got {list(cells.shape)}.")
+    if not np.isin(cells, range(len(PRIMITIVES))).all():  # which a program would clip
+        raise ValueError(
+            f"genotypes: expected entries 0 to {len(PRIMITIVES) - 1}, got {cells.min()} to "
+            f"{cells.max()}."
+        )
     x, y = map(jnp.asarray, batch)
     if len(x) < 2:
         raise ValueError(f"batch: expected at least 2 samples, got {len(x)}.")

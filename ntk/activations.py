@@ -283,7 +283,13 @@ def in_a_network(fn: Function) -> Activation:
 
 @functools.cache
 def as_piecewise(s: Activation) -> Activation:
-    """A kinked one with its kink at 0 among the others."""
+    """A kinked one with its kink at 0 among the others.
+
+    Raises
+    ------
+    ValueError
+        For a point mass, which has no values.
+    """
     if s.smooth is not None:
         return s
     if s.degree < 0:

@@ -208,8 +208,8 @@ def test_the_squared_loss_of_real_targets_is_their_mean_squared_error(space):
 
 
 def test_weights_that_are_not_finite_stand_for_no_kernel():
-    for space in SPACES["a network's parameters"](), SPACES["described network"]():
-        alpha = jax.tree.map(lambda a: jnp.nan * a, space.start())
+    for space in SPACES["a network's parameters"](), SPACES["a described network"]():
+        alpha = jax.tree.map(lambda a: jnp.nan + a, space.start())
         with pytest.raises(ValueError, match="alpha: expected finite numbers"):
             space.discretize(alpha)
 

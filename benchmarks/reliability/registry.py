@@ -127,6 +127,7 @@ NOT_COVERED = {
     "bilevel.judging.verdicts.judge": _TABLE,
     "bilevel.judging.verdicts.paper_protocol": _TABLE,
     "bilevel.judging.verdicts.seed_ceiling": _TABLE,
+    "bilevel.spaces.space.name_of": "words",
     "bilevel.spaces.kernels.network_space": _OF_KERNELS,
     "bilevel.spaces.linearized.linearized_space": _OF_KERNELS,
     "bilevel.spaces.nasbench201.nasbench201_network": _NETWORKS,

@@ -195,6 +195,7 @@ def entropy(rng, dtype) -> Case:
 
 @generates(
     "bilevel.nets.evaluation.error_rates",
+    "bilevel.nets.evaluation.wrong_rows",
     "bilevel.nets.evaluation.in_batches",
     "bilevel.nets.evaluation.over_batches",
 )
@@ -223,7 +224,11 @@ def unit_images(rng, dtype) -> Case:
     return Case(call, {"x": x, "pixels": pixels}, check, kinds)
 
 
-@generates("bilevel.spaces.targets.cross_entropy", "bilevel.spaces.targets.mixture_and_penalty")
+@generates(
+    "bilevel.spaces.targets.cross_entropy",
+    "bilevel.spaces.targets.label_losses",
+    "bilevel.spaces.targets.mixture_and_penalty",
+)
 def cross(rng, dtype) -> Case:
     w = jnp.asarray(rng.normal(size=(3, 2)), dtype)
     labels = rng.integers(0, 2, 3)

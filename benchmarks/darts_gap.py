@@ -408,7 +408,7 @@ def draw(rows, axes):
         ax.set(xscale="log", xlabel="validation rows n_V")
         ax.set_xticks(counts, counts)
         ax.minorticks_off()
-    for ax, place in zip(axes, ("upper right", (0.6, 0.15), "upper right"), strict=True):
+    for ax, place in zip(axes, ("upper right", "best", "upper right"), strict=True):
         ax.legend(fontsize=8, loc=place)
 
 

@@ -226,7 +226,7 @@ def _of_object(x: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _of_pytree(x: Any) -> dict[str, Any]:
-    """The parts that JAX sees of an object: the weights in a state of nnx, by name where it has."""
+    """The parts that JAX sees of an object: the weights in a state of nnx, one by one."""
     found = jax.tree_util.default_registry.flatten_one_level(x)
     if found is None:
         return {}

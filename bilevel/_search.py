@@ -477,13 +477,9 @@ def _kept(setup: _Setup, carry: _Carry) -> Pytree:
 
 def _resumed(setup: _Setup, saver: Saver, carry: _Carry, steps: int) -> _Carry:
     """``carry`` as it was at the checkpoint's step, if there is one."""
-    done = saver.step
-    if done is None:
+    done = saver.done("steps", steps)
+    if done == 0:
         return carry
-    if done > steps:
-        raise ValueError(
-            f"steps: expected at least the {done} that the checkpoint holds, got {steps}."
-        )
     # Shapes only: of steps not yet done there is nothing to read.
     rows = setup.rows(done)
     like = jax.tree.map(

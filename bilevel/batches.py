@@ -5,7 +5,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from bilevel.checks import function, prng_key, whole
+from bilevel.checks import function, prng_key, rows, whole
 from bilevel.protocols import Joint, Partition, Pytree
 
 
@@ -31,8 +31,8 @@ def minibatches(batch_size: int) -> Callable[[jax.Array, Pytree], Pytree]:
     def batches(key, data):
         prng_key("key", key)
         n = row_count(data, batch_size)
-        rows = jax.random.randint(key, (batch_size,), 0, n)
-        return jax.tree.map(lambda a: jnp.asarray(a)[rows], data)
+        drawn = jax.random.randint(key, (batch_size,), 0, n)
+        return jax.tree.map(lambda a: jnp.asarray(a)[drawn], data)
 
     return batches
 
@@ -91,10 +91,7 @@ def row_count(data: Pytree, batch_size: int) -> int:
     ValueError
         For a ``batch_size`` under 1, or more than the rows; for arrays of other numbers of rows.
     """
-    shapes = [jnp.shape(x) for x in jax.tree.leaves(data)]
-    n = shapes[0][0] if shapes and shapes[0] else 0
-    if any(shape[:1] != (n,) for shape in shapes):
-        raise ValueError(f"data: expected arrays with a row for each example, got shapes {shapes}.")
+    n = rows("data", data)
     if not whole("batch_size", batch_size, 1) <= n:
         raise ValueError(f"batch_size: expected 1 to the {n} rows of the data, got {batch_size}.")
     return n

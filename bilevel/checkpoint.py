@@ -215,6 +215,21 @@ class Saver:
         self._saved_at, self._interval = -np.inf, seconds
         self._newest: int | None = None  # what this run wrote
 
+    def done(self, name: str, asked: int) -> int:
+        """Steps that the checkpoint holds, 0 without one; ``asked``, the argument ``name``, in all.
+
+        Raises
+        ------
+        ValueError
+            If it holds more than were asked for.
+        """
+        held = self.step or 0
+        if held > asked:
+            raise ValueError(
+                f"{name}: expected at least the {held} that the checkpoint holds, got {asked}."
+            )
+        return held
+
     def restore(self, like: Pytree) -> Pytree:
         """The arrays of ``step``, in the structure of ``like``.
 

@@ -29,6 +29,7 @@ from ntk._checks import (
 
 __all__ = [
     "array",
+    "as_floating",
     "at_least",
     "between",
     "concrete",
@@ -53,6 +54,7 @@ __all__ = [
     "positive",
     "positives",
     "prng_key",
+    "rows",
     "scalar_loss",
     "sequence",
     "short",
@@ -97,6 +99,21 @@ def count(name: str, value: Any) -> None:
     """Refuse a ``value`` that is not a whole number of at least 1; traced ones pass."""
     if concrete(value):
         whole(name, value, 1)
+
+
+def rows(name: str, data: Pytree) -> int:
+    """How many rows all arrays of ``data`` have."""
+    shapes = [jnp.shape(x) for x in jax.tree.leaves(data)]
+    n = shapes[0][0] if shapes and shapes[0] else 0
+    if any(shape[:1] != (n,) for shape in shapes):
+        raise ValueError(f"{name}: expected arrays of as many rows each, got shapes {shapes}.")
+    return n
+
+
+def as_floating(name: str, value: Any) -> jax.Array:
+    """``value`` as an array of floating-point numbers: whole ones, as of bytes, in the default."""
+    x = array(name, value)
+    return x if jnp.issubdtype(x.dtype, jnp.floating) else x.astype(float)
 
 
 def images(name: str, value: Any) -> jax.Array:

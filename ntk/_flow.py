@@ -62,14 +62,19 @@ def _product(t, values):
     return jnp.where(values > 0, t * jnp.where(values > 0, values, 1), 0)
 
 
+def _finite(t):
+    return jnp.where(jnp.isinf(t), 0, t)
+
+
 def _at_zero(t, rounding):
-    finite = jnp.where(jnp.isinf(t), 0, t)
-    return finite * jnp.exp(-finite * rounding)
+    """``phi_t`` in a direction that rounding decides; 0 in the limit."""
+    return _finite(t) * jnp.exp(-_finite(t) * rounding)
 
 
 def _rate_at_zero(t, rounding):
-    finite = jnp.where(jnp.isinf(t), 0, t)
-    return jnp.where(jnp.isinf(t), 0, (1 - finite * rounding) * jnp.exp(-finite * rounding))
+    """The derivative of that in t."""
+    past = _finite(t) * rounding
+    return jnp.where(jnp.isinf(t), 0, (1 - past) * jnp.exp(-past))
 
 
 def _phi(a, t, rounding):
@@ -82,7 +87,7 @@ def _divided_differences(values, t, rounding):
     """``(phi(a) - phi(b)) / (a - b)`` for all pairs, without cancellation."""
     a = jnp.minimum(values[:, None], values)
     b = jnp.maximum(values[:, None], values)
-    finite = jnp.where(jnp.isinf(t), 0, t)
+    finite = _finite(t)
     x, y = finite * a, finite * b
     # (D - phi(a)) / b, where D = (exp(-x) - exp(-y)) / (b - a) has a stable form.
     half = (y - x) / 2

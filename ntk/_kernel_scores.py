@@ -23,7 +23,6 @@ from ntk._network import (
     check,
     for_each,
     gram,
-    in_parameters,
     is_weight,
     logits_like,
     map_gradients,
@@ -45,7 +44,7 @@ def kernel(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
     >>> kernel(None, lambda w, x: x @ w, jnp.ones((2, 2)), (x, y))
     Array([[18.,  0.], [ 0.,  2.]], dtype=float...)
     """
-    x, _ = check(apply, params, batch)
+    apply, params, x, _ = check(apply, params, batch)
     return _gram(_gradients(apply, params, x))
 
 
@@ -58,7 +57,7 @@ def layer_traces(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
     >>> layer_traces(None, lambda w, x: x @ w, jnp.ones((2, 2)), (x, y))
     Array([10.], dtype=float...)
     """
-    x, _ = check(apply, params, batch)
+    apply, params, x, _ = check(apply, params, batch)
     return _traces(apply, params, x, _gradients(apply, params, x))
 
 
@@ -73,7 +72,7 @@ def kernel_scores(key, apply: Apply, params: Pytree, batch: Batch) -> dict[str, 
     ['condition_number', 'cosine_min_eigenvalue', 'eigen_nas', 'kernel', 'label_energy',
      'log_traces', 'min_eigenvalue', 'spectral_entropy']
     """
-    x, y = check(apply, params, batch)
+    apply, params, x, y = check(apply, params, batch)
     classes = logits_like(apply, params, x).shape[1]
     gradients = _gradients(apply, params, x)
     K = _gram(gradients)
@@ -155,7 +154,7 @@ def eigen_nas(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
     >>> float(eigen_nas(None, lambda w, x: x @ w, jnp.ones((2, 2)), (x, y)))
     10.0
     """
-    x, _ = check(apply, params, batch)
+    apply, params, x, _ = check(apply, params, batch)
     return jnp.mean(map_gradients(lambda g: jnp.sum(g**2), apply, params, x))
 
 
@@ -223,7 +222,7 @@ def te_nas(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
     >>> round(float(te_nas(None, lambda w, x: x @ w, jnp.ones((2, 2)), (x, y))), 3)
     9.0
     """
-    x, _ = check(apply, params, batch)
+    apply, params, x, _ = check(apply, params, batch)
     weights, rebuild = split_weights(apply, params, x, "scale")
     _, pull_back = jax.vjp(lambda w: jnp.sum(apply(rebuild(w), x), axis=1), weights)
     units = jnp.eye(len(x), dtype=logits_like(apply, params, x).dtype)
@@ -261,7 +260,7 @@ def label_energy(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
     >>> round(float(score), 4)  # two classes, indicators +-1/2: -2 (1/18 + 1/2) / 4
     -0.2778
     """
-    x, y = check(apply, params, batch)
+    apply, params, x, y = check(apply, params, batch)
     K = kernel(key, apply, params, batch)
     classes = logits_like(apply, params, x).shape[1]
     return _label_energy(K, spectrum.eigenvalues(K), y, classes)
@@ -282,7 +281,6 @@ def log_traces(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
 
 def _gradients(apply: Apply, params: Pytree, x: jax.Array) -> Pytree:
     """Leaves [n, size]: the gradient of each sample's summed logits."""
-    apply, params = in_parameters(apply, params)
     gradient = jax.grad(lambda p, xi: jnp.sum(apply(p, xi[None])))
     return for_each(lambda xi: jax.tree.map(jnp.ravel, gradient(params, xi)), x)
 
@@ -292,9 +290,7 @@ def _gram(gradients: Pytree) -> jax.Array:
 
 
 def _traces(apply: Apply, params: Pytree, x: jax.Array, gradients: Pytree) -> jax.Array:
-    pairs = zip(
-        is_weight(*in_parameters(apply, params), x), jax.tree.leaves(gradients), strict=True
-    )
+    pairs = zip(is_weight(apply, params, x), jax.tree.leaves(gradients), strict=True)
     return jnp.stack([jnp.sum(g**2) / len(g) for chosen, g in pairs if chosen])
 
 

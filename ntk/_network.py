@@ -22,8 +22,12 @@ Apply = Callable[[Pytree, jax.Array], jax.Array]
 Batch = tuple[jax.Array, jax.Array]
 
 
-def check(apply: Apply, params: Pytree, batch: Batch) -> Batch:
-    """The batch as arrays, if it and the logits it leads to are what a score needs."""
+def check(apply: Apply, params: Pytree, batch: Batch) -> tuple[Apply, Pytree, jax.Array, jax.Array]:
+    """``(apply, params, x, y)``, if the batch and the logits it leads to are what a score needs.
+
+    The first two in what is trained: of flax's variables the collection "params", else all of it.
+    Running averages are no weights, and sort before them.
+    """
     function("apply", apply, "(params, x) -> logits")
     if not isinstance(batch, tuple | list) or len(batch) != 2:
         raise ValueError(f"batch: expected a pair (x, y), got {type(batch).__name__}.")
@@ -47,7 +51,7 @@ def check(apply: Apply, params: Pytree, batch: Batch) -> Batch:
                 f"batch: expected labels from 0 to {classes - 1}, "
                 f"got {labels.min()} to {labels.max()}."
             )
-    return x, y
+    return *_in_parameters(apply, params), x, y
 
 
 def logits_like(apply: Apply, params: Pytree, x: chex.Array) -> Any:
@@ -78,11 +82,7 @@ def _name(path: tuple) -> str:
     return (named or words or [""])[-1]
 
 
-def in_parameters(apply: Apply, params: Pytree) -> tuple[Apply, Pytree]:
-    """Both in what is trained: of flax's variables the collection "params", else all of it.
-
-    Running averages are no weights, and sort before them.
-    """
+def _in_parameters(apply: Apply, params: Pytree) -> tuple[Apply, Pytree]:
     if not isinstance(params, Mapping) or "params" not in params or len(params) == 1:
         return apply, params
     return lambda p, x: apply({**params, "params": p}, x), params["params"]
@@ -114,7 +114,7 @@ def mean_loss(apply: Apply, params: Pytree, x: chex.Array, y: chex.Array) -> jax
 
 def loss_gradient(apply: Apply, params: Pytree, batch: Batch) -> tuple[list, list]:
     """The weights, and the gradient in them of the mean cross-entropy."""
-    x, y = check(apply, params, batch)
+    apply, params, x, y = check(apply, params, batch)
     weights, rebuild = split_weights(apply, params, x)
     return weights, jax.grad(lambda w: mean_loss(apply, rebuild(w), x, y))(weights)
 
@@ -138,7 +138,6 @@ def for_each(function: Callable, xs: Pytree, batch_size: int | None = None) -> P
 
 def map_gradients(reduce: Callable, apply: Apply, params: Pytree, x: chex.Array) -> jax.Array:
     """``reduce`` of the gradient of each sample's summed logits, one after another."""
-    apply, params = in_parameters(apply, params)
     gradient = jax.grad(lambda p, xi: jnp.sum(apply(p, xi[None])))
     return for_each(lambda xi: reduce(ravel_pytree(gradient(params, xi))[0]), x)
 

@@ -278,11 +278,11 @@ def in_a_network(fn: Function) -> Activation:
     (True, 1.0)
     """
     s = activation(fn)
-    return s if s.smooth is not None or s.degree == 1 else as_piecewise(s)
+    return s if s.smooth is not None or s.degree == 1 else as_piecewise("activations", s)
 
 
 @functools.cache
-def as_piecewise(s: Activation) -> Activation:
+def as_piecewise(argument: str, s: Activation) -> Activation:
     """A kinked one with its kink at 0 among the others.
 
     Raises
@@ -293,7 +293,7 @@ def as_piecewise(s: Activation) -> Activation:
     if s.smooth is not None:
         return s
     if s.degree < 0:
-        raise ValueError(f"activations: expected functions of values, got the point mass {s.name}.")
+        raise ValueError(f"{argument}: expected functions of values, got the point mass {s.name}.")
     jumps = [0.0] * ORDERS
     jumps[s.degree] = s.kink[1] - s.kink[0]
     return Activation(s.name, s.__call__, kinks=((0.0, tuple(jumps)),))

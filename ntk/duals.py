@@ -124,7 +124,7 @@ def dual(
 
 def _piecewise(a: Activation, b: Activation, sx, sy, p, q) -> jax.Array:
     """``E[a(u) b(u')]`` [n] where a or b has kinks beside the closed forms'."""
-    layers: list[Layer] = [(as_piecewise(a),), (as_piecewise(b),)]
+    layers: list[Layer] = [(as_piecewise("a, b", s),) for s in (a, b)]
     kinks, one = places(layers), jnp.ones(1, p.dtype)
     error = jnp.full_like(p, float(jnp.finfo(p.dtype).eps))
     traced = not concrete(sx, sy, p, q)

@@ -85,7 +85,6 @@ from ntk._network import (
     check,
     distinct_patterns,
     for_each,
-    in_parameters,
     inner_product,
     layer_saliency,
     loss_gradient,
@@ -140,8 +139,7 @@ def knas(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
     >>> float(knas(None, lambda w, x: x @ w, jnp.zeros((1, 2)), (x, y)))
     0.5
     """
-    x, y = check(apply, params, batch)
-    apply, params = in_parameters(apply, params)
+    apply, params, x, y = check(apply, params, batch)
 
     def loss(p):
         return jnp.mean(jax.lax.map(lambda s: mean_loss(apply, p, s[0][None], s[1][None]), (x, y)))
@@ -175,10 +173,9 @@ def knas_released(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
     >>> float(score)  # 50 entries, 4 samples: 50 <(-.5, .5), (-.5, .5)> / 4^2
     1.5625
     """
-    x, y = check(apply, params, batch)
+    apply, params, x, y = check(apply, params, batch)
     if len(x) % 2:
         raise ValueError(f"batch: expected an even number of samples, got {len(x)}.")
-    apply, params = in_parameters(apply, params)
     if all(jnp.size(leaf) < 50 for leaf in jax.tree.leaves(params)):
         raise ValueError("params: expected a leaf of at least 50 entries, got none.")
 
@@ -215,8 +212,7 @@ def nasi(
     >>> float(nasi(None, *args)), float(nasi(None, *args, threshold=0.25))
     (0.5, 0.0)
     """
-    x, y = check(apply, params, batch)
-    apply, params = in_parameters(apply, params)
+    apply, params, x, y = check(apply, params, batch)
     g, _ = ravel_pytree(jax.grad(lambda p: mean_loss(apply, p, x, y))(params))
     r = jnp.sum(g**2)
     return r - penalty * jnp.maximum(0, r - threshold)
@@ -281,7 +277,7 @@ def grasp(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
     >>> round(float(grasp(None, lambda w, x: x @ w, w, (x, y))), 4)
     0.2002
     """
-    x, y = check(apply, params, batch)
+    apply, params, x, y = check(apply, params, batch)
     weights, rebuild = split_weights(apply, params, x)
     gradient = jax.grad(lambda w: mean_loss(apply, rebuild(w), x, y))
     _, product = jax.jvp(gradient, (weights,), (gradient(weights),))
@@ -313,7 +309,7 @@ def fisher(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
     >>> round(float(fisher(None, lambda w, x: x @ w, jnp.ones((1, 2)), (x, y))), 4)
     1.0
     """
-    x, y = check(apply, params, batch)
+    apply, params, x, y = check(apply, params, batch)
     return layer_saliency(apply, params, x, y)
 
 
@@ -336,7 +332,7 @@ def zico(key, apply: Apply, params: Pytree, batch: Batch, *, parts: int = 2) -> 
     >>> bool(jnp.isclose(score, jnp.log(4.0)))
     True
     """
-    x, y = check(apply, params, batch)
+    apply, params, x, y = check(apply, params, batch)
     if whole("parts", parts, 0) < 2 or len(x) % parts:
         raise ValueError(f"parts: expected 2 or more, dividing the {len(x)} samples, got {parts}.")
     weights, rebuild = split_weights(apply, params, x)
@@ -377,7 +373,7 @@ def jacov(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
     >>> round(float(score))  # the two are perfectly anticorrelated: eigenvalues 0 and 2
     -99990
     """
-    x, _ = check(apply, params, batch)
+    apply, params, x, _ = check(apply, params, batch)
     x = x.astype(jnp.promote_types(x.dtype, jnp.float32))  # images may come as integers
     g = jax.grad(lambda x: jnp.sum(apply(params, x)))(x).reshape(len(x), -1)
     g = g - g.mean(1, keepdims=True)
@@ -410,7 +406,7 @@ def synflow(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
     >>> bool(jnp.isclose(score, jnp.log(10.0)))
     True
     """
-    x, _ = check(apply, params, batch)
+    apply, params, x, _ = check(apply, params, batch)
     params = jax.tree.map(jnp.abs, params)
     weights, _ = split_weights(apply, params, x)
     ones = jnp.ones_like(x[:1])
@@ -459,7 +455,7 @@ def naswot(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
     >>> bool(jnp.isclose(score, jnp.log(2 * 2 - 1 * 1)))
     True
     """
-    x, _ = check(apply, params, batch)
+    apply, params, x, _ = check(apply, params, batch)
     agreements = sign_agreements(apply, params, x)
     _, logdet = jnp.linalg.slogdet(agreements.astype(float))
     return jnp.where(distinct_patterns(agreements) < len(x), -jnp.inf, logdet)
@@ -479,7 +475,7 @@ def regions(key, apply: Apply, params: Pytree, batch: Batch, *, unused: bool = T
     >>> int(regions(None, lambda w, x: jax.nn.relu(x) @ w, jnp.ones((2, 2)), (x, y)))
     2
     """
-    x, _ = check(apply, params, batch)
+    apply, params, x, _ = check(apply, params, batch)
     agreements = sign_agreements if unused else used_sign_agreements
     return distinct_patterns(agreements(apply, params, x))
 
@@ -493,6 +489,6 @@ def l2_norm(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
     >>> float(l2_norm(None, lambda w, x: x @ w, jnp.array([[3.0, 4.0]]), (x, y)))
     5.0
     """
-    x, _ = check(apply, params, batch)
+    apply, params, x, _ = check(apply, params, batch)
     weights, _ = split_weights(apply, params, x)
     return summed(jnp.linalg.norm(leaf.ravel()) for leaf in weights)

@@ -302,7 +302,7 @@ def test_traced_nan_and_infinity_come_out_as_nan():
 def test_rows_of_different_numbers_are_no_data(other):
     """An index beyond the shorter array would be its last row."""
     for data_ in ((jnp.arange(10), other), (other, jnp.arange(10))):
-        with pytest.raises(ValueError, match="data: expected arrays with a row for each example"):
+        with pytest.raises(ValueError, match="data: expected arrays of as many rows each"):
             bilevel.minibatches(2)(jax.random.key(0), data_)
 
 

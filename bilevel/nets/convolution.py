@@ -44,7 +44,7 @@ import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
-from bilevel.checks import array, images, whole
+from bilevel.checks import array, as_floating, images, whole
 
 _BLOCK = 32  # examples: with more, the copies of typical images leave a CPU's cache
 
@@ -107,11 +107,8 @@ def convolution(
            [21., 36., 27.],
            [20., 33., 24.]], dtype=float...)
     """
-    x, kernel, groups = (
-        _floating(array("x", x)),
-        array("kernel", kernel),
-        whole("groups", groups, 1),
-    )
+    x, kernel = as_floating("x", x), array("kernel", kernel)
+    groups = whole("groups", groups, 1)
     if kernel.ndim != 4 or kernel.shape[0] != kernel.shape[1] or not kernel.size:
         raise ValueError(f"kernel: expected [size, size, c / groups, outputs], got {kernel.shape}.")
     size, _, channels, outputs = kernel.shape
@@ -128,11 +125,6 @@ def convolution(
     if jax.default_backend() == "cpu" and groups == outputs and channels == 1:
         return _widely(_depthwise, x, kernel, window)
     return _plain(x, kernel, window, groups)
-
-
-def _floating(x):
-    # Images may come as bytes; what is computed from them is no whole number.
-    return x if jnp.issubdtype(x.dtype, jnp.floating) else x.astype(float)
 
 
 def _window(x, size, stride, dilation, padding) -> _Window:
@@ -342,7 +334,7 @@ def max_pool(x: chex.Array, size: int, *, stride: int = 1, padding: int = 0) -> 
     Array([[4., 5.],
            [7., 8.]], dtype=float...)
     """
-    x = _floating(images("x", x))
+    x = as_floating("x", images("x", x))
     window = _window(x, size, stride, 1, padding)
     return _separable(jnp.maximum, -jnp.inf, x, window)
 
@@ -364,7 +356,7 @@ def average_pool(x: chex.Array, size: int, *, stride: int = 1, padding: int = 0)
     Array([[2., 3.],
            [5., 6.]], dtype=float...)
     """
-    x = _floating(images("x", x))
+    x = as_floating("x", images("x", x))
     window = _window(x, size, stride, 1, padding)
     rows, columns = (_counts(window, length) for length in x.shape[1:3])
     share = 1 / (rows[:, None] * columns)[..., None]

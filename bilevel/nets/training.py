@@ -279,11 +279,7 @@ def run_epochs(
     run = jax.jit(epoch, donate_argnums=1)
     parts = {"program": program, "key": key, "data": data, "options": options}
     with saving(checkpoint, fingerprint(parts), seconds=_SAVE_SECONDS) as saver:
-        first = saver.step or 0
-        if first > epochs:
-            raise ValueError(
-                f"epochs: expected at least the {first} that the checkpoint holds, got {epochs}."
-            )
+        first = saver.done("epochs", epochs)
         if first:
             state, loss = jax.tree.map(jnp.asarray, saver.restore((state, loss)))
         for i in range(first, epochs):

@@ -88,8 +88,7 @@ class KernelSpace(Space):
     ``alpha`` is {"mixture": [h], "log_penalty"}, at first uniform and log 0.1; ``w`` is like the
     training targets, at first 0. Batches are ``(blocks, y)``: outputs ``f`` [m] for two classes,
     [m, classes] for more, and y like ``f`` with entries +-1 (``outer="squared"``: any real
-    numbers). An architecture is an activation's
-    name; its corner has the penalty of the start.
+    numbers). An architecture is an activation's name; its corner has the penalty of the start.
 
     Attributes
     ----------

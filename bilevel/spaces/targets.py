@@ -75,14 +75,13 @@ def label_losses(f: chex.Array, labels: chex.Array) -> jax.Array:
     >>> label_losses(jnp.zeros(3), jnp.array([0, 1, -1])).round(4)
     Array([0.6931, 0.6931,    nan], dtype=float...)
     """
-    of_two = f.ndim == 1
-    loss = (
-        optax.sigmoid_binary_cross_entropy
-        if of_two
-        else optax.softmax_cross_entropy_with_integer_labels
-    )
-    known = (labels >= 0) & (labels < (2 if of_two else f.shape[-1]))
-    return loss(f, labels) * jnp.where(known, 1, jnp.nan).astype(f.dtype)
+    if f.ndim == 1:
+        losses, classes = optax.sigmoid_binary_cross_entropy(f, labels), 2
+    else:
+        losses = optax.softmax_cross_entropy_with_integer_labels(f, labels)
+        classes = f.shape[-1]
+    known = (labels >= 0) & (labels < classes)
+    return losses * jnp.where(known, 1, jnp.nan).astype(f.dtype)
 
 
 def cross_entropy(apply: Callable[[Pytree, Pytree, jax.Array], jax.Array]) -> Problem:

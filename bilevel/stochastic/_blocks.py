@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from bilevel.checks import rows
 from bilevel.protocols import Partition, Pytree, Turn
 
 _TOGETHER = 16  # batches that a pass through all rows takes at once, at most,
@@ -107,10 +108,7 @@ def blocks(name: str, data: Pytree, batches: Partition | None) -> Blocks:
     """
     if batches is None or not jax.tree.leaves(data):
         return Blocks(data, 0, 1, 0)
-    shapes = [jnp.shape(x) for x in jax.tree.leaves(data)]
-    n = shapes[0][0] if shapes[0] else 0
-    if any(shape[:1] != (n,) for shape in shapes):
-        raise ValueError(f"{name}: expected arrays of as many rows each, got shapes {shapes}.")
+    n = rows(name, data)
     size = min(batches.batch_size, n)
     return Blocks(jax.tree.map(jnp.asarray, data), size, -(-n // size), n % size)
 

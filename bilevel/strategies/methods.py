@@ -124,10 +124,9 @@ def gaea(
     strategy = _first_order(space, weights, optimizer, batch_size)
     if not on_training_rows:
         return strategy
-    rows = minibatches(batch_size)
 
     def one_for_both(key, train, valid):
-        batch = rows(key, train)
+        batch = strategy.batches(key, train)
         return batch, batch
 
     return _on_training_rows(strategy)._replace(batches=jointly(one_for_both))

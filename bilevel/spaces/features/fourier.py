@@ -30,7 +30,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from bilevel.checks import array, between, concrete, finite, known, prng_key, whole
+from bilevel.checks import as_floating, between, concrete, finite, known, prng_key, whole
 
 PREPROCESS = ("none", "minmax", "unit", "standardize")
 """``t_c``: nothing, columns to [0, 1], rows to unit 2-norm, columns to mean 0 and variance 1."""
@@ -334,11 +334,11 @@ def _column_statistics(x):
 
 
 def _rows(name, x, columns=None):
-    x = array(name, x)
+    x = as_floating(name, x)
     if x.ndim != 2 or columns not in (None, x.shape[1]):
         rows = "a matrix" if columns is None else f"rows of length {columns}"
         raise ValueError(f"{name}: expected {rows}, got shape {x.shape}.")
-    return x if jnp.issubdtype(x.dtype, jnp.floating) else x.astype(float)
+    return x
 
 
 def _index(argument, name, names):

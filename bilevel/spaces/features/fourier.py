@@ -313,7 +313,8 @@ def _draw(key, stream, shape, start, dimension, dtype):
     entries = blocks.reshape(*shape, count * _BLOCK)
     part = jax.lax.dynamic_slice_in_dim(entries, start % _BLOCK, dimension, axis=-1)
     # In 16 bits numbers near the interval's ends would become the ends, and their transforms NaN.
-    wide = jnp.promote_types(dtype, jnp.float32)
+    # `float` by name is a weak type, which would give way to float32.
+    wide = jnp.promote_types(jnp.result_type(dtype), jnp.float32)
     return _TRANSFORMS[stream](part.astype(wide)).astype(dtype)
 
 

@@ -27,7 +27,9 @@ def arc_polynomials(size: int) -> np.ndarray:
     m = (points + 1) / 4
     values = [np.polynomial.polynomial.polyval(m, series) for series in (asin, gap)]
     fits = [np.polynomial.chebyshev.chebfit(points, v, count - 1) for v in values]
-    return np.array([np.polynomial.chebyshev.cheb2poly(fit) for fit in fits])
+    powers = [np.polynomial.chebyshev.cheb2poly(fit) for fit in fits]
+    # numpy leaves out trailing zeros, and a last coefficient may round to one.
+    return np.array([np.pad(p, (0, count - len(p))) for p in powers])
 
 
 def horner(coefficients: np.ndarray, x: jax.Array) -> jax.Array:

@@ -125,8 +125,11 @@ def _backtrack(
     """``w - t direction`` for the largest t = 1, 1/2, ... that lowers the loss; and its loss."""
     decrease = optax.tree.vdot(direction, slope)
 
+    def moved(t):  # a loss of wider numbers than the weights' does not widen them
+        return optax.tree.add_scale(w, -t.astype(decrease.dtype), direction)
+
     def at(t):
-        return loss(optax.tree.add_scale(w, -t, direction))
+        return loss(moved(t))
 
     # A loss may be rounded far worse than its value says: sqrt(1 + r^2) - 1 is. So a decrease that
     # is small is not looked for, and the gradient has to tell.
@@ -142,7 +145,7 @@ def _backtrack(
         return t, at(t)
 
     t, trial = do_while(too_long, halve, (jnp.full_like(value, 2), value))
-    return optax.tree.add_scale(w, -t, direction), trial
+    return moved(t), trial
 
 
 def _slack(value: jax.Array) -> jax.Array:

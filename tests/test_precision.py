@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import cast, flatten
+from helpers import assert_close, cast, flatten
 
 import bilevel
 
@@ -79,6 +79,22 @@ def test_mixed_weights_have_the_float32_answer_within_bfloat16s_rounding(name):
         for found, expected in zip(mixed[:3], truth[:3], strict=True):
             found, expected = flatten(found), flatten(expected)
             assert np.linalg.norm(found - expected) < 8 * ROUNDING * np.linalg.norm(expected)
+
+
+@pytest.mark.skipif(not jax.config.jax_enable_x64, reason="data of wider numbers than float32")
+def test_float32_weights_meet_data_and_losses_of_float64():
+    # Backtracking too, which a quadratic loss never asks for: log cosh from far away does.
+    x, y = jnp.asarray(np.linalg.qr(np.random.default_rng(0).normal(size=(8, 3)))[0]), jnp.ones(8)
+
+    def robust(w, alpha, batch):
+        return jnp.sum(jnp.log(jnp.cosh(x @ w - 5 * y))) + jnp.exp(alpha) * jnp.sum(w**2)
+
+    problem = bilevel.Problem(robust, lambda w, alpha, batch: jnp.sum((x @ w) ** 2))
+    of = jax.jit(bilevel.hypergradient(problem, bilevel.implicit(), diagnostics=False))
+    alpha = jnp.zeros(())
+    wide, narrow = (of(alpha, jnp.full(3, 9, dtype), (), ()) for dtype in ("float64", "float32"))
+    assert narrow.w.dtype == jnp.float32
+    assert_close(narrow.grad, wide.grad, f64=1e-5)
 
 
 def test_diagnostics_of_mixed_weights_make_no_claim_that_is_false():

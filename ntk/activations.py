@@ -56,7 +56,9 @@ class Activation:
         :func:`ntk.dual` chooses its nodes by.
     kinks : places where ``smooth`` is not, each with the jumps (right minus left) there of the
         function and its first seven derivatives.
-    closed : ``(vx, vy, c) -> E[s(u) s(u')]`` in closed form where there is one.
+    closed : ``(vx, vy, c, vx vy - c^2) -> E[s(u) s(u')]`` in closed form, where there is one, and
+        those of the derivatives of s that lose digits by Price's theorem. The last argument would
+        lose digits if it came from the others.
 
     Examples
     --------
@@ -73,7 +75,7 @@ class Activation:
     kink: tuple[float, float] = (0.0, 0.0)
     degree: int = 1
     strip: float = math.inf
-    closed: Callable[..., jax.Array] | None = None
+    closed: tuple[Callable[..., jax.Array], ...] = ()
     kinks: tuple[Kink, ...] = ()
 
     def __repr__(self) -> str:
@@ -106,7 +108,7 @@ class Activation:
             if self.degree < 0:
                 raise ValueError(f"derivative: expected degree 0 or 1, got {self.name}, degree -1.")
             return Activation(name, kink=self.kink, degree=self.degree - 1)
-        closed = self.closed and _differentiated_dual(self.closed)
+        closed = self.closed[1:] or tuple(_differentiated_dual(dual) for dual in self.closed)
         # Where the function itself jumps, its slope on either side: what a network's gradient is.
         kinks = tuple((t, (*jumps[1:], 0.0)) for t, jumps in self.kinks)
         return Activation(
@@ -147,27 +149,40 @@ def _euler(fn: Function) -> Function:
 @functools.cache
 def _differentiated_dual(closed):
     # Price's theorem: dE[f(u) g(u')]/dc = E[f'(u) g'(u')].
-    def derivative(vx, vy, c):
-        return jax.jvp(lambda c: closed(vx, vy, c), (c,), (jnp.ones_like(c),))[1]
+    def derivative(vx, vy, c, rest):
+        along = jnp.ones_like(c), -2 * c
+        return jax.jvp(lambda c, rest: closed(vx, vy, c, rest), (c, rest), along)[1]
 
     return derivative
 
 
-def _erf_dual(vx, vy, c):
+def _erf_dual(vx, vy, c, rest):
     """Williams (1997), Eq. (11)."""
     # Roots of each variance, not of pairs: there are far fewer where these are rows and columns.
-    rho = 2 * c * (jax.lax.rsqrt(1 + 2 * vx) * jax.lax.rsqrt(1 + 2 * vy))
-    return 2 / jnp.pi * arcsine(rho)
+    over = jax.lax.rsqrt(1 + 2 * vx) * jax.lax.rsqrt(1 + 2 * vy)
+    determinant = (1 + 2 * vx) + 2 * vy + 4 * rest
+    return 2 / jnp.pi * arcsine(2 * c * over, determinant * over**2)
 
 
-def _gelu_dual(vx, vy, c):
+def _gelu_dual(vx, vy, c, rest):
     """By Stein's lemma from E[Phi(u) Phi(u')] and E[phi(u) phi(u')]."""
-    determinant = (1 + vx) * (1 + vy) - c**2
-    rho = c * (jax.lax.rsqrt(1 + vx) * jax.lax.rsqrt(1 + vy))
-    inside = 0.25 + arcsine(rho) / (2 * jnp.pi)
-    density = jax.lax.rsqrt(determinant) / (2 * jnp.pi)
-    curved = vx * vy + c**2 * (1 / (1 + vx) + 1 / (1 + vy) - 1)
-    return c * inside + density * curved
+    inside, density, _ = _normals(vx, vy, c, rest)
+    return c * inside + density * (rest + c**2 * (1 / (1 + vx) + 1 / (1 + vy)))
+
+
+def _gelu_slope_dual(vx, vy, c, rest):
+    """The derivative in c, simplified: no terms that cancel."""
+    inside, density, square = _normals(vx, vy, c, rest)
+    return inside + c * density * (1 / (1 + vx) + 1 / (1 + vy) + square)
+
+
+def _normals(vx, vy, c, rest):
+    """``E[Phi(u) Phi(u')]``, ``E[phi(u) phi(u')]``, and ``1 / |1 + covariance|``."""
+    over = jax.lax.rsqrt(1 + vx) * jax.lax.rsqrt(1 + vy)
+    determinant = (1 + vx) + vy + rest
+    root = jax.lax.rsqrt(determinant)
+    angle = arcsine(c * over, determinant * over**2)
+    return 0.25 + angle / (2 * jnp.pi), root / (2 * jnp.pi), root**2
 
 
 def leaky_relu(slope: float) -> Activation:
@@ -305,5 +320,9 @@ identity = Activation("identity", kink=(1.0, 1.0))
 sigmoid = Activation("sigmoid", lambda z: jnp.tanh(z / 2) / 2, strip=math.pi)
 tanh = Activation("tanh", jnp.tanh, strip=math.pi / 2)
 swish = Activation("swish", jax.nn.swish, strip=math.pi)
-gelu = Activation("gelu", lambda z: jax.nn.gelu(z, approximate=False), closed=_gelu_dual)
-erf = Activation("erf", jax.lax.erf, closed=_erf_dual)
+gelu = Activation(
+    "gelu",
+    lambda z: jax.nn.gelu(z, approximate=False),
+    closed=(_gelu_dual, _gelu_slope_dual),
+)
+erf = Activation("erf", jax.lax.erf, closed=(_erf_dual,))

@@ -108,9 +108,9 @@ def dual(
             # Powers of 2, so that few programs are compiled.
             max_variance = 2.0 ** math.ceil(math.log2(max(largest, 0.25)))
     max_variance = 25.0 if max_variance is None else max_variance
-    if a == b and a.closed is not None:
-        return a.closed(vx, vy, c)
     sx, sy, p, q = _standardised(vx, vy, c)
+    if a == b and a.closed:
+        return a.closed[0](vx, vy, c, 4 * vx * vy * p * q)
     if a.kinks or b.kinks:
         flat = (x.ravel() for x in (sx, sy, p, q))
         return _piecewise(a, b, *flat).reshape(vx.shape)

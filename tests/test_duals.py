@@ -38,6 +38,7 @@ ACTIVATIONS = (
     ntk.identity,
 )
 NAMED = {s.name: s for s in ACTIVATIONS} | {s.derivative.name: s.derivative for s in ACTIVATIONS}
+NAMED["gelu''"] = ntk.gelu.derivative.derivative
 by_name = functools.partial(pytest.mark.parametrize, ids=repr)
 # Kinked with kinked and with smooth, smooth with smooth of every family, itself and another.
 PAIRS = pytest.mark.parametrize(
@@ -68,6 +69,10 @@ MPMATH = [
     ("gelu'", "gelu'", 25.0, 9.0, -12.0, 0.09033196523212051),
     ("erf'", "erf'", 25.0, 25.0, 24.975, 0.1236694152938918),
     ("erf", "erf", 0.5, 2.0, 0.4, 0.1628228290862526),
+    ("erf", "erf", 1e-12, 1e-12, 5e-13, 6.3661977236630809e-13),
+    ("erf'", "erf'", 1e10, 1e10, 9999999999.0, 3.6755259695245577e-6),
+    ("gelu'", "gelu'", 1e10, 1e10, 9999999999.0, 0.49999860739424771),
+    ("gelu''", "gelu''", 1e6, 1e6, 999999.0, 0.00013428701307535344),
     ("relu", "relu", 1.0, 1.0, -0.999999, 1.500527268686272e-10),
     ("relu'", "relu'", 1.0, 1.0, 0.999999999999, 0.4999997749234105),
     ("leaky_relu(0.1)", "relu", 2.0, 3.0, 1.224744871391589, 0.7325174616900794),

@@ -332,6 +332,21 @@ def test_float32_is_within_its_error_of_float64(activation, pooled):
 
 
 @float64_only
+@pytest.mark.parametrize("activation", [ntk.erf, ntk.gelu], ids=repr)
+@pytest.mark.parametrize("variance", [1e-12, 1e-4, 1e3])
+def test_closed_formulas_keep_their_digits_at_any_variance(activation, variance):
+    net = nets.serial(nets.dense(variance), nets.act(activation), nets.dense())
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(4, 3)), jnp.float32)
+    x = jnp.concatenate([x, x[:1] * 1.001, -x[:1]])
+    rough, fine = net.kernel(x), net.kernel(x.astype(float))
+    for a, b in ((rough.nngp, fine.nngp), (rough.ntk, fine.ntk)):
+        off = np.abs(np.asarray(a, float) - np.asarray(b))
+        assert np.all(off <= np.asarray(rough.error))
+        # Beside the bound: the formulas themselves, relative to the diagonal.
+        assert np.max(off) < 1e-6 * np.max(np.asarray(b))
+
+
+@float64_only
 def test_near_duplicates_keep_their_angle_through_convolutions_with_biases():
     # T of a network of one position falls by (pi - angle) / pi at a ReLU: its slope is infinite.
     layers = [nets.serial(nets.conv(1, 2.0), RELU)] * 3

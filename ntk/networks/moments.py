@@ -175,15 +175,15 @@ def closed(step: Closed, weight, before: Moments) -> Site:
     """Erf and GELU, whose derivatives are at most 1.13, and u times their second at most 0.83."""
     v, size = before.square, jnp.abs(weight)
     s, slope = step.activation, step.activation.derivative
-    norms = [root(_dual(f, v, v, v)) for f in (s, slope, slope.derivative)]
+    norms = [root(_dual(f, v, v, v, 0 * v)) for f in (s, slope, slope.derivative)]
     # Both have a mean of at least 0, whose square is the dual at correlation 0.
-    mean = root(_dual(s, v, v, 0 * v))
+    mean = root(_dual(s, v, v, 0 * v, v * v))
     eps, error = epsilon(v), before.noise[:, None]
     moves = (1.13 * jnp.sqrt(v), 0.83)
     found = []
     for k in (0, 1):
         over = reciprocal(norms[k])
-        noise = 16 * eps * (1 + v) + error / 2 * moves[k] * over
+        noise = 16 * eps + error / 2 * moves[k] * over
         steep = root(v) * norms[k + 1] * over
         found.append(_known(size * norms[k], weight * mean, noise, steep))
     value, slopes = found
@@ -197,9 +197,8 @@ def closed(step: Closed, weight, before: Moments) -> Site:
     return Site(before, after, value, slopes)
 
 
-def _dual(s: Activation, vx, vy, c):
-    assert s.closed is not None
-    return s.closed(vx, vy, c)
+def _dual(s: Activation, vx, vy, c, rest):
+    return s.closed[0](vx, vy, c, rest)
 
 
 def _known(norm, mean, noise, steep) -> Expansion:

@@ -262,14 +262,15 @@ def _after_smooth(after, tangent, a: Site, b: Site, state: State, ends, terms: i
 def _closed(step: Closed, weight, a: Site, b: Site, state: State, tile: Tile) -> State:
     """Erf and GELU: as :func:`_smooth`, in one pass."""
     assert a.value is not None and b.value is not None
-    formulas = [s.closed for s in (step.activation, step.activation.derivative) if s.closed]
+    formulas = [s.closed[0] for s in (step.activation, step.activation.derivative)]
     sides: list[Any] = [(s.before.square, s.before.norm, reciprocal(s.after.norm)) for s in (a, b)]
 
     def one(entries, left, right, pairs):
         (p, tangent), (vx, sx, over_x), (vy, sy, over_y) = entries, left[:3], right[:3]
         met = None if tile.same is None else _met(left, right, pairs)
         inside = p if met is None else jnp.where(met, 0.5, p)
-        value, slope = (f(vx, vy, sx * sy * (1 - 2 * inside)) for f in formulas)
+        c, rest = sx * sy * (1 - 2 * inside), 4 * vx * vy * inside * (1 - inside)
+        value, slope = (f(vx, vy, c, rest) for f in formulas)
         known = over_x * over_y
         after = jnp.where(known > 0, jnp.clip((1 - weight**2 * value * known) / 2, 0, 1), 0.5)
         slope = weight**2 * slope

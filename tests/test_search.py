@@ -438,6 +438,19 @@ def test_a_nan_stops_the_search_with_step_quantity_and_last_good_state(quantity,
     assert bilevel.checkpoint.latest(tmp_path) == (step or None)
 
 
+def test_the_row_before_a_resume_comes_back_where_the_next_step_is_not_finite(tmp_path):
+    problem, solver, _ = exploding("outer loss")
+    args = (problem, solver, optax.sgd(1.0), jnp.zeros(1), jnp.zeros(2), 3.0, 3.0)
+    options = {"history_every": 8, "progress": False, "checkpoint": tmp_path}
+    bilevel.search(*args, steps=3, **options)
+    with pytest.raises(bilevel.NonFiniteError) as caught:
+        bilevel.search(*args, steps=8, resume=True, **options)
+    # Truth: the last good step is the third, from alpha = 2, of loss -2 and step 1.
+    history = caught.value.result.history
+    np.testing.assert_array_equal(history["value"], [-2.0])
+    np.testing.assert_array_equal(history["alpha"], [[3.0]])
+
+
 def test_under_jit_a_nan_freezes_the_last_good_state():
     problem, solver, _ = exploding("outer loss")
 

@@ -7,6 +7,7 @@ or a truncated unrolling. So every solver's adjoint can be inspected, and reused
 """
 
 import dataclasses
+import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -15,11 +16,19 @@ import jax.numpy as jnp
 import optax
 from jax.flatten_util import ravel_pytree
 
-from bilevel.checks import floating, losses, lower_solver, nan_unless_finite, scalar_loss, short
+from bilevel.checks import (
+    arrays,
+    floating,
+    losses,
+    lower_solver,
+    nan_unless_finite,
+    scalar_loss,
+    short,
+)
 from bilevel.curvature import PRODUCTS
 from bilevel.estimate import Info, assess, unmapped
 from bilevel.meshes import automatic, vary, varying
-from bilevel.problem import Problem, at_variables, enters, parts
+from bilevel.problem import Problem, at_variables, check_enters, entering, enters, parts
 from bilevel.protocols import LowerSolver, Pytree, Stateful
 from bilevel.solvers import RestartedState, remember, start_of
 from ntk._programs import fresh
@@ -81,8 +90,9 @@ def hypergradient(
     ------
     ValueError
         While tracing, where ``mode`` is unknown, a loss is not a floating scalar, ``alpha`` enters
-        neither the losses nor the solver, the outer loss knows the weights only by variables that
-        are not differentiated, or reverse mode meets a loop that ends by a test (a line search).
+        neither the losses nor the solver (of a part of it: a warning), the outer loss knows the
+        weights only by variables that are not differentiated, or reverse mode meets a loop that
+        ends by a test (a line search).
 
     Examples
     --------
@@ -104,7 +114,9 @@ def hypergradient(
 
     def fn(alpha, w0, train, valid):
         floating("alpha", alpha)
-        floating("w0", _split(problem, w0)[0])
+        params, _ = _split(problem, w0)
+        arrays("w0", params)
+        floating("w0", params)
         alpha, w0 = jax.tree.map(jnp.asarray, (alpha, w0))
 
         def run(alpha, w0, train, valid):
@@ -152,10 +164,17 @@ def stateful_hypergradient(
         scalar_loss("lower", loss)
         axes = varying(loss)
         w0, state = vary((w0, state), axes)
-        mapped = enters(first.lower, params, alpha, batch)
-        mapped = mapped or enters(first.outer, params, alpha, valid)
-        if not mapped and wanted():
-            _check_enters(lambda alpha: objective(alpha, None)[0], alpha)
+        of_losses = [
+            *map(
+                operator.or_,
+                entering(first.lower, params, alpha, batch),
+                entering(first.outer, params, alpha, valid),
+            )
+        ]
+        mapped = any(of_losses)
+        if not all(of_losses) and wanted():  # by the solver, then
+            found = entering(lambda _, alpha, __: objective(alpha, None)[0], None, alpha, None)
+            check_enters(alpha, [*map(operator.or_, of_losses, found)])
         check_variables(problem, w0, alpha, valid)
         adjoint = None
         if mode == "forward":
@@ -243,15 +262,6 @@ def _damped(problem: Problem, damping, centre: Pytree) -> Problem:
         return problem.lower(w, alpha, batch) + 0.5 * damping * optax.tree.vdot(away, away)
 
     return dataclasses.replace(problem, lower=lower)
-
-
-def _check_enters(objective, alpha: Pytree) -> None:
-    """Refuse an alpha that does nothing."""
-    if jax.tree.leaves(alpha) and not enters(lambda w, a, b: objective(a), None, alpha, None):
-        raise ValueError(
-            "alpha: expected to enter the lower loss, the outer loss or the solver, "
-            "got one that enters none of them: its hypergradient would be 0."
-        )
 
 
 def check_variables(problem: Problem, w: Pytree, alpha: Pytree, valid: Pytree) -> None:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from bilevel.protocols import Pytree
 
 
-def told(state: Any, new: Any, quantity: str) -> str:
+def told(state: Any, new: Any, quantity: str, single_loop: bool = False) -> str:
     """In words, of the last good state and of the one after it.
 
     Examples
@@ -19,6 +19,11 @@ def told(state: Any, new: Any, quantity: str) -> str:
     "w['b'] left the numbers' range; a smaller rate below, or clipped gradients, may keep it there."
     """
     weights, alphas = bad_leaves("w", new.w), bad_leaves("alpha", new.alpha)
+    if quantity == "hypergradient" and not weights and single_loop:
+        return (
+            "weights and losses are finite, alpha's direction or the adjoint behind it is not; a "
+            "smaller step_size of the solver may keep it in the numbers' range."
+        )
     if quantity == "hypergradient" and not weights:
         rules = ", ".join(sorted({type(x).__name__ for x in _records(state.solver)}))
         of = (

@@ -42,6 +42,9 @@ from ntk._programs import fresh, program
 _QUANTITIES = ("lower loss", "weights", "outer loss", "hypergradient", "alpha")  # causes first
 _SHOWN = "value", "lower"
 _CHUNK_SECONDS = 0.5  # between two updates of the progress bar, and two looks for Ctrl-C
+_TRACED = (
+    "progress, checkpoint, callback and a stream: expected none of them under jit or vmap, got one."
+)
 _SAVE_SECONDS = 10.0  # between two checkpoints, or twenty times what writing one takes
 
 
@@ -205,19 +208,14 @@ def search(
         _check_processes(setup, arrays, options)
     check(solver, arrays, steps, batches, resume, checkpoint, callback, every, chunk, diagnostics)
     whole("history_every", history_every, 1)
-    if traced and (
-        progress or isinstance(batches, Stream) or (checkpoint, callback) != (None,) * 2
-    ):
-        raise ValueError(
-            "progress, checkpoint, callback and a stream: expected none of them under jit or vmap, "
-            "got one."
-        )
+    asked = progress, isinstance(batches, Stream), checkpoint is not None, callback is not None
+    if traced and any(asked):
+        raise ValueError(_TRACED)
     given = (train, valid, key)
     data = setup.prepared(given, steps)
     if traced:
-        carry = setup.advance(setup.start(alpha, w0, data, steps, history), data, steps)
-        state = carry.state
-        return SearchResult(state.alpha, state.w, carry.history, state, "", setup.info(state, data))
+        carry, _ = setup.start(alpha, w0, data, steps, history)
+        return _compiled(setup, carry, data, steps)
     with (
         together("search"),
         saving(
@@ -230,18 +228,30 @@ def search(
         on_mesh((alpha, w0, feed.first)),
     ):
         begin = alpha, w0, feed.first
-        carry = beside(setup.start(*begin, steps, history), begin)
-        carry = _resumed(setup, saver, carry, steps)
+        carry, hidden = setup.start(*begin, steps, history)
+        if hidden and any(asked):
+            raise ValueError(_TRACED)
+        if hidden:
+            return _compiled(setup, carry, data, steps)
+        carry = _resumed(setup, saver, beside(carry, begin), steps)
         found = _drive(setup, carry, feed, steps, saver, progress, callback, every, chunk)
         _single_loop.warn_if_lost(found.history)
         return dataclasses.replace(found, info=setup.info(found.state, data))
+
+
+def _compiled(setup: "_Setup", carry: "_Carry", data: Pytree, steps: int) -> SearchResult:
+    """All steps at once, as a part of the caller's own program."""
+    carry = setup.advance(carry, data, steps)
+    state = carry.state
+    return SearchResult(state.alpha, state.w, carry.history, state, "", setup.info(state, data))
 
 
 def _check_processes(setup: "_Setup", arrays: tuple, options: tuple) -> None:
     """Refuse what other processes call with other values: they would not do the same steps."""
     named = dict(zip(("alpha", "w0", "train", "valid", "key"), arrays, strict=True))
     same = setup._replace(batches=None) if isinstance(setup.batches, Stream) else setup
-    with together("search"):
+    # At once, where a jit is around the search whose arguments are not traced.
+    with together("search"), jax.ensure_compile_time_eval():
         check_same(
             named
             | {"problem, solver, optimizer, batches": same}
@@ -275,7 +285,8 @@ class _Setup(NamedTuple):
             return _single_loop.prepared(self.solver, self.batches, data, steps)
         return data
 
-    def start(self, alpha, w0, data, steps, names) -> _Carry:
+    def start(self, alpha, w0, data, steps, names) -> tuple[_Carry, bool]:
+        """The first carry; whether a step closes over traced values, if the arguments are not."""
         if isinstance(self.solver, SingleLoop):
             state = _single_loop.start(*self[:3], alpha, w0, data)
         else:
@@ -284,7 +295,8 @@ class _Setup(NamedTuple):
         # hold the same one twice. With dtypes that are not weak, as a step returns them: else the
         # second chunk would be compiled anew.
         state = jax.tree.map(lambda x: jnp.array(x, jnp.result_type(x), copy=True), state)
-        _, metrics = jax.eval_shape(fresh(self.step), state, state.step, data)
+        trace = jax.make_jaxpr(fresh(self.step), return_shape=True)
+        closed, (_, metrics) = trace(state, state.step, data)
         row = _search_history.chosen(names, metrics | {"alpha": state.alpha}, self.rows(steps))
         history = _search_history.empty(row, self.rows(steps))
         shown = {*_SHOWN}
@@ -292,7 +304,8 @@ class _Setup(NamedTuple):
             shown &= {*names}  # else no step computes them
         kept = shown if self.history_every == 1 else (shown | {*row}) - {"alpha"}
         last = jax.tree.map(_search_history.nothing, {k: metrics[k] for k in sorted(kept)})
-        return _Carry(state, history, last, jnp.zeros((), int))
+        carry = _Carry(state, history, last, jnp.zeros((), int))
+        return carry, not concrete((carry, closed.consts))
 
     def rows(self, steps: int) -> int:
         """How many the history of ``steps`` steps has."""
@@ -398,8 +411,9 @@ def _raise(setup: _Setup, trouble: int, carry: _Carry, data: Pytree) -> None:
     index, step, result = trouble - 1, int(carry.state.step), _result(setup, carry, "not finite")
     if index < len(_QUANTITIES):
         new, _ = jax.jit(fresh(setup.step))(carry.state, carry.state.step, data)
-        reason = _not_finite.told(carry.state, new, _QUANTITIES[index])
-        raise NonFiniteError(step, _QUANTITIES[index], result, reason)
+        quantity, single_loop = _QUANTITIES[index], isinstance(setup.solver, SingleLoop)
+        reason = _not_finite.told(carry.state, new, quantity, single_loop)
+        raise NonFiniteError(step, quantity, result, reason)
     name = geometry.names(carry.state.optimizer)[index - len(_QUANTITIES)]
     raise MisplacedError(step, name, result)
 

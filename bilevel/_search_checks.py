@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from bilevel import checks
 from bilevel._stream import Stream
 from bilevel.checks import finite, floating, function, prng_key, whole
 from bilevel.protocols import Partition, SingleLoop, params_of
@@ -45,8 +46,7 @@ def check(
     if key is not None:
         prng_key("key", key)
     for name, tree in (("alpha", alpha), ("w0", w0)):
-        if not jax.tree.leaves(tree):
-            raise ValueError(f"{name}: expected at least one array, got {tree!r}.")
+        checks.arrays(name, tree)
         floating(name, params_of(tree))
     for name, tree in (("alpha", alpha), ("w0", w0), ("train", train), ("valid", valid)):
         for x in jax.tree.leaves(tree):

@@ -1,6 +1,7 @@
 """A single-loop method (:mod:`bilevel.stochastic`) as the steps of a search."""
 
 import functools
+import operator
 import warnings
 from typing import Any
 
@@ -13,7 +14,7 @@ from bilevel import geometry
 from bilevel.checks import floating, gradient_transformation, losses, nan_unless_finite, scalar_loss
 from bilevel.estimate import Info, assess
 from bilevel.meshes import automatic, lying_as
-from bilevel.problem import Problem, at_variables
+from bilevel.problem import Problem, at_variables, check_enters, entering, enters
 from bilevel.protocols import DescentState, Pytree, SingleLoop, Tables
 from bilevel.stochastic import Blocks, Turns, blocks, full_direction, norm, turns
 from ntk._programs import fresh, program
@@ -52,6 +53,7 @@ def start(
     optimizer = gradient_transformation("optimizer", optimizer)
     state = optimizer.init(alpha)
     alpha = geometry.check_descends(optimizer, state, alpha)
+    _check_enters(problem, optimizer, state, alpha, w, (train.rows, valid.rows))
 
     def begin(alpha, w, order, train, valid):
         first = order.at(jnp.zeros((), int), method.draws)
@@ -63,6 +65,24 @@ def start(
     args = alpha, w, order, train, valid
     inner = lying_as(program(run, *args)(*args), w)
     return DescentState(alpha, w, inner, state, jnp.zeros((), int))
+
+
+def _check_enters(problem, optimizer, state, alpha, w, rows) -> None:
+    """As other solvers: refuse an ``alpha`` that the optimizer moves and no loss depends on."""
+
+    def moved(_, g, __):
+        told = {"value": 0.0, "grad": g, "residual": 0.0, "memory": 1}
+        return optimizer.update(g, state, alpha, **told)[0]
+
+    def found(loss, rows):
+        def value(*args):
+            return automatic(loss, args, lambda: None)
+
+        return entering(value, w, alpha, rows)
+
+    if enters(moved, None, alpha, None):
+        bare = at_variables(problem, None)
+        check_enters(alpha, [*map(operator.or_, *map(found, (bare.lower, bare.outer), rows))])
 
 
 def step(

@@ -16,7 +16,7 @@ import numpy as np
 
 from bilevel._fingerprint import check_same, digest
 from bilevel._processes import all_or_none, divided, several
-from bilevel.checks import short
+from bilevel.checks import finite, short
 from bilevel.protocols import Pytree
 
 _BYTES = 2**26  # of a chunk, where the user does not say how many steps it has
@@ -58,8 +58,8 @@ def stream(source: Pairs | Callable[[int], Pairs]) -> Stream:
     Raises
     ------
     ValueError
-        For what is no iterable and no function; when it runs, where a pair is no pair, or has other
-        shapes than the one before it.
+        For what is no iterable and no function; when it runs, where a pair is no pair, has no rows,
+        other shapes than the one before it, or numbers that are not finite.
 
     Notes
     -----
@@ -138,6 +138,7 @@ class _Streaming(Feed):
         if first is None:
             raise ValueError(f"batches: expected a pair (train, valid) at step {step}, got none.")
         _check_pair(first, step)
+        _check_numbers(first, step)
         self._kinds = [_kind(x) for x in jax.tree.leaves(first)]
         self._structure: Any = jax.tree.structure(first)
         size = sum(np.asarray(x).nbytes for x in jax.tree.leaves(first))
@@ -183,6 +184,7 @@ class _Streaming(Feed):
 
     def _check(self, pair: Any, step: int) -> None:
         _check_pair(pair, step)
+        _check_numbers(pair, step)
         leaves = jax.tree.leaves(pair)
         if jax.tree.structure(pair) != self._structure:
             raise ValueError(
@@ -206,6 +208,16 @@ def _check_pair(pair: Any, step: int) -> None:
             f"batches: expected the whole batch in every process at step {step}, got an array over "
             "the devices of several."
         )
+
+
+def _check_numbers(pair: tuple, step: int) -> None:
+    """Refuse a batch that data in memory would be refused for."""
+    for side, batch in zip(("train", "valid"), pair, strict=True):
+        name = f"batches, {side} at step {step}"
+        for x in map(np.asarray, jax.tree.leaves(batch)):
+            if x.size == 0:
+                raise ValueError(f"{name}: expected data, got an empty array of shape {x.shape}.")
+            finite(name, x)
 
 
 def _kind(x: Any) -> str:

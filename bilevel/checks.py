@@ -29,6 +29,7 @@ from ntk._checks import (
 
 __all__ = [
     "array",
+    "arrays",
     "as_floating",
     "at_least",
     "between",
@@ -140,6 +141,12 @@ def simplex(name: str, alpha: chex.Array) -> None:
             f"{name}: expected points of the simplex on the last axis (nonnegative, sum 1), "
             f"got sums off by up to {off:.3g} and a smallest entry of {values.min():.3g}."
         )
+
+
+def arrays(name: str, tree: Pytree) -> None:
+    """Refuse a tree without leaves."""
+    if not jax.tree.leaves(tree):
+        raise ValueError(f"{name}: expected at least one array, got {tree!r}.")
 
 
 def floating(name: str, tree: Pytree) -> None:

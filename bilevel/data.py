@@ -38,7 +38,7 @@ from scipy.sparse import csr_array
 from scipy.sparse.csgraph import maximum_flow
 
 from bilevel._files import check_digest, check_length, find_file, members, read_file
-from bilevel.checks import known, prng_key, whole
+from bilevel.checks import known, prng_key, short, whole
 
 __all__ = [
     "Dataset",
@@ -193,8 +193,10 @@ def samples(name, keys, *, train, valid, test):
 
     Raises
     ------
-    FileNotFoundError, ValueError
-        As :func:`load` and :func:`split`.
+    FileNotFoundError
+        As :func:`load`.
+    ValueError
+        As :func:`load`; for ``train`` and ``valid`` rows that there are not, or what are no keys.
 
     Examples
     --------
@@ -204,19 +206,40 @@ def samples(name, keys, *, train, valid, test):
     """
     for argument, size in (("train", train), ("valid", valid), ("test", test)):
         whole(argument, size, 1)
+    keys = _listed(keys)
     if name == "digits":
         data = load(name)
+        _check_rows(train, valid, len(data.y_train) + len(data.y_test) - 1, " and one to test")
         x = np.concatenate([data.x_train, data.x_test])
         y = np.concatenate([data.y_train, data.y_test])
         three = train, valid, min(test, len(x) - train - valid)
         return [[(x[r], y[r]) for r in split(key, y, three)] for key in keys]
     sizes = {"test_size": min(test, _TEST_ROWS.get(name, test))}
     if name == "cifar10":
-        sizes["train_size"] = -(-(train + valid) // BATCH_ROWS) * BATCH_ROWS
+        sizes["train_size"] = min(-(-(train + valid) // BATCH_ROWS), 5) * BATCH_ROWS
     data = load(name, **sizes)
+    _check_rows(train, valid, len(data.y_train))
     rows = [split(key, data.y_train, (train, valid)) for key in keys]
     last = data.x_test, data.y_test
     return [[*((data.x_train[r], data.y_train[r]) for r in parts), last] for parts in rows]
+
+
+def _listed(keys):
+    """Keys as a list, if they are several."""
+    if not isinstance(keys, Iterable) or getattr(keys, "shape", None) == ():
+        got = "one" if hasattr(keys, "shape") else short(keys)
+        raise ValueError(f"keys: expected a sequence of PRNG keys, got {got}.")
+    keys = list(keys)
+    for i, key in enumerate(keys):
+        prng_key(f"keys[{i}]", key)
+    return keys
+
+
+def _check_rows(train, valid, rows, beside=""):
+    if train + valid > rows:
+        raise ValueError(
+            f"train, valid: expected at most {rows} rows together{beside}, got {train + valid}."
+        )
 
 
 _TEST_ROWS = {"mnist": 10_000, "fashion-mnist": 10_000, "cifar10": 10_000, "imdb": 25_000}

@@ -13,7 +13,7 @@ import optax
 from bilevel.checks import at_least, function, nan_unless_finite, whole
 from bilevel.inverse import conjugate_gradients
 from bilevel.meshes import do_while, varying, while_loop
-from bilevel.precision import narrow, rounding, widen, widened
+from bilevel.precision import like_start, narrow, rounding, widen, widened
 from bilevel.problem import held, hessian_operator, is_quadratic
 from bilevel.protocols import LowerSolver, Pytree
 
@@ -239,7 +239,8 @@ def solved(solve: Callable[[Pytree, Pytree, Pytree], Pytree] | None = None) -> L
     Raises
     ------
     ValueError
-        If ``solve`` is no function.
+        If ``solve`` is no function; when it runs, where it returns weights that are not of the
+        shapes of ``w0``.
 
     Examples
     --------
@@ -254,7 +255,7 @@ def solved(solve: Callable[[Pytree, Pytree, Pytree], Pytree] | None = None) -> L
         function("solve", solve, "(alpha, w, batch) -> w")
 
     def run(lower, alpha, w, state, batch):
-        solution = w if solve is None else solve(alpha, w, batch)
+        solution = w if solve is None else like_start("solve", solve(alpha, w, batch), w)
         value, slope = jax.value_and_grad(lower)(solution, alpha, batch)
         # Weights that are not finite say so themselves, and spoil a tilted loss.
         known = jnp.isfinite(optax.tree.norm(solution))

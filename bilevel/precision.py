@@ -28,6 +28,35 @@ def narrow(w: Pytree, like: Pytree) -> Pytree:
     return jax.tree.map(lambda x, y: x.astype(y.dtype), w, like)
 
 
+def like_start(name: str, w: Pytree, like: Pytree) -> Pytree:
+    """``w`` from a user's function in the dtypes of ``like``, the weights it was to be like.
+
+    Else loops over weights, of inner or outer steps, would end with other ones than they begin.
+
+    Examples
+    --------
+    >>> like_start("solve", jnp.ones((2, 1)), jnp.ones(2))
+    Traceback (most recent call last):
+    ValueError: solve: expected weights of w0's shape (2,), got (2, 1).
+    """
+    found, expected = str(jax.tree.structure(w)), str(jax.tree.structure(like))
+    if found != expected:
+        raise ValueError(f"{name}: expected a tree like w0, {expected}, got {found}.")
+    leaves = jax.tree_util.tree_leaves_with_path(w)
+    for (path, x), y in zip(leaves, jax.tree.leaves(like), strict=True):
+        if jnp.shape(x) != jnp.shape(y):
+            where = f"{name}{jax.tree_util.keystr(path)}"
+            raise ValueError(
+                f"{where}: expected weights of w0's shape {jnp.shape(y)}, got {jnp.shape(x)}."
+            )
+
+    def cast(x, y):  # what is no number, as a key among the variables, has one dtype only
+        x = jnp.asarray(x)
+        return x if x.dtype == y.dtype else x.astype(y.dtype)
+
+    return jax.tree.map(cast, w, like)
+
+
 def rounding(w: Pytree) -> float:
     """The coarsest rounding among the leaves."""
     return max(float(jnp.finfo(x.dtype).eps) for x in jax.tree.leaves(w))

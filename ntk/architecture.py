@@ -138,7 +138,20 @@ def _rows(name: str, x: Any) -> jax.Array:
     if x.ndim != 2 or 0 in x.shape:
         raise ValueError(f"{name}: expected a nonempty array [n, d], got shape {x.shape}.")
     finite(name, x, "entries")
+    if concrete(x) and bool(jnp.isnan(squared_norms(x)).any()):
+        raise ValueError(
+            f"{name}: expected rows whose squared norms are within the range of {x.dtype}, got "
+            f"entries up to {jnp.abs(x).max():.2g}, and a row whose square is not."
+        )
     return x
+
+
+def squared_norms(x: chex.Array) -> jax.Array:
+    """``|x|^2`` over the last axis; NaN where it over- or underflows."""
+    squares = (x * x).sum(-1)
+    limits = jnp.finfo(x.dtype)
+    lost = (squares < float(limits.tiny) / float(limits.eps)) & (x != 0).any(-1)
+    return jnp.where(lost | ~jnp.isfinite(squares), jnp.nan, squares)
 
 
 def _squares(x1, x2) -> np.ndarray:
@@ -217,7 +230,7 @@ def expand_layer(
         return tuple(kinked_expansion(sides, scale, error, degree, shape) for degree in (1, 0))  # type: ignore[return-value]
     assert kinks is not None  # of a network with this layer
     table = jax.tree.map(lambda x: jnp.asarray(x, scale.dtype), grid(*how))
-    u = scale[:, None] * table.z
+    u = jnp.concatenate([scale[:, None] * table.z, _probes(scale)], axis=1)
     values = jnp.zeros((2, 2, *u.shape), scale.dtype)  # of s and s', at u and -u
     for i, s in enumerate(layer):
         if s.smooth is not None:
@@ -243,8 +256,15 @@ def sample(s: Activation, u: jax.Array) -> jax.Array:
     return jnp.stack([s(both), s.derivative(both)])
 
 
+def _probes(scale: jax.Array) -> jax.Array:
+    """Places [n, 28] of the line itself, whatever the standard deviation."""
+    places = jnp.asarray(1e-6 * 2.0 ** np.arange(28), scale.dtype)
+    return jnp.broadcast_to(places, (len(scale), len(places)))
+
+
 @jax.jit
 def _expand_both(values, sides, places, jumps, scale, error, table):
+    values, probed = jnp.split(values, [len(table.z)], axis=-1)
     both = jnp.stack([jumps, jnp.pad(jumps[:, 1:], ((0, 0), (0, 1)))])
 
     def one(x):  # a loop, so that it is compiled once
@@ -256,7 +276,26 @@ def _expand_both(values, sides, places, jumps, scale, error, table):
     # The slope's own norm says how steep a function is; but where it jumps.
     steep = slope.norm * scale * reciprocal(value.norm) * (1 + slope.noise)
     steep = jnp.where(value.jump > 0, value.steep, jnp.minimum(value.steep, steep))
-    return value._replace(steep=jax.lax.stop_gradient(steep)), slope
+    value = value._replace(steep=jax.lax.stop_gradient(steep))
+    if len(places):
+        return value, slope
+    unseen = _unseen(value, slope, values[0], probed[0], scale, table)
+    return tuple(f._replace(noise=jnp.where(unseen, jnp.inf, f.noise)) for f in (value, slope))
+
+
+def _unseen(value, slope, values, probed, scale, table):
+    """Whether [n] the function has steps or peaks between the nodes, which no term would show."""
+    tolerance = 4096 * float(jnp.finfo(scale.dtype).eps)
+    # By parts, sqrt(k + 1) E[s h_(k + 1)] = scale E[s' h_k]: a step that is seen in s alone.
+    k = np.arange(8)
+    rise = jnp.asarray(np.sqrt(k + 1), scale.dtype) * value.regular[:, k + 1]
+    gap = rise * value.norm[:, None] - slope.regular[:, k] * (scale * slope.norm)[:, None]
+    apart = jnp.abs(gap).max(1) > tolerance * (value.norm + scale * slope.norm)
+    # What lies between 0 and the innermost node.
+    inside = _probes(scale) < (scale * table.z[0])[:, None]
+    change = jnp.where(inside, jnp.abs(probed - values[:, :, :1]), 0).max((0, 2))
+    size = value.norm + jnp.where(inside, jnp.abs(probed), 0).max((0, 2))
+    return jax.lax.stop_gradient(apart | (change > tolerance * size))
 
 
 def places(layers: Sequence[Layer]) -> Kinks:

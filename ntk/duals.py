@@ -267,8 +267,13 @@ def _smooth(a, b, axis, sx, sy, p, q):
     spacing, count = axis
     z = spacing * (jnp.arange(count) - count // 2).astype(sx.dtype)
     weights = spacing * DENSITY * jnp.exp(-(z**2) / 2)
-    along, apart = jnp.sqrt(q) * z[:, None], jnp.sqrt(p) * z
-    return weights @ (a(sx * (along + apart)) * b(sy * (along - apart))) @ weights
+    apart = jnp.sqrt(p) * z
+
+    def row(along):
+        return (a(sx * (along + apart)) * b(sy * (along - apart))) @ weights
+
+    rows = max(1, _ENTRIES // count)  # of the grid at once
+    return weights @ jax.lax.map(row, jnp.sqrt(q) * z, batch_size=min(rows, count))
 
 
 def _kinked_smooth(a, b, axis, sx, sy, p, q):

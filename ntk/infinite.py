@@ -59,6 +59,7 @@ from ntk.architecture import (
     parse,
     places,
     resolved,
+    squared_norms,
 )
 from ntk.gaussian import kinked_gap, reciprocal, root
 from ntk.kernels import Kernels
@@ -239,7 +240,7 @@ def _stack(layers: list[LayerKernels]) -> LayerKernels:
 
 
 def _features(layers, x, network, how, equal) -> list[LayerKernels]:
-    squares = (x * x).sum(1)
+    squares = squared_norms(x)
     weights, skips, variances = network
     return features(layers, weights, skips, variances, squares[:1] if equal else squares, how)
 

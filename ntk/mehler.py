@@ -243,9 +243,16 @@ def _errors(right, left, sides, regular, kinked, own, pieces, norm, error, odd, 
         + 2 * root(tails(right, grid) + tails(left, grid))
         + error / 2 * stretch
     )
+    noise *= over
+    if kinked.shape[1]:
+        # The norm's square is a sum whose terms may cancel: to nothing, to rounding, or to what the
+        # product of r and k misses.
+        product = missed_regular * missed_kinked
+        noise += ((4 * eps * (own + size**2) + product) * over) * over
+        noise = jnp.where((norm > 0) | (own == 0), noise, jnp.inf)
     jump = jnp.abs(pieces.weights[..., 0]).sum(1) + jnp.where(odd, 0, slant)
     missed = jnp.stack([missed_regular * over, missed_kinked * over], 1)
-    return noise * over, (size + root(own)) * over + 1, missed, steep * over, jump * over
+    return noise, (size + root(own)) * over + 1, missed, steep * over, jump * over
 
 
 def tails(values: jax.Array, grid: Grid) -> jax.Array:

@@ -27,6 +27,7 @@ from ntk.architecture import (
     largest_error,
     places,
     resolved,
+    squared_norms,
 )
 from ntk.gaussian import root
 from ntk.mehler import Pair, expectations, on_diagonal
@@ -149,7 +150,7 @@ def _blocks(layer: Layer, x1, x2, scale, how: Resolution):
     for x in (x1, x2):
         if x is None:
             continue
-        norms = root((x * x).sum(1))
+        norms = root(squared_norms(x))
         error = jnp.full_like(norms, 8 * float(jnp.finfo(x.dtype).eps))
         one = jnp.ones(1, x.dtype)
         slopes = [expand_layer((s,), one, norms, error, kinks, how)[1] for s in layer]

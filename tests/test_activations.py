@@ -137,6 +137,10 @@ def test_unit_inputs_of_a_row_at_the_mean_are_refused():
     with pytest.raises(ValueError, match="x: expected rows that differ from their mean"):
         unit_inputs(jnp.eye(3), jnp.full((1, 3), 1 / 3, float).at[0].set(jnp.eye(3).mean(0)))
     assert np.isnan(jax.jit(unit_inputs)(jnp.ones((2, 3)))).all()
+    tenths = jnp.full((7, 3), 0.1, jnp.float32)  # whose sum, divided by 7, is another number
+    with pytest.raises(ValueError, match="x: expected rows that differ from their mean"):
+        unit_inputs(tenths)
+    assert np.isnan(jax.jit(unit_inputs)(tenths)).all()
 
 
 def test_unit_inputs_are_centred_on_the_training_rows():
@@ -152,6 +156,26 @@ def test_unit_inputs_are_centred_on_the_training_rows():
 def test_sign_labels_are_one_versus_rest():
     np.testing.assert_array_equal(sign_labels(np.array([2, 0]), 3), [[-1, -1, 1], [1, -1, -1]])
     np.testing.assert_array_equal(sign_labels(np.array([1, 0]), 2), [1, -1])
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint32, bool])
+def test_signs_of_labels_without_a_minus_are_signs(dtype):
+    labels = np.array([0, 1, 0], dtype)
+    for sign in sign_labels, jax.jit(sign_labels, static_argnums=1):
+        np.testing.assert_array_equal(sign(labels, 2), [-1, 1, -1])
+        np.testing.assert_array_equal(sign(labels, 300).argmax(1), [0, 1, 0])
+
+
+@pytest.mark.parametrize("outer", ["hinge", "logistic", "squared"])
+def test_targets_of_another_shape_than_the_outputs_are_refused_and_whole_ones_are_numbers(outer):
+    space = activation_space(["relu", "tanh"], width=8, outer=outer)
+    x, y = jnp.eye(3), jnp.array([1.0, 1.0, 0.0])
+    w, alpha = space.init(jax.random.key(0), (x, y)), space.start()
+    for loss in space.problem.lower, space.problem.outer:
+        for wrong in y[:, None], y[:1]:
+            with pytest.raises(ValueError, match=r"y: expected one for each output, shape \(3,\)"):
+                jax.jit(loss)(w, alpha, (x, wrong))
+        assert_close(loss(w, alpha, (x, y.astype(jnp.uint8))), loss(w, alpha, (x, y)))
 
 
 # ----------------------------------------------------------------------------- width = inf
@@ -293,6 +317,11 @@ def test_candidates_are_named_after_their_functions():
         ({"width": math.inf, "outer": "l1"}, "outer: expected one of hinge, logistic, squared"),
         ({"width": 24, "classes": 10}, "width: expected a multiple of 16 for 10 classes"),
         ({"classes": 1}, "at least 2"),
+        *(
+            (sizes | {"output_scale": scale}, "output_scale: expected a positive number, got")
+            for sizes in ({}, {"width": math.inf})
+            for scale in (-1, 0, math.nan, math.inf)
+        ),
     ],
 )
 def test_a_space_that_cannot_be_built_says_why(changes, message):

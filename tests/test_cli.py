@@ -3,6 +3,7 @@
 import contextlib
 import datetime
 import importlib
+import io
 import json
 import os
 import subprocess
@@ -297,6 +298,7 @@ def test_certify_takes_kernels_of_the_users_own(own_kernels, tmp_path, capsys):
     [
         (("--kernel", "own_kernels:neither"), "kernel: expected own_kernels:neither to return a"),
         (("--kernel", "own_kernels:absent"), "kernel: expected MODULE:FUNCTION, got"),
+        (("--kernel", "json:dumps"), "kernel: expected json:dumps to be a function of 0 arguments"),
         (("--kernel", "own_kernels"), "kernel: expected MODULE:FUNCTION, as in"),
         (("--pixels", "4"), "pixels: expected --kernel beside it, got 4 alone."),
     ],
@@ -360,6 +362,15 @@ def test_the_module_runs_as_a_command():
         [sys.executable, "-m", "bilevel", "version"], capture_output=True, text=True, check=True
     ).stdout
     assert output.startswith("bilevel 0.1.0, jax ")
+
+
+def test_a_terminal_of_ascii_gets_the_table_all_the_same(tmp_path, monkeypatch):
+    line = ["certify", "--out", str(tmp_path / "run"), "--rows", "3", "--activations", "relu"]
+    terminal = io.TextIOWrapper(io.BytesIO(), "ascii")
+    monkeypatch.setattr(sys, "stdout", terminal)
+    assert main(line) == 0
+    terminal.flush()
+    assert b"?_min" in terminal.buffer.getvalue()
 
 
 def baseline(folder, *flags):

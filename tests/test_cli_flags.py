@@ -152,6 +152,7 @@ def test_what_is_no_value_at_all_is_one_sentence_on_standard_error(defaults, com
         ("certify --rows 1", "rows: expected at least 2, got 1."),
         ("search --out .", "out: expected a path that ends in a name, got '.'."),
         ("search --out FILE", "out: expected a directory, got the file 'FILE'."),
+        ("search --out /dev/null", "out: expected a directory, got the file '/dev/null'."),
         ("search --out FILE/x", "out: expected a directory that can be made, got 'FILE/x' ("),
         (f"certify --out {'x' * 300}", "out: expected a directory that can be made, got 'xxx"),
         (f"rank --out new/{'x' * 300}", "out: expected a directory that can be made, got 'new/xxx"),

@@ -447,6 +447,10 @@ def test_cutout_is_one_square_cut_off_at_the_borders():
             "normal: expected one of max_pool_3x3",
         ),
         (lambda: genotype(dict.fromkeys(("normal", "reduce"), np.ones((14, 7)))), "finite weights"),
+        (
+            lambda: one_hot(DARTS_V1._replace(reduce_concat=(4, 5))),
+            r"reduce_concat: expected \(2, 3, 4, 5\), as the supernet's, got \(4, 5\)",
+        ),
         (lambda: cutout(KEY, jnp.ones((2, 4, 4, 1)), size=2.5), "size: expected a whole number"),
         (lambda: crop_and_flip(KEY, jnp.ones((2, 4, 4))), r"x: expected images \[n, h, w, c\]"),
     ],

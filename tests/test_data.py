@@ -564,6 +564,24 @@ def test_sizes_and_labels_that_cannot_be_split_are_refused(labels, sizes, words)
     assert all(word in str(caught.value) for word in words)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"train": 1000, "valid": 797},
+            "train, valid: expected at most 1796 rows together and one",
+        ),
+        ({"keys": jax.random.key(0)}, "keys: expected a sequence of PRNG keys, got one"),
+        ({"keys": 0}, "keys: expected a sequence of PRNG keys, got 0"),
+        ({"keys": [0]}, r"keys\[0\]: expected a PRNG key"),
+    ],
+)
+def test_samples_that_there_are_not_and_keys_that_are_none_are_refused(changes, message):
+    options = {"keys": [jax.random.key(0)], "train": 100, "valid": 50, "test": 20} | changes
+    with pytest.raises(ValueError, match=message):
+        data.samples("digits", options.pop("keys"), **options)
+
+
 # The real files, held to the figures published for them.
 
 

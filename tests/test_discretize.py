@@ -399,6 +399,33 @@ def test_alpha_of_half_precision_is_a_point_of_the_simplex_to_its_own_rounding()
         condition_six(outputs, tenth * 1.1)
 
 
+@pytest.mark.parametrize("dtype", [np.uint8, np.int8, bool])
+def test_ranks_of_numbers_without_a_minus(dtype):
+    least = np.iinfo(dtype).min if dtype is np.int8 else 0
+    alpha = np.array([1, least, 0, 1], dtype)
+    np.testing.assert_array_equal(
+        rank_by_alpha(alpha), np.argsort(-alpha.astype(int), kind="stable")
+    )
+
+
+@pytest.mark.parametrize("choice", [-1, 3])
+def test_a_traced_choice_that_there_is_not_is_as_good_as_none(choice):
+    losses = np.random.default_rng(0).normal(size=(9, 3))
+    found = jax.jit(judge_choice)(losses, choice)
+    assert not found.as_good and found.rank == 0
+    assert found.best == losses.mean(axis=0).argmin()
+    assert np.isnan(found.worse_by).all() and np.isnan(found.standard_error).all()
+
+
+@pytest.mark.parametrize("wrong", [1.5, -0.1, jnp.nan])
+def test_factors_outside_the_cube_are_refused_and_nan_when_traced(wrong):
+    beta = jnp.array([[wrong, 0.2], [0.5, 1.0]])
+    with pytest.raises(ValueError, match=r"beta: expected numbers in \[0, 1\], got"):
+        simplex_from_factors(beta)
+    traced = jax.jit(simplex_from_factors)(beta)
+    assert np.isnan(traced[0]).all() and traced[1].tolist() == [0.5, 0.5, 0]
+
+
 def test_factors_of_a_traced_nan_are_nan():
     alpha = jnp.array([0.2, jnp.nan, 0.4])
     assert np.isnan(jax.jit(simplex_factors)(alpha)).all()

@@ -9,8 +9,9 @@ import pytest
 from helpers import assert_close, finite_differences, tolerance
 
 import ntk
-from ntk import architecture, mehler
+from ntk import architecture, duals, mehler
 from ntk._arcs import arc_polynomials
+from ntk._equations import programs
 from ntk.activations import Activation
 from ntk.gaussian import arc_cosines, hermite, kink_coefficients, mean
 
@@ -83,6 +84,12 @@ MPMATH = [
 float64_only = pytest.mark.skipif(not jax.config.jax_enable_x64, reason="arguments are float64's")
 
 
+def largest(jaxpr):
+    """Entries of the largest array in a program."""
+    own = [v.aval.size for e in jaxpr.eqns for v in e.outvars]
+    return max([*own, *(largest(p.jaxpr) for e in jaxpr.eqns for p in programs(e))])
+
+
 @float64_only
 @pytest.mark.parametrize(("a", "b", "vx", "vy", "c", "value"), MPMATH)
 def test_duals_are_mpmaths_to_1e_12_of_themselves(a, b, vx, vy, c, value):
@@ -128,6 +135,18 @@ def test_arc_polynomials_keep_their_length_where_the_last_coefficient_rounds_to_
     short = arc_polynomials.__wrapped__(8)
     assert_close(short[:, :-1], full[:, :-1], f64=1e-8, f32=1e-8)
     assert np.all(short[:, -1] == 0)
+
+
+def test_a_dual_takes_no_more_memory_than_some_rows_of_its_grid(monkeypatch):
+    # Truth: the same at once; the grid in one piece had 94 GB at a variance of 1e6.
+    at_once = float(ntk.dual(ntk.tanh, ntk.swish, 4.0, 3.0, 1.0))
+    monkeypatch.setattr(duals, "_ENTRIES", 2000)
+    jax.clear_caches()
+    assert abs(float(ntk.dual(ntk.tanh, ntk.swish, 4.0, 3.0, 1.0)) / at_once - 1) < tolerance(
+        1e-13, 1e-5
+    )
+    sizes = jax.make_jaxpr(lambda c: ntk.dual(ntk.tanh, ntk.swish, 4.0, 3.0, c))(1.0)
+    assert largest(sizes.jaxpr) <= 2 * 2000
 
 
 @PAIRS

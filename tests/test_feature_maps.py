@@ -208,6 +208,17 @@ def test_columns_whose_squares_leave_float32_are_standardised_too():
     assert_close(found, jnp.stack([-sums, sums]), f64=1e-5, f32=1e-5)
 
 
+@pytest.mark.parametrize("size", [1e-30, 1e20, 3e38])
+def test_rows_whose_squares_leave_float32_have_a_direction_too(size):
+    x = jnp.asarray(X[:2] / abs(X[:2]).max(), jnp.float32)
+    features, config = features_of(x), fourier_config("unit")
+    found, truth = (features.project(config, s * x, 30) for s in (np.float32(size), 1))
+    assert_close(found, truth, f64=1e-5, f32=1e-5)
+    if size < 1e30:  # beyond, slopes are no normal numbers
+        slope = jax.grad(lambda x: jnp.sum(features.project(config, x, 30) ** 3))
+        assert_close(size * slope(np.float32(size) * x), slope(x), f64=1e-3, f32=1e-3)
+
+
 def test_derivatives_in_gamma_and_x_are_those_of_finite_differences():
     @jax.jit
     def loss(log_gamma, x, kernel):
@@ -443,6 +454,8 @@ def test_hashing_names_all_that_counts_depend_on():
         (lambda: sample_text(KEY, -2), "count: expected at least 0, got -2"),
         (lambda: hashed_counts([], TextConfig()), "texts: .* at least one document, got none"),
         (lambda: hashed_counts("a b", TextConfig()), "texts: .* got one str"),
+        (lambda: hashed_counts((t for t in "ab"), TextConfig()), "texts: .* got a generator"),
+        (lambda: hashed_counts(["a", None], TextConfig()), r"texts\[1\]: expected a str, got None"),
         (lambda: fold(BAGS, 4), "dimension: expected 1 to 3, got 4"),
         (lambda: statistics(BAGS, LABELS[:3]), r"labels: expected shape \(4,\), got \(3,\)"),
         (lambda: statistics(BAGS, np.ones(4, int)), "labels: expected rows of two .* got 1"),

@@ -177,6 +177,15 @@ def test_predictions_undo_sign_labels():
         np.testing.assert_array_equal(predict(sign_labels(np.array(labels), classes)), labels)
 
 
+@pytest.mark.parametrize("loss", ["lower", "outer"])
+def test_targets_of_another_shape_than_the_outputs_are_refused(loss):
+    space = feature_space([jnp.sin, jnp.cos])
+    blocks = space.blocks(jnp.eye(3))
+    for wrong in jnp.ones((3, 1)), jnp.ones(1):
+        with pytest.raises(ValueError, match=r"y: expected one for each output, shape \(3,\), got"):
+            jax.jit(getattr(space.problem, loss))(jnp.zeros(3), space.start(), (blocks, wrong))
+
+
 def test_maps_are_named_after_their_functions():
     assert feature_space([jnp.sin, functools.partial(jnp.cos)]).names == ("sin", "partial")
 

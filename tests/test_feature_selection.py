@@ -200,6 +200,11 @@ def test_bad_parts_are_refused_in_one_sentence(parts, text_parts, configs):
     one_class = (text_parts[0][0], np.zeros(8, int))
     with pytest.raises(ValueError, match="train: expected labels 0 and 1, both, got"):
         features.text_selection(one_class, *text_parts[1:])
+    for i, name in ((1, "valid"), (2, "test")):
+        signs = list(text_parts)
+        signs[i] = (signs[i][0], 2 * np.asarray(signs[i][1]) - 1)
+        with pytest.raises(ValueError, match=rf"{name}: expected labels 0 and 1, .* got \[-1, 1\]"):
+            features.text_selection(*signs)
 
     with pytest.raises(ValueError, match=r"test: expected rows of shape \(8, 8\), got \(64,\)"):
         flattened = (parts[2][0].reshape(-1, 64), parts[2][1])

@@ -356,6 +356,19 @@ def test_a_geometry_without_an_optimizer_that_descends_is_refused(name):
         linear_search(ALONE[name], progress=False)
 
 
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        optax.chain(optax.polyak_sgd(f_min=0.1), bilevel.project()),
+        bilevel.softmax(optax.polyak_sgd(f_min=0.12)),
+    ],
+    ids=["project", "softmax"],
+)
+def test_polyaks_step_to_a_least_value_above_zero_is_known_to_descend(optimizer):
+    result = linear_search(optimizer, progress=False)
+    assert result.history["value"][-1] < result.history["value"][0]
+
+
 @pytest.mark.parametrize("optimizer", [AFTER["exponentiate"], ALONE["exponentiate"]])
 def test_under_jit_both_mistakes_stop_at_the_first_step(optimizer):
     state = jax.jit(lambda alpha: linear_search(optimizer, alpha=alpha).state)(jnp.full(3, 1 / 3))

@@ -223,3 +223,49 @@ def test_three_kinks_close_together_are_found_and_leaky_relus_recognised_by_all_
     # Equal to the ReLU at the six points that were looked at before.
     sly = ntk.activation(lambda z: jax.nn.relu(z) + jax.nn.relu(0.1 - jnp.abs(z - 1.5)))
     assert [t for t, _ in sly.kinks] == [0.0, 1.4, 1.5, 1.6]
+
+
+STEP = ntk.activation(lambda z: jnp.tanh(1e6 * (z - 1)))
+PEAK = ntk.activation(lambda z: jnp.exp(-(z**2) / 2))
+ROW = np.array([[1.0, 2.0]]) / np.sqrt(5)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize(
+    ("activation", "norm"), [(STEP, 1.0), (PEAK, 1e12), (ntk.tanh, 1e12)], ids=str
+)
+def test_what_lies_between_all_nodes_is_refused_and_nan_when_traced(activation, norm, dtype):
+    # Truth: E s'^2 is about 4/3 of the steepness times the density there: 3e5, 8e11, 5e11. From
+    # the nodes all three look flat, and the last layer's 1 (or the peak's 0) was all there was.
+    x = jnp.asarray(norm * ROW, dtype)
+    if x.dtype != dtype:
+        pytest.skip("the numbers are float32")
+    options = {"activations": [activation], "variances": [1.0, 1.0]}
+    with pytest.raises(FloatingPointError, match="too fine details"):
+        ntk.network_kernel(x, **options)
+    traced = jax.jit(lambda x: ntk.network_kernel(x, **options))(x)
+    assert np.isnan(traced.ntk).all() and not np.isfinite(traced.error).any()
+    with pytest.raises(FloatingPointError):
+        ntk.mixture_blocks(x, [activation, ntk.relu])
+
+
+@float64_only
+def test_pieces_that_cancel_have_no_kernel():
+    # ELU's curvature at 0 on both sides, times 1e24: what is left of it was 1e40 for 1e24.
+    x = jnp.asarray(1e12 * ROW)
+    elu = ntk.activation(jax.nn.elu)
+    traced = jax.jit(lambda x: ntk.network_kernel(x, activations=[elu], variances=[1.0, 1.0]))(x)
+    assert np.isnan(traced.ntk).all() and not np.isfinite(traced.error).any()
+
+
+@pytest.mark.parametrize("scale", [1e-21, 1e20])
+def test_rows_whose_squares_are_out_of_range_are_refused(scale):
+    x = jnp.asarray(scale * ROW, jnp.float32)
+    with pytest.raises(ValueError, match="x1: expected rows whose squared norms are within"):
+        ntk.network_kernel(x, activations=[ntk.relu])
+    with pytest.raises(ValueError, match="x: expected rows whose squared norms are within"):
+        ntk.mixture_blocks(x, [ntk.relu])
+    traced = jax.jit(lambda x: ntk.network_kernel(x, activations=[ntk.relu]))(x)
+    assert np.isnan(traced.ntk).all()
+    # Zeros are in range.
+    assert not np.asarray(ntk.network_kernel(0 * x, activations=[ntk.relu]).ntk).any()

@@ -207,6 +207,36 @@ def test_the_squared_loss_of_real_targets_is_their_mean_squared_error(space):
     assert_close(space.problem.outer(w, alpha, (columns, yv)), jnp.mean(errors**2))
 
 
+@pytest.mark.parametrize("outer", ["hinge", "logistic", "squared"])
+def test_whole_targets_are_numbers(outer):
+    space = kernel_mixture_space({"linear": linear}, outer=outer)
+    (inputs, _), (columns, _) = batches(space)
+    y, yv, alpha = np.arange(len(X)) % 2, np.arange(len(XV)) % 2, space.start()
+
+    def slope(dtype):
+        train, valid = (inputs, y.astype(dtype)), (columns, yv.astype(dtype))
+        step = bilevel.hypergradient(space.problem, space.solver, diagnostics=False)
+        return step(alpha, space.init(KEYS[0], train), train, valid).grad["log_penalty"]
+
+    for dtype in (int, np.uint8, bool):
+        assert_close(slope(dtype), slope(float))
+
+
+def test_targets_of_other_rows_or_of_columns_are_refused():
+    space = kernel_mixture_space({"linear": linear})
+    (inputs, _), (columns, _) = batches(space)
+    alpha, w = space.start(), jnp.zeros(len(X))
+    for loss, x, rows in (
+        (space.problem.lower, inputs, len(X)),
+        (space.problem.outer, columns, len(XV)),
+    ):
+        for wrong in jnp.ones((rows, 1)), jnp.ones(1):
+            with pytest.raises(ValueError, match="y: expected one for each output, shape"):
+                jax.jit(loss)(w, alpha, (x, wrong))
+    with pytest.raises(ValueError, match=rf"y: expected {len(X)} rows as in training, got shape"):
+        space.solver.run(space.problem.lower, alpha, w, (), (inputs, jnp.ones(1)))
+
+
 def test_weights_that_are_not_finite_stand_for_no_kernel():
     for space in SPACES["a network's parameters"](), SPACES["a described network"]():
         alpha = jax.tree.map(lambda a: jnp.nan + a, space.start())

@@ -71,7 +71,32 @@ jax.tree_util.register_pytree_with_keys(
 MODULE = Module(jnp.zeros(2), jax.nn.relu)
 SELECTION = baselines.Selection(lambda *a: 0.0, lambda *a: None)
 
+SCHEDULE = optax.cosine_decay_schedule(0.1, 10)
+DEAD = bilevel.Problem(outer, outer)
+
+
 MISTAKES = {
+    "no weights": (
+        lambda: hypergradient(w0={}),
+        "w0: expected at least one array, got {}",
+    ),
+    "a schedule for an optimizer of a tree": (
+        lambda: hypergradient(solver=bilevel.unrolled(SCHEDULE, 3), alpha={"x": ALPHA}),
+        r"optimizer: expected a function alpha -> optax optimizer, got a schedule; .* optax.sgd",
+    ),
+    "three batches at once": (
+        lambda: search(
+            batches=bilevel.jointly(lambda key, train, valid: (train, valid, valid)),
+            key=jax.random.key(0),
+        ),
+        r"sample: expected a function that returns a pair \(train, valid\), got 3 things",
+    ),
+    "an alpha that does nothing, single loop": (
+        lambda: bilevel.search(
+            *(DEAD, bilevel.soba(0.1), SGD, ALPHA, W0, jnp.ones((4, 2)), jnp.ones((4, 2))), steps=1
+        ),
+        "alpha: expected to enter the lower loss, the outer loss or the solver, got one",
+    ),
     "auxiliary output, lower": (
         lambda: hypergradient(bilevel.Problem(with_aux, outer)),
         r"lower: expected .* floating scalar, got a tuple .*; Problem\(..., has_aux=True\) takes",
@@ -225,6 +250,15 @@ def test_a_count_that_is_no_whole_number_is_refused(make, steps):
 @pytest.mark.parametrize("make", COUNTS.values(), ids=COUNTS.keys())
 def test_numpys_integers_are_counts(make):
     make(np.int32(1))
+
+
+def test_a_part_of_alpha_that_does_nothing_is_told_by_name():
+    problem = bilevel.Problem(lambda w, alpha, batch: lower(w, alpha["x"], batch), outer)
+    alpha = {"x": ALPHA, "rate": jnp.array(0.1), "dead": ALPHA}
+    by_rate = bilevel.unrolled(lambda alpha: optax.sgd(alpha["rate"]), 2)
+    with pytest.warns(UserWarning, match=r"alpha\['dead'\]: expected to enter") as caught:
+        assert not hypergradient(problem, by_rate, alpha).grad["dead"].any()
+    assert len(caught) == 1
 
 
 def test_keys_of_the_old_style_and_leaves_that_are_none_are_welcome():

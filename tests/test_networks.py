@@ -582,3 +582,14 @@ def test_too_large_an_error_is_refused_and_nan_under_jit():
         net.kernel(x, x)
     found = jax.jit(lambda x: net.kernel(x, x))(x)
     assert bool(jnp.isnan(found.ntk[0, 1])) and float(found.error[0, 1]) == np.inf
+
+
+def test_the_finite_network_takes_whole_numbers_and_refuses_a_vector():
+    net = nets.serial(nets.dense(), nets.act(ntk.relu), nets.dense())
+    module = net.module(width=8)
+    pixels = np.array([[1, 2], [0, 255]], np.uint8)
+    params = module.init(jax.random.key(0), pixels)
+    expected = module.apply(params, jnp.asarray(pixels, float))
+    np.testing.assert_array_equal(module.apply(params, pixels), expected)
+    with pytest.raises(ValueError, match="x: expected inputs"):
+        module.init(jax.random.key(0), jnp.ones(3))

@@ -97,6 +97,56 @@ def test_float32_weights_meet_data_and_losses_of_float64():
     assert_close(narrow.grad, wide.grad, f64=1e-5)
 
 
+def of_scaled(alpha, x):
+    return x * alpha
+
+
+def normal_equations(alpha, w, batch):
+    phi = of_scaled(alpha, batch[0])
+    return jnp.linalg.solve(phi.T @ phi + 0.1 * jnp.eye(4), phi.T @ batch[1])
+
+
+ROWS = np.random.default_rng(0).normal(size=(8, 4))
+OF_DATA = {  # whose weights have the data's or alpha's type, not that of w0
+    "ridge": (bilevel.ridge(of_scaled, lambda alpha: 0.1), "w0: expected an array of shape"),
+    "solved": (bilevel.implicit(bilevel.solved(normal_equations)), "solve: expected weights of"),
+    "restarted": (
+        bilevel.restarted(bilevel.unrolled(0.01, 3), start=lambda alpha, w: alpha),
+        "start: expected weights of",
+    ),
+}
+
+
+def search_from(w0, solver):
+    def lower(w, alpha, batch):
+        residual = of_scaled(alpha, batch[0]) @ w - batch[1]
+        return 0.5 * jnp.sum(residual**2) + 0.05 * jnp.sum(w**2)
+
+    problem = bilevel.Problem(lower, lambda w, alpha, batch: jnp.mean((batch[0] @ w - 1) ** 2))
+    data = jnp.asarray(ROWS), jnp.asarray(ROWS.sum(1))
+    optimizer = optax.sgd(0.01)
+    return bilevel.search(
+        *(problem, solver, optimizer, jnp.ones(4), w0, data, data), steps=2, progress=False
+    )
+
+
+@pytest.mark.skipif(not jax.config.jax_enable_x64, reason="data of wider numbers than float32")
+@pytest.mark.parametrize("name", OF_DATA)
+def test_weights_that_a_solver_finds_in_wider_numbers_keep_the_type_of_w0(name):
+    solver, _ = OF_DATA[name]
+    wide, narrow = (search_from(jnp.zeros(4, dtype), solver) for dtype in ("float64", "float32"))
+    assert narrow.w.dtype == jnp.float32
+    assert_close(narrow.alpha, wide.alpha, f64=1e-5)  # truth: all in float64
+
+
+@pytest.mark.parametrize("name", OF_DATA)
+def test_weights_of_another_shape_than_w0_are_refused(name):
+    solver, message = OF_DATA[name]
+    with pytest.raises(ValueError, match=message) as caught:
+        search_from(jnp.zeros((4, 1)), solver)
+    assert "(4, 1)" in str(caught.value) and "\n" not in str(caught.value)
+
+
 def test_diagnostics_of_mixed_weights_make_no_claim_that_is_false():
     alpha, w0, *batches = data(0)
     fn = jax.jit(bilevel.hypergradient(PROBLEM, bilevel.implicit()))

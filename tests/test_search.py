@@ -127,6 +127,42 @@ def test_the_whole_search_runs_under_jit_and_vmap():
         np.testing.assert_allclose(found.history["value"][i], one.history["value"], rtol=1e-3)
 
 
+RATES = jnp.array([0.1, 0.2])
+ZEROS, ONES = jnp.zeros(2), jnp.ones(2)
+SHIFTS = bilevel.Problem(
+    lambda w, alpha, batch: 0.5 * jnp.sum((w - alpha - batch) ** 2),
+    lambda w, alpha, batch: jnp.sum((w - batch) ** 2),
+)
+
+
+def at_inner_rate(rate, **options):
+    solver = bilevel.unrolled(rate, 3)
+    args = SHIFTS, solver, optax.sgd(0.1), ZEROS, ZEROS, ZEROS, ONES
+    return bilevel.search(*args, steps=3, **options)
+
+
+def at_outer_rate(rate):
+    optimizer = optax.chain(optax.sgd(rate), bilevel.project("box"))
+    args = SHIFTS, bilevel.unrolled(0.1, 3), optimizer, ZEROS, ZEROS, ZEROS, ONES
+    return bilevel.search(*args, steps=3)
+
+
+@pytest.mark.parametrize("of_rate", [at_inner_rate, at_outer_rate])
+def test_a_search_of_which_only_what_it_closes_over_is_traced_is_the_same(of_rate):
+    together = jax.vmap(of_rate)(RATES)
+    for i, rate in enumerate(RATES):
+        for found in (jax.tree.map(lambda x, i=i: x[i], together), jax.jit(of_rate)(rate)):
+            alone = of_rate(rate)  # truth: a search of its own
+            np.testing.assert_allclose(found.alpha, alone.alpha, rtol=1e-5)
+            np.testing.assert_allclose(found.history["value"], alone.history["value"], rtol=1e-5)
+
+
+@pytest.mark.parametrize("option", [{"progress": True}, {"callback": print}])
+def test_what_the_host_does_is_refused_where_closed_over_values_are_traced(option):
+    with pytest.raises(ValueError, match="progress, checkpoint, callback and a stream"):
+        jax.vmap(functools.partial(at_inner_rate, **option))(RATES)
+
+
 def test_side_by_side_copies_search_as_they_would_alone():
     starts = jnp.stack([UNIFORM, jnp.array([0.6, 0.2, 0.2])])
     twice = jax.tree.map(lambda x: jnp.stack([x, x]), (W0, TRAIN, VALID))

@@ -66,6 +66,16 @@ def test_labels_of_no_class_have_no_loss_and_no_slope(classes, label):
     assert jnp.isnan(loss) and bool(jnp.isnan(slope["last"]).all())
 
 
+@pytest.mark.parametrize("classes", [2, 3])
+@pytest.mark.parametrize("shape", [(2, 1), (1,), ()])
+def test_labels_of_other_rows_are_refused(classes, shape):
+    space = skip_space(["relu"], depth=3, width=4, classes=classes)
+    batch = jnp.eye(2), jnp.zeros(shape, int)
+    w, alpha = space.init(jax.random.key(0), batch), space.start()
+    with pytest.raises(ValueError, match=r"labels: expected one a row, shape \(2,\), got shape"):
+        jax.jit(space.problem.lower)(w, alpha, batch)
+
+
 # ----------------------------------------------------------------------------- the network
 
 
@@ -319,6 +329,14 @@ def apply(alpha, x=X):
         (
             lambda: train(jax.random.key(0), linear, None, 0.0, X, optimizer=0.1, epochs=0),
             "epochs: expected at least 1, got 0",
+        ),
+        (
+            lambda: train(jax.random.key(0), linear, None, 0.0, X, optimizer=None),
+            "optimizer: expected numbers, got None",
+        ),
+        (
+            lambda: train(jax.random.key(0), linear, None, {"v": 1}, X, optimizer=0.1),
+            r"w\['v'\]: expected floating arrays, got int",
         ),
     ],
 )

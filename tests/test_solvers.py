@@ -99,6 +99,23 @@ def test_one_step_is_one_unrolled_step_and_darts_difference_tends_to_it():
     assert_close(residuals[1], residuals[0], f64=1e-9)
 
 
+@pytest.mark.parametrize("radius", [None, 1e-3])
+def test_one_step_of_an_optimizer_that_asks_for_the_loss_is_an_unrolled_one(radius):
+    """Polyak's step depends on alpha through the loss's value too."""
+
+    def lower(w, alpha, batch):
+        return jnp.sum(jnp.cosh(w - alpha))
+
+    def of(solver):
+        w = jnp.zeros(3)
+        run = lambda alpha: solver.run(lower, alpha, w, solver.init(w), None)[0]  # noqa: E731
+        return jax.jacrev(run)(jnp.arange(1.0, 4.0))
+
+    rule = optax.polyak_sgd(max_learning_rate=10.0)
+    exact = of(bilevel.unrolled(rule, 1))  # truth
+    assert_close(of(bilevel.one_step(rule, radius=radius)), exact, f64=1e-5, f32=1e-2)
+
+
 def test_without_backpropagation_the_direct_term_alone_is_left():
     small = logistic()
     result = hypergradient(bilevel.unrolled(STEP_SIZE, 5, backprop=0), small)

@@ -333,7 +333,7 @@ def compiled(method, steps, history=()):
     """The search's compiled chunk, as text."""
     setup = _search._Setup(PROBLEM, method, optax.adam(0.1), PARTITION, False, 1)
     data = setup.prepared((TRAIN, VALID, jax.random.key(0)), steps)
-    carry = setup.start(ALPHA, W, data, steps, history)
+    carry, _ = setup.start(ALPHA, W, data, steps, history)
     return jax.jit(setup.advance, donate_argnums=0).lower(carry, data, 1).compile().as_text()
 
 
@@ -361,7 +361,7 @@ def test_a_step_takes_no_longer_where_there_are_more_batches():
         setup = _search._Setup(problem, bilevel.saba(0.1), optax.sgd(0.1), PARTITION, False, 1)
         setup = setup._replace(batches=bilevel.partition(1))
         data = setup.prepared((*rows, jax.random.key(0)), 3000)
-        carry = setup.start(jnp.zeros(1), jnp.zeros(4000), data, 3000, ())
+        carry, _ = setup.start(jnp.zeros(1), jnp.zeros(4000), data, 3000, ())
         runs.append((jax.jit(setup.advance, donate_argnums=0), carry, data))
     best = [np.inf, np.inf]
     for _ in range(8):
@@ -542,6 +542,8 @@ def test_an_adjoint_that_runs_away_is_told():
     assert fine.history["noisy_residual"][-1] < 0.1
     with pytest.warns(UserWarning, match="the adjoint's residual is .* times the outer gradient"):
         run(bilevel.soba(2.5), **data, steps=30)
+    with pytest.raises(bilevel.NonFiniteError, match=r"adjoint .*; a smaller step_size of the"):
+        run(bilevel.soba(9.0), **data, steps=600)
 
 
 def test_a_loss_that_is_not_kept_is_not_computed_and_not_watched():

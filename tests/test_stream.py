@@ -192,6 +192,10 @@ def test_mistakes_are_one_sentence_and_no_thread_is_left():
         search(batches=bilevel.stream([]), steps=9)
     with pytest.raises(ValueError, match=r"batches: expected a pair .* at step 0, got a ndarray"):
         search(batches=bilevel.stream([ROWS[0, 0]]), steps=9)
+    for broken_row, message in ((ROWS[1, 3] * np.nan, "finite"), (ROWS[1, 3][:0], "data")):
+        late = [*itertools.islice(pairs(), 3), (ROWS[0, 3], broken_row)]
+        with pytest.raises(ValueError, match=f"batches, valid at step 3: expected {message}"):
+            search(batches=bilevel.stream(late), steps=9, chunk=2)
     with pytest.raises(ValueError, match="train, valid: expected None beside a stream"):
         bilevel.search(
             *(PROBLEM, SOLVER, optax.adam(0.1), jnp.zeros(3), jnp.ones(3), ROWS[0], None),

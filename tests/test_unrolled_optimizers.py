@@ -169,6 +169,25 @@ def test_a_guard_that_is_shut_stays_shut():
     np.testing.assert_allclose(slopes, [0, 6])
 
 
+@pytest.mark.parametrize("at", [0, 2])
+def test_a_learned_schedule_may_branch_on_the_count_of_steps(at):
+    """``where(n - at > 0, ...)``, at n = at too, where a guard of Adagrad's would be opened."""
+
+    def make(alpha):
+        after = lambda n: alpha[0] * (1 - (n - at) / 4.0)  # noqa: E731
+        return optax.sgd(lambda n: jnp.where((n - at) / 4.0 > 0, after(n), alpha[1]))
+
+    problem = bilevel.Problem(
+        lambda w, alpha, batch: 0.5 * jnp.sum((w - 1.0) ** 2), lambda w, alpha, batch: jnp.sum(w)
+    )
+    solver, alpha = bilevel.unrolled(make, 5), jnp.array([0.3, 0.1])
+    found = bilevel.hypergradient(problem, solver, diagnostics=False)
+    # Truth: w_5 - 1 is minus the product of 1 - rate over the steps.
+    rates = lambda a: [a[1] if n <= at else a[0] * (1 - (n - at) / 4) for n in range(5)]  # noqa: E731
+    expected = jax.grad(lambda a: 1 - jnp.prod(1 - jnp.stack(rates(a))))(alpha)
+    assert_close(found(alpha, jnp.zeros(1), None, None).grad, expected, f64=1e-14, f32=1e-6)
+
+
 @pytest.mark.parametrize(("steps", "size", "loops"), [(64, 1000, 1), (65, 10, 2), (50, 10**6, 2)])
 def test_short_trajectories_are_kept_and_long_or_large_ones_run_twice(steps, size, loops):
     """Loops inside loops: one level keeps every step, two levels one in sqrt(steps)."""

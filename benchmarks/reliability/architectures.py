@@ -175,6 +175,14 @@ def sign_labels(rng, dtype) -> Case:
     )
 
 
+@generates("bilevel.spaces.targets.like_outputs")
+def like_outputs(rng, dtype) -> Case:
+    f = jnp.asarray(rng.normal(size=5), dtype)
+    y = jnp.asarray(rng.choice([-1, 1], 5), dtype)
+    check = lambda r: near("again", r, y, 0)
+    return Case(lambda y: targets.like_outputs(f, y), {"y": y}, check, {"y": "array"})
+
+
 @generates("bilevel.nets.training.train", "bilevel.batches.row_count")
 def train(rng, dtype) -> Case:
     n, epochs, batch = int(rng.choice([4, 7])), int(rng.choice([1, 3])), int(rng.choice([1, 2]))

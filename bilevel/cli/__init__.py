@@ -68,6 +68,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     run is lost, that is the sentence, and the status 1.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
+    if hasattr(sys.stdout, "reconfigure"):  # a λ on a terminal of ASCII is no reason to fail
+        sys.stdout.reconfigure(errors="replace")
     try:
         with interrupts.heard():
             _run(arguments)

@@ -22,7 +22,7 @@ from bilevel import plots
 from bilevel._progress import RunBar
 from bilevel.cli import report
 from bilevel.cli.commands import Certify
-from bilevel.cli.importing import imported
+from bilevel.cli.importing import called
 from bilevel.cli.runs import run_directory
 from bilevel.nets.images import unit_images
 from bilevel.spaces.activations import activation_space, unit_inputs
@@ -101,7 +101,7 @@ def _of_activations(activations: tuple[str, ...], rows: np.ndarray, bar: RunBar)
 
 
 def _of_functions(name: str, rows: np.ndarray, pixels: int | None, bar: RunBar) -> Blocks:
-    found = imported("kernel", name)()
+    found = called("kernel", name)
     kernels = found if isinstance(found, Mapping) else {name.partition(":")[2]: found}
     if not kernels or not all(map(callable, kernels.values())):
         raise ValueError(

@@ -1,6 +1,7 @@
 """Functions of the user's own, named MODULE:FUNCTION on the command line."""
 
 import importlib
+import inspect
 import os
 import sys
 from collections.abc import Callable
@@ -25,3 +26,26 @@ def imported(flag: str, name: str) -> Callable[..., Any]:
     if not callable(found):
         raise ValueError(f"{flag}: expected {name} to be a function, got {found!r}.")
     return found
+
+
+def called(flag: str, name: str, *arguments: Any) -> Any:
+    """What the function MODULE:FUNCTION returns.
+
+    Raises
+    ------
+    ValueError
+        For a module or a function that is not there, or one that does not take these arguments.
+    """
+    function = imported(flag, name)
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # of functions in C, which say nothing
+        return function(*arguments)
+    try:
+        signature.bind(*arguments)
+    except TypeError:
+        count = f"{len(arguments)} argument" + "s" * (len(arguments) != 1)
+        raise ValueError(
+            f"{flag}: expected {name} to be a function of {count}, got {name}{signature}."
+        ) from None
+    return function(*arguments)

@@ -17,7 +17,7 @@ from bilevel import diagnostics
 from bilevel.cli import deep, deep_report, images
 from bilevel.cli.deep_commands import OwnSearch
 from bilevel.cli.deep_program import Parts, Program, Rows, run
-from bilevel.cli.importing import imported
+from bilevel.cli.importing import called
 from bilevel.cli.known import CLASSES
 from bilevel.nets.evaluation import error_rates
 from bilevel.nets.images import unit_images
@@ -66,7 +66,7 @@ def run_own_search(config: OwnSearch) -> dict[str, Any]:
 
 def _space_of(name: str) -> Space:
     """The space that MODULE:FUNCTION makes."""
-    space = imported("space", name)(CLASSES)
+    space = called("space", name, CLASSES)
     if not isinstance(space, Space):
         kind = type(space).__name__
         raise ValueError(f"space: expected {name} to return a bilevel.spaces.Space, got a {kind}.")

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import pathlib
 import shutil
 from collections.abc import Iterator
@@ -57,7 +58,7 @@ def _new(config: Any) -> list[pathlib.Path]:
         raise ValueError(f"out: expected a path that ends in a name, got {str(out)!r}.")
     made: list[pathlib.Path] = []
     try:
-        if out.is_file():
+        if os.path.lexists(out) and not out.is_dir():  # a link to nothing, a device
             raise ValueError(f"out: expected a directory, got the file {str(out)!r}.")
         made = [parent for parent in out.parents if not parent.exists()]
         out.parent.mkdir(parents=True, exist_ok=True)

@@ -62,7 +62,11 @@ def rank_by_alpha(alpha: Pytree) -> Pytree:
     >>> rank_by_alpha(jnp.array([0.2, 0.5, 0.3]))
     Array([1, 2, 0], dtype=int...)
     """
-    return jax.tree.map(lambda a: jnp.argsort(-_entries(a), axis=-1), alpha)
+
+    def ranked(a):  # by no minus, which bools have not and which makes the least of bytes 0
+        return jnp.argsort(_entries(a), axis=-1, stable=True, descending=True)
+
+    return jax.tree.map(ranked, alpha)
 
 
 def _entries(alpha: Any) -> jax.Array:

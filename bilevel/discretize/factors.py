@@ -4,7 +4,16 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from bilevel.checks import array, concrete, floating, nan_where, simplex, simplex_slack, whole
+from bilevel.checks import (
+    array,
+    concrete,
+    floating,
+    nan_where,
+    offending,
+    simplex,
+    simplex_slack,
+    whole,
+)
 
 
 def factor_simplex(alpha: chex.Array, i: int | chex.Array) -> jax.Array:
@@ -91,11 +100,12 @@ def simplex_from_factors(beta: chex.Array) -> jax.Array:
     Returns
     -------
     alpha : array [..., h]
+        NaN for a traced beta outside [0, 1].
 
     Raises
     ------
     ValueError
-        If ``beta`` is not an array of real floating-point numbers.
+        If ``beta`` is not an array of real floating-point numbers in [0, 1].
 
     Examples
     --------
@@ -104,6 +114,13 @@ def simplex_from_factors(beta: chex.Array) -> jax.Array:
     """
     beta = array("beta", beta)
     floating("beta", beta)
+    if beta.ndim < 1:
+        raise ValueError(f"beta: expected shape [..., h - 1], got {beta.shape}.")
+    # Of quotients of equal numbers: a few roundings above 1.
+    inside = (beta >= 0) & (beta <= 1 + 4 * jnp.finfo(beta.dtype).eps)
+    if concrete(beta) and not inside.all():
+        raise ValueError(f"beta: expected numbers in [0, 1], got {offending(beta, inside)}.")
+    beta = nan_where(~inside.all(-1, keepdims=True), beta)
     one = jnp.ones_like(beta[..., :1])
     left = jnp.cumprod(1 - beta, axis=-1)
     return jnp.concatenate([beta, one], -1) * jnp.concatenate([one, left], -1)

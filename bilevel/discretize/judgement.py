@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from bilevel.checks import array, at_least, concrete, finite, whole
+from bilevel.checks import array, at_least, concrete, finite, nan_unless, whole
 from bilevel.discretize._intervals import standard_error
 
 
@@ -20,7 +20,7 @@ class Judgement(NamedTuple):
 
     as_good: jax.Array  # [], bool: none has a lower mean by more than the noise
     best: jax.Array  # [], int: of the lowest mean, the choice itself where it has that too
-    rank: jax.Array  # [], int: 1 where none is lower, h where all are
+    rank: jax.Array  # [], int: 1 where none is lower, h where all are, 0 of no choice
     mean: jax.Array  # [h]
     worse_by: jax.Array  # [h], the choice's mean less each
     standard_error: jax.Array  # [h], of that difference, row by row
@@ -37,7 +37,8 @@ def judge_choice(losses: Any, choice: Any, *, noise: float = 1.0) -> Judgement:
     losses : array [n, h]
         Of h choices on n rows that their weights were not fitted to.
     choice : int
-        Column of ``losses``.
+        Column of ``losses``; may be traced. A traced one that there is not has ``as_good`` False,
+        rank 0, and NaN for what it is worse by and the errors.
     noise : float
         In standard errors. The smaller, the surer is a yes, and the rarer.
 
@@ -75,13 +76,16 @@ def judge_choice(losses: Any, choice: Any, *, noise: float = 1.0) -> Judgement:
 
 @functools.partial(jax.jit, static_argnames="noise")
 def _judge_choice(losses, choice, noise) -> Judgement:
-    gaps = losses[:, choice, None] - losses
+    there = (choice >= 0) & (choice < losses.shape[1])
+    gaps = losses[:, choice, None] - losses  # of the nearest column where there is none
     worse_by, error = gaps.mean(axis=0), standard_error(gaps)
     best = jnp.argmax(worse_by)
+    keeps, rank = there & ~(worse_by[best] > 0), 1 + (worse_by > 0).sum()
+    worse_by, error = nan_unless(there, (worse_by, error))
     return Judgement(
         as_good=(worse_by <= noise * error).all(),
-        best=jnp.where(worse_by[best] > 0, best, choice),
-        rank=1 + (worse_by > 0).sum(),
+        best=jnp.where(keeps, choice, best),
+        rank=jnp.where(there, rank, 0),
         mean=losses.mean(axis=0),
         worse_by=worse_by,
         standard_error=error,

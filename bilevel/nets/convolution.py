@@ -320,7 +320,7 @@ def _spread(x, kernel, window):
 def max_pool(x: chex.Array, size: int, *, stride: int = 1, padding: int = 0) -> jax.Array:
     """Largest value in each window of ``x`` [n, h, w, c]; padding counts as minus infinity.
 
-    Equal values share the gradient equally.
+    Equal values share the gradient.
 
     Raises
     ------

@@ -1,5 +1,7 @@
 """Images for convolutional networks: normalised, made smaller, moved, mirrored, cut out of."""
 
+import math
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -18,7 +20,7 @@ def unit_images(
     ----------
     x, *others : arrays [n, h, w, c], or [n, h, w] of one channel
     pixels : int, optional
-        Averaged down to at most so many a side, by a factor that divides it: :func:`pooling`.
+        Averaged down to at most so many a side, by the smallest factor that divides both sides.
 
     Returns
     -------
@@ -27,7 +29,9 @@ def unit_images(
     Raises
     ------
     ValueError
-        For what are no images, ``pixels`` under 1, or a channel of one value throughout ``x``.
+        For what are no images, ``others`` of another size or number of channels than ``x``,
+        ``pixels`` under 1 or that no factor of both sides reaches, or a channel of one value
+        throughout ``x``; where this is traced, the channel becomes NaN instead.
 
     Examples
     --------
@@ -37,13 +41,18 @@ def unit_images(
     """
     parts = [a[..., None] if np.ndim(a) == 3 else a for a in (x, *others)]
     for name, a in zip(("x", *["others"] * len(others)), parts, strict=True):
-        images(name, a)
-    factor = pooling(parts[0].shape[1], pixels)
+        if images(name, a).shape[1:] != parts[0].shape[1:]:
+            raise ValueError(f"{name}: expected images {parts[0].shape[1:]}, got {a.shape[1:]}.")
+    factor = _factor(parts[0].shape[1:3], pixels)
     if factor > 1:
-        parts = [np.asarray(average_pool(a, factor, stride=factor)) for a in parts]
+        parts = [_averaged(a, factor) for a in parts]
     mean = _channel_means(parts[0])
-    deviation = _channel_means((parts[0] - mean) ** 2) ** 0.5
-    if concrete(deviation) and not (deviation > 0).all():
+    # Equal values may be a rounding off their mean.
+    varies = parts[0].max((0, 1, 2)) > parts[0].min((0, 1, 2))
+    deviation = _channel_means((parts[0] - mean) ** 2) ** 0.5 * varies
+    if not concrete(deviation):
+        deviation = jnp.where(deviation > 0, deviation, jnp.nan)
+    elif not (deviation > 0).all():
         raise ValueError(f"x: expected channels that vary, got deviations {deviation}.")
     return tuple(jnp.asarray((a - mean) / deviation) for a in parts)
 
@@ -52,6 +61,25 @@ def _channel_means(x):
     # Image by image: numpy adds channels up one pixel after another, and a float32 sum over all
     # images would lose what is added to it (25,000 of CIFAR-10: variances of 1.06).
     return x.mean((1, 2)).mean(0)
+
+
+def _factor(sides: tuple[int, ...], pixels: int | None) -> int:
+    """What both sides are divided by; of a square :func:`pooling`."""
+    if pixels is None:
+        return 1
+    pixels, longer, common = whole("pixels", pixels, 1), max(sides), math.gcd(*sides)
+    if longer // common > pixels:
+        raise ValueError(
+            f"pixels: expected at least {longer // common} for images of {sides[0]} x {sides[1]}, "
+            f"whose sides have no larger factor in common than {common}, got {pixels}."
+        )
+    return next(f for f in range(1, common + 1) if common % f == 0 and longer // f <= pixels)
+
+
+def _averaged(x, factor):
+    x = average_pool(x, factor, stride=factor)
+    # In numpy where it can be, as images that stay as large.
+    return np.asarray(x) if concrete(x) else x
 
 
 def pooling(side: int, pixels: int | None) -> int:

@@ -21,7 +21,7 @@ import optax
 from bilevel._fingerprint import fingerprint
 from bilevel.batches import row_count
 from bilevel.checkpoint import saving
-from bilevel.checks import function, prng_key, whole
+from bilevel.checks import floating, function, number, prng_key, whole
 from bilevel.protocols import Loss, Pytree
 
 
@@ -72,7 +72,8 @@ def train(
     Raises
     ------
     ValueError
-        If ``key`` is no PRNG key or ``lower`` no function, ``batch_size`` is not from 1 to N, or
+        If ``key`` is no PRNG key or ``lower`` no function, ``w`` is not of floating-point numbers,
+        ``optimizer`` neither an optimizer nor a number, ``batch_size`` not from 1 to N, or
         ``epochs`` under 1.
 
     Notes
@@ -90,8 +91,11 @@ def train(
     """
     prng_key("key", key)
     function("lower", lower, "(w, architecture, batch) -> loss")
+    floating("w", w)
     n, epochs = row_count(data, batch_size), whole("epochs", epochs, 1)
     if not isinstance(optimizer, optax.GradientTransformation):
+        if not callable(optimizer):  # a schedule
+            number("optimizer", optimizer)  # of None, SGD would climb
         optimizer = optax.sgd(optimizer)
     per_epoch = n // batch_size
     order_key, uniform_key = jax.random.split(key)

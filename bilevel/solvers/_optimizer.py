@@ -11,7 +11,9 @@ with these replacements, which agree with it in the limit:
 - ``sqrt``, ``rsqrt``, ``cbrt``, ``pow`` and ``div`` have slope 0 where theirs is infinite. What is
   under the root is a second moment, at its minimum there, and the numerator is 0 with it, so that
   the term left out tends to 0.
-- ``where(v > 0, f(v), 0)`` (Adagrad, SM3) is ``f`` at ``v = 0`` too: the guard is open.
+- ``where(v > 0, f(v), 0)`` (Adagrad, SM3) is ``f`` at ``v = 0`` too: the guard is open. Only where
+  v is made of gradients, weights or the state's floating numbers: a learned schedule may branch on
+  the count of steps, and both of its branches are meant.
 - The root of a negative number is 0: RAdam takes one in the branch that it does not choose, and
   reverse mode would multiply that NaN by 0.
 
@@ -69,7 +71,8 @@ def with_limits(update: Callable, *args: Pytree) -> Pytree:
         # used inside another one inside a loop.
         def values(args):
             own = core.ClosedJaxpr(closed.jaxpr, constants(args[1]))
-            limits = _evaluate(own, jax.tree.leaves(args[0]))
+            inputs = jax.tree.leaves(args[0])
+            limits, _ = _evaluate(own, inputs, [True] * len(inputs))
             exact = jax.tree.leaves(detached(converted, *args))
             return jax.tree.unflatten(structure, map(_with_slope, exact, limits))
 
@@ -86,35 +89,50 @@ def _with_slope(value: jax.Array, limit: jax.Array) -> jax.Array:
     return value - jnp.where(jnp.isfinite(limit), jax.lax.stop_gradient(limit) - limit, 0)
 
 
-def _evaluate(closed: core.ClosedJaxpr, inputs: list) -> list:
-    """The program's outputs with the replacements."""
+def _evaluate(closed: core.ClosedJaxpr, inputs: list, own: list[bool]) -> tuple[list, list[bool]]:
+    """The program's outputs with the replacements, and which are made of ``own`` inputs."""
     jaxpr = closed.jaxpr
     values = dict(zip(jaxpr.constvars, closed.consts, strict=True))
     values |= dict(zip(jaxpr.invars, inputs, strict=True))
+    made_of_own = dict(zip(jaxpr.invars, own, strict=True))
+
+    def read(variables):
+        found = [v.val if isinstance(v, core.Literal) else values[v] for v in variables]
+        return found, [isinstance(v, core.Var) and made_of_own.get(v, False) for v in variables]
+
     for equation in jaxpr.eqns:
-        read = [v.val if isinstance(v, core.Literal) else values[v] for v in equation.invars]
-        values |= dict(zip(equation.outvars, _apply(equation, read, jaxpr.debug_info), strict=True))
-    return [v.val if isinstance(v, core.Literal) else values[v] for v in jaxpr.outvars]
+        found, marks = read(equation.invars)
+        outputs, marks = _apply(equation, found, marks, jaxpr.debug_info)
+        values |= dict(zip(equation.outvars, outputs, strict=True))
+        made_of_own |= dict(zip(equation.outvars, marks, strict=True))
+    return read(jaxpr.outvars)
 
 
-def _apply(equation: core.JaxprEqn, inputs: list, debug_info) -> list:
+def _apply(equation: core.JaxprEqn, inputs: list, own: list[bool], debug_info):
     name, params = equation.primitive.name, equation.params
+    # Counts of steps are whole numbers, and what is computed of them is nobody's limit.
+    floating = [jnp.issubdtype(jnp.result_type(x), jnp.floating) for x in inputs]
+    own = [mark and real for mark, real in zip(own, floating, strict=True)]
     if name in ("jit", "pjit"):
-        return _evaluate(params["jaxpr"], inputs)
+        return _evaluate(params["jaxpr"], inputs, own)
     if name == "cond":
-        branches = [_branch(closed) for closed in params["branches"]]
-        return jax.lax.switch(inputs[0], branches, *inputs[1:])
-    if inputs and jnp.issubdtype(jnp.result_type(inputs[0]), jnp.floating):
-        if name in _REPLACEMENTS:
-            return [_REPLACEMENTS[name](*inputs)]
-        last = equation.invars[-1]
-        if name == "gt" and isinstance(last, core.Literal) and last.val == 0:
-            return [inputs[0] >= 0]
-    return _operation(equation, debug_info)(*inputs)
+        branches = [_branch(closed, own[1:]) for closed in params["branches"]]
+        outputs = jax.lax.switch(inputs[0], branches, *inputs[1:])
+    elif floating[:1] == [True] and name in _REPLACEMENTS:
+        outputs = [_REPLACEMENTS[name](*inputs)]
+    elif name == "gt" and own[0] and _is_zero(equation.invars[1]):
+        outputs = [inputs[0] >= 0]
+    else:
+        outputs = _operation(equation, debug_info)(*inputs)
+    return outputs, [any(own)] * len(outputs)
 
 
-def _branch(closed: core.ClosedJaxpr) -> Callable:
-    return lambda *inputs: _evaluate(closed, list(inputs))
+def _is_zero(variable: core.Var | core.Literal) -> bool:
+    return isinstance(variable, core.Literal) and variable.val == 0
+
+
+def _branch(closed: core.ClosedJaxpr, own: list[bool]) -> Callable:
+    return lambda *inputs: _evaluate(closed, list(inputs), own)[0]
 
 
 def _operation(equation: core.JaxprEqn, debug_info) -> Callable[..., list]:

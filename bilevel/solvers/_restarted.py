@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from bilevel.checks import function, lower_solver
+from bilevel.precision import like_start
 from bilevel.protocols import LowerSolver, Pytree
 
 
@@ -37,7 +38,8 @@ def restarted(
     Raises
     ------
     ValueError
-        If ``solver`` is no lower solver, or ``start`` no function.
+        If ``solver`` is no lower solver, or ``start`` no function; when it runs, where ``start``
+        returns weights that are not of the shapes of the first ones.
 
     Examples
     --------
@@ -61,7 +63,9 @@ def restarted(
         function("start", start, "(alpha, w) -> w")
 
     def run(lower, alpha, w, state, batch):
-        begin = state.start if start is None else start(alpha, state.start)
+        begin = state.start
+        if start is not None:
+            begin = like_start("start", start(alpha, begin), begin)
         return solver.run(lower, alpha, begin, solver.start(alpha, begin), batch)[0], state
 
     return solver._replace(init=RestartedState, run=run, init_at=None)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from bilevel.checks import function, nan_unless_finite
+from bilevel.checks import function, nan_unless_finite, short
 from bilevel.protocols import LowerSolver, Pytree
 
 
@@ -37,7 +37,7 @@ def ridge(
     ------
     ValueError
         If an argument is no function; later, if the features are not a matrix with one row per
-        label.
+        label, or ``w0`` has another shape than the solution.
 
     Notes
     -----
@@ -66,12 +66,25 @@ def ridge(
         decay = jnp.asarray(penalty(alpha), phi.dtype)
         n, p = phi.shape
         if n >= p or decay.ndim == 1:
-            w = _solve_gram(phi.T, decay, phi.T @ y)
+            found = _solve_gram(phi.T, decay, phi.T @ y)
         else:
-            w = phi.T @ _solve_gram(phi, decay, y)
-        return nan_unless_finite(w, decay), state
+            found = phi.T @ _solve_gram(phi, decay, y)
+        return nan_unless_finite(_like(w, found), decay), state
 
     return LowerSolver(init=lambda w: (), run=run, closed_form=True)
+
+
+def _like(w: Pytree, found: jax.Array) -> jax.Array:
+    """``found`` in the dtype of ``w``, from which a search goes on, if it is of its shape."""
+    if w is None:  # run alone, where nothing goes on from it
+        return found
+    shape = jnp.shape(w) if hasattr(w, "dtype") else short(w)
+    if shape != found.shape:
+        raise ValueError(
+            f"w0: expected an array of shape {found.shape}, as features and labels say, "
+            f"got {shape}."
+        )
+    return found.astype(w.dtype)
 
 
 def _floating(w: Pytree, phi: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:

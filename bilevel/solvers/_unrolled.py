@@ -20,6 +20,7 @@ from bilevel.checks import (
 )
 from bilevel.meshes import settled
 from bilevel.precision import narrow
+from bilevel.problem import enters
 from bilevel.protocols import LowerSolver, Pytree, Stateful, params_of
 from bilevel.solvers._detached import detached
 from bilevel.solvers._optimizer import with_limits
@@ -173,11 +174,17 @@ def unrolled(
 
 def _of_alpha(make: Any, alpha: Pytree) -> optax.GradientTransformationExtraArgs:
     """The optimizer at ``alpha``."""
-    made = make(alpha)
+    try:
+        made = make(alpha)
+    except TypeError:  # a schedule, given a tree where it takes a number
+        if not (getattr(make, "__module__", "") or "").startswith("optax"):
+            raise
+        made = make
     if not isinstance(made, optax.GradientTransformation | optax.MultiSteps):
         raise ValueError(
-            "optimizer: expected a function alpha -> optax optimizer, got one that returns "
-            f"{short(made)}; a schedule of steps goes into optax.sgd(schedule)."
+            "optimizer: expected a function alpha -> optax optimizer, got "
+            f"{'a schedule' if made is make else f'one that returns {short(made)}'}; "
+            "a schedule of steps goes into optax.sgd(schedule)."
         )
     return gradient_transformation("optimizer", made)
 
@@ -275,8 +282,11 @@ def one_step(
         def loss(w, outer, batch):
             return lower(w, outer[0], batch, *outer[1])
 
+        def update(slope, state, w, value):
+            return optimizer.update(slope, state, w, value=value, grad=slope)
+
         def moved(slope, w, state, value):
-            updates, state = with_limits(optimizer.update, slope, state, w)
+            updates, state = with_limits(update, slope, state, w, value)
             return nan_unless_finite(optax.apply_updates(w, updates), value), state
 
         @jax.custom_vjp
@@ -290,9 +300,14 @@ def one_step(
 
         def backward(kept, cotangents):
             value, slope, outer, w, state, batch = kept
-            (v,) = jax.vjp(lambda slope: moved(slope, w, state, value), slope)[1](cotangents)
+            _, pull = jax.vjp(lambda slope, value: moved(slope, w, state, value), slope, value)
+            v, of_value = pull(cotangents)
             of_outer = _mixed_product if radius is None else functools.partial(_difference, radius)
-            return of_outer(lambda w, outer: loss(w, outer, batch), w, outer, v), None, None, None
+            found = of_outer(lambda w, outer: loss(w, outer, batch), w, outer, v)
+            if enters(lambda _, value, __: update(slope, state, w, value), None, value, None):
+                direct = jax.grad(lambda outer: of_value * loss(w, outer, batch))(outer)
+                found = optax.tree.add(found, direct)
+            return found, None, None, None
 
         step.defvjp(forward, backward)
         return step((alpha, hoisted), w, state, batch)

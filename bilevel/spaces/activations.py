@@ -32,14 +32,14 @@ import jax.numpy as jnp
 import optax
 
 import ntk
-from bilevel.checks import array, concrete, known, number, sequence, whole
+from bilevel.checks import array, between, concrete, known, number, sequence, whole
 from bilevel.nets.evaluation import wrong_rows
 from bilevel.problem import Problem
 from bilevel.protocols import LowerSolver
 from bilevel.solvers import restarted, unrolled
 from bilevel.spaces.kernels import KernelSpace, kernel_space
 from bilevel.spaces.space import Space, distinct, name_of, on_simplices
-from bilevel.spaces.targets import OUTER_LOSSES, predict
+from bilevel.spaces.targets import OUTER_LOSSES, like_outputs, predict
 from bilevel.spaces.targets import sign_labels as sign_labels  # used with every space here
 
 Elementwise = Callable[[jax.Array], jax.Array]
@@ -108,7 +108,9 @@ def activation_space(
     Raises
     ------
     ValueError
-        For an unknown name, an empty list, or a width that does not fit the classes.
+        For an unknown name, an empty list, a width that does not fit the classes, or an
+        ``output_scale`` that is not positive and finite; from the losses, for targets of another
+        shape than the outputs.
 
     Examples
     --------
@@ -142,6 +144,7 @@ def activation_space(
     if not functions:
         raise ValueError("activations: expected at least one name or function, got none.")
     known("outer", outer, OUTER_LOSSES)
+    between("output_scale", output_scale, 0, math.inf)
     names = distinct([a if isinstance(a, str) else name_of(a) for a in activations])
     if width == math.inf:
         return kernel_space(names, functions, OUTER_LOSSES[outer], predict, output_scale)
@@ -173,11 +176,13 @@ def _finite_space(
 
     def lower(w, alpha, batch):
         x, y = batch
-        return 0.5 * jnp.sum((y - apply(w, alpha, x)) ** 2)
+        f = apply(w, alpha, x)
+        return 0.5 * jnp.sum((like_outputs(f, y) - f) ** 2)
 
     def outer(w, alpha, batch):
         x, y = batch
-        return jnp.mean(loss(apply(w, alpha, x), y))
+        f = apply(w, alpha, x)
+        return jnp.mean(loss(f, like_outputs(f, y)))
 
     def curvatures(w, x):
         maps = [functools.partial(forward, s, x=x) for s in functions]
@@ -314,12 +319,19 @@ def unit_inputs(x: chex.Array, *others: jax.Array) -> jax.Array | tuple[jax.Arra
     Array([[-1., 0.], [ 1., 0.]], dtype=float...)
     """
     flat = [_flattened(a) for a in (x, *others)]
-    centred = [a - flat[0].mean(axis=0) for a in flat]
+    mean = _column_means(flat[0])
+    centred = [a - mean for a in flat]
     norms = [jnp.linalg.norm(a, axis=1, keepdims=True) for a in centred]
     if any(concrete(norm) and not norm.all() for norm in norms):
         raise ValueError("x: expected rows that differ from their mean, got one that does not.")
     unit = tuple(a / norm for a, norm in zip(centred, norms, strict=True))
     return unit if others else unit[0]
+
+
+def _column_means(x: jax.Array) -> jax.Array:
+    """The mean of every column; of equal numbers that number, which a sum may miss."""
+    low = x.min(axis=0)
+    return jnp.where(low == x.max(axis=0), low, x.mean(axis=0))
 
 
 def _flattened(x: jax.Array) -> jax.Array:

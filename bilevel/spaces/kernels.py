@@ -36,11 +36,11 @@ import jax.numpy as jnp
 import numpy as np
 
 import ntk
-from bilevel.checks import finite, function, known
+from bilevel.checks import as_floating, finite, function, known
 from bilevel.problem import Problem
 from bilevel.protocols import LowerSolver, Pytree
 from bilevel.spaces.space import Space
-from bilevel.spaces.targets import OUTER_LOSSES, mixture_and_penalty, predict
+from bilevel.spaces.targets import OUTER_LOSSES, like_outputs, mixture_and_penalty, predict
 from ntk import networks as nets
 from ntk.kernel_functions import measured
 
@@ -58,7 +58,7 @@ def _ridge(matrix: Callable[[Pytree, Any], jax.Array], loss: Callable) -> _Ridge
     """Ridge regression with the kernel ``matrix(alpha, inputs)``, [n, n] in training."""
 
     def init(key, batch):
-        return jnp.zeros_like(batch[1])
+        return jnp.zeros_like(as_floating("y", batch[1]))
 
     def apply(w, alpha, inputs):
         return matrix(alpha, inputs) @ w
@@ -66,16 +66,20 @@ def _ridge(matrix: Callable[[Pytree, Any], jax.Array], loss: Callable) -> _Ridge
     def lower(w, alpha, batch):
         inputs, y = batch
         image = apply(w, alpha, inputs) + jnp.exp(alpha["log_penalty"]) * w
-        return jnp.vdot(w, 0.5 * image - y)
+        return jnp.vdot(w, 0.5 * image - like_outputs(image, y))
 
     def outer(w, alpha, batch):
         inputs, y = batch
-        return jnp.mean(loss(apply(w, alpha, inputs), y))
+        f = apply(w, alpha, inputs)
+        return jnp.mean(loss(f, like_outputs(f, y)))
 
     def run(lower, alpha, w, state, batch):
         inputs, y = batch
+        y, K = as_floating("y", y), matrix(alpha, inputs)
+        if y.shape[:1] != K.shape[:1]:
+            raise ValueError(f"y: expected {len(K)} rows as in training, got shape {y.shape}.")
         penalty = jnp.exp(alpha["log_penalty"]) * jnp.eye(len(y), dtype=y.dtype)
-        return jax.scipy.linalg.solve(matrix(alpha, inputs) + penalty, y, assume_a="pos"), state
+        return jax.scipy.linalg.solve(K + penalty, y, assume_a="pos"), state
 
     solver = LowerSolver(init=lambda w: (), run=run, closed_form=True)
     return _Ridge(init, apply, Problem(lower, outer), solver)

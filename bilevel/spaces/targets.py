@@ -42,6 +42,8 @@ def sign_labels(labels: chex.Array, classes: int, dtype=float) -> jax.Array:
     """
     labels = array("labels", labels)
     classes = whole("classes", classes, 2)
+    if not jnp.issubdtype(labels.dtype, jnp.floating):
+        labels = labels.astype(int)  # 2 * 0 - 1 of bytes is 255, and bools cannot be rounded
     known = (labels >= 0) & (labels < classes) & (labels == jnp.round(labels))
     if concrete(labels) and not known.all():
         wrong = labels[~known][0]
@@ -52,6 +54,27 @@ def sign_labels(labels: chex.Array, classes: int, dtype=float) -> jax.Array:
         signs = 2 * jax.nn.one_hot(labels, classes, dtype=dtype) - 1
         known = known[..., None]
     return jnp.where(known, signs, jnp.nan)
+
+
+def like_outputs(f: jax.Array, y: chex.Array) -> jax.Array:
+    """Targets ``y`` as floating-point numbers, if there is one for each of the outputs ``f``.
+
+    [n] and [n, 1] would broadcast to [n, n], and bytes have no minus.
+
+    Raises
+    ------
+    ValueError
+        For targets of another shape than the outputs.
+
+    Examples
+    --------
+    >>> like_outputs(jnp.zeros(2), jnp.array([1, -1]))
+    Array([ 1., -1.], dtype=float...)
+    """
+    y = array("y", y)
+    if y.shape != f.shape:
+        raise ValueError(f"y: expected one for each output, shape {f.shape}, got shape {y.shape}.")
+    return y if jnp.issubdtype(y.dtype, jnp.floating) else y.astype(f.dtype)
 
 
 def predict(f: chex.Array) -> jax.Array:
@@ -70,11 +93,19 @@ def label_losses(f: chex.Array, labels: chex.Array) -> jax.Array:
 
     NaN, as its derivatives, for labels that are not 0 .. classes - 1: +-1 belong to other losses.
 
+    Raises
+    ------
+    ValueError
+        Unless there is one label a row.
+
     Examples
     --------
     >>> label_losses(jnp.zeros(3), jnp.array([0, 1, -1])).round(4)
     Array([0.6931, 0.6931,    nan], dtype=float...)
     """
+    if jnp.shape(labels) != f.shape[:1]:
+        got = jnp.shape(labels)
+        raise ValueError(f"labels: expected one a row, shape {f.shape[:1]}, got shape {got}.")
     if f.ndim == 1:
         losses, classes = optax.sigmoid_binary_cross_entropy(f, labels), 2
     else:

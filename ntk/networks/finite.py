@@ -12,7 +12,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from ntk._checks import whole
+from ntk._checks import floats, whole
 from ntk.architecture import evaluate
 from ntk.networks.network import Network
 from ntk.networks.plan import Average, Diagonal, Elements, Flat, Linear, Sum, Windows, plan
@@ -30,6 +30,10 @@ class Module(nn.Module):
     @nn.compact
     def __call__(self, x: chex.Array, alpha: Mapping[str, Any] | None = None) -> jax.Array:
         """[n, outputs] of inputs [n, ..., channels]."""
+        if isinstance(x, list) or not jnp.issubdtype(jnp.result_type(x), jnp.floating):
+            x = floats("x", x)
+        if x.ndim < 2:
+            raise ValueError(f"x: expected inputs [n, ..., channels], got shape {x.shape}.")
         found = plan(self.network, x.shape[1:-1], alpha, x.dtype, merged=False)
         last = max(i for i, s in enumerate(found.steps) if isinstance(s, Linear | Sum))
         if isinstance(found.steps[last], Sum):

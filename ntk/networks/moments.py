@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ntk.activations import Activation
-from ntk.architecture import Resolution, expand_layer, places
+from ntk.architecture import Resolution, expand_layer, places, squared_norms
 from ntk.gaussian import DENSITY, reciprocal, root
 from ntk.mehler import Expansion, Pieces
 from ntk.networks import tables
@@ -90,7 +90,7 @@ def linear(step: Linear, numbers, before: Raw | Moments) -> Site:
     weight, bias = numbers
     if isinstance(before, Raw):
         patched = vectors(step, numbers, before)
-        square = (patched**2).sum(2)
+        square = squared_norms(patched)
         eps, none = epsilon(square), jnp.zeros(len(square), square.dtype)
         after = Moments(square, square, 0 * square, none + 8 * eps, none)
         units = unit(patched.reshape(-1, patched.shape[2]), after.norm.ravel())

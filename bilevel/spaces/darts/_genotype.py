@@ -106,7 +106,8 @@ def one_hot(genotype: Genotype, operations: Sequence[str] = PRIMITIVES) -> dict[
     Raises
     ------
     ValueError
-        For an operation that is not among ``operations``, or two edges from the same source.
+        For an operation that is not among ``operations``, two edges from the same source, or a
+        cell whose output leaves out nodes: the supernet's is made of all.
 
     Examples
     --------
@@ -116,6 +117,9 @@ def one_hot(genotype: Genotype, operations: Sequence[str] = PRIMITIVES) -> dict[
     """
     alpha = {}
     for cell in ("normal", "reduce"):
+        concat = getattr(genotype, f"{cell}_concat")
+        if tuple(concat) != NODES:  # in their order too: that of the channels
+            raise ValueError(f"{cell}_concat: expected {NODES}, as the supernet's, got {concat}.")
         alpha[cell] = np.zeros((len(EDGES), len(operations)))
         for k, (name, source) in enumerate(getattr(genotype, cell)):
             edge = EDGES.index((source, NODES[k // 2]))

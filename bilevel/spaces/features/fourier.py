@@ -203,6 +203,7 @@ def fourier_features(key: chex.PRNGKey, x_train: chex.Array) -> FourierMap:
 
     def preprocess(index, x):
         x = _rows("x", x, p)
+        x = x / jnp.where(index[..., None] == _UNIT, _unsquarable(x), 1)
         squares = jnp.sum(x**2, axis=1, keepdims=True)
         norm = jnp.sqrt(jnp.where(squares == 0, 1, squares))
         divisor = jnp.where(index[..., None] == _UNIT, norm, 1)
@@ -332,6 +333,17 @@ def _column_statistics(x):
         jnp.stack([shifts.get(name, zeros) for name in PREPROCESS]),
         jnp.stack([jnp.where(constant, 1, scales.get(name, ones)) for name in PREPROCESS]),
     )
+
+
+def _unsquarable(x):
+    """The largest entry of every row whose squares are too large or too small; else 1: [n, 1]."""
+    # A row's direction does not depend on it: the derivative need not know of it.
+    most = jax.lax.stop_gradient(jnp.max(jnp.abs(x), axis=1, keepdims=True))
+    limits = jnp.finfo(x.dtype)
+    squares = most**2
+    fits = (squares > limits.tiny / limits.eps) & (squares < limits.max / x.shape[1])
+    # XLA may multiply by a reciprocal, and those of the very largest numbers are 0.
+    return jnp.where(fits | (most == 0), 1, jnp.minimum(most, limits.max / 8))
 
 
 def _rows(name, x, columns=None):

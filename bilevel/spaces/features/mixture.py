@@ -28,7 +28,7 @@ from bilevel.problem import Problem
 from bilevel.protocols import LowerSolver
 from bilevel.solvers import ridge
 from bilevel.spaces.space import Space, distinct, name_of
-from bilevel.spaces.targets import OUTER_LOSSES, mixture_and_penalty, predict
+from bilevel.spaces.targets import OUTER_LOSSES, like_outputs, mixture_and_penalty, predict
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,12 +134,14 @@ def feature_space(
 
     def lower(w, alpha, batch):
         blocks, y = batch
-        error = apply(w, alpha, blocks) - y
+        f = apply(w, alpha, blocks)
+        error = f - like_outputs(f, y)
         return 0.5 * (jnp.vdot(error, error) + penalty(alpha) * jnp.vdot(w, w))
 
     def validation(w, alpha, batch):
         blocks, y = batch
-        return jnp.mean(OUTER_LOSSES[outer](apply(w, alpha, blocks), y))
+        f = apply(w, alpha, blocks)
+        return jnp.mean(OUTER_LOSSES[outer](f, like_outputs(f, y)))
 
     return FeatureSpace(
         names=names,

@@ -238,7 +238,7 @@ def text_selection(train: Part, valid: Part, test: Part, *, cost: float = 1.0) -
     Raises
     ------
     ValueError
-        If a part is empty, the training labels are not of two classes, or the cost not positive.
+        If a part is empty, labels are not 0 and 1 (in training both), or the cost is not positive.
 
     Notes
     -----
@@ -267,6 +267,11 @@ def text_selection(train: Part, valid: Part, test: Part, *, cost: float = 1.0) -
         raise ValueError(
             f"train: expected labels 0 and 1, both, got {sorted(set(labels[:n].tolist()))}."
         )
+    # Guesses are 0 or 1: of other labels, as -1, all would be wrong.
+    for name, part in zip(("valid", "test"), np.split(labels, np.cumsum(sizes))[1:3], strict=True):
+        if not set(part.tolist()) <= {0, 1}:
+            got = sorted(set(part.tolist()))
+            raise ValueError(f"{name}: expected labels 0 and 1, as in training, got {got}.")
     hashed = functools.lru_cache(maxsize=None)(lambda hashing: _Counts(texts, hashing))
 
     def bags(configs, cells, rows, resource):

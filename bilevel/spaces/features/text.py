@@ -38,7 +38,7 @@ import jax
 import numpy as np
 from scipy.sparse import csr_array
 
-from bilevel.checks import between, prng_key, whole
+from bilevel.checks import between, prng_key, short, whole
 
 BINS = 2**30
 """Columns of :func:`hashed_counts`: enough that collisions there are rare."""
@@ -188,7 +188,7 @@ def hashed_counts(texts: Sequence[str], config: TextConfig) -> csr_array:
     Raises
     ------
     ValueError
-        For no documents, or a ``str`` in the place of a sequence of them.
+        For no documents, what is no sequence of them, or a document that is no ``str``.
 
     Examples
     --------
@@ -197,8 +197,12 @@ def hashed_counts(texts: Sequence[str], config: TextConfig) -> csr_array:
     [1.0, 2.0, 2.0, 2.0]
     """
     if isinstance(texts, str) or not isinstance(texts, Sequence | np.ndarray) or not len(texts):
-        got = "one str" if isinstance(texts, str) else "none"
+        known = isinstance(texts, Sequence | np.ndarray)
+        got = "one str" if isinstance(texts, str) else "none" if known else short(texts)
         raise ValueError(f"texts: expected a sequence of at least one document, got {got}.")
+    for i, document in enumerate(texts):
+        if not isinstance(document, str):
+            raise ValueError(f"texts[{i}]: expected a str, got {short(document)}.")
     from sklearn.feature_extraction import FeatureHasher  # a slow import
 
     hasher = FeatureHasher(BINS, input_type="string", alternate_sign=False, dtype=np.float32)

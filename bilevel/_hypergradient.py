@@ -7,7 +7,6 @@ or a truncated unrolling. So every solver's adjoint can be inspected, and reused
 """
 
 import dataclasses
-import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -28,7 +27,7 @@ from bilevel.checks import (
 from bilevel.curvature import PRODUCTS
 from bilevel.estimate import Info, assess, unmapped
 from bilevel.meshes import automatic, vary, varying
-from bilevel.problem import Problem, at_variables, check_enters, entering, enters, parts
+from bilevel.problem import Problem, at_variables, check_enters, enters, parts
 from bilevel.protocols import LowerSolver, Pytree, Stateful
 from bilevel.solvers import RestartedState, remember, start_of
 from ntk._programs import fresh
@@ -90,7 +89,7 @@ def hypergradient(
     ------
     ValueError
         While tracing, where ``mode`` is unknown, a loss is not a floating scalar, ``alpha`` enters
-        neither the losses nor the solver (of a part of it: a warning), the outer loss knows the
+        neither the losses nor the solver the outer loss knows the
         weights only by variables that are not differentiated, or reverse mode meets a loop that
         ends by a test (a line search).
 
@@ -164,17 +163,11 @@ def stateful_hypergradient(
         scalar_loss("lower", loss)
         axes = varying(loss)
         w0, state = vary((w0, state), axes)
-        of_losses = [
-            *map(
-                operator.or_,
-                entering(first.lower, params, alpha, batch),
-                entering(first.outer, params, alpha, valid),
-            )
-        ]
-        mapped = any(of_losses)
-        if not all(of_losses) and wanted():  # by the solver, then
-            found = entering(lambda _, alpha, __: objective(alpha, None)[0], None, alpha, None)
-            check_enters(alpha, [*map(operator.or_, of_losses, found)])
+        mapped = enters(first.lower, params, alpha, batch)
+        mapped = mapped or enters(first.outer, params, alpha, valid)
+        if not mapped and wanted():  # by the solver, then
+            by_solver = enters(lambda _, alpha, __: objective(alpha, None)[0], None, alpha, None)
+            check_enters(alpha, by_solver)
         check_variables(problem, w0, alpha, valid)
         adjoint = None
         if mode == "forward":

@@ -1,7 +1,6 @@
 """A single-loop method (:mod:`bilevel.stochastic`) as the steps of a search."""
 
 import functools
-import operator
 import warnings
 from typing import Any
 
@@ -14,7 +13,7 @@ from bilevel import geometry
 from bilevel.checks import floating, gradient_transformation, losses, nan_unless_finite, scalar_loss
 from bilevel.estimate import Info, assess
 from bilevel.meshes import automatic, lying_as
-from bilevel.problem import Problem, at_variables, check_enters, entering, enters
+from bilevel.problem import Problem, at_variables, check_enters, enters
 from bilevel.protocols import DescentState, Pytree, SingleLoop, Tables
 from bilevel.stochastic import Blocks, Turns, blocks, full_direction, norm, turns
 from ntk._programs import fresh, program
@@ -78,11 +77,11 @@ def _check_enters(problem, optimizer, state, alpha, w, rows) -> None:
         def value(*args):
             return automatic(loss, args, lambda: None)
 
-        return entering(value, w, alpha, rows)
+        return enters(value, w, alpha, rows)
 
     if enters(moved, None, alpha, None):
         bare = at_variables(problem, None)
-        check_enters(alpha, [*map(operator.or_, *map(found, (bare.lower, bare.outer), rows))])
+        check_enters(alpha, any(map(found, (bare.lower, bare.outer), rows)))
 
 
 def step(

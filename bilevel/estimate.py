@@ -75,6 +75,7 @@ REASONS = (
     "Newton's steps from these weights do not come to rest: kinks, or a minimum far away",
     "the losses do not depend on alpha, only the solver does: their solution map is constant",
     "derivatives pass through variables, which the solution map does not know",
+    "squares of the hypergradient are under the numbers' range: multiply the losses by a constant",
 )
 """By ``Info.reason``: why there is no estimate."""
 
@@ -152,7 +153,9 @@ def _assess(problem, products, w, alpha, train, valid, grad, adjoint) -> Info:
     stationarity = optax.tree.norm(slope)
     finite = jnp.isfinite(stationarity + optax.tree.norm(force) + optax.tree.norm(grad))
     settled = refined.settled & jnp.isfinite(estimate)
-    reason = jnp.select([~finite, ~refined.definite, ~settled], [1, 2, 3], 0).astype(jnp.int8)
+    lost = _squares_lost(refined.magnitude, (grad, better))
+    wrong = ~finite, ~refined.definite, ~settled, lost
+    reason = jnp.select(wrong, [1, 2, 3, 6], 0).astype(jnp.int8)
     estimate = jnp.where(reason == 0, estimate, jnp.inf)
 
     if adjoint is None:
@@ -167,9 +170,16 @@ def _assess(problem, products, w, alpha, train, valid, grad, adjoint) -> Info:
         # overflow: an infinite estimate is not under 1 % of an infinite norm.
         converged=(reason == 0) & (estimate + 2 * spread <= TOLERANCE * optax.tree.norm(grad)),
         error_estimate=estimate,
-        error_bound=jnp.where(jnp.isfinite(bound), (1 + noise) * bound + rounding, jnp.inf),
+        error_bound=jnp.where(jnp.isfinite(bound) & ~lost, (1 + noise) * bound + rounding, jnp.inf),
         reason=reason,
     )
+
+
+def _squares_lost(magnitude: jax.Array, grads: Pytree) -> jax.Array:
+    """Whether norms of what is not 0 are 0, or nearly so, for the range of squares."""
+    limits = jnp.finfo(magnitude.dtype)
+    least = (float(limits.tiny) / float(limits.eps)) ** 0.5
+    return (magnitude < least) & jnp.any(ravel_pytree(grads)[0] != 0)
 
 
 def _ratio(size: jax.Array, whole: Pytree) -> jax.Array:

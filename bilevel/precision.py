@@ -33,6 +33,11 @@ def like_start(name: str, w: Pytree, like: Pytree) -> Pytree:
 
     Else loops over weights, of inner or outer steps, would end with other ones than they begin.
 
+    Raises
+    ------
+    ValueError
+        For another tree, or a leaf of another shape.
+
     Examples
     --------
     >>> like_start("solve", jnp.ones((2, 1)), jnp.ones(2))

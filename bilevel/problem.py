@@ -11,8 +11,7 @@ H           ``d^2 lower / dw^2``, through ``hessian_operator``
 
 import dataclasses
 import functools
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -293,48 +292,24 @@ def enters(loss: Loss, w: Pytree, alpha: Pytree, batch: Pytree) -> bool:
     return any(_degrees(closed.jaxpr, [1] * len(closed.jaxpr.invars), _READ))
 
 
-def entering(loss: Loss, w: Pytree, alpha: Pytree, batch: Pytree) -> list[bool]:
-    """For each leaf of ``alpha``, whether ``loss`` depends on it; of many leaves, on any of them.
-
-    Examples
-    --------
-    >>> entering(lambda w, alpha, batch: alpha["used"] * w, 1.0, {"not": 1.0, "used": 1.0}, None)
-    [False, True]
-    """
-    jaxpr = jax.make_jaxpr(lambda alpha: loss(w, alpha, batch))(alpha).jaxpr
-    count = len(jaxpr.invars)
-    if count > _MANY:  # the program is read once for each
-        return [any(_degrees(jaxpr, [1] * count, _READ))] * count
-    ones = ([int(i == j) for j in range(count)] for i in range(count))
-    return [any(_degrees(jaxpr, one, _READ)) for one in ones]
-
-
-def check_enters(alpha: Pytree, found: Sequence[bool]) -> None:
-    """Refuse an ``alpha`` of whose leaves none was ``found`` to enter anything; warn of some.
+def check_enters(alpha: Pytree, found: bool) -> None:
+    """Refuse an ``alpha`` that was not ``found`` to enter anything.
 
     Raises
     ------
     ValueError
         For a hypergradient that would be 0 for certain.
     """
-    wants = "expected to enter the lower loss, the outer loss or the solver"
-    if found and not any(found):
+    if jax.tree.leaves(alpha) and not found:
         raise ValueError(
-            f"alpha: {wants}, got one that enters none of them: its hypergradient would be 0."
+            "alpha: expected to enter the lower loss, the outer loss or the solver, "
+            "got one that enters none of them: its hypergradient would be 0."
         )
-    for (path, _), enters in zip(jax.tree_util.tree_leaves_with_path(alpha), found, strict=True):
-        if not enters:
-            where = f"alpha{jax.tree_util.keystr(path)}"
-            warnings.warn(
-                f"{where}: {wants}, got one that enters none of them: its hypergradient is 0.",
-                stacklevel=2,
-            )
 
 
 _OTHER = 2  # neither constant (0) nor affine (1)
 
 
-_MANY = 16  # leaves
 _CALLS = ("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat2", "shard_map")
 _READ = (*_CALLS, "custom_jvp_call", "custom_vjp_call")
 

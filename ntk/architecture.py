@@ -138,10 +138,12 @@ def _rows(name: str, x: Any) -> jax.Array:
     if x.ndim != 2 or 0 in x.shape:
         raise ValueError(f"{name}: expected a nonempty array [n, d], got shape {x.shape}.")
     finite(name, x, "entries")
-    if concrete(x) and bool(jnp.isnan(squared_norms(x)).any()):
+    with jax.ensure_compile_time_eval():  # known inputs in a jit too
+        lost = concrete(x) and bool(jnp.isnan(squared_norms(x)).any())
+    if lost:
         raise ValueError(
             f"{name}: expected rows whose squared norms are within the range of {x.dtype}, got "
-            f"entries up to {jnp.abs(x).max():.2g}, and a row whose square is not."
+            f"entries up to {np.abs(x).max():.2g}, and a row whose square is not."
         )
     return x
 

@@ -415,6 +415,21 @@ def test_norms_that_overflow_never_count_as_converged():
     assert int(found.info.reason) == 1
 
 
+def test_norms_that_underflow_are_no_estimate():
+    problem = bilevel.Problem(
+        lower=lambda w, alpha, batch: 0.5 * jnp.sum((w - alpha) ** 2),
+        outer=lambda w, alpha, scale: scale * jnp.sum((w - 3) ** 2),
+    )
+    fn = jax.jit(bilevel.hypergradient(problem, bilevel.unrolled(0.1, 3)))
+    start = jnp.array([1.0, 2.0], jnp.float32), jnp.zeros(2, jnp.float32), None
+    # At w = alpha the gradient is 2 (alpha - 3); three steps are far from there.
+    usual, tiny, none = (fn(*start, jnp.float32(s)).info for s in (1e-9, 1e-20, 0.0))
+    assert float(usual.error_estimate) > 2e-9 and not usual.converged
+    assert np.isinf(tiny.error_estimate) and np.isinf(tiny.error_bound) and not tiny.converged
+    assert "multiply the losses" in bilevel.explain(tiny)
+    assert none.converged and float(none.error_estimate) == 0
+
+
 def test_drawn_roundings_have_mean_0_and_variance_1():
     """In roundings of an entry, and of the root mean square: see `_jitter`."""
     x = jnp.ones(20_000)

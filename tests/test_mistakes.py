@@ -252,15 +252,6 @@ def test_numpys_integers_are_counts(make):
     make(np.int32(1))
 
 
-def test_a_part_of_alpha_that_does_nothing_is_told_by_name():
-    problem = bilevel.Problem(lambda w, alpha, batch: lower(w, alpha["x"], batch), outer)
-    alpha = {"x": ALPHA, "rate": jnp.array(0.1), "dead": ALPHA}
-    by_rate = bilevel.unrolled(lambda alpha: optax.sgd(alpha["rate"]), 2)
-    with pytest.warns(UserWarning, match=r"alpha\['dead'\]: expected to enter") as caught:
-        assert not hypergradient(problem, by_rate, alpha).grad["dead"].any()
-    assert len(caught) == 1
-
-
 def test_keys_of_the_old_style_and_leaves_that_are_none_are_welcome():
     for key in (jax.random.key(0), jax.random.PRNGKey(0)):
         search(batches=lambda key, data: data, key=key)

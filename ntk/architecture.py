@@ -281,7 +281,7 @@ def _expand_both(values, sides, places, jumps, scale, error, table):
     value = value._replace(steep=jax.lax.stop_gradient(steep))
     if len(places):
         return value, slope
-    unseen = _unseen(value, slope, values[0], probed[0], scale, table)
+    unseen = _unseen(value, slope, values, probed[0], scale, table)
     return tuple(f._replace(noise=jnp.where(unseen, jnp.inf, f.noise)) for f in (value, slope))
 
 
@@ -293,11 +293,22 @@ def _unseen(value, slope, values, probed, scale, table):
     rise = jnp.asarray(np.sqrt(k + 1), scale.dtype) * value.regular[:, k + 1]
     gap = rise * value.norm[:, None] - slope.regular[:, k] * (scale * slope.norm)[:, None]
     apart = jnp.abs(gap).max(1) > tolerance * (value.norm + scale * slope.norm)
-    # What lies between 0 and the innermost node.
-    inside = _probes(scale) < (scale * table.z[0])[:, None]
-    change = jnp.where(inside, jnp.abs(probed - values[:, :, :1]), 0).max((0, 2))
+    # What lies between the innermost nodes: nothing that a cubic does not show.
+    end = scale * table.z[0]
+    inside = _probes(scale) < end[:, None]
+    cubic = _cubic(values[:, :, :, 0], end, _probes(scale))
+    change = jnp.where(inside, jnp.abs(probed - cubic), 0).max((0, 2))
     size = value.norm + jnp.where(inside, jnp.abs(probed), 0).max((0, 2))
-    return jax.lax.stop_gradient(apart | (change > tolerance * size))
+    return jax.lax.stop_gradient(apart | (change > 1e-5 * size))
+
+
+def _cubic(ends, end, u):
+    """At u and -u [2, n, m], the cubic of these values and slopes at ``end`` and ``-end`` [n]."""
+    (right, left), slopes = ends[0][..., None], ends[1][..., None] * end[:, None]
+    x = jnp.stack([u, -u]) / jnp.where(end > 0, end, 1)[:, None]
+    chord = (right - left) / 2
+    even, odd = (slopes[0] - slopes[1]) / 4, (slopes[0] + slopes[1] - 2 * chord) / 4
+    return (right + left) / 2 + chord * x + (even + odd * x) * (x**2 - 1)
 
 
 def places(layers: Sequence[Layer]) -> Kinks:

@@ -249,6 +249,15 @@ def test_what_lies_between_all_nodes_is_refused_and_nan_when_traced(activation, 
         ntk.mixture_blocks(x, [activation, ntk.relu])
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_large_norms_whose_steps_the_nodes_show_keep_their_kernels(dtype):
+    # Truth: E tanh'(u)^2 tends to (4/3) / (scale sqrt(2 pi)), and E tanh^2 to 1.
+    x = jnp.asarray(1e8 * ROW, dtype)
+    found = ntk.network_kernel(x, activations=[ntk.tanh], variances=[1.0, 1.0])
+    expected = 1e8 * 4 / 3 / np.sqrt(2 * np.pi)
+    assert abs(float(found.ntk[0, 0]) / expected - 1) < 1e-5
+
+
 @float64_only
 def test_pieces_that_cancel_have_no_kernel():
     # ELU's curvature at 0 on both sides, times 1e24: what is left of it was 1e40 for 1e24.

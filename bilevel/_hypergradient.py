@@ -89,9 +89,8 @@ def hypergradient(
     ------
     ValueError
         While tracing, where ``mode`` is unknown, a loss is not a floating scalar, ``alpha`` enters
-        neither the losses nor the solver the outer loss knows the
-        weights only by variables that are not differentiated, or reverse mode meets a loop that
-        ends by a test (a line search).
+        neither the losses nor the solver, the outer loss knows the weights only by variables that
+        are not differentiated, or reverse mode meets a loop that ends by a test (a line search).
 
     Examples
     --------

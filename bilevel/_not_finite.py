@@ -7,6 +7,21 @@ import jax.numpy as jnp
 
 from bilevel.protocols import Pytree
 
+_MANY = 1024  # entries; under it the exact check is as fast
+
+
+def finite(tree: Pytree) -> jax.Array:
+    """Whether all numbers of it are finite."""
+
+    def every(x):
+        if x.size < _MANY:
+            return jnp.isfinite(x).all()
+        # Where the squares have a finite sum: a product of vectors is ten times as fast.
+        quick = jnp.isfinite(jnp.vdot(x, x))
+        return jax.lax.cond(quick, lambda: True, lambda: jnp.isfinite(x).all())
+
+    return jnp.stack([jnp.ones((), bool), *map(every, jax.tree.leaves(tree))]).all()
+
 
 def told(state: Any, new: Any, quantity: str, single_loop: bool = False) -> str:
     """In words, of the last good state and of the one after it.

@@ -1,11 +1,8 @@
 """Arguments of :func:`bilevel.search`: what can be seen to be wrong before anything is compiled."""
 
-import jax
-import jax.numpy as jnp
-
 from bilevel import checks
 from bilevel._stream import Stream
-from bilevel.checks import finite, floating, function, prng_key, whole
+from bilevel.checks import floating, function, prng_key, whole
 from bilevel.protocols import Partition, SingleLoop, params_of
 
 
@@ -49,8 +46,4 @@ def check(
         checks.arrays(name, tree)
         floating(name, params_of(tree))
     for name, tree in (("alpha", alpha), ("w0", w0), ("train", train), ("valid", valid)):
-        for x in jax.tree.leaves(tree):
-            if jnp.size(x) == 0:
-                shape = jnp.shape(x)
-                raise ValueError(f"{name}: expected data, got an empty array of shape {shape}.")
-            finite(name, x)
+        checks.data(name, tree)

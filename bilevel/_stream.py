@@ -16,7 +16,7 @@ import numpy as np
 
 from bilevel._fingerprint import check_same, digest
 from bilevel._processes import all_or_none, divided, several
-from bilevel.checks import finite, short
+from bilevel.checks import data, short
 from bilevel.protocols import Pytree
 
 _BYTES = 2**26  # of a chunk, where the user does not say how many steps it has
@@ -213,11 +213,7 @@ def _check_pair(pair: Any, step: int) -> None:
 def _check_numbers(pair: tuple, step: int) -> None:
     """Refuse a batch that data in memory would be refused for."""
     for side, batch in zip(("train", "valid"), pair, strict=True):
-        name = f"batches, {side} at step {step}"
-        for x in map(np.asarray, jax.tree.leaves(batch)):
-            if x.size == 0:
-                raise ValueError(f"{name}: expected data, got an empty array of shape {x.shape}.")
-            finite(name, x)
+        data(f"batches, {side} at step {step}", jax.tree.map(np.asarray, batch))
 
 
 def _kind(x: Any) -> str:

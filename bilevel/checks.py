@@ -35,6 +35,7 @@ __all__ = [
     "between",
     "concrete",
     "count",
+    "data",
     "finite",
     "floating",
     "function",
@@ -147,6 +148,15 @@ def arrays(name: str, tree: Pytree) -> None:
     """Refuse a tree without leaves."""
     if not jax.tree.leaves(tree):
         raise ValueError(f"{name}: expected at least one array, got {tree!r}.")
+
+
+def data(name: str, tree: Pytree) -> None:
+    """Refuse arrays without entries, or with entries that are not finite."""
+    for x in jax.tree.leaves(tree):
+        if jnp.size(x) == 0:
+            shape = jnp.shape(x)
+            raise ValueError(f"{name}: expected data, got an empty array of shape {shape}.")
+        finite(name, x)
 
 
 def floating(name: str, tree: Pytree) -> None:

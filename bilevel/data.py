@@ -38,7 +38,7 @@ from scipy.sparse import csr_array
 from scipy.sparse.csgraph import maximum_flow
 
 from bilevel._files import check_digest, check_length, find_file, members, read_file
-from bilevel.checks import known, prng_key, short, whole
+from bilevel.checks import known, prng_key, sequence, whole
 
 __all__ = [
     "Dataset",
@@ -225,11 +225,10 @@ def samples(name, keys, *, train, valid, test):
 
 
 def _listed(keys):
-    """Keys as a list, if they are several."""
-    if not isinstance(keys, Iterable) or getattr(keys, "shape", None) == ():
-        got = "one" if hasattr(keys, "shape") else short(keys)
-        raise ValueError(f"keys: expected a sequence of PRNG keys, got {got}.")
-    keys = list(keys)
+    """The keys, if they are several."""
+    if getattr(keys, "shape", None) == ():
+        raise ValueError("keys: expected a sequence of PRNG keys, got one.")
+    keys = sequence("keys", keys, "a sequence of PRNG keys")
     for i, key in enumerate(keys):
         prng_key(f"keys[{i}]", key)
     return keys

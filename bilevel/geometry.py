@@ -402,7 +402,7 @@ def ascends(optimizer: optax.GradientTransformation, alpha: Pytree) -> list[jax.
         # A loss with this gradient, for those that ask, far above any least value that they know
         # (polyak_sgd's f_min); what a single loop tells.
         def loss(a, residual=None, memory=None):  # line searches hand on all that is told
-            return _HIGH + optax.tree.vdot(g, a)
+            return 1e3 + optax.tree.vdot(g, a)
 
         told = {"value": loss(start), "value_fn": loss, "residual": 0.0, "memory": 1}
         rule = optax.with_extra_args_support(optimizer)
@@ -413,9 +413,6 @@ def ascends(optimizer: optax.GradientTransformation, alpha: Pytree) -> list[jax.
         _any_leaf(_along, optax.tree.sub(with_it, against), slope)
         for with_it, against in zip(after(1), after(-1), strict=True)
     ]
-
-
-_HIGH = 1e3
 
 
 _compiled_ascends = jax.jit(ascends, static_argnums=0)

@@ -25,7 +25,11 @@ def widen(w: Pytree) -> Pytree:
 
 def narrow(w: Pytree, like: Pytree) -> Pytree:
     """Every leaf in the dtype of its counterpart."""
-    return jax.tree.map(lambda x, y: x.astype(y.dtype), w, like)
+
+    def cast(x, y):  # what is no number, as a key among the variables, has one dtype only
+        return x if x.dtype == y.dtype else x.astype(y.dtype)
+
+    return jax.tree.map(cast, w, like)
 
 
 def like_start(name: str, w: Pytree, like: Pytree) -> Pytree:
@@ -54,12 +58,7 @@ def like_start(name: str, w: Pytree, like: Pytree) -> Pytree:
             raise ValueError(
                 f"{where}: expected weights of w0's shape {jnp.shape(y)}, got {jnp.shape(x)}."
             )
-
-    def cast(x, y):  # what is no number, as a key among the variables, has one dtype only
-        x = jnp.asarray(x)
-        return x if x.dtype == y.dtype else x.astype(y.dtype)
-
-    return jax.tree.map(cast, w, like)
+    return narrow(jax.tree.map(jnp.asarray, w), like)
 
 
 def rounding(w: Pytree) -> float:

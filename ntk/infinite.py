@@ -248,7 +248,7 @@ def _features(layers, x, network, how, equal) -> list[LayerKernels]:
 @functools.partial(jax.jit, static_argnames="equal")
 def _pairs(x1, x2, rows1, rows2, skips, variances, exact, *, equal) -> Kernels:
     def prepare(x, rows):
-        norms = root((x * x).sum(1))
+        norms = root(squared_norms(x))
         norms = norms[:1] if equal else norms
         return _Rows(unit(x, norms), norms, rows)
 

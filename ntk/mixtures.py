@@ -165,7 +165,7 @@ def _pairs(x1, x2, rows1, rows2, scale):
     h = rows1.norm.shape[1]
 
     def prepare(x, rows):
-        norms = root((x * x).sum(1))
+        norms = root(squared_norms(x))
         return unit(x, norms), norms, rows
 
     rows = prepare(x1, rows1)

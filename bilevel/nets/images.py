@@ -64,7 +64,7 @@ def _channel_means(x):
 
 
 def _factor(sides: tuple[int, ...], pixels: int | None) -> int:
-    """What both sides are divided by; of a square :func:`pooling`."""
+    """What both sides are divided by."""
     if pixels is None:
         return 1
     pixels, longer, common = whole("pixels", pixels, 1), max(sides), math.gcd(*sides)
@@ -73,7 +73,7 @@ def _factor(sides: tuple[int, ...], pixels: int | None) -> int:
             f"pixels: expected at least {longer // common} for images of {sides[0]} x {sides[1]}, "
             f"whose sides have no larger factor in common than {common}, got {pixels}."
         )
-    return next(f for f in range(1, common + 1) if common % f == 0 and longer // f <= pixels)
+    return pooling(common, pixels * common // longer)
 
 
 def _averaged(x, factor):

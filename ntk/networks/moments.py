@@ -24,7 +24,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ntk.activations import Activation
 from ntk.architecture import Resolution, expand_layer, places, squared_norms
 from ntk.gaussian import DENSITY, reciprocal, root
 from ntk.mehler import Expansion, Pieces
@@ -175,9 +174,9 @@ def closed(step: Closed, weight, before: Moments) -> Site:
     """Erf and GELU, whose derivatives are at most 1.13, and u times their second at most 0.83."""
     v, size = before.square, jnp.abs(weight)
     s, slope = step.activation, step.activation.derivative
-    norms = [root(_dual(f, v, v, v, 0 * v)) for f in (s, slope, slope.derivative)]
+    norms = [root(f.closed[0](v, v, v, 0 * v)) for f in (s, slope, slope.derivative)]
     # Both have a mean of at least 0, whose square is the dual at correlation 0.
-    mean = root(_dual(s, v, v, 0 * v, v * v))
+    mean = root(s.closed[0](v, v, 0 * v, v * v))
     eps, error = epsilon(v), before.noise[:, None]
     moves = (1.13 * jnp.sqrt(v), 0.83)
     found = []
@@ -195,10 +194,6 @@ def closed(step: Closed, weight, before: Moments) -> Site:
         jax.lax.stop_gradient((value.norm * value.noise).max(1)),
     )
     return Site(before, after, value, slopes)
-
-
-def _dual(s: Activation, vx, vy, c, rest):
-    return s.closed[0](vx, vy, c, rest)
 
 
 def _known(norm, mean, noise, steep) -> Expansion:

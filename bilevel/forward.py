@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from bilevel.checks import at_least, function, nan_unless_finite, whole
-from bilevel.inverse import conjugate_gradients
+from bilevel.inverse import conjugate_gradients, largest
 from bilevel.meshes import do_while, varying, while_loop
 from bilevel.precision import like_start, narrow, rounding, widen, widened
 from bilevel.problem import held, hessian_operator, is_quadratic
@@ -66,8 +66,7 @@ def newton(steps: int = 100, tol: float | None = None, cg_steps: int = 500) -> L
         own, w, lower = w, widen(w), widened(lower, w)
         lower = held(lower, w, alpha, batch)
         exact = is_quadratic(lower, w, alpha, batch)
-        slope, hvp = hessian_operator(lower, w, alpha, batch)
-        scale = optax.tree.norm(slope) + optax.tree.norm(hvp(w))
+        lower, slope, scale = _in_own_units(lower, w, alpha, batch)
         target = relative * scale
 
         def loss(w):
@@ -107,6 +106,29 @@ def newton(steps: int = 100, tol: float | None = None, cg_steps: int = 500) -> L
         return narrow(nan_unless_finite(w, value, size, target), own), state
 
     return LowerSolver(init=lambda w: (), run=run)
+
+
+def _in_own_units(
+    lower: Callable, w: Pytree, alpha: Pytree, batch: Pytree
+) -> tuple[Callable, Pytree, jax.Array]:
+    """``lower`` times a power of 2 that brings its derivatives near 1; its slope; |g| + |H w|.
+
+    The squares of tiny or huge slopes leave the numbers' range, and line searches try steps of
+    sizes near 1. A power of 2 changes no rounding.
+    """
+    slope, hvp = hessian_operator(lower, w, alpha, batch)
+    bent = hvp(w)
+    size = jnp.maximum(largest(slope), largest(bent))
+    known = (size > 0) & jnp.isfinite(size)
+    exponent = jnp.clip(-jnp.frexp(jnp.where(known, size, 1))[1], -100, 100)
+    unit = jnp.ldexp(jnp.ones_like(size), exponent)
+
+    def scaled(w, alpha, batch):
+        loss = lower(w, alpha, batch)
+        return unit.astype(loss.dtype) * loss
+
+    slope, bent = optax.tree.scale(unit, slope), optax.tree.scale(unit, bent)
+    return scaled, slope, optax.tree.norm(slope) + optax.tree.norm(bent)
 
 
 def _relative_change(before: Pytree, after: Pytree) -> jax.Array:
@@ -201,8 +223,8 @@ def lbfgs(steps: int = 200, tol: float | None = None, memory: int = 10) -> Lower
         def loss(w):
             return lower(w, alpha, batch)
 
-        slope, hvp = hessian_operator(lower, w, alpha, batch)
-        target = relative * (optax.tree.norm(slope) + optax.tree.norm(hvp(w)))
+        lower, slope, scale = _in_own_units(lower, w, alpha, batch)
+        target = relative * scale
 
         def unfinished(carry):
             *_, slope, k = carry

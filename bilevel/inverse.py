@@ -59,7 +59,7 @@ def conjugate_gradients(
     x = optax.tree.zeros_like(b) if x0 is None else x0
     r = b if x0 is None else optax.tree.sub(b, hvp(x0))
     # In units of the first residual, so that squares of tiny numbers do not underflow.
-    unit = jnp.stack([jnp.max(jnp.abs(leaf), initial=0) for leaf in jax.tree.leaves(r)]).max()
+    unit = largest(r)
     unit = jnp.where(unit == 0, 1, unit)
     r = jax.tree.map(lambda leaf: leaf / unit, r)
     rr = optax.tree.vdot(r, r)
@@ -102,6 +102,11 @@ def conjugate_gradients(
     grown = ~going & (rr_last > rr) & jnp.isfinite(rr_last)
     x, rr = optax.tree.where(grown, best, (x, rr_last))
     return ConjugateGradients(nan_unless_finite(x, rr), jnp.sqrt(rr) * unit, k)
+
+
+def largest(tree: Pytree) -> jax.Array:
+    """The largest size of its numbers, whose square may be out of range."""
+    return jnp.stack([jnp.max(jnp.abs(leaf), initial=0) for leaf in jax.tree.leaves(tree)]).max()
 
 
 def default_tolerance(tree: Pytree) -> float:

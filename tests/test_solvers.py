@@ -372,6 +372,21 @@ def test_newton_finds_the_minimum_from_far_away():
     assert_close(w, minimum_in_numpy(small), f64=1e-7, f32=1e-4)
 
 
+@pytest.mark.parametrize("size", [1e-30, 1e-12, 1e12, 1e30])
+@pytest.mark.parametrize("solver", [bilevel.newton(), bilevel.lbfgs()], ids=["newton", "lbfgs"])
+def test_forward_solver_does_not_see_the_unit_of_the_loss(solver, size):
+    """In float32 the squares of slopes of 1e-30 and 1e30 are 0 and infinite."""
+    target = jnp.array([1.0, -2.0, 0.5], jnp.float32)
+
+    def lower(w, alpha, batch):
+        return jnp.float32(size) * jnp.sum(jnp.cosh(w - alpha * target))
+
+    w, _ = jax.jit(lambda a, w: solver.run(lower, a, w, (), None))(
+        jnp.float32(2), jnp.zeros(3, jnp.float32)
+    )
+    np.testing.assert_allclose(w, 2 * target, rtol=1e-5)  # where every cosh is least
+
+
 def test_newton_takes_one_step_on_a_quadratic():
     small = least_squares()
     assert is_quadratic(small.problem.lower, small.w0, small.alpha, small.train)
@@ -407,6 +422,13 @@ def test_forward_solver_stays_at_a_solution():
 def test_an_argument_out_of_range_is_refused_by_name(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_one_step_of_a_line_search_is_refused():
+    small = least_squares()
+    fn = bilevel.hypergradient(small.problem, bilevel.one_step(optax.lbfgs()))
+    with pytest.raises(ValueError, match="optimizer: expected one that one_step can .* line search"):
+        fn(*small.args)
 
 
 def test_newton_takes_the_steps_it_is_allowed():

@@ -251,7 +251,7 @@ def one_step(
     Raises
     ------
     ValueError
-        If ``radius`` is not positive.
+        If ``radius`` is not positive; when it runs, if the optimizer searches along a line.
 
     Notes
     -----
@@ -283,7 +283,8 @@ def one_step(
             return lower(w, outer[0], batch, *outer[1])
 
         def update(slope, state, w, value):
-            return optimizer.update(slope, state, w, value=value, grad=slope)
+            told = {"value": value, "grad": slope, "value_fn": _no_line_search}
+            return optimizer.update(slope, state, w, **told)
 
         def moved(slope, w, state, value):
             updates, state = with_limits(update, slope, state, w, value)
@@ -313,6 +314,13 @@ def one_step(
         return step((alpha, hoisted), w, state, batch)
 
     return LowerSolver(init=optimizer.init, run=run, gradients=4)
+
+
+def _no_line_search(w: Pytree) -> jax.Array:
+    raise ValueError(
+        "optimizer: expected one that one_step can differentiate, got a line search, whose trial "
+        "steps depend on alpha; implicit(lbfgs()) has one."
+    )
 
 
 def _mixed_product(loss: Callable, w: Pytree, alpha: Pytree, v: Pytree) -> Pytree:

@@ -279,27 +279,40 @@ def _expand_both(values, sides, places, jumps, scale, error, table):
     steep = slope.norm * scale * reciprocal(value.norm) * (1 + slope.noise)
     steep = jnp.where(value.jump > 0, value.steep, jnp.minimum(value.steep, steep))
     value = value._replace(steep=jax.lax.stop_gradient(steep))
-    if len(places):
-        return value, slope
-    unseen = _unseen(value, slope, values, probed[0], scale, table)
+    unseen = _unseen(value, slope, values, probed[0], places, scale, table)
     return tuple(f._replace(noise=jnp.where(unseen, jnp.inf, f.noise)) for f in (value, slope))
 
 
-def _unseen(value, slope, values, probed, scale, table):
+def _unseen(value, slope, values, probed, places, scale, table):
     """Whether [n] the function has steps or peaks between the nodes, which no term would show."""
     tolerance = 4096 * float(jnp.finfo(scale.dtype).eps)
-    # By parts, sqrt(k + 1) E[s h_(k + 1)] = scale E[s' h_k]: a step that is seen in s alone.
+    # By parts, sqrt(k + 1) E[r h_(k + 1)] = E[r' h_k]: a step that is seen in s alone. The regular
+    # rests are a function and its slope unless a piece is left out of one of the two.
     k = np.arange(8)
     rise = jnp.asarray(np.sqrt(k + 1), scale.dtype) * value.regular[:, k + 1]
     gap = rise * value.norm[:, None] - slope.regular[:, k] * (scale * slope.norm)[:, None]
-    apart = jnp.abs(gap).max(1) > tolerance * (value.norm + scale * slope.norm)
-    # What lies between the innermost nodes: nothing that a cubic does not show.
+    sizes = value.size * value.norm + slope.size * scale * slope.norm
+    apart = (jnp.abs(gap).max(1) > tolerance * sizes) & _same_pieces(value, slope, scale)
+    # What lies between the innermost nodes: nothing that a cubic does not show, if no kink does.
     end = scale * table.z[0]
-    inside = _probes(scale) < end[:, None]
+    smooth = (jnp.abs(places) > end[:, None]).all(1)
+    inside = (_probes(scale) < end[:, None]) & smooth[:, None]
     cubic = _cubic(values[:, :, :, 0], end, _probes(scale))
     change = jnp.where(inside, jnp.abs(probed - cubic), 0).max((0, 2))
     size = value.norm + jnp.where(inside, jnp.abs(probed), 0).max((0, 2))
     return jax.lax.stop_gradient(apart | (change > 1e-5 * size))
+
+
+def _same_pieces(value, slope, scale):
+    """Whether [n] the slope's pieces at kinks are the derivatives of the function's."""
+    of_value = value.pieces.weights[..., 1:] * value.pieces.side[..., None] * _column(value.norm)
+    of_slope = slope.pieces.weights[..., :-1] * _column(scale * slope.norm)
+    gap = jnp.abs(of_value - of_slope)
+    return (gap <= 1e-3 * jnp.abs(of_value)).all((1, 2))
+
+
+def _column(x):
+    return x[:, None, None]
 
 
 def _cubic(ends, end, u):

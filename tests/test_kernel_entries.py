@@ -258,6 +258,15 @@ def test_large_norms_whose_steps_the_nodes_show_keep_their_kernels(dtype):
     assert abs(float(found.ntk[0, 0]) / expected - 1) < 1e-5
 
 
+@pytest.mark.parametrize("steep_first", [True, False])
+def test_a_step_between_the_nodes_is_refused_beside_kinks_too(steep_first):
+    # Truth: 3e5 as above. Beside a kinked layer it was 1, with a bound of 5e-13.
+    layers = [STEP, ntk.activation(jax.nn.relu6)]
+    options = {"activations": layers if steep_first else layers[::-1], "variances": [1.0] * 3}
+    traced = jax.jit(lambda x: ntk.network_kernel(x, **options))(jnp.asarray(ROW))
+    assert np.isnan(traced.ntk).all() and not np.isfinite(traced.error).any()
+
+
 @float64_only
 def test_pieces_that_cancel_have_no_kernel():
     # ELU's curvature at 0 on both sides, times 1e24: what is left of it was 1e40 for 1e24.

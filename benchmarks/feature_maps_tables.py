@@ -110,10 +110,12 @@ def verdicts(rows) -> str:
 
 def title(rows) -> str:
     head, sizes = rows[0], rows[0]["sizes"]
+    ended = [len(of_method(rows, name)) for name in NAMES]
+    trials = min((count for count in ended if count), default=0)
     return (
         f"{head['data']}: {sizes['configs']} configurations, up to {sizes['dimension']:,} "
         f"features, {sizes['train']:,} + {sizes['valid']:,} + {sizes['test']:,} rows, "
-        f"{sizes['trials']} trials; {head['device']}; seconds with "
+        f"{trials} trials; {head['device']}; seconds with "
         f"{head.get('clock', 'neither projections nor hashes')}."
     )
 

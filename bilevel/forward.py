@@ -124,8 +124,7 @@ def _in_own_units(
     unit = jnp.ldexp(jnp.ones_like(size), exponent)
 
     def scaled(w, alpha, batch):
-        loss = lower(w, alpha, batch)
-        return unit.astype(loss.dtype) * loss
+        return unit * lower(w, alpha, batch)
 
     slope, bent = optax.tree.scale(unit, slope), optax.tree.scale(unit, bent)
     return scaled, slope, optax.tree.norm(slope) + optax.tree.norm(bent)

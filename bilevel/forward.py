@@ -218,12 +218,11 @@ def lbfgs(steps: int = 200, tol: float | None = None, memory: int = 10) -> Lower
         relative = _stationarity_tolerance(w) if tol is None else tol
         own, w, lower = w, widen(w), widened(lower, w)
         lower = held(lower, w, alpha, batch)
+        lower, slope, scale = _in_own_units(lower, w, alpha, batch)
+        target = relative * scale
 
         def loss(w):
             return lower(w, alpha, batch)
-
-        lower, slope, scale = _in_own_units(lower, w, alpha, batch)
-        target = relative * scale
 
         def unfinished(carry):
             *_, slope, k = carry

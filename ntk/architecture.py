@@ -294,10 +294,10 @@ def _unseen(value, slope, values, probed, places, scale, table):
     sizes = value.size * value.norm + slope.size * scale * slope.norm
     apart = (jnp.abs(gap).max(1) > tolerance * sizes) & _same_pieces(value, slope, scale)
     # What lies between the innermost nodes: nothing that a cubic does not show, if no kink does.
-    end = scale * table.z[0]
+    end, u = scale * table.z[0], _probes(scale)
     smooth = (jnp.abs(places) > end[:, None]).all(1)
-    inside = (_probes(scale) < end[:, None]) & smooth[:, None]
-    cubic = _cubic(values[:, :, :, 0], end, _probes(scale))
+    inside = (u < end[:, None]) & smooth[:, None]
+    cubic = _cubic(values[:, :, :, 0], end, u)
     change = jnp.where(inside, jnp.abs(probed - cubic), 0).max((0, 2))
     size = value.norm + jnp.where(inside, jnp.abs(probed), 0).max((0, 2))
     return jax.lax.stop_gradient(apart | (change > 1e-5 * size))
@@ -305,14 +305,11 @@ def _unseen(value, slope, values, probed, places, scale, table):
 
 def _same_pieces(value, slope, scale):
     """Whether [n] the slope's pieces at kinks are the derivatives of the function's."""
-    of_value = value.pieces.weights[..., 1:] * value.pieces.side[..., None] * _column(value.norm)
-    of_slope = slope.pieces.weights[..., :-1] * _column(scale * slope.norm)
+    side = value.pieces.side * value.norm[:, None]
+    of_value = value.pieces.weights[..., 1:] * side[..., None]
+    of_slope = slope.pieces.weights[..., :-1] * (scale * slope.norm)[:, None, None]
     gap = jnp.abs(of_value - of_slope)
     return (gap <= 1e-3 * jnp.abs(of_value)).all((1, 2))
-
-
-def _column(x):
-    return x[:, None, None]
 
 
 def _cubic(ends, end, u):

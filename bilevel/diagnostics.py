@@ -66,6 +66,9 @@ def _broadcast(sets: Pytree, like: Pytree) -> Pytree:
     return jax.tree.map(lambda word, part: jax.tree.map(lambda _: word, part), sets, like)
 
 
+_DENSE = 16  # entries of alpha up to which the Hessian is made
+
+
 def alpha_curvature(loss: Loss, sets: Pytree = "simplex") -> Callable[..., float]:
     """``curvature(w, alpha, batch)``: the largest eigenvalue of the loss's Hessian in alpha.
 
@@ -78,8 +81,8 @@ def alpha_curvature(loss: Loss, sets: Pytree = "simplex") -> Callable[..., float
         ``space.problem.outer``.
     sets : pytree of {"simplex", "box", "free"}
         ``space.sets``. Directions out of the simplices count as having no curvature, so that the
-        result is never negative where there are any. The paper's alpha are logits: its numbers are
-        others.
+        result is never negative where there are any simplices. The paper's alpha are logits: its
+        numbers are others.
 
     Returns
     -------
@@ -107,13 +110,20 @@ def alpha_curvature(loss: Loss, sets: Pytree = "simplex") -> Callable[..., float
     def largest(w, alpha, batch):
         from scipy.sparse.linalg import LinearOperator, eigsh
 
+        def times(v):
+            return np.asarray(product(v, w, alpha, batch), float)
+
         size = ravel_pytree(alpha)[0].size
-        operator = LinearOperator(
-            (size, size), lambda v: np.asarray(product(v, w, alpha, batch), float), dtype=float
-        )
+        least = 0.0 if "simplex" in jax.tree.leaves(sets) else -np.inf
         start = np.random.default_rng(0).normal(size=size)
+        if not times(start).any():  # a loss linear in alpha
+            return 0.0
+        if size <= _DENSE:
+            hessian = np.stack([times(v) for v in np.eye(size)])
+            return max(least, float(np.linalg.eigvalsh(hessian)[-1]))
+        operator = LinearOperator((size, size), times, dtype=float)
         found = eigsh(operator, 1, which="LA", v0=start, tol=1e-4, return_eigenvectors=False)
-        return max(0.0, float(found[0]))
+        return max(least, float(found[0]))
 
     return largest
 

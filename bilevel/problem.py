@@ -11,8 +11,9 @@ H           ``d^2 lower / dw^2``, through ``hessian_operator``
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jax.extend import core
@@ -276,7 +277,8 @@ def is_quadratic(lower: Loss, w: Pytree, alpha: Pytree, batch: Pytree) -> bool:
     False
     """
     closed = jax.make_jaxpr(gradient(lower, alpha, batch))(w)
-    degrees = _degrees(closed.jaxpr, [1] * len(closed.jaxpr.invars))
+    finest = min(map(_eps, _types(w)), default=0.0)
+    degrees = _degrees(closed.jaxpr, [1] * len(closed.jaxpr.invars), _Reading(coarsest=finest))
     return max(degrees, default=0) <= 1
 
 
@@ -289,7 +291,7 @@ def enters(loss: Loss, w: Pytree, alpha: Pytree, batch: Pytree) -> bool:
     False
     """
     closed = jax.make_jaxpr(lambda alpha: loss(w, alpha, batch))(alpha)
-    return any(_degrees(closed.jaxpr, [1] * len(closed.jaxpr.invars), _READ))
+    return any(_degrees(closed.jaxpr, [1] * len(closed.jaxpr.invars), _Reading(_READ)))
 
 
 def check_enters(alpha: Pytree, found: bool) -> None:
@@ -314,11 +316,15 @@ _CALLS = ("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat2", "sh
 _READ = (*_CALLS, "custom_jvp_call", "custom_vjp_call")
 
 
-def _degrees(jaxpr: core.Jaxpr, inputs: list[int], calls: tuple[str, ...] = _CALLS) -> list[int]:
-    """The degree in ``w`` of each output, from those of the inputs; never too low.
+class _Reading(NamedTuple):
+    """How a program is read."""
 
-    ``calls`` are the operations whose programs are read; others with one count as one opaque step.
-    """
+    calls: tuple[str, ...] = _CALLS  # whose programs are read; others count as one opaque step
+    coarsest: float = math.inf  # eps of a type: casts to coarser ones are rounding, not linear
+
+
+def _degrees(jaxpr: core.Jaxpr, inputs: list[int], how: _Reading) -> list[int]:
+    """The degree in ``w`` of each output, from those of the inputs; never too low."""
     known = dict(zip(jaxpr.invars, inputs, strict=True))
 
     def degree(atom) -> int:
@@ -326,30 +332,30 @@ def _degrees(jaxpr: core.Jaxpr, inputs: list[int], calls: tuple[str, ...] = _CAL
 
     for equation in jaxpr.eqns:
         degrees = [degree(v) for v in equation.invars]
-        known |= zip(equation.outvars, _outputs(equation, degrees, calls), strict=True)
+        known |= zip(equation.outvars, _outputs(equation, degrees, how), strict=True)
     return [degree(v) for v in jaxpr.outvars]
 
 
-def _outputs(equation: core.JaxprEqn, degrees: list[int], calls: tuple[str, ...]) -> list[int]:
+def _outputs(equation: core.JaxprEqn, degrees: list[int], how: _Reading) -> list[int]:
     """The degrees of one operation's results."""
     name, params = equation.primitive.name, equation.params
     count = len(equation.outvars)
     if not any(degrees):
         return [0] * count
-    if name in calls:
-        return _degrees(programs(equation)[0].jaxpr, degrees, calls)
+    if name in how.calls:
+        return _degrees(programs(equation)[0].jaxpr, degrees, how)
     if name == "scan":
-        return _scan(equation, degrees, calls)
+        return _scan(equation, degrees, how)
     if name == "custom_linear_solve":
         system = sum(params["const_lengths"])
         return [_OTHER if any(degrees[:system]) else max(degrees)] * count
     if name == "cond" and degrees[0] == 0:
-        branches = [_degrees(branch.jaxpr, degrees[1:], calls) for branch in params["branches"]]
+        branches = [_degrees(branch.jaxpr, degrees[1:], how) for branch in params["branches"]]
         return [max(of_branches) for of_branches in zip(*branches, strict=True)]
-    return [_result(equation, name, degrees)] * count
+    return [_result(equation, name, degrees, how)] * count
 
 
-def _result(equation: core.JaxprEqn, name: str, degrees: list[int]) -> int:
+def _result(equation: core.JaxprEqn, name: str, degrees: list[int], how: _Reading) -> int:
     if name in _LINEAR:
         return max(degrees)
     if name in _PRODUCTS:
@@ -358,17 +364,22 @@ def _result(equation: core.JaxprEqn, name: str, degrees: list[int]) -> int:
     free = degrees[_LINEAR_IN[name]] if name in _LINEAR_IN else []
     if sum(free) == sum(degrees):
         return max(free, default=0)
-    rounded = name == "convert_element_type"
-    if rounded and jax.numpy.issubdtype(equation.params["new_dtype"], jax.numpy.floating):
-        return max(degrees)
+    if name == "convert_element_type":
+        new = equation.params["new_dtype"]
+        if jax.numpy.issubdtype(new, jax.numpy.floating) and _eps(new) <= how.coarsest:
+            return max(degrees)
     return _OTHER
 
 
-def _scan(equation: core.JaxprEqn, degrees: list[int], calls: tuple[str, ...]) -> list[int]:
+def _eps(dtype: Any) -> float:
+    return float(jax.numpy.finfo(dtype).eps)
+
+
+def _scan(equation: core.JaxprEqn, degrees: list[int], how: _Reading) -> list[int]:
     """The carry's degrees can only rise: the body is read until they stay."""
     first, count = scan_operands(equation)
     while True:
-        outputs = _degrees(equation.params["jaxpr"].jaxpr, degrees, calls)
+        outputs = _degrees(equation.params["jaxpr"].jaxpr, degrees, how)
         carry = degrees[first : first + count]
         after = [max(old, new) for old, new in zip(carry, outputs[:count], strict=True)]
         if after == carry:

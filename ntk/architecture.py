@@ -19,7 +19,7 @@ from ntk._kinks import ORDERS
 from ntk._placement import automatic
 from ntk.activations import Activation, in_a_network, relu
 from ntk.gaussian import grid, reciprocal, root
-from ntk.mehler import Expansion, Function, expand, kinked_expansion
+from ntk.mehler import Expansion, Function, expand, kinked_expansion, piece_norms
 
 Layer = tuple[Activation, ...]
 """Activations to be summed with weights."""
@@ -176,6 +176,10 @@ class Resolution(NamedTuple):
     width: float
 
 
+# By bytes of a number: orders of kinks that are always in pieces, and how large others may be.
+_ALWAYS = {4: 2, 8: 4}
+_CANCELLING = {4: 8, 8: 256}
+
 RESOLUTIONS = (Resolution(256, 0.5), Resolution(1024, 0.5), Resolution(4096, 0.125))
 TRACED = Resolution(512, 0.25)
 
@@ -209,9 +213,9 @@ def check_resolved(name: str, kernel: chex.Array) -> None:
     """
     if bool(np.isnan(kernel).any()):
         raise FloatingPointError(
-            f"{name}: expected inputs whose kernel 4096 Hermite polynomials resolve, got an entry "
-            "with too large an error: nearly collinear inputs at too large a variance, or an "
-            "activation with too fine details."
+            f"{name}: expected inputs whose kernel can be computed in {kernel.dtype}, got an entry "
+            "with too large an error: nearly collinear inputs at too large a variance, an "
+            "activation with too fine details, or errors that grow from layer to layer."
         )
 
 
@@ -267,7 +271,8 @@ def _probes(scale: jax.Array) -> jax.Array:
 @jax.jit
 def _expand_both(values, sides, places, jumps, scale, error, table):
     values, probed = jnp.split(values, [len(table.z)], axis=-1)
-    both = jnp.stack([jumps, jnp.pad(jumps[:, 1:], ((0, 0), (0, 1)))])
+    jumps = jnp.where(_worthwhile(values, places, jumps, scale, table), jumps, 0)
+    both = jnp.stack([jumps, jnp.pad(jumps[..., 1:], ((0, 0), (0, 0), (0, 1)))])
 
     def one(x):  # a loop, so that it is compiled once
         (right, left), jumps, odd = x
@@ -283,16 +288,35 @@ def _expand_both(values, sides, places, jumps, scale, error, table):
     return tuple(f._replace(noise=jnp.where(unseen, jnp.inf, f.noise)) for f in (value, slope))
 
 
+def _worthwhile(values, places, jumps, scale, table):
+    """Which jumps [n, kinks, orders] of the function and its derivatives are taken out as pieces.
+
+    A piece that is large beside what it is to mend cancels, to ``eps |piece|^2 / |f|^2``; a kink of
+    order m that is left in is missed, to ``|piece|^2 K^-(m + 1/2) / |f|^2`` or so. Below an order,
+    which depends on eps, the second is always the worse; above it pieces cancel to 1e-10 at most,
+    or 5e-5 in float32.
+    """
+    norms = jax.lax.stop_gradient(root(((values * table.roots) ** 2).sum((1, 3))))
+    slopes = jnp.pad(jumps[:, 1:], ((0, 0), (0, 1)))
+    most, always = (by[scale.dtype.itemsize] for by in (_CANCELLING, _ALWAYS))
+    fits, slope_fits = (
+        piece_norms(places, j, scale) <= most * norm[:, None, None]
+        for j, norm in ((jumps, norms[0]), (slopes, norms[1]))
+    )
+    fits = fits.at[..., 1:].min(slope_fits[..., :-1])
+    return fits | (np.arange(ORDERS) < always)
+
+
 def _unseen(value, slope, values, probed, places, scale, table):
     """Whether [n] the function has steps or peaks between the nodes, which no term would show."""
     tolerance = 4096 * float(jnp.finfo(scale.dtype).eps)
     # By parts, sqrt(k + 1) E[r h_(k + 1)] = E[r' h_k]: a step that is seen in s alone. The regular
-    # rests are a function and its slope unless a piece is left out of one of the two.
+    # rests are a function and its slope: what is left out of one is left out of the other.
     k = np.arange(8)
     rise = jnp.asarray(np.sqrt(k + 1), scale.dtype) * value.regular[:, k + 1]
     gap = rise * value.norm[:, None] - slope.regular[:, k] * (scale * slope.norm)[:, None]
     sizes = value.size * value.norm + slope.size * scale * slope.norm
-    apart = (jnp.abs(gap).max(1) > tolerance * sizes) & _same_pieces(value, slope, scale)
+    apart = jnp.abs(gap).max(1) > tolerance * sizes
     # What lies between the innermost nodes: nothing that a cubic does not show, if no kink does.
     end, u = scale * table.z[0], _probes(scale)
     smooth = (jnp.abs(places) > end[:, None]).all(1)
@@ -301,15 +325,6 @@ def _unseen(value, slope, values, probed, places, scale, table):
     change = jnp.where(inside, jnp.abs(probed - cubic), 0).max((0, 2))
     size = value.norm + jnp.where(inside, jnp.abs(probed), 0).max((0, 2))
     return jax.lax.stop_gradient(apart | (change > 1e-5 * size))
-
-
-def _same_pieces(value, slope, scale):
-    """Whether [n] the slope's pieces at kinks are the derivatives of the function's."""
-    side = value.pieces.side * value.norm[:, None]
-    of_value = value.pieces.weights[..., 1:] * side[..., None]
-    of_slope = slope.pieces.weights[..., :-1] * (scale * slope.norm)[:, None, None]
-    gap = jnp.abs(of_value - of_slope)
-    return (gap <= 1e-3 * jnp.abs(of_value)).all((1, 2))
 
 
 def _cubic(ends, end, u):

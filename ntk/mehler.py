@@ -72,7 +72,7 @@ class Function(NamedTuple):
     left: jax.Array  # [n, m], and at -z
     sides: jax.Array  # [2], kink at 0 that is not in right and left, times |u|^degree
     places: jax.Array  # [kinks], of u
-    jumps: jax.Array  # [kinks, orders], of f and its derivatives
+    jumps: jax.Array  # [n, kinks, orders], of f and its derivatives: those to be in pieces
 
 
 def expand(f: Function, scale: chex.Array, error: chex.Array, odd, grid: Grid) -> Expansion:
@@ -127,6 +127,18 @@ def kinked_expansion(sides, scale: chex.Array, error: chex.Array, degree: int, s
     return Expansion(norm, mean, none, sides, pieces, none if kinks else none[:, :0], *errors)
 
 
+def piece_norms(places: jax.Array, jumps: jax.Array, scale: jax.Array) -> jax.Array:
+    """Norms [n, kinks, orders], or more, of the truncated powers with these jumps [kinks, orders].
+
+    ``E[(z - t)_+^2m] <= exp(-t^2 / 2) E[z_+^2m] = exp(-t^2 / 2) (2m - 1)!! / 2`` for t >= 0.
+    """
+    order = np.arange(ORDERS)
+    at_zero = np.sqrt(np.cumprod(np.maximum(2 * order - 1, 1)) / 2)
+    at_zero = (at_zero / np.cumprod(np.maximum(order, 1))).astype(scale.dtype)
+    far = jnp.exp(-((places * reciprocal(scale)[:, None]) ** 2) / 4)
+    return jnp.abs(jumps) * scale[:, None, None] ** order * at_zero * far[..., None]
+
+
 def _pieces(f: Function, scale: jax.Array) -> Pieces:
     at = f.places * reciprocal(scale)[:, None]
     # Beyond, a kink is not seen; the powers would be large.
@@ -136,12 +148,8 @@ def _pieces(f: Function, scale: jax.Array) -> Pieces:
     order = np.arange(ORDERS)
     # (t - z)_+^m / m! jumps by -(-1)^m in its m-th derivative.
     sign = jnp.where(side[..., None] > 0, 1.0, -((-1.0) ** order)).astype(scale.dtype)
-    weights = sign * f.jumps * scale[:, None, None] ** order
-    # Powers that are far larger than what they are to mend would only cancel.
-    power = np.sqrt(np.cumprod(np.maximum(2 * order - 1, 1)) / 2)
-    norms = jnp.abs(weights) * (power / np.cumprod(np.maximum(order, 1))).astype(scale.dtype)
-    largest = norms[..., :3].max(axis=(1, 2), initial=0)[:, None, None]
-    weights = jnp.where((order < 3) | (norms <= 300 * largest), weights, 0)
+    base = jnp.where(f.jumps == 0, 1, scale[:, None, None])  # powers may overflow
+    weights = sign * f.jumps * base**order
     return Pieces(jnp.where(seen, jnp.abs(at), 0), side, jnp.where(seen[..., None], weights, 0))
 
 
@@ -219,7 +227,8 @@ def _errors(right, left, sides, regular, kinked, own, pieces, norm, error, odd, 
         e - 2 * regular[:, ::2] @ grid.even.T,
         o - 2 * regular[:, 1::2] @ grid.odd.T,
     )
-    missed_regular = root(sum((part**2).sum(1) for part in rest) / 2)
+    # Polynomials go on beyond the last node, with up to a hundredth of what a kink leaves there.
+    missed_regular = 1.01 * root(sum((part**2).sum(1) for part in rest) / 2)
     size = root(((e**2).sum(1) + (o**2).sum(1)) / 2)
     slant = jnp.abs(sides[:, 1] - sides[:, 0])
     (step, step_end), (relu, relu_end) = (kink_series(degree, terms) for degree in (0, 1))
@@ -288,12 +297,16 @@ def expectations(
     entry harms another one, nor its derivatives.
     """
     kinked = _pairs_of_pieces([f.pieces for f in fs], [g.pieces for g in gs], pair)
+    # Near 1 from p and near -1 from q: the other one has lost their digits.
+    rho = pair.q - pair.p
+    near = jnp.where(pair.p < pair.q, 1 - 2 * pair.p, 2 * pair.q - 1)
+    rho = rho + jax.lax.stop_gradient(near - rho)
     found = []
     for f, g, degree, total in zip(fs, gs, degrees, kinked, strict=True):
         # The expansions are over these norms, taken for constants.
         size = jax.lax.stop_gradient(f.norm[:, None] * g.norm)
         value = total + _sides(f.sides, g.sides, degree, pair.p, pair.q)
-        value += _series(f, g, degree, pair.q - pair.p)
+        value += _series(f, g, degree, rho)
         found.append((size * value, size * _bound(f, g, pair)))
     return found
 
@@ -381,6 +394,8 @@ def _bound(f: Expansion, g: Expansion, pair: Pair) -> jax.Array:
     eps = float(jnp.finfo(power.dtype).eps)
     total = f.noise[:, None] + g.noise + 4 * eps * f.size[:, None] * g.size
     total += power * (rf * (rg + kg) + kf * rg)
+    # rho is rounded, and so is every product of Horner's rule: of rho^k, 2 k times.
+    total += 3 * eps * f.steep[:, None] * g.steep
     total += moves(f.jump[:, None] * g.jump) * f.steep[:, None] * g.steep * pair.error
     # asin(sqrt(p)) / pi moves no further than at p = 0, and by its slope elsewhere.
     inverse = reciprocal(jnp.sqrt(pair.p * pair.q))

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from helpers import assert_close
 
 from bilevel import diagnostics
@@ -25,6 +26,18 @@ def test_the_curvature_is_the_largest_eigenvalue_on_the_tangent_space():
     curvature = diagnostics.alpha_curvature(loss, {"p": "simplex", "s": "box"})
     found = curvature(None, alpha, None)
     assert_close(found, expected, f64=1e-6)  # Lanczos's tolerance, squared
+
+
+@pytest.mark.parametrize("size", [1, 4, 40])
+def test_the_curvature_of_free_alpha_may_be_negative_or_zero(size):
+    # Truth: -6 times the identity; it was clipped to 0. A linear loss has none: ARPACK's error.
+    alpha = jnp.linspace(0.5, 1.0, size)
+    bent = diagnostics.alpha_curvature(lambda w, a, b: -3 * jnp.sum(a**2), "free")
+    assert_close(bent(None, alpha, None), -6.0, f64=1e-6)
+    flat = diagnostics.alpha_curvature(lambda w, a, b: jnp.sum(a["x"]), {"x": "free"})
+    assert flat(None, {"x": alpha}, None) == 0
+    on_simplex = diagnostics.alpha_curvature(lambda w, a, b: -3 * jnp.sum(a**2))
+    assert on_simplex(None, alpha / alpha.sum(), None) == 0
 
 
 def test_sets_are_like_alpha_or_one_word_for_it():

@@ -302,6 +302,28 @@ def test_rank_correlations_are_those_of_scipy():
     np.testing.assert_array_equal(pair.kendall_interval, [-1, 1])
 
 
+@pytest.mark.parametrize("dtype", ["uint8", "int8", "float32"])
+def test_agreement_and_ranking_take_scores_of_any_type(dtype):
+    # Differences of whole numbers wrapped: 1.0 for .8, and half widths of 138 for .54.
+    key, a, b = jax.random.key(0), np.array([3, 100, 2, 5, 4]), np.array([3, 100, 2, 4, 5])
+    found = rank_agreement(key, a.astype(dtype), b.astype(dtype))
+    assert_close(found.kendall, scipy.stats.kendalltau(a, b).statistic, f32=1e-6)
+    labels, choices = jnp.array([0, 1, 1, 0]), jnp.array([[0, 1, 1, 1], [1, 0, 0, 0]])
+    ranked = rank_by_shared_weights(lambda c: (c != labels).astype(dtype), choices)
+    assert_close(ranked.losses, [0.25, 0.75], f32=1e-7)
+    assert_close(ranked.difference[0], [0.0, -0.5], f32=1e-7)
+    wrong = rank_by_shared_weights(lambda c: c != labels, choices)
+    np.testing.assert_allclose(wrong.half_width, ranked.half_width, rtol=1e-6)  # float32 rows
+
+
+def test_agreement_ranks_infinities_and_is_nan_of_a_traced_nan():
+    key, a = jax.random.key(0), jnp.array([1.0, -jnp.inf, jnp.inf, 2.0, 0.0])
+    assert rank_agreement(key, a, a).kendall == 1
+    assert rank_agreement(key, a > 0, a > 0).kendall == 1
+    bad = jnp.array([1.0, jnp.nan, 3.0, 2.0, 0.0])
+    assert np.isnan(jax.jit(rank_agreement)(key, bad, a).kendall)
+
+
 def test_agreement_of_five_choices_is_not_taken_for_certain():
     """Normal correlation 0.9, tau = 2/pi asin 0.9: the bootstrap alone covers 72 %."""
     x, noise = np.random.default_rng(7).normal(size=(2, 400, 5))
@@ -424,6 +446,13 @@ def test_factors_outside_the_cube_are_refused_and_nan_when_traced(wrong):
         simplex_from_factors(beta)
     traced = jax.jit(simplex_from_factors)(beta)
     assert np.isnan(traced[0]).all() and traced[1].tolist() == [0.5, 0.5, 0]
+
+
+def test_a_simplex_of_one_has_no_factors():
+    for shape in ((1,), (5, 1)):
+        factors = simplex_factors(jnp.ones(shape))
+        assert factors.shape == (*shape[:-1], 0)
+        np.testing.assert_array_equal(simplex_from_factors(factors), np.ones(shape))
 
 
 def test_factors_of_a_traced_nan_are_nan():

@@ -267,6 +267,41 @@ def test_a_step_between_the_nodes_is_refused_beside_kinks_too(steep_first):
     assert np.isnan(traced.ntk).all() and not np.isfinite(traced.error).any()
 
 
+@pytest.mark.parametrize("name", ["elu", "selu", "soft_sign", "hard_swish"])
+@pytest.mark.parametrize("scale", [5.0, 50.0])
+def test_kinks_at_large_norms_are_left_to_the_series_where_their_pieces_cancel(name, scale):
+    # Norms of unscaled images: from 5 on, all of ELU's family were refused in float32.
+    s = ntk.activation(getattr(jax.nn, name))
+    x = jnp.asarray(scale * np.array([[1.0, 0.0], [0.6, 0.8], [0.96, 0.28]]), jnp.float32)
+    found = ntk.network_kernel(x, activations=[s], variances=[1.0, 1.0])
+    kinks = [t for t, _ in s.kinks]
+    for i, j in ((0, 0), (0, 1), (0, 2)):
+        cosine = float(x[i] @ x[j]) / scale**2
+        truth = one_layer(s, kinks, scale, scale, min(cosine, 1.0))
+        assert abs(float(found.ntk[i, j]) - truth) <= float(found.error[i, j]) + 1e-6 * truth
+        assert float(found.error[i, j]) < 0.02 * float(found.ntk[0, 0])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("seed", range(4))
+def test_steep_functions_of_nearly_equal_rows_are_within_their_error(seed, dtype):
+    # A rounding of rho times the squared slope: errors were 3.7 times their bound.
+    draw = np.random.default_rng(9 + seed)
+    x = draw.normal(size=(4, 3))
+    x /= np.linalg.norm(x, axis=1)[:, None]
+    x[1] = x[0] + 10.0 ** draw.uniform(-5, -2) * draw.normal(size=3)
+    x[3] = x[2] + 10.0 ** draw.uniform(-5, -2) * draw.normal(size=3)
+    x = jnp.asarray(50 * x, dtype)
+    found = ntk.network_kernel(x, activations=[ntk.activation(jnp.sin)], variances=[1.0, 1.0])
+    exact = np.asarray(x).astype(np.longdouble)
+    for i, j in ((0, 1), (2, 3), (0, 2)):
+        apart, c = ((exact[i] - exact[j]) ** 2).sum(), exact[i] @ exact[j]
+        together = ((exact[i] + exact[j]) ** 2).sum()
+        near, far = np.exp(-apart / 2), np.exp(-together / 2)
+        truth = (near - far) / 2 + c * (near + far) / 2
+        assert abs(float(found.ntk[i, j]) - truth) <= float(found.error[i, j])
+
+
 @float64_only
 def test_pieces_that_cancel_have_no_kernel():
     # ELU's curvature at 0 on both sides, times 1e24: what is left of it was 1e40 for 1e24.

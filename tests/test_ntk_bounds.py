@@ -28,6 +28,7 @@ from ntk.bounds import (
     zhu_theorem3_label_aware,
     zhu_variance_as_printed,
 )
+from ntk.bounds.bound import lower_bound
 from ntk.infinite import network_kernel
 
 LEAKY = leaky_relu(0.3)
@@ -97,6 +98,51 @@ def test_betas_at_variance_1():
 def test_an_activation_with_a_value_at_0_has_no_beta_1():
     plain = activation(jax.nn.sigmoid, strip=math.pi)
     assert table1(plain).beta1 == math.inf
+    # Nor one that jumps there, whose value at 0 itself is the middle: it was 2.4e6.
+    assert table1(activation(jnp.sign)).beta1 == math.inf
+    assert table1(relu.derivative).beta1 == math.inf
+
+
+@pytest.mark.parametrize(
+    "s", [relu.derivative, activation(jnp.sign), activation(lambda z: jnp.where(z > 1, 1.0, 0.0))]
+)
+def test_a_step_has_no_lipschitz_constant(s):
+    # It was 0, with the smallest possible constant in Zhu's Theorem 3.
+    for mixture in (s, {tanh: 1.0, s: 0.5}):
+        with pytest.raises(ValueError, match="activation: expected a Lipschitz function, got one"):
+            lipschitz_constant(mixture)
+    assert_close(lipschitz_constant({tanh: 1.0, s: 0.0}), 1.0, f32=1e-5)
+    with pytest.raises(ValueError, match="that jumps at"):
+        zhu_theorem3(jnp.eye(2), jnp.ones(2), activations=[s], C=1.0)
+
+
+@pytest.mark.parametrize("layers", [[relu.derivative], [relu.derivative, relu]])
+def test_the_hermite_bound_of_a_step_is_one(layers):
+    # (k + 1) a_k^2 counts the step's point mass, which the kernel has not: 1.44 for .5.
+    bound = hermite_lower_bound(jnp.eye(3), activations=layers)
+    exact = smallest(network_kernel(jnp.eye(3), activations=layers).ntk)
+    assert 0.4 < bound.value <= exact * (1 + 1e-6)
+    if len(layers) == 1:  # rows at right angles
+        assert_close(bound.value, exact, f64=1e-6, f32=1e-5)
+
+
+def test_the_schur_bound_of_near_duplicates_is_noise_for_every_kink():
+    # Both correlations' rounding, by its square root: 8e-9 was no noise for a hard tanh.
+    draw = np.random.default_rng(131)
+    x = unit_rows(131, 2, 3)
+    x[1] = x[0] + 1e-10 * draw.standard_normal(3)
+    x[1] /= np.linalg.norm(x[1])
+    for s in (relu, activation(jax.nn.hard_tanh)):
+        assert schur_lower_bound(jnp.asarray(x), activations=[s]).vacuous
+
+
+def test_a_bound_that_is_no_number_is_vacuous():
+    assert lower_bound(jnp.array(jnp.nan), {}, 0.0).vacuous
+    for seed in range(5):
+        A = np.random.default_rng(seed).normal(size=(6, 3))  # K of rank 3
+        y = jnp.array([1.0, -1, 1, -1, 1, 1])
+        bound = zhu_theorem3_label_aware(jnp.asarray(A @ A.T), y, activations=[relu], C=1e-9)
+        assert bound.vacuous and held(bound)["K is positive definite"] is False
 
 
 def test_betas_of_a_mixture_are_those_of_the_sum():

@@ -35,7 +35,7 @@ from bilevel.bounds import (
     sparse_covering,
     uniform_convergence,
 )
-from ntk import relu, swish, tanh
+from ntk import activation, relu, swish, tanh
 
 BALL = ball_covering(9, 1.0)
 
@@ -422,7 +422,10 @@ def test_theorem_3_names_what_its_setting_excludes():
     assert not [what for what, held in good.assumptions if held is False]
     bad = dict(bound(0.5 * y, [tanh, relu], 5.0).assumptions)
     assert bad["labels are +-1"] is False
-    assert bad["|sigma'| and |sigma''| are bounded"] is False
+    smooth = "|sigma'| and |sigma''| are bounded"
+    assert bad[smooth] is False
+    for fn, known in ((jax.nn.hard_tanh, False), (jnp.square, None), (jnp.sin, None)):
+        assert dict(bound(y, [tanh, activation(fn)], 5.0).assumptions)[smooth] is known
 
 
 def test_theorem_4_as_printed_is_true_and_loose():

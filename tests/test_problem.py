@@ -92,6 +92,18 @@ def test_a_loss_that_is_not_quadratic_is_never_called_one(loss):
     assert not is_quadratic(lambda w, alpha, batch: loss(w, alpha), W, ALPHA, None)
 
 
+@pytest.mark.parametrize("narrow", [jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn])
+def test_a_cast_to_fewer_digits_than_the_weights_is_rounding(narrow):
+    # It was taken for linear, and its error bound, of an unrounded quadratic, did not hold.
+    def lower(w, alpha, batch):
+        return 0.5 * jnp.sum((w.astype(narrow).astype(w.dtype) - batch) ** 2)
+
+    assert not is_quadratic(lower, jnp.ones(2), 1.0, 1.0)
+    assert is_quadratic(lower, jnp.ones(2, narrow), 1.0, jnp.ones(2, narrow))
+    cast = lambda w, a, b: jnp.sum((b.astype(narrow).astype(w.dtype) - w) ** 2)  # noqa: E731
+    assert is_quadratic(cast, jnp.ones(2), 1.0, jnp.ones(2))
+
+
 def test_quadratic_is_recognised_under_a_transformation():
     small, verdicts = least_squares(), []
 

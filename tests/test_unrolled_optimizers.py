@@ -169,6 +169,31 @@ def test_a_guard_that_is_shut_stays_shut():
     np.testing.assert_allclose(slopes, [0, 6])
 
 
+SIGNED = {  # one step from zero weights; truth by hand: at w = 0 the branch for "not positive"
+    "a subgradient of |w|": (lambda a, g, p: -0.1 * (g + a * jnp.where(p > 0, 1.0, -1.0)), 0.1),
+    "two rates": (lambda a, g, p: -a * jnp.where(p > 0, 1.0, 3.0) * g, 3.0),
+    "a rate or none": (lambda a, g, p: 1.0 - a * jnp.where(p > 0, 1.0, 0.0), 0.0),
+    "by the gradient's sign": (lambda a, g, p: a * jnp.where(g + 1.0 > 0, 1.0, -2.0), -2.0),
+}
+
+
+@pytest.mark.parametrize("name", SIGNED)
+def test_a_step_may_branch_on_the_sign_of_a_weight_or_a_gradient(name):
+    # The other branch's slope was taken: of the first one with the wrong sign.
+    step, expected = SIGNED[name]
+
+    def make(alpha):
+        return optax.GradientTransformation(
+            lambda w: optax.EmptyState(), lambda g, s, w=None: (step(alpha, g, w), s)
+        )
+
+    problem = bilevel.Problem(
+        lambda w, alpha, batch: -jnp.sum(w), lambda w, alpha, batch: jnp.sum(w)
+    )
+    found = bilevel.hypergradient(problem, bilevel.unrolled(make, 1), diagnostics=False)
+    assert_close(found(jnp.array(0.3), jnp.zeros(1), None, None).grad, expected, f32=1e-6)
+
+
 @pytest.mark.parametrize("at", [0, 2])
 def test_a_learned_schedule_may_branch_on_the_count_of_steps(at):
     """``where(n - at > 0, ...)``, at n = at too, where a guard of Adagrad's would be opened."""

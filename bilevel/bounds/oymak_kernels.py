@@ -23,7 +23,7 @@ import jax.numpy as jnp
 
 from bilevel.bounds._terms import UNIT_LOSS, confidence, end_to_end
 from bilevel.checks import array, count, nonnegative, number, positives
-from ntk.activations import Activation
+from ntk.activations import Activation, erf, gelu, sigmoid, swish, tanh
 from ntk.bounds import Bound
 from ntk.bounds.bound import holds, kernel
 from ntk.regression import excess_risk_term
@@ -206,7 +206,8 @@ def oymak_theorem3(
     B : scalar
         Bounds |sigma'| and |sigma''| of all of them.
     activations : sequence of Activation, optional
-        Those of :mod:`ntk`: to check that sigma'' exists.
+        Those of :mod:`ntk`: to check that sigma'' exists. Of other functions that is not checked
+        beyond their kinks.
     t : float
     epsilon : scalar
         What finite width and time cost.
@@ -251,7 +252,8 @@ def oymak_theorem3(
     if not 4 * fails < 1:
         raise ValueError(f"t: expected a number that leaves a positive probability, got {t}.")
     energy, definite = _energy(family, y)
-    smooth = None if activations is None else all(map(_smooth, activations))
+    found = [None] if activations is None else [_smooth(s) for s in activations]
+    smooth = False if False in found else None if None in found else True
     terms = {"training": 2 * B * energy, "validation": C * jnp.sqrt((h + t) / n_valid)}
     return end_to_end(
         terms | {"width and time": nonnegative("epsilon", epsilon)},
@@ -293,5 +295,10 @@ def _energy(family: jax.Array, y: jax.Array) -> tuple[jax.Array, bool | None]:
     return jnp.min(energies), holds(definite.all())
 
 
-def _smooth(s: Activation) -> bool:
-    return s.smooth is not None or (s.degree == 1 and s.kink[0] == s.kink[1])
+def _smooth(s: Activation) -> bool | None:
+    """Whether both derivatives are bounded; None of a function that nobody looked at."""
+    if any(abs(jump) > 1e-20 for _, sizes in s.kinks for jump in sizes[:2]):
+        return False
+    if s.smooth is None:
+        return s.degree == 1 and s.kink[0] == s.kink[1]
+    return True if s in (sigmoid, tanh, swish, gelu, erf) else None

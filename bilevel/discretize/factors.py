@@ -121,7 +121,7 @@ def simplex_from_factors(beta: chex.Array) -> jax.Array:
     if concrete(beta) and not inside.all():
         raise ValueError(f"beta: expected numbers in [0, 1], got {offending(beta, inside)}.")
     beta = nan_where(~inside.all(-1, keepdims=True), beta)
-    one = jnp.ones_like(beta[..., :1])
+    one = jnp.ones((*beta.shape[:-1], 1), beta.dtype)
     left = jnp.cumprod(1 - beta, axis=-1)
     return jnp.concatenate([beta, one], -1) * jnp.concatenate([one, left], -1)
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import scipy.special
 
-from bilevel.checks import array, concrete, function, prng_key, whole
+from bilevel.checks import array, as_floating, concrete, function, prng_key, whole
 from bilevel.discretize._intervals import check_confidence, pairwise, quantile, standard_error
 from bilevel.protocols import Pytree
 
@@ -60,7 +60,7 @@ def rank_by_shared_weights(
     function("evaluate", evaluate, "choice -> loss")
     if not all(map(np.size, jax.tree.leaves(choices))) or not jax.tree.leaves(choices):
         raise ValueError("choices: expected at least one on the leading axis, got none.")
-    losses = jax.lax.map(evaluate, choices)
+    losses = as_floating("evaluate", jax.lax.map(evaluate, choices))
     if losses.ndim == 1:
         return Ranking(jnp.argsort(losses), losses)
     if losses.ndim != 2 or losses.shape[1] < 2:
@@ -166,7 +166,12 @@ def _agreement(key, a, b, confidence, resamples) -> Agreement:
 
 def _correlations(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Tau-b and rho from the signs of all differences."""
-    x, y = (jnp.sign(v[:, None] - v).astype(float) for v in (a, b))
+
+    def signs(v):  # by no minus: whole numbers without a sign wrap, infinities have no difference
+        above = (v[:, None] > v).astype(float) - (v[:, None] < v)
+        return jnp.where(jnp.isnan(v).any(), jnp.nan, above)
+
+    x, y = signs(a), signs(b)
 
     def cosine(x, y):
         return jnp.vdot(x, y) / jnp.sqrt(jnp.vdot(x, x) * jnp.vdot(y, y))

@@ -12,8 +12,9 @@ with these replacements, which agree with it in the limit:
   under the root is a second moment, at its minimum there, and the numerator is 0 with it, so that
   the term left out tends to 0.
 - ``where(v > 0, f(v), 0)`` (Adagrad, SM3) is ``f`` at ``v = 0`` too: the guard is open. Only where
-  v is made of gradients, weights or the state's floating numbers: a learned schedule may branch on
-  the count of steps, and both of its branches are meant.
+  v is computed from gradients, weights or the state's floating numbers, and what is chosen else is
+  0: a learned schedule may branch on the count of steps, a step on the sign of a weight or of a
+  gradient, and both of their branches are meant.
 - The root of a negative number is 0: RAdam takes one in the branch that it does not choose, and
   reverse mode would multiply that NaN by 0.
 
@@ -21,9 +22,11 @@ with these replacements, which agree with it in the limit:
 """
 
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend import core
 
 from bilevel.checks import concrete
@@ -72,9 +75,10 @@ def with_limits(update: Callable, *args: Pytree) -> Pytree:
         def values(args):
             own = core.ClosedJaxpr(closed.jaxpr, constants(args[1]))
             inputs = jax.tree.leaves(args[0])
-            limits, _ = _evaluate(own, inputs, [True] * len(inputs))
+            limits = _evaluate(own, [_Known(x, own=True, given=True) for x in inputs])
             exact = jax.tree.leaves(detached(converted, *args))
-            return jax.tree.unflatten(structure, map(_with_slope, exact, limits))
+            slopes = map(_with_slope, exact, (x.value for x in limits))
+            return jax.tree.unflatten(structure, slopes)
 
         return jax.jvp(values, primals, tangents)
 
@@ -89,50 +93,71 @@ def _with_slope(value: jax.Array, limit: jax.Array) -> jax.Array:
     return value - jnp.where(jnp.isfinite(limit), jax.lax.stop_gradient(limit) - limit, 0)
 
 
-def _evaluate(closed: core.ClosedJaxpr, inputs: list, own: list[bool]) -> tuple[list, list[bool]]:
-    """The program's outputs with the replacements, and which are made of ``own`` inputs."""
+class _Known(NamedTuple):
+    """A value of the program, and what is known of it."""
+
+    value: Any
+    own: bool = False  # made of floating inputs, or one
+    given: bool = False  # an input itself
+    zero: bool = False  # for certain
+    opened: Any = None  # of a guard ``v > 0``: ``v >= 0``
+
+
+def _evaluate(closed: core.ClosedJaxpr, inputs: list[_Known]) -> list[_Known]:
+    """The program's outputs with the replacements."""
     jaxpr = closed.jaxpr
-    values = dict(zip(jaxpr.constvars, closed.consts, strict=True))
-    values |= dict(zip(jaxpr.invars, inputs, strict=True))
-    made_of_own = dict(zip(jaxpr.invars, own, strict=True))
+    known = dict(zip(jaxpr.constvars, map(_Known, closed.consts), strict=True))
+    known |= dict(zip(jaxpr.invars, inputs, strict=True))
 
     def read(variables):
-        found = [v.val if isinstance(v, core.Literal) else values[v] for v in variables]
-        return found, [isinstance(v, core.Var) and made_of_own.get(v, False) for v in variables]
+        return [_literal(v) if isinstance(v, core.Literal) else known[v] for v in variables]
 
     for equation in jaxpr.eqns:
-        found, marks = read(equation.invars)
-        outputs, marks = _apply(equation, found, marks, jaxpr.debug_info)
-        values |= dict(zip(equation.outvars, outputs, strict=True))
-        made_of_own |= dict(zip(equation.outvars, marks, strict=True))
+        found = _apply(equation, read(equation.invars), jaxpr.debug_info)
+        known |= dict(zip(equation.outvars, found, strict=True))
     return read(jaxpr.outvars)
 
 
-def _apply(equation: core.JaxprEqn, inputs: list, own: list[bool], debug_info):
+def _literal(literal: core.Literal) -> _Known:
+    return _Known(literal.val, zero=not np.any(literal.val))
+
+
+def _apply(equation: core.JaxprEqn, inputs: list[_Known], debug_info) -> list[_Known]:
     name, params = equation.primitive.name, equation.params
+    values = [x.value for x in inputs]
     # Counts of steps are whole numbers, and what is computed of them is nobody's limit.
-    floating = [jnp.issubdtype(jnp.result_type(x), jnp.floating) for x in inputs]
-    own = [mark and real for mark, real in zip(own, floating, strict=True)]
+    floating = [jnp.issubdtype(jnp.result_type(x), jnp.floating) for x in values]
+    inputs = [x._replace(own=x.own and real) for x, real in zip(inputs, floating, strict=True)]
+    own, first = any(x.own for x in inputs), inputs[0] if inputs else _Known(None)
     if name in ("jit", "pjit"):
-        return _evaluate(params["jaxpr"], inputs, own)
+        return _evaluate(params["jaxpr"], inputs)
+    operation = _operation(equation, debug_info)
+    if name in _RESHAPING:
+        opened = None if first.opened is None else operation(first.opened, *values[1:])[0]
+        return [first._replace(value=operation(*values)[0], opened=opened)]
+    if name == "gt" and first.own and not first.given and inputs[1].zero:
+        return [_Known(operation(*values)[0], own, opened=values[0] >= 0)]
     if name == "cond":
-        branches = [_branch(closed, own[1:]) for closed in params["branches"]]
-        outputs = jax.lax.switch(inputs[0], branches, *inputs[1:])
+        branches = [_branch(closed, inputs[1:]) for closed in params["branches"]]
+        outputs = jax.lax.switch(values[0], branches, *values[1:])
     elif floating[:1] == [True] and name in _REPLACEMENTS:
-        outputs = [_REPLACEMENTS[name](*inputs)]
-    elif name == "gt" and own[0] and _is_zero(equation.invars[1]):
-        outputs = [inputs[0] >= 0]
+        outputs = [_REPLACEMENTS[name](*values)]
+    elif name == "select_n" and first.opened is not None and inputs[1].zero:
+        outputs = operation(first.opened, *values[1:])
     else:
-        outputs = _operation(equation, debug_info)(*inputs)
-    return outputs, [any(own)] * len(outputs)
+        outputs = operation(*values)
+    return [_Known(x, own) for x in outputs]
 
 
-def _is_zero(variable: core.Var | core.Literal) -> bool:
-    return isinstance(variable, core.Literal) and variable.val == 0
+_RESHAPING = ("broadcast_in_dim", "reshape", "squeeze", "expand_dims", "copy")
 
 
-def _branch(closed: core.ClosedJaxpr, own: list[bool]) -> Callable:
-    return lambda *inputs: _evaluate(closed, list(inputs), own)[0]
+def _branch(closed: core.ClosedJaxpr, inputs: list[_Known]) -> Callable:
+    def branch(*values):
+        given = [x._replace(value=v, opened=None) for x, v in zip(inputs, values, strict=True)]
+        return [x.value for x in _evaluate(closed, given)]
+
+    return branch
 
 
 def _operation(equation: core.JaxprEqn, debug_info) -> Callable[..., list]:

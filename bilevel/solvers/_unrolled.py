@@ -60,7 +60,8 @@ def unrolled(
         as its batch; :func:`bilevel.search` does so by itself.
     average : ``average(alpha) -> weights [T]``, optional
         The solution is ``sum_t weights_t w_t`` over the iterates after each step: averaging, or,
-        with weights that depend on ``alpha``, when to stop. By default it is the last one.
+        with weights that depend on ``alpha``, when to stop. By default it is the last one. With
+        ``backprop=K`` the weights of the first T - K iterates have no derivative either.
 
     Returns
     -------

@@ -63,7 +63,8 @@ def f2sa(
     References
     ----------
     Kwon, Kwon, Wright & Nowak (2023), A fully first-order method for stochastic bilevel
-    optimization, Algorithm 1; the step of ``y`` is c / (2 penalty) there.
+    optimization, Algorithm 1; the step of ``y`` is c / (2 penalty) there, and the direction is
+    taken after the moves. Here it is taken before the last one, whose gradients it shares.
 
     Examples
     --------

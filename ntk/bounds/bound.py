@@ -84,7 +84,7 @@ class Bracket(NamedTuple):
 
 def lower_bound(value: chex.Array, terms: dict, noise: Any = 0.0, **details: Any) -> Bound:
     """A lower bound of lambda_min; ``noise`` is what rounding can make of 0."""
-    return Bound("lambda_min(K) >= value", value, terms, value <= noise, **details)
+    return Bound("lambda_min(K) >= value", value, terms, ~(value > noise), **details)
 
 
 def upper_bound(value: chex.Array, terms: dict, **details: Any) -> Bound:

@@ -26,6 +26,7 @@ from ntk.architecture import (
     RESOLUTIONS,
     TRACED,
     check_resolved,
+    derivative,
     diagonals,
     evaluate,
     features,
@@ -173,7 +174,7 @@ def schur_lower_bound(
         if i:
             above = (variances[i] * slope + skips[i - 1] ** 2) * above
     # A kink turns a rounding of a correlation near 1 into its square root.
-    kinked = any(s.smooth is None for layer in layers for s in layer)
+    kinked = any(s.smooth is None or s.kinks for layer in layers for s in layer)
     eps = jnp.finfo(x.dtype).eps
     noise = (eps**0.5 if kinked else len(x) * eps) * variances[-1] * jnp.diag(features[-1]).max()
     return lower_bound(jnp.stack(list(terms.values())).sum(), terms, noise)
@@ -192,8 +193,9 @@ def hermite_lower_bound(
     For inputs of equal norm, with rho their correlations, a_k the Hermite coefficients of the first
     activation, y the variance of its argument and K = ``terms``:
 
-        lambda_min(NTK) >= B_1 [ sum_{0<k<K} (k + 1) a_k^2 lambda_min(rho^{ok})
-                        + (E s^2 + y E s'^2 - sum_{k<K} (k + 1) a_k^2) lambda_min(rho^{oK}) ]
+        lambda_min(NTK) >= B_1 [ sum_{0<k<K} q_k lambda_min(rho^{ok})
+                        + (E s^2 + y E s'^2 - sum_{k<K} q_k) lambda_min(rho^{oK}) ]
+        q_k = a_k^2 + y b_{k-1}^2, b of the slope: (k + 1) a_k^2 where s has no jumps
         B_1 = c_L prod_{1<l<L} (c_l E s_l'(u_l)^2 + a_{l-1}^2)
 
     Parameters
@@ -251,9 +253,13 @@ def hermite_lower_bound(
     first, above = found[0], variances[-1]
     for c, a, one in zip(variances[1:-1], skips, found[1:], strict=True):
         above = above * (c * one.slope[0] + a**2)
-    value = functools.partial(evaluate, layers[0], weights[0])
-    a = hermite(value, first.scale[0], terms, kink_places(layers[0]))
-    parts = jnp.arange(1, terms + 1) * a**2
+    kinks = kink_places(layers[0])
+    a, b = (
+        hermite(functools.partial(evaluate, f, weights[0]), first.scale[0], terms, kinks)
+        for f in (layers[0], derivative(layers[0]))
+    )
+    # Not (k + 1) a_k^2: at a jump the kernel has the slope of the pieces, without the point mass.
+    parts = a**2 + first.scale[0] ** 2 * jnp.pad(b[:-1], (1, 0)) ** 2
     rest = jnp.maximum(first.second[0] + first.scale[0] ** 2 * first.slope[0] - parts.sum(), 0)
     rho = jnp.where(jnp.eye(len(x), dtype=bool), 1, x @ x.T / squares[0])
     powers = itertools.accumulate([rho] * terms, jnp.multiply)

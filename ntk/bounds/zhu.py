@@ -399,7 +399,8 @@ def _theorem3(name, energy, K, y, smallest, activations, delta, C) -> Bound:
     lip = functools.reduce(jnp.maximum, [lipschitz_constant(s) for s in activations])
     growth = (3 * lip + 1) ** (depth - 1)
     C_2 = math.sqrt(depth) * growth
-    data = C_2 * jnp.where(smallest > 0, jnp.sqrt(energy / n), jnp.inf)
+    definite = smallest > n * float(jnp.finfo(K.dtype).eps) * jnp.diag(K).max()  # beyond rounding
+    data = C_2 * jnp.where(definite, jnp.sqrt(energy / n), jnp.inf)
     confidence = jnp.asarray(math.sqrt(math.log(1 / delta) / n))
     value = C * (data + confidence)
     return Bound(
@@ -414,9 +415,9 @@ def _theorem3(name, energy, K, y, smallest, activations, delta, C) -> Bound:
             "lambda_min": smallest,
             "least for this diagonal": C_2 * jnp.sqrt(y @ y / n / jnp.diag(K).min()),
         },
-        vacuous=value >= 1,
+        vacuous=~(value < 1),
         assumptions=(
-            ("K is positive definite", holds(smallest > 0)),
+            ("K is positive definite", holds(definite)),
             ("labels are +-1", holds(jnp.all(jnp.abs(y) == 1))),
             ("inputs of norm 1, isotropic", None),
             ("width m >= m-hat(lambda_min, delta, N, L), L not very large", None),

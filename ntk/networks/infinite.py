@@ -84,9 +84,9 @@ def kernel(
     kernels = _blocks(found, x1, x2)
     if bool(np.isnan(kernels.ntk).any()):
         raise FloatingPointError(
-            "x1: expected inputs whose kernel 4096 Hermite polynomials resolve, got an entry with "
-            "too large an error: nearly collinear patches at too large a variance, or features "
-            "that cancel where they are pooled."
+            f"x1: expected inputs whose kernel can be computed in {x1.dtype}, got an entry with "
+            "too large an error: nearly collinear patches at too large a variance, features that "
+            "cancel where they are pooled, or errors that grow from layer to layer."
         )
     return kernels
 

@@ -299,8 +299,9 @@ def _worthwhile(values, places, jumps, scale, table):
     norms = jax.lax.stop_gradient(root(((values * table.roots) ** 2).sum((1, 3))))
     slopes = jnp.pad(jumps[:, 1:], ((0, 0), (0, 1)))
     most, always = (by[scale.dtype.itemsize] for by in (_CANCELLING, _ALWAYS))
+    power, place = scale[:, None, None] ** np.arange(ORDERS), places * reciprocal(scale)[:, None]
     fits, slope_fits = (
-        piece_norms(places, j, scale) <= most * norm[:, None, None]
+        piece_norms(j * power, place) <= most * norm[:, None, None]
         for j, norm in ((jumps, norms[0]), (slopes, norms[1]))
     )
     fits = fits.at[..., 1:].min(slope_fits[..., :-1])

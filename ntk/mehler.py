@@ -127,16 +127,15 @@ def kinked_expansion(sides, scale: chex.Array, error: chex.Array, degree: int, s
     return Expansion(norm, mean, none, sides, pieces, none if kinks else none[:, :0], *errors)
 
 
-def piece_norms(places: jax.Array, jumps: jax.Array, scale: jax.Array) -> jax.Array:
-    """Norms [n, kinks, orders], or more, of the truncated powers with these jumps [kinks, orders].
+def piece_norms(weights: jax.Array, place: jax.Array) -> jax.Array:
+    """Norms, or more, of the truncated powers with these weights [n, kinks, orders].
 
     ``E[(z - t)_+^2m] <= exp(-t^2 / 2) E[z_+^2m] = exp(-t^2 / 2) (2m - 1)!! / 2`` for t >= 0.
     """
     order = np.arange(ORDERS)
     at_zero = np.sqrt(np.cumprod(np.maximum(2 * order - 1, 1)) / 2)
-    at_zero = (at_zero / np.cumprod(np.maximum(order, 1))).astype(scale.dtype)
-    far = jnp.exp(-((places * reciprocal(scale)[:, None]) ** 2) / 4)
-    return jnp.abs(jumps) * scale[:, None, None] ** order * at_zero * far[..., None]
+    at_zero = (at_zero / np.cumprod(np.maximum(order, 1))).astype(place.dtype)
+    return jnp.abs(weights) * at_zero * jnp.exp(-(place**2) / 4)[..., None]
 
 
 def _pieces(f: Function, scale: jax.Array) -> Pieces:
@@ -257,7 +256,8 @@ def _errors(right, left, sides, regular, kinked, own, pieces, norm, error, odd, 
         # The norm's square is a sum whose terms may cancel: to nothing, to rounding, or to what the
         # product of r and k misses.
         product = missed_regular * missed_kinked
-        noise += ((4 * eps * (own + size**2) + product) * over) * over
+        bulk = piece_norms(pieces.weights, pieces.place).sum((1, 2))  # they cancel among themselves
+        noise += ((4 * eps * (bulk**2 + size**2) + product) * over) * over
         noise = jnp.where((norm > 0) | (own == 0), noise, jnp.inf)
     jump = jnp.abs(pieces.weights[..., 0]).sum(1) + jnp.where(odd, 0, slant)
     missed = jnp.stack([missed_regular * over, missed_kinked * over], 1)

@@ -90,8 +90,8 @@ def certified_min_eigenvalue(K, entry_error=None, *, x=None) -> float:
     Returns
     -------
     float
-        At most the smallest eigenvalue, and for an exact ``K`` within about 2e-16 n tr K of it.
-        Negative where ``K`` is singular or indefinite.
+        At most the smallest eigenvalue, and for an exact ``K`` within about 2e-16 n sum_i |K_ii| of
+        it. Negative where ``K`` is singular or indefinite.
 
     Raises
     ------

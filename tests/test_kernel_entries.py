@@ -267,7 +267,10 @@ def test_a_step_between_the_nodes_is_refused_beside_kinks_too(steep_first):
     assert np.isnan(traced.ntk).all() and not np.isfinite(traced.error).any()
 
 
-@pytest.mark.parametrize("name", ["elu", "selu", "soft_sign", "hard_swish"])
+LONG = [pytest.param(name, marks=pytest.mark.long) for name in ("selu", "hard_swish")]
+
+
+@pytest.mark.parametrize("name", ["elu", "soft_sign", *LONG])
 @pytest.mark.parametrize("scale", [5.0, 50.0])
 def test_kinks_at_large_norms_are_left_to_the_series_where_their_pieces_cancel(name, scale):
     # Norms of unscaled images: from 5 on, all of ELU's family were refused in float32.

@@ -149,7 +149,7 @@ def _apply(equation: core.JaxprEqn, inputs: list[_Known], debug_info) -> list[_K
     return [_Known(x, own) for x in outputs]
 
 
-_RESHAPING = ("broadcast_in_dim", "reshape", "squeeze", "expand_dims", "copy")
+_RESHAPING = ("broadcast_in_dim", "reshape", "squeeze", "convert_element_type", "copy")
 
 
 def _branch(closed: core.ClosedJaxpr, inputs: list[_Known]) -> Callable:

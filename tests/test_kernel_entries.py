@@ -10,7 +10,7 @@ import pytest
 from helpers import tolerance
 
 import ntk
-from ntk import infinite
+from ntk import architecture, infinite, mehler
 
 float64_only = pytest.mark.skipif(not jax.config.jax_enable_x64, reason="the claim is float64's")
 SCALES, ANGLE = (1.3, 0.8), 0.7
@@ -284,6 +284,22 @@ def test_kinks_at_large_norms_are_left_to_the_series_where_their_pieces_cancel(n
         truth = one_layer(s, sorted({*near}), scale, scale, min(cosine, 1.0))
         assert abs(float(found.ntk[i, j]) - truth) <= float(found.error[i, j]) + 1e-6 * truth
         assert float(found.error[i, j]) < 0.02 * float(found.ntk[0, 0])
+
+
+def test_pieces_that_cancel_each_other_count_in_the_error():
+    # ReLU6's two kinks at a norm of 100: each piece is 17 times the function.
+    s, scale = ntk.activation(jax.nn.relu6), jnp.full(1, 100, jnp.float32)
+    layers, weights, _, _ = architecture.parse([s], None, None, jnp.float32)
+    places, how = architecture.places(layers), architecture.RESOLUTIONS[0]
+    f, _ = architecture.expand_layer(layers[0], weights[0], scale, 0 * scale, places, how)
+    p = jnp.array([[0.0, 1e-7, 1e-5, 1e-4, 1e-3, 0.01, 0.1, 0.3]], jnp.float32)
+    f = jax.tree.map(lambda x: jnp.broadcast_to(x, (p.shape[1], *x.shape[1:])), f)
+    one = jax.tree.map(lambda x: x[:1], f)
+    ((value, error),) = mehler.expectations((one,), (f,), (1,), mehler.Pair(p, 1 - p, 0 * p))
+    kinks = [t + side * 2.0**k for t in (0.0, 6.0) for side in (-1, 0, 1) for k in range(-3, 8)]
+    for i, rho in enumerate(1 - 2 * np.asarray(p[0], float)):
+        truth = brute(in_numpy(s)[0], 100.0, 100.0, rho, sorted({*kinks}))
+        assert abs(float(value[0, i]) - truth) <= float(error[0, i])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])

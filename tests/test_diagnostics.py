@@ -37,7 +37,7 @@ def test_the_curvature_of_free_alpha_may_be_negative_or_zero(size):
     flat = diagnostics.alpha_curvature(lambda w, a, b: jnp.sum(a["x"]), {"x": "free"})
     assert flat(None, {"x": alpha}, None) == 0
     on_simplex = diagnostics.alpha_curvature(lambda w, a, b: -3 * jnp.sum(a**2))
-    assert on_simplex(None, alpha / alpha.sum(), None) == 0
+    assert abs(on_simplex(None, alpha / alpha.sum(), None)) < 1e-6  # to rounding, by Lanczos
 
 
 def test_sets_are_like_alpha_or_one_word_for_it():

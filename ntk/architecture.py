@@ -176,9 +176,7 @@ class Resolution(NamedTuple):
     width: float
 
 
-# By bytes of a number: orders of kinks that are always in pieces, and how large others may be.
-_ALWAYS = {4: 2, 8: 4}
-_CANCELLING = {4: 8, 8: 256}
+_CANCELLING = {4: 8, 8: 256}  # the largest pieces, over what they are of, by bytes of a number
 
 RESOLUTIONS = (Resolution(256, 0.5), Resolution(1024, 0.5), Resolution(4096, 0.125))
 TRACED = Resolution(512, 0.25)
@@ -292,20 +290,23 @@ def _worthwhile(values, places, jumps, scale, table):
     """Which jumps [n, kinks, orders] of the function and its derivatives are taken out as pieces.
 
     A piece that is large beside what it is to mend cancels, to ``eps |piece|^2 / |f|^2``; a kink of
-    order m that is left in is missed, to ``|piece|^2 K^-(m + 1/2) / |f|^2`` or so. Below an order,
-    which depends on eps, the second is always the worse; above it pieces cancel to 1e-10 at most,
-    or 5e-5 in float32.
+    order m that is left in is missed, to ``|piece|^2 K^-(m + 1/2) / |f|^2`` or so. For jumps and
+    corners the second is the worse. Pieces of higher orders cancel to 1e-10 at most, or 5e-5 in
+    float32; there those of order 2 and 3 are larger than eps allows, in float64 not, but without
+    the next one what they and the rest miss together is more than the rest alone.
     """
     norms = jax.lax.stop_gradient(root(((values * table.roots) ** 2).sum((1, 3))))
     slopes = jnp.pad(jumps[:, 1:], ((0, 0), (0, 1)))
-    most, always = (by[scale.dtype.itemsize] for by in (_CANCELLING, _ALWAYS))
+    most = _CANCELLING[scale.dtype.itemsize]
     power, place = scale[:, None, None] ** np.arange(ORDERS), places * reciprocal(scale)[:, None]
     fits, slope_fits = (
         piece_norms(j * power, place) <= most * norm[:, None, None]
         for j, norm in ((jumps, norms[0]), (slopes, norms[1]))
     )
     fits = fits.at[..., 1:].min(slope_fits[..., :-1])
-    return fits | (np.arange(ORDERS) < always)
+    if scale.dtype.itemsize == 8:
+        fits = fits.at[..., 2:4].set(fits[..., 4:5])
+    return fits | (np.arange(ORDERS) < 2)
 
 
 def _unseen(value, slope, values, probed, places, scale, table):

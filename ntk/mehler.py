@@ -256,8 +256,11 @@ def _errors(right, left, sides, regular, kinked, own, pieces, norm, error, odd, 
         # The norm's square is a sum whose terms may cancel: to nothing, to rounding, or to what the
         # product of r and k misses.
         product = missed_regular * missed_kinked
-        bulk = piece_norms(pieces.weights, pieces.place).sum((1, 2))  # they cancel among themselves
-        noise += ((4 * eps * (bulk**2 + size**2) + product) * over) * over
+        # Pieces of one side cancel among themselves; the other side's are elsewhere.
+        each = piece_norms(pieces.weights, pieces.place).sum(2)
+        sides = (jnp.where(pieces.side > 0, each, 0), jnp.where(pieces.side < 0, each, 0))
+        bulk = sum(one.sum(1) ** 2 for one in sides)
+        noise += ((4 * eps * (bulk + size**2) + product) * over) * over
         noise = jnp.where((norm > 0) | (own == 0), noise, jnp.inf)
     jump = jnp.abs(pieces.weights[..., 0]).sum(1) + jnp.where(odd, 0, slant)
     missed = jnp.stack([missed_regular * over, missed_kinked * over], 1)

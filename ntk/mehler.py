@@ -13,8 +13,9 @@ pair, any norms, and correlations of 1 are no special case.
 **The error.** What the sum leaves out is at most ``|rho|^K`` times the norms of what the first K
 polynomials miss in r and k, which are measured, not guessed: r minus its expansion is integrated
 on the nodes. So is what the nodes themselves miss, from the last Legendre coefficients of f on each
-panel. An error of rho (from the layers below) enters by the slopes ``|d/drho E f g|``, bounded by
-the norms of f' and g', and at jumps by the modulus of continuity of the arc sine.
+panel. An error of rho (its rounding, and that of the layers below) enters by the slopes
+``|d/drho E f g|``, bounded by the norms of f' and g', and at jumps by the modulus of continuity of
+the arc sine.
 
 Reference: Mehler (1866); Daniely, Frostig & Singer (2016), the dual of an activation.
 """
@@ -258,8 +259,7 @@ def _errors(right, left, sides, regular, kinked, own, pieces, norm, error, odd, 
         product = missed_regular * missed_kinked
         # Pieces of one side cancel among themselves; the other side's are elsewhere.
         each = piece_norms(pieces.weights, pieces.place).sum(2)
-        sides = (jnp.where(pieces.side > 0, each, 0), jnp.where(pieces.side < 0, each, 0))
-        bulk = sum(one.sum(1) ** 2 for one in sides)
+        bulk = sum(jnp.where(pieces.side == side, each, 0).sum(1) ** 2 for side in (1, -1))
         noise += ((4 * eps * (bulk + size**2) + product) * over) * over
         noise = jnp.where((norm > 0) | (own == 0), noise, jnp.inf)
     jump = jnp.abs(pieces.weights[..., 0]).sum(1) + jnp.where(odd, 0, slant)

@@ -123,12 +123,24 @@ def configs_of(data, key, count):
 # ------------------------------------------------------------------------------ 1. correlation
 
 
-def correlation(data, sizes, key, dimension) -> dict:
-    """Shared-weight and standalone validation accuracy: a row for a dimension."""
+def correlation(data, sizes, key, dimension, once) -> dict:
+    """Shared-weight and standalone validation accuracy: a row for a dimension.
+
+    ``once(identity, of) -> row``: what the results hold, or ``of()``, which they hold from then on.
+    """
     problem, configs = problem_of(data, sizes, key), configs_of(data, key, tables.COMPARED)
     uniform = np.full(tables.COMPARED, 1 / tables.COMPARED)
     shared = problem.share(key, configs, uniform, dimension, whole=True).errors
-    alone = [problem.evaluate(key, c, dimension).valid for c in configs]
+
+    def valid(config):
+        return {"valid": problem.evaluate(key, config, dimension).valid}
+
+    alone = [
+        once({"part": "standalone", "dimension": dimension, "index": i}, lambda c=c: valid(c))[
+            "valid"
+        ]
+        for i, c in enumerate(configs)
+    ]
     return {
         "shared": (1 - shared).tolist(),
         "standalone": (1 - np.array(alone)).tolist(),
@@ -361,8 +373,16 @@ def measured(data, sizes, key, path, rows) -> list[dict]:
         rows.append(row)
         harness.append(path, row)
 
+    def once(identity, of):
+        if not harness.where(rows, **identity):
+            keep(identity | of())
+        return harness.where(rows, **identity)[0]
+
     tasks = [
-        ({"part": "correlation", "dimension": d}, lambda d=d: correlation(data, sizes, key, d))
+        (
+            {"part": "correlation", "dimension": d},
+            lambda d=d: correlation(data, sizes, key, d, once),
+        )
         for d in sizes.dimensions
     ]
     tasks += [
@@ -378,11 +398,11 @@ def measured(data, sizes, key, path, rows) -> list[dict]:
 
     def oracle(trial, index, config):
         """Of a trial's configuration, whichever methods choose it."""
-        identity = {"part": "oracle", "trial": trial, "index": index}
-        if not harness.where(rows, **identity):
-            found = judge.evaluate(key, config, sizes.dimension).test
-            keep(identity | {"test": found})
-        return harness.where(rows, **identity)[0]["test"]
+
+        def test():
+            return {"test": judge.evaluate(key, config, sizes.dimension).test}
+
+        return once({"part": "oracle", "trial": trial, "index": index}, test)["test"]
 
     def one(name, trial):
         journal = path and path.with_name(f"{path.stem}_{name}_{trial}.journal")

@@ -132,15 +132,12 @@ def correlation(data, sizes, key, dimension, once) -> dict:
     uniform = np.full(tables.COMPARED, 1 / tables.COMPARED)
     shared = problem.share(key, configs, uniform, dimension, whole=True).errors
 
-    def valid(config):
-        return {"valid": problem.evaluate(key, config, dimension).valid}
+    def error(i):
+        identity = {"part": "standalone", "dimension": dimension, "index": i}
+        row = once(identity, lambda: {"valid": problem.evaluate(key, configs[i], dimension).valid})
+        return row["valid"]
 
-    alone = [
-        once({"part": "standalone", "dimension": dimension, "index": i}, lambda c=c: valid(c))[
-            "valid"
-        ]
-        for i, c in enumerate(configs)
-    ]
+    alone = [error(i) for i in range(len(configs))]
     return {
         "shared": (1 - shared).tolist(),
         "standalone": (1 - np.array(alone)).tolist(),
@@ -398,11 +395,9 @@ def measured(data, sizes, key, path, rows) -> list[dict]:
 
     def oracle(trial, index, config):
         """Of a trial's configuration, whichever methods choose it."""
-
-        def test():
-            return {"test": judge.evaluate(key, config, sizes.dimension).test}
-
-        return once({"part": "oracle", "trial": trial, "index": index}, test)["test"]
+        identity = {"part": "oracle", "trial": trial, "index": index}
+        row = once(identity, lambda: {"test": judge.evaluate(key, config, sizes.dimension).test})
+        return row["test"]
 
     def one(name, trial):
         journal = path and path.with_name(f"{path.stem}_{name}_{trial}.journal")

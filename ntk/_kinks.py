@@ -95,7 +95,9 @@ def jumps(fn: Function, places: tuple[float, ...]) -> tuple[Kink, ...]:
                 "without."
             )
     found = values[..., 1] - values[..., 0]
-    found = np.where(np.abs(found) > 1e-12 * size, found, 0)
+    # Between both sides lies a distance, over which a slope is no jump.
+    change = np.ptp(sides, axis=1) * np.concatenate([size[1:], 0 * size[:1]])
+    found = np.where(np.abs(found) > 1e-12 * size + 2 * change, found, 0)
     return tuple((t, tuple(found[:, i].tolist())) for i, t in enumerate(places))
 
 

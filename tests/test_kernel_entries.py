@@ -13,6 +13,9 @@ import ntk
 from ntk import architecture, infinite, mehler
 
 float64_only = pytest.mark.skipif(not jax.config.jax_enable_x64, reason="the claim is float64's")
+both_types = pytest.mark.parametrize(
+    "dtype", ["float32", pytest.param("float64", marks=float64_only)]
+)
 SCALES, ANGLE = (1.3, 0.8), 0.7
 PIECEWISE = {
     "elu": (jax.nn.elu, [0.0]),
@@ -230,7 +233,7 @@ PEAK = ntk.activation(lambda z: jnp.exp(-(z**2) / 2))
 ROW = np.array([[1.0, 2.0]]) / np.sqrt(5)
 
 
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("float64", marks=float64_only)])
+@both_types
 @pytest.mark.parametrize(
     ("activation", "norm"), [(STEP, 1.0), (PEAK, 1e12), (ntk.tanh, 1e12)], ids=str
 )
@@ -247,7 +250,7 @@ def test_what_lies_between_all_nodes_is_refused_and_nan_when_traced(activation, 
         ntk.mixture_blocks(x, [activation, ntk.relu])
 
 
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("float64", marks=float64_only)])
+@both_types
 def test_large_norms_whose_steps_the_nodes_show_keep_their_kernels(dtype):
     # Truth: E tanh'(u)^2 tends to (4/3) / (scale sqrt(2 pi)), and E tanh^2 to 1.
     x = jnp.asarray(1e8 * ROW, dtype)
@@ -268,7 +271,7 @@ def test_a_step_between_the_nodes_is_refused_beside_kinks_too(steep_first):
 LONG = [pytest.param(name, marks=pytest.mark.long) for name in ("celu", "hard_swish")]
 
 
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("float64", marks=float64_only)])
+@both_types
 @pytest.mark.parametrize("name", ["elu", "soft_sign", *LONG])
 @pytest.mark.parametrize("scale", [5.0, 50.0])
 def test_kinks_at_large_norms_are_left_to_the_series_where_their_pieces_cancel(name, scale, dtype):
@@ -301,7 +304,7 @@ def test_pieces_that_cancel_each_other_count_in_the_error():
         assert abs(float(value[0, i]) - truth) <= float(error[0, i])
 
 
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("float64", marks=float64_only)])
+@both_types
 @pytest.mark.parametrize("seed", range(4))
 def test_steep_functions_of_nearly_equal_rows_are_within_their_error(seed, dtype):
     # A rounding of rho times the squared slope: errors were 3.7 times their bound.

@@ -29,7 +29,6 @@ from ntk.bounds.bound import Mixture
 from ntk.gaussian import hermite, mean
 
 _FAR = 1e6  # where activations have reached their asymptotes
-_NO_JUMP = 1e-20  # what a slope makes of the distance between both sides of a kink
 
 
 class Betas(NamedTuple):
@@ -172,7 +171,7 @@ def _table1(layer: Layer, weights: jax.Array, t: float) -> Betas:
 
     near, far = limit(1e-9), limit(_FAR)
     ends = jnp.array([0.0, 1e-30, -1e-30])  # and beside 0, where a step's value is the middle
-    start = jnp.where((jnp.abs(value(ends)) <= _NO_JUMP).all(), near, jnp.inf)
+    start = jnp.where((jnp.abs(value(ends)) <= 1e-20).all(), near, jnp.inf)
     end = jnp.where(jnp.isinf(t), far, near)
     low, high = -14.0, jnp.minimum(14.0, jnp.log(t))
     smallest = -_supremum(lambda log_y: -beta2(log_y), jnp.minimum(low, high - 1), high)
@@ -207,7 +206,7 @@ def lipschitz_constant(activation: Mixture) -> jax.Array:
     """
     (layer,), (weights,), _, _ = parse([activation], None, None)
     for s, weight in zip(layer, weights, strict=True):
-        places = [t for t, sizes in s.kinks if abs(sizes[0]) > _NO_JUMP]
+        places = [t for t, sizes in s.kinks if sizes[0]]
         if places and not (concrete(weight) and weight == 0):
             raise ValueError(
                 f"activation: expected a Lipschitz function, got one that jumps at {places[0]:g}."

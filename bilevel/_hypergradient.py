@@ -89,8 +89,10 @@ def hypergradient(
     ------
     ValueError
         While tracing, where ``mode`` is unknown, a loss is not a floating scalar, ``alpha`` enters
-        neither the losses nor the solver, the outer loss knows the weights only by variables that
-        are not differentiated, or reverse mode meets a loop that ends by a test (a line search).
+        neither the losses nor the solver or only where nothing is differentiated (``backprop=0``
+        and an outer loss without ``alpha``), the outer loss knows the weights only by variables
+        that are not differentiated, or reverse mode meets a loop that ends by a test (a line
+        search).
 
     Examples
     --------
@@ -162,18 +164,21 @@ def stateful_hypergradient(
         scalar_loss("lower", loss)
         axes = varying(loss)
         w0, state = vary((w0, state), axes)
-        mapped = enters(first.lower, params, alpha, batch)
-        mapped = mapped or enters(first.outer, params, alpha, valid)
+        direct = enters(first.outer, params, alpha, valid)
+        mapped = direct or enters(first.lower, params, alpha, batch)
         if not mapped and wanted():  # by the solver, then
             by_solver = enters(lambda _, alpha, __: objective(alpha, None)[0], None, alpha, None)
             check_enters(alpha, by_solver)
         check_variables(problem, w0, alpha, valid)
+        by_weights = not direct and bool(jax.tree.leaves(alpha)) and wanted()
         adjoint = None
         if mode == "forward":
-            value, (w, state, above), grad = _forward(lambda alpha: objective(alpha, None), alpha)
+            value, (w, state, above), grad = _forward(
+                lambda alpha: objective(alpha, None), alpha, by_weights
+            )
         else:
             (value, (w, state, above)), (grad, slope) = _reverse(
-                objective, alpha, vary(optax.tree.zeros_like(params), axes)
+                objective, alpha, vary(optax.tree.zeros_like(params), axes), by_weights
             )
             if not solver.closed_form:
                 adjoint = optax.tree.scale(-1, slope)
@@ -290,10 +295,13 @@ def first_state(solver: LowerSolver, alpha: Pytree, w: Pytree) -> Pytree:
     return solver.start(alpha, w)
 
 
-def _reverse(objective, alpha: Pytree, tilt: Pytree):
-    """Value, auxiliary output and both gradients."""
+def _reverse(objective, alpha: Pytree, tilt: Pytree, check: bool):
+    """Value, auxiliary output and both gradients; ``check``: the first may not be 0 for certain."""
     try:
-        return jax.value_and_grad(objective, (0, 1), has_aux=True)(alpha, tilt)
+        value, pull, aux = jax.vjp(objective, alpha, tilt, has_aux=True)
+        one = jnp.ones_like(value)
+        _check_reaches(check, lambda slope: pull(slope)[0], one)
+        return (value, aux), pull(one)
     except ValueError as error:
         if "Reverse-mode differentiation does not work for lax.while_loop" not in str(error):
             raise
@@ -304,14 +312,32 @@ def _reverse(objective, alpha: Pytree, tilt: Pytree):
         ) from error
 
 
-def _forward(objective, alpha):
+def _check_reaches(asked: bool, derivative: Callable, direction: jax.Array) -> None:
+    """Refuse a derivative, a linear function, whose program does not look at what it is given."""
+    if asked and not enters(lambda _, given, __: derivative(given), None, direction, None):
+        raise ValueError(
+            "alpha: expected a way to the outer loss that is differentiated, got none (backprop=0 "
+            "or a stop_gradient between them): its hypergradient would be 0."
+        )
+
+
+def _forward(objective, alpha, check: bool):
     """Value, auxiliary output and gradient of ``objective`` by one push-forward per coordinate."""
     flat, unravel = ravel_pytree(alpha)
 
     def push(direction):
-        value, tangent, aux = jax.jvp(objective, (alpha,), (unravel(direction),), has_aux=True)
+        try:
+            value, tangent, aux = jax.jvp(objective, (alpha,), (unravel(direction),), has_aux=True)
+        except TypeError as error:
+            if "forward-mode autodiff (jvp) to a custom_vjp" not in str(error):
+                raise
+            raise ValueError(
+                'mode: expected "reverse", as the solver (one_step) or a loss has a custom rule for '
+                'reverse mode alone, got "forward".'
+            ) from error
         return value, aux, tangent
 
-    out_axes = (None, None, 0)
-    value, aux, grad = jax.vmap(push, out_axes=out_axes)(jnp.eye(flat.size, dtype=flat.dtype))
+    _check_reaches(check, lambda direction: push(direction)[2], flat)
+    basis = jnp.eye(flat.size, dtype=flat.dtype)
+    value, aux, grad = jax.vmap(push, out_axes=(None, None, 0))(basis)
     return value, aux, unravel(grad.astype(flat.dtype))

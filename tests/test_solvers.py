@@ -125,6 +125,49 @@ def test_without_backpropagation_the_direct_term_alone_is_left():
     assert_close(result.w, hypergradient(bilevel.unrolled(STEP_SIZE, 5), small).w, f64=1e-14)
 
 
+@pytest.mark.parametrize("mode", ["reverse", "forward"])
+def test_a_hypergradient_that_is_0_for_certain_is_refused(mode):
+    """Where alpha shapes the weights alone, and nothing on that way is differentiated."""
+
+    def lower(w, alpha, batch, of_alpha=lambda alpha: alpha):
+        return 0.5 * jnp.sum((w - of_alpha(alpha)) ** 2)
+
+    def outer(w, alpha, batch):
+        return jnp.sum(w**2)
+
+    def of(lower, solver):
+        fn = bilevel.hypergradient(bilevel.Problem(lower, outer), solver, mode=mode)
+        return fn(jnp.ones(2), jnp.zeros(2), None, None).grad
+
+    stopped = functools.partial(lower, of_alpha=jax.lax.stop_gradient)
+    for loss, solver in (
+        (lower, bilevel.unrolled(0.1, 5, backprop=0)),
+        (stopped, bilevel.unrolled(0.1, 5)),
+        (stopped, bilevel.implicit()),
+    ):
+        with pytest.raises(ValueError, match="alpha: expected a way to the outer loss that is diff"):
+            of(loss, solver)
+    # w = 0.1 alpha after a step, so the outer loss is 0.01 |alpha|^2.
+    assert_close(of(lower, bilevel.unrolled(0.1, 1)), [0.02, 0.02], f64=1e-14, f32=1e-6)
+
+
+def test_plain_training_beside_a_held_alpha_is_not_refused():
+    problem = bilevel.Problem(lambda w, a, b: (w - a) ** 2, lambda w, a, b: w**2)
+    solver = bilevel.unrolled(0.25, 1, backprop=0)
+    start = jnp.ones(()), jnp.zeros(()), None, None
+    found = bilevel.search(problem, solver, optax.set_to_zero(), *start, steps=3)
+    assert float(found.w) == 0.875  # each step halves the distance to alpha = 1
+    with pytest.raises(ValueError, match="alpha: expected a way to the outer loss"):
+        bilevel.search(problem, solver, optax.sgd(0.1), *start, steps=3)
+
+
+def test_forward_mode_of_a_rule_for_reverse_mode_alone_is_a_sentence():
+    problem = bilevel.Problem(lambda w, a, b: (w - a) ** 2, lambda w, a, b: w**2)
+    fn = bilevel.hypergradient(problem, bilevel.one_step(0.1), mode="forward")
+    with pytest.raises(ValueError, match='mode: expected "reverse", as the solver'):
+        fn(jnp.ones(()), jnp.zeros(()), None, None)
+
+
 def test_long_unrolling_tends_to_the_implicit_hypergradient():
     small = logistic()
     expected = hypergradient(bilevel.implicit(to_rounding()), small).grad

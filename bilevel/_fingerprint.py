@@ -3,16 +3,19 @@
 Of an array, dtype, shape and every byte enter, wherever it lies and however it is cut up; of a
 container, its type and structure; of a function, its code, constants and defaults, the values it
 closes over, and the globals it uses. File names, line numbers, comments, docstrings and addresses
-do not. Left out is what cannot be seen: state inside extension types, and code of installed
+do not. Left out is what cannot be seen: what extension types do not pickle, and code of installed
 packages, but for functions that are themselves part of the value.
 """
 
+import collections
+import copyreg
 import dataclasses
 import datetime
 import dis
 import enum
 import functools
 import hashlib
+import itertools
 import json
 import math
 import pathlib
@@ -38,8 +41,10 @@ _LIBRARIES = (_OURS, _OURS.with_name("ntk"), pathlib.Path(sysconfig.get_path("st
 _LONG = 100  # characters or items; of longer texts and tuples only a digest is kept
 
 
-def fingerprint(value: Any) -> dict[str, str]:
+def fingerprint(value: Any, *, small: bool = False) -> dict[str, str]:
     """The fingerprint of ``value``: a short text for each of its parts, by the part's path.
+
+    With ``small`` of code and numbers alone: of arrays dtype and shape, of objects their class.
 
     Examples
     --------
@@ -49,7 +54,7 @@ def fingerprint(value: Any) -> dict[str, str]:
     >>> fingerprint({"loss": lambda x: slope * x})["loss.slope"]
     '= 2.0'
     """
-    walk = _Walk()
+    walk = _Walk(small)
     walk.visit("", value)
     return walk.found
 
@@ -105,7 +110,8 @@ def difference(then: Mapping[str, str], now: Mapping[str, str]) -> str:
 class _Walk:
     """Goes through a value, depth first, and notes a short text for every part."""
 
-    def __init__(self) -> None:
+    def __init__(self, small: bool) -> None:
+        self.small = small
         self.found: dict[str, str] = {}
         # By address: an object's path, and the object, which has to live so that no other gets
         # its address.
@@ -115,7 +121,7 @@ class _Walk:
         while path in self.found:
             path += "'"
         if isinstance(x, jax.Array | np.ndarray | np.generic):
-            self.found[path] = _array(x)
+            self.found[path] = f"{x.dtype}{list(x.shape)}" if self.small and x.ndim else _array(x)
         elif isinstance(x, _PLAIN):
             self.found[path] = _plain(x)
         elif id(x) in self.met:
@@ -130,7 +136,8 @@ class _Walk:
         """A short text for ``x`` itself, and its parts by name."""
         kind = type(x)
         if isinstance(x, Mapping):
-            return f"{kind.__name__} {len(x)}", ((f".{_key(k)}", v) for k, v in x.items())
+            items = ((f".{_key(k)}", v) for k, v in x.items())
+            return f"{kind.__name__} {len(x)}", itertools.chain(items, _beside_items(x))
         if isinstance(x, set | frozenset):
             return f"{kind.__name__} {_hash(''.join(sorted(map(digest, x))).encode())}", iter(())
         if isinstance(x, tuple | list):
@@ -138,7 +145,8 @@ class _Walk:
                 return f"{_name(kind)} {len(x)} {_hash(repr(x).encode())}", iter(())
             names = getattr(x, "_fields", None) or range(len(x))
             paths = (f".{n}" if isinstance(n, str) else f"[{n}]" for n in names)
-            return f"{_name(kind)} {len(x)}", zip(paths, x, strict=True)
+            own = zip(paths, x, strict=True)
+            return f"{_name(kind)} {len(x)}", itertools.chain(own, _beside_items(x))
         if isinstance(x, types.FunctionType):
             return f"code {_hash(_code(x.__code__))}", _of_function(x)
         if isinstance(x, types.MethodType):
@@ -150,6 +158,8 @@ class _Walk:
             return f"class {_name(x)}", _of_class(x)
         if isinstance(x, types.BuiltinFunctionType | types.ModuleType):
             return f"{kind.__name__} {_name(x)}", iter(())
+        if self.small:
+            return f"{_name(kind)} object", iter(((".__class__", kind),))
         return f"{_name(kind)} object", _of_object(x)
 
 
@@ -169,9 +179,19 @@ def _of_function(f: types.FunctionType) -> Iterator[tuple[str, Any]]:
             continue
         value = f.__globals__[name]
         yield f".{name}", _as_used(name, value, f.__code__)
-        if isinstance(value, types.ModuleType) and not _of_a_library(_file(value.__name__)):
-            for attribute in sorted(_words(f.__code__) & set(vars(value))):
-                yield f".{name}.{attribute}", vars(value)[attribute]
+        if isinstance(value, types.ModuleType):
+            yield from _of_module(f".{name}", value, _words(f.__code__))
+
+
+def _of_module(path: str, module: types.ModuleType, words: set[str]) -> Iterator[tuple[str, Any]]:
+    """What ``words`` name of a module that the user wrote, and of such modules in it."""
+    if _of_a_library(_file(module.__name__)):
+        return
+    for attribute in sorted(words & set(vars(module))):
+        value = vars(module)[attribute]
+        yield f"{path}.{attribute}", value
+        if isinstance(value, types.ModuleType) and value.__name__.startswith(module.__name__ + "."):
+            yield from _of_module(f"{path}.{attribute}", value, words)
 
 
 def _as_used(name: str, x: Any, code: types.CodeType) -> Any:
@@ -214,15 +234,57 @@ def _of_object(x: Any) -> Iterator[tuple[str, Any]]:
     """An object's fields, and its class."""
     if hasattr(x, "__wrapped__"):
         yield ".__wrapped__", x.__wrapped__
-    fields = getattr(x, "__dict__", {})
-    if dataclasses.is_dataclass(x):
-        fields = {f.name: getattr(x, f.name, None) for f in dataclasses.fields(x)}
-    elif _of_a_library(_file(type(x).__module__)):
-        kinds = (*_PLAIN, jax.Array, np.ndarray, types.FunctionType)
-        fields = {k: v for k, v in fields.items() if k[0] != "_" and isinstance(v, kinds)}
-        fields |= _of_pytree(x)
-    yield from ((f".{name}", value) for name, value in fields.items())
+    yield from ((f".{name}", value) for name, value in _fields(x).items())
     yield ".__class__", type(x)
+
+
+def _fields(x: Any) -> dict[str, Any]:
+    """What an object consists of, by name: of libraries' objects only what does not change."""
+    own, declared = _own(x), {}
+    if dataclasses.is_dataclass(x):
+        declared = {f.name: getattr(x, f.name, None) for f in dataclasses.fields(x)}
+    if not _of_a_library(_file(type(x).__module__)):
+        inherits = any(_of_a_library(_file(k.__module__)) for k in type(x).__mro__[:-1])
+        if declared and inherits:  # flax numbers its modules, in fields that it does not declare
+            own = {k: v for k, v in own.items() if k[0] != "_"}
+        return declared | own
+    if declared:
+        return declared
+    own = {k: v for k, v in own.items() if isinstance(v, _KEPT)}
+    found = {k: v for k, v in own.items() if k[0] != "_"} | _of_pytree(x)
+    return found or own or _reduced(x)
+
+
+_KEPT = (*_PLAIN, jax.Array, np.ndarray, types.FunctionType, tuple, list, dict)
+
+
+def _own(x: Any) -> dict[str, Any]:
+    """The fields of an object itself, in ``__dict__`` or in slots."""
+    slots = (vars(kind).get("__slots__", ()) for kind in type(x).__mro__)
+    names = itertools.chain(*((s,) if isinstance(s, str) else s for s in slots))
+    found = {name: getattr(x, name) for name in names if name[:2] != "__" and hasattr(x, name)}
+    found |= getattr(x, "__dict__", {})
+    return {name: value for name, value in found.items() if name != "__doc__"}
+
+
+def _reduced(x: Any) -> dict[str, Any]:
+    """What :mod:`pickle` would keep of an object that shows no fields: a fraction, a pattern."""
+    try:
+        special = copyreg.dispatch_table.get(type(x))
+        parts = special(x) if special else x.__reduce_ex__(2)
+    except Exception:  # no pickle of it: a file, a lock, a generator
+        return {}
+    if isinstance(parts, str):
+        return {"reduced": parts}
+    return {"reduced": [list(p) if isinstance(p, Iterator) else p for p in parts[1:]]}
+
+
+def _beside_items(x: Any) -> Iterator[tuple[str, Any]]:
+    """The fields of a container of the user's own class, the factory of a ``defaultdict``."""
+    if isinstance(x, collections.defaultdict):
+        yield ".default_factory", x.default_factory
+    if not _of_a_library(_file(type(x).__module__)):
+        yield from ((f".{name}", value) for name, value in _own(x).items())
 
 
 def _of_pytree(x: Any) -> dict[str, Any]:

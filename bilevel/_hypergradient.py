@@ -332,7 +332,7 @@ def _forward(objective, alpha, check: bool):
             if "forward-mode autodiff (jvp) to a custom_vjp" not in str(error):
                 raise
             raise ValueError(
-                'mode: expected "reverse", as the solver (one_step) or a loss has a custom rule for '
+                'mode: expected "reverse" for a solver (one_step) or a loss that has a rule for '
                 'reverse mode alone, got "forward".'
             ) from error
         return value, aux, tangent

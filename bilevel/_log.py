@@ -12,6 +12,7 @@ import numpy as np
 
 from bilevel import store
 from bilevel._processes import first
+from bilevel._search_history import steps_of
 
 _SMALL = 16  # entries of an array that is still written
 
@@ -19,9 +20,10 @@ _SMALL = 16  # entries of an array that is still written
 def log(path: str | os.PathLike, *, resume: bool = False) -> Callable[[Any], None]:
     """``callback`` for :func:`bilevel.search` that appends every step's metrics to a file.
 
-    A line for each step: ``{"step": 1, "value": ..., "lower": ..., "grad_norm": ...}``, and what
-    else is in the history: ``aux`` and ``alpha``, by their paths (``aux.outer.accuracy``), arrays
-    of up to 16 entries as lists, larger ones not. What is not finite is ``null``.
+    A line for each row of the history, ``{"step": 1, "value": ..., "lower": ..., "grad_norm":
+    ...}``, with what else is there: ``aux`` and ``alpha``, by their paths
+    (``aux.outer.accuracy``), arrays of up to 16 entries as lists, larger ones not. What is not
+    finite is ``null``.
 
     Parameters
     ----------
@@ -67,15 +69,16 @@ def log(path: str | os.PathLike, *, resume: bool = False) -> Callable[[Any], Non
     lines = Lines("path", path, resume=resume)
 
     def callback(result):
-        count = int(result.state.step)
+        steps = steps_of(int(result.state.step), result.history_every)
         columns = [
             (name, np.asarray(rows))
             for name, rows in _named(result.history)
-            if np.size(rows) <= _SMALL * count
+            if np.size(rows) <= _SMALL * len(steps)
         ]
         lines.append(
-            {"step": i + 1, **{name: _plain(rows[i]) for name, rows in columns}}
-            for i in range(min(lines.last, count), count)
+            {"step": step, **{name: _plain(rows[i]) for name, rows in columns}}
+            for i, step in enumerate(steps)
+            if step > lines.last
         )
 
     return callback

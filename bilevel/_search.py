@@ -51,7 +51,7 @@ _SAVE_SECONDS = 10.0  # between two checkpoints, or twenty times what writing on
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["alpha", "w", "history", "state", "info"],
-    meta_fields=["stopped"],
+    meta_fields=["stopped", "history_every"],
 )
 @dataclasses.dataclass(frozen=True)
 class SearchResult:
@@ -59,10 +59,11 @@ class SearchResult:
 
     alpha: Pytree
     w: Pytree
-    history: dict[str, Any]  # name -> [steps, ...]; "alpha" as a pytree of those
+    history: dict[str, Any]  # name -> [rows, ...]; "alpha" as a pytree of those
     state: DescentState
     stopped: str  # "" when all steps were done, else why not
     info: Info | None = None  # of a single loop's last direction, with diagnostics
+    history_every: int = 1  # steps that a row of the history stands for
 
 
 class NonFiniteError(FloatingPointError):
@@ -243,7 +244,8 @@ def _compiled(setup: "_Setup", carry: "_Carry", data: Pytree, steps: int) -> Sea
     """All steps at once, as a part of the caller's own program."""
     carry = setup.advance(carry, data, steps)
     state = carry.state
-    return SearchResult(state.alpha, state.w, carry.history, state, "", setup.info(state, data))
+    info, every = setup.info(state, data), setup.history_every
+    return SearchResult(state.alpha, state.w, carry.history, state, "", info, every)
 
 
 def _check_processes(setup: "_Setup", arrays: tuple, options: tuple) -> None:
@@ -313,11 +315,12 @@ class _Setup(NamedTuple):
 
     def fingerprint(self, alpha, w0, data, names) -> dict[str, str]:
         """What a checkpoint has to have been made from, to be resumed."""
-        parts = dict(zip(("train", "valid", "key"), data, strict=True))
-        if isinstance(self.batches, Stream):  # where it stands changes; its data is too much
-            parts["batches"] = "a stream"
         history = "all" if names is None else ", ".join(sorted(names))
-        return fingerprint(self._asdict() | parts | {"alpha": alpha, "w0": w0, "history": history})
+        parts = self._asdict() | dict(zip(("train", "valid", "key"), data, strict=True))
+        parts |= {"alpha": alpha, "w0": w0, "history": history}
+        if not isinstance(self.batches, Stream):
+            return fingerprint(parts)
+        return fingerprint(parts | {"batches": "a stream"}) | self.batches.fingerprint()
 
     def step(self, state, number, data):
         """Step ``number``, which is that of the state, but the same in all copies under vmap."""
@@ -465,7 +468,8 @@ def _result(setup: _Setup, carry: _Carry, stopped: str) -> SearchResult:
     # Copies: the carry's own buffers are donated to the next chunk.
     state = jax.tree.map(lambda x: jnp.array(x, copy=True), carry.state)
     rows = jax.tree.map(np.copy, _search_history.cut(carry.history, setup.rows(int(state.step))))
-    return SearchResult(state.alpha, state.w, jax.device_put(rows), state, stopped)
+    every, rows = setup.history_every, jax.device_put(rows)
+    return SearchResult(state.alpha, state.w, rows, state, stopped, history_every=every)
 
 
 def _kept(setup: _Setup, carry: _Carry) -> Pytree:

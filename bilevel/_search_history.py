@@ -42,6 +42,17 @@ def row_count(steps: int, every: int) -> int:
     return -(-steps // every)
 
 
+def steps_of(count: int, every: int) -> list[int]:
+    """The step, from 1, whose values each row has, of a history of ``count`` steps.
+
+    Examples
+    --------
+    >>> steps_of(25, 10)
+    [10, 20, 25]
+    """
+    return [min((row + 1) * every, count) for row in range(row_count(count, every))]
+
+
 def empty(row: Pytree, rows: int) -> Pytree:
     """``rows`` rows of zeros."""
     return jax.tree.map(lambda x: jnp.zeros((rows, *x.shape), x.dtype), row)

@@ -6,7 +6,10 @@ and sends them to the device. Two chunks are in memory at most.
 
 import contextlib
 import dataclasses
+import functools
+import inspect
 import itertools
+import types
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -14,7 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from bilevel._fingerprint import check_same, digest
+from bilevel._fingerprint import check_same, digest, fingerprint
 from bilevel._processes import all_or_none, divided, several
 from bilevel.checks import data, short
 from bilevel.protocols import Pytree
@@ -35,7 +38,22 @@ class Stream:
         """The pairs for the steps from ``step`` on."""
         if callable(self.source):
             return iter(self.source(step))
+        begun = inspect.isgenerator(self.source) and (
+            inspect.getgeneratorstate(self.source) != inspect.GEN_CREATED
+        )
+        if step and begun:
+            raise ValueError(
+                f"source: expected an iterable that begins anew, to pass {step} pairs over, got a "
+                "generator that has begun; make a new one, or a function step -> iterable."
+            )
         return itertools.islice(iter(self.source), step, None)
+
+    def fingerprint(self) -> dict[str, str]:
+        """Of a function's code and its numbers: not of what is read, nor of where readers stand."""
+        if isinstance(self.source, types.FunctionType | functools.partial):
+            found = fingerprint({"batches": self.source}, small=True)
+            return {path: part for path, part in found.items() if path}
+        return {"batches": "an iterable"}
 
 
 def stream(source: Pairs | Callable[[int], Pairs]) -> Stream:
@@ -46,7 +64,9 @@ def stream(source: Pairs | Callable[[int], Pairs]) -> Stream:
     source : iterable of (train, valid), or ``source(step) -> iterable``
         The pair of batches of each outer step: grain, ``tf.data``, a torch ``DataLoader``, any
         Python iterable of pytrees of what numpy makes arrays of. Of an iterable, a search that is
-        resumed at step k passes k pairs over; a function is told k instead, and begins there.
+        resumed at step k passes k pairs over; a function is told k instead, and begins there. A
+        search that is resumed with a function of other code or numbers is refused; what readers
+        read is not compared.
 
     Returns
     -------
@@ -58,7 +78,8 @@ def stream(source: Pairs | Callable[[int], Pairs]) -> Stream:
     Raises
     ------
     ValueError
-        For what is no iterable and no function; when it runs, where a pair is no pair, has no rows,
+        For what is no iterable and no function, or, resumed, a generator that has begun; when it
+        runs, where a pair is no pair, has no rows,
         other shapes than the one before it, or numbers that are not finite.
 
     Notes

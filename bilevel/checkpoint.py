@@ -18,7 +18,7 @@ import numpy as np
 
 from bilevel import _parts, _processes, store
 from bilevel._fingerprint import difference
-from bilevel.checks import whole
+from bilevel.checks import short, whole
 from bilevel.protocols import Pytree
 
 _KEEP = 2  # steps kept: the newest, and one to fall back on
@@ -42,7 +42,7 @@ def save(directory: str | pathlib.Path, step: int, tree: Pytree, label: Any = 0)
     Raises
     ------
     ValueError
-        If ``step`` is not a whole number of at least 0.
+        If ``step`` is not a whole number of at least 0, or ``label`` is something else.
     OSError
         If it cannot be written; the steps before it stay.
 
@@ -54,7 +54,7 @@ def save(directory: str | pathlib.Path, step: int, tree: Pytree, label: Any = 0)
     ...     latest(folder), restore(folder, {"w": np.zeros(2)})
     (3, {'w': array([1., 1.])})
     """
-    step, directory = whole("step", step, 0), pathlib.Path(directory)
+    step, directory, label = whole("step", step, 0), pathlib.Path(directory), _label(label)
     arrays = {str(i): _raw(x) for i, x in enumerate(jax.tree.leaves(tree))}
     notes = {"step": step, "label": label, "leaves": _names(tree)}
     shared = {name: x for name, x in arrays.items() if _processes.divided(x)}
@@ -158,6 +158,17 @@ def restore(directory: str | pathlib.Path, like: Pytree, label: Any = 0) -> Pytr
     return _restored(directory, step, like)
 
 
+def _label(label: Any) -> int | dict[str, str]:
+    """``label`` as it is written down."""
+    if isinstance(label, Mapping):
+        words = [*label.keys(), *label.values()]
+        if all(isinstance(word, str) for word in words):
+            return dict(label)
+    elif isinstance(label, int | np.integer):
+        return int(label)
+    raise ValueError(f"label: expected an int or a dict from str to str, got {short(label)}.")
+
+
 def _check(directory: str | pathlib.Path, step: int, label: Any) -> None:
     """Raise unless the step is what its name says, and ``label`` the one it was saved with."""
     notes = store.read_notes(_file(directory, step))
@@ -165,6 +176,7 @@ def _check(directory: str | pathlib.Path, step: int, label: Any) -> None:
         raise store.DamagedError(
             f"checkpoint: expected step {step} in {_file(directory, step)}, got {notes['step']}."
         )
+    label = _label(label)
     if notes["label"] != label:
         known = isinstance(label, Mapping) and isinstance(notes["label"], Mapping)
         other = difference(notes["label"], label) if known else "another label"

@@ -1,5 +1,7 @@
 """The one place of argument checks: one sentence each, naming the argument and the cure."""
 
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import chex
@@ -271,9 +273,28 @@ def gradient_transformation(name: str, value: Any) -> optax.GradientTransformati
     if isinstance(value, optax.MultiSteps):
         value = value.gradient_transformation()
     if isinstance(value, optax.GradientTransformation):
+        _check_arguments(name, value)
         return optax.with_extra_args_support(value)
     if callable(value):
         cure = "call it if it makes an optimizer, or hand it to optax.sgd if it is a schedule"
     else:
         cure = "optax.sgd(step_size) makes one"
     raise ValueError(f"{name}: expected an optax optimizer, got {short(value)}; {cure}.")
+
+
+def _check_arguments(name: str, rule: optax.GradientTransformation) -> None:
+    """Refuse optimizers that ask for what no solver and no search has."""
+    if getattr(rule.update, "__qualname__", "").startswith("lookahead."):
+        raise ValueError(
+            f"{name}: expected an optimizer of the parameters alone, got optax.lookahead, whose "
+            "parameters are pairs of fast and slow ones."
+        )
+    if not isinstance(rule, optax.GradientTransformationExtraArgs):
+        return
+    parameters = inspect.signature(rule.update).parameters.values()
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+        raise ValueError(
+            f"{name}: expected an optimizer whose update takes further arguments (**extra_args), "
+            f"got one that takes {', '.join(p.name for p in parameters)} alone, as "
+            "optax.contrib.sam."
+        )

@@ -87,7 +87,8 @@ def alpha_curvature(loss: Loss, sets: Pytree = "simplex") -> Callable[..., float
     Returns
     -------
     function
-        From concrete arrays to a float, to 1e-4 of it.
+        From concrete arrays to a float, to 1e-4 of it. It raises ValueError for second derivatives
+        that are not finite.
 
     Examples
     --------
@@ -116,7 +117,13 @@ def alpha_curvature(loss: Loss, sets: Pytree = "simplex") -> Callable[..., float
         size = ravel_pytree(alpha)[0].size
         least = 0.0 if "simplex" in jax.tree.leaves(sets) else -np.inf
         start = np.random.default_rng(0).normal(size=size)
-        if not times(start).any():  # a loss linear in alpha
+        first = times(start)
+        if not np.isfinite(first).all():
+            raise ValueError(
+                "alpha: expected a loss whose second derivatives are finite there, got a NaN or an "
+                "infinity."
+            )
+        if not first.any():  # a loss linear in alpha
             return 0.0
         if size <= _DENSE:
             hessian = np.stack([times(v) for v in np.eye(size)])

@@ -1,6 +1,7 @@
 """A run's solves as lines of JSON: written as they come, replayed instead of solved again.
 
-Every line ends with a checksum of the rest of it. A damaged one is solved again.
+Every line ends with a checksum of the rest of it and, but for the first line, of that one: of a
+damaged line, or one of another run's journal, the solve is done again.
 """
 
 import hashlib
@@ -28,10 +29,11 @@ class Journal:
     without it could not be told from that of another run.
     """
 
-    def __init__(self, records: dict[str, Record] | None = None, file: BinaryIO | None = None):
-        self.records = records or {}
+    def __init__(self, file: BinaryIO | None = None, head: bytes = b""):
+        self.records: dict[str, Record] = {}
         self.file = file
-        self.waiting: list[Record] = []
+        self.head = head  # the first line
+        self.waiting: list[bytes] = []
 
     def once(self, name: str, compute: Callable[[], Record]) -> Record:
         """The result of this name, computed and written down if it is not known."""
@@ -45,8 +47,12 @@ class Journal:
         """Write down what is waiting, and then this, as far as there is room."""
         if self.file is None:
             return
-        self.waiting.append(record)
-        while self.waiting and _write(self.file, self.waiting[0]):
+        self.waiting.append(_line(record, self.head))
+        self.flush()
+
+    def flush(self) -> None:
+        """Write down what is waiting, as far as there is room."""
+        while self.file is not None and self.waiting and _write(self.file, self.waiting[0]):
             del self.waiting[0]
 
 
@@ -77,18 +83,13 @@ def opened(path: Any, resume: bool, header: Record) -> Iterator[Journal]:
         ) from error
     with file:
         store.lock(file, "journal", path)
-        records = _resumable(file, header)
-        journal = Journal(records, file)
-        if records is None:
-            journal.write(header)
-        yield journal
+        yield _resumable(file, header)
 
 
-def _write(file: BinaryIO, record: Record) -> bool:
-    """Whether there was room for the record."""
+def _write(file: BinaryIO, line: bytes) -> bool:
+    """Whether there was room for the line."""
     end = file.seek(0, os.SEEK_END)
     with store.losing_only_the_record(f"journal: a line of {file.name}"):
-        line = _line(record)
         try:
             if file.write(line) < len(line):  # a disk that fills up takes what it has room for
                 raise OSError("no room for a whole line")
@@ -99,53 +100,63 @@ def _write(file: BinaryIO, record: Record) -> bool:
     return False
 
 
-def _line(record: Record) -> bytes:
-    text = json.dumps(record, default=np.generic.item).encode()
-    return text[:-1] + _CHECK + hashlib.sha256(text).hexdigest().encode() + b'"}\n'
+def _line(record: Record, head: bytes = b"") -> bytes:
+    text = json.dumps(record, default=_number).encode()
+    return text[:-1] + _CHECK + hashlib.sha256(head + text).hexdigest().encode() + b'"}\n'
 
 
-def _record(line: bytes) -> Record | None:
+def _number(x: Any) -> Any:
+    """Of numpy and JAX, as JSON has it."""
+    return np.asarray(x).item()
+
+
+def _record(line: bytes, head: bytes = b"") -> Record | None:
     """What :func:`_line` made ``line`` of; None where it did not, or not of these very bytes."""
     text, _, check = line.rpartition(_CHECK)
     text += b"}"
-    if check != hashlib.sha256(text).hexdigest().encode() + b'"}':
+    if check != hashlib.sha256(head + text).hexdigest().encode() + b'"}':
         return None
     return json.loads(text)
 
 
-def _resumable(file: BinaryIO, header: Record) -> dict[str, Record] | None:
-    """The records, checked to be this run's; a last line that was cut short is dropped.
+def _resumable(file: BinaryIO, header: Record) -> Journal:
+    """The journal in a file, checked to be this run's; a last line that was cut short is dropped.
 
-    None for a file with nothing in it.
+    A new one in a file with nothing in it.
     """
     file.seek(0)
     first, *lines = file.read().split(b"\n")
     if not lines and _line(header).startswith(first):  # not even the header was finished
         file.truncate(0)
-        return None
-    found = _record(first) if lines else None
-    if found is None or found.keys() != header.keys():
-        raise ValueError(
-            f"journal: expected a journal, got another or a damaged file, {file.name}."
-        )
-    for name, value in json.loads(json.dumps(header, default=np.generic.item)).items():
-        if name == "problem" and (other := difference(found[name], value)):
-            raise ValueError(
-                f"journal: expected that of a run of this problem, got one of {other} in "
-                f"{file.name}."
-            )
-        if found[name] != value:
-            raise ValueError(
-                f"journal: expected that of a run with {name} {value}, "
-                f"got {found[name]} in {file.name}."
-            )
+        journal = Journal(file, _line(header))
+        journal.waiting.append(journal.head)
+        journal.flush()
+        return journal
+    _check_header(_record(first) if lines else None, header, file.name)
     *lines, rest = lines
     file.seek(-len(rest), os.SEEK_END)
     file.truncate()
-    records = [_record(line) for line in lines]
+    journal = Journal(file, first + b"\n")
+    records = [_record(line, journal.head) for line in lines]
     if None in records:
         warnings.warn(
             f"journal: {records.count(None)} damaged lines of {file.name} are solved again.",
             stacklevel=5,
         )
-    return {record.pop("name"): record for record in records if record is not None}
+    journal.records = {record.pop("name"): record for record in records if record is not None}
+    return journal
+
+
+def _check_header(found: Record | None, header: Record, file: str) -> None:
+    """Refuse the first line of another run's journal, or of another file."""
+    if found is None or found.keys() != header.keys():
+        raise ValueError(f"journal: expected a journal, got another or a damaged file, {file}.")
+    for name, value in json.loads(json.dumps(header, default=_number)).items():
+        if name == "problem" and (other := difference(found[name], value)):
+            raise ValueError(
+                f"journal: expected that of a run of this problem, got one of {other} in {file}."
+            )
+        if found[name] != value:
+            raise ValueError(
+                f"journal: expected that of a run with {name} {value}, got {found[name]} in {file}."
+            )

@@ -541,6 +541,39 @@ def test_a_flipped_bit_in_a_journal_is_solved_again_or_refused(tmp_path):
     assert len(outcomes) > 20 and all("solved again" in words for words in outcomes)
 
 
+def test_lines_of_another_journal_are_solved_again(tmp_path):
+    """A checksum of a line by itself would let them pass for this run's."""
+    run = functools.partial(baselines.hyperband, configs=np.linspace(0, 1, 6), budget=9)
+    paths = tmp_path / "own", tmp_path / "other"
+    for key, path in enumerate(paths):
+        whole = run(jax.random.key(key), problem=noisy_selection(), journal=path)
+    own, other = (path.read_bytes().splitlines(keepends=True) for path in paths)
+    whole = run(jax.random.key(0), problem=noisy_selection())._replace(seconds=None)
+    mixed = tmp_path / "mixed"
+    for lines in ([own[0], *other[1:]], [own[0], *own], own + other):
+        mixed.write_bytes(b"".join(lines))
+        with pytest.warns(UserWarning, match="damaged lines of .* are solved again"):
+            trace = run(jax.random.key(0), problem=noisy_selection(), journal=mixed, resume=True)
+        assert_identical(whole, trace._replace(seconds=None))
+
+
+def test_a_journal_is_of_one_precision_and_one_generator(tmp_path):
+    def run(key, **recording):
+        problem = noisy_selection()
+        return baselines.random_search(key, [0.1, 0.2], problem, np.array(9), **recording)
+
+    path = tmp_path / "journal.jsonl"
+    run(jax.random.key(0, impl="rbg"), journal=path)
+    with pytest.raises(ValueError, match="with generator unsafe_rbg, got rbg"):
+        run(jax.random.key(0, impl="unsafe_rbg"), journal=path, resume=True)
+    wide = jax.config.jax_enable_x64
+    with (
+        jax.enable_x64(not wide),
+        pytest.raises(ValueError, match=f"with float64 {not wide}, got {wide}"),
+    ):
+        run(jax.random.key(0, impl="rbg"), journal=path, resume=True)
+
+
 def test_the_journal_of_another_problem_is_refused(tmp_path):
     def shifted_by(offset):
         return lambda key, config, resource: config + offset

@@ -254,6 +254,16 @@ def test_a_step_that_is_no_whole_number_is_refused(tmp_path, step):
         checkpoint.save(tmp_path, step, np.ones(2))
 
 
+@pytest.mark.parametrize("label", [{"seed": 1}, 1.5, None])
+def test_a_label_that_cannot_be_compared_is_refused(label, tmp_path):
+    with pytest.raises(ValueError, match="label: expected an int or a dict from str to str, got"):
+        checkpoint.save(tmp_path, 1, {"w": np.ones(2)}, label)
+    checkpoint.save(tmp_path, 1, {"w": np.ones(2)}, np.int64(1))
+    with pytest.raises(ValueError, match="label: expected an int or"):
+        checkpoint.restore(tmp_path, {"w": np.ones(2)}, label)
+    assert checkpoint.restore(tmp_path, {"w": np.zeros(2)}, 1)["w"].sum() == 2
+
+
 def test_the_step_saved_last_is_the_newest(tmp_path):
     for step in (1, 2, 3):
         checkpoint.save(tmp_path, step, np.full(2, step))

@@ -40,6 +40,13 @@ def test_the_curvature_of_free_alpha_may_be_negative_or_zero(size):
     assert abs(on_simplex(None, alpha / alpha.sum(), None)) < 1e-6  # to rounding, by Lanczos
 
 
+@pytest.mark.parametrize("size", [3, 40])
+def test_a_curvature_that_is_not_finite_is_a_sentence(size):
+    root = diagnostics.alpha_curvature(lambda w, a, b: jnp.sum(jnp.sqrt(a)), "free")
+    with pytest.raises(ValueError, match="alpha: expected a loss whose second derivatives are fin"):
+        root(None, jnp.zeros(size), None)
+
+
 def test_sets_are_like_alpha_or_one_word_for_it():
     alpha = {"a": jnp.array([[0.5, 0.5]]), "b": {"c": jnp.array([3.0, 1.0])}}
     assert len(diagnostics.simplices("simplex", alpha)) == 2

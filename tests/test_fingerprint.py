@@ -1,12 +1,21 @@
 """Fingerprints: equal in every process, and different wherever a search would be."""
 
+import collections
+import dataclasses
+import decimal
+import fractions
 import json
+import operator
 import os
+import re
 import subprocess
 import sys
+import types
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from bilevel._fingerprint import difference, fingerprint
@@ -189,3 +198,74 @@ def test_texts_and_records_of_any_size_have_fingerprints():
     ):
         assert difference(fingerprint({"x": one}), fingerprint({"x": other}))
         assert not difference(fingerprint({"x": one}), fingerprint({"x": one.copy()}))
+
+
+class Slots:
+    __slots__ = ("rate",)
+
+    def __init__(self, rate):
+        self.rate = rate
+
+
+@dataclasses.dataclass
+class Undeclared:
+    given: dataclasses.InitVar[int]
+
+    def __post_init__(self, given):
+        self.rate = given
+
+
+class Named(list):
+    pass
+
+
+def named(k):
+    found = Named([1])
+    found.rate = k
+    return found
+
+
+def schedule(k):
+    return optax.MultiSteps(optax.sgd(0.1), lambda step: k)
+
+
+OF_TWO = {  # each with other values inside, for 1 and for 2
+    "slots": Slots,
+    "a field that a dataclass does not declare": Undeclared,
+    "a list's own field": named,
+    "MultiSteps' optimizer": lambda k: optax.MultiSteps(optax.sgd(0.1 * k), 2),
+    "MultiSteps' count": lambda k: optax.MultiSteps(optax.sgd(0.1), 1 + k),
+    "MultiSteps' schedule": schedule,
+    "MultiSteps, as optax hands it on": lambda k: schedule(k).gradient_transformation(),
+    "jnp's ufuncs": lambda k: (jnp.minimum, jnp.maximum)[k - 1],
+    "numpy's ufuncs": lambda k: (np.minimum, np.maximum)[k - 1],
+    "fraction": lambda k: fractions.Fraction(k, 7),
+    "decimal": decimal.Decimal,
+    "pattern": lambda k: re.compile("a" * k),
+    "itemgetter": operator.itemgetter,
+    "deque": lambda k: collections.deque([k]),
+    "factory": lambda k: collections.defaultdict((list, dict)[k - 1]),
+}
+
+
+@pytest.mark.parametrize("kind", OF_TWO)
+def test_fingerprints_see_what_lies_in_no_public_field(kind):
+    one, same, other = (fingerprint({"problem": OF_TWO[kind](k)}) for k in (1, 1, 2))
+    assert difference(one, same) == ""
+    assert difference(one, other).startswith("another problem")
+
+
+def test_fingerprints_follow_modules_in_packages_of_the_users_own(tmp_path, monkeypatch):
+    package = tmp_path / "fingerprinted"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "settings.py").write_text("RATE, OTHER = 1.0, 1.0")
+    monkeypatch.syspath_prepend(tmp_path)
+    text = "import fingerprinted.settings\nparts = {'loss': lambda w: fingerprinted.settings.RATE}"
+    first = of_script(text)
+    settings = sys.modules["fingerprinted.settings"]
+    assert isinstance(settings, types.ModuleType)
+    settings.OTHER = 2.0
+    assert difference(first, of_script(text)) == ""
+    settings.RATE = 2.0
+    assert difference(first, of_script(text)) == "another loss (RATE was 1.0, is 2.0)"

@@ -64,6 +64,16 @@ def test_a_resumed_search_writes_no_step_twice(tmp_path):
     assert path.read_text().startswith(longer)
 
 
+def test_a_history_of_some_steps_is_a_line_for_each_of_its_rows(tmp_path):
+    path = tmp_path / "run.jsonl"
+    options = {"history_every": 10, "every": 10, "callback": bilevel.log(path)}
+    found = search(steps=25, **options)
+    assert [line["step"] for line in lines(path)] == [10, 20, 25]
+    values = [line["value"] for line in lines(path)]
+    np.testing.assert_array_equal(values, np.asarray(found.history["value"], float))
+    assert found.history_every == 10
+
+
 def test_what_is_no_log_is_refused(tmp_path):
     (tmp_path / "file").write_text("no JSON\n")
     with pytest.raises(ValueError, match="path: expected lines of JSON, got another file"):

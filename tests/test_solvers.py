@@ -145,7 +145,7 @@ def test_a_hypergradient_that_is_0_for_certain_is_refused(mode):
         (stopped, bilevel.unrolled(0.1, 5)),
         (stopped, bilevel.implicit()),
     ):
-        with pytest.raises(ValueError, match="alpha: expected a way to the outer loss that is diff"):
+        with pytest.raises(ValueError, match="alpha: expected a way to the outer loss"):
             of(loss, solver)
     # w = 0.1 alpha after a step, so the outer loss is 0.01 |alpha|^2.
     assert_close(of(lower, bilevel.unrolled(0.1, 1)), [0.02, 0.02], f64=1e-14, f32=1e-6)
@@ -164,8 +164,25 @@ def test_plain_training_beside_a_held_alpha_is_not_refused():
 def test_forward_mode_of_a_rule_for_reverse_mode_alone_is_a_sentence():
     problem = bilevel.Problem(lambda w, a, b: (w - a) ** 2, lambda w, a, b: w**2)
     fn = bilevel.hypergradient(problem, bilevel.one_step(0.1), mode="forward")
-    with pytest.raises(ValueError, match='mode: expected "reverse", as the solver'):
+    with pytest.raises(ValueError, match='mode: expected "reverse" for a solver'):
         fn(jnp.ones(()), jnp.zeros(()), None, None)
+
+
+@pytest.mark.parametrize(
+    "rule, words",
+    [
+        (optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.1)), "takes further arguments"),
+        (optax.lookahead(optax.sgd(0.1), 2, 0.5), "of the parameters alone, got optax.lookahead"),
+    ],
+)
+def test_optimizers_that_ask_for_more_than_there_is_are_refused(rule, words):
+    small = logistic()
+    for make in (lambda: bilevel.unrolled(rule, 2), lambda: bilevel.one_step(rule)):
+        with pytest.raises(ValueError, match=f"optimizer: expected .*{words}"):
+            make()
+    with pytest.raises(ValueError, match=f"optimizer: expected .*{words}"):
+        start = small.alpha, small.w0, small.train, small.valid
+        bilevel.search(small.problem, bilevel.implicit(), rule, *start, steps=2)
 
 
 def test_long_unrolling_tends_to_the_implicit_hypergradient():

@@ -641,6 +641,7 @@ def test_methods_run_in_float32_on_trees_with_auxiliary_outputs_and_geometries(n
         (lambda: bilevel.ma_soba(0.1, 1.5), "average: expected"),
         (lambda: bilevel.spaba(0.1, probability=2.0), "probability: expected"),
         (lambda: bilevel.f2sa(0.1, -1.0), "penalty: expected a positive"),
+        (lambda: bilevel.f2sa(0.1, optax.constant_schedule(3.0)), "penalty: expected numbers"),
         (lambda: bilevel.f2sa(0.1, growth=-1.0), "growth: expected"),
         (lambda: bilevel.amigo(0.1, inner=0), "inner: expected at least 1"),
         (lambda: bilevel.meha(0.1, growth=0.5), "growth: expected"),

@@ -82,6 +82,27 @@ def test_a_search_is_resumed_at_its_step(kind, tmp_path):
     np.testing.assert_array_equal(again.alpha, whole.alpha)
 
 
+def test_another_source_or_one_that_has_begun_is_not_resumed(tmp_path):
+    def scaled(factor):
+        def from_step(step):
+            return ((factor * a, b) for a, b in pairs(step))
+
+        return from_step
+
+    kept = {"checkpoint": tmp_path / "a"}
+    search(batches=bilevel.stream(scaled(1.0)), steps=4, **kept)
+    with pytest.raises(ValueError, match=r"another batches \(factor was 1.0, is 2.0\)"):
+        search(batches=bilevel.stream(scaled(2.0)), steps=9, resume=True, **kept)
+    # A generator that gave its first pairs away has none to pass over.
+    used, kept = pairs(), {"checkpoint": tmp_path / "b"}
+    search(batches=bilevel.stream(used), steps=4, **kept)
+    with pytest.raises(ValueError, match="source: expected an iterable that begins anew"):
+        search(batches=bilevel.stream(used), steps=9, resume=True, **kept)
+    rest = search(batches=bilevel.stream(pairs()), steps=9, resume=True, **kept)
+    whole = search(batches=bilevel.stream(pairs()), steps=9)
+    np.testing.assert_array_equal(rest.alpha, whole.alpha)
+
+
 def test_no_more_than_two_chunks_are_in_memory():
     """What is alive of the pairs' own arrays on the device, at every callback."""
     sizes = []

@@ -99,6 +99,8 @@ class Recorder:
         header = {
             "method": self.method,
             "key": jax.random.key_data(self.key).tolist(),
+            "generator": str(jax.random.key_impl(self.key)),
+            "float64": bool(jax.config.read("jax_enable_x64")),
             "budget": self.budget,
             "options": self.options,
             "configs": digest(self.configs),

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
-from bilevel.checks import nonnegative, whole
+from bilevel.checks import nonnegative, positive, whole
 from bilevel.problem import parts
 from bilevel.protocols import Pytree, SingleLoop
 from bilevel.stochastic import _steps as steps
@@ -79,7 +79,7 @@ def f2sa(
     Array([2.], dtype=float...)
     """
     rate = steps.checked("step_size", step_size)
-    steps.checked("penalty", penalty)
+    positive("penalty", penalty)
     nonnegative("growth", growth)
     inner = whole("inner", inner, 1)
 

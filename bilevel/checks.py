@@ -1,7 +1,6 @@
 """The one place of argument checks: one sentence each, naming the argument and the cure."""
 
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import chex

@@ -41,7 +41,8 @@ for _name, _value in {
 
 # Those of nearly a second or more, all cases together, but for thirty of the core: see
 # `make test ARGS="-m '' --durations=0"`. `make test-slow` runs them.
-# The longest of those have "long" behind their name: .ci/run leaves them out.
+# The longest of those have "long" behind their name, some cases of a test for themselves: of four
+# seconds or more, but for twenty that say most. .ci/run leaves them out.
 _LINES = (pathlib.Path(__file__).parent / "tests/slow.txt").read_text().splitlines()
 _SLOW = {line.split()[0]: ("slow", *line.split()[1:]) for line in _LINES}
 
@@ -56,8 +57,9 @@ hypothesis.settings.load_profile("bilevel")
 def pytest_collection_modifyitems(items):
     """Mark the slow ones."""
     for item in items:
-        for marker in _SLOW.get(item.nodeid.split("[")[0], ()):
-            item.add_marker(marker)
+        for name in {item.nodeid, item.nodeid.split("[")[0]}:
+            for marker in _SLOW.get(name, ()):
+                item.add_marker(marker)
 
 
 # A worker that is larger than this, in bytes, forgets what JAX keeps: doing so after every file

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ntk._rules import custom_jvp
+
 
 @functools.cache
 def arc_polynomials(size: int) -> np.ndarray:
@@ -40,7 +42,7 @@ def horner(coefficients: np.ndarray, x: jax.Array) -> jax.Array:
     return total
 
 
-@jax.custom_jvp
+@custom_jvp
 def arcsine(x: chex.Array, square: chex.Array) -> jax.Array:
     """``asin(x)``, elementwise, to a rounding unit; its infinite slope at 1 and -1 counts as 0.
 

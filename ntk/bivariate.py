@@ -19,11 +19,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ntk._rules import custom_jvp
+
 DENSITY = 0.3989422804014327  # of N(0, 1) at 0; a Python number, for it to take any precision
 _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(20)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+@functools.partial(custom_jvp, nondiff_argnums=(0,))
 def truncated_powers(orders: int, h, k, p, q) -> jax.Array:
     """``I_mn`` for m, n < ``orders``, [orders, orders, ...]; elementwise.
 

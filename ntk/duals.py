@@ -26,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ntk._checks import concrete, floats, nan_where, offending
+from ntk._rules import custom_jvp
 from ntk.activations import Activation, Function, activation, as_piecewise
 from ntk.architecture import (
     RESOLUTIONS,
@@ -173,7 +174,7 @@ def _check(vx, vy, c) -> None:
 # ----------------------------------------------------------------------------- the correlation
 
 
-@jax.custom_jvp
+@custom_jvp
 def _standardised(vx, vy, c):
     """``(sx, sy, p, q)``; p and q are exact to rounding of the arguments given."""
     sx, sy = jnp.sqrt(vx), jnp.sqrt(vy)
@@ -237,7 +238,7 @@ def _axis(a: Activation, b: Activation, variance: float, rtol: float) -> tuple[f
     return spacing, 2 * math.ceil((gaussian + 1.5) / spacing) + 1
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
+@functools.partial(custom_jvp, nondiff_argnums=(0, 1, 2))
 def _expectation(a: Activation, b: Activation, axis: tuple[float, int], sx, sy, p, q):
     """``E[a(u) b(u')]`` [n], from standard deviations and correlations [n]."""
     if a.smooth is None and b.smooth is None:

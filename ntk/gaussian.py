@@ -25,6 +25,7 @@ import numpy as np
 
 from ntk._arcs import arc_polynomials, horner
 from ntk._checks import whole
+from ntk._rules import custom_jvp
 from ntk.activations import Activation
 from ntk.bivariate import DENSITY
 
@@ -177,7 +178,7 @@ def kink_coefficients(degree: int, terms: int) -> np.ndarray:
     return coefficients
 
 
-@jax.custom_jvp
+@custom_jvp
 def arc_cosines(p: chex.Array, q: chex.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """``(E[step step], E[relu relu], 1/2 - E[relu relu])`` of unit variances; elementwise.
 
@@ -200,7 +201,7 @@ def _arc_cosines_jvp(primals, tangents):
     p, q = primals
     drho = tangents[1] - tangents[0]
     step, relu, gap = arc_cosines(p, q)
-    steep = reciprocal(4 * jnp.pi * jnp.sqrt(p * q))
+    steep = reciprocal(4 * jnp.pi * root(p * q))
     return (step, relu, gap), (steep * drho, step * drho, -step * drho)
 
 

@@ -29,6 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ntk._kinks import ORDERS
+from ntk._rules import custom_jvp
 from ntk.bivariate import truncated_powers
 from ntk.gaussian import DENSITY, Grid, arc_cosines, kink_coefficients, reciprocal, root
 
@@ -419,7 +420,7 @@ def moves(jump: jax.Array) -> jax.Array:
 # ----------------------------------------------------------------------------- the polynomial
 
 
-@functools.partial(jax.custom_jvp)
+@custom_jvp
 def polynomial(a: chex.Array, b: chex.Array, rho: chex.Array) -> jax.Array:
     """``sum_k a_ki b_kj rho_ij^k`` [n1, n2], for a [K, n1] and b [K, n2].
 

@@ -316,8 +316,8 @@ def _check_reaches(asked: bool, derivative: Callable, direction: jax.Array) -> N
     """Refuse a derivative, a linear function, whose program does not look at what it is given."""
     if asked and not enters(lambda _, given, __: derivative(given), None, direction, None):
         raise ValueError(
-            "alpha: expected a way to the outer loss that is differentiated, got none (backprop=0 "
-            "or a stop_gradient between them): its hypergradient would be 0."
+            "alpha: expected a way to the outer loss that is differentiated, got none (backprop=0, "
+            "a stop_gradient, or a term without w): its hypergradient would be 0."
         )
 
 

@@ -292,6 +292,28 @@ def forward_over_forward(value):
     return jax.jacfwd(jax.jacfwd(value))
 
 
+@pytest.mark.parametrize("forward", [bilevel.newton(), bilevel.lbfgs()], ids=["newton", "lbfgs"])
+@pytest.mark.parametrize("outer", [jax.grad, jax.jacfwd], ids=["reverse", "forward"])
+def test_second_derivatives_inside_loops_are_those_outside(forward, outer):
+    """JAX opens a loop's body there, and would lose the derivative of an implicit solution.
+
+    Truth: w^3 + w = alpha has w' = 1 / (3 w^2 + 1), and w'' = -6 w w'^3.
+    """
+    problem = bilevel.Problem(
+        lambda w, alpha, batch: w**4 / 4 + w**2 / 2 - alpha * w, lambda w, alpha, batch: w**2
+    )
+    solve = bilevel.hypergradient(problem, bilevel.implicit(forward), diagnostics=False)
+
+    def looped(alpha):
+        values = jax.lax.map(lambda a: solve(a, jnp.zeros(()), None, None).value, alpha[None])
+        return values[0]
+
+    w = 0.7
+    slope = 1 / (3 * w**2 + 1)
+    found = jax.jit(outer(jax.grad(looped)))(jnp.asarray(w**3 + w))
+    assert_close(found, 2 * slope**2 - 12 * w**2 * slope**3, f64=1e-9, f32=1e-4)
+
+
 @pytest.mark.parametrize(
     ("name", "hessian"),
     [

@@ -191,6 +191,44 @@ def test_relu_networks_have_derivatives_at_duplicate_opposite_and_zero_inputs():
     assert_close(gradient, finite_differences(jax.jit(total), at), f64=1e-8, f32=2e-2)
 
 
+@float64_only
+def test_second_derivatives_are_those_of_a_quadratic_form_where_a_weight_is_0():
+    """The kernel of one layer is a quadratic form in the weights of a mixture.
+
+    By jvp of grad: its program once lost the derivatives that we define, and with them half of what
+    varies with the angle at the vertices of the simplex.
+    """
+    a, b = jnp.array([[0.8, 0.6], [1.0, 0.0]]), jnp.array([[1.0, 0.0]])
+
+    def slope(w, x):
+        layer = {ntk.relu: w[0], ntk.tanh: w[1]}
+        of = lambda x: ntk.network_kernel(x, b, activations=[layer]).nngp.sum()  # noqa: E731
+        return jax.grad(of)(x)
+
+    first = jax.jit(slope)
+    second = jax.jit(lambda w, v: jax.jvp(lambda w: slope(w, a[:1]), (w,), (v,))[1])
+    for w in ([0.0, 1.0], [1.0, 0.0], [0.3, 0.7]):
+        w = jnp.array(w)
+        for v in jnp.eye(2):
+            # Exact for a quadratic form, whatever the step.
+            expected = (first(w + v, a[:1]) - first(w - v, a[:1])) / 2
+            assert_close(second(w, v), expected, f64=1e-10)
+
+
+@float64_only
+def test_second_derivatives_at_equal_rows_are_finite():
+    rows = np.random.default_rng(0).normal(size=(3, 3))
+    x = jnp.asarray(rows[[0, 0, 1, 2]])
+
+    def total(w):
+        layers = [{ntk.gelu: w}, {ntk.gelu: w}]
+        return ntk.network_kernel(x, activations=layers, skips=[0.5]).ntk.sum()
+
+    first = jax.jit(jax.grad(total))
+    second = jax.jit(lambda w: jax.jvp(jax.grad(total), (w,), (1.0,))[1])(0.9)
+    assert_close(second, (first(0.9 + 1e-4) - first(0.9 - 1e-4)) / 2e-4, f64=1e-6)
+
+
 def test_second_derivatives_in_skips_are_finite_differences_of_the_first():
     x = jnp.asarray(rows(3, 3))
 

@@ -367,7 +367,7 @@ def test_copies_side_by_side_tell_each_their_own():
 
 def test_a_large_auxiliary_output_is_kept_where_it_is_asked_for():
     large = bilevel.Problem(
-        lambda w, alpha, batch: (loss(w, None, batch) + alpha**2, None),
+        lambda w, alpha, batch: (loss(w, None, batch) * alpha**2, None),
         lambda w, alpha, batch: (loss(w, None, batch), jnp.zeros(20_000)),
         has_aux=True,
     )

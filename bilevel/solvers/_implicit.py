@@ -14,6 +14,7 @@ from bilevel.inverse import cg
 from bilevel.precision import narrow, widen
 from bilevel.protocols import Inverse, Loss, LowerSolver, Point, Pytree
 from bilevel.solvers._detached import detached
+from ntk._rules import custom_jvp
 
 
 class ImplicitState(NamedTuple):
@@ -106,7 +107,7 @@ def _stationary(
     slope, hoisted = jax.closure_convert(jax.grad(lower), w, alpha, batch)
     solver, captured = _without_closure(inverse, slope, hoisted, w, alpha, batch)
 
-    @jax.custom_jvp
+    @custom_jvp
     def root(w, args):
         return w
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from bilevel.checks import concrete, nan_unless_finite, number
 from bilevel.spectral.columns import Features, add_up, checked, floating, is_kernels
+from ntk._rules import custom_jvp
 from ntk._symmetric import symmetric
 
 
@@ -197,7 +198,7 @@ def top_direction(gram: chex.Array, noise: chex.Array | None = None) -> jax.Arra
     return nan_unless_finite(alpha / jnp.linalg.norm(alpha), gram)
 
 
-@jax.custom_jvp
+@custom_jvp
 def top_eigenvector(matrix: chex.Array) -> jax.Array:
     """The top eigenvector, differentiable also where other eigenvalues than the top one coincide.
 

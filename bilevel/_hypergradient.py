@@ -27,7 +27,7 @@ from bilevel.checks import (
 from bilevel.curvature import PRODUCTS
 from bilevel.estimate import Info, assess, unmapped
 from bilevel.meshes import automatic, vary, varying
-from bilevel.problem import Problem, at_variables, check_enters, enters, parts
+from bilevel.problem import Problem, at_variables, check_enters, enters, parts, with_rules
 from bilevel.protocols import LowerSolver, Pytree, Stateful
 from bilevel.solvers import RestartedState, remember, start_of
 from ntk._programs import fresh
@@ -145,27 +145,29 @@ def stateful_hypergradient(
         raise ValueError(f'mode: expected "reverse" or "forward", got {mode!r}.')
     losses("problem", problem)
     lower_solver("solver", solver)
-    of_problem = parts(problem)
-    solve = solution(problem, solver)
+    given = problem
     if products is None:
         products = PRODUCTS if solver.gradients is None else max(4, solver.gradients // 8)
 
     def step(alpha, w0, state, train, valid, wanted=lambda: True):
+        batch = solver.batch(train)
+        params, variables = _split(given, w0)
+        problem, mapped = with_rules(given, w0, alpha, batch)
+        of_problem, solve = parts(problem), solution(problem, solver)
+
         def objective(alpha, tilt):
             w, new_state = solve(alpha, w0, state, train, tilt)
             value, above = of_problem.outer(w, alpha, valid)
             scalar_loss("outer", value)
             return value, (w, new_state, above)
 
-        batch = solver.batch(train)
-        params, variables = _split(problem, w0)
         first = at_variables(problem, variables)
         loss = jax.eval_shape(fresh(first.lower), params, alpha, batch)
         scalar_loss("lower", loss)
         axes = varying(loss)
         w0, state = vary((w0, state), axes)
         direct = enters(first.outer, params, alpha, valid)
-        mapped = direct or enters(first.lower, params, alpha, batch)
+        mapped = mapped or direct
         if not mapped and wanted():  # by the solver, then
             by_solver = enters(lambda _, alpha, __: objective(alpha, None)[0], None, alpha, None)
             check_enters(alpha, by_solver)

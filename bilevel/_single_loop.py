@@ -13,7 +13,7 @@ from bilevel import geometry
 from bilevel.checks import floating, gradient_transformation, losses, nan_unless_finite, scalar_loss
 from bilevel.estimate import Info, assess
 from bilevel.meshes import automatic, lying_as
-from bilevel.problem import Problem, at_variables, check_enters, enters
+from bilevel.problem import Problem, at_variables, check_enters, enters, with_rules
 from bilevel.protocols import DescentState, Pytree, SingleLoop, Tables
 from bilevel.stochastic import Blocks, Turns, blocks, full_direction, norm, turns
 from ntk._programs import fresh, program
@@ -94,6 +94,7 @@ def step(
 ) -> tuple[DescentState, dict[str, Any]]:
     """One step: as that of :func:`bilevel.descent`, with losses and direction of its batches."""
     train, valid, order = data
+    problem, _ = with_rules(problem, state.w, state.alpha, train.rows)
     turn = order.at(number, method.draws)
     direction, w, inner, metrics = method.step(
         problem, state.alpha, state.w, state.solver, turn, train, valid

@@ -21,6 +21,7 @@ from jax.extend import core
 from bilevel.checks import pair
 from bilevel.protocols import LinearMap, Loss, Pytree, Stateful
 from ntk._equations import bind, programs, scan_operands
+from ntk._rules import in_loops, may_be_lost
 
 
 @dataclasses.dataclass(frozen=True)
@@ -290,8 +291,24 @@ def enters(loss: Loss, w: Pytree, alpha: Pytree, batch: Pytree) -> bool:
     >>> enters(lambda w, alpha, batch: w**2, 1.0, 1.0, None)
     False
     """
-    closed = jax.make_jaxpr(lambda alpha: loss(w, alpha, batch))(alpha)
+    return _reads(jax.make_jaxpr(lambda alpha: loss(w, alpha, batch))(alpha))
+
+
+def _reads(closed: core.ClosedJaxpr) -> bool:
     return any(_degrees(closed.jaxpr, [1] * len(closed.jaxpr.invars), _Reading(_READ)))
+
+
+def with_rules(problem: Problem, w: Pytree, alpha: Pytree, batch: Pytree) -> tuple[Problem, bool]:
+    """``problem`` with a lower loss whose loops keep the derivatives of functions in them.
+
+    Its second derivatives would lose them: :mod:`ntk._rules`. Also whether that loss depends on
+    ``alpha``, read off the same program.
+    """
+    loss = parts(problem).lower
+    closed = jax.make_jaxpr(lambda alpha: loss(w, alpha, batch)[0])(alpha)
+    if may_be_lost(closed):
+        problem = dataclasses.replace(problem, lower=in_loops(problem.lower))
+    return problem, _reads(closed)
 
 
 def check_enters(alpha: Pytree, found: bool) -> None:

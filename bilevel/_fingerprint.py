@@ -158,9 +158,10 @@ class _Walk:
             return f"class {_name(x)}", _of_class(x)
         if isinstance(x, types.BuiltinFunctionType | types.ModuleType):
             return f"{kind.__name__} {_name(x)}", iter(())
+        seen = _of_object(x)
         if self.small:
-            return f"{_name(kind)} object", iter(((".__class__", kind),))
-        return f"{_name(kind)} object", _of_object(x)
+            seen = ((n, part) for n, part in seen if n in (".__wrapped__", ".__class__"))
+        return f"{_name(kind)} object", seen
 
 
 def _of_function(f: types.FunctionType) -> Iterator[tuple[str, Any]]:

@@ -56,7 +56,8 @@ def start(
 
     def begin(alpha, w, order, train, valid):
         first = order.at(jnp.zeros((), int), method.draws)
-        return method.init(problem, alpha, w, first, train, valid)
+        kept, _ = with_rules(problem, w, alpha, train.rows)
+        return method.init(kept, alpha, w, first, train, valid)
 
     def run(*args):
         return automatic(begin, args, lambda: None)
@@ -144,8 +145,9 @@ def info(problem: Problem, method: SingleLoop, state: DescentState, data: Data) 
     adjoint = method.adjoint(state.solver)
 
     def of(w, adjoint, alpha, train, valid):
-        grad = full_direction(problem, w, adjoint, alpha, train, valid)
-        args = at_variables(problem, None), w, alpha, train.rows, valid.rows
+        kept, _ = with_rules(problem, w, alpha, train.rows)
+        grad = full_direction(kept, w, adjoint, alpha, train, valid)
+        args = at_variables(kept, None), w, alpha, train.rows, valid.rows
         return assess(*args, grad, adjoint)
 
     def run(*args):

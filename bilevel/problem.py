@@ -87,6 +87,9 @@ class Problem:
                 )
 
 
+_FORM = "has_aux", "stateful", "differentiated"
+
+
 class Parts(NamedTuple):
     """The losses of a problem in one form, whatever they return."""
 
@@ -108,8 +111,7 @@ def parts(problem: Problem) -> Parts:
     >>> parts(Problem(loss, loss, has_aux=True)).lower(1.0, None, 3.0)
     (4.0, None, 'more')
     """
-    names = "has_aux", "stateful", "differentiated"
-    has_aux, stateful, differentiated = (getattr(problem, name, False) for name in names)
+    has_aux, stateful, differentiated = (getattr(problem, name, False) for name in _FORM)
 
     def lower(w, alpha, batch):
         if stateful:  # flax's nnx mutates variables only where they were unflattened
@@ -307,7 +309,8 @@ def with_rules(problem: Problem, w: Pytree, alpha: Pytree, batch: Pytree) -> tup
     loss = parts(problem).lower
     closed = jax.make_jaxpr(lambda alpha: loss(w, alpha, batch)[0])(alpha)
     if may_be_lost(closed):
-        problem = dataclasses.replace(problem, lower=in_loops(problem.lower))
+        form = (getattr(problem, name, False) for name in _FORM)
+        problem = Problem(in_loops(problem.lower), problem.outer, *form)
     return problem, _reads(closed)
 
 

@@ -269,7 +269,12 @@ def _own(x: Any) -> dict[str, Any]:
 
 
 def _reduced(x: Any) -> dict[str, Any]:
-    """What :mod:`pickle` would keep of an object that shows no fields: a fraction, a pattern."""
+    """What :mod:`pickle` would keep of an object that shows no fields: a fraction, a pattern.
+
+    Where an iterator or a generator of random numbers stands is no part of a problem.
+    """
+    if isinstance(x, _STANDING):
+        return {}
     try:
         special = copyreg.dispatch_table.get(type(x))
         parts = special(x) if special else x.__reduce_ex__(2)
@@ -278,6 +283,9 @@ def _reduced(x: Any) -> dict[str, Any]:
     if isinstance(parts, str):
         return {"reduced": parts}
     return {"reduced": [list(p) if isinstance(p, Iterator) else p for p in parts[1:]]}
+
+
+_STANDING = Iterator, np.random.Generator, np.random.BitGenerator, np.random.RandomState
 
 
 def _beside_items(x: Any) -> Iterator[tuple[str, Any]]:

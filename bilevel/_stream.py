@@ -49,7 +49,7 @@ class Stream:
         return itertools.islice(iter(self.source), step, None)
 
     def fingerprint(self) -> dict[str, str]:
-        """Of a function's code and its numbers: not of what is read, nor of where readers stand."""
+        """That of a function's code and numbers, not of what it reads or where readers stand."""
         if isinstance(self.source, types.FunctionType | functools.partial):
             found = fingerprint({"batches": self.source}, small=True)
             return {path: part for path, part in found.items() if path}

@@ -87,8 +87,12 @@ def alpha_curvature(loss: Loss, sets: Pytree = "simplex") -> Callable[..., float
     Returns
     -------
     function
-        From concrete arrays to a float, to 1e-4 of it. It raises ValueError for second derivatives
-        that are not finite.
+        From concrete arrays to a float, to 1e-4 of it.
+
+    Raises
+    ------
+    ValueError
+        When called, for second derivatives that are not finite.
 
     Examples
     --------

@@ -106,7 +106,7 @@ def _line(record: Record, head: bytes = b"") -> bytes:
 
 
 def _number(x: Any) -> Any:
-    """Of numpy and JAX, as JSON has it."""
+    """A number of numpy's or JAX's, as JSON has it."""
     return np.asarray(x).item()
 
 

@@ -41,8 +41,8 @@ for _name, _value in {
 
 # Those of nearly a second or more, all cases together, but for thirty of the core: see
 # `make test ARGS="-m '' --durations=0"`. `make test-slow` runs them.
-# The longest of those have "long" behind their name, some cases of a test for themselves: of two
-# seconds or more, four in the core, but for twenty that say most. .ci/run leaves them out.
+# The longest of those have "long" behind their name, some cases of a test for themselves: of more
+# than a second, four in the core, but for twenty that say most. .ci/run leaves them out.
 _LINES = (pathlib.Path(__file__).parent / "tests/slow.txt").read_text().splitlines()
 _SLOW = {line.split()[0]: ("slow", *line.split()[1:]) for line in _LINES}
 

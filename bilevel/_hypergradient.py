@@ -319,7 +319,7 @@ def _check_reaches(asked: bool, derivative: Callable, direction: jax.Array) -> N
     if asked and not enters(lambda _, given, __: derivative(given), None, direction, None):
         raise ValueError(
             "alpha: expected a way to the outer loss that is differentiated, got none (backprop=0, "
-            "a stop_gradient, or a term without w): its hypergradient would be 0."
+            "a stop_gradient, a sign, or a term without w): its hypergradient would be 0."
         )
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from bilevel import store
 from bilevel._processes import first
-from bilevel._search_history import steps_of
+from bilevel._search_history import row_count, step_of
 
 _SMALL = 16  # entries of an array that is still written
 
@@ -69,16 +69,17 @@ def log(path: str | os.PathLike, *, resume: bool = False) -> Callable[[Any], Non
     lines = Lines("path", path, resume=resume)
 
     def callback(result):
-        steps = steps_of(int(result.state.step), result.history_every)
+        count, every = int(result.state.step), result.history_every
+        total = row_count(count, every)
         columns = [
             (name, np.asarray(rows))
             for name, rows in _named(result.history)
-            if np.size(rows) <= _SMALL * len(steps)
+            if np.size(rows) <= _SMALL * total
         ]
         lines.append(
-            {"step": step, **{name: _plain(rows[i]) for name, rows in columns}}
-            for i, step in enumerate(steps)
-            if step > lines.last
+            {"step": step_of(i, count, every)} | {name: _plain(rows[i]) for name, rows in columns}
+            for i in range(lines.last // every, total)
+            if step_of(i, count, every) > lines.last
         )
 
     return callback

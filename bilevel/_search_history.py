@@ -42,15 +42,15 @@ def row_count(steps: int, every: int) -> int:
     return -(-steps // every)
 
 
-def steps_of(count: int, every: int) -> list[int]:
-    """The step, from 1, whose values each row has, of a history of ``count`` steps.
+def step_of(row: int, count: int, every: int) -> int:
+    """The step, from 1, whose values a row has, of a history of ``count`` steps.
 
     Examples
     --------
-    >>> steps_of(25, 10)
+    >>> [step_of(row, 25, 10) for row in range(3)]
     [10, 20, 25]
     """
-    return [min((row + 1) * every, count) for row in range(row_count(count, every))]
+    return min((row + 1) * every, count)
 
 
 def empty(row: Pytree, rows: int) -> Pytree:

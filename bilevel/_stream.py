@@ -78,9 +78,9 @@ def stream(source: Pairs | Callable[[int], Pairs]) -> Stream:
     Raises
     ------
     ValueError
-        For what is no iterable and no function, or, resumed, a generator that has begun; when it
-        runs, where a pair is no pair, has no rows,
-        other shapes than the one before it, or numbers that are not finite.
+        For what is no iterable and no function; when it runs, for a generator that has begun where
+        a search is resumed, a pair that is no pair, has no rows, other shapes than the one before
+        it, or numbers that are not finite.
 
     Notes
     -----

@@ -61,7 +61,7 @@ def columns(tile: Tile, x1: jax.Array, x2: jax.Array, most: int) -> jax.Array:
 
 def diagonal(tile: Tile, x: jax.Array, most: int) -> jax.Array:
     """``K(x_i, x_i)`` [n]."""
-    return lax.map(lambda row: tile(row[None])[0, 0], x, batch_size=min(most, len(x)))
+    return lax.map(lambda row: tile(row[None])[0, 0], x, batch_size=min(most, len(x)) or None)
 
 
 def ring(tile: Tile, x: jax.Array, v: jax.Array, most: int, axis: str, devices: int) -> jax.Array:

@@ -45,7 +45,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ntk import _empirical
-from ntk._checks import array, finite, short, whole
+from ntk._checks import array, finite, floats, short, whole
 from ntk._placement import automatic
 from ntk._programs import program
 from ntk._rows import length, mesh_for
@@ -394,9 +394,10 @@ def kernel_vector_product(
     run, programs = functools.partial(_empirical.product, net, batch_size), {}
 
     def product(v):
-        v = automatic(jnp.asarray(v))
-        if v.shape not in programs:
-            programs[v.shape] = program(run, net.inputs, x, v)
-        return programs[v.shape](net.inputs, x, v)
+        v = automatic(floats("v", v))
+        kind = jax.typeof(v)
+        if kind not in programs:
+            programs[kind] = program(run, net.inputs, x, v)
+        return programs[kind](net.inputs, x, v)
 
     return product

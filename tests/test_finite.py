@@ -457,6 +457,9 @@ def test_kernel_vector_product_is_the_kernel_times_the_vector():
     for size in (None, 2):
         product = kernel_vector_product(model.apply, params, x, batch_size=size)
         assert_close((product(v), jax.jit(product)(w)), (kv, kw), f64=1e-12, f32=1e-4)
+        # Whole numbers first, and others of that shape after them.
+        assert_close(product(np.arange(5)), expected["sum"] @ np.arange(5), f64=1e-12, f32=1e-4)
+        assert_close(product(v.astype(np.float32)), kv, f64=1e-6, f32=1e-4)
 
 
 def test_derivatives_in_the_parameters_are_those_of_finite_differences():

@@ -48,7 +48,7 @@ import scipy.linalg
 import scipy.optimize
 import scipy.sparse.linalg
 
-from ntk._checks import finite, number, numbers, whole
+from ntk._checks import concrete, finite, number, numbers, whole
 from ntk._definite import (
     SUMMED,
     TINY,
@@ -96,8 +96,8 @@ def certified_min_eigenvalue(K, entry_error=None, *, x=None) -> float:
     Raises
     ------
     ValueError
-        If ``K`` is not a finite, symmetric, non-empty square matrix, ``entry_error`` is negative,
-        not finite, or of another shape, or ``x`` is missing or superfluous.
+        If ``K`` is not a finite, symmetric, non-empty square matrix, or traced, ``entry_error`` is
+        negative, not finite, or of another shape, or ``x`` is missing or superfluous.
 
     Notes
     -----
@@ -193,7 +193,7 @@ def certify_simplex(
     ------
     ValueError
         If ``blocks`` are not finite [h, h, n, n] blocks, non-empty and with symmetric mixtures, or
-        another argument is out of its range.
+        traced, or another argument is out of its range.
 
     Notes
     -----
@@ -425,6 +425,8 @@ def _simplex_minimum(forms):
 def _real(name, array):
     """As finite float64, and the type that it came in."""
     given = numbers(name, array)
+    if not concrete(given):
+        raise ValueError(f"{name}: expected known numbers, got what jit or vmap traces.")
     array = given.astype(np.float64)
     finite(name, array, "entries")
     return array, given.dtype

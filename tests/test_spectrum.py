@@ -133,6 +133,8 @@ def test_a_traced_nan_gives_nan():
         (lambda: certify_simplex(np.ones((1, 1, 1, 1)), max_cells=2.5), "max_cells: .* whole"),
         (lambda: certify_simplex(np.ones((1, 1, 1, 1)), max_cells=np.nan), "max_cells: .* whole"),
         (lambda: certify_simplex("blocks"), "blocks: expected numbers, got 'blocks'"),
+        (lambda: jax.jit(certified_min_eigenvalue)(jnp.eye(2)), "K: expected known numbers, got"),
+        (lambda: jax.vmap(certify_simplex)(jnp.ones((2, 1, 1, 1, 1))), "blocks: expected known"),
     ],
 )
 def test_bad_input_is_named(call, sentence):

@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 
 from ntk import _preconditioner
-from ntk._checks import number, prng_key, short, whole
+from ntk._checks import finite, nan_unless, number, prng_key, short, whole
 from ntk._programs import program
 from ntk.operator import Operator
 from ntk.partial_cholesky import PartialCholesky, square
@@ -76,7 +76,8 @@ def eigenvalue_interval(
     Raises
     ------
     ValueError
-        If an argument is out of its range.
+        If an argument is out of its range, or K turns out not to be finite and positive
+        semidefinite. Where it is traced, the result is NaN then.
 
     Notes
     -----
@@ -113,7 +114,9 @@ def eigenvalue_interval(
     def run(K, partial, key):
         return _interval(K, partial, key, steps, block, missed)
 
-    return program(run, K, partial, key)(K, partial, key)
+    found = program(run, K, partial, key)(K, partial, key)
+    finite("K", found.upper, "products of a positive semidefinite kernel")
+    return found
 
 
 def missed_part(n: int, steps: int, block: int, failure: float) -> float:
@@ -147,7 +150,10 @@ def _interval(K, partial, key, steps, block, missed) -> EigenvalueInterval:
     lower = jnp.where(missed < 1, jnp.maximum(lower * level, 0), 0)
     vector = _times(V, _least(T, _times(V.T, V)))
     vector = vector / jnp.linalg.norm(vector)
-    return EigenvalueInterval(lower, jnp.vdot(vector, K @ vector), low * level, vector)
+    upper = jnp.vdot(vector, K @ vector)
+    # Under 0 by more than rounding: then K has not the eigenvalues that `lower` is proved for.
+    fits = upper >= -jnp.sqrt(jnp.finfo(upper.dtype).eps) * jnp.max(jnp.abs(diagonal))
+    return EigenvalueInterval(*nan_unless(fits, (lower, upper, low * level, vector)))
 
 
 def _least(T, G):

@@ -15,7 +15,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from ntk._checks import prng_key, whole
+from ntk._checks import finite, nan_unless, prng_key, whole
 from ntk._programs import program
 from ntk.operator import Operator
 
@@ -50,7 +50,9 @@ def partial_cholesky(K: Operator, rank: int, *, key: chex.PRNGKey) -> PartialCho
     Raises
     ------
     ValueError
-        If ``K`` is no square operator, ``key`` no key, or ``rank`` is not from 1 to n.
+        If ``K`` is no square operator, or one with columns that are not finite or cannot be those
+        of a positive semidefinite kernel, ``key`` no key, or ``rank`` is not from 1 to n. Where
+        ``K`` is traced, the factor is NaN for such columns.
 
     Notes
     -----
@@ -80,7 +82,9 @@ def partial_cholesky(K: Operator, rank: int, *, key: chex.PRNGKey) -> PartialCho
     def run(K, key):
         return _factor(K, rank, key)
 
-    return program(run, K, key)(K, key)
+    found = program(run, K, key)(K, key)
+    finite("K", found.factor, "columns of a positive semidefinite kernel")
+    return found
 
 
 def square(name: str, K: Operator) -> None:
@@ -140,4 +144,5 @@ def _factor(K: Operator, rank: int, key) -> PartialCholesky:
 
     start = jnp.zeros((n, count * size), dtype), whole_diagonal
     (factor, rest), pivots = jax.lax.scan(step, start, jnp.arange(count))
-    return PartialCholesky(factor[:, :rank], rest, pivots.reshape(-1)[:rank])
+    factor = nan_unless(jnp.min(whole_diagonal) >= -jnp.abs(noise), factor[:, :rank])
+    return PartialCholesky(factor, rest, pivots.reshape(-1)[:rank])

@@ -334,6 +334,9 @@ def test_the_probability_is_that_of_random_starts():
 # ----------------------------------------------------------------------------- mistakes
 
 FIT = ntk.IterativeRegression(jnp.ones(3), jnp.array(0.0), jnp.array(0.0), jnp.array(1), 0.1)
+NEGATIVE = ntk.KernelOperator(lambda a, b: -a @ b.T, X)
+INDEFINITE = ntk.KernelOperator(lambda a, b: a[:, :1] @ b[:, 1:2].T + a[:, 1:2] @ b[:, :1].T, X)
+UNKNOWN = ntk.KernelOperator(lambda a, b: jnp.where(a @ b.T > 2, jnp.nan, a @ b.T), X)
 MISTAKES = {
     "K: expected a KernelOperator": lambda: ntk.iterative_regression(jnp.eye(N), Y),
     "K: expected as many rows": lambda: ntk.iterative_regression(operator().at(NEW), Y),
@@ -348,8 +351,15 @@ MISTAKES = {
     ),
     "start: expected": lambda: ntk.iterative_regression(operator(), Y, start=1),
     "callback: expected a function": lambda: ntk.iterative_regression(operator(), Y, callback=1),
-    "K: expected a positive definite": lambda: ntk.iterative_regression(
-        ntk.KernelOperator(lambda a, b: -a @ b.T, X), Y, penalty=0.1
+    "K: expected a positive definite": lambda: ntk.iterative_regression(NEGATIVE, Y, penalty=0.1),
+    "K: expected finite columns of a": lambda: ntk.partial_cholesky(NEGATIVE, 3, key=KEY),
+    "K: expected finite columns of": lambda: ntk.partial_cholesky(INDEFINITE, N, key=KEY),
+    "K: expected finite columns": lambda: ntk.partial_cholesky(UNKNOWN, 3, key=KEY),
+    "K: expected finite products of": lambda: ntk.eigenvalue_interval(
+        INDEFINITE, key=KEY, steps=9, block=2
+    ),
+    "K: expected finite products": lambda: ntk.eigenvalue_interval(
+        UNKNOWN, key=KEY, steps=9, block=2
     ),
     "prior: expected shape": lambda: FIT.error_bound(jnp.ones((2, 2))),
     "smallest: expected": lambda: FIT.error_bound(jnp.ones(2), smallest=-1.0),

@@ -133,6 +133,16 @@ def test_svm_gradient_vanishes_on_badly_scaled_overlapping_classes():
     assert jnp.linalg.norm(slope) < tolerance(1e-9, 2e-3) * jnp.linalg.norm(start)
 
 
+def test_svm_goes_on_while_its_gradient_grows():
+    # More features than rows and a large cost: rows come and go, and the objective falls for many
+    # steps before the gradient does. It ended at up to twice the least objective there.
+    for seed in range(12):
+        rng = np.random.default_rng(seed)
+        phi = rng.normal(size=(12, 40)) * (rng.random((12, 40)) < 0.6)
+        y = np.where(rng.random(12) < 0.5, -1.0, 1.0)
+        assert svm_weights(phi, y, 30.0).residual < tolerance(2e-12, 1e-5)
+
+
 def test_sparse_products_are_those_of_scipy():
     rng = np.random.default_rng(0)
     # Rows and columns of very unequal lengths, empty ones too.

@@ -50,7 +50,7 @@ from bilevel.linear.matrices import (
 
 _NEWTON_STEPS = 100  # most steps
 _CG_STEPS = 1000  # most iterations of one solve
-_PATIENCE = 3  # Newton steps without a smaller gradient, after which rounding is reached
+_PATIENCE = 3  # Newton steps without progress, after which rounding is reached
 _LINE_STEPS = 20  # Newton steps or bisections of one line search
 _PANELS = 6  # a side of the Gram matrix; by symmetry 21 of the 36 tiles are computed
 
@@ -306,12 +306,15 @@ def _newton(features, y, penalty, tolerance, memory, *, hinge: bool):
         f, slope = sweep(features, w, lambda f, y: mask(f, y) * (f - y), (y,), memory)
         return f, slope + penalty * w
 
+    def objective(w, f):
+        return jnp.sum(mask(f, y) * (f - y) ** 2, axis=0) + penalty * jnp.sum(w**2, axis=0)
+
     def unfinished(state):
-        _, _, _, residual, _, since, k = state
+        *_, residual, _, _, since, k = state
         return jnp.any(residual > tolerance) & (since < _PATIENCE) & (k < _NEWTON_STEPS)
 
     def step(state):
-        w, f, g, residual, best, since, k = state
+        w, f, g, residual, best, least, since, k = state
         active = mask(f, y)
 
         def hessian(v):
@@ -330,13 +333,17 @@ def _newton(features, y, penalty, tolerance, memory, *, hinge: bool):
         residual = _relative(g, start)
         better = jnp.max(residual) < jnp.max(best[1])
         best = jax.tree.map(partial(jnp.where, better), (w, residual), best)
-        return w, f, g, residual, best, jnp.where(better, 0, since + 1), k + 1
+        # While rows come and go the gradient may grow, and the objective falls with every step.
+        reached = objective(w, f)
+        progress = better | jnp.any(reached < (1 - 4 * eps) * least)
+        least = jnp.minimum(reached, least)
+        return w, f, g, residual, best, least, jnp.where(progress, 0, since + 1), k + 1
 
     w = jnp.zeros((features.shape[1], y.shape[1]), y.dtype)
     f, start = gradient(w)
     residual = _relative(start, start)
     zero = jnp.zeros((), int)
-    state = w, f, start, residual, (w, residual), zero, zero
+    state = w, f, start, residual, (w, residual), objective(w, f), zero, zero
     w, residual = jax.lax.while_loop(unfinished, step, state)[4]
     return nan_unless(jnp.isfinite(residual), w), residual
 

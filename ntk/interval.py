@@ -28,10 +28,10 @@ import jax
 import jax.numpy as jnp
 
 from ntk import _preconditioner
-from ntk._checks import finite, nan_unless, number, prng_key, short, whole
+from ntk._checks import nan_unless, number, prng_key, short, whole
 from ntk._programs import program
 from ntk.operator import Operator
-from ntk.partial_cholesky import PartialCholesky, square
+from ntk.partial_cholesky import PartialCholesky, semidefinite, square
 
 
 class EigenvalueInterval(NamedTuple):
@@ -115,7 +115,7 @@ def eigenvalue_interval(
         return _interval(K, partial, key, steps, block, missed)
 
     found = program(run, K, partial, key)(K, partial, key)
-    finite("K", found.upper, "products of a positive semidefinite kernel")
+    semidefinite(found.upper)
     return found
 
 

@@ -50,9 +50,9 @@ def partial_cholesky(K: Operator, rank: int, *, key: chex.PRNGKey) -> PartialCho
     Raises
     ------
     ValueError
-        If ``K`` is no square operator, or one with columns that are not finite or cannot be those
-        of a positive semidefinite kernel, ``key`` no key, or ``rank`` is not from 1 to n. Where
-        ``K`` is traced, the factor is NaN for such columns.
+        If ``K`` is no square operator, or its columns show that it is not finite and positive
+        semidefinite, ``key`` no key, or ``rank`` is not from 1 to n. Where ``K`` is traced, the
+        factor is NaN then.
 
     Notes
     -----
@@ -83,7 +83,7 @@ def partial_cholesky(K: Operator, rank: int, *, key: chex.PRNGKey) -> PartialCho
         return _factor(K, rank, key)
 
     found = program(run, K, key)(K, key)
-    finite("K", found.factor, "columns of a positive semidefinite kernel")
+    semidefinite(found.factor)
     return found
 
 
@@ -107,6 +107,29 @@ def square(name: str, K: Operator) -> None:
         )
     if K.shape[0] != K.shape[1]:
         raise ValueError(f"{name}: expected as many rows as columns, got shape {K.shape}.")
+
+
+def semidefinite(found: jax.Array) -> None:
+    """Refuse a kernel of which something is NaN, as it is of those that are not semidefinite.
+
+    Raises
+    ------
+    ValueError
+        If ``found`` has NaN.
+
+    Examples
+    --------
+    >>> semidefinite(jnp.array([1.0, jnp.nan]))
+    Traceback (most recent call last):
+    ValueError: K: expected a positive semidefinite kernel with finite entries, got one with ...
+    """
+    try:
+        finite("K", found)
+    except ValueError:
+        raise ValueError(
+            "K: expected a positive semidefinite kernel with finite entries, got one with a "
+            "product that is negative or NaN."
+        ) from None
 
 
 def _factor(K: Operator, rank: int, key) -> PartialCholesky:

@@ -354,15 +354,6 @@ MISTAKES = {
     "start: expected": lambda: ntk.iterative_regression(operator(), Y, start=1),
     "callback: expected a function": lambda: ntk.iterative_regression(operator(), Y, callback=1),
     "K: expected a positive definite": lambda: ntk.iterative_regression(NEGATIVE, Y, penalty=0.1),
-    "K: expected finite columns of a": lambda: ntk.partial_cholesky(NEGATIVE, 3, key=KEY),
-    "K: expected finite columns of": lambda: ntk.partial_cholesky(INDEFINITE, N, key=KEY),
-    "K: expected finite columns": lambda: ntk.partial_cholesky(UNKNOWN, 3, key=KEY),
-    "K: expected finite products of": lambda: ntk.eigenvalue_interval(
-        INDEFINITE, key=KEY, steps=9, block=2
-    ),
-    "K: expected finite products": lambda: ntk.eigenvalue_interval(
-        UNKNOWN, key=KEY, steps=9, block=2
-    ),
     "prior: expected shape": lambda: FIT.error_bound(jnp.ones((2, 2))),
     "smallest: expected": lambda: FIT.error_bound(jnp.ones(2), smallest=-1.0),
     "key: expected a PRNG key": lambda: ntk.partial_cholesky(operator(), 1, key=0),
@@ -373,6 +364,16 @@ MISTAKES = {
     "steps: expected steps times": lambda: ntk.eigenvalue_interval(operator(), key=KEY),
     "failure: expected": lambda: ntk.eigenvalue_interval(operator(), key=KEY, steps=2, failure=1.5),
 }
+
+
+@pytest.mark.parametrize("K", [NEGATIVE, INDEFINITE, UNKNOWN], ids=["-", "+-", "NaN"])
+def test_what_is_no_positive_semidefinite_kernel_is_refused(K):
+    message = "K: expected a positive semidefinite kernel with finite entries"
+    with pytest.raises(ValueError, match=message):
+        ntk.partial_cholesky(K, N, key=KEY)
+    with pytest.raises(ValueError, match=message):
+        ntk.eigenvalue_interval(K, key=KEY, steps=9, block=2)
+    assert jnp.isnan(jax.jit(lambda: ntk.partial_cholesky(K, N, key=KEY).factor)()).any()
 
 
 @pytest.mark.parametrize("message", MISTAKES)

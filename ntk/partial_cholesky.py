@@ -15,7 +15,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from ntk._checks import finite, nan_unless, prng_key, whole
+from ntk._checks import concrete, nan_unless, prng_key, whole
 from ntk._programs import program
 from ntk.operator import Operator
 
@@ -80,10 +80,11 @@ def partial_cholesky(K: Operator, rank: int, *, key: chex.PRNGKey) -> PartialCho
         raise ValueError(f"rank: expected at most the {K.shape[0]} rows of K, got {rank}.")
 
     def run(K, key):
-        return _factor(K, rank, key)
+        found = _factor(K, rank, key)
+        return found, jnp.isfinite(found.factor).all()
 
-    found = program(run, K, key)(K, key)
-    semidefinite(found.factor)
+    found, good = program(run, K, key)(K, key)
+    semidefinite(good)
     return found
 
 
@@ -109,27 +110,25 @@ def square(name: str, K: Operator) -> None:
         raise ValueError(f"{name}: expected as many rows as columns, got shape {K.shape}.")
 
 
-def semidefinite(found: jax.Array) -> None:
-    """Refuse a kernel of which something is NaN, as it is of those that are not semidefinite.
+def semidefinite(good: jax.Array) -> None:
+    """Refuse a kernel of which something is not ``good``, known where nothing is traced.
 
     Raises
     ------
     ValueError
-        If ``found`` has NaN.
+        If it is not.
 
     Examples
     --------
-    >>> semidefinite(jnp.array([1.0, jnp.nan]))
+    >>> semidefinite(jnp.isfinite(jnp.nan))
     Traceback (most recent call last):
     ValueError: K: expected a positive semidefinite kernel with finite entries, got one with ...
     """
-    try:
-        finite("K", found)
-    except ValueError:
+    if concrete(good) and not good:
         raise ValueError(
             "K: expected a positive semidefinite kernel with finite entries, got one with a "
             "product that is negative or NaN."
-        ) from None
+        )
 
 
 def _factor(K: Operator, rank: int, key) -> PartialCholesky:

@@ -21,7 +21,6 @@ from bilevel.checks import (
     losses,
     lower_solver,
     nan_unless_finite,
-    scalar_loss,
     short,
 )
 from bilevel.curvature import PRODUCTS
@@ -158,12 +157,10 @@ def stateful_hypergradient(
         def objective(alpha, tilt):
             w, new_state = solve(alpha, w0, state, train, tilt)
             value, above = of_problem.outer(w, alpha, valid)
-            scalar_loss("outer", value)
             return value, (w, new_state, above)
 
         first = at_variables(problem, variables)
         loss = jax.eval_shape(fresh(first.lower), params, alpha, batch)
-        scalar_loss("lower", loss)
         axes = varying(loss)
         w0, state = vary((w0, state), axes)
         direct = enters(first.outer, params, alpha, valid)

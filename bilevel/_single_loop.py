@@ -10,7 +10,7 @@ import numpy as np
 import optax
 
 from bilevel import geometry
-from bilevel.checks import floating, gradient_transformation, losses, nan_unless_finite, scalar_loss
+from bilevel.checks import floating, gradient_transformation, losses, nan_unless_finite
 from bilevel.estimate import Info, assess
 from bilevel.meshes import automatic, lying_as
 from bilevel.problem import Problem, at_variables, check_enters, enters, with_rules
@@ -46,9 +46,10 @@ def start(
     alpha, w = jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), (alpha, w))
     train, valid, order = data
     bare = at_variables(problem, None)
-    for name, loss, side in (("lower", bare.lower, train), ("outer", bare.outer, valid)):
+    for loss, side in ((bare.lower, train), (bare.outer, valid)):
         value = functools.partial(automatic, loss, like=lambda: None)
-        scalar_loss(name, jax.eval_shape(fresh(lambda *args: value(args)), w, alpha, side.rows))  # noqa: B023
+        # Called once, so that what is no loss is refused.
+        jax.eval_shape(fresh(lambda *args: value(args)), w, alpha, side.rows)  # noqa: B023
     optimizer = gradient_transformation("optimizer", optimizer)
     state = optimizer.init(alpha)
     alpha = geometry.check_descends(optimizer, state, alpha)

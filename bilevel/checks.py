@@ -205,18 +205,24 @@ def pair(name: str, value: Any, form: str) -> tuple:
     return value
 
 
-def scalar_loss(name: str, value: Any) -> None:
+def scalar_loss(name: str, value: Any) -> Any:
     """Refuse a loss's output that is not one floating number."""
     if isinstance(value, tuple | list | dict):
         raise ValueError(
             f"{name}: expected a loss that returns a floating scalar, got a {type(value).__name__} "
             "of several values; Problem(..., has_aux=True) takes pairs (loss, aux)."
         )
+    if not (isinstance(value, int | float) or hasattr(value, "dtype")):
+        raise ValueError(
+            f"{name}: expected a loss that returns a floating scalar, got {short(value)}"
+            f"{'; a return is missing' if value is None else ''}."
+        )
     if jnp.shape(value) != () or not jnp.issubdtype(jnp.result_type(value), jnp.floating):
         raise ValueError(
             f"{name}: expected a loss that returns a floating scalar, "
             f"got shape {jnp.shape(value)} of {jnp.result_type(value)}."
         )
+    return value
 
 
 def losses(name: str, value: Any) -> None:

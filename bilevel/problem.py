@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend import core
 
-from bilevel.checks import pair
+from bilevel.checks import pair, scalar_loss
 from bilevel.protocols import LinearMap, Loss, Pytree, Stateful
 from ntk._equations import bind, programs, scan_operands
 from ntk._rules import in_loops, may_be_lost
@@ -103,7 +103,8 @@ def parts(problem: Problem) -> Parts:
     Raises
     ------
     ValueError
-        When called, of a loss that returns something else than the problem says.
+        When called, of a loss that is no floating scalar, or returns something else than the
+        problem says.
 
     Examples
     --------
@@ -118,11 +119,12 @@ def parts(problem: Problem) -> Parts:
             w = jax.tree.map(lambda x: x, w)
         found = problem.lower(w, alpha, batch)
         if not (has_aux or stateful):
-            return found, None, None
+            return scalar_loss("lower", found), None, None
         form = "(loss, aux), as has_aux=True says"
         if stateful:
             form = "(loss, variables), as stateful=True says"
         loss, rest = pair("lower", found, form)
+        scalar_loss("lower", loss)
         if not stateful:
             return loss, None, rest
         form = "(loss, (variables, aux)), as stateful=True and has_aux=True say"
@@ -131,9 +133,10 @@ def parts(problem: Problem) -> Parts:
 
     def outer(w, alpha, batch):
         found = problem.outer(w, alpha, batch)
-        if not has_aux:
-            return found, None
-        return pair("outer", found, "(loss, aux), as has_aux=True says")
+        loss, aux = found, None
+        if has_aux:
+            loss, aux = pair("outer", found, "(loss, aux), as has_aux=True says")
+        return scalar_loss("outer", loss), aux
 
     return Parts(lower, outer)
 

@@ -193,6 +193,8 @@ def short(value: Any) -> str:
         return f"the function {name}"
     if value is None or isinstance(value, str | int | float | bool):
         return repr(value)
+    if isinstance(value, jax.Array):  # traced ones have other names
+        return f"an array of shape {value.shape}"
     return f"a {type(value).__name__}"
 
 

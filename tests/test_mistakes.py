@@ -111,7 +111,23 @@ MISTAKES = {
     ),
     "no auxiliary output, though promised": (
         lambda: hypergradient(bilevel.Problem(lower, outer, has_aux=True)),
-        r"lower: expected a loss that returns \(loss, aux\), as has_aux=True says, got a",
+        r"lower: expected a loss that returns \(loss, aux\), as has_aux=True says, got an array",
+    ),
+    "no return, lower": (
+        lambda: hypergradient(bilevel.Problem(lambda w, alpha, batch: None, outer)),
+        "lower: expected a loss that returns a floating scalar, got None; a return is missing",
+    ),
+    "no return, outer, search": (
+        lambda: search(bilevel.Problem(lower, lambda w, alpha, batch: None)),
+        "outer: expected a loss that returns a floating scalar, got None; a return is missing",
+    ),
+    "a text for a loss, single loop": (
+        lambda: bilevel.search(
+            bilevel.Problem(lambda *_: "loss", outer),
+            *(bilevel.soba(0.1), SGD, ALPHA, W0, jnp.ones((4, 2)), jnp.ones((4, 2))),
+            steps=1,
+        ),
+        "lower: expected a loss that returns a floating scalar, got 'loss'",
     ),
     "an optimizer for a solver": (
         lambda: implicit(SGD),

@@ -156,12 +156,21 @@ class _Walk:
             return "partial", ((name or ".func", part) for name, part in parts)
         if isinstance(x, type):
             return f"class {_name(x)}", _of_class(x)
-        if isinstance(x, types.BuiltinFunctionType | types.ModuleType):
+        if isinstance(x, types.ModuleType):
             return f"{kind.__name__} {_name(x)}", iter(())
+        if isinstance(x, types.BuiltinFunctionType):
+            return f"{kind.__name__} {_name(x)}", _of_builtin(x)
         seen = _of_object(x)
         if self.small:
             seen = ((n, part) for n, part in seen if n in (".__wrapped__", ".__class__"))
         return f"{_name(kind)} object", seen
+
+
+def _of_builtin(f: types.BuiltinFunctionType) -> Iterator[tuple[str, Any]]:
+    """Whose method it is, if it is one: of a dict's ``get``, of an array's ``dot``."""
+    own = getattr(f, "__self__", None)
+    if own is not None and not isinstance(own, types.ModuleType):
+        yield ".__self__", own
 
 
 def _of_function(f: types.FunctionType) -> Iterator[tuple[str, Any]]:

@@ -102,7 +102,7 @@ class Lines:
             raise ValueError(
                 f"{name}: expected a file to write in, got {path} ({error.strerror})."
             ) from None
-        except json.JSONDecodeError:
+        except ValueError:
             raise ValueError(f"{name}: expected lines of JSON, got another file, {path}.") from None
 
     def append(self, records: Iterable[Mapping[str, Any]]) -> None:
@@ -126,12 +126,25 @@ def _append(path: pathlib.Path, text: bytes) -> None:
 
 
 def _last_step(file: BinaryIO) -> int:
-    """The number in the last line that is whole; what follows it is cut off."""
+    """The number in the last line that is whole; the beginning of another one is cut off.
+
+    Raises
+    ------
+    ValueError
+        For another file, which stays as it is.
+    """
     file.seek(0)
     *lines, rest = file.read().split(b"\n")
-    file.seek(-len(rest), os.SEEK_END)
-    file.truncate()
     last = json.loads(lines[-1]) if lines else {}
+    if rest:
+        try:
+            last = json.loads(rest)
+            file.write(b"\n")
+        except ValueError:
+            if not lines and not rest.startswith(b"{"):
+                raise
+            file.seek(-len(rest), os.SEEK_END)
+            file.truncate()
     return last.get("step", 0) if isinstance(last, dict) else 0
 
 

@@ -437,7 +437,7 @@ def _drive(
             if trouble:
                 _raise(setup, trouble, carry, data)
             show(done, functools.partial(_shown, carry.last))
-            if anyone(interrupted()):
+            if done < steps and anyone(interrupted()):
                 stopped = f"interrupted after step {done}"
             elif (
                 callback is not None

@@ -152,10 +152,13 @@ class Feed:
 class _Streaming(Feed):
     """Chunks of an iterator's pairs, the next one read ahead by a thread."""
 
-    def __init__(self, pool, pairs, key, step, steps, every, chunk):
-        self._pool, self._pairs, self._key = pool, pairs, key
-        self._steps, self._every = steps, every
+    def __init__(self, pool, batches, key, step, steps, every, chunk):
+        self._pool, self._key, self._steps, self._every = pool, key, steps, every
+        pairs = batches.pairs(step)
         first = all_or_none(lambda: next(pairs, None))
+        ended = first is None
+        if ended and step:  # where it ended before: the pair before that has the shapes
+            first = all_or_none(lambda: next(batches.pairs(step - 1), None))
         if first is None:
             raise ValueError(f"batches: expected a pair (train, valid) at step {step}, got none.")
         _check_pair(first, step)
@@ -164,7 +167,7 @@ class _Streaming(Feed):
         self._structure: Any = jax.tree.structure(first)
         size = sum(np.asarray(x).nbytes for x in jax.tree.leaves(first))
         self._size = chunk or max(1, min(_STEPS, _BYTES // max(size, 1)))
-        self._pairs = itertools.chain([first], pairs)
+        self._pairs = itertools.chain([] if ended else [first], pairs)
         self._next = self._ahead(step)
 
         def alike(x):  # takes no memory: what is held here would be a third chunk
@@ -252,4 +255,4 @@ def feeding(
         return
     step = min(step, steps - 1)  # a search that is done already needs the shapes all the same
     with ThreadPoolExecutor(1, thread_name_prefix="bilevel stream") as pool:
-        yield _Streaming(pool, batches.pairs(step), data[2], step, steps, every, chunk)
+        yield _Streaming(pool, batches, data[2], step, steps, every, chunk)

@@ -93,7 +93,7 @@ def set_up(
     >>> hypergradient(task, way, alpha).grad.shape, trained(task, way, alpha).shape
     ((2, 2), (2, 32, 64))
     """
-    if len(rows) != len(keys) or not keys:
+    if len(rows) != len(keys) or not len(keys):
         raise ValueError(f"keys: expected one for each of {len(rows)} seeds, got {len(keys)}.")
     parts, weights = [], []
     for key, of_seed in zip(keys, rows, strict=True):

@@ -14,6 +14,7 @@ from ntk._checks import (
     array,
     concrete,
     finite,
+    floats,
     function,
     known,
     nan_unless,
@@ -39,6 +40,7 @@ __all__ = [
     "data",
     "finite",
     "floating",
+    "floats",
     "function",
     "gradient_transformation",
     "images",
@@ -89,13 +91,13 @@ def nonnegative(name: str, x: Any) -> jax.Array:
         raise ValueError(f"{name}: expected at least one number, got the shape {x.shape}.")
     if concrete(x) and not np.all(x >= 0):
         raise ValueError(f"{name}: expected numbers of at least 0, got {offending(x, x >= 0)}.")
-    return jnp.asarray(x) * 1.0
+    whole = concrete(x) and not jnp.issubdtype(x.dtype, jnp.floating)  # of too many bits, perhaps
+    return jnp.asarray(x.astype(float) if whole else x) * 1.0
 
 
-def positives(**numbers: Any) -> None:
-    """Refuse numbers that are not positive and finite; traced ones pass."""
-    for name, value in numbers.items():
-        positive(name, value)
+def positives(**numbers: Any) -> list[Any]:
+    """The numbers in floating point, if they are positive and finite; traced ones pass."""
+    return [positive(name, value) for name, value in numbers.items()]
 
 
 def count(name: str, value: Any) -> None:

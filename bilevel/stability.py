@@ -122,7 +122,7 @@ def lipschitz(
 
         points = jax.vmap(step)(jnp.concatenate([jnp.zeros_like(deltas[:1]), deltas]))
         # The run at alpha is one of the same vmap: the algorithm is compiled once.
-        outputs = jax.vmap(algorithm)(points)
+        outputs = jax.tree.map(_signed, jax.vmap(algorithm)(points))
 
         def distance(point, output):
             length = optax.tree.norm(optax.tree.sub(point, alpha))
@@ -132,6 +132,11 @@ def lipschitz(
 
     size = len(jax.tree.leaves(alphas)[0]) if batch_size is None else batch_size
     return jax.lax.map(lambda pair: around(*pair), (alphas, units), batch_size=size)
+
+
+def _signed(x: jax.Array) -> jax.Array:
+    """Differences of bytes and of bools would be none."""
+    return x if jnp.issubdtype(x.dtype, jnp.inexact) else x.astype(float)
 
 
 def _row(tree: Pytree, index: int | slice) -> Pytree:

@@ -116,14 +116,24 @@ def number(name: str, value: Any) -> Any:
     return x
 
 
-def positive(name: str, number: Any) -> None:
-    """Refuse numbers that are not positive and finite; traced ones pass."""
+def positive(name: str, number: Any) -> Any:
+    """``number`` in floating point, if it is positive and finite; traced ones pass.
+
+    Products of whole ones leave their type's range.
+
+    Examples
+    --------
+    >>> positive("n_valid", 1000)
+    1000.0
+    """
     value = numbers(name, number)
-    if not concrete(value):
-        return
-    good = (value > 0) & (value < np.inf)
-    if not good.all():
-        raise ValueError(f"{name}: expected a positive number, got {offending(value, good)}.")
+    if concrete(value):
+        good = (value > 0) & (value < np.inf)
+        if not good.all():
+            raise ValueError(f"{name}: expected a positive number, got {offending(value, good)}.")
+    if isinstance(number, float) or jnp.issubdtype(getattr(number, "dtype", int), jnp.floating):
+        return number
+    return float(value) if concrete(value) and not value.shape else value.astype(float)
 
 
 def function(name: str, value: Any, form: str) -> None:

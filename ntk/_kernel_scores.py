@@ -15,7 +15,7 @@ import numpy as np
 from jax.flatten_util import ravel_pytree
 
 from ntk import spectrum
-from ntk._checks import array
+from ntk._checks import array, concrete, nan_unless
 from ntk._network import (
     Apply,
     Batch,
@@ -104,8 +104,8 @@ def of_kernel(K, y=None, *, x=None) -> dict[str, jax.Array]:
     Raises
     ------
     ValueError
-        If ``K`` is not finite and symmetric, ``x`` is missing or superfluous, or ``y`` are not n
-        labels.
+        If ``K`` is not finite, symmetric and positive semidefinite, ``x`` is missing or
+        superfluous, or ``y`` are not n labels.
 
     Examples
     --------
@@ -115,6 +115,14 @@ def of_kernel(K, y=None, *, x=None) -> dict[str, jax.Array]:
     (2.5, 4.0)
     """
     K = symmetric(matrix(K, x))
+    values = spectrum.eigenvalues(K)
+    good = values[0] >= -(jnp.finfo(K.dtype).eps ** 0.5) * values[-1]
+    if concrete(good) and not good:
+        raise ValueError(
+            "K: expected a positive semidefinite matrix, got one with the eigenvalue "
+            f"{values[0]:.3g}."
+        )
+    K = nan_unless(good, K)
     if y is None:
         return _of_matrix(K, None, 0)
     y = np.asarray(array("y", y))
@@ -307,12 +315,13 @@ def _cosine_min_eigenvalue(K: jax.Array) -> jax.Array:
 
 def _condition(values: jax.Array) -> jax.Array:
     """Largest by smallest of eigenvalues in ascending order; ``inf`` if that is rounding of 0."""
-    regular = _is_regular(values)
-    return jnp.where(regular, values[-1] / jnp.where(regular, values[0], 1), jnp.inf)
+    singular = _is_singular(values)
+    return jnp.where(singular, jnp.inf, values[-1] / jnp.where(singular, 1, values[0]))
 
 
-def _is_regular(values: jax.Array) -> jax.Array:
-    return values[0] > len(values) * jnp.finfo(values.dtype).eps * values[-1]
+def _is_singular(values: jax.Array) -> jax.Array:
+    # Asked this way round, NaN is not, and stays NaN.
+    return values[0] <= len(values) * jnp.finfo(values.dtype).eps * values[-1]
 
 
 def _entropy(values: jax.Array) -> jax.Array:
@@ -324,7 +333,7 @@ def _entropy(values: jax.Array) -> jax.Array:
 def _label_energy(K: jax.Array, values: jax.Array, y: jax.Array, classes: int) -> jax.Array:
     targets = jax.nn.one_hot(y, classes, dtype=K.dtype)
     targets -= targets.mean(axis=0)
-    regular = _is_regular(values)
-    safe = jnp.where(regular, K, jnp.eye(len(K), dtype=K.dtype))
+    singular = _is_singular(values)
+    safe = jnp.where(singular, jnp.eye(len(K), dtype=K.dtype), K)
     whitened = jax.scipy.linalg.solve_triangular(jnp.linalg.cholesky(safe), targets, lower=True)
-    return jnp.where(regular, -jnp.sum(whitened**2), -jnp.inf)
+    return jnp.where(singular, -jnp.inf, -jnp.sum(whitened**2))

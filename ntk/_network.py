@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.flatten_util import ravel_pytree
 
-from ntk._checks import array, concrete, finite, function
+from ntk._checks import array, concrete, finite, function, nan_unless
 from ntk._intercept import fold
 from ntk._programs import fresh, program
 from ntk._rectifiers import is_relu, marked
@@ -51,7 +51,9 @@ def check(apply: Apply, params: Pytree, batch: Batch) -> tuple[Apply, Pytree, ja
                 f"batch: expected labels from 0 to {classes - 1}, "
                 f"got {labels.min()} to {labels.max()}."
             )
-    return *_in_parameters(apply, params), x, y
+        return *_in_parameters(apply, params), x, y
+    apply, params = _in_parameters(apply, params)
+    return apply, nan_unless(((y >= 0) & (y < classes)).all(), params), x, y
 
 
 def logits_like(apply: Apply, params: Pytree, x: chex.Array) -> Any:
@@ -83,9 +85,28 @@ def _name(path: tuple) -> str:
 
 
 def _in_parameters(apply: Apply, params: Pytree) -> tuple[Apply, Pytree]:
+    """``apply`` of what is differentiated: the collection "params", without whole numbers."""
     if not isinstance(params, Mapping) or "params" not in params or len(params) == 1:
+        return _floating(apply, params)
+    return _floating(lambda p, x: apply({**params, "params": p}, x), params["params"])
+
+
+def _floating(apply: Apply, params: Pytree) -> tuple[Apply, Pytree]:
+    def is_none(leaf):
+        return leaf is None
+
+    def is_floating(leaf):
+        return jnp.issubdtype(jnp.result_type(leaf), jnp.floating)
+
+    if all(map(is_floating, jax.tree.leaves(params))):
         return apply, params
-    return lambda p, x: apply({**params, "params": p}, x), params["params"]
+    alone = jax.tree.map(lambda leaf: leaf if is_floating(leaf) else None, params)
+
+    def merged(p, x):
+        whole = jax.tree.map(lambda a, b: b if a is None else a, p, params, is_leaf=is_none)
+        return apply(whole, x)
+
+    return merged, alone
 
 
 def split_weights(
@@ -143,7 +164,9 @@ def map_gradients(reduce: Callable, apply: Apply, params: Pytree, x: chex.Array)
 
 
 def gram(rows: chex.Array) -> jax.Array:
-    return jnp.matmul(rows, rows.T, precision="highest")
+    """``rows rows'``, in 32 bits at least: rounding is judged by its type."""
+    dtype = jnp.promote_types(rows.dtype, jnp.float32)
+    return jnp.matmul(rows, rows.T, precision="highest", preferred_element_type=dtype)
 
 
 def _another_batch(params: Pytree, x: jax.Array) -> tuple:

@@ -122,7 +122,12 @@ def taylor_expand(apply: Apply, params, order: int) -> Apply:
         terms = _derivatives(along, order, start, step)
         weights = [1 / math.factorial(i) for i in range(order + 1)]
         return jax.tree.map(
-            lambda *ds: sum(w * d for w, d in zip(weights, ds, strict=True)), *terms
+            lambda known, *ds: (
+                known + sum(w * d for w, d in zip(weights[1:], ds, strict=True))
+                if jnp.issubdtype(jnp.result_type(known), jnp.inexact)
+                else known
+            ),  # whole numbers, of which there is no derivative
+            *terms,
         )
 
     return expanded

@@ -252,7 +252,10 @@ def _in_precision(kernel: KernelFunction, x: np.ndarray, double: bool) -> tuple[
     """What the kernel returns, and its matrix as float64, checked."""
     with jax.enable_x64(double):
         found = _evaluate(kernel, jnp.asarray(x, float), None, "ntk")
-        K = np.asarray(_matrix(found, "ntk"), np.float64)
+        K = np.asarray(_matrix(found, "ntk"))
+    if np.iscomplexobj(K):
+        raise ValueError(f"K: expected a kernel function with real values, got {K.dtype}.")
+    K = K.astype(np.float64)
     if not np.isfinite(K).all():
         raise ValueError("K: expected a kernel function with finite values, got NaN or infinity.")
     return found, K

@@ -507,8 +507,12 @@ def test_sample_size_is_the_fewest_rows_that_do():
             r"K: expected square matrices \[..., n, n\], got shape \(2,\)",
         ),
         (
+            lambda: oymak_theorem3(jnp.eye(9), jnp.ones(9), 9, h=1, B=1.0, t=1.0, C=1.0),
+            "t: expected a number that leaves a positive probability for n_T = 9 rows and h = 1",
+        ),
+        (
             lambda: oymak_theorem3(jnp.eye(1), jnp.ones(1), 9, h=1, B=1.0, C=1.0),
-            "t: expected a number that leaves a positive probability",
+            "K: expected more than one row",
         ),
         (lambda: oymak_theorem4_as_printed(0.0, 1.0, c=1.0), "p_over_n: expected a positive"),
     ],

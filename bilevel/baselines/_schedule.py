@@ -15,14 +15,19 @@ def ranked(
 
 def ceil(x: float) -> int:
     """The next integer, taking rounding errors to be such: ceil(9 * 3**.5**2) is 27."""
-    return math.ceil(x * (1 - 1e-12))
+    return round(x) if _is_whole(x) else math.ceil(x)
 
 
 def floor(x: float) -> int:
     """The integer below, taking rounding errors to be such."""
-    return math.floor(x * (1 + 1e-12))
+    return round(x) if _is_whole(x) else math.floor(x)
+
+
+def _is_whole(x: float) -> bool:
+    return abs(x - round(x)) <= 1e-12 * abs(x)
 
 
 def resources(budget: int, growth: float, rounds: int) -> list[int]:
     """``ceil(budget * growth^(t - rounds))`` for t = 1 ... rounds; the last one is ``budget``."""
-    return [ceil(budget * float(growth) ** (t - rounds)) for t in range(1, rounds + 1)]
+    found = [ceil(budget * float(growth) ** (t - rounds)) for t in range(1, rounds + 1)]
+    return [*found[:-1], budget] if found else []

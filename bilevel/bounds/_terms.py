@@ -32,6 +32,11 @@ def confidence(name: str, tau: float, events: int) -> float:
     return 1 - events * math.exp(-tau)
 
 
+def log_product(*factors: tuple[Any, int]) -> jax.Array:
+    """The logarithm of a product of powers, given as ``(number, exponent)``, which may overflow."""
+    return sum((exponent * jnp.log(number) for number, exponent in factors), jnp.zeros(()))
+
+
 def end_to_end(
     terms: dict[str, chex.Array],
     delta: Any,
@@ -49,4 +54,10 @@ def check_range(delta: float, B: float = 1.0, events: int = 3) -> None:
     """Refuse a ``delta`` that leaves so many events no chance, and a ``B`` that is not positive."""
     if not 0 < number("delta", delta) < 1 / events:
         raise ValueError(f"delta: expected a number in (0, 1/{events}), got {delta}.")
-    positive("B", B)
+    one_positive("B", B)
+
+
+def one_positive(name: str, value: Any) -> Any:
+    """One number in floating point, positive and finite unless it is traced."""
+    number(name, value)
+    return positive(name, value)

@@ -107,7 +107,7 @@ def uniform_convergence(
       probability: 0.900426
     """
     chance = confidence("tau", tau, events=2)
-    positives(n_valid=n_valid, L=L, Gamma=Gamma, b=b)
+    n_valid, L, Gamma, b = positives(n_valid=n_valid, L=L, Gamma=Gamma, b=b)
     spread = None if variance is None else nonnegative("variance", variance)
 
     def deviation(logs):
@@ -249,7 +249,7 @@ def hypergradient_convergence(
     0.4809
     """
     chance = confidence("tau", tau, events=1)
-    positives(n_valid=n_valid, G=G, L=L)
+    n_valid, G, L = positives(n_valid=n_valid, G=G, L=L)
 
     def deviation(logs):
         return G * (1 + jnp.sqrt(2 * (logs + tau))) / jnp.sqrt(n_valid)
@@ -282,13 +282,18 @@ def _uniform(
     """``min_eps slope eps + deviation(log N(eps))``; vacuous from ``scale`` on."""
     function("covering", covering, "radii -> log N(radii)")
 
-    def value(log_radius):
+    def radius(log_radius):
         radii = jnp.exp(log_radius) * scale / slope
+        return jnp.maximum(radii, jnp.finfo(radii.dtype).tiny)  # every one is valid but 0
+
+    def value(log_radius):
+        radii = radius(log_radius)
         return slope * radii + deviation(covering(radii))
 
     # At the minimum over eps a small change of eps does not change the value to first order: so the
-    # derivative of the value is the one at this eps.
-    epsilon = jax.lax.stop_gradient(jnp.exp(_minimise(value, -30.0, 0.0)) * scale / slope)
+    # derivative of the value is the one at this eps. Not where the covering jumps there, to one
+    # ball: what moves with the jump has a derivative of 0.
+    epsilon = jax.lax.stop_gradient(radius(_minimise(value, -30.0, 0.0)))
     logs = covering(epsilon[None])[0]
     parts = {"cover": slope * epsilon, "deviation": deviation(logs)}
     total = parts["cover"] + parts["deviation"]

@@ -80,7 +80,8 @@ def effective_dimension(log_covering_numbers: Any, radii: Any, *, C_bar: float) 
     if concrete(radii) and np.any(np.asarray(radii) > C_bar):
         raise ValueError(f"radii: expected numbers of at most C_bar = {C_bar}, got {radii.max()}.")
     scale = jnp.log(C_bar / radii)
-    return jnp.max(jnp.where(logs == 0, 0.0, logs / scale))  # NaN stays NaN
+    found = jnp.max(jnp.where(logs == 0, 0.0, logs / scale))  # NaN stays NaN
+    return jnp.where(((radii > 0) & (radii <= C_bar)).all(), found, jnp.nan)
 
 
 def ball_covering(dim: int, R: float) -> Covering:
@@ -265,14 +266,11 @@ def finite_covering(points: chex.Array) -> Covering:
 
 
 def _of_radii(logs: Callable[[jax.Array], jax.Array]) -> Covering:
-    """``logs`` of checked radii; NaN where a traced one, which no check sees, is NaN.
-
-    A comparison with NaN, or a sum over nothing, would hide it.
-    """
+    """``logs`` of checked radii; NaN where a traced one, which no check sees, is not positive."""
 
     def covering(radii: jax.Array) -> jax.Array:
         radii = _radii(radii)
-        return jnp.where(jnp.isnan(radii), jnp.nan, logs(radii))
+        return jnp.where(radii > 0, logs(radii), jnp.nan)
 
     return covering
 

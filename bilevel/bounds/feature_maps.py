@@ -100,7 +100,9 @@ def feature_map_lipschitz(
     (2504.3, 0.0581)
     """
     count("h", h)
-    positives(n_train=n_train, B=B, y_norm=y_norm, lambda0=lambda0, R=R)
+    n_train, B, y_norm, lambda0, R = positives(
+        n_train=n_train, B=B, y_norm=y_norm, lambda0=lambda0, R=R
+    )
     features = jnp.sqrt(n_train * B)
     theta = y_norm * jnp.minimum(1 / jnp.sqrt(lambda0), R * features / lambda0)
     moved = math.sqrt(2) * features * y_norm / lambda0

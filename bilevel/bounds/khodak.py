@@ -35,8 +35,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bilevel.bounds._terms import broadcast, check_range
-from bilevel.checks import concrete, nonnegative, positive
+from bilevel.bounds._terms import broadcast, check_range, one_positive
+from bilevel.checks import concrete, nonnegative
 from ntk.bounds import Bound
 from ntk.bounds.bound import holds
 
@@ -270,7 +270,7 @@ def khodak_theorem_3_1_as_printed(
 def _theorem(entropy, n_valid, delta, B, epsilon, excess, slope, factors) -> Bound:
     """The common form: factors of ``B sqrt(log(1/delta) / |V|)``, and with Lambda in the log."""
     check_range(delta, B)
-    positive("n_valid", n_valid)
+    n_valid = one_positive("n_valid", n_valid)
     excess = nonnegative("excess", excess)
     entropy, epsilon = _radii(entropy, epsilon)
     confidence, scale = math.log(1 / delta), B / jnp.sqrt(n_valid)
@@ -304,8 +304,7 @@ def _as_printed(bound: Bound) -> Bound:
 def _slope(lipschitz: float | None, epsilon: Any) -> float:
     """2 L; 0 where no L is given and every radius is 0."""
     if lipschitz is not None:
-        positive("lipschitz", lipschitz)
-        return 2 * lipschitz
+        return 2 * one_positive("lipschitz", lipschitz)
     if not concrete(epsilon) or np.any(np.asarray(epsilon) != 0):
         raise ValueError(
             "lipschitz: expected the loss's constant for a positive epsilon, got none."

@@ -10,9 +10,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from bilevel.bounds._terms import check_range
+from bilevel.bounds._terms import check_range, one_positive
 from bilevel.bounds.khodak import CLAIM, SETTING, khodak_theorem_a2
-from bilevel.checks import nonnegative, positive
+from bilevel.checks import nonnegative
 from ntk.bounds import Bound
 
 _LINEAR = (("the loss is Lipschitz and convex, features are bounded", None),)
@@ -59,7 +59,7 @@ def khodak_corollary_a1(w_norm: Any, n_train: Any, *, delta: float = 0.05, C: fl
     >>> round(float(bound.value), 4), round(float(bound.terms["rate at the printed lambda"]), 4)
     (0.1731, 0.5473)
     """
-    positive("C", C)
+    C, n_train = one_positive("C", C), one_positive("n_train", n_train)
     size, root = _norm_rate(w_norm, n_train, delta)
     terms = {
         "lambda, for sums": n_train * root / size,
@@ -156,7 +156,7 @@ def khodak_corollary_a3(
     >>> round(float(khodak_corollary_a3(10_000, 1000, 256, C=1.0).value), 4)
     0.1822
     """
-    positive("n_train", n_train)
+    n_train = one_positive("n_train", n_train)
     valid = _validation_rate(n_valid, configurations, delta)
     train = math.log(1 / delta) ** 2 / jnp.sqrt(n_train)
     terms = {"training": train, "validation": valid, "lambda, for sums": jnp.sqrt(n_train)}
@@ -221,7 +221,7 @@ def khodak_corollary_a4(
     >>> round(float(khodak_corollary_a4(math.log(256), 1000, 1000).value), 4)  # 0.0387 more
     0.1428
     """
-    positive("n_train", n_train)
+    n_train = one_positive("n_train", n_train)
     check_range(delta, B, events=4)
     train = B * jnp.sqrt(math.log(1 / delta) / 2 / n_train)
     bound = khodak_theorem_a2(
@@ -246,7 +246,7 @@ def khodak_corollary_a4(
 
 
 def _rate(C, rate, terms, delta, *, assumptions, claim=CLAIM, unspecified=()) -> Bound:
-    positive("C", C)
+    C = one_positive("C", C)
     value = C * rate
     return Bound(
         claim,
@@ -262,13 +262,13 @@ def _rate(C, rate, terms, delta, *, assumptions, claim=CLAIM, unspecified=()) ->
 def _norm_rate(w_norm, n_train, delta):
     """``sqrt(|w*|^2 + 1)`` and ``sqrt(log(1/delta) / |T|)``."""
     check_range(delta)
-    positive("n_train", n_train)
+    n_train = one_positive("n_train", n_train)
     w_norm = nonnegative("w_norm", w_norm)
     return jnp.sqrt(w_norm**2 + 1), jnp.sqrt(math.log(1 / delta) / n_train)
 
 
 def _validation_rate(n_valid, configurations, delta) -> jax.Array:
     check_range(delta)
-    positive("n_valid", n_valid)
-    positive("configurations", configurations)
+    n_valid = one_positive("n_valid", n_valid)
+    configurations = one_positive("configurations", configurations)
     return jnp.sqrt(jnp.log((configurations + 1) / delta) / n_valid)

@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from bilevel.bounds._terms import UNIT_LOSS, broadcast, confidence, end_to_end
+from bilevel.bounds._terms import UNIT_LOSS, broadcast, confidence, end_to_end, log_product
 from bilevel.checks import concrete, count, nonnegative, positives
 from ntk.bounds import Bound
 from ntk.bounds.bound import holds
@@ -80,8 +80,11 @@ def oymak_h_bar(n_valid: Any, *, h_eff: Any, C_bar: Any, L: Any, Gamma: Any = 1.
     >>> oymak_h_bar(1000, h_eff=10, C_bar=3.0, L=100.0).round(2)
     Array(103.09, dtype=float...)
     """
-    positives(n_valid=n_valid, h_eff=h_eff, C_bar=C_bar, L=L, Gamma=Gamma)
-    return h_eff * jnp.maximum(jnp.log(C_bar * L * Gamma * n_valid / h_eff), 0.0)
+    n_valid, h_eff, C_bar, L, Gamma = positives(
+        n_valid=n_valid, h_eff=h_eff, C_bar=C_bar, L=L, Gamma=Gamma
+    )
+    inside = log_product((C_bar, 1), (L, 1), (Gamma, 1), (n_valid, 1), (h_eff, -1))
+    return h_eff * jnp.maximum(inside, 0.0)
 
 
 def oymak_theorem1(
@@ -128,7 +131,7 @@ def oymak_theorem1(
     [0.3257, 0.6514, 0.3407]
     """
     chance = confidence("tau", tau, events=2)
-    positives(n_valid=n_valid, C=C)
+    n_valid, C = positives(n_valid=n_valid, C=C)
     count("h", h)
     h_bar, delta = nonnegative("h_bar", h_bar), nonnegative("delta", delta)
     gap, gradient = (jnp.sqrt(C * (d + tau) / n_valid) for d in (h_bar, h + h_bar))
@@ -216,7 +219,7 @@ def oymak_proposition1(
     (0.11, 0.21)
     """
     chance = confidence("t", t, events=3)
-    positives(n_train=n_train, n_valid=n_valid, h_eff=h_eff, C=C)
+    n_train, n_valid, h_eff, C = positives(n_train=n_train, n_valid=n_valid, h_eff=h_eff, C=C)
     risk, complexity = broadcast(risk=risk, complexity=complexity)
     best = jnp.min(risk + complexity / jnp.sqrt(n_train))
     return end_to_end(
@@ -235,7 +238,7 @@ def oymak_proposition1(
 def oymak_lemma1(n_train: Any, *, h: int, B: Any, lambda0: Any, R: Any = 1.0) -> jax.Array:
     """Lemma 1: h_bar of Theorem 1 for the selection of a feature map and its ridge penalty.
 
-        h_bar = (h + 1) log(20 R^3 B n_T^2 lambda_0^-2 (B n_T + 1))
+        h_bar = (h + 1) log(20 R^3 B n_T^2 lambda_0^-2 (B n_T + 1)),    and 0 where that is negative
 
     A number for :func:`oymak_theorem1` and not a :class:`Bound`: it is exact, claims nothing by
     itself, and has no probability.
@@ -268,12 +271,13 @@ def oymak_lemma1(n_train: Any, *, h: int, B: Any, lambda0: Any, R: Any = 1.0) ->
     >>> oymak_lemma1(100, h=5, B=1.0, lambda0=0.1).round(2)
     Array(128.56, dtype=float...)
     """
-    positives(n_train=n_train, B=B, lambda0=lambda0, R=R)
+    n_train, B, lambda0, R = positives(n_train=n_train, B=B, lambda0=lambda0, R=R)
     count("h", h)
     if concrete(R) and R < 1:
         raise ValueError(f"R: expected a number of at least 1, got {R}.")
-    inside = 20 * R**3 * B * (n_train / lambda0) ** 2 * (B * n_train + 1)
-    return (h + 1) * jnp.log(inside)
+    inside = log_product((20.0, 1), (R, 3), (B, 1), (n_train, 2), (lambda0, -2))
+    inside += jnp.logaddexp(0.0, log_product((B, 1), (n_train, 1)))
+    return (h + 1) * jnp.maximum(inside, 0.0)
 
 
 def oymak_lemma2(mu: Any, *, cross: Any = None, smoothness: Any = None) -> jax.Array:
@@ -312,11 +316,11 @@ def oymak_lemma2(mu: Any, *, cross: Any = None, smoothness: Any = None) -> jax.A
     """
     if (cross is None) == (smoothness is None):
         raise ValueError(f"cross: expected either it or smoothness, got {cross} and {smoothness}.")
-    positives(mu=mu)
+    (mu,) = positives(mu=mu)
     if cross is not None:
-        positives(cross=cross)
-        return jnp.asarray(cross / mu) * 1.0
-    positives(smoothness=smoothness)
+        (cross,) = positives(cross=cross)
+        return jnp.asarray(cross / mu)
+    (smoothness,) = positives(smoothness=smoothness)
     return jnp.sqrt(smoothness / mu)
 
 
@@ -346,7 +350,7 @@ def oymak_lemma2_as_printed(mu: Any, smoothness: Any) -> jax.Array:
     >>> oymak_lemma2_as_printed(0.25, 1.0)
     Array(2., dtype=float...)
     """
-    positives(mu=mu, smoothness=smoothness)
+    mu, smoothness = positives(mu=mu, smoothness=smoothness)
     return jnp.sqrt(smoothness / mu)
 
 
@@ -383,8 +387,7 @@ def oymak_theorem4_as_printed(p_over_n: Any, h_over_n: Any, *, c: Any) -> OymakT
     >>> [round(float(bound.value), 4) for bound in bounds]  # exactly: 0.9851, 0.5224
     [0.36, 2.5]
     """
-    positives(p_over_n=p_over_n, h_over_n=h_over_n, c=c)
-    p, h = jnp.asarray(p_over_n) * 1.0, jnp.asarray(h_over_n) * 1.0
+    p, h, c = map(jnp.asarray, positives(p_over_n=p_over_n, h_over_n=h_over_n, c=c))
     product, known = p * h, 1 - 1 / p
     least = 1 - 64 * product
     search = 200 * h / known

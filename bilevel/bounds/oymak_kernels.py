@@ -21,7 +21,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from bilevel.bounds._terms import UNIT_LOSS, confidence, end_to_end
+from bilevel.bounds._terms import UNIT_LOSS, confidence, end_to_end, log_product
 from bilevel.checks import array, count, nonnegative, number, positives
 from ntk.activations import Activation, erf, gelu, sigmoid, swish, tanh
 from ntk.bounds import Bound
@@ -48,7 +48,7 @@ def oymak_theorem2(
 
         L(f_selected) <= min_alpha 2 Gamma R sqrt(B y'K_alpha^-1 y / n_T)
                          + C sqrt((h log M + tau) / n_V) + delta
-        M = 30 R^4 B^2 lambda_0^-2 Gamma (n_T + n_V) |y|^2
+        M = 30 R^4 B^2 lambda_0^-2 Gamma (n_T + n_V) |y|^2,    and 1 where that is less
 
     R is missing in the paper, :func:`oymak_theorem2_as_printed`. The first term is the Rademacher
     complexity of the predictors with the norm of the interpolating one: at least ``2 Gamma R
@@ -93,11 +93,14 @@ def oymak_theorem2(
     if not 0 <= number("p0", p0) < chance:
         raise ValueError(f"p0: expected a number in [0, 1 - 4 exp(-tau)), got {p0}.")
     count("h", h)
-    positives(n_valid=n_valid, B=B, lambda0=lambda0, R=R, Gamma=Gamma, C=C)
+    n_valid, B, lambda0, R, Gamma, C = positives(
+        n_valid=n_valid, B=B, lambda0=lambda0, R=R, Gamma=Gamma, C=C
+    )
     family, y = _family(K, y)
     energy, definite = _energy(family, y)
-    M = 30 * R**4 * (B / lambda0) ** 2 * Gamma * (len(y) + n_valid) * (y @ y)
-    dimension = h * jnp.log(M)
+    log_M = log_product((30.0, 1), (R, 4), (B, 2), (lambda0, -2), (Gamma, 1))
+    log_M += log_product((len(y) + n_valid, 1), (y @ y, 1))
+    dimension = h * jnp.maximum(log_M, 0.0)
     terms = {
         "training": 2 * Gamma * R * jnp.sqrt(B) * energy,
         "validation": C * jnp.sqrt((dimension + tau) / n_valid),
@@ -245,12 +248,17 @@ def oymak_theorem3(
     >>> [name for name, held in bound.assumptions if held is False]
     ["|sigma'| and |sigma''| are bounded"]
     """
-    positives(t=t, n_valid=n_valid, B=B, C=C)
+    t, n_valid, B, C = positives(t=t, n_valid=n_valid, B=B, C=C)
     count("h", h)
     family, y = _family(K, y)
     fails = math.exp(-t) + len(y) ** -3 + math.exp(-10 * h)
     if not 4 * fails < 1:
-        raise ValueError(f"t: expected a number that leaves a positive probability, got {t}.")
+        raise ValueError(
+            "t: expected a number that leaves a positive probability for n_T = "
+            f"{len(y)} rows and h = {h}, got {t}."
+            if 4 * (fails - math.exp(-t)) < 1
+            else f"K: expected more than one row, of which the theorem says nothing, got {len(y)}."
+        )
     energy, definite = _energy(family, y)
     found = [None] if activations is None else [_smooth(s) for s in activations]
     smooth = False if False in found else None if None in found else True

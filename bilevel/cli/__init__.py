@@ -8,7 +8,6 @@ import contextlib
 import dataclasses
 import importlib
 import io
-import json
 import re
 import shlex
 import sys
@@ -74,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with interrupts.heard():
             _run(arguments)
     except (KeyboardInterrupt, interrupts.Stopped) as stop:
-        return _said(str(stop) or "interrupted; nothing is kept", 130)
+        return _said(str(stop) or "interrupted before the run began", 130)
     except OSError as error:
         file = f"{error.filename}: " if error.filename else ""
         return _said(f"{file}{error.strerror}." if error.strerror else str(error), 2)
@@ -124,7 +123,9 @@ def _run(arguments: Sequence[str]) -> None:
         with call.made(call.Call(line, table, first and not output.quiet, record)):
             result = run(config)
         if output.json and first:
-            print(json.dumps(result, indent=2))
+            from bilevel.cli import report
+
+            print(report.as_json(result))
 
 
 def _joined() -> bool:

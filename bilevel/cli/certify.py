@@ -22,13 +22,15 @@ from bilevel import plots
 from bilevel._progress import RunBar
 from bilevel.cli import report
 from bilevel.cli.commands import Certify
-from bilevel.cli.importing import called
+from bilevel.cli.importing import called, takes
 from bilevel.cli.runs import run_directory
 from bilevel.nets.images import unit_images
 from bilevel.spaces.activations import activation_space, unit_inputs
 from bilevel.spaces.kernels import KernelSpace
 from ntk.certificate import certified_min_eigenvalue, certify_simplex
 from ntk.kernel_functions import mixed_blocks
+
+_MIXTURES = "uniform mixture", "worst mixture"  # rows of the table, beside the kernels
 
 
 class Blocks(NamedTuple):
@@ -103,11 +105,14 @@ def _of_activations(activations: tuple[str, ...], rows: np.ndarray, bar: RunBar)
 def _of_functions(name: str, rows: np.ndarray, pixels: int | None, bar: RunBar) -> Blocks:
     found = called("kernel", name)
     kernels = found if isinstance(found, Mapping) else {name.partition(":")[2]: found}
-    if not kernels or not all(map(callable, kernels.values())):
+    texts = all(isinstance(key, str) and key not in _MIXTURES for key in kernels)
+    if not kernels or not texts or not all(map(callable, kernels.values())):
         raise ValueError(
             f"kernel: expected {name} to return a kernel function, or several by name, got "
             f"{found!r}."
         )
+    for key, kernel in kernels.items():
+        takes("kernel", key, kernel, 2)
     (x,) = unit_images(rows, pixels=pixels)
     bar.enter("kernels")
     return Blocks(tuple(kernels), np.asarray(x), *mixed_blocks(tuple(kernels.values()), x))
@@ -125,8 +130,8 @@ def _certified(
     bar.enter("spectra")
     alphas = dict(zip(names, np.eye(len(names)), strict=True))
     if len(names) > 1:
-        alphas |= {"uniform mixture": np.full(len(names), 1 / len(names))}
-        alphas |= {"worst mixture": found.argmin}
+        uniform = np.full(len(names), 1 / len(names))
+        alphas |= zip(_MIXTURES, (uniform, found.argmin), strict=True)
     kernels = {name: np.einsum("i,ijnm,j->nm", a, values, a) for name, a in alphas.items()}
     # The rounding of the sum itself is added; alpha is on the simplex.
     noise = 1e-15 * len(values) ** 2 * np.abs(values).max()

@@ -9,6 +9,7 @@ search or in a network's training.
 import contextlib
 import functools
 import pathlib
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -254,13 +255,14 @@ def searched(
             checkpoint=checkpoint,
             resume=run.resume,
             callback=callback,
+            history=("alpha", "grad_norm", "lower", "value"),  # alpha's too, however large
         )
 
 
 def mean_entropy(space: Space, alpha: Pytree) -> float:
-    """The mean entropy of the simplices in ``alpha``."""
+    """The mean entropy of the simplices in ``alpha``; 0 where there are none."""
     each = [diagnostics.entropy(p) for p in diagnostics.simplices(space.sets, alpha)]
-    return float(np.mean(np.concatenate([np.ravel(e) for e in each])))
+    return float(np.mean(np.concatenate([np.ravel(e) for e in each]))) if each else 0.0
 
 
 # ----------------------------------------------------------------------------- the networks
@@ -292,7 +294,8 @@ Train = Callable[[Row, pathlib.Path, Callable[[int, float], None]], dict[str, An
 
 def trained(run: Run, rows: list[Row], epochs: int, train: Train) -> list[dict[str, Any]]:
     """The scores of all networks; those of a run that goes on are read, not computed again."""
-    header = {"version": 1, "networks": fingerprint([str(row) for row in rows])}
+    words = [re.sub(" at 0x[0-9a-f]+", "", str(row)) for row in rows]  # addresses change
+    header = {"version": 1, "networks": fingerprint(words)}
     text = "{task.fields[network]}, seed {task.fields[seed]}  loss {task.fields[loss]:.3f}"
     fields, scores = ("network", "seed", "loss"), []
     run.bar.enter("training")

@@ -1,5 +1,6 @@
 """What a search with shared weights ends in: ``result.json``, a picture, words on the screen."""
 
+import json
 import pathlib
 from typing import Any, NamedTuple
 
@@ -37,7 +38,7 @@ def summary(
         "config": run.flags,
         "names": list(space.names),
         "architectures": [str(space.discretize(f.alpha)) for f in found],
-        "alpha": [jax.tree.map(lambda a: np.asarray(a).tolist(), f.alpha) for f in found],
+        "alpha": [_plain(f.alpha) for f in found],
         "entropy": [mean_entropy(space, f.alpha) for f in found],
         "scores": (networks or {}) | {"supernet": columns},
         "curvature": curvatures,
@@ -45,6 +46,17 @@ def summary(
         "known_error": search.strategy.error,
         **report.origin(),
     }
+
+
+def _plain(alpha: Any) -> Any:
+    """Nested lists, by their paths in trees of a user's own kinds of nodes."""
+    lists = jax.tree.map(lambda a: np.asarray(a).tolist(), alpha)
+    try:
+        json.dumps(lists)
+    except TypeError:
+        leaves = jax.tree_util.tree_leaves_with_path(alpha)
+        return {jax.tree_util.keystr(path): np.asarray(a).tolist() for path, a in leaves}
+    return lists
 
 
 def arrays_of(found: list[Found]) -> dict[str, np.ndarray]:

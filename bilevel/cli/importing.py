@@ -37,15 +37,20 @@ def called(flag: str, name: str, *arguments: Any) -> Any:
         For a module or a function that is not there, or one that does not take these arguments.
     """
     function = imported(flag, name)
+    takes(flag, name, function, len(arguments))
+    return function(*arguments)
+
+
+def takes(flag: str, name: str, function: Callable, count: int) -> None:
+    """Refuse a function that does not take so many arguments."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # of functions in C, which say nothing
-        return function(*arguments)
+        return
     try:
-        signature.bind(*arguments)
+        signature.bind(*range(count))
     except TypeError:
-        count = f"{len(arguments)} argument" + "s" * (len(arguments) != 1)
+        words = f"{count} argument" + "s" * (count != 1)
         raise ValueError(
-            f"{flag}: expected {name} to be a function of {count}, got {name}{signature}."
+            f"{flag}: expected {name} to be a function of {words}, got {name}{signature}."
         ) from None
-    return function(*arguments)

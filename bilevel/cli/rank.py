@@ -278,7 +278,7 @@ def _trained(
             sgd=sgd,
             epochs=epochs,
             batch_size=size,
-            checkpoint=folder / "network",
+            checkpoint=folder / "network" / "".join(map(str, encode(genotype))),
             show=show_epoch,
             augment=augment,
         )

@@ -133,6 +133,7 @@ def _computed(
         steps=plan.steps,
         progress=False,
         callback=_shown(bar, plan.steps, seeds),
+        history=("alpha", "aux", "grad_norm", "lower", "value"),  # alpha's too, however large
         checkpoint=folder / "checkpoint",
         resume=resume,
     )

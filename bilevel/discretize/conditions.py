@@ -10,7 +10,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from bilevel.checks import array, finite, simplex
+from bilevel.checks import array, finite, floats, simplex
 from bilevel.discretize._intervals import check_confidence, pairwise, quantile, standard_error
 from bilevel.discretize.factors import factor_simplex
 
@@ -53,8 +53,8 @@ def condition_six(
 
     ``trust`` answers the question. With targets it is read off the losses themselves and assumes
     nothing. Without targets it is ``nearest``, right **if alpha minimises the loss over the simplex
-    at W***, which rows without targets cannot show. Then ``condition = 1`` implies ``nearest = 1``,
-    and -1 nothing, since Condition 6 is sufficient and not necessary: for ``E f f' =
+    at W***, which rows without targets cannot show. Then ``condition = 1`` rules out ``nearest =
+    -1``, and -1 nothing, since Condition 6 is sufficient and not necessary: for ``E f f' =
     diag(1, 3, 1)``, alpha = (.55, .35, .1) it fails and the argmax is best. A choice of
     ``alpha_j = 0`` nearer than the argmax leaves ``nearest`` undecided: outputs do not show s_j.
 
@@ -171,8 +171,9 @@ def _verdict(difference: jax.Array, half_width: jax.Array) -> jax.Array:
 
 def _aligned(outputs: Any, alpha: Any, targets: Any) -> tuple:
     """``outputs`` [n, h, o], ``alpha`` [h], ``targets`` [n, o] or None, all floating."""
-    arrays = {"outputs": outputs, "alpha": alpha, "targets": targets}
-    arrays = {k: None if x is None else array(k, x) * 1.0 for k, x in arrays.items()}
+    given = array("alpha", alpha)
+    arrays = {"outputs": outputs, "alpha": given, "targets": targets}
+    arrays = {k: None if x is None else floats(k, x) for k, x in arrays.items()}
     for name, x in arrays.items():
         finite(name, x)
     outputs, alpha, targets = arrays.values()
@@ -184,7 +185,9 @@ def _aligned(outputs: Any, alpha: Any, targets: Any) -> tuple:
     n, h, *o = outputs.shape
     if alpha.shape != (h,):
         raise ValueError(f"alpha: expected shape ({h},), got {alpha.shape}.")
-    simplex("alpha", alpha)
+    simplex("alpha", given)
+    if given.dtype.itemsize < 4:  # whose sum is 1 as far as it has digits
+        alpha = alpha / alpha.sum()
     if targets is not None and targets.shape != (n, *o):
         raise ValueError(f"targets: expected shape {(n, *o)}, got {targets.shape}.")
     outputs = outputs.reshape(n, h, -1)

@@ -54,7 +54,9 @@ def factor_simplex(alpha: chex.Array, i: int | chex.Array) -> jax.Array:
     # The sum is 1 - alpha_i without its cancellation near a vertex.
     total = jnp.sum(others, axis=-1, keepdims=True)
     # XLA multiplies by a reciprocal, and x (1 / x) need not be 1: for h = 2 it has to be.
-    return jnp.where((others == total) & (total > 0), 1, others / total)
+    gamma = others / total
+    rounded = jnp.where((others == total) & (total > 0), 1, gamma)
+    return gamma + jax.lax.stop_gradient(rounded - gamma)  # a constant 1 has no derivative
 
 
 def simplex_factors(alpha: chex.Array) -> jax.Array:

@@ -5,7 +5,6 @@ that the theorem is about. What a user of a choice gets is the network trained f
 by the loss of the search, or by its errors.
 """
 
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -74,7 +73,7 @@ def judge_choice(losses: Any, choice: Any, *, noise: float = 1.0) -> Judgement:
     return _judge_choice(losses, jnp.asarray(choice), noise)
 
 
-@functools.partial(jax.jit, static_argnames="noise")
+@jax.jit
 def _judge_choice(losses, choice, noise) -> Judgement:
     there = (choice >= 0) & (choice < losses.shape[1])
     gaps = losses[:, choice, None] - losses  # of the nearest column where there is none

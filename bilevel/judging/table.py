@@ -158,7 +158,8 @@ def row(table: Table, genotype: Genotype) -> int:
         For a genotype that cannot be, or a table in another order.
     """
     place = int(_places(encode(genotype)))
-    if place >= len(table.genotypes) or table.genotypes[place] != genotype:
+    there = table.genotypes[place : place + 1]
+    if not there or not np.array_equal(encode(there[0]), encode(genotype)):
         raise ValueError("table: expected the rows of load_table(), got others or another order.")
     return place
 

@@ -205,9 +205,9 @@ def predict(features: Features, w: chex.Array, *, memory: int = 2**31) -> jax.Ar
     >>> predict(jnp.array([[1.0, 2.0]]), jnp.ones(2))
     Array([3.], dtype=float...)
     """
-    features = checked_features(features)
-    if np.ndim(w) not in (1, 2) or w.shape[0] != features.shape[1]:
-        raise ValueError(f"w: expected {features.shape[1]} rows, got shape {np.shape(w)}.")
+    features, w = checked_features(features), array("w", w)
+    if w.ndim not in (1, 2) or w.shape[0] != features.shape[1]:
+        raise ValueError(f"w: expected {features.shape[1]} rows, got shape {w.shape}.")
     return _predict(features, w, memory)
 
 
@@ -216,7 +216,10 @@ def _ridge(features, y, penalty, method: str, memory: int) -> LinearFit:
     targets = as_matrix(y).astype(dtype_of(features))
     penalty = jnp.asarray(penalty, targets.dtype)
     if method == "cg":
-        w, residual = _newton(features, targets, penalty, None, memory, hinge=False)
+        size = jnp.max(jnp.abs(targets))  # squares of small numbers vanish
+        size = jnp.where(size > 0, size, 1)
+        w, residual = _newton(features, targets / size, penalty, None, memory, hinge=False)
+        w = w * size
     else:
         solve = _primal if method == "primal" else _dual
         w = solve(features, targets, penalty, memory)

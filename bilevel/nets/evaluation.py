@@ -91,6 +91,11 @@ def wrong_rows(
 ) -> jax.Array:
     """[n], bool: another label than ``labels``, or outputs that are not finite and predict nothing.
 
+    Raises
+    ------
+    ValueError
+        Unless there is one label a row.
+
     Examples
     --------
     >>> outputs = jnp.array([[2.0, 1.0], [2.0, 1.0], [jnp.nan, 1.0]])
@@ -98,7 +103,12 @@ def wrong_rows(
     Array([False,  True,  True], dtype=bool)
     """
     known = jnp.isfinite(outputs).reshape(len(outputs), -1).all(axis=1)
-    return (predict(outputs) != labels) | ~known
+    guesses = predict(outputs)
+    if guesses.shape != jnp.shape(labels):
+        raise ValueError(
+            f"labels: expected one a row, shape {guesses.shape}, got shape {jnp.shape(labels)}."
+        )
+    return (guesses != labels) | ~known
 
 
 def error_rates(model: Any) -> Callable[[Pytree, Pytree, Sequence[Part], int], list[float]]:

@@ -32,7 +32,7 @@ import jax.numpy as jnp
 import optax
 
 import ntk
-from bilevel.checks import array, between, concrete, known, number, sequence, whole
+from bilevel.checks import between, concrete, floats, known, number, sequence, whole
 from bilevel.nets.evaluation import wrong_rows
 from bilevel.problem import Problem
 from bilevel.protocols import LowerSolver
@@ -247,7 +247,7 @@ def _largest(f: Callable[[jax.Array], jax.Array], w: jax.Array, iterations: int 
     def step(v, _):
         u = pull(push(v))[0]
         size = jnp.linalg.norm(u)
-        return u / size, size
+        return u / jnp.where(size == 0, 1, size), size  # NaN is not 0
 
     # The output of a random direction, pulled back, already leans towards the top eigenvector.
     start = jax.random.normal(jax.random.key(0), w.shape, w.dtype)
@@ -318,7 +318,7 @@ def unit_inputs(x: chex.Array, *others: jax.Array) -> jax.Array | tuple[jax.Arra
     >>> unit_inputs(jnp.array([[0.0, 0.0], [2.0, 0.0]]))
     Array([[-1., 0.], [ 1., 0.]], dtype=float...)
     """
-    flat = [_flattened(a) for a in (x, *others)]
+    flat = _scaled([_flattened(a) for a in (x, *others)])
     mean = _column_means(flat[0])
     centred = [a - mean for a in flat]
     norms = [jnp.linalg.norm(a, axis=1, keepdims=True) for a in centred]
@@ -328,6 +328,12 @@ def unit_inputs(x: chex.Array, *others: jax.Array) -> jax.Array | tuple[jax.Arra
     return unit if others else unit[0]
 
 
+def _scaled(parts: list[jax.Array]) -> list[jax.Array]:
+    """In a unit, a power of two, in which squares stay within their type's range."""
+    _, exponent = jnp.frexp(jnp.max(jnp.abs(parts[0])))
+    return [jnp.ldexp(a, -exponent) for a in parts]
+
+
 def _column_means(x: jax.Array) -> jax.Array:
     """The mean of every column; of equal numbers that number, which a sum may miss."""
     low = x.min(axis=0)
@@ -335,7 +341,7 @@ def _column_means(x: jax.Array) -> jax.Array:
 
 
 def _flattened(x: jax.Array) -> jax.Array:
-    x = array("x", x)
+    x = floats("x", x)
     if x.ndim == 0 or x.size == 0:
         raise ValueError(f"x: expected inputs [n, ...] with n at least 1, got shape {x.shape}.")
     return x.reshape(len(x), -1)

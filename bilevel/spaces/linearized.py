@@ -14,8 +14,10 @@ from typing import Any
 
 import chex
 import jax
+import numpy as np
 
 import ntk
+from bilevel.checks import concrete
 from bilevel.protocols import Pytree
 from bilevel.spaces.kernels import KernelFunctionSpace, kernel_function_space
 from bilevel.spaces.space import Space
@@ -44,7 +46,8 @@ def linearized_space(space: Space, w: Pytree, *, outer: str = "squared") -> Kern
     Raises
     ------
     TypeError, ValueError
-        If ``space`` is no Space, or ``outer`` is unknown.
+        If ``space`` is no Space, or ``outer`` is unknown; from ``inputs``, where an output depends
+        on other rows of its batch (batch statistics): such a network has no kernel of two rows.
 
     Notes
     -----
@@ -78,9 +81,21 @@ def linearized_space(space: Space, w: Pytree, *, outer: str = "squared") -> Kern
         outputs: Any = jax.eval_shape(apply, w, x1).shape[1]
         return ntk.empirical_kernel(apply, w, x1, x2, outputs="trace") / outputs
 
+    def inputs(x, columns=None):
+        x, columns = found.inputs(x, columns)
+        if concrete(x, w) and len(x) > 1:
+            pair, alone = (space.apply(w, space.start(), part) for part in (x[:2], x[:1]))
+            if not np.allclose(pair[:1], alone, rtol=1e-2, atol=1e-3 * np.abs(pair).max()):
+                raise ValueError(
+                    "space: expected networks that see every row by itself, got one whose outputs "
+                    "depend on the other rows of a batch, as with batch statistics."
+                )
+        return x, columns
+
     found = kernel_function_space(kernel, space.start(), sets=space.sets, outer=outer)
     return dataclasses.replace(
         found,
+        inputs=inputs,
         names=space.names,
         draw=lambda key: found.one_hot(space.draw(key)),
         discretize=lambda alpha: space.discretize(alpha["kernel"]),

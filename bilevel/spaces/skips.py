@@ -56,7 +56,7 @@ from bilevel.problem import Problem
 from bilevel.spaces.activations import ACTIVATIONS
 from bilevel.spaces.kernels import KernelFunctionSpace, kernel_function_space
 from bilevel.spaces.space import Space, on_simplices
-from bilevel.spaces.targets import label_losses, predict
+from bilevel.spaces.targets import OUTER_LOSSES, label_losses, predict
 
 Alpha = dict[str, jax.Array]
 
@@ -244,6 +244,9 @@ def skip_space(
         raise ValueError(
             f'parametrization: expected "ntk" at infinite width, got {parametrization!r}.'
         )
+    known("outer", outer, OUTER_LOSSES)
+    if not infinite and outer != "logistic":
+        raise ValueError(f'outer: expected "logistic" at finite width, got {outer!r}.')
     width = 1 if infinite else whole("width", width, 1)
     outputs = 1 if classes == 2 else classes
     network = _Network(

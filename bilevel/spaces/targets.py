@@ -17,13 +17,19 @@ from bilevel.problem import Problem
 from bilevel.protocols import Pytree
 from bilevel.spaces.space import on_simplices
 
+
+def _of_margin(loss: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array, jax.Array], Any]:
+    """``loss(y f)``; NaN, as its derivative, unless y is 1 or -1: labels 0 would have no margin."""
+    return lambda f, y: loss(y * f) * jnp.where(jnp.abs(y) == 1, 1, jnp.nan).astype(f.dtype)
+
+
 OUTER_LOSSES: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
-    "hinge": lambda f, y: jnp.maximum(1 - y * f, 0),
-    "logistic": lambda f, y: jax.nn.softplus(-y * f),
+    "hinge": _of_margin(lambda margin: jnp.maximum(1 - margin, 0)),
+    "logistic": _of_margin(lambda margin: jax.nn.softplus(-margin)),
     "squared": lambda f, y: (f - y) ** 2,
 }
 """Losses of outputs and targets, elementwise. "squared" takes any real targets; the others are of
-the margin ``y f``, y = +-1."""
+the margin ``y f``, y = +-1, and NaN for other targets."""
 
 
 def sign_labels(labels: chex.Array, classes: int, dtype=float) -> jax.Array:
@@ -32,8 +38,8 @@ def sign_labels(labels: chex.Array, classes: int, dtype=float) -> jax.Array:
     Raises
     ------
     ValueError
-        For fewer than 2 classes, or labels that are not whole numbers from 0 to ``classes - 1``;
-        where these are traced, they become NaN instead.
+        For fewer than 2 classes, labels of another shape than [n], or that are not whole numbers
+        from 0 to ``classes - 1``; where these are traced, they become NaN instead.
 
     Examples
     --------
@@ -41,6 +47,8 @@ def sign_labels(labels: chex.Array, classes: int, dtype=float) -> jax.Array:
     Array([-1., 1.], dtype=float...)
     """
     labels = array("labels", labels)
+    if labels.ndim != 1:
+        raise ValueError(f"labels: expected one a row, shape [n], got shape {labels.shape}.")
     classes = whole("classes", classes, 2)
     if not jnp.issubdtype(labels.dtype, jnp.floating):
         labels = labels.astype(int)  # 2 * 0 - 1 of bytes is 255, and bools cannot be rounded
@@ -52,7 +60,7 @@ def sign_labels(labels: chex.Array, classes: int, dtype=float) -> jax.Array:
         signs = (2 * labels - 1).astype(dtype)
     else:
         signs = 2 * jax.nn.one_hot(labels, classes, dtype=dtype) - 1
-        known = known[..., None]
+        known = known[:, None]
     return jnp.where(known, signs, jnp.nan)
 
 
@@ -80,12 +88,21 @@ def like_outputs(f: jax.Array, y: chex.Array) -> jax.Array:
 def predict(f: chex.Array) -> jax.Array:
     """Labels [n], int, from outputs: the sign for ``f`` [n], the largest for ``f`` [n, classes].
 
+    Raises
+    ------
+    ValueError
+        For ``f`` [n, 1], whose largest is always the first.
+
     Examples
     --------
     >>> predict(jnp.array([0.3, -2.0])), predict(jnp.array([[0.3, -2.0, 0.4]]))
     (Array([1, 0], dtype=int...), Array([2], dtype=int...))
     """
-    return (f > 0).astype(int) if f.ndim == 1 else jnp.argmax(f, axis=-1)
+    if f.ndim == 1:
+        return (f > 0).astype(int)
+    if f.shape[-1] == 1:
+        raise ValueError(f"f: expected outputs [n], or [n, classes] of several, got {f.shape}.")
+    return jnp.argmax(f, axis=-1)
 
 
 def label_losses(f: chex.Array, labels: chex.Array) -> jax.Array:
@@ -106,12 +123,15 @@ def label_losses(f: chex.Array, labels: chex.Array) -> jax.Array:
     if jnp.shape(labels) != f.shape[:1]:
         got = jnp.shape(labels)
         raise ValueError(f"labels: expected one a row, shape {f.shape[:1]}, got shape {got}.")
+    labels = jnp.asarray(labels)
+    if not jnp.issubdtype(labels.dtype, jnp.floating):
+        labels = labels.astype(int)  # 256 is 0 of bytes
     if f.ndim == 1:
         losses, classes = optax.sigmoid_binary_cross_entropy(f, labels), 2
     else:
         losses = optax.softmax_cross_entropy_with_integer_labels(f, labels)
         classes = f.shape[-1]
-    known = (labels >= 0) & (labels < classes)
+    known = (labels >= 0) & (labels < classes) & (labels == jnp.round(labels))
     return losses * jnp.where(known, 1, jnp.nan).astype(f.dtype)
 
 

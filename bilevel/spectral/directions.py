@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bilevel.checks import concrete, nan_unless_finite, number
+from bilevel.checks import array, concrete, nan_unless, number
 from bilevel.spectral.columns import Features, add_up, checked, floating, is_kernels
 from ntk._rules import custom_jvp
 from ntk._symmetric import symmetric
@@ -73,6 +73,8 @@ def spectral_alpha(features: Features, labels: chex.Array, *, whiten: bool = Fal
     >>> bool(spectral_alpha(X, y)[1] > 0.9)
     True
     """
+    largest = jnp.max(jnp.abs(array("labels", labels)), initial=0)
+    labels = labels / jnp.where(largest > 0, largest, 1)  # the direction has no unit
     noise = noise_gram(features, labels) if whiten else None
     return top_direction(spectral_gram(features, labels), noise)
 
@@ -169,7 +171,7 @@ def top_direction(gram: chex.Array, noise: chex.Array | None = None) -> jax.Arra
     Raises
     ------
     ValueError
-        If they are not square matrices of one size.
+        If they are not square matrices of one size, or ``gram`` is 0.
 
     Examples
     --------
@@ -179,6 +181,8 @@ def top_direction(gram: chex.Array, noise: chex.Array | None = None) -> jax.Arra
     [[0.966, 0.257], [0.164, 0.986]]
     """
     gram = symmetric(gram, "gram")
+    if concrete(gram) and not np.any(gram):
+        raise ValueError("gram: expected a matrix other than 0, as of labels that are all 0.")
     if noise is None:
         alpha = top_eigenvector(gram)
     else:
@@ -195,7 +199,7 @@ def top_direction(gram: chex.Array, noise: chex.Array | None = None) -> jax.Arra
         solve = partial(jax.scipy.linalg.solve_triangular, factor, lower=True)
         alpha = solve(top_eigenvector(solve(solve(gram / scales).T)), trans="T") / size
     alpha = jnp.where(alpha.sum() < 0, -alpha, alpha)
-    return nan_unless_finite(alpha / jnp.linalg.norm(alpha), gram)
+    return nan_unless(jnp.isfinite(gram).all() & (gram != 0).any(), alpha / jnp.linalg.norm(alpha))
 
 
 @custom_jvp
@@ -253,7 +257,8 @@ def simplex_start(
 
     Notes
     -----
-    With ``noise``: 200 sweeps of coordinate descent, h^2 operations each.
+    With ``noise``: 200 sweeps of coordinate descent, h^2 operations each. Where directions are
+    nearly alike, entries are not at the least distance after them, the angle is: to 1e-3 or so.
 
     Examples
     --------
@@ -271,10 +276,11 @@ def simplex_start(
         raise ValueError(f"noise: expected shape {(h, h)}, got {metric.shape}.")
     if concrete(number("uniform", uniform)) and not 0 <= uniform <= 1:
         raise ValueError(f"uniform: expected a number in [0, 1], got {uniform}.")
+    alpha = alpha / jnp.max(jnp.abs(alpha))  # squares of small numbers vanish
     sides = jnp.stack([alpha, -alpha])
     points = jnp.maximum(sides, 0) if noise is None else jax.vmap(partial(_cone, metric))(sides)
-    longer = jnp.argmax(jnp.einsum("si,ij,sj->s", points, metric, points))
-    point = points[longer]
+    lengths = jnp.einsum("si,ij,sj->s", points, metric, points)
+    point = points[jnp.argmax(jnp.where(points.sum(1) > 0, lengths, -1))]
     return (1 - uniform) * point / point.sum() + uniform / h
 
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bilevel.checks import array, concrete, offending, prng_key, whole
+from bilevel.checks import array, concrete, nan_where, offending, prng_key, whole
 from bilevel.spectral.directions import top_eigenvector
 
 
@@ -96,7 +96,9 @@ def spectral_limits(p_over_n: Any, h_over_n: Any) -> SpectralLimits:
     over = lost * (2 * many - 1) / (many * (many - 1))
     under = lost / jnp.where(P < 1, 1 - P, 1)
     excess = jnp.where(P > 1, over, jnp.where(P < 1, under, jnp.where(lost > 0, jnp.inf, 0)))
-    return SpectralLimits(1 - lost, optimal + excess, optimal, excess, recovers)
+    bad = ~((P > 0) & (H >= 0))  # of those that no check has seen
+    found = [nan_where(bad, x) for x in (1 - lost, optimal + excess, optimal, excess)]
+    return SpectralLimits(found[0], found[1], found[2], found[3], recovers)
 
 
 class SpectralSample(NamedTuple):

@@ -249,7 +249,9 @@ def weight_sharing(space: Space, *, weights: Optimizer | float, batch_size: int)
         return lambda w, _, batch: loss(w, *batch)
 
     return Strategy(
-        Problem(of(space.problem.lower), of(space.problem.outer)),
+        dataclasses.replace(
+            space.problem, lower=of(space.problem.lower), outer=of(space.problem.outer)
+        ),
         unrolled_solver(weights, 1, backprop=0),
         optax.set_to_zero(),
         with_architecture,

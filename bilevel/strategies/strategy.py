@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from bilevel._search import SearchResult, search
 from bilevel.checks import whole
 from bilevel.nets.evaluation import in_batches, over_batches
-from bilevel.problem import Problem
+from bilevel.problem import Problem, parts
 from bilevel.problem import side_by_side as problems_side_by_side
 from bilevel.protocols import Joint, LowerSolver, Pytree
 from bilevel.spaces.space import Space
@@ -162,7 +162,9 @@ def best_drawn(
     >>> bool((corner["activations"].max(axis=-1) == 1).all())
     True
     """
-    losses, batches = over_batches(space.problem.outer), in_batches([rows], batch_size)
+    outer = parts(space.problem).outer
+    losses = over_batches(lambda w, alpha, batch: outer(w, alpha, batch)[0])
+    batches = in_batches([rows], batch_size)
     keys = jax.random.split(key, whole("samples", samples, 1))
     found = jax.lax.map(lambda key: losses(w, space.draw(key), batches)[0], keys)
     return space.draw(keys[jnp.where(jnp.isnan(found), jnp.inf, found).argmin()])

@@ -70,7 +70,7 @@ class Bound:
         lines += [f"unspecified: {constant}" for constant in self.unspecified]
         chance = self.probability
         lines += [f"probability: {chance if isinstance(chance, str) else _digits(chance)}"]
-        if concrete(self.vacuous) and self.vacuous:
+        if concrete(self.vacuous) and bool(jnp.all(self.vacuous)):
             lines += ["VACUOUS"]
         return "\n  ".join(lines)
 
@@ -98,7 +98,9 @@ def holds(condition: Any) -> bool | None:
 
 
 def _digits(x) -> str:
-    return f"{float(x):.6g}" if concrete(x) else str(x)
+    if not concrete(x):
+        return str(x)
+    return f"{float(x):.6g}" if jnp.ndim(x) == 0 else f"{x}"  # of a vmap
 
 
 def kernel(K: Any, *, stack: bool = False) -> jax.Array:

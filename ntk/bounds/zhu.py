@@ -57,7 +57,7 @@ def eigen_nas_as_printed(K: chex.Array, d: int) -> Bound:
     False
     """
     K = kernel(K)
-    positive("d", d)
+    d = positive("d", d)
     score, norm = jnp.trace(K) / d, jnp.linalg.norm(K)
     terms = {"tr K / d": score, "|K|_F": norm, "tr K / N": jnp.trace(K) / len(K)}
     needs = (("N >= d", len(K) >= d), ("tr K / d <= |K|_F", holds(score <= norm)))
@@ -390,7 +390,7 @@ def zhu_theorem3_label_aware(
 
 
 def _theorem3(name, energy, K, y, smallest, activations, delta, C) -> Bound:
-    positive("C", C)
+    C = positive("C", C)
     if not 0 < number("delta", delta) <= 1 / math.e:
         raise ValueError(f"delta: expected a number in (0, 1/e], got {delta}.")
     if not isinstance(activations, Sequence) or not activations:

@@ -106,8 +106,8 @@ def one_hot(genotype: Genotype, operations: Sequence[str] = PRIMITIVES) -> dict[
     Raises
     ------
     ValueError
-        For an operation that is not among ``operations``, two edges from the same source, or a
-        cell whose output leaves out nodes: the supernet's is made of all.
+        For what is no genotype, an operation that is not among ``operations``, two edges from the
+        same source, or a cell whose output leaves out nodes: the supernet's is made of all.
 
     Examples
     --------
@@ -115,6 +115,7 @@ def one_hot(genotype: Genotype, operations: Sequence[str] = PRIMITIVES) -> dict[
     >>> alpha["normal"].sum(), sorted(genotype(alpha).normal) == sorted(DARTS_V2.normal)
     (np.float64(8.0), True)
     """
+    check_genotype(genotype)
     alpha = {}
     for cell in ("normal", "reduce"):
         concat = getattr(genotype, f"{cell}_concat")
@@ -209,6 +210,8 @@ def _literal(node: ast.expr) -> Any:
 
 def check_genotype(genotype: Genotype) -> None:
     """Raise ValueError unless both cells can be built."""
+    if not isinstance(genotype, Genotype):
+        raise ValueError(f"genotype: expected a Genotype, got {short(genotype)}.")
     operations = [name for name in PRIMITIVES if name != "none"]
     for cell in ("normal", "reduce"):
         pairs, concat = getattr(genotype, cell), getattr(genotype, f"{cell}_concat")

@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 
-from bilevel.checks import known, sequence
+from bilevel.checks import as_floating, known, sequence
 from bilevel.problem import Problem
 from bilevel.protocols import LowerSolver
 from bilevel.solvers import ridge
@@ -117,7 +117,7 @@ def feature_space(
         shapes = [f.shape for f in features]
         if len(set(shapes)) > 1 or len(shapes[0]) != 2:
             raise ValueError(f"maps: expected matrices of one shape [n, p], got shapes {shapes}.")
-        return jnp.stack(features)
+        return as_floating("maps", jnp.stack(features))
 
     def init(key, batch):
         blocks, y = batch

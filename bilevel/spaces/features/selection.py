@@ -365,9 +365,10 @@ def _stacked(*parts: Part) -> tuple[np.ndarray, np.ndarray, list[int]]:
     """All rows, all labels, and how many are in each part."""
     shape = np.shape(parts[0][0])[1:]
     for name, (x, labels) in zip(("train", "valid", "test"), parts, strict=True):
-        if len(x) == 0 or len(x) != len(labels):
+        if len(x) == 0 or np.shape(labels) != (len(x),):
             raise ValueError(
-                f"{name}: expected rows with a label each, got {len(x)} rows, {len(labels)} labels."
+                f"{name}: expected rows with a label each, got {len(x)} rows and labels of shape "
+                f"{np.shape(labels)}."
             )
         if np.shape(x)[1:] != shape:
             raise ValueError(f"{name}: expected rows of shape {shape}, got {np.shape(x)[1:]}.")

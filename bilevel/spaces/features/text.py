@@ -240,6 +240,7 @@ def fold(counts: csr_array, dimension: int, binary: bool = False) -> csr_array:
     bags = csr_array(parts, shape=(counts.shape[0], dimension), copy=True)
     bags.sum_duplicates()
     if binary:
+        bags.eliminate_zeros()
         bags.data[:] = 1
     return bags
 

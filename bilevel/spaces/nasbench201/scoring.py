@@ -219,8 +219,8 @@ def _scores(label, score, apply, select, w, genotype, batch) -> dict[str, jax.Ar
 
 def _run(label, program, kept, w, cells, batch, at_once, place, shown) -> None:
     done = kept.done(label)
-    shown(done)
-    if done == len(cells):
+    shown(min(done, len(cells)))
+    if done >= len(cells):
         return
     if at_once == 1:
         score = jax.jit(lambda w, chunk, batch: program(w, chunk[0], batch))
@@ -244,11 +244,14 @@ def _run(label, program, kept, w, cells, batch, at_once, place, shown) -> None:
 
 
 class _Kept:
-    """Scores so far, by program and name, for the first genotypes; in a file, if there is one."""
+    """Scores so far, by program and name, for the first genotypes; in a file, if there is one.
+
+    ``count`` of them are asked for; the file may have more.
+    """
 
     def __init__(self, file, cells: np.ndarray, fingerprint: dict[str, str]):
         self.file = None if file is None else pathlib.Path(file)
-        self.cells, self.fingerprint = cells, fingerprint
+        self.cells, self.fingerprint, self.count = cells, fingerprint, len(cells)
         self.arrays: dict[str, list[np.ndarray]] = {}  # "label/name" -> chunks of rows
         self.seconds: dict[str, float] = {}
         self.compile_seconds: dict[str, float] = {}
@@ -271,7 +274,9 @@ class _Kept:
                 f"file: expected scores of these networks, weights and batch in {file}, got some "
                 f"of {other}."
             )
-        self.arrays = {key: [rows[: len(self.cells)]] for key, rows in found.items()}
+        self.arrays = {key: [rows] for key, rows in found.items()}
+        if len(known) > len(self.cells):  # of more networks than are asked for: they are kept
+            self.cells = known
         self.seconds, self.compile_seconds = notes["seconds"], notes["compiling"]
 
     def done(self, label: str) -> int:
@@ -314,10 +319,11 @@ class _Kept:
             seconds[name] = self.seconds[label] / count
             compiling[name] = self.compile_seconds.get(label, 0.0)
             if name == "certified_min_eigenvalue":
-                kernels = np.concatenate(self.arrays["kernel/kernel"])
+                kernels = np.concatenate(self.arrays["kernel/kernel"])[: self.count]
                 values[name] = np.array([_certified(K) for K in kernels])
             else:
-                values[name] = np.concatenate(self.arrays[f"{label}/{name}"]).astype(np.float64)
+                found = np.concatenate(self.arrays[f"{label}/{name}"])[: self.count]
+                values[name] = found.astype(np.float64)
         return Scored(values, seconds, compiling)
 
 

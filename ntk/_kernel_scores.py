@@ -332,6 +332,7 @@ def _entropy(values: jax.Array) -> jax.Array:
 
 def _label_energy(K: jax.Array, values: jax.Array, y: jax.Array, classes: int) -> jax.Array:
     targets = jax.nn.one_hot(y, classes, dtype=K.dtype)
+    targets = nan_unless(((y >= 0) & (y < classes)).all(), targets)
     targets -= targets.mean(axis=0)
     singular = _is_singular(values)
     safe = jnp.where(singular, jnp.eye(len(K), dtype=K.dtype), K)

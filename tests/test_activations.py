@@ -328,3 +328,18 @@ def test_a_space_that_cannot_be_built_says_why(changes, message):
     options = {"activations": ["relu"], "width": 16} | changes
     with pytest.raises(ValueError, match=message):
         activation_space(options.pop("activations"), **options)
+
+
+@pytest.mark.parametrize("scale", [1e-25, 1.0, 1e25])
+def test_inputs_whose_squares_leave_the_range_have_directions(scale):
+    images = np.random.default_rng(0).integers(0, 256, (6, 8)).astype(np.float32)
+    truth = unit_inputs(images.astype(np.float64) if scale == 1 else images)
+    np.testing.assert_allclose(unit_inputs(np.float32(scale) * images), truth, atol=1e-6)
+    np.testing.assert_allclose(unit_inputs(images.astype(np.float16)), truth, atol=1e-6)
+
+
+def test_a_candidate_that_is_constant_on_the_data_has_no_curvature():
+    space = activation_space(["relu", lambda z: jnp.clip(z, 50, 60)], width=8)
+    x = unit_inputs(jax.random.normal(jax.random.key(0), (6, 4)))
+    found = space.curvatures(space.init(jax.random.key(0), (x, None)), x)
+    assert found[0] > 0 and found[1] == 0

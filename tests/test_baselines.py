@@ -739,3 +739,9 @@ def test_a_share_of_the_wrong_shape_is_named():
     selection = Selection(lambda k, c, r: c, lambda *_: Shared(np.zeros(3), np.ones(3)))
     with pytest.raises(ValueError, match=r"^share: expected errors and counts of shape \(2,\)"):
         baselines.weight_sharing(KEY, [1, 2], selection, 9)
+
+
+def test_the_last_resource_is_the_budget_however_large():
+    for budget in (10**13, 2**41, 3 * 10**15):
+        trace = baselines.successive_halving(KEY, [0.1, 0.2], lambda k, c, r: c, budget)
+        assert trace.resource[-1] == budget

@@ -6,6 +6,7 @@ import importlib
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -476,3 +477,34 @@ def test_the_rows_of_a_baseline_are_spread_over_devices(tmp_path):
 def test_devices_that_are_not_there_are_named(tmp_path, capsys):
     assert search(tmp_path / "run", "--devices", "2") == 2
     assert "devices: expected at most the 1 that JAX finds, got 2." in capsys.readouterr().err
+
+
+def test_results_are_json_that_others_read(tmp_path):
+    """One seed has no standard error: NaN, which JSON does not have."""
+    assert search(tmp_path / "run", *CLOSED, "--quiet") == 0
+
+    def refused(word):
+        raise AssertionError(word)
+
+    text = (tmp_path / "run" / "result.json").read_text()
+    assert json.loads(text, parse_constant=refused)["gap"][1] is None
+
+
+@pytest.mark.parametrize(
+    ("kernels", "words"),
+    [
+        ("{'a': lambda x: x @ x.T}", "kernel: expected a to be a function of 2 arguments, got a"),
+        ("{1: lambda x, y: x @ y.T}", "kernel: expected mine:kernels to return"),
+        ("{'worst mixture': lambda x, y: x @ y.T}", "kernel: expected mine:kernels to return"),
+        ("lambda x, y: 1j * (x[:, 0, 0] @ y[:, 0, 0].T)", "K: expected .* real values"),
+    ],
+)
+def test_mistakes_in_kernels_of_ones_own_are_one_sentence(
+    tmp_path, monkeypatch, capsys, kernels, words
+):
+    (tmp_path / "mine.py").write_text(f"def kernels():\n    return {kernels}\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    assert main(["certify", "--kernel", "mine:kernels", "--rows", "10", "--quiet"]) == 2
+    assert re.search(words, capsys.readouterr().err)

@@ -458,3 +458,19 @@ def test_a_simplex_of_one_has_no_factors():
 def test_factors_of_a_traced_nan_are_nan():
     alpha = jnp.array([0.2, jnp.nan, 0.4])
     assert np.isnan(jax.jit(simplex_factors)(alpha)).all()
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_outputs_of_16_bits_are_squared_in_32(dtype):
+    z = jax.random.normal(jax.random.key(0), (1000, 1))
+    outputs, alpha = 5e-5 * z * jnp.array([4.0, 1.0, 0.5]), jnp.array([0.6, 0.3, 0.1])
+    args = (x.astype(dtype) for x in (outputs, alpha, jnp.zeros(1000)))
+    assert condition_six(*args).trust == -1  # the argmax is the worst choice
+
+
+def test_factors_have_their_derivatives_on_the_edges_of_the_simplex():
+    found = jax.jacobian(lambda a: factor_simplex(a, 0))(jnp.array([0.3, 0.7, 0.0]))
+    # gamma_1 = alpha_1 / (alpha_1 + alpha_2), gamma_2 = alpha_2 / (alpha_1 + alpha_2)
+    truth = [[0, 0, 0], [0, 0, -1 / 0.7], [0, 0, 1 / 0.7]]
+    np.testing.assert_allclose(found, truth, atol=1e-6)
+    assert (factor_simplex(jnp.array([0.3, 0.7]), 0) == jnp.array([0.0, 1.0])).all()

@@ -5,6 +5,7 @@ import dataclasses
 import decimal
 import fractions
 import json
+import math
 import operator
 import os
 import re
@@ -269,3 +270,10 @@ def test_fingerprints_follow_modules_in_packages_of_the_users_own(tmp_path, monk
     assert difference(first, of_script(text)) == ""
     settings.RATE = 2.0
     assert difference(first, of_script(text)) == "another loss (RATE was 1.0, is 2.0)"
+
+
+def test_whose_method_a_builtin_is():
+    assert difference(fingerprint({"a": 1}.get), fingerprint({"a": 2}.get))
+    assert difference(fingerprint(np.ones(3).dot), fingerprint(np.zeros(3).dot))
+    assert not difference(fingerprint({"a": 1}.get), fingerprint({"a": 1}.get))
+    assert not difference(fingerprint(math.sin), fingerprint(math.sin))

@@ -74,3 +74,11 @@ def test_fewer_epochs_than_a_checkpoint_holds_are_refused(tmp_path):
     run_epochs(program, jax.random.key(0), data, epochs=2, **options)
     with pytest.raises(ValueError, match="epochs: expected at least the 2 that the checkpoint"):
         run_epochs(program, jax.random.key(0), data, epochs=1, **options)
+
+
+@pytest.mark.parametrize("scale", [1e-25, 1e20])
+def test_images_whose_squares_leave_the_range_have_variance_one(scale):
+    x = np.random.default_rng(0).integers(0, 256, (6, 4, 4, 2)).astype(np.float32)
+    truth = unit_images(x)[0]
+    np.testing.assert_allclose(unit_images(np.float32(scale) * x)[0], truth, atol=1e-5)
+    np.testing.assert_allclose(unit_images((4 * x).astype(np.float16))[0], truth, atol=1e-5)

@@ -82,3 +82,10 @@ def test_a_singular_kernel_has_defined_scores_and_none_that_ranks_first(dead):
     assert found["min_eigenvalue"] <= least and found["cosine_min_eigenvalue"] <= 1e-6
     assert found["condition_number"] == np.inf and found["label_energy"] == -np.inf
     assert found["spectral_entropy"] <= 1e-4
+
+
+@pytest.mark.parametrize("K", [[[1.0, 3.0], [3.0, 1.0]], [[-1.0, 0.0], [0.0, -3.0]]])
+def test_a_kernel_that_is_none_is_refused(K):
+    with pytest.raises(ValueError, match="K: expected a positive semidefinite matrix, got one"):
+        scores.of_kernel(jnp.array(K))
+    assert jnp.isnan(jax.jit(scores.of_kernel)(jnp.array(K))["min_eigenvalue"])

@@ -16,6 +16,7 @@ import ntk
 from bilevel.spaces.activations import activation_space, unit_inputs
 from bilevel.spaces.kernels import kernel_function_space, kernel_mixture_space, network_space
 from bilevel.spaces.linearized import linearized_space
+from bilevel.spaces.nasbench201 import nasbench201_space
 from bilevel.spaces.skips import skip_space
 from ntk import networks as nets
 
@@ -320,3 +321,11 @@ def test_linearised_deep_features_are_regression_on_the_networks_gradient(classe
     assert space.discretize(drawn) == deep.discretize(drawn["kernel"])
     with pytest.raises(TypeError, match="space: expected a"):
         linearized_space(w, w)
+
+
+def test_a_network_with_batch_statistics_has_no_linearised_features():
+    space = nasbench201_space(["skip_connect", "nor_conv_1x1"], cells=1, channels=2, classes=2)
+    x = jax.random.normal(KEYS[0], (3, 4, 4, 1))
+    linearised = linearized_space(space, space.init(KEYS[1], (x, None)))
+    with pytest.raises(ValueError, match="space: expected networks that see every row by itself"):
+        linearised.inputs(x)

@@ -136,3 +136,18 @@ def test_commands_log_what_their_bars_show(line, tmp_path, monkeypatch, capsys):
     if command == "search":
         losses = [row for row in rows if "lower" in row]
         assert losses[-1]["done"] == 2 and losses[-1]["value"] > 0
+
+
+def test_other_files_stay_as_they_are(tmp_path):
+    notes = tmp_path / "notes.txt"
+    notes.write_text("hello\nimportant last line")
+    with pytest.raises(ValueError, match="path: expected lines of JSON, got another file"):
+        bilevel.log(notes, resume=True)
+    assert notes.read_text() == "hello\nimportant last line"
+    whole = tmp_path / "whole.jsonl"
+    whole.write_text('{"step": 3}')  # an editor's, without the last newline
+    bilevel.log(whole, resume=True)
+    assert whole.read_text() == '{"step": 3}\n'
+    whole.write_text('{"step": 3}\n{"ste')
+    bilevel.log(whole, resume=True)
+    assert whole.read_text() == '{"step": 3}\n'

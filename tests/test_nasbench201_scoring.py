@@ -147,3 +147,14 @@ def test_mistakes_are_one_sentence(tmp_path, run, message):
 def test_encoded_genotypes_are_taken_as_they_are():
     found = scores(encode(CELLS), ("l2_norm",))
     np.testing.assert_equal(found["l2_norm"], expected()["l2_norm"])
+
+
+def test_fewer_networks_leave_the_others_in_the_file(tmp_path):
+    file = tmp_path / "scores"
+    whole = score_networks(("l2_norm",), NETWORKS, W, CELLS, BATCH, file=file, progress=False)
+    some = score_networks(NAMES, NETWORKS, W, CELLS[:2], BATCH, file=file, progress=False)
+    assert some.seconds["l2_norm"] == whole.seconds["l2_norm"]
+    assert len(some.values["l2_norm"]) == len(some.values["naswot"]) == 2
+    again = score_networks(NAMES, NETWORKS, W, CELLS, BATCH, file=file, progress=False)
+    assert again.seconds["l2_norm"] == whole.seconds["l2_norm"]  # nothing was computed again
+    np.testing.assert_array_equal(again.values["l2_norm"], whole.values["l2_norm"])

@@ -519,3 +519,14 @@ def test_bounds_with_hidden_constants_name_them_and_ask_for_c():
 def test_bad_arguments_are_named(call, message):
     with pytest.raises(ValueError, match=f"^{message}"):
         call()
+
+
+def test_slopes_between_the_nodes_of_a_scan_are_seen():
+    """A clip between two of 129 nodes had the Lipschitz constant 0, and a false Theorem 3."""
+    clip = activation(lambda z: jnp.clip(20 * (z - 3), -1, 1))
+    assert_close(lipschitz_constant(clip), 20, f32=1e-5)
+    assert_close(lipschitz_constant(activation(lambda z: jnp.tanh(1e3 * (z - 0.7)))), 1e3, f32=1e-4)
+
+
+def test_table_1_goes_as_far_as_its_variance():
+    assert_close(table1(tanh, 1e9).beta3, betas(tanh, 1e9).beta3, f32=1e-2)

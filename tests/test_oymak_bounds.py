@@ -530,3 +530,35 @@ def test_a_traced_nan_is_not_passed_over():
     family = jnp.stack([jnp.eye(2), jnp.eye(2).at[0, 0].set(jnp.nan)])
     bound = jax.jit(lambda K: oymak_theorem2(K, jnp.ones(2), 9, h=1, B=1.0, lambda0=1.0, C=1.0))
     assert np.isnan(bound(family).value)
+
+
+def test_whole_numbers_do_not_wrap():
+    whole = feature_map_lipschitz(
+        jnp.asarray(100_000, jnp.int32), h=3, B=50_000, y_norm=10.0, lambda0=0.1
+    )
+    floating = feature_map_lipschitz(1e5, h=3, B=5e4, y_norm=10.0, lambda0=0.1)
+    assert_close(whole.alpha, floating.alpha, f32=1e-6)
+    assert_close(
+        oymak_lemma1(jnp.asarray(10**7, jnp.int32), h=5, B=1000, lambda0=0.1),
+        oymak_lemma1(1e7, h=5, B=1000.0, lambda0=0.1),
+        f32=1e-6,
+    )
+    assert uniform_convergence(10**10, covering=BALL, L=1.0).value < 1e-3
+
+
+def test_entropies_are_not_negative_and_do_not_overflow():
+    for size in (0.0, 0.003, 0.01):  # log M is negative
+        bound = oymak_theorem2(jnp.eye(8), size * jnp.ones(8), 8, h=1, B=1.0, lambda0=1.0, C=1.0)
+        assert_close(bound.terms["validation"], math.sqrt(3 / 8), f32=1e-6)
+    assert oymak_lemma1(10, h=5, B=1e-6, lambda0=1.0) == 0
+    truth = 6 * math.log(20 * 1e5**2 * 1e24 * (1e5 + 1))
+    assert_close(oymak_lemma1(1e5, h=5, B=1.0, lambda0=1e-12), truth, f32=1e-6)
+
+
+def test_radii_that_no_check_sees_become_nan():
+    radii = jnp.array([-3.0, 0.0])
+    for covering in (BALL, simplex_covering(3), sparse_covering(4, 2, 1.0)):
+        assert jnp.isnan(jax.jit(covering)(radii)).all()
+    too_large = jax.jit(lambda r: effective_dimension(jnp.array([5.0, 3.0]), r, C_bar=1.0))
+    assert jnp.isnan(too_large(jnp.array([0.5, 2.0])))
+    assert uniform_convergence(1e3, covering=BALL, L=1e30).value < 1  # radii of 1e-43 in float32

@@ -603,3 +603,32 @@ def test_scales_of_an_nnx_state_have_their_names():
 
     found = scores.te_nas(None, apply, state, batch)
     assert_close(found, scores.te_nas(None, of_plain, plain, batch), f32=1e-4)
+
+
+@pytest.mark.parametrize(
+    "name", ["snip", "knas", "nasi", "grad_norm", "grasp", "fisher", "zico", "label_energy"]
+)
+def test_labels_that_no_check_sees_make_nan(name):
+    x = jax.random.normal(jax.random.key(0), (4, 5))
+    w, y = jax.random.normal(jax.random.key(1), (5, 3)), jnp.array([0, 1, 2, 0])
+    score = jax.jit(lambda y: getattr(scores, name)(None, lambda w, x: x @ w, w, (x, y)))
+    assert jnp.isfinite(score(y))
+    assert jnp.isnan(score(y + 1)) and jnp.isnan(score(y - 1))
+
+
+def test_whole_numbers_among_the_parameters_are_no_matter():
+    x, y = jax.random.normal(jax.random.key(0), (4, 5)), jnp.array([0, 1, 2, 0])
+    kernel = {"kernel": jax.random.normal(jax.random.key(1), (5, 3))}
+    for name in ("knas", "nasi", "eigen_nas", "min_eigenvalue", "log_traces", "snip", "te_nas"):
+        score = functools.partial(getattr(scores, name), None, lambda w, x: x @ w["kernel"])
+        assert_close(score(kernel | {"count": jnp.arange(3)}, (x, y)), score(kernel, (x, y)))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+def test_a_singular_kernel_of_16_bits_has_no_condition_number(dtype):
+    y = jnp.array([0, 1, 0])
+    for seed in range(6):
+        x = jax.random.normal(jax.random.key(seed), (3, 2)).astype(dtype)  # of rank 2
+        args = None, lambda w, x: x @ w, jnp.ones((2, 2), dtype), (x, y)
+        assert scores.condition_number(*args) == jnp.inf
+        assert scores.label_energy(*args) == -jnp.inf

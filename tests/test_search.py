@@ -392,6 +392,18 @@ def test_ctrl_c_returns_what_there_is(tmp_path):
     assert signal.getsignal(signal.SIGINT) is before
 
 
+def test_ctrl_c_in_the_last_chunk_leaves_a_whole_search():
+    seen = []
+
+    def interrupt(result):
+        seen.append(int(result.state.step))
+        if seen[-1] == 6:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    result = noisy(steps=9, chunk=3, callback=interrupt)
+    assert result.stopped == "" and seen == [3, 6, 9]
+
+
 def test_a_directory_with_a_checkpoint_is_not_overwritten(tmp_path):
     noisy(steps=2, checkpoint=tmp_path)
     with pytest.raises(ValueError, match=r"checkpoint: expected an empty directory or resume=True"):

@@ -414,3 +414,9 @@ def test_a_search_at_infinite_width_ends_at_an_architecture_with_a_certificate_o
 def test_infinite_width_has_one_parametrization():
     with pytest.raises(ValueError, match='parametrization: expected "ntk" at infinite width'):
         skip_space(width=math.inf, parametrization="he")
+
+
+@pytest.mark.parametrize("outer", ["hinge", "nonsense"])
+def test_a_loss_that_a_finite_network_does_not_have_is_refused(outer):
+    with pytest.raises(ValueError, match="outer: expected"):
+        skip_space(["relu"], depth=3, width=4, outer=outer)

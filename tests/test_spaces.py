@@ -13,10 +13,11 @@ from helpers import assert_close
 import bilevel
 from bilevel import diagnostics, strategies
 from bilevel.cli import main
-from bilevel.spaces import Space, on_simplices
+from bilevel.nets.evaluation import wrong_rows
+from bilevel.spaces import Space, on_simplices, targets
 from bilevel.spaces.activations import activation_space, sign_labels
 from bilevel.spaces.darts import darts_space
-from bilevel.spaces.features import feature_space
+from bilevel.spaces.features import feature_space, fourier_selection
 from bilevel.spaces.nasbench201 import nasbench201_space
 from bilevel.spaces.skips import skip_space
 
@@ -190,3 +191,31 @@ def test_what_is_no_space_is_one_sentence(tmp_path, capsys, monkeypatch, space, 
 def test_mistakes_with_corners_are_one_sentence(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_labels_in_a_column_are_refused():
+    """They would be compared with all predictions, or make one column whose largest is itself."""
+    column = LABELS[:, None]
+    with pytest.raises(ValueError, match=r"labels: expected one a row, shape \[n\], got shape"):
+        sign_labels(column, 3)
+    with pytest.raises(ValueError, match=r"labels: expected one a row, shape \(6,\), got shape"):
+        wrong_rows(targets.predict, jax.nn.one_hot(LABELS, 3), column)
+    with pytest.raises(ValueError, match=r"f: expected outputs \[n\], or \[n, classes\]"):
+        targets.predict(jnp.ones((3, 1)))
+    part = X, np.asarray(column)
+    with pytest.raises(ValueError, match=r"train: expected rows with a label each, got 6 rows and"):
+        fourier_selection(KEY, part, part, part, dimension=8)
+
+
+def test_labels_of_bytes_and_of_halves():
+    bytes_ = jnp.array([0, 255], jnp.uint8)
+    assert_close(targets.label_losses(jnp.zeros((2, 256)), bytes_), np.log([256, 256]), f32=1e-6)
+    assert jnp.isnan(targets.label_losses(jnp.array([3.0]), jnp.array([1.5]))).all()
+
+
+@pytest.mark.parametrize("name", ["hinge", "logistic"])
+def test_labels_0_and_1_have_no_margin(name):
+    loss = targets.OUTER_LOSSES[name]
+    found = loss(jnp.ones(3), jnp.array([0.0, 1.0, -1.0]))
+    assert jnp.isnan(found[0]) and jnp.isfinite(found[1:]).all()
+    assert jnp.isnan(jax.grad(loss)(1.0, 0.0))

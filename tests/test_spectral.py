@@ -278,3 +278,20 @@ def test_a_traced_nan_is_not_passed_over_and_shapes_have_to_fit():
     assert np.isnan(jax.jit(spectral_limits)(2.0, jnp.nan).correlation_squared)
     with pytest.raises(ValueError, match=r"h_over_n: expected a shape that broadcasts with \(2,\)"):
         spectral_limits(jnp.ones(2), jnp.ones(3))
+
+
+def test_the_direction_has_no_unit():
+    x, y = X.astype(np.float32), np.asarray(X[:, 1, 0], np.float32)
+    found = spectral_alpha(1e-12 * x, np.float32(1e-12) * y)
+    np.testing.assert_allclose(found, spectral_alpha(x, y), atol=1e-4)
+    with pytest.raises(ValueError, match="gram: expected a matrix other than 0"):
+        spectral_alpha(x, 0 * y)
+    assert jnp.isnan(jax.jit(spectral_alpha)(x, 0 * y)).all()
+    start = simplex_start(jnp.array([-1e-25, -3e-25], jnp.float32), uniform=0.0)
+    np.testing.assert_allclose(start, [0.25, 0.75], rtol=1e-5)
+    assert jnp.isfinite(simplex_start(jnp.array([-0.6, -0.8]), jnp.zeros((2, 2)))).all()
+
+
+def test_limits_of_what_no_check_sees_are_nan():
+    found = jax.jit(spectral_limits)(-2.0, 0.1)
+    assert all(jnp.isnan(x) for x in found[:4])

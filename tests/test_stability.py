@@ -194,3 +194,11 @@ def test_bad_arguments_are_named_before_anything_runs(message, alphas, deltas, o
 
     with pytest.raises(ValueError, match=f"^{message}.*\\.$"):
         lipschitz(algorithm, alphas, deltas, **options)
+
+
+def test_differences_of_bytes_do_not_wrap():
+    def algorithm(alpha):
+        return (200 - 100 * (alpha > 0.5)).astype(jnp.uint8)[None]
+
+    found = lipschitz(algorithm, jnp.array([0.45]), jnp.array([0.1]))
+    np.testing.assert_allclose(found, [[1000]], rtol=1e-5)

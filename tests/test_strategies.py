@@ -268,3 +268,28 @@ def test_mistakes_are_one_sentence(make, message):
     with pytest.raises(ValueError, match=message) as error:
         make()
     assert str(error.value).count(". ") == 0
+
+
+@pytest.mark.parametrize("stateful", [False, True])
+def test_weight_sharing_takes_losses_with_more_than_the_loss(stateful):
+    def told(loss):
+        def both(w, alpha, batch):
+            params = w.params if stateful else w
+            value = loss(params, alpha, batch)
+            return value, w.variables if stateful else value
+
+        return both
+
+    plain = SPACE.problem
+    outer = (lambda w, a, b: plain.outer(w.params, a, b)) if stateful else told(plain.outer)
+    problem = bilevel.Problem(told(plain.lower), outer, has_aux=not stateful, stateful=stateful)
+    space, w = dataclasses.replace(SPACE, problem=problem), SPACE.init(KEY, ROWS[0])
+
+    def run(space, w):
+        plan = strategies.weight_sharing(space, weights=RATE, batch_size=4)
+        found = strategies.run(plan, SPACE.start(), w, *ROWS, steps=2, key=KEY, progress=False)
+        rows = {"samples": 3, "batch_size": 12}
+        return strategies.best_drawn(KEY, space, found.w, ROWS[1], **rows)
+
+    start = bilevel.Stateful(w, jnp.zeros(())) if stateful else w
+    jax.tree.map(np.testing.assert_array_equal, run(space, start), run(SPACE, w))

@@ -148,14 +148,18 @@ def test_batches_that_end_end_the_search():
     assert found.stopped == ""
 
 
-def test_batches_that_end_long_after_a_checkpoint_end_the_search_all_the_same(tmp_path):
+@pytest.mark.parametrize("anew", [list, lambda source: lambda step: source[step:]])
+def test_batches_that_end_long_after_a_checkpoint_end_the_search_all_the_same(tmp_path, anew):
     """The last step's checkpoint is written when the end is seen, not before."""
-    source = list(itertools.islice(pairs(), 5))
+    source = anew(list(itertools.islice(pairs(), 5)))
     options = {"chunk": 2, "checkpoint": tmp_path}
     found = search(batches=bilevel.stream(source), steps=9, **options)
     assert found.stopped == "the batches ended after step 5"
     assert [path.stem for path in sorted(tmp_path.glob("*.npz"))][-1] == "5"
     assert_close(found.alpha, by_hand(5)[0].alpha, f64=1e-12, f32=1e-5)
+    again = search(batches=bilevel.stream(source), steps=9, resume=True, **options)
+    assert again.stopped == found.stopped  # once more
+    np.testing.assert_array_equal(again.alpha, found.alpha)
 
 
 def test_a_solver_draws_its_batches_from_the_shard_of_its_step():

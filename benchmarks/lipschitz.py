@@ -208,11 +208,14 @@ def joined(rows):
 def common(figure):
     """Of the widths that have a block of a: the a that all of them have."""
     figure = [row for row in figure if len(row["a"]) >= min(BLOCK, len(figure[0]["a"]))]
-    fewest = min(len(row["a"]) for row in figure)
-    return [
-        row | {name: row[name][:fewest] for name in ("a", "weights", "predictions")}
-        for row in figure
-    ]
+    shared = set.intersection(*(set(row["a"]) for row in figure))
+    return [only(shared, row) for row in figure]
+
+
+def only(shared, row):
+    """The row with those of its a that are among the ``shared``."""
+    places = [i for i, a in enumerate(row["a"]) if a in shared]
+    return row | {name: [row[name][i] for i in places] for name in ("a", "weights", "predictions")}
 
 
 def spread(x) -> str:
@@ -240,8 +243,9 @@ def verdicts(rows, network):
     yield np.mean(excess) > 2 * standard_error(excess), text
     (wide,), (tiny,) = of_network(part="float64"), of_network(part="rounding")
     exact, narrow = np.array(wide["weights"]), np.mean(tiny["weights"])
-    both = min(len(exact), len(quotients[0]))  # a's that float32 and float64 have had
-    means = [np.mean(of_it[:both, : len(DELTAS)], axis=0) for of_it in (quotients[0], exact)]
+    both = set(wide["a"]) & set(figure[0]["a"])  # those that float32 and float64 have had
+    pair = (np.array(only(both, row)["weights"]) for row in (figure[0], wide))
+    means = [np.mean(of_it[:, : len(DELTAS)], axis=0) for of_it in pair]
     off = np.max(np.abs(means[0] / means[1] - 1))
     text = f"not rounding: float64 moves the means at width {wide['width']} by {100 * off:.1g} %"
     yield (

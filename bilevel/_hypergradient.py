@@ -65,8 +65,8 @@ def hypergradient(
         number of inner steps (2 dim(alpha) copies of ``w``), cost grows with dim(alpha).
     diagnostics : bool
         Whether to fill ``info``. Up to 512 weights this takes the Hessian's decomposition; beyond,
-        a few linear solves, or one short one where no claim can be made. Under ``jax.jit`` fields
-        that the compiled function does not return cost nothing.
+        a few linear solves, or a short one or two where no claim can be made. Under ``jax.jit``
+        fields that the compiled function does not return cost nothing.
     damping : float
         Not of the hypergradient: ``info`` then speaks of the solution map of
         ``lower + damping / 2 |w - w0|^2``. With more weights than labels and no weight decay the

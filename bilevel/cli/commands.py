@@ -61,7 +61,7 @@ class Job(flags.Flags):
     seed: flags.Seed = 0
     """Seed of all random numbers."""
     out: flags.Out = pathlib.Path("runs/job")
-    """Run directory; a number is appended where it holds a run already."""
+    """Run directory; a number is appended where there is one of that name."""
     progress: bool | None = None
     """Progress bar; by default in a terminal."""
 
@@ -82,7 +82,7 @@ class Search(Resumable):
     """What to search, on what, and how; every flag has a default."""
 
     out: flags.Out = pathlib.Path("runs/search")
-    """Run directory; a number is appended where it holds a run already."""
+    """Run directory; a number is appended where there is one of that name."""
     activations: Names = ("relu", "leaky_relu", "sigmoid", "tanh", "swish", "gelu")
     """Candidates."""
     geometry: Literal["exponentiate", "project", "softmax"] = "exponentiate"
@@ -149,7 +149,7 @@ class Certify(Job):
     """Which kernel, on what, and how exactly; every flag has a default."""
 
     out: flags.Out = pathlib.Path("runs/certify")
-    """Run directory; a number is appended where it holds a run already."""
+    """Run directory; a number is appended where there is one of that name."""
     activations: Names = ("relu", "tanh", "swish")
     """Candidates: the vertices of the simplex."""
     kernel: Annotated[str, flags.Importable()] | None = None
@@ -180,7 +180,7 @@ class Baseline(Resumable):
     data: Images | Literal["imdb"] = "digits"  # type: ignore[assignment]
     """Dataset; digits ships with scikit-learn."""
     out: flags.Out = pathlib.Path("runs/baseline")
-    """Run directory; a number is appended where it holds a run already."""
+    """Run directory; a number is appended where there is one of that name."""
     method: Literal[
         "all",
         "weight-sharing",
@@ -258,7 +258,7 @@ class Rank(Resumable):
     data: Images = "cifar10"
     """Dataset of the batch that networks are scored on; digits ships with scikit-learn."""
     out: flags.Out = pathlib.Path("runs/rank")
-    """Run directory; a number is appended where it holds a run already."""
+    """Run directory; a number is appended where there is one of that name."""
     scores: _Scores = ("eigen_nas", "min_eigenvalue", "naswot", "synflow")
     """Names in ntk.scores, or 'all' for every one of them."""
     aggregate: _Parts = ()

@@ -36,7 +36,7 @@ class DeepSearch(Resumable):
     """Flags of every search with shared weights."""
 
     out: flags.Out = pathlib.Path("runs/search")
-    """Run directory; a number is appended where it holds a run already."""
+    """Run directory; a number is appended where there is one of that name."""
     strategy: Strategy = "darts-first"
     """DARTS of first order, of second order, exactly or by its paper's finite difference;
     exponentiated gradient, on validation or on training batches; random search with weight

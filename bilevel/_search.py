@@ -61,7 +61,7 @@ class SearchResult:
     w: Pytree
     history: dict[str, Any]  # name -> [rows, ...]; "alpha" as a pytree of those
     state: DescentState
-    stopped: str  # "" when all steps were done, else why not
+    stopped: str  # "" when all steps were done and nobody interrupted them, else what ended it
     info: Info | None = None  # of a single loop's last direction, with diagnostics
     history_every: int = 1  # steps that a row of the history stands for
 
@@ -437,14 +437,15 @@ def _drive(
             if trouble:
                 _raise(setup, trouble, carry, data)
             show(done, functools.partial(_shown, carry.last))
-            if done < steps and anyone(interrupted()):
-                stopped = f"interrupted after step {done}"
-            elif (
+            interrupt = anyone(interrupted())
+            if (
                 callback is not None
-                and (every is None or done % every == 0 or done == steps)
+                and (done == steps or not interrupt and (every is None or done % every == 0))
                 and _ended(callback, _result(setup, carry, ""))
             ):
                 stopped = f"ended by the callback after step {done}"
+            if interrupt:
+                stopped = f"interrupted after step {done}"
             if stopped:
                 saver.save(done, kept, last=True)
                 break

@@ -392,7 +392,7 @@ def test_ctrl_c_returns_what_there_is(tmp_path):
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_ctrl_c_in_the_last_chunk_leaves_a_whole_search():
+def test_ctrl_c_in_the_last_chunk_is_told_and_leaves_the_last_callback():
     seen = []
 
     def interrupt(result):
@@ -401,7 +401,7 @@ def test_ctrl_c_in_the_last_chunk_leaves_a_whole_search():
             os.kill(os.getpid(), signal.SIGINT)
 
     result = noisy(steps=9, chunk=3, callback=interrupt)
-    assert result.stopped == "" and seen == [3, 6, 9]
+    assert result.stopped == "interrupted after step 9" and seen == [3, 6, 9]
 
 
 def test_a_directory_with_a_checkpoint_is_not_overwritten(tmp_path):

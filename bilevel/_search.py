@@ -440,7 +440,7 @@ def _drive(
             interrupt = anyone(interrupted())
             if (
                 callback is not None
-                and (done == steps or not interrupt and (every is None or done % every == 0))
+                and (done == steps or (not interrupt and (every is None or done % every == 0)))
                 and _ended(callback, _result(setup, carry, ""))
             ):
                 stopped = f"ended by the callback after step {done}"

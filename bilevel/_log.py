@@ -77,7 +77,8 @@ def log(path: str | os.PathLike, *, resume: bool = False) -> Callable[[Any], Non
             if np.size(rows) <= _SMALL * total
         ]
         lines.append(
-            {"step": step_of(i, count, every)} | {name: _plain(rows[i]) for name, rows in columns}
+            {"step": step_of(i, count, every)}
+            | {name: without_nan(rows[i].tolist()) for name, rows in columns}
             for i in range(lines.last // every, total)
             if step_of(i, count, every) > lines.last
         )
@@ -154,9 +155,16 @@ def _named(tree: Any) -> Iterator[tuple[str, Any]]:
         yield jax.tree_util.keystr(path, simple=True, separator="."), x
 
 
-def _plain(x: np.ndarray) -> Any:
-    """Numbers as JSON has them: it has no NaN."""
-    if x.ndim:
-        return [_plain(entry) for entry in x]
-    value = x.item()
+def without_nan(value: Any) -> Any:
+    """``value`` as JSON has it: null where a number is not finite.
+
+    Examples
+    --------
+    >>> without_nan({"gap": [0.5, float("nan")]})
+    {'gap': [0.5, None]}
+    """
+    if isinstance(value, Mapping):
+        return {key: without_nan(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_nan(part) for part in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

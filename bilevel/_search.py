@@ -438,11 +438,8 @@ def _drive(
                 _raise(setup, trouble, carry, data)
             show(done, functools.partial(_shown, carry.last))
             interrupt = anyone(interrupted())
-            if (
-                callback is not None
-                and (done == steps or (not interrupt and (every is None or done % every == 0)))
-                and _ended(callback, _result(setup, carry, ""))
-            ):
+            due = done == steps or (not interrupt and (every is None or done % every == 0))
+            if callback is not None and due and _ended(callback, _result(setup, carry, "")):
                 stopped = f"ended by the callback after step {done}"
             if interrupt:
                 stopped = f"interrupted after step {done}"

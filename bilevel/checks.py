@@ -55,6 +55,7 @@ __all__ = [
     "number",
     "numbers",
     "offending",
+    "one_a_row",
     "pair",
     "positive",
     "positives",
@@ -91,8 +92,7 @@ def nonnegative(name: str, x: Any) -> jax.Array:
         raise ValueError(f"{name}: expected at least one number, got the shape {x.shape}.")
     if concrete(x) and not np.all(x >= 0):
         raise ValueError(f"{name}: expected numbers of at least 0, got {offending(x, x >= 0)}.")
-    whole = concrete(x) and not jnp.issubdtype(x.dtype, jnp.floating)  # of too many bits, perhaps
-    return jnp.asarray(x.astype(float) if whole else x) * 1.0
+    return jnp.asarray(x * 1.0)  # in this order: whole ones may have more bits than JAX's
 
 
 def positives(**numbers: Any) -> list[Any]:
@@ -225,6 +225,13 @@ def scalar_loss(name: str, value: Any) -> Any:
             f"got shape {jnp.shape(value)} of {jnp.result_type(value)}."
         )
     return value
+
+
+def one_a_row(labels: Any, shape: tuple[int, ...]) -> None:
+    """Refuse labels that are not one a row: [n, 1] would be compared with all rows."""
+    if jnp.shape(labels) != shape:
+        got = jnp.shape(labels)
+        raise ValueError(f"labels: expected one a row, shape {shape}, got shape {got}.")
 
 
 def losses(name: str, value: Any) -> None:

@@ -3,10 +3,14 @@
 Inner products and step lengths are scalars that go round in loops, so they need one dtype: the
 widest among the weights, and at least float32. The weights are widened to it on the way into a
 solver, and the losses narrow them again; where all have that dtype already, nothing happens.
+Of data there is the other limit of a dtype: numbers whose squares leave its range.
 """
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from bilevel.protocols import Loss, Pytree
 
@@ -69,3 +73,17 @@ def rounding(w: Pytree) -> float:
 def widened(loss: Loss, like: Pytree) -> Loss:
     """``loss`` as a function of widened weights."""
     return lambda w, alpha, batch: loss(narrow(w, like), alpha, batch)
+
+
+def squarable(parts: list) -> list:
+    """Arrays in 32 bits at least, and in a unit, a power of two, in which the first can be squared.
+
+    Examples
+    --------
+    >>> squarable([np.array([3e30, 0.0], np.float32)])[0].max() < 1
+    np.True_
+    """
+    parts = [a.astype(jnp.promote_types(jnp.result_type(a), jnp.float32)) for a in parts]
+    numbers: Any = jnp if isinstance(parts[0], jax.Array) else np
+    _, exponent = numbers.frexp(numbers.abs(parts[0]).max())
+    return [numbers.ldexp(a, -exponent) for a in parts]

@@ -48,17 +48,39 @@ def write(path: str | os.PathLike, arrays: Mapping[str, np.ndarray], notes: Any 
     ...     read(f"{folder}/x.npz")
     ({'x': array([1., 1.])}, {'step': 3})
     """
-    path = pathlib.Path(path)
-    part = path.with_name(path.name + _PART)
     arrays = {name: np.asarray(x) for name, x in arrays.items()}
     # numpy's format knows bfloat16 and its like as bytes only.
     foreign = {name: x.dtype.name for name, x in arrays.items() if x.dtype.kind == "V"}
     stored = {k: x.view(f"u{x.itemsize}") if k in foreign else x for k, x in arrays.items()}
     stored["notes"] = np.array(json.dumps({"notes": notes, "dtypes": foreign}))
+    with replaced(path) as file:
+        np.savez(file, allow_pickle=False, **stored)
+        file.write(_digest(file, file.seek(0, os.SEEK_END)))
+
+
+@contextmanager
+def replaced(path: str | os.PathLike) -> Iterator[IO[bytes]]:
+    """A file to write in that takes the place of ``path`` once it is whole and on the disk.
+
+    Raises
+    ------
+    OSError
+        If it cannot be written; what was at ``path`` before stays.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     with replaced(f"{folder}/x.txt") as file:
+    ...         _ = file.write(b"whole")
+    ...     pathlib.Path(folder, "x.txt").read_bytes()
+    b'whole'
+    """
+    path = pathlib.Path(path)
+    part = path.with_name(path.name + _PART)
     try:
         with part.open("w+b") as file:
-            np.savez(file, allow_pickle=False, **stored)
-            file.write(_digest(file, file.seek(0, os.SEEK_END)))
+            yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(part, path)

@@ -78,7 +78,7 @@ def kernel_scores(key, apply: Apply, params: Pytree, batch: Batch) -> dict[str, 
     K = _gram(gradients)
     return {
         "kernel": K,
-        **_of_matrix(K, y, classes),
+        **_of_matrix(K, spectrum.eigenvalues(K), y, classes),
         "log_traces": _log_sum(_traces(apply, params, x, gradients)),
     }
 
@@ -122,17 +122,19 @@ def of_kernel(K, y=None, *, x=None) -> dict[str, jax.Array]:
             "K: expected a positive semidefinite matrix, got one with the eigenvalue "
             f"{values[0]:.3g}."
         )
-    K = nan_unless(good, K)
+    K, values = nan_unless(good, (K, values))
     if y is None:
-        return _of_matrix(K, None, 0)
+        return _of_matrix(K, values, None, 0)
     y = np.asarray(array("y", y))
     if y.shape != (len(K),) or not np.issubdtype(y.dtype, np.integer) or y.min() < 0:
         raise ValueError(f"y: expected {len(K)} labels from 0, got {y.dtype} of shape {y.shape}.")
-    return _of_matrix(K, jnp.asarray(y), int(y.max()) + 1)
+    return _of_matrix(K, values, jnp.asarray(y), int(y.max()) + 1)
 
 
-def _of_matrix(K: jax.Array, y: jax.Array | None, classes: int) -> dict[str, jax.Array]:
-    values = spectrum.eigenvalues(K)
+def _of_matrix(
+    K: jax.Array, values: jax.Array, y: jax.Array | None, classes: int
+) -> dict[str, jax.Array]:
+    """The scores of ``K`` with these eigenvalues."""
     found = {
         "eigen_nas": jnp.trace(K) / len(K),
         "min_eigenvalue": jnp.maximum(values[0], 0),

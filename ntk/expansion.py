@@ -120,15 +120,14 @@ def taylor_expand(apply: Apply, params, order: int) -> Apply:
             return apply(jax.tree.unflatten(structure, merged), x)
 
         terms = _derivatives(along, order, start, step)
-        weights = [1 / math.factorial(i) for i in range(order + 1)]
-        return jax.tree.map(
-            lambda known, *ds: (
-                known + sum(w * d for w, d in zip(weights[1:], ds, strict=True))
-                if jnp.issubdtype(jnp.result_type(known), jnp.inexact)
-                else known
-            ),  # whole numbers, of which there is no derivative
-            *terms,
-        )
+        weights = [1 / math.factorial(i) for i in range(1, order + 1)]
+
+        def total(value, *derivatives):
+            if not jnp.issubdtype(jnp.result_type(value), jnp.inexact):
+                return value  # whole numbers have none
+            return value + sum(w * d for w, d in zip(weights, derivatives, strict=True))
+
+        return jax.tree.map(total, *terms)
 
     return expanded
 

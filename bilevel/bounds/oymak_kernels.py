@@ -251,13 +251,13 @@ def oymak_theorem3(
     t, n_valid, B, C = positives(t=t, n_valid=n_valid, B=B, C=C)
     count("h", h)
     family, y = _family(K, y)
+    if len(y) == 1:  # n_T^-3 alone is no chance
+        raise ValueError("K: expected more than one row, of which the theorem says nothing, got 1.")
     fails = math.exp(-t) + len(y) ** -3 + math.exp(-10 * h)
     if not 4 * fails < 1:
         raise ValueError(
             "t: expected a number that leaves a positive probability for n_T = "
             f"{len(y)} rows and h = {h}, got {t}."
-            if 4 * (fails - math.exp(-t)) < 1
-            else f"K: expected more than one row, of which the theorem says nothing, got {len(y)}."
         )
     energy, definite = _energy(family, y)
     found = [None] if activations is None else [_smooth(s) for s in activations]

@@ -1,21 +1,20 @@
 """What the commands share: the files of a run, and the screen."""
 
-import contextlib
 import dataclasses
 import datetime
 import decimal
 import json
-import math
 import pathlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import IO, Any
+from typing import Any
 
 import jax
 import numpy as np
 from rich.console import Console
 
 from bilevel import plots, store
+from bilevel._log import without_nan
 from bilevel._processes import first
 from bilevel._progress import RunBar, run_bar
 from bilevel.cli import call
@@ -53,35 +52,15 @@ def write(folder: pathlib.Path, result: dict[str, Any], arrays: dict[str, Any]) 
     if not first():
         return
     with store.losing_only_the_record(f"out: results in {folder}"):
-        with _replaced(folder / "result.json") as file:
+        with store.replaced(folder / "result.json") as file:
             file.write(as_json(result).encode() + b"\n")
-        with _replaced(folder / "arrays.npz") as file:
+        with store.replaced(folder / "arrays.npz") as file:
             np.savez(file, allow_pickle=False, **arrays)
 
 
 def as_json(result: Any) -> str:
     """``result`` as JSON, which has no NaN and no infinity: null."""
-    return json.dumps(_without_nan(result), indent=2, allow_nan=False)
-
-
-def _without_nan(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _without_nan(part) for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [_without_nan(part) for part in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-@contextlib.contextmanager
-def _replaced(path: pathlib.Path) -> Iterator[IO[bytes]]:
-    """A file that takes the place of ``path`` once it is whole."""
-    new = path.with_name(f"{path.name}.new")
-    try:
-        with new.open("wb") as file:
-            yield file
-        new.replace(path)
-    finally:
-        new.unlink(missing_ok=True)
+    return json.dumps(without_nan(result), indent=2, allow_nan=False)
 
 
 def picture(path: pathlib.Path, size: tuple[float, float], draw: Callable[[Any], None]) -> None:
@@ -99,7 +78,7 @@ def picture(path: pathlib.Path, size: tuple[float, float], draw: Callable[[Any],
     with plots.style():
         figure = Figure(size, layout="constrained")
         draw(figure)
-        with store.losing_only_the_record(f"out: {path}"), _replaced(path) as file:
+        with store.losing_only_the_record(f"out: {path}"), store.replaced(path) as file:
             figure.savefig(file, dpi=150, format="png")
 
 

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Iterator
 from typing import Any
 
+from bilevel import store
 from bilevel._processes import first, text_of_first
 from bilevel.cli import flags, report, saved
 from bilevel.cli.interrupts import Stopped
@@ -142,10 +143,9 @@ def _save_changed(folder: pathlib.Path, config: Any, changeable: tuple[str, ...]
     """Save the ``changeable`` flags as they are now: with them the run gives the result it has."""
     before, now = saved.read(folder / _CONFIG, "out"), report.flags(config)
     if (after := before | {name: now[name] for name in changeable}) != before:
-        with contextlib.suppress(OSError):  # a full disk: the result is there already
-            new = folder / f"{_CONFIG}.new"
-            new.write_text(_as_json(after))
-            new.replace(folder / _CONFIG)
+        # A full disk: the result is there already.
+        with contextlib.suppress(OSError), store.replaced(folder / _CONFIG) as file:
+            file.write(_as_json(after).encode())
 
 
 def _is_directory(path: pathlib.Path) -> bool:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bilevel.checks import whole
+from bilevel.checks import one_a_row, whole
 from bilevel.protocols import Pytree
 
 Part = tuple[chex.Array, chex.Array]
@@ -104,10 +104,7 @@ def wrong_rows(
     """
     known = jnp.isfinite(outputs).reshape(len(outputs), -1).all(axis=1)
     guesses = predict(outputs)
-    if guesses.shape != jnp.shape(labels):
-        raise ValueError(
-            f"labels: expected one a row, shape {guesses.shape}, got shape {jnp.shape(labels)}."
-        )
+    one_a_row(labels, guesses.shape)
     return (guesses != labels) | ~known
 
 

@@ -1,7 +1,6 @@
 """Images for convolutional networks: normalised, made smaller, moved, mirrored, cut out of."""
 
 import math
-from typing import Any
 
 import chex
 import jax
@@ -10,6 +9,7 @@ import numpy as np
 
 from bilevel.checks import concrete, images, prng_key, whole
 from bilevel.nets.convolution import average_pool
+from bilevel.precision import squarable
 
 
 def unit_images(
@@ -44,7 +44,7 @@ def unit_images(
     for name, a in zip(("x", *["others"] * len(others)), parts, strict=True):
         if images(name, a).shape[1:] != parts[0].shape[1:]:
             raise ValueError(f"{name}: expected images {parts[0].shape[1:]}, got {a.shape[1:]}.")
-    parts = _scaled(parts)
+    parts = squarable(parts)
     factor = _factor(parts[0].shape[1:3], pixels)
     if factor > 1:
         parts = [_averaged(a, factor) for a in parts]
@@ -57,14 +57,6 @@ def unit_images(
     elif not (deviation > 0).all():
         raise ValueError(f"x: expected channels that vary, got deviations {deviation}.")
     return tuple(jnp.asarray((a - mean) / deviation) for a in parts)
-
-
-def _scaled(parts):
-    """In 32 bits at least, and a unit, a power of two, whose squares stay within the range."""
-    parts = [a.astype(jnp.promote_types(jnp.result_type(a), jnp.float32)) for a in parts]
-    numbers: Any = jnp if isinstance(parts[0], jax.Array) else np
-    _, exponent = numbers.frexp(numbers.abs(parts[0]).max())
-    return [numbers.ldexp(a, -exponent) for a in parts]
 
 
 def _channel_means(x):

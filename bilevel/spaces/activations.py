@@ -34,6 +34,7 @@ import optax
 import ntk
 from bilevel.checks import between, concrete, floats, known, number, sequence, whole
 from bilevel.nets.evaluation import wrong_rows
+from bilevel.precision import squarable
 from bilevel.problem import Problem
 from bilevel.protocols import LowerSolver
 from bilevel.solvers import restarted, unrolled
@@ -318,7 +319,7 @@ def unit_inputs(x: chex.Array, *others: jax.Array) -> jax.Array | tuple[jax.Arra
     >>> unit_inputs(jnp.array([[0.0, 0.0], [2.0, 0.0]]))
     Array([[-1., 0.], [ 1., 0.]], dtype=float...)
     """
-    flat = _scaled([_flattened(a) for a in (x, *others)])
+    flat = squarable([_flattened(a) for a in (x, *others)])
     mean = _column_means(flat[0])
     centred = [a - mean for a in flat]
     norms = [jnp.linalg.norm(a, axis=1, keepdims=True) for a in centred]
@@ -326,12 +327,6 @@ def unit_inputs(x: chex.Array, *others: jax.Array) -> jax.Array | tuple[jax.Arra
         raise ValueError("x: expected rows that differ from their mean, got one that does not.")
     unit = tuple(a / norm for a, norm in zip(centred, norms, strict=True))
     return unit if others else unit[0]
-
-
-def _scaled(parts: list[jax.Array]) -> list[jax.Array]:
-    """In a unit, a power of two, in which squares stay within their type's range."""
-    _, exponent = jnp.frexp(jnp.max(jnp.abs(parts[0])))
-    return [jnp.ldexp(a, -exponent) for a in parts]
 
 
 def _column_means(x: jax.Array) -> jax.Array:

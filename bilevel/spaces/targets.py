@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from bilevel.checks import array, concrete, whole
+from bilevel.checks import array, concrete, one_a_row, whole
 from bilevel.problem import Problem
 from bilevel.protocols import Pytree
 from bilevel.spaces.space import on_simplices
@@ -120,9 +120,7 @@ def label_losses(f: chex.Array, labels: chex.Array) -> jax.Array:
     >>> label_losses(jnp.zeros(3), jnp.array([0, 1, -1])).round(4)
     Array([0.6931, 0.6931,    nan], dtype=float...)
     """
-    if jnp.shape(labels) != f.shape[:1]:
-        got = jnp.shape(labels)
-        raise ValueError(f"labels: expected one a row, shape {f.shape[:1]}, got shape {got}.")
+    one_a_row(labels, f.shape[:1])
     labels = jnp.asarray(labels)
     if not jnp.issubdtype(labels.dtype, jnp.floating):
         labels = labels.astype(int)  # 256 is 0 of bytes

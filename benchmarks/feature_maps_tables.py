@@ -185,7 +185,7 @@ def picture(rows, path):
 def draw(rows, axes):
     from types import SimpleNamespace
 
-    for row in harness.where(rows, part="correlation"):
+    for row in sorted(harness.where(rows, part="correlation"), key=lambda r: r["dimension"]):
         label = f"{row['dimension']} features, Spearman {row['spearman']:.2f}"
         axes[0].plot(row["shared"], row["standalone"], "o", label=label, alpha=0.7)
     axes[0].set(xlabel="accuracy with shared weights", ylabel="standalone accuracy")
@@ -199,5 +199,7 @@ def draw(rows, axes):
         if of_method(rows, name)
     }
     comparable = {n: c for n, c in curves.items() if n not in ("successive halving", "Hyperband")}
+    curves = comparable | curves  # the same colours in both
     plots.traces(comparable, "calls", axes[1]).get_legend().remove()  # one at the right is for both
     plots.traces(curves, "seconds", axes[2]).legend(loc="center left", bbox_to_anchor=(1, 0.5))
+    axes[2].set_xlabel("seconds, without compilation")  # see `warm_up`

@@ -372,8 +372,8 @@ def _read_cifar10(name, train_size, download):
     )
     if 0 < held < wanted:
         raise ValueError(
-            f"{folder}: expected {wanted:,} training rows for train_size={train_size}, "
-            f"got {held:,} of {total:,}: pass train_size<={held}"
+            f"{folder}: expected {wanted:,} training rows, got {held:,} of {total:,}: ask for at "
+            f"most {held:,}"
         )
     packed = members(archive, source.digest, r"_batch.*\.bin$") if archive else ()
     packed = {Path(member).name: (archive / member, content) for member, content in packed}

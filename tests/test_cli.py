@@ -479,6 +479,22 @@ def test_devices_that_are_not_there_are_named(tmp_path, capsys):
     assert "devices: expected at most the 1 that JAX finds, got 2." in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("line", "copies"),
+    [(("search", "--seeds", "3"), "3 seeds"), (("rank", "--at-once", "3"), "3 networks at once")],
+)
+def test_devices_that_do_not_divide_are_refused_before_the_data_are_read(
+    tmp_path, capsys, monkeypatch, line, copies
+):
+    def read(*args, **sizes):
+        raise AssertionError("the data were read")
+
+    monkeypatch.setattr("bilevel.data.samples", read)
+    monkeypatch.setattr(jax, "device_count", lambda: 2)
+    assert main([*line, "--devices", "all", "--out", str(tmp_path / "run"), "--quiet"]) == 2
+    assert f"devices: expected a divisor of the {copies}, got 2." in capsys.readouterr().err
+
+
 def test_results_are_json_that_others_read(tmp_path):
     """One seed has no standard error: NaN, which JSON does not have."""
     assert search(tmp_path / "run", *CLOSED, "--quiet") == 0
@@ -496,6 +512,8 @@ def test_results_are_json_that_others_read(tmp_path):
         ("{'a': lambda x: x @ x.T}", "kernel: expected a to be a function of 2 arguments, got a"),
         ("{1: lambda x, y: x @ y.T}", "kernel: expected mine:kernels to return"),
         ("{'worst mixture': lambda x, y: x @ y.T}", "kernel: expected mine:kernels to return"),
+        ("dict.fromkeys(('a b', 'a_b'), lambda x, y: x @ y.T)", "kernel: expected names that"),
+        ("{'worst_mixture': lambda x, y: x @ y.T}", "kernel: expected names that differ"),
         ("lambda x, y: 1j * (x[:, 0, 0] @ y[:, 0, 0].T)", "K: expected .* real values"),
     ],
 )

@@ -119,6 +119,8 @@ def test_the_cost_of_a_search_is_counted_in_networks():
     supernet = 7_783_040 + 6 * (35_389_440 + 3_932_160)
     network = 7_783_040 + 6 / 5 * (35_389_440 + 3_932_160)  # each operation on a fifth of the edges
     np.testing.assert_allclose(supernet_cost(), supernet / network)
+    with pytest.raises(ValueError, match="operations: expected at least one operation, got"):
+        supernet_cost(())
 
 
 def test_mistakes_are_one_sentence_and_leave_no_run_directory(tmp_path, capsys, known):

@@ -348,7 +348,7 @@ def test_cifar_reads_no_batch_beyond_those_it_needs(places):
 def test_more_rows_than_the_cifar_batches_there_is_refused_with_what_is_there(places, asked):
     write(places.given / "cifar10", {file: CIFAR[file] for file in (*BATCHES[:3], BATCHES[5])})
     message = refusal(ValueError, "cifar10", train_size=asked)
-    assert "got 12 of 20" in message and "train_size<=12" in message
+    assert "got 12 of 20" in message and "ask for at most 12" in message
     assert str(places.given / "cifar10") in message
     assert len(data.load("cifar10", train_size=12).y_train) == 12
 

@@ -59,13 +59,16 @@ def run_certify(config: Certify) -> dict[str, Any]:
             result, spectra = _certified(blocks, config.rtol, bar)
         result["seconds"]["all"] = time.perf_counter() - began
         result = {"config": report.flags(config)} | result | report.origin()
-        spectrum = {
-            f"spectrum_{name}".replace(" ", "_"): values for name, values in spectra.items()
-        }
+        spectrum = {_array_name(name): values for name, values in spectra.items()}
         report.write(folder, result, {"x": blocks.x} | spectrum)
         _picture(folder, result, spectra)
         _print(result, folder)
         return result
+
+
+def _array_name(kernel: str) -> str:
+    """Of its spectrum in ``arrays.npz``."""
+    return f"spectrum_{kernel}".replace(" ", "_")
 
 
 def _work(config: Certify) -> dict[str, float]:
@@ -110,6 +113,11 @@ def _of_functions(name: str, rows: np.ndarray, pixels: int | None, bar: RunBar) 
         raise ValueError(
             f"kernel: expected {name} to return a kernel function, or several by name, got "
             f"{found!r}."
+        )
+    if len({*map(_array_name, (*kernels, *_MIXTURES))}) < len(kernels) + len(_MIXTURES):
+        raise ValueError(
+            f"kernel: expected names that differ by more than spaces and underscores, got "
+            f"{[*kernels]}."
         )
     for key, kernel in kernels.items():
         takes("kernel", key, kernel, 2)

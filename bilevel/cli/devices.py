@@ -35,7 +35,21 @@ def join() -> None:
 def over(devices: int | Literal["all"], copies: int, what: str, tree: Pytree) -> Pytree:
     """``tree``, whose arrays lead with an axis of ``copies``, spread over so many devices.
 
-    Of several processes each has the same ``tree``, and all devices are taken.
+    Of several processes each has the same ``tree``, and all devices are taken. Raises as
+    :func:`count_for` does.
+    """
+    count = count_for(devices, copies, what)
+    if count == 1:
+        return tree
+    mesh = jax.make_mesh(
+        (count,), ("copies",), axis_types=(AxisType.Auto,), devices=jax.devices()[:count]
+    )
+    sharding = NamedSharding(mesh, PartitionSpec("copies"))
+    return jax.tree.map(lambda x: spread(x, sharding), tree)
+
+
+def count_for(devices: int | Literal["all"], copies: int, what: str) -> int:
+    """How many devices the flag means: asked before a command reads its data.
 
     Raises
     ------
@@ -50,13 +64,7 @@ def over(devices: int | Literal["all"], copies: int, what: str, tree: Pytree) ->
         raise ValueError(f"devices: expected all {found} of several processes, got {count}.")
     if copies % count:
         raise ValueError(f"devices: expected a divisor of the {copies} {what}, got {count}.")
-    if count == 1:
-        return tree
-    mesh = jax.make_mesh(
-        (count,), ("copies",), axis_types=(AxisType.Auto,), devices=jax.devices()[:count]
-    )
-    sharding = NamedSharding(mesh, PartitionSpec("copies"))
-    return jax.tree.map(lambda x: spread(x, sharding), tree)
+    return count
 
 
 def here(tree: Pytree) -> Pytree:

@@ -22,7 +22,7 @@ from bilevel import plots
 from bilevel._progress import RunBar, progress_bar
 from bilevel.cli import deep, images, report
 from bilevel.cli.commands import Rank
-from bilevel.cli.devices import over
+from bilevel.cli.devices import count_for, over
 from bilevel.cli.known import CLASSES, pixel_count
 from bilevel.cli.runs import run_directory
 from bilevel.judging.table import RUN_SETS, Table, load_table, published_scores
@@ -121,6 +121,7 @@ def _work(config: Rank) -> dict[str, float]:
 
 def _plan(config: Rank) -> tuple[Plan, Training]:
     """Data, networks and how they are judged: the last place that reads a flag."""
+    count_for(config.devices, config.at_once, "networks at once")
     unit = functools.partial(unit_images, pixels=config.pixels)
     sizes = {"train": config.train, "test": config.test}
     (rows,) = datasets.samples(config.data, [jax.random.key(config.seed)], valid=1, **sizes)

@@ -30,7 +30,7 @@ from bilevel.activation_search import (
 )
 from bilevel.cli import argmax, report
 from bilevel.cli.commands import JOINT_EPOCHS, LONGER, Search
-from bilevel.cli.devices import here, over
+from bilevel.cli.devices import count_for, here, over
 from bilevel.cli.kernels import kernel_eigenvalue
 from bilevel.cli.known import CLASSES, inputs
 from bilevel.cli.runs import run_directory
@@ -81,6 +81,7 @@ def run_search(config: Search) -> dict[str, Any]:
 
 def _plan(config: Search) -> Plan:
     """Data, problem, solvers and optimizer of all seeds: the last place that reads a flag."""
+    count_for(config.devices, config.seeds, "seeds")
     space = activation_space(
         config.activations, width=config.width, classes=CLASSES, outer=config.outer
     )

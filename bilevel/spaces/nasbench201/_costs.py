@@ -184,7 +184,7 @@ def supernet_cost(
     Raises
     ------
     ValueError
-        For an unknown operation, or a number under 1.
+        For no operation, an unknown one, or a number under 1.
 
     Examples
     --------
@@ -196,6 +196,8 @@ def supernet_cost(
         known("operations", name, PRIMITIVES)
         return multiply_adds(Genotype((name,) * len(EDGES)), cells=cells, channels=channels)
 
+    if not operations:
+        raise ValueError(f"operations: expected at least one operation, got {operations!r}.")
     outside = cost("none")
     inside = sum(cost(name) - outside for name in operations)
     return (outside + inside) / (outside + inside / len(operations))

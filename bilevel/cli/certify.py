@@ -67,7 +67,7 @@ def run_certify(config: Certify) -> dict[str, Any]:
 
 
 def _array_name(kernel: str) -> str:
-    """Of its spectrum in ``arrays.npz``."""
+    """Name of the kernel's spectrum in ``arrays.npz``."""
     return f"spectrum_{kernel}".replace(" ", "_")
 
 

@@ -70,6 +70,7 @@ EQUIVALENT = {
     "db3a4915": "adds a damping of 0 to the loss",
     "dad223a2": "divides a 0",
     "53ccac11": "phases in [-2 pi, 0) in the place of [0, 2 pi)",
+    "8c747dd2": "the residual of an invariant subspace: 0, or under it; both end the iteration",
     "3f0cb5b0": "where a search of shifts begins; what it ends at is proved by itself",
 }
 

@@ -4,10 +4,48 @@ import gzip
 import hashlib
 import io
 import lzma
+import os
 import re
 import tarfile
 import zlib
 from collections.abc import Callable
+from pathlib import Path
+
+
+def user_cache() -> Path | None:
+    """Folder of what the user keeps for this package; None for a user without a home.
+
+    Examples
+    --------
+    >>> folder = user_cache()
+    >>> folder is None or folder.is_absolute()
+    True
+    """
+    import pooch  # not with the package: many need no files
+
+    try:
+        folder = pooch.os_cache("bilevel")
+    except RuntimeError:
+        return None
+    # Where platformdirs is older, a folder called "~" in the working directory.
+    return folder if folder.is_absolute() else None
+
+
+def data_folders(name: str) -> list[Path]:
+    """Where the files called ``name`` may be: in ``$BILEVEL_DATA``, then in the user's cache.
+
+    Examples
+    --------
+    >>> {folder.name for folder in data_folders("mnist")} <= {"mnist"}
+    True
+    """
+    roots = os.environ.get("BILEVEL_DATA"), user_cache()
+    return [Path(root) / name for root in roots if root]
+
+
+def in_words(folders: list[Path]) -> str:
+    """Where files were looked for, in words."""
+    return " or ".join(map(str, folders)) or "$BILEVEL_DATA, as this user has no home"
 
 
 def find_file(folder, *files):

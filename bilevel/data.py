@@ -23,7 +23,6 @@ Vectors for Sentiment Analysis, ACL 2011.
 import csv
 import io
 import math
-import os
 import re
 import struct
 from collections.abc import Iterable
@@ -37,7 +36,16 @@ import pooch
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import maximum_flow
 
-from bilevel._files import check_digest, check_length, find_file, members, read_file
+from bilevel._files import (
+    check_digest,
+    check_length,
+    data_folders,
+    find_file,
+    in_words,
+    members,
+    read_file,
+    user_cache,
+)
 from bilevel.checks import known, prng_key, sequence, whole
 
 __all__ = [
@@ -439,20 +447,20 @@ _DATASETS = {
 
 def _folder(name, download):
     """The first place that holds files of a dataset, after filling the cache if need be."""
-    roots = (os.environ.get("BILEVEL_DATA"), pooch.os_cache("bilevel"))
-    *_, cache = folders = [Path(root) / name for root in roots if root]
+    folders, root = data_folders(name), user_cache()
+    cache = root and root / name
     missing = {
         folder: [s for s in SOURCES[name] if not find_file(folder, s.file, *s.files)]
         for folder in folders
     }
     found = next((f for f in folders if len(missing[f]) < len(SOURCES[name])), None)
-    if download and found in (None, cache):
+    if download and cache and found in (None, cache):
         for source in missing[cache]:
             _download(source, cache)
-    elif found is None:
-        places = " or ".join(map(str, folders))
-        raise FileNotFoundError(f"{name}: expected its files in {places}, got none")
-    return found or cache
+        return cache
+    if found is None:
+        raise FileNotFoundError(f"{name}: expected its files in {in_words(folders)}, got none")
+    return found
 
 
 def _download(source, folder):

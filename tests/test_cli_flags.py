@@ -430,3 +430,26 @@ jax.jit(lambda x: x + 1)(1.0)
         subprocess.run([sys.executable, "-c", code], env=environment | extra, check=True)
         assert list((tmp_path / folder).glob("jit_*"))
     assert len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.parametrize(
+    "user",
+    [
+        "pooch.os_cache = lambda name: pathlib.Path('~', name)",  # without a home
+        "os.access = lambda folder, mode: False",  # whose folder is not theirs to write in
+    ],
+)
+def test_programs_are_not_kept_where_they_cannot_be(tmp_path, user):
+    code = f"""
+import os, pathlib, jax, pooch
+{user}
+from bilevel.cli import programs
+programs.keep()
+print(jax.config.values["jax_compilation_cache_dir"], pathlib.Path("~").exists())
+"""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("JAX_")}
+    environment["XDG_CACHE_HOME"] = str(tmp_path / "cache")
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.stdout == "None False\n"

@@ -421,6 +421,26 @@ def test_without_download_a_dataset_that_is_nowhere_is_refused_with_where_it_was
     assert not host.asked
 
 
+def homeless(project):
+    """What the present platformdirs does for a user who has no home."""
+    raise RuntimeError("could not determine the home directory for '~/.cache'")
+
+
+@pytest.mark.parametrize("cache", [homeless, lambda project: Path("~/.cache", project)])
+def test_a_user_without_a_home_has_the_folder_of_bilevel_data_alone(
+    places, host, tmp_path, monkeypatch, cache
+):
+    monkeypatch.setattr(data.pooch, "os_cache", cache)
+    monkeypatch.chdir(tmp_path)
+    message = refusal(FileNotFoundError, "mnist")
+    assert f"expected its files in {places.given / 'mnist'}, got none" in message
+    write(places.given / "mnist", MNIST)
+    assert len(data.load("mnist").y_train) == 6
+    monkeypatch.delenv("BILEVEL_DATA")
+    assert "this user has no home" in refusal(FileNotFoundError, "mnist")
+    assert not host.asked and not Path("~").exists()  # a folder of that name
+
+
 @pytest.mark.parametrize("name", ["mnist", "cifar10", "imdb"])
 def test_a_dataset_is_downloaded_once_into_the_cache(places, host, name):
     plain = {"mnist": MNIST, "cifar10": CIFAR, "imdb": {"imdb_reviews.csv": reviews_csv()}}[name]

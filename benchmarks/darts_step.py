@@ -25,7 +25,8 @@ PyTorch is in the dependency group `peers`, for an environment of its own; witho
 
     python benchmarks/darts_step.py            # 3 cells of 16 channels: 10 minutes on two cores
     python benchmarks/darts_step.py --quick    # 2 cells of 8, small images: minutes; no results
-    python benchmarks/darts_step.py --full     # the published 8 cells of 16; for an accelerator
+    python benchmarks/darts_step.py --full     # the published 8 cells of 16: half an hour, and
+                                               # 30 GB for PyTorch's second order
     python benchmarks/darts_step.py --table    # the results files as Markdown
 
 `--dtype bfloat16`: activations in 16 bits, PyTorch's by autocast; for an accelerator.

@@ -22,7 +22,7 @@ again, and a method that was cut short goes on with the solves in its journal.
     python benchmarks/feature_maps.py --data imdb        # IMDb
     python benchmarks/feature_maps.py --data digits      # what --quick runs, in a minute
     python benchmarks/feature_maps.py --full             # 24,000 + 6,000 images, 16,384 features
-    python benchmarks/feature_maps.py --full --features 4096    # ... in the time that there is
+    python benchmarks/feature_maps.py --full --features 2048    # ... in the time that there is
     python benchmarks/feature_maps.py --full --data imdb # all 50,000 reviews
     python benchmarks/feature_maps.py --table            # the results files as Markdown
 """

@@ -9,7 +9,7 @@ A table stands between two comments in the Markdown:
     <!-- end of table -->
 
 The first names a function of a script here, which gets the rows of `results/spectral.jsonl`. Behind
-it another results file may be named: `<!-- table: feature_maps.methods feature_maps_imdb -->`.
+it another results file may be named: `<!-- table: darts_gap.count_table darts_gap_deep -->`.
 """
 
 import argparse

@@ -169,7 +169,7 @@ def gram(rows: chex.Array) -> jax.Array:
     return jnp.matmul(rows, rows.T, precision="highest", preferred_element_type=dtype)
 
 
-def _another_batch(params: Pytree, x: jax.Array) -> tuple:
+def another_batch(params: Pytree, x: jax.Array) -> tuple:
     """Shapes of the same arguments with one sample more."""
     like = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf)), params
@@ -187,12 +187,12 @@ def sign_agreements(apply: Apply, params: Pytree, x: chex.Array) -> jax.Array:
     n = len(x)
 
     def count(eqn, other, inputs, outputs, total):
-        axis = _samples_axis(eqn, other, n)
+        axis = samples_axis(eqn, other, n)
         if axis is None:
             return outputs, total
         return outputs, total + _same_signs(inputs[0], axis)
 
-    start, twin = jnp.zeros((n, n), jnp.float32), _another_batch(params, x)
+    start, twin = jnp.zeros((n, n), jnp.float32), another_batch(params, x)
     return fold(marked(apply), is_relu, count, start, params, x, what="ReLU", twin=twin)[1]
 
 
@@ -202,12 +202,12 @@ def used_sign_agreements(apply: Apply, params: Pytree, x: chex.Array) -> jax.Arr
 
     def response(total):
         def probe(eqn, other, inputs, outputs, nothing):
-            axis = _samples_axis(eqn, other, n)
+            axis = samples_axis(eqn, other, n)
             if axis is None:
                 return outputs, nothing
             return [_counted(axis, outputs[0], inputs[0], total)], nothing
 
-        twin = _another_batch(params, x)
+        twin = another_batch(params, x)
         logits, _ = fold(marked(apply), is_relu, probe, (), params, x, what="ReLU", twin=twin)
         # Weights that no sum of derivatives cancels with.
         return jnp.sum(logits * jax.random.normal(jax.random.key(0), logits.shape, logits.dtype))
@@ -215,7 +215,7 @@ def used_sign_agreements(apply: Apply, params: Pytree, x: chex.Array) -> jax.Arr
     return jax.grad(response)(jnp.zeros((n, n), jnp.float32))
 
 
-def _samples_axis(eqn, other, n: int) -> int | None:
+def samples_axis(eqn, other, n: int) -> int | None:
     """The axis of the samples in a ReLU's input; None for one of weights or statistics."""
     shape, grown = (e.invars[0].aval.shape for e in (eqn, other))
     axes = _longer(shape, grown)
@@ -292,7 +292,7 @@ def layer_saliency(apply: Apply, params: Pytree, x: chex.Array, y: chex.Array) -
             found.append(axes)
             return [saliency(axes, outputs[0], total) if axes else outputs[0]], nothing
 
-        twin = _another_batch(params, x)
+        twin = another_batch(params, x)
         logits, _ = fold(apply, is_layer, probe, (), params, x, what="matrix product", twin=twin)
         if not any(found):
             raise ValueError(

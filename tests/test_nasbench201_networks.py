@@ -171,7 +171,7 @@ def test_an_edges_hessian_vector_product_is_the_operations(name):
     assert_close(product(functools.partial(_edge, True, which)), product(alone))
 
 
-@pytest.mark.parametrize("name", ["naswot", "fisher"])
+@pytest.mark.parametrize("name", ["naswot", "wrcor", "fisher"])
 def test_a_score_is_the_same_for_either_form(name):
     genotype, score = GENOTYPES["one that ends nowhere"], getattr(ntk.scores, name)
     w = weights()

@@ -6,8 +6,10 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from helpers import assert_close
+from jax.ad_checkpoint import checkpoint_name
 
 from ntk import scores
 from ntk.finite import empirical_kernel
@@ -16,7 +18,8 @@ N, INPUTS, HIDDEN, CLASSES = 6, 9, 7, 3
 
 ALL = [
     *("eigen_nas", "min_eigenvalue", "knas", "knas_released", "te_nas", "nasi", "grad_norm"),
-    *("snip", "grasp", "fisher", "zico", "jacov", "synflow", "naswot", "regions", "l2_norm"),
+    *("snip", "grasp", "fisher", "zico", "jacov", "synflow", "naswot", "regions", "wrcor"),
+    "l2_norm",
 ]
 
 
@@ -195,6 +198,12 @@ def by_hand_regions(net):
     return len({tuple(net.forward(x)[0] > 0) for x in net.x})
 
 
+def by_hand_wrcor(net):
+    z = [net.forward(x)[0] for x in net.x]
+    down = [g["a"]["bias"] for g in net.loss_gradients()]
+    return np.linalg.slogdet(abs(np.corrcoef(z)) + abs(np.corrcoef(down)))[1]
+
+
 def by_hand_l2_norm(net):
     return sum(np.sqrt(np.sum(w**2)) for w in kernels(net.p))
 
@@ -217,7 +226,7 @@ def test_score_under_jit_and_vmap_over_weights_is_the_score_of_each(name):
     assert_close(together, jnp.stack([score(name, r, batch) for r in (p, q)]), f32=2e-3)
 
 
-@pytest.mark.parametrize("name", ["log_traces", "naswot", "regions", "zico"])
+@pytest.mark.parametrize("name", ["log_traces", "naswot", "regions", "wrcor", "zico"])
 def test_a_nan_among_traced_inputs_is_not_passed_over(name):
     params, (x, y) = draw()
     assert np.isnan(score(name, params, (x.at[0, 0].set(jnp.nan), y)))
@@ -270,6 +279,54 @@ def test_naswot_and_regions_do_not_see_a_positive_factor_on_a_layer():
         assert score(name, scaled, batch) == score(name, params, batch)
 
 
+def test_wrcor_weighs_layers_by_powers_of_two_which_end_where_they_are_named():
+    # Three ReLUs, whose gradients are taken at shifts of their inputs; the first two are a layer.
+    rng, W = (
+        np.random.default_rng(0),
+        jnp.asarray(np.random.default_rng(1).normal(size=(3, 16, 16))),
+    )
+    x, y = jnp.asarray(rng.normal(size=(4, 16))), jnp.arange(4)
+
+    def network(W, x, ends=(), shifts=(0, 0, 0)):
+        seen = []
+        for i, (w, shift) in enumerate(zip(W, shifts, strict=True)):
+            seen.append(x @ w + shift)
+            x = jax.nn.relu(seen[-1])
+            x = checkpoint_name(x, "layer") if i in ends else x
+        return x, seen
+
+    def loss(shifts):
+        return optax.softmax_cross_entropy_with_integer_labels(
+            network(W, x, (), shifts)[0], y
+        ).mean()
+
+    down = jax.grad(loss)([jnp.zeros((4, 16))] * 3)
+    both = [
+        abs(np.corrcoef(a)) + abs(np.corrcoef(b))
+        for a, b in zip(network(W, x)[1], down, strict=True)
+    ]
+    for ends, layers in {(): (0, 1, 2), (1,): (0, 0, 1), (0, 2): (0, 1, 1)}.items():
+        K = sum(2.0**layer * matrix for layer, matrix in zip(layers, both, strict=True))
+        found = score("wrcor", W, (x, y), lambda W, x, ends=ends: network(W, x, ends)[0])
+        assert_close(found, np.linalg.slogdet(K)[1], f32=1e-3)
+
+
+def test_wrcor_leaves_out_what_has_no_correlations_and_sees_small_gradients():
+    params, (x, y) = draw(bias=0.0)
+    z = [ByHand(params, (x, y)).forward(row)[0] for row in np.asarray(x)]
+
+    def after(factor):
+        return {**params, "b": jax.tree.map(lambda leaf: factor * leaf, params["b"])}
+
+    # Logits near 0 have the softmax's residuals at 0, whatever the factor.
+    assert_close(
+        score("wrcor", after(1e-25), (x, y)), score("wrcor", after(1e-7), (x, y)), f64=1e-5
+    )
+    alone = np.linalg.slogdet(abs(np.corrcoef(z)))[1]  # no gradient at the ReLU
+    assert_close(score("wrcor", after(0.0), (x, y)), alone)
+    assert score("wrcor", params, (x.at[1].set(x[0]), y.at[1].set(y[0]))) == -np.inf
+
+
 def test_synflow_uses_no_data():
     params, (x, y) = draw()
     assert score("synflow", params, (x, y)) == score("synflow", params, (7 * x[:2], y[:2]))
@@ -303,7 +360,7 @@ def test_a_dead_network_never_scores_nan(name):
     dead = jax.tree.map(jnp.zeros_like, params)
     found = score(name, dead, batch)
     assert not np.isnan(found)
-    if name in ("naswot", "synflow"):
+    if name in ("naswot", "synflow", "wrcor"):
         assert found == -np.inf
     if name == "te_nas":
         assert found == np.inf
@@ -437,7 +494,7 @@ FORMS = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("name", ["naswot", "fisher"])
+@pytest.mark.parametrize("name", ["naswot", "wrcor", "fisher"])
 def test_relus_and_layers_are_found_in_calls_loops_and_branches(name, form):
     layers, batch = stacked()
     assert_close(score(name, layers, batch, FORMS[form]), score(name, layers, batch, plain))

@@ -227,6 +227,30 @@ def signs(rng, dtype) -> Case:
     return Case(call, arguments, check, kinds, ("x",), fine=fine)
 
 
+@generates("ntk.scores.wrcor")
+def responses(rng, dtype) -> Case:
+    params, x, y = _setup(rng, dtype)
+    a, b, X = (np.asarray(v, np.float64) for v in (params["a"], params["b"], x))
+    z = X @ a
+    slope = scipy.special.softmax(np.maximum(z, 0) @ b, 1) - np.eye(2)[np.asarray(y)]
+    down = (slope @ b.T) * (z > 0)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        matrices = [abs(np.corrcoef(m)) for m in (z, down)]
+    K = sum(m for m in matrices if not np.isnan(m).any())
+
+    def call(params, x, y, apply):
+        return scores.wrcor(None, apply, params, (x, y))
+
+    def check(r):
+        usual = np.linalg.cond(K) < 1e3
+        return near("wrcor", r, np.linalg.slogdet(K)[1], 1e-2) if usual else ""
+
+    kinds = {"params": "tree", "x": "array", "y": "labels", "apply": "function"}
+    fine = ("apply: a number", "params: inf", "x: inf")
+    arguments = {"params": params, "x": x, "y": y, "apply": _relu_network}
+    return Case(call, arguments, check, kinds, ("x",), fine=fine)
+
+
 def _together(together, judged, rng, dtype) -> Case:
     """Scores by name, for the price of one."""
     params, x, y = _setup(rng, dtype)

@@ -23,7 +23,7 @@ SCORES = (
     *("eigen_nas", "min_eigenvalue", "certified_min_eigenvalue", "cosine_min_eigenvalue"),
     *("condition_number", "spectral_entropy", "label_energy", "log_traces", "knas"),
     *("knas_released", "te_nas", "nasi", "grad_norm", "snip", "grasp", "fisher", "zico", "jacov"),
-    *("synflow", "naswot", "regions", "l2_norm"),
+    *("synflow", "naswot", "regions", "wrcor", "l2_norm"),
 )
 BASELINES = ("parameters", "multiply-adds", "trainable layers", "conv edges")  # of scores
 

@@ -27,6 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
+from jax.ad_checkpoint import checkpoint_name
 
 from bilevel.checks import concrete
 from bilevel.nets.convolution import average_pool, convolution
@@ -203,7 +204,7 @@ def _cells(normalized: bool, which: jax.Array, weights: list[Pytree], x: jax.Arr
         nodes = [x, *[jnp.zeros_like(x)] * STAGES]
         for edge, (source, node) in enumerate(EDGES):
             nodes[node] += _edge(normalized, which[edge], w[f"edge_{edge}"], nodes[source])
-        return nodes[-1], None
+        return checkpoint_name(nodes[-1], "layer"), None
 
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *weights)
     return jax.lax.scan(jax.checkpoint(cell, prevent_cse=False), x, stacked)[0]

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from bilevel.checks import whole
 from bilevel.nets.convolution import average_pool
@@ -74,7 +75,7 @@ class Cell(nn.Module):
         ):
             if name != "none":
                 nodes[node] += Edge(name, self.norm, name=f"edge_{edge}")(nodes[source])
-        return nodes[-1]
+        return checkpoint_name(nodes[-1], "layer")  # as ntk.scores.wrcor counts them
 
 
 class Edge(nn.Module):
@@ -106,7 +107,7 @@ class Reduction(nn.Module):
         y = ReluConvNorm(channels, 3, self.norm, 2, name="first")(x)
         y = ReluConvNorm(channels, 3, self.norm, name="second")(y)
         pooled = average_pool(jnp.pad(x, _to_even(x), mode="edge"), 2, stride=2)
-        return y + Conv(channels, name="shortcut")(pooled)
+        return checkpoint_name(y + Conv(channels, name="shortcut")(pooled), "layer")
 
 
 def _to_even(x: jax.Array) -> list[tuple[int, int]]:

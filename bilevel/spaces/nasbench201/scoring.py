@@ -58,6 +58,7 @@ OTHER_SCORES = (
     "synflow",
     "naswot",
     "regions",
+    "wrcor",
     "l2_norm",
 )
 

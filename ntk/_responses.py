@@ -1,0 +1,98 @@
+"""How alike samples are at the ReLUs of a network: in what goes in, and in what comes back."""
+
+from functools import partial
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from ntk._intercept import fold
+from ntk._network import Apply, Pytree, another_batch, cross_entropy, gram, samples_axis
+from ntk._rectifiers import is_relu, marked
+
+LAYER = "layer"
+
+
+def response_correlations(
+    apply: Apply, params: Pytree, x: chex.Array, y: chex.Array
+) -> tuple[jax.Array, jax.Array]:
+    """``sum_l 2^(l - L) (|C_l| + |C'_l|)`` [n, n] over the ReLUs of layers 0..L, and L.
+
+    C: correlations of the samples' inputs of a ReLU, C' of the loss's gradients there.
+    """
+    n, network, twin = len(x), marked(apply), another_batch(params, x)
+    zero, nothing = jnp.zeros(()), jnp.zeros((n, n))
+    ends, relus = [], []
+
+    def through(visit, total):
+        return fold(network, _is_site, visit, total, params, x, what="ReLU", twin=twin)
+
+    def count(eqn, other, inputs, outputs, counts):
+        if _is_end(eqn):
+            ends.append(eqn)
+            return outputs, counts + jnp.array([1, 0])
+        axis = samples_axis(eqn, other, n)
+        relus.append(axis)
+        return outputs, counts + jnp.array([0, axis is not None])
+
+    _, counts = through(count, jnp.zeros(2))
+    if not relus:
+        raise ValueError("apply: expected logits that depend on a ReLU, got none on the way.")
+    each = not ends  # no layer has an end: every ReLU is one
+    last = counts[1] - 1 if each else counts[0]
+
+    def loss(total):
+        def probe(eqn, other, inputs, outputs, found):
+            layer, K = found
+            if _is_end(eqn):
+                return outputs, (layer + 1, K)
+            axis = samples_axis(eqn, other, n)
+            if axis is None:
+                return outputs, found
+            weight = jnp.exp2(layer - last)
+            K = K + weight * _correlations(inputs[0], axis)
+            return [_watched(axis, outputs[0], inputs[0], weight, total)], (layer + each, K)
+
+        logits, (_, K) = through(probe, (zero, nothing))
+        return cross_entropy(logits, y), K
+
+    G, K = jax.grad(loss, has_aux=True)(nothing)
+    return K + G, last
+
+
+def _is_end(eqn) -> bool:
+    return eqn.primitive.name == "name" and eqn.params["name"] == LAYER
+
+
+def _is_site(eqn) -> bool:
+    return _is_end(eqn) or is_relu(eqn)
+
+
+def _correlations(u: jax.Array, axis: int) -> jax.Array:
+    """Absolute correlations of the samples; 0 if one of them is constant and has none."""
+    u = jnp.moveaxis(u, axis, 0).reshape(u.shape[axis], -1)
+    u = u.astype(jnp.promote_types(u.dtype, jnp.float32))
+    size = jnp.abs(u).max(axis=1, keepdims=True)  # squares of small gradients would be 0
+    u = u / jnp.where(size > 0, size, 1)
+    centred = u - u.mean(axis=1, keepdims=True)
+    deviation = jnp.sqrt(jnp.mean(centred**2, axis=1, keepdims=True))
+    constant = deviation <= 8 * jnp.finfo(u.dtype).eps
+    C = jnp.abs(gram(centred / jnp.where(constant, 1, deviation))) / u.shape[1]
+    C = jnp.where(constant.any(), 0, C).astype(float)
+    return jnp.where(jnp.isnan(u).any(), jnp.nan, C)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _watched(axis: int, out: jax.Array, u: jax.Array, weight: jax.Array, total: jax.Array):
+    """``out``, of a ReLU at ``u``; the gradients' correlations are the gradient in ``total``."""
+    return out
+
+
+def _watched_backward(axis, residuals, g):
+    u, weight = residuals
+    in_input = jnp.where(u > 0, g, 0)
+    found = weight * _correlations(in_input, axis)
+    return g, jnp.zeros_like(u), jnp.zeros_like(weight), found
+
+
+_watched.defvjp(lambda axis, out, u, weight, total: (out, (u, weight)), _watched_backward)

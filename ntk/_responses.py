@@ -1,4 +1,4 @@
-"""How alike samples are at the ReLUs of a network: in what goes in, and in what comes back."""
+"""A score of how alike samples are at the ReLUs: in what goes in, and in what comes back."""
 
 from functools import partial
 
@@ -7,13 +7,58 @@ import jax
 import jax.numpy as jnp
 
 from ntk._intercept import fold
-from ntk._network import Apply, Pytree, another_batch, cross_entropy, gram, samples_axis
+from ntk._network import (
+    Apply,
+    Batch,
+    Pytree,
+    another_batch,
+    check,
+    cross_entropy,
+    gram,
+    samples_axis,
+)
 from ntk._rectifiers import is_relu, marked
 
-LAYER = "layer"
+
+def wrcor(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
+    """Weighted response correlation: ``log |det K|``, ``K = sum_l 2^l sum_i |A_i| + |G_i|`` [n, n].
+
+    Over the ReLUs i of the layers l = 0, 1, ...: ``A_i[s, t]`` is the correlation, over the units,
+    of samples s and t in the ReLU's input, ``G_i`` that of the gradients there of the mean
+    cross-entropy, jointly. Jing et al. (arXiv 2507.08841), Eq. (10) and (11). A matrix with a
+    constant row, which has no correlations, is left out, as in their code.
+
+    A layer ends where the network says so, by ``jax.ad_checkpoint.checkpoint_name(x, "layer")``;
+    where it never does, every ReLU is a layer of its own, in the order of the program. Their code
+    takes the cells of NAS-Bench-201 for layers, and so do our networks; at its last ReLU, which
+    works in place, that code has outputs in the place of inputs.
+
+    Raises
+    ------
+    ValueError
+        As :func:`naswot`, whose ReLUs these are.
+
+    Notes
+    -----
+    ``-inf`` where two samples are alike at every ReLU, or no ReLU has correlations. Time: one
+    forward and one backward pass, and ``n^2`` per unit.
+
+    Examples
+    --------
+    >>> x, y = jnp.array([[1.0, 2.0, 4.0], [4.0, 1.0, 2.0]]), jnp.array([0, 1])
+    >>> score = wrcor(None, lambda w, x: jax.nn.relu(x) @ w, jnp.eye(3, 2), (x, y))
+    >>> bool(jnp.isclose(score, jnp.log(2**2 - 1.5**2)))
+    True
+    """
+    apply, params, x, y = check(apply, params, batch)
+    K, last = _response_correlations(apply, params, x, y)
+    _, logdet = jnp.linalg.slogdet(K)
+    largest = jnp.max(K - jnp.diag(jnp.diag(K)))
+    alike = largest >= K[0, 0] * (1 - len(x) * jnp.finfo(jnp.float32).eps)
+    return jnp.where(alike, -jnp.inf, logdet + len(x) * last * jnp.log(2.0))
 
 
-def response_correlations(
+def _response_correlations(
     apply: Apply, params: Pytree, x: chex.Array, y: chex.Array
 ) -> tuple[jax.Array, jax.Array]:
     """``sum_l 2^(l - L) (|C_l| + |C'_l|)`` [n, n] over the ReLUs of layers 0..L, and L.
@@ -61,7 +106,7 @@ def response_correlations(
 
 
 def _is_end(eqn) -> bool:
-    return eqn.primitive.name == "name" and eqn.params["name"] == LAYER
+    return eqn.primitive.name == "name" and eqn.params["name"] == "layer"
 
 
 def _is_site(eqn) -> bool:

@@ -96,7 +96,7 @@ from ntk._network import (
     used_sign_agreements,
 )
 from ntk._programs import program
-from ntk._responses import response_correlations
+from ntk._responses import wrcor
 
 __all__ = [
     "condition_number",
@@ -481,44 +481,6 @@ def regions(key, apply: Apply, params: Pytree, batch: Batch, *, unused: bool = T
     apply, params, x, _ = check(apply, params, batch)
     agreements = sign_agreements if unused else used_sign_agreements
     return distinct_patterns(agreements(apply, params, x))
-
-
-def wrcor(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
-    """Weighted response correlation: ``log |det K|``, ``K = sum_l 2^l sum_i |A_i| + |G_i|`` [n, n].
-
-    Over the ReLUs i of the layers l = 0, 1, ...: ``A_i[s, t]`` is the correlation, over the units,
-    of samples s and t in the ReLU's input, ``G_i`` that of the gradients there of the mean
-    cross-entropy, jointly. Jing et al. (arXiv 2507.08841), Eq. (10) and (11). A matrix with a
-    constant row, which has no correlations, is left out, as in their code.
-
-    A layer ends where the network says so, by ``jax.ad_checkpoint.checkpoint_name(x, "layer")``;
-    where it never does, every ReLU is a layer of its own, in the order of the program. Their code
-    takes the cells of NAS-Bench-201 for layers, and so do our networks; at its last ReLU, which
-    works in place, that code has outputs in the place of inputs.
-
-    Raises
-    ------
-    ValueError
-        As :func:`naswot`, whose ReLUs these are.
-
-    Notes
-    -----
-    ``-inf`` where two samples are alike at every ReLU, or no ReLU has correlations. Time: one
-    forward and one backward pass, and ``n^2`` per unit.
-
-    Examples
-    --------
-    >>> x, y = jnp.array([[1.0, 2.0, 4.0], [4.0, 1.0, 2.0]]), jnp.array([0, 1])
-    >>> score = wrcor(None, lambda w, x: jax.nn.relu(x) @ w, jnp.eye(3, 2), (x, y))
-    >>> bool(jnp.isclose(score, jnp.log(2**2 - 1.5**2)))
-    True
-    """
-    apply, params, x, y = check(apply, params, batch)
-    K, last = response_correlations(apply, params, x, y)
-    _, logdet = jnp.linalg.slogdet(K)
-    largest = jnp.max(K - jnp.diag(jnp.diag(K)))
-    alike = largest >= K[0, 0] * (1 - len(x) * jnp.finfo(jnp.float32).eps)
-    return jnp.where(alike, -jnp.inf, logdet + len(x) * last * jnp.log(2.0))
 
 
 def l2_norm(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:

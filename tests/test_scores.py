@@ -280,12 +280,10 @@ def test_naswot_and_regions_do_not_see_a_positive_factor_on_a_layer():
 
 
 def test_wrcor_weighs_layers_by_powers_of_two_which_end_where_they_are_named():
-    # Three ReLUs, whose gradients are taken at shifts of their inputs; the first two are a layer.
-    rng, W = (
-        np.random.default_rng(0),
-        jnp.asarray(np.random.default_rng(1).normal(size=(3, 16, 16))),
-    )
-    x, y = jnp.asarray(rng.normal(size=(4, 16))), jnp.arange(4)
+    # Three ReLUs, whose gradients are taken at shifts of their inputs.
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(4, 16)))
+    W = jnp.asarray(np.random.default_rng(1).normal(size=(3, 16, 16)))
+    y = jnp.arange(4)
 
     def network(W, x, ends=(), shifts=(0, 0, 0)):
         seen = []

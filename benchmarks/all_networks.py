@@ -11,12 +11,14 @@ Sums of log ranks: on a random half of the networks parts are added one by one, 
 the mean tau of the three datasets grows by 0.002; the other half judges. This 20 times.
 
 Networks come in random order, so that a run that was cut short has judged a sample; the scores are
-kept (`results/all_networks*.npz`), and a second run goes on where the first one was.
+kept (`results/all_networks*.npz`), and a second run goes on where the first one was. Scores that
+other code or another machine has kept can be judged, but not gone on with.
 
     python benchmarks/all_networks.py           # naswot, synflow, ...: hours of one core
     python benchmarks/all_networks.py --quick   # small networks, 40 of them; no results file
     python benchmarks/all_networks.py --table
     python benchmarks/all_networks.py --only synflow l2_norm
+    python benchmarks/all_networks.py --kept    # judges what is kept, and scores nothing
 """
 
 import harness
@@ -25,6 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import bilevel.data
+from bilevel import store
 from bilevel.judging.table import load_table
 from bilevel.judging.verdicts import BASELINES, DATASETS, correlations, sum_of_log_ranks
 from bilevel.nets.images import unit_images
@@ -32,17 +35,21 @@ from bilevel.spaces.nasbench201 import all_networks, canonical, encode, genotype
 from bilevel.spaces.nasbench201._genotype import PRIMITIVES, _live
 from bilevel.spaces.nasbench201.scoring import score_networks
 
-SCORES = "synflow", "l2_norm", "naswot", "jacov", "grad_norm", "snip", "zico"
-OF_FUNCTIONS = "jacov", "grad_norm", "snip", "zico"  # an operation without effect adds nothing
+OF_FUNCTIONS = "jacov", "grad_norm", "snip", "zico", "wrcor"  # what has no effect adds nothing
 COUNTS = "trainable layers", "multiply-adds", "conv edges"  # parameters rank as multiply-adds do
-FILES = harness.RESULTS / "all_networks.npz", harness.RESULTS / "all_networks_functions.npz"
+FILES = {
+    "all_networks.npz": ("synflow", "l2_norm", "naswot"),
+    "all_networks_functions.npz": ("jacov", "grad_norm", "snip", "zico"),
+    "all_networks_responses.npz": ("wrcor",),
+}
+SCORES = tuple(name for names in FILES.values() for name in names)
 HALVES, PARTS, GAIN = 20, 4, 0.002
 TESTS = [f"{dataset}-test" for dataset in DATASETS]
 PUBLISHED = (0.750, 0.753, 0.743)  # VKDNW with four others: the best untrained figures printed
 
 
 def task(quick):
-    """Networks, weights, order of the table's rows, batch."""
+    """Networks, weights, batch."""
     shape = {"cells": 1, "channels": 4} if quick else {}
     networks = all_networks(classes=10, **shape)
     size = 12 if quick else 32
@@ -51,32 +58,58 @@ def task(quick):
     (x,) = unit_images(train[0])
     x = x[:, ::4, ::4] if quick else x
     w = jax.jit(lambda key: networks.init(key, x.shape[1:]))(jax.random.key(1))
-    rows = np.random.RandomState(0).permutation(len(genotypes()))[: 40 if quick else None]
-    return networks, w, rows, (x, jnp.asarray(train[1]))
+    return networks, w, (x, jnp.asarray(train[1]))
 
 
-def one_of_each(rows) -> tuple[np.ndarray, np.ndarray]:
-    """Places of the first network of each function; and for each network, which of these it is."""
+def order(count=None) -> np.ndarray:
+    """Rows of the benchmark's table as they are scored, the first ``count``."""
+    return np.random.RandomState(0).permutation(len(genotypes()))[:count]
+
+
+def places(name, rows) -> tuple[np.ndarray, np.ndarray]:
+    """Which of the rows a score is computed on; and for each row, which of these it has it from."""
+    if name not in OF_FUNCTIONS:
+        return np.arange(len(rows)), np.arange(len(rows))
     first: dict[str, int] = {}
-    places = [first.setdefault(canonical(genotypes()[row]), i) for i, row in enumerate(rows)]
-    return np.unique(places, return_inverse=True)
+    of_row = [first.setdefault(canonical(genotypes()[row]), i) for i, row in enumerate(rows)]
+    return np.unique(of_row, return_inverse=True)
 
 
-def scored(names, quick, files):
-    networks, w, rows, batch = task(quick)
+def scored(names, rows, quick):
+    """Scores of the rows, larger is better, and seconds for a network."""
+    networks, w, batch = task(quick)
     cells = encode([genotypes()[row] for row in rows])
     values, seconds = {}, {}
+    for file, its in FILES.items():
+        if not (wanted := [name for name in names if name in its]):
+            continue
+        own, lent = places(its[0], rows)
+        path = None if quick else harness.RESULTS / file
+        found = score_networks(wanted, networks, w, cells[own], batch, progress=True, file=path)
+        values |= {name: score[lent] for name, score in found.oriented().items()}
+        seconds |= found.seconds
+    return values, seconds
 
-    def score(wanted, own, lent, file):
-        found = score_networks(wanted, networks, w, cells[own], batch, progress=True, file=file)
-        values.update({name: score[lent] for name, score in found.oriented().items()})
-        seconds.update(found.seconds)
 
-    if of_networks := [name for name in names if name not in OF_FUNCTIONS]:
-        score(of_networks, slice(None), slice(None), files[0])
-    if of_functions := [name for name in names if name in OF_FUNCTIONS]:
-        score(of_functions, *one_of_each(rows), files[1])
-    return rows, {name: values[name] for name in names}, seconds
+def kept(names, rows):
+    """As :func:`scored`, from the files alone."""
+    cells = encode([genotypes()[row] for row in rows])
+    values, seconds = {}, {}
+    for file, its in FILES.items():
+        if not set(its) & set(names):
+            continue
+        arrays, notes = store.read(harness.RESULTS / file)
+        own, lent = places(its[0], rows)
+        if not np.array_equal(arrays["genotypes"][: len(own)], cells[own]):
+            raise SystemExit(f"{file}: expected the networks in the order of this script.")
+        for key, score in arrays.items():
+            program, _, name = key.partition("/")  # grad_norm and snip are of one, "gradient"
+            if name not in names:
+                continue
+            if len(score) < len(own):
+                raise SystemExit(f"{file}: expected {len(own)} of {name}, got {len(score)} so far.")
+            values[name], seconds[name] = score[lent], notes["seconds"][program] / len(score)
+    return values, seconds
 
 
 def without_inert() -> np.ndarray:
@@ -182,15 +215,18 @@ def of_halves(rows) -> str:
 
 
 def main() -> None:
-    only = {"nargs": "+", "choices": SCORES, "help": "these scores alone"}
-    arguments = harness.command_line(__file__, __doc__, report, only=only)
+    flags = {
+        "only": {"nargs": "+", "choices": SCORES, "help": "these scores alone"},
+        "kept": {"action": "store_true", "help": "judge the scores in the files; compute none"},
+    }
+    arguments = harness.command_line(__file__, __doc__, report, **flags)
     quick = arguments.size == "quick"
     names = arguments.only or (SCORES[:4] if quick else SCORES)
-    rows, scores, seconds = scored(names, quick, (None, None) if quick else FILES)
+    rows = order(40 if quick else None)
+    scores, seconds = kept(names, rows) if arguments.kept else scored(names, rows, quick)
     found = [harness.environment(), *judged(rows, scores, seconds)]
     if arguments.results and not arguments.only:
-        arguments.results.unlink(missing_ok=True)
-        harness.append(arguments.results, *found)
+        harness.write(arguments.results, found)
     print(report(found))
 
 

@@ -8,6 +8,7 @@ import json
 import math
 import operator
 import os
+import random
 import re
 import subprocess
 import sys
@@ -254,6 +255,14 @@ def test_fingerprints_see_what_lies_in_no_public_field(kind):
     one, same, other = (fingerprint({"problem": OF_TWO[kind](k)}) for k in (1, 1, 2))
     assert difference(one, same) == ""
     assert difference(one, other).startswith("another problem")
+
+
+@pytest.mark.parametrize("made", [random.Random, np.random.default_rng, np.random.RandomState])
+def test_where_a_generator_of_random_numbers_stands_is_no_part_of_a_problem(made):
+    fresh, used = made(0), made(0)
+    draw = used.normal if hasattr(used, "normal") else used.gauss
+    draw(0.0, 1.0)
+    assert not difference(fingerprint({"draws": fresh}), fingerprint({"draws": used}))
 
 
 def test_fingerprints_follow_modules_in_packages_of_the_users_own(tmp_path, monkeypatch):

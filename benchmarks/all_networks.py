@@ -224,7 +224,7 @@ def main() -> None:
     names = arguments.only or (SCORES[:4] if quick else SCORES)
     rows = order(40 if quick else None)
     scores, seconds = kept(names, rows) if arguments.kept else scored(names, rows, quick)
-    found = [harness.environment(), *judged(rows, scores, seconds)]
+    found = [harness.environment(kept=arguments.kept), *judged(rows, scores, seconds)]
     if arguments.results and not arguments.only:
         harness.write(arguments.results, found)
     print(report(found))

@@ -12,7 +12,8 @@ the mean tau of the three datasets grows by 0.002; the other half judges. This 2
 
 Networks come in random order, so that a run that was cut short has judged a sample; the scores are
 kept (`results/all_networks*.npz`), and a second run goes on where the first one was. Scores that
-other code or another machine has kept can be judged, but not gone on with.
+other code or another machine has kept can be judged, but not gone on with: to score anew, remove
+them.
 
     python benchmarks/all_networks.py           # naswot, synflow, ...: hours of one core
     python benchmarks/all_networks.py --quick   # small networks, 40 of them; no results file

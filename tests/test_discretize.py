@@ -271,6 +271,13 @@ def test_choices_of_a_pytree_with_ties_and_layers():
     np.testing.assert_array_equal(top_k(alpha["cell"], 2), rank_by_alpha(alpha)["cell"][:, :2])
 
 
+def test_where_alpha_is_traced_nan_counts_as_the_largest_entry():
+    alpha = jnp.array([0.2, jnp.nan, jnp.inf])
+    assert jax.jit(argmax)(alpha) == 1
+    assert jax.jit(lambda alpha: top_k(alpha, 2))(alpha).tolist() == [1, 2]
+    assert jax.jit(rank_by_alpha)(alpha).tolist() == [1, 2, 0]
+
+
 def test_a_ranking_by_rows_has_the_paired_t_interval():
     """Truth: scipy.stats.ttest_rel."""
     y, centres = np.random.default_rng(6).normal(size=25), np.array([0.0, 0.8, 0.3])

@@ -1,4 +1,7 @@
-"""Discrete choices read off alpha; simplices are the last axis of a leaf."""
+"""Discrete choices read off alpha; simplices are the last axis of a leaf.
+
+NaN is refused. Where alpha is traced nothing can be: there NaN counts as the largest entry.
+"""
 
 from typing import Any
 
@@ -15,7 +18,7 @@ def argmax(alpha: Pytree) -> Pytree:
     Raises
     ------
     ValueError
-        For a leaf without entries or with NaN.
+        For a leaf without entries or, not traced, with NaN.
 
     Examples
     --------
@@ -31,7 +34,8 @@ def top_k(alpha: Pytree, k: int) -> Pytree:
     Raises
     ------
     ValueError
-        For a leaf without entries or with NaN, or a ``k`` that is not from 1 to their number.
+        For a leaf without entries or, not traced, with NaN; for a ``k`` that is not from 1 to
+        their number.
 
     Examples
     --------
@@ -55,7 +59,7 @@ def rank_by_alpha(alpha: Pytree) -> Pytree:
     Raises
     ------
     ValueError
-        For a leaf without entries or with NaN.
+        For a leaf without entries or, not traced, with NaN.
 
     Examples
     --------

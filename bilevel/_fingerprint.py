@@ -250,13 +250,10 @@ def _of_object(x: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _fields(x: Any) -> dict[str, Any]:
-    """What an object consists of, by name: of libraries' objects only what does not change.
-
-    Where a generator of random numbers or an iterator stands is no part of a problem.
-    """
-    if isinstance(x, _GENERATORS):
-        return {}
+    """What an object consists of, by name: of libraries' objects only what does not change."""
     own, declared = _own(x), {}
+    if isinstance(x, random.Random):
+        own.pop("gauss_next", None)  # where it stands
     if dataclasses.is_dataclass(x):
         declared = {f.name: getattr(x, f.name, None) for f in dataclasses.fields(x)}
     if not _of_a_library(_file(type(x).__module__)):
@@ -271,7 +268,6 @@ def _fields(x: Any) -> dict[str, Any]:
     return found or own or _reduced(x)
 
 
-_GENERATORS = random.Random, np.random.Generator, np.random.BitGenerator, np.random.RandomState
 _KEPT = (*_PLAIN, jax.Array, np.ndarray, types.FunctionType, tuple, list, dict)
 
 
@@ -285,8 +281,11 @@ def _own(x: Any) -> dict[str, Any]:
 
 
 def _reduced(x: Any) -> dict[str, Any]:
-    """What :mod:`pickle` would keep of an object that shows no fields: a fraction, a pattern."""
-    if isinstance(x, Iterator):
+    """What :mod:`pickle` would keep of an object that shows no fields: a fraction, a pattern.
+
+    Where an iterator or a generator of random numbers stands is no part of a problem.
+    """
+    if isinstance(x, _STANDING):
         return {}
     try:
         special = copyreg.dispatch_table.get(type(x))
@@ -296,6 +295,12 @@ def _reduced(x: Any) -> dict[str, Any]:
     if isinstance(parts, str):
         return {"reduced": parts}
     return {"reduced": [list(p) if isinstance(p, Iterator) else p for p in parts[1:]]}
+
+
+_STANDING = (
+    *(Iterator, random.Random),
+    *(np.random.Generator, np.random.BitGenerator, np.random.RandomState),
+)
 
 
 def _beside_items(x: Any) -> Iterator[tuple[str, Any]]:

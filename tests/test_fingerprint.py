@@ -217,6 +217,12 @@ class Undeclared:
         self.rate = given
 
 
+class Rated(random.Random):
+    def __init__(self, rate):
+        super().__init__(0)
+        self.rate = rate
+
+
 class Named(list):
     pass
 
@@ -241,6 +247,7 @@ OF_TWO = {  # each with other values inside, for 1 and for 2
     "MultiSteps, as optax hands it on": lambda k: schedule(k).gradient_transformation(),
     "jnp's ufuncs": lambda k: (jnp.minimum, jnp.maximum)[k - 1],
     "numpy's ufuncs": lambda k: (np.minimum, np.maximum)[k - 1],
+    "a generator's own field": Rated,
     "fraction": lambda k: fractions.Fraction(k, 7),
     "decimal": decimal.Decimal,
     "pattern": lambda k: re.compile("a" * k),

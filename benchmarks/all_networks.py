@@ -34,7 +34,7 @@ from bilevel.judging.verdicts import BASELINES, DATASETS, correlations, sum_of_l
 from bilevel.nets.images import unit_images
 from bilevel.spaces.nasbench201 import all_networks, canonical, encode, genotypes
 from bilevel.spaces.nasbench201._genotype import PRIMITIVES, _live
-from bilevel.spaces.nasbench201.scoring import score_networks
+from bilevel.spaces.nasbench201.scoring import Scored, score_networks
 
 OF_FUNCTIONS = "jacov", "grad_norm", "snip", "zico", "wrcor"  # what has no effect adds nothing
 COUNTS = "trainable layers", "multiply-adds", "conv edges"  # parameters rank as multiply-adds do
@@ -76,41 +76,45 @@ def places(name, rows) -> tuple[np.ndarray, np.ndarray]:
     return np.unique(of_row, return_inverse=True)
 
 
-def scored(names, rows, quick):
-    """Scores of the rows, larger is better, and seconds for a network."""
-    networks, w, batch = task(quick)
+def scored(names, rows, score):
+    """Scores of the rows, larger is better, and seconds; by ``score(names, cells, file)``."""
     cells = encode([genotypes()[row] for row in rows])
     values, seconds = {}, {}
     for file, its in FILES.items():
         if not (wanted := [name for name in names if name in its]):
             continue
         own, lent = places(its[0], rows)
-        path = None if quick else harness.RESULTS / file
-        found = score_networks(wanted, networks, w, cells[own], batch, progress=True, file=path)
-        values |= {name: score[lent] for name, score in found.oriented().items()}
+        found = score(wanted, cells[own], harness.RESULTS / file)
+        values |= {name: value[lent] for name, value in found.oriented().items()}
         seconds |= found.seconds
     return values, seconds
 
 
-def kept(names, rows):
-    """As :func:`scored`, from the files alone."""
-    cells = encode([genotypes()[row] for row in rows])
+def computed(quick):
+    """``score`` that goes on with a file, or for ``quick`` without one."""
+    networks, w, batch = task(quick)
+
+    def score(names, cells, file):
+        file = None if quick else file
+        return score_networks(names, networks, w, cells, batch, progress=True, file=file)
+
+    return score
+
+
+def kept(names, cells, file) -> Scored:
+    """From the file alone, wherever its scores were computed."""
+    arrays, notes = store.read(file)
+    if not np.array_equal(arrays["genotypes"][: len(cells)], cells):
+        raise SystemExit(f"{file}: expected the networks in the order of this script.")
     values, seconds = {}, {}
-    for file, its in FILES.items():
-        if not set(its) & set(names):
-            continue
-        arrays, notes = store.read(harness.RESULTS / file)
-        own, lent = places(its[0], rows)
-        if not np.array_equal(arrays["genotypes"][: len(own)], cells[own]):
-            raise SystemExit(f"{file}: expected the networks in the order of this script.")
-        for key, score in arrays.items():
-            program, _, name = key.partition("/")  # grad_norm and snip are of one, "gradient"
-            if name not in names:
-                continue
-            if len(score) < len(own):
-                raise SystemExit(f"{file}: expected {len(own)} of {name}, got {len(score)} so far.")
-            values[name], seconds[name] = score[lent], notes["seconds"][program] / len(score)
-    return values, seconds
+    for key, score in arrays.items():
+        program, _, name = key.partition("/")  # grad_norm and snip are of one, "gradient"
+        if name in names:
+            values[name], seconds[name] = score, notes["seconds"][program] / len(score)
+    for name in names:
+        if len(values.get(name, ())) < len(cells):
+            raise SystemExit(f"{file}: expected {len(cells)} of {name}, not so many are kept.")
+    return Scored(values, seconds, {})
 
 
 def without_inert() -> np.ndarray:
@@ -224,7 +228,7 @@ def main() -> None:
     quick = arguments.size == "quick"
     names = arguments.only or (SCORES[:4] if quick else SCORES)
     rows = order(40 if quick else None)
-    scores, seconds = kept(names, rows) if arguments.kept else scored(names, rows, quick)
+    scores, seconds = scored(names, rows, kept if arguments.kept else computed(quick))
     found = [harness.environment(kept=arguments.kept), *judged(rows, scores, seconds)]
     if arguments.results and not arguments.only:
         harness.write(arguments.results, found)

@@ -40,37 +40,89 @@ def command_line(
     *,
     full: bool = False,
     work: Callable[..., Iterable[Row]] | None = None,
+    peers: Sequence[str] = (),
     **flags: dict[str, Any],
 ) -> argparse.Namespace:
-    """The flags of a run; ``--table`` and ``--worker`` are answered here, and end the process.
+    """Parse the flags of a run. ``--table`` and ``--worker`` are answered here and end the process.
 
-    Of the script: its ``__file__``, ``__doc__`` and ``report``, whether it has a ``--full``, the
-    ``work`` of its processes (:func:`in_own_process`), own flags as options of ``add_argument``.
-    In what comes back ``results`` is where rows go, None for ``--quick``, and ``size`` is quick,
-    full or default.
+    Parameters
+    ----------
+    file, doc, report
+        ``__file__``, ``__doc__`` and ``report`` of the script.
+    full : bool
+        Whether the script has a ``--full``.
+    work : function, optional
+        The work of the script's processes: see :func:`in_own_process`.
+    peers : sequence of str
+        Distributions that the script compares with. The default and the full size request all of
+        them, ``--quick`` and ``--smoke`` none; ``--peers`` names others.
+    **flags
+        Flags of the script itself, as options of ``add_argument``.
+
+    Returns
+    -------
+    argparse.Namespace
+        ``size`` is "smoke", "quick", "default" or "full"; ``small`` is true for the first two.
+        ``results`` is the file for the rows, None for small sizes. ``peers`` lists the requested
+        peers, which are all installed.
+
+    Raises
+    ------
+    SystemExit
+        With status 1 if a requested peer is not installed, with status 2 if flags contradict.
     """
     name, parser = Path(file).stem, argparse.ArgumentParser(description=doc.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="small; without a results file")
+    sizes = parser.add_mutually_exclusive_group()
+    sizes.add_argument("--smoke", action="store_true", help="only shows that the script runs: 10 s")
+    sizes.add_argument("--quick", action="store_true", help="small; without a results file")
     if full:
-        parser.add_argument("--full", action="store_true", help="published sizes; own results file")
-    parser.add_argument("--table", action="store_true", help="print the results files as Markdown")
+        sizes.add_argument("--full", action="store_true", help="published sizes; own results file")
+    sizes.add_argument("--table", action="store_true", help="print the results files as Markdown")
     parser.add_argument("--results", "--out", type=Path, help="the results file, if another one")
+    if peers:
+        text = "the peers to compare with, none if no name follows; by default all, none if small"
+        parser.add_argument("--peers", nargs="*", choices=peers, help=text)
     for flag, options in flags.items():
         parser.add_argument(f"--{flag.replace('_', '-')}", **options)
     parser.add_argument("--worker", help=argparse.SUPPRESS)
-    found = parser.parse_args()
-    if found.worker:
-        for row in work(*json.loads(found.worker)):
+    parsed = parser.parse_args()
+    parsed.error = parser.error  # for flags that contradict each other
+    if parsed.worker:
+        for row in work(*json.loads(parsed.worker)):
             print(json.dumps(row), flush=True)
         sys.exit()
-    if found.table:
-        for path in [found.results] if found.results else sorted(RESULTS.glob(f"{name}*.jsonl")):
+    if parsed.table:
+        paths = [parsed.results] if parsed.results else sorted(RESULTS.glob(f"{name}*.jsonl"))
+        if not any(path.is_file() for path in paths):
+            sys.exit(f"--table: expected results of {name}.py, got none.")
+        for path in paths:
             print(report(read(path)), end="\n\n")
         sys.exit()
-    found.size = "quick" if found.quick else "full" if full and found.full else "default"
-    if not (found.results or found.quick):
-        found.results = RESULTS / f"{name}{'_full' * (found.size == 'full')}.jsonl"
-    return found
+    parsed.small = parsed.smoke or parsed.quick
+    parsed.size = "full" if full and parsed.full else "default"
+    parsed.size = "smoke" if parsed.smoke else "quick" if parsed.quick else parsed.size
+    if not (parsed.results or parsed.small):
+        parsed.results = RESULTS / f"{name}{'_full' * (parsed.size == 'full')}.jsonl"
+    if peers:
+        if parsed.peers is None:
+            parsed.peers = [] if parsed.small else list(peers)
+        require(*parsed.peers)
+    return parsed
+
+
+def require(*peers: str) -> None:
+    """Exit with status 1 if one of these distributions is not installed."""
+    missing = [name for name in peers if name.lower() not in installed()]
+    if missing:
+        sys.exit(
+            f"peers: expected {', '.join(missing)} to be installed (dependency group `peers`); "
+            "`--peers` with other names, or with none, compares with fewer."
+        )
+
+
+def installed() -> dict[str, str]:
+    """Versions by the lower-case names of distributions."""
+    return {d.name.lower(): d.version for d in importlib.metadata.distributions()}
 
 
 def finish(
@@ -78,13 +130,37 @@ def finish(
     path: Path | None,
     report: Callable[[list[Row]], str],
     picture: Callable[[list[Row], Path], None] | None = None,
+    *,
+    write_rows: bool = True,
 ) -> None:
-    """Print the report; where there is a ``path``, write the rows and draw the picture beside."""
-    print(report(rows))
-    if path:
+    """Write the rows, print the report, draw the figure; then exit with status 1 if a row failed.
+
+    With ``path=None`` nothing is written. ``write_rows=False`` is for scripts that have appended
+    their rows already.
+    """
+    if path and write_rows:
         write(path, rows)
-        if picture and importlib.util.find_spec("matplotlib"):
-            picture(rows, path.with_suffix(".png"))
+    check_rows(rows)
+    print(report(rows))
+    if path and picture and importlib.util.find_spec("matplotlib"):
+        picture(rows, path.with_suffix(".png"))
+    check_failed(rows)
+
+
+def check_rows(rows: list[Row]) -> None:
+    """Exit with status 1 if nothing was measured."""
+    if all(row.get("part") == "environment" for row in rows):
+        sys.exit("rows: expected at least one measurement, got none.")
+
+
+def check_failed(rows: Iterable[Row]) -> None:
+    """Exit with status 1 and one message if a row failed; its reason is under "failed"."""
+    failed = [row for row in rows if row.get("failed")]
+    if failed:
+        reason = failed[0]["failed"]
+        words = [v for v in failed[0].values() if isinstance(v, str | int) and v != reason]
+        label = ", ".join(map(str, words)) or "unnamed"
+        sys.exit(f"failed: {len(failed)} of the rows; the first, {label}: {reason}")
 
 
 # ----------------------------------------------------------------------------- results
@@ -92,9 +168,9 @@ def finish(
 
 def environment(*packages: str, **more: Any) -> Row:
     """The first row: on what, with which versions, and when; ``device`` in ``more`` goes before."""
-    installed = {d.name.lower(): d.version for d in importlib.metadata.distributions()}
+    found = installed()
     names = "bilevel", "jax", "jaxlib", "numpy", *packages
-    versions = {name: installed[name] for name in names if name in installed}
+    versions = {name: found[name] for name in names if name in found}
     row = {"part": "environment", "date": datetime.date.today().isoformat()}
     row |= {"device": more["device"] if "device" in more else device()}
     return row | more | {"versions": {"python": platform.python_version()} | versions}
@@ -239,7 +315,10 @@ def in_own_process(file: str, *request: Any, one_core: bool = False, **variables
 
 
 def table(head: Sequence[Any], lines: Iterable[Iterable[Any]]) -> str:
-    """As Markdown."""
+    """Return a Markdown table. Without lines the process ends with status 1 and a message."""
+    lines = list(lines)
+    if not lines:
+        sys.exit(f"table: expected rows under {' | '.join(map(str, head))}, got none.")
     first, *others = [f"| {' | '.join(map(str, cells))} |" for cells in (head, *lines)]
     return "\n".join([first, "|---" * len(head) + "|", *others])
 

@@ -98,6 +98,8 @@ def command_line(
         for path in paths:
             print(report(read(path)), end="\n\n")
         sys.exit()
+    if parsed.smoke:
+        compile_quickly()
     parsed.small = parsed.smoke or parsed.quick
     parsed.size = "full" if full and parsed.full else "default"
     parsed.size = "smoke" if parsed.smoke else "quick" if parsed.quick else parsed.size
@@ -108,6 +110,19 @@ def command_line(
             parsed.peers = [] if parsed.small else list(peers)
         require(*parsed.peers)
     return parsed
+
+
+def compile_quickly() -> None:
+    """Let XLA compile quickly instead of well, as in conftest.py, here and in child processes.
+
+    It has an effect only before JAX's first computation. XLA aborts on a flag that it does not
+    know, so other versions than the tested ones compile as usual.
+    """
+    version = importlib.metadata.version("jaxlib")
+    if "XLA_FLAGS" not in os.environ and version.startswith(("0.10.", "0.11.", "0.12.")):
+        flags = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+        flags += " --xla_cpu_use_fusion_emitters=false" * version.startswith("0.10.")
+        os.environ["XLA_FLAGS"] = flags
 
 
 def require(*peers: str) -> None:

@@ -307,6 +307,7 @@ def in_own_process(file: str, *request: Any, one_core: bool = False, **variables
     if one_core:
         flags = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
         threads = ["OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"]
+        flags = f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()
         variables |= {"XLA_FLAGS": flags} | dict.fromkeys(threads, "1")
 
     def on_one_core():

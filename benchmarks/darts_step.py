@@ -21,12 +21,14 @@ first: for ours, also what compilation leaves behind. (On a device of its own it
 allocation.) The two networks start from the same weights, PyTorch's: their losses there, and after
 a step, say that they are the same.
 
-PyTorch is in the dependency group `peers`, for an environment of its own; without it, ours alone.
+PyTorch is in the dependency group `peers`, for an environment of its own. `--peers` with no name
+behind it measures ours alone, and writes no results file.
 
     python benchmarks/darts_step.py            # 3 cells of 16 channels: 10 minutes on two cores
     python benchmarks/darts_step.py --quick    # 2 cells of 8, small images: minutes; no results
     python benchmarks/darts_step.py --full     # the published 8 cells of 16: half an hour, and
                                                # 30 GB for PyTorch's second order
+    python benchmarks/darts_step.py --smoke    # one cell of two operations: 10 s
     python benchmarks/darts_step.py --table    # the results files as Markdown
 
 `--dtype bfloat16`: activations in 16 bits, PyTorch's by autocast; for an accelerator.
@@ -34,7 +36,6 @@ PyTorch is in the dependency group `peers`, for an environment of its own; witho
 
 import dataclasses
 import functools
-import importlib.util
 import math
 import os
 import statistics
@@ -54,6 +55,10 @@ LIBRARIES = {"torch": "PyTorch", "bilevel": "bilevel"}
 RATE, MOMENTUM, ALPHA_RATE, BETAS = 0.025, 0.9, 3e-4, (0.5, 0.999)  # as published
 TIMES = "seconds", "processor_seconds"
 CLASSES, SEED = 10, 0
+OPERATIONS = (  # the order of alpha; here too, as each library is imported only where it runs
+    *("none", "max_pool_3x3", "avg_pool_3x3", "skip_connect"),
+    *("sep_conv_3x3", "sep_conv_5x5", "dil_conv_3x3", "dil_conv_5x5"),
+)
 EDGES = [(source, node) for node in range(2, 6) for source in range(node)]
 
 
@@ -65,9 +70,12 @@ class Sizes:
     batch: int
     rounds: int
     dtype: str = "float32"
+    operations: tuple[str, ...] = OPERATIONS
 
 
 SIZES = {
+    # Compilation takes longest: two operations are enough to show that the script runs.
+    "smoke": Sizes(1, 2, side=8, batch=2, rounds=2, operations=("none", "skip_connect")),
     "quick": Sizes(2, 8, side=16, batch=16, rounds=3),
     "default": Sizes(3, 16, side=32, batch=64, rounds=6),
     "full": Sizes(8, 16, side=32, batch=64, rounds=20),
@@ -94,14 +102,15 @@ def bilevel_steps(sizes, order, path):
 
     import bilevel
     from bilevel import strategies
-    from bilevel.spaces.darts import darts_space, parameter_count
+    from bilevel.spaces.darts import darts_space, weight_count
 
     jax.config.update("jax_enable_compilation_cache", False)
     network = {"classes": CLASSES, "cells": sizes.cells, "channels": sizes.channels}
+    network["operations"] = sizes.operations
     space = darts_space(**network, dtype=jnp.dtype(sizes.dtype))
     data = jax.device_put(batches(sizes))
     w = jax.jit(space.init)(jax.random.key(SEED), data[0])
-    known = {"parameters": parameter_count(w)}
+    known = {"parameters": weight_count(w)}
     if path.exists():
         w = from_torch(np.load(path), w)
     if order == 1:
@@ -188,8 +197,11 @@ def from_torch(arrays, like):
 # ---------------------------------------------------------------------------------- PyTorch
 
 
-def torch_supernet(cells, channels):
-    """The supernet as PyTorch modules; called with {"normal", "reduce"} [14, 8] and images."""
+def torch_supernet(cells, channels, chosen):
+    """The supernet as PyTorch modules; called with {"normal", "reduce"} [14, operations], images.
+
+    ``chosen``: names of operations, "none" first.
+    """
     import torch
     from torch import nn
 
@@ -231,6 +243,7 @@ def torch_supernet(cells, channels):
         "dil_conv_3x3": dilated(3),
         "dil_conv_5x5": dilated(5),
     }
+    operations = {name: operations[name] for name in chosen[1:]}
 
     def mixed(edge, alpha, x):
         pairs = zip(operations, alpha[1:], strict=True)
@@ -291,7 +304,7 @@ def torch_steps(sizes, order, path):
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     torch.backends.cudnn.benchmark = True
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    net = torch_supernet(sizes.cells, sizes.channels).to(device)
+    net = torch_supernet(sizes.cells, sizes.channels, sizes.operations).to(device)
     w = dict(net.named_parameters())
     np.savez(path, **{name: p.detach().cpu().numpy() for name, p in w.items()})
 
@@ -300,7 +313,7 @@ def torch_steps(sizes, order, path):
         return images.to(device), torch.from_numpy(y).to(device)
 
     train, valid = (put(*batch) for batch in batches(sizes))
-    zeros = torch.zeros(len(EDGES), 8, device=device)
+    zeros = torch.zeros(len(EDGES), len(sizes.operations), device=device)
     logits = {kind: zeros.clone().requires_grad_() for kind in ("normal", "reduce")}
     in_w = torch.optim.SGD(w.values(), RATE, momentum=MOMENTUM)
     in_alpha = torch.optim.Adam(logits.values(), ALPHA_RATE, betas=BETAS)
@@ -386,7 +399,8 @@ def measure(sizes, libraries) -> list[dict]:
                 request = library, order, dataclasses.asdict(sizes), rounds, str(path)
                 row = harness.in_own_process(__file__, *request)[-1]
                 row = {"library": library, "order": order} | row
-                print(f"{LIBRARIES[library]}, {ORDERS[order]}:", row.get("seconds"), flush=True)
+                seen = f"failed: {row['failed']}" if "failed" in row else row["seconds"]
+                print(f"{LIBRARIES[library]}, {ORDERS[order]}:", seen, flush=True)
                 for key in TIMES if library in found and "seconds" in row else ():
                     row[key] = found[library][key] + row[key]
                 found[library] = row
@@ -502,18 +516,17 @@ def draw(rows, axes):
 
 def main() -> None:
     dtype = {"choices": ("float32", "bfloat16"), "default": "float32"}
-    flags = harness.command_line(__file__, __doc__, report, full=True, work=work, dtype=dtype)
+    flags = harness.command_line(
+        __file__, __doc__, report, full=True, work=work, peers=("torch",), dtype=dtype
+    )
     sizes = dataclasses.replace(SIZES[flags.size], dtype=flags.dtype)
-    libraries = list(filter(importlib.util.find_spec, LIBRARIES))
-    if "torch" not in libraries:
-        print("PyTorch is not installed; `pip install torch==2.13.0` has it measured beside ours.")
-    rows = measure(sizes, libraries)
+    rows = measure(sizes, ["bilevel", *flags.peers])
     kind = next((row["device"] for row in rows if "device" in row), "unknown")
     about = {"device": harness.device(kind), "seed": SEED, "sizes": dataclasses.asdict(sizes)}
     rows = [harness.environment("flax", "optax", "torch", **about), *rows]
     accelerated = any(row.get("platform") not in (None, "cpu") for row in rows)
     parts = ["gpu"] * accelerated + [flags.dtype] * (flags.dtype != "float32")
-    path = harness.named(flags.results, *parts) if "torch" in libraries else None
+    path = harness.named(flags.results, *parts) if "torch" in flags.peers else None
     harness.finish(rows, path, report, picture)
 
 

@@ -28,7 +28,7 @@ behind it measures ours alone, and writes no results file.
     python benchmarks/darts_step.py --quick    # 2 cells of 8, small images: minutes; no results
     python benchmarks/darts_step.py --full     # the published 8 cells of 16: half an hour, and
                                                # 30 GB for PyTorch's second order
-    python benchmarks/darts_step.py --smoke    # one cell of two operations: 10 s
+    python benchmarks/darts_step.py --smoke    # one cell of two operations, first order: 10 s
     python benchmarks/darts_step.py --table    # the results files as Markdown
 
 `--dtype bfloat16`: activations in 16 bits, PyTorch's by autocast; for an accelerator.
@@ -71,11 +71,12 @@ class Sizes:
     rounds: int
     dtype: str = "float32"
     operations: tuple[str, ...] = OPERATIONS
+    orders: tuple[int, ...] = tuple(ORDERS)
 
 
 SIZES = {
-    # Compilation takes longest: two operations are enough to show that the script runs.
-    "smoke": Sizes(1, 2, side=8, batch=2, rounds=2, operations=("none", "skip_connect")),
+    # Compilation takes longest: one order and two operations show that the script runs.
+    "smoke": Sizes(1, 2, 8, batch=2, rounds=2, operations=("none", "skip_connect"), orders=(1,)),
     "quick": Sizes(2, 8, side=16, batch=16, rounds=3),
     "default": Sizes(3, 16, side=32, batch=64, rounds=6),
     "full": Sizes(8, 16, side=32, batch=64, rounds=20),
@@ -390,7 +391,7 @@ def measure(sizes, libraries) -> list[dict]:
     half, rows = sizes.rounds // 2, []
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "weights.npz"
-        for order in ORDERS:
+        for order in sizes.orders:
             found = {}
             for library in ("torch", "bilevel", "torch"):
                 if library not in libraries or "failed" in found.get(library, {}):
@@ -441,7 +442,7 @@ HEAD += ["PyTorch, MB (added)", "compilation, s", "its MB"]
 def step_table(rows) -> str:
     """A line for each order."""
     lines = []
-    for order, name in ORDERS.items():
+    for order in rows[0]["sizes"].get("orders", ORDERS):
         ours, torch = (find(rows, library, order) for library in ("bilevel", "torch"))
         cells = [plus_minus(*time_of(row)) if row else "-" for row in (ours, torch)]
         both = ours and torch
@@ -449,7 +450,7 @@ def step_table(rows) -> str:
         for row in (ours, torch):
             cells.append(f"{row['peak_mb']:.0f} ({row['added_mb']:.0f})" if row else "-")
         cells += [f"{ours[key]:.0f}" if ours else "-" for key in ("compile_s", "compile_peak_mb")]
-        lines.append([name, *cells])
+        lines.append([ORDERS[order], *cells])
     return harness.table(HEAD, lines)
 
 

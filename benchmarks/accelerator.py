@@ -2,7 +2,7 @@
 
 Parts, in order of value; each in a process of its own, which leaves one JSON line for every
 measurement as soon as it has it. What the results file holds for this device and this JAX is not
-measured again: the same command goes on.
+measured again: the same command resumes. Failed measurements are recorded too, and are repeated.
 
     matmul           the rate of a matrix product: what the others are held against
     hypergradient    unrolled and implicit hypergradients of a network, float32 and bfloat16
@@ -13,20 +13,22 @@ measured again: the same command goes on.
                      regression, leave-one-out errors, the smallest eigenvalue
     eigenvalue       smallest eigenvalue and certificate of a kernel of 20,000 rows
     genotypes        naswot, synflow and eigen_nas of all 15,625 networks of NAS-Bench-201
-    darts_step       a step of the published DARTS supernet, beside PyTorch where it is installed
+    darts_step       a step of the published DARTS supernet, compared with PyTorch
     skips            activation and skip search at the paper's width
     darts            the published DARTS search, for as long as the minutes allow
 
     python benchmarks/accelerator.py                   # 25 minutes; results/accelerator.jsonl
     python benchmarks/accelerator.py --minutes 60      # ... goes on with what is missing
     python benchmarks/accelerator.py --quick           # tiny sizes, on any device; no results file
+    python benchmarks/accelerator.py --smoke           # only the parts matmul and darts_step: 10 s
     python benchmarks/accelerator.py --table           # the results file as Markdown
 
-A part that fails, or needs a package that is not there, says so in one line, and the next begins.
+A part that fails says so in one line, and the next begins; the exit status is 1 then. PyTorch is in
+the dependency group `peers`; `--peers` with no name behind it measures the step without PyTorch.
 """
 
 import argparse
-import importlib.util
+import dataclasses
 import os
 import signal
 import statistics
@@ -46,6 +48,15 @@ SEED, ROUNDS = 0, 5
 Measurement = tuple[str, Callable[[], dict[str, Any]]]  # a name, and what measures it
 
 
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What a part is passed."""
+
+    small: str  # "--smoke", "--quick", or empty for the sizes of an accelerator
+    end: float  # time.time() when the minutes are over
+    peers: list[str]  # of darts_step
+
+
 def timed(function: Callable, *args: Any, rounds: int = ROUNDS) -> dict[str, Any]:
     """Seconds of compilation, and of the median call after a first one; the peak of memory."""
     compiled, seconds = harness.compiled(function, *args)
@@ -63,11 +74,11 @@ def called(call: Callable[[], Any], rounds: int) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------- the parts
 
 
-def matmul(quick: bool, end: float) -> Iterator[Measurement]:
+def matmul(run: Run) -> Iterator[Measurement]:
     import jax
     import jax.numpy as jnp
 
-    n = 256 if quick else 8192
+    n = 256 if run.small else 8192
 
     def rate(dtype, precision):
         a = jax.random.normal(jax.random.key(SEED), (n, n)).astype(dtype)
@@ -80,7 +91,7 @@ def matmul(quick: bool, end: float) -> Iterator[Measurement]:
         yield f"{dtype}, precision {precision}", lambda d=dtype, p=precision: rate(d, p)
 
 
-def hypergradient(quick: bool, end: float) -> Iterator[Measurement]:
+def hypergradient(run: Run) -> Iterator[Measurement]:
     """A network with one hidden layer; alpha: the weights of its training rows."""
     import jax
     import jax.numpy as jnp
@@ -88,7 +99,7 @@ def hypergradient(quick: bool, end: float) -> Iterator[Measurement]:
 
     import bilevel
 
-    rows, inputs, steps = (64, 16, 4) if quick else (10_000, 784, 100)
+    rows, inputs, steps = (64, 16, 4) if run.small else (10_000, 784, 100)
     keys = jax.random.split(jax.random.key(SEED), 4)
 
     def losses(dtype):
@@ -134,7 +145,7 @@ def hypergradient(quick: bool, end: float) -> Iterator[Measurement]:
             bilevel.unrolled(sgd, steps), bilevel.neumann(steps, 0.1)
         ),
     }
-    for width in (8,) if quick else (256, 4096):
+    for width in (8,) if run.small else (256, 4096):
         for dtype in ("float32", "bfloat16"):
             for name, solver in solvers.items():
                 yield (
@@ -143,13 +154,13 @@ def hypergradient(quick: bool, end: float) -> Iterator[Measurement]:
                 )
 
 
-def empirical(quick: bool, end: float) -> Iterator[Measurement]:
+def empirical(run: Run) -> Iterator[Measurement]:
     import flax.linen as nn
     import jax
 
     import ntk
 
-    width, side = (16, 8) if quick else (1024, 28)
+    width, side = (16, 8) if run.small else (1024, 28)
 
     class Dense(nn.Module):
         @nn.compact
@@ -164,11 +175,11 @@ def empirical(quick: bool, end: float) -> Iterator[Measurement]:
         layers = side * side + width, 2 * width, width + 10  # inputs and outputs
         return row | {"n": n, "tflops": 2 * n**2 * sum(layers) / row["seconds"] / 1e12}
 
-    for n in (20,) if quick else (1000, 5000, 10_000, 20_000):
+    for n in (20,) if run.small else (1000, 5000, 10_000, 20_000):
         yield f"two hidden layers of {width}, N = {n}", lambda n=n: measure(n)
 
 
-def infinite(quick: bool, end: float) -> Iterator[Measurement]:
+def infinite(run: Run) -> Iterator[Measurement]:
     import jax
     import jax.numpy as jnp
 
@@ -182,17 +193,17 @@ def infinite(quick: bool, end: float) -> Iterator[Measurement]:
         error = ntk.network_kernel(x[:200], activations=layers).error.max()
         return row | {"n": n, "pairs_per_s": n**2 / 2 / row["seconds"], "error": float(error)}
 
-    for n in (20,) if quick else (1000, 5000, 20_000, 50_000):
+    for n in (20,) if run.small else (1000, 5000, 20_000, 50_000):
         for activation in (ntk.relu, ntk.tanh):
             yield f"{activation.name}, N = {n}", lambda n=n, a=activation: measure(n, a)
 
 
-def sharded(quick: bool, end: float) -> Iterator[Measurement]:
+def sharded(run: Run) -> Iterator[Measurement]:
     """Hyper-cleaning, with a hyperparameter for each row: the step of scaling.py."""
     import jax
     from scaling import placed
 
-    rows, devices = 64 if quick else 1_000_000, 1
+    rows, devices = 64 if run.small else 1_000_000, 1
 
     def measure(devices):
         state, data, step = placed(rows, devices)
@@ -203,7 +214,7 @@ def sharded(quick: bool, end: float) -> Iterator[Measurement]:
         devices *= 2
 
 
-def operator(quick: bool, end: float) -> Iterator[Measurement]:
+def operator(run: Run) -> Iterator[Measurement]:
     import functools
 
     import jax
@@ -244,21 +255,21 @@ def operator(quick: bool, end: float) -> Iterator[Measurement]:
         return row | {"peak_gb": (harness.device_peak() or 0) / 1e9}
 
     exact = functools.partial(ntk.network_kernel, activations=[ntk.relu, ntk.relu])
-    for n in (40,) if quick else (60_000, 200_000):
+    for n in (40,) if run.small else (60_000, 200_000):
         for name, kernel in (("network_kernel", exact), ("two ReLU layers, lean", lean)):
             yield f"{name}, N = {n}", lambda n=n, k=kernel: product(k, n)
-    n, rank, passes = (40, 8, 5) if quick else (200_000, 4000, 20)
+    n, rank, passes = (40, 8, 5) if run.small else (200_000, 4000, 20)
     yield f"regression, N = {n}", lambda: regression(n, rank)
 
 
-def eigenvalue(quick: bool, end: float) -> Iterator[Measurement]:
+def eigenvalue(run: Run) -> Iterator[Measurement]:
     import jax
     import jax.numpy as jnp
     import numpy as np
 
     import ntk
 
-    n = 50 if quick else 20_000
+    n = 50 if run.small else 20_000
 
     def kernel():
         x = jax.random.normal(jax.random.key(SEED), (n, 784))
@@ -280,16 +291,16 @@ def eigenvalue(quick: bool, end: float) -> Iterator[Measurement]:
     yield f"certified_min_eigenvalue, N = {n}", certificate
 
 
-def genotypes(quick: bool, end: float) -> Iterator[Measurement]:
+def genotypes(run: Run) -> Iterator[Measurement]:
     """Random images: what scores cost, not what they say."""
     import jax
 
     from bilevel.spaces.nasbench201 import all_networks, genotypes
     from bilevel.spaces.nasbench201.scoring import score_networks
 
-    count, at_once = (3, 1) if quick else (15_625, 64)
-    side, batch_size = (8, 4) if quick else (32, 32)
-    networks = all_networks(**({"cells": 1, "channels": 4} if quick else {}))
+    count, at_once = (3, 1) if run.small else (15_625, 64)
+    side, batch_size = (8, 4) if run.small else (32, 32)
+    networks = all_networks(**({"cells": 1, "channels": 4} if run.small else {}))
     x = jax.random.normal(jax.random.key(SEED), (batch_size, side, side, 3))
     batch = x, jax.random.randint(jax.random.key(1), (batch_size,), 0, 10)
 
@@ -303,34 +314,36 @@ def genotypes(quick: bool, end: float) -> Iterator[Measurement]:
         yield name, lambda name=name: measure(name)
 
 
-def darts_step(quick: bool, end: float) -> Iterator[Measurement]:
-    yield "beside PyTorch", lambda: script("darts_step.py", "--quick" if quick else "--full")
+def darts_step(run: Run) -> Iterator[Measurement]:
+    flags = run.small or "--full", "--peers", *run.peers
+    name = "compared with PyTorch" if run.peers else "without PyTorch"
+    yield name, lambda: script("darts_step.py", *flags)
 
 
-def skips(quick: bool, end: float) -> Iterator[Measurement]:
-    flag = "--quick" if quick else "--full"
+def skips(run: Run) -> Iterator[Measurement]:
+    flag = run.small or "--full"
     yield "the paper's width", lambda: script("activation_skip_search.py", flag)
 
 
-def darts(quick: bool, end: float) -> Iterator[Measurement]:
+def darts(run: Run) -> Iterator[Measurement]:
     """The command itself, with the published sizes; a longer session goes on with its run."""
     sizes = {"cells": 8, "channels": 16, "train": 25_000, "valid": 25_000, "steps": 19_550}
-    if quick:
+    if run.small:
         sizes = {"cells": 2, "channels": 2, "train": 40, "valid": 40, "steps": 2, "pixels": 8}
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in sizes.items()]
-    if quick:  # two candidates: what takes long here is compilation
+    if run.small:  # two candidates: what takes long here is compilation
         flags += ["--data=digits", "--epochs=1", "--random=0", "--batch-size=16"]
         flags += ["--operations", "none", "skip_connect"]
-    folder = Path(tempfile.mkdtemp()) if quick else HERE.parent / "runs"
+    folder = Path(tempfile.mkdtemp()) if run.small else HERE.parent / "runs"
     out = folder / "accelerator_darts"
-    if not quick:
+    if not run.small:
         flags += ["--data=cifar10", "--batch-size=64"] + ["--resume"] * out.exists()
 
     def measure():
         arguments = "-m", "bilevel", "search-darts", *flags, f"--out={out}"
         start = time.perf_counter()
         try:
-            return command(*arguments, timeout=end - time.time())
+            return command(*arguments, timeout=run.end - time.time())
         except subprocess.TimeoutExpired:  # what it has done is kept, and a later session goes on
             done = [int(p.stem) for p in out.rglob("search/*/*.npz") if p.stem.isdigit()]
             seconds = time.perf_counter() - start
@@ -354,14 +367,14 @@ def command(*arguments: str, timeout: float | None = None) -> dict[str, Any]:
     return {"seconds": time.perf_counter() - start, "output": done.stdout[-6000:]}
 
 
-PARTS: dict[str, Callable[[bool, float], Iterator[Measurement]]] = {
+PARTS: dict[str, Callable[[Run], Iterator[Measurement]]] = {
     part.__name__: part
     for part in (
         *(matmul, hypergradient, empirical, infinite, sharded, operator, eigenvalue, genotypes),
         *(darts_step, skips, darts),
     )
 }
-NEEDS = {"empirical": "flax", "genotypes": "flax", "darts_step": "flax", "skips": "flax"}
+SMOKE = "matmul", "darts_step"  # one that measures by itself, and one that starts another script
 
 # --------------------------------------------------------------------------------------- the run
 
@@ -373,12 +386,19 @@ def here() -> dict[str, str]:
     return {"device": jax.devices()[0].device_kind, "jax": jax.__version__}
 
 
-def work(part: str, quick: bool, out: Path, end: float) -> None:
+def latest(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The last row of each measurement: a repeated one takes the place of what failed before."""
+    return list(
+        {tuple(row[key] for key in ("part", "name", "device", "jax")): row for row in rows}.values()
+    )
+
+
+def work(part: str, run: Run, out: Path) -> None:
     """One process: the measurements of a part that ``out`` does not hold yet."""
     place = here()
-    whole = (r for r in harness.read(out) if place.items() <= r.items() and "unfinished" not in r)
-    known = {(r["part"], r["name"]) for r in whole}
-    for name, measure in PARTS[part](quick, end):
+    rows = [row for row in latest(harness.read(out)) if place.items() <= row.items()]
+    known = {(r["part"], r["name"]) for r in rows if not {"unfinished", "failed"} & r.keys()}
+    for name, measure in PARTS[part](run):
         if (part, name) in known:
             continue
         try:
@@ -386,8 +406,7 @@ def work(part: str, quick: bool, out: Path, end: float) -> None:
         except Exception as error:  # the next may go well, and this one's failure is a result
             found = {"failed": f"{type(error).__name__}: {error}".splitlines()[0][:300]}
         row = {"part": part, "name": name, **found, **place}
-        if "failed" not in found or quick:
-            harness.append(out, row)
+        harness.append(out, row)
         print(shown(row), flush=True)
 
 
@@ -406,54 +425,57 @@ def report(rows: list[dict[str, Any]]) -> str:
     """A table for every device and JAX, and what other benchmarks printed there."""
     parts: list[str] = []
     for device, version in sorted({(r["device"], r["jax"]) for r in rows}):
-        here = harness.where(rows, device=device, jax=version)
+        here = latest(harness.where(rows, device=device, jax=version))
         lines = [[row["part"], *shown(row).split(": ", 2)[1:]] for row in here]
         parts += [f"{device}, JAX {version}", harness.table(["part", "what", "measured"], lines)]
         parts += [row["output"] for row in here if "output" in row]
     return "\n\n".join(parts)
 
 
-def main() -> int:
+def main() -> None:
+    """Run the parts one after the other, each in a process of its own."""
     flags = harness.command_line(
         __file__,
         __doc__,
         report,
+        peers=("torch",),
         minutes={"type": float, "default": 25.0, "help": "for all parts together"},
         only={"nargs": "*", "choices": list(PARTS), "help": "these parts alone"},
         part={"help": argparse.SUPPRESS},  # what a process of its own is told
     )
-    out, quick = flags.results, ["--quick"] * flags.quick
+    out, small = flags.results, f"--{flags.size}" if flags.small else ""
     if flags.part:
-        work(flags.part, flags.quick, out, time.time() + 60 * flags.minutes)
-        return 0
-    if flags.quick:
+        work(flags.part, Run(small, time.time() + 60 * flags.minutes, flags.peers), out)
+        return
+    if small:
         out = Path(tempfile.mkdtemp()) / "accelerator.jsonl"
-    end, failed = time.monotonic() + 60 * flags.minutes, []
+    end, before, failed = time.monotonic() + 60 * flags.minutes, len(harness.read(out)), []
     over = f"stopped, as the {flags.minutes:g} minutes are over."
-    for part in flags.only or PARTS:
-        if (needed := NEEDS.get(part)) and importlib.util.find_spec(needed) is None:
-            print(f"{part}: skipped, as {needed} is not installed.", flush=True)
-            continue
+    for part in flags.only or (SMOKE if flags.smoke else PARTS):
         left = end - time.monotonic()
         if left <= 0:
             print(f"{part}: {over}", flush=True)
             break
         # A device's memory is shared with the commands that a part starts.
         environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-        own = [sys.executable, __file__, "--part", part, "--out", str(out), *quick]
+        own = [sys.executable, __file__, "--part", part, "--out", str(out)]
+        own += [*filter(None, [small]), "--peers", *flags.peers]
         own += [f"--minutes={(left - 10) / 60}"]  # the part ends by itself, if it can
         # In a session of its own, so that what it has started ends with it.
         with subprocess.Popen(own, env=environment, start_new_session=True) as process:
             try:
-                failed += [part] * (process.wait(max(1, left)) != 0)
+                if status := process.wait(max(1, left)):
+                    failed.append({"part": part, "failed": f"its process ended with {status}"})
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
                 print(f"{part}: {over}", flush=True)
                 break
     rows = harness.read(out)
+    if not failed:
+        harness.check_rows(rows)
     print(f"\n{report(rows)}")
-    return int(bool(failed or (quick and any("failed" in row for row in rows))))
+    harness.check_failed([*rows[before:], *failed])
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

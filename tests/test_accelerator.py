@@ -6,9 +6,18 @@ import sys
 
 SCRIPT = pathlib.Path(__file__).parent.parent / "benchmarks/accelerator.py"
 
+# The script as it is, but with the other benchmarks in the folder of this program.
+ELSEWHERE = f"""
+import pathlib, sys
+sys.path.insert(0, {str(SCRIPT.parent)!r})
+import accelerator
+accelerator.__file__, accelerator.HERE = __file__, pathlib.Path(__file__).parent
+accelerator.main()
+"""
 
-def run(*flags):
-    return subprocess.run([sys.executable, SCRIPT, *flags], capture_output=True, text=True)
+
+def run(*flags, script=SCRIPT):
+    return subprocess.run([sys.executable, script, *flags], capture_output=True, text=True)
 
 
 def test_what_a_results_file_holds_is_not_measured_again(tmp_path):
@@ -22,8 +31,31 @@ def test_what_a_results_file_holds_is_not_measured_again(tmp_path):
 
 def test_parts_for_which_there_is_no_time_are_said_to_be_stopped():
     done = run("--quick", "--only", "matmul", "--minutes", "0")
-    assert done.returncode == 0, done.stderr
     assert "matmul: stopped" in done.stdout
+    assert done.returncode == 1
+    assert done.stderr == "rows: expected at least one measurement, got none.\n"
+
+
+def test_a_script_that_fails_is_recorded_as_failed_and_measured_again(tmp_path):
+    out, step = tmp_path / "rows.jsonl", tmp_path / "darts_step.py"
+    (tmp_path / "elsewhere.py").write_text(ELSEWHERE)
+    flags = "--only", "darts_step", "--peers", "--out", out
+
+    step.write_text("import sys; sys.exit('cannot import parameter_count')")
+    broken = run(*flags, script=tmp_path / "elsewhere.py")
+    assert broken.returncode == 1
+    assert broken.stderr.startswith("failed: 1 of the rows; the first, darts_step")
+    assert "cannot import parameter_count" in broken.stderr
+    assert "| darts_step | without PyTorch | failed RuntimeError: cannot" in broken.stdout
+
+    step.write_text("print('a table')")
+    repaired = run(*flags, script=tmp_path / "elsewhere.py")
+    assert repaired.returncode == 0, repaired.stderr
+    assert repaired.stdout.count("| darts_step |") == 1 and "a table" in repaired.stdout
+    assert "failed" not in repaired.stdout
+
+    kept = run(*flags, script=tmp_path / "elsewhere.py")
+    assert kept.returncode == 0 and not kept.stdout.startswith("darts_step:")
 
 
 def test_the_parts_run_to_their_end():

@@ -4,26 +4,32 @@ The four problems of the field's public benchmark, benchopt/benchmark_bilevel, a
 (``stochastic_problems.py``), batches of 64. With ``--checkout PATH``, a copy of its repository, its
 own solver classes run beside ours on the same losses, rows and core (``stochastic_rivals.py``).
 
-Part ``time``: CPU time of a step, ours and theirs in turns. Of each side there are two copies, for
-one program takes up to a tenth longer than its own copy, by where in memory its data came to lie:
-the faster copy's median counts.
+Part ``time``: CPU time of a step, ours and theirs in turns. The time of our step is the difference
+between two searches of different lengths, divided by the number of steps between them. Each side
+has two copies, because a program can take up to a tenth longer than its own copy, depending on
+where its data are in memory. The faster copy's median counts.
 
-Part ``course``: the score over CPU seconds. What a start costs is counted (tables, a metric, the
-order of the batches), compilation is not. Every method compiles once for a problem: step sizes and
-seed are arguments of its program. Steps are tuned for every method alike: 0.3 seconds for each
-point of the published grid, five seconds for the best three, all with the first seed; the other
-seeds run at the best. Cleaning at 70 and 90 % takes the steps of 50 %. Ours without a step size are
-not tuned.
+Part ``course``: the score over CPU seconds. Our side is ``bilevel.search`` under ``jax.jit``, run
+from the start for each point of time. What a start costs is counted (tables, a metric, the order of
+the batches), compilation is not. Step sizes and seed are arguments of the programs, so a method
+compiles once for each length. Steps are tuned for every method alike: 0.3 seconds for each point of
+the published grid, five seconds for the best three, all with the first seed; the other seeds run at
+the best. Cleaning at 70 and 90 % takes the steps of 50 %. Ours without a step size are not tuned.
 
 Every problem is a process of its own on one core, and every measurement a line in the results: a
-second run goes on where the first was stopped.
+second run resumes where the first was stopped. Measurements that failed are not kept. ``--quick``
+runs on ijcnn1 with few rows, ``--smoke`` on a few quadratics with one method.
+
+    python benchmarks/stochastic.py --checkout PATH    # hours of one core
+    python benchmarks/stochastic.py --quick            # ours alone, small: minutes; no results file
+    python benchmarks/stochastic.py --table            # the results file as Markdown
 """
 
 import functools
 import itertools
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +40,13 @@ from stochastic_tables import CLEANING, RIVAL, SIDES, UNTUNED
 
 MARKS = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 3.5, 5.0)  # CPU seconds at which a point is scored
 SCREENED, FINALISTS = 0.3, 3  # CPU seconds for each point of a grid, and who gets all of them
-CHUNK = {"simulated": 16, "ijcnn1": 4096, "covtype": 512, "small": 256}  # steps; else 64
-CHUNKS = 1000  # at most, of one course
+CHUNK = {
+    "simulated": 16,
+    "ijcnn1": 4096,
+    "covtype": 512,
+    "small": 256,
+    "tiny": 4096,
+}  # steps; else 64
 TURNS = 16
 METHODS = tuple(f"{side}/{m}" for side, methods in SIDES.items() for m in methods)
 RACES = "ijcnn1", "cleaning", "covtype", "simulated"  # cleaning: all three
@@ -43,9 +54,11 @@ RACES = "ijcnn1", "cleaning", "covtype", "simulated"  # cleaning: all three
 
 @functools.cache
 def race_of(name: str):
-    """A race by its name; ``small`` is ijcnn1's with few rows."""
+    """A race by its name; ``small`` is ijcnn1's with few rows, ``tiny`` a few quadratics."""
     import stochastic_problems as problems
 
+    if name == "tiny":
+        return problems.simulated(0, n=128, p=5)
     return problems.ijcnn1(0, (3_210, 2_105)) if name == "small" else problems.RACES[name](0)
 
 
@@ -78,86 +91,94 @@ def method_of(name: str, step: Any, ratio: Any):
 
 
 class Ours:
-    """The compiled chunk that ``bilevel.search`` runs, of step sizes and seed."""
+    """``bilevel.search``, compiled for each number of steps; step sizes and seed are arguments."""
 
-    def __init__(self, name: str, race: Any, count: int, chunks: int = CHUNKS):
+    def __init__(self, name: str, race: Any, count: int):
+        self.name, self.race, self.programs = name, race, {}
+        self.count = self._long_enough(count)
+
+    def _long_enough(self, count: int) -> int:
+        """How many steps take four times as long as a start: shorter differences are noise."""
+        self.starting = self._least(1)
+        self.step_seconds = max((self._least(1 + count) - self.starting) / count, 1e-7)
+        return max(count, math.ceil(4 * self.starting / self.step_seconds))
+
+    def _least(self, steps: int) -> float:
+        return min(self.run(steps, -1)[0] for _ in range(3))
+
+    def program(self, steps: int, names: tuple[str, ...] = (), every: int = 1):
+        """The compiled search of so many steps, with a history of ``names``."""
         import jax
 
         import bilevel
-        from bilevel import _search
 
-        self.count, self.race, most = count, race, chunks * count
+        def search(alpha, w, train, valid, key, rates):
+            method, optimizer = method_of(self.name, *rates)
+            batches = None if self.name == "implicit" else bilevel.partition(64)
+            return bilevel.search(
+                self.race.problem, method, optimizer, alpha, w, train, valid, steps=steps,
+                batches=batches, key=key, history=names, history_every=every,
+            )  # fmt: skip
 
-        def setup(rates):
-            method, optimizer = method_of(name, *rates)
-            batches = None if name == "implicit" else bilevel.partition(64)
-            return _search._Setup(race.problem, method, optimizer, batches, False, 1)
+        made = self.programs.get((steps, names, every))
+        if made is None:
+            made = jax.jit(search).lower(*self._given(-1, (1e-3, 10.0))).compile()
+            self.programs[steps, names, every] = made
+            jax.block_until_ready(made(*self._given(-1, (1e-3, 10.0))))
+        return made
 
-        @functools.lru_cache(2)
-        def prepared(seed):
-            race = self.race
-            begun = time.process_time()
-            data = setup((1.0, 1.0)).prepared((race.train, race.valid, jax.random.key(seed)), most)
-            jax.block_until_ready(data)
-            return data, (time.process_time() - begun) / chunks
+    def _given(self, seed: int, rates: tuple[float, float]) -> tuple:
+        import jax
+        import jax.numpy as jnp
 
-        def begin(alpha, w, data, rates):
-            return setup(rates).start(alpha, w, data, most, ())
+        race = self.race
+        arrays = jax.tree.map(jnp.asarray, (race.alpha, race.w, race.train, race.valid))
+        return *arrays, jax.random.key(seed), tuple(map(jnp.float32, rates))
 
-        def advance(carry, data, rates):
-            return setup(rates).advance(carry, data, count)
+    def run(self, steps: int, seed: int, rates=(1e-3, 10.0), names=(), every=1):
+        """The CPU seconds of a search, and its result."""
+        import jax
 
-        self.prepared, self.begin = prepared, jax.jit(begin)
-        self.advance = jax.jit(advance, donate_argnums=0)
+        program, given = self.program(steps, names, every), self._given(seed, rates)
+        jax.block_until_ready(given)
+        begun = time.process_time()
+        result = jax.block_until_ready(program(*given))
+        return time.process_time() - begun, result
 
     def at(self, race: Any) -> "Ours":
         """On another race, of the same losses and shapes."""
         self.race = race
-        self.prepared.cache_clear()
         return self
 
-    def start(self, seed: int, step: float, ratio: float) -> float:
-        """Back to the start; the seconds that this took."""
-        import jax
-
-        self.data, self.order = self.prepared(seed)
-        self.rates, begun = (step, ratio), time.process_time()
-        self.carry = self.begin(self.race.alpha, self.race.w, self.data, self.rates)
-        jax.block_until_ready(self.carry)
-        return time.process_time() - begun
+    def within(self, seconds: float) -> int:
+        """How many steps a search can take in so many CPU seconds, its start included."""
+        return max(1, round((seconds - self.starting) / self.step_seconds))
 
     def chunk(self) -> float:
-        """So many more steps; the seconds, with their share of the order's."""
-        import jax
+        """The CPU seconds of ``count`` steps, without a start."""
+        return self.run(1 + self.count, -1)[0] - self.run(1, -1)[0]
 
-        begun = time.process_time()
-        self.carry = jax.block_until_ready(self.advance(self.carry, self.data, self.rates))
-        return time.process_time() - begun + self.order
+    def course(self, seed: int, step: float, ratio: float, marks: Sequence[float]) -> Iterator:
+        """CPU seconds, steps and point at each mark."""
+        for mark in marks:
+            steps = self.within(mark)
+            seconds, result = self.run(steps, seed, (step, ratio))
+            yield seconds, steps, self.point(result, steps)
 
-    def point(self):
-        """``(alpha, w)``; None once something was not finite."""
-        state = self.carry.state
-        return None if int(self.carry.trouble) else (np.array(state.alpha), np.array(state.w))
+    @staticmethod
+    def point(result: Any, steps: int):
+        """``(alpha, w)``; None if a search stopped early because something was not finite."""
+        whole = int(result.state.step) == steps
+        return (np.array(result.alpha), np.array(result.w)) if whole else None
 
 
 def runner(side: str, folder: str, method: str, race: Any, count: int):
     """Of ours, or of theirs, compiled and warm."""
     if side == "ours":
-        made = Ours(method, race, count)
-    else:
-        import stochastic_rivals as rivals
+        return Ours(method, race, count)
+    import stochastic_rivals as rivals
 
-        made = rivals.Rival(rivals.checkout(folder), method, race, count)
-    warm(made)
-    return made
-
-
-def warm(made: Any) -> None:
-    """The first chunks compile, some of theirs late; the order of batches is drawn for nothing."""
-    for _ in range(2):
-        made.start(-1, 1e-3, 10.0)
-        for _ in range(4):
-            made.chunk()
+    return rivals.Rival(rivals.checkout(folder), method, race, count)
 
 
 # ----------------------------------------------------------------------------- measurements
@@ -166,8 +187,7 @@ def warm(made: Any) -> None:
 def work(part: str, *request: Any) -> Iterator[harness.Row]:
     """In a process of its own."""
     if part == "time":
-        folder, name, method = request
-        yield steps_in_turns(folder, name, method)
+        yield steps_in_turns(*request)
     else:
         folder, path, names, methods, *numbers = request
         campaign = Campaign(Path(path) if path else None)
@@ -178,23 +198,25 @@ def work(part: str, *request: Any) -> Iterator[harness.Row]:
             yield from campaign.rows
 
 
-def steps_in_turns(folder: str, name: str, method: str) -> harness.Row:
+def steps_in_turns(
+    folder: str, name: str, method: str, copies_of_each: int, turns: int
+) -> harness.Row:
     """Microseconds of a step, ours and, where there is a checkout, theirs."""
     race, count = race_of(name), chunk_of(name, method)
     compared = folder and method in RIVAL
-    order = ("ours", "theirs", "theirs", "ours") if compared else ("ours", "ours")
+    order = ("ours", "theirs", "theirs", "ours") if compared else ("ours",) * copies_of_each
     copies = [
         (side, runner(side, folder, method if side == "ours" else RIVAL[method], race, count), [])
         for side in order
     ]
-    for _ in range(TURNS):
+    for _ in range(turns):
         for _, made, spent in copies:
-            spent.append(made.chunk())
+            spent.append(made.chunk() / made.count)
         copies.append(copies.pop(0))  # another begins
     best: dict[str, float] = {}
     for side, _, spent in copies:
         best[side] = min(best.get(side, math.inf), float(np.median(spent)))
-    return {side: round(1e6 * seconds / count, 2) for side, seconds in best.items()}
+    return {side: round(1e6 * seconds, 2) for side, seconds in best.items()}
 
 
 class Campaign:
@@ -257,15 +279,9 @@ class Campaign:
 
 def course_of(made, race, seed, step, ratio, seconds, marks=MARKS) -> harness.Row:
     """The scores at the marks; fewer than there are marks, if something was not finite."""
-    spent, steps = made.start(seed, step, ratio), 0
     found: harness.Row = {"seconds": []}
-    for mark in (m for m in marks if m <= seconds):
-        while spent < mark:
-            if steps == CHUNKS * made.count:
-                raise RuntimeError("The order of the batches is used up: more CHUNKS are wanted.")
-            spent += made.chunk()
-            steps += made.count
-        point = made.point()
+    for spent, steps, point in made.course(seed, step, ratio, marks_until(seconds, marks)):
+        found["steps"] = steps
         scores = {} if point is None else race.score(*point)
         if not scores or not all(map(math.isfinite, scores.values())):
             found["diverged"] = True
@@ -274,7 +290,12 @@ def course_of(made, race, seed, step, ratio, seconds, marks=MARKS) -> harness.Ro
         for key, value in scores.items():
             digits = 10 if key == "value" else 4
             found.setdefault(key, []).append(float(f"{value:.{digits}g}"))
-    return found | {"steps": steps}
+    return found
+
+
+def marks_until(seconds: float, marks: Sequence[float] = MARKS) -> list[float]:
+    """Those within ``seconds``; ``seconds`` itself, if it is before the first."""
+    return [mark for mark in marks if mark <= seconds] or [seconds]
 
 
 def optimum() -> harness.Row:
@@ -302,29 +323,40 @@ def main() -> None:
         seconds={"type": float, "default": MARKS[-1], "help": "CPU seconds of a course"},
         part={"choices": ("time", "course", "both"), "default": "both"},
     )
-    quick = flags.size == "quick"
+    if flags.checkout and not Path(flags.checkout).is_dir():
+        flags.error(f"--checkout: expected a copy of benchmark_bilevel, got {flags.checkout}.")
     campaign = Campaign(flags.results)
     if flags.results and not campaign.rows:
         campaign.add(harness.environment("optax"))
     own = functools.partial(harness.in_own_process, __file__, one_core=True)
-    for race in ["small"] if quick else flags.races:
+    races, methods, copies, turns = flags.races, flags.methods, 2, TURNS
+    seeds, seconds = (1, 0.1) if flags.small else (flags.seeds, flags.seconds)
+    if flags.small:
+        races = ["small"]
+    if flags.smoke:  # in this process, which has compiled some of it already
+        races, methods, copies, turns, seconds = ["tiny"], ["ours/soba"], 1, 2, 0.01
+        own = lambda *request: list(work(*request))  # noqa: E731
+    failed = []
+    for race in races:
         names = CLEANING if race == "cleaning" else (race,)
         timed = () if flags.part == "course" else SIDES["ours"]
-        for method in (m for m in timed if f"ours/{m}" in flags.methods):
+        for method in (m for m in timed if f"ours/{m}" in methods):
             key = {"part": "time", "race": names[0], "method": method}
             if not campaign.known(**key):
-                campaign.add(key | own("time", flags.checkout, names[0], method)[0])
+                (row,) = own("time", flags.checkout, names[0], method, copies, turns)
+                (failed.append if "failed" in row else campaign.add)(key | row)
         if flags.part == "time":
             continue
         if race == "ijcnn1" and not campaign.known(part="optimum"):
             campaign.add({"part": "optimum", "race": race} | optimum())
-        seeds, seconds = (1, 0.1) if quick else (flags.seeds, flags.seconds)
         path = str(flags.results.absolute()) if flags.results else ""
-        campaign.rows += own("course", flags.checkout, path, names, flags.methods, seeds, seconds)
-    rows = harness.read(flags.results) if flags.results else campaign.rows
-    print(stochastic_tables.report(rows))
-    if flags.results:
-        stochastic_tables.draw(rows, flags.results.with_suffix(".png"))
+        rows = own("course", flags.checkout, path, names, methods, seeds, seconds)
+        failed += [{"part": "course", "race": race} | row for row in rows if "failed" in row]
+        campaign.rows += [row for row in rows if "failed" not in row]
+    rows = [*(harness.read(flags.results) if flags.results else campaign.rows), *failed]
+    harness.finish(
+        rows, flags.results, stochastic_tables.report, stochastic_tables.draw, write_rows=False
+    )
 
 
 if __name__ == "__main__":

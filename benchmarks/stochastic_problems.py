@@ -97,11 +97,11 @@ def ijcnn1(seed: int = 0, rows: tuple[int, int] = (49_990, 91_701)) -> Race:
     w, alpha = rng.normal(size=22), np.log(rng.uniform(size=22))
     start = (jnp.asarray(x, jnp.float32) for x in (alpha, w))
     steps, ratios = 2.0 ** np.arange(-4, 2), 10.0 ** np.arange(-2, 0.5, 0.5)
-    scored = _ValueAndSlope(problem, train, valid)
+    scored = ValueAndSlope(problem, train, valid)
     return Race("ijcnn1", problem, *start, train, valid, scored, tuple(steps), tuple(ratios))
 
 
-class _ValueAndSlope:
+class ValueAndSlope:
     """The outer loss at the lower solution, and its squared slope, in float64."""
 
     def __init__(self, problem, train, valid):

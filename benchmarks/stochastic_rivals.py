@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 import types
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,11 @@ class Rival:
         solver.set_objective(*losses, *rows, race.w, race.alpha)
         self.solver, self.memory, self.count = solver, name == "saba", count
         self.counted = name in ("srba", "vrbo")
+        # The first chunks compile, some of them late.
+        for _ in range(2):
+            self.start(-1, 1e-3, 10.0)
+            for _ in range(4):
+                self.chunk()
 
     def start(self, seed: int, step: float, ratio: float) -> float:
         """Back to the start; the seconds that this took."""
@@ -98,6 +104,15 @@ class Rival:
         self.done += self.count
         jax.block_until_ready(self.carry)
         return time.process_time() - begun
+
+    def course(self, seed: int, step: float, ratio: float, marks: Sequence[float]) -> Iterator:
+        """CPU seconds, steps and point at each mark, in one run."""
+        spent, steps = self.start(seed, step, ratio), 0
+        for mark in marks:
+            while spent < mark:
+                spent += self.chunk()
+                steps += self.count
+            yield spent, steps, self.point()
 
     def point(self) -> tuple[np.ndarray, np.ndarray] | None:
         """``(alpha, w)``; None if they are not finite."""

@@ -17,6 +17,8 @@ PROBLEMS = {
     "simulated": "simulated: squared slope",
     "covtype": "covtype: validation error",
     "cleaning50": "cleaning, 50 %: test error",
+    "small": "ijcnn1 with few rows: h",
+    "tiny": "few quadratics: squared slope",
 }
 EARLY, LATE = 3, -1  # of the marks: half a second, five seconds
 AIMS = {"ijcnn1": 3, "cleaning50": 25}  # times the benchmark's steps per second, of SABA
@@ -58,8 +60,10 @@ def score(rows: list[harness.Row], mark: int, race: str, side: str, method: str)
     """The median over the seeds, NaN without any; infinity where a seed diverged before."""
     courses, below = at_best(rows, race=race, side=side, method=method), least(rows, race)
     count = max((len(row["seconds"]) for row in courses), default=0)
+    mark = min(mark, count - 1)
     values = [
-        scores(row)[mark] - below if len(row["seconds"]) == count else math.inf for row in courses
+        scores(row)[mark] - below if len(row["seconds"]) == count > 0 else math.inf
+        for row in courses
     ]
     return float(np.median(values)) if values else math.nan
 
@@ -89,7 +93,7 @@ def races(rows: list[harness.Row], names: Iterable[str]) -> list[str]:
 def speed(rows: list[harness.Row]) -> str:
     """CPU time of a step, ours and theirs in turns."""
     lines = []
-    for row in harness.where(rows, part="time"):
+    for row in (r for r in harness.where(rows, part="time") if "ours" in r):
         other = row.get("theirs")
         beside = (f"{other:.1f}", f"{other / row['ours']:.2f}") if other else ("", "")
         lines.append((row["race"], f"`{row['method']}`", f"{row['ours']:.1f}", *beside))
@@ -152,13 +156,16 @@ def _speed_verdicts(rows):
         if row["ours"] > SAME * row["theirs"]
     ]
     text = f"no method slower by more than {SAME - 1:.0%}: {', '.join(slower) or 'none is'}"
-    yield not slower, f"{text}, of {len(times)}"
+    if times:
+        yield not slower, f"{text}, of {len(times)}"
 
 
 def _untuned_verdicts(rows):
     for race in races(rows, PROBLEMS):
         name, bar = best_of_theirs(rows, race)
         ours = {m: score(rows, EARLY, race, "ours", m) for m in UNTUNED}
+        if math.isnan(bar) or any(map(math.isnan, ours.values())):
+            continue
         text = ", ".join(f"`{m.split()[0]}()` {shown(value)}" for m, value in ours.items())
         text = f"untuned, {race}: {text} after 0.5 s; their best, {name}, {shown(bar)} after 5 s"
         best = min(ours.values())
@@ -194,7 +201,11 @@ def _cleaning_verdicts(rows):
 
 
 def report(rows: list[harness.Row]) -> str:
-    return "\n\n".join(part(rows) for part in (speed, courses, cleaning, verdicts))
+    """The tables of what was measured, and the verdicts."""
+    parts = [speed] if harness.where(rows, part="time") else []
+    parts += [courses] if races(rows, PROBLEMS) else []
+    parts += [cleaning] if races(rows, CLEANING) else []
+    return "\n\n".join(filter(None, (part(rows) for part in (*parts, verdicts))))
 
 
 # ----------------------------------------------------------------------------- the picture
@@ -202,7 +213,7 @@ def report(rows: list[harness.Row]) -> str:
 
 def draw(rows: list[harness.Row], path: Path) -> None:
     """The courses, median and quartiles over the seeds: both untuned, and the best of theirs."""
-    from bilevel._style import COLOURS, MARKERS
+    from bilevel.plots import COLOURS
 
     names = races(rows, PROBLEMS)
     lines = -(-len(names) // 2)
@@ -214,7 +225,7 @@ def draw(rows: list[harness.Row], path: Path) -> None:
             for i, (side, method) in enumerate([("ours", m) for m in UNTUNED] + theirs):
                 _course(
                     ax, rows, race, side, method, color=COLOURS[i + (side == "theirs")],
-                    linestyle="-" if side == "ours" else "--", marker=MARKERS[i], markersize=4,
+                    linestyle="-" if side == "ours" else "--", marker="os^Dv"[i], markersize=4,
                 )  # fmt: skip
             ax.set(xscale="log", yscale="log", xlabel="CPU seconds", title=PROBLEMS[race])
         axes.flat[min(1, len(names) - 1)].legend(loc="lower left")  # where no course goes

@@ -41,6 +41,7 @@ def command_line(
     full: bool = False,
     work: Callable[..., Iterable[Row]] | None = None,
     peers: Sequence[str] = (),
+    compares: Callable[[argparse.Namespace], bool] = lambda parsed: True,
     **flags: dict[str, Any],
 ) -> argparse.Namespace:
     """Parse the flags of a run. ``--table`` and ``--worker`` are answered here and end the process.
@@ -56,6 +57,8 @@ def command_line(
     peers : sequence of str
         Distributions that the script compares with. The default and the full size request all of
         them, ``--quick`` and ``--smoke`` none; ``--peers`` names others.
+    compares : function, optional
+        Whether a run with the parsed flags requests peers by default, if only some runs do.
     **flags
         Flags of the script itself, as options of ``add_argument``.
 
@@ -107,7 +110,7 @@ def command_line(
         parsed.results = RESULTS / f"{name}{'_full' * (parsed.size == 'full')}.jsonl"
     if peers:
         if parsed.peers is None:
-            parsed.peers = [] if parsed.small else list(peers)
+            parsed.peers = [] if parsed.small or not compares(parsed) else list(peers)
         require(*parsed.peers)
     return parsed
 

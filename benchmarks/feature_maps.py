@@ -10,7 +10,8 @@ random choices.
    The oracle trains the incumbent for itself, with all features, outside the clock. Beside the
    paper's methods exponentiated gradient, as its released code has it, at the learning rate that
    is best on configurations of their own (part "tuning"; with 4,096 features on all of CIFAR-10).
-3. The same ridge problems by scikit-learn, and Hyperband by Optuna (dependency group `peers`).
+3. The same ridge problems by scikit-learn, and Hyperband by Optuna (dependency group `peers`):
+   with CIFAR-10 in the default size only. `--peers` with no name behind it leaves Optuna out.
 
 Seconds are wall time on all cores, without compilation: every program is run once before the first
 trial. Projections of rows and hashes of texts are in them: each method starts with none.
@@ -21,15 +22,16 @@ again, and a method that was cut short goes on with the solves in its journal.
     python benchmarks/feature_maps.py                    # CIFAR-10, a quarter of an hour, two cores
     python benchmarks/feature_maps.py --data imdb        # IMDb
     python benchmarks/feature_maps.py --data digits      # what --quick runs, in a minute
+    python benchmarks/feature_maps.py --alternatives     # part 3 alone, again
     python benchmarks/feature_maps.py --full             # 24,000 + 6,000 images, 16,384 features
     python benchmarks/feature_maps.py --full --features 2048    # ... in the time that there is
     python benchmarks/feature_maps.py --full --data imdb # all 50,000 reviews
+    python benchmarks/feature_maps.py --smoke            # digits, all parts, tiny: 10 s
     python benchmarks/feature_maps.py --table            # the results files as Markdown
 """
 
 import dataclasses
 import functools
-import importlib.util
 import sys
 import time
 
@@ -59,6 +61,7 @@ class Sizes:
 
 
 SIZES = {
+    "smoke": Sizes(40, 20, 20, 16, (16,), configs=4, trials=2, evaluations=2, draws=1),
     "digits": Sizes(800, 500, 497, 256, (64, 256), configs=32, trials=3, evaluations=16),
     "cifar10": Sizes(6000, 2000, 2000, 2048, (256, 1024, 2048)),
     "imdb": Sizes(3000, 1500, 1500, 2**16, (2**12, 2**16), configs=64, trials=3),
@@ -69,6 +72,7 @@ FULL = {  # the paper: 40,000 + 10,000 images and 100,000 features; IMDb as here
 }
 TUNED = {"cifar10": 2**12}  # features of the tuning, where all of them would take hours
 ROUNDS = 8  # of exponentiated gradient: as many solves as weight sharing makes of 256
+RIDGE = 1024, 2048, 4096  # features of the ridge problems in part 3
 CLOCK = "each method's own projections and hashes"
 
 RATES = 0.25, 1.0, 4.0, 16.0, 64.0  # of exponentiated gradient
@@ -262,7 +266,7 @@ def ridge_solve(n, d, outputs=10, penalty=0.5) -> dict:
     }
 
 
-def optuna_hyperband(sizes, key, seconds, target) -> dict:
+def optuna_hyperband(data, sizes, key, seconds, target) -> dict:
     """Hyperband by Optuna, random features and ridge regression by scikit-learn.
 
     Stops once the validation error of a configuration at full dimension is ``target``, or after
@@ -273,12 +277,12 @@ def optuna_hyperband(sizes, key, seconds, target) -> dict:
     from sklearn.preprocessing import MinMaxScaler, Normalizer, StandardScaler
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)
-    parts = parts_of("cifar10", sizes, jax.random.split(key)[0])
+    parts = parts_of(data, sizes, jax.random.split(key)[0])
     xs = [x.reshape(len(x), -1).astype(np.float32) for x, _ in parts]
     labels = [y for _, y in parts]
     targets = 2 * np.eye(10, dtype=np.float32)[labels[0]] - 1
     scalers = {"minmax": MinMaxScaler, "unit": Normalizer, "standardize": StandardScaler}
-    lowest, curve, start = sizes.dimension // 64, [], time.perf_counter()
+    lowest, curve, start = max(1, sizes.dimension // 64), [], time.perf_counter()
 
     def objective(trial):
         name = trial.suggest_categorical("preprocess", ["none", *scalers])
@@ -328,33 +332,52 @@ def optuna_hyperband(sizes, key, seconds, target) -> dict:
     }
 
 
-def alternatives(sizes, key, searched) -> list[dict]:
+def alternatives(data, sizes, key, searched, dimensions, peers) -> list[dict]:
     """Optuna gets the same rows, and five times the seconds that our first trial took."""
-    rows = [ridge_solve(sizes.train, d) for d in (1024, 2048, 4096)]
-    if importlib.util.find_spec("optuna") is None:
-        print("  Optuna is not installed (dependency group `peers`): left out")
-        return rows
-    ours = tables.of_method(searched, "Hyperband")[0]
-    seconds = ours["seconds"][-1]
-    found = optuna_hyperband(sizes, key, 5 * seconds, ours["valid"][-1])
-    return [*rows, found | {"our seconds": seconds, "our test": ours["test"][-1]}]
+    rows = [ridge_solve(sizes.train, d) for d in dimensions]
+    if "optuna" in peers:
+        ours = tables.of_method(searched, "Hyperband")[0]
+        seconds = ours["seconds"][-1]
+        found = optuna_hyperband(data, sizes, key, 5 * seconds, ours["valid"][-1])
+        rows.append(found | {"our seconds": seconds, "our test": ours["test"][-1]})
+    return rows
 
 
-def main() -> None:
+def parsed():
+    """The flags, with the data of a run, and with ``compared``: whether it measures part 3."""
     flags = harness.command_line(
         __file__,
         __doc__,
         tables.report,
         full=True,
-        data={"choices": SIZES, "default": "cifar10"},
+        peers=("optuna",),
+        compares=lambda parsed: parsed.data in (None, "cifar10") and parsed.size == "default",
+        data={"choices": [name for name in SIZES if name != "smoke"], "help": "default: cifar10"},
         trials={"type": int, "help": "default: 10; IMDb and digits 3"},
         features={"type": int, "help": "of a full evaluation, if not as usual; own results file"},
         alternatives={"action": "store_true", "help": "part 3 alone, done again"},
     )
-    data, full = "digits" if flags.quick else flags.data, flags.size == "full"
-    if full and data not in FULL:
-        sys.exit(f"--full: expected --data {' or '.join(FULL)}, got {data}")
-    sizes = (FULL if full else SIZES)[data]
+    data = flags.data or ("digits" if flags.small else "cifar10")
+    if flags.small and data != "digits":
+        flags.error(f"--data: expected digits with --{flags.size}, got {data}")
+    if flags.size == "full" and data not in FULL:
+        flags.error(f"--data: expected {' or '.join(FULL)} with --full, got {data}")
+    if flags.trials is not None and flags.trials < 2:
+        flags.error(f"--trials: expected at least 2, got {flags.trials}")
+    flags.data, flags.compared = data, data == "cifar10" and flags.size == "default"
+    if flags.alternatives and not flags.compared:
+        got = data if flags.size == "default" else f"--{flags.size}"
+        flags.error(f"--alternatives: expected cifar10 in the default size, got {got}")
+    if flags.peers and not (flags.compared or flags.smoke):
+        got = data if flags.size == "default" else f"--{flags.size}"
+        flags.error(f"--peers: expected cifar10 in the default size, got {got}")
+    return flags
+
+
+def main() -> None:
+    flags = parsed()
+    data, full = flags.data, flags.size == "full"
+    sizes = SIZES["smoke"] if flags.smoke else (FULL if full else SIZES)[data]
     sizes = dataclasses.replace(sizes, trials=flags.trials or sizes.trials)
     key, path = jax.random.key(0), harness.named(flags.results, data)
     if flags.features:
@@ -362,11 +385,14 @@ def main() -> None:
         path = harness.named(path, str(flags.features))
     rows = harness.read(path) if path else []
     if flags.alternatives:
-        rows = [r for r in rows if r["part"] not in ("ridge", "optuna")]
+        if not tables.of_method(rows, "Hyperband"):
+            sys.exit(f"--alternatives: expected the other parts' rows in {path}, got none.")
     else:
         rows = measured(data, sizes, key, path, rows)
-    if data == "cifar10" and not full:
-        rows += alternatives(sizes, key, rows)
+    if flags.compared or flags.smoke:  # a second run measures part 3 again
+        rows = [r for r in rows if r["part"] not in ("ridge", "optuna")]
+        dimensions = sizes.dimensions if flags.smoke else RIDGE
+        rows += alternatives(data, sizes, key, rows, dimensions, flags.peers)
     harness.finish(rows, path, tables.report, tables.picture)
 
 

@@ -22,6 +22,7 @@ Every search is a row, written as it ends; what the results file holds is not me
                                               # 1000 images: seven hours of one core
     python benchmarks/darts_gap.py --quick    # a minute or two, no results file
     python benchmarks/darts_gap.py --full     # the paper's sizes, on an accelerator
+    python benchmarks/darts_gap.py --smoke    # two operations, random images: 10 s
     python benchmarks/darts_gap.py --table    # the results files as Markdown
 """
 
@@ -49,6 +50,7 @@ CHUNK = 100  # images that are normalised together when errors are counted
 COLOURS = {  # mean and deviation of each
     "cifar10": ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
     "fashion-mnist": ((0.2860,), (0.3530,)),
+    "random": ((0.5,), (0.2887,)),  # uniform, for --smoke
 }
 SMALL = ("none", "skip_connect", "sep_conv_3x3")
 
@@ -84,7 +86,9 @@ class Sizes:
 
 DEEP = {"data": "fashion-mnist", "cells": 3, "channels": 4, "side": 14, "train": 1000}
 PAPER = {"cells": 8, "side": 32, "train": 10_000, "test": 10_000, "batch": 64, "seeds": 5}
+TINY = {"data": "random", "operations": ("none", "skip_connect"), "channels": 2, "side": 4}
 SIZES = {
+    "smoke": Sizes(**TINY, train=100, test=100, counts=(20, 1000), epochs=2, look=1, seeds=2),
     "quick": Sizes(channels=8, counts=(20, 1000), seeds=2, epochs=20),
     "default": Sizes(),
     "deep": Sizes(operations=PRIMITIVES, **DEEP, batch=64, seeds=10),
@@ -94,6 +98,13 @@ SIZES = {
 
 def images(sizes, seed):
     """Training images, 2 POOL for validation, test images; as pairs (x, labels)."""
+    if sizes.data == "random":
+        rng = np.random.default_rng(seed)
+        counts = sizes.train, 2 * POOL, sizes.test
+        drawn = [
+            (rng.random((n, sizes.side, sizes.side, 1)), rng.integers(10, size=n)) for n in counts
+        ]
+        return [(jnp.asarray(x, jnp.float32), jnp.asarray(y)) for x, y in drawn]
     wanted = 10_000 if sizes.train + 2 * POOL <= 10_000 else 30_000
     data = bilevel.data.load(sizes.data, train_size=wanted)
     mean, deviation = map(np.array, COLOURS[sizes.data])
@@ -416,6 +427,8 @@ def main() -> None:
     deep = {"action": "store_true", "help": "a supernet that learns; own results file"}
     flags = harness.command_line(__file__, __doc__, report, full=True, deep=deep)
     sizes, path = SIZES[flags.size], flags.results
+    if flags.deep and flags.size != "default":
+        flags.error(f"--deep: expected no other size, got --{flags.size}")
     if flags.deep:
         sizes, path = SIZES["deep"], harness.named(path, "deep")
     about = {"sizes": dataclasses.asdict(sizes), "hyperparameters": sizes.hyperparameters}
@@ -426,7 +439,7 @@ def main() -> None:
     for row in experiment(sizes, done):
         rows.append(row)
         harness.append(path, row)
-    harness.finish(rows, path, report, picture)
+    harness.finish(rows, path, report, picture, write_rows=False)
 
 
 if __name__ == "__main__":

@@ -10,12 +10,13 @@ The network of Eq. (1), L = 10 layers, on Fashion-MNIST. Each run draws its own 
 
 The paper gives depth, width (1024), number of runs (5), the weights' variance 1/m and |x| = 1, says
 that activations and skips are searched "independently", and refers to DARTS for the rest. So the
-first search has DARTS's own settings: batches of 64, SGD at 0.025 with momentum 0.9, cosine decay
-to 0.001, gradients clipped at 5, weight decay 3e-4; Adam (beta 0.5 and 0.999, weight decay 0.001 on
-the logits) above, whose rate times the number of steps is what it is in DARTS's 50 epochs of
-CIFAR-10: 6. It moves activations and skips at every step; "in turn" a step each, with the other
-fixed, twice as far; "apart" by two searches, in each of which the other stays at its start. How
-long to search is not in the paper, and decides the outcome. The other searches (`READINGS`) change
+first search has DARTS's batches of 64, SGD at 0.025 with momentum 0.9, cosine decay to 0.001,
+gradients clipped at 5 and weight decay 3e-4. Alpha moves by Adam (beta 0.5 and 0.999, weight decay
+0.001 on the logits). Its rate times the number of steps is what it is in DARTS's 50 epochs of
+CIFAR-10: 6. So 2,000 steps are a tenth of DARTS's length at ten times its rate for alpha; "longer"
+has DARTS's length and rate. The first search moves activations and skips at every step; "in turn" a
+step each, with the other fixed, twice as far; "apart" by two searches, in each of which the other
+stays at its start. How long to search is not in the paper, and decides the outcome. The other searches (`READINGS`) change
 the inputs, or the weights to Lemma 1's (see `bilevel.spaces.skips`), with steps of their own scale
 and no decay, or the length; "longer" once more with ten times the decay, chosen after pilots, and
 once with the mixtures fitted to the training half too, so that nothing is gained by fitting less.
@@ -54,7 +55,7 @@ from bilevel.nets.training import train
 from bilevel.spaces.activations import unit_inputs
 from bilevel.spaces.skips import CANDIDATES, SkipArchitecture, skip_space
 
-BATCH, TRAVEL = 64, 6.0
+BATCH, TRAVEL = 64, tables.TRAVEL
 TRIED = (0.025, 0.125, 0.625, 3.125)  # step sizes of plain networks
 
 

@@ -365,7 +365,7 @@ def verdicts(rows):
     )
     yield (
         f"Searches: exponents of n_V {ranges['risk']} (risk), {ranges['gradient']} "
-        f"(hypergradient): the -1/2 of (2) and (4) is {'confirmed' if half else 'NOT seen'}."
+        f"(hypergradient): the -1/2 of (2) and (4) is {'seen' if half else 'NOT seen'}."
     )
     yield (
         f"What selection loses falls with exponent {ranges['excess']}, faster than (3), and is a "

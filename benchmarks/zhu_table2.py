@@ -1,7 +1,7 @@
 """Which train-free method finds good networks of NAS-Bench-201?  (Zhu et al. 2022, Table 2)
 
-All methods of the table that can be run, five times each, on images of CIFAR-10; what a run ends at
-is looked up in the benchmark, on all three datasets.
+All methods of the table but NAS-RL (not run), five times each, on images of CIFAR-10; what a run
+ends at is looked up in the benchmark, on all three datasets.
 
 - Scores, by the procedure of KNAS and Eigen-NAS: of 300 networks drawn with replacement the k of
   best score are kept, and of them the one of best validation accuracy early in training (12 epochs;

@@ -432,9 +432,9 @@ def verdicts(rows):
             )
             gap = one - other if name == "steps" else (one - other)[:, -1]
             z = gap.mean() / harness.standard_error(gap)
-            word = "confirmed" if z < -2 else "contradicted" if z > 2 else "not confirmed"
+            word = "seen" if z < -2 else "the other way round" if z > 2 else "not clear"
             yield (
-                f"exponentiated ({ours}) {claim} than softmax ({theirs}): {word} here; "
+                f"exponentiated ({ours}) {claim} than softmax ({theirs}): {word} in this set-up; "
                 f"{name} differ by {spread(gap, form)}"
             )
 

@@ -173,10 +173,10 @@ def _untuned_verdicts(rows):
 
 
 def _level(error: float, bar: float, rows: int) -> bool | str:
-    """Whether an error is at most the other; in words, where that is within a standard error."""
+    """Whether an error is below the other; a string if they differ by a standard error at most."""
     chance = math.sqrt(bar * (1 - bar) / rows)
-    level = f"level (standard error {chance:.4f})" if error <= bar + chance else False
-    return error <= bar or level
+    level = abs(error - bar) <= chance
+    return f"level (standard error {chance:.4f})" if level else error < bar
 
 
 def _cleaning_verdicts(rows):

@@ -7,9 +7,9 @@ for first derivatives only and ties its second copy of the weights to the first.
 half of the 10,000 test images, their other half is the test.
 
 Beside it the same weights with no label cleaned, and with all wrong ones left out. MNIST's penalty
-of 0.2 is the public benchmark's. With 0.02 the lower problem is worse conditioned, and the adjoint's
-residual at the end is 0.06 instead of 0.0002; the learned weights win back most of what the wrong
-labels cost all the same. Every run is a process of its own, whose most memory
+of 0.2 is the public benchmark's. With 0.02 the lower problem is worse conditioned, and the
+adjoint's residual at the end is 0.06 instead of 0.0002. The learned weights still win back most of
+what the wrong labels cost. Every run is a process of its own, whose most memory
 is recorded, and what SABA's tables would have taken is computed.
 """
 

@@ -16,10 +16,11 @@ gradients clipped at 5 and weight decay 3e-4. Alpha moves by Adam (beta 0.5 and 
 CIFAR-10: 6. So 2,000 steps are a tenth of DARTS's length at ten times its rate for alpha; "longer"
 has DARTS's length and rate. The first search moves activations and skips at every step; "in turn" a
 step each, with the other fixed, twice as far; "apart" by two searches, in each of which the other
-stays at its start. How long to search is not in the paper, and decides the outcome. The other searches (`READINGS`) change
-the inputs, or the weights to Lemma 1's (see `bilevel.spaces.skips`), with steps of their own scale
-and no decay, or the length; "longer" once more with ten times the decay, chosen after pilots, and
-once with the mixtures fitted to the training half too, so that nothing is gained by fitting less.
+stays at its start. How long to search is not in the paper, and decides the outcome. The other
+searches (`READINGS`) change the inputs, or the weights to Lemma 1's (see `bilevel.spaces.skips`),
+with steps of their own scale and no decay, or the length; "longer" once more with ten times the
+decay, chosen after pilots, and once with the mixtures fitted to the training half too, so that
+nothing is gained by fitting less.
 
 The truth is in the "he" initialisation, where all but one of these networks train (sigmoids without
 skips do not), by the same SGD, for one epoch, as in Algorithm 1; each takes the step size that is

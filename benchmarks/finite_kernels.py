@@ -11,6 +11,7 @@ temporaries. An error is relative to the largest entry of the kernel by Jacobian
 
     python benchmarks/finite_kernels.py            # four minutes
     python benchmarks/finite_kernels.py --quick    # small, without neural-tangents: half a minute
+    python benchmarks/finite_kernels.py --smoke    # four of the networks, three samples: 10 s
     python benchmarks/finite_kernels.py --table    # the results file as Markdown
 """
 
@@ -27,7 +28,6 @@ from flax import nnx
 from jax import lax
 
 import ntk
-from ntk import _compat
 
 PEER, ROUNDS, SEED = "neural-tangents", 7, 0
 WIDTH, DEPTH, INPUTS = 512, 4, 256
@@ -119,7 +119,7 @@ def in_scan(n):
 
 
 NETWORKS = {
-    # name: network and samples by their number, that number, and that of --quick
+    # name: network and samples by their number, that number, and that of --quick and --smoke
     "linen": (lambda n: linen(Perceptron(), vectors(n)), 100, 20),
     "nnx": (with_nnx, 100, 20),
     "function in jit": (in_jit, 100, 20),
@@ -135,29 +135,35 @@ NETWORKS = {
         10,
     ),
 }
+SMOKE = ["linen", "nnx", "function in jit", "embedding"]  # the verdicts' networks
 
 
 def peer(apply, implementation):
     options = {"vmap_axes": 0, "implementation": implementation}
-    kernel = _compat.neural_tangents().empirical_ntk_fn(apply, **options)
+    kernel = ntk.neural_tangents().empirical_ntk_fn(apply, **options)
     return lambda params, x: kernel(x, None, params)
 
 
-def measure(name: str, quick: bool):
-    """Rows of all methods for one network."""
-    build, *sizes = NETWORKS[name]
-    n = sizes[quick]
+def measure(names: list[str], size: str, peers: list[str]):
+    """Rows of all methods for each of these networks."""
+    for name in names:
+        build, many, few = NETWORKS[name]
+        n = {"smoke": 3, "quick": few, "default": many}[size]
+        yield from measured(name, build, n, peers, rounds=ROUNDS if size == "default" else 3)
+
+
+def measured(name: str, build, n: int, peers: list[str], rounds: int):
     apply, params, x = build(n)
     methods = {
         "ntk": lambda p, x: ntk.empirical_kernel(apply, p, x, method="layerwise"),
         "ntk, jacobian": lambda p, x: ntk.empirical_kernel(apply, p, x, method="jacobian"),
     }
-    if not quick:
+    if PEER in peers:
         methods |= {f"{PEER} {i}": peer(apply, i) for i in (1, 2)}
     compiled = {method: harness.compiled(fn, params, x)[0] for method, fn in methods.items()}
     found = {method: np.asarray(run(params, x)) for method, run in compiled.items()}
     times: dict[str, list[float]] = {method: [] for method in methods}
-    for _ in range(3 if quick else ROUNDS):
+    for _ in range(rounds):
         for method, run in compiled.items():
             jax.block_until_ready(run(params, x))  # after another method memory is slow at first
             start = time.perf_counter()
@@ -208,14 +214,22 @@ def verdicts(rows):
     yield mb <= 100, f"embedding: {mb:.3g} MB, at most 100"
 
 
+def whole_report(rows) -> str:
+    """The table and the verdicts; only the reasons, if a network failed."""
+    if any("failed" in row for row in rows):
+        return "\n".join(f"{r['network']}: {r['failed']}" for r in rows if "failed" in r)
+    return f"{report(rows)}\n{harness.judged(verdicts(rows))}"
+
+
 def main() -> None:
-    flags = harness.command_line(__file__, __doc__, report, work=measure)
+    flags = harness.command_line(__file__, __doc__, report, work=measure, peers=(PEER,))
     about = {"device": f"{harness.processor()}, one core, one thread"}
     rows = [harness.environment("flax", PEER, **about, seed=SEED, rounds=ROUNDS)]
-    for name in NETWORKS:
-        rows += harness.in_own_process(__file__, name, flags.quick, one_core=True)
-    harness.finish(rows, flags.results, report)
-    print(harness.judged(verdicts(rows)))
+    # A process for each network, but for --smoke, where starting processes would take longest.
+    for names in [SMOKE] if flags.smoke else [[name] for name in NETWORKS]:
+        found = harness.in_own_process(__file__, names, flags.size, flags.peers, one_core=True)
+        rows += [{"network": ", ".join(names)} | row for row in found]
+    harness.finish(rows, flags.results, whole_report)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,362 @@
+"""Programs outside the packages use names that exist and are public; the benchmarks' exit rules.
+
+mypy, ruff and the other tests do not read imports inside functions. Here every import of `bilevel`
+and `ntk`, and every attribute of what was imported, is looked up in the modules themselves.
+"""
+
+import ast
+import importlib
+import json
+import pathlib
+import re
+import sys
+import types
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+PROGRAMS = "benchmarks/**/*.py", "examples/*.py", "docs/*.py", "docs/_ext/*.py", "notebooks/*.py"
+UNFINISHED = "benchmarks/memory_training.py", "benchmarks/network_kernels.py"
+PAGES = "README.md", "CONTRIBUTING.md", "docs/**/*.md"
+
+# ----------------------------------------------------------------------------- names and imports
+
+
+def private(name):
+    of_named_tuples = "_asdict", "_fields", "_make", "_replace"  # public, for all their underscore
+    return name.startswith("_") and not name.endswith("__") and name not in of_named_tuples
+
+
+def lookup(owner, name):
+    """An attribute of an object, or a submodule that was not imported yet."""
+    try:
+        return getattr(owner, name)
+    except AttributeError:
+        if not isinstance(owner, types.ModuleType):
+            raise
+    try:
+        return importlib.import_module(f"{owner.__name__}.{name}")
+    except ModuleNotFoundError:
+        raise AttributeError(name) from None
+
+
+def fault(owner, name, path):
+    """Return why ``path``, which ends in ``name`` of ``owner``, may not be used, or None."""
+    if private(name):
+        return f"{path} is private"
+    try:
+        value = lookup(owner, name)
+    except AttributeError:
+        return f"{path} does not exist"
+    public = getattr(owner, "__all__", None) if isinstance(owner, types.ModuleType) else None
+    submodule = isinstance(value, types.ModuleType) and value.__name__ == f"{owner.__name__}.{name}"
+    if public is not None and name not in public and not submodule and not name.endswith("__"):
+        return f"{path} is not in __all__ of {owner.__name__}"
+    return None
+
+
+class Reader(ast.NodeVisitor):
+    """Collects ``(line, fault)`` of a program; ``scope``: what the imported names stand for."""
+
+    def __init__(self):
+        self.scope, self.found = {}, []
+
+    def follow(self, node, value, path, names):
+        """The value at the end of a chain of attributes; None if a name is at fault."""
+        for name in names:
+            path = f"{path}.{name}"
+            if wrong := fault(value, name, path):
+                self.found.append((node.lineno, wrong))
+                return None
+            value = lookup(value, name)
+        return value
+
+    def package(self, node, path):
+        """A module by its dotted path, None if it is at fault or of another package."""
+        first, *others = path.split(".")
+        if first not in ("bilevel", "ntk"):
+            return None
+        return self.follow(node, importlib.import_module(first), first, others)
+
+    def visit_Import(self, node):
+        for alias in node.names:
+            value, first = self.package(node, alias.name), alias.name.split(".")[0]
+            if value is not None and alias.asname:
+                self.scope[alias.asname] = value, alias.name
+            elif value is not None:
+                self.scope[first] = importlib.import_module(first), first
+
+    def visit_ImportFrom(self, node):
+        module = None if node.level else self.package(node, node.module)
+        for alias in node.names if module is not None and node.names[0].name != "*" else ():
+            value = self.follow(node, module, node.module, [alias.name])
+            if value is not None:
+                self.scope[alias.asname or alias.name] = value, f"{node.module}.{alias.name}"
+
+    def visit_Attribute(self, node):
+        names, root = [], node
+        while isinstance(root, ast.Attribute):
+            names, root = [root.attr, *names], root.value
+        if isinstance(root, ast.Name) and root.id in self.scope:
+            self.follow(node, *self.scope[root.id], names)
+        else:
+            self.visit(root)
+
+    def visit_Call(self, node):
+        name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+        if name == "import_module" and node.args and isinstance(node.args[0], ast.Constant):
+            self.package(node, node.args[0].value)
+        self.generic_visit(node)
+
+    def function(self, node):
+        """A function's own scope: its parameters and variables hide the imports outside."""
+        outside, a = self.scope, node.args
+        hidden = {p.arg for p in (*a.posonlyargs, *a.args, *a.kwonlyargs, a.vararg, a.kwarg) if p}
+        hidden |= {
+            inner.id
+            for inner in ast.walk(node)
+            if isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Store)
+        }
+        self.scope = {name: value for name, value in outside.items() if name not in hidden}
+        self.generic_visit(node)
+        self.scope = outside
+
+    visit_FunctionDef = visit_AsyncFunctionDef = visit_Lambda = function
+
+
+def faults(source):
+    """Sorted ``(line, fault)`` of the names of `bilevel` and `ntk` in a program's text."""
+    reader, tree = Reader(), ast.parse(source)
+    # First the module's own imports: functions above them see them too.
+    for node in tree.body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            reader.visit(node)
+    reader.visit(tree)
+    return sorted(set(reader.found))
+
+
+def blocks(path):
+    """The Python of a page or a notebook, one session, without the notebook's own commands."""
+    text = path.read_text()
+    if path.suffix == ".ipynb":
+        cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
+        parts = ["".join(cell["source"]) for cell in cells]
+        return re.sub(r"^(\s*)[%!].*", r"\1pass", "\n".join(parts), flags=re.MULTILINE)
+    return "\n".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL))
+
+
+def users(*patterns):
+    return sorted(path for pattern in patterns for path in ROOT.glob(pattern))
+
+
+def all_faults(paths, read):
+    return [
+        f"{path.relative_to(ROOT)}:{line}: {wrong}"
+        for path in paths
+        for line, wrong in faults(read(path))
+    ]
+
+
+@pytest.mark.parametrize(
+    "source, wrong",
+    [
+        ("from bilevel import no_such_name", "bilevel.no_such_name does not exist"),
+        ("import bilevel.no_such_module", "bilevel.no_such_module does not exist"),
+        ("import bilevel as b\nb.spaces.nothing", "bilevel.spaces.nothing does not exist"),
+        ("import ntk\nntk.scores.nothing(1)", "ntk.scores.nothing does not exist"),
+        ("import ntk\nntk.relu.nothing", "ntk.relu.nothing does not exist"),
+        ("import bilevel\nbilevel.Problem.nothing", "bilevel.Problem.nothing does not exist"),
+        (
+            "def f():\n    from bilevel.spaces.darts import darts_space, parameter_count",
+            "bilevel.spaces.darts.parameter_count does not exist",
+        ),
+        (
+            "def f():\n    return search.x\n\nfrom bilevel import search",
+            "bilevel.search.x does not exist",
+        ),
+        ("class A:\n    def f(self):\n        import ntk\n        ntk.x", "ntk.x does not exist"),
+        ("from bilevel import _search", "bilevel._search is private"),
+        ("from ntk._compat import neural_tangents", "ntk._compat is private"),
+        ("import bilevel._files as files", "bilevel._files is private"),
+        (
+            "import bilevel\nbilevel.solvers._unrolled.unrolled",
+            "bilevel.solvers._unrolled is private",
+        ),
+        ("import bilevel\nbilevel.search._run = 1", "bilevel.search._run is private"),
+        (
+            "from importlib import import_module\nimport_module('bilevel._search')",
+            "bilevel._search is private",
+        ),
+        (
+            "from bilevel.spaces.darts import importlib_only as x",
+            "bilevel.spaces.darts.importlib_only does not exist",
+        ),
+        (
+            "from bilevel.spaces import darts\ndarts.supernet.jax",
+            None,  # a module without __all__ says nothing about the names that it imports
+        ),
+        ("import ntk\nntk.SolverState._fields", None),
+        ("import bilevel\n\ndef f(bilevel):\n    return bilevel.anything", None),
+        ("from bilevel import plots\n\ndef f():\n    plots = []\n    return plots.append", None),
+        ("from ntk import __doc__\nimport bilevel.spaces.darts\nbilevel.spaces.darts.EDGES", None),
+        ("import numpy as np\nnp.nothing\nfrom . import x\nfrom .ntk import _y", None),
+    ],
+)
+def test_a_name_that_is_missing_or_private_is_found(source, wrong):
+    assert [text for _, text in faults(source)] == ([wrong] if wrong else [])
+
+
+def test_a_name_outside_of_all_is_found(monkeypatch):
+    module = types.ModuleType("bilevel.pretended")
+    module.__all__, module.shown, module.hidden = ["shown"], 1, 2
+    monkeypatch.setitem(sys.modules, "bilevel.pretended", module)
+    found = faults("from bilevel.pretended import hidden, shown")
+    assert found == [(1, "bilevel.pretended.hidden is not in __all__ of bilevel.pretended")]
+
+
+def test_names_in_pages_and_notebooks_are_found(tmp_path):
+    page, notebook = tmp_path / "page.md", tmp_path / "notebook.ipynb"
+    page.write_text("text\n\n```python\nimport ntk\n```\n\n```python\nntk.nothing\n```\n")
+    cell = {"cell_type": "code", "source": ["%matplotlib inline\n", "import ntk\n", "ntk.nothing"]}
+    notebook.write_text(json.dumps({"cells": [{"cell_type": "markdown", "source": "ntk"}, cell]}))
+    assert [w for _, w in faults(blocks(page))] == ["ntk.nothing does not exist"]
+    assert [w for _, w in faults(blocks(notebook))] == ["ntk.nothing does not exist"]
+
+
+def test_programs_use_names_that_exist_and_are_public():
+    programs = users(*PROGRAMS)
+    assert len(programs) > 80
+    found = all_faults(programs, pathlib.Path.read_text)
+    assert [text for text in found if not text.startswith(UNFINISHED)] == []
+
+
+def test_pages_and_notebooks_use_names_that_exist_and_are_public():
+    pages = users(*PAGES, "notebooks/*.ipynb")
+    assert sum("bilevel" in blocks(path) for path in pages) > 15
+    assert all_faults(pages, blocks) == []
+
+
+# ----------------------------------------------------------------------------- exit rules
+
+HEAD = {"part": "environment", "device": "none"}
+ROW = {"part": "time", "seconds": 1.0}
+FAILED = {"part": "time", "case": "large", "failed": "out of memory"}
+
+
+@pytest.fixture
+def harness(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    monkeypatch.setenv("XLA_FLAGS", "")  # --smoke does not change what is set
+    return importlib.import_module("harness")
+
+
+def ended(call, *args, **options):
+    """The exit status and the message of a call that ends the process."""
+    with pytest.raises(SystemExit) as error:
+        call(*args, **options)
+    code = error.value.code
+    return (1, code) if isinstance(code, str) else (code or 0, "")
+
+
+def flags(harness, monkeypatch, *words, **options):
+    monkeypatch.setattr(sys, "argv", ["script.py", *words])
+    return harness.command_line("nowhere/script.py", "A script.", str, **options)
+
+
+def test_a_run_without_failures_ends_as_usual(harness, tmp_path, capsys):
+    path = tmp_path / "rows.jsonl"
+    harness.finish([HEAD, ROW], path, lambda rows: f"{len(rows)} rows")
+    assert capsys.readouterr().out == "2 rows\n" and harness.read(path) == [HEAD, ROW]
+
+
+def test_a_failed_row_is_reported_and_ends_with_status_1(harness, tmp_path, capsys):
+    path = tmp_path / "rows.jsonl"
+    status, message = ended(harness.finish, [HEAD, ROW, FAILED], path, lambda rows: "a report")
+    assert status == 1
+    assert message == "failed: 1 of the rows; the first, time, large: out of memory"
+    assert capsys.readouterr().out == "a report\n" and len(harness.read(path)) == 3
+
+
+def test_a_process_that_fails_makes_a_failed_row(harness, tmp_path, capsys):
+    script = tmp_path / "script.py"
+    script.write_text("raise ImportError('no parameter_count')")
+    rows = harness.in_own_process(str(script), "request")
+    assert rows == [{"failed": "ImportError: no parameter_count"}]
+    assert ended(harness.check_failed, rows)[0] == 1
+
+
+@pytest.mark.parametrize("rows", [[], [HEAD]])
+def test_a_run_without_rows_ends_with_status_1(harness, rows):
+    message = "rows: expected at least one measurement, got none."
+    assert ended(harness.finish, rows, None, str) == (1, message)
+
+
+def test_a_table_without_lines_ends_with_status_1(harness):
+    message = "table: expected rows under n | seconds, got none."
+    assert ended(harness.table, ["n", "seconds"], iter([])) == (1, message)
+    assert harness.table(["n"], [[1]]) == "| n |\n|---|\n| 1 |"
+
+
+def test_a_table_of_no_results_file_ends_with_status_1(harness, monkeypatch):
+    message = "--table: expected results of script.py, got none."
+    assert ended(flags, harness, monkeypatch, "--table") == (1, message)
+
+
+def test_a_requested_peer_that_is_missing_ends_with_status_1(harness, monkeypatch):
+    options = {"peers": ("numpy", "no-such-peer")}
+    status, message = ended(flags, harness, monkeypatch, **options)
+    assert status == 1 and message.startswith("peers: expected no-such-peer to be installed")
+    assert (
+        ended(flags, harness, monkeypatch, "--quick", "--peers", "no-such-peer", **options)[0] == 1
+    )
+    for words, peers in ((["--quick"], []), (["--smoke"], []), (["--peers"], [])):
+        assert flags(harness, monkeypatch, *words, **options).peers == peers
+    assert flags(harness, monkeypatch, "--peers", "numpy", **options).peers == ["numpy"]
+    assert flags(harness, monkeypatch, compares=lambda parsed: False, **options).peers == []
+
+
+@pytest.mark.parametrize(
+    "words", [("--quick", "--full"), ("--smoke", "--quick"), ("--full", "--table")]
+)
+def test_contradictory_sizes_end_with_status_2(harness, monkeypatch, capsys, words):
+    assert ended(flags, harness, monkeypatch, *words, full=True)[0] == 2
+    message = f"argument {words[1]}: not allowed with argument {words[0]}"
+    assert message in capsys.readouterr().err
+
+
+def test_sizes_by_their_flags(harness, monkeypatch):
+    for words, size, small in (
+        (["--smoke"], "smoke", True),
+        (["--quick"], "quick", True),
+        ([], "default", False),
+        (["--full"], "full", False),
+    ):
+        parsed = flags(harness, monkeypatch, *words, full=True)
+        assert (parsed.size, parsed.small, parsed.results is None) == (size, small, small)
+
+
+@pytest.mark.parametrize(
+    "script, words, message",
+    [
+        (
+            "feature_maps",
+            "--quick --data imdb",
+            "--data: expected digits with --quick, got imdb",
+        ),
+        (
+            "feature_maps",
+            "--quick --alternatives",
+            "--alternatives: expected cifar10 in the default size, got --quick",
+        ),
+        ("feature_maps", "--full --data digits", "--data: expected cifar10 or imdb with --full"),
+        ("feature_maps", "--data imdb --trials 1", "--trials: expected at least 2, got 1"),
+        ("darts_gap", "--quick --deep", "--deep: expected no other size, got --quick"),
+        ("darts_gap", "--full --deep", "--deep: expected no other size, got --full"),
+    ],
+)
+def test_flags_that_contradict_each_other_end_with_status_2(
+    harness, monkeypatch, capsys, script, words, message
+):
+    monkeypatch.setattr(sys, "argv", [f"{script}.py", *words.split()])
+    assert ended(importlib.import_module(script).main) == (2, "")
+    assert f"error: {message}" in capsys.readouterr().err

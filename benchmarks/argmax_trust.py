@@ -8,10 +8,10 @@ standard error, of the paired difference on the test rows, above the activation 
 
     python benchmarks/argmax_trust.py            # goes on where it was
     python benchmarks/argmax_trust.py --quick    # one setting, three seeds; no results file
+    python benchmarks/argmax_trust.py --smoke    # one setting, two seeds, tiny: 10 s
     python benchmarks/argmax_trust.py --table    # the results file as Markdown
 """
 
-import json
 import time
 
 import harness
@@ -130,9 +130,13 @@ def share(found: list[bool]) -> str:
 
 def main() -> None:
     flags = harness.command_line(__file__, __doc__, report)
-    if flags.quick:
-        lines = measure("digits, hinge", "measured", 3, steps=5, inner_steps=20)
-        return print("\n".join(map(json.dumps, lines)))
+    if flags.small:
+        sizes = {"seeds": 3, "steps": 5, "inner_steps": 20}
+        if flags.smoke:
+            sizes = {"seeds": 2, "steps": 1, "inner_steps": 2, "width": 16}
+            sizes |= dict.fromkeys(("train", "valid", "test"), 20)
+        harness.finish(measure("digits, hinge", "measured", **sizes), None, report)
+        return
     done = harness.read(flags.results)
     for group in GROUPS:
         for setting in SETTINGS:
@@ -141,7 +145,7 @@ def main() -> None:
                 harness.append(flags.results, *lines)
                 done += lines
                 print(setting, group, flush=True)
-    print(report(done))
+    harness.finish(done, flags.results, report, write_rows=False)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
     python benchmarks/calibration.py --seed 7 --results FILE    # some 5,000 cases: an hour on two
                                                                 # cores; goes on where FILE ends
     python benchmarks/calibration.py --quick                    # one case of each group
+    python benchmarks/calibration.py --smoke                    # one case of four groups: 10 s
     python benchmarks/calibration.py --table --results FILE     # the table of an earlier run
 
 Each case draws a problem of one of 19 families (more weights than rows and fewer, condition numbers
@@ -38,6 +39,7 @@ import bilevel
 import bilevel.curvature
 
 MOST_STEPS = 3000
+SMOKE = {"families": ["explicit"], "solvers": ["implicit", "descent, neumann"]}
 
 
 class Draw(NamedTuple):
@@ -618,11 +620,17 @@ def main() -> None:
         __doc__,
         report,
         seed={"type": int, "default": 0},
-        cases={"type": int, "default": 12, "help": "of each group"},
+        cases={"type": int, "help": "of each group; default: 12, small sizes have one"},
         families={"nargs": "*", "help": "only those whose names contain one of these"},
         solvers={"nargs": "*", "help": "only these"},
         iterative={"action": "store_true", "help": "as if p were large"},
     )
+    if flags.small and flags.cases is not None:
+        flags.error(f"--cases: expected none with --{flags.size}, got {flags.cases}")
+    cases = 1 if flags.small else 12 if flags.cases is None else flags.cases
+    chosen, wanted = flags.families, flags.solvers
+    if flags.smoke:
+        chosen, wanted = chosen or SMOKE["families"], wanted or SMOKE["solvers"]
     # Cases of another seed are no part of what is committed: they go to a file that is named.
     path = None if flags.results == harness.RESULTS / "calibration.jsonl" else flags.results
     jax.config.update("jax_enable_x64", True)
@@ -633,23 +641,27 @@ def main() -> None:
     rows, began = [], time.time()
     for index, name, dtype in groups():
         family = FAMILIES[index].name
-        if flags.families and not any(f in family for f in flags.families):
+        if chosen and not any(f in family for f in chosen):
             continue
-        if flags.solvers and name not in flags.solvers:
+        if wanted and name not in wanted:
             continue
-        for number in range(1 if flags.quick else flags.cases):
+        for number in range(cases):
             key = family, name, dtype, flags.seed, number
             row = done.get(key) or rounded(run_case(index, name, dtype, flags.seed, number))
             rows.append(row)
             if key not in done:
                 harness.append(path, row)
         compiled.cache_clear()
-    print(report(rows))
-    for r in map(judged, rows):
-        if r.get("false") or r.get("violated") or r["outcome"] in ("low", "false"):
-            print(json.dumps(r))
-    seconds = time.time() - began
-    print(f"{len(rows)} cases, {seconds:.0f} s, jax {jax.__version__}, {platform.machine()}")
+
+    def whole(rows):
+        lines = [report(rows)]
+        for r in map(judged, rows):
+            if r.get("false") or r.get("violated") or r["outcome"] in ("low", "false"):
+                lines.append(json.dumps(r))
+        about = f"{time.time() - began:.0f} s, jax {jax.__version__}, {platform.machine()}"
+        return "\n".join([*lines, f"{len(rows)} cases, {about}"])
+
+    harness.finish(rows, path, whole, write_rows=False)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ Intervals are standard errors over the draws of V.
 
     python benchmarks/concentration.py            # five minutes on two cores
     python benchmarks/concentration.py --quick    # a minute: digits at infinite width, fewer draws
+    python benchmarks/concentration.py --smoke    # digits at width 16, few draws: 10 s
     python benchmarks/concentration.py --table    # the results file as Markdown
 """
 
@@ -430,8 +431,11 @@ def draw(rows, axes):
 def main() -> None:
     flags = harness.command_line(__file__, __doc__, report)
     seeds = {"rows": 0, "weights": 1, "alphas": 0, "draws of V": 1, "instance": 0}
-    rows = [harness.environment(seeds=seeds), *exact_instance(10 if flags.quick else 40)]
-    if flags.quick:
+    repeats = {"smoke": 2, "quick": 10, "default": 40}[flags.size]
+    rows = [harness.environment(seeds=seeds), *exact_instance(repeats)]
+    if flags.smoke:
+        rows += search("digits", 16, 60, count=4, draws=4, ascents=2)
+    elif flags.quick:
         rows += search("digits", math.inf, 1500, count=60, draws=50, ascents=2)
     else:
         rows += search("digits", math.inf, 1500, count=300, draws=200, ascents=6)

@@ -16,6 +16,7 @@ the least final validation loss, averaged over seeds used for nothing else.
 
     python benchmarks/discretization.py            # ten minutes on two cores
     python benchmarks/discretization.py --quick    # one minute, digits; no results file
+    python benchmarks/discretization.py --smoke    # tiny: 10 s
     python benchmarks/discretization.py --table    # the results file as Markdown
 """
 
@@ -57,6 +58,7 @@ class Sizes(NamedTuple):
     seeds: int = 12
 
 
+SMOKE = Sizes(20, ("digits",), (16,), rows=20, test=20, inner_steps=2, steps=2, tuning=2, seeds=2)
 QUICK = Sizes(400, ("digits",), (32,), rows=100, inner_steps=15, steps=15, tuning=2, seeds=4)
 
 # ----------------------------------------------------------------------------- 1. random instances
@@ -496,8 +498,10 @@ def numbers(x):
 
 def main() -> None:
     flags = harness.command_line(__file__, __doc__, report)
-    sizes, start = QUICK if flags.quick else Sizes(), time.perf_counter()
-    rows = [instances(kind, h, sizes.instances) for kind in KINDS for h in range(2, 7)]
+    sizes = {"smoke": SMOKE, "quick": QUICK, "default": Sizes()}[flags.size]
+    start = time.perf_counter()
+    counts = range(2, 4 if flags.smoke else 7)
+    rows = [instances(kind, h, sizes.instances) for kind in KINDS for h in counts]
     for name in sizes.data:
         for width in sizes.widths:
             rows += searches(name, width, sizes)

@@ -15,10 +15,12 @@ It differs from the paper in size: one cell a stage, 8 channels, images of 16 x 
 
     python benchmarks/gaea.py           # an hour of one core; goes on where it was
     python benchmarks/gaea.py --quick   # digits, a minute, no results file
+    python benchmarks/gaea.py --smoke   # smaller still: 10 s
     python benchmarks/gaea.py --table
 """
 
 import dataclasses
+import functools
 
 import harness
 import jax
@@ -52,9 +54,12 @@ class Sizes:
     operations: tuple[str, ...] = PRIMITIVES
     tuning: int = 3  # seeds
     judged: int = 10  # other seeds
+    methods: tuple[str, ...] = tuple(METHODS)
 
 
 SIZES = {
+    # Compilation takes longest: one of the methods shows that the script runs.
+    "smoke": Sizes("digits", 20, 4, 2, 10, 20, ("none", "skip_connect"), 1, 2, tuple(METHODS)[:1]),
     "quick": Sizes("digits", 100, 4, 2, 20, 40, ("none", "skip_connect", "avg_pool_3x3"), 1, 2),
     "default": Sizes(),
 }
@@ -84,6 +89,7 @@ def searcher(sizes, method):
     return run
 
 
+@functools.lru_cache(maxsize=3)
 def parts(sizes, seed):
     """Rows of a seed, for the weights and for alpha."""
     draw = jax.random.fold_in(jax.random.key(0), seed)
@@ -128,7 +134,7 @@ def experiment(sizes, rows, keep):
                 keep(searched(sizes, method, run, rate, seed))
 
     tuning, judging = range(1000, 1000 + sizes.tuning), range(sizes.judged)
-    for method in METHODS:
+    for method in sizes.methods:
         for rate in START[method]:
             done(method, rate, tuning)
         while not (tuned := best_rate(rows, method))[1]:
@@ -136,8 +142,8 @@ def experiment(sizes, rows, keep):
             factor = 1 / 3 if tuned[0] == min(rates) else 3
             done(method, float(f"{tuned[0] * factor:.1g}"), tuning)
         done(method, tuned[0], judging)
-    for method, rate in DEFAULT.items():
-        done(method, rate, judging)
+    for method in sizes.methods:
+        done(method, DEFAULT[method], judging)
 
 
 def of(rows, method, rate):
@@ -151,7 +157,7 @@ def report(rows) -> str:
     table, lines, tuned, judged = load_table(), [], {}, {}
     for method in METHODS:
         if not any(row.get("method") == method for row in rows):
-            return "no rows"
+            continue
         best = tuned[method] = best_rate(rows, method)[0]
         for rate in dict.fromkeys((best, DEFAULT[method])):
             own = of(rows, method, rate)
@@ -208,7 +214,7 @@ def main() -> None:
         )
 
     experiment(sizes, rows, keep)
-    print(report(rows))
+    harness.finish(rows, arguments.results, report, write_rows=False)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
 """HyperDistill here and in gradhpo for the same processor time: steps, memory, validation loss.
 
     pip install --no-deps gradhpo    # in an environment of its own, with this package
+                                     # (--peers with no name behind it: without gradhpo)
     python benchmarks/gradhpo_equal_time.py           # three minutes; one core: taskset -c 0
-    python benchmarks/gradhpo_equal_time.py --quick   # short, no results file
+    python benchmarks/gradhpo_equal_time.py --quick   # short, no results file, without gradhpo
+    python benchmarks/gradhpo_equal_time.py --smoke   # one episode of each: 10 s
     python benchmarks/gradhpo_equal_time.py --table
 
 *Its own example*: a learning rate for each of 517 weights of a small network on five Gaussian
@@ -202,10 +204,12 @@ METHODS = {
 }
 
 
-def measured(budgets):
+def measured(budgets, peers):
     for (name, make), budget in zip(TASKS.items(), budgets, strict=True):
         task = make()
         for method, (of, of_steps) in METHODS.items():
+            if of is theirs and "gradhpo" not in peers:
+                continue
             row = {"part": "equal time", "problem": name, "method": method, "budget": budget}
             yield row | timed(task, of, of_steps, budget)
 
@@ -227,6 +231,7 @@ def report(rows):
 
 
 if __name__ == "__main__":
-    flags = harness.command_line(__file__, __doc__, report)
-    found = list(measured((2, 2) if flags.size == "quick" else (10, 36)))
-    harness.finish([environment("optax", "gradhpo"), *found], flags.results, report)
+    flags = harness.command_line(__file__, __doc__, report, peers=("gradhpo",))
+    budgets = {"smoke": (0, 0), "quick": (2, 2), "default": (10, 36)}[flags.size]  # CPU seconds
+    found = [environment("optax", "gradhpo"), *measured(budgets, flags.peers)]
+    harness.finish(found, flags.results if flags.peers else None, report)

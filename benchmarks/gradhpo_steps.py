@@ -1,8 +1,10 @@
 """A step of each method that gradhpo and this library both have: processor time, and where it ends.
 
     pip install --no-deps gradhpo    # in an environment of its own, with this package
+                                     # (--peers with no name behind it: without gradhpo)
     python benchmarks/gradhpo_steps.py           # two minutes
-    python benchmarks/gradhpo_steps.py --quick   # few steps, no results file
+    python benchmarks/gradhpo_steps.py --quick   # few steps, no results file, without gradhpo
+    python benchmarks/gradhpo_steps.py --smoke   # two steps of a small network: 10 s
     python benchmarks/gradhpo_steps.py --table
 
 A penalty for each layer of a small network on digits, minibatches of 50 on both levels, SGD below
@@ -81,28 +83,32 @@ def theirs(make, **options):
     return run
 
 
-def methods():
+def methods(peers):
     """By name and library."""
-    from gradhpo.algorithms.online import OnlineHypergradientOptimizer
-    from gradhpo.algorithms.t1t2 import T1T2Optimizer
-
-    return {
-        ("one step", "here"): ours(bilevel.one_step(RATE)),
-        ("one step", "gradhpo"): theirs(OnlineHypergradientOptimizer, gamma=0.0),
-        ("difference", "here"): ours(bilevel.one_step(RATE, radius=0.01)),
-        ("difference", "gradhpo"): theirs(T1T2Optimizer, gamma=0.0),
-        ("HyperDistill", "here"): ours(bilevel.distilled(RATE, decay=DECAY)),
-        ("HyperDistill", "gradhpo"): theirs(OnlineHypergradientOptimizer, gamma=DECAY),
+    own = {
+        "one step": bilevel.one_step(RATE),
+        "difference": bilevel.one_step(RATE, radius=0.01),
+        "HyperDistill": bilevel.distilled(RATE, decay=DECAY),
     }
+    found = {(name, "here"): ours(solver) for name, solver in own.items()}
+    if "gradhpo" in peers:
+        from gradhpo.algorithms.online import OnlineHypergradientOptimizer
+        from gradhpo.algorithms.t1t2 import T1T2Optimizer
+
+        found["one step", "gradhpo"] = theirs(OnlineHypergradientOptimizer, gamma=0.0)
+        found["difference", "gradhpo"] = theirs(T1T2Optimizer, gamma=0.0)
+        found["HyperDistill", "gradhpo"] = theirs(OnlineHypergradientOptimizer, gamma=DECAY)
+    # Each method's libraries take turns.
+    return dict(sorted(found.items(), key=lambda pair: list(own).index(pair[0][0])))
 
 
-def measured(steps, rounds):
+def measured(steps, rounds, peers):
     w, alpha, train, valid = parts()
     rows = bilevel.minibatches(50)
     keys = jax.random.split(jax.random.key(2), 2 * steps)
     draw = jax.jit(lambda a, b: (rows(a, train), rows(b, valid)))
     pairs = [draw(*keys[2 * i : 2 * i + 2]) for i in range(steps)]
-    runs, times = methods(), {}
+    runs, times = methods(peers), {}
     ends, compiling = {}, {}
     for name, run in runs.items():
         begin = time.process_time()
@@ -141,7 +147,7 @@ def report(rows):
 
 
 if __name__ == "__main__":
-    flags = harness.command_line(__file__, __doc__, report)
-    quick = flags.size == "quick"
-    found = list(measured(*((4, 1) if quick else (20, 2))))
-    harness.finish([environment("optax", "gradhpo"), *found], flags.results, report)
+    flags = harness.command_line(__file__, __doc__, report, peers=("gradhpo",))
+    sizes = {"smoke": (2, 1), "quick": (4, 1), "default": (20, 2)}[flags.size]
+    found = [environment("optax", "gradhpo"), *measured(*sizes, flags.peers)]
+    harness.finish(found, flags.results if flags.peers else None, report)

@@ -33,6 +33,7 @@ that was cut short goes on from its checkpoint.
     python benchmarks/activation_skip_search.py --quick   # digits, a minute, no results file
     python benchmarks/activation_skip_search.py --full    # the paper's width: hours of one core
     python benchmarks/activation_skip_search.py --full --only "in turn"    # of these one search
+    python benchmarks/activation_skip_search.py --smoke   # one search of two steps: 10 s
     python benchmarks/activation_skip_search.py --table   # the results files as Markdown
 """
 
@@ -104,6 +105,18 @@ class Sizes:
 
 PAPERS = ("DARTS's settings", "in turn", "longer", "apart")
 SIZES = {
+    "smoke": Sizes(
+        64,
+        20,
+        16,
+        steps=(2, 2),
+        epochs=1,
+        runs=2,
+        depth=3,
+        kernel_rows=8,
+        data="digits",
+        searches=PAPERS[:1],
+    ),
     "quick": Sizes(600, 360, 64, steps=(150, 600), epochs=15, runs=2, depth=4, data="digits"),
     "default": Sizes(30_000, 10_000, 128, steps=(2000, 8000), epochs=1, runs=4),
     "full": Sizes(
@@ -324,11 +337,13 @@ def main() -> None:
         harness.append(flags.results, here)
     names = [flags.only] if flags.only else sizes.searches
     measure(all_searches(sizes, names, (1, 2) if flags.second_order else (1,), folder))
-    if not flags.only:
+    if flags.smoke:
+        # The last one of each part.
+        chosen = {identity["part"]: (identity, of) for identity, of in all_networks(sizes, rows)}
+        measure(chosen.values())
+    elif not flags.only:
         measure(all_networks(sizes, rows))
-    print(tables.report(rows))
-    if flags.results:
-        tables.picture(rows, flags.results.with_suffix(".png"))
+    harness.finish(rows, flags.results, tables.report, tables.picture, write_rows=False)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ The gain over random is paired: both on the same rows of the same run.
 
     python benchmarks/eigen_nas.py           # width 128, 10 runs; 20 minutes of processor time
     python benchmarks/eigen_nas.py --quick   # digits, a minute, no results file
+    python benchmarks/eigen_nas.py --smoke   # digits, pools of two: 10 s
     python benchmarks/eigen_nas.py --table
 """
 
@@ -76,10 +77,10 @@ def experiment(sizes, run, pool, kept):
 def report(rows) -> str:
     """Test errors and paired gains, in points."""
     of = {score: harness.where(rows, score=score) for score in SCORES}
-    if not of["random"]:
-        return "no rows"
     baseline, lines = np.array([row["test"] for row in of["random"]]), []
     for score, own in of.items():
+        if not own:
+            continue
         test = np.array([row["test"] for row in own])
         gain = 100 * (baseline[: len(test)] - test)
         typical = np.array([np.mean(row["kept"]) for row in own])
@@ -93,10 +94,9 @@ def report(rows) -> str:
 
 def main() -> None:
     arguments = harness.command_line(__file__, __doc__, report)
-    quick = arguments.size == "quick"
-    sizes, runs, pool, kept = zhu.SIZES[arguments.size], RUNS, POOL, KEPT
-    if quick:
-        runs, pool, kept = 2, 6, 2
+    sizes = zhu.SIZES[arguments.size]
+    counts = {"smoke": (2, 2, 1), "quick": (2, 6, 2), "default": (RUNS, POOL, KEPT)}
+    runs, pool, kept = counts[arguments.size]
     rows = harness.begun(arguments.results, "optax", pool=pool, kept=kept)
     for run in range(runs):
         if len(harness.where(rows, run=run)) == len(SCORES):
@@ -104,7 +104,7 @@ def main() -> None:
         own = list(experiment(sizes, run, pool, kept))
         rows += own
         harness.append(arguments.results, *own)
-    print(report(rows))
+    harness.finish(rows, arguments.results, report, write_rows=False)
 
 
 if __name__ == "__main__":

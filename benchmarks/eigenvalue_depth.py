@@ -12,6 +12,7 @@ printed they fail: docs/errata.md); here they are asked of the eigenvalue itself
 
     python benchmarks/eigenvalue_depth.py           # resumable
     python benchmarks/eigenvalue_depth.py --quick   # digits, narrow networks, no results file
+    python benchmarks/eigenvalue_depth.py --smoke   # eight rows, one depth: 10 s
     python benchmarks/eigenvalue_depth.py --table   # the results file as Markdown
 """
 
@@ -44,6 +45,7 @@ class Sizes:
 
 
 SIZES = {
+    "smoke": Sizes(8, 16, seeds=1, depths=(3,), drawn=(3,), data="digits"),
     "quick": Sizes(30, 64, seeds=2, depths=(3, 4, 6), drawn=(3, 6), data="digits"),
     "default": Sizes(100, 1024, seeds=3),
 }
@@ -220,9 +222,7 @@ def main() -> None:
         rows.append(row | {"seconds": time.perf_counter() - start})
         harness.append(flags.results, rows[-1])
         print(*identity.values(), f"{row['λ_min']:.3g}", flush=True)
-    print(report(rows))
-    if flags.results:
-        picture(rows, flags.results.with_suffix(".png"))
+    harness.finish(rows, flags.results, report, picture, write_rows=False)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ them.
 
     python benchmarks/all_networks.py           # naswot, synflow, ...: hours of one core
     python benchmarks/all_networks.py --quick   # small networks, 40 of them; no results file
+    python benchmarks/all_networks.py --smoke   # ten of them, on random images: 10 s
     python benchmarks/all_networks.py --table
     python benchmarks/all_networks.py --only synflow l2_norm
     python benchmarks/all_networks.py --kept    # judges what is kept, and scores nothing
@@ -49,17 +50,20 @@ TESTS = [f"{dataset}-test" for dataset in DATASETS]
 PUBLISHED = (0.750, 0.753, 0.743)  # VKDNW with four others: the best untrained figures printed
 
 
-def task(quick):
+def task(size):
     """Networks, weights, batch."""
-    shape = {"cells": 1, "channels": 4} if quick else {}
-    networks = all_networks(classes=10, **shape)
-    size = 12 if quick else 32
-    key = jax.random.key(0)
-    ((train, *_),) = bilevel.data.samples("cifar10", [key], train=size, valid=1, test=1)
-    (x,) = unit_images(train[0])
-    x = x[:, ::4, ::4] if quick else x
+    small = size != "default"
+    networks = all_networks(classes=10, **({"cells": 1, "channels": 4} if small else {}))
+    count, key = 12 if small else 32, jax.random.key(0)
+    if size == "smoke":
+        rng = np.random.default_rng(0)
+        x, y = jnp.asarray(rng.random((count, 8, 8, 3)), jnp.float32), rng.integers(10, size=count)
+    else:
+        ((train, *_),) = bilevel.data.samples("cifar10", [key], train=count, valid=1, test=1)
+        (x,) = unit_images(train[0])
+        x, y = x[:, ::4, ::4] if small else x, train[1]
     w = jax.jit(lambda key: networks.init(key, x.shape[1:]))(jax.random.key(1))
-    return networks, w, (x, jnp.asarray(train[1]))
+    return networks, w, (x, jnp.asarray(y))
 
 
 def order(count=None) -> np.ndarray:
@@ -90,12 +94,12 @@ def scored(names, rows, score):
     return values, seconds
 
 
-def computed(quick):
-    """``score`` that goes on with a file, or for ``quick`` without one."""
-    networks, w, batch = task(quick)
+def computed(size):
+    """``score`` that resumes a file; small sizes use none."""
+    networks, w, batch = task(size)
 
     def score(names, cells, file):
-        file = None if quick else file
+        file = file if size == "default" else None
         return score_networks(names, networks, w, cells, batch, progress=True, file=file)
 
     return score
@@ -223,14 +227,14 @@ def main() -> None:
         "kept": {"action": "store_true", "help": "judge the scores in the files; compute none"},
     }
     arguments = harness.command_line(__file__, __doc__, report, **flags)
-    quick = arguments.size == "quick"
-    names = arguments.only or (SCORES[:4] if quick else SCORES)
-    rows = order(40 if quick else None)
-    scores, seconds = scored(names, rows, kept if arguments.kept else computed(quick))
+    size = arguments.size
+    names = arguments.only or {"smoke": SCORES[:2], "quick": SCORES[:4], "default": SCORES}[size]
+    rows = order({"smoke": 10, "quick": 40, "default": None}[size])
+    scores, seconds = scored(names, rows, kept if arguments.kept else computed(size))
     found = [harness.environment(kept=arguments.kept), *judged(rows, scores, seconds)]
-    if arguments.results and not arguments.only:
-        harness.write(arguments.results, found)
-    print(report(found))
+    # The committed file has all scores: those of --only go to a file that is named, if at all.
+    own = arguments.results == harness.RESULTS / "all_networks.jsonl"
+    harness.finish(found, None if arguments.only and own else arguments.results, report)
 
 
 if __name__ == "__main__":

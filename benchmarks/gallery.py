@@ -1,6 +1,7 @@
 """The gallery: every example of examples/ run in full, its figures and its picture.
 
     python benchmarks/gallery.py NAME ...    # inducing_points, ...; by default all, an hour
+    python benchmarks/gallery.py --smoke     # one of them, tiny, and the flags of all: 10 s
 
 An example has ``FULL``, the flags of its full runs, ``main(**flags) -> rows, what to draw`` and
 ``picture([what to draw of each run], figure)``. Rows go to ``results/gallery.jsonl``, in the place
@@ -9,8 +10,10 @@ of those that it has of the example, and pictures to docs/images.
 
 import argparse
 import importlib
+import inspect
 import resource
 import sys
+import tempfile
 from pathlib import Path
 
 import harness
@@ -36,8 +39,8 @@ def example(name: str):
     return importlib.import_module(name)
 
 
-def run(name: str) -> list[dict]:
-    """The rows of all its full runs, with their processor time; the picture beside."""
+def run(name: str, runs: list[dict] | None = None, images: Path = IMAGES) -> list[dict]:
+    """The rows of all its full runs, or of ``runs``, with their CPU time, and the figure."""
     import jax
     from matplotlib.figure import Figure
     from PIL import Image
@@ -46,7 +49,7 @@ def run(name: str) -> list[dict]:
 
     module, rows, drawn = example(name), [], []
     jax.config.update("jax_enable_x64", getattr(module, "X64", False))
-    for flags in module.FULL:
+    for flags in runs or module.FULL:
         before = resource.getrusage(resource.RUSAGE_SELF)
         found, things = module.main(**flags)
         after = resource.getrusage(resource.RUSAGE_SELF)
@@ -56,7 +59,7 @@ def run(name: str) -> list[dict]:
     with plots.style():
         figure = Figure(SIZES[name], layout="constrained")
         module.picture(drawn, figure)
-        path = IMAGES / f"gallery_{name}.png"
+        path = images / f"gallery_{name}.png"
         figure.savefig(path, dpi=100, metadata={"Software": None})
     Image.open(path).convert("RGB").quantize(128).save(path, optimize=True)  # a third of the size
     return rows
@@ -91,12 +94,34 @@ text_transformer = _table("text_transformer")
 kernel_learning = _table("kernel_learning")
 
 
+def smoke() -> list[dict]:
+    """The rows of one tiny run; an example whose flags its ``main`` does not accept has failed."""
+    harness.compile_quickly()
+    tiny = {"steps": 2, "names": ["MAML"]}
+    with tempfile.TemporaryDirectory() as folder:
+        rows = run("meta_learning", [tiny], Path(folder))
+    for name in SIZES:
+        module = example(name)
+        for flags in module.FULL:
+            try:
+                inspect.signature(module.main).bind(**flags)
+            except TypeError as error:
+                rows.append({"part": name, "failed": str(error)})
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", choices=[*SIZES, []], default=[])
-    names = parser.parse_args().names or list(SIZES)
+    parser.add_argument("--smoke", action="store_true", help="only shows that the script runs")
+    flags = parser.parse_args()
+    if flags.smoke and flags.names:
+        parser.error(f"--smoke: expected no names, got {', '.join(flags.names)}")
+    if flags.smoke:
+        harness.finish(smoke(), None, meta_learning)
+        return
     path = harness.RESULTS / "gallery.jsonl"
-    for name in names:
+    for name in flags.names or SIZES:
         fresh = run(name)
         others = [row for row in read(path) if row["part"] not in (name, "environment")]
         write(path, [environment("flax", "optax"), *others, *fresh])

@@ -1,8 +1,10 @@
 """The gallery beside other packages: PyTorch, TorchOpt, scikit-image and scikit-learn.
 
     pip install torch torchopt scikit-image  # in an environment of its own, with this package
+                                             # (--peers with no name behind it: scikit-learn only)
     python benchmarks/gallery_peers.py       # ten minutes
-    python benchmarks/gallery_peers.py --quick
+    python benchmarks/gallery_peers.py --quick    # without the first three
+    python benchmarks/gallery_peers.py --smoke    # random words, digits: 10 s
     python benchmarks/gallery_peers.py --table
 
 *Sinusoids* (`examples/meta_learning.py`): MAML by hand in PyTorch from the same start on tasks of
@@ -30,9 +32,8 @@ import bilevel
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
 
-def sinusoids(steps, rounds):
+def sinusoids(steps, rounds, libraries):
     """Rows of the libraries' hypergradients, and of PyTorch's training."""
-    import gallery_peers_torch as theirs
     import meta_learning as example
     import peers
 
@@ -42,14 +43,20 @@ def sinusoids(steps, rounds):
     problem = bilevel.Problem(example.each, example.mean)
     gradient = jax.jit(bilevel.hypergradient(problem, solver, diagnostics=False))
     flat, back = jax.flatten_util.ravel_pytree(start)
-    by = {
-        "here": lambda alpha: jax.flatten_util.ravel_pytree(gradient(back(alpha), w, *tasks).grad)[
-            0
-        ],
-        "PyTorch by hand": theirs.gradient(back, tasks, example.RATE, example.STEPS, hand=True),
-        "TorchOpt": theirs.gradient(back, tasks, example.RATE, example.STEPS, hand=False),
-    }
+
+    def here(alpha):
+        return jax.flatten_util.ravel_pytree(gradient(back(alpha), w, *tasks).grad)[0]
+
+    by, same = {"here": here}, (back, tasks, example.RATE, example.STEPS)
+    if {"torch", "torchopt"} & set(libraries):
+        import gallery_peers_torch as theirs
+    if "torch" in libraries:
+        by["PyTorch by hand"] = theirs.gradient(*same, hand=True)
+    if "torchopt" in libraries:
+        by["TorchOpt"] = theirs.gradient(*same, hand=False)
     yield from peers.in_turns("sinusoids", flat, by, rounds)
+    if "torch" not in libraries:
+        return
     draw = jax.jit(example.sinusoids)
     keys = jax.random.split(jax.random.key(2), steps)
     began = time.process_time()
@@ -59,14 +66,14 @@ def sinusoids(steps, rounds):
     yield row | example.curve(alpha) | {"seconds": round(seconds, 1)}
 
 
-def images(**sizes):
+def images(data="cifar10", **sizes):
     """Rows of scikit-image's denoisers."""
     import denoising as example
     from skimage import restoration
 
     (clean, noisy), (clean_t, noisy_t) = (
         [np.array(x) for x in part]
-        for part in example.photographs("cifar10", **{"train": 20, "test": 60} | sizes)
+        for part in example.photographs(data, **{"train": 20, "test": 60} | sizes)
     )
     weights = [{"weight": float(a)} for a in np.geomspace(0.02, 0.5, 13)]
     patches = [
@@ -93,7 +100,23 @@ def images(**sizes):
         yield row | {"training, dB": example.decibels(min(errors))}
 
 
-def texts(*sizes):
+def reviews(*sizes):
+    """The example's reviews, three parts of (words, labels)."""
+    import text_transformer as example
+
+    return example.reviews(*sizes)
+
+
+def random_reviews(*sizes):
+    """As many of random words, for --smoke."""
+    import text_transformer as example
+
+    rng = np.random.default_rng(0)
+    shapes = [(n, example.LENGTH) for n in sizes]
+    return [(rng.integers(example.WORDS, size=s), rng.integers(2, size=s[0])) for s in shapes]
+
+
+def texts(parts):
     """Rows of logistic regression on words, its penalty by the loss on the clean reviews."""
     import text_transformer as example
     from sklearn.linear_model import LogisticRegression
@@ -104,8 +127,7 @@ def texts(*sizes):
         np.put_along_axis(found, words, 1, 1)
         return found[:, 1:]
 
-    parts = [(presence(words), y) for words, y in example.reviews(*sizes)]
-    (x, y), (xc, yc), (xt, yt) = parts
+    (x, y), (xc, yc), (xt, yt) = [(presence(words), y) for words, y in parts]
     draw = np.random.default_rng(0)  # as in the example
     source = draw.integers(0, len(example.ERRORS), len(y))
     noisy = np.where(draw.random(len(y)) < np.asarray(example.ERRORS)[source], 1 - y, y)
@@ -185,22 +207,33 @@ of_sinusoids, of_images, of_texts, of_kernels = map(
 
 
 def report(found):
-    tables = of_hypergradients, of_sinusoids, of_images, of_texts, of_kernels
-    return "\n\n".join(of(found) for of in tables)
+    """The tables of the parts that were measured."""
+    tables = {"hypergradients": of_hypergradients, "sinusoids": of_sinusoids}
+    tables |= {"images": of_images, "texts": of_texts, "kernels": of_kernels}
+    parts = {row["part"] for row in found}
+    return "\n\n".join(of(found) for part, of in tables.items() if part in parts)
 
 
-def measured(quick):
-    yield from texts(*((200, 100, 200) if quick else (12_000, 500, 3000)))
-    yield from kernels(*(("digits", 60, 60) if quick else ()))
-    yield from images(**({"train": 2, "test": 2} if quick else {}))
-    yield from sinusoids(*((20, 1) if quick else (6000, 5)))
+def measured(size, libraries):
+    small = size != "default"
+    sizes = {"smoke": (40, 40, 40), "quick": (200, 100, 200), "default": (12_000, 500, 3000)}[size]
+    yield from texts((random_reviews if size == "smoke" else reviews)(*sizes))
+    few = 20 if size == "smoke" else 60
+    yield from kernels(*(("digits", few, few) if small else ()))
+    if "scikit-image" in libraries:
+        data = {"data": "digits"} if size == "smoke" else {}
+        yield from images(**data, **({"train": 2, "test": 2} if small else {}))
+    yield from sinusoids(*((20, 1) if small else (6000, 5)), libraries)
+
+
+PEERS = "torch", "torchopt", "scikit-image"
 
 
 def main():
-    flags = harness.command_line(__file__, __doc__, report)
-    packages = "torch", "torchopt", "scikit-image", "scikit-learn"
-    found = [environment(*packages), *measured(flags.quick)]
-    harness.finish(found, flags.results, report)
+    flags = harness.command_line(__file__, __doc__, report, peers=PEERS)
+    found = [environment(*PEERS, "scikit-learn"), *measured(flags.size, flags.peers)]
+    path = flags.results if set(flags.peers) == set(PEERS) else None
+    harness.finish(found, path, report)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ layers are batched products.
 import jax
 import numpy as np
 import torch
-import torchopt
 from peers_torch import gradient_in
 
 torch.set_num_threads(1)
@@ -27,8 +26,11 @@ def adapted(start, batch, rate, steps, hand):
     """The tasks' weights, of leaves without a task."""
     tasks = len(batch[0])
     w = [a.expand(tasks, *a.shape) for a in start]
-    rule = torchopt.sgd(lr=rate)
-    state = rule.init(tuple(w))
+    if not hand:
+        import torchopt
+
+        rule = torchopt.sgd(lr=rate)
+        state = rule.init(tuple(w))
     for _ in range(steps):
         slopes = torch.autograd.grad(error(w, batch).sum(), w, create_graph=True)
         if hand:

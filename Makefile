@@ -3,7 +3,7 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help run test test-slow test-newest lint format lock notebooks bench tables accelerator clean
+.PHONY: help run test test-slow test-newest smoke lint format lock notebooks bench tables accelerator clean
 
 ARGS ?=
 BIN := .venv/bin
@@ -50,6 +50,9 @@ test-slow: $(VENV) ## the tests that are left out there: those in tests/slow.txt
 
 test-newest: $(PRIVATE_UV) ## tests of JAX's internals, README, commands on the newest JAX and Python here
 	UV=$(UV) .ci/newest
+
+smoke: $(VENV) ## show that the benchmarks run, a few seconds each; ARGS=--all: also those untouched by the commit
+	$(BIN)/python benchmarks/smoke.py $(ARGS)
 
 lint: $(VENV) ## style, formatting, docstrings, types, direction of imports
 	$(BIN)/ruff check

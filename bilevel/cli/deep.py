@@ -1,4 +1,4 @@
-"""One program for all searches with shared weights: ``bilevel search-skips, -darts, ...``.
+"""One program for all searches with shared weights, such as ``bilevel search-skips``.
 
 For every seed: the search by a strategy; the architecture that it ends at; and, where a space has
 no table to look it up in, that architecture's network trained from scratch beside others. The

@@ -16,6 +16,7 @@ skipped: *that* figure is extrapolated.
 
     python benchmarks/kernels.py            # some eight minutes
     python benchmarks/kernels.py --quick    # four problems, small, without neural-tangents: one
+    python benchmarks/kernels.py --peers    # without neural-tangents; no results file
     python benchmarks/kernels.py --table    # the results file as Markdown
 """
 
@@ -50,7 +51,7 @@ class Problem(NamedTuple):
     data: Callable[[int], Any]  # size -> what the methods get
     methods: dict[str, Callable]  # data -> a function without arguments, compiled; ours comes first
     sizes: tuple[int, ...]
-    quick: tuple[int, ...]
+    small: dict[str, tuple[int, ...]]  # of --quick, and of --smoke where it has the problem
     accelerator: tuple[int, ...]
     describe: Callable[[Any, Any], dict]  # (result, truth) -> what is to be said of it
     truth: Callable = lambda data, rows: None  # the kernel at these rows and columns
@@ -212,7 +213,7 @@ def infinite(activation, norms, sizes) -> Problem:
         data=inputs(norms),
         methods={"ntk": ours_infinite(activation), peer: peer_infinite(activation)},
         sizes=sizes,
-        quick=(500,),
+        small={"quick": (500,)},
         accelerator=(*sizes, 20000),
         describe=relative_error,
         truth=true_infinite(activation),
@@ -282,7 +283,7 @@ PROBLEMS = {
             "JAX by hand, J J'": product_of_jacobians,
         },
         sizes=(100, 200, 500),
-        quick=(20,),
+        small={"quick": (20,)},
         accelerator=(200, 500, 1000, 5000, 20000),
         describe=relative_error,
         truth=true_empirical,
@@ -297,7 +298,7 @@ PROBLEMS = {
             f"{PEER} 2": peer_empirical(2),
         },
         sizes=(50, 100),
-        quick=(10,),
+        small={"quick": (10,)},
         accelerator=(50, 100, 500, 2000),
         describe=relative_error,
         truth=true_empirical,
@@ -313,7 +314,7 @@ PROBLEMS = {
         data=spectral_kernel,
         methods=EIGENVALUES,
         sizes=(1000, 2000, 4000),
-        quick=(500,),
+        small={"quick": (500,), "smoke": (100,)},
         accelerator=(1000, 2000, 4000, 20000),
         describe=lambda found, exact: {"value": float(found)},
         flops=lambda size: size**3 / 3,
@@ -323,22 +324,26 @@ PROBLEMS = {
         data=digits,
         methods={"ntk": on_host(certify_simplex)},
         sizes=(300,),
-        quick=(100,),
+        small={"quick": (100,)},
         accelerator=(300,),
         describe=describe_bracket,
     ),
 }
-QUICK = ["empirical, dense", "infinite, tanh, unit norms", "eigenvalue", "simplex"]
+SMALL = {
+    "quick": ["empirical, dense", "infinite, tanh, unit norms", "eigenvalue", "simplex"],
+    "smoke": ["eigenvalue"],
+}
 
 
 # --------------------------------------------------------------------------- the measurement
 
 
-def measure(name, methods, quick) -> list[dict]:
-    """Methods at all sizes, ascending, in this process."""
+def measure(name, methods, run_size) -> list[dict]:
+    """Methods at all sizes of the problem, ascending, in this process."""
     problem, cpu = PROBLEMS[name], jax.default_backend() == "cpu"
     jax.config.update("jax_enable_x64", problem.dtype == "float64")
-    sizes = problem.quick if quick else problem.sizes if cpu else problem.accelerator
+    sizes = problem.small.get(run_size) or (problem.sizes if cpu else problem.accelerator)
+    enough = 1 if run_size in SMALL else ENOUGH
     rows, pending = [], []
     for size in sizes:
         data = problem.data(size)
@@ -352,8 +357,8 @@ def measure(name, methods, quick) -> list[dict]:
                 row["skipped"] = reason
                 continue
             try:
-                found = time_calls(problem.methods[method], data, row, 1 if quick else ENOUGH)
-            except Exception as error:  # that a peer raises is a result too
+                found = time_calls(problem.methods[method], data, row, enough)
+            except Exception as error:  # the others are measured all the same
                 row["failed"] = f"{error} ".splitlines()[0]
                 continue
             if len(methods) == 1:
@@ -435,16 +440,16 @@ def matmul_rate(dtype, cpu) -> float:
     return 2 * n**3 / min(harness.seconds(compiled(jnp.matmul, a, a)))
 
 
-def run(name, quick) -> list[dict]:
+def run(name, run_size, peers) -> list[dict]:
     """All methods of a problem."""
     problem = PROBLEMS[name]
-    methods = [m for m in problem.methods if not (quick and m.startswith(PEER))]
-    together = quick or name == "eigenvalue"
+    methods = [m for m in problem.methods if PEER in peers or not m.startswith(PEER)]
+    together = run_size in SMALL or name == "eigenvalue"
     groups = [methods] if together else [[method] for method in methods]
     rows = []
     for group in groups:
-        found = harness.in_own_process(__file__, name, group, quick, one_core=True)
-        if "failed" in found[0] and "problem" not in found[0]:  # killed, for its memory as a rule
+        found = harness.in_own_process(__file__, name, group, run_size, one_core=True)
+        if "failed" in found[0] and "problem" not in found[0]:  # the process ended
             found = [{"problem": name, "method": method} | found[0] for method in group]
         rows += found
     truths = {r["size"]: r["value"] for r in rows if r["method"] == "numpy eigvalsh"}
@@ -548,14 +553,14 @@ def cell(rows, row) -> str:
 
 
 def main() -> None:
-    flags = harness.command_line(__file__, __doc__, report, work=measure)
+    flags = harness.command_line(__file__, __doc__, report, work=measure, peers=(PEER,))
     about = {"device": f"{harness.processor()}, one core, one thread"}
     rows = [harness.environment("flax", "scipy", PEER, **about, seed=SEED, rounds=ROUNDS)]
-    for name in QUICK if flags.quick else PROBLEMS:
-        rows += (new := run(name, flags.quick))
+    for name in SMALL.get(flags.size, PROBLEMS):
+        rows += (new := run(name, flags.size, flags.peers))
         print(*new, sep="\n", flush=True)
-    harness.finish(rows, flags.results, report)
     print(harness.judged(verdicts(rows[1:])))
+    harness.finish(rows, flags.results if flags.peers else None, report)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ what is needed to go on is kept after it: the same command goes on after a kill.
     python benchmarks/large_kernel.py                    # 60,000 rows; results/large_kernel.jsonl
     python benchmarks/large_kernel.py --rows 5000        # fewer; rows are added to the results
     python benchmarks/large_kernel.py --quick            # 1,000 rows; no results file
+    python benchmarks/large_kernel.py --smoke            # 200 rows of scikit-learn's digits
     python benchmarks/large_kernel.py --table            # the results file as Markdown
 
 Published, on the same images: about 1.2 % for the best Gaussian process of Lee et al. (2018),
@@ -90,8 +91,9 @@ class Kept:
 
     def __init__(self, flags, settings):
         self.path, self.settings = RUNS / f"{settings['rows']}.npz", settings
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.clock, self.quiet = Clock(), flags.size == "quick"
+        self.clock, self.quiet = Clock(), flags.small
+        if not self.quiet:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
 
     def load(self):
         from bilevel import store
@@ -132,10 +134,10 @@ def measure(flags) -> harness.Row:
     import bilevel
     import ntk
 
-    rows = flags.rows or (1000 if flags.size == "quick" else 60_000)
+    rows = flags.rows or {"smoke": 200, "quick": 1000}.get(flags.size, 60_000)
     rank = min(flags.rank, rows // 4)
     settings = {"rows": rows, "rank": rank, "penalty": flags.penalty, "tol": flags.tol}
-    data = bilevel.data.load("mnist")
+    data = bilevel.data.load("digits" if flags.smoke else "mnist")
     x, labels = unit(data.x_train[:rows]), np.asarray(data.y_train[:rows])
     K = ntk.KernelOperator(kernel, x, tile=flags.tile)
     y = np.eye(10, dtype=np.float32)[labels] - 0.1
@@ -256,7 +258,7 @@ def main():
     if flags.results and not flags.results.exists():
         harness.append(flags.results, harness.environment())
     harness.append(flags.results, row)
-    print(report([row]))
+    harness.finish([row], flags.results, report, write_rows=False)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ each through all widths: a run that is cut short has fewer a, not fewer widths.
 
     python benchmarks/lipschitz.py            # hours, most of them for the last width
     python benchmarks/lipschitz.py --quick    # a minute, no results file
+    python benchmarks/lipschitz.py --smoke    # one narrow network on scikit-learn's digits
     python benchmarks/lipschitz.py --full     # with all images: eight times as long
     python benchmarks/lipschitz.py --table    # the results file as Markdown
 """
@@ -57,22 +58,25 @@ class Sizes:
     alphas: int
     images: int | None = None  # None: all
     epochs: int = 60
+    data: str = "mnist"
 
 
 SIZES = {
+    "smoke": Sizes((16, 32), alphas=2, images=256, epochs=2, data="digits"),
     "quick": Sizes((64, 128), alphas=3, images=512),
     "default": Sizes(WIDTHS, alphas=20, images=1536),
     "full": Sizes(WIDTHS, alphas=20),
 }
+SMALL = SIZES["smoke"], SIZES["quick"]
 
 
-def digits(images, labels):
+def digits(name, images, labels):
     """Training rows [n, d], their labels, test rows, and which pixels the d are."""
-    data = bilevel.data.load("mnist")
+    data = bilevel.data.load(name)
 
     def rows(x, y, most):
         binary = np.flatnonzero(y < 2)[:most]
-        return x[binary].reshape(-1, PIXELS), np.array(labels, np.float32)[y[binary]]
+        return x[binary].reshape(len(binary), -1), np.array(labels, np.float32)[y[binary]]
 
     x, y = rows(data.x_train, data.y_train, images)
     x_test, _ = rows(data.x_test, data.y_test, 1000)
@@ -132,7 +136,7 @@ def norms(difference):
 @functools.cache
 def compiled(network, width, sizes, labels, deltas, dtype):
     """A function of a key and an a, which trains at that a and beside it; its compile time."""
-    x, y, x_test, used = digits(sizes.images, labels)
+    x, y, x_test, used = digits(sizes.data, sizes.images, labels)
     _, _, order = draws(sizes, len(y))
     data, deltas = [jnp.asarray(part, dtype) for part in (x, y, x_test)], jnp.asarray(deltas, dtype)
 
@@ -152,7 +156,7 @@ def measure(
     network, width, sizes, index, *, labels=(-1, 1), deltas=DELTAS, dtype="float32"
 ) -> dict:
     """A row: for the a of that index quotients [deltas] of the weights and of the predictions."""
-    images = len(digits(sizes.images, labels)[1])
+    images = len(digits(sizes.data, sizes.images, labels)[1])
     alphas, keys, _ = draws(sizes, images)
     # Full precision, also where a device would multiply in fewer bits: the differences cancel.
     with jax.enable_x64(dtype == "float64"), jax.default_matmul_precision("float32"):
@@ -176,7 +180,7 @@ def tasks(sizes):
         wide = {"deltas": (*DELTAS, TINY), "dtype": "float64"}
         others.append(("float64", network, smallest, sizes, wide))
         others.append(("rounding", network, smallest, sizes, {"deltas": (TINY,)}))
-        for labels in ((-1, 1), (0, 1)) if sizes != SIZES["quick"] else ():
+        for labels in ((-1, 1), (0, 1)) if sizes not in SMALL else ():
             options = {"labels": labels, "deltas": (0.03,)}
             others.append(("all images", network, smallest, whole, options))
     for first in range(0, sizes.alphas, BLOCK):
@@ -339,9 +343,7 @@ def main() -> None:
         rows.append(identity | of())
         harness.append(flags.results, rows[-1])
         print(*identity.values(), *(f"{q:.3f}" for q in rows[-1]["weights"]), flush=True)
-    print(report(rows))
-    if flags.results:
-        picture(rows, flags.results.with_suffix(".png"))
+    harness.finish(rows, flags.results, report, picture, write_rows=False)
 
 
 if __name__ == "__main__":

@@ -6,11 +6,16 @@ allowed is 2 sqrt(T) copies of what a step carries (weights, momentum, running a
 temporaries of one step: those of two steps without their two copies, as one alone is compiled
 without a loop.
 
+The two ways to go back through 100 steps, to keep each of them and to run blocks of them again, are
+written by hand in JAX: :func:`bilevel.unrolled` chooses one by the memory that there is.
+
     python benchmarks/memory_training.py            # three minutes
     python benchmarks/memory_training.py --quick    # two numbers of steps
+    python benchmarks/memory_training.py --smoke    # images of 8 x 8
     python benchmarks/memory_training.py --table
 """
 
+import functools
 import sys
 import time
 from pathlib import Path
@@ -22,51 +27,92 @@ import numpy as np
 import optax
 
 import bilevel
-from bilevel.solvers import _unrolled
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 STEPS = (2, 64, 100, 400)
 
 
-def hypergradient(steps):
-    """The compiled program and its arguments."""
+def arguments(side):
+    """Alpha, weights, noisy rows with a key, and clean rows; images of ``side`` x ``side``."""
     import label_cleaning as example
 
     draw = np.random.default_rng(0)
 
     def rows(count):
-        x = jnp.asarray(draw.normal(size=(count, 28, 28, 1)), jnp.float32)
+        x = jnp.asarray(draw.normal(size=(count, side, side, 1)), jnp.float32)
         return x, jnp.asarray(draw.integers(0, 10, count)), jnp.arange(count)
 
     data, clean = rows(2000), rows(100)
     made = example.network.init(jax.random.key(0), data[0][:1], False)
     start = bilevel.Stateful(made["params"], {"batch_stats": made["batch_stats"]})
+    return jnp.zeros(2000), start, (jax.random.key(1), data), clean
+
+
+def hypergradient(steps, side):
+    """The compiled program and its arguments."""
+    import label_cleaning as example
+
     solver = bilevel.unrolled(optax.sgd(0.05, momentum=0.9), steps, batches=example.with_key)
     problem = bilevel.Problem(example.lower, example.outer, stateful=True)
     fn = bilevel.hypergradient(problem, solver, diagnostics=False)
-    args = jnp.zeros(2000), start, (jax.random.key(1), data), clean
+    args = arguments(side)
     return jax.jit(lambda *args: fn(*args).grad).lower(*args).compile(), args
+
+
+def by_hand(steps, every, side):
+    """The same with ``every`` steps in a block that is run again; 1 keeps all steps."""
+    import label_cleaning as example
+
+    def objective(alpha, start, noisy, clean):
+        key, data = noisy
+
+        def step(carry, i):
+            w, trace = carry
+            batch = example.with_key(jax.random.fold_in(key, i), data)
+
+            def loss(params):
+                return example.lower(bilevel.Stateful(params, w.variables), alpha, batch)
+
+            slope, variables = jax.grad(loss, has_aux=True)(w.params)
+            trace = jax.tree.map(lambda t, g: 0.9 * t + g, trace, slope)
+            params = jax.tree.map(lambda p, t: p - 0.05 * t, w.params, trace)
+            return (bilevel.Stateful(params, variables), trace), None
+
+        again = jax.checkpoint(step, prevent_cse=False)
+
+        @functools.partial(jax.checkpoint, prevent_cse=False)
+        def block(carry, numbers):
+            return jax.lax.scan(again, carry, numbers)[0], None
+
+        carry = start, jax.tree.map(jnp.zeros_like, start.params)
+        numbers = jnp.arange(steps)
+        if every == 1:
+            carry, _ = jax.lax.scan(again, carry, numbers)
+        else:
+            carry, _ = jax.lax.scan(block, carry, numbers.reshape(-1, every))
+        return example.outer(carry[0], alpha, clean)
+
+    args = arguments(side)
+    return jax.jit(jax.grad(objective)).lower(*args).compile(), args
 
 
 def size(tree):
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
-def measured(steps):
+def measured(steps, side):
     for count in steps:
-        program, args = hypergradient(count)
+        program, args = hypergradient(count, side)
         carried = size(args[1]) + size(args[1].params)
         row = {"part": "training", "steps": count, "carried": carried}
         yield row | {"bytes": program.memory_analysis().temp_size_in_bytes}
 
 
-def both_ways(steps, rounds):
+def both_ways(steps, rounds, side):
     """The time of keeping all steps and of running them again in blocks, in turns."""
-    programs, kept = {}, _unrolled._KEPT_STEPS
-    for name, limit in (("kept", steps), ("blocks", 0)):
-        _unrolled._KEPT_STEPS = limit
-        programs[name], args = hypergradient(steps)
-    _unrolled._KEPT_STEPS = kept
+    programs = {}
+    for name, every in (("kept", 1), ("blocks", round(steps**0.5))):
+        programs[name], args = by_hand(steps, every, side)
     seconds = {name: [] for name in programs}
     for _ in range(rounds):
         for name, program in programs.items():
@@ -101,10 +147,13 @@ def report(rows):
 
 def main():
     flags = harness.command_line(__file__, __doc__, report)
-    quick = flags.size == "quick"
-    found = list(measured((2, 5) if quick else STEPS))
-    if not quick:
-        found += both_ways(100, 3)
+    side = 8 if flags.smoke else 28
+    steps = (2,) if flags.smoke else (2, 5) if flags.quick else STEPS
+    found = list(measured(steps, side))
+    if flags.smoke:
+        found += both_ways(4, 1, side)
+    elif not flags.quick:
+        found += both_ways(100, 3, side)
     harness.finish([harness.environment("flax", "optax"), *found], flags.results, report)
 
 

@@ -8,6 +8,7 @@ given (`EQUIVALENT`). The others are named.
     python benchmarks/mutants.py              # 60 of them; hours of processor time; resumable
     python benchmarks/mutants.py --count 90   # 30 more
     python benchmarks/mutants.py --again      # those alive, after tests were added
+    python benchmarks/mutants.py --smoke      # one planted by hand, and a test that kills it
     python benchmarks/mutants.py --table
 """
 
@@ -63,6 +64,10 @@ OPERATORS = (
     *("core/ReplaceAndWithOr", "core/ReplaceOrWithAnd", "core/NumberReplacer"),
 )
 LIMIT = 900  # seconds of tests: a mutant that hangs is noticed
+SMOKE = (
+    "    return down(down(_bound(K / scale) - error) * scale)",
+    "    return down(down(_bound(K / scale) - error) / -scale)",
+)
 
 # Survivors that no test can tell from the original: key -> reason.
 EQUIVALENT = {
@@ -118,8 +123,11 @@ def mutated(file, operator, occurrence):
     return None if star else (file, new, difference)
 
 
-def fate(file, text) -> dict:
-    """What the tests make of a copy of the repository with ``file`` so changed."""
+def fate(file, text, tests=None) -> dict:
+    """What the tests make of a copy of the repository with ``file`` so changed.
+
+    By default the tests that are about the file, those that are slow last.
+    """
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "copy"
@@ -131,13 +139,16 @@ def fate(file, text) -> dict:
         programs = ROOT / ".pytest_cache/mutants"
         programs.mkdir(parents=True, exist_ok=True)
         (copy / ".pytest_cache").symlink_to(programs)
-        killer = failed(copy, file, "not slow") or failed(copy, file, "slow")
+        if tests:
+            killer = failed(copy, tests, "not slow")
+        else:
+            tests = [file, *(f"tests/test_{name}.py" for name in TESTS[file].split())]
+            killer = failed(copy, tests, "not slow") or failed(copy, tests, "slow")
     return {"killed_by": killer, "seconds": round(time.perf_counter() - began)}
 
 
-def failed(copy, file, marks):
+def failed(copy, tests, marks):
     """The first test that fails, or None."""
-    tests = [file, *(f"tests/test_{name}.py" for name in TESTS[file].split())]
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-n0", "-m", marks, "--tb=no", *tests]
     command += ["-p", "no:cacheprovider"]
     paths = {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
@@ -166,6 +177,10 @@ def main() -> None:
     again = {"action": "store_true", "help": "those alive"}
     arguments = harness.command_line(__file__, __doc__, report, count=count, again=again)
     rows = latest(harness.read(arguments.results or Path()))
+    if arguments.smoke:
+        new = [smoke()]
+        harness.finish(new, None, report)
+        return
     wanted = 3 if arguments.size == "quick" else max(0, arguments.count - len(rows))
     fresh = filter(None, (mutated(*mutant) for mutant in mutants()))
     fresh = (mutant for mutant in fresh if key_of(mutant[0], mutant[2]) not in rows)
@@ -174,8 +189,22 @@ def main() -> None:
         key = key_of(file, difference)
         row = {"mutant": key, "file": file, "difference": difference} | fate(file, text)
         harness.append(arguments.results, row)
+        rows[key] = row
         told = row["killed_by"] or "ALIVE"
         print(f"{key} {file:36s} {row['seconds']:4d} s  {told}", flush=True)
+    harness.finish(list(rows.values()), arguments.results, report, write_rows=False)
+
+
+def smoke() -> dict:
+    """One mutant, by text and without cosmic-ray, and the doctests of its file."""
+    file, line, mistake = "ntk/certificate.py", *SMOKE
+    difference = ["@@", f"-{line}", f"+{mistake}"]
+    planted = repeated({"file": file, "difference": difference})
+    if planted is None:
+        sys.exit(f"{file}: expected the line {line!r} once, for --smoke.")
+    return {"mutant": key_of(file, difference), "file": file, "difference": difference} | fate(
+        file, planted[1], tests=[file]
+    )
 
 
 def latest(rows) -> dict[str, dict]:

@@ -20,10 +20,13 @@ process stops at its limit of seconds: expensive scores have fewer networks. The
 and is not counted. Memory is the largest resident set while networks are scored, and in brackets
 what that adds to what was there before (on a device of its own, the largest allocation).
 
-PyTorch is in the dependency group `peers`, for an environment of its own; without it, ours alone.
+PyTorch is in the dependency group `peers`, for an environment of its own; `--peers` measures ours
+alone, without a results file.
 
     python benchmarks/nasbench201.py            # batch 32: up to an hour on two cores
     python benchmarks/nasbench201.py --quick    # small networks, four scores: minutes; no results
+    python benchmarks/nasbench201.py --quick --peers torch    # with PyTorch
+    python benchmarks/nasbench201.py --smoke    # tiny networks, one score, ours alone
     python benchmarks/nasbench201.py --full     # all 15,625, without a limit; for an accelerator
     python benchmarks/nasbench201.py --table    # the results files as Markdown
 
@@ -34,7 +37,6 @@ PyTorch is in the dependency group `peers`, for an environment of its own; witho
 
 import dataclasses
 import functools
-import importlib.util
 import math
 import os
 import statistics
@@ -73,11 +75,12 @@ class Sizes:
 
 
 SIZES = {
+    "smoke": Sizes(1, 2, side=8, batch=4, networks=4, peers=2, limit=5),
     "quick": Sizes(1, 4, side=16, batch=8, networks=16, peers=8, limit=20),
     "default": Sizes(5, 16, side=32, batch=32, networks=500, peers=60, limit=240),
     "full": Sizes(5, 16, side=32, batch=32, networks=math.prod(SPACE), peers=200, limit=None),
 }
-QUICK = SCORES[:4]
+SMALL = {"smoke": SCORES[1:2], "quick": SCORES[:4]}
 
 
 def draw_genotypes(sizes):
@@ -598,18 +601,17 @@ def main() -> None:
         report,
         full=True,
         work=work,
+        peers=("torch",),
         scores={"nargs": "+", "choices": SCORES, "metavar": "SCORE", "help": "these alone"},
         batch_genotypes={"type": int, "default": 1, "metavar": "B", "help": "in one call"},
         dtype={"choices": ("float32", "float64"), "default": "float32"},
     )
     if flags.batch_genotypes < 1:
-        sys.exit(f"--batch-genotypes: expected at least 1, got {flags.batch_genotypes}.")
+        flags.error(f"--batch-genotypes: expected at least 1, got {flags.batch_genotypes}.")
     given = {"together": flags.batch_genotypes, "dtype": flags.dtype}
     sizes = dataclasses.replace(SIZES[flags.size], **given)
-    libraries = list(filter(importlib.util.find_spec, LIBRARIES))
-    if "torch" not in libraries:
-        print("PyTorch is not installed; `pip install torch==2.13.0` has it measured beside ours.")
-    scores = flags.scores or (QUICK if flags.quick else SCORES)
+    libraries = [*flags.peers, "bilevel"]
+    scores = flags.scores or SMALL.get(flags.size, SCORES)
     rows = measure(sizes, scores, libraries)
     kind = next((row["device"] for row in rows if "device" in row), "unknown")
     about = {"device": harness.device(kind), "seed": SEED, "sizes": dataclasses.asdict(sizes)}
@@ -617,7 +619,7 @@ def main() -> None:
     accelerated = any(row.get("platform") not in (None, "cpu") for row in rows)
     parts = ["gpu"] * accelerated + [f"batch{sizes.together}"] * (sizes.together > 1)
     parts += [sizes.dtype] * (sizes.dtype != "float32")
-    path = harness.named(flags.results, *parts) if "torch" in libraries else None
+    path = harness.named(flags.results, *parts) if flags.peers else None
     harness.finish(with_others(rows, path) if path else rows, path, report)
 
 

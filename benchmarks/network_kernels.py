@@ -11,6 +11,8 @@ for float64 the difference of the two is shown, with our own bound.
 
     python benchmarks/network_kernels.py               # some ten minutes
     python benchmarks/network_kernels.py --quick       # small, one
+    python benchmarks/network_kernels.py --quick --peers neural-tangents   # with stax
+    python benchmarks/network_kernels.py --smoke       # one small network, ours alone
     python benchmarks/network_kernels.py --myrtle 1000 --minutes 10   # Myrtle-5's kernel
 
 The last goes on where an earlier run ended, block by block, until all 500,500 pairs are there: some
@@ -31,16 +33,17 @@ import numpy as np
 
 import ntk
 from ntk import networks as nets
-from ntk._compat import neural_tangents
 
 WEIGHTS = (2.0, 0.01)  # variances of weights and biases
 STD = {"W_std": math.sqrt(WEIGHTS[0]), "b_std": math.sqrt(WEIGHTS[1])}
 ACTIVATIONS = ("relu", "erf", "gelu", "tanh")
+PEER = "neural-tangents"
+ENDS = "conv, pooling", "tanh"  # where theirs ends the process, which is a limit that we know
 BLOCK = 50  # images on a side of what --myrtle writes at a time
 
 
 def activation(name):
-    stax = neural_tangents().stax
+    stax = ntk.neural_tangents().stax
     peers = {"relu": stax.Relu(), "erf": stax.Erf(), "gelu": stax.Gelu()}
     if name not in peers:
         peers[name] = stax.ElementwiseNumerical(getattr(ntk, name).smooth, deg=25)
@@ -49,7 +52,7 @@ def activation(name):
 
 def layers(name):
     """Pairs of ours and theirs."""
-    stax = neural_tangents().stax
+    stax = ntk.neural_tangents().stax
     return {
         "act": activation(name),
         "dense": (nets.dense(*WEIGHTS), stax.Dense(1, **STD)),
@@ -62,11 +65,11 @@ def layers(name):
 
 def serial(name, words):
     ours, theirs = zip(*(layers(name)[word] for word in words.split()), strict=True)
-    return nets.serial(*ours), neural_tangents().stax.serial(*theirs)
+    return nets.serial(*ours), ntk.neural_tangents().stax.serial(*theirs)
 
 
 def residual(name):
-    stax = neural_tangents().stax
+    stax = ntk.neural_tangents().stax
     start, branch, end = (serial(name, w) for w in ("conv", "act conv act conv", "act gap dense"))
     block = stax.serial(stax.FanOut(2), stax.parallel(branch[1], stax.Identity()), stax.FanInSum())
     return nets.serial(start[0], nets.residual(branch[0]), end[0]), stax.serial(
@@ -97,7 +100,7 @@ def myrtle():
 
 
 def myrtle_of_stax():
-    stax = neural_tangents().stax
+    stax = ntk.neural_tangents().stax
     layer = stax.Conv(1, (3, 3), padding="SAME", W_std=math.sqrt(2)), stax.Relu()
     pool = (stax.AvgPool((2, 2), strides=(2, 2)),)
     parts = (*layer, *(layer + pool) * 3, stax.GlobalAvgPool(), stax.Dense(1))
@@ -143,7 +146,7 @@ def in_turns(calls, x) -> dict:
 
 
 def work(part, *what):
-    """In a process of its own, on one core."""
+    """In a process of its own, on one core; the last of ``what`` is whether ours runs alone."""
     if part == "compare":
         jax.config.update("jax_enable_x64", True)
         yield compare(*what)
@@ -151,7 +154,9 @@ def work(part, *what):
     n = what[0]
     x = images(n)
     if part == "myrtle":
-        calls = [myrtle().kernel, jax.jit(lambda x: myrtle_of_stax()[2](x, None, ("nngp", "ntk")))]
+        calls = [myrtle().kernel]
+        if not what[1]:
+            calls.append(jax.jit(lambda x: myrtle_of_stax()[2](x, None, ("nngp", "ntk"))))
         row = in_turns(calls, jnp.asarray(x, jnp.float32))
         yield row | {"network": "Myrtle-5, CIFAR-10", "activation": "relu", "n": n}
         return
@@ -233,12 +238,13 @@ def report(rows) -> str:
     for row in harness.where(rows, part="comparison"):
         ours, case = min(row["ours_s"]), f"{row['network']}: {row['activation']}"
         cells = [case, row["dtype"], row["n"], f"{ours:.3f}"]
+        bound = f"{row['bound']:.0e}"
         if "theirs_s" in row:
             theirs = min(row["theirs_s"])
             cells += [f"{theirs:.3f}", f"{theirs / ours:.1f}", f"{row['difference']:.0e}"]
         else:
-            cells += [row["theirs_failed"], "", ""]
-        lines.append([*cells, f"{row['bound']:.0e}"])
+            cells += [row.get("theirs_failed", ""), "", ""]
+        lines.append([*cells, bound])
     head = "network", "type", "n", "ours, s", "stax, s", "stax / ours", "difference", "our bound"
     text = harness.table(head, lines)
     for row in harness.where(rows, part="float32"):
@@ -264,27 +270,30 @@ def main() -> None:
         __doc__,
         report,
         work=work,
+        peers=(PEER,),
         myrtle={"type": int, "help": "the whole kernel of so many images, resumed"},
         minutes={"type": float, "default": 10.0},
     )
     if flags.myrtle:
         whole_myrtle(flags.myrtle, flags.minutes, flags.results or harness.RESULTS / "quick.jsonl")
         return
-    rows = [harness.environment("neural-tangents")]
-    quick = flags.size == "quick"
-    cases = [("compare", name, kind, quick) for name in NETWORKS for kind in ACTIVATIONS]
-    cases = cases[::4] if quick else [*cases, ("myrtle", 3), ("float32", 3)]
+    rows, alone = [harness.environment(PEER)], not flags.peers
+    cases = [("compare", name, kind, flags.small) for name in NETWORKS for kind in ACTIVATIONS]
+    if flags.small:
+        cases = cases[:1] if flags.smoke else cases[::4]
+    else:
+        cases += [("myrtle", 3), ("float32", 3)]
     for case in cases:
-        found = harness.in_own_process(__file__, *case, one_core=True)
-        if "failed" in found[0] and case[0] == "compare":
+        found = harness.in_own_process(__file__, *case, alone, one_core=True)
+        if case[1:3] == ENDS and not alone and "failed" in found[0]:
             theirs = found[0]["failed"]
             found = harness.in_own_process(__file__, *case, True, one_core=True)
             found = [row | {"theirs_failed": theirs} for row in found]
         rows += [row | {"case": case[1:3]} for row in found]
         print(rows[-1], flush=True)
-    if flags.results:  # hours of work
+    if flags.results and flags.peers:  # hours of work
         rows += harness.where(harness.read(flags.results), part="myrtle")
-    harness.finish(rows, flags.results, report)
+    harness.finish(rows, flags.results if flags.peers else None, report)
 
 
 if __name__ == "__main__":

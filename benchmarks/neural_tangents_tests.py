@@ -8,6 +8,7 @@ longer than two minutes is not counted as run either.
 
     python benchmarks/neural_tangents_tests.py --checkout PATH            # forty minutes
     python benchmarks/neural_tangents_tests.py --checkout PATH --quick    # one case each, a quarter
+    python benchmarks/neural_tangents_tests.py --smoke                    # two tests written here
     python benchmarks/neural_tangents_tests.py --table                    # the results as Markdown
 
 `NT_NUM_GENERATED_CASES` of the tests, how many cases are drawn from every grid of parameters, is
@@ -18,6 +19,7 @@ import collections
 import random
 import signal
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -151,9 +153,44 @@ def main() -> None:
         cases={"type": int, "default": 4, "help": "drawn from every grid of parameters"},
         only={"default": "", "help": "files with this in their names"},
     )
-    if flags.checkout is None or not files(flags.checkout):
-        sys.exit("--checkout: expected a checkout of google/neural-tangents, with its tests.")
-    cases, seconds = (1, 60.0) if flags.quick else (flags.cases, flags.seconds)
+    with tempfile.TemporaryDirectory() as folder:
+        if flags.smoke:
+            if flags.checkout is not None:
+                flags.error("--smoke: expected no --checkout, got one.")
+            flags.checkout = stand_in(Path(folder))
+        if flags.checkout is None or not files(flags.checkout):
+            flags.error("--checkout: expected one of google/neural-tangents, with its tests.")
+        rows = measured(flags)
+    harness.finish(rows, flags.results, report)
+
+
+def stand_in(folder: Path) -> Path:
+    """A checkout with two tests, of which one is skipped."""
+    tests = folder / "tests"
+    tests.mkdir()
+    (tests / "__init__.py").write_text("")
+    (tests / "test_utils.py").write_text("")
+    (tests / "smoke_test.py").write_text(SMOKE)
+    return folder
+
+
+SMOKE = """
+import pytest
+from neural_tangents import stax
+
+
+def test_a_layer():
+    assert len(stax.Relu()) == 3
+
+
+def test_nothing():
+    pytest.skip()
+"""
+
+
+def measured(flags) -> list[harness.Row]:
+    """A row for each file of tests."""
+    cases, seconds = (1, 60.0) if flags.small else (flags.cases, flags.seconds)
     rows = [harness.environment("neural-tangents", cases=cases, limit=seconds)]
     for name in files(flags.checkout):
         if flags.only in name:
@@ -162,7 +199,7 @@ def main() -> None:
             request = str(flags.checkout.resolve()), name, seconds
             found = harness.in_own_process(__file__, *request, **variables)
             rows += [{"file": name} | row for row in found]
-    harness.finish(rows, flags.results, report)
+    return rows
 
 
 if __name__ == "__main__":

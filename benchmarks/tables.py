@@ -2,6 +2,7 @@
 
     python benchmarks/tables.py            # rewrite them
     python benchmarks/tables.py --check    # exit 1 if one differs from its results
+    python benchmarks/tables.py --smoke    # the same of docs/stochastic.md alone
 
 A table stands between two comments in the Markdown:
 
@@ -49,9 +50,15 @@ def campaign(rows: list[harness.Row]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="change nothing; 1 if a table differs")
+    ways = parser.add_mutually_exclusive_group()
+    ways.add_argument("--check", action="store_true", help="change nothing; 1 if a table differs")
+    ways.add_argument("--smoke", action="store_true", help="--check of docs/stochastic.md alone")
     parser.add_argument("files", nargs="*", type=Path, help="default: README.md and docs/*.md")
     flags = parser.parse_args()
+    if flags.smoke:
+        if flags.files:
+            parser.error(f"--smoke: expected no files, got {len(flags.files)}.")
+        flags.check, flags.files = True, [ROOT / "docs/stochastic.md"]
     differ = []
     for path in flags.files or [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]:
         text = path.read_text()
@@ -63,6 +70,8 @@ def main() -> int:
         differ.append(path.name)
         if not flags.check:
             path.write_text(fresh)
+    if flags.smoke and not differ:
+        print(f"{len(MARKED.findall(text))} tables are as their results.")
     if differ:
         print(f"{'other than their results' if flags.check else 'written'}: {', '.join(differ)}")
     return int(flags.check and bool(differ))

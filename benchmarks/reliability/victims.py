@@ -1,7 +1,9 @@
-"""What the processes do that are killed, starved of disk, or run into each other.
+"""Jobs for processes that are killed, starved of disk, or run into each other.
 
-Each job is ``job(folder) -> arrays``: it records in ``folder`` as often as it can, goes on from
-what is there, and returns all its numbers, to be compared bit for bit.
+Each job is ``job(folder) -> arrays``: it records in ``folder``, resumes from what is there, and
+returns all its numbers, to be compared bit for bit. A library that records every few seconds would
+record a short job once. So ``search`` and ``rank`` are done in several sittings, each of which
+records its end and resumes from the one before.
 """
 
 import contextlib
@@ -20,36 +22,42 @@ Arrays = dict[str, np.ndarray]
 
 
 def search(folder: Path, steps: int = 25) -> Arrays:
-    """A search with momentum, random batches and a checkpoint after every step."""
+    """A search with momentum, random batches and a checkpoint after every step.
+
+    A sitting has two steps. The search records after its first chunk and at its end.
+    """
     import jax
     import jax.numpy as jnp
     import optax
 
     import bilevel
-    from bilevel import _search
 
-    _search._SAVE_SECONDS = 0.0
     problem = bilevel.Problem(
         lambda w, alpha, batch: 0.5 * jnp.sum((batch @ w - alpha[0]) ** 2) + jnp.sum(alpha * w**2),
         lambda w, alpha, batch: 0.5 * jnp.sum((batch @ w - 1) ** 2),
     )
     data = jnp.asarray(np.random.default_rng(0).normal(size=(20, 3)), jnp.float32)
-    found = bilevel.search(
-        problem,
-        bilevel.unrolled(optax.sgd(0.01, momentum=0.9), 3),
-        optax.chain(optax.adam(0.05), bilevel.project()),
-        jnp.full(3, 1 / 3),
-        jnp.ones(3),
-        data,
-        data,
-        steps=steps,
-        batches=lambda key, rows: rows[jax.random.randint(key, (8,), 0, 20)],
-        key=jax.random.key(1),
-        checkpoint=folder,
-        resume=True,
-        chunk=1,
-        progress=False,
-    )
+    while True:
+        found = bilevel.search(
+            problem,
+            bilevel.unrolled(optax.sgd(0.01, momentum=0.9), 3),
+            optax.chain(optax.adam(0.05), bilevel.project()),
+            jnp.full(3, 1 / 3),
+            jnp.ones(3),
+            data,
+            data,
+            steps=steps,
+            batches=lambda key, rows: rows[jax.random.randint(key, (8,), 0, 20)],
+            key=jax.random.key(1),
+            checkpoint=folder,
+            resume=True,
+            callback=lambda result: int(result.state.step) < steps,
+            every=2,
+            chunk=1,
+            progress=False,
+        )
+        if int(found.state.step) == steps:
+            break
     leaves = jax.tree.leaves((found.alpha, found.w, found.history, found.state))
     return {str(i): np.asarray(x) for i, x in enumerate(leaves)}
 
@@ -94,31 +102,34 @@ def sharing(folder: Path) -> Arrays:
 
 
 def rank(folder: Path) -> Arrays:
-    """Train-free scores with a record of them."""
+    """Train-free scores with a record of them, of ten more networks in each sitting."""
     import jax
     import jax.numpy as jnp
 
     from bilevel.spaces import nasbench201
     from bilevel.spaces.nasbench201 import scoring
 
-    scoring._SAVE_SECONDS = 0.0
     networks = nasbench201.all_networks(cells=1, channels=2)
     w = networks.init(jax.random.key(0), (4, 4, 1))
     x = jax.random.normal(jax.random.key(1), (4, 4, 4, 1))
     cells = nasbench201.genotypes()[-30:]
     batch = (x, jnp.arange(4))
     folder.mkdir(parents=True, exist_ok=True)
-    scored = scoring.score_networks(
-        ["l2_norm"], networks, w, cells, batch, progress=False, file=folder / "scores.npz"
-    )
+    for count in (10, 20, 30):
+        scored = scoring.score_networks(
+            ["l2_norm"],
+            networks,
+            w,
+            cells[:count],
+            batch,
+            progress=False,
+            file=folder / "scores.npz",
+        )
     return scored.values
 
 
 def command_search(folder: Path, steps: int = 4) -> Arrays:
-    """``bilevel search``, small."""
-    from bilevel import _search
-
-    _search._SAVE_SECONDS = 0.0
+    """``bilevel search``, small. It records after its first chunk and at its end."""
     small = (
         "--activations",
         "relu",

@@ -2,7 +2,8 @@
 
     pip install torch torchopt optuna     # in an environment of its own, with this package
     python benchmarks/peers.py            # a quarter of an hour; one core: taskset -c 0
-    python benchmarks/peers.py --quick    # small, no results file
+    python benchmarks/peers.py --quick    # ours alone and small, no results file
+    python benchmarks/peers.py --smoke    # ours alone, the schedules
     python benchmarks/peers.py --table
 
 *Hypergradients*: processor time of one, on the same batches, and how far it is from ours: labels
@@ -29,6 +30,7 @@ from harness import environment, table, where
 import bilevel
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+PEERS = "torch", "torchopt", "optuna"
 RATE, MOMENTUM, TOL = 0.05, 0.9, 1e-3
 GRID = np.linspace(-10, 0, 11)  # of log penalties
 
@@ -36,10 +38,9 @@ GRID = np.linspace(-10, 0, 11)  # of log penalties
 # ----------------------------------------------------------------------------- hypergradients
 
 
-def labels(train, steps):
+def labels(peers, train, steps):
     """By library: ``alpha -> hypergradient``; and the alpha."""
     import label_cleaning as example
-    import peers_torch as torch
 
     data, clean, _, _ = example.load("mnist", train, 200, 10)
     example.network = example.Network(dropout=0.0)
@@ -52,15 +53,22 @@ def labels(train, steps):
     # What each of our steps draws, for the others.
     batches = [example.with_key(jax.random.fold_in(key, i), data)[0] for i in range(steps)]
     given = w, batches, clean, RATE, MOMENTUM
-    return jnp.zeros(train), {
-        "here": lambda alpha: fn(alpha, start, (key, data), clean).grad,
-        "PyTorch by hand": torch.labels_by_hand(*given),
-        "TorchOpt": torch.labels_torchopt(*given),
-    }
+    ours = {"here": lambda alpha: fn(alpha, start, (key, data), clean).grad}
+    return jnp.zeros(train), ours | theirs(peers, "labels", *given)
 
 
-def penalties(words, *sizes):
-    import peers_torch as torch
+def theirs(peers, problem, *given):
+    """The functions of ``peers_torch.py`` for a problem, by library."""
+    names = {"torch": ("PyTorch by hand", "by_hand"), "torchopt": ("TorchOpt", "torchopt")}
+    asked = [names[peer] for peer in peers if peer in names]
+    if not asked:
+        return {}
+    import peers_torch
+
+    return {name: getattr(peers_torch, f"{problem}_{way}")(*given) for name, way in asked}
+
+
+def penalties(peers, words, *sizes):
     import word_penalties as example
 
     train, valid, _ = example.reviews(words, *sizes, 10)
@@ -69,15 +77,11 @@ def penalties(words, *sizes):
     solver = bilevel.implicit(bilevel.lbfgs(200, tol=TOL), bilevel.cg(tol=TOL))
     w = {"words": jnp.zeros(words), "shift": jnp.zeros(())}
     fn = jax.jit(bilevel.hypergradient(problem, solver, diagnostics=False))
-    return jnp.full(words, -7.0), {
-        "here": lambda alpha: fn(alpha, w, train, valid).grad,
-        "PyTorch by hand": torch.penalties_by_hand(train, valid, TOL),
-        "TorchOpt": torch.penalties_torchopt(train, valid, TOL),
-    }
+    ours = {"here": lambda alpha: fn(alpha, w, train, valid).grad}
+    return jnp.full(words, -7.0), ours | theirs(peers, "penalties", train, valid, TOL)
 
 
-def schedules(steps):
-    import peers_torch as torch
+def schedules(peers, steps):
     import schedules as example
 
     problem, solver, w, data, valid = training(steps)
@@ -96,12 +100,9 @@ def schedules(steps):
 
         return gradient
 
-    return jnp.append(start["rates"], start["momentum"]), {
-        "here": by("reverse"),
-        "here, forward mode": by("forward"),
-        "PyTorch by hand": torch.schedules_by_hand(w, batches, valid, example.KNOTS),
-        "TorchOpt": torch.schedules_torchopt(w, batches, valid, example.KNOTS),
-    }
+    ours = {"here": by("reverse"), "here, forward mode": by("forward")}
+    others = theirs(peers, "schedules", w, batches, valid, example.KNOTS)
+    return jnp.append(start["rates"], start["momentum"]), ours | others
 
 
 def in_turns(part, alpha, gradients, rounds):
@@ -206,7 +207,7 @@ def plain(x):
     return scipy.sparse.csr_array((np.asarray(x.data), (row, column)), x.shape)
 
 
-def until_penalties(words, *sizes_and_steps):
+def until_penalties(peers, words, *sizes_and_steps):
     import word_penalties as example
 
     *sizes, steps = sizes_and_steps
@@ -240,21 +241,23 @@ def until_penalties(words, *sizes_and_steps):
     courses = {
         "scikit-learn, one penalty, five folds": cross_validated(train, valid),
         "here, one penalty": ours(jnp.array(-5.0), 0.5, everywhere),
-        "Optuna, one penalty": optuna_course(
-            lambda t: t.suggest_float("all", -10, 0), judged(), steps
-        ),
-        "here, all": ours(jnp.full(words, -5.0), 0.3),
     }
-    courses["Optuna, all"] = optuna_course(
-        lambda t: [t.suggest_float(k, -10, 0) for k in each],
-        *(judged(), 10 * steps, courses["here, all"][-1][0]),
-    )
+    if "optuna" in peers:
+        courses["Optuna, one penalty"] = optuna_course(
+            lambda t: t.suggest_float("all", -10, 0), judged(), steps
+        )
+    courses["here, all"] = ours(jnp.full(words, -5.0), 0.3)
+    if "optuna" in peers:
+        courses["Optuna, all"] = optuna_course(
+            lambda t: [t.suggest_float(k, -10, 0) for k in each],
+            *(judged(), 10 * steps, courses["here, all"][-1][0]),
+        )
     best = min(course[-1][1] for name, course in courses.items() if "one" in name)
     counts = {k: words if "all" in k else 1 for k in courses}
     yield from rows("penalties", courses, 1.001 * best, counts)
 
 
-def until_schedules(steps, outer):
+def until_schedules(peers, steps, outer):
     import schedules as example
 
     problem, solver, w, data, valid = training(steps)
@@ -281,9 +284,10 @@ def until_schedules(steps, outer):
         "here, knots": descended(
             *(problem, solver, optax.adam(0.1), example.start(), w, data, valid, outer)
         ),
-        "Optuna, knots": optuna_course(knots, judged(), 4 * outer),
-        "Optuna, shapes": optuna_course(shapes, judged(), 4 * outer),
     }
+    if "optuna" in peers:
+        courses["Optuna, knots"] = optuna_course(knots, judged(), 4 * outer)
+        courses["Optuna, shapes"] = optuna_course(shapes, judged(), 4 * outer)
     target = 1.001 * courses["here, knots"][-1][1]
     counts = {"here, knots": 11, "Optuna, knots": 11, "Optuna, shapes": 3}
     yield from rows("schedules", courses, target, counts)
@@ -326,22 +330,30 @@ of_penalties, of_schedules = until("penalties"), until("schedules")
 
 
 def report(found):
-    return "\n\n".join(of(found) for of in (of_hypergradients, of_penalties, of_schedules))
+    """The tables of the parts that were measured."""
+    parts = {"hypergradients": of_hypergradients, "penalties": of_penalties}
+    parts |= {"schedules": of_schedules}
+    return "\n\n".join(of(found) for part, of in parts.items() if where(found, part=part))
 
 
-def measured(quick):
-    many = (50, 200, 200) if quick else (30_000, 20_000, 5000)
-    sizes = ((200, 2), many, (20,)) if quick else ((2000, 5), many, (1000,))
-    for make, size in zip((labels, penalties, schedules), sizes, strict=True):
-        yield from in_turns(make.__name__, *make(*size), 1 if quick else 3)
-    yield from until_penalties(*many, 4 if quick else 15)
-    yield from until_schedules(*((50, 4) if quick else (1000, 40)))
+def measured(size, peers):
+    if size == "smoke":
+        yield from in_turns("schedules", *schedules(peers, 10), 1)
+        yield from until_schedules(peers, 10, 2)
+        return
+    small = size == "quick"
+    many = (50, 200, 200) if small else (30_000, 20_000, 5000)
+    sizes = ((200, 2), many, (20,)) if small else ((2000, 5), many, (1000,))
+    for make, numbers in zip((labels, penalties, schedules), sizes, strict=True):
+        yield from in_turns(make.__name__, *make(peers, *numbers), 1 if small else 3)
+    yield from until_penalties(peers, *many, 4 if small else 15)
+    yield from until_schedules(peers, *((50, 4) if small else (1000, 40)))
 
 
 def main():
-    flags = harness.command_line(__file__, __doc__, report)
-    found = [environment("torch", "torchopt", "optuna", "optax"), *measured(flags.quick)]
-    harness.finish(found, flags.results, report)
+    flags = harness.command_line(__file__, __doc__, report, peers=PEERS)
+    rows = [environment(*PEERS, "optax"), *measured(flags.size, flags.peers)]
+    harness.finish(rows, flags.results if set(flags.peers) == set(PEERS) else None, report)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,8 @@ training inputs, 100 others, three outputs, ReLU and erf. A kernel for each pair
 ``outputs="full"``): 100 training inputs, 50 others, three outputs of 600 random features.
 
     python benchmarks/predictions.py            # a minute
-    python benchmarks/predictions.py --quick    # small
+    python benchmarks/predictions.py --quick    # small, ours alone
+    python benchmarks/predictions.py --smoke    # ours alone, of one kernel for every output
 """
 
 import time
@@ -72,7 +73,6 @@ def full(n: int, m: int) -> Data:
 
 def cases() -> dict[str, Both]:
     """Ours and theirs, of a kernel that outputs share."""
-    predict = ntk.neural_tangents().predict
 
     def gaussian(name, mode):
         def ours(d):
@@ -80,6 +80,7 @@ def cases() -> dict[str, Both]:
             return tuple(ntk.posterior(K, d.y, k, prior, penalty=PENALTY))
 
         def theirs(d):
+            predict = ntk.neural_tangents().predict
             peer = predict.gp_inference(d.train, d.y, PENALTY, diag_reg_absolute_scale=True)
             return tuple(peer(mode, d.cross, d.prior))
 
@@ -90,6 +91,7 @@ def cases() -> dict[str, Both]:
             return tuple(ntk.ensemble(d.train, d.y, d.cross, d.prior.nngp, t=t, penalty=PENALTY))
 
         def theirs(d):
+            predict = ntk.neural_tangents().predict
             # Their inputs are numbers of rows: their kernel function looks the kernels up.
             whole = [
                 jnp.block([[a, b.T], [b, c]])
@@ -145,10 +147,10 @@ def flow(each: bool) -> Both:
 
 def cases_of_outputs() -> dict[str, Both]:
     """Ours and theirs, of a kernel for each pair of outputs."""
-    predict = ntk.neural_tangents().predict
 
     def theirs(mode):
         def call(d):
+            predict = ntk.neural_tangents().predict
             peer = predict.gp_inference(
                 d.train, d.y, PENALTY, diag_reg_absolute_scale=True, trace_axes=()
             )
@@ -170,25 +172,28 @@ def cases_of_outputs() -> dict[str, Both]:
     }
 
 
-def work(quick: bool) -> Iterator[harness.Row]:
+def work(size: str, peers: list[str]) -> Iterator[harness.Row]:
     """In a process of its own, on one core."""
     jax.config.update("jax_enable_x64", True)
-    sizes = [(40, 10), (10, 5)] if quick else [(400, 100), (100, 50)]
-    groups = (shared, cases, sizes[0]), (full, cases_of_outputs, sizes[1])
-    for make, which, (n, m) in groups:
+    sizes = [(400, 100), (100, 50)] if size == "default" else [(40, 10), (10, 5)]
+    groups = [(shared, cases, sizes[0]), (full, cases_of_outputs, sizes[1])]
+    for make, which, (n, m) in groups[: 1 if size == "smoke" else None]:
         data = make(n, m)
         for name, calls in which().items():
-            yield {"case": name, "n": n, "m": m} | compare([jax.jit(c) for c in calls], data)
+            both = [jax.jit(call) for call in calls[: None if peers else 1]]
+            yield {"case": name, "n": n, "m": m} | compare(both, data)
 
 
 def compare(calls, data: Data) -> harness.Row:
     found = [jax.block_until_ready(call(data)) for call in calls]
-    seconds: tuple[list[float], ...] = ([], [])
+    seconds: list[list[float]] = [[] for _ in calls]
     for _ in range(5):
         for call, times in zip(calls, seconds, strict=True):
             start = time.process_time()
             jax.block_until_ready(call(data))
             times.append(time.process_time() - start)
+    if len(calls) == 1:
+        return {"ours_s": seconds[0]}
     off = jax.tree.map(lambda a, b: float(jnp.abs(a - b).max() / jnp.abs(b).max()), *found)
     return {"ours_s": seconds[0], "theirs_s": seconds[1], "difference": max(jax.tree.leaves(off))}
 
@@ -197,25 +202,21 @@ def report(rows) -> str:
     lines = []
     for row in rows:
         if "case" in row:
-            ours, theirs = min(row["ours_s"]), min(row["theirs_s"])
-            lines.append(
-                [
-                    f"{row['case']}, {row['n']} and {row['m']} inputs",
-                    f"{ours * 1e3:.1f}",
-                    f"{theirs * 1e3:.1f}",
-                    f"{theirs / ours:.1f}",
-                    f"{row['difference']:.0e}",
-                ]
-            )
+            ours, cells = min(row["ours_s"]), ["", "", ""]
+            if "theirs_s" in row:
+                theirs = min(row["theirs_s"])
+                cells = [f"{theirs * 1e3:.1f}", f"{theirs / ours:.1f}", f"{row['difference']:.0e}"]
+            case = f"{row['case']}, {row['n']} and {row['m']} inputs"
+            lines.append([case, f"{ours * 1e3:.1f}", *cells])
     head = "prediction", "ours, ms", "neural-tangents, ms", "theirs / ours", "difference"
     return harness.table(head, lines)
 
 
 def main() -> None:
-    flags = harness.command_line(__file__, __doc__, report, work=work)
+    flags = harness.command_line(__file__, __doc__, report, work=work, peers=("neural-tangents",))
     rows = [harness.environment("neural-tangents")]
-    rows += harness.in_own_process(__file__, flags.quick, one_core=True)
-    harness.finish(rows, flags.results, report)
+    rows += harness.in_own_process(__file__, flags.size, flags.peers, one_core=True)
+    harness.finish(rows, flags.results if flags.peers else None, report)
 
 
 if __name__ == "__main__":

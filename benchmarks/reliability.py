@@ -16,6 +16,7 @@ What counts as which: `reliability/case.py`. Parts:
 
     python benchmarks/reliability.py                     # all of it: hours; go on by the same line
     python benchmarks/reliability.py --quick             # one or two minutes
+    python benchmarks/reliability.py --smoke             # two inputs of a few public names
     python benchmarks/reliability.py --only bilevel.cg   # one public name, or one part
     python benchmarks/reliability.py --only bilevel.cg --case 17    # one input, and what came of it
     python benchmarks/reliability.py --table             # the results file as Markdown
@@ -40,29 +41,36 @@ from reliability.case import LISTED
 
 RESULTS = Path(__file__).parent / "results" / "reliability.jsonl"
 BLOCK = 10  # inputs to a line of results
+SMOKE = "bilevel.argmax", "bilevel.top_k", "ntk.certified_min_eigenvalue"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--inputs", type=int, default=10_000, help="of all functions together")
-    parser.add_argument(
-        "--quick", action="store_true", help="a few inputs of each, no results file"
-    )
+    sizes = parser.add_mutually_exclusive_group()
+    sizes.add_argument("--smoke", action="store_true", help="only shows that the script runs")
+    sizes.add_argument("--quick", action="store_true", help="a few inputs of each, no results file")
+    sizes.add_argument("--table", action="store_true", help="print the table of the results file")
     parser.add_argument("--only", help="a part, or a public name (a beginning will do)")
     parser.add_argument("--case", type=int, help="the number of one input of --only")
-    parser.add_argument("--table", action="store_true", help="print the table of the results file")
     parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args()
+    if args.case is not None and args.only is None:
+        parser.error("--case: expected --only with the name of a part or function, got none.")
+    if args.smoke and args.only is not None:
+        parser.error("--smoke: expected no --only, got one.")
     if args.table:
         print(records.table(records.of_seed(args.results, args.seed).values()))
         return 0
     if args.case is not None:
         print(*parts.one(args.only, args.seed, args.case), sep="\n  ")
         return 0
-    path = Path(os.devnull) if args.quick else args.results
-    kept = records.Records(path, args.seed)
-    plan = parts.plan(args.inputs, quick=args.quick, only=args.only, block=BLOCK)
+    small = args.quick or args.smoke
+    kept = records.Records(Path(os.devnull) if small else args.results, args.seed)
+    plan = parts.plan(args.inputs, quick=small, only=args.only, block=BLOCK)
+    if args.smoke:
+        plan = [block for block in plan if block.name in SMOKE]
     if not plan:
         parser.error(f"--only: expected a part or the beginning of a public name, got {args.only}")
     return campaign(kept, plan)

@@ -17,6 +17,7 @@ row above, `unrolled` with ten steps of gradient descent; rows are spread over t
 
     python benchmarks/scaling.py           # 20,000 rows; results/scaling.jsonl and scaling.png
     python benchmarks/scaling.py --quick   # 2,000 rows, no results file
+    python benchmarks/scaling.py --smoke   # 160 rows, up to two devices, one round
     python benchmarks/scaling.py --table
 """
 
@@ -33,7 +34,7 @@ import harness
 import numpy as np
 
 INPUTS, CLASSES, STEPS = 784, 10, 10
-ROWS = {"quick": 2_000, "default": 20_000}
+ROWS = {"smoke": 160, "quick": 2_000, "default": 20_000}
 VIRTUAL = (1, 2, 4, 8)
 REPEATS, ROUNDS = 5, 3
 # An H100 (float32 matrix products on tensor cores, TF32, dense; HBM3) in nodes of eight; NVLink 4
@@ -170,7 +171,8 @@ def counted(scaling, n, devices):
 
 def process(rank, processes, port, n):
     """Seconds of an outer step, of this process among several."""
-    os.sched_setaffinity(0, {rank})
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[rank % len(cores)]})
     import jax
 
     if processes > 1:
@@ -201,7 +203,10 @@ def measured(processes, n):
                 text=True,
             )
         )
-    return max(json.loads(p.communicate()[0].splitlines()[-1]) for p in started)
+    outputs = [p.communicate()[0] for p in started]
+    if any(p.returncode for p in started):
+        sys.exit(f"failed: one of {processes} processes of {n} rows; its message is above.")
+    return max(json.loads(output.splitlines()[-1]) for output in outputs)
 
 
 # ----------------------------------------------------------------------------- modelled
@@ -306,13 +311,18 @@ def main() -> None:
         process(*map(int, arguments.rank.split(",")))
         return
     n, rows = ROWS[arguments.size], [harness.environment("optax")]
-    for scaling in ("strong", "weak"):
-        for devices in VIRTUAL:
+    virtual, rounds, weak = VIRTUAL, ROUNDS, ["strong", "weak"]
+    if arguments.smoke:
+        virtual, rounds, weak = (2,), 1, ["strong"]
+    for scaling in weak:
+        for devices in virtual:
             size = n if scaling == "strong" else n // VIRTUAL[-1] * devices
             flags = f"--xla_force_host_platform_device_count={devices}"
             rows += harness.in_own_process(__file__, scaling, size, devices, XLA_FLAGS=flags)
     cases = {(1, n): [], (2, n): [], (2, 2 * n): []}
-    for _ in range(ROUNDS):  # in turns: what else the machine does meets all of them
+    if arguments.smoke:
+        del cases[2, 2 * n]
+    for _ in range(rounds):  # in turns: what else the machine does meets all of them
         for case, seconds in cases.items():
             seconds.append(measured(*case))
     alone = min(cases[1, n])
@@ -320,6 +330,8 @@ def main() -> None:
         *(("strong", 1, n), ("strong", 2, n)),
         *(("weak", 1, n), ("weak", 2, 2 * n)),
     ):
+        if (processes, size) not in cases:
+            continue
         seconds = min(cases[processes, size])
         ideal = alone / processes if scaling == "strong" else alone
         row = {"what": "measured", "scaling": scaling, "processes": processes, "rows": size}

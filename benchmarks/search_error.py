@@ -2,6 +2,7 @@
 
     python benchmarks/search_error.py                    # ten seeds, an hour on two cores
     python benchmarks/search_error.py --quick            # one tiny search; no results file
+    python benchmarks/search_error.py --smoke            # the same, with fewer steps of the truth
     python benchmarks/search_error.py --table            # the results file as Markdown
 
 At the alpha that the search finds, the command holds its hypergradient against that through four
@@ -29,6 +30,7 @@ def measured(
     *,
     steps: int = searches.STEPS,
     inner_steps: int = searches.INNER_STEPS,
+    references: tuple[int, int] = STEPS,
     **smaller,
 ) -> dict:
     """One search, its own estimate, and the truth."""
@@ -40,7 +42,7 @@ def measured(
         estimate = float(hypergradient_error(task, way, longer, alpha).error[0])
     with jax.enable_x64(True):
         wide, *rest = _wide((alpha, *task[1:]))
-        truths = [_truth(Task(task.space, *rest), wide, n) for n in STEPS]
+        truths = [_truth(Task(task.space, *rest), wide, n) for n in references]
         errors = [float(jnp.linalg.norm(grad - truth)) for truth, _ in truths]
     print(np.asarray(grad)[0], *truths, sep="\n", flush=True)
     return {
@@ -86,9 +88,12 @@ def main() -> None:
     }
     seeds = {"type": int, "default": 10}
     flags = harness.command_line(__file__, __doc__, report, seeds=seeds, solvers=kinds)
-    if flags.quick:
+    if flags.small:
         smaller = {"width": 32, "train": 40, "valid": 40, "steps": 3, "inner_steps": 10}
-        return print(report([measured(0, kind, **smaller) for kind in flags.solvers]))
+        smaller |= {"references": (20, 40)} if flags.smoke else {}
+        rows = [measured(0, kind, **smaller) for kind in flags.solvers]
+        harness.finish(rows, flags.results, report)
+        return
     rows = harness.read(flags.results)
     for kind in flags.solvers:
         for seed in range(flags.seeds):
@@ -96,7 +101,7 @@ def main() -> None:
                 rows.append(measured(seed, kind))
                 harness.append(flags.results, rows[-1])
                 print(rows[-1], flush=True)
-    print(report(rows))
+    harness.finish(rows, flags.results, report, write_rows=False)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@
 
     python benchmarks/spectral.py            # ten minutes on two cores
     python benchmarks/spectral.py --quick    # a minute: coarse, no images; no results file
+    python benchmarks/spectral.py --smoke    # one cell of each part
     python benchmarks/spectral.py --table    # the results file as Markdown
 """
 
@@ -80,9 +81,9 @@ def trial(draw, n, p, h, key):
     return jnp.stack(scores)
 
 
-def beyond(n, runs, heights) -> list[dict]:
+def beyond(n, runs, heights, kinds=tuple(KINDS)) -> list[dict]:
     rows = []
-    for kind, h in [(kind, round(h * n)) for kind in KINDS for h in heights]:
+    for kind, h in [(kind, round(h * n)) for kind in kinds for h in heights]:
         run = jax.jit(partial(jax.lax.map, partial(trial, KINDS[kind], n, 2 * n, h)))
         draws = map(moments, np.asarray(run(jax.random.split(jax.random.key(h), runs))).T)
         names = "overlap", "risk", "whitened overlap", "whitened risk"
@@ -125,7 +126,7 @@ def column(i):
     return phi
 
 
-@partial(jax.jit, static_argnames="seeds")
+@partial(jax.jit, static_argnames=("seeds", "n", "p"))
 def synthetic_search(sizes, seeds, n=100, p=150):
     space = feature_space([column(i) for i in range(len(sizes))])
 
@@ -163,12 +164,13 @@ def image_search(name, seeds, n=150, test=600):
     return jax.tree.map(lambda *leaves: np.stack(leaves), *found)
 
 
-def search(seeds, images) -> list[dict]:
+def search(seeds, images, *, tasks=2, rows=100) -> list[dict]:
     sizes = {"feature maps": jnp.ones(20), "maps of unequal sizes": jnp.logspace(-1, 1, 20)}
-    tasks = {name: partial(synthetic_search, x, seeds) for name, x in sizes.items()}
-    tasks |= {name: partial(image_search, name, 8) for name in images}
-    rows = []
-    for task, run in tasks.items():
+    synthetic = partial(synthetic_search, seeds=seeds, n=rows)
+    runs = {name: partial(synthetic, x) for name, x in [*sizes.items()][:tasks]}
+    runs |= {name: partial(image_search, name, 8) for name in images}
+    found = []
+    for task, run in runs.items():
         valid, test, mixtures = map(np.asarray, run())
         # Steps after which it stays within 1 % of the best of the three final losses.
         near = valid <= 1.01 * valid[:, :, -1].min(axis=1)[:, None, None]
@@ -178,8 +180,8 @@ def search(seeds, images) -> list[dict]:
             row["mixtures"] = mixtures[:, i].mean(0).tolist()  # first and last, mean over seeds
             for name, values in (("valid", valid[:, i]), ("test", test[:, i])):
                 row |= {name: values.mean(0).tolist(), f"{name} ends": values[:, [0, -1]].tolist()}
-            rows.append(row)
-    return rows
+            found.append(row)
+    return found
 
 
 def shown(lines) -> list[list]:
@@ -288,14 +290,15 @@ def draw(rows, axes):
 def main() -> None:
     flags = harness.command_line(__file__, __doc__, report)
     jax.config.update("jax_enable_x64", True)
-    parts = (
-        (partial(diagram, 200, 50, P, H), partial(diagram, 100, 10, (2, 8), (0.03, 0.3))),
-        (partial(beyond, 100, 30, (0.03, 0.3)), partial(beyond, 100, 10, (0.1,))),
-        (partial(search, 20, ("digits", "fashion-mnist")), partial(search, 5, ())),
-    )
     rows = [harness.environment("optax", dtype="float64")]
-    for pair in parts:
-        rows += pair[flags.quick]()
+    if flags.smoke:
+        rows += diagram(20, 2, (2,), (0.3,)) + beyond(20, 2, (0.3,), ("signs",))
+        rows += search(2, (), tasks=1, rows=20)
+    elif flags.quick:
+        rows += diagram(100, 10, (2, 8), (0.03, 0.3)) + beyond(100, 10, (0.1,)) + search(5, ())
+    else:
+        rows += diagram(200, 50, P, H) + beyond(100, 30, (0.03, 0.3))
+        rows += search(20, ("digits", "fashion-mnist"))
     harness.finish(rows, flags.results, report, picture)
 
 

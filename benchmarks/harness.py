@@ -90,6 +90,7 @@ def command_line(
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parsed = parser.parse_args()
     parsed.error = parser.error  # for flags that contradict each other
+    parsed.defaults = {flag: parser.get_default(flag) for flag in flags}
     if parsed.worker:
         for row in work(*json.loads(parsed.worker)):
             print(json.dumps(row), flush=True)
@@ -126,6 +127,14 @@ def compile_quickly() -> None:
         flags = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
         flags += " --xla_cpu_use_fusion_emitters=false" * version.startswith("0.10.")
         os.environ["XLA_FLAGS"] = flags
+
+
+def unused(flags: argparse.Namespace, *names: str) -> None:
+    """Exit with status 2 if one of these flags was given, which the size of this run ignores."""
+    for name in names:
+        if getattr(flags, name) != flags.defaults[name]:
+            flag = f"--{name.replace('_', '-')}"
+            flags.error(f"{flag}: expected the default size, got --{flags.size}.")
 
 
 def require(*peers: str) -> None:
@@ -212,6 +221,12 @@ def named(path: Path | None, *parts: str) -> Path | None:
     """The script's own results file with ``parts`` in its name; another file, or none, as it is."""
     own = path is not None and path.parent == RESULTS
     return path.with_stem("_".join([path.stem, *parts])) if own else path
+
+
+def committed(path: Path | None, peers: Iterable[str], every: Iterable[str]) -> Path | None:
+    """``path``; None if it is the script's own results file and not ``every`` peer was measured."""
+    own = path is not None and path.parent == RESULTS
+    return None if own and set(peers) != set(every) else path
 
 
 def read(path: Path) -> list[Row]:

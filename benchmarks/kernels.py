@@ -560,7 +560,7 @@ def main() -> None:
         rows += (new := run(name, flags.size, flags.peers))
         print(*new, sep="\n", flush=True)
     print(harness.judged(verdicts(rows[1:])))
-    harness.finish(rows, flags.results if flags.peers else None, report)
+    harness.finish(rows, harness.committed(flags.results, flags.peers, [PEER]), report)
 
 
 if __name__ == "__main__":

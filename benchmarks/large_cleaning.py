@@ -188,6 +188,8 @@ def main() -> None:
         data={"nargs": "+", "default": list(RUNS), "choices": list(RUNS)},
         steps={"type": int, "default": 0, "help": "instead of the usual number"},
     )
+    if flags.smoke:
+        harness.unused(flags, "data")
     rows = harness.begun(flags.results, "optax")
     labels_of_run, default_steps, penalties, count = LABELS, RUNS, PENALTIES, ROWS
     if flags.small:

@@ -122,7 +122,8 @@ def main() -> None:
     rows = [harness.environment("jaxopt", n=N, p=P, dtype="float32"), *measure(steps, flags.peers)]
     if not flags.smoke:  # the targets are about the numbers of steps there
         print(harness.judged(verdicts(rows)))
-    harness.finish(rows, flags.results if flags.peers else None, report)
+    path = harness.committed(flags.results, flags.peers, ["jaxopt"])
+    harness.finish(rows, path, report)
 
 
 if __name__ == "__main__":

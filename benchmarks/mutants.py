@@ -177,6 +177,8 @@ def main() -> None:
     again = {"action": "store_true", "help": "those alive"}
     arguments = harness.command_line(__file__, __doc__, report, count=count, again=again)
     rows = latest(harness.read(arguments.results or Path()))
+    if arguments.small:
+        harness.unused(arguments, "count", "again")
     if arguments.smoke:
         new = [smoke()]
         harness.finish(new, None, report)

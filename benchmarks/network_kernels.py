@@ -274,8 +274,10 @@ def main() -> None:
         myrtle={"type": int, "help": "the whole kernel of so many images, resumed"},
         minutes={"type": float, "default": 10.0},
     )
+    if flags.small:
+        harness.unused(flags, "myrtle", "minutes")
     if flags.myrtle:
-        whole_myrtle(flags.myrtle, flags.minutes, flags.results or harness.RESULTS / "quick.jsonl")
+        whole_myrtle(flags.myrtle, flags.minutes, flags.results)
         return
     rows, alone = [harness.environment(PEER)], not flags.peers
     cases = [("compare", name, kind, flags.small) for name in NETWORKS for kind in ACTIVATIONS]
@@ -293,7 +295,7 @@ def main() -> None:
         print(rows[-1], flush=True)
     if flags.results and flags.peers:  # hours of work
         rows += harness.where(harness.read(flags.results), part="myrtle")
-    harness.finish(rows, flags.results if flags.peers else None, report)
+    harness.finish(rows, harness.committed(flags.results, flags.peers, [PEER]), report)
 
 
 if __name__ == "__main__":

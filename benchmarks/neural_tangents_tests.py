@@ -153,6 +153,8 @@ def main() -> None:
         cases={"type": int, "default": 4, "help": "drawn from every grid of parameters"},
         only={"default": "", "help": "files with this in their names"},
     )
+    if flags.small:
+        harness.unused(flags, "seconds", "cases")
     with tempfile.TemporaryDirectory() as folder:
         if flags.smoke:
             if flags.checkout is not None:

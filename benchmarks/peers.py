@@ -353,7 +353,7 @@ def measured(size, peers):
 def main():
     flags = harness.command_line(__file__, __doc__, report, peers=PEERS)
     rows = [environment(*PEERS, "optax"), *measured(flags.size, flags.peers)]
-    harness.finish(rows, flags.results if set(flags.peers) == set(PEERS) else None, report)
+    harness.finish(rows, harness.committed(flags.results, flags.peers, PEERS), report)
 
 
 if __name__ == "__main__":

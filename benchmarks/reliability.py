@@ -60,6 +60,11 @@ def main() -> int:
         parser.error("--case: expected --only with the name of a part or function, got none.")
     if args.smoke and args.only is not None:
         parser.error("--smoke: expected no --only, got one.")
+    if args.quick or args.smoke:
+        for name in ("inputs", "results"):
+            if getattr(args, name) != parser.get_default(name):
+                size = "--quick" if args.quick else "--smoke"
+                parser.error(f"--{name}: expected the default size, got {size}.")
     if args.table:
         print(records.table(records.of_seed(args.results, args.seed).values()))
         return 0

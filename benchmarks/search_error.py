@@ -89,6 +89,7 @@ def main() -> None:
     seeds = {"type": int, "default": 10}
     flags = harness.command_line(__file__, __doc__, report, seeds=seeds, solvers=kinds)
     if flags.small:
+        harness.unused(flags, "seeds")
         smaller = {"width": 32, "train": 40, "valid": 40, "steps": 3, "inner_steps": 10}
         smaller |= {"references": (20, 40)} if flags.smoke else {}
         rows = [measured(0, kind, **smaller) for kind in flags.solvers]

@@ -325,6 +325,10 @@ def main() -> None:
     )
     if flags.checkout and not Path(flags.checkout).is_dir():
         flags.error(f"--checkout: expected a copy of benchmark_bilevel, got {flags.checkout}.")
+    if flags.small:
+        harness.unused(flags, "races", "seeds", "seconds")
+    if flags.smoke:
+        harness.unused(flags, "methods")
     campaign = Campaign(flags.results)
     if flags.results and not campaign.rows:
         campaign.add(harness.environment("optax"))

@@ -22,7 +22,7 @@ allocation.) The two networks start from the same weights, PyTorch's: their loss
 a step, say that they are the same.
 
 PyTorch is in the dependency group `peers`, for an environment of its own. `--peers` with no name
-behind it measures ours alone, and writes no results file.
+behind it measures ours alone, and writes a results file only if `--results` names one.
 
     python benchmarks/darts_step.py            # 3 cells of 16 channels: 10 minutes on two cores
     python benchmarks/darts_step.py --quick    # 2 cells of 8, small images: minutes; no results
@@ -527,7 +527,7 @@ def main() -> None:
     rows = [harness.environment("flax", "optax", "torch", **about), *rows]
     accelerated = any(row.get("platform") not in (None, "cpu") for row in rows)
     parts = ["gpu"] * accelerated + [flags.dtype] * (flags.dtype != "float32")
-    path = harness.named(flags.results, *parts) if "torch" in flags.peers else None
+    path = harness.named(harness.committed(flags.results, flags.peers, ["torch"]), *parts)
     harness.finish(rows, path, report, picture)
 
 

@@ -364,6 +364,8 @@ def parsed():
         flags.error(f"--data: expected {' or '.join(FULL)} with --full, got {data}")
     if flags.trials is not None and flags.trials < 2:
         flags.error(f"--trials: expected at least 2, got {flags.trials}")
+    if flags.alternatives and flags.trials is not None:
+        flags.error("--alternatives: expected no --trials, which is of the other parts")
     flags.data, flags.compared = data, data == "cifar10" and flags.size == "default"
     if flags.alternatives and not flags.compared:
         got = data if flags.size == "default" else f"--{flags.size}"

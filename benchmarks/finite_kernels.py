@@ -229,7 +229,8 @@ def main() -> None:
     for names in [SMOKE] if flags.smoke else [[name] for name in NETWORKS]:
         found = harness.in_own_process(__file__, names, flags.size, flags.peers, one_core=True)
         rows += [{"network": ", ".join(names)} | row for row in found]
-    harness.finish(rows, flags.results, whole_report)
+    path = harness.committed(flags.results, flags.peers, [PEER])
+    harness.finish(rows, path, whole_report)
 
 
 if __name__ == "__main__":

@@ -232,8 +232,7 @@ PEERS = "torch", "torchopt", "scikit-image"
 def main():
     flags = harness.command_line(__file__, __doc__, report, peers=PEERS)
     found = [environment(*PEERS, "scikit-learn"), *measured(flags.size, flags.peers)]
-    path = flags.results if set(flags.peers) == set(PEERS) else None
-    harness.finish(found, path, report)
+    harness.finish(found, harness.committed(flags.results, flags.peers, PEERS), report)
 
 
 if __name__ == "__main__":

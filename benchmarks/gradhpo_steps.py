@@ -150,4 +150,4 @@ if __name__ == "__main__":
     flags = harness.command_line(__file__, __doc__, report, peers=("gradhpo",))
     sizes = {"smoke": (2, 1), "quick": (4, 1), "default": (20, 2)}[flags.size]
     found = [environment("optax", "gradhpo"), *measured(*sizes, flags.peers)]
-    harness.finish(found, flags.results if flags.peers else None, report)
+    harness.finish(found, harness.committed(flags.results, flags.peers, ["gradhpo"]), report)

@@ -20,12 +20,20 @@ import jax.numpy as jnp
 import optax
 from jax.flatten_util import ravel_pytree
 
+from bilevel._custom_rules import FORWARD_OVER_REVERSE, exact_order
 from bilevel._order import after
-from bilevel.curvature import PRODUCTS, curvature, is_small, spectrum
+from bilevel.curvature import PRODUCTS, curvature, is_small, is_symmetric, spectrum
 from bilevel.forward import newton
 from bilevel.meshes import do_while, repeat, vary, varying
 from bilevel.precision import widen, widened
-from bilevel.problem import Problem, gradient, held, hessian_operator, is_quadratic
+from bilevel.problem import (
+    Problem,
+    gradient,
+    held,
+    hessian_operator,
+    is_quadratic,
+    mixed_product,
+)
 from bilevel.protocols import Pytree
 from bilevel.solvers import detached
 
@@ -72,10 +80,13 @@ REASONS = (
     "a weight, a loss or a derivative is not finite",
     "the lower Hessian is not found positive definite: a saddle, directions in which the weights "
     "are free, curvature lost in rounding, or more Hessian products needed than were allowed",
-    "Newton's steps from these weights do not come to rest: kinks, or a minimum far away",
+    "Newton's steps from these weights do not come to rest: kinks, a minimum far away, or a custom "
+    "derivative rule in the lower loss that is not its derivative",
     "the losses do not depend on alpha, only the solver does: their solution map is constant",
     "derivatives pass through variables, which the solution map does not know",
     "squares of the hypergradient are under the numbers' range: multiply the losses by a constant",
+    "the Jacobian of the lower gradient is not symmetric: a custom derivative rule in the lower "
+    "loss (custom_jvp, custom_vjp) is not its derivative, so the gradient is not one of any loss",
 )
 """By ``Info.reason``: why there is no estimate."""
 
@@ -154,8 +165,11 @@ def _assess(problem, products, w, alpha, train, valid, grad, adjoint) -> Info:
     finite = jnp.isfinite(stationarity + optax.tree.norm(force) + optax.tree.norm(grad))
     settled = refined.settled & jnp.isfinite(estimate)
     lost = _squares_lost(refined.magnitude, (grad, better))
-    wrong = ~finite, ~refined.definite, ~settled, lost
-    reason = jnp.select(wrong, [1, 2, 3, 6], 0).astype(jnp.int8)
+    asymmetric = jnp.array(False)
+    if exact_order(jax.make_jaxpr(problem.lower)(w, alpha, train)) != FORWARD_OVER_REVERSE:
+        asymmetric = ~is_symmetric(hvp, w)
+    wrong = ~finite, asymmetric, ~refined.definite, ~settled, lost
+    reason = jnp.select(wrong, [1, 7, 2, 3, 6], 0).astype(jnp.int8)
     estimate = jnp.where(reason == 0, estimate, jnp.inf)
 
     if adjoint is None:
@@ -170,7 +184,9 @@ def _assess(problem, products, w, alpha, train, valid, grad, adjoint) -> Info:
         # overflow: an infinite estimate is not under 1 % of an infinite norm.
         converged=(reason == 0) & (estimate + 2 * spread <= TOLERANCE * optax.tree.norm(grad)),
         error_estimate=estimate,
-        error_bound=jnp.where(jnp.isfinite(bound) & ~lost, (1 + noise) * bound + rounding, jnp.inf),
+        error_bound=jnp.where(
+            jnp.isfinite(bound) & ~lost & ~asymmetric, (1 + noise) * bound + rounding, jnp.inf
+        ),
         reason=reason,
     )
 
@@ -340,14 +356,9 @@ def _jitter(number, tree, roundings=1.0):
 def _combine(problem, w, q, alpha, train, valid):
     """The hypergradient of ``(w, q)``, and the size of its two terms."""
     direct = jax.grad(problem.outer, 1)(w, alpha, valid)
-    indirect = jax.grad(_work, 2)(problem.lower, w, alpha, train, q)
+    indirect = mixed_product(lambda w, alpha: problem.lower(w, alpha, train), w, alpha, q)
     magnitude = optax.tree.norm(direct) + optax.tree.norm(indirect)
     return optax.tree.sub(direct, indirect), magnitude
-
-
-def _work(lower, w, alpha, train, q) -> jax.Array:
-    """``<grad_w lower, q>``: its alpha-gradient is ``B' q``."""
-    return jax.jvp(lambda w: lower(w, alpha, train), (w,), (q,))[1]
 
 
 def _bound(problem, fixed, refined, alpha, train, valid, grad) -> jax.Array:

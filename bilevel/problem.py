@@ -16,8 +16,10 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import optax
 from jax.extend import core
 
+from bilevel._custom_rules import REVERSE_OVER_REVERSE, exact_order
 from bilevel.checks import pair, scalar_loss
 from bilevel.protocols import LinearMap, Loss, Pytree, Stateful
 from ntk._equations import bind, programs, scan_operands
@@ -197,6 +199,24 @@ def hessian_operator(
     return jax.linearize(gradient(lower, alpha, batch), w)
 
 
+def mixed_product(loss: Callable, w: Pytree, alpha: Pytree, v: Pytree) -> Pytree:
+    """``grad_alpha (v . grad_w loss)``, whatever derivative rules ``loss(w, alpha)`` contains.
+
+    Examples
+    --------
+    >>> mixed_product(lambda w, alpha: alpha**2 * w, 1.0, 3.0, 0.5)
+    Array(3., dtype=float...)
+    """
+
+    def work(alpha):
+        if order == REVERSE_OVER_REVERSE:
+            return optax.tree.vdot(v, jax.grad(loss)(w, alpha))
+        return jax.jvp(lambda w: loss(w, alpha), (w,), (v,))[1]
+
+    order = exact_order(jax.make_jaxpr(loss)(w, alpha))
+    return jax.grad(work)(alpha)
+
+
 def held(lower: Loss, w: Pytree, alpha: Pytree, batch: Pytree) -> Loss:
     """``lower`` at this ``alpha`` and ``batch``: what does not depend on ``w`` is computed here.
 
@@ -351,7 +371,9 @@ def _degrees(jaxpr: core.Jaxpr, inputs: list[int], how: _Reading) -> list[int]:
     known = dict(zip(jaxpr.invars, inputs, strict=True))
 
     def degree(atom) -> int:
-        return 0 if isinstance(atom, core.Literal) else known.get(atom, 0)
+        if isinstance(atom, core.Literal) or 0 in getattr(atom.aval, "shape", ()):
+            return 0  # what has no entries does not move
+        return known.get(atom, 0)
 
     for equation in jaxpr.eqns:
         degrees = [degree(v) for v in equation.invars]
@@ -371,7 +393,12 @@ def _outputs(equation: core.JaxprEqn, degrees: list[int], how: _Reading) -> list
         return _scan(equation, degrees, how)
     if name == "custom_linear_solve":
         system = sum(params["const_lengths"])
-        return [_OTHER if any(degrees[:system]) else max(degrees)] * count
+        if any(degrees[:system]):
+            return [_OTHER] * count
+        # The solution is linear in the right-hand side, as far as its program reads it.
+        solve, constants = params["jaxprs"].solve, params["const_lengths"].solve
+        read = _degrees(solve.jaxpr, [0] * constants + degrees[system:], how)
+        return [max(degrees) if reads else 0 for reads in read[:count]]
     if name == "cond" and degrees[0] == 0:
         branches = [_degrees(branch.jaxpr, degrees[1:], how) for branch in params["branches"]]
         return [max(of_branches) for of_branches in zip(*branches, strict=True)]

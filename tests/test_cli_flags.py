@@ -23,6 +23,7 @@ import jax
 import pytest
 from helpers import batch
 
+from bilevel import _memory
 from bilevel.cli import (
     commands,
     deep_commands,
@@ -302,20 +303,20 @@ def test_what_is_known_of_a_dataset_is_so():
 
 def test_memory_is_what_the_system_and_its_groups_leave(tmp_path, monkeypatch):
     monkeypatch.undo()
-    system = memory.available()
-    assert 10**8 < system < 2**60
+    system = _memory.available()
+    assert 10**8 < system < _memory.total() < 2**60
     lines = {"/proc/self/cgroup": ["0::/a/b"]}
-    monkeypatch.setattr(memory, "_CGROUPS", tmp_path)
+    monkeypatch.setattr(_memory, "_CGROUPS", tmp_path)
     (tmp_path / "a" / "b").mkdir(parents=True)
     (tmp_path / "a" / "b" / "memory.max").write_text("1000000\n")
     (tmp_path / "memory.max").write_text("max\n")
-    read = memory._lines
-    monkeypatch.setattr(memory, "_lines", lambda path: lines.get(str(path)) or read(path))
-    assert memory.available() == 10**6
+    read = _memory._lines
+    monkeypatch.setattr(_memory, "_lines", lambda path: lines.get(str(path)) or read(path))
+    assert _memory.available() == _memory.total() == 10**6
     lines["/proc/self/cgroup"] = ["4:memory:/c"]
     (tmp_path / "memory" / "c").mkdir(parents=True)
     (tmp_path / "memory" / "c" / "memory.limit_in_bytes").write_text("2000000\n")
-    assert memory.available() == 2 * 10**6
+    assert _memory.available() == 2 * 10**6
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])

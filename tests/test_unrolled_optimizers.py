@@ -9,6 +9,7 @@ from helpers import assert_close, finite_differences, flatten
 from problems import case
 
 import bilevel
+from bilevel import _memory
 from bilevel.solvers._optimizer import with_limits
 from ntk._equations import programs
 
@@ -217,14 +218,19 @@ def test_a_learned_schedule_may_branch_on_the_count_of_steps(at):
     assert_close(found(alpha, jnp.zeros(1), None, None).grad, expected, f64=1e-14, f32=1e-6)
 
 
-@pytest.mark.parametrize(("steps", "size", "loops"), [(64, 1000, 1), (65, 10, 2), (50, 10**6, 2)])
-def test_short_trajectories_are_kept_and_long_or_large_ones_run_twice(steps, size, loops):
+@pytest.mark.parametrize(("steps", "megabytes", "loops"), [(64, 1, 1), (65, 1, 2), (1000, 16, 1)])
+def test_trajectories_run_twice_if_they_exceed_a_share_of_the_memory(
+    steps, megabytes, loops, monkeypatch
+):
     """Loops inside loops: one level keeps every step, two levels one in sqrt(steps)."""
+    size = 2**20 // 8 // 64 // 2  # with the gradient, 64 steps fill an eighth of 8 MiB
+    monkeypatch.setattr(_memory, "total", lambda: 8 * megabytes * 2**20)
     solver = bilevel.unrolled(0.1, steps)
 
     def value(alpha):
         lower = lambda w, alpha, batch: jnp.sum((w - alpha) ** 2)  # noqa: E731
-        w = jnp.zeros(size)
+        w = jnp.zeros(size, jnp.float64 if jax.config.jax_enable_x64 else jnp.float32)
+        w = jnp.concatenate([w] * (8 // w.dtype.itemsize))
         return solver.run(lower, alpha, w, solver.init(w), None)[0].sum()
 
     def depth(jaxpr):

@@ -32,6 +32,7 @@ from jax.extend import core
 from bilevel.checks import concrete
 from bilevel.protocols import Pytree
 from bilevel.solvers._detached import detached
+from ntk._equations import programs
 from ntk._programs import fresh
 
 
@@ -49,6 +50,8 @@ def with_limits(update: Callable, *args: Pytree) -> Pytree:
     """
     # Closed-over traced values become arguments, whole numbers too (a schedule's count of steps).
     closed, shapes = jax.make_jaxpr(fresh(update), return_shape=True)(*args)
+    if not _has_limits(closed):  # gradient descent, with or without momentum and weight decay
+        return update(*args)
     structure = jax.tree.structure(shapes)
     traced = [not concrete(c) for c in closed.consts]
 
@@ -83,6 +86,14 @@ def with_limits(update: Callable, *args: Pytree) -> Pytree:
         return jax.jvp(values, primals, tangents)
 
     return values((args, [c for t, c in zip(traced, closed.consts, strict=True) if t]))
+
+
+def _has_limits(program: core.ClosedJaxpr) -> bool:
+    """Whether an operation of the program is replaced above."""
+    return any(
+        eqn.primitive.name in (*_REPLACEMENTS, "gt") or any(map(_has_limits, programs(eqn)))
+        for eqn in program.jaxpr.eqns
+    )
 
 
 def _with_slope(value: jax.Array, limit: jax.Array) -> jax.Array:

@@ -9,7 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.ad_checkpoint import checkpoint_name
 
+from bilevel import _memory
 from bilevel.checks import (
     between,
     function,
@@ -20,17 +22,15 @@ from bilevel.checks import (
 )
 from bilevel.meshes import settled
 from bilevel.precision import narrow
-from bilevel.problem import enters
+from bilevel.problem import enters, mixed_product
 from bilevel.protocols import LowerSolver, Pytree, Stateful, params_of
 from bilevel.solvers._detached import detached
+from bilevel.solvers._mixed_mode import value_and_gradient
 from bilevel.solvers._optimizer import with_limits
 from ntk._programs import fresh
 
-# A trajectory this short, and this small, is kept whole for the reverse pass: to run 100 steps of a
-# convolutional network again in blocks takes 1.3 times the processor time, and two thirds of the
-# memory (benchmarks/memory_training.py).
-_KEPT_STEPS = 64
-_KEPT_BYTES = 2**26
+_SLOPE = "the gradient of a step"
+_SHARE = 1 / 8  # of the device's memory, for the carries of all steps: beyond, blocks run twice
 
 
 def unrolled(
@@ -127,9 +127,8 @@ def unrolled(
                 key, data = batch
                 batch = batches(jax.random.fold_in(key, number), data)
             before = variables
-            (value, variables), slope = jax.value_and_grad(loss, has_aux=True)(
-                w, before, alpha, batch
-            )
+            (value, variables), slope = value_and_gradient(loss, w, before, alpha, batch)
+            slope = checkpoint_name(slope, _SLOPE)
 
             def update(slope, state, w, value):
                 return rule_at(alpha).update(
@@ -143,7 +142,7 @@ def unrolled(
 
             updates, state = with_limits(update, slope, state, w, value)
             # A loss can be NaN with finite gradients: a hinge passes none on.
-            w = nan_unless_finite(optax.apply_updates(w, updates), value)
+            w = _nan_unless_finite(optax.apply_updates(w, updates), value)
             if average is not None:
                 total = _add_iterate(total, _weights(average, alpha, steps)[number], w)
             number = None if number is None else number + 1
@@ -304,7 +303,7 @@ def one_step(
             value, slope, outer, w, state, batch = kept
             _, pull = jax.vjp(lambda slope, value: moved(slope, w, state, value), slope, value)
             v, of_value = pull(cotangents)
-            of_outer = _mixed_product if radius is None else functools.partial(_difference, radius)
+            of_outer = mixed_product if radius is None else functools.partial(_difference, radius)
             found = of_outer(lambda w, outer: loss(w, outer, batch), w, outer, v)
             if enters(lambda _, value, __: update(slope, state, w, value), None, value, None):
                 direct = jax.grad(lambda outer: of_value * loss(w, outer, batch))(outer)
@@ -322,11 +321,6 @@ def _no_line_search(w: Pytree) -> jax.Array:
         "optimizer: expected one that one_step can differentiate, got a line search, whose trial "
         "steps depend on alpha; implicit(lbfgs()) has one."
     )
-
-
-def _mixed_product(loss: Callable, w: Pytree, alpha: Pytree, v: Pytree) -> Pytree:
-    """``grad_alpha (v . grad_w loss)``."""
-    return jax.grad(lambda alpha: jax.jvp(lambda w: loss(w, alpha), (w,), (v,))[1])(alpha)
 
 
 def _difference(radius: float, loss: Callable, w: Pytree, alpha: Pytree, v: Pytree) -> Pytree:
@@ -348,12 +342,17 @@ def _repeat(step: Callable, carry: Pytree, times: int) -> Pytree:
 
 
 def _repeat_checkpointed(step: Callable, carry: Pytree, times: int) -> Pytree:
-    """``times`` steps; reverse mode keeps carries only, every one or one in sqrt(times)."""
+    """``times`` steps, whose reverse pass keeps all carries; 2 sqrt(times) if memory is short.
+
+    The reverse pass computes again what it needs from inside a step.
+    """
     carry = settled(step, carry)
     # No common-subexpression barrier is needed inside a scan (jax.checkpoint's documentation).
-    step = jax.checkpoint(step, prevent_cse=False)
-    size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(carry))
-    if times <= _KEPT_STEPS and times * size <= _KEPT_BYTES:
+    policy = jax.checkpoint_policies.save_only_these_names(_SLOPE)
+    step = jax.checkpoint(step, prevent_cse=False, policy=policy)
+    # Of a step, its gradient is kept too if the optimizer's derivative needs it.
+    size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((carry, carry[0])))
+    if times * size <= _SHARE * _memory.total():
         return _repeat(step, carry, times)
     # Blocks, then a last one of up to the same length that is kept: the reverse pass begins there,
     # and its memory is that of the others' second runs. Together at most 2 sqrt(times) carries.
@@ -361,3 +360,10 @@ def _repeat_checkpointed(step: Callable, carry: Pytree, times: int) -> Pytree:
     blocks = (times - 1) // length
     block = jax.checkpoint(functools.partial(_repeat, step, times=length), prevent_cse=False)
     return _repeat(step, _repeat(block, carry, blocks), times - blocks * length)
+
+
+def _nan_unless_finite(w: Pytree, value: jax.Array) -> Pytree:
+    """``w``, NaN if the loss is not finite. The reverse pass needs no loss for this."""
+    mark = jax.lax.stop_gradient(jnp.where(jnp.isfinite(value), 0, jnp.nan))
+    # Subtracting a zero leaves even the sign of a zero.
+    return jax.tree.map(lambda x: x - mark.astype(x.dtype), w)

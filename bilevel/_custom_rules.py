@@ -1,0 +1,117 @@
+"""The custom derivative rules in a loss, and the second derivatives that are exact with them.
+
+The reverse pass of a training step multiplies a vector ``v`` by the transposed Jacobian ``J'`` of
+the gradient ``g = grad_w loss``. Three orders of differentiation give that product:
+
+    forward over reverse    J v,  one forward derivative of g: ``J' v`` if J is symmetric
+    reverse over forward    grad (v . g) with ``v . g`` from a forward derivative of the loss
+    reverse over reverse    grad (v . g) with g from a reverse derivative of the loss
+
+J is a Hessian, and symmetric, if all derivative rules in the loss are true derivatives. A user's
+``jax.custom_jvp`` or ``jax.custom_vjp`` may not be one (gradient reversal, a straight-through
+estimator with its own slope, a clipped gradient). Reverse over forward then is exact with
+``custom_jvp``, and reverse over reverse with both. ``jax.lax.stop_gradient`` keeps J symmetric: it
+fixes a value in derivatives of all orders.
+"""
+
+import contextlib
+import os
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr, JaxprEqn
+
+import ntk
+from ntk._equations import programs
+
+FORWARD_OVER_REVERSE = "forward over reverse"
+REVERSE_OVER_FORWARD = "reverse over forward"
+REVERSE_OVER_REVERSE = "reverse over reverse"
+
+_CALLS = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
+
+# Folders of code whose rules are true derivatives: JAX's functions, our kernels, layers and spaces.
+# (The rules of `bilevel/solvers` are not among them: they are true at exact solutions only.)
+_JAX = os.path.dirname(jax.__file__)
+_OURS = os.path.dirname(__file__)
+_TRUE = tuple(
+    os.path.join(folder, "")
+    for folder in (
+        *(_JAX, os.path.dirname(ntk.__file__)),
+        *(os.path.join(_OURS, "nets"), os.path.join(_OURS, "spaces")),
+    )
+)
+# JAX's code for rules in general, which is behind every rule.
+_MACHINERY = tuple(
+    os.path.join(_JAX, "_src", name)
+    for name in ("custom_derivatives.py", "linear_util.py", "api_util.py", "interpreters" + os.sep)
+)
+
+
+def exact_order(program: ClosedJaxpr) -> str:
+    """Return the cheapest order of second derivatives that is exact for this loss.
+
+    Parameters
+    ----------
+    program : ClosedJaxpr
+        The program of a loss, from :func:`jax.make_jaxpr`.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> exact_order(jax.make_jaxpr(jax.nn.relu)(1.0))
+    'forward over reverse'
+    >>> rounded = jax.custom_jvp(jnp.rint)
+    >>> rounded.defjvps(lambda dx, rounded, x: dx)
+    >>> exact_order(jax.make_jaxpr(rounded)(1.0))
+    'reverse over forward'
+    """
+    kinds = {name for name, eqn in _rules(program) if not _is_true(eqn)}
+    if any(name != "custom_jvp_call" for name in kinds):
+        return REVERSE_OVER_REVERSE
+    return REVERSE_OVER_FORWARD if kinds else FORWARD_OVER_REVERSE
+
+
+def _rules(program: ClosedJaxpr) -> Iterator[tuple[str, JaxprEqn]]:
+    """All equations with derivative rules of their own, with their names."""
+    for eqn in program.jaxpr.eqns:
+        name = eqn.primitive.name
+        if name.startswith(("custom_jvp", "custom_vjp", "call_hi_primitive")):
+            yield name, eqn
+        for body in programs(eqn):
+            yield from _rules(body)
+
+
+def _is_true(eqn: JaxprEqn) -> bool:
+    """Whether the rule is known to be a true derivative: all its code is in the folders above."""
+    if eqn.primitive.name not in _CALLS:
+        return False
+    files = set(_files([eqn.params.get(key) for key in _RULES], set()))
+    own = {file for file in files if not file.startswith(_MACHINERY)}
+    return bool(own) and all(file.startswith(_TRUE) for file in own)
+
+
+_RULES = ("jvp_jaxpr_fun", "jvp_jaxpr_thunk", "fwd_jaxpr_thunk", "bwd")
+_PARTS = ("f", "transforms", "f_transformed", "func", "args", "fun", "jvp", "fwd", "bwd")
+_WRAPPERS = ("__func__", "__wrapped__")
+_UNKNOWN = ""  # in the place of a file
+
+
+def _files(rule: Any, seen: set[int]) -> Iterator[str]:
+    """The files of all functions in a rule: in closures, partial functions, JAX's wrappers."""
+    if id(rule) in seen:
+        return
+    seen.add(id(rule))
+    parts: list[Any] = list(rule) if isinstance(rule, tuple | list) else []
+    parts += [getattr(rule, name) for name in (*_PARTS, *_WRAPPERS) if hasattr(rule, name)]
+    if isinstance(rule, types.FunctionType):
+        yield rule.__code__.co_filename
+        for cell in rule.__closure__ or ():
+            with contextlib.suppress(ValueError):  # an empty cell
+                parts.append(cell.cell_contents)
+    elif callable(rule) and not (parts or isinstance(rule, type | types.BuiltinFunctionType)):
+        yield _UNKNOWN
+    for part in parts:
+        yield from _files(part, seen)

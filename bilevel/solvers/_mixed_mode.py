@@ -1,0 +1,203 @@
+"""The gradient of a training step, differentiated in mixed mode.
+
+A step needs ``g(theta) = grad_w loss`` where ``theta`` holds the weights, alpha and the batch. Its
+reverse pass multiplies a vector ``v`` by the transposed Jacobian of ``g``. The Hessian is
+symmetric, so one forward derivative of the whole gradient along ``v`` gives this product:
+
+    (dg/dtheta)' v  =  d/de grad_theta loss(w + e v, theta),    e = 0.
+
+It stores nothing of the gradient but its inputs, where reverse over reverse stores the residuals of
+the gradient's own reverse pass. Custom derivative rules may break the symmetry; then
+:mod:`bilevel._custom_rules` chooses an order that is exact.
+
+References
+----------
+Kemaev, Calian, Zintgraf, Farquhar & van Hasselt (2025), Scalable Meta-Learning via Mixed-Mode
+Differentiation (MixFlow-MG), ICML.
+"""
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.custom_derivatives import SymbolicZero
+
+from bilevel._custom_rules import FORWARD_OVER_REVERSE, REVERSE_OVER_REVERSE, exact_order
+from bilevel.protocols import Pytree
+from ntk._programs import fresh
+
+
+def value_and_gradient(loss: Callable, w: Pytree, *others: Pytree) -> tuple[Any, Pytree]:
+    """``jax.value_and_grad(loss, has_aux=True)(w, *others)``, with derivatives in mixed mode.
+
+    Parameters
+    ----------
+    loss : ``loss(w, *others) -> (value, aux)``
+        It may close over traced values.
+    w : pytree of floating arrays
+    *others : pytrees
+
+    Returns
+    -------
+    ``((value, aux), gradient)``
+        Derivatives of all orders, in forward and reverse mode, are those of the plain call.
+
+    Examples
+    --------
+    >>> loss = lambda w, alpha: (jnp.sum(jnp.cosh(w - alpha)), None)
+    >>> slope = lambda alpha: value_and_gradient(loss, jnp.zeros(2), alpha)[1].sum()
+    >>> jax.grad(slope)(jnp.zeros(2))
+    Array([-1., -1.], dtype=float...)
+    """
+    converted, hoisted = jax.closure_convert(fresh(loss), w, *others)
+    args = (w, others, hoisted)
+
+    def of(args):
+        w, others, hoisted = args
+        return converted(w, *others, *hoisted)
+
+    def plain(args):
+        return jax.value_and_grad(lambda w: of((w, *args[1:])), has_aux=True)(args[0])
+
+    program = jax.make_jaxpr(of)(args)
+    order = exact_order(program)
+    if order == REVERSE_OVER_REVERSE or program.effects:  # a print is not repeated
+        return plain(args)
+    transposed = _forward_over_reverse if order == FORWARD_OVER_REVERSE else _reverse_over_forward
+    mixed = jax.custom_jvp(plain)
+
+    @functools.partial(mixed.defjvp, symbolic_zeros=True)
+    def _(primals, tangents):
+        (args,), (dots,) = primals, tangents
+        dots = jax.tree.leaves(dots, is_leaf=lambda dot: isinstance(dot, SymbolicZero))
+        outputs = mixed(args)
+        step = _Step(of, plain, args, [not isinstance(dot, SymbolicZero) for dot in dots])
+        dots = tuple(step.moving(dots))
+        pull = functools.partial(transposed, step)
+        slope_dots = _with_transpose(step.push, pull, step.flat, dots, jax.tree.leaves(outputs[1]))
+        return outputs, _tangents(outputs, [*step.push_outputs(dots), *slope_dots])
+
+    return mixed(args)
+
+
+def _with_transpose(push: Callable, pull: Callable, args: Pytree, dots: tuple, like: list) -> list:
+    """The linear ``push(dots)``, of the shapes of ``like``, whose transpose is ``pull``.
+
+    It is written as the solution of ``[[1, 0], [-push, 1]] (x, y) = (dots, 0)``, because JAX keeps
+    the transpose of a linear solve in all transformations. JAX transposes such a solve only if all
+    arrays on the right depend on what is transposed. So a zero is added to each array, here and in
+    the matrix: it depends on all others, and in the matrix on ``args``.
+    """
+    coefficient = _empty(args)
+
+    def matrix(x):
+        zero = jnp.sum(_empty(x) * coefficient)
+        return _plus(x[0], zero), _plus(optax.tree.sub(x[1], push(x[0])), zero)
+
+    def solve(_, b):
+        return b[0], optax.tree.add(b[1], push(b[0]))
+
+    def transpose_solve(_, b):
+        return optax.tree.add(b[0], pull(b[1])), b[1]
+
+    zero = jnp.sum(_empty(dots))
+    b = _plus(dots, zero), [jnp.broadcast_to(zero.astype(x.dtype), x.shape) for x in like]
+    return jax.lax.custom_linear_solve(matrix, b, solve, transpose_solve)[1]
+
+
+def _empty(tree: Pytree) -> jax.Array:
+    """An array without entries that depends on all floating arrays of ``tree``."""
+    parts = [jnp.ravel(x)[:0].astype(jnp.float32) for x in _floating(tree)]
+    return functools.reduce(jnp.add, parts)
+
+
+def _plus(tree: Pytree, number: jax.Array) -> Pytree:
+    return jax.tree.map(lambda x: x + number.astype(x.dtype), tree)
+
+
+class _Step:
+    """A loss and its gradient as functions of those arguments that move."""
+
+    def __init__(self, of: Callable, plain: Callable, args: Pytree, moves: list[bool]):
+        self.of, self.plain, self.moves = of, plain, moves
+        self.flat, self.tree = jax.tree.flatten(args)
+        self.count = len(jax.tree.leaves(args[0]))  # of the weights' arrays, which come first
+
+    def args(self, flat: list) -> Pytree:
+        return jax.tree.unflatten(self.tree, flat)
+
+    def moving(self, flat: list) -> list:
+        """The arguments that move."""
+        return [x for x, moves in zip(flat, self.moves, strict=True) if moves]
+
+    def merged(self, values: Iterable, flat: list) -> list:
+        """``flat`` with these values of the arguments that move."""
+        moved = iter(values)
+        return [next(moved) if m else x for m, x in zip(self.moves, flat, strict=True)]
+
+    def value(self, flat: list) -> jax.Array:
+        return self.of(self.args(flat))[0]
+
+    def push(self, dots: tuple) -> list:
+        """The forward derivative of the gradient along ``dots``."""
+
+        def gradient(*values):
+            found = self.plain(self.args(self.merged(values, self.flat)))
+            return jax.tree.leaves(found[1])
+
+        return jax.jvp(gradient, tuple(self.moving(self.flat)), dots)[1]
+
+    def push_outputs(self, dots: tuple) -> list:
+        """The forward derivative of the value and of the floating arrays in aux."""
+
+        def outputs(*values):
+            return _floating(self.of(self.args(self.merged(values, self.flat))))
+
+        return jax.jvp(outputs, tuple(self.moving(self.flat)), dots)[1]
+
+
+def _forward_over_reverse(step: _Step, v: list) -> tuple:
+    """``d/de grad loss(w + e v)`` in all that moves."""
+
+    def gradient(w):
+        flat = [*w, *step.flat[step.count :]]
+        value, pull = jax.vjp(
+            lambda *values: step.value(step.merged(values, flat)), *step.moving(flat)
+        )
+        return pull(jnp.ones_like(value))
+
+    return jax.jvp(gradient, (step.flat[: step.count],), (v,))[1]
+
+
+def _reverse_over_forward(step: _Step, v: list) -> tuple:
+    """``grad (v . grad_w loss)`` in all that moves."""
+
+    def along(*values):
+        flat = step.merged(values, step.flat)
+        own, others = flat[: step.count], flat[step.count :]
+        return jax.jvp(lambda w: step.value([*w, *others]), (own,), (v,))[1]
+
+    slope, pull = jax.vjp(along, *step.moving(step.flat))
+    return pull(jnp.ones_like(slope))
+
+
+def _is_floating(x: Any) -> bool:
+    return jnp.issubdtype(jnp.result_type(x), jnp.inexact)
+
+
+def _floating(tree: Pytree) -> list:
+    return [x for x in jax.tree.leaves(tree) if _is_floating(x)]
+
+
+def _tangents(outputs: Pytree, floating: list) -> Pytree:
+    """``floating`` in the places of the floating arrays, no tangents elsewhere."""
+    moved = iter(floating)
+
+    def one(x):
+        return next(moved) if _is_floating(x) else np.zeros(jnp.shape(x), jax.dtypes.float0)
+
+    return jax.tree.map(one, outputs)

@@ -1,0 +1,186 @@
+"""Reference calls take no more matrix products, memory and programs than they need.
+
+Times are noisy, counts are not. A count above its number means lost speed: find the cause before
+you raise the number. A count below it is progress: lower the number.
+"""
+
+import re
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import bilevel
+import ntk
+
+ROWS, WEIGHTS, STEPS = 40, 12, 20
+
+# ------------------------------------------------------------------------------- counting
+
+
+def computations(text: str) -> tuple[dict[str, list[str]], str]:
+    """The lines of each computation of a compiled program, and the name of the first one."""
+    bodies, name, entry = {}, "", ""
+    for line in text.splitlines():
+        if found := re.match(r"(ENTRY )?%?([\w.\-]+) .*\{$", line):
+            name = found[2]
+            bodies[name], entry = [], name if found[1] else entry
+        elif name:
+            bodies[name].append(line)
+    return bodies, entry
+
+
+def called(line: str) -> Iterator[str]:
+    yield from re.findall(r"(?:calls|to_apply|body|condition|\w+_computation)=%?([\w.\-]+)", line)
+    for group in re.findall(r"(?:branch|called)_computations=\{([^}]*)\}", line):
+        yield from re.findall(r"[\w.\-]+", group)
+
+
+def products(text: str) -> int:
+    """Matrix products and convolutions; the body of a loop counts as often as it runs.
+
+    A loop that ends by a test counts once.
+    """
+    bodies, entry = computations(text)
+
+    def count(name: str) -> int:
+        total = 0
+        for line in bodies[name]:
+            own = re.search(r" (?:dot|convolution)\(|matmul", line.split("metadata=")[0])
+            runs = re.search(r'known_trip_count":\{"n":"(\d+)"', line)
+            inner = sum(count(each) for each in called(line) if each in bodies)
+            total += bool(own) + (int(runs[1]) if runs else 1) * inner
+        return total
+
+    return count(entry)
+
+
+MADE: list[str] = []  # an entry for each program that JAX has made
+
+
+@jax.monitoring.register_event_duration_secs_listener
+def _listen(event, *_, **__):
+    if event.endswith("jaxpr_to_mlir_module_duration"):
+        MADE.append(event)
+
+
+def programs(call) -> int:
+    before = len(MADE)
+    jax.block_until_ready(call())
+    return len(MADE) - before
+
+
+def test_a_loop_counts_as_often_as_it_runs():
+    a = jnp.ones((5, 5))
+
+    def loop(a):
+        inner = lambda b, _: (a @ b, None)  # noqa: E731
+        outer = lambda b, _: (jax.lax.scan(inner, b, length=4)[0] @ a, None)  # noqa: E731
+        return jax.lax.scan(outer, a, length=3)[0]
+
+    assert products(jax.jit(loop).lower(a).compile().as_text()) == 3 * (4 + 1)
+
+
+# ------------------------------------------------------------------------ the reference calls
+
+
+def lower(w, alpha, batch):
+    x, y = batch
+    return 0.5 * jnp.mean((x @ w - y) ** 2) + 0.5 * jnp.sum(jnp.exp(alpha) * w**2)
+
+
+def outer(w, alpha, batch):
+    x, y = batch
+    return 0.5 * jnp.mean((x @ w - y) ** 2)
+
+
+PROBLEM = bilevel.Problem(lower, outer)
+
+
+def arguments():
+    rng = np.random.default_rng(0)
+    batch = lambda: (rng.normal(size=(ROWS, WEIGHTS)), rng.normal(size=ROWS))  # noqa: E731
+    args = np.zeros(WEIGHTS), np.zeros(WEIGHTS), batch(), batch()
+    return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), args)
+
+
+def hypergradient(solver, estimate=False):
+    fn = bilevel.hypergradient(PROBLEM, solver, diagnostics=estimate)
+
+    def run(*args):
+        found = fn(*args)
+        return (found.grad, found.info) if estimate else found.grad
+
+    return run
+
+
+def implicit(inverse):
+    return hypergradient(bilevel.implicit(bilevel.unrolled(0.1, STEPS), inverse))
+
+
+def unrolled(steps):
+    return hypergradient(bilevel.unrolled(0.1, steps))
+
+
+def ridge(features, penalty):
+    return hypergradient(bilevel.ridge(features, penalty))
+
+
+def nngp(*args):
+    return ntk.network_kernel(args[2][0], activations=[ntk.relu, ntk.relu]).ntk
+
+
+def jacobian_kernel(*args):
+    params = {"in": jnp.ones((WEIGHTS, 7), jnp.float32), "out": jnp.ones((7, 2), jnp.float32)}
+    apply = lambda params, x: jnp.tanh(x @ params["in"]) @ params["out"]  # noqa: E731
+    return ntk.empirical_kernel(apply, params, args[2][0])
+
+
+# Forward, a gradient step takes 2 products (X w, X' r); backward, its mixed derivative takes 2 more
+# (X v, X' X v). The outer gradient takes 2. Names: products and bytes of temporaries.
+CALLS = {
+    "unrolled, 5 steps": (lambda: unrolled(5), 4 * 5 + 2, 1408),
+    "unrolled, 20 steps": (lambda: unrolled(20), 4 * 20 + 2, 2112),
+    "unrolled, 100 steps": (lambda: unrolled(100), 4 * 100 + 2, 5952),
+    # 20 steps and the outer gradient: 42. The rest is the inverse's.
+    "implicit, cg": (lambda: implicit(bilevel.cg(10)), 42 + 6, 1976),
+    "implicit, neumann": (lambda: implicit(bilevel.neumann(10, 0.1)), 42 + 20, 1136),
+    "implicit, dense": (lambda: implicit(bilevel.dense()), 42 + 4, 2992),
+    "implicit, nystrom": (lambda: implicit(bilevel.nystrom(5, 1e-3)), 42 + 8, 2304),
+    "implicit, scale": (lambda: implicit(bilevel.scale(0.1)), 42 + 2, 1008),
+    "implicit, gram": (
+        lambda: implicit(bilevel.gram(lambda w, alpha, batch: batch[0] @ w, damping=1.0)),
+        42 + 20,
+        20656,
+    ),
+    "info": (lambda: hypergradient(bilevel.unrolled(0.1, STEPS), True), 82 + 217, 9408),
+    "ridge": (lambda: ridge(lambda alpha, x: x * jnp.exp(-alpha / 2), lambda alpha: 1.0), 6, 3216),
+    "network_kernel": (lambda: nngp, 2, 120416),
+    "empirical_kernel": (lambda: jacobian_kernel, 5, 21440),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_reference_call_takes_its_number_of_products_bytes_and_programs(name):
+    make, count, size = CALLS[name]
+    function, args = make(), arguments()
+    fn = jax.jit(lambda *args: function(*args))
+    assert programs(lambda: fn(*args)) == 1 and programs(lambda: fn(*args)) == 0
+    program = fn.lower(*args).compile()
+    assert products(program.as_text()) <= count
+    # A tenth more: the layout of temporaries differs a little between versions of XLA.
+    assert program.memory_analysis().temp_size_in_bytes <= 1.1 * size
+
+
+def test_a_search_makes_one_large_program_however_many_steps_it_takes():
+    def search(steps):
+        solver = bilevel.unrolled(0.1, 5)
+        options = {"steps": steps, "progress": False}
+        return bilevel.search(PROBLEM, solver, optax.sgd(0.1), *arguments(), **options).alpha
+
+    # The others copy arrays and set up states.
+    assert programs(lambda: search(7)) <= 8
+    assert programs(lambda: search(70)) <= 8

@@ -186,6 +186,11 @@ def process(rank, processes, port, n):
     print(json.dumps(min(seconds[1:])), flush=True)
 
 
+def added(flags):
+    """XLA's flags of this process, and more; ``--smoke`` sets some of them."""
+    return f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()
+
+
 def measured(processes, n):
     """The slowest process's seconds; each has one core."""
     with socket.socket() as free:
@@ -193,7 +198,7 @@ def measured(processes, n):
         port = free.getsockname()[1]
     started = []
     for rank in range(processes):
-        flags = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
+        flags = added("--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1")
         command = [sys.executable, __file__, "--rank", f"{rank},{processes},{port},{n}"]
         started.append(
             subprocess.Popen(
@@ -311,13 +316,13 @@ def main() -> None:
         process(*map(int, arguments.rank.split(",")))
         return
     n, rows = ROWS[arguments.size], [harness.environment("optax")]
-    virtual, rounds, weak = VIRTUAL, ROUNDS, ["strong", "weak"]
+    virtual, rounds, kinds = VIRTUAL, ROUNDS, ["strong", "weak"]
     if arguments.smoke:
-        virtual, rounds, weak = (2,), 1, ["strong"]
-    for scaling in weak:
+        virtual, rounds, kinds = (2,), 1, ["strong"]
+    for scaling in kinds:
         for devices in virtual:
             size = n if scaling == "strong" else n // VIRTUAL[-1] * devices
-            flags = f"--xla_force_host_platform_device_count={devices}"
+            flags = added(f"--xla_force_host_platform_device_count={devices}")
             rows += harness.in_own_process(__file__, scaling, size, devices, XLA_FLAGS=flags)
     cases = {(1, n): [], (2, n): [], (2, 2 * n): []}
     if arguments.smoke:

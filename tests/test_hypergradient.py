@@ -21,6 +21,7 @@ from problems import (
 )
 
 import bilevel
+from bilevel import _memory
 from bilevel._hypergradient import stateful_hypergradient
 from bilevel.inverse import conjugate_gradients
 
@@ -483,8 +484,16 @@ def temporary_bytes(kind, steps, mode="reverse"):
     return compiled.memory_analysis().temp_size_in_bytes
 
 
-def test_reverse_mode_memory_grows_with_the_root_of_the_steps():
-    two, few, some, many = (temporary_bytes("unrolled", t) for t in (2, 100, 1000, 10_000))
+def test_reverse_mode_keeps_one_copy_of_the_weights_for_each_step():
+    two, few, many = (temporary_bytes("unrolled", t) for t in (2, 100, 10_000))
+    for steps, used in ((100, few), (10_000, many)):
+        assert used < (steps - 1) * COPY + two
+
+
+def test_reverse_mode_memory_grows_with_the_root_of_the_steps_if_memory_is_short(monkeypatch):
+    monkeypatch.setattr(_memory, "total", lambda: 0)
+    numbers = 2, 100, 1000, 10_000
+    two, few, some, many = (temporary_bytes.__wrapped__("unrolled", t) for t in numbers)
     # The starts of sqrt(T) blocks, the steps of one block, and what one step needs.
     for steps, used in ((100, few), (1000, some), (10_000, many)):
         assert used < (2 * steps**0.5 - 1) * COPY + two

@@ -253,7 +253,7 @@ def test_between_devices_go_sums_of_the_size_of_the_weights_alone(solver):
 
 def test_an_outer_step_sends_the_bytes_that_its_docstring_says():
     steps, w, alpha, scalar = 5, 8 * 16, 8 * 16, 8
-    beside = (3 * steps + 1) * w + (2 * steps + 2) * scalar
+    beside = (2 * steps + 1) * w + (steps + 2) * scalar
     assert on_eight_devices()["sent"] == [beside, beside + steps * alpha]
 
 

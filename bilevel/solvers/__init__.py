@@ -7,7 +7,7 @@ closed form for features. Solvers that only find ``w``, for ``implicit``, are in
 ================  ==========================  =====================================================
 solver            derivative                  memory, in copies of w
 ================  ==========================  =====================================================
-``unrolled``      of T steps, exact           min(T, O(sqrt(T))); forward mode: 2
+``unrolled``      of T steps, exact           T, or 2 sqrt(T) if short; forward mode: 2
 ``one_step``      of one step, exact          3, however large the graph of a gradient
 ``distilled``     of the past, in one step    3, however large the graph of a gradient
 ``implicit``      at the solution, exact      that of the inverse; 6 for ``cg``

@@ -77,11 +77,20 @@ def unrolled(
 
     Notes
     -----
-    Time T lower gradients, and about three times that for the derivative. Memory in reverse mode:
-    one copy of ``w`` and of the optimizer's state per step while the whole trajectory is short (up
-    to 64 steps and 64 MiB); beyond that 2 sqrt(T) copies, in blocks of sqrt(T) steps that are run
-    once more, on the same batches. What a step computes inside (activations) is never stored: its
-    gradient is taken again when its derivative is.
+    Time: T lower gradients, and about 2 T for the derivative (mixed mode: one forward derivative of
+    each gradient). Memory in reverse mode: one copy of ``w`` and of the optimizer's state per step,
+    and of the gradient if the optimizer's update is not linear in it. If these exceed an eighth of
+    the device's memory: 2 sqrt(T) copies, and T lower gradients more, because blocks of sqrt(T)
+    steps run a second time on the same batches. Under ``vmap`` one copy of the problem is counted.
+    The activations inside a step are never stored.
+
+    Custom derivative rules in the loss (``jax.custom_jvp``, ``jax.custom_vjp``) need not be true
+    derivatives: gradient reversal and straight-through estimators get the exact derivative of the
+    steps. A ``custom_vjp`` rule of your own costs mixed mode's saving.
+
+    References
+    ----------
+    Kemaev et al. (2025), Scalable Meta-Learning via Mixed-Mode Differentiation (MixFlow-MG), ICML.
 
     Examples
     --------
@@ -230,9 +239,8 @@ def one_step(
     central difference, Eq. (8), taken if there is a ``radius``: e = radius / \|v\|. It is wrong by
     O(radius^2), and by roundings of the order of 1 / radius.
 
-    ``unrolled(optimizer, 1)`` has the same numbers, to rounding, and derivatives of any order and
-    in the starting point; it differentiates the gradient in reverse mode once more, which for
-    convolutional networks takes many times the memory.
+    ``unrolled(optimizer, 1)`` has the same numbers, to rounding, and about the same time and memory
+    (mixed mode), and derivatives of any order and in the starting point.
 
     Parameters
     ----------

@@ -81,7 +81,7 @@ def parts_of(data, pool, key):
     return *unit_inputs(x[train], x[held]), *(sign_labels(y[rows], 10) for rows in (train, held))
 
 
-def losses_of(data, width, pool):
+def losses_of(data, width, pool, **steps):
     """``losses(alpha, fixed) -> [rows]`` of the trained model on the population, and ``fixed``.
 
     alpha has the mixture and the logarithm of the penalty, scaled to [0, 1]; [h + 1].
@@ -94,7 +94,7 @@ def losses_of(data, width, pool):
         w, solver = None, space.solver
     else:
         w = space.init(jax.random.key(1), (x, y))
-        solver = space.solver(space.curvatures(w, x))
+        solver = space.solver(space.curvatures(w, x), **steps)
 
     def losses(alpha, fixed):
         w, train, (x_pool, y_pool) = fixed
@@ -155,10 +155,10 @@ def ascend(losses, alphas, weights, fixed):
     return jax.lax.map(one, (alphas, weights), batch_size=2)
 
 
-def search(data, width, pool, *, count, draws, ascents) -> list[dict]:
+def search(data, width, pool, *, count, draws, ascents, **steps) -> list[dict]:
     name = f"{data}, {'kernel' if width == math.inf else f'{width} units'}"
     alphas, start = alphas_of(count), time.perf_counter()
-    losses, fixed = losses_of(data, width, pool)
+    losses, fixed = losses_of(data, width, pool, **steps)
     values, slopes = map(np.asarray, evaluate(losses, jnp.asarray(alphas), fixed))
     rng, rows = np.random.default_rng(1), []
     for n in SIZES:
@@ -434,7 +434,7 @@ def main() -> None:
     repeats = {"smoke": 2, "quick": 10, "default": 40}[flags.size]
     rows = [harness.environment(seeds=seeds), *exact_instance(repeats)]
     if flags.smoke:
-        rows += search("digits", 16, 60, count=0, draws=4, ascents=1)
+        rows += search("digits", 16, 30, count=0, draws=2, ascents=1, steps=1)
     elif flags.quick:
         rows += search("digits", math.inf, 1500, count=60, draws=50, ascents=2)
     else:

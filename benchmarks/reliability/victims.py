@@ -24,7 +24,8 @@ Arrays = dict[str, np.ndarray]
 def search(folder: Path, steps: int = 25) -> Arrays:
     """A search with momentum, random batches and a checkpoint after every step.
 
-    A sitting has two steps. The search records after its first chunk and at its end.
+    A sitting has two steps. The search records after its first chunk and at its end. If a sitting
+    gets no further than the one before, as on a full disk, the next one goes to the end.
     """
     import jax
     import jax.numpy as jnp
@@ -37,7 +38,8 @@ def search(folder: Path, steps: int = 25) -> Arrays:
         lambda w, alpha, batch: 0.5 * jnp.sum((batch @ w - 1) ** 2),
     )
     data = jnp.asarray(np.random.default_rng(0).normal(size=(20, 3)), jnp.float32)
-    while True:
+    reached, whole = 0, False
+    while reached < steps:
         found = bilevel.search(
             problem,
             bilevel.unrolled(optax.sgd(0.01, momentum=0.9), 3),
@@ -51,13 +53,13 @@ def search(folder: Path, steps: int = 25) -> Arrays:
             key=jax.random.key(1),
             checkpoint=folder,
             resume=True,
-            callback=lambda result: int(result.state.step) < steps,
-            every=2,
+            callback=None if whole else lambda result: True,
+            every=None if whole else 2,
             chunk=1,
             progress=False,
         )
-        if int(found.state.step) == steps:
-            break
+        step = int(found.state.step)
+        reached, whole = max(step, reached), step <= reached
     leaves = jax.tree.leaves((found.alpha, found.w, found.history, found.state))
     return {str(i): np.asarray(x) for i, x in enumerate(leaves)}
 

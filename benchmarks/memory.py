@@ -2,7 +2,8 @@
 
 Logistic regression with p = 1000 weights on n = 1000 samples, one penalty for each of ten groups of
 weights, float32: a copy of the weights is 4 kB. The figures are XLA's temporaries of the compiled
-hypergradient; nothing is executed. The results file is written when JAXopt is compared.
+hypergradient; nothing is executed. `unrolled` keeps all T copies here, as `lax.scan` does: they fit
+into an eighth of the machine's memory. The results file is written when JAXopt is compared.
 
     python benchmarks/memory.py            # under a minute
     python benchmarks/memory.py --quick    # without JAXopt; no results file
@@ -106,14 +107,11 @@ def verdicts(rows):
     for row in rows[1:3]:
         yield growth(row) <= 1.01, f"{row['method']}: the same for every T"
     reverse, plain = sizes["bilevel unrolled, reverse"], sizes["lax.scan, reverse"]
-    copies, most = reverse["10000"] / (4 * P), 3 * 10000**0.5
-    text = f"bilevel unrolled, reverse: {copies:.0f} copies of w at T = 10000, at most 3 sqrt(T)"
-    yield copies <= most, text
-    rise, most = reverse["10000"] / reverse["1000"], 1.1 * 10**0.5
-    text = f"bilevel unrolled, reverse: {rise:.2f} times as much at T = 10000 as at T = 1000"
-    yield rise <= most, f"{text}, at most {most:.2f} (sqrt(T))"
-    no_more = all(reverse[steps] <= plain[steps] for steps in plain)
-    yield no_more, "bilevel unrolled, reverse: no more than lax.scan at any T"
+    copies = reverse["10000"] / (4 * P)
+    text = f"bilevel unrolled, reverse: {copies:.0f} copies of w at T = 10000, at most 1.05 T"
+    yield copies <= 1.05 * 10000, text
+    ratio = max(reverse[steps] / plain[steps] for steps in plain)
+    yield ratio <= 1.05, f"bilevel unrolled, reverse: {ratio:.2f} times lax.scan's, at most 1.05"
 
 
 def main() -> None:

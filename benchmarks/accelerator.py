@@ -50,7 +50,7 @@ Measurement = tuple[str, Callable[[], dict[str, Any]]]  # a name, and what measu
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What a part is passed."""
+    """The arguments of a part."""
 
     small: str  # "--smoke", "--quick", or empty for the sizes of an accelerator
     end: float  # time.time() when the minutes are over
@@ -433,7 +433,7 @@ def report(rows: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    """Run the parts one after the other, each in a process of its own."""
+    """Run the parts one after the other, each in a separate process."""
     flags = harness.command_line(
         __file__,
         __doc__,

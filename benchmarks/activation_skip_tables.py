@@ -85,7 +85,7 @@ def differing(sizes, reading, steps) -> list[str]:
 
 
 def differences(sizes, reading, runs, steps=DARTS["steps"]) -> str:
-    """In what a search is not as the paper says."""
+    """The differences of a search from the paper."""
     found = differing(sizes, reading, steps)
     if runs != PAPER["runs"]:
         found.append(f"runs ({runs} for {PAPER['runs']})")

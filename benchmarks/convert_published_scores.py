@@ -62,7 +62,7 @@ def target() -> Path:
 
 
 def smoke() -> None:
-    """Print the table of two made-up networks, whose digest is not the known one."""
+    """Print the table of two made-up networks. Its digest is not the known one."""
     with tempfile.TemporaryDirectory() as folder:
         for file in SOURCES.values():
             (Path(folder) / file).write_text("net,net_str,synflow\n0,|a|,1.5\n1,|b|,2.5\n")

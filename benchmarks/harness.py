@@ -204,7 +204,7 @@ def environment(*packages: str, **more: Any) -> Row:
 
 
 def device(kind: str | None = None) -> str:
-    """JAX's device, or what it says of it: a CPU by its model, and how many cores there are."""
+    """The name of JAX's device; for a CPU its model and the number of cores."""
     if kind is None:
         import jax
 
@@ -284,7 +284,7 @@ def compiled(fn: Callable, *args: Any) -> tuple[Callable, float]:
 
 
 def seconds(call: Callable[[], Any], rounds: int = 5) -> list[float]:
-    """Of each of so many calls, after one that is not counted."""
+    """The seconds of each call, after a first call that does not count."""
     import jax
 
     jax.block_until_ready(call())
@@ -317,9 +317,10 @@ def forget_peak() -> float:
 
 
 def in_own_process(file: str, *request: Any, one_core: bool = False, **variables: str) -> list[Row]:
-    """The rows that a script's ``work(*request)`` makes, in a process of its own.
+    """The rows that a script's ``work(*request)`` makes in a separate process.
 
-    Or a single row that says why there are none, under "failed": no memory is a result too.
+    If the process fails, a single row with the reason under "failed": running out of memory is a
+    result too.
     """
     variables |= {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "TF_CPP_MIN_LOG_LEVEL": "3"}
     if one_core:
@@ -358,7 +359,7 @@ def table(head: Sequence[Any], lines: Iterable[Iterable[Any]]) -> str:
 
 
 def standard_error(x) -> Any:
-    """Of the mean over the first axis."""
+    """The standard error of the mean over the first axis."""
     return np.std(x, axis=0, ddof=1) / np.sqrt(len(x))
 
 

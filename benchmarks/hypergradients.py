@@ -398,7 +398,7 @@ def verdicts(rows):
 
 
 def against_peers(rows, wanted, default, text):
-    """The default's time against that of the fastest peer whose error is similar, or smaller."""
+    """Compare the default's time with the fastest peer of a similar or smaller error."""
     fastest = best_peer(rows, wanted)
     peer = best_peer(rows, wanted, SIMILAR * default["error"])
     if peer:

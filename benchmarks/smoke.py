@@ -1,10 +1,10 @@
-"""Do the benchmarks run? Each script with ``--smoke``, in a process of its own.
+"""Do the benchmarks run? Each script runs with ``--smoke`` in a separate process.
 
-    python benchmarks/smoke.py                        # what a commit selects: see below
+    python benchmarks/smoke.py                        # by the commit: see below
     python benchmarks/smoke.py --all                  # all scripts
     python benchmarks/smoke.py kernels.py memory.py   # these
 
-A script fails if it has no ``--smoke``, if it ends with another status than 0, after 60 seconds on
+A script fails if ``--smoke`` is missing, if its status is not 0, after 60 seconds on
 the clock, or if it takes more than 20 seconds of CPU time. The exit status is 1 if one failed.
 
 A commit selects the scripts that it changed, and those that import a module of ``benchmarks/`` that
@@ -29,19 +29,19 @@ from pathlib import Path
 from typing import NamedTuple
 
 FOLDER = Path(__file__).parent
-WALL, CPU, LONG = 60.0, 20.0, 10.0  # seconds: limits of a script, and what is marked
+WALL, CPU, LONG = 60.0, 20.0, 10.0  # seconds: limits of a script, and the mark "long"
 LAST = 15  # lines of a script that failed
 QUARTER = 4
 EVERYTHING = "harness.py", "smoke.py"  # a change of these selects all scripts
 
 
 class Ran(NamedTuple):
-    """What came of a script."""
+    """The outcome of a script."""
 
     script: str
     wall: float
     cpu: float
-    failure: str  # "" if there was none
+    failure: str  # "" if it passed
     lines: list[str]
 
 
@@ -96,7 +96,7 @@ def imported(file: Path) -> set[str]:
 
 
 def selected() -> tuple[list[str], str]:
-    """What the commit selects, and a sentence on it."""
+    """The scripts that the commit selects, and the reason."""
     every = scripts()
     commit, changes = git("rev-parse", "HEAD"), git("diff", "--name-only", "HEAD~1", "--", ".")
     if commit is None or changes is None:
@@ -116,7 +116,7 @@ def quarter(name: str) -> int:
 
 
 def git(*arguments: str) -> str | None:
-    """The output of a command of git, None if it fails or there is no git."""
+    """The output of a git command, None if it fails or git is missing."""
     try:
         done = subprocess.run(
             ["git", "-C", str(FOLDER), *arguments], capture_output=True, text=True
@@ -158,7 +158,7 @@ def run(name: str) -> Ran:
 
 
 def waited(pid: int, end: float) -> tuple[resource.struct_rusage, int | None]:
-    """What a process and its children used, and its status, None if it had to be killed."""
+    """The resources of a process and its children, and its status: None if it was killed."""
     while True:
         found, status, usage = os.wait4(pid, os.WNOHANG)
         if found:

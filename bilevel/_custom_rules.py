@@ -32,7 +32,7 @@ REVERSE_OVER_REVERSE = "reverse over reverse"
 
 _CALLS = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
 
-# Folders of code whose rules are true derivatives: JAX's functions, our kernels, layers and spaces.
+# Folders where all rules are true derivatives: JAX's functions, our kernels, layers and spaces.
 # (The rules of `bilevel/solvers` are not among them: they are true at exact solutions only.)
 _JAX = os.path.dirname(jax.__file__)
 _OURS = os.path.dirname(__file__)
@@ -75,7 +75,7 @@ def exact_order(program: ClosedJaxpr) -> str:
 
 
 def _rules(program: ClosedJaxpr) -> Iterator[tuple[str, JaxprEqn]]:
-    """All equations with derivative rules of their own, with their names."""
+    """All equations with custom derivative rules, with their names."""
     for eqn in program.jaxpr.eqns:
         name = eqn.primitive.name
         if name.startswith(("custom_jvp", "custom_vjp", "call_hi_primitive")):
@@ -96,7 +96,7 @@ def _is_true(eqn: JaxprEqn) -> bool:
 _RULES = ("jvp_jaxpr_fun", "jvp_jaxpr_thunk", "fwd_jaxpr_thunk", "bwd")
 _PARTS = ("f", "transforms", "f_transformed", "func", "args", "fun", "jvp", "fwd", "bwd")
 _WRAPPERS = ("__func__", "__wrapped__")
-_UNKNOWN = ""  # in the place of a file
+_UNKNOWN = ""  # stands for a file
 
 
 def _files(rule: Any, seen: set[int]) -> Iterator[str]:

@@ -21,7 +21,7 @@ def total() -> int:
 
 
 def available() -> int:
-    """Bytes that arrays can have now: the accelerator's, or what the system and its groups leave.
+    """Bytes that arrays can have now: the accelerator's, or those that are free.
 
     Examples
     --------

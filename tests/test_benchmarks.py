@@ -1,7 +1,7 @@
 """Programs outside the packages use names that exist and are public; the benchmarks' exit rules.
 
 mypy, ruff and the other tests do not read imports inside functions. Here every import of `bilevel`
-and `ntk`, and every attribute of what was imported, is looked up in the modules themselves.
+and `ntk`, and every attribute of an imported name, is looked up in the modules themselves.
 """
 
 import ast
@@ -55,7 +55,7 @@ def fault(owner, name, path):
 
 
 class Reader(ast.NodeVisitor):
-    """Collects ``(line, fault)`` of a program; ``scope``: what the imported names stand for."""
+    """Collects ``(line, fault)`` of a program; ``scope``: the values of the imported names."""
 
     def __init__(self):
         self.scope, self.found = {}, []
@@ -244,7 +244,7 @@ FAILED = {"part": "time", "case": "large", "failed": "out of memory"}
 @pytest.fixture
 def harness(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    monkeypatch.setenv("XLA_FLAGS", "")  # --smoke does not change what is set
+    monkeypatch.setenv("XLA_FLAGS", "")  # --smoke keeps flags that are set
     return importlib.import_module("harness")
 
 

@@ -19,7 +19,7 @@ from bilevel.cli import parse, saved
 ROOT = pathlib.Path(__file__).parents[1]
 BENCHMARKS = ROOT / "benchmarks"
 SOURCES = "bilevel", "ntk", "benchmarks", "examples"
-# What a reader puts in the place of these words.
+# Plausible values for these words.
 PLACEHOLDERS = {
     "MODULE:FUNCTION": "own_space:looks",
     "COMMAND": "search",
@@ -39,7 +39,7 @@ START = re.compile(
     r"|bilevel +(?=[\w-])(?!=)|make +(?=[a-z])|\w+\.py +(?=--))"
 )
 
-# Imports scripts of benchmarks/, which choose JAX's precision, so in a process of its own.
+# Runs in a separate process, because scripts of benchmarks/ choose JAX's precision.
 PROGRAM = """
 import argparse, contextlib, importlib.util, io, json, runpy, sys
 
@@ -148,7 +148,7 @@ def documented():
 
 
 def refused(pairs, sort):
-    """What the parsers say of the commands of a sort; those that they accept are left out."""
+    """The parsers' messages for the commands of a sort that they refuse."""
     chosen = [(place, command) for place, command in pairs if sort_of(command) == sort]
     asked = ASK[sort]([words_of(command) for _, command in chosen])
     return [
@@ -233,7 +233,12 @@ def without_files(monkeypatch):
     monkeypatch.setattr(saved, "values", lambda path, kind: {})
 
 
-LEAST = {"benchmarks": 150, "bilevel": 40, "make": 15, "examples": 0}  # so many are documented
+LEAST = {
+    "benchmarks": 150,
+    "bilevel": 40,
+    "make": 15,
+    "examples": 0,
+}  # the least numbers of commands
 
 
 @pytest.mark.parametrize("sort", ASK)

@@ -44,7 +44,7 @@ clipped.defvjp(lambda x: (x, None), lambda _, slope: (jnp.tanh(slope),))
 
 @jax.custom_jvp
 def straight_through(x):
-    """Rounding with a slope of its own, which is no derivative of any function of two values."""
+    """Rounding with a slope that depends on the other entries: it has no antiderivative."""
     return jnp.round(4 * x) / 4
 
 
@@ -56,7 +56,7 @@ def _(primals, tangents):
 
 @jax.custom_jvp
 def half(x, scale):
-    """A product whose rule leaves out one factor's derivative."""
+    """A product. Its rule leaves out one factor's derivative."""
     return x * scale
 
 
@@ -117,7 +117,7 @@ def by_hand(lower, outer, optimizer):
 @pytest.mark.parametrize("name", RULES)
 def test_false_derivative_rules_give_the_derivative_of_the_steps(name, place, optimizer):
     lower, outer = losses(PLACES[place](RULES[name]))
-    # JAX loses rules in loops, in the second derivative: the truth has none.
+    # JAX loses rules in loops, in the second derivative. So the truth is computed without loops.
     truth = jax.grad(by_hand(*losses(RULES[name]), OPTIMIZERS[optimizer]))(ALPHA)
     solver = bilevel.unrolled(OPTIMIZERS[optimizer], STEPS)
     fn = bilevel.hypergradient(bilevel.Problem(lower, outer), solver, diagnostics=False)

@@ -77,6 +77,8 @@ def value_and_gradient(loss: Callable, w: Pytree, *others: Pytree) -> tuple[Any,
         outputs = mixed(args)
         step = _Step(of, plain, args, [not isinstance(dot, SymbolicZero) for dot in dots])
         dots = tuple(step.moving(dots))
+        if not dots:
+            return outputs, _tangents(outputs, [jnp.zeros_like(x) for x in _floating(outputs)])
         pull = functools.partial(transposed, step)
         slope_dots = _with_transpose(step.push, pull, step.flat, dots, jax.tree.leaves(outputs[1]))
         return outputs, _tangents(outputs, [*step.push_outputs(dots), *slope_dots])
@@ -85,12 +87,12 @@ def value_and_gradient(loss: Callable, w: Pytree, *others: Pytree) -> tuple[Any,
 
 
 def _with_transpose(push: Callable, pull: Callable, args: Pytree, dots: tuple, like: list) -> list:
-    """The linear ``push(dots)``, of the shapes of ``like``, whose transpose is ``pull``.
+    """The linear ``push(dots)``, of the shapes of ``like``; its transpose is ``pull``.
 
     It is written as the solution of ``[[1, 0], [-push, 1]] (x, y) = (dots, 0)``, because JAX keeps
     the transpose of a linear solve in all transformations. JAX transposes such a solve only if all
-    arrays on the right depend on what is transposed. So a zero is added to each array, here and in
-    the matrix: it depends on all others, and in the matrix on ``args``.
+    arrays on the right depend on the transposed inputs. So a zero is added to each array, here and
+    in the matrix: it depends on all others, and in the matrix on ``args``.
     """
     coefficient = _empty(args)
 
@@ -110,9 +112,13 @@ def _with_transpose(push: Callable, pull: Callable, args: Pytree, dots: tuple, l
 
 
 def _empty(tree: Pytree) -> jax.Array:
-    """An array without entries that depends on all floating arrays of ``tree``."""
-    parts = [jnp.ravel(x)[:0].astype(jnp.float32) for x in _floating(tree)]
-    return functools.reduce(jnp.add, parts)
+    """An array [0] that depends on all floating arrays of ``tree``, linearly."""
+
+    def one(x):
+        none = jnp.broadcast_to(jnp.real(x), (0, *jnp.shape(x)))
+        return none.sum(tuple(range(1, none.ndim))).astype(jnp.float32)
+
+    return functools.reduce(jnp.add, map(one, _floating(tree)))
 
 
 def _plus(tree: Pytree, number: jax.Array) -> Pytree:

@@ -29,7 +29,6 @@ from bilevel.solvers._mixed_mode import value_and_gradient
 from bilevel.solvers._optimizer import with_limits
 from ntk._programs import fresh
 
-_SLOPE = "the gradient of a step"
 _SHARE = 1 / 8  # of the device's memory, for the carries of all steps: beyond, blocks run twice
 
 
@@ -137,7 +136,7 @@ def unrolled(
                 batch = batches(jax.random.fold_in(key, number), data)
             before = variables
             (value, variables), slope = value_and_gradient(loss, w, before, alpha, batch)
-            slope = checkpoint_name(slope, _SLOPE)
+            slope = checkpoint_name(slope, slope_name)
 
             def update(slope, state, w, value):
                 return rule_at(alpha).update(
@@ -160,12 +159,13 @@ def unrolled(
         def first_steps(carry, alpha, batch):
             return _repeat(lambda c: step(c, alpha, batch), carry, steps - last)
 
+        slope_name = f"gradient of {id(run)}"  # not that of a solver inside the loss
         counted = batches is not None or average is not None
         total = None if average is None else optax.tree.zeros_like(w)
         carry = (w, variables, state, jnp.zeros((), int) if counted else None, total)
         if last < steps:
             carry = detached(first_steps, carry, alpha, batch)
-        found = _repeat_checkpointed(lambda c: step(c, alpha, batch), carry, last)
+        found = _repeat_checkpointed(lambda c: step(c, alpha, batch), carry, last, slope_name)
         w, variables, state, _, total = found
         w = w if average is None else total
         return Stateful(w, variables) if stateful else w, state
@@ -349,14 +349,14 @@ def _repeat(step: Callable, carry: Pytree, times: int) -> Pytree:
     return jax.lax.scan(lambda c, _: (step(c), None), settled(step, carry), length=times)[0]
 
 
-def _repeat_checkpointed(step: Callable, carry: Pytree, times: int) -> Pytree:
+def _repeat_checkpointed(step: Callable, carry: Pytree, times: int, slope_name: str) -> Pytree:
     """``times`` steps, whose reverse pass keeps all carries; 2 sqrt(times) if memory is short.
 
-    The reverse pass computes again what it needs from inside a step.
+    The reverse pass computes again what it needs from inside a step, except ``slope_name``.
     """
     carry = settled(step, carry)
     # No common-subexpression barrier is needed inside a scan (jax.checkpoint's documentation).
-    policy = jax.checkpoint_policies.save_only_these_names(_SLOPE)
+    policy = jax.checkpoint_policies.save_only_these_names(slope_name)
     step = jax.checkpoint(step, prevent_cse=False, policy=policy)
     # Of a step, its gradient is kept too if the optimizer's derivative needs it.
     size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((carry, carry[0])))

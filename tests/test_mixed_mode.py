@@ -69,11 +69,11 @@ rounded = jax.custom_jvp(jnp.rint)
 rounded.defjvps(lambda dx, rounded, x: jnp.exp(-x) * dx)
 
 RULES = {
-    "custom_vjp, reversed": reversed_vjp,
-    "custom_vjp, clipped": clipped,
-    "custom_jvp, straight through": straight_through,
-    "custom_jvp, half": lambda x: half(x, jnp.flip(x)),
-    "custom_jvp of JAX's function": rounded,
+    "custom_vjp_reversed": reversed_vjp,
+    "custom_vjp_clipped": clipped,
+    "custom_jvp_straight_through": straight_through,
+    "custom_jvp_half": lambda x: half(x, jnp.flip(x)),
+    "custom_jvp_of_jax": rounded,
     "stop_gradient": lambda x: x + jax.lax.stop_gradient(jnp.round(x) - x),
     "relu": jax.nn.relu,
 }
@@ -124,7 +124,7 @@ def test_false_derivative_rules_give_the_derivative_of_the_steps(name, place, op
     assert_close(fn(ALPHA, W, None, None).grad, truth, f64=1e-12, f32=1e-5)
 
 
-@pytest.mark.parametrize("name", ["custom_vjp, reversed", "custom_vjp, clipped"])
+@pytest.mark.parametrize("name", ["custom_vjp_reversed", "custom_vjp_clipped"])
 def test_forward_over_reverse_would_be_wrong_here(name):
     """The Jacobian of the gradient is not symmetric: the trap that the orders avoid."""
     lower, _ = losses(RULES[name])

@@ -168,7 +168,11 @@ def finish(
     if path and write_rows:
         write(path, rows)
     check_rows(rows)
-    print(report(rows))
+    try:
+        print(report(rows))
+    except Exception:
+        check_failed(rows)  # the cause, if a row failed
+        raise
     if path and picture and importlib.util.find_spec("matplotlib"):
         picture(rows, path.with_suffix(".png"))
     check_failed(rows)

@@ -452,7 +452,9 @@ def run(name, run_size, peers) -> list[dict]:
         if "failed" in found[0] and "problem" not in found[0]:  # the process ended
             found = [{"problem": name, "method": method} | found[0] for method in group]
         rows += found
-    truths = {r["size"]: r["value"] for r in rows if r["method"] == "numpy eigvalsh"}
+    truths = {
+        r["size"]: r["value"] for r in rows if r["method"] == "numpy eigvalsh" and "value" in r
+    }
     for row in rows:
         if "value" in row and row["size"] in truths:
             row["error"] = abs(row["value"] / truths[row["size"]] - 1)

@@ -275,6 +275,14 @@ def test_a_failed_row_is_reported_and_ends_with_status_1(harness, tmp_path, caps
     assert capsys.readouterr().out == "a report\n" and len(harness.read(path)) == 3
 
 
+def test_a_report_that_a_failed_row_breaks_does_not_hide_the_failure(harness):
+    report = lambda rows: str([row["seconds"] for row in rows])  # noqa: E731
+    status, message = ended(harness.finish, [ROW, FAILED], None, report)
+    assert (status, message[:7]) == (1, "failed:")
+    with pytest.raises(KeyError):
+        harness.finish([ROW, {"part": "time"}], None, report)
+
+
 def test_a_process_that_fails_makes_a_failed_row(harness, tmp_path, capsys):
     script = tmp_path / "script.py"
     script.write_text("raise ImportError('no parameter_count')")

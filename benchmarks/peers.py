@@ -338,8 +338,8 @@ def report(found):
 
 def measured(size, peers):
     if size == "smoke":
-        yield from in_turns("schedules", *schedules(peers, 10), 1)
-        yield from until_schedules(peers, 10, 2)
+        yield from in_turns("schedules", *schedules(peers, 4), 1)
+        yield from until_schedules(peers, 4, 2)
         return
     small = size == "quick"
     many = (50, 200, 200) if small else (30_000, 20_000, 5000)

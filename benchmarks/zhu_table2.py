@@ -25,6 +25,7 @@ Every repeat has images, weights and networks of its own.
 """
 
 import dataclasses
+import functools
 
 import gaea
 import harness
@@ -90,6 +91,9 @@ SIZES = {
 }
 
 
+load_once = functools.cache(load_table)
+
+
 def images(sizes, repeat, count):
     """So many images of a repeat, and their labels."""
     key = jax.random.fold_in(jax.random.key(20), repeat)
@@ -107,7 +111,7 @@ def scores(sizes, repeat, names) -> list[dict]:
     networks = all_networks(classes=10, cells=sizes.cells, channels=sizes.channels)
     batch = images(sizes, repeat, sizes.batch)
     w = jax.jit(lambda key: networks.init(key, batch[0].shape[1:]))(keys(repeat)[0])
-    table = load_table()
+    table = load_once()
     pool = np.random.RandomState(repeat).randint(len(table.genotypes), size=sizes.pool)
     cells = encode([table.genotypes[i] for i in pool])
     found = score_networks(list(names), networks, w, cells, batch, progress=False).oriented()
@@ -182,7 +186,7 @@ def looked_up(table, cells) -> dict[str, list[float]]:
 
 def report(rows) -> str:
     """Test accuracies, mean and standard deviation over the repeats, beside the printed ones."""
-    table, lines = load_table(), []
+    table, lines = load_once(), []
 
     def add(label, runs, figures, key=None):
         printed = PRINTED[BESIDE[key]] if key in BESIDE else ()

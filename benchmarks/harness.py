@@ -129,6 +129,11 @@ def compile_quickly() -> None:
         os.environ["XLA_FLAGS"] = flags
 
 
+def xla_flags(more: str) -> str:
+    """Return XLA's flags of this process and ``more``; ``--smoke`` sets some of them."""
+    return f"{os.environ.get('XLA_FLAGS', '')} {more}".strip()
+
+
 def unused(flags: argparse.Namespace, *names: str) -> None:
     """Exit with status 2 if one of these flags was given, which the size of this run ignores."""
     for name in names:
@@ -330,7 +335,7 @@ def in_own_process(file: str, *request: Any, one_core: bool = False, **variables
     if one_core:
         flags = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
         threads = ["OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"]
-        flags = f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()
+        flags = xla_flags(flags)
         variables |= {"XLA_FLAGS": flags} | dict.fromkeys(threads, "1")
 
     def on_one_core():

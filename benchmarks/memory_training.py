@@ -2,7 +2,7 @@
 
 The network of `examples/label_cleaning.py` at the gallery's size: 28 x 28 images, minibatches of
 64, momentum, 2,000 weights of labels, 100 clean rows. Memory is that of XLA's temporaries. What is
-allowed is T copies of what a step carries (weights, momentum, running averages) and the temporaries
+allowed is T copies of a step's carry (weights, momentum, running averages) and the temporaries
 of one step: those of two steps without their two copies, as one alone is compiled without a loop.
 
 The two ways to go back through 100 steps, to keep each of them and to run blocks of them again, are

@@ -124,7 +124,7 @@ def mutated(file, operator, occurrence):
 
 
 def fate(file, text, tests=None) -> dict:
-    """What the tests make of a copy of the repository with ``file`` so changed.
+    """Run the tests on a copy of the repository with ``file`` changed in this way.
 
     By default the tests that are about the file, those that are slow last.
     """

@@ -186,11 +186,6 @@ def process(rank, processes, port, n):
     print(json.dumps(min(seconds[1:])), flush=True)
 
 
-def added(flags):
-    """XLA's flags of this process, and more; ``--smoke`` sets some of them."""
-    return f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()
-
-
 def measured(processes, n):
     """The slowest process's seconds; each has one core."""
     with socket.socket() as free:
@@ -198,7 +193,9 @@ def measured(processes, n):
         port = free.getsockname()[1]
     started = []
     for rank in range(processes):
-        flags = added("--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1")
+        flags = harness.xla_flags(
+            "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
+        )
         command = [sys.executable, __file__, "--rank", f"{rank},{processes},{port},{n}"]
         started.append(
             subprocess.Popen(
@@ -322,7 +319,7 @@ def main() -> None:
     for scaling in kinds:
         for devices in virtual:
             size = n if scaling == "strong" else n // VIRTUAL[-1] * devices
-            flags = added(f"--xla_force_host_platform_device_count={devices}")
+            flags = harness.xla_flags(f"--xla_force_host_platform_device_count={devices}")
             rows += harness.in_own_process(__file__, scaling, size, devices, XLA_FLAGS=flags)
     cases = {(1, n): [], (2, n): [], (2, 2 * n): []}
     if arguments.smoke:

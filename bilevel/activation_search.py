@@ -106,7 +106,9 @@ def set_up(
     return Task(space, w0, jax.jit(jax.vmap(space.curvatures))(w0, train[0]), train, valid, test)
 
 
-def solver(task: Task, steps: int = 50, kind: str = "unrolled") -> LowerSolver:
+def solver(
+    task: Task, steps: int = 50, kind: str = "unrolled", rate: float | None = None
+) -> LowerSolver:
     """Training of the weights for ``steps`` steps, differentiated in one of four ways.
 
     Parameters
@@ -116,6 +118,8 @@ def solver(task: Task, steps: int = 50, kind: str = "unrolled") -> LowerSolver:
     kind : {"unrolled", "truncated", "first-order", "implicit"}
         Through all steps, the last quarter of them, none; or by the implicit function theorem,
         damped, since with more weights than labels the lower Hessian is singular.
+    rate : float, optional
+        Step size of the weights. Default: 1 over the curvature of each network's lower loss.
 
     Returns
     -------
@@ -132,7 +136,7 @@ def solver(task: Task, steps: int = 50, kind: str = "unrolled") -> LowerSolver:
     """
     known("kind", kind, SOLVERS)
     backprop = {"truncated": max(1, whole("steps", steps, 1) // 4), "first-order": 0}.get(kind)
-    descent = task.space.solver(task.curvatures, steps, backprop=backprop)
+    descent = task.space.solver(task.curvatures, steps, backprop=backprop, rate=rate)
     if kind != "implicit":
         return descent
     damping: Any = _DAMPING * task.curvatures.max()  # an array: of the data

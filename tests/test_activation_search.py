@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from helpers import batch
 
@@ -46,6 +47,16 @@ def test_seeds_side_by_side_are_trained_as_they_would_be_alone():
     together = set_up(space, rows, keys, classes=10)
     alpha = jnp.array([[0.7, 0.3], [0.2, 0.8]])
     w = trained(together, solver(together, 8), alpha)
+    # A given rate is the step size of SGD with Nesterov's momentum, for every seed.
+    lower = jax.vmap(space.problem.lower)
+    sgd = optax.sgd(0.05, 0.9, nesterov=True)
+    own, state = together.w0, sgd.init(together.w0)
+    for _ in range(8):
+        grad = jax.grad(lambda w: lower(w, alpha, together.train).sum())(own)
+        updates, state = sgd.update(grad, state)
+        own = optax.apply_updates(own, updates)
+    given = trained(together, solver(together, 8, rate=0.05), alpha)
+    np.testing.assert_allclose(given, own, rtol=1e-5, atol=1e-6)
     for seed in range(2):
         alone = set_up(space, rows[seed : seed + 1], keys[seed : seed + 1], classes=10)
         single = trained(alone, solver(alone, 8), alpha[seed : seed + 1])

@@ -190,7 +190,7 @@ def ask_bilevel(commands):
     for words in commands:
         arguments = words[1:] if words[0] == "bilevel" else words[words.index("bilevel") + 1 :]
         answers.append("")
-        if arguments[:1] in ([], ["--version"]):  # `bilevel ...` names no command
+        if not arguments or "--version" in arguments:  # `bilevel ...` names no command
             continue
         try:
             with contextlib.redirect_stdout(io.StringIO()):

@@ -1,19 +1,20 @@
 """Command line: ``bilevel COMMAND``, or ``python -m bilevel COMMAND``; ``bilevel --version``.
 
 Searches: ``search`` (activations, the main job), ``search-skips``, ``search-darts``,
-``search-nasbench201``, ``search-own``. Besides: ``certify``, ``baseline``, ``rank``.
+``search-nasbench201``, ``search-own``. Others: ``certify``, ``baseline``, ``rank``.
+``bilevel help COMMAND`` lists the flags of a command.
 """
 
 import contextlib
-import dataclasses
+import difflib
 import importlib
 import io
-import re
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
-from bilevel.cli import call, commands, deep_commands, interrupts, programs, quick, saved
+from bilevel.cli import call, commands, deep_commands, flags, interrupts, programs, quick, saved
 from bilevel.cli.recording import recorder
 
 # By name, and imported when they run: help and mistakes need not wait for JAX.
@@ -102,7 +103,7 @@ def _said(sentence: str, status: int) -> int:
 
 
 def _run(arguments: Sequence[str]) -> None:
-    if arguments and arguments[0] == "--version":
+    if _asks_version(arguments):
         print(
             "bilevel {bilevel}, jax {jax}, jaxlib {jaxlib}, Python {python}".format(
                 **call.versions()
@@ -112,6 +113,10 @@ def _run(arguments: Sequence[str]) -> None:
         _print_devices()
     else:
         config, output = parsed
+        config.check_values()
+        if not getattr(config, "distributed", False):  # or the first process alone has the folder
+            saved.check_directory(config)
+        # All mistakes that can be known without JAX are answered by now.
         if output.cache:
             programs.keep()
         first = not getattr(config, "distributed", False) or _joined()
@@ -120,12 +125,36 @@ def _run(arguments: Sequence[str]) -> None:
         table = first and not (output.quiet or output.json)
         line = shlex.join(["bilevel", *arguments])
         record = recorder(output.log, arguments[0]) if output.log and first else None
-        with call.made(call.Call(line, table, first and not output.quiet, record)):
+        downloads = _silent_downloads() if output.quiet else contextlib.nullcontext()
+        with call.made(call.Call(line, table, first and not output.quiet, record)), downloads:
             result = run(config)
         if output.json and first:
             from bilevel.cli import report
 
             print(report.as_json(result))
+
+
+def _asks_version(arguments: Sequence[str]) -> bool:
+    """Whether the line is ``--version``, or ``COMMAND --version``."""
+    return "--version" in arguments and arguments[0] in ("--version", *_COMMANDS)
+
+
+@contextlib.contextmanager
+def _silent_downloads() -> Iterator[None]:
+    """Keep the logger of pooch, which prints every download, from all but warnings."""
+    import logging
+
+    import pooch
+
+    def warns(record: logging.LogRecord) -> bool:
+        return record.levelno >= logging.WARNING
+
+    # Not setLevel: this logger is not registered, so its cache of enabled levels is never cleared.
+    pooch.get_logger().addFilter(warns)
+    try:
+        yield
+    finally:
+        pooch.get_logger().removeFilter(warns)
 
 
 def _joined() -> bool:
@@ -140,12 +169,15 @@ def _joined() -> bool:
 def parse(arguments: Sequence[str]) -> Parsed | None:
     """The flags of the command in ``arguments``, not checked yet; None for ``bilevel version``.
 
+    Flags on the line come first, then the sizes of ``--quick``, then ``--config``, then defaults.
+
     Raises
     ------
     ValueError
         For a command or a flag that there is not, a value that is no value of its kind, and a
         ``--config`` that is not of this command.
     """
+    arguments = _in_full(arguments)
     defaults = {name: kind() for name, (kind, _) in _COMMANDS.items()}
     parsed = _parsed(arguments, defaults)
     if parsed is None:
@@ -153,14 +185,63 @@ def parse(arguments: Sequence[str]) -> Parsed | None:
     config, output = parsed
     if not (output.quick or output.config):
         return parsed
-    if output.quick and output.config:
-        raise ValueError("config: expected no --quick beside it, got both.")
-    # Once more: these two flags say what the others are where they are not given.
+    # Parse again: these two flags set the defaults of the others.
     kind = type(config)
-    start = quick.QUICK[kind] if output.quick else kind()
+    start: dict[str, Any] = {}
     if output.config is not None:
-        start = dataclasses.replace(start, **saved.values(output.config, kind))
-    return _parsed(arguments, defaults | {arguments[0]: start})
+        start |= saved.values(output.config, kind)
+    if output.quick:
+        start |= quick.sizes(kind)
+    return _parsed(arguments, defaults | {arguments[0]: kind(**start)})
+
+
+def _in_full(arguments: Sequence[str]) -> list[str]:
+    """The line as the parser takes it, for the short forms that people type.
+
+    No command is a request for help, and so is ``help COMMAND``; ``--no-progress`` is
+    ``--progress False``. Names of commands and flags are checked here, with the nearest one as the
+    remedy.
+    """
+    line = list(arguments) or ["--help"]
+    if line[0] == "help":
+        line = [*(word for word in line[1:] if word != "help"), "--help"]
+    if line[0] in ("-h", "--help", "version"):
+        return line
+    if line[0] not in _COMMANDS:
+        names = [*_COMMANDS, "version", "help"]
+        raise ValueError(
+            f"command: expected one of {', '.join(names)}, got {flags.shown(line[0])}"
+            f"{_nearest(line[0], [*names, '--version', '--help'])}; see bilevel --help."
+        )
+    known = _flags(_COMMANDS[line[0]][0])
+    full = line[:1]
+    for word, following in zip(line[1:], [*line[2:], "--"], strict=False):
+        name = word.partition("=")[0].replace("_", "-")
+        if word.startswith("--") and name not in known:
+            raise ValueError(
+                f"flag: expected a flag of bilevel {line[0]}, got {flags.shown(word)}"
+                f"{_nearest(name, known)}; see bilevel {line[0]} --help."
+            )
+        if word == "--no-progress" or (word == "--progress" and following.startswith("-")):
+            full += ["--progress", str(word == "--progress")]
+        else:
+            full.append(word)
+    return full
+
+
+def _flags(kind: type[commands.Job]) -> list[str]:
+    """Every flag of a command, as it is typed."""
+    hints = flags.hints(kind) | flags.hints(commands.Output)
+    names = [name.replace("_", "-") for name in hints]
+    switches = [name.replace("_", "-") for name, hint in hints.items() if hint is bool]
+    negative = [f"--no-{name}" for name in (*switches, "progress")]
+    return [*(f"--{name}" for name in names), *negative, "--help"]
+
+
+def _nearest(name: str, names: Iterable[str]) -> str:
+    """A question that offers the nearest of the ``names``, if one is near."""
+    near = difflib.get_close_matches(name, names, n=1)
+    return f" (did you mean {near[0]}?)" if near else ""
 
 
 def _parsed(arguments: Sequence[str], defaults: dict[str, commands.Job]) -> Parsed | None:
@@ -210,10 +291,7 @@ def _sentence(box: str) -> str:
     start = rules.index(False)
     end = next((i for i, rule in enumerate(rules) if rule and i > start), len(lines))
     found = " ".join(lines[start:end]).rstrip(".")
-    rest = [line for line, rule in zip(lines[end:], rules[end:], strict=True) if not rule]
-    meant = re.findall(r"^(--[\w-]+)", "\n".join(rest), re.MULTILINE)
-    perhaps = f" (perhaps {', '.join(dict.fromkeys(meant))})" if "Perhaps" in box else ""
-    return f"{found}{perhaps}; see --help."
+    return f"{found}; see --help."
 
 
 def _print_devices() -> None:

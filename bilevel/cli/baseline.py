@@ -16,7 +16,7 @@ import numpy as np
 from bilevel import baselines, data, plots
 from bilevel._progress import RunBar
 from bilevel.baselines import Trace
-from bilevel.cli import report
+from bilevel.cli import report, saved
 from bilevel.cli.commands import Baseline
 from bilevel.cli.devices import over
 from bilevel.cli.runs import run_directory
@@ -47,7 +47,7 @@ def run_baseline(config: Baseline) -> dict[str, Any]:
     """Run the job; print its table, write its run directory, return what `result.json` holds."""
     config.check()
     methods = [*_METHODS] if config.method == "all" else [config.method]
-    with run_directory(config, ("devices",), keeps="solves are kept") as folder:
+    with run_directory(config, keeps="solves are kept") as folder:
         with report.phases(config.progress, {"data": 1.0} | dict.fromkeys(methods, 1.0)) as bar:
             began = time.perf_counter()
             bar.enter("data")
@@ -56,7 +56,7 @@ def run_baseline(config: Baseline) -> dict[str, Any]:
             how: dict[str, Any] = {"resume": config.resume, "progress": progress}
             traces = {name: _trace(plan, name, folder, bar, **how) for name in methods}
         result = {
-            "config": report.flags(config),
+            "config": saved.flags_of(config),
             "rows": plan.rows,
             "dimension": plan.dimension,
             "methods": {name: _summary(trace) for name, trace in traces.items()},

@@ -20,7 +20,7 @@ import numpy as np
 from bilevel import data as datasets
 from bilevel import plots
 from bilevel._progress import RunBar
-from bilevel.cli import report
+from bilevel.cli import report, saved
 from bilevel.cli.commands import Certify
 from bilevel.cli.importing import called, takes
 from bilevel.cli.runs import run_directory
@@ -58,7 +58,7 @@ def run_certify(config: Certify) -> dict[str, Any]:
                     blocks = _of_functions(config.kernel, rows, config.pixels, bar)
             result, spectra = _certified(blocks, config.rtol, bar)
         result["seconds"]["all"] = time.perf_counter() - began
-        result = {"config": report.flags(config)} | result | report.origin()
+        result = {"config": saved.flags_of(config)} | result | report.origin()
         spectrum = {_array_name(name): values for name, values in spectra.items()}
         report.write(folder, result, {"x": blocks.x} | spectrum)
         _picture(folder, result, spectra)

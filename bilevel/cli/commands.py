@@ -1,16 +1,17 @@
 """The flags of every command.
 
-Nothing here imports JAX, so that help and mistakes are there at once: what a check or an estimate
-of memory needs beyond this is imported when it runs, and names are written out (a test holds them
-against the spaces').
+Nothing here imports JAX, so that help and mistakes are answered at once. Estimates of memory import
+what they need when they run, and names are written out (a test compares them with the spaces').
 """
 
 import dataclasses
 import math
 import pathlib
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from bilevel.cli import flags
+from bilevel.cli.flags import shown
+from bilevel.cli.importing import check_module
 from bilevel.cli.known import CLASSES, check_rows, inputs, pixel_count
 
 ACTIVATIONS = ("relu", "leaky_relu", "sigmoid", "tanh", "swish", "gelu", "erf", "identity")
@@ -26,6 +27,7 @@ SCORES = (
     *("synflow", "naswot", "regions", "wrcor", "l2_norm"),
 )
 BASELINES = ("parameters", "multiply-adds", "trainable layers", "conv edges")  # of scores
+BINS = 2**30  # features that texts can have
 
 Names = Annotated[tuple[str, ...], flags.Names(ACTIVATIONS)]
 Images = Literal["digits", "mnist", "fashion-mnist", "cifar10"]
@@ -63,7 +65,8 @@ class Job(flags.Flags):
     out: flags.Out = pathlib.Path("runs/job")
     """Run directory; a number is appended where there is one of that name."""
     progress: bool | None = None
-    """Progress bar; by default in a terminal."""
+    """Progress bar; by default in a terminal. Or --progress, --no-progress."""
+    changeable: ClassVar[tuple[str, ...]] = ()  # flags that --resume may change
 
 
 Devices = flags.Count | Literal["all"]
@@ -109,12 +112,16 @@ class Search(Resumable):
     """Validation rows."""
     test: flags.Sample = 2000
     """Test rows at most."""
+    weight_rate: flags.Rate | None = None
+    """Learning rate of the weights (SGD with Nesterov's momentum 0.9); by default 1 over the
+    curvature of the training loss, for each network."""
     alpha_rate: flags.Rate = 0.3
     """Learning rate of α (Adam)."""
+    changeable: ClassVar[tuple[str, ...]] = ("steps", "devices", "distributed")
 
-    def check(self) -> None:
+    def check_values(self) -> None:
         """Raise for flags that cannot be used, before anything is loaded."""
-        super().check()
+        super().check_values()
         check_rows(self.data, {"train": self.train, "valid": self.valid})
 
     def memory(self) -> dict[tuple[str, ...], int]:
@@ -162,9 +169,11 @@ class Certify(Job):
     rtol: Annotated[float, flags.Positive(1e-9, 0.5)] = 1e-3
     """Relative gap between the two ends of the bracket."""
 
-    def check(self) -> None:
+    def check_values(self) -> None:
         """Raise for flags that cannot be used, before anything is loaded."""
-        super().check()
+        super().check_values()
+        if self.kernel is not None:
+            check_module("kernel", self.kernel)
         if self.pixels is not None and self.kernel is None:
             raise ValueError(f"pixels: expected --kernel beside it, got {self.pixels} alone.")
 
@@ -205,19 +214,18 @@ class Baseline(Resumable):
     """Weight λ of the penalty in λ |w|² + Σ loss."""
     devices: Devices = 1
     """Devices that the rows are spread over, a divisor of their number; or all. Images only."""
+    changeable: ClassVar[tuple[str, ...]] = ("devices",)
 
-    def check(self) -> None:
+    def check_values(self) -> None:
         """Raise for flags that cannot be used, before anything is loaded."""
-        super().check()
+        super().check_values()
         check_rows(self.data, {name: self.size(name) for name in ("train", "valid")})
         if self.data == "imdb" and self.devices != 1:
             raise ValueError(
                 f"devices: expected 1 for texts, which the host computes, got {self.devices}."
             )
-        from bilevel.spaces.features.text import BINS
-
         if self.size("dimension") > BINS:
-            raise ValueError(f"dimension: expected at most {BINS}, got {self.dimension}.")
+            raise ValueError(f"dimension: expected at most {BINS}, got {shown(self.dimension)}.")
 
     def memory(self) -> dict[tuple[str, ...], int]:
         """Weights and phases of all features; the configurations."""
@@ -292,10 +300,14 @@ class Rank(Resumable):
     """Training rows of that network; the batch of the scores is drawn from them."""
     test: flags.Size = 1000
     """Test rows at most."""
+    changeable: ClassVar[tuple[str, ...]] = (
+        *("networks", "scores", "aggregate", "k", "pool"),
+        *("devices", "at_once", "distributed"),
+    )
 
-    def check(self) -> None:
+    def check_values(self) -> None:
         """Raise for flags that cannot be used, before anything is loaded."""
-        super().check()
+        super().check_values()
         check_rows(self.data, {"train": self.train}, kept=1)
         if "all" in self.scores and len(self.scores) > 1:
             raise ValueError(f"scores: expected names, or all, got {' '.join(self.scores)}.")

@@ -22,7 +22,7 @@ import optax
 from bilevel import data, diagnostics, journal, strategies
 from bilevel._fingerprint import fingerprint
 from bilevel._progress import RunBar, progress_bar
-from bilevel.cli import report
+from bilevel.cli import report, saved
 from bilevel.cli.deep_commands import DeepSearch
 from bilevel.cli.runs import run_directory
 from bilevel.nets import training
@@ -117,7 +117,7 @@ def running(config: DeepSearch, work: Mapping[str, float]) -> Iterator[Run]:
     ):
         bar.enter("data")
         shown = report.within(config.progress)
-        yield Run(folder, bar, shown, config.resume, report.flags(config))
+        yield Run(folder, bar, shown, config.resume, saved.flags_of(config))
 
 
 def parts_of(config: DeepSearch, unit: Callable[..., Any]) -> list[list[Part]]:

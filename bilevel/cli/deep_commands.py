@@ -13,6 +13,7 @@ from bilevel.cli.commands import (
     Resumable,
     convolution_weights,
 )
+from bilevel.cli.importing import check_module
 from bilevel.cli.known import CLASSES, check_rows, inputs, pixel_count
 
 _DartsOperations = Annotated[tuple[str, ...], flags.Names(DARTS_OPERATIONS)]
@@ -65,9 +66,9 @@ class DeepSearch(Resumable):
     bfloat16: bool = False
     """Activations in bfloat16; weights and losses stay as they are."""
 
-    def check(self) -> None:
+    def check_values(self) -> None:
         """Raise for flags that no space could use, before anything is loaded."""
-        super().check()
+        super().check_values()
         check_rows(self.data, {"train": self.train, "valid": self.valid})
         if self.batch_size > (least := min(self.train, self.valid)):
             raise ValueError(
@@ -93,9 +94,9 @@ class SkipSearch(DeepSearch):
     parametrization: Literal["ntk", "as_printed", "he"] = "ntk"
     """Initialisation: of the paper's theory, of its Algorithm 1, or He's."""
 
-    def check(self) -> None:
+    def check_values(self) -> None:
         """Raise for flags that cannot be used, or not together."""
-        super().check()
+        super().check_values()
         if self.strategy == "eigen-nas" and self.kept > self.samples:
             raise ValueError(f"kept: expected at most the {self.samples} samples, got {self.kept}.")
 
@@ -232,6 +233,11 @@ class OwnSearch(DeepSearch):
     """Average images down to at most this side."""
     random: flags.CountOrNone = 2
     """Random architectures to train beside the one found."""
+
+    def check_values(self) -> None:
+        """Raise for flags that cannot be used, before anything is loaded."""
+        super().check_values()
+        check_module("space", self.space)
 
     def memory(self) -> dict[tuple[str, ...], int]:
         """The rows only: how large the network is is not known."""

@@ -4,8 +4,8 @@
     pixels: Count | None = None
 
 A command's flags are a frozen dataclass that extends :class:`Flags`. What one flag may be stands in
-its type; what several have to be together, in the class's own ``check``; what they take of the
-memory, in ``memory``. All of it is known before anything is loaded, made or compiled.
+its type; what several have to be together, in the class's own ``check_values``; what they take of
+the memory, in ``memory``. All of it is known before anything is loaded, made or compiled.
 """
 
 import dataclasses
@@ -113,12 +113,16 @@ class Flags:
     """Flags of a command."""
 
     def check(self) -> None:
-        """Raise a ValueError that names the flag, for one that cannot be used."""
+        """Raise a ValueError that names the flag, if a flag cannot be used."""
+        self.check_values()
+        memory.check(self, self.memory())
+
+    def check_values(self) -> None:
+        """Make all checks of :meth:`check` that need no JAX; only the device's memory does."""
         for name, hint in hints(type(self)).items():
             value = getattr(self, name)
             if expected := fault(hint, value):
                 raise ValueError(f"{name}: {expected}, got {shown(value)}.")
-        memory.check(self, self.memory())
 
     def memory(self) -> dict[tuple[str, ...], int]:
         """The least bytes that arrays take, by the flags that make them so large."""

@@ -1,11 +1,23 @@
 """Functions of the user's own, named MODULE:FUNCTION on the command line."""
 
 import importlib
+import importlib.util
 import inspect
 import os
 import sys
 from collections.abc import Callable
 from typing import Any
+
+
+def check_module(flag: str, name: str) -> None:
+    """Raise ``ValueError`` if there is no such module; nothing is imported.
+
+    A package's submodules are looked for when they are imported.
+    """
+    _add_working_directory()
+    root = name.partition(":")[0].partition(".")[0]
+    if root not in sys.modules and importlib.util.find_spec(root) is None:
+        raise ValueError(f"{flag}: expected MODULE:FUNCTION, got {name!r} (no module {root!r}).")
 
 
 def imported(flag: str, name: str) -> Callable[..., Any]:
@@ -17,8 +29,7 @@ def imported(flag: str, name: str) -> Callable[..., Any]:
         For a module or a function that is not there.
     """
     module, _, function = name.partition(":")
-    if os.getcwd() not in sys.path:  # where `python -m` would look too
-        sys.path.insert(0, os.getcwd())
+    _add_working_directory()
     try:
         found = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError) as error:
@@ -26,6 +37,12 @@ def imported(flag: str, name: str) -> Callable[..., Any]:
     if not callable(found):
         raise ValueError(f"{flag}: expected {name} to be a function, got {found!r}.")
     return found
+
+
+def _add_working_directory() -> None:
+    """Look for modules where ``python -m`` does, too."""
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
 
 
 def called(flag: str, name: str, *arguments: Any) -> Any:

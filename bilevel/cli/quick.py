@@ -1,4 +1,10 @@
-"""What ``--quick`` starts from: sizes that take seconds or minutes on two cores."""
+"""What ``--quick`` starts from: sizes that take seconds or minutes on two cores.
+
+None downloads anything: digits comes with scikit-learn.
+"""
+
+import dataclasses
+from typing import Any
 
 from bilevel.cli.commands import Baseline, Certify, Job, Rank, Search
 from bilevel.cli.deep_commands import DartsSearch, NasBench201Search, OwnSearch, SkipSearch
@@ -23,6 +29,12 @@ QUICK: dict[type[Job], Job] = {
     OwnSearch: OwnSearch(steps=100, epochs=10, samples=20, test=1000, random=1),
     Certify: Certify(rows=50),
     Baseline: Baseline(configs=8, dimension=128, train=200, valid=200, test=500),
-    Rank: Rank(networks=20, k=5, pool=10, cells=1, channels=4, pixels=16),
+    Rank: Rank(data="digits", networks=20, k=5, pool=10, cells=1, channels=4, pixels=16),
 }
 """The defaults with ``--quick``."""
+
+
+def sizes(kind: type[Job]) -> dict[str, Any]:
+    """The flags of a command that ``--quick`` sets, by name."""
+    quick, usual = dataclasses.asdict(QUICK[kind]), dataclasses.asdict(kind())
+    return {name: value for name, value in quick.items() if value != usual[name]}

@@ -20,7 +20,7 @@ import optax
 from bilevel import data as datasets
 from bilevel import plots
 from bilevel._progress import RunBar, progress_bar
-from bilevel.cli import deep, images, report
+from bilevel.cli import deep, images, report, saved
 from bilevel.cli.commands import Rank
 from bilevel.cli.devices import count_for, over
 from bilevel.cli.known import CLASSES, pixel_count
@@ -86,11 +86,7 @@ class Training(NamedTuple):
 def run_rank(config: Rank) -> dict[str, Any]:
     """Run the job; print its tables, write its run directory, return what `result.json` holds."""
     config.check()
-    changeable = (
-        *("networks", "scores", "aggregate", "k", "pool"),
-        *("devices", "at_once", "distributed"),
-    )
-    with run_directory(config, changeable, keeps="the scores saved so far are kept") as folder:
+    with run_directory(config, keeps="the scores saved so far are kept") as folder:
         with report.phases(config.progress, _work(config)) as bar:
             began = time.perf_counter()
             bar.enter("data")
@@ -98,7 +94,7 @@ def run_rank(config: Rank) -> dict[str, Any]:
             progress = report.within(config.progress)
             result, scored = _computed(plan, training, folder, bar, progress)
             result["seconds"] = time.perf_counter() - began
-        result = {"config": report.flags(config)} | result | report.origin()
+        result = {"config": saved.flags_of(config)} | result | report.origin()
         report.write(folder, result, {"rows": plan.drawn, **scored.values})
         if plan.table is not None:
             _picture(folder, result, scored, plan.table, plan.drawn)

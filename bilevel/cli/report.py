@@ -1,6 +1,5 @@
 """What the commands share: the files of a run, and the screen."""
 
-import dataclasses
 import datetime
 import decimal
 import json
@@ -18,11 +17,6 @@ from bilevel._log import without_nan
 from bilevel._processes import first
 from bilevel._progress import RunBar, run_bar
 from bilevel.cli import call
-
-
-def flags(config: Any) -> dict[str, Any]:
-    """A configuration dataclass as JSON knows it: paths are strings, tuples are lists."""
-    return json.loads(json.dumps(dataclasses.asdict(config), default=str))
 
 
 def origin() -> dict[str, Any]:

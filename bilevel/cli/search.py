@@ -28,7 +28,7 @@ from bilevel.activation_search import (
     solver,
     trained,
 )
-from bilevel.cli import argmax, report
+from bilevel.cli import argmax, report, saved
 from bilevel.cli.commands import JOINT_EPOCHS, LONGER, Search
 from bilevel.cli.devices import count_for, here, over
 from bilevel.cli.kernels import kernel_eigenvalue
@@ -58,22 +58,19 @@ class Plan(NamedTuple):
     optimizer: optax.GradientTransformation  # of alpha
     steps: int  # of alpha
     joint_steps: int  # of weights and alpha together
+    joint_rate: float | jax.Array  # of the weights then
 
 
 def run_search(config: Search) -> dict[str, Any]:
     """Run the job; print its table, write its run directory, return what `result.json` holds."""
     config.check()
-    with run_directory(
-        config,
-        ("steps", "devices", "distributed"),
-        keeps="the search is kept as far as it came",
-    ) as folder:
+    with run_directory(config, keeps="the search is kept as far as it came") as folder:
         with report.phases(config.progress, _work(config)) as bar:
             began = time.perf_counter()
             bar.enter("data")
             plan = _plan(config)
             result, found = _computed(plan, folder, bar, began, resume=config.resume)
-        result = {"config": report.flags(config)} | result | report.origin()
+        result = {"config": saved.flags_of(config)} | result | report.origin()
         _write(folder, result, found)
         _print(result, folder)
         return result
@@ -97,11 +94,12 @@ def _plan(config: Search) -> Plan:
     steps = config.inner_steps
     return Plan(
         task,
-        solver(task, steps, config.solver),
-        solver(task, LONGER * steps),
+        solver(task, steps, config.solver, config.weight_rate),
+        solver(task, LONGER * steps, rate=config.weight_rate),
         _optimizer(config.geometry, config.alpha_rate),
         config.steps,
         JOINT_EPOCHS * steps,
+        config.weight_rate or 1 / task.curvatures.max(axis=-1)[:, None, None],
     )
 
 
@@ -210,10 +208,9 @@ def _joint(plan: Plan, alpha: jax.Array, bar: RunBar) -> tuple[jax.Array, jax.Ar
     """Single-level training: weights and α descend the training loss together."""
     task, steps = plan.task, plan.joint_steps
     lower = side_by_side(task.space.problem).lower
-    rate = 1 / task.curvatures.max(axis=-1)[:, None, None]
     result = bilevel.search(
         bilevel.Problem(lower, lower),
-        bilevel.unrolled(optax.sgd(rate, 0.9, nesterov=True), 1, backprop=0),
+        bilevel.unrolled(optax.sgd(plan.joint_rate, 0.9, nesterov=True), 1, backprop=0),
         plan.optimizer,
         alpha,
         task.w0,

@@ -71,7 +71,7 @@ class ActivationSpace(Space):
     curvatures : ``curvatures(w, x) -> [h]``
         The largest Hessian eigenvalue of the lower loss linearised at ``w``, for each activation by
         itself.
-    solver : ``solver(curvatures, steps=50, momentum=0.9, backprop=None) -> LowerSolver``
+    solver : ``solver(curvatures, steps=50, momentum=0.9, backprop=None, rate=None) -> LowerSolver``
     """
 
     curvatures: Callable[[jax.Array, jax.Array], jax.Array]
@@ -189,9 +189,10 @@ def _finite_space(
         maps = [functools.partial(forward, s, x=x) for s in functions]
         return jnp.stack([_largest(f, w) for f in maps])
 
-    def solver(curvatures, steps=50, momentum=0.9, backprop=None):
+    def solver(curvatures, steps=50, momentum=0.9, backprop=None, rate=None):
         def run(lower, alpha, w, state, batch):
-            optimizer = optax.sgd(_step_size(alpha, curvatures), momentum or None, nesterov=True)
+            step = _step_size(alpha, curvatures) if rate is None else rate
+            optimizer = optax.sgd(step, momentum or None, nesterov=True)
             descent = unrolled(optimizer, steps, backprop=backprop)
             return descent.run(lower, alpha, w, descent.init(w), batch)[0], state
 

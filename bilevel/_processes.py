@@ -45,6 +45,11 @@ def anyone(flag: Any) -> bool:
     return bool(flag) if not several() else bool(gathered(np.int32(bool(flag))).any())
 
 
+def maximum(number: int) -> int:
+    """Return the largest of the processes' integers, which are less than 2^31."""
+    return number if not several() else int(gathered(np.int32(number)).max())
+
+
 def of_first(number: int) -> int:
     """The first process's whole number, under 2^31."""
     return number if not several() else int(gathered(np.int32(number))[0])

@@ -19,7 +19,7 @@ import optax
 from bilevel import _not_finite, _search_history, _single_loop, geometry
 from bilevel._descent import descent
 from bilevel._fingerprint import check_same, fingerprint
-from bilevel._interrupts import held_interrupts
+from bilevel._interrupts import held_signals
 from bilevel._processes import all_or_none, anyone, first, of_first, placed, together
 from bilevel._progress import progress_bar
 from bilevel._search_checks import check
@@ -157,6 +157,8 @@ def search(
     -------
     SearchResult
         ``alpha``, ``w``, ``history``, ``state``, ``stopped``. Ctrl-C returns what there is.
+        SIGTERM writes the ``checkpoint`` after the current chunk and then ends the process; without
+        a checkpoint, nothing is different from other programs.
 
     Raises
     ------
@@ -416,8 +418,8 @@ def _drive(
     advance = program(staying(setup.advance, carry), carry, feed.first, 1, donate=(0,))
     text = "outer {task.fields[value]:.4g}  lower {task.fields[lower]:.4g}"
     with (
+        held_signals(terminations=saver.directory is not None) as came,
         progress_bar(progress if first() else False, "search", steps, text, _SHOWN) as show,
-        held_interrupts() as interrupted,
     ):
         while done < steps:
             began = time.perf_counter()
@@ -437,12 +439,12 @@ def _drive(
             if trouble:
                 _raise(setup, trouble, carry, data)
             show(done, functools.partial(_shown, carry.last))
-            interrupt = anyone(interrupted())
+            interrupt = came()
             due = done == steps or (not interrupt and (every is None or done % every == 0))
             if callback is not None and due and _ended(callback, _result(setup, carry, "")):
                 stopped = f"ended by the callback after step {done}"
             if interrupt:
-                stopped = f"interrupted after step {done}"
+                stopped = f"{interrupt} after step {done}"
             if stopped:
                 saver.save(done, kept, last=True)
                 break

@@ -1,6 +1,8 @@
 """``bilevel search-skips`` searches, trains what it finds, and says what else would do."""
 
 import json
+import os
+import signal
 
 import numpy as np
 from helpers import documented_keys
@@ -71,6 +73,35 @@ def test_a_search_interrupted_and_resumed_ends_in_a_table_and_its_files(
     np.testing.assert_array_equal(arrays["history_alpha_activations_1"], np.full((4, 2, 2), 0.5))
     assert np.isin(arrays["alpha_activations_0"], (0, 1)).all()
     assert (run / "search.png").stat().st_size > 10_000
+
+
+def test_sigterm_saves_the_search_says_how_to_resume_and_then_ends_the_process(
+    tmp_path, capsys, monkeypatch
+):
+    """The test's own handler stands for the end of the process."""
+    run, received, seen = tmp_path / "run", [], []
+
+    def callback(result):
+        seen.append(len(result.history["value"]))
+        if seen == [1]:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    original = strategies.strategy.search
+
+    def one_step_at_a_time(*args, **options):
+        return original(*args, **options | {"chunk": 1, "callback": callback})
+
+    monkeypatch.setattr("bilevel.strategies.strategy.search", one_step_at_a_time)
+    before = signal.signal(signal.SIGTERM, lambda *_: received.append(capsys.readouterr().err))
+    try:
+        assert search(run) == 128 + signal.SIGTERM
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    (said,) = received
+    assert said.startswith("bilevel: terminated after step 2; ")
+    assert f"go on with --resume --out {run}" in said
+    assert search(run, "--resume") == 0
+    assert seen == [1, 3, 4] and (run / "result.json").exists()
 
 
 def test_mistakes_are_one_sentence_and_leave_no_run_directory(tmp_path, capsys):

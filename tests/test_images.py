@@ -1,11 +1,16 @@
 """Images are normalised by their own means, however many there are."""
 
+import functools
+import os
+import signal
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
+from bilevel import checkpoint
 from bilevel.nets.images import unit_images
 from bilevel.nets.training import from_scratch, run_epochs
 from bilevel.spaces.darts import DARTS_V2, darts_network
@@ -74,6 +79,30 @@ def test_fewer_epochs_than_a_checkpoint_holds_are_refused(tmp_path):
     run_epochs(program, jax.random.key(0), data, epochs=2, **options)
     with pytest.raises(ValueError, match="epochs: expected at least the 2 that the checkpoint"):
         run_epochs(program, jax.random.key(0), data, epochs=1, **options)
+
+
+def test_sigterm_saves_a_training_after_the_current_epoch(tmp_path):
+    network = darts_network(DARTS_V2, cells=1, channels=2, auxiliary=False)
+    program = from_scratch(network, optax.sgd(0.1), batch_size=2)
+    data = jnp.ones((4, 4, 4, 1)), jnp.array([0, 1, 0, 1])
+    key, options = jax.random.key(0), {"options": lambda epoch: (0.0,)}
+    run = functools.partial(run_epochs, program, key, data, epochs=4, **options)
+    received = []
+
+    def callback(done, loss):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.signal(
+        signal.SIGTERM, lambda *_: received.append(checkpoint.latest(tmp_path / "a"))
+    )
+    try:
+        with pytest.raises(KeyboardInterrupt, match="terminated after epoch 1"):
+            run(checkpoint=tmp_path / "a", callback=callback)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert received == [1]
+    resumed, whole = run(checkpoint=tmp_path / "a"), run(checkpoint=tmp_path / "b")
+    jax.tree.map(np.testing.assert_array_equal, resumed, whole)
 
 
 @pytest.mark.parametrize("scale", [1e-25, 1e20])

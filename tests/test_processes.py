@@ -111,6 +111,17 @@ def interrupt(result):
 
 
 answers["stopped"] = search(data, 50, callback=interrupt).stopped
+
+
+def terminate(result):
+    if rank == 1 and len(result.history["value"]) == 2:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+received = []
+signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
+options = {"checkpoint": folder + "/terminated", "callback": terminate}
+answers["terminated"] = search(data, 50, **options).stopped, len(received)
 enough = lambda result: rank == 1 and len(result.history["value"]) == 4
 answers["ended"] = search(data, 50, callback=enough).stopped
 
@@ -232,6 +243,7 @@ def test_two_processes_search_as_one(two, namespace):
     np.testing.assert_allclose(further.alpha, truth.alpha, rtol=1e-12)
     assert len(further.history["value"]) == 8
     assert first["stopped"] == "interrupted after step 3"  # of both, at the next look
+    assert first["terminated"] == ["terminated after step 3", 1]  # and the same in the second
     assert first["ended"] == "ended by the callback after step 4"
     refused = "expected the same values in every process"
     for name, told in {

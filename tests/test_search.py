@@ -344,36 +344,113 @@ KILLED = """
 import sys, time
 import test_search
 from bilevel import _search
-from bilevel import _search
-from ntk import _programs
-_search._SAVE_SECONDS = 0.0
+_search._SAVE_SECONDS = float(sys.argv[2])
+print("in the buffer")
 test_search.noisy(
     steps=2000, chunk=1, checkpoint=sys.argv[1], callback=lambda result: time.sleep(0.02)
 )
+print("and on")
 """
 
 
-def test_a_killed_search_resumes_exactly(tmp_path):
-    """SIGKILL at some moment after the second checkpoint, in another process."""
+@pytest.mark.parametrize(
+    ("number", "save_seconds", "saved"), [(signal.SIGKILL, 0.0, 2), (signal.SIGTERM, 1e6, 1)]
+)
+def test_a_killed_search_resumes_exactly(tmp_path, number, save_seconds, saved):
+    """A signal at some moment after the first checkpoints, in another process.
+
+    SIGTERM ends the process too, but after the state at that moment is saved.
+    """
     here = pathlib.Path(__file__).parent
     environment = os.environ | {
-        "PYTHONPATH": str(here),
+        "PYTHONPATH": os.pathsep.join([str(here), str(here.parent)]),
         "JAX_ENABLE_X64": str(int(jax.config.jax_enable_x64)),
+        "PYTHONUNBUFFERED": "",
     }
     folder = tmp_path / "run"
-    process = subprocess.Popen([sys.executable, "-c", KILLED, str(folder)], env=environment)
+    process = subprocess.Popen(
+        [sys.executable, "-c", KILLED, str(folder), str(save_seconds)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     patience = time.monotonic() + 120
     while time.monotonic() < patience and process.poll() is None:
-        saved = bilevel.checkpoint.steps(folder)
-        if len(saved) >= 2:
+        if len(bilevel.checkpoint.steps(folder)) >= saved:
+            time.sleep(0.1)  # some more steps
             break
         time.sleep(0.05)
-    process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
+    process.send_signal(number)
+    printed, _ = process.communicate()
+    assert process.returncode == -number
+    assert printed == ("in the buffer\n" if number == signal.SIGTERM else "")
     done = bilevel.checkpoint.latest(folder)
     assert done >= 2
     resumed = noisy(steps=done + 3, checkpoint=folder, resume=True)
     assert_identical(resumed, noisy(steps=done + 3))
+
+
+@pytest.fixture
+def sigterm():
+    """The SIGTERMs that the program's own handler got: for each, what ``look`` said then."""
+    received, look = [], []
+    before = signal.signal(signal.SIGTERM, lambda *_: received.append(look[0]() if look else None))
+    yield received, look
+    signal.signal(signal.SIGTERM, before)
+
+
+def terminate(result=None):
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_sigterm_reaches_the_programs_own_handler_after_the_checkpoint(tmp_path, sigterm):
+    received, look = sigterm
+    look.append(lambda: bilevel.checkpoint.latest(tmp_path))
+    handler = signal.getsignal(signal.SIGTERM)
+    result = noisy(steps=9, chunk=3, callback=terminate, checkpoint=tmp_path)
+    assert received == [6] and result.stopped == "terminated after step 6"
+    assert_identical(dataclasses.replace(result, stopped=""), noisy(steps=6))
+    assert signal.getsignal(signal.SIGTERM) is handler
+
+
+def test_a_second_sigterm_is_not_held_back(tmp_path, sigterm):
+    received, _ = sigterm
+
+    def twice(result):
+        terminate()
+        assert not received
+        terminate()
+        assert len(received) == 1
+
+    noisy(steps=9, chunk=3, callback=twice, checkpoint=tmp_path)
+
+
+def test_sigterm_is_held_only_for_a_checkpoint_and_only_if_it_would_do_something(tmp_path, sigterm):
+    received, look = sigterm
+    steps = []
+    look.append(lambda: steps[-1])
+
+    def callback(result):
+        steps.append(int(result.state.step))
+        terminate()
+
+    assert not noisy(steps=6, chunk=3, callback=callback).stopped
+    assert received == [3, 6]  # at once
+    ignored = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    assert not noisy(steps=6, chunk=3, callback=terminate, checkpoint=tmp_path).stopped
+    signal.signal(signal.SIGTERM, ignored)
+
+
+def test_sigterm_during_a_search_that_fails_is_not_lost(tmp_path, sigterm):
+    received, _ = sigterm
+
+    def callback(result):
+        terminate()
+        raise RuntimeError("of the callback")
+
+    with pytest.raises(RuntimeError, match="of the callback"):
+        noisy(steps=6, chunk=3, callback=callback, checkpoint=tmp_path)
+    assert len(received) == 1
 
 
 def test_ctrl_c_returns_what_there_is(tmp_path):

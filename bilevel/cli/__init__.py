@@ -10,10 +10,12 @@ import difflib
 import importlib
 import io
 import shlex
+import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+from bilevel._interrupts import deferred_terminations, terminate
 from bilevel.cli import call, commands, deep_commands, flags, interrupts, programs, quick, saved
 from bilevel.cli.recording import recorder
 
@@ -64,9 +66,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Parse ``arguments`` (the command line's by default), run the job; the exit status.
 
     Mistakes of the user's (a bad flag, a missing file) print one sentence and exit with 2; Ctrl-C
-    prints one too, with what is left of the run, and exits with 130. Where another process of the
-    run is lost, that is the sentence, and the status 1.
+    prints one too, with what is left of the run, and exits with 130. SIGTERM during a search
+    or a training prints such a sentence and then ends the process. Where another process of the run is
+    lost, that is the sentence, and the status 1.
     """
+    with deferred_terminations() as terminated:
+        status = _main(arguments)
+    if terminated:
+        terminate()
+        return 128 + signal.SIGTERM  # the caller handles the signal and has returned
+    return status
+
+
+def _main(arguments: Sequence[str] | None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     if hasattr(sys.stdout, "reconfigure"):  # a λ on a terminal of ASCII is no reason to fail
         sys.stdout.reconfigure(errors="replace")

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import optax
 
 from bilevel._fingerprint import fingerprint
+from bilevel._interrupts import held_signals
 from bilevel.batches import row_count
 from bilevel.checkpoint import saving
 from bilevel.checks import floating, function, number, prng_key, whole
@@ -235,6 +236,7 @@ def run_epochs(
     """All epochs of :func:`from_scratch`, from the newest checkpoint that there is.
 
     A training that was interrupted and run again ends in the very state of one that was not.
+    SIGTERM writes a checkpoint after the current epoch and then ends the process.
 
     Parameters
     ----------
@@ -282,7 +284,10 @@ def run_epochs(
     loss = jnp.full((), jnp.nan, jnp.result_type(float))
     run = jax.jit(epoch, donate_argnums=1)
     parts = {"program": program, "key": key, "data": data, "options": options}
-    with saving(checkpoint, fingerprint(parts), seconds=_SAVE_SECONDS) as saver:
+    with (
+        held_signals(interrupts=False, terminations=True) as came,
+        saving(checkpoint, fingerprint(parts), seconds=_SAVE_SECONDS) as saver,
+    ):
         first = saver.done("epochs", epochs)
         if first:
             state, loss = jax.tree.map(jnp.asarray, saver.restore((state, loss)))
@@ -291,5 +296,9 @@ def run_epochs(
             loss = loss.astype(jnp.result_type(float))
             if callback is not None:
                 callback(i + 1, float(loss))
-            saver.save(i + 1, functools.partial(tuple, (state, loss)), last=i + 1 == epochs)
+            ended = came()
+            last = i + 1 == epochs or bool(ended)
+            saver.save(i + 1, functools.partial(tuple, (state, loss)), last=last)
+            if ended:  # if the signal's own handler returns, a part is not taken for the whole
+                raise KeyboardInterrupt(f"{ended} after epoch {i + 1}")
     return state, float(loss)

@@ -67,8 +67,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Mistakes of the user's (a bad flag, a missing file) print one sentence and exit with 2; Ctrl-C
     prints one too, with what is left of the run, and exits with 130. SIGTERM during a search
-    or a training prints such a sentence and then ends the process. Where another process of the run is
-    lost, that is the sentence, and the status 1.
+    or a training prints such a sentence and then ends the process. If another process of the run is
+    lost, the sentence says so, and the status is 1.
     """
     with deferred_terminations() as terminated:
         status = _main(arguments)

@@ -19,7 +19,7 @@ def _matplotlib() -> Any:
         import matplotlib.rcsetup
     except ImportError as error:
         raise ImportError(
-            "plots: expected matplotlib, got none; install it with `pip install bilevel[plots]`."
+            "plots: expected matplotlib, got none; install it with `pip install matplotlib`."
         ) from error
     return matplotlib
 

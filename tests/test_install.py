@@ -76,6 +76,20 @@ def test_plain_pip_brings_no_tensorflow_and_what_it_brings_is_small_and_quick(py
     assert seconds < 3  # 1.2 on an idle machine, of which 1.0 is JAX
 
 
+def test_the_wheel_says_its_licences_and_has_the_readme(python):
+    program = """
+import json
+from importlib.metadata import metadata
+found = metadata("bilevel")
+print(json.dumps([found[k] for k in ("License-Expression", "Description-Content-Type")]
+    + [found.get_all("License-File"), found.get_payload()]))
+"""
+    expression, kind, files, text = json.loads(run(python, "-c", program, cwd=python.parent))
+    assert (expression, kind) == ("Apache-2.0 AND MIT", "text/markdown")
+    assert files == ["LICENSE", "bilevel/judging/tables/LICENSE"]
+    assert text.strip() == (ROOT / "README.md").read_text().strip()  # without an address
+
+
 def test_the_command_runs_in_it(python, tmp_path):
     command = python.with_name("bilevel")
     run(command, "certify", "--rows", "4", "--out", tmp_path / "run", cwd=tmp_path)

@@ -4,6 +4,7 @@ Under a transformation it is one compiled loop, otherwise a host loop over compi
 with progress, checkpoints and Ctrl-C between chunks. Both run the same program.
 """
 
+import copyreg
 import dataclasses
 import functools
 import time
@@ -76,6 +77,9 @@ class NonFiniteError(FloatingPointError):
         )
         self.step, self.quantity, self.result = step, quantity, result
 
+    def __reduce__(self):
+        return _without_init(self)
+
 
 class MisplacedError(ValueError):
     """Something moved alpha on after its geometry: at ``step``, with the ``result`` up to then."""
@@ -83,6 +87,14 @@ class MisplacedError(ValueError):
     def __init__(self, step: int, name: str, result: SearchResult):
         super().__init__(f"{geometry.MISPLACED.format(name)} It was seen at outer step {step}.")
         self.step, self.result = step, result
+
+    def __reduce__(self):
+        return _without_init(self)
+
+
+def _without_init(error: Exception) -> tuple:
+    """Pickle and copy an error without its constructor, whose arguments are not its ``args``."""
+    return copyreg.__newobj__, (type(error), *error.args), error.__dict__  # type: ignore[attr-defined]
 
 
 def search(

@@ -81,6 +81,10 @@ class Activation:
     def __repr__(self) -> str:
         return f"ntk.{self.name}"
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # The activations of this module by their names: a copy of a function is not equal to it.
+        return self.name if globals().get(self.name) is self else super().__reduce_ex__(protocol)
+
     def __call__(self, z: Any) -> jax.Array:
         """``s(z)`` elementwise; half the jump at the kink of a step."""
         z = jnp.asarray(z)

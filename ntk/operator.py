@@ -50,6 +50,9 @@ class Operator:
     def _of_columns(self):
         return self.x if self.x2 is None else self.x2
 
+    def __getstate__(self):
+        return self.__dict__ | {"_programs": {}}  # compiled programs belong to this process
+
     def __matmul__(self, v: chex.Array) -> jax.Array:
         v = array("v", v)
         rows = self.shape[1]

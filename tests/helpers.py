@@ -106,3 +106,22 @@ def no_room(limit):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, usual)
         jax.config.update(seconds, kept)
+
+
+def trial(rate):
+    """Count the steps of a search, one trial of a sweep; it diverges at large rates.
+
+    It is here because a new process imports the module of its task.
+    """
+    import optax
+
+    import bilevel
+
+    problem = bilevel.Problem(
+        lambda w, alpha, batch: 0.5 * jnp.sum((w - alpha) ** 2),
+        lambda w, alpha, batch: jnp.sum((w - batch) ** 2),
+    )
+    solver, data = bilevel.unrolled(optax.sgd(rate), 20), (jnp.zeros(2), jnp.ones(2))
+    points = jnp.ones(2), jnp.zeros(2)
+    result = bilevel.search(problem, solver, optax.sgd(0.1), *points, *data, steps=3)
+    return len(result.history["value"])

@@ -1,0 +1,227 @@
+"""Exceptions and records survive pickle, copy and cloudpickle, as process pools and joblib need."""
+
+import concurrent.futures
+import copy
+import dataclasses
+import functools
+import importlib
+import inspect
+import multiprocessing
+import pickle
+import pkgutil
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import trial
+
+import bilevel
+import ntk
+from bilevel import _search, store
+from bilevel.cli import interrupts
+from bilevel.nets.layers import Conv
+from ntk import networks as nets
+
+
+def classes():
+    """All classes that the modules of both packages define."""
+    found = set()
+    for package in (bilevel, ntk):
+        for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            if module.name.endswith("__main__"):
+                continue
+            for value in vars(importlib.import_module(module.name)).values():
+                if inspect.isclass(value) and value.__module__.split(".")[0] in ("bilevel", "ntk"):
+                    found.add(value)
+    return sorted(found, key=lambda kind: (kind.__module__, kind.__qualname__))
+
+
+EXCEPTIONS = [kind for kind in classes() if issubclass(kind, BaseException)]
+RECORDS = [
+    kind
+    for kind in classes()
+    if (hasattr(kind, "_fields") or dataclasses.is_dataclass(kind))
+    and not issubclass(kind, nn.Module)
+]
+# Other forms than pickle need no importable functions: solvers and optimizers are closures.
+COPIES = {
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "cloudpickle": lambda x: pickle.loads(pytest.importorskip("cloudpickle").dumps(x)),
+}
+FORMS = COPIES | {
+    f"pickle {protocol}": lambda x, protocol=protocol: pickle.loads(pickle.dumps(x, protocol))
+    for protocol in range(pickle.HIGHEST_PROTOCOL + 1)
+}
+
+
+def lower(w, alpha, batch):
+    return 0.5 * jnp.sum((w - alpha["a"]) ** 2)
+
+
+def outer(w, alpha, batch):
+    return jnp.sum((w - batch) ** 2)
+
+
+@functools.cache
+def searched():
+    problem, alpha = bilevel.Problem(lower, outer), {"a": jnp.zeros(2)}
+    options = {"steps": 3, "progress": False, "diagnostics": True}
+    data = jnp.zeros(2), jnp.ones(2)
+    return bilevel.search(
+        problem, bilevel.implicit(), optax.adam(0.1), alpha, jnp.zeros(2), *data, **options
+    )
+
+
+MADE = {
+    bilevel.NonFiniteError: lambda kind: kind(3, "w", searched(), "the reason"),
+    _search.MisplacedError: lambda kind: kind(3, "softmax", searched()),
+    bilevel.LostProcessError: lambda kind: kind("process 1 of 2 ended"),
+    store.DamagedError: lambda kind: kind("checkpoint: expected an undamaged step"),
+    interrupts.Stopped: lambda kind: kind("interrupted; nothing is kept"),
+}
+
+
+def assert_equal(x, y):
+    assert jax.tree.structure(x) == jax.tree.structure(y)
+    jax.tree.map(np.testing.assert_array_equal, x, y)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kind", EXCEPTIONS, ids=lambda kind: kind.__name__)
+def test_every_exception_survives(kind, form):
+    error = MADE[kind](kind)  # an exception without an entry there has no test
+    error.add_note("a note")
+    copied = FORMS[form](error)
+    assert type(copied) is kind and str(copied) == str(error) and copied.args == error.args
+    assert vars(copied).keys() == vars(error).keys()
+    for name, value in vars(error).items():
+        assert_equal(vars(copied)[name], value)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_subclasses_of_exceptions_survive(form):
+    error = Diverged(3, "w", searched())
+    copied = FORMS[form](error)
+    assert type(copied) is Diverged and copied.step == 3 and str(copied) == str(error)
+
+
+class Diverged(bilevel.NonFiniteError):
+    """A user's own."""
+
+
+@pytest.mark.parametrize("kind", RECORDS, ids=lambda kind: f"{kind.__module__}.{kind.__name__}")
+def test_every_record_survives(kind):
+    """With a string in every field: pickle takes functions only by name."""
+    named = hasattr(kind, "_fields")
+    names = kind._fields if named else [field.name for field in dataclasses.fields(kind)]
+    record = kind._make(names) if named else object.__new__(kind)
+    if not named:
+        vars(record).update({name: name for name in names})
+    for form, copied in FORMS.items():
+        again = copied(record)
+        assert type(again) is kind, form
+        assert [getattr(again, name) for name in names] == list(names), form
+
+
+def hypergradient():
+    arrays = {"a": jnp.zeros(2)}, jnp.zeros(2), jnp.zeros(2), jnp.ones(2)
+    return bilevel.hypergradient(bilevel.Problem(lower, outer), bilevel.implicit())(*arrays)
+
+
+X = np.random.default_rng(0).normal(size=(5, 3))
+RESULTS = {
+    "search": searched,
+    "hypergradient": hypergradient,
+    "problem": lambda: bilevel.Problem(lower, outer),
+    "kernels": lambda: ntk.network_kernel(jnp.asarray(X), activations=[ntk.relu]),
+    "dataset": lambda: bilevel.data.load("digits"),
+    "activation": lambda: ntk.leaky_relu(0.1),
+    "layer": lambda: Conv(3),
+}
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_results_survive(name):
+    result = RESULTS[name]()
+    for copied in FORMS.values():
+        again = copied(result)
+        assert type(again) is type(result)
+        assert_equal(again, result)
+
+
+def test_named_activations_are_one_object_in_a_process():
+    """A copy would be equal to no activation that kernels know in closed form."""
+    for form in FORMS.values():
+        assert form(ntk.gelu) is ntk.gelu and form(ntk.relu) is ntk.relu
+
+
+SOLVERS = {
+    "implicit": lambda: bilevel.implicit(bilevel.lbfgs(), bilevel.cg()),
+    "unrolled": lambda: bilevel.unrolled(optax.sgd(0.1), 3),
+    "spaba": bilevel.spaba,
+}
+
+
+@pytest.mark.parametrize("name", SOLVERS)
+def test_solvers_and_optimizers_survive_cloudpickle(name):
+    """They are records of closures, which pickle does not take."""
+    optimizer = optax.chain(optax.sgd(0.1), bilevel.project("box"))
+    pair = SOLVERS[name](), optimizer
+    data = jnp.zeros((4, 2)), jnp.ones((4, 2))
+    alphas = [
+        bilevel.search(
+            bilevel.Problem(lower, outer),
+            *pair,
+            {"a": jnp.full(2, 0.5)},
+            jnp.zeros(2),
+            *data,
+            steps=2,
+            progress=False,
+        ).alpha
+        for pair in (pair, *(form(pair) for form in COPIES.values()))
+    ]
+    for alpha in alphas[1:]:
+        assert_equal(alpha, alphas[0])
+
+
+def network():
+    net = nets.serial(nets.dense(), nets.act([ntk.relu, ntk.tanh], "first"))
+    return net, lambda net: (net.names, net.start())
+
+
+def kernel_operator():
+    operator = ntk.KernelOperator(lambda x, y: x @ y.T, jnp.asarray(X))
+    operator @ jnp.ones(5)  # compiles a program, which no other process can have
+    return operator, lambda operator: operator @ jnp.ones(5)
+
+
+def empirical_operator():
+    operator = ntk.EmpiricalOperator(lambda w, x: x @ w, jnp.ones(3), jnp.asarray(X))
+    operator @ jnp.ones(5)
+    return operator, lambda operator: operator @ jnp.ones(5)
+
+
+def space():
+    space = bilevel.spaces.activations.activation_space(["relu", "tanh"], width=4)
+    return space, lambda space: space.apply(jnp.ones((4, 3)), jnp.ones(2) / 2, jnp.asarray(X))
+
+
+@pytest.mark.parametrize("make", [network, kernel_operator, empirical_operator, space])
+def test_records_of_functions_survive_cloudpickle(make):
+    record, values = make()
+    for form in COPIES.values():
+        assert_equal(values(form(record)), values(record))
+
+
+def test_a_diverging_trial_does_not_end_a_process_pool():
+    spawn = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(1, mp_context=spawn) as pool:
+        diverging, converging = pool.submit(trial, 1e4), pool.submit(trial, 0.1)
+        with pytest.raises(bilevel.NonFiniteError) as raised:
+            diverging.result(timeout=120)
+        assert converging.result(timeout=120) == 3
+    assert raised.value.step == 0 and raised.value.result.alpha.shape == (2,)

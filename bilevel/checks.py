@@ -12,6 +12,8 @@ import optax
 from bilevel.protocols import Inverse, LowerSolver, Pytree, SingleLoop
 from ntk._checks import (
     array,
+    at_least_float32,
+    common_dtype,
     concrete,
     finite,
     floats,
@@ -34,7 +36,9 @@ __all__ = [
     "arrays",
     "as_floating",
     "at_least",
+    "at_least_float32",
     "between",
+    "common_dtype",
     "concrete",
     "count",
     "data",

@@ -153,7 +153,7 @@ def _sharpened(products, values, vectors, threshold) -> _Factors:
     # The stiff directions wait outside the soft ones' range.
     outside = jnp.diag(jnp.where(soft, 0, 4 * p * scale))
     sharp, turn = jnp.linalg.eigh((quotients + quotients.T) / 2 + outside)
-    inside = (turn * jnp.where(sharp < 2 * p * scale, 1 / sharp, 0)) @ turn.T
+    inside = (turn * jnp.where(sharp < 2 * p * scale, 1 / sharp, 0)[None]) @ turn.T
     core = jnp.where(both, inside, 0) + jnp.diag(jnp.where(soft, 0, 1 / values))
     return _Factors(vectors, core, sharp[0], noise)
 

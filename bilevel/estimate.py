@@ -154,7 +154,7 @@ def _assess(problem, products, w, alpha, train, valid, grad, adjoint) -> Info:
     solved = after((grad, adjoint), w)
     refined = _refine(problem, fixed, products, solved, alpha, train, valid, grad, adjoint)
     better = jax.tree.map(lambda g: g.mean(0), refined.grads)
-    deviations = jax.tree.map(lambda g, mean: g - mean, refined.grads, better)
+    deviations = jax.tree.map(lambda g, mean: g - mean[None], refined.grads, better)
     spread = optax.tree.norm(deviations) / jnp.sqrt(_samples(w) - 1)
     change = optax.tree.norm(optax.tree.sub(grad, better))
     # The rounding of two terms that may nearly cancel.

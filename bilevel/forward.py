@@ -221,8 +221,11 @@ def lbfgs(steps: int = 200, tol: float | None = None, memory: int = 10) -> Lower
         lower, slope, scale = _in_own_units(lower, w, alpha, batch)
         target = relative * scale
 
+        promotion = jax.config.jax_numpy_dtype_promotion
+
         def loss(w):
-            return lower(w, alpha, batch)
+            with jax.numpy_dtype_promotion(promotion):  # optax calls it in another, below
+                return lower(w, alpha, batch)
 
         def unfinished(carry):
             *_, slope, k = carry
@@ -230,9 +233,11 @@ def lbfgs(steps: int = 200, tol: float | None = None, memory: int = 10) -> Lower
 
         def step(carry):
             w, state, value, slope, k = carry
-            updates, state = optimizer.update(
-                slope, state, w, value=value, grad=slope, value_fn=loss
-            )
+            # Optax's L-BFGS relies on the promotion of its counters, whatever the user's setting.
+            with jax.numpy_dtype_promotion("standard"):
+                updates, state = optimizer.update(
+                    slope, state, w, value=value, grad=slope, value_fn=loss
+                )
             w = optax.apply_updates(w, updates)
             return w, state, *jax.value_and_grad(loss)(w), k + 1
 

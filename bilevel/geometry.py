@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from bilevel.checks import concrete, floating, gradient_transformation, simplex
+from bilevel.checks import at_least_float32, concrete, floating, gradient_transformation, simplex
 from bilevel.protocols import Pytree
 
 
@@ -140,8 +140,11 @@ def project_simplex(point: chex.Array) -> jax.Array:
     # keeps the sums below exact for points of any size.
     wide = _wide(_finite(point))
     wide = jnp.maximum(wide - jnp.max(wide, axis=-1, keepdims=True), -1)
-    flat = wide.reshape(-1, point.shape[-1])
-    projected = jax.vmap(optax.projections.projection_simplex)(flat).reshape(point.shape)
+    # With k entries above 0, each loses (their sum - 1) / k; the largest of these is the loss.
+    count = jnp.arange(1, point.shape[-1] + 1, dtype=wide.dtype)
+    totals = jnp.cumsum(jnp.sort(wide, axis=-1, descending=True), axis=-1)
+    losses = (totals - 1) / jnp.broadcast_to(count, totals.shape)
+    projected = jnp.maximum(wide - jnp.max(losses, axis=-1, keepdims=True), 0)
     return (projected / jnp.sum(projected, axis=-1, keepdims=True)).astype(point.dtype)
 
 
@@ -239,7 +242,7 @@ def _finite(x: jax.Array) -> jax.Array:
 
 def _wide(x: jax.Array) -> jax.Array:
     """``x`` in float32 at least: half precision is too coarse for sums over many entries."""
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return x.astype(at_least_float32(x.dtype))
 
 
 def _softmax(logits: jax.Array) -> jax.Array:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from bilevel.protocols import Loss, Pytree
+from ntk._checks import at_least_float32
 
 
 def widen(w: Pytree) -> Pytree:
@@ -23,7 +24,7 @@ def widen(w: Pytree) -> Pytree:
     >>> widen([jnp.ones(1, jnp.bfloat16), jnp.ones(1, jnp.float32)])
     [Array([1.], dtype=float32), Array([1.], dtype=float32)]
     """
-    dtype = jnp.result_type(jnp.float32, *(x.dtype for x in jax.tree.leaves(w)))
+    dtype = at_least_float32(*(x.dtype for x in jax.tree.leaves(w)))
     return jax.tree.map(lambda x: x.astype(dtype), w)
 
 
@@ -83,7 +84,7 @@ def squarable(parts: list) -> list:
     >>> squarable([np.array([3e30, 0.0], np.float32)])[0].max() < 1
     np.True_
     """
-    parts = [a.astype(jnp.promote_types(jnp.result_type(a), jnp.float32)) for a in parts]
+    parts = [a.astype(at_least_float32(a.dtype)) for a in parts]
     numbers: Any = jnp if isinstance(parts[0], jax.Array) else np
     _, exponent = numbers.frexp(numbers.abs(parts[0]).max())
     return [numbers.ldexp(a, -exponent) for a in parts]

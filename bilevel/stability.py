@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from bilevel.checks import array, concrete, finite, function, whole
+from bilevel.checks import array, common_dtype, concrete, finite, function, whole
 from bilevel.protocols import Pytree
 
 
@@ -116,9 +116,13 @@ def lipschitz(
     if batch_size is not None:
         whole("batch_size", batch_size, 1)
 
+    def moved(delta, unit):
+        dtype = common_dtype(delta, unit)
+        return delta.astype(dtype) * unit.astype(dtype)
+
     def around(alpha, unit):
         def step(delta):
-            return jax.tree.map(lambda a, u: a + (delta * u).astype(a.dtype), alpha, unit)
+            return jax.tree.map(lambda a, u: a + moved(delta, u).astype(a.dtype), alpha, unit)
 
         points = jax.vmap(step)(jnp.concatenate([jnp.zeros_like(deltas[:1]), deltas]))
         # The run at alpha is one of the same vmap: the algorithm is compiled once.
@@ -157,7 +161,7 @@ def _steps(deltas: jax.Array) -> jax.Array:
 
 def _points(alphas: Pytree) -> Pytree:
     alphas = jax.tree.map(lambda a: array("alphas", a), alphas)
-    alphas = jax.tree.map(lambda a: a.astype(jnp.result_type(a, float)), alphas)
+    alphas = jax.tree.map(lambda a: a.astype(common_dtype(a, float)), alphas)
     shapes = [leaf.shape for leaf in jax.tree.leaves(alphas)]
     if not shapes or not all(shape and shape[0] == shapes[0][0] > 0 for shape in shapes):
         raise ValueError(

@@ -109,9 +109,9 @@ def _orthonormal(W, Z):
         values, vectors = jnp.linalg.eigh(_inner(Q, Z))
         kept = values > _cut(values)
         root = jnp.sqrt(jnp.where(kept, values, 1))
-        narrow = vectors * jnp.where(kept, 1 / root, 0)
+        narrow = vectors * jnp.where(kept, 1 / root, 0)[None]
         Q, Z = _times(Q, narrow), _times(Z, narrow)
-        C = (vectors * jnp.where(kept, root, 0)).T @ C
+        C = (vectors * jnp.where(kept, root, 0)[None]).T @ C
     return Q, Z, C
 
 
@@ -120,7 +120,8 @@ def _inverse(T):
     values, vectors = jnp.linalg.eigh(T)
     kept = values > _cut(values)
     positive = values[0] >= -100 * _cut(values)
-    return (vectors * jnp.where(kept, 1 / jnp.where(kept, values, 1), 0)) @ vectors.T, positive
+    inverse = jnp.where(kept, 1 / jnp.where(kept, values, 1), 0)
+    return (vectors * inverse[None]) @ vectors.T, positive
 
 
 def _cut(values):

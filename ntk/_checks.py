@@ -49,7 +49,12 @@ def nan_unless(good: Any, tree: Any) -> Any:
     (Array(nan, dtype=float...), Array(nan, dtype=float...))
     """
     factor = jnp.where(good, 1.0, jnp.nan)
-    return jax.tree.map(lambda x: x * factor.astype(jnp.result_type(x)), tree)
+
+    def of_leaf(x):
+        missing = range(jnp.ndim(x) - factor.ndim)
+        return x * jnp.expand_dims(factor, tuple(missing)).astype(jnp.result_type(x))
+
+    return jax.tree.map(of_leaf, tree)
 
 
 def nan_where(bad: Any, value: jax.Array) -> jax.Array:
@@ -89,11 +94,35 @@ def array(name: str, value: Any) -> jax.Array:
     return x
 
 
+def common_dtype(*values: Any) -> np.dtype:
+    """The dtype to which JAX promotes arrays or dtypes by default.
+
+    Examples
+    --------
+    >>> common_dtype(jnp.int8, jnp.float32)
+    dtype('float32')
+    """
+    # No array is promoted here: strict promotion, the user's flag, is for implicit casts of arrays.
+    with jax.numpy_dtype_promotion("standard"):
+        return jnp.result_type(*values)
+
+
+def at_least_float32(*values: Any) -> np.dtype:
+    """The common dtype of arrays or dtypes, at least float32.
+
+    Examples
+    --------
+    >>> at_least_float32(jnp.bfloat16)
+    dtype('float32')
+    """
+    return common_dtype(jnp.float32, *values)
+
+
 def floats(name: str, value: Any) -> jax.Array:
     """``value`` as an array of real floating-point numbers of at least 32 bits."""
     x = array(name, value)
     whole = not jnp.issubdtype(x.dtype, jnp.floating)
-    return x.astype(float if whole else jnp.promote_types(x.dtype, jnp.float32))
+    return x.astype(float if whole else at_least_float32(x.dtype))
 
 
 def numbers(name: str, value: Any) -> Any:

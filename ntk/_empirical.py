@@ -15,6 +15,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from ntk import _compat, _layers
+from ntk._checks import at_least_float32
 from ntk._equations import like
 from ntk._layers import Plan
 from ntk._rows import blocks, joined, length, mapped, mirrored, sharded, transposed
@@ -202,7 +203,7 @@ def nngp(net, outputs, batch_size, inputs, x1, x2):
         cut = blocks(x, min(batch_size or length(x), length(x)))
         y = mapped(jax.vmap(functools.partial(net.outputs, inputs)), cut)
         y = y.reshape(-1, y.shape[-1])[: length(x)]
-        return y.astype(jnp.promote_types(y.dtype, jnp.float32))
+        return y.astype(at_least_float32(y.dtype))
 
     y1 = of(x1)
     y2 = y1 if x2 is None else of(x2)

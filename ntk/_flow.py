@@ -85,8 +85,8 @@ def _phi(a, t, rounding):
 
 def _divided_differences(values, t, rounding):
     """``(phi(a) - phi(b)) / (a - b)`` for all pairs, without cancellation."""
-    a = jnp.minimum(values[:, None], values)
-    b = jnp.maximum(values[:, None], values)
+    a = jnp.minimum(values[:, None], values[None])
+    b = jnp.maximum(values[:, None], values[None])
     finite = _finite(t)
     x, y = finite * a, finite * b
     # (D - phi(a)) / b, where D = (exp(-x) - exp(-y)) / (b - a) has a stable form.

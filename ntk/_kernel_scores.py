@@ -312,7 +312,7 @@ def _log_sum(traces: jax.Array) -> jax.Array:
 def _cosine_min_eigenvalue(K: jax.Array) -> jax.Array:
     norms = jnp.sqrt(jnp.diagonal(K))
     inverse = jnp.where(norms > 0, 1 / jnp.where(norms > 0, norms, 1), 0)
-    return jnp.maximum(spectrum.eigenvalues(inverse[:, None] * K * inverse)[0], 0)
+    return jnp.maximum(spectrum.eigenvalues(inverse[:, None] * K * inverse[None])[0], 0)
 
 
 def _condition(values: jax.Array) -> jax.Array:
@@ -335,7 +335,7 @@ def _entropy(values: jax.Array) -> jax.Array:
 def _label_energy(K: jax.Array, values: jax.Array, y: jax.Array, classes: int) -> jax.Array:
     targets = jax.nn.one_hot(y, classes, dtype=K.dtype)
     targets = nan_unless(((y >= 0) & (y < classes)).all(), targets)
-    targets -= targets.mean(axis=0)
+    targets -= targets.mean(axis=0, keepdims=True)
     singular = _is_singular(values)
     safe = jnp.where(singular, jnp.eye(len(K), dtype=K.dtype), K)
     whitened = jax.scipy.linalg.solve_triangular(jnp.linalg.cholesky(safe), targets, lower=True)

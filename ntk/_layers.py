@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Jaxpr, Literal
 
+from ntk._checks import at_least_float32
 from ntk._equations import like
 from ntk._products import Rows
 from ntk._sample import Network
@@ -127,7 +128,7 @@ def _blocks(plan: Plan, factors: Factors) -> list[Block]:
     variables = [*plan.jaxpr.constvars, *plan.jaxpr.invars]
     for site, kept, s in zip(sites, factors.inputs, factors.sensitivities, strict=True):
         leaf = variables[site.weight.parts[0][0]]
-        dtype = jnp.promote_types(like(leaf).dtype, jnp.float32)
+        dtype = at_least_float32(like(leaf).dtype)
         columns = _positions(site, site.product.columns, 1, kept)
         columns = floats(lambda x, d=dtype: x.astype(d), columns)
         s = _positions(site, site.product.outputs, 2, s).astype(dtype)
@@ -166,10 +167,7 @@ def _positions(site: Site, function: Callable, axes: int, x):
 
 def _flat(factors: Factors) -> list[jax.Array]:
     """Gradients [n, o, p] of the leaves that no product accounts for."""
-    return [
-        g.reshape(*g.shape[:2], -1).astype(jnp.promote_types(g.dtype, jnp.float32))
-        for g in factors.rest
-    ]
+    return [g.reshape(*g.shape[:2], -1).astype(at_least_float32(g.dtype)) for g in factors.rest]
 
 
 # --- Their inner products -------------------------------------------------------------------------

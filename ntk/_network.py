@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.flatten_util import ravel_pytree
 
-from ntk._checks import array, concrete, finite, function, nan_unless
+from ntk._checks import array, at_least_float32, concrete, finite, function, nan_unless
 from ntk._intercept import fold
 from ntk._programs import fresh, program
 from ntk._rectifiers import is_relu, marked
@@ -165,7 +165,7 @@ def map_gradients(reduce: Callable, apply: Apply, params: Pytree, x: chex.Array)
 
 def gram(rows: chex.Array) -> jax.Array:
     """``rows rows'``, in 32 bits at least: rounding is judged by its type."""
-    dtype = jnp.promote_types(rows.dtype, jnp.float32)
+    dtype = at_least_float32(rows.dtype)
     return jnp.matmul(rows, rows.T, precision="highest", preferred_element_type=dtype)
 
 

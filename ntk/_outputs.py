@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ntk._checks import array, concrete, finite, floats, number
+from ntk._checks import array, at_least_float32, concrete, finite, floats, number
 from ntk._placement import automatic
 from ntk._symmetric import symmetric
 from ntk.kernel_functions import matrix as kernel
@@ -45,7 +45,7 @@ def data(K: Any, y: Any, name: str = "K", *, x: Any = None) -> Data:
     if y.ndim not in (1, 2) or y.shape[0] != n or not y.size:
         raise ValueError(f"y: expected shape [{n}] or [{n}, outputs], got {y.shape}.")
     finite("y", y, "targets")
-    dtype = jnp.promote_types(jnp.result_type(matrix, y), jnp.float32)
+    dtype = at_least_float32(matrix, y)
     columns = y.astype(dtype).reshape(len(matrix), -1)
     return Data(matrix.astype(dtype), columns, y.shape, full)
 

@@ -6,6 +6,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
+from ntk._checks import at_least_float32
 from ntk._intercept import fold
 from ntk._network import (
     Apply,
@@ -54,7 +55,7 @@ def wrcor(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
     K, last = _response_correlations(apply, params, x, y)
     _, logdet = jnp.linalg.slogdet(K)
     largest = jnp.max(K - jnp.diag(jnp.diag(K)))
-    alike = largest >= K[0, 0] * (1 - len(x) * jnp.finfo(jnp.float32).eps)
+    alike = largest >= K[0, 0] * (1 - len(x) * float(jnp.finfo(jnp.float32).eps))
     return jnp.where(alike, -jnp.inf, logdet + len(x) * last * jnp.log(2.0))
 
 
@@ -75,10 +76,10 @@ def _response_correlations(
     def count(eqn, other, inputs, outputs, counts):
         if _is_end(eqn):
             ends.append(eqn)
-            return outputs, counts + jnp.array([1, 0])
+            return outputs, counts + jnp.array([1.0, 0.0])
         axis = samples_axis(eqn, other, n)
         relus.append(axis)
-        return outputs, counts + jnp.array([0, axis is not None])
+        return outputs, counts + jnp.array([0.0, float(axis is not None)])
 
     _, counts = through(count, jnp.zeros(2))
     if not relus:
@@ -96,7 +97,7 @@ def _response_correlations(
                 return outputs, found
             weight = jnp.exp2(layer - last)
             K = K + weight * _correlations(inputs[0], axis)
-            return [_watched(axis, outputs[0], inputs[0], weight, total)], (layer + each, K)
+            return [_watched(axis, outputs[0], inputs[0], weight, total)], (layer + int(each), K)
 
         logits, (_, K) = through(probe, (zero, nothing))
         return cross_entropy(logits, y), K
@@ -116,7 +117,7 @@ def _is_site(eqn) -> bool:
 def _correlations(u: jax.Array, axis: int) -> jax.Array:
     """Absolute correlations of the samples; 0 if one of them is constant and has none."""
     u = jnp.moveaxis(u, axis, 0).reshape(u.shape[axis], -1)
-    u = u.astype(jnp.promote_types(u.dtype, jnp.float32))
+    u = u.astype(at_least_float32(u.dtype))
     size = jnp.abs(u).max(axis=1, keepdims=True)  # squares of small gradients would be 0
     u = u / jnp.where(size > 0, size, 1)
     centred = u - u.mean(axis=1, keepdims=True)

@@ -124,14 +124,14 @@ def _times(K: Operator, penalty, v):
 def _unit(B):
     """Columns of one length, against which what a direction adds is held; and their lengths."""
     largest = jnp.max(jnp.abs(B), axis=0)  # whose square may be too large a number, or none
-    scaled = B / jnp.where(largest > 0, largest, 1)
+    scaled = B / jnp.where(largest > 0, largest, 1)[None]
     scale = largest * jnp.sqrt(jnp.sum(scaled**2, axis=0))
-    return B / jnp.where(scale > 0, scale, 1), scale
+    return B / jnp.where(scale > 0, scale, 1)[None], scale
 
 
 def _found(state: SolverState, scale) -> Solved:
     failed = jnp.isnan(state.residual).any()
-    solution = jnp.where(failed, jnp.nan, state.weights * scale)
+    solution = jnp.where(failed, jnp.nan, state.weights * scale[None])
     return Solved(solution, state.residual * scale, state.residual, state.steps)
 
 

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ntk._checks import array, concrete, finite, floats, nan_unless
+from ntk._checks import array, at_least_float32, concrete, finite, floats, nan_unless
 
 
 def rounding(dtype: Any, n: int) -> float:
@@ -23,7 +23,7 @@ def rounding(dtype: Any, n: int) -> float:
     if not jnp.issubdtype(dtype, jnp.floating):
         return 0.0  # of whole numbers
     # Numbers of 16 bits are summed in 32, and rounded once.
-    summed = jnp.finfo(jnp.promote_types(dtype, jnp.float32)).eps
+    summed = jnp.finfo(at_least_float32(dtype)).eps
     return 2 * float(jnp.finfo(dtype).eps) + max(1000, n) * float(summed)
 
 

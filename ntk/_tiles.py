@@ -132,7 +132,7 @@ def _product(tile, v):
     spread, and the error of the product in float32 is some seven times smaller so.
     """
     mean = lax.stop_gradient(jnp.mean(tile))  # which drops out
-    return jnp.matmul(tile - mean, v, precision="highest") + mean * _sum(v)
+    return jnp.matmul(tile - mean, v, precision="highest") + mean * _sum(v)[None]
 
 
 def _sum(v):

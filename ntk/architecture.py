@@ -234,7 +234,7 @@ def expand_layer(
         return tuple(kinked_expansion(sides, scale, error, degree, shape) for degree in (1, 0))  # type: ignore[return-value]
     assert kinks is not None  # of a network with this layer
     table = jax.tree.map(lambda x: jnp.asarray(x, scale.dtype), grid(*how))
-    u = jnp.concatenate([scale[:, None] * table.z, _probes(scale)], axis=1)
+    u = jnp.concatenate([scale[:, None] * table.z[None], _probes(scale)], axis=1)
     values = jnp.zeros((2, 2, *u.shape), scale.dtype)  # of s and s', at u and -u
     for i, s in enumerate(layer):
         if s.smooth is not None:
@@ -269,7 +269,7 @@ def _probes(scale: jax.Array) -> jax.Array:
 @jax.jit
 def _expand_both(values, sides, places, jumps, scale, error, table):
     values, probed = jnp.split(values, [len(table.z)], axis=-1)
-    jumps = jnp.where(_worthwhile(values, places, jumps, scale, table), jumps, 0)
+    jumps = jnp.where(_worthwhile(values, places, jumps, scale, table), jumps[None], 0)
     both = jnp.stack([jumps, jnp.pad(jumps[..., 1:], ((0, 0), (0, 0), (0, 1)))])
 
     def one(x):  # a loop, so that it is compiled once
@@ -295,18 +295,20 @@ def _worthwhile(values, places, jumps, scale, table):
     float32; there those of order 2 and 3 are larger than eps allows, in float64 not, but without
     the next one what they and the rest miss together is more than the rest alone.
     """
-    norms = jax.lax.stop_gradient(root(((values * table.roots) ** 2).sum((1, 3))))
+    norms = values * jnp.expand_dims(table.roots, (0, 1, 2))
+    norms = jax.lax.stop_gradient(root((norms**2).sum((1, 3))))
     slopes = jnp.pad(jumps[:, 1:], ((0, 0), (0, 1)))
     most = _CANCELLING[scale.dtype.itemsize]
-    power, place = scale[:, None, None] ** np.arange(ORDERS), places * reciprocal(scale)[:, None]
+    order = jnp.arange(ORDERS, dtype=scale.dtype)[None, None]
+    power, place = scale[:, None, None] ** order, places[None] * reciprocal(scale)[:, None]
     fits, slope_fits = (
-        piece_norms(j * power, place) <= most * norm[:, None, None]
+        piece_norms(j[None] * power, place) <= most * norm[:, None, None]
         for j, norm in ((jumps, norms[0]), (slopes, norms[1]))
     )
     fits = fits.at[..., 1:].min(slope_fits[..., :-1])
     if scale.dtype.itemsize == 8:
         fits = fits.at[..., 2:4].set(fits[..., 4:5])
-    return fits | (np.arange(ORDERS) < 2)
+    return fits | (order < 2)
 
 
 def _unseen(value, slope, values, probed, places, scale, table):
@@ -315,13 +317,13 @@ def _unseen(value, slope, values, probed, places, scale, table):
     # By parts, sqrt(k + 1) E[r h_(k + 1)] = E[r' h_k]: a step that is seen in s alone. The regular
     # rests are a function and its slope: what is left out of one is left out of the other.
     k = np.arange(8)
-    rise = jnp.asarray(np.sqrt(k + 1), scale.dtype) * value.regular[:, k + 1]
+    rise = jnp.asarray(np.sqrt(k + 1), scale.dtype)[None] * value.regular[:, k + 1]
     gap = rise * value.norm[:, None] - slope.regular[:, k] * (scale * slope.norm)[:, None]
     sizes = value.size * value.norm + slope.size * scale * slope.norm
     apart = jnp.abs(gap).max(1) > tolerance * sizes
     # What lies between the innermost nodes: nothing that a cubic does not show, if no kink does.
     end, u = scale * table.z[0], _probes(scale)
-    smooth = (jnp.abs(places) > end[:, None]).all(1)
+    smooth = (jnp.abs(places)[None] > end[:, None]).all(1)
     inside = (u < end[:, None]) & smooth[:, None]
     cubic = _cubic(values[:, :, :, 0], end, u)
     change = jnp.where(inside, jnp.abs(probed - cubic), 0).max((0, 2))
@@ -331,11 +333,12 @@ def _unseen(value, slope, values, probed, places, scale, table):
 
 def _cubic(ends, end, u):
     """At u and -u [2, n, m], the cubic of these values and slopes at ``end`` and ``-end`` [n]."""
-    (right, left), slopes = ends[0][..., None], ends[1][..., None] * end[:, None]
-    x = jnp.stack([u, -u]) / jnp.where(end > 0, end, 1)[:, None]
+    (right, left), slopes = ends[0][..., None], ends[1][..., None] * end[None, :, None]
+    x = jnp.stack([u, -u]) / jnp.where(end > 0, end, 1)[None, :, None]
     chord = (right - left) / 2
     even, odd = (slopes[0] - slopes[1]) / 4, (slopes[0] + slopes[1] - 2 * chord) / 4
-    return (right + left) / 2 + chord * x + (even + odd * x) * (x**2 - 1)
+    mean, chord, even, odd = (a[None] for a in ((right + left) / 2, chord, even, odd))
+    return mean + chord * x + (even + odd * x) * (x**2 - 1)
 
 
 def places(layers: Sequence[Layer]) -> Kinks:

@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ntk._checks import concrete, floats, nan_where, offending
+from ntk._checks import common_dtype, concrete, floats, nan_where, offending
 from ntk._rules import custom_jvp
 from ntk.activations import Activation, Function, activation, as_piecewise
 from ntk.architecture import (
@@ -100,7 +100,7 @@ def dual(
     """
     a, b = activation(a), activation(b)
     vx, vy, c = jnp.broadcast_arrays(floats("vx", vx), floats("vy", vy), floats("c", c))
-    dtype = jnp.result_type(vx, vy, c)
+    dtype = common_dtype(vx, vy, c)
     vx, vy, c = (x.astype(dtype) for x in (vx, vy, c))
     if concrete(vx, vy, c):
         _check(vx, vy, c)
@@ -146,7 +146,7 @@ def _one_by_one(f, g, p, q):
         f, g, p, q = jax.tree.map(lambda x: x[None], (f, g, p, q))
         error = jnp.full((1, 1), float(jnp.finfo(p.dtype).eps), p.dtype)
         ((value, bound),) = expectations((f,), (g,), (1,), Pair(p[None], q[None], error))
-        bad = ~(bound <= largest_error(p.dtype) * f.norm[:, None] * g.norm)
+        bad = ~(bound <= largest_error(p.dtype) * f.norm[:, None] * g.norm[None])
         return nan_where(bad, value)[0, 0]
 
     return jax.lax.map(lambda x: one(*x), (f, g, p, q))

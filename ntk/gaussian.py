@@ -81,6 +81,7 @@ def _nodes(scale: jax.Array, places: tuple[float, ...], width: float = 0.5):
     rule = np.polynomial.legendre.leggauss(24)
     nodes, weights = (jnp.asarray(x, scale.dtype) for x in rule)
     half = (edges[..., 1:] - edges[..., :-1])[..., None] / 2
+    nodes, weights = (x.reshape(*[1] * (half.ndim - 1), -1) for x in (nodes, weights))
     z = edges[..., :-1, None] + half * (nodes + 1)
     weights = half * weights * DENSITY * jnp.exp(-(z**2) / 2)
     return z.reshape(*scale.shape, -1), weights.reshape(*scale.shape, -1)
@@ -144,7 +145,7 @@ def hermite(
         raise ValueError(f"terms: expected an even number, got {terms}.")
     scale = jnp.asarray(scale)
     z, weights = _nodes(scale, (*places, *(-t for t in places)), 16 / max(32, terms**0.5))
-    right = z > 0
+    right = (z > 0).astype(z.dtype)
     even, odd = fn(scale[..., None] * z), fn(-scale[..., None] * z)
     even, odd = (even + odd) * right, (even - odd) * right
 

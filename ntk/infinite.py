@@ -260,7 +260,7 @@ def _pairs(x1, x2, rows1, rows2, skips, variances, exact, *, equal) -> Kernels:
         a, b = take_rows(rows, i, size1, n1), take_rows(columns, j, size2, n2)
         same = None
         if x2 is None:
-            same = (i + jnp.arange(size1))[:, None] == j + jnp.arange(size2)
+            same = (i + jnp.arange(size1))[:, None] == (j + jnp.arange(size2))[None]
         return _tile(a, b, same, skips, variances, exact)
 
     return assemble(tile, n1, n2, symmetric=x2 is None)
@@ -284,7 +284,7 @@ def _tile(a: _Rows, b: _Rows, same, skips, variances, exact) -> Kernels:
         # Their entries come from the diagonal; here, the series need no terms for them.
         p, q = (jnp.where(same, 0.5, half) for half in (p, q))
     eps = float(jnp.finfo(p.dtype).eps)
-    sizes = a.norms[:, None] * b.norms
+    sizes = a.norms[:, None] * b.norms[None]
     second = (q - p) * sizes
     if same is not None:
         second = jnp.where(same, sizes, second)
@@ -311,7 +311,7 @@ def _tile(a: _Rows, b: _Rows, same, skips, variances, exact) -> Kernels:
     total = state.second_error + state.tangent_error + 4 * eps * jnp.abs(ntk / last)
     diagonals = (r.layers.second[:, -1] + r.layers.tangent[:, -1] for r in (a, b))
     left, right = map(root, diagonals)
-    bad = ~(total <= largest_error(p.dtype) * left[:, None] * right)
+    bad = ~(total <= largest_error(p.dtype) * left[:, None] * right[None])
     error = jax.lax.stop_gradient(jnp.where(bad, jnp.inf, last * total))
     return Kernels(nan_where(bad, nngp), nan_where(bad, ntk), error)
 
@@ -326,14 +326,14 @@ def _layer(state: _State, a: LayerKernels, b: LayerKernels, skip, c, exact, *, s
     (value, value_error), (slope, slope_error) = expectations(
         (a.value, a.slope), (b.value, b.slope), (1, 0), pair
     )
-    cross = a.value.mean[:, None] * b.below + a.below[:, None] * b.value.mean
+    cross = a.value.mean[:, None] * b.below[None] + a.below[:, None] * b.value.mean[None]
     second = value + skip * cross + skip**2 * below
     if same is not None:
         # a and b agree where an input meets itself.
         second = jnp.where(same, a.second[:, None], second)
         slope = jnp.where(same, a.slope.norm[:, None] ** 2, slope)
-    roots = jnp.broadcast_to(root(a.second)[:, None] * root(b.second), pair.p.shape)
-    scales = a.scale[:, None] * b.scale
+    roots = jnp.broadcast_to(root(a.second)[:, None] * root(b.second)[None], pair.p.shape)
+    scales = a.scale[:, None] * b.scale[None]
     # The slopes on both sides, from all inputs: one may be 0.
     norm = jax.lax.stop_gradient(a.value.norm)
     sides = (a.value.sides * norm[:, None]).sum(0) * reciprocal(a.scale.sum())
@@ -359,8 +359,8 @@ def _errors(
     off = value_error + skip**2 * below_error + 4 * eps * roots
     off += jnp.abs(skip) * _crossed(a, b)
     diagonal = a.second[:, None] * a.second_error[:, None]
-    relative = (a.second_error[:, None] + b.second_error) / 2
-    lost = 2 * pair.error * (a.slope.norm[:, None] * b.slope.norm * scales + skip**2 * sizes)
+    relative = (a.second_error[:, None] + b.second_error[None]) / 2
+    lost = 2 * pair.error * (a.slope.norm[:, None] * b.slope.norm[None] * scales + skip**2 * sizes)
     error = jnp.where(
         exact,
         lost * reciprocal(2 * roots) + 8 * eps * p,
@@ -382,7 +382,7 @@ def _crossed(a: LayerKernels, b: LayerKernels):
     """Bound of the error of ``m mu' + mu m'``."""
 
     def product(x, dx, y, dy):
-        return dx[:, None] * jnp.abs(y) + jnp.abs(x)[:, None] * dy
+        return dx[:, None] * jnp.abs(y)[None] + jnp.abs(x)[:, None] * dy[None]
 
     off = [f.value.norm * f.value.noise for f in (a, b)]
     return product(a.value.mean, off[0], b.below, b.below_error) + product(
@@ -397,7 +397,7 @@ def _lemma1(layers, x, weights, skips, how: Resolution) -> Kernels:
     kinks = places(layers)
     for i, layer in enumerate(layers):
         scale = root(jnp.diag(second))
-        rho = second * reciprocal(scale[:, None] * scale)
+        rho = second * reciprocal(scale[:, None] * scale[None])
         p = jnp.where(same, 0.5, jnp.clip((1 - rho) / 2, 0, 1))
         none = jnp.zeros_like(scale)
         both = expand_layer(layer, weights[i], scale, none, kinks, how)
@@ -415,4 +415,4 @@ def _lemma1(layers, x, weights, skips, how: Resolution) -> Kernels:
 
 def _resolved(value, error, norm):
     """``value`` [n, n], NaN where its error is too large."""
-    return nan_where(~(error <= largest_error(value.dtype) * norm[:, None] * norm), value)
+    return nan_where(~(error <= largest_error(value.dtype) * norm[:, None] * norm[None]), value)

@@ -163,7 +163,7 @@ def _least(T, G):
     """
     sizes, turn = jnp.linalg.eigh(G)
     kept = sizes > 1e-3 * sizes[-1]
-    turn = turn * jnp.where(kept, 1 / jnp.sqrt(jnp.where(kept, sizes, 1)), 0)
+    turn = turn * jnp.where(kept, 1 / jnp.sqrt(jnp.where(kept, sizes, 1)), 0)[None]
     inner = _times(turn.T, _times(T, turn))
     far = 2 * jnp.sum(jnp.abs(inner)) + 1
     _, vectors = jnp.linalg.eigh(inner + jnp.diag(jnp.where(kept, 0, far)))
@@ -201,12 +201,13 @@ def _normal(P, v, size):
     Those that are rounding errors of what the columns were, of the P-lengths ``size``, become 0.
     """
     eps = jnp.finfo(v.dtype).eps
-    v = v / jnp.where(size > 0, size, 1)
+    v = v / jnp.where(size > 0, size, 1)[None]
     gram = _times(v.T, _preconditioner.times(P, v))
     values, vectors = jnp.linalg.eigh((gram + gram.T) / 2)
     least = jnp.maximum((1000 * eps) ** 2, 10 * len(values) * eps * values[-1])
     kept = values > least
-    return _times(v, vectors * jnp.where(kept, 1 / jnp.sqrt(jnp.where(kept, values, 1)), 0))
+    scale = jnp.where(kept, 1 / jnp.sqrt(jnp.where(kept, values, 1)), 0)
+    return _times(v, vectors * scale[None])
 
 
 def _times(a, b):

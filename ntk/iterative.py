@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ntk._block_cg import SolverState
-from ntk._checks import array, concrete, finite, floats, number
+from ntk._checks import array, common_dtype, concrete, finite, floats, number
 from ntk._placement import automatic
 from ntk._solver import checked_penalty, solved
 from ntk.operator import Operator
@@ -170,7 +170,7 @@ def iterative_regression(
         raise ValueError(f"y: expected shape [{n}] or [{n}, outputs], got {y.shape}.")
     finite("y", y, "targets")
     ridge = checked_penalty(penalty, K.dtype)
-    columns = automatic(y.astype(jnp.result_type(y, K.dtype)).reshape(len(y), -1))
+    columns = automatic(y.astype(common_dtype(y, K.dtype)).reshape(len(y), -1))
     done = solved(K, columns, ridge, partial, tol, steps, start, callback)
     residual, relative = (r.reshape(y.shape[1:]) for r in (done.residual, done.relative))
     weights = done.solution.reshape(y.shape)

@@ -83,15 +83,15 @@ def expand(f: Function, scale: chex.Array, error: chex.Array, odd, grid: Grid) -
     ``odd``: whether the kink at 0 is of degree 1, an array.
     """
     power = jnp.where(odd, scale, 1)[:, None]
-    sides, pieces = f.sides * power, _pieces(f, scale)
+    sides, pieces = f.sides[None] * power, _pieces(f, scale)
     right = f.right - _evaluate(pieces, grid.z)
     left = f.left - _evaluate(pieces, -grid.z)
     regular = _coefficients(right, left, grid)
     kinked = _piece_coefficients(pieces, regular.shape[1])
     # Moments of r and the kink at 0 by quadrature, whose panels end there; the pieces' exactly.
-    power = jnp.where(odd, grid.z, 1)
+    power = jnp.where(odd, grid.z, 1)[None]
     ends = right + sides[:, 1:] * power, left + jnp.where(odd, -power, power) * sides[:, :1]
-    square = ((grid.roots * ends[0]) ** 2 + (grid.roots * ends[1]) ** 2).sum(1)
+    square = ((grid.roots[None] * ends[0]) ** 2 + (grid.roots[None] * ends[1]) ** 2).sum(1)
     mean = (ends[0] + ends[1]) @ grid.roots**2
     own = jnp.zeros_like(scale)
     if pieces.place.shape[1]:
@@ -114,7 +114,7 @@ def kinked_expansion(sides, scale: chex.Array, error: chex.Array, degree: int, s
     ``shape``: the coefficients and kinks, all of them 0, that other layers have.
     """
     eps = float(jnp.finfo(scale.dtype).eps)
-    sides = sides * (scale if degree else jnp.ones_like(scale))[:, None]
+    sides = sides.reshape(-1, 2) * (scale if degree else jnp.ones_like(scale))[:, None]
     norm = root((sides**2).sum(1) / 2)
     mean = (sides[:, 1] - sides[:, 0]) * DENSITY if degree else sides.sum(1) / 2
     sides = sides * jax.lax.stop_gradient(reciprocal(norm))[:, None]
@@ -137,20 +137,20 @@ def piece_norms(weights: jax.Array, place: jax.Array) -> jax.Array:
     order = np.arange(ORDERS)
     at_zero = np.sqrt(np.cumprod(np.maximum(2 * order - 1, 1)) / 2)
     at_zero = (at_zero / np.cumprod(np.maximum(order, 1))).astype(place.dtype)
-    return jnp.abs(weights) * at_zero * jnp.exp(-(place**2) / 4)[..., None]
+    return jnp.abs(weights) * at_zero[None, None] * jnp.exp(-(place**2) / 4)[..., None]
 
 
 def _pieces(f: Function, scale: jax.Array) -> Pieces:
-    at = f.places * reciprocal(scale)[:, None]
+    at = f.places[None] * reciprocal(scale)[:, None]
     # Beyond, a kink is not seen; the powers would be large.
     reach = 11.5 if scale.dtype.itemsize == 8 else 7.6
     seen = (scale[:, None] > 0) & (jnp.abs(at) < reach)
-    side = jnp.where(f.places < 0, -1, 1).astype(scale.dtype) * jnp.ones_like(at)
-    order = np.arange(ORDERS)
+    side = jnp.where(f.places < 0, -1, 1).astype(scale.dtype)[None] * jnp.ones_like(at)
+    order = np.arange(ORDERS)[None, None]
     # (t - z)_+^m / m! jumps by -(-1)^m in its m-th derivative.
     sign = jnp.where(side[..., None] > 0, 1.0, -((-1.0) ** order)).astype(scale.dtype)
     base = jnp.where(f.jumps == 0, 1, scale[:, None, None])  # powers may overflow
-    weights = sign * f.jumps * base**order
+    weights = sign * f.jumps * base ** order.astype(base.dtype)
     return Pieces(jnp.where(seen, jnp.abs(at), 0), side, jnp.where(seen[..., None], weights, 0))
 
 
@@ -159,7 +159,7 @@ def _evaluate(pieces: Pieces, z: jax.Array) -> jax.Array:
     total = jnp.zeros((len(pieces.place), len(z)), z.dtype)
     for j in range(pieces.place.shape[1]):
         place, side = pieces.place[:, j, None], pieces.side[:, j, None]
-        beyond = side * z - place
+        beyond = side * z[None] - place
         inside, power = beyond > 0, jnp.maximum(beyond, 0)
         value = jnp.zeros_like(total)
         for m in reversed(range(1, ORDERS)):
@@ -171,7 +171,8 @@ def _evaluate(pieces: Pieces, z: jax.Array) -> jax.Array:
 
 def _coefficients(right, left, grid: Grid) -> jax.Array:
     """``E[f h_n]`` [n, K]; those that vanish by symmetry are exactly 0."""
-    pairs = ((right + left) * grid.roots) @ grid.even, ((right - left) * grid.roots) @ grid.odd
+    roots = grid.roots[None]
+    pairs = ((right + left) * roots) @ grid.even, ((right - left) * roots) @ grid.odd
     return jnp.stack(pairs, axis=-1).reshape(len(right), -1)
 
 
@@ -196,7 +197,7 @@ def _piece_coefficients(pieces: Pieces, terms: int) -> jax.Array:
     def integrate(carry, x):
         below, first, series, total = carry  # first: of order m, below: of m - 1
         weight, m = x
-        rest = series[..., :-1] / jnp.sqrt(order)
+        rest = series[..., :-1] / jnp.sqrt(order)[None, None]
         series = jnp.concatenate([first[..., None], rest], axis=-1)
         total += weight[..., None] * series
         return (first, (below - h * first) / (m + 1), series, total), None
@@ -204,7 +205,7 @@ def _piece_coefficients(pieces: Pieces, terms: int) -> jax.Array:
     orders = jnp.moveaxis(pieces.weights, 2, 0), jnp.arange(ORDERS).astype(h.dtype)
     start = density, upper, current, jnp.zeros_like(current)
     (*_, total), _ = jax.lax.scan(integrate, start, orders)
-    parity = jnp.where(np.arange(terms) % 2 == 1, pieces.side[..., None], 1)
+    parity = jnp.where((np.arange(terms) % 2 == 1)[None, None], pieces.side[..., None], 1)
     return (parity * total).sum(1)
 
 
@@ -223,7 +224,7 @@ def _errors(right, left, sides, regular, kinked, own, pieces, norm, error, odd, 
     """The last five fields of :class:`Expansion`."""
     eps = float(jnp.finfo(norm.dtype).eps)
     over, terms = reciprocal(norm), regular.shape[1]
-    e, o = (right + left) * grid.roots, (right - left) * grid.roots
+    e, o = (right + left) * grid.roots[None], (right - left) * grid.roots[None]
     rest = (
         e - 2 * regular[:, ::2] @ grid.even.T,
         o - 2 * regular[:, 1::2] @ grid.odd.T,
@@ -234,19 +235,19 @@ def _errors(right, left, sides, regular, kinked, own, pieces, norm, error, odd, 
     slant = jnp.abs(sides[:, 1] - sides[:, 0])
     (step, step_end), (relu, relu_end) = (kink_series(degree, terms) for degree in (0, 1))
     missed_kinked = slant * jnp.where(odd, relu_end, step_end)
-    straight = sides[:, :1] * (jnp.arange(terms) == jnp.where(odd, 1, 0))
+    straight = jnp.where(jnp.arange(terms)[None] == jnp.where(odd, 1, 0), sides[:, :1], 0)
     known = jnp.asarray(np.stack([step, relu]), norm.dtype)
-    bent = (sides[:, 1:] - sides[:, :1]) * jnp.where(odd, known[1], known[0])
+    bent = (sides[:, 1:] - sides[:, :1]) * jnp.where(odd, known[1:], known[:1])
     total = regular + straight + bent
     if kinked.shape[1]:
         gone = jnp.maximum(own - (kinked**2).sum(1), 0) + 4 * eps * own
         missed_kinked += root(gone)
         total += kinked
-    order = jnp.sqrt(jnp.arange(terms)).astype(norm.dtype)
+    order = jnp.sqrt(jnp.arange(terms)).astype(norm.dtype)[None]
     slope = order * total  # slope_k belongs to h_(k-1)
     steep = root((slope**2).sum(1))
     # z f'(z) in the same basis: z h_k is in that of h_(k-1) and h_(k+1).
-    stretch = (order * slope).at[:, :-2].add(order[1:-1] * slope[:, 2:])
+    stretch = (order * slope).at[:, :-2].add(order[:, 1:-1] * slope[:, 2:])
     stretch = root((stretch**2).sum(1))
     noise = (
         4 * eps * (size + root(own) + norm)
@@ -308,7 +309,7 @@ def expectations(
     found = []
     for f, g, degree, total in zip(fs, gs, degrees, kinked, strict=True):
         # The expansions are over these norms, taken for constants.
-        size = jax.lax.stop_gradient(f.norm[:, None] * g.norm)
+        size = jax.lax.stop_gradient(f.norm[:, None] * g.norm[None])
         value = total + _sides(f.sides, g.sides, degree, pair.p, pair.q)
         value += _series(f, g, degree, rho)
         found.append((size * value, size * _bound(f, g, pair)))
@@ -339,7 +340,7 @@ def _sides(a, b, degree: int, p, q):
     The kink k is a ReLU for degree d = 1, and its slope, a step, for d = 0.
     """
     step, relu, _ = arc_cosines(p, q)
-    (lf, rf), (lg, rg) = (a[:, 0, None], a[:, 1, None]), (b[:, 0], b[:, 1])
+    (lf, rf), (lg, rg) = (a[:, 0, None], a[:, 1, None]), (b[None, :, 0], b[None, :, 1])
     jf, jg = rf - lf, rg - lg
     straight = q - p if degree else jnp.ones_like(p)
     return (lf * lg + (lf * jg + jf * lg) / 2) * straight + jf * jg * (relu if degree else step)
@@ -355,7 +356,7 @@ def _pairs_of_pieces(a: list[Pieces], b: list[Pieces], pair: Pair) -> list[jax.A
     def add(totals, index):
         i, j = index
         take = functools.partial(jax.lax.dynamic_index_in_dim, axis=1, keepdims=False)
-        opposite = take(a[0].side, i)[:, None] * take(b[0].side, j) < 0
+        opposite = take(a[0].side, i)[:, None] * take(b[0].side, j)[None] < 0
         p, q = jnp.where(opposite, pair.q, pair.p), jnp.where(opposite, pair.p, pair.q)
         h, k = (
             jnp.broadcast_to(x, p.shape)
@@ -383,7 +384,7 @@ def _series(f: Expansion, g: Expansion, degree: int, rho):
 
 def _kink_part(f: Expansion, degree: int) -> jax.Array:
     series = jnp.asarray(kink_series(degree, f.regular.shape[1])[0], f.norm.dtype)
-    part = (f.sides[:, 1:] - f.sides[:, :1]) * series
+    part = (f.sides[:, 1:] - f.sides[:, :1]) * series[None]
     part = part.at[:, degree].add(f.sides[:, 0])
     return part + f.kinked if f.kinked.shape[1] else part
 
@@ -394,18 +395,18 @@ def _bound(f: Expansion, g: Expansion, pair: Pair) -> jax.Array:
     power = jnp.abs(pair.q - pair.p)
     for _ in range(max(f.regular.shape[1], 1).bit_length() - 1):
         power = power * power
-    (rf, kf), (rg, kg) = (f.missed[:, 0, None], f.missed[:, 1, None]), g.missed.T
+    (rf, kf), (rg, kg) = (f.missed[:, 0, None], f.missed[:, 1, None]), g.missed.T[:, None]
     eps = float(jnp.finfo(power.dtype).eps)
-    total = f.noise[:, None] + g.noise + 4 * eps * f.size[:, None] * g.size
+    total = f.noise[:, None] + g.noise[None] + 4 * eps * f.size[:, None] * g.size[None]
     total += power * (rf * (rg + kg) + kf * rg)
     # rho is rounded, and so is every product of Horner's rule: of rho^k, 2 k times.
-    total += 3 * eps * f.steep[:, None] * g.steep
-    total += moves(f.jump[:, None] * g.jump) * f.steep[:, None] * g.steep * pair.error
+    total += 3 * eps * f.steep[:, None] * g.steep[None]
+    total += moves(f.jump[:, None] * g.jump[None]) * f.steep[:, None] * g.steep[None] * pair.error
     # asin(sqrt(p)) / pi moves no further than at p = 0, and by its slope elsewhere.
     inverse = reciprocal(jnp.sqrt(pair.p * pair.q))
     inverse = jnp.where(inverse > 0, inverse, 1 / float(jnp.finfo(inverse.dtype).tiny) ** 0.25)
     moved = jnp.minimum(pair.error * inverse / 3, 0.4 * jnp.sqrt(pair.error))
-    return total + f.jump[:, None] * g.jump * moved
+    return total + f.jump[:, None] * g.jump[None] * moved
 
 
 def moves(jump: jax.Array) -> jax.Array:
@@ -429,7 +430,7 @@ def polynomial(a: chex.Array, b: chex.Array, rho: chex.Array) -> jax.Array:
     sizes = jnp.abs(a).max(1) * jnp.abs(b).max(1)
     # An entry that is NaN already decides nothing for the others.
     largest = jnp.max(jnp.where(jnp.isnan(rho), 0, jnp.abs(rho)), initial=0)
-    tails = jnp.cumsum((sizes * largest ** jnp.arange(len(sizes)))[::-1])[::-1]
+    tails = jnp.cumsum((sizes * largest ** jnp.arange(len(sizes), dtype=rho.dtype))[::-1])[::-1]
     needed = jnp.sum(tails > jnp.finfo(rho.dtype).eps / 4 * jnp.minimum(tails[0], 1))
     blocks = (needed + _UNROLLED - 1) // _UNROLLED
 
@@ -437,7 +438,7 @@ def polynomial(a: chex.Array, b: chex.Array, rho: chex.Array) -> jax.Array:
         start = (blocks - 1 - i) * _UNROLLED
         left, right = (jax.lax.dynamic_slice_in_dim(x, start, _UNROLLED) for x in (a, b))
         for k in reversed(range(_UNROLLED)):
-            total = total * rho + left[k][:, None] * right[k]
+            total = total * rho + left[k][:, None] * right[k][None]
         return total
 
     return jax.lax.fori_loop(0, blocks, block, jnp.zeros_like(rho))
@@ -467,7 +468,7 @@ def _linear(a, b, rho):
     def block(total, pieces):
         left, right = pieces
         for k in reversed(range(_UNROLLED)):
-            total = total * rho + left[k][:, None] * right[k]
+            total = total * rho + left[k][:, None] * right[k][None]
         return total, None
 
     blocks = [x.reshape(-1, _UNROLLED, x.shape[1]) for x in (a, b)]

@@ -186,13 +186,13 @@ def _pairs(x1, x2, rows1, rows2, scale):
             same = None
             if x2 is None:
                 # There rho is 1; the series says so without the terms that others do not need.
-                same = (r + jnp.arange(size1))[:, None] == c + jnp.arange(size2)
+                same = (r + jnp.arange(size1))[:, None] == (c + jnp.arange(size2))[None]
                 p, q = (jnp.where(same, 0.5, half) for half in (p, q))
             error = jax.lax.stop_gradient(8 * eps * (jnp.sqrt(p * q) + eps**0.5 / 2))
             ((dual, bound),) = expectations((f,), (g,), (0,), Pair(p, q, error))
-            sizes = na[:, None] * nb
+            sizes = na[:, None] * nb[None]
             covariance = (q - p) * sizes
-            size = f.norm[:, None] * g.norm
+            size = f.norm[:, None] * g.norm[None]
             if same is not None:
                 covariance = jnp.where(same, sizes, covariance)
                 value, off = on_diagonal(f, g, i == j)

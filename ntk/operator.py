@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from ntk import _tiles
-from ntk._checks import array, concrete, finite, function, known, offending, whole
+from ntk._checks import array, common_dtype, concrete, finite, function, known, offending, whole
 from ntk._placement import automatic, by_rows, keeping_rows, rows_of
 from ntk._programs import program
 from ntk._rows import length
@@ -58,7 +58,7 @@ class Operator:
         rows = self.shape[1]
         if v.ndim not in (1, 2) or v.shape[0] != rows or not v.size:
             raise ValueError(f"v: expected shape [{rows}] or [{rows}, columns], got {v.shape}.")
-        v = automatic(v.astype(jnp.result_type(v, self.dtype)))
+        v = automatic(v.astype(common_dtype(v, self.dtype)))
         found = self._run("times", v.reshape(rows, -1))
         return found.reshape(-1, *v.shape[1:])
 
@@ -263,7 +263,7 @@ class KernelOperator(Operator):
         if self.x2 is not None:
             return found
         # An input with itself: known better than a pair of inputs that happen to be equal.
-        own = jnp.arange(len(found))[:, None] == indices
+        own = jnp.arange(len(found), dtype=indices.dtype)[:, None] == indices[None]
         return jnp.where(own, _tiles.diagonal(self._tile, chosen, self.tile), found)
 
     def _diagonal(self):

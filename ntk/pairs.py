@@ -42,8 +42,8 @@ def half_chords(a: UnitRows, b: UnitRows) -> tuple[jax.Array, jax.Array]:
     high = product(a.high, b.high.T)
     one, other = jnp.concatenate([a.high, a.low], 1), jnp.concatenate([b.low, b.high + b.low], 1)
     low = product(one, other.T)
-    squares_high = a.square_high[:, None] + b.square_high
-    squares_low = a.square_low[:, None] + b.square_low
+    squares_high = a.square_high[:, None] + b.square_high[None]
+    squares_low = a.square_low[:, None] + b.square_low[None]
     apart = jnp.maximum((squares_high - 2 * high) + (squares_low - 2 * low), 0)
     along = jnp.maximum((squares_high + 2 * high) + (squares_low + 2 * low), 0)
     # Inputs of norm 0 have no angle: any will do, their covariances are 0.

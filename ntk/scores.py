@@ -64,7 +64,7 @@ import jax
 import jax.numpy as jnp
 from jax.flatten_util import ravel_pytree
 
-from ntk._checks import whole
+from ntk._checks import at_least_float32, whole
 from ntk._kernel_scores import (
     condition_number,
     cosine_min_eigenvalue,
@@ -189,7 +189,7 @@ def knas_released(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
         return jnp.stack([tensor[:50] for tensor in tensors[:11]])
 
     g = for_each(entries, (x, y))
-    first, second = (half - half.mean(0) for half in jnp.split(g, 2))
+    first, second = (half - half.mean(0, keepdims=True) for half in jnp.split(g, 2))
     return jnp.sum(first * second) / len(x) ** 2
 
 
@@ -377,7 +377,7 @@ def jacov(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
     -99990
     """
     apply, params, x, _ = check(apply, params, batch)
-    x = x.astype(jnp.promote_types(x.dtype, jnp.float32))  # images may come as integers
+    x = x.astype(at_least_float32(x.dtype))  # images may come as integers
     g = jax.grad(lambda x: jnp.sum(apply(params, x)))(x).reshape(len(x), -1)
     g = g - g.mean(1, keepdims=True)
     norms = jnp.linalg.norm(g, axis=1, keepdims=True)

@@ -395,7 +395,7 @@ def _lanczos(matvec, start, enough, cycles: int) -> tuple[jax.Array, jax.Array, 
         V = jnp.where(full, jnp.zeros_like(V).at[:keep].set(S[:, -keep:].T @ V), V)
         T = jnp.where(full, jnp.zeros_like(T).at[:keep, :keep].set(jnp.diag(theta[-keep:])), T)
         kept = jnp.where(full, keep, filled)
-        return V, T, v, kept, cycle + full, best, theta[-1], residual, norm
+        return V, T, v, kept, jnp.where(full, cycle + 1, cycle), best, theta[-1], residual, norm
 
     one = jnp.ones((), dtype)
     basis = jnp.zeros((m, n), dtype), jnp.zeros((m, m), dtype), start / _norm(start)

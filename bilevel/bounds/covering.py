@@ -165,7 +165,9 @@ def simplex_covering(h: int, *, copies: int = 1) -> Covering:
     def logs(radii):
         radii = radii / math.sqrt(copies)
         k = jnp.ceil(jnp.minimum(math.sqrt(h) / 2 / radii, spread / radii**2))
-        found = jnp.log1p(k[..., None] / jnp.arange(1, h)).sum(-1)
+        found = jnp.log1p(
+            k[..., None] / jnp.arange(1, h, dtype=k.dtype).reshape(*[1] * k.ndim, -1)
+        ).sum(-1)
         return copies * jnp.where(radii**2 >= spread, 0.0, found)
 
     return _of_radii(logs)
@@ -249,16 +251,17 @@ def finite_covering(points: chex.Array) -> Covering:
 
     def farthest(distances, _):
         centre = points[jnp.argmax(distances)]
-        distances = jnp.minimum(distances, jnp.linalg.norm(points - centre, axis=1))
+        distances = jnp.minimum(distances, jnp.linalg.norm(points - centre[None], axis=1))
         return distances, distances.max()
 
     # needed[k]: the radius with which the first k + 1 centres cover all.
-    start = jnp.linalg.norm(points - points[0], axis=1)
+    start = jnp.linalg.norm(points - points[:1], axis=1)
     _, later = jax.lax.scan(farthest, start, length=len(points) - 1)
     needed = jnp.append(start.max(), later)
 
     def logs(radii):
-        found = jnp.log1p(jnp.sum(needed > radii[..., None], axis=-1) * 1.0)
+        uncovered = jax.vmap(lambda radius: jnp.sum(needed > radius, dtype=radii.dtype))
+        found = jnp.log1p(uncovered(radii.ravel()).reshape(radii.shape))
         # NaN in traced points, which are not refused, would count as a point that is covered.
         return jnp.where(jnp.isnan(needed).any(), jnp.nan, found)
 

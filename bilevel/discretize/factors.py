@@ -6,6 +6,7 @@ import jax.numpy as jnp
 
 from bilevel.checks import (
     array,
+    at_least_float32,
     concrete,
     floating,
     nan_where,
@@ -135,6 +136,6 @@ def _on_simplex(alpha: jax.Array) -> jax.Array:
     if alpha.ndim < 1 or alpha.size == 0:
         raise ValueError(f"alpha: expected shape [..., h], got {alpha.shape}.")
     simplex("alpha", alpha)
-    total = alpha.astype(jnp.promote_types(alpha.dtype, jnp.float32)).sum(-1, keepdims=True)
+    total = alpha.astype(at_least_float32(alpha.dtype)).sum(-1, keepdims=True)
     near = jnp.abs(total - 1) <= simplex_slack(alpha.dtype)
     return nan_where(~((alpha >= 0).all(-1, keepdims=True) & near), alpha)

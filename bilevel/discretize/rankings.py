@@ -158,7 +158,7 @@ def _agreement(key, a, b, confidence, resamples) -> Agreement:
     near_one = 1 - jnp.array([2 / (m * (m - 1)), 6 / (m * (m * m - 1))])
     z = jnp.arctanh(jnp.clip(r, -near_one, near_one))
     freedom = jnp.maximum(m - jnp.array([4, 3]), 0)
-    reach = normal * jnp.sqrt(jnp.array([0.437, 1 + r[1] ** 2 / 2]) / freedom)
+    reach = normal * jnp.sqrt(jnp.array([0.437, 1 + r[1] ** 2 / 2]) / freedom.astype(r.dtype))
     ends = jnp.stack([r, low, high, jnp.tanh(z - reach), jnp.tanh(z + reach)])
     tau, rho = jnp.stack([ends.min(axis=0), ends.max(axis=0)], axis=1)
     return Agreement(r[0], tau, r[1], rho)
@@ -168,7 +168,8 @@ def _correlations(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Tau-b and rho from the signs of all differences."""
 
     def signs(v):  # by no minus: whole numbers without a sign wrap, infinities have no difference
-        above = (v[:, None] > v).astype(float) - (v[:, None] < v)
+        row, column = v[None], v[:, None]
+        above = (column > row).astype(float) - (column < row).astype(float)
         return jnp.where(jnp.isnan(v).any(), jnp.nan, above)
 
     x, y = signs(a), signs(b)

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bilevel.checks import array, finite
+from bilevel.checks import array, common_dtype, finite
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=("rows", "columns"), meta_fields=("shape",))
@@ -68,7 +68,8 @@ class _Entries(NamedTuple):
 
     def times(self, v: jax.Array, rows: int) -> jax.Array:
         def one(v):
-            products = self.value * v[self.column]
+            dtype = common_dtype(self.value, v)
+            products = self.value.astype(dtype) * v[self.column].astype(dtype)
             return jax.ops.segment_sum(products, self.row, rows, indices_are_sorted=True)
 
         # One column after the other: gathering rows of v is slower on a CPU.

@@ -330,7 +330,8 @@ def _newton(features, y, penalty, tolerance, memory, *, hinge: bool):
         p = _conjugate_gradients(hessian, jnp.where(residual > tolerance, -g, 0), accuracy)
         if hinge:
             f_p = product(features, p, memory)
-            p = p * _exact_step(lambda t: mask(f + t * f_p, y), f - y, f_p, w, p, penalty)
+            length = _exact_step(lambda t: mask(f + t[None] * f_p, y), f - y, f_p, w, p, penalty)
+            p = p * length[None]
         w = w + p
         f, g = gradient(w)
         residual = _relative(g, start)
@@ -362,7 +363,7 @@ def _exact_step(mask, r, f_p, w, p, penalty):
     def narrow(_, bracket):
         low, t, high = bracket
         active = mask(t)
-        slope = jnp.sum(active * (r + t * f_p) * f_p, axis=0) + penalty * (w_p + t * p_p)
+        slope = jnp.sum(active * (r + t[None] * f_p) * f_p, axis=0) + penalty * (w_p + t * p_p)
         curvature = jnp.sum(active * f_p**2, axis=0) + penalty * p_p
         low, high = jnp.where(slope < 0, t, low), jnp.where(slope < 0, high, t)
         newton = t - slope / jnp.where(curvature > 0, curvature, 1)
@@ -386,9 +387,9 @@ def _conjugate_gradients(product, b, relative):
         curvature = jnp.sum(p * h_p, axis=0)
         live = live & (curvature > 0)
         length = jnp.where(live, rr / jnp.where(live, curvature, 1), 0)
-        x, r = x + length * p, r - length * h_p
+        x, r = x + length[None] * p, r - length[None] * h_p
         rr_next = jnp.sum(r * r, axis=0)
-        p = r + rr_next / jnp.where(live, rr, 1) * p
+        p = r + (rr_next / jnp.where(live, rr, 1))[None] * p
         return x, r, p, rr_next, live & (rr_next > floor), k + 1
 
     rr = jnp.sum(b * b, axis=0)

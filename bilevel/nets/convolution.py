@@ -44,7 +44,7 @@ import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
-from bilevel.checks import array, as_floating, images, whole
+from bilevel.checks import array, as_floating, at_least_float32, images, whole
 
 _BLOCK = 32  # examples: with more, the copies of typical images leave a CPU's cache
 
@@ -147,7 +147,7 @@ def _window(x, size, stride, dilation, padding) -> _Window:
 @functools.partial(jax.jit, static_argnums=(0, 3))  # so that equal shapes are traced once
 def _widely(rule, x, kernel, window):
     # 16 bits are too coarse for sums over all pixels of a batch; float32 and float64 are kept.
-    wide = jnp.promote_types(x.dtype, jnp.float32)
+    wide = at_least_float32(x.dtype)
     return rule(x.astype(wide), kernel.astype(wide), window).astype(x.dtype)
 
 
@@ -360,7 +360,7 @@ def average_pool(x: chex.Array, size: int, *, stride: int = 1, padding: int = 0)
     window = _window(x, size, stride, 1, padding)
     rows, columns = (_counts(window, length) for length in x.shape[1:3])
     share = 1 / (rows[:, None] * columns)[..., None]
-    return _separable(operator.add, 0, x, window) * jnp.asarray(share, x.dtype)
+    return _separable(operator.add, 0, x, window) * jnp.asarray(share, x.dtype)[None]
 
 
 def _counts(window: _Window, length: int) -> np.ndarray:

@@ -146,7 +146,7 @@ def error_rates(model: Any) -> Callable[[Pytree, Pytree, Sequence[Part], int], l
             return wrong_rows(model.predict, model.apply(w, other, x), labels)
 
         counts = (jax.lax.map(wrong, batches.rows) & batches.new).sum(axis=1)
-        part = batches.weights > 0
+        part = (batches.weights > 0).astype(counts.dtype)
         return part @ counts / (part @ batches.new.sum(axis=1))
 
     def of_parts(w, other, parts, batch_size):

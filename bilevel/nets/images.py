@@ -160,7 +160,7 @@ def cutout(key: chex.PRNGKey, x: chex.Array, size: int = 16) -> jax.Array:
     n, *sides, _ = x.shape
     centres = jax.random.randint(key, (2, n, 1), 0, jnp.array(sides)[:, None, None])
     rows, columns = (
-        (jnp.arange(side) >= start) & (jnp.arange(side) < start + size)
+        (jnp.arange(side)[None] >= start) & (jnp.arange(side)[None] < start + size)
         for side, start in zip(sides, centres - size // 2, strict=True)
     )
     return jnp.where((rows[:, :, None] & columns[:, None, :])[..., None], 0, x)

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from bilevel.checks import at_least_float32
 from bilevel.nets.convolution import convolution
 
 Norm = Callable[[], nn.Module]
@@ -60,11 +61,14 @@ class Standardize(nn.Module):
     def __call__(self, x):
         """[n, h, w, c] -> the same, each channel with mean 0 and variance 1."""
         full = x.astype(wide(x.dtype))
-        centred = full - full.mean((0, 1, 2))
-        out = centred * jax.lax.rsqrt(jnp.mean(centred**2, (0, 1, 2)) + 1e-5)
+        axes = 0, 1, 2
+        centred = full - full.mean(axes, keepdims=True)
+        out = centred * jax.lax.rsqrt(jnp.mean(centred**2, axes, keepdims=True) + 1e-5)
         if self.affine:
             scale = self.param("scale", nn.initializers.ones, x.shape[-1:])
-            out = out * scale + self.param("bias", nn.initializers.zeros, x.shape[-1:])
+            bias = self.param("bias", nn.initializers.zeros, x.shape[-1:])
+            scale, bias = (jnp.expand_dims(a, (0, 1, 2)).astype(out.dtype) for a in (scale, bias))
+            out = out * scale + bias
         return out.astype(x.dtype)
 
 
@@ -92,7 +96,7 @@ def initial(key: chex.PRNGKey, shapes: Any) -> Any:
 
 def wide(dtype: Any) -> Any:
     """``dtype`` or float32, whichever has more bits."""
-    return jnp.promote_types(dtype, jnp.float32)
+    return at_least_float32(dtype)
 
 
 def cast_images(x: chex.Array, dtype: Any) -> jax.Array:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from bilevel.checks import number
+from bilevel.checks import at_least_float32, number
 from bilevel.protocols import LowerSolver, Pytree
 from bilevel.solvers._detached import detached
 from bilevel.solvers._unrolled import unrolled
@@ -112,5 +112,5 @@ def distilled(
 
 def _first(optimizer: Pytree, w: Pytree) -> DistilledState:
     """No past."""
-    dtype = jnp.result_type(*jax.tree.leaves(w), jnp.float32)
+    dtype = at_least_float32(*jax.tree.leaves(w))
     return DistilledState(optimizer, jax.tree.map(jnp.asarray, w), jnp.zeros((), dtype))

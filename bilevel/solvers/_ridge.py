@@ -5,7 +5,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from bilevel.checks import function, nan_unless_finite, short
+from bilevel.checks import common_dtype, function, nan_unless_finite, short
 from bilevel.protocols import LowerSolver, Pytree
 
 
@@ -89,7 +89,7 @@ def _like(w: Pytree, found: jax.Array) -> jax.Array:
 
 def _floating(w: Pytree, phi: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Features and labels in one floating type: whole numbers have no derivatives."""
-    dtype = jnp.result_type(*jax.tree.leaves(w), phi, y)
+    dtype = common_dtype(*jax.tree.leaves(w), phi, y)
     if not jnp.issubdtype(dtype, jnp.floating):
         dtype = jnp.result_type(float)
     return jnp.asarray(phi, dtype), jnp.asarray(y, dtype)

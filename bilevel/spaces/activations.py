@@ -150,7 +150,7 @@ def activation_space(
     if width == math.inf:
         return kernel_space(names, functions, OUTER_LOSSES[outer], predict, output_scale)
     outputs = _sign_patterns(width, classes)
-    outputs = outputs * jnp.sqrt(output_scale / len(outputs))
+    outputs = outputs.astype(float) * jnp.sqrt(output_scale / len(outputs))
     return _finite_space(names, functions, OUTER_LOSSES[outer], outputs)
 
 
@@ -234,7 +234,7 @@ def _sign_patterns(width: float, classes: int) -> jax.Array:
         raise ValueError(
             f"width: expected a multiple of {period} for {classes} classes, got {width}."
         )
-    shared_bits = jnp.arange(int(width))[:, None] & (1 + jnp.arange(outputs))
+    shared_bits = jnp.arange(int(width))[:, None] & (1 + jnp.arange(outputs))[None]
     return 1 - 2 * (jax.lax.population_count(shared_bits) % 2)
 
 
@@ -322,7 +322,7 @@ def unit_inputs(x: chex.Array, *others: jax.Array) -> jax.Array | tuple[jax.Arra
     """
     flat = squarable([_flattened(a) for a in (x, *others)])
     mean = _column_means(flat[0])
-    centred = [a - mean for a in flat]
+    centred = [a - mean[None] for a in flat]
     norms = [jnp.linalg.norm(a, axis=1, keepdims=True) for a in centred]
     if any(concrete(norm) and not norm.all() for norm in norms):
         raise ValueError("x: expected rows that differ from their mean, got one that does not.")

@@ -207,7 +207,7 @@ def kernel_function_space(
 
     >>> import bilevel, optax
     >>> def gaussian(alpha, x1, x2):
-    ...     squares = jnp.sum((x1[:, None] - x2) ** 2, -1)
+    ...     squares = jnp.sum((x1[:, None] - x2[None]) ** 2, -1)
     ...     return jnp.exp(-squares * jnp.exp(alpha))
     >>> space = kernel_function_space(gaussian, jnp.zeros(()))
     >>> x, xv = jnp.linspace(0, 6, 12)[:, None], jnp.linspace(0.2, 5, 9)[:, None]

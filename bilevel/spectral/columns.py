@@ -9,7 +9,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from bilevel.checks import array, finite
+from bilevel.checks import array, at_least_float32, finite
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=("block",), meta_fields=("count",))
@@ -107,6 +107,6 @@ def floating(name: str, a: Any) -> jax.Array:
         For what is no array of real numbers, or NaN or infinity among concrete ones.
     """
     a = array(name, a)
-    a = a.astype(jnp.promote_types(a.dtype, jnp.float32))
+    a = a.astype(at_least_float32(a.dtype))
     finite(name, a)
     return a

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bilevel.checks import array, concrete, nan_unless, number
+from bilevel.checks import array, common_dtype, concrete, nan_unless, number
 from bilevel.spectral.columns import Features, add_up, checked, floating, is_kernels
 from ntk._rules import custom_jvp
 from ntk._symmetric import symmetric
@@ -110,11 +110,14 @@ def spectral_gram(features: Features, labels: chex.Array) -> jax.Array:
     features, y = checked(features, labels)
 
     def term(x):
-        m = jnp.einsum("nhb,nc->hcb", x, y).reshape(x.shape[1], -1)
+        dtype = common_dtype(x, y)
+        m = jnp.einsum("nhb,nc->hcb", x.astype(dtype), y.astype(dtype)).reshape(x.shape[1], -1)
         return m @ m.T
 
     if is_kernels(features):
-        return jnp.einsum("nc,ijnm,mc->ij", y, features, y)
+        dtype = common_dtype(features, y)
+        y = y.astype(dtype)
+        return jnp.einsum("nc,ijnm,mc->ij", y, features.astype(dtype), y)
     return add_up(term, features)
 
 
@@ -193,7 +196,7 @@ def top_direction(gram: chex.Array, noise: chex.Array | None = None) -> jax.Arra
             )
         size = jnp.sqrt(jnp.diagonal(noise))
         size = jnp.where(size > 0, size, 1)
-        scales = size[:, None] * size
+        scales = size[:, None] * size[None]
         slack = jnp.sqrt(jnp.finfo(gram.dtype).eps) * jnp.eye(len(gram), dtype=gram.dtype)
         factor = jnp.linalg.cholesky(noise / scales + slack)
         solve = partial(jax.scipy.linalg.solve_triangular, factor, lower=True)

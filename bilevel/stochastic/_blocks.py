@@ -153,7 +153,7 @@ def turns(key: Any, counts: tuple[int, int], steps: int, draws: tuple[int, int])
         _shuffled(x.reshape(-1, count)).ravel()[:length]
         for x, count, length in zip(bits, counts, lengths, strict=True)
     )
-    return Turns(train, valid, (coins >> 8) / 2.0**24)
+    return Turns(train, valid, (coins >> 8).astype(float) / 2.0**24)
 
 
 _BLOCK = 256  # random numbers that one key gives
@@ -183,4 +183,4 @@ def _shuffled(bits: jax.Array) -> jax.Array:
     # Numbers that end with their place: to sort them takes a twentieth of an argsort.
     mask = jnp.uint32(2 ** (count - 1).bit_length() - 1)
     places = jnp.arange(count, dtype=jnp.uint32)
-    return (jnp.sort(bits & ~mask | places, 1) & mask).astype(jnp.int32)
+    return (jnp.sort(bits & ~mask | places[None], 1) & mask).astype(jnp.int32)

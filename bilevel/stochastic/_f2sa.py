@@ -87,7 +87,7 @@ def f2sa(
         return F2saState(jax.tree.map(jax.numpy.copy, w))
 
     def step(problem, alpha, w, state, turn, train, valid):
-        now: Any = penalty * (1.0 + turn.number) ** growth
+        now: Any = penalty * (1.0 + jax.numpy.asarray(turn.number, float)) ** growth
         c = steps.at(rate, turn.number)
         lower, outer = lower_loss(problem), parts(problem).outer
 

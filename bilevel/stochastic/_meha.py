@@ -84,7 +84,7 @@ def meha(
         return MehaState(jax.tree.map(jax.numpy.copy, w))
 
     def step(problem, alpha, w, state, turn, train, valid):
-        c: Any = penalty * (1.0 + turn.number) ** growth
+        c: Any = penalty * (1.0 + jax.numpy.asarray(turn.number, float)) ** growth
         eta = steps.at(rate, turn.number)
         lower, outer = lower_loss(problem), parts(problem).outer
         pair = at_both(lambda w: slopes_oracle(lower, w, alpha), state.theta, w)

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.flatten_util import ravel_pytree
 
+from bilevel.checks import at_least_float32
 from bilevel.curvature import DENSE_SIZE
 from bilevel.problem import Problem, at_variables, hessian_operator
 from bilevel.protocols import Pytree
@@ -98,7 +99,7 @@ def _basis(products, flat: jax.Array, alpha: Pytree, train: Blocks) -> Metric:
 def _flat(w: Pytree) -> jax.Array:
     """The weights in one row; of half precision, which is decomposed nowhere, in single."""
     flat = ravel_pytree(w)[0]
-    return flat.astype(jnp.promote_types(flat.dtype, jnp.float32))
+    return flat.astype(at_least_float32(flat.dtype))
 
 
 def _distance(alpha: Pytree, before: Pytree) -> jax.Array:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from bilevel.checks import gradient_transformation
+from bilevel.checks import common_dtype, gradient_transformation
 
 _UNIT = 50  # steps in which alpha moves by the rate, or as many as directions remember
 _SLOWING = 10  # of those, after which, and after ten times as many, it moves more slowly
@@ -80,7 +80,7 @@ def paced(
     )
 
     def init(alpha):
-        one = jnp.ones((), jnp.result_type(*jax.tree.leaves(alpha)))
+        one = jnp.ones((), common_dtype(*jax.tree.leaves(alpha)))
         begun = jnp.zeros((), int), jnp.zeros((), bool)
         return PacedState(inner.init(alpha), one, one, 0 * one, jnp.inf * one, *begun)
 

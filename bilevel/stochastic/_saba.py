@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from bilevel.checks import common_dtype
 from bilevel.protocols import Pytree, SingleLoop, Tables
 from bilevel.stochastic import _steps as steps
 from bilevel.stochastic._blocks import Blocks, Oracle
@@ -161,7 +162,7 @@ def saba(step_size: Rate | None = None) -> SingleLoop:
         point = Point(w, optax.tree.zeros_like(w), alpha)
         below = _empty(train, lower_oracle(problem, point))
         above = _empty(valid, outer_oracle(problem, point))
-        one = jnp.ones((), jnp.result_type(*jax.tree.leaves(w)))
+        one = jnp.ones((), common_dtype(*jax.tree.leaves(w)))
         watch = Watch(one, 0 * one, jnp.zeros((), turn.number.dtype))
         kept = mover.init(problem, w, alpha, train)
         return SabaState(point.v, watch, Tables((below, above, kept)))

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from bilevel.checks import between
+from bilevel.checks import between, common_dtype
 from bilevel.protocols import Pytree, SingleLoop, Tables
 from bilevel.stochastic import _steps as steps
 from bilevel.stochastic._blocks import Blocks
@@ -136,7 +136,7 @@ def spaba(step_size: Rate | None = None, *, probability: float | None = None) ->
     def init(problem, alpha, w, turn, train, valid):
         point = Point(w, optax.tree.zeros_like(w), alpha)
         found = directions(*everywhere(problem, point, train, valid))
-        length = jnp.ones((), jnp.result_type(*jax.tree.leaves(w)))
+        length = jnp.ones((), common_dtype(*jax.tree.leaves(w)))
         kept = mover.init(problem, w, alpha, train)
         return SpabaState(point.v, length, Tables((point, found, kept)))
 

@@ -293,18 +293,20 @@ def _recursion(x, layers, skips, variances):
     found, slopes = [jnp.where(same, (x * x).sum(1), x @ x.T)], []
     for i, one in enumerate(layers):
         below, scale = found[-1], one.scale
-        size = scale[:, None] * scale
+        size = scale[:, None] * scale[None]
         rho = variances[i] * below / jnp.where(size > 0, size, 1)
         # The diagonal is known: in the series its correlation of 1 would ask for all terms.
         p = jnp.where(same, 0.5, jnp.clip((1 - rho) / 2, 0, 1))
         both = (one.value, one.slope)
         pair = Pair(p, 1 - p, jnp.full_like(p, jnp.finfo(p.dtype).eps))
         value, slope = (
-            jnp.where(error <= largest_error(p.dtype) * f.norm[:, None] * f.norm, entry, jnp.nan)
+            jnp.where(
+                error <= largest_error(p.dtype) * f.norm[:, None] * f.norm[None], entry, jnp.nan
+            )
             for f, (entry, error) in zip(both, expectations(both, both, (1, 0), pair), strict=True)
         )
         a = skips[i - 1] if i else 0.0
-        cross = one.value.mean[:, None] * one.below
+        cross = one.value.mean[:, None] * one.below[None]
         second = value + a * (cross + cross.T) + a**2 * below
         found.append(jnp.where(same, one.second[:, None], second))
         slopes.append(jnp.where(same, one.slope.norm[:, None] ** 2, slope))

@@ -51,7 +51,7 @@ def by_tables(both, a: Site, b: Site, p: jax.Array, full: bool):
                 pair = Pair(p, 1 - p, jnp.zeros_like(p))
                 return [value for value, _ in expectations(fs, gs, (1, 0), pair)]
             return [
-                jax.lax.stop_gradient(f.norm[:, None] * g.norm)
+                jax.lax.stop_gradient(f.norm[:, None] * g.norm[None])
                 * _by_parity(f.regular.T, g.regular.T, 1 - 2 * p)
                 for f, g in zip(fs, gs, strict=True)
             ]

@@ -284,7 +284,7 @@ def _pairs(steps, full: bool, size: int, numbers, a, b) -> Kernels:
         left, right = take_rows(a, i, size1, n1), take_rows(a if b is None else b, j, size2, n2)
         same = None
         if b is None:
-            same = (i + jnp.arange(size1))[:, None] == j + jnp.arange(size2)
+            same = (i + jnp.arange(size1))[:, None] == (j + jnp.arange(size2))[None]
         state, _ = walk(steps, numbers, left, right, None, Tile(full, same))
         kernels = _kernels(left[-1].after, right[-1].after, state)
         if b is not None:

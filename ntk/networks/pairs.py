@@ -253,7 +253,7 @@ def _after_smooth(after, tangent, a: Site, b: Site, state: State, ends, terms: i
     eps = epsilon(after)
     floor = jnp.minimum((off + _noise(a.after, b.after)) / 2 + 4 * eps, 1)
     error = state.tangent_error + (off_slope + 4 * eps) * (1 + state.tangent_error)
-    most = a.slope.norm.max(1)[:, None] * b.slope.norm.max(1) * (1 + off_slope)
+    most = a.slope.norm.max(1)[:, None] * b.slope.norm.max(1)[None] * (1 + off_slope)
     excess = most * state.tangent_excess
     errors = jax.lax.stop_gradient((0 * floor, floor, off + 4 * eps, error, excess))
     return State(after, tangent, *errors)
@@ -294,8 +294,8 @@ def _average(step: Average, a: Site, b: Site, state: State, tile: Tile) -> State
     below = outer(a.before.norm, b.before.norm, True) * (1 - 2 * state.p)
     second, tangent = (pooled(x, windows, n1, n2) / size for x in (below, state.tangent))
     eps = (4 + 2 * sum(windows.window)) * epsilon(second)
-    error = (state.second_error + eps) * a.gain[:, None] * b.gain
-    tangent_error = (state.tangent_error + eps) * a.tangent_gain[:, None] * b.tangent_gain
+    error = (state.second_error + eps) * a.gain[:, None] * b.gain[None]
+    tangent_error = (state.tangent_error + eps) * a.tangent_gain[:, None] * b.tangent_gain[None]
     excess = shares(windows) ** 2 * state.tangent_excess
     return _subtracted(second, tangent, (error, tangent_error, excess), a, b, tile)
 
@@ -344,7 +344,7 @@ def _sum(step: Sum, numbers, a: Site, b: Site, state: State | None, tile: Tile) 
         second = second + outer(left, right, tile.full)
         for left, right in zip(*means, strict=True):
             second = second - outer(left, right, tile.full)
-        error = second_error * a.gain[:, None] * b.gain
+        error = second_error * a.gain[:, None] * b.gain[None]
         error += _crossed(a, b, means)
         return _subtracted(second, tangent, (error, tangent_error, excess), a, b, tile)
     total = outer(a.after.norm, b.after.norm, tile.full)
@@ -398,7 +398,7 @@ def _subtracted(second, tangent, errors, a: Site, b: Site, tile: Tile) -> State:
 
 def _noise(a: Moments, b: Moments) -> jax.Array:
     """Relative error of the products of the norms, [n1, n2]."""
-    return (a.noise[:, None] + b.noise) / 2
+    return (a.noise[:, None] + b.noise[None]) / 2
 
 
 def _same(p: jax.Array, tile: Tile) -> jax.Array | None:
@@ -412,7 +412,7 @@ def _same(p: jax.Array, tile: Tile) -> jax.Array | None:
     images = (
         tile.same[row // positions][:, column // positions] if tile.same.size > 1 else tile.same
     )
-    return (images & (row[:, None] % positions == column % positions))[None]
+    return (images & (row[:, None] % positions == column[None] % positions))[None]
 
 
 def _masked(p: jax.Array, tile: Tile) -> jax.Array:
@@ -468,17 +468,17 @@ def _bound(f, g, worst, ends, terms: int) -> jax.Array:
         return x.max(1)
 
     eps = epsilon(worst)
-    total = most(f.noise)[:, None] + most(g.noise)
-    total += 4 * eps * most(f.size)[:, None] * most(g.size)
-    jump = most(f.jump)[:, None] * most(g.jump)
-    total += moves(jump) * most(f.steep)[:, None] * most(g.steep) * worst
+    total = most(f.noise)[:, None] + most(g.noise)[None]
+    total += 4 * eps * most(f.size)[:, None] * most(g.size)[None]
+    jump = most(f.jump)[:, None] * most(g.jump)[None]
+    total += moves(jump) * most(f.steep)[:, None] * most(g.steep)[None] * worst
     if ends is None:  # a formula, which misses nothing and is of no function that jumps
         return total
     power = 1 - 2 * jnp.minimum(*ends)
     for _ in range(max(terms, 1).bit_length() - 1):
         power = power * power
     (rf, kf), (rg, kg) = ((most(h.missed[..., 0]), most(h.missed[..., 1])) for h in (f, g))
-    total += power * (rf[:, None] * (rg + kg) + kf[:, None] * rg)
+    total += power * (rf[:, None] * (rg + kg)[None] + kf[:, None] * rg[None])
     moved = jnp.maximum(*(_moved(worst, end) for end in ends))
     return total + jump * moved
 
@@ -491,4 +491,4 @@ def _crossed(a: Site, b: Site, means) -> jax.Array:
         absolute = functools.reduce(jnp.add, map(jnp.abs, side))
         found.append(((absolute * over).max(1), over.max(1) * site.after.mean_noise))
     (size, off), (other, other_off) = found
-    return jax.lax.stop_gradient(size[:, None] * other_off + off[:, None] * other)
+    return jax.lax.stop_gradient(size[:, None] * other_off[None] + off[:, None] * other[None])

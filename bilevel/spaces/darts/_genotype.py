@@ -154,10 +154,10 @@ def draw_corner(key: chex.PRNGKey, operations: Sequence[str] = PRIMITIVES) -> di
     def cell(key):
         order_key, operation_key = jax.random.split(key)
         u = jax.random.uniform(order_key, (len(EDGES),))
-        before = (u[:, None] < u) & (into[:, None] == into)  # [other, edge]
+        before = (u[:, None] < u[None]) & (into[:, None] == into[None])  # [other, edge]
         kept = before.sum(axis=0) < 2
         chosen = jax.random.choice(operation_key, allowed, (len(EDGES),))
-        return kept[:, None] * jax.nn.one_hot(chosen, len(operations))
+        return jnp.where(kept[:, None], jax.nn.one_hot(chosen, len(operations)), 0)
 
     keys = jax.random.split(key)
     return {"normal": cell(keys[0]), "reduce": cell(keys[1])}

@@ -119,7 +119,7 @@ class Network(nn.Module):
             keep = jax.random.bernoulli(
                 self.make_rng("drop_path"), 1 - drop_path, (len(y), 1, 1, 1)
             )
-            return y * (keep / (1 - drop_path)).astype(y.dtype)
+            return y * (keep.astype(float) / (1 - drop_path)).astype(y.dtype)
 
         before_last = last = norm()(Conv(3 * self.channels, 3)(cast_images(x, self.dtype)))
         channels, reduced, second = self.channels, False, None

@@ -30,7 +30,16 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from bilevel.checks import as_floating, between, concrete, finite, known, prng_key, whole
+from bilevel.checks import (
+    as_floating,
+    at_least_float32,
+    between,
+    concrete,
+    finite,
+    known,
+    prng_key,
+    whole,
+)
 
 PREPROCESS = ("none", "minmax", "unit", "standardize")
 """``t_c``: nothing, columns to [0, 1], rows to unit 2-norm, columns to mean 0 and variance 1."""
@@ -203,11 +212,13 @@ def fourier_features(key: chex.PRNGKey, x_train: chex.Array) -> FourierMap:
 
     def preprocess(index, x):
         x = _rows("x", x, p)
-        x = x / jnp.where(index[..., None] == _UNIT, _unsquarable(x), 1)
+        of_unit = jnp.reshape(index == _UNIT, (-1, 1))
+        x = x / jnp.where(of_unit, _unsquarable(x), 1)
         squares = jnp.sum(x**2, axis=1, keepdims=True)
         norm = jnp.sqrt(jnp.where(squares == 0, 1, squares))
-        divisor = jnp.where(index[..., None] == _UNIT, norm, 1)
-        return (x - shifts[index].astype(x.dtype)) / (scales[index].astype(x.dtype) * divisor)
+        divisor = jnp.where(of_unit, norm, 1)
+        shift, scale = (a[index].reshape(-1, p).astype(x.dtype) for a in (shifts, scales))
+        return (x - shift) / (scale * divisor)
 
     def project(config, x, dimension, start=0):
         dimension, start = _part(dimension, start)
@@ -229,7 +240,8 @@ def fourier_features(key: chex.PRNGKey, x_train: chex.Array) -> FourierMap:
         else:
             projection = jnp.where(is_laplace[:, None], cauchy(), gaussian())
         radius = jnp.abs(on((), _RADII))
-        return projection / jnp.where(kernel[..., None] == _ISOTROPIC, radius, 1)
+        isotropic = jnp.reshape(kernel == _ISOTROPIC, (-1, 1))
+        return projection / jnp.where(isotropic, radius[None], 1)
 
     def phases(dimension, start=0, dtype=float):
         dimension, start = _part(dimension, start)
@@ -264,7 +276,7 @@ def from_projection(config: FourierConfig, projection: chex.Array, phases: chex.
     """
     gamma = jnp.asarray(config.gamma, projection.dtype)
     scale = jnp.where(jnp.asarray(config.kernel) == _GAUSSIAN, jnp.sqrt(2 * gamma), gamma)
-    return math.sqrt(2) * jnp.cos(scale[..., None] * projection + phases)
+    return math.sqrt(2) * jnp.cos(scale.reshape(-1, 1) * projection + phases[None])
 
 
 def _normal(v):
@@ -315,7 +327,7 @@ def _draw(key, stream, shape, start, dimension, dtype):
     part = jax.lax.dynamic_slice_in_dim(entries, start % _BLOCK, dimension, axis=-1)
     # In 16 bits numbers near the interval's ends would become the ends, and their transforms NaN.
     # `float` by name is a weak type, which would give way to float32.
-    wide = jnp.promote_types(jnp.result_type(dtype), jnp.float32)
+    wide = at_least_float32(jnp.result_type(dtype))
     return _TRANSFORMS[stream](part.astype(wide)).astype(dtype)
 
 
@@ -328,7 +340,10 @@ def _column_statistics(x):
     shifts = {"minmax": low, "standardize": jnp.where(constant, low, jnp.mean(x, axis=0))}
     # Scaled first: squares of tiny or huge numbers are none.
     extent = jnp.where(constant, 1, high - low)
-    scales = {"minmax": extent, "standardize": extent * jnp.std((x - low) / extent, axis=0)}
+    scales = {
+        "minmax": extent,
+        "standardize": extent * jnp.std((x - low[None]) / extent[None], axis=0),
+    }
     return (
         jnp.stack([shifts.get(name, zeros) for name in PREPROCESS]),
         jnp.stack([jnp.where(constant, 1, scales.get(name, ones)) for name in PREPROCESS]),

@@ -30,7 +30,7 @@ import numpy as np
 from scipy import sparse as scipy_sparse
 
 from bilevel import linear
-from bilevel.checks import between, finite, number, prng_key, whole
+from bilevel.checks import at_least_float32, between, finite, number, prng_key, whole
 from bilevel.protocols import Evaluation, Selection, Shared
 from bilevel.spaces.features import fourier, text
 from bilevel.spaces.targets import predict, sign_labels
@@ -95,7 +95,7 @@ def fourier_selection(
     finite("train, valid, test", images, "rows")
     if not 0 <= number("penalty", penalty) < math.inf:
         raise ValueError(f"penalty: expected a finite number >= 0, got {penalty}.")
-    dtype = jnp.promote_types(images.dtype, np.float32)
+    dtype = at_least_float32(images.dtype)
     x = place(jnp.asarray(images.reshape(len(images), -1), dtype))
     classes, codes = np.unique(labels[: sizes[0]], return_inverse=True)
     targets = sign_labels(jnp.asarray(codes), max(2, len(classes)), dtype)

@@ -229,3 +229,36 @@ def soft(seed, log10=None, rows=15, weights=40):
     # w' H^-1 v with w in the row space of x: no division by the small penalty.
     truth = -penalty * np.linalg.solve(kernel, x @ v) @ np.linalg.solve(kernel, y) / rows
     return (alpha, w0, (x, y), (xv, yv)), truth
+
+
+def quadratics(seed, *, condition=1.0, mixed=1.0, n=512, p=10, q=5):
+    """Random quadratic losses of both levels; the outer problem's minimizer and curvatures.
+
+    ``condition`` is that of the rows' covariance, ``mixed`` that of the map from alpha to weights.
+    """
+    rng = np.random.default_rng(seed)
+
+    def rows():
+        x = rng.normal(size=(n, p)) * np.logspace(0, -0.5 * np.log10(condition), p)
+        return x, rng.normal(size=n)
+
+    mixing = rng.normal(size=(p, q)) / np.sqrt(p) * np.logspace(0, -0.5 * np.log10(mixed), q)
+    (x, y), (xv, yv) = rows(), rows()
+
+    def lower(w, alpha, batch):
+        residual = batch[0] @ (w - jnp.asarray(mixing, w.dtype) @ alpha) - batch[1]
+        return 0.5 * jnp.mean(residual**2) + 0.05 * jnp.sum(w**2)
+
+    def outer(w, alpha, batch):
+        return 0.5 * jnp.mean((batch[0] @ w - batch[1]) ** 2) + 0.05 * jnp.sum(alpha**2)
+
+    # w*(alpha) = slope alpha + offset
+    hessian = x.T @ x / n + 0.1 * np.eye(p)
+    slope = np.linalg.solve(hessian, x.T @ x @ mixing / n)
+    offset = np.linalg.solve(hessian, x.T @ y / n)
+    curvature = slope.T @ xv.T @ xv @ slope / n + 0.1 * np.eye(q)
+    gradient = slope.T @ xv.T @ (xv @ offset - yv) / n
+    data = jax.tree.map(jnp.asarray, ((x, y), (xv, yv)))
+    zeros = jnp.zeros(q), jnp.zeros(p)
+    solved = -np.linalg.solve(curvature, gradient)
+    return Problem(lower, outer), (*zeros, *data), solved, np.linalg.eigvalsh(curvature)

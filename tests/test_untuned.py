@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from helpers import assert_close
+from problems import quadratics
 
 import bilevel
 from bilevel.stochastic import Blocks, _metric, blocks
@@ -140,6 +141,28 @@ def test_nothing_is_tuned_and_conditioning_does_not_matter(method, condition):
         history=(),
     )
     assert slope(result.alpha) < 1e-4 * slope(alpha)
+
+
+def distance(method, seed, **conditions):
+    """From alpha after 3,000 untuned steps to the minimizer in numpy."""
+    problem, args, solved, _ = quadratics(seed, **conditions)
+    options = {"steps": 3000, "batches": bilevel.partition(64), "key": jax.random.key(seed)}
+    found = bilevel.search(problem, method(), bilevel.paced(), *args, **options, history=())
+    return np.linalg.norm(np.asarray(found.alpha, np.float64) - solved)
+
+
+def test_the_untuned_default_converges_to_the_minimizer():
+    """It circled at distances of 0.02 to 0.2, since Adam's steps were too long near the end."""
+    assert distance(bilevel.spaba, 0) < 1e-3
+    assert distance(bilevel.saba, 1, condition=100.0) < 1e-3
+
+
+@pytest.mark.parametrize("method", [bilevel.saba, bilevel.spaba], ids=["saba", "spaba"])
+def test_the_untuned_default_converges_for_every_seed_and_condition(method):
+    fresh = np.random.default_rng().integers(2**31, size=8).tolist()
+    for seed in [*range(8), *fresh]:
+        conditions = {"condition": 10.0 ** (seed % 3), "mixed": 10.0 ** (seed % 2)}
+        assert distance(method, seed, **conditions) < 1e-3, (seed, conditions)
 
 
 @pytest.mark.parametrize(
@@ -278,6 +301,21 @@ def test_steps_shrink_with_the_gradient_near_a_solution():
     updates, state = after(optimizer, 9000, state, gradient=1e-6)
     slowed = np.sqrt(1 + float(state.number - 1) / 500)
     np.testing.assert_allclose(updates, -2 / 50 / slowed * 1e-6 / 0.1, rtol=0.05)
+
+
+def test_a_units_steps_are_at_most_two_over_the_curvature():
+    """Truth: gradient descent on 3 x^2 / 2 with a rate of 10 a unit; 2 / 3 remain of it."""
+    optimizer = bilevel.paced(optax.sgd(10.0))
+
+    @jax.jit
+    def step(x, state):
+        updates, state = told(optimizer, state, gradient=3 * x)
+        return x + updates, updates, state
+
+    x, state = jnp.ones(()), optimizer.init(jnp.ones(()))
+    for _ in range(30):
+        x, updates, state = step(x, state)
+    np.testing.assert_allclose(updates / (3 * (x - updates)), -2 / 3 / 50, rtol=1e-5)
 
 
 def test_paced_is_for_single_loops():

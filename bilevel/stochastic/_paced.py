@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from bilevel.checks import common_dtype, gradient_transformation
+from bilevel.protocols import Pytree
 
 _UNIT = 50  # steps in which alpha moves by the rate, or as many as directions remember
 _SLOWING = 10  # of those, after which, and after ten times as many, it moves more slowly
@@ -14,7 +15,17 @@ _PARTS = 8  # of a unit: how long sizes are averaged, and until the pace is halv
 _LOST, _FOLLOWED = 0.3, 0.1  # residuals above which alpha slows down, below which it speeds up
 _GROWN, _FORGOTTEN = 2.0, 1.1  # of the gradient: growth that slows; of its least size, by part
 _SLOWEST = 2.0**-10
+_LONGEST = 2.0  # times 1 / curvature: a unit's steps together, where gradient descent is stable
+_KEPT = 0.9  # of the largest curvature, by the part
 _CALM = 0.1  # of the largest gradient: under it, Adam's steps fall with the gradient
+
+
+class Curvature(NamedTuple):
+    """How fast the optimizer's update turns around as alpha moves: see :func:`_bent`."""
+
+    largest: jax.Array  # []: change of the update, by the distance; slowly forgotten
+    update: Pytree  # like alpha: the optimizer's, at the last measurement
+    moved: Pytree  # like alpha: the movement since then
 
 
 class PacedState(NamedTuple):
@@ -25,6 +36,7 @@ class PacedState(NamedTuple):
     residual: jax.Array  # [], averaged
     size: jax.Array  # [], averaged: of the gradient
     least: jax.Array  # [], of those sizes, slowly forgotten
+    curvature: Curvature
     number: jax.Array  # [], int: updates since alpha began to move
     going: jax.Array  # [], bool: whether it has
 
@@ -38,7 +50,9 @@ def paced(
     Then fifty steps together are one of the optimizer's, or as many as the directions take to
     become exact again, if those are more: from one of SPABA's full passes to the next, an epoch of
     SABA. Ten such units later it is less, as 1 / sqrt(1 + units / 10). Where the adjoint falls
-    behind, the pace is halved until it follows.
+    behind, the pace is halved until it follows. The steps of a unit together are at most 2 /
+    curvature, so that alpha does not circle around its solution: how fast the optimizer's update
+    changes along alpha's movement is measured eight times in a unit.
 
     Parameters
     ----------
@@ -60,7 +74,8 @@ def paced(
     -----
     A heuristic: no theorem covers it. The residual is |D_v| / |df/dw|, of variance-reduced
     directions: above 0.3 the pace is halved, eight times in a unit, under 0.1 it grows by
-    a quarter, up to 1. SOBA's directions never have a small one.
+    a quarter, up to 1. SOBA's directions never have a small one. Memory: that of the optimizer and
+    two copies of ``alpha``.
 
     Examples
     --------
@@ -82,7 +97,9 @@ def paced(
     def init(alpha):
         one = jnp.ones((), common_dtype(*jax.tree.leaves(alpha)))
         begun = jnp.zeros((), int), jnp.zeros((), bool)
-        return PacedState(inner.init(alpha), one, one, 0 * one, jnp.inf * one, *begun)
+        zeros = optax.tree.zeros_like(alpha)
+        bent = Curvature(0 * one, zeros, zeros)
+        return PacedState(inner.init(alpha), one, one, 0 * one, jnp.inf * one, bent, *begun)
 
     def update(updates, state, params=None, *, residual=None, memory=None, **told):
         if residual is None or memory is None:
@@ -106,13 +123,31 @@ def paced(
         least = jnp.minimum(_FORGOTTEN ** (1 / part) * state.least, size)
         least = jnp.where(going, least, jnp.inf).astype(size.dtype)
         found, after = inner.update(updates, state.optimizer, params, **told)
-        scale = pace / unit / jnp.sqrt(1 + state.number / (_SLOWING * unit))
+        scale = pace / jnp.sqrt(1 + state.number / (_SLOWING * unit))
+        bent = _bent(state.curvature, found, state.number % max(1, round(part)) == 0)
+        limit = _LONGEST / jnp.where(bent.largest > 0, bent.largest, 1)
+        scale = jnp.where(bent.largest > 0, jnp.minimum(scale, limit), scale) / unit
         found = jax.tree.map(lambda u: jnp.where(going, scale * u, 0).astype(u.dtype), found)
         after = jax.tree.map(lambda a, b: jnp.where(going, a, b), after, state.optimizer)
         number = state.number + going.astype(int)
-        return found, PacedState(after, pace, average, size, least, number, going)
+        bent = bent._replace(moved=optax.tree.add(bent.moved, found))
+        return found, PacedState(after, pace, average, size, least, bent, number, going)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _bent(old: Curvature, update: Pytree, due: jax.Array) -> Curvature:
+    """Measure the curvature along the last movement, if that is ``due``.
+
+    For ``update = -P grad h(alpha)`` it is a Rayleigh quotient of ``P`` times the Hessian of h.
+    Noise of the directions does not depend on the movement, so it cancels in the product.
+    """
+    change, moved = optax.tree.sub(update, old.update), old.moved
+    square = optax.tree.vdot(moved, moved)
+    quotient = -optax.tree.vdot(change, moved) / jnp.where(square > 0, square, 1)
+    largest = jnp.maximum(quotient.astype(old.largest.dtype), _KEPT * old.largest)
+    new = Curvature(largest, update, optax.tree.zeros_like(update))
+    return jax.tree.map(lambda x, y: jnp.where(due, x, y), new, old)
 
 
 class _CalmState(NamedTuple):

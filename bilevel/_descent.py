@@ -1,6 +1,7 @@
 """One outer step of descent in ``alpha``, as a pair of pure functions."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,7 @@ def descent(
     optimizer: optax.GradientTransformation,
     *,
     diagnostics: bool = False,
-) -> tuple[Callable, Callable]:
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """One outer step as a pair of pure functions.
 
     Parameters

@@ -8,7 +8,7 @@ import os
 import re
 import tarfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 
@@ -48,7 +48,7 @@ def in_words(folders: list[Path]) -> str:
     return " or ".join(map(str, folders)) or "$BILEVEL_DATA, as this user has no home"
 
 
-def find_file(folder, *files):
+def find_file(folder: Path, *files: str) -> Path | None:
     """The path of the first of some ``files`` that is in ``folder``, or None.
 
     A file may be there under its own name or, compressed, with ``.gz`` or ``.xz`` behind it.
@@ -70,7 +70,7 @@ _DECOMPRESS: dict[str, Callable[[bytes], bytes]] = {
 }
 
 
-def read_file(folder, file):
+def read_file(folder: Path, file: str) -> tuple[Path, bytes]:
     """The path and the decompressed bytes of a file, as :func:`find_file` finds it.
 
     Raises
@@ -100,7 +100,7 @@ def read_file(folder, file):
         raise ValueError(f"{path}: expected an intact {path.suffix} file, got: {error}") from error
 
 
-def members(path, digest, pattern):
+def members(path: Path, digest: str, pattern: str) -> Iterator[tuple[str, bytes]]:
     """Name and bytes of each file of a folder or tar archive whose name matches."""
     if path.is_dir():
         for file in path.rglob("*"):
@@ -111,17 +111,17 @@ def members(path, digest, pattern):
     check_digest(path, content, digest)
     with tarfile.open(fileobj=io.BytesIO(content)) as archive:
         for member in archive:
-            file = archive.extractfile(member) if re.search(pattern, member.name) else None
-            if file is not None:
-                yield member.name, file.read()
+            content_of = archive.extractfile(member) if re.search(pattern, member.name) else None
+            if content_of is not None:
+                yield member.name, content_of.read()
 
 
-def check_length(path, content, length, what):
+def check_length(path: str | Path, content: bytes, length: int, what: str) -> None:
     if len(content) != length:
         raise ValueError(f"{path}: expected {length} bytes for {what}, got {len(content)}")
 
 
-def check_digest(path, content, digest):
+def check_digest(path: str | Path, content: bytes, digest: str) -> None:
     """Refuse the ``content`` of ``path`` if its ``digest``, "sha256:..." or "md5:...", is another.
 
     Raises

@@ -17,7 +17,7 @@ from bilevel._search_history import row_count, step_of
 _SMALL = 16  # entries of an array that is still written
 
 
-def log(path: str | os.PathLike, *, resume: bool = False) -> Callable[[Any], None]:
+def log(path: str | os.PathLike[str], *, resume: bool = False) -> Callable[[Any], None]:
     """``callback`` for :func:`bilevel.search` that appends every step's metrics to a file.
 
     A line for each row of the history, ``{"step": 1, "value": ..., "lower": ..., "grad_norm":
@@ -89,7 +89,7 @@ def log(path: str | os.PathLike, *, resume: bool = False) -> Callable[[Any], Non
 class Lines:
     """A file of JSON lines, each written whole; ``last`` is the ``step`` of the last one."""
 
-    def __init__(self, name: str, path: str | os.PathLike, *, resume: bool):
+    def __init__(self, name: str, path: str | os.PathLike[str], *, resume: bool):
         self._path, self.last = pathlib.Path(path), 0
         if self._path.exists() and not resume:
             raise ValueError(

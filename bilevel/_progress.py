@@ -32,7 +32,8 @@ class RunBar:
     ):
         self._work, self._update = dict(work), update  # None: nothing is shown
         self._record = record
-        self.phase, self._before = "", 0.0
+        self.phase: str = ""
+        self._before = 0.0
         self._found = 0.0  # work that an earlier, interrupted run had done
 
     def enter(self, phase: str) -> None:

@@ -176,7 +176,9 @@ class Gap(NamedTuple):
     error: np.ndarray  # of the difference
 
 
-def hypergradient_error(task: Task, solver: LowerSolver, longer: LowerSolver, alpha) -> Gap:
+def hypergradient_error(
+    task: Task, solver: LowerSolver, longer: LowerSolver, alpha: chex.Array
+) -> Gap:
     """How far each seed's hypergradient is from that of longer training.
 
     With more weights than labels the lower Hessian is singular, and ``info`` has no estimate. But

@@ -220,8 +220,10 @@ class Saver:
     """What :func:`saving` gives: ``step`` to go on from, or None, and how to read and write."""
 
     def __init__(self, directory: pathlib.Path | None, label: Any, seconds: float):
-        self.directory, self.label, self._seconds = directory, label, seconds
-        self.step = None if directory is None else latest(directory)
+        self.directory: pathlib.Path | None = directory
+        self.label: Any = label
+        self.step: int | None = None if directory is None else latest(directory)
+        self._seconds = seconds
         if directory is not None and self.step is not None:
             _check(directory, self.step, label)
         self._saved_at, self._interval = -np.inf, seconds

@@ -74,7 +74,7 @@ __all__ = [
 ]
 
 
-def at_least(name: str, value, least) -> None:
+def at_least(name: str, value: Any, least: float) -> None:
     """Refuse a number under ``least``; traced values pass: they have no value to look at yet."""
     x = number(name, value)
     if concrete(x) and not x >= least:
@@ -204,7 +204,7 @@ def nan_unless_finite(tree: Pytree, *witnesses: Pytree) -> Pytree:
     return nan_unless(finite, tree)
 
 
-def pair(name: str, value: Any, form: str) -> tuple:
+def pair(name: str, value: Any, form: str) -> tuple[Any, ...]:
     """Refuse a loss's output that is no pair."""
     if not isinstance(value, tuple) or len(value) != 2:
         raise ValueError(f"{name}: expected a loss that returns {form}, got {short(value)}.")

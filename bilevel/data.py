@@ -25,11 +25,12 @@ import io
 import math
 import re
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import takewhile
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import chex
 import jax
 import numpy as np
 import pooch
@@ -77,7 +78,7 @@ class Source(NamedTuple):
     files: dict[str, str]  # name -> digest of the content, however it is compressed
 
     @property
-    def file(self):
+    def file(self) -> str:
         """The name of the file at `url`."""
         return self.url.rpartition("/")[2]
 
@@ -100,7 +101,7 @@ _BATCHES = {
     "test_batch.bin": "md5:803d5f7f4d78ea53de84dbe85f74fb6d",
 }
 _REVIEWS = "sha256:f84cfe56c2688ab62f00b141848a3349086eb295ca716c78d429108c0ed92823"
-SOURCES = {
+SOURCES: dict[str, tuple[Source, ...]] = {
     "mnist": _idx_sources(
         "https://ossci-datasets.s3.amazonaws.com/mnist",
         ("f68b3c2dcbeaaa9fbdd348bbdeb94873", "6bbc9ace898e44ae57da46a324031adb"),
@@ -137,7 +138,13 @@ _CLOTHES = "T-shirt/top, Trouser, Pullover, Dress, Coat, Sandal, Shirt, Sneaker,
 _THINGS = "airplane, automobile, bird, cat, deer, dog, frog, horse, ship, truck"
 
 
-def load(name, *, train_size=None, test_size=None, download=True):
+def load(
+    name: str,
+    *,
+    train_size: int | None = None,
+    test_size: int | None = None,
+    download: bool = True,
+) -> Dataset:
     """Load a dataset as numpy arrays.
 
     Parameters
@@ -181,7 +188,9 @@ def load(name, *, train_size=None, test_size=None, download=True):
     return Dataset(x_train, y_train, x_test, y_test, classes)
 
 
-def samples(name, keys, *, train, valid, test):
+def samples(
+    name: str, keys: Sequence[chex.PRNGKey] | jax.Array, *, train: int, valid: int, test: int
+) -> list[list[tuple[np.ndarray, np.ndarray]]]:
     """Training, validation and test rows of a dataset, drawn anew for every key.
 
     ``train`` and ``valid`` rows are drawn of the official training rows, with all classes in their
@@ -222,7 +231,7 @@ def samples(name, keys, *, train, valid, test):
         y = np.concatenate([data.y_train, data.y_test])
         three = train, valid, min(test, len(x) - train - valid)
         return [[(x[r], y[r]) for r in split(key, y, three)] for key in keys]
-    sizes = {"test_size": min(test, _TEST_ROWS.get(name, test))}
+    sizes: dict[str, Any] = {"test_size": min(test, _TEST_ROWS.get(name, test))}
     if name == "cifar10":
         sizes["train_size"] = min(-(-(train + valid) // BATCH_ROWS), 5) * BATCH_ROWS
     data = load(name, **sizes)
@@ -252,7 +261,7 @@ def _check_rows(train, valid, rows, beside=""):
 _TEST_ROWS = {"mnist": 10_000, "fashion-mnist": 10_000, "cifar10": 10_000, "imdb": 25_000}
 
 
-def split(key, labels, sizes):
+def split(key: chex.PRNGKey, labels: chex.Array, sizes: Iterable[int]) -> tuple[np.ndarray, ...]:
     """Disjoint stratified parts of a labelled sample.
 
     Of the N_c samples of class c among N, a part of n gets either the floor or the ceiling of
@@ -383,8 +392,10 @@ def _read_cifar10(name, train_size, download):
             f"{folder}: expected {wanted:,} training rows, got {held:,} of {total:,}: ask for at "
             f"most {held:,}"
         )
-    packed = members(archive, source.digest, r"_batch.*\.bin$") if archive else ()
-    packed = {Path(member).name: (archive / member, content) for member, content in packed}
+    packed = {}
+    if archive:
+        for member, content in members(archive, source.digest, r"_batch.*\.bin$"):
+            packed[Path(member).name] = archive / member, content
     parts = []
     for file in (*batches[: math.ceil(wanted / BATCH_ROWS)], test_batch):
         path, content = packed.get(file) or read_file(folder, file)
@@ -405,6 +416,7 @@ def _cifar_batch(path, content, digest):
 def _read_imdb(name, train_size, download):
     folder, (source,) = _folder(name, download), SOURCES[name]
     path = find_file(folder, *source.files, source.file)
+    assert path is not None  # _folder has seen it
     if path.name.startswith("imdb_reviews.csv"):
         _, content = read_file(folder, "imdb_reviews.csv")
     else:

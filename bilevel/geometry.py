@@ -18,7 +18,7 @@ transformation      new alpha                                used by
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import chex
 import jax
@@ -368,7 +368,7 @@ def check_descends(
     return _refused(_ASCENDING, found, _compiled_ascends(optimizer, alpha), alpha)
 
 
-def geometries(state: optax.OptState) -> list:
+def geometries(state: optax.OptState) -> list[Any]:
     """The states of the geometries in an optimizer's state."""
     known = tuple(_NAMES)
     leaves = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, known))

@@ -77,7 +77,9 @@ def repeat(step: Callable[[Pytree], Pytree], start: Pytree, times: int) -> Pytre
     return jax.lax.fori_loop(0, times, lambda _, x: step(x), settled(step, start))
 
 
-def automatic(function: Callable, args: tuple, like: Callable[[], Pytree]) -> Pytree:
+def automatic(
+    function: Callable[..., Any], args: tuple[Any, ...], like: Callable[[], Pytree]
+) -> Pytree:
     """``function(*args)`` on a mesh with explicit axes as on one whose axes are automatic.
 
     There every operation wants to be told how its result is to lie; here XLA decides, but for the

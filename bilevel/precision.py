@@ -76,7 +76,7 @@ def widened(loss: Loss, like: Pytree) -> Loss:
     return lambda w, alpha, batch: loss(narrow(w, like), alpha, batch)
 
 
-def squarable(parts: list) -> list:
+def squarable(parts: list[Any]) -> list[Any]:
     """Arrays in 32 bits at least, and in a unit, a power of two, in which the first can be squared.
 
     Examples

@@ -32,7 +32,9 @@ class DamagedError(ValueError):
     """A record is not what was written: cut short, changed, or of another kind."""
 
 
-def write(path: str | os.PathLike, arrays: Mapping[str, np.ndarray], notes: Any = None) -> None:
+def write(
+    path: str | os.PathLike[str], arrays: Mapping[str, np.ndarray], notes: Any = None
+) -> None:
     """Put ``arrays`` and ``notes``, a value that JSON knows, at ``path``; whole or not at all.
 
     Raises
@@ -59,7 +61,7 @@ def write(path: str | os.PathLike, arrays: Mapping[str, np.ndarray], notes: Any 
 
 
 @contextmanager
-def replaced(path: str | os.PathLike) -> Iterator[IO[bytes]]:
+def replaced(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
     """A file to write in that takes the place of ``path`` once it is whole and on the disk.
 
     Raises
@@ -90,7 +92,7 @@ def replaced(path: str | os.PathLike) -> Iterator[IO[bytes]]:
     _sync_directory(path.parent)
 
 
-def read(path: str | os.PathLike) -> tuple[dict[str, np.ndarray], Any]:
+def read(path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], Any]:
     """The arrays and notes that :func:`write` put at ``path``.
 
     Raises
@@ -110,27 +112,27 @@ def read(path: str | os.PathLike) -> tuple[dict[str, np.ndarray], Any]:
     return arrays, text["notes"]
 
 
-def read_one(path: str | os.PathLike, name: str) -> np.ndarray:
+def read_one(path: str | os.PathLike[str], name: str) -> np.ndarray:
     """One of the arrays alone, unchecked: of a record that is known to be :func:`intact`."""
     with np.load(path, allow_pickle=False) as found:
         dtype = json.loads(found["notes"].item())["dtypes"].get(name)
         return found[name] if dtype is None else found[name].view(np.dtype(dtype))
 
 
-def stamp(path: str | os.PathLike) -> bytes:
+def stamp(path: str | os.PathLike[str]) -> bytes:
     """The checksum that the record at ``path`` ends with: tells it from others, if it is whole."""
     with open(path, "rb") as file:
         file.seek(-_DIGEST, os.SEEK_END)
         return file.read()
 
 
-def read_notes(path: str | os.PathLike) -> Any:
+def read_notes(path: str | os.PathLike[str]) -> Any:
     """The notes alone, unchecked: of a record that is known to be :func:`intact`."""
     with np.load(path, allow_pickle=False) as found:
         return json.loads(found["notes"].item())["notes"]
 
 
-def intact(path: str | os.PathLike) -> bool:
+def intact(path: str | os.PathLike[str]) -> bool:
     """Whether the record at ``path`` can be read, and is as it was written."""
     try:
         with open(path, "rb") as file:
@@ -140,7 +142,7 @@ def intact(path: str | os.PathLike) -> bool:
 
 
 @contextmanager
-def locked(path: str | os.PathLike, name: str, *, directory: bool = True) -> Iterator[None]:
+def locked(path: str | os.PathLike[str], name: str, *, directory: bool = True) -> Iterator[None]:
     """Be the one process that writes at ``path``, a directory made if needed, or a single record.
 
     The system lets go of the lock when the process ends, however it ends; what a killed writer
@@ -168,7 +170,7 @@ def locked(path: str | os.PathLike, name: str, *, directory: bool = True) -> Ite
         yield
 
 
-def lock(file: IO, name: str, path: str | os.PathLike) -> None:
+def lock(file: IO[bytes], name: str, path: str | os.PathLike[str]) -> None:
     """Lock an open file for as long as it is open.
 
     Raises
@@ -198,7 +200,7 @@ def losing_only_the_record(name: str) -> Iterator[None]:
         )
 
 
-def _digest(file: IO, size: int) -> bytes:
+def _digest(file: IO[bytes], size: int) -> bytes:
     """The SHA-256 of the first ``size`` bytes."""
     found = hashlib.sha256()
     file.seek(0)
@@ -209,7 +211,7 @@ def _digest(file: IO, size: int) -> bytes:
     return found.digest()
 
 
-def _intact(file: IO) -> bool:
+def _intact(file: IO[bytes]) -> bool:
     size = file.seek(0, os.SEEK_END) - _DIGEST
     return size > 0 and _digest(file, size) == file.read(_DIGEST)
 

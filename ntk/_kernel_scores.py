@@ -9,6 +9,7 @@ Every sample goes through the network alone, but in :func:`te_nas`. The public n
 import functools
 import operator
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -32,7 +33,7 @@ from ntk._symmetric import symmetric
 from ntk.kernel_functions import matrix
 
 
-def kernel(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
+def kernel(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
     """``K`` [n, n] of :func:`eigen_nas` and :func:`min_eigenvalue`: not a score, for certificates.
 
     ``ntk.certified_min_eigenvalue`` makes a rigorous lower bound of it. Without batch statistics
@@ -48,7 +49,7 @@ def kernel(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
     return _gram(_gradients(apply, params, x))
 
 
-def layer_traces(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
+def layer_traces(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
     """``tr K_l / n`` [layers] of the weights, leaf by leaf: what each layer adds to Eigen-NAS.
 
     Examples
@@ -61,7 +62,9 @@ def layer_traces(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
     return _traces(apply, params, x, _gradients(apply, params, x))
 
 
-def kernel_scores(key, apply: Apply, params: Pytree, batch: Batch) -> dict[str, jax.Array]:
+def kernel_scores(
+    key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch
+) -> dict[str, jax.Array]:
     """All scores of this family by name, for the price of one, and ``kernel``, K itself.
 
     Examples
@@ -83,7 +86,9 @@ def kernel_scores(key, apply: Apply, params: Pytree, batch: Batch) -> dict[str, 
     }
 
 
-def of_kernel(K, y=None, *, x=None) -> dict[str, jax.Array]:
+def of_kernel(
+    K: chex.Array, y: chex.Array | None = None, *, x: chex.Array | None = None
+) -> dict[str, jax.Array]:
     """The scores of this family that a kernel alone decides, by name: of any kernel.
 
     Parameters
@@ -145,7 +150,7 @@ def _of_matrix(
     return found if y is None else found | {"label_energy": _label_energy(K, values, y, classes)}
 
 
-def eigen_nas(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
+def eigen_nas(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
     """Eigen-NAS: ``tr K / n``, the mean squared norm of a sample's gradient.
 
     ``K_ij = <grad f(x_i), grad f(x_j)>`` is the neural tangent kernel of ``f``, the sum of the
@@ -168,7 +173,7 @@ def eigen_nas(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
     return jnp.mean(map_gradients(lambda g: jnp.sum(g**2), apply, params, x))
 
 
-def min_eigenvalue(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
+def min_eigenvalue(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
     """``lambda_min(K)`` exactly, for the kernel K of :func:`eigen_nas`, which bounds it.
 
     What Eigen-NAS stands in for. Memory: n gradients; time: one gradient per sample, ``n^2 p``.
@@ -183,7 +188,9 @@ def min_eigenvalue(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array
     return jnp.maximum(spectrum.min_eigenvalue(kernel(key, apply, params, batch)), 0)
 
 
-def cosine_min_eigenvalue(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
+def cosine_min_eigenvalue(
+    key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch
+) -> jax.Array:
     """``lambda_min`` of the kernel of cosines, ``K_ij / sqrt(K_ii K_jj)``: at most 1.
 
     How different the samples' gradients are, whatever their size, which is what most of
@@ -199,7 +206,7 @@ def cosine_min_eigenvalue(key, apply: Apply, params: Pytree, batch: Batch) -> ja
     return _cosine_min_eigenvalue(kernel(key, apply, params, batch))
 
 
-def condition_number(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
+def condition_number(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
     """``lambda_max(K) / lambda_min(K)``: smaller is better; :func:`te_nas` with samples alone.
 
     ``inf`` where ``lambda_min`` is within rounding of 0, up to ``n eps lambda_max``.
@@ -213,7 +220,7 @@ def condition_number(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Arr
     return _condition(spectrum.eigenvalues(kernel(key, apply, params, batch)))
 
 
-def te_nas(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
+def te_nas(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
     """TE-NAS's condition number ``kappa = lambda_max(K) / lambda_min(K)``: smaller is better.
 
     K as in :func:`eigen_nas`, but of the batch jointly and in all tensors that PyTorch calls
@@ -241,7 +248,7 @@ def te_nas(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
     return _condition(spectrum.eigenvalues(gram(rows)))
 
 
-def spectral_entropy(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
+def spectral_entropy(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
     """``-sum_i p_i log p_i`` of ``p = lambda / tr K``: how evenly K sees its n directions.
 
     At most ``log n``; 0 for a kernel of rank one, and for one that is 0.
@@ -256,7 +263,7 @@ def spectral_entropy(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Arr
     return _entropy(spectrum.eigenvalues(kernel(key, apply, params, batch)))
 
 
-def label_energy(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
+def label_energy(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
     """``-sum_c y_c' K^-1 y_c`` over the classes' indicators y_c, each less its mean.
 
     Minus the squared norm of the smallest function that fits the labels, which bounds the
@@ -276,7 +283,7 @@ def label_energy(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
     return _label_energy(K, spectrum.eigenvalues(K), y, classes)
 
 
-def log_traces(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
+def log_traces(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
     """``sum_l log(tr K_l / n)`` over the layers that have a gradient, as ZiCo adds up layers.
 
     Examples

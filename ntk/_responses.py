@@ -21,7 +21,7 @@ from ntk._network import (
 from ntk._rectifiers import is_relu, marked
 
 
-def wrcor(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
+def wrcor(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
     """Weighted response correlation: ``log |det K|``, ``K = sum_l 2^l sum_i |A_i| + |G_i|`` [n, n].
 
     Over the ReLUs i of the layers l = 0, 1, ...: ``A_i[s, t]`` is the correlation, over the units,

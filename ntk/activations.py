@@ -318,15 +318,15 @@ def as_piecewise(argument: str, s: Activation) -> Activation:
     return Activation(s.name, s.__call__, kinks=((0.0, tuple(jumps)),))
 
 
-relu = Activation("relu", kink=(0.0, 1.0))
-identity = Activation("identity", kink=(1.0, 1.0))
+relu: Activation = Activation("relu", kink=(0.0, 1.0))
+identity: Activation = Activation("identity", kink=(1.0, 1.0))
 # An odd formula: its expectations have exact zeros where they should.
-sigmoid = Activation("sigmoid", lambda z: jnp.tanh(z / 2) / 2, strip=math.pi)
-tanh = Activation("tanh", jnp.tanh, strip=math.pi / 2)
-swish = Activation("swish", jax.nn.swish, strip=math.pi)
-gelu = Activation(
+sigmoid: Activation = Activation("sigmoid", lambda z: jnp.tanh(z / 2) / 2, strip=math.pi)
+tanh: Activation = Activation("tanh", jnp.tanh, strip=math.pi / 2)
+swish: Activation = Activation("swish", jax.nn.swish, strip=math.pi)
+gelu: Activation = Activation(
     "gelu",
     lambda z: jax.nn.gelu(z, approximate=False),
     closed=(_gelu_dual, _gelu_slope_dual),
 )
-erf = Activation("erf", jax.lax.erf, closed=(_erf_dual,))
+erf: Activation = Activation("erf", jax.lax.erf, closed=(_erf_dual,))

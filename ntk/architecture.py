@@ -116,7 +116,9 @@ def _numbers(name: str, values: Any, count: int, dtype: Any) -> jax.Array:
     return values
 
 
-def inputs(name: str, x: Any, name2: str = "", x2: Any = None):
+def inputs(
+    name: str, x: Any, name2: str = "", x2: Any = None
+) -> tuple[jax.Array, jax.Array | None]:
     """Both sets of inputs as floating arrays [n, d] and [n2, d], checked; None stays None.
 
     Raises
@@ -372,8 +374,8 @@ class LayerKernels(NamedTuple):
 def features(
     layers: Sequence[Layer],
     weights: Sequence[chex.Array],
-    skips,
-    variances,
+    skips: chex.Array,
+    variances: chex.Array,
     squares: chex.Array,
     how: Resolution,
 ) -> list[LayerKernels]:
@@ -442,7 +444,11 @@ class Diagonal(NamedTuple):
 
 
 def diagonals(
-    layers: Sequence[Layer], weights: Sequence[chex.Array], skips, variances, squares: chex.Array
+    layers: Sequence[Layer],
+    weights: Sequence[chex.Array],
+    skips: chex.Array,
+    variances: chex.Array,
+    squares: chex.Array,
 ) -> list[Diagonal]:
     """The formulas of :mod:`ntk.infinite` for single inputs, of squared norms [n]."""
     return [

@@ -26,7 +26,9 @@ _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(20)
 
 
 @functools.partial(custom_jvp, nondiff_argnums=(0,))
-def truncated_powers(orders: int, h, k, p, q) -> jax.Array:
+def truncated_powers(
+    orders: int, h: jax.Array, k: jax.Array, p: jax.Array, q: jax.Array
+) -> jax.Array:
     """``I_mn`` for m, n < ``orders``, [orders, orders, ...]; elementwise.
 
     The infinite slope of I_00 at p = 0 counts as 0.

@@ -41,7 +41,7 @@ Working Note 14; Higham (2002), "Accuracy and stability of numerical algorithms"
 import heapq
 import itertools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import scipy.linalg
@@ -69,7 +69,7 @@ from ntk.kernels import Kernels
 _GRID = 2.0**48  # points of the simplex are multiples of 1 / _GRID: sums and midpoints are exact
 
 
-def certified_min_eigenvalue(K, entry_error=None, *, x=None) -> float:
+def certified_min_eigenvalue(K: Any, entry_error: Any = None, *, x: Any = None) -> float:
     """Rigorous lower bound of the smallest eigenvalue, whatever rounding did.
 
     Holds for every symmetric matrix whose entries are within ``entry_error`` of those of ``K``.
@@ -157,7 +157,12 @@ class Certificate(NamedTuple):
 
 
 def certify_simplex(
-    blocks, *, x=None, rtol: float = 1e-3, entry_error=None, max_cells: int = 3000
+    blocks: Any,
+    *,
+    x: Any = None,
+    rtol: float = 1e-3,
+    entry_error: Any = None,
+    max_cells: int = 3000,
 ) -> Certificate:
     """Rigorous bracket of the minimum of ``lambda_min(K_alpha)`` over the simplex.
 

@@ -21,7 +21,7 @@ from ntk._checks import function, short, whole
 Apply = Callable[[Any, Any], Any]
 
 
-def linearize(apply: Apply, params) -> Apply:
+def linearize(apply: Apply, params: Any) -> Apply:
     """The linear function of the parameters that is tangent to ``apply`` at ``params``.
 
     ``f(θ0, x) + (∂f/∂θ)(θ0, x) (θ - θ0)``
@@ -60,7 +60,7 @@ def linearize(apply: Apply, params) -> Apply:
     return taylor_expand(apply, params, 1)
 
 
-def taylor_expand(apply: Apply, params, order: int) -> Apply:
+def taylor_expand(apply: Apply, params: Any, order: int) -> Apply:
     """The Taylor polynomial of ``apply`` in its parameters about ``params``.
 
     ``Σ_{i <= order} (1 / i!) (d/dt)^i f(θ0 + t (θ - θ0), x)`` at ``t = 0``

@@ -39,6 +39,7 @@ Sohl-Dickstein & Schoenholz, "Fast finite width neural tangent kernel" (ICML 202
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -111,9 +112,9 @@ def _batch(batch_size):
 
 def empirical_kernel(
     apply: Apply,
-    params,
-    x1,
-    x2=None,
+    params: Any,
+    x1: Any,
+    x2: Any = None,
     *,
     method: str = "auto",
     outputs: str = "sum",
@@ -215,8 +216,8 @@ def empirical_kernel(
 
 def gradient_norms(
     apply: Apply,
-    params,
-    x,
+    params: Any,
+    x: Any,
     *,
     method: str = "auto",
     outputs: str = "sum",
@@ -282,9 +283,9 @@ def gradient_norms(
 
 def empirical_nngp(
     apply: Apply,
-    params,
-    x1,
-    x2=None,
+    params: Any,
+    x1: Any,
+    x2: Any = None,
     *,
     outputs: str = "mean",
     batch_size: int | None = None,
@@ -347,7 +348,7 @@ def empirical_nngp(
 
 
 def kernel_vector_product(
-    apply: Apply, params, x, *, batch_size: int | None = None
+    apply: Apply, params: Any, x: Any, *, batch_size: int | None = None
 ) -> Callable[[jax.Array], jax.Array]:
     """The map ``v -> K v``, without ``K``.
 

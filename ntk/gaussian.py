@@ -206,7 +206,15 @@ def _arc_cosines_jvp(primals, tangents):
     return (step, relu, gap), (steep * drho, step * drho, -step * drho)
 
 
-def kinked_pair(f: Activation, g: Activation, jumps, sx, sy, p, q) -> jax.Array:
+def kinked_pair(
+    f: Activation,
+    g: Activation,
+    jumps: Any,
+    sx: jax.Array,
+    sy: jax.Array,
+    p: jax.Array,
+    q: jax.Array,
+) -> jax.Array:
     """``E[f(u) g(u')]`` for kinked f and g; elementwise in sx, sy, p, q.
 
     ``jumps``: ((left, right) of f, of g), which replace the fields ``kink`` and may be traced. With
@@ -234,7 +242,7 @@ def kinked_pair(f: Activation, g: Activation, jumps, sx, sy, p, q) -> jax.Array:
             return DENSITY**2 * jf * jg * reciprocal(sx * sy * 2 * jnp.sqrt(p * q))
 
 
-def kinked_gap(jumps, p, q) -> jax.Array:
+def kinked_gap(jumps: Any, p: jax.Array, q: jax.Array) -> jax.Array:
     """``E[f(z) f(z)] - E[f(z) f(z')]``, f kinked of degree 1: exact down to the smallest angle."""
     left, right = jumps
     return 2 * p * left * right + (right - left) ** 2 * arc_cosines(p, q)[2]

@@ -77,7 +77,9 @@ class Function(NamedTuple):
     jumps: jax.Array  # [n, kinks, orders], of f and its derivatives: those to be in pieces
 
 
-def expand(f: Function, scale: chex.Array, error: chex.Array, odd, grid: Grid) -> Expansion:
+def expand(
+    f: Function, scale: chex.Array, error: chex.Array, odd: chex.Array, grid: Grid
+) -> Expansion:
     """The expansion of f at standard deviations ``scale`` [n], known up to ``error`` [n] relative.
 
     ``odd``: whether the kink at 0 is of degree 1, an array.
@@ -108,7 +110,9 @@ def expand(f: Function, scale: chex.Array, error: chex.Array, odd, grid: Grid) -
     return Expansion(norm, mean, regular * over, sides * over, pieces, kinked * over, *errors)
 
 
-def kinked_expansion(sides, scale: chex.Array, error: chex.Array, degree: int, shape) -> Expansion:
+def kinked_expansion(
+    sides: chex.Array, scale: chex.Array, error: chex.Array, degree: int, shape: tuple[int, int]
+) -> Expansion:
     """The same, where there is nothing but a kink at 0: in closed form, without a grid.
 
     ``shape``: the coefficients and kinks, all of them 0, that other layers have.
@@ -316,7 +320,7 @@ def expectations(
     return found
 
 
-def on_diagonal(f: Expansion, g: Expansion, equal) -> tuple[jax.Array, jax.Array]:
+def on_diagonal(f: Expansion, g: Expansion, equal: chex.Array) -> tuple[jax.Array, jax.Array]:
     """``E[f(u) g(u)]`` [n] of two slopes at the same input, and a bound of its error.
 
     ``equal``: whether they are the same function, whose norm is known better than its series.

@@ -6,7 +6,8 @@ lose half their digits in a Gram matrix rounded once.
 """
 
 import functools
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import chex
 import jax
@@ -54,7 +55,9 @@ def half_chords(a: UnitRows, b: UnitRows) -> tuple[jax.Array, jax.Array]:
     )  # type: ignore[return-value]
 
 
-def assemble(tile, n1: int, n2: int, *, symmetric: bool, size: int = TILE):
+def assemble(
+    tile: Callable[..., Any], n1: int, n2: int, *, symmetric: bool, size: int = TILE
+) -> Any:
     """Arrays [n1, n2] from ``tile(i, j, size1, size2)``, a pytree of [size1, size2] blocks.
 
     Symmetric: the upper triangle is computed. The last tile of a side is moved inwards, over its
@@ -108,7 +111,7 @@ def mirrored(kernel: chex.Array) -> jax.Array:
     return jnp.triu(kernel) + jnp.swapaxes(jnp.triu(kernel, 1), -1, -2)
 
 
-def take_rows(rows, start, size: int, n: int):
+def take_rows(rows: Any, start: int | jax.Array, size: int, n: int) -> Any:
     """Rows ``start .. start + size`` of every leaf that has n of them."""
     if size == n:
         return rows

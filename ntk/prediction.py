@@ -155,7 +155,7 @@ def ensemble(
     *,
     x: Any = None,
     at: Any = None,
-    t=jnp.inf,
+    t: chex.Array | float = jnp.inf,
     penalty: float = 0.0,
 ) -> Prediction:
     """Infinitely wide networks trained by gradient flow from random weights, up to time t.

@@ -191,12 +191,12 @@ def excess_risk_term(K: Any, y: chex.Array, *, x: Any = None) -> ExcessRisk:
 def gradient_flow(
     K: Any,
     y: chex.Array,
-    t,
+    t: chex.Array | float,
     *,
     x: Any = None,
-    f0=0.0,
+    f0: chex.Array | float = 0.0,
     cross: chex.Array | None = None,
-    cross_f0=0.0,
+    cross_f0: chex.Array | float = 0.0,
     penalty: float = 0.0,
 ) -> jax.Array:
     """Predictions after training for a time ``t``: ``f_0(x) + k(x, X) phi_t(K) (y - f_0(X))``.

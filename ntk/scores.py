@@ -60,6 +60,7 @@ Zhu, Liu, Chrysos & Cevher (2022), section 5.2; zero-cost-nas: Abdelfattah et al
 the others at their functions.
 """
 
+import chex
 import jax
 import jax.numpy as jnp
 from jax.flatten_util import ravel_pytree
@@ -129,7 +130,7 @@ __all__ = [
 ]
 
 
-def knas(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
+def knas(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
     """KNAS as in the paper: ``(1/n^2) sum_ij <grad ell_i, grad ell_j> = |mean_i grad ell_i|^2``.
 
     ``ell_i`` is the cross-entropy of sample i alone, the gradient that in all of ``params``. Xu et
@@ -150,7 +151,7 @@ def knas(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
     return jnp.sum(ravel_pytree(program(jax.grad(loss), params)(params))[0] ** 2)
 
 
-def knas_released(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
+def knas_released(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
     """KNAS as its released code computes it, on 50 samples there: a covariance between halves.
 
     ``sum_t sum_{i < 50} <g_ti[first half] - mean, g_ti[second half] - mean> / n^2``: ``g_ti`` [n]
@@ -194,7 +195,7 @@ def knas_released(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
 
 
 def nasi(
-    key,
+    key: chex.PRNGKey,
     apply: Apply,
     params: Pytree,
     batch: Batch,
@@ -221,7 +222,7 @@ def nasi(
     return r - penalty * jnp.maximum(0, r - threshold)
 
 
-def grad_norm(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
+def grad_norm(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
     """``sum_l |dL / dw_l|``: the gradient's 2-norms, summed over the layers' weights.
 
     Mean cross-entropy of the batch, jointly. zero-cost-nas.
@@ -235,7 +236,7 @@ def grad_norm(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
     return gradient_scores(key, apply, params, batch)["grad_norm"]
 
 
-def snip(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
+def snip(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
     """``sum |w * dL/dw|`` over the weights: what removing each would change, to first order.
 
     Mean cross-entropy of the batch, jointly. Lee, Ajanthan & Torr (ICLR 2019), summed as in
@@ -250,7 +251,9 @@ def snip(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
     return gradient_scores(key, apply, params, batch)["snip"]
 
 
-def gradient_scores(key, apply: Apply, params: Pytree, batch: Batch) -> dict[str, jax.Array]:
+def gradient_scores(
+    key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch
+) -> dict[str, jax.Array]:
     """:func:`grad_norm` and :func:`snip`, by name, from one gradient.
 
     Examples
@@ -267,7 +270,7 @@ def gradient_scores(key, apply: Apply, params: Pytree, batch: Batch) -> dict[str
     }
 
 
-def grasp(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
+def grasp(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
     """``-sum w * (H g)``: how removing weights would change the gradient flow ``|g|^2``.
 
     g and H are gradient and Hessian of the mean cross-entropy in the weights, jointly; no
@@ -287,7 +290,7 @@ def grasp(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
     return -inner_product(weights, product)
 
 
-def fisher(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
+def fisher(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
     """``sum_c (1/2) mean_n (sum_positions a * dL/da)^2`` over the channels c of all layers.
 
     ``a`` [n, positions, channels] is the output of a convolution or of a product with a matrix
@@ -316,7 +319,9 @@ def fisher(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
     return layer_saliency(apply, params, x, y)
 
 
-def zico(key, apply: Apply, params: Pytree, batch: Batch, *, parts: int = 2) -> jax.Array:
+def zico(
+    key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch, *, parts: int = 2
+) -> jax.Array:
     """ZiCo: ``sum_l log sum_w mean|g_w| / std(g_w)`` over the gradients of ``parts`` batches.
 
     The batch is cut into equal parts in its order, each going through jointly; g is the gradient
@@ -356,7 +361,7 @@ def _log_signal(g: jax.Array) -> jax.Array:
     return jnp.log(jnp.where(total == 0, 1, total))
 
 
-def jacov(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
+def jacov(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
     """``-sum_i log(lambda_i + eps) + 1 / (lambda_i + eps)``, with ``eps = 1e-5``.
 
     ``lambda`` are the eigenvalues of the correlation matrix [n, n] of the inputs' gradients of
@@ -386,7 +391,7 @@ def jacov(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
     return -jnp.sum(jnp.log(values) + 1 / values)
 
 
-def synflow(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
+def synflow(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
     """``log sum w * dR/dw`` over the weights, all of ``params`` made positive.
 
     R is the sum of the logits at an input of ones. Uses no data: of the batch only its shape.
@@ -428,7 +433,7 @@ def synflow(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
     return jnp.log(inner_product(weights, g)) - 2 * jnp.log(scale)
 
 
-def naswot(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
+def naswot(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
     """NASWOT: ``log det K_H``, where ``K_H[i, j]`` counts the ReLUs at which i and j agree in sign.
 
     ``K_H = sum B B' + (1 - B)(1 - B)'`` [n, n] over the ReLUs, with ``B = 1[input > 0]``
@@ -464,7 +469,9 @@ def naswot(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
     return jnp.where(distinct_patterns(agreements) < len(x), -jnp.inf, logdet)
 
 
-def regions(key, apply: Apply, params: Pytree, batch: Batch, *, unused: bool = True) -> jax.Array:
+def regions(
+    key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch, *, unused: bool = True
+) -> jax.Array:
     """TE-NAS's R: how many linear regions the samples fall in, told by their ReLU sign patterns.
 
     ReLUs as in :func:`naswot`, jointly; with ``unused=False`` those alone that a logit changes
@@ -483,7 +490,7 @@ def regions(key, apply: Apply, params: Pytree, batch: Batch, *, unused: bool = T
     return distinct_patterns(agreements(apply, params, x))
 
 
-def l2_norm(key, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
+def l2_norm(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
     """``sum_l |w_l|``: the 2-norms of the layers' weights. zero-cost-nas.
 
     Examples

@@ -25,7 +25,7 @@ class Recording(TypedDict, total=False):
     """Whether to train every incumbent apart, at the full budget and off the clock, for its test
     error. By default, if the problem is a Selection, whose evaluations then should have one."""
 
-    journal: str | os.PathLike | None
+    journal: str | os.PathLike[str] | None
     """A file that receives every solve, as a line of JSON with its checksum; one that exists is
     refused. A full disk costs the line, with a warning, and not the run."""
 
@@ -59,7 +59,7 @@ class Recorder:
         self,
         method: str,
         key: jax.Array,
-        configs: Sequence,
+        configs: Sequence[Any],
         problem: Any,
         budget: int,
         options: dict[str, Any],

@@ -28,7 +28,7 @@ from bilevel.protocols import Shared
 
 def exponentiated_gradient(
     key: chex.PRNGKey,
-    configs: Sequence,
+    configs: Sequence[Any],
     problem: Any,
     budget: int,
     *,

@@ -26,7 +26,7 @@ _Rungs = list[tuple[int, int]]  # (configurations, resource)
 
 def successive_halving(
     key: chex.PRNGKey,
-    configs: Sequence,
+    configs: Sequence[Any],
     problem: Any,
     budget: int,
     *,
@@ -91,7 +91,7 @@ def successive_halving(
 
 def hyperband(
     key: chex.PRNGKey,
-    configs: Sequence,
+    configs: Sequence[Any],
     problem: Any,
     budget: int,
     *,

@@ -14,7 +14,7 @@ from bilevel.checks import whole
 
 def random_search(
     key: chex.PRNGKey,
-    configs: Sequence,
+    configs: Sequence[Any],
     problem: Any,
     budget: int,
     *,

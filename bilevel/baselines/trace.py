@@ -1,6 +1,6 @@
 """The record that every method returns."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -12,7 +12,7 @@ class Trace(NamedTuple):
     budget, whatever the method itself trained.
     """
 
-    configs: tuple
+    configs: tuple[Any, ...]
     best: int  # index of the configuration chosen; -1 if interrupted before there was one
     round: np.ndarray  # [T], int from 0
     resource: np.ndarray  # [T], int

@@ -29,7 +29,7 @@ from bilevel.checks import number
 
 def weight_sharing(
     key: chex.PRNGKey,
-    configs: Sequence,
+    configs: Sequence[Any],
     problem: Any,
     budget: int,
     **recording: Unpack[Recording],
@@ -81,7 +81,7 @@ def weight_sharing(
 
 def fast_weight_sharing(
     key: chex.PRNGKey,
-    configs: Sequence,
+    configs: Sequence[Any],
     problem: Any,
     budget: int,
     *,

@@ -37,7 +37,7 @@ class Plan(NamedTuple):
     """What a run does, in values of the library."""
 
     problem: Selection
-    candidates: list  # configurations, as `bilevel.spaces.features` draws them
+    candidates: list[Any]  # configurations, as `bilevel.spaces.features` draws them
     rows: list[int]  # of training, validation and test
     dimension: int
     key: jax.Array
@@ -78,7 +78,7 @@ def _plan(config: Baseline) -> Plan:
     if config.data == "imdb":
         # lambda |w|^2 + sum = 2 lambda (1/2 |w|^2 + C sum)
         problem = features.text_selection(*parts, cost=0.5 / config.penalty)
-        candidates: list = features.sample_text(config_key, config.configs)
+        candidates: list[Any] = features.sample_text(config_key, config.configs)
     else:
         count = sum(len(labels) for _, labels in parts)
         problem = features.fourier_selection(

@@ -80,7 +80,9 @@ class Heat(NamedTuple):
     ylabel: str
 
 
-def picture(path: pathlib.Path, result: dict[str, Any], found: list[Found], heats: list[Heat]):
+def picture(
+    path: pathlib.Path, result: dict[str, Any], found: list[Found], heats: list[Heat]
+) -> None:
     """``search.png``: the first seed's alpha in cells, and the losses of all seeds."""
     places = [f"alpha {i}" for i in range(len(heats))]
     first = ", of the first seed" if len(found) > 1 else ""

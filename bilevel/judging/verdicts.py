@@ -26,7 +26,7 @@ CVPR 2024, for :func:`sum_of_log_ranks`.
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,6 +35,7 @@ from scipy.stats import kendalltau, rankdata, spearmanr
 from bilevel.checks import known, numbers, whole
 from bilevel.judging.table import RUN_SETS, Table
 from bilevel.spaces.nasbench201 import (
+    Genotype,
     conv_edges,
     multiply_adds,
     parameter_count,
@@ -44,7 +45,7 @@ from bilevel.spaces.nasbench201 import (
 DATASETS = {"cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "imagenet16": "ImageNet16-120"}
 """The benchmark's, and how they are written."""
 
-BASELINES = {
+BASELINES: dict[str, Callable[[Genotype], float]] = {
     "parameters": parameter_count,
     "multiply-adds": multiply_adds,
     "trainable layers": trainable_layers,

@@ -91,7 +91,7 @@ class Sparse:
 Features = jax.Array | Blocks | Sparse
 
 
-def sparse(matrix) -> Sparse:
+def sparse(matrix: Any) -> Sparse:
     """A SciPy sparse matrix as features.
 
     Parameters
@@ -136,7 +136,13 @@ def _entries(matrix) -> _Entries:
     )
 
 
-def sweep(features, w, residual, data, memory: int):
+def sweep(
+    features: Features,
+    w: jax.Array,
+    residual: Callable[..., jax.Array],
+    data: tuple[jax.Array, ...],
+    memory: int,
+) -> tuple[jax.Array, jax.Array]:
     """``f = Phi w`` [n, c] and ``Phi' residual(f, *data)`` [d, .] in one pass over the rows."""
     if isinstance(features, Sparse):
         n, d = features.shape
@@ -160,7 +166,7 @@ def sweep(features, w, residual, data, memory: int):
     return f.reshape(-1, w.shape[1])[:n], total
 
 
-def product(features, w, memory: int):
+def product(features: Features, w: jax.Array, memory: int) -> jax.Array:
     """``Phi w`` for ``w`` [d, c]."""
     n, d = features.shape
     if isinstance(features, Sparse):
@@ -172,7 +178,7 @@ def product(features, w, memory: int):
     return f.reshape(-1, w.shape[1])[:n]
 
 
-def partition(total: int, width: int, dtype, memory: int):
+def partition(total: int, width: int, dtype: Any, memory: int) -> tuple[jax.Array, int]:
     """Starts and size of equal blocks of at most a quarter of the memory, [size, width] each."""
     most = max(memory // (4 * width * dtype.itemsize), 1)
     count = -(-total // most)
@@ -180,7 +186,7 @@ def partition(total: int, width: int, dtype, memory: int):
     return jnp.arange(count) * size, size
 
 
-def split(a, count: int, size: int):
+def split(a: jax.Array, count: int, size: int) -> jax.Array:
     """Rows in blocks [count, size, c], the last one filled up with zeros."""
     filled = jnp.pad(a, ((0, count * size - len(a)), (0, 0)))
     return filled.reshape(count, size, -1)
@@ -191,7 +197,7 @@ def as_matrix(a: chex.Array) -> jax.Array:
     return a.reshape(len(a), -1)
 
 
-def dtype_of(features: Features):
+def dtype_of(features: Features) -> Any:
     """The dtype of the numbers in the features."""
     if isinstance(features, Sparse):
         return features.by_row.value.dtype
@@ -200,7 +206,7 @@ def dtype_of(features: Features):
     return features.dtype
 
 
-def checked_features(features) -> Features:
+def checked_features(features: Any) -> Features:
     """``features`` as floating-point numbers, if they are a matrix and blocks keep their word.
 
     Raises

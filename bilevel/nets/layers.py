@@ -34,7 +34,7 @@ class Conv(nn.Module):
     depthwise: bool = False
 
     @nn.compact
-    def __call__(self, x):
+    def __call__(self, x: jax.Array) -> jax.Array:
         """[n, h, w, c] -> [n, h', w', features]."""
         groups = x.shape[-1] if self.depthwise else 1
         shape = (self.size, self.size, x.shape[-1] // groups, self.features)
@@ -58,7 +58,7 @@ class Standardize(nn.Module):
     affine: bool = False
 
     @nn.compact
-    def __call__(self, x):
+    def __call__(self, x: jax.Array) -> jax.Array:
         """[n, h, w, c] -> the same, each channel with mean 0 and variance 1."""
         full = x.astype(wide(x.dtype))
         axes = 0, 1, 2

@@ -155,7 +155,7 @@ def from_scratch(
     *,
     batch_size: int,
     augment: Callable[[jax.Array, jax.Array], jax.Array] | None = None,
-) -> tuple[Callable, Callable]:
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Training from scratch as a pair of pure functions, for as many epochs as one likes.
 
     Parameters
@@ -224,7 +224,7 @@ _SAVE_SECONDS = 30.0  # between two checkpoints: writing one may take as long as
 
 
 def run_epochs(
-    program: tuple[Callable, Callable],
+    program: tuple[Callable[..., Any], Callable[..., Any]],
     key: chex.PRNGKey,
     data: tuple[chex.Array, chex.Array],
     *,

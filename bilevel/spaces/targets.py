@@ -32,7 +32,7 @@ OUTER_LOSSES: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
 the margin ``y f``, y = +-1, and NaN for other targets."""
 
 
-def sign_labels(labels: chex.Array, classes: int, dtype=float) -> jax.Array:
+def sign_labels(labels: chex.Array, classes: int, dtype: Any = float) -> jax.Array:
     """Labels 0..classes-1 as +-1: [n] for two classes, one-vs-rest [n, classes] for more.
 
     Raises

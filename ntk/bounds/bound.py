@@ -82,12 +82,14 @@ class Bracket(NamedTuple):
     upper: Bound
 
 
-def lower_bound(value: chex.Array, terms: dict, noise: Any = 0.0, **details: Any) -> Bound:
+def lower_bound(
+    value: chex.Array, terms: dict[str, Any], noise: Any = 0.0, **details: Any
+) -> Bound:
     """A lower bound of lambda_min; ``noise`` is what rounding can make of 0."""
     return Bound("lambda_min(K) >= value", value, terms, ~(value > noise), **details)
 
 
-def upper_bound(value: chex.Array, terms: dict, **details: Any) -> Bound:
+def upper_bound(value: chex.Array, terms: dict[str, Any], **details: Any) -> Bound:
     """An upper bound of lambda_min."""
     return Bound("lambda_min(K) <= value", value, terms, ~jnp.isfinite(value), **details)
 

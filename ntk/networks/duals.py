@@ -3,6 +3,8 @@
 By a series of each position's own, or by one table for the layer.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -12,7 +14,7 @@ from ntk.networks.moments import Site
 from ntk.networks.windows import rows
 
 
-def one_by_one(a: Site, b: Site, p: jax.Array, full: bool):
+def one_by_one(a: Site, b: Site, p: jax.Array, full: bool) -> list[jax.Array]:
     """Duals of expansions, one position after another.
 
     A series ends where its own largest correlation lets it.
@@ -27,7 +29,7 @@ def one_by_one(a: Site, b: Site, p: jax.Array, full: bool):
     return jax.lax.map(one, (fs, gs, p))
 
 
-def by_tables(both, a: Site, b: Site, p: jax.Array, full: bool):
+def by_tables(both: Any, a: Site, b: Site, p: jax.Array, full: bool) -> list[jax.Array]:
     """Duals of tabulated functions, one position after another: their terms are made here.
 
     In the full layout image after image of the rows: each ends its series where its own largest

@@ -53,7 +53,9 @@ class Weighted(nn.Module):
     bias: bool
 
     @nn.compact
-    def __call__(self, x, weight_variance, bias_variance):
+    def __call__(
+        self, x: jax.Array, weight_variance: chex.Array, bias_variance: chex.Array
+    ) -> jax.Array:
         """[n, ..., channels] -> [n, ..., features]."""
         windows, channels = self.windows, x.shape[-1]
         shape = (*windows.window, channels, self.features)

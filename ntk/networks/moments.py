@@ -84,7 +84,7 @@ def epsilon(x: jax.Array) -> float:
     return float(jnp.finfo(x.dtype).eps)
 
 
-def linear(step: Linear, numbers, before: Raw | Moments) -> Site:
+def linear(step: Linear, numbers: Any, before: Raw | Moments) -> Site:
     """``dense`` and ``conv``."""
     weight, bias = numbers
     if isinstance(before, Raw):
@@ -105,7 +105,7 @@ def linear(step: Linear, numbers, before: Raw | Moments) -> Site:
     return Site(before, after)
 
 
-def vectors(step: Linear, numbers, before: Raw | Moments) -> jax.Array:
+def vectors(step: Linear, numbers: Any, before: Raw | Moments) -> jax.Array:
     """What a layer with weights takes the inner products of, [n, P', length].
 
     The patches of the data; else the norms in each patch, as if all correlations were 1.
@@ -121,7 +121,7 @@ def vectors(step: Linear, numbers, before: Raw | Moments) -> jax.Array:
     return found
 
 
-def kinked(step: Kinked, numbers, before: Moments) -> Site:
+def kinked(step: Kinked, numbers: Any, before: Moments) -> Site:
     """Activations that are linear on both sides of 0."""
     left, right = numbers
     power = (left**2 + right**2) / 2
@@ -133,7 +133,7 @@ def kinked(step: Kinked, numbers, before: Moments) -> Site:
     )
 
 
-def tabulated(step: Tabulated, both, before: Moments) -> Site:
+def tabulated(step: Tabulated, both: Any, before: Moments) -> Site:
     """Smooth activations, of which ``both`` has tables for themselves and for their slopes.
 
     A few images at a time: a position takes some hundred numbers.
@@ -149,7 +149,7 @@ def tabulated(step: Tabulated, both, before: Moments) -> Site:
     return _smooth(before, *found)
 
 
-def smooth(step: Smooth, weights, before: Moments, how: Resolution) -> Site:
+def smooth(step: Smooth, weights: Any, before: Moments, how: Resolution) -> Site:
     """Any other activations, by their expansions at every position."""
     assert step.activations is not None
     n, positions = before.square.shape
@@ -170,7 +170,7 @@ def _smooth(before: Moments, value: Expansion, slope: Expansion) -> Site:
     return Site(before, after, value, slope)
 
 
-def closed(step: Closed, weight, before: Moments) -> Site:
+def closed(step: Closed, weight: Any, before: Moments) -> Site:
     """Erf and GELU, whose derivatives are at most 1.13, and u times their second at most 0.83."""
     v, size = before.square, jnp.abs(weight)
     s, slope = step.activation, step.activation.derivative
@@ -205,7 +205,7 @@ def _known(norm, mean, noise, steep) -> Expansion:
     return Expansion(norm, mean, none, two, pieces, none, noise, zero + 1, two, steep, zero)
 
 
-def average(step: Average, before: Raw | Moments, state) -> Site:
+def average(step: Average, before: Raw | Moments, state: Any) -> Site:
     """Pooling; ``state`` of the pairs [n, 1, P, P] of every input with itself."""
     windows = step.windows
     size = np.prod(windows.window, dtype=int).item()
@@ -255,7 +255,7 @@ def flat(step: Flat, before: Raw | Moments) -> Site:
     return Site(before, Moments(square, tangent, mean, noise, before.mean_noise))
 
 
-def total(step: Sum, weights, before, branches, ends: list[Moments]) -> Site:
+def total(step: Sum, weights: Any, before: Any, branches: Any, ends: list[Moments]) -> Site:
     """``add``, of branches that end in ``ends``."""
     eps = epsilon(weights)
     shares = [w**2 * end.square for w, end in zip(weights, ends, strict=True)]

@@ -83,7 +83,9 @@ class Tile(NamedTuple):
     same: jax.Array | None  # [n1, n2], inputs that meet themselves
 
 
-def walk(steps, numbers, a, b, state: State | None, tile: Tile) -> tuple[State | None, Tile]:
+def walk(
+    steps: Any, numbers: Any, a: Any, b: Any, state: State | None, tile: Tile
+) -> tuple[State | None, Tile]:
     """All steps; ``a`` and ``b`` are the sites of both sides."""
     for step, number, left, right in zip(steps, numbers, a, b, strict=True):
         state = one_step(step, number, left, right, state, tile)
@@ -92,7 +94,9 @@ def walk(steps, numbers, a, b, state: State | None, tile: Tile) -> tuple[State |
     return state, tile
 
 
-def one_step(step, numbers, a: Site, b: Site, state: State | None, tile: Tile) -> State | None:
+def one_step(
+    step: Any, numbers: Any, a: Site, b: Site, state: State | None, tile: Tile
+) -> State | None:
     """One step; the state is None on the data.
 
     Raises

@@ -14,7 +14,7 @@ last of them. Activations with kinks elsewhere are no such functions: they are e
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +46,7 @@ class Table(NamedTuple):
     missed: jax.Array  # norm of what K polynomials miss of a kink of jump 1
 
 
-def table(layer: Layer, weights: jax.Array, how: Resolution, dtype) -> tuple[Table, Table]:
+def table(layer: Layer, weights: jax.Array, how: Resolution, dtype: Any) -> tuple[Table, Table]:
     """Tables of ``sum_i weights_i s_i`` and of its slope, which have no kinks but at 0."""
     found = jax.tree.map(lambda x: jnp.asarray(x, dtype), grid(*how))
     scales = jnp.asarray(np.append(_nodes(dtype)[1], 0), dtype)

@@ -50,7 +50,7 @@ class Cell(nn.Module):
     drop: Callable[[jax.Array], jax.Array]
 
     @nn.compact
-    def __call__(self, before_last, last):
+    def __call__(self, before_last: jax.Array, last: jax.Array) -> jax.Array:
         """Two arrays [n, h, w, c] -> [n, h', w', concat * channels]."""
         kind = "normal" if self.stride == 1 else "reduce"
         pairs = getattr(self.genotype, kind)
@@ -79,7 +79,7 @@ class AuxiliaryHead(nn.Module):
     norm: Norm
 
     @nn.compact
-    def __call__(self, x):
+    def __call__(self, x: jax.Array) -> jax.Array:
         """[n, h, w, c] -> logits [n, classes]."""
         if min(x.shape[1:3]) < 8:
             raise ValueError(
@@ -103,7 +103,7 @@ class Network(nn.Module):
     dtype: Any
 
     @nn.compact
-    def __call__(self, x, train: bool, drop_path=0.0):
+    def __call__(self, x: jax.Array, train: bool, drop_path: float | jax.Array = 0.0) -> Any:
         """Images [n, h, w, c] -> logits [n, classes], and the auxiliary ones when ``train``."""
         norm = functools.partial(
             nn.BatchNorm,

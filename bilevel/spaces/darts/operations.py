@@ -46,7 +46,7 @@ class ReluConvNorm(nn.Module):
     norm: Norm
 
     @nn.compact
-    def __call__(self, x):
+    def __call__(self, x: jax.Array) -> jax.Array:
         """[n, h, w, c] -> [n, h, w, channels]."""
         return self.norm()(Conv(self.channels)(nn.relu(x)))
 
@@ -61,7 +61,7 @@ class FactorizedReduce(nn.Module):
     norm: Norm
 
     @nn.compact
-    def __call__(self, x):
+    def __call__(self, x: jax.Array) -> jax.Array:
         """[n, h, w, c] -> [n, ceil(h / 2), ceil(w / 2), channels]."""
         x = nn.relu(x)
         odd = [(0, 0), (0, x.shape[1] % 2), (0, x.shape[2] % 2), (0, 0)]
@@ -80,7 +80,7 @@ class SeparableConv(nn.Module):
     size: int
 
     @nn.compact
-    def __call__(self, x):
+    def __call__(self, x: jax.Array) -> jax.Array:
         """[n, h, w, channels] -> [n, h', w', channels]."""
         for stride in (self.stride, 1):
             x = Conv(self.channels, self.size, stride, depthwise=True)(nn.relu(x))
@@ -97,7 +97,7 @@ class DilatedConv(nn.Module):
     size: int
 
     @nn.compact
-    def __call__(self, x):
+    def __call__(self, x: jax.Array) -> jax.Array:
         """[n, h, w, channels] -> [n, h', w', channels]."""
         x = Conv(self.channels, self.size, self.stride, 2, depthwise=True)(nn.relu(x))
         return self.norm()(Conv(self.channels)(x))
@@ -111,7 +111,7 @@ class Pool(nn.Module):
     norm: Norm | None
 
     @nn.compact
-    def __call__(self, x):
+    def __call__(self, x: jax.Array) -> jax.Array:
         """[n, h, w, channels] -> [n, h', w', channels]."""
         x = self.pool(x, 3, stride=self.stride, padding=1)
         return x if self.norm is None else self.norm()(x)
@@ -120,7 +120,7 @@ class Pool(nn.Module):
 class Identity(nn.Module):
     """What ``skip_connect`` is at stride 1."""
 
-    def __call__(self, x):
+    def __call__(self, x: jax.Array) -> jax.Array:
         """``x``."""
         return x
 

@@ -60,9 +60,9 @@ class MixedOperation(nn.Module):
     stride: int
 
     @nn.compact
-    def __call__(self, x, alpha):
+    def __call__(self, x: jax.Array, alpha: jax.Array) -> jax.Array:
         """``x`` [n, h, w, channels] and ``alpha`` [h] -> [n, h', w', channels]."""
-        total = 0.0
+        total: Any = 0.0
         for name, weight in zip(self.operations, alpha.astype(x.dtype), strict=True):
             if name != "none":
                 module = operation(name, self.channels, self.stride, Standardize, Standardize)
@@ -79,7 +79,7 @@ class MixedEdge(nn.Module):
     remat: bool
 
     @nn.compact
-    def __call__(self, states, edge):
+    def __call__(self, states: jax.Array, edge: Any) -> Any:
         """``states`` = (inputs or None, nodes), ``edge`` = (source, node, alpha [h])."""
         inputs, nodes = states
         source, node, alpha = edge
@@ -92,7 +92,7 @@ class MixedEdge(nn.Module):
 
 
 # Parameters lead with the edge.
-MixedEdges = nn.scan(MixedEdge, variable_axes={"params": 0}, split_rngs={"params": True})
+MixedEdges: Any = nn.scan(MixedEdge, variable_axes={"params": 0}, split_rngs={"params": True})
 
 
 class MixedCell(nn.Module):
@@ -105,7 +105,7 @@ class MixedCell(nn.Module):
     remat: bool
 
     @nn.compact
-    def __call__(self, before_last, last, alpha):
+    def __call__(self, before_last: jax.Array, last: jax.Array, alpha: jax.Array) -> jax.Array:
         """Two arrays [n, h, w, c] and ``alpha`` [14, h] -> [n, h', w', 4 channels]."""
         adapt = FactorizedReduce if self.reduced else ReluConvNorm
         before_last = adapt(self.channels, Standardize)(before_last)
@@ -139,7 +139,7 @@ class Supernet(nn.Module):
     remat: bool
 
     @nn.compact
-    def __call__(self, alpha, x):
+    def __call__(self, alpha: Any, x: jax.Array) -> jax.Array:
         """``alpha`` {"normal", "reduce"} and images [n, h, w, c] -> logits [n, classes]."""
         stem = Conv(3 * self.channels, 3)(cast_images(x, self.dtype))
         before_last = last = Standardize(affine=True)(stem)

@@ -43,7 +43,7 @@ from bilevel.checks import between, prng_key, short, whole
 BINS = 2**30
 """Columns of :func:`hashed_counts`: enough that collisions there are rare."""
 
-CHOICES: dict[str, tuple] = {
+CHOICES: dict[str, tuple[Any, ...]] = {
     "tokenizer": ("simple", "punctuation", "treebank"),
     "stop_words": (False, True),
     "lowercase": (False, True),
@@ -94,7 +94,7 @@ class TextConfig(NamedTuple):
     preprocess: str = "none"
 
     @property
-    def hashing(self) -> tuple:
+    def hashing(self) -> tuple[Any, ...]:
         """The fields of ``HASHING``: the key of a cache of :func:`hashed_counts`."""
         return tuple(getattr(self, name) for name in HASHING)
 

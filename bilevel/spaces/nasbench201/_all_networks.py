@@ -50,7 +50,7 @@ class Unnormalized(nn.Module):
     """What stands in for a norm where there is none, as :func:`ntk.scores.synflow` wants it."""
 
     @nn.compact
-    def __call__(self, x):
+    def __call__(self, x: jax.Array) -> jax.Array:
         """``x``."""
         return x
 

@@ -40,7 +40,7 @@ class Stem(nn.Module):
     norm: Norm
 
     @nn.compact
-    def __call__(self, x):
+    def __call__(self, x: jax.Array) -> jax.Array:
         """[n, h, w, c] -> [n, h, w, channels]."""
         return self.norm(name="norm")(Conv(self.channels, 3, name="conv")(x))
 
@@ -54,7 +54,7 @@ class ReluConvNorm(nn.Module):
     stride: int = 1
 
     @nn.compact
-    def __call__(self, x):
+    def __call__(self, x: jax.Array) -> jax.Array:
         """[n, h, w, c] -> [n, h', w', channels]."""
         x = Conv(self.channels, self.size, self.stride, name="conv")(nn.relu(x))
         return self.norm(name="norm")(x)
@@ -67,7 +67,7 @@ class Cell(nn.Module):
     norm: Norm
 
     @nn.compact
-    def __call__(self, x):
+    def __call__(self, x: jax.Array) -> jax.Array:
         """[n, h, w, c] -> the same."""
         nodes = [x, *[jnp.zeros_like(x)] * STAGES]
         for edge, ((source, node), name) in enumerate(
@@ -85,7 +85,7 @@ class Edge(nn.Module):
     norm: Norm
 
     @nn.compact
-    def __call__(self, x):
+    def __call__(self, x: jax.Array) -> jax.Array:
         """[n, h, w, c] -> the same."""
         if self.operation == "skip_connect":
             return x
@@ -101,7 +101,7 @@ class Reduction(nn.Module):
     norm: Norm
 
     @nn.compact
-    def __call__(self, x):
+    def __call__(self, x: jax.Array) -> jax.Array:
         """[n, h, w, c] -> [n, ceil(h / 2), ceil(w / 2), 2 c]."""
         channels = 2 * x.shape[-1]
         y = ReluConvNorm(channels, 3, self.norm, 2, name="first")(x)
@@ -122,7 +122,7 @@ class Head(nn.Module):
     norm: Norm
 
     @nn.compact
-    def __call__(self, x):
+    def __call__(self, x: jax.Array) -> jax.Array:
         """[n, h, w, c] -> logits [n, classes]."""
         x = nn.relu(self.norm(name="norm")(x))
         return nn.Dense(self.classes, name="classifier")(x.mean((1, 2), dtype=wide(x.dtype)))
@@ -137,7 +137,7 @@ class Network(nn.Module):
     dtype: Any = None
 
     @nn.compact
-    def __call__(self, x):
+    def __call__(self, x: jax.Array) -> jax.Array:
         """Images [n, h, w, c] -> logits [n, classes]."""
         x = Stem(self.shape.channels, self.norm, name="stem")(cast_images(x, self.dtype))
         for stage in range(STAGES):

@@ -52,7 +52,7 @@ class MixedEdge(nn.Module):
     operations: tuple[str, ...]
 
     @nn.compact
-    def __call__(self, x, alpha):
+    def __call__(self, x: jax.Array, alpha: jax.Array) -> jax.Array:
         """``x`` [n, h, w, c] and ``alpha`` [o] -> the same as ``x``."""
         total = jnp.zeros_like(x)
         for name, weight in zip(self.operations, alpha.astype(x.dtype), strict=True):

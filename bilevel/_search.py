@@ -77,7 +77,7 @@ class NonFiniteError(FloatingPointError):
         )
         self.step, self.quantity, self.result = step, quantity, result
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[Any, ...]:
         return _without_init(self)
 
 
@@ -88,7 +88,7 @@ class MisplacedError(ValueError):
         super().__init__(f"{geometry.MISPLACED.format(name)} It was seen at outer step {step}.")
         self.step, self.result = step, result
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[Any, ...]:
         return _without_init(self)
 
 

@@ -50,7 +50,7 @@ class Operator:
     def _of_columns(self):
         return self.x if self.x2 is None else self.x2
 
-    def __getstate__(self):
+    def __getstate__(self) -> Any:
         return self.__dict__ | {"_programs": {}}  # compiled programs belong to this process
 
     def __matmul__(self, v: chex.Array) -> jax.Array:

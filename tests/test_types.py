@@ -9,6 +9,8 @@ import pytest
 import bilevel
 import ntk
 
+CALLED = ("__call__", "__getstate__", "__setstate__", "__reduce__")
+
 
 def public_modules(package):
     yield package
@@ -29,7 +31,7 @@ def functions(module, package):
             continue
         if inspect.isclass(value):
             for method, function in vars(value).items():
-                public = method[0] != "_" or method == "__call__"
+                public = method[0] != "_" or method in CALLED
                 # Without what flax, dataclasses and NamedTuple add.
                 own = getattr(function, "__module__", None) == home
                 if public and own and inspect.isfunction(function):

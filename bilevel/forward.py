@@ -221,7 +221,7 @@ def lbfgs(steps: int = 200, tol: float | None = None, memory: int = 10) -> Lower
         lower, slope, scale = _in_own_units(lower, w, alpha, batch)
         target = relative * scale
 
-        promotion = jax.config.jax_numpy_dtype_promotion
+        promotion = jax.config.jax_numpy_dtype_promotion  # type: ignore[attr-defined]
 
         def loss(w):
             with jax.numpy_dtype_promotion(promotion):  # optax calls it in another, below

@@ -117,7 +117,7 @@ def spectral_gram(features: Features, labels: chex.Array) -> jax.Array:
     if is_kernels(features):
         dtype = common_dtype(features, y)
         y = y.astype(dtype)
-        return jnp.einsum("nc,ijnm,mc->ij", y, features.astype(dtype), y)
+        return jnp.einsum("nc,ijnm,mc->ij", y, jnp.asarray(features, dtype), y)
     return add_up(term, features)
 
 

@@ -51,9 +51,9 @@ def fingerprint(value: Any, *, small: bool = False) -> dict[str, str]:
     --------
     >>> fingerprint({"rate": 0.1, "x": np.zeros(2, np.float32)})
     {'': 'dict 2', 'rate': '= 0.1', 'x': 'float32[2] ...'}
-    >>> slope = 2.0
+    >>> slope = 2.5
     >>> fingerprint({"loss": lambda x: slope * x})["loss.slope"]
-    '= 2.0'
+    '= 2.5'
     """
     walk = _Walk(small)
     walk.visit("", value)
@@ -393,6 +393,9 @@ def _words(code: types.CodeType) -> set[str]:
 
 def _plain(x: Any) -> str:
     word = repr(x)
+    # As the integer: the first call of an optax schedule turns its number of steps into a float.
+    if type(x) is float and x.is_integer() and word != "-0.0":
+        word = word.removesuffix(".0")
     return f"= {word}" if len(word) <= _LONG else f"{type(x).__name__} {_hash(word.encode())}"
 
 

@@ -1,5 +1,6 @@
 """Checks of arguments: one sentence each, naming the argument."""
 
+import functools
 import operator
 from collections.abc import Iterable
 from typing import Any
@@ -104,6 +105,9 @@ def common_dtype(*values: Any) -> np.dtype:
     """
     # No array is promoted here: strict promotion, the user's flag, is for implicit casts of arrays.
     with jax.numpy_dtype_promotion("standard"):
+        if all(isinstance(value, np.dtype | type) for value in values):
+            # Without JAX's warning for float64, which NumPy's arrays may have.
+            return jnp.dtype(functools.reduce(jnp.promote_types, values))
         return jnp.result_type(*values)
 
 

@@ -285,7 +285,17 @@ def test_fingerprints_follow_modules_in_packages_of_the_users_own(tmp_path, monk
     settings.OTHER = 2.0
     assert difference(first, of_script(text)) == ""
     settings.RATE = 2.0
-    assert difference(first, of_script(text)) == "another loss (RATE was 1.0, is 2.0)"
+    assert difference(first, of_script(text)) == "another loss (RATE was 1, is 2)"
+
+
+def test_a_schedule_that_was_called_is_the_same_schedule():
+    """Its first call turns the number of steps that it closes over into a float."""
+    schedule = optax.cosine_decay_schedule(0.1, 6)
+    before = fingerprint(schedule)
+    schedule(jnp.int32(3))
+    assert fingerprint(schedule) == before
+    assert fingerprint(6) == fingerprint(6.0) != fingerprint(6.5)
+    assert fingerprint(0.0) != fingerprint(-0.0) and fingerprint(1) != fingerprint(True)
 
 
 def test_whose_method_a_builtin_is():

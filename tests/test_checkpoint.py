@@ -181,7 +181,7 @@ SEARCH = {
 }
 ADAM = optax.chain(bilevel.tangent(), optax.adam(0.2), bilevel.exponentiate())
 CHANGES = {
-    "problem's constant": ("problem", problem_scaled_by(2.0), r"factor was 1\.0, is 2\.0"),
+    "problem's constant": ("problem", problem_scaled_by(2.0), r"factor was 1, is 2"),
     "problem": ("problem", PROBLEM, "another problem"),
     "solver": ("solver", bilevel.implicit(), "another solver"),
     "solver's steps": ("solver", bilevel.unrolled(optax.sgd(0.005, 0.9), 9), "another solver"),

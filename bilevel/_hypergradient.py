@@ -28,7 +28,7 @@ from bilevel.estimate import Info, assess, unmapped
 from bilevel.meshes import automatic, vary, varying
 from bilevel.problem import Problem, at_variables, check_enters, enters, parts, with_rules
 from bilevel.protocols import LowerSolver, Pytree, Stateful
-from bilevel.solvers import RestartedState, remember, start_of
+from bilevel.solvers import RestartedState, remember, report_of, start_of, with_report
 from ntk._programs import fresh
 
 
@@ -154,8 +154,8 @@ def stateful_hypergradient(
         problem, mapped = with_rules(given, w0, alpha, batch)
         of_problem, solve = parts(problem), solution(problem, solver)
 
-        def objective(alpha, tilt):
-            w, new_state = solve(alpha, w0, state, train, tilt)
+        def objective(alpha, tilt, report=None):
+            w, new_state = solve(alpha, w0, with_report(state, report), train, tilt)
             value, above = of_problem.outer(w, alpha, valid)
             return value, (w, new_state, above)
 
@@ -176,9 +176,12 @@ def stateful_hypergradient(
                 lambda alpha: objective(alpha, None), alpha, by_weights
             )
         else:
-            (value, (w, state, above)), (grad, slope) = _reverse(
-                objective, alpha, vary(optax.tree.zeros_like(params), axes), by_weights
+            tilt = vary(optax.tree.zeros_like(params), axes)
+            report = report_of(state) if solver.reports else None
+            (value, (w, state, above)), (grad, slope, report) = _reverse(
+                objective, (alpha, tilt, report), by_weights
             )
+            state = with_report(state, jax.lax.stop_gradient(report))
             if not solver.closed_form:
                 adjoint = optax.tree.scale(-1, slope)
                 state = remember(state, jax.lax.stop_gradient(adjoint))
@@ -294,10 +297,10 @@ def first_state(solver: LowerSolver, alpha: Pytree, w: Pytree) -> Pytree:
     return solver.start(alpha, w)
 
 
-def _reverse(objective, alpha: Pytree, tilt: Pytree, check: bool):
-    """Value, auxiliary output and both gradients; ``check``: the first may not be 0 for certain."""
+def _reverse(objective, inputs: tuple, check: bool):
+    """Value, auxiliary output and all gradients; ``check``: the first may not be 0 for certain."""
     try:
-        value, pull, aux = jax.vjp(objective, alpha, tilt, has_aux=True)
+        value, pull, aux = jax.vjp(objective, *inputs, has_aux=True)
         one = jnp.ones_like(value)
         _check_reaches(check, lambda slope: pull(slope)[0], one)
         return (value, aux), pull(one)

@@ -16,6 +16,7 @@ inverse      solves                                    Hessian products      mem
 ===========  ========================================  ====================  =================
 """
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import NamedTuple
@@ -29,11 +30,14 @@ from jax.flatten_util import ravel_pytree
 from bilevel.checks import at_least, between, concrete, function, nan_unless_finite, prng_key, whole
 from bilevel.meshes import settled, vary, varying, while_loop
 from bilevel.precision import narrow, rounding, widen
-from bilevel.protocols import Inverse, LinearMap, Pytree
+from bilevel.protocols import Inverse, LinearMap, Point, Pytree
 
 OTHERWISE = 1.37
 """A factor that is no power of 2: a product with a vector times it is rounded differently."""
 
+_UNSOLVED = 0.5  # a relative residual above which a solve has failed
+_DIVERGED = 1.0  # the same for a truncated series, whose residual may only not exceed the first
+_INEXACT = 1e-2  # one above which a direction without positive curvature is to blame
 _AGREED = 300  # a curvature is trusted if it is so many times what that factor changes in it
 
 
@@ -43,6 +47,53 @@ class ConjugateGradients(NamedTuple):
     x: Pytree
     residual: jax.Array  # [], 2-norm of b - H x by CG's recursion
     iterations: jax.Array  # [], int
+    positive: jax.Array  # [], bool: no direction without positive curvature ended it
+    curvature: jax.Array  # [], the largest curvature met
+
+
+class Outcome(NamedTuple):
+    """How an inverse solved ``H x = b``; all scalars.
+
+    Attributes
+    ----------
+    residual : ``|b - H x| / |b|``.
+    failed : 1 if ``x`` is not the solution, else 0.
+    indefinite : 1 if a direction without positive curvature ended the solve, else 0.
+    curvature : the largest curvature of ``H`` that the solve has met; 0 if unknown.
+    """
+
+    residual: chex.Numeric = 0.0
+    failed: chex.Numeric = 0.0
+    indefinite: chex.Numeric = 0.0
+    curvature: chex.Numeric = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class ReportingInverse:
+    """An ``Inverse`` that can also say how it went."""
+
+    solve: Callable[[LinearMap, Pytree, Pytree, Point], tuple[Pytree, Outcome]]
+
+    def __call__(self, hvp: LinearMap, b: Pytree, x0: Pytree, point: Point) -> Pytree:
+        """Return the solution alone."""
+        return self.solve(hvp, b, x0, point)[0]
+
+
+def solve_and_report(
+    inverse: Inverse, hvp: LinearMap, b: Pytree, x0: Pytree, point: Point
+) -> tuple[Pytree, Outcome]:
+    """``inverse(hvp, b, x0, point)``, and its outcome: zeros if the inverse reports none."""
+    if isinstance(inverse, ReportingInverse):
+        return inverse.solve(hvp, b, x0, point)
+    return inverse(hvp, b, x0, point), Outcome()
+
+
+def _outcome(b: Pytree, residual: jax.Array, limit: float, **rest: jax.Array) -> Outcome:
+    """The outcome of a solve whose residual has this 2-norm; it failed above the limit."""
+    size = optax.tree.norm(b)
+    relative = residual / jnp.where(size > 0, size, 1)
+    numbers = {name: jnp.asarray(x, relative.dtype) for name, x in rest.items()}
+    return Outcome(relative, (relative > limit).astype(relative.dtype), **numbers)
 
 
 def conjugate_gradients(
@@ -98,10 +149,11 @@ def conjugate_gradients(
 
     zero = jnp.zeros_like(rr)
     start = ((x, rr), x, r, r, zero, zero + jnp.inf, zero, rr, jnp.zeros((), int), jnp.array(True))
-    best, x, *_, rr_last, k, going = while_loop(unfinished, step, start)
+    best, x, _, _, steepest, _, _, rr_last, k, going = while_loop(unfinished, step, start)
     grown = ~going & (rr_last > rr) & jnp.isfinite(rr_last)
     x, rr = optax.tree.where(grown, best, (x, rr_last))
-    return ConjugateGradients(nan_unless_finite(x, rr), jnp.sqrt(rr) * unit, k)
+    x = nan_unless_finite(x, rr)
+    return ConjugateGradients(x, jnp.sqrt(rr) * unit, k, going | (rr <= floor), steepest)
 
 
 def largest(tree: Pytree) -> jax.Array:
@@ -155,9 +207,12 @@ def cg(steps: int = 500, tol: float | None = None, damping: float = 0.0) -> Inve
             relative = max(default_tolerance(b), rounding(b if point is None else point.w))
         threshold = relative * optax.tree.norm(b)
         damped = _damped(hvp, damping)
-        return conjugate_gradients(damped, b, x0, steps=steps, threshold=threshold).x
+        solved = conjugate_gradients(damped, b, x0, steps=steps, threshold=threshold)
+        stopped = ~solved.positive & (solved.residual > _INEXACT * optax.tree.norm(b))
+        rest = {"indefinite": stopped, "curvature": solved.curvature}
+        return solved.x, _outcome(b, solved.residual, _UNSOLVED, **rest)
 
-    return inverse
+    return ReportingInverse(inverse)
 
 
 def neumann(terms: int, step_size: float) -> Inverse:
@@ -184,10 +239,22 @@ def neumann(terms: int, step_size: float) -> Inverse:
         def step(x):
             return optax.tree.add_scale(x, step_size, optax.tree.sub(b, hvp(x)))
 
-        start = settled(step, optax.tree.scale(step_size, b))
-        return jax.lax.scan(lambda x, _: (step(x), None), start, length=terms - 1)[0]
+        def again(carry, _):
+            x, _ = carry
+            after = step(x)
+            return (after, optax.tree.norm(optax.tree.sub(after, x))), None
 
-    return inverse
+        start = settled(step, optax.tree.scale(step_size, b))
+        if terms == 1:
+            return start, Outcome()
+        first = start, optax.tree.norm(start)
+        (x, moved), _ = jax.lax.scan(again, first, length=terms - 1)
+        # The last term's size is the step size times the residual before it. A series that
+        # converges has it below that of the first.
+        size = moved / jnp.where(step_size > 0, step_size, 1)
+        return x, _outcome(b, size, _DIVERGED)
+
+    return ReportingInverse(inverse)
 
 
 def scale(step_size: float) -> Inverse:
@@ -231,10 +298,16 @@ def dense(damping: float = 0.0) -> Inverse:
         flat, unravel = ravel_pytree(b)
         matrix = hessian_matrix(hvp, b) + damping * jnp.eye(flat.size, dtype=flat.dtype)
         factor = jax.scipy.linalg.lu_factor(matrix)
+        x = jax.scipy.linalg.lu_solve(factor, flat)
+        size = jnp.linalg.norm(matrix)
+        # Rounding alone leaves a residual of this size, which says nothing if H is singular.
+        rounding = jnp.finfo(flat.dtype).eps * size * jnp.linalg.norm(x)
+        residual = jnp.maximum(jnp.linalg.norm(flat - matrix @ x), rounding)
         # Anything over infinity is 0, as if that were the solution.
-        return nan_unless_finite(unravel(jax.scipy.linalg.lu_solve(factor, flat)), matrix)
+        x = nan_unless_finite(unravel(x), matrix)
+        return x, _outcome(b, residual, _UNSOLVED, curvature=size)
 
-    return inverse
+    return ReportingInverse(inverse)
 
 
 def hessian_matrix(hvp: LinearMap, like: Pytree) -> jax.Array:

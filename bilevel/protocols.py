@@ -47,6 +47,9 @@ class LowerSolver(NamedTuple):
         Whether ``run``, given :class:`Stateful` weights and a lower loss that returns
         ``(loss, variables)``, updates the variables at its steps. Others are run at fixed ones,
         which then are updated once, at the solution.
+    reports : bool
+        Whether the state has a field ``report`` on the adjoint's linear solve
+        (:func:`bilevel.implicit`).
     """
 
     init: Callable[[Pytree], Pytree]
@@ -56,6 +59,7 @@ class LowerSolver(NamedTuple):
     init_at: Callable[[Pytree, Pytree], Pytree] | None = None
     batches: Callable[[jax.Array, Pytree], Pytree] | None = None
     stateful: bool = False
+    reports: bool = False
 
     def start(self, alpha: Pytree, w: Pytree) -> Pytree:
         """The first state."""

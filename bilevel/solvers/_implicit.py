@@ -5,16 +5,35 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.custom_derivatives import SymbolicZero
 
 from bilevel.checks import inverse_map, lower_solver, nan_unless_finite
 from bilevel.forward import newton
-from bilevel.inverse import cg
+from bilevel.inverse import Outcome, cg, solve_and_report
 from bilevel.precision import narrow, widen
 from bilevel.protocols import Inverse, Loss, LowerSolver, Point, Pytree
 from bilevel.solvers._detached import detached
 from ntk._rules import custom_jvp
+
+
+class Report(NamedTuple):
+    """How the last linear solve for an adjoint went, and where: scalars, 0 before the first.
+
+    Attributes
+    ----------
+    residual : ``|v - H q| / |v|``, v = d outer / dw.
+    failed : 1 if the adjoint ``q`` does not solve its system, else 0.
+    indefinite : 1 if a direction without positive curvature ended the solve, else 0.
+    stationarity : the lower gradient's norm at ``w``, relative to ``|w|`` times the largest
+        curvature that the solve has met; 0 if the inverse has met none.
+    """
+
+    residual: jax.Array
+    failed: jax.Array
+    indefinite: jax.Array
+    stationarity: jax.Array
 
 
 class ImplicitState(NamedTuple):
@@ -22,6 +41,7 @@ class ImplicitState(NamedTuple):
 
     forward: Pytree  # the forward solver's
     adjoint: Pytree  # like w: H^-1 dF/dw of the previous outer step, where the next solve starts
+    report: Report  # on that solve
 
 
 def implicit(forward: LowerSolver | None = None, inverse: Inverse | None = None) -> LowerSolver:
@@ -80,29 +100,45 @@ def implicit(forward: LowerSolver | None = None, inverse: Inverse | None = None)
         )
 
     def init(w):
-        return ImplicitState(forward.init(w), optax.tree.zeros_like(w))
+        return ImplicitState(forward.init(w), optax.tree.zeros_like(w), no_report(w))
 
     def init_at(alpha, w):
-        return ImplicitState(forward.start(alpha, w), optax.tree.zeros_like(w))
+        return ImplicitState(forward.start(alpha, w), optax.tree.zeros_like(w), no_report(w))
 
     def run(lower, alpha, w, state, batch):
         def solve(alpha, w, state, batch):
             return forward.run(lower, alpha, w, state, batch)
 
         w, forward_state = detached(solve, alpha, w, state.forward, batch)
-        w = _stationary(lower, inverse, w, alpha, batch, state.adjoint)
-        return w, ImplicitState(forward_state, state.adjoint)
+        w = _stationary(lower, inverse, w, alpha, batch, state.adjoint, state.report)
+        return w, ImplicitState(forward_state, state.adjoint, state.report)
 
-    return LowerSolver(init, run, init_at=init_at)
+    return LowerSolver(init, run, init_at=init_at, reports=True)
+
+
+def no_report(w: Pytree) -> Report:
+    """The report before the first solve."""
+    dtype = jnp.result_type(*(x.dtype for x in jax.tree.leaves(widen(w))))
+    return Report(*jnp.zeros((4,), dtype))
 
 
 def _stationary(
-    lower: Loss, inverse: Inverse, w: Pytree, alpha: Pytree, batch: Pytree, start: Pytree
+    lower: Loss,
+    inverse: Inverse,
+    w: Pytree,
+    alpha: Pytree,
+    batch: Pytree,
+    start: Pytree,
+    report: Report,
 ) -> Pytree:
     """``w`` itself, with the derivative of the root of ``grad_w lower`` attached.
 
     The rule calls itself on the primal, so each further order of differentiation meets the same
     rule, and a first derivative costs a single linear solve.
+
+    The solve of a reverse pass can return nothing but cotangents. So its report comes out as the
+    cotangent of ``report``, whose values nothing reads: four more unknowns in the linear system,
+    if a derivative in ``report`` is asked for.
     """
     slope, hoisted = jax.closure_convert(jax.grad(lower), w, alpha, batch)
     solver, captured = _without_closure(inverse, slope, hoisted, w, alpha, batch)
@@ -132,21 +168,44 @@ def _stationary(
             return tuple(x for m, x in zip(moving, items, strict=True) if m)
 
         _, forcing = jax.jvp(slope_of, select(flat), select(flat_dots))
-        alpha, batch, hoisted, start, captured = args
+        alpha, batch, hoisted, start, captured, _ = args
         residual, hvp = jax.linearize(lambda w: slope(w, alpha, batch, *hoisted), w)
         point = Point(w, alpha, batch)
         solve = functools.partial(solver, hoisted=hoisted, captured=captured)
-        w_dot = jax.lax.custom_linear_solve(
-            lambda v: widen(hvp(narrow(v, w))),
-            optax.tree.scale(-1, widen(forcing)),
+        report_dot = jax.tree.unflatten(tree, flat_dots)[-1]
+        reports = not isinstance(report_dot[0], SymbolicZero)
+
+        def product(b):
+            v, rest = b
+            return widen(hvp(narrow(v, w))), rest
+
+        def solved(start):
+            def run(product, b):
+                size = optax.tree.norm(widen(residual))
+                x, outcome = solve(lambda v: product((v, b[1]))[0], b[0], start, point)
+                return x, _report(outcome, size, widen(w)) if reports else ()
+
+            return run
+
+        w_dot, _ = jax.lax.custom_linear_solve(
+            product,
+            (optax.tree.scale(-1, widen(forcing)), report_dot if reports else ()),
             # Only the adjoint system resembles the one of the previous outer step.
-            solve=lambda hvp, b: solve(hvp, b, None, point),
-            transpose_solve=lambda hvp, b: solve(hvp, b, widen(start), point),
+            solve=solved(None),
+            transpose_solve=solved(widen(start)),
             symmetric=True,
         )
         return w, narrow(nan_unless_finite(w_dot, residual), w)
 
-    return root(w, (alpha, batch, hoisted, start, captured))
+    return root(w, (alpha, batch, hoisted, start, captured, report))
+
+
+def _report(outcome: Outcome, slope: jax.Array, w: Pytree) -> Report:
+    scale = outcome.curvature * optax.tree.norm(w)
+    known = scale > 0
+    stationarity = jnp.where(known, slope / jnp.where(known, scale, 1), 0)
+    found = outcome.residual, outcome.failed, outcome.indefinite, stationarity
+    return Report(*(jnp.asarray(x, slope.dtype) for x in found))
 
 
 def _without_closure(
@@ -159,7 +218,7 @@ def _without_closure(
     """
 
     def apply(hvp, b, x0, point, *, hoisted, captured):
-        return inverse(hvp, b, x0, point)
+        return solve_and_report(inverse, hvp, b, x0, point)
 
     def apply_captured(hvp, b, x0, point, *, hoisted, captured):
         start = optax.tree.zeros_like(b) if x0 is None else x0
@@ -168,7 +227,7 @@ def _without_closure(
     def solve(w, alpha, batch, hoisted, b, x0):
         _, hvp = jax.linearize(lambda w: slope(w, alpha, batch, *hoisted), w)
         product = lambda v: widen(hvp(narrow(v, w)))  # noqa: E731
-        return inverse(product, b, x0, Point(w, alpha, batch))
+        return solve_and_report(inverse, product, b, x0, Point(w, alpha, batch))
 
     wide = widen(w)
     converted, captured = jax.closure_convert(solve, w, alpha, batch, hoisted, wide, wide)
@@ -178,3 +237,13 @@ def _without_closure(
 def remember(state: Pytree, adjoint: Pytree) -> Pytree:
     """``state`` with ``adjoint`` as the next linear solve's warm start, where it keeps one."""
     return state._replace(adjoint=adjoint) if isinstance(state, ImplicitState) else state
+
+
+def report_of(state: Pytree) -> Report | None:
+    """Return the report that a solver's state holds; None if it holds none."""
+    return getattr(state, "report", None)
+
+
+def with_report(state: Pytree, report: Report | None) -> Pytree:
+    """Return ``state`` with this report; as it is if the report is None."""
+    return state if report is None else state._replace(report=report)

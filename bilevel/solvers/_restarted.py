@@ -5,13 +5,15 @@ from typing import NamedTuple
 
 from bilevel.checks import function, lower_solver
 from bilevel.precision import like_start
-from bilevel.protocols import LowerSolver, Pytree
+from bilevel.protocols import LowerSolver, Pytree, params_of
+from bilevel.solvers._implicit import Report, no_report, report_of, with_report
 
 
 class RestartedState(NamedTuple):
     """State of :func:`restarted`."""
 
     start: Pytree  # like w: where every run begins
+    report: Report | None = None  # the solver's, on the last adjoint
 
 
 def restarted(
@@ -66,9 +68,14 @@ def restarted(
         begin = state.start
         if start is not None:
             begin = like_start("start", start(alpha, begin), begin)
-        return solver.run(lower, alpha, begin, solver.start(alpha, begin), batch)[0], state
+        first = with_report(solver.start(alpha, begin), state.report)
+        w, last = solver.run(lower, alpha, begin, first, batch)
+        return w, with_report(state, report_of(last) if solver.reports else None)
 
-    return solver._replace(init=RestartedState, run=run, init_at=None)
+    def init(w):
+        return RestartedState(w, no_report(params_of(w)) if solver.reports else None)
+
+    return solver._replace(init=init, run=run, init_at=None)
 
 
 def start_of(state: Pytree, w: Pytree) -> Pytree:

@@ -11,7 +11,7 @@ from bilevel import geometry
 from bilevel._hypergradient import first_state, solution, stateful_hypergradient
 from bilevel.checks import floating, gradient_transformation
 from bilevel.meshes import automatic
-from bilevel.problem import Problem, enters, parts
+from bilevel.problem import Problem, outputs_reading, parts
 from bilevel.protocols import DescentState, LowerSolver, params_of
 
 
@@ -82,13 +82,13 @@ def descent(
         train, valid = data
 
         def wanted():
-            """Not where alpha is held (``optax.set_to_zero``) and the weights are trained alone."""
+            """For each leaf of alpha, whether the optimizer moves it (not ``set_to_zero``)."""
 
-            def moved(_, g, __):
+            def moved(g):
                 told = {"value": jnp.zeros(()), "grad": g, "value_fn": lambda _: jnp.zeros(())}
                 return optimizer.update(g, state.optimizer, state.alpha, **told)[0]
 
-            return enters(moved, None, state.alpha, None)
+            return outputs_reading(moved, state.alpha)
 
         given = state.alpha, state.w, state.solver, train, valid
         hyper, solver_state = hypergradient(*given, wanted=wanted)

@@ -7,6 +7,7 @@ or a truncated unrolling. So every solver's adjoint can be inspected, and reused
 """
 
 import dataclasses
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -26,7 +27,17 @@ from bilevel.checks import (
 from bilevel.curvature import PRODUCTS
 from bilevel.estimate import Info, assess, unmapped
 from bilevel.meshes import automatic, vary, varying
-from bilevel.problem import Problem, at_variables, check_enters, enters, parts, with_rules
+from bilevel.problem import (
+    Problem,
+    at_variables,
+    check_enters,
+    entering,
+    enters,
+    leaf_names,
+    outputs_reading,
+    parts,
+    with_rules,
+)
 from bilevel.protocols import LowerSolver, Pytree, Stateful
 from bilevel.solvers import RestartedState, remember, report_of, start_of, with_report
 from ntk._programs import fresh
@@ -87,11 +98,17 @@ def hypergradient(
     Raises
     ------
     ValueError
-        While tracing, where ``mode`` is unknown, a loss is not a floating scalar, ``alpha`` enters
-        neither the losses nor the solver or only where nothing is differentiated (``backprop=0``
-        and an outer loss without ``alpha``), the outer loss knows the weights only by variables
-        that are not differentiated, or reverse mode meets a loop that ends by a test (a line
-        search).
+        While tracing, if ``mode`` is unknown, a loss is not a floating scalar, a leaf of ``alpha``
+        enters neither the losses nor the solver, no leaf of ``alpha`` is differentiated
+        (``backprop=0`` and an outer loss without ``alpha``), the outer loss knows the weights only
+        by variables that are not differentiated, or reverse mode meets a loop that ends by a test
+        (a line search).
+
+    Warns
+    -----
+    UserWarning
+        While tracing, if some leaves of ``alpha`` cannot be reached by the derivative, for example
+        a step size under :func:`bilevel.implicit`. Their hypergradient is 0.
 
     Examples
     --------
@@ -135,10 +152,12 @@ def stateful_hypergradient(
     mode: str = "reverse",
     damping: float = 0.0,
     products: int | None = None,
+    note: Callable[[str], None] = warnings.warn,
 ) -> Callable:
     """As :func:`hypergradient`: ``(alpha, w, state, train, valid) -> (HyperGradient, state)``.
 
-    The function takes ``wanted`` too: ``wanted()`` says whether anybody looks at the hypergradient.
+    The function takes ``wanted`` too: ``wanted()`` returns for each leaf of ``alpha`` whether its
+    hypergradient is used. ``note`` receives a message about leaves that the derivative misses.
     """
     if mode not in ("reverse", "forward"):
         raise ValueError(f'mode: expected "reverse" or "forward", got {mode!r}.')
@@ -148,7 +167,7 @@ def stateful_hypergradient(
     if products is None:
         products = PRODUCTS if solver.gradients is None else max(4, solver.gradients // 8)
 
-    def step(alpha, w0, state, train, valid, wanted=lambda: True):
+    def step(alpha, w0, state, train, valid, wanted=None):
         batch = solver.batch(train)
         params, variables = _split(given, w0)
         problem, mapped = with_rules(given, w0, alpha, batch)
@@ -163,23 +182,38 @@ def stateful_hypergradient(
         loss = jax.eval_shape(fresh(first.lower), params, alpha, batch)
         axes = varying(loss)
         w0, state = vary((w0, state), axes)
-        direct = enters(first.outer, params, alpha, valid)
-        mapped = mapped or direct
-        if not mapped and wanted():  # by the solver, then
-            by_solver = enters(lambda _, alpha, __: objective(alpha, None)[0], None, alpha, None)
-            check_enters(alpha, by_solver)
+        direct = entering(first.outer, params, alpha, valid)
+        used = [True] * len(direct) if wanted is None else wanted()
+        needed = [use and not (x or y) for use, x, y in zip(used, mapped, direct, strict=True)]
+        if any(needed):  # by the solver, then
+            by_solver = entering(lambda _, a, __: objective(a, None)[0], None, alpha, None)
+            check_enters(alpha, [x and not y for x, y in zip(needed, by_solver, strict=True)])
         check_variables(problem, w0, alpha, valid)
-        by_weights = not direct and bool(jax.tree.leaves(alpha)) and wanted()
+
+        def check_reached(reached):
+            """Of those leaves whose only way to the value is by the weights."""
+            by_weights = [use and not x for use, x in zip(used, direct, strict=True)]
+            missed = [x and not y for x, y in zip(by_weights, reached(), strict=True)]
+            if not any(missed):
+                return
+            if missed == used:
+                raise ValueError(_UNREACHED)
+            for reason, of_lower in ((_BY_SOLVER, False), (_CUT, True)):
+                names = [x and y == of_lower for x, y in zip(missed, mapped, strict=True)]
+                if any(names):
+                    note(reason.format(leaf_names(alpha, names)))
+
+        check = None if all(direct) or not any(used) else check_reached
         adjoint = None
         if mode == "forward":
             value, (w, state, above), grad = _forward(
-                lambda alpha: objective(alpha, None), alpha, by_weights
+                lambda alpha: objective(alpha, None), alpha, check
             )
         else:
             tilt = vary(optax.tree.zeros_like(params), axes)
             report = report_of(state) if solver.reports else None
             (value, (w, state, above)), (grad, slope, report) = _reverse(
-                objective, (alpha, tilt, report), by_weights
+                objective, (alpha, tilt, report), check
             )
             state = with_report(state, jax.lax.stop_gradient(report))
             if not solver.closed_form:
@@ -195,7 +229,7 @@ def stateful_hypergradient(
             stated = _damped(at_variables(problem, variables), damping, centre)
             limit = min(products, PRODUCTS)
             info = assess(stated, found, alpha, batch, valid, grad, adjoint, limit)
-            if not mapped:
+            if not any((*mapped, *direct)):
                 info = unmapped(info, 4)
             elif getattr(problem, "differentiated", False):
                 info = unmapped(info, 5)
@@ -297,12 +331,13 @@ def first_state(solver: LowerSolver, alpha: Pytree, w: Pytree) -> Pytree:
     return solver.start(alpha, w)
 
 
-def _reverse(objective, inputs: tuple, check: bool):
-    """Value, auxiliary output and all gradients; ``check``: the first may not be 0 for certain."""
+def _reverse(objective, inputs: tuple, check: Callable | None):
+    """Value, auxiliary output and all gradients; ``check`` sees which of the first can be not 0."""
     try:
         value, pull, aux = jax.vjp(objective, *inputs, has_aux=True)
         one = jnp.ones_like(value)
-        _check_reaches(check, lambda slope: pull(slope)[0], one)
+        if check is not None:
+            check(lambda: outputs_reading(lambda slope: pull(slope)[0], one))
         return (value, aux), pull(one)
     except ValueError as error:
         if "Reverse-mode differentiation does not work for lax.while_loop" not in str(error):
@@ -314,22 +349,28 @@ def _reverse(objective, inputs: tuple, check: bool):
         ) from error
 
 
-def _check_reaches(asked: bool, derivative: Callable, direction: jax.Array) -> None:
-    """Refuse a derivative, a linear function, whose program does not look at what it is given."""
-    if asked and not enters(lambda _, given, __: derivative(given), None, direction, None):
-        raise ValueError(
-            "alpha: expected a way to the outer loss that is differentiated, got none (backprop=0, "
-            "a stop_gradient, a sign, or a term without w): its hypergradient would be 0."
-        )
+_UNREACHED = (
+    "alpha: expected a way to the outer loss that is differentiated, got none (backprop=0, "
+    "a stop_gradient, a sign, or a term without w): its hypergradient would be 0."
+)
+_BY_SOLVER = (
+    "{}: only the solver reads it, and this solver's derivative does not pass through its steps, "
+    "so its hypergradient is always 0; unrolled(...) with backprop=None differentiates them."
+)
+_CUT = (
+    "{}: the lower loss reads it, but no derivative leads from there to the outer loss "
+    "(backprop=0, a stop_gradient, a sign, or a term without w), so its hypergradient is always 0; "
+    "unrolled(...) with backprop=None or implicit(...) differentiates the weights in it."
+)
 
 
-def _forward(objective, alpha, check: bool):
+def _forward(objective, alpha, check: Callable | None):
     """Value, auxiliary output and gradient of ``objective`` by one push-forward per coordinate."""
     flat, unravel = ravel_pytree(alpha)
 
     def push(direction):
         try:
-            value, tangent, aux = jax.jvp(objective, (alpha,), (unravel(direction),), has_aux=True)
+            value, tangent, aux = jax.jvp(objective, (alpha,), (direction,), has_aux=True)
         except TypeError as error:
             if "forward-mode autodiff (jvp) to a custom_vjp" not in str(error):
                 raise
@@ -339,7 +380,9 @@ def _forward(objective, alpha, check: bool):
             ) from error
         return value, aux, tangent
 
-    _check_reaches(check, lambda direction: push(direction)[2], flat)
+    if check is not None:
+        check(lambda: entering(lambda _, v, __: push(v)[2], None, alpha, None))
     basis = jnp.eye(flat.size, dtype=flat.dtype)
-    value, aux, grad = jax.vmap(push, out_axes=(None, None, 0))(basis)
+    push_flat = jax.vmap(lambda v: push(unravel(v)), out_axes=(None, None, 0))
+    value, aux, grad = push_flat(basis)
     return value, aux, unravel(grad.astype(flat.dtype))

@@ -13,7 +13,14 @@ from bilevel import geometry
 from bilevel.checks import floating, gradient_transformation, losses, nan_unless_finite
 from bilevel.estimate import Info, assess
 from bilevel.meshes import automatic, lying_as
-from bilevel.problem import Problem, at_variables, check_enters, enters, with_rules
+from bilevel.problem import (
+    Problem,
+    at_variables,
+    check_enters,
+    entering,
+    outputs_reading,
+    with_rules,
+)
 from bilevel.protocols import DescentState, Pytree, SingleLoop, Tables
 from bilevel.stochastic import Blocks, Turns, blocks, full_direction, norm, turns
 from ntk._programs import fresh, program
@@ -69,21 +76,24 @@ def start(
 
 
 def _check_enters(problem, optimizer, state, alpha, w, rows) -> None:
-    """As other solvers: refuse an ``alpha`` that the optimizer moves and no loss depends on."""
+    """Raise if the optimizer moves a leaf of ``alpha`` that neither loss depends on."""
 
-    def moved(_, g, __):
+    def moved(g):
         told = {"value": 0.0, "grad": g, "residual": 0.0, "memory": 1}
         return optimizer.update(g, state, alpha, **told)[0]
 
-    def found(loss, rows):
+    def read(loss, rows):
         def value(*args):
             return automatic(loss, args, lambda: None)
 
-        return enters(value, w, alpha, rows)
+        return entering(value, w, alpha, rows)
 
-    if enters(moved, None, alpha, None):
-        bare = at_variables(problem, None)
-        check_enters(alpha, any(map(found, (bare.lower, bare.outer), rows)))
+    bare = at_variables(problem, None)
+    lower, outer = map(read, (bare.lower, bare.outer), rows)
+    used = outputs_reading(moved, alpha)
+    check_enters(
+        alpha, [use and not (x or y) for use, x, y in zip(used, lower, outer, strict=True)]
+    )
 
 
 def step(

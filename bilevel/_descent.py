@@ -1,5 +1,6 @@
 """One outer step of descent in ``alpha``, as a pair of pure functions."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -42,7 +43,10 @@ def descent(
     step : ``step(state, (train, valid)) -> (state, metrics)``
         ``metrics``: ``value`` (outer loss) and ``lower`` (lower loss) at the new ``w`` and the old
         ``alpha``, and ``grad_norm``, the 2-norm of the hypergradient; all scalars. And ``aux``,
-        where the problem has it. Refuses a transformation that moves alpha after its geometry did.
+        if the problem has it. And ``predicted``, if the weights are a function of ``alpha`` alone
+        (:func:`bilevel.implicit`, :func:`bilevel.ridge`, :func:`bilevel.restarted`, without
+        batches): the change of ``value`` that the hypergradient predicts for this step.
+        Refuses a transformation that moves alpha after its geometry did.
 
     Raises
     ------
@@ -62,8 +66,20 @@ def descent(
     >>> state.alpha, metrics["value"]
     (Array([0.5], dtype=float...), Array(1., dtype=float...))
     """
+    return noted_descent(problem, solver, optimizer, diagnostics, warnings.warn)
+
+
+def noted_descent(
+    problem: Problem,
+    solver: LowerSolver,
+    optimizer: optax.GradientTransformation,
+    diagnostics: bool,
+    note: Callable[[str], None],
+) -> tuple[Callable, Callable]:
+    """:func:`descent`, whose warnings while tracing go to ``note``."""
     optimizer = gradient_transformation("optimizer", optimizer)
-    hypergradient = stateful_hypergradient(problem, solver, diagnostics=diagnostics)
+    hypergradient = stateful_hypergradient(problem, solver, diagnostics=diagnostics, note=note)
+    repeats = solver.of_alpha and solver.batches is None and not getattr(problem, "stateful", False)
     losses = parts(problem)
     solve = solution(problem, solver)
 
@@ -113,6 +129,8 @@ def descent(
             metrics["aux"] = hyper.aux
         alpha = optax.apply_updates(state.alpha, updates)
         alpha = geometry.check_last(optimizer_state, alpha)
+        if repeats:
+            metrics["predicted"] = optax.tree.vdot(hyper.grad, optax.tree.sub(alpha, state.alpha))
         return DescentState(alpha, hyper.w, solver_state, optimizer_state, state.step + 1), metrics
 
     return init, step

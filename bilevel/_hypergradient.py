@@ -198,7 +198,8 @@ def stateful_hypergradient(
                 return
             if missed == used:
                 raise ValueError(_UNREACHED)
-            for reason, of_lower in ((_BY_SOLVER, False), (_CUT, True)):
+            cut = _CLOSED_FORM if solver.closed_form else _CUT
+            for reason, of_lower in ((_BY_SOLVER, False), (cut, True)):
                 names = [x and y == of_lower for x, y in zip(missed, mapped, strict=True)]
                 if any(names):
                     note(reason.format(leaf_names(alpha, names)))
@@ -352,6 +353,10 @@ def _reverse(objective, inputs: tuple, check: Callable | None):
 _UNREACHED = (
     "alpha: expected a way to the outer loss that is differentiated, got none (backprop=0, "
     "a stop_gradient, a sign, or a term without w): its hypergradient would be 0."
+)
+_CLOSED_FORM = (
+    "{}: the lower loss reads it, but the solver's closed form does not, so its hypergradient is "
+    "always 0; check that the solver has the same penalty as the lower loss."
 )
 _BY_SOLVER = (
     "{}: only the solver reads it, and this solver's derivative does not pass through its steps, "

@@ -8,6 +8,7 @@ import copyreg
 import dataclasses
 import functools
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -18,18 +19,19 @@ import numpy as np
 import optax
 
 from bilevel import _not_finite, _search_history, _single_loop, geometry
-from bilevel._descent import descent
+from bilevel._descent import descent, noted_descent
 from bilevel._fingerprint import check_same, fingerprint
 from bilevel._interrupts import held_signals
 from bilevel._processes import all_or_none, anyone, first, of_first, placed, together
 from bilevel._progress import progress_bar
 from bilevel._search_checks import check
+from bilevel._search_report import SearchReport, Watch, first_watch, spent_share, watched
 from bilevel._stream import Feed, Stream, feeding, of_step
 from bilevel.checkpoint import Saver, saving
 from bilevel.checks import concrete, whole
 from bilevel.estimate import Info
 from bilevel.meshes import automatic, beside, on_mesh, staying
-from bilevel.problem import Problem
+from bilevel.problem import Problem, at_variables
 from bilevel.protocols import (
     DescentState,
     Joint,
@@ -37,6 +39,7 @@ from bilevel.protocols import (
     LowerSolver,
     Pytree,
     SingleLoop,
+    params_of,
 )
 from ntk._programs import fresh, program
 
@@ -51,7 +54,7 @@ _SAVE_SECONDS = 10.0  # between two checkpoints, or twenty times what writing on
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["alpha", "w", "history", "state", "info"],
+    data_fields=["alpha", "w", "history", "state", "info", "report"],
     meta_fields=["stopped", "history_every"],
 )
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +68,7 @@ class SearchResult:
     stopped: str  # "" when all steps were done and nobody interrupted them, else what ended it
     info: Info | None = None  # of a single loop's last direction, with diagnostics
     history_every: int = 1  # steps that a row of the history stands for
+    report: SearchReport | None = None  # what went wrong in the steps, in numbers
 
 
 class NonFiniteError(FloatingPointError):
@@ -248,9 +252,10 @@ def search(
             raise ValueError(_TRACED)
         if hidden:
             return _compiled(setup, carry, data, steps)
+        told = carry.watch.report.messages()
         carry = _resumed(setup, saver, beside(carry, begin), steps)
         found = _drive(setup, carry, feed, steps, saver, progress, callback, every, chunk)
-        _single_loop.warn_if_lost(found.history)
+        _warn(setup, found, data, told)
         return dataclasses.replace(found, info=setup.info(found.state, data))
 
 
@@ -259,7 +264,8 @@ def _compiled(setup: "_Setup", carry: "_Carry", data: Pytree, steps: int) -> Sea
     carry = setup.advance(carry, data, steps)
     state = carry.state
     info, every = setup.info(state, data), setup.history_every
-    return SearchResult(state.alpha, state.w, carry.history, state, "", info, every)
+    report = carry.watch.report
+    return SearchResult(state.alpha, state.w, carry.history, state, "", info, every, report)
 
 
 def _check_processes(setup: "_Setup", arrays: tuple, options: tuple) -> None:
@@ -283,6 +289,7 @@ class _Carry(NamedTuple):
     history: dict[str, Any]  # [rows, ...] each, filled up to state.step
     last: dict[str, jax.Array]  # the last step's: losses for the progress bar, a part of its row
     trouble: jax.Array  # [], int: 0, or 1 + the index of what was wrong: see _first_trouble
+    watch: Watch  # what the steps up to state.step showed
 
 
 class _Setup(NamedTuple):
@@ -311,8 +318,13 @@ class _Setup(NamedTuple):
         # hold the same one twice. With dtypes that are not weak, as a step returns them: else the
         # second chunk would be compiled anew.
         state = jax.tree.map(lambda x: jnp.array(x, jnp.result_type(x), copy=True), state)
-        trace = jax.make_jaxpr(fresh(self.step), return_shape=True)
-        closed, (_, metrics) = trace(state, state.step, data)
+        notes: list[str] = []
+        noted = functools.partial(self.step, note=notes.append)
+        trace = jax.make_jaxpr(fresh(noted), return_shape=True)
+        closed, (after, metrics) = trace(state, state.step, data)
+        spent = self.spent(alpha, w0, steps)
+        watch = first_watch(metrics, spent)
+        _, metrics = jax.eval_shape(watched, watch, after, metrics)
         row = _search_history.chosen(names, metrics | {"alpha": state.alpha}, self.rows(steps))
         history = _search_history.empty(row, self.rows(steps))
         shown = {*_SHOWN}
@@ -320,8 +332,24 @@ class _Setup(NamedTuple):
             shown &= {*names}  # else no step computes them
         kept = shown if self.history_every == 1 else (shown | {*row}) - {"alpha"}
         last = jax.tree.map(_search_history.nothing, {k: metrics[k] for k in sorted(kept)})
-        carry = _Carry(state, history, last, jnp.zeros((), int))
-        return carry, not concrete((carry, closed.consts))
+        carry = _Carry(state, history, last, jnp.zeros((), int), watch)
+        hidden = not concrete((carry, closed.consts))
+        if not hidden:
+            notes += watch.report.messages()
+        _warned(dict.fromkeys(notes))
+        return carry, hidden
+
+    def spent(self, alpha, w0, steps) -> jax.Array:
+        """How much of the search the inner optimizer's schedule leaves without steps."""
+
+        def of(alpha, w0):
+            return automatic(
+                lambda alpha, w0: spent_share(self.solver, alpha, w0, steps),
+                (alpha, w0),
+                lambda: None,
+            )
+
+        return jax.jit(fresh(of))(alpha, w0)
 
     def rows(self, steps: int) -> int:
         """How many the history of ``steps`` steps has."""
@@ -336,35 +364,38 @@ class _Setup(NamedTuple):
             return fingerprint(parts)
         return fingerprint(parts | {"batches": "a stream"}) | self.batches.fingerprint()
 
-    def step(self, state, number, data):
+    def step(self, state, number, data, note=lambda message: None):
         """Step ``number``, which is that of the state, but the same in all copies under vmap."""
-        return automatic(self._step, (state, number, data), lambda: (state, None))
+        step = functools.partial(self._step, note=note)
+        return automatic(step, (state, number, data), lambda: (state, None))
 
-    def _step(self, state, number, data):
+    def _step(self, state, number, data, note):
         if isinstance(self.solver, SingleLoop):
             return _single_loop.step(*self[:3], state, number, data)
         train, valid, key = of_step(data, state.step)
-        _, step = descent(*self[:3], diagnostics=self.diagnostics)
+        _, step = noted_descent(*self[:3], self.diagnostics, note)
         draw = None if isinstance(self.batches, Stream) else self.batches
         inside = self.solver.batches is not None
-        if draw is None and not inside:
+        if self.batches is None and not inside:
             return step(state, (train, valid))
         below, above = jax.random.split(jax.random.fold_in(key, state.step))
-        if draw is None:
-            return step(state, (Keyed(below, train), valid))
         if isinstance(draw, Joint):
             train, valid = draw(above if inside else below, train, valid)
-        else:
+        elif draw is not None:
             train, valid = train if inside else draw(below, train), draw(above, valid)
-        return step(state, (Keyed(below, train) if inside else train, valid))
+        state, metrics = step(state, (Keyed(below, train) if inside else train, valid))
+        # The values of two batches do not differ by what alpha did.
+        metrics.pop("predicted", None)
+        return state, metrics
 
     def advance(self, carry: _Carry, data, count) -> _Carry:
         """``count`` steps; those after a quantity stopped being finite change nothing."""
 
         def body(begun, data, i, carry):
-            old, history, last, trouble = carry
+            old, history, last, trouble, watch = carry
             number = begun + i
             new, metrics = self.step(old, number, data)
+            seen, metrics = watched(watch, new, metrics)
             losses = {k: metrics[k] for k in _SHOWN if k in last}
             found = _first_trouble(new, losses, metrics["grad_norm"])
             trouble = jnp.where(trouble > 0, trouble, found)
@@ -379,8 +410,9 @@ class _Setup(NamedTuple):
                 self.history_every,
             )
             shown = {k: metrics[k] for k in last}
-            state, last = _single_loop.either(good, (new, shown), (old, last))
-            return _Carry(state, history, last, trouble)
+            before = old, last, watch
+            state, last, watch = _single_loop.either(good, (new, shown, seen), before)
+            return _Carry(state, history, last, trouble, watch)
 
         def loop(carry, data, count):
             return jax.lax.fori_loop(
@@ -466,6 +498,40 @@ def _drive(
     return _result(setup, carry, stopped)
 
 
+def _warn(setup: _Setup, result: SearchResult, data: Pytree, told: Sequence[str]) -> None:
+    """Warn once of all that went wrong since the start, when the messages ``told`` were raised."""
+    if isinstance(setup.solver, SingleLoop):
+        _single_loop.warn_if_lost(result.history)
+    report = result.report
+    if report.zero.last and _at_minimum(setup, result, data):
+        report = report._replace(zero=jax.tree.map(jnp.zeros_like, report.zero))
+    _warned([m for m in report.messages() if m not in told])
+
+
+def _at_minimum(setup: _Setup, result: SearchResult, data: Pytree) -> bool:
+    """Whether the outer loss is stationary in ``w`` at the end: a gradient of 0 is right there."""
+    if isinstance(setup.solver, SingleLoop) or setup.batches is not None:
+        return False
+
+    def slope(w, alpha, valid):
+        stateful = getattr(setup.problem, "stateful", False)
+        outer = at_variables(setup.problem, w.variables if stateful else None).outer
+        value, slope = jax.value_and_grad(outer)(params_of(w), alpha, valid)
+        size = optax.tree.norm(slope) * jnp.maximum(optax.tree.norm(params_of(w)), 1)
+        return size <= 1e-6 * jnp.abs(value)
+
+    def run(*args):
+        return automatic(slope, args, lambda: None)
+
+    args = result.w, result.alpha, data[1]
+    return bool(program(run, *args)(*args))
+
+
+def _warned(messages) -> None:
+    if messages:
+        warnings.warn("search: " + "\nsearch: ".join(messages), stacklevel=3)
+
+
 def _ended(callback: Callable, result: SearchResult) -> bool:
     """Whether the callback of any process says so; where one raises, all do."""
     return anyone(all_or_none(lambda: callback(result)))
@@ -481,12 +547,14 @@ def _result(setup: _Setup, carry: _Carry, stopped: str) -> SearchResult:
     state = jax.tree.map(lambda x: jnp.array(x, copy=True), carry.state)
     rows = jax.tree.map(np.copy, _search_history.cut(carry.history, setup.rows(int(state.step))))
     every, rows = setup.history_every, jax.device_put(rows)
-    return SearchResult(state.alpha, state.w, rows, state, stopped, history_every=every)
+    report = jax.tree.map(lambda x: jnp.array(x, copy=True), carry.watch.report)
+    return SearchResult(state.alpha, state.w, rows, state, stopped, None, every, report)
 
 
 def _kept(setup: _Setup, carry: _Carry) -> Pytree:
     """What a checkpoint holds."""
-    return carry.state, _search_history.cut(carry.history, setup.rows(int(carry.state.step)))
+    rows = setup.rows(int(carry.state.step))
+    return carry.state, _search_history.cut(carry.history, rows), carry.watch
 
 
 def _resumed(setup: _Setup, saver: Saver, carry: _Carry, steps: int) -> _Carry:
@@ -499,7 +567,7 @@ def _resumed(setup: _Setup, saver: Saver, carry: _Carry, steps: int) -> _Carry:
     like = jax.tree.map(
         lambda h: jax.ShapeDtypeStruct((rows, *h.shape[1:]), h.dtype), carry.history
     )
-    state, kept = saver.restore((carry.state, like))
+    state, kept, watch = saver.restore((carry.state, like, carry.watch))
 
     def filled(x):
         return np.concatenate([x, np.zeros((setup.rows(steps) - rows, *x.shape[1:]), x.dtype)])
@@ -507,6 +575,6 @@ def _resumed(setup: _Setup, saver: Saver, carry: _Carry, steps: int) -> _Carry:
     history = jax.tree.map(filled, kept)
     # The last step's row, which comes back where the next step is not finite.
     last = carry.last | {k: jax.tree.map(lambda h: h[-1], kept[k]) for k in carry.last if k in kept}
-    like = carry.state, carry.history, carry.last
-    state, history, last = jax.tree.map(placed, (state, history, last), like)
-    return _Carry(state, history, last, carry.trouble)
+    like = carry.state, carry.history, carry.last, carry.watch
+    state, history, last, watch = jax.tree.map(placed, (state, history, last, watch), like)
+    return _Carry(state, history, last, carry.trouble, watch)

@@ -128,7 +128,7 @@ def conjugate_gradients(
         hp = optax.tree.scale(1 / factor, hvp(optax.tree.scale(factor, p)))
         pp = optax.tree.vdot(p, p)
         bend = optax.tree.vdot(p, hp) / pp
-        steepest = jnp.maximum(steepest, bend)
+        steepest = jnp.maximum(steepest, jnp.abs(bend))
         # Under rounding a curvature counts if the product of other numbers gives the same.
         noise = _AGREED * jnp.abs(bend - seen)
         agrees = again & (bend > noise)

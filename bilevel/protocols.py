@@ -23,6 +23,13 @@ LinearMap = Callable[[Pytree], Pytree]
 """``hvp(v) -> H v``: linear, symmetric, on pytrees shaped like ``w``."""
 
 
+class Inner(NamedTuple):
+    """The optimizer of a lower solver, whose state carries over from one outer step to the next."""
+
+    rule: Callable[[Pytree], Any]  # alpha -> optax.GradientTransformation
+    steps: int  # updates of one run
+
+
 class LowerSolver(NamedTuple):
     """A lower solver: a pair of pure functions, differentiable in ``alpha``.
 
@@ -50,6 +57,11 @@ class LowerSolver(NamedTuple):
     reports : bool
         Whether the state has a field ``report`` on the adjoint's linear solve
         (:func:`bilevel.implicit`).
+    of_alpha : bool
+        Whether the solution is a function of ``alpha`` and the batch alone, wherever ``run``
+        starts.
+    inner : Inner, or None
+        The optimizer that ``run`` takes its steps by, if it has one.
     """
 
     init: Callable[[Pytree], Pytree]
@@ -60,6 +72,8 @@ class LowerSolver(NamedTuple):
     batches: Callable[[jax.Array, Pytree], Pytree] | None = None
     stateful: bool = False
     reports: bool = False
+    of_alpha: bool = False
+    inner: Inner | None = None
 
     def start(self, alpha: Pytree, w: Pytree) -> Pytree:
         """The first state."""

@@ -368,6 +368,7 @@ def test_ridgeless_limit_is_the_minimum_norm_least_squares_solution(n, p):
     assert_close(w, np.linalg.pinv(phi) @ y, f64=1e-11, f32=1e-4)  # truth: numpy
 
 
+@pytest.mark.filterwarnings("ignore:alpha.'log_decay'.")  # the ridgeless solver has no decay
 @pytest.mark.parametrize(("n", "p"), [(12, 4), (5, 9)])
 def test_ridgeless_hypergradient_is_orthogonal_to_the_mixture(n, p):
     small = least_squares(n, p)
@@ -377,6 +378,7 @@ def test_ridgeless_hypergradient_is_orthogonal_to_the_mixture(n, p):
     assert abs(float(grad @ small.alpha["mix"])) < tolerance(1e-12, 1e-4) * size
 
 
+@pytest.mark.filterwarnings("ignore:alpha.'log_decay'.")  # the ridgeless solver has no decay
 @pytest.mark.parametrize(("n", "p"), [(12, 4), (5, 9)])
 def test_ridgeless_hypergradient_is_that_of_the_pseudo_inverse(n, p):
     small = least_squares(n, p)

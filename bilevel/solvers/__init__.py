@@ -17,6 +17,7 @@ solver            derivative                  memory, in copies of w
 
 from bilevel.solvers._detached import detached as detached
 from bilevel.solvers._distilled import distilled
+from bilevel.solvers._implicit import AdjointReport as AdjointReport
 from bilevel.solvers._implicit import implicit
 from bilevel.solvers._implicit import remember as remember
 from bilevel.solvers._implicit import report_of as report_of

@@ -107,7 +107,9 @@ def distilled(
         w = jax.tree.map(with_slope, moved, there)
         return w, DistilledState(rule, mean, total)
 
-    return LowerSolver(init, run, gradients=4, init_at=init_at if one.init_at else None)
+    return LowerSolver(
+        init, run, gradients=4, init_at=init_at if one.init_at else None, inner=one.inner
+    )
 
 
 def _first(optimizer: Pytree, w: Pytree) -> DistilledState:

@@ -18,7 +18,7 @@ from bilevel.solvers._detached import detached
 from ntk._rules import custom_jvp
 
 
-class Report(NamedTuple):
+class AdjointReport(NamedTuple):
     """How the last linear solve for an adjoint went, and where: scalars, 0 before the first.
 
     Attributes
@@ -41,7 +41,7 @@ class ImplicitState(NamedTuple):
 
     forward: Pytree  # the forward solver's
     adjoint: Pytree  # like w: H^-1 dF/dw of the previous outer step, where the next solve starts
-    report: Report  # on that solve
+    report: AdjointReport  # on that solve
 
 
 def implicit(forward: LowerSolver | None = None, inverse: Inverse | None = None) -> LowerSolver:
@@ -113,13 +113,13 @@ def implicit(forward: LowerSolver | None = None, inverse: Inverse | None = None)
         w = _stationary(lower, inverse, w, alpha, batch, state.adjoint, state.report)
         return w, ImplicitState(forward_state, state.adjoint, state.report)
 
-    return LowerSolver(init, run, init_at=init_at, reports=True)
+    return LowerSolver(init, run, init_at=init_at, reports=True, of_alpha=True, inner=forward.inner)
 
 
-def no_report(w: Pytree) -> Report:
+def no_report(w: Pytree) -> AdjointReport:
     """The report before the first solve."""
     dtype = jnp.result_type(*(x.dtype for x in jax.tree.leaves(widen(w))))
-    return Report(*jnp.zeros((4,), dtype))
+    return AdjointReport(*jnp.zeros((4,), dtype))
 
 
 def _stationary(
@@ -129,7 +129,7 @@ def _stationary(
     alpha: Pytree,
     batch: Pytree,
     start: Pytree,
-    report: Report,
+    report: AdjointReport,
 ) -> Pytree:
     """``w`` itself, with the derivative of the root of ``grad_w lower`` attached.
 
@@ -200,12 +200,12 @@ def _stationary(
     return root(w, (alpha, batch, hoisted, start, captured, report))
 
 
-def _report(outcome: Outcome, slope: jax.Array, w: Pytree) -> Report:
+def _report(outcome: Outcome, slope: jax.Array, w: Pytree) -> AdjointReport:
     scale = outcome.curvature * optax.tree.norm(w)
     known = scale > 0
     stationarity = jnp.where(known, slope / jnp.where(known, scale, 1), 0)
     found = outcome.residual, outcome.failed, outcome.indefinite, stationarity
-    return Report(*(jnp.asarray(x, slope.dtype) for x in found))
+    return AdjointReport(*(jnp.asarray(x, slope.dtype) for x in found))
 
 
 def _without_closure(
@@ -235,15 +235,22 @@ def _without_closure(
 
 
 def remember(state: Pytree, adjoint: Pytree) -> Pytree:
-    """``state`` with ``adjoint`` as the next linear solve's warm start, where it keeps one."""
-    return state._replace(adjoint=adjoint) if isinstance(state, ImplicitState) else state
+    """``state`` with ``adjoint`` as the next linear solve's warm start, where it keeps one.
+
+    An adjoint whose solve failed would spoil the next solve too: that one starts at 0.
+    """
+    if not isinstance(state, ImplicitState):
+        return state
+    failed = state.report.failed > 0
+    start = jax.tree.map(lambda x: jnp.where(failed, jnp.zeros_like(x), x), adjoint)
+    return state._replace(adjoint=start)
 
 
-def report_of(state: Pytree) -> Report | None:
+def report_of(state: Pytree) -> AdjointReport | None:
     """Return the report that a solver's state holds; None if it holds none."""
     return getattr(state, "report", None)
 
 
-def with_report(state: Pytree, report: Report | None) -> Pytree:
+def with_report(state: Pytree, report: AdjointReport | None) -> Pytree:
     """Return ``state`` with this report; as it is if the report is None."""
     return state if report is None else state._replace(report=report)

@@ -6,14 +6,14 @@ from typing import NamedTuple
 from bilevel.checks import function, lower_solver
 from bilevel.precision import like_start
 from bilevel.protocols import LowerSolver, Pytree, params_of
-from bilevel.solvers._implicit import Report, no_report, report_of, with_report
+from bilevel.solvers._implicit import AdjointReport, no_report, report_of, with_report
 
 
 class RestartedState(NamedTuple):
     """State of :func:`restarted`."""
 
     start: Pytree  # like w: where every run begins
-    report: Report | None = None  # the solver's, on the last adjoint
+    report: AdjointReport | None = None  # the solver's, on the last adjoint
 
 
 def restarted(
@@ -75,7 +75,7 @@ def restarted(
     def init(w):
         return RestartedState(w, no_report(params_of(w)) if solver.reports else None)
 
-    return solver._replace(init=init, run=run, init_at=None)
+    return solver._replace(init=init, run=run, init_at=None, of_alpha=True, inner=None)
 
 
 def start_of(state: Pytree, w: Pytree) -> Pytree:

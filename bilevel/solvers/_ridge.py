@@ -71,7 +71,7 @@ def ridge(
             found = phi.T @ _solve_gram(phi, decay, y)
         return nan_unless_finite(_like(w, found), decay), state
 
-    return LowerSolver(init=lambda w: (), run=run, closed_form=True)
+    return LowerSolver(init=lambda w: (), run=run, closed_form=True, of_alpha=True)
 
 
 def _like(w: Pytree, found: jax.Array) -> jax.Array:

@@ -23,7 +23,7 @@ from bilevel.checks import (
 from bilevel.meshes import settled
 from bilevel.precision import narrow
 from bilevel.problem import enters, mixed_product
-from bilevel.protocols import LowerSolver, Pytree, Stateful, params_of
+from bilevel.protocols import Inner, LowerSolver, Pytree, Stateful, params_of
 from bilevel.solvers._detached import detached
 from bilevel.solvers._mixed_mode import value_and_gradient
 from bilevel.solvers._optimizer import with_limits
@@ -177,7 +177,13 @@ def unrolled(
 
     init_at = (lambda alpha, w: rule_at(alpha).init(params_of(w))) if of_alpha else None
     return LowerSolver(
-        init, run, gradients=steps + 3 * last, init_at=init_at, batches=batches, stateful=True
+        init,
+        run,
+        gradients=steps + 3 * last,
+        init_at=init_at,
+        batches=batches,
+        stateful=True,
+        inner=Inner(rule_at, steps),
     )
 
 
@@ -321,7 +327,8 @@ def one_step(
         step.defvjp(forward, backward)
         return step((alpha, hoisted), w, state, batch)
 
-    return LowerSolver(init=optimizer.init, run=run, gradients=4)
+    inner = Inner(lambda alpha: optimizer, 1)
+    return LowerSolver(init=optimizer.init, run=run, gradients=4, inner=inner)
 
 
 def _no_line_search(w: Pytree) -> jax.Array:

@@ -81,7 +81,7 @@ def _ridge(matrix: Callable[[Pytree, Any], jax.Array], loss: Callable) -> _Ridge
         penalty = jnp.exp(alpha["log_penalty"]) * jnp.eye(len(y), dtype=y.dtype)
         return jax.scipy.linalg.solve(K + penalty, y, assume_a="pos"), state
 
-    solver = LowerSolver(init=lambda w: (), run=run, closed_form=True)
+    solver = LowerSolver(init=lambda w: (), run=run, closed_form=True, of_alpha=True)
     return _Ridge(init, apply, Problem(lower, outer), solver)
 
 

@@ -124,7 +124,7 @@ def noted_descent(
             "grad_norm": optax.tree.norm(hyper.grad),
         }
         if hyper.info is not None:
-            metrics |= hyper.info._asdict()
+            metrics |= {k: x for k, x in hyper.info._asdict().items() if x is not None}
         if hyper.aux is not None:
             metrics["aux"] = hyper.aux
         alpha = optax.apply_updates(state.alpha, updates)

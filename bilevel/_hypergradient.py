@@ -7,6 +7,7 @@ or a truncated unrolling. So every solver's adjoint can be inspected, and reused
 """
 
 import dataclasses
+import math
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ from jax.flatten_util import ravel_pytree
 
 from bilevel.checks import (
     arrays,
+    between,
     floating,
     losses,
     lower_solver,
@@ -27,6 +29,7 @@ from bilevel.checks import (
 from bilevel.curvature import PRODUCTS
 from bilevel.estimate import Info, assess, unmapped
 from bilevel.meshes import automatic, vary, varying
+from bilevel.precision import narrow
 from bilevel.problem import (
     Problem,
     at_variables,
@@ -39,7 +42,7 @@ from bilevel.problem import (
     with_rules,
 )
 from bilevel.protocols import LowerSolver, Pytree, Stateful
-from bilevel.solvers import RestartedState, remember, report_of, start_of, with_report
+from bilevel.solvers import RestartedState, detached, remember, report_of, start_of, with_report
 from ntk._programs import fresh
 
 
@@ -61,6 +64,7 @@ def hypergradient(
     diagnostics: bool = True,
     damping: float = 0.0,
     products: int | None = None,
+    difference: float | None = None,
 ) -> Callable[[Pytree, Pytree, Pytree, Pytree], HyperGradient]:
     """The hypergradient of ``problem`` by ``solver``, and how wrong it is.
 
@@ -86,6 +90,11 @@ def hypergradient(
     products : int, optional
         Most Hessian products of each linear solve for ``info``; by default as many as keep its
         cost near the hypergradient's own, where the solver says what that is, and 1,000 elsewhere.
+    difference : float, optional
+        A distance in ``alpha``. ``info.slope`` is then the central difference of the outer loss
+        over that distance along the hypergradient, for two more runs of the solver. If the
+        derivative is a slope, it is near the norm of the hypergradient; with kinks in the losses
+        (ReLU) it may not be.
 
     Returns
     -------
@@ -98,7 +107,8 @@ def hypergradient(
     Raises
     ------
     ValueError
-        While tracing, if ``mode`` is unknown, a loss is not a floating scalar, a leaf of ``alpha``
+        If ``difference`` is not positive, or given without diagnostics. While tracing, if ``mode``
+        is unknown, a loss is not a floating scalar, a leaf of ``alpha``
         enters neither the losses nor the solver, no leaf of ``alpha`` is differentiated
         (``backprop=0`` and an outer loss without ``alpha``), the outer loss knows the weights only
         by variables that are not differentiated, or reverse mode meets a loop that ends by a test
@@ -128,6 +138,23 @@ def hypergradient(
         problem, solver, mode=mode, diagnostics=diagnostics, damping=damping, products=products
     )
 
+    if difference is not None:
+        between("difference", difference, 0, math.inf)
+        if not diagnostics:
+            raise ValueError("difference: expected diagnostics=True with it, got False.")
+    solve = solution(problem, solver)
+
+    def value_at(alpha, w0, train, valid):
+        w, _ = solve(alpha, w0, first_state(solver, alpha, w0), train)
+        return parts(problem).outer(w, alpha, valid)[0]
+
+    def slope(grad, alpha, *given):
+        size = optax.tree.norm(grad)
+        scale = difference / jnp.where(size > 0, size, 1)
+        ends = (optax.tree.add_scale(alpha, sign * scale, grad) for sign in (1, -1))
+        above, below = (value_at(narrow(end, alpha), *given) for end in ends)
+        return (above - below) / (2 * difference)
+
     def fn(alpha, w0, train, valid):
         floating("alpha", alpha)
         params, _ = _split(problem, w0)
@@ -136,7 +163,11 @@ def hypergradient(
         alpha, w0 = jax.tree.map(jnp.asarray, (alpha, w0))
 
         def run(alpha, w0, train, valid):
-            return step(alpha, w0, first_state(solver, alpha, w0), train, valid)[0]
+            result = step(alpha, w0, first_state(solver, alpha, w0), train, valid)[0]
+            if difference is None:
+                return result
+            found = detached(slope, result.grad, alpha, w0, train, valid)
+            return result._replace(info=result.info._replace(slope=found))
 
         like: Any = (None, alpha, w0, None, None)  # of a HyperGradient
         return automatic(run, (alpha, w0, train, valid), lambda: HyperGradient(*like))
@@ -199,10 +230,12 @@ def stateful_hypergradient(
             if missed == used:
                 raise ValueError(_UNREACHED)
             cut = _CLOSED_FORM if solver.closed_form else _CUT
+            notes = []
             for reason, of_lower in ((_BY_SOLVER, False), (cut, True)):
                 names = [x and y == of_lower for x, y in zip(missed, mapped, strict=True)]
                 if any(names):
-                    note(reason.format(leaf_names(alpha, names)))
+                    notes.append(reason.format(leaf_names(alpha, names)))
+            note(" ".join(notes))
 
         check = None if all(direct) or not any(used) else check_reached
         adjoint = None

@@ -96,7 +96,8 @@ class SearchReport(NamedTuple):
         lines = []
         if _often(found.failed, steps) or _often(found.indefinite, steps):
             lines.append(_failed(found, steps))
-        if _often(found.moving, steps):
+        # The first runs of a solver that starts from the last weights may stop short.
+        if _often(found.moving, max(steps, _MANY)):
             lines.append(_NOT_STATIONARY.format(int(found.moving.total), steps))
         if found.spent > 0.5:
             lines.append(_SPENT.format(float(found.spent)))

@@ -162,6 +162,8 @@ def _computed(
     gap = hypergradient_error(task, plan.solver, plan.longer, found.alpha)
     result["hypergradient"] = {name: x.tolist() for name, x in gap._asdict().items()}
     result["argmax"] = argmax.as_json(task, verdict)
+    if found.report.compared:
+        result["predicted_ratio"] = float(found.report.ratio)
     return result, found
 
 
@@ -315,6 +317,11 @@ def _print(result: dict[str, Any], folder: pathlib.Path) -> None:
         f"hypergradient there: {report.cell(100 * relative, '.0f')} % from that of training "
         f"{LONGER} times as long"
     )
+    if "predicted_ratio" in result:
+        console.print(
+            f"change of the validation loss: {result['predicted_ratio']:.2g} times what the "
+            "hypergradients predicted"
+        )
     console.print(argmax.sentence(result))
     console.print(argmax.theory(result["argmax"]))
     gap, error = result["gap"]

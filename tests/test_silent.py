@@ -1,0 +1,413 @@
+"""No search fails in silence: each cause has a count, and one warning that names the remedy."""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import bilevel
+from bilevel.problem import entering
+from bilevel.solvers import report_of
+
+
+def rows(seed, n, p):
+    rng = np.random.default_rng(seed)
+    return jnp.asarray(rng.normal(size=(n, p))), jnp.asarray(rng.normal(size=n))
+
+
+def squares(w, batch):
+    return 0.5 * jnp.mean((batch[0] @ w - batch[1]) ** 2)
+
+
+RIDGE = bilevel.Problem(
+    lambda w, alpha, batch: squares(w, batch) + 0.5 * jnp.exp(alpha) * jnp.sum(w**2),
+    lambda w, alpha, batch: squares(w, batch),
+)
+LASSO = bilevel.Problem(
+    lambda w, alpha, batch: squares(w, batch) + jnp.exp(alpha) * jnp.sum(jnp.abs(w)),
+    lambda w, alpha, batch: squares(w, batch),
+)
+PARABOLA = bilevel.Problem(
+    lambda w, alpha, batch: jnp.sum((w - alpha) ** 2), lambda w, alpha, batch: jnp.sum((w - 2) ** 2)
+)
+TRAIN, VALID = rows(0, 20, 40), rows(1, 20, 40)
+
+
+def proximal_gradient(alpha, w, batch):
+    x, y = batch
+    curvature = jnp.linalg.norm(x, 2) ** 2 / len(y)
+
+    def step(w, _):
+        z = w - x.T @ (x @ w - y) / (len(y) * curvature)
+        return jnp.sign(z) * jnp.maximum(jnp.abs(z) - jnp.exp(alpha) / curvature, 0), None
+
+    return jax.lax.scan(step, w, None, length=2000)[0]
+
+
+def run(problem, solver, alpha=None, w=None, *, steps=12, optimizer=None, data=(TRAIN, VALID)):
+    """The result of a search, and the messages of its warnings."""
+    alpha = jnp.asarray(-2.0) if alpha is None else alpha
+    w = jnp.zeros(40) if w is None else w
+    optimizer = optax.sgd(1e-3) if optimizer is None else optimizer
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        result = bilevel.search(problem, solver, optimizer, alpha, w, *data, steps=steps)
+    return result, [str(w.message) for w in caught if w.category is UserWarning]
+
+
+# ------------------------------------------------------------------------- a failed adjoint
+
+
+@pytest.mark.parametrize(
+    "inverse", [bilevel.cg(), bilevel.dense(), bilevel.neumann(20, 0.5)], ids=["cg", "dense", "sum"]
+)
+def test_an_adjoint_that_does_not_solve_its_system_is_reported(inverse):
+    """More weights than rows and an l1 term: the Hessian is singular at the solution."""
+    solver = bilevel.implicit(bilevel.solved(proximal_gradient), inverse)
+    # The gradient may be 1e15: alpha has to stay where it is.
+    result, messages = run(LASSO, solver, optimizer=optax.sgd(1e-30))
+    assert int(result.report.failed.total) == int(result.report.steps) == 12
+    assert len(messages) == 1 and "was not solved in 12 of 12 outer steps" in messages[0]
+    assert "unrolled" in messages[0]  # the remedy
+
+
+def test_a_failed_adjoint_is_no_warm_start():
+    solver = bilevel.implicit(bilevel.solved(proximal_gradient))
+    result, _ = run(LASSO, solver, optimizer=optax.sgd(1e-30))
+    assert float(optax.tree.norm(result.state.solver.adjoint)) == 0
+
+
+@pytest.mark.parametrize("wrap", [lambda s: s, bilevel.restarted], ids=["warm", "restarted"])
+def test_the_report_holds_the_residual_of_the_adjoint(wrap):
+    """Against H q - v, from numpy: of a solve that was cut short."""
+    solver = wrap(bilevel.implicit(bilevel.newton(), bilevel.cg(steps=5)))
+    result, _ = run(RIDGE, solver, steps=1)
+    (x, y), (xv, yv) = jax.tree.map(lambda a: np.asarray(a, float), (TRAIN, VALID))
+    hessian = x.T @ x / 20 + np.exp(-2.0) * np.eye(40)
+    w = np.linalg.solve(hessian, x.T @ y / 20)
+    force = xv.T @ (xv @ w - yv) / 20
+    # Conjugate gradients from 0 minimise q' H q / 2 - v' q over a Krylov space.
+    basis = np.linalg.qr(
+        np.stack([np.linalg.matrix_power(hessian, k) @ force for k in range(5)], 1)
+    )[0]
+    q = basis @ np.linalg.solve(basis.T @ hessian @ basis, basis.T @ force)
+    expected = np.linalg.norm(hessian @ q - force) / np.linalg.norm(force)
+    report = report_of(result.state.solver)
+    np.testing.assert_allclose(report.residual, expected, rtol=1e-3)
+    assert bool(report.failed) == (expected > 0.5) and report.indefinite == 0
+
+
+def test_a_sound_search_reports_nothing():
+    for solver in (
+        bilevel.implicit(),
+        bilevel.implicit(bilevel.lbfgs(), bilevel.dense()),
+        bilevel.implicit(bilevel.newton(), bilevel.neumann(200, 0.1)),
+        bilevel.restarted(bilevel.unrolled(0.1, 30)),
+        bilevel.ridge(lambda alpha, x: x, lambda alpha: 20 * jnp.exp(alpha)),
+    ):
+        result, messages = run(RIDGE, solver, optimizer=optax.sgd(0.1))
+        report = result.report
+        assert not messages and report.messages() == ()
+        assert all(int(c.total) == 0 for c in (report.zero, report.failed, report.moving))
+        np.testing.assert_allclose(report.ratio, 1, atol=0.05)
+
+
+@pytest.mark.parametrize("transform", [jax.jit, lambda f: jax.vmap(jax.jit(f))])
+def test_compiled_searches_set_the_fields(transform):
+    solver = bilevel.implicit(bilevel.solved(proximal_gradient))
+
+    def report(alpha):
+        w, optimizer = jnp.zeros(40), optax.sgd(1e-30)
+        return bilevel.search(LASSO, solver, optimizer, alpha, w, TRAIN, VALID, steps=3).report
+
+    alpha = jnp.full((2,) if transform is not jax.jit else (), -2.0)
+    found = transform(report)(alpha)
+    assert (np.asarray(found.failed.total) == 3).all()
+    if transform is not jax.jit:
+        with pytest.raises(ValueError, match="got 2 side by side"):
+            found.messages()
+        found = jax.tree.map(lambda x: x[0], found)
+    assert "was not solved in 3 of 3" in found.messages()[0]
+
+
+def test_weights_that_are_not_stationary_are_reported():
+    """An l1 term beside a strong l2 term: the adjoint is solved, at a kink."""
+    elastic = bilevel.Problem(
+        lambda w, alpha, batch: LASSO.lower(w, alpha, batch) + 0.5 * jnp.sum(w**2), LASSO.outer
+    )
+
+    def solve(alpha, w, batch):
+        x, y = batch
+        curvature = jnp.linalg.norm(x, 2) ** 2 / len(y) + 1
+
+        def step(w, _):
+            z = w - (x.T @ (x @ w - y) / len(y) + w) / curvature
+            return jnp.sign(z) * jnp.maximum(jnp.abs(z) - jnp.exp(alpha) / curvature, 0), None
+
+        return jax.lax.scan(step, w, None, length=500)[0]
+
+    result, messages = run(elastic, bilevel.implicit(bilevel.solved(solve)))
+    assert int(result.report.moving.total) == 12 and int(result.report.failed.total) == 0
+    assert len(messages) == 1 and "not a stationary point" in messages[0]
+
+
+def test_a_saddle_is_reported():
+    saddle = bilevel.Problem(
+        lambda w, alpha, batch: 0.5 * (w[0] ** 2 - w[1] ** 2) - alpha * (w[0] + w[1]),
+        lambda w, alpha, batch: jnp.sum((w - 1) ** 2),
+    )
+    w = lambda alpha, w, batch: alpha * jnp.array([1.0, -1.0])  # noqa: E731
+    result, messages = run(saddle, bilevel.implicit(bilevel.solved(w)), jnp.array(0.3), jnp.ones(2))
+    assert int(result.report.indefinite.total) == 12
+    assert len(messages) == 1 and "not positive definite" in messages[0]
+
+
+# ------------------------------------------------------------------------- a gradient of 0
+
+
+def test_a_gradient_that_is_exactly_0_is_reported():
+    dead = bilevel.Problem(
+        lambda w, alpha, batch: jnp.sum(jax.nn.relu(w) * alpha),
+        lambda w, a, b: jnp.sum((w - 2) ** 2),
+    )
+    result, messages = run(dead, bilevel.unrolled(0.1, 5), jnp.array(1.0), -jnp.ones(3))
+    assert int(result.report.zero.last) == 12
+    assert len(messages) == 1 and "exactly 0 in the last 12 of 12" in messages[0]
+
+
+def test_a_search_that_has_arrived_is_not_reported():
+    """One step to the optimum, where the gradient is 0 for a good reason."""
+    result, messages = run(
+        PARABOLA, bilevel.implicit(), jnp.array(0.0), jnp.ones(1), optimizer=optax.sgd(0.5)
+    )
+    assert int(result.report.zero.last) == 11 and not messages
+
+
+SCHEDULES = {
+    "cosine": optax.sgd(optax.cosine_decay_schedule(0.1, 10), momentum=0.9),
+    "linear": optax.adam(optax.linear_schedule(0.1, 1e-5, 10)),
+    "exponential": optax.sgd(optax.exponential_decay(0.1, 5, 0.1)),
+    "injected": optax.inject_hyperparams(optax.sgd)(optax.polynomial_schedule(0.1, 0.0, 2, 10)),
+    "masked": optax.masked(optax.sgd(optax.cosine_decay_schedule(0.1, 10)), True),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_an_inner_schedule_that_ends_with_the_first_outer_step_is_reported(name):
+    rule = SCHEDULES[name]
+    unrolled = bilevel.unrolled(rule, 10)
+    for solver in (unrolled, bilevel.implicit(unrolled))[: 2 if name == "cosine" else 1]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            result = bilevel.search(
+                RIDGE,
+                solver,
+                optax.sgd(1e-3),
+                jnp.array(-2.0),
+                jnp.zeros(40),
+                TRAIN,
+                VALID,
+                steps=9,
+            )
+        assert result.report.spent > 0.5
+        assert any("schedule" in str(w.message) and "restarted" in str(w.message) for w in caught)
+    restarted, messages = run(RIDGE, bilevel.restarted(bilevel.unrolled(rule, 10)), steps=9)
+    assert restarted.report.spent == 0 and not messages
+
+
+def test_a_schedule_as_long_as_the_search_is_not_reported():
+    for rate in (
+        optax.cosine_decay_schedule(0.1, 90),
+        optax.warmup_cosine_decay_schedule(0.0, 0.1, 20, 90),
+        optax.constant_schedule(0.1),
+        optax.exponential_decay(0.1, 90, 0.1),
+    ):
+        result, messages = run(RIDGE, bilevel.unrolled(optax.sgd(rate), 10), steps=9)
+        assert result.report.spent < 0.5 and not messages
+
+
+# ------------------------------------------------------------------------- leaf by leaf
+
+
+ALPHA = {"decay": jnp.asarray(0.1), "mix": jnp.asarray(1.0), "rate": jnp.asarray(0.1)}
+LEAVES = bilevel.Problem(
+    lambda w, alpha, batch: 0.5 * jnp.sum((w - alpha["mix"]) ** 2) + alpha["decay"] * jnp.sum(w**2),
+    lambda w, alpha, batch: jnp.sum((w - 2) ** 2) + 0.1 * alpha["mix"] ** 2,
+)
+RATED = bilevel.unrolled(lambda alpha: optax.sgd(alpha["rate"]), 9)
+
+
+@pytest.mark.parametrize("mode", ["reverse", "forward"])
+def test_a_leaf_that_nothing_reads_is_refused(mode):
+    alpha = ALPHA | {"mixture": jnp.ones(2), "decya": jnp.ones(())}
+    with pytest.raises(
+        ValueError, match=r"alpha\['decya'\], alpha\['mixture'\]: expected to enter"
+    ):
+        bilevel.hypergradient(LEAVES, RATED, mode=mode)(alpha, jnp.zeros(3), None, None)
+    with pytest.raises(ValueError, match=r"alpha\['rate'\]: expected to enter"):
+        run(LEAVES, bilevel.unrolled(0.1, 5), ALPHA, jnp.zeros(3), data=(None, None))
+    with pytest.raises(ValueError, match=r"alpha\['rate'\]: expected to enter"):
+        data = jnp.zeros((4, 1)), jnp.zeros((4, 1))
+        run(LEAVES, bilevel.saba(step_size=0.1), ALPHA, jnp.zeros(3), data=data)
+
+
+def test_a_leaf_that_the_optimizer_holds_may_enter_nothing():
+    labels = {"decay": "moved", "mix": "moved", "rate": "held"}
+    rules = {"moved": optax.sgd(0.01), "held": optax.set_to_zero()}
+    optimizer = optax.partition(rules, labels)
+    solver = bilevel.unrolled(0.1, 5)
+    _, messages = run(
+        LEAVES, solver, ALPHA, jnp.zeros(3), optimizer=optimizer, data=(None, None), steps=2
+    )
+    assert not messages
+
+
+@pytest.mark.parametrize(
+    ("solver", "leaf"),
+    [
+        (bilevel.implicit(RATED), "rate"),
+        (bilevel.unrolled(lambda alpha: optax.sgd(alpha["rate"]), 5, backprop=0), "decay"),
+    ],
+)
+def test_a_leaf_that_the_derivative_misses_gives_one_warning(solver, leaf):
+    _, messages = run(LEAVES, solver, ALPHA, jnp.zeros(3), data=(None, None), steps=2)
+    assert len(messages) == 1 and f"alpha['{leaf}']" in messages[0] and "unrolled" in messages[0]
+    with pytest.warns(UserWarning, match=leaf):
+        jax.jit(bilevel.hypergradient(LEAVES, solver))(ALPHA, jnp.zeros(3), None, None)
+
+
+def test_a_rate_that_is_learned_by_unrolling_gives_no_warning():
+    _, messages = run(LEAVES, RATED, ALPHA, jnp.zeros(3), data=(None, None), steps=2)
+    assert not messages
+
+
+def test_the_program_is_read_once_for_all_leaves():
+    """Each leaf's own answer, by leaving the others out."""
+    rng = np.random.default_rng(3)
+    masks = rng.integers(0, 2, 12)
+
+    def loss(w, alpha, batch):
+        def body(carry, x):
+            return (carry[1], carry[0] * x), None
+
+        used = [a for a, m in zip(alpha, masks, strict=True) if m]
+        first, second = jax.lax.scan(body, (used[0], w), jnp.stack(used[1:]))[0]
+        return jnp.where(w > 0, first, second)
+
+    alpha = [jnp.asarray(float(i)) for i in range(12)]
+    assert entering(loss, jnp.asarray(1.0), alpha, None) == [bool(m) for m in masks]
+
+
+# ------------------------------------------------------------------------- predicted changes
+
+
+def test_the_predicted_change_is_the_gradient_times_the_step():
+    result, _ = run(RIDGE, bilevel.implicit(), optimizer=optax.adam(0.01), steps=20)
+    history = result.history
+    fn = jax.jit(bilevel.hypergradient(RIDGE, bilevel.implicit(), diagnostics=False))
+    alphas = [jnp.asarray(-2.0), *history["alpha"]]
+    grads = [fn(alpha, jnp.zeros(40), TRAIN, VALID).grad for alpha in alphas[:-2]]
+    expected = [
+        0,
+        *(float(g) * float(b - a) for g, a, b in zip(grads, alphas, alphas[1:], strict=False)),
+    ]
+    tolerance = 1e-8 if jax.config.jax_enable_x64 else 1e-3
+    np.testing.assert_allclose(history["predicted"], expected, rtol=tolerance, atol=1e-7)
+    np.testing.assert_allclose(history["actual"][1:], np.diff(history["value"]), atol=1e-7)
+    np.testing.assert_allclose(result.report.actual, history["actual"].sum(), rtol=1e-5)
+
+
+def test_nothing_is_predicted_where_the_value_depends_on_more_than_alpha():
+    for solver, options in (
+        (bilevel.unrolled(0.1, 3), {}),
+        (bilevel.implicit(), {"batches": bilevel.minibatches(5), "key": jax.random.key(0)}),
+    ):
+        result = bilevel.search(
+            RIDGE,
+            solver,
+            optax.sgd(0.1),
+            jnp.array(-2.0),
+            jnp.zeros(40),
+            TRAIN,
+            VALID,
+            steps=2,
+            **options,
+        )
+        assert "predicted" not in result.history and int(result.report.compared) == 0
+
+
+def test_a_decrease_that_the_gradient_does_not_predict_is_reported():
+    """A staircase: flat pieces that go up, jumps that go down."""
+
+    def stairs(alpha):
+        return jax.lax.stop_gradient(-3 * alpha) + 0.01 * alpha
+
+    staircase = bilevel.Problem(
+        lambda w, alpha, batch: 0.5 * (w - stairs(alpha)) ** 2, lambda w, alpha, batch: w + 10
+    )
+    optimizer = optax.chain(optax.sign_sgd(0.01) if hasattr(optax, "sign_sgd") else optax.sgd(1.0))
+    result, messages = run(
+        staircase, bilevel.implicit(), jnp.array(0.0), jnp.array(0.0), optimizer=optimizer, steps=60
+    )
+    assert float(result.report.ratio) < 0.1
+    assert len(messages) == 1 and "not its slope" in messages[0]
+
+
+def test_the_difference_is_the_slope_over_a_step():
+    def value(alpha, train, valid):
+        w = jnp.linalg.solve(
+            train[0].T @ train[0] / 20 + jnp.exp(alpha) * jnp.eye(40), train[0].T @ train[1] / 20
+        )
+        return squares(w, valid)
+
+    alpha, h = jnp.asarray(-1.0), 0.3
+    fn = bilevel.hypergradient(RIDGE, bilevel.implicit(), difference=h)
+    info = jax.jit(fn)(alpha, jnp.zeros(40), TRAIN, VALID).info
+    grad = fn(alpha, jnp.zeros(40), TRAIN, VALID).grad
+    sign = jnp.sign(grad)
+    ends = value(alpha + sign * h, TRAIN, VALID), value(alpha - sign * h, TRAIN, VALID)
+    tolerance = 1e-7 if jax.config.jax_enable_x64 else 1e-3
+    np.testing.assert_allclose(info.slope, (ends[0] - ends[1]) / (2 * h), rtol=tolerance)
+    assert (
+        bilevel.hypergradient(RIDGE, bilevel.implicit())(
+            alpha, jnp.zeros(40), TRAIN, VALID
+        ).info.slope
+        is None
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"difference": 0.0}, "difference"),
+        ({"difference": 0.1, "diagnostics": False}, "diagnostics=True"),
+    ],
+)
+def test_a_difference_that_cannot_be_taken_is_refused(options, match):
+    with pytest.raises(ValueError, match=match):
+        bilevel.hypergradient(RIDGE, bilevel.implicit(), **options)
+
+
+def test_a_resumed_search_has_the_report_of_the_whole(tmp_path):
+    def go(steps, **options):
+        return bilevel.search(
+            RIDGE,
+            bilevel.implicit(),
+            optax.adam(0.01),
+            jnp.array(-2.0),
+            jnp.zeros(40),
+            TRAIN,
+            VALID,
+            steps=20,
+            progress=False,
+            **options,
+        )
+
+    whole = go(20)
+    go(20, checkpoint=tmp_path, callback=lambda r: len(r.history["value"]) >= 7, every=7)
+    resumed = go(20, checkpoint=tmp_path, resume=True)
+    jax.tree.map(np.testing.assert_array_equal, whole.report, resumed.report)
+    jax.tree.map(np.testing.assert_array_equal, whole.history, resumed.history)

@@ -22,6 +22,7 @@ from ._hypergradient import HyperGradient, hypergradient
 from ._log import log
 from ._processes import LostProcessError
 from ._search import NonFiniteError, SearchResult, search
+from ._search_report import SearchReport
 from ._stream import stream
 from ._training_error import standard_error, truncation
 from .batches import jointly, minibatches, partition
@@ -59,6 +60,7 @@ __all__ = [
     "LowerSolver",
     "NonFiniteError",
     "Problem",
+    "SearchReport",
     "SearchResult",
     "SingleLoop",
     "Stateful",

@@ -99,12 +99,7 @@ def noted_descent(
 
         def wanted():
             """For each leaf of alpha, whether the optimizer moves it (not ``set_to_zero``)."""
-
-            def moved(g):
-                told = {"value": jnp.zeros(()), "grad": g, "value_fn": lambda _: jnp.zeros(())}
-                return optimizer.update(g, state.optimizer, state.alpha, **told)[0]
-
-            return outputs_reading(moved, state.alpha)
+            return leaves_moved(optimizer, state)
 
         given = state.alpha, state.w, state.solver, train, valid
         hyper, solver_state = hypergradient(*given, wanted=wanted)
@@ -134,3 +129,13 @@ def noted_descent(
         return DescentState(alpha, hyper.w, solver_state, optimizer_state, state.step + 1), metrics
 
     return init, step
+
+
+def leaves_moved(optimizer: optax.GradientTransformationExtraArgs, state: DescentState) -> list:
+    """Return for each leaf of alpha whether its update depends on the hypergradient."""
+
+    def moved(g):
+        told = {"value": jnp.zeros(()), "grad": g, "value_fn": lambda _: jnp.zeros(())}
+        return optimizer.update(g, state.optimizer, state.alpha, **told)[0]
+
+    return outputs_reading(moved, state.alpha)

@@ -222,7 +222,7 @@ def stateful_hypergradient(
         check_variables(problem, w0, alpha, valid)
 
         def check_reached(reached):
-            """Of those leaves whose only way to the value is by the weights."""
+            """Raise or note if leaves that only the weights lead to are not differentiated."""
             by_weights = [use and not x for use, x in zip(used, direct, strict=True)]
             missed = [x and not y for x, y in zip(by_weights, reached(), strict=True)]
             if not any(missed):

@@ -19,16 +19,24 @@ import numpy as np
 import optax
 
 from bilevel import _not_finite, _search_history, _single_loop, geometry
-from bilevel._descent import descent, noted_descent
+from bilevel._descent import descent, leaves_moved, noted_descent
 from bilevel._fingerprint import check_same, fingerprint
 from bilevel._interrupts import held_signals
 from bilevel._processes import all_or_none, anyone, first, of_first, placed, together
+from bilevel._processes import whole as whole_array
 from bilevel._progress import progress_bar
 from bilevel._search_checks import check
-from bilevel._search_report import SearchReport, Watch, first_watch, spent_share, watched
+from bilevel._search_report import (
+    SearchReport,
+    Watch,
+    first_watch,
+    has_schedule,
+    spent_share,
+    watched,
+)
 from bilevel._stream import Feed, Stream, feeding, of_step
 from bilevel.checkpoint import Saver, saving
-from bilevel.checks import concrete, whole
+from bilevel.checks import concrete, gradient_transformation, whole
 from bilevel.estimate import Info
 from bilevel.meshes import automatic, beside, on_mesh, staying
 from bilevel.problem import Problem, at_variables
@@ -172,7 +180,8 @@ def search(
     Returns
     -------
     SearchResult
-        ``alpha``, ``w``, ``history``, ``state``, ``stopped``. Ctrl-C returns what there is.
+        ``alpha``, ``w``, ``history``, ``state``, ``stopped``, and the ``report``
+        (:class:`bilevel.SearchReport`) on steps that went wrong. Ctrl-C returns what there is.
         SIGTERM writes the ``checkpoint`` after the current chunk and then ends the process; without
         a checkpoint, nothing is different from other programs.
 
@@ -188,6 +197,12 @@ def search(
     NonFiniteError
         Where a loss, the weights or the hypergradient stop being finite; it holds the last good
         state. (Under ``jit`` the state stops changing instead: ``result.state.step`` tells.)
+
+    Warns
+    -----
+    UserWarning
+        Once, if the ``report`` has messages: hypergradients of many steps were wrong or 0. At the
+        start, if a leaf of ``alpha`` cannot be reached by the derivative.
 
     Notes
     -----
@@ -339,17 +354,16 @@ class _Setup(NamedTuple):
         _warned(dict.fromkeys(notes))
         return carry, hidden
 
-    def spent(self, alpha, w0, steps) -> jax.Array:
+    def spent(self, alpha, w0, steps) -> jax.Array | None:
         """How much of the search the inner optimizer's schedule leaves without steps."""
+        if not has_schedule(self.solver, alpha, w0):
+            return None
 
-        def of(alpha, w0):
-            return automatic(
-                lambda alpha, w0: spent_share(self.solver, alpha, w0, steps),
-                (alpha, w0),
-                lambda: None,
-            )
+        def share(alpha, w0):
+            return spent_share(self.solver.inner, alpha, w0, steps)
 
-        return jax.jit(fresh(of))(alpha, w0)
+        run = jax.jit(fresh(lambda *args: automatic(share, args, lambda: None)))
+        return run(alpha, w0)
 
     def rows(self, steps: int) -> int:
         """How many the history of ``steps`` steps has."""
@@ -509,8 +523,14 @@ def _warn(setup: _Setup, result: SearchResult, data: Pytree, told: Sequence[str]
 
 
 def _at_minimum(setup: _Setup, result: SearchResult, data: Pytree) -> bool:
-    """Whether the outer loss is stationary in ``w`` at the end: a gradient of 0 is right there."""
-    if isinstance(setup.solver, SingleLoop) or setup.batches is not None:
+    """Whether a gradient of 0 is right at the end: the outer loss is stationary in ``w`` there.
+
+    A single loop's direction may be 0 at a solution. An alpha that is held needs no gradient.
+    """
+    optimizer = gradient_transformation("optimizer", setup.optimizer)
+    if isinstance(setup.solver, SingleLoop) or not any(leaves_moved(optimizer, result.state)):
+        return True
+    if setup.batches is not None:
         return False
 
     def slope(w, alpha, valid):
@@ -547,7 +567,7 @@ def _result(setup: _Setup, carry: _Carry, stopped: str) -> SearchResult:
     state = jax.tree.map(lambda x: jnp.array(x, copy=True), carry.state)
     rows = jax.tree.map(np.copy, _search_history.cut(carry.history, setup.rows(int(state.step))))
     every, rows = setup.history_every, jax.device_put(rows)
-    report = jax.tree.map(lambda x: jnp.array(x, copy=True), carry.watch.report)
+    report = jax.device_put(jax.tree.map(lambda x: np.copy(whole_array(x)), carry.watch.report))
     return SearchResult(state.alpha, state.w, rows, state, stopped, None, every, report)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 
 from bilevel.checks import gradient_transformation
-from bilevel.protocols import DescentState, Pytree, params_of
+from bilevel.protocols import DescentState, Inner, Pytree, params_of
 from bilevel.solvers import AdjointReport, report_of
 
 _MANY = 5  # steps at the end that count as many; all of a shorter search
@@ -170,18 +170,18 @@ class Watch(NamedTuple):
     predicted: jax.Array  # [], its change as predicted by the last step; 0 before
 
 
-def first_watch(row: dict[str, Any], spent: Any = 0.0) -> Watch:
+def first_watch(row: dict[str, Any], spent: jax.Array | None = None) -> Watch:
     """Observe nothing yet. ``row`` holds the shapes of a step's metrics."""
     dtype = row["grad_norm"].dtype
 
     def count():  # each its own array: the carry's buffers are donated
-        return jnp.zeros((), int)
+        return jax.device_put(np.zeros((), jnp.result_type(int)))
 
     def number():
-        return jnp.zeros((), dtype)
+        return jax.device_put(np.zeros((), dtype))
 
     counts = (Count(count(), count()) for _ in range(4))
-    spent = jnp.array(spent, dtype, copy=True)
+    spent = number() if spent is None else spent.astype(dtype)
     report = SearchReport(count(), *counts, number(), number(), count(), number(), spent)
     return Watch(report, number())
 
@@ -217,7 +217,7 @@ def watched(
     report = report._replace(
         predicted=report.predicted + watch.predicted,
         actual=report.actual + actual,
-        compared=report.compared + later,
+        compared=jnp.where(later, report.compared + 1, report.compared),
         value=value,
     )
     after = Watch(report, metrics["predicted"].astype(dtype))
@@ -233,19 +233,23 @@ _SCHEDULED = (  # optax's states whose count a schedule reads; one of them is no
 _OUTER, _INNER = 16, 8  # steps at which a schedule is looked at
 
 
-def spent_share(solver: Any, alpha: Pytree, w: Pytree, steps: int) -> jax.Array:
+def has_schedule(solver: Any, alpha: Pytree, w: Pytree) -> bool:
+    """Whether the solver has an optimizer with a schedule that carries over to the next step."""
+    inner = getattr(solver, "inner", None)
+    if inner is None:
+        return False
+    state = jax.eval_shape(lambda alpha, w: inner.rule(alpha).init(params_of(w)), alpha, w)
+    return any(map(_is_scheduled, jax.tree.leaves(state, is_leaf=_is_scheduled)))
+
+
+def spent_share(inner: Inner, alpha: Pytree, w: Pytree, steps: int) -> jax.Array:
     """Return the share of ``steps`` outer steps in which a schedule is below 1 % of its peak.
 
     The rate is that of an update by ones, at 16 outer steps, each at 8 of its inner steps.
     """
-    inner = getattr(solver, "inner", None)
-    if inner is None:
-        return jnp.zeros(())
     optimizer = gradient_transformation("optimizer", inner.rule(alpha))
     w = params_of(w)
     state = optimizer.init(w)
-    if not _scheduled(state):
-        return jnp.zeros(())
     ones = optax.tree.ones_like(w)
 
     def rate(count):
@@ -264,11 +268,6 @@ def _is_scheduled(x: Any) -> bool:
     return type(x).__name__ in _SCHEDULED
 
 
-def _scheduled(state: Pytree) -> bool:
-    """Whether an optimizer's state has a count that a schedule reads."""
-    return any(map(_is_scheduled, jax.tree.leaves(state, is_leaf=_is_scheduled)))
-
-
 def _at_count(state: Pytree, count: jax.Array) -> Pytree:
     """Return an optimizer's state whose schedules have made so many steps."""
 
@@ -282,4 +281,5 @@ def _at_count(state: Pytree, count: jax.Array) -> Pytree:
 
 
 def _counted(count: Count, happened: jax.Array) -> Count:
-    return Count(count.total + happened, jnp.where(happened, count.last + 1, 0))
+    total = jnp.where(happened, count.total + 1, count.total)
+    return Count(total, jnp.where(happened, count.last + 1, 0))

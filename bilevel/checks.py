@@ -253,7 +253,7 @@ def lower_solver(name: str, value: Any) -> LowerSolver:
         cure = "bilevel.search runs single-loop methods"
     elif isinstance(value, optax.GradientTransformation | optax.MultiSteps):
         cure = "wrap it: unrolled(optimizer, steps)"
-    elif _made_here(value):
+    elif _made_here(value) or (callable(value) and _ours(type(value))):
         cure = "an inverse goes into implicit(inverse=...)"
     elif _factory(value):
         cure = f"call it: {value.__name__}(...)"

@@ -149,6 +149,7 @@ def hypergradient(
         return parts(problem).outer(w, alpha, valid)[0]
 
     def slope(grad, alpha, *given):
+        assert difference is not None
         size = optax.tree.norm(grad)
         scale = difference / jnp.where(size > 0, size, 1)
         ends = (optax.tree.add_scale(alpha, sign * scale, grad) for sign in (1, -1))

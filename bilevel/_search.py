@@ -74,9 +74,9 @@ class SearchResult:
     history: dict[str, Any]  # name -> [rows, ...]; "alpha" as a pytree of those
     state: DescentState
     stopped: str  # "" when all steps were done and nobody interrupted them, else what ended it
+    report: SearchReport  # what went wrong in the steps, in numbers
     info: Info | None = None  # of a single loop's last direction, with diagnostics
     history_every: int = 1  # steps that a row of the history stands for
-    report: SearchReport | None = None  # what went wrong in the steps, in numbers
 
 
 class NonFiniteError(FloatingPointError):
@@ -280,7 +280,7 @@ def _compiled(setup: "_Setup", carry: "_Carry", data: Pytree, steps: int) -> Sea
     state = carry.state
     info, every = setup.info(state, data), setup.history_every
     report = carry.watch.report
-    return SearchResult(state.alpha, state.w, carry.history, state, "", info, every, report)
+    return SearchResult(state.alpha, state.w, carry.history, state, "", report, info, every)
 
 
 def _check_processes(setup: "_Setup", arrays: tuple, options: tuple) -> None:
@@ -568,7 +568,7 @@ def _result(setup: _Setup, carry: _Carry, stopped: str) -> SearchResult:
     rows = jax.tree.map(np.copy, _search_history.cut(carry.history, setup.rows(int(state.step))))
     every, rows = setup.history_every, jax.device_put(rows)
     report = jax.device_put(jax.tree.map(lambda x: np.copy(whole_array(x)), carry.watch.report))
-    return SearchResult(state.alpha, state.w, rows, state, stopped, None, every, report)
+    return SearchResult(state.alpha, state.w, rows, state, stopped, report, None, every)
 
 
 def _kept(setup: _Setup, carry: _Carry) -> Pytree:

@@ -140,7 +140,8 @@ _UNPREDICTED = (
 
 
 def _often(count: Count, steps: int) -> bool:
-    return steps > 0 and (count.last >= min(_MANY, steps) or 2 * count.total > steps)
+    many = count.last >= min(_MANY, steps) or 2 * count.total > steps
+    return steps > 0 and bool(many)
 
 
 def _failed(found: SearchReport, steps: int) -> str:
@@ -180,9 +181,18 @@ def first_watch(row: dict[str, Any], spent: jax.Array | None = None) -> Watch:
     def number():
         return jax.device_put(np.zeros((), dtype))
 
-    counts = (Count(count(), count()) for _ in range(4))
-    spent = number() if spent is None else spent.astype(dtype)
-    report = SearchReport(count(), *counts, number(), number(), count(), number(), spent)
+    report = SearchReport(
+        steps=count(),
+        zero=Count(count(), count()),
+        failed=Count(count(), count()),
+        indefinite=Count(count(), count()),
+        moving=Count(count(), count()),
+        predicted=number(),
+        actual=number(),
+        compared=count(),
+        value=number(),
+        spent=number() if spent is None else spent.astype(dtype),
+    )
     return Watch(report, number())
 
 
@@ -195,7 +205,7 @@ def watched(
     """
     report, metrics = watch.report, dict(metrics)
     adjoint = report_of(state.solver)
-    counts = {"zero": metrics["grad_norm"] == 0}
+    counts: dict[str, Any] = {"zero": metrics["grad_norm"] == 0}
     if isinstance(adjoint, AdjointReport):
         dtype = adjoint.stationarity.dtype
         allowed = max(_STATIONARY, 10 * float(jnp.finfo(dtype).eps))
@@ -204,10 +214,8 @@ def watched(
             "indefinite": adjoint.indefinite > 0,
             "moving": adjoint.stationarity > allowed,
         }
-    report = report._replace(
-        steps=report.steps + 1,
-        **{name: _counted(getattr(report, name), happened) for name, happened in counts.items()},
-    )
+    counts = {name: _counted(getattr(report, name), seen) for name, seen in counts.items()}
+    report = report._replace(steps=report.steps + 1, **counts)
     if "predicted" not in metrics:
         return watch._replace(report=report), metrics
     dtype = watch.predicted.dtype

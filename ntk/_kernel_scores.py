@@ -25,8 +25,10 @@ from ntk._network import (
     for_each,
     gram,
     is_weight,
+    largest,
     logits_like,
     map_gradients,
+    norm,
     split_weights,
 )
 from ntk._symmetric import symmetric
@@ -59,7 +61,8 @@ def layer_traces(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) 
     Array([10.], dtype=float...)
     """
     apply, params, x, _ = check(apply, params, batch)
-    return _traces(apply, params, x, _gradients(apply, params, x))
+    layers = _layers(apply, params, x, _gradients(apply, params, x))
+    return jnp.stack([jnp.sum(g**2) / len(g) for g in layers])
 
 
 def kernel_scores(
@@ -78,11 +81,14 @@ def kernel_scores(
     apply, params, x, y = check(apply, params, batch)
     classes = logits_like(apply, params, x).shape[1]
     gradients = _gradients(apply, params, x)
-    K = _gram(gradients)
+    K, size = _unit_gram(gradients)
+    found = _of_matrix(K, spectrum.eigenvalues(K), size, y, classes)
+    rows = [g / _size(gradients, axis=1) for g in jax.tree.leaves(gradients)]
     return {
-        "kernel": K,
-        **_of_matrix(K, spectrum.eigenvalues(K), y, classes),
-        "log_traces": _log_sum(_traces(apply, params, x, gradients)),
+        "kernel": K * size * size,
+        **found,
+        "cosine_min_eigenvalue": _cosine_min_eigenvalue(_gram(rows)),
+        "log_traces": _log_traces(apply, params, x, gradients),
     }
 
 
@@ -120,34 +126,38 @@ def of_kernel(
     (2.5, 4.0)
     """
     K = symmetric(matrix(K, x))
+    size = jnp.sqrt(largest(K)).reshape(())  # products of eigenvalues would leave the range
+    K = K / size / size
     values = spectrum.eigenvalues(K)
     good = values[0] >= -(jnp.finfo(K.dtype).eps ** 0.5) * values[-1]
     if concrete(good) and not good:
         raise ValueError(
             "K: expected a positive semidefinite matrix, got one with the eigenvalue "
-            f"{values[0]:.3g}."
+            f"{values[0] * size * size:.3g}."
         )
     K, values = nan_unless(good, (K, values))
     if y is None:
-        return _of_matrix(K, values, None, 0)
+        return _of_matrix(K, values, size, None, 0)
     y = np.asarray(array("y", y))
     if y.shape != (len(K),) or not np.issubdtype(y.dtype, np.integer) or y.min() < 0:
         raise ValueError(f"y: expected {len(K)} labels from 0, got {y.dtype} of shape {y.shape}.")
-    return _of_matrix(K, values, jnp.asarray(y), int(y.max()) + 1)
+    return _of_matrix(K, values, size, jnp.asarray(y), int(y.max()) + 1)
 
 
 def _of_matrix(
-    K: jax.Array, values: jax.Array, y: jax.Array | None, classes: int
+    K: jax.Array, values: jax.Array, size: jax.Array, y: jax.Array | None, classes: int
 ) -> dict[str, jax.Array]:
-    """The scores of ``K`` with these eigenvalues."""
+    """The scores of ``size^2 K``, where ``K`` has these eigenvalues."""
     found = {
-        "eigen_nas": jnp.trace(K) / len(K),
-        "min_eigenvalue": jnp.maximum(values[0], 0),
+        "eigen_nas": jnp.trace(K) / len(K) * size * size,
+        "min_eigenvalue": jnp.maximum(values[0], 0) * size * size,
         "condition_number": _condition(values),
         "cosine_min_eigenvalue": _cosine_min_eigenvalue(K),
         "spectral_entropy": _entropy(values),
     }
-    return found if y is None else found | {"label_energy": _label_energy(K, values, y, classes)}
+    if y is None:
+        return found
+    return found | {"label_energy": _label_energy(K, values, y, classes) / size / size}
 
 
 def eigen_nas(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
@@ -203,7 +213,10 @@ def cosine_min_eigenvalue(
     >>> round(float(score), 4)
     1.0
     """
-    return _cosine_min_eigenvalue(kernel(key, apply, params, batch))
+    apply, params, x, _ = check(apply, params, batch)
+    gradients = _gradients(apply, params, x)
+    rows = [g / _size(gradients, axis=1) for g in jax.tree.leaves(gradients)]
+    return _cosine_min_eigenvalue(_gram(rows))
 
 
 def condition_number(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
@@ -217,7 +230,8 @@ def condition_number(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Bat
     >>> round(float(condition_number(None, lambda w, x: x @ w, jnp.ones((2, 2)), (x, y))), 3)
     9.0
     """
-    return _condition(spectrum.eigenvalues(kernel(key, apply, params, batch)))
+    apply, params, x, _ = check(apply, params, batch)
+    return _condition(spectrum.eigenvalues(_unit_gram(_gradients(apply, params, x))[0]))
 
 
 def te_nas(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
@@ -245,7 +259,7 @@ def te_nas(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> jax
     units = jnp.eye(len(x), dtype=logits_like(apply, params, x).dtype)
     # Some at a time share what the backward pass computes again.
     rows = for_each(lambda unit: ravel_pytree(pull_back(unit))[0], units, batch_size=8)
-    return _condition(spectrum.eigenvalues(gram(rows)))
+    return _condition(spectrum.eigenvalues(gram(rows / largest(rows))))
 
 
 def spectral_entropy(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
@@ -260,7 +274,8 @@ def spectral_entropy(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Bat
     >>> bool(jnp.isclose(score, jnp.log(2.0)))
     True
     """
-    return _entropy(spectrum.eigenvalues(kernel(key, apply, params, batch)))
+    apply, params, x, _ = check(apply, params, batch)
+    return _entropy(spectrum.eigenvalues(_unit_gram(_gradients(apply, params, x))[0]))
 
 
 def label_energy(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
@@ -278,9 +293,9 @@ def label_energy(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) 
     -0.2778
     """
     apply, params, x, y = check(apply, params, batch)
-    K = kernel(key, apply, params, batch)
+    K, size = _unit_gram(_gradients(apply, params, x))
     classes = logits_like(apply, params, x).shape[1]
-    return _label_energy(K, spectrum.eigenvalues(K), y, classes)
+    return _label_energy(K, spectrum.eigenvalues(K), y, classes) / size / size
 
 
 def log_traces(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
@@ -293,7 +308,8 @@ def log_traces(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) ->
     >>> bool(jnp.isclose(score, jnp.log(10.0)))
     True
     """
-    return _log_sum(layer_traces(key, apply, params, batch))
+    apply, params, x, _ = check(apply, params, batch)
+    return _log_traces(apply, params, x, _gradients(apply, params, x))
 
 
 def _gradients(apply: Apply, params: Pytree, x: jax.Array) -> Pytree:
@@ -306,14 +322,32 @@ def _gram(gradients: Pytree) -> jax.Array:
     return functools.reduce(operator.add, map(gram, jax.tree.leaves(gradients)))
 
 
-def _traces(apply: Apply, params: Pytree, x: jax.Array, gradients: Pytree) -> jax.Array:
+def _unit_gram(gradients: Pytree) -> tuple[jax.Array, jax.Array]:
+    """``K / size^2`` with entries of about 1, and the size: K itself may leave the range."""
+    size = _size(gradients)
+    return _gram(jax.tree.map(lambda g: g / size, gradients)), size.reshape(())
+
+
+def _size(gradients: Pytree, axis: int | None = None) -> jax.Array:
+    """The largest entry of all leaves, or with ``axis=1`` of every row, as a power of two."""
+    return largest(jnp.concatenate(jax.tree.leaves(gradients), axis=1), axis=axis)
+
+
+def _layers(apply: Apply, params: Pytree, x: jax.Array, gradients: Pytree) -> list[jax.Array]:
+    """The gradients [n, size] in each of the weights."""
     pairs = zip(is_weight(apply, params, x), jax.tree.leaves(gradients), strict=True)
-    return jnp.stack([jnp.sum(g**2) / len(g) for chosen, g in pairs if chosen])
+    return [g for chosen, g in pairs if chosen]
 
 
-def _log_sum(traces: jax.Array) -> jax.Array:
-    # A trace is not negative; asked this way round, NaN stays NaN.
-    return jnp.sum(jnp.log(jnp.where(traces == 0, 1, traces)))
+def _log_traces(apply: Apply, params: Pytree, x: jax.Array, gradients: Pytree) -> jax.Array:
+    return sum(map(_log_trace, _layers(apply, params, x, gradients)), jnp.zeros(()))
+
+
+def _log_trace(g: jax.Array) -> jax.Array:
+    """``log |g|^2 / n``, 0 for a gradient of 0; the square itself may be no number."""
+    size = norm(g)
+    # A norm is not negative; asked this way round, NaN stays NaN.
+    return jnp.where(size == 0, 0, 2 * jnp.log(jnp.where(size == 0, 1, size)) - jnp.log(len(g)))
 
 
 def _cosine_min_eigenvalue(K: jax.Array) -> jax.Array:

@@ -40,6 +40,8 @@ def check(apply: Apply, params: Pytree, batch: Batch) -> tuple[Apply, Pytree, ja
         )
     for name, tree in ("params", params), ("batch", x):
         finite(name, jax.tree.map(partial(array, name), tree))
+    # Squares of gradients leave the range of 16 bits.
+    params, x = jax.tree.map(_wide, (params, x))
     logits = logits_like(apply, params, x)
     if len(logits.shape) != 2 or logits.shape[0] != len(x):
         raise ValueError(f"apply: expected logits [{len(x)}, classes], got {logits.shape}.")
@@ -54,6 +56,14 @@ def check(apply: Apply, params: Pytree, batch: Batch) -> tuple[Apply, Pytree, ja
         return *_in_parameters(apply, params), x, y
     apply, params = _in_parameters(apply, params)
     return apply, nan_unless(((y >= 0) & (y < classes)).all(), params), x, y
+
+
+def _wide(leaf: Any) -> Any:
+    """A leaf of 16-bit floating-point numbers in 32 bits."""
+    dtype = jnp.result_type(leaf)
+    if not jnp.issubdtype(dtype, jnp.floating) or jnp.finfo(dtype).bits >= 32:
+        return leaf
+    return jnp.asarray(leaf).astype(jnp.float32)
 
 
 def logits_like(apply: Apply, params: Pytree, x: chex.Array) -> Any:
@@ -146,6 +156,22 @@ def summed(terms: Iterable[chex.Array]) -> jax.Array:
 
 def inner_product(a: list[chex.Array], b: list[chex.Array]) -> jax.Array:
     return summed(jnp.sum(u * v) for u, v in zip(a, b, strict=True))
+
+
+def largest(x: jax.Array, axis: int | None = None) -> jax.Array:
+    """A power of two of the size of the largest entry, axes kept: a constant to divide by, exactly.
+
+    1 if all entries are 0.
+    """
+    size = jnp.max(jnp.abs(jax.lax.stop_gradient(x)), axis=axis, keepdims=True, initial=0)
+    exponent = jnp.frexp(size)[1] - 1
+    return jnp.where(size > 0, jnp.ldexp(jnp.ones_like(size), exponent), 1)
+
+
+def norm(x: jax.Array) -> jax.Array:
+    """The 2-norm of all entries, also if their squares leave the range of the type."""
+    size = largest(x)
+    return (size * jnp.linalg.norm((x / size).ravel())).reshape(())
 
 
 def for_each(function: Callable, xs: Pytree, batch_size: int | None = None) -> Pytree:

@@ -65,7 +65,7 @@ import jax
 import jax.numpy as jnp
 from jax.flatten_util import ravel_pytree
 
-from ntk._checks import at_least_float32, whole
+from ntk._checks import at_least_float32, concrete, whole
 from ntk._kernel_scores import (
     condition_number,
     cosine_min_eigenvalue,
@@ -88,9 +88,12 @@ from ntk._network import (
     distinct_patterns,
     for_each,
     inner_product,
+    largest,
     layer_saliency,
+    logits_like,
     loss_gradient,
     mean_loss,
+    norm,
     sign_agreements,
     split_weights,
     summed,
@@ -265,7 +268,7 @@ def gradient_scores(
     """
     w, g = loss_gradient(apply, params, batch)
     return {
-        "grad_norm": summed(jnp.linalg.norm(leaf.ravel()) for leaf in g),
+        "grad_norm": summed(norm(leaf) for leaf in g),
         "snip": summed(jnp.sum(jnp.abs(a * b)) for a, b in zip(w, g, strict=True)),
     }
 
@@ -354,6 +357,7 @@ def zico(
 
 def _log_signal(g: jax.Array) -> jax.Array:
     """``log sum mean|g| / std(g)`` of gradients stacked in front; 0 for an empty sum."""
+    g = g / largest(g)  # the squares of small gradients would be 0
     mean, deviation = jnp.mean(jnp.abs(g), axis=0), jnp.std(g, axis=0)
     # Neither is negative; asked this way round, NaN stays NaN.
     varies = jnp.where(deviation == 0, 1, deviation)
@@ -384,6 +388,7 @@ def jacov(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> jax.
     apply, params, x, _ = check(apply, params, batch)
     x = x.astype(at_least_float32(x.dtype))  # images may come as integers
     g = jax.grad(lambda x: jnp.sum(apply(params, x)))(x).reshape(len(x), -1)
+    g = g / largest(g, axis=1)  # correlations do not change, and squares stay in range
     g = g - g.mean(1, keepdims=True)
     norms = jnp.linalg.norm(g, axis=1, keepdims=True)
     singular = jnp.linalg.svd(g / jnp.where(norms > 0, norms, 1), compute_uv=False)
@@ -397,15 +402,20 @@ def synflow(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> ja
     R is the sum of the logits at an input of ones. Uses no data: of the batch only its shape.
     Tanaka et al. (NeurIPS 2020), summed as in zero-cost-nas, logarithm as in NASLib.
 
-    ``apply`` has to be without batch normalisation: this cannot take it out of a function.
+    ``apply`` has to be without batch normalisation on batch statistics: this cannot take it out of
+    a function. Running averages stay as they are.
+
+    Raises
+    ------
+    ValueError
+        If the sum is not a positive finite number. It is NaN if an argument is traced.
 
     Notes
     -----
-    The original computes in float64, as R grows exponentially with depth. Here, if R exceeds the
-    root of the largest float, the input, the biases (all leaves other than weights) and the
-    gradient at the output are scaled by ``R^-1/2``, and the logarithm corrected: exact for
-    networks of ReLUs, which are homogeneous, and float32 then reaches R = 1e56. ``-inf`` for a
-    network that passes nothing on.
+    R grows exponentially with depth. Like the original, this computes in float64, whatever the type
+    of ``params`` and with JAX's x64 mode off too; R can reach 1e308, or 1e102 where an activation
+    takes the cube of its input. A network that casts to a smaller type itself (flax's ``dtype=``)
+    overflows in that type. ``-inf`` for a network that passes nothing on.
 
     Examples
     --------
@@ -415,22 +425,23 @@ def synflow(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> ja
     True
     """
     apply, params, x, _ = check(apply, params, batch)
-    params = jax.tree.map(jnp.abs, params)
-    weights, _ = split_weights(apply, params, x)
-    ones = jnp.ones_like(x[:1])
-
-    def response(weights, scale):
-        _, rebuild = split_weights(apply, jax.tree.map(lambda leaf: scale * leaf, params), x)
-        return jnp.sum(apply(rebuild(weights), scale * ones))
-
-    plain = response(weights, 1)
-    limit = float(jnp.finfo(plain.dtype).max) ** 0.5
-    tiny = 1 / limit
-    balanced = tiny**0.5 / jnp.sqrt(response(weights, tiny))
-    scale = jnp.where(plain < limit, 1, balanced)
-    _, pull_back = jax.vjp(lambda w: response(w, scale), weights)
-    (g,) = pull_back(scale)
-    return jnp.log(inner_product(weights, g)) - 2 * jnp.log(scale)
+    dtype = logits_like(apply, params, x).dtype
+    with jax.enable_x64(True):
+        params = jax.tree.map(lambda leaf: jnp.abs(leaf).astype(jnp.float64), params)
+        ones = jnp.ones_like(x[:1])  # integers, as of tokens, stay integers
+        ones = ones.astype(jnp.float64) if jnp.issubdtype(x.dtype, jnp.floating) else ones
+        weights, rebuild = split_weights(apply, params, ones)
+        g = jax.grad(lambda w: jnp.sum(apply(rebuild(w), ones)))(weights)
+        total = inner_product(weights, g)
+        good = (total >= 0) & (total < jnp.inf)
+        score = jnp.log(jnp.where(good, total, jnp.nan))
+        if concrete(total) and not good:
+            raise ValueError(
+                "params: expected a network whose synflow sum is nonnegative and below 1e308, got "
+                f"{float(total):.3g}. Scale the weights down, or let the network compute in the "
+                "type of its parameters."
+            )
+    return score.astype(at_least_float32(dtype))
 
 
 def naswot(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
@@ -501,4 +512,4 @@ def l2_norm(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> ja
     """
     apply, params, x, _ = check(apply, params, batch)
     weights, _ = split_weights(apply, params, x)
-    return summed(jnp.linalg.norm(leaf.ravel()) for leaf in weights)
+    return summed(norm(leaf) for leaf in weights)

@@ -1,0 +1,114 @@
+"""Scores of deep networks, whose values or gradients leave the range of float32 and float16."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ntk import scores
+
+X = np.random.default_rng(1).normal(size=(6, 5))
+Y = np.array([0, 1, 2, 0, 1, 2])
+
+
+def chain(activation, params, x):
+    *hidden, last = params
+    return functools.reduce(lambda h, w: activation(h @ w), hidden, x) @ last
+
+
+def weights(depth, width=6, size=1.0, seed=0):
+    rng = np.random.default_rng(seed)
+    shapes = [5] + [width] * depth + [3]
+    pairs = itertools.pairwise(shapes)
+    return [size * rng.normal(size=pair) / np.sqrt(pair[0]) for pair in pairs]
+
+
+def score(name, params, dtype, activation=jax.nn.relu, x=X):
+    params = [jnp.asarray(w).astype(dtype) for w in params]
+    batch = jnp.asarray(x).astype(dtype), jnp.asarray(Y)
+    return getattr(scores, name)(None, functools.partial(chain, activation), params, batch)
+
+
+def in_float64(name, params, dtype, activation=jax.nn.relu, x=X):
+    """The same of the same numbers, computed in float64."""
+    rounded = [np.asarray(jnp.asarray(w).astype(dtype), np.float64) for w in params]
+    x = np.asarray(jnp.asarray(x).astype(dtype), np.float64)
+    with jax.enable_x64(True):
+        return float(score(name, rounded, jnp.float64, activation, x))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16, jnp.bfloat16])
+@pytest.mark.parametrize("activation", [jax.nn.relu, jax.nn.gelu, jax.nn.softplus, jax.nn.silu])
+@pytest.mark.parametrize("depth", [4, 40])
+def test_synflow_does_not_depend_on_the_type(depth, activation, dtype):
+    params = weights(depth, size=8.0)
+    expected = in_float64("synflow", params, dtype, activation)
+    assert expected > 100 or depth == 4  # far beyond the root of float32's largest number
+    np.testing.assert_allclose(score("synflow", params, dtype, activation), expected, rtol=1e-6)
+
+
+def test_synflow_is_right_under_jit_and_vmap_beyond_float32():
+    params = [jnp.asarray(w, jnp.float32) for w in weights(25, size=30.0)]
+    batch = jnp.zeros((1, 5), jnp.float32), jnp.array([0])
+
+    def of(params):
+        return scores.synflow(None, functools.partial(chain, jax.nn.gelu), params, batch)
+
+    expected = in_float64("synflow", params, jnp.float32, jax.nn.gelu)
+    stacked = jax.tree.map(lambda w: jnp.stack([w, w]), params)
+    for found in (of(params), jax.jit(of)(params), *jax.jit(jax.vmap(of))(stacked)):
+        np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+def test_synflow_beyond_float64_is_refused():
+    params = [jnp.full((1, 1), 1e30, jnp.float32) for _ in range(12)]
+    batch = jnp.ones((1, 1), jnp.float32), jnp.array([0])
+    arguments = None, functools.partial(chain, jax.nn.relu), params, batch
+    with pytest.raises(ValueError, match="synflow sum is nonnegative and below 1e308, got inf"):
+        scores.synflow(*arguments)
+    assert jnp.isnan(jax.jit(lambda p: scores.synflow(None, arguments[1], p, batch))(params))
+
+
+# Gradients here are of the size 1e-26, or 1e22: the squares leave the range of float32.
+@pytest.mark.parametrize("size", [1e-26, 1e22])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("condition_number", "cosine_min_eigenvalue", "spectral_entropy", "log_traces"),
+        *("te_nas", "jacov"),
+    ],
+)
+def test_scores_without_a_unit_see_gradients_of_any_size(name, size):
+    params = weights(2)
+    params[-1] = size * params[-1]
+    expected = in_float64(name, params, jnp.float32)
+    np.testing.assert_allclose(score(name, params, jnp.float32), expected, rtol=2e-3)
+
+
+@pytest.mark.parametrize("name", ["grad_norm", "zico", "snip"])
+def test_scores_of_the_loss_see_small_gradients(name):
+    params = weights(2)
+    params[0] = 1e-13 * params[0]
+    params[1] = 1e-13 * params[1]  # of two layers, so that all three gradients are small
+    expected = in_float64(name, params, jnp.float32)
+    np.testing.assert_allclose(score(name, params, jnp.float32), expected, rtol=2e-3)
+
+
+def test_a_kernel_of_any_size_has_the_scores_of_its_multiple():
+    K = np.array([[2.0, 1.0], [1.0, 3.0]], np.float32)
+    one = scores.of_kernel(K, np.array([0, 1]))
+    for size in (2.0**-100, 2.0**100):
+        found = scores.of_kernel(np.float32(size) * K, np.array([0, 1]))
+        units = {"eigen_nas": size, "min_eigenvalue": size, "label_energy": 1 / size}
+        for name, value in found.items():
+            np.testing.assert_allclose(value, one[name] * units.get(name, 1), rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["eigen_nas", "knas", "nasi", "grasp", "fisher", "l2_norm"])
+def test_numbers_of_16_bits_are_squared_in_32(name):
+    params = [0.05 * weights(1)[0], 30 * weights(1)[1]]
+    expected = in_float64(name, params, jnp.float16)
+    np.testing.assert_allclose(score(name, params, jnp.float16), expected, rtol=1e-3)

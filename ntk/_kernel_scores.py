@@ -7,6 +7,7 @@ Every sample goes through the network alone, but in :func:`te_nas`. The public n
 """
 
 import functools
+import math
 import operator
 
 import chex
@@ -30,6 +31,7 @@ from ntk._network import (
     map_gradients,
     norm,
     split_weights,
+    summed,
 )
 from ntk._symmetric import symmetric
 from ntk.kernel_functions import matrix
@@ -340,14 +342,14 @@ def _layers(apply: Apply, params: Pytree, x: jax.Array, gradients: Pytree) -> li
 
 
 def _log_traces(apply: Apply, params: Pytree, x: jax.Array, gradients: Pytree) -> jax.Array:
-    return sum(map(_log_trace, _layers(apply, params, x, gradients)), jnp.zeros(()))
+    return summed(map(_log_trace, _layers(apply, params, x, gradients)))
 
 
 def _log_trace(g: jax.Array) -> jax.Array:
     """``log |g|^2 / n``, 0 for a gradient of 0; the square itself may be no number."""
     size = norm(g)
     # A norm is not negative; asked this way round, NaN stays NaN.
-    return jnp.where(size == 0, 0, 2 * jnp.log(jnp.where(size == 0, 1, size)) - jnp.log(len(g)))
+    return jnp.where(size == 0, 0, 2 * jnp.log(jnp.where(size == 0, 1, size)) - math.log(len(g)))
 
 
 def _cosine_min_eigenvalue(K: jax.Array) -> jax.Array:

@@ -3,7 +3,7 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help run test test-slow test-newest smoke lint format lock notebooks bench tables accelerator clean
+.PHONY: help run test test-slow test-newest test-lowest smoke lint format lock notebooks bench tables accelerator clean
 
 ARGS ?=
 BIN := .venv/bin
@@ -29,6 +29,7 @@ for path in sys.argv[1:]:
         notebook,
         kernel_name="python3",
         record_timing=False,
+        coalesce_streams=True,
         resources={"metadata": {"path": os.path.dirname(path)}},
     ).execute()
     if os.environ.get("BILEVEL_FAST", "0") in ("", "0"):
@@ -50,6 +51,9 @@ test-slow: $(VENV) ## the tests that are left out there: those in tests/slow.txt
 
 test-newest: $(PRIVATE_UV) ## tests of JAX's internals, README, commands on the newest JAX and Python here
 	UV=$(UV) .ci/newest
+
+test-lowest: $(VENV) ## imports, README, files and commands on the lowest versions of all dependencies
+	UV=$(UV) .ci/lowest
 
 smoke: $(VENV) ## show that the benchmarks run, a few seconds each; ARGS=--all: also those untouched by the commit
 	$(BIN)/python benchmarks/smoke.py $(ARGS)
@@ -101,7 +105,7 @@ accelerator: $(VENV) ## what is fast on an accelerator only, in 25 minutes; ARGS
 	$(BIN)/python benchmarks/accelerator.py $(ARGS)
 
 clean: ## remove environments, caches and build outputs; keeps runs/
-	rm -rf .venv .venv-docs .venv-newest .uv docs/_build docs/gallery build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache \
+	rm -rf .venv .venv-docs .venv-newest .venv-lowest .uv docs/_build docs/gallery build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache \
 		.import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 

@@ -52,6 +52,8 @@ from .spectral import (
 from .stability import lipschitz
 from .stochastic import amigo, bome, f2sa, ma_soba, meha, paced, saba, soba, spaba
 
+__version__: str
+
 __all__ = [
     "DescentState",
     "HyperGradient",

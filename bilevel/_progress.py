@@ -1,4 +1,4 @@
-"""Progress on standard error, by default only where that is a terminal.
+"""Progress on standard error, by default only if that is a terminal; in notebooks, below the cell.
 
 A long loop has a bar of its own (:func:`progress_bar`), unless it is part of a run that has one bar
 for all its phases (:func:`run_bar`): then it fills that phase's share.
@@ -6,13 +6,18 @@ for all its phases (:func:`run_bar`): then it fills that phase's share.
 
 import contextlib
 import datetime
+import io
 import math
+import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import SimpleNamespace
 from typing import Any
 
+_NOTEBOOK_COLUMNS = 120
+_NOTEBOOK_SECONDS = 0.2  # between two updates of the text: each is a message to the browser
 _SAYS = 0.03  # the share of the run that has to be done before the time left is estimated
 
 Show = Callable[[int, Callable[[], dict[str, Any]]], None]
@@ -158,11 +163,27 @@ def progress_bar(
 
 
 def _console(progress: bool | None) -> Any:
-    """Standard error, if something is to be shown there."""
+    """The console to show progress on: standard error, or that of a notebook; None for neither."""
     from rich.console import Console
 
+    display = _notebook_display()
+    if display is not None:
+        # rich's own live display needs ipywidgets here: without it, a warning and an empty box.
+        plain = {"force_jupyter": False, "force_terminal": False, "color_system": None}
+        console = Console(file=io.StringIO(), width=_NOTEBOOK_COLUMNS, **plain)
+        return console if progress is not False else None
     console = Console(stderr=True)
     return console if (console.is_terminal if progress is None else progress) else None
+
+
+def _notebook_display() -> Callable[..., Any] | None:
+    """Return IPython's ``display`` in the kernel of a notebook, else None."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    if not hasattr(shell, "kernel"):  # IPython in a terminal has none
+        return None
+    from IPython.display import display
+
+    return display
 
 
 @contextmanager
@@ -171,6 +192,31 @@ def _shown(
 ) -> Iterator[Callable[..., None]]:
     from rich.progress import Progress
 
-    with Progress(*columns, console=console) as bar:
-        task = bar.add_task(label, total=total, **fields)
-        yield lambda **values: bar.update(task, **values)
+    bar = Progress(*columns, console=console)
+    task = bar.add_task(label, total=total, **fields)
+    display = _notebook_display()
+    if display is None:
+        with bar:
+            yield lambda **values: bar.update(task, **values)
+        return
+    # One output of the cell, whose text is replaced.
+    handle, shown_at = display({"text/plain": _text(bar)}, raw=True, display_id=True), 0.0
+
+    def update(**values):
+        nonlocal shown_at
+        bar.update(task, **values)
+        if time.monotonic() > shown_at + _NOTEBOOK_SECONDS:
+            handle.update({"text/plain": _text(bar)}, raw=True)
+            shown_at = time.monotonic()
+
+    try:
+        yield update
+    finally:
+        handle.update({"text/plain": _text(bar)}, raw=True)
+
+
+def _text(bar: Any) -> str:
+    """What ``bar`` would draw on a terminal without colors."""
+    with bar.console.capture() as captured:
+        bar.console.print(bar)
+    return captured.get().rstrip()

@@ -154,7 +154,8 @@ def search(
     key : jax.Array, optional
         Needed with ``batches``, here or in the solver.
     progress : bool, optional
-        A progress bar on standard error; by default only where that is a terminal.
+        A progress bar on standard error; by default only if that is a terminal, or in a
+        notebook.
     checkpoint : path, optional
         A directory that receives the state every few seconds, and at the end.
     resume : bool

@@ -56,8 +56,26 @@ def write(
     stored = {k: x.view(f"u{x.itemsize}") if k in foreign else x for k, x in arrays.items()}
     stored["notes"] = np.array(json.dumps({"notes": notes, "dtypes": foreign}))
     with replaced(path) as file:
-        np.savez(file, allow_pickle=False, **stored)
+        savez(file, stored)
         file.write(_digest(file, file.seek(0, os.SEEK_END)))
+
+
+def savez(file: IO[bytes], arrays: Mapping[str, Any]) -> None:
+    """Write ``arrays`` in numpy's format, without pickle.
+
+    Raises
+    ------
+    ValueError
+        If an array holds Python objects.
+    """
+    # numpy before 2.2 saves its argument `allow_pickle` as one more array.
+    stored = {name: np.asarray(x) for name, x in arrays.items()}
+    for name, x in stored.items():
+        if x.dtype.hasobject:
+            raise ValueError(
+                f"{name}: expected an array of numbers or strings, got Python objects."
+            )
+    np.savez(file, **stored)
 
 
 @contextmanager

@@ -23,7 +23,9 @@ FROM_WHEEL = (
 INSTALL = """import importlib.util
 
 if importlib.util.find_spec("bilevel") is None:
-    %pip install -q {packages}"""
+    %pip install -q {packages}
+elif importlib.util.find_spec("matplotlib") is None:
+    %pip install -q matplotlib"""
 
 
 def repository() -> str | None:

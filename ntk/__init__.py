@@ -21,4 +21,15 @@ The names and their places: ``__init__.pyi``. They are imported when they are fi
 
 import lazy_loader
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+_imported, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+
+
+def __getattr__(name):
+    if name != "__version__":
+        return _imported(name)
+    from importlib import metadata
+
+    try:
+        return metadata.version("bilevel")  # the distribution that has both packages
+    except metadata.PackageNotFoundError:  # on the path, but not installed
+        return "unknown"

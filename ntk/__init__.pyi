@@ -38,6 +38,8 @@ from .regression import (
 )
 from .spectrum import Eigenpair, eigenvalues, min_eigenvalue, smallest_eigenpair
 
+__version__: str
+
 __all__ = [
     "Activation",
     "Certificate",

@@ -217,6 +217,12 @@ def test_a_checkpoint_of_another_search_is_refused_and_what_differs_is_named(cha
 # ----------------------------------------------------------------------------- what is kept
 
 
+def test_python_objects_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="a: expected numbers or strings, got an array"):
+        store.write(tmp_path / "x.npz", {"a": np.array([{}])})
+    assert not (tmp_path / "x.npz").exists()
+
+
 def test_every_kind_of_array_comes_back_as_it_was(tmp_path):
     tree = {
         "half": jnp.arange(3, dtype=jnp.bfloat16),

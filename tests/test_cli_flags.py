@@ -331,7 +331,7 @@ def test_the_parsers_refusal_is_one_sentence_in_any_terminal(encoding, monkeypat
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding))
     with pytest.raises(ValueError, match=r"^Error parsing --seeds: .* '2.5'; see --help\.$"):
         parse(["search", "--seeds", "2.5"])
-    with pytest.raises(ValueError, match=r"^Unrecognized options: word; see --help\.$"):
+    with pytest.raises(ValueError, match=r"^Unrecognized (options|arguments): word; see --help\.$"):
         parse(["search", "word"])
 
 

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from importlib import metadata
 
 import bilevel
 import ntk
@@ -40,6 +41,17 @@ def loaded(program: str) -> set[str]:
 
 def test_the_packages_import_nothing_before_it_is_used():
     assert loaded("import bilevel, ntk").isdisjoint({"jax", "numpy", "scipy", "flax"})
+
+
+def test_versions_are_those_of_the_distribution_and_import_nothing():
+    assert bilevel.__version__ == ntk.__version__ == metadata.version("bilevel")
+    program = "import bilevel, ntk; bilevel.__version__, ntk.__version__"
+    assert loaded(program).isdisjoint({"jax", "numpy"})
+
+
+def test_a_name_that_does_not_exist_raises_attribute_error():
+    for package in (bilevel, ntk):
+        assert not hasattr(package, "__nothing__") and not hasattr(package, "nothing")
 
 
 def test_the_core_imports_no_more_than_jax_and_optax_do():

@@ -1,10 +1,14 @@
 """The notebooks' first cells are those that notebooks/first_cells.py writes."""
 
+import importlib.util
+import os
 import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
+import nbclient
 import nbformat
 import pytest
 
@@ -50,3 +54,89 @@ def test_every_address_of_the_repository_is_the_one_that_is_set():
                 found[address.partition("/")[2]] = path.name
     repository = first_cells.repository() or ""
     assert set(found) <= {repository.removeprefix("https://github.com/")}, found
+
+
+@pytest.mark.parametrize("missing", [(), ("bilevel",), ("matplotlib",), ("bilevel", "matplotlib")])
+@pytest.mark.parametrize("address", [None, NAMED])
+def test_the_first_code_cell_installs_what_is_missing(missing, address, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name in missing else find(name)
+    )
+    _, cell = first_cells.first_cells("# A title", "x.ipynb", address)
+    installed = []
+    exec(re.sub("%pip install -q (.*)", r"installed.append('\1')", cell), {"installed": installed})
+    bilevel = "matplotlib bilevel-*.whl" if address is None else f'"bilevel[plots] @ git+{NAMED}"'
+    if "bilevel" in missing:
+        assert installed == [bilevel]
+    else:
+        assert installed == ["matplotlib"] * ("matplotlib" in missing)
+
+
+def test_executed_notebooks_have_one_output_for_each_stream(tmp_path):
+    """With the program by which `make notebooks` executes them."""
+    makefile = (ROOT / "Makefile").read_text()
+    program = re.search(r"define EXECUTE_NOTEBOOKS\n(.*?)\nendef", makefile, re.DOTALL)[1]
+    source = """
+import sys
+for i in range(3):
+    print(i, flush=True)
+    print("e", file=sys.stderr, flush=True)
+"""
+    path = tmp_path / "x.ipynb"
+    nbformat.write(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source)]), path)
+    environment = os.environ | {"BILEVEL_FAST": "0"}
+    subprocess.run([sys.executable, "-c", program, path], env=environment, check=True)
+    (cell,) = nbformat.read(path, as_version=4).cells
+    texts = {output.name: output.text for output in cell.outputs}
+    assert texts == {"stdout": "0\n1\n2\n", "stderr": "e\ne\ne\n"} and len(cell.outputs) == 2
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebooks_have_one_output_for_each_stream(path):
+    for cell in nbformat.read(path, as_version=4).cells:
+        streams = [x.name for x in cell.get("outputs", []) if x.output_type == "stream"]
+        assert len(streams) == len(set(streams))
+
+
+PROGRESS = """
+import sys
+sys.modules["ipywidgets"] = None  # not installed
+import optax
+from IPython.display import DisplayHandle
+import bilevel
+
+texts, update = [], DisplayHandle.update
+
+def recorded(handle, data, **options):
+    texts.append(data["text/plain"])
+    update(handle, data, **options)
+
+DisplayHandle.update = recorded
+
+def search(**options):
+    problem = bilevel.Problem(lambda w, a, b: (w - a) ** 2, lambda w, a, b: (w - b) ** 2)
+    arguments = problem, bilevel.implicit(), optax.sgd(0.1), 0.0, 0.0, 0.0, 1.0
+    bilevel.search(*arguments, steps=3, chunk=1, **options)
+"""
+
+
+def test_progress_in_a_notebook_is_one_text_that_updates():
+    """Without ipywidgets, which rich would ask for in a warning above an empty box."""
+    cells = [
+        PROGRESS,
+        "search()",
+        "bilevel._progress._NOTEBOOK_SECONDS = 0.0\nsearch(progress=True)",
+        "search(progress=False)",
+        "print(*(text.split('/3')[0][-1] for text in texts[-4:]))",
+    ]
+    cells = [nbformat.v4.new_code_cell(cell) for cell in cells]
+    notebook = nbformat.v4.new_notebook(cells=cells)
+    nbclient.NotebookClient(notebook, kernel_name="python3").execute()
+    outputs = [cell.outputs for cell in notebook.cells]
+    assert outputs[0] == outputs[3] == []
+    for (output,) in outputs[1:3]:
+        assert output.output_type == "display_data" and set(output.data) == {"text/plain"}
+        text = output.data["text/plain"]
+        assert re.fullmatch(r"search ━+ 3/3 outer 0.4096  lower 0 0:00:00", text), text
+    assert outputs[4][0].text == "1 2 3 3\n"  # the last is drawn when the search has ended

@@ -34,7 +34,8 @@ class Recording(TypedDict, total=False):
     another problem, key, budget, options or configurations is refused."""
 
     progress: bool | None
-    """A progress bar on standard error; by default only where that is a terminal."""
+    """A progress bar on standard error; by default only if that is a terminal, or in a
+    notebook."""
 
 
 class _Row(NamedTuple):

@@ -49,7 +49,7 @@ def write(folder: pathlib.Path, result: dict[str, Any], arrays: dict[str, Any]) 
         with store.replaced(folder / "result.json") as file:
             file.write(as_json(result).encode() + b"\n")
         with store.replaced(folder / "arrays.npz") as file:
-            np.savez(file, allow_pickle=False, **arrays)
+            store.savez(file, arrays)
 
 
 def as_json(result: Any) -> str:

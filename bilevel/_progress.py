@@ -169,8 +169,13 @@ def _console(progress: bool | None) -> Any:
     display = _notebook_display()
     if display is not None:
         # rich's own live display needs ipywidgets here: without it, a warning and an empty box.
-        plain = {"force_jupyter": False, "force_terminal": False, "color_system": None}
-        console = Console(file=io.StringIO(), width=_NOTEBOOK_COLUMNS, **plain)
+        console = Console(
+            file=io.StringIO(),
+            width=_NOTEBOOK_COLUMNS,
+            force_jupyter=False,
+            force_terminal=False,
+            color_system=None,
+        )
         return console if progress is not False else None
     console = Console(stderr=True)
     return console if (console.is_terminal if progress is None else progress) else None
@@ -179,7 +184,7 @@ def _console(progress: bool | None) -> Any:
 def _notebook_display() -> Callable[..., Any] | None:
     """Return IPython's ``display`` in the kernel of a notebook, else None."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
-    if not hasattr(shell, "kernel"):  # IPython in a terminal has none
+    if not hasattr(shell, "kernel"):  # as in IPython in a terminal
         return None
     from IPython.display import display
 
@@ -199,7 +204,7 @@ def _shown(
         with bar:
             yield lambda **values: bar.update(task, **values)
         return
-    # One output of the cell, whose text is replaced.
+    # One output of the cell; every update replaces its text.
     handle, shown_at = display({"text/plain": _text(bar)}, raw=True, display_id=True), 0.0
 
     def update(**values):

@@ -69,12 +69,10 @@ def savez(file: IO[bytes], arrays: Mapping[str, Any]) -> None:
         If an array holds Python objects.
     """
     # numpy before 2.2 saves its argument `allow_pickle` as one more array.
-    stored = {name: np.asarray(x) for name, x in arrays.items()}
+    stored: dict[str, Any] = {name: np.asarray(x) for name, x in arrays.items()}
     for name, x in stored.items():
         if x.dtype.hasobject:
-            raise ValueError(
-                f"{name}: expected an array of numbers or strings, got Python objects."
-            )
+            raise ValueError(f"{name}: expected numbers or strings, got an array of objects.")
     np.savez(file, **stored)
 
 

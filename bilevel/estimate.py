@@ -23,7 +23,7 @@ from jax.flatten_util import ravel_pytree
 from bilevel._custom_rules import FORWARD_OVER_REVERSE, exact_order
 from bilevel._order import after
 from bilevel.curvature import PRODUCTS, curvature, is_small, is_symmetric, spectrum
-from bilevel.forward import newton
+from bilevel.forward import local_newton
 from bilevel.meshes import do_while, repeat, vary, varying
 from bilevel.precision import widen, widened
 from bilevel.problem import (
@@ -230,7 +230,7 @@ def _refine(problem, fixed, products, w, alpha, train, valid, grad, adjoint) -> 
     def refined(system=None):
         near = w
         if not quadratic:
-            solver = newton(_NEWTON_STEPS, cg_steps=products)
+            solver = local_newton(_NEWTON_STEPS, products)
             near = solver.run(fixed.lower, alpha, w, (), train)[0]
         if system is None or not quadratic:
             _, hvp = hessian_operator(fixed.lower, near, alpha, train)

@@ -49,6 +49,7 @@ class ConjugateGradients(NamedTuple):
     iterations: jax.Array  # [], int
     positive: jax.Array  # [], bool: no direction without positive curvature ended it
     curvature: jax.Array  # [], the largest curvature met
+    downhill: Pytree  # the step along a last direction of negative curvature, were it positive
 
 
 class Outcome(NamedTuple):
@@ -122,7 +123,7 @@ def conjugate_gradients(
         return (k < steps) & (rr > floor) & going
 
     def step(carry):
-        best, x, r, p, steepest, trusted, seen, rr, k, _ = carry
+        best, x, r, p, _, steepest, trusted, seen, rr, k, _ = carry
         again = seen > 0
         factor = jnp.where(again, OTHERWISE, 1).astype(rr.dtype)
         hp = optax.tree.scale(1 / factor, hvp(optax.tree.scale(factor, p)))
@@ -145,15 +146,20 @@ def conjugate_gradients(
         seen = jnp.where(look, bend, 0)
         least = rr_next < best[1]
         best = optax.tree.where(least, (x, rr_next), best)
-        return best, x, r, p, steepest, trusted, seen, rr_next, k + 1, moves | look
+        return best, x, r, p, bend, steepest, trusted, seen, rr_next, k + 1, moves | look
 
     zero = jnp.zeros_like(rr)
-    start = ((x, rr), x, r, r, zero, zero + jnp.inf, zero, rr, jnp.zeros((), int), jnp.array(True))
-    best, x, _, _, steepest, _, _, rr_last, k, going = while_loop(unfinished, step, start)
+    count, going = jnp.zeros((), int), jnp.array(True)
+    start = (x, rr), x, r, r, zero, zero, zero + jnp.inf, zero, rr, count, going
+    best, x, _, p, bend, steepest, *_, rr_last, k, going = while_loop(unfinished, step, start)
     grown = ~going & (rr_last > rr) & jnp.isfinite(rr_last)
     x, rr = optax.tree.where(grown, best, (x, rr_last))
+    negative = ~going & (bend < -10 * eps * steepest)
+    length = rr_last / jnp.where(negative, -bend * optax.tree.vdot(p, p), 1)
+    downhill = optax.tree.scale(jnp.where(negative, length * unit, 0), p)
     x = nan_unless_finite(x, rr)
-    return ConjugateGradients(x, jnp.sqrt(rr) * unit, k, going | (rr <= floor), steepest)
+    positive = going | (rr <= floor)
+    return ConjugateGradients(x, jnp.sqrt(rr) * unit, k, positive, steepest, downhill)
 
 
 def largest(tree: Pytree) -> jax.Array:

@@ -1,0 +1,263 @@
+"""Forward solvers away from convexity: they reach stationary points of any smooth bounded loss."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import tolerance
+
+import bilevel
+
+DTYPES = [np.float32] + [np.float64] * jax.config.jax_enable_x64
+
+
+def stationarity(lower, w, alpha, start):
+    """The gradient's norm relative to the stated scale, ``|g| + |H w|`` at the start."""
+
+    def slope(w):
+        return jax.grad(lower)(w, alpha, None)
+
+    _, bent = jax.jvp(slope, (start,), (start,))
+    return optax.tree.norm(slope(w)) / (optax.tree.norm(slope(start)) + optax.tree.norm(bent))
+
+
+def solve(lower, solver=None):
+    """``(w, stationarity, decrease of the loss)`` from a start, compiled."""
+    solver = bilevel.newton() if solver is None else solver
+
+    def run(start, alpha=None):
+        w = solver.run(lower, alpha, start, (), None)[0]
+        lowered = lower(start, alpha, None) - lower(w, alpha, None)
+        return w, stationarity(lower, w, alpha, start), lowered
+
+    return run
+
+
+def small_enough(left, dtype):
+    # The stated tolerance, 1e-9. In float32 the gradient's own rounding is the limit.
+    return left < (2e-9 if dtype == np.float64 else 1e-4)
+
+
+# -------------------------------------------------------------------------------- the issue's
+
+
+def wells(w, alpha, batch):
+    return jnp.sum((w**2 - jnp.exp(alpha)) ** 2) / 4
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
+def test_a_start_of_negative_curvature_has_its_well_and_its_hypergradient(dtype, compiled):
+    problem = bilevel.Problem(wells, lambda w, alpha, batch: jnp.sum((w - 2) ** 2))
+    fn = bilevel.hypergradient(problem, bilevel.implicit(), diagnostics=compiled)
+    found = (jax.jit(fn) if compiled else fn)(dtype(0), jnp.array(0.5, dtype), None, None)
+    # w = exp(alpha / 2), so d (w - 2)^2 / d alpha = (w - 2) w.
+    np.testing.assert_allclose(found.w, 1, rtol=1e-6)
+    np.testing.assert_allclose(found.grad, -1, rtol=1e-6)
+    assert not compiled or found.info.converged
+
+
+def test_a_point_of_gradient_0_is_stationary_and_stays():
+    w = bilevel.newton().run(wells, 0.0, jnp.zeros(2), (), None)[0]
+    np.testing.assert_array_equal(w, 0)
+
+
+# ---------------------------------------------------------------------------- classic functions
+
+
+def _eggholder(x, y):
+    def root(a):
+        return jnp.sin(jnp.sqrt(jnp.sqrt(a**2 + 1e-6)))
+
+    return -(y + 47) * root(y + x / 2 + 47) - x * root(x - y - 47)
+
+
+def _simionescu(x, y):
+    """A product on a disk with waves, whose constraint is a smooth penalty."""
+    radius = 1 + 0.2 * jnp.cos(8 * jnp.arctan2(x, y))
+    return 0.1 * x * y + jax.nn.softplus(20 * (x**2 + y**2 - radius**2)) / 20
+
+
+def _mishra(x, y):
+    bowls = jnp.sin(y) * jnp.exp((1 - jnp.cos(x)) ** 2) + jnp.cos(x) * jnp.exp(
+        (1 - jnp.sin(y)) ** 2
+    )
+    return bowls + (x - y) ** 2
+
+
+FUNCTIONS = {
+    "rosenbrock": (lambda x, y: (1 - x) ** 2 + 100 * (y - x**2) ** 2, 2),
+    "himmelblau": (lambda x, y: (x**2 + y - 11) ** 2 + (x + y**2 - 7) ** 2, 4),
+    # Left of its minimum at (3, 0.5) its valley leads to infinity.
+    "beale": (
+        lambda x, y: sum(
+            (c - (x + 3) * (1 - (y + 0.5) ** k)) ** 2 for k, c in ((1, 1.5), (2, 2.25), (3, 2.625))
+        ),
+        0.5,
+    ),
+    "matyas": (lambda x, y: 0.26 * (x**2 + y**2) - 0.48 * x * y, 10),
+    "bowl": (lambda x, y: jnp.tanh(x**2) + y**2, 1.5),
+    "eggholder": (_eggholder, 400),
+    "simionescu": (_simionescu, 1),
+    "mishra": (_mishra, 3),
+    "camel": (lambda x, y: (4 - 2.1 * x**2 + x**4 / 3) * x**2 + x * y + 4 * (y**4 - y**2), 2),
+    "log cosh": (lambda x, y: jnp.logaddexp(x, -x) + jnp.logaddexp(y - 3, 3 - y), 300),
+    "root": (lambda x, y: jnp.sqrt(1 + x**2) + jnp.sqrt(1 + (y - 1) ** 2), 1e4),
+    "welsch": (
+        lambda x, y: 2 - jnp.exp(-(x**2) / 2) - jnp.exp(-((y - 1) ** 2) / 2) + 0.01 * (x**2 + y**2),
+        8,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_newton_reaches_a_stationary_point_of_the_classic_functions(name):
+    dtype = DTYPES[-1]
+    function, size = FUNCTIONS[name]
+    starts = size * np.random.default_rng(0).uniform(-1, 1, size=(20, 2))
+    run = jax.jit(jax.vmap(solve(lambda w, alpha, batch: function(w[0], w[1]))))
+    _, left, lowered = run(jnp.asarray(starts, dtype))
+    assert small_enough(left, dtype).all()
+    assert (lowered >= 0).all()
+
+
+# ------------------------------------------------------------------------------------ networks
+
+
+def network(sizes, decay):
+    def lower(w, alpha, batch):
+        x = jnp.asarray(ROWS[:, : sizes[0]], jnp.result_type(w[0][0]))
+        h = x
+        for k, (matrix, shift) in enumerate(w):
+            h = h @ matrix + shift
+            h = jnp.tanh(h) if k < len(w) - 1 else h
+        return jnp.mean((h[:, 0] - jnp.sin(x.sum(1))) ** 2) + decay * optax.tree.norm(
+            w, squared=True
+        )
+
+    def start(seed):
+        rng = np.random.default_rng(seed)
+        shapes = itertools.pairwise(sizes)
+        return [(rng.normal(size=s) / s[0] ** 0.5, 0.1 * rng.normal(size=s[1])) for s in shapes]
+
+    return lower, start
+
+
+ROWS = np.random.default_rng(0).normal(size=(30, 4))
+SIZES = (3, 4, 1), (2, 8, 1), (4, 16, 1), (3, 6, 6, 1)
+
+
+CASES = [(sizes, DTYPES[-1]) for sizes in SIZES] + [(SIZES[-1], np.float32)]
+IDS = ["-".join([*map(str, sizes), dtype.__name__]) for sizes, dtype in CASES]
+
+
+@pytest.mark.parametrize(("sizes", "dtype"), CASES, ids=IDS)
+def test_newton_trains_networks_to_a_stationary_point(sizes, dtype):
+    lower, start = network(sizes, 0.01)
+    starts = [jax.tree.map(lambda x: jnp.asarray(x, dtype), start(seed)) for seed in range(20)]
+    starts = jax.tree.map(lambda *x: jnp.stack(x), *starts)
+    _, left, lowered = jax.jit(jax.vmap(solve(lower)))(starts)
+    assert small_enough(left, dtype).all()
+    assert (lowered > 0.1).all()
+
+
+def test_a_network_has_the_hypergradient_of_its_weight_decay():
+    """Truth: central differences of the outer loss, whose lower solution is followed."""
+    sizes = (3, 4, 1)
+    lower, start = network(sizes, 0.0)
+
+    def decayed(w, alpha, batch):
+        return lower(w, alpha, batch) + jnp.exp(alpha) * optax.tree.norm(w, squared=True)
+
+    problem = bilevel.Problem(decayed, lower)
+    fn = jax.jit(bilevel.hypergradient(problem, bilevel.implicit()))
+    for seed in range(4):
+        w0 = jax.tree.map(jnp.asarray, start(seed))
+        found = fn(-4.0, w0, None, None)
+        assert found.info.converged and found.grad != 0
+        h = tolerance(1e-4, 1e-2)
+        above, below = (fn(-4.0 + t, found.w, None, None).value for t in (h, -h))
+        np.testing.assert_allclose(
+            found.grad, (above - below) / (2 * h), rtol=tolerance(1e-5, 0.05)
+        )
+
+
+# -------------------------------------------------------------------------------- soft spheres
+
+
+def packing(side, box):
+    """Soft spheres of two diameters, 1 and alpha, in a periodic box."""
+    count = side**2
+    i, j = np.triu_indices(count, 1)
+    large = np.random.default_rng(side).permutation(count) < count // 2
+
+    def lower(w, alpha, batch):
+        diameters = jnp.where(large, 1, alpha).astype(w.dtype)
+        apart = w[i] - w[j]
+        apart = apart - box * jnp.round(jax.lax.stop_gradient(apart) / box)
+        reach = (diameters[i] + diameters[j]) / 2
+        overlap = 1 - jnp.sqrt(jnp.sum(apart**2, 1)) / reach
+        return 0.5 * jnp.sum(jnp.maximum(overlap, 0) ** 2)
+
+    lattice = np.stack(np.meshgrid(np.arange(side), np.arange(side)), -1).reshape(-1, 2)
+    return lower, lattice * box / side
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_newton_packs_soft_spheres_from_a_lattice(dtype):
+    lower, lattice = packing(4, box=3.2)
+    diameters = jnp.linspace(0.6, 0.9, 8).astype(dtype)
+    run = jax.jit(jax.vmap(solve(lower), (None, 0)))
+    _, left, lowered = run(jnp.asarray(lattice, dtype), diameters)
+    assert small_enough(left, dtype).all()
+    assert (lowered > 0).all()
+
+
+# --------------------------------------------------------------------------------------- units
+
+
+def of_size(curve, solver):
+    target = np.array([1.0, -2.0, 0.5])
+
+    @jax.jit
+    def run(size, unit, start):
+        def lower(w, alpha, batch):
+            return size * jnp.sum(curve(w / unit - target.astype(unit.dtype)))
+
+        first = start * unit * jnp.ones_like(unit, shape=3)
+        return solver.run(lower, None, first, (), None)[0] / unit
+
+    return run, target
+
+
+SOLVERS = {"newton": bilevel.newton(), "lbfgs": bilevel.lbfgs()}
+CURVES = {"cosh": jnp.cosh, "square": lambda v: v**2 * np.array([1.0, 3.0, 10.0], v.dtype)}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("curve", CURVES)
+@pytest.mark.parametrize("name", SOLVERS)
+def test_forward_solvers_do_not_see_the_units_of_loss_and_weights(name, curve, dtype):
+    run, target = of_size(CURVES[curve], SOLVERS[name])
+    narrow = dtype == np.float32
+    sizes = (0, -30, 30, *(-60, 60, -150, 200) * (not narrow))
+    units = (0, -6, 6, 10, 30, -30, *(-60, 100) * (not narrow))
+    for size in sizes:
+        for unit in units:
+            if abs(size - unit) > 37 and narrow:
+                continue  # a slope of 10^(size - unit) is out of range
+            for start in 0.0, 0.3:
+                found = run(*(jnp.asarray(v, dtype) for v in (10.0**size, 10.0**unit, start)))
+                np.testing.assert_allclose(found, target, rtol=1e-4 if narrow else 1e-7)
+
+
+def test_a_large_constant_in_a_loss_does_not_overflow():
+    def lower(w, alpha, batch):
+        return np.float32(1e10) + np.float32(1e-30) * jnp.sum(jnp.cosh(w - 1))
+
+    for solver in SOLVERS.values():
+        found = solver.run(lower, None, jnp.zeros(2, jnp.float32), (), None)[0]
+        np.testing.assert_allclose(found, 1, rtol=1e-5)

@@ -118,7 +118,7 @@ def _newton(steps: int, tol: float | None, cg_steps: int, leaves: bool = True) -
             aim = jnp.maximum(0.5 * target, forcing * size)
             threshold = jnp.where(size > target, aim, min(1e-4, relative) * size)
             if not bound:
-                threshold = jnp.where(caution == _STEEPEST, jnp.inf, threshold)
+                threshold = jnp.where(caution == _STEEPEST, 2 * size, threshold)
             solved = conjugate_gradients(hvp, slope, None, steps=cg_steps, threshold=threshold)
             convex, direction = jnp.array(True), solved.x
             if not bound:

@@ -136,13 +136,13 @@ def _newton(steps: int, tol: float | None, cg_steps: int, leaves: bool = True) -
                 | (value - after > _slack(value))
                 | (moved_after < 0.5 * moved)
             )
-            further = _STUCK
+            cautious = jnp.array(_STUCK)
             if not bound:
                 progress &= lowered
-                further = jnp.where(size > target, caution + 1, _STUCK)
+                cautious = jnp.where(size > target, caution + 1, _STUCK)
             found = w_after, after, slope_after, size_after, moved_after
             kept = optax.tree.where(progress, found, carry[:5])
-            return *kept, k + 1, jnp.where(progress, 0, further)
+            return *kept, k + 1, jnp.where(progress, 0, cautious)
 
         size = optax.tree.norm(slope)
         infinite = jnp.full_like(size, jnp.inf)

@@ -391,16 +391,15 @@ class _Setup(NamedTuple):
         _, step = noted_descent(*self[:3], self.diagnostics, note)
         draw = None if isinstance(self.batches, Stream) else self.batches
         inside = self.solver.batches is not None
-        if self.batches is None and not inside:
-            return step(state, (train, valid))
-        below, above = jax.random.split(jax.random.fold_in(key, state.step))
+        if draw is not None or inside:
+            below, above = jax.random.split(jax.random.fold_in(key, state.step))
         if isinstance(draw, Joint):
             train, valid = draw(above if inside else below, train, valid)
         elif draw is not None:
             train, valid = train if inside else draw(below, train), draw(above, valid)
         state, metrics = step(state, (Keyed(below, train) if inside else train, valid))
-        # The values of two batches do not differ by what alpha did.
-        metrics.pop("predicted", None)
+        if self.batches is not None:  # values of two batches do not differ by what alpha did
+            metrics.pop("predicted", None)
         return state, metrics
 
     def advance(self, carry: _Carry, data, count) -> _Carry:
@@ -531,8 +530,8 @@ def _at_minimum(setup: _Setup, result: SearchResult, data: Pytree) -> bool:
     optimizer = gradient_transformation("optimizer", setup.optimizer)
     if isinstance(setup.solver, SingleLoop) or not any(leaves_moved(optimizer, result.state)):
         return True
-    if setup.batches is not None:
-        return False
+    if setup.batches is not None or result.report.zero.last == result.report.steps:
+        return False  # one that was 0 from the start is reported in any case
 
     def slope(w, alpha, valid):
         stateful = getattr(setup.problem, "stateful", False)

@@ -15,7 +15,6 @@ from bilevel.protocols import DescentState, Inner, Pytree, params_of
 from bilevel.solvers import AdjointReport, report_of
 
 _MANY = 5  # steps at the end that count as many; all of a shorter search
-_STATIONARY = 1e-3  # relative size of a lower gradient that counts as stationary
 _COMPARED = 10  # steps from which on predicted and actual changes are compared
 _PREDICTED = 0.1  # share of a decrease below which it counts as not predicted
 _SEEN = 1e-3  # change of the outer loss, relative to its size, below which nothing is compared
@@ -97,13 +96,14 @@ class SearchReport(NamedTuple):
         if _often(found.failed, steps) or _often(found.indefinite, steps):
             lines.append(_failed(found, steps))
         # The first runs of a solver that starts from the last weights may stop short.
-        if _often(found.moving, max(steps, _MANY)):
+        if steps >= _MANY and _often(found.moving, steps):
             lines.append(_NOT_STATIONARY.format(int(found.moving.total), steps))
         if found.spent > 0.5:
             lines.append(_SPENT.format(float(found.spent)))
         elif _often(found.zero, steps) and not lines:
             lines.append(_ZERO.format(int(found.zero.last), steps))
-        return (*lines, *_mispredicted(found))
+        # These causes also explain a change that was not predicted.
+        return tuple(lines or _mispredicted(found))
 
 
 _REMEDY = (
@@ -207,12 +207,10 @@ def watched(
     adjoint = report_of(state.solver)
     counts: dict[str, Any] = {"zero": metrics["grad_norm"] == 0}
     if isinstance(adjoint, AdjointReport):
-        dtype = adjoint.stationarity.dtype
-        allowed = max(_STATIONARY, 10 * float(jnp.finfo(dtype).eps))
         counts |= {
             "failed": adjoint.failed > 0,
             "indefinite": adjoint.indefinite > 0,
-            "moving": adjoint.stationarity > allowed,
+            "moving": adjoint.moving > 0,
         }
     counts = {name: _counted(getattr(report, name), seen) for name, seen in counts.items()}
     report = report._replace(steps=report.steps + 1, **counts)

@@ -12,10 +12,12 @@ from jax.custom_derivatives import SymbolicZero
 from bilevel.checks import inverse_map, lower_solver, nan_unless_finite
 from bilevel.forward import newton
 from bilevel.inverse import Outcome, cg, solve_and_report
-from bilevel.precision import narrow, widen
+from bilevel.precision import narrow, rounding, widen
 from bilevel.protocols import Inverse, Loss, LowerSolver, Point, Pytree
 from bilevel.solvers._detached import detached
 from ntk._rules import custom_jvp
+
+_STATIONARY = 1e-3  # relative size of a lower gradient that counts as stationary
 
 
 class AdjointReport(NamedTuple):
@@ -28,12 +30,14 @@ class AdjointReport(NamedTuple):
     indefinite : 1 if a direction without positive curvature ended the solve, else 0.
     stationarity : the lower gradient's norm at ``w``, relative to ``|w|`` times the largest
         curvature that the solve has met; 0 if the inverse has met none.
+    moving : 1 if that is more than 0.1 %, or ten units of roundoff of the weights, else 0.
     """
 
     residual: jax.Array
     failed: jax.Array
     indefinite: jax.Array
     stationarity: jax.Array
+    moving: jax.Array
 
 
 class ImplicitState(NamedTuple):
@@ -119,7 +123,7 @@ def implicit(forward: LowerSolver | None = None, inverse: Inverse | None = None)
 def no_report(w: Pytree) -> AdjointReport:
     """The report before the first solve."""
     dtype = jnp.result_type(*(x.dtype for x in jax.tree.leaves(widen(w))))
-    return AdjointReport(*jnp.zeros((4,), dtype))
+    return AdjointReport(*jnp.zeros((5,), dtype))
 
 
 def _stationary(
@@ -137,7 +141,7 @@ def _stationary(
     rule, and a first derivative costs a single linear solve.
 
     The solve of a reverse pass can return nothing but cotangents. So its report comes out as the
-    cotangent of ``report``, whose values nothing reads: four more unknowns in the linear system,
+    cotangent of ``report``, whose values nothing reads: five more unknowns in the linear system,
     if a derivative in ``report`` is asked for.
     """
     slope, hoisted = jax.closure_convert(jax.grad(lower), w, alpha, batch)
@@ -183,7 +187,7 @@ def _stationary(
             def run(product, b):
                 size = optax.tree.norm(widen(residual))
                 x, outcome = solve(lambda v: product((v, b[1]))[0], b[0], start, point)
-                return x, _report(outcome, size, widen(w)) if reports else ()
+                return x, _report(outcome, size, w) if reports else ()
 
             return run
 
@@ -201,11 +205,12 @@ def _stationary(
 
 
 def _report(outcome: Outcome, slope: jax.Array, w: Pytree) -> AdjointReport:
-    scale = outcome.curvature * optax.tree.norm(w)
+    scale = outcome.curvature * optax.tree.norm(widen(w))
     known = scale > 0
     stationarity = jnp.where(known, slope / jnp.where(known, scale, 1), 0)
-    found = outcome.residual, outcome.failed, outcome.indefinite, stationarity
-    return AdjointReport(*(jnp.asarray(x, slope.dtype) for x in found))
+    moving = stationarity > max(_STATIONARY, 10 * rounding(w))
+    numbers = outcome.residual, outcome.failed, outcome.indefinite, stationarity, moving
+    return AdjointReport(*(jnp.asarray(x, slope.dtype) for x in numbers))
 
 
 def _without_closure(

@@ -159,7 +159,7 @@ def test_a_space_of_ones_own_goes_through_the_command_line(tmp_path, capsys, mon
     [
         ("own_space", "space: expected MODULE:FUNCTION, as in my_module:my_space, got 'own_space'"),
         ("own_space:nothing", "space: expected MODULE:FUNCTION, got 'own_space:nothing' (module"),
-        ("no_such_module:f", "space: expected MODULE:FUNCTION, got 'no_such_module:f' (No module"),
+        ("no_such_module:f", "space: expected MODULE:FUNCTION, got 'no_such_module:f' (no module"),
         ("own_space:WIDTH", "space: expected own_space:WIDTH to be a function, got 32."),
         ("json:dump", "space: expected json:dump to be a function of 1 argument, got json:dump("),
         (

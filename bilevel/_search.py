@@ -268,10 +268,10 @@ def search(
             raise ValueError(_TRACED)
         if hidden:
             return _compiled(setup, carry, data, steps)
-        told = carry.watch.report.messages()
+        given_before = carry.watch.report.messages()
         carry = _resumed(setup, saver, beside(carry, begin), steps)
         found = _drive(setup, carry, feed, steps, saver, progress, callback, every, chunk)
-        _warn(setup, found, data, told)
+        _warn(setup, found, data, given_before)
         return dataclasses.replace(found, info=setup.info(found.state, data))
 
 
@@ -305,7 +305,7 @@ class _Carry(NamedTuple):
     history: dict[str, Any]  # [rows, ...] each, filled up to state.step
     last: dict[str, jax.Array]  # the last step's: losses for the progress bar, a part of its row
     trouble: jax.Array  # [], int: 0, or 1 + the index of what was wrong: see _first_trouble
-    watch: Watch  # what the steps up to state.step showed
+    watch: Watch  # the observations of the steps up to state.step
 
 
 class _Setup(NamedTuple):
@@ -512,14 +512,14 @@ def _drive(
     return _result(setup, carry, stopped)
 
 
-def _warn(setup: _Setup, result: SearchResult, data: Pytree, told: Sequence[str]) -> None:
-    """Warn once of all that went wrong since the start, when the messages ``told`` were raised."""
+def _warn(setup: _Setup, result: SearchResult, data: Pytree, given: Sequence[str]) -> None:
+    """Warn once of all that went wrong, except for the messages ``given`` at the start."""
     if isinstance(setup.solver, SingleLoop):
         _single_loop.warn_if_lost(result.history)
     report = result.report
     if report.zero.last and _at_minimum(setup, result, data):
         report = report._replace(zero=jax.tree.map(jnp.zeros_like, report.zero))
-    _warned([m for m in report.messages() if m not in told])
+    _warned([m for m in report.messages() if m not in given])
 
 
 def _at_minimum(setup: _Setup, result: SearchResult, data: Pytree) -> bool:

@@ -26,13 +26,13 @@ def times(t: Any, dtype: Any) -> jax.Array:
 
 
 @jax.custom_jvp
-def _flow(K, r, t):
+def flow(K, r, t):
     """``phi_t(K) r`` for r [n, outputs], by the eigenvalues of K."""
     values, V, rounding = _eigh(K)
     return V @ (_phi(values, t, rounding)[:, None] * (V.T @ r))
 
 
-@_flow.defjvp
+@flow.defjvp
 def _(primals, tangents):
     # The derivative of eigh has poles at multiple eigenvalues; that of a function of K has none:
     # dphi(K) = V (phi[a, b] o V' dK V) V' with the divided differences of phi (Daleckii-Krein).
@@ -46,7 +46,7 @@ def _(primals, tangents):
     return V @ (phi * inside), V @ slope
 
 
-flows = jax.jit(jax.vmap(_flow, in_axes=(None, None, 0)))
+flows = jax.jit(jax.vmap(flow, in_axes=(None, None, 0)))
 
 
 def _eigh(K):

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ntk._checks import array, at_least_float32, concrete, finite, floats, number
+from ntk._checks import array, at_least_float32, concrete, finite, floats, nan_unless, number
 from ntk._placement import automatic
 from ntk._symmetric import symmetric
 from ntk.kernel_functions import matrix as kernel
@@ -87,13 +87,49 @@ def with_penalty(matrix: jax.Array, penalty: Any) -> jax.Array:
     return matrix + penalty * jnp.eye(len(matrix), dtype=matrix.dtype)
 
 
+def entry_error(dtype: Any) -> float:
+    """The error of a kernel's entry, over the root of both inputs' variances: 64 roundings."""
+    return 64 * float(jnp.finfo(dtype).eps)
+
+
 def cholesky(matrix: jax.Array, penalty: Any) -> jax.Array:
-    """The lower factor of ``K + penalty I``."""
+    """The lower factor of ``K + penalty I``; NaN where it is traced and singular to rounding."""
     shifted = with_penalty(matrix, penalty)
     factor = jax.lax.linalg.cholesky(shifted, symmetrize_input=False)
-    if concrete(factor) and np.isnan(factor[-1, -1]):
+    sizes, error = jnp.diagonal(jax.lax.stop_gradient(shifted)), entry_error(matrix.dtype)
+    good = error * _inverse_norm(jax.lax.stop_gradient(factor), jnp.sqrt(sizes)) < 1
+    if not concrete(good):
+        return nan_unless(good, factor)
+    if np.isnan(factor[-1, -1]):
         raise ValueError(
             "K: expected a positive definite matrix (a larger penalty makes it one), "
             f"got a smallest eigenvalue of {float(min_eigenvalue(shifted)):.3g}."
         )
+    if not good:
+        raise ValueError(
+            f"penalty: expected at least {2 * error * float(jnp.max(sizes)):.2g} for this kernel "
+            f"in {matrix.dtype}, got {float(penalty):.3g}: the kernel is singular to rounding, and "
+            "results would have no correct digits. Add a penalty, or compute kernels in float64 "
+            "(jax_enable_x64)."
+        )
     return factor
+
+
+@jax.jit
+def _inverse_norm(factor: jax.Array, size: jax.Array) -> jax.Array:
+    """An estimate from below of the norm of ``D (L L')^-1 D``, with ``D = diag(size)``.
+
+    An error of the entries of the size ``entry_error`` counts to first order only where the
+    product of both is below 1. Ten steps of the power method, of n^2 each.
+    """
+
+    def step(carry, _):
+        v, _ = carry
+        w = size * jax.scipy.linalg.cho_solve((factor, True), size * v)
+        length = jnp.linalg.norm(w)
+        return (w / jnp.where(length > 0, length, 1), length), None
+
+    n = len(size)
+    start = jax.random.normal(jax.random.key(0), (n,), size.dtype)
+    (_, found), _ = jax.lax.scan(step, (start / jnp.linalg.norm(start), size[0]), length=10)
+    return found

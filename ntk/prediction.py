@@ -26,8 +26,11 @@ References: Lee et al. (2018), "Deep neural networks as Gaussian processes"; Lee
 Eqs. (13)-(16); He, Lakshminarayanan & Teh (2020).
 """
 
+import dataclasses
 import functools
-from typing import Any, NamedTuple
+import math
+from collections.abc import Iterator
+from typing import Any
 
 import chex
 import jax
@@ -35,22 +38,53 @@ import jax.numpy as jnp
 import numpy as np
 
 from ntk._checks import concrete, floats, nan_unless, short
-from ntk._flow import flows, times
-from ntk._outputs import Data, as_kernel, as_matrix, cholesky, data, others, with_penalty
+from ntk._flow import flow, flows, times
+from ntk._outputs import (
+    Data,
+    as_kernel,
+    as_matrix,
+    cholesky,
+    data,
+    entry_error,
+    others,
+    with_penalty,
+)
 from ntk._symmetric import symmetric
 from ntk.kernel_functions import kernel_matrix, kernel_record
 
 _ROOM = 0.01  # for the rounding of entries of 16 bits, of the largest entry
 
 
-class Prediction(NamedTuple):
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Prediction:
     """A Gaussian distribution of m inputs' outputs, at one time or several.
 
-    The covariance is symmetric, and positive semidefinite up to rounding of the prior's.
+    ``mean, covariance = prediction`` unpacks it. The covariance is symmetric, and positive
+    semidefinite up to rounding of the prior's.
+
+    Attributes
+    ----------
+    mean : array [..., m] or [..., m, outputs]
+        Times first.
+    covariance : array [..., m, m] or [..., m, m, outputs, outputs]
+        One of every output, or that of all outputs.
+    mean_error : array like ``mean``
+        How far the mean may be off because kernels are rounded, to first order. It counts an error
+        of 64 eps for every entry, relative to the variances of its two inputs.
+    std_error : array like ``std()``
+        The same for the standard deviations. Both are infinite for an :func:`ensemble` if the NTK
+        is singular to rounding and ``t`` is so large that it matters. Enable float64 or add a
+        penalty then.
     """
 
-    mean: jax.Array  # [..., m] or [..., m, outputs]: times first
-    covariance: jax.Array  # [..., m, m], of every output, or [..., m, m, outputs, outputs]
+    mean: jax.Array
+    covariance: jax.Array
+    mean_error: jax.Array | float = dataclasses.field(default=math.nan, repr=False)
+    std_error: jax.Array | float = dataclasses.field(default=math.nan, repr=False)
+
+    def __iter__(self) -> Iterator[jax.Array]:
+        return iter((self.mean, self.covariance))
 
     def std(self) -> jax.Array:
         """Standard deviations [..., m], or like ``mean`` where the outputs' covariances differ.
@@ -59,8 +93,12 @@ class Prediction(NamedTuple):
         """
         full = self.covariance.ndim > self.mean.ndim + 1
         variance = jnp.einsum("...iiaa->...ia" if full else "...ii->...i", self.covariance)
-        # The root's own slope at 0 is infinite, and 0 times that NaN.
-        return jnp.where(variance > 0, jnp.sqrt(jnp.where(variance > 0, variance, 1)), 0)
+        return _root(variance)
+
+
+def _root(variance: jax.Array) -> jax.Array:
+    # The root's own slope at 0 is infinite, and 0 times that NaN.
+    return jnp.where(variance > 0, jnp.sqrt(jnp.where(variance > 0, variance, 1)), 0)
 
 
 def posterior(
@@ -109,7 +147,7 @@ def posterior(
     ValueError
         If the shapes do not fit, an argument is not finite, ``K`` or ``prior`` is not symmetric,
         ``cross`` is larger than a covariance can be, ``penalty`` is negative, or
-        ``K + penalty I`` is not positive definite.
+        ``K + penalty I`` is not positive definite, or singular to rounding.
 
     Notes
     -----
@@ -144,7 +182,15 @@ def posterior(
     whitened = jax.scipy.linalg.solve_triangular(factor, cross.T, lower=True)
     columns = jax.scipy.linalg.solve_triangular(factor, given.columns, lower=True)
     mean = (whitened.T @ columns).reshape(there)
-    return _prediction(mean, prior - whitened.T @ whitened, given)
+    back = jax.scipy.linalg.solve_triangular(
+        factor, jnp.hstack([whitened, columns]), lower=True, trans="T"
+    )
+    rows, weights = back[:, : len(cross)].T, back[:, len(cross) :]
+    size = jnp.sqrt(jnp.diagonal(given.matrix))
+    reach = jnp.sqrt(jnp.diagonal(prior)) + _lengths(rows * size)
+    mean_error = reach[:, None] * _lengths(weights.T * size)
+    covariance = prior - whitened.T @ whitened
+    return _prediction(mean, covariance, given, mean_error, reach**2)
 
 
 def ensemble(
@@ -241,12 +287,11 @@ def ensemble(
     prior = _prior(prior, there, given)
     cross_nngp = _bounded(cross_nngp, nngp, prior, "cross.nngp")
     t = times(t, given.matrix.dtype)
-    moved = flows(with_penalty(given.matrix, penalty), cross_ntk.T, t.ravel())
-    mean, covariance = jax.vmap(_trained, (0, None, None, None, None))(
-        jnp.swapaxes(moved, 1, 2), given.columns, nngp, cross_nngp, prior
-    )
-    covariance = covariance.reshape(*t.shape, *prior.shape)
-    return _prediction(mean.reshape(*t.shape, *there), covariance, given)
+    penalised = with_penalty(given.matrix, penalty)
+    times_first = t.shape
+    found = _trained(penalised, cross_ntk, given.columns, nngp, cross_nngp, prior, t.ravel())
+    mean, *rest = (x.reshape(*times_first, *x.shape[1:]) for x in found)
+    return _prediction(mean.reshape(*times_first, *there), rest[0], given, *rest[1:])
 
 
 def _is_function(name: str, K, cross, prior, x, at) -> bool:
@@ -263,14 +308,49 @@ def _is_function(name: str, K, cross, prior, x, at) -> bool:
     return callable(K)
 
 
-def _trained(A, columns, K, cross, prior):
+@jax.jit
+def _trained(T, cross_ntk, columns, K, cross, prior, t):
+    """Mean, covariance, and the errors of mean and variances, over ``entry_error``: times first."""
+    m, size, of_T = len(cross), jnp.sqrt(jnp.diagonal(K)), jnp.sqrt(jnp.diagonal(T))
+    moved = flows(T, jnp.hstack([cross_ntk.T, jax.lax.stop_gradient(columns)]), t)
+    A = jnp.swapaxes(moved[..., :m], 1, 2)
     once = A @ cross.T
-    return A @ columns, prior - once - once.T + A @ K @ A.T
+    covariance = prior - once - jnp.swapaxes(once, 1, 2) + A @ K @ jnp.swapaxes(A, 1, 2)
+    # An error of T changes A by (dcross - A dT) phi, and phi is applied to these.
+    to = jax.lax.stop_gradient((K @ jnp.swapaxes(A, 1, 2), cross.T, T))
+    through = jax.vmap(flow, (None, 0, 0))(to[2], to[0] - to[1], t)
+    reach = jnp.max(of_T) + _lengths(A * of_T)
+    mean_error = reach[..., None] * _lengths(jnp.swapaxes(moved[..., m:], 1, 2) * of_T)[:, None]
+    variance_error = (jnp.sqrt(jnp.diagonal(prior)) + _lengths(A * size)) ** 2
+    variance_error += 2 * reach * _lengths(jnp.swapaxes(through, 1, 2) * of_T)
+    # First order holds as long as no direction is lost in the entries' errors.
+    smallest = jnp.maximum(jnp.linalg.eigvalsh(to[2])[0], jnp.finfo(T.dtype).tiny)
+    lost = entry_error(T.dtype) * jnp.max(of_T) ** 2 * jnp.minimum(t, 1 / smallest)
+    beyond = 1 / jnp.maximum(1 - lost, 0)
+    mean_error, variance_error = (
+        beyond[:, None, None] * mean_error,
+        beyond[:, None] * variance_error,
+    )
+    return A @ columns, covariance, mean_error, variance_error
 
 
-def _prediction(mean, covariance, given: Data) -> Prediction:
+def _lengths(rows):
+    return jnp.linalg.norm(jax.lax.stop_gradient(rows), axis=-1)
+
+
+def _prediction(mean, covariance, given: Data, mean_error, variance_error) -> Prediction:
     covariance = covariance / 2 + jnp.swapaxes(covariance, -1, -2) / 2
-    return Prediction(mean, as_kernel(covariance, given.shape[1]) if given.full else covariance)
+    error, mean_error, variance_error = jax.lax.stop_gradient(
+        (entry_error(mean.dtype), mean_error, variance_error)
+    )
+    variance = jax.lax.stop_gradient(jnp.diagonal(covariance, axis1=-2, axis2=-1))
+    lower, upper = variance - error * variance_error, variance + error * variance_error
+    std = _root(variance)
+    std_error = jnp.maximum(_root(upper) - std, std - _root(lower))
+    if given.full:
+        covariance = as_kernel(covariance, given.shape[1])
+        std_error = std_error.reshape(mean.shape)
+    return Prediction(mean, covariance, error * mean_error.reshape(mean.shape), std_error)
 
 
 def _pair(name: str, kernels: Any) -> tuple[Any, Any]:

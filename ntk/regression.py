@@ -120,10 +120,12 @@ def kernel_regression(
     ------
     ValueError
         If the shapes do not fit, ``K`` is not finite and symmetric, ``y`` is not finite,
-        ``penalty`` is negative, or ``K + penalty I`` is not positive definite.
+        ``penalty`` is negative, or ``K + penalty I`` is not positive definite, or singular to
+        rounding: an error of 64 eps in its entries could make it singular.
 
     Notes
     -----
+    :func:`ntk.posterior` makes the same predictions and states how far rounding may move them.
     Time n^3 / 3, memory one matrix more; n outputs in the place of n where ``K`` has the outputs'.
 
     Examples

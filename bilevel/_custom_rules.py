@@ -17,14 +17,14 @@ fixes a value in derivatives of all orders.
 import contextlib
 import os
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 import ntk
-from ntk._equations import programs
+from ntk._equations import names, programs
 
 FORWARD_OVER_REVERSE = "forward over reverse"
 REVERSE_OVER_FORWARD = "reverse over forward"
@@ -72,6 +72,66 @@ def exact_order(program: ClosedJaxpr) -> str:
     if any(name != "custom_jvp_call" for name in kinds):
         return REVERSE_OVER_REVERSE
     return REVERSE_OVER_FORWARD if kinds else FORWARD_OVER_REVERSE
+
+
+def linearize(function: Callable, x: Any) -> tuple[Any, Callable]:
+    """Return ``jax.linearize(function, x)``, also if its rules have reverse derivatives only.
+
+    If the rule of a ``custom_vjp`` calls the function itself, JAX finds only its reverse
+    derivative. That derivative, transposed, takes the place of the forward one.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> exp = jax.custom_vjp(jnp.exp)
+    >>> exp.defvjp(lambda x: (exp(x), exp(x)), lambda y, ct: (ct * y,))
+    >>> linearize(jax.grad(exp), 0.0)[1](2.0)
+    Array(2., dtype=float...)
+    """
+    value, push = jax.linearize(function, x)
+    if not names(jax.make_jaxpr(push)(x)) & _NO_FORWARD_RULE:
+        return value, push
+    value, pull = jax.vjp(function, x)
+    return value, lambda dot: jax.linear_transpose(pull, value)((dot,))[0]
+
+
+# The operations by which JAX marks a missing forward derivative in a linear program.
+_NO_FORWARD_RULE = {"custom_lin", "call_hi_primitive_linearized"}
+NO_FORWARD_RULE = "forward-mode autodiff (jvp) to a custom_vjp"
+NO_REVERSE_RULE = "Reverse-mode differentiation does not work for lax.while_loop"
+
+
+@contextlib.contextmanager
+def second_derivatives(own_rules: Callable[[], bool]) -> Iterator[None]:
+    """Name the remedies if a second derivative does not exist.
+
+    Parameters
+    ----------
+    own_rules : function
+        Whether the lower loss has a derivative rule that is not known to be a true one.
+
+    Raises
+    ------
+    ValueError
+        If JAX cannot differentiate a loop that ends by a test, or a ``custom_vjp``.
+    """
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        if NO_FORWARD_RULE not in str(error) and NO_REVERSE_RULE not in str(error):
+            raise
+        if own_rules():
+            raise ValueError(
+                "lower: expected a loss with second derivatives, got one with a derivative rule "
+                "(custom_vjp) that cannot be differentiated again, such as diffrax's default "
+                "adjoint; use adjoint=diffrax.DirectAdjoint() there, or bilevel.f2sa(step_size), "
+                "which takes first derivatives only."
+            ) from error
+        raise ValueError(
+            "solver: expected steps that reverse mode can go back through, got a loop that ends by "
+            "a test (the line search of optax.lbfgs, or one of a loss); implicit(lbfgs()), "
+            'mode="forward", backprop=0 and lax.scan do without.'
+        ) from error
 
 
 def _rules(program: ClosedJaxpr) -> Iterator[tuple[str, JaxprEqn]]:

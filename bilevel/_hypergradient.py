@@ -17,6 +17,12 @@ import jax.numpy as jnp
 import optax
 from jax.flatten_util import ravel_pytree
 
+from bilevel._custom_rules import (
+    NO_FORWARD_RULE,
+    REVERSE_OVER_REVERSE,
+    exact_order,
+    second_derivatives,
+)
 from bilevel.checks import (
     arrays,
     between,
@@ -220,6 +226,11 @@ def stateful_hypergradient(
         if any(needed):  # by the solver, then
             by_solver = entering(lambda _, a, __: objective(a, None)[0], None, alpha, None)
             check_enters(alpha, [x and not y for x, y in zip(needed, by_solver, strict=True)])
+
+        def own_rules():
+            program = jax.make_jaxpr(first.lower)(params, alpha, batch)
+            return exact_order(program) == REVERSE_OVER_REVERSE
+
         check_variables(problem, w0, alpha, valid)
 
         def check_reached(reached):
@@ -247,9 +258,10 @@ def stateful_hypergradient(
         else:
             tilt = vary(optax.tree.zeros_like(params), axes)
             report = report_of(state) if solver.reports else None
-            (value, (w, state, above)), (grad, slope, report) = _reverse(
-                objective, (alpha, tilt, report), check
-            )
+            with second_derivatives(own_rules):
+                (value, (w, state, above)), (grad, slope, report) = _reverse(
+                    objective, (alpha, tilt, report), check
+                )
             state = with_report(state, jax.lax.stop_gradient(report))
             if not solver.closed_form:
                 adjoint = optax.tree.scale(-1, slope)
@@ -263,7 +275,8 @@ def stateful_hypergradient(
             centre, _ = _split(problem, start_of(state, w0))
             stated = _damped(at_variables(problem, variables), damping, centre)
             limit = min(products, PRODUCTS)
-            info = assess(stated, found, alpha, batch, valid, grad, adjoint, limit)
+            with second_derivatives(own_rules):
+                info = assess(stated, found, alpha, batch, valid, grad, adjoint, limit)
             if not any((*mapped, *direct)):
                 info = unmapped(info, 4)
             elif getattr(problem, "differentiated", False):
@@ -368,20 +381,11 @@ def first_state(solver: LowerSolver, alpha: Pytree, w: Pytree) -> Pytree:
 
 def _reverse(objective, inputs: tuple, check: Callable | None):
     """Value, auxiliary output and all gradients; ``check`` sees which of the first can be not 0."""
-    try:
-        value, pull, aux = jax.vjp(objective, *inputs, has_aux=True)
-        one = jnp.ones_like(value)
-        if check is not None:
-            check(lambda: outputs_reading(lambda slope: pull(slope)[0], one))
-        return (value, aux), pull(one)
-    except ValueError as error:
-        if "Reverse-mode differentiation does not work for lax.while_loop" not in str(error):
-            raise
-        raise ValueError(
-            "solver: expected steps that reverse mode can go back through, got a loop that ends by "
-            "a test (the line search of optax.lbfgs, or one of a loss); implicit(lbfgs()), "
-            'mode="forward", backprop=0 and lax.scan do without.'
-        ) from error
+    value, pull, aux = jax.vjp(objective, *inputs, has_aux=True)
+    one = jnp.ones_like(value)
+    if check is not None:
+        check(lambda: outputs_reading(lambda slope: pull(slope)[0], one))
+    return (value, aux), pull(one)
 
 
 _UNREACHED = (
@@ -411,7 +415,7 @@ def _forward(objective, alpha, check: Callable | None):
         try:
             value, tangent, aux = jax.jvp(objective, (alpha,), (direction,), has_aux=True)
         except TypeError as error:
-            if "forward-mode autodiff (jvp) to a custom_vjp" not in str(error):
+            if NO_FORWARD_RULE not in str(error):
                 raise
             raise ValueError(
                 'mode: expected "reverse" for a solver (one_step) or a loss that has a rule for '

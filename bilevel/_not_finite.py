@@ -46,8 +46,10 @@ def told(state: Any, new: Any, quantity: str, single_loop: bool = False) -> str:
         )
         return (
             f"weights and losses are finite, a derivative of {of} is not, in {alphas or 'alpha'}: "
-            "a root at 0, or slopes too large to be multiplied; a larger eps, optax.sgd, or fewer "
-            "steps differentiated (backprop=) may mend it."
+            "a root, a logarithm or a division at 0, or slopes too large to be multiplied. If a "
+            "jnp.where guards it, replace the argument at that point as well: "
+            "jnp.where(x > 0, jnp.log(jnp.where(x > 0, x, 1)), 0). Otherwise use a larger eps, "
+            "optax.sgd, or fewer differentiated steps (backprop=)."
         )
     if weights:
         return (

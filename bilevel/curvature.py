@@ -16,7 +16,7 @@ import optax
 from jax.flatten_util import ravel_pytree
 
 from bilevel._order import after
-from bilevel.inverse import OTHERWISE, conjugate_gradients, hessian_matrix
+from bilevel.inverse import OTHERWISE, conjugate_gradients, hessian_matrix, row_products
 from bilevel.meshes import do_while, vary, varying
 from bilevel.protocols import LinearMap, Pytree
 
@@ -97,8 +97,8 @@ class _Factors(NamedTuple):
 def _decomposed(hvp: LinearMap, like: Pytree) -> Curvature:
     flat, unravel = ravel_pytree(like)
 
-    def products(columns):
-        return jax.vmap(lambda v: ravel_pytree(hvp(unravel(v)))[0], 1, 1)(columns)
+    def of_columns(columns):
+        return row_products(lambda v: ravel_pytree(hvp(unravel(v)))[0], columns.T).T
 
     values, vectors = spectrum(hvp, like)
     highest = jnp.max(jnp.abs(values))
@@ -106,7 +106,7 @@ def _decomposed(hvp: LinearMap, like: Pytree) -> Curvature:
     factors = jax.lax.cond(
         values[0] > 10 * noise,
         lambda: _Factors(vectors, jnp.diag(1 / values), values[0], noise),
-        lambda: _sharpened(products, values, vectors, 100 * noise),
+        lambda: _sharpened(of_columns, values, vectors, 100 * noise),
     )
 
     def solve(b):

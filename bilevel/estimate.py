@@ -179,7 +179,9 @@ def _assess(problem, products, w, alpha, train, valid, grad, adjoint) -> Info:
     if adjoint is None:
         linear_residual = refined.linear_residual
     else:
-        linear_residual = _ratio(optax.tree.norm(optax.tree.sub(hvp(adjoint), force)), force)
+        known = jnp.isfinite(optax.tree.norm(adjoint))
+        rest = optax.tree.sub(hvp(_finite_or_zero(adjoint)), force)
+        linear_residual = jnp.where(known, _ratio(optax.tree.norm(rest), force), jnp.inf)
     bound = _bound(problem, fixed, refined, alpha, train, valid, grad)
     return Info(
         stationarity=stationarity,
@@ -200,6 +202,10 @@ def _squares_lost(magnitude: jax.Array, grads: Pytree) -> jax.Array:
     limits = jnp.finfo(magnitude.dtype)
     least = (float(limits.tiny) / float(limits.eps)) ** 0.5
     return (magnitude < least) & jnp.any(ravel_pytree(grads)[0] != 0)
+
+
+def _finite_or_zero(tree: Pytree) -> Pytree:
+    return jax.tree.map(lambda x: jnp.where(jnp.isfinite(x), x, 0), tree)
 
 
 def _ratio(size: jax.Array, whole: Pytree) -> jax.Array:
@@ -223,7 +229,8 @@ class _Refined(NamedTuple):
 
 def _refine(problem, fixed, products, w, alpha, train, valid, grad, adjoint) -> _Refined:
     """``fixed``: the problem at this alpha, for all but derivatives in alpha."""
-    q = optax.tree.zeros_like(w) if adjoint is None else adjoint
+    # Sensitivities to weights without a gradient overflow; Newton's steps begin at 0 there.
+    q = optax.tree.zeros_like(w) if adjoint is None else _finite_or_zero(adjoint)
     quadratic = is_quadratic(fixed.lower, w, alpha, train)
     _, hvp = hessian_operator(fixed.lower, w, alpha, train)
 

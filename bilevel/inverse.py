@@ -31,6 +31,7 @@ from bilevel.checks import at_least, between, concrete, function, nan_unless_fin
 from bilevel.meshes import settled, vary, varying, while_loop
 from bilevel.precision import narrow, rounding, widen
 from bilevel.protocols import Inverse, LinearMap, Point, Pytree
+from ntk._equations import names
 
 OTHERWISE = 1.37
 """A factor that is no power of 2: a product with a vector times it is rounded differently."""
@@ -319,10 +320,27 @@ def dense(damping: float = 0.0) -> Inverse:
 def hessian_matrix(hvp: LinearMap, like: Pytree) -> jax.Array:
     """``H`` as a [p, p] array, symmetrised, in the order of ``ravel_pytree(like)``."""
     flat, unravel = ravel_pytree(like)
-    columns = jax.vmap(lambda v: ravel_pytree(hvp(unravel(v)))[0])(
-        vary(jnp.eye(flat.size, dtype=flat.dtype), varying(like))
-    )
+    basis = vary(jnp.eye(flat.size, dtype=flat.dtype), varying(like))
+    columns = row_products(lambda v: ravel_pytree(hvp(unravel(v)))[0], basis)
     return (columns + columns.T) / 2
+
+
+def row_products(linear: Callable[[jax.Array], jax.Array], rows: jax.Array) -> jax.Array:
+    """Return ``linear`` of each row, as rows.
+
+    XLA on CPUs lays out a batch of Fourier transforms as the decomposition of its results asks for,
+    and then refuses to run it (``RET_CHECK ... fft_thunk``). One long array has one layout only.
+
+    Examples
+    --------
+    >>> row_products(lambda v: 2 * v, jnp.eye(2))
+    Array([[2., 0.],
+           [0., 2.]], dtype=float...)
+    """
+    results = jax.vmap(linear)(rows)
+    if "fft" not in names(jax.make_jaxpr(linear)(rows[0])):
+        return results
+    return jax.lax.optimization_barrier(results.ravel()).reshape(results.shape)
 
 
 def nystrom(rank: int, damping: float, *, key: chex.PRNGKey | None = None) -> Inverse:
@@ -362,7 +380,7 @@ def nystrom(rank: int, damping: float, *, key: chex.PRNGKey | None = None) -> In
         seed = jax.random.key(0) if key is None else key
         omega = jax.random.normal(seed, (flat.size, min(rank, flat.size)), flat.dtype)
         omega = vary(jnp.linalg.qr(omega)[0], varying(b))
-        sketch = jax.vmap(lambda v: ravel_pytree(hvp(unravel(v)))[0], 1, 1)(omega)
+        sketch = row_products(lambda v: ravel_pytree(hvp(unravel(v)))[0], omega.T).T
         # The shift keeps the Cholesky factorisation safe for a singular H; it is taken off again.
         shift = jnp.sqrt(flat.size) * jnp.finfo(flat.dtype).eps * jnp.linalg.norm(sketch)
         shifted = sketch + shift * omega

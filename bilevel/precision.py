@@ -66,6 +66,41 @@ def like_start(name: str, w: Pytree, like: Pytree) -> Pytree:
     return narrow(jax.tree.map(jnp.asarray, w), like)
 
 
+def like_variables(variables: Pytree, like: Pytree) -> Pytree:
+    """Return variables of a loss in the dtypes of ``like``, the variables that it was given.
+
+    Loops over inner or outer steps would otherwise end with other types than they began with.
+
+    Raises
+    ------
+    ValueError
+        If the tree or the shape of a leaf is another one, or floating values replace integers.
+
+    Examples
+    --------
+    >>> like_variables({"mean": jnp.ones(2)}, {"mean": jnp.zeros(2, jnp.bfloat16)})
+    {'mean': Array([1, 1], dtype=bfloat16)}
+    """
+    like = jax.tree.map(jnp.asarray, like)
+    new, old = str(jax.tree.structure(variables)), str(jax.tree.structure(like))
+    if new != old:
+        raise ValueError(f"lower: expected variables of the form of w0's, {old}, got {new}.")
+    leaves = jax.tree_util.tree_leaves_with_path(variables)
+    for (path, x), y in zip(leaves, jax.tree.leaves(like), strict=True):
+        if jnp.shape(x) != jnp.shape(y):
+            where = jax.tree_util.keystr(path)
+            raise ValueError(
+                f"lower: expected variables{where} of w0's shape {jnp.shape(y)}, "
+                f"got {jnp.shape(x)}."
+            )
+        if jnp.issubdtype(y.dtype, jnp.integer) and jnp.issubdtype(jnp.result_type(x), jnp.inexact):
+            raise ValueError(
+                f"lower: expected variables{jax.tree_util.keystr(path)} of integers, as in w0, got "
+                f"{jnp.result_type(x)}; begin from floating variables."
+            )
+    return narrow(jax.tree.map(jnp.asarray, variables), like)
+
+
 def rounding(w: Pytree) -> float:
     """The coarsest rounding among the leaves."""
     return max(float(jnp.finfo(x.dtype).eps) for x in jax.tree.leaves(w))

@@ -19,8 +19,9 @@ import jax
 import optax
 from jax.extend import core
 
-from bilevel._custom_rules import REVERSE_OVER_REVERSE, exact_order
+from bilevel._custom_rules import REVERSE_OVER_REVERSE, exact_order, linearize
 from bilevel.checks import pair, scalar_loss
+from bilevel.precision import like_variables
 from bilevel.protocols import LinearMap, Loss, Pytree, Stateful
 from ntk._equations import bind, programs, scan_operands
 from ntk._rules import in_loops, may_be_lost
@@ -131,6 +132,7 @@ def parts(problem: Problem) -> Parts:
             return loss, None, rest
         form = "(loss, (variables, aux)), as stateful=True and has_aux=True say"
         variables, aux = pair("lower", rest, form) if has_aux else (rest, None)
+        variables = like_variables(variables, w.variables)
         return loss, variables if differentiated else jax.lax.stop_gradient(variables), aux
 
     def outer(w, alpha, batch):
@@ -196,7 +198,7 @@ def hessian_operator(
     lower: Loss, w: Pytree, alpha: Pytree, batch: Pytree
 ) -> tuple[Pytree, LinearMap]:
     """The lower gradient at ``w`` and ``v -> H v`` there, linearised once for many products."""
-    return jax.linearize(gradient(lower, alpha, batch), w)
+    return linearize(gradient(lower, alpha, batch), w)
 
 
 def mixed_product(loss: Callable, w: Pytree, alpha: Pytree, v: Pytree) -> Pytree:

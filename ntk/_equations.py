@@ -32,6 +32,12 @@ def programs(eqn: JaxprEqn) -> list[ClosedJaxpr]:
     return found
 
 
+def names(program: ClosedJaxpr) -> set[str]:
+    """Return the names of all operations in a program, those of inner programs included."""
+    inner = [names(each) for eqn in program.jaxpr.eqns for each in programs(eqn)]
+    return set().union(*inner, (eqn.primitive.name for eqn in program.jaxpr.eqns))
+
+
 def needed(jaxpr: Jaxpr, live: list[bool]) -> list[tuple[JaxprEqn, list[bool]]]:
     """The equations behind the live outputs, with which of their own outputs are used."""
     wanted = {v for v, a in zip(jaxpr.outvars, live, strict=True) if a and _variable(v)}

@@ -549,3 +549,69 @@ def test_newton_takes_the_steps_it_is_allowed():
         w = w - np.tanh(w - 0.1)
         found = newton(steps, tol=0.0).run(lower, 0.1, jnp.array([0.9]), (), None)[0]
         np.testing.assert_allclose(found, [w], rtol=1e-5 if steps < 3 else 1e-3)
+
+
+# --------------------------------------------------------------- rates of one step, fresh starts
+
+RATES = {
+    "sgd": lambda alpha: optax.sgd(alpha["rate"]),
+    "clipped adamw": lambda alpha: optax.chain(
+        optax.clip_by_global_norm(1.0), optax.adamw(alpha["rate"], weight_decay=alpha["mean"])
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RATES)
+def test_one_step_learns_rates_as_unrolled_does(name):
+    problem = bilevel.Problem(
+        lambda w, alpha, batch: 0.5 * jnp.sum((w - alpha["mean"]) ** 2),
+        lambda w, alpha, batch: jnp.sum(w**2),
+    )
+    args = {"mean": jnp.array(0.5), "rate": jnp.array(0.2)}, jnp.arange(1.0, 4), None, None
+    make = RATES[name]
+    solvers = bilevel.one_step(make), bilevel.one_step(make, radius=1e-2), bilevel.unrolled(make, 1)
+    *found, expected = (
+        bilevel.hypergradient(problem, solver, diagnostics=False)(*args).grad for solver in solvers
+    )
+    for grad in found:
+        assert_close(grad, expected, f64=1e-9, f32=1e-4)
+
+
+def test_one_step_whose_optimizer_depends_on_alpha_says_how_it_starts():
+    with pytest.raises(ValueError, match=r"init: .*solver.start\(alpha, w\)"):
+        bilevel.one_step(RATES["sgd"]).init(jnp.ones(1))
+
+
+def drawn(key, alpha, w):
+    return jax.random.normal(key, w.shape)
+
+
+def test_a_restarted_solver_draws_a_start_at_every_outer_step_and_resumes_bit_for_bit(tmp_path):
+    key = jax.random.key(3)
+    problem = bilevel.Problem(
+        lambda w, alpha, batch: 0.5 * jnp.sum((w - alpha) ** 2),
+        lambda w, alpha, batch: jnp.sum((w - 1) ** 2),
+    )
+
+    def run(steps, **options):
+        solver = bilevel.restarted(bilevel.unrolled(0.1, 2), drawn, key=key)
+        args = problem, solver, optax.sgd(0.1), jnp.array(0.5), jnp.zeros(2), None, None
+        return bilevel.search(*args, steps=steps, progress=False, **options)
+
+    whole = run(4)
+    alpha = 0.5
+    for step in range(4):  # truth: two steps by hand from the start of each number
+        w = 0.81 * drawn(jax.random.fold_in(key, step), None, jnp.zeros(2)) + 0.19 * alpha
+        assert_close(whole.history["value"][step], jnp.sum((w - 1) ** 2), f64=1e-6, f32=1e-5)
+        alpha = alpha - 0.1 * jnp.sum(2 * (w - 1) * 0.19)
+    run(2, checkpoint=tmp_path)
+    resumed = run(4, checkpoint=tmp_path, resume=True)
+    np.testing.assert_array_equal(resumed.alpha, whole.alpha)
+    np.testing.assert_array_equal(resumed.w, whole.w)
+
+
+def test_a_restarted_solver_refuses_a_key_without_a_start():
+    with pytest.raises(ValueError, match="start: expected a function"):
+        bilevel.restarted(bilevel.unrolled(0.1, 1), key=jax.random.key(0))
+    with pytest.raises(ValueError, match="key: expected"):
+        bilevel.restarted(bilevel.unrolled(0.1, 1), drawn, key=3.0)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax.custom_derivatives import SymbolicZero
 
+from bilevel._custom_rules import linearize
 from bilevel.checks import inverse_map, lower_solver, nan_unless_finite
 from bilevel.forward import newton
 from bilevel.inverse import Outcome, cg, solve_and_report
@@ -173,7 +174,7 @@ def _stationary(
 
         _, forcing = jax.jvp(slope_of, select(flat), select(flat_dots))
         alpha, batch, hoisted, start, captured, _ = args
-        residual, hvp = jax.linearize(lambda w: slope(w, alpha, batch, *hoisted), w)
+        residual, hvp = linearize(lambda w: slope(w, alpha, batch, *hoisted), w)
         point = Point(w, alpha, batch)
         solve = functools.partial(solver, hoisted=hoisted, captured=captured)
         report_dot = jax.tree.unflatten(tree, flat_dots)[-1]
@@ -230,7 +231,7 @@ def _without_closure(
         return converted(*point, hoisted, b, start, *captured)
 
     def solve(w, alpha, batch, hoisted, b, x0):
-        _, hvp = jax.linearize(lambda w: slope(w, alpha, batch, *hoisted), w)
+        _, hvp = linearize(lambda w: slope(w, alpha, batch, *hoisted), w)
         product = lambda v: widen(hvp(narrow(v, w)))  # noqa: E731
         return solve_and_report(inverse, product, b, x0, Point(w, alpha, batch))
 

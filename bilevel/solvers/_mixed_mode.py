@@ -28,10 +28,13 @@ from jax.custom_derivatives import SymbolicZero
 
 from bilevel._custom_rules import FORWARD_OVER_REVERSE, REVERSE_OVER_REVERSE, exact_order
 from bilevel.protocols import Pytree
+from bilevel.solvers._overflow import guarded
 from ntk._programs import fresh
 
 
-def value_and_gradient(loss: Callable, w: Pytree, *others: Pytree) -> tuple[Any, Pytree]:
+def value_and_gradient(
+    loss: Callable, w: Pytree, *others: Pytree, steep: bool = False
+) -> tuple[Any, Pytree]:
     """``jax.value_and_grad(loss, has_aux=True)(w, *others)``, with derivatives in mixed mode.
 
     Parameters
@@ -40,6 +43,8 @@ def value_and_gradient(loss: Callable, w: Pytree, *others: Pytree) -> tuple[Any,
         It may close over traced values.
     w : pytree of floating arrays
     *others : pytrees
+    steep : bool
+        Whether cotangents of the gradient may overflow: :mod:`bilevel.solvers._overflow`.
 
     Returns
     -------
@@ -80,14 +85,15 @@ def value_and_gradient(loss: Callable, w: Pytree, *others: Pytree) -> tuple[Any,
         if not dots:
             return outputs, _tangents(outputs, [jnp.zeros_like(x) for x in _floating(outputs)])
         pull = functools.partial(transposed, step)
-        slope_dots = _with_transpose(step.push, pull, step.flat, dots, jax.tree.leaves(outputs[1]))
+        pull = functools.partial(guarded, pull) if steep else pull
+        slope_dots = with_transpose(step.push, pull, step.flat, dots, jax.tree.leaves(outputs[1]))
         return outputs, _tangents(outputs, [*step.push_outputs(dots), *slope_dots])
 
     return mixed(args)
 
 
-def _with_transpose(push: Callable, pull: Callable, args: Pytree, dots: tuple, like: list) -> list:
-    """The linear ``push(dots)``, of the shapes of ``like``; its transpose is ``pull``.
+def with_transpose(push: Callable, pull: Callable, args: Pytree, dots: tuple, like: list) -> list:
+    """Return the linear ``push(dots)``, of the shapes of ``like``; its transpose is ``pull``.
 
     It is written as the solution of ``[[1, 0], [-push, 1]] (x, y) = (dots, 0)``, because JAX keeps
     the transpose of a linear solve in all transformations. JAX transposes such a solve only if all

@@ -15,12 +15,19 @@ with these replacements, which agree with it in the limit:
   v is computed from gradients, weights or the state's floating numbers, and what is chosen else is
   0: a learned schedule may branch on the count of steps, a step on the sign of a weight or of a
   gradient, and both of their branches are meant.
+- ``log`` has slope 0 at 0, where ``where``, ``maximum`` or ``clip`` discard its value, as they do
+  in learned optimizers. Reverse mode alone would multiply its infinite slope by 0. If the value is
+  used, the derivative is NaN.
 - The root of a negative number is 0: RAdam takes one in the branch that it does not choose, and
   reverse mode would multiply that NaN by 0.
+
+If the update mixes entries (a norm, a learned rate), its transpose is guarded against overflow
+(:mod:`bilevel.solvers._overflow`).
 
 ``sign`` keeps its slope of 0: where an update jumps, it has no derivative to be right.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -32,7 +39,9 @@ from jax.extend import core
 from bilevel.checks import concrete
 from bilevel.protocols import Pytree
 from bilevel.solvers._detached import detached
-from ntk._equations import programs
+from bilevel.solvers._mixed_mode import with_transpose
+from bilevel.solvers._overflow import guarded
+from ntk._equations import names, programs
 from ntk._programs import fresh
 
 
@@ -80,12 +89,69 @@ def with_limits(update: Callable, *args: Pytree) -> Pytree:
             inputs = jax.tree.leaves(args[0])
             limits = _evaluate(own, [_Known(x, own=True, given=True) for x in inputs])
             exact = jax.tree.leaves(detached(converted, *args))
-            slopes = map(_with_slope, exact, (x.value for x in limits))
+            moved = _sum_of_changes(inputs)
+            slopes = map(functools.partial(_with_slope, moved), exact, limits)
             return jax.tree.unflatten(structure, slopes)
 
-        return jax.jvp(values, primals, tangents)
+        if entrywise:
+            return jax.jvp(values, primals, tangents)
+        return _guarded_jvp(values, primals, tangents)
 
-    return values((args, [c for t, c in zip(traced, closed.consts, strict=True) if t]))
+    hoisted = [c for c, moves in zip(closed.consts, traced, strict=True) if moves]
+    moving = [_is_floating(v.aval) for v in closed.jaxpr.invars]
+    entrywise = not any(map(_is_floating, hoisted)) and _is_entrywise(closed, moving)
+    # A transpose of all outputs would go back through loops that nobody differentiates.
+    entrywise = entrywise or "while" in names(closed)
+    return values((args, hoisted))
+
+
+def _guarded_jvp(function: Callable, primals: tuple, tangents: tuple) -> tuple:
+    """``jax.jvp``; in its transpose, exact zeros cancel cotangents that overflowed.
+
+    A norm or a learned rate would spread one weight's overflow to all others.
+    """
+    flat, tree = jax.tree.flatten(jax.tree.map(jnp.asarray, primals))
+    moves = [_is_floating(x) for x in flat]
+
+    def floats(*values):
+        moved = iter(values)
+        merged = [next(moved) if m else x for m, x in zip(moves, flat, strict=True)]
+        outputs = jax.tree.leaves(function(*jax.tree.unflatten(tree, merged)))
+        return list(filter(_is_floating, outputs))
+
+    moving = tuple(filter(_is_floating, flat))
+    pairs = zip(jax.tree.leaves(tangents), moves, strict=True)
+    dots = tuple(jnp.asarray(dot) for dot, m in pairs if m)
+
+    def push(dots):
+        return jax.jvp(floats, moving, dots)[1]
+
+    def pull(v):
+        return jax.vjp(floats, *moving)[1](v)
+
+    outputs = function(*primals)
+    like = list(filter(_is_floating, jax.tree.leaves(outputs)))
+    found = iter(with_transpose(push, functools.partial(guarded, pull), moving, dots, like))
+
+    def tangent(x):
+        return next(found) if _is_floating(x) else np.zeros(jnp.shape(x), jax.dtypes.float0)
+
+    return outputs, jax.tree.map(tangent, outputs)
+
+
+def _is_floating(x: Any) -> bool:
+    return jnp.issubdtype(jnp.result_type(x), jnp.floating)
+
+
+def is_steep(update: Callable, *args: Pytree) -> bool:
+    """Whether slopes of ``update(*args)`` may be as large as 1 / eps: it divides, or takes roots.
+
+    Examples
+    --------
+    >>> is_steep(lambda g: 0.1 * g, 1.0), is_steep(lambda g: g / (jnp.sqrt(g**2) + 1e-8), 1.0)
+    (False, True)
+    """
+    return _has_limits(jax.make_jaxpr(fresh(update))(*args))
 
 
 def _has_limits(program: core.ClosedJaxpr) -> bool:
@@ -96,12 +162,52 @@ def _has_limits(program: core.ClosedJaxpr) -> bool:
     )
 
 
-def _with_slope(value: jax.Array, limit: jax.Array) -> jax.Array:
-    """``value``, with the derivative of ``limit``."""
+def _is_entrywise(closed: core.ClosedJaxpr, moving: list[bool]) -> bool:
+    """Whether an entry of the outputs depends on the same entries of the moving inputs only."""
+    moves = {v for v, m in zip(closed.jaxpr.invars, moving, strict=True) if m}
+    for eqn in closed.jaxpr.eqns:
+        own = [isinstance(v, core.Var) and v in moves for v in eqn.invars]
+        if not any(own):
+            continue
+        shapes = {v.aval.shape for v, m in zip(eqn.invars, own, strict=True) if m}
+        if eqn.primitive.name in ("jit", "pjit"):
+            entrywise = _is_entrywise(programs(eqn)[0], own)
+        else:
+            entrywise = eqn.primitive.name in _ENTRYWISE
+        if not entrywise or any({v.aval.shape} != shapes for v in eqn.outvars):
+            return False
+        moves |= {v for v in eqn.outvars if _is_floating(v.aval)}
+    return True
+
+
+_ENTRYWISE = (
+    *("add", "add_any", "sub", "neg", "mul", "div", "max", "min", "abs", "sign", "square", "sqrt"),
+    *("rsqrt", "cbrt", "pow", "integer_pow", "exp", "log", "tanh", "logistic", "select_n", "clamp"),
+    *("convert_element_type", "copy", "stop_gradient", "broadcast_in_dim", "reshape", "is_finite"),
+    *("gt", "ge", "lt", "le", "eq", "ne"),
+)
+
+
+def _with_slope(moved: jax.Array, value: jax.Array, limit: "_Known") -> jax.Array:
+    """``value``, with the derivative of ``limit``; NaN where that one is not known.
+
+    ``moved`` is 0, and moves with every floating input.
+    """
     if not jnp.issubdtype(value.dtype, jnp.inexact):
         return value
+    away = jax.lax.stop_gradient(limit.value) - limit.value
     # Subtracting a zero leaves even the sign of a zero.
-    return value - jnp.where(jnp.isfinite(limit), jax.lax.stop_gradient(limit) - limit, 0)
+    value = value - jnp.where(jnp.isfinite(limit.value), away, 0)
+    if limit.unknown is None:
+        return value
+    root = jnp.where(limit.unknown, moved, 1)
+    return value - jnp.where(limit.unknown, jnp.sqrt(root * root), 0).astype(value.dtype)
+
+
+def _sum_of_changes(inputs: list) -> jax.Array:
+    """0, with slope 1 in every floating input."""
+    changes = [x - jax.lax.stop_gradient(x) for x in inputs if _is_floating(x)]
+    return sum((jnp.sum(x).astype(jnp.float32) for x in changes), jnp.zeros((), jnp.float32))
 
 
 class _Known(NamedTuple):
@@ -111,6 +217,7 @@ class _Known(NamedTuple):
     own: bool = False  # made of floating inputs, or one
     given: bool = False  # an input itself
     zero: bool = False  # for certain
+    unknown: Any = None  # entries whose slope is not known, like ``value``; None: there are none
     opened: Any = None  # of a guard ``v > 0``: ``v >= 0``
 
 
@@ -144,20 +251,53 @@ def _apply(equation: core.JaxprEqn, inputs: list[_Known], debug_info) -> list[_K
         return _evaluate(params["jaxpr"], inputs)
     operation = _operation(equation, debug_info)
     if name in _RESHAPING:
-        opened = None if first.opened is None else operation(first.opened, *values[1:])[0]
-        return [first._replace(value=operation(*values)[0], opened=opened)]
+        opened, unknown = first.opened, first.unknown
+        if name != "convert_element_type":
+            masks = opened, unknown
+            opened, unknown = [m if m is None else operation(m, *values[1:])[0] for m in masks]
+        return [first._replace(value=operation(*values)[0], opened=opened, unknown=unknown)]
     if name == "gt" and first.own and not first.given and inputs[1].zero:
         return [_Known(operation(*values)[0], own, opened=values[0] >= 0)]
     if name == "cond":
         branches = [_branch(closed, inputs[1:]) for closed in params["branches"]]
-        outputs = jax.lax.switch(values[0], branches, *values[1:])
-    elif floating[:1] == [True] and name in _REPLACEMENTS:
+        outputs, unknown = jax.lax.switch(values[0], branches, *values[1:])
+        return [_Known(x, own, unknown=u) for x, u in zip(outputs, unknown, strict=True)]
+    if floating[:1] == [True] and name in _REPLACEMENTS:
         outputs = [_REPLACEMENTS[name](*values)]
     elif name == "select_n" and first.opened is not None and inputs[1].zero:
-        outputs = operation(first.opened, *values[1:])
+        shut = inputs[2].unknown
+        opened = first.opened if shut is None else values[0] | (first.opened & ~shut)
+        inputs[0] = first._replace(value=opened)
+        outputs = operation(opened, *values[1:])
     else:
         outputs = operation(*values)
-    return [_Known(x, own) for x in outputs]
+    return [_Known(x, own, unknown=_unknown(name, inputs, x)) for x in outputs]
+
+
+def _unknown(name: str, inputs: list[_Known], output: jax.Array) -> Any:
+    """The entries of ``output`` that depend on entries whose slope is not known."""
+    if name == "log" and inputs[0].own:
+        at_zero = inputs[0].value == 0
+        return at_zero if inputs[0].unknown is None else at_zero | inputs[0].unknown
+    if all(x.unknown is None for x in inputs):
+        return None
+    masks = [_mask(x) for x in inputs]
+    if name == "select_n" and inputs[0].unknown is None:
+        return jax.lax.select_n(inputs[0].value, *masks[1:])
+    if name in ("max", "min"):
+        x, y = (x.value if name == "max" else -x.value for x in inputs)
+        return (masks[0] & (x >= y)) | (masks[1] & (y >= x))
+    if name == "clamp":
+        low, x, high = (x.value for x in inputs)
+        return functools.reduce(jnp.logical_or, masks) & (x >= low) & (x <= high)
+    if name in _ENTRYWISE:
+        return functools.reduce(jnp.logical_or, masks)
+    anything = functools.reduce(jnp.logical_or, [jnp.any(mask) for mask in masks])
+    return jnp.broadcast_to(anything, jnp.shape(output))
+
+
+def _mask(x: _Known) -> jax.Array:
+    return jnp.zeros(jnp.shape(x.value), bool) if x.unknown is None else x.unknown
 
 
 _RESHAPING = ("broadcast_in_dim", "reshape", "squeeze", "convert_element_type", "copy")
@@ -166,7 +306,8 @@ _RESHAPING = ("broadcast_in_dim", "reshape", "squeeze", "convert_element_type", 
 def _branch(closed: core.ClosedJaxpr, inputs: list[_Known]) -> Callable:
     def branch(*values):
         given = [x._replace(value=v, opened=None) for x, v in zip(inputs, values, strict=True)]
-        return [x.value for x in _evaluate(closed, given)]
+        found = _evaluate(closed, given)
+        return [x.value for x in found], [_mask(x) for x in found]
 
     return branch
 
@@ -210,4 +351,5 @@ _REPLACEMENTS = {
     "cbrt": _with_finite_slope(jax.lax.cbrt),
     "pow": _with_finite_slope(jax.lax.pow),
     "div": _divide,
+    "log": _with_finite_slope(jax.lax.log),
 }

@@ -3,7 +3,10 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
-from bilevel.checks import function, lower_solver
+import jax
+import jax.numpy as jnp
+
+from bilevel.checks import function, lower_solver, prng_key
 from bilevel.precision import like_start
 from bilevel.protocols import LowerSolver, Pytree, params_of
 from bilevel.solvers._implicit import AdjointReport, no_report, report_of, with_report
@@ -14,10 +17,14 @@ class RestartedState(NamedTuple):
 
     start: Pytree  # like w: where every run begins
     report: AdjointReport | None = None  # the solver's, on the last adjoint
+    number: jax.Array | None = None  # [], int: runs done before, if each has a key of its own
 
 
 def restarted(
-    solver: LowerSolver, start: Callable[[Pytree, Pytree], Pytree] | None = None
+    solver: LowerSolver,
+    start: Callable[..., Pytree] | None = None,
+    *,
+    key: jax.Array | None = None,
 ) -> LowerSolver:
     """``solver``, begun anew from the first ``w`` at every outer step.
 
@@ -29,9 +36,13 @@ def restarted(
     Parameters
     ----------
     solver : LowerSolver
-    start : ``start(alpha, w) -> w``, optional
+    start : ``start(alpha, w) -> w``, or ``start(key, alpha, w) -> w`` with a ``key``; optional
         Where every run begins, from ``alpha`` and the first ``w``: a learned initialisation, as in
         MAML (Finn, Abbeel & Levine 2017). Its derivative counts where all steps are differentiated.
+    key : jax.Array, optional
+        A PRNG key. Every outer step passes a new key, derived from this one and the number of the
+        step, to ``start``: a fresh random start. The state counts the steps, so that a resumed
+        search draws the same starts.
 
     Returns
     -------
@@ -40,12 +51,11 @@ def restarted(
     Raises
     ------
     ValueError
-        If ``solver`` is no lower solver, or ``start`` no function; when it runs, where ``start``
-        returns weights that are not of the shapes of the first ones.
+        If ``solver`` is no lower solver, ``start`` no function, or ``key`` no PRNG key or without a
+        ``start``; when it runs, if ``start`` returns weights of other shapes than the first ones.
 
     Examples
     --------
-    >>> import jax.numpy as jnp
     >>> from bilevel.solvers import unrolled
     >>> solver = restarted(unrolled(0.5, steps=1))
     >>> lower = lambda w, alpha, batch: 0.5 * jnp.sum((w - alpha) ** 2)
@@ -59,23 +69,47 @@ def restarted(
     >>> to_one = lambda w, alpha, batch: 0.5 * jnp.sum((w - 1) ** 2)
     >>> learned.run(to_one, jnp.full(1, 3.0), None, state, None)[0]
     Array([2.], dtype=float...)
+
+    A random start at every outer step:
+
+    >>> def drawn(key, alpha, w):
+    ...     return jax.random.normal(key, w.shape)
+    >>> solver = restarted(unrolled(0.5, steps=1), drawn, key=jax.random.key(0))
+    >>> state = solver.init(jnp.zeros(1))
+    >>> first, state = solver.run(lower, jnp.ones(1), None, state, None)
+    >>> second, state = solver.run(lower, jnp.ones(1), None, state, None)
+    >>> bool((first == second).all()), int(state.number)
+    (False, 2)
     """
     lower_solver("solver", solver)
     if start is not None:
-        function("start", start, "(alpha, w) -> w")
+        form = "(alpha, w) -> w" if key is None else "(key, alpha, w) -> w"
+        function("start", start, form)
+    if key is not None:
+        prng_key("key", key)
+        if start is None:
+            raise ValueError(
+                "start: expected a function (key, alpha, w) -> w with a key, got None."
+            )
+
+    def init(w):
+        report = no_report(params_of(w)) if solver.reports else None
+        return RestartedState(w, report, None if key is None else jnp.zeros((), jnp.int32))
 
     def run(lower, alpha, w, state, batch):
         begin = state.start
         if start is not None:
-            begin = like_start("start", start(alpha, begin), begin)
+            keys = () if key is None else (jax.random.fold_in(key, state.number),)
+            begin = like_start("start", start(*keys, alpha, begin), begin)
         first = with_report(solver.start(alpha, begin), state.report)
         w, last = solver.run(lower, alpha, begin, first, batch)
+        if key is not None:
+            state = state._replace(number=state.number + 1)
         return w, with_report(state, report_of(last) if solver.reports else None)
 
-    def init(w):
-        return RestartedState(w, no_report(params_of(w)) if solver.reports else None)
-
-    return solver._replace(init=init, run=run, init_at=None, of_alpha=True, inner=None)
+    # With a key, every step has a value of its own, which alpha alone does not determine.
+    alone = key is None
+    return solver._replace(init=init, run=run, init_at=None, of_alpha=alone, inner=None)
 
 
 def start_of(state: Pytree, w: Pytree) -> Pytree:

@@ -21,15 +21,17 @@ from bilevel.checks import (
     whole,
 )
 from bilevel.meshes import settled
-from bilevel.precision import narrow
+from bilevel.precision import like_variables, narrow
 from bilevel.problem import enters, mixed_product
 from bilevel.protocols import Inner, LowerSolver, Pytree, Stateful, params_of
 from bilevel.solvers._detached import detached
 from bilevel.solvers._mixed_mode import value_and_gradient
-from bilevel.solvers._optimizer import with_limits
+from bilevel.solvers._optimizer import is_steep, with_limits
 from ntk._programs import fresh
 
 _SHARE = 1 / 8  # of the device's memory, for the carries of all steps: beyond, blocks run twice
+
+_SAFE = 2  # steps of slope 1 / eps, 1e8, whose product with others is in the range of float32
 
 
 def unrolled(
@@ -114,20 +116,17 @@ def unrolled(
         raise ValueError(f"backprop: expected None or 0 to steps={steps}, got {backprop}.")
     if batches is not None:
         function("batches", batches, "(key, data) -> batch")
-    of_alpha = _depends_on_alpha(optimizer)
-    rule = None if of_alpha else _transformation(optimizer)
-
-    def rule_at(alpha):
-        return _of_alpha(optimizer, alpha) if rule is None else rule
+    rule_at, init, init_at = _rule(optimizer)
 
     def run(lower, alpha, w, state, batch):
         stateful = isinstance(w, Stateful)
         w, variables = w if stateful else (w, None)
 
         def loss(w, variables, alpha, batch):
-            if stateful:
-                return lower(Stateful(w, variables), alpha, batch)
-            return lower(w, alpha, batch), None
+            if not stateful:
+                return lower(w, alpha, batch), None
+            value, after = lower(Stateful(w, variables), alpha, batch)
+            return value, like_variables(after, variables)
 
         def step(carry, alpha, batch):
             w, variables, state, number, total = carry
@@ -135,8 +134,6 @@ def unrolled(
                 key, data = batch
                 batch = batches(jax.random.fold_in(key, number), data)
             before = variables
-            (value, variables), slope = value_and_gradient(loss, w, before, alpha, batch)
-            slope = checkpoint_name(slope, slope_name)
 
             def update(slope, state, w, value):
                 return rule_at(alpha).update(
@@ -148,6 +145,12 @@ def unrolled(
                     value_fn=lambda w: loss(w, before, alpha, batch)[0],
                 )
 
+            value = jax.eval_shape(lambda w: loss(w, before, alpha, batch)[0], w)
+            steep = last > _SAFE and is_steep(update, w, state, w, value)
+            (value, variables), slope = value_and_gradient(
+                loss, w, before, alpha, batch, steep=steep
+            )
+            slope = checkpoint_name(slope, slope_name)
             updates, state = with_limits(update, slope, state, w, value)
             # A loss can be NaN with finite gradients: a hinge passes none on.
             w = _nan_unless_finite(optax.apply_updates(w, updates), value)
@@ -170,12 +173,6 @@ def unrolled(
         w = w if average is None else total
         return Stateful(w, variables) if stateful else w, state
 
-    def init(w):
-        if rule is None:
-            raise ValueError("init: the optimizer depends on alpha; call solver.start(alpha, w).")
-        return rule.init(params_of(w))
-
-    init_at = (lambda alpha, w: rule_at(alpha).init(params_of(w))) if of_alpha else None
     return LowerSolver(
         init,
         run,
@@ -185,6 +182,21 @@ def unrolled(
         stateful=True,
         inner=Inner(rule_at, steps),
     )
+
+
+def _rule(optimizer: Any) -> tuple[Callable, Callable, Callable | None]:
+    """The optimizer as a function of alpha, and ``init`` and ``init_at`` of its solver."""
+    if not _depends_on_alpha(optimizer):
+        rule = _transformation(optimizer)
+        return lambda alpha: rule, lambda w: rule.init(params_of(w)), None
+
+    def init(w):
+        raise ValueError("init: the optimizer depends on alpha; call solver.start(alpha, w).")
+
+    def rule_at(alpha):
+        return _of_alpha(optimizer, alpha)
+
+    return rule_at, init, lambda alpha, w: rule_at(alpha).init(params_of(w))
 
 
 def _of_alpha(make: Any, alpha: Pytree) -> optax.GradientTransformationExtraArgs:
@@ -233,7 +245,9 @@ def _add_iterate(total: Pytree, weight: jax.Array, w: Pytree) -> Pytree:
 
 
 def one_step(
-    optimizer: optax.GradientTransformation | float, *, radius: float | None = None
+    optimizer: optax.GradientTransformation | float | Callable[[Pytree], Any],
+    *,
+    radius: float | None = None,
 ) -> LowerSolver:
     r"""One optimizer step and its derivative in ``alpha``, for large networks: second-order DARTS.
 
@@ -250,8 +264,9 @@ def one_step(
 
     Parameters
     ----------
-    optimizer : optax.GradientTransformation or float
-        A float is plain gradient descent with that step size.
+    optimizer : optax.GradientTransformation, float, or function
+        A float is plain gradient descent with that step size, a function ``alpha -> optimizer``
+        makes rates hyperparameters, as for :func:`bilevel.unrolled`.
     radius : float, optional
         How far from ``w``, in the 2-norm, the gradients of the central difference are taken; the
         paper has 0.01. By default the derivative is exact.
@@ -288,7 +303,7 @@ def one_step(
     """
     if radius is not None:
         between("radius", radius, 0, math.inf)
-    optimizer = _transformation(optimizer)
+    rule_at, init, init_at = _rule(optimizer)
 
     def run(lower, alpha, w, state, batch):
         lower, hoisted = jax.closure_convert(fresh(lower), w, alpha, batch)
@@ -296,39 +311,47 @@ def one_step(
         def loss(w, outer, batch):
             return lower(w, outer[0], batch, *outer[1])
 
-        def update(slope, state, w, value):
+        def update(alpha, slope, state, w, value):
             told = {"value": value, "grad": slope, "value_fn": _no_line_search}
-            return optimizer.update(slope, state, w, **told)
+            return rule_at(alpha).update(slope, state, w, **told)
 
-        def moved(slope, w, state, value):
-            updates, state = with_limits(update, slope, state, w, value)
+        def moved(alpha, slope, w, state, value):
+            updates, state = with_limits(update, alpha, slope, state, w, value)
             return nan_unless_finite(optax.apply_updates(w, updates), value), state
 
         @jax.custom_vjp
         def step(outer, w, state, batch):
             value, slope = jax.value_and_grad(loss)(w, outer, batch)
-            return moved(slope, w, state, value)
+            return moved(outer[0], slope, w, state, value)
 
         def forward(outer, w, state, batch):
             value, slope = jax.value_and_grad(loss)(w, outer, batch)
-            return moved(slope, w, state, value), (value, slope, outer, w, state, batch)
+            return moved(outer[0], slope, w, state, value), (value, slope, outer, w, state, batch)
 
         def backward(kept, cotangents):
             value, slope, outer, w, state, batch = kept
-            _, pull = jax.vjp(lambda slope, value: moved(slope, w, state, value), slope, value)
-            v, of_value = pull(cotangents)
+
+            def of_slope(slope, value, alpha):
+                return moved(alpha, slope, w, state, value)
+
+            _, pull = jax.vjp(of_slope, slope, value, outer[0])
+            v, of_value, of_alpha = pull(cotangents)
             of_outer = mixed_product if radius is None else functools.partial(_difference, radius)
             found = of_outer(lambda w, outer: loss(w, outer, batch), w, outer, v)
-            if enters(lambda _, value, __: update(slope, state, w, value), None, value, None):
+            if enters(
+                lambda _, value, __: update(outer[0], slope, state, w, value), None, value, None
+            ):
                 direct = jax.grad(lambda outer: of_value * loss(w, outer, batch))(outer)
                 found = optax.tree.add(found, direct)
+            if init_at is not None:
+                found = optax.tree.add(found[0], of_alpha), found[1]
             return found, None, None, None
 
         step.defvjp(forward, backward)
         return step((alpha, hoisted), w, state, batch)
 
-    inner = Inner(lambda alpha: optimizer, 1)
-    return LowerSolver(init=optimizer.init, run=run, gradients=4, inner=inner)
+    inner = Inner(rule_at, 1)
+    return LowerSolver(init, run, gradients=4, init_at=init_at, inner=inner)
 
 
 def _no_line_search(w: Pytree) -> jax.Array:

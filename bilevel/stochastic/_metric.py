@@ -16,6 +16,7 @@ from jax.flatten_util import ravel_pytree
 
 from bilevel.checks import at_least_float32
 from bilevel.curvature import DENSE_SIZE
+from bilevel.inverse import row_products
 from bilevel.problem import Problem, at_variables, hessian_operator
 from bilevel.protocols import Pytree
 from bilevel.stochastic._blocks import Blocks
@@ -62,8 +63,8 @@ def _products(problem: Problem, w: Pytree, alpha: Pytree, train: Blocks):
     def products(i, columns):
         def oracle(batch, weight):
             _, hvp = hessian_operator(loss, w, alpha, batch)
-            product = jax.vmap(lambda v: ravel_pytree(hvp(unravel(v)))[0])(
-                columns.astype(flat.dtype)
+            product = row_products(
+                lambda v: ravel_pytree(hvp(unravel(v)))[0], columns.astype(flat.dtype)
             )
             return weight * product, None
 

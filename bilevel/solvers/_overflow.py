@@ -1,0 +1,119 @@
+"""Linear maps in which an exact zero times an overflow is zero.
+
+The update of Adam has the slope ``rate / eps``, 1e6, at a weight that never had a gradient (the
+bias of a dead unit under weight decay). The sensitivity to this weight grows by that factor at
+every step of the reverse pass, and leaves the range of float32 after seven steps. No hyperparameter
+moves the weight, so the sensitivity is multiplied by an exact zero. Its part of the derivative
+is 0, as forward mode finds. Plain arithmetic gives ``inf * 0``, which is NaN.
+
+Here a linear map is applied to the entries within half of the range, and once more to the others,
+scaled down. If the second result is exactly 0, the large entries do not count. Otherwise it is
+scaled up again, or becomes NaN if one of the large entries was not finite. So a result is the right
+one or NaN.
+"""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from bilevel.meshes import vary
+from bilevel.problem import outputs_reading
+from bilevel.protocols import Pytree
+
+
+def guarded(linear: Callable[[Pytree], Pytree], v: Pytree) -> Pytree:
+    """Return ``linear(v)``, where exact zeros in ``linear`` cancel entries that overflowed.
+
+    Parameters
+    ----------
+    linear : function
+        A linear map on pytrees of floating arrays. It runs once, or twice if the sum of squares of
+        a leaf of ``v`` overflows.
+    v : pytree of floating arrays
+
+    Returns
+    -------
+    pytree
+        Finite where the entries that are not finite have no influence; NaN elsewhere.
+
+    Examples
+    --------
+    >>> linear = lambda v: (0.0 * v[0] + v[1], 2.0 * v[0])
+    >>> v = jnp.array(jnp.inf), jnp.array(1.0)
+    >>> linear(v)
+    (Array(nan, dtype=float...), Array(inf, dtype=float...))
+    >>> guarded(linear, v)
+    (Array(1., dtype=float...), Array(nan, dtype=float...))
+    """
+    leaves = jax.tree.leaves(v)
+    results, tree = jax.tree.flatten(jax.eval_shape(linear, v))
+    # The others are 0. A branch on v would hide this from the search for leaves without an effect.
+    reads = outputs_reading(linear, v)
+    dtypes = [x.dtype for x in [*leaves, *results]]
+    exponent = min(int(jnp.finfo(dtype).maxexp) for dtype in dtypes) // 2
+
+    def part(v):
+        return [x for x, read in zip(jax.tree.leaves(linear(v)), reads, strict=True) if read]
+
+    def in_two():
+        both = jax.lax.map(part, jax.tree.map(functools.partial(_split, exponent), v))
+        finite = _all([jnp.isfinite(x).all() for x in leaves])
+
+        def joined(pair):
+            small, large = pair
+            raised = jnp.where(finite, small + large * 2.0**exponent, jnp.nan)
+            return jnp.where(large == 0, small, raised)
+
+        return jax.tree.map(joined, both)
+
+    found = iter(jax.lax.cond(_anywhere(_overflows(leaves, exponent)), in_two, lambda: part(v)))
+    zeros = [jnp.zeros(x.shape, x.dtype) for x in results]
+    return jax.tree.unflatten(
+        tree, [next(found) if read else zero for zero, read in zip(zeros, reads, strict=True)]
+    )
+
+
+def _all(conditions: list[jax.Array]) -> jax.Array:
+    return functools.reduce(jnp.logical_and, conditions)
+
+
+def _overflows(leaves: list[jax.Array], exponent: int) -> jax.Array:
+    """Whether an entry may be ``2**exponent`` or more, or NaN: by the sum of squares."""
+    limit = 2.0 ** (2 * exponent - 1)
+    return ~_all([jnp.vdot(x, x) < limit for x in leaves])
+
+
+def _split(exponent: int, x: jax.Array) -> jax.Array:
+    """Two arrays: the small entries of ``x``, and the large ones times ``2**-exponent``.
+
+    Entries that are not finite are replaced by hashes in [1, 2). Equal numbers could cancel in a
+    sum whose true terms do not.
+    """
+    bits = jnp.arange(x.size, dtype=jnp.uint32)
+    for factor in (0x85EBCA6B, 0xC2B2AE35):  # MurmurHash3's last mixing
+        bits = (bits ^ (bits >> 16)) * jnp.uint32(factor)
+    unit = jnp.asarray(2.0**-24, jnp.float32)
+    hashes = (1 + (bits >> 8).astype(jnp.float32) * unit).astype(x.dtype).reshape(x.shape)
+    large = ~(jnp.abs(x) < 2.0**exponent)  # NaN compares false
+    raised = jnp.where(jnp.isfinite(x), x * 2.0**-exponent, hashes)
+    return jnp.stack([jnp.where(large, 0, x), jnp.where(large, raised, 0)])
+
+
+@jax.custom_batching.custom_vmap
+def _anywhere(condition: jax.Array) -> jax.Array:
+    """Whether the condition holds anywhere under ``vmap`` and on any device of ``shard_map``.
+
+    All copies and devices then take the same branch. A condition that differs between copies would
+    make ``vmap`` run both branches.
+    """
+    axes = jax.sharding.get_abstract_mesh().manual_axes
+    if not axes:
+        return condition
+    return jax.lax.pmax(vary(condition.astype(jnp.int32), frozenset(axes)), tuple(axes)) > 0
+
+
+@_anywhere.def_vmap
+def _(size: int, batched: list[bool], condition: jax.Array) -> tuple[jax.Array, bool]:
+    return _anywhere(condition.any()), False

@@ -1,0 +1,143 @@
+"""Weights that never get a gradient: reverse mode neither overflows nor multiplies inf by 0."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import assert_close
+
+import bilevel
+from bilevel.solvers._optimizer import with_limits
+from bilevel.solvers._overflow import guarded
+
+X = np.array([[1.0, 0.0, 2.0], [0.5, 0.0, -1.0], [2.0, 0.0, 1.0], [1.0, 0.0, -1.5]], np.float32)
+Y = np.array([1.0, -1.0, 2.0, 0.5], np.float32)
+W0 = {  # the second unit is dead, and so are the weights of the second input
+    "in": np.array([[0.5, -3.0, -0.4], [0.0, 0.0, 0.0], [0.3, -0.2, 1.0]], np.float32),
+    "bias": np.zeros(3, np.float32),
+    "out": np.array([0.5, 0.4, -0.3], np.float32),
+}
+
+
+def predict(w):
+    return jax.nn.relu(X @ w["in"] + w["bias"]) @ w["out"]
+
+
+def lower(w, alpha, batch):
+    squares = sum(jnp.sum(x**2) for x in jax.tree.leaves(w))
+    return jnp.mean((predict(w) - Y) ** 2) + 0.01 * jnp.exp(alpha) * squares
+
+
+def outer(w, alpha, batch):
+    return jnp.sum((predict(w) + 1) ** 2) + sum(jnp.sum((x + 1) ** 2) for x in jax.tree.leaves(w))
+
+
+PROBLEM = bilevel.Problem(lower, outer)
+
+
+def grad(optimizer, steps, mode):
+    solver = bilevel.unrolled(optimizer, steps)
+    fn = jax.jit(bilevel.hypergradient(PROBLEM, solver, mode=mode, diagnostics=False))
+    return fn(jnp.float32(0.0), jax.tree.map(jnp.asarray, W0), None, None).grad
+
+
+CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.01))
+OPTIMIZERS = {
+    "adabelief": optax.adabelief(0.01),
+    "adadelta": optax.adadelta(0.01),
+    "adafactor": optax.adafactor(0.01),
+    "adagrad": optax.adagrad(0.01),
+    "adam": optax.adam(0.01),
+    "adamax": optax.adamax(0.01),
+    "adamw": optax.adamw(0.01),
+    "amsgrad": optax.amsgrad(0.01),
+    "clipped adam": CLIPPED,
+    "fromage": optax.fromage(0.01),
+    "lamb": optax.lamb(0.01),
+    "lars": optax.lars(0.01),
+    "learned rate": lambda alpha: optax.adam(0.01 * jnp.exp(alpha)),
+    "nadam": optax.nadam(0.01),
+    "novograd": optax.novograd(0.01),
+    "radam": optax.radam(0.01),
+    "rmsprop": optax.rmsprop(0.01),
+    "sgd": optax.sgd(0.01, momentum=0.9),
+    "sm3": optax.sm3(0.01),
+    "yogi": optax.yogi(0.01),
+}
+
+
+@pytest.mark.parametrize("name", ["adam", "clipped adam", "learned rate"])
+def test_dead_units_under_weight_decay_leave_the_hypergradient_right(name):
+    optimizer = OPTIMIZERS[name]
+    # Truth: forward mode, which multiplies 0 by slopes in the order of the steps.
+    assert_close(grad(optimizer, 12, "reverse"), grad(optimizer, 12, "forward"), f64=1e-4, f32=1e-4)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("steps", [5, 10, 20, 40, 100])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_dead_units_under_every_optimizer(name, steps):
+    reverse, forward = (grad(OPTIMIZERS[name], steps, mode) for mode in ("reverse", "forward"))
+    # Truth: forward mode. Late steps are chaotic in float32, in both modes.
+    assert_close(reverse, forward, f64=1e-3, f32=1e-3)
+
+
+def smallest(lower, steps=10):
+    problem = bilevel.Problem(lower, lambda w, alpha, batch: jnp.sum(w + 1) ** 2)
+    solver = bilevel.unrolled(optax.adam(0.01), steps)
+    return bilevel.hypergradient(problem, solver, diagnostics=False)
+
+
+def test_only_weights_at_zero_of_which_one_copy_moves():
+    fn = smallest(lambda w, alpha, batch: jnp.exp(alpha) * jnp.sum(w**2))
+    starts = jnp.stack([jnp.zeros(2), jnp.array([0.3, -0.2])])
+    found = jax.jit(jax.vmap(fn, (None, 0, None, None)))(jnp.float32(0), starts, None, None)
+    assert found.grad[0] == 0 and np.isfinite(found.grad[1]) and found.grad[1] != 0
+
+
+def test_an_overflow_that_matters_is_not_hidden():
+    """Alpha moves the gradient of 0: the derivative is out of float32's range."""
+
+    def lower(w, alpha, batch):
+        return jnp.sum(w**2) + alpha * jnp.sum(w)
+
+    w0 = jnp.zeros(2, jnp.float32)
+    found = smallest(lower)(jnp.float32(0), w0, None, None)
+    assert not np.isfinite(found.grad)
+
+
+def test_a_guarded_map_is_the_map_where_nothing_overflows_twice():
+    rng = np.random.default_rng(0)
+    matrix = jnp.asarray(rng.normal(size=(4, 5)), jnp.float32).at[:3, 1:3].set(0)
+    v = jnp.asarray(rng.normal(size=5), jnp.float32)
+    apply = jax.jit(lambda v: guarded(lambda v: matrix @ v, v))
+    np.testing.assert_array_equal(apply(v), matrix @ v)
+    huge = v.at[0].set(1e30)  # finite: the sum is right
+    np.testing.assert_allclose(apply(huge), matrix @ huge, rtol=1e-6)
+    for bad in (jnp.inf, jnp.nan, -jnp.inf):
+        found = apply(v.at[1].set(bad).at[2].set(bad))
+        np.testing.assert_allclose(found[:3], matrix[:3] @ v, rtol=1e-6)
+        assert np.isnan(found[3])
+    half = guarded(lambda v: 2 * v, jnp.array([3.0, 3e4], jnp.float16))
+    np.testing.assert_array_equal(half, [6, 6e4])
+
+
+FEATURES = {  # of a learned optimizer; their slopes at a gradient of 0
+    "where": (lambda g: jnp.where(g != 0, jnp.log(jnp.abs(g)), 0.0) + 2 * g, 2.0),
+    "opened guard": (lambda g: jnp.where(g**2 > 0, jnp.log(g**2), 0.0) + g, 1.0),
+    "clip": (lambda g: jnp.clip(jnp.log(jnp.abs(g)) / 10, -1, None) + 3 * g, 3.0),
+    "maximum": (lambda g: jnp.maximum(jnp.log(jnp.abs(g)), -9.0) * g, -9.0),
+    "used": (lambda g: jnp.exp(jnp.log(g)), np.nan),
+    "used in a product": (lambda g: jnp.stack([jnp.exp(jnp.log(g)), g]) @ jnp.ones(2), np.nan),
+}
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_a_logarithm_of_the_gradient_counts_only_where_it_is_used(name):
+    feature, expected = FEATURES[name]
+    step = lambda g: with_limits(feature, g)  # noqa: E731
+    assert step(0.0) == feature(0.0)
+    np.testing.assert_allclose(jax.grad(step)(0.0), expected, rtol=1e-6)
+    np.testing.assert_allclose(jax.jvp(step, (0.0,), (1.0,))[1], expected, rtol=1e-6)
+    np.testing.assert_allclose(jax.grad(step)(0.5), jax.grad(feature)(0.5), rtol=1e-6)

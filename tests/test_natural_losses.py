@@ -1,0 +1,188 @@
+"""Losses with Fourier transforms, with rules for reverse mode alone, with variables of other types.
+
+Each of these once ended in an error of XLA's or JAX's own.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import assert_close
+
+import bilevel
+from bilevel.inverse import hessian_matrix
+
+RNG = np.random.default_rng(0)
+BLUR, SIGNAL = RNG.normal(size=5), RNG.normal(size=12)
+
+# ------------------------------------------------------------------------- Fourier transforms
+
+
+def deblurred(convolve):
+    def lower(w, alpha, batch):
+        return 0.5 * jnp.sum((convolve(w) - SIGNAL) ** 2) + 0.5 * jnp.exp(alpha) * jnp.sum(w**2)
+
+    return bilevel.Problem(lower, lambda w, alpha, batch: jnp.sum((w - 0.1) ** 2))
+
+
+CONVOLUTIONS = {
+    "fft": lambda w: jnp.fft.irfft(jnp.fft.rfft(w) * jnp.fft.rfft(BLUR, 12), 12),
+    "fftconvolve": lambda w: jax.scipy.signal.fftconvolve(w, jnp.asarray(BLUR), mode="same"),
+    "dct": lambda w: jax.scipy.fft.dct(w),
+}
+
+
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_a_hessian_of_fourier_transforms_is_decomposed(name):
+    convolve, w0 = CONVOLUTIONS[name], jnp.zeros(12)
+    matrix = np.asarray(jax.jacobian(convolve)(w0), float)
+
+    def exact(alpha):  # truth: ridge regression on the transform's matrix
+        normal = matrix.T @ matrix + jnp.exp(alpha) * jnp.eye(12)
+        w = jnp.linalg.solve(normal, matrix.T @ SIGNAL)
+        return jnp.sum((w - 0.1) ** 2)
+
+    expected = jax.grad(exact)(0.5)
+    fn = bilevel.hypergradient(deblurred(convolve), bilevel.implicit(bilevel.newton(), DENSE))
+    found = jax.jit(fn)(jnp.array(0.5), w0, None, None)
+    assert_close(found.grad, expected, f64=1e-9, f32=1e-3)
+    assert found.info.converged
+
+
+DENSE = bilevel.dense()
+
+
+def test_a_hessian_of_fourier_transforms_is_decomposed_eagerly_and_under_vmap():
+    hvp = jax.linearize(jax.grad(lambda w: deblurred(CONVOLUTIONS["fft"]).lower(w, 0.0, None)), W)[
+        1
+    ]
+    vectors = jnp.stack([W, 2 * W])
+    solve = lambda b: DENSE(hvp, b, None, None)  # noqa: E731
+    expected = jnp.linalg.solve(hessian_matrix(hvp, W), W)
+    assert_close(solve(W), expected, f64=1e-10, f32=1e-4)
+    assert_close(jax.jit(jax.vmap(solve))(vectors)[1], 2 * expected, f64=1e-10, f32=1e-4)
+    nystrom = bilevel.nystrom(12, 1e-3)
+    assert np.isfinite(jax.jit(lambda b: nystrom(hvp, b, None, None))(W)).all()
+
+
+W = jnp.asarray(SIGNAL)
+
+# ----------------------------------------------------------------- rules for reverse mode alone
+
+
+@jax.custom_vjp
+def exp(x):
+    """The natural way to write it: the rule calls the function, which has no forward derivative."""
+    return jnp.exp(x)
+
+
+def _keep(x):
+    y = exp(x)
+    return y, y
+
+
+exp.defvjp(_keep, lambda y, cotangent: (cotangent * y,))
+
+
+@jax.custom_vjp
+def once(x):
+    """Its reverse pass is a loop that ends by a test, as in diffrax's default adjoint."""
+    return jnp.cosh(x)
+
+
+def _loop(x, cotangent):
+    body = lambda carry: (carry[0] + 1, carry[1] * jnp.sinh(x))  # noqa: E731
+    return (jax.lax.while_loop(lambda carry: carry[0] < 1, body, (0, cotangent))[1],)
+
+
+once.defvjp(lambda x: (once(x), x), _loop)
+
+
+def with_cosh(cosh):
+    return bilevel.Problem(
+        lambda w, alpha, batch: jnp.sum(cosh(w - alpha) + 0.5 * w**2),
+        lambda w, alpha, batch: jnp.sum((w - 2) ** 2),
+    )
+
+
+START = jnp.array(0.7), jnp.full(2, 0.3), None, None
+IMPLICIT = {
+    "newton": bilevel.implicit(),
+    "lbfgs": bilevel.implicit(bilevel.lbfgs(tol=1e-6)),
+    "dense": bilevel.implicit(bilevel.newton(), DENSE),
+    "unrolled": bilevel.unrolled(0.1, 3),
+}
+
+
+@pytest.mark.parametrize("name", IMPLICIT)
+def test_a_rule_that_calls_its_function_has_second_derivatives(name):
+    own = bilevel.hypergradient(with_cosh(lambda x: (exp(x) + exp(-x)) / 2), IMPLICIT[name])
+    plain = bilevel.hypergradient(with_cosh(jnp.cosh), IMPLICIT[name])
+    found, expected = jax.jit(own)(*START), jax.jit(plain)(*START)
+    assert_close(found.grad, expected.grad, f64=1e-6, f32=1e-4)
+    assert bool(found.info.converged) == bool(expected.info.converged)
+
+
+@pytest.mark.parametrize("name", IMPLICIT)
+def test_a_rule_without_second_derivatives_names_the_remedies(name):
+    fn = bilevel.hypergradient(with_cosh(once), IMPLICIT[name])
+    with pytest.raises(ValueError, match=r"lower: .*DirectAdjoint\(\).*f2sa"):
+        fn(*START)
+
+
+def test_f2sa_needs_no_second_derivatives():
+    found = [
+        bilevel.search(
+            *(with_cosh(cosh), bilevel.f2sa(0.1), optax.sgd(0.1), *START), steps=3, progress=False
+        ).alpha
+        for cosh in (once, jnp.cosh)
+    ]
+    assert_close(found[0], found[1], f64=1e-12, f32=1e-5)
+
+
+# ------------------------------------------------------------------------------- variables
+
+
+def changing(w, alpha, batch):
+    """A running mean in half precision, as a layer may compute it."""
+    mean = (0.5 * w.variables["mean"]).astype(jnp.float16)
+    return 0.5 * jnp.sum((w.params - alpha) ** 2), {"mean": mean, "count": w.variables["count"] + 1}
+
+
+STATEFUL = {
+    "unrolled": bilevel.unrolled(0.1, 3),
+    "distilled": bilevel.distilled(0.1, decay=0.5),
+    "one_step": bilevel.one_step(0.1),
+    "restarted": bilevel.restarted(bilevel.unrolled(0.1, 3)),
+    "implicit": bilevel.implicit(),
+}
+
+
+def searched(lower, solver):
+    problem = bilevel.Problem(lower, lambda w, a, b: jnp.sum(w.params**2), stateful=True)
+    w0 = bilevel.Stateful(jnp.ones(2), {"mean": jnp.ones(2), "count": jnp.zeros((), int)})
+    return bilevel.search(
+        *(problem, solver, optax.sgd(0.1), jnp.array(0.3), w0, None, None), steps=2, progress=False
+    )
+
+
+@pytest.mark.parametrize("name", STATEFUL)
+def test_variables_keep_the_types_that_they_began_with(name):
+    variables = searched(changing, STATEFUL[name]).w.variables
+    assert variables["mean"].dtype == jnp.ones(2).dtype
+    calls = {"unrolled": 6, "restarted": 3}.get(name, 2)  # a restarted run begins at the first ones
+    np.testing.assert_allclose(variables["mean"], 0.5**calls, rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    {
+        "shape": ({"mean": jnp.ones(3), "count": 0}, r"\['mean'\] of w0's shape \(2,\)"),
+        "form": ({"mean": jnp.ones(2)}, "of the form of w0's"),
+        "rounded": ({"mean": jnp.ones(2), "count": 0.5}, r"\['count'\] of integers"),
+    }.values(),
+)
+def test_variables_of_another_form_are_refused(change, said):
+    with pytest.raises(ValueError, match=f"lower: expected variables.*{said}"):
+        searched(lambda w, a, b: (jnp.sum(w.params * a), change), bilevel.unrolled(0.1, 1))

@@ -39,6 +39,8 @@ class Curvature(NamedTuple):
     lowest: jax.Array  # [], the smallest eigenvalue, or a few times it
     condition: jax.Array  # [], the largest over the smallest, about
     definite: jax.Array  # [], bool: positive definite, beyond rounding
+    free: jax.Array | None  # [p, p], orthonormal columns and 0: where it is 0, up to rounding
+    flat: jax.Array  # [], bool: positive definite but for free directions, which ``solve`` leaves
     spectrum: tuple[jax.Array, jax.Array] | None  # eigenvalues [p] and vectors, where decomposed
 
 
@@ -90,8 +92,10 @@ class _Factors(NamedTuple):
 
     vectors: jax.Array  # [p, p]
     core: jax.Array  # [p, p], diagonal but for soft directions
-    lowest: jax.Array
-    noise: jax.Array  # the error of ``lowest``
+    lowest: jax.Array  # outside the free directions
+    definite: jax.Array
+    free: jax.Array  # [p, p]
+    flat: jax.Array
 
 
 def _decomposed(hvp: LinearMap, like: Pytree) -> Curvature:
@@ -105,17 +109,23 @@ def _decomposed(hvp: LinearMap, like: Pytree) -> Curvature:
     noise = _ROUNDINGS * jnp.finfo(flat.dtype).eps * highest
     factors = jax.lax.cond(
         values[0] > 10 * noise,
-        lambda: _Factors(vectors, jnp.diag(1 / values), values[0], noise),
-        lambda: _sharpened(of_columns, values, vectors, 100 * noise),
+        lambda: _Factors(
+            vectors,
+            jnp.diag(1 / values),
+            values[0],
+            values[0] > _SURE * noise,
+            jnp.zeros_like(vectors),
+            values[0] < 0,
+        ),
+        lambda: _sharpened(of_columns, values, vectors, noise),
     )
 
     def solve(b):
         flat, unravel = ravel_pytree(b)
         return unravel(factors.vectors @ (factors.core @ (factors.vectors.T @ flat)))
 
-    definite = factors.lowest > _SURE * factors.noise
-    condition = highest / factors.lowest
-    return Curvature(solve, factors.lowest, condition, definite, (values, vectors))
+    _, _, lowest, definite, free, flat = factors
+    return Curvature(solve, lowest, highest / lowest, definite, free, flat, (values, vectors))
 
 
 def spectrum(hvp: LinearMap, like: Pytree) -> tuple[jax.Array, jax.Array]:
@@ -132,15 +142,18 @@ def spectrum(hvp: LinearMap, like: Pytree) -> tuple[jax.Array, jax.Array]:
     return jnp.linalg.eigh(hessian_matrix(lambda v: hvp(after(like, v)), like))
 
 
-def _sharpened(products, values, vectors, threshold) -> _Factors:
-    """The same, with eigenvalues under ``threshold`` found anew, as Rayleigh quotients.
+def _sharpened(products, values, vectors, rounding) -> _Factors:
+    """The same, with eigenvalues near ``rounding`` found anew, as Rayleigh quotients.
 
     Those of a matrix are lost in the rounding of its largest entries. Those of a product need not
     be: where ``X v = 0`` to rounding, so is the whole data term of ``v' (X'X + penalty I) v``,
     squared. What rounding is left shows when the same product is taken of other numbers.
+
+    If that does not make the Hessian definite, directions whose eigenvalue is 0 up to ``rounding``
+    count as free: the inverse is that of the other directions.
     """
     p = len(values)
-    soft = values < threshold
+    soft = values < 100 * rounding
     both = soft[:, None] & soft[None]
     scaled = jnp.asarray(OTHERWISE, values.dtype)
     quotients = jnp.where(both, vectors.T @ products(vectors), 0)
@@ -150,12 +163,23 @@ def _sharpened(products, values, vectors, threshold) -> _Factors:
     )
     noise = spread / jnp.sqrt(soft.sum().astype(spread.dtype))
     scale = jnp.max(jnp.abs(quotients))
+    scale = jnp.where(scale > 0, scale, 1)
     # The stiff directions wait outside the soft ones' range.
     outside = jnp.diag(jnp.where(soft, 0, 4 * p * scale))
     sharp, turn = jnp.linalg.eigh((quotients + quotients.T) / 2 + outside)
-    inside = (turn * jnp.where(sharp < 2 * p * scale, 1 / sharp, 0)[None]) @ turn.T
+    inner = sharp < 2 * p * scale
+    definite = sharp[0] > _SURE * noise
+    free = inner & ~definite & (jnp.abs(sharp) <= rounding)
+    flat = free.any() & (sharp[0] >= -rounding)
+    stiff = inner & ~free
+    inside = (turn * jnp.where(stiff, 1 / jnp.where(stiff, sharp, 1), 0)[None]) @ turn.T
     core = jnp.where(both, inside, 0) + jnp.diag(jnp.where(soft, 0, 1 / values))
-    return _Factors(vectors, core, sharp[0], noise)
+    lowest = jnp.min(jnp.where(stiff, sharp, jnp.inf))
+    lowest = jnp.minimum(lowest, jnp.min(jnp.where(soft, jnp.inf, values)))
+    lowest = jnp.where(flat, lowest, sharp[0])
+    return _Factors(
+        vectors, core, lowest, definite, (vectors @ turn) * free[None].astype(turn.dtype), flat
+    )
 
 
 # --------------------------------------------------------------------------------- iterative
@@ -203,4 +227,5 @@ def _iterated(hvp: LinearMap, like: Pytree, products: int) -> Curvature:
         start = optax.tree.zeros_like(b), jnp.full_like(lowest, jnp.inf), jnp.zeros((), int)
         return do_while(unfinished, further, start)[0]
 
-    return Curvature(solve, lowest, optax.tree.norm(hvp(b)) / lowest, definite, None)
+    condition = optax.tree.norm(hvp(b)) / lowest
+    return Curvature(solve, lowest, condition, definite, None, definite & False, None)

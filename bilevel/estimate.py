@@ -25,7 +25,7 @@ from bilevel._order import after
 from bilevel.curvature import PRODUCTS, curvature, is_small, is_symmetric, spectrum
 from bilevel.forward import local_newton
 from bilevel.meshes import do_while, repeat, vary, varying
-from bilevel.precision import widen, widened
+from bilevel.precision import rounding, widen, widened
 from bilevel.problem import (
     Problem,
     gradient,
@@ -91,6 +91,8 @@ REASONS = (
     "squares of the hypergradient are under the numbers' range: multiply the losses by a constant",
     "the Jacobian of the lower gradient is not symmetric: a custom derivative rule in the lower "
     "loss (custom_jvp, custom_vjp) is not its derivative, so the gradient is not one of any loss",
+    "the weights' type (bfloat16, float16) is too coarse: its rounding hides Newton's last steps; "
+    "pass weights in float32",
 )
 """By ``Info.reason``: why there is no estimate."""
 
@@ -147,11 +149,11 @@ def assess(
     if adjoint is not None:
         adjoint = widen(adjoint)
     problem = Problem(widened(problem.lower, w), widened(problem.outer, w))
-    check, w = functools.partial(_assess, problem, products), widen(w)
+    check, w = functools.partial(_assess, problem, products, rounding(w)), widen(w)
     return detached(check, w, alpha, train, valid, grad, adjoint)
 
 
-def _assess(problem, products, w, alpha, train, valid, grad, adjoint) -> Info:
+def _assess(problem, products, coarse, w, alpha, train, valid, grad, adjoint) -> Info:
     fixed = Problem(held(problem.lower, w, alpha, train), held(problem.outer, w, alpha, valid))
     slope, hvp = hessian_operator(fixed.lower, w, alpha, train)
     force = jax.grad(fixed.outer)(w, alpha, valid)
@@ -163,8 +165,8 @@ def _assess(problem, products, w, alpha, train, valid, grad, adjoint) -> Info:
     change = optax.tree.norm(optax.tree.sub(grad, better))
     # The rounding of two terms that may nearly cancel.
     noise = _NOISE * jnp.finfo(change.dtype).eps
-    rounding = noise * refined.magnitude
-    estimate = jnp.maximum(change, spread) + rounding
+    hidden = noise * refined.magnitude
+    estimate = jnp.maximum(change, spread) + hidden + refined.leak
     stationarity = optax.tree.norm(slope)
     finite = jnp.isfinite(stationarity + optax.tree.norm(force) + optax.tree.norm(grad))
     settled = refined.settled & jnp.isfinite(estimate)
@@ -172,8 +174,11 @@ def _assess(problem, products, w, alpha, train, valid, grad, adjoint) -> Info:
     asymmetric = jnp.array(False)
     if exact_order(jax.make_jaxpr(problem.lower)(w, alpha, train)) != FORWARD_OVER_REVERSE:
         asymmetric = ~is_symmetric(hvp, w)
-    wrong = ~finite, asymmetric, ~refined.definite, ~settled, lost
-    reason = jnp.select(wrong, [1, 7, 2, 3, 6], 0).astype(jnp.int8)
+    # Losses round the weights to their type: Newton's steps end at that rounding.
+    narrower = coarse > jnp.finfo(change.dtype).eps
+    rounded = ~settled & narrower & (refined.last_step <= 10 * coarse)
+    wrong = ~finite, asymmetric, ~refined.definite, rounded, ~settled, lost
+    reason = jnp.select(wrong, [1, 7, 2, 8, 3, 6], 0).astype(jnp.int8)
     estimate = jnp.where(reason == 0, estimate, jnp.inf)
 
     if adjoint is None:
@@ -191,7 +196,7 @@ def _assess(problem, products, w, alpha, train, valid, grad, adjoint) -> Info:
         converged=(reason == 0) & (estimate + 2 * spread <= TOLERANCE * optax.tree.norm(grad)),
         error_estimate=estimate,
         error_bound=jnp.where(
-            jnp.isfinite(bound) & ~lost & ~asymmetric, (1 + noise) * bound + rounding, jnp.inf
+            jnp.isfinite(bound) & ~lost & ~asymmetric, (1 + noise) * bound + hidden, jnp.inf
         ),
         reason=reason,
     )
@@ -222,8 +227,10 @@ class _Refined(NamedTuple):
     grads: Pytree  # like alpha, leading axis: samples of the refined hypergradient
     magnitude: jax.Array  # the size of its two terms
     linear_residual: jax.Array
-    definite: jax.Array  # bool, the Hessian
+    definite: jax.Array  # bool, the Hessian, but for directions that do not matter
+    leak: jax.Array  # what such directions may contribute
     settled: jax.Array  # bool: Newton's steps have come to rest
+    last_step: jax.Array  # of Newton's method, relative to ``w``
     spectrum: tuple[jax.Array, jax.Array] | None  # of the Hessian, where it is decomposed
 
 
@@ -264,7 +271,7 @@ def _unknown(w, q, alpha) -> _Refined:
     missing = jax.tree.map(lambda a: jnp.full((_samples(w), *a.shape), jnp.nan, a.dtype), alpha)
     nan = jnp.full_like(optax.tree.norm(w), jnp.nan)
     no = jnp.array(False)
-    return _Refined(w, q, missing, nan, nan, definite=no, settled=no, spectrum=None)
+    return _Refined(w, q, missing, nan, nan, no, nan, no, nan, None)
 
 
 def _settled(problem, fixed, system, near, w, q, alpha, train, valid, grad) -> _Refined:
@@ -283,13 +290,24 @@ def _settled(problem, fixed, system, near, w, q, alpha, train, valid, grad) -> _
         force = jax.grad(fixed.outer)(w, alpha, valid)
         return lambda q: optax.tree.sub(hvp(q), force), force
 
-    near, w_settled = _settle(newton_step, near, w, rounding, enough)
+    near, w_settled, last_step = _settle(newton_step, near, w, rounding, enough)
     residual_of, force = adjoint_residual(near)
-    q, q_settled = _settle(lambda q: system.solve(residual_of(q)), q, q, rounding, enough)
+    q, q_settled, _ = _settle(lambda q: system.solve(residual_of(q)), q, q, rounding, enough)
     better, magnitude = _combine(problem, near, q, alpha, train, valid)
+    definite, leak, shifts = system.definite, jnp.zeros_like(magnitude), None
+    if system.free is not None:
+        free, leak = jax.lax.cond(
+            system.flat,
+            lambda: _unfelt(problem, fixed, system, near, alpha, train, valid),
+            lambda: (system.flat, leak),
+        )
+        definite = definite | free
+        shifts = _shifts(near, system.free, count)
 
     def sample(number):
         w_near, q_near = _jitter(2 * number, near), _jitter(2 * number + 1, q)
+        if shifts is not None:
+            w_near = optax.tree.add(w_near, ravel_pytree(near)[1](shifts[number]))
         w_near = repeat(lambda w: optax.tree.sub(w, newton_step(w)), w_near, rounds)
         # Newton's step ends on one rounding of the minimum, often the same from everywhere. Where
         # the outer gradient nearly cancels, as without noise, it is as good as any other.
@@ -311,14 +329,64 @@ def _settled(problem, fixed, system, near, w, q, alpha, train, valid, grad) -> _
         grads=grads,
         magnitude=magnitude,
         linear_residual=_ratio(optax.tree.norm(residual_of(q)), force),
-        definite=system.definite,
+        definite=definite,
+        leak=leak,
         settled=w_settled & q_settled,
+        last_step=_ratio(last_step, near),
         spectrum=system.spectrum,
     )
 
 
+def _unfelt(problem, fixed, system, w, alpha, train, valid):
+    """Whether no derivative has a part in the free directions; what rounding hides of it.
+
+    The hypergradient then does not depend on them: a shift of all particles, or of all logits. Both
+    factors of a free direction's term, ``(v . n) (B' n) / curvature``, have to be 0 up to rounding,
+    and so has the gradient, or there is no minimum. The second result is that term with the largest
+    curvature that rounding hides.
+    """
+    flat, unravel = ravel_pytree(w)
+    slope, hvp = hessian_operator(fixed.lower, w, alpha, train)
+    force, turning = jax.linearize(lambda w: jax.grad(fixed.outer)(w, alpha, valid), w)
+
+    def part(x):
+        return jnp.linalg.norm(system.free.T @ ravel_pytree(x)[0])
+
+    def mixed(n):
+        product = mixed_product(lambda w, a: problem.lower(w, a, train), w, alpha, unravel(n))
+        return optax.tree.norm(product)
+
+    # Random combinations of the free directions, and of all.
+    draws = jax.random.normal(jax.random.key(2), (4, flat.size), flat.dtype)
+    draws = vary(draws, varying(flat))
+    vectors = jnp.concatenate([draws[:2] @ system.free.T, draws[2:]])
+    *free, one, other = jax.lax.map(mixed, vectors)
+    pulled, crossed, whole = part(force), jnp.maximum(*free), jnp.maximum(one, other)
+    # Eigenvectors are known to the rounding over the gap in the spectrum.
+    eps = jnp.finfo(flat.dtype).eps
+    allowed = jnp.minimum(100 * eps * system.condition, jnp.sqrt(eps))
+    # A sum may cancel: its rounding is that of its terms.
+    terms = optax.tree.norm(slope) + optax.tree.norm(hvp(w))
+    outer_terms = optax.tree.norm(force) + optax.tree.norm(turning(w))
+    unfelt = (
+        (part(slope) <= allowed * terms)
+        & (pulled <= allowed * outer_terms)
+        & (crossed <= allowed * whole)
+    )
+    least = _NOISE * eps * system.condition * system.lowest
+    return unfelt, pulled * crossed / least
+
+
+def _shifts(w, free, count):
+    """Random moves of ``w`` along the free directions, by much more than rounding: [count, p]."""
+    flat, _ = ravel_pytree(w)
+    drawn = vary(jax.random.normal(jax.random.key(3), (count, flat.size)), varying(flat))
+    size = jnp.finfo(flat.dtype).eps ** 0.25 * jnp.sqrt(jnp.mean(flat**2))
+    return size * ((drawn.astype(flat.dtype) @ free) @ free.T)
+
+
 def _settle(step, x, start, rounding, enough):
-    """``x - step(x)``, again while steps shrink; whether the last is small.
+    """``x - step(x)``, again while steps shrink; whether the last is small; its length.
 
     Small: against the way from ``start``, or against ``rounding``, relative to ``x``.
     """
@@ -343,7 +411,7 @@ def _settle(step, x, start, rounding, enough):
     nothing = x, infinite, infinite, jnp.zeros((), int)
     x, size, *_ = do_while(unfinished, once, nothing)
     allowed = jnp.minimum(100 * rounding, 0.1) * optax.tree.norm(x)
-    return x, (size <= jnp.maximum(0.01 * way(x), allowed)) & jnp.isfinite(size)
+    return x, (size <= jnp.maximum(0.01 * way(x), allowed)) & jnp.isfinite(size), size
 
 
 def _jitter(number, tree, roundings=1.0):

@@ -438,3 +438,19 @@ def test_drawn_roundings_have_mean_0_and_variance_1():
         # On the grid of roundings, 1/4 of a unit here; four standard errors.
         assert abs(drawn.mean()) < 4 / np.sqrt(len(x))
         assert abs(drawn.var() - 1) < 0.08
+
+
+def test_weights_of_a_coarse_type_are_named_and_kinks_are_not():
+    """Losses of bfloat16 weights are steps in float32, in which Newton's method cannot rest."""
+
+    def lower(w, alpha, batch):
+        return jnp.sum(jnp.cosh(w.astype(jnp.float32) - jnp.exp(alpha)))
+
+    problem = bilevel.Problem(lower, lambda w, alpha, batch: jnp.sum(w.astype(jnp.float32) ** 2))
+    fn = jax.jit(bilevel.hypergradient(problem, bilevel.implicit()))
+    coarse, fine = (
+        fn(jnp.float32(0.3), jnp.full(3, 0.5, dtype), None, None).info
+        for dtype in (jnp.bfloat16, jnp.float32)
+    )
+    assert fine.converged
+    assert np.isinf(coarse.error_estimate) and "bfloat16" in bilevel.explain(coarse)

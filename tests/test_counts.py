@@ -156,8 +156,8 @@ CALLS = {
         42 + 20,
         20656,
     ),
-    # 10 of the last 12 run only if the Hessian is singular: what depends on its free directions.
-    "info": (lambda: hypergradient(bilevel.unrolled(0.1, STEPS), True), 82 + 217 + 12, 9408),
+    # The last 12 products and 968 bytes are for free directions; 10 of 12 run if there are any.
+    "info": (lambda: hypergradient(bilevel.unrolled(0.1, STEPS), True), 82 + 217 + 12, 10376),
     "ridge": (lambda: ridge(lambda alpha, x: x * jnp.exp(-alpha / 2), lambda alpha: 1.0), 6, 3216),
     "network_kernel": (lambda: nngp, 2, 120416),
     "empirical_kernel": (lambda: jacobian_kernel, 5, 21440),

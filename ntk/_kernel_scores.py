@@ -33,7 +33,7 @@ from ntk._network import (
     split_weights,
     summed,
 )
-from ntk._symmetric import symmetric
+from ntk._symmetric import square, symmetric
 from ntk.kernel_functions import matrix
 
 
@@ -101,10 +101,12 @@ def of_kernel(
 
     Parameters
     ----------
-    K : array [n, n], :class:`ntk.Kernels` or kernel function
-        Symmetric, up to rounding.
+    K : array [n, n] or [n, n, o, o], :class:`ntk.Kernels` or kernel function
+        Symmetric, up to rounding. A kernel of o outputs is the matrix ``[n o, n o]`` of all pairs
+        of an input and an output.
     y : integer array [n], optional
         Labels from 0, known when tracing: for ``label_energy``, which is left out without them.
+        With a kernel of o outputs, labels are below o: output a fits the indicator of class a.
     x : array [n, ...], optional
         Inputs, where ``K`` is a kernel function (:func:`ntk.kernel_matrix`).
 
@@ -127,7 +129,9 @@ def of_kernel(
     >>> float(found["eigen_nas"]), float(found["condition_number"])
     (2.5, 4.0)
     """
-    K = symmetric(matrix(K, x))
+    K = array("K", matrix(K, x))
+    n, outputs = K.shape[0] if K.ndim else 0, K.shape[3] if K.ndim == 4 else 1
+    K = symmetric(square(K))
     size = jnp.sqrt(largest(K)).reshape(())  # products of eigenvalues would leave the range
     K = K / size / size
     values = spectrum.eigenvalues(K)
@@ -141,9 +145,14 @@ def of_kernel(
     if y is None:
         return _of_matrix(K, values, size, None, 0)
     y = np.asarray(array("y", y))
-    if y.shape != (len(K),) or not np.issubdtype(y.dtype, np.integer) or y.min() < 0:
-        raise ValueError(f"y: expected {len(K)} labels from 0, got {y.dtype} of shape {y.shape}.")
-    return _of_matrix(K, values, size, jnp.asarray(y), int(y.max()) + 1)
+    if y.shape != (n,) or not np.issubdtype(y.dtype, np.integer) or y.min() < 0:
+        raise ValueError(f"y: expected {n} labels from 0, got {y.dtype} of shape {y.shape}.")
+    classes = int(y.max()) + 1
+    if n < len(K) and classes > outputs:
+        raise ValueError(
+            f"y: expected labels below {outputs}, the outputs of K, got the label {classes - 1}."
+        )
+    return _of_matrix(K, values, size, jnp.asarray(y), outputs if n < len(K) else classes)
 
 
 def _of_matrix(
@@ -379,6 +388,7 @@ def _label_energy(K: jax.Array, values: jax.Array, y: jax.Array, classes: int) -
     targets = jax.nn.one_hot(y, classes, dtype=K.dtype)
     targets = nan_unless(((y >= 0) & (y < classes)).all(), targets)
     targets -= targets.mean(axis=0, keepdims=True)
+    targets = targets.reshape(len(K), -1)  # one column if K is of pairs (input, output)
     singular = _is_singular(values)
     safe = jnp.where(singular, jnp.eye(len(K), dtype=K.dtype), K)
     whitened = jax.scipy.linalg.solve_triangular(jnp.linalg.cholesky(safe), targets, lower=True)

@@ -13,7 +13,7 @@ import numpy as np
 
 from ntk._checks import array, at_least_float32, concrete, finite, floats, nan_unless, number
 from ntk._placement import automatic
-from ntk._symmetric import symmetric
+from ntk._symmetric import as_matrix, square, symmetric
 from ntk.kernel_functions import matrix as kernel
 from ntk.spectrum import min_eigenvalue
 
@@ -37,9 +37,7 @@ def data(K: Any, y: Any, name: str = "K", *, x: Any = None) -> Data:
     """
     K, y = automatic((array(name, kernel(K, x, name)), array("y", y)))
     n, full = len(K) if K.ndim else 0, K.ndim == 4
-    if full and (K.shape != (n, n, *2 * K.shape[3:]) or not K.size):
-        raise ValueError(f"{name}: expected [n, n] or [n, n, outputs, outputs], got {K.shape}.")
-    matrix = symmetric(as_matrix(K), name)
+    matrix = symmetric(square(K, name), name)
     if full and y.shape != (n, K.shape[3]):
         raise ValueError(f"y: expected shape [{n}, {K.shape[3]}], as {name} has it, got {y.shape}.")
     if y.ndim not in (1, 2) or y.shape[0] != n or not y.size:
@@ -61,14 +59,6 @@ def others(name: str, cross: Any, of: Data) -> tuple[jax.Array, tuple[int, ...]]
         )
     finite(name, cross, "entries")
     return as_matrix(cross), (len(cross), *outputs)
-
-
-def as_matrix(K: jax.Array) -> jax.Array:
-    """[n1, n2, outputs, outputs] as [n1 outputs, n2 outputs]; others as they are."""
-    if K.ndim != 4:
-        return K
-    n1, n2, a, b = K.shape
-    return K.transpose(0, 2, 1, 3).reshape(n1 * a, n2 * b)
 
 
 def as_kernel(matrix: jax.Array, outputs: int) -> jax.Array:

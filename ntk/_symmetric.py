@@ -18,6 +18,39 @@ import numpy as np
 from ntk._checks import array, at_least_float32, concrete, finite, floats, nan_unless
 
 
+def as_matrix(K: Any) -> Any:
+    """[n1, n2, outputs, outputs] as [n1 outputs, n2 outputs]; others as they are."""
+    if K.ndim != 4:
+        return K
+    n1, n2, a, b = K.shape
+    return K.transpose(0, 2, 1, 3).reshape(n1 * a, n2 * b)
+
+
+def square(K: Any, name: str = "K") -> Any:
+    """Return a kernel as a square matrix: ``[n, n]``, or ``[n, n, o, o]`` as ``[n o, n o]``.
+
+    Row ``i o + a`` belongs to input i and output a.
+
+    Raises
+    ------
+    ValueError
+        If ``K`` has another shape or is empty.
+
+    Examples
+    --------
+    >>> square(jnp.zeros((3, 3, 2, 2))).shape
+    (6, 6)
+    """
+    K = K if isinstance(K, np.ndarray) else array(name, K)
+    shape = K.shape
+    if len(shape) not in (2, 4) or shape[0] != shape[1] or shape[-1] != shape[-2] or not K.size:
+        raise ValueError(
+            f"{name}: expected a square matrix, got shape {shape}. Kernels have the shape [n, n] "
+            "or [n, n, outputs, outputs]."
+        )
+    return as_matrix(K)
+
+
 def rounding(dtype: Any, n: int) -> float:
     """How far entries (i, j) and (j, i) may be apart, relative to the largest entry."""
     if not jnp.issubdtype(dtype, jnp.floating):

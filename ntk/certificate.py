@@ -62,7 +62,7 @@ from ntk._definite import (
     threads,
     up,
 )
-from ntk._symmetric import check_symmetric, rounding
+from ntk._symmetric import as_matrix, check_symmetric, rounding, square
 from ntk.kernel_functions import matrix, measured, mixed_blocks
 from ntk.kernels import Kernels
 
@@ -76,11 +76,12 @@ def certified_min_eigenvalue(K: Any, entry_error: Any = None, *, x: Any = None) 
 
     Parameters
     ----------
-    K : array [n, n], :class:`ntk.Kernels` or kernel function
+    K : array [n, n] or [n, n, o, o], :class:`ntk.Kernels` or kernel function
+        A kernel of o outputs is the matrix ``[n o, n o]`` of all pairs of an input and an output.
         Symmetric, up to rounding: it stands for ``(K + K') / 2``. float32 is taken exactly as it
         is: it says nothing about the errors made before, which ``entry_error`` is for. Of what
         :func:`ntk.network_kernel` returns, the tangent kernel. A function is evaluated in float64.
-    entry_error : float or array [n, n], optional
+    entry_error : float or array like ``K``, optional
         Largest error of each entry: by default 0 for an array, the ``error`` of the kernels, and
         for a function without one an estimate from two precisions (:mod:`ntk.kernel_functions`),
         which the bound is then as good as.
@@ -122,11 +123,11 @@ def certified_min_eigenvalue(K: Any, entry_error: Any = None, *, x: Any = None) 
     else:
         K = matrix(K, x)
     K, dtype = _real("K", K)
-    if K.ndim != 2 or K.shape[0] != K.shape[1] or K.size == 0:
-        raise ValueError(f"K: expected a square matrix, got shape {K.shape}.")
+    entry_error = _like_kernel(entry_error, K.shape)
+    K = square(K)
     check_symmetric(K, rounding(dtype, len(K)), "K")
     scale = power_of_two(K)
-    error = norm_bound(_entry_error(0.0 if entry_error is None else entry_error, K.shape)) / scale
+    error = norm_bound(_entry_error(entry_error, K.shape)) / scale
     return down(down(_bound(K / scale) - error) * scale)
 
 
@@ -451,6 +452,18 @@ def _check_mixtures(blocks, allowed):
                 "blocks: expected symmetric mixtures, got entries (a, b) and (b, a) of "
                 f"K_{i}{j} + K_{j}{i} that differ by {4 * off:.3g}."
             )
+
+
+def _like_kernel(entry_error, shape):
+    """The errors of a kernel of this shape, as :func:`ntk._symmetric.square` has its entries."""
+    if entry_error is None:
+        return 0.0
+    if len(shape) != 4:
+        return entry_error
+    e = numbers("entry_error", entry_error)
+    if e.shape not in ((), shape):
+        raise ValueError(f"entry_error: expected a number or shape {shape}, got {e.shape}.")
+    return as_matrix(e)
 
 
 def _entry_error(entry_error, shape):

@@ -18,6 +18,7 @@ an estimate: a certificate is as good as it.
 """
 
 import inspect
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -250,7 +251,9 @@ def _increasing(error: np.ndarray, correlation: np.ndarray) -> np.ndarray:
 
 def _in_precision(kernel: KernelFunction, x: np.ndarray, double: bool) -> tuple[Any, np.ndarray]:
     """What the kernel returns, and its matrix as float64, checked."""
-    with jax.enable_x64(double):
+    with jax.enable_x64(double), warnings.catch_warnings():
+        if not double:  # we chose float32: the caller cannot act on JAX's warning about it
+            warnings.filterwarnings("ignore", "Explicitly requested dtype", UserWarning)
         found = _evaluate(kernel, jnp.asarray(x, float), None, "ntk")
         K = np.asarray(_matrix(found, "ntk"))
     if np.iscomplexobj(K):

@@ -42,14 +42,13 @@ from ntk._flow import flow, flows, times
 from ntk._outputs import (
     Data,
     as_kernel,
-    as_matrix,
     cholesky,
     data,
     entry_error,
     others,
     with_penalty,
 )
-from ntk._symmetric import symmetric
+from ntk._symmetric import as_matrix, symmetric
 from ntk.kernel_functions import kernel_matrix, kernel_record
 
 _ROOM = 0.01  # for the rounding of entries of 16 bits, of the largest entry

@@ -33,7 +33,8 @@ import jax.numpy as jnp
 
 from ntk._checks import array
 from ntk._flow import flows, times
-from ntk._outputs import as_matrix, cholesky, data, others, with_penalty
+from ntk._outputs import cholesky, data, others, with_penalty
+from ntk._symmetric import as_matrix
 
 
 class KernelRegression(NamedTuple):

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 
 from ntk._checks import concrete
 from ntk._programs import fresh
-from ntk._symmetric import symmetric
+from ntk._symmetric import square, symmetric
 from ntk.kernel_functions import matrix
 from ntk.kernels import Kernels
 
@@ -45,7 +45,7 @@ class Eigenpair(NamedTuple):
     """Result of :func:`smallest_eigenpair`."""
 
     value: jax.Array  # [], the Rayleigh quotient of `vector`: lambda, or above it
-    vector: jax.Array  # [n], of unit length
+    vector: jax.Array  # [n], of unit length; [n o] if K is [n, n, o, o], outputs fastest
     residual: jax.Array  # [], |K v - lambda v|: an eigenvalue lies this near to `value`
 
 
@@ -56,9 +56,11 @@ def min_eigenvalue(
 
     Parameters
     ----------
-    K : array [n, n], :class:`ntk.Kernels` or callable
-        Symmetric matrix; with ``x``, a kernel function (:func:`ntk.kernel_matrix`); with ``size``,
-        the product ``v [n] -> K v [n]``. Of a record, the tangent kernel.
+    K : array [n, n] or [n, n, o, o], :class:`ntk.Kernels` or callable
+        Symmetric matrix. A kernel of o outputs is the matrix ``[n o, n o]`` of all pairs of an
+        input and an output (``empirical_kernel(..., outputs="full")``). With ``x``, a kernel
+        function (:func:`ntk.kernel_matrix`); with ``size``, the product ``v [n] -> K v [n]``. A
+        record stands for its tangent kernel.
     x : array [n, ...], optional
         Inputs, where ``K`` is a kernel function.
     size : int, optional
@@ -143,7 +145,7 @@ def smallest_eigenpair(
     if x is not None or not callable(K):
         if size is not None:
             raise ValueError(f"size: expected None beside a matrix or inputs, got {size}.")
-        return _eigenpair(_of_matrix, _times, symmetric(matrix(K, x)))
+        return _eigenpair(_of_matrix, _times, symmetric(square(matrix(K, x))))
     if not isinstance(size, int) or size < 1:
         raise ValueError(f"size: expected the positive size of the product K, got {size}.")
     # What K closes over becomes an argument, so that gradients find their way to it.
@@ -156,7 +158,9 @@ def smallest_eigenpair(
 def eigenvalues(K: chex.Array | Kernels | Callable[..., Any], *, x: Any = None) -> jax.Array:
     """All eigenvalues of a symmetric matrix, ascending: [n, n] -> [n], in about 10 n^3.
 
-    With ``x``, of a kernel function. NaN for a traced ``K`` that is not finite and symmetric.
+    With ``x``, of a kernel function. A kernel ``[n, n, o, o]`` of o outputs has n o eigenvalues:
+    those of the matrix ``[n o, n o]`` of all pairs of an input and an output. NaN for a traced
+    ``K`` that is not finite and symmetric.
 
     Raises
     ------
@@ -168,7 +172,7 @@ def eigenvalues(K: chex.Array | Kernels | Callable[..., Any], *, x: Any = None) 
     >>> eigenvalues(jnp.array([[2.0, 1.0], [1.0, 2.0]]))
     Array([1., 3.], dtype=float...)
     """
-    return jnp.linalg.eigvalsh(symmetric(matrix(K, x)))
+    return jnp.linalg.eigvalsh(symmetric(square(matrix(K, x))))
 
 
 def _times(v, K):

@@ -1,6 +1,7 @@
 """Kernels as functions: whatever takes a matrix takes neural-tangents', ours, any ``k(x1, x2)``."""
 
 import functools
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 import ntk
+from bilevel.spaces.kernels import kernel_function_space
 from ntk.kernel_functions import measured
 
 ROWS = jax.random.normal(jax.random.key(0), (12, 5))
@@ -181,3 +183,34 @@ MISTAKES = {
 def test_mistakes_are_one_sentence(sentence):
     with pytest.raises(ValueError, match=sentence):
         MISTAKES[sentence]()
+
+
+def test_certifying_gives_no_warning_about_the_precision_that_we_choose(recwarn):
+    with jax.enable_x64(True):
+        matrix = jnp.diag(jnp.arange(1.0, 6))
+    functions = [
+        lambda a, b: (a @ matrix) @ (b @ matrix).T,  # a float64 array of JAX's
+        jax.jit(lambda a, b: (a @ matrix) @ b.T),
+        lambda a, b: a @ np.asarray(matrix) @ b.T,
+        lambda a, b: a @ b.T + jnp.zeros((len(a), len(b)), jnp.float64),
+    ]
+    rows = np.asarray(ROWS[:4], np.float64)
+    for function, middle in zip(functions, (matrix @ matrix, matrix, matrix, None), strict=True):
+        K = rows @ (np.eye(5) if middle is None else np.asarray(middle)) @ rows.T
+        smallest = np.linalg.eigvalsh(K)[0]  # truth: numpy
+        bound = ntk.certified_min_eigenvalue(function, x=rows)
+        assert smallest - 1e-9 <= bound <= smallest + 1e-12
+    assert ntk.certify_simplex(functions, x=rows).lower > 0
+    space = kernel_function_space(lambda a, x1, x2: a * functions[0](x1, x2), jnp.ones(()))
+    alphas = {"kernel": np.ones(1), "log_penalty": np.zeros(1)}
+    assert space.certificates(alphas, rows)[0] == ntk.certified_min_eigenvalue(functions[0], x=rows)
+    assert not [str(w.message) for w in recwarn if "dtype" in str(w.message)]
+
+
+def test_warnings_of_a_kernel_function_itself_are_shown():
+    def kernel(a, b):
+        warnings.warn("of the kernel", UserWarning, stacklevel=1)
+        return a @ b.T
+
+    with pytest.warns(UserWarning, match="of the kernel"):
+        ntk.certified_min_eigenvalue(kernel, x=np.eye(2))

@@ -329,3 +329,65 @@ def test_a_network_with_batch_statistics_has_no_linearised_features():
     linearised = linearized_space(space, space.init(KEYS[1], (x, None)))
     with pytest.raises(ValueError, match="space: expected networks that see every row by itself"):
         linearised.inputs(x)
+
+
+def gaussian(alpha, x1, x2):
+    return jnp.exp(-jnp.exp(alpha) * jnp.sum((x1[:, None] - x2) ** 2, -1))
+
+
+@pytest.mark.parametrize(("rows", "valid"), [(9, 9), (2, 3)])
+def test_a_space_with_training_inputs_takes_batches_as_the_contract_says(rows, valid):
+    """As with pairs of inputs, also where there are as many validation rows as training rows."""
+    x, y, xv, yv = X[:rows], Y[:rows], XV[:valid], YV[:valid]
+    pairs = kernel_function_space(gaussian, jnp.zeros(()))
+    space = kernel_function_space(gaussian, jnp.zeros(()), x=np.asarray(x))
+    train, test = (pairs.inputs(x), y), (pairs.inputs(xv, x), yv)
+    alpha, w = space.start(), space.init(KEYS[0], (x, y))
+    np.testing.assert_array_equal(w, pairs.init(KEYS[0], train))
+    step, of_pairs = (
+        jax.jit(bilevel.hypergradient(s.problem, s.solver, diagnostics=False))
+        for s in (space, pairs)
+    )
+    truth = of_pairs(alpha, w, train, test)
+    K = np.asarray(gaussian(0.0, x, x)) + 0.1 * np.eye(rows)
+    weights = np.linalg.solve(K, y)  # truth: numpy
+    found = step(alpha, w, (x, y), (xv, yv))
+    assert_close(found.w, weights, f32=1e-3)
+    assert_close(found.value, truth.value, f32=1e-4)
+    jax.tree.map(lambda a, b: assert_close(a, b, f32=1e-3), found.grad, truth.grad)
+    # Pairs remain valid, also for losses that are not compiled.
+    for batches in ((x, y), (xv, yv)), (train, test):
+        solved, _ = space.solver.run(space.problem.lower, alpha, w, (), batches[0])
+        assert_close(space.problem.outer(solved, alpha, batches[1]), truth.value, f32=1e-4)
+    f = space.apply(found.w, alpha, xv)
+    assert_close(f, np.asarray(gaussian(0.0, xv, x)) @ weights, f32=1e-3)
+    # Iterative solvers see the same lower loss.
+    slopes = [
+        jax.grad(s.problem.lower)(w + 1, alpha, b) for s, b in ((space, (x, y)), (pairs, train))
+    ]
+    assert_close(*slopes, f32=1e-4)
+
+
+def test_rows_without_the_training_inputs_are_refused_and_never_guessed():
+    """Also where the numbers of rows agree, so that no shape gives the mistake away."""
+    x, y = X[:9], Y[:9]
+    pairs = kernel_function_space(gaussian, jnp.zeros(()))
+    space = kernel_function_space(gaussian, jnp.zeros(()), x=x)
+    alpha, w = pairs.start(), jnp.ones(9)
+    found, _ = pairs.solver.run(pairs.problem.lower, alpha, w, (), (x, y))  # training rows alone
+    truth, _ = pairs.solver.run(pairs.problem.lower, alpha, w, (), (pairs.inputs(x), y))
+    np.testing.assert_array_equal(found, truth)
+    for call in (
+        lambda: pairs.problem.outer(w, alpha, (XV, YV)),
+        lambda: pairs.apply(w, alpha, XV),
+        lambda: jax.jit(pairs.apply)(w, alpha, XV),
+    ):
+        with pytest.raises(ValueError, match=r"inputs: expected space.inputs\(rows, x\)"):
+            call()
+    for run in (lambda f: f, jax.jit):
+        lower = run(space.problem.lower)
+        with pytest.raises(ValueError, match="batch: expected the training inputs x"):
+            lower(w, alpha, (X, Y))
+    with pytest.raises(ValueError, match="batch: expected the training inputs x"):
+        space.problem.lower(w, alpha, (XV, YV))
+    assert np.isnan(jax.jit(space.problem.lower)(w, alpha, (XV, YV)))

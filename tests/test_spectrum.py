@@ -477,3 +477,74 @@ def test_out_of_cells_the_lower_bound_is_raised_to_what_those_left_over_prove():
     found = certify_simplex(mixtures(phi), max_cells=20)
     assert not found.converged
     assert 0.3 * found.upper < found.lower <= smallest(mixtures(phi), found.argmin)
+
+
+def of_outputs(n=5, outputs=3, seed=0):
+    """A kernel [n, n, o, o] of features, and numpy's matrix of the pairs (input, output)."""
+    phi = np.random.default_rng(seed).normal(size=(n, outputs, n * outputs + 4))
+    K = np.einsum("iap,jbp->ijab", phi, phi).astype(tolerance(np.float64, np.float32))
+    rows = [(i, a) for i in range(n) for a in range(outputs)]
+    return K, np.array([[K[i, j, a, b] for j, b in rows] for i, a in rows])
+
+
+@pytest.mark.parametrize(("n", "outputs"), [(5, 3), (3, 3), (1, 4), (33, 2)])
+def test_a_kernel_of_several_outputs_has_the_eigenvalues_of_its_matrix(n, outputs):
+    K, flat = of_outputs(n, outputs)
+    values, vectors = np.linalg.eigh(flat)  # truth: numpy
+    size = values[-1]
+    for run in (lambda f: f, jax.jit):
+        assert_close(run(eigenvalues)(K) / size, values / size, f32=1e-5)
+        assert_close(run(min_eigenvalue)(K) / size, values[0] / size, f32=1e-5)
+        pair = run(smallest_eigenpair)(K)
+        np.testing.assert_allclose(abs(pair.vector @ vectors[:, 0]), 1, rtol=1e-2)
+        assert pair.residual <= tolerance(1e-9, 1e-5) * size
+        slope = run(jax.grad(min_eigenvalue))(K)
+        assert_close(np.einsum("iijj->", slope), 1.0, f32=1e-4)  # |v|^2, of K + t I
+    assert min_eigenvalue(ntk.Kernels(K, jnp.asarray(K))) == min_eigenvalue(K)
+
+
+def test_a_kernel_of_several_outputs_has_the_certificate_and_scores_of_its_matrix():
+    K, flat = of_outputs()
+    assert certified_min_eigenvalue(K) == certified_min_eigenvalue(flat)
+    assert certified_min_eigenvalue(K, 1e-3) == certified_min_eigenvalue(flat, 1e-3)
+    error, of_flat = (1e-3 * np.abs(k) for k in (K, flat))
+    assert certified_min_eigenvalue(K, error) == certified_min_eigenvalue(flat, of_flat)
+    record = ntk.Kernels(K, jnp.asarray(K), jnp.asarray(error))
+    assert certified_min_eigenvalue(record) == certified_min_eigenvalue(flat, of_flat)
+    scores, truth = ntk.scores.of_kernel(K), ntk.scores.of_kernel(flat)
+    assert scores.keys() == truth.keys()
+    jax.tree.map(np.testing.assert_array_equal, scores, truth)
+    for bound in (
+        ntk.bounds.diagonal_upper_bound,
+        ntk.bounds.frobenius_upper_bound,
+        lambda K: ntk.bounds.eigen_nas_as_printed(K, 7),
+    ):
+        assert bound(K).value == bound(flat).value
+
+
+def test_the_label_energy_of_independent_outputs_is_that_of_one():
+    one = of_outputs(outputs=1)[1]
+    K = one[:, :, None, None] * np.eye(3, dtype=one.dtype)
+    y = np.array([0, 2, 1, 1, 2])
+    found, truth = (ntk.scores.of_kernel(k, y)["label_energy"] for k in (K, one))
+    assert_close(found, truth, f32=1e-4)
+    with pytest.raises(ValueError, match="y: expected labels below 3, the outputs of K"):
+        ntk.scores.of_kernel(K, y + 1)
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (2, 2, 2), (2, 3, 2, 2), (2, 2, 2, 3), (2, 2, 0, 0)])
+def test_other_shapes_are_not_kernels(shape):
+    K = np.zeros(shape)
+    for function in (
+        min_eigenvalue,
+        jax.jit(min_eigenvalue),
+        eigenvalues,
+        smallest_eigenpair,
+        certified_min_eigenvalue,
+        ntk.scores.of_kernel,
+        ntk.bounds.diagonal_upper_bound,
+    ):
+        with pytest.raises(ValueError, match=r"K: expected a square matrix, .* \[n, n, outputs"):
+            function(K)
+    with pytest.raises(ValueError, match="entry_error: expected a number or shape"):
+        certified_min_eigenvalue(of_outputs()[0], np.ones((3, 3)))

@@ -36,7 +36,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import ntk
-from bilevel.checks import as_floating, finite, function, known
+from bilevel.checks import as_floating, concrete, finite, function, known, nan_unless
 from bilevel.problem import Problem
 from bilevel.protocols import LowerSolver, Pytree
 from bilevel.spaces.space import Space
@@ -54,8 +54,16 @@ class _Ridge(NamedTuple):
     solver: LowerSolver
 
 
-def _ridge(matrix: Callable[[Pytree, Any], jax.Array], loss: Callable) -> _Ridge:
-    """Ridge regression with the kernel ``matrix(alpha, inputs)``, [n, n] in training."""
+def _ridge(
+    matrix: Callable[[Pytree, Any], jax.Array],
+    loss: Callable,
+    training: Callable[[Pytree, Any], jax.Array] | None = None,
+) -> _Ridge:
+    """Ridge regression with the kernel ``matrix(alpha, inputs)``.
+
+    ``training(alpha, inputs)`` [n, n] is the kernel of the training rows; by default ``matrix``.
+    """
+    training = training or matrix
 
     def init(key, batch):
         return jnp.zeros_like(as_floating("y", batch[1]))
@@ -65,7 +73,7 @@ def _ridge(matrix: Callable[[Pytree, Any], jax.Array], loss: Callable) -> _Ridge
 
     def lower(w, alpha, batch):
         inputs, y = batch
-        image = apply(w, alpha, inputs) + jnp.exp(alpha["log_penalty"]) * w
+        image = training(alpha, inputs) @ w + jnp.exp(alpha["log_penalty"]) * w
         return jnp.vdot(w, 0.5 * image - like_outputs(image, y))
 
     def outer(w, alpha, batch):
@@ -75,7 +83,7 @@ def _ridge(matrix: Callable[[Pytree, Any], jax.Array], loss: Callable) -> _Ridge
 
     def run(lower, alpha, w, state, batch):
         inputs, y = batch
-        y, K = as_floating("y", y), matrix(alpha, inputs)
+        y, K = as_floating("y", y), training(alpha, inputs)
         if y.shape[:1] != K.shape[:1]:
             raise ValueError(f"y: expected {len(K)} rows as in training, got shape {y.shape}.")
         penalty = jnp.exp(alpha["log_penalty"]) * jnp.eye(len(y), dtype=y.dtype)
@@ -143,7 +151,8 @@ def kernel_space(
 class KernelFunctionSpace(Space):
     """A search of kernel functions: :func:`kernel_mixture_space`, :func:`kernel_function_space`.
 
-    ``w`` is like the training targets, at first 0. Batches are ``(inputs, y)``: outputs ``f`` [m]
+    ``w`` is like the training targets, at first 0. Batches are ``(inputs, y)``, or ``(rows, y)`` if
+    :func:`kernel_function_space` knows the training inputs: outputs ``f`` [m]
     for two classes, [m, classes] for more, and y like ``f`` with entries +-1 (``outer="squared"``:
     any real numbers, for regression).
 
@@ -168,6 +177,7 @@ def kernel_function_space(
     *,
     sets: Pytree = "free",
     outer: str = "squared",
+    x: Any = None,
 ) -> KernelFunctionSpace:
     """Kernel ridge regression with ``kernel(alpha, x1, x2)``: its parameters are searched.
 
@@ -183,6 +193,10 @@ def kernel_function_space(
     sets : pytree of {"simplex", "box", "free"}
         Where they live: like ``start``, or one word for all.
     outer : {"hinge", "logistic", "squared"}
+    x : array [n, ...], optional
+        The training inputs. With them every batch is ``(rows, y)``, as in other spaces: the weights
+        belong to the training inputs, and predictions at other rows need both. Without them,
+        batches of the outer loss are ``(space.inputs(rows, x), y)``.
 
     Returns
     -------
@@ -194,7 +208,8 @@ def kernel_function_space(
     Raises
     ------
     ValueError
-        If ``kernel`` is no function, or ``outer`` is unknown.
+        If ``kernel`` is no function, or ``outer`` is unknown. From the losses and ``apply``: if
+        rows come without the training inputs, or training rows differ from ``x`` (NaN if traced).
 
     Notes
     -----
@@ -221,13 +236,38 @@ def kernel_function_space(
     True
     >>> space.certificates(found.history["alpha"], x).shape
     (5,)
+
+    With the training inputs, batches are rows and targets:
+
+    >>> space = kernel_function_space(gaussian, jnp.zeros(()), x=x)
+    >>> same = bilevel.search(
+    ...     space.problem, space.solver, optax.adam(0.1), *start, (x, y), (xv, yv), steps=5
+    ... )
+    >>> bool(jnp.allclose(same.history["value"], found.history["value"]))
+    True
     """
     function("kernel", kernel, "(alpha, x1, x2) -> [n1, n2]")
     known("outer", outer, OUTER_LOSSES)
+    own = None if x is None else jnp.asarray(x)
+
+    def of_rows(alpha, x, columns=None):
+        return ntk.kernel_matrix(functools.partial(kernel, alpha["kernel"]), x, columns)
 
     def matrix(alpha, inputs):
-        x, columns = inputs
-        return ntk.kernel_matrix(functools.partial(kernel, alpha["kernel"]), x, columns)
+        if isinstance(inputs, tuple):
+            return of_rows(alpha, *inputs)
+        if own is None:
+            raise ValueError(
+                "inputs: expected space.inputs(rows, x) with the training inputs x, got rows only. "
+                "kernel_function_space(..., x=x) makes a space that takes rows only."
+            )
+        return of_rows(alpha, inputs, own)
+
+    def training(alpha, inputs):
+        if isinstance(inputs, tuple):
+            return of_rows(alpha, *inputs)
+        K = of_rows(alpha, inputs)
+        return K if own is None else nan_unless(_same_rows(jnp.asarray(inputs), own), K)
 
     def inputs(x, columns=None):
         return jnp.asarray(x), None if columns is None else jnp.asarray(columns)
@@ -264,11 +304,22 @@ def kernel_function_space(
         draw=draw,
         discretize=discretize,
         one_hot=of,
-        **_ridge(matrix, OUTER_LOSSES[outer])._asdict(),
+        **_ridge(matrix, OUTER_LOSSES[outer], training)._asdict(),
         predict=predict,
         inputs=inputs,
         certificates=certificates,
     )
+
+
+def _same_rows(rows: jax.Array, x: jax.Array) -> jax.Array:
+    """Whether training rows are the inputs ``x`` of the space; traced ones are not refused here."""
+    same = jnp.array_equal(rows, x)  # False for other shapes
+    if rows.shape != x.shape or (concrete(same) and not same):
+        raise ValueError(
+            "batch: expected the training inputs x of kernel_function_space, got other rows "
+            f"of shape {rows.shape}. Weights belong to the training inputs."
+        )
+    return same
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from ntk._checks import concrete
+from ntk._symmetric import square
 from ntk.architecture import (
     RESOLUTIONS,
     TRACED,
@@ -47,7 +48,7 @@ def diagonal_upper_bound(K: chex.Array) -> Bound:
 
     Parameters
     ----------
-    K : array [N, N]
+    K : array [N, N], or [n, n, o, o] of o outputs: the matrix [n o, n o]
 
     Returns
     -------
@@ -70,7 +71,7 @@ def diagonal_upper_bound(K: chex.Array) -> Bound:
     >>> bound.value, bound.terms["tr K / N"]
     (Array(1., dtype=float...), Array(2., dtype=float...))
     """
-    diagonal = jnp.diag(kernel(K))
+    diagonal = jnp.diag(kernel(square(K)))
     terms = {"smallest diagonal entry": diagonal.min(), "tr K / N": diagonal.mean()}
     return upper_bound(diagonal.min(), terms)
 
@@ -80,7 +81,7 @@ def frobenius_upper_bound(K: chex.Array) -> Bound:
 
     Parameters
     ----------
-    K : array [N, N]
+    K : array [N, N], or [n, n, o, o] of o outputs: the matrix [n o, n o]
 
     Returns
     -------
@@ -100,7 +101,7 @@ def frobenius_upper_bound(K: chex.Array) -> Bound:
     >>> frobenius_upper_bound(jnp.eye(4)).value
     Array(1., dtype=float...)
     """
-    K = kernel(K)
+    K = kernel(square(K))
     norm = jnp.linalg.norm(K)
     terms = {"|K|_F": norm, "tr K / N": jnp.trace(K) / len(K)}
     return upper_bound(norm / math.sqrt(len(K)), terms)

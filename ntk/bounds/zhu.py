@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from ntk._checks import array, number, positive
+from ntk._symmetric import square
 from ntk.activations import Activation
 from ntk.architecture import diagonals, parse
 from ntk.bounds.bound import Bound, Bracket, Mixture, holds, kernel, lower_bound, upper_bound
@@ -37,7 +38,7 @@ def eigen_nas_as_printed(K: chex.Array, d: int) -> Bound:
 
     Parameters
     ----------
-    K : array [N, N]
+    K : array [N, N], or [n, n, o, o] of o outputs: the matrix [n o, n o]
     d : int
         Dimension of the inputs.
 
@@ -56,7 +57,7 @@ def eigen_nas_as_printed(K: chex.Array, d: int) -> Bound:
     >>> dict(eigen_nas_as_printed(jnp.eye(10), 3072).assumptions)["N >= d"]
     False
     """
-    K = kernel(K)
+    K = kernel(square(K))
     d = positive("d", d)
     score, norm = jnp.trace(K) / d, jnp.linalg.norm(K)
     terms = {"tr K / d": score, "|K|_F": norm, "tr K / N": jnp.trace(K) / len(K)}

@@ -19,7 +19,7 @@ from ntk._checks import array, at_least_float32, concrete, finite, floats, nan_u
 
 
 def as_matrix(K: Any) -> Any:
-    """[n1, n2, outputs, outputs] as [n1 outputs, n2 outputs]; others as they are."""
+    """Flatten [n1, n2, outputs, outputs] to [n1 outputs, n2 outputs]; return others unchanged."""
     if K.ndim != 4:
         return K
     n1, n2, a, b = K.shape

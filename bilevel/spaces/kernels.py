@@ -208,8 +208,9 @@ def kernel_function_space(
     Raises
     ------
     ValueError
-        If ``kernel`` is no function, or ``outer`` is unknown. From the losses and ``apply``: if
-        rows come without the training inputs, or training rows differ from ``x`` (NaN if traced).
+        If ``kernel`` is not a function, or ``outer`` is unknown. The losses and ``apply`` raise it
+        if rows come without the training inputs, or training rows differ from ``x``. Traced
+        training rows that differ give NaN.
 
     Notes
     -----

@@ -140,13 +140,46 @@ def test_arc_polynomials_keep_their_length_where_the_last_coefficient_rounds_to_
 def test_a_dual_takes_no_more_memory_than_some_rows_of_its_grid(monkeypatch):
     # Truth: the same at once; the grid in one piece had 94 GB at a variance of 1e6.
     at_once = float(ntk.dual(ntk.tanh, ntk.swish, 4.0, 3.0, 1.0))
-    monkeypatch.setattr(duals, "_ENTRIES", 2000)
+    monkeypatch.setattr(duals, "_BLOCK", 200)
     jax.clear_caches()
     assert abs(float(ntk.dual(ntk.tanh, ntk.swish, 4.0, 3.0, 1.0)) / at_once - 1) < tolerance(
         1e-13, 1e-5
     )
     sizes = jax.make_jaxpr(lambda c: ntk.dual(ntk.tanh, ntk.swish, 4.0, 3.0, c))(1.0)
-    assert largest(sizes.jaxpr) <= 2 * 2000
+    assert largest(sizes.jaxpr) <= 2 * 200
+
+
+def test_a_smooth_pairs_nodes_follow_its_own_variance_traced_or_not():
+    # Under jit every entry had the grid of the largest variance that is resolved, 25.
+    evaluated = []
+
+    def counted(z):
+        jax.debug.callback(lambda: evaluated.append(z.size))
+        return jnp.tanh(z)
+
+    s = Activation("counted", counted, strip=np.pi / 2)
+
+    def nodes(variances, jit):
+        evaluated.clear()
+        run = jax.jit(ntk.dual, static_argnums=(0, 1)) if jit else ntk.dual
+        found = run(s, s, variances, variances, 0.3 * variances)
+        expected = ntk.dual(ntk.tanh, ntk.tanh, variances, variances, 0.3 * variances)
+        assert_close(found, expected, f64=1e-15, f32=1e-6)
+        jax.effects_barrier()
+        return sum(evaluated)
+
+    one = jnp.ones(4)
+    grid = sum(nodes(one[:1] * v, True) for v in (0.1, 20.0))
+    assert nodes(one, False) == nodes(one, True) <= 4 * 2 * (133**2 + duals._BLOCK)
+    # One large variance among many small ones costs its own group, and no other.
+    few = jnp.full(4 * duals._GROUP, 0.1).at[5].set(20.0)
+    assert nodes(few, True) <= duals._GROUP * grid + 3 * duals._GROUP * nodes(one[:1] * 0.1, True)
+    # What is not resolved is NaN, and takes no nodes.
+    evaluated.clear()
+    far = ntk.dual(s, s, 1e9, 1e9, 0.0, max_variance=1.0)
+    jax.effects_barrier()
+    assert bool(jnp.isnan(far))
+    assert sum(evaluated) <= nodes(one[:1], True)
 
 
 @PAIRS
@@ -255,6 +288,9 @@ def test_smooth_pairs_beyond_the_variance_asked_for_are_nan():
     assert bool(jnp.isnan(ntk.dual(ntk.tanh, ntk.tanh, 9.0, 9.0, 1.0, max_variance=4.0)))
     traced = jax.jit(lambda v: ntk.dual(ntk.tanh, ntk.tanh, v, v, v))
     assert bool(jnp.isnan(traced(30.0)))
+    # Pairs with a kink have no such limit.
+    one_kink = jax.jit(lambda v: ntk.dual(ntk.relu, ntk.tanh, v, v, v))
+    assert_close(one_kink(30.0), ntk.dual(ntk.relu, ntk.tanh, 30.0, 30.0, 30.0), f64=1e-13)
 
 
 @pytest.mark.parametrize(

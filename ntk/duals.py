@@ -88,7 +88,7 @@ def dual(
     finite at rho = +-1; where a step's dual has an infinite slope there, its derivative is 0.
 
     Time: a smooth pair takes a number of evaluations that grows with its own variance, traced or
-    not: 20,000 at a variance of 1 and 60,000 at 4 for tanh in float64, a quarter of that in
+    not: 20,000 at a variance of 1 and 60,000 at 4 for tanh in float64, a fifth of that in
     float32. All others take a few thousand or none. Whole kernels are cheaper in
     :func:`ntk.network_kernel`.
 
@@ -285,7 +285,7 @@ def _in_groups(fn, order, *arrays):
 
 
 def _smooth(a, b, rtol, sx, sy, p, q):
-    """Of a group of entries: their node grids, row after row, in blocks of equal length.
+    """``E[a(u) b(u')]`` of a group of entries: each node grid in blocks, row after row.
 
     Each entry's variance sets its number of nodes, which a compiled program need not know.
     """
@@ -300,7 +300,7 @@ def _smooth(a, b, rtol, sx, sy, p, q):
 
     def add(state):
         row, column, total = state
-        # Of the nodes (row, column + steps): which rows these are. Half a step keeps floor exact.
+        # The row of each node (row, column + steps). Half a step keeps floor exact.
         place = (column + steps).astype(sx.dtype)
         beyond = jnp.floor((place + 0.5) / divisor)
         rows = row.astype(sx.dtype) + beyond
@@ -315,7 +315,8 @@ def _smooth(a, b, rtol, sx, sy, p, q):
         column = column + _BLOCK
         return row + column // count, column % count, total
 
-    start = *2 * (jnp.zeros_like(count),), jnp.zeros((len(sx), _BLOCK), sx.dtype)
+    # Made from the arguments, so that it varies over a `shard_map` as they do.
+    start = *2 * (jnp.zeros_like(count),), jnp.zeros_like(sx * steps.astype(sx.dtype))
     total = jax.lax.while_loop(unfinished, add, start)[2]
     return (spacing[:, 0] * DENSITY) ** 2 * total.sum(1)
 

@@ -174,7 +174,7 @@ def test_a_smooth_pairs_nodes_follow_its_own_variance_traced_or_not():
     # One large variance among many small ones costs its own group, and no other.
     few = jnp.full(4 * duals._GROUP, 0.1).at[5].set(20.0)
     assert nodes(few, True) <= duals._GROUP * grid + 3 * duals._GROUP * nodes(one[:1] * 0.1, True)
-    # What is not resolved is NaN, and takes no nodes.
+    # An entry beyond the limit is NaN, and takes few nodes.
     evaluated.clear()
     far = ntk.dual(s, s, 1e9, 1e9, 0.0, max_variance=1.0)
     jax.effects_barrier()
@@ -284,11 +284,23 @@ def test_hermite_coefficients_carry_the_second_moment(s):
     assert_close(hermite(ntk.relu, jnp.array(1.0), 64), kink_coefficients(1, 64), f64=1e-14)
 
 
+def test_duals_run_in_a_shard_map():
+    mesh = jax.make_mesh((1,), ("rows",))
+    rows = jax.P("rows")
+
+    def of_correlation(c):
+        return ntk.dual(ntk.tanh, ntk.sigmoid, 1.0, 0.7, c)
+
+    c = jnp.linspace(-0.5, 0.8, 3)
+    divided = jax.jit(jax.shard_map(of_correlation, mesh=mesh, in_specs=rows, out_specs=rows))
+    assert_close(divided(c), of_correlation(c), f64=1e-14, f32=1e-6)
+
+
 def test_smooth_pairs_beyond_the_variance_asked_for_are_nan():
     assert bool(jnp.isnan(ntk.dual(ntk.tanh, ntk.tanh, 9.0, 9.0, 1.0, max_variance=4.0)))
     traced = jax.jit(lambda v: ntk.dual(ntk.tanh, ntk.tanh, v, v, v))
     assert bool(jnp.isnan(traced(30.0)))
-    # Pairs with a kink have no such limit.
+    # The limit is for smooth pairs alone.
     one_kink = jax.jit(lambda v: ntk.dual(ntk.relu, ntk.tanh, v, v, v))
     assert_close(one_kink(30.0), ntk.dual(ntk.relu, ntk.tanh, 30.0, 30.0, 30.0), f64=1e-13)
 

@@ -315,8 +315,9 @@ def _smooth(a, b, rtol, sx, sy, p, q):
         column = column + _BLOCK
         return row + column // count, column % count, total
 
-    # Made from the arguments, so that it varies over a `shard_map` as they do.
-    start = *2 * (jnp.zeros_like(count),), jnp.zeros_like(sx * steps.astype(sx.dtype))
+    # Made from all arguments, so that it varies over a `shard_map` as they do.
+    none = jnp.zeros_like((sx + sy + along + across) * steps.astype(sx.dtype))
+    start = jnp.zeros_like(count), jnp.zeros_like(count), none
     total = jax.lax.while_loop(unfinished, add, start)[2]
     return (spacing[:, 0] * DENSITY) ** 2 * total.sum(1)
 

@@ -285,7 +285,7 @@ def test_hermite_coefficients_carry_the_second_moment(s):
 
 
 def test_duals_run_in_a_shard_map():
-    mesh = jax.make_mesh((1,), ("rows",))
+    mesh = jax.make_mesh((1,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
     rows = jax.P("rows")
 
     def of_correlation(c):

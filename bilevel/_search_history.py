@@ -59,9 +59,8 @@ def empty(row: Pytree, rows: int) -> Pytree:
 
 
 def nothing(x: Any) -> jax.Array:
-    """What stands for a metric before the first step."""
-    missing = jnp.nan if jnp.issubdtype(x.dtype, jnp.floating) else 0
-    return jnp.full(x.shape, missing, x.dtype)
+    """The placeholder of a metric before the first step, which nothing reads."""
+    return jnp.zeros(x.shape, x.dtype)  # not NaN: `jax_debug_nans` ends the search at one
 
 
 def written(

@@ -57,7 +57,7 @@ class Info(NamedTuple):
     linear_residual : ``|H q - v| / |v|``, v = d outer / dw, for the adjoint ``q`` that the solver
         effectively used: an unrolled solver has one too, the truncated Neumann sum it computes.
         For a closed form and in forward mode there is none to read off; it is then that of the
-        independent solve the estimate makes.
+        independent solve the estimate makes, infinite where it makes none.
     converged : bool, whether ``error_estimate`` is under 1 % of the hypergradient's norm, its part
         from rounding counted three times.
     error_estimate : estimate of the 2-norm of ``grad - exact`` for the hypergradient of the
@@ -268,10 +268,11 @@ def _samples(w) -> int:
 
 
 def _unknown(w, q, alpha) -> _Refined:
-    missing = jax.tree.map(lambda a: jnp.full((_samples(w), *a.shape), jnp.nan, a.dtype), alpha)
-    nan = jnp.full_like(optax.tree.norm(w), jnp.nan)
-    no = jnp.array(False)
-    return _Refined(w, q, missing, nan, nan, no, nan, no, nan, None)
+    """Placeholders, without NaN for `jax_debug_nans`: ``definite`` says that nothing is known."""
+    missing = jax.tree.map(lambda a: jnp.zeros((_samples(w), *a.shape), a.dtype), alpha)
+    zero, no = jnp.zeros_like(optax.tree.norm(w)), jnp.array(False)
+    unsolved = jnp.full_like(zero, jnp.inf)
+    return _Refined(w, q, missing, zero, unsolved, no, zero, no, zero, None)
 
 
 def _settled(problem, fixed, system, near, w, q, alpha, train, valid, grad) -> _Refined:

@@ -127,7 +127,7 @@ def truncation(
 
 def _sums_from_the_end(direct: jax.Array, terms: jax.Array) -> jax.Array:
     """``direct`` plus the last 0, 1, ... of the ``terms``."""
-    return direct + jnp.concatenate([jnp.zeros_like(terms[:1]), jnp.cumsum(terms[::-1], 0)])
+    return direct[None] + jnp.concatenate([jnp.zeros_like(terms[:1]), jnp.cumsum(terms[::-1], 0)])
 
 
 def _relative(error: jax.Array, size: jax.Array) -> jax.Array:

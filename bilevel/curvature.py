@@ -208,7 +208,7 @@ def _iterated(hvp: LinearMap, like: Pytree, products: int) -> Curvature:
         b = optax.tree.where(left > 0, optax.tree.scale(1 / jnp.where(left > 0, left, 1), rest), b)
         return b, jnp.full_like(threshold, _REST), jnp.minimum(lowest, bend), definite, k + 1
 
-    most = jnp.full_like(optax.tree.vdot(b, b), jnp.inf)
+    most = jnp.full_like(threshold, jnp.finfo(threshold.dtype).max)
     start = b, threshold, most, most > 0, jnp.zeros((), int)
     *_, lowest, definite, _ = do_while(unfinished, look, start)
 
@@ -224,7 +224,7 @@ def _iterated(hvp: LinearMap, like: Pytree, products: int) -> Curvature:
             solved = conjugate_gradients(hvp, b, x, steps=products, threshold=aim)
             return solved.x, solved.residual, k + 1
 
-        start = optax.tree.zeros_like(b), jnp.full_like(lowest, jnp.inf), jnp.zeros((), int)
+        start = optax.tree.zeros_like(b), most, jnp.zeros((), int)
         return do_while(unfinished, further, start)[0]
 
     condition = optax.tree.norm(hvp(b)) / lowest

@@ -65,6 +65,7 @@ class Info(NamedTuple):
     error_bound : upper bound of the same, up to rounding, for a lower loss quadratic in ``w`` with
         a positive definite Hessian and at most 1024 weights; infinite elsewhere.
     reason : int8, why the estimate is infinite, 0 where it is not; in words: :func:`explain`.
+        With ``jax_debug_infs``, the largest number of the dtype stands for infinity in all fields.
     slope : central difference of the outer loss along the hypergradient, if
         ``hypergradient(..., difference=step)`` asked for it, else None. It is near the norm of the
         hypergradient if that is the slope of the loss over such a step.
@@ -121,7 +122,8 @@ def explain(info: Info | None) -> str:
 
 def unmapped(info: Info, reason: int) -> Info:
     """``info`` for a derivative that is not the solution map's: no estimate, for this reason."""
-    infinite, no = jnp.full_like(info.error_estimate, jnp.inf), jnp.zeros_like(info.converged)
+    infinite = jnp.full_like(info.error_estimate, _unbounded(info.error_estimate))
+    no = jnp.zeros_like(info.converged)
     return info._replace(
         converged=no,
         error_estimate=infinite,
@@ -179,14 +181,15 @@ def _assess(problem, products, coarse, w, alpha, train, valid, grad, adjoint) ->
     rounded = ~settled & narrower & (refined.last_step <= 10 * coarse)
     wrong = ~finite, asymmetric, ~refined.definite, rounded, ~settled, lost
     reason = jnp.select(wrong, [1, 7, 2, 8, 3, 6], 0).astype(jnp.int8)
-    estimate = jnp.where(reason == 0, estimate, jnp.inf)
+    estimate = jnp.where(reason == 0, estimate, _unbounded(estimate))
 
     if adjoint is None:
         linear_residual = refined.linear_residual
     else:
         known = jnp.isfinite(optax.tree.norm(adjoint))
         rest = optax.tree.sub(hvp(_finite_or_zero(adjoint)), force)
-        linear_residual = jnp.where(known, _ratio(optax.tree.norm(rest), force), jnp.inf)
+        ratio = _ratio(optax.tree.norm(rest), force)
+        linear_residual = jnp.where(known, ratio, _unbounded(ratio))
     bound = _bound(problem, fixed, refined, alpha, train, valid, grad)
     return Info(
         stationarity=stationarity,
@@ -196,10 +199,17 @@ def _assess(problem, products, coarse, w, alpha, train, valid, grad, adjoint) ->
         converged=(reason == 0) & (estimate + 2 * spread <= TOLERANCE * optax.tree.norm(grad)),
         error_estimate=estimate,
         error_bound=jnp.where(
-            jnp.isfinite(bound) & ~lost & ~asymmetric, (1 + noise) * bound + hidden, jnp.inf
+            (bound < _unbounded(bound)) & ~lost & ~asymmetric,
+            (1 + noise) * bound + hidden,
+            _unbounded(bound),
         ),
         reason=reason,
     )
+
+
+def _unbounded(like: jax.Array) -> float:
+    """Infinity; the largest number of the dtype if `jax_debug_infs` would raise at infinity."""
+    return float(jnp.finfo(like.dtype).max) if jax.config.jax_debug_infs else jnp.inf
 
 
 def _squares_lost(magnitude: jax.Array, grads: Pytree) -> jax.Array:
@@ -271,7 +281,7 @@ def _unknown(w, q, alpha) -> _Refined:
     """Placeholders, without NaN for `jax_debug_nans`: ``definite`` says that nothing is known."""
     missing = jax.tree.map(lambda a: jnp.zeros((_samples(w), *a.shape), a.dtype), alpha)
     zero, no = jnp.zeros_like(optax.tree.norm(w)), jnp.array(False)
-    unsolved = jnp.full_like(zero, jnp.inf)
+    unsolved = jnp.full_like(zero, _unbounded(zero))
     return _Refined(w, q, missing, zero, unsolved, no, zero, no, zero, None)
 
 
@@ -408,8 +418,8 @@ def _settle(step, x, start, rounding, enough):
         x = jax.tree.map(lambda a, b: jnp.where(kept, a - b, a), x, d)
         return x, jnp.where(kept, after, size), size, k + 1
 
-    infinite = jnp.full_like(rounding, jnp.inf)
-    nothing = x, infinite, infinite, jnp.zeros((), int)
+    most = jnp.full_like(rounding, jnp.finfo(rounding.dtype).max)
+    nothing = x, most, most, jnp.zeros((), int)
     x, size, *_ = do_while(unfinished, once, nothing)
     allowed = jnp.minimum(100 * rounding, 0.1) * optax.tree.norm(x)
     return x, (size <= jnp.maximum(0.01 * way(x), allowed)) & jnp.isfinite(size), size
@@ -456,7 +466,7 @@ def _bound(problem, fixed, refined, alpha, train, valid, grad) -> jax.Array:
     flat_alpha, unravel_alpha = ravel_pytree(alpha)
     feasible = flat.size <= _BOUND_SIZE and flat.size * flat_alpha.size <= _BOUND_SIZE**2
     if not feasible or not is_quadratic(fixed.lower, w, alpha, train):
-        return jnp.full((), jnp.inf, flat.dtype)
+        return jnp.full((), _unbounded(flat), flat.dtype)
 
     def slope(w):
         return ravel_pytree(jax.grad(fixed.lower)(unravel(w), alpha, train))[0]
@@ -493,4 +503,4 @@ def _bound(problem, fixed, refined, alpha, train, valid, grad) -> jax.Array:
     q_error = (jnp.linalg.norm(residual(flat_q)) + turned) / mu
     cross = jnp.linalg.norm(jax.jacfwd(slope_at)(flat_alpha))
     bound = change + 2 * (jnp.linalg.norm(turning) * w_error + cross * q_error)
-    return jnp.where(mu > 0, bound, jnp.inf)
+    return jnp.where(mu > 0, bound, _unbounded(bound))

@@ -145,9 +145,9 @@ def _newton(steps: int, tol: float | None, cg_steps: int, leaves: bool = True) -
             return *kept, k + 1, jnp.where(progress, 0, cautious)
 
         size = optax.tree.norm(slope)
-        infinite = jnp.full_like(size, jnp.inf)
+        most = jnp.full_like(size, jnp.finfo(size.dtype).max)
         zero = jnp.zeros((), int)
-        start = w, value, slope, size, infinite, zero, zero
+        start = w, value, slope, size, most, zero, zero
         w, value, _, size, *_ = while_loop(unfinished, step, start)
         w = optax.tree.scale(unit, w)
         return narrow(nan_unless_finite(w, value, size, target), own), state

@@ -14,14 +14,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ntk._checks import array, concrete, nan_unless, offending
+from ntk._checks import array, concrete, nan_unless, numbers, offending
 
 
 def times(t: Any, dtype: Any) -> jax.Array:
     """``t`` as an array of nonnegative times; NaN where it is traced and is negative."""
+    if concrete(t):
+        # In numpy: `jax_debug_infs` would raise at infinite times, which are the limit.
+        t = numbers("t", t).astype(dtype)
+        if not (t >= 0).all():
+            raise ValueError(f"t: expected nonnegative times, got {offending(t, t >= 0)}.")
+        return t
     t = array("t", t).astype(dtype)
-    if concrete(t) and not (np.asarray(t) >= 0).all():
-        raise ValueError(f"t: expected nonnegative times, got {offending(t, np.asarray(t) >= 0)}.")
     return jnp.where(t >= 0, t, jnp.nan)
 
 

@@ -52,7 +52,8 @@ class Metric(NamedTuple):
         """``P^exponent x`` of [..., p]."""
         along = x @ self.vectors
         outside = self.floor**-exponent
-        return outside * x + (along * (self.values**-exponent - outside)) @ self.vectors.T
+        factors = jnp.expand_dims(self.values**-exponent - outside, tuple(range(x.ndim - 1)))
+        return outside * x + (along * factors) @ self.vectors.T
 
 
 def _products(problem: Problem, w: Pytree, alpha: Pytree, train: Blocks):

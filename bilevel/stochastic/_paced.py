@@ -99,7 +99,9 @@ def paced(
         begun = jnp.zeros((), int), jnp.zeros((), bool)
         zeros = optax.tree.zeros_like(alpha)
         bent = Curvature(0 * one, zeros, zeros)
-        return PacedState(inner.init(alpha), one, one, 0 * one, jnp.inf * one, bent, *begun)
+        # Not infinity: `jax_debug_infs` ends the search at one in its state.
+        most = jnp.full_like(one, jnp.finfo(one.dtype).max)
+        return PacedState(inner.init(alpha), one, one, 0 * one, most, bent, *begun)
 
     def update(updates, state, params=None, *, residual=None, memory=None, **told):
         if residual is None or memory is None:
@@ -121,7 +123,7 @@ def paced(
         changed = jnp.clip(state.pace * factor, _SLOWEST, 1).astype(size.dtype)
         pace = jnp.where(going, changed, state.pace)
         least = jnp.minimum(_FORGOTTEN ** (1 / part) * state.least, size)
-        least = jnp.where(going, least, jnp.inf).astype(size.dtype)
+        least = jnp.where(going, least, jnp.finfo(size.dtype).max).astype(size.dtype)
         found, after = inner.update(updates, state.optimizer, params, **told)
         scale = pace / jnp.sqrt(1 + state.number / (_SLOWING * unit))
         bent = _bent(state.curvature, found, state.number % max(1, round(part)) == 0)
@@ -170,20 +172,21 @@ def _calm_adam(rate: float, b1: float = 0.9, b2: float = 0.999) -> optax.Gradien
 
     def update(gradient, state, params=None):
         number = state.number + 1
+        times = number.astype(float)
 
         def averaged(old, new, b):
             return jax.tree.map(lambda o, n: (b * o + (1 - b) * n).astype(o.dtype), old, new)
 
         mean = averaged(state.mean, gradient, b1)
         square = averaged(state.square, jax.tree.map(jnp.square, gradient), b2)
-        unbiased = jax.tree.map(lambda x: x / (1 - b2**number), square)
+        unbiased = jax.tree.map(lambda x: x / (1 - b2**times), square)
         largest = jax.tree.map(
             lambda x, y: jnp.maximum(x, y).astype(x.dtype), state.largest, unbiased
         )
 
         def step(m, v, top):
             size = jnp.sqrt(v) + _CALM * jnp.sqrt(top)
-            return (-rate / (1 - b1**number) * m / jnp.where(size > 0, size, 1)).astype(m.dtype)
+            return (-rate / (1 - b1**times) * m / jnp.where(size > 0, size, 1)).astype(m.dtype)
 
         return jax.tree.map(step, mean, unbiased, largest), _CalmState(
             mean, square, largest, number

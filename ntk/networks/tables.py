@@ -50,7 +50,7 @@ def table(layer: Layer, weights: jax.Array, how: Resolution, dtype: Any) -> tupl
     """Tables of ``sum_i weights_i s_i`` and of its slope, which have no kinks but at 0."""
     found = jax.tree.map(lambda x: jnp.asarray(x, dtype), grid(*how))
     scales = jnp.asarray(np.append(_nodes(dtype)[1], 0), dtype)
-    u = scales[:, None] * found.z
+    u = scales[:, None] * found.z[None]
     values = jnp.zeros((2, 2, *u.shape), dtype)  # of s and s', at u and -u
     for i, s in enumerate(layer):
         if s.smooth is not None:
@@ -78,10 +78,11 @@ def _table(values, sides, grid: Grid, degree: int) -> Table:
     over = jnp.asarray(1 / scales, dtype)[:, None]
     rates = jnp.matmul(jnp.asarray(chebyshev, dtype), (values[:, :-1] - start) * over)
     ends = jnp.concatenate([start, rates], 1)  # right and left [1 + size, m]
-    e, o = (ends[0] + ends[1]) * grid.roots, (ends[0] - ends[1]) * grid.roots
+    roots = grid.roots[None]
+    e, o = (ends[0] + ends[1]) * roots, (ends[0] - ends[1]) * roots
     terms = jnp.stack([e @ grid.even, o @ grid.odd], -1).reshape(1 + size, -1)
     count = terms.shape[1]
-    own = root(((values * grid.roots) ** 2).sum((0, 2)))
+    own = root(((values * roots[None]) ** 2).sum((0, 2)))
     at = root(tails(values[0], grid) + tails(values[1], grid)) * reciprocal(own)
     regular = _gram(e, o) / 2
     back = functools.partial(jnp.einsum, "ik,mk->im")  # no transpose of the large arrays
@@ -142,7 +143,7 @@ def evaluated(found: Table, scale: jax.Array, error: jax.Array, degree: int) -> 
     power = scale if degree else jnp.ones_like(scale)
     if len(found.sides):
         unit = jax.lax.stop_gradient(reciprocal(norm))
-        sides = found.sides * (power * unit)[..., None]
+        sides = jnp.stack([(power * unit) * side for side in found.sides], -1)
     errors = jax.lax.stop_gradient(_errors(found, v, scale, norm, error, power, degree))
     return Expansion(norm, mean, none, sides, Pieces(none, none, none[..., None]), none, *errors)
 

@@ -4,8 +4,9 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from bilevel.checks import function, prng_key, rows, whole
+from bilevel.checks import concrete, function, is_sparse, prng_key, rows, whole
 from bilevel.protocols import Joint, Partition, Pytree
 
 
@@ -13,7 +14,8 @@ def minibatches(batch_size: int) -> Callable[[jax.Array, Pytree], Pytree]:
     """``batches(key, data) -> batch`` for :func:`bilevel.search`: rows drawn independently.
 
     The same row may come twice. Drawing them all different would sort a random number for each row
-    of the data at every step.
+    of the data at every step. Matrices of format BCSR (:mod:`jax.experimental.sparse`) stay sparse;
+    inside a search a batch of theirs takes as much memory as a dense one.
 
     Raises
     ------
@@ -32,7 +34,7 @@ def minibatches(batch_size: int) -> Callable[[jax.Array, Pytree], Pytree]:
         prng_key("key", key)
         n = row_count(data, batch_size)
         drawn = jax.random.randint(key, (batch_size,), 0, n)
-        return jax.tree.map(lambda a: jnp.asarray(a)[drawn], data)
+        return taken(data, drawn)
 
     return batches
 
@@ -81,6 +83,55 @@ def jointly(sample: Callable[[jax.Array, Pytree, Pytree], tuple[Pytree, Pytree]]
     """
     function("sample", sample, "(key, train, valid) -> (train, valid)")
     return Joint(sample)
+
+
+def taken(data: Pytree, drawn: jax.Array) -> Pytree:
+    """The rows ``drawn`` [k] of all arrays and BCSR matrices in ``data``."""
+
+    def of(x):
+        return sparse_rows(x, drawn) if is_sparse(x) else jnp.asarray(x)[drawn]
+
+    return jax.tree.map(of, data, is_leaf=is_sparse)
+
+
+def sparse_rows(matrix, drawn: jax.Array, width: int | None = None):
+    """Rows of a BCSR matrix as another one, each filled up to ``width`` entries with zeros.
+
+    Raises
+    ------
+    ValueError
+        If the matrix is of another format.
+
+    Examples
+    --------
+    >>> from jax.experimental.sparse import BCSR
+    >>> matrix = BCSR.fromdense(jnp.array([[0.0, 1.0], [2.0, 3.0]]))
+    >>> sparse_rows(matrix, jnp.array([1, 0, 1])).todense()
+    Array([[2., 3.],
+           [0., 1.],
+           [2., 3.]], dtype=float...)
+    """
+    if type(matrix).__name__ != "BCSR" or len(matrix.shape) != 2 or matrix.n_batch:
+        raise ValueError(
+            f"data: expected dense arrays or BCSR matrices [n, d], got a {type(matrix).__name__} "
+            f"of shape {matrix.shape}; jax.experimental.sparse.BCSR.from_bcoo(matrix) makes one."
+        )
+    if width is None:
+        width = row_width(matrix)
+    start = matrix.indptr[drawn]
+    place = jnp.arange(width, dtype=start.dtype)[None]
+    present = place < (matrix.indptr[drawn + 1] - start)[:, None]
+    at = jnp.where(present, start[:, None] + place, 0)
+    value, column = (jnp.where(present, x[at], 0) for x in (matrix.data, matrix.indices))
+    ends = width * jnp.arange(len(drawn) + 1, dtype=start.dtype)
+    return type(matrix)((value.ravel(), column.ravel(), ends), shape=(len(drawn), matrix.shape[1]))
+
+
+def row_width(matrix) -> int:
+    """The most entries of a row of a BCSR matrix, or a bound of it if they are traced."""
+    if concrete(matrix.indptr):
+        return max(1, int(np.diff(np.asarray(matrix.indptr)).max()))
+    return max(1, min(matrix.shape[1], matrix.nse))
 
 
 def row_count(data: Pytree, batch_size: int) -> int:

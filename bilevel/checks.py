@@ -15,9 +15,11 @@ from ntk._checks import (
     at_least_float32,
     common_dtype,
     concrete,
+    dense,
     finite,
     floats,
     function,
+    is_sparse,
     known,
     nan_unless,
     nan_where,
@@ -42,6 +44,7 @@ __all__ = [
     "concrete",
     "count",
     "data",
+    "dense",
     "finite",
     "floating",
     "floats",
@@ -49,6 +52,7 @@ __all__ = [
     "gradient_transformation",
     "images",
     "inverse_map",
+    "is_sparse",
     "known",
     "losses",
     "lower_solver",
@@ -112,7 +116,8 @@ def count(name: str, value: Any) -> None:
 
 def rows(name: str, data: Pytree) -> int:
     """How many rows all arrays of ``data`` have."""
-    shapes = [jnp.shape(x) for x in jax.tree.leaves(data)]
+    leaves = jax.tree.leaves(data, is_leaf=is_sparse)  # a sparse matrix is one array, not three
+    shapes = [x.shape if is_sparse(x) else jnp.shape(x) for x in leaves]
     n = shapes[0][0] if shapes and shapes[0] else 0
     if any(shape[:1] != (n,) for shape in shapes):
         raise ValueError(f"{name}: expected arrays of as many rows each, got shapes {shapes}.")
@@ -160,6 +165,11 @@ def arrays(name: str, tree: Pytree) -> None:
 def data(name: str, tree: Pytree) -> None:
     """Refuse arrays without entries, or with entries that are not finite."""
     for x in jax.tree.leaves(tree):
+        if is_sparse(x):  # SciPy's: JAX's are trees of arrays
+            raise ValueError(
+                f"{name}: expected arrays, got a {type(x).__name__}; "
+                "jax.experimental.sparse.BCSR.from_scipy_sparse(matrix) makes a supported matrix."
+            )
         if jnp.size(x) == 0:
             shape = jnp.shape(x)
             raise ValueError(f"{name}: expected data, got an empty array of shape {shape}.")

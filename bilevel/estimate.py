@@ -65,7 +65,7 @@ class Info(NamedTuple):
     error_bound : upper bound of the same, up to rounding, for a lower loss quadratic in ``w`` with
         a positive definite Hessian and at most 1024 weights; infinite elsewhere.
     reason : int8, why the estimate is infinite, 0 where it is not; in words: :func:`explain`.
-        With ``jax_debug_infs``, the largest number of the dtype stands for infinity in all fields.
+        With ``jax_debug_infs`` the dtype's largest number stands for infinity in all fields.
     slope : central difference of the outer loss along the hypergradient, if
         ``hypergradient(..., difference=step)`` asked for it, else None. It is near the norm of the
         hypergradient if that is the slope of the loss over such a step.

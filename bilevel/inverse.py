@@ -151,7 +151,19 @@ def conjugate_gradients(
 
     zero = jnp.zeros_like(rr)
     count, going = jnp.zeros((), int), jnp.array(True)
-    start = (x, rr), x, r, r, zero, zero, jnp.full_like(rr, jnp.finfo(rr.dtype).max), zero, rr, count, going
+    start = (
+        (x, rr),
+        x,
+        r,
+        r,
+        zero,
+        zero,
+        jnp.full_like(rr, jnp.finfo(rr.dtype).max),
+        zero,
+        rr,
+        count,
+        going,
+    )
     best, x, _, p, bend, steepest, *_, rr_last, k, going = while_loop(unfinished, step, start)
     grown = ~going & (rr_last > rr) & jnp.isfinite(rr_last)
     x, rr = optax.tree.where(grown, best, (x, rr_last))

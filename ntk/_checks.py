@@ -76,6 +76,21 @@ def nan_where(bad: Any, value: jax.Array) -> jax.Array:
     return value * huge * huge + jnp.where(bad, jnp.nan, 0).astype(value.dtype)
 
 
+def is_sparse(value: Any) -> bool:
+    """Whether ``value`` is a sparse matrix of SciPy or JAX."""
+    return hasattr(value, "todense")
+
+
+def dense(name: str, value: Any) -> None:
+    """Raise ``ValueError`` for a sparse matrix.
+
+    ``jnp.asarray`` would read JAX's row by row, which takes seconds for a few rows.
+    """
+    if is_sparse(value):
+        kind = type(value).__name__
+        raise ValueError(f"{name}: expected a dense array, got a {kind}; its todense() makes one.")
+
+
 def array(name: str, value: Any) -> jax.Array:
     """``value`` as an array of real numbers, of its own type.
 
@@ -85,6 +100,7 @@ def array(name: str, value: Any) -> jax.Array:
     Traceback (most recent call last):
     ValueError: x: expected real numbers, got complex...
     """
+    dense(name, value)
     try:
         x = jnp.asarray(value)
     except OverflowError:  # whole numbers of more bits than JAX's have
@@ -131,6 +147,7 @@ def floats(name: str, value: Any) -> jax.Array:
 
 def numbers(name: str, value: Any) -> Any:
     """``value`` as a numpy array of real numbers, which no ``jit`` traces; a tracer as it is."""
+    dense(name, value)
     try:
         x = value if isinstance(value, jax.core.Tracer) else np.asarray(value)
     except (TypeError, ValueError):

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bilevel.checks import array, common_dtype, finite
+from bilevel.checks import array, common_dtype, concrete, finite, is_sparse
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=("rows", "columns"), meta_fields=("shape",))
@@ -92,17 +92,17 @@ Features = jax.Array | Blocks | Sparse
 
 
 def sparse(matrix: Any) -> Sparse:
-    """A SciPy sparse matrix as features.
+    """A sparse matrix of SciPy or JAX as features.
 
     Parameters
     ----------
-    matrix : scipy.sparse array or matrix [n, d]
+    matrix : scipy.sparse array or matrix, or jax.experimental.sparse.BCOO or BCSR, [n, d]
         Integers become floats.
 
     Raises
     ------
     ValueError
-        If it is not sparse, or holds NaN or infinity.
+        If it is not sparse, is traced, or holds NaN or infinity.
 
     Notes
     -----
@@ -117,11 +117,39 @@ def sparse(matrix: Any) -> Sparse:
     >>> predict(sparse(scipy.sparse.csr_array([[0, 2], [1, 0]])), jnp.array([1.0, 3.0]))
     Array([6., 1.], dtype=float...)
     """
-    if not hasattr(matrix, "tocsr"):
-        raise ValueError(f"matrix: expected a scipy.sparse matrix, got {type(matrix).__name__}.")
-    rows = matrix.tocsr()
-    finite("matrix", rows.data, "entries")
+    return _sparse("matrix", matrix)
+
+
+def _sparse(name: str, matrix) -> Sparse:
+    rows = _by_rows(name, matrix)
+    finite(name, rows.data, "entries")
     return Sparse(rows.shape, _entries(rows), _entries(rows.T.tocsr()))
+
+
+def _by_rows(name: str, matrix):
+    """``matrix`` in SciPy's format of compressed rows."""
+    if hasattr(matrix, "tocsr"):
+        return matrix.tocsr()
+    if hasattr(matrix, "to_bcoo"):
+        matrix = matrix.to_bcoo()
+    if not (is_sparse(matrix) and hasattr(matrix, "indices")):
+        kind = type(matrix).__name__
+        raise ValueError(f"{name}: expected a sparse matrix of SciPy or JAX, got {kind}.")
+    if not concrete(matrix):
+        raise ValueError(
+            f"{name}: expected a sparse matrix with known entries, got a traced one; "
+            "call bilevel.linear.sparse(matrix) outside of jit."
+        )
+    if len(matrix.shape) != 2 or matrix.n_batch or matrix.n_dense:
+        raise ValueError(
+            f"{name}: expected a sparse matrix [n, d], got shape {matrix.shape} with "
+            f"{matrix.n_batch} batch and {matrix.n_dense} dense dimensions."
+        )
+    from scipy.sparse import coo_array
+
+    value, place = np.asarray(matrix.data), np.asarray(matrix.indices)
+    inside = (place < np.array(matrix.shape)).all(1)  # JAX pads with places outside
+    return coo_array((value[inside], tuple(place[inside].T)), shape=matrix.shape).tocsr()
 
 
 def _entries(matrix) -> _Entries:
@@ -215,6 +243,8 @@ def checked_features(features: Any) -> Features:
         For what is no matrix with entries, or blocks whose rows or columns have another shape than
         the whole says.
     """
+    if is_sparse(features):
+        features = _sparse("features", features)
     if not isinstance(features, Blocks | Sparse):
         features = array("features", features)
         if not jnp.issubdtype(features.dtype, jnp.floating):

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from bilevel.checks import common_dtype, function, nan_unless_finite, short
+from bilevel.checks import common_dtype, dense, function, nan_unless_finite, short
 from bilevel.protocols import LowerSolver, Pytree
 
 
@@ -57,7 +57,10 @@ def ridge(
 
     def run(lower, alpha, w, state, batch):
         x, y = batch
-        phi, y = _floating(w, features(alpha, x), y)
+        phi = features(alpha, x)
+        for name, value in (("features", phi), ("labels", y)):
+            dense(name, value)
+        phi, y = _floating(w, phi, y)
         if phi.ndim != 2 or phi.shape[0] != y.shape[0]:
             raise ValueError(
                 f"features: expected a matrix with {y.shape[0]} rows, one per label, "

@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from bilevel.checks import rows
+from bilevel.batches import sparse_rows
+from bilevel.checks import is_sparse, rows
 from bilevel.protocols import Partition, Pytree, Turn
 
 _TOGETHER = 16  # batches that a pass through all rows takes at once, at most,
@@ -95,7 +96,12 @@ class Blocks:
 
 
 def _cut(rows: Pytree, start, length: int) -> Pytree:
-    return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, start, length), rows)
+    def cut(x):
+        if is_sparse(x):  # all rows have as many entries: see `blocks`
+            return sparse_rows(x, start + jnp.arange(length), x.nse // x.shape[0])
+        return jax.lax.dynamic_slice_in_dim(x, start, length)
+
+    return jax.tree.map(cut, rows, is_leaf=is_sparse)
 
 
 def blocks(name: str, data: Pytree, batches: Partition | None) -> Blocks:
@@ -110,7 +116,13 @@ def blocks(name: str, data: Pytree, batches: Partition | None) -> Blocks:
         return Blocks(data, 0, 1, 0)
     n = rows(name, data)
     size = min(batches.batch_size, n)
-    return Blocks(jax.tree.map(jnp.asarray, data), size, -(-n // size), n % size)
+    # Every row of a sparse matrix gets as many entries, while those of the longest are known.
+    data = jax.tree.map(
+        lambda x: sparse_rows(x, jnp.arange(n)) if is_sparse(x) else jnp.asarray(x),
+        data,
+        is_leaf=is_sparse,
+    )
+    return Blocks(data, size, -(-n // size), n % size)
 
 
 class Turns(NamedTuple):

@@ -75,7 +75,7 @@ def _table(orders: int, h, k, p, q) -> jax.Array:
     def down(carry, x):
         before, now = carry
         edge, count = x
-        following = (before[1:] + rho * now[:-1] - h * now[1:]) / count
+        following = (before[1:] + rho[None] * now[:-1] - h[None] * now[1:]) / count
         following = jnp.concatenate([edge[None], following])
         return (now, following), following
 
@@ -95,7 +95,7 @@ def _line(orders: int, h, ahead, sigma) -> jax.Array:
 
     start = sigma * DENSITY * jnp.exp(-(y**2) / 2), first
     _, rest = jax.lax.scan(step, start, jnp.arange(1, orders).astype(first.dtype))
-    return DENSITY * jnp.exp(-(h**2) / 2) * jnp.concatenate([first[None], rest])
+    return DENSITY * jnp.exp(-(h**2) / 2)[None] * jnp.concatenate([first[None], rest])
 
 
 def _orthant(h, k, p, sigma):

@@ -186,8 +186,8 @@ def posterior(
     )
     rows, weights = back[:, : len(cross)].T, back[:, len(cross) :]
     size = jnp.sqrt(jnp.diagonal(given.matrix))
-    reach = jnp.sqrt(jnp.diagonal(prior)) + _lengths(rows * size)
-    mean_error = reach[:, None] * _lengths(weights.T * size)
+    reach = jnp.sqrt(jnp.diagonal(prior)) + _lengths(rows * size[None])
+    mean_error = reach[:, None] * _lengths(weights.T * size[None])[None]
     covariance = prior - whitened.T @ whitened
     return _prediction(mean, covariance, given, mean_error, reach**2)
 
@@ -310,17 +310,18 @@ def _is_function(name: str, K, cross, prior, x, at) -> bool:
 @jax.jit
 def _trained(T, cross_ntk, columns, K, cross, prior, t):
     """Mean, covariance, and the errors of mean and variances, over ``entry_error``: times first."""
-    m, size, of_T = len(cross), jnp.sqrt(jnp.diagonal(K)), jnp.sqrt(jnp.diagonal(T))
+    m = len(cross)
+    size, of_T = (jnp.sqrt(jnp.diagonal(x))[None, None] for x in (K, T))
     moved = flows(T, jnp.hstack([cross_ntk.T, jax.lax.stop_gradient(columns)]), t)
     A = jnp.swapaxes(moved[..., :m], 1, 2)
     once = A @ cross.T
-    covariance = prior - once - jnp.swapaxes(once, 1, 2) + A @ K @ jnp.swapaxes(A, 1, 2)
+    covariance = prior[None] - once - jnp.swapaxes(once, 1, 2) + A @ K @ jnp.swapaxes(A, 1, 2)
     # An error of T changes A by (dcross - A dT) phi, and phi is applied to these.
     to = jax.lax.stop_gradient((K @ jnp.swapaxes(A, 1, 2), cross.T, T))
-    through = jax.vmap(flow, (None, 0, 0))(to[2], to[0] - to[1], t)
+    through = jax.vmap(flow, (None, 0, 0))(to[2], to[0] - to[1][None], t)
     reach = jnp.max(of_T) + _lengths(A * of_T)
     mean_error = reach[..., None] * _lengths(jnp.swapaxes(moved[..., m:], 1, 2) * of_T)[:, None]
-    variance_error = (jnp.sqrt(jnp.diagonal(prior)) + _lengths(A * size)) ** 2
+    variance_error = (jnp.sqrt(jnp.diagonal(prior))[None] + _lengths(A * size)) ** 2
     variance_error += 2 * reach * _lengths(jnp.swapaxes(through, 1, 2) * of_T)
     # First order holds as long as no direction is lost in the entries' errors.
     smallest = jnp.maximum(jnp.linalg.eigvalsh(to[2])[0], jnp.finfo(T.dtype).tiny)

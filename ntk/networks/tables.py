@@ -76,7 +76,7 @@ def _table(values, sides, grid: Grid, degree: int) -> Table:
     chebyshev[0] /= 2
     start = values[:, -1:]
     over = jnp.asarray(1 / scales, dtype)[:, None]
-    rates = jnp.matmul(jnp.asarray(chebyshev, dtype), (values[:, :-1] - start) * over)
+    rates = jnp.matmul(jnp.asarray(chebyshev, dtype), (values[:, :-1] - start) * over[None])
     ends = jnp.concatenate([start, rates], 1)  # right and left [1 + size, m]
     roots = grid.roots[None]
     e, o = (ends[0] + ends[1]) * roots, (ends[0] - ends[1]) * roots
@@ -99,9 +99,9 @@ def _table(values, sides, grid: Grid, degree: int) -> Table:
         total = jnp.concatenate([terms, jnp.asarray(both, dtype)])
         terms = jnp.pad(terms, ((0, 2), (0, 0)))
         regular, rest = (jnp.pad(x, ((0, 2), (0, 2))) for x in (regular, rest))
-    order = jnp.asarray(np.sqrt(np.arange(count)), dtype)
+    order = jnp.asarray(np.sqrt(np.arange(count)), dtype)[None]
     slope = order * total  # slope_k belongs to h_(k-1)
-    stretch = (order * slope).at[:, :-2].add(order[1:-1] * slope[:, 2:])
+    stretch = (order * slope).at[:, :-2].add(order[:, 1:-1] * slope[:, 2:])
     eps = float(jnp.finfo(dtype).eps)
     rounding = eps * ((4 + jnp.arange(size, dtype=dtype)) * norms).sum()
     bounds = 4 * at.max(), norms[-4:].sum(), rounding, jnp.asarray(jump, dtype)
@@ -126,7 +126,7 @@ def vector(found: Table, scale: jax.Array, degree: int) -> jax.Array:
         return (now, 2 * x * now - before), now
 
     polynomials = jax.lax.scan(following, (x, jnp.ones_like(x)), length=size)[1]
-    parts = [jnp.ones_like(x)[None], scale * polynomials]
+    parts = [jnp.ones_like(x)[None], scale[None] * polynomials]
     if len(found.sides):
         power = scale if degree else jnp.ones_like(scale)
         parts.append(jnp.stack([power * side for side in found.sides]))

@@ -1,0 +1,363 @@
+"""The packages under JAX's own flags, with functions that no cache has seen.
+
+A call runs once under all flags that can be on together. An example of each kind is in the fast
+part. With `optax.adam` strict promotion fails inside optax, so searches take `optax.sgd`.
+"""
+
+import contextlib
+import gc
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import scipy.sparse
+from jax.experimental.sparse import BCSR
+
+import bilevel
+import ntk
+
+ROWS, WEIGHTS = 16, 8
+
+
+@contextlib.contextmanager
+def together():
+    with contextlib.ExitStack() as stack:
+        for flag in (
+            jax.numpy_rank_promotion("raise"),
+            jax.numpy_dtype_promotion("strict"),
+            jax.debug_nans(True),
+            jax.debug_infs(True),
+            jax.enable_checks(True),
+        ):
+            stack.enter_context(flag)
+        yield
+
+
+def rows(seed=0, width=WEIGHTS):
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(ROWS, width)) / width**0.5
+    y = np.sign(x[:, 0] + 0.3 * rng.normal(size=ROWS))
+    return jnp.asarray(x, float), jnp.asarray(y, float)
+
+
+def squares():
+    """Quadratic in the weights; one penalty."""
+
+    def lower(w, alpha, batch):
+        x, y = batch
+        return 0.5 * jnp.mean((x @ w - y) ** 2) + 0.5 * jnp.exp(alpha[0]) * jnp.sum(w**2)
+
+    def outer(w, alpha, batch):
+        x, y = batch
+        return jnp.mean((x @ w - y) ** 2)
+
+    return bilevel.Problem(lower, outer)
+
+
+def logistic():
+    """Not quadratic; one penalty per weight."""
+
+    def lower(w, alpha, batch):
+        x, y = batch
+        return jnp.mean(jnp.log1p(jnp.exp(-y * (x @ w)))) + 0.5 * jnp.sum(jnp.exp(alpha) * w**2)
+
+    def outer(w, alpha, batch):
+        x, y = batch
+        return jnp.mean(jnp.log1p(jnp.exp(-y * (x @ w))))
+
+    return bilevel.Problem(lower, outer)
+
+
+def mixture():
+    """A mixture of three features, for alpha on the simplex."""
+
+    def outer(w, alpha, batch):
+        x, y = batch
+        features = alpha[0] * x + alpha[1] * jnp.tanh(x) + alpha[2] * jnp.sin(x)
+        return 0.5 * jnp.mean((features @ w - y) ** 2)
+
+    return bilevel.Problem(lambda w, *args: outer(w, *args) + 0.05 * jnp.sum(w**2), outer)
+
+
+def search(problem, solver, alpha=None, optimizer=None, steps=2, data=rows, **options):
+    alpha = jnp.full(WEIGHTS, -2.0) if alpha is None else alpha
+    optimizer = optax.sgd(0.1) if optimizer is None else optimizer
+    args = alpha, jnp.zeros(WEIGHTS), data(0), data(1)
+    return bilevel.search(problem, solver, optimizer, *args, steps=steps, progress=False, **options)
+
+
+def hypergradient(problem, solver, alpha, weights=WEIGHTS, **options):
+    fn = jax.jit(bilevel.hypergradient(problem, solver, diagnostics=True, **options))
+    return fn(alpha, jnp.zeros(weights), rows(0, weights), rows(1, weights))
+
+
+def by_batches(solver):
+    return search(logistic(), solver, batches=bilevel.minibatches(4), key=jax.random.key(0))
+
+
+def in_geometry(optimizer):
+    return search(mixture(), bilevel.unrolled(0.3, 2), jnp.full(3, 1 / 3), optimizer)
+
+
+def single(method, optimizer=None, **options):
+    options |= {"batches": bilevel.partition(5), "key": jax.random.key(0)}
+    return search(logistic(), method, optimizer=optimizer, steps=8, **options)
+
+
+def sparse_rows(seed):
+    x, y = rows(seed)
+    return BCSR.fromdense(jnp.where(x > 0, x, 0)), y
+
+
+SEARCHES = {
+    "unrolled": lambda: search(logistic(), bilevel.unrolled(optax.sgd(0.3), 5)),
+    "momentum": lambda: search(logistic(), bilevel.unrolled(optax.sgd(0.3, momentum=0.9), 5)),
+    "a learned rate": lambda: search(
+        logistic(), bilevel.unrolled(lambda alpha: optax.sgd(jnp.exp(alpha[0])), 5)
+    ),
+    "truncated": lambda: search(logistic(), bilevel.unrolled(0.3, 5, backprop=2)),
+    "implicit": lambda: search(logistic(), bilevel.implicit(), diagnostics=True),
+    "lbfgs, dense": lambda: search(logistic(), bilevel.implicit(bilevel.lbfgs(), bilevel.dense())),
+    "neumann": lambda: search(
+        logistic(), bilevel.implicit(bilevel.unrolled(0.3, 5), bilevel.neumann(5, 0.3))
+    ),
+    "nystrom": lambda: search(
+        logistic(), bilevel.implicit(bilevel.unrolled(0.3, 5), bilevel.nystrom(4, 1e-2))
+    ),
+    "ridge": lambda: search(
+        squares(),
+        bilevel.ridge(lambda alpha, x: x, lambda alpha: ROWS * jnp.exp(alpha[0])),
+        jnp.zeros(1),
+        diagnostics=True,
+    ),
+    "one_step": lambda: search(logistic(), bilevel.one_step(optax.sgd(0.3))),
+    "restarted": lambda: search(logistic(), bilevel.restarted(bilevel.unrolled(0.3, 5))),
+    "distilled": lambda: search(logistic(), bilevel.distilled(0.3, decay=0.5)),
+    "batches": lambda: by_batches(bilevel.unrolled(0.3, 3)),
+    "batches inside": lambda: by_batches(bilevel.unrolled(0.3, 3, batches=bilevel.minibatches(4))),
+    "sparse batches": lambda: search(
+        squares(),
+        bilevel.unrolled(0.1, 2),
+        jnp.zeros(1),
+        batches=bilevel.minibatches(4),
+        key=jax.random.key(0),
+        data=sparse_rows,
+    ),
+    "a sparse history": lambda: search(
+        logistic(), bilevel.unrolled(0.3, 2), steps=3, history_every=2, chunk=1
+    ),
+    "under jit": lambda: jax.jit(
+        lambda alpha: search(logistic(), bilevel.unrolled(0.3, 2), alpha).alpha
+    )(jnp.zeros(WEIGHTS)),
+    "exponentiate": lambda: in_geometry(
+        optax.chain(bilevel.tangent(), optax.sgd(0.1), bilevel.exponentiate())
+    ),
+    "project": lambda: in_geometry(optax.chain(optax.sgd(0.1), bilevel.project())),
+    "softmax": lambda: in_geometry(bilevel.softmax(optax.sgd(0.1))),
+    "soba": lambda: single(bilevel.soba(0.1)),
+    "ma_soba": lambda: single(bilevel.ma_soba(0.1)),
+    "saba": lambda: single(bilevel.saba(0.1)),
+    "spaba and paced": lambda: single(bilevel.spaba(), bilevel.paced(), diagnostics=True),
+    "amigo": lambda: single(bilevel.amigo(0.1)),
+    "bome": lambda: single(bilevel.bome(0.1)),
+    "f2sa": lambda: single(bilevel.f2sa(0.1)),
+    "meha": lambda: single(bilevel.meha(0.1)),
+    "info, 600 weights": lambda: hypergradient(
+        squares(), bilevel.implicit(bilevel.unrolled(0.1, 5)), jnp.zeros(1), 600
+    ),
+    "info, free directions": lambda: hypergradient(
+        bilevel.Problem(
+            lambda w, alpha, batch: (jnp.sum(w) - alpha[0]) ** 2,
+            lambda w, alpha, batch: jnp.sum(w**2),
+        ),
+        bilevel.unrolled(0.01, 5),
+        jnp.ones(1),
+        600,
+    ),
+    "forward mode": lambda: hypergradient(
+        squares(), bilevel.unrolled(0.3, 3), jnp.zeros(1), mode="forward"
+    ),
+    "truncation": lambda: bilevel.truncation(logistic(), 0.3, 5)(
+        jnp.full(WEIGHTS, -2.0), jnp.zeros(WEIGHTS), rows(0), rows(1)
+    ),
+}
+
+
+def linear_models():
+    x, y = rows()
+    sparse = bilevel.linear.sparse(scipy.sparse.csr_array(np.asarray(x)))
+    return [
+        (bilevel.linear.ridge_weights(features, y, 0.1), bilevel.linear.svm_weights(features, y))
+        for features in (x, sparse)
+    ]
+
+
+def spectral():
+    rng = np.random.default_rng(0)
+    features, y = jnp.asarray(rng.normal(size=(12, 3, 5)), float), rows()[1][:12]
+    found = bilevel.spectral_estimator((features, y), (features[::-1], y[::-1]))
+    return bilevel.spectral_alpha(features, y, whiten=True), found.alpha
+
+
+def discrete_choices():
+    ranks = jnp.array([1.0, 3.0, 2.0, 4.0, 5.0])
+    agreement = bilevel.rank_agreement(jax.random.key(0), jnp.arange(5.0), ranks)
+    return bilevel.top_k(jnp.array([0.5, 0.3, 0.2]), 2), agreement
+
+
+def unit_rows():
+    x, _ = rows()
+    return x / jnp.linalg.norm(x, axis=1, keepdims=True)
+
+
+def infinite_kernels():
+    x, _ = rows()
+    found = [ntk.network_kernel(x, activations=[a, a]).ntk for a in (ntk.relu, ntk.tanh)]
+    return found, ntk.dual(ntk.gelu, ntk.gelu, 1.0, 1.0, jnp.linspace(-0.9, 0.9, 5))
+
+
+def mixtures_of_kernels():
+    blocks = ntk.mixture_blocks(rows()[0], [ntk.relu, ntk.tanh])
+    ntk.certify_simplex(np.asarray(blocks))
+    return ntk.mixture_kernel(jnp.array([0.5, 0.5]), blocks)
+
+
+def networks():
+    nets = ntk.networks
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(3, 6, 6, 2)), float)
+    mixed = nets.act({ntk.relu: 0.3, ntk.tanh: 0.7})
+    layers = nets.conv(3), nets.act(ntk.relu), nets.average_pool(2), nets.conv(3), mixed
+    return nets.serial(*layers, nets.residual(nets.conv(3)), nets.flatten(), nets.dense()).kernel(x)
+
+
+def network():
+    rng = np.random.default_rng(1)
+    params = {"a": rng.normal(size=(WEIGHTS, 64)), "b": rng.normal(size=(64, 3)) / 8}
+    apply = lambda params, x: jax.nn.relu(x @ params["a"]) @ params["b"]  # noqa: E731
+    return apply, jax.tree.map(lambda a: jnp.asarray(a, float), params)
+
+
+def finite_kernels():
+    apply, params = network()
+    x, _ = rows()
+    nngp = ntk.empirical_nngp(apply, params, x)
+    return ntk.empirical_kernel(apply, params, x), nngp, ntk.linearize(apply, params)(params, x)
+
+
+def operators():
+    x, y = rows()
+    key = jax.random.key(0)
+    K = ntk.KernelOperator(lambda a, b: jnp.exp(-jnp.sum((a[:, None] - b[None]) ** 2, -1)), x)
+    partial = ntk.partial_cholesky(K, 4, key=key)
+    fit = ntk.iterative_regression(K, y, penalty=0.1, partial=partial)
+    interval = ntk.eigenvalue_interval(K, key=key, steps=4, block=2)
+    return fit, interval, ntk.leave_one_out_estimate(K, fit, key=key, probes=2)
+
+
+def regressions():
+    x, y = rows()
+    K = ntk.network_kernel(x, activations=[ntk.relu])
+    at = x[:3] + 0.1
+    cross = ntk.network_kernel(at, x, activations=[ntk.relu])
+    prior = ntk.network_kernel(at, activations=[ntk.relu])
+    ntk.certified_min_eigenvalue(K.ntk)
+    return (
+        ntk.kernel_regression(K.ntk, y, penalty=0.1).weights,
+        ntk.gradient_flow(K.ntk, y, jnp.array([0.0, 1.0])),
+        ntk.excess_risk_term(K.ntk, y),
+        ntk.posterior(K.ntk, y, cross.ntk, prior.ntk, penalty=0.1),
+        ntk.ensemble(K, y, cross, prior.nngp, penalty=0.1),  # t = infinity
+    )
+
+
+def bounds():
+    x = unit_rows()
+    layers = [ntk.relu, ntk.relu]
+    return (
+        ntk.bounds.betas(ntk.leaky_relu(0.1), 2.0),
+        ntk.bounds.schur_lower_bound(x, activations=layers).value,
+        ntk.bounds.hermite_lower_bound(x, activations=layers).value,
+    )
+
+
+def scores():
+    apply, params = network()
+    batch = rows()[0], jnp.arange(ROWS) % 3
+    names = "naswot", "synflow", "jacov", "zico", "min_eigenvalue", "te_nas", "log_traces", "snip"
+    return [getattr(ntk.scores, name)(jax.random.key(0), apply, params, batch) for name in names]
+
+
+OTHERS = (
+    linear_models,
+    spectral,
+    discrete_choices,
+    infinite_kernels,
+    mixtures_of_kernels,
+    networks,
+    finite_kernels,
+    operators,
+    regressions,
+    bounds,
+    scores,
+)
+CALLS = SEARCHES | {call.__name__: call for call in OTHERS}
+
+
+@pytest.mark.parametrize("name", [name.replace(" ", "_") for name in CALLS])
+def test_a_call_passes_under_flags_of_jax(name):
+    with together():
+        jax.block_until_ready((CALLS.get(name) or CALLS[name.replace("_", " ")])())
+
+
+@pytest.mark.parametrize("name", ["implicit", "soba", "finite_kernels"])
+def test_no_tracer_leaks(name):
+    # For each trace that is a part of a cycle, JAX collects all garbage: of a search, 60 times.
+    # Each takes as long as there are objects, of which nearly all are older than the call.
+    gc.collect()
+    gc.freeze()
+    try:
+        with jax.checking_leaks():
+            CALLS[name]()
+    finally:
+        gc.unfreeze()
+
+
+def test_a_search_runs_without_jit():
+    with jax.disable_jit():
+        result = search(logistic(), bilevel.unrolled(0.3, 5))
+    assert np.isfinite(result.alpha).all()
+
+
+def test_a_nan_of_ones_own_is_seen():
+    """The flag stays on inside our loops."""
+    problem = logistic()
+
+    def lower(w, alpha, batch):
+        return problem.lower(w, alpha, batch) + jnp.sum(jnp.sqrt(w - 1))
+
+    with jax.debug_nans(True), pytest.raises(FloatingPointError, match="nan"):
+        search(bilevel.Problem(lower, problem.outer), bilevel.unrolled(0.3, 2))
+
+
+def test_a_promotion_of_ones_own_is_seen():
+    def lower(w, alpha, batch):
+        return jnp.sum((w - jnp.arange(WEIGHTS)) ** 2) + jnp.sum(alpha * w)
+
+    problem = bilevel.Problem(lower, lambda w, alpha, batch: jnp.sum(w**2))
+    with jax.numpy_dtype_promotion("strict"), pytest.raises(ValueError, match="promotion"):
+        search(problem, bilevel.implicit(bilevel.lbfgs()))
+
+
+def test_without_an_estimate_the_largest_number_stands_for_infinity():
+    problem = bilevel.Problem(
+        lambda w, alpha, batch: (jnp.sum(w) - alpha[0]) ** 2, lambda w, alpha, batch: w[0] ** 2
+    )
+    with jax.debug_infs(True):
+        info = hypergradient(problem, bilevel.unrolled(0.01, 5), jnp.ones(1)).info
+    assert info.error_estimate == np.finfo(info.error_estimate.dtype).max
+    assert int(info.reason) == 2 and not info.converged
+    assert hypergradient(problem, bilevel.unrolled(0.01, 5), jnp.ones(1)).info.error_estimate == (
+        np.inf
+    )

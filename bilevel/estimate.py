@@ -209,7 +209,8 @@ def _assess(problem, products, coarse, w, alpha, train, valid, grad, adjoint) ->
 
 def _unbounded(like: jax.Array) -> float:
     """Infinity; the largest number of the dtype if `jax_debug_infs` would raise at infinity."""
-    return float(jnp.finfo(like.dtype).max) if jax.config.jax_debug_infs else jnp.inf
+    raising = jax.config.jax_debug_infs  # type: ignore[attr-defined]
+    return float(jnp.finfo(like.dtype).max) if raising else jnp.inf
 
 
 def _squares_lost(magnitude: jax.Array, grads: Pytree) -> jax.Array:

@@ -57,7 +57,7 @@ def program(function: Callable, *args: Any, donate: tuple[int, ...] = ()) -> Cal
         return jax.tree.unflatten(structure, flat)
 
     # With `jax_debug_infs` JAX runs the program again at an infinity, and needs its arguments.
-    donate = () if jax.config.jax_debug_infs else donate
+    donate = () if jax.config.jax_debug_infs else donate  # type: ignore[attr-defined]
     compiled: Callable = jax.jit(run, donate_argnums=tuple(i + 1 for i in donate))
     leaves = jax.tree.leaves((closed.consts, args))
     if not any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from bilevel import _not_finite, _search_history, _single_loop, geometry
+from bilevel import _divergence, _not_finite, _search_history, _single_loop, geometry
 from bilevel._descent import descent, leaves_moved, noted_descent
 from bilevel._fingerprint import check_same, fingerprint
 from bilevel._interrupts import held_signals
@@ -62,7 +62,7 @@ _SAVE_SECONDS = 10.0  # between two checkpoints, or twenty times what writing on
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["alpha", "w", "history", "state", "info", "report"],
+    data_fields=["alpha", "w", "history", "state", "info", "report", "step_scale"],
     meta_fields=["stopped", "history_every"],
 )
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +77,7 @@ class SearchResult:
     report: SearchReport  # what went wrong in the steps, in numbers
     info: Info | None = None  # of a single loop's last direction, with diagnostics
     history_every: int = 1  # steps that a row of the history stands for
+    step_scale: jax.Array | float = 1.0  # alpha's last steps, by the optimizer's: less if shortened
 
 
 class NonFiniteError(FloatingPointError):
@@ -280,8 +281,8 @@ def _compiled(setup: "_Setup", carry: "_Carry", data: Pytree, steps: int) -> Sea
     carry = setup.advance(carry, data, steps)
     state = carry.state
     info, every = setup.info(state, data), setup.history_every
-    report = carry.watch.report
-    return SearchResult(state.alpha, state.w, carry.history, state, "", report, info, every)
+    report, scale = carry.watch.report, carry.divergence.scale
+    return SearchResult(state.alpha, state.w, carry.history, state, "", report, info, every, scale)
 
 
 def _check_processes(setup: "_Setup", arrays: tuple, options: tuple) -> None:
@@ -306,6 +307,7 @@ class _Carry(NamedTuple):
     last: dict[str, jax.Array]  # the last step's: losses for the progress bar, a part of its row
     trouble: jax.Array  # [], int: 0, or 1 + the index of what was wrong: see _first_trouble
     watch: Watch  # the observations of the steps up to state.step
+    divergence: _divergence.Watch  # whether alpha diverges, and the state to return to
 
 
 class _Setup(NamedTuple):
@@ -348,7 +350,8 @@ class _Setup(NamedTuple):
             shown &= {*names}  # else no step computes them
         kept = shown if self.history_every == 1 else (shown | {*row}) - {"alpha"}
         last = jax.tree.map(_search_history.nothing, {k: metrics[k] for k in sorted(kept)})
-        carry = _Carry(state, history, last, jnp.zeros((), int), watch)
+        divergence = _divergence.first_watch(state)
+        carry = _Carry(state, history, last, jnp.zeros((), int), watch, divergence)
         hidden = not concrete((carry, closed.consts))
         if not hidden:
             notes += watch.report.messages()
@@ -379,12 +382,22 @@ class _Setup(NamedTuple):
             return fingerprint(parts)
         return fingerprint(parts | {"batches": "a stream"}) | self.batches.fingerprint()
 
-    def step(self, state, number, data, note=lambda message: None):
-        """Step ``number``, which is that of the state, but the same in all copies under vmap."""
-        step = functools.partial(self._step, note=note)
-        return automatic(step, (state, number, data), lambda: (state, None))
+    def step(self, state, number, data, scale=None, note=lambda message: None):
+        """Step ``number``, which is that of the state, but the same in all copies under vmap.
 
-    def _step(self, state, number, data, note):
+        ``alpha`` takes ``scale`` times the optimizer's step.
+        """
+        step = functools.partial(self._step, note=note)
+        return automatic(step, (state, number, data, scale), lambda: (state, None))
+
+    def _step(self, state, number, data, scale, note):
+        if scale is None:
+            return self._taken(state, number, data, note)
+        optimizer = _divergence.shortening(self.optimizer, scale)
+        new, metrics = self._replace(optimizer=optimizer)._taken(state, number, data, note)
+        return _divergence.shortened(state, new, scale), metrics
+
+    def _taken(self, state, number, data, note):
         if isinstance(self.solver, SingleLoop):
             return _single_loop.step(*self[:3], state, number, data)
         train, valid, key = of_step(data, state.step)
@@ -406,13 +419,13 @@ class _Setup(NamedTuple):
         """``count`` steps; those after a quantity stopped being finite change nothing."""
 
         def body(begun, data, i, carry):
-            old, history, last, trouble, watch = carry
+            old, history, last, trouble, watch, divergence = carry
             number = begun + i
-            new, metrics = self.step(old, number, data)
+            new, metrics = self.step(old, number, data, divergence.scale)
             seen, metrics = watched(watch, new, metrics)
             losses = {k: metrics[k] for k in _SHOWN if k in last}
             found = _first_trouble(new, losses, metrics["grad_norm"])
-            trouble = jnp.where(trouble > 0, trouble, found)
+            trouble = jnp.where(trouble == 0, found, trouble)
             good = trouble == 0
             history = _search_history.written(
                 history,
@@ -426,7 +439,16 @@ class _Setup(NamedTuple):
             shown = {k: metrics[k] for k in last}
             before = old, last, watch
             state, last, watch = _single_loop.either(good, (new, shown, seen), before)
-            return _Carry(state, history, last, trouble, watch)
+            divergence = _divergence.observed(
+                divergence, metrics["grad_norm"], metrics["value"], good
+            )
+            single = isinstance(self.solver, SingleLoop)
+            restart = functools.partial(self.restart, data)
+            divergence, state, trouble = _divergence.checked(
+                *(divergence, state, number, trouble, restart),
+                _divergence.NOISY if single else _divergence.EXACT,
+            )
+            return _Carry(state, history, last, trouble, watch, divergence)
 
         def loop(carry, data, count):
             return jax.lax.fori_loop(
@@ -434,6 +456,12 @@ class _Setup(NamedTuple):
             )
 
         return automatic(loop, (carry, data, count), lambda: carry)
+
+    def restart(self, data, state, number):
+        """A single loop's state, put back to an earlier one."""
+        if not isinstance(self.solver, SingleLoop):
+            return state
+        return self.solver.restart(state, number, *data[:2])
 
     def info(self, state: DescentState, data: Pytree) -> Info | None:
         """What is known of a single loop's direction at the end."""
@@ -457,7 +485,8 @@ def _raise(setup: _Setup, trouble: int, carry: _Carry, data: Pytree) -> None:
     """What :func:`_first_trouble` found, as an exception; the step is taken once more to see it."""
     index, step, result = trouble - 1, int(carry.state.step), _result(setup, carry, "not finite")
     if index < len(_QUANTITIES):
-        new, _ = jax.jit(fresh(setup.step))(carry.state, carry.state.step, data)
+        args = carry.state, carry.state.step, data, carry.divergence.scale
+        new, _ = jax.jit(fresh(setup.step))(*args)
         quantity, single_loop = _QUANTITIES[index], isinstance(setup.solver, SingleLoop)
         reason = _not_finite.told(carry.state, new, quantity, single_loop)
         raise NonFiniteError(step, quantity, result, reason)
@@ -494,6 +523,9 @@ def _drive(
             kept = functools.partial(_kept, setup, carry)
             if done > 0:  # before that there is nothing to go on from
                 saver.save(done, kept, last=bool(trouble) or done == steps)
+            if trouble == _divergence.GAVE_UP:
+                stopped = f"alpha diverged after step {done}, with shorter steps too"
+                break
             if trouble:
                 _raise(setup, trouble, carry, data)
             show(done, functools.partial(_shown, carry.last))
@@ -519,7 +551,10 @@ def _warn(setup: _Setup, result: SearchResult, data: Pytree, given: Sequence[str
     report = result.report
     if report.zero.last and _at_minimum(setup, result, data):
         report = report._replace(zero=jax.tree.map(jnp.zeros_like, report.zero))
-    _warned([m for m in report.messages() if m not in given])
+    diverged = _divergence.messages(result.step_scale)
+    if diverged:  # after a return to an earlier state, changes of the loss were not predicted
+        report = report._replace(compared=jnp.zeros_like(report.compared))
+    _warned([m for m in (*diverged, *report.messages()) if m not in given])
 
 
 def _at_minimum(setup: _Setup, result: SearchResult, data: Pytree) -> bool:
@@ -568,13 +603,15 @@ def _result(setup: _Setup, carry: _Carry, stopped: str) -> SearchResult:
     rows = jax.tree.map(np.copy, _search_history.cut(carry.history, setup.rows(int(state.step))))
     every, rows = setup.history_every, jax.device_put(rows)
     report = jax.device_put(jax.tree.map(lambda x: np.copy(whole_array(x)), carry.watch.report))
-    return SearchResult(state.alpha, state.w, rows, state, stopped, report, None, every)
+    scale = jax.device_put(np.copy(whole_array(carry.divergence.scale)))
+    return SearchResult(state.alpha, state.w, rows, state, stopped, report, None, every, scale)
 
 
 def _kept(setup: _Setup, carry: _Carry) -> Pytree:
     """What a checkpoint holds."""
     rows = setup.rows(int(carry.state.step))
-    return carry.state, _search_history.cut(carry.history, rows), carry.watch
+    kept = _search_history.cut(carry.history, rows)
+    return carry.state, kept, (carry.watch, carry.divergence)
 
 
 def _resumed(setup: _Setup, saver: Saver, carry: _Carry, steps: int) -> _Carry:
@@ -587,7 +624,8 @@ def _resumed(setup: _Setup, saver: Saver, carry: _Carry, steps: int) -> _Carry:
     like = jax.tree.map(
         lambda h: jax.ShapeDtypeStruct((rows, *h.shape[1:]), h.dtype), carry.history
     )
-    state, kept, watch = saver.restore((carry.state, like, carry.watch))
+    seen = carry.watch, carry.divergence
+    state, kept, seen = saver.restore((carry.state, like, seen))
 
     def filled(x):
         return np.concatenate([x, np.zeros((setup.rows(steps) - rows, *x.shape[1:]), x.dtype)])
@@ -595,6 +633,6 @@ def _resumed(setup: _Setup, saver: Saver, carry: _Carry, steps: int) -> _Carry:
     history = jax.tree.map(filled, kept)
     # The last step's row, which comes back where the next step is not finite.
     last = carry.last | {k: jax.tree.map(lambda h: h[-1], kept[k]) for k in carry.last if k in kept}
-    like = carry.state, carry.history, carry.last, carry.watch
-    state, history, last, watch = jax.tree.map(placed, (state, history, last, watch), like)
-    return _Carry(state, history, last, carry.trouble, watch)
+    like = carry.state, carry.history, carry.last, (carry.watch, carry.divergence)
+    state, history, last, seen = jax.tree.map(placed, (state, history, last, seen), like)
+    return _Carry(state, history, last, carry.trouble, *seen)

@@ -120,12 +120,15 @@ def project(
     if not callable(onto):
         raise ValueError(f'onto: expected "simplex", "box" or a callable, got {onto!r}.')
 
-    def update(updates, state, params=None):
+    def update(updates, state, params=None, *, shorten=None, **_):
         _require_params(params)
+        updates = _shorter(updates, shorten)
         updates = optax.tree.sub(onto(optax.apply_updates(params, updates)), params)
         return updates, _Projected(optax.apply_updates(params, updates))
 
-    return optax.GradientTransformation(lambda a: _Projected(jax.tree.map(jnp.copy, a)), update)
+    return optax.GradientTransformationExtraArgs(
+        lambda a: _Projected(jax.tree.map(jnp.copy, a)), update
+    )
 
 
 def project_simplex(point: chex.Array) -> jax.Array:
@@ -201,7 +204,7 @@ def softmax(optimizer: optax.GradientTransformation) -> optax.GradientTransforma
         logits = jax.tree.map(lambda z: z - jnp.max(z, axis=-1, keepdims=True), logits)
         return SoftmaxState(logits, inner.init(logits), jax.tree.map(jnp.copy, alpha))
 
-    def update(updates, state, params=None, **extra):
+    def update(updates, state, params=None, *, shorten=None, **extra):
         _require_params(params, check_simplex)
         _check_update(updates, params)
 
@@ -222,6 +225,7 @@ def softmax(optimizer: optax.GradientTransformation) -> optax.GradientTransforma
         if "grad" in extra:
             extra |= {"grad": slopes}
         step, inner_state = inner.update(slopes, state.optimizer, state.logits, **extra)
+        step = _shorter(step, shorten)
         logits = jax.tree.map(_finite, optax.apply_updates(state.logits, step))
         updates = optax.tree.sub(jax.tree.map(_softmax, logits), params)
         return updates, SoftmaxState(logits, inner_state, optax.apply_updates(params, updates))
@@ -256,14 +260,22 @@ def _landing_on(kind: type, move: Callable, check: Callable) -> optax.GradientTr
         jax.tree.map(check, params)
         return kind(jax.tree.map(jnp.copy, params))
 
-    def update(updates, state, params=None):
+    def update(updates, state, params=None, *, shorten=None, **_):
         _require_params(params, check)
         _check_update(updates, params)
+        updates = _shorter(updates, shorten)
         # b - a >= -a, also after rounding, so that a + (b - a) is never negative for a, b >= 0.
         updates = jax.tree.map(lambda a, u: move(a, u) - a, params, updates)
         return updates, kind(optax.apply_updates(params, updates))
 
-    return optax.GradientTransformation(init, update)
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _shorter(updates: Pytree, scale: jax.Array | None) -> Pytree:
+    """``scale`` times the updates: a search that diverged asks for it, as ``shorten``."""
+    if scale is None:
+        return updates
+    return jax.tree.map(lambda u: scale.astype(u.dtype) * u, updates)
 
 
 def _require_params(params, check: Callable = lambda alpha: None) -> None:
@@ -373,6 +385,12 @@ def geometries(state: optax.OptState) -> list[Any]:
     known = tuple(_NAMES)
     leaves = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, known))
     return [x for x in leaves if isinstance(x, known)]
+
+
+def paths(state: optax.OptState) -> set:
+    """The paths of alpha's leaves that a geometry moves."""
+    points = [jax.tree_util.tree_leaves_with_path(g.point) for g in geometries(state)]
+    return {path for leaves in points for path, _ in leaves}
 
 
 def names(state: optax.OptState) -> list[str]:

@@ -113,6 +113,9 @@ class SingleLoop(NamedTuple):
         How many batches of ``train`` and of ``valid`` a step takes.
     memory : ``memory(train, valid) -> steps``
         How old parts of a direction may be: in so many steps ``alpha`` should not move much.
+    restart : ``restart(state, number, train, valid) -> state``
+        Prepares a state that a search puts back to an earlier one after step ``number``, because
+        alpha diverged. Its :class:`Tables` are those of the later state, and not to be touched.
     """
 
     init: Callable[..., Pytree]
@@ -120,6 +123,7 @@ class SingleLoop(NamedTuple):
     adjoint: Callable[[Pytree], Pytree] | None = None
     draws: tuple[int, int] = (1, 1)
     memory: Callable[..., float] = lambda train, valid: 1
+    restart: Callable[..., Pytree] = lambda state, number, train, valid: state
 
 
 class Turn(NamedTuple):

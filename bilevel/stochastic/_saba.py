@@ -191,4 +191,9 @@ def saba(step_size: Rate | None = None) -> SingleLoop:
     def memory(train, valid):
         return max(train.count, valid.count)
 
-    return SingleLoop(init, step, lambda state: state.v, memory=memory)
+    def restart(state, number, train, valid):
+        watch = state.watch
+        begun = (number + 1 + memory(train, valid)).astype(watch.begun.dtype)
+        return state._replace(watch=watch._replace(begun=begun))
+
+    return SingleLoop(init, step, lambda state: state.v, memory=memory, restart=restart)

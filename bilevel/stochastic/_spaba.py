@@ -35,6 +35,7 @@ class SpabaState(NamedTuple):
 
     v: Pytree  # like w: the adjoint
     length: jax.Array  # [], in (0, 1]: what is left of the measured length of a step
+    stale: jax.Array  # [], bool: whether the next step takes all data, as the last are of no use
     last: Tables  # where the last estimates were made, and they; the metric, if any
 
 
@@ -138,7 +139,7 @@ def spaba(step_size: Rate | None = None, *, probability: float | None = None) ->
         found = directions(*everywhere(problem, point, train, valid))
         length = jnp.ones((), common_dtype(*jax.tree.leaves(w)))
         kept = mover.init(problem, w, alpha, train)
-        return SpabaState(point.v, length, Tables((point, found, kept)))
+        return SpabaState(point.v, length, jnp.zeros((), bool), Tables((point, found, kept)))
 
     def step(problem, alpha, w, state, turn, train, valid):
         point = Point(w, state.v, alpha)
@@ -150,7 +151,7 @@ def spaba(step_size: Rate | None = None, *, probability: float | None = None) ->
         (lower_before, lower), below = train.at(turn.train[0], both(lower_oracle))
         (outer_before, outer), above = valid.at(turn.valid[0], both(outer_oracle))
         change = optax.tree.sub(directions(lower, outer), directions(lower_before, outer_before))
-        passing = turn.coin < often(train, valid)
+        passing = (turn.coin < often(train, valid)) | state.stale
 
         def exact():
             return everywhere(problem, point, train, valid)
@@ -167,13 +168,18 @@ def spaba(step_size: Rate | None = None, *, probability: float | None = None) ->
                 lambda: _judged(summed.v, exact(), state.v, state.length),
                 lambda: (summed, state.v, state.length),
             )
+            length = jnp.where(state.stale, state.length, length)
         around = turn.number, problem, w, alpha, train
         pair, kept = mover.move((w, v), found[:2], kept, *around, shorter=length)
         report = metrics(problem, below, above, found.w, noisy_residual=residual(found, outer.w))
         last = Tables((point._replace(v=v), found, kept))
-        return found.alpha, pair[0], SpabaState(pair[1], length, last), report
+        stale = jnp.zeros_like(state.stale)
+        return found.alpha, pair[0], SpabaState(pair[1], length, stale, last), report
 
     def memory(train, valid):  # its errors add up from pass to pass
         return 1 / (often(train, valid) or _often(train, valid))
 
-    return SingleLoop(init, step, lambda state: state.v, memory=memory)
+    def restart(state, number, train, valid):
+        return state._replace(stale=jnp.ones_like(state.stale))
+
+    return SingleLoop(init, step, lambda state: state.v, memory=memory, restart=restart)

@@ -5,10 +5,11 @@ were in the first half of the steps done, and stay there. A transient at the sta
 low power of the steps, which is not enough. Neither is an outlier, since it does not stay, nor an
 escape from a saddle, since it lowers the loss.
 
-Means over a few steps, windows, are compared. If the search diverges, it resumes from the last good state,
-with steps of alpha a quarter as long. That state is kept without tables.
+Means over a few steps, windows, are compared. If the search diverges, it resumes from the last
+good state, with steps of alpha a quarter as long. That state is kept without tables.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -24,18 +25,19 @@ from bilevel.protocols import DescentState, Pytree, Tables
 NOISY, EXACT = 8, 2  # steps of a mean, of a single loop and of other searches
 _MARKS = np.unique(np.round(2 ** (np.arange(61) / 2)).astype(np.int64))  # windows done
 _FAR, _AGAIN = 16.0, 8.0  # growth that is divergence; after a first one, that is one again
+_SAVED = 4  # windows between two copies of the state
 _UNSURE, _SETTLED = 2.0, 8  # growth beyond, and windows before which no state is a good one
 _STAYS = 4  # windows in a row that are far, or
 _FAST, _VERY_FAR = 2, 2.0**14  # so few, if growth is very fast
 _SHORTER = 0.25
 _MOST = 8  # times, before the search is given up
-GAVE_UP = -1  # in the place of a quantity that is not finite
+GAVE_UP = -1  # instead of the number of a quantity that is not finite
 
 
 class Watch(NamedTuple):
-    """What was seen of a search; pairs are the norm of the direction and the outer loss."""
+    """Observations of a search. Pairs are the norm of the direction and the outer loss."""
 
-    scale: jax.Array  # []: alpha's steps are so many times the optimizer's
+    scale: jax.Array  # []: alpha's steps, relative to the optimizer's
     times: jax.Array  # [], int: how often they were shortened
     recent: jax.Array  # [2]: sums over the steps of the current window
     streak: jax.Array  # [], int: windows in a row that were far
@@ -71,7 +73,7 @@ def checked(
     restart: Callable[[Pytree, jax.Array], Pytree],
     window: int,
 ) -> tuple[Watch, DescentState, jax.Array]:
-    """Look at the search after step ``number``, if a window of so many steps ends there.
+    """Look at the search after step ``number``, if one of its windows of ``window`` steps ends there.
 
     ``restart(solver, number)`` prepares a state of the solver that is put back to an earlier one.
     ``number`` is the same in all copies under vmap, so that nothing is computed between windows.
@@ -79,13 +81,17 @@ def checked(
     tables = _tables(state.solver)
 
     def ended(watch, small, trouble):
-        diverged, steady, seen = _looked(watch, (number + 1) // window, window)
-        back = _restored(watch.good, small, number, restart)
-        small_after = _where(diverged, back, small)
-        seen = seen._replace(good=_where(steady, small, watch.good))
+        windows = (number + 1) // window
+        diverged, steady, seen = _looked(watch, windows, window)
+        diverged = diverged & (trouble == 0)  # a search that ended does not change
+        good = jax.lax.cond(
+            windows % _SAVED == 0, lambda: _where(steady, small, watch.good), lambda: watch.good
+        )
+        back = functools.partial(_restored, watch.good, small, number, restart)
+        after = jax.lax.cond(diverged, back, lambda: small)
         gave_up = diverged & (seen.times > _MOST)
-        found = seen, small_after, jnp.where(gave_up, GAVE_UP, trouble)
-        return _where(trouble == 0, found, (watch, small, trouble))  # a search that ended stays
+        seen = _where(trouble == 0, seen._replace(good=()), watch._replace(good=()))
+        return seen._replace(good=good), after, jnp.where(gave_up, GAVE_UP, trouble)
 
     due = (number + 1) % window == 0
     args = watch, _without_tables(state), trouble
@@ -93,9 +99,7 @@ def checked(
     return watch, _with_tables(small, tables), trouble
 
 
-def _looked(
-    watch: Watch, windows: jax.Array, window: int
-) -> tuple[jax.Array, jax.Array, Watch]:
+def _looked(watch: Watch, windows: jax.Array, window: int) -> tuple[jax.Array, jax.Array, Watch]:
     """Whether the search diverges, whether it is surely good, and the watch after a window."""
     mean, done = watch.recent / window, windows - watch.begun
     first = done == 1
@@ -157,7 +161,7 @@ def shortened(old: DescentState, new: DescentState, scale: jax.Array) -> Descent
 def shortening(
     optimizer: optax.GradientTransformation, scale: jax.Array
 ) -> optax.GradientTransformationExtraArgs:
-    """``optimizer``, whose geometries take ``scale`` times its step: they end on their sets."""
+    """Make geometries take ``scale`` times the step of ``optimizer``: they end on their sets."""
     inner = gradient_transformation("optimizer", optimizer)
 
     def update(updates, state, params=None, **told):
@@ -169,7 +173,7 @@ def shortening(
 
 
 def messages(scale: Any) -> tuple[str, ...]:
-    """What a search says at its end, if alpha's steps were shortened to ``scale`` of their length.
+    """Messages at the end of a search that took ``scale`` times the optimizer's steps.
 
     Examples
     --------

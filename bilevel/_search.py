@@ -175,7 +175,8 @@ def search(
     history : sequence of str, optional
         What to keep of every step: names of metrics, and ``"alpha"``. By default all; of an alpha
         or an aux over 64 KiB (16,384 numbers in float32) not its history, which has to be asked
-        for. A single loop's losses, if left out, are not computed, nor watched for being finite.
+        for. A single loop's losses, if left out, are not watched for being finite, and the lower
+        loss is not computed.
     history_every : int
         Keep one row of so many steps: that of the last one.
 
@@ -184,6 +185,9 @@ def search(
     SearchResult
         ``alpha``, ``w``, ``history``, ``state``, ``stopped``, and the ``report``
         (:class:`bilevel.SearchReport`) on steps that went wrong. Ctrl-C returns what there is.
+        ``step_scale`` is 1, or less if alpha diverged. The search then returned to an earlier point
+        and took ``step_scale`` times the optimizer's steps: a quarter after each return. After
+        eight returns it ends, and ``stopped`` says so; under ``jit``, the state stops changing.
         SIGTERM writes the ``checkpoint`` after the current chunk and then ends the process; without
         a checkpoint, nothing is different from other programs.
 

@@ -1,0 +1,196 @@
+"""A search that diverges: it is noticed, and alpha's steps become shorter."""
+
+import functools
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import assert_close, tolerance
+from problems import quadratics
+
+import bilevel
+from bilevel import _divergence
+from bilevel.protocols import DescentState
+
+METHODS = {
+    "soba": bilevel.soba(0.1),
+    "ma_soba": bilevel.ma_soba(0.1),
+    "saba": bilevel.saba(),
+    "saba-0.1": bilevel.saba(0.1),
+    "spaba": bilevel.spaba(),
+    "spaba-0.1": bilevel.spaba(0.1),
+    "amigo": bilevel.amigo(0.1),
+    "f2sa": bilevel.f2sa(0.1),
+    "meha": bilevel.meha(0.1),
+    "bome": bilevel.bome(0.1),
+}
+
+
+def searched(method, rate, seed=0, steps=4000, **conditions):
+    """The result, its distance from numpy's minimizer, and the warnings."""
+    problem, args, solved, _ = quadratics(seed, **conditions)
+    options = {"steps": steps, "batches": bilevel.partition(64), "key": jax.random.key(seed)}
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        found = bilevel.search(problem, method, optax.sgd(rate), *args, **options, history=())
+    distance = np.linalg.norm(np.asarray(found.alpha, np.float64) - solved)
+    return found, distance, [str(w.message) for w in told]
+
+
+@pytest.mark.parametrize(("name", "seed"), [("saba", 0), ("spaba", 2)])
+def test_a_rate_that_diverges_converges_all_the_same(name, seed):
+    """It ended at 1e26 to 1e111 by saba(), without a warning."""
+    found, distance, told = searched(METHODS[name], 0.3, seed)
+    assert distance < tolerance(1e-5, 1e-3)
+    assert found.step_scale < 1 and len(told) == 1 and "alpha diverged" in told[0]
+
+
+def test_saba_and_spaba_converge_at_that_rate_for_every_seed():
+    """Of the 512 rows' curvature, 0.3 is up to half of what gradient descent would bear."""
+    fresh = np.random.default_rng().integers(2**31, size=4).tolist()
+    for seed in [*range(8), *fresh]:
+        assert searched(METHODS["saba"], 0.3, seed)[1] < tolerance(1e-5, 1e-3), seed
+        # A few seeds stay within 0.1: spaba() shortens its own steps, which bounds the growth.
+        assert searched(METHODS["spaba"], 0.3, seed)[1] < 0.1, seed
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_no_single_loop_explodes_in_silence(name):
+    for seed in (0, 1):
+        for rate in (0.3, 1.0, 3.0):
+            found, distance, told = searched(METHODS[name], rate, seed, condition=10.0**seed)
+            assert distance < 10 or told, (seed, rate)
+            assert bool(told) == (found.step_scale < 1), (seed, rate)
+
+
+def test_a_solver_that_diverges_by_itself_ends_the_search_with_a_message():
+    found, _, told = searched(bilevel.soba(5.0), 0.1, steps=1000)
+    assert "alpha diverged" in found.stopped and int(found.state.step) < 1000
+    assert any("smaller step_size" in message for message in told)
+    assert np.isfinite(np.asarray(found.alpha)).all()
+
+
+# --------------------------------------------------------------------------- other searches
+
+
+def descended(optimizer, steps=60, **options):
+    problem, args, _, _ = quadratics(0)
+    return bilevel.search(problem, bilevel.implicit(), optimizer, *args, steps=steps, **options)
+
+
+RATE = 2 / quadratics(0)[3][-1]  # the largest that is stable
+
+
+@pytest.mark.parametrize("factor", [1.3, 10.0])
+def test_descent_at_a_rate_over_two_by_the_curvature_converges(factor):
+    solved = quadratics(0)[2]
+    with pytest.warns(UserWarning, match=r"alpha diverged.*0\.\d+ times the optimizer's steps"):
+        found = descended(optax.sgd(factor * RATE), 200)
+    assert_close(found.alpha, solved, f64=1e-4, f32=1e-3)
+    assert found.stopped == "" and int(found.state.step) == 200
+
+
+@pytest.mark.parametrize("optimizer", [optax.sgd(0.5, momentum=0.9), optax.adam(0.1)])
+def test_a_healthy_search_takes_the_steps_of_descent(optimizer):
+    problem, args, _, _ = quadratics(0)
+    found = descended(optimizer, 40)
+    init, step = bilevel.descent(problem, bilevel.implicit(), optimizer)
+    state, step = init(*args[:2]), jax.jit(step)
+    for _ in range(40):
+        state, _ = step(state, args[2:])
+    assert_close(found.alpha, state.alpha, f64=1e-12, f32=1e-5)
+    assert found.step_scale == 1
+
+
+def test_it_is_the_same_when_resumed_and_under_jit_and_vmap(tmp_path):
+    run = functools.partial(descended, optax.sgd(3 * RATE))
+    with pytest.warns(UserWarning, match="alpha diverged"):
+        whole = run(40)
+    with pytest.warns(UserWarning, match="alpha diverged"):
+        run(14, checkpoint=tmp_path, chunk=7)
+    with pytest.warns(UserWarning, match="alpha diverged"):
+        resumed = run(40, checkpoint=tmp_path, resume=True, chunk=5)
+    jax.tree.map(np.testing.assert_array_equal, whole.state, resumed.state)
+    problem, args, _, _ = quadratics(0)
+
+    def both(rates):
+        def one(alpha, rate):
+            solver, sgd = bilevel.implicit(), optax.sgd(rate)
+            return bilevel.search(problem, solver, sgd, alpha, *args[1:], steps=40)
+
+        return jax.vmap(one, (None, 0))(args[0], rates)
+
+    found = jax.jit(both)(jnp.array([3 * RATE, 0.5 * RATE]))
+    np.testing.assert_array_equal(found.step_scale, [whole.step_scale, 1])
+    assert_close(found.alpha[0], whole.alpha, f64=1e-6, f32=1e-2)
+
+
+# ------------------------------------------------------------------------------ what it notices
+
+STATE = DescentState(jnp.zeros(1), jnp.zeros(1), (), optax.EmptyState(), jnp.zeros((), int))
+
+
+def scale_after(directions, values):
+    """What is left of the steps after a search whose steps report these."""
+
+    def body(watch, told):
+        number, direction, value = told
+        watch = _divergence.observed(watch, direction, value, jnp.array(True))
+        args = watch, STATE, number, jnp.zeros((), int), lambda state, number: state
+        return _divergence.checked(*args, _divergence.NOISY)[0], None
+
+    told = jnp.arange(len(directions)), jnp.asarray(directions), jnp.asarray(values)
+    return float(jax.lax.scan(body, _divergence.first_watch(STATE), told)[0].scale)
+
+
+@pytest.mark.parametrize("rate", [1.003, 1.02, 1.2, 3.0])
+@pytest.mark.parametrize("calm", [0, 500])
+def test_growth_of_any_rate_is_noticed(rate, calm):
+    steps = np.arange(min(4000, int(60 / np.log10(rate)) // 2))
+    size = np.concatenate([np.ones(calm), rate**steps]).astype(np.float64)
+    size = np.minimum(size, 1e12)
+    assert scale_after(size, 1 + size**2) < 1
+
+
+def test_transients_noise_outliers_plateaus_and_escapes_are_not_noticed():
+    steps, rng = np.arange(1, 4001), np.random.default_rng(0)
+    noise = np.exp(rng.normal(size=4000))
+    outliers = 1 + 1e4 * (rng.random(4000) < 0.002)
+    escape = np.minimum(1e-6 * 1.01**steps, 1)
+    cases = {
+        "linear": (steps, steps**2),
+        "quadratic": (steps**2.0, steps**2.0),
+        "noise": (noise, noise**2),
+        "outliers": (outliers, outliers),
+        "converging": (0.99**steps, 1 + 0.98**steps),
+        "escape": (escape, 1 - escape),
+        "oscillating": (1 + 0.9 * np.sin(steps / 50), 1 + 0.9 * np.sin(steps / 50)),
+        "growing loss": (np.ones(4000), 1.01 ** np.minimum(steps, 2000)),
+    }
+    for name, (directions, values) in cases.items():
+        assert scale_after(directions.astype(float), np.asarray(values, float)) == 1, name
+
+
+@pytest.mark.parametrize("kind", ["exponentiate", "project", "softmax"])
+def test_shorter_steps_end_on_the_set(kind):
+    """Truth: the geometry's own step at a rate that is smaller by the factor."""
+
+    def made(rate):
+        if kind == "softmax":
+            return bilevel.softmax(optax.sgd(rate))
+        last = bilevel.exponentiate() if kind == "exponentiate" else bilevel.project()
+        return optax.chain(optax.sgd(rate), last)
+
+    alpha, slope = jnp.array([[0.2, 0.3, 0.5]]), jnp.array([[1.0, -0.5, 0.2]])
+    scale = jnp.asarray(0.25)
+    shorter = _divergence.shortening(made(0.4), scale)
+    updates, state = shorter.update(slope, shorter.init(alpha), alpha)
+    exact = made(0.1)
+    truth, _ = exact.update(slope, exact.init(alpha), alpha)
+    assert_close(updates, truth, f64=1e-12, f32=1e-6)
+    old = STATE._replace(alpha=alpha, optimizer=state)
+    new = old._replace(alpha=optax.apply_updates(alpha, updates))
+    np.testing.assert_array_equal(_divergence.shortened(old, new, scale).alpha, new.alpha)

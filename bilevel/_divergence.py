@@ -73,7 +73,7 @@ def checked(
     restart: Callable[[Pytree, jax.Array], Pytree],
     window: int,
 ) -> tuple[Watch, DescentState, jax.Array]:
-    """Look at the search after step ``number``, if one of its windows of ``window`` steps ends there.
+    """Look at the search after step ``number``, if a window of ``window`` steps ends there.
 
     ``restart(solver, number)`` prepares a state of the solver that is put back to an earlier one.
     ``number`` is the same in all copies under vmap, so that nothing is computed between windows.

@@ -117,7 +117,7 @@ def _looked(watch: Watch, windows: jax.Array, window: int) -> tuple[jax.Array, j
     diverged = (streak >= _STAYS) | fast
     top = jnp.where(first, mean, jnp.maximum(mean, watch.top))
     moved = jnp.concatenate([watch.marks[1:], top[None]])
-    marks = jnp.where((done == _MARKS).any(), moved, watch.marks)
+    marks = jnp.where((done == jnp.asarray(_MARKS, done.dtype)).any(), moved, watch.marks)
     marks = jnp.where(first, jnp.broadcast_to(mean[None], marks.shape), marks)
     seen = watch._replace(
         scale=jnp.where(diverged, _SHORTER, 1.0).astype(watch.scale.dtype) * watch.scale,

@@ -194,3 +194,20 @@ def test_shorter_steps_end_on_the_set(kind):
     old = STATE._replace(alpha=alpha, optimizer=state)
     new = old._replace(alpha=optax.apply_updates(alpha, updates))
     np.testing.assert_array_equal(_divergence.shortened(old, new, scale).alpha, new.alpha)
+
+
+def test_a_search_may_follow_one_of_another_precision():
+    """Constants of the first one are not those of the second."""
+    problem = bilevel.Problem(
+        lambda w, alpha, batch: (
+            jnp.mean((batch[0] @ w - batch[1]) ** 2) + jnp.sum((w - alpha) ** 2)
+        ),
+        lambda w, alpha, batch: jnp.mean((batch[0] @ w - batch[1]) ** 2),
+    )
+    for precise in (False, True, False):
+        with jax.enable_x64(precise):
+            data = jnp.ones((20, 2)), jnp.ones(20)
+            options = {"batches": bilevel.partition(5), "key": jax.random.key(0)}
+            start = optax.sgd(0.1), jnp.zeros(2), jnp.zeros(2)
+            found = bilevel.search(problem, bilevel.saba(), *start, data, data, steps=3, **options)
+            assert found.alpha.dtype == (jnp.float64 if precise else jnp.float32)

@@ -12,8 +12,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ntk._checks import array, concrete, nan_unless, numbers, offending
+from ntk._outputs import entry_error
+
+_ALLOWED = 0.1  # error over the targets' size: past one digit, a prediction says nothing
 
 
 def times(t: Any, dtype: Any) -> jax.Array:
@@ -50,6 +54,89 @@ def _(primals, tangents):
 
 
 flows = jax.jit(jax.vmap(flow, in_axes=(None, None, 0)))
+
+
+def refined(K, cross, r, t):
+    """``phi_t(K) r`` for all times [times, n, outputs], if ``cross`` times that is known.
+
+    Raises ValueError where rounding of entries may move predictions by a tenth of the size of r;
+    NaN at those times if traced.
+    """
+    moved, error = _flows_and_error(K, cross, r, t)
+    good = ~(error > _ALLOWED)  # what is NaN stays NaN, and has errors of its own
+    if not concrete(good):
+        return nan_unless(good[:, None, None], moved)
+    if not good.all():
+        latest = _latest(K, cross, r)
+        raise ValueError(
+            f"t: expected at most {latest:.2g} for this kernel in {K.dtype}, got "
+            f"{float(offending(t, good)):.3g}: the kernel is singular to rounding, and predictions "
+            f"may be off by {_ALLOWED:.0%} of the targets or more. Add a penalty, stop earlier, or "
+            "compute kernels in float64 (jax_enable_x64)."
+        )
+    return moved
+
+
+@jax.jit
+def _flows_and_error(K, cross, r, t):
+    return flows(K, r, t), _error(*jax.lax.stop_gradient((K, cross, r, t)))
+
+
+def _error(K, cross, r, t):
+    """The largest error of ``cross phi_t(K) r`` from entries' rounding, over r's size: [times].
+
+    To first order ``(dcross - cross phi dK) phi r``. Sizes are relative: squares stay in range.
+    """
+    values, V, rounding = _eigh(K)
+    top = rounding / (len(K) * jnp.finfo(K.dtype).eps)
+    top = jnp.where(top > 0, top, 1)
+    size = jnp.sqrt(jnp.maximum(jnp.diagonal(K) / top, 0))
+    rows, largest = cross / top, jnp.max(jnp.abs(r), axis=0)
+    columns = r / jnp.where(largest > 0, largest, 1)[None]
+    # The variance of another input is at least what its covariances need.
+    scale = jnp.where(size > 0, size, 1)
+    own = jnp.max(jnp.where(size[None] > 0, jnp.abs(rows) / scale[None], 0), axis=1)
+    # Where a row has more than rounding in a direction, the kernel is not singular there.
+    along, directions = rows @ V, size[:, None] * V
+    error, lengths = entry_error(K.dtype), jnp.linalg.norm(directions, axis=0)
+    noise = error * own[:, None] * lengths[None]
+    noise += rounding / top * jnp.linalg.norm(rows, axis=1, keepdims=True)
+    seen = (jnp.abs(along) > noise).any(axis=0)
+    of_each = (x[None] for x in (values / top, error * lengths**2, seen))
+    weights = _weights(*of_each, rounding / top, (t * top)[:, None])
+    through = jnp.sqrt(weights**2 @ (along**2).T)
+    reach = jnp.max(own[None] + jnp.max(size) * through, axis=1)
+    at = directions @ (weights[..., None] * (V.T @ columns)[None])
+    return error * reach * jnp.max(jnp.linalg.norm(at, axis=1), axis=-1)
+
+
+def _weights(values, errors, seen, rounding, t):
+    """``phi_t`` of every direction, times its error over that of an entry: [times, n].
+
+    A gap above the directions that rounding decides shows that K has a lower rank: they hold
+    the rounding of eigenvalues alone. Without a gap, or where rows of the kernel are ``seen`` to
+    have a component, they may have any eigenvalue up to rounding.
+    """
+    eps = jnp.finfo(values.dtype).eps
+    gap = ~((values > 0) & (values < jnp.sqrt(eps))).any()
+    none = _at_zero(t, rounding) * eps / entry_error(values.dtype)
+    lost = jnp.where(gap & ~seen, none, jnp.minimum(t, 1 / rounding))
+    least = jnp.maximum(values - errors, rounding)
+    return jnp.where(values > 0, _phi(least, t, rounding), lost)
+
+
+def _latest(K, cross, r) -> float:
+    """The largest time with an allowed error, to a few percent, from below."""
+    early, late = -60.0, 60.0  # logarithms of the time, over that of the largest eigenvalue
+    top = float(jnp.max(jnp.abs(K)))
+    for _ in range(12):
+        middle = (early + late) / 2
+        known = float(_jitted_error(K, cross, r, jnp.full(1, np.exp(middle) / top, K.dtype))[0])
+        early, late = (middle, late) if known <= _ALLOWED else (early, middle)
+    return 0.95 * float(np.exp(early)) / top
+
+
+_jitted_error = jax.jit(_error)
 
 
 def _eigh(K):

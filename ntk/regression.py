@@ -32,7 +32,7 @@ import jax
 import jax.numpy as jnp
 
 from ntk._checks import array
-from ntk._flow import flows, times
+from ntk._flow import refined, times
 from ntk._outputs import cholesky, data, others, with_penalty
 from ntk._symmetric import as_matrix
 
@@ -234,12 +234,15 @@ def gradient_flow(
     Raises
     ------
     ValueError
-        If the shapes do not fit, an argument is not finite, ``K`` is not symmetric, or a ``t`` or
-        the ``penalty`` is negative.
+        If the shapes do not fit, an argument is not finite, ``K`` is not symmetric, a ``t`` or the
+        ``penalty`` is negative, or a ``t`` is so large that errors of 64 eps in the entries of
+        kernels may move predictions by a tenth of ``y - f0``. NaN at that time if traced.
 
     Notes
     -----
-    Time: some 10 n^3 for the eigendecomposition, then n^2 per time and output. A direction in which
+    Time: some 10 n^3 for the eigendecomposition, n^2 m for errors, then n^2 + n m per time and
+    output. If no eigenvalue lies between n eps and the root of eps, relative to the largest,
+    smaller ones count as 0, those of a kernel of lower rank. A direction in which
     ``K`` is singular to rounding moves as with an eigenvalue of 0 while that cannot be told, ``t``
     under ``1 / (n eps |K|)``, and is then taken back: in the limit it has not moved.
 
@@ -261,5 +264,5 @@ def gradient_flow(
         if start.shape not in ((), wanted):
             raise ValueError(f"{name}: expected a number or shape {wanted}, got {start.shape}.")
     columns = given.columns - f0.reshape(given.columns.shape if f0.ndim else ())
-    moved = flows(with_penalty(matrix, penalty), columns, t.ravel())
+    moved = refined(with_penalty(matrix, penalty), cross.astype(matrix.dtype), columns, t.ravel())
     return cross_f0 + (cross @ moved).reshape(*t.shape, *there)

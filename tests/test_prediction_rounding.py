@@ -62,3 +62,67 @@ def test_a_diagonal_of_any_scales_is_not_singular():
     np.testing.assert_allclose(
         ntk.kernel_regression(K, jnp.ones(3, jnp.float32)).weights, [1, 1e12, 1e-9], rtol=1e-5
     )
+
+
+TIMES = (1.0, 1e2, 1e4, 1e6, 1e8, np.inf)
+REFUSED = r"t: expected at most .* for this kernel in float32, got .*Add a penalty"
+
+
+def flow(x, y, t, *, double, penalty=0.0, get="nngp", cross=True, activation=ntk.erf):
+    with jax.enable_x64(double):
+        x, y = jnp.asarray(x, float), jnp.asarray(y, float)
+        kernel = functools.partial(ntk.network_kernel, activations=[activation] * 4)
+        rows, others = x[jnp.array(TRAIN)], x[jnp.array(TEST)]
+        K = getattr(kernel(rows), get)
+        between = getattr(kernel(others, rows), get) if cross else None
+        return np.asarray(ntk.gradient_flow(K, y, t, cross=between, penalty=penalty))
+
+
+@pytest.mark.parametrize("get", ["nngp", "ntk"])
+@pytest.mark.parametrize("seed", [1, 2, 3, 5])
+def test_a_flow_in_float32_is_right_to_a_tenth_or_refused(seed, get):
+    x, refused = inputs(seed), 0
+    smooth = np.sin(x[TRAIN, 0])
+    for y in (smooth, np.random.default_rng(seed).choice([-1.0, 1.0], len(TRAIN))):
+        for cross in (True, False):
+            truth = flow(x, y, np.array(TIMES), double=True, get=get, cross=cross)
+            for t, true in zip(TIMES, truth, strict=True):
+                try:
+                    found = flow(x, y, t, double=False, get=get, cross=cross)
+                except ValueError as error:
+                    assert t > 1e2 and "t: expected at most" in str(error)
+                    refused += 1
+                else:
+                    assert np.abs(found - true).max() <= 0.1 * np.abs(y).max()
+    assert refused
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_flow_of_a_healthy_kernel_is_never_refused(seed):
+    times, x = np.array(TIMES), inputs(seed)
+    y = np.random.default_rng(seed).choice([-1.0, 1.0], len(TRAIN))
+    apart = np.random.default_rng(seed).normal(size=(12, 20))
+    for rows, options in ((x, {"penalty": 0.1}), (apart, {"activation": ntk.relu})):
+        found, truth = (flow(rows, y, times, double=double, **options) for double in (False, True))
+        np.testing.assert_allclose(found, truth, atol=0.01)
+
+
+def test_a_flow_of_a_kernel_of_lower_rank_is_never_refused():
+    rng = np.random.default_rng(0)
+    x, y = (rng.normal(size=shape).astype(np.float32) for shape in ((9, 3), (9,)))
+    x[1] = x[0]  # two different targets of one input
+    found = ntk.gradient_flow(x @ x.T, y, np.array(TIMES))
+    assert np.isfinite(found).all()
+    np.testing.assert_allclose(found[-1], x @ np.linalg.lstsq(x, y)[0], atol=1e-3)
+
+
+def test_a_late_time_names_the_latest_one_and_is_nan_if_traced():
+    x = jnp.linspace(-3, 3, 8, dtype=jnp.float32)[:, None]
+    K = ntk.network_kernel(x, activations=[ntk.erf] * 4).nngp.astype(jnp.float32)
+    y = jnp.array([1, 1, -1, 1, -1, -1, 1, 1], jnp.float32)
+    with pytest.raises(ValueError, match=REFUSED) as refused:
+        ntk.gradient_flow(K, y, jnp.array([1.0, jnp.inf]))
+    latest = float(str(refused.value).split("at most ")[1].split()[0])
+    assert jnp.isfinite(ntk.gradient_flow(K, y, latest)).all()
+    found = jax.jit(ntk.gradient_flow)(K, y, jnp.array([1.0, latest, 3 * latest, jnp.inf]))
+    assert jnp.isfinite(found[:2]).all() and jnp.isnan(found[2:]).all()

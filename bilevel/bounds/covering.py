@@ -80,7 +80,8 @@ def effective_dimension(log_covering_numbers: Any, radii: Any, *, C_bar: float) 
     if concrete(radii) and np.any(np.asarray(radii) > C_bar):
         raise ValueError(f"radii: expected numbers of at most C_bar = {C_bar}, got {radii.max()}.")
     scale = jnp.log(C_bar / radii)
-    found = jnp.max(jnp.where(logs == 0, 0.0, logs / scale))  # NaN stays NaN
+    # NaN stays NaN. At the largest radius both are 0: no 0 / 0, for `jax_debug_nans`.
+    found = jnp.max(jnp.where(logs == 0, 0.0, logs / jnp.where(logs == 0, 1.0, scale)))
     return jnp.where(((radii > 0) & (radii <= C_bar)).all(), found, jnp.nan)
 
 

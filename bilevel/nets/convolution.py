@@ -276,7 +276,11 @@ def _in_blocks(bilinear, x, linear):
 
 
 def _weighted(arrays, weights):
-    return functools.reduce(operator.add, (a * w for a, w in zip(arrays, weights, strict=True)))
+    def product(a, w):
+        return a * jnp.expand_dims(w, tuple(range(jnp.ndim(a) - jnp.ndim(w))))
+
+    pairs = zip(arrays, weights, strict=True)
+    return functools.reduce(operator.add, (product(a, w) for a, w in pairs))
 
 
 def _shifted(x, window, unit=1):
@@ -310,7 +314,7 @@ def _spread(x, kernel, window):
     for a, b in np.ndindex(window.size, window.size):
         low = (reach - a * window.dilation, reach - b * window.dilation)
         edges = [(0, 0, 0), *((lo, reach - lo, 0) for lo in low), (0, 0, 0)]
-        placed.append(lax.pad(x * kernel[a, b, 0], zero, edges))
+        placed.append(lax.pad(x * kernel[a, b, 0][None, None, None], zero, edges))
     start = reach - window.padding
     stop = [start + s * (window.positions(length) - 1) + 1 for length in (height, width)]
     total = functools.reduce(operator.add, placed)

@@ -81,7 +81,7 @@ def over_batches(mean: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     def of_all(w, other, batches):
         means = jax.lax.map(lambda batch: mean(w, other, batch), batches.rows)
         # A part's mean is not touched by what is infinite in another one: 0 times that is NaN.
-        return jnp.where(batches.weights > 0, batches.weights * means, 0).sum(axis=1)
+        return jnp.where(batches.weights > 0, batches.weights * means[None], 0).sum(axis=1)
 
     return of_all
 

@@ -57,7 +57,7 @@ def log(path: str | os.PathLike[str], *, resume: bool = False) -> Callable[[Any]
     ... )
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     found = bilevel.search(
-    ...         problem, bilevel.implicit(), optax.sgd(0.25), jnp.array(0.0), jnp.array(0.0),
+    ...         problem, bilevel.unrolled(1.0, 1), optax.sgd(0.25), jnp.array(0.0), jnp.array(0.0),
     ...         None, None, steps=3, callback=bilevel.log(f"{folder}/run.jsonl"), progress=False,
     ...     )
     ...     print(pathlib.Path(folder, "run.jsonl").read_text().splitlines()[1])

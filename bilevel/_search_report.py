@@ -100,7 +100,7 @@ class SearchReport(NamedTuple):
             lines.append(_NOT_STATIONARY.format(int(found.moving.total), steps))
         if found.spent > 0.5:
             lines.append(_SPENT.format(float(found.spent)))
-        elif _often(found.zero, steps) and not lines:
+        elif steps and found.zero.last >= min(_MANY, steps) and not lines:
             lines.append(_ZERO.format(int(found.zero.last), steps))
         # These causes also explain a change that was not predicted.
         return tuple(lines or _mispredicted(found))

@@ -102,8 +102,8 @@ def _error(K, cross, r, t):
     noise = error * own[:, None] * lengths[None]
     noise += rounding / top * jnp.linalg.norm(rows, axis=1, keepdims=True)
     seen = (jnp.abs(along) > noise).any(axis=0)
-    of_each = (x[None] for x in (values / top, error * lengths**2, seen))
-    weights = _weights(*of_each, rounding / top, (t * top)[:, None])
+    eigenvalues, errors, seen = (x[None] for x in (values / top, error * lengths**2, seen))
+    weights = _weights(eigenvalues, errors, seen, rounding / top, (t * top)[:, None])
     through = jnp.sqrt(weights**2 @ (along**2).T)
     reach = jnp.max(own[None] + jnp.max(size) * through, axis=1)
     at = directions @ (weights[..., None] * (V.T @ columns)[None])

@@ -1,6 +1,7 @@
 """Rows of the data for each step of a search: what :func:`bilevel.search` takes as ``batches``."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +9,8 @@ import numpy as np
 
 from bilevel.checks import concrete, function, is_sparse, prng_key, rows, whole
 from bilevel.protocols import Joint, Partition, Pytree
+
+__all__ = ["jointly", "minibatches", "partition", "row_count"]
 
 
 def minibatches(batch_size: int) -> Callable[[jax.Array, Pytree], Pytree]:
@@ -94,7 +97,7 @@ def taken(data: Pytree, drawn: jax.Array) -> Pytree:
     return jax.tree.map(of, data, is_leaf=is_sparse)
 
 
-def sparse_rows(matrix, drawn: jax.Array, width: int | None = None):
+def sparse_rows(matrix: Any, drawn: jax.Array, width: int | None = None) -> Any:
     """Rows of a BCSR matrix as another one, each filled up to ``width`` entries with zeros.
 
     Raises
@@ -127,7 +130,7 @@ def sparse_rows(matrix, drawn: jax.Array, width: int | None = None):
     return type(matrix)((value.ravel(), column.ravel(), ends), shape=(len(drawn), matrix.shape[1]))
 
 
-def row_width(matrix) -> int:
+def row_width(matrix: Any) -> int:
     """The most entries of a row of a BCSR matrix, or a bound of it if they are traced."""
     if concrete(matrix.indptr):
         return max(1, int(np.diff(np.asarray(matrix.indptr)).max()))

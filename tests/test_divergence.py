@@ -40,21 +40,19 @@ def searched(method, rate, seed=0, steps=4000, **conditions):
     return found, distance, [str(w.message) for w in told]
 
 
-@pytest.mark.parametrize(("name", "seed"), [("saba", 0), ("spaba", 2)])
-def test_a_rate_that_diverges_converges_all_the_same(name, seed):
-    """It ended at 1e26 to 1e111 by saba(), without a warning."""
-    found, distance, told = searched(METHODS[name], 0.3, seed)
+def test_a_rate_that_diverges_converges_all_the_same():
+    """It ended at 1e26 to 1e111, without a warning."""
+    found, distance, told = searched(METHODS["saba"], 0.3)
     assert distance < tolerance(1e-5, 1e-3)
     assert found.step_scale < 1 and len(told) == 1 and "alpha diverged" in told[0]
 
 
 def test_saba_and_spaba_converge_at_that_rate_for_every_seed():
-    """Of the 512 rows' curvature, 0.3 is up to half of what gradient descent would bear."""
-    fresh = np.random.default_rng().integers(2**31, size=4).tolist()
-    for seed in [*range(8), *fresh]:
-        assert searched(METHODS["saba"], 0.3, seed)[1] < tolerance(1e-5, 1e-3), seed
-        # A few seeds stay within 0.1: spaba() shortens its own steps, which bounds the growth.
-        assert searched(METHODS["spaba"], 0.3, seed)[1] < 0.1, seed
+    """0.3 is up to half of what gradient descent on the value function bears."""
+    # Seeds with 2 / curvature between 1.0 and 1.8, but for two.
+    for seed in [*range(8), 12, *range(202, 206)]:
+        for name in ("saba", "spaba"):  # spaba() circled at 0.05 for seed 7, at 0.3 for seed 12
+            assert searched(METHODS[name], 0.3, seed)[1] < tolerance(1e-5, 1e-3), (seed, name)
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -28,6 +28,8 @@ from bilevel.stochastic._steps import Rate
 _STEPS = 1000  # from one full pass to the next
 _DRIFT = 0.3  # of the outer gradient: what steps may have added up to, wrongly, until a pass
 _LENGTHS = 0.25, 1.2  # factors of the steps' length, at most, after a pass
+_ERROR = 0.25  # of alpha's direction: what its sums may be wrong by, at a pass
+_TRUSTS, _LEAST_TRUST = (0.5, 1.05), 1 / 32  # factors after a pass, and the least trust
 
 
 class SpabaState(NamedTuple):
@@ -35,6 +37,7 @@ class SpabaState(NamedTuple):
 
     v: Pytree  # like w: the adjoint
     length: jax.Array  # [], in (0, 1]: what is left of the measured length of a step
+    trust: jax.Array  # [], in (0, 1]: what is taken of alpha's direction
     stale: jax.Array  # [], bool: whether the next step takes all data, as the last are of no use
     last: Tables  # where the last estimates were made, and they; the metric, if any
 
@@ -46,22 +49,32 @@ def _often(train: Blocks, valid: Blocks) -> float:
 
 
 def _judged(
-    summed: Pytree, found: tuple[Lower, Slopes], v: Pytree, length: jax.Array
-) -> tuple[Directions, Pytree, jax.Array]:
-    """Exact directions, the adjoint and the length of steps, by what a pass says of the sums.
+    summed: Directions,
+    found: tuple[Lower, Slopes],
+    v: Pytree,
+    length: jax.Array,
+    trust: jax.Array,
+) -> tuple[Directions, Pytree, tuple[jax.Array, jax.Array]]:
+    """Exact directions, the adjoint, and the lengths of steps and of alpha's direction.
 
     The estimates of the adjoint's residual are wrong by what has added up since the last pass: the
     steps become shorter, until that is a part of the outer gradient. An adjoint whose residual is
-    larger than that of 0 begins again from there, where the products with it are known.
+    larger than that of 0 begins again from there, where the products with it are known. Alpha's
+    direction is shortened until it, too, is right from one pass to the next.
     """
     lower, outer = found
-    exact, size = directions(lower, outer).v, norm(outer.w)
-    drift = norm(optax.tree.sub(summed, exact)) / jnp.where(size > 0, size, 1)
+    _, exact, along = directions(lower, outer)
+    size = norm(outer.w)
+    drift = norm(optax.tree.sub(summed.v, exact)) / jnp.where(size > 0, size, 1)
+    error = norm(optax.tree.sub(summed.alpha, along))
+    allowed = _ERROR * norm(along) / jnp.where(error > 0, error, 1)
+    change = jnp.where(error > 0, jnp.clip(allowed, *_TRUSTS), _TRUSTS[1])
+    trust = jnp.clip(change.astype(trust.dtype) * trust, _LEAST_TRUST, 1)
     factor = jnp.clip(_DRIFT / drift, *_LENGTHS)
     of_v = lower.product, lower.cross, v
     product, cross, v = optax.tree.where(norm(exact) > size, optax.tree.zeros_like(of_v), of_v)
     lower = Lower(lower.slope, product, cross)
-    return directions(lower, outer), v, jnp.minimum(factor * length, 1)
+    return directions(lower, outer), v, (jnp.minimum(factor * length, 1), trust)
 
 
 def spaba(step_size: Rate | None = None, *, probability: float | None = None) -> SingleLoop:
@@ -102,7 +115,9 @@ def spaba(step_size: Rate | None = None, *, probability: float | None = None) ->
 
     Without a step size, every pass compares the adjoint's residual with what has been added up
     since the last one. Where they differ by more than 0.3 of the outer gradient, steps become
-    shorter, and an adjoint that is worse than 0 begins again from 0.
+    shorter, and an adjoint that is worse than 0 begins again from 0. If the sums of alpha's
+    direction are wrong by more than a quarter of it, alpha moves too fast for them: its direction
+    is shortened, to 1/32 at most.
 
     References
     ----------
@@ -139,7 +154,9 @@ def spaba(step_size: Rate | None = None, *, probability: float | None = None) ->
         found = directions(*everywhere(problem, point, train, valid))
         length = jnp.ones((), common_dtype(*jax.tree.leaves(w)))
         kept = mover.init(problem, w, alpha, train)
-        return SpabaState(point.v, length, jnp.zeros((), bool), Tables((point, found, kept)))
+        return SpabaState(
+            point.v, length, length, jnp.zeros((), bool), Tables((point, found, kept))
+        )
 
     def step(problem, alpha, w, state, turn, train, valid):
         point = Point(w, state.v, alpha)
@@ -157,24 +174,26 @@ def spaba(step_size: Rate | None = None, *, probability: float | None = None) ->
             return everywhere(problem, point, train, valid)
 
         if step_size is not None:
-            v, length = state.v, state.length
+            v, length, trust = state.v, state.length, state.trust
             found = jax.lax.cond(
                 passing, lambda: directions(*exact()), lambda: optax.tree.add(last, change)
             )
         else:
             summed = optax.tree.add(last, change)
-            found, v, length = jax.lax.cond(
+            scales = state.length, state.trust
+            found, v, judged = jax.lax.cond(
                 passing,
-                lambda: _judged(summed.v, exact(), state.v, state.length),
-                lambda: (summed, state.v, state.length),
+                lambda: _judged(summed, exact(), state.v, *scales),
+                lambda: (summed, state.v, scales),
             )
-            length = jnp.where(state.stale, state.length, length)
+            length, trust = optax.tree.where(state.stale, scales, judged)
         around = turn.number, problem, w, alpha, train
         pair, kept = mover.move((w, v), found[:2], kept, *around, shorter=length)
         report = metrics(problem, below, above, found.w, noisy_residual=residual(found, outer.w))
         last = Tables((point._replace(v=v), found, kept))
         stale = jnp.zeros_like(state.stale)
-        return found.alpha, pair[0], SpabaState(pair[1], length, stale, last), report
+        along = optax.tree.scale(trust, found.alpha)
+        return along, pair[0], SpabaState(pair[1], length, trust, stale, last), report
 
     def memory(train, valid):  # its errors add up from pass to pass
         return 1 / (often(train, valid) or _often(train, valid))

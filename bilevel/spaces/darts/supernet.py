@@ -153,7 +153,12 @@ class Supernet(nn.Module):
             before_last, last = last, mixed(before_last, last, alpha[kind])
             reduced = reduce
         pooled = last.mean((1, 2), dtype=wide(last.dtype))
-        return nn.Dense(self.classes)(pooled)
+        logits = nn.Dense(self.classes)(pooled)
+        if len(reductions(self.cells)) == self.cells:
+            # Without normal cells their alpha has no effect. It is read all the same, since a
+            # search refuses a leaf that nothing reads, and a genotype has both kinds.
+            logits += 0 * alpha["normal"].sum().astype(logits.dtype)
+        return logits
 
 
 def darts_space(

@@ -28,7 +28,7 @@ class Count(NamedTuple):
 
 
 class SearchReport(NamedTuple):
-    """What went wrong in the steps of a search, in numbers. All arrays are [].
+    """Counts of the steps of a search in which something was wrong. All arrays are [].
 
     Attributes
     ----------

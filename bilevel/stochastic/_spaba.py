@@ -28,7 +28,7 @@ from bilevel.stochastic._steps import Rate
 _STEPS = 1000  # from one full pass to the next
 _DRIFT = 0.3  # of the outer gradient: what steps may have added up to, wrongly, until a pass
 _LENGTHS = 0.25, 1.2  # factors of the steps' length, at most, after a pass
-_ERROR = 0.25  # of alpha's direction: what its sums may be wrong by, at a pass
+_ERROR = 0.1  # of alpha's direction: what its sums may be wrong by, at a pass
 _TRUSTS, _LEAST_TRUST = (0.5, 1.05), 1 / 32  # factors after a pass, and the least trust
 
 
@@ -116,7 +116,7 @@ def spaba(step_size: Rate | None = None, *, probability: float | None = None) ->
     Without a step size, every pass compares the adjoint's residual with what has been added up
     since the last one. Where they differ by more than 0.3 of the outer gradient, steps become
     shorter, and an adjoint that is worse than 0 begins again from 0. If the sums of alpha's
-    direction are wrong by more than a quarter of it, alpha moves too fast for them: its direction
+    direction are wrong by more than a tenth of it, alpha moves too fast for them: its direction
     is shortened, to 1/32 at most.
 
     References

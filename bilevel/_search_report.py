@@ -1,4 +1,4 @@
-"""What a search observes about its own steps, so that none of them fails in silence.
+"""Observations of a search about its own steps, so that none of them fails in silence.
 
 The counts are kept in the compiled loop. Outside ``jit`` and ``vmap`` they become one warning.
 """

@@ -25,7 +25,7 @@ from bilevel._order import after
 from bilevel.curvature import PRODUCTS, curvature, is_small, is_symmetric, spectrum
 from bilevel.forward import local_newton
 from bilevel.meshes import do_while, repeat, vary, varying
-from bilevel.precision import rounding, widen, widened
+from bilevel.precision import mixed_bits, rounding, widen, widened
 from bilevel.problem import (
     Problem,
     gradient,
@@ -433,8 +433,7 @@ def _jitter(number, tree, roundings=1.0):
     """
     flat, unravel = ravel_pytree(tree)
     bits = jnp.arange(flat.size, dtype=jnp.uint32) + number * jnp.uint32(0x9E3779B9)
-    for factor in (0x85EBCA6B, 0xC2B2AE35):  # MurmurHash3's last mixing
-        bits = (bits ^ (bits >> 16)) * jnp.uint32(factor)
+    bits = mixed_bits(bits)
     uniform = (bits ^ (bits >> 16)).astype(flat.dtype) / 2.0**31 - 1
 
     def one(x, uniform):

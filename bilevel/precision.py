@@ -123,3 +123,16 @@ def squarable(parts: list[Any]) -> list[Any]:
     numbers: Any = jnp if isinstance(parts[0], jax.Array) else np
     _, exponent = numbers.frexp(numbers.abs(parts[0]).max())
     return [numbers.ldexp(a, -exponent) for a in parts]
+
+
+def mixed_bits(bits: jax.Array) -> jax.Array:
+    """Hash each of some uint32: cheaper to compile than JAX's generators (MurmurHash3).
+
+    Examples
+    --------
+    >>> mixed_bits(jnp.arange(2, dtype=jnp.uint32)).dtype
+    dtype('uint32')
+    """
+    for factor in (0x85EBCA6B, 0xC2B2AE35):  # MurmurHash3's last mixing
+        bits = (bits ^ (bits >> 16)) * jnp.uint32(factor)
+    return bits

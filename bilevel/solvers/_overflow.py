@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from bilevel.meshes import vary
+from bilevel.precision import mixed_bits
 from bilevel.problem import outputs_reading
 from bilevel.protocols import Pytree
 
@@ -91,9 +92,7 @@ def _split(exponent: int, x: jax.Array) -> jax.Array:
     Entries that are not finite are replaced by hashes in [1, 2). Equal numbers could cancel in a
     sum whose true terms do not.
     """
-    bits = jnp.arange(x.size, dtype=jnp.uint32)
-    for factor in (0x85EBCA6B, 0xC2B2AE35):  # MurmurHash3's last mixing
-        bits = (bits ^ (bits >> 16)) * jnp.uint32(factor)
+    bits = mixed_bits(jnp.arange(x.size, dtype=jnp.uint32))
     unit = jnp.asarray(2.0**-24, jnp.float32)
     hashes = (1 + (bits >> 8).astype(jnp.float32) * unit).astype(x.dtype).reshape(x.shape)
     large = ~(jnp.abs(x) < 2.0**exponent)  # NaN compares false

@@ -50,7 +50,7 @@ class Watch(NamedTuple):
 
 def first_watch(state: DescentState) -> Watch:
     """Return the watch of a search that begins in ``state``."""
-    one, none, pairs = jnp.ones(()), jnp.zeros((), int), jnp.zeros((3, 2))
+    one, none, pairs = np.ones(()), np.zeros((), int), np.zeros((3, 2))  # no programs to compile
     kept = _without_tables(state)
     watch = Watch(one, none, pairs[0], none, pairs[0], pairs, pairs[0, 0], kept, none)
     # Copies, since a search donates the buffers of its loop: none may be there twice.

@@ -182,6 +182,8 @@ def test_a_search_makes_one_large_program_however_many_steps_it_takes():
         options = {"steps": steps, "progress": False}
         return bilevel.search(PROBLEM, solver, optax.sgd(0.1), *arguments(), **options).alpha
 
-    # The others copy arrays and set up states.
-    assert programs(lambda: search(7)) <= 9
-    assert programs(lambda: search(70)) <= 9
+    # The first search of a process also compiles copies of arrays and the like.
+    assert programs(lambda: search(3)) <= 16
+    # The search, and a history with a column of losses and one of alpha.
+    assert programs(lambda: search(7)) <= 3
+    assert programs(lambda: search(70)) <= 3

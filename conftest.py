@@ -75,7 +75,7 @@ def _forget_programs():
     back.
     """
     yield
-    if kept := sys.modules.get("ntk._programs"):
+    if kept := sys.modules.get("ntk.internal.compile_cache"):
         kept._programs.clear()
     if _resident_bytes() < _LARGE:
         return

@@ -29,11 +29,16 @@ import jax.numpy as jnp
 import numpy as np
 
 import bilevel.data
-from bilevel import store
-from bilevel.judging.table import load_table
-from bilevel.judging.verdicts import BASELINES, DATASETS, correlations, sum_of_log_ranks
 from bilevel.nets.images import unit_images
+from bilevel.runs import records
 from bilevel.spaces.nasbench201 import PRIMITIVES, all_networks, canonical, encode, genotypes
+from bilevel.spaces.nasbench201.judging.table import load_table
+from bilevel.spaces.nasbench201.judging.verdicts import (
+    BASELINES,
+    DATASETS,
+    correlations,
+    sum_of_log_ranks,
+)
 from bilevel.spaces.nasbench201.scoring import Scored, score_networks
 
 OF_FUNCTIONS = "jacov", "grad_norm", "snip", "zico", "wrcor"  # what has no effect adds nothing
@@ -107,7 +112,7 @@ def computed(size):
 
 def kept(names, cells, file) -> Scored:
     """From the file alone, wherever its scores were computed."""
-    arrays, notes = store.read(file)
+    arrays, notes = records.read(file)
     if not np.array_equal(arrays["genotypes"][: len(cells)], cells):
         raise SystemExit(f"{file}: expected the networks in the order of this script.")
     values, seconds = {}, {}

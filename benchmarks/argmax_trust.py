@@ -20,8 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 import searches
 
-from bilevel.activation_search import solver, trained
 from bilevel.spaces.activations import losses_by_row
+from bilevel.strategies.activation_search import solver, trained
 
 SETTINGS = {
     "digits, hinge": {"data": "digits", "width": 128},

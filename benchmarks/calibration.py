@@ -36,7 +36,7 @@ import optax
 from jax.flatten_util import ravel_pytree
 
 import bilevel
-import bilevel.curvature
+import bilevel.hypergradients.curvature
 
 MOST_STEPS = 3000
 SMOKE = {"families": ["explicit"], "solvers": ["implicit", "descent, neumann"]}
@@ -635,7 +635,7 @@ def main() -> None:
     path = None if flags.results == harness.RESULTS / "calibration.jsonl" else flags.results
     jax.config.update("jax_enable_x64", True)
     if flags.iterative:
-        bilevel.curvature.DENSE_SIZE = 0
+        bilevel.hypergradients.curvature.DENSE_SIZE = 0
     parts = "family", "solver", "dtype", "seed", "number"
     done = {tuple(r[k] for k in parts): r for r in (harness.read(path) if path else ())}
     rows, began = [], time.time()

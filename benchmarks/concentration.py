@@ -38,7 +38,7 @@ from harness import where
 
 import bilevel.data
 from bilevel import bounds
-from bilevel.geometry import project_simplex
+from bilevel.outer_loop.geometry import project_simplex
 from bilevel.spaces.activations import activation_space, sign_labels, unit_inputs
 
 NAMES = ("relu", "swish", "tanh", "sigmoid", "identity")

@@ -21,7 +21,7 @@ from pathlib import Path
 import pooch
 
 from bilevel import data
-from bilevel.judging import table
+from bilevel.spaces.nasbench201.judging import table
 
 SOURCES = {"cifar10": "nb201_zc_proxies.csv", "imagenet16": "nb201_ImageNet16-120_zc_proxies.csv"}
 

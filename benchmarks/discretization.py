@@ -37,8 +37,8 @@ from harness import spread
 
 import bilevel
 import bilevel.data
+from bilevel.contracts import LowerSolver
 from bilevel.discretize import condition_six
-from bilevel.protocols import LowerSolver
 from bilevel.spaces.activations import ACTIVATIONS, activation_space, unit_inputs
 from bilevel.spaces.targets import predict, sign_labels
 

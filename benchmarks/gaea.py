@@ -31,10 +31,10 @@ from harness import plus_minus, standard_error
 
 import bilevel.data
 from bilevel import diagnostics, strategies
-from bilevel.judging.standing import standing
-from bilevel.judging.table import load_table
 from bilevel.nets.images import unit_images
 from bilevel.spaces.nasbench201 import PRIMITIVES, genotype, nasbench201_space, parse_genotype
+from bilevel.spaces.nasbench201.judging.standing import standing
+from bilevel.spaces.nasbench201.judging.table import load_table
 
 METHODS = {"exponentiated gradient": strategies.gaea, "softmax, Adam": strategies.darts}
 START = {"exponentiated gradient": (0.1, 0.3, 1.0), "softmax, Adam": (1e-3, 3e-3, 1e-2)}

@@ -36,10 +36,10 @@ import jax.numpy as jnp
 import numpy as np
 
 import ntk
-from ntk.certificate import certified_min_eigenvalue, certify_simplex
-from ntk.duals import dual
-from ntk.finite import empirical_kernel
-from ntk.spectrum import min_eigenvalue
+from ntk.empirical.kernels import empirical_kernel
+from ntk.infinite.dual_activation import dual
+from ntk.spectrum.certificate import certified_min_eigenvalue, certify_simplex
+from ntk.spectrum.eigenvalues import min_eigenvalue
 
 LIMIT, ENOUGH, ROUNDS, SEED = 75, 10, 7, 0  # seconds, seconds, calls
 DEPTH, DIMENSION, SAMPLE = 10, 64, 10

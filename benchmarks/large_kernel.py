@@ -44,7 +44,7 @@ def kernel(x1, x2=None):
     """
     import jax.numpy as jnp
 
-    from ntk.gaussian import arc_cosines
+    from ntk.expectations.gaussian import arc_cosines
 
     rho = jnp.matmul(x1, (x1 if x2 is None else x2).T, precision="highest")
     p = jnp.clip((1 - rho) / 2, 0, 1)
@@ -96,12 +96,12 @@ class Kept:
             self.path.parent.mkdir(parents=True, exist_ok=True)
 
     def load(self):
-        from bilevel import store
+        from bilevel.runs import records
         from ntk import SolverState
 
         if self.quiet or not self.path.exists():
             return None
-        arrays, notes = store.read(self.path)
+        arrays, notes = records.read(self.path)
         if notes["settings"] != self.settings:
             print(f"{self.path.name}: of other settings; starting anew", flush=True)
             return None
@@ -111,7 +111,7 @@ class Kept:
         return state
 
     def save(self, state):
-        from bilevel import store
+        from bilevel.runs import records
 
         residual = float(state.residual.max())  # waits until it is there
         wall, cpu = self.clock.read()
@@ -122,7 +122,7 @@ class Kept:
         )
         if not self.quiet:
             arrays = dict(zip(state._fields, map(np.asarray, state), strict=True))
-            store.write(self.path, arrays, {"settings": self.settings, "seconds": [wall, cpu]})
+            records.write(self.path, arrays, {"settings": self.settings, "seconds": [wall, cpu]})
 
     def forget(self):
         self.path.unlink(missing_ok=True)

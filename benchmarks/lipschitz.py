@@ -41,7 +41,7 @@ import optax
 from harness import standard_error
 
 import bilevel.data
-from bilevel.stability import lipschitz
+from bilevel.theory.stability import lipschitz
 
 DELTAS = (0.005, 0.01, 0.03, 0.05, 0.07)
 TINY = 64 * float(np.finfo(np.float32).eps)  # shows rounding, where the algorithm has no jumps

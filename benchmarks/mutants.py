@@ -33,25 +33,25 @@ TESTS = {
     "bilevel/solvers/_implicit.py": "solvers hypergradient precision",
     "bilevel/solvers/_ridge.py": "solvers linear hypergradient",
     "bilevel/solvers/_optimizer.py": "unrolled_optimizers",
-    "bilevel/inverse.py": "inverse solvers hypergradient",
-    "bilevel/forward.py": "solvers precision soft_directions hypergradient",
-    "bilevel/estimate.py": "estimate soft_directions hypergradient search_error",
-    "bilevel/curvature.py": "curvature estimate soft_directions",
-    "bilevel/geometry.py": "geometry search",
-    "bilevel/_search.py": "search not_finite",
-    "bilevel/_hypergradient.py": "hypergradient estimate not_finite",
+    "bilevel/solvers/inverses.py": "inverse solvers hypergradient",
+    "bilevel/solvers/minimizers.py": "solvers precision soft_directions hypergradient",
+    "bilevel/hypergradients/error_estimate.py": "estimate soft_directions hypergradient search_error",
+    "bilevel/hypergradients/curvature.py": "curvature estimate soft_directions",
+    "bilevel/outer_loop/geometry.py": "geometry search",
+    "bilevel/outer_loop/search.py": "search not_finite",
+    "bilevel/hypergradients/hypergradient.py": "hypergradient estimate not_finite",
     "bilevel/strategies/methods.py": "strategies",
     "bilevel/baselines/halving.py": "baselines feature_selection",
     "bilevel/baselines/weight_sharing.py": "baselines feature_selection",
     "bilevel/baselines/exponentiated.py": "baselines feature_selection",
     "bilevel/spaces/features/fourier.py": "feature_maps feature_mixture",
-    "ntk/duals.py": "duals activations kernel_entries",
-    "ntk/gaussian.py": "duals infinite kernel_entries",
-    "ntk/mehler.py": "duals infinite kernel_entries",
-    "ntk/mixtures.py": "infinite kernel_entries",
-    "ntk/infinite.py": "infinite kernel_entries",
-    "ntk/certificate.py": "spectrum",
-    "ntk/spectrum.py": "spectrum",
+    "ntk/infinite/dual_activation.py": "duals activations kernel_entries",
+    "ntk/expectations/gaussian.py": "duals infinite kernel_entries",
+    "ntk/expectations/hermite.py": "duals infinite kernel_entries",
+    "ntk/infinite/mixtures.py": "infinite kernel_entries",
+    "ntk/infinite/network_kernel.py": "infinite kernel_entries",
+    "ntk/spectrum/certificate.py": "spectrum",
+    "ntk/spectrum/eigenvalues.py": "spectrum",
 }
 # Subtle ones: most of the others are no program that runs.
 SWAPS = ("Add_Sub", "Sub_Add", "Mul_Div", "Div_Mul", "Mul_Add", "Pow_Mul")
@@ -199,7 +199,7 @@ def main() -> None:
 
 def smoke() -> dict:
     """One mutant, by text and without cosmic-ray, and the doctests of its file."""
-    file, line, mistake = "ntk/certificate.py", *SMOKE
+    file, line, mistake = "ntk/spectrum/certificate.py", *SMOKE
     difference = ["@@", f"-{line}", f"+{mistake}"]
     planted = repeated({"file": file, "difference": difference})
     if planted is None:

@@ -4,7 +4,7 @@
     python benchmarks/package_nasbench201.py --smoke    # the packed tables again, in another folder
 
 Reads them, plain, ``.gz`` or ``.xz``, in ``folder/nasbench201``, checks their content, and writes
-``bilevel/judging/tables/*.csv.xz``, in which there is no date and no name: with one
+``bilevel/spaces/nasbench201/judging/tables/*.csv.xz``, in which there is no date and no name: with one
 version of liblzma, always the same bytes. What is in the tables: the README.md beside them.
 """
 
@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 
 from bilevel import data
-from bilevel.judging import table
+from bilevel.spaces.nasbench201.judging import table
 
 
 def pack(source: Path, target: Path, preset: int = 9 | lzma.PRESET_EXTREME) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 import searches
 
 import bilevel
-from bilevel.activation_search import Task, hypergradient, hypergradient_error, solver
+from bilevel.strategies.activation_search import Task, hypergradient, hypergradient_error, solver
 
 STEPS = (500, 2000)  # of the reference
 LONGER = 4  # the command's own reference: so many times the inner steps

@@ -6,9 +6,9 @@ import optax
 
 import bilevel
 import bilevel.data
-from bilevel.activation_search import Task, set_up
-from bilevel.protocols import LowerSolver
+from bilevel.contracts import LowerSolver
 from bilevel.spaces.activations import activation_space
+from bilevel.strategies.activation_search import Task, set_up
 
 NAMES = ("relu", "leaky_relu", "sigmoid", "tanh", "swish", "gelu")
 STEPS, INNER_STEPS = 20, 50  # of alpha, of the weights

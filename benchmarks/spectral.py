@@ -26,9 +26,9 @@ import optax
 import bilevel
 import bilevel.data
 from bilevel import spectral
-from bilevel.bounds import oymak_theorem4_as_printed
 from bilevel.spaces.activations import activation_space, sign_labels, unit_inputs
 from bilevel.spaces.features import feature_space
+from bilevel.theory.bounds import oymak_theorem4_as_printed
 
 P = (0.5, 2, 4, 8, 16)
 H = (0.01, 0.03, 0.1, 0.3, 0.6, 1.2)

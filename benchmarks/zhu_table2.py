@@ -35,9 +35,6 @@ import numpy as np
 
 import bilevel.data
 from bilevel import train_free
-from bilevel.judging.standing import standing
-from bilevel.judging.table import load_table
-from bilevel.judging.verdicts import DATASETS, PRINTED, paper_protocol
 from bilevel.nets.images import unit_images
 from bilevel.spaces.nasbench201 import (
     PRIMITIVES,
@@ -46,6 +43,9 @@ from bilevel.spaces.nasbench201 import (
     nasbench201_space,
     parse_genotype,
 )
+from bilevel.spaces.nasbench201.judging.standing import standing
+from bilevel.spaces.nasbench201.judging.table import load_table
+from bilevel.spaces.nasbench201.judging.verdicts import DATASETS, PRINTED, paper_protocol
 from bilevel.spaces.nasbench201.scoring import score_networks
 
 SCORES = ("eigen_nas", "min_eigenvalue"), ("knas",), ("knas_released",), ("naswot",)

@@ -1,56 +1,45 @@
 # The public names of `bilevel`, and where they are: each is imported when it is first used.
 
-from . import (
-    activation_search,
-    baselines,
-    bounds,
-    checkpoint,
-    data,
-    diagnostics,
-    discretize,
-    judging,
-    linear,
-    nets,
-    plots,
-    spaces,
-    spectral,
-    strategies,
-    train_free,
-)
-from ._descent import descent
-from ._hypergradient import HyperGradient, hypergradient
-from ._log import log
-from ._processes import LostProcessError
-from ._search import NonFiniteError, SearchResult, search
-from ._search_report import SearchReport
-from ._stream import stream
-from ._training_error import standard_error, truncation
-from .batches import jointly, minibatches, partition
+from . import baselines, data, discretize, linear, nets, plots, spaces, strategies
+from .contracts import DescentState, LowerSolver, SingleLoop, Stateful
 from .discretize import (
     argmax,
     condition_six,
+    diagnostics,
     factor_simplex,
     rank_agreement,
     rank_by_alpha,
     rank_by_shared_weights,
     top_k,
 )
-from .estimate import Info, explain
-from .forward import lbfgs, newton, solved
-from .geometry import exponentiate, project, softmax, tangent
-from .inverse import cg, dense, gram, neumann, nystrom, scale
-from .problem import Problem, side_by_side
-from .protocols import DescentState, LowerSolver, SingleLoop, Stateful
+from .hypergradients.error_estimate import Info, explain
+from .hypergradients.hypergradient import HyperGradient, hypergradient
+from .hypergradients.short_training import standard_error, truncation
+from .internal.processes import LostProcessError
+from .outer_loop.batches import jointly, minibatches, partition
+from .outer_loop.descent import descent
+from .outer_loop.geometry import exponentiate, project, softmax, tangent
+from .outer_loop.metrics_log import log
+from .outer_loop.report import SearchReport
+from .outer_loop.search import NonFiniteError, SearchResult, search
+from .outer_loop.stream import stream
+from .problem.problem import Problem, side_by_side
+from .runs import checkpoint
 from .solvers import distilled, implicit, one_step, restarted, ridge, unrolled
-from .spectral import (
+from .solvers.inverses import cg, dense, gram, neumann, nystrom, scale
+from .solvers.minimizers import lbfgs, newton, solved
+from .spaces.nasbench201 import judging
+from .stochastic import amigo, bome, f2sa, ma_soba, meha, paced, saba, soba, spaba
+from .strategies import activation_search, train_free
+from .theory import bounds, spectral
+from .theory.spectral import (
     simplex_start,
     spectral_alpha,
     spectral_estimator,
     spectral_limits,
     spectral_predict,
 )
-from .stability import lipschitz
-from .stochastic import amigo, bome, f2sa, ma_soba, meha, paced, saba, soba, spaba
+from .theory.stability import lipschitz
 
 __version__: str
 

@@ -1,8 +1,15 @@
 # The public names of `ntk`, and where they are: each is imported when it is first used.
 
 from . import bounds, networks, scores
-from ._compat import neural_tangents
-from .activations import (
+from .compat.load import neural_tangents
+from .empirical.kernels import (
+    empirical_kernel,
+    empirical_nngp,
+    gradient_norms,
+    kernel_vector_product,
+)
+from .empirical.linearize import linearize, taylor_expand
+from .expectations.activations import (
     Activation,
     activation,
     erf,
@@ -14,29 +21,27 @@ from .activations import (
     swish,
     tanh,
 )
-from .certificate import Certificate, certified_min_eigenvalue, certify_simplex
-from .duals import dual
-from .empirical_operator import EmpiricalOperator
-from .expansion import linearize, taylor_expand
-from .finite import empirical_kernel, empirical_nngp, gradient_norms, kernel_vector_product
-from .infinite import lemma1_kernel_as_printed, network_kernel
-from .interval import EigenvalueInterval, eigenvalue_interval
-from .iterative import IterativeRegression, SolverState, iterative_regression
-from .kernel_functions import kernel_matrix, kernel_mixture
-from .kernels import Kernels
-from .leave_one_out import LeaveOneOut, leave_one_out_estimate
-from .mixtures import mixture_blocks, mixture_kernel
-from .operator import KernelOperator
-from .partial_cholesky import PartialCholesky, partial_cholesky
-from .prediction import Prediction, ensemble, posterior
-from .regression import (
+from .infinite.dual_activation import dual
+from .infinite.mixtures import mixture_blocks, mixture_kernel
+from .infinite.network_kernel import lemma1_kernel_as_printed, network_kernel
+from .kernels.functions import kernel_matrix, kernel_mixture
+from .kernels.record import Kernels
+from .large.eigenvalue_interval import EigenvalueInterval, eigenvalue_interval
+from .large.empirical_operator import EmpiricalOperator
+from .large.iterative_regression import IterativeRegression, SolverState, iterative_regression
+from .large.kernel_operator import KernelOperator
+from .large.leave_one_out import LeaveOneOut, leave_one_out_estimate
+from .large.partial_cholesky import PartialCholesky, partial_cholesky
+from .regression.gaussian_process import Prediction, ensemble, posterior
+from .regression.kernel_regression import (
     ExcessRisk,
     KernelRegression,
     excess_risk_term,
     gradient_flow,
     kernel_regression,
 )
-from .spectrum import Eigenpair, eigenvalues, min_eigenvalue, smallest_eigenpair
+from .spectrum.certificate import Certificate, certified_min_eigenvalue, certify_simplex
+from .spectrum.eigenvalues import Eigenpair, eigenvalues, min_eigenvalue, smallest_eigenpair
 
 __version__: str
 

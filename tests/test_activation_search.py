@@ -8,8 +8,8 @@ import pytest
 from helpers import batch
 
 from bilevel import data
-from bilevel.activation_search import Task, judge_argmax, set_up, solver, trained
 from bilevel.spaces.activations import activation_space, unit_inputs
+from bilevel.strategies.activation_search import Task, judge_argmax, set_up, solver, trained
 
 
 def test_small_outputs_that_are_wrong_are_not_to_be_trusted():

@@ -16,8 +16,9 @@ import pytest
 from helpers import no_room
 
 import bilevel
-from bilevel import baselines, journal
+from bilevel import baselines
 from bilevel.baselines import Evaluation, Selection, Shared
+from bilevel.runs import journal
 
 KEY = jax.random.key(3)
 SHARING = [

@@ -162,7 +162,7 @@ def all_faults(paths, read):
         ("from bilevel import no_such_name", "bilevel.no_such_name does not exist"),
         ("import bilevel.no_such_module", "bilevel.no_such_module does not exist"),
         ("import bilevel as b\nb.spaces.nothing", "bilevel.spaces.nothing does not exist"),
-        ("import ntk\nntk.scores.nothing(1)", "ntk.scores.nothing does not exist"),
+        ("import ntk\nntk.scores.nothing(1)", "ntk.scores.gradient_based.nothing does not exist"),
         ("import ntk\nntk.relu.nothing", "ntk.relu.nothing does not exist"),
         ("import bilevel\nbilevel.Problem.nothing", "bilevel.Problem.nothing does not exist"),
         (
@@ -174,17 +174,20 @@ def all_faults(paths, read):
             "bilevel.search.x does not exist",
         ),
         ("class A:\n    def f(self):\n        import ntk\n        ntk.x", "ntk.x does not exist"),
-        ("from bilevel import _search", "bilevel._search is private"),
-        ("from ntk._compat import neural_tangents", "ntk._compat is private"),
-        ("import bilevel._files as files", "bilevel._files is private"),
+        (
+            "from bilevel.outer_loop import search as _search",
+            "bilevel.outer_loop.search is private",
+        ),
+        ("from ntk.compat.load import neural_tangents", "ntk.compat.load is private"),
+        ("import bilevel.data.files as files", "bilevel.data.files is private"),
         (
             "import bilevel\nbilevel.solvers._unrolled.unrolled",
             "bilevel.solvers._unrolled is private",
         ),
         ("import bilevel\nbilevel.search._run = 1", "bilevel.search._run is private"),
         (
-            "from importlib import import_module\nimport_module('bilevel._search')",
-            "bilevel._search is private",
+            "from importlib import import_module\nimport_module('bilevel.outer_loop.search')",
+            "bilevel.outer_loop.search is private",
         ),
         (
             "from bilevel.spaces.darts import importlib_only as x",

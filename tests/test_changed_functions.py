@@ -11,8 +11,9 @@ import pytest
 
 import bilevel
 import ntk
-from ntk import _programs, scores
-from ntk._programs import program
+from ntk import scores
+from ntk.internal import compile_cache
+from ntk.internal.compile_cache import program
 
 rng = np.random.default_rng(0)
 W, X = jnp.asarray(rng.normal(size=(3, 3))), jnp.asarray(rng.normal(size=(4, 3)))
@@ -111,11 +112,11 @@ def test_a_kernels_product_is_that_of_the_network_it_was_made_of():
 
 def test_the_same_program_is_compiled_once_whoever_asks_for_it():
     kept = {n: ntk.empirical_kernel(lambda w, x, n=n: n * (x @ w), W, X) for n in (5.0, 6.0)}
-    before = len(_programs._programs)
+    before = len(compile_cache._programs)
     for n, expected in kept.items():
         found = ntk.empirical_kernel(lambda w, x, n=n: n * (x @ w), W, X)
         np.testing.assert_array_equal(found, expected)
-    assert len(_programs._programs) == before
+    assert len(compile_cache._programs) == before
 
 
 def test_arrays_that_are_closed_over_are_no_part_of_a_program():

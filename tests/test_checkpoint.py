@@ -22,8 +22,10 @@ from test_search import (
 )
 
 import bilevel
-from bilevel import _search, checkpoint, store
-from bilevel._fingerprint import fingerprint
+from bilevel import checkpoint
+from bilevel.outer_loop import search
+from bilevel.runs import records
+from bilevel.runs.fingerprint import fingerprint
 
 
 def flip(path, bit):
@@ -35,7 +37,7 @@ def flip(path, bit):
 @pytest.fixture
 def every_chunk(monkeypatch):
     """A checkpoint after every chunk."""
-    monkeypatch.setattr(_search, "_SAVE_SECONDS", 0.0)
+    monkeypatch.setattr(search, "_SAVE_SECONDS", 0.0)
 
 
 def six(**options):
@@ -57,16 +59,16 @@ def expected():
 
 def test_a_flipped_bit_in_any_byte_of_a_record_is_found(tmp_path):
     path = tmp_path / "x.npz"
-    store.write(path, {"x": np.arange(3.0)}, {"step": 3})
+    records.write(path, {"x": np.arange(3.0)}, {"step": 3})
     whole = path.read_bytes()
     for byte in range(len(whole)):
         flip(path, 8 * byte + byte % 8)
-        assert not store.intact(path), byte
+        assert not records.intact(path), byte
         path.write_bytes(whole)
-    assert store.intact(path)
+    assert records.intact(path)
     for length in (0, 1, 32, 33, len(whole) - 1):
         path.write_bytes(whole[:length])
-        assert not store.intact(path)
+        assert not records.intact(path)
 
 
 def test_flipped_bits_never_change_what_a_resumed_search_returns(tmp_path, every_chunk, expected):
@@ -91,7 +93,7 @@ def test_when_all_steps_are_damaged_one_sentence_says_what_to_do(tmp_path, every
         flip(path, 1000)
     with (
         pytest.warns(UserWarning, match="is damaged"),
-        pytest.raises(store.DamagedError, match=r"got damaged ones only; remove .*\.$") as caught,
+        pytest.raises(records.DamagedError, match=r"got damaged ones only; remove .*\.$") as caught,
     ):
         six(checkpoint=tmp_path, resume=True)
     assert str(tmp_path) in str(caught.value)
@@ -100,7 +102,7 @@ def test_when_all_steps_are_damaged_one_sentence_says_what_to_do(tmp_path, every
 def test_a_step_under_the_name_of_another_is_not_taken_for_it(tmp_path):
     checkpoint.save(tmp_path, 3, {"x": np.ones(2)})
     (tmp_path / "3.npz").rename(tmp_path / "5.npz")
-    with pytest.raises(store.DamagedError, match=r"expected step 5 in .*, got 3\."):
+    with pytest.raises(records.DamagedError, match=r"expected step 5 in .*, got 3\."):
         checkpoint.restore(tmp_path, {"x": np.ones(2)})
 
 
@@ -219,7 +221,7 @@ def test_a_checkpoint_of_another_search_is_refused_and_what_differs_is_named(cha
 
 def test_python_objects_are_refused(tmp_path):
     with pytest.raises(ValueError, match="a: expected numbers or strings, got an array"):
-        store.write(tmp_path / "x.npz", {"a": np.array([{}])})
+        records.write(tmp_path / "x.npz", {"a": np.array([{}])})
     assert not (tmp_path / "x.npz").exists()
 
 

@@ -18,12 +18,13 @@ from helpers import documented_keys
 
 import bilevel
 import ntk
-from bilevel import _progress
-from bilevel.activation_search import Gap
-from bilevel.cli import main, report
+from bilevel.cli import main
 from bilevel.cli import search as commands
-from bilevel.cli.argmax import sentence
-from bilevel.cli.kernels import kernel_eigenvalue
+from bilevel.cli.argmax_advice import sentence
+from bilevel.cli.kernel_eigenvalue import kernel_eigenvalue
+from bilevel.cli.runtime import report
+from bilevel.runs import progress
+from bilevel.strategies.activation_search import Gap
 
 SMALL = (
     *("--activations", "relu", "tanh", "--steps", "3", "--inner-steps", "5", "--width", "16"),
@@ -49,7 +50,7 @@ class Bars:
 
     def __init__(self, monkeypatch):
         self.totals, self.updates = [], []
-        monkeypatch.setattr(_progress, "_shown", self._shown)
+        monkeypatch.setattr(progress, "_shown", self._shown)
 
     @contextlib.contextmanager
     def _shown(self, console, columns, total, label, **fields):
@@ -73,22 +74,22 @@ def test_loops_of_a_run_fill_its_one_bar(bars):
     text = "loss {task.fields[x]:.1f}"
     with (
         pytest.raises(KeyboardInterrupt, match="interrupted in phase 'second'"),
-        _progress.run_bar(True, {"first": 1.0, "second": 3.0}) as bar,
+        progress.run_bar(True, {"first": 1.0, "second": 3.0}) as bar,
     ):
         bar.enter("second")
-        with _progress.progress_bar(None, "loop", 6, text, ["x"]) as show:
+        with progress.progress_bar(None, "loop", 6, text, ["x"]) as show:
             show(2, lambda: {"x": 0.25})
-        with _progress.progress_bar(False, "silent", 6, "", []) as show:
+        with progress.progress_bar(False, "silent", 6, "", []) as show:
             show(3, lambda: pytest.fail("looked at what is not shown"))
         raise KeyboardInterrupt
     assert bars.totals == [4.0]
     last = {"completed": 2.0, "description": "second", "text": "2/6  loss 0.2", "found": 0.5}
     assert bars.updates[-1] == last
-    assert _progress.remaining(30.0, done=1.5, left=2.0, total=4.0) == "0:00:40 left"
-    assert _progress.remaining(30.0, done=0.1, left=3.9, total=4.0) == ""  # too early to say
-    with _progress.run_bar(None, {"first": 1.0}) as bar:  # no terminal
+    assert progress.remaining(30.0, done=1.5, left=2.0, total=4.0) == "0:00:40 left"
+    assert progress.remaining(30.0, done=0.1, left=3.9, total=4.0) == ""  # too early to say
+    with progress.run_bar(None, {"first": 1.0}) as bar:  # no terminal
         bar.enter("first")
-        with _progress.progress_bar(True, "loop", 6, "", []) as show:
+        with progress.progress_bar(True, "loop", 6, "", []) as show:
             show(3, lambda: pytest.fail("looked at what is not shown"))
     assert len(bars.updates) == 2
 
@@ -338,7 +339,7 @@ def test_certify_refuses_what_it_cannot_certify(tmp_path, capsys, monkeypatch):
     assert "activations: expected names among relu" in capsys.readouterr().err
     digits = bilevel.data.load("digits", train_size=40)
     digits.x_train[3] = digits.x_train[7]
-    monkeypatch.setattr("bilevel.data.load", lambda name, **sizes: digits)
+    monkeypatch.setattr("bilevel.data.datasets.load", lambda name, **sizes: digits)
     assert certify(tmp_path / "run") == 2
     assert "data: expected distinct rows, got 39 different ones" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
@@ -489,7 +490,7 @@ def test_devices_that_do_not_divide_are_refused_before_the_data_are_read(
     def read(*args, **sizes):
         raise AssertionError("the data were read")
 
-    monkeypatch.setattr("bilevel.data.samples", read)
+    monkeypatch.setattr("bilevel.data.datasets.samples", read)
     monkeypatch.setattr(jax, "device_count", lambda: 2)
     assert main([*line, "--devices", "all", "--out", str(tmp_path / "run"), "--quiet"]) == 2
     assert f"devices: expected a divisor of the {copies}, got 2." in capsys.readouterr().err

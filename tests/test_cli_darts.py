@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from helpers import documented_keys
 
-from bilevel import checkpoint
 from bilevel.cli import main
 from bilevel.nets import training
+from bilevel.runs import checkpoint
 from bilevel.spaces.darts import parse_genotype
 
 # Without a convolution on the edges: they are what takes long to compile.

@@ -25,26 +25,24 @@ import pooch
 import pytest
 from helpers import batch
 
-from bilevel import _memory
-from bilevel.cli import (
+from bilevel.cli import main, parse
+from bilevel.cli.flags import (
     commands,
-    deep_commands,
-    flags,
-    interrupts,
-    known,
-    main,
-    memory,
-    parse,
-    runs,
-    saved,
+    datasets,
+    deep_searches,
+    from_config_file,
+    memory_estimate,
+    rules,
 )
+from bilevel.cli.runtime import interrupts, run_directory
 from bilevel.data import load
-from bilevel.judging.verdicts import BASELINES
+from bilevel.internal import memory as _memory
 from bilevel.spaces import darts, nasbench201
 from bilevel.spaces.activations import ACTIVATIONS
 from bilevel.spaces.darts import darts_space
 from bilevel.spaces.features.text import BINS
 from bilevel.spaces.nasbench201 import nasbench201_space
+from bilevel.spaces.nasbench201.judging.verdicts import BASELINES
 from bilevel.spaces.nasbench201.scoring import SCORES
 from bilevel.spaces.skips import CANDIDATES
 
@@ -70,7 +68,7 @@ UGLY = (
 
 @pytest.fixture(autouse=True)
 def eight_gigabytes_and_the_examples(monkeypatch):
-    monkeypatch.setattr(memory, "available", lambda: 8 * 10**9)
+    monkeypatch.setattr(memory_estimate, "available", lambda: 8 * 10**9)
     monkeypatch.syspath_prepend(pathlib.Path(__file__).parents[1] / "examples")
 
 
@@ -103,7 +101,7 @@ def may_be(hint, value):
 @hypothesis.given(data=st.data())
 def test_a_flag_is_refused_in_a_sentence_that_names_it_or_may_be_used(defaults, command, data):
     config = defaults[command]
-    hints = flags.hints(type(config))
+    hints = rules.hints(type(config))
     name = data.draw(st.sampled_from(sorted(hints)))
     others = st.integers() | st.floats() | st.text() | st.lists(st.text()).map(tuple)
     value = data.draw(st.sampled_from(UGLY) | others)
@@ -121,12 +119,12 @@ def test_a_flag_is_refused_in_a_sentence_that_names_it_or_may_be_used(defaults, 
     else:
         assert may_be(hints[name], value), (name, value)
         assert max(changed.memory().values()) <= 8 * 10**9
-        json.dumps(saved.flags_of(changed), allow_nan=False)
+        json.dumps(from_config_file.flags_of(changed), allow_nan=False)
 
 
 @every_command
 def test_what_is_no_value_at_all_is_one_sentence_on_standard_error(defaults, command, capsys):
-    for name, hint in flags.hints(type(defaults[command])).items():
+    for name, hint in rules.hints(type(defaults[command])).items():
         if {bool, pathlib.Path} & {hint, *get_args(hint)}:  # a path may be called that
             continue
         assert main([*COMMANDS[command], f"--{name.replace('_', '-')}", "10^30"]) == 2
@@ -184,7 +182,7 @@ def test_no_mistake_leaves_a_directory(tmp_path, monkeypatch, capsys, line, sent
 @pytest.mark.parametrize("command", sorted(set(COMMANDS) - {"certify"}))
 def test_a_run_is_resumed_with_the_flags_it_had_and_no_others(defaults, command, tmp_path, capsys):
     out = ["--out", str(tmp_path), "--resume"]
-    good, hints = saved.flags_of(defaults[command]), flags.hints(type(defaults[command]))
+    good, hints = from_config_file.flags_of(defaults[command]), rules.hints(type(defaults[command]))
     values = ([], {}, None, 3, "text", {"a": 1}, -1, 1e400, True)
     wrong = [json.dumps(value) for value in ([], 3, None, "text", {}, [good])]
     wrong += ["", "{", "[" * 100_000, "nonsense", json.dumps(good | {"unknown": 1})]
@@ -193,14 +191,16 @@ def test_a_run_is_resumed_with_the_flags_it_had_and_no_others(defaults, command,
         json.dumps(good | {name: value})
         for name in set(good) - {"out", "resume", "progress"}
         for value in values
-        if name not in defaults[command].changeable or flags.fault(hints[name], value)
+        if name not in defaults[command].changeable or rules.fault(hints[name], value)
         if value != good[name] or isinstance(value, bool) != isinstance(good[name], bool)
     ]
     for text in wrong:
         (tmp_path / "config.json").write_text(text)
         with (
             pytest.raises(ValueError) as raised,
-            runs.run_directory(dataclasses.replace(defaults[command], out=tmp_path, resume=True)),
+            run_directory.run_directory(
+                dataclasses.replace(defaults[command], out=tmp_path, resume=True)
+            ),
         ):
             pytest.fail(f"went on with {text}")
         assert str(raised.value).count("\n") == 0 and len(str(raised.value)) < 500
@@ -215,21 +215,24 @@ def test_a_run_that_fails_before_its_first_result_is_removed_with_what_was_made_
     config = dataclasses.replace(defaults["baseline"], out=tmp_path / "new" / "run")
     for error in (ValueError, MemoryError, KeyboardInterrupt):
         with (
-            pytest.raises(runs.Stopped if error is KeyboardInterrupt else error) as raised,
-            runs.run_directory(config) as folder,
+            pytest.raises(run_directory.Stopped if error is KeyboardInterrupt else error) as raised,
+            run_directory.run_directory(config) as folder,
         ):
             (folder / "method.jsonl").write_text("a header\n")
             (folder / "checkpoint").mkdir()
             raise error
     assert str(raised.value) == "interrupted; nothing is kept"
     assert not list(tmp_path.iterdir())
-    with pytest.raises(runs.Stopped) as raised, runs.run_directory(config) as folder:
+    with (
+        pytest.raises(run_directory.Stopped) as raised,
+        run_directory.run_directory(config) as folder,
+    ):
         (folder / "method.jsonl").write_text("a header\na solve\n")
         raise KeyboardInterrupt
     kept = "interrupted; its results are kept; go on with --resume --out"
     assert str(raised.value) == f"{kept} {folder}"
     assert folder == config.out and (folder / "config.json").exists()
-    with pytest.raises(ValueError), runs.run_directory(config) as second:
+    with pytest.raises(ValueError), run_directory.run_directory(config) as second:
         raise ValueError
     assert second.name == "run-2" and not second.exists() and folder.exists()
 
@@ -244,7 +247,7 @@ def test_ctrl_c_is_one_sentence_and_exits_with_130(command, tmp_path, monkeypatc
             (run / left[0]).write_text("{}\n{}\n")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("bilevel.data.load", interrupted)
+    monkeypatch.setattr("bilevel.data.datasets.load", interrupted)
     line = [*COMMANDS[command], "--out", str(run), "--progress", "True"]
     assert main([*line, "--quiet"]) == 130
     assert capsys.readouterr() == (
@@ -303,9 +306,9 @@ def test_estimates_of_memory_are_below_what_is_needed_and_near(defaults, space, 
 
 def test_what_is_known_of_a_dataset_is_so():
     data = load("digits")
-    assert known.ROWS["digits"] == (len(data.x_train) + len(data.x_test), 0)
-    assert known.SHAPES["digits"] == (*data.x_train.shape[1:], 1)
-    assert len(data.classes) == known.CLASSES
+    assert datasets.ROWS["digits"] == (len(data.x_train) + len(data.x_test), 0)
+    assert datasets.SHAPES["digits"] == (*data.x_train.shape[1:], 1)
+    assert len(data.classes) == datasets.CLASSES
 
 
 def test_memory_is_what_the_system_and_its_groups_leave(tmp_path, monkeypatch):
@@ -339,7 +342,7 @@ def test_the_parsers_refusal_is_one_sentence_in_any_terminal(encoding, monkeypat
 def test_a_typing_error_gets_the_nearest_command_or_flag(command, capsys):
     """Each name with two letters exchanged, one left out, and one doubled."""
     (word,) = COMMANDS[command][:1]
-    typed = [*flags.hints(type(parse(COMMANDS[command])[0])), *flags.hints(commands.Output)]
+    typed = [*rules.hints(type(parse(COMMANDS[command])[0])), *rules.hints(commands.Output)]
     for name in (word, *(f"--{flag.replace('_', '-')}" for flag in typed), "--no-progress"):
         for wrong in (name[:-3] + name[-2] + name[-3] + name[-1], name[:-2] + name[-1], name + "x"):
             if wrong == name or len(name) < 6:
@@ -390,10 +393,10 @@ def test_quick_sizes_go_before_the_file_and_the_line_before_both(defaults, comma
     quick = parse([*COMMANDS[command], "--quick"])[0]
     assert quick.data == "digits"  # which needs no download
     saved_run = dataclasses.replace(usual, seed=7, data="mnist", out=tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps(saved.flags_of(saved_run)))
+    (tmp_path / "config.json").write_text(json.dumps(from_config_file.flags_of(saved_run)))
     line = [*COMMANDS[command], "--quick", "--config", str(tmp_path / "config.json")]
     both = parse(line)[0]
-    for name in flags.hints(type(usual)):
+    for name in rules.hints(type(usual)):
         is_size = getattr(quick, name) != getattr(usual, name)
         assert getattr(both, name) == getattr(quick if is_size else saved_run, name)
     assert parse([*line, "--seed", "13"])[0] == dataclasses.replace(both, seed=13)
@@ -409,7 +412,7 @@ def test_quiet_downloads_say_nothing(tmp_path, monkeypatch, capsys):
         pooch.get_logger().warning("and something that matters")
         raise FileNotFoundError("no network")
 
-    monkeypatch.setattr("bilevel.data.load", download)
+    monkeypatch.setattr("bilevel.data.datasets.load", download)
     pooch.get_logger().addHandler(handler)
     try:
         for quiet in (["--quiet"], []):
@@ -476,7 +479,7 @@ def test_help_mistakes_and_the_version_do_not_wait_for_jax(tmp_path):
 
 def test_names_of_flags_are_those_of_the_spaces():
     assert set(commands.ACTIVATIONS) == set(ACTIVATIONS)
-    assert deep_commands.SkipSearch().activations == CANDIDATES
+    assert deep_searches.SkipSearch().activations == CANDIDATES
     assert commands.DARTS_OPERATIONS == darts.PRIMITIVES
     assert commands.NASBENCH201_OPERATIONS == nasbench201.PRIMITIVES
     assert (tuple(SCORES), tuple(BASELINES)) == (commands.SCORES, commands.BASELINES)
@@ -487,7 +490,7 @@ def test_names_of_flags_are_those_of_the_spaces():
 def test_a_config_gives_the_flags_and_the_line_wins(defaults, command, tmp_path):
     file = tmp_path / "config.json"
     earlier = dataclasses.replace(defaults[command], seed=7, out=tmp_path / "run")
-    file.write_text(json.dumps(saved.flags_of(earlier)))
+    file.write_text(json.dumps(from_config_file.flags_of(earlier)))
     config, output = parse([*COMMANDS[command], "--config", str(file)])
     assert config == earlier and output.config == file
     config, _ = parse([*COMMANDS[command], f"--config={file}", "--seed", "3", "--out", "other"])
@@ -527,24 +530,24 @@ def test_a_config_that_is_not_the_commands_is_refused(
 
 def test_a_run_that_was_resumed_with_more_leaves_the_flags_that_give_its_result(defaults, tmp_path):
     config = dataclasses.replace(defaults["search"], out=tmp_path / "run", steps=3)
-    with runs.run_directory(config):
+    with run_directory.run_directory(config):
         pass
     more = dataclasses.replace(config, steps=5, resume=True)
-    with pytest.raises(ValueError), runs.run_directory(more):
+    with pytest.raises(ValueError), run_directory.run_directory(more):
         raise ValueError
     kept = json.loads((tmp_path / "run" / "config.json").read_text())
-    assert kept == saved.flags_of(config)
-    with runs.run_directory(more):
+    assert kept == from_config_file.flags_of(config)
+    with run_directory.run_directory(more):
         pass
     kept = json.loads((tmp_path / "run" / "config.json").read_text())
-    assert kept == saved.flags_of(dataclasses.replace(config, steps=5))
+    assert kept == from_config_file.flags_of(dataclasses.replace(config, steps=5))
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["config.json"]
 
 
 def test_programs_are_kept_for_the_next_command_where_the_user_has_no_folder_of_their_own(tmp_path):
     code = """
 import jax
-from bilevel.cli import programs
+from bilevel.cli.runtime import compilation_cache as programs
 programs.keep()
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 jax.jit(lambda x: x + 1)(1.0)
@@ -569,7 +572,7 @@ def test_programs_are_not_kept_where_they_cannot_be(tmp_path, user):
     code = f"""
 import os, pathlib, jax, pooch
 {user}
-from bilevel.cli import programs
+from bilevel.cli.runtime import compilation_cache as programs
 programs.keep()
 print(jax.config.values["jax_compilation_cache_dir"], pathlib.Path("~").exists())
 """

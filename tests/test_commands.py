@@ -14,7 +14,8 @@ import sys
 
 import pytest
 
-from bilevel.cli import parse, saved
+from bilevel.cli import parse
+from bilevel.cli.flags import from_config_file
 
 ROOT = pathlib.Path(__file__).parents[1]
 BENCHMARKS = ROOT / "benchmarks"
@@ -230,7 +231,7 @@ ASK = {
 @pytest.fixture(autouse=True)
 def without_files(monkeypatch):
     """A documented configuration file is not there."""
-    monkeypatch.setattr(saved, "values", lambda path, kind: {})
+    monkeypatch.setattr(from_config_file, "values", lambda path, kind: {})
 
 
 LEAST = {

@@ -11,8 +11,8 @@ from helpers import flatten, tolerance
 from problems import case, soft, soft_problem
 
 import bilevel
-from bilevel import curvature as curvatures
-from bilevel.curvature import curvature
+from bilevel.hypergradients import curvature as curvatures
+from bilevel.hypergradients.curvature import curvature
 
 # ------------------------------------------------------- more weights than rows, little decay
 

@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 from sklearn.datasets import load_digits
 
-from bilevel import data
+from bilevel.data import datasets
 
 REAL = os.environ.get("BILEVEL_DATA", "")
 COMPRESS = {"": bytes, ".gz": gzip.compress, ".xz": lzma.compress}
@@ -97,7 +97,7 @@ def sources(host):
     """The table of sources with the digests of the small files, on another host."""
 
     def source(file, content, files):
-        return data.Source(f"{host}/{file}", digest(content), files)
+        return datasets.Source(f"{host}/{file}", digest(content), files)
 
     reviews = digest(reviews_csv(), "sha256")
     return {
@@ -131,9 +131,9 @@ def write(folder, files, suffix=""):
 def places(tmp_path, monkeypatch):
     """Empty folders for $BILEVEL_DATA and the user cache, the small sources on a dead host."""
     monkeypatch.setenv("BILEVEL_DATA", str(tmp_path / "given"))
-    monkeypatch.setattr(data.pooch, "os_cache", lambda project: tmp_path / "cache")
-    monkeypatch.setattr(data, "BATCH_ROWS", 4)
-    monkeypatch.setattr(data, "SOURCES", sources("http://127.0.0.1:9"))
+    monkeypatch.setattr(datasets.pooch, "os_cache", lambda project: tmp_path / "cache")
+    monkeypatch.setattr(datasets, "BATCH_ROWS", 4)
+    monkeypatch.setattr(datasets, "SOURCES", sources("http://127.0.0.1:9"))
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     return SimpleNamespace(given=tmp_path / "given", cache=tmp_path / "cache")
 
@@ -150,7 +150,7 @@ def host(places, tmp_path, monkeypatch):
     write(folder, {f"{f}.gz": gzip.compress(content, mtime=0) for f, content in MNIST.items()})
     write(folder, {"cifar-10-binary.tar.gz": CIFAR_TAR, "aclImdb_v1.tar.gz": IMDB_TAR})
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=folder))
-    monkeypatch.setattr(data, "SOURCES", sources(f"http://127.0.0.1:{server.server_port}"))
+    monkeypatch.setattr(datasets, "SOURCES", sources(f"http://127.0.0.1:{server.server_port}"))
     threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     yield SimpleNamespace(folder=folder, asked=asked)
     server.shutdown()
@@ -160,7 +160,7 @@ def host(places, tmp_path, monkeypatch):
 def refusal(error, name, **options):
     """The message of the refusal to load, which is one sentence."""
     with pytest.raises(error) as caught:
-        data.load(name, **options)
+        datasets.load(name, **options)
     message = str(caught.value)
     assert "\n" not in message and ". " not in message, message
     return message
@@ -182,7 +182,7 @@ def test_an_unknown_name_is_refused_with_the_known_ones():
 
 
 def test_digits_are_the_scikit_learn_digits_with_the_last_360_as_test():
-    digits, truth = data.load("digits"), load_digits()
+    digits, truth = datasets.load("digits"), load_digits()
     np.testing.assert_array_equal(np.r_[digits.x_train, digits.x_test] * 16, truth.images)
     np.testing.assert_array_equal(np.r_[digits.y_train, digits.y_test], truth.target)
     assert len(digits.y_test) == 360
@@ -193,7 +193,7 @@ def test_digits_are_the_scikit_learn_digits_with_the_last_360_as_test():
 @pytest.mark.parametrize("suffix", COMPRESS)
 def test_idx_files_are_read_however_they_are_compressed(places, suffix):
     write(places.given / "mnist", MNIST, suffix)
-    mnist = data.load("mnist")
+    mnist = datasets.load("mnist")
     np.testing.assert_array_equal(np.rint(mnist.x_train * 255), IMAGES[:6])
     np.testing.assert_array_equal(np.rint(mnist.x_test * 255), IMAGES[6:])
     np.testing.assert_array_equal(mnist.y_train, LABELS[:6])
@@ -204,7 +204,7 @@ def test_idx_files_are_read_however_they_are_compressed(places, suffix):
 @pytest.mark.parametrize("suffix", COMPRESS)
 def test_cifar_planes_become_the_channels_of_images_in_batch_order(places, suffix):
     write(places.given / "cifar10", CIFAR, suffix)
-    cifar = data.load("cifar10")
+    cifar = datasets.load("cifar10")
     assert cifar.x_train.shape == (20, 32, 32, 3) and cifar.x_test.shape == (4, 32, 32, 3)
     np.testing.assert_array_equal(cifar.y_train, RECORDS[:5, :, 0].ravel())
     for row, column, channel in ((0, 0, 0), (0, 7, 1), (31, 2, 2)):
@@ -216,7 +216,7 @@ def test_cifar_planes_become_the_channels_of_images_in_batch_order(places, suffi
 
 def test_reviews_are_whole_texts_of_type_str_with_their_own_labels(places):
     write(places.given / "imdb", {"imdb_reviews.csv": reviews_csv()}, ".gz")
-    imdb = data.load("imdb")
+    imdb = datasets.load("imdb")
     texts = {text.decode(): path.split("/")[1:3] for path, text in REVIEWS.items()}
     for part, x, y in (("train", imdb.x_train, imdb.y_train), ("test", imdb.x_test, imdb.y_test)):
         assert sorted(x) == sorted(text for text in texts if texts[text][0] == part)
@@ -238,10 +238,10 @@ def test_reviews_are_whole_texts_of_type_str_with_their_own_labels(places):
 def test_every_form_of_a_dataset_holds_the_same_rows(places, monkeypatch, name, files, suffix):
     plain = {"cifar10": CIFAR, "imdb": {"imdb_reviews.csv": reviews_csv()}}[name]
     write(places.given / name, plain)
-    expected = data.load(name)
+    expected = datasets.load(name)
     monkeypatch.setenv("BILEVEL_DATA", str(places.given / "other"))
     write(places.given / "other" / name, files, suffix)
-    assert same(data.load(name), expected)
+    assert same(datasets.load(name), expected)
 
 
 @pytest.mark.parametrize("name", ["digits", "mnist", "cifar10", "imdb"])
@@ -249,7 +249,7 @@ def test_smaller_sizes_keep_the_first_rows(places, name):
     write(places.given / "mnist", MNIST)
     write(places.given / "cifar10", CIFAR)
     write(places.given / "imdb", {"imdb_reviews.csv": reviews_csv()})
-    whole, few = data.load(name), data.load(name, train_size=5, test_size=2)
+    whole, few = datasets.load(name), datasets.load(name, train_size=5, test_size=2)
     assert same(few, whole._replace(**{
         field: getattr(whole, field)[: 5 if "train" in field else 2] for field in whole._fields[:4]
     }))  # fmt: skip
@@ -257,7 +257,7 @@ def test_smaller_sizes_keep_the_first_rows(places, name):
 
 def test_the_first_reviews_have_both_labels_although_the_file_is_sorted(places):
     write(places.given / "imdb", {"imdb_reviews.csv": reviews_csv()})
-    imdb = data.load("imdb", train_size=8, test_size=8)
+    imdb = datasets.load("imdb", train_size=8, test_size=8)
     assert set(imdb.y_train) == set(imdb.y_test) == {0, 1}
 
 
@@ -266,7 +266,7 @@ def test_sizes_beyond_the_rows_or_below_one_are_refused(places, name):
     write(places.given / "mnist", MNIST)
     write(places.given / "cifar10", CIFAR)
     write(places.given / "imdb", {"imdb_reviews.csv": reviews_csv()})
-    rows = len(data.load(name).y_train)
+    rows = len(datasets.load(name).y_train)
     message = refusal(ValueError, name, train_size=rows + 1)
     assert str(rows) in message and str(rows + 1) in message
     assert "test_size" in refusal(ValueError, name, test_size=10**6)
@@ -339,7 +339,7 @@ def test_a_missing_idx_file_is_named_and_not_taken_from_elsewhere(places, host, 
 def test_cifar_reads_no_batch_beyond_those_it_needs(places):
     write(places.given / "cifar10", CIFAR | {"data_batch_3.bin": b"damaged"})
     np.testing.assert_array_equal(
-        data.load("cifar10", train_size=8).y_train, RECORDS[:2, :, 0].ravel()
+        datasets.load("cifar10", train_size=8).y_train, RECORDS[:2, :, 0].ravel()
     )
     assert "data_batch_3.bin" in refusal(ValueError, "cifar10", train_size=9)
 
@@ -350,7 +350,7 @@ def test_more_rows_than_the_cifar_batches_there_is_refused_with_what_is_there(pl
     message = refusal(ValueError, "cifar10", train_size=asked)
     assert "got 12 of 20" in message and "ask for at most 12" in message
     assert str(places.given / "cifar10") in message
-    assert len(data.load("cifar10", train_size=12).y_train) == 12
+    assert len(datasets.load("cifar10", train_size=12).y_train) == 12
 
 
 @pytest.mark.parametrize("file", [BATCHES[0], BATCHES[5]])
@@ -402,7 +402,7 @@ def test_an_altered_table_of_reviews_is_refused(places):
 def test_the_folder_named_by_bilevel_data_comes_before_the_cache(places):
     write(places.given / "mnist", MNIST)
     write(places.cache / "mnist", {file: b"damaged" for file in MNIST})
-    assert len(data.load("mnist").y_train) == 6
+    assert len(datasets.load("mnist").y_train) == 6
 
 
 @pytest.mark.parametrize("given", [True, False])
@@ -410,7 +410,7 @@ def test_the_cache_is_used_where_bilevel_data_has_nothing(places, monkeypatch, g
     if not given:
         monkeypatch.delenv("BILEVEL_DATA")
     write(places.cache / "cifar10", CIFAR, ".xz")
-    assert len(data.load("cifar10").y_train) == 20
+    assert len(datasets.load("cifar10").y_train) == 20
 
 
 def test_without_download_a_dataset_that_is_nowhere_is_refused_with_where_it_was_sought(
@@ -430,12 +430,12 @@ def homeless(project):
 def test_a_user_without_a_home_has_the_folder_of_bilevel_data_alone(
     places, host, tmp_path, monkeypatch, cache
 ):
-    monkeypatch.setattr(data.pooch, "os_cache", cache)
+    monkeypatch.setattr(datasets.pooch, "os_cache", cache)
     monkeypatch.chdir(tmp_path)
     message = refusal(FileNotFoundError, "mnist")
     assert f"expected its files in {places.given / 'mnist'}, got none" in message
     write(places.given / "mnist", MNIST)
-    assert len(data.load("mnist").y_train) == 6
+    assert len(datasets.load("mnist").y_train) == 6
     monkeypatch.delenv("BILEVEL_DATA")
     assert "this user has no home" in refusal(FileNotFoundError, "mnist")
     assert not host.asked and not Path("~").exists()  # a folder of that name
@@ -444,18 +444,18 @@ def test_a_user_without_a_home_has_the_folder_of_bilevel_data_alone(
 @pytest.mark.parametrize("name", ["mnist", "cifar10", "imdb"])
 def test_a_dataset_is_downloaded_once_into_the_cache(places, host, name):
     plain = {"mnist": MNIST, "cifar10": CIFAR, "imdb": {"imdb_reviews.csv": reviews_csv()}}[name]
-    fetched = data.load(name)
-    files = {source.file for source in data.SOURCES[name]}
+    fetched = datasets.load(name)
+    files = {source.file for source in datasets.SOURCES[name]}
     assert sorted(host.asked) == sorted(files)
     assert {path.name for path in (places.cache / name).iterdir()} == files
-    assert same(data.load(name), fetched) and len(host.asked) == len(files)
+    assert same(datasets.load(name), fetched) and len(host.asked) == len(files)
     write(places.given / name, plain)
-    assert same(data.load(name), fetched)
+    assert same(datasets.load(name), fetched)
 
 
 def test_an_interrupted_download_is_completed(places, host):
     write(places.cache / "mnist", dict(list(MNIST.items())[:2]), ".gz")
-    assert len(data.load("mnist").y_test) == 3
+    assert len(datasets.load("mnist").y_test) == 3
     assert sorted(host.asked) == ["t10k-images-idx3-ubyte.gz", "t10k-labels-idx1-ubyte.gz"]
 
 
@@ -474,7 +474,7 @@ def test_a_file_that_the_host_lacks_is_refused_with_its_address(places, host):
         warnings.simplefilter("ignore", ResourceWarning)
         message = refusal(FileNotFoundError, "imdb")
         gc.collect()
-    assert data.SOURCES["imdb"][0].url in message and "HTTPError" in message
+    assert datasets.SOURCES["imdb"][0].url in message and "HTTPError" in message
 
 
 def test_an_unreachable_host_is_refused_with_where_to_put_the_file(places):
@@ -485,7 +485,7 @@ def test_an_unreachable_host_is_refused_with_where_to_put_the_file(places):
 
 def test_every_source_is_on_https_and_has_digests_so_that_no_download_goes_unchecked():
     pattern = re.compile(r"md5:[0-9a-f]{32}|sha256:[0-9a-f]{64}")
-    for source in (source for each in data.SOURCES.values() for source in each):
+    for source in (source for each in datasets.SOURCES.values() for source in each):
         assert source.files and source.url.startswith("https://")
         for value in (source.digest, *source.files.values()):
             assert pattern.fullmatch(value)
@@ -507,7 +507,7 @@ def test_parts_have_their_sizes_and_are_disjoint_and_within_one_of_the_ideal(see
     labels = rng.choice(classes, n, p=rng.dirichlet(np.ones(classes)))
     cuts = np.unique(rng.randint(1, n + 1, rng.randint(1, 7)))
     sizes = np.diff(cuts, prepend=0)
-    parts = data.split(jax.random.key(seed), labels, sizes)
+    parts = datasets.split(jax.random.key(seed), labels, sizes)
     assert [len(part) for part in parts] == list(sizes)
     indices = np.concatenate(parts)
     assert len(set(indices)) == len(indices) and set(indices) <= set(range(n))
@@ -517,20 +517,20 @@ def test_parts_have_their_sizes_and_are_disjoint_and_within_one_of_the_ideal(see
 
 def test_parts_that_divide_evenly_are_exact():
     labels = np.tile(["a", "b", "b", "c"], 30)
-    parts = data.split(jax.random.key(1), labels, (60, 40, 20))
+    parts = datasets.split(jax.random.key(1), labels, (60, 40, 20))
     np.testing.assert_array_equal(table(labels, parts), [[15, 30, 15], [10, 20, 10], [5, 10, 5]])
 
 
 def test_a_class_with_fewer_samples_than_parts_is_shared_out():
     labels = np.array([0] * 20 + [1])
-    parts = data.split(jax.random.key(0), labels, (7, 7, 7))
+    parts = datasets.split(jax.random.key(0), labels, (7, 7, 7))
     assert sorted(table(labels, parts)[:, 1]) == [0, 0, 1]
 
 
 def test_the_same_key_gives_the_same_parts_and_another_key_others():
     labels = RNG.randint(0, 3, 50)
     a, b, legacy, other = (
-        data.split(key, labels, (20, 20))
+        datasets.split(key, labels, (20, 20))
         for key in (*2 * [jax.random.key(5)], jax.random.PRNGKey(5), jax.random.key(6))
     )
     for one, two, three, four in zip(a, b, legacy, other, strict=True):
@@ -539,14 +539,14 @@ def test_the_same_key_gives_the_same_parts_and_another_key_others():
 
 
 def test_a_key_gives_the_parts_it_has_always_given():
-    train, valid = data.split(jax.random.key(0), [0, 1] * 5, (6, 2))
+    train, valid = datasets.split(jax.random.key(0), [0, 1] * 5, (6, 2))
     assert (train.tolist(), valid.tolist()) == ([3, 7, 6, 4, 1, 0], [2, 5])
 
 
 def test_no_class_is_favoured_by_rounding():
     labels = np.repeat(np.arange(8), 5)
     drawn = sum(
-        table(labels, data.split(jax.random.key(seed), labels, (2, 2))) for seed in range(400)
+        table(labels, datasets.split(jax.random.key(seed), labels, (2, 2))) for seed in range(400)
     )
     # Each entry is binomial with mean 100 and deviation below 10.
     assert drawn.min() > 50 and drawn.max() < 150
@@ -555,13 +555,13 @@ def test_no_class_is_favoured_by_rounding():
 def test_no_sample_of_a_class_is_favoured():
     drawn = np.zeros(12)
     for seed in range(400):
-        drawn[data.split(jax.random.key(seed), [0] * 4 + [1] * 8, (3,))[0]] += 1
+        drawn[datasets.split(jax.random.key(seed), [0] * 4 + [1] * 8, (3,))[0]] += 1
     assert drawn.min() > 50 and drawn.max() < 150
 
 
 def test_the_classes_are_mixed_within_a_part():
     labels = np.repeat([0, 1], 100)
-    (part,) = data.split(jax.random.key(0), labels, (100,))
+    (part,) = datasets.split(jax.random.key(0), labels, (100,))
     assert 10 < labels[part][:50].sum() < 40
 
 
@@ -580,7 +580,7 @@ def test_the_classes_are_mixed_within_a_part():
 )
 def test_sizes_and_labels_that_cannot_be_split_are_refused(labels, sizes, words):
     with pytest.raises(ValueError) as caught:
-        data.split(jax.random.key(0), labels, sizes)
+        datasets.split(jax.random.key(0), labels, sizes)
     assert all(word in str(caught.value) for word in words)
 
 
@@ -599,7 +599,7 @@ def test_sizes_and_labels_that_cannot_be_split_are_refused(labels, sizes, words)
 def test_samples_that_there_are_not_and_keys_that_are_none_are_refused(changes, message):
     options = {"keys": [jax.random.key(0)], "train": 100, "valid": 50, "test": 20} | changes
     with pytest.raises(ValueError, match=message):
-        data.samples("digits", options.pop("keys"), **options)
+        datasets.samples("digits", options.pop("keys"), **options)
 
 
 # The real files, held to the figures published for them.
@@ -627,7 +627,7 @@ def test_samples_that_there_are_not_and_keys_that_are_none_are_refused(changes, 
     ],
 )
 def test_real_idx_sets_have_their_published_statistics(name, mean, deviation, train, test):
-    loaded = data.load(name, download=False)
+    loaded = datasets.load(name, download=False)
     assert loaded.x_train.shape == (60_000, 28, 28) and loaded.x_test.shape == (10_000, 28, 28)
     assert np.bincount(loaded.y_train).tolist() == train
     assert np.bincount(loaded.y_test).tolist() == test
@@ -638,7 +638,7 @@ def test_real_idx_sets_have_their_published_statistics(name, mean, deviation, tr
 
 @real("cifar10")
 def test_the_first_real_cifar_batch_is_near_the_published_statistics_of_all_five():
-    cifar = data.load("cifar10", train_size=10_000, download=False)
+    cifar = datasets.load("cifar10", train_size=10_000, download=False)
     assert cifar.x_train.shape == cifar.x_test.shape == (10_000, 32, 32, 3)
     assert np.bincount(cifar.y_test).tolist() == [1000] * 10
     assert [cifar.classes[y] for y in cifar.y_train[:3]] == ["frog", "truck", "truck"]
@@ -649,7 +649,7 @@ def test_the_first_real_cifar_batch_is_near_the_published_statistics_of_all_five
 
 @real("imdb")
 def test_real_reviews_are_half_positive_with_the_published_number_of_distinct_texts():
-    imdb = data.load("imdb", download=False)
+    imdb = datasets.load("imdb", download=False)
     assert np.bincount(imdb.y_train).tolist() == np.bincount(imdb.y_test).tolist() == [12_500] * 2
     assert len({*imdb.x_train, *imdb.x_test}) == 49_582
     assert 400 < imdb.y_train[:1000].sum() < 600

@@ -12,8 +12,8 @@ from helpers import assert_close, tolerance
 from problems import quadratics
 
 import bilevel
-from bilevel import _divergence
-from bilevel.protocols import DescentState
+from bilevel.contracts import DescentState
+from bilevel.outer_loop import divergence
 
 METHODS = {
     "soba": bilevel.soba(0.1),
@@ -136,12 +136,12 @@ def scale_after(directions, values):
 
     def body(watch, told):
         number, direction, value = told
-        watch = _divergence.observed(watch, direction, value, jnp.array(True))
+        watch = divergence.observed(watch, direction, value, jnp.array(True))
         args = watch, STATE, number, jnp.zeros((), int), lambda state, number: state
-        return _divergence.checked(*args, _divergence.NOISY)[0], None
+        return divergence.checked(*args, divergence.NOISY)[0], None
 
     told = jnp.arange(len(directions)), jnp.asarray(directions), jnp.asarray(values)
-    return float(jax.lax.scan(body, _divergence.first_watch(STATE), told)[0].scale)
+    return float(jax.lax.scan(body, divergence.first_watch(STATE), told)[0].scale)
 
 
 @pytest.mark.parametrize("rate", [1.003, 1.02, 1.2, 3.0])
@@ -184,14 +184,14 @@ def test_shorter_steps_end_on_the_set(kind):
 
     alpha, slope = jnp.array([[0.2, 0.3, 0.5]]), jnp.array([[1.0, -0.5, 0.2]])
     scale = jnp.asarray(0.25)
-    shorter = _divergence.shortening(made(0.4), scale)
+    shorter = divergence.shortening(made(0.4), scale)
     updates, state = shorter.update(slope, shorter.init(alpha), alpha)
     exact = made(0.1)
     truth, _ = exact.update(slope, exact.init(alpha), alpha)
     assert_close(updates, truth, f64=1e-12, f32=1e-6)
     old = STATE._replace(alpha=alpha, optimizer=state)
     new = old._replace(alpha=optax.apply_updates(alpha, updates))
-    np.testing.assert_array_equal(_divergence.shortened(old, new, scale).alpha, new.alpha)
+    np.testing.assert_array_equal(divergence.shortened(old, new, scale).alpha, new.alpha)
 
 
 def test_a_search_may_follow_one_of_another_precision():

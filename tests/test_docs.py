@@ -11,9 +11,9 @@ import ntk
 DOCS = pathlib.Path(__file__).parents[1] / "docs"
 # Public too, but found by their own names only.
 MODULES = (
-    "bilevel.batches",
-    "bilevel.diagnostics",
-    "bilevel.judging",
+    "bilevel.outer_loop.batches",
+    "bilevel.discretize.diagnostics",
+    "bilevel.spaces.nasbench201.judging",
     "bilevel.nets",
     "bilevel.solvers",
     "bilevel.spaces.nasbench201.scoring",

@@ -10,7 +10,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted([*(ROOT / "bilevel").rglob("*.py"), *(ROOT / "ntk").rglob("*.py")])
-CHECKS = {"bilevel.checks": "bilevel/checks.py", "ntk._checks": "ntk/_checks.py"}
+CHECKS = {
+    "bilevel.internal.checks": "bilevel/internal/checks.py",
+    "ntk.internal.checks": "ntk/internal/checks.py",
+}
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -45,9 +48,9 @@ def top_functions(path: Path) -> dict[str, ast.AST]:
 @cache
 def check_functions() -> dict[str, set[str]]:
     """By module, the names of the checks that refuse something."""
-    shared = those_that_raise(top_functions(ROOT / CHECKS["ntk._checks"]))
-    own = those_that_raise(top_functions(ROOT / CHECKS["bilevel.checks"]), shared)
-    return {"ntk._checks": shared, "bilevel.checks": own | shared}
+    shared = those_that_raise(top_functions(ROOT / CHECKS["ntk.internal.checks"]))
+    own = those_that_raise(top_functions(ROOT / CHECKS["bilevel.internal.checks"]), shared)
+    return {"ntk.internal.checks": shared, "bilevel.internal.checks": own | shared}
 
 
 @cache
@@ -126,11 +129,11 @@ def docstrings() -> list[tuple[str, str]]:
 
 def test_the_search_finds_docstrings_checks_and_public_functions():
     places = {place for place, _, _ in documented()}
-    assert "bilevel/_search.py: search" in places  # exported by the package
-    assert "bilevel/spectral/columns.py: Columns" in places
-    assert "bilevel/_fingerprint.py: fingerprint" not in places  # exported by nothing
-    assert {"whole", "array", "simplex"} <= check_functions()["bilevel.checks"]
-    assert "short" not in check_functions()["ntk._checks"]
+    assert "bilevel/outer_loop/search.py: search" in places  # exported by the package
+    assert "bilevel/theory/spectral/columns.py: Columns" in places
+    assert "bilevel/runs/fingerprint.py: fingerprint" not in places  # exported by nothing
+    assert {"whole", "array", "simplex"} <= check_functions()["bilevel.internal.checks"]
+    assert "short" not in check_functions()["ntk.internal.checks"]
     assert len(docstrings()) > 1000
 
 

@@ -9,19 +9,20 @@ import pytest
 from helpers import assert_close, finite_differences, tolerance
 
 import ntk
-from ntk import architecture, duals, mehler
-from ntk._arcs import arc_polynomials
-from ntk._equations import programs
-from ntk.activations import Activation
-from ntk.gaussian import arc_cosines, hermite, kink_coefficients, mean
+from ntk.expectations import hermite as mehler
+from ntk.expectations.activations import Activation
+from ntk.expectations.arcsine import arc_polynomials
+from ntk.expectations.gaussian import arc_cosines, hermite, kink_coefficients, mean
+from ntk.infinite import dual_activation, layer_expansions
+from ntk.internal.jaxprs import programs
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def expectations(f, g, terms, wf, wg, sx, sy, p, q):
     """Of two layers and of their slopes, [2, n1, n2]."""
-    how, kinks = architecture.Resolution(terms, 0.5), architecture.places([f, g])
+    how, kinks = layer_expansions.Resolution(terms, 0.5), layer_expansions.places([f, g])
     both = [
-        architecture.expand_layer(layer, w, s, 0 * s, kinks, how)
+        layer_expansions.expand_layer(layer, w, s, 0 * s, kinks, how)
         for layer, w, s in ((f, wf, sx), (g, wg, sy))
     ]
     found = mehler.expectations(*both, (1, 0), mehler.Pair(p, q, 0 * p))
@@ -140,7 +141,7 @@ def test_arc_polynomials_keep_their_length_where_the_last_coefficient_rounds_to_
 def test_a_dual_takes_no_more_memory_than_some_rows_of_its_grid(monkeypatch):
     # Truth: the same at once; the grid in one piece had 94 GB at a variance of 1e6.
     at_once = float(ntk.dual(ntk.tanh, ntk.swish, 4.0, 3.0, 1.0))
-    monkeypatch.setattr(duals, "_BLOCK", 200)
+    monkeypatch.setattr(dual_activation, "_BLOCK", 200)
     jax.clear_caches()
     assert abs(float(ntk.dual(ntk.tanh, ntk.swish, 4.0, 3.0, 1.0)) / at_once - 1) < tolerance(
         1e-13, 1e-5
@@ -170,10 +171,12 @@ def test_a_smooth_pairs_nodes_follow_its_own_variance_traced_or_not():
 
     one = jnp.ones(4)
     grid = sum(nodes(one[:1] * v, True) for v in (0.1, 20.0))
-    assert nodes(one, False) == nodes(one, True) <= 4 * 2 * (133**2 + duals._BLOCK)
+    assert nodes(one, False) == nodes(one, True) <= 4 * 2 * (133**2 + dual_activation._BLOCK)
     # One large variance among many small ones costs its own group, and no other.
-    few = jnp.full(4 * duals._GROUP, 0.1).at[5].set(20.0)
-    assert nodes(few, True) <= duals._GROUP * grid + 3 * duals._GROUP * nodes(one[:1] * 0.1, True)
+    few = jnp.full(4 * dual_activation._GROUP, 0.1).at[5].set(20.0)
+    assert nodes(few, True) <= dual_activation._GROUP * grid + 3 * dual_activation._GROUP * nodes(
+        one[:1] * 0.1, True
+    )
     # An entry beyond the limit is NaN, and takes few nodes.
     evaluated.clear()
     far = ntk.dual(s, s, 1e9, 1e9, 0.0, max_variance=1.0)

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from ntk._equations import bind, closed, programs, scan_operands
+from ntk.internal.jaxprs import bind, closed, programs, scan_operands
 
 
 def equation(f, *args, name):

@@ -10,7 +10,7 @@ import pytest
 from helpers import assert_close
 
 from ntk import empirical_kernel, linearize, taylor_expand
-from ntk._compat import neural_tangents
+from ntk.compat.load import neural_tangents
 
 
 def normal(seed, *shape):

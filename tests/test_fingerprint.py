@@ -20,7 +20,7 @@ import numpy as np
 import optax
 import pytest
 
-from bilevel._fingerprint import difference, fingerprint
+from bilevel.runs.fingerprint import difference, fingerprint
 
 SCRIPT = """
 import functools, jax.numpy as jnp, numpy as np, optax
@@ -52,7 +52,7 @@ parts = {
 EDITED = SCRIPT.replace("def shrunk(w):", 'def shrunk(w):  # of ridge\n    """Say so."""\n\n')
 PRINTED = """
 import json
-from bilevel._fingerprint import fingerprint
+from bilevel.runs.fingerprint import fingerprint
 print(json.dumps(fingerprint(parts)))
 """
 

@@ -14,11 +14,9 @@ import pytest
 from flax import nnx
 from helpers import assert_close, finite_differences
 
-from ntk import _layers, _programs, _sample
-from ntk._compat import neural_tangents
-from ntk._equations import bind
-from ntk._products import product
-from ntk.finite import (
+from ntk.compat.load import neural_tangents
+from ntk.empirical import factored_gradients, network_program
+from ntk.empirical.kernels import (
     METHODS,
     OUTPUTS,
     empirical_kernel,
@@ -26,6 +24,9 @@ from ntk.finite import (
     gradient_norms,
     kernel_vector_product,
 )
+from ntk.empirical.linear_operations import product
+from ntk.internal import compile_cache
+from ntk.internal.jaxprs import bind
 
 KEY = jax.random.key(0)
 
@@ -76,7 +77,9 @@ def check(model, x, *, layered, outputs="sum"):
 
 
 def layers_in_factors(apply, params, x):
-    return len(_layers.plan(_sample.network(apply, params, x), factored=True).layered)
+    return len(
+        factored_gradients.plan(network_program.network(apply, params, x), factored=True).layered
+    )
 
 
 class Perceptron(nn.Module):
@@ -255,8 +258,8 @@ def test_patch_gram_explicit_gradients_and_their_chunks_agree(outputs, monkeypat
     params = setup(model, x)
     expected = brute_force(model.apply, params, x)[outputs]
     for patches, chunk in ((True, 2**26), (True, 1), (False, 2**26), (False, 1)):
-        monkeypatch.setattr(_layers, "_pairs_are_cheaper", lambda *_, p=patches: p)
-        monkeypatch.setattr(_layers, "_CHUNK", chunk)
+        monkeypatch.setattr(factored_gradients, "_pairs_are_cheaper", lambda *_, p=patches: p)
+        monkeypatch.setattr(factored_gradients, "_CHUNK", chunk)
 
         def apply(params, x):  # a new function, which nothing has been compiled for
             return model.apply(params, x)
@@ -504,15 +507,15 @@ def test_second_call_with_the_same_apply_compiles_nothing():
 
     x = normal(1, 3, 2)
     empirical_kernel(apply, normal(2, 2), x)
-    seen = len(_programs._programs)
+    seen = len(compile_cache._programs)
     empirical_kernel(apply, normal(3, 2), x)
-    assert len(_programs._programs) == seen
+    assert len(compile_cache._programs) == seen
 
 
 def test_rows_are_divided_among_devices():
     program = """
     import jax, numpy as np, flax.linen as nn
-    from ntk.finite import empirical_kernel, gradient_norms
+    from ntk.empirical.kernels import empirical_kernel, gradient_norms
 
     class Network(nn.Module):
         @nn.compact

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 
 import bilevel
-from bilevel import geometry
-from bilevel.geometry import project_simplex
+from bilevel.outer_loop import geometry
+from bilevel.outer_loop.geometry import project_simplex
 
 SIMPLEX = {
     "exponentiated sgd": lambda lr: optax.chain(optax.sgd(lr), bilevel.exponentiate()),

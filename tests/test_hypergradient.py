@@ -21,9 +21,9 @@ from problems import (
 )
 
 import bilevel
-from bilevel import _memory
-from bilevel._hypergradient import stateful_hypergradient
-from bilevel.inverse import conjugate_gradients
+from bilevel.hypergradients.hypergradient import stateful_hypergradient
+from bilevel.internal import memory
+from bilevel.solvers.inverses import conjugate_gradients
 
 STEP_SIZE = 0.1
 
@@ -491,7 +491,7 @@ def test_reverse_mode_keeps_one_copy_of_the_weights_for_each_step():
 
 
 def test_reverse_mode_memory_grows_with_the_root_of_the_steps_if_memory_is_short(monkeypatch):
-    monkeypatch.setattr(_memory, "total", lambda: 0)
+    monkeypatch.setattr(memory, "total", lambda: 0)
     numbers = 2, 100, 1000, 10_000
     two, few, some, many = (temporary_bytes.__wrapped__("unrolled", t) for t in numbers)
     # The starts of sqrt(T) blocks, the steps of one block, and what one step needs.

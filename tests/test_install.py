@@ -86,7 +86,7 @@ print(json.dumps([found[k] for k in ("License-Expression", "Description-Content-
 """
     expression, kind, files, text = json.loads(run(python, "-c", program, cwd=python.parent))
     assert (expression, kind) == ("Apache-2.0 AND MIT", "text/markdown")
-    assert files == ["LICENSE", "bilevel/judging/tables/LICENSE"]
+    assert files == ["LICENSE", "bilevel/spaces/nasbench201/judging/tables/LICENSE"]
     assert text.strip() == (ROOT / "README.md").read_text().strip()  # without an address
 
 

@@ -11,8 +11,8 @@ from helpers import assert_close, flatten, tolerance
 from hypothesis import given
 
 import bilevel
-from bilevel.inverse import conjugate_gradients, hessian_matrix
-from bilevel.protocols import Point
+from bilevel.contracts import Point
+from bilevel.solvers.inverses import conjugate_gradients, hessian_matrix
 
 P = 6
 seeds = st.integers(0, 2**32 - 1)

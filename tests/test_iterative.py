@@ -9,8 +9,8 @@ import pytest
 from helpers import finite_differences
 
 import ntk
-from ntk import _block_cg, _preconditioner
-from ntk.interval import missed_part
+from ntk.large import block_cg, preconditioner
+from ntk.large.eigenvalue_interval import missed_part
 
 rng = np.random.default_rng(0)
 N = 150
@@ -74,17 +74,17 @@ def test_beyond_the_rank_of_a_kernel_a_factor_is_zero():
 @pytest.mark.parametrize("n", [50, 5000])  # more rows than are scaled at a time
 def test_the_preconditioner_is_inverted_and_sampled(n):
     factor, rest = jnp.asarray(rng.normal(size=(n, 3))), jnp.asarray(rng.uniform(1, 2, size=n))
-    P = _preconditioner.of(factor, rest, 1.0)
+    P = preconditioner.of(factor, rest, 1.0)
     v = jnp.asarray(rng.normal(size=(n, 2)))
-    np.testing.assert_allclose(_preconditioner.solve(P, _preconditioner.times(P, v)), v, atol=1e-9)
+    np.testing.assert_allclose(preconditioner.solve(P, preconditioner.times(P, v)), v, atol=1e-9)
     np.testing.assert_allclose(
-        _preconditioner.times(P, v), rest[:, None] * v + factor @ (factor.T @ v), atol=1e-9
+        preconditioner.times(P, v), rest[:, None] * v + factor @ (factor.T @ v), atol=1e-9
     )
     units = jnp.zeros((n, 2)).at[jnp.array([0, n - 1]), jnp.arange(2)].set(1)
-    truth = jnp.einsum("nk,nk->k", units, _preconditioner.solve(P, units))
-    found = _preconditioner.inverse_diagonal(P)[jnp.array([0, n - 1])]
+    truth = jnp.einsum("nk,nk->k", units, preconditioner.solve(P, units))
+    found = preconditioner.inverse_diagonal(P)[jnp.array([0, n - 1])]
     np.testing.assert_allclose(found, truth, rtol=1e-9)
-    draws = _preconditioner.sample(P, KEY, 4000 if n == 50 else 10)
+    draws = preconditioner.sample(P, KEY, 4000 if n == 50 else 10)
     if n == 50:
         covariance = jnp.diag(rest) + factor @ factor.T
         np.testing.assert_allclose(draws @ draws.T / 4000, covariance, atol=1.2)
@@ -224,8 +224,8 @@ def test_columns_are_made_orthonormal_in_the_preconditioners_product():
     # In float32, where one look at their products leaves errors of their condition squared.
     K, B = operator(dtype=np.float32), jnp.asarray(Y, np.float32)
     B = B.at[:, 2].set(B[:, 0] + 1e-2 * B[:, 2])
-    P = _preconditioner.preconditioner(None, K.diagonal(), 0.1)
-    Q, Z, C = _block_cg._orthonormal(B, _preconditioner.solve(P, B))
+    P = preconditioner.preconditioner(None, K.diagonal(), 0.1)
+    Q, Z, C = block_cg._orthonormal(B, preconditioner.solve(P, B))
     np.testing.assert_allclose(Q.T @ Z, np.eye(3), atol=1e-5)
     np.testing.assert_allclose(Q @ C, B, atol=1e-4)
 

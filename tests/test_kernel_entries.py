@@ -10,7 +10,8 @@ import pytest
 from helpers import tolerance
 
 import ntk
-from ntk import architecture, infinite, mehler
+from ntk.expectations import hermite
+from ntk.infinite import layer_expansions, network_kernel
 
 float64_only = pytest.mark.skipif(not jax.config.jax_enable_x64, reason="the claim is float64's")
 both_types = pytest.mark.parametrize(
@@ -196,7 +197,7 @@ def test_one_program_serves_any_activations():
     for _ in range(8):
         chosen = [ntk.tanh, *(names[i] for i in rng.integers(len(names), size=3))]
         ntk.network_kernel(x, activations=chosen, skips=rng.normal(size=3))
-        programs.append(infinite._pairs._cache_size())
+        programs.append(network_kernel._pairs._cache_size())
     assert programs[-1] == programs[0]
 
 
@@ -291,13 +292,13 @@ def test_kinks_at_large_norms_are_left_to_the_series_where_their_pieces_cancel(n
 def test_pieces_that_cancel_each_other_count_in_the_error():
     # ReLU6's two kinks at a norm of 100: each piece is 17 times the function.
     s, scale = ntk.activation(jax.nn.relu6), jnp.full(1, 100, jnp.float32)
-    layers, weights, _, _ = architecture.parse([s], None, None, jnp.float32)
-    places, how = architecture.places(layers), architecture.RESOLUTIONS[0]
-    f, _ = architecture.expand_layer(layers[0], weights[0], scale, 0 * scale, places, how)
+    layers, weights, _, _ = layer_expansions.parse([s], None, None, jnp.float32)
+    places, how = layer_expansions.places(layers), layer_expansions.RESOLUTIONS[0]
+    f, _ = layer_expansions.expand_layer(layers[0], weights[0], scale, 0 * scale, places, how)
     p = jnp.array([[0.0, 1e-7, 1e-5, 1e-4, 1e-3, 0.01, 0.1, 0.3]], jnp.float32)
     f = jax.tree.map(lambda x: jnp.broadcast_to(x, (p.shape[1], *x.shape[1:])), f)
     one = jax.tree.map(lambda x: x[:1], f)
-    ((value, error),) = mehler.expectations((one,), (f,), (1,), mehler.Pair(p, 1 - p, 0 * p))
+    ((value, error),) = hermite.expectations((one,), (f,), (1,), hermite.Pair(p, 1 - p, 0 * p))
     kinks = [t + side * 2.0**k for t in (0.0, 6.0) for side in (-1, 0, 1) for k in range(-3, 8)]
     for i, rho in enumerate(1 - 2 * np.asarray(p[0], float)):
         truth = brute(in_numpy(s)[0], 100.0, 100.0, rho, sorted({*kinks}))

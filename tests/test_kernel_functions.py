@@ -10,7 +10,7 @@ import pytest
 
 import ntk
 from bilevel.spaces.kernels import kernel_function_space
-from ntk.kernel_functions import measured
+from ntk.kernels.functions import measured
 
 ROWS = jax.random.normal(jax.random.key(0), (12, 5))
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from helpers import assert_close, finite_differences, tolerance
 
-from bilevel.bounds import (
+from bilevel.theory.bounds import (
     Bound,
     khodak_corollary_a1,
     khodak_corollary_a2,

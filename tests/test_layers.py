@@ -14,8 +14,8 @@ from flax import nnx
 from helpers import assert_close
 from jax import lax
 
-from ntk import _layers, _sample
-from ntk.finite import empirical_kernel, gradient_norms, kernel_vector_product
+from ntk.empirical import factored_gradients, network_program
+from ntk.empirical.kernels import empirical_kernel, gradient_norms, kernel_vector_product
 
 
 def normal(seed, *shape):
@@ -36,8 +36,8 @@ def drawn(shapes, seed=1):
 
 def layered(apply, params, x):
     """Names of the weights that are kept in factors."""
-    net = _sample.network(apply, params, x)
-    plan = _layers.plan(net, factored=True)
+    net = network_program.network(apply, params, x)
+    plan = factored_gradients.plan(net, factored=True)
     return {n for i, n in zip(net.trained, net.names, strict=True) if i in plan.layered}
 
 
@@ -409,9 +409,9 @@ def test_tables_are_kept_as_rows(read, monkeypatch):
         return jnp.tanh(read(p["table"], t)).sum(1) @ p["w"]
 
     check(apply, params, TOKENS, "table w")
-    monkeypatch.setattr(_layers, "_CHUNK", 1)
+    monkeypatch.setattr(factored_gradients, "_CHUNK", 1)
     for pairs in (True, False):
-        monkeypatch.setattr(_layers, "_pairs_are_cheaper", lambda *_, p=pairs: p)
+        monkeypatch.setattr(factored_gradients, "_pairs_are_cheaper", lambda *_, p=pairs: p)
         check(apply, params, TOKENS, "table w")
 
 

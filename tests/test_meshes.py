@@ -13,7 +13,7 @@ import json, re
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 import bilevel
-from bilevel.protocols import Point
+from bilevel.contracts import Point
 
 jax.config.update("jax_enable_x64", True)
 mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))

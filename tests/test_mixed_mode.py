@@ -15,7 +15,7 @@ from helpers import assert_close, finite_differences
 
 import bilevel
 import ntk
-from bilevel._custom_rules import exact_order
+from bilevel.internal.custom_rules import exact_order
 from bilevel.nets import convolution
 from bilevel.spaces import darts, nasbench201
 

@@ -7,14 +7,15 @@ import numpy as np
 import pytest
 from helpers import needs_scores
 
-from bilevel.judging.table import (
+from bilevel.spaces.nasbench201 import genotypes, multiply_adds, parameter_count
+from bilevel.spaces.nasbench201.judging.table import (
     RUN_SETS,
     SETS,
     Table,
     load_table,
     published_scores,
 )
-from bilevel.judging.verdicts import (
+from bilevel.spaces.nasbench201.judging.verdicts import (
     BASELINES,
     DATASETS,
     PRINTED,
@@ -27,7 +28,6 @@ from bilevel.judging.verdicts import (
     sum_of_log_ranks,
     top_one,
 )
-from bilevel.spaces.nasbench201 import genotypes, multiply_adds, parameter_count
 
 RNG = np.random.default_rng(0)
 NAN, INF = math.nan, math.inf

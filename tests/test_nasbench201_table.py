@@ -23,8 +23,10 @@ import convert_published_scores
 import package_nasbench201
 
 from bilevel import data
-from bilevel.judging import table as module
-from bilevel.judging.table import (
+from bilevel.spaces.nasbench201 import genotypes, parameter_count, parse_genotype
+from bilevel.spaces.nasbench201._genotype import _live
+from bilevel.spaces.nasbench201.judging import table as module
+from bilevel.spaces.nasbench201.judging.table import (
     RUN_SETS,
     SETS,
     cifar10_split,
@@ -32,8 +34,6 @@ from bilevel.judging.table import (
     published_scores,
     row,
 )
-from bilevel.spaces.nasbench201 import genotypes, parameter_count, parse_genotype
-from bilevel.spaces.nasbench201._genotype import _live
 
 COMPRESS = {"": bytes, ".gz": gzip.compress, ".xz": lzma.compress}
 

@@ -11,7 +11,7 @@ import pytest
 from helpers import assert_close
 
 import bilevel
-from bilevel.inverse import hessian_matrix
+from bilevel.solvers.inverses import hessian_matrix
 
 RNG = np.random.default_rng(0)
 BLUR, SIGNAL = RNG.normal(size=5), RNG.normal(size=12)

@@ -14,9 +14,9 @@ from helpers import assert_close, finite_differences
 
 import ntk
 from ntk import networks as nets
-from ntk._compat import neural_tangents
-from ntk.architecture import Resolution, expand_layer
-from ntk.networks import infinite, tables
+from ntk.compat.load import neural_tangents
+from ntk.infinite.layer_expansions import Resolution, expand_layer
+from ntk.networks import infinite_kernel, tables
 from ntk.networks.plan import plan
 
 float64_only = pytest.mark.skipif(not jax.config.jax_enable_x64, reason="the claim is float64's")
@@ -28,7 +28,7 @@ RELU, SMOOTH = nets.act(ntk.relu), nets.act(ntk.gelu)
 def _forget_large_programs():
     """Those of one test take up to 400 MB, and few serve another."""
     yield
-    if infinite._pairs._cache_size():
+    if infinite_kernel._pairs._cache_size():
         jax.clear_caches()
         gc.collect()
         if sys.platform == "linux":
@@ -457,8 +457,8 @@ def test_blocks_and_tiles_do_not_matter(activation, monkeypatch):
     x, y = normal(3, 4, 4, 2), normal(2, 4, 4, 2, seed=1)
     net = myrtle_like(activation)
     expected = net.kernel(x), net.kernel(x, y)
-    monkeypatch.setattr(infinite, "NUMBERS", 1)
-    monkeypatch.setattr(infinite, "ENTRIES", 1)
+    monkeypatch.setattr(infinite_kernel, "NUMBERS", 1)
+    monkeypatch.setattr(infinite_kernel, "ENTRIES", 1)
     found = net.kernel(x), net.kernel(x, y)
     for a, b in zip(found, expected, strict=True):
         assert_close(tuple(a), tuple(b), f64=1e-13, f32=1e-5)
@@ -471,22 +471,24 @@ def test_memory_of_the_pairs_is_that_of_the_results_and_of_a_tile():
         x = normal(n, 8, 8, 2)
         found = plan(net, (8, 8), None, x.dtype)
         sites = jax.eval_shape(
-            lambda x, found=found: infinite._sites(found, x, infinite.LEVELS[0]), x
+            lambda x, found=found: infinite_kernel._sites(found, x, infinite_kernel.LEVELS[0]), x
         )
-        program = infinite._pairs.lower(*infinite._static(found), found.numbers, sites, None)
+        program = infinite_kernel._pairs.lower(
+            *infinite_kernel._static(found), found.numbers, sites, None
+        )
         memory = program.compile().memory_analysis()
         own = 3 * n * n * x.dtype.itemsize
         sizes.append(memory.temp_size_in_bytes - 2 * own)  # a scan keeps its results twice
     assert sizes[1] < 1.2 * sizes[0]
-    assert sizes[1] < 16 * infinite.ENTRIES * x.dtype.itemsize
+    assert sizes[1] < 16 * infinite_kernel.ENTRIES * x.dtype.itemsize
 
 
 def test_one_program_serves_all_activations_of_a_kind():
     images = normal(2, 4, 4, 2)
     myrtle_like(ntk.tanh).kernel(images), myrtle_like(ntk.relu).kernel(images)
-    before = infinite._pairs._cache_size()
+    before = infinite_kernel._pairs._cache_size()
     myrtle_like(ntk.swish).kernel(images), myrtle_like(ntk.leaky_relu(0.2)).kernel(images)
-    assert infinite._pairs._cache_size() == before
+    assert infinite_kernel._pairs._cache_size() == before
 
 
 # ----------------------------------------------------------------------------------- bad input

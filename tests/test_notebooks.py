@@ -126,7 +126,7 @@ def test_progress_in_a_notebook_is_one_text_that_updates():
     cells = [
         PROGRESS,
         "search()",
-        "bilevel._progress._NOTEBOOK_SECONDS = 0.0\nsearch(progress=True)",
+        "bilevel.runs.progress._NOTEBOOK_SECONDS = 0.0\nsearch(progress=True)",
         "search(progress=False)",
         "print(*(text.split('/3')[0][-1] for text in texts[-4:]))",
     ]

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from helpers import assert_close, finite_differences, tolerance
 
-from ntk.activations import activation, erf, gelu, identity, leaky_relu, relu, sigmoid, swish, tanh
 from ntk.bounds import (
     betas,
     diagonal_upper_bound,
@@ -29,7 +28,18 @@ from ntk.bounds import (
     zhu_variance_as_printed,
 )
 from ntk.bounds.bound import lower_bound
-from ntk.infinite import network_kernel
+from ntk.expectations.activations import (
+    activation,
+    erf,
+    gelu,
+    identity,
+    leaky_relu,
+    relu,
+    sigmoid,
+    swish,
+    tanh,
+)
+from ntk.infinite.network_kernel import network_kernel
 
 LEAKY = leaky_relu(0.3)
 

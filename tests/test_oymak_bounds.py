@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from helpers import assert_close, finite_differences, tolerance
 
-from bilevel.bounds import (
+from bilevel.theory.bounds import (
     ball_covering,
     effective_dimension,
     feature_map_lipschitz,

@@ -9,7 +9,7 @@ import types
 
 import pytest
 
-from bilevel import _style
+from bilevel.plots import appearance
 
 ROOT = pathlib.Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -63,11 +63,11 @@ def test_only_links_to_files_are_changed(build_step):
 
 def test_the_licence_of_every_file_that_is_shipped_is_stated():
     tables = sorted((ROOT / "bilevel").rglob("*.xz"))
-    assert {path.parent for path in tables} == {ROOT / "bilevel/judging/tables"}
+    assert {path.parent for path in tables} == {ROOT / "bilevel/spaces/nasbench201/judging/tables"}
     assert PROJECT["license"] == "Apache-2.0 AND MIT"
     texts = [(ROOT / name).read_text() for name in PROJECT["license-files"]]
     assert "Apache License" in texts[0] and "MIT License" in texts[1]
-    sources = (ROOT / "bilevel/judging/tables/README.md").read_text()
+    sources = (ROOT / "bilevel/spaces/nasbench201/judging/tables/README.md").read_text()
     for holder in re.findall(r"MIT, (Copyright \(c\) [^|]*?) *\|", sources):
         assert holder in texts[1]
 
@@ -76,7 +76,7 @@ def test_the_message_without_matplotlib_names_a_project_of_the_index(monkeypatch
     monkeypatch.setitem(sys.modules, "matplotlib.rcsetup", None)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ImportError, match=r"install it with `pip install matplotlib`\.$"):
-        _style.pyplot()
+        appearance.pyplot()
 
 
 def test_no_message_asks_to_install_this_package_from_an_index():

@@ -20,9 +20,10 @@ from helpers import trial
 
 import bilevel
 import ntk
-from bilevel import _search, store
-from bilevel.cli import interrupts
+from bilevel.cli.runtime import interrupts
 from bilevel.nets.layers import Conv
+from bilevel.outer_loop import search
+from bilevel.runs import records
 from ntk import networks as nets
 
 
@@ -78,9 +79,9 @@ def searched():
 
 MADE = {
     bilevel.NonFiniteError: lambda kind: kind(3, "w", searched(), "the reason"),
-    _search.MisplacedError: lambda kind: kind(3, "softmax", searched()),
+    search.MisplacedError: lambda kind: kind(3, "softmax", searched()),
     bilevel.LostProcessError: lambda kind: kind("process 1 of 2 ended"),
-    store.DamagedError: lambda kind: kind("checkpoint: expected an undamaged step"),
+    records.DamagedError: lambda kind: kind("checkpoint: expected an undamaged step"),
     interrupts.Stopped: lambda kind: kind("interrupted; nothing is kept"),
 }
 

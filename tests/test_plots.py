@@ -8,8 +8,8 @@ import optax
 import pytest
 
 import bilevel
-from bilevel import plots
-from bilevel.cli import report
+from bilevel.cli.runtime import report
+from bilevel.plots import appearance, plots
 
 matplotlib = pytest.importorskip("matplotlib")
 figures = importlib.import_module("matplotlib.figure")
@@ -28,7 +28,7 @@ PICTURES = {
 
 
 def axes(rows=1):
-    with plots.style():
+    with appearance.style():
         return figures.Figure().subplots(rows)
 
 
@@ -53,7 +53,7 @@ def test_every_axis_has_a_name_and_matplotlibs_settings_are_left_alone(name):
 
 def test_a_style_that_an_error_ends_is_left_too():
     before = dict(matplotlib.rcParams)
-    with pytest.raises(ZeroDivisionError), plots.style():
+    with pytest.raises(ZeroDivisionError), appearance.style():
         assert dict(matplotlib.rcParams) != before
         raise ZeroDivisionError
     assert dict(matplotlib.rcParams) == before
@@ -63,7 +63,7 @@ def test_what_others_set_meanwhile_stays():
     """A notebook becomes interactive at its first figure; undone, no later one is shown."""
     with matplotlib.rc_context():
         matplotlib.rcParams["interactive"] = False
-        with plots.style():
+        with appearance.style():
             matplotlib.rcParams["interactive"] = True
         assert matplotlib.rcParams["interactive"]
 

@@ -9,7 +9,8 @@ from jax.flatten_util import ravel_pytree
 from problems import case, least_squares, logistic
 
 import bilevel
-from bilevel.problem import hessian_operator, is_quadratic
+from bilevel.problem.problem import hessian_operator
+from bilevel.problem.structure import is_quadratic
 
 W = {"a": jnp.arange(1.0, 4.0), "b": (jnp.ones((2, 3)),)}
 ALPHA = {"log_decay": jnp.array(0.3), "scale": jnp.ones(3)}

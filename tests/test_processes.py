@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bilevel import _processes
-from bilevel._fingerprint import _sum, fingerprint
 from bilevel.cli import main
+from bilevel.internal import processes
+from bilevel.runs.fingerprint import _sum, fingerprint
 
 PROBLEM = """
 import contextlib, json, os, signal, sys, warnings
@@ -102,7 +102,7 @@ search(data, 3, checkpoint=folder)
 again = search(data, 6, checkpoint=folder, resume=True)
 answers["alpha"] = np.asarray(whole.alpha).tolist()
 answers["again"] = np.asarray(again.alpha).tolist()
-answers["print"] = bilevel._fingerprint.fingerprint(data)
+answers["print"] = bilevel.runs.fingerprint.fingerprint(data)
 
 
 def interrupt(result):
@@ -135,7 +135,7 @@ found = weights_of_rows(data, alpha, 6, checkpoint=rows, resume=True).alpha
 answers["rows again"] = np.asarray([s.data for s in found.addressable_shards]).tolist()
 
 # What goes wrong in one of them alone.
-write = bilevel.store.write
+write = bilevel.runs.records.write
 
 
 def full(path, *args):
@@ -144,11 +144,11 @@ def full(path, *args):
     write(path, *args)
 
 
-bilevel.store.write = full
+bilevel.runs.records.write = full
 with warnings.catch_warnings(record=True) as said:
     warnings.simplefilter("always")
     found = weights_of_rows(data, alpha, 6, checkpoint=folder + "/full").alpha
-bilevel.store.write = write
+bilevel.runs.records.write = write
 # Now: the first deletes old steps of a search that both of them have left behind by then.
 answers["files"] = sorted(os.listdir(rows))
 answers["full"] = [str(s.message).partition(":")[0] for s in said], found.sharding == alpha.sharding
@@ -160,7 +160,7 @@ def raises(result):
 
 
 def taken():
-    with bilevel.store.locked(folder + "/taken", "x") if rank == 0 else contextlib.nullcontext():
+    with bilevel.runs.records.locked(folder + "/taken", "x") if rank == 0 else contextlib.nullcontext():
         search(data, 2, checkpoint=folder + "/taken")
 
 
@@ -381,6 +381,6 @@ def test_a_fingerprint_does_not_depend_on_how_an_array_is_cut(shape, dtype):
 
 
 def test_one_process_agrees_with_itself():
-    assert _processes.first() and not _processes.several()
-    assert _processes.anyone(True) and not _processes.anyone(None)
-    assert _processes.total(2**64 - 5) == 2**64 - 5 and _processes.of_first(7) == 7
+    assert processes.first() and not processes.several()
+    assert processes.anyone(True) and not processes.anyone(None)
+    assert processes.total(2**64 - 5) == 2**64 - 5 and processes.of_first(7) == 7

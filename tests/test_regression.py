@@ -7,7 +7,7 @@ import pytest
 from helpers import assert_close, finite_differences
 from sklearn.kernel_ridge import KernelRidge
 
-from ntk.regression import excess_risk_term, gradient_flow, kernel_regression
+from ntk.regression.kernel_regression import excess_risk_term, gradient_flow, kernel_regression
 
 N = 8
 rng = np.random.default_rng(0)

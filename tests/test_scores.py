@@ -12,7 +12,7 @@ from helpers import assert_close
 from jax.ad_checkpoint import checkpoint_name
 
 from ntk import scores
-from ntk.finite import empirical_kernel
+from ntk.empirical.kernels import empirical_kernel
 
 N, INPUTS, HIDDEN, CLASSES = 6, 9, 7, 3
 

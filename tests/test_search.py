@@ -17,8 +17,8 @@ import optax
 import pytest
 
 import bilevel
-from bilevel import _search
-from ntk import _programs
+from bilevel.outer_loop import search
+from ntk.internal import compile_cache
 
 SIMPLEX = optax.chain(bilevel.tangent(), optax.adam(0.1), bilevel.exponentiate())
 
@@ -180,9 +180,9 @@ def test_chunks_do_not_change_the_result():
 
 def test_a_second_search_compiles_nothing():
     noisy(steps=6)
-    compiled = len(_programs._programs)
+    compiled = len(compile_cache._programs)
     noisy(steps=6, key=jax.random.key(8), chunk=4)
-    assert len(_programs._programs) == compiled
+    assert len(compile_cache._programs) == compiled
 
 
 @contextlib.contextmanager
@@ -203,7 +203,7 @@ def compilations():
 
 def test_callbacks_and_checkpoints_compile_nothing_after_the_first(tmp_path, monkeypatch):
     """Nor do they keep arrays: the number that is alive is the same at every step."""
-    monkeypatch.setattr(_search, "_SAVE_SECONDS", 0.0)
+    monkeypatch.setattr(search, "_SAVE_SECONDS", 0.0)
     counts, alive = [], []
     with compilations() as compiled:
 
@@ -222,10 +222,10 @@ def test_callbacks_and_checkpoints_compile_nothing_after_the_first(tmp_path, mon
 
 def test_a_start_of_weak_dtype_compiles_once():
     assert UNIFORM.weak_type  # as jnp.full makes it; what a step returns is not
-    before = len(_programs._programs)
+    before = len(compile_cache._programs)
     args = (PROBLEM, bilevel.unrolled(0.01, 2), SIMPLEX, UNIFORM, W0, TRAIN, VALID)
     bilevel.search(*args, steps=4, chunk=2, progress=False)
-    assert len(_programs._programs) == before + 1
+    assert len(compile_cache._programs) == before + 1
 
 
 def test_batches_come_from_the_key():
@@ -343,7 +343,7 @@ def test_a_finished_search_resumes_to_itself_and_can_be_prolonged(tmp_path):
 KILLED = """
 import sys, time
 import test_search
-from bilevel import _search
+from bilevel.outer_loop import search as _search
 _search._SAVE_SECONDS = float(sys.argv[2])
 print("in the buffer")
 test_search.noisy(
@@ -541,7 +541,7 @@ def exploding(quantity):
 
 
 @pytest.mark.parametrize("step", [0, 3])
-@pytest.mark.parametrize("quantity", _search._QUANTITIES)
+@pytest.mark.parametrize("quantity", search._QUANTITIES)
 def test_a_nan_stops_the_search_with_step_quantity_and_last_good_state(quantity, step, tmp_path):
     """With a checkpoint and a callback, and without; in chunks of one and of many steps."""
     problem, solver, update = exploding(quantity)

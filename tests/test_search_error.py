@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from bilevel import data
-from bilevel.activation_search import hypergradient, hypergradient_error, set_up, solver
 from bilevel.spaces.activations import activation_space
+from bilevel.strategies.activation_search import hypergradient, hypergradient_error, set_up, solver
 
 
 def test_the_error_of_the_hypergradient_is_known_to_a_factor():

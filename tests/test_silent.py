@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import bilevel
-from bilevel.problem import entering
+from bilevel.problem.structure import entering
 from bilevel.solvers import report_of
 
 

@@ -11,8 +11,8 @@ from helpers import assert_close, batch, cast, finite_differences
 
 import bilevel
 import ntk
-from bilevel.batches import minibatches
 from bilevel.nets.training import train
+from bilevel.outer_loop.batches import minibatches
 from bilevel.spaces.skips import SkipArchitecture, skip_space
 
 NUMPY = {

@@ -9,7 +9,7 @@ import pytest
 from problems import soft, soft_problem
 
 import bilevel
-from bilevel.inverse import conjugate_gradients
+from bilevel.solvers.inverses import conjugate_gradients
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])

@@ -14,8 +14,8 @@ from jax.flatten_util import ravel_pytree
 from problems import case, decay, least_squares, logistic, mixed, mixed_ridge_in_numpy
 
 import bilevel
-from bilevel.forward import newton
-from bilevel.problem import is_quadratic
+from bilevel.problem.structure import is_quadratic
+from bilevel.solvers.minimizers import newton
 
 STEP_SIZE = 0.1
 

@@ -13,8 +13,8 @@ from jax.experimental import sparse
 
 import bilevel
 import ntk
-from bilevel.batches import minibatches
 from bilevel.linear import predict, ridge_weights, svm_weights
+from bilevel.outer_loop.batches import minibatches
 
 RNG = np.random.default_rng(0)
 DENSE = np.where(RNG.random((30, 6)) < 0.4, RNG.normal(size=(30, 6)), 0.0)

@@ -15,7 +15,7 @@ import scipy.optimize
 import scipy.stats
 from helpers import assert_close, finite_differences, tolerance
 
-from bilevel.spectral import (
+from bilevel.theory.spectral import (
     Columns,
     noise_gram,
     simplex_start,

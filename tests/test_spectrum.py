@@ -8,9 +8,9 @@ import scipy.linalg
 from helpers import assert_close, finite_differences, tolerance
 
 import ntk
-from ntk import spectrum
-from ntk.certificate import certified_min_eigenvalue, certify_simplex
-from ntk.spectrum import eigenvalues, min_eigenvalue, smallest_eigenpair
+from ntk.spectrum import eigenvalues as spectrum
+from ntk.spectrum.certificate import certified_min_eigenvalue, certify_simplex
+from ntk.spectrum.eigenvalues import eigenvalues, min_eigenvalue, smallest_eigenpair
 
 X64 = jax.config.jax_enable_x64
 

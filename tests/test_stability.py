@@ -7,7 +7,7 @@ import pytest
 from helpers import assert_close, tolerance
 
 import bilevel
-from bilevel.stability import lipschitz
+from bilevel.theory.stability import lipschitz
 
 DELTAS = jnp.array([0.5, 0.03])
 

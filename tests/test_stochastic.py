@@ -15,8 +15,8 @@ import pytest
 from helpers import assert_close, tolerance
 
 import bilevel
-from bilevel import _search
-from bilevel.protocols import Turn
+from bilevel.contracts import Turn
+from bilevel.outer_loop import search as _search
 from bilevel.stochastic import _steps as steps
 from bilevel.stochastic import blocks, full_direction, turns
 from bilevel.stochastic._oracles import (

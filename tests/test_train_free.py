@@ -9,7 +9,7 @@ import bilevel
 from bilevel.spaces import Space, on_simplices
 from bilevel.spaces.nasbench201 import nasbench201_space
 from bilevel.spaces.skips import skip_space
-from bilevel.train_free import eigen_nas, nasi, te_nas
+from bilevel.strategies.train_free import eigen_nas, nasi, te_nas
 
 
 def mixed_space(operations, edges=1, classes=2):

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import bilevel
-from bilevel.judging import verdicts
 from bilevel.nets import convolution, images, training
 from bilevel.spaces import activations, darts, nasbench201, skips, targets
+from bilevel.spaces.nasbench201.judging import verdicts
 from reliability.case import Case, at_most, eps, first, near, that
 from reliability.registry import generates
 from reliability.simplices import point
@@ -183,7 +183,7 @@ def like_outputs(rng, dtype) -> Case:
     return Case(lambda y: targets.like_outputs(f, y), {"y": y}, check, {"y": "array"})
 
 
-@generates("bilevel.nets.training.train", "bilevel.batches.row_count")
+@generates("bilevel.nets.training.train", "bilevel.internal.checks.row_count")
 def train(rng, dtype) -> Case:
     n, epochs, batch = int(rng.choice([4, 7])), int(rng.choice([1, 3])), int(rng.choice([1, 2]))
     x = jnp.asarray(rng.normal(size=n), dtype)
@@ -212,7 +212,7 @@ def train(rng, dtype) -> Case:
     return Case(call, arguments, check, kinds, () if n % batch else ("x",), fine=fine)
 
 
-@generates("bilevel.batches.minibatches")
+@generates("bilevel.outer_loop.batches.minibatches")
 def minibatches(rng, dtype) -> Case:
     n = int(rng.choice([3, 20]))
     size = int(rng.integers(1, n + 1))
@@ -227,7 +227,7 @@ def minibatches(rng, dtype) -> Case:
     )
 
 
-@generates("bilevel.batches.jointly")
+@generates("bilevel.outer_loop.batches.jointly")
 def jointly(rng, dtype) -> Case:
     rows, number = jnp.arange(9, dtype=dtype), int(rng.integers(9))
     sample = lambda key, train, valid: (train[number], valid[number])
@@ -456,9 +456,9 @@ def nasbench_costs(rng, dtype) -> Case:
 
 
 @generates(
-    "bilevel.judging.verdicts.correlations",
-    "bilevel.judging.verdicts.top_one",
-    "bilevel.judging.verdicts.sum_of_log_ranks",
+    "bilevel.spaces.nasbench201.judging.verdicts.correlations",
+    "bilevel.spaces.nasbench201.judging.verdicts.top_one",
+    "bilevel.spaces.nasbench201.judging.verdicts.sum_of_log_ranks",
 )
 def judged(rng, dtype) -> Case:
     import scipy.stats
@@ -484,8 +484,8 @@ def judged(rng, dtype) -> Case:
 
 
 @generates(
-    "bilevel.judging.verdicts.best_of_k",
-    "bilevel.judging.verdicts.best_of_k_random",
+    "bilevel.spaces.nasbench201.judging.verdicts.best_of_k",
+    "bilevel.spaces.nasbench201.judging.verdicts.best_of_k_random",
 )
 def best_of_k(rng, dtype) -> Case:
     m = 6

@@ -32,7 +32,7 @@ def _system(rng, dtype):
 
 
 def _solve(inverse, H, b):
-    return inverse(lambda v: H @ v, b, None, bilevel.protocols.Point(b, None, None))
+    return inverse(lambda v: H @ v, b, None, bilevel.contracts.Point(b, None, None))
 
 
 def _residual(H, b, damping, tolerance):
@@ -130,7 +130,7 @@ def gram(rng, dtype) -> Case:
 
     def call(x, y, b, damping):
         inverse = bilevel.gram(lambda w, alpha, batch: batch[0] @ w, damping=damping)
-        point = bilevel.protocols.Point(jnp.zeros_like(b), None, (x, y))
+        point = bilevel.contracts.Point(jnp.zeros_like(b), None, (x, y))
         return inverse(lambda v: x.T @ (x @ v) + damping * v, b, None, point)
 
     check = _residual(x.T @ x, b, damping, 500 * eps(dtype) * (1 + 10 / damping))

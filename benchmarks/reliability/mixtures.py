@@ -30,7 +30,7 @@ def _grams(X, y):
 _TENSOR = {"features": "array", "labels": "rows"}
 
 
-@generates("bilevel.spectral.spectral_gram", "bilevel.spectral.noise_gram")
+@generates("bilevel.theory.spectral.spectral_gram", "bilevel.theory.spectral.noise_gram")
 def grams(rng, dtype) -> Case:
     X, y = _tensor(rng, dtype)
     kernels = rng.random() < 0.3
@@ -75,7 +75,7 @@ def spectral_alpha(rng, dtype) -> Case:
     )
 
 
-@generates("bilevel.spectral.top_direction")
+@generates("bilevel.theory.spectral.top_direction")
 def top_direction(rng, dtype) -> Case:
     a = rng.normal(size=(3, 5)) * 10 ** rng.uniform(-3, 3)
     gram = (a @ a.T).astype(dtype)
@@ -160,7 +160,7 @@ def spectral_limits(rng, dtype) -> Case:
     return Case(bilevel.spectral_limits, arguments, check, kinds, ("p_over_n", "h_over_n"))
 
 
-@generates("bilevel.spectral.spectral_sample")
+@generates("bilevel.theory.spectral.spectral_sample")
 def spectral_sample(rng, dtype) -> Case:
     n, p, h = (int(rng.choice(v)) for v in ([10, 30], [5, 60], [1, 2]))
     check = lambda r: first(

@@ -14,7 +14,7 @@ from reliability.theorems import formula, rows, size
 # ----------------------------------------------------------------------------- Oymak et al.
 
 
-@generates("bilevel.bounds.oymak_h_bar")
+@generates("bilevel.theory.bounds.oymak_h_bar")
 def oymak_h_bar(rng, dtype) -> Case:
     a = {
         "n_valid": rows(rng),
@@ -28,7 +28,7 @@ def oymak_h_bar(rng, dtype) -> Case:
     return formula(bounds.oymak_h_bar, truth, a, dict.fromkeys(a, "positive"), (), lambda r: r)
 
 
-@generates("bilevel.bounds.oymak_theorem1")
+@generates("bilevel.theory.bounds.oymak_theorem1")
 def oymak_theorem1(rng, dtype) -> Case:
     a = {
         "n_valid": rows(rng),
@@ -58,7 +58,7 @@ def oymak_theorem1(rng, dtype) -> Case:
     )
 
 
-@generates("bilevel.bounds.oymak_proposition1")
+@generates("bilevel.theory.bounds.oymak_proposition1")
 def oymak_proposition1(rng, dtype) -> Case:
     a = {
         "n_train": rows(rng),
@@ -86,7 +86,7 @@ def oymak_proposition1(rng, dtype) -> Case:
     return formula(bounds.oymak_proposition1, truth, a, kinds, fine=fine)
 
 
-@generates("bilevel.bounds.oymak_lemma1")
+@generates("bilevel.theory.bounds.oymak_lemma1")
 def oymak_lemma1(rng, dtype) -> Case:
     a = {
         "n_train": rows(rng),
@@ -103,7 +103,7 @@ def oymak_lemma1(rng, dtype) -> Case:
     return formula(bounds.oymak_lemma1, truth, a, kinds, (), lambda r: r)
 
 
-@generates("bilevel.bounds.oymak_lemma2")
+@generates("bilevel.theory.bounds.oymak_lemma2")
 def oymak_lemma2(rng, dtype) -> Case:
     name = str(rng.choice(["cross", "smoothness"]))
     a = {"mu": size(rng), name: size(rng)}
@@ -111,7 +111,7 @@ def oymak_lemma2(rng, dtype) -> Case:
     return formula(bounds.oymak_lemma2, truth, a, dict.fromkeys(a, "positive"), (), lambda r: r)
 
 
-@generates("bilevel.bounds.oymak_lemma2_as_printed")
+@generates("bilevel.theory.bounds.oymak_lemma2_as_printed")
 def oymak_lemma2_as_printed(rng, dtype) -> Case:
     a = {"mu": size(rng), "smoothness": size(rng)}
     truth = math.sqrt(a["smoothness"] / a["mu"])
@@ -120,7 +120,7 @@ def oymak_lemma2_as_printed(rng, dtype) -> Case:
     )
 
 
-@generates("bilevel.bounds.oymak_theorem4_as_printed")
+@generates("bilevel.theory.bounds.oymak_theorem4_as_printed")
 def oymak_theorem4(rng, dtype) -> Case:
     a = {"p_over_n": 1 + size(rng, -2, 2), "h_over_n": size(rng, -5, -1), "c": 0.01}
     known = 1 - 1 / a["p_over_n"]
@@ -143,7 +143,9 @@ def _kernels(rng, dtype):
     return jnp.asarray(K), jnp.asarray(y), energy
 
 
-@generates("bilevel.bounds.oymak_theorem2", "bilevel.bounds.oymak_theorem2_as_printed")
+@generates(
+    "bilevel.theory.bounds.oymak_theorem2", "bilevel.theory.bounds.oymak_theorem2_as_printed"
+)
 def oymak_theorem2(rng, dtype) -> Case:
     K, y, energy = _kernels(rng, dtype)
     a = {
@@ -176,7 +178,7 @@ def oymak_theorem2(rng, dtype) -> Case:
     return Case(call, a, check, kinds, ("K", "y"), fine=("K: one axis more",))
 
 
-@generates("bilevel.bounds.oymak_theorem3")
+@generates("bilevel.theory.bounds.oymak_theorem3")
 def oymak_theorem3(rng, dtype) -> Case:
     K, y, energy = _kernels(rng, dtype)
     a = {
@@ -240,7 +242,7 @@ def _theorem(a, slope, selected, spread) -> float:
     return a["excess"] + selected * scale * math.sqrt(log) + cover.min()
 
 
-@generates("bilevel.bounds.khodak_theorem_a2")
+@generates("bilevel.theory.bounds.khodak_theorem_a2")
 def khodak_theorem_a2(rng, dtype) -> Case:
     a, kinds, fine = _entropy(rng)
     a["lipschitz"] = size(rng, -1, 1)
@@ -248,21 +250,21 @@ def khodak_theorem_a2(rng, dtype) -> Case:
     return formula(bounds.khodak_theorem_a2, truth, a, kinds | {"lipschitz": "positive"}, fine=fine)
 
 
-@generates("bilevel.bounds.khodak_theorem_a2_as_printed")
+@generates("bilevel.theory.bounds.khodak_theorem_a2_as_printed")
 def khodak_theorem_a2_as_printed(rng, dtype) -> Case:
     a, kinds, fine = _entropy(rng)
     truth = _theorem(a, 3, 0.5**0.5, 2**0.5)
     return formula(bounds.khodak_theorem_a2_as_printed, truth, a, kinds, fine=fine)
 
 
-@generates("bilevel.bounds.khodak_theorem_3_1_as_printed")
+@generates("bilevel.theory.bounds.khodak_theorem_3_1_as_printed")
 def khodak_theorem_3_1(rng, dtype) -> Case:
     a, kinds, fine = _entropy(rng)
     truth = _theorem(a, 3, 0.0, 1.5 * 2**0.5)
     return formula(bounds.khodak_theorem_3_1_as_printed, truth, a, kinds, fine=fine)
 
 
-@generates("bilevel.bounds.khodak_corollary_a4")
+@generates("bilevel.theory.bounds.khodak_corollary_a4")
 def khodak_corollary_a4(rng, dtype) -> Case:
     a, kinds, fine = _entropy(rng)
     a |= {"n_train": rows(rng), "lipschitz": size(rng, -1, 1)}
@@ -273,9 +275,9 @@ def khodak_corollary_a4(rng, dtype) -> Case:
 
 
 @generates(
-    "bilevel.bounds.khodak_corollary_a1",
-    "bilevel.bounds.khodak_corollary_a2",
-    "bilevel.bounds.khodak_corollary_a3",
+    "bilevel.theory.bounds.khodak_corollary_a1",
+    "bilevel.theory.bounds.khodak_corollary_a2",
+    "bilevel.theory.bounds.khodak_corollary_a3",
 )
 def khodak_corollaries(rng, dtype) -> Case:
     a = {

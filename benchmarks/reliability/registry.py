@@ -25,20 +25,20 @@ _SHOWN_BY: dict[str, str] = {}  # public name -> the generator it is covered by
 PACKAGES = (
     "bilevel",
     "bilevel.baselines",
-    "bilevel.batches",
-    "bilevel.bounds",
-    "bilevel.checkpoint",
+    "bilevel.outer_loop.batches",
+    "bilevel.theory.bounds",
+    "bilevel.runs.checkpoint",
     "bilevel.data",
-    "bilevel.diagnostics",
+    "bilevel.discretize.diagnostics",
     "bilevel.discretize",
-    "bilevel.judging",
+    "bilevel.spaces.nasbench201.judging",
     "bilevel.linear",
     "bilevel.nets",
     "bilevel.plots",
     "bilevel.spaces",
-    "bilevel.spectral",
+    "bilevel.theory.spectral",
     "bilevel.strategies",
-    "bilevel.train_free",
+    "bilevel.strategies.train_free",
     "ntk",
     "ntk.bounds",
     "ntk.scores",
@@ -99,8 +99,8 @@ _TABLE = "reads the benchmark's tables; its tests hold it against published figu
 _OF_KERNELS = "a kernel_function_space, which is attacked; seconds of compilation a case"
 _SEARCH = "many kernels, ten seconds of compilation a case; its tests hold it against enumeration"
 NOT_COVERED = {
-    "bilevel.checkpoint.saving": "the campaign's kills and flips are of it",
-    "bilevel.checkpoint.steps": "names of files",
+    "bilevel.runs.checkpoint.saving": "the campaign's kills and flips are of it",
+    "bilevel.runs.checkpoint.steps": "names of files",
     "bilevel.discretize.judge_choice": "held against scipy in tests/test_discretize.py",
     "bilevel.explain": "words",
     "ntk.neural_tangents": "another library, which brings tests of its own",
@@ -123,10 +123,10 @@ NOT_COVERED = {
     "bilevel.nets.layers.cast_images": _INNER,
     "bilevel.nets.layers.initial": _INNER,
     "bilevel.nets.layers.wide": _INNER,
-    "bilevel.judging.standing.standing": _TABLE,
-    "bilevel.judging.verdicts.judge": _TABLE,
-    "bilevel.judging.verdicts.paper_protocol": _TABLE,
-    "bilevel.judging.verdicts.seed_ceiling": _TABLE,
+    "bilevel.spaces.nasbench201.judging.standing.standing": _TABLE,
+    "bilevel.spaces.nasbench201.judging.verdicts.judge": _TABLE,
+    "bilevel.spaces.nasbench201.judging.verdicts.paper_protocol": _TABLE,
+    "bilevel.spaces.nasbench201.judging.verdicts.seed_ceiling": _TABLE,
     "bilevel.spaces.space.name_of": "words",
     "bilevel.spaces.kernels.network_space": _OF_KERNELS,
     "bilevel.spaces.linearized.linearized_space": _OF_KERNELS,
@@ -137,13 +137,13 @@ NOT_COVERED = {
     "bilevel.spaces.nasbench201.scoring.check_names": _INNER,
     "bilevel.spaces.nasbench201.scoring.score_networks": "in kills, flips, disks and writers",
     "bilevel.spaces.nasbench201.supernet.mixed_cell": _INNER,
-    "bilevel.train_free.eigen_nas": _SEARCH,
-    "bilevel.train_free.nasi": _SEARCH,
-    "bilevel.train_free.te_nas": _SEARCH,
-    "bilevel.judging.table.cifar10_split": _TABLE,
-    "bilevel.judging.table.load_table": _TABLE,
-    "bilevel.judging.table.published_scores": _TABLE,
-    "bilevel.judging.table.row": _TABLE,
+    "bilevel.strategies.train_free.eigen_nas": _SEARCH,
+    "bilevel.strategies.train_free.nasi": _SEARCH,
+    "bilevel.strategies.train_free.te_nas": _SEARCH,
+    "bilevel.spaces.nasbench201.judging.table.cifar10_split": _TABLE,
+    "bilevel.spaces.nasbench201.judging.table.load_table": _TABLE,
+    "bilevel.spaces.nasbench201.judging.table.published_scores": _TABLE,
+    "bilevel.spaces.nasbench201.judging.table.row": _TABLE,
 }
 """Public names without a generator, and why. A test holds this list to what is so."""
 
@@ -154,7 +154,7 @@ def public_names() -> list[str]:
     for package in PACKAGES:
         module = importlib.import_module(package)
         modules = [module]
-        if package in ("bilevel.judging", "bilevel.nets", "bilevel.spaces"):
+        if package in ("bilevel.spaces.nasbench201.judging", "bilevel.nets", "bilevel.spaces"):
             parts = pkgutil.walk_packages(module.__path__, package + ".")
             modules = [importlib.import_module(m.name) for m in parts if "._" not in m.name]
         for module in modules:

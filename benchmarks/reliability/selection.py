@@ -151,7 +151,11 @@ def _drawn_tree(rng):
     return {"a": leaves[0], "rest": tuple(leaves[1:])}
 
 
-@generates("bilevel.checkpoint.save", "bilevel.checkpoint.restore", "bilevel.checkpoint.latest")
+@generates(
+    "bilevel.runs.checkpoint.save",
+    "bilevel.runs.checkpoint.restore",
+    "bilevel.runs.checkpoint.latest",
+)
 def checkpoints(rng, dtype) -> Case:
     tree, step = _drawn_tree(rng), int(rng.integers(0, 1000))
 

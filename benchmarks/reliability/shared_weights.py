@@ -156,9 +156,9 @@ def shared(rng, dtype) -> Case:
 
 
 @generates(
-    "bilevel.diagnostics.alpha_curvature",
-    "bilevel.diagnostics.tangent",
-    "bilevel.diagnostics.simplices",
+    "bilevel.discretize.diagnostics.alpha_curvature",
+    "bilevel.discretize.diagnostics.tangent",
+    "bilevel.discretize.diagnostics.simplices",
 )
 def curvature(rng, dtype) -> Case:
     h = int(rng.integers(2, 6))
@@ -177,7 +177,9 @@ def curvature(rng, dtype) -> Case:
     return Case(call, {"H": H, "alpha": alpha}, check, {})
 
 
-@generates("bilevel.diagnostics.entropy", "bilevel.diagnostics.kernel_diagonal")
+@generates(
+    "bilevel.discretize.diagnostics.entropy", "bilevel.discretize.diagnostics.kernel_diagonal"
+)
 def entropy(rng, dtype) -> Case:
     alpha, x = point(rng, dtype, (3,)), jnp.asarray(rng.normal(size=(4, 2)), dtype)
 

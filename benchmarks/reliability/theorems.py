@@ -48,7 +48,7 @@ def _grid_size(h, radius):
     return sum(math.log1p(k / j) for j in range(1, h))
 
 
-@generates("bilevel.bounds.ball_covering")
+@generates("bilevel.theory.bounds.ball_covering")
 def ball(rng, dtype) -> Case:
     dim, R = int(rng.integers(1, 30)), size(rng, -3, 3)
     radii = R * 10 ** rng.uniform(-4, 1, 3)
@@ -60,7 +60,7 @@ def ball(rng, dtype) -> Case:
     return Case(call, arguments, check, kinds, ("radii",), fine=_ALL)
 
 
-@generates("bilevel.bounds.simplex_covering")
+@generates("bilevel.theory.bounds.simplex_covering")
 def simplex(rng, dtype) -> Case:
     h, copies = int(rng.integers(1, 12)), int(rng.integers(1, 4))
     radii = 10 ** rng.uniform(-2, 0.5, 3)
@@ -79,7 +79,7 @@ def simplex(rng, dtype) -> Case:
     return Case(call, arguments, check, kinds, ("radii",), fine=_ALL)
 
 
-@generates("bilevel.bounds.sparse_covering")
+@generates("bilevel.theory.bounds.sparse_covering")
 def sparse(rng, dtype) -> Case:
     h = int(rng.integers(1, 200))
     s, R = int(rng.integers(1, h + 1)), size(rng, -2, 2)
@@ -92,7 +92,7 @@ def sparse(rng, dtype) -> Case:
     return Case(call, arguments, check, kinds, ("radii",), fine=_ALL)
 
 
-@generates("bilevel.bounds.finite_covering")
+@generates("bilevel.theory.bounds.finite_covering")
 def finite(rng, dtype) -> Case:
     points = jnp.asarray(rng.normal(size=(int(rng.choice([1, 6])), 2)), dtype)
     radius = size(rng, -2, 1)
@@ -116,7 +116,7 @@ def finite(rng, dtype) -> Case:
     return Case(call, arguments, check, kinds, ("points", "radii"), fine=("radii: inf",))
 
 
-@generates("bilevel.bounds.effective_dimension")
+@generates("bilevel.theory.bounds.effective_dimension")
 def effective_dimension(rng, dtype) -> Case:
     C_bar = size(rng, -1, 2)
     radii = C_bar * 10 ** rng.uniform(-4, -0.1, 4)
@@ -138,7 +138,7 @@ def effective_dimension(rng, dtype) -> Case:
     )
 
 
-@generates("bilevel.bounds.version_entropy")
+@generates("bilevel.theory.bounds.version_entropy")
 def version_entropy(rng, dtype) -> Case:
     logs = rng.uniform(0, 500, (2, 4))
     truth = logs.max(1) + np.log(np.exp(logs - logs.max(1, keepdims=True)).sum(1))
@@ -205,13 +205,13 @@ def _optimal(truth, result=lambda r: r.value):
     return check
 
 
-@generates("bilevel.bounds.uniform_convergence")
+@generates("bilevel.theory.bounds.uniform_convergence")
 def uniform_convergence(rng, dtype) -> Case:
     arguments, kinds, logs = _family(rng)
     return Case(bounds.uniform_convergence, arguments, _optimal(_gap(arguments, logs)), kinds)
 
 
-@generates("bilevel.bounds.selection_risk")
+@generates("bilevel.theory.bounds.selection_risk")
 def selection_risk(rng, dtype) -> Case:
     arguments, kinds, logs = _family(rng)
     best = arguments["b"] * math.sqrt(arguments["tau"] / 2 / arguments["n_valid"])
@@ -221,7 +221,7 @@ def selection_risk(rng, dtype) -> Case:
     return Case(bounds.selection_risk, arguments, _optimal(truth), kinds)
 
 
-@generates("bilevel.bounds.hypergradient_convergence")
+@generates("bilevel.theory.bounds.hypergradient_convergence")
 def hypergradient_convergence(rng, dtype) -> Case:
     arguments, kinds, logs = _family(rng)
     chosen = {k: arguments[k] for k in ("n_valid", "covering", "L", "tau")} | {
@@ -236,7 +236,7 @@ def hypergradient_convergence(rng, dtype) -> Case:
     return Case(bounds.hypergradient_convergence, chosen, _optimal(_scan(value)), kinds)
 
 
-@generates("bilevel.bounds.sample_size")
+@generates("bilevel.theory.bounds.sample_size")
 def sample_size(rng, dtype) -> Case:
     gap, entropy = size(rng, -3, 1), float(rng.uniform(0, 50))
     bound = lambda n: bounds.khodak_theorem_a2(entropy, n)
@@ -253,7 +253,7 @@ def sample_size(rng, dtype) -> Case:
     return Case(bounds.sample_size, {"gap": gap, "bound": bound}, check, kinds)
 
 
-@generates("bilevel.bounds.feature_map_lipschitz")
+@generates("bilevel.theory.bounds.feature_map_lipschitz")
 def feature_map_lipschitz(rng, dtype) -> Case:
     a = {
         "n_train": rows(rng),

@@ -26,7 +26,7 @@ from bilevel.baselines.halving import hyperband, successive_halving
 from bilevel.baselines.random_search import random_search
 from bilevel.baselines.trace import Trace
 from bilevel.baselines.weight_sharing import fast_weight_sharing, weight_sharing
-from bilevel.protocols import Evaluation, Selection, Shared
+from bilevel.contracts import Evaluation, Selection, Shared
 
 __all__ = [
     "Evaluation",

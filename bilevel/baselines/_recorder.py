@@ -10,12 +10,12 @@ from typing import Any, NamedTuple, TypedDict
 import jax
 import numpy as np
 
-from bilevel import journal
-from bilevel._fingerprint import digest, fingerprint
-from bilevel._progress import progress_bar
 from bilevel.baselines.trace import Trace
-from bilevel.checks import prng_key, whole
-from bilevel.protocols import Evaluation, Selection, Shared
+from bilevel.contracts import Evaluation, Selection, Shared
+from bilevel.internal.checks import prng_key, whole
+from bilevel.runs import journal
+from bilevel.runs.fingerprint import digest, fingerprint
+from bilevel.runs.progress import progress_bar
 
 
 class Recording(TypedDict, total=False):

@@ -22,8 +22,8 @@ from scipy.special import logsumexp
 
 from bilevel.baselines._recorder import Recorder, Recording
 from bilevel.baselines.trace import Trace
-from bilevel.checks import between, whole
-from bilevel.protocols import Shared
+from bilevel.contracts import Shared
+from bilevel.internal.checks import between, whole
 
 
 def exponentiated_gradient(

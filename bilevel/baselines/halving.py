@@ -19,7 +19,7 @@ import numpy as np
 from bilevel.baselines._recorder import Recorder, Recording
 from bilevel.baselines._schedule import ceil, floor, ranked, resources
 from bilevel.baselines.trace import Trace
-from bilevel.checks import number, whole
+from bilevel.internal.checks import number, whole
 
 _Rungs = list[tuple[int, int]]  # (configurations, resource)
 

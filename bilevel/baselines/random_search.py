@@ -9,7 +9,7 @@ import numpy as np
 
 from bilevel.baselines._recorder import Recorder, Recording
 from bilevel.baselines.trace import Trace
-from bilevel.checks import whole
+from bilevel.internal.checks import whole
 
 
 def random_search(

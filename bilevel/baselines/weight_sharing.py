@@ -24,7 +24,7 @@ import numpy as np
 from bilevel.baselines._recorder import Recorder, Recording
 from bilevel.baselines._schedule import ranked, resources
 from bilevel.baselines.trace import Trace
-from bilevel.checks import number
+from bilevel.internal.checks import number
 
 
 def weight_sharing(

@@ -15,17 +15,19 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from bilevel._interrupts import deferred_terminations, terminate
-from bilevel.cli import call, commands, deep_commands, flags, interrupts, programs, quick, saved
-from bilevel.cli.recording import recorder
+from bilevel.cli.flags import commands, deep_searches, from_config_file, quick
+from bilevel.cli.flags import rules as flags
+from bilevel.cli.runtime import compilation_cache, interrupts, invocation
+from bilevel.cli.runtime.progress_log import recorder
+from bilevel.runs.interrupts import deferred_terminations, terminate
 
 # By name, and imported when they run: help and mistakes need not wait for JAX.
 _RUNS: dict[type, tuple[str, str]] = {
     commands.Search: ("search", "run_search"),
-    deep_commands.SkipSearch: ("skips", "run_skip_search"),
-    deep_commands.DartsSearch: ("darts", "run_darts_search"),
-    deep_commands.NasBench201Search: ("nasbench201", "run_nasbench201_search"),
-    deep_commands.OwnSearch: ("own", "run_own_search"),
+    deep_searches.SkipSearch: ("skips", "run_skip_search"),
+    deep_searches.DartsSearch: ("darts", "run_darts_search"),
+    deep_searches.NasBench201Search: ("nasbench201", "run_nasbench201_search"),
+    deep_searches.OwnSearch: ("own", "run_own_search"),
     commands.Certify: ("certify", "run_certify"),
     commands.Baseline: ("baseline", "run_baseline"),
     commands.Rank: ("rank", "run_rank"),
@@ -37,15 +39,15 @@ _COMMANDS: dict[str, tuple[type[commands.Job], str]] = {
         "Search the activation of a one-hidden-layer network, and compare with every baseline.",
     ),
     "search-skips": (
-        deep_commands.SkipSearch,
+        deep_searches.SkipSearch,
         "Search activations and skip connections of a deep network, layer by layer.",
     ),
-    "search-darts": (deep_commands.DartsSearch, "Search the cells of a convolutional network."),
+    "search-darts": (deep_searches.DartsSearch, "Search the cells of a convolutional network."),
     "search-nasbench201": (
-        deep_commands.NasBench201Search,
+        deep_searches.NasBench201Search,
         "Search the cell of NAS-Bench-201, and look up what its network reaches.",
     ),
-    "search-own": (deep_commands.OwnSearch, "Search a space of your own, --space MODULE:FUNCTION."),
+    "search-own": (deep_searches.OwnSearch, "Search a space of your own, --space MODULE:FUNCTION."),
     "certify": (
         commands.Certify,
         "Certify the smallest eigenvalue of the kernel over all mixtures of activations.",
@@ -104,7 +106,7 @@ def _main(arguments: Sequence[str] | None) -> int:
 
 
 def _is_lost_process(error: Exception) -> bool:
-    from bilevel._processes import LostProcessError
+    from bilevel.internal.processes import LostProcessError
 
     return isinstance(error, LostProcessError)
 
@@ -118,7 +120,7 @@ def _run(arguments: Sequence[str]) -> None:
     if _asks_version(arguments):
         print(
             "bilevel {bilevel}, jax {jax}, jaxlib {jaxlib}, Python {python}".format(
-                **call.versions()
+                **invocation.versions()
             )
         )
     elif (parsed := parse(arguments)) is None:
@@ -127,10 +129,10 @@ def _run(arguments: Sequence[str]) -> None:
         config, output = parsed
         config.check_values()
         if not getattr(config, "distributed", False):  # or the first process alone has the folder
-            saved.check_directory(config)
+            from_config_file.check_directory(config)
         # All mistakes that can be known without JAX are answered by now.
         if output.cache:
-            programs.keep()
+            compilation_cache.keep()
         first = not getattr(config, "distributed", False) or _joined()
         module, name = _RUNS[type(config)]
         run = getattr(importlib.import_module(f"bilevel.cli.{module}"), name)
@@ -138,10 +140,13 @@ def _run(arguments: Sequence[str]) -> None:
         line = shlex.join(["bilevel", *arguments])
         record = recorder(output.log, arguments[0]) if output.log and first else None
         downloads = _silent_downloads() if output.quiet else contextlib.nullcontext()
-        with call.made(call.Call(line, table, first and not output.quiet, record)), downloads:
+        with (
+            invocation.made(invocation.Call(line, table, first and not output.quiet, record)),
+            downloads,
+        ):
             result = run(config)
         if output.json and first:
-            from bilevel.cli import report
+            from bilevel.cli.runtime import report
 
             print(report.as_json(result))
 
@@ -171,8 +176,8 @@ def _silent_downloads() -> Iterator[None]:
 
 def _joined() -> bool:
     """Whether this is the first of the processes that run the command, once they have met."""
-    from bilevel._processes import first
-    from bilevel.cli import devices
+    from bilevel.cli.runtime import devices
+    from bilevel.internal.processes import first
 
     devices.join()
     return first()
@@ -201,7 +206,7 @@ def parse(arguments: Sequence[str]) -> Parsed | None:
     kind = type(config)
     start: dict[str, Any] = {}
     if output.config is not None:
-        start |= saved.values(output.config, kind)
+        start |= from_config_file.values(output.config, kind)
     if output.quick:
         start |= quick.sizes(kind)
     return _parsed(arguments, defaults | {arguments[0]: kind(**start)})
@@ -310,4 +315,4 @@ def _print_devices() -> None:
     import jax
 
     devices = ", ".join(str(d) for d in jax.devices())
-    print(f"bilevel {call.versions()['bilevel']}, jax {jax.__version__} on {devices}")
+    print(f"bilevel {invocation.versions()['bilevel']}, jax {jax.__version__} on {devices}")

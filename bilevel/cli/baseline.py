@@ -13,14 +13,17 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from bilevel import baselines, data, plots
-from bilevel._progress import RunBar
+from bilevel import baselines
 from bilevel.baselines import Trace
-from bilevel.cli import report, saved
-from bilevel.cli.commands import Baseline
-from bilevel.cli.devices import over
-from bilevel.cli.runs import run_directory
-from bilevel.protocols import Selection
+from bilevel.cli.flags import from_config_file
+from bilevel.cli.flags.commands import Baseline
+from bilevel.cli.runtime import report
+from bilevel.cli.runtime.devices import over
+from bilevel.cli.runtime.run_directory import run_directory
+from bilevel.contracts import Selection
+from bilevel.data import datasets
+from bilevel.plots import plots
+from bilevel.runs.progress import RunBar
 from bilevel.spaces import features
 
 _METHODS = {
@@ -56,7 +59,7 @@ def run_baseline(config: Baseline) -> dict[str, Any]:
             how: dict[str, Any] = {"resume": config.resume, "progress": progress}
             traces = {name: _trace(plan, name, folder, bar, **how) for name in methods}
         result = {
-            "config": saved.flags_of(config),
+            "config": from_config_file.flags_of(config),
             "rows": plan.rows,
             "dimension": plan.dimension,
             "methods": {name: _summary(trace) for name, trace in traces.items()},
@@ -73,7 +76,7 @@ def _plan(config: Baseline) -> Plan:
     """Data, candidates and the problem of choosing one."""
     row_key, data_key, config_key, key = jax.random.split(jax.random.key(config.seed), 4)
     sizes = {name: config.size(name) for name in ("train", "valid", "test")}
-    (parts,) = data.samples(config.data, [row_key], **sizes)
+    (parts,) = datasets.samples(config.data, [row_key], **sizes)
     dimension = config.size("dimension")
     if config.data == "imdb":
         # lambda |w|^2 + sum = 2 lambda (1/2 |w|^2 + C sum)

@@ -17,18 +17,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bilevel import data as datasets
-from bilevel import plots
-from bilevel._progress import RunBar
-from bilevel.cli import report, saved
-from bilevel.cli.commands import Certify
-from bilevel.cli.importing import called, takes
-from bilevel.cli.runs import run_directory
+from bilevel.cli.flags import from_config_file
+from bilevel.cli.flags.commands import Certify
+from bilevel.cli.flags.import_function import called, takes
+from bilevel.cli.runtime import report
+from bilevel.cli.runtime.run_directory import run_directory
+from bilevel.data import datasets
 from bilevel.nets.images import unit_images
+from bilevel.plots import plots
+from bilevel.runs.progress import RunBar
 from bilevel.spaces.activations import activation_space, unit_inputs
 from bilevel.spaces.kernels import KernelSpace
-from ntk.certificate import certified_min_eigenvalue, certify_simplex
-from ntk.kernel_functions import mixed_blocks
+from ntk.kernels.functions import mixed_blocks
+from ntk.spectrum.certificate import certified_min_eigenvalue, certify_simplex
 
 _MIXTURES = "uniform mixture", "worst mixture"  # rows of the table, beside the kernels
 
@@ -58,7 +59,7 @@ def run_certify(config: Certify) -> dict[str, Any]:
                     blocks = _of_functions(config.kernel, rows, config.pixels, bar)
             result, spectra = _certified(blocks, config.rtol, bar)
         result["seconds"]["all"] = time.perf_counter() - began
-        result = {"config": saved.flags_of(config)} | result | report.origin()
+        result = {"config": from_config_file.flags_of(config)} | result | report.origin()
         spectrum = {_array_name(name): values for name, values in spectra.items()}
         report.write(folder, result, {"x": blocks.x} | spectrum)
         _picture(folder, result, spectra)

@@ -17,26 +17,17 @@ import jax
 import numpy as np
 import optax
 
-from bilevel import data as datasets
-from bilevel import plots
-from bilevel._progress import RunBar, progress_bar
-from bilevel.cli import deep, images, report, saved
-from bilevel.cli.commands import Rank
-from bilevel.cli.devices import count_for, over
-from bilevel.cli.known import CLASSES, pixel_count
-from bilevel.cli.runs import run_directory
-from bilevel.judging.table import RUN_SETS, Table, load_table, published_scores
-from bilevel.judging.verdicts import (
-    BASELINES,
-    DATASETS,
-    PRINTED,
-    correlations,
-    judge,
-    paper_protocol,
-    seed_ceiling,
-    sum_of_log_ranks,
-)
+from bilevel.cli.deep_search import images, pipeline
+from bilevel.cli.flags import from_config_file
+from bilevel.cli.flags.commands import Rank
+from bilevel.cli.flags.datasets import CLASSES, pixel_count
+from bilevel.cli.runtime import report
+from bilevel.cli.runtime.devices import count_for, over
+from bilevel.cli.runtime.run_directory import run_directory
+from bilevel.data import datasets
 from bilevel.nets.images import crop_and_flip, unit_images
+from bilevel.plots import plots
+from bilevel.runs.progress import RunBar, progress_bar
 from bilevel.spaces.nasbench201 import (
     EDGES,
     Genotype,
@@ -45,6 +36,17 @@ from bilevel.spaces.nasbench201 import (
     genotypes,
     nasbench201_network,
     parameter_count,
+)
+from bilevel.spaces.nasbench201.judging.table import RUN_SETS, Table, load_table, published_scores
+from bilevel.spaces.nasbench201.judging.verdicts import (
+    BASELINES,
+    DATASETS,
+    PRINTED,
+    correlations,
+    judge,
+    paper_protocol,
+    seed_ceiling,
+    sum_of_log_ranks,
 )
 from bilevel.spaces.nasbench201.scoring import Scored, score_networks
 
@@ -94,7 +96,7 @@ def run_rank(config: Rank) -> dict[str, Any]:
             progress = report.within(config.progress)
             result, scored = _computed(plan, training, folder, bar, progress)
             result["seconds"] = time.perf_counter() - began
-        result = {"config": saved.flags_of(config)} | result | report.origin()
+        result = {"config": from_config_file.flags_of(config)} | result | report.origin()
         report.write(folder, result, {"rows": plan.drawn, **scored.values})
         if plan.table is not None:
             _picture(folder, result, scored, plan.table, plan.drawn)
@@ -121,7 +123,7 @@ def _plan(config: Rank) -> tuple[Plan, Training]:
     unit = functools.partial(unit_images, pixels=config.pixels)
     sizes = {"train": config.train, "test": config.test}
     (rows,) = datasets.samples(config.data, [jax.random.key(config.seed)], valid=1, **sizes)
-    train, _, test = deep.normalised(rows, unit)
+    train, _, test = pipeline.normalised(rows, unit)
     plan = Plan(
         names=config.score_names,
         shape={"classes": CLASSES, "cells": config.cells, "channels": config.channels},

@@ -18,9 +18,22 @@ import numpy as np
 import optax
 
 import bilevel
-from bilevel import data, plots
-from bilevel._progress import RunBar
-from bilevel.activation_search import (
+from bilevel.cli import argmax_advice
+from bilevel.cli.flags import from_config_file
+from bilevel.cli.flags.commands import JOINT_EPOCHS, LONGER, Search
+from bilevel.cli.flags.datasets import CLASSES, inputs
+from bilevel.cli.kernel_eigenvalue import kernel_eigenvalue
+from bilevel.cli.runtime import report
+from bilevel.cli.runtime.devices import count_for, here, over
+from bilevel.cli.runtime.run_directory import run_directory
+from bilevel.contracts import LowerSolver
+from bilevel.data import datasets
+from bilevel.nets.evaluation import wrong_rows
+from bilevel.plots import plots
+from bilevel.problem.problem import side_by_side
+from bilevel.runs.progress import RunBar
+from bilevel.spaces.activations import ActivationSpace, activation_space
+from bilevel.strategies.activation_search import (
     Task,
     hypergradient_error,
     judge_argmax,
@@ -28,16 +41,6 @@ from bilevel.activation_search import (
     solver,
     trained,
 )
-from bilevel.cli import argmax, report, saved
-from bilevel.cli.commands import JOINT_EPOCHS, LONGER, Search
-from bilevel.cli.devices import count_for, here, over
-from bilevel.cli.kernels import kernel_eigenvalue
-from bilevel.cli.known import CLASSES, inputs
-from bilevel.cli.runs import run_directory
-from bilevel.nets.evaluation import wrong_rows
-from bilevel.problem import side_by_side
-from bilevel.protocols import LowerSolver
-from bilevel.spaces.activations import ActivationSpace, activation_space
 
 _COLUMNS = {
     "train_error": "train",
@@ -70,7 +73,7 @@ def run_search(config: Search) -> dict[str, Any]:
             bar.enter("data")
             plan = _plan(config)
             result, found = _computed(plan, folder, bar, began, resume=config.resume)
-        result = {"config": saved.flags_of(config)} | result | report.origin()
+        result = {"config": from_config_file.flags_of(config)} | result | report.origin()
         _write(folder, result, found)
         _print(result, folder)
         return result
@@ -86,7 +89,7 @@ def _plan(config: Search) -> Plan:
     seeds = jax.random.split(jax.random.key(config.seed), config.seeds)
     keys = [jax.random.split(key) for key in seeds]  # of the rows, of the weights
     sizes = {"train": config.train, "valid": config.valid, "test": config.test}
-    rows = data.samples(config.data, [of_rows for of_rows, _ in keys], **sizes)
+    rows = datasets.samples(config.data, [of_rows for of_rows, _ in keys], **sizes)
     task = set_up(space, rows, [of_weights for _, of_weights in keys], classes=CLASSES)
     # But for the curvatures: solvers have them as constants.
     w0, *parts = over(config.devices, config.seeds, "seeds", (task.w0, *task[3:]))
@@ -161,7 +164,7 @@ def _computed(
     bar.enter("error of the hypergradient")
     gap = hypergradient_error(task, plan.solver, plan.longer, found.alpha)
     result["hypergradient"] = {name: x.tolist() for name, x in gap._asdict().items()}
-    result["argmax"] = argmax.as_json(task, verdict)
+    result["argmax"] = argmax_advice.as_json(task, verdict)
     if found.report.compared:
         result["predicted_ratio"] = float(found.report.ratio)
     return result, found
@@ -322,8 +325,8 @@ def _print(result: dict[str, Any], folder: pathlib.Path) -> None:
             f"change of the validation loss: {result['predicted_ratio']:.2g} times what the "
             "hypergradients predicted"
         )
-    console.print(argmax.sentence(result))
-    console.print(argmax.theory(result["argmax"]))
+    console.print(argmax_advice.sentence(result))
+    console.print(argmax_advice.theory(result["argmax"]))
     gap, error = result["gap"]
     spread = f" ± {100 * error:.2f}" if seeds > 1 else ""
     console.print(

@@ -40,25 +40,6 @@ Reference: Roberts, Liang & Sala, Understanding Neural Architecture Search by it
 Parameters: Theorems 1, 4, 7, Lemmas 2, 5, Conditions 3, 6.
 """
 
-from bilevel.discretize.choices import argmax, rank_by_alpha, top_k
-from bilevel.discretize.conditions import ConditionSix, condition_six
-from bilevel.discretize.factors import factor_simplex, simplex_factors, simplex_from_factors
-from bilevel.discretize.judgement import Judgement, judge_choice
-from bilevel.discretize.rankings import Agreement, Ranking, rank_agreement, rank_by_shared_weights
+import lazy_loader
 
-__all__ = [
-    "Agreement",
-    "ConditionSix",
-    "Judgement",
-    "Ranking",
-    "argmax",
-    "condition_six",
-    "factor_simplex",
-    "judge_choice",
-    "rank_agreement",
-    "rank_by_alpha",
-    "rank_by_shared_weights",
-    "simplex_factors",
-    "simplex_from_factors",
-    "top_k",
-]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

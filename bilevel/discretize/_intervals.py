@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import scipy.special
 
-from bilevel.checks import number
+from bilevel.internal.checks import number
 
 
 def pairwise(rows: chex.Array) -> tuple[jax.Array, jax.Array]:

@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from bilevel.checks import array, concrete, whole
-from bilevel.protocols import Pytree
+from bilevel.contracts import Pytree
+from bilevel.internal.checks import array, concrete, whole
 
 
 def argmax(alpha: Pytree) -> Pytree:

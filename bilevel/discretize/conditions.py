@@ -10,9 +10,9 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from bilevel.checks import array, finite, floats, simplex
 from bilevel.discretize._intervals import check_confidence, pairwise, quantile, standard_error
 from bilevel.discretize.factors import factor_simplex
+from bilevel.internal.checks import array, finite, floats, simplex
 
 
 class ConditionSix(NamedTuple):

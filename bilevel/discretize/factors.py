@@ -4,7 +4,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from bilevel.checks import (
+from bilevel.internal.checks import (
     array,
     at_least_float32,
     concrete,

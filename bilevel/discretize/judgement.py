@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from bilevel.checks import array, at_least, concrete, finite, nan_unless, whole
 from bilevel.discretize._intervals import standard_error
+from bilevel.internal.checks import array, at_least, concrete, finite, nan_unless, whole
 
 
 class Judgement(NamedTuple):

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import scipy.special
 
-from bilevel.checks import array, as_floating, concrete, function, prng_key, whole
+from bilevel.contracts import Pytree
 from bilevel.discretize._intervals import check_confidence, pairwise, quantile, standard_error
-from bilevel.protocols import Pytree
+from bilevel.internal.checks import array, as_floating, concrete, function, prng_key, whole
 
 
 class Ranking(NamedTuple):

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bilevel.checks import array, common_dtype, concrete, finite, is_sparse
+from bilevel.internal.checks import array, common_dtype, concrete, finite, is_sparse
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=("rows", "columns"), meta_fields=("shape",))

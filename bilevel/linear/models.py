@@ -34,7 +34,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bilevel.checks import array, between, concrete, finite, nan_unless, number
+from bilevel.internal.checks import array, between, concrete, finite, nan_unless, number
 from bilevel.linear.matrices import (
     Blocks,
     Features,

@@ -44,7 +44,7 @@ import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
-from bilevel.checks import array, as_floating, at_least_float32, images, whole
+from bilevel.internal.checks import array, as_floating, at_least_float32, images, whole
 
 _BLOCK = 32  # examples: with more, the copies of typical images leave a CPU's cache
 

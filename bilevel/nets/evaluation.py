@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bilevel.checks import one_a_row, whole
-from bilevel.protocols import Pytree
+from bilevel.contracts import Pytree
+from bilevel.internal.checks import one_a_row, whole
 
 Part = tuple[chex.Array, chex.Array]
 """Inputs [n, ...] and labels [n]."""

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bilevel.checks import concrete, images, prng_key, whole
+from bilevel.internal.checks import concrete, images, prng_key, whole
+from bilevel.internal.precision import squarable
 from bilevel.nets.convolution import average_pool
-from bilevel.precision import squarable
 
 
 def unit_images(

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bilevel.checks import at_least_float32
+from bilevel.internal.checks import at_least_float32
 from bilevel.nets.convolution import convolution
 
 Norm = Callable[[], nn.Module]

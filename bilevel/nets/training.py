@@ -18,12 +18,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from bilevel._fingerprint import fingerprint
-from bilevel._interrupts import held_signals
-from bilevel.batches import row_count
-from bilevel.checkpoint import saving
-from bilevel.checks import floating, function, number, prng_key, whole
-from bilevel.protocols import Loss, Pytree
+from bilevel.contracts import Loss, Pytree
+from bilevel.internal.checks import floating, function, number, prng_key, row_count, whole
+from bilevel.runs.checkpoint import saving
+from bilevel.runs.fingerprint import fingerprint
+from bilevel.runs.interrupts import held_signals
 
 
 class Trained(NamedTuple):

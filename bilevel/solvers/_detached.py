@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import jax
 
-from bilevel.protocols import Pytree
-from ntk._programs import fresh
+from bilevel.contracts import Pytree
+from ntk.internal.compile_cache import fresh
 
 
 def detached(function: Callable, *args: Pytree) -> Pytree:

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from bilevel.checks import at_least_float32, number
-from bilevel.protocols import LowerSolver, Pytree
+from bilevel.contracts import LowerSolver, Pytree
+from bilevel.internal.checks import at_least_float32, number
 from bilevel.solvers._detached import detached
 from bilevel.solvers._unrolled import unrolled
 

@@ -9,14 +9,14 @@ import jax.numpy as jnp
 import optax
 from jax.custom_derivatives import SymbolicZero
 
-from bilevel._custom_rules import linearize
-from bilevel.checks import inverse_map, lower_solver, nan_unless_finite
-from bilevel.forward import newton
-from bilevel.inverse import Outcome, cg, solve_and_report
-from bilevel.precision import narrow, rounding, widen
-from bilevel.protocols import Inverse, Loss, LowerSolver, Point, Pytree
+from bilevel.contracts import Inverse, Loss, LowerSolver, Point, Pytree
+from bilevel.internal.checks import inverse_map, lower_solver, nan_unless_finite
+from bilevel.internal.custom_rules import linearize
+from bilevel.internal.precision import narrow, rounding, widen
 from bilevel.solvers._detached import detached
-from ntk._rules import custom_jvp
+from bilevel.solvers.inverses import Outcome, cg, solve_and_report
+from bilevel.solvers.minimizers import newton
+from ntk.internal.derivative_rules import custom_jvp
 
 _STATIONARY = 1e-3  # relative size of a lower gradient that counts as stationary
 

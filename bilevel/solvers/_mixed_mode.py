@@ -8,7 +8,7 @@ symmetric, so one forward derivative of the whole gradient along ``v`` gives thi
 
 It stores nothing of the gradient but its inputs, where reverse over reverse stores the residuals of
 the gradient's own reverse pass. Custom derivative rules may break the symmetry; then
-:mod:`bilevel._custom_rules` chooses an order that is exact.
+:mod:`bilevel.internal.custom_rules` chooses an order that is exact.
 
 References
 ----------
@@ -26,10 +26,10 @@ import numpy as np
 import optax
 from jax.custom_derivatives import SymbolicZero
 
-from bilevel._custom_rules import FORWARD_OVER_REVERSE, REVERSE_OVER_REVERSE, exact_order
-from bilevel.protocols import Pytree
+from bilevel.contracts import Pytree
+from bilevel.internal.custom_rules import FORWARD_OVER_REVERSE, REVERSE_OVER_REVERSE, exact_order
 from bilevel.solvers._overflow import guarded
-from ntk._programs import fresh
+from ntk.internal.compile_cache import fresh
 
 
 def value_and_gradient(

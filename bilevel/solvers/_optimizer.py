@@ -36,13 +36,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from bilevel.checks import concrete
-from bilevel.protocols import Pytree
+from bilevel.contracts import Pytree
+from bilevel.internal.checks import concrete
 from bilevel.solvers._detached import detached
 from bilevel.solvers._mixed_mode import with_transpose
 from bilevel.solvers._overflow import guarded
-from ntk._equations import names, programs
-from ntk._programs import fresh
+from ntk.internal.compile_cache import fresh
+from ntk.internal.jaxprs import names, programs
 
 
 def with_limits(update: Callable, *args: Pytree) -> Pytree:

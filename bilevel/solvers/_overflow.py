@@ -18,10 +18,10 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from bilevel.meshes import vary
-from bilevel.precision import mixed_bits
-from bilevel.problem import outputs_reading
-from bilevel.protocols import Pytree
+from bilevel.contracts import Pytree
+from bilevel.internal.meshes import vary
+from bilevel.internal.precision import mixed_bits
+from bilevel.problem.structure import outputs_reading
 
 
 def guarded(linear: Callable[[Pytree], Pytree], v: Pytree) -> Pytree:

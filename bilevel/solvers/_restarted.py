@@ -6,9 +6,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from bilevel.checks import function, lower_solver, prng_key
-from bilevel.precision import like_start
-from bilevel.protocols import LowerSolver, Pytree, params_of
+from bilevel.contracts import LowerSolver, Pytree, params_of
+from bilevel.internal.checks import function, lower_solver, prng_key
+from bilevel.internal.precision import like_start
 from bilevel.solvers._implicit import AdjointReport, no_report, report_of, with_report
 
 

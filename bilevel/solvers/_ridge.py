@@ -5,8 +5,8 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from bilevel.checks import common_dtype, dense, function, nan_unless_finite, short
-from bilevel.protocols import LowerSolver, Pytree
+from bilevel.contracts import LowerSolver, Pytree
+from bilevel.internal.checks import common_dtype, dense, function, nan_unless_finite, short
 
 
 def ridge(

@@ -11,8 +11,9 @@ import numpy as np
 import optax
 from jax.ad_checkpoint import checkpoint_name
 
-from bilevel import _memory
-from bilevel.checks import (
+from bilevel.contracts import Inner, LowerSolver, Pytree, Stateful, params_of
+from bilevel.internal import memory
+from bilevel.internal.checks import (
     between,
     function,
     gradient_transformation,
@@ -20,14 +21,14 @@ from bilevel.checks import (
     short,
     whole,
 )
-from bilevel.meshes import settled
-from bilevel.precision import like_variables, narrow
-from bilevel.problem import enters, mixed_product
-from bilevel.protocols import Inner, LowerSolver, Pytree, Stateful, params_of
+from bilevel.internal.meshes import settled
+from bilevel.internal.precision import like_variables, narrow
+from bilevel.problem.problem import mixed_product
+from bilevel.problem.structure import enters
 from bilevel.solvers._detached import detached
 from bilevel.solvers._mixed_mode import value_and_gradient
 from bilevel.solvers._optimizer import is_steep, with_limits
-from ntk._programs import fresh
+from ntk.internal.compile_cache import fresh
 
 _SHARE = 1 / 8  # of the device's memory, for the carries of all steps: beyond, blocks run twice
 
@@ -390,7 +391,7 @@ def _repeat_checkpointed(step: Callable, carry: Pytree, times: int, slope_name: 
     step = jax.checkpoint(step, prevent_cse=False, policy=policy)
     # Of a step, its gradient is kept too if the optimizer's derivative needs it.
     size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((carry, carry[0])))
-    if times * size <= _SHARE * _memory.total():
+    if times * size <= _SHARE * memory.total():
         return _repeat(step, carry, times)
     # Blocks, then a last one of up to the same length that is kept: the reverse pass begins there,
     # and its memory is that of the others' second runs. Together at most 2 sqrt(times) carries.

@@ -32,11 +32,11 @@ import jax.numpy as jnp
 import optax
 
 import ntk
-from bilevel.checks import between, concrete, floats, known, number, sequence, whole
+from bilevel.contracts import LowerSolver
+from bilevel.internal.checks import between, concrete, floats, known, number, sequence, whole
+from bilevel.internal.precision import squarable
 from bilevel.nets.evaluation import wrong_rows
-from bilevel.precision import squarable
-from bilevel.problem import Problem
-from bilevel.protocols import LowerSolver
+from bilevel.problem.problem import Problem
 from bilevel.solvers import restarted, unrolled
 from bilevel.spaces.kernels import KernelSpace, kernel_space
 from bilevel.spaces.space import Space, distinct, name_of, on_simplices

@@ -36,13 +36,13 @@ import jax.numpy as jnp
 import numpy as np
 
 import ntk
-from bilevel.checks import as_floating, concrete, finite, function, known, nan_unless
-from bilevel.problem import Problem
-from bilevel.protocols import LowerSolver, Pytree
+from bilevel.contracts import LowerSolver, Pytree
+from bilevel.internal.checks import as_floating, concrete, finite, function, known, nan_unless
+from bilevel.problem.problem import Problem
 from bilevel.spaces.space import Space
 from bilevel.spaces.targets import OUTER_LOSSES, like_outputs, mixture_and_penalty, predict
 from ntk import networks as nets
-from ntk.kernel_functions import measured
+from ntk.kernels.functions import measured
 
 
 class _Ridge(NamedTuple):

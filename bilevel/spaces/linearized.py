@@ -17,8 +17,8 @@ import jax
 import numpy as np
 
 import ntk
-from bilevel.checks import concrete
-from bilevel.protocols import Pytree
+from bilevel.contracts import Pytree
+from bilevel.internal.checks import concrete
 from bilevel.spaces.kernels import KernelFunctionSpace, kernel_function_space
 from bilevel.spaces.space import Space
 

@@ -51,8 +51,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import ntk
-from bilevel.checks import finite, known, sequence, whole
-from bilevel.problem import Problem
+from bilevel.internal.checks import finite, known, sequence, whole
+from bilevel.problem.problem import Problem
 from bilevel.spaces.activations import ACTIVATIONS
 from bilevel.spaces.kernels import KernelFunctionSpace, kernel_function_space
 from bilevel.spaces.space import Space, on_simplices

@@ -24,9 +24,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bilevel.checks import numbers, prng_key
-from bilevel.problem import Problem
-from bilevel.protocols import Pytree
+from bilevel.contracts import Pytree
+from bilevel.internal.checks import numbers, prng_key
+from bilevel.problem.problem import Problem
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from bilevel.checks import array, concrete, one_a_row, whole
-from bilevel.problem import Problem
-from bilevel.protocols import Pytree
+from bilevel.contracts import Pytree
+from bilevel.internal.checks import array, concrete, one_a_row, whole
+from bilevel.problem.problem import Problem
 from bilevel.spaces.space import on_simplices
 
 

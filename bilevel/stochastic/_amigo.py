@@ -5,8 +5,8 @@ from typing import NamedTuple
 import jax
 import optax
 
-from bilevel.checks import whole
-from bilevel.protocols import Pytree, SingleLoop
+from bilevel.contracts import Pytree, SingleLoop
+from bilevel.internal.checks import whole
 from bilevel.stochastic import _steps as steps
 from bilevel.stochastic._oracles import (
     Point,

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from bilevel.checks import nonnegative, whole
-from bilevel.problem import parts
-from bilevel.protocols import SingleLoop
+from bilevel.contracts import SingleLoop
+from bilevel.internal.checks import nonnegative, whole
+from bilevel.problem.problem import parts
 from bilevel.stochastic import _steps as steps
 from bilevel.stochastic._oracles import at_both, lower_loss, metrics, slopes_oracle
 from bilevel.stochastic._steps import Rate

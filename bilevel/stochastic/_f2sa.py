@@ -5,9 +5,9 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
-from bilevel.checks import nonnegative, positive, whole
-from bilevel.problem import parts
-from bilevel.protocols import Pytree, SingleLoop
+from bilevel.contracts import Pytree, SingleLoop
+from bilevel.internal.checks import nonnegative, positive, whole
+from bilevel.problem.problem import parts
 from bilevel.stochastic import _steps as steps
 from bilevel.stochastic._oracles import Slopes, at_both, lower_loss, metrics, slopes_oracle
 from bilevel.stochastic._steps import Rate

@@ -14,11 +14,11 @@ import jax
 import jax.numpy as jnp
 from jax.flatten_util import ravel_pytree
 
-from bilevel.checks import at_least_float32
-from bilevel.curvature import DENSE_SIZE
-from bilevel.inverse import row_products
-from bilevel.problem import Problem, at_variables, hessian_operator
-from bilevel.protocols import Pytree
+from bilevel.contracts import Pytree
+from bilevel.hypergradients.curvature import DENSE_SIZE
+from bilevel.internal.checks import at_least_float32
+from bilevel.problem.problem import Problem, at_variables, hessian_operator
+from bilevel.solvers.inverses import row_products
 from bilevel.stochastic._blocks import Blocks
 
 _RANK = 32  # of the Hessian's eigenvectors, where it is not decomposed

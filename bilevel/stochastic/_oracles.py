@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from bilevel.problem import Problem, at_variables, enters, parts
-from bilevel.protocols import Pytree
+from bilevel.contracts import Pytree
+from bilevel.problem.problem import Problem, at_variables, parts
+from bilevel.problem.structure import enters
 from bilevel.stochastic._blocks import Blocks, Oracle
 
 

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from bilevel.checks import common_dtype, gradient_transformation
-from bilevel.protocols import Pytree
+from bilevel.contracts import Pytree
+from bilevel.internal.checks import common_dtype, gradient_transformation
 
 _UNIT = 50  # steps in which alpha moves by the rate, or as many as directions remember
 _SLOWING = 10  # of those, after which, and after ten times as many, it moves more slowly

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from bilevel.checks import common_dtype
-from bilevel.protocols import Pytree, SingleLoop, Tables
+from bilevel.contracts import Pytree, SingleLoop, Tables
+from bilevel.internal.checks import common_dtype
 from bilevel.stochastic import _steps as steps
 from bilevel.stochastic._blocks import Blocks, Oracle
 from bilevel.stochastic._oracles import (

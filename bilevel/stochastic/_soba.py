@@ -4,8 +4,8 @@ from typing import NamedTuple
 
 import optax
 
-from bilevel.checks import between
-from bilevel.protocols import Pytree, SingleLoop
+from bilevel.contracts import Pytree, SingleLoop
+from bilevel.internal.checks import between
 from bilevel.stochastic import _steps as steps
 from bilevel.stochastic._oracles import (
     Directions,

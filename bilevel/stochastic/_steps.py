@@ -5,9 +5,9 @@ from typing import Any, NamedTuple
 
 import jax
 
-from bilevel.checks import positive
-from bilevel.problem import Problem
-from bilevel.protocols import Pytree
+from bilevel.contracts import Pytree
+from bilevel.internal.checks import positive
+from bilevel.problem.problem import Problem
 from bilevel.stochastic import _metric
 from bilevel.stochastic._blocks import Blocks
 

@@ -24,22 +24,6 @@ Liu, Simonyan & Yang, DARTS, ICLR 2019; Li, Khodak, Balcan & Talwalkar, Geometry
 Algorithms for NAS, ICLR 2021; Li & Talwalkar, Random Search and Reproducibility for NAS, UAI 2019.
 """
 
-from bilevel.strategies.methods import darts, gaea, joint, unrolled, weight_sharing
-from bilevel.strategies.optimizers import darts_sgd, exponentiated, logits, on_sets
-from bilevel.strategies.strategy import Strategy, best_drawn, run, side_by_side
+import lazy_loader
 
-__all__ = [
-    "Strategy",
-    "best_drawn",
-    "darts",
-    "darts_sgd",
-    "exponentiated",
-    "gaea",
-    "joint",
-    "logits",
-    "on_sets",
-    "run",
-    "side_by_side",
-    "unrolled",
-    "weight_sharing",
-]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

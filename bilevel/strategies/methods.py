@@ -6,10 +6,10 @@ from collections.abc import Callable
 import jax
 import optax
 
-from bilevel.batches import jointly, minibatches
-from bilevel.checks import whole
-from bilevel.problem import Problem, parts
-from bilevel.protocols import Loss
+from bilevel.contracts import Loss
+from bilevel.internal.checks import whole
+from bilevel.outer_loop.batches import jointly, minibatches
+from bilevel.problem.problem import Problem, parts
 from bilevel.solvers import one_step
 from bilevel.solvers import unrolled as unrolled_solver
 from bilevel.spaces.space import Space

@@ -5,8 +5,8 @@ from typing import TypeAlias
 import jax
 import optax
 
-from bilevel.geometry import exponentiate, project, softmax
-from bilevel.protocols import Pytree
+from bilevel.contracts import Pytree
+from bilevel.outer_loop.geometry import exponentiate, project, softmax
 
 Rate: TypeAlias = float | optax.Schedule
 Optimizer: TypeAlias = optax.GradientTransformation

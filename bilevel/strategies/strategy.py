@@ -7,12 +7,12 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from bilevel._search import SearchResult, search
-from bilevel.checks import whole
+from bilevel.contracts import Joint, LowerSolver, Pytree
+from bilevel.internal.checks import whole
 from bilevel.nets.evaluation import in_batches, over_batches
-from bilevel.problem import Problem, parts
-from bilevel.problem import side_by_side as problems_side_by_side
-from bilevel.protocols import Joint, LowerSolver, Pytree
+from bilevel.outer_loop.search import SearchResult, search
+from bilevel.problem.problem import Problem, parts
+from bilevel.problem.problem import side_by_side as problems_side_by_side
 from bilevel.spaces.space import Space
 from bilevel.strategies.optimizers import Optimizer
 
@@ -25,7 +25,7 @@ class Strategy(NamedTuple):
     problem : Problem
     solver : LowerSolver
     optimizer : optax.GradientTransformation, of ``alpha``.
-    batches : ``batches(key, data) -> batch``, or of :func:`bilevel.batches.jointly`
+    batches : ``batches(key, data) -> batch``, or of :func:`bilevel.outer_loop.batches.jointly`
     on_training_rows : bool
         Whether ``alpha`` descends on training rows too: validation rows are then not looked at.
     gradients : int

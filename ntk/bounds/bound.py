@@ -9,9 +9,9 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from ntk._checks import concrete
-from ntk._symmetric import symmetric
-from ntk.activations import Activation
+from ntk.expectations.activations import Activation
+from ntk.internal.checks import concrete
+from ntk.kernels.symmetric import symmetric
 
 Mixture = Activation | Mapping[Activation, Any]
 """One activation, or ``{activation: weight}`` for a weighted sum."""

@@ -23,10 +23,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ntk._checks import array, concrete, number, offending
-from ntk.architecture import Layer, derivative, evaluate, kink_places, parse
 from ntk.bounds.bound import Mixture
-from ntk.gaussian import hermite, mean
+from ntk.expectations.gaussian import hermite, mean
+from ntk.infinite.layer_expansions import Layer, derivative, evaluate, kink_places, parse
+from ntk.internal.checks import array, concrete, number, offending
 
 _FAR = 1e6  # where activations have reached their asymptotes
 
@@ -73,7 +73,7 @@ def hermite_coefficients(
 
     Examples
     --------
-    >>> from ntk.activations import swish
+    >>> from ntk.expectations.activations import swish
     >>> round(float(hermite_coefficients(swish)[1]), 5)
     0.5
     """
@@ -101,7 +101,7 @@ def betas(activation: Mixture, variance: float | chex.Array) -> Betas:
 
     Examples
     --------
-    >>> from ntk.activations import leaky_relu
+    >>> from ntk.expectations.activations import leaky_relu
     >>> [round(float(beta), 4) for beta in betas(leaky_relu(0.1), 2.0)]
     [1.01, 1.01, 1.01]
     """
@@ -143,7 +143,7 @@ def table1(activation: Mixture, t: float = math.inf) -> Betas:
 
     Examples
     --------
-    >>> from ntk.activations import swish, tanh
+    >>> from ntk.expectations.activations import swish, tanh
     >>> [round(float(beta), 4) for beta in table1(swish)]
     [1.0, 1.0168, 0.5]
     >>> round(float(table1(tanh, 3.0).beta3), 4)
@@ -203,7 +203,7 @@ def lipschitz_constant(activation: Mixture) -> jax.Array:
 
     Examples
     --------
-    >>> from ntk.activations import swish
+    >>> from ntk.expectations.activations import swish
     >>> round(float(lipschitz_constant(swish)), 4)
     1.0998
     """

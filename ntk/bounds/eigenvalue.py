@@ -21,9 +21,10 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from ntk._checks import concrete
-from ntk._symmetric import square
-from ntk.architecture import (
+from ntk.bounds.bound import Bound, Mixture, holds, kernel, lower_bound, upper_bound
+from ntk.expectations.gaussian import hermite
+from ntk.expectations.hermite import Pair, expectations
+from ntk.infinite.layer_expansions import (
     RESOLUTIONS,
     TRACED,
     check_resolved,
@@ -37,10 +38,9 @@ from ntk.architecture import (
     parse,
     resolved,
 )
-from ntk.bounds.bound import Bound, Mixture, holds, kernel, lower_bound, upper_bound
-from ntk.gaussian import hermite
-from ntk.mehler import Pair, expectations
-from ntk.spectrum import min_eigenvalue
+from ntk.internal.checks import concrete
+from ntk.kernels.symmetric import square
+from ntk.spectrum.eigenvalues import min_eigenvalue
 
 
 def diagonal_upper_bound(K: chex.Array) -> Bound:
@@ -154,9 +154,9 @@ def schur_lower_bound(
 
     Examples
     --------
-    >>> from ntk.activations import relu
+    >>> from ntk.expectations.activations import relu
     >>> bound = schur_lower_bound(jnp.eye(3), activations=[relu, relu])
-    >>> from ntk.infinite import network_kernel
+    >>> from ntk.infinite.network_kernel import network_kernel
     >>> exact = min_eigenvalue(network_kernel(jnp.eye(3), activations=[relu, relu]).ntk)
     >>> bool(0 < bound.value <= exact * (1 + 1e-6))  # equal here, up to rounding
     True
@@ -236,7 +236,7 @@ def hermite_lower_bound(
 
     Examples
     --------
-    >>> from ntk.activations import relu
+    >>> from ntk.expectations.activations import relu
     >>> x = jnp.array([[1.0, 0.0], [0.6, 0.8], [0.0, 1.0]])  # more inputs than dimensions
     >>> bool(hermite_lower_bound(x, activations=[relu, relu]).value > 0.1)
     True

@@ -18,13 +18,13 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from ntk._checks import array, number, positive
-from ntk._symmetric import square
-from ntk.activations import Activation
-from ntk.architecture import diagonals, parse
 from ntk.bounds.bound import Bound, Bracket, Mixture, holds, kernel, lower_bound, upper_bound
 from ntk.bounds.constants import hermite_coefficients, lipschitz_constant, table1
-from ntk.spectrum import min_eigenvalue
+from ntk.expectations.activations import Activation
+from ntk.infinite.layer_expansions import diagonals, parse
+from ntk.internal.checks import array, number, positive
+from ntk.kernels.symmetric import square
+from ntk.spectrum.eigenvalues import min_eigenvalue
 
 _SETTING = (("inputs of norm 1, isotropic", None), ("N >= Omega(d^4)", None))
 
@@ -93,7 +93,7 @@ def zhu_variance_as_printed(
 
     Examples
     --------
-    >>> from ntk.activations import relu
+    >>> from ntk.expectations.activations import relu
     >>> bound = zhu_variance_as_printed([relu] * 6, [1.0] * 5)
     >>> float(bound.value), round(float(bound.terms["exact"]), 2)
     (48.0, 60.31)
@@ -163,7 +163,7 @@ def zhu_theorem1_as_printed(
 
     Examples
     --------
-    >>> from ntk.activations import relu
+    >>> from ntk.expectations.activations import relu
     >>> lower, upper = zhu_theorem1_as_printed(81, 3, activations=[relu, relu], C=1.0)
     >>> round(float(lower.value), 4), round(float(lower.terms["exact K_ii"]), 4)
     (13.5, 3.0)
@@ -254,7 +254,7 @@ def zhu_theorem2_as_printed(
 
     Examples
     --------
-    >>> from ntk.activations import relu
+    >>> from ntk.expectations.activations import relu
     >>> lower, upper = zhu_theorem2_as_printed(12, 4, activations=[relu, relu], C=1.0)
     >>> round(float(lower.value), 4), round(float(upper.value), 4)
     (3.0, 9.0)
@@ -329,7 +329,7 @@ def zhu_theorem3(
 
     Examples
     --------
-    >>> from ntk.activations import relu
+    >>> from ntk.expectations.activations import relu
     >>> bound = zhu_theorem3(3 * jnp.eye(2), jnp.array([1, -1]), activations=[relu, relu], C=1.0)
     >>> round(float(bound.terms["eigenvalue term"]), 3), bool(bound.vacuous)
     (16.0, True)
@@ -378,7 +378,7 @@ def zhu_theorem3_label_aware(
 
     Examples
     --------
-    >>> from ntk.activations import relu
+    >>> from ntk.expectations.activations import relu
     >>> K, y = jnp.array([[2.0, 1.0], [1.0, 2.0]]), jnp.ones(2)
     >>> bound = zhu_theorem3_label_aware(K, y, activations=[relu], C=1.0)
     >>> round(float(bound.terms["label term"]), 4)  # sqrt(2) 4 sqrt((2 / 3) / 2)

@@ -25,9 +25,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from ntk._checks import sequence, short, whole
-from ntk.activations import in_a_network
-from ntk.networks.network import Add, Elementwise, Flatten, Network, Pool, Weights
+from ntk.expectations.activations import in_a_network
+from ntk.internal.checks import sequence, short, whole
+from ntk.networks.network import Network
+from ntk.networks.records import Add, Elementwise, Flatten, Pool, Weights
 
 Window = int | Sequence[int]
 

@@ -1,7 +1,7 @@
 """What every layer does to single inputs: second moments, means and tangents at each position.
 
 With s2 the second moment of the features at a position, mu their mean and t the tangent kernel of
-an input with itself, as :mod:`ntk.networks.pairs` has them for two inputs:
+an input with itself, as :mod:`ntk.networks.position_pairs` has them for two inputs:
 
 ========  ==============================  ==========  ==============================
 layer     s2                              mu          t
@@ -24,9 +24,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ntk.architecture import Resolution, expand_layer, places, squared_norms
-from ntk.gaussian import DENSITY, reciprocal, root
-from ntk.mehler import Expansion, Pieces
+from ntk.expectations.gaussian import DENSITY, reciprocal, root
+from ntk.expectations.hermite import Expansion, Pieces
+from ntk.infinite.input_pairs import unit
+from ntk.infinite.layer_expansions import Resolution, expand_layer, places, squared_norms
 from ntk.networks import tables
 from ntk.networks.plan import (
     Average,
@@ -40,7 +41,6 @@ from ntk.networks.plan import (
     Tabulated,
 )
 from ntk.networks.windows import outer, patches, pooled, single
-from ntk.pairs import unit
 
 POSITIONS = 2**14  # whose tables are looked up at a time
 

@@ -11,51 +11,11 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from ntk.activations import Activation
-from ntk.kernels import Kernels
+from ntk.kernels.record import Kernels
+from ntk.networks.records import Add, Elementwise, Weights
 
 if TYPE_CHECKING:
     import flax.linen as nn
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Weights:
-    """``dense`` and ``conv``; for ``dense`` the window is None."""
-
-    window: int | tuple[int, ...] | None
-    strides: int | tuple[int, ...]
-    padding: str
-    weight_variance: Any
-    bias_variance: Any
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Elementwise:
-    """``act``: activations, and their weights (numbers or names) or the name of them all."""
-
-    activations: tuple[Activation, ...]
-    weights: tuple[Any, ...] | str
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Pool:
-    """``average_pool``; the window is None for all positions."""
-
-    window: int | tuple[int, ...] | None
-    strides: int | tuple[int, ...]
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Flatten:
-    """``flatten``."""
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Add:
-    """``add``: branches, and their weights as those of :class:`Elementwise`."""
-
-    branches: tuple["Network", ...]
-    weights: tuple[Any, ...] | str
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -90,7 +50,7 @@ class Network:
         *,
         alpha: Mapping[str, Any] | None = None,
     ) -> Kernels:
-        """Exact NNGP and NTK at infinite width; the formulas are in :mod:`ntk.networks.pairs`.
+        """Exact NNGP and NTK at infinite width; the formulas are in :mod:`ntk.networks.position_pairs`.
 
         Parameters
         ----------
@@ -151,7 +111,7 @@ class Network:
         Array([[1.    , 0.1592],
                [0.1592, 1.    ]], dtype=float...)
         """
-        from ntk.networks.infinite import kernel
+        from ntk.networks.infinite_kernel import kernel
 
         return kernel(self, x1, x2, alpha=alpha)
 
@@ -189,7 +149,7 @@ class Network:
         >>> module.apply(params, jnp.ones((5, 2)), net.start()).shape
         (5, 3)
         """
-        from ntk.networks.finite import module
+        from ntk.networks.flax_module import module
 
         return module(self, width=width, outputs=outputs)
 

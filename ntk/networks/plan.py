@@ -12,10 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ntk._checks import array, concrete, nan_where, short
-from ntk.activations import Activation, erf, gelu
-from ntk.architecture import kinks_at_zero
-from ntk.networks.network import Add, Elementwise, Flatten, Network, Pool, Weights
+from ntk.expectations.activations import Activation, erf, gelu
+from ntk.infinite.layer_expansions import kinks_at_zero
+from ntk.internal.checks import array, concrete, nan_where, short
+from ntk.networks.network import Network
+from ntk.networks.records import Add, Elementwise, Flatten, Pool, Weights
 
 Shape = tuple[int, ...]
 

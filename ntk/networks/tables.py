@@ -8,7 +8,7 @@ thousands of numbers a position; but in s it is smooth. With z ~ N(0, 1), x(s) f
 
 So f is a short vector ``v(s) = (1, s T_0, s T_1, ..., s^d left, s^d right)`` in a fixed basis. Its
 Gram matrices and Hermite coefficients are the table: norms and bounds are quadratic forms in v, the
-terms of Mehler's series (:mod:`ntk.mehler`) a product of v and the table, made for a tile of pairs
+terms of Mehler's series (:mod:`ntk.expectations.hermite`) a product of v and the table, made for a tile of pairs
 and forgotten. For an analytic f the g_j fall geometrically; what is left out is measured by the
 last of them. Activations with kinks elsewhere are no such functions: they are expanded one by one.
 """
@@ -20,9 +20,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ntk.architecture import Layer, Resolution, kinks_at_zero, sample
-from ntk.gaussian import Grid, grid, reciprocal, root
-from ntk.mehler import Expansion, Pieces, kink_series, tails
+from ntk.expectations.gaussian import Grid, grid, reciprocal, root
+from ntk.expectations.hermite import Expansion, Pieces, kink_series, tails
+from ntk.infinite.layer_expansions import Layer, Resolution, kinks_at_zero, sample
 
 END = 16.0  # the largest norm; beyond, the error is infinite
 _BEND = 0.25  # where x turns from linear to logarithmic

@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bilevel._style import COLOURS, DASHES, pyplot, style
-from bilevel.checks import known, prng_key, short
+from bilevel.internal.checks import known, prng_key, short
+from bilevel.plots.appearance import COLOURS, DASHES, pyplot, style
 from bilevel.spaces.darts.operations import PRIMITIVES
 
 NODES = (2, 3, 4, 5)

@@ -22,7 +22,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from bilevel.checks import whole
+from bilevel.internal.checks import whole
 from bilevel.nets.convolution import average_pool, max_pool
 from bilevel.nets.layers import Conv, Norm
 

@@ -30,7 +30,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from bilevel.checks import (
+from bilevel.internal.checks import (
     as_floating,
     at_least_float32,
     between,

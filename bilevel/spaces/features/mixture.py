@@ -23,9 +23,9 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 
-from bilevel.checks import as_floating, known, sequence
-from bilevel.problem import Problem
-from bilevel.protocols import LowerSolver
+from bilevel.contracts import LowerSolver
+from bilevel.internal.checks import as_floating, known, sequence
+from bilevel.problem.problem import Problem
 from bilevel.solvers import ridge
 from bilevel.spaces.space import Space, distinct, name_of
 from bilevel.spaces.targets import OUTER_LOSSES, like_outputs, mixture_and_penalty, predict

@@ -30,8 +30,8 @@ import numpy as np
 from scipy import sparse as scipy_sparse
 
 from bilevel import linear
-from bilevel.checks import at_least_float32, between, finite, number, prng_key, whole
-from bilevel.protocols import Evaluation, Selection, Shared
+from bilevel.contracts import Evaluation, Selection, Shared
+from bilevel.internal.checks import at_least_float32, between, finite, number, prng_key, whole
 from bilevel.spaces.features import fourier, text
 from bilevel.spaces.targets import predict, sign_labels
 

@@ -38,7 +38,7 @@ import jax
 import numpy as np
 from scipy.sparse import csr_array
 
-from bilevel.checks import between, prng_key, short, whole
+from bilevel.internal.checks import between, prng_key, short, whole
 
 BINS = 2**30
 """Columns of :func:`hashed_counts`: enough that collisions there are rare."""

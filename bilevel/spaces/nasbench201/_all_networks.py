@@ -29,7 +29,7 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.ad_checkpoint import checkpoint_name
 
-from bilevel.checks import concrete
+from bilevel.internal.checks import concrete
 from bilevel.nets.convolution import average_pool, convolution
 from bilevel.nets.layers import Standardize, cast_images, initial
 from bilevel.spaces.nasbench201._genotype import EDGES, PRIMITIVES, SIZES, Genotype, check_genotype

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from bilevel.checks import known, whole
+from bilevel.internal.checks import known, whole
 from bilevel.spaces.nasbench201._genotype import (
     EDGES,
     PRIMITIVES,

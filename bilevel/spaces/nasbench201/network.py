@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from bilevel.checks import whole
+from bilevel.internal.checks import whole
 from bilevel.nets.convolution import average_pool
 from bilevel.nets.layers import Conv, cast_images, initial, wide
 from bilevel.nets.training import TrainableNetwork

@@ -20,15 +20,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bilevel import store
-from bilevel._fingerprint import difference, fingerprint
-from bilevel._processes import first, whole
-from bilevel._progress import progress_bar
-from bilevel.meshes import beside
+from bilevel.internal.meshes import beside
+from bilevel.internal.processes import first, whole
+from bilevel.runs import records
+from bilevel.runs.fingerprint import difference, fingerprint
+from bilevel.runs.progress import progress_bar
 from bilevel.spaces.nasbench201._all_networks import AllNetworks
 from bilevel.spaces.nasbench201._genotype import PRIMITIVES, encode
 from ntk import scores as ntk_scores
-from ntk.certificate import certified_min_eigenvalue
+from ntk.spectrum.certificate import certified_min_eigenvalue
 
 KERNEL_SCORES = (
     "eigen_nas",
@@ -149,7 +149,7 @@ def score_networks(
     m = len(cells)
     alone: AbstractContextManager = nullcontext()
     if file is not None and first():
-        alone = store.locked(file, "file", directory=False)
+        alone = records.locked(file, "file", directory=False)
     with alone, progress_bar(progress, "scores", m * len(programs), text, fields) as show:
         kept = _Kept(file, cells, made_from)
         for i, (label, program) in enumerate(programs.items()):
@@ -262,9 +262,9 @@ class _Kept:
 
     def _read(self, file: pathlib.Path) -> None:
         try:
-            found, notes = store.read(file)
-        except store.DamagedError as error:
-            raise store.DamagedError(f"{error} Remove it to score all networks anew.") from None
+            found, notes = records.read(file)
+        except records.DamagedError as error:
+            raise records.DamagedError(f"{error} Remove it to score all networks anew.") from None
         known = found.pop("genotypes")
         shorter = min(len(known), len(self.cells))
         other = difference(notes["fingerprint"], self.fingerprint)
@@ -309,8 +309,8 @@ class _Kept:
             "seconds": self.seconds,
             "compiling": self.compile_seconds,
         }
-        with store.losing_only_the_record(f"file: scores in {self.file}"):
-            store.write(self.file, arrays | {"genotypes": self.cells}, notes)
+        with records.losing_only_the_record(f"file: scores in {self.file}"):
+            records.write(self.file, arrays | {"genotypes": self.cells}, notes)
 
     def scored(self, names: Sequence[str]) -> Scored:
         values, seconds, compiling = {}, {}, {}

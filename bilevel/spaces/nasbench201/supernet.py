@@ -29,9 +29,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from bilevel.contracts import Pytree
 from bilevel.nets.convolution import average_pool
 from bilevel.nets.layers import Standardize, cast_images, initial
-from bilevel.protocols import Pytree
 from bilevel.spaces.nasbench201._genotype import EDGES, PRIMITIVES, SIZES, Genotype, check_genotype
 from bilevel.spaces.nasbench201.network import (
     STAGES,

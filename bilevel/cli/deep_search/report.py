@@ -1,0 +1,157 @@
+"""What a search with shared weights ends in: ``result.json``, a picture, words on the screen."""
+
+import json
+import pathlib
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from bilevel.cli.deep_search.pipeline import ERRORS, Found, Run, Scores, Search, mean_entropy
+from bilevel.cli.runtime import report
+from bilevel.discretize import diagnostics
+from bilevel.nets.evaluation import Part, error_rates
+from bilevel.plots import plots
+from bilevel.spaces import Space
+
+
+def summary(
+    run: Run,
+    name: str,
+    space: Space,
+    search: Search,
+    found: list[Found],
+    parts: list[list[Part]],
+    networks: Scores | None = None,
+) -> dict[str, Any]:
+    """What `result.json` has of every space; ``networks`` are those trained from scratch."""
+    run.bar.enter("errors and curvature")
+    rates = error_rates(space)
+    curvature = diagnostics.alpha_curvature(space.problem.outer, space.sets)
+    supernet, curvatures = [], []
+    for result, of_seed in zip(found, parts, strict=True):
+        supernet.append(rates(result.w, result.alpha, of_seed, search.batch_size))
+        batch = jax.tree.map(lambda a: a[: search.batch_size], of_seed[1])
+        curvatures.append(curvature(result.w, result.alpha, batch))
+    columns = dict(zip(ERRORS, np.transpose(supernet).tolist(), strict=True))
+    return {
+        "space": name,
+        "config": run.flags,
+        "names": list(space.names),
+        "architectures": [str(space.discretize(f.alpha)) for f in found],
+        "alpha": [_plain(f.alpha) for f in found],
+        "entropy": [mean_entropy(space, f.alpha) for f in found],
+        "scores": (networks or {}) | {"supernet": columns},
+        "curvature": curvatures,
+        "alpha_rows": "training" if search.strategy.on_training_rows else "validation",
+        "known_error": search.strategy.error,
+        **report.origin(),
+    }
+
+
+def _plain(alpha: Any) -> Any:
+    """Nested lists, by their paths in trees of a user's own kinds of nodes."""
+    lists = jax.tree.map(lambda a: np.asarray(a).tolist(), alpha)
+    try:
+        json.dumps(lists)
+    except TypeError:
+        leaves = jax.tree_util.tree_leaves_with_path(alpha)
+        return {jax.tree_util.keystr(path): np.asarray(a).tolist() for path, a in leaves}
+    return lists
+
+
+def arrays_of(found: list[Found]) -> dict[str, np.ndarray]:
+    """``alpha`` and history of every seed, each leaf by its place in the tree."""
+    arrays: dict[str, np.ndarray] = {}
+    for seed, result in enumerate(found):
+        trees = {"alpha": result.alpha, "history": result.history}
+        for path, leaf in jax.tree_util.tree_leaves_with_path(trees):
+            name = "_".join(str(getattr(key, "key", key)) for key in path)
+            arrays[f"{name}_{seed}"] = np.asarray(leaf)
+    return arrays
+
+
+class Heat(NamedTuple):
+    """Numbers from 0 to 1 in cells, for the picture of an alpha."""
+
+    title: str
+    values: np.ndarray  # [rows, columns]
+    columns: list[str]
+    rows: list[str]
+    ylabel: str
+
+
+def picture(
+    path: pathlib.Path, result: dict[str, Any], found: list[Found], heats: list[Heat]
+) -> None:
+    """``search.png``: the first seed's alpha in cells, and the losses of all seeds."""
+    places = [f"alpha {i}" for i in range(len(heats))]
+    first = ", of the first seed" if len(found) > 1 else ""
+
+    def draw(figure):
+        mosaic = [[*places, "outer"], [*places, "lower"]]
+        axes = figure.subplot_mosaic(mosaic, width_ratios=(*[4] * len(places), 3))
+        for place, heat in zip(places, heats, strict=True):
+            report.heat_map(heat.values, axes[place], heat.columns, heat.rows)
+            axes[place].set(title=heat.title + first, ylabel=heat.ylabel)
+        histories = [f.history for f in found]
+        outer, lower = plots.losses(histories, (axes["outer"], axes["lower"]))
+        outer.set_ylabel(f"{result['alpha_rows']} loss (nats)\nof α's minibatch")
+        lower.set_ylabel("training loss (nats)\nof the weights' minibatch")
+        figure.suptitle(report.picture_title(result["config"]))
+
+    report.picture(path, (5 * len(heats) + 5, 4.8), draw)
+
+
+# ----------------------------------------------------------------------------- the screen
+
+
+def table(result: dict[str, Any], columns: dict[str, tuple[str, str]], ends: set[str]) -> Any:
+    """Errors of all networks, and other ``columns``: heading and format by key.
+
+    A rule is drawn below the rows that ``ends`` names.
+    """
+    from rich.table import Table
+
+    drawn = Table(title=report.title(result["config"]))
+    drawn.add_column("network", no_wrap=True)
+    for heading in (*ERRORS.values(), *(heading for heading, _ in columns.values())):
+        drawn.add_column(heading, justify="right", no_wrap=True)
+    for name, scores in result["scores"].items():
+        cells = [report.cell(100 * np.asarray(scores[c]), ".1f") for c in ERRORS]
+        for key, (_, form) in columns.items():
+            cells.append(report.cell(np.asarray(scores[key]), form) if key in scores else "")
+        star = " *" * (name == result.get("best_single"))
+        drawn.add_row(name + star, *cells, end_section=name in ends)
+    return drawn
+
+
+def show(result: dict[str, Any], folder: pathlib.Path, drawn: Any, notes: list[str]) -> None:
+    """The table, what was found, and what is to be said of it."""
+    entropy, curvature = (np.array(result[k]) for k in ("entropy", "curvature"))
+    of_alpha = [
+        f"entropy of α, mean over simplices: {report.cell(entropy, '.2f')}, of at most "
+        f"{np.log(len(result['names'])):.2f}",
+        "largest eigenvalue of the validation loss's Hessian in α, of one batch: "
+        f"{report.cell(curvature, '.3g')}",
+        result["known_error"],
+    ]
+    show_architectures(result, folder, drawn, of_alpha + notes)
+
+
+def show_architectures(
+    result: dict[str, Any], folder: pathlib.Path, drawn: Any, notes: list[str]
+) -> None:
+    """The table, the architectures found, notes, and the time it took."""
+    console, seeds = report.screen(), result["config"]["seeds"]
+    console.print(drawn)
+    for seed, architecture in enumerate(result["architectures"]):
+        named = f"seed {seed}: " if seeds > 1 else "found: "
+        console.print(named + architecture, soft_wrap=True)  # to be copied
+    for note in notes:
+        console.print(note)
+    seconds = result["seconds"]
+    console.print(
+        f"{result['config']['strategy']} {seconds['search']:.0f} s, all {seconds['all']:.0f} s; "
+        f"results in {folder}"
+    )

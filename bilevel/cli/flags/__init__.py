@@ -1,0 +1,1 @@
+"""Command-line flags. These modules are read before JAX is imported."""

@@ -1,0 +1,245 @@
+"""The flags of the searches with shared weights: see :mod:`bilevel.cli.flags.commands`."""
+
+import dataclasses
+import pathlib
+from typing import Annotated, Literal
+
+from bilevel.cli.flags import rules
+from bilevel.cli.flags.commands import (
+    ACTIVATIONS,
+    DARTS_OPERATIONS,
+    NASBENCH201_OPERATIONS,
+    Names,
+    Resumable,
+    convolution_weights,
+)
+from bilevel.cli.flags.datasets import CLASSES, check_rows, inputs, pixel_count
+from bilevel.cli.flags.import_function import check_module
+
+_DartsOperations = Annotated[tuple[str, ...], rules.Names(DARTS_OPERATIONS)]
+_NasBench201Operations = Annotated[tuple[str, ...], rules.Names(NASBENCH201_OPERATIONS)]
+
+
+Strategy = Literal[
+    "darts-first",
+    "darts-second",
+    "darts-second-difference",
+    "gaea",
+    "gaea-single-level",
+    "random",
+    "joint",
+    "unrolled",
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class DeepSearch(Resumable):
+    """Flags of every search with shared weights."""
+
+    out: rules.Out = pathlib.Path("runs/search")
+    """Run directory; a number is appended where there is one of that name."""
+    strategy: Strategy = "darts-first"
+    """DARTS of first order, of second order, exactly or by its paper's finite difference;
+    exponentiated gradient, on validation or on training batches; random search with weight
+    sharing; DARTS on training batches alone; DARTS through 5 inner steps."""
+    seeds: rules.Count = 1
+    """Independent runs: own splits, own initial weights."""
+    steps: rules.Count = 600
+    """Outer steps of the search."""
+    batch_size: rules.Size = 64
+    """Rows in a minibatch."""
+    epochs: rules.Epochs = 30
+    """Passes over the training rows when a network is trained from scratch."""
+    weight_rate: rules.Rate | None = None
+    """Learning rate of the weights (SGD with momentum 0.9, cosine decay); by default 3 over the
+    mean diagonal entry of the tangent kernel at the start."""
+    alpha_rate: rules.Rate | None = None
+    """Learning rate of α; by default 6 / steps for Adam, 100 / steps for exponentiated gradient."""
+    samples: rules.Count = 200
+    """Architectures that random search compares at the shared weights."""
+    train: rules.Sample = 500
+    """Training rows."""
+    valid: rules.Size = 500
+    """Validation rows."""
+    test: rules.Size = 2000
+    """Test rows at most."""
+    bfloat16: bool = False
+    """Activations in bfloat16; weights and losses stay as they are."""
+
+    def check_values(self) -> None:
+        """Raise for flags that no space could use, before anything is loaded."""
+        super().check_values()
+        check_rows(self.data, {"train": self.train, "valid": self.valid})
+        if self.batch_size > (least := min(self.train, self.valid)):
+            raise ValueError(
+                f"batch_size: expected at most the {least} rows of a split, got {self.batch_size}."
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class SkipSearch(DeepSearch):
+    """What to search, on what, and how; every flag has a default."""
+
+    strategy: Strategy | Literal["eigen-nas"] = "darts-first"  # type: ignore[assignment]
+    """As in the other searches; or eigen-nas: of --samples random architectures, train the --kept
+    ones whose infinite kernel has the largest smallest eigenvalue."""
+    kept: rules.Count = 5
+    """Architectures that eigen-nas trains, beside as many random ones."""
+    activations: Names = ACTIVATIONS[:5]
+    """Candidates of every layer."""
+    depth: Annotated[int, rules.Whole(3, 1000)] = 5
+    """Layers of weights, the last one included."""
+    width: rules.Size = 64
+    """Hidden units of a layer."""
+    parametrization: Literal["ntk", "as_printed", "he"] = "ntk"
+    """Initialisation: of the paper's theory, of its Algorithm 1, or He's."""
+
+    def check_values(self) -> None:
+        """Raise for flags that cannot be used, or not together."""
+        super().check_values()
+        if self.strategy == "eigen-nas" and self.kept > self.samples:
+            raise ValueError(f"kept: expected at most the {self.samples} samples, got {self.kept}.")
+
+    def memory(self) -> dict[tuple[str, ...], int]:
+        """Weights with their gradient and momentum; a batch's outputs; rows; history."""
+        hidden = self.depth - 2
+        sizes = inputs(self.data) + hidden * self.width + CLASSES
+        simplices = (self.depth - 1) * len(self.activations)
+        images = 4 * inputs(self.data) * self.seeds
+        return {
+            ("seeds", "width", "depth"): 3 * 4 * self.seeds * self.width * sizes,
+            ("seeds", "batch_size", "width"): 4 * self.seeds * self.batch_size * self.width,
+            ("seeds", "train"): images * self.train,
+            ("seeds", "valid"): images * self.valid,
+            ("seeds", "steps"): 4 * self.seeds * self.steps * (simplices + hidden),
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class DartsSearch(DeepSearch):
+    """What to search, on what, and how; every flag has a default."""
+
+    steps: rules.Count = 300
+    """Outer steps of the search."""
+    operations: _DartsOperations = DARTS_OPERATIONS
+    """Candidates on every edge."""
+    cells: rules.Layers = 3
+    """Cells of the supernet; DARTS has 8 on CIFAR-10."""
+    channels: rules.Size = 8
+    """Channels of the first cell; DARTS has 16."""
+    final_cells: rules.Layers | None = None
+    """Cells of networks trained from scratch; by default as in the supernet; DARTS has 20."""
+    final_channels: rules.Size | None = None
+    """Channels of the first cell of networks trained from scratch; DARTS has 36."""
+    pixels: rules.Size | None = None
+    """Average images down to at most this side."""
+    weight_rate: rules.Rate = 0.025
+    """Learning rate of the weights (SGD with momentum 0.9, cosine decay, weight decay 3e-4,
+    gradients clipped at norm 5)."""
+    random: rules.CountOrNone = 2
+    """Random genotypes to train beside the one found."""
+    drop_path: Annotated[float, rules.Share()] = 0.0
+    """Probability of dropping a path, rising linearly from 0 to this while a network is trained
+    from scratch; DARTS has 0.2."""
+    cutout: rules.CountOrNone = 0
+    """Side of the square cut out of training images, in pixels; 0: none; DARTS has 16."""
+    crop_and_flip: bool = False
+    """Move and mirror training images, as DARTS does on CIFAR-10."""
+    auxiliary: bool = False
+    """A second classifier in training from scratch, as DARTS has; images of 29 pixels or more."""
+    remat: bool = True
+    """Save memory: compute each edge again in the backward pass."""
+
+    def memory(self) -> dict[tuple[str, ...], int]:
+        """Weights with their gradient and momentum; a batch's images in the stem; history."""
+        from bilevel.spaces.darts import EDGES
+
+        images = self.batch_size * pixel_count(self.data, self.pixels)
+        cells, channels = self.final_cells or self.cells, self.final_channels or self.channels
+        pointwise = len(EDGES) * sum(_POINTWISE.get(name, 0) for name in self.operations)
+        alpha = 2 * len(EDGES) * len(self.operations)
+        return {
+            ("cells", "channels"): 3 * 4 * _squares(self.cells, self.channels) * (4 + pointwise),
+            ("final_cells", "final_channels"): 3 * 4 * 4 * _squares(cells, channels),
+            ("batch_size", "channels"): 2 * images * _STEM * self.channels,
+            ("batch_size", "final_channels"): 2 * images * _STEM * channels,
+            ("seeds", "steps"): 4 * self.seeds * self.steps * alpha,
+        }
+
+
+_STEM = 3  # the stem has so many times the channels of the first cell
+
+
+# How many pointwise (1 x 1) convolutions an operation has.
+_POINTWISE = {"sep_conv_3x3": 2, "sep_conv_5x5": 2, "dil_conv_3x3": 1, "dil_conv_5x5": 1}
+
+
+def _squares(cells: int, channels: int) -> int:
+    """The sum over cells of their channels squared: the weights of a 1 x 1 convolution in each."""
+    from bilevel.spaces.darts.operations import reductions
+
+    total, reduced = 0, reductions(cells)
+    for cell in range(cells):
+        channels *= 1 + (cell in reduced)
+        total += channels**2
+    return total
+
+
+@dataclasses.dataclass(frozen=True)
+class NasBench201Search(DeepSearch):
+    """What to search, on what, and how; every flag has a default."""
+
+    steps: rules.Count = 300
+    """Outer steps of the search."""
+    epochs: rules.Epochs = 200
+    """Passes over the training rows that training one network takes (the benchmark: 200), to say
+    how many random networks could be trained in the time of the search."""
+    operations: _NasBench201Operations = NASBENCH201_OPERATIONS
+    """Candidates on every edge."""
+    cells: rules.Layers = 5
+    """Cells of each of the supernet's three stages."""
+    channels: rules.Size = 16
+    """Channels of the first stage."""
+    pixels: rules.Size | None = None
+    """Average images down to at most this side."""
+    weight_rate: rules.Rate = 0.025
+    """Learning rate of the weights (SGD with momentum 0.9, cosine decay, weight decay 3e-4,
+    gradients clipped at norm 5)."""
+    remat: bool = True
+    """Save memory: compute each cell again in the backward pass."""
+
+    def memory(self) -> dict[tuple[str, ...], int]:
+        """Weights with their gradient and momentum; a batch's images in the stem; history."""
+        from bilevel.spaces.nasbench201 import EDGES
+
+        images = self.batch_size * pixel_count(self.data, self.pixels)
+        alpha = len(EDGES) * len(self.operations)
+        weights = convolution_weights(self.operations, self.cells, self.channels)
+        return {
+            ("cells", "channels"): 3 * 4 * weights,
+            ("batch_size", "channels"): 2 * images * self.channels,
+            ("seeds", "steps"): 4 * self.seeds * self.steps * alpha,
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnSearch(DeepSearch):
+    """What to search, on what, and how; every flag but ``--space`` has a default."""
+
+    space: Annotated[str, rules.Importable()] = ""
+    """MODULE:FUNCTION, a function of the number of classes that returns a bilevel.spaces.Space on
+    images [n, h, w, c] and labels [n]; the module is looked for in the working directory too."""
+    pixels: rules.Size | None = None
+    """Average images down to at most this side."""
+    random: rules.CountOrNone = 2
+    """Random architectures to train beside the one found."""
+
+    def check_values(self) -> None:
+        """Raise for flags that cannot be used, before anything is loaded."""
+        super().check_values()
+        check_module("space", self.space)
+
+    def memory(self) -> dict[tuple[str, ...], int]:
+        """The rows only: how large the network is is not known."""
+        row = 4 * pixel_count(self.data, self.pixels)
+        return {("train",): row * self.train, ("valid",): row * self.valid}

@@ -1,0 +1,112 @@
+"""The flags of a run in its ``config.json``: written, read, and compared. JAX is not imported."""
+
+import dataclasses
+import json
+import os
+import pathlib
+from typing import Any, get_args
+
+from bilevel.cli.flags import rules
+from bilevel.cli.flags.commands import Job, Resumable
+
+CONFIG = "config.json"
+
+
+def flags_of(config: rules.Flags) -> dict[str, Any]:
+    """Return a configuration as JSON values: paths are strings, tuples are lists."""
+    return json.loads(json.dumps(dataclasses.asdict(config), default=str))
+
+
+def read(path: pathlib.Path, flag: str) -> dict[str, Any]:
+    """What the file holds; ``flag`` is named where it cannot be used."""
+    try:
+        saved = json.loads(path.read_bytes())
+        got = f"a {type(saved).__name__}"
+    except FileNotFoundError:
+        got = "no such file"
+    except OSError as error:
+        got = str(error.strerror)
+    except (ValueError, RecursionError):  # not JSON, not text, or nested too deeply
+        got = "something else"
+    else:
+        if isinstance(saved, dict):
+            return saved
+    raise ValueError(
+        f"{flag}: expected the flags of a run in {rules.shown(path)}, as a JSON object, got {got}."
+    )
+
+
+def values(path: pathlib.Path, kind: type) -> dict[str, Any]:
+    """What the file has for the flags of a command, ``kind``; each is checked by itself."""
+    hints, found = rules.hints(kind), {}
+    for name, value in read(path, "config").items():
+        if name not in hints:
+            raise ValueError(
+                f"config: expected the flags of a run of this command and space in "
+                f"{rules.shown(path)}, got {rules.shown(name)} among them."
+            )
+        found[name] = as_flag(hints[name], value)
+        if expected := rules.fault(hints[name], found[name]):
+            raise ValueError(
+                f"config: {name} in {rules.shown(path)}: {expected}, got {rules.shown(value)}."
+            )
+    return found
+
+
+def as_flag(hint: Any, value: Any) -> Any:
+    """A value from JSON as a flag of the type ``hint``: tuples and paths, which JSON has not."""
+    if isinstance(value, list):
+        return tuple(value)
+    is_path = isinstance(value, str) and pathlib.Path in get_args(hint)
+    return pathlib.Path(value) if is_path else value
+
+
+def check_directory(config: Job) -> None:
+    """Raise if ``config.out`` cannot be the directory of a new run, or of the run to resume.
+
+    Raises
+    ------
+    FileNotFoundError
+        If the run to resume does not exist.
+    ValueError
+        If ``out`` is not a directory, or holds a run with other flags.
+    """
+    out = config.out
+    if isinstance(config, Resumable) and config.resume:
+        _check_resumed(config)
+    elif out.name in ("", ".."):
+        raise ValueError(f"out: expected a path that ends in a name, got {str(out)!r}.")
+    elif os.path.lexists(out) and not _is_directory(out):  # a link to nothing, a device
+        raise ValueError(f"out: expected a directory, got the file {str(out)!r}.")
+
+
+def _check_resumed(config: Resumable) -> None:
+    """Raise unless ``out`` holds the run that these flags resume."""
+    folder = config.out
+    if not _is_directory(folder):
+        raise FileNotFoundError(f"out: expected the directory of a run, got {rules.shown(folder)}.")
+    before, now = read(folder / CONFIG, "out"), flags_of(config)
+    for has, others in (("with", set(before) - set(now)), ("without", set(now) - set(before))):
+        if others:
+            raise ValueError(
+                f"out: expected a run of this command and space, got one {has} {min(others)} in "
+                "its flags."
+            )
+    hints = rules.hints(type(config))
+    for name, value in before.items():
+        if expected := rules.fault(hints[name], as_flag(hints[name], value)):
+            raise ValueError(
+                f"out: expected the flags of a run in {folder / CONFIG}, got "
+                f"{name} {rules.shown(value)} ({expected})."
+            )
+        if name not in {"resume", "out", "progress", *config.changeable} and value != now[name]:
+            raise ValueError(
+                f"{name}: expected {value!r} as in the run to resume, got {now[name]!r}."
+            )
+
+
+def _is_directory(path: pathlib.Path) -> bool:
+    try:
+        return path.is_dir()
+    except OSError:  # a name that is too long
+        return False

@@ -1,0 +1,40 @@
+"""Kernels of the commands, in float64 whatever the precision of the rest: a certificate needs it.
+
+One hidden layer of infinite width whose weights are trained, with activation
+``sum_i alpha_i s_i``: the kernel ``K_alpha`` of Oymak et al. 2021, section 4.2.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import ntk
+from bilevel.spaces.activations import ACTIVATIONS
+from ntk.spectrum import eigenvalues
+from ntk.spectrum.certificate import certified_min_eigenvalue
+
+
+def kernel_eigenvalue(x: Any, names: tuple[str, ...], alpha: Any) -> tuple[float, float, float]:
+    """Smallest eigenvalue of ``K_alpha``, its certified lower bound, and the entries' error.
+
+    For unit inputs ``x``; the bound is certified for kernels that far from the computed one.
+    """
+    with jax.enable_x64(True):
+        x, alpha = (jnp.asarray(np.asarray(a), float) for a in (x, alpha))
+        kernel, value, error = map(np.asarray, _kernel(x, names, alpha))
+    return float(value), certified_min_eigenvalue(kernel, error), float(error.max())
+
+
+@functools.partial(jax.jit, static_argnames="names")
+def _kernel(x, names, alpha):
+    """Compiled once for all ``alpha``: a third of the time that all pairs of activations take."""
+    layer: dict[ntk.Activation, Any] = {}
+    for name, weight in zip(names, alpha, strict=True):
+        layer[ACTIVATIONS[name]] = layer.get(ACTIVATIONS[name], 0.0) + weight
+    both = ntk.network_kernel(x, activations=[layer], variances=(1.0, 1.0))
+    # The hidden layer's weights alone: the output weights' part is the NNGP. Each has the error.
+    kernel = both.ntk - both.nngp
+    return kernel, eigenvalues.min_eigenvalue(kernel), 2 * both.error

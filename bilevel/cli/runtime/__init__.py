@@ -1,0 +1,1 @@
+"""Services for a running command: directory, log, report, interrupts, compilation cache."""

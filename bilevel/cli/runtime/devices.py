@@ -1,0 +1,72 @@
+"""``--devices`` and ``--distributed``: a command's copies over several devices, or processes."""
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from bilevel.contracts import Pytree
+from bilevel.internal.processes import several, spread, whole
+
+# Seconds without a sign of life after which a process counts as lost; then, of waiting at the end.
+_LOST, _SHUTDOWN = 20, 10
+
+
+def join() -> None:
+    """Meet the other processes that run this command; before JAX computes anything.
+
+    Raises
+    ------
+    ValueError
+        Where JAX finds nobody to meet.
+    """
+    try:
+        jax.distributed.initialize(
+            heartbeat_timeout_seconds=_LOST, shutdown_timeout_seconds=_SHUTDOWN
+        )
+    except (RuntimeError, ValueError) as error:
+        raise ValueError(
+            "distributed: expected processes that JAX can bring together (started by SLURM, "
+            f"Kubernetes, Open MPI or on TPUs), got: {error}"
+        ) from None
+
+
+def over(devices: int | Literal["all"], copies: int, what: str, tree: Pytree) -> Pytree:
+    """``tree``, whose arrays lead with an axis of ``copies``, spread over so many devices.
+
+    Of several processes each has the same ``tree``, and all devices are taken. Raises as
+    :func:`count_for` does.
+    """
+    count = count_for(devices, copies, what)
+    if count == 1:
+        return tree
+    mesh = jax.make_mesh(
+        (count,), ("copies",), axis_types=(AxisType.Auto,), devices=jax.devices()[:count]
+    )
+    sharding = NamedSharding(mesh, PartitionSpec("copies"))
+    return jax.tree.map(lambda x: spread(x, sharding), tree)
+
+
+def count_for(devices: int | Literal["all"], copies: int, what: str) -> int:
+    """How many devices the flag means: asked before a command reads its data.
+
+    Raises
+    ------
+    ValueError
+        For more devices than there are, or as many as do not divide the copies.
+    """
+    found = jax.device_count()
+    count = found if devices == "all" or (several() and devices == 1) else devices
+    if count > found:
+        raise ValueError(f"devices: expected at most the {found} that JAX finds, got {count}.")
+    if several() and count < found:
+        raise ValueError(f"devices: expected all {found} of several processes, got {count}.")
+    if copies % count:
+        raise ValueError(f"devices: expected a divisor of the {copies} {what}, got {count}.")
+    return count
+
+
+def here(tree: Pytree) -> Pytree:
+    """``tree``, whole in every process; every process has to ask."""
+    return jax.tree.map(lambda x: jnp.asarray(whole(x)), tree) if several() else tree

@@ -1,0 +1,153 @@
+"""What the commands share: the files of a run, and the screen."""
+
+import datetime
+import decimal
+import json
+import pathlib
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import jax
+import numpy as np
+from rich.console import Console
+
+from bilevel.cli.runtime import invocation
+from bilevel.internal.processes import first
+from bilevel.outer_loop.metrics_log import without_nan
+from bilevel.plots import appearance
+from bilevel.runs import records
+from bilevel.runs.progress import RunBar, run_bar
+
+
+def origin() -> dict[str, Any]:
+    """How, when and on what a result was computed."""
+    return {
+        "command": invocation.current().line,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "versions": invocation.versions(),
+        "jax": jax.__version__,
+        "device": str(jax.devices()[0].device_kind),
+    }
+
+
+def phases(progress: bool | None, work: Mapping[str, float]) -> AbstractContextManager[RunBar]:
+    """The progress bar of a whole run; ``work`` says how long each phase takes, in any unit."""
+    now = invocation.current()
+    return run_bar(progress if now.progress else False, work, now.record)
+
+
+def within(progress: bool | None) -> bool | None:
+    """``progress`` for the loops of a run's phases: what is recorded has to be told of them."""
+    return progress if invocation.current().record is None else None
+
+
+def write(folder: pathlib.Path, result: dict[str, Any], arrays: dict[str, Any]) -> None:
+    """``result.json``, and ``arrays.npz`` without pickle; of several processes the first writes."""
+    if not first():
+        return
+    with records.losing_only_the_record(f"out: results in {folder}"):
+        with records.replaced(folder / "result.json") as file:
+            file.write(as_json(result).encode() + b"\n")
+        with records.replaced(folder / "arrays.npz") as file:
+            records.savez(file, arrays)
+
+
+def as_json(result: Any) -> str:
+    """``result`` as JSON, which has no NaN and no infinity: null."""
+    return json.dumps(without_nan(result), indent=2, allow_nan=False)
+
+
+def picture(path: pathlib.Path, size: tuple[float, float], draw: Callable[[Any], None]) -> None:
+    """Make a figure of ``size`` inches, let ``draw`` draw on it, and save it at ``path``.
+
+    Without matplotlib nothing is saved. Without pyplot, so that no window opens and matplotlib's
+    backend stays as the rest of the program has it.
+    """
+    if not first():
+        return
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return
+    with appearance.style():
+        figure = Figure(size, layout="constrained")
+        draw(figure)
+        with records.losing_only_the_record(f"out: {path}"), records.replaced(path) as file:
+            figure.savefig(file, dpi=150, format="png")
+
+
+def heat_map(
+    table: np.ndarray, ax: Any, columns: Sequence[str], rows: Sequence[str], fontsize: float = 8
+) -> None:
+    """Numbers from 0 to 1 as shades, written in their cells; NaN is left blank."""
+    ax.imshow(table, vmin=0, vmax=1, cmap="Blues", aspect="auto")
+    ax.grid(False)
+    look: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": fontsize}
+    for (row, column), value in np.ndenumerate(table):
+        if np.isfinite(value):
+            ax.text(column, row, f"{value:.2f}", color="white" if value > 0.6 else "black", **look)
+    ax.set_xticks(range(len(columns)), columns, rotation=30, ha="right", rotation_mode="anchor")
+    ax.set_yticks(range(len(rows)), rows)
+    ax.tick_params(length=0)
+    ax.spines[:].set_visible(False)
+
+
+def title(config: dict[str, Any]) -> str:
+    """The title of a table of errors: which rows, and what the numbers are."""
+    spread = f", mean ± s.e. of {config['seeds']} seeds" if config["seeds"] > 1 else ""
+    return f"{_rows(config)}; errors in %{spread}"
+
+
+def picture_title(config: dict[str, Any]) -> str:
+    """The title of a picture: which rows, and which seeds."""
+    several = f"{config['seeds']} seeds drawn from " if config["seeds"] > 1 else ""
+    return f"{_rows(config)}; {several}seed {config['seed']}"
+
+
+def _rows(config: dict[str, Any]) -> str:
+    return f"{config['data']}: {config['train']} training, {config['valid']} validation rows"
+
+
+def screen() -> Console:
+    """The console that tables are printed on; it prints nothing in a call without a table.
+
+    A pipe or a file is 110 columns wide: it has no width, and rich would take 80. Square brackets
+    are printed as they are, not as rich's markup: names of folders and genotypes contain them.
+    """
+    quiet = not invocation.current().table
+    console = Console(markup=False, quiet=quiet)
+    return console if console.is_terminal else Console(width=110, markup=False, quiet=quiet)
+
+
+def mixture(alpha: Any, names: Any) -> str:
+    """A point of a simplex as ``0.83 tanh + 0.17 relu``: largest first, none under 0.005."""
+    pairs = sorted(zip(alpha, names, strict=True), reverse=True)
+    return " + ".join(f"{a:.2f} {name}" for a, name in pairs if a >= 0.005)
+
+
+def standard_error(x: np.ndarray) -> float:
+    """The standard error of the mean of ``x`` [seeds]; NaN for one seed."""
+    return float(x.std(ddof=1) / np.sqrt(len(x))) if len(x) > 1 else float("nan")
+
+
+def cell(x: np.ndarray, form: str) -> str:
+    """The mean of ``x`` [seeds] in the format ``form``, with its standard error."""
+    error = standard_error(x)
+    digits = ",.0f" if error >= 100 else ".2g"  # .2g would print 1000 as 1e+03
+    return f"{x.mean():{form}}" + (f" ± {error:{digits}}" if len(x) > 1 else "")
+
+
+def at_least(x: float, digits: int) -> str:
+    """A lower bound in ``digits`` digits, rounded down, so that the printed number is one too."""
+    return _rounded(x, digits, decimal.ROUND_FLOOR)
+
+
+def at_most(x: float, digits: int) -> str:
+    """An upper bound in ``digits`` digits, rounded up, so that the printed number is one too."""
+    return _rounded(x, digits, decimal.ROUND_CEILING)
+
+
+def _rounded(x: float, digits: int, rounding: str) -> str:
+    context = decimal.Context(prec=digits, rounding=rounding)
+    return f"{context.create_decimal_from_float(float(x)):.{digits}g}"

@@ -1,0 +1,118 @@
+"""The directory of a run: a new one with a number of its own, or that of the run to go on with."""
+
+import contextlib
+import json
+import pathlib
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+from bilevel.cli.flags import from_config_file, rules
+from bilevel.cli.flags.commands import Job, Resumable
+from bilevel.cli.runtime.interrupts import Stopped
+from bilevel.internal.processes import first, text_of_first
+from bilevel.runs import records
+
+
+@contextlib.contextmanager
+def run_directory(config: Job, *, keeps: str = "its results are kept") -> Iterator[pathlib.Path]:
+    """The directory to write into; where a new run fails before its first result, it is removed.
+
+    With ``config.resume`` it is ``config.out``, if that was the same run but for the flags that are
+    ``config.changeable``. Ctrl-C raises :class:`Stopped`, which says what the directory ``keeps``.
+    """
+    goes_on = isinstance(config, Resumable)
+    resumed = isinstance(config, Resumable) and config.resume
+    made: list[pathlib.Path] = []
+
+    def own():
+        from_config_file.check_directory(config)
+        if resumed:
+            return str(config.out)
+        made.extend(_new(config))
+        return str(made[0])
+
+    folder = pathlib.Path(text_of_first(own))
+    try:
+        yield folder
+        if resumed and config.changeable and first():
+            _save_changed(folder, config)
+    except BaseException as error:
+        kept = resumed or _has_results(folder)
+        if not kept:
+            _remove(made)
+        if isinstance(error, KeyboardInterrupt):
+            left = keeps if kept else "nothing is kept"
+            left += f" in {folder}" * (kept and not goes_on)
+            left += f"; go on with --resume --out {folder}" * (kept and goes_on)
+            raise Stopped(f"{str(error) or 'interrupted'}; {left}") from None
+        raise
+
+
+def _new(config: Job) -> list[pathlib.Path]:
+    """The directory ``out``, numbered where it exists, and the parents made for it, inner first."""
+    out = config.out
+    made: list[pathlib.Path] = []
+    try:
+        made = [parent for parent in out.parents if not parent.exists()]
+        out.parent.mkdir(parents=True, exist_ok=True)
+        folder, number = out, 1
+        while not _make(folder):
+            number += 1
+            folder = out.with_name(f"{out.name}-{number}")
+        made.insert(0, folder)
+        (folder / from_config_file.CONFIG).write_text(_as_json(from_config_file.flags_of(config)))
+    except OSError as error:
+        _remove(made)
+        raise ValueError(
+            f"out: expected a directory that can be made, got {rules.shown(out)} "
+            f"({error.strerror})."
+        ) from None
+    return made
+
+
+def _as_json(values: dict[str, Any]) -> str:
+    return json.dumps(values, indent=2) + "\n"
+
+
+def _make(folder: pathlib.Path) -> bool:
+    """Make the directory; False if it exists, as when another run makes it at the same time."""
+    try:
+        folder.mkdir()
+    except FileExistsError:
+        return False
+    return True
+
+
+def _has_results(folder: pathlib.Path) -> bool:
+    """Whether a file holds more than flags, a lock or the header of a journal."""
+    files = [p for p in folder.rglob("*") if p.is_file() and p.name != from_config_file.CONFIG]
+    files = [path for path in files if path.name != "lock" and path.suffix != ".lock"]
+    return any(
+        path.read_bytes().count(b"\n") > 1 if path.suffix == ".jsonl" else path.stat().st_size > 0
+        for path in files
+    )
+
+
+def _remove(made: list[pathlib.Path]) -> None:
+    """The run's directory, and its parents unless something else is in them by now."""
+    for folder in made:
+        if (folder / from_config_file.CONFIG).exists():
+            shutil.rmtree(folder, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            folder.rmdir()
+
+
+def _save_changed(folder: pathlib.Path, config: Job) -> None:
+    """Save the changeable flags as they are now: with them the run gives the result it has."""
+    before, now = (
+        from_config_file.read(folder / from_config_file.CONFIG, "out"),
+        from_config_file.flags_of(config),
+    )
+    if (after := before | {name: now[name] for name in config.changeable}) != before:
+        # A full disk: the result is there already.
+        with (
+            contextlib.suppress(OSError),
+            records.replaced(folder / from_config_file.CONFIG) as file,
+        ):
+            file.write(_as_json(after).encode())

@@ -1,0 +1,5 @@
+"""Real datasets as arrays, with checked files and stratified splits."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

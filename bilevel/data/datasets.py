@@ -1,0 +1,487 @@
+"""Real datasets as numpy arrays, every file checked before it is used; stratified splits.
+
+A dataset is looked for in ``$BILEVEL_DATA/<name>``, then in the user cache,
+``pooch.os_cache("bilevel")/<name>``, and is otherwise downloaded into that cache from its public
+host. A file may be plain, ``.gz`` or ``.xz``: it is the digest of its content that is checked.
+Archives are read in place, and nothing is ever unpickled.
+
+=============  ===============  =======================================================
+name           train / test     files
+=============  ===============  =======================================================
+digits         1,437 / 360      none: it comes with scikit-learn
+mnist          60,000 / 10,000  idx, four files
+fashion-mnist  60,000 / 10,000  idx, four files
+cifar10        50,000 / 10,000  the binary version: six batches, or their archive
+imdb           25,000 / 25,000  ``imdb_reviews.csv``, or ``aclImdb/``, or its archive
+=============  ===============  =======================================================
+
+References: LeCun, Cortes, Burges, the MNIST database; Xiao, Rasul, Vollgraf, Fashion-MNIST, 2017;
+Krizhevsky, Learning Multiple Layers of Features from Tiny Images, 2009; Maas et al., Learning Word
+Vectors for Sentiment Analysis, ACL 2011.
+"""
+
+import csv
+import io
+import math
+import re
+import struct
+from collections.abc import Iterable, Sequence
+from itertools import takewhile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import chex
+import jax
+import numpy as np
+import pooch
+from scipy.sparse import csr_array
+from scipy.sparse.csgraph import maximum_flow
+
+from bilevel.data.files import (
+    check_digest,
+    check_length,
+    data_folders,
+    find_file,
+    in_words,
+    members,
+    read_file,
+    user_cache,
+)
+from bilevel.internal.checks import known, prng_key, sequence, whole
+
+__all__ = [
+    "Dataset",
+    "check_digest",
+    "find_file",
+    "load",
+    "read_file",
+    "samples",
+    "split",
+]
+
+
+class Dataset(NamedTuple):
+    """Training and test rows of one dataset."""
+
+    x_train: np.ndarray  # [n, h, w] or [n, h, w, 3] float32 in [0, 1], or [n] str objects
+    y_train: np.ndarray  # [n] int32
+    x_test: np.ndarray
+    y_test: np.ndarray
+    classes: tuple[str, ...]  # label i is called classes[i]
+
+
+class Source(NamedTuple):
+    """One file on a public host, and the files whose content it carries."""
+
+    url: str
+    digest: str  # of the file at `url`, as it is
+    files: dict[str, str]  # name -> digest of the content, however it is compressed
+
+    @property
+    def file(self) -> str:
+        """The name of the file at `url`."""
+        return self.url.rpartition("/")[2]
+
+
+def _idx_sources(host, *digests):
+    names = (f"{a}-{b}-ubyte" for a in ("train", "t10k") for b in ("images-idx3", "labels-idx1"))
+    return tuple(
+        Source(f"{host}/{name}.gz", f"md5:{packed}", {name: f"md5:{content}"})
+        for name, (packed, content) in zip(names, digests, strict=True)
+    )
+
+
+# In the order of their rows: training before test.
+_BATCHES = {
+    "data_batch_1.bin": "md5:5dd7e06a14cb22eb9f671a540d1b7c25",
+    "data_batch_2.bin": "md5:5ea93a67294ea407fff1d09f752e9692",
+    "data_batch_3.bin": "md5:942cd6a4bcdd0dd3c604fbe906cb4421",
+    "data_batch_4.bin": "md5:ae636b3ba5c66a11e91e8cb52e771fcb",
+    "data_batch_5.bin": "md5:53f37980c15c3d472c316c40844f3f0d",
+    "test_batch.bin": "md5:803d5f7f4d78ea53de84dbe85f74fb6d",
+}
+_REVIEWS = "sha256:f84cfe56c2688ab62f00b141848a3349086eb295ca716c78d429108c0ed92823"
+SOURCES: dict[str, tuple[Source, ...]] = {
+    "mnist": _idx_sources(
+        "https://ossci-datasets.s3.amazonaws.com/mnist",
+        ("f68b3c2dcbeaaa9fbdd348bbdeb94873", "6bbc9ace898e44ae57da46a324031adb"),
+        ("d53e105ee54ea40749a09fcbcd1e9432", "a25bea736e30d166cdddb491f175f624"),
+        ("9fb629c4189551a2d022fa330f9573f3", "2646ac647ad5339dbf082846283269ea"),
+        ("ec29112dd5afa0611ce80d1b7f02629c", "27ae3e4e09519cfbb04c329615203637"),
+    ),
+    "fashion-mnist": _idx_sources(
+        # The authors' repository. The host that its README names has no https.
+        "https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/"
+        "b2617bb6d3ffa2e429640350f613e3291e10b141/data/fashion",
+        ("8d4fb7e6c68d591d4c3dfef9ec88bf0d", "f4a8712d7a061bf5bd6d2ca38dc4d50a"),
+        ("25c81989df183df01b3e8a0aad5dffbe", "9018921c3c673c538a1fc5bad174d6f9"),
+        ("bef4ecab320f06d8554ea6380940ec79", "8181f5470baa50b63fa0f6fddb340f0a"),
+        ("bb300cfdad3c16e7a12a480ee83cd310", "15d484375f8d13e6eb1aabb0c3f46965"),
+    ),
+    "cifar10": (
+        Source(
+            "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz",
+            "md5:c32a1d4ab5d03f1284b67883e8d87530",
+            _BATCHES,
+        ),
+    ),
+    "imdb": (
+        Source(
+            "https://ai.stanford.edu/~amaas/data/sentiment/aclImdb_v1.tar.gz",
+            "md5:7c2ac02c03563afcf9b574c7e56c153a",
+            # The digest of the folder is that of its reviews written as the csv file.
+            {"imdb_reviews.csv": _REVIEWS, "aclImdb": _REVIEWS},
+        ),
+    ),
+}
+_CLOTHES = "T-shirt/top, Trouser, Pullover, Dress, Coat, Sandal, Shirt, Sneaker, Bag, Ankle boot"
+_THINGS = "airplane, automobile, bird, cat, deer, dog, frog, horse, ship, truck"
+
+
+def load(
+    name: str,
+    *,
+    train_size: int | None = None,
+    test_size: int | None = None,
+    download: bool = True,
+) -> Dataset:
+    """Load a dataset as numpy arrays.
+
+    Parameters
+    ----------
+    name : {"digits", "mnist", "fashion-mnist", "cifar10", "imdb"}
+        ``digits`` has no official test set: here its last 360 rows are the test rows.
+    train_size, test_size : int, optional
+        Keep the first that many rows; by default all. The files of ``imdb`` are sorted by label,
+        so its rows are first put in a random order that is always the same. Of ``cifar10`` only
+        the batches that the rows are in are read, and need be there.
+    download : bool
+        Whether to fetch what neither ``$BILEVEL_DATA`` nor the user cache holds.
+
+    Returns
+    -------
+    Dataset
+        Images are float32 in [0, 1], ``[n, h, w]`` or ``[n, h, w, 3]``; texts are ``str`` objects,
+        ``[n]``; labels are int32, ``[n]``.
+
+    Raises
+    ------
+    FileNotFoundError
+        A file is missing or cannot be downloaded.
+    ValueError
+        The name is unknown, a file is truncated or altered, or there are fewer rows than asked for.
+
+    Examples
+    --------
+    >>> digits = load("digits", train_size=1000)
+    >>> digits.x_train.shape, digits.x_test.shape, digits.classes[3]
+    ((1000, 8, 8), (360, 8, 8), '3')
+    """
+    known("name", name, _DATASETS)
+    for argument, size in (("train_size", train_size), ("test_size", test_size)):
+        if size is not None:
+            whole(argument, size, 1)
+    read, classes = _DATASETS[name]
+    train, test = read(name, train_size, download)
+    x_train, y_train = _first(f"{name}: train_size", train_size, *train)
+    x_test, y_test = _first(f"{name}: test_size", test_size, *test)
+    return Dataset(x_train, y_train, x_test, y_test, classes)
+
+
+def samples(
+    name: str, keys: Sequence[chex.PRNGKey] | jax.Array, *, train: int, valid: int, test: int
+) -> list[list[tuple[np.ndarray, np.ndarray]]]:
+    """Training, validation and test rows of a dataset, drawn anew for every key.
+
+    ``train`` and ``valid`` rows are drawn of the official training rows, with all classes in their
+    proportions; the test rows are the first ``test`` official ones, or as many as there are. Digits
+    has none of its own: there all three are drawn of all rows.
+
+    Parameters
+    ----------
+    name : str
+        As in :func:`load`. Of CIFAR-10 only as many files are read as hold ``train + valid`` rows.
+    keys : sequence of jax PRNG keys
+    train, valid, test : int
+
+    Returns
+    -------
+    list, for every key, of ``[(x_train, y_train), (x_valid, y_valid), (x_test, y_test)]``
+
+    Raises
+    ------
+    FileNotFoundError
+        As :func:`load`.
+    ValueError
+        As :func:`load`; for ``train`` and ``valid`` rows that there are not, or what are no keys.
+
+    Examples
+    --------
+    >>> (parts,) = samples("digits", [jax.random.key(0)], train=100, valid=50, test=20)
+    >>> [(x.shape, y.shape) for x, y in parts]
+    [((100, 8, 8), (100,)), ((50, 8, 8), (50,)), ((20, 8, 8), (20,))]
+    """
+    for argument, size in (("train", train), ("valid", valid), ("test", test)):
+        whole(argument, size, 1)
+    keys = _listed(keys)
+    if name == "digits":
+        data = load(name)
+        _check_rows(train, valid, len(data.y_train) + len(data.y_test) - 1, " and one to test")
+        x = np.concatenate([data.x_train, data.x_test])
+        y = np.concatenate([data.y_train, data.y_test])
+        three = train, valid, min(test, len(x) - train - valid)
+        return [[(x[r], y[r]) for r in split(key, y, three)] for key in keys]
+    sizes: dict[str, Any] = {"test_size": min(test, _TEST_ROWS.get(name, test))}
+    if name == "cifar10":
+        sizes["train_size"] = min(-(-(train + valid) // BATCH_ROWS), 5) * BATCH_ROWS
+    data = load(name, **sizes)
+    _check_rows(train, valid, len(data.y_train))
+    rows = [split(key, data.y_train, (train, valid)) for key in keys]
+    last = data.x_test, data.y_test
+    return [[*((data.x_train[r], data.y_train[r]) for r in parts), last] for parts in rows]
+
+
+def _listed(keys):
+    """The keys, if they are several."""
+    if getattr(keys, "shape", None) == ():
+        raise ValueError("keys: expected a sequence of PRNG keys, got one.")
+    keys = sequence("keys", keys, "a sequence of PRNG keys")
+    for i, key in enumerate(keys):
+        prng_key(f"keys[{i}]", key)
+    return keys
+
+
+def _check_rows(train, valid, rows, beside=""):
+    if train + valid > rows:
+        raise ValueError(
+            f"train, valid: expected at most {rows} rows together{beside}, got {train + valid}."
+        )
+
+
+_TEST_ROWS = {"mnist": 10_000, "fashion-mnist": 10_000, "cifar10": 10_000, "imdb": 25_000}
+
+
+def split(key: chex.PRNGKey, labels: chex.Array, sizes: Iterable[int]) -> tuple[np.ndarray, ...]:
+    """Disjoint stratified parts of a labelled sample.
+
+    Of the N_c samples of class c among N, a part of n gets either the floor or the ceiling of
+    n N_c / N. The order within a part is random.
+
+    Parameters
+    ----------
+    key : jax PRNG key
+    labels : array, [N]
+    sizes : sequence of int
+        The size of each part: at least 1 each, at most N together.
+
+    Returns
+    -------
+    tuple of int arrays
+        The indices of each part, ``[sizes[p]]``; samples beyond ``sum(sizes)`` are in none.
+
+    Raises
+    ------
+    ValueError
+        ``key`` is no PRNG key, ``labels`` is not a vector, a part is empty, or the sizes add up to
+        more than N.
+
+    Examples
+    --------
+    >>> labels = np.repeat([0, 1], [60, 40])
+    >>> train, valid = split(jax.random.key(0), labels, (50, 10))
+    >>> np.bincount(labels[train]), np.bincount(labels[valid])
+    (array([30, 20]), array([6, 4]))
+    """
+    prng_key("key", key)
+    labels = np.asarray(labels)
+    if labels.ndim != 1:
+        raise ValueError(f"labels: expected a vector, got shape {labels.shape}.")
+    sizes = list(sizes) if isinstance(sizes, Iterable) else sizes
+    if not isinstance(sizes, list) or not sizes:
+        raise ValueError(f"sizes: expected at least one, got {sizes!r}.")
+    sizes = [whole(f"sizes[{i}]", size, 1) for i, size in enumerate(sizes)]
+    rest = len(labels) - sum(sizes)
+    if rest < 0:
+        raise ValueError(
+            f"sizes: expected at most the {len(labels)} samples together, got {sum(sizes)}."
+        )
+    seed = np.asarray(jax.random.key_data(key)).ravel()
+    # RandomState, not default_rng, whose stream may change from one numpy to the next.
+    order = np.random.RandomState(seed).permutation(len(labels))
+    _, first, codes = np.unique(labels[order], return_index=True, return_inverse=True)
+    # Classes numbered as they come in the random order, lest rounding favour the same ones.
+    codes = np.argsort(np.argsort(first))[codes]
+    quotas = _quotas(np.array([*sizes, rest]), np.bincount(codes))
+    owner = np.empty(len(labels), int)
+    parts = np.tile(np.arange(len(sizes) + 1), len(first))
+    owner[np.argsort(codes, kind="stable")] = np.repeat(parts, quotas.T.ravel())
+    return tuple(order[owner == part] for part in range(len(sizes)))
+
+
+def _quotas(sizes, counts):
+    """Whole numbers next to sizes x counts / N, with sizes as row and counts as column sums.
+
+    The ideal table is a fractional flow from parts to classes, so a whole one exists, and a
+    maximum flow of the units that the floors leave over finds it, in integers throughout.
+    """
+    floors, remainders = np.divmod(np.outer(sizes, counts), counts.sum())
+    part, label = slice(1, len(sizes) + 1), slice(len(sizes) + 1, -1)
+    capacity = np.zeros((len(sizes) + len(counts) + 2,) * 2, np.int32)
+    capacity[0, part] = sizes - floors.sum(1)
+    capacity[part, label] = remainders > 0
+    capacity[label, -1] = counts - floors.sum(0)
+    flow = maximum_flow(csr_array(capacity), 0, len(capacity) - 1).flow.toarray()
+    return floors + flow[part, label]
+
+
+def _first(what, size, x, y):
+    """The first `size` rows, bytes scaled to [0, 1]."""
+    if size is not None and size > len(y):
+        raise ValueError(f"{what} must be at most {len(y)}, got {size}")
+    x, y = x[:size], y[:size].astype(np.int32)
+    return (x / np.float32(255) if x.dtype == np.uint8 else x), y
+
+
+# One reader per format: (name, train_size, download) -> (x_train, y_train), (x_test, y_test).
+
+
+def _read_digits(name, train_size, download):
+    from sklearn.datasets import load_digits  # a slow import that nothing else here needs
+
+    pixels, labels = load_digits(return_X_y=True)
+    images = (pixels / 16).astype(np.float32).reshape(-1, 8, 8)
+    return (images[:-360], labels[:-360]), (images[-360:], labels[-360:])
+
+
+def _read_idx(name, train_size, download):
+    folder = _folder(name, download)
+    files = [item for source in SOURCES[name] for item in source.files.items()]
+    arrays = []
+    for file, digest in files:
+        path, content = read_file(folder, file)
+        arrays.append(_idx_array(path, content, digest))
+    return arrays[:2], arrays[2:]
+
+
+def _idx_array(path, content, digest):
+    """The array of an idx file: magic 2048 + rank, the dimensions, then unsigned bytes."""
+    rank = 3 if "idx3" in path.name else 1
+    start = 4 + 4 * rank
+    magic, *shape = struct.unpack(f">{1 + rank}I", content[:start].ljust(start, b"\0"))
+    if magic != 2048 + rank:
+        raise ValueError(f"{path}: expected idx magic {2048 + rank}, got {magic}")
+    check_length(path, content, start + math.prod(shape), f"the shape {shape} in its header")
+    check_digest(path, content, digest)
+    return np.frombuffer(content, np.uint8, offset=start).reshape(shape)
+
+
+BATCH_ROWS = 10_000  # rows in each file of CIFAR-10
+
+
+def _read_cifar10(name, train_size, download):
+    folder, (source,) = _folder(name, download), SOURCES[name]
+    *batches, test_batch = source.files
+    total = BATCH_ROWS * len(batches)
+    wanted = min(total, train_size or total)
+    archive = find_file(folder, source.file)
+    held = BATCH_ROWS * sum(
+        1 for _ in takewhile(lambda b: archive or find_file(folder, b), batches)
+    )
+    if 0 < held < wanted:
+        raise ValueError(
+            f"{folder}: expected {wanted:,} training rows, got {held:,} of {total:,}: ask for at "
+            f"most {held:,}"
+        )
+    packed = {}
+    if archive:
+        for member, content in members(archive, source.digest, r"_batch.*\.bin$"):
+            packed[Path(member).name] = archive / member, content
+    parts = []
+    for file in (*batches[: math.ceil(wanted / BATCH_ROWS)], test_batch):
+        path, content = packed.get(file) or read_file(folder, file)
+        parts.append(_cifar_batch(path, content, source.files[file]))
+    *train, test = parts
+    return [np.concatenate(arrays) for arrays in zip(*train, strict=True)], test
+
+
+def _cifar_batch(path, content, digest):
+    """Images and labels of a batch; a record is a label and three 32 x 32 planes, RGB."""
+    check_length(path, content, BATCH_ROWS * 3073, f"{BATCH_ROWS} records of 3073")
+    check_digest(path, content, digest)
+    records = np.frombuffer(content, np.uint8).reshape(-1, 3073)
+    images = records[:, 1:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
+    return np.ascontiguousarray(images), records[:, 0]
+
+
+def _read_imdb(name, train_size, download):
+    folder, (source,) = _folder(name, download), SOURCES[name]
+    path = find_file(folder, *source.files, source.file)
+    assert path is not None  # _folder has seen it
+    if path.name.startswith("imdb_reviews.csv"):
+        _, content = read_file(folder, "imdb_reviews.csv")
+    else:
+        content = _imdb_csv(path, source.digest)
+    check_digest(path, content, source.files["imdb_reviews.csv"])
+    rows = list(csv.reader(io.StringIO(content.decode(), newline="")))
+    return [_imdb_part([row for row in rows if row[0] == part]) for part in ("train", "test")]
+
+
+def _imdb_part(rows):
+    """Texts and labels of the rows in a random order that is always the same."""
+    rows = [rows[i] for i in np.random.RandomState(0).permutation(len(rows))]
+    _, labels, _, _, texts = zip(*rows, strict=True)
+    return np.array(texts, dtype=object), np.array(labels, dtype=np.int32)
+
+
+def _imdb_csv(path, digest):
+    """The reviews of the official folder or archive, as the content of imdb_reviews.csv."""
+    pattern = r"(train|test)/(neg|pos)/(\d+)_(\d+)\.txt$"
+    rows = []
+    for name, text in members(path, digest, pattern):
+        # `members` yields names that match only.
+        part, label, number, rating = re.findall(pattern, name)[0]
+        rows.append((part, int(label == "pos"), rating, int(number), text.decode(errors="replace")))
+    rows.sort(key=lambda row: (row[0] == "test", row[1], row[3]))
+    table = io.StringIO(newline="")
+    writer = csv.writer(table, lineterminator="\n")
+    writer.writerows([("split", "label", "rating", "review_id", "text"), *rows])
+    return table.getvalue().encode()
+
+
+_DATASETS = {
+    "digits": (_read_digits, tuple("0123456789")),
+    "mnist": (_read_idx, tuple("0123456789")),
+    "fashion-mnist": (_read_idx, tuple(_CLOTHES.split(", "))),
+    "cifar10": (_read_cifar10, tuple(_THINGS.split(", "))),
+    "imdb": (_read_imdb, ("negative", "positive")),
+}
+
+
+def _folder(name, download):
+    """The first place that holds files of a dataset, after filling the cache if need be."""
+    folders, root = data_folders(name), user_cache()
+    cache = root and root / name
+    missing = {
+        folder: [s for s in SOURCES[name] if not find_file(folder, s.file, *s.files)]
+        for folder in folders
+    }
+    found = next((f for f in folders if len(missing[f]) < len(SOURCES[name])), None)
+    if download and cache and found in (None, cache):
+        for source in missing[cache]:
+            _download(source, cache)
+        return cache
+    if found is None:
+        raise FileNotFoundError(f"{name}: expected its files in {in_words(folders)}, got none")
+    return found
+
+
+def _download(source, folder):
+    try:
+        pooch.retrieve(source.url, source.digest, fname=source.file, path=folder)
+    except OSError as error:
+        raise FileNotFoundError(
+            f"{source.url}: expected a download, got {type(error).__name__}; put {source.file} "
+            f"into {folder}, or into {folder.name}/ of the folder that BILEVEL_DATA names"
+        ) from error
+    except ValueError as error:  # a wrong digest, which pooch reports in several sentences
+        raise ValueError(f"{source.url}: {str(error).partition('. ')[0]}") from error

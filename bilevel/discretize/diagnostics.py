@@ -1,0 +1,169 @@
+"""What to look at in a search of architectures: the entropy of alpha, the curvature of its loss.
+
+Zela et al. (2020) see a search whose networks will generalise badly in the growth of
+:func:`alpha_curvature`; :func:`entropy` says how far alpha is from an architecture.
+
+Reference: Zela, Elsken, Saikia, Marrakchi, Brox & Hutter, Understanding and Robustifying
+Differentiable Architecture Search, ICLR 2020.
+"""
+
+from collections.abc import Callable
+
+import chex
+import jax
+import numpy as np
+import optax
+from jax.flatten_util import ravel_pytree
+
+from bilevel.contracts import Loss, Pytree
+
+
+def entropy(alpha: chex.Array) -> jax.Array:
+    """Entropy of simplices, in nats: of ``alpha`` [..., h] on its last axis, [...].
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> entropy(jnp.array([[0.5, 0.5], [1.0, 0.0]])).round(4)
+    Array([0.6931, 0.    ], dtype=float...)
+    """
+    return jax.scipy.special.entr(alpha).sum(axis=-1)
+
+
+def simplices(sets: Pytree, alpha: Pytree) -> list[jax.Array]:
+    """The leaves of a space's ``alpha`` that are on simplices, by its ``sets``.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> sets = {"mixture": "simplex", "log_penalty": "free"}
+    >>> simplices(sets, {"mixture": jnp.ones(1), "log_penalty": jnp.zeros(())})
+    [Array([1.], dtype=float...)]
+    """
+    words = jax.tree.leaves(_broadcast(sets, alpha))
+    pairs = zip(words, jax.tree.leaves(alpha), strict=True)
+    return [leaf for word, leaf in pairs if word == "simplex"]
+
+
+def tangent(sets: Pytree, direction: Pytree) -> Pytree:
+    """The part of a direction of ``alpha`` that stays in the planes of its simplices.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> tangent("simplex", jnp.array([3.0, 1.0]))
+    Array([ 1., -1.], dtype=float...)
+    """
+
+    def along(word, v):
+        return v - v.mean(axis=-1, keepdims=True) if word == "simplex" else v
+
+    return jax.tree.map(along, _broadcast(sets, direction), direction)
+
+
+def _broadcast(sets: Pytree, like: Pytree) -> Pytree:
+    """A word for every leaf: ``sets`` is like ``like``, or a prefix of it."""
+    return jax.tree.map(lambda word, part: jax.tree.map(lambda _: word, part), sets, like)
+
+
+_DENSE = 16  # entries of alpha up to which the Hessian is made
+
+
+def alpha_curvature(loss: Loss, sets: Pytree = "simplex") -> Callable[..., float]:
+    """``curvature(w, alpha, batch)``: the largest eigenvalue of the loss's Hessian in alpha.
+
+    By Lanczos's method on Hessian-vector products along the simplices: one compiled program, which
+    is called from the host.
+
+    Parameters
+    ----------
+    loss : ``loss(w, alpha, batch) -> scalar``
+        ``space.problem.outer``.
+    sets : pytree of {"simplex", "box", "free"}
+        ``space.sets``. Directions out of the simplices count as having no curvature, so that the
+        result is never negative where there are any simplices. The paper's alpha are logits: its
+        numbers are others.
+
+    Returns
+    -------
+    function
+        From concrete arrays to a float, to 1e-4 of it.
+
+    Raises
+    ------
+    ValueError
+        When called, for second derivatives that are not finite.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> curvature = alpha_curvature(lambda w, alpha, batch: w * jnp.sum(alpha**2))
+    >>> round(curvature(3.0, jnp.full((2, 4), 0.25), None), 3)
+    6.0
+    """
+
+    @jax.jit
+    def product(v, w, alpha, batch):
+        flat, unravel = ravel_pytree(alpha)
+
+        def along(v):
+            return ravel_pytree(tangent(sets, unravel(v)))[0]
+
+        slope = jax.grad(lambda a: loss(w, unravel(a), batch))
+        return along(jax.jvp(slope, (flat,), (along(v.astype(flat.dtype)),))[1])
+
+    def largest(w, alpha, batch):
+        from scipy.sparse.linalg import LinearOperator, eigsh
+
+        def times(v):
+            return np.asarray(product(v, w, alpha, batch), float)
+
+        size = ravel_pytree(alpha)[0].size
+        least = 0.0 if "simplex" in jax.tree.leaves(sets) else -np.inf
+        start = np.random.default_rng(0).normal(size=size)
+        first = times(start)
+        if not np.isfinite(first).all():
+            raise ValueError(
+                "alpha: expected a loss whose second derivatives are finite there, got a NaN or an "
+                "infinity."
+            )
+        if not first.any():  # a loss linear in alpha
+            return 0.0
+        if size <= _DENSE:
+            hessian = np.stack([times(v) for v in np.eye(size)])
+            return max(least, float(np.linalg.eigvalsh(hessian)[-1]))
+        operator = LinearOperator((size, size), times, dtype=float)
+        found = eigsh(operator, 1, which="LA", v0=start, tol=1e-4, return_eigenvectors=False)
+        return max(least, float(found[0]))
+
+    return largest
+
+
+def kernel_diagonal(apply: Callable, w: Pytree, alpha: Pytree, x: chex.Array) -> jax.Array:
+    """Mean over rows of the empirical tangent kernel's entry (x, x), of the first output.
+
+    Its inverse is the scale of step sizes for gradient descent on the mean loss of some rows.
+
+    Parameters
+    ----------
+    apply : ``apply(w, alpha, x) -> outputs`` [n] or [n, c]
+        ``space.apply``.
+    w, alpha : pytrees
+    x : array [n, ...]
+
+    Returns
+    -------
+    array []
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> kernel_diagonal(lambda w, _, x: x @ w, jnp.zeros(2), None, jnp.array([[3.0, 4.0]]))
+    Array(25., dtype=float...)
+    """
+
+    def entry(row):
+        slope = jax.grad(lambda w: apply(w, alpha, row[None]).reshape(-1)[0])(w)
+        return optax.tree.norm(slope, squared=True)
+
+    return jax.lax.map(entry, x).mean()

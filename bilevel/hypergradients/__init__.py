@@ -1,0 +1,1 @@
+"""Hypergradients, estimates of their error, and the curvature of the lower loss."""

@@ -1,0 +1,429 @@
+"""The hypergradient: ``d/dalpha outer(w*(alpha), alpha)``, with what is known of its accuracy.
+
+It is ``jax.grad`` of ``outer`` after the lower solver. One more input rides along: a tilt added to
+the lower loss, ``lower + <tilt, w>`` at ``tilt = 0``. The derivative of the outer loss in the tilt
+is minus the adjoint ``q = H^-1 d_w outer`` that the solver effectively used, be it a linear solve
+or a truncated unrolling. So every solver's adjoint can be inspected, and reused as a warm start.
+"""
+
+import dataclasses
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.flatten_util import ravel_pytree
+
+from bilevel.contracts import LowerSolver, Pytree, Stateful
+from bilevel.hypergradients.curvature import PRODUCTS
+from bilevel.hypergradients.error_estimate import Info, assess, unmapped
+from bilevel.internal.checks import (
+    arrays,
+    between,
+    floating,
+    losses,
+    lower_solver,
+    nan_unless_finite,
+    short,
+)
+from bilevel.internal.custom_rules import (
+    NO_FORWARD_RULE,
+    REVERSE_OVER_REVERSE,
+    exact_order,
+    second_derivatives,
+)
+from bilevel.internal.meshes import automatic, vary, varying
+from bilevel.internal.precision import narrow
+from bilevel.problem.problem import Problem, at_variables, parts
+from bilevel.problem.structure import (
+    check_enters,
+    entering,
+    enters,
+    leaf_names,
+    outputs_reading,
+    with_rules,
+)
+from bilevel.solvers import RestartedState, detached, remember, report_of, start_of, with_report
+from ntk.internal.compile_cache import fresh
+
+
+class HyperGradient(NamedTuple):
+    """Result of :func:`hypergradient`."""
+
+    value: jax.Array  # [], outer loss at the solver's w
+    grad: Pytree  # like alpha
+    w: Pytree  # the solver's solution
+    info: Info  # accuracy; None with diagnostics=False, where nobody reads it
+    aux: Pytree = None  # {"lower": ..., "outer": ...} of a Problem(has_aux=True)
+
+
+def hypergradient(
+    problem: Problem,
+    solver: LowerSolver,
+    *,
+    mode: str = "reverse",
+    diagnostics: bool = True,
+    damping: float = 0.0,
+    products: int | None = None,
+    difference: float | None = None,
+) -> Callable[[Pytree, Pytree, Pytree, Pytree], HyperGradient]:
+    """The hypergradient of ``problem`` by ``solver``, and how wrong it is.
+
+    Parameters
+    ----------
+    problem : Problem
+    solver : LowerSolver
+        :func:`bilevel.unrolled`, :func:`bilevel.implicit`, :func:`bilevel.ridge`, or your own. One
+        that draws batches itself takes ``(key, data)`` for ``train``; ``info`` then speaks of the
+        lower problem of one more batch.
+    mode : {"reverse", "forward"}
+        ``"reverse"``: cost independent of dim(alpha). ``"forward"``: memory independent of the
+        number of inner steps (2 dim(alpha) copies of ``w``), cost grows with dim(alpha).
+    diagnostics : bool
+        Whether to fill ``info``. Up to 512 weights this takes the Hessian's decomposition; beyond,
+        a few linear solves, or a short one or two where no claim can be made. Under ``jax.jit``
+        fields that the compiled function does not return cost nothing.
+    damping : float
+        Not of the hypergradient: ``info`` then speaks of the solution map of
+        ``lower + damping / 2 |w - w0|^2``. With more weights than labels and no weight decay the
+        solutions of ``lower`` itself are many; as ``damping`` falls, this is the one nearest to
+        ``w0``, and what gradient descent from there converges to in a linear model.
+    products : int, optional
+        Most Hessian products of each linear solve for ``info``; by default as many as keep its
+        cost near the hypergradient's own, where the solver says what that is, and 1,000 elsewhere.
+    difference : float, optional
+        A distance in ``alpha``. ``info.slope`` is then the central difference of the outer loss
+        over that distance along the hypergradient, for two more runs of the solver. If the
+        derivative is a slope, it is near the norm of the hypergradient; with kinks in the losses
+        (ReLU) it may not be.
+
+    Returns
+    -------
+    ``fn(alpha, w0, train, valid) -> HyperGradient(value, grad, w, info, aux)``
+        Pure: works under ``jit``, ``vmap`` and further differentiation, with hyperparameters
+        closed over by the losses too. With respect to ``w0``, the value's derivative is exact for
+        :func:`bilevel.unrolled` (all steps differentiated) and zero for :func:`bilevel.implicit`,
+        whose solution does not depend on where it started.
+
+    Raises
+    ------
+    ValueError
+        If ``difference`` is not positive, or given without diagnostics. While tracing, if ``mode``
+        is unknown, a loss is not a floating scalar, a leaf of ``alpha``
+        enters neither the losses nor the solver, no leaf of ``alpha`` is differentiated
+        (``backprop=0`` and an outer loss without ``alpha``), the outer loss knows the weights only
+        by variables that are not differentiated, or reverse mode meets a loop that ends by a test
+        (a line search).
+
+    Warns
+    -----
+    UserWarning
+        While tracing, if some leaves of ``alpha`` cannot be reached by the derivative, for example
+        a step size under :func:`bilevel.implicit`. Their hypergradient is 0.
+
+    Examples
+    --------
+    >>> import bilevel
+    >>> x, y = jnp.eye(3), jnp.array([1.0, 2.0, 3.0])
+    >>> problem = bilevel.Problem(
+    ...     lower=lambda w, alpha, batch: 0.5 * jnp.sum((batch[0] @ w - batch[1]) ** 2)
+    ...     + 0.5 * alpha * jnp.sum(w**2),
+    ...     outer=lambda w, alpha, batch: jnp.sum((batch[0] @ w - batch[1]) ** 2),
+    ... )
+    >>> fn = jax.jit(bilevel.hypergradient(problem, bilevel.implicit()))
+    >>> result = fn(jnp.array(1.0), jnp.zeros(3), (x, y), (x, y))  # w* = y / 2, value |y|^2 / 4
+    >>> result.value, result.grad, bool(result.info.converged)
+    (Array(3.5, dtype=float...), Array(3.5, dtype=float...), True)
+    """
+    step = stateful_hypergradient(
+        problem, solver, mode=mode, diagnostics=diagnostics, damping=damping, products=products
+    )
+
+    if difference is not None:
+        between("difference", difference, 0, math.inf)
+        if not diagnostics:
+            raise ValueError("difference: expected diagnostics=True with it, got False.")
+    solve = solution(problem, solver)
+
+    def value_at(alpha, w0, train, valid):
+        w, _ = solve(alpha, w0, first_state(solver, alpha, w0), train)
+        return parts(problem).outer(w, alpha, valid)[0]
+
+    def slope(grad, alpha, *given):
+        assert difference is not None
+        size = optax.tree.norm(grad)
+        scale = difference / jnp.where(size > 0, size, 1)
+        ends = (optax.tree.add_scale(alpha, sign * scale, grad) for sign in (1, -1))
+        above, below = (value_at(narrow(end, alpha), *given) for end in ends)
+        return (above - below) / (2 * difference)
+
+    def fn(alpha, w0, train, valid):
+        floating("alpha", alpha)
+        params, _ = _split(problem, w0)
+        arrays("w0", params)
+        floating("w0", params)
+        alpha, w0 = jax.tree.map(jnp.asarray, (alpha, w0))
+
+        def run(alpha, w0, train, valid):
+            result = step(alpha, w0, first_state(solver, alpha, w0), train, valid)[0]
+            if difference is None:
+                return result
+            found = detached(slope, result.grad, alpha, w0, train, valid)
+            return result._replace(info=result.info._replace(slope=found))
+
+        like: Any = (None, alpha, w0, None, None)  # of a HyperGradient
+        return automatic(run, (alpha, w0, train, valid), lambda: HyperGradient(*like))
+
+    return fn
+
+
+def stateful_hypergradient(
+    problem: Problem,
+    solver: LowerSolver,
+    *,
+    diagnostics: bool,
+    mode: str = "reverse",
+    damping: float = 0.0,
+    products: int | None = None,
+    note: Callable[[str], None] = warnings.warn,
+) -> Callable:
+    """As :func:`hypergradient`: ``(alpha, w, state, train, valid) -> (HyperGradient, state)``.
+
+    The function takes ``wanted`` too: ``wanted()`` returns for each leaf of ``alpha`` whether its
+    hypergradient is used. ``note`` receives a message about leaves that the derivative misses.
+    """
+    if mode not in ("reverse", "forward"):
+        raise ValueError(f'mode: expected "reverse" or "forward", got {mode!r}.')
+    losses("problem", problem)
+    lower_solver("solver", solver)
+    given = problem
+    if products is None:
+        products = PRODUCTS if solver.gradients is None else max(4, solver.gradients // 8)
+
+    def step(alpha, w0, state, train, valid, wanted=None):
+        batch = solver.batch(train)
+        params, variables = _split(given, w0)
+        problem, mapped = with_rules(given, w0, alpha, batch)
+        of_problem, solve = parts(problem), solution(problem, solver)
+
+        def objective(alpha, tilt, report=None):
+            w, new_state = solve(alpha, w0, with_report(state, report), train, tilt)
+            value, above = of_problem.outer(w, alpha, valid)
+            return value, (w, new_state, above)
+
+        first = at_variables(problem, variables)
+        loss = jax.eval_shape(fresh(first.lower), params, alpha, batch)
+        axes = varying(loss)
+        w0, state = vary((w0, state), axes)
+        direct = entering(first.outer, params, alpha, valid)
+        used = [True] * len(direct) if wanted is None else wanted()
+        needed = [use and not (x or y) for use, x, y in zip(used, mapped, direct, strict=True)]
+        if any(needed):  # by the solver, then
+            by_solver = entering(lambda _, a, __: objective(a, None)[0], None, alpha, None)
+            check_enters(alpha, [x and not y for x, y in zip(needed, by_solver, strict=True)])
+
+        def own_rules():
+            program = jax.make_jaxpr(first.lower)(params, alpha, batch)
+            return exact_order(program) == REVERSE_OVER_REVERSE
+
+        check_variables(problem, w0, alpha, valid)
+
+        def check_reached(reached):
+            """Raise or note if leaves that only the weights lead to are not differentiated."""
+            by_weights = [use and not x for use, x in zip(used, direct, strict=True)]
+            missed = [x and not y for x, y in zip(by_weights, reached(), strict=True)]
+            if not any(missed):
+                return
+            if missed == used:
+                raise ValueError(_UNREACHED)
+            cut = _CLOSED_FORM if solver.closed_form else _CUT
+            notes = []
+            for reason, of_lower in ((_BY_SOLVER, False), (cut, True)):
+                names = [x and y == of_lower for x, y in zip(missed, mapped, strict=True)]
+                if any(names):
+                    notes.append(reason.format(leaf_names(alpha, names)))
+            note(" ".join(notes))
+
+        check = None if all(direct) or not any(used) else check_reached
+        adjoint = None
+        if mode == "forward":
+            value, (w, state, above), grad = _forward(
+                lambda alpha: objective(alpha, None), alpha, check
+            )
+        else:
+            tilt = vary(optax.tree.zeros_like(params), axes)
+            report = report_of(state) if solver.reports else None
+            with second_derivatives(own_rules):
+                (value, (w, state, above)), (grad, slope, report) = _reverse(
+                    objective, (alpha, tilt, report), check
+                )
+            state = with_report(state, jax.lax.stop_gradient(report))
+            if not solver.closed_form:
+                adjoint = optax.tree.scale(-1, slope)
+                state = remember(state, jax.lax.stop_gradient(adjoint))
+        # Neither hides behind an outer loss that does not look, or an adjoint that gave up.
+        value = nan_unless_finite(value, w)
+        grad = nan_unless_finite(grad, value)
+        info: Any = None
+        if diagnostics:
+            found, variables = _split(problem, w)
+            centre, _ = _split(problem, start_of(state, w0))
+            stated = _damped(at_variables(problem, variables), damping, centre)
+            limit = min(products, PRODUCTS)
+            with second_derivatives(own_rules):
+                info = assess(stated, found, alpha, batch, valid, grad, adjoint, limit)
+            if not any((*mapped, *direct)):
+                info = unmapped(info, 4)
+            elif getattr(problem, "differentiated", False):
+                info = unmapped(info, 5)
+        aux = None
+        if getattr(problem, "has_aux", False):
+            aux = {"lower": of_problem.lower(w, alpha, batch)[2], "outer": above}
+        return HyperGradient(value, grad, w, info, aux), state
+
+    return step
+
+
+def solution(problem: Problem, solver: LowerSolver) -> Callable:
+    """``(alpha, w0, state, train, tilt=None) -> (w, state)``: ``w`` as the problem has it."""
+    losses, stateful = parts(problem), getattr(problem, "stateful", False)
+
+    def solve(alpha, w0, state, train, tilt=None):
+        def updating(w, alpha, batch):
+            loss, variables, _ = losses.lower(w, alpha, batch)
+            params = w.params if stateful else w
+            return loss if tilt is None else loss + optax.tree.vdot(tilt, params), variables
+
+        if stateful and solver.stateful:
+            return solver.run(updating, alpha, w0, state, train)
+
+        def whole(params):
+            return Stateful(params, w0.variables) if stateful else params
+
+        def lower(params, alpha, batch):
+            return updating(whole(params), alpha, batch)[0]
+
+        if stateful and isinstance(state, RestartedState):
+            raise ValueError(
+                "solver: expected restarted(unrolled(...)) for a stateful problem, got one whose "
+                "runs have no variables: they would not begin from the first ones."
+            )
+        params, state = solver.run(lower, alpha, w0.params if stateful else w0, state, train)
+        if not stateful:
+            return params, state
+        variables = updating(whole(params), alpha, solver.batch(train))[1]
+        return Stateful(params, variables), state
+
+    return solve
+
+
+def _split(problem: Problem, w: Pytree) -> tuple[Pytree, Pytree]:
+    """``params`` and ``variables``; all of ``w``, and None, where the problem has no variables."""
+    if not getattr(problem, "stateful", False):
+        return w, None
+    if not isinstance(w, Stateful):
+        raise ValueError(
+            "w0: expected a bilevel.Stateful(params, variables), as stateful=True says, "
+            f"got {short(w)}."
+        )
+    return w.params, w.variables
+
+
+def _damped(problem: Problem, damping, centre: Pytree) -> Problem:
+    if isinstance(damping, float | int) and damping == 0:
+        return problem
+
+    def lower(w, alpha, batch):
+        away = optax.tree.sub(w, centre)
+        return problem.lower(w, alpha, batch) + 0.5 * damping * optax.tree.vdot(away, away)
+
+    return dataclasses.replace(problem, lower=lower)
+
+
+def check_variables(problem: Problem, w: Pytree, alpha: Pytree, valid: Pytree) -> None:
+    """Refuse an outer loss whose only way to the weights has no derivative."""
+    if not getattr(problem, "stateful", False) or getattr(problem, "differentiated", False):
+        return
+    outer = parts(problem).outer
+
+    def of_params(_, params, batch):
+        return outer(w._replace(params=params), alpha, batch)[0]
+
+    def of_variables(_, variables, batch):
+        return outer(w._replace(variables=variables), alpha, batch)[0]
+
+    alone = not enters(of_params, None, w.params, valid)
+    if alone and enters(of_variables, None, w.variables, valid):
+        raise ValueError(
+            "outer: expected to depend on params, got a loss of variables alone, which are not "
+            "differentiated: its hypergradient would be 0. For averages of the weights: "
+            "Problem(..., differentiated=True)."
+        )
+
+
+def first_state(solver: LowerSolver, alpha: Pytree, w: Pytree) -> Pytree:
+    """The solver's first state, which nothing differentiates: it may not depend on ``alpha``."""
+    if solver.init_at is not None and enters(
+        lambda _, alpha, __: solver.start(alpha, w), None, alpha, None
+    ):
+        raise ValueError(
+            "solver: expected an optimizer whose state at the start does not depend on alpha, got "
+            "one that keeps alpha's values there (optax.inject_hyperparams does); use them as "
+            "they are, optax.sgd(alpha), or begin anew at every step, restarted(solver)."
+        )
+    return solver.start(alpha, w)
+
+
+def _reverse(objective, inputs: tuple, check: Callable | None):
+    """Value, auxiliary output and all gradients; ``check`` sees which of the first can be not 0."""
+    value, pull, aux = jax.vjp(objective, *inputs, has_aux=True)
+    one = jnp.ones_like(value)
+    if check is not None:
+        check(lambda: outputs_reading(lambda slope: pull(slope)[0], one))
+    return (value, aux), pull(one)
+
+
+_UNREACHED = (
+    "alpha: expected a way to the outer loss that is differentiated, got none (backprop=0, "
+    "a stop_gradient, a sign, or a term without w): its hypergradient would be 0."
+)
+_CLOSED_FORM = (
+    "{}: the lower loss reads it, but the solver's closed form does not, so its hypergradient is "
+    "always 0; check that the solver has the same penalty as the lower loss."
+)
+_BY_SOLVER = (
+    "{}: only the solver reads it, and this solver's derivative does not pass through its steps, "
+    "so its hypergradient is always 0; unrolled(...) with backprop=None differentiates them."
+)
+_CUT = (
+    "{}: the lower loss reads it, but no derivative leads from there to the outer loss "
+    "(backprop=0, a stop_gradient, a sign, or a term without w), so its hypergradient is always 0; "
+    "unrolled(...) with backprop=None or implicit(...) differentiates the weights in it."
+)
+
+
+def _forward(objective, alpha, check: Callable | None):
+    """Value, auxiliary output and gradient of ``objective`` by one push-forward per coordinate."""
+    flat, unravel = ravel_pytree(alpha)
+
+    def push(direction):
+        try:
+            value, tangent, aux = jax.jvp(objective, (alpha,), (direction,), has_aux=True)
+        except TypeError as error:
+            if NO_FORWARD_RULE not in str(error):
+                raise
+            raise ValueError(
+                'mode: expected "reverse" for a solver (one_step) or a loss that has a rule for '
+                'reverse mode alone, got "forward".'
+            ) from error
+        return value, aux, tangent
+
+    if check is not None:
+        check(lambda: entering(lambda _, v, __: push(v)[2], None, alpha, None))
+    basis = jnp.eye(flat.size, dtype=flat.dtype)
+    push_flat = jax.vmap(lambda v: push(unravel(v)), out_axes=(None, None, 0))
+    value, aux, grad = push_flat(basis)
+    return value, aux, unravel(grad.astype(flat.dtype))

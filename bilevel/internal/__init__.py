@@ -1,0 +1,1 @@
+"""Helpers that all of `bilevel` uses: argument checks, precision, processes, devices."""

@@ -1,0 +1,342 @@
+"""The one place of argument checks: one sentence each, naming the argument and the cure."""
+
+import inspect
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from bilevel.contracts import Inverse, LowerSolver, Pytree, SingleLoop
+from ntk.internal.checks import (
+    array,
+    at_least_float32,
+    common_dtype,
+    concrete,
+    dense,
+    finite,
+    floats,
+    function,
+    is_sparse,
+    known,
+    nan_unless,
+    nan_where,
+    number,
+    numbers,
+    offending,
+    positive,
+    prng_key,
+    sequence,
+    short,
+    whole,
+)
+
+__all__ = [
+    "array",
+    "arrays",
+    "as_floating",
+    "at_least",
+    "at_least_float32",
+    "between",
+    "common_dtype",
+    "concrete",
+    "count",
+    "data",
+    "dense",
+    "finite",
+    "floating",
+    "floats",
+    "function",
+    "gradient_transformation",
+    "images",
+    "inverse_map",
+    "is_sparse",
+    "known",
+    "losses",
+    "lower_solver",
+    "nan_unless",
+    "nan_unless_finite",
+    "nan_where",
+    "nonnegative",
+    "number",
+    "numbers",
+    "offending",
+    "one_a_row",
+    "pair",
+    "positive",
+    "positives",
+    "prng_key",
+    "rows",
+    "scalar_loss",
+    "sequence",
+    "short",
+    "simplex",
+    "simplex_slack",
+    "whole",
+]
+
+
+def at_least(name: str, value: Any, least: float) -> None:
+    """Refuse a number under ``least``; traced values pass: they have no value to look at yet."""
+    x = number(name, value)
+    if concrete(x) and not x >= least:
+        raise ValueError(f"{name}: expected at least {least}, got {value}.")
+
+
+def between(name: str, value: Any, low: float, high: float) -> None:
+    """Refuse a number that is not strictly between two; traced values pass."""
+    x = number(name, value)
+    if concrete(x) and not low < x < high:
+        what = "a positive number" if (low, high) == (0, np.inf) else f"one in ({low}, {high})"
+        raise ValueError(f"{name}: expected {what}, got {value}.")
+
+
+def nonnegative(name: str, x: Any) -> jax.Array:
+    """``x`` as an array of floating-point numbers, none negative (or NaN) unless traced."""
+    x = numbers(name, x)
+    if x.size == 0:
+        raise ValueError(f"{name}: expected at least one number, got the shape {x.shape}.")
+    if concrete(x) and not np.all(x >= 0):
+        raise ValueError(f"{name}: expected numbers of at least 0, got {offending(x, x >= 0)}.")
+    return jnp.asarray(x * 1.0)  # in this order: whole ones may have more bits than JAX's
+
+
+def positives(**numbers: Any) -> list[Any]:
+    """The numbers in floating point, if they are positive and finite; traced ones pass."""
+    return [positive(name, value) for name, value in numbers.items()]
+
+
+def count(name: str, value: Any) -> None:
+    """Refuse a ``value`` that is not a whole number of at least 1; traced ones pass."""
+    if concrete(value):
+        whole(name, value, 1)
+
+
+def rows(name: str, data: Pytree) -> int:
+    """How many rows all arrays of ``data`` have."""
+    leaves = jax.tree.leaves(data, is_leaf=is_sparse)  # a sparse matrix is one array, not three
+    shapes = [x.shape if is_sparse(x) else jnp.shape(x) for x in leaves]
+    n = shapes[0][0] if shapes and shapes[0] else 0
+    if any(shape[:1] != (n,) for shape in shapes):
+        raise ValueError(f"{name}: expected arrays of as many rows each, got shapes {shapes}.")
+    return n
+
+
+def as_floating(name: str, value: Any) -> jax.Array:
+    """``value`` as an array of floating-point numbers: whole ones, as of bytes, in the default."""
+    x = array(name, value)
+    return x if jnp.issubdtype(x.dtype, jnp.floating) else x.astype(float)
+
+
+def images(name: str, value: Any) -> jax.Array:
+    """``value`` as an array [n, h, w, c], if it is one with entries."""
+    x = array(name, value)
+    if x.ndim != 4 or 0 in x.shape:
+        raise ValueError(f"{name}: expected images [n, h, w, c], got shape {x.shape}.")
+    return x
+
+
+def simplex_slack(dtype: Any) -> float:
+    """How far sums may be from 1: a user's own decimals (0.33, 0.33, 0.34), or a few roundings."""
+    return max(1e-4, 4 * float(jnp.finfo(dtype).eps))
+
+
+def simplex(name: str, alpha: chex.Array) -> None:
+    """Refuse what is off the simplex on its last axis; traced values pass."""
+    if not concrete(alpha):
+        return
+    values = np.asarray(alpha, dtype=np.float64)
+    off = np.abs(values.sum(-1) - 1).max()
+    if not (off <= simplex_slack(alpha.dtype) and values.min() >= 0):
+        raise ValueError(
+            f"{name}: expected points of the simplex on the last axis (nonnegative, sum 1), "
+            f"got sums off by up to {off:.3g} and a smallest entry of {values.min():.3g}."
+        )
+
+
+def arrays(name: str, tree: Pytree) -> None:
+    """Refuse a tree without leaves."""
+    if not jax.tree.leaves(tree):
+        raise ValueError(f"{name}: expected at least one array, got {tree!r}.")
+
+
+def data(name: str, tree: Pytree) -> None:
+    """Refuse arrays without entries, or with entries that are not finite."""
+    for x in jax.tree.leaves(tree):
+        if is_sparse(x):  # SciPy's: JAX's are trees of arrays
+            raise ValueError(
+                f"{name}: expected arrays, got a {type(x).__name__}; "
+                "jax.experimental.sparse.BCSR.from_scipy_sparse(matrix) makes a supported matrix."
+            )
+        if jnp.size(x) == 0:
+            shape = jnp.shape(x)
+            raise ValueError(f"{name}: expected data, got an empty array of shape {shape}.")
+        finite(name, x)
+
+
+def floating(name: str, tree: Pytree) -> None:
+    """Refuse anything but real floating arrays, with the path of the leaf."""
+    for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        where = f"{name}{jax.tree_util.keystr(path)}"
+        try:
+            dtype = jnp.result_type(x)
+        except (TypeError, ValueError):
+            raise ValueError(
+                f"{where}: expected floating arrays, got {short(x)}; keep the arrays in {name} "
+                "and close the losses over the rest (equinox.partition splits a module so)."
+            ) from None
+        if jnp.issubdtype(dtype, jnp.complexfloating):
+            raise ValueError(
+                f"{where}: expected real floating arrays, got {dtype}; "
+                "hand in real and imaginary parts as two arrays."
+            )
+        if not jnp.issubdtype(dtype, jnp.floating):
+            raise ValueError(
+                f"{where}: expected floating arrays, got {dtype}; convert it with "
+                "jnp.asarray(x, float), or close the losses over it if it does not change."
+            )
+
+
+def nan_unless_finite(tree: Pytree, *witnesses: Pytree) -> Pytree:
+    """``tree``, NaN everywhere where any number among the witnesses is not finite.
+
+    A loop that runs while a residual is above its target ends at a NaN, with an iterate that looks
+    good: what it returns goes through here, so that derivatives become NaN too.
+
+    Examples
+    --------
+    >>> nan_unless_finite(jnp.ones(2), jnp.array(1.0)), nan_unless_finite(1.0, jnp.inf)
+    (Array([1., 1.], dtype=float...), Array(nan, dtype=float...))
+    """
+    finite = jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(witnesses)]).all()
+    return nan_unless(finite, tree)
+
+
+def pair(name: str, value: Any, form: str) -> tuple[Any, ...]:
+    """Refuse a loss's output that is no pair."""
+    if not isinstance(value, tuple) or len(value) != 2:
+        raise ValueError(f"{name}: expected a loss that returns {form}, got {short(value)}.")
+    return value
+
+
+def scalar_loss(name: str, value: Any) -> Any:
+    """Refuse a loss's output that is not one floating number."""
+    if isinstance(value, tuple | list | dict):
+        raise ValueError(
+            f"{name}: expected a loss that returns a floating scalar, got a {type(value).__name__} "
+            "of several values; Problem(..., has_aux=True) takes pairs (loss, aux)."
+        )
+    if not (isinstance(value, int | float) or hasattr(value, "dtype")):
+        raise ValueError(
+            f"{name}: expected a loss that returns a floating scalar, got {short(value)}"
+            f"{'; a return is missing' if value is None else ''}."
+        )
+    if jnp.shape(value) != () or not jnp.issubdtype(jnp.result_type(value), jnp.floating):
+        raise ValueError(
+            f"{name}: expected a loss that returns a floating scalar, "
+            f"got shape {jnp.shape(value)} of {jnp.result_type(value)}."
+        )
+    return value
+
+
+def one_a_row(labels: Any, shape: tuple[int, ...]) -> None:
+    """Refuse labels that are not one a row: [n, 1] would be compared with all rows."""
+    if jnp.shape(labels) != shape:
+        got = jnp.shape(labels)
+        raise ValueError(f"labels: expected one a row, shape {shape}, got shape {got}.")
+
+
+def losses(name: str, value: Any) -> None:
+    """Refuse what has no lower and outer loss, as a Problem has."""
+    parts = [getattr(value, part, None) for part in ("lower", "outer")]
+    if isinstance(value, type) or not all(map(callable, parts)):
+        raise ValueError(f"{name}: expected a bilevel.Problem, got {short(value)}.")
+
+
+def lower_solver(name: str, value: Any) -> LowerSolver:
+    """Refuse what is not a lower solver, with the cure for the usual slips."""
+    if isinstance(value, LowerSolver):
+        return value
+    if isinstance(value, SingleLoop):
+        cure = "bilevel.search runs single-loop methods"
+    elif isinstance(value, optax.GradientTransformation | optax.MultiSteps):
+        cure = "wrap it: unrolled(optimizer, steps)"
+    elif _made_here(value) or (callable(value) and _ours(type(value))):
+        cure = "an inverse goes into implicit(inverse=...)"
+    elif _factory(value):
+        cure = f"call it: {value.__name__}(...)"
+    elif callable(value):
+        cure = "hand it to solved(...) inside implicit(...) if it solves the lower problem"
+    else:
+        cure = "bilevel.implicit() and bilevel.unrolled(step_size, steps) make one"
+    raise ValueError(f"{name}: expected a LowerSolver, got {short(value)}; {cure}.")
+
+
+def inverse_map(name: str, value: Any) -> Inverse:
+    """Refuse what is not an inverse-Hessian-vector product."""
+    if callable(value) and not _factory(value):
+        return value
+    cure = f"call it: {value.__name__}(...)" if _factory(value) else "bilevel.cg() makes one"
+    raise ValueError(f"{name}: expected an inverse, got {short(value)}; {cure}.")
+
+
+def _factory(value: Any) -> bool:
+    """Whether ``value`` is one of this package's functions, whose brackets were forgotten."""
+    return callable(value) and _ours(value) and "<locals>" not in value.__qualname__
+
+
+def _made_here(value: Any) -> bool:
+    """Whether ``value`` is a function that one of this package's functions returned."""
+    return callable(value) and _ours(value) and "<locals>" in value.__qualname__
+
+
+def _ours(value: Any) -> bool:
+    return hasattr(value, "__qualname__") and (value.__module__ or "").startswith("bilevel.")
+
+
+def gradient_transformation(name: str, value: Any) -> optax.GradientTransformationExtraArgs:
+    """An optax optimizer as one that takes extra arguments; the cure for the usual slips."""
+    if isinstance(value, optax.MultiSteps):
+        value = value.gradient_transformation()
+    if isinstance(value, optax.GradientTransformation):
+        _check_arguments(name, value)
+        return optax.with_extra_args_support(value)
+    if callable(value):
+        cure = "call it if it makes an optimizer, or hand it to optax.sgd if it is a schedule"
+    else:
+        cure = "optax.sgd(step_size) makes one"
+    raise ValueError(f"{name}: expected an optax optimizer, got {short(value)}; {cure}.")
+
+
+def _check_arguments(name: str, rule: optax.GradientTransformation) -> None:
+    """Refuse optimizers that ask for what no solver and no search has."""
+    if getattr(rule.update, "__qualname__", "").startswith("lookahead."):
+        raise ValueError(
+            f"{name}: expected an optimizer of the parameters alone, got optax.lookahead, whose "
+            "parameters are pairs of fast and slow ones."
+        )
+    if not isinstance(rule, optax.GradientTransformationExtraArgs):
+        return
+    parameters = inspect.signature(rule.update).parameters.values()
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+        raise ValueError(
+            f"{name}: expected an optimizer whose update takes further arguments (**extra_args), "
+            f"got one that takes {', '.join(p.name for p in parameters)} alone, as "
+            "optax.contrib.sam."
+        )
+
+
+def row_count(data: Pytree, batch_size: int) -> int:
+    """The number of rows of ``data``, which has to hold a batch.
+
+    Raises
+    ------
+    ValueError
+        For a ``batch_size`` under 1, or more than the rows; for arrays of other numbers of rows.
+    """
+    n = rows("data", data)
+    if not whole("batch_size", batch_size, 1) <= n:
+        raise ValueError(f"batch_size: expected 1 to the {n} rows of the data, got {batch_size}.")
+    return n

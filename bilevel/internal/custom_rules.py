@@ -1,0 +1,182 @@
+"""The custom derivative rules in a loss, and the second derivatives that are exact with them.
+
+The reverse pass of a training step multiplies a vector ``v`` by the transposed Jacobian ``J'`` of
+the gradient ``g = grad_w loss``. Three orders of differentiation give that product:
+
+    forward over reverse    J v,  one forward derivative of g: ``J' v`` if J is symmetric
+    reverse over forward    grad (v . g) with ``v . g`` from a forward derivative of the loss
+    reverse over reverse    grad (v . g) with g from a reverse derivative of the loss
+
+J is a Hessian, and symmetric, if all derivative rules in the loss are true derivatives. A user's
+``jax.custom_jvp`` or ``jax.custom_vjp`` may not be one (gradient reversal, a straight-through
+estimator with its own slope, a clipped gradient). Reverse over forward then is exact with
+``custom_jvp``, and reverse over reverse with both. ``jax.lax.stop_gradient`` keeps J symmetric: it
+fixes a value in derivatives of all orders.
+"""
+
+import contextlib
+import os
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr, JaxprEqn
+
+import ntk
+from ntk.internal.jaxprs import names, programs
+
+FORWARD_OVER_REVERSE = "forward over reverse"
+REVERSE_OVER_FORWARD = "reverse over forward"
+REVERSE_OVER_REVERSE = "reverse over reverse"
+
+_CALLS = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
+
+# Folders where all rules are true derivatives: JAX's functions, our kernels, layers and spaces.
+# (The rules of `bilevel/solvers` are not among them: they are true at exact solutions only.)
+_JAX = os.path.dirname(jax.__file__)
+_OURS = os.path.dirname(__file__)
+_TRUE = tuple(
+    os.path.join(folder, "")
+    for folder in (
+        *(_JAX, os.path.dirname(ntk.__file__)),
+        *(os.path.join(_OURS, "nets"), os.path.join(_OURS, "spaces")),
+    )
+)
+# JAX's code for rules in general, which is behind every rule.
+_MACHINERY = tuple(
+    os.path.join(_JAX, "_src", name)
+    for name in ("custom_derivatives.py", "linear_util.py", "api_util.py", "interpreters" + os.sep)
+)
+
+
+def exact_order(program: ClosedJaxpr) -> str:
+    """Return the cheapest order of second derivatives that is exact for this loss.
+
+    Parameters
+    ----------
+    program : ClosedJaxpr
+        The program of a loss, from :func:`jax.make_jaxpr`.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> exact_order(jax.make_jaxpr(jax.nn.relu)(1.0))
+    'forward over reverse'
+    >>> rounded = jax.custom_jvp(jnp.rint)
+    >>> rounded.defjvps(lambda dx, rounded, x: dx)
+    >>> exact_order(jax.make_jaxpr(rounded)(1.0))
+    'reverse over forward'
+    """
+    kinds = {name for name, eqn in _rules(program) if not _is_true(eqn)}
+    if any(name != "custom_jvp_call" for name in kinds):
+        return REVERSE_OVER_REVERSE
+    return REVERSE_OVER_FORWARD if kinds else FORWARD_OVER_REVERSE
+
+
+def linearize(function: Callable, x: Any) -> tuple[Any, Callable]:
+    """Return ``jax.linearize(function, x)``, also if its rules have reverse derivatives only.
+
+    If the rule of a ``custom_vjp`` calls the function itself, JAX finds only its reverse
+    derivative. That derivative, transposed, takes the place of the forward one.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> exp = jax.custom_vjp(jnp.exp)
+    >>> exp.defvjp(lambda x: (exp(x), exp(x)), lambda y, ct: (ct * y,))
+    >>> linearize(jax.grad(exp), 0.0)[1](2.0)
+    Array(2., dtype=float...)
+    """
+    value, push = jax.linearize(function, x)
+    if not names(jax.make_jaxpr(push)(x)) & _NO_FORWARD_RULE:
+        return value, push
+    value, pull = jax.vjp(function, x)
+    return value, lambda dot: jax.linear_transpose(pull, value)((dot,))[0]
+
+
+# The operations by which JAX marks a missing forward derivative in a linear program.
+_NO_FORWARD_RULE = {"custom_lin", "call_hi_primitive_linearized"}
+NO_FORWARD_RULE = "forward-mode autodiff (jvp) to a custom_vjp"
+NO_REVERSE_RULE = "Reverse-mode differentiation does not work for lax.while_loop"
+
+
+@contextlib.contextmanager
+def second_derivatives(own_rules: Callable[[], bool]) -> Iterator[None]:
+    """Name the remedies if a second derivative does not exist.
+
+    Parameters
+    ----------
+    own_rules : function
+        Whether the lower loss has a derivative rule that is not known to be a true one.
+
+    Raises
+    ------
+    ValueError
+        If JAX cannot differentiate a loop that ends by a test, or a ``custom_vjp``.
+    """
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        if NO_FORWARD_RULE not in str(error) and NO_REVERSE_RULE not in str(error):
+            raise
+        if own_rules():
+            raise ValueError(
+                "lower: expected a loss with second derivatives, got one with a derivative rule "
+                "(custom_vjp) that cannot be differentiated again, such as diffrax's default "
+                "adjoint; use adjoint=diffrax.DirectAdjoint() there, or bilevel.f2sa(step_size), "
+                "which takes first derivatives only."
+            ) from error
+        raise ValueError(
+            "solver: expected steps that reverse mode can go back through, got a loop that ends by "
+            "a test (the line search of optax.lbfgs, or one of a loss); implicit(lbfgs()), "
+            'mode="forward", backprop=0 and lax.scan do without.'
+        ) from error
+
+
+def _rules(program: ClosedJaxpr) -> Iterator[tuple[str, JaxprEqn]]:
+    """All equations with custom derivative rules, with their names."""
+    for eqn in program.jaxpr.eqns:
+        name = eqn.primitive.name
+        if name.startswith(("custom_jvp", "custom_vjp", "call_hi_primitive")):
+            yield name, eqn
+        for body in programs(eqn):
+            yield from _rules(body)
+
+
+def _is_true(eqn: JaxprEqn) -> bool:
+    """Whether the rule is known to be a true derivative: all its code is in the folders above.
+
+    JAX's own ``custom_vjp`` rules are not taken for true: that of ``jax.nn.scaled_matmul`` rounds.
+    """
+    name = eqn.primitive.name
+    if name not in _CALLS:
+        return False
+    folders = _TRUE if name == "custom_jvp_call" else _TRUE[1:]
+    files = set(_files([eqn.params.get(key) for key in _RULES], set()))
+    own = {file for file in files if not file.startswith(_MACHINERY)}
+    return bool(own) and all(file.startswith(folders) for file in own)
+
+
+_RULES = ("jvp_jaxpr_fun", "jvp_jaxpr_thunk", "fwd_jaxpr_thunk", "bwd")
+_PARTS = ("f", "transforms", "f_transformed", "func", "args", "fun", "jvp", "fwd", "bwd")
+_WRAPPERS = ("__func__", "__wrapped__")
+_UNKNOWN = ""  # stands for a file
+
+
+def _files(rule: Any, seen: set[int]) -> Iterator[str]:
+    """The files of all functions in a rule: in closures, partial functions, JAX's wrappers."""
+    if id(rule) in seen:
+        return
+    seen.add(id(rule))
+    parts: list[Any] = list(rule) if isinstance(rule, tuple | list) else []
+    parts += [getattr(rule, name) for name in (*_PARTS, *_WRAPPERS) if hasattr(rule, name)]
+    if isinstance(rule, types.FunctionType):
+        yield rule.__code__.co_filename
+        for cell in rule.__closure__ or ():
+            with contextlib.suppress(ValueError):  # an empty cell
+                parts.append(cell.cell_contents)
+    elif callable(rule) and not (parts or isinstance(rule, type | types.BuiltinFunctionType)):
+        yield _UNKNOWN
+    for part in parts:
+        yield from _files(part, seen)

@@ -1,0 +1,1 @@
+"""The search over `alpha`: one outer step, the loop around it, its batches and its history."""

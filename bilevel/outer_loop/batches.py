@@ -1,0 +1,137 @@
+"""Rows of the data for each step of a search: what :func:`bilevel.search` takes as ``batches``."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bilevel.contracts import Joint, Partition, Pytree
+from bilevel.internal.checks import concrete, function, is_sparse, prng_key, row_count, whole
+
+__all__ = ["jointly", "minibatches", "partition", "row_count"]
+
+
+def minibatches(batch_size: int) -> Callable[[jax.Array, Pytree], Pytree]:
+    """``batches(key, data) -> batch`` for :func:`bilevel.search`: rows drawn independently.
+
+    The same row may come twice. Drawing them all different would sort a random number for each row
+    of the data at every step. Matrices of format BCSR (:mod:`jax.experimental.sparse`) stay sparse;
+    inside a search a batch of theirs takes as much memory as a dense one.
+
+    Raises
+    ------
+    ValueError
+        For a ``batch_size`` under 1; when called with fewer rows than that, or with arrays of
+        different numbers of rows.
+
+    Examples
+    --------
+    >>> minibatches(2)(jax.random.key(0), (jnp.arange(5), jnp.zeros((5, 3))))[1].shape
+    (2, 3)
+    """
+    batch_size = whole("batch_size", batch_size, 1)
+
+    def batches(key, data):
+        prng_key("key", key)
+        n = row_count(data, batch_size)
+        drawn = jax.random.randint(key, (batch_size,), 0, n)
+        return taken(data, drawn)
+
+    return batches
+
+
+def partition(batch_size: int) -> Partition:
+    """``batches`` for :func:`bilevel.search` by a single-loop method: the same ones in every epoch.
+
+    Batch i has the rows from ``i * batch_size`` on, as they lie: shuffle sorted data once. An epoch
+    takes each batch of ``train`` once, in an order of its own, and so, for itself, does one of
+    ``valid``. Where ``batch_size`` does not divide the rows, the last batch is smaller and weighs
+    less: estimates stay unbiased. Data with fewer rows than that are one batch.
+
+    The losses have to be means over the rows of a batch, plus terms of ``w`` and ``alpha``.
+
+    Raises
+    ------
+    ValueError
+        For a ``batch_size`` under 1; when called, as other solvers would.
+
+    Examples
+    --------
+    >>> partition(64)
+    Partition(batch_size=64)
+    """
+    return Partition(whole("batch_size", batch_size, 1))
+
+
+def jointly(sample: Callable[[jax.Array, Pytree, Pytree], tuple[Pytree, Pytree]]) -> Joint:
+    """``batches`` for :func:`bilevel.search` of ``sample(key, train, valid) -> (train, valid)``.
+
+    For batches that belong together: the support and the query rows of the same tasks.
+
+    Raises
+    ------
+    ValueError
+        For what is no function.
+
+    Examples
+    --------
+    >>> def of_tasks(key, support, query):
+    ...     tasks = jax.random.choice(key, 5, (2,), replace=False)
+    ...     return support[tasks], query[tasks]
+    >>> train, valid = jointly(of_tasks)(jax.random.key(0), jnp.arange(5), 10 * jnp.arange(5))
+    >>> bool((valid == 10 * train).all())
+    True
+    """
+    function("sample", sample, "(key, train, valid) -> (train, valid)")
+    return Joint(sample)
+
+
+def taken(data: Pytree, drawn: jax.Array) -> Pytree:
+    """The rows ``drawn`` [k] of all arrays and BCSR matrices in ``data``."""
+
+    def of(x):
+        return sparse_rows(x, drawn) if is_sparse(x) else jnp.asarray(x)[drawn]
+
+    return jax.tree.map(of, data, is_leaf=is_sparse)
+
+
+def sparse_rows(matrix: Any, drawn: jax.Array, width: int | None = None) -> Any:
+    """Rows of a BCSR matrix as another one, each filled up to ``width`` entries with zeros.
+
+    Raises
+    ------
+    ValueError
+        If the matrix is of another format.
+
+    Examples
+    --------
+    >>> from jax.experimental.sparse import BCSR
+    >>> matrix = BCSR.fromdense(jnp.array([[0.0, 1.0], [2.0, 3.0]]))
+    >>> sparse_rows(matrix, jnp.array([1, 0, 1])).todense()
+    Array([[2., 3.],
+           [0., 1.],
+           [2., 3.]], dtype=float...)
+    """
+    if type(matrix).__name__ != "BCSR" or len(matrix.shape) != 2 or matrix.n_batch:
+        raise ValueError(
+            f"data: expected dense arrays or BCSR matrices [n, d], got a {type(matrix).__name__} "
+            f"of shape {matrix.shape}; jax.experimental.sparse.BCSR.from_bcoo(matrix) makes one."
+        )
+    if width is None:
+        width = row_width(matrix)
+    start = matrix.indptr[drawn]
+    place = jnp.arange(width, dtype=start.dtype)[None]
+    present = place < (matrix.indptr[drawn + 1] - start)[:, None]
+    at = jnp.where(present, start[:, None] + place, 0)
+    value, column = (jnp.where(present, x[at], 0) for x in (matrix.data, matrix.indices))
+    ends = width * jnp.arange(len(drawn) + 1, dtype=start.dtype)
+    return type(matrix)((value.ravel(), column.ravel(), ends), shape=(len(drawn), matrix.shape[1]))
+
+
+def row_width(matrix: Any) -> int:
+    """The most entries of a row of a BCSR matrix, or a bound of it if they are traced."""
+    if concrete(matrix.indptr):
+        return max(1, int(np.diff(np.asarray(matrix.indptr)).max()))
+    return max(1, min(matrix.shape[1], matrix.nse))

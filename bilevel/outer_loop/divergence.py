@@ -1,0 +1,223 @@
+"""Divergence of a search: it is noticed early, and then alpha's steps become shorter.
+
+A search diverges if the direction of alpha and the outer loss both grow far beyond all that they
+were in the first half of the steps done, and stay there. A transient at the start grows like a
+low power of the steps, which is not enough. Neither is an outlier, since it does not stay, nor an
+escape from a saddle, since it lowers the loss.
+
+Means over a few steps, windows, are compared. If the search diverges, it resumes from the last
+good state, with steps of alpha a quarter as long. That state is kept without tables.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from bilevel.contracts import DescentState, Pytree, Tables
+from bilevel.internal.checks import gradient_transformation
+from bilevel.outer_loop import geometry
+
+NOISY, EXACT = 8, 2  # steps of a mean, of a single loop and of other searches
+_MARKS = np.unique(np.round(2 ** (np.arange(61) / 2)).astype(np.int64))  # windows done
+_FAR, _AGAIN = 16.0, 8.0  # growth that is divergence; after a first one, that is one again
+_SAVED = 4  # windows between two copies of the state
+_UNSURE, _SETTLED = 2.0, 8  # growth beyond, and windows before which no state is a good one
+_STAYS = 4  # windows in a row that are far, or
+_FAST, _VERY_FAR = 2, 2.0**14  # so few, if growth is very fast
+_SHORTER = 0.25
+_MOST = 8  # times, before the search is given up
+GAVE_UP = -1  # instead of the number of a quantity that is not finite
+
+
+class Watch(NamedTuple):
+    """Observations of a search. Pairs are the norm of the direction and the outer loss."""
+
+    scale: jax.Array  # []: alpha's steps, relative to the optimizer's
+    times: jax.Array  # [], int: how often they were shortened
+    recent: jax.Array  # [2]: sums over the steps of the current window
+    streak: jax.Array  # [], int: windows in a row that were far
+    top: jax.Array  # [2]: largest means so far
+    marks: jax.Array  # [3, 2]: those at 1/2, 1/sqrt(2) and 1 of the windows at the last mark
+    least: jax.Array  # []: smallest mean of outer losses
+    good: Pytree  # the last good state, without tables
+    begun: jax.Array  # [], int: windows done at the start, or at the last return to that state
+
+
+def first_watch(state: DescentState) -> Watch:
+    """Return the watch of a search that begins in ``state``."""
+    one, none, pairs = np.ones(()), np.zeros((), int), np.zeros((3, 2))  # no programs to compile
+    kept = _without_tables(state)
+    watch = Watch(one, none, pairs[0], none, pairs[0], pairs, pairs[0, 0], kept, none)
+    # Copies, since a search donates the buffers of its loop: none may be there twice.
+    return jax.tree.map(lambda x: jnp.array(x, copy=True), watch)
+
+
+def observed(watch: Watch, direction: jax.Array, value: jax.Array, good: jax.Array) -> Watch:
+    """Add the direction's norm and the outer loss of a step that was ``good``."""
+    pair = jnp.stack([direction.astype(float), value.astype(float)])
+    limit = float(jnp.finfo(pair.dtype).max) * 2.0**-20
+    pair = jnp.clip(jnp.where(good, pair, 0.0), -limit, limit)
+    return watch._replace(recent=watch.recent + pair)
+
+
+def checked(
+    watch: Watch,
+    state: DescentState,
+    number: jax.Array,
+    trouble: jax.Array,
+    restart: Callable[[Pytree, jax.Array], Pytree],
+    window: int,
+) -> tuple[Watch, DescentState, jax.Array]:
+    """Look at the search after step ``number``, if a window of ``window`` steps ends there.
+
+    ``restart(solver, number)`` prepares a state of the solver that is put back to an earlier one.
+    ``number`` is the same in all copies under vmap, so that nothing is computed between windows.
+    """
+    tables = _tables(state.solver)
+
+    def ended(watch, small, trouble):
+        windows = (number + 1) // window
+        diverged, steady, seen = _looked(watch, windows, window)
+        diverged = diverged & (trouble == 0)  # a search that ended does not change
+        good = jax.lax.cond(
+            windows % _SAVED == 0, lambda: _where(steady, small, watch.good), lambda: watch.good
+        )
+        back = functools.partial(_restored, watch.good, small, number, restart)
+        after = jax.lax.cond(diverged, back, lambda: small)
+        gave_up = diverged & (seen.times > _MOST)
+        seen = _where(trouble == 0, seen._replace(good=()), watch._replace(good=()))
+        return seen._replace(good=good), after, jnp.where(gave_up, GAVE_UP, trouble)
+
+    due = (number + 1) % window == 0
+    args = watch, _without_tables(state), trouble
+    watch, small, trouble = jax.lax.cond(due, ended, lambda *same: same, *args)
+    return watch, _with_tables(small, tables), trouble
+
+
+def _looked(watch: Watch, windows: jax.Array, window: int) -> tuple[jax.Array, jax.Array, Watch]:
+    """Whether the search diverges, whether it is surely good, and the watch after a window."""
+    mean, done = watch.recent / window, windows - watch.begun
+    first = done == 1
+    least = jnp.where(first, mean[1], jnp.minimum(watch.least, mean[1]))
+    before = jnp.where(first, mean, watch.marks[0])  # the largest in the first half
+    rise, usual = mean[1] - least, before[1] - least
+
+    def beyond(factor):
+        return (mean[0] > factor * before[0]) & (rise > factor * usual)
+
+    far = beyond(jnp.where(watch.times > 0, _AGAIN, _FAR))
+    far = far & (rise > usual + jnp.abs(before[1]))
+    streak = jnp.where(far, watch.streak + 1, 0)
+    fast = (streak >= _FAST) & (mean[0] > _VERY_FAR * before[0])
+    diverged = (streak >= _STAYS) | fast
+    top = jnp.where(first, mean, jnp.maximum(mean, watch.top))
+    moved = jnp.concatenate([watch.marks[1:], top[None]])
+    marks = jnp.where((done == jnp.asarray(_MARKS, done.dtype)).any(), moved, watch.marks)
+    marks = jnp.where(first, jnp.broadcast_to(mean[None], marks.shape), marks)
+    seen = watch._replace(
+        scale=jnp.where(diverged, _SHORTER, 1.0).astype(watch.scale.dtype) * watch.scale,
+        times=watch.times + diverged.astype(watch.times.dtype),
+        recent=jnp.zeros_like(watch.recent),
+        streak=jnp.where(diverged, 0, streak),
+        top=top,
+        marks=marks,
+        least=least,
+        begun=jnp.where(diverged, windows.astype(watch.begun.dtype), watch.begun),
+    )
+    return diverged, (done >= _SETTLED) & ~(diverged | beyond(_UNSURE)), seen
+
+
+def _restored(good: Pytree, small: Pytree, number: jax.Array, restart: Callable) -> Pytree:
+    """The last good state; the counts of alpha's optimizer and the steps done carry on."""
+
+    def floats(old, new):
+        return old if jnp.issubdtype(new.dtype, jnp.inexact) else new
+
+    return good._replace(
+        solver=restart(good.solver, number),
+        optimizer=jax.tree.map(floats, good.optimizer, small.optimizer),
+        step=small.step,
+    )
+
+
+def shortened(old: DescentState, new: DescentState, scale: jax.Array) -> DescentState:
+    """Take ``scale`` times the step of alpha; where a geometry moved it, that has done so."""
+    landed = geometry.paths(new.optimizer)
+
+    def part(path, before, after):
+        if path in landed:
+            return after
+        shorter = before + scale.astype(after.dtype) * (after - before)
+        return jnp.where(scale == 1, after, shorter)
+
+    return new._replace(alpha=jax.tree.map_with_path(part, old.alpha, new.alpha))
+
+
+def shortening(
+    optimizer: optax.GradientTransformation, scale: jax.Array
+) -> optax.GradientTransformationExtraArgs:
+    """Make geometries take ``scale`` times the step of ``optimizer``: they end on their sets."""
+    inner = gradient_transformation("optimizer", optimizer)
+
+    def update(updates, state, params=None, **told):
+        if geometry.names(state):
+            told["shorten"] = scale
+        return inner.update(updates, state, params, **told)
+
+    return optax.GradientTransformationExtraArgs(inner.init, update)
+
+
+def messages(scale: Any) -> tuple[str, ...]:
+    """Messages at the end of a search that took ``scale`` times the optimizer's steps.
+
+    Examples
+    --------
+    >>> messages(1.0)
+    ()
+    """
+    scale = float(scale)
+    if scale == 1:
+        return ()
+    if round(np.log(scale) / np.log(_SHORTER)) > _MOST:
+        return (
+            f"alpha diverged, also with {scale:.0e} times the optimizer's steps. The result is the "
+            "last good point. Remedies: a smaller step_size or rate of the solver, or another "
+            "start.",
+        )
+    return (
+        f"alpha diverged, so the search returned to an earlier point and took {scale:.2g} times "
+        "the optimizer's steps from there (`step_scale`). Remedy: a learning rate smaller by this "
+        "factor.",
+    )
+
+
+def _where(condition: jax.Array, new: Pytree, old: Pytree) -> Pytree:
+    return jax.tree.map(lambda x, y: jnp.where(condition, x, y), new, old)
+
+
+def _is_tables(x: Any) -> bool:
+    return isinstance(x, Tables)
+
+
+def _tables(solver: Pytree) -> list:
+    return [x for x in jax.tree.leaves(solver, is_leaf=_is_tables) if _is_tables(x)]
+
+
+def _without_tables(state: DescentState) -> DescentState:
+    solver = jax.tree.map(
+        lambda x: Tables(()) if _is_tables(x) else x, state.solver, is_leaf=_is_tables
+    )
+    return state._replace(solver=solver)
+
+
+def _with_tables(state: DescentState, tables: list) -> DescentState:
+    left = iter(tables)
+    solver = jax.tree.map(
+        lambda x: next(left) if _is_tables(x) else x, state.solver, is_leaf=_is_tables
+    )
+    return state._replace(solver=solver)

@@ -1,0 +1,484 @@
+"""Geometries of the hyperparameters, as optax transformations that act on ``alpha`` itself.
+
+A simplex is the last axis of a leaf of ``alpha``: one per edge of a cell, one per layer. Each
+transformation takes the gradient (or the update an optimizer made of it) in ``alpha`` and returns
+an update that ends exactly on the set. ``optax.partition`` mixes geometries across leaves.
+
+A geometry comes last in a chain, and after an optimizer that descends. Its state holds the point
+that it moved to, so that :func:`bilevel.descent` sees whether anything came after it.
+
+==================  =======================================  =======================================
+transformation      new alpha                                used by
+==================  =======================================  =======================================
+``exponentiate``    ``alpha exp(u) / sum(alpha exp(u))``     GAEA (Li et al. 2021); sparse alpha
+``project``         ``argmin_{a in set} |a - (alpha + u)|``  projected gradient; boxes, any set
+``softmax``         ``softmax(logits + u)``                  DARTS (Liu et al. 2019)
+==================  =======================================  =======================================
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from bilevel.contracts import Pytree
+from bilevel.internal.checks import (
+    at_least_float32,
+    concrete,
+    floating,
+    gradient_transformation,
+    simplex,
+)
+
+
+def tangent() -> optax.GradientTransformation:
+    """The part of a gradient along the simplices: the gradient minus its mean over the last axis.
+
+    Put it before an optimizer that rescales coordinates one by one, as in
+    ``optax.chain(tangent(), optax.adam(lr), exponentiate())``: a component common to all
+    coordinates cannot move ``alpha``, but would make Adam take them for equally steep.
+
+    Examples
+    --------
+    >>> optimizer = tangent()
+    >>> alpha = jnp.array([0.5, 0.5])
+    >>> optimizer.update(jnp.array([3.0, 1.0]), optimizer.init(alpha))[0]
+    Array([ 1., -1.], dtype=float...)
+    """
+
+    def along(g):
+        g = _finite(g)
+        return g - jnp.sum(g / g.shape[-1], axis=-1, keepdims=True)
+
+    return optax.stateless(lambda updates, _: jax.tree.map(along, updates))
+
+
+def exponentiate() -> optax.GradientTransformation:
+    """Exponentiated update on simplices: chain it after an optimizer.
+
+    ``alpha <- alpha exp(u) / sum(alpha exp(u))`` with ``u`` the incoming update, so that
+    ``optax.chain(optax.sgd(lr), exponentiate())`` is exponentiated gradient, mirror descent in the
+    entropy (Kivinen & Warmuth 1997; GAEA: Li, Khodak, Balcan & Talwalkar 2021). A coordinate that
+    is exactly 0 stays 0.
+
+    Raises
+    ------
+    ValueError
+        For a concrete ``alpha`` that is off the simplex.
+
+    Examples
+    --------
+    >>> optimizer = optax.chain(optax.sgd(1.0), exponentiate())
+    >>> alpha = jnp.array([0.5, 0.5])
+    >>> updates, _ = optimizer.update(jnp.array([jnp.log(3.0), 0.0]), optimizer.init(alpha), alpha)
+    >>> [round(a, 4) for a in optax.apply_updates(alpha, updates).tolist()]
+    [0.25, 0.75]
+    """
+
+    def move(alpha, update):
+        support = alpha > 0
+        update = _wide(_finite(update))
+        # Shifting by the largest exponent in the support makes exp safe for updates of any size.
+        shift = jnp.max(jnp.where(support, update, -jnp.inf), axis=-1, keepdims=True)
+        weights = jnp.where(support, alpha * jnp.exp(jnp.where(support, update - shift, 0)), 0)
+        # Where alpha is tiny but the exponent largest, all products may be tiny: scale before the
+        # sum.
+        weights = weights / jnp.max(weights, axis=-1, keepdims=True)
+        weights = jnp.where(jnp.isnan(update), jnp.nan, weights)  # outside the support too
+        return (weights / jnp.sum(weights, axis=-1, keepdims=True)).astype(alpha.dtype)
+
+    return _landing_on(_Exponentiated, move, check_simplex)
+
+
+def project(
+    onto: str | Callable[[Pytree], Pytree] = "simplex",
+) -> optax.GradientTransformation:
+    """Euclidean projection of ``alpha + update``: chain it after an optimizer.
+
+    Parameters
+    ----------
+    onto : {"simplex", "box"} or callable
+        Simplices on the last axes (Duchi et al. 2008), the box [0, 1], or any function from a
+        point (a pytree like ``alpha``) to its projection.
+
+    Raises
+    ------
+    ValueError
+        For an unknown name, and for a concrete ``alpha`` that is off the named set.
+
+    Examples
+    --------
+    >>> optimizer = optax.chain(optax.sgd(1.0), project("simplex"))
+    >>> alpha = jnp.array([0.5, 0.5])
+    >>> updates, _ = optimizer.update(jnp.array([0.0, -0.2]), optimizer.init(alpha), alpha)
+    >>> optax.apply_updates(alpha, updates)
+    Array([0.4, 0.6], dtype=float...)
+    """
+    if onto == "simplex":
+        return _landing_on(_Projected, lambda a, u: project_simplex(a + u), check_simplex)
+    if onto == "box":
+        return _landing_on(_Projected, lambda a, u: jnp.clip(a + u, 0, 1), check_box)
+    if not callable(onto):
+        raise ValueError(f'onto: expected "simplex", "box" or a callable, got {onto!r}.')
+
+    def update(updates, state, params=None, *, shorten=None, **_):
+        _require_params(params)
+        updates = _shorter(updates, shorten)
+        updates = optax.tree.sub(onto(optax.apply_updates(params, updates)), params)
+        return updates, _Projected(optax.apply_updates(params, updates))
+
+    return optax.GradientTransformationExtraArgs(
+        lambda a: _Projected(jax.tree.map(jnp.copy, a)), update
+    )
+
+
+def project_simplex(point: chex.Array) -> jax.Array:
+    """Euclidean projection of the last axis of ``point`` onto the probability simplex.
+
+    Examples
+    --------
+    >>> project_simplex(jnp.array([1e30, 0.0, -5.0]))
+    Array([1., 0., 0.], dtype=float...)
+    """
+    # Entries more than 1 under the largest project to 0, so clipping them changes nothing, and
+    # keeps the sums below exact for points of any size.
+    wide = _wide(_finite(point))
+    wide = jnp.maximum(wide - jnp.max(wide, axis=-1, keepdims=True), -1)
+    # With k entries above 0, each loses (their sum - 1) / k; the largest of these is the loss.
+    count = jnp.arange(1, point.shape[-1] + 1, dtype=wide.dtype)
+    totals = jnp.cumsum(jnp.sort(wide, axis=-1, descending=True), axis=-1)
+    losses = (totals - 1) / jnp.broadcast_to(count, totals.shape)
+    projected = jnp.maximum(wide - jnp.max(losses, axis=-1, keepdims=True), 0)
+    return (projected / jnp.sum(projected, axis=-1, keepdims=True)).astype(point.dtype)
+
+
+class _Exponentiated(NamedTuple):
+    """State of :func:`exponentiate`."""
+
+    point: Pytree  # like alpha: where it moved to
+
+
+class _Projected(NamedTuple):
+    """State of :func:`project`."""
+
+    point: Pytree  # like alpha: where it moved to
+
+
+class SoftmaxState(NamedTuple):
+    """State of :func:`softmax`."""
+
+    logits: Pytree  # like alpha
+    optimizer: optax.OptState  # of the logits
+    point: Pytree  # like alpha: where it moved to
+
+
+def softmax(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Optimize logits: ``alpha = softmax(logits)`` on the last axes (DARTS, Liu et al. 2019).
+
+    The gradient in ``alpha`` is pulled back, ``alpha * (g - <alpha, g>)``, given to ``optimizer``
+    for the logits, and the update returned is that of ``alpha``.
+
+    Parameters
+    ----------
+    optimizer : optax.GradientTransformation
+        For the logits, whose start is ``log(alpha)``: weight decay shrinks those.
+
+    Raises
+    ------
+    ValueError
+        For a concrete ``alpha`` that is off the simplex.
+
+    Examples
+    --------
+    >>> optimizer = softmax(optax.sgd(1.0))
+    >>> alpha = jnp.array([0.5, 0.5])
+    >>> updates, _ = optimizer.update(jnp.array([-2.0, 2.0]), optimizer.init(alpha), alpha)
+    >>> [round(a, 4) for a in optax.apply_updates(alpha, updates).tolist()]
+    [0.8808, 0.1192]
+    """
+    inner = gradient_transformation("optimizer", optimizer)
+
+    def init(alpha):
+        jax.tree.map(check_simplex, alpha)
+        logits = jax.tree.map(lambda a: jnp.log(jnp.maximum(a, jnp.finfo(a.dtype).tiny)), alpha)
+        # Zero logits for a uniform start, as in DARTS: softmax does not see the shift.
+        logits = jax.tree.map(lambda z: z - jnp.max(z, axis=-1, keepdims=True), logits)
+        return SoftmaxState(logits, inner.init(logits), jax.tree.map(jnp.copy, alpha))
+
+    def update(updates, state, params=None, *, shorten=None, **extra):
+        _require_params(params, check_simplex)
+        _check_update(updates, params)
+
+        def pull_back(logits, g):
+            alpha = _softmax(logits)
+            g = _finite(g)  # so that the difference below cannot overflow
+            return alpha * (g - jnp.sum(alpha * g, axis=-1, keepdims=True))
+
+        slopes = jax.tree.map(pull_back, state.logits, updates)
+        if "value_fn" in extra:  # of alpha: what the optimizer moves are logits
+            of_alpha = extra["value_fn"]
+
+            @functools.wraps(of_alpha)  # optax reads the names of its arguments
+            def of_logits(logits, **told):
+                return of_alpha(jax.tree.map(_softmax, logits), **told)
+
+            extra |= {"value_fn": of_logits}
+        if "grad" in extra:
+            extra |= {"grad": slopes}
+        step, inner_state = inner.update(slopes, state.optimizer, state.logits, **extra)
+        step = _shorter(step, shorten)
+        logits = jax.tree.map(_finite, optax.apply_updates(state.logits, step))
+        updates = optax.tree.sub(jax.tree.map(_softmax, logits), params)
+        return updates, SoftmaxState(logits, inner_state, optax.apply_updates(params, updates))
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _finite(x: jax.Array) -> jax.Array:
+    """``x`` clipped to an eighth of the largest number, so that a difference cannot overflow.
+
+    NaN stays NaN. The clip also keeps a compiler from fusing ``lr * g - max(lr * g)`` into one
+    multiply-add. That would not round the product ``lr * g``, and the result would not be 0 where
+    the two are equal: for numbers of 1e27 it was 1e17.
+    """
+    limit = jnp.finfo(x.dtype).max / 8
+    return jnp.clip(x, -limit, limit)
+
+
+def _wide(x: jax.Array) -> jax.Array:
+    """``x`` in float32 at least: half precision is too coarse for sums over many entries."""
+    return x.astype(at_least_float32(x.dtype))
+
+
+def _softmax(logits: jax.Array) -> jax.Array:
+    return jax.nn.softmax(_wide(logits)).astype(logits.dtype)
+
+
+def _landing_on(kind: type, move: Callable, check: Callable) -> optax.GradientTransformation:
+    """A transformation whose update takes every leaf from alpha to ``move(alpha, u)``."""
+
+    def init(params):
+        jax.tree.map(check, params)
+        return kind(jax.tree.map(jnp.copy, params))
+
+    def update(updates, state, params=None, *, shorten=None, **_):
+        _require_params(params, check)
+        _check_update(updates, params)
+        updates = _shorter(updates, shorten)
+        # b - a >= -a, also after rounding, so that a + (b - a) is never negative for a, b >= 0.
+        updates = jax.tree.map(lambda a, u: move(a, u) - a, params, updates)
+        return updates, kind(optax.apply_updates(params, updates))
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _shorter(updates: Pytree, scale: jax.Array | None) -> Pytree:
+    """``scale`` times the updates: a search that diverged asks for it, as ``shorten``."""
+    if scale is None:
+        return updates
+    return jax.tree.map(lambda u: scale.astype(u.dtype) * u, updates)
+
+
+def _require_params(params, check: Callable = lambda alpha: None) -> None:
+    if params is None:
+        raise ValueError("params: expected alpha as the third argument of update, got None.")
+    try:
+        jax.tree.map(check, params)
+    except ValueError as error:
+        raise ValueError(f"{error} A geometry has to be the last of its chain.") from None
+
+
+def _check_update(updates: Pytree, params: Pytree) -> None:
+    """Refuse an update of another shape than alpha, which would be broadcast silently."""
+    for update, alpha in zip(jax.tree.leaves(updates), jax.tree.leaves(params), strict=True):
+        if jnp.shape(update) != jnp.shape(alpha):
+            raise ValueError(
+                f"updates: expected the shape {jnp.shape(alpha)} of alpha, got {jnp.shape(update)}."
+            )
+
+
+def check_simplex(alpha: chex.Array) -> None:
+    """Refuse a concrete ``alpha`` whose last axis is not nonnegative with sum one.
+
+    Raises
+    ------
+    ValueError
+        For a scalar, no entries, entries that are not floating, or a point off the simplex.
+    """
+    if jnp.ndim(alpha) == 0:
+        raise ValueError("alpha: expected a simplex on the last axis of every leaf, got a scalar.")
+    _check_entries(alpha)
+    simplex("alpha", alpha)
+
+
+def check_box(alpha: chex.Array) -> None:
+    """Refuse a concrete ``alpha`` with an entry outside [0, 1].
+
+    Raises
+    ------
+    ValueError
+        For no entries, entries that are not floating, or one outside the box.
+    """
+    _check_entries(alpha)
+    if not concrete(alpha):
+        return
+    values = np.asarray(alpha, dtype=np.float64)
+    if not ((values >= 0) & (values <= 1)).all():
+        raise ValueError(
+            "alpha: expected entries in the box [0, 1], "
+            f"got entries from {values.min():.3g} to {values.max():.3g}."
+        )
+
+
+def _check_entries(alpha: jax.Array) -> None:
+    floating("alpha", alpha)
+    if not jnp.size(alpha):
+        raise ValueError(f"alpha: expected entries, got none in the shape {jnp.shape(alpha)}.")
+
+
+# ----------------------------------------------------------------------------- misuse
+
+
+MISPLACED = (
+    "optimizer: expected {}() as the last transformation, since it takes alpha onto its set, got "
+    "another one after it that moves alpha on."
+)
+_ASCENDING = (
+    "optimizer: expected {}() with an optimizer that goes against the gradient, such as "
+    "optax.sgd(learning_rate), got one that follows it."
+)
+
+_NAMES = {_Exponentiated: "exponentiate", _Projected: "project", SoftmaxState: "softmax"}
+
+
+def check_last(state: optax.OptState, alpha: Pytree) -> Pytree:
+    """``alpha``, refused if a geometry in ``state`` was not the last to move it.
+
+    Where ``alpha`` is traced, no error can be raised: it becomes NaN instead.
+
+    Raises
+    ------
+    ValueError
+        If another transformation came after the geometry and moved ``alpha`` on.
+    """
+    return _refused(MISPLACED, names(state), moved_on(state, alpha), alpha)
+
+
+def check_descends(
+    optimizer: optax.GradientTransformation, state: optax.OptState, alpha: Pytree
+) -> Pytree:
+    """``alpha``, refused if ``optimizer`` has a geometry and follows the gradient uphill.
+
+    Where ``alpha`` is traced, no error can be raised: it becomes NaN instead.
+
+    Raises
+    ------
+    ValueError
+        If a first step of the geometry goes along the gradient, not against it.
+    """
+    if not (found := names(state)):
+        return alpha
+    return _refused(_ASCENDING, found, _compiled_ascends(optimizer, alpha), alpha)
+
+
+def geometries(state: optax.OptState) -> list[Any]:
+    """The states of the geometries in an optimizer's state."""
+    known = tuple(_NAMES)
+    leaves = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, known))
+    return [x for x in leaves if isinstance(x, known)]
+
+
+def paths(state: optax.OptState) -> set:
+    """The paths of alpha's leaves that a geometry moves."""
+    points = [jax.tree_util.tree_leaves_with_path(g.point) for g in geometries(state)]
+    return {path for leaves in points for path, _ in leaves}
+
+
+def names(state: optax.OptState) -> list[str]:
+    """The names by which the user knows these geometries."""
+    return [_NAMES[type(geometry)] for geometry in geometries(state)]
+
+
+def moved_on(state: optax.OptState, alpha: Pytree) -> list[jax.Array]:
+    """For each geometry, whether something moved ``alpha`` after it: a bool [].
+
+    That is so where ``alpha`` is not the point in the geometry's state. NaN counts as no move.
+    """
+    return [_any_leaf(_apart, geometry.point, alpha) for geometry in geometries(state)]
+
+
+def ascends(optimizer: optax.GradientTransformation, alpha: Pytree) -> list[jax.Array]:
+    """For each geometry, whether a first step follows the gradient instead of going against it.
+
+    Two made-up gradients, g and -g, each give a step from the middle of the set. If the difference
+    of the two steps points along g, the optimizer ascends. What does not depend on the gradient,
+    such as weight decay and noise, cancels in the difference; steps of size 0 count as no ascent.
+    """
+    # In float32 at least: a small step is lost in half precision.
+    start = jax.tree.map(lambda a: _wide(jnp.full(a.shape, 1, a.dtype)) / _size(a), alpha)
+    slope = jax.tree.map(_slope, start)
+
+    def after(sign):
+        g = jax.tree.map(lambda g: sign * g, slope)
+
+        # A loss with this gradient, for those that ask, far above any least value that they know
+        # (polyak_sgd's f_min); what a single loop tells.
+        def loss(a, residual=None, memory=None):  # line searches hand on all that is told
+            return 1e3 + optax.tree.vdot(g, a)
+
+        told = {"value": loss(start), "value_fn": loss, "residual": 0.0, "memory": 1}
+        rule = optax.with_extra_args_support(optimizer)
+        _, state = rule.update(g, rule.init(start), start, grad=g, **told)
+        return [geometry.point for geometry in geometries(state)]
+
+    return [
+        _any_leaf(_along, optax.tree.sub(with_it, against), slope)
+        for with_it, against in zip(after(1), after(-1), strict=True)
+    ]
+
+
+_compiled_ascends = jax.jit(ascends, static_argnums=0)
+
+
+def _refused(sentence: str, names: list[str], wrong: list[jax.Array], alpha: Pytree) -> Pytree:
+    for name, bad in zip(names, wrong, strict=True):
+        if not concrete(bad):
+            alpha = jax.tree.map(lambda a, bad=bad: jnp.where(bad, jnp.nan, a), alpha)
+        elif bad:
+            raise ValueError(sentence.format(name))
+    return alpha
+
+
+def _slope(alpha: jax.Array) -> jax.Array:
+    """A made-up gradient like ``alpha``: from -1 to 1 along the last axis."""
+    slope = jnp.linspace(-1, 1, _size(alpha), dtype=alpha.dtype)
+    return jnp.broadcast_to(slope if alpha.ndim else slope[0], alpha.shape)
+
+
+def _size(alpha: jax.Array) -> int:
+    """The number of entries on the last axis."""
+    return alpha.shape[-1] if alpha.ndim else 1
+
+
+def _apart(point: jax.Array, alpha: jax.Array) -> jax.Array:
+    # The same sum may be rounded differently in another program: two roundings are no move. But
+    # rounding never makes a nonnegative entry negative, so that counts as a move.
+    slack = 2 * jnp.finfo(point.dtype).eps * jnp.maximum(1, jnp.abs(point))
+    moved = ~(jnp.abs(alpha - point) <= slack) | ((alpha < 0) & (point >= 0))
+    return jnp.isfinite(point) & moved
+
+
+def _along(step: jax.Array, slope: jax.Array) -> jax.Array:
+    return jnp.vdot(step, slope) > 16 * jnp.finfo(step.dtype).eps * step.size
+
+
+def _any_leaf(test: Callable, some: Pytree, all_: Pytree) -> jax.Array:
+    """Whether ``test`` holds of any leaf of ``some``, a tree with some of the leaves of another."""
+    leaves = dict(jax.tree_util.tree_leaves_with_path(all_))
+    found = [test(x, leaves[k]).any() for k, x in jax.tree_util.tree_leaves_with_path(some)]
+    return functools.reduce(jnp.logical_or, found, jnp.zeros((), bool))

@@ -1,0 +1,291 @@
+"""Observations of a search about its own steps, so that none of them fails in silence.
+
+The counts are kept in the compiled loop. Outside ``jit`` and ``vmap`` they become one warning.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from bilevel.contracts import DescentState, Inner, Pytree, params_of
+from bilevel.internal.checks import gradient_transformation
+from bilevel.solvers import AdjointReport, report_of
+
+_MANY = 5  # steps at the end that count as many; all of a shorter search
+_COMPARED = 10  # steps from which on predicted and actual changes are compared
+_PREDICTED = 0.1  # share of a decrease below which it counts as not predicted
+_SEEN = 1e-3  # change of the outer loss, relative to its size, below which nothing is compared
+
+
+class Count(NamedTuple):
+    """How often something happened; both are arrays [], int."""
+
+    total: jax.Array  # steps in all
+    last: jax.Array  # steps without interruption up to the last one
+
+
+class SearchReport(NamedTuple):
+    """Counts of the steps of a search in which something was wrong. All arrays are [].
+
+    Attributes
+    ----------
+    steps : int, the steps that were observed.
+    zero : steps whose hypergradient was exactly 0.
+    failed : steps whose adjoint did not solve its linear system (:func:`bilevel.implicit`).
+    indefinite : steps in which that solve met a direction without positive curvature.
+    moving : steps whose weights were not a stationary point of the lower loss
+        (:func:`bilevel.implicit`): the lower gradient was over 0.1 % of ``|w|`` times the largest
+        curvature.
+    predicted : sum of ``<hypergradient, change of alpha>`` over the steps. It is compared with
+        ``actual`` if full batches are used and the weights depend on ``alpha`` alone
+        (:func:`bilevel.implicit`, :func:`bilevel.ridge`, :func:`bilevel.restarted`); else 0.
+    actual : sum of the changes of the outer loss over the same steps; else 0.
+    compared : int, the number of these steps.
+    value : the outer loss at the last of them; else 0.
+    spent : share of the outer steps in which the inner optimizer's schedule has fallen below 1 %
+        of its peak; 0 without a schedule.
+    """
+
+    steps: jax.Array
+    zero: Count
+    failed: Count
+    indefinite: Count
+    moving: Count
+    predicted: jax.Array
+    actual: jax.Array
+    compared: jax.Array
+    value: jax.Array
+    spent: jax.Array
+
+    @property
+    def ratio(self) -> jax.Array:
+        """Actual over predicted change, 1 if no step was compared."""
+        known = (self.compared > 0) & (self.predicted != 0)
+        return jnp.where(known, self.actual / jnp.where(known, self.predicted, 1), 1)
+
+    def messages(self) -> tuple[str, ...]:
+        """Return a sentence for every cause of wrong hypergradients, with its remedy.
+
+        Raises
+        ------
+        ValueError
+            If the report is one of several searches (``vmap``); take one of them first.
+
+        Examples
+        --------
+        >>> import bilevel, optax
+        >>> loss = lambda w, alpha, batch: jnp.sum((w - alpha) ** 2)
+        >>> result = bilevel.search(
+        ...     bilevel.Problem(loss, loss), bilevel.unrolled(0.1, 3), optax.sgd(0.1),
+        ...     jnp.zeros(1), jnp.ones(1), None, None, steps=3,
+        ... )
+        >>> result.report.messages()
+        ()
+        """
+        if jnp.ndim(self.steps):
+            raise ValueError(
+                f"report: expected that of one search, got {len(self.steps)} side by side; "
+                "jax.tree.map(lambda x: x[0], report) is the first one."
+            )
+        found = jax.tree.map(np.asarray, self)
+        steps = int(found.steps)
+        lines = []
+        if _often(found.failed, steps) or _often(found.indefinite, steps):
+            lines.append(_failed(found, steps))
+        # The first runs of a solver that starts from the last weights may stop short.
+        if steps >= _MANY and _often(found.moving, steps):
+            lines.append(_NOT_STATIONARY.format(int(found.moving.total), steps))
+        if found.spent > 0.5:
+            lines.append(_SPENT.format(float(found.spent)))
+        elif steps and found.zero.last >= min(_MANY, steps) and not lines:
+            lines.append(_ZERO.format(int(found.zero.last), steps))
+        # These causes also explain a change that was not predicted.
+        return tuple(lines or _mispredicted(found))
+
+
+_REMEDY = (
+    "`hypergradient(problem, solver)` at the result states the error in `info`. Remedies: weight "
+    "decay in the lower loss, implicit(..., cg(damping=...)), or unrolled(...)."
+)
+_FAILED = (
+    "the adjoint's linear system was not solved in {} of {} outer steps{}, so those "
+    "hypergradients are wrong. " + _REMEDY
+)
+_INDEFINITE = " (the lower Hessian is singular or not positive definite there)"
+_NOT_STATIONARY = (
+    "the weights were not a stationary point of the lower loss in {} of {} outer steps. "
+    "implicit(...) assumes one, so those hypergradients are wrong. Remedies: a forward solver that "
+    "converges (newton(), lbfgs(), more steps); unrolled(...) if there are constraints or kinks "
+    "such as an l1 term."
+)
+_SPENT = (
+    "the inner optimizer's schedule is below 1 % of its peak in {:.0%} of the outer steps: its "
+    "count carries over from one outer step to the next, so the weights stop moving. Remedy: "
+    "restarted(solver), or a schedule as long as all inner steps of the search."
+)
+_ZERO = (
+    "the hypergradient was exactly 0 in the last {} of {} outer steps, so alpha did not move. "
+    "Remedies: another start w0, a solver that moves the weights, or "
+    "`hypergradient(problem, solver)` there, whose `info` names the cause."
+)
+_UNPREDICTED = (
+    "the outer loss changed by {actual:.2g} over {compared} steps, where the hypergradients "
+    "predicted {predicted:.2g}: they are not its slope over the steps that alpha takes. Remedies: "
+    "smooth activations instead of kinks (ReLU), shorter steps, or "
+    "hypergradient(..., difference=step), which measures the slope over a step of that length."
+)
+
+
+def _often(count: Count, steps: int) -> bool:
+    many = count.last >= min(_MANY, steps) or 2 * count.total > steps
+    return steps > 0 and bool(many)
+
+
+def _failed(found: SearchReport, steps: int) -> str:
+    indefinite = int(found.indefinite.total)
+    count = max(int(found.failed.total), indefinite)
+    return _FAILED.format(count, steps, _INDEFINITE if indefinite else "")
+
+
+def _mispredicted(found: SearchReport) -> list[str]:
+    """A message if the hypergradients predicted none of the decrease, or one that did not come."""
+    predicted, actual = float(found.predicted), float(found.actual)
+    size = max(abs(predicted), abs(actual))
+    if found.compared < _COMPARED or not _SEEN * abs(float(found.value)) < size < np.inf:
+        return []
+    unforeseen = actual < 0 and predicted > _PREDICTED * actual
+    missing = predicted < 0 and actual >= 0
+    if not (unforeseen or missing):
+        return []
+    numbers = {"actual": actual, "predicted": predicted, "compared": int(found.compared)}
+    return [_UNPREDICTED.format(**numbers)]
+
+
+class Watch(NamedTuple):
+    """The part of a search's carry that observes its steps."""
+
+    report: SearchReport
+    predicted: jax.Array  # [], its change as predicted by the last step; 0 before
+
+
+def first_watch(row: dict[str, Any], spent: jax.Array | None = None) -> Watch:
+    """Observe nothing yet. ``row`` holds the shapes of a step's metrics."""
+    dtype = row["grad_norm"].dtype
+
+    def count():  # each its own array: the carry's buffers are donated
+        return jax.device_put(np.zeros((), jnp.result_type(int)))
+
+    def number():
+        return jax.device_put(np.zeros((), dtype))
+
+    report = SearchReport(
+        steps=count(),
+        zero=Count(count(), count()),
+        failed=Count(count(), count()),
+        indefinite=Count(count(), count()),
+        moving=Count(count(), count()),
+        predicted=number(),
+        actual=number(),
+        compared=count(),
+        value=number(),
+        spent=number() if spent is None else spent.astype(dtype),
+    )
+    return Watch(report, number())
+
+
+def watched(
+    watch: Watch, state: DescentState, metrics: dict[str, Any]
+) -> tuple[Watch, dict[str, Any]]:
+    """Observe a step. Its metrics gain ``actual``, and ``predicted`` becomes that of this change.
+
+    ``state`` is the one after the step. The first step has no change behind it: both are 0.
+    """
+    report, metrics = watch.report, dict(metrics)
+    adjoint = report_of(state.solver)
+    counts: dict[str, Any] = {"zero": metrics["grad_norm"] == 0}
+    if isinstance(adjoint, AdjointReport):
+        counts |= {
+            "failed": adjoint.failed > 0,
+            "indefinite": adjoint.indefinite > 0,
+            "moving": adjoint.moving > 0,
+        }
+    counts = {name: _counted(getattr(report, name), seen) for name, seen in counts.items()}
+    report = report._replace(steps=report.steps + 1, **counts)
+    if "predicted" not in metrics:
+        return watch._replace(report=report), metrics
+    dtype = watch.predicted.dtype
+    value = metrics["value"].astype(dtype)
+    later = report.steps > 1
+    actual = jnp.where(later, value - report.value, 0)
+    report = report._replace(
+        predicted=report.predicted + watch.predicted,
+        actual=report.actual + actual,
+        compared=jnp.where(later, report.compared + 1, report.compared),
+        value=value,
+    )
+    after = Watch(report, metrics["predicted"].astype(dtype))
+    return after, metrics | {"predicted": watch.predicted, "actual": actual}
+
+
+_SCHEDULED = (  # optax's states whose count a schedule reads; one of them is not public
+    "ScaleByScheduleState",
+    "InjectHyperparamsState",
+    "InjectStatefulHyperparamsState",
+    "WrappedScheduleState",
+)
+_OUTER, _INNER = 16, 8  # steps at which a schedule is looked at
+
+
+def has_schedule(solver: Any, alpha: Pytree, w: Pytree) -> bool:
+    """Whether the solver has an optimizer with a schedule that carries over to the next step."""
+    inner = getattr(solver, "inner", None)
+    if inner is None:
+        return False
+    state = jax.eval_shape(lambda alpha, w: inner.rule(alpha).init(params_of(w)), alpha, w)
+    return any(map(_is_scheduled, jax.tree.leaves(state, is_leaf=_is_scheduled)))
+
+
+def spent_share(inner: Inner, alpha: Pytree, w: Pytree, steps: int) -> jax.Array:
+    """Return the share of ``steps`` outer steps in which a schedule is below 1 % of its peak.
+
+    The rate is that of an update by ones, at 16 outer steps, each at 8 of its inner steps.
+    """
+    optimizer = gradient_transformation("optimizer", inner.rule(alpha))
+    w = params_of(w)
+    state = optimizer.init(w)
+    ones = optax.tree.ones_like(w)
+
+    def rate(count):
+        told = {"value": jnp.ones(()), "grad": ones, "value_fn": lambda w: jnp.ones(())}
+        updates, _ = optimizer.update(ones, _at_count(state, count), w, **told)
+        return optax.tree.norm(updates)
+
+    outer = np.unique(np.linspace(0, steps - 1, _OUTER).astype(int))
+    within = np.unique(np.linspace(0, inner.steps - 1, _INNER).astype(int))
+    counts = jnp.asarray(outer[:, None] * inner.steps + within)
+    rates = jax.lax.map(rate, counts.ravel()).reshape(counts.shape).max(1)
+    return jnp.mean(rates < 0.01 * rates.max())
+
+
+def _is_scheduled(x: Any) -> bool:
+    return type(x).__name__ in _SCHEDULED
+
+
+def _at_count(state: Pytree, count: jax.Array) -> Pytree:
+    """Return an optimizer's state whose schedules have made so many steps."""
+
+    def moved(x):
+        if not _is_scheduled(x):
+            return x
+        parts = {name: _at_count(part, count) for name, part in x._asdict().items()}
+        return type(x)(**parts | {"count": count.astype(jnp.result_type(x.count))})
+
+    return jax.tree.map(moved, state, is_leaf=_is_scheduled)
+
+
+def _counted(count: Count, happened: jax.Array) -> Count:
+    total = jnp.where(happened, count.total + 1, count.total)
+    return Count(total, jnp.where(happened, count.last + 1, 0))

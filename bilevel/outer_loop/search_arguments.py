@@ -1,0 +1,49 @@
+"""Arguments of :func:`bilevel.search`: what can be seen to be wrong before anything is compiled."""
+
+from bilevel.contracts import Partition, SingleLoop, params_of
+from bilevel.internal import checks
+from bilevel.internal.checks import floating, function, prng_key, whole
+from bilevel.outer_loop.stream import Stream
+
+
+def check(
+    solver, arrays, steps, batches, resume, checkpoint, callback, every, chunk, diagnostics
+) -> None:
+    """Raise on anything wrong that can be seen before the first compilation."""
+    alpha, w0, train, valid, key = arrays
+    whole("steps", steps, 1)
+    if chunk is not None:
+        whole("chunk", chunk, 1)
+    streamed = isinstance(batches, Stream)
+    if streamed and (train is not None or valid is not None):
+        raise ValueError("train, valid: expected None beside a stream of both, got data.")
+    if batches is not None and not streamed:
+        function("batches", batches, "(key, data) -> batch")
+    if isinstance(solver, SingleLoop) and not isinstance(batches, Partition | None):
+        raise ValueError(
+            "batches: expected bilevel.partition(batch_size) for a single-loop method, got a "
+            "sampler of other batches."
+        )
+    if diagnostics and isinstance(solver, SingleLoop) and solver.adjoint is None:
+        raise ValueError(
+            "diagnostics: expected False for a method without an adjoint, got True; "
+            "hypergradient(problem, implicit()) at the result has an error estimate."
+        )
+    if callback is not None:
+        function("callback", callback, "result -> bool")
+    if every is not None:
+        whole("every", every, 1)
+        if callback is None:
+            raise ValueError(f"every: expected a callback to call so often, got none and {every}.")
+    if resume and checkpoint is None:
+        raise ValueError("resume: expected a checkpoint directory to resume from, got None.")
+    drawn = (batches is not None and not streamed) or getattr(solver, "batches", None) is not None
+    if drawn and key is None:
+        raise ValueError("key: expected a PRNG key to sample batches with, got None.")
+    if key is not None:
+        prng_key("key", key)
+    for name, tree in (("alpha", alpha), ("w0", w0)):
+        checks.arrays(name, tree)
+        floating(name, params_of(tree))
+    for name, tree in (("alpha", alpha), ("w0", w0), ("train", train), ("valid", valid)):
+        checks.data(name, tree)

@@ -1,0 +1,162 @@
+"""A single-loop method (:mod:`bilevel.stochastic`) as the steps of a search."""
+
+import functools
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from bilevel.contracts import DescentState, Pytree, SingleLoop, Tables
+from bilevel.hypergradients.error_estimate import Info, assess
+from bilevel.internal.checks import floating, gradient_transformation, losses, nan_unless_finite
+from bilevel.internal.meshes import automatic, lying_as
+from bilevel.outer_loop import geometry
+from bilevel.problem.problem import Problem, at_variables
+from bilevel.problem.structure import check_enters, entering, outputs_reading, with_rules
+from bilevel.stochastic import Blocks, Turns, blocks, full_direction, norm, turns
+from ntk.internal.compile_cache import fresh, program
+
+Data = tuple[Blocks, Blocks, Turns]
+
+
+def prepared(method: SingleLoop, batches: Any, data: tuple, steps: int) -> Data:
+    """``(train, valid, key)`` in batches, with those that each step takes."""
+    train, valid = (blocks(*side, batches) for side in (("train", data[0]), ("valid", data[1])))
+    counts = train.count, valid.count
+    return train, valid, turns(None if batches is None else data[2], counts, steps, method.draws)
+
+
+def start(
+    problem: Problem,
+    method: SingleLoop,
+    optimizer: optax.GradientTransformation,
+    alpha: Pytree,
+    w: Pytree,
+    data: Data,
+) -> DescentState:
+    """The first state; refuses what no single loop can run."""
+    losses("problem", problem)
+    if getattr(problem, "stateful", False):
+        raise ValueError("problem: expected one without variables for a single loop, got stateful.")
+    floating("alpha", alpha)
+    floating("w0", w)
+    # Strong dtypes, as a step returns them.
+    alpha, w = jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), (alpha, w))
+    train, valid, order = data
+    bare = at_variables(problem, None)
+    for loss, side in ((bare.lower, train), (bare.outer, valid)):
+        value = functools.partial(automatic, loss, like=lambda: None)
+        # Called once, so that what is no loss is refused.
+        jax.eval_shape(fresh(lambda *args: value(args)), w, alpha, side.rows)  # noqa: B023
+    optimizer = gradient_transformation("optimizer", optimizer)
+    state = optimizer.init(alpha)
+    alpha = geometry.check_descends(optimizer, state, alpha)
+    _check_enters(problem, optimizer, state, alpha, w, (train.rows, valid.rows))
+
+    def begin(alpha, w, order, train, valid):
+        first = order.at(jnp.zeros((), int), method.draws)
+        kept, _ = with_rules(problem, w, alpha, train.rows)
+        return method.init(kept, alpha, w, first, train, valid)
+
+    def run(*args):
+        return automatic(begin, args, lambda: None)
+
+    args = alpha, w, order, train, valid
+    inner = lying_as(program(run, *args)(*args), w)
+    return DescentState(alpha, w, inner, state, jnp.zeros((), int))
+
+
+def _check_enters(problem, optimizer, state, alpha, w, rows) -> None:
+    """Raise if the optimizer moves a leaf of ``alpha`` that neither loss depends on."""
+
+    def moved(g):
+        told = {"value": 0.0, "grad": g, "residual": 0.0, "memory": 1}
+        return optimizer.update(g, state, alpha, **told)[0]
+
+    def read(loss, rows):
+        def value(*args):
+            return automatic(loss, args, lambda: None)
+
+        return entering(value, w, alpha, rows)
+
+    bare = at_variables(problem, None)
+    lower, outer = map(read, (bare.lower, bare.outer), rows)
+    used = outputs_reading(moved, alpha)
+    check_enters(
+        alpha, [use and not (x or y) for use, x, y in zip(used, lower, outer, strict=True)]
+    )
+
+
+def step(
+    problem: Problem,
+    method: SingleLoop,
+    optimizer: optax.GradientTransformation,
+    state: DescentState,
+    number: jax.Array,
+    data: Data,
+) -> tuple[DescentState, dict[str, Any]]:
+    """One step: as that of :func:`bilevel.descent`, with losses and direction of its batches."""
+    train, valid, order = data
+    problem, _ = with_rules(problem, state.w, state.alpha, train.rows)
+    turn = order.at(number, method.draws)
+    direction, w, inner, metrics = method.step(
+        problem, state.alpha, state.w, state.solver, turn, train, valid
+    )
+    # By products of vectors: XLA's sums and comparisons of long ones take several times as long.
+    size = norm(direction)
+    if method.adjoint is not None:  # it may be the first to go
+        size = nan_unless_finite(size, optax.tree.vdot(*(method.adjoint(inner),) * 2))
+    told = {"value": metrics["value"], "grad": direction, "residual": metrics.get("noisy_residual")}
+    told["memory"] = method.memory(train, valid)
+    optimizer = gradient_transformation("optimizer", optimizer)
+    updates, optimizer_state = optimizer.update(direction, state.optimizer, state.alpha, **told)
+    alpha = geometry.check_last(optimizer_state, optax.apply_updates(state.alpha, updates))
+    found = DescentState(alpha, w, inner, optimizer_state, state.step + 1)
+    return found, metrics | {"grad_norm": size}
+
+
+def either(good: jax.Array, new: Pytree, old: Pytree) -> Pytree:
+    """``new`` where ``good``, else ``old``, but for :class:`Tables`: those are always new."""
+    return jax.tree.map(
+        lambda x, y: x if isinstance(x, Tables) else jnp.where(good, x, y),
+        new,
+        old,
+        is_leaf=lambda x: isinstance(x, Tables),
+    )
+
+
+_WORTHLESS = 100.0  # a residual beyond what a batch's noise can be
+
+
+def warn_if_lost(history: dict[str, jax.Array]) -> None:
+    """Where the adjoint has run away: the last directions of ``alpha`` are not to be believed."""
+    last = np.asarray(history.get("noisy_residual", ()))[-1:]
+    worst = last.max(initial=0.0)  # of copies side by side
+    if worst > _WORTHLESS:
+        warnings.warn(
+            f"search: the adjoint's residual is {worst:.0e} times the outer gradient, so that "
+            "alpha's last directions are worthless; a smaller step_size of the solver helps.",
+            stacklevel=3,
+        )
+
+
+def info(problem: Problem, method: SingleLoop, state: DescentState, data: Data) -> Info:
+    """How wrong the method's direction is at its last point, recomputed on all data."""
+    assert method.adjoint is not None
+    train, valid, _ = data
+    adjoint = method.adjoint(state.solver)
+
+    def of(w, adjoint, alpha, train, valid):
+        kept, _ = with_rules(problem, w, alpha, train.rows)
+        grad = full_direction(kept, w, adjoint, alpha, train, valid)
+        args = at_variables(kept, None), w, alpha, train.rows, valid.rows
+        return assess(*args, grad, adjoint)
+
+    def run(*args):
+        return automatic(of, args, lambda: None)
+
+    args = state.w, adjoint, state.alpha, train, valid
+    return program(run, *args)(*args)

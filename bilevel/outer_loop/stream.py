@@ -1,0 +1,258 @@
+"""Data larger than memory: batches that an iterator brings, a chunk of them in memory at a time.
+
+While a chunk's steps run, a thread takes the next chunk's batches from the iterator, stacks them
+and sends them to the device. Two chunks are in memory at most.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+import itertools
+import types
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from bilevel.contracts import Pytree
+from bilevel.internal.checks import data, short
+from bilevel.internal.processes import all_or_none, divided, several
+from bilevel.runs.fingerprint import check_same, digest, fingerprint
+
+_BYTES = 2**26  # of a chunk, where the user does not say how many steps it has
+_STEPS = 32
+
+Pairs = Iterable[tuple[Pytree, Pytree]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Stream:
+    """Where pairs of batches come from; :func:`bilevel.stream` makes it."""
+
+    source: Pairs | Callable[[int], Pairs]
+
+    def pairs(self, step: int) -> Iterator[tuple[Pytree, Pytree]]:
+        """The pairs for the steps from ``step`` on."""
+        if callable(self.source):
+            return iter(self.source(step))
+        begun = inspect.isgenerator(self.source) and (
+            inspect.getgeneratorstate(self.source) != inspect.GEN_CREATED
+        )
+        if step and begun:
+            raise ValueError(
+                f"source: expected an iterable that begins anew, to pass {step} pairs over, got a "
+                "generator that has begun; make a new one, or a function step -> iterable."
+            )
+        return itertools.islice(iter(self.source), step, None)
+
+    def fingerprint(self) -> dict[str, str]:
+        """That of a function's code and numbers, not of what it reads or where readers stand."""
+        if isinstance(self.source, types.FunctionType | functools.partial):
+            found = fingerprint({"batches": self.source}, small=True)
+            return {path: part for path, part in found.items() if path}
+        return {"batches": "an iterable"}
+
+
+def stream(source: Pairs | Callable[[int], Pairs]) -> Stream:
+    """``batches`` for :func:`bilevel.search` from an iterator: data larger than memory.
+
+    Parameters
+    ----------
+    source : iterable of (train, valid), or ``source(step) -> iterable``
+        The pair of batches of each outer step: grain, ``tf.data``, a torch ``DataLoader``, any
+        Python iterable of pytrees of what numpy makes arrays of. Of an iterable, a search that is
+        resumed at step k passes k pairs over; a function is told k instead, and begins there. A
+        search that is resumed with a function of other code or numbers is refused; what readers
+        read is not compared.
+
+    Returns
+    -------
+    batches
+        ``search(..., None, None, batches=stream(source), steps=...)``, in the place of ``train``
+        and ``valid``. All pairs have the same shapes. A search whose iterator ends before its steps
+        do stops there, and ``stopped`` says so.
+
+    Raises
+    ------
+    ValueError
+        For what is no iterable and no function; when it runs, for a generator that has begun where
+        a search is resumed, a pair that is no pair, has no rows, other shapes than the one before
+        it, or numbers that are not finite.
+
+    Notes
+    -----
+    A chunk, 32 steps or 64 MiB unless ``search(chunk=...)`` says otherwise, is one compiled loop.
+    The next one is read and sent to the device meanwhile, so that two are in memory. Where the
+    solver draws batches itself (``unrolled(..., batches=...)``), it draws them from the pair's
+    first part: a shard of the data for each outer step.
+
+    Of several processes each reads the same pairs; where they differ, the search ends in all.
+
+    Examples
+    --------
+    >>> import bilevel
+    >>> import jax.numpy as jnp
+    >>> import optax
+    >>> def pairs(step):  # the data from a file, say
+    ...     while True:
+    ...         yield np.full(4, step), np.full(2, 10.0 + step)
+    ...         step += 1
+    >>> problem = bilevel.Problem(
+    ...     lower=lambda w, alpha, batch: 0.5 * jnp.mean((w - alpha - batch) ** 2),
+    ...     outer=lambda w, alpha, batch: jnp.mean((w - batch) ** 2),
+    ... )
+    >>> found = bilevel.search(
+    ...     problem, bilevel.implicit(), optax.sgd(0.25), jnp.array(0.0), jnp.array(0.0),
+    ...     None, None, batches=bilevel.stream(pairs), steps=3, progress=False,
+    ... )
+    >>> found.history["value"]
+    Array([100. , 25. , 6.25], dtype=float...)
+    """
+    if isinstance(source, str) or not (callable(source) or isinstance(source, Iterable)):
+        raise ValueError(
+            "source: expected an iterable of pairs (train, valid) or a function step -> iterable, "
+            f"got {short(source)}."
+        )
+    return Stream(source)
+
+
+class Chunk(NamedTuple):
+    """The pairs of the steps from ``first`` on, stacked; for the last ones there may be none."""
+
+    first: Any  # [], int
+    pairs: tuple[Pytree, Pytree]  # leaves [steps, ...]
+
+
+def of_step(data: tuple, step: jax.Array) -> tuple:
+    """``train, valid, key`` of one step."""
+    chunk, _, key = data
+    if not isinstance(chunk, Chunk):
+        return data
+    train, valid = jax.tree.map(lambda x: x[step - chunk.first], chunk.pairs)
+    return train, valid, key
+
+
+class Feed:
+    """``data, count = feed(done, count)``: what the next steps run on, and how many there may be.
+
+    ``first`` is the data of the first steps: its shapes are those of all.
+    """
+
+    def __init__(self, data: tuple):
+        self.first = data
+
+    def __call__(self, done: int, count: int) -> tuple[tuple, int]:
+        """Data that is in memory is the same for all steps."""
+        return self.first, count
+
+
+class _Streaming(Feed):
+    """Chunks of an iterator's pairs, the next one read ahead by a thread."""
+
+    def __init__(self, pool, batches, key, step, steps, every, chunk):
+        self._pool, self._key, self._steps, self._every = pool, key, steps, every
+        pairs = batches.pairs(step)
+        first = all_or_none(lambda: next(pairs, None))
+        ended = first is None
+        if ended and step:  # where it ended before: the pair before that has the shapes
+            first = all_or_none(lambda: next(batches.pairs(step - 1), None))
+        if first is None:
+            raise ValueError(f"batches: expected a pair (train, valid) at step {step}, got none.")
+        _check_pair(first, step)
+        _check_numbers(first, step)
+        self._kinds = [_kind(x) for x in jax.tree.leaves(first)]
+        self._structure: Any = jax.tree.structure(first)
+        size = sum(np.asarray(x).nbytes for x in jax.tree.leaves(first))
+        self._size = chunk or max(1, min(_STEPS, _BYTES // max(size, 1)))
+        self._pairs = itertools.chain([] if ended else [first], pairs)
+        self._next = self._ahead(step)
+
+        def alike(x):  # takes no memory: what is held here would be a third chunk
+            x = np.asarray(x)
+            return np.broadcast_to(np.zeros((), x.dtype), (self._size, *x.shape))
+
+        super().__init__((Chunk(np.asarray(step), jax.tree.map(alike, tuple(first))), None, key))
+
+    def __call__(self, done: int, count: int) -> tuple[tuple, int]:
+        """The chunk from step ``done`` on; while it runs, the next one is read."""
+        data, found, mark = all_or_none(self._next.result)
+        check_same({"batches": mark})
+        if found:
+            self._next = self._ahead(done + found)
+        return data, found
+
+    def _ahead(self, step: int) -> Future:
+        return self._pool.submit(self._read, step)
+
+    def _read(self, step: int) -> tuple[tuple, int, str]:
+        """The next chunk, on the device, and how many steps it has: fewer before a callback.
+
+        And what tells it from others, where processes have to have the same.
+        """
+        left = self._steps - step
+        if self._every is not None:
+            left = min(left, self._every - step % self._every)
+        found = list(itertools.islice(self._pairs, min(self._size, left)))
+        if not found:
+            return (), 0, ""
+        for i, pair in enumerate(found):
+            self._check(pair, step + i)
+        # One shape for every chunk, and so one program: the last pair fills up.
+        full = found + [found[-1]] * (self._size - len(found))
+        pairs = jax.tree.map(lambda *xs: np.stack([np.asarray(x) for x in xs]), *map(tuple, full))
+        mark = digest(pairs) if several() else ""
+        return (Chunk(np.asarray(step), jax.device_put(pairs)), None, self._key), len(found), mark
+
+    def _check(self, pair: Any, step: int) -> None:
+        _check_pair(pair, step)
+        _check_numbers(pair, step)
+        leaves = jax.tree.leaves(pair)
+        if jax.tree.structure(pair) != self._structure:
+            raise ValueError(
+                f"batches: expected pairs of one structure, got another at step {step}."
+            )
+        for kind, x in zip(self._kinds, leaves, strict=True):
+            if _kind(x) != kind:
+                raise ValueError(
+                    f"batches: expected batches of one shape, got {_kind(x)} after {kind} at step "
+                    f"{step}; leave out a last, shorter one."
+                )
+
+
+def _check_pair(pair: Any, step: int) -> None:
+    if not isinstance(pair, tuple | list) or len(pair) != 2:
+        raise ValueError(
+            f"batches: expected a pair (train, valid) at step {step}, got {short(pair)}."
+        )
+    if any(map(divided, jax.tree.leaves(pair))):
+        raise ValueError(
+            f"batches: expected the whole batch in every process at step {step}, got an array over "
+            "the devices of several."
+        )
+
+
+def _check_numbers(pair: tuple, step: int) -> None:
+    """Refuse a batch that data in memory would be refused for."""
+    for side, batch in zip(("train", "valid"), pair, strict=True):
+        data(f"batches, {side} at step {step}", jax.tree.map(np.asarray, batch))
+
+
+def _kind(x: Any) -> str:
+    x = np.asarray(x)
+    return f"{x.dtype}{list(x.shape)}"
+
+
+@contextlib.contextmanager
+def feeding(
+    batches: Any, data: tuple, step: int, steps: int, every: int | None, chunk: int | None
+) -> Iterator[Feed]:
+    """What brings the data of the steps from ``step`` on: from memory, or from a stream."""
+    if not isinstance(batches, Stream):
+        yield Feed(data)
+        return
+    step = min(step, steps - 1)  # a search that is done already needs the shapes all the same
+    with ThreadPoolExecutor(1, thread_name_prefix="bilevel stream") as pool:
+        yield _Streaming(pool, batches, data[2], step, steps, every, chunk)

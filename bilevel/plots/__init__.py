@@ -1,0 +1,5 @@
+"""Figures of searches, error estimates and kernels; they need matplotlib."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

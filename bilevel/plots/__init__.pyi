@@ -1,0 +1,24 @@
+# Public names of `bilevel.plots` and their modules, imported on first use.
+
+from .appearance import COLOURS, style
+from .plots import (
+    alpha_path,
+    error_estimates,
+    losses,
+    ranking,
+    simplex_min_eigenvalue,
+    spectrum,
+    traces,
+)
+
+__all__ = [
+    "COLOURS",
+    "alpha_path",
+    "error_estimates",
+    "losses",
+    "ranking",
+    "simplex_min_eigenvalue",
+    "spectrum",
+    "style",
+    "traces",
+]

@@ -1,0 +1,389 @@
+"""Pictures of searches, error estimates, kernels; needs matplotlib: ``pip install matplotlib``.
+
+Every function draws on axes it is given, or on new ones, and returns the axes. ``style()`` is the
+context for pictures that look alike, ``COLOURS`` are its colours.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from bilevel.internal.checks import known
+from bilevel.plots.appearance import COLOURS, DASHES, MARKERS, pyplot, style
+
+__all__ = [
+    "COLOURS",
+    "alpha_path",
+    "error_estimates",
+    "losses",
+    "ranking",
+    "simplex_min_eigenvalue",
+    "spectrum",
+    "style",
+    "traces",
+]
+
+
+def _axes(ax: Any) -> Any:
+    return ax if ax is not None else pyplot().subplots(figsize=(6, 3.5), layout="constrained")[1]
+
+
+def _look(i: int, dashed: bool = True) -> dict[str, Any]:
+    """The colour and dashes of line ``i``: axes from the caller would choose colours themselves."""
+    lap, place = divmod(i, len(COLOURS))
+    dashes = DASHES[(place + lap) % len(DASHES)] if dashed else "-"
+    return {"color": COLOURS[place], "linestyle": dashes}
+
+
+def _marker(i: int) -> str:
+    return MARKERS[i % len(MARKERS)]
+
+
+def _whole_ticks(axis: Any) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axis.set_major_locator(MaxNLocator("auto", integer=True, steps=[1, 2, 5, 10]))
+
+
+def _banded(ax: Any, x: Any, rows: Any, step: bool = False, **look: Any) -> Any:
+    """The line of the means of ``rows`` [seeds, n]; around it, their standard error."""
+    rows = np.asarray(rows, float)
+    mean, kind = rows.mean(axis=0), {"drawstyle": "steps-post"} if step else {}
+    (line,) = ax.plot(x, mean, **kind, **look)
+    if len(rows) > 1:
+        error = rows.std(axis=0, ddof=1) / np.sqrt(len(rows))
+        how = {"step": "post" if step else None, "color": line.get_color(), "linewidth": 0}
+        ax.fill_between(x, mean - error, mean + error, alpha=0.15, **how)
+    return line
+
+
+def _of(count: int, what: str) -> str:
+    return f", mean ± s.e. of {count} {what}" if count > 1 else ""
+
+
+@style()
+def alpha_path(alpha: Any, names: Any = None, ax: Any = None, start: Any = None) -> Any:
+    """The entries of a simplex along a search, a line for each.
+
+    Parameters
+    ----------
+    alpha : array [steps, h], ``result.history["alpha"]`` for an alpha of one leaf
+        Or [steps, seeds, h]: mean and, shaded, standard error over seeds.
+    names : h strings, optional
+        Written at the lines' right ends.
+    ax : matplotlib axes, optional
+    start : array [h] or [seeds, h], optional
+        Where the search started, drawn as step 0: a history begins after the first step.
+
+    Examples
+    --------
+    >>> ax = alpha_path(np.full((5, 2), 0.5), ["relu", "tanh"], start=[0.5, 0.5])
+    >>> ax.get_ylabel(), ax.lines[0].get_xdata()
+    ('α', array([0, 1, 2, 3, 4, 5]))
+    """
+    ax = _axes(ax)
+    alpha = np.asarray(alpha, float)
+    alpha = alpha if alpha.ndim == 3 else alpha[:, None]
+    steps = np.arange(1, len(alpha) + 1)
+    if start is not None:
+        first = np.broadcast_to(np.asarray(start, float), alpha.shape[1:])
+        alpha, steps = np.concatenate([first[None], alpha]), np.arange(len(alpha) + 1)
+    lines = [_banded(ax, steps, alpha[..., i].T, **_look(i)) for i in range(alpha.shape[-1])]
+    top = max(0.5, 1.05 * alpha.mean(axis=1).max())
+    ax.set(xlabel="outer step", ylabel="α" + _of(alpha.shape[1], "seeds"), ylim=(-0.02, top))
+    _whole_ticks(ax.xaxis)
+    ax.margins(x=0.02)
+    ends = [line.get_ydata()[-1] for line in lines]
+    for line, end, place, name in zip(
+        lines, ends, _spread(ends, 0, top, 0.062 * top), names or [], strict=False
+    ):
+        ax.annotate(
+            name,
+            (steps[-1], end),
+            (1.04, place),
+            textcoords=ax.get_yaxis_transform(),
+            va="center",
+            fontsize=9,
+            arrowprops={"arrowstyle": "-", "color": line.get_color(), "relpos": (0, 0.5)},
+        )
+    return ax
+
+
+def _spread(heights: Any, low: float, high: float, gap: float) -> Any:
+    """Label positions near ``heights``, from low to high, none closer than ``gap`` to the next."""
+    order, slots = np.argsort(heights), gap * np.arange(len(heights))
+    rest = np.asarray(heights, float)[order] - slots  # ascending, the labels keep apart
+    up, down = np.maximum.accumulate(rest), np.minimum.accumulate(rest[::-1])[::-1]
+    placed = np.empty(len(order))
+    placed[order] = np.clip((up + down) / 2, low, high - slots[-1]) + slots
+    return placed
+
+
+@style()
+def losses(
+    history: dict[str, Any] | Sequence[dict[str, Any]], axes: Any = None, scale: float = 1.0
+) -> Any:
+    """Outer and lower loss along a search, one below the other: their scales differ.
+
+    A row of the history has the losses at the alpha that its step starts from, so that the first
+    is drawn at step 0. A loss that changes tenfold has a log axis.
+
+    Parameters
+    ----------
+    history : ``result.history`` of :func:`bilevel.search`
+        Or a sequence of them, one for each seed: mean and, shaded, standard error.
+    axes : two matplotlib axes, optional
+    scale : float
+        Divides both losses; the number of copies of a ``side_by_side`` problem.
+
+    Returns
+    -------
+    The two axes.
+
+    Examples
+    --------
+    >>> outer, lower = losses({"value": [2.0, 1.0], "lower": [4.0, 3.0]})
+    >>> outer.get_ylabel(), lower.get_ylabel(), lower.get_xlabel()
+    ('outer (validation) loss', 'lower (training) loss', 'outer step')
+    """
+    if axes is None:
+        plt = pyplot()
+        axes = plt.subplots(2, 1, figsize=(6, 4.6), layout="constrained", sharex=True)[1]
+    runs = [history] if isinstance(history, dict) else list(history)
+    keys = {"value": "outer (validation) loss", "lower": "lower (training) loss"}
+    for i, (ax, (key, label)) in enumerate(zip(axes, keys.items(), strict=True)):
+        values = np.array([np.asarray(run[key], float) for run in runs]) / scale
+        steps = np.arange(values.shape[1])
+        _banded(ax, steps, values, **_look(i, dashed=False))
+        least, most = values.mean(axis=0).min(), values.mean(axis=0).max()
+        ax.set(ylabel=label, yscale="log" if 0 < 10 * least < most else "linear")
+        _whole_ticks(ax.xaxis)
+    axes[0].tick_params(labelbottom=False)
+    axes[-1].set_xlabel("outer step" + _of(len(runs), "seeds"))
+    return axes
+
+
+@style()
+def error_estimates(steps: Any, true: Any, estimates: dict[str, Any], ax: Any = None) -> Any:
+    """Error estimates beside the true error of a hypergradient, over inner steps, log-log.
+
+    Parameters
+    ----------
+    steps : array [n]
+        Inner step counts.
+    true : array [n], or dict of str to array [n]
+        True errors: one array for all, or one by name, with the keys of ``estimates``.
+    estimates : dict of str to array [n]
+        Estimates by name.
+    ax : matplotlib axes, optional
+
+    Examples
+    --------
+    >>> error_estimates([1, 10], [1.0, 0.1], {"cg": [1.1, 0.09]}).get_xscale()
+    'log'
+    """
+    ax = _axes(ax)
+    if not isinstance(true, dict):
+        ax.plot(steps, true, color="black", linestyle="-", label="true error")
+    for i, (name, values) in enumerate(estimates.items()):
+        if isinstance(true, dict):
+            ax.plot(steps, true[name], label=f"{name}: true error", **_look(i))
+        look = _look(i) | {"linestyle": "", "marker": _marker(i), "fillstyle": "none"}
+        ax.plot(steps, values, label=f"{name}: estimate", markersize=7, **look)
+    ax.set(xlabel="inner steps", ylabel="norm of the hypergradient's error")
+    ax.set(xscale="log", yscale="log")
+    ax.legend()
+    return ax
+
+
+@style()
+def spectrum(eigenvalues: dict[str, Any], ax: Any = None) -> Any:
+    """Eigenvalues of kernels, largest first, on a log scale: those that are positive.
+
+    Parameters
+    ----------
+    eigenvalues : dict of str to array [n]
+        By the kernel's name, in any order.
+    ax : matplotlib axes, optional
+
+    Examples
+    --------
+    >>> spectrum({"relu": [0.1, 1.0, 2.0]}).get_yscale()
+    'log'
+    """
+    ax = _axes(ax)
+    for i, (name, values) in enumerate(eigenvalues.items()):
+        values = np.sort(np.asarray(values))[::-1]
+        positive = np.where(values > 0, values, np.nan)
+        # Marked at a few places, shifted from kernel to kernel: spectra lie close together.
+        every = max(1, len(values) // 6)
+        look = _look(i) | {"marker": _marker(i), "markevery": (i % every, every)}
+        ax.plot(np.arange(1, len(values) + 1), positive, label=name, **look)
+    ax.set(xlabel="index, from the largest", ylabel="eigenvalue of the kernel", yscale="log")
+    _whole_ticks(ax.xaxis)
+    ax.legend()
+    return ax
+
+
+_CORNERS = np.array([[0, 0], [1, 0], [0.5, np.sqrt(0.75)]])  # of the triangle that is the simplex
+
+
+@style()
+def simplex_min_eigenvalue(
+    alphas: Any, values: Any, names: Any = None, argmin: Any = None, ax: Any = None
+) -> Any:
+    """A smallest eigenvalue over the simplex of three activations, as colours of a triangle.
+
+    Parameters
+    ----------
+    alphas : array [m, 3]
+        Points of the simplex, its corners among them.
+    values : array [m]
+        ``lambda_min(K_alpha)`` at each.
+    names : 3 strings, optional
+        Written at the corners.
+    argmin : array [3], optional
+        Marked by a dot.
+    ax : matplotlib axes, optional
+
+    Examples
+    --------
+    >>> simplex_min_eigenvalue(np.eye(3), [1.0, 2.0, 3.0], ["relu", "tanh", "swish"]).get_aspect()
+    1.0
+    """
+    ax = _axes(ax)
+    x, y = (np.asarray(alphas) @ _CORNERS).T
+    values = np.asarray(values)
+    norm = "log" if values.min() > 0 else "linear"
+    colours = ax.tripcolor(x, y, values, shading="gouraud", cmap="viridis", norm=norm)
+    label = r"smallest eigenvalue $\lambda_{\min}(K_\alpha)$"
+    ax.figure.colorbar(colours, ax=ax, label=label, shrink=0.9)
+    if argmin is not None:
+        place, look = np.asarray(argmin) @ _CORNERS, {"color": "white", "markeredgecolor": "black"}
+        ax.plot(*place, "o", markersize=8, label="smallest of all", **look)
+        ax.legend(loc="upper left", bbox_to_anchor=(-0.25, 1), borderaxespad=0, handlelength=1)
+    for name, corner in zip(names or [], _CORNERS, strict=False):
+        shift, side = (6, "bottom") if corner[1] > 0 else (-6, "top")
+        ax.annotate(name, corner, (0, shift), textcoords="offset points", ha="center", va=side)
+    ax.set(xlim=(-0.05, 1.05), ylim=(-0.09, 0.97), aspect="equal")  # room for names and a title
+    ax.set_axis_off()
+    return ax
+
+
+@style()
+def traces(methods: dict[str, Any], against: str = "calls", ax: Any = None) -> Any:
+    """Oracle test error of the incumbent as a search goes on, a curve for each method.
+
+    On log axes; that of the errors is linear where one is 0, or all are nearly the same. Curves of
+    the same height lie on each other, the later the narrower, so that all are seen.
+
+    Parameters
+    ----------
+    methods : dict of str to Trace, or to a list of Trace
+        Of a list of trials, mean and, shaded, standard error. A curve starts where every trial has
+        an incumbent, and ends with the longest.
+    against : {"calls", "seconds"}
+    ax : matplotlib axes, optional
+
+    Raises
+    ------
+    ValueError
+        For a trace without solves (of a single configuration), or another ``against``.
+
+    Examples
+    --------
+    >>> from types import SimpleNamespace as Trace
+    >>> trace = Trace(calls=np.array([1, 2]), test=np.array([0.5, 0.1]))
+    >>> ax = traces({"random search": trace})
+    >>> ax.get_xlabel(), ax.get_yscale()
+    ('solver calls', 'log')
+    """
+    labels = {"calls": "solver calls", "seconds": "seconds of solves, compilation included"}
+    known("against", against, labels)
+    curves = {n: t if isinstance(t, list) else [t] for n, t in methods.items()}
+    for name, trials in curves.items():
+        if any(len(t.calls) == 0 for t in trials):
+            raise ValueError(f"methods: expected a solve in every trace, got none for {name}.")
+    ax = _axes(ax)
+    widths = np.linspace(4, 1.2, len(curves)) if len(curves) > 1 else [1.8]
+    for i, (name, trials) in enumerate(curves.items()):
+        times = [np.asarray(getattr(t, against), float) for t in trials]
+        grid = np.unique(np.concatenate(times))
+        grid = grid[grid >= max(t[0] for t in times)]
+        tests = [
+            np.asarray(t.test)[np.searchsorted(s, grid, "right") - 1]
+            for t, s in zip(trials, times, strict=True)
+        ]
+        look = _look(i, dashed=False) | {"linewidth": widths[i], "markeredgecolor": "white"}
+        look |= {"marker": _marker(i), "markevery": [0, -1], "markersize": 8}
+        _banded(ax, grid, tests, step=True, label=name, **look)
+    count = max(map(len, curves.values()))
+    ax.set(xlabel=labels[against], xscale="log")
+    ax.set_ylabel("oracle test error" + _of(count, "trials"))
+    _log_percent(ax)
+    ax.legend()
+    return ax
+
+
+def _log_percent(ax: Any) -> None:
+    """A log axis of shares, in percent; linear where one is 0 or all are nearly the same."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    heights = np.concatenate([np.asarray(line.get_ydata(), float) for line in ax.lines])
+    heights = heights[np.isfinite(heights)]
+    percent = FuncFormatter(lambda share, _: f"{100 * share:.3g} %")
+    if len(heights) and 0 < 1.3 * heights.min() < heights.max():
+        ax.set_yscale("log")
+        ratio = heights.max() / heights.min()
+        lowest = max(ax.dataLim.y0, 0.6 * heights.min())  # a band may come near 0
+        ax.set_ylim(lowest / ratio**0.06 / 1.01, ax.dataLim.y1 * ratio**0.06 * 1.01)
+        ax.yaxis.set_major_locator(LogLocator(subs=_subdivision(ratio)))
+        ax.yaxis.set_minor_formatter(NullFormatter())
+    ax.yaxis.set_major_formatter(percent)
+
+
+def _subdivision(ratio: float) -> tuple[float, ...]:
+    """Which multiples of the powers of ten have ticks: the fewer decades, the more."""
+    if ratio < 2:
+        return (1, 1.1, 1.2, 1.4, 1.6, 1.8, 2, 2.2, 2.5, 3, 3.5, 4, 4.5, 5, 5.5, 6, 6.5, 7, 8, 9)
+    if ratio < 4:
+        return (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 7, 8, 9)
+    if ratio < 15:
+        return (1, 1.5, 2, 3, 5, 7)
+    return (1, 2, 5) if ratio < 1000 else (1,)
+
+
+@style()
+def ranking(score: Any, accuracy: Any, ax: Any = None) -> Any:
+    """Accuracy over the rank of a score, best at the right, and Kendall's tau.
+
+    The worst twentieth, networks that learn nothing, is drawn at the lower edge, as triangles.
+
+    Parameters
+    ----------
+    score, accuracy : arrays [m]
+        Larger is better; NaN is last.
+    ax : matplotlib axes, optional
+
+    Examples
+    --------
+    >>> ranking(np.arange(5), [10.0, 50.0, 60.0, 90.0, 91.0]).texts[0].get_text()
+    'τ = 1.00'
+    """
+    from scipy.stats import kendalltau, rankdata
+
+    ax = _axes(ax)
+    score, accuracy = np.asarray(score, float), np.asarray(accuracy, float)
+    ranks = rankdata(np.where(np.isnan(score), -np.inf, score))
+    least = np.quantile(accuracy, 0.05)
+    size = 25 if len(ranks) <= 100 else 8
+    look = {"alpha": 0.6, "linewidths": 0, "color": COLOURS[0]}
+    ax.scatter(ranks, np.maximum(accuracy, least), s=size, **look)
+    below = accuracy < least
+    ax.scatter(ranks[below], np.full(below.sum(), least), s=30, marker="v", color=COLOURS[5])
+    tau = kendalltau(ranks, accuracy).statistic
+    box = {"facecolor": "white", "alpha": 0.8, "edgecolor": "none", "pad": 2}
+    ax.text(0.97, 0.05, f"τ = {tau:.2f}", transform=ax.transAxes, ha="right", bbox=box)
+    ax.set(xlabel=f"rank by the score (best: {len(ranks)})", ylabel="accuracy (%)")
+    return ax

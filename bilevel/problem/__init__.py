@@ -1,0 +1,1 @@
+"""The bilevel problem, the structure of its lower loss, and its constant parts."""

@@ -1,0 +1,80 @@
+"""Compute the parts of a lower loss that do not depend on the weights once, outside of loops."""
+
+import functools
+from collections.abc import Callable
+
+import jax
+from jax.extend import core
+
+from bilevel.contracts import Loss, Pytree
+from ntk.internal.jaxprs import bind, programs
+
+
+def held(lower: Loss, w: Pytree, alpha: Pytree, batch: Pytree) -> Loss:
+    """``lower`` at this ``alpha`` and ``batch``: what does not depend on ``w`` is computed here.
+
+    A loop over ``w`` would compute it again at every step, and compile it once for every place that
+    differentiates ``lower``: the kernel of a kernel machine, features that depend on ``alpha``.
+    Of a function that :func:`jax.checkpoint` or a custom rule wraps, nothing is taken out.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> count = []
+    >>> def lower(w, alpha, batch):
+    ...     features = jax.pure_callback(
+    ...         lambda a: (count.append(1), a)[1], jax.ShapeDtypeStruct((), float), alpha * batch
+    ...     )
+    ...     return 0.5 * (features * w) ** 2
+    >>> loss = held(lower, 1.0, 2.0, 3.0)
+    >>> [float(loss(w, None, None)) for w in (1.0, 2.0)], len(count)
+    ([18.0, 72.0], 1)
+    """
+    trace = jax.make_jaxpr(lambda w: lower(w, alpha, batch))
+    run = _without_the_known(trace(w), [_MOVING] * len(jax.tree.leaves(w)))[1]
+    own = _types(w)
+
+    def loss(w, _, __):
+        # Line searches may widen the weights: another program.
+        return run(jax.tree.leaves(w))[0] if _types(w) == own else lower(w, alpha, batch)
+
+    return loss
+
+
+def _types(w: Pytree) -> list:
+    return [jax.numpy.result_type(x) for x in jax.tree.leaves(w)]
+
+
+_MOVING = object()  # in the place of a value that is not known yet
+
+
+def _without_the_known(
+    closed: core.ClosedJaxpr, inputs: list
+) -> tuple[list, Callable[[list], list]]:
+    """The outputs of a program that do not need the moving inputs; a function for all outputs."""
+    jaxpr = closed.jaxpr
+    known = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*closed.consts, *inputs), strict=True))
+    steps = []
+
+    def read(values, atoms):
+        return [v.val if isinstance(v, core.Literal) else values[v] for v in atoms]
+
+    for equation in jaxpr.eqns:
+        values = read(known, equation.invars)
+        if all(value is not _MOVING for value in values):
+            found = bind(equation, values)
+        elif equation.primitive.name in ("jit", "pjit"):
+            found, inner = _without_the_known(programs(equation)[0], values)
+            steps.append((equation, inner))
+        else:
+            found = [_MOVING] * len(equation.outvars)
+            steps.append((equation, functools.partial(bind, equation)))
+        known |= zip(equation.outvars, found, strict=True)
+
+    def run(inputs):
+        values = known | dict(zip(jaxpr.invars, inputs, strict=True))
+        for equation, step in steps:
+            values |= zip(equation.outvars, step(read(values, equation.invars)), strict=True)
+        return read(values, jaxpr.outvars)
+
+    return read(known, jaxpr.outvars), run

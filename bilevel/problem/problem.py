@@ -1,0 +1,214 @@
+"""The bilevel problem, and the derivatives of its lower loss that every other module uses.
+
+==========  =====================================================
+paper       here
+==========  =====================================================
+L_V, f      ``outer(w, alpha, batch)``, the validation loss
+L_T, g      ``lower(w, alpha, batch)``, the training loss
+H           ``d^2 lower / dw^2``, through ``hessian_operator``
+==========  =====================================================
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import optax
+
+from bilevel.contracts import LinearMap, Loss, Pytree, Stateful
+from bilevel.internal.checks import pair, scalar_loss
+from bilevel.internal.custom_rules import REVERSE_OVER_REVERSE, exact_order, linearize
+from bilevel.internal.precision import like_variables
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """Minimise ``outer(w*(alpha), alpha, valid)``, ``w*(alpha) = argmin_w lower(w, alpha, train)``.
+
+    Attributes
+    ----------
+    lower, outer : ``loss(w, alpha, batch) -> scalar``
+        Pure functions of any pytrees. They may close over further hyperparameters, traced ones
+        included: derivatives with respect to those are right too.
+    has_aux : bool
+        Whether both return ``(loss, aux)`` instead: metrics, or any pytree of arrays, which are
+        not differentiated. They come out as ``HyperGradient.aux``, and of every step of a search
+        as ``history["aux"]``, ``{"lower": ..., "outer": ...}``.
+    stateful : bool
+        Whether weights are :class:`bilevel.Stateful`, and ``lower`` returns ``(loss, variables)``
+        (with ``has_aux``: ``(loss, (variables, aux))``): batch statistics, moving averages.
+    differentiated : bool
+        Whether derivatives pass through these variables. By default they do not.
+
+    Raises
+    ------
+    ValueError
+        If either is not callable, or a problem that is not stateful is ``differentiated``.
+
+    Examples
+    --------
+    >>> problem = Problem(
+    ...     lower=lambda w, alpha, batch: 0.5 * ((w - batch) ** 2 + alpha * w**2),
+    ...     outer=lambda w, alpha, batch: (w - batch) ** 2,
+    ... )
+    >>> float(problem.outer(1.0, 0.0, 3.0))
+    4.0
+
+    The largest residual beside the loss:
+
+    >>> import bilevel
+    >>> import jax.numpy as jnp
+    >>> def squares(w, alpha, batch):
+    ...     residual = jnp.abs(w - batch)
+    ...     return 0.5 * jnp.sum(residual**2 + alpha * w**2), residual.max()
+    >>> problem = Problem(squares, squares, has_aux=True)
+    >>> fn = bilevel.hypergradient(problem, bilevel.implicit())
+    >>> fn(jnp.array(1.0), jnp.zeros(2), jnp.array([2.0, 4.0]), jnp.zeros(2)).aux
+    {'lower': Array(2., dtype=float...), 'outer': Array(2., dtype=float...)}
+    """
+
+    lower: Loss
+    outer: Loss
+    has_aux: bool = False
+    stateful: bool = False
+    differentiated: bool = False
+
+    def __post_init__(self) -> None:
+        if self.differentiated and not self.stateful:
+            raise ValueError("differentiated: expected stateful=True beside it, got False.")
+        for name in ("lower", "outer"):
+            loss = getattr(self, name)
+            if not callable(loss):
+                raise ValueError(
+                    f"{name}: expected a function (w, alpha, batch) -> scalar, got {loss!r}."
+                )
+
+
+_FORM = "has_aux", "stateful", "differentiated"
+
+
+class Parts(NamedTuple):
+    """The losses of a problem in one form, whatever they return."""
+
+    lower: Callable[[Pytree, Pytree, Pytree], tuple]  # -> loss, variables or None, aux or None
+    outer: Callable[[Pytree, Pytree, Pytree], tuple]  # -> loss, aux or None
+
+
+def parts(problem: Problem) -> Parts:
+    """The losses, what they return taken apart.
+
+    Raises
+    ------
+    ValueError
+        When called, of a loss that is no floating scalar, or returns something else than the
+        problem says.
+
+    Examples
+    --------
+    >>> loss = lambda w, alpha, batch: ((w - batch) ** 2, "more")
+    >>> parts(Problem(loss, loss, has_aux=True)).lower(1.0, None, 3.0)
+    (4.0, None, 'more')
+    """
+    has_aux, stateful, differentiated = (getattr(problem, name, False) for name in _FORM)
+
+    def lower(w, alpha, batch):
+        if stateful:  # flax's nnx mutates variables only where they were unflattened
+            w = jax.tree.map(lambda x: x, w)
+        found = problem.lower(w, alpha, batch)
+        if not (has_aux or stateful):
+            return scalar_loss("lower", found), None, None
+        form = "(loss, aux), as has_aux=True says"
+        if stateful:
+            form = "(loss, variables), as stateful=True says"
+        loss, rest = pair("lower", found, form)
+        scalar_loss("lower", loss)
+        if not stateful:
+            return loss, None, rest
+        form = "(loss, (variables, aux)), as stateful=True and has_aux=True say"
+        variables, aux = pair("lower", rest, form) if has_aux else (rest, None)
+        variables = like_variables(variables, w.variables)
+        return loss, variables if differentiated else jax.lax.stop_gradient(variables), aux
+
+    def outer(w, alpha, batch):
+        found = problem.outer(w, alpha, batch)
+        loss, aux = found, None
+        if has_aux:
+            loss, aux = pair("outer", found, "(loss, aux), as has_aux=True says")
+        return scalar_loss("outer", loss), aux
+
+    return Parts(lower, outer)
+
+
+def at_variables(problem: Problem, variables: Pytree) -> Problem:
+    """The problem in ``params`` alone; one that is not stateful, but for its aux, as it is."""
+    losses = parts(problem)
+    whole = _with(variables) if getattr(problem, "stateful", False) else lambda w: w
+    return Problem(
+        lambda w, alpha, batch: losses.lower(whole(w), alpha, batch)[0],
+        lambda w, alpha, batch: losses.outer(whole(w), alpha, batch)[0],
+    )
+
+
+def _with(variables: Pytree) -> Callable[[Pytree], Stateful]:
+    return lambda params: Stateful(params, variables)
+
+
+def side_by_side(problem: Problem) -> Problem:
+    """Many independent copies of ``problem`` as one: every array gains a leading axis.
+
+    The losses are sums over the copies, so each copy's hypergradient, steps and geometry are what
+    they would be alone, and one search runs them all (seeds, splits) with one progress bar and
+    one checkpoint. Auxiliary outputs gain the axis too.
+
+    Not so where a solver or optimizer looks at a norm over all weights: that norm is then one of
+    all copies together. ``optax.clip_by_global_norm`` clips each by what the others do, and an
+    iterative solver's tolerance is relative to the largest of them. ``jax.vmap`` of
+    :func:`bilevel.search` keeps copies apart.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> one = Problem(lambda w, a, b: (w - a) ** 2, lambda w, a, b: (w - b) ** 2)
+    >>> side_by_side(one).outer(jnp.zeros(3), jnp.ones(3), jnp.ones(3))
+    Array(3., dtype=float...)
+    """
+
+    def total(loss: Loss) -> Loss:
+        def of_all(w, alpha, batch):
+            found = jax.vmap(loss)(w, alpha, batch)
+            return (found[0].sum(), found[1]) if isinstance(found, tuple) else found.sum()
+
+        return of_all
+
+    return dataclasses.replace(problem, lower=total(problem.lower), outer=total(problem.outer))
+
+
+def gradient(lower: Loss, alpha: Pytree, batch: Pytree) -> Callable[[Pytree], Pytree]:
+    """``w -> d lower / dw``, a function of ``w`` alone."""
+    return lambda w: jax.grad(lower)(w, alpha, batch)
+
+
+def hessian_operator(
+    lower: Loss, w: Pytree, alpha: Pytree, batch: Pytree
+) -> tuple[Pytree, LinearMap]:
+    """The lower gradient at ``w`` and ``v -> H v`` there, linearised once for many products."""
+    return linearize(gradient(lower, alpha, batch), w)
+
+
+def mixed_product(loss: Callable, w: Pytree, alpha: Pytree, v: Pytree) -> Pytree:
+    """``grad_alpha (v . grad_w loss)``, whatever derivative rules ``loss(w, alpha)`` contains.
+
+    Examples
+    --------
+    >>> mixed_product(lambda w, alpha: alpha**2 * w, 1.0, 3.0, 0.5)
+    Array(3., dtype=float...)
+    """
+
+    def work(alpha):
+        if order == REVERSE_OVER_REVERSE:
+            return optax.tree.vdot(v, jax.grad(loss)(w, alpha))
+        return jax.jvp(lambda w: loss(w, alpha), (w,), (v,))[1]
+
+    order = exact_order(jax.make_jaxpr(loss)(w, alpha))
+    return jax.grad(work)(alpha)

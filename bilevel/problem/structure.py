@@ -1,0 +1,274 @@
+"""Read from the program of a lower loss whether it is quadratic and depends on ``alpha``."""
+
+import functools
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.extend import core
+
+from bilevel.contracts import Loss, Pytree
+from bilevel.problem.hoist import _types
+from bilevel.problem.problem import _FORM, Problem, gradient, parts
+from ntk.internal.derivative_rules import in_loops, may_be_lost
+from ntk.internal.jaxprs import programs, scan_operands
+
+
+def is_quadratic(lower: Loss, w: Pytree, alpha: Pytree, batch: Pytree) -> bool:
+    """Whether ``lower`` is quadratic in ``w``, read off the program of its gradient.
+
+    True only if every step of that program is affine in ``w``, so the answer is a proof: kinks,
+    rounding and stopped gradients get False, and so may a quadratic written in an unusual way.
+    Decided while tracing, at no cost at run time.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> is_quadratic(lambda w, a, b: jnp.sum(a * (w - b) ** 2), jnp.ones(2), jnp.ones(2), 1.0)
+    True
+    >>> is_quadratic(lambda w, a, b: jnp.sum(jnp.abs(w - b)), jnp.ones(2), jnp.ones(2), 1.0)
+    False
+    """
+    closed = jax.make_jaxpr(gradient(lower, alpha, batch))(w)
+    finest = min(map(_eps, _types(w)), default=0.0)
+    degrees = _degrees(closed.jaxpr, [1] * len(closed.jaxpr.invars), finest)
+    return max(degrees, default=0) <= 1
+
+
+def enters(loss: Loss, w: Pytree, alpha: Pytree, batch: Pytree) -> bool:
+    """Whether ``loss`` depends on ``alpha``, read off its program.
+
+    Examples
+    --------
+    >>> enters(lambda w, alpha, batch: w**2, 1.0, 1.0, None)
+    False
+    """
+    return any(entering(loss, w, alpha, batch))
+
+
+def entering(loss: Loss, w: Pytree, alpha: Pytree, batch: Pytree) -> list[bool]:
+    """Return for each leaf of ``alpha`` whether ``loss`` depends on it, read off its program.
+
+    Examples
+    --------
+    >>> entering(lambda w, alpha, batch: alpha["b"] * w, 1.0, {"a": 1.0, "b": 1.0}, None)
+    [False, True]
+    """
+    return _inputs_read(jax.make_jaxpr(lambda alpha: loss(w, alpha, batch))(alpha))
+
+
+def with_rules(
+    problem: Problem, w: Pytree, alpha: Pytree, batch: Pytree
+) -> tuple[Problem, list[bool]]:
+    """``problem`` with a lower loss whose loops keep the derivatives of functions in them.
+
+    Its second derivatives would lose them: :mod:`ntk.internal.derivative_rules`. Also for each leaf of ``alpha``
+    whether that loss depends on it, read off the same program.
+    """
+    loss = parts(problem).lower
+    closed = jax.make_jaxpr(lambda alpha: loss(w, alpha, batch)[0])(alpha)
+    if may_be_lost(closed):
+        form = (getattr(problem, name, False) for name in _FORM)
+        problem = Problem(in_loops(problem.lower), problem.outer, *form)
+    return problem, _inputs_read(closed)
+
+
+def check_enters(alpha: Pytree, needed: list[bool]) -> None:
+    """Raise if a leaf of ``alpha`` is ``needed`` that nothing depends on.
+
+    Raises
+    ------
+    ValueError
+        For a hypergradient that would be 0 for certain.
+    """
+    if any(needed):
+        raise ValueError(
+            f"{leaf_names(alpha, needed)}: expected to enter the lower loss, the outer loss or the "
+            "solver, got one that enters none of them: its hypergradient would be 0."
+        )
+
+
+def leaf_names(alpha: Pytree, chosen: list[bool]) -> str:
+    """The paths of the leaves that are chosen; only ``alpha`` if these are all.
+
+    Examples
+    --------
+    >>> leaf_names({"a": 1.0, "b": 2.0, "c": 3.0}, [False, True, True])
+    "alpha['b'], alpha['c']"
+    """
+    if all(chosen):
+        return "alpha"
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(alpha)]
+    return ", ".join(f"alpha{path}" for path, found in zip(paths, chosen, strict=True) if found)
+
+
+def outputs_reading(function: Callable, argument: Pytree) -> list[bool]:
+    """Return for each leaf of ``function(argument)`` whether it depends on the argument."""
+    closed = jax.make_jaxpr(function)(argument)
+    return [bool(read) for read in _sources(closed.jaxpr, [1] * len(closed.jaxpr.invars))]
+
+
+def _inputs_read(closed: core.ClosedJaxpr) -> list[bool]:
+    count = len(closed.jaxpr.invars)
+    outputs = _sources(closed.jaxpr, [1 << i for i in range(count)])
+    return [any(read >> i & 1 for read in outputs) for i in range(count)]
+
+
+def _sources(jaxpr: core.Jaxpr, inputs: list[int]) -> list[int]:
+    """Propagate sets through a program: a value's set is the union of those it depends on.
+
+    A set is an integer, one bit for each of its members, so that one pass serves all of them.
+    """
+    known = dict(zip(jaxpr.invars, inputs, strict=True))
+
+    def read(atom) -> int:
+        if isinstance(atom, core.Literal) or 0 in getattr(atom.aval, "shape", ()):
+            return 0
+        return known.get(atom, 0)
+
+    for equation in jaxpr.eqns:
+        outputs = _equation_sources(equation, [read(v) for v in equation.invars])
+        known |= zip(equation.outvars, outputs, strict=True)
+    return [read(v) for v in jaxpr.outvars]
+
+
+def _equation_sources(equation: core.JaxprEqn, inputs: list[int]) -> list[int]:
+    name, params, count = equation.primitive.name, equation.params, len(equation.outvars)
+    union = functools.reduce(operator.or_, inputs, 0)
+    if not union:
+        return [0] * count
+    if name in _READ:
+        return _sources(programs(equation)[0].jaxpr, inputs)
+    if name == "cond" and not inputs[0]:
+        branches = [_sources(branch.jaxpr, inputs[1:]) for branch in params["branches"]]
+        return [functools.reduce(operator.or_, found) for found in zip(*branches, strict=True)]
+    if name == "custom_linear_solve":
+        system = sum(params["const_lengths"])
+        if not any(inputs[:system]):
+            solve, constants = params["jaxprs"].solve, params["const_lengths"].solve
+            return _sources(solve.jaxpr, [0] * constants + inputs[system:])[:count]
+    if name == "scan":
+        first, carried = scan_operands(equation)
+        while True:  # the carry's sets can only grow
+            outputs = _sources(params["jaxpr"].jaxpr, inputs)
+            carry = inputs[first : first + carried]
+            after = [old | new for old, new in zip(carry, outputs[:carried], strict=True)]
+            if after == carry:
+                return outputs
+            inputs = inputs[:first] + after + inputs[first + carried :]
+    return [union] * count
+
+
+_OTHER = 2  # neither constant (0) nor affine (1)
+
+
+_CALLS = ("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat2", "shard_map")
+
+
+_READ = (*_CALLS, "custom_jvp_call", "custom_vjp_call")
+
+
+def _degrees(jaxpr: core.Jaxpr, inputs: list[int], coarsest: float) -> list[int]:
+    """The degree in ``w`` of each output, from those of the inputs; never too low.
+
+    A cast to a type of an eps above ``coarsest`` is rounding, and not linear.
+    """
+    known = dict(zip(jaxpr.invars, inputs, strict=True))
+
+    def degree(atom) -> int:
+        if isinstance(atom, core.Literal) or 0 in getattr(atom.aval, "shape", ()):
+            return 0  # what has no entries does not move
+        return known.get(atom, 0)
+
+    for equation in jaxpr.eqns:
+        degrees = [degree(v) for v in equation.invars]
+        known |= zip(equation.outvars, _outputs(equation, degrees, coarsest), strict=True)
+    return [degree(v) for v in jaxpr.outvars]
+
+
+def _outputs(equation: core.JaxprEqn, degrees: list[int], coarsest: float) -> list[int]:
+    """The degrees of one operation's results."""
+    name, params = equation.primitive.name, equation.params
+    count = len(equation.outvars)
+    if not any(degrees):
+        return [0] * count
+    if name in _CALLS:
+        return _degrees(programs(equation)[0].jaxpr, degrees, coarsest)
+    if name == "scan":
+        return _scan(equation, degrees, coarsest)
+    if name == "custom_linear_solve":
+        system = sum(params["const_lengths"])
+        if any(degrees[:system]):
+            return [_OTHER] * count
+        # The solution is linear in the right-hand side, as far as its program reads it.
+        solve, constants = params["jaxprs"].solve, params["const_lengths"].solve
+        read = _degrees(solve.jaxpr, [0] * constants + degrees[system:], coarsest)
+        return [max(degrees) if reads else 0 for reads in read[:count]]
+    if name == "cond" and degrees[0] == 0:
+        branches = [_degrees(branch.jaxpr, degrees[1:], coarsest) for branch in params["branches"]]
+        return [max(of_branches) for of_branches in zip(*branches, strict=True)]
+    return [_result(equation, name, degrees, coarsest)] * count
+
+
+def _result(equation: core.JaxprEqn, name: str, degrees: list[int], coarsest: float) -> int:
+    if name in _LINEAR:
+        return max(degrees)
+    if name in _PRODUCTS:
+        return min(sum(degrees), _OTHER)
+    # Linear in some operands, where the others (a predicate, indices, a divisor) are constant.
+    free = degrees[_LINEAR_IN[name]] if name in _LINEAR_IN else []
+    if sum(free) == sum(degrees):
+        return max(free, default=0)
+    if name == "convert_element_type":
+        new = equation.params["new_dtype"]
+        if jax.numpy.issubdtype(new, jax.numpy.floating) and _eps(new) <= coarsest:
+            return max(degrees)
+    return _OTHER
+
+
+def _eps(dtype: Any) -> float:
+    return float(jax.numpy.finfo(dtype).eps)
+
+
+def _scan(equation: core.JaxprEqn, degrees: list[int], coarsest: float) -> list[int]:
+    """The carry's degrees can only rise: the body is read until they stay."""
+    first, count = scan_operands(equation)
+    while True:
+        outputs = _degrees(equation.params["jaxpr"].jaxpr, degrees, coarsest)
+        carry = degrees[first : first + count]
+        after = [max(old, new) for old, new in zip(carry, outputs[:count], strict=True)]
+        if after == carry:
+            return outputs
+        degrees = degrees[:first] + after + degrees[first + count :]
+
+
+_PRODUCTS = ("mul", "dot_general", "conv_general_dilated")
+
+
+_LINEAR = (
+    *("add", "add_any", "sub", "neg", "reduce_sum", "cumsum", "psum", "psum_invariant"),
+    *("broadcast_in_dim", "reshape", "squeeze", "transpose", "rev", "slice", "split", "pad"),
+    *(
+        "concatenate",
+        "stack",
+        "unstack",
+        "copy",
+        "pvary",
+        "pcast",
+        "sharding_constraint",
+        "optimization_barrier",
+    ),
+)
+
+
+_LINEAR_IN = {
+    "div": slice(0, 1),
+    "select_n": slice(1, None),
+    "gather": slice(0, 1),
+    "dynamic_slice": slice(0, 1),
+    "dynamic_update_slice": slice(0, 2),
+    "scatter-add": slice(0, None, 2),  # the operand and the updates, not the indices
+    "scatter": slice(0, None, 2),
+    "triangular_solve": slice(1, 2),
+}

@@ -1,0 +1,5 @@
+"""Files that outlive a run: checkpoints, records, journals and progress."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

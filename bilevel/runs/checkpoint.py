@@ -1,0 +1,344 @@
+"""Save and restore a pytree of arrays, whole or not at all, with a checksum of every byte.
+
+A checkpoint directory holds numbered steps, each a record of :mod:`bilevel.runs.records`: the newest, and
+one to fall back on should the newest be damaged. Of arrays that several processes share each writes
+its own parts beside it, and any number of processes, on any devices, reads what it needs of them.
+"""
+
+import pathlib
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bilevel.runs import sharded_checkpoint, records
+from bilevel.internal import processes
+from bilevel.runs.fingerprint import difference
+from bilevel.internal.checks import short, whole
+from bilevel.contracts import Pytree
+
+_KEEP = 2  # steps kept: the newest, and one to fall back on
+
+
+def save(directory: str | pathlib.Path, step: int, tree: Pytree, label: Any = 0) -> None:
+    """Write ``tree`` as step ``step`` of ``directory``, its newest: later steps are removed.
+
+    Parameters
+    ----------
+    directory : path
+        Made if needed.
+    step : int
+        At least 0.
+    tree : pytree of arrays
+        Of several processes all have to call: the first one writes, and of arrays that none of them
+        has all of, each its parts.
+    label : int, or dict of str
+        A fingerprint of what the tree belongs to, asked for again by :func:`restore`.
+
+    Raises
+    ------
+    ValueError
+        If ``step`` is not a whole number of at least 0, or ``label`` is something else.
+    OSError
+        If it cannot be written; the steps before it stay.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save(folder, 3, {"w": np.ones(2)})
+    ...     latest(folder), restore(folder, {"w": np.zeros(2)})
+    (3, {'w': array([1., 1.])})
+    """
+    step, directory, label = whole("step", step, 0), pathlib.Path(directory), _label(label)
+    arrays = {str(i): _raw(x) for i, x in enumerate(jax.tree.leaves(tree))}
+    notes = {"step": step, "label": label, "leaves": _names(tree)}
+    shared = {name: x for name, x in arrays.items() if processes.divided(x)}
+    if shared:
+        notes["parts"] = sharded_checkpoint.write(_file(directory, step), shared)
+        notes["shared"] = {name: [x.dtype.name, list(x.shape)] for name, x in shared.items()}
+    if not processes.first():
+        return
+    directory.mkdir(parents=True, exist_ok=True)
+    own = {name: np.asarray(x) for name, x in arrays.items() if name not in shared}
+    records.write(_file(directory, step), own, notes)
+    found = steps(directory)
+    kept = [k for k in found if k <= step][:_KEEP]
+    for other in set(found) - set(kept):
+        file = _file(directory, other)
+        for path in (file, *sharded_checkpoint.records(file)):  # in this order: parts alone do not count
+            path.unlink(missing_ok=True)
+
+
+def steps(directory: str | pathlib.Path) -> list[int]:
+    """The steps in ``directory``, damaged ones included, the newest first.
+
+    Raises
+    ------
+    ValueError
+        If ``directory`` holds steps of an earlier version.
+    """
+    found = list(pathlib.Path(directory).glob("[0-9]*"))
+    if any(path.is_dir() and path.name.isdecimal() for path in found):
+        raise ValueError(
+            f"checkpoint: expected steps as this version writes them in {directory}, got some of "
+            "an earlier version; remove the directory to start anew."
+        )
+    names = [path.stem for path in found if path.suffix == ".npz"]
+    return sorted((int(name) for name in names if name.isdecimal()), reverse=True)
+
+
+def latest(directory: str | pathlib.Path) -> int | None:
+    """The newest undamaged step in ``directory``; None where there is none at all.
+
+    A damaged step is passed over with a warning. Of several processes all have to call.
+
+    Raises
+    ------
+    DamagedError
+        If all of them are damaged.
+    ValueError
+        If processes see other steps than others.
+    """
+    found = steps(directory)
+    _check_seen(directory, found)
+    for step in found:
+        if not processes.anyone(not _intact(directory, step)):
+            return step
+        if processes.first():
+            said = f"checkpoint: step {step} in {directory} is damaged and passed over."
+            warnings.warn(said, stacklevel=2)
+    if found:
+        raise records.DamagedError(
+            f"checkpoint: expected an undamaged step in {directory}, got damaged ones only; remove "
+            "the directory to start anew."
+        )
+    return None
+
+
+def _intact(directory: str | pathlib.Path, step: int) -> bool:
+    file = _file(directory, step)
+    return records.intact(file) and sharded_checkpoint.intact(file, records.read_notes(file).get("parts", []))
+
+
+def _check_seen(directory: str | pathlib.Path, found: list[int]) -> None:
+    """Refuse a directory in which not all processes see the same newest step."""
+    seen = processes.gathered(np.int32(max(found, default=-1))).tolist()
+    if len(set(seen)) > 1:
+        raise ValueError(
+            f"checkpoint: expected a directory that all processes see, got {directory}, where they "
+            f"see the steps {seen} (-1: none)."
+        )
+
+
+def restore(directory: str | pathlib.Path, like: Pytree, label: Any = 0) -> Pytree:
+    """The newest undamaged step's arrays, in the structure of ``like``.
+
+    Where several processes wrote parts of an array, it comes back over the devices that the one in
+    ``like`` lies on, whatever number of processes there are now; others as numpy arrays.
+
+    Raises
+    ------
+    FileNotFoundError
+        If ``directory`` holds no checkpoint.
+    DamagedError
+        If all it holds are damaged.
+    ValueError
+        If the checkpoint carries another label, or arrays of other names, shapes or dtypes than
+        ``like``.
+    """
+    step = latest(directory)
+    if step is None:
+        raise FileNotFoundError(f"checkpoint: expected a saved step in {directory}, found none.")
+    _check(directory, step, label)
+    return _restored(directory, step, like)
+
+
+def _label(label: Any) -> int | dict[str, str]:
+    """``label`` as it is written down."""
+    if isinstance(label, Mapping):
+        words = [*label.keys(), *label.values()]
+        if all(isinstance(word, str) for word in words):
+            return dict(label)
+    elif isinstance(label, int | np.integer):
+        return int(label)
+    raise ValueError(f"label: expected an int or a dict from str to str, got {short(label)}.")
+
+
+def _check(directory: str | pathlib.Path, step: int, label: Any) -> None:
+    """Raise unless the step is what its name says, and ``label`` the one it was saved with."""
+    notes = records.read_notes(_file(directory, step))
+    if notes["step"] != step:
+        raise records.DamagedError(
+            f"checkpoint: expected step {step} in {_file(directory, step)}, got {notes['step']}."
+        )
+    label = _label(label)
+    if notes["label"] != label:
+        known = isinstance(label, Mapping) and isinstance(notes["label"], Mapping)
+        other = difference(notes["label"], label) if known else "another label"
+        raise ValueError(
+            f"checkpoint: expected one of this very search in {directory}, got one of {other}."
+        )
+
+
+def _restored(directory: str | pathlib.Path, step: int, like: Pytree) -> Pytree:
+    file = _file(directory, step)
+    arrays, notes = records.read(file)
+    wanted, structure = jax.tree.flatten(like)
+    names, parts, shared = _names(like), notes.get("parts", []), notes.get("shared", {})
+    if len(arrays) + len(shared) != len(wanted):
+        raise ValueError(
+            f"checkpoint: expected {len(wanted)} arrays in {directory}, got "
+            f"{len(arrays) + len(shared)}."
+        )
+    for name, saved in zip(names, notes.get("leaves", names), strict=True):
+        if name != saved:
+            raise ValueError(
+                f"checkpoint: expected an array {name} in {directory}, got one {saved}."
+            )
+
+    def leaf(name, like):
+        raw = jax.random.key_data(like) if _is_key(like) else like
+        if name in shared:
+            _check_kind(directory, np.dtype(shared[name][0]), tuple(shared[name][1]), raw)
+            found = sharded_checkpoint.read(file, len(parts), name, raw)
+        else:
+            found = arrays[name]
+            _check_kind(directory, found.dtype, found.shape, raw)
+        if not _is_key(like):
+            return found
+        return jax.random.wrap_key_data(jnp.asarray(found), impl=jax.random.key_impl(like))
+
+    return jax.tree.unflatten(structure, [leaf(str(i), x) for i, x in enumerate(wanted)])
+
+
+class Saver:
+    """What :func:`saving` gives: ``step`` to go on from, or None, and how to read and write."""
+
+    def __init__(self, directory: pathlib.Path | None, label: Any, seconds: float):
+        self.directory: pathlib.Path | None = directory
+        self.label: Any = label
+        self.step: int | None = None if directory is None else latest(directory)
+        self._seconds = seconds
+        if directory is not None and self.step is not None:
+            _check(directory, self.step, label)
+        self._saved_at, self._interval = -np.inf, seconds
+        self._newest: int | None = None  # what this run wrote
+
+    def done(self, name: str, asked: int) -> int:
+        """Steps that the checkpoint holds, 0 without one; ``asked``, the argument ``name``, in all.
+
+        Raises
+        ------
+        ValueError
+            If it holds more than were asked for.
+        """
+        held = self.step or 0
+        if held > asked:
+            raise ValueError(
+                f"{name}: expected at least the {held} that the checkpoint holds, got {asked}."
+            )
+        return held
+
+    def restore(self, like: Pytree) -> Pytree:
+        """The arrays of ``step``, in the structure of ``like``.
+
+        Raises
+        ------
+        ValueError
+            If the arrays have other names, shapes or dtypes than those of ``like``.
+        """
+        assert self.directory is not None and self.step is not None
+        directory, step = self.directory, self.step
+        return processes.all_or_none(lambda: _restored(directory, step, like))
+
+    def save(self, step: int, tree: Callable[[], Pytree], *, last: bool = False) -> None:
+        """``tree()`` as step ``step``, if it is the ``last`` or the time for it has come.
+
+        A full disk costs the checkpoint, with a warning, and not the run.
+        """
+        now = time.perf_counter()
+        if self.directory is None:
+            return
+        due = processes.of_first(now - self._saved_at > self._interval)
+        if not (last or due) or step == self._newest:
+            return
+        with records.losing_only_the_record(f"checkpoint: a step in {self.directory}"):
+            save(self.directory, step, tree(), self.label)
+            self._newest = step
+        self._saved_at = time.perf_counter()
+        self._interval = max(self._seconds, 20 * (self._saved_at - now))
+
+
+@contextmanager
+def saving(
+    directory: str | pathlib.Path | None, label: Any = 0, *, resume: bool = True, seconds: float
+) -> Iterator[Saver]:
+    """Checkpoint a run in ``directory``, as the one process that does; None: not at all.
+
+    Parameters
+    ----------
+    directory, label
+        As in :func:`save`.
+    resume : bool
+        Whether steps may be there already.
+    seconds : float
+        Between two checkpoints; longer where one takes long.
+
+    Raises
+    ------
+    ValueError
+        If another process has the directory, it cannot be written, or holds what it should not.
+    """
+    if directory is None:
+        yield Saver(None, label, seconds)
+        return
+    directory = pathlib.Path(directory)
+
+    def enter():
+        held.enter_context(records.locked(directory, "checkpoint"))
+        if not resume and (found := steps(directory)):
+            raise ValueError(
+                f"checkpoint: expected an empty directory or resume=True, got {directory} with "
+                f"step {found[0]} in it."
+            )
+        return ""
+
+    with ExitStack() as held:
+        processes.text_of_first(enter)
+        yield Saver(directory, label, seconds)
+
+
+def _file(directory: str | pathlib.Path, step: int) -> pathlib.Path:
+    return pathlib.Path(directory) / f"{step}.npz"
+
+
+def _names(tree: Pytree) -> list[str]:
+    """Where each leaf is in the tree."""
+    paths = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return [jax.tree_util.keystr(path) for path, _ in paths]
+
+
+def _is_key(x: Any) -> bool:
+    return isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def _raw(x: Any) -> Any:
+    return jax.random.key_data(x) if _is_key(x) else x
+
+
+def _check_kind(
+    directory: str | pathlib.Path, dtype: np.dtype, shape: tuple[int, ...], like: Any
+) -> None:
+    """Refuse a saved array that is not like ``like``."""
+    expected = np.dtype(getattr(like, "dtype", type(like))), np.shape(like)
+    if (dtype, shape) != expected:
+        raise ValueError(
+            f"checkpoint: expected an array of {expected[0]}{list(expected[1])} in {directory}, "
+            f"got {dtype}{list(shape)}."
+        )

@@ -1,0 +1,108 @@
+"""Ctrl-C and SIGTERM between two chunks of a loop instead of in the middle of one.
+
+Clusters and notebooks that take a machine back (SLURM, Colab) send SIGTERM, and SIGKILL some
+seconds later. A run with a checkpoint writes its state first, and ends by the signal then.
+"""
+
+import contextlib
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+# What `came` returns for each of them; where processes see different ones, SIGTERM counts.
+_WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
+_deferred: ContextVar[list[int] | None] = ContextVar("deferred", default=None)
+
+
+@contextmanager
+def held_signals(*, interrupts: bool = True, terminations: bool) -> Iterator[Callable[[], str]]:
+    """Hold Ctrl-C and SIGTERM back until the block ends.
+
+    At the end of the block, SIGTERM goes to the handler that was there before. By default it ends
+    the process. A second signal of the same kind is not held back.
+
+    Parameters
+    ----------
+    interrupts : bool
+        Whether to hold Ctrl-C.
+    terminations : bool
+        Whether to hold SIGTERM.
+
+    Yields
+    ------
+    callable
+        ``came()`` returns ``"interrupted"`` or ``"terminated"`` if a signal came, else ``""``. It
+        is the same in all processes, and all of them have to call it.
+    """
+    seen: list[int] = []
+    usual: dict[int, Any] = {}
+    agreed = ""
+
+    def note(number, frame):
+        if number in seen:
+            _send(number, usual)
+        seen.append(number)
+
+    def came():
+        nonlocal agreed
+        from bilevel.internal.processes import maximum  # imports JAX, which the commands' help does without
+
+        own = "terminated" if signal.SIGTERM in seen else "interrupted" if seen else ""
+        words = ["", *_WORDS.values()]
+        agreed = words[maximum(words.index(own))]
+        return agreed
+
+    # Only the main thread may set handlers. A handler of None is not Python's, and a program that
+    # ignores SIGTERM is to run on.
+    if threading.current_thread() is threading.main_thread():
+        wanted = [signal.SIGINT] * interrupts + [signal.SIGTERM] * terminations
+        usual = {number: signal.getsignal(number) for number in wanted}
+        usual = {number: handler for number, handler in usual.items() if handler is not None}
+        if usual.get(signal.SIGTERM) is signal.SIG_IGN:
+            del usual[signal.SIGTERM]
+    for number in usual:
+        signal.signal(number, note)
+    try:
+        yield came
+    finally:
+        for number, handler in usual.items():
+            signal.signal(number, handler)
+        deferred = _deferred.get()
+        if agreed == "terminated" and deferred is not None:
+            deferred.append(signal.SIGTERM)
+        elif agreed == "terminated" or signal.SIGTERM in seen:
+            terminate()
+
+
+def terminate() -> None:
+    """Send SIGTERM to this process; it returns only if the program handles the signal."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # None, closed, or a full disk
+            stream.flush()  # or the text in the buffers is lost with the process
+    signal.raise_signal(signal.SIGTERM)
+
+
+def _send(number: int, usual: dict[int, Any]) -> None:
+    """Let a second signal through."""
+    if number == signal.SIGINT:
+        raise KeyboardInterrupt
+    signal.signal(number, usual[number])
+    signal.raise_signal(number)
+
+
+@contextmanager
+def deferred_terminations() -> Iterator[list[int]]:
+    """Within the block, a held SIGTERM that ``came()`` reported does not end the process.
+
+    Whoever opens the block ends the process after it, if the list that is yielded has an entry.
+    """
+    deferred: list[int] = []
+    token = _deferred.set(deferred)
+    try:
+        yield deferred
+    finally:
+        _deferred.reset(token)

@@ -1,0 +1,162 @@
+"""A run's solves as lines of JSON: written as they come, replayed instead of solved again.
+
+Every line ends with a checksum of the rest of it and, but for the first line, of that one: of a
+damaged line, or one of another run's journal, the solve is done again.
+"""
+
+import hashlib
+import json
+import os
+import pathlib
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from bilevel.runs import records as store
+from bilevel.runs.fingerprint import difference
+
+Record = dict[str, Any]
+_CHECK = b', "sha256": "'  # what stands between a line's record and its checksum
+
+
+class Journal:
+    """Results by name, each computed once; backed by a file where there is one.
+
+    Lines for which the disk has no room wait for the next one, the header first of all: a journal
+    without it could not be told from that of another run.
+    """
+
+    def __init__(self, file: BinaryIO | None = None, head: bytes = b""):
+        self.records: dict[str, Record] = {}
+        self.file = file
+        self.head = head  # the first line
+        self.waiting: list[bytes] = []
+
+    def once(self, name: str, compute: Callable[[], Record]) -> Record:
+        """The result of this name, computed and written down if it is not known."""
+        if name not in self.records:
+            record = compute()
+            self.write({"name": name, **record})
+            self.records[name] = record
+        return self.records[name]
+
+    def write(self, record: Record) -> None:
+        """Write down what is waiting, and then this, as far as there is room."""
+        if self.file is None:
+            return
+        self.waiting.append(_line(record, self.head))
+        self.flush()
+
+    def flush(self) -> None:
+        """Write down what is waiting, as far as there is room."""
+        while self.file is not None and self.waiting and _write(self.file, self.waiting[0]):
+            del self.waiting[0]
+
+
+@contextmanager
+def opened(path: Any, resume: bool, header: Record) -> Iterator[Journal]:
+    """The journal at ``path`` (None: in memory only), checked to be that of this run.
+
+    Raises
+    ------
+    ValueError
+        If it is another run's, cannot be written, or another process writes it; if it exists
+        without ``resume``, or there is no path to resume from.
+    """
+    if path is None:
+        if resume:
+            raise ValueError("resume: expected a journal to resume from, got None.")
+        yield Journal()
+        return
+    path = pathlib.Path(path)
+    if path.exists() and not resume:
+        raise ValueError(f"journal: expected a new file or resume=True, got the existing {path}.")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("a+b", buffering=0)
+    except OSError as error:
+        raise ValueError(
+            f"journal: expected a file to write in, got {path} ({error.strerror})."
+        ) from error
+    with file:
+        store.lock(file, "journal", path)
+        yield _resumable(file, header)
+
+
+def _write(file: BinaryIO, line: bytes) -> bool:
+    """Whether there was room for the line."""
+    end = file.seek(0, os.SEEK_END)
+    with store.losing_only_the_record(f"journal: a line of {file.name}"):
+        try:
+            if file.write(line) < len(line):  # a disk that fills up takes what it has room for
+                raise OSError("no room for a whole line")
+            return True
+        except OSError:
+            file.truncate(end)
+            raise
+    return False
+
+
+def _line(record: Record, head: bytes = b"") -> bytes:
+    text = json.dumps(record, default=_number).encode()
+    return text[:-1] + _CHECK + hashlib.sha256(head + text).hexdigest().encode() + b'"}\n'
+
+
+def _number(x: Any) -> Any:
+    """A number of numpy's or JAX's, as JSON has it."""
+    return np.asarray(x).item()
+
+
+def _record(line: bytes, head: bytes = b"") -> Record | None:
+    """What :func:`_line` made ``line`` of; None where it did not, or not of these very bytes."""
+    text, _, check = line.rpartition(_CHECK)
+    text += b"}"
+    if check != hashlib.sha256(head + text).hexdigest().encode() + b'"}':
+        return None
+    return json.loads(text)
+
+
+def _resumable(file: BinaryIO, header: Record) -> Journal:
+    """The journal in a file, checked to be this run's; a last line that was cut short is dropped.
+
+    A new one in a file with nothing in it.
+    """
+    file.seek(0)
+    first, *lines = file.read().split(b"\n")
+    if not lines and _line(header).startswith(first):  # not even the header was finished
+        file.truncate(0)
+        journal = Journal(file, _line(header))
+        journal.waiting.append(journal.head)
+        journal.flush()
+        return journal
+    _check_header(_record(first) if lines else None, header, file.name)
+    *lines, rest = lines
+    file.seek(-len(rest), os.SEEK_END)
+    file.truncate()
+    journal = Journal(file, first + b"\n")
+    records = [_record(line, journal.head) for line in lines]
+    if None in records:
+        warnings.warn(
+            f"journal: {records.count(None)} damaged lines of {file.name} are solved again.",
+            stacklevel=5,
+        )
+    journal.records = {record.pop("name"): record for record in records if record is not None}
+    return journal
+
+
+def _check_header(found: Record | None, header: Record, file: str) -> None:
+    """Refuse the first line of another run's journal, or of another file."""
+    if found is None or found.keys() != header.keys():
+        raise ValueError(f"journal: expected a journal, got another or a damaged file, {file}.")
+    for name, value in json.loads(json.dumps(header, default=_number)).items():
+        if name == "problem" and (other := difference(found[name], value)):
+            raise ValueError(
+                f"journal: expected that of a run of this problem, got one of {other} in {file}."
+            )
+        if found[name] != value:
+            raise ValueError(
+                f"journal: expected that of a run with {name} {value}, got {found[name]} in {file}."
+            )

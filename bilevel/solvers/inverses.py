@@ -1,0 +1,502 @@
+"""Inverse-Hessian-vector products: how an implicit hypergradient solves ``H q = v``.
+
+Every factory here returns an ``Inverse``: ``(hvp, b, x0, point) -> x``. Only ``cg``, ``dense`` and
+``gram`` (where the Gauss-Newton Hessian is the Hessian) solve the system; ``neumann``, ``nystrom``
+and ``scale`` approximate, each with a bias that ``info.error_estimate`` shows.
+
+===========  ========================================  ====================  =================
+inverse      solves                                    Hessian products      memory (p weights)
+===========  ========================================  ====================  =================
+``cg``       ``(H + damping I) x = b`` to a tolerance  ``steps + 1`` at most 6 copies of w
+``dense``    the same, by LU                           p                     2 p^2
+``gram``     ``(J'SJ + damping I) x = b``, n x n       n output gradients    sqrt(n) p + n^2
+``nystrom``  the same, to rank k                       k                     2 k copies of w
+``neumann``  ``eta sum_{k<K} (I - eta H)^k b``         K - 1                 2 copies of w
+``scale``    ``eta b`` (one-step DARTS)                0                     1 copy of w
+===========  ========================================  ====================  =================
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+import optax
+from jax.flatten_util import ravel_pytree
+
+from bilevel.contracts import Inverse, LinearMap, Point, Pytree
+from bilevel.internal.checks import (
+    at_least,
+    between,
+    concrete,
+    function,
+    nan_unless_finite,
+    prng_key,
+    whole,
+)
+from bilevel.internal.meshes import settled, vary, varying, while_loop
+from bilevel.internal.precision import narrow, rounding, widen
+from ntk.internal.jaxprs import names
+
+OTHERWISE = 1.37
+"""A factor that is no power of 2: a product with a vector times it is rounded differently."""
+
+_UNSOLVED = 0.5  # a relative residual above which a solve has failed
+_DIVERGED = 1.0  # the same for a truncated series, whose residual may only not exceed the first
+_INEXACT = 1e-2  # one above which a direction without positive curvature is to blame
+_AGREED = 300  # a curvature is trusted if it is so many times what that factor changes in it
+
+
+class ConjugateGradients(NamedTuple):
+    """Result of :func:`conjugate_gradients`."""
+
+    x: Pytree
+    residual: jax.Array  # [], 2-norm of b - H x by CG's recursion
+    iterations: jax.Array  # [], int
+    positive: jax.Array  # [], bool: no direction without positive curvature ended it
+    curvature: jax.Array  # [], the largest curvature met
+    downhill: Pytree  # the step along a last direction of negative curvature, were it positive
+
+
+class Outcome(NamedTuple):
+    """How an inverse solved ``H x = b``; all scalars.
+
+    Attributes
+    ----------
+    residual : ``|b - H x| / |b|``.
+    failed : 1 if ``x`` is not the solution, else 0.
+    indefinite : 1 if a direction without positive curvature ended the solve, else 0.
+    curvature : the largest curvature of ``H`` that the solve has met; 0 if unknown.
+    """
+
+    residual: chex.Numeric = 0.0
+    failed: chex.Numeric = 0.0
+    indefinite: chex.Numeric = 0.0
+    curvature: chex.Numeric = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class ReportingInverse:
+    """An ``Inverse`` that can also say how it went."""
+
+    solve: Callable[[LinearMap, Pytree, Pytree, Point], tuple[Pytree, Outcome]]
+
+    def __call__(self, hvp: LinearMap, b: Pytree, x0: Pytree, point: Point) -> Pytree:
+        """Return the solution alone."""
+        return self.solve(hvp, b, x0, point)[0]
+
+
+def solve_and_report(
+    inverse: Inverse, hvp: LinearMap, b: Pytree, x0: Pytree, point: Point
+) -> tuple[Pytree, Outcome]:
+    """``inverse(hvp, b, x0, point)``, and its outcome: zeros if the inverse reports none."""
+    if isinstance(inverse, ReportingInverse):
+        return inverse.solve(hvp, b, x0, point)
+    return inverse(hvp, b, x0, point), Outcome()
+
+
+def _outcome(b: Pytree, residual: jax.Array, limit: float, **rest: jax.Array) -> Outcome:
+    """The outcome of a solve whose residual has this 2-norm; it failed above the limit."""
+    size = optax.tree.norm(b)
+    relative = residual / jnp.where(size > 0, size, 1)
+    numbers = {name: jnp.asarray(x, relative.dtype) for name, x in rest.items()}
+    return Outcome(relative, (relative > limit).astype(relative.dtype), **numbers)
+
+
+def conjugate_gradients(
+    hvp: LinearMap, b: Pytree, x0: Pytree | None, *, steps: int, threshold: chex.Array
+) -> ConjugateGradients:
+    """Conjugate gradients for ``H x = b`` until the residual's 2-norm is under ``threshold``.
+
+    Stops where ``H`` shows a direction of no positive curvature, keeping the iterate before it. If
+    the residual has grown by then, as it does where ``H`` is singular and ``b`` out of its range,
+    it keeps the iterate of the least one. A curvature under ten roundings of the largest one met
+    has to be the same in a second product, of other numbers: so it is in directions that a data
+    term does not see and only a penalty bends. Hestenes & Stiefel (1952).
+    """
+    x = optax.tree.zeros_like(b) if x0 is None else x0
+    r = b if x0 is None else optax.tree.sub(b, hvp(x0))
+    # In units of the first residual, so that squares of tiny numbers do not underflow.
+    unit = largest(r)
+    unit = jnp.where(unit == 0, 1, unit)
+    r = jax.tree.map(lambda leaf: leaf / unit, r)
+    rr = optax.tree.vdot(r, r)
+    eps = jnp.finfo(rr.dtype).eps
+    floor = jnp.maximum((threshold / unit) ** 2, eps**4)
+
+    def unfinished(carry):
+        *_, rr, k, going = carry
+        return (k < steps) & (rr > floor) & going
+
+    def step(carry):
+        best, x, r, p, _, steepest, trusted, seen, rr, k, _ = carry
+        again = seen > 0
+        factor = jnp.where(again, OTHERWISE, 1).astype(rr.dtype)
+        hp = optax.tree.scale(1 / factor, hvp(optax.tree.scale(factor, p)))
+        pp = optax.tree.vdot(p, p)
+        bend = optax.tree.vdot(p, hp) / pp
+        steepest = jnp.maximum(steepest, jnp.abs(bend))
+        # Under rounding a curvature counts if the product of other numbers gives the same.
+        noise = _AGREED * jnp.abs(bend - seen)
+        agrees = again & (bend > noise)
+        trusted = jnp.where(agrees, noise, trusted)
+        # False for NaN, which has to be seen.
+        low = bend <= jnp.minimum(10 * eps * steepest, trusted)
+        moves = ~low | agrees
+        length = jnp.where(moves, rr / jnp.where(moves, bend * pp, 1), 0)
+        x = optax.tree.add_scale(x, length * unit, p)
+        r = optax.tree.add_scale(r, -length, hp)
+        rr_next = optax.tree.vdot(r, r)
+        p = optax.tree.where(moves, optax.tree.add_scale(r, rr_next / rr, p), p)
+        look = ~moves & ~again & (bend > 0)
+        seen = jnp.where(look, bend, 0)
+        least = rr_next < best[1]
+        best = optax.tree.where(least, (x, rr_next), best)
+        return best, x, r, p, bend, steepest, trusted, seen, rr_next, k + 1, moves | look
+
+    zero = jnp.zeros_like(rr)
+    count, going = jnp.zeros((), int), jnp.array(True)
+    start = (
+        (x, rr),
+        x,
+        r,
+        r,
+        zero,
+        zero,
+        jnp.full_like(rr, jnp.finfo(rr.dtype).max),
+        zero,
+        rr,
+        count,
+        going,
+    )
+    best, x, _, p, bend, steepest, *_, rr_last, k, going = while_loop(unfinished, step, start)
+    grown = ~going & (rr_last > rr) & jnp.isfinite(rr_last)
+    x, rr = optax.tree.where(grown, best, (x, rr_last))
+    negative = ~going & (bend < -10 * eps * steepest)
+    length = rr_last / jnp.where(negative, -bend * optax.tree.vdot(p, p), 1)
+    downhill = optax.tree.scale(jnp.where(negative, length * unit, 0), p)
+    x = nan_unless_finite(x, rr)
+    positive = going | (rr <= floor)
+    return ConjugateGradients(x, jnp.sqrt(rr) * unit, k, positive, steepest, downhill)
+
+
+def largest(tree: Pytree) -> jax.Array:
+    """The largest size of its numbers, whose square may be out of range."""
+    return jnp.stack([jnp.max(jnp.abs(leaf), initial=0) for leaf in jax.tree.leaves(tree)]).max()
+
+
+def default_tolerance(tree: Pytree) -> float:
+    """1e-10 in float64; ten roundings in anything narrower."""
+    eps = max(float(jnp.finfo(x.dtype).eps) for x in jax.tree.leaves(tree))
+    return max(1e-10, 10 * eps)
+
+
+def _damped(hvp: LinearMap, damping) -> LinearMap:
+    return lambda v: optax.tree.add_scale(hvp(v), damping, v)
+
+
+def cg(steps: int = 500, tol: float | None = None, damping: float = 0.0) -> Inverse:
+    """Conjugate gradients on ``(H + damping I) x = b``: the default, for positive definite ``H``.
+
+    Parameters
+    ----------
+    steps : int
+        Most iterations, one Hessian product each.
+    tol : float, optional
+        Relative residual ``|b - H x| / |b|`` at which to stop; 1e-10 in float64 and ten roundings
+        in float32, one rounding of the weights in narrower types by default.
+    damping : float
+        Added to the Hessian's diagonal; a bias, and a cure for a singular one.
+
+    Raises
+    ------
+    ValueError
+        If ``steps`` is under 1, or ``tol`` or ``damping`` negative.
+
+    Examples
+    --------
+    >>> b = jnp.array([2.0, 8.0])
+    >>> cg()(lambda v: jnp.array([1.0, 4.0]) * v, b, None, None)
+    Array([2., 2.], dtype=float...)
+    """
+    steps = whole("steps", steps, 1)
+    at_least("damping", damping, 0)
+    if tol is not None:
+        at_least("tol", tol, 0)
+
+    def inverse(hvp, b, x0, point):
+        relative = tol
+        if tol is None:
+            # The products' rounding is the weights', which may be coarser than that of `b`.
+            relative = max(default_tolerance(b), rounding(b if point is None else point.w))
+        threshold = relative * optax.tree.norm(b)
+        damped = _damped(hvp, damping)
+        solved = conjugate_gradients(damped, b, x0, steps=steps, threshold=threshold)
+        stopped = ~solved.positive & (solved.residual > _INEXACT * optax.tree.norm(b))
+        rest = {"indefinite": stopped, "curvature": solved.curvature}
+        return solved.x, _outcome(b, solved.residual, _UNSOLVED, **rest)
+
+    return ReportingInverse(inverse)
+
+
+def neumann(terms: int, step_size: float) -> Inverse:
+    """Truncated Neumann series ``x = eta sum_{k < terms} (I - eta H)^k b``.
+
+    Identical to back-propagating through the last ``terms`` gradient steps of size ``step_size``
+    taken at a stationary ``w`` (Lorraine, Vicol & Duvenaud 2020): an approximation whose bias
+    shrinks as ``(1 - eta mu)^terms``. Ignores the warm start, which would break that identity.
+
+    Raises
+    ------
+    ValueError
+        If ``terms`` is under 1 or ``step_size`` negative.
+
+    Examples
+    --------
+    >>> neumann(2, 0.5)(lambda v: v, jnp.ones(1), None, None)
+    Array([0.75], dtype=float...)
+    """
+    terms = whole("terms", terms, 1)
+    at_least("step_size", step_size, 0)
+
+    def inverse(hvp, b, x0, point):
+        def step(x):
+            return optax.tree.add_scale(x, step_size, optax.tree.sub(b, hvp(x)))
+
+        def again(carry, _):
+            x, _ = carry
+            after = step(x)
+            return (after, optax.tree.norm(optax.tree.sub(after, x))), None
+
+        start = settled(step, optax.tree.scale(step_size, b))
+        if terms == 1:
+            return start, Outcome()
+        first = start, optax.tree.norm(start)
+        (x, moved), _ = jax.lax.scan(again, first, length=terms - 1)
+        # The last term's size is the step size times the residual before it. A series that
+        # converges has it below that of the first.
+        size = moved / jnp.where(step_size > 0, step_size, 1)
+        return x, _outcome(b, size, _DIVERGED)
+
+    return ReportingInverse(inverse)
+
+
+def scale(step_size: float) -> Inverse:
+    """``x = step_size * b``: the identity in place of the inverse Hessian.
+
+    With the learning rate as ``step_size`` this is second-order DARTS' one-step approximation
+    (Liu, Simonyan & Yang 2019, Eq. 7) at a stationary point. Approximate; costs nothing.
+
+    Raises
+    ------
+    ValueError
+        If ``step_size`` is negative.
+
+    Examples
+    --------
+    >>> scale(0.5)(None, jnp.ones(1), None, None)
+    Array([0.5], dtype=float...)
+    """
+    at_least("step_size", step_size, 0)
+    return lambda hvp, b, x0, point: optax.tree.scale(step_size, b)
+
+
+def dense(damping: float = 0.0) -> Inverse:
+    """The Hessian as a p x p matrix, factorised once: exact, for up to a few thousand weights.
+
+    LU rather than Cholesky, so that a saddle's indefinite Hessian has its inverse too.
+
+    Raises
+    ------
+    ValueError
+        If ``damping`` is negative.
+
+    Examples
+    --------
+    >>> dense()(lambda v: jnp.array([1.0, 4.0]) * v, jnp.array([2.0, 8.0]), None, None)
+    Array([2., 2.], dtype=float...)
+    """
+    at_least("damping", damping, 0)
+
+    def inverse(hvp, b, x0, point):
+        flat, unravel = ravel_pytree(b)
+        matrix = hessian_matrix(hvp, b) + damping * jnp.eye(flat.size, dtype=flat.dtype)
+        factor = jax.scipy.linalg.lu_factor(matrix)
+        x = jax.scipy.linalg.lu_solve(factor, flat)
+        size = jnp.linalg.norm(matrix)
+        # Rounding alone leaves a residual of this size, which says nothing if H is singular.
+        rounding = jnp.finfo(flat.dtype).eps * size * jnp.linalg.norm(x)
+        residual = jnp.maximum(jnp.linalg.norm(flat - matrix @ x), rounding)
+        # Anything over infinity is 0, as if that were the solution.
+        x = nan_unless_finite(unravel(x), matrix)
+        return x, _outcome(b, residual, _UNSOLVED, curvature=size)
+
+    return ReportingInverse(inverse)
+
+
+def hessian_matrix(hvp: LinearMap, like: Pytree) -> jax.Array:
+    """``H`` as a [p, p] array, symmetrised, in the order of ``ravel_pytree(like)``."""
+    flat, unravel = ravel_pytree(like)
+    basis = vary(jnp.eye(flat.size, dtype=flat.dtype), varying(like))
+    columns = row_products(lambda v: ravel_pytree(hvp(unravel(v)))[0], basis)
+    return (columns + columns.T) / 2
+
+
+def row_products(linear: Callable[[jax.Array], jax.Array], rows: jax.Array) -> jax.Array:
+    """Return ``linear`` of each row, as rows.
+
+    XLA on CPUs lays out a batch of Fourier transforms as the decomposition of its results asks for,
+    and then refuses to run it (``RET_CHECK ... fft_thunk``). One long array has one layout only.
+
+    Examples
+    --------
+    >>> row_products(lambda v: 2 * v, jnp.eye(2))
+    Array([[2., 0.],
+           [0., 2.]], dtype=float...)
+    """
+    results = jax.vmap(linear)(rows)
+    if "fft" not in names(jax.make_jaxpr(linear)(rows[0])):
+        return results
+    return jax.lax.optimization_barrier(results.ravel()).reshape(results.shape)
+
+
+def nystrom(rank: int, damping: float, *, key: chex.PRNGKey | None = None) -> Inverse:
+    """Randomised Nystrom approximation ``(H_rank + damping I)^-1 b``.
+
+    A rank-``rank`` sketch of a positive semidefinite Hessian, inverted by Woodbury's formula
+    (Hataya & Yamada 2023; numerically stable form of Frangella, Tropp & Udell 2023, Alg. 2.1).
+    Exact up to the damping when the rank of ``H`` is at most ``rank``.
+
+    Parameters
+    ----------
+    rank : int
+        Sketch size: as many Hessian products, two copies of ``w`` each. Cut to p when larger.
+    damping : float
+        Positive: what the inverse is in the directions the sketch does not see, 1 / damping.
+    key : jax.Array, optional
+        Seed of the Gaussian sketch, ``jax.random.key(0)`` by default.
+
+    Raises
+    ------
+    ValueError
+        If ``rank`` is under 1, ``damping`` not positive and finite, or ``key`` no PRNG key.
+
+    Examples
+    --------
+    >>> x = nystrom(2, 1e-3)(lambda v: jnp.array([1.0, 4.0]) * v, jnp.array([2.0, 8.0]), None, None)
+    >>> bool(jnp.allclose(x, 2.0, rtol=1e-2))
+    True
+    """
+    rank = whole("rank", rank, 1)
+    between("damping", damping, 0, math.inf)
+    if key is not None:
+        prng_key("key", key)
+
+    def inverse(hvp, b, x0, point):
+        flat, unravel = ravel_pytree(b)
+        seed = jax.random.key(0) if key is None else key
+        omega = jax.random.normal(seed, (flat.size, min(rank, flat.size)), flat.dtype)
+        omega = vary(jnp.linalg.qr(omega)[0], varying(b))
+        sketch = row_products(lambda v: ravel_pytree(hvp(unravel(v)))[0], omega.T).T
+        # The shift keeps the Cholesky factorisation safe for a singular H; it is taken off again.
+        shift = jnp.sqrt(flat.size) * jnp.finfo(flat.dtype).eps * jnp.linalg.norm(sketch)
+        shifted = sketch + shift * omega
+        factor = jnp.linalg.cholesky(omega.T @ shifted, symmetrize_input=True)
+        root = jax.scipy.linalg.solve_triangular(factor, shifted.T, lower=True).T
+        u, s, _ = jnp.linalg.svd(root, full_matrices=False)
+        eigenvalues = jnp.maximum(s**2 - shift, 0)
+        inside = u.T @ flat
+        return unravel(u @ (inside / (eigenvalues + damping)) + (flat - u @ inside) / damping)
+
+    return inverse
+
+
+def _squared_error(outputs, batch):
+    return 0.5 * jnp.sum((outputs - batch[1]) ** 2)
+
+
+def gram(
+    outputs: Callable[[Pytree, Pytree, Pytree], jax.Array],
+    loss: Callable[[jax.Array, Pytree], jax.Array] = _squared_error,
+    *,
+    damping: float | Callable[[Pytree], jax.Array] = 0.0,
+) -> Inverse:
+    """Function space: solve with the n x n Gram matrix of the Jacobian, for n << p.
+
+    For ``lower(w) = loss(outputs(w), batch) + damping/2 |w|^2`` the Gauss-Newton Hessian is
+    ``J'SJ + damping I`` with ``J = d outputs / dw`` [n, p], ``S = d^2 loss / d outputs^2``, and
+
+        x = (b - J' S (damping I + K S)^-1 J b) / damping,    K = J J'  (the empirical NTK),
+
+    exact for models linear in ``w`` and at interpolation; the minimum-norm limit is
+    ``x = J' K^-1 S^-1 K^-1 J b``, the pseudo-inverse.
+
+    Parameters
+    ----------
+    outputs : ``outputs(w, alpha, batch) -> array``
+        All predictions of the batch; its size is the n above.
+    loss : ``loss(outputs, batch) -> scalar``
+        The data term of ``lower``; half the summed squared error to ``batch[1]`` by default.
+    damping : float or ``damping(alpha) -> scalar``
+        The weight decay that ``lower`` contains. 0 is the minimum-norm limit: the part of the
+        solution's motion that lies in the null space of ``J`` is not seen there, so prefer a
+        small weight decay, in ``lower`` and here, where that part matters.
+
+    Returns
+    -------
+    Inverse
+
+    Raises
+    ------
+    ValueError
+        If ``outputs`` is no function, or ``damping`` negative.
+
+    Notes
+    -----
+    Memory: sqrt(n) copies of w and a few n x n matrices. Time: n output gradients, n derivatives
+    of the outputs along one direction each, and n^3 / 3. A batch sharded over devices stays so.
+
+    Examples
+    --------
+    >>> x = jnp.array([[1.0, 0.0, 2.0]])
+    >>> from bilevel.contracts import Point
+    >>> point = Point(w=jnp.zeros(3), alpha=None, batch=(x, jnp.ones(1)))
+    >>> inverse = gram(lambda w, alpha, batch: batch[0] @ w)
+    >>> inverse(None, jnp.array([1.0, 5.0, 2.0]), None, point)
+    Array([0.2, 0. , 0.4], dtype=float...)
+    """
+    if not callable(damping):
+        at_least("damping", damping, 0)
+    function("outputs", outputs, "(w, alpha, batch) -> predictions")
+
+    def inverse(hvp, b, x0, point):
+        w, alpha, batch = point
+        decay = damping(alpha) if callable(damping) else damping
+        flat, unravel = ravel_pytree(b)
+        start, unravel_w = ravel_pytree(widen(w))
+
+        def predict(v):
+            return outputs(narrow(unravel_w(v), w), alpha, batch)
+
+        # J is never formed: rows of K are products with J' and J, so that where the batch lies on
+        # several devices none of them holds more than sqrt(n) rows at a time.
+        predictions, push = jax.linearize(lambda v: predict(v).ravel(), start)
+        pull = jax.linear_transpose(push, start)
+        n = predictions.size
+        rows = vary(jnp.eye(n, dtype=predictions.dtype), varying(predictions))
+        kernel = jax.lax.map(lambda e: push(pull(e)[0]), rows, batch_size=math.isqrt(n))
+        shape = jax.eval_shape(predict, start).shape
+        curvature = jax.hessian(lambda f: loss(f.reshape(shape), batch))(predictions)
+        projected = push(flat)
+        damped = jnp.linalg.solve(
+            decay * jnp.eye(n, dtype=flat.dtype) + kernel @ curvature, projected
+        )
+        if not concrete(decay) or decay > 0:
+            return unravel((flat - pull(curvature @ damped)[0]) / decay)
+        # With decay 0 `damped` is S^-1 K^-1 J b already.
+        return unravel(pull(jnp.linalg.solve(kernel, damped))[0])
+
+    return inverse

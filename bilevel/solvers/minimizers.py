@@ -1,0 +1,425 @@
+"""Forward solvers: they find ``w`` only; :func:`bilevel.implicit` gives it its derivative.
+
+``newton`` for smooth lower losses; ``lbfgs`` where Hessian products are expensive; ``solved`` where
+the user, or another library, solves the lower problem.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from bilevel.contracts import LowerSolver, Pytree
+from bilevel.internal.checks import at_least, function, nan_unless_finite, whole
+from bilevel.internal.meshes import varying, while_loop
+from bilevel.internal.precision import like_start, narrow, rounding, widen, widened
+from bilevel.problem.hoist import held
+from bilevel.problem.problem import hessian_operator
+from bilevel.problem.structure import is_quadratic
+from bilevel.solvers.inverses import ConjugateGradients, conjugate_gradients, largest
+
+
+def newton(steps: int = 100, tol: float | None = None, cg_steps: int = 500) -> LowerSolver:
+    """Find a lower minimum by Newton's method with conjugate gradients and a line search.
+
+    For smooth lower losses. It is fastest if they are strongly convex. A quadratic loss (recognized
+    while tracing) takes one long step and short ones that reduce its rounding error. For other
+    losses the linear solves start loose and tighten with the gradient.
+
+    A loss need not be convex, only bounded below. Where conjugate gradients meet negative
+    curvature, the step goes along that direction, which in the first iteration is the gradient.
+    The result is a stationary point, in practice a local minimum. A start where the gradient is
+    exactly 0 is stationary already: break its symmetry.
+
+    Parameters
+    ----------
+    steps : int
+        Maximum number of Newton steps. Iteration stops earlier at ``tol``, or if rounding hides any
+        progress.
+    tol : float, optional
+        Iteration stops if ``|g|``, relative to ``|g| + |H w|`` at the start, and the last step,
+        relative to ``w``, are both under ``tol``. A small gradient alone does not say that ``w`` is
+        near the solution in directions of low curvature. Default: 1e-9 in float64, and one unit of
+        roundoff in narrower types.
+    cg_steps : int
+        Maximum number of Hessian products per Newton step.
+
+    Returns
+    -------
+    LowerSolver
+        It finds ``w`` only. Use it inside :func:`bilevel.implicit`, which gives the derivative.
+
+    Raises
+    ------
+    ValueError
+        If ``steps`` or ``cg_steps`` is under 1, or ``tol`` negative.
+
+    Notes
+    -----
+    Memory: 8 copies of ``w``.
+
+    References
+    ----------
+    Nocedal & Wright (2006), Numerical Optimization, Algorithm 7.1.
+
+    Examples
+    --------
+    >>> lower = lambda w, alpha, batch: jnp.sum((w**2 - alpha) ** 2)  # a maximum at 0
+    >>> w = jnp.array([0.1, -0.1])
+    >>> newton().run(lower, 4.0, w, (), None)[0].round(4)
+    Array([ 2., -2.], dtype=float...)
+    """
+    return _newton(steps, tol, cg_steps)
+
+
+def local_newton(steps: int, cg_steps: int) -> LowerSolver:
+    """Return :func:`newton` without steps along negative curvature.
+
+    It stays in the region where it starts, or stops: it refines a solution and finds no other.
+
+    Examples
+    --------
+    >>> lower = lambda w, alpha, batch: jnp.sum((w**2 - alpha) ** 2)
+    >>> w = jnp.array([0.1, -0.1])
+    >>> local_newton(20, 500).run(lower, 4.0, w, (), None)[0]
+    Array([ 0.1, -0.1], dtype=float...)
+    """
+    return _newton(steps, None, cg_steps, leaves=False)
+
+
+def _newton(steps: int, tol: float | None, cg_steps: int, leaves: bool = True) -> LowerSolver:
+    steps, cg_steps = whole("steps", steps, 1), whole("cg_steps", cg_steps, 1)
+    if tol is not None:
+        at_least("tol", tol, 0)
+
+    def run(lower, alpha, w, state, batch):
+        relative = _stationarity_tolerance(w) if tol is None else tol
+        own, w, lower = w, widen(w), widened(lower, w)
+        lower = held(lower, w, alpha, batch)
+        exact = is_quadratic(lower, w, alpha, batch)
+        # A quadratic loss that is flat or curves down has no minimum to go to.
+        bound = exact or not leaves
+        lower, w, value, slope, scale, unit = _in_own_units(lower, w, alpha, batch)
+        target = relative * scale
+
+        def loss(w):
+            return lower(w, alpha, batch)
+
+        def unfinished(carry):
+            *_, size, moved, k, caution = carry
+            far = (size > target) | (moved > relative)
+            return (k < steps) & far & (size > 0) & (caution < _STUCK)
+
+        def step(carry):
+            w, value, slope, size, moved, k, caution = carry
+            _, hvp = hessian_operator(lower, w, alpha, batch)
+            forcing = 0.0 if exact else jnp.minimum(0.1, jnp.sqrt(size / scale))
+            # At the target, what is left of the gradient hides soft directions under its rounding.
+            aim = jnp.maximum(0.5 * target, forcing * size)
+            threshold = jnp.where(size > target, aim, min(1e-4, relative) * size)
+            if not bound:
+                threshold = jnp.where(caution == _STEEPEST, 2 * size, threshold)
+            solved = conjugate_gradients(hvp, slope, None, steps=cg_steps, threshold=threshold)
+            convex, direction = jnp.array(True), solved.x
+            if not bound:
+                convex, direction = _direction(solved, slope, w, caution)
+            lenient = convex & (caution < _PLAIN)
+            w_after, after, lowered = _line_search(
+                loss, w, value, direction, slope, convex, lenient
+            )
+            moved_after = _relative_change(w, w_after)
+            slope_after = jax.grad(loss)(w_after)
+            size_after = optax.tree.norm(slope_after)
+            # Rounding has the last word where neither the loss, the gradient nor the step shrinks.
+            progress = (
+                (size_after < 0.5 * size)
+                | (value - after > _slack(value))
+                | (moved_after < 0.5 * moved)
+            )
+            cautious = jnp.array(_STUCK)
+            if not bound:
+                progress &= lowered
+                cautious = jnp.where(size > target, caution + 1, _STUCK)
+            found = w_after, after, slope_after, size_after, moved_after
+            kept = optax.tree.where(progress, found, carry[:5])
+            return *kept, k + 1, jnp.where(progress, 0, cautious)
+
+        size = optax.tree.norm(slope)
+        most = jnp.full_like(size, jnp.finfo(size.dtype).max)
+        zero = jnp.zeros((), int)
+        start = w, value, slope, size, most, zero, zero
+        w, value, _, size, *_ = while_loop(unfinished, step, start)
+        w = optax.tree.scale(unit, w)
+        return narrow(nan_unless_finite(w, value, size, target), own), state
+
+    return LowerSolver(init=lambda w: (), run=run)
+
+
+# After a step without progress the next one is more cautious: without the direction of negative
+# curvature and with a strict line search, then along the gradient.
+_PLAIN, _STEEPEST, _STUCK = 1, 2, 3
+
+
+class _Scaled(NamedTuple):
+    """A lower problem in units of its own."""
+
+    lower: Callable
+    w: Pytree
+    value: jax.Array  # of the loss at ``w``
+    slope: Pytree
+    scale: jax.Array  # |g| + |H w|
+    unit: jax.Array  # of the weights
+
+
+def _in_own_units(lower: Callable, w: Pytree, alpha: Pytree, batch: Pytree) -> _Scaled:
+    """``lower`` and ``w`` in units, powers of 2, in which weights and derivatives are near 1.
+
+    The squares of tiny or huge numbers leave the numbers' range, and line searches try steps of
+    sizes near 1. A power of 2 changes no rounding. The unit of the weights is 1 unless they, or the
+    way to the minimum from weights of 0, are larger or smaller than one rounding of 1.
+    """
+    slope, hvp = hessian_operator(lower, w, alpha, batch)
+    bent = hvp(w)
+    size = jnp.maximum(largest(slope), largest(bent))
+    exponent, limits = _exponent(size), jnp.finfo(size.dtype)
+    # The way to the minimum is slope / curvature. The product is of a vector of the size 1 / slope,
+    # so that it is in range if the way is.
+    inverse = _power(-exponent, size)
+    turned = hvp(optax.tree.scale(inverse, optax.tree.scale(inverse, slope)))
+    way = -_exponent(largest(turned))
+    length = jnp.where(largest(w) > 0, _exponent(largest(w)), way)
+    length = jnp.where(jnp.abs(length) > limits.nmant, length, 0)
+    value = lower(w, alpha, batch)
+    # A large constant in the loss may not overflow.
+    room = limits.maxexp - 8 - jnp.maximum(_exponent(value), 0)
+    unit = _power(length, size)
+    of_loss = _power(jnp.minimum(-exponent - length, room), size)
+
+    def scaled(w, alpha, batch):
+        return of_loss * lower(optax.tree.scale(unit, w), alpha, batch)
+
+    w, slope = optax.tree.scale(_power(-length, size), w), optax.tree.scale(of_loss * unit, slope)
+    bent = optax.tree.scale(of_loss * unit, bent)
+    scale = optax.tree.norm(slope) + optax.tree.norm(bent)
+    return _Scaled(scaled, w, of_loss * value, slope, scale, unit)
+
+
+def _power(exponent: jax.Array, like: jax.Array) -> jax.Array:
+    """2 to this exponent, or the nearest normal number."""
+    limits = jnp.finfo(like.dtype)
+    exponent = jnp.clip(exponent, limits.minexp, limits.maxexp - 2)
+    return jnp.ldexp(jnp.ones_like(like), exponent)
+
+
+def _exponent(size: jax.Array) -> jax.Array:
+    """That of the power of 2 next to ``size``; 0 where that is 0 or not finite."""
+    known = (size != 0) & jnp.isfinite(size)
+    return jnp.frexp(jnp.where(known, size, 1))[1]
+
+
+def _relative_change(before: Pytree, after: Pytree) -> jax.Array:
+    size = optax.tree.norm(after)
+    return optax.tree.norm(optax.tree.sub(after, before)) / jnp.where(size > 0, size, 1)
+
+
+def _stationarity_tolerance(w: Pytree) -> float:
+    # An error in w is amplified by the condition number, and again where d_w outer cancels.
+    return max(1e-9, rounding(w))
+
+
+def _direction(
+    solved: ConjugateGradients, slope: Pytree, w: Pytree, caution: jax.Array
+) -> tuple[jax.Array, Pytree]:
+    """Whether the loss curves up along the step of conjugate gradients, and the step to try.
+
+    Where they met negative curvature, the step is extended along that direction, as far as if its
+    curvature were positive. In the first iteration that direction is the gradient, which is also
+    taken where there is no step.
+    """
+    newton = optax.tree.norm(solved.x) > 0
+    extended = (caution < _PLAIN) & (optax.tree.norm(solved.downhill) > 0)
+    length = 1 + optax.tree.norm(w)
+    steepest = optax.tree.scale(length / optax.tree.norm(slope), slope)
+    longer = optax.tree.add(solved.x, solved.downhill)
+    # Little curvature would make the step endless. The line search lets it grow where that pays.
+    size = optax.tree.norm(longer)
+    longer = optax.tree.scale(jnp.minimum(1, 10 * length / jnp.where(size > 0, size, 1)), longer)
+    direction = optax.tree.where(newton, solved.x, steepest)
+    return newton & ~extended, optax.tree.where(extended, longer, direction)
+
+
+def _line_search(
+    loss: Callable,
+    w: Pytree,
+    value: jax.Array,
+    direction: Pytree,
+    slope: Pytree,
+    convex: jax.Array,
+    lenient: jax.Array,
+) -> tuple[Pytree, jax.Array, jax.Array]:
+    """``w - t direction``, its loss, and whether ``t`` was found.
+
+    A ``convex`` step has its natural length: the first t = 1, 1/2, ... that lowers the loss. Others
+    have none: t grows, 1, 2, 4, ..., as long as the loss falls, or shrinks until it does. A
+    ``lenient`` search accepts a small increase where only a small decrease is predicted.
+    """
+    decrease = optax.tree.vdot(direction, slope)
+
+    def moved(t):  # a loss of wider numbers than the weights' does not widen them
+        return optax.tree.add_scale(w, -t.astype(decrease.dtype), direction)
+
+    # A loss may be rounded far worse than its value says: sqrt(1 + r^2) - 1 is. So a decrease that
+    # is small is not looked for, and the gradient has to tell.
+    small = jnp.sqrt(jnp.finfo(value.dtype).eps) * jnp.abs(value)
+    slack = jnp.where(lenient & (decrease < small), small, _slack(value))
+    # Under the second length rounding hides the decrease.
+    hidden = 0.01 * _slack(value) / jnp.where(decrease > 0, decrease, 1)
+    shortest = jnp.where(convex, 1e-6, jnp.maximum(hidden, 1e-30))
+
+    def unfinished(carry):
+        *_, done = carry
+        return ~done
+
+    def step(carry):
+        t, best_t, best, grows, first, _, _ = carry
+        t = jnp.where(grows, 2 * t, t / 2)
+        trial = loss(moved(t))
+        enough = trial <= value - 1e-4 * t * decrease + slack
+        # A decrease may be hidden at first.
+        lower = (trial < best) | ((best == value) & (trial <= value))
+        better = convex | (lower & jnp.isfinite(trial))
+        best_t, best = jnp.where(better, t, best_t), jnp.where(better, trial, best)
+        grows = ~convex & jnp.where(first, enough & better, grows)
+        lowered = jnp.where(convex, enough, best_t > 0)
+        ends = jnp.where(grows, ~better | (t > 1e9), (enough & better) | ~(t > shortest))
+        return t, best_t, best, grows, first & False, lowered, ends
+
+    two = jnp.full_like(value, 2)
+    no = two < 0
+    _, t, best, _, _, lowered, _ = while_loop(
+        unfinished, step, (two, 0 * two, value, no, ~no, no, no)
+    )
+    return moved(t), best, lowered
+
+
+def _slack(value: jax.Array) -> jax.Array:
+    # Near the minimum a decrease drowns in the rounding of the loss.
+    return 10 * jnp.finfo(value.dtype).eps * jnp.abs(value)
+
+
+def lbfgs(steps: int = 200, tol: float | None = None, memory: int = 10) -> LowerSolver:
+    """L-BFGS with a strong-Wolfe line search (optax): finds ``w`` only, from gradients alone.
+
+    For smooth lower losses whose Hessian products are dear. Use it inside :func:`bilevel.implicit`.
+
+    Parameters
+    ----------
+    steps : int
+        Most iterations.
+    tol : float, optional
+        As in :func:`newton`.
+    memory : int
+        Pairs of differences kept, two copies of ``w`` each.
+
+    Returns
+    -------
+    LowerSolver
+
+    Raises
+    ------
+    ValueError
+        If ``steps`` or ``memory`` is under 1, or ``tol`` negative; when run with weights that vary
+        over a mesh axis.
+
+    Examples
+    --------
+    >>> lower = lambda w, alpha, batch: jnp.cosh(w - alpha).sum()
+    >>> lbfgs().run(lower, jnp.ones(1), jnp.zeros(1), (), None)[0].round(3)
+    Array([1.], dtype=float...)
+    """
+    steps = whole("steps", steps, 1)
+    if tol is not None:
+        at_least("tol", tol, 0)
+    optimizer = optax.lbfgs(memory_size=whole("memory", memory, 1))
+
+    def run(lower, alpha, w, state, batch):
+        if varying(w):
+            raise ValueError(
+                "lbfgs: expected weights that do not vary over a mesh axis, got some that do; "
+                "optax's line search needs jax.shard_map(..., check_vma=False) there, or newton()."
+            )
+        relative = _stationarity_tolerance(w) if tol is None else tol
+        own, w, lower = w, widen(w), widened(lower, w)
+        lower = held(lower, w, alpha, batch)
+        lower, w, value, slope, scale, unit = _in_own_units(lower, w, alpha, batch)
+        target = relative * scale
+
+        promotion = jax.config.jax_numpy_dtype_promotion  # type: ignore[attr-defined]
+
+        def loss(w):
+            with jax.numpy_dtype_promotion(promotion):  # optax calls it in another, below
+                return lower(w, alpha, batch)
+
+        def unfinished(carry):
+            *_, slope, k = carry
+            return (k < steps) & (optax.tree.norm(slope) > target)
+
+        def step(carry):
+            w, state, value, slope, k = carry
+            # Optax's L-BFGS relies on the promotion of its counters, whatever the user's setting.
+            with jax.numpy_dtype_promotion("standard"):
+                updates, state = optimizer.update(
+                    slope, state, w, value=value, grad=slope, value_fn=loss
+                )
+            w = optax.apply_updates(w, updates)
+            return w, state, *jax.value_and_grad(loss)(w), k + 1
+
+        # The curvature pairs belong to one alpha: a fresh memory for each run.
+        start = w, optimizer.init(w), value, slope, jnp.zeros((), int)
+        w, _, value, slope, _ = while_loop(unfinished, step, start)
+        w = optax.tree.scale(unit, w)
+        return narrow(nan_unless_finite(w, value, slope, target), own), state
+
+    return LowerSolver(init=lambda w: (), run=run)
+
+
+def solved(solve: Callable[[Pytree, Pytree, Pytree], Pytree] | None = None) -> LowerSolver:
+    """Already solved: the user hands in ``w*``. Use it inside :func:`bilevel.implicit`.
+
+    Parameters
+    ----------
+    solve : ``solve(alpha, w, batch) -> w``, optional
+        Any traceable solver, another library's included. By default ``w0`` itself is the solution.
+
+    Returns
+    -------
+    LowerSolver
+
+    Raises
+    ------
+    ValueError
+        If ``solve`` is no function; when it runs, where it returns weights that are not of the
+        shapes of ``w0``.
+
+    Examples
+    --------
+    >>> lower = lambda w, alpha, batch: jnp.sum(0.5 * (w - alpha) ** 2)
+    >>> import bilevel
+    >>> solver = bilevel.implicit(solved(lambda alpha, w, batch: alpha))
+    >>> w = jnp.zeros(1)
+    >>> jax.jacobian(lambda a: solver.run(lower, a, w, solver.init(w), None)[0])(jnp.ones(1))
+    Array([[1.]], dtype=float...)
+    """
+    if solve is not None:
+        function("solve", solve, "(alpha, w, batch) -> w")
+
+    def run(lower, alpha, w, state, batch):
+        solution = w if solve is None else like_start("solve", solve(alpha, w, batch), w)
+        value, slope = jax.value_and_grad(lower)(solution, alpha, batch)
+        # Weights that are not finite say so themselves, and spoil a tilted loss.
+        known = jnp.isfinite(optax.tree.norm(solution))
+        return nan_unless_finite(solution, jnp.where(known, value, 0), slope), state
+
+    return LowerSolver(init=lambda w: (), run=run)

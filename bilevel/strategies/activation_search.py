@@ -1,0 +1,308 @@
+"""Activation search on real data, several seeds side by side: the parts of ``bilevel search``.
+
+    rows = data.samples("digits", keys, train=300, valid=300, test=400)
+    task = set_up(activation_space(names, width=512, classes=10), rows, keys, classes=10)
+    way = solver(task, 50)
+    found = bilevel.search(side_by_side(task.space.problem), way, optimizer, ...)
+    verdict = judge_argmax(task, found.alpha, found.w, networks)
+
+Every array has a leading axis of seeds, each with rows and initial weights of its own.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bilevel.contracts import LowerSolver
+from bilevel.discretize import ConditionSix, Judgement, condition_six, judge_choice
+from bilevel.hypergradients.hypergradient import HyperGradient
+from bilevel.hypergradients.hypergradient import hypergradient as of_problem
+from bilevel.internal.checks import known, whole
+from bilevel.problem.problem import side_by_side
+from bilevel.solvers import implicit
+from bilevel.solvers.inverses import cg
+from bilevel.spaces.activations import (
+    ActivationSpace,
+    losses_by_row,
+    sign_labels,
+    unit_inputs,
+)
+
+SOLVERS = ("unrolled", "truncated", "first-order", "implicit")
+"""Ways to differentiate through the training of the weights."""
+
+_DAMPING = 1e-2  # over the largest curvature: a small one of all responses that a singular H allows
+_DIVERGED = 1e6  # the loss of a network whose training diverged: larger than any other
+
+
+class Task(NamedTuple):
+    """The searches of all seeds; leading axis: seeds."""
+
+    space: ActivationSpace
+    w0: jax.Array  # [seeds, width, inputs]
+    curvatures: jax.Array  # [seeds, h]
+    train: tuple[jax.Array, jax.Array]  # [seeds, n, inputs], [seeds, n, classes]
+    valid: tuple[jax.Array, jax.Array]
+    test: tuple[jax.Array, jax.Array]
+
+
+def set_up(
+    space: ActivationSpace,
+    rows: Sequence[Sequence[tuple[Any, Any]]],
+    keys: Sequence[chex.PRNGKey],
+    *,
+    classes: int,
+) -> Task:
+    """Unit inputs, labels of +-1 and initial weights for every seed.
+
+    Parameters
+    ----------
+    space : ActivationSpace
+        Of finite width.
+    rows : sequence, for every seed, of training, validation and test rows ``(x, y)``
+        As :func:`bilevel.data.samples` draws them: y are labels from 0.
+    keys : sequence of PRNG keys, one for each seed
+        Of the initial weights.
+    classes : int
+
+    Returns
+    -------
+    Task
+
+    Raises
+    ------
+    ValueError
+        For other than one key for each seed, or labels that are not under ``classes``.
+
+    Examples
+    --------
+    >>> from bilevel import data
+    >>> from bilevel.spaces.activations import activation_space
+    >>> keys = list(jax.random.split(jax.random.key(0), 2))
+    >>> rows = data.samples("digits", keys, train=40, valid=40, test=40)
+    >>> space = activation_space(["relu", "tanh"], width=32, classes=10)
+    >>> task = set_up(space, rows, keys, classes=10)
+    >>> task.w0.shape, task.train[1].shape
+    ((2, 32, 64), (2, 40, 10))
+    >>> way, alpha = solver(task, 5), jnp.full((2, 2), 0.5)
+    >>> hypergradient(task, way, alpha).grad.shape, trained(task, way, alpha).shape
+    ((2, 2), (2, 32, 64))
+    """
+    if len(rows) != len(keys) or not len(keys):
+        raise ValueError(f"keys: expected one for each of {len(rows)} seeds, got {len(keys)}.")
+    parts, weights = [], []
+    for key, of_seed in zip(keys, rows, strict=True):
+        xs = unit_inputs(*(x for x, _ in of_seed))
+        ys = [sign_labels(y, classes) for _, y in of_seed]
+        parts.append(tuple(zip(xs, ys, strict=True)))
+        weights.append(space.init(key, parts[-1][0]))
+    train, valid, test = jax.tree.map(lambda *x: jnp.stack(x), *parts)
+    w0 = jnp.stack(weights)
+    return Task(space, w0, jax.jit(jax.vmap(space.curvatures))(w0, train[0]), train, valid, test)
+
+
+def solver(
+    task: Task, steps: int = 50, kind: str = "unrolled", rate: float | None = None
+) -> LowerSolver:
+    """Training of the weights for ``steps`` steps, differentiated in one of four ways.
+
+    Parameters
+    ----------
+    task : Task
+    steps : int
+    kind : {"unrolled", "truncated", "first-order", "implicit"}
+        Through all steps, the last quarter of them, none; or by the implicit function theorem,
+        damped, since with more weights than labels the lower Hessian is singular.
+    rate : float, optional
+        Step size of the weights. Default: 1 over the curvature of each network's lower loss.
+
+    Returns
+    -------
+    LowerSolver
+
+    Raises
+    ------
+    ValueError
+        For another ``kind``, or no steps.
+
+    Examples
+    --------
+    See :func:`set_up`.
+    """
+    known("kind", kind, SOLVERS)
+    backprop = {"truncated": max(1, whole("steps", steps, 1) // 4), "first-order": 0}.get(kind)
+    descent = task.space.solver(task.curvatures, steps, backprop=backprop, rate=rate)
+    if kind != "implicit":
+        return descent
+    damping: Any = _DAMPING * task.curvatures.max()  # an array: of the data
+    return implicit(descent, cg(steps=steps, damping=damping))
+
+
+def trained(task: Task, solver: LowerSolver, alpha: chex.Array) -> jax.Array:
+    """Weights [seeds, width, inputs] trained from the start at ``alpha`` [seeds, h].
+
+    Examples
+    --------
+    See :func:`set_up`.
+    """
+    return _trained(solver, task.space, alpha, task.w0, task.train)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _trained(solver, space, alpha, w, batch):
+    return solver.run(side_by_side(space.problem).lower, alpha, w, solver.init(w), batch)[0]
+
+
+def hypergradient(task: Task, solver: LowerSolver, alpha: chex.Array) -> HyperGradient:
+    """The hypergradients of all seeds at ``alpha`` [seeds, h], without diagnostics.
+
+    Examples
+    --------
+    See :func:`set_up`.
+    """
+    fn = of_problem(side_by_side(task.space.problem), solver, diagnostics=False)
+    return jax.jit(fn)(alpha, task.w0, task.train, task.valid)
+
+
+class Gap(NamedTuple):
+    """Result of :func:`hypergradient_error`; [seeds] each."""
+
+    norm: np.ndarray  # of the better hypergradient
+    error: np.ndarray  # of the difference
+
+
+def hypergradient_error(
+    task: Task, solver: LowerSolver, longer: LowerSolver, alpha: chex.Array
+) -> Gap:
+    """How far each seed's hypergradient is from that of longer training.
+
+    With more weights than labels the lower Hessian is singular, and ``info`` has no estimate. But
+    training that interpolates has an end, and with it the hypergradient of fully trained networks;
+    longer training is nearer to it. With four times the steps the ratio of this estimate to the
+    error in truth was within [1/3, 10] (``benchmarks/search_error.py``).
+
+    Parameters
+    ----------
+    task : Task
+    solver, longer : LowerSolver
+        The one in question, and one of several times its steps.
+    alpha : array [seeds, h]
+
+    Returns
+    -------
+    Gap
+
+    Examples
+    --------
+    >>> from bilevel import data
+    >>> from bilevel.spaces.activations import activation_space
+    >>> keys = [jax.random.key(0)]
+    >>> rows = data.samples("digits", keys, train=40, valid=40, test=40)
+    >>> task = set_up(activation_space(["relu"], width=32, classes=10), rows, keys, classes=10)
+    >>> hypergradient_error(task, solver(task, 4), solver(task, 16), jnp.ones((1, 1))).error.shape
+    (1,)
+    """
+    ours, better = (hypergradient(task, way, alpha).grad for way in (solver, longer))
+    norm, error = (np.linalg.norm(x, axis=-1) for x in (better, ours - better))
+    return Gap(norm, error)
+
+
+class ArgmaxVerdict(NamedTuple):
+    """Result of :func:`judge_argmax`; every array has a leading axis of seeds."""
+
+    choice: np.ndarray  # [seeds], index of the activation with the largest alpha
+    discretise: np.ndarray  # [seeds], whether it is as good as any, by loss and by error
+    by: dict[str, Judgement]  # "loss", "error": the networks of single activations, in pairs
+    mixture: dict[str, np.ndarray]  # "loss", "error" of the mixture, [seeds]
+    condition_six: ConditionSix  # at the shared weights, on the test rows
+    stationarity: jax.Array  # [seeds], of alpha there, over the mixture's loss
+
+
+def judge_argmax(
+    task: Task, alpha: chex.Array, w: chex.Array, singles: Sequence[tuple[Any, Any]]
+) -> ArgmaxVerdict:
+    """Is each seed's argmax, trained alone, as good as any other? By the validation rows of all.
+
+    No weights were fitted to those, only ``alpha`` was, whose argmax is the choice to be judged. At
+    the shared weights, which Condition 6 of Roberts et al. is about, choices of small outputs look
+    better than they are.
+
+    Parameters
+    ----------
+    task : Task
+    alpha : array [seeds, h]
+        Found by a search.
+    w : array [seeds, width, inputs]
+        Trained at ``alpha``.
+    singles : sequence of h pairs ``(w, alpha)``
+        The network of each activation alone: weights, and a corner for every seed. One that
+        diverged counts as worse than any other.
+
+    Returns
+    -------
+    ArgmaxVerdict
+
+    Raises
+    ------
+    ValueError
+        For another number of ``singles``.
+
+    References
+    ----------
+    :func:`bilevel.discretize.judge_choice`, :func:`bilevel.condition_six`.
+
+    Examples
+    --------
+    >>> from bilevel import data
+    >>> from bilevel.spaces.activations import activation_space
+    >>> keys = [jax.random.key(0)]
+    >>> rows = data.samples("digits", keys, train=40, valid=40, test=40)
+    >>> space = activation_space(["relu", "tanh"], width=32, classes=10)
+    >>> task = set_up(space, rows, keys, classes=10)
+    >>> way, alpha = solver(task, 5), jnp.array([[0.9, 0.1]])
+    >>> corners = [jnp.eye(2)[None, i] for i in range(2)]
+    >>> singles = [(trained(task, way, corner), corner) for corner in corners]
+    >>> judge_argmax(task, alpha, trained(task, way, alpha), singles).choice
+    array([0])
+    """
+    space, choices = task.space, np.asarray(alpha).argmax(axis=1)
+    if len(singles) != len(space.names):
+        raise ValueError(
+            f"singles: expected one network for each of {len(space.names)} activations, got "
+            f"{len(singles)}."
+        )
+    networks = (*singles, (w, alpha))
+    by_row = [losses_by_row(space, *network, task.valid) for network in networks]
+    by, mixture = {}, {}
+    for name in ("loss", "error"):
+        *alone, mixed = [_finite(losses[name]) for losses in by_row]
+        verdicts = [
+            judge_choice(np.stack(losses, axis=1), choice)
+            for *losses, choice in zip(*alone, choices, strict=True)
+        ]
+        by[name] = jax.tree.map(lambda *fields: np.stack(fields), *verdicts)
+        mixture[name] = mixed.mean(axis=1)
+    discretise = by["loss"].as_good & by["error"].as_good
+    theory = _condition_six(space, w, alpha, task.test)
+    assert theory.stationarity is not None and theory.L_alpha is not None  # there are targets
+    stationarity = theory.stationarity / theory.L_alpha
+    return ArgmaxVerdict(choices, discretise, by, mixture, theory, stationarity)
+
+
+def _finite(losses: jax.Array) -> np.ndarray:
+    return np.nan_to_num(np.asarray(losses), nan=_DIVERGED, posinf=_DIVERGED)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _condition_six(space, w, alpha, batch) -> ConditionSix:
+    def of_one_seed(w, alpha, x, y):
+        vertices = jnp.eye(len(space.names), dtype=alpha.dtype)
+        outputs = jax.vmap(space.apply, (None, 0, None), 1)(w, vertices, x)
+        return condition_six(outputs, alpha, y)
+
+    return jax.vmap(of_one_seed)(w, alpha, *batch)

@@ -1,0 +1,337 @@
+"""Searches without training: architectures by the tangent kernel of networks as they start.
+
+===================  ==========================================================================
+:func:`eigen_nas`    of random architectures those with the largest ``lambda_min`` at infinite
+                     width, to be trained (Zhu et al. 2022, Algorithm 1)
+:func:`te_nas`       prunes a supernet, one operation of every edge at a time, by the kernel's
+                     condition number and the number of linear regions (Chen, Gong & Wang 2021)
+:func:`nasi`         one step of alpha along the gradient of the kernel's trace (Shu et al. 2022)
+===================  ==========================================================================
+
+The scores of single networks are :mod:`ntk.scores`.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import ntk
+from bilevel.internal.checks import prng_key, whole
+from bilevel.outer_loop.batches import minibatches
+from bilevel.spaces.skips import SkipArchitecture, SkipSpace
+from bilevel.spaces.space import Space
+
+
+class EigenNAS(NamedTuple):
+    """Result of :func:`eigen_nas`."""
+
+    architectures: tuple[SkipArchitecture, ...]  # of the largest eigenvalue first
+    eigenvalues: np.ndarray  # [keep], theirs
+
+
+def eigen_nas(
+    key: chex.PRNGKey, space: SkipSpace, x: chex.Array, *, pool: int = 200, keep: int = 5
+) -> EigenNAS:
+    """The ``keep`` of ``pool`` random architectures whose infinite kernel is best conditioned.
+
+    By ``lambda_min`` of the exact NTK on the rows ``x``, which the paper's Theorem 3 is about. What
+    its Algorithm 1 computes in its place is the mean diagonal entry (:func:`ntk.scores.eigen_nas`).
+    What remains is to train the architectures, and to choose among them by validation error.
+
+    Parameters
+    ----------
+    key : jax.Array
+    space : SkipSpace
+    x : [n, inputs]
+        Beyond seven layers in float64: see :func:`bilevel.spaces.skips.skip_space`.
+    pool, keep : int
+        ``keep`` is at most the number of different architectures among ``pool`` draws; where there
+        are fewer, all of them are returned.
+
+    Returns
+    -------
+    EigenNAS
+
+    Raises
+    ------
+    ValueError
+        For a ``pool`` or ``keep`` under 1, a ``keep`` above ``pool``, or a kernel that is not
+        finite.
+
+    Notes
+    -----
+    Time: ``pool`` kernels and their eigenvalues, one program for all.
+
+    References
+    ----------
+    Zhu, Liu, Chrysos, Cevher, Generalization Properties of NAS under Activation and Skip Connection
+    Search, NeurIPS 2022: Algorithm 1 with Flag = Eigen-NAS, section 5.2.
+
+    Examples
+    --------
+    >>> from bilevel.spaces.skips import skip_space
+    >>> space = skip_space(["relu", "tanh"], depth=3, width=4)
+    >>> x = jax.random.normal(jax.random.key(0), (6, 4))
+    >>> found = eigen_nas(jax.random.key(1), space, x, pool=8, keep=2)
+    >>> len(found.architectures), bool(found.eigenvalues[0] >= found.eigenvalues[1] > 0)
+    (2, True)
+    """
+    prng_key("key", key)
+    whole("pool", pool, 1)
+    if whole("keep", keep, 1) > pool:
+        raise ValueError(f"keep: expected at most the pool's {pool}, got {keep}.")
+    corners = [space.draw(k) for k in jax.random.split(key, pool)]
+    # By name, each once.
+    drawn = {space.discretize(corner): corner for corner in corners}
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *drawn.values())
+    stacked = jax.tree.map(lambda a: a.astype(jnp.result_type(x)), stacked)
+
+    @jax.jit
+    def eigenvalues(corners, x):
+        return jax.lax.map(lambda c: ntk.min_eigenvalue(space.kernel(c, x).ntk), corners)
+
+    found = np.asarray(eigenvalues(stacked, jnp.asarray(x)))
+    if not np.isfinite(found).all():
+        raise ValueError(
+            f"x: expected rows whose kernels are finite, got some of "
+            f"{len(found)} that are not; deep networks need float64."
+        )
+    best = np.argsort(-found, kind="stable")[:keep]
+    architectures = list(drawn)
+    return EigenNAS(tuple(architectures[i] for i in best), found[best])
+
+
+def te_nas(
+    key: chex.PRNGKey,
+    space: Space,
+    thin: Space,
+    batch: tuple[chex.Array, chex.Array],
+    crops: chex.Array,
+    *,
+    repeats: int = 3,
+) -> Any:
+    """The architecture that is left when TE-NAS has pruned the supernet.
+
+    In every round and for every operation that is left on an edge with others: by how much the
+    condition number of the supernet's tangent kernel falls, and the number of linear regions grows,
+    when the operation goes. Both are ranked over all of them, and on every edge the operation with
+    the least sum of ranks goes. Operations called "none" go before the first round, as in the
+    authors' code; what is left on an edge shares its weight equally.
+
+    Parameters
+    ----------
+    key : jax.Array
+    space : Space
+        ``alpha`` [edges, operations] on simplices.
+    thin : Space
+        The same architectures in a network of few channels, for the regions.
+    batch : (x, labels)
+        For the kernel; the labels are not used.
+    crops : [m, ...]
+        Small inputs of ``thin``; the authors take 3,000 of 3 x 3 pixels.
+    repeats : int
+        Draws of the weights over which the changes are averaged.
+
+    Returns
+    -------
+    architecture
+
+    Raises
+    ------
+    ValueError
+        If ``alpha`` is not one array [edges, operations] on simplices, the same in both spaces.
+
+    Notes
+    -----
+    A condition number of ``inf`` (singular to rounding) counts as 1e5, as NaN does in their code.
+    Their linear regions are counted one image at a time, so that batch normalisation sees one
+    image; here too. Their weights are drawn anew with variances of their own; here by ``init``.
+
+    Time: ``repeats`` kernels and counts of regions for every operation left in every round, on
+    NAS-Bench-201 24 + 18 + 12, one program for all.
+
+    References
+    ----------
+    Chen, Gong, Wang, Neural Architecture Search on ImageNet in Four GPU Hours, ICLR 2021,
+    section 3; https://github.com/VITA-Group/TENAS (``prune_func_rank``).
+
+    Examples
+    --------
+    >>> from bilevel.spaces.nasbench201 import nasbench201_space
+    >>> space = nasbench201_space(["none", "skip_connect", "nor_conv_1x1"], cells=1, channels=2)
+    >>> x = jax.random.normal(jax.random.key(0), (3, 4, 4, 1))
+    >>> kinds = te_nas(jax.random.key(1), space, space, (x, jnp.arange(3)), x, repeats=1).operations
+    >>> set(kinds) <= {"skip_connect", "nor_conv_1x1"}
+    True
+    """
+    prng_key("key", key)
+    whole("repeats", repeats, 1)
+    shape = _one_choice_per_row(space, "space")
+    if _one_choice_per_row(thin, "thin") != shape or thin.names != space.names:
+        raise ValueError("thin: expected the architectures of `space`, got others.")
+
+    @jax.jit
+    def condition(key, alpha):
+        w = space.init(key, batch)
+        found = ntk.scores.te_nas(None, lambda w, x: space.apply(w, alpha, x), w, batch)
+        return jnp.where(jnp.isfinite(found), found, _SINGULAR)
+
+    labels = jnp.zeros(len(crops), int)
+
+    @jax.jit
+    def regions(key, alpha):
+        def one_by_one(w, x):
+            return jax.vmap(lambda image: thin.apply(w, alpha, image[None])[0])(x)
+
+        w = thin.init(key, (crops, labels))
+        return ntk.scores.regions(None, one_by_one, w, (crops, labels), unused=False)
+
+    left = np.array([[name != "none" for name in space.names]] * shape[0])
+    while (left.sum(1) > 1).any():
+        places = [(e, o) for e, o in np.argwhere(left) if left[e].sum() > 1]
+        key, *keys = jax.random.split(key, 1 + repeats)
+        falls, grows = (
+            np.mean([_changes(score, k, left, places) for k in keys], axis=0)
+            for score in (condition, regions)
+        )
+        ranks = _ranks(-falls) + _ranks(grows)
+        for edge in {e for e, _ in places}:
+            of_edge = [i for i, (e, _) in enumerate(places) if e == edge]
+            left[places[min(of_edge, key=lambda i: ranks[i])]] = False
+    return space.discretize(_shared(left))
+
+
+_SINGULAR = 1e5  # the condition number of a kernel that is singular to rounding
+_DIGITS = 3  # their changes are rounded to so many before they are ranked
+
+
+def _one_choice_per_row(space: Space, name: str) -> tuple[int, ...]:
+    """The shape of ``alpha``, checked to be [edges, operations] on simplices."""
+    alpha = space.start()
+    shape = jnp.shape(alpha) if isinstance(alpha, jax.Array) else ()
+    if space.sets != "simplex" or len(shape) != 2 or shape[1] != len(space.names):
+        raise ValueError(f"{name}: expected alpha [edges, operations] on simplices, got {alpha}.")
+    return shape
+
+
+def _shared(left: np.ndarray) -> jax.Array:
+    """``alpha`` with equal weights for what is left on each edge."""
+    return jnp.asarray(left / left.sum(1, keepdims=True), jnp.result_type(float))
+
+
+def _changes(score, key: jax.Array, left: np.ndarray, places: list) -> list[float]:
+    """By what share of it the score falls without each operation; on the same weights."""
+
+    def at(gates):
+        return float(score(key, _shared(gates)))
+
+    before, changes = at(left), []
+    for place in places:
+        without = left.copy()
+        without[place] = False
+        changes.append((before - at(without)) / before)
+    return changes
+
+
+def _ranks(changes: np.ndarray) -> np.ndarray:
+    """The rank of each change from 0, equal ones alike."""
+    rounded = [float(f"{change:.{_DIGITS - 1}e}") for change in changes]
+    return np.searchsorted(sorted(set(rounded)), rounded)
+
+
+def nasi(
+    key: chex.PRNGKey,
+    space: Space,
+    rows: tuple[chex.Array, chex.Array],
+    *,
+    steps: int = 100,
+    batch_size: int = 64,
+    penalty: float = 2.0,
+    threshold: float = 500.0,
+) -> Any:
+    """The architecture that one step of NASI from equal logits leads to.
+
+        alpha* = argmax of (1 / T) sum_t G_t / max_{s <= t} |G_s|
+
+    ``G_t`` is the gradient in the logits, at 0, of :func:`ntk.scores.nasi` on a minibatch, at the
+    mixture ``softmax(logits + Gumbel noise)`` and fixed initial weights.
+
+    Parameters
+    ----------
+    key : jax.Array
+    space : Space
+        All of ``alpha`` on simplices.
+    rows : (x, labels)
+    steps, batch_size : int
+        T, and the rows of a minibatch.
+    penalty, threshold : float
+        mu and nu, as in :func:`ntk.scores.nasi`.
+
+    Returns
+    -------
+    architecture
+
+    Raises
+    ------
+    ValueError
+        If some of ``alpha`` is not on simplices, ``steps`` is under 1, or a gradient not finite.
+
+    Notes
+    -----
+    The temperature of the Gumbel softmax is 1. Time: ``steps`` second derivatives of the loss.
+
+    References
+    ----------
+    Shu, Cai, Dai, Ooi, Low, NASI: Label- and Data-agnostic Neural Architecture Search at
+    Initialization, ICLR 2022, section 4.
+
+    Examples
+    --------
+    >>> from bilevel.spaces.nasbench201 import nasbench201_space
+    >>> space = nasbench201_space(["skip_connect", "nor_conv_1x1"], cells=1, channels=2)
+    >>> rows = jax.random.normal(jax.random.key(0), (8, 4, 4, 1)), jnp.arange(8)
+    >>> found = nasi(jax.random.key(1), space, rows, steps=2, batch_size=4)
+    >>> set(found.operations) <= set(space.names)
+    True
+    """
+    prng_key("key", key)
+    whole("steps", steps, 1)
+    if set(jax.tree.leaves(space.sets)) != {"simplex"}:
+        raise ValueError(f"space: expected all of alpha on simplices, got {space.sets}.")
+    init_key, key = jax.random.split(key)
+    w = space.init(init_key, rows)
+    sample = minibatches(batch_size)
+    start = jax.tree.map(jnp.zeros_like, space.start())
+    score = functools.partial(ntk.scores.nasi, None, penalty=penalty, threshold=threshold)
+
+    def value(logits, key, batch):
+        leaves, tree = jax.tree.flatten(logits)
+        noise = [
+            jax.random.gumbel(k, leaf.shape, leaf.dtype)
+            for k, leaf in zip(jax.random.split(key, len(leaves)), leaves, strict=True)
+        ]
+        alpha = [jax.nn.softmax(a + g) for a, g in zip(leaves, noise, strict=True)]
+        alpha = jax.tree.unflatten(tree, alpha)
+        return score(lambda w, x: space.apply(w, alpha, x), w, batch)
+
+    def step(carry, key):
+        total, largest = carry
+        draw, noise = jax.random.split(key)
+        gradient = jax.grad(value)(start, noise, sample(draw, rows))
+        norm = jnp.sqrt(sum(jnp.sum(g**2) for g in jax.tree.leaves(gradient)))
+        largest = jnp.maximum(largest, norm)
+        scaled = 1 / jnp.where(largest > 0, largest, 1)
+        return (jax.tree.map(lambda t, g: t + g * scaled, total, gradient), largest), None
+
+    @jax.jit
+    def all_steps(keys):
+        return jax.lax.scan(step, (start, jnp.zeros(())), keys)[0][0]
+
+    total = all_steps(jax.random.split(key, steps))
+    if not all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(total)):
+        raise ValueError("rows: expected rows whose gradients are finite, got some that are not.")
+    return space.discretize(jax.tree.map(jax.nn.softmax, total))

@@ -1,0 +1,5 @@
+"""Generalization bounds, the spectral estimator, and the stability of training."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

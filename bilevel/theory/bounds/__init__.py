@@ -1,0 +1,97 @@
+"""Generalization bounds of architecture search with a train-validation split.
+
+Every bound is a :class:`Bound`: a value with its terms, assumptions and open constants. Those of
+eigenvalues of tangent kernels are in :mod:`ntk.bounds`. :func:`sample_size` inverts any of them:
+how many validation rows does a gap ask for?
+
+===============================  ===================================================================
+``bilevel.bounds.convergence``   proved, with every constant: risk and hypergradient, for all alpha
+``bilevel.bounds.covering``      covering numbers of sets of alphas, effective dimension
+``bilevel.bounds.feature_maps``  Lipschitz constants of predictors in their feature map
+``bilevel.bounds.oymak``         the theorems of Oymak et al. 2021, corrected or as printed
+``.. .oymak_kernels``            two of them, on the risk by y'K^-1 y
+``bilevel.bounds.khodak``        excess risk after selection on validation data, Khodak et al. 2020
+``.. .khodak_corollaries``       its corollaries, for linear models and finitely many choices
+===============================  ===================================================================
+"""
+
+from bilevel.theory.bounds._sample_size import sample_size
+from bilevel.theory.bounds.convergence import (
+    hypergradient_convergence,
+    selection_risk,
+    uniform_convergence,
+)
+from bilevel.theory.bounds.covering import (
+    Covering,
+    ball_covering,
+    effective_dimension,
+    finite_covering,
+    simplex_covering,
+    sparse_covering,
+)
+from bilevel.theory.bounds.feature_maps import FeatureMapLipschitz, feature_map_lipschitz
+from bilevel.theory.bounds.khodak import (
+    khodak_theorem_3_1_as_printed,
+    khodak_theorem_a2,
+    khodak_theorem_a2_as_printed,
+    version_entropy,
+)
+from bilevel.theory.bounds.khodak_corollaries import (
+    khodak_corollary_a1,
+    khodak_corollary_a2,
+    khodak_corollary_a3,
+    khodak_corollary_a4,
+)
+from bilevel.theory.bounds.oymak import (
+    OymakTheorem1,
+    OymakTheorem4,
+    oymak_h_bar,
+    oymak_lemma1,
+    oymak_lemma2,
+    oymak_lemma2_as_printed,
+    oymak_proposition1,
+    oymak_theorem1,
+    oymak_theorem4_as_printed,
+)
+from bilevel.theory.bounds.oymak_kernels import (
+    oymak_theorem2,
+    oymak_theorem2_as_printed,
+    oymak_theorem3,
+)
+from ntk.bounds import Bound
+
+__all__ = [
+    "Bound",
+    "Covering",
+    "FeatureMapLipschitz",
+    "OymakTheorem1",
+    "OymakTheorem4",
+    "ball_covering",
+    "effective_dimension",
+    "feature_map_lipschitz",
+    "finite_covering",
+    "hypergradient_convergence",
+    "khodak_corollary_a1",
+    "khodak_corollary_a2",
+    "khodak_corollary_a3",
+    "khodak_corollary_a4",
+    "khodak_theorem_3_1_as_printed",
+    "khodak_theorem_a2",
+    "khodak_theorem_a2_as_printed",
+    "oymak_h_bar",
+    "oymak_lemma1",
+    "oymak_lemma2",
+    "oymak_lemma2_as_printed",
+    "oymak_proposition1",
+    "oymak_theorem1",
+    "oymak_theorem2",
+    "oymak_theorem2_as_printed",
+    "oymak_theorem3",
+    "oymak_theorem4_as_printed",
+    "sample_size",
+    "selection_risk",
+    "simplex_covering",
+    "sparse_covering",
+    "uniform_convergence",
+    "version_entropy",
+]

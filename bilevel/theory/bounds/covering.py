@@ -1,0 +1,298 @@
+"""Covering numbers of sets of architectures, and the effective dimension they define.
+
+N(eps) is the number of balls of radius eps, with centres in Delta, that cover the set Delta of
+alphas. A *covering* here is a function ``radii [...] -> log N [...]`` (an upper bound of it is as
+good): what :mod:`bilevel.theory.bounds.convergence` takes. The effective dimension h_eff of Oymak et al.
+is the exponent of the growth
+
+    N(eps) <= (C_bar / eps)^h_eff,    0 < eps <= C_bar.
+
+==========================  =======================  ==========================================
+set                         log N(eps) at most       how
+==========================  =======================  ==========================================
+in a ball, dimension d      d log(1 + 2 R / eps)     volume of disjoint balls of radius eps / 2
+simplex, h vertices         log C(h + k - 1, k)      points whose coordinates are multiples of
+                                                     1 / k
+s-sparse, in a ball         log C(h, s) + that of    one ball for each support
+                            a ball with d = s
+finite                      log of a count           farthest points first
+==========================  =======================  ==========================================
+
+Reference: Oymak et al. (2021), Definition 1.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bilevel.internal.checks import (
+    concrete,
+    count,
+    finite,
+    nonnegative,
+    numbers,
+    offending,
+    positive,
+    whole,
+)
+
+Covering = Callable[[jax.Array], jax.Array]
+"""Radii [...] to (upper bounds of) the logarithms of covering numbers [...]."""
+
+
+def effective_dimension(log_covering_numbers: Any, radii: Any, *, C_bar: float) -> jax.Array:
+    """Smallest h_eff with ``N(eps) <= (C_bar / eps)^h_eff`` at all the given radii.
+
+        h_eff = max_eps log N(eps) / log(C_bar / eps)
+
+    Parameters
+    ----------
+    log_covering_numbers : array [m]
+        log N at the radii.
+    radii : array [m]
+        In (0, C_bar].
+    C_bar : float
+        h_eff depends on it: for a ball it is at most the dimension with C_bar = 3 R.
+
+    Returns
+    -------
+    scalar array
+        Infinite where N(C_bar) > 1.
+
+    Raises
+    ------
+    ValueError
+        For a radius out of range, a negative logarithm, or shapes that differ.
+
+    Notes
+    -----
+    The paper asks for the inequality at *all* eps > 0. It has no solution then: N >= 1, and the
+    right side is below 1 for eps > C_bar. Here eps <= C_bar.
+
+    Reference: Oymak et al. 2021, Definition 1.
+
+    Examples
+    --------
+    >>> radii = jnp.array([0.01, 0.1, 1.0])
+    >>> effective_dimension(ball_covering(9, 1.0)(radii), radii, C_bar=3.0).round(2)
+    Array(8.37, dtype=float...)
+    """
+    positive("C_bar", C_bar)
+    logs, radii = nonnegative("log_covering_numbers", log_covering_numbers), _radii(radii)
+    if logs.shape != radii.shape:
+        raise ValueError(f"radii: expected shape {logs.shape} as the logs, got {radii.shape}.")
+    if concrete(radii) and np.any(np.asarray(radii) > C_bar):
+        raise ValueError(f"radii: expected numbers of at most C_bar = {C_bar}, got {radii.max()}.")
+    scale = jnp.log(C_bar / radii)
+    # NaN stays NaN. At the largest radius both are 0: no 0 / 0, for `jax_debug_nans`.
+    found = jnp.max(jnp.where(logs == 0, 0.0, logs / jnp.where(logs == 0, 1.0, scale)))
+    return jnp.where(((radii > 0) & (radii <= C_bar)).all(), found, jnp.nan)
+
+
+def ball_covering(dim: int, R: float) -> Covering:
+    """Covering of a convex set in a Euclidean ball: ``dim log(1 + 2 R / eps)``; 0 for ``eps >= R``.
+
+    Proof. Take points of the set at distances above eps for as long as there are any: they cover
+    it. Balls of radius eps / 2 around them are disjoint, and lie in the ball of radius R + eps / 2
+    (of the affine hull): N <= ((R + eps / 2) / (eps / 2))^dim. From eps = R on, the centre of the
+    smallest ball around the set, which lies in the set because that is convex, covers all.
+
+    Parameters
+    ----------
+    dim : int
+        Of the affine hull of the set: h - 1 for the simplex, and less for few free parameters.
+    R : float
+        Radius of a ball with the set in it: sqrt(h) / 2 for the box [0, 1]^h.
+
+    Returns
+    -------
+    Covering
+
+    Raises
+    ------
+    ValueError
+        If dim or R is not positive.
+
+    Examples
+    --------
+    >>> ball_covering(2, 1.0)(jnp.array([0.1, 0.5, 1.0])).round(3)
+    Array([6.089, 3.219, 0. ], dtype=float...)
+    """
+    count("dim", dim)
+    positive("R", R)
+
+    def logs(radii):
+        return jnp.where(radii >= R, 0.0, dim * jnp.log1p(2 * R / radii))
+
+    return _of_radii(logs)
+
+
+def simplex_covering(h: int, *, copies: int = 1) -> Covering:
+    """Covering of the probability simplex with h vertices, or of a product of such, by a grid.
+
+        log N(eps) <= log C(h + k - 1, k),    k = ceil(min(sqrt(h) / (2 eps), (1 - 1/h) / eps^2))
+
+    The centres are the points whose coordinates are multiples of 1 / k. Proof that one of them is
+    within ``sqrt(h) / (2 k)`` of every alpha: k alpha has fractional parts p_i whose sum is an
+    integer m; round m random coordinates up, coordinate i with probability p_i (systematic
+    sampling does this). The squared error has mean ``sum p_i (1 - p_i) / k^2 <= h / (4 k^2)``, so
+    some outcome has at most that. Proof for ``sqrt((1 - 1/h) / k)`` (Maurey): the mean of k
+    vertices drawn from alpha has mean squared error ``(1 - |alpha|^2) / k``. From
+    eps = sqrt(1 - 1/h) on, the barycentre is enough. Much smaller than the ball's count: about
+    (1.4 / (sqrt(h) eps))^(h - 1) for small eps, against (2 / eps)^(h - 1).
+
+    Parameters
+    ----------
+    h : int
+        Vertices.
+    copies : int
+        For a product of simplices, one for each edge or layer: N(eps) is at most the number of
+        one simplex at ``eps / sqrt(copies)``, to the power of ``copies``.
+
+    Returns
+    -------
+    Covering
+
+    Raises
+    ------
+    ValueError
+        If h or copies is not a whole number of at least 1.
+
+    Examples
+    --------
+    >>> simplex_covering(9)(jnp.array([0.1, 0.5, 1.0]))
+    Array([13.1..., 5.1..., 0. ], dtype=float...)
+    """
+    for name, number in ("h", h), ("copies", copies):
+        whole(name, number, 1)
+    spread = 1 - 1 / h
+
+    def logs(radii):
+        radii = radii / math.sqrt(copies)
+        k = jnp.ceil(jnp.minimum(math.sqrt(h) / 2 / radii, spread / radii**2))
+        found = jnp.log1p(
+            k[..., None] / jnp.arange(1, h, dtype=k.dtype).reshape(*[1] * k.ndim, -1)
+        ).sum(-1)
+        return copies * jnp.where(radii**2 >= spread, 0.0, found)
+
+    return _of_radii(logs)
+
+
+def sparse_covering(h: int, s: int, R: float) -> Covering:
+    """Covering of the vectors in a ball with at most s entries that differ from 0.
+
+        log N(eps) <= log C(h, s) + s log(1 + 2 R / eps),    and 0 for eps >= R
+
+    A ball of dimension s for each choice of these entries.
+
+    Parameters
+    ----------
+    h, s : int
+        Entries, and how many of them differ from 0.
+    R : float
+        Largest Euclidean norm.
+
+    Returns
+    -------
+    Covering
+
+    Raises
+    ------
+    ValueError
+        Unless 1 <= s <= h and R is positive.
+
+    Examples
+    --------
+    >>> sparse_covering(224, 2, 1.0)(jnp.array([0.1])).round(3)
+    Array([16.215], dtype=float...)
+    """
+    if not whole("s", s, 1) <= whole("h", h, 1):
+        raise ValueError(f"s: expected a number in [1, h = {h}], got {s}.")
+    ball, supports = ball_covering(s, R), math.log(math.comb(h, s))
+
+    def logs(radii):
+        found = ball(radii)
+        return jnp.where(found <= 0, 0.0, supports + found)
+
+    return _of_radii(logs)
+
+
+def finite_covering(points: chex.Array) -> Covering:
+    """Covering of finitely many alphas: the farthest point becomes a centre, until none is far.
+
+    The count is at most the covering number at ``eps / 2``, since the centres found are farther
+    apart than eps.
+
+    Parameters
+    ----------
+    points : array [m, h]
+
+    Returns
+    -------
+    Covering
+
+    Raises
+    ------
+    ValueError
+        For an array that is not a matrix, empty or not finite.
+
+    Notes
+    -----
+    Time m^2 h once, memory m h; then m for each radius.
+
+    Reference: Gonzalez (1985), "Clustering to minimize the maximum intercluster distance".
+
+    Examples
+    --------
+    >>> points = jnp.array([[0.0], [0.1], [1.0], [1.1]])
+    >>> jnp.exp(finite_covering(points)(jnp.array([0.05, 0.5, 2.0]))).round(2)
+    Array([4., 2., 1.], dtype=float...)
+    """
+    points = numbers("points", points)
+    if points.ndim != 2 or points.size == 0:
+        raise ValueError(f"points: expected shape [m, h], got {points.shape}.")
+    finite("points", points, "entries")
+    points = jnp.asarray(points) * 1.0
+
+    def farthest(distances, _):
+        centre = points[jnp.argmax(distances)]
+        distances = jnp.minimum(distances, jnp.linalg.norm(points - centre[None], axis=1))
+        return distances, distances.max()
+
+    # needed[k]: the radius with which the first k + 1 centres cover all.
+    start = jnp.linalg.norm(points - points[:1], axis=1)
+    _, later = jax.lax.scan(farthest, start, length=len(points) - 1)
+    needed = jnp.append(start.max(), later)
+
+    def logs(radii):
+        uncovered = jax.vmap(lambda radius: jnp.sum(needed > radius, dtype=radii.dtype))
+        found = jnp.log1p(uncovered(radii.ravel()).reshape(radii.shape))
+        # NaN in traced points, which are not refused, would count as a point that is covered.
+        return jnp.where(jnp.isnan(needed).any(), jnp.nan, found)
+
+    return _of_radii(logs)
+
+
+def _of_radii(logs: Callable[[jax.Array], jax.Array]) -> Covering:
+    """``logs`` of checked radii; NaN where a traced one, which no check sees, is not positive."""
+
+    def covering(radii: jax.Array) -> jax.Array:
+        radii = _radii(radii)
+        return jnp.where(radii > 0, logs(radii), jnp.nan)
+
+    return covering
+
+
+def _radii(radii: Any) -> jax.Array:
+    radii = numbers("radii", radii)
+    traced = not concrete(radii)
+    if radii.size == 0:
+        raise ValueError(f"radii: expected at least one, got the shape {radii.shape}.")
+    if not traced and not np.all(radii > 0):
+        raise ValueError(f"radii: expected positive numbers, got {offending(radii, radii > 0)}.")
+    return jnp.asarray(radii) * 1.0

@@ -1,0 +1,318 @@
+"""Excess risk of the bilevel solution, by the entropy of the version spaces (Khodak et al. 2020).
+
+A configuration c and weights w are selected on validation data V among the minimisers of training
+objectives on T, the version spaces H_c(T) = {h_{w,c} : w minimises L_T(., c)}:
+
+    (w, c)  minimises  l_V(w, c)   subject to   h_{w,c} in H_c(T)
+    Lambda(epsilon) = log N(union of H_c(T) over c, epsilon),    N: covering number in sup norm
+
+With one minimiser for each of finitely many configurations, ``Lambda = log |C|`` at every epsilon:
+the defaults below are for this case, ``epsilon = 0``.
+
+============  =====================  ===========================================================
+paper         here                   what
+============  =====================  ===========================================================
+Lambda        ``entropy``            version entropy at ``epsilon``, :func:`version_entropy`
+epsilon       ``epsilon``            radius of the cover; array_like with ``entropy``: the
+                                     smallest bound of all radii is taken (they depend on T only)
+|V|, |T|      ``n_valid, n_train``   numbers of rows
+delta         ``delta``              each of three or four events fails with at most this
+B             ``B``                  losses are in [0, B]
+L             ``lipschitz``          of the loss in the prediction (missing in Theorem 3.1)
+epsilon*      ``excess``             excess risk of the best configuration's trained weights
+============  =====================  ===========================================================
+
+Reference: Khodak, Li, Roberts, Balcan & Talwalkar (2020), "A Simple Setting for Understanding
+Neural Architecture Search with Weight-Sharing".
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bilevel.internal.checks import concrete, nonnegative
+from bilevel.theory.bounds._terms import broadcast, check_range, one_positive
+from ntk.bounds import Bound
+from ntk.bounds.bound import holds
+
+CLAIM = "l_D(w, c) - min l_D <= value"
+SETTING = (
+    ("loss in [0, B]", None),
+    ("V is independent of T", None),
+    ("(w, c) minimises l_V over the version spaces", None),
+)
+TRAINABLE = (("some trained weights of c* have excess risk epsilon*", None),)
+
+
+def version_entropy(log_covering_numbers: chex.Array) -> jax.Array:
+    """``log sum_c N(H_c(T), epsilon)``, at least the version entropy of finitely many c.
+
+    Covers of the parts make up a cover of the union. For one minimiser per configuration every
+    N is 1, and this is log |C|. The paper's ``log |C| + max_c log N(H_c(T), epsilon)`` is never
+    less.
+
+    Parameters
+    ----------
+    log_covering_numbers : array [..., |C|]
+        ``log N(H_c(T), epsilon)`` for each c, in any number of rows (one for each epsilon).
+
+    Returns
+    -------
+    array [...]
+
+    Raises
+    ------
+    ValueError
+        Without configurations, or for a negative or NaN entry.
+
+    Examples
+    --------
+    >>> version_entropy(jnp.zeros(256)).round(4)  # log 256
+    Array(5.5452, dtype=float...)
+
+    Reference: Khodak et al. 2020, Definition 3.1 (A.2).
+    """
+    logs = nonnegative("log_covering_numbers", log_covering_numbers)
+    if logs.ndim == 0:
+        raise ValueError("log_covering_numbers: expected one per configuration, got a scalar.")
+    return jax.nn.logsumexp(logs, axis=-1)
+
+
+def khodak_theorem_a2(
+    entropy: Any,
+    n_valid: float,
+    *,
+    delta: float = 0.05,
+    B: float = 1.0,
+    epsilon: Any = 0.0,
+    lipschitz: float | None = None,
+    excess: Any = 0.0,
+) -> Bound:
+    """Excess risk of the bilevel solution: Theorem A.2 with constants that are proved.
+
+        l_D(w, c) - min l_D <= epsilon* + B sqrt(log(1/delta) / (2 |V|))
+            + inf_epsilon 2 L epsilon + B sqrt((Lambda(epsilon) + log(1/delta)) / (2 |V|))
+
+    Proof. T fixed, let g_1..g_N be a cover of the version spaces with radius epsilon, and u the
+    good weights that Assumption A.1 grants (except with probability delta, over T). Neither depends
+    on V, so by Hoeffding's inequality: (1) ``l_V(u, c*) <= l_D(u, c*) + B sqrt(log(1/delta) /
+    (2|V|))`` except with probability delta; (2) ``l_D(g_k) <= l_V(g_k) + B sqrt((log N +
+    log(1/delta)) / (2|V|))`` for all k, each except with probability delta / N. The solution is
+    within epsilon of some g_k, so that l_D and l_V each move by L epsilon at most between the two;
+    and l_V(w, c) <= l_V(u, c*). Add. A radius chosen by T is as good as a fixed one.
+
+    Parameters
+    ----------
+    entropy : array_like
+        Lambda, or an upper bound of it: log |C| for one minimiser per configuration.
+    n_valid : float
+        |V|.
+    delta : float
+        In (0, 1/3).
+    B : float
+        Losses are in [0, B].
+    epsilon : array_like
+        Radii; broadcast with ``entropy``.
+    lipschitz : float, optional
+        L; not needed for ``epsilon = 0``.
+    excess : scalar
+        epsilon*, of the best configuration's weights trained on T; 0 leaves it out.
+
+    Returns
+    -------
+    Bound
+        Vacuous from B on, which no excess risk is above. ``terms`` name the epsilon taken.
+
+    Raises
+    ------
+    ValueError
+        For a number out of range, or a positive epsilon without ``lipschitz``.
+
+    Notes
+    -----
+    It differs from :func:`khodak_theorem_a2_as_printed` in two ways. The cover is one of functions,
+    so the loss has to be Lipschitz, and moves by 2 L epsilon, not 3 epsilon. And the printed proof
+    takes its Theorem A.1, which is two-sided with an exponent of a quarter of Hoeffding's; one side
+    is enough, with the full exponent: the radical is half the printed one.
+
+    Examples
+    --------
+    >>> print(khodak_theorem_a2(math.log(256), 1000))
+    l_D(w, c) - min l_D <= value = 0.104051
+      excess of the trained weights = 0
+      selected risk = 0.0387...
+      cover = 0
+      entropy = 0.0653...
+      epsilon = 0
+      assumes loss in [0, B]: not checked
+      assumes V is independent of T: not checked
+      assumes (w, c) minimises l_V over the version spaces: not checked
+      assumes some trained weights of c* have excess risk epsilon*: not checked
+      probability: 0.85
+    """
+    slope = _slope(lipschitz, epsilon)
+    return _theorem(entropy, n_valid, delta, B, epsilon, excess, slope, (0.5**0.5, 0.5**0.5))
+
+
+def khodak_theorem_a2_as_printed(
+    entropy: Any,
+    n_valid: float,
+    *,
+    delta: float = 0.05,
+    B: float = 1.0,
+    epsilon: Any = 0.0,
+    excess: Any = 0.0,
+) -> Bound:
+    """Khodak et al. 2020, Theorem A.2; false where a loss of large slope meets a coarse cover.
+
+        l_D(w, c) - min l_D <= epsilon* + B sqrt(log(1/delta) / (2 |V|))
+            + inf_epsilon 3 epsilon + B sqrt(2 (Lambda(epsilon) + log(1/delta)) / |V|)
+
+    The discretisation has no Lipschitz constant L. Let H be all functions into [-e, e], covered by
+    the zero function: Lambda(e) = 0. The loss ``(e - y f) / (2 e)`` is in [0, 1], L = 1 / (2 e). A
+    bilevel solution f = y on V, -y elsewhere (times e) has excess risk 1, and the value is
+    ``3 e + O(1 / sqrt |V|)``. For 2 L <= 3, and for finite C at epsilon = 0, it is true: it is
+    above :func:`khodak_theorem_a2`. The printed proof does not give it, though. Theorem A.1
+    inverted is ``3 max(epsilon, B sqrt(2 (Lambda + log(2/delta)) / |V|))``, a maximum and not a
+    sum, two sides and not one: 0.446 in place of 0.169 in the example.
+
+    Parameters
+    ----------
+    entropy : array_like
+        Lambda, or an upper bound of it: log |C| for one minimiser per configuration.
+    n_valid : float
+        |V|.
+    delta : float
+        In (0, 1/3).
+    B : float
+        Losses are in [0, B].
+    epsilon : array_like
+        Radii; broadcast with ``entropy``.
+    excess : scalar
+        epsilon*, of the best configuration's weights trained on T; 0 leaves it out.
+
+    Returns
+    -------
+    Bound
+        As printed; ``assumptions`` says where it is known to hold.
+
+    Raises
+    ------
+    ValueError
+        For a number out of range.
+
+    Examples
+    --------
+    >>> round(float(khodak_theorem_a2_as_printed(math.log(256), 1000).value), 4)
+    0.1694
+    """
+    bound = _theorem(entropy, n_valid, delta, B, epsilon, excess, 3.0, (0.5**0.5, 2**0.5))
+    return _as_printed(bound)
+
+
+def khodak_theorem_3_1_as_printed(
+    entropy: Any,
+    n_valid: float,
+    *,
+    delta: float = 0.05,
+    B: float = 1.0,
+    epsilon: Any = 0.0,
+    excess: Any = 0.0,
+) -> Bound:
+    """Khodak et al. 2020, Theorem 3.1; false where :func:`khodak_theorem_a2_as_printed` is.
+
+        l_D(w, c) - min l_D <= epsilon*
+            + inf_epsilon 3 epsilon + (3 B / 2) sqrt(2 (Lambda(epsilon) + log(1/delta)) / |V|)
+
+    Theorem A.2 with its first radical bounded by half the second; never smaller, equal for
+    Lambda = 0. It does not even assume a Lipschitz loss, and "B-bounded" has to be read as in
+    [0, B]: losses in [-B, B] need 2 B in the place of B.
+
+    Parameters
+    ----------
+    entropy : array_like
+        Lambda, or an upper bound of it: log |C| for one minimiser per configuration.
+    n_valid : float
+        |V|.
+    delta : float
+        In (0, 1/3).
+    B : float
+        Losses are in [0, B].
+    epsilon : array_like
+        Radii; broadcast with ``entropy``.
+    excess : scalar
+        epsilon*, of the best configuration's weights trained on T; 0 leaves it out.
+
+    Returns
+    -------
+    Bound
+        As printed; ``assumptions`` says where it is known to hold.
+
+    Raises
+    ------
+    ValueError
+        For a number out of range.
+
+    Examples
+    --------
+    >>> round(float(khodak_theorem_3_1_as_printed(math.log(256), 1000).value), 4)
+    0.196
+    """
+    bound = _theorem(entropy, n_valid, delta, B, epsilon, excess, 3.0, (0.0, 1.5 * 2**0.5))
+    return _as_printed(bound)
+
+
+def _theorem(entropy, n_valid, delta, B, epsilon, excess, slope, factors) -> Bound:
+    """The common form: factors of ``B sqrt(log(1/delta) / |V|)``, and with Lambda in the log."""
+    check_range(delta, B)
+    n_valid = one_positive("n_valid", n_valid)
+    excess = nonnegative("excess", excess)
+    entropy, epsilon = _radii(entropy, epsilon)
+    confidence, scale = math.log(1 / delta), B / jnp.sqrt(n_valid)
+    spread = factors[1] * scale * jnp.sqrt(entropy + confidence)
+    best = jnp.argmin(slope * epsilon + spread)
+    parts = {
+        "excess of the trained weights": excess,
+        "selected risk": factors[0] * scale * math.sqrt(confidence),
+        "cover": slope * epsilon[best],
+        "entropy": spread[best],
+    }
+    value = sum(parts.values())
+    return Bound(
+        CLAIM,
+        value=value,
+        terms=parts | {"epsilon": epsilon[best]},
+        vacuous=~(value < B),
+        assumptions=SETTING + TRAINABLE,
+        probability=1 - 3 * delta,
+    )
+
+
+def _as_printed(bound: Bound) -> Bound:
+    exact = holds(bound.terms["epsilon"] == 0)
+    # With a positive radius the theorem is true for losses of a small slope only, which it does
+    # not ask for.
+    flat = ("epsilon = 0, or the loss is 3/2-Lipschitz", exact or None)
+    return dataclasses.replace(bound, assumptions=(*bound.assumptions, flat))
+
+
+def _slope(lipschitz: float | None, epsilon: Any) -> float:
+    """2 L; 0 where no L is given and every radius is 0."""
+    if lipschitz is not None:
+        return 2 * one_positive("lipschitz", lipschitz)
+    if not concrete(epsilon) or np.any(np.asarray(epsilon) != 0):
+        raise ValueError(
+            "lipschitz: expected the loss's constant for a positive epsilon, got none."
+        )
+    return 0.0
+
+
+def _radii(entropy: Any, epsilon: Any) -> tuple[jax.Array, jax.Array]:
+    """Both as vectors of one length."""
+    entropy, epsilon = broadcast(entropy=entropy, epsilon=epsilon)
+    return entropy.ravel(), epsilon.ravel()

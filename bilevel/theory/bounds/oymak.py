@@ -1,0 +1,415 @@
+"""The theorems of Oymak et al. 2021: what they leave open, and where they are false.
+
+All of them hide an absolute constant: the caller supplies ``C``, and ``Bound.unspecified`` says
+what it stands for. For numbers that can be relied on, see :mod:`bilevel.theory.bounds.convergence`.
+Theorems 2 and 3, on kernels, are in :mod:`bilevel.theory.bounds.oymak_kernels`.
+
+==================================  ===============================================================
+Theorem 1, Eqs. (2)-(4)             :func:`oymak_theorem1`, with :func:`oymak_h_bar`
+Proposition 1                       :func:`oymak_proposition1`
+Lemma 1                             :func:`oymak_lemma1`: h_bar for selection of feature maps
+Lemma 2                             :func:`oymak_lemma2`, corrected; ``_as_printed``: false
+Theorem 4, Eqs. (11), (12)          :func:`oymak_theorem4_as_printed`: loose
+==================================  ===============================================================
+
+================  ================  ========================================================
+paper             here              what
+================  ================  ========================================================
+n_T, n_V          ``n_train, ...``  rows for training, for validation
+h, h_eff          ``h, h_eff``      dimension of alpha; :func:`effective_dimension` of Delta
+C_bar             ``C_bar``         radius of that definition, 3 R for a ball
+L                 ``L``             Lipschitz constant of ``alpha -> f_alpha``, sup norm
+Gamma             ``Gamma``         Lipschitz constant of the loss in the prediction
+B, R              ``B, R``          Lemma 1: ``|phi_i(x)|^2 <= B``, ``|alpha|_1 <= R``
+lambda_0          ``lambda0``       Lemma 1: bounds ``Phi Phi' + lambda I`` from below
+tau, t            ``tau, t``        confidence: each event fails with ``exp(-tau)``
+delta             ``delta``         by how much the validation risk misses its least value
+================  ================  ========================================================
+
+Reference: Oymak, Li & Soltanolkotabi (2021), "Generalization Guarantees for Neural Architecture
+Search with Train-Validation Split".
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from bilevel.internal.checks import concrete, count, nonnegative, positives
+from bilevel.theory.bounds._terms import UNIT_LOSS, broadcast, confidence, end_to_end, log_product
+from ntk.bounds import Bound
+from ntk.bounds.bound import holds
+
+
+class OymakTheorem1(NamedTuple):
+    """Result of :func:`oymak_theorem1`."""
+
+    risk: Bound  # Eq. (2)
+    selection: Bound  # Eq. (3)
+    hypergradient: Bound  # Eq. (4)
+
+
+class OymakTheorem4(NamedTuple):
+    """Result of :func:`oymak_theorem4_as_printed`."""
+
+    correlation: Bound  # Eq. (11), from below
+    risk: Bound  # Eq. (12), from above
+
+
+def oymak_h_bar(n_valid: Any, *, h_eff: Any, C_bar: Any, L: Any, Gamma: Any = 1.0) -> jax.Array:
+    """``h_bar = h_eff log(C_bar L Gamma n_V / h_eff)`` of Theorem 1.
+
+    It is log N(eps) at ``eps = h_eff / (L Gamma n_V)``, so that this has to be at most C_bar; the
+    value is 0 otherwise.
+
+    Parameters
+    ----------
+    n_valid, h_eff, C_bar, L, Gamma : scalar
+
+    Returns
+    -------
+    scalar array
+
+    Raises
+    ------
+    ValueError
+        For a number that is not positive.
+
+    Examples
+    --------
+    >>> oymak_h_bar(1000, h_eff=10, C_bar=3.0, L=100.0).round(2)
+    Array(103.09, dtype=float...)
+    """
+    n_valid, h_eff, C_bar, L, Gamma = positives(
+        n_valid=n_valid, h_eff=h_eff, C_bar=C_bar, L=L, Gamma=Gamma
+    )
+    inside = log_product((C_bar, 1), (L, 1), (Gamma, 1), (n_valid, 1), (h_eff, -1))
+    return h_eff * jnp.maximum(inside, 0.0)
+
+
+def oymak_theorem1(
+    n_valid: Any, h_bar: Any, *, h: int, tau: float = 3.0, delta: Any = 0.0, C: Any
+) -> OymakTheorem1:
+    """Theorem 1: the validation risk and its hypergradient are near those on the distribution.
+
+        sup_alpha |L(f_alpha) - L_V(f_alpha)| <= sqrt(C (h_bar + tau) / n_V)                    (2)
+        L(f_selected) <= min_alpha L(f_alpha) + 2 sqrt(C (h_bar + tau) / n_V) + delta           (3)
+        sup_alpha |grad L_V - grad L|_2 <= sqrt(C (h + h_bar + tau) / n_V)                      (4)
+
+    The rate only: C contains the sub-exponential norm of the loss. With bounded losses,
+    :func:`uniform_convergence`, :func:`selection_risk` and :func:`hypergradient_convergence` say
+    the same without an open constant.
+
+    Parameters
+    ----------
+    n_valid : scalar
+        n_V.
+    h_bar : scalar
+        From :func:`oymak_h_bar`, or :func:`oymak_lemma1`.
+    h : int
+    tau : float
+        Above log 2: each of (2) with (3), and (4), holds with probability ``1 - 2 exp(-tau)``.
+    delta : scalar
+    C : scalar
+        The theorem's constant. There is no default.
+
+    Returns
+    -------
+    OymakTheorem1
+        ``risk, selection, hypergradient``, each a :class:`Bound`.
+
+    Raises
+    ------
+    ValueError
+        For a number out of range.
+
+    Examples
+    --------
+    >>> h_bar = oymak_h_bar(1000, h_eff=10, C_bar=3.0, L=100.0)
+    >>> bounds = oymak_theorem1(1000, h_bar, h=10, C=1.0)
+    >>> [round(float(bound.value), 4) for bound in bounds]
+    [0.3257, 0.6514, 0.3407]
+    """
+    chance = confidence("tau", tau, events=2)
+    n_valid, C = positives(n_valid=n_valid, C=C)
+    count("h", h)
+    h_bar, delta = nonnegative("h_bar", h_bar), nonnegative("delta", delta)
+    gap, gradient = (jnp.sqrt(C * (d + tau) / n_valid) for d in (h_bar, h + h_bar))
+    setting = (
+        ("alpha -> f_alpha is L-Lipschitz in the sup norm", None),
+        ("the loss is Gamma-Lipschitz, with sub-exponential noise", None),
+        UNIT_LOSS,
+    )
+    enough = ("n_V >= h_bar + tau", holds(n_valid >= h_bar + tau))
+    smooth = ("the gradients of f_alpha and of the loss are so too", None)
+    most = ("n_V >= h + h_bar + tau", holds(n_valid >= h + h_bar + tau))
+
+    def bound(claim, value, terms, *assumptions):
+        return Bound(
+            claim,
+            value=value,
+            terms={"h_bar": h_bar} | terms,
+            vacuous=~(value < 1),
+            assumptions=setting + assumptions,
+            unspecified=("C, supplied: with the sub-exponential norm",),
+            probability=chance,
+        )
+
+    claim = "L(f_selected) - min L(f_alpha) <= value"
+    return OymakTheorem1(
+        bound("sup |L(f_alpha) - L_V(f_alpha)| <= value", gap, {}, enough),
+        bound(claim, 2 * gap + delta, {"gap": gap, "delta": delta}, enough),
+        bound("sup |grad L_V - grad L|_2 <= value", gradient, {}, most, smooth),
+    )
+
+
+def oymak_proposition1(
+    n_train: Any,
+    n_valid: Any,
+    *,
+    risk: Any,
+    complexity: Any,
+    h_eff: Any,
+    t: float = 4.0,
+    delta: Any = 0.0,
+    C: Any,
+) -> Bound:
+    """Proposition 1: as good as the best alpha's guarantee from training; a rate.
+
+        L(f_selected) <= min_alpha (L(f_alpha^D) + C_alpha / sqrt(n_T))
+                         + sqrt(C (h_eff + t) / n_V) + delta
+
+    Parameters
+    ----------
+    n_train, n_valid : scalar
+        n_T, n_V.
+    risk : array_like [...]
+        ``L(f_alpha^D)``, risk after training on the distribution, for some alphas.
+    complexity : array_like [...]
+        ``C_alpha`` of the class trained on, for the same.
+    h_eff : scalar
+    t : float
+        Above log 3; the probability is ``1 - 3 exp(-t)``.
+    delta : scalar
+    C : scalar
+        For the constants and logarithms in O~: of the Lipschitz constants, of n_T and n_V.
+
+    Returns
+    -------
+    Bound
+
+    Raises
+    ------
+    ValueError
+        For a number out of range, or shapes that do not broadcast.
+
+    Notes
+    -----
+    For one alpha training is assumed to give ``L(f_alpha) <= L(f_alpha^D) + (C_alpha +
+    C_0 sqrt(t)) / sqrt(n_T)``, Eq. (5), for all of them with ``t + h_eff`` (and logarithms) in the
+    place of t. The result drops this second part, which its own O~(1 / sqrt(n_V)) only contains
+    for ``n_V <= O(n_T)``: assumed here, as in Theorem 2, though the paper does not.
+
+    Examples
+    --------
+    >>> bound = oymak_proposition1(
+    ...     10_000, 1000, risk=[0.1, 0.05], complexity=[1.0, 10.0], h_eff=6, C=1.0
+    ... )
+    >>> round(float(bound.terms["best alpha"]), 4), round(float(bound.value), 4)
+    (0.11, 0.21)
+    """
+    chance = confidence("t", t, events=3)
+    n_train, n_valid, h_eff, C = positives(n_train=n_train, n_valid=n_valid, h_eff=h_eff, C=C)
+    risk, complexity = broadcast(risk=risk, complexity=complexity)
+    best = jnp.min(risk + complexity / jnp.sqrt(n_train))
+    return end_to_end(
+        {"best alpha": best, "validation": jnp.sqrt(C * (h_eff + t) / n_valid)},
+        delta,
+        assumptions=(
+            ("Eq. (5) holds for every alpha", None),
+            ("f_alpha, f_alpha^D and C_alpha are Lipschitz in alpha", None),
+            ("n_V <= n_T", holds(n_valid <= n_train)),
+        ),
+        unspecified=("C, supplied: constants and logarithms of O~",),
+        probability=chance,
+    )
+
+
+def oymak_lemma1(n_train: Any, *, h: int, B: Any, lambda0: Any, R: Any = 1.0) -> jax.Array:
+    """Lemma 1: h_bar of Theorem 1 for the selection of a feature map and its ridge penalty.
+
+        h_bar = (h + 1) log(20 R^3 B n_T^2 lambda_0^-2 (B n_T + 1)),    and 0 where that is negative
+
+    A number for :func:`oymak_theorem1` and not a :class:`Bound`: it is exact, claims nothing by
+    itself, and has no probability.
+
+    Parameters
+    ----------
+    n_train : scalar
+        n_T.
+    h : int
+        Number of feature maps.
+    B, lambda0, R : scalar
+        lambda0: smallest penalty + inf over alpha of the smallest eigenvalue of ``Phi Phi'``.
+
+    Returns
+    -------
+    scalar array
+
+    Raises
+    ------
+    ValueError
+        For a number that is not positive, or R < 1.
+
+    Notes
+    -----
+    For labels in [-1, 1], a convex set and a bounded, 1-Lipschitz loss. The explicit constant of
+    :func:`feature_map_lipschitz` with :func:`uniform_convergence` is what it stands for.
+
+    Examples
+    --------
+    >>> oymak_lemma1(100, h=5, B=1.0, lambda0=0.1).round(2)
+    Array(128.56, dtype=float...)
+    """
+    n_train, B, lambda0, R = positives(n_train=n_train, B=B, lambda0=lambda0, R=R)
+    count("h", h)
+    if concrete(R) and R < 1:
+        raise ValueError(f"R: expected a number of at least 1, got {R}.")
+    inside = log_product((20.0, 1), (R, 3), (B, 1), (n_train, 2), (lambda0, -2))
+    inside += jnp.logaddexp(0.0, log_product((B, 1), (n_train, 1)))
+    return (h + 1) * jnp.maximum(inside, 0.0)
+
+
+def oymak_lemma2(mu: Any, *, cross: Any = None, smoothness: Any = None) -> jax.Array:
+    """Lemma 2, corrected: Lipschitz constant of ``theta_alpha = argmin_theta L(alpha, theta)``.
+
+        (a)  cross / mu,  where |grad_theta L(a, .) - grad_theta L(b, .)| <= cross |a - b|
+        (b)  sqrt(smoothness / mu),  where L is *jointly* convex, and smooth in alpha
+
+    Proof. By the implicit function theorem the derivative is ``-L_tt^-1 L_ta`` with L_tt >= mu: (a)
+    bounds L_ta. In (b) the whole Hessian is positive semidefinite, so ``L_ta = L_tt^(1/2) W
+    L_aa^(1/2)`` with |W| <= 1, and ``|L_tt^(-1/2) W L_aa^(1/2)| <= sqrt(smoothness / mu)``. They
+    are attained: by the example of :func:`oymak_lemma2_as_printed`, and by ``(sqrt(mu) theta -
+    sqrt(smoothness) alpha)^2 / 2``.
+
+    Parameters
+    ----------
+    mu : scalar
+        L is mu-strongly convex in theta.
+    cross, smoothness : scalar, one of them
+        The case.
+
+    Returns
+    -------
+    scalar array
+        Exact: no :class:`Bound`, as there is nothing open about it.
+
+    Raises
+    ------
+    ValueError
+        For none or both of the cases, or a number that is not positive.
+
+    Examples
+    --------
+    >>> oymak_lemma2(0.25, cross=1.0), oymak_lemma2(0.25, smoothness=1.0)
+    (Array(4., dtype=float...), Array(2., dtype=float...))
+    """
+    if (cross is None) == (smoothness is None):
+        raise ValueError(f"cross: expected either it or smoothness, got {cross} and {smoothness}.")
+    (mu,) = positives(mu=mu)
+    if cross is not None:
+        (cross,) = positives(cross=cross)
+        return jnp.asarray(cross / mu)
+    (smoothness,) = positives(smoothness=smoothness)
+    return jnp.sqrt(smoothness / mu)
+
+
+def oymak_lemma2_as_printed(mu: Any, smoothness: Any) -> jax.Array:
+    """``sqrt(smoothness / mu)`` for every L that is mu-strongly convex in theta; false.
+
+    ``L(alpha, theta) = mu theta^2 / 2 - M alpha theta`` is linear in alpha: smooth with every
+    constant. But ``theta_alpha = (M / mu) alpha``. With the smoothness of the cross term M it is
+    ``sqrt(M / mu)`` against M / mu: 2 against 4 for M = 1, mu = 1/4. See :func:`oymak_lemma2`.
+
+    Parameters
+    ----------
+    mu, smoothness : scalar
+        L_bar is the smoothness in the paper.
+
+    Returns
+    -------
+    scalar array
+
+    Raises
+    ------
+    ValueError
+        For a number that is not positive.
+
+    Examples
+    --------
+    >>> oymak_lemma2_as_printed(0.25, 1.0)
+    Array(2., dtype=float...)
+    """
+    mu, smoothness = positives(mu=mu, smoothness=smoothness)
+    return jnp.sqrt(smoothness / mu)
+
+
+def oymak_theorem4_as_printed(p_over_n: Any, h_over_n: Any, *, c: Any) -> OymakTheorem4:
+    """Theorem 4: overlap and risk of the two-stage spectral estimator; true, and very loose.
+
+        lim rho^2 >= 1 - 64 p_bar h_bar,                       p_bar h_bar <= 1/6              (11)
+        lim risk <= 1 - 1/p_bar + 200 h_bar / (1 - 1/p_bar),   p_bar h_bar <= c                (12)
+
+    (11) says nothing unless ``p_bar h_bar < 1/64``. The limits are known exactly
+    (:func:`bilevel.spectral_limits`): ``rho^2 = (1 - p_bar h_bar) / (1 + h_bar)``, so that 2 does
+    for 64, 2.25 for 200, and the overlap vanishes from ``p_bar h_bar = 1`` on.
+
+    Parameters
+    ----------
+    p_over_n, h_over_n : scalar
+        p_bar > 1, h_bar < 1.
+    c : scalar
+        The "sufficiently small constant" of (12).
+
+    Returns
+    -------
+    OymakTheorem4
+        ``correlation, risk``, each a :class:`Bound`.
+
+    Raises
+    ------
+    ValueError
+        For a number that is not positive.
+
+    Examples
+    --------
+    >>> bounds = oymak_theorem4_as_printed(2.0, 0.005, c=0.01)
+    >>> [round(float(bound.value), 4) for bound in bounds]  # exactly: 0.9851, 0.5224
+    [0.36, 2.5]
+    """
+    p, h, c = map(jnp.asarray, positives(p_over_n=p_over_n, h_over_n=h_over_n, c=c))
+    product, known = p * h, 1 - 1 / p
+    least = 1 - 64 * product
+    search = 200 * h / known
+    setting = (
+        ("p > n", holds(p > 1)),
+        ("h < n", holds(h < 1)),
+        ("Gaussian features, no noise, alpha* and theta* of norm 1", None),
+    )
+    return OymakTheorem4(
+        Bound(
+            "lim rho^2 >= value",
+            value=least,
+            terms={"ph / n^2": product},
+            vacuous=~(least > 0),
+            assumptions=(*setting, ("ph / n^2 <= 1/6", holds(product <= 1 / 6))),
+        ),
+        Bound(
+            "lim L(alpha, theta) <= value",
+            value=known + search,
+            terms={"risk(alpha*)": known, "estimating alpha*": search},
+            vacuous=~(known + search < 1),
+            assumptions=(*setting, ("ph / n^2 <= c", holds(product <= c))),
+            unspecified=("c, supplied: sufficiently small",),
+        ),
+    )

@@ -1,0 +1,112 @@
+"""Features [n, h, p] of h maps: given, made a few columns at a time, or known by their kernels."""
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeAlias
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from bilevel.internal.checks import array, at_least_float32, finite
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=("block",), meta_fields=("count",))
+@dataclasses.dataclass(frozen=True, eq=False)
+class Columns:
+    """Features [n, h, p] made a few of their p columns at a time.
+
+    Attributes
+    ----------
+    block : ``block(j) -> [n, h, b]``
+        Columns ``j b`` to ``(j + 1) b``; ``j`` is traced. Zeros in the place of columns beyond p.
+    count : int
+        Number of blocks, p / b rounded up.
+
+    Notes
+    -----
+    A function made by ``jax.tree_util.Partial`` passes its arrays as arguments. Others are compiled
+    once per function object, and the arrays they close over are compiled in.
+
+    Examples
+    --------
+    >>> from bilevel.theory.spectral import spectral_alpha
+    >>> features = Columns(lambda j: jnp.full((5, 2, 100), j), 3)  # p = 300
+    >>> spectral_alpha(features, jnp.ones(5)).round(4)
+    Array([0.7071, 0.7071], dtype=float...)
+    """
+
+    block: Callable[[Any], jax.Array]
+    count: int
+
+    def __post_init__(self) -> None:
+        # JAX also rebuilds the record with placeholders, which are not functions.
+        if callable(self.block) and not isinstance(self.block, jax.tree_util.Partial):
+            object.__setattr__(self, "block", jax.tree_util.Partial(self.block))
+
+
+Features: TypeAlias = chex.Array | Columns
+
+
+def add_up(term: Callable, *features: Any) -> jax.Array:
+    """``sum_j term(block j of each)``; arrays are one block, so that it is ``term`` of them."""
+    if not isinstance(features[0], Columns):
+        return term(*features)
+
+    def add(total, j):
+        return total + term(*(f.block(j) for f in features)), None
+
+    shape = jax.eval_shape(lambda: term(*(f.block(0) for f in features)))
+    return jax.lax.scan(add, jnp.zeros(shape.shape, shape.dtype), jnp.arange(features[0].count))[0]
+
+
+def block_shape(features: Features) -> tuple[int, ...]:
+    """The shape of one block, or of the array."""
+    one = jax.eval_shape(features.block, 0) if isinstance(features, Columns) else features
+    return one.shape
+
+
+def is_kernels(features: Features) -> bool:
+    """Whether these are the kernels [h, h, n, n] of features."""
+    return not isinstance(features, Columns) and features.ndim == 4
+
+
+def checked(features: Features, labels: Any) -> tuple[Features, jax.Array]:
+    """Both as floating arrays, labels [n, c].
+
+    Raises
+    ------
+    ValueError
+        If shapes do not fit, something is empty, or concrete numbers are not finite.
+    """
+    if isinstance(features, Columns):
+        if features.count < 1:
+            raise ValueError(f"features: expected at least 1 block, got {features.count}.")
+    else:
+        features = floating("features", features)
+    shape = block_shape(features)
+    kernels = is_kernels(features) and (shape[0], shape[2]) == (shape[1], shape[3])
+    if 0 in shape or not (kernels or len(shape) == 3):
+        raise ValueError(
+            f"features: expected shape [n, h, p] or kernels [h, h, n, n], got {shape}."
+        )
+    n = shape[2] if kernels else shape[0]
+    y = floating("labels", labels)
+    if y.ndim not in (1, 2) or len(y) != n or not y.size:
+        raise ValueError(f"labels: expected shape [{n}] or [{n}, c], got {y.shape}.")
+    return features, y.reshape(n, -1)
+
+
+def floating(name: str, a: Any) -> jax.Array:
+    """``a`` as a floating-point array, if it is finite.
+
+    Raises
+    ------
+    ValueError
+        For what is no array of real numbers, or NaN or infinity among concrete ones.
+    """
+    a = array(name, a)
+    a = a.astype(at_least_float32(a.dtype))
+    finite(name, a)
+    return a

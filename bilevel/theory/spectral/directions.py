@@ -1,0 +1,301 @@
+"""The first stage: the mixture by one eigenvector, from the validation rows; see the package."""
+
+from functools import partial
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bilevel.internal.checks import array, common_dtype, concrete, nan_unless, number
+from bilevel.theory.spectral.columns import Features, add_up, checked, floating, is_kernels
+from ntk.internal.derivative_rules import custom_jvp
+from ntk.kernels.symmetric import symmetric
+
+
+def spectral_alpha(features: Features, labels: chex.Array, *, whiten: bool = False) -> jax.Array:
+    """Oymak's spectral estimate of the mixture: the top left singular vector of ``sum_i y_i X_i``.
+
+    Parameters
+    ----------
+    features : array [n, h, p], Columns, or array [h, h, n, n]
+        Features of h maps, or the kernels of these maps.
+    labels : array [n] or [n, c]
+        Taken as they are: a mean that labels and features both have counts as signal.
+    whiten : bool
+        Divide by :func:`noise_gram`: see Notes. False is the paper's estimator.
+
+    Returns
+    -------
+    array [h]
+        Unit norm; the sign, which nothing determines, is such that its sum is not negative.
+        Differentiable where the top eigenvalue is simple.
+
+    Raises
+    ------
+    ValueError
+        If shapes do not fit, something is empty, or concrete numbers are not finite.
+
+    Notes
+    -----
+    The paper's features are uncorrelated and of one size. Where map i has features twice as large,
+    row i of M is twice as large whatever the labels, and two maps that are alike add up their
+    noise. Let the rows of X have covariance A, so that ``X = A^(1/2) Z`` and the truth is
+    ``y = alpha*' X theta*``: M then leans to ``A alpha*``. In the coordinates ``A^(1/2) alpha`` the
+    problem is the theorem's; there its estimate is ``A^(1/2) alpha`` with
+
+        alpha maximises  (alpha' M M' alpha) / (alpha' A alpha)
+
+    which ``whiten`` does, A replaced by the noise Gram matrix, proportional to A up to a relative
+    2/p. Theorem 4 and its limits then hold for the correlation in the inner product of A, which is
+    the one of predictions. The ratio is ``y' K_alpha y`` over its expectation for labels of
+    random signs, a kernel's alignment with the labels.
+
+    Between maps that are alike the estimate may have large entries of opposite sign, a small
+    difference of predictions; :func:`simplex_start` takes it to the simplex.
+
+    What this does not undo is dependence across columns, on which the theorem is silent too: the
+    ratio sees how much of a kernel's trace the labels align with, not what ridge regression makes
+    of the rest. For one-vs-rest labels of 150 digits it chooses GELU, a good choice; with the
+    labels' means taken off the nearly linear sigmoid, the worst of six activations.
+
+    Time: c n h p, and h^2 (c p + h); whitened n h^2 p more; with kernels c h^2 n^2. Memory:
+    h (n + c) b for blocks of b columns, h p (n + c) for an array.
+
+    References
+    ----------
+    Oymak et al. 2021, section 5, step 1, and Theorem 4.
+
+    Examples
+    --------
+    >>> X = jax.random.normal(jax.random.key(0), (200, 3, 50))
+    >>> y = X[:, 1, 0]  # alpha* = (0, 1, 0)
+    >>> bool(spectral_alpha(X, y)[1] > 0.9)
+    True
+    """
+    largest = jnp.max(jnp.abs(array("labels", labels)), initial=0)
+    labels = labels / jnp.where(largest > 0, largest, 1)  # the direction has no unit
+    noise = noise_gram(features, labels) if whiten else None
+    return top_direction(spectral_gram(features, labels), noise)
+
+
+def spectral_gram(features: Features, labels: chex.Array) -> jax.Array:
+    """``G_ij = sum_c y_c' K_ij y_c``, which is ``M M'`` summed over outputs.
+
+    Parameters
+    ----------
+    features : array [n, h, p], Columns, or array [h, h, n, n]
+        Features of h maps, or the kernels of these maps.
+    labels : array [n] or [n, c]
+
+    Returns
+    -------
+    array [h, h]
+
+    Raises
+    ------
+    ValueError
+        If shapes do not fit, something is empty, or concrete numbers are not finite.
+
+    Examples
+    --------
+    >>> spectral_gram(jnp.array([[[1.0], [2.0]], [[1.0], [1.0]]]), jnp.array([1.0, -1.0]))
+    Array([[0., 0.], [0., 1.]], dtype=float...)
+
+    From kernels alone, such as those of :func:`ntk.mixture_blocks` at infinite width:
+
+    >>> spectral_gram(jnp.ones((2, 2, 3, 3)), jnp.array([1.0, -1.0, 2.0]))
+    Array([[4., 4.], [4., 4.]], dtype=float...)
+    """
+    features, y = checked(features, labels)
+
+    def term(x):
+        dtype = common_dtype(x, y)
+        m = jnp.einsum("nhb,nc->hcb", x.astype(dtype), y.astype(dtype)).reshape(x.shape[1], -1)
+        return m @ m.T
+
+    if is_kernels(features):
+        dtype = common_dtype(features, y)
+        y = y.astype(dtype)
+        return jnp.einsum("nc,ijnm,mc->ij", y, jnp.asarray(features, dtype), y)
+    return add_up(term, features)
+
+
+def noise_gram(features: Features, labels: chex.Array) -> jax.Array:
+    """The expectation of :func:`spectral_gram` if each row's labels had a random sign.
+
+    ``N_ij = sum_n |y_n|^2 K_ij(x_n, x_n)``. Under Theorem 4 it is n p times the identity, up to
+    fluctuations which vanish as p grows.
+
+    Parameters
+    ----------
+    features : array [n, h, p], Columns, or array [h, h, n, n]
+        Features of h maps, or the kernels of these maps.
+    labels : array [n] or [n, c]
+
+    Returns
+    -------
+    array [h, h]
+
+    Raises
+    ------
+    ValueError
+        If shapes do not fit, something is empty, or concrete numbers are not finite.
+
+    Examples
+    --------
+    >>> noise_gram(jnp.array([[[1.0], [2.0]], [[1.0], [1.0]]]), jnp.array([1.0, -1.0]))
+    Array([[2., 3.], [3., 5.]], dtype=float...)
+    """
+    features, y = checked(features, labels)
+    weights = (y**2).sum(1)
+    if is_kernels(features):
+        return jnp.einsum("ijnn,n->ij", features, weights)
+    return add_up(lambda x: jnp.einsum("nhb,n,ngb->hg", x, weights, x), features)
+
+
+def top_direction(gram: chex.Array, noise: chex.Array | None = None) -> jax.Array:
+    """Unit ``alpha`` that maximises ``alpha' gram alpha``, over ``alpha' noise alpha`` if given.
+
+    Parameters
+    ----------
+    gram : array [h, h]
+        From :func:`spectral_gram`.
+    noise : array [h, h], optional
+        From :func:`noise_gram`. Feature maps that are copies of each other, or zero, do no harm:
+        directions of the noise's correlation matrix below the square root of the rounding error
+        are not resolved.
+
+    Returns
+    -------
+    array [h]
+        Of 2-norm 1, with a sum that is not negative.
+
+    Raises
+    ------
+    ValueError
+        If they are not square matrices of one size, or ``gram`` is 0.
+
+    Examples
+    --------
+    >>> gram = jnp.array([[9.0, 2.0], [2.0, 2.0]])
+    >>> noise = jnp.diag(jnp.array([9.0, 1.0]))
+    >>> [[round(a, 3) for a in top_direction(*x).tolist()] for x in ((gram,), (gram, noise))]
+    [[0.966, 0.257], [0.164, 0.986]]
+    """
+    gram = symmetric(gram, "gram")
+    if concrete(gram) and not np.any(gram):
+        raise ValueError("gram: expected a matrix other than 0, as of labels that are all 0.")
+    if noise is None:
+        alpha = top_eigenvector(gram)
+    else:
+        noise = symmetric(noise, "noise")
+        if noise.shape != gram.shape:
+            raise ValueError(
+                f"noise: expected shape {gram.shape} as gram, got shape {noise.shape}."
+            )
+        size = jnp.sqrt(jnp.diagonal(noise))
+        size = jnp.where(size > 0, size, 1)
+        scales = size[:, None] * size[None]
+        slack = jnp.sqrt(jnp.finfo(gram.dtype).eps) * jnp.eye(len(gram), dtype=gram.dtype)
+        factor = jnp.linalg.cholesky(noise / scales + slack)
+        solve = partial(jax.scipy.linalg.solve_triangular, factor, lower=True)
+        alpha = solve(top_eigenvector(solve(solve(gram / scales).T)), trans="T") / size
+    alpha = jnp.where(alpha.sum() < 0, -alpha, alpha)
+    return nan_unless(jnp.isfinite(gram).all() & (gram != 0).any(), alpha / jnp.linalg.norm(alpha))
+
+
+@custom_jvp
+def top_eigenvector(matrix: chex.Array) -> jax.Array:
+    """The top eigenvector, differentiable also where other eigenvalues than the top one coincide.
+
+    The derivative of ``eigh`` is not: it divides by the differences of all eigenvalues.
+    """
+    return jnp.linalg.eigh(matrix)[1][:, -1]
+
+
+@top_eigenvector.defjvp
+def _derivative(primals, tangents):
+    values, vectors = jnp.linalg.eigh(primals[0])
+    top, others = vectors[:, -1], vectors[:, :-1]
+    slope = others.T @ (tangents[0] + tangents[0].T) @ top / 2
+    return top, others @ (slope / (values[-1] - values[:-1]))
+
+
+def simplex_start(
+    alpha: chex.Array, noise: chex.Array | None = None, *, uniform: float | chex.Array = 0.1
+) -> jax.Array:
+    """A starting point on the simplex, near the direction ``alpha`` or ``-alpha``.
+
+        (1 - uniform) a / sum(a) + uniform / h,
+        a = argmin_{a >= 0} (a - s alpha)' N (a - s alpha),   s = 1 or -1 (the longer a)
+
+    The length of ``a`` does not matter, since the weights make up for it: what counts is the angle
+    to ``alpha``, and the nearest point with nonnegative entries is at the smallest angle. Without
+    ``noise`` N is the identity, and negative entries become 0. With it, distances are those of
+    predictions: where activations are alike, large entries of opposite sign are a small difference.
+
+    The uniform part is for the search: exponentiated gradient multiplies, and would leave an entry
+    that starts at 0 there. From ``uniform / h`` it takes about ``log(h / uniform)`` over the
+    learning rate steps to return to order 1.
+
+    Parameters
+    ----------
+    alpha : array [h]
+        From :func:`spectral_alpha`.
+    noise : array [h, h], optional
+        :func:`noise_gram`, if ``alpha`` was whitened.
+    uniform : float
+        In [0, 1].
+
+    Returns
+    -------
+    array [h]
+        Nonnegative, of sum 1.
+
+    Raises
+    ------
+    ValueError
+        If shapes do not fit, ``uniform`` is out of range, or ``alpha`` is zero or not finite.
+
+    Notes
+    -----
+    With ``noise``: 200 sweeps of coordinate descent, h^2 operations each. Where directions are
+    nearly alike, entries are not at the least distance after them, the angle is: to 1e-3 or so.
+
+    Examples
+    --------
+    >>> simplex_start(jnp.array([0.6, -0.1, 0.2]), uniform=0.0).round(2)
+    Array([0.75, 0.  , 0.25], dtype=float...)
+    """
+    alpha = floating("alpha", alpha)
+    if alpha.ndim != 1 or alpha.size == 0:
+        raise ValueError(f"alpha: expected an array [h], got shape {alpha.shape}.")
+    if concrete(alpha) and not np.any(alpha):
+        raise ValueError("alpha: expected a direction, got zero.")
+    h = len(alpha)
+    metric = jnp.eye(h, dtype=alpha.dtype) if noise is None else floating("noise", noise)
+    if metric.shape != (h, h):
+        raise ValueError(f"noise: expected shape {(h, h)}, got {metric.shape}.")
+    if concrete(number("uniform", uniform)) and not 0 <= uniform <= 1:
+        raise ValueError(f"uniform: expected a number in [0, 1], got {uniform}.")
+    alpha = alpha / jnp.max(jnp.abs(alpha))  # squares of small numbers vanish
+    sides = jnp.stack([alpha, -alpha])
+    points = jnp.maximum(sides, 0) if noise is None else jax.vmap(partial(_cone, metric))(sides)
+    lengths = jnp.einsum("si,ij,sj->s", points, metric, points)
+    point = points[jnp.argmax(jnp.where(points.sum(1) > 0, lengths, -1))]
+    return (1 - uniform) * point / point.sum() + uniform / h
+
+
+def _cone(metric: jax.Array, alpha: jax.Array) -> jax.Array:
+    """``argmin_{a >= 0} (a - alpha)' metric (a - alpha)`` by coordinate descent."""
+    h = len(alpha)
+    curvature = jnp.diagonal(metric)
+    curvature = jnp.where(curvature > 0, curvature, 1)
+
+    def step(k, a):
+        i = k % h
+        slope = metric[i] @ (a - alpha)
+        return a.at[i].set(jnp.maximum(a[i] - slope / curvature[i], 0))
+
+    return jax.lax.fori_loop(0, 200 * h, step, jnp.maximum(alpha, 0))

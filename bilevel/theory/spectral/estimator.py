@@ -1,0 +1,121 @@
+"""The two stages together: least squares on the training rows, with the mixture estimated."""
+
+from typing import NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from bilevel.theory.spectral.columns import Columns, Features, add_up, block_shape, checked
+from bilevel.theory.spectral.directions import spectral_alpha
+
+
+class SpectralEstimate(NamedTuple):
+    """Result of :func:`spectral_estimator`."""
+
+    alpha: jax.Array  # [h], unit norm
+    dual: jax.Array  # [n] or [n, c], one per training row: theta = Phi_alpha' dual
+
+
+def spectral_estimator(
+    train: tuple[Features, chex.Array],
+    valid: tuple[Features, chex.Array],
+    *,
+    whiten: bool = False,
+) -> SpectralEstimate:
+    """Theorem 4's two stages: alpha from the validation rows, the weights from the training rows.
+
+        alpha = spectral_alpha(valid),   theta = argmin |theta|  of  min |Phi_alpha theta - y|
+
+    Parameters
+    ----------
+    train, valid : (features [n, h, p] or Columns, labels [n] or [n, c])
+        Independent of each other; n may differ.
+    whiten : bool
+        As for :func:`spectral_alpha`.
+
+    Returns
+    -------
+    SpectralEstimate
+        ``dual = (Phi_alpha Phi_alpha')^+ y`` (pseudo-inverse): least squares for p < n, the
+        interpolation of least norm for p > n. For predictions: :func:`spectral_predict`.
+
+    Raises
+    ------
+    ValueError
+        If shapes do not fit, something is empty, or concrete numbers are not finite.
+
+    Notes
+    -----
+    Time: n h p and n^2 p for the kernel, O(n^3) for its pseudo-inverse. Memory: n h b and n^2. The
+    kernel has the squared condition number of ``Phi_alpha``: near p = n float32 is not enough.
+
+    References
+    ----------
+    Oymak et al. 2021, section 5 and Theorem 4; what it attains: :func:`spectral_limits`.
+
+    Examples
+    --------
+    >>> X = jax.random.normal(jax.random.key(0), (120, 3, 40))
+    >>> y = X[:, 1, 0]
+    >>> train, valid, new = (X[:50], y[:50]), (X[50:100], y[50:100]), X[100:]
+    >>> f = spectral_predict(spectral_estimator(train, valid), train[0], new)
+    >>> bool(jnp.mean((f - y[100:]) ** 2) < jnp.mean(y[100:] ** 2))
+    True
+    """
+    features, others = checked(*train)[0], checked(*valid)[0]
+    shapes = block_shape(features), block_shape(others)
+    if {len(shape) for shape in shapes} != {3} or shapes[0][1] != shapes[1][1]:
+        raise ValueError(
+            "train, valid: expected features [n, h, p] of the same h maps, "
+            f"got shapes {shapes[0]} and {shapes[1]}."
+        )
+    alpha = spectral_alpha(*valid, whiten=whiten)
+    kernel = _mixture_kernel(alpha, features, features)
+    labels = jnp.asarray(train[1], kernel.dtype)
+    return SpectralEstimate(alpha, jnp.linalg.pinv(kernel, hermitian=True) @ labels)
+
+
+def spectral_predict(estimate: SpectralEstimate, train: Features, features: Features) -> jax.Array:
+    """Predictions ``alpha' X theta`` of a :func:`spectral_estimator` for new rows.
+
+    Parameters
+    ----------
+    estimate : SpectralEstimate
+    train, features : arrays [n, h, p] and [m, h, p], or Columns of equal blocks
+        Of the training rows and of the new ones.
+
+    Returns
+    -------
+    array [m] or [m, c]
+
+    Raises
+    ------
+    ValueError
+        If one is an array and the other is not, or blocks differ in number, maps or columns.
+
+    Examples
+    --------
+    >>> estimate = SpectralEstimate(jnp.array([1.0, 0.0]), jnp.array([2.0]))
+    >>> spectral_predict(estimate, jnp.ones((1, 2, 3)), jnp.ones((2, 2, 3)))
+    Array([6., 6.], dtype=float...)
+    """
+    forms = [
+        (part.count if isinstance(part, Columns) else "an array", *block_shape(part)[1:])
+        for part in (train, features)
+    ]
+    if forms[0] != forms[1]:
+        raise ValueError(
+            "features: expected blocks (count, h, columns) as of the training rows, "
+            f"{forms[0]}, got {forms[1]}."
+        )
+    return _mixture_kernel(estimate.alpha, features, train) @ estimate.dual
+
+
+def _mixture_kernel(alpha, rows, columns):
+    """``Phi_alpha Phi_alpha'`` between two sets of rows."""
+
+    def term(x, z):
+        return jnp.einsum("h,nhb->nb", alpha, x) @ jnp.einsum("h,nhb->bn", alpha, z)
+
+    return add_up(term, rows, columns)

@@ -1,0 +1,194 @@
+"""How far training moves when its hyperparameters do: an algorithm's Lipschitz constant, measured.
+
+    |A(alpha + delta u) - A(alpha)| / delta,    |u|_2 = 1
+
+Generalization after a search over alpha needs an algorithm A that is Lipschitz in alpha, at least
+approximately, and pays for the constant L only by a logarithm (Oymak et al. 2021, Theorem 1).
+
+==============  ======================================================================
+paper           here
+==============  ======================================================================
+A(alpha)        ``algorithm(alpha)``: the trained weights theta_alpha (Figure 2), or the
+                predictions f_alpha on given inputs (Assumption 1)
+alpha           ``alphas``, m of them
+Delta alpha     ``deltas``, k of them
+==============  ======================================================================
+
+Reference: Oymak, Li, Soltanolkotabi, Generalization Guarantees for Neural Architecture Search with
+Train-Validation Split, ICML 2021, Assumption 1 and section 7a.
+"""
+
+from collections.abc import Callable
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from bilevel.contracts import Pytree
+from bilevel.internal.checks import array, common_dtype, concrete, finite, function, whole
+
+
+def lipschitz(
+    algorithm: Callable[[Pytree], Pytree],
+    alphas: Pytree,
+    deltas: chex.Array,
+    *,
+    directions: Pytree | None = None,
+    norm: Callable[[Pytree], jax.Array] = optax.tree.norm,
+    batch_size: int | None = None,
+) -> jax.Array:
+    """Normalised distances ``norm(A(alpha + delta u) - A(alpha)) / delta``.
+
+    Their maximum is a lower bound of A's Lipschitz constant; where A is Lipschitz only
+    approximately (ReLU: units that switch), they grow as ``delta`` shrinks.
+
+    Parameters
+    ----------
+    algorithm : ``algorithm(alpha) -> weights``, or predictions: any pytree
+        Pure, so that what it closes over (initial weights, data, order of the batches) is the same
+        in all runs, as the definition wants.
+    alphas : pytree of arrays with leading axis m, for instance [m] or [m, h]
+    deltas : array [k], positive
+    directions : pytree like ``alphas``, or like one alpha, optional
+        Directions u, brought to unit 2-norm over all leaves of an alpha; by default +1, for
+        ``alphas`` [m] only. From simplices, ``point - alphas`` moves towards ``point`` and stays
+        on them while delta is at most the distance.
+    norm : ``norm(difference) -> array``
+        Of a difference of outputs; the 2-norm over all leaves by default. A vector of several
+        norms does too.
+    batch_size : int, optional
+        How many alphas are run at a time, each with its k neighbours; by default all.
+
+    Returns
+    -------
+    array [m, k], followed by the axes of ``norm``'s output if it has any
+
+    Raises
+    ------
+    ValueError
+        For what is no function, arguments that are empty, not finite or of shapes that do not fit,
+        a delta that is not positive, a direction of length 0, or a missing one.
+
+    Notes
+    -----
+    ``alpha + delta u`` is not projected: in section 7a it may leave [0, 1], where the paper does
+    not say what it does. The quotient is by the length of the step as rounded, NaN where that is 0.
+
+    Rounding: ``A(alpha + delta u) - A(alpha)`` cancels, and each output is off by at least a
+    rounding of its own size, which iterations may amplify. For alphas of order one the same call
+    measures it, at ``tiny = 64 * jnp.finfo(dtype).eps``: the distances at ``deltas`` contain, in
+    quadrature, about ``lipschitz(algorithm, alphas, jnp.array([tiny])) * tiny / deltas``. Jumps of
+    the algorithm itself are in that too; only a run in float64 tells them from rounding.
+
+    Cost: m (k + 1) runs of the algorithm, that at ``alpha`` being made once for all deltas; memory
+    of ``batch_size`` (k + 1) runs.
+
+    Reference: Oymak et al. (2021), Assumption 1; section 7a and Figure 2. Their Lemma 2 gives
+    ``sqrt(Lbar / mu)`` for lower losses mu-strongly convex in theta and Lbar-smooth in alpha, which
+    for the loss above, linear in alpha, is 0 and not 4: the constant is ``M / mu`` for
+    ``|d^2 L / d theta d alpha| <= M``, and the square root needs joint convexity.
+
+    Examples
+    --------
+    Gradient descent on ``mu/2 theta^2 - M alpha theta``: the constant is ``M / mu``, here 4.
+
+    >>> def train(alpha):
+    ...     step = lambda _, theta: theta - 0.5 * (theta - 4 * alpha)
+    ...     return jax.lax.fori_loop(0, 60, step, 0.0)
+    >>> lipschitz(train, jnp.array([0.0, 0.5]), jnp.array([0.1, 0.01])).round(3)
+    Array([[4., 4.],
+           [4., 4.]], dtype=float...)
+
+    Assumption 1 is the same call, for an algorithm that predicts, in the sup norm over inputs:
+
+    >>> x = jnp.linspace(-1, 1, 5)
+    >>> predict = lambda alpha: train(alpha) * x**2
+    >>> sup = lambda difference: jnp.max(jnp.abs(difference))
+    >>> lipschitz(predict, jnp.array([0.5]), jnp.array([0.1]), norm=sup).round(3)
+    Array([[4.]], dtype=float...)
+    """
+    function("algorithm", algorithm, "alpha -> weights")
+    deltas = _steps(deltas)
+    alphas = _points(alphas)
+    units = _unit(alphas, directions)
+    if batch_size is not None:
+        whole("batch_size", batch_size, 1)
+
+    def moved(delta, unit):
+        dtype = common_dtype(delta, unit)
+        return delta.astype(dtype) * unit.astype(dtype)
+
+    def around(alpha, unit):
+        def step(delta):
+            return jax.tree.map(lambda a, u: a + moved(delta, u).astype(a.dtype), alpha, unit)
+
+        points = jax.vmap(step)(jnp.concatenate([jnp.zeros_like(deltas[:1]), deltas]))
+        # The run at alpha is one of the same vmap: the algorithm is compiled once.
+        outputs = jax.tree.map(_signed, jax.vmap(algorithm)(points))
+
+        def distance(point, output):
+            length = optax.tree.norm(optax.tree.sub(point, alpha))
+            return norm(optax.tree.sub(output, _row(outputs, 0))) / length
+
+        return jax.vmap(distance)(*_row((points, outputs), slice(1, None)))
+
+    size = len(jax.tree.leaves(alphas)[0]) if batch_size is None else batch_size
+    return jax.lax.map(lambda pair: around(*pair), (alphas, units), batch_size=size)
+
+
+def _signed(x: jax.Array) -> jax.Array:
+    """Differences of bytes and of bools would be none."""
+    return x if jnp.issubdtype(x.dtype, jnp.inexact) else x.astype(float)
+
+
+def _row(tree: Pytree, index: int | slice) -> Pytree:
+    return jax.tree.map(lambda leaf: leaf[index], tree)
+
+
+def _steps(deltas: jax.Array) -> jax.Array:
+    deltas = array("deltas", deltas)
+    if deltas.ndim != 1 or deltas.size == 0:
+        raise ValueError(f"deltas: expected shape [k] with k at least 1, got {deltas.shape}.")
+    if concrete(deltas):
+        finite("deltas", deltas)
+        smallest = np.asarray(deltas).min()
+        if not smallest > 0:
+            raise ValueError(f"deltas: expected positive numbers, got {smallest}.")
+    return deltas
+
+
+def _points(alphas: Pytree) -> Pytree:
+    alphas = jax.tree.map(lambda a: array("alphas", a), alphas)
+    alphas = jax.tree.map(lambda a: a.astype(common_dtype(a, float)), alphas)
+    shapes = [leaf.shape for leaf in jax.tree.leaves(alphas)]
+    if not shapes or not all(shape and shape[0] == shapes[0][0] > 0 for shape in shapes):
+        raise ValueError(
+            f"alphas: expected arrays with one leading axis of length at least 1, got {shapes}."
+        )
+    finite("alphas", alphas)
+    return alphas
+
+
+def _unit(alphas: Pytree, directions: Pytree | None) -> Pytree:
+    """One direction for each alpha, of length 1 over all leaves."""
+    if directions is None:
+        if [leaf.ndim for leaf in jax.tree.leaves(alphas)] != [1]:
+            shapes = jax.tree.map(jnp.shape, alphas)
+            raise ValueError(f"directions: expected some for alphas of shape {shapes}, got None.")
+        return jax.tree.map(jnp.ones_like, alphas)
+    try:
+        directions = jax.tree.map(
+            lambda a, u: jnp.broadcast_to(jnp.asarray(u, a.dtype), a.shape), alphas, directions
+        )
+    except (TypeError, ValueError):
+        raise ValueError(
+            "directions: expected arrays like those of alphas, or of one alpha, "
+            f"got {jax.tree.map(jnp.shape, directions)}."
+        ) from None
+    finite("directions", directions)
+    lengths = jax.vmap(optax.tree.norm)(directions)
+    if concrete(lengths) and not np.asarray(lengths).all():
+        raise ValueError("directions: expected lengths above 0, got a direction of length 0.")
+    return jax.vmap(lambda u, length: optax.tree.scale(1 / length, u))(directions, lengths)

@@ -1,0 +1,1 @@
+"""The library neural-tangents, loaded and patched for today's JAX."""

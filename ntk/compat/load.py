@@ -1,0 +1,126 @@
+"""neural-tangents on today's JAX: the only file that touches it.
+
+neural-tangents 0.6.5, its last release, imports names that JAX has since moved or dropped, and an
+experimental module that needs TensorFlow. While it is being imported, :func:`neural_tangents` lends
+``jax`` the names that it misses and puts an empty module in the place of the experimental one; then
+it takes both back. What neural-tangents imported it keeps under its own names; what it calls of JAX
+and SciPy later, and is gone, is put in its place by :mod:`ntk.compat.patches`. Run on JAX 0.10, 0.11 and
+0.12; `benchmarks/neural_tangents_tests.py` runs its own tests.
+"""
+
+import contextlib
+import importlib
+import sys
+import types
+import warnings
+from collections.abc import Iterator
+from functools import cache
+
+import jax
+import jax.extend.core
+from jax.interpreters import ad
+
+from ntk.compat.patches import mend
+
+_INSTALL = (
+    "install it with `pip install --no-deps neural-tangents==0.6.5` and `pip install frozendict`."
+)
+_EXPERIMENTAL = "neural_tangents.experimental"
+
+
+def _safe_map(function, *lists):
+    return [function(*items) for items in zip(*lists, strict=True)]
+
+
+def _safe_zip(*lists):
+    return list(zip(*lists, strict=True))
+
+
+@contextlib.contextmanager
+def _lent(place, names: dict) -> Iterator[None]:
+    """Attributes that ``place`` lacks, for the time of the block."""
+    lent = [name for name in names if not hasattr(place, name)]
+    for name in lent:
+        setattr(place, name, names[name])
+    try:
+        yield
+    finally:
+        for name in lent:
+            delattr(place, name)
+
+
+@contextlib.contextmanager
+def _placeholder(name: str, **contents) -> Iterator[types.ModuleType]:
+    """A module of that name, unless there is one already, for the time of the block."""
+    module = types.ModuleType(name)
+    module.__dict__.update(contents)
+    try:
+        yield sys.modules.setdefault(name, module)
+    finally:
+        if sys.modules.get(name) is module:
+            del sys.modules[name]
+
+
+@cache
+def neural_tangents() -> types.ModuleType:
+    """The package neural-tangents 0.6.5, made to work on today's JAX, without TensorFlow.
+
+    It is imported on the first call. Afterwards an ordinary ``import neural_tangents as nt`` works
+    in the same process.
+
+    Returns
+    -------
+    module
+        ``neural_tangents``: ``stax`` (infinite kernels), ``batch``, ``predict``, Monte Carlo and
+        empirical kernels of every implementation. Without ``neural_tangents.experimental``. ``jax``
+        is left as it was.
+
+    Raises
+    ------
+    ImportError
+        If neural-tangents is missing, or its import fails on this version of JAX.
+
+    Notes
+    -----
+    To install it: ``pip install --no-deps neural-tangents==0.6.5`` and ``pip install frozendict``.
+    Its own metadata asks for TensorFlow, which only the experimental module needs.
+
+    References
+    ----------
+    Novak et al. (2020), "Neural Tangents"; Novak, Sohl-Dickstein & Schoenholz (2022), "Fast finite
+    width neural tangent kernel", for the implementations of empirical kernels.
+
+    Examples
+    --------
+    >>> nt = neural_tangents()
+    >>> from neural_tangents import stax
+    >>> _, _, kernel_fn = stax.serial(stax.Dense(1), stax.Relu(), stax.Dense(1))
+    >>> kernel_fn(jax.numpy.ones((1, 2)), None, "ntk")
+    Array([[1.]], dtype=float...)
+    """
+    moved = "Jaxpr", "JaxprEqn", "Literal", "Primitive", "Var"
+    core = {name: getattr(jax.extend.core, name) for name in moved}
+    # Only the key of a table: a primitive of its own, which no program contains, does no harm.
+    zeros_like = {"zeros_like_p": jax.extend.core.Primitive("zeros_like")}
+    with (
+        _placeholder(_EXPERIMENTAL) as experimental,
+        _placeholder("jax.util", safe_map=_safe_map, safe_zip=_safe_zip),
+        _lent(jax.core, core),
+        _lent(ad, zeros_like),
+        warnings.catch_warnings(action="ignore", category=DeprecationWarning),
+    ):
+        try:
+            module = importlib.import_module("neural_tangents")
+        except ModuleNotFoundError as error:
+            raise ImportError(
+                f"{error.name}: expected neural-tangents 0.6.5, got none; {_INSTALL}"
+            ) from error
+        except (ImportError, AttributeError) as error:
+            raise ImportError(
+                f"neural_tangents: expected a version that JAX {jax.__version__} can import, "
+                f"got the error {str(error)!r}; {_INSTALL}"
+            ) from error
+    if getattr(module, "experimental", None) is experimental and _EXPERIMENTAL not in sys.modules:
+        del module.experimental
+    mend(module)
+    return module

@@ -1,0 +1,183 @@
+"""Parts of neural-tangents that ask JAX or SciPy for what is gone, on their public functions.
+
+Its structured derivatives (implementation 3, and ``AUTO``, which tries every implementation) walk
+through the linear program of a network's tangents, backwards, one equation at a time. In 2023 they
+took that program and its transposition from JAX's internals. Here :func:`jax.linearize` and
+:func:`jax.make_jaxpr` give the program, and an equation is transposed by
+:func:`jax.linear_transpose`. The rules by which neural-tangents recognises structure are its own.
+"""
+
+import contextlib
+import types
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import scipy.linalg
+from jax.core import ShapedArray
+from jax.extend.core import Jaxpr, Literal
+from jax.interpreters.ad import UndefinedPrimal, Zero, is_undefined_primal
+
+from ntk.internal.checks import concrete
+
+
+class _Program(NamedTuple):
+    """What neural-tangents reads of a jaxpr."""
+
+    constvars: list
+    invars: list
+    outvars: list
+    eqns: list
+
+
+def mend(module: types.ModuleType) -> None:
+    """Put the functions below in the place of those that no longer work."""
+    empirical, predict = module._src.empirical, module._src.predict
+    _accept_shapes(empirical)
+    empirical._get_primals_out_and_pullback = _pullbacks(empirical)
+    empirical._read_primal, empirical._write_cotangent = _read, _add_cotangent
+    empirical._eqn_vjp_fn, empirical._eqn_jvp_fn = _transposed, _pushed_forward
+    empirical._get_flops = _flops
+    # The rest of what it calls there: a name in a stack of names, and this test.
+    names = types.SimpleNamespace(transform_name_stack=lambda name: contextlib.nullcontext())
+    empirical.ad = types.SimpleNamespace(
+        source_info_util=names, is_undefined_primal=is_undefined_primal
+    )
+    for name in ("_get_cho_solve", "_get_fns_in_eigenbasis"):
+        setattr(predict, name, _outside_of_traces(getattr(predict, name)))
+    no_context = types.SimpleNamespace(eval_context=contextlib.nullcontext)
+    predict.jax = types.SimpleNamespace(core=no_context, default_backend=jax.default_backend)
+    predict.sp = types.SimpleNamespace(linalg=types.SimpleNamespace(eigvalsh=_eigvalsh))
+
+
+def _outside_of_traces(decompose):
+    """What is kept from call to call is computed at once, unless its kernel is traced itself.
+
+    ``jax.core.eval_context``, in which neural-tangents does that, no longer lets traced kernels in.
+    """
+
+    def decomposed(K, *options):
+        traced = not concrete(K, options)
+        with contextlib.nullcontext() if traced else jax.ensure_compile_time_eval():
+            return decompose(K, *options)
+
+    return decomposed
+
+
+def _accept_shapes(empirical) -> None:
+    # It hands shapes to functions that JAX now wants called on arrays (these cost nothing), and
+    # arrays to one that wants their types.
+    basis, axis_and_dtype = empirical._std_basis, empirical._get_fx_axis_and_dtype
+
+    def empty(x):
+        return np.broadcast_to(np.zeros((), x.dtype), x.shape)
+
+    def of_types(fx, fx_axis, params):
+        return axis_and_dtype(fx, fx_axis, jax.tree.map(lambda x: x.dtype, params))
+
+    empirical._std_basis = lambda tree: basis(jax.tree.map(empty, tree))
+    empirical._get_fx_axis_and_dtype = of_types
+
+
+def _pullbacks(empirical):
+    def primals_out_and_pullback(fn, mode, j_rules, s_rules, fwd, *primals):
+        tree = jax.tree.structure(primals)
+        out, program, constants = _linear_program(fn, primals)
+        unknown = [UndefinedPrimal(v.aval) for v in program.invars]
+
+        def pullback(*cotangents):
+            found = empirical._backward_pass(
+                program,
+                mode=mode,
+                consts=constants,
+                primals_in=unknown,
+                cotangents_in=tuple(jax.tree.leaves(cotangents)),
+                _j_rules=j_rules,
+                _s_rules=s_rules,
+                _fwd=fwd,
+            )
+            return jax.tree.unflatten(tree, found)
+
+        return out, pullback
+
+    return primals_out_and_pullback
+
+
+def _linear_program(fn, primals) -> tuple[Any, _Program, list]:
+    """``fn(*primals)``, the program that takes tangents to its tangents, and its constants."""
+    with jax.disable_jit():  # calls of compiled functions inside, equation by equation
+        out, push_forward = jax.linearize(fn, *primals)
+        closed = jax.make_jaxpr(push_forward)(*jax.tree.map(jnp.zeros_like, primals))
+    return out, *_without_known(closed.jaxpr, closed.consts)
+
+
+def _without_known(jaxpr: Jaxpr, constants) -> tuple[_Program, list]:
+    """The equations that tangents enter; the results of the others are constants."""
+    known = dict(zip(jaxpr.constvars, constants, strict=True))
+    linear = []
+    for eqn in jaxpr.eqns:
+        if all(isinstance(v, Literal) or v in known for v in eqn.invars):
+            values = [_read(known, v) for v in eqn.invars]
+            found = eqn.primitive.bind(*values, **eqn.params)
+            found = found if eqn.primitive.multiple_results else [found]
+            known.update(zip(eqn.outvars, found, strict=True))
+        elif len(eqn.outvars) == 1:
+            linear.append(eqn)
+        else:
+            raise ValueError(
+                "implementation: expected 1 or 2 for a network of which one step has several "
+                f"results ({eqn.primitive}), got structured derivatives (3, or 0, which tries all)."
+            )
+    program = _Program(list(known), list(jaxpr.invars), list(jaxpr.outvars), linear)
+    return program, list(known.values())
+
+
+def _read(known, v):
+    """The value of a literal or a variable; of one that is not known, its shape."""
+    return v.val if isinstance(v, Literal) else known.get(v, UndefinedPrimal(v.aval))
+
+
+def _add_cotangent(primitive, cotangents, v, cotangent) -> None:
+    if not (cotangent is None or isinstance(v, Literal) or isinstance(cotangent, Zero)):
+        cotangents[v] = cotangents[v] + cotangent if v in cotangents else cotangent
+
+
+def _transposed(eqn, cotangent, *values) -> tuple:
+    """Cotangents of the inputs that are not known, None for the others."""
+    if eqn is None:  # the identity
+        return (cotangent,)
+    unknown = [i for i, x in enumerate(values) if isinstance(x, UndefinedPrimal)]
+    avals = [values[i].aval for i in unknown]
+    if isinstance(cotangent, Zero):
+        found = [Zero(aval) for aval in avals]
+    else:
+        shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
+        forward = lambda *x: _apply(eqn, values, dict(zip(unknown, x, strict=True)))  # noqa: E731
+        found = jax.linear_transpose(forward, *shapes)(cotangent)
+    placed = dict(zip(unknown, found, strict=True))
+    return tuple(placed.get(i) for i in range(len(values)))
+
+
+def _pushed_forward(eqn, i, tangent, *values):
+    """The tangent of the equation's result, of one of its input ``i`` alone."""
+    return tangent if eqn is None else _apply(eqn, values, {i: tangent})
+
+
+def _apply(eqn, values, given: dict):
+    """The equation on the inputs given, on the values that are known, on zeros for the rest."""
+    inputs = [given.get(i, x) for i, x in enumerate(values)]
+    inputs = [x.aval if isinstance(x, UndefinedPrimal) else x for x in inputs]
+    inputs = [jnp.zeros(x.shape, x.dtype) if isinstance(x, ShapedArray) else x for x in inputs]
+    found = eqn.primitive.bind(*inputs, **eqn.params)
+    return found[0] if eqn.primitive.multiple_results else found
+
+
+def _flops(f, optimize: bool, *args, **kwargs) -> float:
+    lowered = jax.jit(f).lower(*args, **kwargs)
+    cost = (lowered.compile() if optimize else lowered).cost_analysis() or {}
+    return cost.get("flops", 0.0)  # of a compiler that does not count: the first one is taken
+
+
+def _eigvalsh(a, eigvals):
+    return scipy.linalg.eigvalsh(a, subset_by_index=eigvals)

@@ -1,0 +1,1 @@
+"""Kernels of finite networks, gradients in factors, and expansions in the parameters."""

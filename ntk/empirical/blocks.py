@@ -1,0 +1,216 @@
+"""Empirical kernels, their diagonals and their products with vectors, block by block.
+
+``net`` is a :class:`ntk.empirical.network_program.Network`, ``inputs`` are values like its ``inputs``; a plan of None
+stands for neural-tangents. :mod:`ntk.empirical.kernels` has the public functions.
+"""
+
+import functools
+import warnings
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from ntk.compat import load
+from ntk.empirical import factored_gradients
+from ntk.empirical.factored_gradients import Plan
+from ntk.empirical.network_program import Network
+from ntk.internal.batched_rows import blocks, joined, length, mapped, mirrored, sharded, transposed
+from ntk.internal.checks import at_least_float32
+from ntk.internal.jaxprs import like
+
+# --- Gradients, and their Gram matrices -----------------------------------------------------------
+
+
+def plan(net: Network, method: str) -> Plan | None:
+    if method == "neural_tangents":
+        return None
+    found = factored_gradients.plan(net, factored=method != "jacobian")
+    if method == "layerwise" and not found.layered:
+        raise ValueError(
+            "method: expected an apply that multiplies by leaves of params for 'layerwise', got "
+            "one in which no leaf is used in products alone."
+        )
+    return found
+
+
+_MUCH = 2**26  # bytes of per-sample gradients of which one should know
+
+
+def warn(net: Network, plan: Plan | None, outputs: str, rows: int):
+    """Say which parameters cost memory, if they do."""
+    variables = [like(v) for v in (*net.jaxpr.constvars, *net.jaxpr.invars)]
+    held = rows * (1 if outputs == "sum" else like(net.jaxpr.outvars[0]).size)
+    cost = {
+        name: held * variables[i].size * max(4, variables[i].dtype.itemsize)
+        for i, name in zip(net.trained, net.names, strict=True)
+        if plan is not None and i in plan.rest
+    }
+    total = sum(cost.values())
+    if total < _MUCH:
+        return
+    largest = sorted(cost, key=cost.__getitem__, reverse=True)
+    named = [name for name in largest if cost[name] * 100 > total][:5]
+    more = f" and {len(cost) - len(named)} more" if len(cost) > len(named) else ""
+    warnings.warn(
+        f"params: the gradients of {', '.join(named)}{more} are formed sample by sample, "
+        f"{total / 1e9:.2g} GB at a time, because these are not used in products alone; "
+        "a smaller batch_size takes less memory.",
+        UserWarning,
+        stacklevel=3,  # where the kernel is asked for
+    )
+
+
+def _factors(net: Network, plan: Plan | None, outputs: str) -> tuple[Callable, Callable]:
+    """``factors(inputs, x)`` and ``gram(inputs, factors, factors)``."""
+    if plan is None:
+        return lambda inputs, x: x, _neural_tangents(net, outputs)
+    letters = factored_gradients.FULL if outputs == "full" else factored_gradients.TRACE
+
+    def gram(inputs, left, right):
+        return factored_gradients.gram(plan, letters, left, right)
+
+    return functools.partial(factored_gradients.factors, plan, outputs), gram
+
+
+def _neural_tangents(net: Network, outputs: str):
+    nt = load.neural_tangents()
+
+    def gram(inputs, x1, x2):
+        def batch(trained, x):
+            merged = net.merged(inputs, trained)
+            y = jax.vmap(functools.partial(net.outputs, merged))(x)
+            return y.sum(1, keepdims=True) if outputs == "sum" else y
+
+        kernel = nt.empirical_ntk_fn(
+            batch,
+            trace_axes=(),
+            vmap_axes=0,
+            implementation=nt.NtkImplementation.NTK_VECTOR_PRODUCTS,
+        )
+        k = kernel(x1, x2, [inputs[i] for i in net.trained])
+        return k if outputs == "full" else jnp.einsum("abii->ab", k)
+
+    return gram
+
+
+def kernel(net, plan, outputs, batch_size, mesh, inputs, x1, x2):
+    factors, gram = _factors(net, plan, outputs)
+    n1, n2 = length(x1), length(x1 if x2 is None else x2)
+    devices = 1 if mesh is None else mesh.size
+    blocks1 = blocks(x1, min(batch_size or n1, -(-n1 // devices)), devices)
+    t = length(blocks1)
+    if x2 is None:
+        # Row i of blocks takes columns i .. i + t/2, cyclically: each pair of blocks once (or
+        # twice at a distance t/2), and every row the same work.
+        blocks2, columns = blocks1, (np.arange(t)[:, None] + np.arange(t // 2 + 1)) % t
+    else:
+        blocks2 = blocks(x2, min(batch_size or n2, n2))
+        columns = np.tile(np.arange(length(blocks2)), (t, 1))
+    # Differentiated, a batched kernel forms each block again: otherwise it would hold them all.
+    again = jax.checkpoint if batch_size else lambda function: function
+
+    def rows(inputs, blocks1, columns, blocks2):
+        @again
+        def row(block_and_columns):
+            block, columns = block_and_columns
+            left = factors(inputs, block)
+
+            @again
+            def entry(column):
+                return gram(
+                    inputs, left, factors(inputs, jax.tree.map(lambda x: x[column], blocks2))
+                )
+
+            if x2 is not None:
+                return mapped(entry, columns)
+            diagonal = gram(inputs, left, left)[None]
+            if len(columns) == 1:
+                return diagonal
+            return jnp.concatenate([diagonal, mapped(entry, columns[1:])])
+
+        return mapped(row, (blocks1, columns))
+
+    run = sharded(rows, mesh, P(), P("rows"), P("rows"), P())
+    found = run(inputs, blocks1, jnp.asarray(columns), blocks2)
+    if x2 is not None:
+        return joined(found, n1, n2)
+    row = np.arange(t)[:, None]
+    both = jnp.zeros((t, t, *found.shape[2:]), found.dtype)
+    both = both.at[columns, row].set(jax.vmap(jax.vmap(transposed))(found))
+    return mirrored(joined(both.at[row, columns].set(found), n1, n1))
+
+
+def norms(net, plan, outputs, batch_size, mesh, inputs, x):
+    factors, gram = _factors(net, plan, outputs)
+    n, devices = length(x), 1 if mesh is None else mesh.size
+    blocks_of_x = blocks(x, min(batch_size or n, -(-n // devices)), devices)
+
+    def rows(inputs, blocks):
+        def of(block):
+            if plan is None:
+                one = jax.vmap(lambda x: jax.tree.map(lambda x: x[None], x))(block)
+                return jax.vmap(lambda x: gram(inputs, x, x)[0, 0])(one)
+            found = factors(inputs, block)
+            return factored_gradients.gram(plan, factored_gradients.NORMS, found, found)
+
+        return mapped(of, blocks)
+
+    return sharded(rows, mesh, P(), P("rows"))(inputs, blocks_of_x).reshape(-1)[:n]
+
+
+def product(net, batch_size, inputs, x, v, at=None):
+    """``J(at) J(x)' v``; at x itself by default."""
+    n = length(x)
+
+    def outputs(trained, block):
+        y = jax.vmap(functools.partial(net.outputs, net.merged(inputs, trained)))(block)
+        return y.sum(1) if v.ndim == 1 else y
+
+    trained = [inputs[i] for i in net.trained]
+    out = jax.eval_shape(outputs, trained, x)
+    if v.shape != out.shape:
+        raise ValueError(f"v: expected the shape [n] or [n, o] = {list(out.shape)}, got {v.shape}.")
+    size = min(batch_size or n, n)
+    blocks_of_x, count = blocks(x, size), -(-n // size)
+    cotangents = jnp.concatenate([v, jnp.zeros((count * size - n, *v.shape[1:]), v.dtype)])
+    cotangents = cotangents.reshape(count, size, *v.shape[1:]).astype(out.dtype)
+
+    def pull(total, block_and_cotangent):
+        block, cotangent = block_and_cotangent
+        _, pullback = jax.vjp(lambda trained: outputs(trained, block), trained)
+        return jax.tree.map(jnp.add, total, pullback(cotangent)[0]), None
+
+    zeros = jax.tree.map(jnp.zeros_like, trained)
+    if count == 1:
+        only = jax.tree.map(lambda x: x[0], blocks_of_x)
+        direction, _ = pull(zeros, (only, cotangents[0]))
+    else:
+        direction, _ = lax.scan(pull, zeros, (blocks_of_x, cotangents))
+
+    def push(block):
+        return jax.jvp(lambda trained: outputs(trained, block), (trained,), (direction,))[1]
+
+    m = n if at is None else length(at)
+    rows = blocks_of_x if at is None else blocks(at, min(batch_size or m, m))
+    return mapped(push, rows).reshape(-1, *v.shape[1:])[:m]
+
+
+def nngp(net, outputs, batch_size, inputs, x1, x2):
+    def of(x):
+        cut = blocks(x, min(batch_size or length(x), length(x)))
+        y = mapped(jax.vmap(functools.partial(net.outputs, inputs)), cut)
+        y = y.reshape(-1, y.shape[-1])[: length(x)]
+        return y.astype(at_least_float32(y.dtype))
+
+    y1 = of(x1)
+    y2 = y1 if x2 is None else of(x2)
+    product = functools.partial(jnp.einsum, precision="highest")
+    if outputs == "full":
+        k = product("ai,bj->abij", y1, y2)
+    else:
+        k = product("ai,bi->ab", y1, y2) / y1.shape[1]
+    return mirrored(k) if x2 is None else k

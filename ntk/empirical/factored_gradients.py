@@ -1,0 +1,299 @@
+"""Gradients of single samples, with those of weight matrices, filters and tables kept in factors.
+
+A product ``y_p = W' a_p`` gives its weight the gradient ``sum_p a_p s_p'``: this module collects
+``a`` (inputs) and ``s`` (sensitivities) of every sample, and takes inner products of the gradients
+through them. ``ntk.empirical.kernels`` explains the idea, ``ntk.empirical.weight_products`` finds the products.
+
+Shapes: n samples, o outputs, q positions, g groups, i and j the inputs and outputs of a product
+per group.
+"""
+
+import functools
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import Jaxpr, Literal
+
+from ntk.empirical.linear_operations import Rows
+from ntk.empirical.network_program import Network
+from ntk.empirical.weight_products import Site, Sites, find, floats, leaves_of, overlap, run, whole
+from ntk.internal.checks import at_least_float32
+from ntk.internal.jaxprs import like
+
+_einsum = functools.partial(jnp.einsum, precision="highest")  # a GPU's default keeps 10 bits
+
+
+# --- Which weight is handled how ------------------------------------------------------------------
+
+
+class Plan(NamedTuple):
+    """Which input of the program is handled how. Static."""
+
+    jaxpr: Jaxpr
+    sites: Sites  # products whose weights are kept in factors
+    layered: list[int]  # these weights
+    rest: list[int]  # other parameters, for the per-sample Jacobian
+
+
+def plan(network: Network, factored: bool) -> Plan:
+    """The products to be kept in factors; none of them if not ``factored``."""
+    jaxpr = network.jaxpr
+    inputs = [*jaxpr.constvars, *jaxpr.invars]
+    read = itertools.chain(jaxpr.outvars, *(eqn.invars for eqn in jaxpr.eqns))
+    used = {v for v in read if not isinstance(v, Literal)}
+    trained = [i for i in network.trained if inputs[i] in used]
+    sites: Sites = {}
+    if factored:
+        weights = {inputs[i]: whole(i, like(inputs[i]).shape) for i in trained}
+        sites, elsewhere = find(jaxpr, weights)
+        sites = _only(sites, set(trained) - elsewhere)
+    layered = leaves_of(site.weight for site in jax.tree.leaves(sites))
+    rest = [i for i in trained if i not in layered]
+    if not layered and not rest:  # constant outputs: the kernel's zeros need a shape
+        rest = network.trained[:1]
+    return Plan(jaxpr, sites, sorted(layered), rest)
+
+
+def _only(sites: Sites, allowed: set[int]) -> Sites:
+    """The sites of allowed weights, if all uses of these are such, and can be added up."""
+    weights = {site.key: site.weight for site in jax.tree.leaves(sites)}
+    for first, second in itertools.combinations(weights.values(), 2):
+        if any(overlap(a, b) for a in first.parts for b in second.parts):
+            allowed = allowed - leaves_of([first, second])
+    # A weight that is used together with one that is not allowed is not allowed.
+    while lost := allowed & leaves_of(w for w in weights.values() if not leaves_of([w]) <= allowed):
+        allowed = allowed - lost
+    return _kept(sites, allowed)
+
+
+def _kept(sites: Sites, allowed: set[int]) -> Sites:
+    kept: Sites = {}
+    for place, here in sites.items():
+        if isinstance(here, dict) and (inner := _kept(here, allowed)):
+            kept[place] = inner
+        elif isinstance(here, Site) and leaves_of([here.weight]) <= allowed:
+            kept[place] = here
+    return kept
+
+
+# --- Per-sample factors of the gradient -----------------------------------------------------------
+
+
+class Factors(NamedTuple):
+    """What the gradients of n samples are made of."""
+
+    inputs: list  # per site, [n, steps of its loops, ...]
+    sensitivities: list[jax.Array]  # per site, [n, o, steps of its loops, ...]
+    rest: list[jax.Array]  # per leaf, [n, o, *shape of the leaf]
+
+
+def factors(plan: Plan, outputs: str, inputs, x) -> Factors:
+    """One forward pass, and one backward pass per output, of each sample in ``x`` [n, ...]."""
+    structure: Any = jax.tree.structure(plan.sites)
+
+    def sample(x):
+        def perturbed(additions, rest):
+            merged = list(inputs)
+            for i, leaf in zip(plan.rest, rest, strict=True):
+                merged[i] = leaf
+            (y,), kept = run(plan.jaxpr, [*merged, *jax.tree.leaves(x)], plan.sites, additions)
+            return y, structure.flatten_up_to(kept)
+
+        zeros = jax.tree.map(lambda s: jnp.zeros(s.outputs.shape, s.outputs.dtype), plan.sites)
+        y, pullback, kept = jax.vjp(perturbed, zeros, [inputs[i] for i in plan.rest], has_aux=True)
+        seeds = jnp.ones((1, y.size)) if outputs == "sum" else jnp.eye(y.size)
+        sensitivities, rest = jax.vmap(pullback)(seeds.astype(y.dtype))
+        return kept, jax.tree.leaves(sensitivities), rest
+
+    return Factors(*jax.vmap(sample)(x))
+
+
+class Block(NamedTuple):
+    """The gradients of one weight: sums over the positions of columns times sensitivities."""
+
+    columns: Any  # [n, q, g, i], or Rows of [n, q]
+    sensitivities: jax.Array  # [n, o, q, g, j]
+    rows: int | None  # of a table
+
+
+def _blocks(plan: Plan, factors: Factors) -> list[Block]:
+    """The weights' gradients; uses of one weight are positions beside each other."""
+    found: dict[tuple, list[Block]] = {}
+    sites: list[Site] = jax.tree.leaves(plan.sites)
+    variables = [*plan.jaxpr.constvars, *plan.jaxpr.invars]
+    for site, kept, s in zip(sites, factors.inputs, factors.sensitivities, strict=True):
+        leaf = variables[site.weight.parts[0][0]]
+        dtype = at_least_float32(like(leaf).dtype)
+        columns = _positions(site, site.product.columns, 1, kept)
+        columns = floats(lambda x, d=dtype: x.astype(d), columns)
+        s = _positions(site, site.product.outputs, 2, s).astype(dtype)
+        found.setdefault(site.key, []).append(Block(columns, s, site.product.rows))
+    return [
+        Block(
+            jax.tree.map(lambda *x: jnp.concatenate(x, 1), *(b.columns for b in uses)),
+            jnp.concatenate([b.sensitivities for b in uses], 2),
+            uses[0].rows,
+        )
+        for uses in found.values()
+    ]
+
+
+def _positions(site: Site, function: Callable, axes: int, x):
+    """``function`` of every sample and step; steps that share a weight become positions.
+
+    Steps with a weight each become groups. Before the steps there are ``axes`` others.
+    """
+    loops = site.weight.loops
+    for _ in range(axes + len(loops)):
+        function = jax.vmap(function)
+    own = [axes + k for k, slices in enumerate(loops) if slices]
+    shared = [axes + k for k, slices in enumerate(loops) if not slices]
+
+    def arrange(x):
+        before, (q, *inner) = x.shape[:axes], x.shape[axes + len(loops) :]
+        first = axes + len(loops)
+        order = [*range(axes), *shared, first, *own, *range(first + 1, x.ndim)]
+        positions = q * math.prod(x.shape[k] for k in shared)
+        groups = [math.prod(x.shape[k] for k in own) * inner[0], *inner[1:]] if inner else []
+        return x.transpose(order).reshape(*before, positions, *groups)
+
+    return jax.tree.map(arrange, function(x))
+
+
+def _flat(factors: Factors) -> list[jax.Array]:
+    """Gradients [n, o, p] of the leaves that no product accounts for."""
+    return [g.reshape(*g.shape[:2], -1).astype(at_least_float32(g.dtype)) for g in factors.rest]
+
+
+# --- Their inner products -------------------------------------------------------------------------
+
+
+class Letters(NamedTuple):
+    """Letters of the second sample, of its outputs, and of what is not summed over."""
+
+    b: str
+    m: str
+    out: str
+
+
+FULL, TRACE, NORMS = Letters("b", "m", "abom"), Letters("b", "o", "ab"), Letters("a", "o", "a")
+
+_CHUNK = 2**22  # entries of pairs of positions, or of gradients, held at a time
+
+
+def gram(plan: Plan, letters: Letters, left: Factors, right: Factors):
+    """``K`` between the samples of two sets of factors, [n1, n2] or [n1, n2, o, o].
+
+    With ``NORMS`` its diagonal, [n], of one set that is given twice.
+    """
+    total: Any = 0.0  # takes the dtype of what is added
+    b, m, out = letters
+    for g1, g2 in zip(_flat(left), _flat(right), strict=True):
+        total += _einsum(f"aop,{b}{m}p->{out}", g1, g2)
+    for first, second in zip(_blocks(plan, left), _blocks(plan, right), strict=True):
+        way = _by_pairs if _pairs_are_cheaper(letters, first, second) else _by_gradients
+        total += way(letters, first, second)
+    return total
+
+
+def _pairs_are_cheaper(letters: Letters, left: Block, right: Block) -> bool:
+    """Estimated cost of the two ways to a layer's contribution, in flops.
+
+    An entry that goes to memory and back counts as 16: the Gram matrices of all pairs of positions
+    are what makes the first way impossible for large images.
+    """
+    n1, o, q, g, j = left.sensitivities.shape
+    n2 = len(right.sensitivities)
+    samples = n1 if letters is NORMS else n1 * n2
+    outputs = o**2 if letters is FULL else o
+    held = 16 * (1 + (o**2 if letters is FULL else 1))
+    if left.rows:
+        pair, gradient = 1, left.rows * j * ((n1 + n2) * o * 16 + samples * outputs)
+    else:
+        pair = i = left.columns.shape[-1]
+        gradient = g * i * j * ((n1 + n2) * o * (q + 16) + samples * outputs)
+    return samples * q**2 * g * (pair + outputs * j + held) < gradient
+
+
+def _by_pairs(letters: Letters, left: Block, right: Block):
+    """Over all pairs of positions, some samples at a time."""
+    b, m, out = letters
+    norms = letters is NORMS
+    pairs = "gapq" if norms else "gapbq"
+    outer = "gaopbmq" if letters is FULL else pairs
+
+    def some(left: Block, right: Block):
+        if left.rows:
+            inputs = _same_rows(left.columns, right.columns, norms)
+        else:
+            inputs = _einsum(f"apgi,{b}qgi->{pairs}", left.columns, right.columns)
+        s1, s2 = left.sensitivities, right.sensitivities
+        outputs = _einsum(f"aopgj,{b}{m}qgj->{outer}", s1, s2)
+        return _einsum(f"{pairs},{outer}->{out}", inputs, outputs)
+
+    n, o, q, g, _ = left.sensitivities.shape
+    others = 1 if norms else len(right.sensitivities)
+    entries = others * q**2 * g * (o**2 if letters is FULL else 1)
+    size = max(1, _CHUNK // max(1, entries))
+    if size >= n:
+        return some(left, right)
+
+    def one(sample):
+        columns, s = jax.tree.map(lambda x: x[None], sample)
+        first = Block(columns, s, left.rows)
+        return some(first, first if norms else right)[0]
+
+    return lax.map(one, (left.columns, left.sensitivities), batch_size=size)
+
+
+def _same_rows(left: Rows, right: Rows, norms: bool):
+    """Inner products of columns that are zero but for one entry, [1, a, p, (b,) q]."""
+    between = (slice(None), slice(None), None) + (() if norms else (None,))
+    other = (slice(None), None) if norms else ()
+    equal = left.row[between] == right.row[other]
+    return jnp.where(equal, left.value[between] * right.value[other], 0)[None]
+
+
+def _by_gradients(letters: Letters, left: Block, right: Block):
+    """From the gradients themselves, some of the layer's outputs at a time."""
+    b, m, out = letters
+    inputs = left.rows or left.columns.shape[-1]
+    j = left.sensitivities.shape[-1]
+    entries = max(math.prod(x.sensitivities.shape[:2]) for x in (left, right)) * inputs
+    entries *= left.sensitivities.shape[3]
+    fits = [c for c in range(1, j + 1) if j % c == 0 and (c == 1 or c * entries <= _CHUNK)]
+    size = max(fits, default=0)
+
+    def some(s1, s2):
+        first, second = _gradients(left, s1), _gradients(right, s2)
+        return _einsum(f"aogij,{b}{m}gij->{out}", first, second)
+
+    if size == j:
+        return some(left.sensitivities, right.sensitivities)
+
+    def chunks(s):
+        return jnp.moveaxis(s.reshape(*s.shape[:-1], -1, size), -2, 0)
+
+    start = jax.eval_shape(some, left.sensitivities, right.sensitivities)
+    return lax.scan(
+        lambda total, s: (total + some(*s), None),
+        jnp.zeros(start.shape, start.dtype),
+        (chunks(left.sensitivities), chunks(right.sensitivities)),
+    )[0]
+
+
+def _gradients(block: Block, s):
+    """All samples' and outputs' gradients, [n, o, g, i, j]."""
+    if not block.rows:
+        return _einsum("npgi,nopgj->nogij", block.columns, s)
+
+    def of_sample(rows, s):  # s: [o, p, 1, j]
+        weighted = jnp.moveaxis(s[:, :, 0] * rows.value[:, None], 0, 1)
+        return jax.ops.segment_sum(weighted, rows.row, block.rows)  # [rows, o, j]
+
+    return jnp.moveaxis(jax.vmap(of_sample)(block.columns, s), 2, 1)[:, :, None]

@@ -1,0 +1,175 @@
+"""Operations that are linear in a weight, and whose gradient has factors.
+
+A layer ``y_p = W' a_p`` acts on the positions ``p`` of its input: on one for a dense layer of a
+vector, one per patch for a convolution, one per token for a table that rows are looked up in. The
+gradient is ``sum_p a_p s_p'`` with the sensitivities ``s_p`` of ``y_p``. Here is what ``a`` and
+``y`` are for ``dot_general``, ``conv_general_dilated``, ``gather`` and ``dynamic_slice``.
+
+=============  =====================================================================
+``columns``    a, [positions, groups, inputs per group]; of a table ``Rows``
+``outputs``    y, [positions, groups, outputs per group]
+=============  =====================================================================
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import JaxprEqn
+
+from ntk.internal.jaxprs import like
+
+
+class Rows(NamedTuple):
+    """Which row of a table each position reads: columns of zeros but for one entry."""
+
+    row: jax.Array  # [positions]
+    value: jax.Array  # [positions], the entry
+
+
+class Product(NamedTuple):
+    """How an operation multiplies by a weight. Everything is about one sample."""
+
+    layout: tuple  # the same for operations whose gradients are laid out alike
+    keep: Callable[..., Any]  # the operation's operands -> what columns needs of them
+    columns: Callable[[Any], Any]
+    outputs: Callable[[jax.Array], jax.Array]
+    rows: int | None = None  # of a table
+
+
+def product(eqn: JaxprEqn, operand: int) -> Product | None:
+    """How the operation is linear in this operand; None where nothing is known."""
+    of = {
+        "dot_general": _dot,
+        "conv_general_dilated": _convolution,
+        "gather": _gather,
+        "dynamic_slice": _slice,
+    }
+    found = of.get(eqn.primitive.name)
+    return found and found(eqn, operand)
+
+
+# --- Matrix products ------------------------------------------------------------------------------
+
+
+def _dot(eqn: JaxprEqn, operand: int) -> Product:
+    contracted, batched = eqn.params["dimension_numbers"]
+    other = 1 - operand
+    summed = sorted(zip(contracted[operand], contracted[other], strict=True))
+    own = tuple(d for d, _ in summed)
+    shape, batch = like(eqn.invars[other]).shape, tuple(batched[other])
+    summed_there = tuple(d for _, d in summed)
+    free = tuple(d for d in range(len(shape)) if d not in (*summed_there, *batch))
+
+    def size(dims):
+        return math.prod(shape[d] for d in dims)
+
+    def columns(a):
+        a = a.transpose(*free, *batch, *summed_there)
+        return a.reshape(size(free), size(batch), size(summed_there))
+
+    def outputs(y):  # [batch, free of the first operand, free of the second one]
+        if operand == 0:
+            y = y.reshape(size(batch), -1, size(free))
+            return y.transpose(2, 0, 1)
+        return jnp.swapaxes(y.reshape(size(batch), size(free), -1), 0, 1)
+
+    layout = "dot", tuple(batched[operand]), own
+    return Product(layout, lambda *operands: operands[other], columns, outputs)
+
+
+# --- Convolutions ---------------------------------------------------------------------------------
+
+
+def _convolution(eqn: JaxprEqn, operand: int) -> Product | None:
+    if operand == 0 or eqn.params["batch_group_count"] != 1:
+        return None
+    numbers, groups = eqn.params["dimension_numbers"], eqn.params["feature_group_count"]
+    (batch, channels, *space), (_, _, *window) = numbers.lhs_spec, numbers.rhs_spec
+    size = tuple(like(eqn.invars[1]).shape[d] for d in window)
+    names = "window_strides", "padding", "lhs_dilation", "rhs_dilation"
+    options = [eqn.params[name] for name in names]
+
+    def columns(a):
+        return _patches(a.transpose(batch, *space, channels), size, groups, *options)
+
+    def outputs(y):
+        batch, channels, *space = numbers.out_spec
+        y = y.transpose(batch, *space, channels)
+        return y.reshape(math.prod(y.shape[:-1]), groups, -1)
+
+    layout = "convolution", tuple(numbers.rhs_spec), groups
+    return Product(layout, lambda a, _: a, columns, outputs)
+
+
+def _patches(x, size, groups, strides, padding, spread, dilation):
+    """Patches of ``x`` [b, *space, c] under a window, [positions, groups, window and channels]."""
+    edges = [(low, high, s - 1) for (low, high), s in zip(padding, spread, strict=True)]
+    x = lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), *edges, (0, 0, 0)])
+    for axis, k in enumerate(size):  # [b, ..., n, ..., c] to [b, ..., steps, k, ..., c]
+        window = (k - 1) * dilation[axis] + 1
+        steps = (x.shape[1 + 2 * axis] - window) // strides[axis] + 1
+        at = strides[axis] * np.arange(steps)[:, None] + dilation[axis] * np.arange(k)
+        x = jnp.take(x, at, axis=1 + 2 * axis, mode="clip")
+    rank, channels = len(size), x.shape[-1]
+    x = jnp.moveaxis(x, range(2, 2 * rank + 1, 2), range(-1 - rank, -1))
+    x = x.reshape(math.prod(x.shape[: 1 + rank]), math.prod(size), groups, channels // groups)
+    return jnp.swapaxes(x, 1, 2).reshape(len(x), groups, -1)
+
+
+# --- Rows of a table ------------------------------------------------------------------------------
+
+
+def _row_axis(eqn: JaxprEqn) -> int | None:
+    """The axis along which whole rows are read, one at a time."""
+    shape, sizes = like(eqn.invars[0]).shape, eqn.params["slice_sizes"]
+    cut = [k for k, (size, length) in enumerate(zip(sizes, shape, strict=True)) if size != length]
+    return cut[0] if len(cut) == 1 and sizes[cut[0]] == 1 else None
+
+
+def _read(axis: int, length: int, outputs: Callable, keep: Callable) -> Product:
+    return Product(("rows", axis), keep, lambda rows: rows, outputs, length)
+
+
+def _gather(eqn: JaxprEqn, operand: int) -> Product | None:
+    numbers, axis = eqn.params["dimension_numbers"], _row_axis(eqn)
+    mode = getattr(eqn.params["mode"], "name", "")
+    if operand == 1 or axis is None or axis not in numbers.start_index_map:
+        return None
+    alone = len(numbers.start_index_map) == 1
+    known = mode in ("CLIP", "PROMISE_IN_BOUNDS") or (mode == "FILL_OR_DROP" and alone)
+    if not known or numbers.operand_batching_dims:
+        return None
+    length, dtype = like(eqn.invars[0]).shape[axis], like(eqn.outvars[0]).dtype
+    column, offsets = numbers.start_index_map.index(axis), numbers.offset_dims
+
+    def keep(_, indices):
+        index = indices[..., column].reshape(-1)
+        clipped = jnp.clip(index, 0, length - 1)
+        # Gradients of rows that are not there are dropped, as JAX does, unless it clips them.
+        inside = jnp.ones(index.shape, bool) if mode == "CLIP" else clipped == index
+        return Rows(clipped, inside.astype(dtype))
+
+    def outputs(y):
+        positions = [d for d in range(y.ndim) if d not in offsets]
+        count = math.prod(y.shape[d] for d in positions)
+        return y.transpose(*positions, *offsets).reshape(count, 1, -1)
+
+    return _read(axis, length, outputs, keep)
+
+
+def _slice(eqn: JaxprEqn, operand: int) -> Product | None:
+    axis = _row_axis(eqn)
+    if operand != 0 or axis is None:
+        return None
+    length, dtype = like(eqn.invars[0]).shape[axis], like(eqn.outvars[0]).dtype
+
+    def keep(_, *starts):
+        index = jnp.clip(starts[axis], 0, length - 1).reshape(1)
+        return Rows(index, jnp.ones(1, dtype))
+
+    return _read(axis, length, lambda y: y.reshape(1, 1, -1), keep)

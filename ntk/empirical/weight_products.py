@@ -1,0 +1,327 @@
+"""Where a network uses its weights: products with them, found in the network's program.
+
+A weight is followed from the inputs of the program through whatever only rearranges its entries
+(reshape, transpose, slice, concatenate, cast) or multiplies all of them by one number, into calls
+and loops, to the products of :mod:`ntk.empirical.linear_operations`. A weight with any other use is one for the
+Jacobian; so is one that enters an operation with a derivative rule of its own.
+
+A loop repeats its products. A weight that all steps share has more positions there; one that is
+scanned over is another weight in every step.
+"""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+
+from ntk.empirical.linear_operations import Product, product
+from ntk.internal.jaxprs import CALLS, bind, like, needed, programs, scan_operands
+
+_ENTERED = frozenset(name for name in CALLS if not name.startswith("custom_"))
+_REARRANGING = frozenset({"reshape", "transpose", "squeeze", "expand_dims", "rev"})
+_ALIKE = frozenset({"copy", "copy_p", "convert_element_type", "reduce_precision"})
+
+Box = tuple[tuple[int, int], ...]  # a start and a stop for every axis of a leaf
+Parts = tuple[tuple[int, Box], ...]  # leaves, and which of their entries
+
+
+class Weight(NamedTuple):
+    """A variable that holds entries of leaves, none of them twice, times a number."""
+
+    parts: Parts
+    layout: tuple = ()  # what was done to the entries since
+    factors: tuple[tuple[int, Any, int], ...] = ()  # loops around, variable of one entry, power
+    loops: tuple[bool, ...] = ()  # for the loops around: is it another slice in every step?
+
+    def then(self, *step) -> "Weight":
+        return self._replace(layout=(*self.layout, step))
+
+    def times(self, number, power: int) -> "Weight":
+        return self._replace(factors=(*self.factors, (len(self.loops), number, power)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Site:
+    """A product with a weight."""
+
+    weight: Weight
+    product: Product
+    outputs: jax.ShapeDtypeStruct  # of all steps, if it is in loops
+
+    @property
+    def key(self) -> tuple:
+        """The same for uses whose gradients are laid out alike."""
+        return self.weight.parts, self.weight.layout, self.product.layout
+
+
+def whole(leaf: int, shape: Sequence[int]) -> Weight:
+    """All of a leaf."""
+    return Weight(((leaf, tuple((0, length) for length in shape)),))
+
+
+# The products of a program, by the number of the equation: a site, or for a loop the products of
+# its body. A pytree, of which a site is a leaf.
+Sites = dict[int, Any]
+
+
+# --- Without calls --------------------------------------------------------------------------------
+
+
+def inlined(program: ClosedJaxpr) -> ClosedJaxpr:
+    """The same program with nothing in it that its outputs do not need, and no calls.
+
+    The calls of functions with derivative rules of their own stay.
+    """
+    return jax.make_jaxpr(lambda *inputs: _run(program, inputs))(*map(like, program.jaxpr.invars))
+
+
+def _run(program: ClosedJaxpr, inputs: Sequence, live: list[bool] | None = None) -> list:
+    jaxpr = program.jaxpr
+    live = [True] * len(jaxpr.outvars) if live is None else live
+    values = dict(zip(jaxpr.constvars, program.consts, strict=True))
+    values.update(zip(jaxpr.invars, inputs, strict=True))
+
+    def value(v):
+        return v.val if isinstance(v, Literal) else values[v]
+
+    for eqn, used in needed(jaxpr, live):
+        arguments = [value(v) for v in eqn.invars]
+        if eqn.primitive.name in _ENTERED:
+            outputs = _run(programs(eqn)[0], arguments, used)
+        elif eqn.primitive.name == "scan":
+            outputs = loop(eqn, functools.partial(_run, programs(eqn)[0]), arguments)
+        else:
+            outputs = bind(eqn, arguments)
+        values.update(zip(eqn.outvars, outputs, strict=True))
+    return [value(v) if used else None for v, used in zip(jaxpr.outvars, live, strict=True)]
+
+
+def loop(eqn: JaxprEqn, body, arguments: Sequence, more=None):
+    """A ``scan`` with another body, which may take something more in every step, and return it.
+
+    ``body(inputs) -> outputs``, or with ``more`` ``body(inputs, more) -> outputs, more``.
+    """
+    constants, carried = scan_operands(eqn)
+    consts, state = list(arguments[:constants]), list(arguments[constants : constants + carried])
+
+    def step(state, slices):
+        xs, more = slices
+        inputs = [*consts, *state, *xs]
+        outputs, more = body(inputs, more) if more is not None else (body(inputs), None)
+        return list(outputs[:carried]), (list(outputs[carried:]), more)
+
+    options = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
+    slices = list(arguments[constants + carried :]), more
+    state, (stacked, found) = lax.scan(step, state, slices, **options)
+    return [*state, *stacked] if more is None else ([*state, *stacked], found)
+
+
+# --- Where the weights are ------------------------------------------------------------------------
+
+
+def find(jaxpr: Jaxpr, weights: dict[Var, Weight], steps: tuple[int, ...] = ()):
+    """The products with weights in a program without calls, and the leaves with other uses.
+
+    Parameters
+    ----------
+    jaxpr : Jaxpr
+        A program that :func:`inlined` made.
+    weights : dict
+        Which of its inputs are weights.
+    steps : tuple of int
+        The lengths of the loops around it.
+
+    Returns
+    -------
+    tuple of Sites and set of int
+    """
+    known = dict(weights)
+    single: dict[Var, Any] = {}  # variables that repeat the one entry of another
+    sites: Sites = {}
+    elsewhere: set[int] = set()
+
+    def weight(v) -> Weight | None:
+        return None if isinstance(v, Literal) else known.get(v)
+
+    def number(v):
+        """A variable with the one number that ``v`` consists of, or None."""
+        return v if like(v).size == 1 else single.get(v) if isinstance(v, Var) else None
+
+    for place, eqn in enumerate(jaxpr.eqns):
+        mine: list[Any] = [weight(v) for v in eqn.invars]
+        if eqn.primitive.name == "broadcast_in_dim" and number(eqn.invars[0]) is not None:
+            single[eqn.outvars[0]] = number(eqn.invars[0])
+        if not any(mine):
+            continue
+        if eqn.primitive.name == "scan":
+            sites[place], others = _find_in_loop(eqn, mine, steps)
+            elsewhere |= others
+            continue
+        # Of two weights the larger one: the other would keep all of it for every sample.
+        found = [i for i, w in enumerate(mine) if w]
+        largest = max(found, key=[like(v).size for v in eqn.invars].__getitem__)
+        site = _site(eqn, largest, mine[largest], steps)
+        if site is not None:
+            sites[place] = site
+            elsewhere |= leaves_of(mine[i] for i in found if i != largest)
+            continue
+        outputs, lost = _rearranged(eqn, mine, number)
+        known.update(zip(eqn.outvars, outputs, strict=True))
+        elsewhere |= leaves_of(lost)
+    return sites, elsewhere | leaves_of(weight(v) for v in jaxpr.outvars)
+
+
+def leaves_of(weights) -> set[int]:
+    return {leaf for w in weights if w for leaf, _ in w.parts}
+
+
+def _find_in_loop(eqn: JaxprEqn, mine: list, steps: tuple[int, ...]):
+    constants, carried = scan_operands(eqn)
+    body, inner, lost = programs(eqn)[0].jaxpr, {}, []
+    for i, (w, v) in enumerate(zip(mine, body.invars, strict=True)):
+        if w and constants <= i < constants + carried:
+            lost.append(w)  # it changes
+        elif w:
+            own = i >= constants
+            inner[v] = (w.then("step") if own else w)._replace(loops=(*w.loops, own))
+    sites, elsewhere = find(body, inner, (*steps, eqn.params["length"]))
+    return sites, elsewhere | leaves_of(lost)
+
+
+def _site(eqn: JaxprEqn, operand: int, weight: Weight, steps: tuple[int, ...]) -> Site | None:
+    found = product(eqn, operand)
+    if found is None or (found.rows and any(weight.loops)):
+        return None
+    one = like(eqn.outvars[0])
+    return Site(weight, found, jax.ShapeDtypeStruct((*steps, *one.shape), one.dtype))
+
+
+def _rearranged(eqn: JaxprEqn, mine: list, number: Callable) -> tuple[list, list]:
+    """The outputs as weights, or None; and which weights are used up in the operation."""
+    name, options = eqn.primitive.name, eqn.params
+    if name in ("mul", "div"):
+        return _scaled(eqn, mine, number)
+    first, before, after = mine[0], like(eqn.invars[0]), like(eqn.outvars[0])
+    found: list = []
+    if name == "neg":
+        found = [first.times(-1.0, 1)]
+    elif name in _ALIKE and jnp.issubdtype(after.dtype, jnp.floating):
+        found = [first]
+    elif name in _REARRANGING or (name == "broadcast_in_dim" and after.size == before.size):
+        kept = "new_sizes", "dimensions", "permutation", "shape", "broadcast_dimensions"
+        found = [first.then(name, *((k, options[k]) for k in kept if k in options))]
+    elif name == "concatenate":
+        found = _joined(mine, options["dimension"])
+    elif name in ("slice", "split"):
+        found = _cut(eqn, first)
+    return (found, []) if found else ([None] * len(eqn.outvars), mine)
+
+
+def _scaled(eqn: JaxprEqn, mine: list, number: Callable) -> tuple[list, list]:
+    """One operand is a weight, the other a number, of which it does not matter what it is."""
+    power = 1 if eqn.primitive.name == "mul" else -1
+    for operand in (0, 1) if power == 1 else (0,):
+        weight, other = mine[operand], number(eqn.invars[1 - operand])
+        same = like(eqn.invars[operand]).shape == like(eqn.outvars[0]).shape
+        if weight and same and other is not None:
+            return [weight.times(other, power)], [mine[1 - operand]]
+    return [None], mine
+
+
+def _joined(mine: list, axis: int) -> list[Weight]:
+    parts = tuple(part for w in mine if w for part in w.parts)
+    plain = all(w and not w.factors and w.loops == mine[0].loops for w in mine)
+    if not plain or any(overlap(a, b) for a, b in itertools.combinations(parts, 2)):
+        return []
+    return [mine[0]._replace(parts=parts, layout=("joined", axis, *(w.layout for w in mine)))]
+
+
+def _cut(eqn: JaxprEqn, weight: Weight) -> list[Weight]:
+    """Pieces of a leaf that nothing was done to yet."""
+    options, ((leaf, box), *more) = eqn.params, weight.parts
+    if weight.layout or more or any(stride != 1 for stride in options.get("strides") or ()):
+        return []
+    if eqn.primitive.name == "slice":
+        bounds = [list(zip(options["start_indices"], options["limit_indices"], strict=True))]
+    else:
+        axis, full = options["axis"], [(0, stop - start) for start, stop in box]
+        stops = itertools.accumulate(map(int, options["sizes"]), initial=0)
+        bounds = [[*full[:axis], b, *full[axis + 1 :]] for b in itertools.pairwise(stops)]
+    pieces = [
+        tuple((start + low, start + high) for (start, _), (low, high) in zip(box, b, strict=True))
+        for b in bounds
+    ]
+    return [weight._replace(parts=((leaf, piece),)) for piece in pieces]
+
+
+def overlap(first: tuple[int, Box], second: tuple[int, Box]) -> bool:
+    """Whether two parts have an entry in common."""
+    (leaf, box), (other, there) = first, second
+    return leaf == other and all(
+        max(a, c) < min(b, d) for (a, b), (c, d) in zip(box, there, strict=True)
+    )
+
+
+# --- Running it -----------------------------------------------------------------------------------
+
+
+def run(
+    jaxpr: Jaxpr, inputs: Sequence, sites: Sites, additions: Any, depth: int = 0
+) -> tuple[list, Any]:
+    """The outputs when something is added to every product, and what the products keep.
+
+    Parameters
+    ----------
+    jaxpr : Jaxpr
+        A program that :func:`inlined` made.
+    inputs : sequence of arrays
+        For its constants and inputs.
+    sites : Sites
+        Products in it.
+    additions : pytree of arrays
+        Arranged as ``sites``.
+    depth : int
+        How many loops are around it.
+    """
+    values = dict(zip([*jaxpr.constvars, *jaxpr.invars], inputs, strict=True))
+    kept: dict[int, Any] = {}
+
+    def value(v):
+        return v.val if isinstance(v, Literal) else values[v]
+
+    def times(site: Site, kept):
+        """What the product keeps, times the numbers by which the weight was multiplied here."""
+        for loops, number, power in site.weight.factors:
+            if loops == depth:
+                factor = number if isinstance(number, float) else jnp.reshape(value(number), ())
+                kept = floats(functools.partial(jnp.multiply, factor**power), kept)
+        return kept
+
+    for place, eqn in enumerate(jaxpr.eqns):
+        arguments, here = [value(v) for v in eqn.invars], sites.get(place)
+        if isinstance(here, dict):
+            body = programs(eqn)[0]
+
+            def step(inputs, more, body=body, here=here):
+                return run(body.jaxpr, [*body.consts, *inputs], here, more, depth + 1)
+
+            outputs, found = loop(eqn, step, arguments, additions[place])
+            kept[place] = jax.tree.map(times, here, found)
+        else:
+            outputs = bind(eqn, arguments)
+        if isinstance(here, Site):
+            kept[place] = times(here, here.product.keep(*arguments))
+            outputs = [outputs[0] + additions[place]]
+        values.update(zip(eqn.outvars, outputs, strict=True))
+    return [value(v) for v in jaxpr.outvars], kept
+
+
+def floats(function, tree):
+    """``function`` of the arrays of floating point numbers in it."""
+    return jax.tree.map(lambda x: function(x) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)

@@ -1,0 +1,1 @@
+"""Gaussian expectations of activation functions and their products."""

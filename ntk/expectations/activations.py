@@ -1,0 +1,332 @@
+"""Activations, as the kernels see them: linear on both sides of a kink at 0, or piecewise smooth.
+
+A kernel of infinite width needs Gaussian expectations of an activation ``s`` and of its
+derivatives. Which formula is right depends on where ``s`` is smooth, so an :class:`Activation` is
+one of two:
+
+==========  ====================================================  ==============================
+            s(z)                                                  derivative
+==========  ====================================================  ==============================
+kinked      ``right z`` for z > 0, ``left z`` for z < 0           a step, then a point mass at 0
+smooth      any function, but for the ``kinks`` listed            by JAX, on each piece
+==========  ====================================================  ==============================
+
+==============================  ==========================================================
+name                            s(z)
+==============================  ==========================================================
+``relu``, ``leaky_relu(eta)``   max(z, 0); max(z, eta z)
+``sigmoid``                     1 / (1 + exp(-z)) - 1/2: centred, as in Zhu et al. 2022
+``tanh``, ``erf``               as they are
+``swish``                       z / (1 + exp(-z))
+``gelu``                        z Phi(z), Phi the normal distribution function
+``identity``                    z
+``activation(fn)``              any piecewise smooth function: ELU, hard tanh, steps, ...
+==============================  ==========================================================
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ntk.expectations.arcsine import arcsine
+from ntk.expectations.kinks import ORDERS, Function, Kink, find, jumps, linear_sides, slope
+from ntk.internal.checks import concrete, number
+
+
+@dataclasses.dataclass(frozen=True)
+class Activation:
+    """An elementwise function with what its Gaussian expectations need; call it like one.
+
+    Hashable, and equal to another with the same fields: a compiled kernel is made once for each.
+
+    Attributes
+    ----------
+    name : str
+    smooth : function, or None for a kinked one.
+    kink : (left, right), the values of a kinked one on both sides of 0, times ``|z|^degree``
+        with the sign of z: slopes for degree 1, values for degree 0; ``right - left`` is the mass
+        at 0 for degree -1, where nothing else is left.
+    degree : 1, 0 or -1; kinked only.
+    strip : distance of the nearest complex singularity of ``smooth`` from the real axis, which
+        :func:`ntk.dual` chooses its nodes by.
+    kinks : places where ``smooth`` is not, each with the jumps (right minus left) there of the
+        function and its first seven derivatives.
+    closed : ``(vx, vy, c, vx vy - c^2) -> E[s(u) s(u')]`` in closed form, where there is one, and
+        those of the derivatives of s that lose digits by Price's theorem. The last argument would
+        lose digits if it came from the others.
+
+    Examples
+    --------
+    >>> relu(jnp.array([-1.0, 2.0]))
+    Array([0., 2.], dtype=float...)
+    >>> relu.derivative(jnp.array([-1.0, 2.0]))
+    Array([0., 1.], dtype=float...)
+    >>> leaky_relu(0.1) == leaky_relu(0.1)
+    True
+    """
+
+    name: str
+    smooth: Function | None = None
+    kink: tuple[float, float] = (0.0, 0.0)
+    degree: int = 1
+    strip: float = math.inf
+    closed: tuple[Callable[..., jax.Array], ...] = ()
+    kinks: tuple[Kink, ...] = ()
+
+    def __repr__(self) -> str:
+        return f"ntk.{self.name}"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # The activations of this module by their names: a copy of a function is not equal to it.
+        return self.name if globals().get(self.name) is self else super().__reduce_ex__(protocol)
+
+    def __call__(self, z: Any) -> jax.Array:
+        """``s(z)`` elementwise; half the jump at the kink of a step."""
+        z = jnp.asarray(z)
+        z = z if jnp.issubdtype(z.dtype, jnp.inexact) else z.astype(float)
+        if self.smooth is not None:
+            return self.smooth(z)
+        if self.degree < 0:
+            raise ValueError(f"z: expected a function with values, got the point mass {self.name}.")
+        left, right = self.kink
+        if self.degree == 1:
+            return jnp.where(z > 0, right * z, left * z)
+        return jnp.where(z > 0, right, jnp.where(z < 0, left, (left + right) / 2)).astype(z.dtype)
+
+    @property
+    def derivative(self) -> "Activation":
+        """``s'``, an activation too.
+
+        Raises
+        ------
+        ValueError
+            For a point mass (degree -1), whose derivative is no activation.
+        """
+        name = self.name + "'"
+        if self.smooth is None:
+            if self.degree < 0:
+                raise ValueError(f"derivative: expected degree 0 or 1, got {self.name}, degree -1.")
+            return Activation(name, kink=self.kink, degree=self.degree - 1)
+        closed = self.closed[1:] or tuple(_differentiated_dual(dual) for dual in self.closed)
+        # Where the function itself jumps, its slope on either side: what a network's gradient is.
+        kinks = tuple((t, (*jumps[1:], 0.0)) for t, jumps in self.kinks)
+        return Activation(
+            name, _differentiated(self.smooth), strip=self.strip, closed=closed, kinks=kinks
+        )
+
+    @property
+    def euler(self) -> "Activation":
+        """``z s'(z)``, the derivative of ``s(r z)`` in ``r`` at 1."""
+        if self.smooth is None:
+            left, right = (self.degree * value for value in self.kink)
+            return Activation(f"z {self.name}'", kink=(left, right), degree=self.degree)
+        # (z s')^(m) = z s^(m+1) + m s^(m).
+        kinks = tuple(
+            (
+                t,
+                tuple(
+                    t * b + m * a
+                    for m, (a, b) in enumerate(zip(jumps, (*jumps[1:], 0.0), strict=True))
+                ),
+            )
+            for t, jumps in self.kinks
+        )
+        return Activation(f"z {self.name}'", _euler(self.smooth), strip=self.strip, kinks=kinks)
+
+
+# Cached, so that derivatives of equal activations are equal.
+@functools.cache
+def _differentiated(fn: Function) -> Function:
+    return slope(fn)
+
+
+@functools.cache
+def _euler(fn: Function) -> Function:
+    return lambda z: jax.jvp(fn, (z,), (z,))[1]
+
+
+@functools.cache
+def _differentiated_dual(closed):
+    # Price's theorem: dE[f(u) g(u')]/dc = E[f'(u) g'(u')].
+    def derivative(vx, vy, c, rest):
+        along = jnp.ones_like(c), -2 * c
+        return jax.jvp(lambda c, rest: closed(vx, vy, c, rest), (c, rest), along)[1]
+
+    return derivative
+
+
+def _erf_dual(vx, vy, c, rest):
+    """Williams (1997), Eq. (11)."""
+    # Roots of each variance, not of pairs: there are far fewer where these are rows and columns.
+    over = jax.lax.rsqrt(1 + 2 * vx) * jax.lax.rsqrt(1 + 2 * vy)
+    determinant = (1 + 2 * vx) + 2 * vy + 4 * rest
+    return 2 / jnp.pi * arcsine(2 * c * over, determinant * over**2)
+
+
+def _gelu_dual(vx, vy, c, rest):
+    """By Stein's lemma from E[Phi(u) Phi(u')] and E[phi(u) phi(u')]."""
+    inside, density, _ = _normals(vx, vy, c, rest)
+    return c * inside + density * (rest + c**2 * (1 / (1 + vx) + 1 / (1 + vy)))
+
+
+def _gelu_slope_dual(vx, vy, c, rest):
+    """The derivative in c, simplified: no terms that cancel."""
+    inside, density, square = _normals(vx, vy, c, rest)
+    return inside + c * density * (1 / (1 + vx) + 1 / (1 + vy) + square)
+
+
+def _normals(vx, vy, c, rest):
+    """``E[Phi(u) Phi(u')]``, ``E[phi(u) phi(u')]``, and ``1 / |1 + covariance|``."""
+    over = jax.lax.rsqrt(1 + vx) * jax.lax.rsqrt(1 + vy)
+    determinant = (1 + vx) + vy + rest
+    root = jax.lax.rsqrt(determinant)
+    angle = arcsine(c * over, determinant * over**2)
+    return 0.25 + angle / (2 * jnp.pi), root / (2 * jnp.pi), root**2
+
+
+def leaky_relu(slope: float) -> Activation:
+    """``z`` for z > 0, ``slope z`` for z < 0: the ReLU family.
+
+    Parameters
+    ----------
+    slope : float
+        Zhu's eta; 0 is the ReLU, 1 the identity, -1 the absolute value.
+
+    Raises
+    ------
+    ValueError
+        If ``slope`` is not a finite number known when tracing.
+
+    Examples
+    --------
+    >>> leaky_relu(0.1)(jnp.array([-1.0, 2.0]))
+    Array([-0.1, 2. ], dtype=float...)
+    """
+    if not concrete(number("slope", slope)) or not math.isfinite(slope):
+        raise ValueError(f"slope: expected a finite number known when tracing, got {slope}.")
+    return Activation(f"leaky_relu({float(slope):g})", kink=(float(slope), 1.0))
+
+
+def activation(
+    fn: Function,
+    *,
+    name: str | None = None,
+    strip: float = 1.0,
+    kinks: Sequence[float] | None = None,
+) -> Activation:
+    """Any piecewise smooth elementwise function as an :class:`Activation`.
+
+    Parameters
+    ----------
+    fn : elementwise function, differentiable by JAX on each of its pieces. Give the same object
+        each time: a fresh ``lambda`` is another activation, looked into anew.
+    name : str, optional
+    strip : float
+        For :func:`ntk.dual` alone: ``fn`` is taken to be analytic in ``|Im z| < strip``. A value
+        too large loses digits there, one too small only time. Kernels measure what they resolve.
+    kinks : places where the function or one of its derivatives jumps, optional
+        Found where not given, at up to 16 places; where given, nothing may jump elsewhere.
+
+    Raises
+    ------
+    ValueError
+        If ``fn`` is not callable or not elementwise, its values or slopes are not finite, it has
+        another slope than JAX says, more than 16 kinks, or one that ``kinks`` leaves out; or
+        ``strip`` is not positive.
+
+    Notes
+    -----
+    Jumps of ``fn`` and its first two derivatives are looked for in two thousand cells of
+    ``|z| < 120``, to the last digit: two kinks 1e-3 apart are seen, a spike narrower than the cells
+    (1/64 for ``|z| < 12``) may not be. A function that turns out to be linear on both sides of 0,
+    at all their ends, gets the closed form of leaky ReLUs.
+
+    Examples
+    --------
+    >>> activation(lambda z: jnp.clip(z, -1, 2)).kinks[1][:2]  # at 2 its slope falls by 1
+    (2.0, (0.0, -1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0))
+    """
+    if not callable(fn):
+        raise ValueError(f"fn: expected an elementwise function, got {fn!r}.")
+    if isinstance(fn, Activation):
+        return fn
+    if not number("strip", strip) > 0:
+        raise ValueError(f"strip: expected a positive number, got {strip}.")
+    shape = jax.eval_shape(fn, jax.ShapeDtypeStruct((3,), float)).shape
+    if shape != (3,):
+        raise ValueError(f"fn: expected an elementwise function, got shape {shape} from (3,).")
+    sides, found = _look(fn, None if kinks is None else tuple(sorted(map(float, kinks))))
+    name = name or str(getattr(fn, "__name__", "activation"))
+    if sides is not None:
+        return Activation(name, kink=sides)
+    return Activation(name, fn, strip=strip, kinks=found)
+
+
+@functools.cache
+def _look(fn: Function, told: tuple[float, ...] | None):
+    """Slopes of a function that is linear on both sides of 0, or None, and the kinks."""
+    found = find(fn)
+    if told is not None:
+        missing = [t for t in found if not any(abs(t - k) <= 1e-9 * abs(t) for k in told)]
+        if missing:
+            raise ValueError(
+                f"kinks: expected all places where fn jumps or bends, got {list(told)} without "
+                f"{missing[0]:g}."
+            )
+        found = told
+    sides = linear_sides(fn) if set(found) <= {0.0} else None
+    return sides, () if sides is not None else jumps(fn, found)
+
+
+def in_a_network(fn: Function) -> Activation:
+    """``fn`` as the kernels of networks take it: the only kinked ones there are ReLUs' family.
+
+    Raises
+    ------
+    ValueError
+        As :func:`activation`; for a point mass, which has no values.
+
+    Examples
+    --------
+    >>> in_a_network(relu) == relu, in_a_network(relu.derivative).kinks[0][1][0]
+    (True, 1.0)
+    """
+    s = activation(fn)
+    return s if s.smooth is not None or s.degree == 1 else as_piecewise("activations", s)
+
+
+@functools.cache
+def as_piecewise(argument: str, s: Activation) -> Activation:
+    """A kinked one with its kink at 0 among the others.
+
+    Raises
+    ------
+    ValueError
+        For a point mass, which has no values.
+    """
+    if s.smooth is not None:
+        return s
+    if s.degree < 0:
+        raise ValueError(f"{argument}: expected functions of values, got the point mass {s.name}.")
+    jumps = [0.0] * ORDERS
+    jumps[s.degree] = s.kink[1] - s.kink[0]
+    return Activation(s.name, s.__call__, kinks=((0.0, tuple(jumps)),))
+
+
+relu: Activation = Activation("relu", kink=(0.0, 1.0))
+identity: Activation = Activation("identity", kink=(1.0, 1.0))
+# An odd formula: its expectations have exact zeros where they should.
+sigmoid: Activation = Activation("sigmoid", lambda z: jnp.tanh(z / 2) / 2, strip=math.pi)
+tanh: Activation = Activation("tanh", jnp.tanh, strip=math.pi / 2)
+swish: Activation = Activation("swish", jax.nn.swish, strip=math.pi)
+gelu: Activation = Activation(
+    "gelu",
+    lambda z: jax.nn.gelu(z, approximate=False),
+    closed=(_gelu_dual, _gelu_slope_dual),
+)
+erf: Activation = Activation("erf", jax.lax.erf, closed=(_erf_dual,))

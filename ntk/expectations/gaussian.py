@@ -1,0 +1,260 @@
+"""Gaussian expectations: of one variable, and of a pair at a kink in closed form.
+
+With z ~ N(0, 1) and a pair ``(u, u') = (sx z, sy z')`` of correlation rho:
+
+    mean        E[f(s z)]                      Gauss-Legendre panels that end at the kinks
+    hermite     E[f(s z) h_k(z)]               the same; closed form at a kink
+    grid        nodes and Hermite polynomials  for many functions on the same panels
+    kinked_pair E[f(u) g(u')]                  closed form, f and g kinked at 0
+
+A correlation comes as ``p = (1 - rho) / 2`` and ``q = (1 + rho) / 2``: the angle between the
+inputs is ``theta = 2 atan2(sqrt p, sqrt q)``, exact where rho itself rounds to 1. Panels end at 0,
+so a kink there does no harm, and shrink towards it, for large scales ``s``.
+
+Reference: Cho & Saul (2009) for the kinked pairs; Daniely, Frostig & Singer (2016) for the duals.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ntk.expectations.activations import Activation
+from ntk.expectations.arcsine import arc_polynomials, horner
+from ntk.expectations.truncated_powers import DENSITY
+from ntk.internal.checks import whole
+from ntk.internal.derivative_rules import custom_jvp
+
+_END = 13.0  # where integrals over N(0, 1) end: the density there is 8e-38
+
+
+class Grid(NamedTuple):
+    """Nodes z > 0 on panels, and orthonormal Hermite polynomials h_k at them."""
+
+    z: Any  # [m]
+    roots: Any  # [m], of the weights: the density of N(0, 1) is in them
+    even: Any  # [m, K / 2], roots times h_0, h_2, ...
+    odd: Any  # [m, K / 2]
+    last: Any  # [nodes, 3], to a panel's last Legendre coefficients
+    mass: Any  # [panels], probability
+
+
+def panels(width: float = 0.5) -> np.ndarray:
+    """Edges from 0 to 13, of at most this width, and shrinking towards 0: to 3e-8."""
+    uniform = np.linspace(0, _END, int(np.ceil(_END / width)) + 1)
+    return np.concatenate([[0], uniform[1] * 2.0 ** np.arange(-24, 0), uniform[1:]])
+
+
+@functools.lru_cache(maxsize=4)
+def grid(terms: int, width: float = 0.5) -> Grid:
+    """For expansions in ``terms`` polynomials of what is smooth on panels of a width; float64."""
+    nodes, weights = np.polynomial.legendre.leggauss(24)
+    edges = panels(min(width, 16 / np.sqrt(terms)))
+    half = np.diff(edges)[:, None] / 2
+    z = edges[:-1, None] + half * (nodes + 1)
+    density = half * weights * DENSITY * np.exp(-(z**2) / 2)
+    z, roots = z.ravel(), np.sqrt(density.ravel())
+    # Times the root of the density, h_k stays of order 1 where alone it overflows.
+    even, odd = parts = [np.empty((terms // 2, len(z))) for _ in range(2)]
+    even[0], odd[0] = roots, z * roots
+    for k in range(1, terms - 1):
+        one, other = parts[k % 2][k // 2], parts[1 - k % 2]
+        other[(k + 1) // 2] = (z * one - np.sqrt(k) * other[(k - 1) // 2]) / np.sqrt(k + 1)
+    degrees = np.arange(21, 24)
+    legendre = np.polynomial.legendre.legvander(nodes, 23)[:, degrees]
+    last = legendre * weights[:, None] * (degrees + 0.5)
+    return Grid(z, roots, even.T, odd.T, last, density.sum(1))
+
+
+def _nodes(scale: jax.Array, places: tuple[float, ...], width: float = 0.5):
+    """Nodes on the whole line and weights, [..., m], on panels that end at ``places / scale``."""
+    edges: Any = panels(width)
+    edges = jnp.asarray(np.concatenate([-edges[:0:-1], edges]), scale.dtype)
+    edges = jnp.broadcast_to(edges, (*scale.shape, len(edges)))
+    if places:
+        kinks = jnp.asarray(places, scale.dtype) * reciprocal(scale)[..., None]
+        edges = jnp.sort(jnp.concatenate([edges, jnp.clip(kinks, -_END, _END)], -1), -1)
+    rule = np.polynomial.legendre.leggauss(24)
+    nodes, weights = (jnp.asarray(x, scale.dtype) for x in rule)
+    half = (edges[..., 1:] - edges[..., :-1])[..., None] / 2
+    nodes, weights = (x.reshape(*[1] * (half.ndim - 1), -1) for x in (nodes, weights))
+    z = edges[..., :-1, None] + half * (nodes + 1)
+    weights = half * weights * DENSITY * jnp.exp(-(z**2) / 2)
+    return z.reshape(*scale.shape, -1), weights.reshape(*scale.shape, -1)
+
+
+def mean(
+    fn: Callable[[jax.Array], jax.Array], scale: chex.Array, places: tuple[float, ...] = ()
+) -> jax.Array:
+    """``E[fn(scale z)]``, z ~ N(0, 1), of an elementwise function; shape of ``scale``.
+
+    ``places``: where it is not smooth, beside 0.
+
+    Examples
+    --------
+    >>> bool(jnp.allclose(mean(lambda u: u**2, jnp.array([1.0, 3.0])), jnp.array([1.0, 9.0])))
+    True
+    """
+    scale = jnp.asarray(scale)
+    z, weights = _nodes(scale, places)
+    return (fn(scale[..., None] * z) * weights).sum(-1)
+
+
+def hermite(
+    fn: Callable[[jax.Array], jax.Array],
+    scale: chex.Array,
+    terms: int,
+    places: tuple[float, ...] = (),
+) -> jax.Array:
+    """``a_k = E[fn(scale z) h_k(z)]``, [..., terms], of an elementwise function.
+
+    h_k are the orthonormal Hermite polynomials, so ``E[fn(scale z)^2] = sum_k a_k^2``. Even and odd
+    parts are taken apart: coefficients that vanish by symmetry are exactly 0.
+
+    Parameters
+    ----------
+    fn : function
+        Elementwise, an :class:`~ntk.expectations.activations.Activation` for instance.
+    scale : array [...]
+        Standard deviations.
+    terms : int
+        Number of coefficients, even.
+    places : tuple of float
+        Where fn is not smooth, beside 0.
+
+    Returns
+    -------
+    array [..., terms]
+
+    Raises
+    ------
+    ValueError
+        Unless ``terms`` is an even number of at least 2.
+
+    Examples
+    --------
+    >>> coefficients = hermite(jnp.tanh, jnp.array(1.0), 64)
+    >>> round(float(coefficients[1]), 6), abs(float(coefficients[2])) < 1e-15
+    (0.605706, True)
+    """
+    if whole("terms", terms, 2) % 2:
+        raise ValueError(f"terms: expected an even number, got {terms}.")
+    scale = jnp.asarray(scale)
+    z, weights = _nodes(scale, (*places, *(-t for t in places)), 16 / max(32, terms**0.5))
+    right = (z > 0).astype(z.dtype)
+    even, odd = fn(scale[..., None] * z), fn(-scale[..., None] * z)
+    even, odd = (even + odd) * right, (even - odd) * right
+
+    def coefficient(k, part, h):
+        return (part * weights * h).sum(-1)
+
+    def step(carry, k):
+        before, now = carry
+        part = jnp.where(k % 2 == 0, even, odd)
+        following = (z * now - jnp.sqrt(k) * before) / jnp.sqrt(k + 1)
+        return (now, following), coefficient(k, part, now)
+
+    # Where the density underflows, polynomials overflow.
+    start = (jnp.zeros_like(z), jnp.where(weights > 0, 1.0, 0.0).astype(z.dtype))
+    found = jax.lax.scan(step, start, jnp.arange(terms).astype(scale.dtype))[1]
+    return jnp.moveaxis(found, 0, -1)
+
+
+@functools.cache
+def kink_coefficients(degree: int, terms: int) -> np.ndarray:
+    """Hermite coefficients [terms] of relu (degree 1), step (0) or the point mass at 0 (-1)."""
+    at_zero = np.zeros(terms)
+    at_zero[0] = 1
+    for k in range(2, terms, 2):
+        at_zero[k] = -np.sqrt((k - 1) / k) * at_zero[k - 2]
+    coefficients = DENSITY * at_zero
+    # By parts: E[f h_k] = E[f' h_{k-1}] / sqrt(k).
+    for first in (0.5, DENSITY)[: degree + 1]:
+        rest = coefficients[:-1] / np.sqrt(np.arange(1, terms))
+        coefficients = np.concatenate([[first], rest])
+    return coefficients
+
+
+@custom_jvp
+def arc_cosines(p: chex.Array, q: chex.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """``(E[step step], E[relu relu], 1/2 - E[relu relu])`` of unit variances; elementwise.
+
+    With the angle theta, ``(pi - theta) / 2 pi`` and ``(sin theta + (pi - theta) rho) / 2 pi``
+    (Cho & Saul 2009, orders 0 and 1), all three exact relative to themselves at every angle. The
+    infinite slope of the first at rho = +-1 counts as 0.
+    """
+    near = p <= q
+    m = jnp.minimum(p, q)
+    root = jnp.sqrt(m)
+    asin, gap = (horner(c, 4 * m - 1) for c in arc_polynomials(m.dtype.itemsize))
+    t, gap = 2 * root * asin, m * root * gap
+    step = jnp.where(near, jnp.pi - t, t) / (2 * jnp.pi)
+    small = jnp.where(near, gap + 2 * m * (jnp.pi - t), 2 * m * t - gap) / (2 * jnp.pi)
+    return step, jnp.where(near, 0.5 - small, small), jnp.where(near, small, 0.5 - small)
+
+
+@arc_cosines.defjvp
+def _arc_cosines_jvp(primals, tangents):
+    p, q = primals
+    drho = tangents[1] - tangents[0]
+    step, relu, gap = arc_cosines(p, q)
+    steep = reciprocal(4 * jnp.pi * root(p * q))
+    return (step, relu, gap), (steep * drho, step * drho, -step * drho)
+
+
+def kinked_pair(
+    f: Activation,
+    g: Activation,
+    jumps: Any,
+    sx: jax.Array,
+    sy: jax.Array,
+    p: jax.Array,
+    q: jax.Array,
+) -> jax.Array:
+    """``E[f(u) g(u')]`` for kinked f and g; elementwise in sx, sy, p, q.
+
+    ``jumps``: ((left, right) of f, of g), which replace the fields ``kink`` and may be traced. With
+    ``f = left z^d + (right - left) relu^(1 - d)`` it is a sum of four terms. A point mass against a
+    point mass at the correlations 1 and -1, infinite, is 0 here: the slope of a step's dual there.
+    """
+    if f.degree < g.degree:
+        return kinked_pair(g, f, jumps[::-1], sy, sx, p, q)
+    (lf, rf), (lg, rg) = jumps
+    jf, jg = rf - lf, rg - lg
+    rho = q - p
+    step, relu, _ = arc_cosines(p, q)
+    match f.degree, g.degree:
+        case 1, 1:
+            return sx * sy * (lf * lg * rho + (lf * jg + jf * lg) * rho / 2 + jf * jg * relu)
+        case 1, 0:
+            return sx * DENSITY * (lf * jg * rho + jf * lg + jf * jg * q)
+        case 0, 0:
+            return lf * lg + (lf * jg + jf * lg) / 2 + jf * jg * step
+        case 1, -1:
+            return DENSITY**2 * sx * reciprocal(sy) * 2 * jnp.sqrt(p * q) * jf * jg
+        case 0, -1:
+            return DENSITY * reciprocal(sy) * (lf + rf) / 2 * jg + 0 * p
+        case _:
+            return DENSITY**2 * jf * jg * reciprocal(sx * sy * 2 * jnp.sqrt(p * q))
+
+
+def kinked_gap(jumps: Any, p: jax.Array, q: jax.Array) -> jax.Array:
+    """``E[f(z) f(z)] - E[f(z) f(z')]``, f kinked of degree 1: exact down to the smallest angle."""
+    left, right = jumps
+    return 2 * p * left * right + (right - left) ** 2 * arc_cosines(p, q)[2]
+
+
+def root(x: chex.Array) -> jax.Array:
+    """Square root, with derivative 0 at 0."""
+    positive = ~(x <= 0)  # NaN too, so that it stays
+    return jnp.where(positive, jnp.sqrt(jnp.where(positive, x, 1)), 0)
+
+
+def reciprocal(x: chex.Array) -> jax.Array:
+    """``1 / x``, and 0 at 0."""
+    positive = ~(x <= 0)  # NaN too, so that it stays
+    return jnp.where(positive, 1 / jnp.where(positive, x, 1), 0)

@@ -1,0 +1,486 @@
+"""Expectations of all pairs of two sets of inputs: a polynomial in the correlation, and kinks.
+
+For a pre-activation ``u = s z``, a function of it is split, ``f(s z) = r(z) + k(z)``: a sum k of
+truncated powers at the kinks of f, whose jumps it shares up to the seventh derivative, and the
+regular rest r. With Hermite coefficients of each, by Mehler's formula,
+
+    E[f(u) g(u')] = E[k_f(z) k_g(z')] + sum_n (r_n r'_n + r_n k'_n + k_n r'_n) rho^n,
+
+the first in closed form (:mod:`ntk.expectations.truncated_powers`; arc-cosines where the one kink is at 0). So all
+n1 x n2 pairs cost n1 + n2 sets of coefficients and a few multiply-adds per pair: no quadrature per
+pair, any norms, and correlations of 1 are no special case.
+
+**The error.** What the sum leaves out is at most ``|rho|^K`` times the norms of what the first K
+polynomials miss in r and k, which are measured, not guessed: r minus its expansion is integrated
+on the nodes. So is what the nodes themselves miss, from the last Legendre coefficients of f on each
+panel. An error of rho (its rounding, and that of the layers below) enters by the slopes
+``|d/drho E f g|``, bounded by the norms of f' and g', and at jumps by the modulus of continuity of
+the arc sine.
+
+Reference: Mehler (1866); Daniely, Frostig & Singer (2016), the dual of an activation.
+"""
+
+import functools
+from typing import NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ntk.expectations.gaussian import (
+    DENSITY,
+    Grid,
+    arc_cosines,
+    kink_coefficients,
+    reciprocal,
+    root,
+)
+from ntk.expectations.kinks import ORDERS
+from ntk.expectations.truncated_powers import truncated_powers
+from ntk.internal.derivative_rules import custom_jvp
+
+_UNROLLED = 16  # Horner steps that one pass over a tile of the kernel takes
+
+
+class Pieces(NamedTuple):
+    """Truncated powers at the kinks: of ``+-(z - t)`` where t >= 0 or < 0, so that they stay small.
+
+    ``sum_jm weights_jm (side_j z - place_j)_+^m / m!``
+    """
+
+    place: jax.Array  # [n, kinks], |t|
+    side: jax.Array  # [n, kinks], 1 or -1
+    weights: jax.Array  # [n, kinks, orders]
+
+
+class Expansion(NamedTuple):
+    """One function of the pre-activation over its norm, on n inputs (or 1 for equal norms).
+
+    For derivatives, the norm that it is over is a constant.
+    """
+
+    norm: jax.Array  # [n], root of E f(u)^2
+    mean: jax.Array  # [n], E f(u)
+    regular: jax.Array  # [n, K], Hermite coefficients of r
+    sides: jax.Array  # [n, 2], (left, right) values at a kink at 0, times |z|^degree
+    pieces: Pieces  # the other kinks
+    kinked: jax.Array  # [n, K], Hermite coefficients of the pieces; [n, 0] without
+    # Of the error, all without derivatives:
+    noise: jax.Array  # [n], error of f itself: nodes, rounding, scale
+    size: jax.Array  # [n], norms of r and k together: what rounding is relative to
+    missed: jax.Array  # [n, 2], norms of what K polynomials miss in r and k
+    steep: jax.Array  # [n], norm of the derivative of the first K polynomials
+    jump: jax.Array  # [n], sum of the sizes of jumps
+
+
+class Function(NamedTuple):
+    """What is to be expanded: values of f(scale z) on a grid, and its kinks."""
+
+    right: jax.Array  # [n, m], f(scale z) at the nodes z > 0
+    left: jax.Array  # [n, m], and at -z
+    sides: jax.Array  # [2], kink at 0 that is not in right and left, times |u|^degree
+    places: jax.Array  # [kinks], of u
+    jumps: jax.Array  # [n, kinks, orders], of f and its derivatives: those to be in pieces
+
+
+def expand(
+    f: Function, scale: chex.Array, error: chex.Array, odd: chex.Array, grid: Grid
+) -> Expansion:
+    """The expansion of f at standard deviations ``scale`` [n], known up to ``error`` [n] relative.
+
+    ``odd``: whether the kink at 0 is of degree 1, an array.
+    """
+    power = jnp.where(odd, scale, 1)[:, None]
+    sides, pieces = f.sides[None] * power, _pieces(f, scale)
+    right = f.right - _evaluate(pieces, grid.z)
+    left = f.left - _evaluate(pieces, -grid.z)
+    regular = _coefficients(right, left, grid)
+    kinked = _piece_coefficients(pieces, regular.shape[1])
+    # Moments of r and the kink at 0 by quadrature, whose panels end there; the pieces' exactly.
+    power = jnp.where(odd, grid.z, 1)[None]
+    ends = right + sides[:, 1:] * power, left + jnp.where(odd, -power, power) * sides[:, :1]
+    square = ((grid.roots[None] * ends[0]) ** 2 + (grid.roots[None] * ends[1]) ** 2).sum(1)
+    mean = (ends[0] + ends[1]) @ grid.roots**2
+    own = jnp.zeros_like(scale)
+    if pieces.place.shape[1]:
+        own = _on_diagonal(pieces, pieces)
+        square += own + 2 * (regular * kinked).sum(1)
+        mean += kinked[:, 0]
+    norm = root(square)
+    unit = jax.lax.stop_gradient(reciprocal(norm))
+    errors = jax.lax.stop_gradient(
+        _errors(right, left, sides, regular, kinked, own, pieces, norm, error, odd, grid)
+    )
+    over = unit[:, None]
+    pieces = pieces._replace(weights=pieces.weights * over[..., None])
+    return Expansion(norm, mean, regular * over, sides * over, pieces, kinked * over, *errors)
+
+
+def kinked_expansion(
+    sides: chex.Array, scale: chex.Array, error: chex.Array, degree: int, shape: tuple[int, int]
+) -> Expansion:
+    """The same, where there is nothing but a kink at 0: in closed form, without a grid.
+
+    ``shape``: the coefficients and kinks, all of them 0, that other layers have.
+    """
+    eps = float(jnp.finfo(scale.dtype).eps)
+    sides = sides.reshape(-1, 2) * (scale if degree else jnp.ones_like(scale))[:, None]
+    norm = root((sides**2).sum(1) / 2)
+    mean = (sides[:, 1] - sides[:, 0]) * DENSITY if degree else sides.sum(1) / 2
+    sides = sides * jax.lax.stop_gradient(reciprocal(norm))[:, None]
+    terms, kinks = shape
+    one, none = jnp.ones_like(scale), jnp.zeros((len(scale), terms), scale.dtype)
+    jump = jnp.abs(sides[:, 1] - sides[:, 0])
+    place = jnp.zeros((len(scale), kinks), scale.dtype)
+    pieces = Pieces(place, place + 1, jnp.zeros((*place.shape, ORDERS), scale.dtype))
+    noise = (4 * eps + degree * error / 2) * one
+    missed = jnp.zeros((len(scale), 2), scale.dtype)
+    errors = jax.lax.stop_gradient((noise, one, missed, degree * one, (1 - degree) * jump))
+    return Expansion(norm, mean, none, sides, pieces, none if kinks else none[:, :0], *errors)
+
+
+def piece_norms(weights: jax.Array, place: jax.Array) -> jax.Array:
+    """Norms, or more, of the truncated powers with these weights [n, kinks, orders].
+
+    ``E[(z - t)_+^2m] <= exp(-t^2 / 2) E[z_+^2m] = exp(-t^2 / 2) (2m - 1)!! / 2`` for t >= 0.
+    """
+    order = np.arange(ORDERS)
+    at_zero = np.sqrt(np.cumprod(np.maximum(2 * order - 1, 1)) / 2)
+    at_zero = (at_zero / np.cumprod(np.maximum(order, 1))).astype(place.dtype)
+    return jnp.abs(weights) * at_zero[None, None] * jnp.exp(-(place**2) / 4)[..., None]
+
+
+def _pieces(f: Function, scale: jax.Array) -> Pieces:
+    at = f.places[None] * reciprocal(scale)[:, None]
+    # Beyond, a kink is not seen; the powers would be large.
+    reach = 11.5 if scale.dtype.itemsize == 8 else 7.6
+    seen = (scale[:, None] > 0) & (jnp.abs(at) < reach)
+    side = jnp.where(f.places < 0, -1, 1).astype(scale.dtype)[None] * jnp.ones_like(at)
+    order = np.arange(ORDERS)[None, None]
+    # (t - z)_+^m / m! jumps by -(-1)^m in its m-th derivative.
+    sign = jnp.where(side[..., None] > 0, 1.0, -((-1.0) ** order)).astype(scale.dtype)
+    base = jnp.where(f.jumps == 0, 1, scale[:, None, None])  # powers may overflow
+    weights = sign * f.jumps * base ** order.astype(base.dtype)
+    return Pieces(jnp.where(seen, jnp.abs(at), 0), side, jnp.where(seen[..., None], weights, 0))
+
+
+def _evaluate(pieces: Pieces, z: jax.Array) -> jax.Array:
+    """[n, m] at points z."""
+    total = jnp.zeros((len(pieces.place), len(z)), z.dtype)
+    for j in range(pieces.place.shape[1]):
+        place, side = pieces.place[:, j, None], pieces.side[:, j, None]
+        beyond = side * z[None] - place
+        inside, power = beyond > 0, jnp.maximum(beyond, 0)
+        value = jnp.zeros_like(total)
+        for m in reversed(range(1, ORDERS)):
+            value = (value + pieces.weights[:, j, m, None]) * power / m
+        value += pieces.weights[:, j, 0, None] * jnp.where(inside, 1, 0)
+        total += value
+    return total
+
+
+def _coefficients(right, left, grid: Grid) -> jax.Array:
+    """``E[f h_n]`` [n, K]; those that vanish by symmetry are exactly 0."""
+    roots = grid.roots[None]
+    pairs = ((right + left) * roots) @ grid.even, ((right - left) * roots) @ grid.odd
+    return jnp.stack(pairs, axis=-1).reshape(len(right), -1)
+
+
+def _piece_coefficients(pieces: Pieces, terms: int) -> jax.Array:
+    """Hermite coefficients of the pieces, [n, K]; [n, 0] without any."""
+    n, kinks = pieces.place.shape
+    if not kinks:
+        return jnp.zeros((n, 0), pieces.place.dtype)
+    h = pieces.place
+    order = jnp.arange(1, terms).astype(h.dtype)
+
+    def next_degree(carry, k):
+        before, now = carry
+        return (now, (h * now - jnp.sqrt(k - 1) * before) / jnp.sqrt(k)), now
+
+    density = DENSITY * jnp.exp(-(h**2) / 2)
+    (_, last), found = jax.lax.scan(next_degree, (jnp.zeros_like(h), density), order)
+    # By parts: E[f h_n] = E[f' h_{n-1}] / sqrt(n), down to the point mass.
+    current = jnp.moveaxis(jnp.concatenate([found, last[None]]), 0, -1)
+    upper = jax.scipy.special.erfc(h / np.sqrt(2).item()) / 2
+
+    def integrate(carry, x):
+        below, first, series, total = carry  # first: of order m, below: of m - 1
+        weight, m = x
+        rest = series[..., :-1] / jnp.sqrt(order)[None, None]
+        series = jnp.concatenate([first[..., None], rest], axis=-1)
+        total += weight[..., None] * series
+        return (first, (below - h * first) / (m + 1), series, total), None
+
+    orders = jnp.moveaxis(pieces.weights, 2, 0), jnp.arange(ORDERS).astype(h.dtype)
+    start = density, upper, current, jnp.zeros_like(current)
+    (*_, total), _ = jax.lax.scan(integrate, start, orders)
+    parity = jnp.where((np.arange(terms) % 2 == 1)[None, None], pieces.side[..., None], 1)
+    return (parity * total).sum(1)
+
+
+def _on_diagonal(a: Pieces, b: Pieces) -> jax.Array:
+    """``E[k_a(z) k_b(z)]`` [n]."""
+    total = jnp.zeros(len(a.place), a.place.dtype)
+    for i in range(a.place.shape[1]):
+        for j in range(b.place.shape[1]):
+            opposite = jnp.where(a.side[:, i] * b.side[:, j] > 0, 0.0, 1.0).astype(total.dtype)
+            powers = truncated_powers(ORDERS, a.place[:, i], b.place[:, j], opposite, 1 - opposite)
+            total += jnp.einsum("nk,kln,nl->n", a.weights[:, i], powers, b.weights[:, j])
+    return total
+
+
+def _errors(right, left, sides, regular, kinked, own, pieces, norm, error, odd, grid):
+    """The last five fields of :class:`Expansion`."""
+    eps = float(jnp.finfo(norm.dtype).eps)
+    over, terms = reciprocal(norm), regular.shape[1]
+    e, o = (right + left) * grid.roots[None], (right - left) * grid.roots[None]
+    rest = (
+        e - 2 * regular[:, ::2] @ grid.even.T,
+        o - 2 * regular[:, 1::2] @ grid.odd.T,
+    )
+    # Polynomials go on beyond the last node, with up to a hundredth of what a kink leaves there.
+    missed_regular = 1.01 * root(sum((part**2).sum(1) for part in rest) / 2)
+    size = root(((e**2).sum(1) + (o**2).sum(1)) / 2)
+    slant = jnp.abs(sides[:, 1] - sides[:, 0])
+    (step, step_end), (relu, relu_end) = (kink_series(degree, terms) for degree in (0, 1))
+    missed_kinked = slant * jnp.where(odd, relu_end, step_end)
+    straight = jnp.where(jnp.arange(terms)[None] == jnp.where(odd, 1, 0), sides[:, :1], 0)
+    known = jnp.asarray(np.stack([step, relu]), norm.dtype)
+    bent = (sides[:, 1:] - sides[:, :1]) * jnp.where(odd, known[1:], known[:1])
+    total = regular + straight + bent
+    if kinked.shape[1]:
+        gone = jnp.maximum(own - (kinked**2).sum(1), 0) + 4 * eps * own
+        missed_kinked += root(gone)
+        total += kinked
+    order = jnp.sqrt(jnp.arange(terms)).astype(norm.dtype)[None]
+    slope = order * total  # slope_k belongs to h_(k-1)
+    steep = root((slope**2).sum(1))
+    # z f'(z) in the same basis: z h_k is in that of h_(k-1) and h_(k+1).
+    stretch = (order * slope).at[:, :-2].add(order[:, 1:-1] * slope[:, 2:])
+    stretch = root((stretch**2).sum(1))
+    noise = (
+        4 * eps * (size + root(own) + norm)
+        + 2 * root(tails(right, grid) + tails(left, grid))
+        + error / 2 * stretch
+    )
+    noise *= over
+    if kinked.shape[1]:
+        # The norm's square is a sum whose terms may cancel: to nothing, to rounding, or to what the
+        # product of r and k misses.
+        product = missed_regular * missed_kinked
+        # Pieces of one side cancel among themselves; the other side's are elsewhere.
+        each = piece_norms(pieces.weights, pieces.place).sum(2)
+        bulk = sum(jnp.where(pieces.side == side, each, 0).sum(1) ** 2 for side in (1, -1))
+        noise += ((4 * eps * (bulk + size**2) + product) * over) * over
+        noise = jnp.where((norm > 0) | (own == 0), noise, jnp.inf)
+    jump = jnp.abs(pieces.weights[..., 0]).sum(1) + jnp.where(odd, 0, slant)
+    missed = jnp.stack([missed_regular * over, missed_kinked * over], 1)
+    return noise, (size + root(own)) * over + 1, missed, steep * over, jump * over
+
+
+def tails(values: jax.Array, grid: Grid) -> jax.Array:
+    """Squared norms [n] of the last Legendre coefficients of values [n, m] on each panel."""
+    panels = values.reshape(len(values), -1, len(grid.last))
+    return (jnp.abs(panels @ grid.last).max(2) ** 2) @ grid.mass
+
+
+@functools.cache
+def kink_series(degree: int, terms: int) -> tuple[np.ndarray, float]:
+    """Hermite coefficients of relu (degree 1) or step (0), and the norm of what they miss."""
+    series = kink_coefficients(degree, terms)
+    return series, float(np.sqrt(max(0.5 - np.sum(series**2), 0)))
+
+
+# ----------------------------------------------------------------------------- all pairs
+
+
+class Pair(NamedTuple):
+    """All pairs of a tile, [n1, n2]."""
+
+    p: jax.Array  # (1 - rho) / 2
+    q: jax.Array  # (1 + rho) / 2
+    error: jax.Array  # of p and q
+
+
+def expectations(
+    fs: tuple[Expansion, ...], gs: tuple[Expansion, ...], degrees: tuple[int, ...], pair: Pair
+) -> list[tuple[jax.Array, jax.Array]]:
+    """``E[f(u) g(u')]`` of all pairs, [n1, n2], and a bound of its error, for each f and g.
+
+    All functions have their kinks at the same places. Finite whatever the error is, so that no
+    entry harms another one, nor its derivatives.
+    """
+    kinked = _pairs_of_pieces([f.pieces for f in fs], [g.pieces for g in gs], pair)
+    # Near 1 from p and near -1 from q: the other one has lost their digits.
+    rho = pair.q - pair.p
+    near = jnp.where(pair.p < pair.q, 1 - 2 * pair.p, 2 * pair.q - 1)
+    rho = rho + jax.lax.stop_gradient(near - rho)
+    found = []
+    for f, g, degree, total in zip(fs, gs, degrees, kinked, strict=True):
+        # The expansions are over these norms, taken for constants.
+        size = jax.lax.stop_gradient(f.norm[:, None] * g.norm[None])
+        value = total + _sides(f.sides, g.sides, degree, pair.p, pair.q)
+        value += _series(f, g, degree, rho)
+        found.append((size * value, size * _bound(f, g, pair)))
+    return found
+
+
+def on_diagonal(f: Expansion, g: Expansion, equal: chex.Array) -> tuple[jax.Array, jax.Array]:
+    """``E[f(u) g(u)]`` [n] of two slopes at the same input, and a bound of its error.
+
+    ``equal``: whether they are the same function, whose norm is known better than its series.
+    """
+    size = jax.lax.stop_gradient(f.norm * g.norm)
+    (lf, rf), (lg, rg) = f.sides.T, g.sides.T
+    value = (lf * lg + rf * rg) / 2 + _on_diagonal(f.pieces, g.pieces)
+    bound = f.noise + g.noise + 4 * float(jnp.finfo(size.dtype).eps) * f.size * g.size
+    if f.regular.shape[1]:
+        kinks_f, kinks_g = _kink_part(f, 0), _kink_part(g, 0)
+        value += (f.regular * (g.regular + kinks_g) + kinks_f * g.regular).sum(1)
+        regular = jnp.where(equal, 0, f.missed[:, 0] * g.missed[:, 0])
+        bound += regular + f.missed[:, 0] * g.missed[:, 1] + f.missed[:, 1] * g.missed[:, 0]
+    value = jnp.where(equal, f.norm * g.norm, size * value)
+    return value, jax.lax.stop_gradient(size * bound)
+
+
+def _sides(a, b, degree: int, p, q):
+    """``E[f g]`` for kinks at 0, each ``left z^d + (right - left) k(z)``: a sum of four terms.
+
+    The kink k is a ReLU for degree d = 1, and its slope, a step, for d = 0.
+    """
+    step, relu, _ = arc_cosines(p, q)
+    (lf, rf), (lg, rg) = (a[:, 0, None], a[:, 1, None]), (b[None, :, 0], b[None, :, 1])
+    jf, jg = rf - lf, rg - lg
+    straight = q - p if degree else jnp.ones_like(p)
+    return (lf * lg + (lf * jg + jf * lg) / 2) * straight + jf * jg * (relu if degree else step)
+
+
+def _pairs_of_pieces(a: list[Pieces], b: list[Pieces], pair: Pair) -> list[jax.Array]:
+    """``E[k_f(z) k_g(z')]`` for each pair of lists."""
+    kinks = a[0].place.shape[1]
+    none = [jnp.zeros_like(pair.p) for _ in a]
+    if not kinks or not b[0].place.shape[1]:
+        return none
+
+    def add(totals, index):
+        i, j = index
+        take = functools.partial(jax.lax.dynamic_index_in_dim, axis=1, keepdims=False)
+        opposite = take(a[0].side, i)[:, None] * take(b[0].side, j)[None] < 0
+        p, q = jnp.where(opposite, pair.q, pair.p), jnp.where(opposite, pair.p, pair.q)
+        h, k = (
+            jnp.broadcast_to(x, p.shape)
+            for x in (take(a[0].place, i)[:, None], take(b[0].place, j)[None])
+        )
+        powers = truncated_powers(ORDERS, h, k, p, q)
+        for t, (f, g) in enumerate(zip(a, b, strict=True)):
+            wf, wg = take(f.weights, i), take(g.weights, j)
+            rows = (powers * wg.T[None, :, None]).sum(1)
+            totals[t] += (rows * wf.T[..., None]).sum(0)
+        return totals, None
+
+    both = [(i, j) for i in range(kinks) for j in range(b[0].place.shape[1])]
+    return jax.lax.scan(add, none, jnp.asarray(both))[0]
+
+
+def _series(f: Expansion, g: Expansion, degree: int, rho):
+    """``sum_n (r_n (r'_n + k'_n) + k_n r'_n) rho^n``."""
+    if not f.regular.shape[1]:
+        return jnp.zeros_like(rho)
+    kinks_f, kinks_g = _kink_part(f, degree), _kink_part(g, degree)
+    total = polynomial(f.regular.T, (g.regular + kinks_g).T, rho)
+    return total + polynomial(kinks_f.T, g.regular.T, rho)
+
+
+def _kink_part(f: Expansion, degree: int) -> jax.Array:
+    series = jnp.asarray(kink_series(degree, f.regular.shape[1])[0], f.norm.dtype)
+    part = (f.sides[:, 1:] - f.sides[:, :1]) * series[None]
+    part = part.at[:, degree].add(f.sides[:, 0])
+    return part + f.kinked if f.kinked.shape[1] else part
+
+
+def _bound(f: Expansion, g: Expansion, pair: Pair) -> jax.Array:
+    """A bound of the error of ``E[f g]``, relative to both norms."""
+    f, g, pair = jax.lax.stop_gradient((f, g, pair))
+    power = jnp.abs(pair.q - pair.p)
+    for _ in range(max(f.regular.shape[1], 1).bit_length() - 1):
+        power = power * power
+    (rf, kf), (rg, kg) = (f.missed[:, 0, None], f.missed[:, 1, None]), g.missed.T[:, None]
+    eps = float(jnp.finfo(power.dtype).eps)
+    total = f.noise[:, None] + g.noise[None] + 4 * eps * f.size[:, None] * g.size[None]
+    total += power * (rf * (rg + kg) + kf * rg)
+    # rho is rounded, and so is every product of Horner's rule: of rho^k, 2 k times.
+    total += 3 * eps * f.steep[:, None] * g.steep[None]
+    total += moves(f.jump[:, None] * g.jump[None]) * f.steep[:, None] * g.steep[None] * pair.error
+    # asin(sqrt(p)) / pi moves no further than at p = 0, and by its slope elsewhere.
+    inverse = reciprocal(jnp.sqrt(pair.p * pair.q))
+    inverse = jnp.where(inverse > 0, inverse, 1 / float(jnp.finfo(inverse.dtype).tiny) ** 0.25)
+    moved = jnp.minimum(pair.error * inverse / 3, 0.4 * jnp.sqrt(pair.error))
+    return total + f.jump[:, None] * g.jump[None] * moved
+
+
+def moves(jump: jax.Array) -> jax.Array:
+    """How much ``E[f g]`` moves with p, at most, over both slopes' norms.
+
+    By |d rho| = 2 |d p| with Cauchy and Schwarz; of functions that jump, only K terms are known of
+    the slopes.
+    """
+    return jnp.where(jump > 0, 3, 2.1).astype(jump.dtype)
+
+
+# ----------------------------------------------------------------------------- the polynomial
+
+
+@custom_jvp
+def polynomial(a: chex.Array, b: chex.Array, rho: chex.Array) -> jax.Array:
+    """``sum_k a_ki b_kj rho_ij^k`` [n1, n2], for a [K, n1] and b [K, n2].
+
+    No more terms are summed than the largest correlation asks for.
+    """
+    sizes = jnp.abs(a).max(1) * jnp.abs(b).max(1)
+    # An entry that is NaN already decides nothing for the others.
+    largest = jnp.max(jnp.where(jnp.isnan(rho), 0, jnp.abs(rho)), initial=0)
+    tails = jnp.cumsum((sizes * largest ** jnp.arange(len(sizes), dtype=rho.dtype))[::-1])[::-1]
+    needed = jnp.sum(tails > jnp.finfo(rho.dtype).eps / 4 * jnp.minimum(tails[0], 1))
+    blocks = (needed + _UNROLLED - 1) // _UNROLLED
+
+    def block(i, total):
+        start = (blocks - 1 - i) * _UNROLLED
+        left, right = (jax.lax.dynamic_slice_in_dim(x, start, _UNROLLED) for x in (a, b))
+        for k in reversed(range(_UNROLLED)):
+            total = total * rho + left[k][:, None] * right[k][None]
+        return total
+
+    return jax.lax.fori_loop(0, blocks, block, jnp.zeros_like(rho))
+
+
+@functools.partial(polynomial.defjvp, symbolic_zeros=True)
+def _polynomial_jvp(primals, tangents):
+    a, b, rho = primals
+    da, db, drho = (
+        None if isinstance(t, jax.custom_derivatives.SymbolicZero) else t for t in tangents
+    )
+    change = jnp.zeros_like(rho)
+    if drho is not None:
+        order = jnp.sqrt(jnp.arange(1, len(a))).astype(a.dtype)[:, None]
+        shifted = (jnp.pad(order * x[1:], ((0, 1), (0, 0))) for x in (a, b))
+        change += drho * polynomial(*shifted, rho)
+    if da is not None:
+        change += _linear(da, b, rho)
+    if db is not None:
+        change += _linear(a, db, rho)
+    return polynomial(a, b, rho), change
+
+
+def _linear(a, b, rho):
+    """:func:`polynomial` with all terms, in a loop that JAX can transpose."""
+
+    def block(total, pieces):
+        left, right = pieces
+        for k in reversed(range(_UNROLLED)):
+            total = total * rho + left[k][:, None] * right[k][None]
+        return total, None
+
+    blocks = [x.reshape(-1, _UNROLLED, x.shape[1]) for x in (a, b)]
+    return jax.lax.scan(block, jnp.zeros_like(rho), tuple(blocks), reverse=True)[0]

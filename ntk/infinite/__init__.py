@@ -1,0 +1,1 @@
+"""Kernels of infinitely wide networks and of mixtures of activations."""

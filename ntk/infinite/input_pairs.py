@@ -1,0 +1,120 @@
+"""All pairs of two sets of inputs: their angles, exactly, and arrays of them tile by tile.
+
+An angle theta is kept as ``p = (1 - cos theta) / 2`` and ``q = (1 + cos theta) / 2``, both to full
+relative precision: kernels with a kink have slopes of ``1 / theta``, so that near-duplicates would
+lose half their digits in a Gram matrix rounded once.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ntk.expectations.gaussian import reciprocal
+
+TILE = 256  # rows and columns of a kernel that are computed at a time
+
+
+class UnitRows(NamedTuple):
+    """Rows of unit norm as ``high + low``; products of ``high`` parts are exact in any order."""
+
+    high: jax.Array  # [n, d], multiples of 2^-25 (float32: 2^-11)
+    low: jax.Array  # [n, d]
+    square_high: jax.Array  # [n]
+    square_low: jax.Array  # [n]; the two add up to the squared norm
+
+
+def unit(x: chex.Array, norms: chex.Array) -> UnitRows:
+    """Rows over their norms [n]; rows of norm 0 stay 0."""
+    unit = x * reciprocal(norms)[:, None]
+    grid = 2.0 ** {8: 25, 4: 11}.get(unit.dtype.itemsize, 4)
+    high = jax.lax.stop_gradient(jnp.round(unit * grid) / grid)
+    low = unit - high
+    return UnitRows(high, low, (high * high).sum(1), (low * (2 * high + low)).sum(1))
+
+
+def half_chords(a: UnitRows, b: UnitRows) -> tuple[jax.Array, jax.Array]:
+    """``((1 - rho) / 2, (1 + rho) / 2)`` [n1, n2], both to full relative precision."""
+    product = functools.partial(jnp.matmul, precision="highest")
+    high = product(a.high, b.high.T)
+    one, other = jnp.concatenate([a.high, a.low], 1), jnp.concatenate([b.low, b.high + b.low], 1)
+    low = product(one, other.T)
+    squares_high = a.square_high[:, None] + b.square_high[None]
+    squares_low = a.square_low[:, None] + b.square_low[None]
+    apart = jnp.maximum((squares_high - 2 * high) + (squares_low - 2 * low), 0)
+    along = jnp.maximum((squares_high + 2 * high) + (squares_low + 2 * low), 0)
+    # Inputs of norm 0 have no angle: any will do, their covariances are 0.
+    total = 2 * (squares_high + squares_low)  # of the two, which need not both be computed
+    known = total > 0.5
+    return tuple(
+        jnp.where(known, part / jnp.where(known, total, 1), 0.5) for part in (apart, along)
+    )  # type: ignore[return-value]
+
+
+def assemble(
+    tile: Callable[..., Any], n1: int, n2: int, *, symmetric: bool, size: int = TILE
+) -> Any:
+    """Arrays [n1, n2] from ``tile(i, j, size1, size2)``, a pytree of [size1, size2] blocks.
+
+    Symmetric: the upper triangle is computed. The last tile of a side is moved inwards, over its
+    neighbour, rather than padded. ``size``: the most rows and columns of a tile.
+    """
+    size1, size2 = min(size, n1), min(size, n2)
+    if (size1, size2) == (n1, n2):
+        return tile(0, 0, n1, n2)
+    starts1, starts2 = (
+        np.minimum(np.arange(0, n, step), n - step) for n, step in ((n1, size1), (n2, size2))
+    )
+    corners = [(i, j) for i in starts1 for j in starts2 if not symmetric or i <= j]
+    # Recomputed in reverse mode: else every tile would keep all its layers.
+    compute = jax.checkpoint(functools.partial(tile, size1=size1, size2=size2))
+
+    def step(totals, corner):
+        i, j = corner
+        blocks = compute(i, j)
+
+        def put(total, block):
+            total = jax.lax.dynamic_update_slice(total, block, (i, j))
+            return jax.lax.dynamic_update_slice(total, block.T, (j, i)) if symmetric else total
+
+        return jax.tree.map(put, totals, blocks), None
+
+    shapes = jax.eval_shape(compute, 0, 0)
+    empty = jax.tree.map(lambda s: jnp.zeros((n1, n2), s.dtype), shapes)
+    return jax.lax.scan(step, empty, jnp.asarray(corners))[0]
+
+
+def padded(x: chex.Array | None) -> jax.Array | None:
+    """``x`` [n, d], its last row repeated up to one of few sizes: each is compiled for.
+
+    Powers of two up to a tile, then whole tiles, which cost no time: a part of a tile is moved
+    inwards and computed whole. Of eight tiles a side and more, kernels take longer than their
+    compilation, and memory counts: they stay.
+    """
+    if x is None or len(x) > 8 * TILE:
+        return x
+    rows = max(16, 1 << (len(x) - 1).bit_length()) if len(x) <= TILE else len(x) + -len(x) % TILE
+    return jnp.asarray(np.pad(np.asarray(x), ((0, rows - len(x)), (0, 0)), "edge"))
+
+
+@jax.jit
+def mirrored(kernel: chex.Array) -> jax.Array:
+    """The upper triangle of [..., n, n] on both sides.
+
+    In a program of its own: where it is fused with what makes the kernel, the two sides may be
+    rounded apart. (A choice by index, ``where(i <= j, ...)``, takes XLA minutes to compile.)
+    """
+    return jnp.triu(kernel) + jnp.swapaxes(jnp.triu(kernel, 1), -1, -2)
+
+
+def take_rows(rows: Any, start: int | jax.Array, size: int, n: int) -> Any:
+    """Rows ``start .. start + size`` of every leaf that has n of them."""
+    if size == n:
+        return rows
+    return jax.tree.map(
+        lambda x: jax.lax.dynamic_slice_in_dim(x, start, size) if x.shape[0] == n else x, rows
+    )

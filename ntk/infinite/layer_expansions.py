@@ -1,0 +1,457 @@
+"""A network of Zhu et al. 2022, Eq. (1), as arrays, and what its layers do to single inputs.
+
+The formulas are those of :mod:`ntk.infinite`, on the diagonal; they need no pairs. What the pairs
+need of each input is an expansion of every layer's activation: arrays, whatever the activation, so
+that one program serves all.
+"""
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ntk.expectations.activations import Activation, in_a_network, relu
+from ntk.expectations.gaussian import grid, reciprocal, root
+from ntk.expectations.hermite import Expansion, Function, expand, kinked_expansion, piece_norms
+from ntk.expectations.kinks import ORDERS
+from ntk.internal.checks import array, concrete, finite, floats
+from ntk.internal.sharding import automatic
+
+Layer = tuple[Activation, ...]
+"""Activations to be summed with weights."""
+Kinks = tuple[float, ...] | None
+
+_KINKED = (Activation("left", kink=(1.0, 0.0)), relu)  # summed with the slopes on both sides
+
+
+def evaluate(layer: Layer, weights: chex.Array, u: chex.Array) -> jax.Array:
+    """``sum_i weights_i s_i(u)``, elementwise."""
+    return sum(weights[i] * s(u) for i, s in enumerate(layer))
+
+
+def derivative(layer: Layer) -> Layer:
+    """The derivatives, to be summed with the same weights."""
+    return tuple(s.derivative for s in layer)
+
+
+def kink_places(layer: Layer) -> tuple[float, ...]:
+    """Where the sum is not smooth, beside 0."""
+    return tuple(sorted({t for s in layer for t, _ in s.kinks if t}))
+
+
+def kinks_at_zero(layer: Layer, weights: chex.Array) -> tuple[jax.Array, jax.Array]:
+    """(left, right) of the sum of the activations that are linear on both sides of 0."""
+    kinked = [(i, s) for i, s in enumerate(layer) if s.smooth is None]
+    left, right = (
+        sum((weights[i] * s.kink[side] for i, s in kinked), 0 * weights[0]) for side in (0, 1)
+    )
+    return left, right
+
+
+def parse(
+    activations: Sequence[Any], skips: Any, variances: Any, dtype: Any = float
+) -> tuple[tuple[Layer, ...], list[jax.Array], jax.Array, jax.Array]:
+    """``(layers, weights, skips, variances)``: what is static, and arrays of the rest; checked.
+
+    Parameters
+    ----------
+    activations, skips, variances
+        As :func:`ntk.network_kernel` takes them.
+    dtype : dtype
+        Of the arrays; that of the inputs.
+
+    Returns
+    -------
+    tuple
+
+    Raises
+    ------
+    ValueError
+        For wrong counts, an empty layer, what is no activation, or a negative variance.
+
+    Examples
+    --------
+    >>> layers, weights, skips, variances = parse([relu, {relu: 0.5}], None, None)
+    >>> variances
+    Array([1., 2., 2.], dtype=float...)
+    """
+    if not isinstance(activations, list | tuple) or not activations:
+        raise ValueError(f"activations: expected a list of at least one, got {activations!r}.")
+    layers, weights = [], []
+    for entry in activations:
+        mixture = list(entry.items()) if isinstance(entry, Mapping) else [(entry, 1.0)]
+        if not mixture:
+            raise ValueError("activations: expected at least one in each layer, got none.")
+        layer = tuple(in_a_network(s) for s, _ in mixture)
+        w = _numbers("activations: weights", [w for _, w in mixture], len(mixture), dtype)
+        if all(s.smooth is None for s in layer):
+            # All kinked layers in one form.
+            layer, w = _KINKED, jnp.stack(kinks_at_zero(layer, w))
+        layers.append(layer)
+        weights.append(w)
+    depth = len(layers) + 1
+    skips = _numbers("skips", [0.0] * (depth - 2) if skips is None else skips, depth - 2, dtype)
+    default = [1.0] + [2.0] * (depth - 1)
+    variances = _numbers("variances", default if variances is None else variances, depth, dtype)
+    if concrete(variances) and bool((np.asarray(variances) < 0).any()):
+        raise ValueError(f"variances: expected nonnegative numbers, got {variances}.")
+    return tuple(layers), weights, skips, variances
+
+
+def _numbers(name: str, values: Any, count: int, dtype: Any) -> jax.Array:
+    if isinstance(values, list | tuple):
+        arrays = [array(name, v).astype(dtype) for v in values]
+        if any(v.ndim for v in arrays):
+            raise ValueError(f"{name}: expected {count} numbers, got arrays.")
+        values = jnp.stack(arrays) if arrays else jnp.zeros(0)
+    values = array(name, values).astype(dtype)
+    if values.shape != (count,):
+        raise ValueError(f"{name}: expected {count} numbers, got shape {values.shape}.")
+    if concrete(values) and not bool(np.isfinite(values).all()):
+        raise ValueError(f"{name}: expected finite numbers, got {values}.")
+    return values
+
+
+def inputs(
+    name: str, x: Any, name2: str = "", x2: Any = None
+) -> tuple[jax.Array, jax.Array | None]:
+    """Both sets of inputs as floating arrays [n, d] and [n2, d], checked; None stays None.
+
+    Raises
+    ------
+    ValueError
+        For what is no matrix of finite numbers, or sets of different dimensions d.
+    """
+    x = _rows(name, x)
+    if x2 is None:
+        return x, None
+    x2 = _rows(name2, x2).astype(x.dtype)
+    if x2.shape[1] != x.shape[1]:
+        raise ValueError(f"{name2}: expected {x.shape[1]} columns as in {name}, got {x2.shape[1]}.")
+    return x, x2
+
+
+def _rows(name: str, x: Any) -> jax.Array:
+    x = automatic(floats(name, x))
+    if x.ndim != 2 or 0 in x.shape:
+        raise ValueError(f"{name}: expected a nonempty array [n, d], got shape {x.shape}.")
+    finite(name, x, "entries")
+    with jax.ensure_compile_time_eval():  # known inputs in a jit too
+        lost = concrete(x) and bool(jnp.isnan(squared_norms(x)).any())
+    if lost:
+        raise ValueError(
+            f"{name}: expected rows whose squared norms are within the range of {x.dtype}, got "
+            f"entries up to {np.abs(x).max():.2g}, and a row whose square is not."
+        )
+    return x
+
+
+def squared_norms(x: chex.Array) -> jax.Array:
+    """``|x|^2`` over the last axis; NaN where it over- or underflows."""
+    squares = (x * x).sum(-1)
+    limits = jnp.finfo(x.dtype)
+    lost = (squares < float(limits.tiny) / float(limits.eps)) & (x != 0).any(-1)
+    return jnp.where(lost | ~jnp.isfinite(squares), jnp.nan, squares)
+
+
+def _squares(x1, x2) -> np.ndarray:
+    return np.concatenate([np.sum(np.square(x), 1) for x in (x1, x2) if x is not None])
+
+
+def equal_norms(x1: chex.Array, x2: chex.Array | None) -> bool:
+    """Whether all inputs have one norm, up to rounding."""
+    squares = _squares(x1, x2)
+    return bool(np.ptp(squares) <= 8 * np.finfo(squares.dtype).eps * squares.max())
+
+
+# ----------------------------------------------------------------------------- resolution
+
+
+class Resolution(NamedTuple):
+    """How many Hermite polynomials, and the largest width of a panel of nodes."""
+
+    terms: int
+    width: float
+
+
+_CANCELLING = {4: 8, 8: 256}  # the largest pieces, over what they are of, by bytes of a number
+
+RESOLUTIONS = (Resolution(256, 0.5), Resolution(1024, 0.5), Resolution(4096, 0.125))
+TRACED = Resolution(512, 0.25)
+
+
+def resolved(expansions: Sequence[Expansion], noise: float = 512) -> bool:
+    """Whether finer expansions would gain nothing, at any correlation.
+
+    ``noise``: what is no matter of terms, in rounding units.
+    """
+    for f in expansions:
+        eps = float(jnp.finfo(f.norm.dtype).eps)
+        regular, kinked = np.asarray(f.missed).T
+        most = np.asarray(f.noise).max()
+        if (regular * (regular + 2 * kinked)).max() > 64 * eps or most > noise * eps:
+            return False
+    return True
+
+
+def largest_error(dtype: Any) -> float:
+    """The largest error of an entry, relative to the diagonal: with a larger one it is refused."""
+    return 64 * float(jnp.finfo(dtype).eps) ** 0.5
+
+
+def check_resolved(name: str, kernel: chex.Array) -> None:
+    """Refuse a kernel with a NaN entry, which stands for too large an error.
+
+    Raises
+    ------
+    FloatingPointError
+        If an entry is NaN.
+    """
+    if bool(np.isnan(kernel).any()):
+        raise FloatingPointError(
+            f"{name}: expected inputs whose kernel can be computed in {kernel.dtype}, got an entry "
+            "with too large an error: nearly collinear inputs at too large a variance, an "
+            "activation with too fine details, or errors that grow from layer to layer."
+        )
+
+
+# ----------------------------------------------------------------------------- layers
+
+
+def expand_layer(
+    layer: Layer, w: chex.Array, scale: chex.Array, error: chex.Array, kinks: Kinks, how: Resolution
+) -> tuple[Expansion, Expansion]:
+    """Expansions of ``sum_i w_i s_i(u)`` and of its slope, u of standard deviations [n].
+
+    ``kinks``: of :func:`places`; if None, all the layer has is a kink at 0, in closed form.
+    """
+    sides = jnp.stack(kinks_at_zero(layer, w))
+    if all(s.smooth is None for s in layer):
+        terms, count = (0, 0) if kinks is None else (how.terms, len(kinks))
+        shape = terms, count
+        return tuple(kinked_expansion(sides, scale, error, degree, shape) for degree in (1, 0))  # type: ignore[return-value]
+    assert kinks is not None  # of a network with this layer
+    table = jax.tree.map(lambda x: jnp.asarray(x, scale.dtype), grid(*how))
+    u = jnp.concatenate([scale[:, None] * table.z[None], _probes(scale)], axis=1)
+    values = jnp.zeros((2, 2, *u.shape), scale.dtype)  # of s and s', at u and -u
+    for i, s in enumerate(layer):
+        if s.smooth is not None:
+            values += w[i] * sample(s, u)
+    at = np.zeros((len(layer), len(kinks), ORDERS))
+    own = [i for i, s in enumerate(layer) if s.kinks]
+    for i in own:
+        for place, jumps in layer[i].kinks:
+            at[i, kinks.index(place)] = jumps
+    total = jnp.einsum("i,ijm->jm", w, jnp.asarray(at, scale.dtype))
+    if own and 0.0 in kinks:
+        # Next to others, a kink at 0 is one of them.
+        values = values + sides[0] * jnp.stack([jnp.stack([u, -u]), jnp.ones_like(values[0])])
+        total = total.at[kinks.index(0.0), 1].add(sides[1] - sides[0])
+        sides = jnp.zeros_like(sides)
+    return _expand_both(values, sides, jnp.asarray(kinks, scale.dtype), total, scale, error, table)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def sample(s: Activation, u: jax.Array) -> jax.Array:
+    """Values of s and of its slope at u and -u, [2, 2, ...]."""
+    both = jnp.stack([u, -u])
+    return jnp.stack([s(both), s.derivative(both)])
+
+
+def _probes(scale: jax.Array) -> jax.Array:
+    """Places [n, 28] of the line itself, whatever the standard deviation."""
+    places = jnp.asarray(1e-6 * 2.0 ** np.arange(28), scale.dtype)
+    return jnp.broadcast_to(places, (len(scale), len(places)))
+
+
+@jax.jit
+def _expand_both(values, sides, places, jumps, scale, error, table):
+    values, probed = jnp.split(values, [len(table.z)], axis=-1)
+    jumps = jnp.where(_worthwhile(values, places, jumps, scale, table), jumps[None], 0)
+    both = jnp.stack([jumps, jnp.pad(jumps[..., 1:], ((0, 0), (0, 0), (0, 1)))])
+
+    def one(x):  # a loop, so that it is compiled once
+        (right, left), jumps, odd = x
+        return expand(Function(right, left, sides, places, jumps), scale, error, odd, table)
+
+    found = jax.lax.map(one, (values, both, jnp.array([True, False])))
+    value, slope = (jax.tree.map(lambda x, i=i: x[i], found) for i in (0, 1))
+    # The slope's own norm says how steep a function is; but where it jumps.
+    steep = slope.norm * scale * reciprocal(value.norm) * (1 + slope.noise)
+    steep = jnp.where(value.jump > 0, value.steep, jnp.minimum(value.steep, steep))
+    value = value._replace(steep=jax.lax.stop_gradient(steep))
+    unseen = _unseen(value, slope, values, probed[0], places, scale, table)
+    return tuple(f._replace(noise=jnp.where(unseen, jnp.inf, f.noise)) for f in (value, slope))
+
+
+def _worthwhile(values, places, jumps, scale, table):
+    """Which jumps [n, kinks, orders] of the function and its derivatives are taken out as pieces.
+
+    A piece that is large beside what it is to mend cancels, to ``eps |piece|^2 / |f|^2``; a kink of
+    order m that is left in is missed, to ``|piece|^2 K^-(m + 1/2) / |f|^2`` or so. For jumps and
+    corners the second is the worse. Pieces of higher orders cancel to 1e-10 at most, or 5e-5 in
+    float32; there those of order 2 and 3 are larger than eps allows, in float64 not, but without
+    the next one what they and the rest miss together is more than the rest alone.
+    """
+    norms = values * jnp.expand_dims(table.roots, (0, 1, 2))
+    norms = jax.lax.stop_gradient(root((norms**2).sum((1, 3))))
+    slopes = jnp.pad(jumps[:, 1:], ((0, 0), (0, 1)))
+    most = _CANCELLING[scale.dtype.itemsize]
+    order = jnp.arange(ORDERS, dtype=scale.dtype)[None, None]
+    power, place = scale[:, None, None] ** order, places[None] * reciprocal(scale)[:, None]
+    fits, slope_fits = (
+        piece_norms(j[None] * power, place) <= most * norm[:, None, None]
+        for j, norm in ((jumps, norms[0]), (slopes, norms[1]))
+    )
+    fits = fits.at[..., 1:].min(slope_fits[..., :-1])
+    if scale.dtype.itemsize == 8:
+        fits = fits.at[..., 2:4].set(fits[..., 4:5])
+    return fits | (order < 2)
+
+
+def _unseen(value, slope, values, probed, places, scale, table):
+    """Whether [n] the function has steps or peaks between the nodes, which no term would show."""
+    tolerance = 4096 * float(jnp.finfo(scale.dtype).eps)
+    # By parts, sqrt(k + 1) E[r h_(k + 1)] = E[r' h_k]: a step that is seen in s alone. The regular
+    # rests are a function and its slope: what is left out of one is left out of the other.
+    k = np.arange(8)
+    rise = jnp.asarray(np.sqrt(k + 1), scale.dtype)[None] * value.regular[:, k + 1]
+    gap = rise * value.norm[:, None] - slope.regular[:, k] * (scale * slope.norm)[:, None]
+    sizes = value.size * value.norm + slope.size * scale * slope.norm
+    apart = jnp.abs(gap).max(1) > tolerance * sizes
+    # What lies between the innermost nodes: nothing that a cubic does not show, if no kink does.
+    end, u = scale * table.z[0], _probes(scale)
+    smooth = (jnp.abs(places)[None] > end[:, None]).all(1)
+    inside = (u < end[:, None]) & smooth[:, None]
+    cubic = _cubic(values[:, :, :, 0], end, u)
+    change = jnp.where(inside, jnp.abs(probed - cubic), 0).max((0, 2))
+    size = value.norm + jnp.where(inside, jnp.abs(probed), 0).max((0, 2))
+    return jax.lax.stop_gradient(apart | (change > 1e-5 * size))
+
+
+def _cubic(ends, end, u):
+    """At u and -u [2, n, m], the cubic of these values and slopes at ``end`` and ``-end`` [n]."""
+    (right, left), slopes = ends[0][..., None], ends[1][..., None] * end[None, :, None]
+    x = jnp.stack([u, -u]) / jnp.where(end > 0, end, 1)[None, :, None]
+    chord = (right - left) / 2
+    even, odd = (slopes[0] - slopes[1]) / 4, (slopes[0] + slopes[1] - 2 * chord) / 4
+    mean, chord, even, odd = (a[None] for a in ((right + left) / 2, chord, even, odd))
+    return mean + chord * x + (even + odd * x) * (x**2 - 1)
+
+
+def places(layers: Sequence[Layer]) -> Kinks:
+    """Where any of the activations has a kink beside the closed forms'; None if all are closed.
+
+    One for all layers, so that one program serves them.
+    """
+    activations = [s for layer in layers for s in layer]
+    if all(s.smooth is None for s in activations):
+        return None
+    found = {t for s in activations for t, _ in s.kinks}
+    if any(s.smooth is None for s in activations) and found:
+        found.add(0.0)
+    return tuple(sorted(found))
+
+
+class LayerKernels(NamedTuple):
+    """One layer, on single inputs; every field [n], or [1] for equal norms."""
+
+    scale: jax.Array  # standard deviation of the pre-activation u
+    below: jax.Array  # mean of the features below, mu_{l-1}
+    second: jax.Array  # S_l: second moment of the features
+    tangent: jax.Array  # T_l
+    value: Expansion
+    slope: Expansion
+    # Bounds of errors, of the means above and of S_l, the last one relative:
+    below_error: jax.Array
+    second_error: jax.Array
+
+
+def features(
+    layers: Sequence[Layer],
+    weights: Sequence[chex.Array],
+    skips: chex.Array,
+    variances: chex.Array,
+    squares: chex.Array,
+    how: Resolution,
+) -> list[LayerKernels]:
+    """The formulas of :mod:`ntk.infinite` for single inputs of squared norms [n]."""
+    kinks = places(layers)
+    eps = float(jnp.finfo(squares.dtype).eps)
+    zeros = jnp.zeros_like(squares)
+    # Second moment, T and mean of the features below; the errors of the first and the last.
+    state = squares, zeros, zeros, 8 * eps * jnp.ones_like(squares), zeros
+    # The first layer has no skip.
+    skips = jnp.concatenate([jnp.zeros_like(skips, shape=1), skips])
+
+    def one(state, x, layer):
+        w, a, c = x
+        second, _, below, error, below_error = state
+        scale = root(c * second)
+        value, slope = expand_layer(layer, w, scale, error, kinks, how)
+        state = _step(a, c, *state, value, slope)
+        second, tangent, *_ = state
+        return state, LayerKernels(
+            scale, below, second, tangent, value, slope, below_error, state[3]
+        )
+
+    inputs = [(w, skips[i], variances[i]) for i, w in enumerate(weights)]
+    if len(set(layers)) == 1 and not concrete(squares, weights, skips, variances):
+        # Under a caller's jit one layer is compiled, not one after another.
+        stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *inputs)
+        _, found = jax.lax.scan(lambda s, x: one(s, x, layers[0]), state, stacked)
+        return [jax.tree.map(lambda x, i=i: x[i], found) for i in range(len(layers))]
+    layer_kernels = []
+    for layer, x in zip(layers, inputs, strict=True):
+        state, kernels = one(state, x, layer)
+        layer_kernels.append(kernels)
+    return layer_kernels
+
+
+@jax.jit
+def _step(a, c, second, tangent, below, error, below_error, value, slope):
+    """What one layer makes of single inputs: the arguments from ``second`` on, one layer up."""
+    mean, square = value.mean, value.norm**2
+    above = square + 2 * a * mean * below + a**2 * second
+    tangent = c * slope.norm**2 * (second + tangent) + a**2 * tangent
+    regular, kinked = value.missed.T
+    off = value.norm * value.noise
+    eps = float(jnp.finfo(above.dtype).eps)
+    own = 2 * value.noise + 2 * regular * kinked + 4 * eps * value.size**2
+    lost = square * own + a**2 * second * error
+    lost += 2 * jnp.abs(a) * (off * jnp.abs(below) + jnp.abs(mean) * below_error)
+    return (
+        above,
+        tangent,
+        mean + a * below,
+        jax.lax.stop_gradient(lost * reciprocal(above) + 4 * eps),
+        jax.lax.stop_gradient(off + jnp.abs(a) * below_error),
+    )
+
+
+class Diagonal(NamedTuple):
+    """What one layer does to single inputs; every field [n]."""
+
+    scale: jax.Array  # standard deviation of the pre-activation u
+    mean: jax.Array  # E s(u)
+    below: jax.Array  # mean of the features below, mu_{l-1}
+    slope: jax.Array  # E s'(u)^2
+    second: jax.Array  # S_l: second moment of the features
+
+
+def diagonals(
+    layers: Sequence[Layer],
+    weights: Sequence[chex.Array],
+    skips: chex.Array,
+    variances: chex.Array,
+    squares: chex.Array,
+) -> list[Diagonal]:
+    """The formulas of :mod:`ntk.infinite` for single inputs, of squared norms [n]."""
+    return [
+        Diagonal(f.scale, f.value.mean, f.below, f.slope.norm**2, f.second)
+        for f in features(layers, weights, skips, variances, squares, TRACED)
+    ]

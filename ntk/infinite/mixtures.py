@@ -1,0 +1,229 @@
+"""Mixtures of activations in one hidden layer: kernels quadratic in the weights of the mixture.
+
+    f(x) = v' s_alpha(W x),    s_alpha = sum_i alpha_i s_i,    K_alpha = sum_ij alpha_i alpha_j K_ij
+    K_ij = c0 (X X') o E[s_i'(u) s_j'(u')],    u = w.x,  w ~ N(0, I)
+
+with W trained and v fixed, of variance c0 over the width: Oymak et al. 2021, section 4.2.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from ntk.expectations.activations import Activation, Function, in_a_network
+from ntk.expectations.gaussian import root
+from ntk.expectations.hermite import Pair, expectations, on_diagonal
+from ntk.infinite.input_pairs import assemble, half_chords, mirrored, padded, take_rows, unit
+from ntk.infinite.layer_expansions import (
+    RESOLUTIONS,
+    TRACED,
+    Layer,
+    Resolution,
+    check_resolved,
+    expand_layer,
+    inputs,
+    largest_error,
+    places,
+    resolved,
+    squared_norms,
+)
+from ntk.internal.checks import array, concrete, finite, nan_where, short
+
+
+def mixture_blocks(
+    x: chex.Array,
+    activations: Sequence[Activation | Function],
+    *,
+    x2: chex.Array | None = None,
+    scale: float | chex.Array = 1.0,
+    error: bool = False,
+) -> Any:
+    """The kernels K_ij that a mixture of activations mixes; see the module's formula.
+
+    Parameters
+    ----------
+    x : array [n, d]
+        The variance of u is ``|x|^2``, not divided by d.
+    activations : sequence of Activation or function
+        h activations, or smooth functions.
+    x2 : array [n2, d], optional
+        The second set of inputs, for predictions; ``x`` by default.
+    scale : float
+        c0, the variance of the output weights times the width.
+    error : bool
+        Whether to return a bound of the entries' errors too, for the certificates.
+
+    Returns
+    -------
+    array [h, h, n, n2], or two of them with ``error``
+        ``blocks[j, i] = blocks[i, j].T`` without ``x2``; exactly, unless traced.
+
+    Raises
+    ------
+    ValueError, FloatingPointError
+        As :func:`ntk.network_kernel`.
+
+    Notes
+    -----
+    Memory: 2 h^2 n n2 numbers, and half as many while they are put together. A jump of an
+    activation does not count in its slope, as in a network's gradient.
+
+    References
+    ----------
+    Oymak et al. 2021, section 4.2 and Theorem 3 (where K has no ``scale``). Only the hidden layer's
+    weights are trained; the signs of the output weights cancel.
+
+    Examples
+    --------
+    >>> from ntk.expectations.activations import relu, tanh
+    >>> blocks = mixture_blocks(jnp.eye(3), [relu, tanh])
+    >>> blocks.shape, bool(jnp.allclose(blocks[0, 0], jnp.eye(3) / 2))
+    ((2, 2, 3, 3), True)
+    """
+    if not isinstance(activations, Sequence) or not activations:
+        got = "none" if isinstance(activations, Sequence) else short(activations)
+        raise ValueError(f"activations: expected at least one, got {got}.")
+    layer = tuple(in_a_network(s) for s in activations)
+    x, x2 = inputs("x", x, "x2", x2)
+    if not concrete(x, x2, scale):
+        found, _ = _blocks(layer, x, x2, scale, TRACED)
+        return found if error else found[0]
+    n1, n2 = len(x), len(x if x2 is None else x2)
+    x, second = padded(x), padded(x2)
+    goal = 1e4 * float(jnp.finfo(x.dtype).eps)
+    for how in RESOLUTIONS:
+        found, rows = _blocks(layer, x, second, scale, how)
+        blocks, bound = (k[..., :n1, :n2] for k in found)
+        if not concrete(blocks):
+            return (blocks, bound) if error else blocks
+        if float(jnp.max(bound) / jnp.max(jnp.abs(blocks))) <= goal or resolved(rows):
+            break
+    check_resolved("x", blocks)
+    if x2 is None:
+        blocks, bound = _exactly_symmetric(blocks), _exactly_symmetric(bound)
+    return (blocks, bound) if error else blocks
+
+
+def mixture_kernel(alpha: chex.Array, blocks: chex.Array) -> jax.Array:
+    """``K_alpha = sum_ij alpha_i alpha_j K_ij``, quadratic in alpha.
+
+    Parameters
+    ----------
+    alpha : array [h]
+    blocks : array [h, h, n1, n2]
+
+    Returns
+    -------
+    array [n1, n2]
+
+    Raises
+    ------
+    ValueError
+        If the shapes do not fit.
+
+    Examples
+    --------
+    >>> mixture_kernel(jnp.array([0.5, 0.5]), jnp.ones((2, 2, 1, 1)))
+    Array([[1.]], dtype=float...)
+    """
+    alpha, blocks = array("alpha", alpha), array("blocks", blocks)
+    if alpha.ndim != 1:
+        raise ValueError(f"alpha: expected an array [h], got shape {alpha.shape}.")
+    finite("alpha", alpha, "weights")
+    if blocks.ndim != 4 or blocks.shape[:2] != (*alpha.shape, *alpha.shape):
+        raise ValueError(
+            f"blocks: expected shape [{len(alpha)}, {len(alpha)}, n1, n2] as alpha has, "
+            f"got {blocks.shape}."
+        )
+    return jnp.einsum("i,ijnm,j->nm", alpha, blocks, alpha)
+
+
+def _blocks(layer: Layer, x1, x2, scale, how: Resolution):
+    """The blocks and their errors, and the expansions of the slopes."""
+    # A network of one hidden layer for each, with kinks at the same places.
+    kinks = places([layer])
+    rows = []
+    for x in (x1, x2):
+        if x is None:
+            continue
+        norms = root(squared_norms(x))
+        error = jnp.full_like(norms, 8 * float(jnp.finfo(x.dtype).eps))
+        one = jnp.ones(1, x.dtype)
+        slopes = [expand_layer((s,), one, norms, error, kinks, how)[1] for s in layer]
+        rows.append(jax.tree.map(lambda *leaves: jnp.stack(leaves, 1), *slopes))
+    found = _pairs(x1, x2, rows[0], rows[-1], jnp.asarray(scale, x1.dtype))
+    return found, [jax.tree.map(lambda x, i=i: x[:, i], r) for r in rows for i in range(len(layer))]
+
+
+@jax.jit
+def _pairs(x1, x2, rows1, rows2, scale):
+    """``(blocks, error)`` from expansions [n, h, ...] of the slopes."""
+    h = rows1.norm.shape[1]
+
+    def prepare(x, rows):
+        norms = root(squared_norms(x))
+        return unit(x, norms), norms, rows
+
+    rows = prepare(x1, rows1)
+    columns = rows if x2 is None else prepare(x2, rows2)
+    n1, n2 = len(x1), len(columns[1])
+
+    def block(i, j):
+        def take(rows, start, size, n, index):
+            units, norms, slopes = take_rows(rows, start, size, n)
+            pick = functools.partial(jax.lax.dynamic_index_in_dim, axis=1, keepdims=False)
+            return units, norms, jax.tree.map(lambda x: pick(x, index), slopes)
+
+        def tile(r, c, size1, size2):
+            ua, na, f = take(rows, r, size1, n1, i)
+            ub, nb, g = take(columns, c, size2, n2, j)
+            p, q = half_chords(ua, ub)
+            eps = float(jnp.finfo(p.dtype).eps)
+            same = None
+            if x2 is None:
+                # There rho is 1; the series says so without the terms that others do not need.
+                same = (r + jnp.arange(size1))[:, None] == (c + jnp.arange(size2))[None]
+                p, q = (jnp.where(same, 0.5, half) for half in (p, q))
+            error = jax.lax.stop_gradient(8 * eps * (jnp.sqrt(p * q) + eps**0.5 / 2))
+            ((dual, bound),) = expectations((f,), (g,), (0,), Pair(p, q, error))
+            sizes = na[:, None] * nb[None]
+            covariance = (q - p) * sizes
+            size = f.norm[:, None] * g.norm[None]
+            if same is not None:
+                covariance = jnp.where(same, sizes, covariance)
+                value, off = on_diagonal(f, g, i == j)
+                dual = jnp.where(same, value[:, None], dual)
+                bound = jnp.where(same, off[:, None], bound)
+            total = jnp.abs(covariance) * bound + sizes * (2 * error + 8 * eps) * jnp.abs(dual)
+            bad = ~(total <= largest_error(p.dtype) * sizes * size)
+            total = jnp.where(bad, jnp.inf, jnp.abs(scale) * total)
+            dual = nan_where(bad, dual)
+            return scale * covariance * dual, jax.lax.stop_gradient(total)
+
+        return assemble(tile, n1, n2, symmetric=False)
+
+    pairs = [(i, j) for i in range(h) for j in range(h) if x2 is not None or i <= j]
+    found = jax.lax.map(lambda pair: block(*pair), jnp.asarray(pairs))
+    if x2 is not None:
+        return jax.tree.map(lambda x: x.reshape(h, h, n1, n2), found)
+
+    def symmetric(blocks):
+        upper = dict(zip(pairs, blocks, strict=True))
+        return jnp.stack(
+            [
+                jnp.stack([upper[i, j] if i <= j else upper[j, i].T for j in range(h)])
+                for i in range(h)
+            ]
+        )
+
+    return jax.tree.map(symmetric, found)
+
+
+@jax.jit
+def _exactly_symmetric(blocks: jax.Array) -> jax.Array:
+    own = jnp.arange(len(blocks))
+    return blocks.at[own, own].set(mirrored(blocks[own, own]))

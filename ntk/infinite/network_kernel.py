@@ -1,0 +1,426 @@
+"""Infinitely wide networks with mixed activations and skip connections: exact kernels.
+
+The network of Zhu et al. 2022, Eq. (1), in NTK parameterization and without biases:
+
+    f_1 = s_1(W_1 x),    f_l = s_l(W_l f_{l-1}) + a_{l-1} f_{l-1}  (1 < l < L),    f = W_L f_{L-1}
+
+with W_l = sqrt(c_l / fan) O_l, O_l ~ N(0, 1) entrywise (``fan`` is the width, and 1 for l = 1).
+As the width grows, with S_0 = X X', T_0 = 0 and (u, u') ~ N(0, c_l S_{l-1}):
+
+    G = E s_l(u) s_l(u'),   D = E s_l'(u) s_l'(u'),   m = E s_l(u)
+    S_l = G + a (m mu' + mu m') + a^2 S_{l-1},        mu_l = m + a mu_{l-1}
+    T_l = D o c_l (S_{l-1} + T_{l-1}) + a^2 T_{l-1}
+    NNGP = c_L S_{L-1},    NTK = c_L (S_{L-1} + T_{L-1})
+
+=======  ================  ================================================================
+paper    here              what
+=======  ================  ================================================================
+sigma_l  ``activations``   L - 1 of them, each one activation or a weighted sum
+alpha_l  ``skips``         L - 2 real weights a
+2        ``variances``     L numbers c, (1, 2, ..., 2) by default: Lemma 1's convention
+=======  ================  ================================================================
+
+Kernels come in tiles of 256 x 256: each tile runs through all layers while it is in the cache, so
+only the results have the size of the data squared.
+
+**The error.** Every entry carries a bound of its own error through the layers: e_S of S, e_T of T
+and e_p of ``p = (1 - rho) / 2``, with the norms |s| and |s'| of each layer's functions at both
+inputs,
+
+    e_S <- e_G + 2 |a| e_mu |mu| + a^2 e_S,    e_G = |d/drho E s s'| 2 e_p + ... (:mod:`ntk.expectations.hermite`)
+    e_T <- c |D| (e_S + e_T) + c e_D |S + T| + a^2 e_T,    e_p <- e_S / (2 sqrt(S_ii S_jj)) + ...
+
+so that roundings, too few coefficients and too coarse nodes all show. Coefficients and nodes are
+added until the bound is as small as rounding, or ends to fall.
+"""
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from ntk.expectations.activations import Activation
+from ntk.expectations.gaussian import kinked_gap, reciprocal, root
+from ntk.expectations.hermite import Pair, expectations
+from ntk.infinite.input_pairs import (
+    UnitRows,
+    assemble,
+    half_chords,
+    mirrored,
+    padded,
+    take_rows,
+    unit,
+)
+from ntk.infinite.layer_expansions import (
+    RESOLUTIONS,
+    TRACED,
+    Layer,
+    LayerKernels,
+    Resolution,
+    check_resolved,
+    equal_norms,
+    expand_layer,
+    features,
+    inputs,
+    largest_error,
+    parse,
+    places,
+    resolved,
+    squared_norms,
+)
+from ntk.internal.checks import concrete, nan_where
+from ntk.kernels.record import Kernels
+
+
+def network_kernel(
+    x1: chex.Array,
+    x2: chex.Array | None = None,
+    *,
+    activations: Sequence[Activation | Mapping[Activation, Any]],
+    skips: Sequence[Any] | chex.Array | None = None,
+    variances: Sequence[Any] | chex.Array | None = None,
+) -> Kernels:
+    """Exact NNGP and NTK of an infinitely wide network, layer by layer as in the module's formula.
+
+    Parameters
+    ----------
+    x1 : array [n1, d]
+    x2 : array [n2, d], optional
+        ``x1`` by default: then the kernels are symmetric (exactly, unless traced) and their
+        diagonals have no error of a series.
+    activations : L - 1 entries
+        Each an activation (or any smooth function), or ``{activation: weight}`` for their sum.
+    skips : L - 2 reals, optional
+        Weights of the skip connections; none by default.
+    variances : L nonnegative reals, optional
+        (1, 2, ..., 2) by default.
+
+    Returns
+    -------
+    Kernels
+
+    Raises
+    ------
+    ValueError
+        For a wrong shape or count, complex numbers, or a value that is not finite, unless it is
+        traced.
+    FloatingPointError
+        If 4096 Hermite coefficients are too few, an entry's error over 1e-6 of the diagonal (2 %
+        in float32): nearly collinear inputs into smooth activations at a variance far over 25.
+        Where inputs are traced, 512 are kept, and such entries are NaN, with an infinite error.
+
+    Notes
+    -----
+    Differentiable to any order in skips, weights, variances and inputs; compiled once for a depth,
+    a size and a number of kinks that are not at 0, whatever the activations, and once more for the
+    first smooth one; unless traced, up to 256 inputs are brought to the next power of two, and up
+    to 2048 to whole tiles. The slope of an activation that jumps is that of its pieces, as it is in
+    a network's gradient. The derivative of a kinked activation's kernel at two equal (or opposite)
+    inputs, infinite in general, is taken along paths that keep them so.
+
+    Memory: the three results, 2 x ``terms`` numbers for each layer and each input of a norm of its
+    own (256 terms as a rule; none where all is ReLU-like), a few tiles. Time: 2 ``terms``
+    multiply-adds per layer and pair, fewer where no correlation is near 1.
+
+    Near-duplicates: the angle between two inputs is found to 1e-11 of itself down to 1e-9 (from a
+    Gram matrix in two exact parts), and carried through networks of ReLU-like layers; after a
+    smooth layer angles under 1e-8 are lost in rounding, which only a later kink can show (3e-8 of
+    an entry, where an input meets its copy in ``x2`` after a smooth layer and two kinked ones; the
+    error says so).
+
+    References
+    ----------
+    Zhu et al. 2022, Eq. (1). Their Lemma 1 drops the means and cross terms and is wrong with skips:
+    :func:`lemma1_kernel_as_printed`.
+
+    Examples
+    --------
+    >>> from ntk.expectations.activations import relu
+    >>> x = jnp.array([[1.0, 0.0], [0.0, 1.0]])
+    >>> network_kernel(x, activations=[relu, relu]).ntk.round(4)  # 3 on the diagonal: L
+    Array([[3.    , 0.6857],
+           [0.6857, 3.    ]], dtype=float...)
+    """
+    x1, x2 = inputs("x1", x1, "x2", x2)
+    layers, *network = parse(activations, skips, variances, x1.dtype)
+    if not concrete(x1, x2, network):
+        kernels, _ = _kernels(layers, x1, x2, network, TRACED, False)
+        return kernels
+    n1, n2 = len(x1), len(x1 if x2 is None else x2)
+    x1, x2 = padded(x1), padded(x2)
+    equal = equal_norms(x1, x2)
+    goal = 1e4 * float(jnp.finfo(x1.dtype).eps)
+    for how in RESOLUTIONS:
+        kernels, rows = _kernels(layers, x1, x2, network, how, equal)
+        kernels = jax.tree.map(lambda k: k[:n1, :n2], kernels)
+        if not concrete(kernels):  # by a jit around, of values
+            return kernels
+        small = float(jnp.max(kernels.error / jnp.max(jnp.abs(kernels.ntk)))) <= goal
+        if small or resolved([f for r in rows for one in r for f in (one.value, one.slope)]):
+            break
+    check_resolved("x1", kernels.ntk)
+    if x2 is not None:
+        return kernels
+    return jax.tree.map(mirrored, kernels)
+
+
+def lemma1_kernel_as_printed(
+    x: chex.Array,
+    *,
+    activations: Sequence[Activation | Mapping[Activation, Any]],
+    skips: Sequence[Any] | chex.Array | None = None,
+) -> Kernels:
+    """Zhu et al. 2022, Lemma 1, as printed; right only without skip connections.
+
+    With A^(1) = G^(1) = X X', (u, u') ~ N(0, A^(l-1)), and alpha as printed:
+
+        G^(l) = 2 E s(u) s(u'),   Gdot^(l) = 2 E s'(u) s'(u'),   A^(l) = G^(l) + alpha_{l-2} A^(l-1)
+        K = G^(L) + sum_l G^(l) o Gdot^(l+1) o prod_{k > l+1} (Gdot^(k) + alpha_{k-2})
+
+    Three errors for skips: the forward factor is G where the kernel with its skip, A, belongs;
+    the cross terms ``alpha (m mu' + mu m')`` are missing (they vanish for odd activations only);
+    and alpha stands where alpha^2 should. For three ReLU layers with alpha = (1, 1) and unit
+    inputs the diagonal is 9 as printed, 12 with the first error mended, 15.977 in truth.
+
+    Parameters
+    ----------
+    x : array [n, d]
+    activations : L - 1 entries
+        Each an activation (or any smooth function), or ``{activation: weight}`` for their sum.
+    skips : L - 2 reals, optional
+        Weights of the skip connections; none by default.
+
+    Returns
+    -------
+    Kernels
+        ``nngp`` is G^(L); ``error`` is not computed.
+
+    Raises
+    ------
+    ValueError, FloatingPointError
+        As :func:`network_kernel`.
+
+    Examples
+    --------
+    >>> from ntk.expectations.activations import relu
+    >>> x, layers = jnp.eye(2), [relu, relu, relu]
+    >>> lemma1_kernel_as_printed(x, activations=layers, skips=[1, 1]).ntk[0, 0].round(3)
+    Array(9., dtype=float...)
+    >>> network_kernel(x, activations=layers, skips=[1, 1]).ntk[0, 0].round(3)
+    Array(15.977, dtype=float...)
+    """
+    x, _ = inputs("x", x)
+    layers, weights, skips, _ = parse(activations, skips, None, x.dtype)
+    how = RESOLUTIONS[-2] if concrete(x, weights, skips) else TRACED
+    kernels = _lemma1(layers, x, weights, skips, how)
+    if concrete(kernels):
+        check_resolved("x", kernels.ntk)
+    return kernels
+
+
+# ----------------------------------------------------------------------------- all pairs
+
+
+class _Rows(NamedTuple):
+    """What the tiles need of one set of inputs; leading axis n, or 1 for equal norms."""
+
+    unit_rows: UnitRows
+    norms: jax.Array
+    layers: LayerKernels  # of all layers, [n, L - 1, ...]
+
+
+def _kernels(layers: Sequence[Layer], x1, x2, network, how: Resolution, equal: bool):
+    """The kernels, and the features of both sets of inputs."""
+    found = [_features(layers, x, network, how, equal) for x in (x1, x2) if x is not None]
+    rows = [_stack(each) for each in found]
+    _, skips, variances = network
+    homogeneous = [all(s.smooth is None for s in layer) for layer in layers]
+    exact = jnp.asarray([all(homogeneous[: i + 1]) for i in range(len(layers))])
+    return _pairs(x1, x2, rows[0], rows[-1], skips, variances, exact, equal=equal), found
+
+
+def _stack(layers: list[LayerKernels]) -> LayerKernels:
+    """All layers in one, [n, L - 1, ...]."""
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves, 1), *layers)
+
+
+def _features(layers, x, network, how, equal) -> list[LayerKernels]:
+    squares = squared_norms(x)
+    weights, skips, variances = network
+    return features(layers, weights, skips, variances, squares[:1] if equal else squares, how)
+
+
+@functools.partial(jax.jit, static_argnames="equal")
+def _pairs(x1, x2, rows1, rows2, skips, variances, exact, *, equal) -> Kernels:
+    def prepare(x, rows):
+        norms = root(squared_norms(x))
+        norms = norms[:1] if equal else norms
+        return _Rows(unit(x, norms), norms, rows)
+
+    rows = prepare(x1, rows1)
+    columns = rows if x2 is None else prepare(x2, rows2)
+    n1, n2 = len(x1), len(x1 if x2 is None else x2)
+
+    def tile(i, j, size1, size2):
+        a, b = take_rows(rows, i, size1, n1), take_rows(columns, j, size2, n2)
+        same = None
+        if x2 is None:
+            same = (i + jnp.arange(size1))[:, None] == (j + jnp.arange(size2))[None]
+        return _tile(a, b, same, skips, variances, exact)
+
+    return assemble(tile, n1, n2, symmetric=x2 is None)
+
+
+class _State(NamedTuple):
+    """All pairs of a tile after a layer, [n1, n2]."""
+
+    second: jax.Array  # S
+    tangent: jax.Array  # T
+    sizes: jax.Array  # products of the features' norms
+    pair: Pair  # the angle between the features
+    second_error: jax.Array
+    tangent_error: jax.Array
+
+
+def _tile(a: _Rows, b: _Rows, same, skips, variances, exact) -> Kernels:
+    """All layers of one tile; ``same`` [n1, n2] marks inputs paired with themselves, or None."""
+    p, q = half_chords(a.unit_rows, b.unit_rows)
+    if same is not None:
+        # Their entries come from the diagonal; here, the series need no terms for them.
+        p, q = (jnp.where(same, 0.5, half) for half in (p, q))
+    eps = float(jnp.finfo(p.dtype).eps)
+    sizes = a.norms[:, None] * b.norms[None]
+    second = (q - p) * sizes
+    if same is not None:
+        second = jnp.where(same, sizes, second)
+    # Unit rows are rounded; what is under the grid of their leading digits, too.
+    error = jax.lax.stop_gradient(8 * eps * (jnp.sqrt(p * q) + eps**0.5 / 2))
+    state = _State(
+        second,
+        jnp.zeros_like(second),
+        jnp.broadcast_to(sizes, p.shape),
+        Pair(p, q, error),
+        jax.lax.stop_gradient(sizes) * (2 * error + 8 * eps),
+        jnp.zeros_like(second),
+    )
+    # The first layer has no skip.
+    skips = jnp.concatenate([jnp.zeros(1, skips.dtype), skips])
+    of_a, of_b = (jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), r.layers) for r in (a, b))
+
+    def step(state, x):
+        return _layer(state, *x, same=same), None
+
+    state, _ = jax.lax.scan(step, state, (of_a, of_b, skips, variances[:-1], exact))
+    last = variances[-1]
+    nngp, ntk = last * state.second, last * (state.second + state.tangent)
+    total = state.second_error + state.tangent_error + 4 * eps * jnp.abs(ntk / last)
+    diagonals = (r.layers.second[:, -1] + r.layers.tangent[:, -1] for r in (a, b))
+    left, right = map(root, diagonals)
+    bad = ~(total <= largest_error(p.dtype) * left[:, None] * right[None])
+    error = jax.lax.stop_gradient(jnp.where(bad, jnp.inf, last * total))
+    return Kernels(nan_where(bad, nngp), nan_where(bad, ntk), error)
+
+
+def _layer(state: _State, a: LayerKernels, b: LayerKernels, skip, c, exact, *, same) -> _State:
+    """One step of the module's recursion.
+
+    ``exact``: everything so far scales with the input's norm, so that correlation lost in this
+    layer adds to what was lost before without the cancellation of ``1 - rho``.
+    """
+    below, tangent, sizes, pair, *_ = state
+    (value, value_error), (slope, slope_error) = expectations(
+        (a.value, a.slope), (b.value, b.slope), (1, 0), pair
+    )
+    cross = a.value.mean[:, None] * b.below[None] + a.below[:, None] * b.value.mean[None]
+    second = value + skip * cross + skip**2 * below
+    if same is not None:
+        # a and b agree where an input meets itself.
+        second = jnp.where(same, a.second[:, None], second)
+        slope = jnp.where(same, a.slope.norm[:, None] ** 2, slope)
+    roots = jnp.broadcast_to(root(a.second)[:, None] * root(b.second)[None], pair.p.shape)
+    scales = a.scale[:, None] * b.scale[None]
+    # The slopes on both sides, from all inputs: one may be 0.
+    norm = jax.lax.stop_gradient(a.value.norm)
+    sides = (a.value.sides * norm[:, None]).sum(0) * reciprocal(a.scale.sum())
+    lost = kinked_gap(sides, pair.p, pair.q) * scales + skip**2 * 2 * pair.p * sizes
+    p = jnp.where(exact, lost * reciprocal(roots), 1 - second * reciprocal(roots)) / 2
+    p = jnp.where(roots > 0, jnp.clip(p, 0, 1), 0.5)
+    if same is not None:
+        p = jnp.where(same, 0.5, p)
+    errors = _errors(
+        *jax.lax.stop_gradient((state, a, b, skip, c, exact, same)),
+        *jax.lax.stop_gradient((value_error, slope_error, slope, second, roots, scales, p)),
+    )
+    total = c * slope * (below + tangent) + skip**2 * tangent
+    return _State(second, total, roots, Pair(p, 1 - p, errors[0]), *errors[1:])
+
+
+def _errors(
+    state, a, b, skip, c, exact, same, value_error, slope_error, slope, second, roots, scales, p
+):
+    """Bounds after the layer: of p, S and T."""
+    eps = float(jnp.finfo(p.dtype).eps)
+    below, tangent, sizes, pair, below_error, tangent_error = state
+    off = value_error + skip**2 * below_error + 4 * eps * roots
+    off += jnp.abs(skip) * _crossed(a, b)
+    diagonal = a.second[:, None] * a.second_error[:, None]
+    relative = (a.second_error[:, None] + b.second_error[None]) / 2
+    lost = 2 * pair.error * (a.slope.norm[:, None] * b.slope.norm[None] * scales + skip**2 * sizes)
+    error = jnp.where(
+        exact,
+        lost * reciprocal(2 * roots) + 8 * eps * p,
+        (off * reciprocal(roots) + relative) / 2 + eps,
+    )
+    slopes = jnp.abs(slope)
+    tangent_error = (
+        c * slopes * (below_error + tangent_error)
+        + c * slope_error * (jnp.abs(below + tangent) + below_error + tangent_error)
+        + skip**2 * tangent_error
+        + 4 * eps * (c * slopes * jnp.abs(below + tangent) + skip**2 * jnp.abs(tangent))
+    )
+    if same is not None:
+        off = jnp.where(same, diagonal, off)
+    return error, off, tangent_error
+
+
+def _crossed(a: LayerKernels, b: LayerKernels):
+    """Bound of the error of ``m mu' + mu m'``."""
+
+    def product(x, dx, y, dy):
+        return dx[:, None] * jnp.abs(y)[None] + jnp.abs(x)[:, None] * dy[None]
+
+    off = [f.value.norm * f.value.noise for f in (a, b)]
+    return product(a.value.mean, off[0], b.below, b.below_error) + product(
+        a.below, a.below_error, b.value.mean, off[1]
+    )
+
+
+def _lemma1(layers, x, weights, skips, how: Resolution) -> Kernels:
+    second = x @ x.T
+    forward, tangent = second, jnp.zeros_like(second)
+    same = jnp.eye(len(x), dtype=bool)
+    kinks = places(layers)
+    for i, layer in enumerate(layers):
+        scale = root(jnp.diag(second))
+        rho = second * reciprocal(scale[:, None] * scale[None])
+        p = jnp.where(same, 0.5, jnp.clip((1 - rho) / 2, 0, 1))
+        none = jnp.zeros_like(scale)
+        both = expand_layer(layer, weights[i], scale, none, kinks, how)
+        pairs = expectations(both, both, (1, 0), Pair(p, 1 - p, jnp.zeros_like(p)))
+        g, g_dot = (
+            2 * jnp.where(same, f.norm[:, None] ** 2, _resolved(value, error, f.norm))
+            for f, (value, error) in zip(both, pairs, strict=True)
+        )
+        alpha = skips[i - 1] if i else 0.0
+        tangent = forward * g_dot + tangent * (g_dot + alpha)
+        forward = g
+        second = g + (alpha * second if i else 0.0)
+    return Kernels(forward, forward + tangent, jnp.full_like(forward, jnp.inf))
+
+
+def _resolved(value, error, norm):
+    """``value`` [n, n], NaN where its error is too large."""
+    return nan_where(~(error <= largest_error(value.dtype) * norm[:, None] * norm[None]), value)

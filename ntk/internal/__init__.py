@@ -1,0 +1,1 @@
+"""Helpers that `ntk` and `bilevel` share: argument checks, jaxprs, derivative rules, sharding."""

@@ -1,0 +1,72 @@
+"""Rows of a kernel in batches, and over devices."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from ntk.internal.checks import concrete
+
+
+def length(x) -> int:
+    """How many samples there are."""
+    return len(jax.tree.leaves(x)[0])
+
+
+def mapped(function, xs):
+    """``lax.map`` without a loop around a single step."""
+    if length(xs) == 1:
+        only = function(jax.tree.map(lambda x: x[0], xs))
+        return jax.tree.map(lambda y: y[None], only)
+    return lax.map(function, xs)
+
+
+def blocks(x, size: int, multiple: int = 1):
+    """Rows in blocks [blocks, size, ...]; the last ones are filled up with the first row."""
+    n = length(x)
+    count = -(-n // (size * multiple)) * multiple
+
+    def cut(x):
+        filler = jnp.broadcast_to(x[:1], (count * size - n, *x.shape[1:]))
+        return jnp.concatenate([x, filler]).reshape(count, size, *x.shape[1:])
+
+    return jax.tree.map(cut, x)
+
+
+def transposed(k):
+    """``K(x', x)_ji`` for ``K(x, x')_ij``."""
+    return k.T if k.ndim == 2 else k.transpose(1, 0, 3, 2)
+
+
+def mirrored(k):
+    """Exactly symmetric: the lower triangle replaced by the upper one."""
+    n, o = k.shape[0], k.shape[2:3]
+    index = np.arange(n * math.prod(o)).reshape(n, 1, *o, *(1 for _ in o))
+    return jnp.where(index <= transposed(index), k, transposed(k))
+
+
+def joined(blocks, n1: int, n2: int):
+    """[t1, t2, b1, b2, ...] to [n1, n2, ...]."""
+    t1, t2, b1, b2 = blocks.shape[:4]
+    return jnp.swapaxes(blocks, 1, 2).reshape(t1 * b1, t2 * b2, *blocks.shape[4:])[:n1, :n2]
+
+
+def sharded(function, mesh, *specs):
+    if mesh is None:
+        return function
+    # Samples are independent: no device needs another's. Without check_vma, which would sum the
+    # sensitivities of perturbations that are the same everywhere.
+    return jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=P("rows"), check_vma=False)
+
+
+def mesh_for(*arrays) -> jax.sharding.Mesh | None:
+    """All local devices, unless the caller has placed the arrays, or traces them."""
+    devices = jax.local_devices()
+    leaves = jax.tree.leaves(arrays)
+    placed = not concrete(leaves) or any(getattr(x, "committed", False) for x in leaves)
+    if len(devices) == 1 or placed or getattr(jax.config, "jax_default_device", None) is not None:
+        return None
+    return jax.sharding.Mesh(np.array(devices), ("rows",))

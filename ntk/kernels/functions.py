@@ -1,0 +1,347 @@
+"""Kernels as functions of their inputs: neural-tangents', ours, any ``k(x1, x2)``.
+
+What takes a kernel matrix takes such a function too, with the inputs ``x`` beside it. A function
+may return a matrix, or a record with the fields ``nngp`` and ``ntk`` (:class:`ntk.Kernels`,
+neural-tangents' ``Kernel``); of a record the tangent kernel is taken, unless told otherwise.
+
+**The error of an entry**, which certificates need, is the function's own where it returns one.
+Otherwise it is *measured*, relative to ``sqrt(K_ii K_jj)``, as the largest of
+
+    64 eps64                    a few roundings
+    8 |K64(x + r) - K64(x)|     r some roundings of the inputs, drawn three times
+    d sqrt(eps64 / eps32)       d = |K64 - K32|, where that is over 64 eps32
+
+Formulas with ``arccos rho`` or ``sqrt(1 - rho^2)`` lose half their digits between nearly equal
+inputs, an input and itself among them, as chance has it: in one precision and not in the other. So
+an entry has at least the error found at any smaller correlation ``K_ij / sqrt(K_ii K_jj)``. That is
+an estimate: a certificate is as good as it.
+"""
+
+import inspect
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ntk.internal.checks import array, function, known, sequence, short
+from ntk.internal.sharding import automatic
+from ntk.kernels.record import Kernels
+
+KernelFunction = Callable[..., Any]
+"""``kernel(x1, x2)`` or ``kernel(x1, x2=None)``: a matrix [n1, n2], or a record of matrices."""
+
+_ROUNDINGS = 64  # that an entry of an honest kernel may take
+_DRAWS = 3  # of moved inputs; a lossy entry is off at half of them or more
+_EPS32 = float(np.finfo(np.float32).eps)
+
+
+def kernel_matrix(
+    kernel: KernelFunction, x1: chex.Array, x2: chex.Array | None = None, *, get: str = "ntk"
+) -> jax.Array:
+    """The matrix of a kernel function, whatever it is that the function returns.
+
+    Parameters
+    ----------
+    kernel : function
+        Of two sets of inputs: neural-tangents' ``kernel_fn``, ``functools.partial`` of
+        :func:`ntk.network_kernel`, or any ``k(x1, x2) -> [n1, n2]``.
+    x1 : array [n1, ...]
+    x2 : array [n2, ...], optional
+        ``x1`` by default; a function whose second argument has the default None is then called with
+        one set of inputs.
+    get : {"ntk", "nngp"}
+        Which field of a record.
+
+    Returns
+    -------
+    array [n1, n2]
+
+    Raises
+    ------
+    ValueError
+        If ``kernel`` is no function, or what it returns has another shape.
+
+    Examples
+    --------
+    >>> x = jnp.array([[1.0, 0.0], [1.0, 1.0]])
+    >>> kernel_matrix(lambda a, b: a @ b.T, x)
+    Array([[1., 1.],
+           [1., 2.]], dtype=float...)
+    """
+    return _matrix(_evaluate(kernel, x1, x2, get), get)
+
+
+def kernel_record(
+    kernel: KernelFunction, x1: chex.Array, x2: chex.Array | None = None
+) -> Kernels | Any:
+    """What a kernel function returns, in one call, if it has the fields ``nngp`` and ``ntk``.
+
+    Parameters
+    ----------
+    kernel : function
+        As :func:`kernel_matrix` takes it.
+    x1 : array [n1, ...]
+    x2 : array [n2, ...], optional
+        ``x1`` by default.
+
+    Returns
+    -------
+    record of arrays [n1, n2]
+
+    Raises
+    ------
+    ValueError
+        If ``kernel`` is no function, or returns a matrix or another shape.
+
+    Examples
+    --------
+    >>> import ntk
+    >>> kernel = lambda a, b=None: ntk.network_kernel(a, b, activations=[ntk.relu])
+    >>> kernel_record(kernel, jnp.eye(2)).nngp.shape
+    (2, 2)
+    """
+    found = _evaluate(kernel, x1, x2, None)
+    if not (hasattr(found, "nngp") and hasattr(found, "ntk")):
+        raise ValueError(
+            "kernel: expected a function that returns the fields nngp and ntk, as "
+            f"network_kernel does, got a {type(found).__name__}."
+        )
+    return found
+
+
+def kernel_mixture(kernels: Sequence[KernelFunction], alpha: chex.Array) -> KernelFunction:
+    """``sum_i alpha_i k_i``, a kernel function.
+
+    Over the simplex its smallest eigenvalue is concave in ``alpha``, so that the least of all is at
+    a corner; :func:`ntk.certify_simplex` takes the list itself.
+
+    Parameters
+    ----------
+    kernels : sequence of h kernel functions
+    alpha : array [h]
+
+    Returns
+    -------
+    function
+        ``(x1, x2=None) -> [n1, n2]``
+
+    Raises
+    ------
+    ValueError
+        For no kernels, or another number of weights.
+
+    Examples
+    --------
+    >>> linear, constant = lambda a, b: a @ b.T, lambda a, b: jnp.ones((len(a), len(b)))
+    >>> kernel_mixture([linear, constant], jnp.array([0.5, 0.5]))(jnp.eye(2))
+    Array([[1. , 0.5],
+           [0.5, 1. ]], dtype=float...)
+    """
+    kernels, alpha = several(kernels), array("alpha", alpha)
+    if alpha.shape != (len(kernels),):
+        raise ValueError(f"alpha: expected {len(kernels)} weights, got shape {alpha.shape}.")
+
+    def mixture(x1, x2=None):
+        return sum(alpha[i] * kernel_matrix(k, x1, x2) for i, k in enumerate(kernels))
+
+    return mixture
+
+
+def measured(
+    kernel: KernelFunction, x: Any, entry_error: Any = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """The matrix [n, n] in float64, and a bound or estimate of its entries' errors [n, n].
+
+    Parameters
+    ----------
+    kernel : function
+    x : array [n, ...]
+    entry_error : float or array [n, n], optional
+        By default the kernel's own, or measured as the module says.
+
+    Returns
+    -------
+    pair of array [n, n]
+
+    Raises
+    ------
+    ValueError
+        If ``kernel`` is no function, or what it returns has another shape or is not finite.
+
+    Examples
+    --------
+    >>> K, error = measured(lambda a, b: a @ b.T, np.eye(2))
+    >>> bool(error.max() < 1e-13)
+    True
+    """
+    x = np.asarray(x)
+    found, K = _in_precision(kernel, x, True)
+    if entry_error is not None:
+        return K, entry_error
+    if isinstance(found, Kernels) and np.isfinite(found.error).all():
+        return K, np.asarray(found.error, np.float64)
+    root = np.sqrt(np.abs(np.diagonal(K)))
+    size = np.maximum(root[:, None] * root, np.abs(K))
+    over = 1 / np.where(size > 0, size, 1)
+    # A function that computes in float32 whatever it is given is no better than that.
+    fine = float(np.finfo(np.result_type(_matrix(found, "ntk").dtype, np.float32)).eps)
+    off = np.abs(K - _in_precision(kernel, x, False)[1]) * over
+    error = np.where(off > _ROUNDINGS * _EPS32, off * np.sqrt(fine / _EPS32), _ROUNDINGS * fine)
+    rng = np.random.default_rng(0)
+    for _ in range(_DRAWS):
+        moved = x * (1 + 4 * fine * rng.uniform(-1, 1, x.shape))
+        error = np.maximum(error, 8 * np.abs(_in_precision(kernel, moved, True)[1] - K) * over)
+    return K, size * _increasing(error, K * over)
+
+
+def mixed_blocks(
+    kernels: Sequence[KernelFunction], x: Any, entry_error: Any = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """``sum_i alpha_i k_i`` as :func:`ntk.certify_simplex` has it, and the errors: [h, h, n, n].
+
+    On the simplex ``sum_i alpha_i k_i = sum_ij alpha_i alpha_j (k_i + k_j) / 2``.
+
+    Parameters
+    ----------
+    kernels : sequence of h kernel functions
+    x : array [n, ...]
+    entry_error : float or array [n, n], optional
+        Of every kernel; by default as in :func:`measured`.
+
+    Returns
+    -------
+    pair of array [h, h, n, n]
+
+    Raises
+    ------
+    ValueError
+        As :func:`measured`; for errors that are negative, not finite or of another shape.
+
+    Examples
+    --------
+    >>> blocks, _ = mixed_blocks([lambda a, b: a @ b.T, lambda a, b: 3 * a @ b.T], np.eye(1))
+    >>> blocks[:, :, 0, 0]
+    array([[1., 2.],
+           [2., 3.]])
+    """
+    found = [measured(kernel, x, entry_error) for kernel in several(kernels)]
+    values = np.stack([K for K, _ in found])
+    given = np.asarray(found[0][1])
+    if given.shape not in ((), values.shape[1:]) or not (given >= 0).all():
+        raise ValueError(
+            f"entry_error: expected nonnegative errors, one or of shape {values.shape[1:]}, got "
+            f"shape {given.shape}."
+        )
+    errors = np.stack([np.broadcast_to(error, values.shape[1:]) for _, error in found])
+    blocks, off = ((stack[:, None] + stack) / 2 for stack in (values, errors))
+    return blocks, off + 2.0**-52 * np.abs(blocks)  # of the sum
+
+
+def _increasing(error: np.ndarray, correlation: np.ndarray) -> np.ndarray:
+    """For every entry the largest error at its correlation or a smaller one."""
+    order = np.argsort(correlation, axis=None, kind="stable")
+    found = np.empty_like(error)
+    found.flat[order] = np.maximum.accumulate(error.flat[order])
+    return found
+
+
+def _in_precision(kernel: KernelFunction, x: np.ndarray, double: bool) -> tuple[Any, np.ndarray]:
+    """What the kernel returns, and its matrix as float64, checked."""
+    with jax.enable_x64(double), warnings.catch_warnings():
+        if not double:  # we chose float32: the caller cannot act on JAX's warning about it
+            warnings.filterwarnings("ignore", "Explicitly requested dtype", UserWarning)
+        found = _evaluate(kernel, jnp.asarray(x, float), None, "ntk")
+        K = np.asarray(_matrix(found, "ntk"))
+    if np.iscomplexobj(K):
+        raise ValueError(f"K: expected a kernel function with real values, got {K.dtype}.")
+    K = K.astype(np.float64)
+    if not np.isfinite(K).all():
+        raise ValueError("K: expected a kernel function with finite values, got NaN or infinity.")
+    return found, K
+
+
+def matrix(K: Any, x: Any, name: str = "K") -> Any:
+    """``K``, or where it is a kernel function or a record, its matrix.
+
+    Raises
+    ------
+    ValueError
+        If ``x`` is missing or superfluous, or as :func:`kernel_matrix`.
+    """
+    if isinstance(K, Kernels):
+        K = K.ntk
+    if isinstance(K, list | tuple) and any(map(callable, K)):
+        raise ValueError(
+            f"{name}: expected one kernel function, got {len(K)}: kernel_mixture(kernels, alpha) "
+            "is one of several."
+        )
+    if callable(K):
+        if x is None:
+            raise ValueError(f"x: expected the inputs of the kernel function {name}, got none.")
+        return kernel_matrix(K, x)
+    if x is not None:
+        raise ValueError(f"x: expected none beside a matrix {name}, got {short(x)}.")
+    return K
+
+
+def _evaluate(kernel: KernelFunction, x1, x2, get: str | None):
+    """``get``: the field that is wanted; None for all of a record."""
+    function("kernel", kernel, "(x1, x2) -> [n1, n2]")
+    if get is not None:
+        known("get", get, ("ntk", "nngp"))
+    x1 = automatic(array("x1", x1))
+    if x1.ndim == 0 or not x1.size:
+        raise ValueError(f"x1: expected inputs [n, ...] with n at least 1, got shape {x1.shape}.")
+    parameters = _parameters(kernel)
+    if x2 is not None:
+        x2 = automatic(array("x2", x2))
+    elif parameters and _takes_one(parameters):
+        x2 = None
+    else:
+        x2 = x1
+    one = get is not None and parameters and "get" in parameters
+    options = {"get": get} if one else {}
+    found = kernel(x1, x2, **options)
+    shape = len(x1), len(x1 if x2 is None else x2)
+    value = _matrix(found, get or "ntk")
+    if jnp.shape(value) != shape:
+        raise ValueError(f"kernel: expected a matrix {shape}, got shape {jnp.shape(value)}.")
+    return found
+
+
+def _parameters(kernel: KernelFunction):
+    try:
+        return inspect.signature(kernel).parameters
+    except (TypeError, ValueError):  # of C
+        return None
+
+
+def _takes_one(parameters) -> bool:
+    """Whether the second argument may be left out, None for the inputs of the first."""
+    by_place = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+    places = [p for p in parameters.values() if p.kind in by_place]
+    return len(places) > 1 and places[1].default is None
+
+
+def _matrix(found: Any, get: str) -> Any:
+    return getattr(found, get, found)
+
+
+def several(kernels: Any) -> tuple[KernelFunction, ...]:
+    """Kernel functions as a tuple, at least one.
+
+    Raises
+    ------
+    ValueError
+        For none, or what is no function.
+    """
+    kernels = sequence("kernels", kernels, "kernel functions")
+    if not kernels:
+        raise ValueError("kernels: expected at least one function, got none.")
+    for kernel in kernels:
+        function("kernels", kernel, "(x1, x2) -> [n1, n2]")
+    return kernels

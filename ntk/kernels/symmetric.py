@@ -1,0 +1,116 @@
+"""Kernel matrices as they come in: square, finite, and symmetric up to rounding, or refused.
+
+An eigenvalue routine reads one triangle, and a Rayleigh quotient the symmetric part: of a matrix
+that is not symmetric they return numbers, with no word that these mean nothing.
+
+The two halves of a kernel may be rounded apart. Sums of p products in two orders differ by some
+``sqrt(p) eps``, so that 1000 eps covers a million weights; products with [n, n] matrices by less
+than ``n eps``. Larger differences are no rounding.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ntk.internal.checks import array, at_least_float32, concrete, finite, floats, nan_unless
+
+
+def as_matrix(K: Any) -> Any:
+    """Flatten [n1, n2, outputs, outputs] to [n1 outputs, n2 outputs]; return others unchanged."""
+    if K.ndim != 4:
+        return K
+    n1, n2, a, b = K.shape
+    return K.transpose(0, 2, 1, 3).reshape(n1 * a, n2 * b)
+
+
+def square(K: Any, name: str = "K") -> Any:
+    """Return a kernel as a square matrix: ``[n, n]``, or ``[n, n, o, o]`` as ``[n o, n o]``.
+
+    Row ``i o + a`` belongs to input i and output a.
+
+    Raises
+    ------
+    ValueError
+        If ``K`` has another shape or is empty.
+
+    Examples
+    --------
+    >>> square(jnp.zeros((3, 3, 2, 2))).shape
+    (6, 6)
+    """
+    K = K if isinstance(K, np.ndarray) else array(name, K)
+    shape = K.shape
+    if len(shape) not in (2, 4) or shape[0] != shape[1] or shape[-1] != shape[-2] or not K.size:
+        raise ValueError(
+            f"{name}: expected a square matrix, got shape {shape}. Kernels have the shape [n, n] "
+            "or [n, n, outputs, outputs]."
+        )
+    return as_matrix(K)
+
+
+def rounding(dtype: Any, n: int) -> float:
+    """How far entries (i, j) and (j, i) may be apart, relative to the largest entry."""
+    if not jnp.issubdtype(dtype, jnp.floating):
+        return 0.0  # of whole numbers
+    # Numbers of 16 bits are summed in 32, and rounded once.
+    summed = jnp.finfo(at_least_float32(dtype)).eps
+    return 2 * float(jnp.finfo(dtype).eps) + max(1000, n) * float(summed)
+
+
+def symmetric(K: Any, name: str = "K", *, stack: bool = False) -> jax.Array:
+    """``K`` [n, n] (``stack``: [..., n, n]) in floating point, exactly symmetric.
+
+    Where it is traced no error can be raised: a matrix that is not finite and symmetric becomes
+    NaN, its derivative too.
+
+    Raises
+    ------
+    ValueError
+        If ``K`` is not of that shape, empty, complex, not finite, or not symmetric up to rounding.
+    """
+    K = array(name, K)
+    if K.ndim < 2 or (K.ndim > 2 and not stack) or K.shape[-1] != K.shape[-2] or not K.size:
+        expected = "square matrices [..., n, n]" if stack else "a square matrix"
+        raise ValueError(f"{name}: expected {expected}, got shape {K.shape}.")
+    allowed = rounding(K.dtype, K.shape[-1])
+    K = floats(name, K)
+    if not concrete(K):
+        half, known = _symmetric(K, allowed)
+        return nan_unless(known, half)
+    with jax.ensure_compile_time_eval():  # where the caller traces other arguments
+        half, known = _symmetric(K, allowed)
+        refused = not known.all()
+    if refused:
+        check_symmetric(np.asarray(K), allowed, name)  # which knows what is wrong
+    return half
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _symmetric(K: jax.Array, allowed: float) -> tuple[jax.Array, jax.Array]:
+    """The symmetric part, and whether the matrices are finite and symmetric, [..., 1, 1]."""
+    off, largest = _halves(jnp, jax.lax.stop_gradient(K))
+    # Entry by entry: a maximum over NaN need not be NaN in a compiled program.
+    known = (jnp.isfinite(K) & (off <= allowed * largest)).all((-1, -2), keepdims=True)
+    return K / 2 + jnp.swapaxes(K, -1, -2) / 2, known
+
+
+def check_symmetric(K: np.ndarray, allowed: float, name: str) -> None:
+    """Raise ValueError unless ``K`` [..., n, n] is finite, and symmetric but for ``allowed``."""
+    finite(name, K, "entries")
+    off, largest = _halves(np, K)
+    if (off > allowed * largest).any():
+        *which, _, _ = np.unravel_index(np.argmax(off - allowed * largest), off.shape)
+        differ, explained = 2 * float(off[*which].max()), 2 * allowed * float(largest[*which].max())
+        raise ValueError(
+            f"{name}: expected a symmetric matrix, got entries (i, j) and (j, i) that differ by "
+            f"{differ:.3g}, where rounding explains {explained:.1g}."
+        )
+
+
+def _halves(xp, K):
+    """Half of ``|K_ij - K_ji|`` [..., n, n] and of its largest entry: the whole might overflow."""
+    off = xp.abs(K / 2 - xp.swapaxes(K, -1, -2) / 2)
+    return off, xp.max(xp.abs(K), axis=(-1, -2), keepdims=True) / 2

@@ -1,0 +1,1 @@
+"""Kernels larger than memory: operators, preconditioned solvers, eigenvalue intervals."""

@@ -1,0 +1,214 @@
+"""An interval for the smallest eigenvalue of a large kernel, by block Lanczos from random starts.
+
+Lanczos on K itself sees the upper end of the spectrum; the lower end is crowded, and takes
+thousands of products. So the problem is first made flat: with ``P = F F' + s I``, F a partial
+Cholesky factor and s the mean of what it leaves of the diagonal, the eigenvalues of ``P^-1 K`` are
+spread over some tens at most, and ``K >= mu P >= mu s I`` for the smallest of them, mu.
+
+- ``upper`` is a **certificate**, rounding aside: the Rayleigh quotient of a vector that was found.
+- ``lower`` is ``s`` times a lower bound of mu that **holds with probability 1 - failure**, over the
+  random starts, whatever K is. By Kuczynski & Wozniakowski (1992), Theorem 4.2, the largest
+  Ritz value theta of a positive semidefinite C after k steps from one random start has
+
+      P[theta < (1 - e) lambda_max] <= 1.648 sqrt(n) exp(-sqrt(e) (2k - 1)).
+
+  A block of b starts has the Krylov spaces of all, and all would have to fail: the power b of that.
+  Taken for C and for ``lambda_max(C) I - C`` (Lanczos' spaces are the same), it bounds both ends.
+- 0 is a lower bound of any kernel's eigenvalues, for nothing.
+
+``C = P^-1/2 K P^-1/2`` is not formed: a start z in its space is ``P^-1/2 z`` here, and vectors are
+orthonormal in the product ``u' P v``.
+"""
+
+import math
+from typing import NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from ntk.internal.checks import nan_unless, number, prng_key, short, whole
+from ntk.internal.compile_cache import program
+from ntk.large import preconditioner
+from ntk.large.kernel_operator import Operator
+from ntk.large.partial_cholesky import PartialCholesky, semidefinite, square
+
+
+class EigenvalueInterval(NamedTuple):
+    """Result of :func:`eigenvalue_interval`: lower <= lambda_min <= upper."""
+
+    lower: jax.Array  # [], with probability 1 - failure over the key, and not below 0
+    upper: jax.Array  # [], a Rayleigh quotient: certain, but for rounding
+    estimate: jax.Array  # [], s times the smallest Ritz value: where lower goes to, no bound
+    vector: jax.Array  # [n], of unit length: v'Kv is `upper`
+
+
+def eigenvalue_interval(
+    K: Operator,
+    *,
+    key: chex.PRNGKey,
+    partial: PartialCholesky | None = None,
+    steps: int = 50,
+    block: int = 8,
+    failure: float = 1e-3,
+) -> EigenvalueInterval:
+    """An interval with the smallest eigenvalue of a positive semidefinite kernel.
+
+    Parameters
+    ----------
+    K : KernelOperator or EmpiricalOperator
+        Symmetric, positive semidefinite.
+    key : PRNG key
+        For the starts.
+    partial : PartialCholesky, optional
+        Of K; without it most kernels take far more steps.
+    steps : int
+        Passes over all pairs of inputs, at least 2; ``steps * block`` at most n.
+    block : int
+        Starts.
+    failure : float
+        Probability that ``lower`` is none, between 0 and 1.
+
+    Returns
+    -------
+    EigenvalueInterval
+
+    Raises
+    ------
+    ValueError
+        If an argument is out of its range, or K turns out not to be finite and positive
+        semidefinite. Where it is traced, the result is NaN then.
+
+    Notes
+    -----
+    Memory: two bases of ``steps * block`` vectors. The width is at least the ratio of ``upper`` and
+    ``estimate``, some 1.0 to 1.5 where the factor leaves an even diagonal.
+
+    References
+    ----------
+    Kuczynski & Wozniakowski (1992), "Estimating the largest eigenvalue by the power and Lanczos
+    algorithms with a random start", Theorem 4.2.
+
+    Examples
+    --------
+    >>> from ntk import KernelOperator
+    >>> K = KernelOperator(lambda a, b: a @ b.T, jnp.diag(jnp.arange(1.0, 11.0)))
+    >>> found = eigenvalue_interval(K, key=jax.random.key(0), steps=10, block=1)
+    >>> bool(found.lower <= 1), found.upper.round(3)
+    (True, Array(1., dtype=float...))
+    """
+    square("K", K)
+    prng_key("key", key)
+    steps, block = whole("steps", steps, 2), whole("block", block, 1)
+    if steps * block > K.shape[0]:
+        raise ValueError(
+            f"steps: expected steps times block at most the {K.shape[0]} rows of K, got "
+            f"{steps} times {block}."
+        )
+    if not 0 < number("failure", failure) < 1:
+        raise ValueError(f"failure: expected a probability between 0 and 1, got {failure}.")
+    if partial is not None and not isinstance(partial, PartialCholesky):
+        raise ValueError(f"partial: expected the result of partial_cholesky, got {short(partial)}.")
+    missed = missed_part(K.shape[0], steps, block, float(failure) / 2)
+
+    def run(K, partial, key):
+        return _interval(K, partial, key, steps, block, missed)
+
+    found = program(run, K, partial, key)(K, partial, key)
+    semidefinite(jnp.isfinite(found.upper))
+    return found
+
+
+def missed_part(n: int, steps: int, block: int, failure: float) -> float:
+    """The e of the module's bound: how far, relative, the largest Ritz value may be too small.
+
+    Examples
+    --------
+    >>> round(missed_part(10_000, 50, 8, 5e-4), 4)
+    0.0037
+    """
+    root = (math.log(1.648 * math.sqrt(n)) - math.log(failure) / block) / (2 * steps - 1)
+    return min(root**2, 1.0)
+
+
+def _interval(K, partial, key, steps, block, missed) -> EigenvalueInterval:
+    diagonal = K.diagonal()
+    factor = jnp.zeros((len(diagonal), 0), diagonal.dtype) if partial is None else partial.factor
+    level = jnp.mean(diagonal if partial is None else partial.rest)
+    P = preconditioner.of(factor, jnp.full_like(diagonal, level), jnp.max(diagonal))
+    level = P.diagonal[0]
+    V, PV, T = _basis(K, P, preconditioner.sample(P, key, block), steps)
+    # Vectors that were dropped are 0: their Ritz values come last.
+    live = jnp.diagonal(_times(V.T, PV)) > 0.5
+    far = 2 * jnp.sum(jnp.abs(T)) + 1
+    values = jnp.linalg.eigvalsh(T + jnp.diag(jnp.where(live, 0, far)))
+    low = values[0]
+    high = jnp.max(jnp.where(values < far / 2, values, low))
+    # lambda_max is at most high / (1 - e), and so is the spread of which a part e is missed.
+    share = min(missed, 0.999)
+    lower = low - share / (1 - share) * (high / (1 - share) - low)
+    lower = jnp.where(missed < 1, jnp.maximum(lower * level, 0), 0)
+    vector = _times(V, _least(T, _times(V.T, V)))
+    vector = vector / jnp.linalg.norm(vector)
+    upper = jnp.vdot(vector, K @ vector)
+    # Under 0 by more than rounding: then K has not the eigenvalues that `lower` is proved for.
+    fits = upper >= -jnp.sqrt(jnp.finfo(upper.dtype).eps) * jnp.max(jnp.abs(diagonal))
+    return EigenvalueInterval(*nan_unless(fits, (lower, upper, low * level, vector)))
+
+
+def _least(T, G):
+    """Coefficients u with nearly the least ``u'Tu / u'Gu``: K is least on that combination.
+
+    Combinations that are short beside the longest are long in P: K is not small there.
+    """
+    sizes, turn = jnp.linalg.eigh(G)
+    kept = sizes > 1e-3 * sizes[-1]
+    turn = turn * jnp.where(kept, 1 / jnp.sqrt(jnp.where(kept, sizes, 1)), 0)[None]
+    inner = _times(turn.T, _times(T, turn))
+    far = 2 * jnp.sum(jnp.abs(inner)) + 1
+    _, vectors = jnp.linalg.eigh(inner + jnp.diag(jnp.where(kept, 0, far)))
+    return _times(turn, vectors[:, 0])
+
+
+def _basis(K, P, start, steps):
+    """Bases V and P V [n, steps block] with ``V' P V = I``, and ``T = V' K V``."""
+    n, b = start.shape
+    V = jnp.zeros((n, steps * b), start.dtype)
+
+    def step(carry, j):
+        V, PV, T, v, size = carry
+        for _ in range(2):  # the second time for what the first leaves of rounding
+            v = _normal(P, v - _times(V, _times(PV.T, v)), size)
+            size = jnp.ones(b, v.dtype)
+        image = (K @ v).astype(v.dtype)
+        V = jax.lax.dynamic_update_slice(V, v, (0, j * b))
+        PV = jax.lax.dynamic_update_slice(PV, preconditioner.times(P, v), (0, j * b))
+        T = jax.lax.dynamic_update_slice(T, _times(V.T, image), (0, j * b))
+        following = preconditioner.solve(P, image)
+        return (V, PV, T, following, jnp.sqrt(jnp.sum(image * following, axis=0))), None
+
+    first = preconditioner.solve(P, start)
+    none = jnp.zeros((steps * b, steps * b), start.dtype)
+    carry = V, V, none, first, jnp.sqrt(jnp.sum(start * first, axis=0))
+    (V, PV, T, *_), _ = jax.lax.scan(step, carry, jnp.arange(steps))
+    upper = jnp.triu(T)
+    return V, PV, upper + jnp.triu(upper, 1).T
+
+
+def _normal(P, v, size):
+    """Combinations of the columns, orthonormal in ``u' P v``.
+
+    Those that are rounding errors of what the columns were, of the P-lengths ``size``, become 0.
+    """
+    eps = jnp.finfo(v.dtype).eps
+    v = v / jnp.where(size > 0, size, 1)[None]
+    gram = _times(v.T, preconditioner.times(P, v))
+    values, vectors = jnp.linalg.eigh((gram + gram.T) / 2)
+    least = jnp.maximum((1000 * eps) ** 2, 10 * len(values) * eps * values[-1])
+    kept = values > least
+    scale = jnp.where(kept, 1 / jnp.sqrt(jnp.where(kept, values, 1)), 0)
+    return _times(v, vectors * scale[None])
+
+
+def _times(a, b):
+    return jnp.matmul(a, b, precision="highest")

@@ -1,0 +1,111 @@
+"""The tangent kernel of a finite network as an operator: ``K v = J (J' v)``.
+
+J, the Jacobian of the n outputs in the weights, is never formed: ``J' v`` is one backward pass of
+all samples, ``J u`` one pass in forward mode. What has such operators: :mod:`ntk.large.kernel_operator`.
+"""
+
+from typing import Any
+
+import jax
+
+from ntk.empirical import blocks
+from ntk.empirical.kernels import _batch, _finite, _pair, empirical_kernel, gradient_norms
+from ntk.empirical.network_program import Apply, network
+from ntk.internal.sharding import automatic
+from ntk.large.kernel_operator import Operator, pytree
+
+
+@pytree
+class EmpiricalOperator(Operator):
+    """The tangent kernel ``J(x) J(x2)'`` of a finite network's summed outputs.
+
+    Parameters
+    ----------
+    apply : callable
+        ``apply(params, x) -> [n, o]`` or ``[n]``, as :func:`ntk.empirical_kernel` takes it.
+    params : pytree
+        Parameters.
+    x : array, [n, ...], or pytree of such arrays
+        Samples of the rows.
+    x2 : like ``x``, [n2, ...], optional
+        Samples of the columns; ``x`` by default.
+    batch_size : int, optional
+        Samples handled at a time; all by default.
+
+    Attributes
+    ----------
+    shape : (n, n2)
+    dtype : dtype of the entries
+
+    Raises
+    ------
+    ValueError
+        As :func:`ntk.empirical_kernel`; when used, if vectors or indices have another shape.
+
+    Notes
+    -----
+    ``K @ v`` takes some 5 forward passes of all samples for each column of v. Memory, for each
+    column: a copy of the parameters and the activations of ``batch_size`` samples.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> x = jnp.array([[1.0, 0.0], [1.0, 1.0]])
+    >>> K = EmpiricalOperator(lambda w, x: x @ w, jnp.ones(2), x)
+    >>> K @ jnp.array([1.0, 0.0]), K.diagonal()
+    (Array([1., 1.], dtype=float...), Array([1., 2.], dtype=float...))
+    """
+
+    arrays = "params", "x", "x2"
+    static = "apply", "batch_size", "dtype"
+
+    def __init__(
+        self, apply: Apply, params: Any, x: Any, x2: Any = None, *, batch_size: int | None = None
+    ):
+        _batch(batch_size)
+        _finite("params", params)
+        x, x2 = _pair(x, x2)
+        self.apply, self.batch_size = apply, batch_size
+        self.params, self.x, self.x2 = automatic((params, x, x2))
+        self.dtype = _outputs(apply, self.params, self.x).dtype
+        self._programs = {}
+
+    def at(self, x: Any) -> "EmpiricalOperator":
+        """The kernel of other samples with those of the rows, for predictions.
+
+        Parameters
+        ----------
+        x : array, [m, ...], or pytree of such arrays
+
+        Returns
+        -------
+        EmpiricalOperator
+            Of shape (m, n).
+
+        Raises
+        ------
+        ValueError
+            As for the class.
+        """
+        return EmpiricalOperator(self.apply, self.params, x, self.x, batch_size=self.batch_size)
+
+    def _times(self, v):
+        net = network(self.apply, self.params, self.x)
+
+        def product(v):
+            return blocks.product(net, self.batch_size, net.inputs, self._of_columns, v, at=self.x)
+
+        return jax.vmap(product, 1, 1)(v)
+
+    def _columns(self, indices):
+        chosen = jax.tree.map(lambda x: x[indices], self._of_columns)
+        return empirical_kernel(self.apply, self.params, self.x, chosen, batch_size=self.batch_size)
+
+    def _diagonal(self):
+        return gradient_norms(self.apply, self.params, self.x, batch_size=self.batch_size)
+
+
+def _outputs(apply: Apply, params: Any, x: Any) -> jax.ShapeDtypeStruct:
+    net = network(apply, params, x)
+    sample = jax.tree.map(lambda x: x[0], x)
+    return jax.eval_shape(net.outputs, net.inputs, sample)

@@ -1,0 +1,183 @@
+"""Kernel regression without the kernel's matrix: conjugate gradients, and how far off they are.
+
+The fit is that of :func:`ntk.kernel_regression`, ``f(x) = k(x, X) w`` with ``A w = y`` for
+``A = K + penalty I``, of a kernel known by its products: :mod:`ntk.large.kernel_operator`. Conjugate gradients
+end at some w with the residual ``r = y - A w``, computed from w and not from their recurrence.
+
+**What the residual says of predictions.** They are off by ``e = k(x, X) A^-1 r``. By the inequality
+of Cauchy and Schwarz in the product ``u' A^-1 v``,
+
+    e^2 <= (k' A^-1 k) (r' A^-1 r),    k = k(X, x).
+
+The kernel of X and x together is positive semidefinite, and so is the penalty on X: of
+``[A, k; k', k(x, x)]`` the Schur complement says ``k' A^-1 k <= k(x, x)``. With a number lambda
+that is not over the smallest eigenvalue of A, ``r' A^-1 r <= |r|^2 / lambda``. Together
+
+    |e| <= sqrt(k(x, x) / lambda) |r|,
+
+for every x, and smaller than ``|k| |r| / lambda`` by some ``sqrt(n)``. The penalty is such a
+lambda, as K >= 0: that needs no estimate. It is a bound for the numbers that K's entries are,
+rounding in the entries, in r and in ``k(x, X) w`` not counted.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ntk.internal.checks import array, common_dtype, concrete, finite, floats, number
+from ntk.internal.sharding import automatic
+from ntk.large.block_cg import SolverState
+from ntk.large.kernel_operator import Operator
+from ntk.large.kernel_solve import checked_penalty, solved
+from ntk.large.partial_cholesky import PartialCholesky, square
+
+
+class IterativeRegression(NamedTuple):
+    """Result of :func:`iterative_regression`."""
+
+    weights: jax.Array  # like y: w, nearly (K + penalty I)^-1 y
+    residual: jax.Array  # [] or [outputs]: |y - (K + penalty I) w|, computed from w
+    relative: jax.Array  # the same over |y|
+    steps: jax.Array  # []: passes over the pairs of inputs
+    penalty: jax.Array  # []
+
+    def predict(self, cross: Any) -> jax.Array:
+        """Predictions ``k(x, X) weights``.
+
+        Parameters
+        ----------
+        cross : operator or array [m, n]
+            Kernel of the inputs to predict at with the training inputs: ``K.at(x)``.
+
+        Returns
+        -------
+        array [m] or [m, outputs]
+        """
+        return cross @ self.weights
+
+    def error_bound(self, prior: chex.Array, *, smallest: Any = 0.0) -> jax.Array:
+        """A bound of what predictions are off by for want of more steps, as the module has it.
+
+        ``|k(x, X) (w - A^-1 y)| <= sqrt(k(x, x) / (smallest + penalty)) |y - A w|``
+
+        Parameters
+        ----------
+        prior : array [m]
+            The kernel ``k(x, x)`` of each input with itself: ``K.at(x).diagonal()``.
+        smallest : float
+            A number that is not over the smallest eigenvalue of K: 0 always is one. With a lower
+            end of :func:`ntk.eigenvalue_interval` the bound has its probability; with an
+            estimate, it is an estimate.
+
+        Returns
+        -------
+        array [m] or [m, outputs]
+            Infinite where ``smallest`` and penalty are 0.
+
+        Raises
+        ------
+        ValueError
+            If ``prior`` is no list of numbers, or ``smallest`` negative.
+        """
+        prior, smallest = floats("prior", prior), number("smallest", smallest)
+        if prior.ndim != 1:
+            raise ValueError(f"prior: expected shape [m], got {prior.shape}.")
+        if concrete(smallest) and not smallest >= 0:
+            raise ValueError(f"smallest: expected a nonnegative number, got {smallest}.")
+        size = jnp.sqrt(prior / (self.penalty + smallest))
+        return jnp.multiply.outer(size, self.residual)
+
+
+def iterative_regression(
+    K: Operator,
+    y: chex.Array,
+    *,
+    penalty: float = 0.0,
+    partial: PartialCholesky | None = None,
+    tol: float = 1e-4,
+    steps: int = 1000,
+    start: SolverState | None = None,
+    callback: Callable[[SolverState], Any] | None = None,
+) -> IterativeRegression:
+    """Kernel (ridge) regression by conjugate gradients: a kernel of any size, several outputs.
+
+    Parameters
+    ----------
+    K : KernelOperator or EmpiricalOperator
+        Kernel of the training inputs, symmetric, positive semidefinite.
+    y : array [n] or [n, outputs]
+        Targets.
+    penalty : float
+        Added to the diagonal: weight decay, or noise variance. There is no hidden jitter.
+    partial : PartialCholesky, optional
+        Of K, for the preconditioner; its diagonal alone by default. Each doubling of the rank
+        saves a quarter of the steps or so, and costs memory, ``n rank`` numbers.
+    tol : float
+        Of the residual of each output, relative to the norm of its targets.
+    steps : int
+        The most passes over all pairs of inputs.
+    start : SolverState, optional
+        Where an earlier call with the same arguments was, as its callback was told: go on there.
+    callback : function, optional
+        Called after every pass with a SolverState: its ``steps``, ``residual`` [outputs]
+        (relative; ``computed`` from the weights, or what the recurrence says), and all that is
+        needed to go on. Each pass is then a call of a compiled program, otherwise all are one.
+        Not called where an argument is traced.
+
+    Returns
+    -------
+    IterativeRegression
+        With ``predict(cross)`` and ``error_bound(prior)``. If ``relative`` is over ``tol``, steps
+        were too few, or rounding has the last word: look at it.
+
+    Raises
+    ------
+    ValueError
+        If the shapes do not fit, ``y`` is not finite, ``penalty`` is negative, ``tol`` not
+        positive, or K and the penalty turn out not to be positive definite. Where an argument is
+        traced, the result is NaN then.
+
+    Notes
+    -----
+    All columns of ``y`` share one block Krylov space: a step costs one product ``K @ S`` for as
+    many columns, and the preconditioner's ``4 n rank`` multiply-adds for each. The residual is
+    computed anew at the end, which costs a pass too; where that is over ``tol``, the iteration goes
+    on from it. Memory beside K's: the factor, and four arrays like ``y``. In float32 relative
+    residuals of some 1e-5 can be reached where K has 60,000 rows.
+
+    References
+    ----------
+    O'Leary (1980); Dubrulle (2001).
+
+    Examples
+    --------
+    >>> from ntk import KernelOperator
+    >>> x, y = jnp.array([[1.0, 0.0], [1.0, 1.0], [0.0, 2.0]]), jnp.array([1.0, 3.0, 4.0])
+    >>> K = KernelOperator(lambda a, b: a @ b.T, x)
+    >>> fit = iterative_regression(K, y, penalty=1.0)
+    >>> new = K.at(jnp.array([[2.0, 1.0]]))
+    >>> fit.predict(new).round(4), bool(fit.error_bound(new.diagonal())[0] < 1e-2)
+    (Array([3.2353], dtype=float...), True)
+    """
+    square("K", K)
+    y = array("y", y)
+    if y.ndim not in (1, 2) or y.shape[0] != K.shape[0] or not y.size:
+        n = K.shape[0]
+        raise ValueError(f"y: expected shape [{n}] or [{n}, outputs], got {y.shape}.")
+    finite("y", y, "targets")
+    ridge = checked_penalty(penalty, K.dtype)
+    columns = automatic(y.astype(common_dtype(y, K.dtype)).reshape(len(y), -1))
+    done = solved(K, columns, ridge, partial, tol, steps, start, callback)
+    residual, relative = (r.reshape(y.shape[1:]) for r in (done.residual, done.relative))
+    weights = done.solution.reshape(y.shape)
+    found = IterativeRegression(weights, residual, relative, done.steps, ridge)
+    if concrete(found) and np.isnan(relative).any():
+        raise ValueError(
+            "K: expected a positive definite kernel (a larger penalty makes it one) with finite "
+            "entries, got one with a product that is negative or NaN."
+        )
+    return found

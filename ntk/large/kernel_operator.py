@@ -1,0 +1,301 @@
+"""Kernels as operators: products ``K v`` of kernels that are larger than memory.
+
+A kernel of n inputs has n^2 entries, 14 GB for 60,000 inputs in float32; the inputs have n d. Where
+only products are needed (conjugate gradients, Lanczos), entries are computed in tiles, multiplied
+and forgotten: :class:`KernelOperator` for any kernel function, those of infinitely wide networks
+among them. For the kernel of a finite network, :class:`ntk.EmpiricalOperator`, not even tiles are
+needed: ``K v = J (J' v)``, J the Jacobian in the weights.
+
+Both have ``shape``, ``dtype``, ``K @ v``, ``diagonal()`` and ``columns(indices)``, and are pytrees:
+they pass through ``jit`` as arguments. With them: :func:`ntk.iterative_regression`,
+:func:`ntk.partial_cholesky`, :func:`ntk.leave_one_out_estimate`, :func:`ntk.eigenvalue_interval`.
+"""
+
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from ntk.internal.batched_rows import length
+from ntk.internal.checks import (
+    array,
+    common_dtype,
+    concrete,
+    finite,
+    function,
+    known,
+    offending,
+    whole,
+)
+from ntk.internal.compile_cache import program
+from ntk.internal.sharding import automatic, by_rows, keeping_rows, rows_of
+from ntk.kernels.functions import KernelFunction, kernel_matrix
+from ntk.large import tiled_products
+
+
+class Operator:
+    """A matrix of products: what both have in common, checks of their arguments.
+
+    Subclasses have inputs ``x`` of the rows and ``x2`` of the columns (None for the same), and name
+    the fields that are arrays and those that are not.
+    """
+
+    arrays: tuple[str, ...]
+    static: tuple[str, ...]
+    x: Any
+    x2: Any
+    dtype: Any
+    _programs: dict
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns."""
+        return length(self.x), length(self._of_columns)
+
+    @property
+    def _of_columns(self):
+        return self.x if self.x2 is None else self.x2
+
+    def __getstate__(self) -> Any:
+        return self.__dict__ | {"_programs": {}}  # compiled programs belong to this process
+
+    def __matmul__(self, v: chex.Array) -> jax.Array:
+        v = array("v", v)
+        rows = self.shape[1]
+        if v.ndim not in (1, 2) or v.shape[0] != rows or not v.size:
+            raise ValueError(f"v: expected shape [{rows}] or [{rows}, columns], got {v.shape}.")
+        v = automatic(v.astype(common_dtype(v, self.dtype)))
+        found = self._run("times", v.reshape(rows, -1))
+        return found.reshape(-1, *v.shape[1:])
+
+    def columns(self, indices: chex.Array) -> jax.Array:
+        """Some columns of K.
+
+        Parameters
+        ----------
+        indices : array [k] of int
+            Which ones.
+
+        Returns
+        -------
+        array [n, k]
+
+        Raises
+        ------
+        ValueError
+            If they are not a list of whole numbers from 0 to n - 1.
+        """
+        indices = array("indices", indices)
+        if indices.ndim != 1 or not jnp.issubdtype(indices.dtype, jnp.integer):
+            raise ValueError(
+                f"indices: expected whole numbers [k], got {indices.dtype} of the shape "
+                f"{indices.shape}."
+            )
+        if concrete(indices):
+            given = np.asarray(indices)
+            good = (given >= 0) & (given < self.shape[1])
+            if not good.all():
+                raise ValueError(
+                    f"indices: expected numbers from 0 to {self.shape[1] - 1}, got "
+                    f"{offending(given, good)}."
+                )
+        return self._run("columns", automatic(indices))
+
+    def diagonal(self) -> jax.Array:
+        """The diagonal ``k(x_i, x_i)`` [n], of the rows' inputs where the columns have others."""
+        return self._run("diagonal")
+
+    def _run(self, what: str, *args):
+        """The method of that name behind an underscore, compiled once for an operator."""
+        if not concrete(self, args):
+            return _method(what)(self, *args)
+        key = what, jax.sharding.get_abstract_mesh(), *map(jax.typeof, args)
+        if key not in self._programs:
+            self._programs[key] = program(_method(what), self, *args)
+        return self._programs[key](self, *args)
+
+
+def _method(what: str):
+    return lambda operator, *args: getattr(operator, f"_{what}")(*args)
+
+
+def pytree(cls: type["Operator"]) -> type:
+    """Register a class of operators: their arrays are leaves."""
+
+    def flatten(operator):
+        fields = [[getattr(operator, name) for name in names] for names in (cls.arrays, cls.static)]
+        return fields[0], tuple(fields[1])
+
+    def unflatten(static, arrays):
+        new: Any = object.__new__(cls)
+        for name, value in zip((*cls.arrays, *cls.static), (*arrays, *static), strict=True):
+            setattr(new, name, value)
+        new._programs = {}
+        return new
+
+    jax.tree_util.register_pytree_node(cls, flatten, unflatten)
+    return cls
+
+
+@pytree
+class KernelOperator(Operator):
+    """The matrix ``K(x, x2)`` of a kernel function, of which tiles are computed when asked for.
+
+    Parameters
+    ----------
+    kernel : function
+        As :func:`ntk.kernel_matrix` takes it: ``functools.partial`` of :func:`ntk.network_kernel`,
+        a network's ``kernel``, neural-tangents' ``kernel_fn``, any ``k(x1, x2) -> [n1, n2]``; one
+        that JAX can trace.
+    x : array [n, ...]
+        Inputs of the rows. If they are placed with their rows over the devices of a mesh, products
+        are computed there, each device its rows, and results are placed so too.
+    x2 : array [n2, ...], optional
+        Inputs of the columns; ``x`` by default, and then K is taken to be symmetric.
+    get : {"ntk", "nngp"}
+        Which kernel of a record.
+    tile : int
+        The most rows and columns of a tile.
+
+    Attributes
+    ----------
+    shape : (n, n2)
+    dtype : dtype of the entries
+
+    Raises
+    ------
+    ValueError
+        If ``kernel`` is no function, or makes another shape of the inputs; if these are not finite;
+        for a ``tile`` under 1; when used, if vectors or indices have another shape.
+
+    Notes
+    -----
+    ``K @ v`` for v [n2] or [n2, q] computes each pair of inputs once: ``n^2 / 2`` entries where K
+    is symmetric. Memory: that of inputs and vectors and some ten tiles (of 2048 x 2048 in float32:
+    16 MB each), never n^2. It is one compiled program for a kernel, a shape and a place; of the
+    kernel as it was then: what else it reads must not change. Differentiable as ``kernel`` is;
+    tiles are computed again in reverse mode. Over P devices each holds ``n / P`` rows, computes
+    ``n^2 / (2 P)`` entries (``(n^2 + n^2 / P) / (2 P)`` for even P) and sends ``n / 2`` rows of x,
+    v and K v for a product.
+
+    Examples
+    --------
+    >>> import functools, ntk
+    >>> kernel = functools.partial(ntk.network_kernel, activations=[ntk.relu])
+    >>> K = KernelOperator(kernel, jnp.eye(3))
+    >>> K.shape, (K @ jnp.ones(3)).round(4)
+    ((3, 3), Array([2.6366, 2.6366, 2.6366], dtype=float...))
+    >>> K.at(jnp.array([[0.0, 0.0, 2.0]])) @ jnp.array([0.0, 0.0, 1.0])  # k(x, X) v
+    Array([4.], dtype=float...)
+    """
+
+    arrays = "x", "x2"
+    static = "kernel", "get", "tile", "_rows", "_others", "dtype"
+
+    def __init__(
+        self,
+        kernel: KernelFunction,
+        x: chex.Array,
+        x2: chex.Array | None = None,
+        *,
+        get: str = "ntk",
+        tile: int = 2048,
+    ):
+        function("kernel", kernel, "(x1, x2) -> [n1, n2]")
+        known("get", get, ("ntk", "nngp"))
+        self.kernel, self.get, self.tile = kernel, get, whole("tile", tile, 1)
+        self.x = _inputs("x", x)
+        self.x2 = None if x2 is None else _inputs("x2", x2)
+        self._rows = rows_of(self.x)
+        self._others = self._rows if x2 is None else rows_of(self.x2)
+        few = _one(self.x), None if self.x2 is None else _one(self.x2)
+        self.dtype = jax.eval_shape(self._tile, *few).dtype
+        self._programs = {}
+
+    def at(self, x: chex.Array) -> "KernelOperator":
+        """The kernel of other inputs with those of the rows, ``k(x, X)``: for predictions.
+
+        Parameters
+        ----------
+        x : array [m, ...]
+
+        Returns
+        -------
+        KernelOperator
+            Of shape (m, n).
+
+        Raises
+        ------
+        ValueError
+            As for the class.
+        """
+        return KernelOperator(self.kernel, x, self.x, get=self.get, tile=self.tile)
+
+    def _tile(self, x1, x2=None):
+        return kernel_matrix(self.kernel, x1, x2, get=self.get)
+
+    def _times(self, v):
+        if self.x2 is not None:
+            return self._other_columns_times(v)
+        if self._rows is None:
+            return tiled_products.symmetric(self._tile, self.x, v, self.tile)
+        (mesh, axis), devices = self._rows, self._rows.devices
+
+        def own(x, v):
+            return tiled_products.ring(self._tile, x, v, self.tile, axis, devices)
+
+        found = tiled_products.over(mesh, own, (P(axis), P(axis)), P(axis))(
+            self.x, by_rows(v, self._rows)
+        )
+        return automatic(found)
+
+    def _other_columns_times(self, v):
+        def run(x, x2, v):
+            return tiled_products.rectangular(self._tile, x, x2, v, self.tile)
+
+        if self._others is None:
+            return self._by_rows(run, self.x2, v)
+        mesh, axis = self._others
+
+        def summed(*own):
+            return jax.lax.psum(run(*own), axis)
+
+        total = tiled_products.over(mesh, summed, (P(), P(axis), P(axis)), P())
+        return total(automatic(self.x), self.x2, by_rows(v, self._others))
+
+    def _columns(self, indices):
+        chosen = automatic(self._of_columns)[indices]
+        found = self._by_rows(
+            lambda x, chosen: tiled_products.columns(self._tile, x, chosen, self.tile), chosen
+        )
+        if self.x2 is not None:
+            return found
+        # An input with itself: known better than a pair of inputs that happen to be equal.
+        own = jnp.arange(len(found), dtype=indices.dtype)[:, None] == indices[None]
+        return jnp.where(own, tiled_products.diagonal(self._tile, chosen, self.tile), found)
+
+    def _diagonal(self):
+        return self._by_rows(lambda x: tiled_products.diagonal(self._tile, x, self.tile))
+
+    def _by_rows(self, run, *same):
+        """``run(x, *same)``, where rows do not need each other."""
+        if self._rows is None:
+            return run(self.x, *same)
+        mesh, axis = self._rows
+        by_device = tiled_products.over(mesh, run, (P(axis), *(P() for _ in same)), P(axis))
+        return automatic(by_device(self.x, *automatic(same)))
+
+
+def _inputs(name: str, x: Any) -> jax.Array:
+    x = array(name, x)
+    if x.ndim == 0 or not x.size:
+        raise ValueError(f"{name}: expected inputs [n, ...] with n at least 1, got {x.shape}.")
+    finite(name, x, "inputs")
+    return keeping_rows(x)
+
+
+def _one(x):
+    return jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype)

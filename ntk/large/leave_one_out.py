@@ -1,0 +1,119 @@
+"""Leave-one-out residuals of a large kernel, estimated from a few solves with random signs.
+
+The residual of sample i, of the fit without it, is ``w_i / (A^-1)_ii`` (Rasmussen & Williams 2006,
+Eq. 5.12), ``A = K + penalty I``. For a vector z of independent random signs ``z_i (A^-1 z)_i`` has
+the mean ``(A^-1)_ii``, and the variance of the other entries of row i, squared and summed (Bekas,
+Kokiopoulou & Saad 2007). With the preconditioner P, whose inverse has a diagonal that is known, the
+signs need only tell the rest:
+
+    (A^-1)_ii = (P^-1)_ii + E[z_i ((A^-1 - P^-1) z)_i]
+
+The mean over some z has a standard error, found from their spread. It is an estimate, as that of
+all standard errors; the solves end at a tolerance, which adds an error of that size.
+"""
+
+from typing import NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from ntk.internal.checks import prng_key, short, whole
+from ntk.internal.compile_cache import program
+from ntk.large.iterative_regression import IterativeRegression
+from ntk.large.kernel_operator import Operator
+from ntk.large.kernel_solve import solved
+from ntk.large.partial_cholesky import PartialCholesky, square
+from ntk.large.preconditioner import inverse_diagonal, preconditioner, solve
+
+
+class LeaveOneOut(NamedTuple):
+    """Result of :func:`leave_one_out_estimate`."""
+
+    residuals: jax.Array  # like y: y_i less the prediction at x_i of the fit without it
+    standard_error: jax.Array  # like y: of each residual, to first order
+    steps: jax.Array  # []: passes over the pairs of inputs
+
+
+def leave_one_out_estimate(
+    K: Operator,
+    fit: IterativeRegression,
+    *,
+    key: chex.PRNGKey,
+    probes: int = 16,
+    partial: PartialCholesky | None = None,
+    tol: float = 1e-3,
+    steps: int = 1000,
+) -> LeaveOneOut:
+    """Residuals of the fits without each sample, estimated: ``y_i - f_-i(x_i)``.
+
+    Parameters
+    ----------
+    K : KernelOperator or EmpiricalOperator
+        As for the fit.
+    fit : IterativeRegression
+        With this K.
+    key : PRNG key
+        For the signs.
+    probes : int
+        Vectors of random signs, at least 2: the standard error is that of one over the root of
+        their number.
+    partial : PartialCholesky, optional
+        Of K: what it explains has no standard error, and makes the solves shorter.
+    tol : float
+        Of the solves, relative.
+    steps : int
+        The most passes over all pairs of inputs.
+
+    Returns
+    -------
+    LeaveOneOut
+
+    Raises
+    ------
+    ValueError
+        If ``fit`` is no such result or that of another size, or an argument is out of its range.
+
+    Notes
+    -----
+    One solve with ``probes`` right-hand sides. ``(A^-1)_ii`` is at least ``1 / A_ii``, and is taken
+    to be that where the estimate is below.
+
+    References
+    ----------
+    Bekas, Kokiopoulou & Saad (2007), "An estimator for the diagonal of a matrix".
+
+    Examples
+    --------
+    >>> from ntk import KernelOperator, iterative_regression
+    >>> K = KernelOperator(lambda a, b: a @ b.T, jnp.eye(3))
+    >>> fit = iterative_regression(K, jnp.array([1.0, 2.0, 3.0]), penalty=1.0)
+    >>> leave_one_out_estimate(K, fit, key=jax.random.key(0), probes=2).residuals
+    Array([1., 2., 3.], dtype=float...)
+    """
+    square("K", K)
+    prng_key("key", key)
+    if not isinstance(fit, IterativeRegression):
+        raise ValueError(f"fit: expected an IterativeRegression, got {short(fit)}.")
+    n = K.shape[0]
+    if len(fit.weights) != n:
+        raise ValueError(f"fit: expected {n} weights, as K has rows, got {len(fit.weights)}.")
+    probes = whole("probes", probes, 2)
+    dtype = fit.weights.dtype
+    signs = jax.random.rademacher(key, (n, probes), dtype)
+    done = solved(K, signs, fit.penalty, partial, tol, steps)
+
+    def estimate(K, partial, fit, signs, solution):
+        diagonal = K.diagonal().astype(dtype)
+        P = preconditioner(partial, diagonal, fit.penalty)
+        draws = signs * (solution - solve(P, signs))
+        error = jnp.std(draws, axis=1, ddof=1) / probes**0.5
+        inverse = inverse_diagonal(P) + jnp.mean(draws, axis=1)
+        inverse = jnp.maximum(inverse, 1 / (diagonal + fit.penalty))
+        over = (1 / inverse).reshape(-1, *[1] * (fit.weights.ndim - 1))
+        residuals = fit.weights * over
+        return residuals, jnp.abs(residuals * over) * error.reshape(over.shape)
+
+    given = K, partial, fit, signs, done.solution
+    residuals, error = program(estimate, *given)(*given)
+    return LeaveOneOut(residuals, error, done.steps)

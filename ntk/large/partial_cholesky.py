@@ -1,0 +1,170 @@
+"""Partial Cholesky factors of kernels, from a few columns: ``K = F F' + rest``, rest >= 0.
+
+Pivots are drawn in blocks, with probabilities like what is left of the diagonal: rows that columns
+so far explain are left out, and near-duplicates too. The rest's trace is then nearly that of the
+best approximation of a somewhat smaller rank. Columns of K are computed when asked for, so that a
+factor of rank r costs ``n r`` entries.
+
+References: Chen, Epperly, Tropp & Webber (2023), "Randomly pivoted Cholesky", Algorithm 2.2, with
+blocks (section 2.3).
+"""
+
+from typing import NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from ntk.internal.checks import concrete, nan_unless, prng_key, whole
+from ntk.internal.compile_cache import program
+from ntk.large.kernel_operator import Operator
+
+_BLOCK = 128  # pivots drawn at a time
+
+
+class PartialCholesky(NamedTuple):
+    """Result of :func:`partial_cholesky`."""
+
+    factor: jax.Array  # F [n, rank]
+    rest: jax.Array  # [n], the diagonal of K - F F'
+    pivots: jax.Array  # [rank], the columns that were taken
+
+
+def partial_cholesky(K: Operator, rank: int, *, key: chex.PRNGKey) -> PartialCholesky:
+    """The randomly pivoted partial Cholesky factor of a kernel: ``F F' <= K``.
+
+    Parameters
+    ----------
+    K : KernelOperator or EmpiricalOperator
+        Symmetric, positive semidefinite.
+    rank : int
+        Columns of F, from 1 to n.
+    key : PRNG key
+        For the pivots.
+
+    Returns
+    -------
+    PartialCholesky
+        ``rest`` is 0 at the pivots. Columns beyond the rank of K are 0, up to the root of rounding.
+
+    Raises
+    ------
+    ValueError
+        If ``K`` is no square operator, or its columns show that it is not finite and positive
+        semidefinite, ``key`` no key, or ``rank`` is not from 1 to n. Where ``K`` is traced, the
+        factor is NaN then.
+
+    Notes
+    -----
+    Time: ``n rank`` entries of K and ``n rank^2`` multiply-adds. Memory: the factor, and some
+    blocks of 128 columns. To what is left, rounding adds ``128 eps`` of the largest entry.
+
+    References
+    ----------
+    Chen, Epperly, Tropp & Webber (2023), Algorithm 2.2 and section 2.3.
+
+    Examples
+    --------
+    >>> from ntk import KernelOperator
+    >>> x = jnp.array([[1.0, 0.0], [0.0, 2.0], [1.0, 2.0]])
+    >>> found = partial_cholesky(KernelOperator(lambda a, b: a @ b.T, x), 2, key=jax.random.key(0))
+    >>> found.factor @ found.factor.T
+    Array([[1., 0., 1.],
+           [0., 4., 4.],
+           [1., 4., 5.]], dtype=float...)
+    """
+    square("K", K)
+    prng_key("key", key)
+    rank = whole("rank", rank, 1)
+    if rank > K.shape[0]:
+        raise ValueError(f"rank: expected at most the {K.shape[0]} rows of K, got {rank}.")
+
+    def run(K, key):
+        found = _factor(K, rank, key)
+        return found, jnp.isfinite(found.factor).all()
+
+    found, good = program(run, K, key)(K, key)
+    semidefinite(good)
+    return found
+
+
+def square(name: str, K: Operator) -> None:
+    """Refuse what is no square operator.
+
+    Raises
+    ------
+    ValueError
+        If it is none.
+
+    Examples
+    --------
+    >>> square("K", None)
+    Traceback (most recent call last):
+    ValueError: K: expected a KernelOperator or an EmpiricalOperator, got a NoneType.
+    """
+    if not isinstance(K, Operator):
+        raise ValueError(
+            f"{name}: expected a KernelOperator or an EmpiricalOperator, got a {type(K).__name__}."
+        )
+    if K.shape[0] != K.shape[1]:
+        raise ValueError(f"{name}: expected as many rows as columns, got shape {K.shape}.")
+
+
+def semidefinite(good: jax.Array) -> None:
+    """Refuse a kernel of which something is not ``good``, known where nothing is traced.
+
+    Raises
+    ------
+    ValueError
+        If it is not.
+
+    Examples
+    --------
+    >>> semidefinite(jnp.isfinite(jnp.nan))
+    Traceback (most recent call last):
+    ValueError: K: expected a positive semidefinite kernel with finite entries, got one with ...
+    """
+    if concrete(good) and not good:
+        raise ValueError(
+            "K: expected a positive semidefinite kernel with finite entries, got one with a "
+            "product that is negative or NaN."
+        )
+
+
+def _factor(K: Operator, rank: int, key) -> PartialCholesky:
+    n = K.shape[0]
+    count = -(-rank // _BLOCK)
+    size = -(-rank // count)
+    whole_diagonal = K.diagonal()
+    dtype, largest = whole_diagonal.dtype, jnp.max(whole_diagonal)
+    noise = size * jnp.finfo(dtype).eps * largest
+    product = jnp.matmul
+
+    def draw(rest, i):
+        # The largest of log(weight) + Gumbel noise: without replacement, as one after another.
+        chance = jnp.log(jnp.where(rest > noise, rest, 0))
+        noisy = chance + jax.random.gumbel(jax.random.fold_in(key, i), (n,), dtype)
+        return jax.lax.top_k(noisy, size)[1]
+
+    def step(carry, i):
+        factor, rest = carry
+        pivots = draw(rest, i)
+        good = (rest[pivots] > noise) & (i * size + jnp.arange(size) < rank)
+        found = K.columns(pivots).astype(dtype)
+        found -= product(factor, factor[pivots].T, precision="highest")
+        found = jnp.where(good, found, 0)
+        # Of pivots that are taken for none, the identity, so that their columns stay 0.
+        corner = jnp.where(good[:, None], found[pivots], 0)
+        corner = (corner + corner.T) / 2 + jnp.diag(jnp.where(good, noise, 1))
+        root = jax.lax.linalg.cholesky(corner, symmetrize_input=False)
+        new = jax.lax.linalg.triangular_solve(
+            root, found, left_side=False, lower=True, transpose_a=True
+        )
+        rest = jnp.maximum(rest - jnp.sum(new**2, axis=1), 0)
+        rest = rest.at[jnp.where(good, pivots, n)].set(0, mode="drop")
+        return (jax.lax.dynamic_update_slice(factor, new, (0, i * size)), rest), pivots
+
+    start = jnp.zeros((n, count * size), dtype), whole_diagonal
+    (factor, rest), pivots = jax.lax.scan(step, start, jnp.arange(count))
+    factor = nan_unless(jnp.min(whole_diagonal) >= -jnp.abs(noise), factor[:, :rank])
+    return PartialCholesky(factor, rest, pivots.reshape(-1)[:rank])

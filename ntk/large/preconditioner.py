@@ -1,0 +1,100 @@
+"""``P = D + F F'``, near a kernel with its penalty, with a cheap inverse.
+
+F is a partial Cholesky factor, D what it leaves of the diagonal, and the penalty. So P has the
+diagonal of ``K + penalty I`` (but for pivots, where D is raised to the mean of the others: nothing
+of K is left there, and nothing may be no penalty either).
+
+With ``R R' = I + F' D^-1 F``, by Woodbury's identity ``P^-1 = D^-1 - D^-1 F R^-T R^-1 F' D^-1``.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ntk.large.partial_cholesky import PartialCholesky
+
+_ROWS = 4096  # of the factor that are scaled at a time
+
+
+class Preconditioner(NamedTuple):
+    """``D + F F'``."""
+
+    diagonal: jax.Array  # D [n], positive
+    factor: jax.Array  # F [n, r]; r may be 0
+    root: jax.Array  # R [r, r], lower triangular
+
+
+def preconditioner(partial: PartialCholesky | None, diagonal, penalty) -> Preconditioner:
+    """For ``K + penalty I``; ``diagonal`` [n], K's, is for the case that there is no factor."""
+    if partial is None:
+        factor, rest = jnp.zeros((len(diagonal), 0), diagonal.dtype), diagonal
+    else:
+        factor, rest = partial.factor, partial.rest
+    mean = jnp.mean(rest)
+    return of(factor, jnp.maximum(rest, mean) + penalty, jnp.max(diagonal))
+
+
+def of(factor, rest, largest) -> Preconditioner:
+    """From D, which rounding of entries up to ``largest`` may not make 0."""
+    floor = 100 * jnp.finfo(rest.dtype).eps * largest
+    rest = jnp.maximum(rest, jnp.where(floor > 0, floor, 1))
+    gram = _gram(factor, rest) + jnp.eye(factor.shape[1], dtype=factor.dtype)
+    return Preconditioner(rest, factor, jax.lax.linalg.cholesky(gram, symmetrize_input=False))
+
+
+def solve(P: Preconditioner, v: jax.Array) -> jax.Array:
+    """``P^-1 v`` for v [n, q]."""
+    scaled = v / P.diagonal[:, None]
+    inner = _product(P.factor.T, scaled)
+    for transposed in (False, True):
+        inner = jax.lax.linalg.triangular_solve(
+            P.root, inner, left_side=True, lower=True, transpose_a=transposed
+        )
+    return scaled - _product(P.factor, inner) / P.diagonal[:, None]
+
+
+def times(P: Preconditioner, v: jax.Array) -> jax.Array:
+    """``P v`` for v [n, q]."""
+    return P.diagonal[:, None] * v + _product(P.factor, _product(P.factor.T, v))
+
+
+def inverse_diagonal(P: Preconditioner) -> jax.Array:
+    """The diagonal of ``P^-1`` [n]."""
+
+    def of_row(row):
+        half = jax.lax.linalg.triangular_solve(P.root, row[:, None], left_side=True, lower=True)
+        return jnp.sum(half**2)
+
+    if not P.factor.shape[1]:
+        return 1 / P.diagonal
+    explained = jax.lax.map(of_row, P.factor, batch_size=min(_ROWS, len(P.factor)))
+    return 1 / P.diagonal - explained / P.diagonal**2
+
+
+def sample(P: Preconditioner, key, count: int) -> jax.Array:
+    """Draws from N(0, P), [n, count]."""
+    one, two = jax.random.split(key)
+    n, r = P.factor.shape
+    inner = jax.random.normal(one, (r, count), P.diagonal.dtype)
+    own = jax.random.normal(two, (n, count), P.diagonal.dtype)
+    return jnp.sqrt(P.diagonal)[:, None] * own + _product(P.factor, inner)
+
+
+def _gram(factor, diagonal) -> jax.Array:
+    """``F' D^-1 F``, without a scaled copy of F."""
+    n, r = factor.shape
+    size = min(_ROWS, n)
+
+    def add(i, total):
+        start = jnp.minimum(i * size, n - size)  # the last block moves inwards, and is masked
+        rows = jax.lax.dynamic_slice_in_dim(factor, start, size)
+        weights = 1 / jax.lax.dynamic_slice_in_dim(diagonal, start, size)
+        weights = jnp.where(start + jnp.arange(size) >= i * size, weights, 0)
+        return total + _product(rows.T, rows * weights[:, None])
+
+    return jax.lax.fori_loop(0, -(-n // size), add, jnp.zeros((r, r), factor.dtype))
+
+
+def _product(a, b):
+    return jnp.matmul(a, b, precision="highest")

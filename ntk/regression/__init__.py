@@ -1,0 +1,1 @@
+"""Regression and Gaussian-process prediction with a kernel matrix."""

@@ -1,0 +1,390 @@
+"""Predictions of infinitely wide networks with their covariance: one network, or all of them.
+
+An infinitely wide network at its initialisation is a Gaussian process with the NNGP kernel. Two
+distributions of what it predicts, given targets y on the n training inputs X, are closed forms:
+
+- :func:`posterior`: Bayesian inference, with noise of variance `penalty` in the targets,
+  ``N(k(x, X) (K + penalty I)^-1 y,  k(x, x) - k(x, X) (K + penalty I)^-1 k(X, x))``;
+- :func:`ensemble`: networks from random initialisations, each trained by gradient flow up to time
+  t. A network that starts at f_0 ends at ``f_0(x) + A (y - f_0(X))`` with
+  ``A = T(x, X) phi_t(T + penalty I)``, T the NTK, as in :mod:`ntk.regression`; and f_0 is Gaussian.
+
+=======  ===================================================================================
+letter   meaning
+=======  ===================================================================================
+X, x     the n training inputs; the m inputs of which something is asked
+K, k     the NNGP kernel: `K` [n, n] of X, `cross` [m, n] of x with X, `prior` [m, m] of x
+T        the NTK, of the same pairs of inputs
+y        targets, [n] or [n, outputs]
+t        time: number of steps times their size, of the loss ``1/2 |f(X) - y|^2``
+=======  ===================================================================================
+
+Every output has the same covariance, [m, m], and outputs are independent. Where outputs have a
+kernel with each other, all kernels are ``[., ., outputs, outputs]``, and so is the covariance.
+
+References: Lee et al. (2018), "Deep neural networks as Gaussian processes"; Lee et al. (2019),
+Eqs. (13)-(16); He, Lakshminarayanan & Teh (2020).
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ntk.internal.checks import concrete, floats, nan_unless, short
+from ntk.kernels.functions import kernel_matrix, kernel_record
+from ntk.kernels.symmetric import as_matrix, symmetric
+from ntk.regression.gradient_flow import flow, flows, times
+from ntk.regression.targets import (
+    Data,
+    as_kernel,
+    cholesky,
+    data,
+    entry_error,
+    others,
+    with_penalty,
+)
+
+_ROOM = 0.01  # for the rounding of entries of 16 bits, of the largest entry
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Prediction:
+    """A Gaussian distribution of m inputs' outputs, at one time or several.
+
+    ``mean, covariance = prediction`` unpacks it. The covariance is symmetric, and positive
+    semidefinite up to rounding of the prior's.
+
+    Attributes
+    ----------
+    mean : array [..., m] or [..., m, outputs]
+        Times first.
+    covariance : array [..., m, m] or [..., m, m, outputs, outputs]
+        One of every output, or that of all outputs.
+    mean_error : array like ``mean``
+        How far the mean may be off because kernels are rounded, to first order. It counts an error
+        of 64 eps for every entry, relative to the variances of its two inputs.
+    std_error : array like ``std()``
+        The same for the standard deviations. Both are infinite for an :func:`ensemble` if the NTK
+        is singular to rounding and ``t`` is so large that it matters. Enable float64 or add a
+        penalty then.
+    """
+
+    mean: jax.Array
+    covariance: jax.Array
+    mean_error: jax.Array | float = dataclasses.field(default=math.nan, repr=False)
+    std_error: jax.Array | float = dataclasses.field(default=math.nan, repr=False)
+
+    def __iter__(self) -> Iterator[jax.Array]:
+        return iter((self.mean, self.covariance))
+
+    def std(self) -> jax.Array:
+        """Standard deviations [..., m], or like ``mean`` where the outputs' covariances differ.
+
+        What rounding has left below 0 counts as 0.
+        """
+        full = self.covariance.ndim > self.mean.ndim + 1
+        variance = jnp.einsum("...iiaa->...ia" if full else "...ii->...i", self.covariance)
+        return _root(variance)
+
+
+def _root(variance: jax.Array) -> jax.Array:
+    # The root's own slope at 0 is infinite, and 0 times that NaN.
+    return jnp.where(variance > 0, jnp.sqrt(jnp.where(variance > 0, variance, 1)), 0)
+
+
+def posterior(
+    K: Any,
+    y: chex.Array,
+    cross: chex.Array | None = None,
+    prior: chex.Array | None = None,
+    *,
+    x: Any = None,
+    at: Any = None,
+    get: str = "nngp",
+    penalty: float = 0.0,
+) -> Prediction:
+    """Gaussian process posterior, ``k(x, x) - k(x, X) (K + penalty I)^-1 k(X, x)`` its covariance.
+
+    With the NNGP kernel it is Bayesian inference in an infinitely wide network; with the NTK, the
+    "NTKGP" of He et al. (2020), to which ensembles converge that have a random function added.
+
+    Parameters
+    ----------
+    K : array [n, n] or [n, n, outputs, outputs], or kernel function
+        Kernel of the training inputs, symmetric up to rounding; or a function of inputs
+        (:func:`ntk.kernel_matrix`), with ``x`` and ``at`` in the place of the next two.
+    y : array [n] or [n, outputs]
+        Targets.
+    cross : array [m, n] or [m, n, outputs, outputs]
+        Kernel of the inputs to predict at with the training inputs.
+    prior : array [m, m] or [m, m, outputs, outputs]
+        Kernel of the inputs to predict at.
+    x, at : arrays [n, ...] and [m, ...], optional
+        Training inputs, and those to predict at, where ``K`` is a function.
+    get : {"nngp", "ntk"}
+        The kernel that is taken of a function that returns both.
+    penalty : float
+        Variance of the targets' noise, which is added to the diagonal of ``K``. There is no hidden
+        jitter.
+
+    Returns
+    -------
+    Prediction
+        Of the function, without the noise. NaN where an argument is traced, so that no error can be
+        raised, and is not what it has to be.
+
+    Raises
+    ------
+    ValueError
+        If the shapes do not fit, an argument is not finite, ``K`` or ``prior`` is not symmetric,
+        ``cross`` is larger than a covariance can be, ``penalty`` is negative, or
+        ``K + penalty I`` is not positive definite, or singular to rounding.
+
+    Notes
+    -----
+    Time n^3 / 3 + n^2 m + n m^2, memory n (n + m) + m^2; n outputs and m outputs in the place of
+    both for a kernel of several outputs. For variances of many inputs alone, ``jax.vmap`` it over
+    rows of ``cross``, one at a time: ``K`` is factorised once.
+
+    References
+    ----------
+    Rasmussen & Williams (2006), Eqs. (2.23)-(2.24).
+
+    Examples
+    --------
+    >>> K, y = jnp.eye(2), jnp.array([1.0, 0.0])
+    >>> posterior(K, y, jnp.array([[0.6, 0.0]]), jnp.array([[1.0]]))
+    Prediction(mean=Array([0.6], dtype=float...), covariance=Array([[0.64]], dtype=float...))
+
+    With a kernel function:
+
+    >>> linear = lambda x1, x2: x1 @ x2.T
+    >>> posterior(linear, y, x=jnp.eye(2), at=jnp.array([[0.6, 0.0]])).mean
+    Array([0.6], dtype=float...)
+    """
+    if _is_function("K", K, cross, prior, x, at):
+        of = functools.partial(kernel_matrix, K, get=get)
+        K, cross, prior = of(x), of(at, x), of(at)
+    given = data(K, y)
+    cross, there = others("cross", cross, given)
+    prior = _prior(prior, there, given)
+    cross = _bounded(cross, given.matrix, prior)
+    factor = cholesky(given.matrix, penalty)
+    whitened = jax.scipy.linalg.solve_triangular(factor, cross.T, lower=True)
+    columns = jax.scipy.linalg.solve_triangular(factor, given.columns, lower=True)
+    mean = (whitened.T @ columns).reshape(there)
+    back = jax.scipy.linalg.solve_triangular(
+        factor, jnp.hstack([whitened, columns]), lower=True, trans="T"
+    )
+    rows, weights = back[:, : len(cross)].T, back[:, len(cross) :]
+    size = jnp.sqrt(jnp.diagonal(given.matrix))
+    reach = jnp.sqrt(jnp.diagonal(prior)) + _lengths(rows * size[None])
+    mean_error = reach[:, None] * _lengths(weights.T * size[None])[None]
+    covariance = prior - whitened.T @ whitened
+    return _prediction(mean, covariance, given, mean_error, reach**2)
+
+
+def ensemble(
+    train: Any,
+    y: chex.Array,
+    cross: Any = None,
+    prior: chex.Array | None = None,
+    *,
+    x: Any = None,
+    at: Any = None,
+    t: chex.Array | float = jnp.inf,
+    penalty: float = 0.0,
+) -> Prediction:
+    """Infinitely wide networks trained by gradient flow from random weights, up to time t.
+
+    ``f_t(x) = f_0(x) + A (y - f_0(X))``, of which mean and covariance over initialisations are
+
+        A y,    k(x, x) - A k(X, x) - k(x, X) A' + A K A',    A = T(x, X) phi_t(T + penalty I).
+
+    At t = 0 it is the prior; with the limit t = inf all networks agree on the training inputs,
+    unless ``penalty`` holds them back. With the NNGP kernel as both kernels only the last layer is
+    trained, and the limit is :func:`posterior` without noise; with the NTK it is no posterior.
+
+    Parameters
+    ----------
+    train : Kernels, or another record with ``nngp`` and ``ntk``, or function that returns one
+        Kernels of the training inputs, [n, n] or [n, n, outputs, outputs]; or a function of inputs
+        (:func:`ntk.kernel_matrix`), with ``x`` and ``at`` in the place of the next two.
+    y : array [n] or [n, outputs]
+        Targets.
+    cross : Kernels, or another record with ``nngp`` and ``ntk``
+        Kernels of the inputs to predict at with the training inputs: [m, n] or
+        [m, n, outputs, outputs].
+    prior : array [m, m] or [m, m, outputs, outputs]
+        NNGP kernel of the inputs to predict at.
+    x, at : arrays [n, ...] and [m, ...], optional
+        Training inputs, and those to predict at, where ``train`` is a function.
+    t : float or array [...]
+        Times, not negative; ``inf``, the default, is the limit. As in :func:`gradient_flow`: T
+        steps of size eta on the summed loss are ``t = eta T``.
+    penalty : float
+        Weight decay towards the weights at time 0.
+
+    Returns
+    -------
+    Prediction
+        Axes of ``t`` first. Differentiable once in everything. NaN where an argument is traced, so
+        that no error can be raised, and is not what it has to be.
+
+    Raises
+    ------
+    ValueError
+        If the shapes do not fit, an argument is not finite, a kernel is not symmetric,
+        ``cross.nngp`` is larger than a covariance can be, or a ``t`` or the ``penalty`` is
+        negative.
+
+    Notes
+    -----
+    Time: some 10 n^3 for the eigendecomposition, then n^2 m + n m^2 for each time; memory m (n + m)
+    for each time. Directions in which the NTK is singular to rounding have not moved in the limit,
+    and little before it: :func:`ntk.gradient_flow`.
+
+    References
+    ----------
+    Lee et al. (2019), "Wide neural networks of any depth evolve as linear models under gradient
+    descent", Eqs. (14)-(16).
+
+    Examples
+    --------
+    >>> import ntk
+    >>> x = jnp.array([[1.0, 0.0], [0.0, 1.0], [0.6, 0.8]])
+    >>> of = lambda a, b=None: ntk.network_kernel(a, b, activations=[ntk.relu])
+    >>> y, train, cross = jnp.array([1.0, 0.0]), of(x[:2]), of(x[2:], x[:2])
+    >>> found = ntk.ensemble(train, y, cross, of(x[2:]).nngp, t=jnp.array([0.0, jnp.inf]))
+    >>> found.mean[:, 0], found.std()[:, 0]
+    (Array([0.  , 0.45], dtype=float...), Array([1.  , 0.35], dtype=float...))
+    >>> ntk.ensemble(of, y, x=x[:2], at=x[2:]).mean
+    Array([0.45], dtype=float...)
+    """
+    if _is_function("train", train, cross, prior, x, at):
+        of = functools.partial(kernel_record, train)
+        train, cross, prior = of(x), of(at, x), kernel_matrix(train, at, get="nngp")
+    (K, T), (cross_nngp, cross_ntk) = _pair("train", train), _pair("cross", cross)
+    given = data(T, y, "train.ntk")
+    nngp = data(K, y, "train.nngp").matrix
+    if nngp.shape != given.matrix.shape:
+        raise ValueError(f"train: expected kernels of one shape, got {K.shape} and {T.shape}.")
+    cross_ntk, there = others("cross.ntk", cross_ntk, given)
+    cross_nngp, same = others("cross.nngp", cross_nngp, given)
+    if there != same:
+        raise ValueError(
+            f"cross: expected kernels of as many rows, got {same[0]} of nngp and {there[0]} of ntk."
+        )
+    prior = _prior(prior, there, given)
+    cross_nngp = _bounded(cross_nngp, nngp, prior, "cross.nngp")
+    t = times(t, given.matrix.dtype)
+    penalised = with_penalty(given.matrix, penalty)
+    times_first = t.shape
+    found = _trained(penalised, cross_ntk, given.columns, nngp, cross_nngp, prior, t.ravel())
+    mean, *rest = (x.reshape(*times_first, *x.shape[1:]) for x in found)
+    return _prediction(mean.reshape(*times_first, *there), rest[0], given, *rest[1:])
+
+
+def _is_function(name: str, K, cross, prior, x, at) -> bool:
+    """Whether kernels are to be evaluated; what belongs to the other form is refused."""
+    one, other = {"cross": cross, "prior": prior}, {"x": x, "at": at}
+    needed, refused = (other, one) if callable(K) else (one, other)
+    kind = "a kernel function" if callable(K) else "matrices"
+    for key, value in needed.items():
+        if value is None:
+            raise ValueError(f"{key}: expected an array, as {name} is {kind}, got none.")
+    for key, value in refused.items():
+        if value is not None:
+            raise ValueError(f"{key}: expected none, as {name} is {kind}, got {short(value)}.")
+    return callable(K)
+
+
+@jax.jit
+def _trained(T, cross_ntk, columns, K, cross, prior, t):
+    """Mean, covariance, and the errors of mean and variances, over ``entry_error``: times first."""
+    m = len(cross)
+    size, of_T = (jnp.sqrt(jnp.diagonal(x))[None, None] for x in (K, T))
+    moved = flows(T, jnp.hstack([cross_ntk.T, jax.lax.stop_gradient(columns)]), t)
+    A = jnp.swapaxes(moved[..., :m], 1, 2)
+    once = A @ cross.T
+    covariance = prior[None] - once - jnp.swapaxes(once, 1, 2) + A @ K @ jnp.swapaxes(A, 1, 2)
+    # An error of T changes A by (dcross - A dT) phi, and phi is applied to these.
+    to = jax.lax.stop_gradient((K @ jnp.swapaxes(A, 1, 2), cross.T, T))
+    through = jax.vmap(flow, (None, 0, 0))(to[2], to[0] - to[1][None], t)
+    reach = jnp.max(of_T) + _lengths(A * of_T)
+    mean_error = reach[..., None] * _lengths(jnp.swapaxes(moved[..., m:], 1, 2) * of_T)[:, None]
+    variance_error = (jnp.sqrt(jnp.diagonal(prior))[None] + _lengths(A * size)) ** 2
+    variance_error += 2 * reach * _lengths(jnp.swapaxes(through, 1, 2) * of_T)
+    # First order holds as long as no direction is lost in the entries' errors.
+    smallest = jnp.maximum(jnp.linalg.eigvalsh(to[2])[0], jnp.finfo(T.dtype).tiny)
+    lost = entry_error(T.dtype) * jnp.max(of_T) ** 2 * jnp.minimum(t, 1 / smallest)
+    beyond = 1 / jnp.maximum(1 - lost, 0)
+    mean_error, variance_error = (
+        beyond[:, None, None] * mean_error,
+        beyond[:, None] * variance_error,
+    )
+    return A @ columns, covariance, mean_error, variance_error
+
+
+def _lengths(rows):
+    return jnp.linalg.norm(jax.lax.stop_gradient(rows), axis=-1)
+
+
+def _prediction(mean, covariance, given: Data, mean_error, variance_error) -> Prediction:
+    covariance = covariance / 2 + jnp.swapaxes(covariance, -1, -2) / 2
+    error, mean_error, variance_error = jax.lax.stop_gradient(
+        (entry_error(mean.dtype), mean_error, variance_error)
+    )
+    variance = jax.lax.stop_gradient(jnp.diagonal(covariance, axis1=-2, axis2=-1))
+    lower, upper = variance - error * variance_error, variance + error * variance_error
+    std = _root(variance)
+    std_error = jnp.maximum(_root(upper) - std, std - _root(lower))
+    if given.full:
+        covariance = as_kernel(covariance, given.shape[1])
+        std_error = std_error.reshape(mean.shape)
+    return Prediction(mean, covariance, error * mean_error.reshape(mean.shape), std_error)
+
+
+def _pair(name: str, kernels: Any) -> tuple[Any, Any]:
+    try:
+        return kernels.nngp, kernels.ntk
+    except AttributeError:
+        raise ValueError(
+            f"{name}: expected kernels with the fields nngp and ntk, as network_kernel's, "
+            f"got a {type(kernels).__name__}."
+        ) from None
+
+
+def _prior(prior: Any, there: tuple[int, ...], given: Data) -> jax.Array:
+    prior = floats("prior", prior)
+    m, *outputs = there
+    expected = (m, m, *outputs, *outputs) if given.full else (m, m)
+    if prior.shape != expected:
+        raise ValueError(f"prior: expected shape {expected}, got {prior.shape}.")
+    return symmetric(as_matrix(prior), "prior").astype(given.matrix.dtype)
+
+
+def _bounded(cross, K, prior, name: str = "cross") -> jax.Array:
+    """``cross``, if ``cross[i, j]^2 <= prior[i, i] K[j, j]``: covariances cannot be larger.
+
+    Kernels that belong to other networks, or to other inputs, would give negative variances.
+    """
+    largest = jnp.outer(jnp.sqrt(jnp.diagonal(prior)), jnp.sqrt(jnp.diagonal(K)))
+    fits = jnp.abs(cross) <= largest + _ROOM * jnp.max(largest)
+    if not concrete(fits):
+        return nan_unless(fits.all(), cross)
+    if not fits.all():
+        at = tuple(int(i) for i in np.argwhere(~np.asarray(fits))[0])
+        raise ValueError(
+            f"{name}: expected |{name}[i, j]| <= sqrt(prior[i, i] K[j, j]), as covariances have "
+            f"it, got {float(cross[at]):.3g} where that is {float(largest[at]):.3g}."
+        )
+    return cross

@@ -1,0 +1,193 @@
+"""``phi_t(K) r``, the path of gradient flow, by the eigenvalues of K, with its derivative.
+
+``phi_t(K) = K^-1 (I - exp(-t K))``, for singular K and infinite t too.
+
+What an eigenvalue under n eps max |eigenvalue| is, rounding decides. Where that may be seen, from
+about its inverse on, such a direction is taken back to where it began: ``phi_t = t exp(-t n eps
+max)``. So a path is bounded, whatever the noise, and leads to its limit, in which only directions
+with a kernel have moved.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ntk.internal.checks import array, concrete, nan_unless, numbers, offending
+from ntk.regression.targets import entry_error
+
+_ALLOWED = 0.1  # error over the targets' size: past one digit, a prediction says nothing
+
+
+def times(t: Any, dtype: Any) -> jax.Array:
+    """``t`` as an array of nonnegative times; NaN where it is traced and is negative."""
+    if concrete(t):
+        # In numpy: `jax_debug_infs` would raise at infinite times, which are the limit.
+        t = numbers("t", t).astype(dtype)
+        if not (t >= 0).all():
+            raise ValueError(f"t: expected nonnegative times, got {offending(t, t >= 0)}.")
+        return t
+    t = array("t", t).astype(dtype)
+    return jnp.where(t >= 0, t, jnp.nan)
+
+
+@jax.custom_jvp
+def flow(K, r, t):
+    """``phi_t(K) r`` for r [n, outputs], by the eigenvalues of K."""
+    values, V, rounding = _eigh(K)
+    return V @ (_phi(values, t, rounding)[:, None] * (V.T @ r))
+
+
+@flow.defjvp
+def _(primals, tangents):
+    # The derivative of eigh has poles at multiple eigenvalues; that of a function of K has none:
+    # dphi(K) = V (phi[a, b] o V' dK V) V' with the divided differences of phi (Daleckii-Krein).
+    (K, r, t), (dK, dr, dt) = primals, tangents
+    values, V, rounding = _eigh(K)
+    phi = _phi(values, t, rounding)[:, None]
+    inside = V.T @ r
+    slope = (_divided_differences(values, t, rounding) * (V.T @ dK @ V)) @ inside
+    in_time = jnp.where(values > 0, jnp.exp(-_product(t, values)), _rate_at_zero(t, rounding))
+    slope += phi * (V.T @ dr) + dt * in_time[:, None] * inside
+    return V @ (phi * inside), V @ slope
+
+
+flows = jax.jit(jax.vmap(flow, in_axes=(None, None, 0)))
+
+
+def refined(K, cross, r, t):
+    """``phi_t(K) r`` for all times [times, n, outputs], if ``cross`` times that is known.
+
+    Raises ValueError where rounding of entries may move predictions by a tenth of the size of r;
+    NaN at those times if traced.
+    """
+    moved, error = _flows_and_error(K, cross, r, t)
+    good = ~(error > _ALLOWED)  # what is NaN stays NaN, and has errors of its own
+    if not concrete(good):
+        return nan_unless(good[:, None, None], moved)
+    if not good.all():
+        latest = _latest(K, cross, r)
+        raise ValueError(
+            f"t: expected at most {latest:.2g} for this kernel in {K.dtype}, got "
+            f"{float(offending(t, good)):.3g}: the kernel is singular to rounding, and predictions "
+            f"may be off by {_ALLOWED:.0%} of the targets or more. Add a penalty, stop earlier, or "
+            "compute kernels in float64 (jax_enable_x64)."
+        )
+    return moved
+
+
+@jax.jit
+def _flows_and_error(K, cross, r, t):
+    return flows(K, r, t), _error(*jax.lax.stop_gradient((K, cross, r, t)))
+
+
+def _error(K, cross, r, t):
+    """The largest error of ``cross phi_t(K) r`` from entries' rounding, over r's size: [times].
+
+    To first order ``(dcross - cross phi dK) phi r``. Sizes are relative: squares stay in range.
+    """
+    values, V, rounding = _eigh(K)
+    top = rounding / (len(K) * jnp.finfo(K.dtype).eps)
+    top = jnp.where(top > 0, top, 1)
+    size = jnp.sqrt(jnp.maximum(jnp.diagonal(K) / top, 0))
+    rows, largest = cross / top, jnp.max(jnp.abs(r), axis=0)
+    columns = r / jnp.where(largest > 0, largest, 1)[None]
+    # The variance of another input is at least what its covariances need.
+    scale = jnp.where(size > 0, size, 1)
+    own = jnp.max(jnp.where(size[None] > 0, jnp.abs(rows) / scale[None], 0), axis=1)
+    # Where a row has more than rounding in a direction, the kernel is not singular there.
+    along, directions = rows @ V, size[:, None] * V
+    error, lengths = entry_error(K.dtype), jnp.linalg.norm(directions, axis=0)
+    noise = error * own[:, None] * lengths[None]
+    noise += rounding / top * jnp.linalg.norm(rows, axis=1, keepdims=True)
+    seen = (jnp.abs(along) > noise).any(axis=0)
+    eigenvalues, errors, seen = (x[None] for x in (values / top, error * lengths**2, seen))
+    weights = _weights(eigenvalues, errors, seen, rounding / top, (t * top)[:, None])
+    through = jnp.sqrt(weights**2 @ (along**2).T)
+    reach = jnp.max(own[None] + jnp.max(size) * through, axis=1)
+    at = directions @ (weights[..., None] * (V.T @ columns)[None])
+    return error * reach * jnp.max(jnp.linalg.norm(at, axis=1), axis=-1)
+
+
+def _weights(values, errors, seen, rounding, t):
+    """``phi_t`` of every direction, times its error over that of an entry: [times, n].
+
+    A gap above the directions that rounding decides shows that K has a lower rank: they hold
+    the rounding of eigenvalues alone. Without a gap, or where rows of the kernel are ``seen`` to
+    have a component, they may have any eigenvalue up to rounding.
+    """
+    eps = jnp.finfo(values.dtype).eps
+    gap = ~((values > 0) & (values < jnp.sqrt(eps))).any()
+    none = _at_zero(t, rounding) * eps / entry_error(values.dtype)
+    lost = jnp.where(gap & ~seen, none, jnp.minimum(t, 1 / rounding))
+    least = jnp.maximum(values - errors, rounding)
+    return jnp.where(values > 0, _phi(least, t, rounding), lost)
+
+
+def _latest(K, cross, r) -> float:
+    """The largest time with an allowed error, to a few percent, from below."""
+    early, late = -60.0, 60.0  # logarithms of the time, over that of the largest eigenvalue
+    top = float(jnp.max(jnp.abs(K)))
+    for _ in range(12):
+        middle = (early + late) / 2
+        known = float(_jitted_error(K, cross, r, jnp.full(1, np.exp(middle) / top, K.dtype))[0])
+        early, late = (middle, late) if known <= _ALLOWED else (early, middle)
+    return 0.95 * float(np.exp(early)) / top
+
+
+_jitted_error = jax.jit(_error)
+
+
+def _eigh(K):
+    values, V = jnp.linalg.eigh(K)
+    rounding = len(K) * jnp.finfo(K.dtype).eps * jnp.max(jnp.abs(values))
+    # Of a matrix [[NaN]] the vector is 1, and its value counts as not positive below.
+    V = nan_unless(jnp.isfinite(values).all(), V)
+    return jnp.where(values > rounding, values, 0), V, rounding
+
+
+def _product(t, values):
+    """``t * values``, with 0 * inf = 0."""
+    return jnp.where(values > 0, t * jnp.where(values > 0, values, 1), 0)
+
+
+def _finite(t):
+    return jnp.where(jnp.isinf(t), 0, t)
+
+
+def _at_zero(t, rounding):
+    """``phi_t`` in a direction that rounding decides; 0 in the limit."""
+    return _finite(t) * jnp.exp(-_finite(t) * rounding)
+
+
+def _rate_at_zero(t, rounding):
+    """The derivative of that in t."""
+    past = _finite(t) * rounding
+    return jnp.where(jnp.isinf(t), 0, (1 - past) * jnp.exp(-past))
+
+
+def _phi(a, t, rounding):
+    """``(1 - exp(-t a)) / a``, and at a = 0 t, as long as that is known."""
+    moved = -jnp.expm1(-_product(t, a)) / jnp.where(a > 0, a, 1)
+    return jnp.where(a > 0, moved, _at_zero(t, rounding))
+
+
+def _divided_differences(values, t, rounding):
+    """``(phi(a) - phi(b)) / (a - b)`` for all pairs, without cancellation."""
+    a = jnp.minimum(values[:, None], values[None])
+    b = jnp.maximum(values[:, None], values[None])
+    finite = _finite(t)
+    x, y = finite * a, finite * b
+    # (D - phi(a)) / b, where D = (exp(-x) - exp(-y)) / (b - a) has a stable form.
+    half = (y - x) / 2
+    ratio = jnp.where(half > 0, -jnp.expm1(-2 * half) / jnp.where(half > 0, 2 * half, 1), 1)
+    safe = jnp.where(b > 0, b, 1)
+    exact = (finite * jnp.exp(-x) * ratio - _phi(a, finite, rounding)) / safe
+    series = -(finite**2) * (
+        1 / 2 - (x + y) / 6 + (x * x + x * y + y * y) / 24 - (x + y) * (x * x + y * y) / 120
+    )
+    series = jnp.where(a > 0, series, series * jnp.exp(-finite * rounding))
+    # Of the pseudo-inverse, as long as its rank stays.
+    limit = jnp.where(a > 0, -1 / (jnp.where(a > 0, a, 1) * safe), jnp.where(b > 0, 1 / safe**2, 0))
+    return jnp.where(jnp.isinf(t), limit, jnp.where(y < 1e-2, series, exact))

@@ -1,0 +1,268 @@
+"""Regression with a kernel: prediction, gradient flow in time, and the excess-risk term.
+
+A network in its linear (NTK) regime, trained by gradient flow on ``1/2 |f(X) - y|^2``, predicts
+
+    f_t(x) = f_0(x) + k(x, X) phi_t(K) (y - f_0(X)),    phi_t(K) = K^-1 (I - exp(-t K)),
+
+and in the limit, or with weight decay ``penalty``, ``f(x) = k(x, X) (K + penalty I)^-1 y``: one
+Cholesky factorisation gives that, its leave-one-out residuals, and ``y'K^-1 y``. The flow takes one
+eigendecomposition. How far the predictions may be off: :mod:`ntk.regression.gaussian_process`.
+
+=======  ==========================================================
+letter   meaning
+=======  ==========================================================
+K        kernel of the n training inputs, [n, n], positive definite
+k(x, X)  `cross` [m, n], kernel of m other inputs with those
+y        targets, [n] or [n, outputs]
+f_0      predictions before training
+t        time: number of steps times their size
+=======  ==========================================================
+
+A kernel ``[n, n]`` is that of every output by itself. Where outputs have a kernel with each other,
+``empirical_kernel(..., outputs="full")``, K is ``[n, n, outputs, outputs]``, cross is
+``[m, n, outputs, outputs]``, and y is ``[n, outputs]``.
+
+References: Jacot, Gabriel & Hongler (2018); Lee et al. (2019), Eqs. (8)-(11); Oymak et al. (2021).
+"""
+
+from typing import Any, NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from ntk.internal.checks import array
+from ntk.kernels.symmetric import as_matrix
+from ntk.regression.gradient_flow import refined, times
+from ntk.regression.targets import cholesky, data, others, with_penalty
+
+
+class KernelRegression(NamedTuple):
+    """Result of :func:`kernel_regression`."""
+
+    weights: jax.Array  # like y: (K + penalty I)^-1 y
+    factor: jax.Array  # [n, n], lower Cholesky factor of K + penalty I; [n outputs, n outputs]
+
+    def predict(self, cross: chex.Array) -> jax.Array:
+        """Predictions ``k(x, X) weights``.
+
+        Parameters
+        ----------
+        cross : array [m, n] or [m, n, outputs, outputs]
+            In the form that ``K`` had.
+
+        Returns
+        -------
+        array [m] or [m, outputs]
+
+        Raises
+        ------
+        ValueError
+            If ``cross`` is in the other form.
+        """
+        cross, (n, *outputs) = jnp.asarray(cross), self.weights.shape
+        full, single = len(self.factor) != n, outputs in ([], [1])
+        if full != (cross.ndim == 4) and not (single and cross.shape[2:] == (1, 1)):
+            expected = ", ".join(map(str, ["m", n, *2 * outputs * full]))
+            raise ValueError(f"cross: expected shape [{expected}], as K has it, got {cross.shape}.")
+        if cross.ndim != 4:
+            return cross @ self.weights
+        return (as_matrix(cross) @ self.weights.ravel()).reshape(len(cross), *outputs)
+
+    def leave_one_out(self) -> jax.Array:
+        """Residuals ``y_i - f_-i(x_i)`` of the fits without sample i, like y, without refitting.
+
+        They are ``weights_i / (K + penalty I)^-1_ii`` (Rasmussen & Williams 2006, Eq. 5.12), of a
+        kernel of several outputs with the block of sample i in the place of ``ii``; n^3.
+        """
+        rows = jnp.eye(len(self.factor), dtype=self.factor.dtype)
+        inverse = jax.scipy.linalg.solve_triangular(self.factor, rows, lower=True)
+        n, outputs = len(self.weights), len(self.factor) // len(self.weights)
+        if outputs == 1:
+            diagonal = jnp.sum(inverse**2, axis=0)
+            return self.weights / diagonal.reshape(-1, *[1] * (self.weights.ndim - 1))
+        of_sample = inverse.reshape(-1, n, outputs)
+        blocks = jnp.einsum("kia,kib->iab", of_sample, of_sample)
+        return jnp.linalg.solve(blocks, self.weights[..., None])[..., 0]
+
+
+class ExcessRisk(NamedTuple):
+    """Result of :func:`excess_risk_term`."""
+
+    quadratic: jax.Array  # [], y'K^-1 y: the squared norm of the interpolant, summed over outputs
+    normalized: jax.Array  # [], sqrt(y'K^-1 y / n)
+
+
+def kernel_regression(
+    K: Any, y: chex.Array, *, x: Any = None, penalty: float = 0.0
+) -> KernelRegression:
+    """Kernel (ridge) regression: the minimiser of ``|y - K w|^2 + penalty w'Kw``.
+
+    Parameters
+    ----------
+    K : array [n, n] or [n, n, outputs, outputs], :class:`ntk.Kernels` or kernel function
+        Kernel of the training inputs, symmetric up to rounding; of a record, the tangent kernel.
+    y : array [n] or [n, outputs]
+        Targets.
+    x : array [n, ...], optional
+        Training inputs, where ``K`` is a kernel function (:func:`ntk.kernel_matrix`, which makes
+        ``cross`` too).
+    penalty : float
+        Added to the diagonal: weight decay, noise variance, or a cure for a singular ``K``. There
+        is no hidden jitter.
+
+    Returns
+    -------
+    KernelRegression
+        With ``predict(cross)`` and ``leave_one_out()``. NaN where an argument is traced, so that no
+        error can be raised, and is not what it has to be.
+
+    Raises
+    ------
+    ValueError
+        If the shapes do not fit, ``K`` is not finite and symmetric, ``y`` is not finite,
+        ``penalty`` is negative, or ``K + penalty I`` is not positive definite, or singular to
+        rounding: an error of 64 eps in its entries could make it singular.
+
+    Notes
+    -----
+    :func:`ntk.posterior` makes the same predictions and states how far rounding may move them.
+    Time n^3 / 3, memory one matrix more; n outputs in the place of n where ``K`` has the outputs'.
+
+    Examples
+    --------
+    >>> fit = kernel_regression(jnp.array([[2.0, 1.0], [1.0, 2.0]]), jnp.array([3.0, 0.0]))
+    >>> fit.predict(jnp.array([[2.0, 1.0], [1.0, 1.0]])).round(4)
+    Array([3., 1.], dtype=float...)
+    >>> fit.leave_one_out().round(4)
+    Array([ 3. , -1.5], dtype=float...)
+
+    With a kernel function:
+
+    >>> from ntk import kernel_matrix
+    >>> linear, x = lambda x1, x2: x1 @ x2.T, jnp.array([[1.0, 0.0], [1.0, 1.0]])
+    >>> fit = kernel_regression(linear, jnp.array([1.0, 3.0]), x=x)
+    >>> fit.predict(kernel_matrix(linear, jnp.array([[2.0, 1.0]]), x)).round(4)
+    Array([4.], dtype=float...)
+    """
+    given = data(K, y, x=x)
+    factor = cholesky(given.matrix, penalty)
+    weights = jax.scipy.linalg.cho_solve((factor, True), given.columns)
+    return KernelRegression(weights.reshape(given.shape), factor)
+
+
+def excess_risk_term(K: Any, y: chex.Array, *, x: Any = None) -> ExcessRisk:
+    """``y'K^-1 y``, and ``sqrt(y'K^-1 y / n)``: what the excess-risk bounds consist of.
+
+    The first term of Oymak et al. (2021), Theorem 3, is ``2 B sqrt(y'K^-1 y / n)``; that of their
+    Theorem 2 needs a factor R besides, the largest l1 norm of alpha, which the paper omits and
+    without which it is false for R > 1. Zhu et al. (2022), Theorem 3, bounds the same term from
+    above by ``sqrt(y'y / (n lambda_min))``, which for labels of +-1 does not decrease in n.
+
+    Parameters
+    ----------
+    K : array, :class:`ntk.Kernels` or kernel function
+        As in :func:`kernel_regression`.
+    y : array [n] or [n, outputs]
+        Targets; several outputs are summed over.
+    x : array [n, ...], optional
+        Training inputs, where ``K`` is a kernel function.
+
+    Returns
+    -------
+    ExcessRisk
+
+    Raises
+    ------
+    ValueError
+        If the shapes do not fit, ``K`` is not finite, symmetric and positive definite, or ``y`` is
+        not finite.
+
+    Examples
+    --------
+    >>> risk = excess_risk_term(jnp.diag(jnp.array([1.0, 4.0])), jnp.array([1.0, 2.0]))
+    >>> risk.quadratic, risk.normalized
+    (Array(2., dtype=float...), Array(1., dtype=float...))
+    """
+    given = data(K, y, x=x)
+    factor = cholesky(given.matrix, 0.0)
+    whitened = jax.scipy.linalg.solve_triangular(factor, given.columns, lower=True)
+    quadratic = jnp.sum(whitened**2)
+    return ExcessRisk(quadratic, jnp.sqrt(quadratic / len(y)))
+
+
+def gradient_flow(
+    K: Any,
+    y: chex.Array,
+    t: chex.Array | float,
+    *,
+    x: Any = None,
+    f0: chex.Array | float = 0.0,
+    cross: chex.Array | None = None,
+    cross_f0: chex.Array | float = 0.0,
+    penalty: float = 0.0,
+) -> jax.Array:
+    """Predictions after training for a time ``t``: ``f_0(x) + k(x, X) phi_t(K) (y - f_0(X))``.
+
+    The flow is ``df/dt = -K (f - y)``, of the loss ``1/2 |f(X) - y|^2`` summed, not averaged:
+    T steps of gradient descent of size eta on the summed loss are ``t = eta T``, on the mean
+    squared error ``t = 2 eta T / n``.
+
+    Parameters
+    ----------
+    K, y
+        As in :func:`kernel_regression`; ``K`` may be singular.
+    t : float or array [...]
+        Times, not negative; ``inf`` is the limit, kernel regression.
+    x : array [n, ...], optional
+        Training inputs, where ``K`` is a kernel function.
+    f0 : float or array like y
+        Predictions on the training inputs at time 0.
+    cross : array [m, n] or [m, n, outputs, outputs], optional
+        Kernel of other inputs with the training inputs: predict there; on the latter by default.
+    cross_f0 : float or array [m] or [m, outputs]
+        Predictions there at time 0.
+    penalty : float
+        Weight decay towards the weights at time 0: ``K + penalty I`` in the place of ``K`` in
+        ``phi_t``.
+
+    Returns
+    -------
+    array [..., m] or [..., m, outputs]
+        Axes of ``t`` first. Differentiable once in everything, for multiple eigenvalues too.
+
+    Raises
+    ------
+    ValueError
+        If the shapes do not fit, an argument is not finite, ``K`` is not symmetric, a ``t`` or the
+        ``penalty`` is negative, or a ``t`` is so large that errors of 64 eps in the entries of
+        kernels may move predictions by a tenth of ``y - f0``. NaN at that time if traced.
+
+    Notes
+    -----
+    Time: some 10 n^3 for the eigendecomposition, n^2 m for errors, then n^2 + n m per time and
+    output. If no eigenvalue lies between n eps and the root of eps, relative to the largest,
+    smaller ones count as 0, those of a kernel of lower rank. A direction in which
+    ``K`` is singular to rounding moves as with an eigenvalue of 0 while that cannot be told, ``t``
+    under ``1 / (n eps |K|)``, and is then taken back: in the limit it has not moved.
+
+    Examples
+    --------
+    >>> K, y = jnp.diag(jnp.array([1.0, 0.0])), jnp.array([1.0, 1.0])
+    >>> gradient_flow(K, y, jnp.array([0.0, 1.0, jnp.inf]))[:, 0]
+    Array([0.  , 0.63, 1.  ], dtype=float...)
+    """
+    given = data(K, y, x=x)
+    matrix, shape = given.matrix, given.shape
+    t = times(t, matrix.dtype)
+    f0, cross_f0 = array("f0", f0), array("cross_f0", cross_f0)
+    if cross is None:
+        cross, cross_f0, there = matrix, f0, shape
+    else:
+        cross, there = others("cross", cross, given)
+    for name, start, wanted in (("f0", f0, shape), ("cross_f0", cross_f0, there)):
+        if start.shape not in ((), wanted):
+            raise ValueError(f"{name}: expected a number or shape {wanted}, got {start.shape}.")
+    columns = given.columns - f0.reshape(given.columns.shape if f0.ndim else ())
+    moved = refined(with_penalty(matrix, penalty), cross.astype(matrix.dtype), columns, t.ravel())
+    return cross_f0 + (cross @ moved).reshape(*t.shape, *there)

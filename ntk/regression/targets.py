@@ -1,0 +1,133 @@
+"""A kernel and the targets of a regression as they come in: a matrix, and columns.
+
+A kernel of networks with several outputs has an entry for every two inputs and every two outputs,
+``[n1, n2, outputs, outputs]`` (``empirical_kernel(..., outputs="full")``). It is a matrix of the
+pairs (input, output). Of a kernel ``[n1, n2]`` every output has the same matrix, and is a column.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ntk.internal.checks import (
+    array,
+    at_least_float32,
+    concrete,
+    finite,
+    floats,
+    nan_unless,
+    number,
+)
+from ntk.internal.sharding import automatic
+from ntk.kernels.functions import matrix as kernel
+from ntk.kernels.symmetric import as_matrix, square, symmetric
+from ntk.spectrum.eigenvalues import min_eigenvalue
+
+
+class Data(NamedTuple):
+    """``N`` rows: n, or n times the outputs."""
+
+    matrix: jax.Array  # [N, N]
+    columns: jax.Array  # [N, q], the targets
+    shape: tuple[int, ...]  # of the targets: [n] or [n, outputs]
+    full: bool  # whether the kernel is one of [n, n, outputs, outputs]
+
+
+def data(K: Any, y: Any, name: str = "K", *, x: Any = None) -> Data:
+    """Both in one floating type, checked; errors call the kernel ``name``; ``x`` are its inputs.
+
+    Raises
+    ------
+    ValueError
+        If the shapes do not fit, ``K`` is not finite and symmetric, or ``y`` is not finite.
+    """
+    K, y = automatic((array(name, kernel(K, x, name)), array("y", y)))
+    n, full = len(K) if K.ndim else 0, K.ndim == 4
+    matrix = symmetric(square(K, name), name)
+    if full and y.shape != (n, K.shape[3]):
+        raise ValueError(f"y: expected shape [{n}, {K.shape[3]}], as {name} has it, got {y.shape}.")
+    if y.ndim not in (1, 2) or y.shape[0] != n or not y.size:
+        raise ValueError(f"y: expected shape [{n}] or [{n}, outputs], got {y.shape}.")
+    finite("y", y, "targets")
+    dtype = at_least_float32(matrix, y)
+    columns = y.astype(dtype).reshape(len(matrix), -1)
+    return Data(matrix.astype(dtype), columns, y.shape, full)
+
+
+def others(name: str, cross: Any, of: Data) -> tuple[jax.Array, tuple[int, ...]]:
+    """The kernel of m other inputs with the n of ``of``, a matrix; the shape of what is there."""
+    cross = automatic(floats(name, cross))
+    n, *outputs = of.shape
+    behind = (n, *2 * outputs) if of.full else (n,)
+    if cross.shape[1:] != behind or not cross.ndim:
+        raise ValueError(
+            f"{name}: expected shape [m, {', '.join(map(str, behind))}], got {cross.shape}."
+        )
+    finite(name, cross, "entries")
+    return as_matrix(cross), (len(cross), *outputs)
+
+
+def as_kernel(matrix: jax.Array, outputs: int) -> jax.Array:
+    """[..., n1 outputs, n2 outputs] as [..., n1, n2, outputs, outputs]."""
+    *first, rows, columns = matrix.shape
+    split = matrix.reshape(*first, rows // outputs, outputs, columns // outputs, outputs)
+    return jnp.swapaxes(split, -3, -2)
+
+
+def with_penalty(matrix: jax.Array, penalty: Any) -> jax.Array:
+    """``K + penalty I``; NaN where the penalty is traced and is negative."""
+    given = number("penalty", penalty)  # not traced, even inside a program, where it is a constant
+    if concrete(given) and not given >= 0:
+        raise ValueError(f"penalty: expected a nonnegative number, got {penalty}.")
+    penalty = jnp.where(penalty >= 0, penalty, jnp.nan).astype(matrix.dtype)
+    return matrix + penalty * jnp.eye(len(matrix), dtype=matrix.dtype)
+
+
+def entry_error(dtype: Any) -> float:
+    """The error of a kernel's entry, over the root of both inputs' variances: 64 roundings."""
+    return 64 * float(jnp.finfo(dtype).eps)
+
+
+def cholesky(matrix: jax.Array, penalty: Any) -> jax.Array:
+    """The lower factor of ``K + penalty I``; NaN where it is traced and singular to rounding."""
+    shifted = with_penalty(matrix, penalty)
+    factor = jax.lax.linalg.cholesky(shifted, symmetrize_input=False)
+    sizes, error = jnp.diagonal(jax.lax.stop_gradient(shifted)), entry_error(matrix.dtype)
+    good = error * _inverse_norm(jax.lax.stop_gradient(factor), jnp.sqrt(sizes)) < 1
+    if not concrete(good):
+        return nan_unless(good, factor)
+    if np.isnan(factor[-1, -1]):
+        raise ValueError(
+            "K: expected a positive definite matrix (a larger penalty makes it one), "
+            f"got a smallest eigenvalue of {float(min_eigenvalue(shifted)):.3g}."
+        )
+    if not good:
+        raise ValueError(
+            f"penalty: expected at least {2 * error * float(jnp.max(sizes)):.2g} for this kernel "
+            f"in {matrix.dtype}, got {float(penalty):.3g}: the kernel is singular to rounding, and "
+            "results would have no correct digits. Add a penalty, or compute kernels in float64 "
+            "(jax_enable_x64)."
+        )
+    return factor
+
+
+@jax.jit
+def _inverse_norm(factor: jax.Array, size: jax.Array) -> jax.Array:
+    """An estimate from below of the norm of ``D (L L')^-1 D``, with ``D = diag(size)``.
+
+    An error of the entries of the size ``entry_error`` counts to first order only where the
+    product of both is below 1. Ten steps of the power method, of n^2 each.
+    """
+
+    def step(carry, _):
+        v, _ = carry
+        w = size * jax.scipy.linalg.cho_solve((factor, True), size * v)
+        length = jnp.linalg.norm(w)
+        return (w / jnp.where(length > 0, length, 1), length), None
+
+    n = len(size)
+    start = jax.random.normal(jax.random.key(0), (n,), size.dtype)
+    (_, found), _ = jax.lax.scan(step, (start / jnp.linalg.norm(start), size[0]), length=10)
+    return found

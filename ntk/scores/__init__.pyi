@@ -1,0 +1,62 @@
+# Public names of `ntk.scores` and their modules, imported on first use.
+
+from .gradient_based import (
+    fisher,
+    grad_norm,
+    gradient_scores,
+    grasp,
+    jacov,
+    knas,
+    knas_released,
+    l2_norm,
+    nasi,
+    snip,
+    synflow,
+    zico,
+)
+from .kernel_based import (
+    condition_number,
+    cosine_min_eigenvalue,
+    eigen_nas,
+    kernel,
+    kernel_scores,
+    label_energy,
+    layer_traces,
+    log_traces,
+    min_eigenvalue,
+    of_kernel,
+    spectral_entropy,
+    te_nas,
+)
+from .relu_patterns import naswot, regions
+from .response_correlation import wrcor
+
+__all__ = [
+    "condition_number",
+    "cosine_min_eigenvalue",
+    "eigen_nas",
+    "fisher",
+    "grad_norm",
+    "gradient_scores",
+    "grasp",
+    "jacov",
+    "kernel",
+    "kernel_scores",
+    "knas",
+    "knas_released",
+    "l2_norm",
+    "label_energy",
+    "layer_traces",
+    "log_traces",
+    "min_eigenvalue",
+    "nasi",
+    "naswot",
+    "of_kernel",
+    "regions",
+    "snip",
+    "spectral_entropy",
+    "synflow",
+    "te_nas",
+    "wrcor",
+    "zico",
+]

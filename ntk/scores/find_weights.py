@@ -1,0 +1,82 @@
+"""Which leaves of a network's parameters are weights: those that multiply what comes of the input.
+
+A bias may have two axes, and a network a single input: no shape tells the two apart. So it is read
+off the program: a weight goes, alone or with other leaves (scaled, normalised, as a low-rank
+product), into a matrix product, a convolution or a look-up in a table with data on the other side.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import chex
+import jax
+from jax.extend.core import Jaxpr, Literal
+
+from ntk.internal.compile_cache import fresh
+from ntk.internal.jaxprs import programs, scan_operands
+
+Leaves = frozenset[int] | None  # what a value is made of; None: of the input, too
+
+_PRODUCTS = {"dot_general", "conv_general_dilated", "gather"}
+
+
+def multiplied(apply: Callable, params: Any, x: chex.Array) -> set[int]:
+    """Indices of the leaves of ``params`` that are weights in ``apply(params, x)``."""
+    closed = jax.make_jaxpr(fresh(apply))(params, x)
+    leaves = [frozenset([i]) for i in range(len(jax.tree.leaves(params)))]
+    found: set[int] = set()
+    _follow(closed.jaxpr, [*leaves, None], found)
+    return found
+
+
+def _follow(jaxpr: Jaxpr, inputs: list[Leaves], found: set[int]) -> list[Leaves]:
+    """What the outputs are made of; the weights that are met on the way go to ``found``."""
+    made: dict = dict.fromkeys(jaxpr.constvars, frozenset())
+    made |= zip(jaxpr.invars, inputs, strict=True)
+
+    def of(v) -> Leaves:
+        return frozenset() if isinstance(v, Literal) else made[v]
+
+    for eqn in jaxpr.eqns:
+        sources = [of(v) for v in eqn.invars]
+        if eqn.primitive.name in _PRODUCTS and None in sources:
+            for leaves in sources[:1] if eqn.primitive.name == "gather" else sources:
+                found |= leaves or frozenset()
+        outputs = _inside(eqn, sources, found) or [_together(sources)] * len(eqn.outvars)
+        made |= zip(eqn.outvars, outputs, strict=True)
+    return [of(v) for v in jaxpr.outvars]
+
+
+def _together(sources: list[Leaves]) -> Leaves:
+    return None if None in sources else frozenset().union(*sources)  # type: ignore[arg-type]
+
+
+def _inside(eqn, sources: list[Leaves], found: set[int]) -> list[Leaves] | None:
+    """What a call, a branch or a loop makes; None for other operations."""
+    if eqn.primitive.name == "while":
+        own = eqn.params["cond_nconsts"]
+        return _loop(
+            eqn.params["body_jaxpr"], sources[own:], eqn.params["body_nconsts"], None, found
+        )
+    if eqn.primitive.name == "scan":
+        return _loop(eqn.params["jaxpr"], sources, *scan_operands(eqn), found)
+    if eqn.primitive.name == "cond":
+        branches = [_follow(b.jaxpr, sources[1:], found) for b in eqn.params["branches"]]
+        return [_together([sources[0], *each]) for each in zip(*branches, strict=True)]
+    for inner in programs(eqn):
+        if len(inner.jaxpr.invars) == len(sources):
+            return _follow(inner.jaxpr, sources, found)
+    return None
+
+
+def _loop(body, sources: list[Leaves], constants: int, carried: int | None, found: set[int]):
+    """Until the carry is made of nothing more."""
+    sources = list(sources)
+    end = len(sources) if carried is None else constants + carried
+    while True:
+        outputs = _follow(body.jaxpr, sources, found)
+        state = sources[constants:end]
+        joined = [_together([a, b]) for a, b in zip(state, outputs, strict=False)]
+        if joined == state:
+            return outputs
+        sources[constants:end] = joined

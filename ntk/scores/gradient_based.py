@@ -1,0 +1,453 @@
+"""Train-free scores: how good a network will be, read off at its initialisation.
+
+Every score is a pure function ``score(key, apply, params, batch) -> scalar``, with
+
+====================  ==========================================================================
+``key``               unused, for now: no score here draws anything
+``apply(p, x)``       logits [n, classes]; pass it closed over when jitting
+``params``            pytree of weights; ``jax.vmap`` over it scores many draws or networks. Of
+                      flax's variables only the collection "params" counts as weights
+``batch = (x, y)``    inputs [n, ...] and integer labels [n]
+====================  ==========================================================================
+
+Larger is better, except for :func:`te_nas` and :func:`condition_number`. Every score raises
+ValueError for a batch that is no such pair, for numbers that are not finite, and for logits of
+another shape.
+
+=============================  ============================================  ============  =======
+score                          formula                                       gradients     norm
+=============================  ============================================  ============  =======
+:func:`eigen_nas`              ``tr K / n``                                  n, singly     alone
+:func:`min_eigenvalue`         ``lambda_min(K)``                             n, singly     alone
+:func:`condition_number`       ``lambda_max(K) / lambda_min(K)``             n, singly     alone
+:func:`cosine_min_eigenvalue`  ``lambda_min`` of ``K_ij / sqrt(K_ii K_jj)``  n, singly     alone
+:func:`label_energy`           ``-y'K^-1 y`` of the centred one-hot labels   n, singly     alone
+:func:`spectral_entropy`       entropy of K's eigenvalues, which add to 1    n, singly     alone
+:func:`log_traces`             ``sum_l log tr K_l / n``, layer by layer      n, singly     alone
+:func:`knas`                   ``|mean_i grad ell_i|^2``                     n, singly     alone
+:func:`knas_released`          covariance between two halves                 n, singly     alone
+:func:`te_nas`                 ``lambda_max(K) / lambda_min(K)``             n             joint
+:func:`nasi`                   ``|grad L|^2``, penalised where large         1             joint
+:func:`grad_norm`              ``sum_l |grad_l L|``                          1             joint
+:func:`snip`                   ``sum |w * grad L|``                          1             joint
+:func:`grasp`                  ``-sum w * (H grad L)``                       2             joint
+:func:`fisher`                 ``sum_c mean_n (a . dL/da)^2 / 2``            1             joint
+:func:`zico`                   ``sum_l log sum_w mean|g| / std(g)``          one per part  joint
+:func:`jacov`                  spectrum of the inputs' gradients             1             joint
+:func:`synflow`                ``log sum |w * dR/dw|`` at ``|w|``            1             removed
+:func:`naswot`                 ``log det`` of agreements of ReLU signs       none          joint
+:func:`regions`                number of distinct ReLU sign patterns         none          joint
+:func:`wrcor`                  ``log det`` of correlations at the ReLUs      1             joint
+:func:`l2_norm`                ``sum_l |w_l|``                               none          -
+=============================  ============================================  ============  =======
+
+Batch normalisation on batch statistics, ``apply = lambda p, x: model.apply(p, x,
+mutable=["batch_stats"])[0]`` for flax, makes samples interact. *Joint*: all samples go through
+together, and the gradient of sample i's logits runs through the statistics of all. *Alone*: each
+sample is a batch of one, as in KNAS's code. Without batch normalisation the two are the same.
+
+*Weights* are the kernels of convolutions and dense layers: the leaves named ``kernel`` where
+``params`` has such, otherwise all leaves of two or more axes. Biases and normalisations' scales do
+not count. One leaf is one layer: give stacked layers (``nn.scan``) unstacked to :func:`grad_norm`,
+:func:`zico` and :func:`l2_norm`.
+
+No score is NaN for a dead network, or for equal samples: sums over gradients are 0, a logarithm of
+0 is ``-inf``, a condition number ``inf``.
+
+References
+----------
+Zhu, Liu, Chrysos & Cevher (2022), section 5.2; zero-cost-nas: Abdelfattah et al. (ICLR 2021);
+the others at their functions.
+"""
+
+import chex
+import jax
+import jax.numpy as jnp
+from jax.flatten_util import ravel_pytree
+
+from ntk.internal.checks import at_least_float32, concrete, whole
+from ntk.internal.compile_cache import program
+from ntk.scores.kernel_based import (
+    condition_number,
+    cosine_min_eigenvalue,
+    eigen_nas,
+    kernel,
+    kernel_scores,
+    label_energy,
+    layer_traces,
+    log_traces,
+    min_eigenvalue,
+    of_kernel,
+    spectral_entropy,
+    te_nas,
+)
+from ntk.scores.network_reading import (
+    Apply,
+    Batch,
+    Pytree,
+    check,
+    for_each,
+    inner_product,
+    largest,
+    layer_saliency,
+    logits_like,
+    loss_gradient,
+    mean_loss,
+    norm,
+    split_weights,
+    summed,
+)
+from ntk.scores.response_correlation import wrcor
+
+__all__ = [
+    "condition_number",
+    "cosine_min_eigenvalue",
+    "eigen_nas",
+    "fisher",
+    "grad_norm",
+    "gradient_scores",
+    "grasp",
+    "jacov",
+    "kernel",
+    "kernel_scores",
+    "knas",
+    "knas_released",
+    "l2_norm",
+    "label_energy",
+    "layer_traces",
+    "log_traces",
+    "min_eigenvalue",
+    "nasi",
+    "of_kernel",
+    "snip",
+    "spectral_entropy",
+    "synflow",
+    "te_nas",
+    "wrcor",
+    "zico",
+]
+
+
+def knas(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
+    """KNAS as in the paper: ``(1/n^2) sum_ij <grad ell_i, grad ell_j> = |mean_i grad ell_i|^2``.
+
+    ``ell_i`` is the cross-entropy of sample i alone, the gradient that in all of ``params``. Xu et
+    al. (ICML 2021), the mean of the Gram matrix. The released code computes something else:
+    :func:`knas_released`.
+
+    Examples
+    --------
+    >>> x, y = jnp.array([[1.0], [1.0]]), jnp.array([0, 0])
+    >>> float(knas(None, lambda w, x: x @ w, jnp.zeros((1, 2)), (x, y)))
+    0.5
+    """
+    apply, params, x, y = check(apply, params, batch)
+
+    def loss(p):
+        return jnp.mean(jax.lax.map(lambda s: mean_loss(apply, p, s[0][None], s[1][None]), (x, y)))
+
+    return jnp.sum(ravel_pytree(program(jax.grad(loss), params)(params))[0] ** 2)
+
+
+def knas_released(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
+    """KNAS as its released code computes it, on 50 samples there: a covariance between halves.
+
+    ``sum_t sum_{i < 50} <g_ti[first half] - mean, g_ti[second half] - mean> / n^2``: ``g_ti`` [n]
+    holds entry i of the gradient of each sample's cross-entropy, the sample alone, in tensor t,
+    for the first eleven leaves of ``params`` with at least 50 entries. Of independent samples its
+    expectation is 0: it measures the order of the batch.
+
+    Raises
+    ------
+    ValueError
+        If ``batch`` or ``params`` are not what a score takes, the number of samples is odd, or no
+        leaf of ``params`` has 50 entries.
+
+    Notes
+    -----
+    Leaves in JAX's order and entries in their memory layout: not PyTorch's, so not KNAS's
+    numbers. The code's "first 100 entries" are cut to 50 by its loop.
+
+    Examples
+    --------
+    >>> x, y = jnp.ones((4, 50)), jnp.array([0, 1, 0, 1])
+    >>> score = knas_released(None, lambda w, x: x @ w, jnp.zeros((50, 2)), (x, y))
+    >>> float(score)  # 50 entries, 4 samples: 50 <(-.5, .5), (-.5, .5)> / 4^2
+    1.5625
+    """
+    apply, params, x, y = check(apply, params, batch)
+    if len(x) % 2:
+        raise ValueError(f"batch: expected an even number of samples, got {len(x)}.")
+    if all(jnp.size(leaf) < 50 for leaf in jax.tree.leaves(params)):
+        raise ValueError("params: expected a leaf of at least 50 entries, got none.")
+
+    def entries(sample):
+        xi, yi = sample
+        g = jax.grad(lambda p: mean_loss(apply, p, xi[None], yi[None]))(params)
+        tensors = [leaf.ravel() for leaf in jax.tree.leaves(g) if leaf.size >= 50]
+        return jnp.stack([tensor[:50] for tensor in tensors[:11]])
+
+    g = for_each(entries, (x, y))
+    first, second = (half - half.mean(0, keepdims=True) for half in jnp.split(g, 2))
+    return jnp.sum(first * second) / len(x) ** 2
+
+
+def nasi(
+    key: chex.PRNGKey,
+    apply: Apply,
+    params: Pytree,
+    batch: Batch,
+    *,
+    penalty: float = 2.0,
+    threshold: float = 500.0,
+) -> jax.Array:
+    """NASI: ``r - penalty max(0, r - threshold)`` with ``r = |grad L|^2``, L the mean loss.
+
+    ``r`` approximates the trace norm of the NTK; above the threshold training would diverge. Shu
+    et al. (ICLR 2022), whose mu is ``penalty`` and nu is ``threshold`` (500 at the start of the
+    adaptive variant, 100 in the fixed one). Cross-entropy, gradient in all of ``params``, jointly.
+
+    Examples
+    --------
+    >>> x, y = jnp.array([[1.0], [1.0]]), jnp.array([0, 0])
+    >>> args = (lambda w, x: x @ w, jnp.zeros((1, 2)), (x, y))
+    >>> float(nasi(None, *args)), float(nasi(None, *args, threshold=0.25))
+    (0.5, 0.0)
+    """
+    apply, params, x, y = check(apply, params, batch)
+    g, _ = ravel_pytree(jax.grad(lambda p: mean_loss(apply, p, x, y))(params))
+    r = jnp.sum(g**2)
+    return r - penalty * jnp.maximum(0, r - threshold)
+
+
+def grad_norm(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
+    """``sum_l |dL / dw_l|``: the gradient's 2-norms, summed over the layers' weights.
+
+    Mean cross-entropy of the batch, jointly. zero-cost-nas.
+
+    Examples
+    --------
+    >>> x, y = jnp.array([[2.0]]), jnp.array([0])
+    >>> round(float(grad_norm(None, lambda w, x: x @ w, jnp.zeros((1, 2)), (x, y))), 4)
+    1.4142
+    """
+    return gradient_scores(key, apply, params, batch)["grad_norm"]
+
+
+def snip(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
+    """``sum |w * dL/dw|`` over the weights: what removing each would change, to first order.
+
+    Mean cross-entropy of the batch, jointly. Lee, Ajanthan & Torr (ICLR 2019), summed as in
+    zero-cost-nas.
+
+    Examples
+    --------
+    >>> x, y = jnp.array([[2.0]]), jnp.array([0])
+    >>> round(float(snip(None, lambda w, x: x @ w, jnp.ones((1, 2)), (x, y))), 4)
+    2.0
+    """
+    return gradient_scores(key, apply, params, batch)["snip"]
+
+
+def gradient_scores(
+    key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch
+) -> dict[str, jax.Array]:
+    """:func:`grad_norm` and :func:`snip`, by name, from one gradient.
+
+    Examples
+    --------
+    >>> x, y = jnp.array([[2.0]]), jnp.array([0])
+    >>> found = gradient_scores(None, lambda w, x: x @ w, jnp.ones((1, 2)), (x, y))
+    >>> {name: round(float(value), 4) for name, value in found.items()}
+    {'grad_norm': 1.4142, 'snip': 2.0}
+    """
+    w, g = loss_gradient(apply, params, batch)
+    return {
+        "grad_norm": summed(norm(leaf) for leaf in g),
+        "snip": summed(jnp.sum(jnp.abs(a * b)) for a, b in zip(w, g, strict=True)),
+    }
+
+
+def grasp(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
+    """``-sum w * (H g)``: how removing weights would change the gradient flow ``|g|^2``.
+
+    g and H are gradient and Hessian of the mean cross-entropy in the weights, jointly; no
+    temperature. Wang, Zhang & Grosse (ICLR 2020), summed as in zero-cost-nas. Time: two gradients.
+
+    Examples
+    --------
+    >>> x, y = jnp.array([[2.0]]), jnp.array([0])
+    >>> w = jnp.array([[1.0, 0.0]])
+    >>> round(float(grasp(None, lambda w, x: x @ w, w, (x, y))), 4)
+    0.2002
+    """
+    apply, params, x, y = check(apply, params, batch)
+    weights, rebuild = split_weights(apply, params, x)
+    gradient = jax.grad(lambda w: mean_loss(apply, rebuild(w), x, y))
+    _, product = jax.jvp(gradient, (weights,), (gradient(weights),))
+    return -inner_product(weights, product)
+
+
+def fisher(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
+    """``sum_c (1/2) mean_n (sum_positions a * dL/da)^2`` over the channels c of all layers.
+
+    ``a`` [n, positions, channels] is the output of a convolution or of a product with a matrix
+    (``lax.conv_general_dilated``; ``lax.dot_general`` without batch axes, the matrix's own axes
+    being the channels), axes in any order, L the mean cross-entropy of the batch, jointly. Turner
+    et al. (ICLR 2020), summed as in zero-cost-nas.
+
+    Raises
+    ------
+    ValueError
+        If no convolution or product is found, or one sits in a loop other than ``scan``.
+
+    Notes
+    -----
+    ``a`` is taken before a bias is added; zero-cost-nas takes it after: the same where biases are
+    0, as flax initialises them. Which axis the samples are on is read off the network's
+    program for one sample more; products without such an axis are passed over.
+
+    Examples
+    --------
+    >>> x, y = jnp.array([[2.0]]), jnp.array([0])
+    >>> round(float(fisher(None, lambda w, x: x @ w, jnp.ones((1, 2)), (x, y))), 4)
+    1.0
+    """
+    apply, params, x, y = check(apply, params, batch)
+    return layer_saliency(apply, params, x, y)
+
+
+def zico(
+    key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch, *, parts: int = 2
+) -> jax.Array:
+    """ZiCo: ``sum_l log sum_w mean|g_w| / std(g_w)`` over the gradients of ``parts`` batches.
+
+    The batch is cut into equal parts in its order, each going through jointly; g is the gradient
+    of a part's mean cross-entropy in the weights, std without Bessel's correction. Weights whose
+    gradient does not vary, and layers made of such, do not count. Li et al. (ICLR 2023).
+
+    Raises
+    ------
+    ValueError
+        If ``parts`` is under 2 or does not divide the number of samples.
+
+    Examples
+    --------
+    >>> x, y = jnp.array([[2.0], [6.0]]), jnp.array([0, 0])  # gradients -1, 1 and -3, 3
+    >>> score = zico(None, lambda w, x: x @ w, jnp.zeros((1, 2)), (x, y))
+    >>> bool(jnp.isclose(score, jnp.log(4.0)))
+    True
+    """
+    apply, params, x, y = check(apply, params, batch)
+    if whole("parts", parts, 0) < 2 or len(x) % parts:
+        raise ValueError(f"parts: expected 2 or more, dividing the {len(x)} samples, got {parts}.")
+    weights, rebuild = split_weights(apply, params, x)
+
+    def gradient(part):
+        return jax.grad(lambda w: mean_loss(apply, rebuild(w), *part))(weights)
+
+    cut = jax.tree.map(lambda a: a.reshape(parts, -1, *a.shape[1:]), (x, y))
+    return summed(_log_signal(g) for g in for_each(gradient, cut))
+
+
+def _log_signal(g: jax.Array) -> jax.Array:
+    """``log sum mean|g| / std(g)`` of gradients stacked in front; 0 for an empty sum."""
+    g = g / largest(g)  # the squares of small gradients would be 0
+    mean, deviation = jnp.mean(jnp.abs(g), axis=0), jnp.std(g, axis=0)
+    # Neither is negative; asked this way round, NaN stays NaN.
+    varies = jnp.where(deviation == 0, 1, deviation)
+    total = jnp.sum(jnp.where(deviation == 0, 0, mean / varies))
+    return jnp.log(jnp.where(total == 0, 1, total))
+
+
+def jacov(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
+    """``-sum_i log(lambda_i + eps) + 1 / (lambda_i + eps)``, with ``eps = 1e-5``.
+
+    ``lambda`` are the eigenvalues of the correlation matrix [n, n] of the inputs' gradients of
+    the sum of all logits, jointly. Mellor et al. (2020, the first version of NASWOT), as
+    ``jacob_cov`` in zero-cost-nas. Larger where samples are told apart.
+
+    Notes
+    -----
+    By singular values, which keep small eigenvalues to rounding of the largest squared: ``eps`` is
+    under float32's rounding of the matrix. An input without gradient correlates with nothing (the
+    original returns NaN).
+
+    Examples
+    --------
+    >>> x, y = jnp.array([[1.0, -1.0], [-1.0, 1.0]]), jnp.array([0, 1])
+    >>> score = jacov(None, lambda w, x: jnp.abs(x) @ w, jnp.ones((2, 2)), (x, y))
+    >>> round(float(score))  # the two are perfectly anticorrelated: eigenvalues 0 and 2
+    -99990
+    """
+    apply, params, x, _ = check(apply, params, batch)
+    x = x.astype(at_least_float32(x.dtype))  # images may come as integers
+    g = jax.grad(lambda x: jnp.sum(apply(params, x)))(x).reshape(len(x), -1)
+    g = g / largest(g, axis=1)  # correlations do not change, and squares stay in range
+    g = g - g.mean(1, keepdims=True)
+    norms = jnp.linalg.norm(g, axis=1, keepdims=True)
+    singular = jnp.linalg.svd(g / jnp.where(norms > 0, norms, 1), compute_uv=False)
+    values = jnp.zeros(len(x), g.dtype).at[: singular.size].set(singular**2) + 1e-5
+    return -jnp.sum(jnp.log(values) + 1 / values)
+
+
+def synflow(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
+    """``log sum w * dR/dw`` over the weights, all of ``params`` made positive.
+
+    R is the sum of the logits at an input of ones. Uses no data: of the batch only its shape.
+    Tanaka et al. (NeurIPS 2020), summed as in zero-cost-nas, logarithm as in NASLib.
+
+    ``apply`` has to be without batch normalisation on batch statistics: this cannot take it out of
+    a function. Running averages stay as they are.
+
+    Raises
+    ------
+    ValueError
+        If the sum is not a positive finite number. It is NaN if an argument is traced.
+
+    Notes
+    -----
+    R grows exponentially with depth. Like the original, this computes in float64, whatever the type
+    of ``params`` and with JAX's x64 mode off too; R can reach 1e308, or 1e102 where an activation
+    takes the cube of its input. A network that casts to a smaller type itself (flax's ``dtype=``)
+    overflows in that type. ``-inf`` for a network that passes nothing on.
+
+    Examples
+    --------
+    >>> x, y = jnp.zeros((1, 2)), jnp.array([0])
+    >>> score = synflow(None, lambda w, x: x @ w, jnp.array([[1.0, -2.0], [3.0, 4.0]]), (x, y))
+    >>> bool(jnp.isclose(score, jnp.log(10.0)))
+    True
+    """
+    apply, params, x, _ = check(apply, params, batch)
+    dtype = logits_like(apply, params, x).dtype
+    with jax.enable_x64(True):
+        params = jax.tree.map(lambda leaf: jnp.abs(leaf).astype(jnp.float64), params)
+        ones = jnp.ones_like(x[:1])  # integers, as of tokens, stay integers
+        ones = ones.astype(jnp.float64) if jnp.issubdtype(x.dtype, jnp.floating) else ones
+        weights, rebuild = split_weights(apply, params, ones)
+        g = jax.grad(lambda w: jnp.sum(apply(rebuild(w), ones)))(weights)
+        total = inner_product(weights, g)
+        good = (total >= 0) & (total < jnp.inf)
+        score = jnp.log(jnp.where(good, total, jnp.nan))
+        if concrete(total) and not good:
+            raise ValueError(
+                "params: expected a network whose synflow sum is nonnegative and below 1e308, got "
+                f"{float(total):.3g}. Scale the weights down, or let the network compute in the "
+                "type of its parameters."
+            )
+    return score.astype(at_least_float32(dtype))
+
+
+def l2_norm(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
+    """``sum_l |w_l|``: the 2-norms of the layers' weights. zero-cost-nas.
+
+    Examples
+    --------
+    >>> x, y = jnp.array([[2.0]]), jnp.array([0])
+    >>> float(l2_norm(None, lambda w, x: x @ w, jnp.array([[3.0, 4.0]]), (x, y)))
+    5.0
+    """
+    apply, params, x, _ = check(apply, params, batch)
+    weights, _ = split_weights(apply, params, x)
+    return summed(norm(leaf) for leaf in weights)

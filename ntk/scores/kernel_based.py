@@ -1,0 +1,395 @@
+"""Train-free scores that are read off the neural tangent kernel of a batch.
+
+    K_ij = <grad f(x_i), grad f(x_j)> = sum_l K_l,    f the sum of the logits, l a leaf of params
+
+Every sample goes through the network alone, but in :func:`te_nas`. The public names are in
+:mod:`ntk.scores`.
+"""
+
+import functools
+import math
+import operator
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.flatten_util import ravel_pytree
+
+from ntk.internal.checks import array, concrete, nan_unless
+from ntk.kernels.functions import matrix
+from ntk.kernels.symmetric import square, symmetric
+from ntk.scores.network_reading import (
+    Apply,
+    Batch,
+    Pytree,
+    check,
+    for_each,
+    gram,
+    is_weight,
+    largest,
+    logits_like,
+    map_gradients,
+    norm,
+    split_weights,
+    summed,
+)
+from ntk.spectrum import eigenvalues
+
+
+def kernel(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
+    """``K`` [n, n] of :func:`eigen_nas` and :func:`min_eigenvalue`: not a score, for certificates.
+
+    ``ntk.certified_min_eigenvalue`` makes a rigorous lower bound of it. Without batch statistics
+    ``ntk.empirical_kernel`` gives the same, faster.
+
+    Examples
+    --------
+    >>> x, y = jnp.array([[3.0, 0.0], [0.0, 1.0]]), jnp.array([0, 1])
+    >>> kernel(None, lambda w, x: x @ w, jnp.ones((2, 2)), (x, y))
+    Array([[18.,  0.], [ 0.,  2.]], dtype=float...)
+    """
+    apply, params, x, _ = check(apply, params, batch)
+    return _gram(_gradients(apply, params, x))
+
+
+def layer_traces(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
+    """``tr K_l / n`` [layers] of the weights, leaf by leaf: what each layer adds to Eigen-NAS.
+
+    Examples
+    --------
+    >>> x, y = jnp.array([[3.0, 0.0], [0.0, 1.0]]), jnp.array([0, 1])
+    >>> layer_traces(None, lambda w, x: x @ w, jnp.ones((2, 2)), (x, y))
+    Array([10.], dtype=float...)
+    """
+    apply, params, x, _ = check(apply, params, batch)
+    layers = _layers(apply, params, x, _gradients(apply, params, x))
+    return jnp.stack([jnp.sum(g**2) / len(g) for g in layers])
+
+
+def kernel_scores(
+    key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch
+) -> dict[str, jax.Array]:
+    """All scores of this family by name, for the price of one, and ``kernel``, K itself.
+
+    Examples
+    --------
+    >>> x, y = jnp.array([[3.0, 0.0], [0.0, 1.0]]), jnp.array([0, 1])
+    >>> found = kernel_scores(None, lambda w, x: x @ w, jnp.ones((2, 2)), (x, y))
+    >>> sorted(found)
+    ['condition_number', 'cosine_min_eigenvalue', 'eigen_nas', 'kernel', 'label_energy',
+     'log_traces', 'min_eigenvalue', 'spectral_entropy']
+    """
+    apply, params, x, y = check(apply, params, batch)
+    classes = logits_like(apply, params, x).shape[1]
+    gradients = _gradients(apply, params, x)
+    K, size = _unit_gram(gradients)
+    found = _of_matrix(K, eigenvalues.eigenvalues(K), size, y, classes)
+    rows = [g / _size(gradients, axis=1) for g in jax.tree.leaves(gradients)]
+    return {
+        "kernel": K * size * size,
+        **found,
+        "cosine_min_eigenvalue": _cosine_min_eigenvalue(_gram(rows)),
+        "log_traces": _log_traces(apply, params, x, gradients),
+    }
+
+
+def of_kernel(
+    K: chex.Array, y: chex.Array | None = None, *, x: chex.Array | None = None
+) -> dict[str, jax.Array]:
+    """The scores of this family that a kernel alone decides, by name: of any kernel.
+
+    Parameters
+    ----------
+    K : array [n, n] or [n, n, o, o], :class:`ntk.Kernels` or kernel function
+        Symmetric, up to rounding. A kernel of o outputs is the matrix ``[n o, n o]`` of all pairs
+        of an input and an output.
+    y : integer array [n], optional
+        Labels from 0, known when tracing: for ``label_energy``, which is left out without them.
+        With a kernel of o outputs, labels are below o: output a fits the indicator of class a.
+    x : array [n, ...], optional
+        Inputs, where ``K`` is a kernel function (:func:`ntk.kernel_matrix`).
+
+    Returns
+    -------
+    dict of scalar
+        ``eigen_nas``, ``min_eigenvalue``, ``condition_number``, ``cosine_min_eigenvalue``,
+        ``spectral_entropy``, ``label_energy``.
+
+    Raises
+    ------
+    ValueError
+        If ``K`` is not finite, symmetric and positive semidefinite, ``x`` is missing or
+        superfluous, or ``y`` are not n labels.
+
+    Examples
+    --------
+    >>> x, y = jnp.diag(jnp.array([1.0, 2.0])), jnp.array([0, 1])
+    >>> found = of_kernel(lambda x1, x2: x1 @ x2.T, y, x=x)
+    >>> float(found["eigen_nas"]), float(found["condition_number"])
+    (2.5, 4.0)
+    """
+    K = array("K", matrix(K, x))
+    n, outputs = K.shape[0] if K.ndim else 0, K.shape[3] if K.ndim == 4 else 1
+    K = symmetric(square(K))
+    size = jnp.sqrt(largest(K)).reshape(())  # products of eigenvalues would leave the range
+    K = K / size / size
+    values = eigenvalues.eigenvalues(K)
+    good = values[0] >= -(jnp.finfo(K.dtype).eps ** 0.5) * values[-1]
+    if concrete(good) and not good:
+        raise ValueError(
+            "K: expected a positive semidefinite matrix, got one with the eigenvalue "
+            f"{values[0] * size * size:.3g}."
+        )
+    K, values = nan_unless(good, (K, values))
+    if y is None:
+        return _of_matrix(K, values, size, None, 0)
+    y = np.asarray(array("y", y))
+    if y.shape != (n,) or not np.issubdtype(y.dtype, np.integer) or y.min() < 0:
+        raise ValueError(f"y: expected {n} labels from 0, got {y.dtype} of shape {y.shape}.")
+    classes = int(y.max()) + 1
+    if n < len(K) and classes > outputs:
+        raise ValueError(
+            f"y: expected labels below {outputs}, the outputs of K, got the label {classes - 1}."
+        )
+    return _of_matrix(K, values, size, jnp.asarray(y), outputs if n < len(K) else classes)
+
+
+def _of_matrix(
+    K: jax.Array, values: jax.Array, size: jax.Array, y: jax.Array | None, classes: int
+) -> dict[str, jax.Array]:
+    """The scores of ``size^2 K``, where ``K`` has these eigenvalues."""
+    found = {
+        "eigen_nas": jnp.trace(K) / len(K) * size * size,
+        "min_eigenvalue": jnp.maximum(values[0], 0) * size * size,
+        "condition_number": _condition(values),
+        "cosine_min_eigenvalue": _cosine_min_eigenvalue(K),
+        "spectral_entropy": _entropy(values),
+    }
+    if y is None:
+        return found
+    return found | {"label_energy": _label_energy(K, values, y, classes) / size / size}
+
+
+def eigen_nas(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
+    """Eigen-NAS: ``tr K / n``, the mean squared norm of a sample's gradient.
+
+    ``K_ij = <grad f(x_i), grad f(x_j)>`` is the neural tangent kernel of ``f``, the sum of the
+    logits, in all of ``params``; every sample alone.
+
+    Notes
+    -----
+    Zhu et al. (2022), section 5.2, rank by ``tr K / d``, said to lie between ``lambda_min(K)`` and
+    ``|K|_F``. Either part fails in general; what holds is ``lambda_min <= tr K / n <= |K|_F /
+    sqrt(n)``. At given n and d the ranking is the same. Time: one gradient per sample; memory:
+    one gradient.
+
+    Examples
+    --------
+    >>> x, y = jnp.array([[3.0, 0.0], [0.0, 1.0]]), jnp.array([0, 1])
+    >>> float(eigen_nas(None, lambda w, x: x @ w, jnp.ones((2, 2)), (x, y)))
+    10.0
+    """
+    apply, params, x, _ = check(apply, params, batch)
+    return jnp.mean(map_gradients(lambda g: jnp.sum(g**2), apply, params, x))
+
+
+def min_eigenvalue(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
+    """``lambda_min(K)`` exactly, for the kernel K of :func:`eigen_nas`, which bounds it.
+
+    What Eigen-NAS stands in for. Memory: n gradients; time: one gradient per sample, ``n^2 p``.
+
+    Examples
+    --------
+    >>> x, y = jnp.array([[3.0, 0.0], [0.0, 1.0]]), jnp.array([0, 1])
+    >>> round(float(min_eigenvalue(None, lambda w, x: x @ w, jnp.ones((2, 2)), (x, y))), 4)
+    2.0
+    """
+    # What is left of a zero eigenvalue is rounding, of either sign.
+    return jnp.maximum(eigenvalues.min_eigenvalue(kernel(key, apply, params, batch)), 0)
+
+
+def cosine_min_eigenvalue(
+    key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch
+) -> jax.Array:
+    """``lambda_min`` of the kernel of cosines, ``K_ij / sqrt(K_ii K_jj)``: at most 1.
+
+    How different the samples' gradients are, whatever their size, which is what most of
+    :func:`eigen_nas` is. A gradient of 0 is orthogonal to nothing: the value is then 0.
+
+    Examples
+    --------
+    >>> x, y = jnp.array([[3.0, 0.0], [0.0, 1.0]]), jnp.array([0, 1])
+    >>> score = cosine_min_eigenvalue(None, lambda w, x: x @ w, jnp.ones((2, 2)), (x, y))
+    >>> round(float(score), 4)
+    1.0
+    """
+    apply, params, x, _ = check(apply, params, batch)
+    gradients = _gradients(apply, params, x)
+    rows = [g / _size(gradients, axis=1) for g in jax.tree.leaves(gradients)]
+    return _cosine_min_eigenvalue(_gram(rows))
+
+
+def condition_number(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
+    """``lambda_max(K) / lambda_min(K)``: smaller is better; :func:`te_nas` with samples alone.
+
+    ``inf`` where ``lambda_min`` is within rounding of 0, up to ``n eps lambda_max``.
+
+    Examples
+    --------
+    >>> x, y = jnp.array([[3.0, 0.0], [0.0, 1.0]]), jnp.array([0, 1])
+    >>> round(float(condition_number(None, lambda w, x: x @ w, jnp.ones((2, 2)), (x, y))), 3)
+    9.0
+    """
+    apply, params, x, _ = check(apply, params, batch)
+    return _condition(eigenvalues.eigenvalues(_unit_gram(_gradients(apply, params, x))[0]))
+
+
+def te_nas(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
+    """TE-NAS's condition number ``kappa = lambda_max(K) / lambda_min(K)``: smaller is better.
+
+    K as in :func:`eigen_nas`, but of the batch jointly and in all tensors that PyTorch calls
+    ``weight``: kernels, and normalisations' scales (leaves named ``scale``). Chen, Gong & Wang
+    (ICLR 2021), who prune a supernet by the ranks of kappa and of :func:`regions` together.
+
+    Notes
+    -----
+    ``inf`` where ``lambda_min`` is within rounding of 0, up to ``n eps lambda_max``. Their code
+    divides by whatever rounding left, so that a negative one ranks first. Time: n gradients of
+    the whole batch; memory: n gradients, and eight backward passes.
+
+    Examples
+    --------
+    >>> x, y = jnp.array([[3.0, 0.0], [0.0, 1.0]]), jnp.array([0, 1])
+    >>> round(float(te_nas(None, lambda w, x: x @ w, jnp.ones((2, 2)), (x, y))), 3)
+    9.0
+    """
+    apply, params, x, _ = check(apply, params, batch)
+    weights, rebuild = split_weights(apply, params, x, "scale")
+    _, pull_back = jax.vjp(lambda w: jnp.sum(apply(rebuild(w), x), axis=1), weights)
+    units = jnp.eye(len(x), dtype=logits_like(apply, params, x).dtype)
+    # Some at a time share what the backward pass computes again.
+    rows = for_each(lambda unit: ravel_pytree(pull_back(unit))[0], units, batch_size=8)
+    return _condition(eigenvalues.eigenvalues(gram(rows / largest(rows))))
+
+
+def spectral_entropy(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
+    """``-sum_i p_i log p_i`` of ``p = lambda / tr K``: how evenly K sees its n directions.
+
+    At most ``log n``; 0 for a kernel of rank one, and for one that is 0.
+
+    Examples
+    --------
+    >>> x, y = jnp.array([[1.0, 0.0], [0.0, 1.0]]), jnp.array([0, 1])
+    >>> score = spectral_entropy(None, lambda w, x: x @ w, jnp.ones((2, 2)), (x, y))
+    >>> bool(jnp.isclose(score, jnp.log(2.0)))
+    True
+    """
+    apply, params, x, _ = check(apply, params, batch)
+    return _entropy(eigenvalues.eigenvalues(_unit_gram(_gradients(apply, params, x))[0]))
+
+
+def label_energy(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
+    """``-sum_c y_c' K^-1 y_c`` over the classes' indicators y_c, each less its mean.
+
+    Minus the squared norm of the smallest function that fits the labels, which bounds the
+    excess risk (:func:`ntk.excess_risk_term`). ``-inf`` where K is singular, as in
+    :func:`condition_number`.
+
+    Examples
+    --------
+    >>> x, y = jnp.array([[3.0, 0.0], [0.0, 1.0]]), jnp.array([0, 1])
+    >>> score = label_energy(None, lambda w, x: x @ w, jnp.ones((2, 2)), (x, y))
+    >>> round(float(score), 4)  # two classes, indicators +-1/2: -2 (1/18 + 1/2) / 4
+    -0.2778
+    """
+    apply, params, x, y = check(apply, params, batch)
+    K, size = _unit_gram(_gradients(apply, params, x))
+    classes = logits_like(apply, params, x).shape[1]
+    return _label_energy(K, eigenvalues.eigenvalues(K), y, classes) / size / size
+
+
+def log_traces(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
+    """``sum_l log(tr K_l / n)`` over the layers that have a gradient, as ZiCo adds up layers.
+
+    Examples
+    --------
+    >>> x, y = jnp.array([[3.0, 0.0], [0.0, 1.0]]), jnp.array([0, 1])
+    >>> score = log_traces(None, lambda w, x: x @ w, jnp.ones((2, 2)), (x, y))
+    >>> bool(jnp.isclose(score, jnp.log(10.0)))
+    True
+    """
+    apply, params, x, _ = check(apply, params, batch)
+    return _log_traces(apply, params, x, _gradients(apply, params, x))
+
+
+def _gradients(apply: Apply, params: Pytree, x: jax.Array) -> Pytree:
+    """Leaves [n, size]: the gradient of each sample's summed logits."""
+    gradient = jax.grad(lambda p, xi: jnp.sum(apply(p, xi[None])))
+    return for_each(lambda xi: jax.tree.map(jnp.ravel, gradient(params, xi)), x)
+
+
+def _gram(gradients: Pytree) -> jax.Array:
+    return functools.reduce(operator.add, map(gram, jax.tree.leaves(gradients)))
+
+
+def _unit_gram(gradients: Pytree) -> tuple[jax.Array, jax.Array]:
+    """``K / size^2`` with entries of about 1, and the size: K itself may leave the range."""
+    size = _size(gradients)
+    return _gram(jax.tree.map(lambda g: g / size, gradients)), size.reshape(())
+
+
+def _size(gradients: Pytree, axis: int | None = None) -> jax.Array:
+    """The largest entry of all leaves, or with ``axis=1`` of every row, as a power of two."""
+    return largest(jnp.concatenate(jax.tree.leaves(gradients), axis=1), axis=axis)
+
+
+def _layers(apply: Apply, params: Pytree, x: jax.Array, gradients: Pytree) -> list[jax.Array]:
+    """The gradients [n, size] in each of the weights."""
+    pairs = zip(is_weight(apply, params, x), jax.tree.leaves(gradients), strict=True)
+    return [g for chosen, g in pairs if chosen]
+
+
+def _log_traces(apply: Apply, params: Pytree, x: jax.Array, gradients: Pytree) -> jax.Array:
+    return summed(map(_log_trace, _layers(apply, params, x, gradients)))
+
+
+def _log_trace(g: jax.Array) -> jax.Array:
+    """``log |g|^2 / n``, 0 for a gradient of 0; the square itself may be no number."""
+    size = norm(g)
+    # A norm is not negative; asked this way round, NaN stays NaN.
+    return jnp.where(size == 0, 0, 2 * jnp.log(jnp.where(size == 0, 1, size)) - math.log(len(g)))
+
+
+def _cosine_min_eigenvalue(K: jax.Array) -> jax.Array:
+    norms = jnp.sqrt(jnp.diagonal(K))
+    inverse = jnp.where(norms > 0, 1 / jnp.where(norms > 0, norms, 1), 0)
+    return jnp.maximum(eigenvalues.eigenvalues(inverse[:, None] * K * inverse[None])[0], 0)
+
+
+def _condition(values: jax.Array) -> jax.Array:
+    """Largest by smallest of eigenvalues in ascending order; ``inf`` if that is rounding of 0."""
+    singular = _is_singular(values)
+    return jnp.where(singular, jnp.inf, values[-1] / jnp.where(singular, 1, values[0]))
+
+
+def _is_singular(values: jax.Array) -> jax.Array:
+    # Asked this way round, NaN is not, and stays NaN.
+    return values[0] <= len(values) * jnp.finfo(values.dtype).eps * values[-1]
+
+
+def _entropy(values: jax.Array) -> jax.Array:
+    values = jnp.maximum(values, 0)
+    total = jnp.sum(values)
+    return jnp.sum(jax.scipy.special.entr(values / jnp.where(total > 0, total, 1)))
+
+
+def _label_energy(K: jax.Array, values: jax.Array, y: jax.Array, classes: int) -> jax.Array:
+    targets = jax.nn.one_hot(y, classes, dtype=K.dtype)
+    targets = nan_unless(((y >= 0) & (y < classes)).all(), targets)
+    targets -= targets.mean(axis=0, keepdims=True)
+    targets = targets.reshape(len(K), -1)  # one column if K is of pairs (input, output)
+    singular = _is_singular(values)
+    safe = jnp.where(singular, jnp.eye(len(K), dtype=K.dtype), K)
+    whitened = jax.scipy.linalg.solve_triangular(jnp.linalg.cholesky(safe), targets, lower=True)
+    return jnp.where(singular, -jnp.inf, -jnp.sum(whitened**2))

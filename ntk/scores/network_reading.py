@@ -1,0 +1,348 @@
+"""What scores read off a network: its weights, its loss, the signs of its ReLUs."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.flatten_util import ravel_pytree
+
+from ntk.internal.checks import array, at_least_float32, concrete, finite, function, nan_unless
+from ntk.internal.compile_cache import fresh, program
+from ntk.scores.find_relus import is_relu, marked
+from ntk.scores.find_weights import multiplied
+from ntk.scores.visit_operations import fold
+
+Pytree = Any
+Apply = Callable[[Pytree, jax.Array], jax.Array]
+Batch = tuple[jax.Array, jax.Array]
+
+
+def check(apply: Apply, params: Pytree, batch: Batch) -> tuple[Apply, Pytree, jax.Array, jax.Array]:
+    """``(apply, params, x, y)``, if the batch and the logits it leads to are what a score needs.
+
+    The first two in what is trained: of flax's variables the collection "params", else all of it.
+    Running averages are no weights, and sort before them.
+    """
+    function("apply", apply, "(params, x) -> logits")
+    if not isinstance(batch, tuple | list) or len(batch) != 2:
+        raise ValueError(f"batch: expected a pair (x, y), got {type(batch).__name__}.")
+    x, y = (array("batch", part) for part in batch)
+    if not x.size or not x.ndim:
+        raise ValueError(f"batch: expected inputs [n, ...] with n at least 1, got {x.shape}.")
+    if y.shape != x.shape[:1] or not jnp.issubdtype(y.dtype, jnp.integer):
+        raise ValueError(
+            f"batch: expected {len(x)} integer labels, got {y.dtype} of the shape {y.shape}."
+        )
+    for name, tree in ("params", params), ("batch", x):
+        finite(name, jax.tree.map(partial(array, name), tree))
+    # Squares of gradients leave the range of 16 bits.
+    params, x = jax.tree.map(_wide, (params, x))
+    logits = logits_like(apply, params, x)
+    if len(logits.shape) != 2 or logits.shape[0] != len(x):
+        raise ValueError(f"apply: expected logits [{len(x)}, classes], got {logits.shape}.")
+    classes = logits.shape[1]
+    if concrete(y):
+        labels = np.asarray(y)  # jnp's minimum would be traced under jit
+        if labels.min() < 0 or labels.max() >= classes:
+            raise ValueError(
+                f"batch: expected labels from 0 to {classes - 1}, "
+                f"got {labels.min()} to {labels.max()}."
+            )
+        return *_in_parameters(apply, params), x, y
+    apply, params = _in_parameters(apply, params)
+    return apply, nan_unless(((y >= 0) & (y < classes)).all(), params), x, y
+
+
+def _wide(leaf: Any) -> Any:
+    """A leaf of 16-bit floating-point numbers in 32 bits."""
+    dtype = jnp.result_type(leaf)
+    if not jnp.issubdtype(dtype, jnp.floating) or jnp.finfo(dtype).bits >= 32:
+        return leaf
+    return jnp.asarray(leaf).astype(jnp.float32)
+
+
+def logits_like(apply: Apply, params: Pytree, x: chex.Array) -> Any:
+    """Shape and type of the logits."""
+    return jax.eval_shape(fresh(apply), params, x)
+
+
+def is_weight(apply: Apply, params: Pytree, x: chex.Array, *more: str) -> list[bool]:
+    """Whether each leaf is a kernel, by its name or its use, or named in ``more``."""
+    paths = jax.tree_util.tree_leaves_with_path(params)
+    names = [_name(path) for path, _ in paths]
+    if "kernel" in names:
+        return [name in ("kernel", *more) for name in names]
+    weights = multiplied(apply, params, x)
+    keep = [i in weights and jnp.ndim(leaf) >= 2 for i, (_, leaf) in enumerate(paths)]
+    if not any(keep):
+        raise ValueError(
+            'params: expected leaves named "kernel", or of two or more axes and used in a matrix '
+            "product, got none."
+        )
+    return [k or name in more for k, name in zip(keep, names, strict=True)]
+
+
+def _name(path: tuple) -> str:
+    """The last name on a leaf's path; in a state of nnx the array's own, "value", comes after."""
+    words = [jax.tree_util.keystr((entry,), simple=True) for entry in path]
+    named = [word for word in words if word not in ("value", "raw_value")]
+    return (named or words or [""])[-1]
+
+
+def _in_parameters(apply: Apply, params: Pytree) -> tuple[Apply, Pytree]:
+    """``apply`` of what is differentiated: the collection "params", without whole numbers."""
+    if not isinstance(params, Mapping) or "params" not in params or len(params) == 1:
+        return _floating(apply, params)
+    return _floating(lambda p, x: apply({**params, "params": p}, x), params["params"])
+
+
+def _floating(apply: Apply, params: Pytree) -> tuple[Apply, Pytree]:
+    def is_none(leaf):
+        return leaf is None
+
+    def is_floating(leaf):
+        return jnp.issubdtype(jnp.result_type(leaf), jnp.floating)
+
+    if all(map(is_floating, jax.tree.leaves(params))):
+        return apply, params
+    alone = jax.tree.map(lambda leaf: leaf if is_floating(leaf) else None, params)
+
+    def merged(p, x):
+        whole = jax.tree.map(lambda a, b: b if a is None else a, p, params, is_leaf=is_none)
+        return apply(whole, x)
+
+    return merged, alone
+
+
+def split_weights(
+    apply: Apply, params: Pytree, x: chex.Array, *more: str
+) -> tuple[list[jax.Array], Callable]:
+    """The kernels, and the leaves named in ``more``; and how to put others in their place."""
+    keep = is_weight(apply, params, x, *more)
+    leaves, structure = jax.tree.flatten(params)
+
+    def rebuild(replaced: list[jax.Array]) -> Pytree:
+        replacements = iter(replaced)
+        chosen = zip(leaves, keep, strict=True)
+        merged = [next(replacements) if k else leaf for leaf, k in chosen]
+        return jax.tree.unflatten(structure, merged)
+
+    return [leaf for leaf, k in zip(leaves, keep, strict=True) if k], rebuild
+
+
+def cross_entropy(logits: chex.Array, y: chex.Array) -> jax.Array:
+    return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), y[:, None], axis=1))
+
+
+def mean_loss(apply: Apply, params: Pytree, x: chex.Array, y: chex.Array) -> jax.Array:
+    return cross_entropy(apply(params, x), y)
+
+
+def loss_gradient(apply: Apply, params: Pytree, batch: Batch) -> tuple[list, list]:
+    """The weights, and the gradient in them of the mean cross-entropy."""
+    apply, params, x, y = check(apply, params, batch)
+    weights, rebuild = split_weights(apply, params, x)
+    return weights, jax.grad(lambda w: mean_loss(apply, rebuild(w), x, y))(weights)
+
+
+def summed(terms: Iterable[chex.Array]) -> jax.Array:
+    return jnp.sum(jnp.stack(list(terms)))
+
+
+def inner_product(a: list[chex.Array], b: list[chex.Array]) -> jax.Array:
+    return summed(jnp.sum(u * v) for u, v in zip(a, b, strict=True))
+
+
+def largest(x: jax.Array, axis: int | None = None) -> jax.Array:
+    """A power of two of the size of the largest entry, axes kept: a constant to divide by, exactly.
+
+    1 if all entries are 0.
+    """
+    size = jnp.max(jnp.abs(jax.lax.stop_gradient(x)), axis=axis, keepdims=True, initial=0)
+    exponent = jnp.frexp(size)[1] - 1
+    return jnp.where(size > 0, jnp.ldexp(jnp.ones_like(size), exponent), 1)
+
+
+def norm(x: jax.Array) -> jax.Array:
+    """The 2-norm of all entries, also if their squares leave the range of the type."""
+    size = largest(x)
+    return (size * jnp.linalg.norm((x / size).ravel())).reshape(())
+
+
+def for_each(function: Callable, xs: Pytree, batch_size: int | None = None) -> Pytree:
+    """``lax.map``, compiled once for a program, whatever function it comes from."""
+
+    def run(xs):
+        return jax.lax.map(function, xs, batch_size=batch_size)
+
+    return program(run, xs)(xs)
+
+
+def map_gradients(reduce: Callable, apply: Apply, params: Pytree, x: chex.Array) -> jax.Array:
+    """``reduce`` of the gradient of each sample's summed logits, one after another."""
+    gradient = jax.grad(lambda p, xi: jnp.sum(apply(p, xi[None])))
+    return for_each(lambda xi: reduce(ravel_pytree(gradient(params, xi))[0]), x)
+
+
+def gram(rows: chex.Array) -> jax.Array:
+    """``rows rows'``, in 32 bits at least: rounding is judged by its type."""
+    dtype = at_least_float32(rows.dtype)
+    return jnp.matmul(rows, rows.T, precision="highest", preferred_element_type=dtype)
+
+
+def another_batch(params: Pytree, x: jax.Array) -> tuple:
+    """Shapes of the same arguments with one sample more."""
+    like = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf)), params
+    )
+    return like, jax.ShapeDtypeStruct((len(x) + 1, *x.shape[1:]), x.dtype)
+
+
+def _longer(shape: tuple, other: tuple) -> list[int]:
+    """The axes that grow with the number of samples."""
+    return [i for i, (a, b) in enumerate(zip(shape, other, strict=True)) if a != b]
+
+
+def sign_agreements(apply: Apply, params: Pytree, x: chex.Array) -> jax.Array:
+    """How many ReLUs have the same sign for samples i and j: [n, n], float32."""
+    n = len(x)
+
+    def count(eqn, other, inputs, outputs, total):
+        axis = samples_axis(eqn, other, n)
+        if axis is None:
+            return outputs, total
+        return outputs, total + _same_signs(inputs[0], axis)
+
+    start, twin = jnp.zeros((n, n), jnp.float32), another_batch(params, x)
+    return fold(marked(apply), is_relu, count, start, params, x, what="ReLU", twin=twin)[1]
+
+
+def used_sign_agreements(apply: Apply, params: Pytree, x: chex.Array) -> jax.Array:
+    """:func:`sign_agreements` of the ReLUs that some logit changes with."""
+    n = len(x)
+
+    def response(total):
+        def probe(eqn, other, inputs, outputs, nothing):
+            axis = samples_axis(eqn, other, n)
+            if axis is None:
+                return outputs, nothing
+            return [_counted(axis, outputs[0], inputs[0], total)], nothing
+
+        twin = another_batch(params, x)
+        logits, _ = fold(marked(apply), is_relu, probe, (), params, x, what="ReLU", twin=twin)
+        # Weights that no sum of derivatives cancels with.
+        return jnp.sum(logits * jax.random.normal(jax.random.key(0), logits.shape, logits.dtype))
+
+    return jax.grad(response)(jnp.zeros((n, n), jnp.float32))
+
+
+def samples_axis(eqn, other, n: int) -> int | None:
+    """The axis of the samples in a ReLU's input; None for one of weights or statistics."""
+    shape, grown = (e.invars[0].aval.shape for e in (eqn, other))
+    axes = _longer(shape, grown)
+    if not axes:
+        return None
+    if len(axes) > 1 or (shape[axes[0]], grown[axes[0]]) != (n, n + 1):
+        raise ValueError(
+            f"apply: expected ReLU inputs with the {n} samples on an axis, got the shape {shape}."
+        )
+    return axes[0]
+
+
+def _same_signs(u: jax.Array, axis: int) -> jax.Array:
+    u = jnp.moveaxis(u, axis, 0).reshape(u.shape[axis], -1)
+    signs = jnp.where(u > 0, 1, -1).astype(jnp.float32)
+    signs = jnp.where(jnp.isnan(u), jnp.nan, signs)  # NaN has none
+    return (signs.shape[1] + gram(signs)) / 2
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _counted(axis: int, out: jax.Array, u: jax.Array, total: jax.Array) -> jax.Array:
+    """``out``, of a ReLU at ``u``; where it is used its count is the gradient in ``total``."""
+    return out
+
+
+def _counted_backward(axis, u, g):
+    # NaN is used: it is not 0.
+    return g, jnp.zeros_like(u), jnp.where((g != 0).any(), _same_signs(u, axis), 0)
+
+
+_counted.defvjp(lambda axis, out, u, total: (out, u), _counted_backward)
+
+
+def distinct_patterns(agreements: chex.Array) -> jax.Array:
+    """The number of different patterns, given how many units any two have in common.
+
+    A float, as all scores are: that of patterns with a NaN is NaN.
+    """
+    same = agreements == agreements[0, 0]  # a pattern agrees with itself everywhere
+    count = jnp.sum(~jnp.any(jnp.tril(same, -1), axis=1)).astype(agreements.dtype)
+    return jnp.where(jnp.isnan(agreements).any(), jnp.nan, count)
+
+
+def is_layer(eqn) -> bool:
+    """Whether this is a convolution, or a product without batch axes."""
+    name, numbers = eqn.primitive.name, eqn.params.get("dimension_numbers")
+    return name == "conv_general_dilated" or (name == "dot_general" and not any(numbers[1]))
+
+
+def layer_axes(eqn, other, n: int) -> tuple[int, tuple[int, ...]] | None:
+    """Axes of the samples and of the channels in a layer's output; None for other products.
+
+    The channels of ``x @ w`` are the axes of the operand that does not grow with the batch.
+    """
+    shape, grown = (e.outvars[0].aval.shape for e in (eqn, other))
+    axes = _longer(shape, grown)
+    if len(axes) != 1 or (shape[axes[0]], grown[axes[0]]) != (n, n + 1):
+        return None
+    numbers = eqn.params["dimension_numbers"]
+    if eqn.primitive.name == "conv_general_dilated":
+        return axes[0], (numbers.out_spec[1],)
+    left, right = (v.aval.ndim - len(c) for v, c in zip(eqn.invars, numbers[0], strict=True))
+    channels = range(left, left + right) if axes[0] < left else range(left)
+    return (axes[0], tuple(channels)) if channels else None
+
+
+def layer_saliency(apply: Apply, params: Pytree, x: chex.Array, y: chex.Array) -> jax.Array:
+    """``sum_c mean_n (sum_positions a * dL/da)^2 / 2`` over the outputs a of all layers."""
+    found = []
+
+    def loss(total):
+        def probe(eqn, other, inputs, outputs, nothing):
+            axes = layer_axes(eqn, other, len(x))
+            found.append(axes)
+            return [saliency(axes, outputs[0], total) if axes else outputs[0]], nothing
+
+        twin = another_batch(params, x)
+        logits, _ = fold(apply, is_layer, probe, (), params, x, what="matrix product", twin=twin)
+        if not any(found):
+            raise ValueError(
+                f"apply: expected a layer with the {len(x)} samples on an axis of its output, "
+                "got none."
+            )
+        return cross_entropy(logits, y)
+
+    return jax.grad(loss)(jnp.zeros((), logits_like(apply, params, x).dtype))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def saliency(axes: tuple[int, tuple[int, ...]], a: chex.Array, total: chex.Array) -> jax.Array:
+    """``a`` itself; its part of the Fisher score comes back as the gradient in ``total``."""
+    return a
+
+
+def _saliency_backward(axes, residuals, g):
+    a, total = residuals
+    samples, channels = axes
+    per_channel = jnp.moveaxis(a * g, (samples, *channels), (0, *range(-len(channels), 0)))
+    size = math.prod(a.shape[c] for c in channels)
+    per_channel = per_channel.reshape(len(per_channel), -1, size).sum(1)
+    return g, (jnp.sum(jnp.mean(per_channel**2, axis=0)) / 2).astype(total.dtype)
+
+
+saliency.defvjp(lambda axes, a, total: (a, (a, total)), _saliency_backward)

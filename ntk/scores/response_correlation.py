@@ -1,0 +1,144 @@
+"""A score of how alike samples are at the ReLUs: in what goes in, and in what comes back."""
+
+from functools import partial
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from ntk.internal.checks import at_least_float32
+from ntk.scores.find_relus import is_relu, marked
+from ntk.scores.network_reading import (
+    Apply,
+    Batch,
+    Pytree,
+    another_batch,
+    check,
+    cross_entropy,
+    gram,
+    samples_axis,
+)
+from ntk.scores.visit_operations import fold
+
+
+def wrcor(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
+    """Weighted response correlation: ``log |det K|``, ``K = sum_l 2^l sum_i |A_i| + |G_i|`` [n, n].
+
+    Over the ReLUs i of the layers l = 0, 1, ...: ``A_i[s, t]`` is the correlation, over the units,
+    of samples s and t in the ReLU's input, ``G_i`` that of the gradients there of the mean
+    cross-entropy, jointly. Jing et al. (arXiv 2507.08841), Eq. (10) and (11). A matrix with a
+    constant row, which has no correlations, is left out, as in their code.
+
+    A layer ends where the network says so, by ``jax.ad_checkpoint.checkpoint_name(x, "layer")``;
+    where it never does, every ReLU is a layer of its own, in the order of the program. Their code
+    takes the cells of NAS-Bench-201 for layers, and so do our networks; at its last ReLU, which
+    works in place, that code has outputs in the place of inputs.
+
+    Raises
+    ------
+    ValueError
+        As :func:`naswot`, whose ReLUs these are.
+
+    Notes
+    -----
+    ``-inf`` where two samples are alike at every ReLU, or no ReLU has correlations. Time: one
+    forward and one backward pass, and ``n^2`` per unit.
+
+    Examples
+    --------
+    >>> x, y = jnp.array([[1.0, 2.0, 4.0], [4.0, 1.0, 2.0]]), jnp.array([0, 1])
+    >>> score = wrcor(None, lambda w, x: jax.nn.relu(x) @ w, jnp.eye(3, 2), (x, y))
+    >>> bool(jnp.isclose(score, jnp.log(2**2 - 1.5**2)))
+    True
+    """
+    apply, params, x, y = check(apply, params, batch)
+    K, last = _response_correlations(apply, params, x, y)
+    _, logdet = jnp.linalg.slogdet(K)
+    largest = jnp.max(K - jnp.diag(jnp.diag(K)))
+    alike = largest >= K[0, 0] * (1 - len(x) * float(jnp.finfo(jnp.float32).eps))
+    return jnp.where(alike, -jnp.inf, logdet + len(x) * last * jnp.log(2.0))
+
+
+def _response_correlations(
+    apply: Apply, params: Pytree, x: chex.Array, y: chex.Array
+) -> tuple[jax.Array, jax.Array]:
+    """``sum_l 2^(l - L) (|C_l| + |C'_l|)`` [n, n] over the ReLUs of layers 0..L, and L.
+
+    C: correlations of the samples' inputs of a ReLU, C' of the loss's gradients there.
+    """
+    n, network, twin = len(x), marked(apply), another_batch(params, x)
+    zero, nothing = jnp.zeros(()), jnp.zeros((n, n))
+    ends, relus = [], []
+
+    def through(visit, total):
+        return fold(network, _is_site, visit, total, params, x, what="ReLU", twin=twin)
+
+    def count(eqn, other, inputs, outputs, counts):
+        if _is_end(eqn):
+            ends.append(eqn)
+            return outputs, counts + jnp.array([1.0, 0.0])
+        axis = samples_axis(eqn, other, n)
+        relus.append(axis)
+        return outputs, counts + jnp.array([0.0, float(axis is not None)])
+
+    _, counts = through(count, jnp.zeros(2))
+    if not relus:
+        raise ValueError("apply: expected logits that depend on a ReLU, got none on the way.")
+    each = not ends  # no layer has an end: every ReLU is one
+    last = counts[1] - 1 if each else counts[0]
+
+    def loss(total):
+        def probe(eqn, other, inputs, outputs, found):
+            layer, K = found
+            if _is_end(eqn):
+                return outputs, (layer + 1, K)
+            axis = samples_axis(eqn, other, n)
+            if axis is None:
+                return outputs, found
+            weight = jnp.exp2(layer - last)
+            K = K + weight * _correlations(inputs[0], axis)
+            return [_watched(axis, outputs[0], inputs[0], weight, total)], (layer + int(each), K)
+
+        logits, (_, K) = through(probe, (zero, nothing))
+        return cross_entropy(logits, y), K
+
+    G, K = jax.grad(loss, has_aux=True)(nothing)
+    return K + G, last
+
+
+def _is_end(eqn) -> bool:
+    return eqn.primitive.name == "name" and eqn.params["name"] == "layer"
+
+
+def _is_site(eqn) -> bool:
+    return _is_end(eqn) or is_relu(eqn)
+
+
+def _correlations(u: jax.Array, axis: int) -> jax.Array:
+    """Absolute correlations of the samples; 0 if one of them is constant and has none."""
+    u = jnp.moveaxis(u, axis, 0).reshape(u.shape[axis], -1)
+    u = u.astype(at_least_float32(u.dtype))
+    size = jnp.abs(u).max(axis=1, keepdims=True)  # squares of small gradients would be 0
+    u = u / jnp.where(size > 0, size, 1)
+    centred = u - u.mean(axis=1, keepdims=True)
+    deviation = jnp.sqrt(jnp.mean(centred**2, axis=1, keepdims=True))
+    constant = deviation <= 8 * jnp.finfo(u.dtype).eps
+    C = jnp.abs(gram(centred / jnp.where(constant, 1, deviation))) / u.shape[1]
+    C = jnp.where(constant.any(), 0, C).astype(float)
+    return jnp.where(jnp.isnan(u).any(), jnp.nan, C)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _watched(axis: int, out: jax.Array, u: jax.Array, weight: jax.Array, total: jax.Array):
+    """``out``, of a ReLU at ``u``; the gradients' correlations are the gradient in ``total``."""
+    return out
+
+
+def _watched_backward(axis, residuals, g):
+    u, weight = residuals
+    in_input = jnp.where(u > 0, g, 0)
+    found = weight * _correlations(in_input, axis)
+    return g, jnp.zeros_like(u), jnp.zeros_like(weight), found
+
+
+_watched.defvjp(lambda axis, out, u, weight, total: (out, (u, weight)), _watched_backward)

@@ -1,0 +1,159 @@
+"""Look inside a function: evaluate ``fn(*args)`` with a visit at chosen operations.
+
+The function is traced once to a jaxpr, which is then evaluated equation by equation, as in JAX's
+guide to jaxpr interpreters. Only equations that the outputs depend on are evaluated: a branch of a
+network that ends nowhere is not visited. Loops (``scan``) and branches (``cond``, ``switch``) are
+entered; the total of the visits is carried through them, and only the branch taken adds to it.
+A call without a site in it stays as it is, derivative rules included; one that is entered is
+differentiated by what it computes, not by its custom rule.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+
+from ntk.internal.compile_cache import fresh
+from ntk.internal.jaxprs import CALLS, bind, needed, programs, scan_operands
+
+
+def fold(
+    fn: Callable,
+    site: Callable[[JaxprEqn], bool],
+    visit: Callable[..., tuple[list, Any]],
+    total: Any,
+    *args,
+    what: str,
+    twin: tuple,
+) -> tuple[Any, Any]:
+    """``fn(*args)``, and what the visits made of ``total`` on the way.
+
+    Parameters
+    ----------
+    fn : callable
+        A function of pytrees of arrays.
+    site : ``site(eqn) -> bool``
+        Which operations to visit.
+    visit : ``visit(eqn, other, inputs, outputs, total) -> (outputs, total)``
+        May replace the outputs by arrays like them, and add to the total. ``other`` is the same
+        operation for the twin's arguments: the axes that differ in length are those of samples.
+    total : pytree of arrays
+        Its shapes and types stay.
+    *args : pytrees of arrays
+        Arguments of ``fn``.
+    what : str
+        Name of the sites, for the errors.
+    twin : tuple
+        Arguments like ``args``, or their shapes, with another number of samples.
+
+    Raises
+    ------
+    ValueError
+        If the outputs depend on no site, or on one inside an operation that cannot be entered, or
+        if ``fn`` consists of other operations for another number of samples.
+    """
+    closed, shapes = jax.make_jaxpr(fresh(fn), return_shape=True)(*args)
+    try:
+        other = jax.make_jaxpr(fresh(fn))(*twin)
+    except (TypeError, ValueError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(
+            "apply: expected a function of any number of samples, got an error for one more: "
+            f"{reason}"
+        ) from error
+    live = [True] * len(closed.jaxpr.outvars)
+    if not _reaches(site, closed.jaxpr, live):
+        raise ValueError(f"apply: expected logits that depend on a {what}, got none on the way.")
+
+    def run(closed: ClosedJaxpr, other: ClosedJaxpr, live: list[bool], args, total):
+        """The outputs, with None for those that are not live, and the total."""
+        jaxpr = closed.jaxpr
+        values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *args], strict=True))
+
+        def value(v):
+            return v.val if isinstance(v, Literal) else values[v]
+
+        for (eqn, used), paired in _paired(needed(jaxpr, live), needed(other.jaxpr, live)):
+            outputs, total = evaluate(eqn, paired, used, [value(v) for v in eqn.invars], total)
+            values.update(zip(eqn.outvars, outputs, strict=True))
+        return [value(v) if a else None for v, a in zip(jaxpr.outvars, live, strict=True)], total
+
+    def evaluate(eqn: JaxprEqn, other: JaxprEqn, used: list[bool], inputs: list, total):
+        if site(eqn):
+            return visit(eqn, other, inputs, bind(eqn, inputs), total)
+        inside = [
+            (inner, twin, alive)
+            for (inner, alive), (twin, _) in zip(
+                _inside(eqn, used), _inside(other, used), strict=True
+            )
+        ]
+        if not any(_reaches(site, inner.jaxpr, alive) for inner, _, alive in inside):
+            return bind(eqn, inputs), total
+        name = eqn.primitive.name
+        if name in CALLS:
+            inner, twin, alive = inside[0]
+            return run(inner, twin, alive, inputs, total)
+        if name == "cond":
+            # A derivative would keep what any of the branches needs: they are computed again.
+            branches = [
+                jax.checkpoint(
+                    lambda total, *operands, inner=inner, twin=twin, alive=alive: run(
+                        inner, twin, alive, operands, total
+                    ),
+                    prevent_cse=False,
+                )
+                for inner, twin, alive in inside
+            ]
+            return jax.lax.switch(inputs[0], branches, total, *inputs[1:])
+        if name == "scan":
+            return scan(eqn, *inside[0], inputs, total)
+        raise ValueError(f"apply: expected no {what} inside `{name}`, got one.")
+
+    def scan(eqn: JaxprEqn, inner: ClosedJaxpr, twin, live: list[bool], inputs: list, total):
+        constants, carried = scan_operands(eqn)
+        consts, state, xs = (
+            inputs[:constants],
+            inputs[constants : constants + carried],
+            inputs[constants + carried :],
+        )
+
+        def body(carry, x):
+            state, total = carry
+            outputs, total = run(inner, twin, live, [*consts, *state, *x], total)
+            return (outputs[:carried], total), outputs[carried:]
+
+        options = {k: eqn.params[k] for k in ("length", "reverse", "unroll")}
+        (state, total), stacked = jax.lax.scan(body, (state, total), xs, **options)
+        return [*state, *stacked], total
+
+    outputs, total = run(closed, other, live, jax.tree.leaves(args), total)
+    return jax.tree.unflatten(jax.tree.structure(shapes), outputs), total
+
+
+def _paired(needed: list, others: list) -> list:
+    """Each operation with its like in the other program."""
+    names = [[eqn.primitive.name for eqn, _ in some] for some in (needed, others)]
+    if names[0] != names[1]:
+        raise ValueError(
+            "apply: expected the same operations for any number of samples, got others for one "
+            "more."
+        )
+    return [(one, eqn) for one, (eqn, _) in zip(needed, others, strict=True)]
+
+
+def _reaches(site, jaxpr: Jaxpr, live: list[bool]) -> bool:
+    """Whether a live output depends on a site."""
+    return any(
+        site(eqn) or any(_reaches(site, inner.jaxpr, alive) for inner, alive in _inside(eqn, used))
+        for eqn, used in needed(jaxpr, live)
+    )
+
+
+def _inside(eqn: JaxprEqn, used: list[bool]) -> list[tuple[ClosedJaxpr, list[bool]]]:
+    """The jaxprs in an equation's parameters, with which of their outputs are live."""
+    # A loop needs all that it carries.
+    direct = eqn.primitive.name in CALLS or eqn.primitive.name == "cond"
+    return [
+        (inner, used if direct else [True] * len(inner.jaxpr.outvars)) for inner in programs(eqn)
+    ]

@@ -1,0 +1,1 @@
+"""Eigenvalues of kernel matrices, and certificates for the smallest one."""

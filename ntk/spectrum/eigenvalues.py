@@ -1,0 +1,408 @@
+"""Smallest eigenvalues of kernels: of matrices, and of kernels known by their products only.
+
+The smallest eigenvalue of a positive definite ``K`` is the largest one of ``K^-1``, where Lanczos
+finds it in a few dozen steps however small it is: one Cholesky factorisation ``K = L L'``, two
+triangular solves per step. Where eigenvalues crowd around the smallest, it is found from just below
+it, with ``K - sigma I``. A kernel ``v -> K v`` without a matrix gets Lanczos on ``-K``.
+
+======  ======================================================================
+letter  meaning
+======  ======================================================================
+K       kernel [n, n], symmetric; indefinite ones have their value too
+lambda  its smallest eigenvalue, v its unit eigenvector: ``d lambda = v' dK v``
+V, T    rows of V: orthonormal basis of Lanczos; ``T = V A V'``, m x m
+theta   an eigenvalue of T (Ritz value), largest of ``A = K^-1`` or ``A = -K``
+======  ======================================================================
+
+Reference: Wu & Simon (2000), "Thick-restart Lanczos method for large symmetric eigenvalue
+problems". Floating point leaves every value here uncertified: see :mod:`ntk.spectrum.certificate`.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from ntk.internal.checks import concrete
+from ntk.internal.compile_cache import fresh
+from ntk.kernels.functions import matrix
+from ntk.kernels.record import Kernels
+from ntk.kernels.symmetric import square, symmetric
+
+Product = Callable[[jax.Array], jax.Array]  # v [n] -> K v [n]
+
+_SMALL = 64  # rows up to which the full spectrum is the cheapest way
+_BASIS = 48  # vectors of a Lanczos basis; a restart keeps a third of them
+_STEP = 8  # vectors after which it is looked at again: that costs a tenth of one of them
+_RESTARTS = 300  # most restarts of Lanczos where K is a product
+_CYCLES, _TRIES = 3, 10  # where K is a matrix: most restarts with one shift, and most shifts
+
+
+class Eigenpair(NamedTuple):
+    """Result of :func:`smallest_eigenpair`."""
+
+    value: jax.Array  # [], the Rayleigh quotient of `vector`: lambda, or above it
+    vector: jax.Array  # [n], of unit length; [n o] if K is [n, n, o, o], outputs fastest
+    residual: jax.Array  # [], |K v - lambda v|: an eigenvalue lies this near to `value`
+
+
+def min_eigenvalue(
+    K: chex.Array | Kernels | Callable[..., Any], *, x: Any = None, size: int | None = None
+) -> jax.Array:
+    """Smallest eigenvalue of a kernel, ``lambda = min_v v'Kv / v'v``, differentiable in ``K``.
+
+    Parameters
+    ----------
+    K : array [n, n] or [n, n, o, o], :class:`ntk.Kernels` or callable
+        Symmetric matrix. A kernel of o outputs is the matrix ``[n o, n o]`` of all pairs of an
+        input and an output (``empirical_kernel(..., outputs="full")``). With ``x``, a kernel
+        function (:func:`ntk.kernel_matrix`); with ``size``, the product ``v [n] -> K v [n]``. A
+        record stands for its tangent kernel.
+    x : array [n, ...], optional
+        Inputs, where ``K`` is a kernel function.
+    size : int, optional
+        n, where ``K`` is a product.
+
+    Returns
+    -------
+    scalar
+        The value; NaN for a traced ``K`` that is not finite and symmetric. The derivative is
+        ``v v'``; where the eigenvalue is multiple, that is one subgradient of many (of -lambda).
+        There are no second derivatives: asking for them raises NotImplementedError.
+
+    Raises
+    ------
+    ValueError
+        If ``K`` is not a finite non-empty square matrix, symmetric but for rounding, or ``x`` or
+        ``size`` is missing or superfluous.
+
+    Notes
+    -----
+    The error is of the size of one rounding of ``K``, relative ``eps |K| / lambda``, or 1e-11 of
+    lambda (float32: 1e-6) where more eigenvalues than one are that near to it. A matrix that
+    has no Cholesky factor (indefinite, or singular to rounding) is shifted until it has one, and
+    the shift is taken off the result. Time: n^3 / 3 and some 50 to 150 times 2 n^2, twice or
+    three times that where the eigenvalues are crowded. Memory: five more matrices. Eager sizes up
+    to 6 % apart share a compiled program.
+
+    For products see :func:`smallest_eigenpair`, whose residual says whether Lanczos got there; a
+    product in an eager call is compiled anew each time, so jit the caller.
+
+    Examples
+    --------
+    >>> K = jnp.array([[2.0, 1.0], [1.0, 2.0]])
+    >>> min_eigenvalue(K)
+    Array(1., dtype=float...)
+    >>> jax.grad(min_eigenvalue)(K)
+    Array([[ 0.5, -0.5], [-0.5,  0.5]], dtype=float...)
+    >>> min_eigenvalue(lambda v: K @ v, size=2)
+    Array(1., dtype=float...)
+    >>> min_eigenvalue(lambda x1, x2: x1 @ x2.T, x=jnp.diag(jnp.array([2.0, 3.0])))
+    Array(4., dtype=float...)
+    """
+    return smallest_eigenpair(K, x=x, size=size).value
+
+
+def smallest_eigenpair(
+    K: chex.Array | Kernels | Callable[..., Any], *, x: Any = None, size: int | None = None
+) -> Eigenpair:
+    """Smallest eigenvalue, its unit eigenvector, and the residual ``|K v - lambda v|``.
+
+    Only ``value`` has a derivative. The sign of ``vector`` is arbitrary, and so is the vector
+    within the eigenspace of a multiple eigenvalue.
+
+    A product costs as many calls as Lanczos on ``-K`` needs, about ``sqrt(|K| / gap)`` times the
+    number of digits, where ``gap`` is the distance to the next eigenvalue: some ten for a
+    well-separated one, thousands at the crowded lower end of a smooth kernel. It stops after about
+    10,000, with a value that is too large and a residual that says so. Memory: 48 vectors.
+
+    Parameters
+    ----------
+    K, x, size
+        As in :func:`min_eigenvalue`.
+
+    Returns
+    -------
+    Eigenpair
+
+    Raises
+    ------
+    ValueError
+        If ``K`` is not a finite non-empty square matrix, symmetric but for rounding, or ``x`` or
+        ``size`` is missing or superfluous.
+
+    Examples
+    --------
+    >>> pair = smallest_eigenpair(jnp.diag(jnp.array([3.0, 1.0, 2.0])))
+    >>> pair.value, jnp.abs(pair.vector)
+    (Array(1., dtype=float...), Array([0., 1., 0.], dtype=float...))
+    >>> bool(pair.residual < 1e-6)
+    True
+    """
+    if x is not None or not callable(K):
+        if size is not None:
+            raise ValueError(f"size: expected None beside a matrix or inputs, got {size}.")
+        return _eigenpair(_of_matrix, _times, symmetric(square(matrix(K, x))))
+    if not isinstance(size, int) or size < 1:
+        raise ValueError(f"size: expected the positive size of the product K, got {size}.")
+    # What K closes over becomes an argument, so that gradients find their way to it.
+    product, arrays = jax.closure_convert(fresh(K), jnp.zeros(size))
+    return _eigenpair(
+        functools.partial(_of_product, product, size), lambda v, arrays: product(v, *arrays), arrays
+    )
+
+
+def eigenvalues(K: chex.Array | Kernels | Callable[..., Any], *, x: Any = None) -> jax.Array:
+    """All eigenvalues of a symmetric matrix, ascending: [n, n] -> [n], in about 10 n^3.
+
+    With ``x``, of a kernel function. A kernel ``[n, n, o, o]`` of o outputs has n o eigenvalues:
+    those of the matrix ``[n o, n o]`` of all pairs of an input and an output. NaN for a traced
+    ``K`` that is not finite and symmetric.
+
+    Raises
+    ------
+    ValueError
+        If ``K`` is not a finite non-empty square matrix, symmetric but for rounding.
+
+    Examples
+    --------
+    >>> eigenvalues(jnp.array([[2.0, 1.0], [1.0, 2.0]]))
+    Array([1., 3.], dtype=float...)
+    """
+    return jnp.linalg.eigvalsh(symmetric(square(matrix(K, x))))
+
+
+def _times(v, K):
+    return K @ v
+
+
+def _evaluate(find, product, arrays) -> Eigenpair:
+    return _rayleigh(product, find(arrays), arrays)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _rayleigh(product, vector, arrays) -> Eigenpair:
+    image = product(vector, arrays)
+    value = jnp.vdot(vector, image)
+    return Eigenpair(value, vector, _norm(image - value * vector))
+
+
+_eigenpair = jax.custom_jvp(_evaluate, nondiff_argnums=(0, 1))
+# The same, for use inside the derivative of the other: its own derivative would be the second one.
+_constant_eigenpair = jax.custom_jvp(_evaluate, nondiff_argnums=(0, 1))
+
+
+@_eigenpair.defjvp
+def _(find, product, primals, tangents):
+    pair = _constant_eigenpair(find, product, *primals)
+    _, slope = jax.jvp(
+        lambda arrays: jnp.vdot(pair.vector, product(pair.vector, arrays)), primals, tangents
+    )
+    return pair, Eigenpair(slope, jnp.zeros_like(pair.vector), jnp.zeros_like(pair.residual))
+
+
+@_constant_eigenpair.defjvp
+def _(find, product, primals, tangents):
+    raise NotImplementedError("K: expected first derivatives only, got a second derivative.")
+
+
+def _of_matrix(K: jax.Array) -> jax.Array:
+    n = len(K)
+    if not concrete(K) or n <= _SMALL:
+        return _vector(K)
+    # Sizes a little apart share a program, which takes seconds to compile.
+    step = max(64, 1 << (n - 1).bit_length() >> 4)
+    return _vector(_padded(K, -n % step))[:n]
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _padded(K: jax.Array, rows: int) -> jax.Array:
+    """``K`` and an eigenvalue of that multiplicity, not smaller than its own."""
+    most = jnp.max(jnp.sum(jnp.abs(K), axis=1))
+    n = len(K)
+    beyond = jnp.arange(n + rows)[:, None] >= n
+    return jnp.pad(K, (0, rows)) + jnp.where(beyond & jnp.eye(n + rows, dtype=bool), most, 0)
+
+
+@jax.jit
+def _vector(K: jax.Array) -> jax.Array:
+    if K.shape[0] <= _SMALL:
+        return jnp.linalg.eigh(K, symmetrize_input=False)[1][:, 0]
+    eps = jnp.finfo(K.dtype).eps
+    norm = jnp.max(jnp.sum(jnp.abs(K), axis=1))
+    K = K / jnp.where(norm > 0, norm, 1)
+
+    def enough(theta, shift):
+        # An error of r in theta is one of r / theta^2 in lambda = 1 / theta - shift. Where there is
+        # a shift, lambda is negative, 0 to rounding, or crowded: its own size is no measure.
+        value = jnp.abs(1 / theta - shift)
+        allowed = jnp.maximum(_relative(eps) * value, jnp.where(shift == 0, 0, eps))
+        return jnp.maximum(allowed * theta, 10 * eps) * theta
+
+    def unfinished(carry):
+        _, theta, residual, shift, tries = carry
+        return (residual > enough(theta, shift)) & (tries < _TRIES)  # false for NaN
+
+    def nearer(carry):
+        # Eigenvalues that crowd as seen from 0 are far apart as seen from just below the first.
+        vector, theta, residual, shift, tries = carry
+        value, error = 1 / theta - shift, residual / theta**2
+        first = tries == 0
+        distance = jnp.where(first, 0, 2 * error + 20 * eps)
+        factor, shift = _shifted_cholesky(K, jnp.where(first, 0, value), distance, shift)
+        solve = _cholesky_solver(factor)
+        vector, theta, residual = _lanczos(
+            solve,
+            vector + 0.1 * _random_vector(tries, len(K), K.dtype),
+            lambda theta, _: enough(theta, shift),
+            _CYCLES,
+        )
+        # One step more takes out of the vector what is far from its eigenvalue.
+        vector = solve(vector)
+        return vector / _norm(vector), theta, residual, shift, tries + 1
+
+    one = jnp.ones((), K.dtype)
+    start = jnp.zeros(len(K), K.dtype), one, jnp.inf * one, 4 * one, 0
+    return jax.lax.while_loop(unfinished, nearer, start)[0]
+
+
+def _of_product(product, size: int, arrays) -> jax.Array:
+    dtype = jnp.zeros(()).dtype
+    eps = jnp.finfo(dtype).eps
+
+    def enough(theta, norm):
+        return jnp.maximum(_relative(eps) * jnp.abs(theta), 10 * eps * norm)
+
+    start = _random_vector(0, size, dtype)
+    return _lanczos(lambda v: -product(v, *arrays), start, enough, _RESTARTS)[0]
+
+
+def _norm(v) -> jax.Array:
+    """Length of a vector, where squares of its entries would overflow or vanish too."""
+    largest = jnp.max(jnp.abs(v))
+    return largest * jnp.linalg.norm(v / jnp.where(largest > 0, largest, 1))
+
+
+def _relative(eps) -> float:
+    return max(1e-11, 10 * float(eps))
+
+
+def _random_vector(i, n: int, dtype) -> jax.Array:
+    v = jax.random.normal(jax.random.fold_in(jax.random.key(0), i), (n,), dtype)
+    return v / _norm(v)
+
+
+def _shifted_cholesky(K, value, distance, limit):
+    """Cholesky factor of ``K + shift I``, |K| <= 1, and the shift: as near to ``-value`` as works.
+
+    ``shift = distance - value`` for the first of growing distances, and at most ``limit``, which is
+    known to work. NaN where it does not, which takes a NaN or an infinity in ``K``.
+    """
+    smallest = 10 * jnp.finfo(K.dtype).eps
+
+    def cholesky(shift):
+        diagonal = jnp.arange(len(K))
+        shifted = K.at[diagonal, diagonal].add(shift)
+        return jax.lax.linalg.cholesky(shifted, symmetrize_input=False)
+
+    def failed(carry):
+        factor, shift, _ = carry
+        return jnp.isnan(factor[-1, -1]) & (shift < limit)
+
+    def retry(carry):
+        distance = jnp.maximum(16 * carry[2], smallest)
+        shift = jnp.minimum(distance - value, limit)
+        return cholesky(shift), shift, distance
+
+    shift = jnp.minimum(distance - value, limit)
+    return jax.lax.while_loop(failed, retry, (cholesky(shift), shift, distance))[:2]
+
+
+def _cholesky_solver(L):
+    """``v -> (L L')^-1 v`` by matrix-vector products, four times as fast as triangular solves.
+
+    The blocks on the diagonal are inverted once. The strips left of them are kept as rows of L and
+    as rows of L', since a product with a transposed matrix is slow; slices within a loop would be
+    copied at every step. Every strip is compiled: ten of them are nearly as fast as more.
+    """
+    n = L.shape[0]
+    size = max(256, -(-n // 10))
+    down: list[tuple] = []
+    up: list[tuple] = []
+    for i in range(0, n, size):
+        j = min(i + size, n)
+        inverse = jax.lax.linalg.triangular_solve(
+            L[i:j, i:j], jnp.eye(j - i, dtype=L.dtype), left_side=True, lower=True
+        )
+        down.append((slice(i, j), inverse, L[i:j, :i]))
+        up.insert(0, (slice(i, j), inverse.T, L[j:, i:j].T))
+
+    def solve(v):
+        done = jnp.zeros(0, v.dtype)
+        for rows, inverse, left in down:
+            done = jnp.concatenate([done, inverse @ (v[rows] - left @ done)])
+        v, done = done, jnp.zeros(0, v.dtype)
+        for rows, inverse, right in up:
+            done = jnp.concatenate([inverse @ (v[rows] - right @ done), done])
+        return done
+
+    return solve
+
+
+def _lanczos(matvec, start, enough, cycles: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Largest eigenvalue of a symmetric ``matvec``: unit vector [n], theta, and its residual.
+
+    Stops once the residual is at most ``enough(theta, norm)``, with ``norm`` the largest |theta|,
+    or after ``cycles`` restarts.
+    """
+    n, dtype = len(start), start.dtype
+    m = min(n, _BASIS)
+    keep = max(m // 3, 1)
+    eps = jnp.finfo(dtype).eps
+    place = jnp.arange(m)
+
+    def expand(j, carry):
+        V, T, v, _ = carry
+        V = V.at[j].set(v)
+        w = matvec(v)
+        h = V @ w  # T's column j: also the coupling to what a restart kept
+        scale = _norm(w)
+        w = w - h @ V
+        # In an invariant subspace w is noise: go on in a random direction, to see the others.
+        exhausted = _norm(w) <= 10 * eps * scale
+        w = jnp.where(exhausted, _random_vector(j + 1, n, dtype), w)
+        again = V @ w
+        w = w - again @ V
+        length = _norm(w)
+        h = h + jnp.where(exhausted, 0, again)
+        T = T.at[:, j].set(h).at[j].set(h)
+        return V, T, w / length, jnp.where(exhausted, 0, length)
+
+    def unfinished(carry):
+        *_, cycle, _, theta, residual, norm = carry
+        return (residual > enough(theta, norm)) & (cycle < cycles)  # false for NaN
+
+    def look(carry):
+        V, T, v, kept, cycle, *_ = carry
+        filled = jnp.minimum(kept + _STEP, m)
+        V, T, v, beta = jax.lax.fori_loop(kept, filled, expand, (V, T, v, jnp.zeros((), dtype)))
+        # What is not filled yet comes first, below all eigenvalues, and belongs to none of them.
+        low = -2 * jnp.sum(jnp.abs(T)) - 1
+        theta, S = jnp.linalg.eigh(T + jnp.diag(jnp.where(place < filled, 0, low)))
+        residual = beta * jnp.abs(S[filled - 1, -1])
+        norm = jnp.max(jnp.where(theta > low / 2, jnp.abs(theta), 0))
+        best = S[:, -1] @ V
+        full = filled == m
+        V = jnp.where(full, jnp.zeros_like(V).at[:keep].set(S[:, -keep:].T @ V), V)
+        T = jnp.where(full, jnp.zeros_like(T).at[:keep, :keep].set(jnp.diag(theta[-keep:])), T)
+        kept = jnp.where(full, keep, filled)
+        return V, T, v, kept, jnp.where(full, cycle + 1, cycle), best, theta[-1], residual, norm
+
+    one = jnp.ones((), dtype)
+    basis = jnp.zeros((m, n), dtype), jnp.zeros((m, m), dtype), start / _norm(start)
+    found = jax.lax.while_loop(unfinished, look, (*basis, 0, 0, start, one, jnp.inf * one, one))
+    *_, best, theta, residual, _ = found
+    return best / _norm(best), theta, residual

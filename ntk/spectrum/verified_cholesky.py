@@ -1,0 +1,85 @@
+"""Is a matrix positive definite, for certain?  Cholesky's method, with its roundings bounded.
+
+The slack and its proof are in :mod:`ntk.spectrum.certificate`; all matrices are float64, with entries of
+about 1.
+"""
+
+import math
+
+import numpy as np
+import scipy.linalg
+import scipy.sparse.linalg
+import threadpoolctl
+
+UNIT = 2.0**-53  # the relative error of one rounding in float64
+TINY = 1e-290  # covers underflows, in matrices with entries of about 1
+SUMMED = 1 + 1e-9  # covers the roundings of a sum of up to 10^6 nonnegative numbers
+
+
+def shifted_bound(A, shift) -> float | None:
+    """``shift - slack`` if Cholesky proves that ``lambda_min(A)`` is above it, else None."""
+    B = A.copy()
+    B[np.diag_indices_from(B)] -= shift
+    lost = slack(B.diagonal())
+    if not B.diagonal().min() > 0:
+        return None
+    factor, failure = scipy.linalg.lapack.dpotrf(B.T, lower=1, overwrite_a=1, clean=0)
+    if failure or not np.isfinite(factor.diagonal()).all():
+        return None
+    return down(shift - lost)
+
+
+def slack(diagonal) -> float:
+    """The slack of the module's docstring, for the ``B`` with this diagonal."""
+    n = len(diagonal)
+    g = (n + 2) * UNIT / (1 - (n + 2) * UNIT)
+    return 1.01 * (g / (1 - g) * diagonal.sum() + UNIT * diagonal.max()) + TINY
+
+
+def smallest(A, shift=0.0):
+    """Estimate of the smallest eigenvalue, and a unit eigenvector: nothing rigorous about it.
+
+    By Lanczos on the inverse of ``A + shift I``, with a larger shift where that is not definite.
+    """
+    n = len(A)
+    if n > 100:
+        while True:
+            factor, failure = scipy.linalg.lapack.dpotrf(A + shift * np.eye(n), clean=0)
+            if not failure:
+                break
+            shift = max(16 * shift, 10 * UNIT * np.abs(A).sum(1).max(), TINY)
+        inverse = scipy.sparse.linalg.LinearOperator(
+            (n, n), lambda v: scipy.linalg.lapack.dpotrs(factor, v)[0], dtype=float
+        )
+        start = np.random.default_rng(0).standard_normal(n)
+        try:
+            theta, x = scipy.sparse.linalg.eigsh(inverse, k=1, v0=start, tol=1e-9, maxiter=10)
+            return 1 / theta[0] - shift, x[:, 0]
+        except scipy.sparse.linalg.ArpackError:
+            pass  # the lower end is crowded: all eigenvalues take no longer
+    values, vectors = scipy.linalg.eigh(A, subset_by_index=[0, 0])
+    return values[0], vectors[:, 0]
+
+
+def norm_bound(e) -> float:
+    """Bound of the spectral norm of every matrix with entries of at most ``e`` [n, n] in size."""
+    return np.sqrt(e.sum(0).max()) * np.sqrt(e.sum(1).max()) * SUMMED + TINY
+
+
+def threads(n):
+    """One BLAS thread for small matrices: more of them wait for each other, 50 times as long."""
+    return threadpoolctl.threadpool_limits(1 if n < 2000 else None, "blas")
+
+
+def down(x) -> float:
+    return float(np.nextafter(x, -np.inf))
+
+
+def up(x) -> float:
+    return float(np.nextafter(x, np.inf))
+
+
+def power_of_two(array) -> float:
+    """A power of two of the size of the largest entry: dividing by it is exact."""
+    largest = float(np.abs(array).max())
+    return 2.0 ** np.clip(math.frexp(largest)[1], -900, 900) if largest else 1.0

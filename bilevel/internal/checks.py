@@ -326,17 +326,3 @@ def _check_arguments(name: str, rule: optax.GradientTransformation) -> None:
             f"got one that takes {', '.join(p.name for p in parameters)} alone, as "
             "optax.contrib.sam."
         )
-
-
-def row_count(data: Pytree, batch_size: int) -> int:
-    """The number of rows of ``data``, which has to hold a batch.
-
-    Raises
-    ------
-    ValueError
-        For a ``batch_size`` under 1, or more than the rows; for arrays of other numbers of rows.
-    """
-    n = rows("data", data)
-    if not whole("batch_size", batch_size, 1) <= n:
-        raise ValueError(f"batch_size: expected 1 to the {n} rows of the data, got {batch_size}.")
-    return n

@@ -19,7 +19,8 @@ import jax.numpy as jnp
 import optax
 
 from bilevel.contracts import Loss, Pytree
-from bilevel.internal.checks import floating, function, number, prng_key, row_count, whole
+from bilevel.internal.checks import floating, function, number, prng_key, whole
+from bilevel.internal.rows import row_count
 from bilevel.runs.checkpoint import saving
 from bilevel.runs.fingerprint import fingerprint
 from bilevel.runs.interrupts import held_signals

@@ -1,14 +1,12 @@
 """Rows of the data for each step of a search: what :func:`bilevel.search` takes as ``batches``."""
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from bilevel.contracts import Joint, Partition, Pytree
-from bilevel.internal.checks import concrete, function, is_sparse, prng_key, row_count, whole
+from bilevel.internal.checks import function, prng_key, whole
+from bilevel.internal.rows import row_count, taken
 
 __all__ = ["jointly", "minibatches", "partition", "row_count"]
 
@@ -86,52 +84,3 @@ def jointly(sample: Callable[[jax.Array, Pytree, Pytree], tuple[Pytree, Pytree]]
     """
     function("sample", sample, "(key, train, valid) -> (train, valid)")
     return Joint(sample)
-
-
-def taken(data: Pytree, drawn: jax.Array) -> Pytree:
-    """The rows ``drawn`` [k] of all arrays and BCSR matrices in ``data``."""
-
-    def of(x):
-        return sparse_rows(x, drawn) if is_sparse(x) else jnp.asarray(x)[drawn]
-
-    return jax.tree.map(of, data, is_leaf=is_sparse)
-
-
-def sparse_rows(matrix: Any, drawn: jax.Array, width: int | None = None) -> Any:
-    """Rows of a BCSR matrix as another one, each filled up to ``width`` entries with zeros.
-
-    Raises
-    ------
-    ValueError
-        If the matrix is of another format.
-
-    Examples
-    --------
-    >>> from jax.experimental.sparse import BCSR
-    >>> matrix = BCSR.fromdense(jnp.array([[0.0, 1.0], [2.0, 3.0]]))
-    >>> sparse_rows(matrix, jnp.array([1, 0, 1])).todense()
-    Array([[2., 3.],
-           [0., 1.],
-           [2., 3.]], dtype=float...)
-    """
-    if type(matrix).__name__ != "BCSR" or len(matrix.shape) != 2 or matrix.n_batch:
-        raise ValueError(
-            f"data: expected dense arrays or BCSR matrices [n, d], got a {type(matrix).__name__} "
-            f"of shape {matrix.shape}; jax.experimental.sparse.BCSR.from_bcoo(matrix) makes one."
-        )
-    if width is None:
-        width = row_width(matrix)
-    start = matrix.indptr[drawn]
-    place = jnp.arange(width, dtype=start.dtype)[None]
-    present = place < (matrix.indptr[drawn + 1] - start)[:, None]
-    at = jnp.where(present, start[:, None] + place, 0)
-    value, column = (jnp.where(present, x[at], 0) for x in (matrix.data, matrix.indices))
-    ends = width * jnp.arange(len(drawn) + 1, dtype=start.dtype)
-    return type(matrix)((value.ravel(), column.ravel(), ends), shape=(len(drawn), matrix.shape[1]))
-
-
-def row_width(matrix: Any) -> int:
-    """The most entries of a row of a BCSR matrix, or a bound of it if they are traced."""
-    if concrete(matrix.indptr):
-        return max(1, int(np.diff(np.asarray(matrix.indptr)).max()))
-    return max(1, min(matrix.shape[1], matrix.nse))

@@ -12,7 +12,7 @@ import optax
 
 from bilevel.contracts import Partition, Pytree, Turn
 from bilevel.internal.checks import is_sparse, rows
-from bilevel.outer_loop.batches import sparse_rows
+from bilevel.internal.rows import sparse_rows
 
 _TOGETHER = 16  # batches that a pass through all rows takes at once, at most,
 _CACHE = 2**22  # and their bytes on a CPU: more come from slow memory, once for every derivative

@@ -5,7 +5,7 @@ network. Its tangent kernel tends to the infinite one as the width grows.
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import chex
 import flax.linen as nn
@@ -14,8 +14,10 @@ import jax.numpy as jnp
 
 from ntk.infinite.layer_expansions import evaluate
 from ntk.internal.checks import floats, whole
-from ntk.networks.network import Network
 from ntk.networks.plan import Average, Diagonal, Elements, Flat, Linear, Sum, Windows, plan
+
+if TYPE_CHECKING:
+    from ntk.networks.network import Network
 
 _normal = nn.initializers.normal(1.0)
 
@@ -23,7 +25,7 @@ _normal = nn.initializers.normal(1.0)
 class Module(nn.Module):
     """Made by :meth:`ntk.networks.Network.module`."""
 
-    network: Network
+    network: "Network"
     width: int
     outputs: int
 
@@ -102,7 +104,7 @@ def _apply(step, numbers, x, features):
     return x
 
 
-def module(network: Network, *, width: int, outputs: int = 1) -> nn.Module:
+def module(network: "Network", *, width: int, outputs: int = 1) -> nn.Module:
     """The finite network; see :meth:`ntk.networks.Network.module`.
 
     Raises

@@ -8,7 +8,7 @@ that of two blocks, a tile, and the result.
 import functools
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import chex
 import jax
@@ -24,7 +24,6 @@ from ntk.internal.sharding import automatic
 from ntk.kernels.record import Kernels
 from ntk.networks import moments, tables
 from ntk.networks.moments import Raw, Site
-from ntk.networks.network import Network
 from ntk.networks.plan import (
     Average,
     Closed,
@@ -42,6 +41,9 @@ from ntk.networks.plan import (
 from ntk.networks.position_pairs import Tile, one_step, walk
 from ntk.networks.strips import strips
 from ntk.networks.windows import outer
+
+if TYPE_CHECKING:
+    from ntk.networks.network import Network
 
 ENTRIES = 2**18  # pairs of positions that a tile has, where positions are mixed
 CACHED = 2**16, 64  # where they are not: pairs and inputs on a side, for a processor's cache
@@ -64,7 +66,7 @@ LEVELS = (
 
 
 def kernel(
-    network: Network,
+    network: "Network",
     x1: chex.Array,
     x2: chex.Array | None = None,
     *,

@@ -6,7 +6,7 @@ one structure: ReLU-like activations are one step, all others another.
 
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +15,10 @@ import numpy as np
 from ntk.expectations.activations import Activation, erf, gelu
 from ntk.infinite.layer_expansions import kinks_at_zero
 from ntk.internal.checks import array, concrete, nan_where, short
-from ntk.networks.network import Network
 from ntk.networks.records import Add, Elementwise, Flatten, Pool, Weights
+
+if TYPE_CHECKING:
+    from ntk.networks.network import Network
 
 Shape = tuple[int, ...]
 
@@ -111,7 +113,7 @@ class _Signal(NamedTuple):
 
 
 def plan(
-    network: Network,
+    network: "Network",
     shape: Shape,
     alpha: Mapping[str, Any] | None,
     dtype: Any,
@@ -182,7 +184,7 @@ def _shape_after(step) -> Shape:
 # ----------------------------------------------------------------------------- layer by layer
 
 
-def _walk(network: Network, signal: _Signal, given):
+def _walk(network: "Network", signal: _Signal, given):
     """``given``: alpha, the dtype of numbers, and ``merged``."""
     steps: list[Any] = []
     numbers: list[Any] = []
@@ -276,7 +278,7 @@ def _sum(layer: Add, signal, given):
     )
 
 
-def _has_weights(network: Network) -> bool:
+def _has_weights(network: "Network") -> bool:
     for layer in network.layers:
         if isinstance(layer, Weights):
             return True

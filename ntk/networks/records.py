@@ -42,5 +42,5 @@ class Flatten:
 class Add:
     """``add``: branches, and their weights as those of :class:`Elementwise`."""
 
-    branches: tuple["Network", ...]
+    branches: tuple[Any, ...]  # networks
     weights: tuple[Any, ...] | str

@@ -35,7 +35,9 @@ TESTS = {
     "bilevel/solvers/_optimizer.py": "unrolled_optimizers",
     "bilevel/solvers/inverses.py": "inverse solvers hypergradient",
     "bilevel/solvers/minimizers.py": "solvers precision soft_directions hypergradient",
-    "bilevel/hypergradients/error_estimate.py": "estimate soft_directions hypergradient search_error",
+    "bilevel/hypergradients/error_estimate.py": (
+        "estimate soft_directions hypergradient search_error"
+    ),
     "bilevel/hypergradients/curvature.py": "curvature estimate soft_directions",
     "bilevel/outer_loop/geometry.py": "geometry search",
     "bilevel/outer_loop/search.py": "search not_finite",

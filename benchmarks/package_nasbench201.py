@@ -4,8 +4,8 @@
     python benchmarks/package_nasbench201.py --smoke    # the packed tables again, in another folder
 
 Reads them, plain, ``.gz`` or ``.xz``, in ``folder/nasbench201``, checks their content, and writes
-``bilevel/spaces/nasbench201/judging/tables/*.csv.xz``, in which there is no date and no name: with one
-version of liblzma, always the same bytes. What is in the tables: the README.md beside them.
+``bilevel/spaces/nasbench201/judging/tables/*.csv.xz``, in which there is no date and no name: with
+one version of liblzma, always the same bytes. What is in the tables: the README.md beside them.
 """
 
 import argparse

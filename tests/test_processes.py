@@ -160,7 +160,8 @@ def raises(result):
 
 
 def taken():
-    with bilevel.runs.records.locked(folder + "/taken", "x") if rank == 0 else contextlib.nullcontext():
+    locked = bilevel.runs.records.locked
+    with locked(folder + "/taken", "x") if rank == 0 else contextlib.nullcontext():
         search(data, 2, checkpoint=folder + "/taken")
 
 

@@ -183,7 +183,7 @@ def like_outputs(rng, dtype) -> Case:
     return Case(lambda y: targets.like_outputs(f, y), {"y": y}, check, {"y": "array"})
 
 
-@generates("bilevel.nets.training.train", "bilevel.internal.checks.row_count")
+@generates("bilevel.nets.training.train", "bilevel.internal.rows.row_count")
 def train(rng, dtype) -> Case:
     n, epochs, batch = int(rng.choice([4, 7])), int(rng.choice([1, 3])), int(rng.choice([1, 2]))
     x = jnp.asarray(rng.normal(size=n), dtype)

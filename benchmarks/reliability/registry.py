@@ -193,5 +193,4 @@ def _does_something(thing: Any) -> bool:
 
 
 def _thing(name: str) -> Any:
-    module, _, last = name.rpartition(".")  # without what follows a blank: "bilevel.cg options"
-    return getattr(importlib.import_module(module), last)
+    return pkgutil.resolve_name(name.split(" ")[0])  # "bilevel.cg options" is one of cg

@@ -24,10 +24,10 @@ from bilevel.runs.interrupts import deferred_terminations, terminate
 # By name, and imported when they run: help and mistakes need not wait for JAX.
 _RUNS: dict[type, tuple[str, str]] = {
     commands.Search: ("search", "run_search"),
-    deep_searches.SkipSearch: ("skips", "run_skip_search"),
-    deep_searches.DartsSearch: ("darts", "run_darts_search"),
-    deep_searches.NasBench201Search: ("nasbench201", "run_nasbench201_search"),
-    deep_searches.OwnSearch: ("own", "run_own_search"),
+    deep_searches.SkipSearch: ("deep_search.skips", "run_skip_search"),
+    deep_searches.DartsSearch: ("deep_search.darts", "run_darts_search"),
+    deep_searches.NasBench201Search: ("deep_search.nasbench201", "run_nasbench201_search"),
+    deep_searches.OwnSearch: ("deep_search.own_space", "run_own_search"),
     commands.Certify: ("certify", "run_certify"),
     commands.Baseline: ("baseline", "run_baseline"),
     commands.Rank: ("rank", "run_rank"),

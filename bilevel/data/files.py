@@ -117,6 +117,13 @@ def members(path: Path, digest: str, pattern: str) -> Iterator[tuple[str, bytes]
 
 
 def check_length(path: str | Path, content: bytes, length: int, what: str) -> None:
+    """Check the number of bytes of ``content``, read from ``path``.
+
+    Raises
+    ------
+    ValueError
+        If it is not ``length``.
+    """
     if len(content) != length:
         raise ValueError(f"{path}: expected {length} bytes for {what}, got {len(content)}")
 

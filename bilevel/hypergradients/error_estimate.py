@@ -5,10 +5,10 @@ The exact hypergradient of the solution map, at the solution ``w*`` and the adjo
     G* = d_alpha outer(w*) - B(w*)' q*,     H q* = d_w outer(w*),     B = d(grad_w lower)/dalpha.
 
 A computed ``G`` stands on an inexact ``w`` and an inexact ``q``. Both are refined by Newton steps,
-whose solves know the smallest curvature (:mod:`bilevel.hypergradients.curvature`), until they stay. The refined
-``G+`` is much closer to ``G*``, so ``|G - G+|`` estimates ``|G - G*|``. How far rounding moves
-``G+`` is measured too: from starts that differ in the last digits only. For a lower loss quadratic
-in ``w`` the smallest eigenvalue turns the residuals that are left into a bound.
+whose solves know the smallest curvature (:mod:`bilevel.hypergradients.curvature`), until they stay.
+The refined ``G+`` is much closer to ``G*``, so ``|G - G+|`` estimates ``|G - G*|``. How far
+rounding moves ``G+`` is measured too: from starts that differ in the last digits only. For a lower
+loss quadratic in ``w`` the smallest eigenvalue turns the residuals that are left into a bound.
 """
 
 import functools

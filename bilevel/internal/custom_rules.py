@@ -35,7 +35,7 @@ _CALLS = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
 # Folders where all rules are true derivatives: JAX's functions, our kernels, layers and spaces.
 # (The rules of `bilevel/solvers` are not among them: they are true at exact solutions only.)
 _JAX = os.path.dirname(jax.__file__)
-_OURS = os.path.dirname(__file__)
+_OURS = os.path.dirname(os.path.dirname(__file__))
 _TRUE = tuple(
     os.path.join(folder, "")
     for folder in (

@@ -8,7 +8,7 @@ from bilevel.contracts import Joint, Partition, Pytree
 from bilevel.internal.checks import function, prng_key, whole
 from bilevel.internal.rows import row_count, taken
 
-__all__ = ["jointly", "minibatches", "partition", "row_count"]
+__all__ = ["jointly", "minibatches", "partition"]
 
 
 def minibatches(batch_size: int) -> Callable[[jax.Array, Pytree], Pytree]:

@@ -77,7 +77,13 @@ def noted_descent(
     diagnostics: bool,
     note: Callable[[str], None],
 ) -> tuple[Callable, Callable]:
-    """Make the two functions of :func:`descent`; their warnings while tracing go to ``note``."""
+    """Make the two functions of :func:`descent`; their warnings while tracing go to ``note``.
+
+    Raises
+    ------
+    ValueError
+        If an argument is not of the expected kind.
+    """
     optimizer = gradient_transformation("optimizer", optimizer)
     hypergradient = stateful_hypergradient(problem, solver, diagnostics=diagnostics, note=note)
     repeats = solver.of_alpha and solver.batches is None and not getattr(problem, "stateful", False)

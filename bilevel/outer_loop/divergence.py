@@ -50,7 +50,9 @@ class Watch(NamedTuple):
 
 def first_watch(state: DescentState) -> Watch:
     """Return the watch of a search that begins in ``state``."""
-    one, none, pairs = np.ones(()), np.zeros((), int), np.zeros((3, 2))  # no programs to compile
+    one: Any = np.ones(())  # made by numpy, so that no programs are compiled
+    none: Any = np.zeros((), int)
+    pairs: Any = np.zeros((3, 2))
     kept = _without_tables(state)
     watch = Watch(one, none, pairs[0], none, pairs[0], pairs, pairs[0, 0], kept, none)
     # Copies, since a search donates the buffers of its loop: none may be there twice.
@@ -161,7 +163,13 @@ def shortened(old: DescentState, new: DescentState, scale: jax.Array) -> Descent
 def shortening(
     optimizer: optax.GradientTransformation, scale: jax.Array
 ) -> optax.GradientTransformationExtraArgs:
-    """Make geometries take ``scale`` times the step of ``optimizer``: they end on their sets."""
+    """Make geometries take ``scale`` times the step of ``optimizer``: they end on their sets.
+
+    Raises
+    ------
+    ValueError
+        If ``optimizer`` is not a gradient transformation.
+    """
     inner = gradient_transformation("optimizer", optimizer)
 
     def update(updates, state, params=None, **told):

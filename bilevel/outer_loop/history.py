@@ -14,7 +14,13 @@ _LARGE = 2**16  # bytes; the history of a larger alpha is kept only where it is 
 
 
 def chosen(names: Sequence[str] | None, row: dict[str, Any], rows: int) -> dict[str, Any]:
-    """What of a step's ``row`` the history of so many rows is to have."""
+    """What of a step's ``row`` the history of so many rows is to have.
+
+    Raises
+    ------
+    ValueError
+        If ``names`` is a string, or has a name that ``row`` lacks.
+    """
     if isinstance(names, str):
         raise ValueError(f"history: expected a sequence of names, got the string {names!r}.")
     if names is not None:

@@ -87,7 +87,13 @@ def log(path: str | os.PathLike[str], *, resume: bool = False) -> Callable[[Any]
 
 
 class Lines:
-    """A file of JSON lines, each written whole; ``last`` is the ``step`` of the last one."""
+    """A file of JSON lines, each written whole; ``last`` is the ``step`` of the last one.
+
+    Raises
+    ------
+    ValueError
+        If ``path`` exists without ``resume``, cannot be written, or has no lines of JSON.
+    """
 
     def __init__(self, name: str, path: str | os.PathLike[str], *, resume: bool):
         self._path, self.last = pathlib.Path(path), 0

@@ -9,7 +9,13 @@ from bilevel.outer_loop.stream import Stream
 def check(
     solver, arrays, steps, batches, resume, checkpoint, callback, every, chunk, diagnostics
 ) -> None:
-    """Raise on anything wrong that can be seen before the first compilation."""
+    """Raise on anything wrong that can be seen before the first compilation.
+
+    Raises
+    ------
+    ValueError
+        If an argument is wrong, or does not fit the others.
+    """
     alpha, w0, train, valid, key = arrays
     whole("steps", steps, 1)
     if chunk is not None:

@@ -37,7 +37,13 @@ def start(
     w: Pytree,
     data: Data,
 ) -> DescentState:
-    """The first state; refuses what no single loop can run."""
+    """The first state; refuses what no single loop can run.
+
+    Raises
+    ------
+    ValueError
+        If the problem or an argument is unfit for a single loop.
+    """
     losses("problem", problem)
     if getattr(problem, "stateful", False):
         raise ValueError("problem: expected one without variables for a single loop, got stateful.")
@@ -98,7 +104,13 @@ def step(
     number: jax.Array,
     data: Data,
 ) -> tuple[DescentState, dict[str, Any]]:
-    """One step: as that of :func:`bilevel.descent`, with losses and direction of its batches."""
+    """One step: as that of :func:`bilevel.descent`, with losses and direction of its batches.
+
+    Raises
+    ------
+    ValueError
+        If a direction has other shapes than its parameters.
+    """
     train, valid, order = data
     problem, _ = with_rules(problem, state.w, state.alpha, train.rows)
     turn = order.at(number, method.draws)

@@ -1,4 +1,8 @@
-"""Figures of searches, error estimates and kernels; they need matplotlib."""
+"""Pictures of searches, error estimates, kernels; needs matplotlib: ``pip install matplotlib``.
+
+Every function draws on axes it is given, or on new ones, and returns the axes. ``style()`` is the
+context for pictures that look alike, ``COLOURS`` are its colours.
+"""
 
 import lazy_loader
 

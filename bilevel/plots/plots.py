@@ -1,8 +1,4 @@
-"""Pictures of searches, error estimates, kernels; needs matplotlib: ``pip install matplotlib``.
-
-Every function draws on axes it is given, or on new ones, and returns the axes. ``style()`` is the
-context for pictures that look alike, ``COLOURS`` are its colours.
-"""
+"""Figures of searches, error estimates and kernels."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -63,8 +63,8 @@ def with_rules(
 ) -> tuple[Problem, list[bool]]:
     """``problem`` with a lower loss whose loops keep the derivatives of functions in them.
 
-    Its second derivatives would lose them: :mod:`ntk.internal.derivative_rules`. Also for each leaf of ``alpha``
-    whether that loss depends on it, read off the same program.
+    Its second derivatives would lose them: :mod:`ntk.internal.derivative_rules`. Also for each leaf
+    of ``alpha`` whether that loss depends on it, read off the same program.
     """
     loss = parts(problem).lower
     closed = jax.make_jaxpr(lambda alpha: loss(w, alpha, batch)[0])(alpha)

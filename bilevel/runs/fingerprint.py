@@ -37,7 +37,7 @@ _PLAIN = (
     *(bool, int, float, complex, str, bytes, range, slice),
     *(types.NoneType, types.EllipsisType, np.dtype, enum.Enum, datetime.date, pathlib.PurePath),
 )
-_OURS = pathlib.Path(__file__).parent
+_OURS = pathlib.Path(__file__).parents[1]
 _LIBRARIES = (_OURS, _OURS.with_name("ntk"), pathlib.Path(sysconfig.get_path("stdlib")))
 _LONG = 100  # characters or items; of longer texts and tuples only a digest is kept
 

@@ -98,6 +98,11 @@ def run_bar(
     """One bar for the phases in ``work``; loops within have none of their own.
 
     Ctrl-C says the phase that it came in, unless it has something to say already.
+
+    Raises
+    ------
+    KeyboardInterrupt
+        If the run is interrupted; the message names the phase.
     """
     from rich.progress import BarColumn, ProgressColumn, TaskProgressColumn, TextColumn
     from rich.text import Text

@@ -1,7 +1,8 @@
 """Empirical kernels, their diagonals and their products with vectors, block by block.
 
-``net`` is a :class:`ntk.empirical.network_program.Network`, ``inputs`` are values like its ``inputs``; a plan of None
-stands for neural-tangents. :mod:`ntk.empirical.kernels` has the public functions.
+``net`` is a :class:`ntk.empirical.network_program.Network`, ``inputs`` are values like its
+``inputs``; a plan of None stands for neural-tangents. :mod:`ntk.empirical.kernels` has the public
+functions.
 """
 
 import functools
@@ -26,6 +27,13 @@ from ntk.internal.jaxprs import like
 
 
 def plan(net: Network, method: str) -> Plan | None:
+    """Return how the gradients are computed, or None for neural-tangents.
+
+    Raises
+    ------
+    ValueError
+        If ``method`` is ``"layerwise"`` and no weight is used in products alone.
+    """
     if method == "neural_tangents":
         return None
     found = factored_gradients.plan(net, factored=method != "jacobian")
@@ -98,6 +106,7 @@ def _neural_tangents(net: Network, outputs: str):
 
 
 def kernel(net, plan, outputs, batch_size, mesh, inputs, x1, x2):
+    """Return the tangent kernel of ``x1`` and ``x2``, of ``x1`` with itself if ``x2`` is None."""
     factors, gram = _factors(net, plan, outputs)
     n1, n2 = length(x1), length(x1 if x2 is None else x2)
     devices = 1 if mesh is None else mesh.size
@@ -145,6 +154,7 @@ def kernel(net, plan, outputs, batch_size, mesh, inputs, x1, x2):
 
 
 def norms(net, plan, outputs, batch_size, mesh, inputs, x):
+    """Return the squared norms of the gradients at each sample: the kernel's diagonal."""
     factors, gram = _factors(net, plan, outputs)
     n, devices = length(x), 1 if mesh is None else mesh.size
     blocks_of_x = blocks(x, min(batch_size or n, -(-n // devices)), devices)
@@ -163,7 +173,13 @@ def norms(net, plan, outputs, batch_size, mesh, inputs, x):
 
 
 def product(net, batch_size, inputs, x, v, at=None):
-    """``J(at) J(x)' v``; at x itself by default."""
+    """``J(at) J(x)' v``; at x itself by default.
+
+    Raises
+    ------
+    ValueError
+        If ``v`` is of another shape.
+    """
     n = length(x)
 
     def outputs(trained, block):
@@ -200,6 +216,8 @@ def product(net, batch_size, inputs, x, v, at=None):
 
 
 def nngp(net, outputs, batch_size, inputs, x1, x2):
+    """Return the kernel of the outputs themselves, without gradients."""
+
     def of(x):
         cut = blocks(x, min(batch_size or length(x), length(x)))
         y = mapped(jax.vmap(functools.partial(net.outputs, inputs)), cut)

@@ -2,7 +2,8 @@
 
 A product ``y_p = W' a_p`` gives its weight the gradient ``sum_p a_p s_p'``: this module collects
 ``a`` (inputs) and ``s`` (sensitivities) of every sample, and takes inner products of the gradients
-through them. ``ntk.empirical.kernels`` explains the idea, ``ntk.empirical.weight_products`` finds the products.
+through them. ``ntk.empirical.kernels`` explains the idea, ``ntk.empirical.weight_products`` finds
+the products.
 
 Shapes: n samples, o outputs, q positions, g groups, i and j the inputs and outputs of a product
 per group.

@@ -21,7 +21,8 @@ parameters there are it differentiates per sample.
 Layers are not known by the names of a library: they are the products with a leaf of ``params`` in
 the program (jaxpr) that JAX traces of ``apply``, through ``jit``, ``remat`` and ``scan``, with the
 leaf reshaped, transposed, cut, or times a number on the way. A leaf counts only if all its uses are
-such products, and if their gradients add up: ``ntk.empirical.weight_products`` and ``ntk.empirical.linear_operations``.
+such products, and if their gradients add up: ``ntk.empirical.weight_products`` and
+``ntk.empirical.linear_operations``.
 
 =============  =======================================================
 letter         name

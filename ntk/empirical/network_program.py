@@ -25,6 +25,7 @@ class Network(NamedTuple):
     names: list[str]  # of the trained ones
 
     def outputs(self, inputs, x) -> jax.Array:
+        """Return the outputs [o] of the sample ``x``."""
         constants = len(self.jaxpr.constvars)
         arguments = [*inputs[constants:], *jax.tree.leaves(x)]
         return jax.core.eval_jaxpr(self.jaxpr, inputs[:constants], *arguments)[0]
@@ -38,7 +39,13 @@ class Network(NamedTuple):
 
 
 def network(apply: Apply, params, x) -> Network:
-    """What ``apply`` is now, for samples like those of ``x``, with a leading axis."""
+    """What ``apply`` is now, for samples like those of ``x``, with a leading axis.
+
+    Raises
+    ------
+    ValueError
+        If ``params`` are not those of ``apply``, or have no floating leaf.
+    """
     checks.function("apply", apply, "(params, x) -> [n, o]")
     variables = isinstance(getattr(apply, "__self__", None), nn.Module)
     if variables and "params" not in params:

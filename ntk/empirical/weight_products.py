@@ -2,8 +2,8 @@
 
 A weight is followed from the inputs of the program through whatever only rearranges its entries
 (reshape, transpose, slice, concatenate, cast) or multiplies all of them by one number, into calls
-and loops, to the products of :mod:`ntk.empirical.linear_operations`. A weight with any other use is one for the
-Jacobian; so is one that enters an operation with a derivative rule of its own.
+and loops, to the products of :mod:`ntk.empirical.linear_operations`. A weight with any other use is
+one for the Jacobian; so is one that enters an operation with a derivative rule of its own.
 
 A loop repeats its products. A weight that all steps share has more positions there; one that is
 scanned over is another weight in every step.
@@ -40,9 +40,11 @@ class Weight(NamedTuple):
     loops: tuple[bool, ...] = ()  # for the loops around: is it another slice in every step?
 
     def then(self, *step) -> "Weight":
+        """Return the weight after one more change of its layout."""
         return self._replace(layout=(*self.layout, step))
 
     def times(self, number, power: int) -> "Weight":
+        """Return the weight times ``number**power``."""
         return self._replace(factors=(*self.factors, (len(self.loops), number, power)))
 
 
@@ -178,6 +180,7 @@ def find(jaxpr: Jaxpr, weights: dict[Var, Weight], steps: tuple[int, ...] = ()):
 
 
 def leaves_of(weights) -> set[int]:
+    """Return the leaves of which any of ``weights`` holds entries."""
     return {leaf for w in weights if w for leaf, _ in w.parts}
 
 

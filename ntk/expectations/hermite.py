@@ -6,9 +6,9 @@ regular rest r. With Hermite coefficients of each, by Mehler's formula,
 
     E[f(u) g(u')] = E[k_f(z) k_g(z')] + sum_n (r_n r'_n + r_n k'_n + k_n r'_n) rho^n,
 
-the first in closed form (:mod:`ntk.expectations.truncated_powers`; arc-cosines where the one kink is at 0). So all
-n1 x n2 pairs cost n1 + n2 sets of coefficients and a few multiply-adds per pair: no quadrature per
-pair, any norms, and correlations of 1 are no special case.
+the first in closed form (:mod:`ntk.expectations.truncated_powers`; arc-cosines where the one kink
+is at 0). So all n1 x n2 pairs cost n1 + n2 sets of coefficients and a few multiply-adds per pair:
+no quadrature per pair, any norms, and correlations of 1 are no special case.
 
 **The error.** What the sum leaves out is at most ``|rho|^K`` times the norms of what the first K
 polynomials miss in r and k, which are measured, not guessed: r minus its expansion is integrated

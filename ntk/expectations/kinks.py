@@ -80,7 +80,13 @@ def find(fn: Function) -> tuple[float, ...]:
 
 
 def jumps(fn: Function, places: tuple[float, ...]) -> tuple[Kink, ...]:
-    """What ``fn`` and its first derivatives, 8 in all, jump by at each of the places."""
+    """What ``fn`` and its first derivatives, 8 in all, jump by at each of the places.
+
+    Raises
+    ------
+    ValueError
+        If a one-sided derivative at a kink is unbounded.
+    """
     if not places:
         return ()
     sides = np.array([[_step(t, -1), _step(t, 1)] for t in places])

@@ -27,11 +27,11 @@ only the results have the size of the data squared.
 and e_p of ``p = (1 - rho) / 2``, with the norms |s| and |s'| of each layer's functions at both
 inputs,
 
-    e_S <- e_G + 2 |a| e_mu |mu| + a^2 e_S,    e_G = |d/drho E s s'| 2 e_p + ... (:mod:`ntk.expectations.hermite`)
+    e_S <- e_G + 2 |a| e_mu |mu| + a^2 e_S,    e_G = |d/drho E s s'| 2 e_p + ...
     e_T <- c |D| (e_S + e_T) + c e_D |S + T| + a^2 e_T,    e_p <- e_S / (2 sqrt(S_ii S_jj)) + ...
 
-so that roundings, too few coefficients and too coarse nodes all show. Coefficients and nodes are
-added until the bound is as small as rounding, or ends to fall.
+(see :mod:`ntk.expectations.hermite`), so that roundings, too few coefficients and too coarse nodes
+all show. Coefficients and nodes are added until the bound is as small as rounding, or ends to fall.
 """
 
 import functools

@@ -55,6 +55,7 @@ def joined(blocks, n1: int, n2: int):
 
 
 def sharded(function, mesh, *specs):
+    """Return ``function`` with its rows divided among the devices of ``mesh``, if there is one."""
     if mesh is None:
         return function
     # Samples are independent: no device needs another's. Without check_vma, which would sum the

@@ -23,6 +23,7 @@ class Rows(NamedTuple):
 
     @property
     def devices(self) -> int:
+        """Return the number of devices that hold the rows."""
         names = self.axis if isinstance(self.axis, tuple) else (self.axis,)
         size = 1
         for name in names:

@@ -98,7 +98,13 @@ def _symmetric(K: jax.Array, allowed: float) -> tuple[jax.Array, jax.Array]:
 
 
 def check_symmetric(K: np.ndarray, allowed: float, name: str) -> None:
-    """Raise ValueError unless ``K`` [..., n, n] is finite, and symmetric but for ``allowed``."""
+    """Raise ValueError unless ``K`` [..., n, n] is finite, and symmetric but for ``allowed``.
+
+    Raises
+    ------
+    ValueError
+        If ``K`` is not finite or not symmetric.
+    """
     finite(name, K, "entries")
     off, largest = _halves(np, K)
     if (off > allowed * largest).any():

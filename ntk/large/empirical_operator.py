@@ -1,7 +1,8 @@
 """The tangent kernel of a finite network as an operator: ``K v = J (J' v)``.
 
 J, the Jacobian of the n outputs in the weights, is never formed: ``J' v`` is one backward pass of
-all samples, ``J u`` one pass in forward mode. What has such operators: :mod:`ntk.large.kernel_operator`.
+all samples, ``J u`` one pass in forward mode. What has such operators:
+:mod:`ntk.large.kernel_operator`.
 """
 
 from typing import Any

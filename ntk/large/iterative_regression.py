@@ -1,8 +1,9 @@
 """Kernel regression without the kernel's matrix: conjugate gradients, and how far off they are.
 
-The fit is that of :func:`ntk.kernel_regression`, ``f(x) = k(x, X) w`` with ``A w = y`` for
-``A = K + penalty I``, of a kernel known by its products: :mod:`ntk.large.kernel_operator`. Conjugate gradients
-end at some w with the residual ``r = y - A w``, computed from w and not from their recurrence.
+The fit is that of :func:`ntk.kernel_regression`, ``f(x) = k(x, X) w`` with ``A w = y`` for ``A = K
++ penalty I``, of a kernel known by its products: :mod:`ntk.large.kernel_operator`. Conjugate
+gradients end at some w with the residual ``r = y - A w``, computed from w and not from their
+recurrence.
 
 **What the residual says of predictions.** They are off by ``e = k(x, X) A^-1 r``. By the inequality
 of Cauchy and Schwarz in the product ``u' A^-1 v``,

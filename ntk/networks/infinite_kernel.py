@@ -1,8 +1,8 @@
 """Exact kernels of an infinitely wide network, by blocks and tiles of pairs of inputs.
 
 A block of inputs is walked through alone first (:mod:`ntk.networks.moments`); the pairs of two
-blocks then need no more than that, tile by tile (:mod:`ntk.networks.position_pairs`), so that memory is
-that of two blocks, a tile, and the result.
+blocks then need no more than that, tile by tile (:mod:`ntk.networks.position_pairs`), so that
+memory is that of two blocks, a tile, and the result.
 """
 
 import functools

@@ -50,7 +50,7 @@ class Network:
         *,
         alpha: Mapping[str, Any] | None = None,
     ) -> Kernels:
-        """Exact NNGP and NTK at infinite width; the formulas are in :mod:`ntk.networks.position_pairs`.
+        """Exact NNGP and NTK at infinite width; formulas: :mod:`ntk.networks.position_pairs`.
 
         Parameters
         ----------

@@ -8,9 +8,10 @@ thousands of numbers a position; but in s it is smooth. With z ~ N(0, 1), x(s) f
 
 So f is a short vector ``v(s) = (1, s T_0, s T_1, ..., s^d left, s^d right)`` in a fixed basis. Its
 Gram matrices and Hermite coefficients are the table: norms and bounds are quadratic forms in v, the
-terms of Mehler's series (:mod:`ntk.expectations.hermite`) a product of v and the table, made for a tile of pairs
-and forgotten. For an analytic f the g_j fall geometrically; what is left out is measured by the
-last of them. Activations with kinks elsewhere are no such functions: they are expanded one by one.
+terms of Mehler's series (:mod:`ntk.expectations.hermite`) a product of v and the table, made for a
+tile of pairs and forgotten. For an analytic f the g_j fall geometrically; what is left out is
+measured by the last of them. Activations with kinks elsewhere are no such functions: they are
+expanded one by one.
 """
 
 import functools

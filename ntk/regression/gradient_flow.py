@@ -21,7 +21,13 @@ _ALLOWED = 0.1  # error over the targets' size: past one digit, a prediction say
 
 
 def times(t: Any, dtype: Any) -> jax.Array:
-    """``t`` as an array of nonnegative times; NaN where it is traced and is negative."""
+    """``t`` as an array of nonnegative times; NaN where it is traced and is negative.
+
+    Raises
+    ------
+    ValueError
+        If a time is negative.
+    """
     if concrete(t):
         # In numpy: `jax_debug_infs` would raise at infinite times, which are the limit.
         t = numbers("t", t).astype(dtype)
@@ -61,6 +67,11 @@ def refined(K, cross, r, t):
 
     Raises ValueError where rounding of entries may move predictions by a tenth of the size of r;
     NaN at those times if traced.
+
+    Raises
+    ------
+    ValueError
+        If a time is too large for the precision of a singular kernel.
     """
     moved, error = _flows_and_error(K, cross, r, t)
     good = ~(error > _ALLOWED)  # what is NaN stays NaN, and has errors of its own

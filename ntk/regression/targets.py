@@ -57,7 +57,13 @@ def data(K: Any, y: Any, name: str = "K", *, x: Any = None) -> Data:
 
 
 def others(name: str, cross: Any, of: Data) -> tuple[jax.Array, tuple[int, ...]]:
-    """The kernel of m other inputs with the n of ``of``, a matrix; the shape of what is there."""
+    """The kernel of m other inputs with the n of ``of``, a matrix; the shape of what is there.
+
+    Raises
+    ------
+    ValueError
+        If ``cross`` is of another shape or not finite.
+    """
     cross = automatic(floats(name, cross))
     n, *outputs = of.shape
     behind = (n, *2 * outputs) if of.full else (n,)
@@ -77,7 +83,13 @@ def as_kernel(matrix: jax.Array, outputs: int) -> jax.Array:
 
 
 def with_penalty(matrix: jax.Array, penalty: Any) -> jax.Array:
-    """``K + penalty I``; NaN where the penalty is traced and is negative."""
+    """``K + penalty I``; NaN where the penalty is traced and is negative.
+
+    Raises
+    ------
+    ValueError
+        If ``penalty`` is negative.
+    """
     given = number("penalty", penalty)  # not traced, even inside a program, where it is a constant
     if concrete(given) and not given >= 0:
         raise ValueError(f"penalty: expected a nonnegative number, got {penalty}.")
@@ -91,7 +103,13 @@ def entry_error(dtype: Any) -> float:
 
 
 def cholesky(matrix: jax.Array, penalty: Any) -> jax.Array:
-    """The lower factor of ``K + penalty I``; NaN where it is traced and singular to rounding."""
+    """The lower factor of ``K + penalty I``; NaN where it is traced and singular to rounding.
+
+    Raises
+    ------
+    ValueError
+        If the matrix is singular to rounding.
+    """
     shifted = with_penalty(matrix, penalty)
     factor = jax.lax.linalg.cholesky(shifted, symmetrize_input=False)
     sizes, error = jnp.diagonal(jax.lax.stop_gradient(shifted)), entry_error(matrix.dtype)

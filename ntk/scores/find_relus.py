@@ -28,6 +28,7 @@ _KEEP_SQUARES |= {"add", "sub", "div", "mul", "psum", "transpose", "stop_gradien
 
 
 def is_relu(eqn: JaxprEqn) -> bool:
+    """Return whether an equation is a ReLU, as :func:`marked` marks it."""
     return eqn.params.get("name") == "relu" and len(eqn.invars) == 1
 
 
@@ -44,6 +45,7 @@ def marked(fn: Callable) -> Callable:
 
 @jax.jit
 def relu(x):
+    """Return ``max(x, 0)``. The name of this compiled function is the mark of a ReLU."""
     return jnp.maximum(x, 0)
 
 

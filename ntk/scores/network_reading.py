@@ -27,6 +27,11 @@ def check(apply: Apply, params: Pytree, batch: Batch) -> tuple[Apply, Pytree, ja
 
     The first two in what is trained: of flax's variables the collection "params", else all of it.
     Running averages are no weights, and sort before them.
+
+    Raises
+    ------
+    ValueError
+        If the batch or the logits are not what a score needs.
     """
     function("apply", apply, "(params, x) -> logits")
     if not isinstance(batch, tuple | list) or len(batch) != 2:
@@ -72,7 +77,13 @@ def logits_like(apply: Apply, params: Pytree, x: chex.Array) -> Any:
 
 
 def is_weight(apply: Apply, params: Pytree, x: chex.Array, *more: str) -> list[bool]:
-    """Whether each leaf is a kernel, by its name or its use, or named in ``more``."""
+    """Whether each leaf is a kernel, by its name or its use, or named in ``more``.
+
+    Raises
+    ------
+    ValueError
+        If ``params`` have no weight.
+    """
     paths = jax.tree_util.tree_leaves_with_path(params)
     names = [_name(path) for path, _ in paths]
     if "kernel" in names:
@@ -136,10 +147,12 @@ def split_weights(
 
 
 def cross_entropy(logits: chex.Array, y: chex.Array) -> jax.Array:
+    """Return the mean cross-entropy of ``logits`` [n, classes] and labels ``y`` [n]."""
     return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), y[:, None], axis=1))
 
 
 def mean_loss(apply: Apply, params: Pytree, x: chex.Array, y: chex.Array) -> jax.Array:
+    """Return the mean cross-entropy of the network on inputs ``x`` with labels ``y``."""
     return cross_entropy(apply(params, x), y)
 
 
@@ -151,10 +164,12 @@ def loss_gradient(apply: Apply, params: Pytree, batch: Batch) -> tuple[list, lis
 
 
 def summed(terms: Iterable[chex.Array]) -> jax.Array:
+    """Return the sum of scalars."""
     return jnp.sum(jnp.stack(list(terms)))
 
 
 def inner_product(a: list[chex.Array], b: list[chex.Array]) -> jax.Array:
+    """Return the inner product of two lists of arrays of the same shapes."""
     return summed(jnp.sum(u * v) for u, v in zip(a, b, strict=True))
 
 
@@ -242,7 +257,13 @@ def used_sign_agreements(apply: Apply, params: Pytree, x: chex.Array) -> jax.Arr
 
 
 def samples_axis(eqn, other, n: int) -> int | None:
-    """The axis of the samples in a ReLU's input; None for one of weights or statistics."""
+    """The axis of the samples in a ReLU's input; None for one of weights or statistics.
+
+    Raises
+    ------
+    ValueError
+        If no axis has ``n`` entries.
+    """
     shape, grown = (e.invars[0].aval.shape for e in (eqn, other))
     axes = _longer(shape, grown)
     if not axes:
@@ -309,7 +330,13 @@ def layer_axes(eqn, other, n: int) -> tuple[int, tuple[int, ...]] | None:
 
 
 def layer_saliency(apply: Apply, params: Pytree, x: chex.Array, y: chex.Array) -> jax.Array:
-    """``sum_c mean_n (sum_positions a * dL/da)^2 / 2`` over the outputs a of all layers."""
+    """``sum_c mean_n (sum_positions a * dL/da)^2 / 2`` over the outputs a of all layers.
+
+    Raises
+    ------
+    ValueError
+        If no layer has the samples on an axis of its output.
+    """
     found = []
 
     def loss(total):

@@ -102,8 +102,8 @@ def certified_min_eigenvalue(K: Any, entry_error: Any = None, *, x: Any = None) 
 
     Notes
     -----
-    The proof is in the module's docstring (:mod:`ntk.spectrum.certificate`). Runs on the host in float64:
-    two Cholesky factorisations and a Lanczos run. Memory: three matrices.
+    The proof is in the module's docstring (:mod:`ntk.spectrum.certificate`). Runs on
+    the host in float64: two Cholesky factorisations and a Lanczos run. Memory: three matrices.
 
     Examples
     --------
@@ -455,7 +455,7 @@ def _check_mixtures(blocks, allowed):
 
 
 def _like_kernel(entry_error, shape):
-    """The errors of a kernel of this shape, as :func:`ntk.kernels.symmetric.square` has its entries."""
+    """The errors of a kernel of this shape, as ``symmetric.square`` has its entries."""
     if entry_error is None:
         return 0.0
     if len(shape) != 4:

@@ -1,7 +1,7 @@
 """Is a matrix positive definite, for certain?  Cholesky's method, with its roundings bounded.
 
-The slack and its proof are in :mod:`ntk.spectrum.certificate`; all matrices are float64, with entries of
-about 1.
+The slack and its proof are in :mod:`ntk.spectrum.certificate`; all matrices are float64, with
+entries of about 1.
 """
 
 import math
@@ -72,10 +72,12 @@ def threads(n):
 
 
 def down(x) -> float:
+    """Return the next smaller float64."""
     return float(np.nextafter(x, -np.inf))
 
 
 def up(x) -> float:
+    """Return the next larger float64."""
     return float(np.nextafter(x, np.inf))
 
 

@@ -2,8 +2,8 @@
 
 N(eps) is the number of balls of radius eps, with centres in Delta, that cover the set Delta of
 alphas. A *covering* here is a function ``radii [...] -> log N [...]`` (an upper bound of it is as
-good): what :mod:`bilevel.theory.bounds.convergence` takes. The effective dimension h_eff of Oymak et al.
-is the exponent of the growth
+good): what :mod:`bilevel.theory.bounds.convergence` takes. The effective dimension h_eff of Oymak
+et al. is the exponent of the growth
 
     N(eps) <= (C_bar / eps)^h_eff,    0 < eps <= C_bar.
 

@@ -6,7 +6,8 @@ alpha; selection on validation data gets the least of them, up to a rate in h / 
     L(f_selected) <= min_alpha 2 Gamma R sqrt(B y'K_alpha^-1 y / n_T) + C sqrt(.. / n_V) + delta
 
 The minimum over the kernels given, a part of Delta, is never below that over Delta: the bound still
-holds. Symbols as in :mod:`bilevel.theory.bounds.oymak`; K_alpha = ``Phi_alpha Phi_alpha'`` of n_T rows.
+holds. Symbols as in :mod:`bilevel.theory.bounds.oymak`; K_alpha = ``Phi_alpha Phi_alpha'`` of n_T
+rows.
 
 Reference: Oymak, Li & Soltanolkotabi (2021), "Generalization Guarantees for Neural Architecture
 Search with Train-Validation Split", sections 4.1 and 4.2.

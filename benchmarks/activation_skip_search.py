@@ -129,8 +129,8 @@ load = functools.cache(bilevel.data.load)
 def parts_of(sizes, run, unit=True):
     """Training, validation and test rows (x, labels)."""
     data, key = load(sizes.data), jax.random.fold_in(jax.random.key(0), run)
-    train, valid = bilevel.data.split(key, data.y_train, (sizes.train, sizes.train))
-    (test,) = bilevel.data.split(key, data.y_test, (sizes.test,))
+    train, valid = bilevel.data.stratified_split(key, data.y_train, (sizes.train, sizes.train))
+    (test,) = bilevel.data.stratified_split(key, data.y_test, (sizes.test,))
     x = data.x_train[train], data.x_train[valid], data.x_test[test]
     x = unit_inputs(*x) if unit else standardised(*x)
     return list(zip(x, (data.y_train[train], data.y_train[valid], data.y_test[test]), strict=True))

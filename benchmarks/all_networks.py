@@ -64,7 +64,7 @@ def task(size):
         rng = np.random.default_rng(0)
         x, y = jnp.asarray(rng.random((count, 8, 8, 3)), jnp.float32), rng.integers(10, size=count)
     else:
-        ((train, *_),) = bilevel.data.samples("cifar10", [key], train=count, valid=1, test=1)
+        ((train, *_),) = bilevel.data.draw_splits("cifar10", [key], train=count, valid=1, test=1)
         (x,) = unit_images(train[0])
         x, y = x[:, ::4, ::4] if small else x, train[1]
     w = jax.jit(lambda key: networks.init(key, x.shape[1:]))(jax.random.key(1))
@@ -112,7 +112,7 @@ def computed(size):
 
 def kept(names, cells, file) -> Scored:
     """From the file alone, wherever its scores were computed."""
-    arrays, notes = records.read(file)
+    arrays, notes = records.read_arrays(file)
     if not np.array_equal(arrays["genotypes"][: len(cells)], cells):
         raise SystemExit(f"{file}: expected the networks in the order of this script.")
     values, seconds = {}, {}

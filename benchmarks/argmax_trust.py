@@ -21,7 +21,7 @@ import numpy as np
 import searches
 
 from bilevel.spaces.activations import losses_by_row
-from bilevel.strategies.activation_search import solver, trained
+from bilevel.strategies.activation_search import solver, train_weights
 
 SETTINGS = {
     "digits, hinge": {"data": "digits", "width": 128},
@@ -53,7 +53,7 @@ def measure(
     way = solver(task, inner_steps)
     found, h = searches.search(task, way, steps), len(task.space.names)
     alphas = [*(jnp.zeros((seeds, h)).at[:, i].set(1) for i in range(h)), found]
-    networks = [(trained(task, way, alpha), alpha) for alpha in alphas]
+    networks = [(train_weights(task, way, alpha), alpha) for alpha in alphas]
     rows = {
         part: [losses_by_row(task.space, *network, batch) for network in networks]
         for part, batch in (("validation", task.valid), ("test", task.test))

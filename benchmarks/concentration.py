@@ -77,7 +77,7 @@ def parts_of(data, pool, key):
     x, y = loaded.x_train, loaded.y_train
     if data == "digits":
         x, y = np.concatenate([x, loaded.x_test]), np.concatenate([y, loaded.y_test])
-    train, held = bilevel.data.split(key, y, (TRAIN, pool))
+    train, held = bilevel.data.stratified_split(key, y, (TRAIN, pool))
     return *unit_inputs(x[train], x[held]), *(sign_labels(y[rows], 10) for rows in (train, held))
 
 

@@ -109,8 +109,8 @@ def images(sizes, seed):
     data = bilevel.data.load(sizes.data, train_size=wanted)
     mean, deviation = map(np.array, COLOURS[sizes.data])
     keys = jax.random.split(jax.random.fold_in(jax.random.key(0), seed))
-    train, pool = bilevel.data.split(keys[0], data.y_train, (sizes.train, 2 * POOL))
-    (test,) = bilevel.data.split(keys[1], data.y_test, (sizes.test,))
+    train, pool = bilevel.data.stratified_split(keys[0], data.y_train, (sizes.train, 2 * POOL))
+    (test,) = bilevel.data.stratified_split(keys[1], data.y_test, (sizes.test,))
 
     def prepared(x, y):
         each = x.shape[1] // sizes.side  # pixels whose mean is one pixel

@@ -40,7 +40,7 @@ import bilevel.data
 from bilevel.contracts import LowerSolver
 from bilevel.discretize import condition_six
 from bilevel.spaces.activations import ACTIVATIONS, activation_space, unit_inputs
-from bilevel.spaces.targets import predict, sign_labels
+from bilevel.spaces.targets import predict_labels, sign_labels
 
 NAMES = ("relu", "leaky_relu", "sigmoid", "tanh", "swish", "gelu")
 UNIFORM, PENALTY = np.full(len(NAMES), 1 / len(NAMES), np.float32), 0.01
@@ -177,7 +177,7 @@ def seeds_of(task: Task, name: str, sizes: Sizes, count: int, seed: int) -> dict
     """The data of ``count`` seeds, stacked."""
     keys = [jax.random.split(key) for key in jax.random.split(jax.random.key(seed), count)]
     counts = {"train": sizes.rows, "valid": sizes.rows, "test": sizes.test}
-    drawn, found = bilevel.data.samples(name, [rows for rows, _ in keys], **counts), []
+    drawn, found = bilevel.data.draw_splits(name, [rows for rows, _ in keys], **counts), []
     for (_, key), parts in zip(keys, drawn, strict=True):
         xs = unit_inputs(*(small(x) for x, _ in parts))
         data = task.prepare(key, xs[0])
@@ -198,7 +198,7 @@ def standalone(task: Task, data: dict):
     def one(alpha):
         w, (x, y) = trained(task, data, alpha), data["test"]
         f = jnp.einsum("nho,h->no", task.outputs(w, alpha, x), alpha)
-        error = jnp.mean(predict(f) != predict(y))
+        error = jnp.mean(predict_labels(f) != predict_labels(y))
         return {"loss": task.problem.outer(w, alpha, data["test"]), "error": error}
 
     return jax.lax.map(one, jnp.eye(len(NAMES)))

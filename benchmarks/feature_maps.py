@@ -98,7 +98,7 @@ def parts_of(data, sizes, key):
         loaded = bilevel.data.load("digits")
         x = np.concatenate([loaded.x_train, loaded.x_test])
         y = np.concatenate([loaded.y_train, loaded.y_test])
-        rows = bilevel.data.split(key, y, (sizes.train, sizes.valid, sizes.test))
+        rows = bilevel.data.stratified_split(key, y, (sizes.train, sizes.valid, sizes.test))
         return [(x[r], y[r]) for r in rows]
     # IMDb's files have their rows in a random order already; CIFAR-10's first batches will do.
     size = -(-wanted // 10_000) * 10_000 if data == "cifar10" else None
@@ -107,7 +107,7 @@ def parts_of(data, sizes, key):
 
     def drawn(half, *counts):
         x, y = official[half]
-        return [(x[rows], y[rows]) for rows in bilevel.data.split(key, y, counts)]
+        return [(x[rows], y[rows]) for rows in bilevel.data.stratified_split(key, y, counts)]
 
     if wanted > len(loaded.y_train):  # as in the paper, the official test half is halved
         return [*drawn("train", sizes.train), *drawn("test", sizes.valid, sizes.test)]

@@ -94,7 +94,7 @@ def parts(sizes, seed):
     """Rows of a seed, for the weights and for alpha."""
     draw = jax.random.fold_in(jax.random.key(0), seed)
     count = {"train": sizes.rows, "valid": sizes.rows, "test": 1}
-    ((train, valid, _),) = bilevel.data.samples(sizes.data, [draw], **count)
+    ((train, valid, _),) = bilevel.data.draw_splits(sizes.data, [draw], **count)
     xs = unit_images(train[0], valid[0], pixels=sizes.pixels)
     return [(x, jnp.asarray(y)) for x, (_, y) in zip(xs, (train, valid), strict=True)]
 

@@ -75,7 +75,7 @@ def schedules():
     import schedules as example
 
     sizes = {"train": 900, "valid": 400, "test": 1}
-    parts = bilevel.data.samples("digits", [jax.random.key(0)], **sizes)[0][:2]
+    parts = bilevel.data.draw_splits("digits", [jax.random.key(0)], **sizes)[0][:2]
     train, valid = ((jnp.asarray(x.reshape(-1, 64) - 0.3), jnp.asarray(y)) for x, y in parts)
     w = example.initial(jax.random.key(1))
     alpha = jax.tree.map(lambda _: jnp.asarray(np.log(np.expm1(0.05))), w)

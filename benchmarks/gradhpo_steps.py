@@ -50,7 +50,7 @@ PROBLEM = bilevel.Problem(lower, outer)
 def parts():
     """Weights, alpha, and a batch of each level for every step."""
     sizes = {"train": 900, "valid": 400, "test": 1}
-    (x, y), (xv, yv), _ = bilevel.data.samples("digits", [jax.random.key(0)], **sizes)[0]
+    (x, y), (xv, yv), _ = bilevel.data.draw_splits("digits", [jax.random.key(0)], **sizes)[0]
     data = [(jnp.asarray(a.reshape(len(a), -1)), jnp.asarray(b)) for a, b in ((x, y), (xv, yv))]
     keys = jax.random.split(jax.random.key(1))
     w = {"in": jax.random.normal(keys[0], (64, 256)) / 8}

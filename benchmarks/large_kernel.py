@@ -101,7 +101,7 @@ class Kept:
 
         if self.quiet or not self.path.exists():
             return None
-        arrays, notes = records.read(self.path)
+        arrays, notes = records.read_arrays(self.path)
         if notes["settings"] != self.settings:
             print(f"{self.path.name}: of other settings; starting anew", flush=True)
             return None
@@ -122,7 +122,9 @@ class Kept:
         )
         if not self.quiet:
             arrays = dict(zip(state._fields, map(np.asarray, state), strict=True))
-            records.write(self.path, arrays, {"settings": self.settings, "seconds": [wall, cpu]})
+            records.write_arrays(
+                self.path, arrays, {"settings": self.settings, "seconds": [wall, cpu]}
+            )
 
     def forget(self):
         self.path.unlink(missing_ok=True)

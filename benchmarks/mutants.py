@@ -67,8 +67,8 @@ OPERATORS = (
 )
 LIMIT = 900  # seconds of tests: a mutant that hangs is noticed
 SMOKE = (
-    "    return down(down(_bound(K / scale) - error) * scale)",
-    "    return down(down(_bound(K / scale) - error) / -scale)",
+    "    return down(down(_bound_min_eigenvalue(K / scale) - error) * scale)",
+    "    return down(down(_bound_min_eigenvalue(K / scale) - error) / -scale)",
 )
 
 # Survivors that no test can tell from the original: key -> reason.

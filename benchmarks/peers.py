@@ -132,7 +132,7 @@ def training(steps):
     import schedules as example
 
     sizes = {"train": 900, "valid": 400, "test": 497}
-    parts = bilevel.data.samples("digits", [jax.random.key(0)], **sizes)[0][:2]
+    parts = bilevel.data.draw_splits("digits", [jax.random.key(0)], **sizes)[0][:2]
     train, valid = ((jnp.asarray(x.reshape(-1, 64) - 0.3), y) for x, y in parts)
     problem, rows = bilevel.Problem(example.loss, example.loss), bilevel.minibatches(50)
     inner = bilevel.unrolled(example.optimizer_of(steps), steps, batches=rows)

@@ -18,7 +18,12 @@ import numpy as np
 import searches
 
 import bilevel
-from bilevel.strategies.activation_search import Task, hypergradient, hypergradient_error, solver
+from bilevel.strategies.activation_search import (
+    ActivationTask,
+    hypergradient_error,
+    seed_hypergradients,
+    solver,
+)
 
 STEPS = (500, 2000)  # of the reference
 LONGER = 4  # the command's own reference: so many times the inner steps
@@ -38,11 +43,11 @@ def measured(
         task = searches.task_of(seed=seed, **smaller)
         way, longer = solver(task, inner_steps, kind), solver(task, LONGER * inner_steps)
         alpha = searches.search(task, way, steps)
-        grad = hypergradient(task, way, alpha).grad
+        grad = seed_hypergradients(task, way, alpha).grad
         estimate = float(hypergradient_error(task, way, longer, alpha).error[0])
     with jax.enable_x64(True):
         wide, *rest = _wide((alpha, *task[1:]))
-        truths = [_truth(Task(task.space, *rest), wide, n) for n in references]
+        truths = [_truth(ActivationTask(task.space, *rest), wide, n) for n in references]
         errors = [float(jnp.linalg.norm(grad - truth)) for truth, _ in truths]
     print(np.asarray(grad)[0], *truths, sep="\n", flush=True)
     return {
@@ -64,8 +69,8 @@ def _wide(tree):
 
 def _truth(task, alpha, steps):
     """The hypergradient of so many steps, and the training loss that is left."""
-    found = hypergradient(task, solver(task, steps), alpha)
-    lower = bilevel.side_by_side(task.space.problem).lower
+    found = seed_hypergradients(task, solver(task, steps), alpha)
+    lower = bilevel.stack_problems(task.space.problem).lower
     return np.asarray(found.grad), float(lower(found.w, alpha, task.train))
 
 

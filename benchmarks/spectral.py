@@ -154,7 +154,7 @@ def image_search(name, seeds, n=150, test=600):
         return curves(space, train[0], error, train, *others)
 
     found, keys = [], jax.random.split(jax.random.key(0), seeds)
-    for parts in bilevel.data.samples(name, keys, train=n, valid=n, test=test):
+    for parts in bilevel.data.draw_splits(name, keys, train=n, valid=n, test=test):
         x, x_valid, x_test = unit_inputs(*(rows.astype(float) for rows, _ in parts))
         y, y_valid = (sign_labels(labels, 10) for _, labels in parts[:2])
         # In pieces of one shape, for one compilation.

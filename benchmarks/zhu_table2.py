@@ -100,7 +100,7 @@ def images(sizes, repeat, count):
     if sizes.data == "random":
         x = jax.random.normal(key, (count, sizes.pixels, sizes.pixels, 1))
         return x / sizes.pixels, jnp.arange(count) % 10
-    ((train, *_),) = bilevel.data.samples(sizes.data, [key], train=count, valid=1, test=1)
+    ((train, *_),) = bilevel.data.draw_splits(sizes.data, [key], train=count, valid=1, test=1)
     (x,) = unit_images(train[0], pixels=sizes.pixels)
     return x, jnp.asarray(train[1])
 

@@ -23,7 +23,7 @@ from .outer_loop.metrics_log import log
 from .outer_loop.report import SearchReport
 from .outer_loop.search import NonFiniteError, SearchResult, search
 from .outer_loop.stream import stream
-from .problem.problem import Problem, side_by_side
+from .problem.problem import Problem, stack_problems
 from .runs import checkpoint
 from .solvers import distilled, implicit, one_step, restarted, ridge, unrolled
 from .solvers.inverses import cg, dense, gram, neumann, nystrom, scale
@@ -103,7 +103,6 @@ __all__ = [
     "saba",
     "scale",
     "search",
-    "side_by_side",
     "simplex_start",
     "soba",
     "softmax",
@@ -115,6 +114,7 @@ __all__ = [
     "spectral_estimator",
     "spectral_limits",
     "spectral_predict",
+    "stack_problems",
     "standard_error",
     "strategies",
     "stream",

@@ -101,9 +101,9 @@ class SingleLoop(NamedTuple):
     Attributes
     ----------
     init : ``init(problem, alpha, w, turn, train, valid) -> state``
-        ``train`` and ``valid`` are the data in batches (:class:`bilevel.stochastic.Blocks`), here
-        and in ``step``, ``turn`` the first :class:`Turn`. Of a state only what is in
-        :class:`Tables` may be large.
+        ``train`` and ``valid`` are the data in batches
+        (:class:`bilevel.stochastic.BatchedData`), here and in ``step``, ``turn`` the first
+        :class:`BatchIndices`. Of a state only what is in :class:`Tables` may be large.
     step : ``step(problem, alpha, w, state, turn, train, valid) -> (direction, w, state, metrics)``
         ``direction``, like ``alpha``, estimates the hypergradient: it is the optimizer's that
         moves ``alpha``. ``metrics`` hold ``value`` and ``lower``, the two losses on the batch.
@@ -126,7 +126,7 @@ class SingleLoop(NamedTuple):
     restart: Callable[..., Pytree] = lambda state, number, train, valid: state
 
 
-class Turn(NamedTuple):
+class BatchIndices(NamedTuple):
     """Which batches a step of a :class:`SingleLoop` takes; the next ones, to read tables ahead."""
 
     number: jax.Array  # [], int: steps done before

@@ -17,7 +17,7 @@ import numpy as np
 import optax
 
 import bilevel
-from bilevel.nets.convolution import convolution, max_pool
+from bilevel.nets.convolution import convolve_images, max_pooling
 
 
 class Network(nn.Module):
@@ -30,10 +30,10 @@ class Network(nn.Module):
         """Images [n, height, width, 1] -> logits [n, 10]."""
         for channels in (8, 16):
             # XLA's own convolution takes twice the time on a CPU; the results are the same.
-            ours = {"conv_general_dilated": lambda x, kernel, *_, **__: convolution(x, kernel)}
+            ours = {"conv_general_dilated": lambda x, kernel, *_, **__: convolve_images(x, kernel)}
             x = nn.Conv(channels, (3, 3), **ours)(x)
             x = nn.relu(nn.BatchNorm(use_running_average=not train, momentum=0.9)(x))
-            x = max_pool(x, 2, stride=2)
+            x = max_pooling(x, 2, stride=2)
         x = nn.Dropout(self.dropout, deterministic=not train)(x.reshape(len(x), -1))
         return nn.Dense(10)(x)
 
@@ -69,7 +69,9 @@ def with_key(key, data):
 
 def load(data, train, clean, test):
     """Training rows with wrong labels and their numbers, clean rows, test rows; which are wrong."""
-    parts = bilevel.data.samples(data, [jax.random.key(0)], train=train, valid=clean, test=test)[0]
+    parts = bilevel.data.draw_splits(
+        data, [jax.random.key(0)], train=train, valid=clean, test=test
+    )[0]
     side = round(parts[0][0][0].size ** 0.5)
     x, xv, xt = (jnp.asarray(x, jnp.float32).reshape(-1, side, side, 1) for x, _ in parts)
     (y, yv, yt), draw = (y for _, y in parts), np.random.default_rng(0)

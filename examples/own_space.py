@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from bilevel.spaces import Space, on_simplices
-from bilevel.spaces.targets import cross_entropy, predict
+from bilevel.spaces.targets import cross_entropy_problem, predict_labels
 
 ACTIVATIONS = {"relu": jax.nn.relu, "tanh": jnp.tanh, "identity": lambda z: z}
 WIDTH = 32
@@ -43,6 +43,6 @@ def looks(classes: int) -> Space:
         **of_views._asdict(),
         init=init,
         apply=apply,
-        problem=cross_entropy(apply),
-        predict=predict,
+        problem=cross_entropy_problem(apply),
+        predict=predict_labels,
     )

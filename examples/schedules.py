@@ -60,7 +60,7 @@ def start(rate=0.05, momentum=0.5, shape=1.0):
 def main(steps=1000, outer=60, rate=0.1):
     """The schedule learned, and the grid: rows of validation loss and errors, and the schedules."""
     sizes = {"train": 900, "valid": 400, "test": 497}
-    parts = bilevel.data.samples("digits", [jax.random.key(0)], **sizes)[0]
+    parts = bilevel.data.draw_splits("digits", [jax.random.key(0)], **sizes)[0]
     train, valid, test = ((jnp.asarray(x.reshape(-1, 64) - 0.3), y) for x, y in parts)
     problem, batches = bilevel.Problem(loss, loss), bilevel.minibatches(50)
     solver = bilevel.restarted(bilevel.unrolled(optimizer_of(steps), steps, batches=batches))

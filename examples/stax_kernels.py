@@ -42,7 +42,7 @@ def cnns():
 def rows():
     """Training and validation batches of images and labels +-1."""
     sizes = {"train": TRAIN, "valid": VALID, "test": 1}
-    (parts,) = bilevel.data.samples("cifar10", [jax.random.key(0)], **sizes)
+    (parts,) = bilevel.data.draw_splits("cifar10", [jax.random.key(0)], **sizes)
     (x, labels), (xv, labels_v), _ = parts
     x, xv = unit_images(x, xv, pixels=8)
     signs = [jnp.where(jnp.isin(y, ANIMALS), 1.0, -1.0) for y in (labels, labels_v)]

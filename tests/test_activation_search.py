@@ -9,7 +9,13 @@ from helpers import batch
 
 from bilevel import data
 from bilevel.spaces.activations import activation_space, unit_inputs
-from bilevel.strategies.activation_search import Task, judge_argmax, set_up, solver, trained
+from bilevel.strategies.activation_search import (
+    ActivationTask,
+    judge_argmax,
+    set_up,
+    solver,
+    train_weights,
+)
 
 
 def test_small_outputs_that_are_wrong_are_not_to_be_trusted():
@@ -20,7 +26,7 @@ def test_small_outputs_that_are_wrong_are_not_to_be_trusted():
     x = unit_inputs(jax.random.normal(keys[1], (200, 5)))[None]
     alone = [(w, jnp.eye(3)[i][None]) for i in range(3)]
     y = jnp.sign(space.apply(w[0], jnp.eye(3)[0], x[0]))[None]  # ReLU is right, sigmoid small
-    task = Task(space, w, jnp.ones((1, 3)), *[(x, y)] * 3)
+    task = ActivationTask(space, w, jnp.ones((1, 3)), *[(x, y)] * 3)
     mixture = jnp.array([[0.2, 0.5, 0.3]]), 0.01 * w
     networks = [alone[0], (-0.01 * w, jnp.eye(3)[1][None]), alone[2]]
     found = judge_argmax(task, *mixture, networks)
@@ -33,7 +39,7 @@ def test_small_outputs_that_are_wrong_are_not_to_be_trusted():
     found = judge_argmax(task, *mixture, broken)
     assert found.discretise.tolist() == [False] and found.by["loss"].rank.tolist() == [3]
     # Nor is it right about the class that its outputs would be taken for.
-    one_class = Task(space, w, jnp.ones((1, 3)), *[(x, -jnp.ones_like(y))] * 3)
+    one_class = ActivationTask(space, w, jnp.ones((1, 3)), *[(x, -jnp.ones_like(y))] * 3)
     found = judge_argmax(one_class, *mixture, broken)
     assert found.by["error"].rank.tolist() == [3] and found.by["error"].best.tolist() != [1]
     with pytest.raises(ValueError, match="singles: expected one network for each of 3"):
@@ -42,11 +48,11 @@ def test_small_outputs_that_are_wrong_are_not_to_be_trusted():
 
 def test_seeds_side_by_side_are_trained_as_they_would_be_alone():
     keys = list(jax.random.split(jax.random.key(1), 2))
-    rows = data.samples("digits", keys, train=30, valid=30, test=30)
+    rows = data.draw_splits("digits", keys, train=30, valid=30, test=30)
     space = activation_space(["relu", "tanh"], width=32, classes=10)
     together = set_up(space, rows, keys, classes=10)
     alpha = jnp.array([[0.7, 0.3], [0.2, 0.8]])
-    w = trained(together, solver(together, 8), alpha)
+    w = train_weights(together, solver(together, 8), alpha)
     # A given rate is the step size of SGD with Nesterov's momentum, for every seed.
     lower = jax.vmap(space.problem.lower)
     sgd = optax.sgd(0.05, 0.9, nesterov=True)
@@ -55,18 +61,18 @@ def test_seeds_side_by_side_are_trained_as_they_would_be_alone():
         grad = jax.grad(lambda w: lower(w, alpha, together.train).sum())(own)
         updates, state = sgd.update(grad, state)
         own = optax.apply_updates(own, updates)
-    given = trained(together, solver(together, 8, rate=0.05), alpha)
+    given = train_weights(together, solver(together, 8, rate=0.05), alpha)
     np.testing.assert_allclose(given, own, rtol=1e-5, atol=1e-6)
     for seed in range(2):
         alone = set_up(space, rows[seed : seed + 1], keys[seed : seed + 1], classes=10)
-        single = trained(alone, solver(alone, 8), alpha[seed : seed + 1])
+        single = train_weights(alone, solver(alone, 8), alpha[seed : seed + 1])
         np.testing.assert_allclose(w[seed], single[0], rtol=1e-6, atol=1e-7)
 
 
 def test_mistakes_are_named():
     space = activation_space(["relu", "tanh"], width=32, classes=10)
     keys = [jax.random.key(0)]
-    rows = data.samples("digits", keys, train=30, valid=30, test=30)
+    rows = data.draw_splits("digits", keys, train=30, valid=30, test=30)
     with pytest.raises(ValueError, match="keys: expected one for each of 1 seeds, got 2"):
         set_up(space, rows, keys * 2, classes=10)
     task = set_up(space, rows, keys, classes=10)

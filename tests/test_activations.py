@@ -28,7 +28,7 @@ def digits(classes):
     data = bilevel.data.load("digits")
     rows = data.y_train < classes
     x, y = data.x_train[rows], data.y_train[rows]
-    parts = bilevel.data.split(jax.random.key(0), y, (100, 100))
+    parts = bilevel.data.stratified_split(jax.random.key(0), y, (100, 100))
     xs = unit_inputs(*(jnp.asarray(x[r], float) for r in parts))
     return [(a, sign_labels(y[r], classes)) for a, r in zip(xs, parts, strict=True)]
 

@@ -296,7 +296,7 @@ def test_exponentiated_gradient_follows_its_formula():
 
 def test_the_gradient_estimate_is_unbiased():
     """Truth: E[g_c] = e_c - b for every c, over 20,000 draws of the rows' configurations."""
-    from bilevel.baselines.exponentiated import _gradient
+    from bilevel.baselines.exponentiated import _estimate_gradient
 
     rng = np.random.default_rng(0)
     theta, errors, rows, b = (
@@ -309,7 +309,10 @@ def test_the_gradient_estimate_is_unbiased():
     hits = rng.binomial(counts, errors)  # each row is wrong with its configuration's error
     means = np.where(counts > 0, hits / np.maximum(counts, 1), np.nan)
     draws = np.stack(
-        [_gradient(np.log(theta), Shared(e, c), b) for e, c in zip(means, counts, strict=True)]
+        [
+            _estimate_gradient(np.log(theta), Shared(e, c), b)
+            for e, c in zip(means, counts, strict=True)
+        ]
     )
     deviation = np.abs(draws.mean(0) - (errors - b))
     assert (deviation < 4 * draws.std(0) / math.sqrt(len(draws))).all()
@@ -615,9 +618,9 @@ def test_lines_that_found_no_room_are_written_once_there_is_some(tmp_path, monke
     whole = run(journal=path)
     left_alone = path.read_bytes().splitlines()
     path.unlink()
-    written = journal._write
+    written = journal._append_line
     full = iter([True, True, True, False])
-    monkeypatch.setattr(journal, "_write", lambda *a: not next(full, False) and written(*a))
+    monkeypatch.setattr(journal, "_append_line", lambda *a: not next(full, False) and written(*a))
     assert_identical(whole._replace(seconds=None), run(journal=path)._replace(seconds=None))
     lines = path.read_bytes().splitlines()
     assert lines[0] == left_alone[0] and len(lines) == len(left_alone)

@@ -59,16 +59,16 @@ def expected():
 
 def test_a_flipped_bit_in_any_byte_of_a_record_is_found(tmp_path):
     path = tmp_path / "x.npz"
-    records.write(path, {"x": np.arange(3.0)}, {"step": 3})
+    records.write_arrays(path, {"x": np.arange(3.0)}, {"step": 3})
     whole = path.read_bytes()
     for byte in range(len(whole)):
         flip(path, 8 * byte + byte % 8)
-        assert not records.intact(path), byte
+        assert not records.is_intact(path), byte
         path.write_bytes(whole)
-    assert records.intact(path)
+    assert records.is_intact(path)
     for length in (0, 1, 32, 33, len(whole) - 1):
         path.write_bytes(whole[:length])
-        assert not records.intact(path)
+        assert not records.is_intact(path)
 
 
 def test_flipped_bits_never_change_what_a_resumed_search_returns(tmp_path, every_chunk, expected):
@@ -221,7 +221,7 @@ def test_a_checkpoint_of_another_search_is_refused_and_what_differs_is_named(cha
 
 def test_python_objects_are_refused(tmp_path):
     with pytest.raises(ValueError, match="a: expected numbers or strings, got an array"):
-        records.write(tmp_path / "x.npz", {"a": np.array([{}])})
+        records.write_arrays(tmp_path / "x.npz", {"a": np.array([{}])})
     assert not (tmp_path / "x.npz").exists()
 
 

@@ -20,7 +20,7 @@ import bilevel
 import ntk
 from bilevel.cli import main
 from bilevel.cli import search as commands
-from bilevel.cli.argmax_advice import sentence
+from bilevel.cli.argmax_advice import describe_advice
 from bilevel.cli.kernel_eigenvalue import kernel_eigenvalue
 from bilevel.cli.runtime import report
 from bilevel.runs import progress
@@ -50,7 +50,7 @@ class Bars:
 
     def __init__(self, monkeypatch):
         self.totals, self.updates = [], []
-        monkeypatch.setattr(progress, "_shown", self._shown)
+        monkeypatch.setattr(progress, "_display_bar", self._shown)
 
     @contextlib.contextmanager
     def _shown(self, console, columns, total, label, **fields):
@@ -184,7 +184,9 @@ def test_the_verdict_on_the_argmax_is_one_sentence(as_good, verdict):
         "valid_rows": 300,
     }
     names = ["relu", "sigmoid", "swish"]
-    assert sentence({"argmax": found, "names": names, "config": {"outer": "hinge"}}) == verdict
+    assert (
+        describe_advice({"argmax": found, "names": names, "config": {"outer": "hinge"}}) == verdict
+    )
 
 
 @pytest.mark.parametrize(
@@ -201,7 +203,7 @@ def test_a_run_resumed_with_more_steps_is_one_long_run_in_its_own_directory(
     # The comparisons after the search are other tests'.
     known = Gap(np.array([1.0]), np.array([0.5]))
     monkeypatch.setattr(commands, "hypergradient_error", lambda *of_task: known)
-    monkeypatch.setattr(commands, "_joint", lambda plan, alpha, bar: (plan.task.w0, alpha))
+    monkeypatch.setattr(commands, "_train_jointly", lambda plan, alpha, bar: (plan.task.w0, alpha))
     search(tmp_path / "run", *CLOSED)
     assert "hypergradient there: 50 % from that of training 4 times" in capsys.readouterr().out
     assert search(tmp_path / "run", *CLOSED, "--resume", "--seed", "5") == 2
@@ -346,10 +348,10 @@ def test_certify_refuses_what_it_cannot_certify(tmp_path, capsys, monkeypatch):
 
 
 def test_printed_bounds_are_bounds():
-    assert report.at_least(0.0022352039, 7) == "0.002235203"
-    assert report.at_least(-1.234e-12, 3) == "-1.24e-12"
-    assert report.at_most(0.0022352031, 7) == "0.002235204"
-    assert report.at_most(0.5, 3) == "0.5"
+    assert report.format_lower_bound(0.0022352039, 7) == "0.002235203"
+    assert report.format_lower_bound(-1.234e-12, 3) == "-1.24e-12"
+    assert report.format_upper_bound(0.0022352031, 7) == "0.002235204"
+    assert report.format_upper_bound(0.5, 3) == "0.5"
 
 
 def test_mistakes_are_one_sentence_on_standard_error(tmp_path, capsys):
@@ -490,7 +492,7 @@ def test_devices_that_do_not_divide_are_refused_before_the_data_are_read(
     def read(*args, **sizes):
         raise AssertionError("the data were read")
 
-    monkeypatch.setattr("bilevel.data.datasets.samples", read)
+    monkeypatch.setattr("bilevel.data.datasets.draw_splits", read)
     monkeypatch.setattr(jax, "device_count", lambda: 2)
     assert main([*line, "--devices", "all", "--out", str(tmp_path / "run"), "--quiet"]) == 2
     assert f"devices: expected a divisor of the {copies}, got 2." in capsys.readouterr().err

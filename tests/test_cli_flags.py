@@ -25,7 +25,7 @@ import pooch
 import pytest
 from helpers import batch
 
-from bilevel.cli import main, parse
+from bilevel.cli import main, parse_flags
 from bilevel.cli.flags import (
     commands,
     datasets,
@@ -74,7 +74,7 @@ def eight_gigabytes_and_the_examples(monkeypatch):
 
 @pytest.fixture(scope="module")
 def defaults():
-    return {command: parse(arguments)[0] for command, arguments in COMMANDS.items()}
+    return {command: parse_flags(arguments)[0] for command, arguments in COMMANDS.items()}
 
 
 def may_be(hint, value):
@@ -313,8 +313,8 @@ def test_what_is_known_of_a_dataset_is_so():
 
 def test_memory_is_what_the_system_and_its_groups_leave(tmp_path, monkeypatch):
     monkeypatch.undo()
-    system = _memory.available()
-    assert 10**8 < system < _memory.total() < 2**60
+    system = _memory.available_memory()
+    assert 10**8 < system < _memory.total_memory() < 2**60
     lines = {"/proc/self/cgroup": ["0::/a/b"]}
     monkeypatch.setattr(_memory, "_CGROUPS", tmp_path)
     (tmp_path / "a" / "b").mkdir(parents=True)
@@ -322,27 +322,27 @@ def test_memory_is_what_the_system_and_its_groups_leave(tmp_path, monkeypatch):
     (tmp_path / "memory.max").write_text("max\n")
     read = _memory._lines
     monkeypatch.setattr(_memory, "_lines", lambda path: lines.get(str(path)) or read(path))
-    assert _memory.available() == _memory.total() == 10**6
+    assert _memory.available_memory() == _memory.total_memory() == 10**6
     lines["/proc/self/cgroup"] = ["4:memory:/c"]
     (tmp_path / "memory" / "c").mkdir(parents=True)
     (tmp_path / "memory" / "c" / "memory.limit_in_bytes").write_text("2000000\n")
-    assert _memory.available() == 2 * 10**6
+    assert _memory.available_memory() == 2 * 10**6
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
 def test_the_parsers_refusal_is_one_sentence_in_any_terminal(encoding, monkeypatch):
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding))
     with pytest.raises(ValueError, match=r"^Error parsing --seeds: .* '2.5'; see --help\.$"):
-        parse(["search", "--seeds", "2.5"])
+        parse_flags(["search", "--seeds", "2.5"])
     with pytest.raises(ValueError, match=r"^Unrecognized (options|arguments): word; see --help\.$"):
-        parse(["search", "word"])
+        parse_flags(["search", "word"])
 
 
 @every_command
 def test_a_typing_error_gets_the_nearest_command_or_flag(command, capsys):
     """Each name with two letters exchanged, one left out, and one doubled."""
     (word,) = COMMANDS[command][:1]
-    typed = [*rules.hints(type(parse(COMMANDS[command])[0])), *rules.hints(commands.Output)]
+    typed = [*rules.hints(type(parse_flags(COMMANDS[command])[0])), *rules.hints(commands.Output)]
     for name in (word, *(f"--{flag.replace('_', '-')}" for flag in typed), "--no-progress"):
         for wrong in (name[:-3] + name[-2] + name[-3] + name[-1], name[:-2] + name[-1], name + "x"):
             if wrong == name or len(name) < 6:
@@ -384,22 +384,22 @@ def test_help_and_the_version_are_there_in_every_form(capsys):
 )
 @every_command
 def test_progress_is_asked_for_and_declined(command, typed, progress):
-    assert parse([*COMMANDS[command], *typed])[0].progress is progress
+    assert parse_flags([*COMMANDS[command], *typed])[0].progress is progress
 
 
 @every_command
 def test_quick_sizes_go_before_the_file_and_the_line_before_both(defaults, command, tmp_path):
     usual = defaults[command]
-    quick = parse([*COMMANDS[command], "--quick"])[0]
+    quick = parse_flags([*COMMANDS[command], "--quick"])[0]
     assert quick.data == "digits"  # which needs no download
     saved_run = dataclasses.replace(usual, seed=7, data="mnist", out=tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(from_config_file.flags_of(saved_run)))
     line = [*COMMANDS[command], "--quick", "--config", str(tmp_path / "config.json")]
-    both = parse(line)[0]
+    both = parse_flags(line)[0]
     for name in rules.hints(type(usual)):
         is_size = getattr(quick, name) != getattr(usual, name)
         assert getattr(both, name) == getattr(quick if is_size else saved_run, name)
-    assert parse([*line, "--seed", "13"])[0] == dataclasses.replace(both, seed=13)
+    assert parse_flags([*line, "--seed", "13"])[0] == dataclasses.replace(both, seed=13)
 
 
 def test_quiet_downloads_say_nothing(tmp_path, monkeypatch, capsys):
@@ -491,12 +491,14 @@ def test_a_config_gives_the_flags_and_the_line_wins(defaults, command, tmp_path)
     file = tmp_path / "config.json"
     earlier = dataclasses.replace(defaults[command], seed=7, out=tmp_path / "run")
     file.write_text(json.dumps(from_config_file.flags_of(earlier)))
-    config, output = parse([*COMMANDS[command], "--config", str(file)])
+    config, output = parse_flags([*COMMANDS[command], "--config", str(file)])
     assert config == earlier and output.config == file
-    config, _ = parse([*COMMANDS[command], f"--config={file}", "--seed", "3", "--out", "other"])
+    config, _ = parse_flags(
+        [*COMMANDS[command], f"--config={file}", "--seed", "3", "--out", "other"]
+    )
     assert config == dataclasses.replace(earlier, seed=3, out=pathlib.Path("other"))
     file.write_text('{"seed": 7}')  # of an earlier version, say, which had fewer flags
-    config, _ = parse([*COMMANDS[command], "--config", str(file)])
+    config, _ = parse_flags([*COMMANDS[command], "--config", str(file)])
     assert config == dataclasses.replace(defaults[command], seed=7)
 
 

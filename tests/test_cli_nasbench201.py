@@ -8,7 +8,7 @@ import pytest
 from helpers import documented_keys
 
 from bilevel.cli import main
-from bilevel.discretize.diagnostics import tangent
+from bilevel.discretize.diagnostics import simplex_tangent
 from bilevel.spaces.nasbench201 import encode, genotypes, parse_genotype, supernet_cost
 from bilevel.spaces.nasbench201.judging import table
 from bilevel.spaces.nasbench201.judging.standing import standing
@@ -30,7 +30,7 @@ def known(monkeypatch):
     """A table of made-up accuracies, some of them equal."""
     rng = np.random.default_rng(0)
     accuracy = {name: rng.integers(100, 900, 15_625) / 10 for name in table.SETS}
-    found = table.Table(genotypes(), accuracy, {}, {}, {}, np.arange(15_625))
+    found = table.BenchmarkTable(genotypes(), accuracy, {}, {}, {}, np.arange(15_625))
     monkeypatch.setattr(table, "load_table", lambda: found)
     return found
 
@@ -39,7 +39,7 @@ def test_a_search_ends_in_a_table_and_its_files(tmp_path, capsys, monkeypatch, k
     run = tmp_path / "run"
 
     def curvature(loss, sets):  # the real one is tested on its own, and takes long to compile
-        return lambda w, alpha, batch: float(abs(tangent(sets, alpha).sum(-1)).max())
+        return lambda w, alpha, batch: float(abs(simplex_tangent(sets, alpha).sum(-1)).max())
 
     monkeypatch.setattr("bilevel.discretize.diagnostics.alpha_curvature", curvature)
     assert search(run, "--seeds", "2", "--strategy", "random") == 0
@@ -85,7 +85,9 @@ def test_an_interrupted_search_says_how_to_go_on_and_goes_on_there(
         stopped = len(seen) % 2 == 0 and "interrupted after step 2"
         return types.SimpleNamespace(stopped=stopped, alpha=None, w=None, history={})
 
-    monkeypatch.setattr("bilevel.cli.deep_search.pipeline.searched", stopping_in_the_second_seed)
+    monkeypatch.setattr(
+        "bilevel.cli.deep_search.pipeline.search_with_progress", stopping_in_the_second_seed
+    )
     for flags in ((), ("--resume",)):
         assert search(run, "--seeds", "2", *flags) == 130
         kept = "searches and networks are kept as far as they came; go on with --resume --out"
@@ -149,7 +151,7 @@ def test_with_a_damaged_table_nothing_is_searched(tmp_path, capsys, monkeypatch)
     file.parent.mkdir(parents=True)
     file.write_text("arch_str\n")
     monkeypatch.setenv("BILEVEL_DATA", str(tmp_path / "data"))
-    monkeypatch.setattr("bilevel.cli.deep_search.pipeline.searched", None)
+    monkeypatch.setattr("bilevel.cli.deep_search.pipeline.search_with_progress", None)
     assert search(tmp_path / "run") == 2
     error = capsys.readouterr().err
     assert error.startswith(f"bilevel: {file}: expected a column index, got none")

@@ -60,7 +60,9 @@ def test_scores_are_compared_with_published_ones_where_both_are(monkeypatch):
     monkeypatch.setattr(rank, "published_scores", lambda: published)
     rows = np.array([8, 4, 3, 5])
     scores = {"naswot": np.array([1.0, 9.0, 3.0, 2.0]), "snip": np.ones(4), "zico": np.ones(4)}
-    assert rank._agreement(scores, rows) == {"naswot": {"rho": -1, "tau": -1, "networks": 3}}
+    assert rank._published_agreement(scores, rows) == {
+        "naswot": {"rho": -1, "tau": -1, "networks": 3}
+    }
 
 
 def test_the_chosen_network_is_trained(tmp_path, capsys):

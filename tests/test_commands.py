@@ -14,7 +14,7 @@ import sys
 
 import pytest
 
-from bilevel.cli import parse
+from bilevel.cli import parse_flags
 from bilevel.cli.flags import from_config_file
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -195,7 +195,7 @@ def ask_bilevel(commands):
             continue
         try:
             with contextlib.redirect_stdout(io.StringIO()):
-                parse(arguments)
+                parse_flags(arguments)
         except SystemExit as end:  # --help
             answers[-1] = "" if not end.code else str(end)
         except ValueError as error:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from helpers import assert_close
 
-from bilevel.nets.convolution import average_pool, convolution, materialized, max_pool
+from bilevel.nets.convolution import average_pooling, convolve_images, materialized, max_pooling
 
 
 def xla(x, kernel, *, stride=1, dilation=1, padding=None, groups=1):
@@ -73,7 +73,7 @@ def test_values_and_both_gradients_are_those_of_the_definition(kind, size, windo
         return y, dy, pull(jnp.sin(y))
 
     dx, dk = arrays(size, kind["inner"], kind["outputs"], kind["channels"], seed=1)
-    ours = derivatives(convolution, x, kernel, dx, dk)
+    ours = derivatives(convolve_images, x, kernel, dx, dk)
     p = window.get("padding", window.get("dilation", 1) * (size - 1) // 2)
     assert_close(ours[0], by_loops(x, kernel, **{**window, "padding": p}))
     assert_close(ours, derivatives(xla, x, kernel, dx, dk))
@@ -83,10 +83,10 @@ def test_values_and_both_gradients_are_those_of_the_definition(kind, size, windo
 def test_images_of_whole_numbers_are_not_rounded(dtype):
     x = (10 * np.arange(16, dtype=dtype)).reshape(1, 4, 4, 1)
     kernel = np.full((3, 3, 1, 1), 1 / 9)
-    assert_close(convolution(x, kernel), convolution(x.astype(float), kernel))
-    assert_close(average_pool(x, 2, stride=2)[0, :, :, 0], [[25.0, 45], [105, 125]])
+    assert_close(convolve_images(x, kernel), convolve_images(x.astype(float), kernel))
+    assert_close(average_pooling(x, 2, stride=2)[0, :, :, 0], [[25.0, 45], [105, 125]])
     np.testing.assert_array_equal(
-        max_pool(x, 3, padding=1), max_pool(x.astype(float), 3, padding=1)
+        max_pooling(x, 3, padding=1), max_pooling(x.astype(float), 3, padding=1)
     )
 
 
@@ -111,15 +111,15 @@ def test_second_derivatives_are_xlas_in_reverse_and_forward_over_reverse_and_und
         each = functools.partial(jax.vmap, in_axes=(None, 0))
         return each(jax.grad(squared_gradient, (0, 1)))(x, kernels), each(along)(x, kernels)
 
-    assert_close(second(convolution, x, kernels), second(xla, x, kernels))
+    assert_close(second(convolve_images, x, kernels), second(xla, x, kernels))
 
 
 def test_other_devices_run_the_plain_convolution(monkeypatch):
     x, kernel = arrays(3, 1, 3, 3)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    program = jax.make_jaxpr(jax.grad(lambda k: convolution(x, k, groups=3).sum()))(kernel)
+    program = jax.make_jaxpr(jax.grad(lambda k: convolve_images(x, k, groups=3).sum()))(kernel)
     assert "conv_general_dilated" in str(program) and "scan" not in str(program)
-    assert_close(convolution(x, kernel, groups=3), xla(x, kernel, groups=3))
+    assert_close(convolve_images(x, kernel, groups=3), xla(x, kernel, groups=3))
 
 
 @pytest.mark.parametrize("kind", [DENSE, DEPTHWISE])
@@ -128,7 +128,7 @@ def test_what_is_not_differentiated_costs_nothing(kind):
     arguments = arrays(3, kind["inner"], kind["outputs"], kind["channels"])
 
     def total(x, kernel):
-        return jnp.sum(convolution(x, kernel, groups=kind["groups"]))
+        return jnp.sum(convolve_images(x, kernel, groups=kind["groups"]))
 
     mark = "dot_general" if kind["groups"] == 1 else "scan"
     marked = [mark in str(jax.make_jaxpr(jax.grad(total, i))(*arguments)) for i in (0, 1)]
@@ -151,7 +151,7 @@ def test_materialized_is_the_identity_and_stays_in_the_program():
 def test_the_backward_pass_keeps_no_patches():
     x = jnp.zeros((16, 12, 12, 4))
     kernel = jnp.zeros((5, 5, 1, 4))
-    gradient = jax.jit(jax.grad(lambda x, k: (convolution(x, k, groups=4) ** 2).sum(), (0, 1)))
+    gradient = jax.jit(jax.grad(lambda x, k: (convolve_images(x, k, groups=4) ** 2).sum(), (0, 1)))
     memory = gradient.lower(x, kernel).compile().memory_analysis()
     assert memory.temp_size_in_bytes < 10 * x.nbytes  # the patches are 25 times x
 
@@ -159,7 +159,7 @@ def test_the_backward_pass_keeps_no_patches():
 def test_sixteen_bits_are_summed_in_thirty_two():
     """4096 ones: a running sum in bfloat16 would stop at 256."""
     x, kernel = jnp.ones((64, 8, 8, 1), jnp.bfloat16), jnp.ones((3, 3, 1, 1), jnp.bfloat16)
-    gradient = jax.grad(lambda k: convolution(x, k).sum(dtype=float))(kernel)
+    gradient = jax.grad(lambda k: convolve_images(x, k).sum(dtype=float))(kernel)
     assert gradient.dtype == jnp.bfloat16
     assert gradient[1, 1, 0, 0] == 4096
 
@@ -181,9 +181,9 @@ def test_pooling_is_over_the_pixels_inside_the_image(shape, stride):
         y = pool(x, 3, stride=stride, padding=1)
         return jnp.moveaxis(y, (1, 2), (0, 1)).reshape(rows * columns, len(x), -1)
 
-    assert_close(pooled(max_pool, jnp.asarray(x)), largest)
-    assert_close(pooled(average_pool, jnp.asarray(x)), mean)
-    assert_close(jax.grad(lambda x: pooled(max_pool, x).sum())(jnp.asarray(x)), gradient)
+    assert_close(pooled(max_pooling, jnp.asarray(x)), largest)
+    assert_close(pooled(average_pooling, jnp.asarray(x)), mean)
+    assert_close(jax.grad(lambda x: pooled(max_pooling, x).sum())(jnp.asarray(x)), gradient)
 
 
 @pytest.mark.parametrize(
@@ -198,11 +198,11 @@ def test_pooling_is_over_the_pixels_inside_the_image(shape, stride):
 )
 def test_shapes_that_do_not_fit_are_named_in_one_sentence(x, kernel, options, message):
     with pytest.raises(ValueError, match=message) as error:
-        convolution(jnp.zeros(x), jnp.zeros(kernel), **options)
+        convolve_images(jnp.zeros(x), jnp.zeros(kernel), **options)
     assert str(error.value).count(". ") == 0
 
 
-@pytest.mark.parametrize("pool", [max_pool, average_pool])
+@pytest.mark.parametrize("pool", [max_pooling, average_pooling])
 @pytest.mark.parametrize(
     ("x", "options", "message"),
     [

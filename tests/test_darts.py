@@ -9,7 +9,7 @@ from helpers import assert_close, batch
 
 import bilevel
 from bilevel.nets.images import crop_and_flip, cutout
-from bilevel.nets.layers import Standardize, initial
+from bilevel.nets.layers import Standardize, draw_parameters
 from bilevel.nets.training import from_scratch
 from bilevel.spaces.darts import (
     DARTS_V1,
@@ -27,7 +27,7 @@ from bilevel.spaces.darts import (
     weight_count,
 )
 from bilevel.spaces.darts.network import Cell
-from bilevel.spaces.darts.operations import operation
+from bilevel.spaces.darts.operations import make_operation
 from bilevel.spaces.darts.supernet import MixedCell
 
 KEY = jax.random.key(0)
@@ -40,7 +40,7 @@ def normal(*shape, seed=0):
 def draw(module, *args):
     """Parameters of ``module``, in the tests' precision."""
     shapes = jax.eval_shape(module.init, KEY, *args).get("params", {})
-    return {"params": initial(KEY, shapes) if shapes else {}}
+    return {"params": draw_parameters(KEY, shapes) if shapes else {}}
 
 
 # The operations in numpy, from the table of the module's docstring.
@@ -132,7 +132,7 @@ REFERENCE = {
 )
 def test_each_operation_is_its_definition_in_numpy(name, stride):
     x = normal(3, 7, 6, 4)
-    module = operation(name, 4, stride, Standardize, Standardize)
+    module = make_operation(name, 4, stride, Standardize, Standardize)
     variables = draw(module, jnp.asarray(x))
     ours = jax.jit(module.apply)(variables, jnp.asarray(x))
     assert_close(ours, REFERENCE[name](variables["params"], x, stride))

@@ -507,7 +507,7 @@ def test_parts_have_their_sizes_and_are_disjoint_and_within_one_of_the_ideal(see
     labels = rng.choice(classes, n, p=rng.dirichlet(np.ones(classes)))
     cuts = np.unique(rng.randint(1, n + 1, rng.randint(1, 7)))
     sizes = np.diff(cuts, prepend=0)
-    parts = datasets.split(jax.random.key(seed), labels, sizes)
+    parts = datasets.stratified_split(jax.random.key(seed), labels, sizes)
     assert [len(part) for part in parts] == list(sizes)
     indices = np.concatenate(parts)
     assert len(set(indices)) == len(indices) and set(indices) <= set(range(n))
@@ -517,20 +517,20 @@ def test_parts_have_their_sizes_and_are_disjoint_and_within_one_of_the_ideal(see
 
 def test_parts_that_divide_evenly_are_exact():
     labels = np.tile(["a", "b", "b", "c"], 30)
-    parts = datasets.split(jax.random.key(1), labels, (60, 40, 20))
+    parts = datasets.stratified_split(jax.random.key(1), labels, (60, 40, 20))
     np.testing.assert_array_equal(table(labels, parts), [[15, 30, 15], [10, 20, 10], [5, 10, 5]])
 
 
 def test_a_class_with_fewer_samples_than_parts_is_shared_out():
     labels = np.array([0] * 20 + [1])
-    parts = datasets.split(jax.random.key(0), labels, (7, 7, 7))
+    parts = datasets.stratified_split(jax.random.key(0), labels, (7, 7, 7))
     assert sorted(table(labels, parts)[:, 1]) == [0, 0, 1]
 
 
 def test_the_same_key_gives_the_same_parts_and_another_key_others():
     labels = RNG.randint(0, 3, 50)
     a, b, legacy, other = (
-        datasets.split(key, labels, (20, 20))
+        datasets.stratified_split(key, labels, (20, 20))
         for key in (*2 * [jax.random.key(5)], jax.random.PRNGKey(5), jax.random.key(6))
     )
     for one, two, three, four in zip(a, b, legacy, other, strict=True):
@@ -539,14 +539,15 @@ def test_the_same_key_gives_the_same_parts_and_another_key_others():
 
 
 def test_a_key_gives_the_parts_it_has_always_given():
-    train, valid = datasets.split(jax.random.key(0), [0, 1] * 5, (6, 2))
+    train, valid = datasets.stratified_split(jax.random.key(0), [0, 1] * 5, (6, 2))
     assert (train.tolist(), valid.tolist()) == ([3, 7, 6, 4, 1, 0], [2, 5])
 
 
 def test_no_class_is_favoured_by_rounding():
     labels = np.repeat(np.arange(8), 5)
     drawn = sum(
-        table(labels, datasets.split(jax.random.key(seed), labels, (2, 2))) for seed in range(400)
+        table(labels, datasets.stratified_split(jax.random.key(seed), labels, (2, 2)))
+        for seed in range(400)
     )
     # Each entry is binomial with mean 100 and deviation below 10.
     assert drawn.min() > 50 and drawn.max() < 150
@@ -555,13 +556,13 @@ def test_no_class_is_favoured_by_rounding():
 def test_no_sample_of_a_class_is_favoured():
     drawn = np.zeros(12)
     for seed in range(400):
-        drawn[datasets.split(jax.random.key(seed), [0] * 4 + [1] * 8, (3,))[0]] += 1
+        drawn[datasets.stratified_split(jax.random.key(seed), [0] * 4 + [1] * 8, (3,))[0]] += 1
     assert drawn.min() > 50 and drawn.max() < 150
 
 
 def test_the_classes_are_mixed_within_a_part():
     labels = np.repeat([0, 1], 100)
-    (part,) = datasets.split(jax.random.key(0), labels, (100,))
+    (part,) = datasets.stratified_split(jax.random.key(0), labels, (100,))
     assert 10 < labels[part][:50].sum() < 40
 
 
@@ -580,7 +581,7 @@ def test_the_classes_are_mixed_within_a_part():
 )
 def test_sizes_and_labels_that_cannot_be_split_are_refused(labels, sizes, words):
     with pytest.raises(ValueError) as caught:
-        datasets.split(jax.random.key(0), labels, sizes)
+        datasets.stratified_split(jax.random.key(0), labels, sizes)
     assert all(word in str(caught.value) for word in words)
 
 
@@ -599,7 +600,7 @@ def test_sizes_and_labels_that_cannot_be_split_are_refused(labels, sizes, words)
 def test_samples_that_there_are_not_and_keys_that_are_none_are_refused(changes, message):
     options = {"keys": [jax.random.key(0)], "train": 100, "valid": 50, "test": 20} | changes
     with pytest.raises(ValueError, match=message):
-        datasets.samples("digits", options.pop("keys"), **options)
+        datasets.draw_splits("digits", options.pop("keys"), **options)
 
 
 # The real files, held to the figures published for them.

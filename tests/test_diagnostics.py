@@ -51,7 +51,7 @@ def test_sets_are_like_alpha_or_one_word_for_it():
     alpha = {"a": jnp.array([[0.5, 0.5]]), "b": {"c": jnp.array([3.0, 1.0])}}
     assert len(diagnostics.simplices("simplex", alpha)) == 2
     assert len(diagnostics.simplices({"a": "box", "b": "simplex"}, alpha)) == 1
-    moved = diagnostics.tangent({"a": "box", "b": "simplex"}, alpha)
+    moved = diagnostics.simplex_tangent({"a": "box", "b": "simplex"}, alpha)
     assert moved["b"]["c"].tolist() == [1.0, -1.0] and moved["a"].tolist() == [[0.5, 0.5]]
 
 

@@ -138,10 +138,10 @@ def scale_after(directions, values):
         number, direction, value = told
         watch = divergence.observed(watch, direction, value, jnp.array(True))
         args = watch, STATE, number, jnp.zeros((), int), lambda state, number: state
-        return divergence.checked(*args, divergence.NOISY)[0], None
+        return divergence.check_divergence(*args, divergence.NOISY)[0], None
 
     told = jnp.arange(len(directions)), jnp.asarray(directions), jnp.asarray(values)
-    return float(jax.lax.scan(body, divergence.first_watch(STATE), told)[0].scale)
+    return float(jax.lax.scan(body, divergence.init_divergence_monitor(STATE), told)[0].scale)
 
 
 @pytest.mark.parametrize("rate", [1.003, 1.02, 1.2, 3.0])

@@ -12,15 +12,15 @@ import ntk
 from ntk.expectations import hermite as mehler
 from ntk.expectations.activations import Activation
 from ntk.expectations.arcsine import arc_polynomials
-from ntk.expectations.gaussian import arc_cosines, hermite, kink_coefficients, mean
+from ntk.expectations.gaussian import arc_cosines, gaussian_mean, hermite, kink_coefficients
 from ntk.infinite import dual_activation, layer_expansions
-from ntk.internal.jaxprs import programs
+from ntk.internal.jaxprs import inner_jaxprs
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def expectations(f, g, terms, wf, wg, sx, sy, p, q):
     """Of two layers and of their slopes, [2, n1, n2]."""
-    how, kinks = layer_expansions.Resolution(terms, 0.5), layer_expansions.places([f, g])
+    how, kinks = layer_expansions.Resolution(terms, 0.5), layer_expansions.common_kinks([f, g])
     both = [
         layer_expansions.expand_layer(layer, w, s, 0 * s, kinks, how)
         for layer, w, s in ((f, wf, sx), (g, wg, sy))
@@ -88,7 +88,7 @@ float64_only = pytest.mark.skipif(not jax.config.jax_enable_x64, reason="argumen
 def largest(jaxpr):
     """Entries of the largest array in a program."""
     own = [v.aval.size for e in jaxpr.eqns for v in e.outvars]
-    return max([*own, *(largest(p.jaxpr) for e in jaxpr.eqns for p in programs(e))])
+    return max([*own, *(largest(p.jaxpr) for e in jaxpr.eqns for p in inner_jaxprs(e))])
 
 
 @float64_only
@@ -283,7 +283,7 @@ def test_hermite_coefficients_carry_the_second_moment(s):
     scale = jnp.array([0.3, 1.0, 2.0])
     energy = (hermite(s, scale, 1024) ** 2).sum(-1)
     # The coefficients of a kink fall like k^-5/4: 2e-6 of the energy is in those left out.
-    assert_close(energy, mean(lambda u: s(u) ** 2, scale), f64=3e-6, f32=1e-4)
+    assert_close(energy, gaussian_mean(lambda u: s(u) ** 2, scale), f64=3e-6, f32=1e-4)
     assert_close(hermite(ntk.relu, jnp.array(1.0), 64), kink_coefficients(1, 64), f64=1e-14)
 
 

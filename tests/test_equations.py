@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from ntk.internal.jaxprs import bind, closed, programs, scan_operands
+from ntk.internal.jaxprs import as_closed_jaxpr, bind, inner_jaxprs, scan_operands
 
 
 def equation(f, *args, name):
@@ -37,7 +37,7 @@ def test_operands_of_a_scan(body, init, xs, expected):
 
 
 def test_programs_of_branches_run_as_they_stand():
-    branches = programs(
+    branches = inner_jaxprs(
         equation(lambda x: jax.lax.cond(x[0] > 1, jnp.sin, jnp.cos, x), scale, name="cond")
     )
     no, yes = (jax.core.eval_jaxpr(b.jaxpr, b.consts, scale)[0] for b in branches)
@@ -47,8 +47,8 @@ def test_programs_of_branches_run_as_they_stand():
 
 def test_a_program_without_constants_is_closed():
     inner = equation(jax.checkpoint(jnp.sin), x, name="remat2").params["jaxpr"]
-    assert closed(inner).consts == []
-    assert len(programs(equation(jax.checkpoint(jnp.sin), x, name="remat2"))) == 1
+    assert as_closed_jaxpr(inner).consts == []
+    assert len(inner_jaxprs(equation(jax.checkpoint(jnp.sin), x, name="remat2"))) == 1
 
 
 def test_an_equation_runs_again_with_other_parameters():

@@ -12,7 +12,7 @@ from helpers import assert_close, finite_differences, flatten, tolerance
 import bilevel
 from bilevel.spaces.activations import unit_inputs
 from bilevel.spaces.features.mixture import feature_space
-from bilevel.spaces.targets import predict, sign_labels
+from bilevel.spaces.targets import predict_labels, sign_labels
 
 # (rows, features, penalty): F, dF/dmixture, dF/dlog_penalty, by a program of its own in float64
 # from the same draws as `draw` (MATH.md 4a).
@@ -174,7 +174,9 @@ def test_a_search_finds_the_informative_map(classes, outer):
 
 def test_predictions_undo_sign_labels():
     for labels, classes in ([0, 1, 1], 2), ([2, 0, 1], 3):
-        np.testing.assert_array_equal(predict(sign_labels(np.array(labels), classes)), labels)
+        np.testing.assert_array_equal(
+            predict_labels(sign_labels(np.array(labels), classes)), labels
+        )
 
 
 @pytest.mark.parametrize("loss", ["lower", "outer"])

@@ -20,7 +20,7 @@ import numpy as np
 import optax
 import pytest
 
-from bilevel.runs.fingerprint import difference, fingerprint
+from bilevel.runs.fingerprint import describe_difference, fingerprint
 
 SCRIPT = """
 import functools, jax.numpy as jnp, numpy as np, optax
@@ -71,7 +71,7 @@ def test_fingerprints_do_not_know_process_hash_seed_comments_or_line_numbers():
     }
     command = [sys.executable, "-c", "# new\n\n" + EDITED + PRINTED]
     there = subprocess.run(command, env=environment, capture_output=True, check=True).stdout
-    assert difference(json.loads(there), of_script(SCRIPT)) == ""
+    assert describe_difference(json.loads(there), of_script(SCRIPT)) == ""
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_fingerprints_do_not_know_process_hash_seed_comments_or_line_numbers():
 )
 def test_fingerprints_know_what_a_search_depends_on(old, new):
     assert old in SCRIPT
-    assert difference(of_script(SCRIPT), of_script(SCRIPT.replace(old, new)))
+    assert describe_difference(of_script(SCRIPT), of_script(SCRIPT.replace(old, new)))
 
 
 FLAGS = """
@@ -123,10 +123,10 @@ parts = {"problem": problem(Config(), {"shift": 1, "workers": 2})}
 def test_settings_count_where_the_code_names_them():
     """A run resumed with another flag for what is no part of the problem is not refused."""
     for old, new in (("resume=False", "resume=True"), ("runs/1", "runs/2"), ('rs": 2', 'rs": 3')):
-        assert not difference(of_script(FLAGS), of_script(FLAGS.replace(old, new)))
+        assert not describe_difference(of_script(FLAGS), of_script(FLAGS.replace(old, new)))
     for old, new in (("=0.1", "=0.2"), ("= 2.0", "= 3.0"), ('shift": 1', 'shift": 2')):
         assert old in FLAGS
-        assert difference(of_script(FLAGS), of_script(FLAGS.replace(old, new)))
+        assert describe_difference(of_script(FLAGS), of_script(FLAGS.replace(old, new)))
 
 
 CLASSES = """
@@ -177,8 +177,8 @@ parts = {"problem": bilevel.Problem(lower, lambda w, a, b: w)}
 )
 def test_fingerprints_know_classes_and_what_is_handed_on(old, new):
     assert CLASSES.count(old) == 1
-    assert difference(of_script(CLASSES), of_script(CLASSES.replace(old, new)))
-    assert not difference(of_script(CLASSES), of_script(CLASSES))
+    assert describe_difference(of_script(CLASSES), of_script(CLASSES.replace(old, new)))
+    assert not describe_difference(of_script(CLASSES), of_script(CLASSES))
 
 
 def test_fingerprints_know_the_weights_in_modules_and_states_of_nnx():
@@ -186,9 +186,9 @@ def test_fingerprints_know_the_weights_in_modules_and_states_of_nnx():
 
     one, other = (nnx.Linear(2, 3, rngs=nnx.Rngs(seed)) for seed in (0, 1))
     for of in (lambda m: m, lambda m: nnx.split(m)[1], lambda m: lambda x: m(x)):
-        assert difference(fingerprint({"w0": of(one)}), fingerprint({"w0": of(other)}))
+        assert describe_difference(fingerprint({"w0": of(one)}), fingerprint({"w0": of(other)}))
         again = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
-        assert not difference(fingerprint({"w0": of(one)}), fingerprint({"w0": of(again)}))
+        assert not describe_difference(fingerprint({"w0": of(one)}), fingerprint({"w0": of(again)}))
 
 
 def test_texts_and_records_of_any_size_have_fingerprints():
@@ -198,8 +198,8 @@ def test_texts_and_records_of_any_size_have_fingerprints():
         (np.array([(1, 2.0)], "i4,f8"), np.array([(1, 3.0)], "i4,f8")),
         (np.array([1], np.longdouble), np.array([2], np.longdouble)),
     ):
-        assert difference(fingerprint({"x": one}), fingerprint({"x": other}))
-        assert not difference(fingerprint({"x": one}), fingerprint({"x": one.copy()}))
+        assert describe_difference(fingerprint({"x": one}), fingerprint({"x": other}))
+        assert not describe_difference(fingerprint({"x": one}), fingerprint({"x": one.copy()}))
 
 
 class Slots:
@@ -260,8 +260,8 @@ OF_TWO = {  # each with other values inside, for 1 and for 2
 @pytest.mark.parametrize("kind", OF_TWO)
 def test_fingerprints_see_what_lies_in_no_public_field(kind):
     one, same, other = (fingerprint({"problem": OF_TWO[kind](k)}) for k in (1, 1, 2))
-    assert difference(one, same) == ""
-    assert difference(one, other).startswith("another problem")
+    assert describe_difference(one, same) == ""
+    assert describe_difference(one, other).startswith("another problem")
 
 
 @pytest.mark.parametrize("made", [random.Random, np.random.default_rng, np.random.RandomState])
@@ -269,7 +269,7 @@ def test_where_a_generator_of_random_numbers_stands_is_no_part_of_a_problem(made
     fresh, used = made(0), made(0)
     draw = used.normal if hasattr(used, "normal") else used.gauss
     draw(0.0, 1.0)
-    assert not difference(fingerprint({"draws": fresh}), fingerprint({"draws": used}))
+    assert not describe_difference(fingerprint({"draws": fresh}), fingerprint({"draws": used}))
 
 
 def test_fingerprints_follow_modules_in_packages_of_the_users_own(tmp_path, monkeypatch):
@@ -283,9 +283,9 @@ def test_fingerprints_follow_modules_in_packages_of_the_users_own(tmp_path, monk
     settings = sys.modules["fingerprinted.settings"]
     assert isinstance(settings, types.ModuleType)
     settings.OTHER = 2.0
-    assert difference(first, of_script(text)) == ""
+    assert describe_difference(first, of_script(text)) == ""
     settings.RATE = 2.0
-    assert difference(first, of_script(text)) == "another loss (RATE was 1, is 2)"
+    assert describe_difference(first, of_script(text)) == "another loss (RATE was 1, is 2)"
 
 
 def test_a_schedule_that_was_called_is_the_same_schedule():
@@ -299,7 +299,7 @@ def test_a_schedule_that_was_called_is_the_same_schedule():
 
 
 def test_whose_method_a_builtin_is():
-    assert difference(fingerprint({"a": 1}.get), fingerprint({"a": 2}.get))
-    assert difference(fingerprint(np.ones(3).dot), fingerprint(np.zeros(3).dot))
-    assert not difference(fingerprint({"a": 1}.get), fingerprint({"a": 1}.get))
-    assert not difference(fingerprint(math.sin), fingerprint(math.sin))
+    assert describe_difference(fingerprint({"a": 1}.get), fingerprint({"a": 2}.get))
+    assert describe_difference(fingerprint(np.ones(3).dot), fingerprint(np.zeros(3).dot))
+    assert not describe_difference(fingerprint({"a": 1}.get), fingerprint({"a": 1}.get))
+    assert not describe_difference(fingerprint(math.sin), fingerprint(math.sin))

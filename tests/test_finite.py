@@ -24,7 +24,7 @@ from ntk.empirical.kernels import (
     gradient_norms,
     kernel_vector_product,
 )
-from ntk.empirical.linear_operations import product
+from ntk.empirical.linear_operations import product_with_operand
 from ntk.internal import compile_cache
 from ntk.internal.jaxprs import bind
 
@@ -78,7 +78,9 @@ def check(model, x, *, layered, outputs="sum"):
 
 def layers_in_factors(apply, params, x):
     return len(
-        factored_gradients.plan(network_program.network(apply, params, x), factored=True).layered
+        factored_gradients.plan_gradients(
+            network_program.trace_network(apply, params, x), factored=True
+        ).layered
     )
 
 
@@ -231,7 +233,7 @@ def test_convolution_is_its_columns_times_its_kernel(layer, space):
         before = found.jaxpr.replace(eqns=found.jaxpr.eqns[:place], outvars=eqn.invars)
         operands = jax.core.eval_jaxpr(before, found.consts, x, kernel)
         (y,) = bind(eqn, operands)
-        of = product(eqn, 1)
+        of = product_with_operand(eqn, 1)
         a = of.columns(of.keep(*operands))
         w = kernel.reshape(a.shape[-1], a.shape[1], -1)
         return jnp.einsum("qgi,igj->qgj", a, w), of.outputs(y)

@@ -294,7 +294,7 @@ def test_random_chains_stay_on_the_set_or_the_geometry_that_has_to_be_last_is_na
             # What comes after may move an entry by two roundings unseen.
             roundings = 4 + 2 * alpha.shape[-1] * len(after)
             assert distance(name, alpha) <= roundings * jnp.finfo(dtype).eps, (before, after)
-        assert geometry.names(state) == ["project" if name in ("box", "ball") else name]
+        assert geometry.geometry_names(state) == ["project" if name in ("box", "ball") else name]
         refused += wrong
     assert 10 < refused < 35
 
@@ -408,7 +408,9 @@ def test_partitions_and_wrappers_keep_what_is_known_of_the_set():
     for expected in (False, True):  # of two steps the first one only collects
         updates, state = optimizer.update(jax.tree.map(jnp.ones_like, alpha), state, alpha)
         alpha = optax.apply_updates(alpha, updates)
-        found = dict(zip(geometry.names(state), geometry.moved_on(state, alpha), strict=True))
+        found = dict(
+            zip(geometry.geometry_names(state), geometry.moved_on(state, alpha), strict=True)
+        )
         assert found == {"exponentiate": False, "project": expected}
 
 

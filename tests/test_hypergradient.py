@@ -23,7 +23,7 @@ from problems import (
 import bilevel
 from bilevel.hypergradients.hypergradient import stateful_hypergradient
 from bilevel.internal import memory
-from bilevel.solvers.inverses import conjugate_gradients
+from bilevel.solvers.inverses import solve_conjugate_gradients
 
 STEP_SIZE = 0.1
 
@@ -408,7 +408,7 @@ def test_warm_started_adjoint_needs_fewer_iterations_a_small_step_away():
 
     @jax.jit
     def iterations(x0):
-        solve = functools.partial(conjugate_gradients, steps=100, threshold=threshold)
+        solve = functools.partial(solve_conjugate_gradients, steps=100, threshold=threshold)
         return solve(lambda v: hessian @ v, force, x0).iterations
 
     assert 0 < iterations(ravel_pytree(state.adjoint)[0]) < iterations(jnp.zeros(9))
@@ -491,7 +491,7 @@ def test_reverse_mode_keeps_one_copy_of_the_weights_for_each_step():
 
 
 def test_reverse_mode_memory_grows_with_the_root_of_the_steps_if_memory_is_short(monkeypatch):
-    monkeypatch.setattr(memory, "total", lambda: 0)
+    monkeypatch.setattr(memory, "total_memory", lambda: 0)
     numbers = 2, 100, 1000, 10_000
     two, few, some, many = (temporary_bytes.__wrapped__("unrolled", t) for t in numbers)
     # The starts of sqrt(T) blocks, the steps of one block, and what one step needs.

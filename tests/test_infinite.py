@@ -354,7 +354,7 @@ def test_tiles_are_seams_that_do_not_show(monkeypatch):
     arguments = dict(activations=[ntk.relu, ntk.tanh], skips=[0.5])
     whole = ntk.network_kernel(x, **arguments)
     blocks = ntk.mixture_blocks(x, [ntk.relu, ntk.tanh])
-    for compiled in (network_kernel._pairs, mixtures._pairs):
+    for compiled in (network_kernel._kernels_from_features, mixtures._blocks_with_errors):
         compiled.clear_cache()
     monkeypatch.setattr(pairs, "TILE", 8)
     tiled, cross = ntk.network_kernel(x, **arguments), ntk.network_kernel(x, x[:17], **arguments)
@@ -393,28 +393,30 @@ def test_large_variances_ask_for_more_coefficients_and_get_them():
 
 
 def test_one_program_serves_every_skip_weight_and_input_of_a_depth():
-    before = network_kernel._pairs._cache_size()
+    before = network_kernel._kernels_from_features._cache_size()
     for seed, skip, weight in ((0, 0.5, 0.2), (1, 0.3, 0.6), (2, 0.0, 0.5)):
         ntk.network_kernel(
             unit_rows(5, 6, seed),
             activations=[{ntk.relu: weight, ntk.swish: 1 - weight}] * 4,
             skips=[skip] * 3,
         )
-    assert network_kernel._pairs._cache_size() == before + 1
+    assert network_kernel._kernels_from_features._cache_size() == before + 1
 
 
 def test_memory_is_the_three_results_and_a_few_tiles():
     n = 2048
-    layers, *network = layer_expansions.parse([ntk.relu] * 9, None, None, jnp.float32)
+    layers, *network = layer_expansions.parse_architecture([ntk.relu] * 9, None, None, jnp.float32)
     x = jax.ShapeDtypeStruct((n, 16), jnp.float32)
 
     def rows(x):
         how = layer_expansions.RESOLUTIONS[0]
-        return network_kernel._stack(network_kernel._features(layers, x, network, how, True))
+        return network_kernel._stack(
+            network_kernel._features_of_inputs(layers, x, network, how, True)
+        )
 
     exact = jax.ShapeDtypeStruct((9,), bool)
     arguments = x, None, *[jax.eval_shape(rows, x)] * 2, *network[1:], exact
-    compiled = network_kernel._pairs.lower(*arguments, equal=True).compile()
+    compiled = network_kernel._kernels_from_features.lower(*arguments, equal=True).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < 3.5 * 4 * n * n
 
 
@@ -659,10 +661,10 @@ def test_more_rows_or_another_activation_compile_nothing():
     x = np.random.default_rng(0).standard_normal((301, 6))
     x /= np.linalg.norm(x, axis=1)[:, None]
     whole = ntk.network_kernel(x, activations=[ntk.tanh, ntk.relu])
-    before = network_kernel._pairs._cache_size()
+    before = network_kernel._kernels_from_features._cache_size()
     fewer = ntk.network_kernel(x[:290], activations=[ntk.tanh, ntk.relu])
     other = ntk.network_kernel(x[:299], activations=[ntk.erf, ntk.leaky_relu(0.1)])
-    assert network_kernel._pairs._cache_size() == before
+    assert network_kernel._kernels_from_features._cache_size() == before
     np.testing.assert_allclose(fewer.ntk, whole.ntk[:290, :290], rtol=1e-14)
     # Truth: tiles of another size, in one row; an input and its copy lose half of the digits there.
     row = ntk.network_kernel(x[:1], x[:299], activations=[ntk.erf, ntk.leaky_relu(0.1)])

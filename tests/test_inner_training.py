@@ -353,7 +353,7 @@ def test_a_search_keeps_what_the_losses_tell(tmp_path):
 
 
 def test_copies_side_by_side_tell_each_their_own():
-    both = bilevel.side_by_side(TOLD)
+    both = bilevel.stack_problems(TOLD)
     doubled = jax.tree.map(lambda a: jnp.stack([a, 2 * a]), (START, W0, TRAIN, VALID))
     found = bilevel.hypergradient(both, bilevel.unrolled(0.1, 5))(*doubled)
     alone = bilevel.hypergradient(TOLD, bilevel.unrolled(0.1, 5))(
@@ -476,7 +476,7 @@ def test_variables_and_auxiliary_outputs_go_together_and_side_by_side():
     value = normalised(alone.w, START, TRAIN)[0]
     assert_close(alone.aux["lower"]["value"], value, f64=1e-12, f32=1e-6)
     stacked = jax.tree.map(lambda a: jnp.stack([a, a]), (START, STATEFUL, TRAIN, VALID))
-    both = bilevel.hypergradient(bilevel.side_by_side(problem), solver)(*stacked)
+    both = bilevel.hypergradient(bilevel.stack_problems(problem), solver)(*stacked)
     assert_close(both.grad[1], alone.grad, f64=1e-11, f32=1e-5)
     assert both.aux["outer"].tolist() == [4, 4]
 

@@ -12,7 +12,7 @@ from hypothesis import given
 
 import bilevel
 from bilevel.contracts import Point
-from bilevel.solvers.inverses import conjugate_gradients, hessian_matrix
+from bilevel.solvers.inverses import hessian_matrix, solve_conjugate_gradients
 
 P = 6
 seeds = st.integers(0, 2**32 - 1)
@@ -127,7 +127,9 @@ def test_hessian_matrix_is_in_the_order_of_the_flattened_weights():
 def compiled_cg(steps):
     @jax.jit
     def solve(matrix, b, x0, threshold):
-        return conjugate_gradients(lambda v: matrix @ v, b, x0, steps=steps, threshold=threshold)
+        return solve_conjugate_gradients(
+            lambda v: matrix @ v, b, x0, steps=steps, threshold=threshold
+        )
 
     return solve
 
@@ -342,7 +344,7 @@ def test_conjugate_gradients_do_not_underflow(scale):
     matrix = jnp.diag(jnp.arange(1.0, 6))
     b = jnp.asarray([1.0, -2, 3, 0, 5], jnp.float32)
     for threshold in (0.0, 1e-6 * scale):
-        solved = conjugate_gradients(
+        solved = solve_conjugate_gradients(
             lambda v: (matrix @ v).astype(v.dtype), b * scale, None, steps=50, threshold=threshold
         )
         np.testing.assert_allclose(solved.x / scale, b / jnp.arange(1, 6), rtol=1e-5)
@@ -353,7 +355,7 @@ def test_conjugate_gradients_do_not_underflow(scale):
 def test_cg_goes_on_to_the_rounding_of_its_residual_where_that_is_asked_for(dtype):
     values = jnp.linspace(1, 3, 60, dtype=dtype)
     b = jnp.asarray(np.random.default_rng(0).normal(size=60), dtype)
-    solved = conjugate_gradients(lambda v: values * v, b, None, steps=60, threshold=0.0)
+    solved = solve_conjugate_gradients(lambda v: values * v, b, None, steps=60, threshold=0.0)
     eps = jnp.finfo(b.dtype).eps
     assert jnp.linalg.norm(b - values * solved.x) < 50 * eps * jnp.linalg.norm(b)
     assert solved.residual < 1e-3 * eps * jnp.linalg.norm(b)

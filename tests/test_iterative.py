@@ -74,17 +74,21 @@ def test_beyond_the_rank_of_a_kernel_a_factor_is_zero():
 @pytest.mark.parametrize("n", [50, 5000])  # more rows than are scaled at a time
 def test_the_preconditioner_is_inverted_and_sampled(n):
     factor, rest = jnp.asarray(rng.normal(size=(n, 3))), jnp.asarray(rng.uniform(1, 2, size=n))
-    P = preconditioner.of(factor, rest, 1.0)
+    P = preconditioner.make_preconditioner(factor, rest, 1.0)
     v = jnp.asarray(rng.normal(size=(n, 2)))
-    np.testing.assert_allclose(preconditioner.solve(P, preconditioner.times(P, v)), v, atol=1e-9)
     np.testing.assert_allclose(
-        preconditioner.times(P, v), rest[:, None] * v + factor @ (factor.T @ v), atol=1e-9
+        preconditioner.solve(P, preconditioner.preconditioner_product(P, v)), v, atol=1e-9
+    )
+    np.testing.assert_allclose(
+        preconditioner.preconditioner_product(P, v),
+        rest[:, None] * v + factor @ (factor.T @ v),
+        atol=1e-9,
     )
     units = jnp.zeros((n, 2)).at[jnp.array([0, n - 1]), jnp.arange(2)].set(1)
     truth = jnp.einsum("nk,nk->k", units, preconditioner.solve(P, units))
     found = preconditioner.inverse_diagonal(P)[jnp.array([0, n - 1])]
     np.testing.assert_allclose(found, truth, rtol=1e-9)
-    draws = preconditioner.sample(P, KEY, 4000 if n == 50 else 10)
+    draws = preconditioner.sample_with_covariance(P, KEY, 4000 if n == 50 else 10)
     if n == 50:
         covariance = jnp.diag(rest) + factor @ factor.T
         np.testing.assert_allclose(draws @ draws.T / 4000, covariance, atol=1.2)

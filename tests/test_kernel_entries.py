@@ -197,7 +197,7 @@ def test_one_program_serves_any_activations():
     for _ in range(8):
         chosen = [ntk.tanh, *(names[i] for i in rng.integers(len(names), size=3))]
         ntk.network_kernel(x, activations=chosen, skips=rng.normal(size=3))
-        programs.append(network_kernel._pairs._cache_size())
+        programs.append(network_kernel._kernels_from_features._cache_size())
     assert programs[-1] == programs[0]
 
 
@@ -292,8 +292,8 @@ def test_kinks_at_large_norms_are_left_to_the_series_where_their_pieces_cancel(n
 def test_pieces_that_cancel_each_other_count_in_the_error():
     # ReLU6's two kinks at a norm of 100: each piece is 17 times the function.
     s, scale = ntk.activation(jax.nn.relu6), jnp.full(1, 100, jnp.float32)
-    layers, weights, _, _ = layer_expansions.parse([s], None, None, jnp.float32)
-    places, how = layer_expansions.places(layers), layer_expansions.RESOLUTIONS[0]
+    layers, weights, _, _ = layer_expansions.parse_architecture([s], None, None, jnp.float32)
+    places, how = layer_expansions.common_kinks(layers), layer_expansions.RESOLUTIONS[0]
     f, _ = layer_expansions.expand_layer(layers[0], weights[0], scale, 0 * scale, places, how)
     p = jnp.array([[0.0, 1e-7, 1e-5, 1e-4, 1e-3, 0.01, 0.1, 0.3]], jnp.float32)
     f = jax.tree.map(lambda x: jnp.broadcast_to(x, (p.shape[1], *x.shape[1:])), f)

@@ -36,8 +36,8 @@ def drawn(shapes, seed=1):
 
 def layered(apply, params, x):
     """Names of the weights that are kept in factors."""
-    net = network_program.network(apply, params, x)
-    plan = factored_gradients.plan(net, factored=True)
+    net = network_program.trace_network(apply, params, x)
+    plan = factored_gradients.plan_gradients(net, factored=True)
     return {n for i, n in zip(net.trained, net.names, strict=True) if i in plan.layered}
 
 

@@ -197,9 +197,9 @@ def test_blocks_made_by_partial_compile_once():
         parts = (jax.tree_util.Partial(f, padded) for f in (rows, columns))
         return ridge_weights(Blocks((31, 11), *parts), y, 0.5, method="primal").w
 
-    first, compiled = solve(1.0), linear.models._ridge._cache_size()
+    first, compiled = solve(1.0), linear.models._solve_ridge._cache_size()
     second = solve(2.0)
-    assert linear.models._ridge._cache_size() == compiled
+    assert linear.models._solve_ridge._cache_size() == compiled
     assert not jnp.array_equal(first, second)
 
 

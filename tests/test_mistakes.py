@@ -220,7 +220,7 @@ KEYS = {
     "exponentiated_gradient": lambda key: baselines.exponentiated_gradient(
         key, [1, 2], SELECTION, 4
     ),
-    "split": lambda key: data.split(key, np.zeros(4, int), (2, 1)),
+    "split": lambda key: data.stratified_split(key, np.zeros(4, int), (2, 1)),
     "minibatches": lambda key: bilevel.minibatches(2)(key, jnp.ones(4)),
     "train": lambda key: training.train(key, lower, ALPHA, W0, jnp.ones(4), optimizer=0.1),
     "crop_and_flip": lambda key: images.crop_and_flip(key, jnp.ones((2, 4, 4, 1))),
@@ -305,7 +305,7 @@ def test_what_a_fresh_campaign_found(call, sentence):
     ("call", "message"),
     [
         (
-            lambda: bilevel.nets.convolution.convolution(
+            lambda: bilevel.nets.convolution.convolve_images(
                 jnp.ones((1, 4, 4, 2)), jnp.ones((3, 3, 2, 0))
             ),
             "kernel: expected",

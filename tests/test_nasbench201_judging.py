@@ -11,7 +11,7 @@ from bilevel.spaces.nasbench201 import genotypes, multiply_adds, parameter_count
 from bilevel.spaces.nasbench201.judging.table import (
     RUN_SETS,
     SETS,
-    Table,
+    BenchmarkTable,
     load_table,
     published_scores,
 )
@@ -43,7 +43,7 @@ def made_up(seed=0):
     runs = {name: truth + 0.3 * rng.normal(size=(m, 3)) for name in RUN_SETS}
     for values in runs.values():
         values[: m // 2, 2] = NAN
-    return Table(genotypes(), accuracy, early, runs, {}, np.arange(m)), truth[:, 0]
+    return BenchmarkTable(genotypes(), accuracy, early, runs, {}, np.arange(m)), truth[:, 0]
 
 
 # Correlations.

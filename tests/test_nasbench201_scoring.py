@@ -91,7 +91,7 @@ def test_more_genotypes_and_scores_are_added_to_a_file(tmp_path, monkeypatch):
     file = tmp_path / "scores.npz"
     scores(CELLS[:4], ("l2_norm",), file=file)
     np.testing.assert_equal(scores(file=file), expected())
-    monkeypatch.setattr(scoring, "_programs", lambda *_: {})  # nothing is left to compute
+    monkeypatch.setattr(scoring, "_score_programs", lambda *_: {})  # nothing is left to compute
     np.testing.assert_equal(scores(CELLS[:4], file=file)["naswot"], expected()["naswot"][:4])
 
 

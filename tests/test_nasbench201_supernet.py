@@ -21,7 +21,7 @@ from bilevel.spaces.nasbench201 import (
     nasbench201_space,
     parameter_count,
 )
-from bilevel.spaces.nasbench201.supernet import MixedEdge, mixed_cell
+from bilevel.spaces.nasbench201.supernet import WeightedEdge, mixed_cell
 
 KEY = jax.random.key(0)
 SIZES = {"nor_conv_1x1": 1, "nor_conv_3x3": 3}
@@ -59,7 +59,7 @@ def operation(name, kernels, x):
 @pytest.mark.parametrize("names", [PRIMITIVES, ("nor_conv_1x1", "none", "skip_connect")])
 def test_a_mixed_cell_adds_weighted_operations_over_all_edges(names):
     x, alpha = normal(3, 5, 4, 2), np.random.default_rng(1).dirichlet(np.ones(len(names)), 6)
-    shapes = jax.eval_shape(MixedEdge(names).init, KEY, x, alpha[0])["params"]
+    shapes = jax.eval_shape(WeightedEdge(names).init, KEY, x, alpha[0])["params"]
     kernels = jax.tree.map(lambda leaf: normal(6, *leaf.shape, seed=2), shapes)
     nodes = [x, 0.0, 0.0, 0.0]
     for edge, (source, node) in enumerate(EDGES):

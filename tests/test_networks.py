@@ -17,7 +17,7 @@ from ntk import networks as nets
 from ntk.compat.load import neural_tangents
 from ntk.infinite.layer_expansions import Resolution, expand_layer
 from ntk.networks import infinite_kernel, tables
-from ntk.networks.plan import plan
+from ntk.networks.plan import plan_network
 
 float64_only = pytest.mark.skipif(not jax.config.jax_enable_x64, reason="the claim is float64's")
 WEIGHTS = (2.0, 0.09)  # variances of weights and biases
@@ -28,7 +28,7 @@ RELU, SMOOTH = nets.act(ntk.relu), nets.act(ntk.gelu)
 def _forget_large_programs():
     """Those of one test take up to 400 MB, and few serve another."""
     yield
-    if infinite_kernel._pairs._cache_size():
+    if infinite_kernel._kernels_of_pairs._cache_size():
         jax.clear_caches()
         gc.collect()
         if sys.platform == "linux":
@@ -417,7 +417,7 @@ def test_a_table_has_the_expansions_at_every_norm(layer):
     weights, how = jnp.array([0.7, -0.4])[: len(layer)], Resolution(1024, 0.5)
     error = jnp.full(norms.shape, jnp.finfo(norms.dtype).eps)
     single = expand_layer(layer, weights, norms, error, (), how)
-    both = tables.table(layer, weights, how, norms.dtype)
+    both = tables.tabulate_layer(layer, weights, how, norms.dtype)
     for k, (known, expected) in enumerate(zip(both, single, strict=True)):
         found = tables.evaluated(known, norms, error, 1 - k)
         scale = float(jnp.max(expected.norm))
@@ -425,7 +425,7 @@ def test_a_table_has_the_expansions_at_every_norm(layer):
             assert_close(getattr(found, name), getattr(expected, name), f64=3e-14, f32=1e-5)
         assert_close(found.sides, expected.sides, f64=1e-13, f32=1e-5)
         # Of functions over their norms, in the mean square, and within the bound.
-        terms = tables.coefficients(known, norms, found.norm, 1 - k)
+        terms = tables.table_coefficients(known, norms, found.norm, 1 - k)
         off = jnp.sqrt(((terms - expected.regular) ** 2).sum(1))
         assert float(jnp.max(off)) < (1e-13 if norms.dtype == jnp.float64 else 1e-5) * (1 + scale)
         assert bool(jnp.all(off <= found.noise + expected.noise))
@@ -469,11 +469,11 @@ def test_memory_of_the_pairs_is_that_of_the_results_and_of_a_tile():
     sizes = []
     for n in (32, 96):
         x = normal(n, 8, 8, 2)
-        found = plan(net, (8, 8), None, x.dtype)
+        found = plan_network(net, (8, 8), None, x.dtype)
         sites = jax.eval_shape(
             lambda x, found=found: infinite_kernel._sites(found, x, infinite_kernel.LEVELS[0]), x
         )
-        program = infinite_kernel._pairs.lower(
+        program = infinite_kernel._kernels_of_pairs.lower(
             *infinite_kernel._static(found), found.numbers, sites, None
         )
         memory = program.compile().memory_analysis()
@@ -486,9 +486,9 @@ def test_memory_of_the_pairs_is_that_of_the_results_and_of_a_tile():
 def test_one_program_serves_all_activations_of_a_kind():
     images = normal(2, 4, 4, 2)
     myrtle_like(ntk.tanh).kernel(images), myrtle_like(ntk.relu).kernel(images)
-    before = infinite_kernel._pairs._cache_size()
+    before = infinite_kernel._kernels_of_pairs._cache_size()
     myrtle_like(ntk.swish).kernel(images), myrtle_like(ntk.leaky_relu(0.2)).kernel(images)
-    assert infinite_kernel._pairs._cache_size() == before
+    assert infinite_kernel._kernels_of_pairs._cache_size() == before
 
 
 # ----------------------------------------------------------------------------------- bad input

@@ -96,7 +96,7 @@ def test_seeds_have_their_mean_and_standard_error():
 
 
 def test_labels_keep_apart_and_inside():
-    places = plots._spread([0.3, 0.3, 0.31, 0.02, 1.0, 1.0], 0, 1, 0.05)
+    places = plots._spread_labels([0.3, 0.3, 0.31, 0.02, 1.0, 1.0], 0, 1, 0.05)
     gaps = np.diff(np.sort(places))
     assert gaps.min() > 0.05 - 1e-12 and places.min() >= 0 and places.max() <= 1
 
@@ -145,6 +145,6 @@ def test_networks_below_the_edge_are_triangles():
 def test_a_picture_of_a_command_needs_no_window_and_leaves_no_figure_open(tmp_path):
     plt, backend = plots.pyplot(), matplotlib.get_backend()
     open_before = plt.get_fignums()
-    report.picture(tmp_path / "a.png", (4, 3), lambda f: plots.losses(HISTORY, f.subplots(2)))
+    report.save_figure(tmp_path / "a.png", (4, 3), lambda f: plots.losses(HISTORY, f.subplots(2)))
     assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"
     assert plt.get_fignums() == open_before and matplotlib.get_backend() == backend

@@ -158,7 +158,7 @@ def test_problems_side_by_side_are_as_they_were_alone(solver):
     ]
     alone = jax.jit(bilevel.hypergradient(small.problem, solver, diagnostics=False))
     separate = [alone(*copy.args) for copy in copies]
-    together = bilevel.side_by_side(small.problem)
+    together = bilevel.stack_problems(small.problem)
     stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *(copy.args for copy in copies))
     result = jax.jit(bilevel.hypergradient(together, solver, diagnostics=False))(*stacked)
     # Truth: each by itself.

@@ -17,7 +17,7 @@ import pytest
 
 from bilevel.cli import main
 from bilevel.internal import processes
-from bilevel.runs.fingerprint import _sum, fingerprint
+from bilevel.runs.fingerprint import _sum_of_entries, fingerprint
 
 PROBLEM = """
 import contextlib, json, os, signal, sys, warnings
@@ -135,7 +135,7 @@ found = weights_of_rows(data, alpha, 6, checkpoint=rows, resume=True).alpha
 answers["rows again"] = np.asarray([s.data for s in found.addressable_shards]).tolist()
 
 # What goes wrong in one of them alone.
-write = bilevel.runs.records.write
+write = bilevel.runs.records.write_arrays
 
 
 def full(path, *args):
@@ -144,11 +144,11 @@ def full(path, *args):
     write(path, *args)
 
 
-bilevel.runs.records.write = full
+bilevel.runs.records.write_arrays = full
 with warnings.catch_warnings(record=True) as said:
     warnings.simplefilter("always")
     found = weights_of_rows(data, alpha, 6, checkpoint=folder + "/full").alpha
-bilevel.runs.records.write = write
+bilevel.runs.records.write_arrays = write
 # Now: the first deletes old steps of a search that both of them have left behind by then.
 answers["files"] = sorted(os.listdir(rows))
 answers["full"] = [str(s.message).partition(":")[0] for s in said], found.sharding == alpha.sharding
@@ -368,20 +368,20 @@ def test_a_fingerprint_does_not_depend_on_how_an_array_is_cut(shape, dtype):
     x = np.random.default_rng(0).normal(size=shape)
     x = x > 0 if dtype is bool else (10 * x).astype(dtype)
     everything = (slice(None),) * x.ndim
-    whole = _sum([(x, everything)], shape)
+    whole = _sum_of_entries([(x, everything)], shape)
     for axis, n in enumerate(shape):
         cuts = [
             (*everything[:axis], cut, *everything[axis + 1 :])
             for cut in (slice(0, n // 2), slice(n // 2, n))
         ]
-        assert _sum([(x[cut], cut) for cut in cuts], shape) == whole
+        assert _sum_of_entries([(x[cut], cut) for cut in cuts], shape) == whole
     # Every entry counts, and its place.
     third = np.arange(x.size).reshape(shape) == 3
     for change in (np.roll(x, 1), np.where(third, (x == 0).astype(dtype), x)):
-        assert (_sum([(change, everything)], shape) != whole) == (change != x).any()
+        assert (_sum_of_entries([(change, everything)], shape) != whole) == (change != x).any()
 
 
 def test_one_process_agrees_with_itself():
-    assert processes.first() and not processes.several()
-    assert processes.anyone(True) and not processes.anyone(None)
-    assert processes.total(2**64 - 5) == 2**64 - 5 and processes.of_first(7) == 7
+    assert processes.is_first_process() and not processes.is_multiprocess()
+    assert processes.any_process(True) and not processes.any_process(None)
+    assert processes.sum_across(2**64 - 5) == 2**64 - 5 and processes.broadcast_first(7) == 7

@@ -167,7 +167,7 @@ def test_side_by_side_copies_search_as_they_would_alone():
     starts = jnp.stack([UNIFORM, jnp.array([0.6, 0.2, 0.2])])
     twice = jax.tree.map(lambda x: jnp.stack([x, x]), (W0, TRAIN, VALID))
     both = bilevel.search(
-        bilevel.side_by_side(PROBLEM), MOMENTUM, SIMPLEX, starts, *twice, steps=5, progress=False
+        bilevel.stack_problems(PROBLEM), MOMENTUM, SIMPLEX, starts, *twice, steps=5, progress=False
     )
     args = (PROBLEM, MOMENTUM, SIMPLEX, starts[1], W0, TRAIN, VALID)
     alone = bilevel.search(*args, steps=5, progress=False)

@@ -132,7 +132,7 @@ def copies(mesh):
     xs, ys = rng.normal(size=(8, n, p)), rng.normal(size=(8, n))
     many, w = jnp.zeros((8, p)), {"a": jnp.zeros((8, p))}
     init, step = bilevel.descent(
-        bilevel.side_by_side(problem), bilevel.unrolled(0.1, 5), optax.adam(0.1)
+        bilevel.stack_problems(problem), bilevel.unrolled(0.1, 5), optax.adam(0.1)
     )
     one = jax.jit(step)(init(many, w), ((xs, ys), (xs, ys)))[0]
     there = placed(mesh, (P("d"), P("d")), xs, ys)

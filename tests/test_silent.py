@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import bilevel
-from bilevel.problem.structure import entering
+from bilevel.problem.structure import leaves_used_by
 from bilevel.solvers import report_of
 
 
@@ -298,7 +298,7 @@ def test_the_program_is_read_once_for_all_leaves():
         return jnp.where(w > 0, first, second)
 
     alpha = [jnp.asarray(float(i)) for i in range(12)]
-    assert entering(loss, jnp.asarray(1.0), alpha, None) == [bool(m) for m in masks]
+    assert leaves_used_by(loss, jnp.asarray(1.0), alpha, None) == [bool(m) for m in masks]
 
 
 # ------------------------------------------------------------------------- predicted changes

@@ -9,7 +9,7 @@ import pytest
 from problems import soft, soft_problem
 
 import bilevel
-from bilevel.solvers.inverses import conjugate_gradients
+from bilevel.solvers.inverses import solve_conjugate_gradients
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
@@ -33,7 +33,7 @@ def test_a_tiny_curvature_is_trusted_where_it_is_known_and_not_where_it_is_round
         def hvp(v):
             return x.T @ (x @ v) + penalty * v
 
-        return conjugate_gradients(hvp, b, None, steps=100, threshold=jnp.float32(1e-6)).x
+        return solve_conjugate_gradients(hvp, b, None, steps=100, threshold=jnp.float32(1e-6)).x
 
     exact = np.linalg.solve(x.T.astype(float) @ x + 1e-8 * np.eye(12), np.asarray(b, float))
     off = np.linalg.norm(np.asarray(solve(np.float32(1e-8)), float) - exact)
@@ -44,7 +44,7 @@ def test_a_tiny_curvature_is_trusted_where_it_is_known_and_not_where_it_is_round
 def test_a_singular_system_out_of_its_range_has_a_bounded_answer():
     """As in implicit differentiation of a network: b has a part that no x can give."""
     solve = jax.jit(
-        lambda x, b: conjugate_gradients(
+        lambda x, b: solve_conjugate_gradients(
             lambda v: x.T @ (x @ v), b, None, steps=100, threshold=jnp.float32(1e-6)
         )
     )

@@ -199,9 +199,9 @@ def test_labels_in_a_column_are_refused():
     with pytest.raises(ValueError, match=r"labels: expected one a row, shape \[n\], got shape"):
         sign_labels(column, 3)
     with pytest.raises(ValueError, match=r"labels: expected one a row, shape \(6,\), got shape"):
-        wrong_rows(targets.predict, jax.nn.one_hot(LABELS, 3), column)
+        wrong_rows(targets.predict_labels, jax.nn.one_hot(LABELS, 3), column)
     with pytest.raises(ValueError, match=r"f: expected outputs \[n\], or \[n, classes\]"):
-        targets.predict(jnp.ones((3, 1)))
+        targets.predict_labels(jnp.ones((3, 1)))
     part = X, np.asarray(column)
     with pytest.raises(ValueError, match=r"train: expected rows with a label each, got 6 rows and"):
         fourier_selection(KEY, part, part, part, dimension=8)

@@ -206,7 +206,7 @@ def test_crowded_eigenvalues_take_a_bounded_number_of_solves(kind, monkeypatch):
     monkeypatch.setattr(spectrum, "_cholesky_solver", counting)
     n = 300
     K = planted(crowded(kind, np.random.default_rng(0), n) / 2**38)
-    traced_anew = jax.jit(lambda K: spectrum._vector.__wrapped__(K))
+    traced_anew = jax.jit(lambda K: spectrum._smallest_eigenvector.__wrapped__(K))
     jax.block_until_ready(traced_anew(jnp.asarray(K)))
     jax.effects_barrier()
     assert 48 <= len(solves) <= 500
@@ -461,14 +461,14 @@ def test_the_certificate_of_a_network_knows_its_kernels_error():
 def test_sizes_a_little_apart_share_a_program():
     values = np.linspace(1, 3, 130)
     ntk.min_eigenvalue(planted(values))
-    before = spectrum._vector._cache_size()
+    before = spectrum._smallest_eigenvector._cache_size()
     for n in (129, 150, 192):
         found = smallest_eigenpair(planted(np.linspace(0.5, 3, n)))
         np.testing.assert_allclose(found.value, 0.5, rtol=1e-12)
         assert found.vector.shape == (n,) and found.residual < 1e-11
         singular = smallest_eigenpair(planted(np.linspace(-1, 0, n)))  # nothing above what is added
         np.testing.assert_allclose(singular.value, -1, rtol=1e-12)
-    assert spectrum._vector._cache_size() == before
+    assert spectrum._smallest_eigenvector._cache_size() == before
 
 
 def test_out_of_cells_the_lower_bound_is_raised_to_what_those_left_over_prove():

@@ -15,12 +15,12 @@ import pytest
 from helpers import assert_close, tolerance
 
 import bilevel
-from bilevel.contracts import Turn
+from bilevel.contracts import BatchIndices
 from bilevel.outer_loop import search as _search
 from bilevel.stochastic import _steps as steps
-from bilevel.stochastic import blocks, full_direction, turns
+from bilevel.stochastic import draw_batch_schedule, full_direction, make_batched_data
 from bilevel.stochastic._oracles import (
-    Point,
+    Iterate,
     directions,
     lower_oracle,
     outer_oracle,
@@ -63,7 +63,9 @@ METHODS = {
 
 
 def cut(partition=PARTITION):
-    return blocks("train", TRAIN, partition), blocks("valid", VALID, partition)
+    return make_batched_data("train", TRAIN, partition), make_batched_data(
+        "valid", VALID, partition
+    )
 
 
 def solution(alpha):
@@ -126,7 +128,7 @@ def walk(method, order, steps, *, at=None, begun=None, move=0.0, partition=PARTI
 
 def order_of(steps, method=METHODS["saba"], partition=PARTITION, key=3):
     train, valid = cut(partition)
-    return turns(jax.random.key(key), (train.count, valid.count), steps, method.draws)
+    return draw_batch_schedule(jax.random.key(key), (train.count, valid.count), steps, method.draws)
 
 
 # ---------------------------------------------------------------------- batches and estimates
@@ -134,7 +136,7 @@ def order_of(steps, method=METHODS["saba"], partition=PARTITION, key=3):
 
 def test_estimates_are_unbiased_with_a_shorter_last_batch():
     """Test 1. Truth: the same oracles on all rows."""
-    point = Point(W, 1 + W, ALPHA)
+    point = Iterate(W, 1 + W, ALPHA)
     for side, data, oracle in zip(cut(), (TRAIN, VALID), (lower_oracle, outer_oracle), strict=True):
         exact, _ = oracle(PROBLEM, point)(data, 1)
         each = jax.jit(lambda side, oracle=oracle: side.table(oracle(PROBLEM, point)))(side)
@@ -154,7 +156,9 @@ def test_a_pass_takes_wide_batches_that_a_processors_cache_holds(columns, wide, 
 
     def shapes(together):
         seen.clear()
-        jax.eval_shape(lambda x: blocks("rows", x, bilevel.partition(16)).mean(oracle), rows)
+        jax.eval_shape(
+            lambda x: make_batched_data("rows", x, bilevel.partition(16)).mean(oracle), rows
+        )
         whole, rest = divmod(16 * 40 + 3, 16 * together)
         assert whole > 1 and seen == {16 * together, rest}
 
@@ -164,22 +168,22 @@ def test_a_pass_takes_wide_batches_that_a_processors_cache_holds(columns, wide, 
 
 
 def test_an_epoch_takes_each_batch_once_and_longer_searches_begin_alike():
-    order = turns(jax.random.key(0), (5, 3), 15, (2, 1))
+    order = draw_batch_schedule(jax.random.key(0), (5, 3), 15, (2, 1))
     assert order.train.shape == (31,) and order.valid.shape == (16,)
     for epoch in order.train[:30].reshape(6, 5).tolist():
         assert sorted(epoch) == list(range(5))
     for epoch in order.valid[:15].reshape(5, 3).tolist():
         assert sorted(epoch) == list(range(3))
     assert len({tuple(e) for e in order.train[:30].reshape(6, 5).tolist()}) > 1
-    longer = turns(jax.random.key(0), (5, 3), 150, (2, 1))
+    longer = draw_batch_schedule(jax.random.key(0), (5, 3), 150, (2, 1))
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b[: len(a)]), order, longer)
-    coins = turns(jax.random.key(0), (5, 3), 20_000, (1, 1)).coins
+    coins = draw_batch_schedule(jax.random.key(0), (5, 3), 20_000, (1, 1)).coins
     assert abs(np.mean(coins < 0.2) - 0.2) < 4 * np.sqrt(0.16 / 20_000)
 
 
 def test_every_order_of_a_few_batches_is_as_likely_and_very_many_are_shuffled_too():
     """Truth: each of the six orders of three batches a sixth of the time."""
-    order = turns(jax.random.key(1), (3, 2**16 + 1), 2**16, (1, 1))
+    order = draw_batch_schedule(jax.random.key(1), (3, 2**16 + 1), 2**16, (1, 1))
     epochs = np.asarray(order.train[: 3 * 20_000]).reshape(-1, 3)
     counts = np.unique(epochs @ [9, 3, 1], return_counts=True)[1]
     assert len(counts) == 6 and np.abs(counts / 20_000 - 1 / 6).max() < 0.012
@@ -245,7 +249,7 @@ def test_page_adds_differences_and_its_coin_takes_everything():
     """Test 6. Truth: the differences, added up one by one."""
     order, train, valid = order_of(12), *cut()
     found, visited = walk(bilevel.spaba(0.1, probability=0.0), order, 12, move=0.05)
-    points = [Point(w, v, alpha) for alpha, w, v in zip(*visited, strict=True)]
+    points = [Iterate(w, v, alpha) for alpha, w, v in zip(*visited, strict=True)]
 
     @jax.jit
     def single(point, i, j):
@@ -273,7 +277,7 @@ def first_order(method, steps):
     """The direction at a frozen alpha, all rows at every step."""
     found = search(method, optax.sgd(0.0), steps=steps, history=())
     state = found.state
-    turn = Turn(jnp.asarray(steps), *(jnp.zeros(1, int),) * 2, *(jnp.zeros((), int),) * 3)
+    turn = BatchIndices(jnp.asarray(steps), *(jnp.zeros(1, int),) * 2, *(jnp.zeros((), int),) * 3)
     args = PROBLEM, state.alpha, state.w, state.solver, turn
     return method.step(*args, *cut(None))[0]
 
@@ -294,7 +298,7 @@ def test_f2sas_penalty_grows_with_the_seventh_root():
     state = method.init(PROBLEM, ALPHA, W, None, *cut(None))._replace(y=W + 1)
 
     def direction(number):
-        turn = Turn(jnp.asarray(number), ids, ids, zero, zero, zero)
+        turn = BatchIndices(jnp.asarray(number), ids, ids, zero, zero, zero)
         return method.step(PROBLEM, ALPHA, W, state, turn, *cut(None))[0]
 
     fixed = jax.grad(outer, 1)(W + 1, ALPHA, VALID)
@@ -385,9 +389,13 @@ def test_reading_rows_ahead_changes_nothing():
         lambda w, a, b: 0.5 * jnp.mean((b[0] @ w - b[1] @ a - b[2]) ** 2) + 0.25 * jnp.sum(w**2),
         lambda w, a, b: 0.5 * jnp.mean((b[0] @ w + b[1] @ a - b[2]) ** 2) + 0.25 * jnp.sum(a**2),
     )
-    train, valid = (blocks(side, rows, bilevel.partition(2)) for side in ("train", "valid"))
+    train, valid = (
+        make_batched_data(side, rows, bilevel.partition(2)) for side in ("train", "valid")
+    )
     ids = [jnp.array([1, 1, 0, 3, 1, 0, 2, 3, 3, 2]), jnp.array([0, 2, 2, 1, 0, 0, 3, 3, 0, 2])]
-    order = turns(jax.random.key(0), (4, 4), 9, (1, 1))._replace(train=ids[0], valid=ids[1])
+    order = draw_batch_schedule(jax.random.key(0), (4, 4), 9, (1, 1))._replace(
+        train=ids[0], valid=ids[1]
+    )
     start, method = (jnp.ones(3), jnp.zeros(2)), bilevel.saba(0.25)
 
     @jax.jit
@@ -405,7 +413,7 @@ def test_reading_rows_ahead_changes_nothing():
     def naive(train, valid):
         def body(carry, number):
             alpha, w, v, tables, means = carry
-            point = Point(w, v, alpha)
+            point = Iterate(w, v, alpha)
             estimates, kept, averages = [], [], []
             sides = (train, lower_oracle, ids[0]), (valid, outer_oracle, ids[1])
             for (side, oracle, which), table, average in zip(sides, tables, means, strict=True):
@@ -426,7 +434,7 @@ def test_reading_rows_ahead_changes_nothing():
             carry = alpha - 0.25 * step.alpha, w, v, tuple(kept), tuple(averages)
             return carry, (step.alpha, w, v)
 
-        point = Point(start[1], jnp.zeros(2), start[0])
+        point = Iterate(start[1], jnp.zeros(2), start[0])
         oracles = (train, lower_oracle(problem, point)), (valid, outer_oracle(problem, point))
         tables = tuple(optax.tree.zeros_like(side.table(oracle)) for side, oracle in oracles)
         means = tuple(jax.tree.map(lambda t: t[0], table) for table in tables)
@@ -602,7 +610,7 @@ def test_the_estimate_at_the_end_is_near_the_truth_for_a_logistic_regression():
         w = w - np.linalg.solve(hessian, -x.T @ (y * p) / len(x) + penalty * w)
     outer_slope = -valid[0].T @ (valid[1] / (1 + np.exp(valid[1] * (valid[0] @ w)))) / 1500
     exact = -penalty * w * np.linalg.solve(hessian, outer_slope)
-    sides = (blocks("", side, bilevel.partition(64)) for side in data)
+    sides = (make_batched_data("", side, bilevel.partition(64)) for side in data)
     direction = full_direction(problem, found.w, found.state.solver.v, found.alpha, *sides)
     error = np.linalg.norm(direction - exact)
     assert error > 1e-3 * np.linalg.norm(exact)

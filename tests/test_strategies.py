@@ -195,7 +195,7 @@ def test_gaea_on_training_rows_moves_both_on_one_batch_and_joint_does_not():
     assert_close(*losses(single), f32=1e-6)
     below, above = losses(strategies.joint(SPACE, **still))
     assert np.abs(below - above).max() > 1e-3
-    copies = strategies.side_by_side(single, 2)
+    copies = strategies.stack_strategies(single, 2)
     rows = jax.tree.map(lambda a: jnp.stack([a, a]), ROWS[0])
     below, above = copies.batches(KEY, rows, rows)
     assert below[0].shape == (2, 3, 3)
@@ -223,7 +223,7 @@ def test_copies_side_by_side_are_searches_of_their_own():
     w = jax.tree.map(lambda a: jnp.stack([a, 2 * a]), W0)
     alpha = jax.tree.map(lambda a: jnp.stack([a] * copies), SPACE.start())
     plan = strategies.darts(SPACE, order=2, **WITH_ALPHA)
-    both = strategies.side_by_side(plan, copies)._replace(batches=lambda key, data: data)
+    both = strategies.stack_strategies(plan, copies)._replace(batches=lambda key, data: data)
     found = strategies.run(both, alpha, w, *data, steps=2, key=KEY, progress=False)
     alone = plan._replace(batches=lambda key, data: data)
     for i in range(copies):

@@ -11,7 +11,7 @@ from problems import case
 import bilevel
 from bilevel.internal import memory
 from bilevel.solvers._optimizer import with_limits
-from ntk.internal.jaxprs import programs
+from ntk.internal.jaxprs import inner_jaxprs
 
 EPS = 1e-2  # large, so that a difference quotient much finer than it can be formed
 STEPS = 6  # RAdam changes its formula at the fifth
@@ -224,7 +224,7 @@ def test_trajectories_run_twice_if_they_exceed_a_share_of_the_memory(
 ):
     """Loops inside loops: one level keeps every step, two levels one in sqrt(steps)."""
     size = 2**20 // 8 // 64 // 2  # with the gradient, 64 steps fill an eighth of 8 MiB
-    monkeypatch.setattr(memory, "total", lambda: 8 * megabytes * 2**20)
+    monkeypatch.setattr(memory, "total_memory", lambda: 8 * megabytes * 2**20)
     solver = bilevel.unrolled(0.1, steps)
 
     def value(alpha):
@@ -235,7 +235,9 @@ def test_trajectories_run_twice_if_they_exceed_a_share_of_the_memory(
 
     def depth(jaxpr):
         inner = [
-            depth(p.jaxpr) + (e.primitive.name == "scan") for e in jaxpr.eqns for p in programs(e)
+            depth(p.jaxpr) + (e.primitive.name == "scan")
+            for e in jaxpr.eqns
+            for p in inner_jaxprs(e)
         ]
         return max(inner, default=0)
 

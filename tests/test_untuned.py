@@ -11,7 +11,7 @@ from helpers import assert_close
 from problems import quadratics
 
 import bilevel
-from bilevel.stochastic import Blocks, _metric, blocks
+from bilevel.stochastic import BatchedData, _metric, make_batched_data
 
 N, P, Q = 512, 12, 4
 PARTITION = bilevel.partition(32)
@@ -55,7 +55,7 @@ def found(condition, monkeypatch, small=False):
     monkeypatch.setattr(_metric, "_LEAST", N)  # all batches are the sample
     if small:
         know_only_leading(monkeypatch, spare=4)
-    data = blocks("train", train, PARTITION)
+    data = make_batched_data("train", train, PARTITION)
     at = problem, jnp.zeros(P), jnp.zeros(Q)
 
     @jax.jit
@@ -97,7 +97,7 @@ def test_a_large_problems_metric_knows_the_leading_directions(monkeypatch):
 def lengths(numbers, alpha):
     """Of the metric after a step of each number, ``alpha`` having been 0; negative: not renewed."""
     problem, train, _, _ = family(10)
-    data = blocks("train", train, PARTITION)
+    data = make_batched_data("train", train, PARTITION)
     empty = _metric.unmeasured(problem, jnp.zeros(P), jnp.zeros(Q), data)
     old = empty._replace(length=jnp.full((), -1.0))
 
@@ -263,7 +263,7 @@ def test_alphas_unit_is_how_long_directions_take_to_become_exact():
 
     Truth: an epoch of the longer side; steps from one full pass to the next.
     """
-    few, many = (Blocks((), 1, count, 0) for count in (16, 10_000))
+    few, many = (BatchedData((), 1, count, 0) for count in (16, 10_000))
     assert bilevel.saba().memory(few, many) == 10_000
     np.testing.assert_allclose(bilevel.spaba().memory(few, few), 17)
     np.testing.assert_allclose(bilevel.spaba().memory(few, many), 10_024 / 8)

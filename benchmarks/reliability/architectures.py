@@ -153,14 +153,14 @@ def skip_space(rng, dtype) -> Case:
     return Case(call, arguments, check, kinds, ("alpha", "x"))
 
 
-@generates("bilevel.spaces.targets.sign_labels", "bilevel.spaces.targets.predict")
+@generates("bilevel.spaces.targets.sign_labels", "bilevel.spaces.targets.predict_labels")
 def sign_labels(rng, dtype) -> Case:
     classes = int(rng.choice([2, 4]))
     labels = jnp.asarray(rng.integers(0, classes, 5).astype(np.int32))
 
     def call(labels, classes):
         signs = targets.sign_labels(labels, classes)
-        return signs, targets.predict(signs)
+        return signs, targets.predict_labels(signs)
 
     check = lambda r: first(
         near("again", r[1], labels, 0), near("size", abs(r[0]), np.ones(r[0].shape), 0)
@@ -183,7 +183,7 @@ def like_outputs(rng, dtype) -> Case:
     return Case(lambda y: targets.like_outputs(f, y), {"y": y}, check, {"y": "array"})
 
 
-@generates("bilevel.nets.training.train", "bilevel.internal.rows.row_count")
+@generates("bilevel.nets.training.train", "bilevel.internal.rows.check_batch_size")
 def train(rng, dtype) -> Case:
     n, epochs, batch = int(rng.choice([4, 7])), int(rng.choice([1, 3])), int(rng.choice([1, 2]))
     x = jnp.asarray(rng.normal(size=n), dtype)
@@ -257,7 +257,7 @@ def _convolved(x, k, stride, dilation, padding, groups):
     return out
 
 
-@generates("bilevel.nets.convolution.convolution")
+@generates("bilevel.nets.convolution.convolve_images")
 def convolve(rng, dtype) -> Case:
     size, stride, dilation = (int(rng.choice(v)) for v in ([1, 3], [1, 2], [1, 2]))
     groups = int(rng.choice([1, 2]))
@@ -277,7 +277,7 @@ def convolve(rng, dtype) -> Case:
     check = lambda r: near("image", r, truth, 200 * eps(dtype))
     fine = ("x: nan", "x: inf") if unseen else ()
     return Case(
-        convolution.convolution,
+        convolution.convolve_images,
         arguments,
         check,
         kinds,
@@ -286,7 +286,7 @@ def convolve(rng, dtype) -> Case:
     )
 
 
-@generates("bilevel.nets.convolution.max_pool", "bilevel.nets.convolution.average_pool")
+@generates("bilevel.nets.convolution.max_pooling", "bilevel.nets.convolution.average_pooling")
 def pools(rng, dtype) -> Case:
     stride = int(rng.choice([1, 2]))
     x = jnp.asarray(rng.normal(size=(2, 6, 6, 1)), dtype)
@@ -300,7 +300,7 @@ def pools(rng, dtype) -> Case:
 
     def call(x, size, stride, padding):
         options = {"stride": stride, "padding": padding}
-        return convolution.max_pool(x, size, **options), convolution.average_pool(
+        return convolution.max_pooling(x, size, **options), convolution.average_pooling(
             x, size, **options
         )
 

@@ -50,7 +50,7 @@ def _kernel(name, x, y, gamma):
     "bilevel.spaces.features.fourier_features",
     "bilevel.spaces.features.fourier_config",
     "bilevel.spaces.features.from_projection",
-    "bilevel.spaces.features.describe",
+    "bilevel.spaces.features.describe_configuration",
 )
 def fourier_features(rng, dtype) -> Case:
     x = jnp.asarray(rng.normal(size=(3, 2)), dtype)
@@ -64,7 +64,7 @@ def fourier_features(rng, dtype) -> Case:
             return phi
         parts = maps.project(config, x, dimension, start), maps.phases(dimension, start, phi.dtype)
         np.testing.assert_allclose(features.from_projection(config, *parts), phi, atol=1e-3)
-        features.describe(config)
+        features.describe_configuration(config)
         return phi
 
     X = np.asarray(x, np.float64)

@@ -114,7 +114,7 @@ def load(rng, dtype) -> Case:
     return Case(data.load, {"name": "digits", "train_size": size, "test_size": None}, check, kinds)
 
 
-@generates("bilevel.data.split")
+@generates("bilevel.data.stratified_split")
 def split(rng, dtype) -> Case:
     labels = rng.integers(0, int(rng.choice([1, 2, 10])), int(rng.choice([3, 50])))
     n = len(labels)
@@ -134,7 +134,7 @@ def split(rng, dtype) -> Case:
     arguments = {"key": jax.random.key(int(rng.integers(9))), "labels": labels, "sizes": sizes}
     fine = ("labels: nan", "labels: inf", "labels: complex", "labels: a scalar")
     kinds = {"key": "key", "sizes": "sequence"}
-    return Case(data.split, arguments, check, kinds, fine=fine)
+    return Case(data.stratified_split, arguments, check, kinds, fine=fine)
 
 
 # ----------------------------------------------------------------------------- checkpoints

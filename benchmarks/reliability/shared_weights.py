@@ -9,7 +9,7 @@ from bilevel import diagnostics, strategies
 from bilevel.nets import evaluation, images
 from bilevel.spaces import Space, on_simplices
 from bilevel.spaces.space import distinct
-from bilevel.spaces.targets import cross_entropy, mixture_and_penalty
+from bilevel.spaces.targets import cross_entropy_problem, mixture_and_penalty
 from reliability.case import Case, eps, first, near, that
 from reliability.registry import generates
 from reliability.simplices import point
@@ -127,7 +127,7 @@ _OF_OPTAX = ("zero", "negative", "nan", "inf", "none", "a text", "a function")
 @generates(
     "bilevel.strategies.weight_sharing",
     "bilevel.strategies.best_drawn",
-    "bilevel.strategies.side_by_side",
+    "bilevel.strategies.stack_strategies",
     "bilevel.strategies.darts_sgd",
 )
 def shared(rng, dtype) -> Case:
@@ -140,7 +140,7 @@ def shared(rng, dtype) -> Case:
         space = _space()
         weights = strategies.darts_sgd(0.1)
         plan = strategies.weight_sharing(space, weights=weights, batch_size=batch_size)
-        strategies.side_by_side(plan, copies)
+        strategies.stack_strategies(plan, copies)
         sizes = {"samples": samples, "batch_size": batch_size}
         return strategies.best_drawn(KEY, space, w, (x, y), **sizes)
 
@@ -157,7 +157,7 @@ def shared(rng, dtype) -> Case:
 
 @generates(
     "bilevel.discretize.diagnostics.alpha_curvature",
-    "bilevel.discretize.diagnostics.tangent",
+    "bilevel.discretize.diagnostics.simplex_tangent",
     "bilevel.discretize.diagnostics.simplices",
 )
 def curvature(rng, dtype) -> Case:
@@ -227,7 +227,7 @@ def unit_images(rng, dtype) -> Case:
 
 
 @generates(
-    "bilevel.spaces.targets.cross_entropy",
+    "bilevel.spaces.targets.cross_entropy_problem",
     "bilevel.spaces.targets.label_losses",
     "bilevel.spaces.targets.mixture_and_penalty",
 )
@@ -238,7 +238,7 @@ def cross(rng, dtype) -> Case:
     def call(w):
         fields = mixture_and_penalty(NAMES)
         weight = fields["start"]()["mixture"].sum()
-        problem = cross_entropy(lambda w, alpha, x: x @ w)
+        problem = cross_entropy_problem(lambda w, alpha, x: x @ w)
         return weight * problem.lower(w, None, (jnp.eye(3, dtype=w.dtype), jnp.asarray(labels)))
 
     f = np.asarray(w, np.float64)
@@ -247,13 +247,13 @@ def cross(rng, dtype) -> Case:
     return Case(call, {"w": w}, check, {"w": "values"}, ("w",))
 
 
-@generates("bilevel.data.samples")
+@generates("bilevel.data.draw_splits")
 def samples(rng, dtype) -> Case:
     """Parts of the sizes asked for, no row twice, the same for the same key."""
     sizes = [int(n) for n in rng.integers(1, 300, 3)]
     call = lambda name, keys, train, valid, test: [
         (jnp.asarray(x), jnp.asarray(y))
-        for x, y in bilevel.data.samples(name, keys, train=train, valid=valid, test=test)[0]
+        for x, y in bilevel.data.draw_splits(name, keys, train=train, valid=valid, test=test)[0]
     ]
 
     def check(parts):

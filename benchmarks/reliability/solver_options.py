@@ -171,14 +171,14 @@ def problem(rng, dtype) -> Case:
     )
 
 
-@generates("bilevel.side_by_side")
+@generates("bilevel.stack_problems")
 def side_by_side(rng, dtype) -> Case:
     made = [Ridge(np.random.default_rng(int(rng.integers(4)) + 10 * i), dtype) for i in range(2)]
     if made[0].arguments["alpha"].shape != made[1].arguments["alpha"].shape:
         made[1] = made[0]
     alone = [r.arguments for r in made]
     both = jax.tree.map(lambda *x: jnp.stack(x), *alone)
-    call = lambda w0, alpha, train: jax.value_and_grad(bilevel.side_by_side(PROBLEM).lower, 1)(
+    call = lambda w0, alpha, train: jax.value_and_grad(bilevel.stack_problems(PROBLEM).lower, 1)(
         w0, alpha, train
     )
     each = [jax.value_and_grad(lower, 1)(a["w0"], a["alpha"], a["train"]) for a in alone]

@@ -20,7 +20,7 @@ Reference: Khodak, Li, Roberts, Balcan & Talwalkar (2020), "A Simple Setting for
 Neural Architecture Search with Weight-Sharing", section 2 and Appendix B.
 """
 
-from bilevel.baselines._recorder import Recording
+from bilevel.baselines._recorder import RunOptions
 from bilevel.baselines.exponentiated import exponentiated_gradient
 from bilevel.baselines.halving import hyperband, successive_halving
 from bilevel.baselines.random_search import random_search
@@ -30,7 +30,7 @@ from bilevel.contracts import Evaluation, Selection, Shared
 
 __all__ = [
     "Evaluation",
-    "Recording",
+    "RunOptions",
     "Selection",
     "Shared",
     "Trace",

@@ -12,13 +12,13 @@ import numpy as np
 
 from bilevel.baselines.trace import Trace
 from bilevel.contracts import Evaluation, Selection, Shared
-from bilevel.internal.checks import prng_key, whole
+from bilevel.internal.checks import integer, prng_key
 from bilevel.runs import journal
 from bilevel.runs.fingerprint import digest, fingerprint
 from bilevel.runs.progress import progress_bar
 
 
-class Recording(TypedDict, total=False):
+class RunOptions(TypedDict, total=False):
     """Keywords that every method takes besides its own."""
 
     oracle: bool | None
@@ -38,7 +38,7 @@ class Recording(TypedDict, total=False):
     notebook."""
 
 
-class _Row(NamedTuple):
+class _SolveRecord(NamedTuple):
     round: int
     resource: int
     seconds: float
@@ -77,7 +77,7 @@ class Recorder:
         self.configs = tuple(configs)
         if not self.configs:
             raise ValueError("configs: expected at least one configuration, got none.")
-        budget = whole("budget", budget, 1)
+        budget = integer("budget", budget, 1)
         selection = isinstance(problem, Selection)
         self._evaluate: Any = problem.evaluate if selection else problem
         self._share: Any = problem.share if selection else None
@@ -89,7 +89,7 @@ class Recorder:
         self.draws, self._oracle_key = jax.random.split(jax.random.fold_in(key, 0))
         self._oracle = selection if oracle is None else oracle
         self._path, self._resume, self._progress = journal, resume, progress
-        self._rows: list[_Row] = []
+        self._rows: list[_SolveRecord] = []
         self._tests: dict[int, float] = {}  # of models trained alone at the full budget
         self._leader: tuple[int, float, int] | None = None  # (-resource, error, index)
         self._stopped = ""
@@ -134,7 +134,7 @@ class Recorder:
             self._leader = rank
         _, valid, incumbent = self._leader or (0, math.nan, -1)
         solved = (round, resource, record["seconds"], np.array([index]), np.array([error]))
-        self._append(_Row(*solved, incumbent, valid, math.nan))
+        self._append(_SolveRecord(*solved, incumbent, valid, math.nan))
         return error
 
     def share(
@@ -162,7 +162,7 @@ class Recorder:
 
     def note(self, incumbent: int, valid: float) -> None:
         """Close a shared solve's row with the method's choice after it."""
-        self._append(_Row(*self._pending, int(incumbent), float(valid), math.nan))
+        self._append(_SolveRecord(*self._pending, int(incumbent), float(valid), math.nan))
 
     def trace(self) -> Trace:
         """The rows so far, in columns."""
@@ -175,7 +175,7 @@ class Recorder:
                 "problem: expected a finite validation error, "
                 f"got none in {len(self._rows)} solves."
             )
-        columns = list(zip(*self._rows, strict=True)) or [()] * len(_Row._fields)
+        columns = list(zip(*self._rows, strict=True)) or [()] * len(_SolveRecord._fields)
         rounds, resources, seconds, candidates, errors, incumbents, valid, test = columns
         return Trace(
             self.configs,
@@ -207,7 +207,7 @@ class Recorder:
 
         return self._journal.once(f"solve {self._number}", timed)
 
-    def _append(self, row: _Row) -> None:
+    def _append(self, row: _SolveRecord) -> None:
         # First without the oracle's word, which may take long: Ctrl-C loses no solve.
         self._rows.append(row)
         if row.incumbent >= 0:

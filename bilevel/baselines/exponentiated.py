@@ -20,10 +20,10 @@ import chex
 import numpy as np
 from scipy.special import logsumexp
 
-from bilevel.baselines._recorder import Recorder, Recording
+from bilevel.baselines._recorder import Recorder, RunOptions
 from bilevel.baselines.trace import Trace
 from bilevel.contracts import Shared
-from bilevel.internal.checks import between, whole
+from bilevel.internal.checks import check_in_range, integer
 
 
 def exponentiated_gradient(
@@ -35,7 +35,7 @@ def exponentiated_gradient(
     rounds: int = 5,
     rate: float = 5.0,
     baseline: bool = False,
-    **recording: Unpack[Recording],
+    **recording: Unpack[RunOptions],
 ) -> Trace:
     """Exponentiated gradient on a distribution over configurations, one shared solve a step.
 
@@ -91,8 +91,8 @@ def exponentiated_gradient(
     log = Recorder(
         "exponentiated_gradient", key, configs, problem, budget, options, shares=True, **recording
     )
-    rounds = whole("rounds", rounds, 1)
-    between("rate", rate, 0, np.inf)
+    rounds = integer("rounds", rounds, 1)
+    check_in_range("rate", rate, 0, np.inf)
     n = len(log.configs)
     everyone, log_theta = np.arange(n), np.full(n, -np.log(n))
     latest = np.full(n, np.nan)  # last error of each configuration
@@ -102,16 +102,16 @@ def exponentiated_gradient(
         for round in range(calls):
             shared = log.share(round, everyone, np.exp(log_theta), log.budget)
             offset = float(np.mean(means)) if baseline and means else 0.0
-            log_theta = log_theta - rate * _gradient(log_theta, shared, offset)
+            log_theta = log_theta - rate * _estimate_gradient(log_theta, shared, offset)
             log_theta = log_theta - logsumexp(log_theta)
-            means.append(_mean(shared))
+            means.append(_mean_error(shared))
             latest = np.where(shared.counts > 0, shared.errors, latest)
             incumbent = int(np.argmax(np.where(np.isnan(latest), -np.inf, log_theta)))
             log.note(incumbent, latest[incumbent])
     return log.trace()
 
 
-def _gradient(log_theta: np.ndarray, shared: Shared, baseline: float) -> np.ndarray:
+def _estimate_gradient(log_theta: np.ndarray, shared: Shared, baseline: float) -> np.ndarray:
     """[n], the estimate g; infinite where a cell that is not empty has NaN for its error."""
     errors, counts = shared
     theta = np.exp(log_theta)
@@ -122,7 +122,7 @@ def _gradient(log_theta: np.ndarray, shared: Shared, baseline: float) -> np.ndar
     return gradient
 
 
-def _mean(shared: Shared) -> float:
+def _mean_error(shared: Shared) -> float:
     """The mean error over all rows whose configuration has one."""
     scored = ~np.isnan(shared.errors)
     return float(np.average(shared.errors[scored], weights=shared.counts[scored]))

@@ -16,10 +16,10 @@ import chex
 import jax
 import numpy as np
 
-from bilevel.baselines._recorder import Recorder, Recording
+from bilevel.baselines._recorder import Recorder, RunOptions
 from bilevel.baselines._schedule import ceil, floor, ranked, resources
 from bilevel.baselines.trace import Trace
-from bilevel.internal.checks import number, whole
+from bilevel.internal.checks import integer, real_number
 
 _Rungs = list[tuple[int, int]]  # (configurations, resource)
 
@@ -32,7 +32,7 @@ def successive_halving(
     *,
     eta: float = 2.0,
     minimum: int = 1,
-    **recording: Unpack[Recording],
+    **recording: Unpack[RunOptions],
 ) -> Trace:
     """Train all configurations on a small resource, the better ``1/eta`` on ``eta`` times as much.
 
@@ -52,7 +52,7 @@ def successive_halving(
         Least resource.
     **recording
         ``oracle``, ``journal``, ``resume``, ``progress``: see
-        :class:`bilevel.baselines.Recording`.
+        :class:`bilevel.baselines.RunOptions`.
 
     Returns
     -------
@@ -97,7 +97,7 @@ def hyperband(
     *,
     eta: float = 3.0,
     minimum: int = 1,
-    **recording: Unpack[Recording],
+    **recording: Unpack[RunOptions],
 ) -> Trace:
     """Races of successive halving, from many short ones to few full ones.
 
@@ -119,7 +119,7 @@ def hyperband(
         r: least resource.
     **recording
         ``oracle``, ``journal``, ``resume``, ``progress``: see
-        :class:`bilevel.baselines.Recording`.
+        :class:`bilevel.baselines.RunOptions`.
 
     Returns
     -------
@@ -175,8 +175,8 @@ def _race(log: Recorder, first: int, candidates: np.ndarray, rungs: _Rungs) -> N
 
 def _levels(budget: int, minimum: int, eta: float) -> int:
     """How often ``budget`` can be divided by ``eta`` without falling under ``minimum``."""
-    if not 1 < number("eta", eta) < math.inf:
+    if not 1 < real_number("eta", eta) < math.inf:
         raise ValueError(f"eta: expected a finite number over 1, got {eta}.")
-    if not whole("minimum", minimum, 1) <= budget:
+    if not integer("minimum", minimum, 1) <= budget:
         raise ValueError(f"minimum: expected 1 to {budget}, got {minimum}.")
     return math.floor(math.log(budget / minimum) / math.log(eta) + 1e-9)

@@ -7,9 +7,9 @@ import chex
 import jax
 import numpy as np
 
-from bilevel.baselines._recorder import Recorder, Recording
+from bilevel.baselines._recorder import Recorder, RunOptions
 from bilevel.baselines.trace import Trace
-from bilevel.internal.checks import whole
+from bilevel.internal.checks import integer
 
 
 def random_search(
@@ -19,7 +19,7 @@ def random_search(
     budget: int,
     *,
     evaluations: int | None = None,
-    **recording: Unpack[Recording],
+    **recording: Unpack[RunOptions],
 ) -> Trace:
     """Train configurations in a random order without replacement; keep the lowest error.
 
@@ -34,7 +34,7 @@ def random_search(
         How many to train; all by default.
     **recording
         ``oracle``, ``journal``, ``resume``, ``progress``: see
-        :class:`bilevel.baselines.Recording`.
+        :class:`bilevel.baselines.RunOptions`.
 
     Returns
     -------
@@ -60,7 +60,7 @@ def random_search(
     options = {"evaluations": evaluations}
     log = Recorder("random_search", key, configs, problem, budget, options, **recording)
     n = len(log.configs)
-    count = n if evaluations is None else whole("evaluations", evaluations, 1)
+    count = n if evaluations is None else integer("evaluations", evaluations, 1)
     if count > n:
         raise ValueError(f"evaluations: expected 1 to {n}, got {evaluations}.")
     order = np.asarray(jax.random.permutation(log.draws, n))[:count]

@@ -21,10 +21,10 @@ from typing import Any, Unpack
 import chex
 import numpy as np
 
-from bilevel.baselines._recorder import Recorder, Recording
+from bilevel.baselines._recorder import Recorder, RunOptions
 from bilevel.baselines._schedule import ranked, resources
 from bilevel.baselines.trace import Trace
-from bilevel.internal.checks import number
+from bilevel.internal.checks import real_number
 
 
 def weight_sharing(
@@ -32,7 +32,7 @@ def weight_sharing(
     configs: Sequence[Any],
     problem: Any,
     budget: int,
-    **recording: Unpack[Recording],
+    **recording: Unpack[RunOptions],
 ) -> Trace:
     """Successive halving by weights that the configurations share: ``ceil(log2 |C|)`` solves.
 
@@ -48,7 +48,7 @@ def weight_sharing(
         Resource of every solve: d, the feature dimension.
     **recording
         ``oracle``, ``journal``, ``resume``, ``progress``: see
-        :class:`bilevel.baselines.Recording`.
+        :class:`bilevel.baselines.RunOptions`.
 
     Returns
     -------
@@ -86,7 +86,7 @@ def fast_weight_sharing(
     budget: int,
     *,
     growth: float = math.sqrt(2),
-    **recording: Unpack[Recording],
+    **recording: Unpack[RunOptions],
 ) -> Trace:
     """Weight sharing with a resource that grows from round to round.
 
@@ -135,7 +135,7 @@ def fast_weight_sharing(
 def _halve(method, key, configs, problem, budget, growth, recording) -> Trace:
     options = {"growth": growth}
     log = Recorder(method, key, configs, problem, budget, options, shares=True, **recording)
-    if not 1 <= number("growth", growth) < math.inf:
+    if not 1 <= real_number("growth", growth) < math.inf:
         raise ValueError(f"growth: expected a finite number of at least 1, got {growth}.")
     survivors = np.arange(len(log.configs))
     rounds = (len(survivors) - 1).bit_length()  # ceil(log2 |C|)

@@ -73,20 +73,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     lost, the sentence says so, and the status is 1.
     """
     with deferred_terminations() as terminated:
-        status = _main(arguments)
+        status = _exit_status(arguments)
     if terminated:
         terminate()
         return 128 + signal.SIGTERM  # the caller handles the signal and has returned
     return status
 
 
-def _main(arguments: Sequence[str] | None) -> int:
+def _exit_status(arguments: Sequence[str] | None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     if hasattr(sys.stdout, "reconfigure"):  # a λ on a terminal of ASCII is no reason to fail
         sys.stdout.reconfigure(errors="replace")
     try:
         with interrupts.heard():
-            _run(arguments)
+            _run_command(arguments)
     except (KeyboardInterrupt, interrupts.Stopped) as stop:
         return _said(str(stop) or "interrupted before the run began", 130)
     except OSError as error:
@@ -116,14 +116,14 @@ def _said(sentence: str, status: int) -> int:
     return status
 
 
-def _run(arguments: Sequence[str]) -> None:
+def _run_command(arguments: Sequence[str]) -> None:
     if _asks_version(arguments):
         print(
             "bilevel {bilevel}, jax {jax}, jaxlib {jaxlib}, Python {python}".format(
                 **invocation.versions()
             )
         )
-    elif (parsed := parse(arguments)) is None:
+    elif (parsed := parse_flags(arguments)) is None:
         _print_devices()
     else:
         config, output = parsed
@@ -133,7 +133,7 @@ def _run(arguments: Sequence[str]) -> None:
         # All mistakes that can be known without JAX are answered by now.
         if output.cache:
             compilation_cache.keep()
-        first = not getattr(config, "distributed", False) or _joined()
+        first = not getattr(config, "distributed", False) or _join_processes()
         module, name = _RUNS[type(config)]
         run = getattr(importlib.import_module(f"bilevel.cli.{module}"), name)
         table = first and not (output.quiet or output.json)
@@ -148,7 +148,7 @@ def _run(arguments: Sequence[str]) -> None:
         if output.json and first:
             from bilevel.cli.runtime import report
 
-            print(report.as_json(result))
+            print(report.dump_without_nan(result))
 
 
 def _asks_version(arguments: Sequence[str]) -> bool:
@@ -174,16 +174,16 @@ def _silent_downloads() -> Iterator[None]:
         pooch.get_logger().removeFilter(warns)
 
 
-def _joined() -> bool:
+def _join_processes() -> bool:
     """Whether this is the first of the processes that run the command, once they have met."""
     from bilevel.cli.runtime import devices
-    from bilevel.internal.processes import first
+    from bilevel.internal.processes import is_first_process
 
     devices.join()
-    return first()
+    return is_first_process()
 
 
-def parse(arguments: Sequence[str]) -> Parsed | None:
+def parse_flags(arguments: Sequence[str]) -> Parsed | None:
     """The flags of the command in ``arguments``, not checked yet; None for ``bilevel version``.
 
     Flags on the line come first, then the sizes of ``--quick``, then ``--config``, then defaults.
@@ -277,7 +277,7 @@ def _parsed(arguments: Sequence[str], defaults: dict[str, commands.Job]) -> Pars
             return app.cli(args=arguments, prog="bilevel", description=__doc__)
         except SystemExit as end:
             if end.code:
-                raise ValueError(_sentence(box.getvalue())) from None
+                raise ValueError(_read_error_box(box.getvalue())) from None
             raise
 
 
@@ -298,7 +298,7 @@ def _command(defaults: commands.Job, about: str) -> Callable[..., Parsed]:
     return command
 
 
-def _sentence(box: str) -> str:
+def _read_error_box(box: str) -> str:
     """What tyro draws in a box, below a title and above help that a rule sets off.
 
     A terminal that has no lines gets hyphens, and a rule below the title too.

@@ -4,10 +4,10 @@ from typing import Any
 
 import numpy as np
 
-from bilevel.strategies.activation_search import ArgmaxVerdict, Task
+from bilevel.strategies.activation_search import ActivationTask, ArgmaxVerdict
 
 
-def as_json(task: Task, found: ArgmaxVerdict) -> dict[str, Any]:
+def verdict_entries(task: ActivationTask, found: ArgmaxVerdict) -> dict[str, Any]:
     """A verdict as `result.json` has it."""
     names = np.array(task.space.names)
     by = {
@@ -31,7 +31,7 @@ def as_json(task: Task, found: ArgmaxVerdict) -> dict[str, Any]:
     }
 
 
-def sentence(result: dict[str, Any]) -> str:
+def describe_advice(result: dict[str, Any]) -> str:
     """Whether to take the argmax alone or keep the mixture, by what they are when trained."""
     found, names, outer = result["argmax"], result["names"], f"{result['config']['outer']} loss"
     seeds, yes = len(found["choice"]), sum(found["discretise"])

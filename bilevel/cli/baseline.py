@@ -18,7 +18,7 @@ from bilevel.baselines import Trace
 from bilevel.cli.flags import from_config_file
 from bilevel.cli.flags.commands import Baseline
 from bilevel.cli.runtime import report
-from bilevel.cli.runtime.devices import over
+from bilevel.cli.runtime.devices import spread_over_devices
 from bilevel.cli.runtime.run_directory import run_directory
 from bilevel.contracts import Selection
 from bilevel.data import datasets
@@ -36,7 +36,7 @@ _METHODS = {
 }
 
 
-class Plan(NamedTuple):
+class BaselinePlan(NamedTuple):
     """What a run does, in values of the library."""
 
     problem: Selection
@@ -54,29 +54,29 @@ def run_baseline(config: Baseline) -> dict[str, Any]:
         with report.phases(config.progress, {"data": 1.0} | dict.fromkeys(methods, 1.0)) as bar:
             began = time.perf_counter()
             bar.enter("data")
-            plan = _plan(config)
-            progress = report.within(config.progress)
+            plan = _plan_baseline(config)
+            progress = report.progress_within_phase(config.progress)
             how: dict[str, Any] = {"resume": config.resume, "progress": progress}
             traces = {name: _trace(plan, name, folder, bar, **how) for name in methods}
         result = {
             "config": from_config_file.flags_of(config),
             "rows": plan.rows,
             "dimension": plan.dimension,
-            "methods": {name: _summary(trace) for name, trace in traces.items()},
+            "methods": {name: _summarize_trace(trace) for name, trace in traces.items()},
             "seconds": time.perf_counter() - began,
             **report.origin(),
         }
-        report.write(folder, result, _arrays(traces))
-        _picture(folder, result, traces)
-        _print(result, folder)
+        report.write_results(folder, result, _trace_arrays(traces))
+        _save_trace_figure(folder, result, traces)
+        _print_baseline(result, folder)
         return result
 
 
-def _plan(config: Baseline) -> Plan:
+def _plan_baseline(config: Baseline) -> BaselinePlan:
     """Data, candidates and the problem of choosing one."""
     row_key, data_key, config_key, key = jax.random.split(jax.random.key(config.seed), 4)
     sizes = {name: config.size(name) for name in ("train", "valid", "test")}
-    (parts,) = datasets.samples(config.data, [row_key], **sizes)
+    (parts,) = datasets.draw_splits(config.data, [row_key], **sizes)
     dimension = config.size("dimension")
     if config.data == "imdb":
         # lambda |w|^2 + sum = 2 lambda (1/2 |w|^2 + C sum)
@@ -89,15 +89,21 @@ def _plan(config: Baseline) -> Plan:
             *parts,
             dimension=dimension,
             penalty=config.penalty,
-            place=functools.partial(over, config.devices, count, "rows"),
+            place=functools.partial(spread_over_devices, config.devices, count, "rows"),
         )
         candidates = features.sample_fourier(config_key, config.configs)
     rows = [len(labels) for _, labels in parts]
-    return Plan(problem, candidates, rows, dimension, key)
+    return BaselinePlan(problem, candidates, rows, dimension, key)
 
 
 def _trace(
-    plan: Plan, name: str, folder: pathlib.Path, bar: RunBar, *, resume: bool, progress: bool | None
+    plan: BaselinePlan,
+    name: str,
+    folder: pathlib.Path,
+    bar: RunBar,
+    *,
+    resume: bool,
+    progress: bool | None,
 ) -> Trace:
     """One method's search."""
     bar.enter(name)
@@ -121,10 +127,10 @@ def _trace(
 # ----------------------------------------------------------------------------- the report
 
 
-def _summary(trace: Trace) -> dict[str, Any]:
+def _summarize_trace(trace: Trace) -> dict[str, Any]:
     calls = len(trace.calls)  # none for one configuration: nothing to choose
     return {
-        "found": features.describe(trace.configs[trace.best]),
+        "found": features.describe_configuration(trace.configs[trace.best]),
         "best": int(trace.best),
         "calls": calls,
         "seconds": float(trace.seconds[-1]) if calls else 0.0,
@@ -133,7 +139,7 @@ def _summary(trace: Trace) -> dict[str, Any]:
     }
 
 
-def _arrays(traces: dict[str, Trace]) -> dict[str, np.ndarray]:
+def _trace_arrays(traces: dict[str, Trace]) -> dict[str, np.ndarray]:
     columns = "round", "resource", "calls", "seconds", "incumbent", "valid", "test"
     return {
         f"{name}_{column}".replace("-", "_"): np.asarray(getattr(trace, column))
@@ -142,7 +148,9 @@ def _arrays(traces: dict[str, Trace]) -> dict[str, np.ndarray]:
     }
 
 
-def _picture(folder: pathlib.Path, result: dict[str, Any], traces: dict[str, Trace]) -> None:
+def _save_trace_figure(
+    folder: pathlib.Path, result: dict[str, Any], traces: dict[str, Trace]
+) -> None:
     shown = {name: trace for name, trace in traces.items() if len(trace.calls)}
     if not shown:
         return
@@ -154,22 +162,22 @@ def _picture(folder: pathlib.Path, result: dict[str, Any], traces: dict[str, Tra
         axes[1].set_ylabel("")
         lines = axes[0].get_lines()
         figure.legend(handles=lines, loc="outside lower center", ncols=min(6, len(lines)))
-        figure.suptitle(f"{_title(result)}; seed {result['config']['seed']}")
+        figure.suptitle(f"{_baseline_title(result)}; seed {result['config']['seed']}")
 
-    report.picture(folder / "baseline.png", (11, 4.4), draw)
+    report.save_figure(folder / "baseline.png", (11, 4.4), draw)
 
 
-def _title(result: dict[str, Any]) -> str:
+def _baseline_title(result: dict[str, Any]) -> str:
     config, (train, valid, test) = result["config"], result["rows"]
     of = f"{config['data']}: {config['configs']} configurations of up to {result['dimension']} "
     return of + f"features; {train} + {valid} + {test} rows"
 
 
-def _print(result: dict[str, Any], folder: pathlib.Path) -> None:
+def _print_baseline(result: dict[str, Any], folder: pathlib.Path) -> None:
     from rich.table import Table
 
     screen = report.screen()
-    table = Table(title=f"{_title(result)}; errors in %")
+    table = Table(title=f"{_baseline_title(result)}; errors in %")
     table.add_column("method", no_wrap=True)
     for heading in ("solves", "s", "valid", "test"):
         table.add_column(heading, justify="right", no_wrap=True)

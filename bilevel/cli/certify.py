@@ -34,7 +34,7 @@ from ntk.spectrum.certificate import certified_min_eigenvalue, certify_simplex
 _MIXTURES = "uniform mixture", "worst mixture"  # rows of the table, beside the kernels
 
 
-class Blocks(NamedTuple):
+class KernelBlocks(NamedTuple):
     """``K_alpha = sum_ij alpha_i alpha_j K_ij`` on some rows, in float64."""
 
     names: tuple[str, ...]
@@ -47,23 +47,23 @@ def run_certify(config: Certify) -> dict[str, Any]:
     """Run the job; print its table, write its run directory, return what `result.json` holds."""
     config.check()
     with run_directory(config) as folder:
-        with report.phases(config.progress, _work(config)) as bar:
+        with report.phases(config.progress, _certify_phase_weights(config)) as bar:
             began = time.perf_counter()
             bar.enter("data")
-            rows = _rows(config.data, config.rows, config.seed)
+            rows = _distinct_training_rows(config.data, config.rows, config.seed)
             # In float64, whatever the user's setting, which stays as it is.
             with jax.enable_x64(True):
                 if config.kernel is None:
                     blocks = _of_activations(config.activations, rows, bar)
                 else:
                     blocks = _of_functions(config.kernel, rows, config.pixels, bar)
-            result, spectra = _certified(blocks, config.rtol, bar)
+            result, spectra = _certify_kernels(blocks, config.rtol, bar)
         result["seconds"]["all"] = time.perf_counter() - began
         result = {"config": from_config_file.flags_of(config)} | result | report.origin()
         spectrum = {_array_name(name): values for name, values in spectra.items()}
-        report.write(folder, result, {"x": blocks.x} | spectrum)
-        _picture(folder, result, spectra)
-        _print(result, folder)
+        report.write_results(folder, result, {"x": blocks.x} | spectrum)
+        _save_spectrum_figure(folder, result, spectra)
+        _print_certificate(result, folder)
         return result
 
 
@@ -72,21 +72,21 @@ def _array_name(kernel: str) -> str:
     return f"spectrum_{kernel}".replace(" ", "_")
 
 
-def _work(config: Certify) -> dict[str, float]:
+def _certify_phase_weights(config: Certify) -> dict[str, float]:
     """How long each phase takes, roughly: a pair of activations, a cell, a spectrum count as 1."""
     count = len(config.activations)
     pairs = count * (count + 1) / 2
     return {"data": 1, "kernels": pairs, "certificate over the simplex": pairs, "spectra": count}
 
 
-def _rows(name: str, count: int, seed: int) -> np.ndarray:
+def _distinct_training_rows(name: str, count: int, seed: int) -> np.ndarray:
     """Distinct training rows [n, ...], with all classes in their proportions."""
     # Of CIFAR-10 as many files as hold the rows.
     size = -(-count // datasets.BATCH_ROWS) * datasets.BATCH_ROWS if name == "cifar10" else None
     data = datasets.load(name, train_size=size)
     if count > len(data.x_train):
         raise ValueError(f"rows: expected at most {len(data.x_train)}, got {count}.")
-    (rows,) = datasets.split(jax.random.key(seed), data.y_train, (count,))
+    (rows,) = datasets.stratified_split(jax.random.key(seed), data.y_train, (count,))
     x = data.x_train[rows]
     distinct = len(np.unique(x.reshape(count, -1), axis=0))
     if distinct < len(x):
@@ -97,16 +97,16 @@ def _rows(name: str, count: int, seed: int) -> np.ndarray:
     return x
 
 
-def _of_activations(activations: tuple[str, ...], rows: np.ndarray, bar: RunBar) -> Blocks:
+def _of_activations(activations: tuple[str, ...], rows: np.ndarray, bar: RunBar) -> KernelBlocks:
     space = activation_space(activations, width=math.inf)
     assert isinstance(space, KernelSpace)
     x = unit_inputs(jnp.asarray(rows.reshape(len(rows), -1), float))
     bar.enter("kernels")
     values, errors = map(np.asarray, space.blocks(x, error=True))
-    return Blocks(space.names, np.asarray(x), values, errors)
+    return KernelBlocks(space.names, np.asarray(x), values, errors)
 
 
-def _of_functions(name: str, rows: np.ndarray, pixels: int | None, bar: RunBar) -> Blocks:
+def _of_functions(name: str, rows: np.ndarray, pixels: int | None, bar: RunBar) -> KernelBlocks:
     found = called("kernel", name)
     kernels = found if isinstance(found, Mapping) else {name.partition(":")[2]: found}
     texts = all(isinstance(key, str) and key not in _MIXTURES for key in kernels)
@@ -124,11 +124,11 @@ def _of_functions(name: str, rows: np.ndarray, pixels: int | None, bar: RunBar) 
         takes("kernel", key, kernel, 2)
     (x,) = unit_images(rows, pixels=pixels)
     bar.enter("kernels")
-    return Blocks(tuple(kernels), np.asarray(x), *mixed_blocks(tuple(kernels.values()), x))
+    return KernelBlocks(tuple(kernels), np.asarray(x), *mixed_blocks(tuple(kernels.values()), x))
 
 
-def _certified(
-    blocks: Blocks, rtol: float, bar: RunBar
+def _certify_kernels(
+    blocks: KernelBlocks, rtol: float, bar: RunBar
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """The result, and the spectra of all kernels in its table."""
     names, _, values, error = blocks
@@ -170,40 +170,45 @@ def _certified(
     return result, spectra
 
 
-def _picture(folder: pathlib.Path, result: dict[str, Any], spectra: dict[str, np.ndarray]) -> None:
+def _save_spectrum_figure(
+    folder: pathlib.Path, result: dict[str, Any], spectra: dict[str, np.ndarray]
+) -> None:
     config = result["config"]
 
     def draw(figure):
         ax = plots.spectrum(spectra, figure.subplots())
         ax.legend(loc="center left", bbox_to_anchor=(1, 0.5))
         rows = f"{config['data']}: {config['rows']} rows, seed {config['seed']}"
-        ax.set_title(f"{rows}; {_kind(config)}")
+        ax.set_title(f"{rows}; {_kernel_description(config)}")
 
-    report.picture(folder / "spectrum.png", (7.5, 4), draw)
+    report.save_figure(folder / "spectrum.png", (7.5, 4), draw)
 
 
-def _kind(config: dict[str, Any]) -> str:
+def _kernel_description(config: dict[str, Any]) -> str:
     return config["kernel"] or "tangent kernels at infinite width"
 
 
-def _print(result: dict[str, Any], folder: pathlib.Path) -> None:
+def _print_certificate(result: dict[str, Any], folder: pathlib.Path) -> None:
     from rich.table import Table
 
     screen = report.screen()
     config, simplex = result["config"], result["simplex"]
-    table = Table(title=f"{config['data']}, {config['rows']} rows: {_kind(config)}")
+    table = Table(title=f"{config['data']}, {config['rows']} rows: {_kernel_description(config)}")
     table.add_column("kernel" if config["kernel"] else "activation", no_wrap=True)
     for heading in ("λ_min", "certified ≥", "λ_max", "λ_max / λ_min"):
         table.add_column(heading, justify="right", no_wrap=True)
     for name, row in result["kernels"].items():
         least, most = row["min_eigenvalue"], row["max_eigenvalue"]
         ratio = f"{most / least:.3g}" if least > 0 else "∞"
-        bound = report.at_least(row["certified_min_eigenvalue"], 7)
+        bound = report.format_lower_bound(row["certified_min_eigenvalue"], 7)
         last_vertex = name == result["names"][-1]
         table.add_row(name, f"{least:.7g}", bound, f"{most:.4g}", ratio, end_section=last_vertex)
     screen.print(table)
     gap = (simplex["upper"] - simplex["lower"]) / max(abs(simplex["upper"]), 1e-300)
-    lower, upper = report.at_least(simplex["lower"], 7), report.at_most(simplex["upper"], 7)
+    lower, upper = (
+        report.format_lower_bound(simplex["lower"], 7),
+        report.format_upper_bound(simplex["upper"], 7),
+    )
     screen.print(
         f"over the simplex, min λ_min(K_α) is in [{lower}, {upper}]: "
         f"relative gap {gap:.1e}, {simplex['cells']} cells",

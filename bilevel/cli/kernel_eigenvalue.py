@@ -24,12 +24,12 @@ def kernel_eigenvalue(x: Any, names: tuple[str, ...], alpha: Any) -> tuple[float
     """
     with jax.enable_x64(True):
         x, alpha = (jnp.asarray(np.asarray(a), float) for a in (x, alpha))
-        kernel, value, error = map(np.asarray, _kernel(x, names, alpha))
+        kernel, value, error = map(np.asarray, _hidden_layer_kernel(x, names, alpha))
     return float(value), certified_min_eigenvalue(kernel, error), float(error.max())
 
 
 @functools.partial(jax.jit, static_argnames="names")
-def _kernel(x, names, alpha):
+def _hidden_layer_kernel(x, names, alpha):
     """Compiled once for all ``alpha``: a third of the time that all pairs of activations take."""
     layer: dict[ntk.Activation, Any] = {}
     for name, weight in zip(names, alpha, strict=True):

@@ -22,7 +22,7 @@ from bilevel.cli.flags import from_config_file
 from bilevel.cli.flags.commands import Rank
 from bilevel.cli.flags.datasets import CLASSES, pixel_count
 from bilevel.cli.runtime import report
-from bilevel.cli.runtime.devices import count_for, over
+from bilevel.cli.runtime.devices import count_for, spread_over_devices
 from bilevel.cli.runtime.run_directory import run_directory
 from bilevel.data import datasets
 from bilevel.nets.images import crop_and_flip, unit_images
@@ -37,7 +37,12 @@ from bilevel.spaces.nasbench201 import (
     nasbench201_network,
     parameter_count,
 )
-from bilevel.spaces.nasbench201.judging.table import RUN_SETS, Table, load_table, published_scores
+from bilevel.spaces.nasbench201.judging.table import (
+    RUN_SETS,
+    BenchmarkTable,
+    load_table,
+    published_scores,
+)
 from bilevel.spaces.nasbench201.judging.verdicts import (
     BASELINES,
     DATASETS,
@@ -58,7 +63,7 @@ _PUBLISHED = {"naswot": "nwot"} | {
 _ALL = "sum of log ranks"
 
 
-class Plan(NamedTuple):
+class RankPlan(NamedTuple):
     """What a run scores, judges and trains, in values of the library."""
 
     names: tuple[str, ...]  # of scores
@@ -70,7 +75,7 @@ class Plan(NamedTuple):
     test: Rows
     batch: Rows  # that the networks are scored on
     keys: jax.Array  # of the initial weights, and of the training
-    table: Table | None  # accuracies to judge by
+    table: BenchmarkTable | None  # accuracies to judge by
     aggregate: tuple[str, ...]  # scores and baselines to be summed up
     k: int
     pool: int
@@ -89,22 +94,22 @@ def run_rank(config: Rank) -> dict[str, Any]:
     """Run the job; print its tables, write its run directory, return what `result.json` holds."""
     config.check()
     with run_directory(config, keeps="the scores saved so far are kept") as folder:
-        with report.phases(config.progress, _work(config)) as bar:
+        with report.phases(config.progress, _rank_phase_seconds(config)) as bar:
             began = time.perf_counter()
             bar.enter("data")
-            plan, training = _plan(config)
-            progress = report.within(config.progress)
-            result, scored = _computed(plan, training, folder, bar, progress)
+            plan, training = _plan_ranking(config)
+            progress = report.progress_within_phase(config.progress)
+            result, scored = _score_and_train(plan, training, folder, bar, progress)
             result["seconds"] = time.perf_counter() - began
         result = {"config": from_config_file.flags_of(config)} | result | report.origin()
-        report.write(folder, result, {"rows": plan.drawn, **scored.values})
+        report.write_results(folder, result, {"rows": plan.drawn, **scored.values})
         if plan.table is not None:
-            _picture(folder, result, scored, plan.table, plan.drawn)
-        _print(result, folder)
+            _save_ranking_figure(folder, result, scored, plan.table, plan.drawn)
+        _print_ranking(result, folder)
         return result
 
 
-def _work(config: Rank) -> dict[str, float]:
+def _rank_phase_seconds(config: Rank) -> dict[str, float]:
     """Seconds of each phase, roughly, on two cores: compilation, and gradients of a batch."""
     pixels = config.batch_size * pixel_count(config.data, config.pixels)
     gradient = 9 / 2.5e10 * pixels * len(EDGES) * 3 * config.cells * config.channels**2
@@ -117,21 +122,23 @@ def _work(config: Rank) -> dict[str, float]:
     }
 
 
-def _plan(config: Rank) -> tuple[Plan, Training]:
+def _plan_ranking(config: Rank) -> tuple[RankPlan, Training]:
     """Data, networks and how they are judged: the last place that reads a flag."""
     count_for(config.devices, config.at_once, "networks at once")
     unit = functools.partial(unit_images, pixels=config.pixels)
     sizes = {"train": config.train, "test": config.test}
-    (rows,) = datasets.samples(config.data, [jax.random.key(config.seed)], valid=1, **sizes)
+    (rows,) = datasets.draw_splits(config.data, [jax.random.key(config.seed)], valid=1, **sizes)
     train, _, test = pipeline.normalised(rows, unit)
-    plan = Plan(
+    plan = RankPlan(
         names=config.score_names,
         shape={"classes": CLASSES, "cells": config.cells, "channels": config.channels},
         # RandomState, not default_rng, whose stream may change from one numpy to the next. Fewer
         # networks are the first of more.
         drawn=np.random.RandomState(config.seed).permutation(len(genotypes()))[: config.count],
         at_once=config.at_once,
-        spread=functools.partial(over, config.devices, config.at_once, "networks at once"),
+        spread=functools.partial(
+            spread_over_devices, config.devices, config.at_once, "networks at once"
+        ),
         train=train,
         test=test,
         batch=_first_rows(jax.random.key(config.seed + 1), train, config.batch_size),
@@ -149,12 +156,12 @@ def _plan(config: Rank) -> tuple[Plan, Training]:
 def _first_rows(key: jax.Array, rows: Rows, size: int) -> Rows:
     """Some rows in random order, with all classes in their proportions."""
     x, y = rows
-    (chosen,) = datasets.split(key, np.asarray(y), (size,))
+    (chosen,) = datasets.stratified_split(key, np.asarray(y), (size,))
     return x[chosen], y[chosen]
 
 
-def _computed(
-    plan: Plan, training: Training, folder: pathlib.Path, bar: RunBar, progress: bool | None
+def _score_and_train(
+    plan: RankPlan, training: Training, folder: pathlib.Path, bar: RunBar, progress: bool | None
 ) -> tuple[dict[str, Any], Scored]:
     networks = all_networks(**plan.shape)
     cells = [genotypes()[row] for row in plan.drawn]
@@ -180,26 +187,26 @@ def _computed(
     }
     bar.enter("judging")
     if plan.table is not None:
-        result |= _judged(plan, scored, plan.table)
-    chosen = _best(cells, scored.oriented()[plan.names[0]])
+        result |= _judge_scores(plan, scored, plan.table)
+    chosen = _best_by_score(cells, scored.oriented()[plan.names[0]])
     result["chosen"] = {"genotype": str(chosen), "score": plan.names[0]}
     if training.epochs:
         bar.enter("training")
-        result["chosen"] |= _trained(plan, training, chosen, folder, progress)
+        result["chosen"] |= _train_chosen_network(plan, training, chosen, folder, progress)
     return result, scored
 
 
-def _best(cells: list[Genotype], score: np.ndarray) -> Genotype:
+def _best_by_score(cells: list[Genotype], score: np.ndarray) -> Genotype:
     return cells[int(np.argmax(np.where(np.isnan(score), -np.inf, score)))]
 
 
 # ----------------------------------------------------------------------------- judging
 
 
-def _judged(plan: Plan, scored: Scored, table: Table) -> dict[str, Any]:
+def _judge_scores(plan: RankPlan, scored: Scored, table: BenchmarkTable) -> dict[str, Any]:
     """Correlations, choices, the papers' protocol, agreement with published scores."""
     scores, rows = scored.oriented(), plan.drawn
-    if len(parts := _parts(plan.aggregate, scores, rows)) > 1:
+    if len(parts := _scores_to_aggregate(plan.aggregate, scores, rows)) > 1:
         scores[_ALL] = sum_of_log_ranks(*parts)
     pool = plan.pool if plan.pool < len(rows) else None
     lines = judge(scores, table, rows, k=plan.k, pool=pool, seed=plan.seed)
@@ -215,12 +222,12 @@ def _judged(plan: Plan, scored: Scored, table: Table) -> dict[str, Any]:
     return {
         "judged": lines,
         "protocol": protocol,
-        "published": _agreement(scores, rows),
+        "published": _published_agreement(scores, rows),
         "seed_ceiling": ceilings,
     }
 
 
-def _agreement(scores: dict[str, np.ndarray], rows: np.ndarray) -> dict[str, Any]:
+def _published_agreement(scores: dict[str, np.ndarray], rows: np.ndarray) -> dict[str, Any]:
     """Correlations with the scores that others published, if that table has been made."""
     try:
         published = published_scores()
@@ -235,7 +242,7 @@ def _agreement(scores: dict[str, np.ndarray], rows: np.ndarray) -> dict[str, Any
     return agreement
 
 
-def _parts(
+def _scores_to_aggregate(
     aggregate: tuple[str, ...], scores: dict[str, np.ndarray], rows: np.ndarray
 ) -> list[np.ndarray]:
     """The scores and baselines that are aggregated, for the networks ``rows``."""
@@ -249,8 +256,8 @@ def _parts(
 # ----------------------------------------------------------------------------- Algorithm 1
 
 
-def _trained(
-    plan: Plan,
+def _train_chosen_network(
+    plan: RankPlan,
     training: Training,
     genotype: Genotype,
     folder: pathlib.Path,
@@ -291,8 +298,12 @@ def _trained(
 # ----------------------------------------------------------------------------- the screen
 
 
-def _picture(
-    folder: pathlib.Path, result: dict[str, Any], scored: Scored, table: Table, rows: np.ndarray
+def _save_ranking_figure(
+    folder: pathlib.Path,
+    result: dict[str, Any],
+    scored: Scored,
+    table: BenchmarkTable,
+    rows: np.ndarray,
 ) -> None:
     config = result["config"]
     accuracy = table.accuracy["cifar10-test"][rows]
@@ -314,10 +325,10 @@ def _picture(
             f"{config['data']}, seed {config['seed']}; triangles: lower than shown"
         )
 
-    report.picture(folder / "ranking.png", (3.4 * columns, 0.4 + 3 * lines), draw)
+    report.save_figure(folder / "ranking.png", (3.4 * columns, 0.4 + 3 * lines), draw)
 
 
-def _print(result: dict[str, Any], folder: pathlib.Path) -> None:
+def _print_ranking(result: dict[str, Any], folder: pathlib.Path) -> None:
     screen = report.screen()
     if "judged" in result:
         _print_judged(screen, result)
@@ -382,10 +393,10 @@ def _print_judged(screen: Any, result: dict[str, Any]) -> None:
         "mean ± standard deviation; and as printed"
     )
     for name, figures in result["protocol"].items():
-        table.add_row(name, *(_spread(*figures[d]) for d in DATASETS))
+        table.add_row(name, *(_format_mean(*figures[d]) for d in DATASETS))
     table.add_section()
     for name, printed in PRINTED.items():
-        table.add_row(f"printed: {name}", *(_spread(*figure) for figure in printed))
+        table.add_row(f"printed: {name}", *(_format_mean(*figure) for figure in printed))
     screen.print(table)
 
 
@@ -399,5 +410,5 @@ def _by_dataset(title: str) -> Any:
     return table
 
 
-def _spread(mean: float, deviation: float) -> str:
+def _format_mean(mean: float, deviation: float) -> str:
     return f"{mean:.2f}" if math.isnan(deviation) else f"{mean:.2f} ± {deviation:.2f}"

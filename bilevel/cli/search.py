@@ -24,22 +24,22 @@ from bilevel.cli.flags.commands import JOINT_EPOCHS, LONGER, Search
 from bilevel.cli.flags.datasets import CLASSES, inputs
 from bilevel.cli.kernel_eigenvalue import kernel_eigenvalue
 from bilevel.cli.runtime import report
-from bilevel.cli.runtime.devices import count_for, here, over
+from bilevel.cli.runtime.devices import count_for, here, spread_over_devices
 from bilevel.cli.runtime.run_directory import run_directory
 from bilevel.contracts import LowerSolver
 from bilevel.data import datasets
 from bilevel.nets.evaluation import wrong_rows
 from bilevel.plots import plots
-from bilevel.problem.problem import side_by_side
+from bilevel.problem.problem import stack_problems
 from bilevel.runs.progress import RunBar
 from bilevel.spaces.activations import ActivationSpace, activation_space
 from bilevel.strategies.activation_search import (
-    Task,
+    ActivationTask,
     hypergradient_error,
     judge_argmax,
     set_up,
     solver,
-    trained,
+    train_weights,
 )
 
 _COLUMNS = {
@@ -52,10 +52,10 @@ _COLUMNS = {
 }
 
 
-class Plan(NamedTuple):
+class ActivationSearchPlan(NamedTuple):
     """What a run does, in values of the library."""
 
-    task: Task  # over the devices
+    task: ActivationTask  # over the devices
     solver: LowerSolver
     longer: LowerSolver  # of ``LONGER`` times the steps: what the hypergradient is held against
     optimizer: optax.GradientTransformation  # of alpha
@@ -68,18 +68,18 @@ def run_search(config: Search) -> dict[str, Any]:
     """Run the job; print its table, write its run directory, return what `result.json` holds."""
     config.check()
     with run_directory(config, keeps="the search is kept as far as it came") as folder:
-        with report.phases(config.progress, _work(config)) as bar:
+        with report.phases(config.progress, _search_phase_seconds(config)) as bar:
             began = time.perf_counter()
             bar.enter("data")
-            plan = _plan(config)
-            result, found = _computed(plan, folder, bar, began, resume=config.resume)
+            plan = _plan_search(config)
+            result, found = _search_and_compare(plan, folder, bar, began, resume=config.resume)
         result = {"config": from_config_file.flags_of(config)} | result | report.origin()
-        _write(folder, result, found)
-        _print(result, folder)
+        _write_search(folder, result, found)
+        _print_search(result, folder)
         return result
 
 
-def _plan(config: Search) -> Plan:
+def _plan_search(config: Search) -> ActivationSearchPlan:
     """Data, problem, solvers and optimizer of all seeds: the last place that reads a flag."""
     count_for(config.devices, config.seeds, "seeds")
     space = activation_space(
@@ -89,13 +89,13 @@ def _plan(config: Search) -> Plan:
     seeds = jax.random.split(jax.random.key(config.seed), config.seeds)
     keys = [jax.random.split(key) for key in seeds]  # of the rows, of the weights
     sizes = {"train": config.train, "valid": config.valid, "test": config.test}
-    rows = datasets.samples(config.data, [of_rows for of_rows, _ in keys], **sizes)
+    rows = datasets.draw_splits(config.data, [of_rows for of_rows, _ in keys], **sizes)
     task = set_up(space, rows, [of_weights for _, of_weights in keys], classes=CLASSES)
     # But for the curvatures: solvers have them as constants.
-    w0, *parts = over(config.devices, config.seeds, "seeds", (task.w0, *task[3:]))
-    task = Task(task.space, w0, task.curvatures, *parts)
+    w0, *parts = spread_over_devices(config.devices, config.seeds, "seeds", (task.w0, *task[3:]))
+    task = ActivationTask(task.space, w0, task.curvatures, *parts)
     steps = config.inner_steps
-    return Plan(
+    return ActivationSearchPlan(
         task,
         solver(task, steps, config.solver, config.weight_rate),
         solver(task, LONGER * steps, rate=config.weight_rate),
@@ -117,15 +117,15 @@ def _optimizer(geometry: str, rate: float) -> optax.GradientTransformation:
     return optax.chain(bilevel.tangent(), adam, bilevel.exponentiate())
 
 
-def _computed(
-    plan: Plan, folder: pathlib.Path, bar: RunBar, began: float, *, resume: bool
+def _search_and_compare(
+    plan: ActivationSearchPlan, folder: pathlib.Path, bar: RunBar, began: float, *, resume: bool
 ) -> tuple[dict[str, Any], bilevel.SearchResult]:
     task = plan.task
     names, seeds = task.space.names, len(task.w0)
     uniform = jnp.full((seeds, len(names)), 1 / len(names))
     bar.enter("search")
     found = bilevel.search(
-        side_by_side(_telling(task.space.problem)),
+        stack_problems(_telling(task.space.problem)),
         plan.solver,
         plan.optimizer,
         uniform,
@@ -134,7 +134,7 @@ def _computed(
         task.valid,
         steps=plan.steps,
         progress=False,
-        callback=_shown(bar, plan.steps, seeds),
+        callback=_loss_callback(bar, plan.steps, seeds),
         history=("alpha", "aux", "grad_norm", "lower", "value"),  # alpha's too, however large
         checkpoint=folder / "checkpoint",
         resume=resume,
@@ -148,23 +148,23 @@ def _computed(
     alphas = dict(zip(("search", *names), (found.alpha, *corners), strict=True))
     networks = {}
     for i, (name, alpha) in enumerate(alphas.items(), 1):
-        networks[name] = here(jax.block_until_ready(trained(task, plan.solver, alpha))), alpha
+        networks[name] = here(jax.block_until_ready(train_weights(task, plan.solver, alpha))), alpha
         bar.show(i / len(alphas), name)
     bar.enter("joint training")
-    networks["joint training"] = here(_joint(plan, uniform, bar))
+    networks["joint training"] = here(_train_jointly(plan, uniform, bar))
     bar.enter("certificates")
-    task = Task(task.space, *here(tuple(task[1:])))
+    task = ActivationTask(task.space, *here(tuple(task[1:])))
     verdict = judge_argmax(task, found.alpha, networks["search"][0], [networks[n] for n in names])
     rows = {}
     for i, (name, network) in enumerate(networks.items(), 1):
-        rows[name] = _scores(task, *network)
+        rows[name] = _errors_and_eigenvalues(task, *network)
         bar.show(i / len(networks), name)
     seconds = {"search": searched, "all": time.perf_counter() - began}
-    result = _summary(names, np.asarray(found.alpha), rows, seconds)
+    result = _summarize_scores(names, np.asarray(found.alpha), rows, seconds)
     bar.enter("error of the hypergradient")
     gap = hypergradient_error(task, plan.solver, plan.longer, found.alpha)
     result["hypergradient"] = {name: x.tolist() for name, x in gap._asdict().items()}
-    result["argmax"] = argmax_advice.as_json(task, verdict)
+    result["argmax"] = argmax_advice.verdict_entries(task, verdict)
     if found.report.compared:
         result["predicted_ratio"] = float(found.report.ratio)
     return result, found
@@ -183,7 +183,7 @@ def _telling(problem: bilevel.Problem) -> bilevel.Problem:
     return bilevel.Problem(told(problem.lower), told(problem.outer), has_aux=True)
 
 
-def _work(config: Search) -> dict[str, float]:
+def _search_phase_seconds(config: Search) -> dict[str, float]:
     """Seconds of each phase, roughly, on two cores: compilation, and gradients of weights."""
     units = config.seeds * config.width * config.train * inputs(config.data)
     solve, networks = 2e-8 / 60 * units * config.inner_steps, len(config.activations) + 1
@@ -198,7 +198,7 @@ def _work(config: Search) -> dict[str, float]:
     }
 
 
-def _shown(bar: RunBar, steps: int, seeds: int) -> Callable[[bilevel.SearchResult], None]:
+def _loss_callback(bar: RunBar, steps: int, seeds: int) -> Callable[[bilevel.SearchResult], None]:
     """What to call between chunks of a search of so many ``steps``: the losses' means."""
     show = bar.loop(steps, "train {task.fields[lower]:.4g}  valid {task.fields[value]:.4g}")
 
@@ -209,10 +209,12 @@ def _shown(bar: RunBar, steps: int, seeds: int) -> Callable[[bilevel.SearchResul
     return callback
 
 
-def _joint(plan: Plan, alpha: jax.Array, bar: RunBar) -> tuple[jax.Array, jax.Array]:
+def _train_jointly(
+    plan: ActivationSearchPlan, alpha: jax.Array, bar: RunBar
+) -> tuple[jax.Array, jax.Array]:
     """Single-level training: weights and α descend the training loss together."""
     task, steps = plan.task, plan.joint_steps
-    lower = side_by_side(task.space.problem).lower
+    lower = stack_problems(task.space.problem).lower
     result = bilevel.search(
         bilevel.Problem(lower, lower),
         bilevel.unrolled(optax.sgd(plan.joint_rate, 0.9, nesterov=True), 1, backprop=0),
@@ -230,7 +232,9 @@ def _joint(plan: Plan, alpha: jax.Array, bar: RunBar) -> tuple[jax.Array, jax.Ar
     return result.w, result.alpha
 
 
-def _scores(task: Task, w: jax.Array, alpha: jax.Array) -> dict[str, np.ndarray]:
+def _errors_and_eigenvalues(
+    task: ActivationTask, w: jax.Array, alpha: jax.Array
+) -> dict[str, np.ndarray]:
     """Errors and losses of trained networks, eigenvalues of their kernels; [seeds] each."""
     space, parts = task.space, (task.train, task.valid, task.test)
 
@@ -255,7 +259,7 @@ def _scores(task: Task, w: jax.Array, alpha: jax.Array) -> dict[str, np.ndarray]
 # ----------------------------------------------------------------------------- the report
 
 
-def _summary(names, alpha, rows, seconds) -> dict[str, Any]:
+def _summarize_scores(names, alpha, rows, seconds) -> dict[str, Any]:
     means = {name: float(rows[name]["test_error"].mean()) for name in names}
     best = min(means, key=lambda name: means[name])
     gap = rows["search"]["test_error"] - rows[best]["test_error"]
@@ -264,13 +268,13 @@ def _summary(names, alpha, rows, seconds) -> dict[str, Any]:
         "alpha": alpha.tolist(),
         "scores": {row: {k: v.tolist() for k, v in s.items()} for row, s in rows.items()},
         "best_single": best,
-        "gap": [float(gap.mean()), report.standard_error(gap)],
+        "gap": [float(gap.mean()), report.standard_error_over_seeds(gap)],
         "seconds": seconds,
         "entry_error": max(float(s["entry_error"].max()) for s in rows.values()),
     }
 
 
-def _write(folder, result, found) -> None:
+def _write_search(folder, result, found) -> None:
     names, config = result["names"], result["config"]
     history = {k: np.asarray(v) for k, v in found.history.items() if k != "aux"}
     losses = jax.tree.map(np.asarray, found.history["aux"])  # [steps, seeds]
@@ -280,7 +284,7 @@ def _write(folder, result, found) -> None:
         for value, lower in zip(losses["outer"].T, losses["lower"].T, strict=True)
     ]
     arrays = {"alpha": found.alpha, "w": found.w}
-    report.write(
+    report.write_results(
         folder, result, arrays | {f"history_{name}": values for name, values in history.items()}
     )
 
@@ -293,21 +297,21 @@ def _write(folder, result, found) -> None:
         lower.set_ylabel("training loss\n(squared)")
         figure.suptitle(report.picture_title(config))
 
-    report.picture(folder / "search.png", (11, 4.4), draw)
+    report.save_figure(folder / "search.png", (11, 4.4), draw)
 
 
-def _print(result: dict[str, Any], folder: pathlib.Path) -> None:
+def _print_search(result: dict[str, Any], folder: pathlib.Path) -> None:
     from rich.table import Table
 
     config, seeds = result["config"], result["config"]["seeds"]
-    table = Table(title=report.title(config))
+    table = Table(title=report.table_title(config))
     table.add_column("network", no_wrap=True)
     for heading in _COLUMNS.values():
         table.add_column(heading, justify="right", no_wrap=True)
     for name, scores in result["scores"].items():
         cells = [report.cell(100 * np.asarray(scores[c]), ".1f") for c in _COLUMNS if "error" in c]
         cells += [report.cell(np.asarray(scores[c]), ".3g") for c in _COLUMNS if "loss" in c]
-        cells += [report.at_least(np.mean(scores["certified_min_eigenvalue"]), 3)]
+        cells += [report.format_lower_bound(np.mean(scores["certified_min_eigenvalue"]), 3)]
         marked = name + (" *" if name == result["best_single"] else "")
         table.add_row(marked, *cells, end_section=name in ("search", result["names"][-1]))
     console = report.screen()
@@ -325,7 +329,7 @@ def _print(result: dict[str, Any], folder: pathlib.Path) -> None:
             f"change of the validation loss: {result['predicted_ratio']:.2g} times what the "
             "hypergradients predicted"
         )
-    console.print(argmax_advice.sentence(result))
+    console.print(argmax_advice.describe_advice(result))
     console.print(argmax_advice.theory(result["argmax"]))
     gap, error = result["gap"]
     spread = f" ± {100 * error:.2f}" if seeds > 1 else ""

@@ -27,16 +27,16 @@ from bilevel.data.files import (
     read_file,
     user_cache,
 )
-from bilevel.internal.checks import known, prng_key, sequence, whole
+from bilevel.internal.checks import integer, one_of, prng_key, sequence
 
 __all__ = [
     "Dataset",
     "check_digest",
+    "draw_splits",
     "find_file",
     "load",
     "read_file",
-    "samples",
-    "split",
+    "stratified_split",
 ]
 
 
@@ -157,18 +157,18 @@ def load(
     >>> digits.x_train.shape, digits.x_test.shape, digits.classes[3]
     ((1000, 8, 8), (360, 8, 8), '3')
     """
-    known("name", name, _DATASETS)
+    one_of("name", name, _DATASETS)
     for argument, size in (("train_size", train_size), ("test_size", test_size)):
         if size is not None:
-            whole(argument, size, 1)
+            integer(argument, size, 1)
     read, classes = _DATASETS[name]
     train, test = read(name, train_size, download)
-    x_train, y_train = _first(f"{name}: train_size", train_size, *train)
-    x_test, y_test = _first(f"{name}: test_size", test_size, *test)
+    x_train, y_train = _scaled_first_rows(f"{name}: train_size", train_size, *train)
+    x_test, y_test = _scaled_first_rows(f"{name}: test_size", test_size, *test)
     return Dataset(x_train, y_train, x_test, y_test, classes)
 
 
-def samples(
+def draw_splits(
     name: str, keys: Sequence[chex.PRNGKey] | jax.Array, *, train: int, valid: int, test: int
 ) -> list[list[tuple[np.ndarray, np.ndarray]]]:
     """Training, validation and test rows of a dataset, drawn anew for every key.
@@ -197,26 +197,28 @@ def samples(
 
     Examples
     --------
-    >>> (parts,) = samples("digits", [jax.random.key(0)], train=100, valid=50, test=20)
+    >>> (parts,) = draw_splits("digits", [jax.random.key(0)], train=100, valid=50, test=20)
     >>> [(x.shape, y.shape) for x, y in parts]
     [((100, 8, 8), (100,)), ((50, 8, 8), (50,)), ((20, 8, 8), (20,))]
     """
     for argument, size in (("train", train), ("valid", valid), ("test", test)):
-        whole(argument, size, 1)
+        integer(argument, size, 1)
     keys = _listed(keys)
     if name == "digits":
         data = load(name)
-        _check_rows(train, valid, len(data.y_train) + len(data.y_test) - 1, " and one to test")
+        _check_row_counts(
+            train, valid, len(data.y_train) + len(data.y_test) - 1, " and one to test"
+        )
         x = np.concatenate([data.x_train, data.x_test])
         y = np.concatenate([data.y_train, data.y_test])
         three = train, valid, min(test, len(x) - train - valid)
-        return [[(x[r], y[r]) for r in split(key, y, three)] for key in keys]
+        return [[(x[r], y[r]) for r in stratified_split(key, y, three)] for key in keys]
     sizes: dict[str, Any] = {"test_size": min(test, _TEST_ROWS.get(name, test))}
     if name == "cifar10":
         sizes["train_size"] = min(-(-(train + valid) // BATCH_ROWS), 5) * BATCH_ROWS
     data = load(name, **sizes)
-    _check_rows(train, valid, len(data.y_train))
-    rows = [split(key, data.y_train, (train, valid)) for key in keys]
+    _check_row_counts(train, valid, len(data.y_train))
+    rows = [stratified_split(key, data.y_train, (train, valid)) for key in keys]
     last = data.x_test, data.y_test
     return [[*((data.x_train[r], data.y_train[r]) for r in parts), last] for parts in rows]
 
@@ -231,7 +233,7 @@ def _listed(keys):
     return keys
 
 
-def _check_rows(train, valid, rows, beside=""):
+def _check_row_counts(train, valid, rows, beside=""):
     if train + valid > rows:
         raise ValueError(
             f"train, valid: expected at most {rows} rows together{beside}, got {train + valid}."
@@ -241,7 +243,9 @@ def _check_rows(train, valid, rows, beside=""):
 _TEST_ROWS = {"mnist": 10_000, "fashion-mnist": 10_000, "cifar10": 10_000, "imdb": 25_000}
 
 
-def split(key: chex.PRNGKey, labels: chex.Array, sizes: Iterable[int]) -> tuple[np.ndarray, ...]:
+def stratified_split(
+    key: chex.PRNGKey, labels: chex.Array, sizes: Iterable[int]
+) -> tuple[np.ndarray, ...]:
     """Disjoint stratified parts of a labelled sample.
 
     Of the N_c samples of class c among N, a part of n gets either the floor or the ceiling of
@@ -268,7 +272,7 @@ def split(key: chex.PRNGKey, labels: chex.Array, sizes: Iterable[int]) -> tuple[
     Examples
     --------
     >>> labels = np.repeat([0, 1], [60, 40])
-    >>> train, valid = split(jax.random.key(0), labels, (50, 10))
+    >>> train, valid = stratified_split(jax.random.key(0), labels, (50, 10))
     >>> np.bincount(labels[train]), np.bincount(labels[valid])
     (array([30, 20]), array([6, 4]))
     """
@@ -279,7 +283,7 @@ def split(key: chex.PRNGKey, labels: chex.Array, sizes: Iterable[int]) -> tuple[
     sizes = list(sizes) if isinstance(sizes, Iterable) else sizes
     if not isinstance(sizes, list) or not sizes:
         raise ValueError(f"sizes: expected at least one, got {sizes!r}.")
-    sizes = [whole(f"sizes[{i}]", size, 1) for i, size in enumerate(sizes)]
+    sizes = [integer(f"sizes[{i}]", size, 1) for i, size in enumerate(sizes)]
     rest = len(labels) - sum(sizes)
     if rest < 0:
         raise ValueError(
@@ -314,7 +318,7 @@ def _quotas(sizes, counts):
     return floors + flow[part, label]
 
 
-def _first(what, size, x, y):
+def _scaled_first_rows(what, size, x, y):
     """The first `size` rows, bytes scaled to [0, 1]."""
     if size is not None and size > len(y):
         raise ValueError(f"{what} must be at most {len(y)}, got {size}")

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import scipy.special
 
-from bilevel.internal.checks import number
+from bilevel.internal.checks import real_number
 
 
 def pairwise(rows: chex.Array) -> tuple[jax.Array, jax.Array]:
@@ -19,14 +19,14 @@ def pairwise(rows: chex.Array) -> tuple[jax.Array, jax.Array]:
 
     def against(column):
         gaps = column[..., None] - rows
-        return gaps.mean(axis=0), standard_error(gaps)
+        return gaps.mean(axis=0), standard_error_over_rows(gaps)
 
     # One column at a time: n m^2 numbers at once would be too many.
     means, errors = jax.lax.map(against, jnp.moveaxis(rows, -1, 0))
     return jnp.moveaxis(means, 0, -2), jnp.moveaxis(errors, 0, -2)
 
 
-def standard_error(rows: chex.Array) -> jax.Array:
+def standard_error_over_rows(rows: chex.Array) -> jax.Array:
     """The standard error of the mean over the leading axis."""
     return rows.std(axis=0, ddof=1) / math.sqrt(len(rows))
 
@@ -38,5 +38,5 @@ def quantile(confidence: float, n: int, statements: int = 1) -> float:
 
 
 def check_confidence(confidence: float) -> None:
-    if not 0 < number("confidence", confidence) < 1:
+    if not 0 < real_number("confidence", confidence) < 1:
         raise ValueError(f"confidence: expected a number in (0, 1), got {confidence}.")

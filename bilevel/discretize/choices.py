@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from bilevel.contracts import Pytree
-from bilevel.internal.checks import array, concrete, whole
+from bilevel.internal.checks import concrete, integer, real_array
 
 
 def argmax(alpha: Pytree) -> Pytree:
@@ -25,7 +25,7 @@ def argmax(alpha: Pytree) -> Pytree:
     >>> argmax({"edge": jnp.array([[0.2, 0.8], [0.5, 0.5]])})
     {'edge': Array([1, 0], dtype=int...)}
     """
-    return jax.tree.map(lambda a: jnp.argmax(_entries(a), axis=-1), alpha)
+    return jax.tree.map(lambda a: jnp.argmax(_check_alpha(a), axis=-1), alpha)
 
 
 def top_k(alpha: Pytree, k: int) -> Pytree:
@@ -42,10 +42,10 @@ def top_k(alpha: Pytree, k: int) -> Pytree:
     >>> top_k(jnp.array([0.2, 0.5, 0.3]), 2)
     Array([1, 2], dtype=int...)
     """
-    k = whole("k", k, 1)
+    k = integer("k", k, 1)
 
     def largest(a):
-        a = _entries(a)
+        a = _check_alpha(a)
         if k > a.shape[-1]:
             raise ValueError(f"k: expected 1 to {a.shape[-1]}, got {k}.")
         return jax.lax.top_k(a, k)[1]
@@ -68,13 +68,13 @@ def rank_by_alpha(alpha: Pytree) -> Pytree:
     """
 
     def ranked(a):  # by no minus, which bools have not and which makes the least of bytes 0
-        return jnp.argsort(_entries(a), axis=-1, stable=True, descending=True)
+        return jnp.argsort(_check_alpha(a), axis=-1, stable=True, descending=True)
 
     return jax.tree.map(ranked, alpha)
 
 
-def _entries(alpha: Any) -> jax.Array:
-    alpha = array("alpha", alpha)
+def _check_alpha(alpha: Any) -> jax.Array:
+    alpha = real_array("alpha", alpha)
     if alpha.ndim == 0 or alpha.size == 0:
         raise ValueError(f"alpha: expected entries on the last axis, got shape {alpha.shape}.")
     if concrete(alpha) and bool(jnp.isnan(alpha).any()):

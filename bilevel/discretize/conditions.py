@@ -10,9 +10,14 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from bilevel.discretize._intervals import check_confidence, pairwise, quantile, standard_error
+from bilevel.discretize._intervals import (
+    check_confidence,
+    pairwise,
+    quantile,
+    standard_error_over_rows,
+)
 from bilevel.discretize.factors import factor_simplex
-from bilevel.internal.checks import array, finite, floats, simplex
+from bilevel.internal.checks import check_finite, float_array, real_array, simplex
 
 
 class ConditionSix(NamedTuple):
@@ -111,11 +116,11 @@ def condition_six(
     """
     check_confidence(confidence)
     outputs, alpha, targets = _aligned(outputs, alpha, targets)
-    return _condition_six(outputs, alpha, targets, confidence)
+    return _condition_six_on_rows(outputs, alpha, targets, confidence)
 
 
 @functools.partial(jax.jit, static_argnums=3)
-def _condition_six(outputs, alpha, targets, confidence) -> ConditionSix:
+def _condition_six_on_rows(outputs, alpha, targets, confidence) -> ConditionSix:
     n, h, _ = outputs.shape
     pair = quantile(confidence, n)
     together = quantile(confidence, n, statements=h - 1)
@@ -158,7 +163,7 @@ def _condition_six(outputs, alpha, targets, confidence) -> ConditionSix:
         loss_order=verdicts[2].T,
         realizability=jnp.max(jnp.abs(L[0] - distance)),
         slack=slack,
-        slack_half_width=quantile(confidence, n, statements=h) * standard_error(slacks),
+        slack_half_width=quantile(confidence, n, statements=h) * standard_error_over_rows(slacks),
         stationarity=jnp.maximum(jnp.max(-slack), 0),
     )
 
@@ -171,11 +176,11 @@ def _verdict(difference: jax.Array, half_width: jax.Array) -> jax.Array:
 
 def _aligned(outputs: Any, alpha: Any, targets: Any) -> tuple:
     """``outputs`` [n, h, o], ``alpha`` [h], ``targets`` [n, o] or None, all floating."""
-    given = array("alpha", alpha)
+    given = real_array("alpha", alpha)
     arrays = {"outputs": outputs, "alpha": given, "targets": targets}
-    arrays = {k: None if x is None else floats(k, x) for k, x in arrays.items()}
+    arrays = {k: None if x is None else float_array(k, x) for k, x in arrays.items()}
     for name, x in arrays.items():
-        finite(name, x)
+        check_finite(name, x)
     outputs, alpha, targets = arrays.values()
     if outputs.ndim not in (2, 3) or outputs.shape[0] < 2 or outputs.size == 0:
         raise ValueError(

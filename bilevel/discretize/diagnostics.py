@@ -40,28 +40,28 @@ def simplices(sets: Pytree, alpha: Pytree) -> list[jax.Array]:
     >>> simplices(sets, {"mixture": jnp.ones(1), "log_penalty": jnp.zeros(())})
     [Array([1.], dtype=float...)]
     """
-    words = jax.tree.leaves(_broadcast(sets, alpha))
+    words = jax.tree.leaves(_set_of_each_leaf(sets, alpha))
     pairs = zip(words, jax.tree.leaves(alpha), strict=True)
     return [leaf for word, leaf in pairs if word == "simplex"]
 
 
-def tangent(sets: Pytree, direction: Pytree) -> Pytree:
+def simplex_tangent(sets: Pytree, direction: Pytree) -> Pytree:
     """The part of a direction of ``alpha`` that stays in the planes of its simplices.
 
     Examples
     --------
     >>> import jax.numpy as jnp
-    >>> tangent("simplex", jnp.array([3.0, 1.0]))
+    >>> simplex_tangent("simplex", jnp.array([3.0, 1.0]))
     Array([ 1., -1.], dtype=float...)
     """
 
     def along(word, v):
         return v - v.mean(axis=-1, keepdims=True) if word == "simplex" else v
 
-    return jax.tree.map(along, _broadcast(sets, direction), direction)
+    return jax.tree.map(along, _set_of_each_leaf(sets, direction), direction)
 
 
-def _broadcast(sets: Pytree, like: Pytree) -> Pytree:
+def _set_of_each_leaf(sets: Pytree, like: Pytree) -> Pytree:
     """A word for every leaf: ``sets`` is like ``like``, or a prefix of it."""
     return jax.tree.map(lambda word, part: jax.tree.map(lambda _: word, part), sets, like)
 
@@ -107,7 +107,7 @@ def alpha_curvature(loss: Loss, sets: Pytree = "simplex") -> Callable[..., float
         flat, unravel = ravel_pytree(alpha)
 
         def along(v):
-            return ravel_pytree(tangent(sets, unravel(v)))[0]
+            return ravel_pytree(simplex_tangent(sets, unravel(v)))[0]
 
         slope = jax.grad(lambda a: loss(w, unravel(a), batch))
         return along(jax.jvp(slope, (flat,), (along(v.astype(flat.dtype)),))[1])

@@ -5,15 +5,15 @@ import jax
 import jax.numpy as jnp
 
 from bilevel.internal.checks import (
-    array,
     at_least_float32,
+    check_floating,
     concrete,
-    floating,
+    integer,
     nan_where,
     offending,
+    real_array,
     simplex,
     simplex_slack,
-    whole,
 )
 
 
@@ -48,7 +48,7 @@ def factor_simplex(alpha: chex.Array, i: int | chex.Array) -> jax.Array:
     """
     alpha = _on_simplex(alpha)
     h = alpha.shape[-1]
-    if concrete(i) and not whole("i", i, 0) < h:
+    if concrete(i) and not integer("i", i, 0) < h:
         raise ValueError(f"i: expected 0 to {h - 1}, got {i}.")
     others = jnp.where(jnp.arange(h) == i, 0, alpha)
     others = nan_where((i < 0) | (i >= h), others)
@@ -115,8 +115,8 @@ def simplex_from_factors(beta: chex.Array) -> jax.Array:
     >>> simplex_from_factors(jnp.array([0.2, 0.5]))
     Array([0.2, 0.4, 0.4], dtype=float...)
     """
-    beta = array("beta", beta)
-    floating("beta", beta)
+    beta = real_array("beta", beta)
+    check_floating("beta", beta)
     if beta.ndim < 1:
         raise ValueError(f"beta: expected shape [..., h - 1], got {beta.shape}.")
     # Of quotients of equal numbers: a few roundings above 1.
@@ -131,8 +131,8 @@ def simplex_from_factors(beta: chex.Array) -> jax.Array:
 
 def _on_simplex(alpha: jax.Array) -> jax.Array:
     """``alpha``, refused off the simplex; where it is traced, NaN there."""
-    alpha = array("alpha", alpha)
-    floating("alpha", alpha)
+    alpha = real_array("alpha", alpha)
+    check_floating("alpha", alpha)
     if alpha.ndim < 1 or alpha.size == 0:
         raise ValueError(f"alpha: expected shape [..., h], got {alpha.shape}.")
     simplex("alpha", alpha)

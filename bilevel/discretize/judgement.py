@@ -10,8 +10,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from bilevel.discretize._intervals import standard_error
-from bilevel.internal.checks import array, at_least, concrete, finite, nan_unless, whole
+from bilevel.discretize._intervals import standard_error_over_rows
+from bilevel.internal.checks import (
+    check_at_least,
+    check_finite,
+    concrete,
+    integer,
+    nan_unless,
+    real_array,
+)
 
 
 class Judgement(NamedTuple):
@@ -62,22 +69,22 @@ def judge_choice(losses: Any, choice: Any, *, noise: float = 1.0) -> Judgement:
     >>> bool(first.as_good), int(first.rank), bool(second.as_good), int(second.rank)
     (True, 1, False, 3)
     """
-    losses = array("losses", losses) * 1.0
+    losses = real_array("losses", losses) * 1.0
     if losses.ndim != 2 or len(losses) < 2 or losses.size == 0:
         raise ValueError(f"losses: expected shape [n, h] with at least 2 rows, got {losses.shape}.")
-    finite("losses", losses)
+    check_finite("losses", losses)
     h = losses.shape[1]
-    if concrete(choice) and not whole("choice", choice, 0) < h:
+    if concrete(choice) and not integer("choice", choice, 0) < h:
         raise ValueError(f"choice: expected 0 to {h - 1}, got {choice}.")
-    at_least("noise", noise, 0)
-    return _judge_choice(losses, jnp.asarray(choice), noise)
+    check_at_least("noise", noise, 0)
+    return _compare_losses(losses, jnp.asarray(choice), noise)
 
 
 @jax.jit
-def _judge_choice(losses, choice, noise) -> Judgement:
+def _compare_losses(losses, choice, noise) -> Judgement:
     there = (choice >= 0) & (choice < losses.shape[1])
     gaps = losses[:, choice, None] - losses  # of the nearest column where there is none
-    worse_by, error = gaps.mean(axis=0), standard_error(gaps)
+    worse_by, error = gaps.mean(axis=0), standard_error_over_rows(gaps)
     best = jnp.argmax(worse_by)
     keeps, rank = there & ~(worse_by[best] > 0), 1 + (worse_by > 0).sum()
     worse_by, error = nan_unless(there, (worse_by, error))

@@ -11,8 +11,13 @@ import numpy as np
 import scipy.special
 
 from bilevel.contracts import Pytree
-from bilevel.discretize._intervals import check_confidence, pairwise, quantile, standard_error
-from bilevel.internal.checks import array, as_floating, concrete, function, prng_key, whole
+from bilevel.discretize._intervals import (
+    check_confidence,
+    pairwise,
+    quantile,
+    standard_error_over_rows,
+)
+from bilevel.internal.checks import as_floating, concrete, function, integer, prng_key, real_array
 
 
 class Ranking(NamedTuple):
@@ -69,7 +74,7 @@ def rank_by_shared_weights(
             f"got shape {losses.shape[1:]}."
         )
     means = losses.mean(axis=1)
-    error = standard_error(losses.T)
+    error = standard_error_over_rows(losses.T)
     difference, spread = pairwise(losses.T)
     half_width = quantile(confidence, losses.shape[1]) * spread
     return Ranking(jnp.argsort(means), means, error, difference, half_width)
@@ -131,8 +136,8 @@ def rank_agreement(
     """
     check_confidence(confidence)
     prng_key("key", key)
-    resamples = whole("resamples", resamples, 1)
-    a, b = array("a", a), array("b", b)
+    resamples = integer("resamples", resamples, 1)
+    a, b = real_array("a", a), real_array("b", b)
     if a.ndim != 1 or a.shape != b.shape or a.size < 2:
         raise ValueError(
             f"a, b: expected two vectors of one length, at least 2, got {a.shape} and {b.shape}."
@@ -140,18 +145,18 @@ def rank_agreement(
     for name, x in (("a", a), ("b", b)):
         if concrete(x) and bool(jnp.isnan(x).any()):
             raise ValueError(f"{name}: expected numbers, got NaN.")
-    return _agreement(key, a, b, confidence, resamples)
+    return _agreement_intervals(key, a, b, confidence, resamples)
 
 
 @functools.partial(jax.jit, static_argnums=(3, 4))
-def _agreement(key, a, b, confidence, resamples) -> Agreement:
+def _agreement_intervals(key, a, b, confidence, resamples) -> Agreement:
     m = a.size
     normal = scipy.special.ndtri((1 + confidence) / 2)
     levels = jnp.array([(1 - confidence) / 2, (1 + confidence) / 2])
     picks = jax.random.bits(key, (resamples, m)) % m  # uneven by m / 2^32; compiles fast
 
-    r = jnp.stack(_correlations(a, b))
-    resampled = jax.lax.map(lambda p: _correlations(a[p], b[p]), picks, batch_size=50)
+    r = jnp.stack(_tau_and_rho(a, b))
+    resampled = jax.lax.map(lambda p: _tau_and_rho(a[p], b[p]), picks, batch_size=50)
     # Resamples that repeat one choice have no correlation.
     low, high = jnp.nanquantile(jnp.stack(resampled), levels, axis=1)
     # Half of the step from perfect agreement to the next best keeps z finite.
@@ -164,7 +169,7 @@ def _agreement(key, a, b, confidence, resamples) -> Agreement:
     return Agreement(r[0], tau, r[1], rho)
 
 
-def _correlations(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _tau_and_rho(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Tau-b and rho from the signs of all differences."""
 
     def signs(v):  # by no minus: whole numbers without a sign wrap, infinities have no difference

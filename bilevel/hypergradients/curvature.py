@@ -17,8 +17,13 @@ from jax.flatten_util import ravel_pytree
 
 from bilevel.contracts import LinearMap, Pytree
 from bilevel.internal.decomposition_order import after
-from bilevel.internal.meshes import do_while, vary, varying
-from bilevel.solvers.inverses import OTHERWISE, conjugate_gradients, hessian_matrix, row_products
+from bilevel.internal.meshes import do_while, pcast_varying, varying
+from bilevel.solvers.inverses import (
+    REROUNDING_FACTOR,
+    hessian_matrix,
+    row_products,
+    solve_conjugate_gradients,
+)
 
 DENSE_SIZE = 512
 """Weights up to which the Hessian is decomposed: 512 products at once, and a p^3 step."""
@@ -77,7 +82,7 @@ def is_symmetric(hvp: LinearMap, like: Pytree) -> jax.Array:
     """
     flat, unravel = ravel_pytree(like)
     pair = jax.random.normal(jax.random.key(1), (2, flat.size), flat.dtype)
-    u, v = (unravel(vary(x, varying(flat))) for x in pair)
+    u, v = (unravel(pcast_varying(x, varying(flat))) for x in pair)
     hu, hv = hvp(u), hvp(v)
     difference = optax.tree.vdot(u, hv) - optax.tree.vdot(v, hu)
     allowed = _ASYMMETRY * jnp.finfo(flat.dtype).eps * (optax.tree.norm(hu) + optax.tree.norm(hv))
@@ -87,7 +92,7 @@ def is_symmetric(hvp: LinearMap, like: Pytree) -> jax.Array:
 # ------------------------------------------------------------------------------------- dense
 
 
-class _Factors(NamedTuple):
+class _HessianFactors(NamedTuple):
     """``H = V C^-1 V'`` with orthogonal V."""
 
     vectors: jax.Array  # [p, p]
@@ -104,12 +109,12 @@ def _decomposed(hvp: LinearMap, like: Pytree) -> Curvature:
     def of_columns(columns):
         return row_products(lambda v: ravel_pytree(hvp(unravel(v)))[0], columns.T).T
 
-    values, vectors = spectrum(hvp, like)
+    values, vectors = hessian_eigenpairs(hvp, like)
     highest = jnp.max(jnp.abs(values))
     noise = _ROUNDINGS * jnp.finfo(flat.dtype).eps * highest
     factors = jax.lax.cond(
         values[0] > 10 * noise,
-        lambda: _Factors(
+        lambda: _HessianFactors(
             vectors,
             jnp.diag(1 / values),
             values[0],
@@ -128,21 +133,21 @@ def _decomposed(hvp: LinearMap, like: Pytree) -> Curvature:
     return Curvature(solve, lowest, highest / lowest, definite, free, flat, (values, vectors))
 
 
-def spectrum(hvp: LinearMap, like: Pytree) -> tuple[jax.Array, jax.Array]:
+def hessian_eigenpairs(hvp: LinearMap, like: Pytree) -> tuple[jax.Array, jax.Array]:
     """Eigenvalues [p], ascending, and eigenvectors [p, p] of ``hvp``; p products.
 
     They wait for the numbers in ``like``, which come of the solver's own decompositions.
 
     Examples
     --------
-    >>> values, vectors = spectrum(lambda v: jnp.array([4.0, 1.0]) * v, jnp.zeros(2))
+    >>> values, vectors = hessian_eigenpairs(lambda v: jnp.array([4.0, 1.0]) * v, jnp.zeros(2))
     >>> values
     Array([1., 4.], dtype=float...)
     """
     return jnp.linalg.eigh(hessian_matrix(lambda v: hvp(after(like, v)), like))
 
 
-def _sharpened(products, values, vectors, rounding) -> _Factors:
+def _sharpened(products, values, vectors, rounding) -> _HessianFactors:
     """The same, with eigenvalues near ``rounding`` found anew, as Rayleigh quotients.
 
     Those of a matrix are lost in the rounding of its largest entries. Those of a product need not
@@ -155,7 +160,7 @@ def _sharpened(products, values, vectors, rounding) -> _Factors:
     p = len(values)
     soft = values < 100 * rounding
     both = soft[:, None] & soft[None]
-    scaled = jnp.asarray(OTHERWISE, values.dtype)
+    scaled = jnp.asarray(REROUNDING_FACTOR, values.dtype)
     quotients = jnp.where(both, vectors.T @ products(vectors), 0)
     again = jnp.where(both, vectors.T @ (products(scaled * vectors) / scaled), 0)
     spread = jnp.maximum(
@@ -177,7 +182,7 @@ def _sharpened(products, values, vectors, rounding) -> _Factors:
     lowest = jnp.min(jnp.where(stiff, sharp, jnp.inf))
     lowest = jnp.minimum(lowest, jnp.min(jnp.where(soft, jnp.inf, values)))
     lowest = jnp.where(flat, lowest, sharp[0])
-    return _Factors(
+    return _HessianFactors(
         vectors, core, lowest, definite, (vectors @ turn) * free[None].astype(turn.dtype), flat
     )
 
@@ -188,7 +193,7 @@ def _sharpened(products, values, vectors, rounding) -> _Factors:
 def _iterated(hvp: LinearMap, like: Pytree, products: int) -> Curvature:
     flat, unravel = ravel_pytree(like)
     probe = jax.random.normal(jax.random.key(0), flat.shape, flat.dtype)
-    b = unravel(vary(probe / jnp.linalg.norm(probe), varying(flat)))
+    b = unravel(pcast_varying(probe / jnp.linalg.norm(probe), varying(flat)))
     # Of unit length, it has some 1 / sqrt(p) of any one direction: a tenth of that is left.
     threshold = 0.1 / jnp.sqrt(flat.size).astype(flat.dtype)
 
@@ -198,7 +203,7 @@ def _iterated(hvp: LinearMap, like: Pytree, products: int) -> Curvature:
 
     def look(carry):
         b, threshold, lowest, definite, k = carry
-        x = conjugate_gradients(hvp, b, None, steps=products, threshold=threshold).x
+        x = solve_conjugate_gradients(hvp, b, None, steps=products, threshold=threshold).x
         product = hvp(x)
         rest, square = optax.tree.sub(b, product), optax.tree.vdot(x, x)
         left = optax.tree.norm(rest)
@@ -221,7 +226,7 @@ def _iterated(hvp: LinearMap, like: Pytree, products: int) -> Curvature:
             x, _, k = carry
             # The first aim knows no x; those after it leave x off by half a percent, at most.
             aim = jnp.where(k == 0, 1e-3 * optax.tree.norm(b), 5e-3 * lowest * optax.tree.norm(x))
-            solved = conjugate_gradients(hvp, b, x, steps=products, threshold=aim)
+            solved = solve_conjugate_gradients(hvp, b, x, steps=products, threshold=aim)
             return solved.x, solved.residual, k + 1
 
         start = optax.tree.zeros_like(b), most, jnp.zeros((), int)

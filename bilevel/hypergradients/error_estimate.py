@@ -21,13 +21,19 @@ import optax
 from jax.flatten_util import ravel_pytree
 
 from bilevel.contracts import Pytree
-from bilevel.hypergradients.curvature import PRODUCTS, curvature, is_small, is_symmetric, spectrum
+from bilevel.hypergradients.curvature import (
+    PRODUCTS,
+    curvature,
+    hessian_eigenpairs,
+    is_small,
+    is_symmetric,
+)
 from bilevel.internal.custom_rules import FORWARD_OVER_REVERSE, exact_order
 from bilevel.internal.decomposition_order import after
-from bilevel.internal.meshes import do_while, repeat, vary, varying
-from bilevel.internal.precision import mixed_bits, rounding, widen, widened
-from bilevel.problem.hoist import held
-from bilevel.problem.problem import Problem, gradient, hessian_operator, mixed_product
+from bilevel.internal.meshes import do_while, pcast_varying, repeat_step, varying
+from bilevel.internal.precision import coarsest_eps, mixed_bits, widen, widened
+from bilevel.problem.hoist import hoist_constants
+from bilevel.problem.problem import Problem, hessian_operator, lower_gradient, mixed_product
 from bilevel.problem.structure import is_quadratic
 from bilevel.solvers import detached
 from bilevel.solvers.minimizers import local_newton
@@ -146,19 +152,22 @@ def assess(
     if adjoint is not None:
         adjoint = widen(adjoint)
     problem = Problem(widened(problem.lower, w), widened(problem.outer, w))
-    check, w = functools.partial(_assess, problem, products, rounding(w)), widen(w)
+    check, w = functools.partial(_assess_widened, problem, products, coarsest_eps(w)), widen(w)
     return detached(check, w, alpha, train, valid, grad, adjoint)
 
 
-def _assess(problem, products, coarse, w, alpha, train, valid, grad, adjoint) -> Info:
-    fixed = Problem(held(problem.lower, w, alpha, train), held(problem.outer, w, alpha, valid))
+def _assess_widened(problem, products, coarse, w, alpha, train, valid, grad, adjoint) -> Info:
+    fixed = Problem(
+        hoist_constants(problem.lower, w, alpha, train),
+        hoist_constants(problem.outer, w, alpha, valid),
+    )
     slope, hvp = hessian_operator(fixed.lower, w, alpha, train)
     force = jax.grad(fixed.outer)(w, alpha, valid)
     solved = after((grad, adjoint), w)
     refined = _refine(problem, fixed, products, solved, alpha, train, valid, grad, adjoint)
     better = jax.tree.map(lambda g: g.mean(0), refined.grads)
     deviations = jax.tree.map(lambda g, mean: g - mean[None], refined.grads, better)
-    spread = optax.tree.norm(deviations) / jnp.sqrt(_samples(w) - 1)
+    spread = optax.tree.norm(deviations) / jnp.sqrt(_sample_count(w) - 1)
     change = optax.tree.norm(optax.tree.sub(grad, better))
     # The rounding of two terms that may nearly cancel.
     noise = _NOISE * jnp.finfo(change.dtype).eps
@@ -183,9 +192,9 @@ def _assess(problem, products, coarse, w, alpha, train, valid, grad, adjoint) ->
     else:
         known = jnp.isfinite(optax.tree.norm(adjoint))
         rest = optax.tree.sub(hvp(_finite_or_zero(adjoint)), force)
-        ratio = _ratio(optax.tree.norm(rest), force)
+        ratio = _ratio_to_norm(optax.tree.norm(rest), force)
         linear_residual = jnp.where(known, ratio, _unbounded(ratio))
-    bound = _bound(problem, fixed, refined, alpha, train, valid, grad)
+    bound = _quadratic_error_bound(problem, fixed, refined, alpha, train, valid, grad)
     return Info(
         stationarity=stationarity,
         linear_residual=linear_residual,
@@ -219,7 +228,7 @@ def _finite_or_zero(tree: Pytree) -> Pytree:
     return jax.tree.map(lambda x: jnp.where(jnp.isfinite(x), x, 0), tree)
 
 
-def _ratio(size: jax.Array, whole: Pytree) -> jax.Array:
+def _ratio_to_norm(size: jax.Array, whole: Pytree) -> jax.Array:
     norm = optax.tree.norm(whole)
     return size / jnp.where(norm > 0, norm, 1)
 
@@ -255,7 +264,7 @@ def _refine(problem, fixed, products, w, alpha, train, valid, grad, adjoint) -> 
         if system is None or not quadratic:
             _, hvp = hessian_operator(fixed.lower, near, alpha, train)
             system = curvature(hvp, near, products)
-        return _settled(problem, fixed, system, near, w, q, alpha, train, valid, grad)
+        return _refine_solution(problem, fixed, system, near, w, q, alpha, train, valid, grad)
 
     if is_small(w):
         return refined()
@@ -264,30 +273,30 @@ def _refine(problem, fixed, products, w, alpha, train, valid, grad, adjoint) -> 
     axes = varying((w, q, grad, train, valid))
     return jax.lax.cond(
         system.definite,
-        lambda: vary(refined(system), axes),
-        lambda: vary(_unknown(w, q, alpha), axes),
+        lambda: pcast_varying(refined(system), axes),
+        lambda: pcast_varying(_unknown_refinement(w, q, alpha), axes),
     )
 
 
-def _samples(w) -> int:
+def _sample_count(w) -> int:
     return _SAMPLES if is_small(w) else _COSTLY_SAMPLES
 
 
-def _unknown(w, q, alpha) -> _Refined:
+def _unknown_refinement(w, q, alpha) -> _Refined:
     """Placeholders, without NaN for `jax_debug_nans`: ``definite`` says that nothing is known."""
-    missing = jax.tree.map(lambda a: jnp.zeros((_samples(w), *a.shape), a.dtype), alpha)
+    missing = jax.tree.map(lambda a: jnp.zeros((_sample_count(w), *a.shape), a.dtype), alpha)
     zero, no = jnp.zeros_like(optax.tree.norm(w)), jnp.array(False)
     unsolved = jnp.full_like(zero, _unbounded(zero))
     return _Refined(w, q, missing, zero, unsolved, no, zero, no, zero, None)
 
 
-def _settled(problem, fixed, system, near, w, q, alpha, train, valid, grad) -> _Refined:
+def _refine_solution(problem, fixed, system, near, w, q, alpha, train, valid, grad) -> _Refined:
     """``near`` and ``q`` refined until they stay, and the hypergradients around them."""
-    slope_of = gradient(fixed.lower, alpha, train)
+    slope_of = lower_gradient(fixed.lower, alpha, train)
     rounding = jnp.finfo(system.lowest.dtype).eps * system.condition
     # The decomposition's solves are cheap, but of soft directions only as good as their curvature.
     enough, rounds = (0.0, 2) if is_small(near) else (1e-4, 1)
-    count = _samples(near)
+    count = _sample_count(near)
 
     def newton_step(w):
         return system.solve(slope_of(w))
@@ -315,12 +324,14 @@ def _settled(problem, fixed, system, near, w, q, alpha, train, valid, grad) -> _
         w_near, q_near = _jitter(2 * number, near), _jitter(2 * number + 1, q)
         if shifts is not None:
             w_near = optax.tree.add(w_near, ravel_pytree(near)[1](shifts[number]))
-        w_near = repeat(lambda w: optax.tree.sub(w, newton_step(w)), w_near, rounds)
+        w_near = repeat_step(lambda w: optax.tree.sub(w, newton_step(w)), w_near, rounds)
         # Newton's step ends on one rounding of the minimum, often the same from everywhere. Where
         # the outer gradient nearly cancels, as without noise, it is as good as any other.
         w_near = _jitter(2 * (number + count), w_near, 0.3)
         residual_of, _ = adjoint_residual(w_near)
-        q_near = repeat(lambda q: optax.tree.sub(q, system.solve(residual_of(q))), q_near, rounds)
+        q_near = repeat_step(
+            lambda q: optax.tree.sub(q, system.solve(residual_of(q))), q_near, rounds
+        )
         return _combine(problem, w_near, q_near, alpha, train, valid)[0]
 
     change = optax.tree.norm(optax.tree.sub(grad, better))
@@ -335,11 +346,11 @@ def _settled(problem, fixed, system, near, w, q, alpha, train, valid, grad) -> _
         adjoint=q,
         grads=grads,
         magnitude=magnitude,
-        linear_residual=_ratio(optax.tree.norm(residual_of(q)), force),
+        linear_residual=_ratio_to_norm(optax.tree.norm(residual_of(q)), force),
         definite=definite,
         leak=leak,
         settled=w_settled & q_settled,
-        last_step=_ratio(last_step, near),
+        last_step=_ratio_to_norm(last_step, near),
         spectrum=system.spectrum,
     )
 
@@ -365,7 +376,7 @@ def _unfelt(problem, fixed, system, w, alpha, train, valid):
 
     # Random combinations of the free directions, and of all.
     draws = jax.random.normal(jax.random.key(2), (4, flat.size), flat.dtype)
-    draws = vary(draws, varying(flat))
+    draws = pcast_varying(draws, varying(flat))
     vectors = jnp.concatenate([draws[:2] @ system.free.T, draws[2:]])
     *free, one, other = jax.lax.map(mixed, vectors)
     pulled, crossed, whole = part(force), jnp.maximum(*free), jnp.maximum(one, other)
@@ -387,7 +398,7 @@ def _unfelt(problem, fixed, system, w, alpha, train, valid):
 def _shifts(w, free, count):
     """Random moves of ``w`` along the free directions, by much more than rounding: [count, p]."""
     flat, _ = ravel_pytree(w)
-    drawn = vary(jax.random.normal(jax.random.key(3), (count, flat.size)), varying(flat))
+    drawn = pcast_varying(jax.random.normal(jax.random.key(3), (count, flat.size)), varying(flat))
     size = jnp.finfo(flat.dtype).eps ** 0.25 * jnp.sqrt(jnp.mean(flat**2))
     return size * ((drawn.astype(flat.dtype) @ free) @ free.T)
 
@@ -446,7 +457,7 @@ def _combine(problem, w, q, alpha, train, valid):
     return optax.tree.sub(direct, indirect), magnitude
 
 
-def _bound(problem, fixed, refined, alpha, train, valid, grad) -> jax.Array:
+def _quadratic_error_bound(problem, fixed, refined, alpha, train, valid, grad) -> jax.Array:
     """``|grad - G+|`` plus how far ``G+``, refined by the factorised Hessian, can be from ``G*``.
 
     With mu the smallest Hessian eigenvalue, |w - w*| <= |g| / mu exactly for a quadratic, and
@@ -477,7 +488,7 @@ def _bound(problem, fixed, refined, alpha, train, valid, grad) -> jax.Array:
         return (ravel_pytree(found)[0],) * 2
 
     _, hvp = hessian_operator(fixed.lower, w, alpha, train)
-    eigenvalues, vectors = refined.spectrum or spectrum(hvp, w)
+    eigenvalues, vectors = refined.spectrum or hessian_eigenpairs(hvp, w)
     slack = flat.size * jnp.finfo(flat.dtype).eps * jnp.linalg.norm(eigenvalues)
     mu = eigenvalues[0] - slack
 

@@ -21,13 +21,13 @@ from bilevel.contracts import LowerSolver, Pytree, Stateful
 from bilevel.hypergradients.curvature import PRODUCTS
 from bilevel.hypergradients.error_estimate import Info, assess, unmapped
 from bilevel.internal.checks import (
-    arrays,
-    between,
-    floating,
-    losses,
+    check_floating,
+    check_in_range,
+    check_losses,
+    check_not_empty,
+    describe,
     lower_solver,
     nan_unless_finite,
-    short,
 )
 from bilevel.internal.custom_rules import (
     NO_FORWARD_RULE,
@@ -35,14 +35,14 @@ from bilevel.internal.custom_rules import (
     exact_order,
     second_derivatives,
 )
-from bilevel.internal.meshes import automatic, vary, varying
+from bilevel.internal.meshes import pcast_varying, varying, with_automatic_axes
 from bilevel.internal.precision import narrow
-from bilevel.problem.problem import Problem, at_variables, parts
+from bilevel.problem.problem import Problem, at_variables, split_losses
 from bilevel.problem.structure import (
-    check_enters,
-    entering,
-    enters,
+    check_depends_on_alpha,
+    depends_on_alpha,
     leaf_names,
+    leaves_used_by,
     outputs_reading,
     with_rules,
 )
@@ -143,14 +143,14 @@ def hypergradient(
     )
 
     if difference is not None:
-        between("difference", difference, 0, math.inf)
+        check_in_range("difference", difference, 0, math.inf)
         if not diagnostics:
             raise ValueError("difference: expected diagnostics=True with it, got False.")
     solve = solution(problem, solver)
 
     def value_at(alpha, w0, train, valid):
         w, _ = solve(alpha, w0, first_state(solver, alpha, w0), train)
-        return parts(problem).outer(w, alpha, valid)[0]
+        return split_losses(problem).outer(w, alpha, valid)[0]
 
     def slope(grad, alpha, *given):
         assert difference is not None
@@ -161,10 +161,10 @@ def hypergradient(
         return (above - below) / (2 * difference)
 
     def fn(alpha, w0, train, valid):
-        floating("alpha", alpha)
-        params, _ = _split(problem, w0)
-        arrays("w0", params)
-        floating("w0", params)
+        check_floating("alpha", alpha)
+        params, _ = _split_variables(problem, w0)
+        check_not_empty("w0", params)
+        check_floating("w0", params)
         alpha, w0 = jax.tree.map(jnp.asarray, (alpha, w0))
 
         def run(alpha, w0, train, valid):
@@ -175,7 +175,7 @@ def hypergradient(
             return result._replace(info=result.info._replace(slope=found))
 
         like: Any = (None, alpha, w0, None, None)  # of a HyperGradient
-        return automatic(run, (alpha, w0, train, valid), lambda: HyperGradient(*like))
+        return with_automatic_axes(run, (alpha, w0, train, valid), lambda: HyperGradient(*like))
 
     return fn
 
@@ -202,7 +202,7 @@ def stateful_hypergradient(
     """
     if mode not in ("reverse", "forward"):
         raise ValueError(f'mode: expected "reverse" or "forward", got {mode!r}.')
-    losses("problem", problem)
+    check_losses("problem", problem)
     lower_solver("solver", solver)
     given = problem
     if products is None:
@@ -210,9 +210,9 @@ def stateful_hypergradient(
 
     def step(alpha, w0, state, train, valid, wanted=None):
         batch = solver.batch(train)
-        params, variables = _split(given, w0)
+        params, variables = _split_variables(given, w0)
         problem, mapped = with_rules(given, w0, alpha, batch)
-        of_problem, solve = parts(problem), solution(problem, solver)
+        of_problem, solve = split_losses(problem), solution(problem, solver)
 
         def objective(alpha, tilt, report=None):
             w, new_state = solve(alpha, w0, with_report(state, report), train, tilt)
@@ -222,13 +222,15 @@ def stateful_hypergradient(
         first = at_variables(problem, variables)
         loss = jax.eval_shape(fresh(first.lower), params, alpha, batch)
         axes = varying(loss)
-        w0, state = vary((w0, state), axes)
-        direct = entering(first.outer, params, alpha, valid)
+        w0, state = pcast_varying((w0, state), axes)
+        direct = leaves_used_by(first.outer, params, alpha, valid)
         used = [True] * len(direct) if wanted is None else wanted()
         needed = [use and not (x or y) for use, x, y in zip(used, mapped, direct, strict=True)]
         if any(needed):  # by the solver, then
-            by_solver = entering(lambda _, a, __: objective(a, None)[0], None, alpha, None)
-            check_enters(alpha, [x and not y for x, y in zip(needed, by_solver, strict=True)])
+            by_solver = leaves_used_by(lambda _, a, __: objective(a, None)[0], None, alpha, None)
+            check_depends_on_alpha(
+                alpha, [x and not y for x, y in zip(needed, by_solver, strict=True)]
+            )
 
         def own_rules():
             program = jax.make_jaxpr(first.lower)(params, alpha, batch)
@@ -259,7 +261,7 @@ def stateful_hypergradient(
                 lambda alpha: objective(alpha, None), alpha, check
             )
         else:
-            tilt = vary(optax.tree.zeros_like(params), axes)
+            tilt = pcast_varying(optax.tree.zeros_like(params), axes)
             report = report_of(state) if solver.reports else None
             with second_derivatives(own_rules):
                 (value, (w, state, above)), (grad, slope, report) = _reverse(
@@ -274,9 +276,9 @@ def stateful_hypergradient(
         grad = nan_unless_finite(grad, value)
         info: Any = None
         if diagnostics:
-            found, variables = _split(problem, w)
-            centre, _ = _split(problem, start_of(state, w0))
-            stated = _damped(at_variables(problem, variables), damping, centre)
+            found, variables = _split_variables(problem, w)
+            centre, _ = _split_variables(problem, start_of(state, w0))
+            stated = _damped_problem(at_variables(problem, variables), damping, centre)
             limit = min(products, PRODUCTS)
             with second_derivatives(own_rules):
                 info = assess(stated, found, alpha, batch, valid, grad, adjoint, limit)
@@ -300,7 +302,7 @@ def solution(problem: Problem, solver: LowerSolver) -> Callable:
     ValueError
         If the problem has variables and the runs of ``solver`` have none.
     """
-    losses, stateful = parts(problem), getattr(problem, "stateful", False)
+    losses, stateful = split_losses(problem), getattr(problem, "stateful", False)
 
     def solve(alpha, w0, state, train, tilt=None):
         def updating(w, alpha, batch):
@@ -331,19 +333,19 @@ def solution(problem: Problem, solver: LowerSolver) -> Callable:
     return solve
 
 
-def _split(problem: Problem, w: Pytree) -> tuple[Pytree, Pytree]:
+def _split_variables(problem: Problem, w: Pytree) -> tuple[Pytree, Pytree]:
     """``params`` and ``variables``; all of ``w``, and None, where the problem has no variables."""
     if not getattr(problem, "stateful", False):
         return w, None
     if not isinstance(w, Stateful):
         raise ValueError(
             "w0: expected a bilevel.Stateful(params, variables), as stateful=True says, "
-            f"got {short(w)}."
+            f"got {describe(w)}."
         )
     return w.params, w.variables
 
 
-def _damped(problem: Problem, damping, centre: Pytree) -> Problem:
+def _damped_problem(problem: Problem, damping, centre: Pytree) -> Problem:
     if isinstance(damping, float | int) and damping == 0:
         return problem
 
@@ -364,7 +366,7 @@ def check_variables(problem: Problem, w: Pytree, alpha: Pytree, valid: Pytree) -
     """
     if not getattr(problem, "stateful", False) or getattr(problem, "differentiated", False):
         return
-    outer = parts(problem).outer
+    outer = split_losses(problem).outer
 
     def of_params(_, params, batch):
         return outer(w._replace(params=params), alpha, batch)[0]
@@ -372,8 +374,8 @@ def check_variables(problem: Problem, w: Pytree, alpha: Pytree, valid: Pytree) -
     def of_variables(_, variables, batch):
         return outer(w._replace(variables=variables), alpha, batch)[0]
 
-    alone = not enters(of_params, None, w.params, valid)
-    if alone and enters(of_variables, None, w.variables, valid):
+    alone = not depends_on_alpha(of_params, None, w.params, valid)
+    if alone and depends_on_alpha(of_variables, None, w.variables, valid):
         raise ValueError(
             "outer: expected to depend on params, got a loss of variables alone, which are not "
             "differentiated: its hypergradient would be 0. For averages of the weights: "
@@ -389,7 +391,7 @@ def first_state(solver: LowerSolver, alpha: Pytree, w: Pytree) -> Pytree:
     ValueError
         If the first state of ``solver`` depends on ``alpha``.
     """
-    if solver.init_at is not None and enters(
+    if solver.init_at is not None and depends_on_alpha(
         lambda _, alpha, __: solver.start(alpha, w), None, alpha, None
     ):
         raise ValueError(
@@ -445,7 +447,7 @@ def _forward(objective, alpha, check: Callable | None):
         return value, aux, tangent
 
     if check is not None:
-        check(lambda: entering(lambda _, v, __: push(v)[2], None, alpha, None))
+        check(lambda: leaves_used_by(lambda _, v, __: push(v)[2], None, alpha, None))
     basis = jnp.eye(flat.size, dtype=flat.dtype)
     push_flat = jax.vmap(lambda v: push(unravel(v)), out_axes=(None, None, 0))
     value, aux, grad = push_flat(basis)

@@ -19,8 +19,8 @@ from bilevel.hypergradients.hypergradient import (
     first_state,
     solution,
 )
-from bilevel.internal.checks import floating, function, losses, short, whole
-from bilevel.problem.problem import Problem, parts
+from bilevel.internal.checks import check_floating, check_losses, describe, function, integer
+from bilevel.problem.problem import Problem, split_losses
 from bilevel.solvers import unrolled
 
 
@@ -91,16 +91,16 @@ def truncation(
     >>> fn(jnp.array(1.0), jnp.array(0.0), None, None).grads
     Array([0. , 0.5 , 0.75 , 0.875], dtype=float...)
     """
-    losses("problem", problem)
-    steps = whole("steps", steps, 1)
+    check_losses("problem", problem)
+    steps = integer("steps", steps, 1)
     if batches is not None:
         function("batches", batches, "(key, data) -> batch")
     one = unrolled(optimizer, 1)
-    solve, of_problem = solution(problem, one), parts(problem)
+    solve, of_problem = solution(problem, one), split_losses(problem)
 
     def fn(alpha, w0, train, valid):
-        floating("alpha", alpha)
-        floating("w0", params_of(w0))
+        check_floating("alpha", alpha)
+        check_floating("w0", params_of(w0))
         alpha, w0 = jax.tree.map(jnp.asarray, (alpha, w0))
 
         check_variables(problem, w0, alpha, valid)
@@ -123,9 +123,9 @@ def truncation(
         copies = jax.tree.map(lambda a: jnp.broadcast_to(a, (steps, *a.shape)), alpha)
         found, (terms, direct) = jax.value_and_grad(value, (0, 1))(copies, alpha)
         grads = jax.tree.map(_sums_from_the_end, direct, terms)
-        away = jax.vmap(lambda g: _distance(g, grads))(grads)
+        away = jax.vmap(lambda g: _distance_to_last(g, grads))(grads)
         size = optax.tree.norm(jax.tree.map(lambda g: g[-1], grads))
-        return Truncation(found, grads, _relative(away, size))
+        return Truncation(found, grads, _relative_error(away, size))
 
     return fn
 
@@ -135,12 +135,12 @@ def _sums_from_the_end(direct: jax.Array, terms: jax.Array) -> jax.Array:
     return direct[None] + jnp.concatenate([jnp.zeros_like(terms[:1]), jnp.cumsum(terms[::-1], 0)])
 
 
-def _relative(error: jax.Array, size: jax.Array) -> jax.Array:
+def _relative_error(error: jax.Array, size: jax.Array) -> jax.Array:
     """``error / size``; of nothing, nothing is 0 and anything infinite."""
     return jnp.where(error == 0, 0, error / size)
 
 
-def _distance(g: Pytree, grads: Pytree) -> jax.Array:
+def _distance_to_last(g: Pytree, grads: Pytree) -> jax.Array:
     return optax.tree.norm(jax.tree.map(lambda x, y: x - y[-1], g, grads))
 
 
@@ -189,20 +189,20 @@ def standard_error(
     Spread(grad=Array(4., dtype=...), error=Array(2., dtype=...), relative=Array(0.5, dtype=...))
     """
     function("fn", fn, "(alpha, w0, train, valid) -> HyperGradient")
-    count = whole("parts", parts, 2)
+    count = integer("parts", parts, 2)
 
     def spread(alpha, w0, train, valid):
-        cut = _cut("train", train, count), _cut("valid", valid, count)
+        cut = _split_microbatches("train", train, count), _split_microbatches("valid", valid, count)
         grads = jax.lax.map(lambda batches: fn(alpha, w0, *batches).grad, cut)
         mean = jax.tree.map(lambda g: g.mean(0), grads)
         error = jax.tree.map(lambda g: g.std(0, ddof=1) / count**0.5, grads)
         size = optax.tree.norm(mean)
-        return Spread(mean, error, _relative(optax.tree.norm(error), size))
+        return Spread(mean, error, _relative_error(optax.tree.norm(error), size))
 
     return spread
 
 
-def _cut(name: str, batch: Pytree, count: int) -> Pytree:
+def _split_microbatches(name: str, batch: Pytree, count: int) -> Pytree:
     """Leaves [n, ...] as [count, n / count, ...], and keys as [count] of them."""
 
     def cut(x):
@@ -211,12 +211,13 @@ def _cut(name: str, batch: Pytree, count: int) -> Pytree:
             return jax.random.split(x, count)
         if x.ndim == 0 or x.shape[0] % count:
             raise ValueError(
-                f"parts: expected a divisor of the rows of {name}, got {count} and {_rows(x)}."
+                f"parts: expected a divisor of the rows of {name}, got {count} and "
+                f"{_describe_rows(x)}."
             )
         return x.reshape(count, x.shape[0] // count, *x.shape[1:])
 
     return jax.tree.map(cut, batch)
 
 
-def _rows(x: jax.Array) -> str:
-    return f"{x.shape[0]} rows" if x.ndim else f"a number, {short(float(x))}"
+def _describe_rows(x: jax.Array) -> str:
+    return f"{x.shape[0]} rows" if x.ndim else f"a number, {describe(float(x))}"

@@ -11,83 +11,83 @@ import optax
 
 from bilevel.contracts import Inverse, LowerSolver, Pytree, SingleLoop
 from ntk.internal.checks import (
-    array,
     at_least_float32,
+    check_dense,
+    check_finite,
     common_dtype,
     concrete,
-    dense,
-    finite,
-    floats,
+    describe,
+    float_array,
     function,
+    integer,
     is_sparse,
-    known,
     nan_unless,
     nan_where,
-    number,
-    numbers,
+    numpy_array,
     offending,
+    one_of,
     positive,
     prng_key,
+    real_array,
+    real_number,
     sequence,
-    short,
-    whole,
 )
 
 __all__ = [
-    "array",
-    "arrays",
     "as_floating",
-    "at_least",
     "at_least_float32",
-    "between",
+    "check_at_least",
+    "check_data",
+    "check_dense",
+    "check_finite",
+    "check_floating",
+    "check_in_range",
+    "check_loss_pair",
+    "check_losses",
+    "check_not_empty",
     "common_dtype",
     "concrete",
     "count",
-    "data",
-    "dense",
-    "finite",
-    "floating",
-    "floats",
+    "count_rows",
+    "describe",
+    "float_array",
     "function",
     "gradient_transformation",
     "images",
+    "integer",
     "inverse_map",
     "is_sparse",
-    "known",
-    "losses",
     "lower_solver",
     "nan_unless",
     "nan_unless_finite",
     "nan_where",
     "nonnegative",
-    "number",
-    "numbers",
+    "numpy_array",
     "offending",
     "one_a_row",
-    "pair",
+    "one_of",
     "positive",
     "positives",
     "prng_key",
-    "rows",
+    "real_array",
+    "real_number",
     "scalar_loss",
     "sequence",
-    "short",
     "simplex",
     "simplex_slack",
-    "whole",
 ]
 
 
-def at_least(name: str, value: Any, least: float) -> None:
+def check_at_least(name: str, value: Any, least: float) -> None:
     """Refuse a number under ``least``; traced values pass: they have no value to look at yet."""
-    x = number(name, value)
+    x = real_number(name, value)
     if concrete(x) and not x >= least:
         raise ValueError(f"{name}: expected at least {least}, got {value}.")
 
 
-def between(name: str, value: Any, low: float, high: float) -> None:
+def check_in_range(name: str, value: Any, low: float, high: float) -> None:
     """Refuse a number that is not strictly between two; traced values pass."""
-    x = number(name, value)
+    x = real_number(name, value)
     if concrete(x) and not low < x < high:
         what = "a positive number" if (low, high) == (0, np.inf) else f"one in ({low}, {high})"
         raise ValueError(f"{name}: expected {what}, got {value}.")
@@ -95,7 +95,7 @@ def between(name: str, value: Any, low: float, high: float) -> None:
 
 def nonnegative(name: str, x: Any) -> jax.Array:
     """``x`` as an array of floating-point numbers, none negative (or NaN) unless traced."""
-    x = numbers(name, x)
+    x = numpy_array(name, x)
     if x.size == 0:
         raise ValueError(f"{name}: expected at least one number, got the shape {x.shape}.")
     if concrete(x) and not np.all(x >= 0):
@@ -111,10 +111,10 @@ def positives(**numbers: Any) -> list[Any]:
 def count(name: str, value: Any) -> None:
     """Refuse a ``value`` that is not a whole number of at least 1; traced ones pass."""
     if concrete(value):
-        whole(name, value, 1)
+        integer(name, value, 1)
 
 
-def rows(name: str, data: Pytree) -> int:
+def count_rows(name: str, data: Pytree) -> int:
     """How many rows all arrays of ``data`` have."""
     leaves = jax.tree.leaves(data, is_leaf=is_sparse)  # a sparse matrix is one array, not three
     shapes = [x.shape if is_sparse(x) else jnp.shape(x) for x in leaves]
@@ -126,13 +126,13 @@ def rows(name: str, data: Pytree) -> int:
 
 def as_floating(name: str, value: Any) -> jax.Array:
     """``value`` as an array of floating-point numbers: whole ones, as of bytes, in the default."""
-    x = array(name, value)
+    x = real_array(name, value)
     return x if jnp.issubdtype(x.dtype, jnp.floating) else x.astype(float)
 
 
 def images(name: str, value: Any) -> jax.Array:
     """``value`` as an array [n, h, w, c], if it is one with entries."""
-    x = array(name, value)
+    x = real_array(name, value)
     if x.ndim != 4 or 0 in x.shape:
         raise ValueError(f"{name}: expected images [n, h, w, c], got shape {x.shape}.")
     return x
@@ -156,13 +156,13 @@ def simplex(name: str, alpha: chex.Array) -> None:
         )
 
 
-def arrays(name: str, tree: Pytree) -> None:
+def check_not_empty(name: str, tree: Pytree) -> None:
     """Refuse a tree without leaves."""
     if not jax.tree.leaves(tree):
         raise ValueError(f"{name}: expected at least one array, got {tree!r}.")
 
 
-def data(name: str, tree: Pytree) -> None:
+def check_data(name: str, tree: Pytree) -> None:
     """Refuse arrays without entries, or with entries that are not finite."""
     for x in jax.tree.leaves(tree):
         if is_sparse(x):  # SciPy's: JAX's are trees of arrays
@@ -173,10 +173,10 @@ def data(name: str, tree: Pytree) -> None:
         if jnp.size(x) == 0:
             shape = jnp.shape(x)
             raise ValueError(f"{name}: expected data, got an empty array of shape {shape}.")
-        finite(name, x)
+        check_finite(name, x)
 
 
-def floating(name: str, tree: Pytree) -> None:
+def check_floating(name: str, tree: Pytree) -> None:
     """Refuse anything but real floating arrays, with the path of the leaf."""
     for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]:
         where = f"{name}{jax.tree_util.keystr(path)}"
@@ -184,7 +184,7 @@ def floating(name: str, tree: Pytree) -> None:
             dtype = jnp.result_type(x)
         except (TypeError, ValueError):
             raise ValueError(
-                f"{where}: expected floating arrays, got {short(x)}; keep the arrays in {name} "
+                f"{where}: expected floating arrays, got {describe(x)}; keep the arrays in {name} "
                 "and close the losses over the rest (equinox.partition splits a module so)."
             ) from None
         if jnp.issubdtype(dtype, jnp.complexfloating):
@@ -214,10 +214,10 @@ def nan_unless_finite(tree: Pytree, *witnesses: Pytree) -> Pytree:
     return nan_unless(finite, tree)
 
 
-def pair(name: str, value: Any, form: str) -> tuple[Any, ...]:
+def check_loss_pair(name: str, value: Any, form: str) -> tuple[Any, ...]:
     """Refuse a loss's output that is no pair."""
     if not isinstance(value, tuple) or len(value) != 2:
-        raise ValueError(f"{name}: expected a loss that returns {form}, got {short(value)}.")
+        raise ValueError(f"{name}: expected a loss that returns {form}, got {describe(value)}.")
     return value
 
 
@@ -230,7 +230,7 @@ def scalar_loss(name: str, value: Any) -> Any:
         )
     if not (isinstance(value, int | float) or hasattr(value, "dtype")):
         raise ValueError(
-            f"{name}: expected a loss that returns a floating scalar, got {short(value)}"
+            f"{name}: expected a loss that returns a floating scalar, got {describe(value)}"
             f"{'; a return is missing' if value is None else ''}."
         )
     if jnp.shape(value) != () or not jnp.issubdtype(jnp.result_type(value), jnp.floating):
@@ -248,11 +248,11 @@ def one_a_row(labels: Any, shape: tuple[int, ...]) -> None:
         raise ValueError(f"labels: expected one a row, shape {shape}, got shape {got}.")
 
 
-def losses(name: str, value: Any) -> None:
+def check_losses(name: str, value: Any) -> None:
     """Refuse what has no lower and outer loss, as a Problem has."""
     parts = [getattr(value, part, None) for part in ("lower", "outer")]
     if isinstance(value, type) or not all(map(callable, parts)):
-        raise ValueError(f"{name}: expected a bilevel.Problem, got {short(value)}.")
+        raise ValueError(f"{name}: expected a bilevel.Problem, got {describe(value)}.")
 
 
 def lower_solver(name: str, value: Any) -> LowerSolver:
@@ -271,7 +271,7 @@ def lower_solver(name: str, value: Any) -> LowerSolver:
         cure = "hand it to solved(...) inside implicit(...) if it solves the lower problem"
     else:
         cure = "bilevel.implicit() and bilevel.unrolled(step_size, steps) make one"
-    raise ValueError(f"{name}: expected a LowerSolver, got {short(value)}; {cure}.")
+    raise ValueError(f"{name}: expected a LowerSolver, got {describe(value)}; {cure}.")
 
 
 def inverse_map(name: str, value: Any) -> Inverse:
@@ -279,7 +279,7 @@ def inverse_map(name: str, value: Any) -> Inverse:
     if callable(value) and not _factory(value):
         return value
     cure = f"call it: {value.__name__}(...)" if _factory(value) else "bilevel.cg() makes one"
-    raise ValueError(f"{name}: expected an inverse, got {short(value)}; {cure}.")
+    raise ValueError(f"{name}: expected an inverse, got {describe(value)}; {cure}.")
 
 
 def _factory(value: Any) -> bool:
@@ -307,7 +307,7 @@ def gradient_transformation(name: str, value: Any) -> optax.GradientTransformati
         cure = "call it if it makes an optimizer, or hand it to optax.sgd if it is a schedule"
     else:
         cure = "optax.sgd(step_size) makes one"
-    raise ValueError(f"{name}: expected an optax optimizer, got {short(value)}; {cure}.")
+    raise ValueError(f"{name}: expected an optax optimizer, got {describe(value)}; {cure}.")
 
 
 def _check_arguments(name: str, rule: optax.GradientTransformation) -> None:

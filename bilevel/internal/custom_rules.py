@@ -24,7 +24,7 @@ import jax
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 import ntk
-from ntk.internal.jaxprs import names, programs
+from ntk.internal.jaxprs import inner_jaxprs, operation_names
 
 FORWARD_OVER_REVERSE = "forward over reverse"
 REVERSE_OVER_FORWARD = "reverse over forward"
@@ -74,7 +74,7 @@ def exact_order(program: ClosedJaxpr) -> str:
     return REVERSE_OVER_FORWARD if kinds else FORWARD_OVER_REVERSE
 
 
-def linearize(function: Callable, x: Any) -> tuple[Any, Callable]:
+def linearize_custom_rules(function: Callable, x: Any) -> tuple[Any, Callable]:
     """Return ``jax.linearize(function, x)``, also if its rules have reverse derivatives only.
 
     If the rule of a ``custom_vjp`` calls the function itself, JAX finds only its reverse
@@ -85,11 +85,11 @@ def linearize(function: Callable, x: Any) -> tuple[Any, Callable]:
     >>> import jax.numpy as jnp
     >>> exp = jax.custom_vjp(jnp.exp)
     >>> exp.defvjp(lambda x: (exp(x), exp(x)), lambda y, ct: (ct * y,))
-    >>> linearize(jax.grad(exp), 0.0)[1](2.0)
+    >>> linearize_custom_rules(jax.grad(exp), 0.0)[1](2.0)
     Array(2., dtype=float...)
     """
     value, push = jax.linearize(function, x)
-    if not names(jax.make_jaxpr(push)(x)) & _NO_FORWARD_RULE:
+    if not operation_names(jax.make_jaxpr(push)(x)) & _NO_FORWARD_RULE:
         return value, push
     value, pull = jax.vjp(function, x)
     return value, lambda dot: jax.linear_transpose(pull, value)((dot,))[0]
@@ -140,7 +140,7 @@ def _rules(program: ClosedJaxpr) -> Iterator[tuple[str, JaxprEqn]]:
         name = eqn.primitive.name
         if name.startswith(("custom_jvp", "custom_vjp", "call_hi_primitive")):
             yield name, eqn
-        for body in programs(eqn):
+        for body in inner_jaxprs(eqn):
             yield from _rules(body)
 
 

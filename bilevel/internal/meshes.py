@@ -21,23 +21,23 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from bilevel.contracts import Pytree
-from bilevel.internal.processes import spread
+from bilevel.internal.processes import put_with_sharding
 from ntk.internal.checks import concrete
 from ntk.internal.compile_cache import program
 
 
 def varying(tree: Pytree) -> frozenset[str]:
     """The mesh axes that any leaf, an array or its type, varies over."""
-    return frozenset().union(*(_axes(x) for x in jax.tree.leaves(tree)))
+    return frozenset().union(*(_varying_axes(x) for x in jax.tree.leaves(tree)))
 
 
-def _axes(x) -> frozenset[str]:
+def _varying_axes(x) -> frozenset[str]:
     kind = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
     manual = getattr(kind, "manual_axis_type", None)  # JAX's name for it; the second is its older
     return getattr(manual, "varying", None) or getattr(kind, "vma", None) or frozenset()
 
 
-def vary(tree: Pytree, axes: frozenset[str]) -> Pytree:
+def pcast_varying(tree: Pytree, axes: frozenset[str]) -> Pytree:
     """``tree``, varying over ``axes`` too."""
 
     def lift(x):
@@ -47,16 +47,16 @@ def vary(tree: Pytree, axes: frozenset[str]) -> Pytree:
     return jax.tree.map(lift, tree)
 
 
-def settled(step: Callable[[Pytree], Pytree], start: Pytree) -> Pytree:
+def match_varying_axes(step: Callable[[Pytree], Pytree], start: Pytree) -> Pytree:
     """``start`` of the repeated ``step``, varying over what one step makes of it."""
     if not jax.sharding.get_abstract_mesh().manual_axes:
         return start
-    return vary(start, varying((start, jax.eval_shape(step, start))))
+    return pcast_varying(start, varying((start, jax.eval_shape(step, start))))
 
 
 def while_loop(unfinished: Callable, step: Callable, start: Pytree) -> Pytree:
     """:func:`jax.lax.while_loop` from a start that may vary less than its steps do."""
-    return jax.lax.while_loop(unfinished, step, settled(step, start))
+    return jax.lax.while_loop(unfinished, step, match_varying_axes(step, start))
 
 
 def do_while(unfinished: Callable, step: Callable, start: Pytree) -> Pytree:
@@ -72,12 +72,12 @@ def do_while(unfinished: Callable, step: Callable, start: Pytree) -> Pytree:
     return while_loop(going, once, (start, jnp.array(True)))[0]
 
 
-def repeat(step: Callable[[Pytree], Pytree], start: Pytree, times: int) -> Pytree:
+def repeat_step(step: Callable[[Pytree], Pytree], start: Pytree, times: int) -> Pytree:
     """``step(step(... start))``."""
-    return jax.lax.fori_loop(0, times, lambda _, x: step(x), settled(step, start))
+    return jax.lax.fori_loop(0, times, lambda _, x: step(x), match_varying_axes(step, start))
 
 
-def automatic(
+def with_automatic_axes(
     function: Callable[..., Any], args: tuple[Any, ...], like: Callable[[], Pytree]
 ) -> Pytree:
     """``function(*args)`` on a mesh with explicit axes as on one whose axes are automatic.
@@ -123,7 +123,7 @@ def _place(x: Any) -> PartitionSpec:
     return PartitionSpec() if x is None else jax.typeof(x).sharding.spec
 
 
-def lying_as(tree: Pytree, others: Pytree) -> Pytree:
+def shard_like(tree: Pytree, others: Pytree) -> Pytree:
     """``tree``, of whose arrays those of the shape of one of ``others`` lie as it, on its mesh."""
     lying = [x for x in jax.tree.leaves(others) if explicit_mesh(x) is not None]
     places = {x.shape: jax.typeof(x).sharding for x in lying}
@@ -134,7 +134,7 @@ def lying_as(tree: Pytree, others: Pytree) -> Pytree:
     return jax.tree.map(place, tree)
 
 
-def beside(tree: Pytree, others: Pytree) -> Pytree:
+def replicate_like(tree: Pytree, others: Pytree) -> Pytree:
     """``tree`` with the arrays that nobody placed replicated over the mesh of the ``others``.
 
     So a loop's arrays lie from its first step on as they do after it: one compilation.
@@ -144,10 +144,10 @@ def beside(tree: Pytree, others: Pytree) -> Pytree:
     if not meshes:
         return tree
     everywhere = NamedSharding(meshes[0], PartitionSpec())
-    return jax.tree.map(lambda x: x if x.committed else spread(x, everywhere), tree)
+    return jax.tree.map(lambda x: x if x.committed else put_with_sharding(x, everywhere), tree)
 
 
-def staying(function: Callable, first: Pytree) -> Callable:
+def keep_sharding(function: Callable, first: Pytree) -> Callable:
     """``function(first, ...)``, a loop's step, whose result lies as ``first``, an array, does."""
     many = [isinstance(x.sharding, NamedSharding) for x in jax.tree.leaves(first)]
     if not any(many) or explicit_mesh(first) is not None:

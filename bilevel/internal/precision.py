@@ -101,7 +101,7 @@ def like_variables(variables: Pytree, like: Pytree) -> Pytree:
     return narrow(jax.tree.map(jnp.asarray, variables), like)
 
 
-def rounding(w: Pytree) -> float:
+def coarsest_eps(w: Pytree) -> float:
     """The coarsest rounding among the leaves."""
     return max(float(jnp.finfo(x.dtype).eps) for x in jax.tree.leaves(w))
 

@@ -21,41 +21,41 @@ class LostProcessError(RuntimeError):
     """Another process of this run ended, raised, or can no longer be reached."""
 
 
-def several() -> bool:
+def is_multiprocess() -> bool:
     """Whether the run has more than one process."""
     return jax.process_count() > 1
 
 
-def first() -> bool:
+def is_first_process() -> bool:
     """Whether this is the process that draws, prints and writes."""
     return jax.process_index() == 0
 
 
 def gathered(values: Any) -> np.ndarray:
     """The processes' own arrays of one shape, one after another: [processes, ...]."""
-    if not several():
+    if not is_multiprocess():
         return np.asarray(values)[None]
     from jax.experimental import multihost_utils
 
     return np.asarray(multihost_utils.process_allgather(np.asarray(values)))
 
 
-def anyone(flag: Any) -> bool:
+def any_process(flag: Any) -> bool:
     """Whether any process says yes."""
-    return bool(flag) if not several() else bool(gathered(np.int32(bool(flag))).any())
+    return bool(flag) if not is_multiprocess() else bool(gathered(np.int32(bool(flag))).any())
 
 
 def maximum(number: int) -> int:
     """Return the largest of the processes' integers, which are less than 2^31."""
-    return number if not several() else int(gathered(np.int32(number)).max())
+    return number if not is_multiprocess() else int(gathered(np.int32(number)).max())
 
 
-def of_first(number: int) -> int:
+def broadcast_first(number: int) -> int:
     """The first process's whole number, under 2^31."""
-    return number if not several() else int(gathered(np.int32(number))[0])
+    return number if not is_multiprocess() else int(gathered(np.int32(number))[0])
 
 
-def text_of_first(compute: Callable[[], str]) -> str:
+def broadcast_first_string(compute: Callable[[], str]) -> str:
     """What ``compute`` gives in the first process, which alone calls it.
 
     Raises
@@ -63,12 +63,12 @@ def text_of_first(compute: Callable[[], str]) -> str:
     ValueError
         In every process, with the first one's sentence, where it raised one.
     """
-    if not several():
+    if not is_multiprocess():
         return compute()
-    return texts(lambda: compute() if first() else "")[0]
+    return gather_strings(lambda: compute() if is_first_process() else "")[0]
 
 
-def texts(compute: Callable[[], str]) -> list[str]:
+def gather_strings(compute: Callable[[], str]) -> list[str]:
     """What ``compute`` gives in every process; where it raises in one, all raise.
 
     It may not compute with arrays over several processes: those of which it raises would be missed.
@@ -80,7 +80,7 @@ def texts(compute: Callable[[], str]) -> list[str]:
     LostProcessError
         In the others, where one raised something else.
     """
-    if not several():
+    if not is_multiprocess():
         return [compute()]
     text, failed = "", None
     try:
@@ -106,50 +106,50 @@ def texts(compute: Callable[[], str]) -> list[str]:
 
 
 def all_or_none(compute: Callable[[], T]) -> T:
-    """What ``compute`` gives in this process; where it raises in one, all raise: :func:`texts`."""
+    """Return ``compute()``; if it raises in one process, all raise (:func:`gather_strings`)."""
     kept: list[T] = []
 
     def run():
         kept.append(compute())
         return ""
 
-    texts(run)
+    gather_strings(run)
     return kept[0]
 
 
-def total(number: int) -> int:
+def sum_across(number: int) -> int:
     """The sum of the processes' whole numbers modulo 2^64."""
     halves = gathered(np.array([number & 0xFFFFFFFF, number >> 32], np.uint32)).tolist()
     return sum(low + (high << 32) for low, high in halves) % 2**64
 
 
-def divided(x: Any) -> bool:
+def is_sharded(x: Any) -> bool:
     """Whether no single process has all of an array."""
     return isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated)
 
 
-def whole(x: Any) -> np.ndarray:
+def to_numpy(x: Any) -> np.ndarray:
     """All of an array, wherever its parts lie; every process has to ask."""
-    if divided(x):
+    if is_sharded(x):
         from jax.experimental import multihost_utils
 
         return np.asarray(multihost_utils.process_allgather(x, tiled=True))
     return np.asarray(x)
 
 
-def placed(value: Any, like: jax.Array) -> jax.Array:
+def put_like(value: Any, like: jax.Array) -> jax.Array:
     """``value``, the same in every process, laid out over devices as ``like`` is."""
-    return spread(value, like.sharding) if like.committed else jax.device_put(value)
+    return put_with_sharding(value, like.sharding) if like.committed else jax.device_put(value)
 
 
-def spread(value: Any, sharding: jax.sharding.Sharding) -> jax.Array:
+def put_with_sharding(value: Any, sharding: jax.sharding.Sharding) -> jax.Array:
     """``value``, the same in every process, laid out over devices."""
     if isinstance(value, jax.Array) and value.sharding == sharding:
         return value
     if sharding.is_fully_addressable:
         return jax.device_put(value, sharding)
     if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
-        data = spread(jax.random.key_data(value), sharding)
+        data = put_with_sharding(jax.random.key_data(value), sharding)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(value))
     value = np.asarray(value)
     return jax.make_array_from_callback(value.shape, sharding, lambda part: value[part])
@@ -163,7 +163,7 @@ _OF_THE_CONNECTION = (
 
 
 @contextmanager
-def together(what: str) -> Iterator[None]:
+def report_lost_process(what: str) -> Iterator[None]:
     """Say in one sentence that another process was lost while this one computed.
 
     Raises
@@ -174,7 +174,7 @@ def together(what: str) -> Iterator[None]:
     try:
         yield
     except (jax.errors.JaxRuntimeError, ValueError) as error:
-        if not (several() and str(error).startswith(_OF_THE_CONNECTION)):
+        if not (is_multiprocess() and str(error).startswith(_OF_THE_CONNECTION)):
             raise
         raise LostProcessError(
             f"{what}: another of the {jax.process_count()} processes ended or cannot be reached; "

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from bilevel.contracts import Pytree
-from bilevel.internal.checks import concrete, is_sparse, rows
-from ntk.internal.checks import whole
+from bilevel.internal.checks import concrete, count_rows, is_sparse
+from ntk.internal.checks import integer
 
 
 def taken(data: Pytree, drawn: jax.Array) -> Pytree:
@@ -60,7 +60,7 @@ def row_width(matrix: Any) -> int:
     return max(1, min(matrix.shape[1], matrix.nse))
 
 
-def row_count(data: Pytree, batch_size: int) -> int:
+def check_batch_size(data: Pytree, batch_size: int) -> int:
     """The number of rows of ``data``, which has to hold a batch.
 
     Raises
@@ -68,7 +68,7 @@ def row_count(data: Pytree, batch_size: int) -> int:
     ValueError
         For a ``batch_size`` under 1, or more than the rows; for arrays of other numbers of rows.
     """
-    n = rows("data", data)
-    if not whole("batch_size", batch_size, 1) <= n:
+    n = count_rows("data", data)
+    if not integer("batch_size", batch_size, 1) <= n:
         raise ValueError(f"batch_size: expected 1 to the {n} rows of the data, got {batch_size}.")
     return n

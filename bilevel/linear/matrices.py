@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bilevel.internal.checks import array, common_dtype, concrete, finite, is_sparse
+from bilevel.internal.checks import check_finite, common_dtype, concrete, is_sparse, real_array
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=("rows", "columns"), meta_fields=("shape",))
@@ -117,16 +117,16 @@ def sparse(matrix: Any) -> Sparse:
     >>> predict(sparse(scipy.sparse.csr_array([[0, 2], [1, 0]])), jnp.array([1.0, 3.0]))
     Array([6., 1.], dtype=float...)
     """
-    return _sparse("matrix", matrix)
+    return _make_sparse("matrix", matrix)
 
 
-def _sparse(name: str, matrix) -> Sparse:
-    rows = _by_rows(name, matrix)
-    finite(name, rows.data, "entries")
-    return Sparse(rows.shape, _entries(rows), _entries(rows.T.tocsr()))
+def _make_sparse(name: str, matrix) -> Sparse:
+    rows = _as_csr(name, matrix)
+    check_finite(name, rows.data, "entries")
+    return Sparse(rows.shape, _padded_entries(rows), _padded_entries(rows.T.tocsr()))
 
 
-def _by_rows(name: str, matrix):
+def _as_csr(name: str, matrix):
     """``matrix`` in SciPy's format of compressed rows."""
     if hasattr(matrix, "tocsr"):
         return matrix.tocsr()
@@ -152,7 +152,7 @@ def _by_rows(name: str, matrix):
     return coo_array((value[inside], tuple(place[inside].T)), shape=matrix.shape).tocsr()
 
 
-def _entries(matrix) -> _Entries:
+def _padded_entries(matrix) -> _Entries:
     step = 1 << max(matrix.nnz.bit_length() - 2, 0)
     padding = (0, max(-(-matrix.nnz // step) * step, 1) - matrix.nnz)
     rows = np.repeat(np.arange(matrix.shape[0], dtype=np.int32), np.diff(matrix.indptr))
@@ -180,7 +180,7 @@ def sweep(
         f = features @ w
         return f, features.T @ residual(f, *data)
     n, d = features.shape
-    starts, size = partition(n, d, w.dtype, memory)
+    starts, size = block_starts(n, d, w.dtype, memory)
 
     def add(total, block):
         start, *data = block
@@ -188,25 +188,25 @@ def sweep(
         f = phi @ w
         return total + phi.T @ residual(f, *data), f
 
-    blocks = (starts, *(split(a, len(starts), size) for a in data))
+    blocks = (starts, *(split_rows(a, len(starts), size) for a in data))
     width = jax.eval_shape(residual, jnp.zeros((n, w.shape[1]), w.dtype), *data).shape[1]
     total, f = jax.lax.scan(add, jnp.zeros((d, width), w.dtype), blocks)
     return f.reshape(-1, w.shape[1])[:n], total
 
 
-def product(features: Features, w: jax.Array, memory: int) -> jax.Array:
+def features_product(features: Features, w: jax.Array, memory: int) -> jax.Array:
     """``Phi w`` for ``w`` [d, c]."""
     n, d = features.shape
     if isinstance(features, Sparse):
         return features.by_row.times(w, n)
     if not isinstance(features, Blocks):
         return features @ w
-    starts, size = partition(n, d, w.dtype, memory)
+    starts, size = block_starts(n, d, w.dtype, memory)
     f = jax.lax.map(lambda start: features.rows(start, size) @ w, starts)
     return f.reshape(-1, w.shape[1])[:n]
 
 
-def partition(total: int, width: int, dtype: Any, memory: int) -> tuple[jax.Array, int]:
+def block_starts(total: int, width: int, dtype: Any, memory: int) -> tuple[jax.Array, int]:
     """Starts and size of equal blocks of at most a quarter of the memory, [size, width] each."""
     most = max(memory // (4 * width * dtype.itemsize), 1)
     count = -(-total // most)
@@ -214,13 +214,13 @@ def partition(total: int, width: int, dtype: Any, memory: int) -> tuple[jax.Arra
     return jnp.arange(count) * size, size
 
 
-def split(a: jax.Array, count: int, size: int) -> jax.Array:
+def split_rows(a: jax.Array, count: int, size: int) -> jax.Array:
     """Rows in blocks [count, size, c], the last one filled up with zeros."""
     filled = jnp.pad(a, ((0, count * size - len(a)), (0, 0)))
     return filled.reshape(count, size, -1)
 
 
-def as_matrix(a: chex.Array) -> jax.Array:
+def as_columns(a: chex.Array) -> jax.Array:
     """A vector as one column."""
     return a.reshape(len(a), -1)
 
@@ -244,9 +244,9 @@ def checked_features(features: Any) -> Features:
         the whole says.
     """
     if is_sparse(features):
-        features = _sparse("features", features)
+        features = _make_sparse("features", features)
     if not isinstance(features, Blocks | Sparse):
-        features = array("features", features)
+        features = real_array("features", features)
         if not jnp.issubdtype(features.dtype, jnp.floating):
             features = features.astype(float)
     if len(features.shape) != 2 or 0 in features.shape:

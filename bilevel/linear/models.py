@@ -34,17 +34,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bilevel.internal.checks import array, between, concrete, finite, nan_unless, number
+from bilevel.internal.checks import (
+    check_finite,
+    check_in_range,
+    concrete,
+    nan_unless,
+    real_array,
+    real_number,
+)
 from bilevel.linear.matrices import (
     Blocks,
     Features,
     Sparse,
-    as_matrix,
+    as_columns,
+    block_starts,
     checked_features,
     dtype_of,
-    partition,
-    product,
-    split,
+    features_product,
+    split_rows,
     sweep,
 )
 
@@ -110,8 +117,8 @@ def ridge_weights(
     >>> ridge_weights(jnp.array([[1.0], [2.0]]), jnp.array([1.0, 3.0]), 2.0).w
     Array([1.], dtype=float...)
     """
-    features, y = _checked(features, y)
-    known = concrete(number("penalty", penalty))
+    features, y = _check_features_and_targets(features, y)
+    known = concrete(real_number("penalty", penalty))
     if known and not 0 <= penalty < np.inf:
         raise ValueError(f"penalty: expected a finite number >= 0, got {penalty}.")
     allowed = ("auto", "cg") if isinstance(features, Sparse) else ("auto", "primal", "dual", "cg")
@@ -125,7 +132,7 @@ def ridge_weights(
         fits = 3 * min(n, d) ** 2 * dtype_of(features).itemsize <= memory
         direct = "primal" if d <= n else "dual"
         method = direct if fits and not isinstance(features, Sparse) else "cg"
-    return _ridge(features, y, penalty, method, memory)
+    return _solve_ridge(features, y, penalty, method, memory)
 
 
 def svm_weights(
@@ -174,8 +181,8 @@ def svm_weights(
     >>> svm_weights(jnp.array([[1.0], [-1.0]]), jnp.array([1.0, -1.0])).w
     Array([0.8], dtype=float...)
     """
-    features, y = _checked(features, y)
-    between("cost", cost, 0, np.inf)
+    features, y = _check_features_and_targets(features, y)
+    check_in_range("cost", cost, 0, np.inf)
     if concrete(y) and not bool(jnp.all(jnp.abs(y) == 1)):
         raise ValueError(f"y: expected labels -1 and 1, got {float(y[jnp.abs(y) != 1][0]):g}.")
     return _svm(features, y, cost, tolerance, memory)
@@ -205,78 +212,78 @@ def predict(features: Features, w: chex.Array, *, memory: int = 2**31) -> jax.Ar
     >>> predict(jnp.array([[1.0, 2.0]]), jnp.ones(2))
     Array([3.], dtype=float...)
     """
-    features, w = checked_features(features), array("w", w)
+    features, w = checked_features(features), real_array("w", w)
     if w.ndim not in (1, 2) or w.shape[0] != features.shape[1]:
         raise ValueError(f"w: expected {features.shape[1]} rows, got shape {w.shape}.")
-    return _predict(features, w, memory)
+    return _compute_predictions(features, w, memory)
 
 
 @partial(jax.jit, static_argnames=("method", "memory"))
-def _ridge(features, y, penalty, method: str, memory: int) -> LinearFit:
-    targets = as_matrix(y).astype(dtype_of(features))
+def _solve_ridge(features, y, penalty, method: str, memory: int) -> LinearFit:
+    targets = as_columns(y).astype(dtype_of(features))
     penalty = jnp.asarray(penalty, targets.dtype)
     if method == "cg":
         size = jnp.max(jnp.abs(targets))  # squares of small numbers vanish
         size = jnp.where(size > 0, size, 1)
-        w, residual = _newton(features, targets / size, penalty, None, memory, hinge=False)
+        w, residual = _newton_cg(features, targets / size, penalty, None, memory, hinge=False)
         w = w * size
     else:
-        solve = _primal if method == "primal" else _dual
+        solve = _solve_primal if method == "primal" else _solve_dual
         w = solve(features, targets, penalty, memory)
         # Slopes at w and at 0 in one pass.
         errors = sweep(features, w, lambda f, y: jnp.hstack([f - y, y]), (targets,), memory)[1]
         slope, at_zero = jnp.split(errors, 2, axis=1)
-        residual = _relative(slope + penalty * w, at_zero)
+        residual = _relative_norm(slope + penalty * w, at_zero)
     return LinearFit(w.reshape(-1, *y.shape[1:]), jnp.max(residual))
 
 
 @partial(jax.jit, static_argnames=("tolerance", "memory"))
 def _svm(features, y, cost, tolerance: float | None, memory: int) -> LinearFit:
-    labels = as_matrix(y).astype(dtype_of(features))
+    labels = as_columns(y).astype(dtype_of(features))
     penalty = 0.5 / jnp.asarray(cost, labels.dtype)
-    w, residual = _newton(features, labels, penalty, tolerance, memory, hinge=True)
+    w, residual = _newton_cg(features, labels, penalty, tolerance, memory, hinge=True)
     return LinearFit(w.reshape(-1, *y.shape[1:]), jnp.max(residual))
 
 
 @partial(jax.jit, static_argnames="memory")
-def _predict(features, w, memory: int) -> jax.Array:
-    return product(features, as_matrix(w), memory).reshape(-1, *w.shape[1:])
+def _compute_predictions(features, w, memory: int) -> jax.Array:
+    return features_product(features, as_columns(w), memory).reshape(-1, *w.shape[1:])
 
 
-def _primal(features, y, penalty, memory):
+def _solve_primal(features, y, penalty, memory):
     """``(Phi'Phi + penalty I)^-1 Phi'y`` by Cholesky."""
     if not isinstance(features, Blocks):
-        return _solve_gram(_gram(features), penalty, features.T @ y)
+        return _solve_by_cholesky(_lower_gram(features), penalty, features.T @ y)
     n, d = features.shape
-    starts, size = partition(n, d, y.dtype, memory)
+    starts, size = block_starts(n, d, y.dtype, memory)
 
     def add(sums, block):
         start, y = block
         phi = features.rows(start, size)
-        return (sums[0] + _gram(phi), sums[1] + phi.T @ y), None
+        return (sums[0] + _lower_gram(phi), sums[1] + phi.T @ y), None
 
     zero = jnp.zeros((d, d), y.dtype), jnp.zeros((d, y.shape[1]), y.dtype)
-    (gram, moment), _ = jax.lax.scan(add, zero, (starts, split(y, len(starts), size)))
-    return _solve_gram(gram, penalty, moment)
+    (gram, moment), _ = jax.lax.scan(add, zero, (starts, split_rows(y, len(starts), size)))
+    return _solve_by_cholesky(gram, penalty, moment)
 
 
-def _dual(features, y, penalty, memory):
+def _solve_dual(features, y, penalty, memory):
     """``Phi' (Phi Phi' + penalty I)^-1 y`` by Cholesky."""
     if not isinstance(features, Blocks):
-        return features.T @ _solve_gram(_gram(features.T), penalty, y)
+        return features.T @ _solve_by_cholesky(_lower_gram(features.T), penalty, y)
     n, d = features.shape
-    starts, size = partition(d, n, y.dtype, memory)
+    starts, size = block_starts(d, n, y.dtype, memory)
 
     def add(gram, start):
-        return gram + _gram(features.columns(start, size).T), None
+        return gram + _lower_gram(features.columns(start, size).T), None
 
     gram, _ = jax.lax.scan(add, jnp.zeros((n, n), y.dtype), starts)
-    coefficients = _solve_gram(gram, penalty, y)
+    coefficients = _solve_by_cholesky(gram, penalty, y)
     w = jax.lax.map(lambda start: features.columns(start, size).T @ coefficients, starts)
     return w.reshape(-1, y.shape[1])[:d]
 
 
-def _gram(a: jax.Array) -> jax.Array:
+def _lower_gram(a: jax.Array) -> jax.Array:
     """``a'a``, with zeros for the tiles above the diagonal."""
     # Copies of the panels: XLA would slice `a` anew, and slowly, for each of the products.
     panels = jax.lax.optimization_barrier(jnp.array_split(a, min(_PANELS, a.shape[1]), axis=1))
@@ -290,13 +297,13 @@ def _gram(a: jax.Array) -> jax.Array:
     return jnp.block(tiles)
 
 
-def _solve_gram(gram, penalty, b):
+def _solve_by_cholesky(gram, penalty, b):
     matrix = gram + penalty * jnp.eye(len(gram), dtype=gram.dtype)
     factor = jax.lax.linalg.cholesky(matrix, symmetrize_input=False)
     return jax.scipy.linalg.cho_solve((factor, True), b)
 
 
-def _newton(features, y, penalty, tolerance, memory, *, hinge: bool):
+def _newton_cg(features, y, penalty, tolerance, memory, *, hinge: bool):
     """Newton-CG from 0 on the module's objective: ``w`` [d, c] and residuals [c]."""
     eps = jnp.finfo(y.dtype).eps
     tolerance = eps**0.75 if tolerance is None else tolerance
@@ -327,14 +334,14 @@ def _newton(features, y, penalty, tolerance, memory, *, hinge: bool):
         accuracy = tolerance / (2 * residual)
         if hinge:
             accuracy = jnp.maximum(accuracy, jnp.minimum(0.1, residual))
-        p = _conjugate_gradients(hessian, jnp.where(residual > tolerance, -g, 0), accuracy)
+        p = _cg_by_column(hessian, jnp.where(residual > tolerance, -g, 0), accuracy)
         if hinge:
-            f_p = product(features, p, memory)
+            f_p = features_product(features, p, memory)
             length = _exact_step(lambda t: mask(f + t[None] * f_p, y), f - y, f_p, w, p, penalty)
             p = p * length[None]
         w = w + p
         f, g = gradient(w)
-        residual = _relative(g, start)
+        residual = _relative_norm(g, start)
         better = jnp.max(residual) < jnp.max(best[1])
         best = jax.tree.map(partial(jnp.where, better), (w, residual), best)
         # While rows come and go the gradient may grow, and the objective falls with every step.
@@ -345,7 +352,7 @@ def _newton(features, y, penalty, tolerance, memory, *, hinge: bool):
 
     w = jnp.zeros((features.shape[1], y.shape[1]), y.dtype)
     f, start = gradient(w)
-    residual = _relative(start, start)
+    residual = _relative_norm(start, start)
     zero = jnp.zeros((), int)
     state = w, f, start, residual, (w, residual), objective(w, f), zero, zero
     w, residual = jax.lax.while_loop(unfinished, step, state)[4]
@@ -374,7 +381,7 @@ def _exact_step(mask, r, f_p, w, p, penalty):
     return jax.lax.fori_loop(0, _LINE_STEPS, narrow, (0 * one, one, jnp.inf * one))[1]
 
 
-def _conjugate_gradients(product, b, relative):
+def _cg_by_column(product, b, relative):
     """CG on each column of ``b`` until its residual is under ``relative * |b|``."""
 
     def unfinished(state):
@@ -398,17 +405,17 @@ def _conjugate_gradients(product, b, relative):
     return jax.lax.while_loop(unfinished, step, state)[0]
 
 
-def _relative(gradient, start):
+def _relative_norm(gradient, start):
     """``|gradient| / |start|`` by column; 0 where both are."""
     norm, scale = jnp.linalg.norm(gradient, axis=0), jnp.linalg.norm(start, axis=0)
     return norm / jnp.where((scale == 0) & (norm == 0), 1, scale)
 
 
-def _checked(features, y) -> tuple[Features, jax.Array]:
-    features, y = checked_features(features), array("y", y)
+def _check_features_and_targets(features, y) -> tuple[Features, jax.Array]:
+    features, y = checked_features(features), real_array("y", y)
     if y.ndim not in (1, 2) or len(y) != features.shape[0] or y.size == 0:
         raise ValueError(f"y: expected {features.shape[0]} rows, got shape {y.shape}.")
     for name, a in (("features", features), ("y", y)):
         if isinstance(a, jax.Array):
-            finite(name, a)
+            check_finite(name, a)
     return features, y

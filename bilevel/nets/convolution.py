@@ -44,7 +44,7 @@ import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
-from bilevel.internal.checks import array, as_floating, at_least_float32, images, whole
+from bilevel.internal.checks import as_floating, at_least_float32, images, integer, real_array
 
 _BLOCK = 32  # examples: with more, the copies of typical images leave a CPU's cache
 
@@ -65,7 +65,7 @@ class _Window(NamedTuple):
         return (length + 2 * self.padding - self.reach - 1) // self.stride + 1
 
 
-def convolution(
+def convolve_images(
     x: chex.Array,
     kernel: chex.Array,
     *,
@@ -102,13 +102,13 @@ def convolution(
     Examples
     --------
     >>> x = jnp.arange(9.0).reshape(1, 3, 3, 1)
-    >>> convolution(x, jnp.ones((3, 3, 1, 1)))[0, :, :, 0]
+    >>> convolve_images(x, jnp.ones((3, 3, 1, 1)))[0, :, :, 0]
     Array([[ 8., 15., 12.],
            [21., 36., 27.],
            [20., 33., 24.]], dtype=float...)
     """
-    x, kernel = as_floating("x", x), array("kernel", kernel)
-    groups = whole("groups", groups, 1)
+    x, kernel = as_floating("x", x), real_array("kernel", kernel)
+    groups = integer("groups", groups, 1)
     if kernel.ndim != 4 or kernel.shape[0] != kernel.shape[1] or not kernel.size:
         raise ValueError(f"kernel: expected [size, size, c / groups, outputs], got {kernel.shape}.")
     size, _, channels, outputs = kernel.shape
@@ -117,20 +117,20 @@ def convolution(
             f"x: expected [n, h, w, {channels * groups}] for a kernel {kernel.shape} in {groups} "
             f"groups, got {x.shape}."
         )
-    window = _window(x, size, stride, dilation, padding)
+    window = _make_window(x, size, stride, dilation, padding)
     if size == 1 and groups == 1 and window.padding == 0:
         return x[:, ::stride, ::stride] @ kernel[0, 0]
     if jax.default_backend() == "cpu" and groups == 1:
-        return _widely(_dense, x, kernel, window)
+        return _widely(_dense_convolution, x, kernel, window)
     if jax.default_backend() == "cpu" and groups == outputs and channels == 1:
         return _widely(_depthwise, x, kernel, window)
-    return _plain(x, kernel, window, groups)
+    return _xla_convolution(x, kernel, window, groups)
 
 
-def _window(x, size, stride, dilation, padding) -> _Window:
-    size, stride = whole("size", size, 1), whole("stride", stride, 1)
-    dilation = whole("dilation", dilation, 1)
-    padding = dilation * (size - 1) // 2 if padding is None else whole("padding", padding, 0)
+def _make_window(x, size, stride, dilation, padding) -> _Window:
+    size, stride = integer("size", size, 1), integer("stride", stride, 1)
+    dilation = integer("dilation", dilation, 1)
+    padding = dilation * (size - 1) // 2 if padding is None else integer("padding", padding, 0)
     window = _Window(size, stride, dilation, padding)
     if window.padding > window.reach:
         raise ValueError(
@@ -151,7 +151,7 @@ def _widely(rule, x, kernel, window):
     return rule(x.astype(wide), kernel.astype(wide), window).astype(x.dtype)
 
 
-def _plain(x, kernel, window, groups=1, kernel_axes="HWIO"):
+def _xla_convolution(x, kernel, window, groups=1, kernel_axes="HWIO"):
     return lax.conv_general_dilated(
         x,
         kernel,
@@ -164,11 +164,11 @@ def _plain(x, kernel, window, groups=1, kernel_axes="HWIO"):
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
-def _dense(x, kernel, window):
-    return _plain(x, kernel, window)
+def _dense_convolution(x, kernel, window):
+    return _xla_convolution(x, kernel, window)
 
 
-@functools.partial(_dense.defjvp, symbolic_zeros=True)
+@functools.partial(_dense_convolution.defjvp, symbolic_zeros=True)
 def _dense_derivative(window, primals, tangents):
     x, kernel = primals
 
@@ -178,7 +178,7 @@ def _dense_derivative(window, primals, tangents):
         # is left directly before the backward convolution. XLA would make it a part of the
         # convolution, which inside a loop is then ten times slower.
         turned = jnp.flip(kernel, (0, 1)).swapaxes(2, 3)
-        return _plain(dx, jnp.flip(turned, (0, 1)), window, kernel_axes="HWOI")
+        return _xla_convolution(dx, jnp.flip(turned, (0, 1)), window, kernel_axes="HWOI")
 
     def along_kernel(dk):
         def weighed(images, kernels):
@@ -188,12 +188,12 @@ def _dense_derivative(window, primals, tangents):
 
         return _in_blocks(weighed, x, dk.reshape(-1, *dk.shape[2:]))
 
-    return _with_tangent(_dense(x, kernel, window), (along_x, along_kernel), tangents)
+    return _with_tangent(_dense_convolution(x, kernel, window), (along_x, along_kernel), tangents)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
 def _depthwise(x, kernel, window):
-    return _weighted(_shifted(x, window), kernel.reshape(-1, x.shape[-1]))
+    return _weighted_sum(_shifted(x, window), kernel.reshape(-1, x.shape[-1]))
 
 
 @functools.partial(_depthwise.defjvp, symbolic_zeros=True)
@@ -201,7 +201,7 @@ def _depthwise_derivative(window, primals, tangents):
     x, kernel = primals
 
     def along_x(dx):
-        return _spread(materialized(dx, kernel[0, 0, 0, 0]), kernel, window)
+        return _scatter_convolution(materialized(dx, kernel[0, 0, 0, 0]), kernel, window)
 
     def along_kernel(dk):
         n, height, width, channels = x.shape
@@ -210,12 +210,12 @@ def _depthwise_derivative(window, primals, tangents):
         unit = channels if window.stride == 1 else 1
 
         def weighted(image, everywhere):
-            return _weighted(_shifted(image, window, unit), everywhere)
+            return _weighted_sum(_shifted(image, window, unit), everywhere)
 
         # The weights broadcast to all pixels: their gradients are then sums over examples alone.
         everywhere = [jnp.broadcast_to(d, out) for d in dk.reshape(-1, channels)]
         everywhere = [d.reshape(out[0], out[1] * unit, -1) for d in everywhere]
-        y = _each(weighted, x.reshape(n, height, width * unit, -1), everywhere)
+        y = _map_images(weighted, x.reshape(n, height, width * unit, -1), everywhere)
         return y.reshape(n, *out)
 
     return _with_tangent(_depthwise(x, kernel, window), (along_x, along_kernel), tangents)
@@ -257,7 +257,7 @@ def _with_tangent(y, maps, tangents):
     return y, functools.reduce(operator.add, parts) if parts else jnp.zeros_like(y)
 
 
-def _each(bilinear, x, linear):
+def _map_images(bilinear, x, linear):
     """``bilinear(image, linear)`` for every image, in a loop that keeps only ``x`` for reverse."""
     body = jax.checkpoint(bilinear, prevent_cse=False)
     return lax.map(lambda image: body(image, linear), x)
@@ -275,7 +275,7 @@ def _in_blocks(bilinear, x, linear):
     return jnp.concatenate([y, body(x[whole:], linear)]) if whole < len(x) else y
 
 
-def _weighted(arrays, weights):
+def _weighted_sum(arrays, weights):
     def product(a, w):
         return a * jnp.expand_dims(w, tuple(range(jnp.ndim(a) - jnp.ndim(w))))
 
@@ -301,7 +301,7 @@ def _shifted(x, window, unit=1):
     return views
 
 
-def _spread(x, kernel, window):
+def _scatter_convolution(x, kernel, window):
     """The depthwise convolution, written so that each pixel is added to the outputs it reaches.
 
     Pixel u times k[a] goes to place ``u + reach - d a`` of a buffer in which output i is at
@@ -321,7 +321,7 @@ def _spread(x, kernel, window):
     return lax.slice(total, (0, start, start, 0), (n, *stop, channels), (1, s, s, 1))
 
 
-def max_pool(x: chex.Array, size: int, *, stride: int = 1, padding: int = 0) -> jax.Array:
+def max_pooling(x: chex.Array, size: int, *, stride: int = 1, padding: int = 0) -> jax.Array:
     """Largest value in each window of ``x`` [n, h, w, c]; padding counts as minus infinity.
 
     Equal values share the gradient.
@@ -334,16 +334,16 @@ def max_pool(x: chex.Array, size: int, *, stride: int = 1, padding: int = 0) -> 
     Examples
     --------
     >>> x = jnp.arange(9.0).reshape(1, 3, 3, 1)
-    >>> max_pool(x, 3, stride=2, padding=1)[0, :, :, 0]
+    >>> max_pooling(x, 3, stride=2, padding=1)[0, :, :, 0]
     Array([[4., 5.],
            [7., 8.]], dtype=float...)
     """
     x = as_floating("x", images("x", x))
-    window = _window(x, size, stride, 1, padding)
+    window = _make_window(x, size, stride, 1, padding)
     return _separable(jnp.maximum, -jnp.inf, x, window)
 
 
-def average_pool(x: chex.Array, size: int, *, stride: int = 1, padding: int = 0) -> jax.Array:
+def average_pooling(x: chex.Array, size: int, *, stride: int = 1, padding: int = 0) -> jax.Array:
     """Mean of each window of ``x`` [n, h, w, c] over the pixels inside the image.
 
     Padding is not counted (``count_include_pad=False``); the counts are known from the shapes.
@@ -356,12 +356,12 @@ def average_pool(x: chex.Array, size: int, *, stride: int = 1, padding: int = 0)
     Examples
     --------
     >>> x = jnp.arange(9.0).reshape(1, 3, 3, 1)
-    >>> average_pool(x, 3, stride=2, padding=1)[0, :, :, 0]
+    >>> average_pooling(x, 3, stride=2, padding=1)[0, :, :, 0]
     Array([[2., 3.],
            [5., 6.]], dtype=float...)
     """
     x = as_floating("x", images("x", x))
-    window = _window(x, size, stride, 1, padding)
+    window = _make_window(x, size, stride, 1, padding)
     rows, columns = (_counts(window, length) for length in x.shape[1:3])
     share = 1 / (rows[:, None] * columns)[..., None]
     return _separable(operator.add, 0, x, window) * jnp.asarray(share, x.dtype)[None]

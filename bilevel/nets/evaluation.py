@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from bilevel.contracts import Pytree
-from bilevel.internal.checks import one_a_row, whole
+from bilevel.internal.checks import integer, one_a_row
 
 Part = tuple[chex.Array, chex.Array]
 """Inputs [n, ...] and labels [n]."""
@@ -50,7 +50,7 @@ def in_batches(parts: Sequence[Part], size: int) -> Batches:
     lengths = [len(labels) for _, labels in parts]
     if not lengths or min(lengths) < 1:
         raise ValueError(f"parts: expected rows in each of them, got {lengths}.")
-    size = min(whole("size", size, 1), *lengths)
+    size = min(integer("size", size, 1), *lengths)
     rows, weights, new = [], [], []
     for x, labels in parts:
         n = len(labels)

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bilevel.internal.checks import concrete, images, prng_key, whole
+from bilevel.internal.checks import concrete, images, integer, prng_key
 from bilevel.internal.precision import squarable
-from bilevel.nets.convolution import average_pool
+from bilevel.nets.convolution import average_pooling
 
 
 def unit_images(
@@ -45,7 +45,7 @@ def unit_images(
         if images(name, a).shape[1:] != parts[0].shape[1:]:
             raise ValueError(f"{name}: expected images {parts[0].shape[1:]}, got {a.shape[1:]}.")
     parts = squarable(parts)
-    factor = _factor(parts[0].shape[1:3], pixels)
+    factor = _pooling_factor(parts[0].shape[1:3], pixels)
     if factor > 1:
         parts = [_averaged(a, factor) for a in parts]
     mean = _channel_means(parts[0])
@@ -65,11 +65,11 @@ def _channel_means(x):
     return x.mean((1, 2)).mean(0)
 
 
-def _factor(sides: tuple[int, ...], pixels: int | None) -> int:
+def _pooling_factor(sides: tuple[int, ...], pixels: int | None) -> int:
     """What both sides are divided by."""
     if pixels is None:
         return 1
-    pixels, longer, common = whole("pixels", pixels, 1), max(sides), math.gcd(*sides)
+    pixels, longer, common = integer("pixels", pixels, 1), max(sides), math.gcd(*sides)
     if longer // common > pixels:
         raise ValueError(
             f"pixels: expected at least {longer // common} for images of {sides[0]} x {sides[1]}, "
@@ -79,7 +79,7 @@ def _factor(sides: tuple[int, ...], pixels: int | None) -> int:
 
 
 def _averaged(x, factor):
-    x = average_pool(x, factor, stride=factor)
+    x = average_pooling(x, factor, stride=factor)
     # In numpy where it can be, as images that stay as large.
     return np.asarray(x) if concrete(x) else x
 
@@ -97,7 +97,7 @@ def pooling(side: int, pixels: int | None) -> int:
     >>> pooling(28, 16), pooling(28, None)
     (2, 1)
     """
-    most = side if pixels is None else whole("pixels", pixels, 1)
+    most = side if pixels is None else integer("pixels", pixels, 1)
     return next(f for f in range(1, side + 1) if side % f == 0 and side // f <= most)
 
 
@@ -122,7 +122,7 @@ def crop_and_flip(key: chex.PRNGKey, x: chex.Array, padding: int = 4) -> jax.Arr
     Array([2., 2., 2.], dtype=float...)
     """
     prng_key("key", key)
-    x, padding = images("x", x), whole("padding", padding, 0)
+    x, padding = images("x", x), integer("padding", padding, 0)
     move_key, flip_key = jax.random.split(key)
     n, *shape = x.shape
     padded = jnp.pad(x, [(0, 0), (padding, padding), (padding, padding), (0, 0)])
@@ -156,7 +156,7 @@ def cutout(key: chex.PRNGKey, x: chex.Array, size: int = 16) -> jax.Array:
     (True, Array(1., dtype=float...))
     """
     prng_key("key", key)
-    x, size = images("x", x), whole("size", size, 0)
+    x, size = images("x", x), integer("size", size, 0)
     n, *sides, _ = x.shape
     centres = jax.random.randint(key, (2, n, 1), 0, jnp.array(sides)[:, None, None])
     rows, columns = (

@@ -15,11 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from bilevel.internal.checks import at_least_float32
-from bilevel.nets.convolution import convolution
+from bilevel.nets.convolution import convolve_images
 
 Norm = Callable[[], nn.Module]
 
-# U(-1, 1) / sqrt(fan-in), as `initial` draws it.
+# U(-1, 1) / sqrt(fan-in), as `draw_parameters` draws it.
 _uniform = nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
 
 
@@ -39,7 +39,7 @@ class Conv(nn.Module):
         groups = x.shape[-1] if self.depthwise else 1
         shape = (self.size, self.size, x.shape[-1] // groups, self.features)
         kernel = self.param("kernel", _uniform, shape)
-        return convolution(
+        return convolve_images(
             x,
             kernel.astype(x.dtype),
             stride=self.stride,
@@ -60,7 +60,7 @@ class Standardize(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """[n, h, w, c] -> the same, each channel with mean 0 and variance 1."""
-        full = x.astype(wide(x.dtype))
+        full = x.astype(accumulation_dtype(x.dtype))
         axes = 0, 1, 2
         centred = full - full.mean(axes, keepdims=True)
         out = centred * jax.lax.rsqrt(jnp.mean(centred**2, axes, keepdims=True) + 1e-5)
@@ -72,7 +72,7 @@ class Standardize(nn.Module):
         return out.astype(x.dtype)
 
 
-def initial(key: chex.PRNGKey, shapes: Any) -> Any:
+def draw_parameters(key: chex.PRNGKey, shapes: Any) -> Any:
     """Parameters drawn for the ``shapes`` of a network: kernels from U(-1, 1) / sqrt(fan-in).
 
     That is the reference implementation's. Scales are 1, biases 0. Apart from the network, which
@@ -94,11 +94,11 @@ def initial(key: chex.PRNGKey, shapes: Any) -> Any:
     return jax.tree.unflatten(structure, drawn)
 
 
-def wide(dtype: Any) -> Any:
+def accumulation_dtype(dtype: Any) -> Any:
     """``dtype`` or float32, whichever has more bits."""
     return at_least_float32(dtype)
 
 
 def cast_images(x: chex.Array, dtype: Any) -> jax.Array:
     """Images in the ``dtype`` of a network's activations; None: as they are, float32 at least."""
-    return x.astype(wide(x.dtype) if dtype is None else dtype)
+    return x.astype(accumulation_dtype(x.dtype) if dtype is None else dtype)

@@ -19,8 +19,8 @@ import jax.numpy as jnp
 import optax
 
 from bilevel.contracts import Loss, Pytree
-from bilevel.internal.checks import floating, function, number, prng_key, whole
-from bilevel.internal.rows import row_count
+from bilevel.internal.checks import check_floating, function, integer, prng_key, real_number
+from bilevel.internal.rows import check_batch_size
 from bilevel.runs.checkpoint import saving
 from bilevel.runs.fingerprint import fingerprint
 from bilevel.runs.interrupts import held_signals
@@ -92,11 +92,11 @@ def train(
     """
     prng_key("key", key)
     function("lower", lower, "(w, architecture, batch) -> loss")
-    floating("w", w)
-    n, epochs = row_count(data, batch_size), whole("epochs", epochs, 1)
+    check_floating("w", w)
+    n, epochs = check_batch_size(data, batch_size), integer("epochs", epochs, 1)
     if not isinstance(optimizer, optax.GradientTransformation):
         if not callable(optimizer):  # a schedule
-            number("optimizer", optimizer)  # of None, SGD would climb
+            real_number("optimizer", optimizer)  # of None, SGD would climb
         optimizer = optax.sgd(optimizer)
     per_epoch = n // batch_size
     order_key, uniform_key = jax.random.split(key)
@@ -196,7 +196,7 @@ def from_scratch(
 
     def epoch(key, state, data, *options):
         x, labels = jax.tree.map(jnp.asarray, data)
-        n = row_count(data, batch_size)
+        n = check_batch_size(data, batch_size)
         order_key, augment_key, drop_key = jax.random.split(key, 3)
         steps = n // batch_size
         order = jax.random.permutation(order_key, n)[: steps * batch_size]
@@ -277,7 +277,7 @@ def run_epochs(
     nan
     """
     prng_key("key", key)
-    epochs = whole("epochs", epochs, 0)
+    epochs = integer("epochs", epochs, 0)
     init, epoch = program
     init_key, order_key = jax.random.split(key)
     state = jax.jit(lambda key: init(key, data[0].shape[1:]))(init_key)

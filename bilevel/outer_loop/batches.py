@@ -5,8 +5,8 @@ from collections.abc import Callable
 import jax
 
 from bilevel.contracts import Joint, Partition, Pytree
-from bilevel.internal.checks import function, prng_key, whole
-from bilevel.internal.rows import row_count, taken
+from bilevel.internal.checks import function, integer, prng_key
+from bilevel.internal.rows import check_batch_size, taken
 
 __all__ = ["jointly", "minibatches", "partition"]
 
@@ -29,11 +29,11 @@ def minibatches(batch_size: int) -> Callable[[jax.Array, Pytree], Pytree]:
     >>> minibatches(2)(jax.random.key(0), (jnp.arange(5), jnp.zeros((5, 3))))[1].shape
     (2, 3)
     """
-    batch_size = whole("batch_size", batch_size, 1)
+    batch_size = integer("batch_size", batch_size, 1)
 
     def batches(key, data):
         prng_key("key", key)
-        n = row_count(data, batch_size)
+        n = check_batch_size(data, batch_size)
         drawn = jax.random.randint(key, (batch_size,), 0, n)
         return taken(data, drawn)
 
@@ -60,7 +60,7 @@ def partition(batch_size: int) -> Partition:
     >>> partition(64)
     Partition(batch_size=64)
     """
-    return Partition(whole("batch_size", batch_size, 1))
+    return Partition(integer("batch_size", batch_size, 1))
 
 
 def jointly(sample: Callable[[jax.Array, Pytree, Pytree], tuple[Pytree, Pytree]]) -> Joint:

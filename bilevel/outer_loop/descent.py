@@ -10,10 +10,10 @@ import optax
 
 from bilevel.contracts import DescentState, LowerSolver, params_of
 from bilevel.hypergradients.hypergradient import first_state, solution, stateful_hypergradient
-from bilevel.internal.checks import floating, gradient_transformation
-from bilevel.internal.meshes import automatic
+from bilevel.internal.checks import check_floating, gradient_transformation
+from bilevel.internal.meshes import with_automatic_axes
 from bilevel.outer_loop import geometry
-from bilevel.problem.problem import Problem, parts
+from bilevel.problem.problem import Problem, split_losses
 from bilevel.problem.structure import outputs_reading
 
 
@@ -87,19 +87,19 @@ def noted_descent(
     optimizer = gradient_transformation("optimizer", optimizer)
     hypergradient = stateful_hypergradient(problem, solver, diagnostics=diagnostics, note=note)
     repeats = solver.of_alpha and solver.batches is None and not getattr(problem, "stateful", False)
-    losses = parts(problem)
+    losses = split_losses(problem)
     solve = solution(problem, solver)
 
     def init(alpha, w):
-        floating("alpha", alpha)
-        floating("w0", params_of(w))
+        check_floating("alpha", alpha)
+        check_floating("w0", params_of(w))
         alpha, w = jax.tree.map(jnp.asarray, (alpha, w))
         state = optimizer.init(alpha)
         alpha = geometry.check_descends(optimizer, state, alpha)
         return DescentState(alpha, w, first_state(solver, alpha, w), state, jnp.zeros((), int))
 
     def step(state, data):
-        return automatic(on_one_mesh, (state, data), lambda: (state, None))
+        return with_automatic_axes(on_one_mesh, (state, data), lambda: (state, None))
 
     def on_one_mesh(state, data):
         train, valid = data

@@ -34,7 +34,7 @@ _MOST = 8  # times, before the search is given up
 GAVE_UP = -1  # instead of the number of a quantity that is not finite
 
 
-class Watch(NamedTuple):
+class DivergenceMonitor(NamedTuple):
     """Observations of a search. Pairs are the norm of the direction and the outer loss."""
 
     scale: jax.Array  # []: alpha's steps, relative to the optimizer's
@@ -48,18 +48,20 @@ class Watch(NamedTuple):
     begun: jax.Array  # [], int: windows done at the start, or at the last return to that state
 
 
-def first_watch(state: DescentState) -> Watch:
+def init_divergence_monitor(state: DescentState) -> DivergenceMonitor:
     """Return the watch of a search that begins in ``state``."""
     one: Any = np.ones(())  # made by numpy, so that no programs are compiled
     none: Any = np.zeros((), int)
     pairs: Any = np.zeros((3, 2))
-    kept = _without_tables(state)
-    watch = Watch(one, none, pairs[0], none, pairs[0], pairs, pairs[0, 0], kept, none)
+    kept = _remove_tables(state)
+    watch = DivergenceMonitor(one, none, pairs[0], none, pairs[0], pairs, pairs[0, 0], kept, none)
     # Copies, since a search donates the buffers of its loop: none may be there twice.
     return jax.tree.map(lambda x: jnp.array(x, copy=True), watch)
 
 
-def observed(watch: Watch, direction: jax.Array, value: jax.Array, good: jax.Array) -> Watch:
+def observed(
+    watch: DivergenceMonitor, direction: jax.Array, value: jax.Array, good: jax.Array
+) -> DivergenceMonitor:
     """Add the direction's norm and the outer loss of a step that was ``good``."""
     pair = jnp.stack([direction.astype(float), value.astype(float)])
     limit = float(jnp.finfo(pair.dtype).max) * 2.0**-20
@@ -67,14 +69,14 @@ def observed(watch: Watch, direction: jax.Array, value: jax.Array, good: jax.Arr
     return watch._replace(recent=watch.recent + pair)
 
 
-def checked(
-    watch: Watch,
+def check_divergence(
+    watch: DivergenceMonitor,
     state: DescentState,
     number: jax.Array,
     trouble: jax.Array,
     restart: Callable[[Pytree, jax.Array], Pytree],
     window: int,
-) -> tuple[Watch, DescentState, jax.Array]:
+) -> tuple[DivergenceMonitor, DescentState, jax.Array]:
     """Look at the search after step ``number``, if a window of ``window`` steps ends there.
 
     ``restart(solver, number)`` prepares a state of the solver that is put back to an earlier one.
@@ -84,24 +86,26 @@ def checked(
 
     def ended(watch, small, trouble):
         windows = (number + 1) // window
-        diverged, steady, seen = _looked(watch, windows, window)
+        diverged, steady, seen = _judge_window(watch, windows, window)
         diverged = diverged & (trouble == 0)  # a search that ended does not change
         good = jax.lax.cond(
             windows % _SAVED == 0, lambda: _where(steady, small, watch.good), lambda: watch.good
         )
-        back = functools.partial(_restored, watch.good, small, number, restart)
+        back = functools.partial(_restore_good_state, watch.good, small, number, restart)
         after = jax.lax.cond(diverged, back, lambda: small)
         gave_up = diverged & (seen.times > _MOST)
         seen = _where(trouble == 0, seen._replace(good=()), watch._replace(good=()))
         return seen._replace(good=good), after, jnp.where(gave_up, GAVE_UP, trouble)
 
     due = (number + 1) % window == 0
-    args = watch, _without_tables(state), trouble
+    args = watch, _remove_tables(state), trouble
     watch, small, trouble = jax.lax.cond(due, ended, lambda *same: same, *args)
-    return watch, _with_tables(small, tables), trouble
+    return watch, _insert_tables(small, tables), trouble
 
 
-def _looked(watch: Watch, windows: jax.Array, window: int) -> tuple[jax.Array, jax.Array, Watch]:
+def _judge_window(
+    watch: DivergenceMonitor, windows: jax.Array, window: int
+) -> tuple[jax.Array, jax.Array, DivergenceMonitor]:
     """Whether the search diverges, whether it is surely good, and the watch after a window."""
     mean, done = watch.recent / window, windows - watch.begun
     first = done == 1
@@ -134,7 +138,9 @@ def _looked(watch: Watch, windows: jax.Array, window: int) -> tuple[jax.Array, j
     return diverged, (done >= _SETTLED) & ~(diverged | beyond(_UNSURE)), seen
 
 
-def _restored(good: Pytree, small: Pytree, number: jax.Array, restart: Callable) -> Pytree:
+def _restore_good_state(
+    good: Pytree, small: Pytree, number: jax.Array, restart: Callable
+) -> Pytree:
     """The last good state; the counts of alpha's optimizer and the steps done carry on."""
 
     def floats(old, new):
@@ -173,7 +179,7 @@ def shortening(
     inner = gradient_transformation("optimizer", optimizer)
 
     def update(updates, state, params=None, **told):
-        if geometry.names(state):
+        if geometry.geometry_names(state):
             told["shorten"] = scale
         return inner.update(updates, state, params, **told)
 
@@ -216,14 +222,14 @@ def _tables(solver: Pytree) -> list:
     return [x for x in jax.tree.leaves(solver, is_leaf=_is_tables) if _is_tables(x)]
 
 
-def _without_tables(state: DescentState) -> DescentState:
+def _remove_tables(state: DescentState) -> DescentState:
     solver = jax.tree.map(
         lambda x: Tables(()) if _is_tables(x) else x, state.solver, is_leaf=_is_tables
     )
     return state._replace(solver=solver)
 
 
-def _with_tables(state: DescentState, tables: list) -> DescentState:
+def _insert_tables(state: DescentState, tables: list) -> DescentState:
     left = iter(tables)
     solver = jax.tree.map(
         lambda x: next(left) if _is_tables(x) else x, state.solver, is_leaf=_is_tables

@@ -29,8 +29,8 @@ import optax
 from bilevel.contracts import Pytree
 from bilevel.internal.checks import (
     at_least_float32,
+    check_floating,
     concrete,
-    floating,
     gradient_transformation,
     simplex,
 )
@@ -52,7 +52,7 @@ def tangent() -> optax.GradientTransformation:
     """
 
     def along(g):
-        g = _finite(g)
+        g = _limit_magnitude(g)
         return g - jnp.sum(g / g.shape[-1], axis=-1, keepdims=True)
 
     return optax.stateless(lambda updates, _: jax.tree.map(along, updates))
@@ -82,7 +82,7 @@ def exponentiate() -> optax.GradientTransformation:
 
     def move(alpha, update):
         support = alpha > 0
-        update = _wide(_finite(update))
+        update = _at_least_single_precision(_limit_magnitude(update))
         # Shifting by the largest exponent in the support makes exp safe for updates of any size.
         shift = jnp.max(jnp.where(support, update, -jnp.inf), axis=-1, keepdims=True)
         weights = jnp.where(support, alpha * jnp.exp(jnp.where(support, update - shift, 0)), 0)
@@ -147,7 +147,7 @@ def project_simplex(point: chex.Array) -> jax.Array:
     """
     # Entries more than 1 under the largest project to 0, so clipping them changes nothing, and
     # keeps the sums below exact for points of any size.
-    wide = _wide(_finite(point))
+    wide = _at_least_single_precision(_limit_magnitude(point))
     wide = jnp.maximum(wide - jnp.max(wide, axis=-1, keepdims=True), -1)
     # With k entries above 0, each loses (their sum - 1) / k; the largest of these is the loss.
     count = jnp.arange(1, point.shape[-1] + 1, dtype=wide.dtype)
@@ -215,8 +215,8 @@ def softmax(optimizer: optax.GradientTransformation) -> optax.GradientTransforma
         _check_update(updates, params)
 
         def pull_back(logits, g):
-            alpha = _softmax(logits)
-            g = _finite(g)  # so that the difference below cannot overflow
+            alpha = _softmax_in_float32(logits)
+            g = _limit_magnitude(g)  # so that the difference below cannot overflow
             return alpha * (g - jnp.sum(alpha * g, axis=-1, keepdims=True))
 
         slopes = jax.tree.map(pull_back, state.logits, updates)
@@ -225,21 +225,21 @@ def softmax(optimizer: optax.GradientTransformation) -> optax.GradientTransforma
 
             @functools.wraps(of_alpha)  # optax reads the names of its arguments
             def of_logits(logits, **told):
-                return of_alpha(jax.tree.map(_softmax, logits), **told)
+                return of_alpha(jax.tree.map(_softmax_in_float32, logits), **told)
 
             extra |= {"value_fn": of_logits}
         if "grad" in extra:
             extra |= {"grad": slopes}
         step, inner_state = inner.update(slopes, state.optimizer, state.logits, **extra)
         step = _shorter(step, shorten)
-        logits = jax.tree.map(_finite, optax.apply_updates(state.logits, step))
-        updates = optax.tree.sub(jax.tree.map(_softmax, logits), params)
+        logits = jax.tree.map(_limit_magnitude, optax.apply_updates(state.logits, step))
+        updates = optax.tree.sub(jax.tree.map(_softmax_in_float32, logits), params)
         return updates, SoftmaxState(logits, inner_state, optax.apply_updates(params, updates))
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _finite(x: jax.Array) -> jax.Array:
+def _limit_magnitude(x: jax.Array) -> jax.Array:
     """``x`` clipped to an eighth of the largest number, so that a difference cannot overflow.
 
     NaN stays NaN. The clip also keeps a compiler from fusing ``lr * g - max(lr * g)`` into one
@@ -250,13 +250,13 @@ def _finite(x: jax.Array) -> jax.Array:
     return jnp.clip(x, -limit, limit)
 
 
-def _wide(x: jax.Array) -> jax.Array:
+def _at_least_single_precision(x: jax.Array) -> jax.Array:
     """``x`` in float32 at least: half precision is too coarse for sums over many entries."""
     return x.astype(at_least_float32(x.dtype))
 
 
-def _softmax(logits: jax.Array) -> jax.Array:
-    return jax.nn.softmax(_wide(logits)).astype(logits.dtype)
+def _softmax_in_float32(logits: jax.Array) -> jax.Array:
+    return jax.nn.softmax(_at_least_single_precision(logits)).astype(logits.dtype)
 
 
 def _landing_on(kind: type, move: Callable, check: Callable) -> optax.GradientTransformation:
@@ -336,7 +336,7 @@ def check_box(alpha: chex.Array) -> None:
 
 
 def _check_entries(alpha: jax.Array) -> None:
-    floating("alpha", alpha)
+    check_floating("alpha", alpha)
     if not jnp.size(alpha):
         raise ValueError(f"alpha: expected entries, got none in the shape {jnp.shape(alpha)}.")
 
@@ -366,7 +366,7 @@ def check_last(state: optax.OptState, alpha: Pytree) -> Pytree:
     ValueError
         If another transformation came after the geometry and moved ``alpha`` on.
     """
-    return _refused(MISPLACED, names(state), moved_on(state, alpha), alpha)
+    return _refused(MISPLACED, geometry_names(state), moved_on(state, alpha), alpha)
 
 
 def check_descends(
@@ -381,7 +381,7 @@ def check_descends(
     ValueError
         If a first step of the geometry goes along the gradient, not against it.
     """
-    if not (found := names(state)):
+    if not (found := geometry_names(state)):
         return alpha
     return _refused(_ASCENDING, found, _compiled_ascends(optimizer, alpha), alpha)
 
@@ -399,7 +399,7 @@ def paths(state: optax.OptState) -> set:
     return {path for leaves in points for path, _ in leaves}
 
 
-def names(state: optax.OptState) -> list[str]:
+def geometry_names(state: optax.OptState) -> list[str]:
     """The names by which the user knows these geometries."""
     return [_NAMES[type(geometry)] for geometry in geometries(state)]
 
@@ -409,7 +409,9 @@ def moved_on(state: optax.OptState, alpha: Pytree) -> list[jax.Array]:
 
     That is so where ``alpha`` is not the point in the geometry's state. NaN counts as no move.
     """
-    return [_any_leaf(_apart, geometry.point, alpha) for geometry in geometries(state)]
+    return [
+        _any_leaf(_differs_beyond_rounding, geometry.point, alpha) for geometry in geometries(state)
+    ]
 
 
 def ascends(optimizer: optax.GradientTransformation, alpha: Pytree) -> list[jax.Array]:
@@ -420,8 +422,11 @@ def ascends(optimizer: optax.GradientTransformation, alpha: Pytree) -> list[jax.
     such as weight decay and noise, cancels in the difference; steps of size 0 count as no ascent.
     """
     # In float32 at least: a small step is lost in half precision.
-    start = jax.tree.map(lambda a: _wide(jnp.full(a.shape, 1, a.dtype)) / _size(a), alpha)
-    slope = jax.tree.map(_slope, start)
+    start = jax.tree.map(
+        lambda a: _at_least_single_precision(jnp.full(a.shape, 1, a.dtype)) / _last_axis_size(a),
+        alpha,
+    )
+    slope = jax.tree.map(_trial_gradient, start)
 
     def after(sign):
         g = jax.tree.map(lambda g: sign * g, slope)
@@ -437,7 +442,7 @@ def ascends(optimizer: optax.GradientTransformation, alpha: Pytree) -> list[jax.
         return [geometry.point for geometry in geometries(state)]
 
     return [
-        _any_leaf(_along, optax.tree.sub(with_it, against), slope)
+        _any_leaf(_points_along, optax.tree.sub(with_it, against), slope)
         for with_it, against in zip(after(1), after(-1), strict=True)
     ]
 
@@ -454,18 +459,18 @@ def _refused(sentence: str, names: list[str], wrong: list[jax.Array], alpha: Pyt
     return alpha
 
 
-def _slope(alpha: jax.Array) -> jax.Array:
+def _trial_gradient(alpha: jax.Array) -> jax.Array:
     """A made-up gradient like ``alpha``: from -1 to 1 along the last axis."""
-    slope = jnp.linspace(-1, 1, _size(alpha), dtype=alpha.dtype)
+    slope = jnp.linspace(-1, 1, _last_axis_size(alpha), dtype=alpha.dtype)
     return jnp.broadcast_to(slope if alpha.ndim else slope[0], alpha.shape)
 
 
-def _size(alpha: jax.Array) -> int:
+def _last_axis_size(alpha: jax.Array) -> int:
     """The number of entries on the last axis."""
     return alpha.shape[-1] if alpha.ndim else 1
 
 
-def _apart(point: jax.Array, alpha: jax.Array) -> jax.Array:
+def _differs_beyond_rounding(point: jax.Array, alpha: jax.Array) -> jax.Array:
     # The same sum may be rounded differently in another program: two roundings are no move. But
     # rounding never makes a nonnegative entry negative, so that counts as a move.
     slack = 2 * jnp.finfo(point.dtype).eps * jnp.maximum(1, jnp.abs(point))
@@ -473,7 +478,7 @@ def _apart(point: jax.Array, alpha: jax.Array) -> jax.Array:
     return jnp.isfinite(point) & moved
 
 
-def _along(step: jax.Array, slope: jax.Array) -> jax.Array:
+def _points_along(step: jax.Array, slope: jax.Array) -> jax.Array:
     return jnp.vdot(step, slope) > 16 * jnp.finfo(step.dtype).eps * step.size
 
 

@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 
 from bilevel.contracts import Pytree
-from bilevel.internal.processes import whole
+from bilevel.internal.processes import to_numpy
 
 _LARGE = 2**16  # bytes; the history of a larger alpha is kept only where it is asked for
 
 
-def chosen(names: Sequence[str] | None, row: dict[str, Any], rows: int) -> dict[str, Any]:
+def select_metrics(names: Sequence[str] | None, row: dict[str, Any], rows: int) -> dict[str, Any]:
     """What of a step's ``row`` the history of so many rows is to have.
 
     Raises
@@ -43,7 +43,7 @@ def chosen(names: Sequence[str] | None, row: dict[str, Any], rows: int) -> dict[
     return kept
 
 
-def row_count(steps: int, every: int) -> int:
+def history_length(steps: int, every: int) -> int:
     """Rows of the history of ``steps`` steps, one for ``every`` steps or what is left of them."""
     return -(-steps // every)
 
@@ -59,17 +59,17 @@ def step_of(row: int, count: int, every: int) -> int:
     return min((row + 1) * every, count)
 
 
-def empty(row: Pytree, rows: int) -> Pytree:
+def empty_history(row: Pytree, rows: int) -> Pytree:
     """``rows`` rows of zeros."""
     return jax.tree.map(lambda x: jnp.zeros((rows, *x.shape), x.dtype), row)
 
 
-def nothing(x: Any) -> jax.Array:
+def missing_value(x: Any) -> jax.Array:
     """The placeholder of a metric before the first step, which nothing reads."""
     return jnp.zeros(x.shape, x.dtype)  # not NaN: `jax_debug_nans` ends the search at one
 
 
-def written(
+def write_row(
     history: dict[str, Any],
     row: dict[str, Any],
     before: dict[str, Any],
@@ -97,6 +97,6 @@ def written(
     }
 
 
-def cut(history: Pytree, count: int) -> Pytree:
+def truncate(history: Pytree, count: int) -> Pytree:
     """The first ``count`` rows, cut in numpy: JAX would compile a program for every count."""
-    return jax.tree.map(lambda h: whole(h)[:count], history)
+    return jax.tree.map(lambda h: to_numpy(h)[:count], history)

@@ -10,8 +10,8 @@ from typing import Any, BinaryIO
 import jax
 import numpy as np
 
-from bilevel.internal.processes import first
-from bilevel.outer_loop.history import row_count, step_of
+from bilevel.internal.processes import is_first_process
+from bilevel.outer_loop.history import history_length, step_of
 from bilevel.runs import records as store
 
 _SMALL = 16  # entries of an array that is still written
@@ -64,13 +64,13 @@ def log(path: str | os.PathLike[str], *, resume: bool = False) -> Callable[[Any]
     {"step": 2, "alpha": 0.75, "grad_norm": 1.0, "lower": 0.0, "value": 0.25}
     """
     # Not before JAX's processes have met: this would keep them from it.
-    if jax.distributed.is_initialized() and not first():
+    if jax.distributed.is_initialized() and not is_first_process():
         return lambda result: None
     lines = Lines("path", path, resume=resume)
 
     def callback(result):
         count, every = int(result.state.step), result.history_every
-        total = row_count(count, every)
+        total = history_length(count, every)
         columns = [
             (name, np.asarray(rows))
             for name, rows in _named(result.history)
@@ -116,7 +116,7 @@ class Lines:
         """Append lines: all of them, or none where the disk is full."""
         records = list(records)
         text = b"".join(json.dumps(record).encode() + b"\n" for record in records)
-        with store.losing_only_the_record(f"log: lines of {self._path}"):
+        with store.warn_if_disk_full(f"log: lines of {self._path}"):
             _append(self._path, text)
             self.last = records[-1].get("step", 0) if records else self.last
 

@@ -10,7 +10,7 @@ from bilevel.contracts import Pytree
 _MANY = 1024  # entries; under it the exact check is as fast
 
 
-def finite(tree: Pytree) -> jax.Array:
+def is_tree_finite(tree: Pytree) -> jax.Array:
     """Whether all numbers of it are finite."""
 
     def every(x):
@@ -23,14 +23,15 @@ def finite(tree: Pytree) -> jax.Array:
     return jnp.stack([jnp.ones((), bool), *map(every, jax.tree.leaves(tree))]).all()
 
 
-def told(state: Any, new: Any, quantity: str, single_loop: bool = False) -> str:
+def explain_nonfinite(state: Any, new: Any, quantity: str, single_loop: bool = False) -> str:
     """In words, of the last good state and of the one after it.
 
     Examples
     --------
     >>> from bilevel.contracts import DescentState
     >>> good = DescentState(jnp.ones(2), {"a": jnp.ones(1), "b": jnp.ones(1)}, (), (), 0)
-    >>> told(good, good._replace(w={"a": jnp.ones(1), "b": jnp.full(1, jnp.nan)}), "lower loss")
+    >>> bad = good._replace(w={"a": jnp.ones(1), "b": jnp.full(1, jnp.nan)})
+    >>> explain_nonfinite(good, bad, "lower loss")
     "w['b'] left the numbers' range; a smaller rate below, or clipped gradients, may keep it there."
     """
     weights, alphas = bad_leaves("w", new.w), bad_leaves("alpha", new.alpha)
@@ -40,7 +41,7 @@ def told(state: Any, new: Any, quantity: str, single_loop: bool = False) -> str:
             "smaller step_size of the solver may keep it in the numbers' range."
         )
     if quantity == "hypergradient" and not weights:
-        rules = ", ".join(sorted({type(x).__name__ for x in _records(state.solver)}))
+        rules = ", ".join(sorted({type(x).__name__ for x in _optimizer_records(state.solver)}))
         of = (
             f"the lower solver ({rules}) or of a loss" if rules else "the lower solver or of a loss"
         )
@@ -78,7 +79,7 @@ def bad_leaves(name: str, tree: Pytree) -> str:
     return ", ".join(found[:3]) + more
 
 
-def _records(state: Pytree) -> list:
+def _optimizer_records(state: Pytree) -> list:
     """The states of optax's parts, but for the empty ones."""
 
     def record(x):

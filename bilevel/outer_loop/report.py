@@ -93,10 +93,10 @@ class SearchReport(NamedTuple):
         found = jax.tree.map(np.asarray, self)
         steps = int(found.steps)
         lines = []
-        if _often(found.failed, steps) or _often(found.indefinite, steps):
+        if _happened_often(found.failed, steps) or _happened_often(found.indefinite, steps):
             lines.append(_failed(found, steps))
         # The first runs of a solver that starts from the last weights may stop short.
-        if steps >= _MANY and _often(found.moving, steps):
+        if steps >= _MANY and _happened_often(found.moving, steps):
             lines.append(_NOT_STATIONARY.format(int(found.moving.total), steps))
         if found.spent > 0.5:
             lines.append(_SPENT.format(float(found.spent)))
@@ -139,7 +139,7 @@ _UNPREDICTED = (
 )
 
 
-def _often(count: Count, steps: int) -> bool:
+def _happened_often(count: Count, steps: int) -> bool:
     many = count.last >= min(_MANY, steps) or 2 * count.total > steps
     return steps > 0 and bool(many)
 
@@ -164,14 +164,14 @@ def _mispredicted(found: SearchReport) -> list[str]:
     return [_UNPREDICTED.format(**numbers)]
 
 
-class Watch(NamedTuple):
+class StepMonitor(NamedTuple):
     """The part of a search's carry that observes its steps."""
 
     report: SearchReport
     predicted: jax.Array  # [], its change as predicted by the last step; 0 before
 
 
-def first_watch(row: dict[str, Any], spent: jax.Array | None = None) -> Watch:
+def init_step_monitor(row: dict[str, Any], spent: jax.Array | None = None) -> StepMonitor:
     """Observe nothing yet. ``row`` holds the shapes of a step's metrics."""
     dtype = row["grad_norm"].dtype
 
@@ -193,12 +193,12 @@ def first_watch(row: dict[str, Any], spent: jax.Array | None = None) -> Watch:
         value=number(),
         spent=number() if spent is None else spent.astype(dtype),
     )
-    return Watch(report, number())
+    return StepMonitor(report, number())
 
 
-def watched(
-    watch: Watch, state: DescentState, metrics: dict[str, Any]
-) -> tuple[Watch, dict[str, Any]]:
+def monitor_step(
+    watch: StepMonitor, state: DescentState, metrics: dict[str, Any]
+) -> tuple[StepMonitor, dict[str, Any]]:
     """Observe a step. Its metrics gain ``actual``, and ``predicted`` becomes that of this change.
 
     ``state`` is the one after the step. The first step has no change behind it: both are 0.
@@ -212,7 +212,7 @@ def watched(
             "indefinite": adjoint.indefinite > 0,
             "moving": adjoint.moving > 0,
         }
-    counts = {name: _counted(getattr(report, name), seen) for name, seen in counts.items()}
+    counts = {name: _count_event(getattr(report, name), seen) for name, seen in counts.items()}
     report = report._replace(steps=report.steps + 1, **counts)
     if "predicted" not in metrics:
         return watch._replace(report=report), metrics
@@ -226,7 +226,7 @@ def watched(
         compared=jnp.where(later, report.compared + 1, report.compared),
         value=value,
     )
-    after = Watch(report, metrics["predicted"].astype(dtype))
+    after = StepMonitor(report, metrics["predicted"].astype(dtype))
     return after, metrics | {"predicted": watch.predicted, "actual": actual}
 
 
@@ -291,6 +291,6 @@ def _at_count(state: Pytree, count: jax.Array) -> Pytree:
     return jax.tree.map(moved, state, is_leaf=_is_scheduled)
 
 
-def _counted(count: Count, happened: jax.Array) -> Count:
+def _count_event(count: Count, happened: jax.Array) -> Count:
     total = jnp.where(happened, count.total + 1, count.total)
     return Count(total, jnp.where(happened, count.last + 1, 0))

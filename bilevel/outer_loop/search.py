@@ -20,10 +20,17 @@ import optax
 
 from bilevel.contracts import DescentState, Joint, Keyed, LowerSolver, Pytree, SingleLoop, params_of
 from bilevel.hypergradients.error_estimate import Info
-from bilevel.internal.checks import concrete, gradient_transformation, whole
-from bilevel.internal.meshes import automatic, beside, on_mesh, staying
-from bilevel.internal.processes import all_or_none, anyone, first, of_first, placed, together
-from bilevel.internal.processes import whole as whole_array
+from bilevel.internal.checks import concrete, gradient_transformation, integer
+from bilevel.internal.meshes import keep_sharding, on_mesh, replicate_like, with_automatic_axes
+from bilevel.internal.processes import (
+    all_or_none,
+    any_process,
+    broadcast_first,
+    is_first_process,
+    put_like,
+    report_lost_process,
+)
+from bilevel.internal.processes import to_numpy as whole_array
 from bilevel.outer_loop import divergence as _divergence
 from bilevel.outer_loop import geometry, nonfinite
 from bilevel.outer_loop import history as _search_history
@@ -31,13 +38,13 @@ from bilevel.outer_loop import single_loop as _single_loop
 from bilevel.outer_loop.descent import descent, leaves_moved, noted_descent
 from bilevel.outer_loop.report import (
     SearchReport,
-    Watch,
-    first_watch,
+    StepMonitor,
     has_schedule,
+    init_step_monitor,
+    monitor_step,
     spent_share,
-    watched,
 )
-from bilevel.outer_loop.search_arguments import check
+from bilevel.outer_loop.search_arguments import check_search_arguments
 from bilevel.outer_loop.stream import Feed, Stream, feeding, of_step
 from bilevel.problem.problem import Problem, at_variables
 from bilevel.runs.checkpoint import Saver, saving
@@ -241,8 +248,10 @@ def search(
     if not traced:
         options = steps, every, chunk, resume, history, checkpoint is None, callback is None
         _check_processes(setup, arrays, options)
-    check(solver, arrays, steps, batches, resume, checkpoint, callback, every, chunk, diagnostics)
-    whole("history_every", history_every, 1)
+    check_search_arguments(
+        solver, arrays, steps, batches, resume, checkpoint, callback, every, chunk, diagnostics
+    )
+    integer("history_every", history_every, 1)
     asked = progress, isinstance(batches, Stream), checkpoint is not None, callback is not None
     if traced and any(asked):
         raise ValueError(_TRACED)
@@ -252,7 +261,7 @@ def search(
         carry, _ = setup.start(alpha, w0, data, steps, history)
         return _compiled(setup, carry, data, steps)
     with (
-        together("search"),
+        report_lost_process("search"),
         saving(
             checkpoint,
             None if checkpoint is None else setup.fingerprint(alpha, w0, given, history),
@@ -269,9 +278,9 @@ def search(
         if hidden:
             return _compiled(setup, carry, data, steps)
         given_before = carry.watch.report.messages()
-        carry = _resumed(setup, saver, beside(carry, begin), steps)
+        carry = _resumed(setup, saver, replicate_like(carry, begin), steps)
         found = _drive(setup, carry, feed, steps, saver, progress, callback, every, chunk)
-        _warn(setup, found, data, given_before)
+        _warn_about_result(setup, found, data, given_before)
         return dataclasses.replace(found, info=setup.info(found.state, data))
 
 
@@ -289,7 +298,7 @@ def _check_processes(setup: "_Setup", arrays: tuple, options: tuple) -> None:
     named = dict(zip(("alpha", "w0", "train", "valid", "key"), arrays, strict=True))
     same = setup._replace(batches=None) if isinstance(setup.batches, Stream) else setup
     # At once, where a jit is around the search whose arguments are not traced.
-    with together("search"), jax.ensure_compile_time_eval():
+    with report_lost_process("search"), jax.ensure_compile_time_eval():
         check_same(
             named
             | {"problem, solver, optimizer, batches": same}
@@ -305,8 +314,8 @@ class _Carry(NamedTuple):
     history: dict[str, Any]  # [rows, ...] each, filled up to state.step
     last: dict[str, jax.Array]  # the last step's: losses for the progress bar, a part of its row
     trouble: jax.Array  # [], int: 0, or 1 + the index of what was wrong: see _first_trouble
-    watch: Watch  # the observations of the steps up to state.step
-    divergence: _divergence.Watch  # whether alpha diverges, and the state to return to
+    watch: StepMonitor  # the observations of the steps up to state.step
+    divergence: _divergence.DivergenceMonitor  # whether alpha diverges, and the state to return to
 
 
 class _Setup(NamedTuple):
@@ -328,7 +337,7 @@ class _Setup(NamedTuple):
     def start(self, alpha, w0, data, steps, names) -> tuple[_Carry, bool]:
         """The first carry; whether a step closes over traced values, if the arguments are not."""
         if isinstance(self.solver, SingleLoop):
-            state = _single_loop.start(*self[:3], alpha, w0, data)
+            state = _single_loop.init_single_loop(*self[:3], alpha, w0, data)
         else:
             state = descent(*self[:3])[0](alpha, w0)
         # Copies: the loop's carry is donated, while the caller keeps the arrays, and a state may
@@ -340,16 +349,18 @@ class _Setup(NamedTuple):
         trace = jax.make_jaxpr(fresh(noted), return_shape=True)
         closed, (after, metrics) = trace(state, state.step, data)
         spent = self.spent(alpha, w0, steps)
-        watch = first_watch(metrics, spent)
-        _, metrics = jax.eval_shape(watched, watch, after, metrics)
-        row = _search_history.chosen(names, metrics | {"alpha": state.alpha}, self.rows(steps))
-        history = _search_history.empty(row, self.rows(steps))
+        watch = init_step_monitor(metrics, spent)
+        _, metrics = jax.eval_shape(monitor_step, watch, after, metrics)
+        row = _search_history.select_metrics(
+            names, metrics | {"alpha": state.alpha}, self.rows(steps)
+        )
+        history = _search_history.empty_history(row, self.rows(steps))
         shown = {*_SHOWN}
         if isinstance(self.solver, SingleLoop) and names is not None:
             shown &= {*names}  # else no step computes them
         kept = shown if self.history_every == 1 else (shown | {*row}) - {"alpha"}
-        last = jax.tree.map(_search_history.nothing, {k: metrics[k] for k in sorted(kept)})
-        divergence = _divergence.first_watch(state)
+        last = jax.tree.map(_search_history.missing_value, {k: metrics[k] for k in sorted(kept)})
+        divergence = _divergence.init_divergence_monitor(state)
         carry = _Carry(state, history, last, jnp.zeros((), int), watch, divergence)
         hidden = not concrete((carry, closed.consts))
         if not hidden:
@@ -365,12 +376,12 @@ class _Setup(NamedTuple):
         def share(alpha, w0):
             return spent_share(self.solver.inner, alpha, w0, steps)
 
-        run = jax.jit(fresh(lambda *args: automatic(share, args, lambda: None)))
+        run = jax.jit(fresh(lambda *args: with_automatic_axes(share, args, lambda: None)))
         return run(alpha, w0)
 
     def rows(self, steps: int) -> int:
         """How many the history of ``steps`` steps has."""
-        return _search_history.row_count(steps, self.history_every)
+        return _search_history.history_length(steps, self.history_every)
 
     def fingerprint(self, alpha, w0, data, names) -> dict[str, str]:
         """What a checkpoint has to have been made from, to be resumed."""
@@ -387,7 +398,7 @@ class _Setup(NamedTuple):
         ``alpha`` takes ``scale`` times the optimizer's step.
         """
         step = functools.partial(self._step, note=note)
-        return automatic(step, (state, number, data, scale), lambda: (state, None))
+        return with_automatic_axes(step, (state, number, data, scale), lambda: (state, None))
 
     def _step(self, state, number, data, scale, note):
         if scale is None:
@@ -398,7 +409,7 @@ class _Setup(NamedTuple):
 
     def _taken(self, state, number, data, note):
         if isinstance(self.solver, SingleLoop):
-            return _single_loop.step(*self[:3], state, number, data)
+            return _single_loop.single_loop_step(*self[:3], state, number, data)
         train, valid, key = of_step(data, state.step)
         _, step = noted_descent(*self[:3], self.diagnostics, note)
         draw = None if isinstance(self.batches, Stream) else self.batches
@@ -421,12 +432,12 @@ class _Setup(NamedTuple):
             old, history, last, trouble, watch, divergence = carry
             number = begun + i
             new, metrics = self.step(old, number, data, divergence.scale)
-            seen, metrics = watched(watch, new, metrics)
+            seen, metrics = monitor_step(watch, new, metrics)
             losses = {k: metrics[k] for k in _SHOWN if k in last}
             found = _first_trouble(new, losses, metrics["grad_norm"])
             trouble = jnp.where(trouble == 0, found, trouble)
             good = trouble == 0
-            history = _search_history.written(
+            history = _search_history.write_row(
                 history,
                 metrics | {"alpha": new.alpha},
                 last | {"alpha": old.alpha},
@@ -443,7 +454,7 @@ class _Setup(NamedTuple):
             )
             single = isinstance(self.solver, SingleLoop)
             restart = functools.partial(self.restart, data)
-            divergence, state, trouble = _divergence.checked(
+            divergence, state, trouble = _divergence.check_divergence(
                 *(divergence, state, number, trouble, restart),
                 _divergence.NOISY if single else _divergence.EXACT,
             )
@@ -454,7 +465,7 @@ class _Setup(NamedTuple):
                 0, count, functools.partial(body, carry.state.step, data), carry
             )
 
-        return automatic(loop, (carry, data, count), lambda: carry)
+        return with_automatic_axes(loop, (carry, data, count), lambda: carry)
 
     def restart(self, data, state, number):
         """A single loop's state, put back to an earlier one."""
@@ -475,21 +486,25 @@ def _first_trouble(
     """0, or 1 + the index of a quantity that is not finite, or behind those of a geometry."""
     moved = geometry.moved_on(state.optimizer, state.alpha)
     watched = (losses.get("lower"), state.w, losses.get("value"), grad_norm)
-    alpha = ~nonfinite.finite(state.alpha) & ~jnp.stack([jnp.zeros((), bool), *moved]).any()
-    bad = jnp.stack([*(~nonfinite.finite(x) for x in watched), alpha, *moved])
+    alpha = ~nonfinite.is_tree_finite(state.alpha) & ~jnp.stack([jnp.zeros((), bool), *moved]).any()
+    bad = jnp.stack([*(~nonfinite.is_tree_finite(x) for x in watched), alpha, *moved])
     return jnp.where(bad.any(), 1 + jnp.argmax(bad), 0).astype(int)
 
 
 def _raise(setup: _Setup, trouble: int, carry: _Carry, data: Pytree) -> None:
     """What :func:`_first_trouble` found, as an exception; the step is taken once more to see it."""
-    index, step, result = trouble - 1, int(carry.state.step), _result(setup, carry, "not finite")
+    index, step, result = (
+        trouble - 1,
+        int(carry.state.step),
+        _make_result(setup, carry, "not finite"),
+    )
     if index < len(_QUANTITIES):
         args = carry.state, carry.state.step, data, carry.divergence.scale
         new, _ = jax.jit(fresh(setup.step))(*args)
         quantity, single_loop = _QUANTITIES[index], isinstance(setup.solver, SingleLoop)
-        reason = nonfinite.told(carry.state, new, quantity, single_loop)
+        reason = nonfinite.explain_nonfinite(carry.state, new, quantity, single_loop)
         raise NonFiniteError(step, quantity, result, reason)
-    name = geometry.names(carry.state.optimizer)[index - len(_QUANTITIES)]
+    name = geometry.geometry_names(carry.state.optimizer)[index - len(_QUANTITIES)]
     raise MisplacedError(step, name, result)
 
 
@@ -501,25 +516,27 @@ def _drive(
 ) -> SearchResult:
     """Chunks of steps until all are done, with what the host does in between."""
     done, count, stopped = int(carry.state.step), chunk or 1, ""
-    advance = program(staying(setup.advance, carry), carry, feed.first, 1, donate=(0,))
+    advance = program(keep_sharding(setup.advance, carry), carry, feed.first, 1, donate=(0,))
     text = "outer {task.fields[value]:.4g}  lower {task.fields[lower]:.4g}"
     with (
         held_signals(terminations=saver.directory is not None) as came,
-        progress_bar(progress if first() else False, "search", steps, text, _SHOWN) as show,
+        progress_bar(
+            progress if is_first_process() else False, "search", steps, text, _SHOWN
+        ) as show,
     ):
         while done < steps:
             began = time.perf_counter()
             left = steps - done if every is None else min(steps - done, every - done % every)
-            data, running = feed(done, of_first(min(count, left)))
+            data, running = feed(done, broadcast_first(min(count, left)))
             if not running:
                 stopped = f"the batches ended after step {done}"
-                saver.save(done, functools.partial(_kept, setup, carry), last=True)
+                saver.save(done, functools.partial(_checkpoint_contents, setup, carry), last=True)
                 break
             carry = jax.block_until_ready(advance(carry, data, running))
             seconds = time.perf_counter() - began
             ran, done = int(carry.state.step) - done, int(carry.state.step)
             trouble = int(carry.trouble)
-            kept = functools.partial(_kept, setup, carry)
+            kept = functools.partial(_checkpoint_contents, setup, carry)
             if done > 0:  # before that there is nothing to go on from
                 saver.save(done, kept, last=bool(trouble) or done == steps)
             if trouble == _divergence.GAVE_UP:
@@ -527,10 +544,10 @@ def _drive(
                 break
             if trouble:
                 _raise(setup, trouble, carry, data)
-            show(done, functools.partial(_shown, carry.last))
+            show(done, functools.partial(_displayed_losses, carry.last))
             interrupt = came()
             due = done == steps or (not interrupt and (every is None or done % every == 0))
-            if callback is not None and due and _ended(callback, _result(setup, carry, "")):
+            if callback is not None and due and _ended(callback, _make_result(setup, carry, "")):
                 stopped = f"ended by the callback after step {done}"
             if interrupt:
                 stopped = f"{interrupt} after step {done}"
@@ -540,10 +557,12 @@ def _drive(
             # The first chunk's time is the compiler's; later ones double at most.
             if chunk is None:
                 count = max(1, min(2 * ran, int(ran * _CHUNK_SECONDS / max(seconds, 1e-6))))
-    return _result(setup, carry, stopped)
+    return _make_result(setup, carry, stopped)
 
 
-def _warn(setup: _Setup, result: SearchResult, data: Pytree, given: Sequence[str]) -> None:
+def _warn_about_result(
+    setup: _Setup, result: SearchResult, data: Pytree, given: Sequence[str]
+) -> None:
     """Warn once of all that went wrong, except for the messages ``given`` at the start."""
     if isinstance(setup.solver, SingleLoop):
         _single_loop.warn_if_lost(result.history)
@@ -575,7 +594,7 @@ def _at_minimum(setup: _Setup, result: SearchResult, data: Pytree) -> bool:
         return size <= 1e-6 * jnp.abs(value)
 
     def run(*args):
-        return automatic(slope, args, lambda: None)
+        return with_automatic_axes(slope, args, lambda: None)
 
     args = result.w, result.alpha, data[1]
     return bool(program(run, *args)(*args))
@@ -588,28 +607,30 @@ def _warned(messages) -> None:
 
 def _ended(callback: Callable, result: SearchResult) -> bool:
     """Whether the callback of any process says so; where one raises, all do."""
-    return anyone(all_or_none(lambda: callback(result)))
+    return any_process(all_or_none(lambda: callback(result)))
 
 
-def _shown(last: dict[str, Any]) -> dict[str, float]:
+def _displayed_losses(last: dict[str, Any]) -> dict[str, float]:
     """What the bar says: the losses, NaN if no step computes them."""
     return {name: float(last.get(name, np.nan)) for name in _SHOWN}
 
 
-def _result(setup: _Setup, carry: _Carry, stopped: str) -> SearchResult:
+def _make_result(setup: _Setup, carry: _Carry, stopped: str) -> SearchResult:
     # Copies: the carry's own buffers are donated to the next chunk.
     state = jax.tree.map(lambda x: jnp.array(x, copy=True), carry.state)
-    rows = jax.tree.map(np.copy, _search_history.cut(carry.history, setup.rows(int(state.step))))
+    rows = jax.tree.map(
+        np.copy, _search_history.truncate(carry.history, setup.rows(int(state.step)))
+    )
     every, rows = setup.history_every, jax.device_put(rows)
     report = jax.device_put(jax.tree.map(lambda x: np.copy(whole_array(x)), carry.watch.report))
     scale = jax.device_put(np.copy(whole_array(carry.divergence.scale)))
     return SearchResult(state.alpha, state.w, rows, state, stopped, report, None, every, scale)
 
 
-def _kept(setup: _Setup, carry: _Carry) -> Pytree:
+def _checkpoint_contents(setup: _Setup, carry: _Carry) -> Pytree:
     """What a checkpoint holds."""
     rows = setup.rows(int(carry.state.step))
-    kept = _search_history.cut(carry.history, rows)
+    kept = _search_history.truncate(carry.history, rows)
     return carry.state, kept, (carry.watch, carry.divergence)
 
 
@@ -633,5 +654,5 @@ def _resumed(setup: _Setup, saver: Saver, carry: _Carry, steps: int) -> _Carry:
     # The last step's row, which comes back where the next step is not finite.
     last = carry.last | {k: jax.tree.map(lambda h: h[-1], kept[k]) for k in carry.last if k in kept}
     like = carry.state, carry.history, carry.last, (carry.watch, carry.divergence)
-    state, history, last, seen = jax.tree.map(placed, (state, history, last, seen), like)
+    state, history, last, seen = jax.tree.map(put_like, (state, history, last, seen), like)
     return _Carry(state, history, last, carry.trouble, *seen)

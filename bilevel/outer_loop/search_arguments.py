@@ -2,11 +2,11 @@
 
 from bilevel.contracts import Partition, SingleLoop, params_of
 from bilevel.internal import checks
-from bilevel.internal.checks import floating, function, prng_key, whole
+from bilevel.internal.checks import check_floating, function, integer, prng_key
 from bilevel.outer_loop.stream import Stream
 
 
-def check(
+def check_search_arguments(
     solver, arrays, steps, batches, resume, checkpoint, callback, every, chunk, diagnostics
 ) -> None:
     """Raise on anything wrong that can be seen before the first compilation.
@@ -17,9 +17,9 @@ def check(
         If an argument is wrong, or does not fit the others.
     """
     alpha, w0, train, valid, key = arrays
-    whole("steps", steps, 1)
+    integer("steps", steps, 1)
     if chunk is not None:
-        whole("chunk", chunk, 1)
+        integer("chunk", chunk, 1)
     streamed = isinstance(batches, Stream)
     if streamed and (train is not None or valid is not None):
         raise ValueError("train, valid: expected None beside a stream of both, got data.")
@@ -38,7 +38,7 @@ def check(
     if callback is not None:
         function("callback", callback, "result -> bool")
     if every is not None:
-        whole("every", every, 1)
+        integer("every", every, 1)
         if callback is None:
             raise ValueError(f"every: expected a callback to call so often, got none and {every}.")
     if resume and checkpoint is None:
@@ -49,7 +49,7 @@ def check(
     if key is not None:
         prng_key("key", key)
     for name, tree in (("alpha", alpha), ("w0", w0)):
-        checks.arrays(name, tree)
-        floating(name, params_of(tree))
+        checks.check_not_empty(name, tree)
+        check_floating(name, params_of(tree))
     for name, tree in (("alpha", alpha), ("w0", w0), ("train", train), ("valid", valid)):
-        checks.data(name, tree)
+        checks.check_data(name, tree)

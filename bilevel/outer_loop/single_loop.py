@@ -11,25 +11,48 @@ import optax
 
 from bilevel.contracts import DescentState, Pytree, SingleLoop, Tables
 from bilevel.hypergradients.error_estimate import Info, assess
-from bilevel.internal.checks import floating, gradient_transformation, losses, nan_unless_finite
-from bilevel.internal.meshes import automatic, lying_as
+from bilevel.internal.checks import (
+    check_floating,
+    check_losses,
+    gradient_transformation,
+    nan_unless_finite,
+)
+from bilevel.internal.meshes import shard_like, with_automatic_axes
 from bilevel.outer_loop import geometry
 from bilevel.problem.problem import Problem, at_variables
-from bilevel.problem.structure import check_enters, entering, outputs_reading, with_rules
-from bilevel.stochastic import Blocks, Turns, blocks, full_direction, norm, turns
+from bilevel.problem.structure import (
+    check_depends_on_alpha,
+    leaves_used_by,
+    outputs_reading,
+    with_rules,
+)
+from bilevel.stochastic import (
+    BatchedData,
+    BatchSchedule,
+    draw_batch_schedule,
+    full_direction,
+    make_batched_data,
+    tree_norm,
+)
 from ntk.internal.compile_cache import fresh, program
 
-Data = tuple[Blocks, Blocks, Turns]
+Data = tuple[BatchedData, BatchedData, BatchSchedule]
 
 
 def prepared(method: SingleLoop, batches: Any, data: tuple, steps: int) -> Data:
     """``(train, valid, key)`` in batches, with those that each step takes."""
-    train, valid = (blocks(*side, batches) for side in (("train", data[0]), ("valid", data[1])))
+    train, valid = (
+        make_batched_data(*side, batches) for side in (("train", data[0]), ("valid", data[1]))
+    )
     counts = train.count, valid.count
-    return train, valid, turns(None if batches is None else data[2], counts, steps, method.draws)
+    return (
+        train,
+        valid,
+        draw_batch_schedule(None if batches is None else data[2], counts, steps, method.draws),
+    )
 
 
-def start(
+def init_single_loop(
     problem: Problem,
     method: SingleLoop,
     optimizer: optax.GradientTransformation,
@@ -44,23 +67,23 @@ def start(
     ValueError
         If the problem or an argument is unfit for a single loop.
     """
-    losses("problem", problem)
+    check_losses("problem", problem)
     if getattr(problem, "stateful", False):
         raise ValueError("problem: expected one without variables for a single loop, got stateful.")
-    floating("alpha", alpha)
-    floating("w0", w)
+    check_floating("alpha", alpha)
+    check_floating("w0", w)
     # Strong dtypes, as a step returns them.
     alpha, w = jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), (alpha, w))
     train, valid, order = data
     bare = at_variables(problem, None)
     for loss, side in ((bare.lower, train), (bare.outer, valid)):
-        value = functools.partial(automatic, loss, like=lambda: None)
+        value = functools.partial(with_automatic_axes, loss, like=lambda: None)
         # Called once, so that what is no loss is refused.
         jax.eval_shape(fresh(lambda *args: value(args)), w, alpha, side.rows)  # noqa: B023
     optimizer = gradient_transformation("optimizer", optimizer)
     state = optimizer.init(alpha)
     alpha = geometry.check_descends(optimizer, state, alpha)
-    _check_enters(problem, optimizer, state, alpha, w, (train.rows, valid.rows))
+    _check_moved_leaves(problem, optimizer, state, alpha, w, (train.rows, valid.rows))
 
     def begin(alpha, w, order, train, valid):
         first = order.at(jnp.zeros((), int), method.draws)
@@ -68,14 +91,14 @@ def start(
         return method.init(kept, alpha, w, first, train, valid)
 
     def run(*args):
-        return automatic(begin, args, lambda: None)
+        return with_automatic_axes(begin, args, lambda: None)
 
     args = alpha, w, order, train, valid
-    inner = lying_as(program(run, *args)(*args), w)
+    inner = shard_like(program(run, *args)(*args), w)
     return DescentState(alpha, w, inner, state, jnp.zeros((), int))
 
 
-def _check_enters(problem, optimizer, state, alpha, w, rows) -> None:
+def _check_moved_leaves(problem, optimizer, state, alpha, w, rows) -> None:
     """Raise if the optimizer moves a leaf of ``alpha`` that neither loss depends on."""
 
     def moved(g):
@@ -84,19 +107,19 @@ def _check_enters(problem, optimizer, state, alpha, w, rows) -> None:
 
     def read(loss, rows):
         def value(*args):
-            return automatic(loss, args, lambda: None)
+            return with_automatic_axes(loss, args, lambda: None)
 
-        return entering(value, w, alpha, rows)
+        return leaves_used_by(value, w, alpha, rows)
 
     bare = at_variables(problem, None)
     lower, outer = map(read, (bare.lower, bare.outer), rows)
     used = outputs_reading(moved, alpha)
-    check_enters(
+    check_depends_on_alpha(
         alpha, [use and not (x or y) for use, x, y in zip(used, lower, outer, strict=True)]
     )
 
 
-def step(
+def single_loop_step(
     problem: Problem,
     method: SingleLoop,
     optimizer: optax.GradientTransformation,
@@ -118,7 +141,7 @@ def step(
         problem, state.alpha, state.w, state.solver, turn, train, valid
     )
     # By products of vectors: XLA's sums and comparisons of long ones take several times as long.
-    size = norm(direction)
+    size = tree_norm(direction)
     if method.adjoint is not None:  # it may be the first to go
         size = nan_unless_finite(size, optax.tree.vdot(*(method.adjoint(inner),) * 2))
     told = {"value": metrics["value"], "grad": direction, "residual": metrics.get("noisy_residual")}
@@ -168,7 +191,7 @@ def info(problem: Problem, method: SingleLoop, state: DescentState, data: Data) 
         return assess(*args, grad, adjoint)
 
     def run(*args):
-        return automatic(of, args, lambda: None)
+        return with_automatic_axes(of, args, lambda: None)
 
     args = state.w, adjoint, state.alpha, train, valid
     return program(run, *args)(*args)

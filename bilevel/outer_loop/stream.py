@@ -18,8 +18,8 @@ import jax
 import numpy as np
 
 from bilevel.contracts import Pytree
-from bilevel.internal.checks import data, short
-from bilevel.internal.processes import all_or_none, divided, several
+from bilevel.internal.checks import check_data, describe
+from bilevel.internal.processes import all_or_none, is_multiprocess, is_sharded
 from bilevel.runs.fingerprint import check_same, digest, fingerprint
 
 _BYTES = 2**26  # of a chunk, where the user does not say how many steps it has
@@ -120,7 +120,7 @@ def stream(source: Pairs | Callable[[int], Pairs]) -> Stream:
     if isinstance(source, str) or not (callable(source) or isinstance(source, Iterable)):
         raise ValueError(
             "source: expected an iterable of pairs (train, valid) or a function step -> iterable, "
-            f"got {short(source)}."
+            f"got {describe(source)}."
         )
     return Stream(source)
 
@@ -169,7 +169,7 @@ class _Streaming(Feed):
             raise ValueError(f"batches: expected a pair (train, valid) at step {step}, got none.")
         _check_pair(first, step)
         _check_numbers(first, step)
-        self._kinds = [_kind(x) for x in jax.tree.leaves(first)]
+        self._kinds = [_dtype_and_shape(x) for x in jax.tree.leaves(first)]
         self._structure: Any = jax.tree.structure(first)
         size = sum(np.asarray(x).nbytes for x in jax.tree.leaves(first))
         self._size = chunk or max(1, min(_STEPS, _BYTES // max(size, 1)))
@@ -209,7 +209,7 @@ class _Streaming(Feed):
         # One shape for every chunk, and so one program: the last pair fills up.
         full = found + [found[-1]] * (self._size - len(found))
         pairs = jax.tree.map(lambda *xs: np.stack([np.asarray(x) for x in xs]), *map(tuple, full))
-        mark = digest(pairs) if several() else ""
+        mark = digest(pairs) if is_multiprocess() else ""
         return (Chunk(np.asarray(step), jax.device_put(pairs)), None, self._key), len(found), mark
 
     def _check(self, pair: Any, step: int) -> None:
@@ -221,19 +221,19 @@ class _Streaming(Feed):
                 f"batches: expected pairs of one structure, got another at step {step}."
             )
         for kind, x in zip(self._kinds, leaves, strict=True):
-            if _kind(x) != kind:
+            if _dtype_and_shape(x) != kind:
                 raise ValueError(
-                    f"batches: expected batches of one shape, got {_kind(x)} after {kind} at step "
-                    f"{step}; leave out a last, shorter one."
+                    f"batches: expected batches of one shape, got {_dtype_and_shape(x)} after "
+                    f"{kind} at step {step}; leave out a last, shorter one."
                 )
 
 
 def _check_pair(pair: Any, step: int) -> None:
     if not isinstance(pair, tuple | list) or len(pair) != 2:
         raise ValueError(
-            f"batches: expected a pair (train, valid) at step {step}, got {short(pair)}."
+            f"batches: expected a pair (train, valid) at step {step}, got {describe(pair)}."
         )
-    if any(map(divided, jax.tree.leaves(pair))):
+    if any(map(is_sharded, jax.tree.leaves(pair))):
         raise ValueError(
             f"batches: expected the whole batch in every process at step {step}, got an array over "
             "the devices of several."
@@ -243,10 +243,10 @@ def _check_pair(pair: Any, step: int) -> None:
 def _check_numbers(pair: tuple, step: int) -> None:
     """Refuse a batch that data in memory would be refused for."""
     for side, batch in zip(("train", "valid"), pair, strict=True):
-        data(f"batches, {side} at step {step}", jax.tree.map(np.asarray, batch))
+        check_data(f"batches, {side} at step {step}", jax.tree.map(np.asarray, batch))
 
 
-def _kind(x: Any) -> str:
+def _dtype_and_shape(x: Any) -> str:
     x = np.asarray(x)
     return f"{x.dtype}{list(x.shape)}"
 

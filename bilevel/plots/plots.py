@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from bilevel.internal.checks import known
+from bilevel.internal.checks import one_of
 from bilevel.plots.appearance import COLOURS, DASHES, MARKERS, pyplot, style
 
 __all__ = [
@@ -21,11 +21,11 @@ __all__ = [
 ]
 
 
-def _axes(ax: Any) -> Any:
+def _axes_or_new(ax: Any) -> Any:
     return ax if ax is not None else pyplot().subplots(figsize=(6, 3.5), layout="constrained")[1]
 
 
-def _look(i: int, dashed: bool = True) -> dict[str, Any]:
+def _line_style(i: int, dashed: bool = True) -> dict[str, Any]:
     """The colour and dashes of line ``i``: axes from the caller would choose colours themselves."""
     lap, place = divmod(i, len(COLOURS))
     dashes = DASHES[(place + lap) % len(DASHES)] if dashed else "-"
@@ -54,7 +54,7 @@ def _banded(ax: Any, x: Any, rows: Any, step: bool = False, **look: Any) -> Any:
     return line
 
 
-def _of(count: int, what: str) -> str:
+def _mean_label(count: int, what: str) -> str:
     return f", mean ± s.e. of {count} {what}" if count > 1 else ""
 
 
@@ -78,21 +78,23 @@ def alpha_path(alpha: Any, names: Any = None, ax: Any = None, start: Any = None)
     >>> ax.get_ylabel(), ax.lines[0].get_xdata()
     ('α', array([0, 1, 2, 3, 4, 5]))
     """
-    ax = _axes(ax)
+    ax = _axes_or_new(ax)
     alpha = np.asarray(alpha, float)
     alpha = alpha if alpha.ndim == 3 else alpha[:, None]
     steps = np.arange(1, len(alpha) + 1)
     if start is not None:
         first = np.broadcast_to(np.asarray(start, float), alpha.shape[1:])
         alpha, steps = np.concatenate([first[None], alpha]), np.arange(len(alpha) + 1)
-    lines = [_banded(ax, steps, alpha[..., i].T, **_look(i)) for i in range(alpha.shape[-1])]
+    lines = [_banded(ax, steps, alpha[..., i].T, **_line_style(i)) for i in range(alpha.shape[-1])]
     top = max(0.5, 1.05 * alpha.mean(axis=1).max())
-    ax.set(xlabel="outer step", ylabel="α" + _of(alpha.shape[1], "seeds"), ylim=(-0.02, top))
+    ax.set(
+        xlabel="outer step", ylabel="α" + _mean_label(alpha.shape[1], "seeds"), ylim=(-0.02, top)
+    )
     _whole_ticks(ax.xaxis)
     ax.margins(x=0.02)
     ends = [line.get_ydata()[-1] for line in lines]
     for line, end, place, name in zip(
-        lines, ends, _spread(ends, 0, top, 0.062 * top), names or [], strict=False
+        lines, ends, _spread_labels(ends, 0, top, 0.062 * top), names or [], strict=False
     ):
         ax.annotate(
             name,
@@ -106,7 +108,7 @@ def alpha_path(alpha: Any, names: Any = None, ax: Any = None, start: Any = None)
     return ax
 
 
-def _spread(heights: Any, low: float, high: float, gap: float) -> Any:
+def _spread_labels(heights: Any, low: float, high: float, gap: float) -> Any:
     """Label positions near ``heights``, from low to high, none closer than ``gap`` to the next."""
     order, slots = np.argsort(heights), gap * np.arange(len(heights))
     rest = np.asarray(heights, float)[order] - slots  # ascending, the labels keep apart
@@ -151,12 +153,12 @@ def losses(
     for i, (ax, (key, label)) in enumerate(zip(axes, keys.items(), strict=True)):
         values = np.array([np.asarray(run[key], float) for run in runs]) / scale
         steps = np.arange(values.shape[1])
-        _banded(ax, steps, values, **_look(i, dashed=False))
+        _banded(ax, steps, values, **_line_style(i, dashed=False))
         least, most = values.mean(axis=0).min(), values.mean(axis=0).max()
         ax.set(ylabel=label, yscale="log" if 0 < 10 * least < most else "linear")
         _whole_ticks(ax.xaxis)
     axes[0].tick_params(labelbottom=False)
-    axes[-1].set_xlabel("outer step" + _of(len(runs), "seeds"))
+    axes[-1].set_xlabel("outer step" + _mean_label(len(runs), "seeds"))
     return axes
 
 
@@ -179,13 +181,13 @@ def error_estimates(steps: Any, true: Any, estimates: dict[str, Any], ax: Any = 
     >>> error_estimates([1, 10], [1.0, 0.1], {"cg": [1.1, 0.09]}).get_xscale()
     'log'
     """
-    ax = _axes(ax)
+    ax = _axes_or_new(ax)
     if not isinstance(true, dict):
         ax.plot(steps, true, color="black", linestyle="-", label="true error")
     for i, (name, values) in enumerate(estimates.items()):
         if isinstance(true, dict):
-            ax.plot(steps, true[name], label=f"{name}: true error", **_look(i))
-        look = _look(i) | {"linestyle": "", "marker": _marker(i), "fillstyle": "none"}
+            ax.plot(steps, true[name], label=f"{name}: true error", **_line_style(i))
+        look = _line_style(i) | {"linestyle": "", "marker": _marker(i), "fillstyle": "none"}
         ax.plot(steps, values, label=f"{name}: estimate", markersize=7, **look)
     ax.set(xlabel="inner steps", ylabel="norm of the hypergradient's error")
     ax.set(xscale="log", yscale="log")
@@ -208,13 +210,13 @@ def spectrum(eigenvalues: dict[str, Any], ax: Any = None) -> Any:
     >>> spectrum({"relu": [0.1, 1.0, 2.0]}).get_yscale()
     'log'
     """
-    ax = _axes(ax)
+    ax = _axes_or_new(ax)
     for i, (name, values) in enumerate(eigenvalues.items()):
         values = np.sort(np.asarray(values))[::-1]
         positive = np.where(values > 0, values, np.nan)
         # Marked at a few places, shifted from kernel to kernel: spectra lie close together.
         every = max(1, len(values) // 6)
-        look = _look(i) | {"marker": _marker(i), "markevery": (i % every, every)}
+        look = _line_style(i) | {"marker": _marker(i), "markevery": (i % every, every)}
         ax.plot(np.arange(1, len(values) + 1), positive, label=name, **look)
     ax.set(xlabel="index, from the largest", ylabel="eigenvalue of the kernel", yscale="log")
     _whole_ticks(ax.xaxis)
@@ -248,7 +250,7 @@ def simplex_min_eigenvalue(
     >>> simplex_min_eigenvalue(np.eye(3), [1.0, 2.0, 3.0], ["relu", "tanh", "swish"]).get_aspect()
     1.0
     """
-    ax = _axes(ax)
+    ax = _axes_or_new(ax)
     x, y = (np.asarray(alphas) @ _CORNERS).T
     values = np.asarray(values)
     norm = "log" if values.min() > 0 else "linear"
@@ -296,12 +298,12 @@ def traces(methods: dict[str, Any], against: str = "calls", ax: Any = None) -> A
     ('solver calls', 'log')
     """
     labels = {"calls": "solver calls", "seconds": "seconds of solves, compilation included"}
-    known("against", against, labels)
+    one_of("against", against, labels)
     curves = {n: t if isinstance(t, list) else [t] for n, t in methods.items()}
     for name, trials in curves.items():
         if any(len(t.calls) == 0 for t in trials):
             raise ValueError(f"methods: expected a solve in every trace, got none for {name}.")
-    ax = _axes(ax)
+    ax = _axes_or_new(ax)
     widths = np.linspace(4, 1.2, len(curves)) if len(curves) > 1 else [1.8]
     for i, (name, trials) in enumerate(curves.items()):
         times = [np.asarray(getattr(t, against), float) for t in trials]
@@ -311,12 +313,12 @@ def traces(methods: dict[str, Any], against: str = "calls", ax: Any = None) -> A
             np.asarray(t.test)[np.searchsorted(s, grid, "right") - 1]
             for t, s in zip(trials, times, strict=True)
         ]
-        look = _look(i, dashed=False) | {"linewidth": widths[i], "markeredgecolor": "white"}
+        look = _line_style(i, dashed=False) | {"linewidth": widths[i], "markeredgecolor": "white"}
         look |= {"marker": _marker(i), "markevery": [0, -1], "markersize": 8}
         _banded(ax, grid, tests, step=True, label=name, **look)
     count = max(map(len, curves.values()))
     ax.set(xlabel=labels[against], xscale="log")
-    ax.set_ylabel("oracle test error" + _of(count, "trials"))
+    ax.set_ylabel("oracle test error" + _mean_label(count, "trials"))
     _log_percent(ax)
     ax.legend()
     return ax
@@ -369,7 +371,7 @@ def ranking(score: Any, accuracy: Any, ax: Any = None) -> Any:
     """
     from scipy.stats import kendalltau, rankdata
 
-    ax = _axes(ax)
+    ax = _axes_or_new(ax)
     score, accuracy = np.asarray(score, float), np.asarray(accuracy, float)
     ranks = rankdata(np.where(np.isnan(score), -np.inf, score))
     least = np.quantile(accuracy, 0.05)

@@ -7,10 +7,10 @@ import jax
 from jax.extend import core
 
 from bilevel.contracts import Loss, Pytree
-from ntk.internal.jaxprs import bind, programs
+from ntk.internal.jaxprs import bind, inner_jaxprs
 
 
-def held(lower: Loss, w: Pytree, alpha: Pytree, batch: Pytree) -> Loss:
+def hoist_constants(lower: Loss, w: Pytree, alpha: Pytree, batch: Pytree) -> Loss:
     """``lower`` at this ``alpha`` and ``batch``: what does not depend on ``w`` is computed here.
 
     A loop over ``w`` would compute it again at every step, and compile it once for every place that
@@ -26,7 +26,7 @@ def held(lower: Loss, w: Pytree, alpha: Pytree, batch: Pytree) -> Loss:
     ...         lambda a: (count.append(1), a)[1], jax.ShapeDtypeStruct((), float), alpha * batch
     ...     )
     ...     return 0.5 * (features * w) ** 2
-    >>> loss = held(lower, 1.0, 2.0, 3.0)
+    >>> loss = hoist_constants(lower, 1.0, 2.0, 3.0)
     >>> [float(loss(w, None, None)) for w in (1.0, 2.0)], len(count)
     ([18.0, 72.0], 1)
     """
@@ -64,7 +64,7 @@ def _without_the_known(
         if all(value is not _MOVING for value in values):
             found = bind(equation, values)
         elif equation.primitive.name in ("jit", "pjit"):
-            found, inner = _without_the_known(programs(equation)[0], values)
+            found, inner = _without_the_known(inner_jaxprs(equation)[0], values)
             steps.append((equation, inner))
         else:
             found = [_MOVING] * len(equation.outvars)

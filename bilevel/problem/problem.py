@@ -17,8 +17,8 @@ import jax
 import optax
 
 from bilevel.contracts import LinearMap, Loss, Pytree, Stateful
-from bilevel.internal.checks import pair, scalar_loss
-from bilevel.internal.custom_rules import REVERSE_OVER_REVERSE, exact_order, linearize
+from bilevel.internal.checks import check_loss_pair, scalar_loss
+from bilevel.internal.custom_rules import REVERSE_OVER_REVERSE, exact_order, linearize_custom_rules
 from bilevel.internal.precision import like_variables
 
 
@@ -88,14 +88,14 @@ class Problem:
 _FORM = "has_aux", "stateful", "differentiated"
 
 
-class Parts(NamedTuple):
+class SplitLosses(NamedTuple):
     """The losses of a problem in one form, whatever they return."""
 
     lower: Callable[[Pytree, Pytree, Pytree], tuple]  # -> loss, variables or None, aux or None
     outer: Callable[[Pytree, Pytree, Pytree], tuple]  # -> loss, aux or None
 
 
-def parts(problem: Problem) -> Parts:
+def split_losses(problem: Problem) -> SplitLosses:
     """The losses, what they return taken apart.
 
     Raises
@@ -107,7 +107,7 @@ def parts(problem: Problem) -> Parts:
     Examples
     --------
     >>> loss = lambda w, alpha, batch: ((w - batch) ** 2, "more")
-    >>> parts(Problem(loss, loss, has_aux=True)).lower(1.0, None, 3.0)
+    >>> split_losses(Problem(loss, loss, has_aux=True)).lower(1.0, None, 3.0)
     (4.0, None, 'more')
     """
     has_aux, stateful, differentiated = (getattr(problem, name, False) for name in _FORM)
@@ -121,12 +121,12 @@ def parts(problem: Problem) -> Parts:
         form = "(loss, aux), as has_aux=True says"
         if stateful:
             form = "(loss, variables), as stateful=True says"
-        loss, rest = pair("lower", found, form)
+        loss, rest = check_loss_pair("lower", found, form)
         scalar_loss("lower", loss)
         if not stateful:
             return loss, None, rest
         form = "(loss, (variables, aux)), as stateful=True and has_aux=True say"
-        variables, aux = pair("lower", rest, form) if has_aux else (rest, None)
+        variables, aux = check_loss_pair("lower", rest, form) if has_aux else (rest, None)
         variables = like_variables(variables, w.variables)
         return loss, variables if differentiated else jax.lax.stop_gradient(variables), aux
 
@@ -134,15 +134,15 @@ def parts(problem: Problem) -> Parts:
         found = problem.outer(w, alpha, batch)
         loss, aux = found, None
         if has_aux:
-            loss, aux = pair("outer", found, "(loss, aux), as has_aux=True says")
+            loss, aux = check_loss_pair("outer", found, "(loss, aux), as has_aux=True says")
         return scalar_loss("outer", loss), aux
 
-    return Parts(lower, outer)
+    return SplitLosses(lower, outer)
 
 
 def at_variables(problem: Problem, variables: Pytree) -> Problem:
     """The problem in ``params`` alone; one that is not stateful, but for its aux, as it is."""
-    losses = parts(problem)
+    losses = split_losses(problem)
     whole = _with(variables) if getattr(problem, "stateful", False) else lambda w: w
     return Problem(
         lambda w, alpha, batch: losses.lower(whole(w), alpha, batch)[0],
@@ -154,7 +154,7 @@ def _with(variables: Pytree) -> Callable[[Pytree], Stateful]:
     return lambda params: Stateful(params, variables)
 
 
-def side_by_side(problem: Problem) -> Problem:
+def stack_problems(problem: Problem) -> Problem:
     """Many independent copies of ``problem`` as one: every array gains a leading axis.
 
     The losses are sums over the copies, so each copy's hypergradient, steps and geometry are what
@@ -170,7 +170,7 @@ def side_by_side(problem: Problem) -> Problem:
     --------
     >>> import jax.numpy as jnp
     >>> one = Problem(lambda w, a, b: (w - a) ** 2, lambda w, a, b: (w - b) ** 2)
-    >>> side_by_side(one).outer(jnp.zeros(3), jnp.ones(3), jnp.ones(3))
+    >>> stack_problems(one).outer(jnp.zeros(3), jnp.ones(3), jnp.ones(3))
     Array(3., dtype=float...)
     """
 
@@ -184,7 +184,7 @@ def side_by_side(problem: Problem) -> Problem:
     return dataclasses.replace(problem, lower=total(problem.lower), outer=total(problem.outer))
 
 
-def gradient(lower: Loss, alpha: Pytree, batch: Pytree) -> Callable[[Pytree], Pytree]:
+def lower_gradient(lower: Loss, alpha: Pytree, batch: Pytree) -> Callable[[Pytree], Pytree]:
     """``w -> d lower / dw``, a function of ``w`` alone."""
     return lambda w: jax.grad(lower)(w, alpha, batch)
 
@@ -193,7 +193,7 @@ def hessian_operator(
     lower: Loss, w: Pytree, alpha: Pytree, batch: Pytree
 ) -> tuple[Pytree, LinearMap]:
     """The lower gradient at ``w`` and ``v -> H v`` there, linearised once for many products."""
-    return linearize(gradient(lower, alpha, batch), w)
+    return linearize_custom_rules(lower_gradient(lower, alpha, batch), w)
 
 
 def mixed_product(loss: Callable, w: Pytree, alpha: Pytree, v: Pytree) -> Pytree:

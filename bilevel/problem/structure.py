@@ -10,9 +10,9 @@ from jax.extend import core
 
 from bilevel.contracts import Loss, Pytree
 from bilevel.problem.hoist import _types
-from bilevel.problem.problem import _FORM, Problem, gradient, parts
+from bilevel.problem.problem import _FORM, Problem, lower_gradient, split_losses
 from ntk.internal.derivative_rules import in_loops, may_be_lost
-from ntk.internal.jaxprs import programs, scan_operands
+from ntk.internal.jaxprs import inner_jaxprs, scan_operands
 
 
 def is_quadratic(lower: Loss, w: Pytree, alpha: Pytree, batch: Pytree) -> bool:
@@ -30,29 +30,29 @@ def is_quadratic(lower: Loss, w: Pytree, alpha: Pytree, batch: Pytree) -> bool:
     >>> is_quadratic(lambda w, a, b: jnp.sum(jnp.abs(w - b)), jnp.ones(2), jnp.ones(2), 1.0)
     False
     """
-    closed = jax.make_jaxpr(gradient(lower, alpha, batch))(w)
+    closed = jax.make_jaxpr(lower_gradient(lower, alpha, batch))(w)
     finest = min(map(_eps, _types(w)), default=0.0)
     degrees = _degrees(closed.jaxpr, [1] * len(closed.jaxpr.invars), finest)
     return max(degrees, default=0) <= 1
 
 
-def enters(loss: Loss, w: Pytree, alpha: Pytree, batch: Pytree) -> bool:
+def depends_on_alpha(loss: Loss, w: Pytree, alpha: Pytree, batch: Pytree) -> bool:
     """Whether ``loss`` depends on ``alpha``, read off its program.
 
     Examples
     --------
-    >>> enters(lambda w, alpha, batch: w**2, 1.0, 1.0, None)
+    >>> depends_on_alpha(lambda w, alpha, batch: w**2, 1.0, 1.0, None)
     False
     """
-    return any(entering(loss, w, alpha, batch))
+    return any(leaves_used_by(loss, w, alpha, batch))
 
 
-def entering(loss: Loss, w: Pytree, alpha: Pytree, batch: Pytree) -> list[bool]:
+def leaves_used_by(loss: Loss, w: Pytree, alpha: Pytree, batch: Pytree) -> list[bool]:
     """Return for each leaf of ``alpha`` whether ``loss`` depends on it, read off its program.
 
     Examples
     --------
-    >>> entering(lambda w, alpha, batch: alpha["b"] * w, 1.0, {"a": 1.0, "b": 1.0}, None)
+    >>> leaves_used_by(lambda w, alpha, batch: alpha["b"] * w, 1.0, {"a": 1.0, "b": 1.0}, None)
     [False, True]
     """
     return _inputs_read(jax.make_jaxpr(lambda alpha: loss(w, alpha, batch))(alpha))
@@ -66,7 +66,7 @@ def with_rules(
     Its second derivatives would lose them: :mod:`ntk.internal.derivative_rules`. Also for each leaf
     of ``alpha`` whether that loss depends on it, read off the same program.
     """
-    loss = parts(problem).lower
+    loss = split_losses(problem).lower
     closed = jax.make_jaxpr(lambda alpha: loss(w, alpha, batch)[0])(alpha)
     if may_be_lost(closed):
         form = (getattr(problem, name, False) for name in _FORM)
@@ -74,7 +74,7 @@ def with_rules(
     return problem, _inputs_read(closed)
 
 
-def check_enters(alpha: Pytree, needed: list[bool]) -> None:
+def check_depends_on_alpha(alpha: Pytree, needed: list[bool]) -> None:
     """Raise if a leaf of ``alpha`` is ``needed`` that nothing depends on.
 
     Raises
@@ -139,7 +139,7 @@ def _equation_sources(equation: core.JaxprEqn, inputs: list[int]) -> list[int]:
     if not union:
         return [0] * count
     if name in _READ:
-        return _sources(programs(equation)[0].jaxpr, inputs)
+        return _sources(inner_jaxprs(equation)[0].jaxpr, inputs)
     if name == "cond" and not inputs[0]:
         branches = [_sources(branch.jaxpr, inputs[1:]) for branch in params["branches"]]
         return [functools.reduce(operator.or_, found) for found in zip(*branches, strict=True)]
@@ -183,18 +183,18 @@ def _degrees(jaxpr: core.Jaxpr, inputs: list[int], coarsest: float) -> list[int]
 
     for equation in jaxpr.eqns:
         degrees = [degree(v) for v in equation.invars]
-        known |= zip(equation.outvars, _outputs(equation, degrees, coarsest), strict=True)
+        known |= zip(equation.outvars, _output_degrees(equation, degrees, coarsest), strict=True)
     return [degree(v) for v in jaxpr.outvars]
 
 
-def _outputs(equation: core.JaxprEqn, degrees: list[int], coarsest: float) -> list[int]:
+def _output_degrees(equation: core.JaxprEqn, degrees: list[int], coarsest: float) -> list[int]:
     """The degrees of one operation's results."""
     name, params = equation.primitive.name, equation.params
     count = len(equation.outvars)
     if not any(degrees):
         return [0] * count
     if name in _CALLS:
-        return _degrees(programs(equation)[0].jaxpr, degrees, coarsest)
+        return _degrees(inner_jaxprs(equation)[0].jaxpr, degrees, coarsest)
     if name == "scan":
         return _scan(equation, degrees, coarsest)
     if name == "custom_linear_solve":
@@ -208,10 +208,10 @@ def _outputs(equation: core.JaxprEqn, degrees: list[int], coarsest: float) -> li
     if name == "cond" and degrees[0] == 0:
         branches = [_degrees(branch.jaxpr, degrees[1:], coarsest) for branch in params["branches"]]
         return [max(of_branches) for of_branches in zip(*branches, strict=True)]
-    return [_result(equation, name, degrees, coarsest)] * count
+    return [_result_degree(equation, name, degrees, coarsest)] * count
 
 
-def _result(equation: core.JaxprEqn, name: str, degrees: list[int], coarsest: float) -> int:
+def _result_degree(equation: core.JaxprEqn, name: str, degrees: list[int], coarsest: float) -> int:
     if name in _LINEAR:
         return max(degrees)
     if name in _PRODUCTS:

@@ -18,8 +18,8 @@ import numpy as np
 
 from bilevel.runs import sharded_checkpoint, records
 from bilevel.internal import processes
-from bilevel.runs.fingerprint import difference
-from bilevel.internal.checks import short, whole
+from bilevel.runs.fingerprint import describe_difference
+from bilevel.internal.checks import describe, integer
 from bilevel.contracts import Pytree
 
 _KEEP = 2  # steps kept: the newest, and one to fall back on
@@ -55,23 +55,23 @@ def save(directory: str | pathlib.Path, step: int, tree: Pytree, label: Any = 0)
     ...     latest(folder), restore(folder, {"w": np.zeros(2)})
     (3, {'w': array([1., 1.])})
     """
-    step, directory, label = whole("step", step, 0), pathlib.Path(directory), _label(label)
+    step, directory, label = integer("step", step, 0), pathlib.Path(directory), _encode_label(label)
     arrays = {str(i): _raw(x) for i, x in enumerate(jax.tree.leaves(tree))}
-    notes = {"step": step, "label": label, "leaves": _names(tree)}
-    shared = {name: x for name, x in arrays.items() if processes.divided(x)}
+    notes = {"step": step, "label": label, "leaves": _leaf_paths(tree)}
+    shared = {name: x for name, x in arrays.items() if processes.is_sharded(x)}
     if shared:
-        notes["parts"] = sharded_checkpoint.write(_file(directory, step), shared)
+        notes["parts"] = sharded_checkpoint.write_own_shards(_step_file(directory, step), shared)
         notes["shared"] = {name: [x.dtype.name, list(x.shape)] for name, x in shared.items()}
-    if not processes.first():
+    if not processes.is_first_process():
         return
     directory.mkdir(parents=True, exist_ok=True)
     own = {name: np.asarray(x) for name, x in arrays.items() if name not in shared}
-    records.write(_file(directory, step), own, notes)
+    records.write_arrays(_step_file(directory, step), own, notes)
     found = steps(directory)
     kept = [k for k in found if k <= step][:_KEEP]
     for other in set(found) - set(kept):
-        file = _file(directory, other)
-        for path in (file, *sharded_checkpoint.records(file)):  # in this order: parts alone do not count
+        file = _step_file(directory, other)
+        for path in (file, *sharded_checkpoint.shard_files(file)):  # in this order: parts alone do not count
             path.unlink(missing_ok=True)
 
 
@@ -108,9 +108,9 @@ def latest(directory: str | pathlib.Path) -> int | None:
     found = steps(directory)
     _check_seen(directory, found)
     for step in found:
-        if not processes.anyone(not _intact(directory, step)):
+        if not processes.any_process(not _is_intact_step(directory, step)):
             return step
-        if processes.first():
+        if processes.is_first_process():
             said = f"checkpoint: step {step} in {directory} is damaged and passed over."
             warnings.warn(said, stacklevel=2)
     if found:
@@ -121,9 +121,9 @@ def latest(directory: str | pathlib.Path) -> int | None:
     return None
 
 
-def _intact(directory: str | pathlib.Path, step: int) -> bool:
-    file = _file(directory, step)
-    return records.intact(file) and sharded_checkpoint.intact(file, records.read_notes(file).get("parts", []))
+def _is_intact_step(directory: str | pathlib.Path, step: int) -> bool:
+    file = _step_file(directory, step)
+    return records.is_intact(file) and sharded_checkpoint.are_shards_intact(file, records.read_notes(file).get("parts", []))
 
 
 def _check_seen(directory: str | pathlib.Path, found: list[int]) -> None:
@@ -155,11 +155,11 @@ def restore(directory: str | pathlib.Path, like: Pytree, label: Any = 0) -> Pytr
     step = latest(directory)
     if step is None:
         raise FileNotFoundError(f"checkpoint: expected a saved step in {directory}, found none.")
-    _check(directory, step, label)
-    return _restored(directory, step, like)
+    _check_step_and_label(directory, step, label)
+    return _read_step(directory, step, like)
 
 
-def _label(label: Any) -> int | dict[str, str]:
+def _encode_label(label: Any) -> int | dict[str, str]:
     """``label`` as it is written down."""
     if isinstance(label, Mapping):
         words = [*label.keys(), *label.values()]
@@ -167,30 +167,30 @@ def _label(label: Any) -> int | dict[str, str]:
             return dict(label)
     elif isinstance(label, int | np.integer):
         return int(label)
-    raise ValueError(f"label: expected an int or a dict from str to str, got {short(label)}.")
+    raise ValueError(f"label: expected an int or a dict from str to str, got {describe(label)}.")
 
 
-def _check(directory: str | pathlib.Path, step: int, label: Any) -> None:
+def _check_step_and_label(directory: str | pathlib.Path, step: int, label: Any) -> None:
     """Raise unless the step is what its name says, and ``label`` the one it was saved with."""
-    notes = records.read_notes(_file(directory, step))
+    notes = records.read_notes(_step_file(directory, step))
     if notes["step"] != step:
         raise records.DamagedError(
-            f"checkpoint: expected step {step} in {_file(directory, step)}, got {notes['step']}."
+            f"checkpoint: expected step {step} in {_step_file(directory, step)}, got {notes['step']}."
         )
-    label = _label(label)
+    label = _encode_label(label)
     if notes["label"] != label:
         known = isinstance(label, Mapping) and isinstance(notes["label"], Mapping)
-        other = difference(notes["label"], label) if known else "another label"
+        other = describe_difference(notes["label"], label) if known else "another label"
         raise ValueError(
             f"checkpoint: expected one of this very search in {directory}, got one of {other}."
         )
 
 
-def _restored(directory: str | pathlib.Path, step: int, like: Pytree) -> Pytree:
-    file = _file(directory, step)
-    arrays, notes = records.read(file)
+def _read_step(directory: str | pathlib.Path, step: int, like: Pytree) -> Pytree:
+    file = _step_file(directory, step)
+    arrays, notes = records.read_arrays(file)
     wanted, structure = jax.tree.flatten(like)
-    names, parts, shared = _names(like), notes.get("parts", []), notes.get("shared", {})
+    names, parts, shared = _leaf_paths(like), notes.get("parts", []), notes.get("shared", {})
     if len(arrays) + len(shared) != len(wanted):
         raise ValueError(
             f"checkpoint: expected {len(wanted)} arrays in {directory}, got "
@@ -206,7 +206,7 @@ def _restored(directory: str | pathlib.Path, step: int, like: Pytree) -> Pytree:
         raw = jax.random.key_data(like) if _is_key(like) else like
         if name in shared:
             _check_kind(directory, np.dtype(shared[name][0]), tuple(shared[name][1]), raw)
-            found = sharded_checkpoint.read(file, len(parts), name, raw)
+            found = sharded_checkpoint.read_sharded_array(file, len(parts), name, raw)
         else:
             found = arrays[name]
             _check_kind(directory, found.dtype, found.shape, raw)
@@ -226,7 +226,7 @@ class Saver:
         self.step: int | None = None if directory is None else latest(directory)
         self._seconds = seconds
         if directory is not None and self.step is not None:
-            _check(directory, self.step, label)
+            _check_step_and_label(directory, self.step, label)
         self._saved_at, self._interval = -np.inf, seconds
         self._newest: int | None = None  # what this run wrote
 
@@ -255,7 +255,7 @@ class Saver:
         """
         assert self.directory is not None and self.step is not None
         directory, step = self.directory, self.step
-        return processes.all_or_none(lambda: _restored(directory, step, like))
+        return processes.all_or_none(lambda: _read_step(directory, step, like))
 
     def save(self, step: int, tree: Callable[[], Pytree], *, last: bool = False) -> None:
         """``tree()`` as step ``step``, if it is the ``last`` or the time for it has come.
@@ -265,10 +265,10 @@ class Saver:
         now = time.perf_counter()
         if self.directory is None:
             return
-        due = processes.of_first(now - self._saved_at > self._interval)
+        due = processes.broadcast_first(now - self._saved_at > self._interval)
         if not (last or due) or step == self._newest:
             return
-        with records.losing_only_the_record(f"checkpoint: a step in {self.directory}"):
+        with records.warn_if_disk_full(f"checkpoint: a step in {self.directory}"):
             save(self.directory, step, tree(), self.label)
             self._newest = step
         self._saved_at = time.perf_counter()
@@ -310,15 +310,15 @@ def saving(
         return ""
 
     with ExitStack() as held:
-        processes.text_of_first(enter)
+        processes.broadcast_first_string(enter)
         yield Saver(directory, label, seconds)
 
 
-def _file(directory: str | pathlib.Path, step: int) -> pathlib.Path:
+def _step_file(directory: str | pathlib.Path, step: int) -> pathlib.Path:
     return pathlib.Path(directory) / f"{step}.npz"
 
 
-def _names(tree: Pytree) -> list[str]:
+def _leaf_paths(tree: Pytree) -> list[str]:
     """Where each leaf is in the tree."""
     paths = jax.tree_util.tree_flatten_with_path(tree)[0]
     return [jax.tree_util.keystr(path) for path, _ in paths]

@@ -30,7 +30,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from bilevel.internal.processes import divided, gathered, several, total
+from bilevel.internal.processes import is_sharded, gathered, is_multiprocess, sum_across
 from ntk.internal.checks import concrete
 
 _PLAIN = (
@@ -73,7 +73,7 @@ def check_same(parts: Mapping[str, Any]) -> None:
     ValueError
         In all processes.
     """
-    if not several():
+    if not is_multiprocess():
         return
     for name, part in parts.items():
         own = np.frombuffer(bytes.fromhex(digest(part)), np.uint32)
@@ -85,13 +85,13 @@ def check_same(parts: Mapping[str, Any]) -> None:
             )
 
 
-def difference(then: Mapping[str, str], now: Mapping[str, str]) -> str:
+def describe_difference(then: Mapping[str, str], now: Mapping[str, str]) -> str:
     """What differs between two fingerprints of dicts, in words for the user; "" where nothing does.
 
     Examples
     --------
     >>> then = fingerprint({"optimizer": {"rate": 0.1}})
-    >>> difference(then, fingerprint({"optimizer": {"rate": 0.2}}))
+    >>> describe_difference(then, fingerprint({"optimizer": {"rate": 0.2}}))
     'another optimizer (rate was 0.1, is 0.2)'
     """
     for path in (*now, *then):
@@ -122,9 +122,9 @@ class _Walk:
         while path in self.found:
             path += "'"
         if isinstance(x, jax.Array | np.ndarray | np.generic):
-            self.found[path] = f"{x.dtype}{list(x.shape)}" if self.small and x.ndim else _array(x)
+            self.found[path] = f"{x.dtype}{list(x.shape)}" if self.small and x.ndim else _of_array(x)
         elif isinstance(x, _PLAIN):
-            self.found[path] = _plain(x)
+            self.found[path] = _of_plain_value(x)
         elif id(x) in self.met:
             self.found[path] = f"as {self.met[id(x)][0]}"
         else:
@@ -143,11 +143,11 @@ class _Walk:
             return f"{kind.__name__} {_hash(''.join(sorted(map(digest, x))).encode())}", iter(())
         if isinstance(x, tuple | list):
             if len(x) > _LONG and all(isinstance(item, _PLAIN) for item in x):
-                return f"{_name(kind)} {len(x)} {_hash(repr(x).encode())}", iter(())
+                return f"{_qualified_name(kind)} {len(x)} {_hash(repr(x).encode())}", iter(())
             names = getattr(x, "_fields", None) or range(len(x))
             paths = (f".{n}" if isinstance(n, str) else f"[{n}]" for n in names)
             own = zip(paths, x, strict=True)
-            return f"{_name(kind)} {len(x)}", itertools.chain(own, _beside_items(x))
+            return f"{_qualified_name(kind)} {len(x)}", itertools.chain(own, _beside_items(x))
         if isinstance(x, types.FunctionType):
             return f"code {_hash(_code(x.__code__))}", _of_function(x)
         if isinstance(x, types.MethodType):
@@ -156,15 +156,15 @@ class _Walk:
             parts = (("", x.func), (".args", x.args), (".keywords", x.keywords))
             return "partial", ((name or ".func", part) for name, part in parts)
         if isinstance(x, type):
-            return f"class {_name(x)}", _of_class(x)
+            return f"class {_qualified_name(x)}", _of_class(x)
         if isinstance(x, types.ModuleType):
-            return f"{kind.__name__} {_name(x)}", iter(())
+            return f"{kind.__name__} {_qualified_name(x)}", iter(())
         if isinstance(x, types.BuiltinFunctionType):
-            return f"{kind.__name__} {_name(x)}", _of_builtin(x)
+            return f"{kind.__name__} {_qualified_name(x)}", _of_builtin(x)
         seen = _of_object(x)
         if self.small:
             seen = ((n, part) for n, part in seen if n in (".__wrapped__", ".__class__"))
-        return f"{_name(kind)} object", seen
+        return f"{_qualified_name(kind)} object", seen
 
 
 def _of_builtin(f: types.BuiltinFunctionType) -> Iterator[tuple[str, Any]]:
@@ -191,12 +191,12 @@ def _of_function(f: types.FunctionType) -> Iterator[tuple[str, Any]]:
         value = f.__globals__[name]
         yield f".{name}", _as_used(name, value, f.__code__)
         if isinstance(value, types.ModuleType):
-            yield from _of_module(f".{name}", value, _words(f.__code__))
+            yield from _of_module(f".{name}", value, _names_in_code(f.__code__))
 
 
 def _of_module(path: str, module: types.ModuleType, words: set[str]) -> Iterator[tuple[str, Any]]:
     """What ``words`` name of a module that the user wrote, and of such modules in it."""
-    if _of_a_library(_file(module.__name__)):
+    if _of_a_library(_module_file(module.__name__)):
         return
     for attribute in sorted(words & set(vars(module))):
         value = vars(module)[attribute]
@@ -216,7 +216,7 @@ def _as_used(name: str, x: Any, code: types.CodeType) -> Any:
     fields = x if isinstance(x, dict) else getattr(x, "__dict__", None)
     if not isinstance(fields, dict) or isinstance(x, type | types.FunctionType | types.ModuleType):
         return x
-    words = _words(code)
+    words = _names_in_code(code)
     methods = (not isinstance(getattr(type(x), word, None), _PLAIN) for word in words)
     if not words & set(fields) or any(methods) or not _only_read_from(name, code):
         return x
@@ -256,8 +256,8 @@ def _fields(x: Any) -> dict[str, Any]:
         own.pop("gauss_next", None)  # where it stands
     if dataclasses.is_dataclass(x):
         declared = {f.name: getattr(x, f.name, None) for f in dataclasses.fields(x)}
-    if not _of_a_library(_file(type(x).__module__)):
-        inherits = any(_of_a_library(_file(k.__module__)) for k in type(x).__mro__[:-1])
+    if not _of_a_library(_module_file(type(x).__module__)):
+        inherits = any(_of_a_library(_module_file(k.__module__)) for k in type(x).__mro__[:-1])
         if declared and inherits:  # flax numbers its modules, in fields that it does not declare
             own = {k: v for k, v in own.items() if k[0] != "_"}
         return declared | own
@@ -307,7 +307,7 @@ def _beside_items(x: Any) -> Iterator[tuple[str, Any]]:
     """The fields of a container of the user's own class, the factory of a ``defaultdict``."""
     if isinstance(x, collections.defaultdict):
         yield ".default_factory", x.default_factory
-    if not _of_a_library(_file(type(x).__module__)):
+    if not _of_a_library(_module_file(type(x).__module__)):
         yield from ((f".{name}", value) for name, value in _own(x).items())
 
 
@@ -325,7 +325,7 @@ def _of_pytree(x: Any) -> dict[str, Any]:
 def _of_class(x: type) -> Iterator[tuple[str, Any]]:
     """The functions and settings of classes that the user wrote."""
     for kind in x.__mro__:
-        if _of_a_library(_file(kind.__module__)):
+        if _of_a_library(_module_file(kind.__module__)):
             continue
         for name, value in sorted(vars(kind).items()):
             for function in (getattr(value, part, None) for part in _INSIDE):
@@ -339,7 +339,7 @@ def _of_class(x: type) -> Iterator[tuple[str, Any]]:
 _INSIDE = ("__func__", "fget", "func")  # of a static or class method, a property, a cached one
 
 
-def _file(module: str) -> str | None:
+def _module_file(module: str) -> str | None:
     """The file of a module; None for those built into Python."""
     if module == "__main__":
         return module
@@ -384,14 +384,14 @@ def _globals(code: types.CodeType) -> set[str]:
 _LOADS = ("LOAD_GLOBAL", "LOAD_NAME")
 
 
-def _words(code: types.CodeType) -> set[str]:
+def _names_in_code(code: types.CodeType) -> set[str]:
     """All names and texts in ``code``: among them the attributes and keys that it uses."""
     inner = (c for c in code.co_consts if isinstance(c, types.CodeType))
     strings = {c for c in code.co_consts if isinstance(c, str)}
-    return strings.union(code.co_names, *map(_words, inner))
+    return strings.union(code.co_names, *map(_names_in_code, inner))
 
 
-def _plain(x: Any) -> str:
+def _of_plain_value(x: Any) -> str:
     word = repr(x)
     # As the integer: the first call of an optax schedule turns its number of steps into a float.
     if type(x) is float and x.is_integer() and word != "-0.0":
@@ -399,28 +399,28 @@ def _plain(x: Any) -> str:
     return f"= {word}" if len(word) <= _LONG else f"{type(x).__name__} {_hash(word.encode())}"
 
 
-def _array(x: Any) -> str:
+def _of_array(x: Any) -> str:
     if not concrete(x):
         return f"traced {x.aval}"
     kind = x.dtype
     if isinstance(x, jax.Array) and jax.dtypes.issubdtype(kind, jax.dtypes.prng_key):
         x = jax.random.key_data(x)
-    if divided(x):
+    if is_sharded(x):
         own = [(np.asarray(s.data), s.index) for s in x.addressable_shards if s.replica_id == 0]
-        return f"{kind}{list(x.shape)} {total(_sum(own, x.shape)):016x}"
+        return f"{kind}{list(x.shape)} {sum_across(_sum_of_entries(own, x.shape)):016x}"
     x = np.asarray(x)
     if x.dtype == object:
         return f"object{list(x.shape)} {digest(x.tolist())[:8]}"
     size = x.itemsize // (2 if x.dtype.kind == "c" else 1)
     if x.dtype.names or x.dtype.kind in "SU" or size not in (1, 2, 4, 8):
         return f"{kind}{list(x.shape)} {_hash(np.ascontiguousarray(x).tobytes())}"
-    return f"{kind}{list(x.shape)} {_sum([(x, (slice(None),) * x.ndim)], x.shape):016x}"
+    return f"{kind}{list(x.shape)} {_sum_of_entries([(x, (slice(None),) * x.ndim)], x.shape):016x}"
 
 
 _BLOCK = 2**16  # numbers mixed at a time: they stay in the processor's cache
 
 
-def _sum(parts: list[tuple[np.ndarray, tuple]], shape: tuple[int, ...]) -> int:
+def _sum_of_entries(parts: list[tuple[np.ndarray, tuple]], shape: tuple[int, ...]) -> int:
     """The sum of all entries, each mixed with its place in the whole array, modulo 2^64.
 
     It is the same whatever parts the array is cut into, and however many processes have them.
@@ -467,7 +467,7 @@ def _key(x: Any) -> str:
     return x if isinstance(x, str) else repr(x) if isinstance(x, _PLAIN) else digest(x)[:8]
 
 
-def _name(x: Any) -> str:
+def _qualified_name(x: Any) -> str:
     module = getattr(x, "__module__", None)
     name = str(getattr(x, "__qualname__", None) or getattr(x, "__name__", ""))
     return name if module in (None, "builtins", "__main__") else f"{module}.{name}"

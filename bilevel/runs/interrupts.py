@@ -44,7 +44,7 @@ def held_signals(*, interrupts: bool = True, terminations: bool) -> Iterator[Cal
 
     def note(number, frame):
         if number in seen:
-            _send(number, usual)
+            _redeliver_signal(number, usual)
         seen.append(number)
 
     def came():
@@ -86,7 +86,7 @@ def terminate() -> None:
     signal.raise_signal(signal.SIGTERM)
 
 
-def _send(number: int, usual: dict[int, Any]) -> None:
+def _redeliver_signal(number: int, usual: dict[int, Any]) -> None:
     """Let a second signal through."""
     if number == signal.SIGINT:
         raise KeyboardInterrupt

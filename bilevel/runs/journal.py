@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from bilevel.runs import records as store
-from bilevel.runs.fingerprint import difference
+from bilevel.runs.fingerprint import describe_difference
 
 Record = dict[str, Any]
 _CHECK = b', "sha256": "'  # what stands between a line's record and its checksum
@@ -47,12 +47,12 @@ class Journal:
         """Write down what is waiting, and then this, as far as there is room."""
         if self.file is None:
             return
-        self.waiting.append(_line(record, self.head))
+        self.waiting.append(_encode_record(record, self.head))
         self.flush()
 
     def flush(self) -> None:
         """Write down what is waiting, as far as there is room."""
-        while self.file is not None and self.waiting and _write(self.file, self.waiting[0]):
+        while self.file is not None and self.waiting and _append_line(self.file, self.waiting[0]):
             del self.waiting[0]
 
 
@@ -86,10 +86,10 @@ def opened(path: Any, resume: bool, header: Record) -> Iterator[Journal]:
         yield _resumable(file, header)
 
 
-def _write(file: BinaryIO, line: bytes) -> bool:
+def _append_line(file: BinaryIO, line: bytes) -> bool:
     """Whether there was room for the line."""
     end = file.seek(0, os.SEEK_END)
-    with store.losing_only_the_record(f"journal: a line of {file.name}"):
+    with store.warn_if_disk_full(f"journal: a line of {file.name}"):
         try:
             if file.write(line) < len(line):  # a disk that fills up takes what it has room for
                 raise OSError("no room for a whole line")
@@ -100,18 +100,18 @@ def _write(file: BinaryIO, line: bytes) -> bool:
     return False
 
 
-def _line(record: Record, head: bytes = b"") -> bytes:
-    text = json.dumps(record, default=_number).encode()
+def _encode_record(record: Record, head: bytes = b"") -> bytes:
+    text = json.dumps(record, default=_to_json_number).encode()
     return text[:-1] + _CHECK + hashlib.sha256(head + text).hexdigest().encode() + b'"}\n'
 
 
-def _number(x: Any) -> Any:
+def _to_json_number(x: Any) -> Any:
     """A number of numpy's or JAX's, as JSON has it."""
     return np.asarray(x).item()
 
 
-def _record(line: bytes, head: bytes = b"") -> Record | None:
-    """What :func:`_line` made ``line`` of; None where it did not, or not of these very bytes."""
+def _decode_record(line: bytes, head: bytes = b"") -> Record | None:
+    """What :func:`_encode_record` made ``line`` of; None where it did not, or not of these very bytes."""
     text, _, check = line.rpartition(_CHECK)
     text += b"}"
     if check != hashlib.sha256(head + text).hexdigest().encode() + b'"}':
@@ -126,18 +126,18 @@ def _resumable(file: BinaryIO, header: Record) -> Journal:
     """
     file.seek(0)
     first, *lines = file.read().split(b"\n")
-    if not lines and _line(header).startswith(first):  # not even the header was finished
+    if not lines and _encode_record(header).startswith(first):  # not even the header was finished
         file.truncate(0)
-        journal = Journal(file, _line(header))
+        journal = Journal(file, _encode_record(header))
         journal.waiting.append(journal.head)
         journal.flush()
         return journal
-    _check_header(_record(first) if lines else None, header, file.name)
+    _check_header(_decode_record(first) if lines else None, header, file.name)
     *lines, rest = lines
     file.seek(-len(rest), os.SEEK_END)
     file.truncate()
     journal = Journal(file, first + b"\n")
-    records = [_record(line, journal.head) for line in lines]
+    records = [_decode_record(line, journal.head) for line in lines]
     if None in records:
         warnings.warn(
             f"journal: {records.count(None)} damaged lines of {file.name} are solved again.",
@@ -151,8 +151,8 @@ def _check_header(found: Record | None, header: Record, file: str) -> None:
     """Refuse the first line of another run's journal, or of another file."""
     if found is None or found.keys() != header.keys():
         raise ValueError(f"journal: expected a journal, got another or a damaged file, {file}.")
-    for name, value in json.loads(json.dumps(header, default=_number)).items():
-        if name == "problem" and (other := difference(found[name], value)):
+    for name, value in json.loads(json.dumps(header, default=_to_json_number)).items():
+        if name == "problem" and (other := describe_difference(found[name], value)):
             raise ValueError(
                 f"journal: expected that of a run of this problem, got one of {other} in {file}."
             )

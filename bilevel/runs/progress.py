@@ -125,7 +125,7 @@ def run_bar(
         update = None
         if (console := _console(progress)) is not None:
             update = stack.enter_context(
-                _shown(console, columns, sum(work.values()), "", text="", found=0)
+                _display_bar(console, columns, sum(work.values()), "", text="", found=0)
             )
         bar = RunBar(work, update, record)
         token = _run.set(bar)
@@ -163,7 +163,7 @@ def progress_bar(
         TextColumn(text),
         TimeRemainingColumn(),
     )
-    with _shown(console, columns, total, label, **dict.fromkeys(fields, math.nan)) as update:
+    with _display_bar(console, columns, total, label, **dict.fromkeys(fields, math.nan)) as update:
         yield lambda done, values: update(completed=done, **values())
 
 
@@ -197,7 +197,7 @@ def _notebook_display() -> Callable[..., Any] | None:
 
 
 @contextmanager
-def _shown(
+def _display_bar(
     console: Any, columns: Sequence[Any], total: float, label: str, **fields: Any
 ) -> Iterator[Callable[..., None]]:
     from rich.progress import Progress

@@ -32,7 +32,7 @@ class DamagedError(ValueError):
     """A record is not what was written: cut short, changed, or of another kind."""
 
 
-def write(
+def write_arrays(
     path: str | os.PathLike[str], arrays: Mapping[str, np.ndarray], notes: Any = None
 ) -> None:
     """Put ``arrays`` and ``notes``, a value that JSON knows, at ``path``; whole or not at all.
@@ -46,8 +46,8 @@ def write(
     --------
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     write(f"{folder}/x.npz", {"x": np.ones(2)}, {"step": 3})
-    ...     read(f"{folder}/x.npz")
+    ...     write_arrays(f"{folder}/x.npz", {"x": np.ones(2)}, {"step": 3})
+    ...     read_arrays(f"{folder}/x.npz")
     ({'x': array([1., 1.])}, {'step': 3})
     """
     arrays = {name: np.asarray(x) for name, x in arrays.items()}
@@ -55,9 +55,9 @@ def write(
     foreign = {name: x.dtype.name for name, x in arrays.items() if x.dtype.kind == "V"}
     stored = {k: x.view(f"u{x.itemsize}") if k in foreign else x for k, x in arrays.items()}
     stored["notes"] = np.array(json.dumps({"notes": notes, "dtypes": foreign}))
-    with replaced(path) as file:
+    with atomic_write(path) as file:
         savez(file, stored)
-        file.write(_digest(file, file.seek(0, os.SEEK_END)))
+        file.write(_sha256_of_prefix(file, file.seek(0, os.SEEK_END)))
 
 
 def savez(file: IO[bytes], arrays: Mapping[str, Any]) -> None:
@@ -77,7 +77,7 @@ def savez(file: IO[bytes], arrays: Mapping[str, Any]) -> None:
 
 
 @contextmanager
-def replaced(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
+def atomic_write(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
     """A file to write in that takes the place of ``path`` once it is whole and on the disk.
 
     Raises
@@ -89,7 +89,7 @@ def replaced(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
     --------
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     with replaced(f"{folder}/x.txt") as file:
+    ...     with atomic_write(f"{folder}/x.txt") as file:
     ...         _ = file.write(b"whole")
     ...     pathlib.Path(folder, "x.txt").read_bytes()
     b'whole'
@@ -108,8 +108,8 @@ def replaced(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
     _sync_directory(path.parent)
 
 
-def read(path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], Any]:
-    """The arrays and notes that :func:`write` put at ``path``.
+def read_arrays(path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], Any]:
+    """The arrays and notes that :func:`write_arrays` put at ``path``.
 
     Raises
     ------
@@ -117,7 +117,7 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], Any]:
         If they are not, to the last bit.
     """
     with open(path, "rb") as file:
-        if not _intact(file):
+        if not _matches_checksum(file):
             raise DamagedError(f"file: expected a record as it was written, got a damaged {path}.")
         file.seek(0)
         with np.load(file, allow_pickle=False) as found:
@@ -129,13 +129,13 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], Any]:
 
 
 def read_one(path: str | os.PathLike[str], name: str) -> np.ndarray:
-    """One of the arrays alone, unchecked: of a record that is known to be :func:`intact`."""
+    """One of the arrays alone, unchecked: of a record that is known to be :func:`is_intact`."""
     with np.load(path, allow_pickle=False) as found:
         dtype = json.loads(found["notes"].item())["dtypes"].get(name)
         return found[name] if dtype is None else found[name].view(np.dtype(dtype))
 
 
-def stamp(path: str | os.PathLike[str]) -> bytes:
+def checksum(path: str | os.PathLike[str]) -> bytes:
     """The checksum that the record at ``path`` ends with: tells it from others, if it is whole."""
     with open(path, "rb") as file:
         file.seek(-_DIGEST, os.SEEK_END)
@@ -143,16 +143,16 @@ def stamp(path: str | os.PathLike[str]) -> bytes:
 
 
 def read_notes(path: str | os.PathLike[str]) -> Any:
-    """The notes alone, unchecked: of a record that is known to be :func:`intact`."""
+    """The notes alone, unchecked: of a record that is known to be :func:`is_intact`."""
     with np.load(path, allow_pickle=False) as found:
         return json.loads(found["notes"].item())["notes"]
 
 
-def intact(path: str | os.PathLike[str]) -> bool:
+def is_intact(path: str | os.PathLike[str]) -> bool:
     """Whether the record at ``path`` can be read, and is as it was written."""
     try:
         with open(path, "rb") as file:
-            return _intact(file)
+            return _matches_checksum(file)
     except OSError:
         return False
 
@@ -205,7 +205,7 @@ def lock(file: IO[bytes], name: str, path: str | os.PathLike[str]) -> None:
 
 
 @contextmanager
-def losing_only_the_record(name: str) -> Iterator[None]:
+def warn_if_disk_full(name: str) -> Iterator[None]:
     """A full disk within costs the record, with a warning, and not the run that is recorded."""
     try:
         yield
@@ -216,7 +216,7 @@ def losing_only_the_record(name: str) -> Iterator[None]:
         )
 
 
-def _digest(file: IO[bytes], size: int) -> bytes:
+def _sha256_of_prefix(file: IO[bytes], size: int) -> bytes:
     """The SHA-256 of the first ``size`` bytes."""
     found = hashlib.sha256()
     file.seek(0)
@@ -227,9 +227,9 @@ def _digest(file: IO[bytes], size: int) -> bytes:
     return found.digest()
 
 
-def _intact(file: IO[bytes]) -> bool:
+def _matches_checksum(file: IO[bytes]) -> bool:
     size = file.seek(0, os.SEEK_END) - _DIGEST
-    return size > 0 and _digest(file, size) == file.read(_DIGEST)
+    return size > 0 and _sha256_of_prefix(file, size) == file.read(_DIGEST)
 
 
 def _sync_directory(directory: pathlib.Path) -> None:

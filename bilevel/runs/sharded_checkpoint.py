@@ -17,7 +17,7 @@ from bilevel.internal import processes
 from bilevel.runs import records as store
 
 
-def write(step: pathlib.Path, arrays: Mapping[str, jax.Array]) -> list[str]:
+def write_own_shards(step: pathlib.Path, arrays: Mapping[str, jax.Array]) -> list[str]:
     """Write the parts of ``arrays`` that are here; the checksums of all processes' records.
 
     Raises
@@ -34,32 +34,32 @@ def write(step: pathlib.Path, arrays: Mapping[str, jax.Array]) -> list[str]:
                 own[key], places[key] = np.asarray(shard.data), _box(shard.index, x.shape)
 
     def written():
-        path = record(step, jax.process_index())
+        path = shard_file(step, jax.process_index())
         path.parent.mkdir(parents=True, exist_ok=True)
-        store.write(path, own, places)
-        return store.stamp(path).hex()
+        store.write_arrays(path, own, places)
+        return store.checksum(path).hex()
 
-    return processes.texts(written)
+    return processes.gather_strings(written)
 
 
-def record(step: pathlib.Path, rank: int) -> pathlib.Path:
+def shard_file(step: pathlib.Path, rank: int) -> pathlib.Path:
     """Where process ``rank`` writes, beside the file of the step."""
     return step.with_name(f"{step.stem}-{rank}.npz")
 
 
-def records(step: pathlib.Path) -> list[pathlib.Path]:
+def shard_files(step: pathlib.Path) -> list[pathlib.Path]:
     """All that there are of a step."""
     return list(step.parent.glob(f"{step.stem}-*.npz"))
 
 
-def intact(step: pathlib.Path, stamps: Sequence[str]) -> bool:
+def are_shards_intact(step: pathlib.Path, stamps: Sequence[str]) -> bool:
     """Whether the records are those that were written; each process looks at its share of them."""
     count = jax.process_count()
-    paths = {k: record(step, k) for k in range(jax.process_index(), len(stamps), count)}
-    return all(store.intact(p) and store.stamp(p).hex() == stamps[k] for k, p in paths.items())
+    paths = {k: shard_file(step, k) for k in range(jax.process_index(), len(stamps), count)}
+    return all(store.is_intact(p) and store.checksum(p).hex() == stamps[k] for k, p in paths.items())
 
 
-def read(step: pathlib.Path, count: int, name: str, like: Any) -> Any:
+def read_sharded_array(step: pathlib.Path, count: int, name: str, like: Any) -> Any:
     """The array ``name`` out of ``count`` records: its parts on this process's devices, as in like.
 
     Raises
@@ -67,7 +67,7 @@ def read(step: pathlib.Path, count: int, name: str, like: Any) -> Any:
     DamagedError
         If some of it is nowhere.
     """
-    paths = [record(step, rank) for rank in range(count)]
+    paths = [shard_file(step, rank) for rank in range(count)]
     pieces = [
         (path, key, box)
         for path in paths
@@ -81,8 +81,8 @@ def read(step: pathlib.Path, count: int, name: str, like: Any) -> Any:
         for path, key, box in pieces:
             both = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(wanted, box, strict=True)]
             if all(a < b for a, b in both):
-                piece = store.read_one(path, key)[_within(both, box)]
-                found[_within(both, wanted)] = piece
+                piece = store.read_one(path, key)[_slices_within(both, box)]
+                found[_slices_within(both, wanted)] = piece
                 filled += piece.size
         if filled != found.size:
             raise store.DamagedError(f"checkpoint: expected all of an array at {step}, got a part.")
@@ -97,5 +97,5 @@ def _box(index: tuple[slice, ...], shape: tuple[int, ...]) -> list[tuple[int, in
     return [cut.indices(n)[:2] for cut, n in zip(index, shape, strict=True)]
 
 
-def _within(box: Sequence, outer: Sequence) -> tuple[slice, ...]:
+def _slices_within(box: Sequence, outer: Sequence) -> tuple[slice, ...]:
     return tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(box, outer, strict=True))

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from bilevel.contracts import LowerSolver, Pytree
-from bilevel.internal.checks import at_least_float32, number
+from bilevel.internal.checks import at_least_float32, real_number
 from bilevel.solvers._detached import detached
 from bilevel.solvers._unrolled import unrolled
 
@@ -77,15 +77,15 @@ def distilled(
     >>> jax.jacobian(lambda a: solver.run(lower, a, jnp.ones(1), state, None)[0])(1.0)
     Array([0.15], dtype=float...)
     """
-    if not 0 <= number("decay", decay) < 1:
+    if not 0 <= real_number("decay", decay) < 1:
         raise ValueError(f"decay: expected at least 0 and under 1, got {decay}.")
     one = unrolled(optimizer, 1)
 
     def init(w):
-        return _first(one.init(w), w)
+        return _initial_state(one.init(w), w)
 
     def init_at(alpha, w):
-        return _first(one.start(alpha, w), w)
+        return _initial_state(one.start(alpha, w), w)
 
     def run(lower, alpha, w, state, batch):
         def stepped(alpha, w, rule, batch):
@@ -112,7 +112,7 @@ def distilled(
     )
 
 
-def _first(optimizer: Pytree, w: Pytree) -> DistilledState:
+def _initial_state(optimizer: Pytree, w: Pytree) -> DistilledState:
     """No past."""
     dtype = at_least_float32(*jax.tree.leaves(w))
     return DistilledState(optimizer, jax.tree.map(jnp.asarray, w), jnp.zeros((), dtype))

@@ -11,8 +11,8 @@ from jax.custom_derivatives import SymbolicZero
 
 from bilevel.contracts import Inverse, Loss, LowerSolver, Point, Pytree
 from bilevel.internal.checks import inverse_map, lower_solver, nan_unless_finite
-from bilevel.internal.custom_rules import linearize
-from bilevel.internal.precision import narrow, rounding, widen
+from bilevel.internal.custom_rules import linearize_custom_rules
+from bilevel.internal.precision import coarsest_eps, narrow, widen
 from bilevel.solvers._detached import detached
 from bilevel.solvers.inverses import Outcome, cg, solve_and_report
 from bilevel.solvers.minimizers import newton
@@ -174,7 +174,7 @@ def _stationary(
 
         _, forcing = jax.jvp(slope_of, select(flat), select(flat_dots))
         alpha, batch, hoisted, start, captured, _ = args
-        residual, hvp = linearize(lambda w: slope(w, alpha, batch, *hoisted), w)
+        residual, hvp = linearize_custom_rules(lambda w: slope(w, alpha, batch, *hoisted), w)
         point = Point(w, alpha, batch)
         solve = functools.partial(solver, hoisted=hoisted, captured=captured)
         report_dot = jax.tree.unflatten(tree, flat_dots)[-1]
@@ -209,7 +209,7 @@ def _report(outcome: Outcome, slope: jax.Array, w: Pytree) -> AdjointReport:
     scale = outcome.curvature * optax.tree.norm(widen(w))
     known = scale > 0
     stationarity = jnp.where(known, slope / jnp.where(known, scale, 1), 0)
-    moving = stationarity > max(_STATIONARY, 10 * rounding(w))
+    moving = stationarity > max(_STATIONARY, 10 * coarsest_eps(w))
     numbers = outcome.residual, outcome.failed, outcome.indefinite, stationarity, moving
     return AdjointReport(*(jnp.asarray(x, slope.dtype) for x in numbers))
 
@@ -231,7 +231,7 @@ def _without_closure(
         return converted(*point, hoisted, b, start, *captured)
 
     def solve(w, alpha, batch, hoisted, b, x0):
-        _, hvp = linearize(lambda w: slope(w, alpha, batch, *hoisted), w)
+        _, hvp = linearize_custom_rules(lambda w: slope(w, alpha, batch, *hoisted), w)
         product = lambda v: widen(hvp(narrow(v, w)))  # noqa: E731
         return solve_and_report(inverse, product, b, x0, Point(w, alpha, batch))
 

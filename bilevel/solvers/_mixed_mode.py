@@ -83,7 +83,9 @@ def value_and_gradient(
         step = _Step(of, plain, args, [not isinstance(dot, SymbolicZero) for dot in dots])
         dots = tuple(step.moving(dots))
         if not dots:
-            return outputs, _tangents(outputs, [jnp.zeros_like(x) for x in _floating(outputs)])
+            return outputs, _tangents(
+                outputs, [jnp.zeros_like(x) for x in _inexact_leaves(outputs)]
+            )
         pull = functools.partial(transposed, step)
         pull = functools.partial(guarded, pull) if steep else pull
         slope_dots = with_transpose(step.push, pull, step.flat, dots, jax.tree.leaves(outputs[1]))
@@ -100,10 +102,10 @@ def with_transpose(push: Callable, pull: Callable, args: Pytree, dots: tuple, li
     arrays on the right depend on the transposed inputs. So a zero is added to each array, here and
     in the matrix: it depends on all others, and in the matrix on ``args``.
     """
-    coefficient = _empty(args)
+    coefficient = _empty_dependent_array(args)
 
     def matrix(x):
-        zero = jnp.sum(_empty(x) * coefficient)
+        zero = jnp.sum(_empty_dependent_array(x) * coefficient)
         return _plus(x[0], zero), _plus(optax.tree.sub(x[1], push(x[0])), zero)
 
     def solve(_, b):
@@ -112,19 +114,19 @@ def with_transpose(push: Callable, pull: Callable, args: Pytree, dots: tuple, li
     def transpose_solve(_, b):
         return optax.tree.add(b[0], pull(b[1])), b[1]
 
-    zero = jnp.sum(_empty(dots))
+    zero = jnp.sum(_empty_dependent_array(dots))
     b = _plus(dots, zero), [jnp.broadcast_to(zero.astype(x.dtype), x.shape) for x in like]
     return jax.lax.custom_linear_solve(matrix, b, solve, transpose_solve)[1]
 
 
-def _empty(tree: Pytree) -> jax.Array:
+def _empty_dependent_array(tree: Pytree) -> jax.Array:
     """An array [0] that depends on all floating arrays of ``tree``, linearly."""
 
     def one(x):
         none = jnp.broadcast_to(jnp.real(x), (0, *jnp.shape(x)))
         return none.sum(tuple(range(1, none.ndim))).astype(jnp.float32)
 
-    return functools.reduce(jnp.add, map(one, _floating(tree)))
+    return functools.reduce(jnp.add, map(one, _inexact_leaves(tree)))
 
 
 def _plus(tree: Pytree, number: jax.Array) -> Pytree:
@@ -167,7 +169,7 @@ class _Step:
         """The forward derivative of the value and of the floating arrays in aux."""
 
         def outputs(*values):
-            return _floating(self.of(self.args(self.merged(values, self.flat))))
+            return _inexact_leaves(self.of(self.args(self.merged(values, self.flat))))
 
         return jax.jvp(outputs, tuple(self.moving(self.flat)), dots)[1]
 
@@ -197,12 +199,12 @@ def _reverse_over_forward(step: _Step, v: list) -> tuple:
     return pull(jnp.ones_like(slope))
 
 
-def _is_floating(x: Any) -> bool:
+def _is_inexact(x: Any) -> bool:
     return jnp.issubdtype(jnp.result_type(x), jnp.inexact)
 
 
-def _floating(tree: Pytree) -> list:
-    return [x for x in jax.tree.leaves(tree) if _is_floating(x)]
+def _inexact_leaves(tree: Pytree) -> list:
+    return [x for x in jax.tree.leaves(tree) if _is_inexact(x)]
 
 
 def _tangents(outputs: Pytree, floating: list) -> Pytree:
@@ -210,6 +212,6 @@ def _tangents(outputs: Pytree, floating: list) -> Pytree:
     moved = iter(floating)
 
     def one(x):
-        return next(moved) if _is_floating(x) else np.zeros(jnp.shape(x), jax.dtypes.float0)
+        return next(moved) if _is_inexact(x) else np.zeros(jnp.shape(x), jax.dtypes.float0)
 
     return jax.tree.map(one, outputs)

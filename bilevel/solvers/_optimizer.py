@@ -42,7 +42,7 @@ from bilevel.solvers._detached import detached
 from bilevel.solvers._mixed_mode import with_transpose
 from bilevel.solvers._overflow import guarded
 from ntk.internal.compile_cache import fresh
-from ntk.internal.jaxprs import names, programs
+from ntk.internal.jaxprs import inner_jaxprs, operation_names
 
 
 def with_limits(update: Callable, *args: Pytree) -> Pytree:
@@ -87,7 +87,7 @@ def with_limits(update: Callable, *args: Pytree) -> Pytree:
         def values(args):
             own = core.ClosedJaxpr(closed.jaxpr, constants(args[1]))
             inputs = jax.tree.leaves(args[0])
-            limits = _evaluate(own, [_Known(x, own=True, given=True) for x in inputs])
+            limits = _evaluate_with_slopes(own, [_Known(x, own=True, given=True) for x in inputs])
             exact = jax.tree.leaves(detached(converted, *args))
             moved = _sum_of_changes(inputs)
             slopes = map(functools.partial(_with_slope, moved), exact, limits)
@@ -101,7 +101,7 @@ def with_limits(update: Callable, *args: Pytree) -> Pytree:
     moving = [_is_floating(v.aval) for v in closed.jaxpr.invars]
     entrywise = not any(map(_is_floating, hoisted)) and _is_entrywise(closed, moving)
     # A transpose of all outputs would go back through loops that nobody differentiates.
-    entrywise = entrywise or "while" in names(closed)
+    entrywise = entrywise or "while" in operation_names(closed)
     return values((args, hoisted))
 
 
@@ -157,7 +157,7 @@ def is_steep(update: Callable, *args: Pytree) -> bool:
 def _has_limits(program: core.ClosedJaxpr) -> bool:
     """Whether an operation of the program is replaced above."""
     return any(
-        eqn.primitive.name in (*_REPLACEMENTS, "gt") or any(map(_has_limits, programs(eqn)))
+        eqn.primitive.name in (*_REPLACEMENTS, "gt") or any(map(_has_limits, inner_jaxprs(eqn)))
         for eqn in program.jaxpr.eqns
     )
 
@@ -171,7 +171,7 @@ def _is_entrywise(closed: core.ClosedJaxpr, moving: list[bool]) -> bool:
             continue
         shapes = {v.aval.shape for v, m in zip(eqn.invars, own, strict=True) if m}
         if eqn.primitive.name in ("jit", "pjit"):
-            entrywise = _is_entrywise(programs(eqn)[0], own)
+            entrywise = _is_entrywise(inner_jaxprs(eqn)[0], own)
         else:
             entrywise = eqn.primitive.name in _ENTRYWISE
         if not entrywise or any({v.aval.shape} != shapes for v in eqn.outvars):
@@ -221,26 +221,26 @@ class _Known(NamedTuple):
     opened: Any = None  # of a guard ``v > 0``: ``v >= 0``
 
 
-def _evaluate(closed: core.ClosedJaxpr, inputs: list[_Known]) -> list[_Known]:
+def _evaluate_with_slopes(closed: core.ClosedJaxpr, inputs: list[_Known]) -> list[_Known]:
     """The program's outputs with the replacements."""
     jaxpr = closed.jaxpr
     known = dict(zip(jaxpr.constvars, map(_Known, closed.consts), strict=True))
     known |= dict(zip(jaxpr.invars, inputs, strict=True))
 
     def read(variables):
-        return [_literal(v) if isinstance(v, core.Literal) else known[v] for v in variables]
+        return [_known_literal(v) if isinstance(v, core.Literal) else known[v] for v in variables]
 
     for equation in jaxpr.eqns:
-        found = _apply(equation, read(equation.invars), jaxpr.debug_info)
+        found = _apply_with_slopes(equation, read(equation.invars), jaxpr.debug_info)
         known |= dict(zip(equation.outvars, found, strict=True))
     return read(jaxpr.outvars)
 
 
-def _literal(literal: core.Literal) -> _Known:
+def _known_literal(literal: core.Literal) -> _Known:
     return _Known(literal.val, zero=not np.any(literal.val))
 
 
-def _apply(equation: core.JaxprEqn, inputs: list[_Known], debug_info) -> list[_Known]:
+def _apply_with_slopes(equation: core.JaxprEqn, inputs: list[_Known], debug_info) -> list[_Known]:
     name, params = equation.primitive.name, equation.params
     values = [x.value for x in inputs]
     # Counts of steps are whole numbers, and what is computed of them is nobody's limit.
@@ -248,8 +248,8 @@ def _apply(equation: core.JaxprEqn, inputs: list[_Known], debug_info) -> list[_K
     inputs = [x._replace(own=x.own and real) for x, real in zip(inputs, floating, strict=True)]
     own, first = any(x.own for x in inputs), inputs[0] if inputs else _Known(None)
     if name in ("jit", "pjit"):
-        return _evaluate(params["jaxpr"], inputs)
-    operation = _operation(equation, debug_info)
+        return _evaluate_with_slopes(params["jaxpr"], inputs)
+    operation = _equation_function(equation, debug_info)
     if name in _RESHAPING:
         opened, unknown = first.opened, first.unknown
         if name != "convert_element_type":
@@ -271,10 +271,10 @@ def _apply(equation: core.JaxprEqn, inputs: list[_Known], debug_info) -> list[_K
         outputs = operation(opened, *values[1:])
     else:
         outputs = operation(*values)
-    return [_Known(x, own, unknown=_unknown(name, inputs, x)) for x in outputs]
+    return [_Known(x, own, unknown=_unknown_slopes(name, inputs, x)) for x in outputs]
 
 
-def _unknown(name: str, inputs: list[_Known], output: jax.Array) -> Any:
+def _unknown_slopes(name: str, inputs: list[_Known], output: jax.Array) -> Any:
     """The entries of ``output`` that depend on entries whose slope is not known."""
     if name == "log" and inputs[0].own:
         at_zero = inputs[0].value == 0
@@ -306,13 +306,13 @@ _RESHAPING = ("broadcast_in_dim", "reshape", "squeeze", "convert_element_type", 
 def _branch(closed: core.ClosedJaxpr, inputs: list[_Known]) -> Callable:
     def branch(*values):
         given = [x._replace(value=v, opened=None) for x, v in zip(inputs, values, strict=True)]
-        found = _evaluate(closed, given)
+        found = _evaluate_with_slopes(closed, given)
         return [x.value for x in found], [_mask(x) for x in found]
 
     return branch
 
 
-def _operation(equation: core.JaxprEqn, debug_info) -> Callable[..., list]:
+def _equation_function(equation: core.JaxprEqn, debug_info) -> Callable[..., list]:
     """One equation as a function of its inputs: a program of its own."""
     places = {v: i for i, v in enumerate(equation.invars) if isinstance(v, core.Var)}
     parts = list(places), equation.outvars, [equation], equation.effects

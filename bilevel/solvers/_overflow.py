@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from bilevel.contracts import Pytree
-from bilevel.internal.meshes import vary
+from bilevel.internal.meshes import pcast_varying
 from bilevel.internal.precision import mixed_bits
 from bilevel.problem.structure import outputs_reading
 
@@ -59,7 +59,7 @@ def guarded(linear: Callable[[Pytree], Pytree], v: Pytree) -> Pytree:
         return [x for x, read in zip(jax.tree.leaves(linear(v)), reads, strict=True) if read]
 
     def in_two():
-        both = jax.lax.map(part, jax.tree.map(functools.partial(_split, exponent), v))
+        both = jax.lax.map(part, jax.tree.map(functools.partial(_split_by_magnitude, exponent), v))
         finite = _all([jnp.isfinite(x).all() for x in leaves])
 
         def joined(pair):
@@ -86,7 +86,7 @@ def _overflows(leaves: list[jax.Array], exponent: int) -> jax.Array:
     return ~_all([jnp.vdot(x, x) < limit for x in leaves])
 
 
-def _split(exponent: int, x: jax.Array) -> jax.Array:
+def _split_by_magnitude(exponent: int, x: jax.Array) -> jax.Array:
     """Two arrays: the small entries of ``x``, and the large ones times ``2**-exponent``.
 
     Entries that are not finite are replaced by hashes in [1, 2). Equal numbers could cancel in a
@@ -110,9 +110,13 @@ def _anywhere(condition: jax.Array) -> jax.Array:
     axes = jax.sharding.get_abstract_mesh().manual_axes
     if not axes:
         return condition
-    return jax.lax.pmax(vary(condition.astype(jnp.int32), frozenset(axes)), tuple(axes)) > 0
+    return (
+        jax.lax.pmax(pcast_varying(condition.astype(jnp.int32), frozenset(axes)), tuple(axes)) > 0
+    )
 
 
 @_anywhere.def_vmap
-def _(size: int, batched: list[bool], condition: jax.Array) -> tuple[jax.Array, bool]:
+def _anywhere_batched(
+    size: int, batched: list[bool], condition: jax.Array
+) -> tuple[jax.Array, bool]:
     return _anywhere(condition.any()), False

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from bilevel.contracts import LowerSolver, Pytree
-from bilevel.internal.checks import common_dtype, dense, function, nan_unless_finite, short
+from bilevel.internal.checks import check_dense, common_dtype, describe, function, nan_unless_finite
 
 
 def ridge(
@@ -59,8 +59,8 @@ def ridge(
         x, y = batch
         phi = features(alpha, x)
         for name, value in (("features", phi), ("labels", y)):
-            dense(name, value)
-        phi, y = _floating(w, phi, y)
+            check_dense(name, value)
+        phi, y = _promote_to_floating(w, phi, y)
         if phi.ndim != 2 or phi.shape[0] != y.shape[0]:
             raise ValueError(
                 f"features: expected a matrix with {y.shape[0]} rows, one per label, "
@@ -69,19 +69,19 @@ def ridge(
         decay = jnp.asarray(penalty(alpha), phi.dtype)
         n, p = phi.shape
         if n >= p or decay.ndim == 1:
-            found = _solve_gram(phi.T, decay, phi.T @ y)
+            found = _solve_penalized_gram(phi.T, decay, phi.T @ y)
         else:
-            found = phi.T @ _solve_gram(phi, decay, y)
-        return nan_unless_finite(_like(w, found), decay), state
+            found = phi.T @ _solve_penalized_gram(phi, decay, y)
+        return nan_unless_finite(_cast_like(w, found), decay), state
 
     return LowerSolver(init=lambda w: (), run=run, closed_form=True, of_alpha=True)
 
 
-def _like(w: Pytree, found: jax.Array) -> jax.Array:
+def _cast_like(w: Pytree, found: jax.Array) -> jax.Array:
     """``found`` in the dtype of ``w``, from which a search goes on, if it is of its shape."""
     if w is None:  # run alone, where nothing goes on from it
         return found
-    shape = jnp.shape(w) if hasattr(w, "dtype") else short(w)
+    shape = jnp.shape(w) if hasattr(w, "dtype") else describe(w)
     if shape != found.shape:
         raise ValueError(
             f"w0: expected an array of shape {found.shape}, as features and labels say, "
@@ -90,7 +90,7 @@ def _like(w: Pytree, found: jax.Array) -> jax.Array:
     return found.astype(w.dtype)
 
 
-def _floating(w: Pytree, phi: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _promote_to_floating(w: Pytree, phi: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Features and labels in one floating type: whole numbers have no derivatives."""
     dtype = common_dtype(*jax.tree.leaves(w), phi, y)
     if not jnp.issubdtype(dtype, jnp.floating):
@@ -98,7 +98,7 @@ def _floating(w: Pytree, phi: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.A
     return jnp.asarray(phi, dtype), jnp.asarray(y, dtype)
 
 
-def _solve_gram(a: jax.Array, decay: jax.Array, b: jax.Array) -> jax.Array:
+def _solve_penalized_gram(a: jax.Array, decay: jax.Array, b: jax.Array) -> jax.Array:
     """Solve ``(a a' + diag(decay)) x = b`` by Cholesky, for ``decay`` scalar or vector.
 
     Differentiated as a linear solve with ``a`` and ``a'`` applied in turn: cheaper than through the

@@ -14,17 +14,17 @@ from jax.ad_checkpoint import checkpoint_name
 from bilevel.contracts import Inner, LowerSolver, Pytree, Stateful, params_of
 from bilevel.internal import memory
 from bilevel.internal.checks import (
-    between,
+    check_in_range,
+    describe,
     function,
     gradient_transformation,
+    integer,
     nan_unless_finite,
-    short,
-    whole,
 )
-from bilevel.internal.meshes import settled
+from bilevel.internal.meshes import match_varying_axes
 from bilevel.internal.precision import like_variables, narrow
 from bilevel.problem.problem import mixed_product
-from bilevel.problem.structure import enters
+from bilevel.problem.structure import depends_on_alpha
 from bilevel.solvers._detached import detached
 from bilevel.solvers._mixed_mode import value_and_gradient
 from bilevel.solvers._optimizer import is_steep, with_limits
@@ -111,7 +111,7 @@ def unrolled(
     >>> jax.value_and_grad(run)(0.5)
     (Array(0.75, dtype=float...), Array(1., dtype=float...))
     """
-    steps = whole("steps", steps, 1)
+    steps = integer("steps", steps, 1)
     last = steps if backprop is None else backprop
     if isinstance(last, bool) or last not in range(steps + 1):
         raise ValueError(f"backprop: expected None or 0 to steps={steps}, got {backprop}.")
@@ -154,14 +154,14 @@ def unrolled(
             slope = checkpoint_name(slope, slope_name)
             updates, state = with_limits(update, slope, state, w, value)
             # A loss can be NaN with finite gradients: a hinge passes none on.
-            w = _nan_unless_finite(optax.apply_updates(w, updates), value)
+            w = _nan_unless_loss_finite(optax.apply_updates(w, updates), value)
             if average is not None:
-                total = _add_iterate(total, _weights(average, alpha, steps)[number], w)
+                total = _add_iterate(total, _averaging_weights(average, alpha, steps)[number], w)
             number = None if number is None else number + 1
             return w, variables, state, number, total
 
         def first_steps(carry, alpha, batch):
-            return _repeat(lambda c: step(c, alpha, batch), carry, steps - last)
+            return _repeat_scanned(lambda c: step(c, alpha, batch), carry, steps - last)
 
         slope_name = f"gradient of {id(run)}"  # not that of a solver inside the loss
         counted = batches is not None or average is not None
@@ -187,7 +187,7 @@ def unrolled(
 
 def _rule(optimizer: Any) -> tuple[Callable, Callable, Callable | None]:
     """The optimizer as a function of alpha, and ``init`` and ``init_at`` of its solver."""
-    if not _depends_on_alpha(optimizer):
+    if not _is_function_of_alpha(optimizer):
         rule = _transformation(optimizer)
         return lambda alpha: rule, lambda w: rule.init(params_of(w)), None
 
@@ -195,12 +195,12 @@ def _rule(optimizer: Any) -> tuple[Callable, Callable, Callable | None]:
         raise ValueError("init: the optimizer depends on alpha; call solver.start(alpha, w).")
 
     def rule_at(alpha):
-        return _of_alpha(optimizer, alpha)
+        return _optimizer_at(optimizer, alpha)
 
     return rule_at, init, lambda alpha, w: rule_at(alpha).init(params_of(w))
 
 
-def _of_alpha(make: Any, alpha: Pytree) -> optax.GradientTransformationExtraArgs:
+def _optimizer_at(make: Any, alpha: Pytree) -> optax.GradientTransformationExtraArgs:
     """The optimizer at ``alpha``."""
     try:
         made = make(alpha)
@@ -211,13 +211,13 @@ def _of_alpha(make: Any, alpha: Pytree) -> optax.GradientTransformationExtraArgs
     if not isinstance(made, optax.GradientTransformation | optax.MultiSteps):
         raise ValueError(
             "optimizer: expected a function alpha -> optax optimizer, got "
-            f"{'a schedule' if made is make else f'one that returns {short(made)}'}; "
+            f"{'a schedule' if made is make else f'one that returns {describe(made)}'}; "
             "a schedule of steps goes into optax.sgd(schedule)."
         )
     return gradient_transformation("optimizer", made)
 
 
-def _depends_on_alpha(optimizer: Any) -> bool:
+def _is_function_of_alpha(optimizer: Any) -> bool:
     """Whether it is a function of a user's own; optax's lack their brackets."""
     ours = getattr(optimizer, "__module__", "") or ""
     return (
@@ -234,7 +234,7 @@ def _transformation(optimizer: Any) -> optax.GradientTransformationExtraArgs:
     return gradient_transformation("optimizer", optimizer)
 
 
-def _weights(average: Callable, alpha: Pytree, steps: int) -> jax.Array:
+def _averaging_weights(average: Callable, alpha: Pytree, steps: int) -> jax.Array:
     found = jnp.asarray(average(alpha))
     if found.shape != (steps,):
         raise ValueError(f"average: expected {steps} weights, got shape {found.shape}.")
@@ -303,7 +303,7 @@ def one_step(
     (Array([0.], dtype=float...), Array([0.00128...], dtype=float...))
     """
     if radius is not None:
-        between("radius", radius, 0, math.inf)
+        check_in_range("radius", radius, 0, math.inf)
     rule_at, init, init_at = _rule(optimizer)
 
     def run(lower, alpha, w, state, batch):
@@ -337,9 +337,11 @@ def one_step(
 
             _, pull = jax.vjp(of_slope, slope, value, outer[0])
             v, of_value, of_alpha = pull(cotangents)
-            of_outer = mixed_product if radius is None else functools.partial(_difference, radius)
+            of_outer = (
+                mixed_product if radius is None else functools.partial(_central_difference, radius)
+            )
             found = of_outer(lambda w, outer: loss(w, outer, batch), w, outer, v)
-            if enters(
+            if depends_on_alpha(
                 lambda _, value, __: update(outer[0], slope, state, w, value), None, value, None
             ):
                 direct = jax.grad(lambda outer: of_value * loss(w, outer, batch))(outer)
@@ -362,7 +364,9 @@ def _no_line_search(w: Pytree) -> jax.Array:
     )
 
 
-def _difference(radius: float, loss: Callable, w: Pytree, alpha: Pytree, v: Pytree) -> Pytree:
+def _central_difference(
+    radius: float, loss: Callable, w: Pytree, alpha: Pytree, v: Pytree
+) -> Pytree:
     """The same by a central difference."""
     norm = optax.tree.norm(v)
     e = radius / jnp.where(norm > 0, norm, 1)
@@ -374,10 +378,12 @@ def _difference(radius: float, loss: Callable, w: Pytree, alpha: Pytree, v: Pytr
     return jax.tree.map(lambda x: (x[0] - x[1]) / (2 * e), ends)
 
 
-def _repeat(step: Callable, carry: Pytree, times: int) -> Pytree:
+def _repeat_scanned(step: Callable, carry: Pytree, times: int) -> Pytree:
     if times == 0:  # a loop that is never entered would still be traced, and differentiated
         return carry
-    return jax.lax.scan(lambda c, _: (step(c), None), settled(step, carry), length=times)[0]
+    return jax.lax.scan(
+        lambda c, _: (step(c), None), match_varying_axes(step, carry), length=times
+    )[0]
 
 
 def _repeat_checkpointed(step: Callable, carry: Pytree, times: int, slope_name: str) -> Pytree:
@@ -385,23 +391,25 @@ def _repeat_checkpointed(step: Callable, carry: Pytree, times: int, slope_name: 
 
     The reverse pass computes again what it needs from inside a step, except ``slope_name``.
     """
-    carry = settled(step, carry)
+    carry = match_varying_axes(step, carry)
     # No common-subexpression barrier is needed inside a scan (jax.checkpoint's documentation).
     policy = jax.checkpoint_policies.save_only_these_names(slope_name)
     step = jax.checkpoint(step, prevent_cse=False, policy=policy)
     # Of a step, its gradient is kept too if the optimizer's derivative needs it.
     size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((carry, carry[0])))
-    if times * size <= _SHARE * memory.total():
-        return _repeat(step, carry, times)
+    if times * size <= _SHARE * memory.total_memory():
+        return _repeat_scanned(step, carry, times)
     # Blocks, then a last one of up to the same length that is kept: the reverse pass begins there,
     # and its memory is that of the others' second runs. Together at most 2 sqrt(times) carries.
     length = math.isqrt(times - 1) + 1
     blocks = (times - 1) // length
-    block = jax.checkpoint(functools.partial(_repeat, step, times=length), prevent_cse=False)
-    return _repeat(step, _repeat(block, carry, blocks), times - blocks * length)
+    block = jax.checkpoint(
+        functools.partial(_repeat_scanned, step, times=length), prevent_cse=False
+    )
+    return _repeat_scanned(step, _repeat_scanned(block, carry, blocks), times - blocks * length)
 
 
-def _nan_unless_finite(w: Pytree, value: jax.Array) -> Pytree:
+def _nan_unless_loss_finite(w: Pytree, value: jax.Array) -> Pytree:
     """``w``, NaN if the loss is not finite. The reverse pass needs no loss for this."""
     mark = jax.lax.stop_gradient(jnp.where(jnp.isfinite(value), 0, jnp.nan))
     # Subtracting a zero leaves even the sign of a zero.

@@ -29,19 +29,19 @@ from jax.flatten_util import ravel_pytree
 
 from bilevel.contracts import Inverse, LinearMap, Point, Pytree
 from bilevel.internal.checks import (
-    at_least,
-    between,
+    check_at_least,
+    check_in_range,
     concrete,
     function,
+    integer,
     nan_unless_finite,
     prng_key,
-    whole,
 )
-from bilevel.internal.meshes import settled, vary, varying, while_loop
-from bilevel.internal.precision import narrow, rounding, widen
-from ntk.internal.jaxprs import names
+from bilevel.internal.meshes import match_varying_axes, pcast_varying, varying, while_loop
+from bilevel.internal.precision import coarsest_eps, narrow, widen
+from ntk.internal.jaxprs import operation_names
 
-OTHERWISE = 1.37
+REROUNDING_FACTOR = 1.37
 """A factor that is no power of 2: a product with a vector times it is rounded differently."""
 
 _UNSOLVED = 0.5  # a relative residual above which a solve has failed
@@ -51,7 +51,7 @@ _AGREED = 300  # a curvature is trusted if it is so many times what that factor 
 
 
 class ConjugateGradients(NamedTuple):
-    """Result of :func:`conjugate_gradients`."""
+    """Result of :func:`solve_conjugate_gradients`."""
 
     x: Pytree
     residual: jax.Array  # [], 2-norm of b - H x by CG's recursion
@@ -106,7 +106,7 @@ def _outcome(b: Pytree, residual: jax.Array, limit: float, **rest: jax.Array) ->
     return Outcome(relative, (relative > limit).astype(relative.dtype), **numbers)
 
 
-def conjugate_gradients(
+def solve_conjugate_gradients(
     hvp: LinearMap, b: Pytree, x0: Pytree | None, *, steps: int, threshold: chex.Array
 ) -> ConjugateGradients:
     """Conjugate gradients for ``H x = b`` until the residual's 2-norm is under ``threshold``.
@@ -120,7 +120,7 @@ def conjugate_gradients(
     x = optax.tree.zeros_like(b) if x0 is None else x0
     r = b if x0 is None else optax.tree.sub(b, hvp(x0))
     # In units of the first residual, so that squares of tiny numbers do not underflow.
-    unit = largest(r)
+    unit = largest_magnitude(r)
     unit = jnp.where(unit == 0, 1, unit)
     r = jax.tree.map(lambda leaf: leaf / unit, r)
     rr = optax.tree.vdot(r, r)
@@ -134,7 +134,7 @@ def conjugate_gradients(
     def step(carry):
         best, x, r, p, _, steepest, trusted, seen, rr, k, _ = carry
         again = seen > 0
-        factor = jnp.where(again, OTHERWISE, 1).astype(rr.dtype)
+        factor = jnp.where(again, REROUNDING_FACTOR, 1).astype(rr.dtype)
         hp = optax.tree.scale(1 / factor, hvp(optax.tree.scale(factor, p)))
         pp = optax.tree.vdot(p, p)
         bend = optax.tree.vdot(p, hp) / pp
@@ -183,7 +183,7 @@ def conjugate_gradients(
     return ConjugateGradients(x, jnp.sqrt(rr) * unit, k, positive, steepest, downhill)
 
 
-def largest(tree: Pytree) -> jax.Array:
+def largest_magnitude(tree: Pytree) -> jax.Array:
     """The largest size of its numbers, whose square may be out of range."""
     return jnp.stack([jnp.max(jnp.abs(leaf), initial=0) for leaf in jax.tree.leaves(tree)]).max()
 
@@ -194,7 +194,7 @@ def default_tolerance(tree: Pytree) -> float:
     return max(1e-10, 10 * eps)
 
 
-def _damped(hvp: LinearMap, damping) -> LinearMap:
+def _damped_hvp(hvp: LinearMap, damping) -> LinearMap:
     return lambda v: optax.tree.add_scale(hvp(v), damping, v)
 
 
@@ -222,19 +222,19 @@ def cg(steps: int = 500, tol: float | None = None, damping: float = 0.0) -> Inve
     >>> cg()(lambda v: jnp.array([1.0, 4.0]) * v, b, None, None)
     Array([2., 2.], dtype=float...)
     """
-    steps = whole("steps", steps, 1)
-    at_least("damping", damping, 0)
+    steps = integer("steps", steps, 1)
+    check_at_least("damping", damping, 0)
     if tol is not None:
-        at_least("tol", tol, 0)
+        check_at_least("tol", tol, 0)
 
     def inverse(hvp, b, x0, point):
         relative = tol
         if tol is None:
             # The products' rounding is the weights', which may be coarser than that of `b`.
-            relative = max(default_tolerance(b), rounding(b if point is None else point.w))
+            relative = max(default_tolerance(b), coarsest_eps(b if point is None else point.w))
         threshold = relative * optax.tree.norm(b)
-        damped = _damped(hvp, damping)
-        solved = conjugate_gradients(damped, b, x0, steps=steps, threshold=threshold)
+        damped = _damped_hvp(hvp, damping)
+        solved = solve_conjugate_gradients(damped, b, x0, steps=steps, threshold=threshold)
         stopped = ~solved.positive & (solved.residual > _INEXACT * optax.tree.norm(b))
         rest = {"indefinite": stopped, "curvature": solved.curvature}
         return solved.x, _outcome(b, solved.residual, _UNSOLVED, **rest)
@@ -259,8 +259,8 @@ def neumann(terms: int, step_size: float) -> Inverse:
     >>> neumann(2, 0.5)(lambda v: v, jnp.ones(1), None, None)
     Array([0.75], dtype=float...)
     """
-    terms = whole("terms", terms, 1)
-    at_least("step_size", step_size, 0)
+    terms = integer("terms", terms, 1)
+    check_at_least("step_size", step_size, 0)
 
     def inverse(hvp, b, x0, point):
         def step(x):
@@ -271,7 +271,7 @@ def neumann(terms: int, step_size: float) -> Inverse:
             after = step(x)
             return (after, optax.tree.norm(optax.tree.sub(after, x))), None
 
-        start = settled(step, optax.tree.scale(step_size, b))
+        start = match_varying_axes(step, optax.tree.scale(step_size, b))
         if terms == 1:
             return start, Outcome()
         first = start, optax.tree.norm(start)
@@ -300,7 +300,7 @@ def scale(step_size: float) -> Inverse:
     >>> scale(0.5)(None, jnp.ones(1), None, None)
     Array([0.5], dtype=float...)
     """
-    at_least("step_size", step_size, 0)
+    check_at_least("step_size", step_size, 0)
     return lambda hvp, b, x0, point: optax.tree.scale(step_size, b)
 
 
@@ -319,7 +319,7 @@ def dense(damping: float = 0.0) -> Inverse:
     >>> dense()(lambda v: jnp.array([1.0, 4.0]) * v, jnp.array([2.0, 8.0]), None, None)
     Array([2., 2.], dtype=float...)
     """
-    at_least("damping", damping, 0)
+    check_at_least("damping", damping, 0)
 
     def inverse(hvp, b, x0, point):
         flat, unravel = ravel_pytree(b)
@@ -340,7 +340,7 @@ def dense(damping: float = 0.0) -> Inverse:
 def hessian_matrix(hvp: LinearMap, like: Pytree) -> jax.Array:
     """``H`` as a [p, p] array, symmetrised, in the order of ``ravel_pytree(like)``."""
     flat, unravel = ravel_pytree(like)
-    basis = vary(jnp.eye(flat.size, dtype=flat.dtype), varying(like))
+    basis = pcast_varying(jnp.eye(flat.size, dtype=flat.dtype), varying(like))
     columns = row_products(lambda v: ravel_pytree(hvp(unravel(v)))[0], basis)
     return (columns + columns.T) / 2
 
@@ -358,7 +358,7 @@ def row_products(linear: Callable[[jax.Array], jax.Array], rows: jax.Array) -> j
            [0., 2.]], dtype=float...)
     """
     results = jax.vmap(linear)(rows)
-    if "fft" not in names(jax.make_jaxpr(linear)(rows[0])):
+    if "fft" not in operation_names(jax.make_jaxpr(linear)(rows[0])):
         return results
     return jax.lax.optimization_barrier(results.ravel()).reshape(results.shape)
 
@@ -390,8 +390,8 @@ def nystrom(rank: int, damping: float, *, key: chex.PRNGKey | None = None) -> In
     >>> bool(jnp.allclose(x, 2.0, rtol=1e-2))
     True
     """
-    rank = whole("rank", rank, 1)
-    between("damping", damping, 0, math.inf)
+    rank = integer("rank", rank, 1)
+    check_in_range("damping", damping, 0, math.inf)
     if key is not None:
         prng_key("key", key)
 
@@ -399,7 +399,7 @@ def nystrom(rank: int, damping: float, *, key: chex.PRNGKey | None = None) -> In
         flat, unravel = ravel_pytree(b)
         seed = jax.random.key(0) if key is None else key
         omega = jax.random.normal(seed, (flat.size, min(rank, flat.size)), flat.dtype)
-        omega = vary(jnp.linalg.qr(omega)[0], varying(b))
+        omega = pcast_varying(jnp.linalg.qr(omega)[0], varying(b))
         sketch = row_products(lambda v: ravel_pytree(hvp(unravel(v)))[0], omega.T).T
         # The shift keeps the Cholesky factorisation safe for a singular H; it is taken off again.
         shift = jnp.sqrt(flat.size) * jnp.finfo(flat.dtype).eps * jnp.linalg.norm(sketch)
@@ -469,7 +469,7 @@ def gram(
     Array([0.2, 0. , 0.4], dtype=float...)
     """
     if not callable(damping):
-        at_least("damping", damping, 0)
+        check_at_least("damping", damping, 0)
     function("outputs", outputs, "(w, alpha, batch) -> predictions")
 
     def inverse(hvp, b, x0, point):
@@ -486,7 +486,7 @@ def gram(
         predictions, push = jax.linearize(lambda v: predict(v).ravel(), start)
         pull = jax.linear_transpose(push, start)
         n = predictions.size
-        rows = vary(jnp.eye(n, dtype=predictions.dtype), varying(predictions))
+        rows = pcast_varying(jnp.eye(n, dtype=predictions.dtype), varying(predictions))
         kernel = jax.lax.map(lambda e: push(pull(e)[0]), rows, batch_size=math.isqrt(n))
         shape = jax.eval_shape(predict, start).shape
         curvature = jax.hessian(lambda f: loss(f.reshape(shape), batch))(predictions)

@@ -12,13 +12,17 @@ import jax.numpy as jnp
 import optax
 
 from bilevel.contracts import LowerSolver, Pytree
-from bilevel.internal.checks import at_least, function, nan_unless_finite, whole
+from bilevel.internal.checks import check_at_least, function, integer, nan_unless_finite
 from bilevel.internal.meshes import varying, while_loop
-from bilevel.internal.precision import like_start, narrow, rounding, widen, widened
-from bilevel.problem.hoist import held
+from bilevel.internal.precision import coarsest_eps, like_start, narrow, widen, widened
+from bilevel.problem.hoist import hoist_constants
 from bilevel.problem.problem import hessian_operator
 from bilevel.problem.structure import is_quadratic
-from bilevel.solvers.inverses import ConjugateGradients, conjugate_gradients, largest
+from bilevel.solvers.inverses import (
+    ConjugateGradients,
+    largest_magnitude,
+    solve_conjugate_gradients,
+)
 
 
 def newton(steps: int = 100, tol: float | None = None, cg_steps: int = 500) -> LowerSolver:
@@ -71,7 +75,7 @@ def newton(steps: int = 100, tol: float | None = None, cg_steps: int = 500) -> L
     >>> newton().run(lower, 4.0, w, (), None)[0].round(4)
     Array([ 2., -2.], dtype=float...)
     """
-    return _newton(steps, tol, cg_steps)
+    return _make_newton(steps, tol, cg_steps)
 
 
 def local_newton(steps: int, cg_steps: int) -> LowerSolver:
@@ -86,18 +90,18 @@ def local_newton(steps: int, cg_steps: int) -> LowerSolver:
     >>> local_newton(20, 500).run(lower, 4.0, w, (), None)[0]
     Array([ 0.1, -0.1], dtype=float...)
     """
-    return _newton(steps, None, cg_steps, leaves=False)
+    return _make_newton(steps, None, cg_steps, leaves=False)
 
 
-def _newton(steps: int, tol: float | None, cg_steps: int, leaves: bool = True) -> LowerSolver:
-    steps, cg_steps = whole("steps", steps, 1), whole("cg_steps", cg_steps, 1)
+def _make_newton(steps: int, tol: float | None, cg_steps: int, leaves: bool = True) -> LowerSolver:
+    steps, cg_steps = integer("steps", steps, 1), integer("cg_steps", cg_steps, 1)
     if tol is not None:
-        at_least("tol", tol, 0)
+        check_at_least("tol", tol, 0)
 
     def run(lower, alpha, w, state, batch):
         relative = _stationarity_tolerance(w) if tol is None else tol
         own, w, lower = w, widen(w), widened(lower, w)
-        lower = held(lower, w, alpha, batch)
+        lower = hoist_constants(lower, w, alpha, batch)
         exact = is_quadratic(lower, w, alpha, batch)
         # A quadratic loss that is flat or curves down has no minimum to go to.
         bound = exact or not leaves
@@ -121,7 +125,9 @@ def _newton(steps: int, tol: float | None, cg_steps: int, leaves: bool = True) -
             threshold = jnp.where(size > target, aim, min(1e-4, relative) * size)
             if not bound:
                 threshold = jnp.where(caution == _STEEPEST, 2 * size, threshold)
-            solved = conjugate_gradients(hvp, slope, None, steps=cg_steps, threshold=threshold)
+            solved = solve_conjugate_gradients(
+                hvp, slope, None, steps=cg_steps, threshold=threshold
+            )
             convex, direction = jnp.array(True), solved.x
             if not bound:
                 convex, direction = _direction(solved, slope, w, caution)
@@ -135,7 +141,7 @@ def _newton(steps: int, tol: float | None, cg_steps: int, leaves: bool = True) -
             # Rounding has the last word where neither the loss, the gradient nor the step shrinks.
             progress = (
                 (size_after < 0.5 * size)
-                | (value - after > _slack(value))
+                | (value - after > _loss_roundoff(value))
                 | (moved_after < 0.5 * moved)
             )
             cautious = jnp.array(_STUCK)
@@ -182,14 +188,14 @@ def _in_own_units(lower: Callable, w: Pytree, alpha: Pytree, batch: Pytree) -> _
     """
     slope, hvp = hessian_operator(lower, w, alpha, batch)
     bent = hvp(w)
-    size = jnp.maximum(largest(slope), largest(bent))
+    size = jnp.maximum(largest_magnitude(slope), largest_magnitude(bent))
     exponent, limits = _exponent(size), jnp.finfo(size.dtype)
     # The way to the minimum is slope / curvature. The product is of a vector of the size 1 / slope,
     # so that it is in range if the way is.
     inverse = _power(-exponent, size)
     turned = hvp(optax.tree.scale(inverse, optax.tree.scale(inverse, slope)))
-    way = -_exponent(largest(turned))
-    length = jnp.where(largest(w) > 0, _exponent(largest(w)), way)
+    way = -_exponent(largest_magnitude(turned))
+    length = jnp.where(largest_magnitude(w) > 0, _exponent(largest_magnitude(w)), way)
     length = jnp.where(jnp.abs(length) > limits.nmant, length, 0)
     value = lower(w, alpha, batch)
     # A large constant in the loss may not overflow.
@@ -226,7 +232,7 @@ def _relative_change(before: Pytree, after: Pytree) -> jax.Array:
 
 def _stationarity_tolerance(w: Pytree) -> float:
     # An error in w is amplified by the condition number, and again where d_w outer cancels.
-    return max(1e-9, rounding(w))
+    return max(1e-9, coarsest_eps(w))
 
 
 def _direction(
@@ -273,9 +279,9 @@ def _line_search(
     # A loss may be rounded far worse than its value says: sqrt(1 + r^2) - 1 is. So a decrease that
     # is small is not looked for, and the gradient has to tell.
     small = jnp.sqrt(jnp.finfo(value.dtype).eps) * jnp.abs(value)
-    slack = jnp.where(lenient & (decrease < small), small, _slack(value))
+    slack = jnp.where(lenient & (decrease < small), small, _loss_roundoff(value))
     # Under the second length rounding hides the decrease.
-    hidden = 0.01 * _slack(value) / jnp.where(decrease > 0, decrease, 1)
+    hidden = 0.01 * _loss_roundoff(value) / jnp.where(decrease > 0, decrease, 1)
     shortest = jnp.where(convex, 1e-6, jnp.maximum(hidden, 1e-30))
 
     def unfinished(carry):
@@ -304,7 +310,7 @@ def _line_search(
     return moved(t), best, lowered
 
 
-def _slack(value: jax.Array) -> jax.Array:
+def _loss_roundoff(value: jax.Array) -> jax.Array:
     # Near the minimum a decrease drowns in the rounding of the loss.
     return 10 * jnp.finfo(value.dtype).eps * jnp.abs(value)
 
@@ -339,10 +345,10 @@ def lbfgs(steps: int = 200, tol: float | None = None, memory: int = 10) -> Lower
     >>> lbfgs().run(lower, jnp.ones(1), jnp.zeros(1), (), None)[0].round(3)
     Array([1.], dtype=float...)
     """
-    steps = whole("steps", steps, 1)
+    steps = integer("steps", steps, 1)
     if tol is not None:
-        at_least("tol", tol, 0)
-    optimizer = optax.lbfgs(memory_size=whole("memory", memory, 1))
+        check_at_least("tol", tol, 0)
+    optimizer = optax.lbfgs(memory_size=integer("memory", memory, 1))
 
     def run(lower, alpha, w, state, batch):
         if varying(w):
@@ -352,7 +358,7 @@ def lbfgs(steps: int = 200, tol: float | None = None, memory: int = 10) -> Lower
             )
         relative = _stationarity_tolerance(w) if tol is None else tol
         own, w, lower = w, widen(w), widened(lower, w)
-        lower = held(lower, w, alpha, batch)
+        lower = hoist_constants(lower, w, alpha, batch)
         lower, w, value, slope, scale, unit = _in_own_units(lower, w, alpha, batch)
         target = relative * scale
 

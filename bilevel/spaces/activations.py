@@ -33,14 +33,22 @@ import optax
 
 import ntk
 from bilevel.contracts import LowerSolver
-from bilevel.internal.checks import between, concrete, floats, known, number, sequence, whole
+from bilevel.internal.checks import (
+    check_in_range,
+    concrete,
+    float_array,
+    integer,
+    one_of,
+    real_number,
+    sequence,
+)
 from bilevel.internal.precision import squarable
 from bilevel.nets.evaluation import wrong_rows
 from bilevel.problem.problem import Problem
 from bilevel.solvers import restarted, unrolled
 from bilevel.spaces.kernels import KernelSpace, kernel_space
 from bilevel.spaces.space import Space, distinct, name_of, on_simplices
-from bilevel.spaces.targets import OUTER_LOSSES, like_outputs, predict
+from bilevel.spaces.targets import OUTER_LOSSES, like_outputs, predict_labels
 from bilevel.spaces.targets import sign_labels as sign_labels  # used with every space here
 
 Elementwise = Callable[[jax.Array], jax.Array]
@@ -141,14 +149,14 @@ def activation_space(
     True
     """
     activations = sequence("activations", activations)
-    functions = tuple(_activation(a) for a in activations)
+    functions = tuple(_elementwise_activation(a) for a in activations)
     if not functions:
         raise ValueError("activations: expected at least one name or function, got none.")
-    known("outer", outer, OUTER_LOSSES)
-    between("output_scale", output_scale, 0, math.inf)
+    one_of("outer", outer, OUTER_LOSSES)
+    check_in_range("output_scale", output_scale, 0, math.inf)
     names = distinct([a if isinstance(a, str) else name_of(a) for a in activations])
     if width == math.inf:
-        return kernel_space(names, functions, OUTER_LOSSES[outer], predict, output_scale)
+        return kernel_space(names, functions, OUTER_LOSSES[outer], predict_labels, output_scale)
     outputs = _sign_patterns(width, classes)
     outputs = outputs.astype(float) * jnp.sqrt(output_scale / len(outputs))
     return _finite_space(names, functions, OUTER_LOSSES[outer], outputs)
@@ -187,7 +195,7 @@ def _finite_space(
 
     def curvatures(w, x):
         maps = [functools.partial(forward, s, x=x) for s in functions]
-        return jnp.stack([_largest(f, w) for f in maps])
+        return jnp.stack([_largest_gauss_newton_eigenvalue(f, w) for f in maps])
 
     def solver(curvatures, steps=50, momentum=0.9, backprop=None, rate=None):
         def run(lower, alpha, w, state, batch):
@@ -206,7 +214,7 @@ def _finite_space(
         init=init,
         apply=apply,
         problem=Problem(lower, outer),
-        predict=predict,
+        predict=predict_labels,
         draw=draw,
         discretize=discretize,
         one_hot=one_hot,
@@ -215,7 +223,7 @@ def _finite_space(
     )
 
 
-def _activation(a: str | Elementwise) -> Elementwise:
+def _elementwise_activation(a: str | Elementwise) -> Elementwise:
     if callable(a):
         return a
     if not isinstance(a, str) or a not in ACTIVATIONS:
@@ -227,10 +235,10 @@ def _activation(a: str | Elementwise) -> Elementwise:
 
 def _sign_patterns(width: float, classes: int) -> jax.Array:
     """[width, outputs] of +-1: balanced columns, orthogonal to each other (Walsh functions)."""
-    classes = whole("classes", classes, 2)
+    classes = integer("classes", classes, 2)
     outputs = 1 if classes == 2 else classes
     period = 1 << outputs.bit_length()
-    if number("width", width) < period or width % period:
+    if real_number("width", width) < period or width % period:
         raise ValueError(
             f"width: expected a multiple of {period} for {classes} classes, got {width}."
         )
@@ -238,7 +246,9 @@ def _sign_patterns(width: float, classes: int) -> jax.Array:
     return 1 - 2 * (jax.lax.population_count(shared_bits) % 2)
 
 
-def _largest(f: Callable[[jax.Array], jax.Array], w: jax.Array, iterations: int = 100) -> jax.Array:
+def _largest_gauss_newton_eigenvalue(
+    f: Callable[[jax.Array], jax.Array], w: jax.Array, iterations: int = 100
+) -> jax.Array:
     """Largest eigenvalue of ``J'J``, J = df/dw, by power iteration: within 10 %, from below.
 
     Nesterov's steps stay stable up to 36 % above 1 / lambda_max (momentum 0.9).
@@ -337,7 +347,7 @@ def _column_means(x: jax.Array) -> jax.Array:
 
 
 def _flattened(x: jax.Array) -> jax.Array:
-    x = floats("x", x)
+    x = float_array("x", x)
     if x.ndim == 0 or x.size == 0:
         raise ValueError(f"x: expected inputs [n, ...] with n at least 1, got shape {x.shape}.")
     return x.reshape(len(x), -1)

@@ -37,10 +37,17 @@ import numpy as np
 
 import ntk
 from bilevel.contracts import LowerSolver, Pytree
-from bilevel.internal.checks import as_floating, concrete, finite, function, known, nan_unless
+from bilevel.internal.checks import (
+    as_floating,
+    check_finite,
+    concrete,
+    function,
+    nan_unless,
+    one_of,
+)
 from bilevel.problem.problem import Problem
 from bilevel.spaces.space import Space
-from bilevel.spaces.targets import OUTER_LOSSES, like_outputs, mixture_and_penalty, predict
+from bilevel.spaces.targets import OUTER_LOSSES, like_outputs, mixture_and_penalty, predict_labels
 from ntk import networks as nets
 from ntk.kernels.functions import measured
 
@@ -54,7 +61,7 @@ class _Ridge(NamedTuple):
     solver: LowerSolver
 
 
-def _ridge(
+def _kernel_ridge(
     matrix: Callable[[Pytree, Any], jax.Array],
     loss: Callable,
     training: Callable[[Pytree, Any], jax.Array] | None = None,
@@ -141,7 +148,7 @@ def kernel_space(
     return KernelSpace(
         names=tuple(names),
         **mixture_and_penalty(names),
-        **_ridge(matrix, loss)._asdict(),
+        **_kernel_ridge(matrix, loss)._asdict(),
         predict=predict,
         blocks=blocks,
     )
@@ -248,7 +255,7 @@ def kernel_function_space(
     True
     """
     function("kernel", kernel, "(alpha, x1, x2) -> [n1, n2]")
-    known("outer", outer, OUTER_LOSSES)
+    one_of("outer", outer, OUTER_LOSSES)
     own = None if x is None else jnp.asarray(x)
 
     def of_rows(alpha, x, columns=None):
@@ -268,7 +275,7 @@ def kernel_function_space(
         if isinstance(inputs, tuple):
             return of_rows(alpha, *inputs)
         K = of_rows(alpha, inputs)
-        return K if own is None else nan_unless(_same_rows(jnp.asarray(inputs), own), K)
+        return K if own is None else nan_unless(_are_training_rows(jnp.asarray(inputs), own), K)
 
     def inputs(x, columns=None):
         return jnp.asarray(x), None if columns is None else jnp.asarray(columns)
@@ -280,14 +287,14 @@ def kernel_function_space(
     def draw(key):
         leaves, structure = jax.tree.flatten(of(start)["kernel"])
         keys = jax.random.split(key, len(leaves))
-        drawn = map(_drawn, keys, _words(sets, start), leaves)
+        drawn = map(_draw_leaf, keys, _sets_of_leaves(sets, start), leaves)
         return of(jax.tree.unflatten(structure, drawn))
 
     def discretize(alpha):
-        finite("alpha", alpha["kernel"])
+        check_finite("alpha", alpha["kernel"])
         leaves, structure = jax.tree.flatten(alpha["kernel"])
-        pairs = zip(_words(sets, start), leaves, strict=True)
-        corners = [_largest(leaf) if word == "simplex" else leaf for word, leaf in pairs]
+        pairs = zip(_sets_of_leaves(sets, start), leaves, strict=True)
+        corners = [_vertex_at_largest(leaf) if word == "simplex" else leaf for word, leaf in pairs]
         return jax.tree.unflatten(structure, map(np.asarray, corners))
 
     def certificates(alphas, x, entry_error=None):
@@ -305,14 +312,14 @@ def kernel_function_space(
         draw=draw,
         discretize=discretize,
         one_hot=of,
-        **_ridge(matrix, OUTER_LOSSES[outer], training)._asdict(),
-        predict=predict,
+        **_kernel_ridge(matrix, OUTER_LOSSES[outer], training)._asdict(),
+        predict=predict_labels,
         inputs=inputs,
         certificates=certificates,
     )
 
 
-def _same_rows(rows: jax.Array, x: jax.Array) -> jax.Array:
+def _are_training_rows(rows: jax.Array, x: jax.Array) -> jax.Array:
     """Whether training rows are the inputs ``x`` of the space; traced ones are not refused here."""
     same = jnp.array_equal(rows, x)  # False for other shapes
     if rows.shape != x.shape or (concrete(same) and not same):
@@ -388,7 +395,7 @@ def network_space(network: nets.Network, *, outer: str = "squared") -> NetworkSp
     space = kernel_function_space(kernel, start, sets=sets, outer=outer)
 
     def discretize(alpha):
-        finite("alpha", alpha["kernel"])
+        check_finite("alpha", alpha["kernel"])
         return {
             name: choices[name][int(np.argmax(value))] if choices[name] else float(value)
             for name, value in values(alpha).items()
@@ -400,7 +407,7 @@ def network_space(network: nets.Network, *, outer: str = "squared") -> NetworkSp
         found = {}
         for name, value in architecture.items():
             if choices[name]:
-                known(f"architecture: {name}", value, choices[name])
+                one_of(f"architecture: {name}", value, choices[name])
                 value = jax.nn.one_hot(choices[name].index(value), len(choices[name]), dtype=float)
             found[name] = jnp.log(value) if name in logarithms else jnp.asarray(value, float)
         return space.one_hot(found)
@@ -457,7 +464,7 @@ def kernel_mixture_space(
         raise ValueError(f"kernels: expected functions by name, got {kernels!r}.")
     for name, kernel in kernels.items():
         function(f"kernels[{name!r}]", kernel, "(x1, x2) -> [n1, n2]")
-    known("outer", outer, OUTER_LOSSES)
+    one_of("outer", outer, OUTER_LOSSES)
     functions = tuple(kernels.values())
 
     def inputs(x, columns=None):
@@ -481,26 +488,26 @@ def kernel_mixture_space(
     return KernelFunctionSpace(
         names=tuple(kernels),
         **mixture_and_penalty(list(kernels)),
-        **_ridge(matrix, OUTER_LOSSES[outer])._asdict(),
-        predict=predict,
+        **_kernel_ridge(matrix, OUTER_LOSSES[outer])._asdict(),
+        predict=predict_labels,
         inputs=inputs,
         certificates=certificates,
     )
 
 
-def _words(sets: Pytree, start: Pytree) -> list[str]:
+def _sets_of_leaves(sets: Pytree, start: Pytree) -> list[str]:
     """The word of every leaf."""
     if isinstance(sets, str):
         return [sets] * len(jax.tree.leaves(start))
     return jax.tree.leaves(sets)
 
 
-def _drawn(key: jax.Array, word: str, leaf: jax.Array) -> jax.Array:
+def _draw_leaf(key: jax.Array, word: str, leaf: jax.Array) -> jax.Array:
     if word == "simplex":
-        return _largest(jax.random.uniform(key, leaf.shape, leaf.dtype))
+        return _vertex_at_largest(jax.random.uniform(key, leaf.shape, leaf.dtype))
     return jax.random.uniform(key, leaf.shape, leaf.dtype) if word == "box" else leaf
 
 
-def _largest(alpha: jax.Array) -> jax.Array:
+def _vertex_at_largest(alpha: jax.Array) -> jax.Array:
     """The corner of every simplex at its largest entry."""
     return jax.nn.one_hot(jnp.argmax(alpha, -1), alpha.shape[-1], dtype=alpha.dtype)

@@ -51,12 +51,12 @@ import jax.numpy as jnp
 import numpy as np
 
 import ntk
-from bilevel.internal.checks import finite, known, sequence, whole
+from bilevel.internal.checks import check_finite, integer, one_of, sequence
 from bilevel.problem.problem import Problem
 from bilevel.spaces.activations import ACTIVATIONS
 from bilevel.spaces.kernels import KernelFunctionSpace, kernel_function_space
 from bilevel.spaces.space import Space, on_simplices
-from bilevel.spaces.targets import OUTER_LOSSES, label_losses, predict
+from bilevel.spaces.targets import OUTER_LOSSES, label_losses, predict_labels
 
 Alpha = dict[str, jax.Array]
 
@@ -231,25 +231,25 @@ def skip_space(
         space.apply(trained.uniform, architecture, x_test)
     """
     activations = sequence("activations", activations)
-    functions = tuple(_activation(a) for a in activations)
+    functions = tuple(_ntk_activation(a) for a in activations)
     names = tuple(s.name if isinstance(s, ntk.Activation) else s for s in activations)
     if not 0 < len(functions) == len(set(functions)) == len(set(names)):
         got = ", ".join(names) or "none"
         raise ValueError(f"activations: expected at least one, each once, got {got}.")
     for name, value, least in (("depth", depth, 3), ("classes", classes, 2)):
-        whole(name, value, least)
-    known("parametrization", parametrization, _SCALES)
+        integer(name, value, least)
+    one_of("parametrization", parametrization, _SCALES)
     infinite = width == math.inf
     if infinite and parametrization != "ntk":
         raise ValueError(
             f'parametrization: expected "ntk" at infinite width, got {parametrization!r}.'
         )
-    known("outer", outer, OUTER_LOSSES)
+    one_of("outer", outer, OUTER_LOSSES)
     if not infinite and outer != "logistic":
         raise ValueError(f'outer: expected "logistic" at finite width, got {outer!r}.')
-    width = 1 if infinite else whole("width", width, 1)
+    width = 1 if infinite else integer("width", width, 1)
     outputs = 1 if classes == 2 else classes
-    network = _Network(
+    network = _SkipNetwork(
         dict(zip(names, functions, strict=True)), depth, width, outputs, parametrization
     )
 
@@ -283,7 +283,7 @@ def skip_space(
     def discretize(alpha):
         network.check(alpha)
         skips = np.asarray(alpha["skips"])
-        finite("alpha", skips, "weights")
+        check_finite("alpha", skips, "weights")
         chosen = mixtures.discretize(alpha["activations"])
         return SkipArchitecture(chosen, tuple((skips > 0.5).tolist()))
 
@@ -325,7 +325,7 @@ def skip_space(
         init=init,
         apply=apply,
         problem=Problem(loss, loss),
-        predict=predict,
+        predict=predict_labels,
         draw=draw,
         discretize=discretize,
         one_hot=one_hot,
@@ -333,7 +333,7 @@ def skip_space(
     )
 
 
-def _activation(a: str | ntk.Activation) -> ntk.Activation:
+def _ntk_activation(a: str | ntk.Activation) -> ntk.Activation:
     if isinstance(a, ntk.Activation):
         return a
     if not isinstance(a, str) or a not in ACTIVATIONS:
@@ -352,7 +352,7 @@ _SCALES: dict[str, Callable[[int], tuple[float, float]]] = {
 """Standard deviation of the weights, and what multiplies them from the second layer on."""
 
 
-class _Network(nn.Module):
+class _SkipNetwork(nn.Module):
     """The module's formula, for a mixture in every layer or for one architecture."""
 
     activations: dict[str, ntk.Activation]

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from bilevel.contracts import Pytree
-from bilevel.internal.checks import numbers, prng_key
+from bilevel.internal.checks import numpy_array, prng_key
 from bilevel.problem.problem import Problem
 
 
@@ -169,7 +169,7 @@ def on_simplices(names: Sequence[str], shape: tuple[int, ...] = ()) -> Simplices
         return jax.nn.one_hot(drawn, len(names), dtype=jnp.result_type(float))
 
     def discretize(alpha):
-        alpha = numbers("alpha", np.asarray(alpha))
+        alpha = numpy_array("alpha", np.asarray(alpha))
         if alpha.shape != (*shape, len(names)) or not np.isfinite(alpha).all():
             raise ValueError(
                 f"alpha: expected {(*shape, len(names))} finite weights, got {alpha.shape}."

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from bilevel.contracts import Pytree
-from bilevel.internal.checks import array, concrete, one_a_row, whole
+from bilevel.internal.checks import concrete, integer, one_a_row, real_array
 from bilevel.problem.problem import Problem
 from bilevel.spaces.space import on_simplices
 
@@ -46,10 +46,10 @@ def sign_labels(labels: chex.Array, classes: int, dtype: Any = float) -> jax.Arr
     >>> sign_labels(jnp.array([0, 1]), 2)
     Array([-1., 1.], dtype=float...)
     """
-    labels = array("labels", labels)
+    labels = real_array("labels", labels)
     if labels.ndim != 1:
         raise ValueError(f"labels: expected one a row, shape [n], got shape {labels.shape}.")
-    classes = whole("classes", classes, 2)
+    classes = integer("classes", classes, 2)
     if not jnp.issubdtype(labels.dtype, jnp.floating):
         labels = labels.astype(int)  # 2 * 0 - 1 of bytes is 255, and bools cannot be rounded
     known = (labels >= 0) & (labels < classes) & (labels == jnp.round(labels))
@@ -79,13 +79,13 @@ def like_outputs(f: jax.Array, y: chex.Array) -> jax.Array:
     >>> like_outputs(jnp.zeros(2), jnp.array([1, -1]))
     Array([ 1., -1.], dtype=float...)
     """
-    y = array("y", y)
+    y = real_array("y", y)
     if y.shape != f.shape:
         raise ValueError(f"y: expected one for each output, shape {f.shape}, got shape {y.shape}.")
     return y if jnp.issubdtype(y.dtype, jnp.floating) else y.astype(f.dtype)
 
 
-def predict(f: chex.Array) -> jax.Array:
+def predict_labels(f: chex.Array) -> jax.Array:
     """Labels [n], int, from outputs: the sign for ``f`` [n], the largest for ``f`` [n, classes].
 
     Raises
@@ -95,7 +95,7 @@ def predict(f: chex.Array) -> jax.Array:
 
     Examples
     --------
-    >>> predict(jnp.array([0.3, -2.0])), predict(jnp.array([[0.3, -2.0, 0.4]]))
+    >>> predict_labels(jnp.array([0.3, -2.0])), predict_labels(jnp.array([[0.3, -2.0, 0.4]]))
     (Array([1, 0], dtype=int...), Array([2], dtype=int...))
     """
     if f.ndim == 1:
@@ -133,12 +133,12 @@ def label_losses(f: chex.Array, labels: chex.Array) -> jax.Array:
     return losses * jnp.where(known, 1, jnp.nan).astype(f.dtype)
 
 
-def cross_entropy(apply: Callable[[Pytree, Pytree, jax.Array], jax.Array]) -> Problem:
+def cross_entropy_problem(apply: Callable[[Pytree, Pytree, jax.Array], jax.Array]) -> Problem:
     """Batches ``(x, labels)``, labels [n] integers; the softmax's mean cross-entropy twice.
 
     Examples
     --------
-    >>> problem = cross_entropy(lambda w, alpha, x: x @ w)
+    >>> problem = cross_entropy_problem(lambda w, alpha, x: x @ w)
     >>> problem.lower(jnp.zeros((3, 2)), None, (jnp.eye(3), jnp.array([0, 1, 1]))).round(4)
     Array(0.6931, dtype=float...)
     """

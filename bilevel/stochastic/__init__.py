@@ -20,18 +20,29 @@ A SAGA or PAGE direction becomes exact at a solution, so constant rates converge
 """
 
 from bilevel.stochastic._amigo import amigo
-from bilevel.stochastic._blocks import Blocks
-from bilevel.stochastic._blocks import Turns as Turns
-from bilevel.stochastic._blocks import blocks as blocks
-from bilevel.stochastic._blocks import turns as turns
+from bilevel.stochastic._blocks import BatchedData
+from bilevel.stochastic._blocks import BatchSchedule as BatchSchedule
+from bilevel.stochastic._blocks import draw_batch_schedule as draw_batch_schedule
+from bilevel.stochastic._blocks import make_batched_data as make_batched_data
 from bilevel.stochastic._bome import bome
 from bilevel.stochastic._f2sa import f2sa
 from bilevel.stochastic._meha import meha
 from bilevel.stochastic._oracles import full_direction as full_direction
-from bilevel.stochastic._oracles import norm as norm
+from bilevel.stochastic._oracles import tree_norm as tree_norm
 from bilevel.stochastic._paced import paced
 from bilevel.stochastic._saba import saba
 from bilevel.stochastic._soba import ma_soba, soba
 from bilevel.stochastic._spaba import spaba
 
-__all__ = ["Blocks", "amigo", "bome", "f2sa", "ma_soba", "meha", "paced", "saba", "soba", "spaba"]
+__all__ = [
+    "BatchedData",
+    "amigo",
+    "bome",
+    "f2sa",
+    "ma_soba",
+    "meha",
+    "paced",
+    "saba",
+    "soba",
+    "spaba",
+]

@@ -6,16 +6,16 @@ import jax
 import optax
 
 from bilevel.contracts import Pytree, SingleLoop
-from bilevel.internal.checks import whole
+from bilevel.internal.checks import integer
 from bilevel.stochastic import _steps as steps
 from bilevel.stochastic._oracles import (
-    Point,
+    Iterate,
     directions,
     lower_loss,
     lower_oracle,
     metrics,
     outer_oracle,
-    residual,
+    relative_adjoint_residual,
     slopes_oracle,
 )
 from bilevel.stochastic._steps import Rate
@@ -66,14 +66,14 @@ def amigo(step_size: Rate, *, inner: int = 10) -> SingleLoop:
     >>> bilevel.amigo(0.1, inner=5).draws
     (11, 1)
     """
-    rate = steps.checked("step_size", step_size)
-    inner = whole("inner", inner, 1)
+    rate = steps.check_rate("step_size", step_size)
+    inner = integer("inner", inner, 1)
 
     def init(problem, alpha, w, turn, train, valid):
         return AmigoState(optax.tree.zeros_like(w))
 
     def step(problem, alpha, w, state, turn, train, valid):
-        now = steps.at(rate, turn.number)
+        now = steps.rate_at(rate, turn.number)
         loss = lower_loss(problem)
 
         def descend(j, w):
@@ -82,17 +82,17 @@ def amigo(step_size: Rate, *, inner: int = 10) -> SingleLoop:
 
         w = jax.lax.fori_loop(0, inner, descend, w)
 
-        outer, above = valid.at(turn.valid[0], outer_oracle(problem, Point(w, state.v, alpha)))
+        outer, above = valid.at(turn.valid[0], outer_oracle(problem, Iterate(w, state.v, alpha)))
 
         def solve(j, v):
-            point = Point(w, v, alpha)
+            point = Iterate(w, v, alpha)
             lower, _ = train.at(turn.train[inner + j], lower_oracle(problem, point))
             return steps.against(v, directions(lower, outer).v, now)
 
         v = jax.lax.fori_loop(0, inner, solve, state.v)
-        lower, below = train.at(turn.train[-1], lower_oracle(problem, Point(w, v, alpha)))
+        lower, below = train.at(turn.train[-1], lower_oracle(problem, Iterate(w, v, alpha)))
         found = directions(lower, outer)
-        noisy = residual(found, outer.w)
+        noisy = relative_adjoint_residual(found, outer.w)
         report = metrics(problem, below, above, found.w, noisy_residual=noisy)
         return found.alpha, w, AmigoState(v), report
 

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from bilevel.contracts import Partition, Pytree, Turn
-from bilevel.internal.checks import is_sparse, rows
+from bilevel.contracts import BatchIndices, Partition, Pytree
+from bilevel.internal.checks import count_rows, is_sparse
 from bilevel.internal.rows import sparse_rows
 
 _TOGETHER = 16  # batches that a pass through all rows takes at once, at most,
@@ -28,7 +28,7 @@ The loss is what is weighted: estimates may be long, its derivatives start from 
     jax.tree_util.register_dataclass, data_fields=["rows"], meta_fields=["size", "count", "tail"]
 )
 @dataclasses.dataclass(frozen=True)
-class Blocks:
+class BatchedData:
     """Data cut into ``count`` batches of ``size`` rows, the last of ``tail`` if that is not 0."""
 
     rows: Pytree
@@ -54,7 +54,7 @@ class Blocks:
         return jax.lax.cond(i == self.count - 1, last, full, i) if self.tail else full(i)
 
     def _weighted(self, oracle: Oracle, start, length: int) -> tuple[Pytree, Pytree]:
-        return oracle(_cut(self.rows, start, length), self.count * length / self._total)
+        return oracle(_slice_rows(self.rows, start, length), self.count * length / self._total)
 
     @property
     def _total(self) -> int:
@@ -72,7 +72,7 @@ class Blocks:
         total, length = self._total, self._wide()
 
         def part(start, length):
-            return oracle(_cut(self.rows, start, length), length / total)[0]
+            return oracle(_slice_rows(self.rows, start, length), length / total)[0]
 
         whole, rest = divmod(total, length)
         found = part(total - rest, rest) if rest else None
@@ -95,16 +95,16 @@ class Blocks:
         return min(together * self.size, self._total)
 
 
-def _cut(rows: Pytree, start, length: int) -> Pytree:
+def _slice_rows(rows: Pytree, start, length: int) -> Pytree:
     def cut(x):
-        if is_sparse(x):  # all rows have as many entries: see `blocks`
+        if is_sparse(x):  # all rows have as many entries: see `make_batched_data`
             return sparse_rows(x, start + jnp.arange(length), x.nse // x.shape[0])
         return jax.lax.dynamic_slice_in_dim(x, start, length)
 
     return jax.tree.map(cut, rows, is_leaf=is_sparse)
 
 
-def blocks(name: str, data: Pytree, batches: Partition | None) -> Blocks:
+def make_batched_data(name: str, data: Pytree, batches: Partition | None) -> BatchedData:
     """``data`` in the batches of a partition; None: all of it as one batch.
 
     Raises
@@ -113,8 +113,8 @@ def blocks(name: str, data: Pytree, batches: Partition | None) -> Blocks:
         If there is a partition, and arrays of ``data`` differ in their numbers of rows.
     """
     if batches is None or not jax.tree.leaves(data):
-        return Blocks(data, 0, 1, 0)
-    n = rows(name, data)
+        return BatchedData(data, 0, 1, 0)
+    n = count_rows(name, data)
     size = min(batches.batch_size, n)
     # Every row of a sparse matrix gets as many entries, while those of the longest are known.
     data = jax.tree.map(
@@ -122,10 +122,10 @@ def blocks(name: str, data: Pytree, batches: Partition | None) -> Blocks:
         data,
         is_leaf=is_sparse,
     )
-    return Blocks(data, size, -(-n // size), n % size)
+    return BatchedData(data, size, -(-n // size), n % size)
 
 
-class Turns(NamedTuple):
+class BatchSchedule(NamedTuple):
     """The batches of every step, drawn before the first: no random bits inside the loop.
 
     Those of a step depend on the key and the step's number, not on how many steps there are.
@@ -135,7 +135,7 @@ class Turns(NamedTuple):
     valid: jax.Array  # [steps * draws + 1], int32
     coins: jax.Array  # [steps]
 
-    def at(self, number: jax.Array, draws: tuple[int, int]) -> Turn:
+    def at(self, number: jax.Array, draws: tuple[int, int]) -> BatchIndices:
         """Which batches step ``number`` takes."""
 
         def those(ids, each):
@@ -144,7 +144,9 @@ class Turns(NamedTuple):
 
         train, next_train = those(self.train, draws[0])
         valid, next_valid = those(self.valid, draws[1])
-        return Turn(number, train, valid, next_train, next_valid, _entry(self.coins, number))
+        return BatchIndices(
+            number, train, valid, next_train, next_valid, _entry(self.coins, number)
+        )
 
 
 def _entry(x: jax.Array, i: jax.Array) -> jax.Array:
@@ -152,12 +154,14 @@ def _entry(x: jax.Array, i: jax.Array) -> jax.Array:
 
 
 @functools.partial(jax.jit, static_argnames=("counts", "steps", "draws"))
-def turns(key: Any, counts: tuple[int, int], steps: int, draws: tuple[int, int]) -> Turns:
+def draw_batch_schedule(
+    key: Any, counts: tuple[int, int], steps: int, draws: tuple[int, int]
+) -> BatchSchedule:
     """Shuffled epochs of ``counts`` batches of train and valid; no key is needed for one batch."""
     lengths = [steps * each + 1 for each in draws]
     if key is None:
         train, valid = (jnp.zeros(length, jnp.int32) for length in lengths)
-        return Turns(train, valid, jnp.zeros(steps))
+        return BatchSchedule(train, valid, jnp.zeros(steps))
     epochs = [-(-length // count) for length, count in zip(lengths, counts, strict=True)]
     drawn = (epochs[0] * counts[0], epochs[1] * counts[1], steps)
     *bits, coins = _streams(key, drawn)
@@ -165,7 +169,7 @@ def turns(key: Any, counts: tuple[int, int], steps: int, draws: tuple[int, int])
         _shuffled(x.reshape(-1, count)).ravel()[:length]
         for x, count, length in zip(bits, counts, lengths, strict=True)
     )
-    return Turns(train, valid, (coins >> 8).astype(float) / 2.0**24)
+    return BatchSchedule(train, valid, (coins >> 8).astype(float) / 2.0**24)
 
 
 _BLOCK = 256  # random numbers that one key gives

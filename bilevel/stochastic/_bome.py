@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import optax
 
 from bilevel.contracts import SingleLoop
-from bilevel.internal.checks import nonnegative, whole
-from bilevel.problem.problem import parts
+from bilevel.internal.checks import integer, nonnegative
+from bilevel.problem.problem import split_losses
 from bilevel.stochastic import _steps as steps
 from bilevel.stochastic._oracles import at_both, lower_loss, metrics, slopes_oracle
 from bilevel.stochastic._steps import Rate
@@ -72,16 +72,16 @@ def bome(step_size: Rate, *, inner: int = 10, control: float = 0.5) -> SingleLoo
     >>> bilevel.search(problem, bilevel.bome(0.1), *args, steps=400).alpha.round(1)
     Array([2.], dtype=float...)
     """
-    rate = steps.checked("step_size", step_size)
-    inner = whole("inner", inner, 1)
+    rate = steps.check_rate("step_size", step_size)
+    inner = integer("inner", inner, 1)
     nonnegative("control", control)
 
     def init(problem, alpha, w, turn, train, valid):
         return BomeState()
 
     def step(problem, alpha, w, state, turn, train, valid):
-        c = steps.at(rate, turn.number)
-        lower, outer = lower_loss(problem), parts(problem).outer
+        c = steps.rate_at(rate, turn.number)
+        lower, outer = lower_loss(problem), split_losses(problem).outer
 
         def slopes(batch, weight):
             def closer(_, y):

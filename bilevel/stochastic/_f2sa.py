@@ -6,8 +6,8 @@ import jax
 import optax
 
 from bilevel.contracts import Pytree, SingleLoop
-from bilevel.internal.checks import nonnegative, positive, whole
-from bilevel.problem.problem import parts
+from bilevel.internal.checks import integer, nonnegative, positive
+from bilevel.problem.problem import split_losses
 from bilevel.stochastic import _steps as steps
 from bilevel.stochastic._oracles import Slopes, at_both, lower_loss, metrics, slopes_oracle
 from bilevel.stochastic._steps import Rate
@@ -78,18 +78,18 @@ def f2sa(
     >>> bilevel.search(problem, bilevel.f2sa(0.5), *args, steps=200).alpha.round(2)
     Array([2.], dtype=float...)
     """
-    rate = steps.checked("step_size", step_size)
+    rate = steps.check_rate("step_size", step_size)
     positive("penalty", penalty)
     nonnegative("growth", growth)
-    inner = whole("inner", inner, 1)
+    inner = integer("inner", inner, 1)
 
     def init(problem, alpha, w, turn, train, valid):
         return F2saState(jax.tree.map(jax.numpy.copy, w))
 
     def step(problem, alpha, w, state, turn, train, valid):
         now: Any = penalty * (1.0 + jax.numpy.asarray(turn.number, float)) ** growth
-        c = steps.at(rate, turn.number)
-        lower, outer = lower_loss(problem), parts(problem).outer
+        c = steps.rate_at(rate, turn.number)
+        lower, outer = lower_loss(problem), split_losses(problem).outer
 
         def slopes(pair, j):
             y, w = pair

@@ -6,8 +6,8 @@ import jax
 import optax
 
 from bilevel.contracts import Pytree, SingleLoop
-from bilevel.internal.checks import between, positives
-from bilevel.problem.problem import parts
+from bilevel.internal.checks import check_in_range, positives
+from bilevel.problem.problem import split_losses
 from bilevel.stochastic import _steps as steps
 from bilevel.stochastic._oracles import at_both, lower_loss, metrics, slopes_oracle
 from bilevel.stochastic._steps import Rate
@@ -76,17 +76,17 @@ def meha(
     >>> bilevel.search(problem, bilevel.meha(0.3), *args, steps=400).alpha.round(1)
     Array([2.], dtype=float...)
     """
-    rate = steps.checked("step_size", step_size)
+    rate = steps.check_rate("step_size", step_size)
     positives(proximity=proximity, penalty=penalty)
-    between("growth", growth, -1e-12, 0.5)
+    check_in_range("growth", growth, -1e-12, 0.5)
 
     def init(problem, alpha, w, turn, train, valid):
         return MehaState(jax.tree.map(jax.numpy.copy, w))
 
     def step(problem, alpha, w, state, turn, train, valid):
         c: Any = penalty * (1.0 + jax.numpy.asarray(turn.number, float)) ** growth
-        eta = steps.at(rate, turn.number)
-        lower, outer = lower_loss(problem), parts(problem).outer
+        eta = steps.rate_at(rate, turn.number)
+        lower, outer = lower_loss(problem), split_losses(problem).outer
         pair = at_both(lambda w: slopes_oracle(lower, w, alpha), state.theta, w)
         (at_theta, at_w), below = train.at(turn.train[0], pair)
         of_outer, above = valid.at(turn.valid[0], slopes_oracle(outer, w, alpha))

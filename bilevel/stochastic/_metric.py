@@ -19,7 +19,7 @@ from bilevel.hypergradients.curvature import DENSE_SIZE
 from bilevel.internal.checks import at_least_float32
 from bilevel.problem.problem import Problem, at_variables, hessian_operator
 from bilevel.solvers.inverses import row_products
-from bilevel.stochastic._blocks import Blocks
+from bilevel.stochastic._blocks import BatchedData
 
 _RANK = 32  # of the Hessian's eigenvectors, where it is not decomposed
 _SPARE = 8  # more columns than that, for the last of them to be good
@@ -56,7 +56,7 @@ class Metric(NamedTuple):
         return outside * x + (along * factors) @ self.vectors.T
 
 
-def _products(problem: Problem, w: Pytree, alpha: Pytree, train: Blocks):
+def _products(problem: Problem, w: Pytree, alpha: Pytree, train: BatchedData):
     """``(i, columns) -> H_i`` of batch i times the rows of [k, p]."""
     flat, unravel = ravel_pytree(w)
     loss = at_variables(problem, None).lower
@@ -74,7 +74,7 @@ def _products(problem: Problem, w: Pytree, alpha: Pytree, train: Blocks):
     return products
 
 
-def _basis(products, flat: jax.Array, alpha: Pytree, train: Blocks) -> Metric:
+def _estimate_metric(products, flat: jax.Array, alpha: Pytree, train: BatchedData) -> Metric:
     """The metric without its length, from a sample of the batches that is always the same."""
     wide = min(flat.size, _RANK + _SPARE) if flat.size > DENSE_SIZE else flat.size
     sample = min(train.count, _MOST, max(_LEAST, -(-_ROWS * wide // max(1, train.size))))
@@ -98,13 +98,13 @@ def _basis(products, flat: jax.Array, alpha: Pytree, train: Blocks) -> Metric:
     return found._replace(matrix=whole, turned=alpha)
 
 
-def _flat(w: Pytree) -> jax.Array:
+def _flatten_weights(w: Pytree) -> jax.Array:
     """The weights in one row; of half precision, which is decomposed nowhere, in single."""
     flat = ravel_pytree(w)[0]
     return flat.astype(at_least_float32(flat.dtype))
 
 
-def _distance(alpha: Pytree, before: Pytree) -> jax.Array:
+def _largest_move(alpha: Pytree, before: Pytree) -> jax.Array:
     """The furthest that any part of alpha has moved."""
     gaps = jax.tree.map(lambda x, y: jnp.max(jnp.abs(x - y)).astype(float), alpha, before)
     return jnp.max(jnp.stack(jax.tree.leaves(gaps)))
@@ -123,7 +123,7 @@ def _leading(mean, flat: jax.Array, wide: int) -> tuple[jax.Array, jax.Array]:
     return values[_SPARE:], (basis @ rotation)[:, _SPARE:]
 
 
-def _steepest(products, found: Metric, flat: jax.Array, count: int) -> jax.Array:
+def _largest_curvature(products, found: Metric, flat: jax.Array, count: int) -> jax.Array:
     """The largest curvature of a few batches in the metric."""
     probes = min(_PROBES, count)
     chosen = (jnp.arange(probes) * count + count // 2) // probes
@@ -143,15 +143,15 @@ def _steepest(products, found: Metric, flat: jax.Array, count: int) -> jax.Array
     return jnp.where(size > 0, size, 1)
 
 
-def unmeasured(problem: Problem, w: Pytree, alpha: Pytree, train: Blocks) -> Metric:
+def unmeasured(problem: Problem, w: Pytree, alpha: Pytree, train: BatchedData) -> Metric:
     """What the first step renews: to measure here too would compile it twice."""
-    products, flat = _products(problem, w, alpha, train), _flat(w)
-    shapes = jax.eval_shape(lambda: _basis(products, flat, alpha, train))
+    products, flat = _products(problem, w, alpha, train), _flatten_weights(w)
+    shapes = jax.eval_shape(lambda: _estimate_metric(products, flat, alpha, train))
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
 
 def renewed(
-    old: Metric, number: jax.Array, problem: Problem, w: Pytree, alpha: Pytree, train: Blocks
+    old: Metric, number: jax.Array, problem: Problem, w: Pytree, alpha: Pytree, train: BatchedData
 ) -> Metric:
     """The metric of step ``number``: a new one at the first, and now and then."""
 
@@ -159,14 +159,16 @@ def renewed(
         epoch = number // train.count
         anew = (number % train.count == 0) & (epoch & (epoch + 1) == 0)
         if old.matrix is not None:
-            anew = anew | (_distance(alpha, old.turned) > _TURNED)
+            anew = anew | (_largest_move(alpha, old.turned) > _TURNED)
         due = anew | (number % (_EPOCHS * max(_SHORTEST, train.count)) == 0)
-        due = due | (_distance(alpha, old.moved) > _MOVED)
+        due = due | (_largest_move(alpha, old.moved) > _MOVED)
 
         def measured():
-            products, flat = _products(problem, w, alpha, train), _flat(w)
-            found = jax.lax.cond(anew, lambda: _basis(products, flat, alpha, train), lambda: old)
-            length = _FRACTION / _steepest(products, found, flat, train.count)
+            products, flat = _products(problem, w, alpha, train), _flatten_weights(w)
+            found = jax.lax.cond(
+                anew, lambda: _estimate_metric(products, flat, alpha, train), lambda: old
+            )
+            length = _FRACTION / _largest_curvature(products, found, flat, train.count)
             return found._replace(length=length, moved=alpha)
 
         return jax.lax.cond(due, measured, lambda: old)
@@ -175,7 +177,7 @@ def renewed(
     return jax.lax.cond(look, looked, lambda: old)
 
 
-def stepped(
+def metric_step(
     found: Metric, pair: tuple[Pytree, Pytree], along: tuple[Pytree, Pytree], shorter: jax.Array
 ) -> tuple:
     """``(w, v)`` after a step against the two directions, in the metric, ``shorter`` times it."""

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import optax
 
 from bilevel.contracts import Pytree
-from bilevel.problem.problem import Problem, at_variables, parts
-from bilevel.problem.structure import enters
-from bilevel.stochastic._blocks import Blocks, Oracle
+from bilevel.problem.problem import Problem, at_variables, split_losses
+from bilevel.problem.structure import depends_on_alpha
+from bilevel.stochastic._blocks import BatchedData, Oracle
 
 
 class Lower(NamedTuple):
@@ -36,7 +36,7 @@ class Directions(NamedTuple):
     alpha: Pytree
 
 
-class Point(NamedTuple):
+class Iterate(NamedTuple):
     """Where derivatives are taken."""
 
     w: Pytree
@@ -44,13 +44,13 @@ class Point(NamedTuple):
     alpha: Pytree
 
 
-def lower_oracle(problem: Problem, point: Point) -> Oracle:
+def lower_oracle(problem: Problem, point: Iterate) -> Oracle:
     """Gives ``(Lower, (loss, aux))``: the products share a pass."""
     loss = lower_loss(problem)
 
     def oracle(batch, weight):
         def slope(w, alpha):
-            slope, rest = jax.grad(weighted(loss, weight), has_aux=True)(w, alpha, batch)
+            slope, rest = jax.grad(weighted_loss(loss, weight), has_aux=True)(w, alpha, batch)
             return slope, rest
 
         slope, pull, rest = jax.vjp(slope, point.w, point.alpha, has_aux=True)
@@ -63,26 +63,26 @@ def slopes_oracle(loss: Callable, w: Pytree, alpha: Pytree) -> Oracle:
     """Gives ``(Slopes, (loss, aux))`` of a loss that returns the pair."""
 
     def oracle(batch, weight):
-        slopes, rest = jax.grad(weighted(loss, weight), (0, 1), has_aux=True)(w, alpha, batch)
+        slopes, rest = jax.grad(weighted_loss(loss, weight), (0, 1), has_aux=True)(w, alpha, batch)
         return Slopes(*slopes), rest
 
     return oracle
 
 
-def outer_oracle(problem: Problem, point: Point) -> Oracle:
+def outer_oracle(problem: Problem, point: Iterate) -> Oracle:
     """Gives ``(Slopes, (loss, aux))`` of the outer loss."""
-    loss, bare = parts(problem).outer, at_variables(problem, None).outer
+    loss, bare = split_losses(problem).outer, at_variables(problem, None).outer
 
     def oracle(batch, weight):
         slopes, rest = slopes_oracle(loss, point.w, point.alpha)(batch, weight)
-        if not enters(bare, point.w, point.alpha, batch):
+        if not depends_on_alpha(bare, point.w, point.alpha, batch):
             slopes = slopes._replace(alpha=None)
         return slopes, rest
 
     return oracle
 
 
-def weighted(loss: Callable, weight: float) -> Callable:
+def weighted_loss(loss: Callable, weight: float) -> Callable:
     """``weight`` times a loss that returns ``(loss, aux)``, and that pair."""
 
     def scaled(w, alpha, batch):
@@ -94,7 +94,7 @@ def weighted(loss: Callable, weight: float) -> Callable:
 
 def lower_loss(problem: Problem) -> Callable:
     """The lower loss as a function that returns ``(loss, aux)``."""
-    lower = parts(problem).lower
+    lower = split_losses(problem).lower
     return lambda w, alpha, batch: lower(w, alpha, batch)[::2]
 
 
@@ -122,28 +122,28 @@ def at_both(oracle_at: Callable[[Any], Oracle], first: Any, second: Any) -> Orac
 
 def metrics(problem: Problem, lower: tuple, outer: tuple, slope: Pytree, **more) -> dict[str, Any]:
     """What a step reports: the losses on its batches, and the size of the lower direction."""
-    found = {"value": outer[0], "lower": lower[0], "noisy_stationarity": norm(slope)}
+    found = {"value": outer[0], "lower": lower[0], "noisy_stationarity": tree_norm(slope)}
     if getattr(problem, "has_aux", False):
         found["aux"] = {"lower": lower[1], "outer": outer[1]}
     return found | more
 
 
-def residual(directions: Directions, outer: Pytree) -> jax.Array:
+def relative_adjoint_residual(directions: Directions, outer: Pytree) -> jax.Array:
     """How far the adjoint is from solving its equation on these estimates, relative."""
-    size = norm(outer)
-    return norm(directions.v) / jnp.where(size > 0, size, 1)
+    size = tree_norm(outer)
+    return tree_norm(directions.v) / jnp.where(size > 0, size, 1)
 
 
-def norm(x: Pytree) -> jax.Array:
+def tree_norm(x: Pytree) -> jax.Array:
     """By a product of vectors: XLA's sums of long ones take several times as long."""
     return jnp.sqrt(optax.tree.vdot(x, x))
 
 
 def full_direction(
-    problem: Problem, w: Pytree, v: Pytree, alpha: Pytree, train: Blocks, valid: Blocks
+    problem: Problem, w: Pytree, v: Pytree, alpha: Pytree, train: BatchedData, valid: BatchedData
 ) -> Pytree:
     """The direction of ``alpha`` on all data, at an adjoint ``v``."""
-    point = Point(w, v, alpha)
+    point = Iterate(w, v, alpha)
     lower, outer = (
         train.mean(lower_oracle(problem, point)),
         valid.mean(outer_oracle(problem, point)),

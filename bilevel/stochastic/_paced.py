@@ -20,7 +20,7 @@ _KEPT = 0.9  # of the largest curvature, by the part
 _CALM = 0.1  # of the largest gradient: under it, Adam's steps fall with the gradient
 
 
-class Curvature(NamedTuple):
+class UpdateCurvature(NamedTuple):
     """How fast the optimizer's update turns around as alpha moves: see :func:`_bent`."""
 
     largest: jax.Array  # []: change of the update, by the distance; slowly forgotten
@@ -36,7 +36,7 @@ class PacedState(NamedTuple):
     residual: jax.Array  # [], averaged
     size: jax.Array  # [], averaged: of the gradient
     least: jax.Array  # [], of those sizes, slowly forgotten
-    curvature: Curvature
+    curvature: UpdateCurvature
     number: jax.Array  # [], int: updates since alpha began to move
     going: jax.Array  # [], bool: whether it has
 
@@ -98,7 +98,7 @@ def paced(
         one = jnp.ones((), common_dtype(*jax.tree.leaves(alpha)))
         begun = jnp.zeros((), int), jnp.zeros((), bool)
         zeros = optax.tree.zeros_like(alpha)
-        bent = Curvature(0 * one, zeros, zeros)
+        bent = UpdateCurvature(0 * one, zeros, zeros)
         # Not infinity: `jax_debug_infs` ends the search at one in its state.
         most = jnp.full_like(one, jnp.finfo(one.dtype).max)
         return PacedState(inner.init(alpha), one, one, 0 * one, most, bent, *begun)
@@ -138,7 +138,7 @@ def paced(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _bent(old: Curvature, update: Pytree, due: jax.Array) -> Curvature:
+def _bent(old: UpdateCurvature, update: Pytree, due: jax.Array) -> UpdateCurvature:
     """Measure the curvature along the last movement, if that is ``due``.
 
     For ``update = -P grad h(alpha)`` it is a Rayleigh quotient of ``P`` times the Hessian of h.
@@ -148,7 +148,7 @@ def _bent(old: Curvature, update: Pytree, due: jax.Array) -> Curvature:
     square = optax.tree.vdot(moved, moved)
     quotient = -optax.tree.vdot(change, moved) / jnp.where(square > 0, square, 1)
     largest = jnp.maximum(quotient.astype(old.largest.dtype), _KEPT * old.largest)
-    new = Curvature(largest, update, optax.tree.zeros_like(update))
+    new = UpdateCurvature(largest, update, optax.tree.zeros_like(update))
     return jax.tree.map(lambda x, y: jnp.where(due, x, y), new, old)
 
 

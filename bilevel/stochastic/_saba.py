@@ -9,14 +9,14 @@ import optax
 from bilevel.contracts import Pytree, SingleLoop, Tables
 from bilevel.internal.checks import common_dtype
 from bilevel.stochastic import _steps as steps
-from bilevel.stochastic._blocks import Blocks, Oracle
+from bilevel.stochastic._blocks import BatchedData, Oracle
 from bilevel.stochastic._oracles import (
-    Point,
+    Iterate,
     directions,
     lower_oracle,
     metrics,
     outer_oracle,
-    residual,
+    relative_adjoint_residual,
 )
 from bilevel.stochastic._steps import Rate
 
@@ -34,8 +34,8 @@ class Saga(NamedTuple):
     table: Pytree  # [batches, ...]
 
 
-class Watch(NamedTuple):
-    """Whether the adjoint is lost: see :func:`_watched`."""
+class AdjointMonitor(NamedTuple):
+    """Whether the adjoint is lost: see :func:`_monitor_adjoint`."""
 
     length: jax.Array  # [], in (0, 1]: what is left of the measured length of a step
     residual: jax.Array  # [], averaged over about an epoch
@@ -46,22 +46,22 @@ class SabaState(NamedTuple):
     """State of :func:`saba`."""
 
     v: Pytree  # like w: the adjoint
-    watch: Watch
+    watch: AdjointMonitor
     tables: Tables  # a `Saga` of the lower and one of the outer loss; the metric, if any
 
 
-def _empty(blocks: Blocks, oracle: Oracle) -> Saga:
+def _empty_saga(blocks: BatchedData, oracle: Oracle) -> Saga:
     shapes = jax.eval_shape(lambda: blocks.at(0, oracle)[0])
     nothing = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
     table = jax.tree.map(lambda s: jnp.zeros((blocks.count, *s.shape), s.dtype), shapes)
     return Saga(nothing, nothing, nothing, table)
 
 
-def _row(table: Pytree, i) -> Pytree:
+def _table_row(table: Pytree, i) -> Pytree:
     return jax.tree.map(lambda t: jax.lax.dynamic_index_in_dim(t, i, keepdims=False), table)
 
 
-def _saga(blocks: Blocks, oracle: Oracle, saga: Saga, number, i, following):
+def _saga(blocks: BatchedData, oracle: Oracle, saga: Saga, number, i, following):
     """The estimate from batch ``i``, what came beside it, and the table with it.
 
     In the first epoch after a start it is the batch's own: the mean is not yet that of all rows.
@@ -80,10 +80,12 @@ def _saga(blocks: Blocks, oracle: Oracle, saga: Saga, number, i, following):
     table = jax.tree.map(
         lambda t, x: jax.lax.dynamic_update_index_in_dim(t, x, i, 0), saga.table, new
     )
-    return estimate, rest, Saga(mean, lost, _row(table, following), table)
+    return estimate, rest, Saga(mean, lost, _table_row(table, following), table)
 
 
-def _watched(watch: Watch, residual: jax.Array, number: jax.Array, epoch: int) -> tuple:
+def _monitor_adjoint(
+    watch: AdjointMonitor, residual: jax.Array, number: jax.Array, epoch: int
+) -> tuple:
     """The watch after a step, and whether the adjoint was found lost: worse than 0.
 
     Steps are as long as a few batches' curvature allows. Where others are steeper, the adjoint runs
@@ -93,7 +95,7 @@ def _watched(watch: Watch, residual: jax.Array, number: jax.Array, epoch: int) -
     average = watch.residual + (residual - watch.residual) / since
     average = jnp.where(number - watch.begun < epoch, 0, average).astype(residual.dtype)
     lost = average > _LOST
-    found = Watch(
+    found = AdjointMonitor(
         jnp.where(lost, _SHORTER, 1).astype(residual.dtype) * watch.length,
         jnp.where(lost, 0, average),
         # Two epochs of steps have every batch among them, one across an epoch's end may not.
@@ -155,20 +157,20 @@ def saba(step_size: Rate | None = None) -> SingleLoop:
     Array([2.], dtype=float...)
     """
     if step_size is not None:
-        steps.checked("step_size", step_size)
+        steps.check_rate("step_size", step_size)
     mover = steps.mover(step_size)
 
     def init(problem, alpha, w, turn, train, valid):
-        point = Point(w, optax.tree.zeros_like(w), alpha)
-        below = _empty(train, lower_oracle(problem, point))
-        above = _empty(valid, outer_oracle(problem, point))
+        point = Iterate(w, optax.tree.zeros_like(w), alpha)
+        below = _empty_saga(train, lower_oracle(problem, point))
+        above = _empty_saga(valid, outer_oracle(problem, point))
         one = jnp.ones((), common_dtype(*jax.tree.leaves(w)))
-        watch = Watch(one, 0 * one, jnp.zeros((), turn.number.dtype))
+        watch = AdjointMonitor(one, 0 * one, jnp.zeros((), turn.number.dtype))
         kept = mover.init(problem, w, alpha, train)
         return SabaState(point.v, watch, Tables((below, above, kept)))
 
     def step(problem, alpha, w, state, turn, train, valid):
-        point = Point(w, state.v, alpha)
+        point = Iterate(w, state.v, alpha)
         at_train, at_valid = lower_oracle(problem, point), outer_oracle(problem, point)
         of_train, of_valid, kept = state.tables.content
         number = turn.number - state.watch.begun
@@ -180,10 +182,10 @@ def saba(step_size: Rate | None = None) -> SingleLoop:
         )
         found = directions(lower, outer)
         around = turn.number, problem, w, alpha, train
-        noisy, watch = residual(found, outer.w), state.watch
+        noisy, watch = relative_adjoint_residual(found, outer.w), state.watch
         (w, v), kept = mover.move((w, state.v), found[:2], kept, *around, shorter=watch.length)
         if step_size is None:
-            watch, lost = _watched(watch, noisy, turn.number, memory(train, valid))
+            watch, lost = _monitor_adjoint(watch, noisy, turn.number, memory(train, valid))
             v = optax.tree.where(lost, optax.tree.zeros_like(v), v)
         report = metrics(problem, below, above, found.w, noisy_residual=noisy)
         return found.alpha, w, SabaState(v, watch, Tables((of_train, of_valid, kept))), report

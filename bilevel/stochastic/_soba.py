@@ -5,16 +5,16 @@ from typing import NamedTuple
 import optax
 
 from bilevel.contracts import Pytree, SingleLoop
-from bilevel.internal.checks import between
+from bilevel.internal.checks import check_in_range
 from bilevel.stochastic import _steps as steps
 from bilevel.stochastic._oracles import (
     Directions,
-    Point,
+    Iterate,
     directions,
     lower_oracle,
     metrics,
     outer_oracle,
-    residual,
+    relative_adjoint_residual,
 )
 from bilevel.stochastic._steps import Rate
 
@@ -34,11 +34,11 @@ class AveragedState(NamedTuple):
 
 def estimates(problem, alpha, w, v, turn, train, valid) -> tuple[Directions, dict]:
     """The three directions from a batch each, and the metrics."""
-    point = Point(w, v, alpha)
+    point = Iterate(w, v, alpha)
     lower, below = train.at(turn.train[0], lower_oracle(problem, point))
     outer, above = valid.at(turn.valid[0], outer_oracle(problem, point))
     found = directions(lower, outer)
-    noisy = residual(found, outer.w)
+    noisy = relative_adjoint_residual(found, outer.w)
     return found, metrics(problem, below, above, found.w, noisy_residual=noisy)
 
 
@@ -89,14 +89,14 @@ def soba(step_size: Rate) -> SingleLoop:
     >>> bilevel.search(problem, bilevel.soba(0.3), *args, **options).alpha.round(0)
     Array([2.], dtype=float...)
     """
-    rate = steps.checked("step_size", step_size)
+    rate = steps.check_rate("step_size", step_size)
 
     def init(problem, alpha, w, turn, train, valid):
         return SobaState(optax.tree.zeros_like(w))
 
     def step(problem, alpha, w, state, turn, train, valid):
         found, report = estimates(problem, alpha, w, state.v, turn, train, valid)
-        w, v = steps.against((w, state.v), found[:2], steps.at(rate, turn.number))
+        w, v = steps.against((w, state.v), found[:2], steps.rate_at(rate, turn.number))
         return found.alpha, w, SobaState(v), report
 
     return SingleLoop(init, step, lambda state: state.v)
@@ -139,8 +139,8 @@ def ma_soba(step_size: Rate, average: float = 0.1) -> SingleLoop:
     >>> bilevel.ma_soba(0.1, average=0.05).draws
     (1, 1)
     """
-    rate = steps.checked("step_size", step_size)
-    between("average", average, 0, 1 + 1e-12)
+    rate = steps.check_rate("step_size", step_size)
+    check_in_range("average", average, 0, 1 + 1e-12)
 
     def init(problem, alpha, w, turn, train, valid):
         return AveragedState(optax.tree.zeros_like(w), optax.tree.zeros_like(alpha))
@@ -149,7 +149,7 @@ def ma_soba(step_size: Rate, average: float = 0.1) -> SingleLoop:
         found, report = estimates(problem, alpha, w, state.v, turn, train, valid)
         change = optax.tree.sub(found.alpha, state.direction)
         direction = steps.against(state.direction, change, -average)
-        w, v = steps.against((w, state.v), found[:2], steps.at(rate, turn.number))
+        w, v = steps.against((w, state.v), found[:2], steps.rate_at(rate, turn.number))
         return direction, w, AveragedState(v, direction), report
 
     return SingleLoop(init, step, lambda state: state.v)

@@ -7,21 +7,21 @@ import jax.numpy as jnp
 import optax
 
 from bilevel.contracts import Pytree, SingleLoop, Tables
-from bilevel.internal.checks import between, common_dtype
+from bilevel.internal.checks import check_in_range, common_dtype
 from bilevel.stochastic import _steps as steps
-from bilevel.stochastic._blocks import Blocks
+from bilevel.stochastic._blocks import BatchedData
 from bilevel.stochastic._oracles import (
     Directions,
+    Iterate,
     Lower,
-    Point,
     Slopes,
     at_both,
     directions,
     lower_oracle,
     metrics,
-    norm,
     outer_oracle,
-    residual,
+    relative_adjoint_residual,
+    tree_norm,
 )
 from bilevel.stochastic._steps import Rate
 
@@ -42,13 +42,13 @@ class SpabaState(NamedTuple):
     last: Tables  # where the last estimates were made, and they; the metric, if any
 
 
-def _often(train: Blocks, valid: Blocks) -> float:
+def _full_pass_probability(train: BatchedData, valid: BatchedData) -> float:
     """The chance of a full pass: as much work as the other steps do, or up to four times that."""
     count = train.count + valid.count
     return max(2 / (2 + count), min(8 / (8 + count), 1 / _STEPS))
 
 
-def _judged(
+def _limit_directions(
     summed: Directions,
     found: tuple[Lower, Slopes],
     v: Pytree,
@@ -64,15 +64,15 @@ def _judged(
     """
     lower, outer = found
     _, exact, along = directions(lower, outer)
-    size = norm(outer.w)
-    drift = norm(optax.tree.sub(summed.v, exact)) / jnp.where(size > 0, size, 1)
-    error = norm(optax.tree.sub(summed.alpha, along))
-    allowed = _ERROR * norm(along) / jnp.where(error > 0, error, 1)
+    size = tree_norm(outer.w)
+    drift = tree_norm(optax.tree.sub(summed.v, exact)) / jnp.where(size > 0, size, 1)
+    error = tree_norm(optax.tree.sub(summed.alpha, along))
+    allowed = _ERROR * tree_norm(along) / jnp.where(error > 0, error, 1)
     change = jnp.where(error > 0, jnp.clip(allowed, *_TRUSTS), _TRUSTS[1])
     trust = jnp.clip(change.astype(trust.dtype) * trust, _LEAST_TRUST, 1)
     factor = jnp.clip(_DRIFT / drift, *_LENGTHS)
     of_v = lower.product, lower.cross, v
-    product, cross, v = optax.tree.where(norm(exact) > size, optax.tree.zeros_like(of_v), of_v)
+    product, cross, v = optax.tree.where(tree_norm(exact) > size, optax.tree.zeros_like(of_v), of_v)
     lower = Lower(lower.slope, product, cross)
     return directions(lower, outer), v, (jnp.minimum(factor * length, 1), trust)
 
@@ -138,19 +138,19 @@ def spaba(step_size: Rate | None = None, *, probability: float | None = None) ->
     Array([2.], dtype=float...)
     """
     if step_size is not None:
-        steps.checked("step_size", step_size)
+        steps.check_rate("step_size", step_size)
     mover = steps.mover(step_size)
     if probability is not None:
-        between("probability", probability, -1e-12, 1 + 1e-12)
+        check_in_range("probability", probability, -1e-12, 1 + 1e-12)
 
     def often(train, valid):
-        return _often(train, valid) if probability is None else probability
+        return _full_pass_probability(train, valid) if probability is None else probability
 
-    def everywhere(problem, point, train: Blocks, valid: Blocks) -> tuple[Lower, Slopes]:
+    def everywhere(problem, point, train: BatchedData, valid: BatchedData) -> tuple[Lower, Slopes]:
         return train.mean(lower_oracle(problem, point)), valid.mean(outer_oracle(problem, point))
 
     def init(problem, alpha, w, turn, train, valid):
-        point = Point(w, optax.tree.zeros_like(w), alpha)
+        point = Iterate(w, optax.tree.zeros_like(w), alpha)
         found = directions(*everywhere(problem, point, train, valid))
         length = jnp.ones((), common_dtype(*jax.tree.leaves(w)))
         kept = mover.init(problem, w, alpha, train)
@@ -159,7 +159,7 @@ def spaba(step_size: Rate | None = None, *, probability: float | None = None) ->
         )
 
     def step(problem, alpha, w, state, turn, train, valid):
-        point = Point(w, state.v, alpha)
+        point = Iterate(w, state.v, alpha)
         before, last, kept = state.last.content
 
         def both(oracle):
@@ -183,20 +183,22 @@ def spaba(step_size: Rate | None = None, *, probability: float | None = None) ->
             scales = state.length, state.trust
             found, v, judged = jax.lax.cond(
                 passing,
-                lambda: _judged(summed, exact(), state.v, *scales),
+                lambda: _limit_directions(summed, exact(), state.v, *scales),
                 lambda: (summed, state.v, scales),
             )
             length, trust = optax.tree.where(state.stale, scales, judged)
         around = turn.number, problem, w, alpha, train
         pair, kept = mover.move((w, v), found[:2], kept, *around, shorter=length)
-        report = metrics(problem, below, above, found.w, noisy_residual=residual(found, outer.w))
+        report = metrics(
+            problem, below, above, found.w, noisy_residual=relative_adjoint_residual(found, outer.w)
+        )
         last = Tables((point._replace(v=v), found, kept))
         stale = jnp.zeros_like(state.stale)
         along = optax.tree.scale(trust, found.alpha)
         return along, pair[0], SpabaState(pair[1], length, trust, stale, last), report
 
     def memory(train, valid):  # its errors add up from pass to pass
-        return 1 / (often(train, valid) or _often(train, valid))
+        return 1 / (often(train, valid) or _full_pass_probability(train, valid))
 
     def restart(state, number, train, valid):
         return state._replace(stale=jnp.ones_like(state.stale))

@@ -9,20 +9,20 @@ from bilevel.contracts import Pytree
 from bilevel.internal.checks import positive
 from bilevel.problem.problem import Problem
 from bilevel.stochastic import _metric
-from bilevel.stochastic._blocks import Blocks
+from bilevel.stochastic._blocks import BatchedData
 
 Rate = float | jax.Array | Callable[[jax.Array], jax.Array]
 """A positive number, or a schedule: ``rate(steps done) -> number``, such as optax's."""
 
 
-def checked(name: str, rate: Any) -> Any:
+def check_rate(name: str, rate: Any) -> Any:
     """Refuse what is neither a positive number nor a schedule."""
     if not callable(rate):
         positive(name, rate)
     return rate
 
 
-def at(rate: Rate, number: jax.Array) -> Any:
+def rate_at(rate: Rate, number: jax.Array) -> Any:
     """The rate of a step."""
     return rate(number) if callable(rate) else rate
 
@@ -46,12 +46,14 @@ def mover(rate: Rate | None) -> Mover:
         fixed = rate
 
         def by_rate(pair, along, state, number, *_, shorter):  # a rate is left as it is
-            return against(pair, along, at(fixed, number)), state
+            return against(pair, along, rate_at(fixed, number)), state
 
         return Mover(lambda *_: (), by_rate)
 
-    def in_metric(pair, along, state, number, problem: Problem, w, alpha, train: Blocks, shorter):
+    def in_metric(
+        pair, along, state, number, problem: Problem, w, alpha, train: BatchedData, shorter
+    ):
         state = _metric.renewed(state, number, problem, w, alpha, train)
-        return _metric.stepped(state, pair, along, shorter), state
+        return _metric.metric_step(state, pair, along, shorter), state
 
     return Mover(_metric.unmeasured, in_metric)

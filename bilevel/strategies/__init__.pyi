@@ -3,7 +3,7 @@
 from . import activation_search, train_free
 from .methods import darts, gaea, joint, unrolled, weight_sharing
 from .optimizers import darts_sgd, exponentiated, logits, on_sets
-from .strategy import Strategy, best_drawn, run, side_by_side
+from .strategy import Strategy, best_drawn, run, stack_strategies
 
 __all__ = [
     "Strategy",
@@ -17,7 +17,7 @@ __all__ = [
     "logits",
     "on_sets",
     "run",
-    "side_by_side",
+    "stack_strategies",
     "train_free",
     "unrolled",
     "weight_sharing",

@@ -22,8 +22,8 @@ from bilevel.contracts import LowerSolver
 from bilevel.discretize import ConditionSix, Judgement, condition_six, judge_choice
 from bilevel.hypergradients.hypergradient import HyperGradient
 from bilevel.hypergradients.hypergradient import hypergradient as of_problem
-from bilevel.internal.checks import known, whole
-from bilevel.problem.problem import side_by_side
+from bilevel.internal.checks import integer, one_of
+from bilevel.problem.problem import stack_problems
 from bilevel.solvers import implicit
 from bilevel.solvers.inverses import cg
 from bilevel.spaces.activations import (
@@ -40,7 +40,7 @@ _DAMPING = 1e-2  # over the largest curvature: a small one of all responses that
 _DIVERGED = 1e6  # the loss of a network whose training diverged: larger than any other
 
 
-class Task(NamedTuple):
+class ActivationTask(NamedTuple):
     """The searches of all seeds; leading axis: seeds."""
 
     space: ActivationSpace
@@ -57,7 +57,7 @@ def set_up(
     keys: Sequence[chex.PRNGKey],
     *,
     classes: int,
-) -> Task:
+) -> ActivationTask:
     """Unit inputs, labels of +-1 and initial weights for every seed.
 
     Parameters
@@ -65,7 +65,7 @@ def set_up(
     space : ActivationSpace
         Of finite width.
     rows : sequence, for every seed, of training, validation and test rows ``(x, y)``
-        As :func:`bilevel.data.samples` draws them: y are labels from 0.
+        As :func:`bilevel.data.draw_splits` draws them: y are labels from 0.
     keys : sequence of PRNG keys, one for each seed
         Of the initial weights.
     classes : int
@@ -90,7 +90,7 @@ def set_up(
     >>> task.w0.shape, task.train[1].shape
     ((2, 32, 64), (2, 40, 10))
     >>> way, alpha = solver(task, 5), jnp.full((2, 2), 0.5)
-    >>> hypergradient(task, way, alpha).grad.shape, trained(task, way, alpha).shape
+    >>> seed_hypergradients(task, way, alpha).grad.shape, train_weights(task, way, alpha).shape
     ((2, 2), (2, 32, 64))
     """
     if len(rows) != len(keys) or not len(keys):
@@ -103,11 +103,13 @@ def set_up(
         weights.append(space.init(key, parts[-1][0]))
     train, valid, test = jax.tree.map(lambda *x: jnp.stack(x), *parts)
     w0 = jnp.stack(weights)
-    return Task(space, w0, jax.jit(jax.vmap(space.curvatures))(w0, train[0]), train, valid, test)
+    return ActivationTask(
+        space, w0, jax.jit(jax.vmap(space.curvatures))(w0, train[0]), train, valid, test
+    )
 
 
 def solver(
-    task: Task, steps: int = 50, kind: str = "unrolled", rate: float | None = None
+    task: ActivationTask, steps: int = 50, kind: str = "unrolled", rate: float | None = None
 ) -> LowerSolver:
     """Training of the weights for ``steps`` steps, differentiated in one of four ways.
 
@@ -134,8 +136,8 @@ def solver(
     --------
     See :func:`set_up`.
     """
-    known("kind", kind, SOLVERS)
-    backprop = {"truncated": max(1, whole("steps", steps, 1) // 4), "first-order": 0}.get(kind)
+    one_of("kind", kind, SOLVERS)
+    backprop = {"truncated": max(1, integer("steps", steps, 1) // 4), "first-order": 0}.get(kind)
     descent = task.space.solver(task.curvatures, steps, backprop=backprop, rate=rate)
     if kind != "implicit":
         return descent
@@ -143,29 +145,31 @@ def solver(
     return implicit(descent, cg(steps=steps, damping=damping))
 
 
-def trained(task: Task, solver: LowerSolver, alpha: chex.Array) -> jax.Array:
+def train_weights(task: ActivationTask, solver: LowerSolver, alpha: chex.Array) -> jax.Array:
     """Weights [seeds, width, inputs] trained from the start at ``alpha`` [seeds, h].
 
     Examples
     --------
     See :func:`set_up`.
     """
-    return _trained(solver, task.space, alpha, task.w0, task.train)
+    return _run_solver(solver, task.space, alpha, task.w0, task.train)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _trained(solver, space, alpha, w, batch):
-    return solver.run(side_by_side(space.problem).lower, alpha, w, solver.init(w), batch)[0]
+def _run_solver(solver, space, alpha, w, batch):
+    return solver.run(stack_problems(space.problem).lower, alpha, w, solver.init(w), batch)[0]
 
 
-def hypergradient(task: Task, solver: LowerSolver, alpha: chex.Array) -> HyperGradient:
+def seed_hypergradients(
+    task: ActivationTask, solver: LowerSolver, alpha: chex.Array
+) -> HyperGradient:
     """The hypergradients of all seeds at ``alpha`` [seeds, h], without diagnostics.
 
     Examples
     --------
     See :func:`set_up`.
     """
-    fn = of_problem(side_by_side(task.space.problem), solver, diagnostics=False)
+    fn = of_problem(stack_problems(task.space.problem), solver, diagnostics=False)
     return jax.jit(fn)(alpha, task.w0, task.train, task.valid)
 
 
@@ -177,7 +181,7 @@ class Gap(NamedTuple):
 
 
 def hypergradient_error(
-    task: Task, solver: LowerSolver, longer: LowerSolver, alpha: chex.Array
+    task: ActivationTask, solver: LowerSolver, longer: LowerSolver, alpha: chex.Array
 ) -> Gap:
     """How far each seed's hypergradient is from that of longer training.
 
@@ -207,7 +211,7 @@ def hypergradient_error(
     >>> hypergradient_error(task, solver(task, 4), solver(task, 16), jnp.ones((1, 1))).error.shape
     (1,)
     """
-    ours, better = (hypergradient(task, way, alpha).grad for way in (solver, longer))
+    ours, better = (seed_hypergradients(task, way, alpha).grad for way in (solver, longer))
     norm, error = (np.linalg.norm(x, axis=-1) for x in (better, ours - better))
     return Gap(norm, error)
 
@@ -224,7 +228,7 @@ class ArgmaxVerdict(NamedTuple):
 
 
 def judge_argmax(
-    task: Task, alpha: chex.Array, w: chex.Array, singles: Sequence[tuple[Any, Any]]
+    task: ActivationTask, alpha: chex.Array, w: chex.Array, singles: Sequence[tuple[Any, Any]]
 ) -> ArgmaxVerdict:
     """Is each seed's argmax, trained alone, as good as any other? By the validation rows of all.
 
@@ -266,8 +270,8 @@ def judge_argmax(
     >>> task = set_up(space, rows, keys, classes=10)
     >>> way, alpha = solver(task, 5), jnp.array([[0.9, 0.1]])
     >>> corners = [jnp.eye(2)[None, i] for i in range(2)]
-    >>> singles = [(trained(task, way, corner), corner) for corner in corners]
-    >>> judge_argmax(task, alpha, trained(task, way, alpha), singles).choice
+    >>> singles = [(train_weights(task, way, corner), corner) for corner in corners]
+    >>> judge_argmax(task, alpha, train_weights(task, way, alpha), singles).choice
     array([0])
     """
     space, choices = task.space, np.asarray(alpha).argmax(axis=1)
@@ -280,7 +284,7 @@ def judge_argmax(
     by_row = [losses_by_row(space, *network, task.valid) for network in networks]
     by, mixture = {}, {}
     for name in ("loss", "error"):
-        *alone, mixed = [_finite(losses[name]) for losses in by_row]
+        *alone, mixed = [_replace_diverged(losses[name]) for losses in by_row]
         verdicts = [
             judge_choice(np.stack(losses, axis=1), choice)
             for *losses, choice in zip(*alone, choices, strict=True)
@@ -288,18 +292,18 @@ def judge_argmax(
         by[name] = jax.tree.map(lambda *fields: np.stack(fields), *verdicts)
         mixture[name] = mixed.mean(axis=1)
     discretise = by["loss"].as_good & by["error"].as_good
-    theory = _condition_six(space, w, alpha, task.test)
+    theory = _condition_six_by_seed(space, w, alpha, task.test)
     assert theory.stationarity is not None and theory.L_alpha is not None  # there are targets
     stationarity = theory.stationarity / theory.L_alpha
     return ArgmaxVerdict(choices, discretise, by, mixture, theory, stationarity)
 
 
-def _finite(losses: jax.Array) -> np.ndarray:
+def _replace_diverged(losses: jax.Array) -> np.ndarray:
     return np.nan_to_num(np.asarray(losses), nan=_DIVERGED, posinf=_DIVERGED)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _condition_six(space, w, alpha, batch) -> ConditionSix:
+def _condition_six_by_seed(space, w, alpha, batch) -> ConditionSix:
     def of_one_seed(w, alpha, x, y):
         vertices = jnp.eye(len(space.names), dtype=alpha.dtype)
         outputs = jax.vmap(space.apply, (None, 0, None), 1)(w, vertices, x)

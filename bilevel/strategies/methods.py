@@ -7,9 +7,9 @@ import jax
 import optax
 
 from bilevel.contracts import Loss
-from bilevel.internal.checks import whole
+from bilevel.internal.checks import integer
 from bilevel.outer_loop.batches import jointly, minibatches
-from bilevel.problem.problem import Problem, parts
+from bilevel.problem.problem import Problem, split_losses
 from bilevel.solvers import one_step
 from bilevel.solvers import unrolled as unrolled_solver
 from bilevel.spaces.space import Space
@@ -120,7 +120,7 @@ def gaea(
     >>> plan.gradients, plan.on_training_rows
     (2, False)
     """
-    optimizer = _of_alpha(space, alpha, exponentiated, optax.sgd)
+    optimizer = _optimizer_on_sets(space, alpha, exponentiated, optax.sgd)
     strategy = _first_order(space, weights, optimizer, batch_size)
     if not on_training_rows:
         return strategy
@@ -201,7 +201,7 @@ def unrolled(
     >>> unrolled(darts_space(cells=1), weights=0.1, alpha=0.1, batch_size=32).gradients
     16
     """
-    steps = whole("steps", steps, 1)
+    steps = integer("steps", steps, 1)
     strategy = _first_order(space, weights, _adam(space, alpha), batch_size)
     return strategy._replace(
         solver=unrolled_solver(weights, steps, backprop=steps),
@@ -277,10 +277,10 @@ def _first_order(
 
 
 def _adam(space: Space | Problem, alpha: Optimizer | Rate) -> Optimizer:
-    return _of_alpha(space, alpha, logits, lambda rate: optax.adam(rate, b1=0.5))
+    return _optimizer_on_sets(space, alpha, logits, lambda rate: optax.adam(rate, b1=0.5))
 
 
-def _of_alpha(
+def _optimizer_on_sets(
     space: Space | Problem,
     alpha: Optimizer | Rate,
     simplex: Callable[[Rate], Optimizer],
@@ -294,7 +294,7 @@ def _of_alpha(
 
 
 def _on_training_rows(strategy: Strategy) -> Strategy:
-    lower, has_aux = parts(strategy.problem).lower, strategy.problem.has_aux
+    lower, has_aux = split_losses(strategy.problem).lower, strategy.problem.has_aux
 
     def outer(w, alpha, batch):
         loss, _, aux = lower(w, alpha, batch)  # without what it does to the variables

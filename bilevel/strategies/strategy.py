@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 
 from bilevel.contracts import Joint, LowerSolver, Pytree
-from bilevel.internal.checks import whole
+from bilevel.internal.checks import integer
 from bilevel.nets.evaluation import in_batches, over_batches
 from bilevel.outer_loop.search import SearchResult, search
-from bilevel.problem.problem import Problem, parts
-from bilevel.problem.problem import side_by_side as problems_side_by_side
+from bilevel.problem.problem import Problem, split_losses
+from bilevel.problem.problem import stack_problems as problems_side_by_side
 from bilevel.spaces.space import Space
 from bilevel.strategies.optimizers import Optimizer
 
@@ -90,10 +90,10 @@ def run(
     )
 
 
-def side_by_side(strategy: Strategy, copies: int) -> Strategy:
+def stack_strategies(strategy: Strategy, copies: int) -> Strategy:
     """The same search ``copies`` times at once: arrays of state and data lead with that axis.
 
-    Losses are sums over the copies, as in :func:`bilevel.side_by_side`, which says what that does
+    Losses are sums over the copies, as in :func:`bilevel.stack_problems`, which says what that does
     to a norm over all weights: the clipping in :func:`darts_sgd` is one of all copies together.
 
     Raises
@@ -108,14 +108,14 @@ def side_by_side(strategy: Strategy, copies: int) -> Strategy:
     >>> from bilevel.spaces.skips import skip_space
     >>> space = skip_space(["relu", "tanh"], depth=3, width=4, classes=2)
     >>> data = jnp.stack([jnp.eye(6)] * 2), jnp.stack([jnp.arange(6) % 2] * 2)
-    >>> plan = side_by_side(darts(space, weights=0.1, alpha=0.1, batch_size=2), 2)
+    >>> plan = stack_strategies(darts(space, weights=0.1, alpha=0.1, batch_size=2), 2)
     >>> alpha = jax.tree.map(lambda a: jnp.stack([a] * 2), space.start())
     >>> w = jax.vmap(space.init)(jax.random.split(jax.random.key(0), 2), data)
     >>> found = run(plan, alpha, w, data, data, steps=1, key=jax.random.key(1), progress=False)
     >>> found.alpha["skips"].shape
     (2, 1)
     """
-    copies = whole("copies", copies, 1)
+    copies = integer("copies", copies, 1)
 
     def of_all(key, *data):
         return jax.vmap(strategy.batches)(jax.random.split(key, copies), *data)
@@ -162,9 +162,9 @@ def best_drawn(
     >>> bool((corner["activations"].max(axis=-1) == 1).all())
     True
     """
-    outer = parts(space.problem).outer
+    outer = split_losses(space.problem).outer
     losses = over_batches(lambda w, alpha, batch: outer(w, alpha, batch)[0])
     batches = in_batches([rows], batch_size)
-    keys = jax.random.split(key, whole("samples", samples, 1))
+    keys = jax.random.split(key, integer("samples", samples, 1))
     found = jax.lax.map(lambda key: losses(w, space.draw(key), batches)[0], keys)
     return space.draw(keys[jnp.where(jnp.isnan(found), jnp.inf, found).argmin()])

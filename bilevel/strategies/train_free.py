@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import ntk
-from bilevel.internal.checks import prng_key, whole
+from bilevel.internal.checks import integer, prng_key
 from bilevel.outer_loop.batches import minibatches
 from bilevel.spaces.skips import SkipArchitecture, SkipSpace
 from bilevel.spaces.space import Space
@@ -81,8 +81,8 @@ def eigen_nas(
     (2, True)
     """
     prng_key("key", key)
-    whole("pool", pool, 1)
-    if whole("keep", keep, 1) > pool:
+    integer("pool", pool, 1)
+    if integer("keep", keep, 1) > pool:
         raise ValueError(f"keep: expected at most the pool's {pool}, got {keep}.")
     corners = [space.draw(k) for k in jax.random.split(key, pool)]
     # By name, each once.
@@ -169,7 +169,7 @@ def te_nas(
     True
     """
     prng_key("key", key)
-    whole("repeats", repeats, 1)
+    integer("repeats", repeats, 1)
     shape = _one_choice_per_row(space, "space")
     if _one_choice_per_row(thin, "thin") != shape or thin.names != space.names:
         raise ValueError("thin: expected the architectures of `space`, got others.")
@@ -299,7 +299,7 @@ def nasi(
     True
     """
     prng_key("key", key)
-    whole("steps", steps, 1)
+    integer("steps", steps, 1)
     if set(jax.tree.leaves(space.sets)) != {"simplex"}:
         raise ValueError(f"space: expected all of alpha on simplices, got {space.sets}.")
     init_key, key = jax.random.split(key)

@@ -27,7 +27,14 @@ import numpy as np
 import optax
 
 from bilevel.contracts import Pytree
-from bilevel.internal.checks import array, common_dtype, concrete, finite, function, whole
+from bilevel.internal.checks import (
+    check_finite,
+    common_dtype,
+    concrete,
+    function,
+    integer,
+    real_array,
+)
 
 
 def lipschitz(
@@ -110,11 +117,11 @@ def lipschitz(
     Array([[4.]], dtype=float...)
     """
     function("algorithm", algorithm, "alpha -> weights")
-    deltas = _steps(deltas)
+    deltas = _check_deltas(deltas)
     alphas = _points(alphas)
-    units = _unit(alphas, directions)
+    units = _unit_directions(alphas, directions)
     if batch_size is not None:
-        whole("batch_size", batch_size, 1)
+        integer("batch_size", batch_size, 1)
 
     def moved(delta, unit):
         dtype = common_dtype(delta, unit)
@@ -130,9 +137,9 @@ def lipschitz(
 
         def distance(point, output):
             length = optax.tree.norm(optax.tree.sub(point, alpha))
-            return norm(optax.tree.sub(output, _row(outputs, 0))) / length
+            return norm(optax.tree.sub(output, _index_leaves(outputs, 0))) / length
 
-        return jax.vmap(distance)(*_row((points, outputs), slice(1, None)))
+        return jax.vmap(distance)(*_index_leaves((points, outputs), slice(1, None)))
 
     size = len(jax.tree.leaves(alphas)[0]) if batch_size is None else batch_size
     return jax.lax.map(lambda pair: around(*pair), (alphas, units), batch_size=size)
@@ -143,16 +150,16 @@ def _signed(x: jax.Array) -> jax.Array:
     return x if jnp.issubdtype(x.dtype, jnp.inexact) else x.astype(float)
 
 
-def _row(tree: Pytree, index: int | slice) -> Pytree:
+def _index_leaves(tree: Pytree, index: int | slice) -> Pytree:
     return jax.tree.map(lambda leaf: leaf[index], tree)
 
 
-def _steps(deltas: jax.Array) -> jax.Array:
-    deltas = array("deltas", deltas)
+def _check_deltas(deltas: jax.Array) -> jax.Array:
+    deltas = real_array("deltas", deltas)
     if deltas.ndim != 1 or deltas.size == 0:
         raise ValueError(f"deltas: expected shape [k] with k at least 1, got {deltas.shape}.")
     if concrete(deltas):
-        finite("deltas", deltas)
+        check_finite("deltas", deltas)
         smallest = np.asarray(deltas).min()
         if not smallest > 0:
             raise ValueError(f"deltas: expected positive numbers, got {smallest}.")
@@ -160,18 +167,18 @@ def _steps(deltas: jax.Array) -> jax.Array:
 
 
 def _points(alphas: Pytree) -> Pytree:
-    alphas = jax.tree.map(lambda a: array("alphas", a), alphas)
+    alphas = jax.tree.map(lambda a: real_array("alphas", a), alphas)
     alphas = jax.tree.map(lambda a: a.astype(common_dtype(a, float)), alphas)
     shapes = [leaf.shape for leaf in jax.tree.leaves(alphas)]
     if not shapes or not all(shape and shape[0] == shapes[0][0] > 0 for shape in shapes):
         raise ValueError(
             f"alphas: expected arrays with one leading axis of length at least 1, got {shapes}."
         )
-    finite("alphas", alphas)
+    check_finite("alphas", alphas)
     return alphas
 
 
-def _unit(alphas: Pytree, directions: Pytree | None) -> Pytree:
+def _unit_directions(alphas: Pytree, directions: Pytree | None) -> Pytree:
     """One direction for each alpha, of length 1 over all leaves."""
     if directions is None:
         if [leaf.ndim for leaf in jax.tree.leaves(alphas)] != [1]:
@@ -187,7 +194,7 @@ def _unit(alphas: Pytree, directions: Pytree | None) -> Pytree:
             "directions: expected arrays like those of alphas, or of one alpha, "
             f"got {jax.tree.map(jnp.shape, directions)}."
         ) from None
-    finite("directions", directions)
+    check_finite("directions", directions)
     lengths = jax.vmap(optax.tree.norm)(directions)
     if concrete(lengths) and not np.asarray(lengths).all():
         raise ValueError("directions: expected lengths above 0, got a direction of length 0.")

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from ntk.expectations.activations import Activation
 from ntk.internal.checks import concrete
-from ntk.kernels.symmetric import symmetric
+from ntk.kernels.symmetric import symmetric_matrix
 
 Mixture = Activation | Mapping[Activation, Any]
 """One activation, or ``{activation: weight}`` for a weighted sum."""
@@ -105,7 +105,7 @@ def _digits(x) -> str:
     return f"{float(x):.6g}" if jnp.ndim(x) == 0 else f"{x}"  # of a vmap
 
 
-def kernel(K: Any, *, stack: bool = False) -> jax.Array:
+def check_kernel(K: Any, *, stack: bool = False) -> jax.Array:
     """``K`` in floating point, if it is square, non-empty, finite and symmetric.
 
     Raises
@@ -113,4 +113,4 @@ def kernel(K: Any, *, stack: bool = False) -> jax.Array:
     ValueError
         If it is not; where ``K`` is traced, it becomes NaN instead.
     """
-    return symmetric(K, stack=stack)
+    return symmetric_matrix(K, stack=stack)

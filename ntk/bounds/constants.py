@@ -24,9 +24,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from ntk.bounds.bound import Mixture
-from ntk.expectations.gaussian import hermite, mean
-from ntk.infinite.layer_expansions import Layer, derivative, evaluate, kink_places, parse
-from ntk.internal.checks import array, concrete, number, offending
+from ntk.expectations.gaussian import gaussian_mean, hermite
+from ntk.infinite.layer_expansions import (
+    Layer,
+    evaluate_layer,
+    kink_places,
+    layer_derivative,
+    parse_architecture,
+)
+from ntk.internal.checks import concrete, offending, real_array, real_number
 
 _FAR = 1e6  # where activations have reached their asymptotes
 
@@ -108,8 +114,8 @@ def betas(activation: Mixture, variance: float | chex.Array) -> Betas:
     value, slope, kinks = _functions(activation)
     y = _variance(variance)
     scale = jnp.sqrt(y)
-    beta2 = 2 * mean(lambda u: slope(u) ** 2, scale, kinks)
-    return Betas(2 * mean(lambda u: value(u) ** 2, scale, kinks) / y, beta2, beta2)
+    beta2 = 2 * gaussian_mean(lambda u: slope(u) ** 2, scale, kinks)
+    return Betas(2 * gaussian_mean(lambda u: value(u) ** 2, scale, kinks) / y, beta2, beta2)
 
 
 def table1(activation: Mixture, t: float = math.inf) -> Betas:
@@ -149,25 +155,29 @@ def table1(activation: Mixture, t: float = math.inf) -> Betas:
     >>> round(float(table1(tanh, 3.0).beta3), 4)
     0.584
     """
-    if not number("t", t) > 0:
+    if not real_number("t", t) > 0:
         raise ValueError(f"t: expected a positive variance, got {t}.")
-    (layer,), (weights,), _, _ = parse([activation], None, None)
-    return _table1(layer, weights, float(t))
+    (layer,), (weights,), _, _ = parse_architecture([activation], None, None)
+    return _table1_betas(layer, weights, float(t))
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _table1(layer: Layer, weights: jax.Array, t: float) -> Betas:
-    value, slope = (functools.partial(evaluate, f, weights) for f in (layer, derivative(layer)))
+def _table1_betas(layer: Layer, weights: jax.Array, t: float) -> Betas:
+    value, slope = (
+        functools.partial(evaluate_layer, f, weights) for f in (layer, layer_derivative(layer))
+    )
     kinks = kink_places(layer)
 
     def limit(z):
         return slope(jnp.asarray(z)) ** 2 + slope(-jnp.asarray(z)) ** 2
 
     def beta1(log_y):
-        return 2 * mean(lambda u: value(u) ** 2, jnp.exp(log_y / 2), kinks) / jnp.exp(log_y)
+        return (
+            2 * gaussian_mean(lambda u: value(u) ** 2, jnp.exp(log_y / 2), kinks) / jnp.exp(log_y)
+        )
 
     def beta2(log_y):
-        return 2 * mean(lambda u: slope(u) ** 2, jnp.exp(log_y / 2), kinks)
+        return 2 * gaussian_mean(lambda u: slope(u) ** 2, jnp.exp(log_y / 2), kinks)
 
     near, far = limit(1e-9), limit(_FAR)
     ends = jnp.array([0.0, 1e-30, -1e-30])  # and beside 0, where a step's value is the middle
@@ -207,27 +217,27 @@ def lipschitz_constant(activation: Mixture) -> jax.Array:
     >>> round(float(lipschitz_constant(swish)), 4)
     1.0998
     """
-    (layer,), (weights,), _, _ = parse([activation], None, None)
+    (layer,), (weights,), _, _ = parse_architecture([activation], None, None)
     for s, weight in zip(layer, weights, strict=True):
         places = [t for t, sizes in s.kinks if sizes[0]]
         if places and not (concrete(weight) and weight == 0):
             raise ValueError(
                 f"activation: expected a Lipschitz function, got one that jumps at {places[0]:g}."
             )
-    found, far = _steepest(derivative(layer), weights, kink_places(layer))
+    found, far = _largest_slopes(layer_derivative(layer), weights, kink_places(layer))
     if concrete(found) and not far <= 1.01 * found:
         raise ValueError(f"activation: expected a Lipschitz function, got slope {far} at {_FAR}.")
     return found
 
 
 @functools.partial(jax.jit, static_argnums=(0, 2))
-def _steepest(
+def _largest_slopes(
     slope: Layer, weights: jax.Array, kinks: tuple[float, ...]
 ) -> tuple[jax.Array, jax.Array]:
     """The largest slope in size within the scan, beside kinks too, and at both ends."""
 
     def size(z):
-        return jnp.abs(evaluate(slope, weights, z))
+        return jnp.abs(evaluate_layer(slope, weights, z))
 
     found = _supremum(lambda v: size(jnp.sinh(v)), -10.0, 10.0, nodes=20_001)
     apart = 1e-6 * (1 + np.abs(kinks))
@@ -238,9 +248,13 @@ def _steepest(
 
 def _functions(activation: Mixture) -> tuple[Callable, Callable, tuple[float, ...]]:
     """The function, its derivative, and where they are not smooth, beside 0."""
-    (layer,), (weights,), _, _ = parse([activation], None, None)
-    value = functools.partial(evaluate, layer, weights)
-    return value, functools.partial(evaluate, derivative(layer), weights), kink_places(layer)
+    (layer,), (weights,), _, _ = parse_architecture([activation], None, None)
+    value = functools.partial(evaluate_layer, layer, weights)
+    return (
+        value,
+        functools.partial(evaluate_layer, layer_derivative(layer), weights),
+        kink_places(layer),
+    )
 
 
 def _supremum(fn: Callable[[jax.Array], jax.Array], low, high, nodes: int = 129) -> jax.Array:
@@ -259,7 +273,7 @@ def _supremum(fn: Callable[[jax.Array], jax.Array], low, high, nodes: int = 129)
 
 
 def _variance(variance) -> jax.Array:
-    variance = array("variance", variance).astype(float)
+    variance = real_array("variance", variance).astype(float)
     if not concrete(variance):
         return variance
     good = (np.asarray(variance) > 0) & np.isfinite(np.asarray(variance))

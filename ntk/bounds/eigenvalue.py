@@ -21,25 +21,25 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from ntk.bounds.bound import Bound, Mixture, holds, kernel, lower_bound, upper_bound
+from ntk.bounds.bound import Bound, Mixture, check_kernel, holds, lower_bound, upper_bound
 from ntk.expectations.gaussian import hermite
 from ntk.expectations.hermite import Pair, expectations
 from ntk.infinite.layer_expansions import (
     RESOLUTIONS,
     TRACED,
+    check_input_pair,
     check_resolved,
-    derivative,
     diagonals,
-    evaluate,
-    features,
-    inputs,
+    evaluate_layer,
+    is_resolved,
     kink_places,
     largest_error,
-    parse,
-    resolved,
+    layer_derivative,
+    parse_architecture,
+    propagate_features,
 )
 from ntk.internal.checks import concrete
-from ntk.kernels.symmetric import square
+from ntk.kernels.symmetric import square_matrix
 from ntk.spectrum.eigenvalues import min_eigenvalue
 
 
@@ -71,7 +71,7 @@ def diagonal_upper_bound(K: chex.Array) -> Bound:
     >>> bound.value, bound.terms["tr K / N"]
     (Array(1., dtype=float...), Array(2., dtype=float...))
     """
-    diagonal = jnp.diag(kernel(square(K)))
+    diagonal = jnp.diag(check_kernel(square_matrix(K)))
     terms = {"smallest diagonal entry": diagonal.min(), "tr K / N": diagonal.mean()}
     return upper_bound(diagonal.min(), terms)
 
@@ -101,7 +101,7 @@ def frobenius_upper_bound(K: chex.Array) -> Bound:
     >>> frobenius_upper_bound(jnp.eye(4)).value
     Array(1., dtype=float...)
     """
-    K = kernel(square(K))
+    K = check_kernel(square_matrix(K))
     norm = jnp.linalg.norm(K)
     terms = {"|K|_F": norm, "tr K / N": jnp.trace(K) / len(K)}
     return upper_bound(norm / math.sqrt(len(K)), terms)
@@ -161,8 +161,8 @@ def schur_lower_bound(
     >>> bool(0 < bound.value <= exact * (1 + 1e-6))  # equal here, up to rounding
     True
     """
-    layers, weights, skips, variances = parse(activations, skips, variances)
-    x, _ = inputs("x", x)
+    layers, weights, skips, variances = parse_architecture(activations, skips, variances)
+    x, _ = check_input_pair("x", x)
     features, slopes = _layer_kernels(x, layers, weights, skips, variances)
     depth = len(variances)
     terms = {f"layer {depth}": variances[-1] * min_eigenvalue(features[-1])}
@@ -241,8 +241,8 @@ def hermite_lower_bound(
     >>> bool(hermite_lower_bound(x, activations=[relu, relu]).value > 0.1)
     True
     """
-    layers, weights, skips, variances = parse(activations, skips, variances)
-    x, _ = inputs("x", x)
+    layers, weights, skips, variances = parse_architecture(activations, skips, variances)
+    x, _ = check_input_pair("x", x)
     squares = (x * x).sum(1)
     rounding = (16 + math.sqrt(x.shape[1])) * jnp.finfo(x.dtype).eps  # of rows that are normalised
     equal = holds(jnp.ptp(squares) <= rounding * squares.min())
@@ -257,8 +257,8 @@ def hermite_lower_bound(
         above = above * (c * one.slope[0] + a**2)
     kinks = kink_places(layers[0])
     a, b = (
-        hermite(functools.partial(evaluate, f, weights[0]), first.scale[0], terms, kinks)
-        for f in (layers[0], derivative(layers[0]))
+        hermite(functools.partial(evaluate_layer, f, weights[0]), first.scale[0], terms, kinks)
+        for f in (layers[0], layer_derivative(layers[0]))
     )
     # Not (k + 1) a_k^2: at a jump the kernel has the slope of the pieces, without the point mass.
     parts = a**2 + first.scale[0] ** 2 * jnp.pad(b[:-1], (1, 0)) ** 2
@@ -278,11 +278,11 @@ def _layer_kernels(x, layers, weights, skips, variances):
     squares = (x * x).sum(1)
     traced = not concrete(x, weights, skips, variances)
     for how in (TRACED,) if traced else RESOLUTIONS:
-        found = features(layers, weights, skips, variances, squares, how)
+        found = propagate_features(layers, weights, skips, variances, squares, how)
         kernels = _recursion(x, found, skips, variances)
         if not concrete(kernels):
             return kernels
-        if resolved([f for one in found for f in (one.value, one.slope)]):
+        if is_resolved([f for one in found for f in (one.value, one.slope)]):
             break
     check_resolved("x", kernels[0][-1] + kernels[1][-1])
     return kernels

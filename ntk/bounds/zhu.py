@@ -18,12 +18,12 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from ntk.bounds.bound import Bound, Bracket, Mixture, holds, kernel, lower_bound, upper_bound
+from ntk.bounds.bound import Bound, Bracket, Mixture, check_kernel, holds, lower_bound, upper_bound
 from ntk.bounds.constants import hermite_coefficients, lipschitz_constant, table1
 from ntk.expectations.activations import Activation
-from ntk.infinite.layer_expansions import diagonals, parse
-from ntk.internal.checks import array, number, positive
-from ntk.kernels.symmetric import square
+from ntk.infinite.layer_expansions import diagonals, parse_architecture
+from ntk.internal.checks import positive, real_array, real_number
+from ntk.kernels.symmetric import square_matrix
 from ntk.spectrum.eigenvalues import min_eigenvalue
 
 _SETTING = (("inputs of norm 1, isotropic", None), ("N >= Omega(d^4)", None))
@@ -57,7 +57,7 @@ def eigen_nas_as_printed(K: chex.Array, d: int) -> Bound:
     >>> dict(eigen_nas_as_printed(jnp.eye(10), 3072).assumptions)["N >= d"]
     False
     """
-    K = kernel(square(K))
+    K = check_kernel(square_matrix(K))
     d = positive("d", d)
     score, norm = jnp.trace(K) / d, jnp.linalg.norm(K)
     terms = {"tr K / d": score, "|K|_F": norm, "tr K / N": jnp.trace(K) / len(K)}
@@ -98,7 +98,7 @@ def zhu_variance_as_printed(
     >>> float(bound.value), round(float(bound.terms["exact"]), 2)
     (48.0, 60.31)
     """
-    layers, weights, skips, variances = parse(activations, skips, None)
+    layers, weights, skips, variances = parse_architecture(activations, skips, None)
     t = jnp.asarray(_printed_variance(activations))
     found = diagonals(layers, weights, skips, variances, jnp.ones(1))
     exact = jnp.stack([one.scale[0] for one in found]).max() ** 2
@@ -175,10 +175,12 @@ def zhu_theorem1_as_printed(
         [layer[i] + a for layer, a in zip(betas, alpha, strict=True)] for i in range(3)
     )
     # Entry i belongs to layer i + 1: the part of W_l has i = l - 1.
-    forward = [1.0] + [layer.beta1 * _product(steps1[:i]) for i, layer in enumerate(betas)]
-    parts = [f * _product(steps2[i:]) for i, f in enumerate(forward)]
+    forward = [1.0] + [
+        layer.beta1 * _product_of_factors(steps1[:i]) for i, layer in enumerate(betas)
+    ]
+    parts = [f * _product_of_factors(steps2[i:]) for i, f in enumerate(forward)]
     mu1 = hermite_coefficients(activations[0], terms=2)[1]
-    product, total = _product(steps3[1:]), jnp.stack(parts).sum()
+    product, total = _product_of_factors(steps3[1:]), jnp.stack(parts).sum()
     exact = _unit_diagonal(activations, skips)
     lower, upper = 2 * mu1**2 * C * (n / d) * product, n / d * total
     common = (
@@ -261,8 +263,8 @@ def zhu_theorem2_as_printed(
     """
     betas, alpha, t_holds = _zhu_constants(n, d, activations, skips, C)
     steps2, steps3 = ([layer[i] + a for layer, a in zip(betas, alpha, strict=True)] for i in (1, 2))
-    product = _product(steps3[1:])
-    total = jnp.stack([_product(steps2[k + 1 :]) for k in range(len(betas) + 1)]).sum()
+    product = _product_of_factors(steps3[1:])
+    total = jnp.stack([_product_of_factors(steps2[k + 1 :]) for k in range(len(betas) + 1)]).sum()
     common = (*_SETTING, ("the betas belong to weights N(0, 1/m)", False))
     hidden = ("C, supplied: constant of Theta", "constants of Omega(d^4), Omega(m), Omega(1)")
     chance = "1 - (L - 1) exp(-Omega(m)) - exp(-Omega(1))"
@@ -392,7 +394,7 @@ def zhu_theorem3_label_aware(
 
 def _theorem3(name, energy, K, y, smallest, activations, delta, C) -> Bound:
     C = positive("C", C)
-    if not 0 < number("delta", delta) <= 1 / math.e:
+    if not 0 < real_number("delta", delta) <= 1 / math.e:
         raise ValueError(f"delta: expected a number in (0, 1/e], got {delta}.")
     if not isinstance(activations, Sequence) or not activations:
         raise ValueError("activations: expected a sequence of at least one, got none.")
@@ -431,12 +433,12 @@ def _theorem3(name, energy, K, y, smallest, activations, delta, C) -> Bound:
 
 def _printed_variance(activations: Sequence[Mixture]) -> float:
     mixtures = [s if isinstance(s, Mapping) else (s,) for s in activations]
-    slopes = [abs(s.kink[0]) for mixture in mixtures for s in mixture if _kinked(s)]
+    slopes = [abs(s.kink[0]) for mixture in mixtures for s in mixture if _is_kinked(s)]
     eta = max(slopes, default=0.0)
     return 3 * (1 + eta**2) * (2 + eta**2) ** (len(mixtures) - 2)
 
 
-def _kinked(s) -> bool:
+def _is_kinked(s) -> bool:
     return isinstance(s, Activation) and s.smooth is None
 
 
@@ -444,7 +446,7 @@ def _zhu_constants(n, d, activations, skips, C):
     """Table 1 for each layer; alpha_{l-1} for each, alpha_0 = 0; whether t bounds the variances."""
     for name, value in ("n", n), ("d", d), ("C", C):
         positive(name, value)
-    _, _, alpha, _ = parse(activations, skips, None)
+    _, _, alpha, _ = parse_architecture(activations, skips, None)
     betas = [table1(s, _printed_variance(activations)) for s in activations]
     t_holds = zhu_variance_as_printed(activations, skips).assumptions[0][1]
     return betas, jnp.concatenate([jnp.zeros(1), alpha]), t_holds
@@ -452,7 +454,7 @@ def _zhu_constants(n, d, activations, skips, C):
 
 def _unit_diagonal(activations, skips) -> jax.Array:
     """K_ii of the exact kernel for |x| = 1, by the recursion of S and T in ntk.infinite."""
-    layers, weights, skips, variances = parse(activations, skips, None)
+    layers, weights, skips, variances = parse_architecture(activations, skips, None)
     found = diagonals(layers, weights, skips, variances, jnp.ones(1))
     second, tangent = jnp.ones(1), jnp.zeros(1)
     for c, a, one in zip(variances[:-1], jnp.append(0, skips), found, strict=True):
@@ -461,13 +463,13 @@ def _unit_diagonal(activations, skips) -> jax.Array:
     return variances[-1] * (second + tangent)[0]
 
 
-def _product(factors: Sequence[jax.Array]) -> jax.Array:
+def _product_of_factors(factors: Sequence[jax.Array]) -> jax.Array:
     return functools.reduce(jnp.multiply, factors, jnp.ones(()))
 
 
 def _regression(K, y) -> tuple[jax.Array, jax.Array, jax.Array]:
-    K = kernel(K)
-    y = array("y", y).astype(K.dtype)
+    K = check_kernel(K)
+    y = real_array("y", y).astype(K.dtype)
     if y.shape != K.shape[:1]:
         raise ValueError(f"y: expected shape [{len(K)}] as K has rows, got {y.shape}.")
     return K, y, min_eigenvalue(K)

@@ -20,7 +20,7 @@ import jax
 import jax.extend.core
 from jax.interpreters import ad
 
-from ntk.compat.patches import mend
+from ntk.compat.patches import apply_patches
 
 _INSTALL = (
     "install it with `pip install --no-deps neural-tangents==0.6.5` and `pip install frozendict`."
@@ -122,5 +122,5 @@ def neural_tangents() -> types.ModuleType:
             ) from error
     if getattr(module, "experimental", None) is experimental and _EXPERIMENTAL not in sys.modules:
         del module.experimental
-    mend(module)
+    apply_patches(module)
     return module

@@ -22,7 +22,7 @@ from jax.interpreters.ad import UndefinedPrimal, Zero, is_undefined_primal
 from ntk.internal.checks import concrete
 
 
-class _Program(NamedTuple):
+class _JaxprView(NamedTuple):
     """What neural-tangents reads of a jaxpr."""
 
     constvars: list
@@ -31,13 +31,13 @@ class _Program(NamedTuple):
     eqns: list
 
 
-def mend(module: types.ModuleType) -> None:
+def apply_patches(module: types.ModuleType) -> None:
     """Put the functions below in the place of those that no longer work."""
     empirical, predict = module._src.empirical, module._src.predict
     _accept_shapes(empirical)
     empirical._get_primals_out_and_pullback = _pullbacks(empirical)
-    empirical._read_primal, empirical._write_cotangent = _read, _add_cotangent
-    empirical._eqn_vjp_fn, empirical._eqn_jvp_fn = _transposed, _pushed_forward
+    empirical._read_primal, empirical._write_cotangent = _value_or_shape, _add_cotangent
+    empirical._eqn_vjp_fn, empirical._eqn_jvp_fn = _transpose_equation, _pushed_forward
     empirical._get_flops = _flops
     # The rest of what it calls there: a name in a stack of names, and this test.
     names = types.SimpleNamespace(transform_name_stack=lambda name: contextlib.nullcontext())
@@ -104,7 +104,7 @@ def _pullbacks(empirical):
     return primals_out_and_pullback
 
 
-def _linear_program(fn, primals) -> tuple[Any, _Program, list]:
+def _linear_program(fn, primals) -> tuple[Any, _JaxprView, list]:
     """``fn(*primals)``, the program that takes tangents to its tangents, and its constants."""
     with jax.disable_jit():  # calls of compiled functions inside, equation by equation
         out, push_forward = jax.linearize(fn, *primals)
@@ -112,13 +112,13 @@ def _linear_program(fn, primals) -> tuple[Any, _Program, list]:
     return out, *_without_known(closed.jaxpr, closed.consts)
 
 
-def _without_known(jaxpr: Jaxpr, constants) -> tuple[_Program, list]:
+def _without_known(jaxpr: Jaxpr, constants) -> tuple[_JaxprView, list]:
     """The equations that tangents enter; the results of the others are constants."""
     known = dict(zip(jaxpr.constvars, constants, strict=True))
     linear = []
     for eqn in jaxpr.eqns:
         if all(isinstance(v, Literal) or v in known for v in eqn.invars):
-            values = [_read(known, v) for v in eqn.invars]
+            values = [_value_or_shape(known, v) for v in eqn.invars]
             found = eqn.primitive.bind(*values, **eqn.params)
             found = found if eqn.primitive.multiple_results else [found]
             known.update(zip(eqn.outvars, found, strict=True))
@@ -129,11 +129,11 @@ def _without_known(jaxpr: Jaxpr, constants) -> tuple[_Program, list]:
                 "implementation: expected 1 or 2 for a network of which one step has several "
                 f"results ({eqn.primitive}), got structured derivatives (3, or 0, which tries all)."
             )
-    program = _Program(list(known), list(jaxpr.invars), list(jaxpr.outvars), linear)
+    program = _JaxprView(list(known), list(jaxpr.invars), list(jaxpr.outvars), linear)
     return program, list(known.values())
 
 
-def _read(known, v):
+def _value_or_shape(known, v):
     """The value of a literal or a variable; of one that is not known, its shape."""
     return v.val if isinstance(v, Literal) else known.get(v, UndefinedPrimal(v.aval))
 
@@ -143,7 +143,7 @@ def _add_cotangent(primitive, cotangents, v, cotangent) -> None:
         cotangents[v] = cotangents[v] + cotangent if v in cotangents else cotangent
 
 
-def _transposed(eqn, cotangent, *values) -> tuple:
+def _transpose_equation(eqn, cotangent, *values) -> tuple:
     """Cotangents of the inputs that are not known, None for the others."""
     if eqn is None:  # the identity
         return (cotangent,)
@@ -153,7 +153,7 @@ def _transposed(eqn, cotangent, *values) -> tuple:
         found = [Zero(aval) for aval in avals]
     else:
         shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
-        forward = lambda *x: _apply(eqn, values, dict(zip(unknown, x, strict=True)))  # noqa: E731
+        forward = lambda *x: _apply_equation(eqn, values, dict(zip(unknown, x, strict=True)))  # noqa: E731
         found = jax.linear_transpose(forward, *shapes)(cotangent)
     placed = dict(zip(unknown, found, strict=True))
     return tuple(placed.get(i) for i in range(len(values)))
@@ -161,10 +161,10 @@ def _transposed(eqn, cotangent, *values) -> tuple:
 
 def _pushed_forward(eqn, i, tangent, *values):
     """The tangent of the equation's result, of one of its input ``i`` alone."""
-    return tangent if eqn is None else _apply(eqn, values, {i: tangent})
+    return tangent if eqn is None else _apply_equation(eqn, values, {i: tangent})
 
 
-def _apply(eqn, values, given: dict):
+def _apply_equation(eqn, values, given: dict):
     """The equation on the inputs given, on the values that are known, on zeros for the rest."""
     inputs = [given.get(i, x) for i, x in enumerate(values)]
     inputs = [x.aval if isinstance(x, UndefinedPrimal) else x for x in inputs]

@@ -1,6 +1,6 @@
 """Empirical kernels, their diagonals and their products with vectors, block by block.
 
-``net`` is a :class:`ntk.empirical.network_program.Network`, ``inputs`` are values like its
+``net`` is a :class:`ntk.empirical.network_program.NetworkProgram`, ``inputs`` are values like its
 ``inputs``; a plan of None stands for neural-tangents. :mod:`ntk.empirical.kernels` has the public
 functions.
 """
@@ -17,16 +17,24 @@ from jax.sharding import PartitionSpec as P
 
 from ntk.compat import load
 from ntk.empirical import factored_gradients
-from ntk.empirical.factored_gradients import Plan
-from ntk.empirical.network_program import Network
-from ntk.internal.batched_rows import blocks, joined, length, mapped, mirrored, sharded, transposed
+from ntk.empirical.factored_gradients import GradientPlan
+from ntk.empirical.network_program import NetworkProgram
+from ntk.internal.batched_rows import (
+    join_blocks,
+    length,
+    map_leading_axis,
+    mirror_kernel,
+    sharded,
+    split_into_blocks,
+    transpose_kernel,
+)
 from ntk.internal.checks import at_least_float32
-from ntk.internal.jaxprs import like
+from ntk.internal.jaxprs import shape_and_dtype
 
 # --- Gradients, and their Gram matrices -----------------------------------------------------------
 
 
-def plan(net: Network, method: str) -> Plan | None:
+def plan_for_method(net: NetworkProgram, method: str) -> GradientPlan | None:
     """Return how the gradients are computed, or None for neural-tangents.
 
     Raises
@@ -36,7 +44,7 @@ def plan(net: Network, method: str) -> Plan | None:
     """
     if method == "neural_tangents":
         return None
-    found = factored_gradients.plan(net, factored=method != "jacobian")
+    found = factored_gradients.plan_gradients(net, factored=method != "jacobian")
     if method == "layerwise" and not found.layered:
         raise ValueError(
             "method: expected an apply that multiplies by leaves of params for 'layerwise', got "
@@ -48,10 +56,10 @@ def plan(net: Network, method: str) -> Plan | None:
 _MUCH = 2**26  # bytes of per-sample gradients of which one should know
 
 
-def warn(net: Network, plan: Plan | None, outputs: str, rows: int):
+def warn_about_memory(net: NetworkProgram, plan: GradientPlan | None, outputs: str, rows: int):
     """Say which parameters cost memory, if they do."""
-    variables = [like(v) for v in (*net.jaxpr.constvars, *net.jaxpr.invars)]
-    held = rows * (1 if outputs == "sum" else like(net.jaxpr.outvars[0]).size)
+    variables = [shape_and_dtype(v) for v in (*net.jaxpr.constvars, *net.jaxpr.invars)]
+    held = rows * (1 if outputs == "sum" else shape_and_dtype(net.jaxpr.outvars[0]).size)
     cost = {
         name: held * variables[i].size * max(4, variables[i].dtype.itemsize)
         for i, name in zip(net.trained, net.names, strict=True)
@@ -72,19 +80,21 @@ def warn(net: Network, plan: Plan | None, outputs: str, rows: int):
     )
 
 
-def _factors(net: Network, plan: Plan | None, outputs: str) -> tuple[Callable, Callable]:
+def _factor_and_gram(
+    net: NetworkProgram, plan: GradientPlan | None, outputs: str
+) -> tuple[Callable, Callable]:
     """``factors(inputs, x)`` and ``gram(inputs, factors, factors)``."""
     if plan is None:
-        return lambda inputs, x: x, _neural_tangents(net, outputs)
+        return lambda inputs, x: x, _neural_tangents_gram(net, outputs)
     letters = factored_gradients.FULL if outputs == "full" else factored_gradients.TRACE
 
     def gram(inputs, left, right):
-        return factored_gradients.gram(plan, letters, left, right)
+        return factored_gradients.gram_of_factors(plan, letters, left, right)
 
-    return functools.partial(factored_gradients.factors, plan, outputs), gram
+    return functools.partial(factored_gradients.factor_gradients, plan, outputs), gram
 
 
-def _neural_tangents(net: Network, outputs: str):
+def _neural_tangents_gram(net: NetworkProgram, outputs: str):
     nt = load.neural_tangents()
 
     def gram(inputs, x1, x2):
@@ -105,19 +115,19 @@ def _neural_tangents(net: Network, outputs: str):
     return gram
 
 
-def kernel(net, plan, outputs, batch_size, mesh, inputs, x1, x2):
+def blockwise_kernel(net, plan, outputs, batch_size, mesh, inputs, x1, x2):
     """Return the tangent kernel of ``x1`` and ``x2``, of ``x1`` with itself if ``x2`` is None."""
-    factors, gram = _factors(net, plan, outputs)
+    factors, gram = _factor_and_gram(net, plan, outputs)
     n1, n2 = length(x1), length(x1 if x2 is None else x2)
     devices = 1 if mesh is None else mesh.size
-    blocks1 = blocks(x1, min(batch_size or n1, -(-n1 // devices)), devices)
+    blocks1 = split_into_blocks(x1, min(batch_size or n1, -(-n1 // devices)), devices)
     t = length(blocks1)
     if x2 is None:
         # Row i of blocks takes columns i .. i + t/2, cyclically: each pair of blocks once (or
         # twice at a distance t/2), and every row the same work.
         blocks2, columns = blocks1, (np.arange(t)[:, None] + np.arange(t // 2 + 1)) % t
     else:
-        blocks2 = blocks(x2, min(batch_size or n2, n2))
+        blocks2 = split_into_blocks(x2, min(batch_size or n2, n2))
         columns = np.tile(np.arange(length(blocks2)), (t, 1))
     # Differentiated, a batched kernel forms each block again: otherwise it would hold them all.
     again = jax.checkpoint if batch_size else lambda function: function
@@ -135,29 +145,29 @@ def kernel(net, plan, outputs, batch_size, mesh, inputs, x1, x2):
                 )
 
             if x2 is not None:
-                return mapped(entry, columns)
+                return map_leading_axis(entry, columns)
             diagonal = gram(inputs, left, left)[None]
             if len(columns) == 1:
                 return diagonal
-            return jnp.concatenate([diagonal, mapped(entry, columns[1:])])
+            return jnp.concatenate([diagonal, map_leading_axis(entry, columns[1:])])
 
-        return mapped(row, (blocks1, columns))
+        return map_leading_axis(row, (blocks1, columns))
 
     run = sharded(rows, mesh, P(), P("rows"), P("rows"), P())
     found = run(inputs, blocks1, jnp.asarray(columns), blocks2)
     if x2 is not None:
-        return joined(found, n1, n2)
+        return join_blocks(found, n1, n2)
     row = np.arange(t)[:, None]
     both = jnp.zeros((t, t, *found.shape[2:]), found.dtype)
-    both = both.at[columns, row].set(jax.vmap(jax.vmap(transposed))(found))
-    return mirrored(joined(both.at[row, columns].set(found), n1, n1))
+    both = both.at[columns, row].set(jax.vmap(jax.vmap(transpose_kernel))(found))
+    return mirror_kernel(join_blocks(both.at[row, columns].set(found), n1, n1))
 
 
 def norms(net, plan, outputs, batch_size, mesh, inputs, x):
     """Return the squared norms of the gradients at each sample: the kernel's diagonal."""
-    factors, gram = _factors(net, plan, outputs)
+    factors, gram = _factor_and_gram(net, plan, outputs)
     n, devices = length(x), 1 if mesh is None else mesh.size
-    blocks_of_x = blocks(x, min(batch_size or n, -(-n // devices)), devices)
+    blocks_of_x = split_into_blocks(x, min(batch_size or n, -(-n // devices)), devices)
 
     def rows(inputs, blocks):
         def of(block):
@@ -165,14 +175,14 @@ def norms(net, plan, outputs, batch_size, mesh, inputs, x):
                 one = jax.vmap(lambda x: jax.tree.map(lambda x: x[None], x))(block)
                 return jax.vmap(lambda x: gram(inputs, x, x)[0, 0])(one)
             found = factors(inputs, block)
-            return factored_gradients.gram(plan, factored_gradients.NORMS, found, found)
+            return factored_gradients.gram_of_factors(plan, factored_gradients.NORMS, found, found)
 
-        return mapped(of, blocks)
+        return map_leading_axis(of, blocks)
 
     return sharded(rows, mesh, P(), P("rows"))(inputs, blocks_of_x).reshape(-1)[:n]
 
 
-def product(net, batch_size, inputs, x, v, at=None):
+def blockwise_vector_product(net, batch_size, inputs, x, v, at=None):
     """``J(at) J(x)' v``; at x itself by default.
 
     Raises
@@ -191,7 +201,7 @@ def product(net, batch_size, inputs, x, v, at=None):
     if v.shape != out.shape:
         raise ValueError(f"v: expected the shape [n] or [n, o] = {list(out.shape)}, got {v.shape}.")
     size = min(batch_size or n, n)
-    blocks_of_x, count = blocks(x, size), -(-n // size)
+    blocks_of_x, count = split_into_blocks(x, size), -(-n // size)
     cotangents = jnp.concatenate([v, jnp.zeros((count * size - n, *v.shape[1:]), v.dtype)])
     cotangents = cotangents.reshape(count, size, *v.shape[1:]).astype(out.dtype)
 
@@ -211,16 +221,16 @@ def product(net, batch_size, inputs, x, v, at=None):
         return jax.jvp(lambda trained: outputs(trained, block), (trained,), (direction,))[1]
 
     m = n if at is None else length(at)
-    rows = blocks_of_x if at is None else blocks(at, min(batch_size or m, m))
-    return mapped(push, rows).reshape(-1, *v.shape[1:])[:m]
+    rows = blocks_of_x if at is None else split_into_blocks(at, min(batch_size or m, m))
+    return map_leading_axis(push, rows).reshape(-1, *v.shape[1:])[:m]
 
 
 def nngp(net, outputs, batch_size, inputs, x1, x2):
     """Return the kernel of the outputs themselves, without gradients."""
 
     def of(x):
-        cut = blocks(x, min(batch_size or length(x), length(x)))
-        y = mapped(jax.vmap(functools.partial(net.outputs, inputs)), cut)
+        cut = split_into_blocks(x, min(batch_size or length(x), length(x)))
+        y = map_leading_axis(jax.vmap(functools.partial(net.outputs, inputs)), cut)
         y = y.reshape(-1, y.shape[-1])[: length(x)]
         return y.astype(at_least_float32(y.dtype))
 
@@ -231,4 +241,4 @@ def nngp(net, outputs, batch_size, inputs, x1, x2):
         k = product("ai,bj->abij", y1, y2)
     else:
         k = product("ai,bi->ab", y1, y2) / y1.shape[1]
-    return mirrored(k) if x2 is None else k
+    return mirror_kernel(k) if x2 is None else k

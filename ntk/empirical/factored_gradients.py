@@ -20,11 +20,20 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Jaxpr, Literal
 
-from ntk.empirical.linear_operations import Rows
-from ntk.empirical.network_program import Network
-from ntk.empirical.weight_products import Site, Sites, find, floats, leaves_of, overlap, run, whole
+from ntk.empirical.linear_operations import TableRows
+from ntk.empirical.network_program import NetworkProgram
+from ntk.empirical.weight_products import (
+    WeightProduct,
+    WeightProducts,
+    find_weight_products,
+    leaves_of,
+    map_floats,
+    overlap,
+    run_with_additions,
+    whole_leaf,
+)
 from ntk.internal.checks import at_least_float32
-from ntk.internal.jaxprs import like
+from ntk.internal.jaxprs import shape_and_dtype
 
 _einsum = functools.partial(jnp.einsum, precision="highest")  # a GPU's default keeps 10 bits
 
@@ -32,35 +41,35 @@ _einsum = functools.partial(jnp.einsum, precision="highest")  # a GPU's default 
 # --- Which weight is handled how ------------------------------------------------------------------
 
 
-class Plan(NamedTuple):
+class GradientPlan(NamedTuple):
     """Which input of the program is handled how. Static."""
 
     jaxpr: Jaxpr
-    sites: Sites  # products whose weights are kept in factors
+    sites: WeightProducts  # products whose weights are kept in factors
     layered: list[int]  # these weights
     rest: list[int]  # other parameters, for the per-sample Jacobian
 
 
-def plan(network: Network, factored: bool) -> Plan:
+def plan_gradients(network: NetworkProgram, factored: bool) -> GradientPlan:
     """The products to be kept in factors; none of them if not ``factored``."""
     jaxpr = network.jaxpr
     inputs = [*jaxpr.constvars, *jaxpr.invars]
     read = itertools.chain(jaxpr.outvars, *(eqn.invars for eqn in jaxpr.eqns))
     used = {v for v in read if not isinstance(v, Literal)}
     trained = [i for i in network.trained if inputs[i] in used]
-    sites: Sites = {}
+    sites: WeightProducts = {}
     if factored:
-        weights = {inputs[i]: whole(i, like(inputs[i]).shape) for i in trained}
-        sites, elsewhere = find(jaxpr, weights)
+        weights = {inputs[i]: whole_leaf(i, shape_and_dtype(inputs[i]).shape) for i in trained}
+        sites, elsewhere = find_weight_products(jaxpr, weights)
         sites = _only(sites, set(trained) - elsewhere)
     layered = leaves_of(site.weight for site in jax.tree.leaves(sites))
     rest = [i for i in trained if i not in layered]
     if not layered and not rest:  # constant outputs: the kernel's zeros need a shape
         rest = network.trained[:1]
-    return Plan(jaxpr, sites, sorted(layered), rest)
+    return GradientPlan(jaxpr, sites, sorted(layered), rest)
 
 
-def _only(sites: Sites, allowed: set[int]) -> Sites:
+def _only(sites: WeightProducts, allowed: set[int]) -> WeightProducts:
     """The sites of allowed weights, if all uses of these are such, and can be added up."""
     weights = {site.key: site.weight for site in jax.tree.leaves(sites)}
     for first, second in itertools.combinations(weights.values(), 2):
@@ -69,15 +78,15 @@ def _only(sites: Sites, allowed: set[int]) -> Sites:
     # A weight that is used together with one that is not allowed is not allowed.
     while lost := allowed & leaves_of(w for w in weights.values() if not leaves_of([w]) <= allowed):
         allowed = allowed - lost
-    return _kept(sites, allowed)
+    return _filter_products(sites, allowed)
 
 
-def _kept(sites: Sites, allowed: set[int]) -> Sites:
-    kept: Sites = {}
+def _filter_products(sites: WeightProducts, allowed: set[int]) -> WeightProducts:
+    kept: WeightProducts = {}
     for place, here in sites.items():
-        if isinstance(here, dict) and (inner := _kept(here, allowed)):
+        if isinstance(here, dict) and (inner := _filter_products(here, allowed)):
             kept[place] = inner
-        elif isinstance(here, Site) and leaves_of([here.weight]) <= allowed:
+        elif isinstance(here, WeightProduct) and leaves_of([here.weight]) <= allowed:
             kept[place] = here
     return kept
 
@@ -85,7 +94,7 @@ def _kept(sites: Sites, allowed: set[int]) -> Sites:
 # --- Per-sample factors of the gradient -----------------------------------------------------------
 
 
-class Factors(NamedTuple):
+class GradientFactors(NamedTuple):
     """What the gradients of n samples are made of."""
 
     inputs: list  # per site, [n, steps of its loops, ...]
@@ -93,7 +102,7 @@ class Factors(NamedTuple):
     rest: list[jax.Array]  # per leaf, [n, o, *shape of the leaf]
 
 
-def factors(plan: Plan, outputs: str, inputs, x) -> Factors:
+def factor_gradients(plan: GradientPlan, outputs: str, inputs, x) -> GradientFactors:
     """One forward pass, and one backward pass per output, of each sample in ``x`` [n, ...]."""
     structure: Any = jax.tree.structure(plan.sites)
 
@@ -102,7 +111,9 @@ def factors(plan: Plan, outputs: str, inputs, x) -> Factors:
             merged = list(inputs)
             for i, leaf in zip(plan.rest, rest, strict=True):
                 merged[i] = leaf
-            (y,), kept = run(plan.jaxpr, [*merged, *jax.tree.leaves(x)], plan.sites, additions)
+            (y,), kept = run_with_additions(
+                plan.jaxpr, [*merged, *jax.tree.leaves(x)], plan.sites, additions
+            )
             return y, structure.flatten_up_to(kept)
 
         zeros = jax.tree.map(lambda s: jnp.zeros(s.outputs.shape, s.outputs.dtype), plan.sites)
@@ -111,7 +122,7 @@ def factors(plan: Plan, outputs: str, inputs, x) -> Factors:
         sensitivities, rest = jax.vmap(pullback)(seeds.astype(y.dtype))
         return kept, jax.tree.leaves(sensitivities), rest
 
-    return Factors(*jax.vmap(sample)(x))
+    return GradientFactors(*jax.vmap(sample)(x))
 
 
 class Block(NamedTuple):
@@ -122,17 +133,17 @@ class Block(NamedTuple):
     rows: int | None  # of a table
 
 
-def _blocks(plan: Plan, factors: Factors) -> list[Block]:
+def _gradient_blocks(plan: GradientPlan, factors: GradientFactors) -> list[Block]:
     """The weights' gradients; uses of one weight are positions beside each other."""
     found: dict[tuple, list[Block]] = {}
-    sites: list[Site] = jax.tree.leaves(plan.sites)
+    sites: list[WeightProduct] = jax.tree.leaves(plan.sites)
     variables = [*plan.jaxpr.constvars, *plan.jaxpr.invars]
     for site, kept, s in zip(sites, factors.inputs, factors.sensitivities, strict=True):
         leaf = variables[site.weight.parts[0][0]]
-        dtype = at_least_float32(like(leaf).dtype)
-        columns = _positions(site, site.product.columns, 1, kept)
-        columns = floats(lambda x, d=dtype: x.astype(d), columns)
-        s = _positions(site, site.product.outputs, 2, s).astype(dtype)
+        dtype = at_least_float32(shape_and_dtype(leaf).dtype)
+        columns = _merge_shared_steps(site, site.product.columns, 1, kept)
+        columns = map_floats(lambda x, d=dtype: x.astype(d), columns)
+        s = _merge_shared_steps(site, site.product.outputs, 2, s).astype(dtype)
         found.setdefault(site.key, []).append(Block(columns, s, site.product.rows))
     return [
         Block(
@@ -144,7 +155,7 @@ def _blocks(plan: Plan, factors: Factors) -> list[Block]:
     ]
 
 
-def _positions(site: Site, function: Callable, axes: int, x):
+def _merge_shared_steps(site: WeightProduct, function: Callable, axes: int, x):
     """``function`` of every sample and step; steps that share a weight become positions.
 
     Steps with a weight each become groups. Before the steps there are ``axes`` others.
@@ -166,7 +177,7 @@ def _positions(site: Site, function: Callable, axes: int, x):
     return jax.tree.map(arrange, function(x))
 
 
-def _flat(factors: Factors) -> list[jax.Array]:
+def _flatten_dense_gradients(factors: GradientFactors) -> list[jax.Array]:
     """Gradients [n, o, p] of the leaves that no product accounts for."""
     return [g.reshape(*g.shape[:2], -1).astype(at_least_float32(g.dtype)) for g in factors.rest]
 
@@ -187,16 +198,20 @@ FULL, TRACE, NORMS = Letters("b", "m", "abom"), Letters("b", "o", "ab"), Letters
 _CHUNK = 2**22  # entries of pairs of positions, or of gradients, held at a time
 
 
-def gram(plan: Plan, letters: Letters, left: Factors, right: Factors):
+def gram_of_factors(
+    plan: GradientPlan, letters: Letters, left: GradientFactors, right: GradientFactors
+):
     """``K`` between the samples of two sets of factors, [n1, n2] or [n1, n2, o, o].
 
     With ``NORMS`` its diagonal, [n], of one set that is given twice.
     """
     total: Any = 0.0  # takes the dtype of what is added
     b, m, out = letters
-    for g1, g2 in zip(_flat(left), _flat(right), strict=True):
+    for g1, g2 in zip(_flatten_dense_gradients(left), _flatten_dense_gradients(right), strict=True):
         total += _einsum(f"aop,{b}{m}p->{out}", g1, g2)
-    for first, second in zip(_blocks(plan, left), _blocks(plan, right), strict=True):
+    for first, second in zip(
+        _gradient_blocks(plan, left), _gradient_blocks(plan, right), strict=True
+    ):
         way = _by_pairs if _pairs_are_cheaper(letters, first, second) else _by_gradients
         total += way(letters, first, second)
     return total
@@ -230,7 +245,7 @@ def _by_pairs(letters: Letters, left: Block, right: Block):
 
     def some(left: Block, right: Block):
         if left.rows:
-            inputs = _same_rows(left.columns, right.columns, norms)
+            inputs = _row_inner_products(left.columns, right.columns, norms)
         else:
             inputs = _einsum(f"apgi,{b}qgi->{pairs}", left.columns, right.columns)
         s1, s2 = left.sensitivities, right.sensitivities
@@ -252,7 +267,7 @@ def _by_pairs(letters: Letters, left: Block, right: Block):
     return lax.map(one, (left.columns, left.sensitivities), batch_size=size)
 
 
-def _same_rows(left: Rows, right: Rows, norms: bool):
+def _row_inner_products(left: TableRows, right: TableRows, norms: bool):
     """Inner products of columns that are zero but for one entry, [1, a, p, (b,) q]."""
     between = (slice(None), slice(None), None) + (() if norms else (None,))
     other = (slice(None), None) if norms else ()
@@ -271,7 +286,7 @@ def _by_gradients(letters: Letters, left: Block, right: Block):
     size = max(fits, default=0)
 
     def some(s1, s2):
-        first, second = _gradients(left, s1), _gradients(right, s2)
+        first, second = _expand_gradients(left, s1), _expand_gradients(right, s2)
         return _einsum(f"aogij,{b}{m}gij->{out}", first, second)
 
     if size == j:
@@ -288,7 +303,7 @@ def _by_gradients(letters: Letters, left: Block, right: Block):
     )[0]
 
 
-def _gradients(block: Block, s):
+def _expand_gradients(block: Block, s):
     """All samples' and outputs' gradients, [n, o, g, i, j]."""
     if not block.rows:
         return _einsum("npgi,nopgj->nogij", block.columns, s)

@@ -47,11 +47,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from ntk.empirical import blocks
-from ntk.empirical.network_program import Apply, network
+from ntk.empirical.network_program import Apply, trace_network
 from ntk.internal.batched_rows import length, mesh_for
-from ntk.internal.checks import array, finite, floats, short, whole
+from ntk.internal.checks import check_finite, describe, float_array, integer, real_array
 from ntk.internal.compile_cache import program
-from ntk.internal.sharding import automatic
+from ntk.internal.sharding import without_explicit_axes
 
 METHODS = "auto", "layerwise", "jacobian", "neural_tangents"
 OUTPUTS = "sum", "trace", "full"
@@ -63,19 +63,19 @@ def _one_of(name: str, value, allowed):
         raise ValueError(f"{name}: expected one of {expected}, got {value!r}.")
 
 
-def _finite(name: str, tree):
+def _check_finite_arrays(name: str, tree):
     for leaf in jax.tree.leaves(tree):
         try:
             jnp.result_type(leaf)
         except TypeError:
-            raise ValueError(f"{name}: expected arrays, got {short(leaf)}.") from None
-        finite(name, leaf)
+            raise ValueError(f"{name}: expected arrays, got {describe(leaf)}.") from None
+        check_finite(name, leaf)
 
 
-def _samples(name: str, x, like=None):
+def _check_samples(name: str, x, like=None):
     """A pytree of arrays with a leading axis of samples; a list is one array."""
     whole = isinstance(x, list) or all(np.ndim(leaf) == 0 for leaf in jax.tree.leaves(x))
-    x = array(name, x) if whole else jax.tree.map(functools.partial(array, name), x)
+    x = real_array(name, x) if whole else jax.tree.map(functools.partial(real_array, name), x)
     shapes = [leaf.shape for leaf in jax.tree.leaves(x)]
     got = shapes[0] if len(shapes) == 1 else shapes
     if any(shape[:1] in ((), (0,)) for shape in shapes):
@@ -85,16 +85,16 @@ def _samples(name: str, x, like=None):
     one = jax.tree.map(lambda x: x.shape[1:], x)
     if like is not None and one != (expected := jax.tree.map(lambda x: x.shape[1:], like)):
         raise ValueError(f"{name}: expected samples of the shape {expected}, got {one}.")
-    _finite(name, x)
-    return automatic(x)
+    _check_finite_arrays(name, x)
+    return without_explicit_axes(x)
 
 
-def _pair(x1, x2):
+def _check_sample_pair(x1, x2):
     """Both sets of samples, of the same types."""
-    x1 = _samples("x1", x1)
+    x1 = _check_samples("x1", x1)
     if x2 is None:
         return x1, None
-    x2 = _samples("x2", x2, like=x1)
+    x2 = _check_samples("x2", x2, like=x1)
     types = jax.tree.map(jnp.result_type, x1, x2)
     return tuple(jax.tree.map(lambda x, t: x.astype(t), x, types) for x in (x1, x2))
 
@@ -108,7 +108,7 @@ def _rows_held(batch_size, x1, x2) -> int:
 
 def _batch(batch_size):
     if batch_size is not None:
-        whole("batch_size", batch_size, 1)
+        integer("batch_size", batch_size, 1)
 
 
 def empirical_kernel(
@@ -203,13 +203,15 @@ def empirical_kernel(
     _one_of("method", method, METHODS)
     _one_of("outputs", outputs, OUTPUTS)
     _batch(batch_size)
-    x1, x2 = _pair(x1, x2)
-    _finite("params", params)
-    net = network(apply, params, x1)
-    plan = blocks.plan(net, method)
+    x1, x2 = _check_sample_pair(x1, x2)
+    _check_finite_arrays("params", params)
+    net = trace_network(apply, params, x1)
+    plan = blocks.plan_for_method(net, method)
     if method != "jacobian":
-        blocks.warn(net, plan, outputs, _rows_held(batch_size, x1, x2))
-    run = functools.partial(blocks.kernel, net, plan, outputs, batch_size, mesh_for(params, x1, x2))
+        blocks.warn_about_memory(net, plan, outputs, _rows_held(batch_size, x1, x2))
+    run = functools.partial(
+        blocks.blockwise_kernel, net, plan, outputs, batch_size, mesh_for(params, x1, x2)
+    )
     return program(run, net.inputs, x1, x2)(net.inputs, x1, x2)
 
 
@@ -270,12 +272,12 @@ def gradient_norms(
     _one_of("method", method, METHODS)
     _one_of("outputs", outputs, ("sum", "trace"))
     _batch(batch_size)
-    x = _samples("x", x)
-    _finite("params", params)
-    net = network(apply, params, x)
-    plan = blocks.plan(net, method)
+    x = _check_samples("x", x)
+    _check_finite_arrays("params", params)
+    net = trace_network(apply, params, x)
+    plan = blocks.plan_for_method(net, method)
     if method != "jacobian":
-        blocks.warn(net, plan, outputs, min(batch_size or length(x), length(x)))
+        blocks.warn_about_memory(net, plan, outputs, min(batch_size or length(x), length(x)))
     run = functools.partial(blocks.norms, net, plan, outputs, batch_size, mesh_for(params, x))
     return program(run, net.inputs, x)(net.inputs, x)
 
@@ -339,9 +341,9 @@ def empirical_nngp(
     """
     _one_of("outputs", outputs, ("mean", "full"))
     _batch(batch_size)
-    x1, x2 = _pair(x1, x2)
-    _finite("params", params)
-    net = network(apply, params, x1)
+    x1, x2 = _check_sample_pair(x1, x2)
+    _check_finite_arrays("params", params)
+    net = trace_network(apply, params, x1)
     run = functools.partial(blocks.nngp, net, outputs, batch_size)
     return program(run, net.inputs, x1, x2)(net.inputs, x1, x2)
 
@@ -388,13 +390,13 @@ def kernel_vector_product(
     Array([3., 4.], dtype=float...)
     """
     _batch(batch_size)
-    x = _samples("x", x)
-    _finite("params", params)
-    net = network(apply, params, x)  # as it is now, whatever becomes of apply
-    run, programs = functools.partial(blocks.product, net, batch_size), {}
+    x = _check_samples("x", x)
+    _check_finite_arrays("params", params)
+    net = trace_network(apply, params, x)  # as it is now, whatever becomes of apply
+    run, programs = functools.partial(blocks.blockwise_vector_product, net, batch_size), {}
 
     def product(v):
-        v = automatic(floats("v", v))
+        v = without_explicit_axes(float_array("v", v))
         kind = jax.typeof(v)
         if kind not in programs:
             programs[kind] = program(run, net.inputs, x, v)

@@ -21,10 +21,10 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
 
-from ntk.internal.jaxprs import like
+from ntk.internal.jaxprs import shape_and_dtype
 
 
-class Rows(NamedTuple):
+class TableRows(NamedTuple):
     """Which row of a table each position reads: columns of zeros but for one entry."""
 
     row: jax.Array  # [positions]
@@ -41,11 +41,11 @@ class Product(NamedTuple):
     rows: int | None = None  # of a table
 
 
-def product(eqn: JaxprEqn, operand: int) -> Product | None:
+def product_with_operand(eqn: JaxprEqn, operand: int) -> Product | None:
     """How the operation is linear in this operand; None where nothing is known."""
     of = {
         "dot_general": _dot,
-        "conv_general_dilated": _convolution,
+        "conv_general_dilated": _convolution_product,
         "gather": _gather,
         "dynamic_slice": _slice,
     }
@@ -61,7 +61,7 @@ def _dot(eqn: JaxprEqn, operand: int) -> Product:
     other = 1 - operand
     summed = sorted(zip(contracted[operand], contracted[other], strict=True))
     own = tuple(d for d, _ in summed)
-    shape, batch = like(eqn.invars[other]).shape, tuple(batched[other])
+    shape, batch = shape_and_dtype(eqn.invars[other]).shape, tuple(batched[other])
     summed_there = tuple(d for _, d in summed)
     free = tuple(d for d in range(len(shape)) if d not in (*summed_there, *batch))
 
@@ -85,17 +85,17 @@ def _dot(eqn: JaxprEqn, operand: int) -> Product:
 # --- Convolutions ---------------------------------------------------------------------------------
 
 
-def _convolution(eqn: JaxprEqn, operand: int) -> Product | None:
+def _convolution_product(eqn: JaxprEqn, operand: int) -> Product | None:
     if operand == 0 or eqn.params["batch_group_count"] != 1:
         return None
     numbers, groups = eqn.params["dimension_numbers"], eqn.params["feature_group_count"]
     (batch, channels, *space), (_, _, *window) = numbers.lhs_spec, numbers.rhs_spec
-    size = tuple(like(eqn.invars[1]).shape[d] for d in window)
+    size = tuple(shape_and_dtype(eqn.invars[1]).shape[d] for d in window)
     names = "window_strides", "padding", "lhs_dilation", "rhs_dilation"
     options = [eqn.params[name] for name in names]
 
     def columns(a):
-        return _patches(a.transpose(batch, *space, channels), size, groups, *options)
+        return _window_patches(a.transpose(batch, *space, channels), size, groups, *options)
 
     def outputs(y):
         batch, channels, *space = numbers.out_spec
@@ -106,7 +106,7 @@ def _convolution(eqn: JaxprEqn, operand: int) -> Product | None:
     return Product(layout, lambda a, _: a, columns, outputs)
 
 
-def _patches(x, size, groups, strides, padding, spread, dilation):
+def _window_patches(x, size, groups, strides, padding, spread, dilation):
     """Patches of ``x`` [b, *space, c] under a window, [positions, groups, window and channels]."""
     edges = [(low, high, s - 1) for (low, high), s in zip(padding, spread, strict=True)]
     x = lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), *edges, (0, 0, 0)])
@@ -126,12 +126,12 @@ def _patches(x, size, groups, strides, padding, spread, dilation):
 
 def _row_axis(eqn: JaxprEqn) -> int | None:
     """The axis along which whole rows are read, one at a time."""
-    shape, sizes = like(eqn.invars[0]).shape, eqn.params["slice_sizes"]
+    shape, sizes = shape_and_dtype(eqn.invars[0]).shape, eqn.params["slice_sizes"]
     cut = [k for k, (size, length) in enumerate(zip(sizes, shape, strict=True)) if size != length]
     return cut[0] if len(cut) == 1 and sizes[cut[0]] == 1 else None
 
 
-def _read(axis: int, length: int, outputs: Callable, keep: Callable) -> Product:
+def _row_lookup(axis: int, length: int, outputs: Callable, keep: Callable) -> Product:
     return Product(("rows", axis), keep, lambda rows: rows, outputs, length)
 
 
@@ -144,7 +144,10 @@ def _gather(eqn: JaxprEqn, operand: int) -> Product | None:
     known = mode in ("CLIP", "PROMISE_IN_BOUNDS") or (mode == "FILL_OR_DROP" and alone)
     if not known or numbers.operand_batching_dims:
         return None
-    length, dtype = like(eqn.invars[0]).shape[axis], like(eqn.outvars[0]).dtype
+    length, dtype = (
+        shape_and_dtype(eqn.invars[0]).shape[axis],
+        shape_and_dtype(eqn.outvars[0]).dtype,
+    )
     column, offsets = numbers.start_index_map.index(axis), numbers.offset_dims
 
     def keep(_, indices):
@@ -152,24 +155,27 @@ def _gather(eqn: JaxprEqn, operand: int) -> Product | None:
         clipped = jnp.clip(index, 0, length - 1)
         # Gradients of rows that are not there are dropped, as JAX does, unless it clips them.
         inside = jnp.ones(index.shape, bool) if mode == "CLIP" else clipped == index
-        return Rows(clipped, inside.astype(dtype))
+        return TableRows(clipped, inside.astype(dtype))
 
     def outputs(y):
         positions = [d for d in range(y.ndim) if d not in offsets]
         count = math.prod(y.shape[d] for d in positions)
         return y.transpose(*positions, *offsets).reshape(count, 1, -1)
 
-    return _read(axis, length, outputs, keep)
+    return _row_lookup(axis, length, outputs, keep)
 
 
 def _slice(eqn: JaxprEqn, operand: int) -> Product | None:
     axis = _row_axis(eqn)
     if operand != 0 or axis is None:
         return None
-    length, dtype = like(eqn.invars[0]).shape[axis], like(eqn.outvars[0]).dtype
+    length, dtype = (
+        shape_and_dtype(eqn.invars[0]).shape[axis],
+        shape_and_dtype(eqn.outvars[0]).dtype,
+    )
 
     def keep(_, *starts):
         index = jnp.clip(starts[axis], 0, length - 1).reshape(1)
-        return Rows(index, jnp.ones(1, dtype))
+        return TableRows(index, jnp.ones(1, dtype))
 
-    return _read(axis, length, lambda y: y.reshape(1, 1, -1), keep)
+    return _row_lookup(axis, length, lambda y: y.reshape(1, 1, -1), keep)

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ntk.internal.checks import function, short, whole
+from ntk.internal.checks import describe, function, integer
 
 Apply = Callable[[Any, Any], Any]
 
@@ -103,13 +103,13 @@ def taylor_expand(apply: Apply, params: Any, order: int) -> Apply:
     7.0
     """
     function("apply", apply, "(params, x)")
-    whole("order", order, 0)
+    integer("order", order, 0)
     flat, structure = jax.tree.flatten(params)
     free = [i for i, leaf in enumerate(flat) if _is_float(leaf)]
     start = [jnp.asarray(flat[i]) for i in free]
 
     def expanded(params, x):
-        leaves = _like(structure, flat, params)
+        leaves = _matching_leaves(structure, flat, params)
         step = [jnp.asarray(leaves[i]) - flat[i] for i in free]
         step = [d.astype(leaf.dtype) for d, leaf in zip(step, start, strict=True)]
 
@@ -119,7 +119,7 @@ def taylor_expand(apply: Apply, params: Any, order: int) -> Apply:
                 merged[i] = value
             return apply(jax.tree.unflatten(structure, merged), x)
 
-        terms = _derivatives(along, order, start, step)
+        terms = _directional_derivatives(along, order, start, step)
         weights = [1 / math.factorial(i) for i in range(1, order + 1)]
 
         def total(value, *derivatives):
@@ -132,11 +132,13 @@ def taylor_expand(apply: Apply, params: Any, order: int) -> Apply:
     return expanded
 
 
-def _derivatives(f, order: int, start: list, step: list) -> list:
+def _directional_derivatives(f, order: int, start: list, step: list) -> list:
     """``f`` at ``start``, and its derivatives along ``step`` there."""
     if order == 0:
         return [f(start)]
-    known, more = jax.jvp(lambda at: _derivatives(f, order - 1, at, step), (start,), (step,))
+    known, more = jax.jvp(
+        lambda at: _directional_derivatives(f, order - 1, at, step), (start,), (step,)
+    )
     return [*known, more[-1]]
 
 
@@ -144,13 +146,13 @@ def _is_float(leaf) -> bool:
     try:
         dtype = jnp.result_type(leaf)
     except TypeError:
-        raise ValueError(f"params: expected arrays, got {short(leaf)}.") from None
+        raise ValueError(f"params: expected arrays, got {describe(leaf)}.") from None
     if jnp.issubdtype(dtype, jnp.complexfloating):
         raise ValueError(f"params: expected real numbers, got {dtype}.")
     return bool(jnp.issubdtype(dtype, jnp.floating))
 
 
-def _like(structure, flat: list, params) -> list:
+def _matching_leaves(structure, flat: list, params) -> list:
     """The leaves of ``params``, if they are like those about which the network is expanded."""
     leaves, other = jax.tree.flatten(params)
     if other != structure:

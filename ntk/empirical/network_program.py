@@ -16,7 +16,7 @@ from ntk.internal import checks
 Apply = Callable[[Any, Any], Any]
 
 
-class Network(NamedTuple):
+class NetworkProgram(NamedTuple):
     """The outputs of one sample, [o]: all that ``apply`` returns, one after the other."""
 
     jaxpr: Jaxpr  # its constants and inputs: ``inputs``, then the leaves of the sample
@@ -38,7 +38,7 @@ class Network(NamedTuple):
         return merged
 
 
-def network(apply: Apply, params, x) -> Network:
+def trace_network(apply: Apply, params, x) -> NetworkProgram:
     """What ``apply`` is now, for samples like those of ``x``, with a leading axis.
 
     Raises
@@ -66,14 +66,14 @@ def network(apply: Apply, params, x) -> Network:
     def forward(leaves, x):
         with nn.intercept_methods(_refuse_batch_statistics), _nnx_without_batch_statistics():
             y = apply(jax.tree.unflatten(structure, leaves), jax.tree.map(lambda x: x[None], x))
-        return jnp.concatenate([_row(leaf) for leaf in jax.tree.leaves(y)])
+        return jnp.concatenate([_output_row(leaf) for leaf in jax.tree.leaves(y)])
 
     sample = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), x)
     leaves = [leaf for _, leaf in flat]
     program = inlined(jax.make_jaxpr(forward)(leaves, sample))
     count = len(program.consts)
     names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in flat]
-    return Network(
+    return NetworkProgram(
         program.jaxpr,
         [*program.consts, *leaves],
         [count + i for i in trained],
@@ -81,7 +81,7 @@ def network(apply: Apply, params, x) -> Network:
     )
 
 
-def _row(y) -> jax.Array:
+def _output_row(y) -> jax.Array:
     shape = jnp.shape(y)
     if shape[:1] != (1,):
         raise ValueError(f"apply: expected outputs [n, o] or [n], got the shape {shape} for n = 1.")

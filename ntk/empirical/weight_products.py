@@ -20,8 +20,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
-from ntk.empirical.linear_operations import Product, product
-from ntk.internal.jaxprs import CALLS, bind, like, needed, programs, scan_operands
+from ntk.empirical.linear_operations import Product, product_with_operand
+from ntk.internal.jaxprs import CALLS, bind, inner_jaxprs, needed, scan_operands, shape_and_dtype
 
 _ENTERED = frozenset(name for name in CALLS if not name.startswith("custom_"))
 _REARRANGING = frozenset({"reshape", "transpose", "squeeze", "expand_dims", "rev"})
@@ -49,7 +49,7 @@ class Weight(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Site:
+class WeightProduct:
     """A product with a weight."""
 
     weight: Weight
@@ -62,14 +62,14 @@ class Site:
         return self.weight.parts, self.weight.layout, self.product.layout
 
 
-def whole(leaf: int, shape: Sequence[int]) -> Weight:
+def whole_leaf(leaf: int, shape: Sequence[int]) -> Weight:
     """All of a leaf."""
     return Weight(((leaf, tuple((0, length) for length in shape)),))
 
 
 # The products of a program, by the number of the equation: a site, or for a loop the products of
 # its body. A pytree, of which a site is a leaf.
-Sites = dict[int, Any]
+WeightProducts = dict[int, Any]
 
 
 # --- Without calls --------------------------------------------------------------------------------
@@ -80,10 +80,12 @@ def inlined(program: ClosedJaxpr) -> ClosedJaxpr:
 
     The calls of functions with derivative rules of their own stay.
     """
-    return jax.make_jaxpr(lambda *inputs: _run(program, inputs))(*map(like, program.jaxpr.invars))
+    return jax.make_jaxpr(lambda *inputs: _evaluate_live(program, inputs))(
+        *map(shape_and_dtype, program.jaxpr.invars)
+    )
 
 
-def _run(program: ClosedJaxpr, inputs: Sequence, live: list[bool] | None = None) -> list:
+def _evaluate_live(program: ClosedJaxpr, inputs: Sequence, live: list[bool] | None = None) -> list:
     jaxpr = program.jaxpr
     live = [True] * len(jaxpr.outvars) if live is None else live
     values = dict(zip(jaxpr.constvars, program.consts, strict=True))
@@ -95,16 +97,18 @@ def _run(program: ClosedJaxpr, inputs: Sequence, live: list[bool] | None = None)
     for eqn, used in needed(jaxpr, live):
         arguments = [value(v) for v in eqn.invars]
         if eqn.primitive.name in _ENTERED:
-            outputs = _run(programs(eqn)[0], arguments, used)
+            outputs = _evaluate_live(inner_jaxprs(eqn)[0], arguments, used)
         elif eqn.primitive.name == "scan":
-            outputs = loop(eqn, functools.partial(_run, programs(eqn)[0]), arguments)
+            outputs = scan_with_body(
+                eqn, functools.partial(_evaluate_live, inner_jaxprs(eqn)[0]), arguments
+            )
         else:
             outputs = bind(eqn, arguments)
         values.update(zip(eqn.outvars, outputs, strict=True))
     return [value(v) if used else None for v, used in zip(jaxpr.outvars, live, strict=True)]
 
 
-def loop(eqn: JaxprEqn, body, arguments: Sequence, more=None):
+def scan_with_body(eqn: JaxprEqn, body, arguments: Sequence, more=None):
     """A ``scan`` with another body, which may take something more in every step, and return it.
 
     ``body(inputs) -> outputs``, or with ``more`` ``body(inputs, more) -> outputs, more``.
@@ -127,7 +131,7 @@ def loop(eqn: JaxprEqn, body, arguments: Sequence, more=None):
 # --- Where the weights are ------------------------------------------------------------------------
 
 
-def find(jaxpr: Jaxpr, weights: dict[Var, Weight], steps: tuple[int, ...] = ()):
+def find_weight_products(jaxpr: Jaxpr, weights: dict[Var, Weight], steps: tuple[int, ...] = ()):
     """The products with weights in a program without calls, and the leaves with other uses.
 
     Parameters
@@ -145,7 +149,7 @@ def find(jaxpr: Jaxpr, weights: dict[Var, Weight], steps: tuple[int, ...] = ()):
     """
     known = dict(weights)
     single: dict[Var, Any] = {}  # variables that repeat the one entry of another
-    sites: Sites = {}
+    sites: WeightProducts = {}
     elsewhere: set[int] = set()
 
     def weight(v) -> Weight | None:
@@ -153,7 +157,7 @@ def find(jaxpr: Jaxpr, weights: dict[Var, Weight], steps: tuple[int, ...] = ()):
 
     def number(v):
         """A variable with the one number that ``v`` consists of, or None."""
-        return v if like(v).size == 1 else single.get(v) if isinstance(v, Var) else None
+        return v if shape_and_dtype(v).size == 1 else single.get(v) if isinstance(v, Var) else None
 
     for place, eqn in enumerate(jaxpr.eqns):
         mine: list[Any] = [weight(v) for v in eqn.invars]
@@ -167,8 +171,8 @@ def find(jaxpr: Jaxpr, weights: dict[Var, Weight], steps: tuple[int, ...] = ()):
             continue
         # Of two weights the larger one: the other would keep all of it for every sample.
         found = [i for i, w in enumerate(mine) if w]
-        largest = max(found, key=[like(v).size for v in eqn.invars].__getitem__)
-        site = _site(eqn, largest, mine[largest], steps)
+        largest = max(found, key=[shape_and_dtype(v).size for v in eqn.invars].__getitem__)
+        site = _weight_product(eqn, largest, mine[largest], steps)
         if site is not None:
             sites[place] = site
             elsewhere |= leaves_of(mine[i] for i in found if i != largest)
@@ -186,23 +190,25 @@ def leaves_of(weights) -> set[int]:
 
 def _find_in_loop(eqn: JaxprEqn, mine: list, steps: tuple[int, ...]):
     constants, carried = scan_operands(eqn)
-    body, inner, lost = programs(eqn)[0].jaxpr, {}, []
+    body, inner, lost = inner_jaxprs(eqn)[0].jaxpr, {}, []
     for i, (w, v) in enumerate(zip(mine, body.invars, strict=True)):
         if w and constants <= i < constants + carried:
             lost.append(w)  # it changes
         elif w:
             own = i >= constants
             inner[v] = (w.then("step") if own else w)._replace(loops=(*w.loops, own))
-    sites, elsewhere = find(body, inner, (*steps, eqn.params["length"]))
+    sites, elsewhere = find_weight_products(body, inner, (*steps, eqn.params["length"]))
     return sites, elsewhere | leaves_of(lost)
 
 
-def _site(eqn: JaxprEqn, operand: int, weight: Weight, steps: tuple[int, ...]) -> Site | None:
-    found = product(eqn, operand)
+def _weight_product(
+    eqn: JaxprEqn, operand: int, weight: Weight, steps: tuple[int, ...]
+) -> WeightProduct | None:
+    found = product_with_operand(eqn, operand)
     if found is None or (found.rows and any(weight.loops)):
         return None
-    one = like(eqn.outvars[0])
-    return Site(weight, found, jax.ShapeDtypeStruct((*steps, *one.shape), one.dtype))
+    one = shape_and_dtype(eqn.outvars[0])
+    return WeightProduct(weight, found, jax.ShapeDtypeStruct((*steps, *one.shape), one.dtype))
 
 
 def _rearranged(eqn: JaxprEqn, mine: list, number: Callable) -> tuple[list, list]:
@@ -210,7 +216,7 @@ def _rearranged(eqn: JaxprEqn, mine: list, number: Callable) -> tuple[list, list
     name, options = eqn.primitive.name, eqn.params
     if name in ("mul", "div"):
         return _scaled(eqn, mine, number)
-    first, before, after = mine[0], like(eqn.invars[0]), like(eqn.outvars[0])
+    first, before, after = mine[0], shape_and_dtype(eqn.invars[0]), shape_and_dtype(eqn.outvars[0])
     found: list = []
     if name == "neg":
         found = [first.times(-1.0, 1)]
@@ -220,9 +226,9 @@ def _rearranged(eqn: JaxprEqn, mine: list, number: Callable) -> tuple[list, list
         kept = "new_sizes", "dimensions", "permutation", "shape", "broadcast_dimensions"
         found = [first.then(name, *((k, options[k]) for k in kept if k in options))]
     elif name == "concatenate":
-        found = _joined(mine, options["dimension"])
+        found = _concatenated_weight(mine, options["dimension"])
     elif name in ("slice", "split"):
-        found = _cut(eqn, first)
+        found = _sliced_weights(eqn, first)
     return (found, []) if found else ([None] * len(eqn.outvars), mine)
 
 
@@ -231,13 +237,13 @@ def _scaled(eqn: JaxprEqn, mine: list, number: Callable) -> tuple[list, list]:
     power = 1 if eqn.primitive.name == "mul" else -1
     for operand in (0, 1) if power == 1 else (0,):
         weight, other = mine[operand], number(eqn.invars[1 - operand])
-        same = like(eqn.invars[operand]).shape == like(eqn.outvars[0]).shape
+        same = shape_and_dtype(eqn.invars[operand]).shape == shape_and_dtype(eqn.outvars[0]).shape
         if weight and same and other is not None:
             return [weight.times(other, power)], [mine[1 - operand]]
     return [None], mine
 
 
-def _joined(mine: list, axis: int) -> list[Weight]:
+def _concatenated_weight(mine: list, axis: int) -> list[Weight]:
     parts = tuple(part for w in mine if w for part in w.parts)
     plain = all(w and not w.factors and w.loops == mine[0].loops for w in mine)
     if not plain or any(overlap(a, b) for a, b in itertools.combinations(parts, 2)):
@@ -245,7 +251,7 @@ def _joined(mine: list, axis: int) -> list[Weight]:
     return [mine[0]._replace(parts=parts, layout=("joined", axis, *(w.layout for w in mine)))]
 
 
-def _cut(eqn: JaxprEqn, weight: Weight) -> list[Weight]:
+def _sliced_weights(eqn: JaxprEqn, weight: Weight) -> list[Weight]:
     """Pieces of a leaf that nothing was done to yet."""
     options, ((leaf, box), *more) = eqn.params, weight.parts
     if weight.layout or more or any(stride != 1 for stride in options.get("strides") or ()):
@@ -274,8 +280,8 @@ def overlap(first: tuple[int, Box], second: tuple[int, Box]) -> bool:
 # --- Running it -----------------------------------------------------------------------------------
 
 
-def run(
-    jaxpr: Jaxpr, inputs: Sequence, sites: Sites, additions: Any, depth: int = 0
+def run_with_additions(
+    jaxpr: Jaxpr, inputs: Sequence, sites: WeightProducts, additions: Any, depth: int = 0
 ) -> tuple[list, Any]:
     """The outputs when something is added to every product, and what the products keep.
 
@@ -298,33 +304,35 @@ def run(
     def value(v):
         return v.val if isinstance(v, Literal) else values[v]
 
-    def times(site: Site, kept):
+    def times(site: WeightProduct, kept):
         """What the product keeps, times the numbers by which the weight was multiplied here."""
         for loops, number, power in site.weight.factors:
             if loops == depth:
                 factor = number if isinstance(number, float) else jnp.reshape(value(number), ())
-                kept = floats(functools.partial(jnp.multiply, factor**power), kept)
+                kept = map_floats(functools.partial(jnp.multiply, factor**power), kept)
         return kept
 
     for place, eqn in enumerate(jaxpr.eqns):
         arguments, here = [value(v) for v in eqn.invars], sites.get(place)
         if isinstance(here, dict):
-            body = programs(eqn)[0]
+            body = inner_jaxprs(eqn)[0]
 
             def step(inputs, more, body=body, here=here):
-                return run(body.jaxpr, [*body.consts, *inputs], here, more, depth + 1)
+                return run_with_additions(
+                    body.jaxpr, [*body.consts, *inputs], here, more, depth + 1
+                )
 
-            outputs, found = loop(eqn, step, arguments, additions[place])
+            outputs, found = scan_with_body(eqn, step, arguments, additions[place])
             kept[place] = jax.tree.map(times, here, found)
         else:
             outputs = bind(eqn, arguments)
-        if isinstance(here, Site):
+        if isinstance(here, WeightProduct):
             kept[place] = times(here, here.product.keep(*arguments))
             outputs = [outputs[0] + additions[place]]
         values.update(zip(eqn.outvars, outputs, strict=True))
     return [value(v) for v in jaxpr.outvars], kept
 
 
-def floats(function, tree):
+def map_floats(function, tree):
     """``function`` of the arrays of floating point numbers in it."""
     return jax.tree.map(lambda x: function(x) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)

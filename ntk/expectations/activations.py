@@ -34,8 +34,16 @@ import jax
 import jax.numpy as jnp
 
 from ntk.expectations.arcsine import arcsine
-from ntk.expectations.kinks import ORDERS, Function, Kink, find, jumps, linear_sides, slope
-from ntk.internal.checks import concrete, number
+from ntk.expectations.kinks import (
+    ORDERS,
+    Function,
+    Kink,
+    elementwise_derivative,
+    find_kinks,
+    jumps,
+    linear_sides,
+)
+from ntk.internal.checks import concrete, real_number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,7 +150,7 @@ class Activation:
 # Cached, so that derivatives of equal activations are equal.
 @functools.cache
 def _differentiated(fn: Function) -> Function:
-    return slope(fn)
+    return elementwise_derivative(fn)
 
 
 @functools.cache
@@ -207,7 +215,7 @@ def leaky_relu(slope: float) -> Activation:
     >>> leaky_relu(0.1)(jnp.array([-1.0, 2.0]))
     Array([-0.1, 2. ], dtype=float...)
     """
-    if not concrete(number("slope", slope)) or not math.isfinite(slope):
+    if not concrete(real_number("slope", slope)) or not math.isfinite(slope):
         raise ValueError(f"slope: expected a finite number known when tracing, got {slope}.")
     return Activation(f"leaky_relu({float(slope):g})", kink=(float(slope), 1.0))
 
@@ -255,12 +263,12 @@ def activation(
         raise ValueError(f"fn: expected an elementwise function, got {fn!r}.")
     if isinstance(fn, Activation):
         return fn
-    if not number("strip", strip) > 0:
+    if not real_number("strip", strip) > 0:
         raise ValueError(f"strip: expected a positive number, got {strip}.")
     shape = jax.eval_shape(fn, jax.ShapeDtypeStruct((3,), float)).shape
     if shape != (3,):
         raise ValueError(f"fn: expected an elementwise function, got shape {shape} from (3,).")
-    sides, found = _look(fn, None if kinks is None else tuple(sorted(map(float, kinks))))
+    sides, found = _sides_and_kinks(fn, None if kinks is None else tuple(sorted(map(float, kinks))))
     name = name or str(getattr(fn, "__name__", "activation"))
     if sides is not None:
         return Activation(name, kink=sides)
@@ -268,9 +276,9 @@ def activation(
 
 
 @functools.cache
-def _look(fn: Function, told: tuple[float, ...] | None):
+def _sides_and_kinks(fn: Function, told: tuple[float, ...] | None):
     """Slopes of a function that is linear on both sides of 0, or None, and the kinks."""
-    found = find(fn)
+    found = find_kinks(fn)
     if told is not None:
         missing = [t for t in found if not any(abs(t - k) <= 1e-9 * abs(t) for k in told)]
         if missing:

@@ -26,7 +26,7 @@ import numpy as np
 from ntk.expectations.activations import Activation
 from ntk.expectations.arcsine import arc_polynomials, horner
 from ntk.expectations.truncated_powers import DENSITY
-from ntk.internal.checks import whole
+from ntk.internal.checks import integer
 from ntk.internal.derivative_rules import custom_jvp
 
 _END = 13.0  # where integrals over N(0, 1) end: the density there is 8e-38
@@ -50,7 +50,7 @@ def panels(width: float = 0.5) -> np.ndarray:
 
 
 @functools.lru_cache(maxsize=4)
-def grid(terms: int, width: float = 0.5) -> Grid:
+def hermite_grid(terms: int, width: float = 0.5) -> Grid:
     """For expansions in ``terms`` polynomials of what is smooth on panels of a width; float64."""
     nodes, weights = np.polynomial.legendre.leggauss(24)
     edges = panels(min(width, 16 / np.sqrt(terms)))
@@ -70,7 +70,7 @@ def grid(terms: int, width: float = 0.5) -> Grid:
     return Grid(z, roots, even.T, odd.T, last, density.sum(1))
 
 
-def _nodes(scale: jax.Array, places: tuple[float, ...], width: float = 0.5):
+def _panel_nodes(scale: jax.Array, places: tuple[float, ...], width: float = 0.5):
     """Nodes on the whole line and weights, [..., m], on panels that end at ``places / scale``."""
     edges: Any = panels(width)
     edges = jnp.asarray(np.concatenate([-edges[:0:-1], edges]), scale.dtype)
@@ -87,7 +87,7 @@ def _nodes(scale: jax.Array, places: tuple[float, ...], width: float = 0.5):
     return z.reshape(*scale.shape, -1), weights.reshape(*scale.shape, -1)
 
 
-def mean(
+def gaussian_mean(
     fn: Callable[[jax.Array], jax.Array], scale: chex.Array, places: tuple[float, ...] = ()
 ) -> jax.Array:
     """``E[fn(scale z)]``, z ~ N(0, 1), of an elementwise function; shape of ``scale``.
@@ -96,11 +96,12 @@ def mean(
 
     Examples
     --------
-    >>> bool(jnp.allclose(mean(lambda u: u**2, jnp.array([1.0, 3.0])), jnp.array([1.0, 9.0])))
+    >>> means = gaussian_mean(lambda u: u**2, jnp.array([1.0, 3.0]))
+    >>> bool(jnp.allclose(means, jnp.array([1.0, 9.0])))
     True
     """
     scale = jnp.asarray(scale)
-    z, weights = _nodes(scale, places)
+    z, weights = _panel_nodes(scale, places)
     return (fn(scale[..., None] * z) * weights).sum(-1)
 
 
@@ -141,10 +142,10 @@ def hermite(
     >>> round(float(coefficients[1]), 6), abs(float(coefficients[2])) < 1e-15
     (0.605706, True)
     """
-    if whole("terms", terms, 2) % 2:
+    if integer("terms", terms, 2) % 2:
         raise ValueError(f"terms: expected an even number, got {terms}.")
     scale = jnp.asarray(scale)
-    z, weights = _nodes(scale, (*places, *(-t for t in places)), 16 / max(32, terms**0.5))
+    z, weights = _panel_nodes(scale, (*places, *(-t for t in places)), 16 / max(32, terms**0.5))
     right = (z > 0).astype(z.dtype)
     even, odd = fn(scale[..., None] * z), fn(-scale[..., None] * z)
     even, odd = (even + odd) * right, (even - odd) * right

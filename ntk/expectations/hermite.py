@@ -93,9 +93,9 @@ def expand(
     """
     power = jnp.where(odd, scale, 1)[:, None]
     sides, pieces = f.sides[None] * power, _pieces(f, scale)
-    right = f.right - _evaluate(pieces, grid.z)
-    left = f.left - _evaluate(pieces, -grid.z)
-    regular = _coefficients(right, left, grid)
+    right = f.right - _evaluate_pieces(pieces, grid.z)
+    left = f.left - _evaluate_pieces(pieces, -grid.z)
+    regular = _hermite_projections(right, left, grid)
     kinked = _piece_coefficients(pieces, regular.shape[1])
     # Moments of r and the kink at 0 by quadrature, whose panels end there; the pieces' exactly.
     power = jnp.where(odd, grid.z, 1)[None]
@@ -104,13 +104,13 @@ def expand(
     mean = (ends[0] + ends[1]) @ grid.roots**2
     own = jnp.zeros_like(scale)
     if pieces.place.shape[1]:
-        own = _on_diagonal(pieces, pieces)
+        own = _piece_products(pieces, pieces)
         square += own + 2 * (regular * kinked).sum(1)
         mean += kinked[:, 0]
     norm = root(square)
     unit = jax.lax.stop_gradient(reciprocal(norm))
     errors = jax.lax.stop_gradient(
-        _errors(right, left, sides, regular, kinked, own, pieces, norm, error, odd, grid)
+        _expansion_errors(right, left, sides, regular, kinked, own, pieces, norm, error, odd, grid)
     )
     over = unit[:, None]
     pieces = pieces._replace(weights=pieces.weights * over[..., None])
@@ -165,7 +165,7 @@ def _pieces(f: Function, scale: jax.Array) -> Pieces:
     return Pieces(jnp.where(seen, jnp.abs(at), 0), side, jnp.where(seen[..., None], weights, 0))
 
 
-def _evaluate(pieces: Pieces, z: jax.Array) -> jax.Array:
+def _evaluate_pieces(pieces: Pieces, z: jax.Array) -> jax.Array:
     """[n, m] at points z."""
     total = jnp.zeros((len(pieces.place), len(z)), z.dtype)
     for j in range(pieces.place.shape[1]):
@@ -180,7 +180,7 @@ def _evaluate(pieces: Pieces, z: jax.Array) -> jax.Array:
     return total
 
 
-def _coefficients(right, left, grid: Grid) -> jax.Array:
+def _hermite_projections(right, left, grid: Grid) -> jax.Array:
     """``E[f h_n]`` [n, K]; those that vanish by symmetry are exactly 0."""
     roots = grid.roots[None]
     pairs = ((right + left) * roots) @ grid.even, ((right - left) * roots) @ grid.odd
@@ -220,7 +220,7 @@ def _piece_coefficients(pieces: Pieces, terms: int) -> jax.Array:
     return (parity * total).sum(1)
 
 
-def _on_diagonal(a: Pieces, b: Pieces) -> jax.Array:
+def _piece_products(a: Pieces, b: Pieces) -> jax.Array:
     """``E[k_a(z) k_b(z)]`` [n]."""
     total = jnp.zeros(len(a.place), a.place.dtype)
     for i in range(a.place.shape[1]):
@@ -231,7 +231,7 @@ def _on_diagonal(a: Pieces, b: Pieces) -> jax.Array:
     return total
 
 
-def _errors(right, left, sides, regular, kinked, own, pieces, norm, error, odd, grid):
+def _expansion_errors(right, left, sides, regular, kinked, own, pieces, norm, error, odd, grid):
     """The last five fields of :class:`Expansion`."""
     eps = float(jnp.finfo(norm.dtype).eps)
     over, terms = reciprocal(norm), regular.shape[1]
@@ -323,7 +323,7 @@ def expectations(
         size = jax.lax.stop_gradient(f.norm[:, None] * g.norm[None])
         value = total + _sides(f.sides, g.sides, degree, pair.p, pair.q)
         value += _series(f, g, degree, rho)
-        found.append((size * value, size * _bound(f, g, pair)))
+        found.append((size * value, size * _pair_error_bound(f, g, pair)))
     return found
 
 
@@ -334,7 +334,7 @@ def on_diagonal(f: Expansion, g: Expansion, equal: chex.Array) -> tuple[jax.Arra
     """
     size = jax.lax.stop_gradient(f.norm * g.norm)
     (lf, rf), (lg, rg) = f.sides.T, g.sides.T
-    value = (lf * lg + rf * rg) / 2 + _on_diagonal(f.pieces, g.pieces)
+    value = (lf * lg + rf * rg) / 2 + _piece_products(f.pieces, g.pieces)
     bound = f.noise + g.noise + 4 * float(jnp.finfo(size.dtype).eps) * f.size * g.size
     if f.regular.shape[1]:
         kinks_f, kinks_g = _kink_part(f, 0), _kink_part(g, 0)
@@ -400,7 +400,7 @@ def _kink_part(f: Expansion, degree: int) -> jax.Array:
     return part + f.kinked if f.kinked.shape[1] else part
 
 
-def _bound(f: Expansion, g: Expansion, pair: Pair) -> jax.Array:
+def _pair_error_bound(f: Expansion, g: Expansion, pair: Pair) -> jax.Array:
     """A bound of the error of ``E[f g]``, relative to both norms."""
     f, g, pair = jax.lax.stop_gradient((f, g, pair))
     power = jnp.abs(pair.q - pair.p)
@@ -467,13 +467,13 @@ def _polynomial_jvp(primals, tangents):
         shifted = (jnp.pad(order * x[1:], ((0, 1), (0, 0))) for x in (a, b))
         change += drho * polynomial(*shifted, rho)
     if da is not None:
-        change += _linear(da, b, rho)
+        change += _polynomial_by_scan(da, b, rho)
     if db is not None:
-        change += _linear(a, db, rho)
+        change += _polynomial_by_scan(a, db, rho)
     return polynomial(a, b, rho), change
 
 
-def _linear(a, b, rho):
+def _polynomial_by_scan(a, b, rho):
     """:func:`polynomial` with all terms, in a loop that JAX can transpose."""
 
     def block(total, pieces):

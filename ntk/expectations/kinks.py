@@ -23,16 +23,16 @@ _MOST = 16  # kinks of one function; more are refused
 _JUMP = 1e-7  # the smallest jump that counts, relative to the derivative's size around it
 
 
-def slope(fn: Function) -> Function:
+def elementwise_derivative(fn: Function) -> Function:
     """``fn'``, elementwise."""
     return lambda z: jax.jvp(fn, (z,), (jnp.ones_like(z),))[1]
 
 
-def derivatives(fn: Function, count: int) -> Callable[[np.ndarray], np.ndarray]:
+def derivatives_in_float64(fn: Function, count: int) -> Callable[[np.ndarray], np.ndarray]:
     """``z -> [count, n]``: fn and its derivatives, in float64."""
     functions = [fn]
     for _ in range(count - 1):
-        functions.append(slope(functions[-1]))
+        functions.append(elementwise_derivative(functions[-1]))
     every = jax.jit(lambda z: jnp.stack([jnp.broadcast_to(f(z), z.shape) for f in functions]))
 
     def values(z):
@@ -42,7 +42,7 @@ def derivatives(fn: Function, count: int) -> Callable[[np.ndarray], np.ndarray]:
     return values
 
 
-def find(fn: Function) -> tuple[float, ...]:
+def find_kinks(fn: Function) -> tuple[float, ...]:
     """The places where ``fn``, its slope or its second derivative jumps, ascending.
 
     Raises
@@ -52,22 +52,22 @@ def find(fn: Function) -> tuple[float, ...]:
 
     Examples
     --------
-    >>> find(lambda z: jnp.clip(z, -1, 2.5))
+    >>> find_kinks(lambda z: jnp.clip(z, -1, 2.5))
     (-1.0, 2.5)
     """
-    values = derivatives(fn, 4)
-    edges = grid()
-    _check(values, edges)
+    values = derivatives_in_float64(fn, 4)
+    edges = probe_points()
+    _check_elementwise(values, edges)
     found: list[float] = []
     left, right = edges[:-1], edges[1:]
-    sizes = _sizes(values, edges)
+    sizes = _derivative_sizes(values, edges)
     while len(left):
         new, cells = _bisect(values, left, right, sizes)
         if set(new) <= set(found):
             break
         # Another one may hide in the same cell.
-        ends = [(a, _step(t, -1)) for t, (a, _) in zip(new, cells, strict=True)]
-        ends += [(_step(t, 1), b) for t, (_, b) in zip(new, cells, strict=True)]
+        ends = [(a, _point_next_to(t, -1)) for t, (a, _) in zip(new, cells, strict=True)]
+        ends += [(_point_next_to(t, 1), b) for t, (_, b) in zip(new, cells, strict=True)]
         left, right = np.array([e for e in ends if e[0] < e[1]]).reshape(-1, 2).T
         found = sorted({*found, *new})
         if len(found) > _MOST:
@@ -89,11 +89,13 @@ def jumps(fn: Function, places: tuple[float, ...]) -> tuple[Kink, ...]:
     """
     if not places:
         return ()
-    sides = np.array([[_step(t, -1), _step(t, 1)] for t in places])
-    values = derivatives(fn, ORDERS)(sides.ravel()).reshape(ORDERS, -1, 2)
+    sides = np.array([[_point_next_to(t, -1), _point_next_to(t, 1)] for t in places])
+    values = derivatives_in_float64(fn, ORDERS)(sides.ravel()).reshape(ORDERS, -1, 2)
     size = np.abs(values).max(2)
-    known = derivatives(fn, 3)(grid())
-    bounded = size[:3] <= 1e4 * (1 + np.abs(known[:, np.abs(grid()) < 3]).max(1, keepdims=True))
+    known = derivatives_in_float64(fn, 3)(probe_points())
+    bounded = size[:3] <= 1e4 * (
+        1 + np.abs(known[:, np.abs(probe_points()) < 3]).max(1, keepdims=True)
+    )
     for t, good in zip(places, bounded.all(0) & np.isfinite(size).all(0), strict=True):
         if not good:
             raise ValueError(
@@ -109,8 +111,8 @@ def jumps(fn: Function, places: tuple[float, ...]) -> tuple[Kink, ...]:
 
 def linear_sides(fn: Function) -> tuple[float, float] | None:
     """(left, right) slopes of a function that is linear on both sides of 0, else None."""
-    z = grid()
-    values = derivatives(fn, 1)(z)[0]
+    z = probe_points()
+    values = derivatives_in_float64(fn, 1)(z)[0]
     slopes = values / z
     left, right = slopes[z < 0], slopes[z > 0]
     for side in (left, right):
@@ -119,7 +121,7 @@ def linear_sides(fn: Function) -> tuple[float, float] | None:
     return float(np.median(left)), float(np.median(right))
 
 
-def grid() -> np.ndarray:
+def probe_points() -> np.ndarray:
     """About two thousand points, |z| from 1e-6 to 120, none of them at a round number."""
     uniform = np.arange(0.0123456789, 12, 1 / 64)
     far = 12 * 2 ** (np.arange(0.123, 3.4, 1 / 16))
@@ -128,7 +130,7 @@ def grid() -> np.ndarray:
     return np.concatenate([-1.0000123 * half[::-1], half])
 
 
-def _check(values, z) -> None:
+def _check_elementwise(values, z) -> None:
     f, slopes = values(z)[:2]
     if not np.array_equal(values(z[::-1])[0], f[::-1], equal_nan=True):
         raise ValueError(
@@ -154,7 +156,7 @@ def _check(values, z) -> None:
         )
 
 
-def _sizes(values, z) -> Callable[[np.ndarray], np.ndarray]:
+def _derivative_sizes(values, z) -> Callable[[np.ndarray], np.ndarray]:
     """``t -> [3, n]``: how large the function and its derivatives get up to about ``|t|``."""
     order = np.argsort(np.abs(z))
     largest = np.maximum.accumulate(np.abs(values(z[order])[:3]), axis=1)
@@ -211,6 +213,6 @@ def _round(a: float, b: float) -> float:
     return float(middle)
 
 
-def _step(t: float, side: int) -> float:
+def _point_next_to(t: float, side: int) -> float:
     """A number just beside ``t``."""
     return t + side * (8 * np.finfo(float).eps * abs(t) if t else 1e-30)

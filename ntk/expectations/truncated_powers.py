@@ -39,26 +39,26 @@ def truncated_powers(
     >>> round(float(truncated_powers(1, zero, zero, one / 4, 3 * one / 4)[0, 0]), 6)  # rho = 1/2
     0.333333
     """
-    return _table(orders, h, k, p, q)[1:, 1:]
+    return _power_table(orders, h, k, p, q)[1:, 1:]
 
 
 @truncated_powers.defjvp
 def _truncated_powers_jvp(orders, primals, tangents):
     dh, dk, dp, dq = tangents
-    table = _table(orders, *primals)
+    table = _power_table(orders, *primals)
     change = table[:-1, :-1] * (dq - dp) - table[:-1, 1:] * dh - table[1:, :-1] * dk
     return table[1:, 1:], change
 
 
-def _table(orders: int, h, k, p, q) -> jax.Array:
+def _power_table(orders: int, h, k, p, q) -> jax.Array:
     """``I_mn`` for -1 <= m, n < ``orders``."""
     rho, sigma = q - p, 2 * jnp.sqrt(p * q)
     across, back = (k - h) + 2 * p * h, (h - k) + 2 * p * k  # k - rho h, h - rho k
     # The joint density: its exponent does not cancel where h = k.
     apart = (h - k) ** 2 + 4 * p * h * k
-    inverse = _reciprocal(sigma)
+    inverse = _reciprocal_or_zero(sigma)
     joint = DENSITY**2 * inverse * jnp.exp(-apart * inverse * inverse / 2)
-    at_h, at_k = _line(orders, h, -across, sigma), _line(orders, k, -back, sigma)
+    at_h, at_k = _density_row(orders, h, -across, sigma), _density_row(orders, k, -back, sigma)
     # Loops, which keep the compiler from expanding the recursions into trees.
     counts = jnp.arange(1, orders).astype(p.dtype)
 
@@ -83,9 +83,9 @@ def _table(orders: int, h, k, p, q) -> jax.Array:
     return jnp.concatenate([jnp.stack(start), rows])
 
 
-def _line(orders: int, h, ahead, sigma) -> jax.Array:
+def _density_row(orders: int, h, ahead, sigma) -> jax.Array:
     """``I_{-1,n}``, [orders, ...]: density at h, times ``E[(ahead + sigma z)_+^n / n!]``."""
-    y = _ratio(ahead, sigma)
+    y = _bounded_ratio(ahead, sigma)
     first = _upper(-y)
 
     def step(carry, count):
@@ -112,8 +112,10 @@ def _owen(h, across, sigma):
     flat = h * sigma
     small = jnp.abs(across) <= flat
     # T(h, a) and T(a h, 1 / a) add up to an elementary function: integrate over a <= 1.
-    slope = jnp.where(small, _ratio(jnp.abs(across), flat), _ratio(flat, jnp.abs(across)))
-    far = jnp.minimum(_ratio(jnp.abs(across), sigma), 40.0)  # a h
+    slope = jnp.where(
+        small, _bounded_ratio(jnp.abs(across), flat), _bounded_ratio(flat, jnp.abs(across))
+    )
+    far = jnp.minimum(_bounded_ratio(jnp.abs(across), sigma), 40.0)  # a h
     start = jnp.where(small, h, far)
 
     def add(total, node):
@@ -132,12 +134,14 @@ def _upper(x):
     return jax.scipy.special.erfc(x / np.sqrt(2).item()) / 2
 
 
-def _ratio(x, y):
+def _bounded_ratio(x, y):
     """``x / y`` for y >= 0; 0 / 0 is 0, and the rest stays finite."""
     largest = 1e300 if jnp.result_type(x).itemsize == 8 else 1e30
-    return jnp.clip(x * _reciprocal(y) + jnp.where(y > 0, 0, x * largest), -largest, largest)
+    return jnp.clip(
+        x * _reciprocal_or_zero(y) + jnp.where(y > 0, 0, x * largest), -largest, largest
+    )
 
 
-def _reciprocal(x):
+def _reciprocal_or_zero(x):
     positive = x > 0
     return jnp.where(positive, 1 / jnp.where(positive, x, 1), 0)

@@ -26,20 +26,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from ntk.expectations.activations import Activation, Function, activation, as_piecewise
-from ntk.expectations.gaussian import DENSITY, grid, kinked_pair, reciprocal
+from ntk.expectations.gaussian import DENSITY, hermite_grid, kinked_pair, reciprocal
 from ntk.expectations.hermite import Pair, expectations
 from ntk.infinite.layer_expansions import (
     RESOLUTIONS,
     TRACED,
     Layer,
+    common_kinks,
     expand_layer,
+    is_resolved,
     largest_error,
-    places,
-    resolved,
 )
-from ntk.internal.checks import common_dtype, concrete, floats, nan_where, offending
+from ntk.internal.checks import common_dtype, concrete, float_array, nan_where, offending
 from ntk.internal.derivative_rules import custom_jvp
-from ntk.internal.sharding import automatic
+from ntk.internal.sharding import without_explicit_axes
 
 _TOLERANCE = 1e-14  # some fifty roundings in float64
 _ENTRIES = 2**22  # values of the integrand in memory at a time, about
@@ -103,11 +103,13 @@ def dual(
     Array(0.384747, dtype=float...)
     """
     a, b = activation(a), activation(b)
-    vx, vy, c = jnp.broadcast_arrays(floats("vx", vx), floats("vy", vy), floats("c", c))
+    vx, vy, c = jnp.broadcast_arrays(
+        float_array("vx", vx), float_array("vy", vy), float_array("c", c)
+    )
     dtype = common_dtype(vx, vy, c)
     vx, vy, c = (x.astype(dtype) for x in (vx, vy, c))
     if concrete(vx, vy, c):
-        _check(vx, vy, c)
+        _check_covariances(vx, vy, c)
         if max_variance is None:
             max_variance = max(float(vx.max(initial=0)), float(vy.max(initial=0)))
     max_variance = 25.0 if max_variance is None else max_variance
@@ -121,7 +123,7 @@ def dual(
     if a.smooth is None or b.smooth is None:
         flat = (x.ravel() for x in (sx, sy, p, q))
         return _expectation(a, b, rtol, *flat).reshape(vx.shape)
-    vx, vy, sx, sy, p, q = automatic((vx, vy, sx, sy, p, q))
+    vx, vy, sx, sy, p, q = without_explicit_axes((vx, vy, sx, sy, p, q))
     # The number of nodes follows the variance, so entries that will be NaN must not ask for many.
     beyond = ~(jnp.maximum(vx, vy) <= max_variance * (1 + 1e-6))
     sx, sy = (jnp.where(beyond, 0, x) for x in (sx, sy))
@@ -132,7 +134,7 @@ def dual(
 def _piecewise(a: Activation, b: Activation, sx, sy, p, q) -> jax.Array:
     """``E[a(u) b(u')]`` [n] where a or b has kinks beside the closed forms'."""
     layers: list[Layer] = [(as_piecewise("a, b", s),) for s in (a, b)]
-    kinks, one = places(layers), jnp.ones(1, p.dtype)
+    kinks, one = common_kinks(layers), jnp.ones(1, p.dtype)
     error = jnp.full_like(p, float(jnp.finfo(p.dtype).eps))
     traced = not concrete(sx, sy, p, q)
     for how in (TRACED,) if traced else RESOLUTIONS:
@@ -140,14 +142,14 @@ def _piecewise(a: Activation, b: Activation, sx, sy, p, q) -> jax.Array:
             expand_layer(layer, one, s, error, kinks, how)[0]
             for layer, s in zip(layers, (sx, sy), strict=True)
         )
-        found = _one_by_one(f, g, p, q)
-        if not concrete(found) or resolved([f, g]):
+        found = _duals_by_entry(f, g, p, q)
+        if not concrete(found) or is_resolved([f, g]):
             break
     return found
 
 
 @jax.jit
-def _one_by_one(f, g, p, q):
+def _duals_by_entry(f, g, p, q):
     def one(f, g, p, q):
         f, g, p, q = jax.tree.map(lambda x: x[None], (f, g, p, q))
         error = jnp.full((1, 1), float(jnp.finfo(p.dtype).eps), p.dtype)
@@ -160,11 +162,11 @@ def _one_by_one(f, g, p, q):
 
 def _half_line():
     """Nodes z > 0 and weights."""
-    table = grid(256)
+    table = hermite_grid(256)
     return table.z, table.roots**2
 
 
-def _check(vx, vy, c) -> None:
+def _check_covariances(vx, vy, c) -> None:
     vx, vy, c = (np.asarray(x, float) for x in (vx, vy, c))
     for name, v in (("vx", vx), ("vy", vy)):
         good = np.isfinite(v) & (v >= 0)
@@ -216,11 +218,11 @@ def _two_product(x, y):
     # Halves cut by a mask rather than by Veltkamp's multiplication, which a compiler that fuses
     # multiply-adds or reassociates would undo.
     product = x * y
-    (xh, xl), (yh, yl) = _halves(x), _halves(y)
+    (xh, xl), (yh, yl) = _split_bits(x), _split_bits(y)
     return product, (((xh * yh - product) + xh * yl) + xl * yh) + xl * yl
 
 
-def _halves(x):
+def _split_bits(x):
     integer, bits = {8: (jnp.int64, 27), 4: (jnp.int32, 12)}[x.dtype.itemsize]
     mask = jnp.array(-(2**bits), integer)
     high = jax.lax.bitcast_convert_type(jax.lax.bitcast_convert_type(x, integer) & mask, x.dtype)
@@ -257,7 +259,7 @@ def _expectation(a: Activation, b: Activation, rtol: float, sx, sy, p, q):
         return jax.lax.map(lambda x: one(*x), (sx, sy, p, q), batch_size=batch)
     # Entries of like variances together: a group takes the time of its largest grid.
     order = jnp.argsort(jnp.maximum(sx, sy))
-    return _in_groups(functools.partial(_smooth, a, b, rtol), order, sx, sy, p, q)
+    return _in_groups(functools.partial(_smooth_dual, a, b, rtol), order, sx, sy, p, q)
 
 
 @_expectation.defjvp
@@ -284,7 +286,7 @@ def _in_groups(fn, order, *arrays):
     return jnp.zeros_like(found).at[order].set(found)
 
 
-def _smooth(a, b, rtol, sx, sy, p, q):
+def _smooth_dual(a, b, rtol, sx, sy, p, q):
     """``E[a(u) b(u')]`` of a group of entries: each node grid in blocks, row after row.
 
     Each entry's variance sets its number of nodes, which a compiled program need not know.

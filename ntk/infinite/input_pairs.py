@@ -28,7 +28,7 @@ class UnitRows(NamedTuple):
     square_low: jax.Array  # [n]; the two add up to the squared norm
 
 
-def unit(x: chex.Array, norms: chex.Array) -> UnitRows:
+def normalize_rows(x: chex.Array, norms: chex.Array) -> UnitRows:
     """Rows over their norms [n]; rows of norm 0 stay 0."""
     unit = x * reciprocal(norms)[:, None]
     grid = 2.0 ** {8: 25, 4: 11}.get(unit.dtype.itemsize, 4)
@@ -88,7 +88,7 @@ def assemble(
     return jax.lax.scan(step, empty, jnp.asarray(corners))[0]
 
 
-def padded(x: chex.Array | None) -> jax.Array | None:
+def pad_rows(x: chex.Array | None) -> jax.Array | None:
     """``x`` [n, d], its last row repeated up to one of few sizes: each is compiled for.
 
     Powers of two up to a tile, then whole tiles, which cost no time: a part of a tile is moved
@@ -102,7 +102,7 @@ def padded(x: chex.Array | None) -> jax.Array | None:
 
 
 @jax.jit
-def mirrored(kernel: chex.Array) -> jax.Array:
+def mirror_triangle(kernel: chex.Array) -> jax.Array:
     """The upper triangle of [..., n, n] on both sides.
 
     In a program of its own: where it is fused with what makes the kernel, the two sides may be

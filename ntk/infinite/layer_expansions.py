@@ -15,11 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from ntk.expectations.activations import Activation, in_a_network, relu
-from ntk.expectations.gaussian import grid, reciprocal, root
+from ntk.expectations.gaussian import hermite_grid, reciprocal, root
 from ntk.expectations.hermite import Expansion, Function, expand, kinked_expansion, piece_norms
 from ntk.expectations.kinks import ORDERS
-from ntk.internal.checks import array, concrete, finite, floats
-from ntk.internal.sharding import automatic
+from ntk.internal.checks import check_finite, concrete, float_array, real_array
+from ntk.internal.sharding import without_explicit_axes
 
 Layer = tuple[Activation, ...]
 """Activations to be summed with weights."""
@@ -28,12 +28,12 @@ Kinks = tuple[float, ...] | None
 _KINKED = (Activation("left", kink=(1.0, 0.0)), relu)  # summed with the slopes on both sides
 
 
-def evaluate(layer: Layer, weights: chex.Array, u: chex.Array) -> jax.Array:
+def evaluate_layer(layer: Layer, weights: chex.Array, u: chex.Array) -> jax.Array:
     """``sum_i weights_i s_i(u)``, elementwise."""
     return sum(weights[i] * s(u) for i, s in enumerate(layer))
 
 
-def derivative(layer: Layer) -> Layer:
+def layer_derivative(layer: Layer) -> Layer:
     """The derivatives, to be summed with the same weights."""
     return tuple(s.derivative for s in layer)
 
@@ -52,7 +52,7 @@ def kinks_at_zero(layer: Layer, weights: chex.Array) -> tuple[jax.Array, jax.Arr
     return left, right
 
 
-def parse(
+def parse_architecture(
     activations: Sequence[Any], skips: Any, variances: Any, dtype: Any = float
 ) -> tuple[tuple[Layer, ...], list[jax.Array], jax.Array, jax.Array]:
     """``(layers, weights, skips, variances)``: what is static, and arrays of the rest; checked.
@@ -75,7 +75,7 @@ def parse(
 
     Examples
     --------
-    >>> layers, weights, skips, variances = parse([relu, {relu: 0.5}], None, None)
+    >>> layers, weights, skips, variances = parse_architecture([relu, {relu: 0.5}], None, None)
     >>> variances
     Array([1., 2., 2.], dtype=float...)
     """
@@ -87,28 +87,32 @@ def parse(
         if not mixture:
             raise ValueError("activations: expected at least one in each layer, got none.")
         layer = tuple(in_a_network(s) for s, _ in mixture)
-        w = _numbers("activations: weights", [w for _, w in mixture], len(mixture), dtype)
+        w = _check_numbers("activations: weights", [w for _, w in mixture], len(mixture), dtype)
         if all(s.smooth is None for s in layer):
             # All kinked layers in one form.
             layer, w = _KINKED, jnp.stack(kinks_at_zero(layer, w))
         layers.append(layer)
         weights.append(w)
     depth = len(layers) + 1
-    skips = _numbers("skips", [0.0] * (depth - 2) if skips is None else skips, depth - 2, dtype)
+    skips = _check_numbers(
+        "skips", [0.0] * (depth - 2) if skips is None else skips, depth - 2, dtype
+    )
     default = [1.0] + [2.0] * (depth - 1)
-    variances = _numbers("variances", default if variances is None else variances, depth, dtype)
+    variances = _check_numbers(
+        "variances", default if variances is None else variances, depth, dtype
+    )
     if concrete(variances) and bool((np.asarray(variances) < 0).any()):
         raise ValueError(f"variances: expected nonnegative numbers, got {variances}.")
     return tuple(layers), weights, skips, variances
 
 
-def _numbers(name: str, values: Any, count: int, dtype: Any) -> jax.Array:
+def _check_numbers(name: str, values: Any, count: int, dtype: Any) -> jax.Array:
     if isinstance(values, list | tuple):
-        arrays = [array(name, v).astype(dtype) for v in values]
+        arrays = [real_array(name, v).astype(dtype) for v in values]
         if any(v.ndim for v in arrays):
             raise ValueError(f"{name}: expected {count} numbers, got arrays.")
         values = jnp.stack(arrays) if arrays else jnp.zeros(0)
-    values = array(name, values).astype(dtype)
+    values = real_array(name, values).astype(dtype)
     if values.shape != (count,):
         raise ValueError(f"{name}: expected {count} numbers, got shape {values.shape}.")
     if concrete(values) and not bool(np.isfinite(values).all()):
@@ -116,7 +120,7 @@ def _numbers(name: str, values: Any, count: int, dtype: Any) -> jax.Array:
     return values
 
 
-def inputs(
+def check_input_pair(
     name: str, x: Any, name2: str = "", x2: Any = None
 ) -> tuple[jax.Array, jax.Array | None]:
     """Both sets of inputs as floating arrays [n, d] and [n2, d], checked; None stays None.
@@ -126,20 +130,20 @@ def inputs(
     ValueError
         For what is no matrix of finite numbers, or sets of different dimensions d.
     """
-    x = _rows(name, x)
+    x = _check_input_rows(name, x)
     if x2 is None:
         return x, None
-    x2 = _rows(name2, x2).astype(x.dtype)
+    x2 = _check_input_rows(name2, x2).astype(x.dtype)
     if x2.shape[1] != x.shape[1]:
         raise ValueError(f"{name2}: expected {x.shape[1]} columns as in {name}, got {x2.shape[1]}.")
     return x, x2
 
 
-def _rows(name: str, x: Any) -> jax.Array:
-    x = automatic(floats(name, x))
+def _check_input_rows(name: str, x: Any) -> jax.Array:
+    x = without_explicit_axes(float_array(name, x))
     if x.ndim != 2 or 0 in x.shape:
         raise ValueError(f"{name}: expected a nonempty array [n, d], got shape {x.shape}.")
-    finite(name, x, "entries")
+    check_finite(name, x, "entries")
     with jax.ensure_compile_time_eval():  # known inputs in a jit too
         lost = concrete(x) and bool(jnp.isnan(squared_norms(x)).any())
     if lost:
@@ -158,13 +162,13 @@ def squared_norms(x: chex.Array) -> jax.Array:
     return jnp.where(lost | ~jnp.isfinite(squares), jnp.nan, squares)
 
 
-def _squares(x1, x2) -> np.ndarray:
+def _all_squared_norms(x1, x2) -> np.ndarray:
     return np.concatenate([np.sum(np.square(x), 1) for x in (x1, x2) if x is not None])
 
 
 def equal_norms(x1: chex.Array, x2: chex.Array | None) -> bool:
     """Whether all inputs have one norm, up to rounding."""
-    squares = _squares(x1, x2)
+    squares = _all_squared_norms(x1, x2)
     return bool(np.ptp(squares) <= 8 * np.finfo(squares.dtype).eps * squares.max())
 
 
@@ -184,7 +188,7 @@ RESOLUTIONS = (Resolution(256, 0.5), Resolution(1024, 0.5), Resolution(4096, 0.1
 TRACED = Resolution(512, 0.25)
 
 
-def resolved(expansions: Sequence[Expansion], noise: float = 512) -> bool:
+def is_resolved(expansions: Sequence[Expansion], noise: float = 512) -> bool:
     """Whether finer expansions would gain nothing, at any correlation.
 
     ``noise``: what is no matter of terms, in rounding units.
@@ -227,7 +231,7 @@ def expand_layer(
 ) -> tuple[Expansion, Expansion]:
     """Expansions of ``sum_i w_i s_i(u)`` and of its slope, u of standard deviations [n].
 
-    ``kinks``: of :func:`places`; if None, all the layer has is a kink at 0, in closed form.
+    ``kinks``: of :func:`common_kinks`; if None, all the layer has is a kink at 0, in closed form.
     """
     sides = jnp.stack(kinks_at_zero(layer, w))
     if all(s.smooth is None for s in layer):
@@ -235,12 +239,12 @@ def expand_layer(
         shape = terms, count
         return tuple(kinked_expansion(sides, scale, error, degree, shape) for degree in (1, 0))  # type: ignore[return-value]
     assert kinks is not None  # of a network with this layer
-    table = jax.tree.map(lambda x: jnp.asarray(x, scale.dtype), grid(*how))
+    table = jax.tree.map(lambda x: jnp.asarray(x, scale.dtype), hermite_grid(*how))
     u = jnp.concatenate([scale[:, None] * table.z[None], _probes(scale)], axis=1)
     values = jnp.zeros((2, 2, *u.shape), scale.dtype)  # of s and s', at u and -u
     for i, s in enumerate(layer):
         if s.smooth is not None:
-            values += w[i] * sample(s, u)
+            values += w[i] * sample_both_signs(s, u)
     at = np.zeros((len(layer), len(kinks), ORDERS))
     own = [i for i, s in enumerate(layer) if s.kinks]
     for i in own:
@@ -256,7 +260,7 @@ def expand_layer(
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def sample(s: Activation, u: jax.Array) -> jax.Array:
+def sample_both_signs(s: Activation, u: jax.Array) -> jax.Array:
     """Values of s and of its slope at u and -u, [2, 2, ...]."""
     both = jnp.stack([u, -u])
     return jnp.stack([s(both), s.derivative(both)])
@@ -343,7 +347,7 @@ def _cubic(ends, end, u):
     return mean + chord * x + (even + odd * x) * (x**2 - 1)
 
 
-def places(layers: Sequence[Layer]) -> Kinks:
+def common_kinks(layers: Sequence[Layer]) -> Kinks:
     """Where any of the activations has a kink beside the closed forms'; None if all are closed.
 
     One for all layers, so that one program serves them.
@@ -371,7 +375,7 @@ class LayerKernels(NamedTuple):
     second_error: jax.Array
 
 
-def features(
+def propagate_features(
     layers: Sequence[Layer],
     weights: Sequence[chex.Array],
     skips: chex.Array,
@@ -380,7 +384,7 @@ def features(
     how: Resolution,
 ) -> list[LayerKernels]:
     """The formulas of :mod:`ntk.infinite` for single inputs of squared norms [n]."""
-    kinks = places(layers)
+    kinks = common_kinks(layers)
     eps = float(jnp.finfo(squares.dtype).eps)
     zeros = jnp.zeros_like(squares)
     # Second moment, T and mean of the features below; the errors of the first and the last.
@@ -393,7 +397,7 @@ def features(
         second, _, below, error, below_error = state
         scale = root(c * second)
         value, slope = expand_layer(layer, w, scale, error, kinks, how)
-        state = _step(a, c, *state, value, slope)
+        state = _propagate_layer(a, c, *state, value, slope)
         second, tangent, *_ = state
         return state, LayerKernels(
             scale, below, second, tangent, value, slope, below_error, state[3]
@@ -413,7 +417,7 @@ def features(
 
 
 @jax.jit
-def _step(a, c, second, tangent, below, error, below_error, value, slope):
+def _propagate_layer(a, c, second, tangent, below, error, below_error, value, slope):
     """What one layer makes of single inputs: the arguments from ``second`` on, one layer up."""
     mean, square = value.mean, value.norm**2
     above = square + 2 * a * mean * below + a**2 * second
@@ -433,7 +437,7 @@ def _step(a, c, second, tangent, below, error, below_error, value, slope):
     )
 
 
-class Diagonal(NamedTuple):
+class LayerDiagonal(NamedTuple):
     """What one layer does to single inputs; every field [n]."""
 
     scale: jax.Array  # standard deviation of the pre-activation u
@@ -449,9 +453,9 @@ def diagonals(
     skips: chex.Array,
     variances: chex.Array,
     squares: chex.Array,
-) -> list[Diagonal]:
+) -> list[LayerDiagonal]:
     """The formulas of :mod:`ntk.infinite` for single inputs, of squared norms [n]."""
     return [
-        Diagonal(f.scale, f.value.mean, f.below, f.slope.norm**2, f.second)
-        for f in features(layers, weights, skips, variances, squares, TRACED)
+        LayerDiagonal(f.scale, f.value.mean, f.below, f.slope.norm**2, f.second)
+        for f in propagate_features(layers, weights, skips, variances, squares, TRACED)
     ]

@@ -17,21 +17,28 @@ import jax.numpy as jnp
 from ntk.expectations.activations import Activation, Function, in_a_network
 from ntk.expectations.gaussian import root
 from ntk.expectations.hermite import Pair, expectations, on_diagonal
-from ntk.infinite.input_pairs import assemble, half_chords, mirrored, padded, take_rows, unit
+from ntk.infinite.input_pairs import (
+    assemble,
+    half_chords,
+    mirror_triangle,
+    normalize_rows,
+    pad_rows,
+    take_rows,
+)
 from ntk.infinite.layer_expansions import (
     RESOLUTIONS,
     TRACED,
     Layer,
     Resolution,
+    check_input_pair,
     check_resolved,
+    common_kinks,
     expand_layer,
-    inputs,
+    is_resolved,
     largest_error,
-    places,
-    resolved,
     squared_norms,
 )
-from ntk.internal.checks import array, concrete, finite, nan_where, short
+from ntk.internal.checks import check_finite, concrete, describe, nan_where, real_array
 
 
 def mixture_blocks(
@@ -85,22 +92,22 @@ def mixture_blocks(
     ((2, 2, 3, 3), True)
     """
     if not isinstance(activations, Sequence) or not activations:
-        got = "none" if isinstance(activations, Sequence) else short(activations)
+        got = "none" if isinstance(activations, Sequence) else describe(activations)
         raise ValueError(f"activations: expected at least one, got {got}.")
     layer = tuple(in_a_network(s) for s in activations)
-    x, x2 = inputs("x", x, "x2", x2)
+    x, x2 = check_input_pair("x", x, "x2", x2)
     if not concrete(x, x2, scale):
-        found, _ = _blocks(layer, x, x2, scale, TRACED)
+        found, _ = _blocks_and_slopes(layer, x, x2, scale, TRACED)
         return found if error else found[0]
     n1, n2 = len(x), len(x if x2 is None else x2)
-    x, second = padded(x), padded(x2)
+    x, second = pad_rows(x), pad_rows(x2)
     goal = 1e4 * float(jnp.finfo(x.dtype).eps)
     for how in RESOLUTIONS:
-        found, rows = _blocks(layer, x, second, scale, how)
+        found, rows = _blocks_and_slopes(layer, x, second, scale, how)
         blocks, bound = (k[..., :n1, :n2] for k in found)
         if not concrete(blocks):
             return (blocks, bound) if error else blocks
-        if float(jnp.max(bound) / jnp.max(jnp.abs(blocks))) <= goal or resolved(rows):
+        if float(jnp.max(bound) / jnp.max(jnp.abs(blocks))) <= goal or is_resolved(rows):
             break
     check_resolved("x", blocks)
     if x2 is None:
@@ -130,10 +137,10 @@ def mixture_kernel(alpha: chex.Array, blocks: chex.Array) -> jax.Array:
     >>> mixture_kernel(jnp.array([0.5, 0.5]), jnp.ones((2, 2, 1, 1)))
     Array([[1.]], dtype=float...)
     """
-    alpha, blocks = array("alpha", alpha), array("blocks", blocks)
+    alpha, blocks = real_array("alpha", alpha), real_array("blocks", blocks)
     if alpha.ndim != 1:
         raise ValueError(f"alpha: expected an array [h], got shape {alpha.shape}.")
-    finite("alpha", alpha, "weights")
+    check_finite("alpha", alpha, "weights")
     if blocks.ndim != 4 or blocks.shape[:2] != (*alpha.shape, *alpha.shape):
         raise ValueError(
             f"blocks: expected shape [{len(alpha)}, {len(alpha)}, n1, n2] as alpha has, "
@@ -142,10 +149,10 @@ def mixture_kernel(alpha: chex.Array, blocks: chex.Array) -> jax.Array:
     return jnp.einsum("i,ijnm,j->nm", alpha, blocks, alpha)
 
 
-def _blocks(layer: Layer, x1, x2, scale, how: Resolution):
+def _blocks_and_slopes(layer: Layer, x1, x2, scale, how: Resolution):
     """The blocks and their errors, and the expansions of the slopes."""
     # A network of one hidden layer for each, with kinks at the same places.
-    kinks = places([layer])
+    kinks = common_kinks([layer])
     rows = []
     for x in (x1, x2):
         if x is None:
@@ -155,18 +162,18 @@ def _blocks(layer: Layer, x1, x2, scale, how: Resolution):
         one = jnp.ones(1, x.dtype)
         slopes = [expand_layer((s,), one, norms, error, kinks, how)[1] for s in layer]
         rows.append(jax.tree.map(lambda *leaves: jnp.stack(leaves, 1), *slopes))
-    found = _pairs(x1, x2, rows[0], rows[-1], jnp.asarray(scale, x1.dtype))
+    found = _blocks_with_errors(x1, x2, rows[0], rows[-1], jnp.asarray(scale, x1.dtype))
     return found, [jax.tree.map(lambda x, i=i: x[:, i], r) for r in rows for i in range(len(layer))]
 
 
 @jax.jit
-def _pairs(x1, x2, rows1, rows2, scale):
+def _blocks_with_errors(x1, x2, rows1, rows2, scale):
     """``(blocks, error)`` from expansions [n, h, ...] of the slopes."""
     h = rows1.norm.shape[1]
 
     def prepare(x, rows):
         norms = root(squared_norms(x))
-        return unit(x, norms), norms, rows
+        return normalize_rows(x, norms), norms, rows
 
     rows = prepare(x1, rows1)
     columns = rows if x2 is None else prepare(x2, rows2)
@@ -226,4 +233,4 @@ def _pairs(x1, x2, rows1, rows2, scale):
 @jax.jit
 def _exactly_symmetric(blocks: jax.Array) -> jax.Array:
     own = jnp.arange(len(blocks))
-    return blocks.at[own, own].set(mirrored(blocks[own, own]))
+    return blocks.at[own, own].set(mirror_triangle(blocks[own, own]))

@@ -49,10 +49,10 @@ from ntk.infinite.input_pairs import (
     UnitRows,
     assemble,
     half_chords,
-    mirrored,
-    padded,
+    mirror_triangle,
+    normalize_rows,
+    pad_rows,
     take_rows,
-    unit,
 )
 from ntk.infinite.layer_expansions import (
     RESOLUTIONS,
@@ -60,15 +60,15 @@ from ntk.infinite.layer_expansions import (
     Layer,
     LayerKernels,
     Resolution,
+    check_input_pair,
     check_resolved,
+    common_kinks,
     equal_norms,
     expand_layer,
-    features,
-    inputs,
+    is_resolved,
     largest_error,
-    parse,
-    places,
-    resolved,
+    parse_architecture,
+    propagate_features,
     squared_norms,
 )
 from ntk.internal.checks import concrete, nan_where
@@ -144,27 +144,27 @@ def network_kernel(
     Array([[3.    , 0.6857],
            [0.6857, 3.    ]], dtype=float...)
     """
-    x1, x2 = inputs("x1", x1, "x2", x2)
-    layers, *network = parse(activations, skips, variances, x1.dtype)
+    x1, x2 = check_input_pair("x1", x1, "x2", x2)
+    layers, *network = parse_architecture(activations, skips, variances, x1.dtype)
     if not concrete(x1, x2, network):
-        kernels, _ = _kernels(layers, x1, x2, network, TRACED, False)
+        kernels, _ = _kernels_and_features(layers, x1, x2, network, TRACED, False)
         return kernels
     n1, n2 = len(x1), len(x1 if x2 is None else x2)
-    x1, x2 = padded(x1), padded(x2)
+    x1, x2 = pad_rows(x1), pad_rows(x2)
     equal = equal_norms(x1, x2)
     goal = 1e4 * float(jnp.finfo(x1.dtype).eps)
     for how in RESOLUTIONS:
-        kernels, rows = _kernels(layers, x1, x2, network, how, equal)
+        kernels, rows = _kernels_and_features(layers, x1, x2, network, how, equal)
         kernels = jax.tree.map(lambda k: k[:n1, :n2], kernels)
         if not concrete(kernels):  # by a jit around, of values
             return kernels
         small = float(jnp.max(kernels.error / jnp.max(jnp.abs(kernels.ntk)))) <= goal
-        if small or resolved([f for r in rows for one in r for f in (one.value, one.slope)]):
+        if small or is_resolved([f for r in rows for one in r for f in (one.value, one.slope)]):
             break
     check_resolved("x1", kernels.ntk)
     if x2 is not None:
         return kernels
-    return jax.tree.map(mirrored, kernels)
+    return jax.tree.map(mirror_triangle, kernels)
 
 
 def lemma1_kernel_as_printed(
@@ -212,8 +212,8 @@ def lemma1_kernel_as_printed(
     >>> network_kernel(x, activations=layers, skips=[1, 1]).ntk[0, 0].round(3)
     Array(15.977, dtype=float...)
     """
-    x, _ = inputs("x", x)
-    layers, weights, skips, _ = parse(activations, skips, None, x.dtype)
+    x, _ = check_input_pair("x", x)
+    layers, weights, skips, _ = parse_architecture(activations, skips, None, x.dtype)
     how = RESOLUTIONS[-2] if concrete(x, weights, skips) else TRACED
     kernels = _lemma1(layers, x, weights, skips, how)
     if concrete(kernels):
@@ -224,7 +224,7 @@ def lemma1_kernel_as_printed(
 # ----------------------------------------------------------------------------- all pairs
 
 
-class _Rows(NamedTuple):
+class _InputFeatures(NamedTuple):
     """What the tiles need of one set of inputs; leading axis n, or 1 for equal norms."""
 
     unit_rows: UnitRows
@@ -232,14 +232,16 @@ class _Rows(NamedTuple):
     layers: LayerKernels  # of all layers, [n, L - 1, ...]
 
 
-def _kernels(layers: Sequence[Layer], x1, x2, network, how: Resolution, equal: bool):
+def _kernels_and_features(layers: Sequence[Layer], x1, x2, network, how: Resolution, equal: bool):
     """The kernels, and the features of both sets of inputs."""
-    found = [_features(layers, x, network, how, equal) for x in (x1, x2) if x is not None]
+    found = [_features_of_inputs(layers, x, network, how, equal) for x in (x1, x2) if x is not None]
     rows = [_stack(each) for each in found]
     _, skips, variances = network
     homogeneous = [all(s.smooth is None for s in layer) for layer in layers]
     exact = jnp.asarray([all(homogeneous[: i + 1]) for i in range(len(layers))])
-    return _pairs(x1, x2, rows[0], rows[-1], skips, variances, exact, equal=equal), found
+    return _kernels_from_features(
+        x1, x2, rows[0], rows[-1], skips, variances, exact, equal=equal
+    ), found
 
 
 def _stack(layers: list[LayerKernels]) -> LayerKernels:
@@ -247,18 +249,20 @@ def _stack(layers: list[LayerKernels]) -> LayerKernels:
     return jax.tree.map(lambda *leaves: jnp.stack(leaves, 1), *layers)
 
 
-def _features(layers, x, network, how, equal) -> list[LayerKernels]:
+def _features_of_inputs(layers, x, network, how, equal) -> list[LayerKernels]:
     squares = squared_norms(x)
     weights, skips, variances = network
-    return features(layers, weights, skips, variances, squares[:1] if equal else squares, how)
+    return propagate_features(
+        layers, weights, skips, variances, squares[:1] if equal else squares, how
+    )
 
 
 @functools.partial(jax.jit, static_argnames="equal")
-def _pairs(x1, x2, rows1, rows2, skips, variances, exact, *, equal) -> Kernels:
+def _kernels_from_features(x1, x2, rows1, rows2, skips, variances, exact, *, equal) -> Kernels:
     def prepare(x, rows):
         norms = root(squared_norms(x))
         norms = norms[:1] if equal else norms
-        return _Rows(unit(x, norms), norms, rows)
+        return _InputFeatures(normalize_rows(x, norms), norms, rows)
 
     rows = prepare(x1, rows1)
     columns = rows if x2 is None else prepare(x2, rows2)
@@ -274,7 +278,7 @@ def _pairs(x1, x2, rows1, rows2, skips, variances, exact, *, equal) -> Kernels:
     return assemble(tile, n1, n2, symmetric=x2 is None)
 
 
-class _State(NamedTuple):
+class _TileState(NamedTuple):
     """All pairs of a tile after a layer, [n1, n2]."""
 
     second: jax.Array  # S
@@ -285,7 +289,7 @@ class _State(NamedTuple):
     tangent_error: jax.Array
 
 
-def _tile(a: _Rows, b: _Rows, same, skips, variances, exact) -> Kernels:
+def _tile(a: _InputFeatures, b: _InputFeatures, same, skips, variances, exact) -> Kernels:
     """All layers of one tile; ``same`` [n1, n2] marks inputs paired with themselves, or None."""
     p, q = half_chords(a.unit_rows, b.unit_rows)
     if same is not None:
@@ -298,7 +302,7 @@ def _tile(a: _Rows, b: _Rows, same, skips, variances, exact) -> Kernels:
         second = jnp.where(same, sizes, second)
     # Unit rows are rounded; what is under the grid of their leading digits, too.
     error = jax.lax.stop_gradient(8 * eps * (jnp.sqrt(p * q) + eps**0.5 / 2))
-    state = _State(
+    state = _TileState(
         second,
         jnp.zeros_like(second),
         jnp.broadcast_to(sizes, p.shape),
@@ -324,7 +328,9 @@ def _tile(a: _Rows, b: _Rows, same, skips, variances, exact) -> Kernels:
     return Kernels(nan_where(bad, nngp), nan_where(bad, ntk), error)
 
 
-def _layer(state: _State, a: LayerKernels, b: LayerKernels, skip, c, exact, *, same) -> _State:
+def _layer(
+    state: _TileState, a: LayerKernels, b: LayerKernels, skip, c, exact, *, same
+) -> _TileState:
     """One step of the module's recursion.
 
     ``exact``: everything so far scales with the input's norm, so that correlation lost in this
@@ -350,22 +356,22 @@ def _layer(state: _State, a: LayerKernels, b: LayerKernels, skip, c, exact, *, s
     p = jnp.where(roots > 0, jnp.clip(p, 0, 1), 0.5)
     if same is not None:
         p = jnp.where(same, 0.5, p)
-    errors = _errors(
+    errors = _layer_error_bounds(
         *jax.lax.stop_gradient((state, a, b, skip, c, exact, same)),
         *jax.lax.stop_gradient((value_error, slope_error, slope, second, roots, scales, p)),
     )
     total = c * slope * (below + tangent) + skip**2 * tangent
-    return _State(second, total, roots, Pair(p, 1 - p, errors[0]), *errors[1:])
+    return _TileState(second, total, roots, Pair(p, 1 - p, errors[0]), *errors[1:])
 
 
-def _errors(
+def _layer_error_bounds(
     state, a, b, skip, c, exact, same, value_error, slope_error, slope, second, roots, scales, p
 ):
     """Bounds after the layer: of p, S and T."""
     eps = float(jnp.finfo(p.dtype).eps)
     below, tangent, sizes, pair, below_error, tangent_error = state
     off = value_error + skip**2 * below_error + 4 * eps * roots
-    off += jnp.abs(skip) * _crossed(a, b)
+    off += jnp.abs(skip) * _mean_product_error(a, b)
     diagonal = a.second[:, None] * a.second_error[:, None]
     relative = (a.second_error[:, None] + b.second_error[None]) / 2
     lost = 2 * pair.error * (a.slope.norm[:, None] * b.slope.norm[None] * scales + skip**2 * sizes)
@@ -386,7 +392,7 @@ def _errors(
     return error, off, tangent_error
 
 
-def _crossed(a: LayerKernels, b: LayerKernels):
+def _mean_product_error(a: LayerKernels, b: LayerKernels):
     """Bound of the error of ``m mu' + mu m'``."""
 
     def product(x, dx, y, dy):
@@ -402,7 +408,7 @@ def _lemma1(layers, x, weights, skips, how: Resolution) -> Kernels:
     second = x @ x.T
     forward, tangent = second, jnp.zeros_like(second)
     same = jnp.eye(len(x), dtype=bool)
-    kinks = places(layers)
+    kinks = common_kinks(layers)
     for i, layer in enumerate(layers):
         scale = root(jnp.diag(second))
         rho = second * reciprocal(scale[:, None] * scale[None])
@@ -411,7 +417,7 @@ def _lemma1(layers, x, weights, skips, how: Resolution) -> Kernels:
         both = expand_layer(layer, weights[i], scale, none, kinks, how)
         pairs = expectations(both, both, (1, 0), Pair(p, 1 - p, jnp.zeros_like(p)))
         g, g_dot = (
-            2 * jnp.where(same, f.norm[:, None] ** 2, _resolved(value, error, f.norm))
+            2 * jnp.where(same, f.norm[:, None] ** 2, _nan_if_inaccurate(value, error, f.norm))
             for f, (value, error) in zip(both, pairs, strict=True)
         )
         alpha = skips[i - 1] if i else 0.0
@@ -421,6 +427,6 @@ def _lemma1(layers, x, weights, skips, how: Resolution) -> Kernels:
     return Kernels(forward, forward + tangent, jnp.full_like(forward, jnp.inf))
 
 
-def _resolved(value, error, norm):
+def _nan_if_inaccurate(value, error, norm):
     """``value`` [n, n], NaN where its error is too large."""
     return nan_where(~(error <= largest_error(value.dtype) * norm[:, None] * norm[None]), value)

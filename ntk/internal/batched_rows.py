@@ -16,7 +16,7 @@ def length(x) -> int:
     return len(jax.tree.leaves(x)[0])
 
 
-def mapped(function, xs):
+def map_leading_axis(function, xs):
     """``lax.map`` without a loop around a single step."""
     if length(xs) == 1:
         only = function(jax.tree.map(lambda x: x[0], xs))
@@ -24,7 +24,7 @@ def mapped(function, xs):
     return lax.map(function, xs)
 
 
-def blocks(x, size: int, multiple: int = 1):
+def split_into_blocks(x, size: int, multiple: int = 1):
     """Rows in blocks [blocks, size, ...]; the last ones are filled up with the first row."""
     n = length(x)
     count = -(-n // (size * multiple)) * multiple
@@ -36,19 +36,19 @@ def blocks(x, size: int, multiple: int = 1):
     return jax.tree.map(cut, x)
 
 
-def transposed(k):
+def transpose_kernel(k):
     """``K(x', x)_ji`` for ``K(x, x')_ij``."""
     return k.T if k.ndim == 2 else k.transpose(1, 0, 3, 2)
 
 
-def mirrored(k):
+def mirror_kernel(k):
     """Exactly symmetric: the lower triangle replaced by the upper one."""
     n, o = k.shape[0], k.shape[2:3]
     index = np.arange(n * math.prod(o)).reshape(n, 1, *o, *(1 for _ in o))
-    return jnp.where(index <= transposed(index), k, transposed(k))
+    return jnp.where(index <= transpose_kernel(index), k, transpose_kernel(k))
 
 
-def joined(blocks, n1: int, n2: int):
+def join_blocks(blocks, n1: int, n2: int):
     """[t1, t2, b1, b2, ...] to [n1, n2, ...]."""
     t1, t2, b1, b2 = blocks.shape[:4]
     return jnp.swapaxes(blocks, 1, 2).reshape(t1 * b1, t2 * b2, *blocks.shape[4:])[:n1, :n2]

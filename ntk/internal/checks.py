@@ -15,12 +15,12 @@ def concrete(*trees: Any) -> bool:
     return not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(trees))
 
 
-def finite(name: str, tree: Any, what: str = "numbers") -> None:
+def check_finite(name: str, tree: Any, what: str = "numbers") -> None:
     """Refuse NaN and infinity in any leaf; traced ones pass.
 
     Examples
     --------
-    >>> finite("y", {"a": jnp.array([1.0, jnp.nan])}, "targets")
+    >>> check_finite("y", {"a": jnp.array([1.0, jnp.nan])}, "targets")
     Traceback (most recent call last):
     ValueError: y: expected finite targets, got NaN or infinity.
     """
@@ -81,7 +81,7 @@ def is_sparse(value: Any) -> bool:
     return hasattr(value, "todense")
 
 
-def dense(name: str, value: Any) -> None:
+def check_dense(name: str, value: Any) -> None:
     """Raise ``ValueError`` for a sparse matrix.
 
     ``jnp.asarray`` would read JAX's row by row, which takes seconds for a few rows.
@@ -91,23 +91,23 @@ def dense(name: str, value: Any) -> None:
         raise ValueError(f"{name}: expected a dense array, got a {kind}; its todense() makes one.")
 
 
-def array(name: str, value: Any) -> jax.Array:
+def real_array(name: str, value: Any) -> jax.Array:
     """``value`` as an array of real numbers, of its own type.
 
     Examples
     --------
-    >>> array("x", 1j)
+    >>> real_array("x", 1j)
     Traceback (most recent call last):
     ValueError: x: expected real numbers, got complex...
     """
-    dense(name, value)
+    check_dense(name, value)
     try:
         x = jnp.asarray(value)
     except OverflowError:  # whole numbers of more bits than JAX's have
         x = jnp.asarray(value, float)
     except (TypeError, ValueError):
-        raise ValueError(f"{name}: expected an array of numbers, got {short(value)}.") from None
-    _real(name, x.dtype)
+        raise ValueError(f"{name}: expected an array of numbers, got {describe(value)}.") from None
+    _check_real_dtype(name, x.dtype)
     return x
 
 
@@ -138,29 +138,29 @@ def at_least_float32(*values: Any) -> np.dtype:
     return common_dtype(jnp.float32, *values)
 
 
-def floats(name: str, value: Any) -> jax.Array:
+def float_array(name: str, value: Any) -> jax.Array:
     """``value`` as an array of real floating-point numbers of at least 32 bits."""
-    x = array(name, value)
+    x = real_array(name, value)
     whole = not jnp.issubdtype(x.dtype, jnp.floating)
     return x.astype(float if whole else at_least_float32(x.dtype))
 
 
-def numbers(name: str, value: Any) -> Any:
+def numpy_array(name: str, value: Any) -> Any:
     """``value`` as a numpy array of real numbers, which no ``jit`` traces; a tracer as it is."""
-    dense(name, value)
+    check_dense(name, value)
     try:
         x = value if isinstance(value, jax.core.Tracer) else np.asarray(value)
     except (TypeError, ValueError):
-        raise ValueError(f"{name}: expected numbers, got {short(value)}.") from None
+        raise ValueError(f"{name}: expected numbers, got {describe(value)}.") from None
     if x.dtype.kind in "OUS":
-        raise ValueError(f"{name}: expected numbers, got {short(value)}.")
-    _real(name, x.dtype)
+        raise ValueError(f"{name}: expected numbers, got {describe(value)}.")
+    _check_real_dtype(name, x.dtype)
     return x
 
 
-def number(name: str, value: Any) -> Any:
-    """``value`` as :func:`numbers` has it, if it is one number."""
-    x = numbers(name, value)
+def real_number(name: str, value: Any) -> Any:
+    """``value`` as :func:`numpy_array` has it, if it is one number."""
+    x = numpy_array(name, value)
     if x.shape != ():
         raise ValueError(f"{name}: expected a number, got shape {x.shape}.")
     return x
@@ -176,7 +176,7 @@ def positive(name: str, number: Any) -> Any:
     >>> positive("n_valid", 1000)
     1000.0
     """
-    value = numbers(name, number)
+    value = numpy_array(name, number)
     if concrete(value):
         good = (value > 0) & (value < np.inf)
         if not good.all():
@@ -189,22 +189,22 @@ def positive(name: str, number: Any) -> Any:
 def function(name: str, value: Any, form: str) -> None:
     """Refuse what cannot be called."""
     if not callable(value):
-        raise ValueError(f"{name}: expected a function {form}, got {short(value)}.")
+        raise ValueError(f"{name}: expected a function {form}, got {describe(value)}.")
 
 
 def sequence(name: str, value: Any, what: str = "a sequence") -> tuple:
     """``value`` as a tuple; a text is none."""
     if isinstance(value, str) or not isinstance(value, Iterable):
-        raise ValueError(f"{name}: expected {what}, got {short(value)}.")
+        raise ValueError(f"{name}: expected {what}, got {describe(value)}.")
     return tuple(value)
 
 
-def whole(name: str, value: Any, least: int) -> int:
+def integer(name: str, value: Any, least: int) -> int:
     """``value`` as an int of at least ``least``; numpy's integers are welcome.
 
     Examples
     --------
-    >>> whole("steps", 2.5, 1)
+    >>> integer("steps", 2.5, 1)
     Traceback (most recent call last):
     ValueError: steps: expected a whole number, got 2.5.
     """
@@ -213,23 +213,23 @@ def whole(name: str, value: Any, least: int) -> int:
             raise TypeError
         number = operator.index(value)
     except (TypeError, jax.errors.TracerIntegerConversionError):
-        raise ValueError(f"{name}: expected a whole number, got {short(value)}.") from None
+        raise ValueError(f"{name}: expected a whole number, got {describe(value)}.") from None
     if number < least:
         raise ValueError(f"{name}: expected at least {least}, got {number}.")
     return number
 
 
-def known(name: str, value: Any, options: Iterable[str]) -> None:
+def one_of(name: str, value: Any, options: Iterable[str]) -> None:
     """Refuse what is not one of the names in ``options``.
 
     Examples
     --------
-    >>> known("mode", "sideways", ("forward", "reverse"))
+    >>> one_of("mode", "sideways", ("forward", "reverse"))
     Traceback (most recent call last):
     ValueError: mode: expected one of forward, reverse, got 'sideways'.
     """
     if not isinstance(value, str) or value not in options:
-        raise ValueError(f"{name}: expected one of {', '.join(options)}, got {short(value)}.")
+        raise ValueError(f"{name}: expected one of {', '.join(options)}, got {describe(value)}.")
 
 
 def prng_key(name: str, key: Any) -> None:
@@ -237,7 +237,7 @@ def prng_key(name: str, key: Any) -> None:
     dtype, shape = getattr(key, "dtype", None), getattr(key, "shape", None)
     typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
     if shape != () if typed else dtype != jnp.uint32 or not shape or len(shape) != 1:
-        got = f"keys of shape {shape}" if typed else short(key)
+        got = f"keys of shape {shape}" if typed else describe(key)
         raise ValueError(f"{name}: expected a PRNG key such as jax.random.key(0), got {got}.")
 
 
@@ -246,7 +246,7 @@ def offending(x: Any, allowed: Any) -> Any:
     return np.asarray(x)[~np.asarray(allowed)].ravel()[0]
 
 
-def short(value: Any) -> str:
+def describe(value: Any) -> str:
     """A value in a few words."""
     name = getattr(value, "__name__", None)
     if callable(value) and name is not None:
@@ -258,7 +258,7 @@ def short(value: Any) -> str:
     return f"a {type(value).__name__}"
 
 
-def _real(name: str, dtype: Any) -> None:
+def _check_real_dtype(name: str, dtype: Any) -> None:
     if jnp.issubdtype(dtype, jnp.complexfloating):
         raise ValueError(f"{name}: expected real numbers, got {dtype}.")
     if not any(jnp.issubdtype(dtype, kind) for kind in (jnp.number, jnp.bool_)):

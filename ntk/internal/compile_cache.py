@@ -61,11 +61,11 @@ def program(function: Callable, *args: Any, donate: tuple[int, ...] = ()) -> Cal
     compiled: Callable = jax.jit(run, donate_argnums=tuple(i + 1 for i in donate))
     leaves = jax.tree.leaves((closed.consts, args))
     if not any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
-        compiled = _known(compiled, (closed.consts, *args), structure)
+        compiled = _reuse_compiled(compiled, (closed.consts, *args), structure)
     return functools.partial(compiled, closed.consts)
 
 
-def _known(compiled, args, structure) -> Callable:
+def _reuse_compiled(compiled, args, structure) -> Callable:
     """``compiled``, or what was compiled before from the same text."""
     text = compiled.lower(*args).as_text()
     if "callback" in text:  # of Python functions, whose names are not in the text

@@ -15,7 +15,7 @@ import jax
 from jax.extend.core import ClosedJaxpr, Literal
 
 from ntk.internal.compile_cache import fresh
-from ntk.internal.jaxprs import bind, programs, scan_operands
+from ntk.internal.jaxprs import bind, inner_jaxprs, scan_operands
 
 
 def custom_jvp(function: Callable, nondiff_argnums: tuple[int, ...] = ()) -> Any:
@@ -65,7 +65,7 @@ def may_be_lost(program: ClosedJaxpr, inside: bool = False) -> bool:
             return True
         if name in ("scan", *_JITS, *_CHECKPOINTS):
             within = inside or name == "scan"
-            if any(may_be_lost(body, within) for body in programs(eqn)):
+            if any(may_be_lost(body, within) for body in inner_jaxprs(eqn)):
                 return True
     return False
 
@@ -85,13 +85,13 @@ def in_loops(function: Callable) -> Callable:
 
     def kept(*args):
         program, shapes = jax.make_jaxpr(fresh(function), return_shape=True)(*args)
-        found = _run(program, jax.tree.leaves(args), inside=False)
+        found = _evaluate_program(program, jax.tree.leaves(args), inside=False)
         return jax.tree.unflatten(jax.tree.structure(shapes), found)
 
     return kept
 
 
-def _run(program: ClosedJaxpr, inputs: list, *, inside: bool) -> list:
+def _evaluate_program(program: ClosedJaxpr, inputs: list, *, inside: bool) -> list:
     """The program's outputs; ``inside`` a loop, functions with rules are held."""
     jaxpr = program.jaxpr
     known = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*program.consts, *inputs), strict=True))
@@ -100,12 +100,12 @@ def _run(program: ClosedJaxpr, inputs: list, *, inside: bool) -> list:
         return [v.val if isinstance(v, Literal) else known[v] for v in variables]
 
     for eqn in jaxpr.eqns:
-        found = _outputs(eqn, read(eqn.invars), inside)
+        found = _evaluate_equation(eqn, read(eqn.invars), inside)
         known |= zip(eqn.outvars, found, strict=True)
     return read(jaxpr.outvars)
 
 
-def _held(eqn: Any) -> Callable:
+def _hold_rule(eqn: Any) -> Callable:
     """The function that the equation calls, with its derivative, held."""
 
     def plain(*values):
@@ -121,25 +121,27 @@ def _held(eqn: Any) -> Callable:
     return held
 
 
-def _outputs(eqn: Any, values: list, inside: bool) -> list:
+def _evaluate_equation(eqn: Any, values: list, inside: bool) -> list:
     name, params = eqn.primitive.name, eqn.params
     if inside and name == _RULE:
-        return list(_held(eqn)(*values))
+        return list(_hold_rule(eqn)(*values))
     loop = name == "scan"
-    lost = (may_be_lost(body, inside or loop) for body in programs(eqn))
+    lost = (may_be_lost(body, inside or loop) for body in inner_jaxprs(eqn))
     if name not in ("scan", *_JITS, *_CHECKPOINTS) or not any(lost):
         return bind(eqn, values)
-    (body,) = programs(eqn)
+    (body,) = inner_jaxprs(eqn)
     if name in _JITS:
-        return _run(body, values, inside=inside)
+        return _evaluate_program(body, values, inside=inside)
     if name in _CHECKPOINTS:
         options = {key: params[key] for key in ("prevent_cse", "policy")}
-        held = jax.checkpoint(lambda *values: _run(body, list(values), inside=inside), **options)
+        held = jax.checkpoint(
+            lambda *values: _evaluate_program(body, list(values), inside=inside), **options
+        )
         return held(*values)
     constant, carried = scan_operands(eqn)
 
     def step(carry, x):
-        found = _run(body, [*values[:constant], *carry, *x], inside=True)
+        found = _evaluate_program(body, [*values[:constant], *carry, *x], inside=True)
         return found[:carried], found[carried:]
 
     first, xs = values[constant : constant + carried], values[constant + carried :]

@@ -17,24 +17,24 @@ CALLS = frozenset(
 )
 
 
-def closed(program: Jaxpr | ClosedJaxpr) -> ClosedJaxpr:
+def as_closed_jaxpr(program: Jaxpr | ClosedJaxpr) -> ClosedJaxpr:
     """The program with its constants; one that comes without has none."""
     return program if isinstance(program, ClosedJaxpr) else ClosedJaxpr(program, [])
 
 
-def programs(eqn: JaxprEqn) -> list[ClosedJaxpr]:
+def inner_jaxprs(eqn: JaxprEqn) -> list[ClosedJaxpr]:
     """The programs among an equation's parameters: bodies of calls and loops, branches."""
     found = []
     for parameter in eqn.params.values():
         for each in parameter if isinstance(parameter, tuple | list) else [parameter]:
             if isinstance(each, Jaxpr | ClosedJaxpr):
-                found.append(closed(each))
+                found.append(as_closed_jaxpr(each))
     return found
 
 
-def names(program: ClosedJaxpr) -> set[str]:
+def operation_names(program: ClosedJaxpr) -> set[str]:
     """Return the names of all operations in a program, those of inner programs included."""
-    inner = [names(each) for eqn in program.jaxpr.eqns for each in programs(eqn)]
+    inner = [operation_names(each) for eqn in program.jaxpr.eqns for each in inner_jaxprs(eqn)]
     return set().union(*inner, (eqn.primitive.name for eqn in program.jaxpr.eqns))
 
 
@@ -61,20 +61,23 @@ def scan_operands(eqn: JaxprEqn) -> tuple[int, int]:
     """
     body = eqn.params["jaxpr"].jaxpr
     scanned, stacked = (
-        sum(_axes(out) > _axes(ins) for out, ins in zip(outer, inner, strict=True))
+        sum(
+            _number_of_axes(out) > _number_of_axes(ins)
+            for out, ins in zip(outer, inner, strict=True)
+        )
         for outer, inner in ((eqn.invars, body.invars), (eqn.outvars, body.outvars))
     )
     carried = len(eqn.outvars) - stacked
     return len(eqn.invars) - scanned - carried, carried
 
 
-def like(variable: Var | Literal) -> jax.ShapeDtypeStruct:
+def shape_and_dtype(variable: Var | Literal) -> jax.ShapeDtypeStruct:
     """The shape and the type of a variable."""
     aval: Any = variable.aval
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
 
 
-def _axes(variable: Var | Literal) -> int:
+def _number_of_axes(variable: Var | Literal) -> int:
     return len(getattr(variable.aval, "shape", ()))
 
 

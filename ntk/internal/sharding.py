@@ -15,7 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from ntk.internal.checks import concrete
 
 
-class Rows(NamedTuple):
+class RowSharding(NamedTuple):
     """Rows divided among the devices along one or several axes of a mesh."""
 
     mesh: Mesh
@@ -31,12 +31,12 @@ class Rows(NamedTuple):
         return size
 
 
-def automatic(x: Any) -> Any:
+def without_explicit_axes(x: Any) -> Any:
     """The arrays of a tree without explicit axes: of automatic ones, or copied to all devices."""
-    return jax.tree.map(_automatic, x)
+    return jax.tree.map(_leaf_without_explicit_axes, x)
 
 
-def _automatic(x):
+def _leaf_without_explicit_axes(x):
     sharding = jax.typeof(x).sharding if not concrete(x) else getattr(x, "sharding", None)
     if not isinstance(sharding, NamedSharding) or not _explicit(sharding.mesh):
         return x
@@ -47,7 +47,7 @@ def _automatic(x):
     return jax.sharding.reshard(x, NamedSharding(sharding.mesh, PartitionSpec()))
 
 
-def by_rows(x: Any, rows: "Rows | None") -> Any:
+def reshard_rows(x: Any, rows: "RowSharding | None") -> Any:
     """``x`` as ``rows`` says, where a ``shard_map`` of explicit axes asks for it."""
     if rows is None or not _explicit(rows.mesh):
         return x
@@ -55,8 +55,8 @@ def by_rows(x: Any, rows: "Rows | None") -> Any:
 
 
 def keeping_rows(x: Any) -> Any:
-    """:func:`automatic`, but for rows that are divided in the mesh of ``jax.set_mesh``."""
-    return x if in_explicit_mesh() and rows_of(x) else automatic(x)
+    """Return :func:`without_explicit_axes`, but keep rows divided in the mesh of ``set_mesh``."""
+    return x if in_explicit_mesh() and row_sharding(x) else without_explicit_axes(x)
 
 
 def in_explicit_mesh() -> bool:
@@ -68,7 +68,7 @@ def _explicit(mesh) -> bool:
     return AxisType.Explicit in getattr(mesh, "axis_types", ())
 
 
-def rows_of(x: Any) -> Rows | None:
+def row_sharding(x: Any) -> RowSharding | None:
     """How the first axis of an array is divided; None where it is not, or ``x`` is traced."""
     sharding = getattr(x, "sharding", None) if concrete(x) else None
     if not isinstance(sharding, NamedSharding) or not sharding.spec:
@@ -76,5 +76,5 @@ def rows_of(x: Any) -> Rows | None:
     mesh, axis = sharding.mesh, sharding.spec[0]
     if axis is None or not isinstance(mesh, Mesh):
         return None
-    found = Rows(mesh, axis)
+    found = RowSharding(mesh, axis)
     return found if found.devices > 1 else None

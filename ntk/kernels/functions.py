@@ -27,8 +27,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ntk.internal.checks import array, function, known, sequence, short
-from ntk.internal.sharding import automatic
+from ntk.internal.checks import describe, function, one_of, real_array, sequence
+from ntk.internal.sharding import without_explicit_axes
 from ntk.kernels.record import Kernels
 
 KernelFunction = Callable[..., Any]
@@ -72,7 +72,7 @@ def kernel_matrix(
     Array([[1., 1.],
            [1., 2.]], dtype=float...)
     """
-    return _matrix(_evaluate(kernel, x1, x2, get), get)
+    return _field_or_array(_call_kernel(kernel, x1, x2, get), get)
 
 
 def kernel_record(
@@ -104,7 +104,7 @@ def kernel_record(
     >>> kernel_record(kernel, jnp.eye(2)).nngp.shape
     (2, 2)
     """
-    found = _evaluate(kernel, x1, x2, None)
+    found = _call_kernel(kernel, x1, x2, None)
     if not (hasattr(found, "nngp") and hasattr(found, "ntk")):
         raise ValueError(
             "kernel: expected a function that returns the fields nngp and ntk, as "
@@ -141,7 +141,7 @@ def kernel_mixture(kernels: Sequence[KernelFunction], alpha: chex.Array) -> Kern
     Array([[1. , 0.5],
            [0.5, 1. ]], dtype=float...)
     """
-    kernels, alpha = several(kernels), array("alpha", alpha)
+    kernels, alpha = check_kernel_functions(kernels), real_array("alpha", alpha)
     if alpha.shape != (len(kernels),):
         raise ValueError(f"alpha: expected {len(kernels)} weights, got shape {alpha.shape}.")
 
@@ -188,7 +188,7 @@ def measured(
     size = np.maximum(root[:, None] * root, np.abs(K))
     over = 1 / np.where(size > 0, size, 1)
     # A function that computes in float32 whatever it is given is no better than that.
-    fine = float(np.finfo(np.result_type(_matrix(found, "ntk").dtype, np.float32)).eps)
+    fine = float(np.finfo(np.result_type(_field_or_array(found, "ntk").dtype, np.float32)).eps)
     off = np.abs(K - _in_precision(kernel, x, False)[1]) * over
     error = np.where(off > _ROUNDINGS * _EPS32, off * np.sqrt(fine / _EPS32), _ROUNDINGS * fine)
     rng = np.random.default_rng(0)
@@ -228,7 +228,7 @@ def mixed_blocks(
     array([[1., 2.],
            [2., 3.]])
     """
-    found = [measured(kernel, x, entry_error) for kernel in several(kernels)]
+    found = [measured(kernel, x, entry_error) for kernel in check_kernel_functions(kernels)]
     values = np.stack([K for K, _ in found])
     given = np.asarray(found[0][1])
     if given.shape not in ((), values.shape[1:]) or not (given >= 0).all():
@@ -254,8 +254,8 @@ def _in_precision(kernel: KernelFunction, x: np.ndarray, double: bool) -> tuple[
     with jax.enable_x64(double), warnings.catch_warnings():
         if not double:  # we chose float32: the caller cannot act on JAX's warning about it
             warnings.filterwarnings("ignore", "Explicitly requested dtype", UserWarning)
-        found = _evaluate(kernel, jnp.asarray(x, float), None, "ntk")
-        K = np.asarray(_matrix(found, "ntk"))
+        found = _call_kernel(kernel, jnp.asarray(x, float), None, "ntk")
+        K = np.asarray(_field_or_array(found, "ntk"))
     if np.iscomplexobj(K):
         raise ValueError(f"K: expected a kernel function with real values, got {K.dtype}.")
     K = K.astype(np.float64)
@@ -264,7 +264,7 @@ def _in_precision(kernel: KernelFunction, x: np.ndarray, double: bool) -> tuple[
     return found, K
 
 
-def matrix(K: Any, x: Any, name: str = "K") -> Any:
+def as_kernel_matrix(K: Any, x: Any, name: str = "K") -> Any:
     """``K``, or where it is a kernel function or a record, its matrix.
 
     Raises
@@ -284,21 +284,21 @@ def matrix(K: Any, x: Any, name: str = "K") -> Any:
             raise ValueError(f"x: expected the inputs of the kernel function {name}, got none.")
         return kernel_matrix(K, x)
     if x is not None:
-        raise ValueError(f"x: expected none beside a matrix {name}, got {short(x)}.")
+        raise ValueError(f"x: expected none beside a matrix {name}, got {describe(x)}.")
     return K
 
 
-def _evaluate(kernel: KernelFunction, x1, x2, get: str | None):
+def _call_kernel(kernel: KernelFunction, x1, x2, get: str | None):
     """``get``: the field that is wanted; None for all of a record."""
     function("kernel", kernel, "(x1, x2) -> [n1, n2]")
     if get is not None:
-        known("get", get, ("ntk", "nngp"))
-    x1 = automatic(array("x1", x1))
+        one_of("get", get, ("ntk", "nngp"))
+    x1 = without_explicit_axes(real_array("x1", x1))
     if x1.ndim == 0 or not x1.size:
         raise ValueError(f"x1: expected inputs [n, ...] with n at least 1, got shape {x1.shape}.")
     parameters = _parameters(kernel)
     if x2 is not None:
-        x2 = automatic(array("x2", x2))
+        x2 = without_explicit_axes(real_array("x2", x2))
     elif parameters and _takes_one(parameters):
         x2 = None
     else:
@@ -307,7 +307,7 @@ def _evaluate(kernel: KernelFunction, x1, x2, get: str | None):
     options = {"get": get} if one else {}
     found = kernel(x1, x2, **options)
     shape = len(x1), len(x1 if x2 is None else x2)
-    value = _matrix(found, get or "ntk")
+    value = _field_or_array(found, get or "ntk")
     if jnp.shape(value) != shape:
         raise ValueError(f"kernel: expected a matrix {shape}, got shape {jnp.shape(value)}.")
     return found
@@ -327,11 +327,11 @@ def _takes_one(parameters) -> bool:
     return len(places) > 1 and places[1].default is None
 
 
-def _matrix(found: Any, get: str) -> Any:
+def _field_or_array(found: Any, get: str) -> Any:
     return getattr(found, get, found)
 
 
-def several(kernels: Any) -> tuple[KernelFunction, ...]:
+def check_kernel_functions(kernels: Any) -> tuple[KernelFunction, ...]:
     """Kernel functions as a tuple, at least one.
 
     Raises

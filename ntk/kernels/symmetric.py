@@ -15,10 +15,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ntk.internal.checks import array, at_least_float32, concrete, finite, floats, nan_unless
+from ntk.internal.checks import (
+    at_least_float32,
+    check_finite,
+    concrete,
+    float_array,
+    nan_unless,
+    real_array,
+)
 
 
-def as_matrix(K: Any) -> Any:
+def flatten_outputs(K: Any) -> Any:
     """Flatten [n1, n2, outputs, outputs] to [n1 outputs, n2 outputs]; return others unchanged."""
     if K.ndim != 4:
         return K
@@ -26,7 +33,7 @@ def as_matrix(K: Any) -> Any:
     return K.transpose(0, 2, 1, 3).reshape(n1 * a, n2 * b)
 
 
-def square(K: Any, name: str = "K") -> Any:
+def square_matrix(K: Any, name: str = "K") -> Any:
     """Return a kernel as a square matrix: ``[n, n]``, or ``[n, n, o, o]`` as ``[n o, n o]``.
 
     Row ``i o + a`` belongs to input i and output a.
@@ -38,20 +45,20 @@ def square(K: Any, name: str = "K") -> Any:
 
     Examples
     --------
-    >>> square(jnp.zeros((3, 3, 2, 2))).shape
+    >>> square_matrix(jnp.zeros((3, 3, 2, 2))).shape
     (6, 6)
     """
-    K = K if isinstance(K, np.ndarray) else array(name, K)
+    K = K if isinstance(K, np.ndarray) else real_array(name, K)
     shape = K.shape
     if len(shape) not in (2, 4) or shape[0] != shape[1] or shape[-1] != shape[-2] or not K.size:
         raise ValueError(
             f"{name}: expected a square matrix, got shape {shape}. Kernels have the shape [n, n] "
             "or [n, n, outputs, outputs]."
         )
-    return as_matrix(K)
+    return flatten_outputs(K)
 
 
-def rounding(dtype: Any, n: int) -> float:
+def allowed_asymmetry(dtype: Any, n: int) -> float:
     """How far entries (i, j) and (j, i) may be apart, relative to the largest entry."""
     if not jnp.issubdtype(dtype, jnp.floating):
         return 0.0  # of whole numbers
@@ -60,7 +67,7 @@ def rounding(dtype: Any, n: int) -> float:
     return 2 * float(jnp.finfo(dtype).eps) + max(1000, n) * float(summed)
 
 
-def symmetric(K: Any, name: str = "K", *, stack: bool = False) -> jax.Array:
+def symmetric_matrix(K: Any, name: str = "K", *, stack: bool = False) -> jax.Array:
     """``K`` [n, n] (``stack``: [..., n, n]) in floating point, exactly symmetric.
 
     Where it is traced no error can be raised: a matrix that is not finite and symmetric becomes
@@ -71,17 +78,17 @@ def symmetric(K: Any, name: str = "K", *, stack: bool = False) -> jax.Array:
     ValueError
         If ``K`` is not of that shape, empty, complex, not finite, or not symmetric up to rounding.
     """
-    K = array(name, K)
+    K = real_array(name, K)
     if K.ndim < 2 or (K.ndim > 2 and not stack) or K.shape[-1] != K.shape[-2] or not K.size:
         expected = "square matrices [..., n, n]" if stack else "a square matrix"
         raise ValueError(f"{name}: expected {expected}, got shape {K.shape}.")
-    allowed = rounding(K.dtype, K.shape[-1])
-    K = floats(name, K)
+    allowed = allowed_asymmetry(K.dtype, K.shape[-1])
+    K = float_array(name, K)
     if not concrete(K):
-        half, known = _symmetric(K, allowed)
+        half, known = _symmetrize(K, allowed)
         return nan_unless(known, half)
     with jax.ensure_compile_time_eval():  # where the caller traces other arguments
-        half, known = _symmetric(K, allowed)
+        half, known = _symmetrize(K, allowed)
         refused = not known.all()
     if refused:
         check_symmetric(np.asarray(K), allowed, name)  # which knows what is wrong
@@ -89,9 +96,9 @@ def symmetric(K: Any, name: str = "K", *, stack: bool = False) -> jax.Array:
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _symmetric(K: jax.Array, allowed: float) -> tuple[jax.Array, jax.Array]:
+def _symmetrize(K: jax.Array, allowed: float) -> tuple[jax.Array, jax.Array]:
     """The symmetric part, and whether the matrices are finite and symmetric, [..., 1, 1]."""
-    off, largest = _halves(jnp, jax.lax.stop_gradient(K))
+    off, largest = _half_asymmetry(jnp, jax.lax.stop_gradient(K))
     # Entry by entry: a maximum over NaN need not be NaN in a compiled program.
     known = (jnp.isfinite(K) & (off <= allowed * largest)).all((-1, -2), keepdims=True)
     return K / 2 + jnp.swapaxes(K, -1, -2) / 2, known
@@ -105,8 +112,8 @@ def check_symmetric(K: np.ndarray, allowed: float, name: str) -> None:
     ValueError
         If ``K`` is not finite or not symmetric.
     """
-    finite(name, K, "entries")
-    off, largest = _halves(np, K)
+    check_finite(name, K, "entries")
+    off, largest = _half_asymmetry(np, K)
     if (off > allowed * largest).any():
         *which, _, _ = np.unravel_index(np.argmax(off - allowed * largest), off.shape)
         differ, explained = 2 * float(off[*which].max()), 2 * allowed * float(largest[*which].max())
@@ -116,7 +123,7 @@ def check_symmetric(K: np.ndarray, allowed: float, name: str) -> None:
         )
 
 
-def _halves(xp, K):
+def _half_asymmetry(xp, K):
     """Half of ``|K_ij - K_ji|`` [..., n, n] and of its largest entry: the whole might overflow."""
     off = xp.abs(K / 2 - xp.swapaxes(K, -1, -2) / 2)
     return off, xp.max(xp.abs(K), axis=(-1, -2), keepdims=True) / 2

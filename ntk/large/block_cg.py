@@ -43,10 +43,10 @@ class SolverState(NamedTuple):
     before: jax.Array  # []: the largest residual that was computed before this one
 
 
-def start(P: Preconditioner, B: jax.Array) -> SolverState:
+def start_block_cg(P: Preconditioner, B: jax.Array) -> SolverState:
     """At X = 0."""
     Q, S, C = _orthonormal(B, solve(P, B))
-    residual = _relative(B, B)  # 1; 0 of what is 0, and NaN of NaN
+    residual = _relative_residual(B, B)  # 1; 0 of what is 0, and NaN of NaN
     return SolverState(
         jnp.zeros_like(B),
         Q,
@@ -66,34 +66,34 @@ def unfinished(state: SolverState, tol, most) -> jax.Array:
     return again & (state.steps < most) & ~jnp.isnan(worst)
 
 
-def step(
+def step_block_cg(
     A: Callable[[jax.Array], jax.Array], P: Preconditioner, B: jax.Array, tol, most, s: SolverState
 ) -> SolverState:
     """One pass over A: a step, or where the residual seems small, or is to be the last, a look."""
     small = jnp.max(s.residual) <= jnp.where(s.computed, tol, _BELOW * tol)
     look = (small & ~s.computed) | (s.steps + 1 >= most)
     image = A(jnp.where(look, s.weights, s.directions))
-    return jax.lax.cond(look, _looked, _stepped, P, B, image, s)
+    return jax.lax.cond(look, _recompute_residual, _take_cg_step, P, B, image, s)
 
 
-def _looked(P, B, image, s: SolverState) -> SolverState:
+def _recompute_residual(P, B, image, s: SolverState) -> SolverState:
     """The residual as it is, and a fresh start from there."""
     R = B - image
     Q, S, C = _orthonormal(R, solve(P, R))
-    residual = _relative(R, B)
+    residual = _relative_residual(R, B)
     return SolverState(s.weights, Q, S, C, s.steps + 1, residual, jnp.array(True), s.before)
 
 
-def _stepped(P, B, image, s: SolverState) -> SolverState:
+def _take_cg_step(P, B, image, s: SolverState) -> SolverState:
     energy, positive = _inverse(_inner(s.directions, image))
-    weights = s.weights + _times(s.directions, energy @ s.factor)
-    rest = s.basis - _times(image, energy)
+    weights = s.weights + _matmul_highest(s.directions, energy @ s.factor)
+    rest = s.basis - _matmul_highest(image, energy)
     Q, Z, turn = _orthonormal(rest, solve(P, rest))
     factor = turn @ s.factor
-    residual = jnp.where(positive, _relative(_times(Q, factor), B), jnp.nan)
+    residual = jnp.where(positive, _relative_residual(_matmul_highest(Q, factor), B), jnp.nan)
     # The last residual that was computed, for the next look to be held against.
     before = jnp.where(s.computed, jnp.max(s.residual), s.before)
-    directions = Z + _times(s.directions, turn.T)
+    directions = Z + _matmul_highest(s.directions, turn.T)
     return SolverState(
         weights, Q, directions, factor, s.steps + 1, residual, jnp.array(False), before
     )
@@ -107,10 +107,10 @@ def _orthonormal(W, Z):
     Q, C = W, jnp.eye(W.shape[1], dtype=W.dtype)
     for _ in range(2):  # the second time for what the first leaves of rounding
         values, vectors = jnp.linalg.eigh(_inner(Q, Z))
-        kept = values > _cut(values)
+        kept = values > _eigenvalue_cutoff(values)
         root = jnp.sqrt(jnp.where(kept, values, 1))
         narrow = vectors * jnp.where(kept, 1 / root, 0)[None]
-        Q, Z = _times(Q, narrow), _times(Z, narrow)
+        Q, Z = _matmul_highest(Q, narrow), _matmul_highest(Z, narrow)
         C = (vectors * jnp.where(kept, root, 0)[None]).T @ C
     return Q, Z, C
 
@@ -118,30 +118,30 @@ def _orthonormal(W, Z):
 def _inverse(T):
     """The inverse of T >= 0, 0 where T is rounding; whether T is that."""
     values, vectors = jnp.linalg.eigh(T)
-    kept = values > _cut(values)
-    positive = values[0] >= -100 * _cut(values)
+    kept = values > _eigenvalue_cutoff(values)
+    positive = values[0] >= -100 * _eigenvalue_cutoff(values)
     inverse = jnp.where(kept, 1 / jnp.where(kept, values, 1), 0)
     return (vectors * inverse[None]) @ vectors.T, positive
 
 
-def _cut(values):
+def _eigenvalue_cutoff(values):
     eps = jnp.finfo(values.dtype).eps
     return 10 * len(values) * eps * jnp.max(jnp.abs(values))
 
 
 def _inner(a, b):
-    found = _times(a.T, b)
+    found = _matmul_highest(a.T, b)
     return (found + found.T) / 2
 
 
-def _times(a, b):
+def _matmul_highest(a, b):
     return jnp.matmul(a, b, precision="highest")
 
 
-def _lengths(R):
+def _column_norms(R):
     return jnp.sqrt(jnp.sum(R**2, axis=0))
 
 
-def _relative(R, B):
-    lengths = _lengths(B)
-    return _lengths(R) / jnp.where(lengths > 0, lengths, 1)
+def _relative_residual(R, B):
+    lengths = _column_norms(B)
+    return _column_norms(R) / jnp.where(lengths > 0, lengths, 1)

@@ -27,11 +27,11 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from ntk.internal.checks import nan_unless, number, prng_key, short, whole
+from ntk.internal.checks import describe, integer, nan_unless, prng_key, real_number
 from ntk.internal.compile_cache import program
 from ntk.large import preconditioner
 from ntk.large.kernel_operator import Operator
-from ntk.large.partial_cholesky import PartialCholesky, semidefinite, square
+from ntk.large.partial_cholesky import PartialCholesky, check_square_operator, semidefinite
 
 
 class EigenvalueInterval(NamedTuple):
@@ -97,18 +97,20 @@ def eigenvalue_interval(
     >>> bool(found.lower <= 1), found.upper.round(3)
     (True, Array(1., dtype=float...))
     """
-    square("K", K)
+    check_square_operator("K", K)
     prng_key("key", key)
-    steps, block = whole("steps", steps, 2), whole("block", block, 1)
+    steps, block = integer("steps", steps, 2), integer("block", block, 1)
     if steps * block > K.shape[0]:
         raise ValueError(
             f"steps: expected steps times block at most the {K.shape[0]} rows of K, got "
             f"{steps} times {block}."
         )
-    if not 0 < number("failure", failure) < 1:
+    if not 0 < real_number("failure", failure) < 1:
         raise ValueError(f"failure: expected a probability between 0 and 1, got {failure}.")
     if partial is not None and not isinstance(partial, PartialCholesky):
-        raise ValueError(f"partial: expected the result of partial_cholesky, got {short(partial)}.")
+        raise ValueError(
+            f"partial: expected the result of partial_cholesky, got {describe(partial)}."
+        )
     missed = missed_part(K.shape[0], steps, block, float(failure) / 2)
 
     def run(K, partial, key):
@@ -135,11 +137,13 @@ def _interval(K, partial, key, steps, block, missed) -> EigenvalueInterval:
     diagonal = K.diagonal()
     factor = jnp.zeros((len(diagonal), 0), diagonal.dtype) if partial is None else partial.factor
     level = jnp.mean(diagonal if partial is None else partial.rest)
-    P = preconditioner.of(factor, jnp.full_like(diagonal, level), jnp.max(diagonal))
+    P = preconditioner.make_preconditioner(
+        factor, jnp.full_like(diagonal, level), jnp.max(diagonal)
+    )
     level = P.diagonal[0]
-    V, PV, T = _basis(K, P, preconditioner.sample(P, key, block), steps)
+    V, PV, T = _lanczos_basis(K, P, preconditioner.sample_with_covariance(P, key, block), steps)
     # Vectors that were dropped are 0: their Ritz values come last.
-    live = jnp.diagonal(_times(V.T, PV)) > 0.5
+    live = jnp.diagonal(_precise_product(V.T, PV)) > 0.5
     far = 2 * jnp.sum(jnp.abs(T)) + 1
     values = jnp.linalg.eigvalsh(T + jnp.diag(jnp.where(live, 0, far)))
     low = values[0]
@@ -148,7 +152,7 @@ def _interval(K, partial, key, steps, block, missed) -> EigenvalueInterval:
     share = min(missed, 0.999)
     lower = low - share / (1 - share) * (high / (1 - share) - low)
     lower = jnp.where(missed < 1, jnp.maximum(lower * level, 0), 0)
-    vector = _times(V, _least(T, _times(V.T, V)))
+    vector = _precise_product(V, _least_combination(T, _precise_product(V.T, V)))
     vector = vector / jnp.linalg.norm(vector)
     upper = jnp.vdot(vector, K @ vector)
     # Under 0 by more than rounding: then K has not the eigenvalues that `lower` is proved for.
@@ -156,7 +160,7 @@ def _interval(K, partial, key, steps, block, missed) -> EigenvalueInterval:
     return EigenvalueInterval(*nan_unless(fits, (lower, upper, low * level, vector)))
 
 
-def _least(T, G):
+def _least_combination(T, G):
     """Coefficients u with nearly the least ``u'Tu / u'Gu``: K is least on that combination.
 
     Combinations that are short beside the longest are long in P: K is not small there.
@@ -164,13 +168,13 @@ def _least(T, G):
     sizes, turn = jnp.linalg.eigh(G)
     kept = sizes > 1e-3 * sizes[-1]
     turn = turn * jnp.where(kept, 1 / jnp.sqrt(jnp.where(kept, sizes, 1)), 0)[None]
-    inner = _times(turn.T, _times(T, turn))
+    inner = _precise_product(turn.T, _precise_product(T, turn))
     far = 2 * jnp.sum(jnp.abs(inner)) + 1
     _, vectors = jnp.linalg.eigh(inner + jnp.diag(jnp.where(kept, 0, far)))
-    return _times(turn, vectors[:, 0])
+    return _precise_product(turn, vectors[:, 0])
 
 
-def _basis(K, P, start, steps):
+def _lanczos_basis(K, P, start, steps):
     """Bases V and P V [n, steps block] with ``V' P V = I``, and ``T = V' K V``."""
     n, b = start.shape
     V = jnp.zeros((n, steps * b), start.dtype)
@@ -178,12 +182,14 @@ def _basis(K, P, start, steps):
     def step(carry, j):
         V, PV, T, v, size = carry
         for _ in range(2):  # the second time for what the first leaves of rounding
-            v = _normal(P, v - _times(V, _times(PV.T, v)), size)
+            v = _orthonormalize(P, v - _precise_product(V, _precise_product(PV.T, v)), size)
             size = jnp.ones(b, v.dtype)
         image = (K @ v).astype(v.dtype)
         V = jax.lax.dynamic_update_slice(V, v, (0, j * b))
-        PV = jax.lax.dynamic_update_slice(PV, preconditioner.times(P, v), (0, j * b))
-        T = jax.lax.dynamic_update_slice(T, _times(V.T, image), (0, j * b))
+        PV = jax.lax.dynamic_update_slice(
+            PV, preconditioner.preconditioner_product(P, v), (0, j * b)
+        )
+        T = jax.lax.dynamic_update_slice(T, _precise_product(V.T, image), (0, j * b))
         following = preconditioner.solve(P, image)
         return (V, PV, T, following, jnp.sqrt(jnp.sum(image * following, axis=0))), None
 
@@ -195,20 +201,20 @@ def _basis(K, P, start, steps):
     return V, PV, upper + jnp.triu(upper, 1).T
 
 
-def _normal(P, v, size):
+def _orthonormalize(P, v, size):
     """Combinations of the columns, orthonormal in ``u' P v``.
 
     Those that are rounding errors of what the columns were, of the P-lengths ``size``, become 0.
     """
     eps = jnp.finfo(v.dtype).eps
     v = v / jnp.where(size > 0, size, 1)[None]
-    gram = _times(v.T, preconditioner.times(P, v))
+    gram = _precise_product(v.T, preconditioner.preconditioner_product(P, v))
     values, vectors = jnp.linalg.eigh((gram + gram.T) / 2)
     least = jnp.maximum((1000 * eps) ** 2, 10 * len(values) * eps * values[-1])
     kept = values > least
     scale = jnp.where(kept, 1 / jnp.sqrt(jnp.where(kept, values, 1)), 0)
-    return _times(v, vectors * scale[None])
+    return _precise_product(v, vectors * scale[None])
 
 
-def _times(a, b):
+def _precise_product(a, b):
     return jnp.matmul(a, b, precision="highest")

@@ -10,9 +10,15 @@ from typing import Any
 import jax
 
 from ntk.empirical import blocks
-from ntk.empirical.kernels import _batch, _finite, _pair, empirical_kernel, gradient_norms
-from ntk.empirical.network_program import Apply, network
-from ntk.internal.sharding import automatic
+from ntk.empirical.kernels import (
+    _batch,
+    _check_finite_arrays,
+    _check_sample_pair,
+    empirical_kernel,
+    gradient_norms,
+)
+from ntk.empirical.network_program import Apply, trace_network
+from ntk.internal.sharding import without_explicit_axes
 from ntk.large.kernel_operator import Operator, pytree
 
 
@@ -64,11 +70,11 @@ class EmpiricalOperator(Operator):
         self, apply: Apply, params: Any, x: Any, x2: Any = None, *, batch_size: int | None = None
     ):
         _batch(batch_size)
-        _finite("params", params)
-        x, x2 = _pair(x, x2)
+        _check_finite_arrays("params", params)
+        x, x2 = _check_sample_pair(x, x2)
         self.apply, self.batch_size = apply, batch_size
-        self.params, self.x, self.x2 = automatic((params, x, x2))
-        self.dtype = _outputs(apply, self.params, self.x).dtype
+        self.params, self.x, self.x2 = without_explicit_axes((params, x, x2))
+        self.dtype = _output_shape(apply, self.params, self.x).dtype
         self._programs = {}
 
     def at(self, x: Any) -> "EmpiricalOperator":
@@ -91,10 +97,12 @@ class EmpiricalOperator(Operator):
         return EmpiricalOperator(self.apply, self.params, x, self.x, batch_size=self.batch_size)
 
     def _times(self, v):
-        net = network(self.apply, self.params, self.x)
+        net = trace_network(self.apply, self.params, self.x)
 
         def product(v):
-            return blocks.product(net, self.batch_size, net.inputs, self._of_columns, v, at=self.x)
+            return blocks.blockwise_vector_product(
+                net, self.batch_size, net.inputs, self._of_columns, v, at=self.x
+            )
 
         return jax.vmap(product, 1, 1)(v)
 
@@ -106,7 +114,7 @@ class EmpiricalOperator(Operator):
         return gradient_norms(self.apply, self.params, self.x, batch_size=self.batch_size)
 
 
-def _outputs(apply: Apply, params: Any, x: Any) -> jax.ShapeDtypeStruct:
-    net = network(apply, params, x)
+def _output_shape(apply: Apply, params: Any, x: Any) -> jax.ShapeDtypeStruct:
+    net = trace_network(apply, params, x)
     sample = jax.tree.map(lambda x: x[0], x)
     return jax.eval_shape(net.outputs, net.inputs, sample)

@@ -29,12 +29,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ntk.internal.checks import array, common_dtype, concrete, finite, floats, number
-from ntk.internal.sharding import automatic
+from ntk.internal.checks import (
+    check_finite,
+    common_dtype,
+    concrete,
+    float_array,
+    real_array,
+    real_number,
+)
+from ntk.internal.sharding import without_explicit_axes
 from ntk.large.block_cg import SolverState
 from ntk.large.kernel_operator import Operator
-from ntk.large.kernel_solve import checked_penalty, solved
-from ntk.large.partial_cholesky import PartialCholesky, square
+from ntk.large.kernel_solve import checked_penalty, solve_block_cg
+from ntk.large.partial_cholesky import PartialCholesky, check_square_operator
 
 
 class IterativeRegression(NamedTuple):
@@ -84,7 +91,7 @@ class IterativeRegression(NamedTuple):
         ValueError
             If ``prior`` is no list of numbers, or ``smallest`` negative.
         """
-        prior, smallest = floats("prior", prior), number("smallest", smallest)
+        prior, smallest = float_array("prior", prior), real_number("smallest", smallest)
         if prior.ndim != 1:
             raise ValueError(f"prior: expected shape [m], got {prior.shape}.")
         if concrete(smallest) and not smallest >= 0:
@@ -164,15 +171,15 @@ def iterative_regression(
     >>> fit.predict(new).round(4), bool(fit.error_bound(new.diagonal())[0] < 1e-2)
     (Array([3.2353], dtype=float...), True)
     """
-    square("K", K)
-    y = array("y", y)
+    check_square_operator("K", K)
+    y = real_array("y", y)
     if y.ndim not in (1, 2) or y.shape[0] != K.shape[0] or not y.size:
         n = K.shape[0]
         raise ValueError(f"y: expected shape [{n}] or [{n}, outputs], got {y.shape}.")
-    finite("y", y, "targets")
+    check_finite("y", y, "targets")
     ridge = checked_penalty(penalty, K.dtype)
-    columns = automatic(y.astype(common_dtype(y, K.dtype)).reshape(len(y), -1))
-    done = solved(K, columns, ridge, partial, tol, steps, start, callback)
+    columns = without_explicit_axes(y.astype(common_dtype(y, K.dtype)).reshape(len(y), -1))
+    done = solve_block_cg(K, columns, ridge, partial, tol, steps, start, callback)
     residual, relative = (r.reshape(y.shape[1:]) for r in (done.residual, done.relative))
     weights = done.solution.reshape(y.shape)
     found = IterativeRegression(weights, residual, relative, done.steps, ridge)

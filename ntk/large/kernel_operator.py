@@ -21,17 +21,17 @@ from jax.sharding import PartitionSpec as P
 
 from ntk.internal.batched_rows import length
 from ntk.internal.checks import (
-    array,
+    check_finite,
     common_dtype,
     concrete,
-    finite,
     function,
-    known,
+    integer,
     offending,
-    whole,
+    one_of,
+    real_array,
 )
 from ntk.internal.compile_cache import program
-from ntk.internal.sharding import automatic, by_rows, keeping_rows, rows_of
+from ntk.internal.sharding import keeping_rows, reshard_rows, row_sharding, without_explicit_axes
 from ntk.kernels.functions import KernelFunction, kernel_matrix
 from ntk.large import tiled_products
 
@@ -63,11 +63,11 @@ class Operator:
         return self.__dict__ | {"_programs": {}}  # compiled programs belong to this process
 
     def __matmul__(self, v: chex.Array) -> jax.Array:
-        v = array("v", v)
+        v = real_array("v", v)
         rows = self.shape[1]
         if v.ndim not in (1, 2) or v.shape[0] != rows or not v.size:
             raise ValueError(f"v: expected shape [{rows}] or [{rows}, columns], got {v.shape}.")
-        v = automatic(v.astype(common_dtype(v, self.dtype)))
+        v = without_explicit_axes(v.astype(common_dtype(v, self.dtype)))
         found = self._run("times", v.reshape(rows, -1))
         return found.reshape(-1, *v.shape[1:])
 
@@ -88,7 +88,7 @@ class Operator:
         ValueError
             If they are not a list of whole numbers from 0 to n - 1.
         """
-        indices = array("indices", indices)
+        indices = real_array("indices", indices)
         if indices.ndim != 1 or not jnp.issubdtype(indices.dtype, jnp.integer):
             raise ValueError(
                 f"indices: expected whole numbers [k], got {indices.dtype} of the shape "
@@ -102,7 +102,7 @@ class Operator:
                     f"indices: expected numbers from 0 to {self.shape[1] - 1}, got "
                     f"{offending(given, good)}."
                 )
-        return self._run("columns", automatic(indices))
+        return self._run("columns", without_explicit_axes(indices))
 
     def diagonal(self) -> jax.Array:
         """The diagonal ``k(x_i, x_i)`` [n], of the rows' inputs where the columns have others."""
@@ -205,12 +205,12 @@ class KernelOperator(Operator):
         tile: int = 2048,
     ):
         function("kernel", kernel, "(x1, x2) -> [n1, n2]")
-        known("get", get, ("ntk", "nngp"))
-        self.kernel, self.get, self.tile = kernel, get, whole("tile", tile, 1)
-        self.x = _inputs("x", x)
-        self.x2 = None if x2 is None else _inputs("x2", x2)
-        self._rows = rows_of(self.x)
-        self._others = self._rows if x2 is None else rows_of(self.x2)
+        one_of("get", get, ("ntk", "nngp"))
+        self.kernel, self.get, self.tile = kernel, get, integer("tile", tile, 1)
+        self.x = _check_operator_inputs("x", x)
+        self.x2 = None if x2 is None else _check_operator_inputs("x2", x2)
+        self._rows = row_sharding(self.x)
+        self._others = self._rows if x2 is None else row_sharding(self.x2)
         few = _one(self.x), None if self.x2 is None else _one(self.x2)
         self.dtype = jax.eval_shape(self._tile, *few).dtype
         self._programs = {}
@@ -241,16 +241,16 @@ class KernelOperator(Operator):
         if self.x2 is not None:
             return self._other_columns_times(v)
         if self._rows is None:
-            return tiled_products.symmetric(self._tile, self.x, v, self.tile)
+            return tiled_products.symmetric_product(self._tile, self.x, v, self.tile)
         (mesh, axis), devices = self._rows, self._rows.devices
 
         def own(x, v):
             return tiled_products.ring(self._tile, x, v, self.tile, axis, devices)
 
-        found = tiled_products.over(mesh, own, (P(axis), P(axis)), P(axis))(
-            self.x, by_rows(v, self._rows)
+        found = tiled_products.map_over_mesh(mesh, own, (P(axis), P(axis)), P(axis))(
+            self.x, reshard_rows(v, self._rows)
         )
-        return automatic(found)
+        return without_explicit_axes(found)
 
     def _other_columns_times(self, v):
         def run(x, x2, v):
@@ -263,37 +263,39 @@ class KernelOperator(Operator):
         def summed(*own):
             return jax.lax.psum(run(*own), axis)
 
-        total = tiled_products.over(mesh, summed, (P(), P(axis), P(axis)), P())
-        return total(automatic(self.x), self.x2, by_rows(v, self._others))
+        total = tiled_products.map_over_mesh(mesh, summed, (P(), P(axis), P(axis)), P())
+        return total(without_explicit_axes(self.x), self.x2, reshard_rows(v, self._others))
 
     def _columns(self, indices):
-        chosen = automatic(self._of_columns)[indices]
+        chosen = without_explicit_axes(self._of_columns)[indices]
         found = self._by_rows(
-            lambda x, chosen: tiled_products.columns(self._tile, x, chosen, self.tile), chosen
+            lambda x, chosen: tiled_products.tiled_columns(self._tile, x, chosen, self.tile), chosen
         )
         if self.x2 is not None:
             return found
         # An input with itself: known better than a pair of inputs that happen to be equal.
         own = jnp.arange(len(found), dtype=indices.dtype)[:, None] == indices[None]
-        return jnp.where(own, tiled_products.diagonal(self._tile, chosen, self.tile), found)
+        return jnp.where(own, tiled_products.tiled_diagonal(self._tile, chosen, self.tile), found)
 
     def _diagonal(self):
-        return self._by_rows(lambda x: tiled_products.diagonal(self._tile, x, self.tile))
+        return self._by_rows(lambda x: tiled_products.tiled_diagonal(self._tile, x, self.tile))
 
     def _by_rows(self, run, *same):
         """``run(x, *same)``, where rows do not need each other."""
         if self._rows is None:
             return run(self.x, *same)
         mesh, axis = self._rows
-        by_device = tiled_products.over(mesh, run, (P(axis), *(P() for _ in same)), P(axis))
-        return automatic(by_device(self.x, *automatic(same)))
+        by_device = tiled_products.map_over_mesh(
+            mesh, run, (P(axis), *(P() for _ in same)), P(axis)
+        )
+        return without_explicit_axes(by_device(self.x, *without_explicit_axes(same)))
 
 
-def _inputs(name: str, x: Any) -> jax.Array:
-    x = array(name, x)
+def _check_operator_inputs(name: str, x: Any) -> jax.Array:
+    x = real_array(name, x)
     if x.ndim == 0 or not x.size:
         raise ValueError(f"{name}: expected inputs [n, ...] with n at least 1, got {x.shape}.")
-    finite(name, x, "inputs")
+    check_finite(name, x, "inputs")
     return keeping_rows(x)
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ntk.internal.checks import concrete, function, number, positive, short, whole
+from ntk.internal.checks import concrete, describe, function, integer, positive, real_number
 from ntk.internal.compile_cache import program
 from ntk.large import block_cg
 from ntk.large.block_cg import SolverState
@@ -20,7 +20,7 @@ from ntk.large.preconditioner import preconditioner
 
 
 class Solved(NamedTuple):
-    """Result of :func:`solved`."""
+    """Result of :func:`solve_block_cg`."""
 
     solution: jax.Array  # X [n, q]; NaN if A is not positive definite
     residual: jax.Array  # [q], |B - A X|, computed from X
@@ -42,13 +42,13 @@ def checked_penalty(penalty: Any, dtype: Any) -> jax.Array:
     Traceback (most recent call last):
     ValueError: penalty: expected a nonnegative number, got -1.0.
     """
-    given = number("penalty", penalty)
+    given = real_number("penalty", penalty)
     if concrete(given) and not given >= 0:
         raise ValueError(f"penalty: expected a nonnegative number, got {penalty}.")
     return jnp.where(penalty >= 0, penalty, jnp.nan).astype(dtype)
 
 
-def solved(
+def solve_block_cg(
     K: Operator,
     B: jax.Array,
     penalty: jax.Array,
@@ -69,20 +69,22 @@ def solved(
     --------
     >>> from ntk import KernelOperator
     >>> K = KernelOperator(lambda a, b: a @ b.T, jnp.eye(2))
-    >>> solved(K, jnp.ones((2, 1)), jnp.array(1.0), None, 1e-3, 9).solution.T
+    >>> solve_block_cg(K, jnp.ones((2, 1)), jnp.array(1.0), None, 1e-3, 9).solution.T
     Array([[0.5, 0.5]], dtype=float...)
     """
     positive("tol", tol)
-    steps = whole("steps", steps, 1)
-    _check(K, B, partial, start, callback)
+    steps = integer("steps", steps, 1)
+    _check_solve_arguments(K, B, partial, start, callback)
 
     def begin(K, partial, penalty, B):
         P = preconditioner(partial, K.diagonal().astype(B.dtype), penalty)
-        unit, scale = _unit(B)
-        return P, unit, scale, block_cg.start(P, unit)
+        unit, scale = _normalize_columns(B)
+        return P, unit, scale, block_cg.start_block_cg(P, unit)
 
     def once(K, P, penalty, unit, state):
-        return block_cg.step(lambda v: _times(K, penalty, v), P, unit, tol, steps, state)
+        return block_cg.step_block_cg(
+            lambda v: _regularized_product(K, penalty, v), P, unit, tol, steps, state
+        )
 
     def every(K, P, penalty, unit, state):
         return jax.lax.while_loop(
@@ -98,7 +100,7 @@ def solved(
             return found.solution, found
 
         solution, found = jax.lax.custom_linear_solve(
-            lambda v: _times(K, penalty, v), B, solve, symmetric=True, has_aux=True
+            lambda v: _regularized_product(K, penalty, v), B, solve, symmetric=True, has_aux=True
         )
         return found._replace(solution=solution)
 
@@ -117,11 +119,11 @@ def solved(
     return _found(state, scale)
 
 
-def _times(K: Operator, penalty, v):
+def _regularized_product(K: Operator, penalty, v):
     return (K @ v + penalty * v).astype(v.dtype)
 
 
-def _unit(B):
+def _normalize_columns(B):
     """Columns of one length, against which what a direction adds is held; and their lengths."""
     largest = jnp.max(jnp.abs(B), axis=0)  # whose square may be too large a number, or none
     scaled = B / jnp.where(largest > 0, largest, 1)[None]
@@ -135,14 +137,16 @@ def _found(state: SolverState, scale) -> Solved:
     return Solved(solution, state.residual * scale, state.residual, state.steps)
 
 
-def _check(K, B, partial, start, callback):
+def _check_solve_arguments(K, B, partial, start, callback):
     n, q = B.shape
     if partial is not None and not isinstance(partial, PartialCholesky):
-        raise ValueError(f"partial: expected the result of partial_cholesky, got {short(partial)}.")
+        raise ValueError(
+            f"partial: expected the result of partial_cholesky, got {describe(partial)}."
+        )
     if partial is not None and len(partial.factor) != n:
         raise ValueError(f"partial: expected {n} rows, as K has, got {len(partial.factor)}.")
     if start is not None and not isinstance(start, SolverState):
-        raise ValueError(f"start: expected a SolverState, got {short(start)}.")
+        raise ValueError(f"start: expected a SolverState, got {describe(start)}.")
     if start is not None and jnp.shape(start.weights) != (n, q):
         raise ValueError(
             f"start: expected weights of shape {(n, q)}, got {jnp.shape(start.weights)}."

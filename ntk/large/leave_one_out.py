@@ -18,12 +18,12 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from ntk.internal.checks import prng_key, short, whole
+from ntk.internal.checks import describe, integer, prng_key
 from ntk.internal.compile_cache import program
 from ntk.large.iterative_regression import IterativeRegression
 from ntk.large.kernel_operator import Operator
-from ntk.large.kernel_solve import solved
-from ntk.large.partial_cholesky import PartialCholesky, square
+from ntk.large.kernel_solve import solve_block_cg
+from ntk.large.partial_cholesky import PartialCholesky, check_square_operator
 from ntk.large.preconditioner import inverse_diagonal, preconditioner, solve
 
 
@@ -91,17 +91,17 @@ def leave_one_out_estimate(
     >>> leave_one_out_estimate(K, fit, key=jax.random.key(0), probes=2).residuals
     Array([1., 2., 3.], dtype=float...)
     """
-    square("K", K)
+    check_square_operator("K", K)
     prng_key("key", key)
     if not isinstance(fit, IterativeRegression):
-        raise ValueError(f"fit: expected an IterativeRegression, got {short(fit)}.")
+        raise ValueError(f"fit: expected an IterativeRegression, got {describe(fit)}.")
     n = K.shape[0]
     if len(fit.weights) != n:
         raise ValueError(f"fit: expected {n} weights, as K has rows, got {len(fit.weights)}.")
-    probes = whole("probes", probes, 2)
+    probes = integer("probes", probes, 2)
     dtype = fit.weights.dtype
     signs = jax.random.rademacher(key, (n, probes), dtype)
-    done = solved(K, signs, fit.penalty, partial, tol, steps)
+    done = solve_block_cg(K, signs, fit.penalty, partial, tol, steps)
 
     def estimate(K, partial, fit, signs, solution):
         diagonal = K.diagonal().astype(dtype)

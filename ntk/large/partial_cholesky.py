@@ -15,7 +15,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from ntk.internal.checks import concrete, nan_unless, prng_key, whole
+from ntk.internal.checks import concrete, integer, nan_unless, prng_key
 from ntk.internal.compile_cache import program
 from ntk.large.kernel_operator import Operator
 
@@ -73,14 +73,14 @@ def partial_cholesky(K: Operator, rank: int, *, key: chex.PRNGKey) -> PartialCho
            [0., 4., 4.],
            [1., 4., 5.]], dtype=float...)
     """
-    square("K", K)
+    check_square_operator("K", K)
     prng_key("key", key)
-    rank = whole("rank", rank, 1)
+    rank = integer("rank", rank, 1)
     if rank > K.shape[0]:
         raise ValueError(f"rank: expected at most the {K.shape[0]} rows of K, got {rank}.")
 
     def run(K, key):
-        found = _factor(K, rank, key)
+        found = _factor_partially(K, rank, key)
         return found, jnp.isfinite(found.factor).all()
 
     found, good = program(run, K, key)(K, key)
@@ -88,7 +88,7 @@ def partial_cholesky(K: Operator, rank: int, *, key: chex.PRNGKey) -> PartialCho
     return found
 
 
-def square(name: str, K: Operator) -> None:
+def check_square_operator(name: str, K: Operator) -> None:
     """Refuse what is no square operator.
 
     Raises
@@ -98,7 +98,7 @@ def square(name: str, K: Operator) -> None:
 
     Examples
     --------
-    >>> square("K", None)
+    >>> check_square_operator("K", None)
     Traceback (most recent call last):
     ValueError: K: expected a KernelOperator or an EmpiricalOperator, got a NoneType.
     """
@@ -131,7 +131,7 @@ def semidefinite(good: jax.Array) -> None:
         )
 
 
-def _factor(K: Operator, rank: int, key) -> PartialCholesky:
+def _factor_partially(K: Operator, rank: int, key) -> PartialCholesky:
     n = K.shape[0]
     count = -(-rank // _BLOCK)
     size = -(-rank // count)

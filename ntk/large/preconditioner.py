@@ -32,31 +32,31 @@ def preconditioner(partial: PartialCholesky | None, diagonal, penalty) -> Precon
     else:
         factor, rest = partial.factor, partial.rest
     mean = jnp.mean(rest)
-    return of(factor, jnp.maximum(rest, mean) + penalty, jnp.max(diagonal))
+    return make_preconditioner(factor, jnp.maximum(rest, mean) + penalty, jnp.max(diagonal))
 
 
-def of(factor, rest, largest) -> Preconditioner:
+def make_preconditioner(factor, rest, largest) -> Preconditioner:
     """From D, which rounding of entries up to ``largest`` may not make 0."""
     floor = 100 * jnp.finfo(rest.dtype).eps * largest
     rest = jnp.maximum(rest, jnp.where(floor > 0, floor, 1))
-    gram = _gram(factor, rest) + jnp.eye(factor.shape[1], dtype=factor.dtype)
+    gram = _weighted_gram(factor, rest) + jnp.eye(factor.shape[1], dtype=factor.dtype)
     return Preconditioner(rest, factor, jax.lax.linalg.cholesky(gram, symmetrize_input=False))
 
 
 def solve(P: Preconditioner, v: jax.Array) -> jax.Array:
     """``P^-1 v`` for v [n, q]."""
     scaled = v / P.diagonal[:, None]
-    inner = _product(P.factor.T, scaled)
+    inner = _precise_matmul(P.factor.T, scaled)
     for transposed in (False, True):
         inner = jax.lax.linalg.triangular_solve(
             P.root, inner, left_side=True, lower=True, transpose_a=transposed
         )
-    return scaled - _product(P.factor, inner) / P.diagonal[:, None]
+    return scaled - _precise_matmul(P.factor, inner) / P.diagonal[:, None]
 
 
-def times(P: Preconditioner, v: jax.Array) -> jax.Array:
+def preconditioner_product(P: Preconditioner, v: jax.Array) -> jax.Array:
     """``P v`` for v [n, q]."""
-    return P.diagonal[:, None] * v + _product(P.factor, _product(P.factor.T, v))
+    return P.diagonal[:, None] * v + _precise_matmul(P.factor, _precise_matmul(P.factor.T, v))
 
 
 def inverse_diagonal(P: Preconditioner) -> jax.Array:
@@ -72,16 +72,16 @@ def inverse_diagonal(P: Preconditioner) -> jax.Array:
     return 1 / P.diagonal - explained / P.diagonal**2
 
 
-def sample(P: Preconditioner, key, count: int) -> jax.Array:
+def sample_with_covariance(P: Preconditioner, key, count: int) -> jax.Array:
     """Draws from N(0, P), [n, count]."""
     one, two = jax.random.split(key)
     n, r = P.factor.shape
     inner = jax.random.normal(one, (r, count), P.diagonal.dtype)
     own = jax.random.normal(two, (n, count), P.diagonal.dtype)
-    return jnp.sqrt(P.diagonal)[:, None] * own + _product(P.factor, inner)
+    return jnp.sqrt(P.diagonal)[:, None] * own + _precise_matmul(P.factor, inner)
 
 
-def _gram(factor, diagonal) -> jax.Array:
+def _weighted_gram(factor, diagonal) -> jax.Array:
     """``F' D^-1 F``, without a scaled copy of F."""
     n, r = factor.shape
     size = min(_ROWS, n)
@@ -91,10 +91,10 @@ def _gram(factor, diagonal) -> jax.Array:
         rows = jax.lax.dynamic_slice_in_dim(factor, start, size)
         weights = 1 / jax.lax.dynamic_slice_in_dim(diagonal, start, size)
         weights = jnp.where(start + jnp.arange(size) >= i * size, weights, 0)
-        return total + _product(rows.T, rows * weights[:, None])
+        return total + _precise_matmul(rows.T, rows * weights[:, None])
 
     return jax.lax.fori_loop(0, -(-n // size), add, jnp.zeros((r, r), factor.dtype))
 
 
-def _product(a, b):
+def _precise_matmul(a, b):
     return jnp.matmul(a, b, precision="highest")

@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 
-from ntk.internal.batched_rows import blocks
+from ntk.internal.batched_rows import split_into_blocks
 
 Tile = Callable[..., jax.Array]
 
@@ -29,11 +29,11 @@ def even(n: int, most: int) -> int:
     return -(-n // -(-n // most))
 
 
-def symmetric(tile: Tile, x: jax.Array, v: jax.Array, most: int) -> jax.Array:
+def symmetric_product(tile: Tile, x: jax.Array, v: jax.Array, most: int) -> jax.Array:
     """``K v`` [n, q] of the kernel of x [n, ...] with itself."""
     size = even(len(x), most)
-    xs, vs = blocks(x, size), _cut(v, size)
-    total = lax.map(lambda block: _product(_again(tile)(block[0]), block[1]), (xs, vs))
+    xs, vs = split_into_blocks(x, size), _zero_padded_blocks(v, size)
+    total = lax.map(lambda block: _mean_split_product(_again(tile)(block[0]), block[1]), (xs, vs))
     pairs = np.triu_indices(len(xs), 1)
     total, _ = _both(tile, xs, xs, vs, vs, pairs, total)
     return total.reshape(-1, v.shape[1])[: len(x)]
@@ -42,24 +42,24 @@ def symmetric(tile: Tile, x: jax.Array, v: jax.Array, most: int) -> jax.Array:
 def rectangular(tile: Tile, x1: jax.Array, x2: jax.Array, v: jax.Array, most: int) -> jax.Array:
     """``K(x1, x2) v`` [n1, q]."""
     size1, size2 = even(len(x1), most), even(len(x2), most)
-    others, vs = blocks(x2, size2), _cut(v, size2)
+    others, vs = split_into_blocks(x2, size2), _zero_padded_blocks(v, size2)
 
     def row(rows):
         def add(total, block):
-            return total + _product(_again(tile)(rows, block[0]), block[1]), None
+            return total + _mean_split_product(_again(tile)(rows, block[0]), block[1]), None
 
-        return lax.scan(add, _like(rows, v), (others, vs))[0]
+        return lax.scan(add, _zeros_for_rows(rows, v), (others, vs))[0]
 
-    return lax.map(row, blocks(x1, size1)).reshape(-1, v.shape[1])[: len(x1)]
+    return lax.map(row, split_into_blocks(x1, size1)).reshape(-1, v.shape[1])[: len(x1)]
 
 
-def columns(tile: Tile, x1: jax.Array, x2: jax.Array, most: int) -> jax.Array:
+def tiled_columns(tile: Tile, x1: jax.Array, x2: jax.Array, most: int) -> jax.Array:
     """``K(x1, x2)`` itself [n1, n2], where x2 are few."""
-    found = lax.map(lambda rows: tile(rows, x2), blocks(x1, even(len(x1), most)))
+    found = lax.map(lambda rows: tile(rows, x2), split_into_blocks(x1, even(len(x1), most)))
     return found.reshape(-1, len(x2))[: len(x1)]
 
 
-def diagonal(tile: Tile, x: jax.Array, most: int) -> jax.Array:
+def tiled_diagonal(tile: Tile, x: jax.Array, most: int) -> jax.Array:
     """``K(x_i, x_i)`` [n]."""
     return lax.map(lambda row: tile(row[None])[0, 0], x, batch_size=min(most, len(x)) or None)
 
@@ -67,13 +67,13 @@ def diagonal(tile: Tile, x: jax.Array, most: int) -> jax.Array:
 def ring(tile: Tile, x: jax.Array, v: jax.Array, most: int, axis: str, devices: int) -> jax.Array:
     """Own rows of ``K v``, in a ``shard_map``; ``x`` and ``v`` are own rows too."""
     size = even(len(x), most)
-    xs, vs = blocks(x, size), _cut(v, size)
-    total = symmetric(tile, x, v, most)
+    xs, vs = split_into_blocks(x, size), _zero_padded_blocks(v, size)
+    total = symmetric_product(tile, x, v, most)
     every = np.divmod(np.arange(len(xs) ** 2), len(xs))
     nothing = jnp.zeros_like(vs)
 
     def come(moving):
-        return _send(moving, axis, devices, -1)
+        return _shift_devices(moving, axis, devices, -1)
 
     def step(carry, _):
         total, moving = carry
@@ -84,8 +84,8 @@ def ring(tile: Tile, x: jax.Array, v: jax.Array, most: int, axis: str, devices: 
     half = (devices - 1) // 2
     carry = nothing, (xs, vs, nothing)
     (mine, moving), _ = lax.scan(step, carry, length=half)
-    total += _flat(mine, total)
-    total += _flat(_send(moving[2], axis, devices, half), total)
+    total += _unblock_rows(mine, total)
+    total += _unblock_rows(_shift_devices(moving[2], axis, devices, half), total)
     if devices % 2 == 0:  # the two that are half way round each other each take their own rows
         xo, vo, _ = come(moving)
         whole, others = (a.reshape(-1, *a.shape[2:]) for a in (xo, vo))
@@ -93,7 +93,7 @@ def ring(tile: Tile, x: jax.Array, v: jax.Array, most: int, axis: str, devices: 
     return total
 
 
-def over(mesh: Mesh, function: Callable, into: tuple, out: Any) -> Callable:
+def map_over_mesh(mesh: Mesh, function: Callable, into: tuple, out: Any) -> Callable:
     """``function`` of a device's own parts."""
     return jax.shard_map(function, mesh=mesh, in_specs=into, out_specs=out, check_vma=False)
 
@@ -109,8 +109,8 @@ def _both(tile, xs, others, vs, ws, pairs, total, theirs=None):
         total, theirs = carry
         i, j = pair
         found = _again(tile)(xs[i], others[j])
-        total = total.at[i].add(_product(found, ws[j]))
-        back = _product(found.T, vs[i])
+        total = total.at[i].add(_mean_split_product(found, ws[j]))
+        back = _mean_split_product(found.T, vs[i])
         if one:
             return (total.at[j].add(back), None), None
         return (total, theirs.at[j].add(back)), None
@@ -125,17 +125,17 @@ def _again(tile: Tile) -> Tile:
     return jax.checkpoint(tile)
 
 
-def _product(tile, v):
+def _mean_split_product(tile, v):
     """``tile @ v``: the tile's mean apart, by which all sums would be large and then cancel.
 
     Entries of kernels have much in common. On images of MNIST their mean is five times what they
     spread, and the error of the product in float32 is some seven times smaller so.
     """
     mean = lax.stop_gradient(jnp.mean(tile))  # which drops out
-    return jnp.matmul(tile - mean, v, precision="highest") + mean * _sum(v)[None]
+    return jnp.matmul(tile - mean, v, precision="highest") + mean * _pairwise_sum(v)[None]
 
 
-def _sum(v):
+def _pairwise_sum(v):
     """Over rows, two by two: what a long sum loses in one go is the same in all rows of ``K v``."""
     while len(v) > 1:
         v = jnp.pad(v, ((0, len(v) % 2), (0, 0)))
@@ -143,21 +143,21 @@ def _sum(v):
     return v[0]
 
 
-def _cut(v, size: int):
+def _zero_padded_blocks(v, size: int):
     """``v`` [n, q] in blocks [blocks, size, q], zeros at the end."""
     v = jnp.pad(v, ((0, -len(v) % size), (0, 0)))
     return v.reshape(-1, size, v.shape[1])
 
 
-def _like(rows, v):
+def _zeros_for_rows(rows, v):
     return jnp.zeros((len(rows), v.shape[1]), v.dtype)
 
 
-def _flat(of_blocks, total):
+def _unblock_rows(of_blocks, total):
     return of_blocks.reshape(-1, total.shape[1])[: len(total)]
 
 
-def _send(tree, axis: str, devices: int, distance: int):
+def _shift_devices(tree, axis: str, devices: int, distance: int):
     """Every device's to the one ``distance`` further on."""
     way = [(i, (i + distance) % devices) for i in range(devices)]
     return jax.tree.map(lambda leaf: lax.ppermute(leaf, axis, way), tree)

@@ -12,9 +12,9 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from ntk.infinite.layer_expansions import evaluate
-from ntk.internal.checks import floats, whole
-from ntk.networks.plan import Average, Diagonal, Elements, Flat, Linear, Sum, Windows, plan
+from ntk.infinite.layer_expansions import evaluate_layer
+from ntk.internal.checks import float_array, integer
+from ntk.networks.plan import Average, Diagonal, Elements, Flat, Linear, Sum, Windows, plan_network
 
 if TYPE_CHECKING:
     from ntk.networks.network import Network
@@ -33,17 +33,17 @@ class Module(nn.Module):
     def __call__(self, x: chex.Array, alpha: Mapping[str, Any] | None = None) -> jax.Array:
         """[n, outputs] of inputs [n, ..., channels]."""
         if isinstance(x, list) or not jnp.issubdtype(jnp.result_type(x), jnp.floating):
-            x = floats("x", x)
+            x = float_array("x", x)
         if x.ndim < 2:
             raise ValueError(f"x: expected inputs [n, ..., channels], got shape {x.shape}.")
-        found = plan(self.network, x.shape[1:-1], alpha, x.dtype, merged=False)
+        found = plan_network(self.network, x.shape[1:-1], alpha, x.dtype, merged=False)
         last = max(i for i, s in enumerate(found.steps) if isinstance(s, Linear | Sum))
         if isinstance(found.steps[last], Sum):
             raise ValueError(
                 "network: expected dense or conv to make the outputs, got add at the end."
             )
         for i, (step, numbers) in enumerate(zip(found.steps, found.numbers, strict=True)):
-            x = _apply(step, numbers, x, self.outputs if i == last else self.width)
+            x = _apply_plan_step(step, numbers, x, self.outputs if i == last else self.width)
         return x.reshape(len(x), self.outputs)
 
 
@@ -80,13 +80,13 @@ class Weighted(nn.Module):
         return out
 
 
-def _apply(step, numbers, x, features):
+def _apply_plan_step(step, numbers, x, features):
     """One step of a plan; submodules are those of the module that calls."""
     match step:
         case Linear():
             return Weighted(step.windows, features, step.bias)(x, *numbers)
         case Elements():
-            return evaluate(step.activations, numbers, x)
+            return evaluate_layer(step.activations, numbers, x)
         case Average():
             return nn.avg_pool(x, step.windows.window, step.windows.strides, "VALID")
         case Flat():
@@ -97,7 +97,7 @@ def _apply(step, numbers, x, features):
             for k, steps in enumerate(step.branches):
                 part = x
                 for s, number in zip(steps, inner[k], strict=True):
-                    part = _apply(s, number, part, features)
+                    part = _apply_plan_step(s, number, part, features)
                 parts.append(weights[k] * part)
             return sum(parts)
     assert isinstance(step, Diagonal)  # of kernels alone
@@ -112,4 +112,4 @@ def module(network: "Network", *, width: int, outputs: int = 1) -> nn.Module:
     ValueError
         If a number is not a positive whole one.
     """
-    return Module(network, whole("width", width, 1), whole("outputs", outputs, 1))
+    return Module(network, integer("width", width, 1), integer("outputs", outputs, 1))

@@ -26,9 +26,9 @@ import jax
 import numpy as np
 
 from ntk.expectations.activations import in_a_network
-from ntk.internal.checks import sequence, short, whole
+from ntk.internal.checks import describe, integer, sequence
 from ntk.networks.network import Network
-from ntk.networks.records import Add, Elementwise, Flatten, Pool, Weights
+from ntk.networks.records import Add, AveragePool, Elementwise, Flatten, Weights
 
 Window = int | Sequence[int]
 
@@ -53,7 +53,7 @@ def dense(weight_variance: Any = 1.0, bias_variance: Any = 0.0) -> Network:
     >>> dense(2.0).kernel(jnp.ones((1, 3))).nngp
     Array([[2.]], dtype=float...)
     """
-    return _weights(None, 1, "VALID", weight_variance, bias_variance)
+    return _weights_layer(None, 1, "VALID", weight_variance, bias_variance)
 
 
 def conv(
@@ -90,8 +90,10 @@ def conv(
     >>> conv(3).layers[0].padding
     'SAME'
     """
-    window = _window("window", window)
-    return _weights(window, _window("strides", strides), padding, weight_variance, bias_variance)
+    window = _check_window("window", window)
+    return _weights_layer(
+        window, _check_window("strides", strides), padding, weight_variance, bias_variance
+    )
 
 
 def act(activations: Any, weights: Any = None) -> Network:
@@ -146,8 +148,10 @@ def average_pool(window: Window, *, strides: Window | None = None) -> Network:
     >>> average_pool(2).layers[0].strides
     2
     """
-    window = _window("window", window)
-    return Network((Pool(window, window if strides is None else _window("strides", strides)),))
+    window = _check_window("window", window)
+    return Network(
+        (AveragePool(window, window if strides is None else _check_window("strides", strides)),)
+    )
 
 
 def global_average_pool() -> Network:
@@ -163,7 +167,7 @@ def global_average_pool() -> Network:
     >>> serial(conv(1), global_average_pool()).kernel(jnp.ones((1, 5, 2))).nngp
     Array([[1.]], dtype=float...)
     """
-    return Network((Pool(None, 1),))
+    return Network((AveragePool(None, 1),))
 
 
 def flatten() -> Network:
@@ -218,7 +222,7 @@ def serial(*networks: Network) -> Network:
     >>> len(serial(conv(3), serial(flatten(), dense())).layers)
     3
     """
-    return Network(functools.reduce(operator.add, (_network(n).layers for n in networks), ()))
+    return Network(functools.reduce(operator.add, (_check_network(n).layers for n in networks), ()))
 
 
 def add(branches: Sequence[Network], weights: Any = None) -> Network:
@@ -246,7 +250,7 @@ def add(branches: Sequence[Network], weights: Any = None) -> Network:
     >>> add([conv(1), conv(3)], "size").names
     {'size': ('0', '1')}
     """
-    branches = tuple(map(_network, sequence("branches", branches, "networks")))
+    branches = tuple(map(_check_network, sequence("branches", branches, "networks")))
     if not branches:
         raise ValueError("branches: expected at least one network, got none.")
     return Network((Add(branches, _choice(weights, len(branches))),))
@@ -277,13 +281,13 @@ def residual(branch: Network, *, skip: Any = 1.0, shortcut: Network | None = Non
 # ----------------------------------------------------------------------------- checks
 
 
-def _network(value: Any) -> Network:
+def _check_network(value: Any) -> Network:
     if not isinstance(value, Network):
-        raise ValueError(f"networks: expected what a combinator returns, got {short(value)}.")
+        raise ValueError(f"networks: expected what a combinator returns, got {describe(value)}.")
     return value
 
 
-def _weights(window, strides, padding, weight_variance, bias_variance) -> Network:
+def _weights_layer(window, strides, padding, weight_variance, bias_variance) -> Network:
     if padding not in _PADDINGS:
         raise ValueError(f"padding: expected one of {', '.join(_PADDINGS)}, got {padding!r}.")
     for name, value in (("weight_variance", weight_variance), ("bias_variance", bias_variance)):
@@ -295,10 +299,10 @@ def _weights(window, strides, padding, weight_variance, bias_variance) -> Networ
     return Network((Weights(window, strides, padding, weight_variance, bias_variance),))
 
 
-def _window(name: str, value: Any) -> int | tuple[int, ...]:
+def _check_window(name: str, value: Any) -> int | tuple[int, ...]:
     if isinstance(value, list | tuple):
-        return tuple(whole(name, v, 1) for v in value)
-    return whole(name, value, 1)
+        return tuple(integer(name, v, 1) for v in value)
+    return integer(name, value, 1)
 
 
 def _choice(weights: Any, count: int) -> tuple[Any, ...] | str:

@@ -26,8 +26,8 @@ import numpy as np
 
 from ntk.expectations.gaussian import DENSITY, reciprocal, root
 from ntk.expectations.hermite import Expansion, Pieces
-from ntk.infinite.input_pairs import unit
-from ntk.infinite.layer_expansions import Resolution, expand_layer, places, squared_norms
+from ntk.infinite.input_pairs import normalize_rows
+from ntk.infinite.layer_expansions import Resolution, common_kinks, expand_layer, squared_norms
 from ntk.networks import tables
 from ntk.networks.plan import (
     Average,
@@ -40,7 +40,7 @@ from ntk.networks.plan import (
     Sum,
     Tabulated,
 )
-from ntk.networks.windows import outer, patches, pooled, single
+from ntk.networks.windows import extract_patches, outer, pooled, single
 
 POSITIONS = 2**14  # whose tables are looked up at a time
 
@@ -66,7 +66,7 @@ class Moments(NamedTuple):
         return root(self.square)
 
 
-class Site(NamedTuple):
+class LayerFeatures(NamedTuple):
     """One layer on single inputs: all that pairs of them need."""
 
     before: Any  # Raw or Moments
@@ -84,7 +84,7 @@ def epsilon(x: jax.Array) -> float:
     return float(jnp.finfo(x.dtype).eps)
 
 
-def linear(step: Linear, numbers: Any, before: Raw | Moments) -> Site:
+def linear_features(step: Linear, numbers: Any, before: Raw | Moments) -> LayerFeatures:
     """``dense`` and ``conv``."""
     weight, bias = numbers
     if isinstance(before, Raw):
@@ -92,9 +92,9 @@ def linear(step: Linear, numbers: Any, before: Raw | Moments) -> Site:
         square = squared_norms(patched)
         eps, none = epsilon(square), jnp.zeros(len(square), square.dtype)
         after = Moments(square, square, 0 * square, none + 8 * eps, none)
-        units = unit(patched.reshape(-1, patched.shape[2]), after.norm.ravel())
+        units = normalize_rows(patched.reshape(-1, patched.shape[2]), after.norm.ravel())
         shaped = jax.tree.map(lambda x: x.reshape(*square.shape, *x.shape[1:]), units)
-        return Site(before, after, units=shaped)
+        return LayerFeatures(before, after, units=shaped)
     size = np.prod(step.windows.window, dtype=int).item()
     square, tangent = (
         weight * single(x, step.windows) / size for x in (before.square, before.tangent)
@@ -102,7 +102,7 @@ def linear(step: Linear, numbers: Any, before: Raw | Moments) -> Site:
     square = square + bias
     noise = before.noise + (4 + sum(step.windows.window)) * epsilon(square)
     after = Moments(square, square + tangent, 0 * square, noise, 0 * noise)
-    return Site(before, after)
+    return LayerFeatures(before, after)
 
 
 def vectors(step: Linear, numbers: Any, before: Raw | Moments) -> jax.Array:
@@ -112,7 +112,7 @@ def vectors(step: Linear, numbers: Any, before: Raw | Moments) -> jax.Array:
     """
     weight, bias = numbers
     x = before.x if isinstance(before, Raw) else before.norm[..., None]
-    found = patches(x, step.windows)
+    found = extract_patches(x, step.windows)
     found = found.reshape(*found.shape[:2], -1)
     found = found * root(weight / found.shape[2])
     if step.bias:
@@ -121,19 +121,19 @@ def vectors(step: Linear, numbers: Any, before: Raw | Moments) -> jax.Array:
     return found
 
 
-def kinked(step: Kinked, numbers: Any, before: Moments) -> Site:
+def kinked_features(step: Kinked, numbers: Any, before: Moments) -> LayerFeatures:
     """Activations that are linear on both sides of 0."""
     left, right = numbers
     power = (left**2 + right**2) / 2
     mean = (right - left) * DENSITY * before.norm
     noise = before.noise + 16 * epsilon(mean)
     mean_noise = jax.lax.stop_gradient(jnp.abs(mean).max(1) * noise)
-    return Site(
+    return LayerFeatures(
         before, Moments(power * before.square, power * before.tangent, mean, noise, mean_noise)
     )
 
 
-def tabulated(step: Tabulated, both: Any, before: Moments) -> Site:
+def tabulated_features(step: Tabulated, both: Any, before: Moments) -> LayerFeatures:
     """Smooth activations, of which ``both`` has tables for themselves and for their slopes.
 
     A few images at a time: a position takes some hundred numbers.
@@ -146,31 +146,33 @@ def tabulated(step: Tabulated, both: Any, before: Moments) -> Site:
 
     batch = max(1, POSITIONS // before.square.shape[1])
     found = jax.lax.map(one, (before.norm, before.noise), batch_size=batch)
-    return _smooth(before, *found)
+    return _features_from_expansions(before, *found)
 
 
-def smooth(step: Smooth, weights: Any, before: Moments, how: Resolution) -> Site:
+def smooth_features(step: Smooth, weights: Any, before: Moments, how: Resolution) -> LayerFeatures:
     """Any other activations, by their expansions at every position."""
     assert step.activations is not None
     n, positions = before.square.shape
     layer = step.activations
     error = jnp.repeat(before.noise, positions)
-    both = expand_layer(layer, weights, before.norm.ravel(), error, places([layer]), how)
-    return _smooth(before, *jax.tree.map(lambda x: x.reshape(n, positions, *x.shape[1:]), both))
+    both = expand_layer(layer, weights, before.norm.ravel(), error, common_kinks([layer]), how)
+    return _features_from_expansions(
+        before, *jax.tree.map(lambda x: x.reshape(n, positions, *x.shape[1:]), both)
+    )
 
 
 @jax.jit
-def _smooth(before: Moments, value: Expansion, slope: Expansion) -> Site:
+def _features_from_expansions(before: Moments, value: Expansion, slope: Expansion) -> LayerFeatures:
     regular, rough = value.missed[..., 0], value.missed[..., 1]
     eps = epsilon(value.norm)
     noise = (2 * value.noise + 2 * regular * rough + 4 * eps * value.size**2).max(1) + 4 * eps
     mean_noise = (value.norm * value.noise).max(1)
     tangent = slope.norm**2 * before.tangent
     after = Moments(value.norm**2, tangent, value.mean, noise, mean_noise)
-    return Site(before, after, value, slope)
+    return LayerFeatures(before, after, value, slope)
 
 
-def closed(step: Closed, weight: Any, before: Moments) -> Site:
+def closed_form_features(step: Closed, weight: Any, before: Moments) -> LayerFeatures:
     """Erf and GELU, whose derivatives are at most 1.13, and u times their second at most 0.83."""
     v, size = before.square, jnp.abs(weight)
     s, slope = step.activation, step.activation.derivative
@@ -184,7 +186,7 @@ def closed(step: Closed, weight: Any, before: Moments) -> Site:
         over = reciprocal(norms[k])
         noise = 16 * eps + error / 2 * moves[k] * over
         steep = root(v) * norms[k + 1] * over
-        found.append(_known(size * norms[k], weight * mean, noise, steep))
+        found.append(_expansion_without_terms(size * norms[k], weight * mean, noise, steep))
     value, slopes = found
     after = Moments(
         value.norm**2,
@@ -193,10 +195,10 @@ def closed(step: Closed, weight: Any, before: Moments) -> Site:
         jax.lax.stop_gradient((2 * value.noise).max(1) + 4 * eps),
         jax.lax.stop_gradient((value.norm * value.noise).max(1)),
     )
-    return Site(before, after, value, slopes)
+    return LayerFeatures(before, after, value, slopes)
 
 
-def _known(norm, mean, noise, steep) -> Expansion:
+def _expansion_without_terms(norm, mean, noise, steep) -> Expansion:
     """An expansion of no terms, for the errors of a function whose pairs are a formula."""
     none, zero = jnp.zeros((*norm.shape, 0), norm.dtype), jnp.zeros_like(norm)
     two = jnp.zeros((*norm.shape, 2), norm.dtype)
@@ -205,13 +207,13 @@ def _known(norm, mean, noise, steep) -> Expansion:
     return Expansion(norm, mean, none, two, pieces, none, noise, zero + 1, two, steep, zero)
 
 
-def average(step: Average, before: Raw | Moments, state: Any) -> Site:
+def pooled_features(step: Average, before: Raw | Moments, state: Any) -> LayerFeatures:
     """Pooling; ``state`` of the pairs [n, 1, P, P] of every input with itself."""
     windows = step.windows
     size = np.prod(windows.window, dtype=int).item()
     if isinstance(before, Raw):
         x = [single(before.x[..., c], windows) for c in range(before.x.shape[2])]
-        return Site(before, Raw(jnp.stack(x, 2) / size))
+        return LayerFeatures(before, Raw(jnp.stack(x, 2) / size))
 
     def with_itself(x):
         both = jax.vmap(lambda x: pooled(x, windows, 1, 1))(x)[:, 0]
@@ -238,24 +240,26 @@ def average(step: Average, before: Raw | Moments, state: Any) -> Site:
         jax.lax.stop_gradient(noise),
         before.mean_noise,
     )
-    return Site(before, after, gain=gain, tangent_gain=tangent_gain)
+    return LayerFeatures(before, after, gain=gain, tangent_gain=tangent_gain)
 
 
-def diagonal(step: Diagonal, before: Raw | Moments) -> Site:
+def diagonal_features(step: Diagonal, before: Raw | Moments) -> LayerFeatures:
     """Only the pairs change."""
-    return Site(before, before)
+    return LayerFeatures(before, before)
 
 
-def flat(step: Flat, before: Raw | Moments) -> Site:
+def flattened_features(step: Flat, before: Raw | Moments) -> LayerFeatures:
     """All positions into one vector."""
     if isinstance(before, Raw):
-        return Site(before, Raw(before.x.reshape(len(before.x), 1, -1)))
+        return LayerFeatures(before, Raw(before.x.reshape(len(before.x), 1, -1)))
     square, tangent, mean = (x.mean(1, keepdims=True) for x in before[:3])
     noise = before.noise + 8 * epsilon(square)
-    return Site(before, Moments(square, tangent, mean, noise, before.mean_noise))
+    return LayerFeatures(before, Moments(square, tangent, mean, noise, before.mean_noise))
 
 
-def total(step: Sum, weights: Any, before: Any, branches: Any, ends: list[Moments]) -> Site:
+def sum_features(
+    step: Sum, weights: Any, before: Any, branches: Any, ends: list[Moments]
+) -> LayerFeatures:
     """``add``, of branches that end in ``ends``."""
     eps = epsilon(weights)
     shares = [w**2 * end.square for w, end in zip(weights, ends, strict=True)]
@@ -279,4 +283,4 @@ def total(step: Sum, weights: Any, before: Any, branches: Any, ends: list[Moment
         absolute = functools.reduce(jnp.add, map(jnp.abs, means))
         worst = worst * gain**2 + 2 * (absolute * over).max(1) * mean_noise * over.max(1)
     after = Moments(square, tangent, mean, *map(jax.lax.stop_gradient, (worst, mean_noise)))
-    return Site(before, after, gain=gain, branches=branches)
+    return LayerFeatures(before, after, gain=gain, branches=branches)

@@ -111,9 +111,9 @@ class Network:
         Array([[1.    , 0.1592],
                [0.1592, 1.    ]], dtype=float...)
         """
-        from ntk.networks.infinite_kernel import kernel
+        from ntk.networks.infinite_kernel import exact_kernels
 
-        return kernel(self, x1, x2, alpha=alpha)
+        return exact_kernels(self, x1, x2, alpha=alpha)
 
     def module(self, *, width: int, outputs: int = 1) -> "nn.Module":
         """The finite network of the same parametrization, in flax.
@@ -156,7 +156,7 @@ class Network:
     @property
     def names(self) -> dict[str, tuple[str, ...]]:
         """What ``alpha`` holds: names of the choices of each entry, none for a single weight."""
-        return {name: choices or () for name, choices in _entries(self).items()}
+        return {name: choices or () for name, choices in _alpha_entries(self).items()}
 
     def start(self) -> dict[str, jax.Array]:
         """The uniform ``alpha``: 1 / h for each of h choices, 1 for a single weight.
@@ -178,7 +178,7 @@ class Network:
         }
 
 
-def _entries(network: Network) -> dict[str, tuple[str, ...] | None]:
+def _alpha_entries(network: Network) -> dict[str, tuple[str, ...] | None]:
     """Names in ``alpha``, in order, with the names of what is chosen between, or None."""
     found: dict[str, tuple[str, ...] | None] = {}
 
@@ -199,6 +199,6 @@ def _entries(network: Network) -> dict[str, tuple[str, ...] | None]:
             case Add():
                 enter(layer.weights, tuple(str(k) for k in range(len(layer.branches))))
                 for branch in layer.branches:
-                    for name, choices in _entries(branch).items():
+                    for name, choices in _alpha_entries(branch).items():
                         enter(name, choices)
     return found

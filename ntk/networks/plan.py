@@ -14,8 +14,8 @@ import numpy as np
 
 from ntk.expectations.activations import Activation, erf, gelu
 from ntk.infinite.layer_expansions import kinks_at_zero
-from ntk.internal.checks import array, concrete, nan_where, short
-from ntk.networks.records import Add, Elementwise, Flatten, Pool, Weights
+from ntk.internal.checks import concrete, describe, nan_where, real_array
+from ntk.networks.records import Add, AveragePool, Elementwise, Flatten, Weights
 
 if TYPE_CHECKING:
     from ntk.networks.network import Network
@@ -95,7 +95,7 @@ class Sum(NamedTuple):
     means: bool  # whether two parts have means, so that their covariance counts
 
 
-class Plan(NamedTuple):
+class NetworkPlan(NamedTuple):
     """What to compute."""
 
     steps: tuple[Any, ...]
@@ -112,14 +112,14 @@ class _Signal(NamedTuple):
     flat: bool = False  # positions side by side
 
 
-def plan(
+def plan_network(
     network: "Network",
     shape: Shape,
     alpha: Mapping[str, Any] | None,
     dtype: Any,
     *,
     merged: bool = True,
-) -> Plan:
+) -> NetworkPlan:
     """The steps for inputs [n, *shape, channels].
 
     ``merged``: whether ReLU-like activations become one pair of slopes, as kernels want them.
@@ -133,14 +133,16 @@ def plan(
     for name, choices in names.items():
         if name not in alpha:
             raise ValueError(f"alpha: expected an entry {name!r}, got {sorted(alpha)}.")
-        alpha[name] = array(f"alpha: {name}", alpha[name]).astype(dtype)
+        alpha[name] = real_array(f"alpha: {name}", alpha[name]).astype(dtype)
         if alpha[name].shape != ((len(choices),) if choices else ()):
             raise ValueError(
                 f"alpha: {name}: expected {len(choices) or 'a'} number(s), got shape "
                 f"{alpha[name].shape}."
             )
-        _finite(f"alpha: {name}", alpha[name])
-    steps, numbers, end = _walk(network, _Signal(shape, False, raw=True), (alpha, dtype, merged))
+        _check_finite_value(f"alpha: {name}", alpha[name])
+    steps, numbers, end = _plan_layers(
+        network, _Signal(shape, False, raw=True), (alpha, dtype, merged)
+    )
     if not end.gaussian or math.prod(end.shape) != 1:
         raise ValueError(
             "network: expected to end in dense, or in conv and pooling to one position, got "
@@ -151,7 +153,7 @@ def plan(
         shape = _shape_after(steps[last])
         steps.insert(last + 1, Diagonal(shape))
         numbers.insert(last + 1, ())
-    return Plan(tuple(steps), numbers, last >= 0)
+    return NetworkPlan(tuple(steps), numbers, last >= 0)
 
 
 def skeleton(steps: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -184,27 +186,27 @@ def _shape_after(step) -> Shape:
 # ----------------------------------------------------------------------------- layer by layer
 
 
-def _walk(network: "Network", signal: _Signal, given):
+def _plan_layers(network: "Network", signal: _Signal, given):
     """``given``: alpha, the dtype of numbers, and ``merged``."""
     steps: list[Any] = []
     numbers: list[Any] = []
     for layer in network.layers:
-        step, number, signal = _step(layer, signal, given)
+        step, number, signal = _plan_layer(layer, signal, given)
         if step is not None:
             steps.append(step)
             numbers.append(number)
     return steps, numbers, signal
 
 
-def _step(layer, signal: _Signal, given):
+def _plan_layer(layer, signal: _Signal, given):
     if signal.flat and not (isinstance(layer, Weights) and layer.window is None):
-        raise ValueError(f"flatten: expected dense after it, got {_name(layer)}.")
+        raise ValueError(f"flatten: expected dense after it, got {_combinator_name(layer)}.")
     match layer:
         case Weights():
-            return _linear(layer, signal, given)
+            return _plan_weights(layer, signal, given)
         case Elementwise():
-            return _elementwise(layer, signal, given)
-        case Pool():
+            return _plan_elementwise(layer, signal, given)
+        case AveragePool():
             if not signal.shape:
                 raise ValueError("average_pool: expected images or sequences, got no positions.")
             windows = _windows("average_pool", layer, signal.shape)
@@ -213,35 +215,35 @@ def _step(layer, signal: _Signal, given):
         case Flatten():
             return Flat(signal.shape), (), signal._replace(shape=(), flat=True)
         case Add():
-            return _sum(layer, signal, given)
-    raise ValueError(f"network: expected layers of ntk.networks, got {short(layer)}.")
+            return _plan_add(layer, signal, given)
+    raise ValueError(f"network: expected layers of ntk.networks, got {describe(layer)}.")
 
 
-def _name(layer) -> str:
-    names = {Elementwise: "act", Pool: "average_pool", Flatten: "flatten", Add: "add"}
+def _combinator_name(layer) -> str:
+    names = {Elementwise: "act", AveragePool: "average_pool", Flatten: "flatten", Add: "add"}
     return names.get(type(layer), "conv")
 
 
-def _linear(layer: Weights, signal, given):
+def _plan_weights(layer: Weights, signal, given):
     if layer.window is None and math.prod(signal.shape) > 1:
         raise ValueError(f"dense: expected flatten or pooling before it, got shape {signal.shape}.")
     if layer.window is not None and not signal.shape:
         raise ValueError("conv: expected images or sequences, got inputs without positions.")
     windows = _windows("conv", layer, () if layer.window is None else signal.shape)
     weight, bias = (
-        _number(name, getattr(layer, name), given, least=0)
+        _resolve_number(name, getattr(layer, name), given, least=0)
         for name in ("weight_variance", "bias_variance")
     )
     none = isinstance(layer.bias_variance, int | float) and layer.bias_variance == 0
     return Linear(windows, not none), (weight, bias), _Signal(windows.after, True)
 
 
-def _elementwise(layer: Elementwise, signal, given):
+def _plan_elementwise(layer: Elementwise, signal, given):
     if not signal.gaussian:
         raise ValueError(
             "act: expected a layer with weights between it and the last act, got none."
         )
-    weights = _numbers(layer.weights, given)
+    weights = _resolve_weights(layer.weights, given)
     signal = signal._replace(gaussian=False)
     if not given[2]:
         return Elements(layer.activations), weights, signal
@@ -252,10 +254,10 @@ def _elementwise(layer: Elementwise, signal, given):
     return Smooth(layer.activations), weights, signal
 
 
-def _sum(layer: Add, signal, given):
+def _plan_add(layer: Add, signal, given):
     branches, numbers, ends = [], [], []
     for network in layer.branches:
-        steps, number, end = _walk(network, signal, given)
+        steps, number, end = _plan_layers(network, signal, given)
         branches.append(tuple(steps))
         numbers.append(number)
         ends.append(end)
@@ -273,7 +275,7 @@ def _sum(layer: Add, signal, given):
     end = _Signal(ends[0].shape, all(e.gaussian for e in ends), flat=ends[0].flat)
     return (
         Sum(tuple(branches), ends[0].shape, means),
-        (_numbers(layer.weights, given), numbers),
+        (_resolve_weights(layer.weights, given), numbers),
         end,
     )
 
@@ -290,9 +292,9 @@ def _has_weights(network: "Network") -> bool:
 # ----------------------------------------------------------------------------- windows, numbers
 
 
-def _windows(name: str, layer: Weights | Pool, shape: Shape) -> Windows:
-    window = _each(name, shape if layer.window is None else layer.window, shape)
-    strides = _each(name, layer.strides, shape)
+def _windows(name: str, layer: Weights | AveragePool, shape: Shape) -> Windows:
+    window = _value_per_axis(name, shape if layer.window is None else layer.window, shape)
+    strides = _value_per_axis(name, layer.strides, shape)
     padding = getattr(layer, "padding", "VALID")
     if padding == "VALID" and any(w > s for w, s in zip(window, shape, strict=True)):
         raise ValueError(f"{name}: expected a window of at most {shape}, got {window}.")
@@ -309,7 +311,7 @@ def _windows(name: str, layer: Weights | Pool, shape: Shape) -> Windows:
     return Windows(tuple(before), tuple(after), window, strides, tuple(pads), wrap)
 
 
-def _each(name: str, value: Any, shape: Shape) -> Shape:
+def _value_per_axis(name: str, value: Any, shape: Shape) -> Shape:
     if isinstance(value, int):
         return (value,) * len(shape)
     if len(value) != len(shape):
@@ -317,20 +319,20 @@ def _each(name: str, value: Any, shape: Shape) -> Shape:
     return tuple(value)
 
 
-def _numbers(weights, given) -> jax.Array:
+def _resolve_weights(weights, given) -> jax.Array:
     if isinstance(weights, str):
         return given[0][weights]
-    return jnp.stack([_number("weights", w, given) for w in weights])
+    return jnp.stack([_resolve_number("weights", w, given) for w in weights])
 
 
-def _number(name: str, value: Any, given, least: float = -math.inf) -> jax.Array:
+def _resolve_number(name: str, value: Any, given, least: float = -math.inf) -> jax.Array:
     alpha, dtype, _ = given
     if isinstance(value, str):
         name, value = f"alpha: {value}", alpha[value]
-    value = array(name, value).astype(dtype)
+    value = real_array(name, value).astype(dtype)
     if value.shape:
         raise ValueError(f"{name}: expected a number, got shape {value.shape}.")
-    _finite(name, value)
+    _check_finite_value(name, value)
     if not concrete(value):
         return value if least == -math.inf else nan_where(value < least, value)
     if float(value) < least:
@@ -338,6 +340,6 @@ def _number(name: str, value: Any, given, least: float = -math.inf) -> jax.Array
     return value
 
 
-def _finite(name: str, value: jax.Array) -> None:
+def _check_finite_value(name: str, value: jax.Array) -> None:
     if concrete(value) and not np.isfinite(value).all():
         raise ValueError(f"{name}: expected finite numbers, got {value}.")

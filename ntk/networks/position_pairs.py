@@ -39,7 +39,7 @@ from ntk.expectations.gaussian import arc_cosines, reciprocal
 from ntk.expectations.hermite import moves
 from ntk.infinite.input_pairs import half_chords
 from ntk.networks import smooth_duals
-from ntk.networks.moments import Moments, Raw, Site, epsilon, vectors
+from ntk.networks.moments import LayerFeatures, Moments, Raw, epsilon, vectors
 from ntk.networks.plan import (
     Average,
     Closed,
@@ -51,20 +51,20 @@ from ntk.networks.plan import (
     Sum,
     Tabulated,
 )
-from ntk.networks.strips import parts, strips
+from ntk.networks.strips import count_loop_parts, map_strips
 from ntk.networks.windows import (
-    add_up,
-    convolved,
+    as_pair_rows,
     equal_positions,
-    least,
+    min_over_positions,
     outer,
     pooled,
-    rows,
     shares,
+    sum_over_positions,
+    sum_pair_windows,
 )
 
 
-class State(NamedTuple):
+class PairState(NamedTuple):
     """All pairs of a tile after a layer; [G, A, B] as in :mod:`ntk.networks.windows`."""
 
     p: jax.Array
@@ -83,20 +83,20 @@ class Tile(NamedTuple):
     same: jax.Array | None  # [n1, n2], inputs that meet themselves
 
 
-def walk(
-    steps: Any, numbers: Any, a: Any, b: Any, state: State | None, tile: Tile
-) -> tuple[State | None, Tile]:
+def walk_pairs(
+    steps: Any, numbers: Any, a: Any, b: Any, state: PairState | None, tile: Tile
+) -> tuple[PairState | None, Tile]:
     """All steps; ``a`` and ``b`` are the sites of both sides."""
     for step, number, left, right in zip(steps, numbers, a, b, strict=True):
-        state = one_step(step, number, left, right, state, tile)
+        state = step_pairs(step, number, left, right, state, tile)
         if isinstance(step, Diagonal):
             tile = tile._replace(full=False)
     return state, tile
 
 
-def one_step(
-    step: Any, numbers: Any, a: Site, b: Site, state: State | None, tile: Tile
-) -> State | None:
+def step_pairs(
+    step: Any, numbers: Any, a: LayerFeatures, b: LayerFeatures, state: PairState | None, tile: Tile
+) -> PairState | None:
     """One step; the state is None on the data.
 
     Raises
@@ -106,55 +106,59 @@ def one_step(
     """
     match step:
         case Linear() if isinstance(a.before, Raw):
-            return _first(a, b, tile)
+            return _after_first_weights(a, b, tile)
         case Sum():
-            return _sum(step, numbers, a, b, state, tile)
+            return _after_sum(step, numbers, a, b, state, tile)
     if state is None:
         return None
     match step:
         case Linear():
-            return _linear(step, numbers, a, b, state, tile)
+            return _after_linear(step, numbers, a, b, state, tile)
         case Kinked():
-            return _kinked(numbers, a, b, state, tile)
+            return _after_kinked(numbers, a, b, state, tile)
         case Smooth():
             assert a.value is not None
-            return _smooth(smooth_duals.one_by_one, a, b, state, tile, a.value.regular.shape[2])
+            return _after_duals(
+                smooth_duals.duals_by_position, a, b, state, tile, a.value.regular.shape[2]
+            )
         case Tabulated():
             how = functools.partial(smooth_duals.by_tables, numbers)
-            return _smooth(how, a, b, state, tile, numbers[0].terms.shape[1])
+            return _after_duals(how, a, b, state, tile, numbers[0].terms.shape[1])
         case Closed():
-            return _closed(step, numbers, a, b, state, tile)
+            return _after_closed_form(step, numbers, a, b, state, tile)
         case Average():
-            return _average(step, a, b, state, tile)
+            return _after_pooling(step, a, b, state, tile)
         case Diagonal():
             n1, n2 = state.slack.shape
             p, tangent = (equal_positions(x, n1, n2) for x in (state.p, state.tangent))
             return state._replace(p=p, tangent=tangent)
         case Flat():
-            return _flat(a, b, state, tile)
+            return _after_flatten(a, b, state, tile)
     raise AssertionError(step)
 
 
 # ----------------------------------------------------------------------------- layers
 
 
-def _first(a: Site, b: Site, tile: Tile) -> State:
+def _after_first_weights(a: LayerFeatures, b: LayerFeatures, tile: Tile) -> PairState:
     """Weights on the data: their patches' angles."""
-    p = _masked(_of_data(a, b, tile), tile)
+    p = _masked(_patch_half_chords(a, b, tile), tile)
     sizes = outer(a.after.norm, b.after.norm, tile.full)
     none = jnp.zeros((len(a.after.square), len(b.after.square)), p.dtype)
     eps = epsilon(p)
     slack, floor = none + 8 * eps, none + 4 * eps**1.5
-    return State(p, sizes * (1 - 2 * p), slack, floor, none + 24 * eps, none + 24 * eps, none)
+    return PairState(p, sizes * (1 - 2 * p), slack, floor, none + 24 * eps, none + 24 * eps, none)
 
 
-def _linear(step: Linear, numbers, a: Site, b: Site, state: State, tile: Tile) -> State:
+def _after_linear(
+    step: Linear, numbers, a: LayerFeatures, b: LayerFeatures, state: PairState, tile: Tile
+) -> PairState:
     windows, (weight, bias) = step.windows, numbers
     n1, n2 = state.slack.shape
     size = np.prod(windows.window, dtype=int).item()
 
     def mean(x):
-        return weight / size * convolved(x, windows, tile.full, n1, n2)
+        return weight / size * sum_pair_windows(x, windows, tile.full, n1, n2)
 
     below = outer(a.before.norm, b.before.norm, tile.full)
     sizes = outer(a.after.norm, b.after.norm, tile.full)
@@ -174,12 +178,12 @@ def _linear(step: Linear, numbers, a: Site, b: Site, state: State, tile: Tile) -
     second = state.second_error + rounding
     error = jnp.maximum(second, state.tangent_error) + rounding
     excess = jax.lax.stop_gradient(weight * shares(windows) * state.tangent_excess)
-    return State(p, tangent, slack, floor, second, error, excess)
+    return PairState(p, tangent, slack, floor, second, error, excess)
 
 
-def _of_data(a: Site, b: Site, tile: Tile) -> jax.Array:
+def _patch_half_chords(a: LayerFeatures, b: LayerFeatures, tile: Tile) -> jax.Array:
     """Half chords of the patches of the data, by products of matrices."""
-    sides = [jax.tree.map(lambda x: rows(x, tile.full), site.units) for site in (a, b)]
+    sides = [jax.tree.map(lambda x: as_pair_rows(x, tile.full), site.units) for site in (a, b)]
     if len(sides[0].high) == 1:  # a loop over one is slow
         return half_chords(*(jax.tree.map(lambda x: x[0], side) for side in sides))[0][None]
     return jax.vmap(half_chords)(*sides)[0]
@@ -191,12 +195,16 @@ def _of_norms(va, vb, norms_a, norms_b, full: bool) -> jax.Array:
     for v, norms in ((va, norms_a), (vb, norms_b)):
         # A loop, so that each entry's row lies in memory as the pairs want it.
         over = reciprocal(norms)
-        units.append(jax.lax.map(lambda x, over=over: rows(x * over, full), jnp.moveaxis(v, 2, 0)))
+        units.append(
+            jax.lax.map(lambda x, over=over: as_pair_rows(x * over, full), jnp.moveaxis(v, 2, 0))
+        )
     gaps = (a[:, :, None] - b[:, None, :] for a, b in zip(*units, strict=True))
     return functools.reduce(jnp.add, (gap * gap for gap in gaps)) / 4
 
 
-def _kinked(numbers, a: Site, b: Site, state: State, tile: Tile) -> State:
+def _after_kinked(
+    numbers, a: LayerFeatures, b: LayerFeatures, state: PairState, tile: Tile
+) -> PairState:
     left, right = numbers
     over = reciprocal((left**2 + right**2) / 2)
     power, bend = (left**2 + right**2) / 2, (right - left) ** 2
@@ -213,7 +221,7 @@ def _kinked(numbers, a: Site, b: Site, state: State, tile: Tile) -> State:
         return after, tangent * (left * right + bend * step), jax.lax.stop_gradient(off)
 
     known = jax.lax.stop_gradient((state.slack, state.floor))
-    after, tangent, off = _strips(one, state, tile, pairs=known)
+    after, tangent, off = _strips_of_state(one, state, tile, pairs=known)
     n1, n2 = state.slack.shape
     # Where the dual falls with the angle, a small one may come of a large one.
     monotone = left * right >= 0
@@ -226,12 +234,14 @@ def _kinked(numbers, a: Site, b: Site, state: State, tile: Tile) -> State:
     )
     worst = power + bend * jnp.sqrt(slack + floor)
     error = state.tangent_error * (1 + bend * over * jnp.sqrt(slack + floor)) + 16 * eps
-    excess = bend * add_up(off, tile.full, n1, n2) + worst * state.tangent_excess
+    excess = bend * sum_over_positions(off, tile.full, n1, n2) + worst * state.tangent_excess
     found = jax.lax.stop_gradient((slack, floor, second, error, excess))
-    return State(after, tangent, *found)
+    return PairState(after, tangent, *found)
 
 
-def _smooth(how, a: Site, b: Site, state: State, tile: Tile, terms: int) -> State:
+def _after_duals(
+    how, a: LayerFeatures, b: LayerFeatures, state: PairState, tile: Tile, terms: int
+) -> PairState:
     """An activation whose duals ``how(a, b, p, full)`` gives, of itself and its slope.
 
     ``terms``: of the series that it takes.
@@ -250,7 +260,9 @@ def _smooth(how, a: Site, b: Site, state: State, tile: Tile, terms: int) -> Stat
     return _after_smooth(after, state.tangent * slope, a, b, state, _ends(p, state, tile), terms)
 
 
-def _after_smooth(after, tangent, a: Site, b: Site, state: State, ends, terms: int) -> State:
+def _after_smooth(
+    after, tangent, a: LayerFeatures, b: LayerFeatures, state: PairState, ends, terms: int
+) -> PairState:
     """The state, with its errors."""
     assert a.slope is not None and b.slope is not None
     off, off_slope = _bounds((a.value, a.slope), (b.value, b.slope), state, ends, terms)
@@ -260,11 +272,13 @@ def _after_smooth(after, tangent, a: Site, b: Site, state: State, ends, terms: i
     most = a.slope.norm.max(1)[:, None] * b.slope.norm.max(1)[None] * (1 + off_slope)
     excess = most * state.tangent_excess
     errors = jax.lax.stop_gradient((0 * floor, floor, off + 4 * eps, error, excess))
-    return State(after, tangent, *errors)
+    return PairState(after, tangent, *errors)
 
 
-def _closed(step: Closed, weight, a: Site, b: Site, state: State, tile: Tile) -> State:
-    """Erf and GELU: as :func:`_smooth`, in one pass."""
+def _after_closed_form(
+    step: Closed, weight, a: LayerFeatures, b: LayerFeatures, state: PairState, tile: Tile
+) -> PairState:
+    """Erf and GELU: as :func:`_after_duals`, in one pass."""
     assert a.value is not None and b.value is not None
     formulas = [s.closed[0] for s in (step.activation, step.activation.derivative)]
     sides: list[Any] = [(s.before.square, s.before.norm, reciprocal(s.after.norm)) for s in (a, b)]
@@ -287,11 +301,13 @@ def _closed(step: Closed, weight, a: Site, b: Site, state: State, tile: Tile) ->
         assert a.slope is not None and b.slope is not None
         slopes = a.slope.norm, b.slope.norm
         sides = [(*side, norm) for side, norm in zip(sides, slopes, strict=True)]
-    after, tangent = _strips(one, state, tile, *sides)
+    after, tangent = _strips_of_state(one, state, tile, *sides)
     return _after_smooth(after, tangent, a, b, state, None, 0)
 
 
-def _average(step: Average, a: Site, b: Site, state: State, tile: Tile) -> State:
+def _after_pooling(
+    step: Average, a: LayerFeatures, b: LayerFeatures, state: PairState, tile: Tile
+) -> PairState:
     windows = step.windows
     n1, n2 = state.slack.shape
     size = np.prod(windows.window, dtype=int).item() ** 2
@@ -304,7 +320,7 @@ def _average(step: Average, a: Site, b: Site, state: State, tile: Tile) -> State
     return _subtracted(second, tangent, (error, tangent_error, excess), a, b, tile)
 
 
-def _flat(a: Site, b: Site, state: State, tile: Tile) -> State:
+def _after_flatten(a: LayerFeatures, b: LayerFeatures, state: PairState, tile: Tile) -> PairState:
     n1, n2 = state.slack.shape
     p, tangent = state.p, state.tangent
     if tile.full:
@@ -317,11 +333,13 @@ def _flat(a: Site, b: Site, state: State, tile: Tile) -> State:
     return _subtracted(second, tangent, errors, a, b, tile)
 
 
-def _sum(step: Sum, numbers, a: Site, b: Site, state: State | None, tile: Tile) -> State:
+def _after_sum(
+    step: Sum, numbers, a: LayerFeatures, b: LayerFeatures, state: PairState | None, tile: Tile
+) -> PairState:
     weights, inner = numbers
-    ends: list[State] = []
+    ends: list[PairState] = []
     for k, steps in enumerate(step.branches):
-        end, _ = walk(steps, inner[k], a.branches[k], b.branches[k], state, tile)
+        end, _ = walk_pairs(steps, inner[k], a.branches[k], b.branches[k], state, tile)
         assert end is not None  # every branch on the data has weights
         ends.append(end)
     tops = [
@@ -349,7 +367,7 @@ def _sum(step: Sum, numbers, a: Site, b: Site, state: State | None, tile: Tile) 
         for left, right in zip(*means, strict=True):
             second = second - outer(left, right, tile.full)
         error = second_error * a.gain[:, None] * b.gain[None]
-        error += _crossed(a, b, means)
+        error += _relative_mean_error(a, b, means)
         return _subtracted(second, tangent, (error, tangent_error, excess), a, b, tile)
     total = outer(a.after.norm, b.after.norm, tile.full)
     parts = zip(weights, sizes, ends, strict=True)
@@ -362,14 +380,14 @@ def _sum(step: Sum, numbers, a: Site, b: Site, state: State | None, tile: Tile) 
     p = _masked(jnp.where(total > 0, jnp.minimum(p, 1), 0.5), tile)
     slack = slack + 2 * noise + (20 + len(ends)) * eps
     floor = floor + 4 * eps**1.5 + noise**2
-    return State(p, tangent, slack, floor, second_error, tangent_error, excess)
+    return PairState(p, tangent, slack, floor, second_error, tangent_error, excess)
 
 
 # ----------------------------------------------------------------------------- common parts
 
 
-def _strips(fn, state: State, tile: Tile, left=(), right=(), pairs=()):
-    """:func:`strips` of p and T; behind what is given come the numbers that :func:`_met` needs."""
+def _strips_of_state(fn, state: PairState, tile: Tile, left=(), right=(), pairs=()):
+    """:func:`map_strips` of p and T; behind what is given come what :func:`_met` needs."""
     if tile.same is not None:
         pairs = (*pairs, tile.same)
         if tile.full:
@@ -380,7 +398,7 @@ def _strips(fn, state: State, tile: Tile, left=(), right=(), pairs=()):
             )
             left, right = (*left, one), (*right, other)
     entries = (state.p, state.tangent)
-    return strips(fn, entries, left=left, right=right, pairs=pairs, full=tile.full)
+    return map_strips(fn, entries, left=left, right=right, pairs=pairs, full=tile.full)
 
 
 def _met(left, right, pairs) -> jax.Array:
@@ -390,14 +408,16 @@ def _met(left, right, pairs) -> jax.Array:
     return same & (left[-1] == right[-1]) if whole else same
 
 
-def _subtracted(second, tangent, errors, a: Site, b: Site, tile: Tile) -> State:
+def _subtracted(
+    second, tangent, errors, a: LayerFeatures, b: LayerFeatures, tile: Tile
+) -> PairState:
     """The state of S and T with the last three errors of a state."""
     sizes = outer(a.after.norm, b.after.norm, tile.full and second.shape[0] == 1)
     p = jnp.clip((1 - second * reciprocal(sizes)) / 2, 0, 1)
     p = _masked(jnp.where(sizes > 0, p, 0.5), tile)
     eps = epsilon(p)
     floor = jnp.minimum((errors[0] + _noise(a.after, b.after)) / 2 + 4 * eps, 1)
-    return State(p, tangent, *jax.lax.stop_gradient((0 * floor, floor, *errors)))
+    return PairState(p, tangent, *jax.lax.stop_gradient((0 * floor, floor, *errors)))
 
 
 def _noise(a: Moments, b: Moments) -> jax.Array:
@@ -424,13 +444,15 @@ def _masked(p: jax.Array, tile: Tile) -> jax.Array:
     return p if same is None else jnp.where(same, 0, p)
 
 
-def _ends(p: jax.Array, state: State, tile: Tile) -> tuple[jax.Array, jax.Array]:
+def _ends(p: jax.Array, state: PairState, tile: Tile) -> tuple[jax.Array, jax.Array]:
     """The smallest p and 1 - p [n1, n2], but of a position with itself."""
     p = jax.lax.stop_gradient(p)
     same = _same(p, tile)
     n1, n2 = state.slack.shape
     inside = p if same is None else jnp.where(same, 0.5, p)
-    return least(inside, tile.full, n1, n2), 1 + least(-inside, tile.full, n1, n2)
+    return min_over_positions(inside, tile.full, n1, n2), 1 + min_over_positions(
+        -inside, tile.full, n1, n2
+    )
 
 
 def _moved(error, p) -> jax.Array:
@@ -442,26 +464,28 @@ def _moved(error, p) -> jax.Array:
     return jnp.minimum(slope, 0.4 * jnp.sqrt(error))
 
 
-def _bounds(fs, gs, state: State, ends, terms: int):
-    """:func:`_bound` for each f and g, some rows at a time.
+def _bounds(fs, gs, state: PairState, ends, terms: int):
+    """:func:`_dual_error_bound` for each f and g, some rows at a time.
 
-    A loop, as :func:`strips`: else every later layer would compute all bounds below it again.
+    A loop, as :func:`map_strips`: else every later layer would compute all bounds below it again.
     """
     worst = state.slack + state.floor
-    count = parts(len(worst), worst.shape[1])
+    count = count_loop_parts(len(worst), worst.shape[1])
     split = jax.tree.map(
         lambda x: x.reshape(count, len(x) // count, *x.shape[1:]), (fs, worst, ends)
     )
 
     def one(x):
         fs, worst, ends = x
-        return tuple(_bound(f, g, worst, ends, terms) for f, g in zip(fs, gs, strict=True))
+        return tuple(
+            _dual_error_bound(f, g, worst, ends, terms) for f, g in zip(fs, gs, strict=True)
+        )
 
     found = jax.lax.map(one, jax.lax.stop_gradient(split))
     return (x.reshape(worst.shape) for x in found)
 
 
-def _bound(f, g, worst, ends, terms: int) -> jax.Array:
+def _dual_error_bound(f, g, worst, ends, terms: int) -> jax.Array:
     """A bound of the error of ``E f g`` over both norms, for all positions, [n1, n2].
 
     ``worst``: error of p.
@@ -487,7 +511,7 @@ def _bound(f, g, worst, ends, terms: int) -> jax.Array:
     return total + jump * moved
 
 
-def _crossed(a: Site, b: Site, means) -> jax.Array:
+def _relative_mean_error(a: LayerFeatures, b: LayerFeatures, means) -> jax.Array:
     """Bound of the error of products of means, over both norms."""
     found = []
     for site, side in ((a, means[0]), (b, means[1])):

@@ -26,7 +26,7 @@ class Elementwise:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Pool:
+class AveragePool:
     """``average_pool``; the window is None for all positions."""
 
     window: int | tuple[int, ...] | None

@@ -10,11 +10,13 @@ import jax.numpy as jnp
 
 from ntk.expectations.hermite import Pair, expectations, polynomial
 from ntk.networks import tables
-from ntk.networks.moments import Site
-from ntk.networks.windows import rows
+from ntk.networks.moments import LayerFeatures
+from ntk.networks.windows import as_pair_rows
 
 
-def one_by_one(a: Site, b: Site, p: jax.Array, full: bool) -> list[jax.Array]:
+def duals_by_position(
+    a: LayerFeatures, b: LayerFeatures, p: jax.Array, full: bool
+) -> list[jax.Array]:
     """Duals of expansions, one position after another.
 
     A series ends where its own largest correlation lets it.
@@ -25,11 +27,13 @@ def one_by_one(a: Site, b: Site, p: jax.Array, full: bool) -> list[jax.Array]:
         pair = Pair(p, 1 - p, jnp.zeros_like(p))
         return [value for value, _ in expectations(fs, gs, (1, 0), pair)]
 
-    fs, gs = (jax.tree.map(lambda x: rows(x, full), (s.value, s.slope)) for s in (a, b))
+    fs, gs = (jax.tree.map(lambda x: as_pair_rows(x, full), (s.value, s.slope)) for s in (a, b))
     return jax.lax.map(one, (fs, gs, p))
 
 
-def by_tables(both: Any, a: Site, b: Site, p: jax.Array, full: bool) -> list[jax.Array]:
+def by_tables(
+    both: Any, a: LayerFeatures, b: LayerFeatures, p: jax.Array, full: bool
+) -> list[jax.Array]:
     """Duals of tabulated functions, one position after another: their terms are made here.
 
     In the full layout image after image of the rows: each ends its series where its own largest
@@ -41,7 +45,7 @@ def by_tables(both: Any, a: Site, b: Site, p: jax.Array, full: bool) -> list[jax
         (sa, fs), (sb, gs), p = x
         fs, gs = (
             tuple(
-                f._replace(regular=tables.coefficients(t, s, f.norm, 1 - k))
+                f._replace(regular=tables.table_coefficients(t, s, f.norm, 1 - k))
                 for k, (t, f) in enumerate(zip(both, found, strict=True))
             )
             for s, found in ((sa, fs), (sb, gs))
@@ -64,7 +68,8 @@ def by_tables(both: Any, a: Site, b: Site, p: jax.Array, full: bool) -> list[jax
         return [x.reshape(p.shape) for x in jax.lax.map(rows_of, split)]
 
     sides = [
-        jax.tree.map(lambda x: rows(x, full), (s.before.norm, (s.value, s.slope))) for s in (a, b)
+        jax.tree.map(lambda x: as_pair_rows(x, full), (s.before.norm, (s.value, s.slope)))
+        for s in (a, b)
     ]
     return jax.lax.map(one, (*sides, p))
 

@@ -14,7 +14,7 @@ ENTRIES = 2**15  # of a strip, at most where the shape allows
 Arrays = Sequence[jax.Array]
 
 
-def strips(
+def map_strips(
     fn: Callable[..., tuple[jax.Array, ...]],
     entries: Arrays,
     *,
@@ -31,36 +31,36 @@ def strips(
     shape = entries[0].shape
     groups, a, b = shape
     if not full and groups > 1:  # some positions at a time
-        count = parts(groups, a * b)
+        count = count_loop_parts(groups, a * b)
         entries = [x.reshape(count, -1, a, b) for x in entries]
         left = [x.T.reshape(count, -1, a, 1) for x in left]
         right = [x.T.reshape(count, -1, 1, b) for x in right]
-        return _mapped(lambda x: fn(*x, pairs), (entries, left, right), shape)
+        return _map_and_reshape(lambda x: fn(*x, pairs), (entries, left, right), shape)
     if not full:  # some inputs
-        count = parts(a, b)
+        count = count_loop_parts(a, b)
         rows = (
             [x.reshape(count, -1, b) for x in (*entries, *pairs)],
             [x.reshape(count, -1, 1) for x in left],
         )
         right, k = [x.reshape(1, b) for x in right], len(entries)
-        return _mapped(lambda x: fn(x[0][:k], x[1], right, x[0][k:]), rows, shape)
+        return _map_and_reshape(lambda x: fn(x[0][:k], x[1], right, x[0][k:]), rows, shape)
     n1, n2 = (side[0].shape[0] if side else 0 for side in (left, right))
     if pairs:
         n1, n2 = pairs[0].shape
     n1, n2 = n1 or 1, n2 or 1
-    count = n1 * parts(a // n1, b)  # a part of one input's positions
+    count = n1 * count_loop_parts(a // n1, b)  # a part of one input's positions
     entries = [x.reshape(count, -1, n2, b // n2) for x in entries]
     left = [x.reshape(count, -1, 1, 1) for x in left]
     pairs = [jnp.repeat(x, count // n1, 0).reshape(count, 1, n2, 1) for x in pairs]
     right = [x.reshape(1, n2, -1) for x in right]
-    return _mapped(lambda x: fn(x[0], x[1], right, x[2]), (entries, left, pairs), shape)
+    return _map_and_reshape(lambda x: fn(x[0], x[1], right, x[2]), (entries, left, pairs), shape)
 
 
-def _mapped(fn, arrays, shape) -> tuple[jax.Array, ...]:
+def _map_and_reshape(fn, arrays, shape) -> tuple[jax.Array, ...]:
     return tuple(x.reshape(shape) for x in jax.lax.map(fn, arrays))
 
 
-def parts(length: int, each: int) -> int:
+def count_loop_parts(length: int, each: int) -> int:
     """Into how many equal parts a loop divides an axis, whose entries have ``each`` numbers.
 
     The fewest that are small enough; two at least, or there is no loop.

@@ -21,16 +21,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ntk.expectations.gaussian import Grid, grid, reciprocal, root
+from ntk.expectations.gaussian import Grid, hermite_grid, reciprocal, root
 from ntk.expectations.hermite import Expansion, Pieces, kink_series, tails
-from ntk.infinite.layer_expansions import Layer, Resolution, kinks_at_zero, sample
+from ntk.infinite.layer_expansions import Layer, Resolution, kinks_at_zero, sample_both_signs
 
 END = 16.0  # the largest norm; beyond, the error is infinite
 _BEND = 0.25  # where x turns from linear to logarithmic
 _SIZES = {8: 112, 4: 40}  # how many g_j, by bytes of a number
 
 
-class Table(NamedTuple):
+class ActivationTable(NamedTuple):
     """A function at all norms; the basis has b entries."""
 
     terms: jax.Array  # [b, K], Hermite coefficients, without those of the kink
@@ -47,21 +47,23 @@ class Table(NamedTuple):
     missed: jax.Array  # norm of what K polynomials miss of a kink of jump 1
 
 
-def table(layer: Layer, weights: jax.Array, how: Resolution, dtype: Any) -> tuple[Table, Table]:
+def tabulate_layer(
+    layer: Layer, weights: jax.Array, how: Resolution, dtype: Any
+) -> tuple[ActivationTable, ActivationTable]:
     """Tables of ``sum_i weights_i s_i`` and of its slope, which have no kinks but at 0."""
-    found = jax.tree.map(lambda x: jnp.asarray(x, dtype), grid(*how))
-    scales = jnp.asarray(np.append(_nodes(dtype)[1], 0), dtype)
+    found = jax.tree.map(lambda x: jnp.asarray(x, dtype), hermite_grid(*how))
+    scales = jnp.asarray(np.append(_chebyshev_nodes(dtype)[1], 0), dtype)
     u = scales[:, None] * found.z[None]
     values = jnp.zeros((2, 2, *u.shape), dtype)  # of s and s', at u and -u
     for i, s in enumerate(layer):
         if s.smooth is not None:
-            values += weights[i] * sample(s, u)
+            values += weights[i] * sample_both_signs(s, u)
     sides = jnp.stack(kinks_at_zero(layer, weights))
     sides = sides if any(s.smooth is None for s in layer) else sides[:0]
-    return tuple(_table(values[k], sides, found, 1 - k) for k in (0, 1))
+    return tuple(_tabulate_function(values[k], sides, found, 1 - k) for k in (0, 1))
 
 
-def _nodes(dtype) -> tuple[np.ndarray, np.ndarray]:
+def _chebyshev_nodes(dtype) -> tuple[np.ndarray, np.ndarray]:
     """Chebyshev points x, and the norms s that they stand for."""
     size = _SIZES[jnp.dtype(dtype).itemsize]
     x = np.cos(np.pi * (np.arange(size) + 0.5) / size)
@@ -69,9 +71,9 @@ def _nodes(dtype) -> tuple[np.ndarray, np.ndarray]:
 
 
 @functools.partial(jax.jit, static_argnums=3)
-def _table(values, sides, grid: Grid, degree: int) -> Table:
+def _tabulate_function(values, sides, grid: Grid, degree: int) -> ActivationTable:
     dtype = values.dtype
-    x, scales = _nodes(dtype)
+    x, scales = _chebyshev_nodes(dtype)
     size = len(x)
     chebyshev = np.polynomial.chebyshev.chebvander(x, size - 1).T * 2 / size
     chebyshev[0] /= 2
@@ -85,9 +87,12 @@ def _table(values, sides, grid: Grid, degree: int) -> Table:
     count = terms.shape[1]
     own = root(((values * roots[None]) ** 2).sum((0, 2)))
     at = root(tails(values[0], grid) + tails(values[1], grid)) * reciprocal(own)
-    regular = _gram(e, o) / 2
+    regular = _summed_gram(e, o) / 2
     back = functools.partial(jnp.einsum, "ik,mk->im")  # no transpose of the large arrays
-    rest = _gram(e - 2 * back(terms[:, ::2], grid.even), o - 2 * back(terms[:, 1::2], grid.odd)) / 2
+    rest = (
+        _summed_gram(e - 2 * back(terms[:, ::2], grid.even), o - 2 * back(terms[:, 1::2], grid.odd))
+        / 2
+    )
     norms = root(jnp.diag(regular)[1:])
     total, jump = terms, 0.0
     if len(sides):
@@ -106,17 +111,17 @@ def _table(values, sides, grid: Grid, degree: int) -> Table:
     eps = float(jnp.finfo(dtype).eps)
     rounding = eps * ((4 + jnp.arange(size, dtype=dtype)) * norms).sum()
     bounds = 4 * at.max(), norms[-4:].sum(), rounding, jnp.asarray(jump, dtype)
-    grams = _gram(e, o) / 2, regular, rest, _gram(slope), _gram(stretch)
-    return Table(terms, e @ grid.roots, *grams, sides, *jax.lax.stop_gradient(bounds))
+    grams = _summed_gram(e, o) / 2, regular, rest, _summed_gram(slope), _summed_gram(stretch)
+    return ActivationTable(terms, e @ grid.roots, *grams, sides, *jax.lax.stop_gradient(bounds))
 
 
-def _gram(*parts) -> jax.Array:
+def _summed_gram(*parts) -> jax.Array:
     return functools.reduce(
         jnp.add, (jnp.matmul(part, part.T, precision="highest") for part in parts)
     )
 
 
-def vector(found: Table, scale: jax.Array, degree: int) -> jax.Array:
+def basis_vector(found: ActivationTable, scale: jax.Array, degree: int) -> jax.Array:
     """v(s) [..., b] of norms s, for a function with a kink of this degree."""
     size = len(found.mean) - 1 - len(found.sides)
     x = 2 * jnp.log1p(scale / _BEND) / np.log1p(END / _BEND).item() - 1
@@ -134,9 +139,9 @@ def vector(found: Table, scale: jax.Array, degree: int) -> jax.Array:
     return jnp.moveaxis(jnp.concatenate(parts), 0, -1)
 
 
-def evaluated(found: Table, scale: jax.Array, error: jax.Array, degree: int) -> Expansion:
+def evaluated(found: ActivationTable, scale: jax.Array, error: jax.Array, degree: int) -> Expansion:
     """The function at norms [N], known up to ``error`` [N]: all of an expansion but its terms."""
-    v = vector(found, scale, degree)
+    v = basis_vector(found, scale, degree)
     mean, square = v @ found.mean, _form(v, found.gram)
     norm = root(square)
     none = jnp.zeros((*norm.shape, 0), norm.dtype)
@@ -145,7 +150,7 @@ def evaluated(found: Table, scale: jax.Array, error: jax.Array, degree: int) -> 
     if len(found.sides):
         unit = jax.lax.stop_gradient(reciprocal(norm))
         sides = jnp.stack([(power * unit) * side for side in found.sides], -1)
-    errors = jax.lax.stop_gradient(_errors(found, v, scale, norm, error, power, degree))
+    errors = jax.lax.stop_gradient(_table_errors(found, v, scale, norm, error, power, degree))
     return Expansion(norm, mean, none, sides, Pieces(none, none, none[..., None]), none, *errors)
 
 
@@ -153,7 +158,7 @@ def _form(v, matrix) -> jax.Array:
     return (jnp.matmul(v, matrix, precision="highest") * v).sum(-1)
 
 
-def _errors(found: Table, v, scale, norm, error, power, degree: int):
+def _table_errors(found: ActivationTable, v, scale, norm, error, power, degree: int):
     """The last five fields of an expansion."""
     eps, over = float(jnp.finfo(norm.dtype).eps), reciprocal(norm)
     size, rest, steep, stretch = (
@@ -169,7 +174,9 @@ def _errors(found: Table, v, scale, norm, error, power, degree: int):
     return noise * over, size * over + 1, missed, steep * over, jump
 
 
-def coefficients(found: Table, scale: jax.Array, norm: jax.Array, degree: int) -> jax.Array:
+def table_coefficients(
+    found: ActivationTable, scale: jax.Array, norm: jax.Array, degree: int
+) -> jax.Array:
     """Hermite coefficients of the regular part, over the norms of the function: [..., K]."""
-    v = vector(found, scale, degree) * jax.lax.stop_gradient(reciprocal(norm))[..., None]
+    v = basis_vector(found, scale, degree) * jax.lax.stop_gradient(reciprocal(norm))[..., None]
     return jnp.matmul(v, found.terms, precision="highest")

@@ -29,12 +29,12 @@ def sums(x: jax.Array, windows: Windows, axes: Sequence[Axes]) -> jax.Array:
     """Sum over each window; ``axes[i]`` are those that move together along the image's axis i."""
     for i, together in enumerate(axes):
         if windows.window[i] > 1 or windows.strides[i] > 1:
-            x = _along(x, windows, i, together)
+            x = _sum_along_axes(x, windows, i, together)
     return x
 
 
-def _along(x: jax.Array, windows: Windows, i: int, axes: Axes) -> jax.Array:
-    padded = _padded(x, windows, i, axes)
+def _sum_along_axes(x: jax.Array, windows: Windows, i: int, axes: Axes) -> jax.Array:
+    padded = _pad_axes(x, windows, i, axes)
     stride, count = windows.strides[i], windows.after[i]
     total = None
     for offset in range(windows.window[i]):
@@ -47,18 +47,18 @@ def _along(x: jax.Array, windows: Windows, i: int, axes: Axes) -> jax.Array:
     return total
 
 
-def _padded(x: jax.Array, windows: Windows, i: int, axes: Axes) -> jax.Array:
+def _pad_axes(x: jax.Array, windows: Windows, i: int, axes: Axes) -> jax.Array:
     if not any(windows.pads[i]):
         return x
     width = [windows.pads[i] if axis in axes else (0, 0) for axis in range(x.ndim)]
     return jnp.pad(x, width, mode="wrap" if windows.wrap else "constant")
 
 
-def patches(x: jax.Array, windows: Windows) -> jax.Array:
+def extract_patches(x: jax.Array, windows: Windows) -> jax.Array:
     """[n, P, C] -> [n, P', window, C]: what each window has in it, zeros outside the image."""
     x = x.reshape(len(x), *windows.before, x.shape[-1])
     for i in range(len(windows.before)):
-        x = _padded(x, windows, i, (1 + i,))
+        x = _pad_axes(x, windows, i, (1 + i,))
     found = []
     for offsets in itertools.product(*map(range, windows.window)):
         index = [
@@ -73,7 +73,7 @@ def patches(x: jax.Array, windows: Windows) -> jax.Array:
 # ----------------------------------------------------------------------------- layouts
 
 
-def rows(x: jax.Array, full: bool) -> jax.Array:
+def as_pair_rows(x: jax.Array, full: bool) -> jax.Array:
     """[n, P, ...] of single inputs as [G, A, ...], to meet [G, B, ...]."""
     if full:
         return x.reshape(1, x.shape[0] * x.shape[1], *x.shape[2:])
@@ -82,10 +82,10 @@ def rows(x: jax.Array, full: bool) -> jax.Array:
 
 def outer(a: jax.Array, b: jax.Array, full: bool) -> jax.Array:
     """Products of [n1, P] and [n2, P], [G, A, B]."""
-    return rows(a, full)[:, :, None] * rows(b, full)[:, None, :]
+    return as_pair_rows(a, full)[:, :, None] * as_pair_rows(b, full)[:, None, :]
 
 
-def spread(x: jax.Array, full: bool, shape: tuple[int, ...]) -> jax.Array:
+def broadcast_to_positions(x: jax.Array, full: bool, shape: tuple[int, ...]) -> jax.Array:
     """[n1, n2] at every pair of positions, of ``shape`` [G, A, B]."""
     if not full:
         return jnp.broadcast_to(x, shape)
@@ -94,7 +94,7 @@ def spread(x: jax.Array, full: bool, shape: tuple[int, ...]) -> jax.Array:
     return jnp.broadcast_to(x[:, None, :, None], inside).reshape(shape)
 
 
-def add_up(x: jax.Array, full: bool, n1: int, n2: int) -> jax.Array:
+def sum_over_positions(x: jax.Array, full: bool, n1: int, n2: int) -> jax.Array:
     """The sum [n1, n2] over all pairs of positions."""
     if not full:
         return x.sum(0)
@@ -107,7 +107,7 @@ def shares(windows: Windows) -> float:
     return math.prod(min(-(-window // stride), n) / window for window, stride, n in each)
 
 
-def least(x: jax.Array, full: bool, n1: int, n2: int) -> jax.Array:
+def min_over_positions(x: jax.Array, full: bool, n1: int, n2: int) -> jax.Array:
     """The smallest entry [n1, n2] over all pairs of positions."""
     if not full:
         return x.min(0)
@@ -120,13 +120,13 @@ def equal_positions(x: jax.Array, n1: int, n2: int) -> jax.Array:
     return jnp.moveaxis(jnp.diagonal(x, axis1=1, axis2=3), 2, 0)
 
 
-def convolved(x: jax.Array, windows: Windows, full: bool, n1: int, n2: int) -> jax.Array:
+def sum_pair_windows(x: jax.Array, windows: Windows, full: bool, n1: int, n2: int) -> jax.Array:
     """Sum over the window of pairs [G, A, B], both positions shifted alike."""
     k = len(windows.before)
     if full:
         x = x.reshape(n1, *windows.before, n2, *windows.before)
         x = sums(x, windows, [(1 + i, 2 + k + i) for i in range(k)])
-        return x.reshape(1, n1 * _size(windows), n2 * _size(windows))
+        return x.reshape(1, n1 * _positions_after(windows), n2 * _positions_after(windows))
     x = x.reshape(*windows.before, n1, n2)
     return sums(x, windows, [(i,) for i in range(k)]).reshape(-1, n1, n2)
 
@@ -137,7 +137,7 @@ def pooled(x: jax.Array, windows: Windows, n1: int, n2: int) -> jax.Array:
     x = x.reshape(n1, *windows.before, n2, *windows.before)
     x = sums(x, windows, [(1 + i,) for i in range(k)])
     x = sums(x, windows, [(2 + k + i,) for i in range(k)])
-    return x.reshape(1, n1 * _size(windows), n2 * _size(windows))
+    return x.reshape(1, n1 * _positions_after(windows), n2 * _positions_after(windows))
 
 
 def single(x: jax.Array, windows: Windows) -> jax.Array:
@@ -146,7 +146,7 @@ def single(x: jax.Array, windows: Windows) -> jax.Array:
     return sums(x, windows, [(1 + i,) for i in range(x.ndim - 1)]).reshape(len(x), -1)
 
 
-def _size(windows: Windows) -> int:
+def _positions_after(windows: Windows) -> int:
     size = 1
     for n in windows.after:
         size *= n

@@ -37,17 +37,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ntk.internal.checks import concrete, floats, nan_unless, short
+from ntk.internal.checks import concrete, describe, float_array, nan_unless
 from ntk.kernels.functions import kernel_matrix, kernel_record
-from ntk.kernels.symmetric import as_matrix, symmetric
-from ntk.regression.gradient_flow import flow, flows, times
+from ntk.kernels.symmetric import flatten_outputs, symmetric_matrix
+from ntk.regression.gradient_flow import check_times, flow, flows
 from ntk.regression.targets import (
-    Data,
+    TrainingSet,
     as_kernel,
+    check_cross_kernel,
+    check_training_set,
     cholesky,
-    data,
-    entry_error,
-    others,
+    kernel_entry_error,
     with_penalty,
 )
 
@@ -92,10 +92,10 @@ class Prediction:
         """
         full = self.covariance.ndim > self.mean.ndim + 1
         variance = jnp.einsum("...iiaa->...ia" if full else "...ii->...i", self.covariance)
-        return _root(variance)
+        return _root_of_variance(variance)
 
 
-def _root(variance: jax.Array) -> jax.Array:
+def _root_of_variance(variance: jax.Array) -> jax.Array:
     # The root's own slope at 0 is infinite, and 0 times that NaN.
     return jnp.where(variance > 0, jnp.sqrt(jnp.where(variance > 0, variance, 1)), 0)
 
@@ -173,8 +173,8 @@ def posterior(
     if _is_function("K", K, cross, prior, x, at):
         of = functools.partial(kernel_matrix, K, get=get)
         K, cross, prior = of(x), of(at, x), of(at)
-    given = data(K, y)
-    cross, there = others("cross", cross, given)
+    given = check_training_set(K, y)
+    cross, there = check_cross_kernel("cross", cross, given)
     prior = _prior(prior, there, given)
     cross = _bounded(cross, given.matrix, prior)
     factor = cholesky(given.matrix, penalty)
@@ -186,8 +186,8 @@ def posterior(
     )
     rows, weights = back[:, : len(cross)].T, back[:, len(cross) :]
     size = jnp.sqrt(jnp.diagonal(given.matrix))
-    reach = jnp.sqrt(jnp.diagonal(prior)) + _lengths(rows * size[None])
-    mean_error = reach[:, None] * _lengths(weights.T * size[None])[None]
+    reach = jnp.sqrt(jnp.diagonal(prior)) + _row_norms(rows * size[None])
+    mean_error = reach[:, None] * _row_norms(weights.T * size[None])[None]
     covariance = prior - whitened.T @ whitened
     return _prediction(mean, covariance, given, mean_error, reach**2)
 
@@ -272,23 +272,25 @@ def ensemble(
     if _is_function("train", train, cross, prior, x, at):
         of = functools.partial(kernel_record, train)
         train, cross, prior = of(x), of(at, x), kernel_matrix(train, at, get="nngp")
-    (K, T), (cross_nngp, cross_ntk) = _pair("train", train), _pair("cross", cross)
-    given = data(T, y, "train.ntk")
-    nngp = data(K, y, "train.nngp").matrix
+    (K, T), (cross_nngp, cross_ntk) = _nngp_and_ntk("train", train), _nngp_and_ntk("cross", cross)
+    given = check_training_set(T, y, "train.ntk")
+    nngp = check_training_set(K, y, "train.nngp").matrix
     if nngp.shape != given.matrix.shape:
         raise ValueError(f"train: expected kernels of one shape, got {K.shape} and {T.shape}.")
-    cross_ntk, there = others("cross.ntk", cross_ntk, given)
-    cross_nngp, same = others("cross.nngp", cross_nngp, given)
+    cross_ntk, there = check_cross_kernel("cross.ntk", cross_ntk, given)
+    cross_nngp, same = check_cross_kernel("cross.nngp", cross_nngp, given)
     if there != same:
         raise ValueError(
             f"cross: expected kernels of as many rows, got {same[0]} of nngp and {there[0]} of ntk."
         )
     prior = _prior(prior, there, given)
     cross_nngp = _bounded(cross_nngp, nngp, prior, "cross.nngp")
-    t = times(t, given.matrix.dtype)
+    t = check_times(t, given.matrix.dtype)
     penalised = with_penalty(given.matrix, penalty)
     times_first = t.shape
-    found = _trained(penalised, cross_ntk, given.columns, nngp, cross_nngp, prior, t.ravel())
+    found = _trained_moments(
+        penalised, cross_ntk, given.columns, nngp, cross_nngp, prior, t.ravel()
+    )
     mean, *rest = (x.reshape(*times_first, *x.shape[1:]) for x in found)
     return _prediction(mean.reshape(*times_first, *there), rest[0], given, *rest[1:])
 
@@ -303,12 +305,12 @@ def _is_function(name: str, K, cross, prior, x, at) -> bool:
             raise ValueError(f"{key}: expected an array, as {name} is {kind}, got none.")
     for key, value in refused.items():
         if value is not None:
-            raise ValueError(f"{key}: expected none, as {name} is {kind}, got {short(value)}.")
+            raise ValueError(f"{key}: expected none, as {name} is {kind}, got {describe(value)}.")
     return callable(K)
 
 
 @jax.jit
-def _trained(T, cross_ntk, columns, K, cross, prior, t):
+def _trained_moments(T, cross_ntk, columns, K, cross, prior, t):
     """Mean, covariance, and the errors of mean and variances, over ``entry_error``: times first."""
     m = len(cross)
     size, of_T = (jnp.sqrt(jnp.diagonal(x))[None, None] for x in (K, T))
@@ -319,13 +321,13 @@ def _trained(T, cross_ntk, columns, K, cross, prior, t):
     # An error of T changes A by (dcross - A dT) phi, and phi is applied to these.
     to = jax.lax.stop_gradient((K @ jnp.swapaxes(A, 1, 2), cross.T, T))
     through = jax.vmap(flow, (None, 0, 0))(to[2], to[0] - to[1][None], t)
-    reach = jnp.max(of_T) + _lengths(A * of_T)
-    mean_error = reach[..., None] * _lengths(jnp.swapaxes(moved[..., m:], 1, 2) * of_T)[:, None]
-    variance_error = (jnp.sqrt(jnp.diagonal(prior))[None] + _lengths(A * size)) ** 2
-    variance_error += 2 * reach * _lengths(jnp.swapaxes(through, 1, 2) * of_T)
+    reach = jnp.max(of_T) + _row_norms(A * of_T)
+    mean_error = reach[..., None] * _row_norms(jnp.swapaxes(moved[..., m:], 1, 2) * of_T)[:, None]
+    variance_error = (jnp.sqrt(jnp.diagonal(prior))[None] + _row_norms(A * size)) ** 2
+    variance_error += 2 * reach * _row_norms(jnp.swapaxes(through, 1, 2) * of_T)
     # First order holds as long as no direction is lost in the entries' errors.
     smallest = jnp.maximum(jnp.linalg.eigvalsh(to[2])[0], jnp.finfo(T.dtype).tiny)
-    lost = entry_error(T.dtype) * jnp.max(of_T) ** 2 * jnp.minimum(t, 1 / smallest)
+    lost = kernel_entry_error(T.dtype) * jnp.max(of_T) ** 2 * jnp.minimum(t, 1 / smallest)
     beyond = 1 / jnp.maximum(1 - lost, 0)
     mean_error, variance_error = (
         beyond[:, None, None] * mean_error,
@@ -334,26 +336,26 @@ def _trained(T, cross_ntk, columns, K, cross, prior, t):
     return A @ columns, covariance, mean_error, variance_error
 
 
-def _lengths(rows):
+def _row_norms(rows):
     return jnp.linalg.norm(jax.lax.stop_gradient(rows), axis=-1)
 
 
-def _prediction(mean, covariance, given: Data, mean_error, variance_error) -> Prediction:
+def _prediction(mean, covariance, given: TrainingSet, mean_error, variance_error) -> Prediction:
     covariance = covariance / 2 + jnp.swapaxes(covariance, -1, -2) / 2
     error, mean_error, variance_error = jax.lax.stop_gradient(
-        (entry_error(mean.dtype), mean_error, variance_error)
+        (kernel_entry_error(mean.dtype), mean_error, variance_error)
     )
     variance = jax.lax.stop_gradient(jnp.diagonal(covariance, axis1=-2, axis2=-1))
     lower, upper = variance - error * variance_error, variance + error * variance_error
-    std = _root(variance)
-    std_error = jnp.maximum(_root(upper) - std, std - _root(lower))
+    std = _root_of_variance(variance)
+    std_error = jnp.maximum(_root_of_variance(upper) - std, std - _root_of_variance(lower))
     if given.full:
         covariance = as_kernel(covariance, given.shape[1])
         std_error = std_error.reshape(mean.shape)
     return Prediction(mean, covariance, error * mean_error.reshape(mean.shape), std_error)
 
 
-def _pair(name: str, kernels: Any) -> tuple[Any, Any]:
+def _nngp_and_ntk(name: str, kernels: Any) -> tuple[Any, Any]:
     try:
         return kernels.nngp, kernels.ntk
     except AttributeError:
@@ -363,13 +365,13 @@ def _pair(name: str, kernels: Any) -> tuple[Any, Any]:
         ) from None
 
 
-def _prior(prior: Any, there: tuple[int, ...], given: Data) -> jax.Array:
-    prior = floats("prior", prior)
+def _prior(prior: Any, there: tuple[int, ...], given: TrainingSet) -> jax.Array:
+    prior = float_array("prior", prior)
     m, *outputs = there
     expected = (m, m, *outputs, *outputs) if given.full else (m, m)
     if prior.shape != expected:
         raise ValueError(f"prior: expected shape {expected}, got {prior.shape}.")
-    return symmetric(as_matrix(prior), "prior").astype(given.matrix.dtype)
+    return symmetric_matrix(flatten_outputs(prior), "prior").astype(given.matrix.dtype)
 
 
 def _bounded(cross, K, prior, name: str = "cross") -> jax.Array:

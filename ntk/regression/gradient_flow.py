@@ -14,13 +14,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ntk.internal.checks import array, concrete, nan_unless, numbers, offending
-from ntk.regression.targets import entry_error
+from ntk.internal.checks import concrete, nan_unless, numpy_array, offending, real_array
+from ntk.regression.targets import kernel_entry_error
 
 _ALLOWED = 0.1  # error over the targets' size: past one digit, a prediction says nothing
 
 
-def times(t: Any, dtype: Any) -> jax.Array:
+def check_times(t: Any, dtype: Any) -> jax.Array:
     """``t`` as an array of nonnegative times; NaN where it is traced and is negative.
 
     Raises
@@ -30,11 +30,11 @@ def times(t: Any, dtype: Any) -> jax.Array:
     """
     if concrete(t):
         # In numpy: `jax_debug_infs` would raise at infinite times, which are the limit.
-        t = numbers("t", t).astype(dtype)
+        t = numpy_array("t", t).astype(dtype)
         if not (t >= 0).all():
             raise ValueError(f"t: expected nonnegative times, got {offending(t, t >= 0)}.")
         return t
-    t = array("t", t).astype(dtype)
+    t = real_array("t", t).astype(dtype)
     return jnp.where(t >= 0, t, jnp.nan)
 
 
@@ -54,7 +54,9 @@ def _(primals, tangents):
     phi = _phi(values, t, rounding)[:, None]
     inside = V.T @ r
     slope = (_divided_differences(values, t, rounding) * (V.T @ dK @ V)) @ inside
-    in_time = jnp.where(values > 0, jnp.exp(-_product(t, values)), _rate_at_zero(t, rounding))
+    in_time = jnp.where(
+        values > 0, jnp.exp(-_zero_safe_product(t, values)), _rate_at_zero(t, rounding)
+    )
     slope += phi * (V.T @ dr) + dt * in_time[:, None] * inside
     return V @ (phi * inside), V @ slope
 
@@ -78,7 +80,7 @@ def refined(K, cross, r, t):
     if not concrete(good):
         return nan_unless(good[:, None, None], moved)
     if not good.all():
-        latest = _latest(K, cross, r)
+        latest = _latest_accurate_time(K, cross, r)
         raise ValueError(
             f"t: expected at most {latest:.2g} for this kernel in {K.dtype}, got "
             f"{float(offending(t, good)):.3g}: the kernel is singular to rounding, and predictions "
@@ -109,19 +111,19 @@ def _error(K, cross, r, t):
     own = jnp.max(jnp.where(size[None] > 0, jnp.abs(rows) / scale[None], 0), axis=1)
     # Where a row has more than rounding in a direction, the kernel is not singular there.
     along, directions = rows @ V, size[:, None] * V
-    error, lengths = entry_error(K.dtype), jnp.linalg.norm(directions, axis=0)
+    error, lengths = kernel_entry_error(K.dtype), jnp.linalg.norm(directions, axis=0)
     noise = error * own[:, None] * lengths[None]
     noise += rounding / top * jnp.linalg.norm(rows, axis=1, keepdims=True)
     seen = (jnp.abs(along) > noise).any(axis=0)
     eigenvalues, errors, seen = (x[None] for x in (values / top, error * lengths**2, seen))
-    weights = _weights(eigenvalues, errors, seen, rounding / top, (t * top)[:, None])
+    weights = _error_weights(eigenvalues, errors, seen, rounding / top, (t * top)[:, None])
     through = jnp.sqrt(weights**2 @ (along**2).T)
     reach = jnp.max(own[None] + jnp.max(size) * through, axis=1)
     at = directions @ (weights[..., None] * (V.T @ columns)[None])
     return error * reach * jnp.max(jnp.linalg.norm(at, axis=1), axis=-1)
 
 
-def _weights(values, errors, seen, rounding, t):
+def _error_weights(values, errors, seen, rounding, t):
     """``phi_t`` of every direction, times its error over that of an entry: [times, n].
 
     A gap above the directions that rounding decides shows that K has a lower rank: they hold
@@ -130,13 +132,13 @@ def _weights(values, errors, seen, rounding, t):
     """
     eps = jnp.finfo(values.dtype).eps
     gap = ~((values > 0) & (values < jnp.sqrt(eps))).any()
-    none = _at_zero(t, rounding) * eps / entry_error(values.dtype)
+    none = _at_zero(t, rounding) * eps / kernel_entry_error(values.dtype)
     lost = jnp.where(gap & ~seen, none, jnp.minimum(t, 1 / rounding))
     least = jnp.maximum(values - errors, rounding)
     return jnp.where(values > 0, _phi(least, t, rounding), lost)
 
 
-def _latest(K, cross, r) -> float:
+def _latest_accurate_time(K, cross, r) -> float:
     """The largest time with an allowed error, to a few percent, from below."""
     early, late = -60.0, 60.0  # logarithms of the time, over that of the largest eigenvalue
     top = float(jnp.max(jnp.abs(K)))
@@ -158,29 +160,29 @@ def _eigh(K):
     return jnp.where(values > rounding, values, 0), V, rounding
 
 
-def _product(t, values):
+def _zero_safe_product(t, values):
     """``t * values``, with 0 * inf = 0."""
     return jnp.where(values > 0, t * jnp.where(values > 0, values, 1), 0)
 
 
-def _finite(t):
+def _zero_if_infinite(t):
     return jnp.where(jnp.isinf(t), 0, t)
 
 
 def _at_zero(t, rounding):
     """``phi_t`` in a direction that rounding decides; 0 in the limit."""
-    return _finite(t) * jnp.exp(-_finite(t) * rounding)
+    return _zero_if_infinite(t) * jnp.exp(-_zero_if_infinite(t) * rounding)
 
 
 def _rate_at_zero(t, rounding):
     """The derivative of that in t."""
-    past = _finite(t) * rounding
+    past = _zero_if_infinite(t) * rounding
     return jnp.where(jnp.isinf(t), 0, (1 - past) * jnp.exp(-past))
 
 
 def _phi(a, t, rounding):
     """``(1 - exp(-t a)) / a``, and at a = 0 t, as long as that is known."""
-    moved = -jnp.expm1(-_product(t, a)) / jnp.where(a > 0, a, 1)
+    moved = -jnp.expm1(-_zero_safe_product(t, a)) / jnp.where(a > 0, a, 1)
     return jnp.where(a > 0, moved, _at_zero(t, rounding))
 
 
@@ -188,7 +190,7 @@ def _divided_differences(values, t, rounding):
     """``(phi(a) - phi(b)) / (a - b)`` for all pairs, without cancellation."""
     a = jnp.minimum(values[:, None], values[None])
     b = jnp.maximum(values[:, None], values[None])
-    finite = _finite(t)
+    finite = _zero_if_infinite(t)
     x, y = finite * a, finite * b
     # (D - phi(a)) / b, where D = (exp(-x) - exp(-y)) / (b - a) has a stable form.
     half = (y - x) / 2

@@ -31,10 +31,10 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from ntk.internal.checks import array
-from ntk.kernels.symmetric import as_matrix
-from ntk.regression.gradient_flow import refined, times
-from ntk.regression.targets import cholesky, data, others, with_penalty
+from ntk.internal.checks import real_array
+from ntk.kernels.symmetric import flatten_outputs
+from ntk.regression.gradient_flow import check_times, refined
+from ntk.regression.targets import check_cross_kernel, check_training_set, cholesky, with_penalty
 
 
 class KernelRegression(NamedTuple):
@@ -67,7 +67,7 @@ class KernelRegression(NamedTuple):
             raise ValueError(f"cross: expected shape [{expected}], as K has it, got {cross.shape}.")
         if cross.ndim != 4:
             return cross @ self.weights
-        return (as_matrix(cross) @ self.weights.ravel()).reshape(len(cross), *outputs)
+        return (flatten_outputs(cross) @ self.weights.ravel()).reshape(len(cross), *outputs)
 
     def leave_one_out(self) -> jax.Array:
         """Residuals ``y_i - f_-i(x_i)`` of the fits without sample i, like y, without refitting.
@@ -145,7 +145,7 @@ def kernel_regression(
     >>> fit.predict(kernel_matrix(linear, jnp.array([[2.0, 1.0]]), x)).round(4)
     Array([4.], dtype=float...)
     """
-    given = data(K, y, x=x)
+    given = check_training_set(K, y, x=x)
     factor = cholesky(given.matrix, penalty)
     weights = jax.scipy.linalg.cho_solve((factor, True), given.columns)
     return KernelRegression(weights.reshape(given.shape), factor)
@@ -184,7 +184,7 @@ def excess_risk_term(K: Any, y: chex.Array, *, x: Any = None) -> ExcessRisk:
     >>> risk.quadratic, risk.normalized
     (Array(2., dtype=float...), Array(1., dtype=float...))
     """
-    given = data(K, y, x=x)
+    given = check_training_set(K, y, x=x)
     factor = cholesky(given.matrix, 0.0)
     whitened = jax.scipy.linalg.solve_triangular(factor, given.columns, lower=True)
     quadratic = jnp.sum(whitened**2)
@@ -252,14 +252,14 @@ def gradient_flow(
     >>> gradient_flow(K, y, jnp.array([0.0, 1.0, jnp.inf]))[:, 0]
     Array([0.  , 0.63, 1.  ], dtype=float...)
     """
-    given = data(K, y, x=x)
+    given = check_training_set(K, y, x=x)
     matrix, shape = given.matrix, given.shape
-    t = times(t, matrix.dtype)
-    f0, cross_f0 = array("f0", f0), array("cross_f0", cross_f0)
+    t = check_times(t, matrix.dtype)
+    f0, cross_f0 = real_array("f0", f0), real_array("cross_f0", cross_f0)
     if cross is None:
         cross, cross_f0, there = matrix, f0, shape
     else:
-        cross, there = others("cross", cross, given)
+        cross, there = check_cross_kernel("cross", cross, given)
     for name, start, wanted in (("f0", f0, shape), ("cross_f0", cross_f0, there)):
         if start.shape not in ((), wanted):
             raise ValueError(f"{name}: expected a number or shape {wanted}, got {start.shape}.")

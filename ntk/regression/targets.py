@@ -12,21 +12,21 @@ import jax.numpy as jnp
 import numpy as np
 
 from ntk.internal.checks import (
-    array,
     at_least_float32,
+    check_finite,
     concrete,
-    finite,
-    floats,
+    float_array,
     nan_unless,
-    number,
+    real_array,
+    real_number,
 )
-from ntk.internal.sharding import automatic
-from ntk.kernels.functions import matrix as kernel
-from ntk.kernels.symmetric import as_matrix, square, symmetric
+from ntk.internal.sharding import without_explicit_axes
+from ntk.kernels.functions import as_kernel_matrix as kernel
+from ntk.kernels.symmetric import flatten_outputs, square_matrix, symmetric_matrix
 from ntk.spectrum.eigenvalues import min_eigenvalue
 
 
-class Data(NamedTuple):
+class TrainingSet(NamedTuple):
     """``N`` rows: n, or n times the outputs."""
 
     matrix: jax.Array  # [N, N]
@@ -35,7 +35,7 @@ class Data(NamedTuple):
     full: bool  # whether the kernel is one of [n, n, outputs, outputs]
 
 
-def data(K: Any, y: Any, name: str = "K", *, x: Any = None) -> Data:
+def check_training_set(K: Any, y: Any, name: str = "K", *, x: Any = None) -> TrainingSet:
     """Both in one floating type, checked; errors call the kernel ``name``; ``x`` are its inputs.
 
     Raises
@@ -43,20 +43,20 @@ def data(K: Any, y: Any, name: str = "K", *, x: Any = None) -> Data:
     ValueError
         If the shapes do not fit, ``K`` is not finite and symmetric, or ``y`` is not finite.
     """
-    K, y = automatic((array(name, kernel(K, x, name)), array("y", y)))
+    K, y = without_explicit_axes((real_array(name, kernel(K, x, name)), real_array("y", y)))
     n, full = len(K) if K.ndim else 0, K.ndim == 4
-    matrix = symmetric(square(K, name), name)
+    matrix = symmetric_matrix(square_matrix(K, name), name)
     if full and y.shape != (n, K.shape[3]):
         raise ValueError(f"y: expected shape [{n}, {K.shape[3]}], as {name} has it, got {y.shape}.")
     if y.ndim not in (1, 2) or y.shape[0] != n or not y.size:
         raise ValueError(f"y: expected shape [{n}] or [{n}, outputs], got {y.shape}.")
-    finite("y", y, "targets")
+    check_finite("y", y, "targets")
     dtype = at_least_float32(matrix, y)
     columns = y.astype(dtype).reshape(len(matrix), -1)
-    return Data(matrix.astype(dtype), columns, y.shape, full)
+    return TrainingSet(matrix.astype(dtype), columns, y.shape, full)
 
 
-def others(name: str, cross: Any, of: Data) -> tuple[jax.Array, tuple[int, ...]]:
+def check_cross_kernel(name: str, cross: Any, of: TrainingSet) -> tuple[jax.Array, tuple[int, ...]]:
     """The kernel of m other inputs with the n of ``of``, a matrix; the shape of what is there.
 
     Raises
@@ -64,15 +64,15 @@ def others(name: str, cross: Any, of: Data) -> tuple[jax.Array, tuple[int, ...]]
     ValueError
         If ``cross`` is of another shape or not finite.
     """
-    cross = automatic(floats(name, cross))
+    cross = without_explicit_axes(float_array(name, cross))
     n, *outputs = of.shape
     behind = (n, *2 * outputs) if of.full else (n,)
     if cross.shape[1:] != behind or not cross.ndim:
         raise ValueError(
             f"{name}: expected shape [m, {', '.join(map(str, behind))}], got {cross.shape}."
         )
-    finite(name, cross, "entries")
-    return as_matrix(cross), (len(cross), *outputs)
+    check_finite(name, cross, "entries")
+    return flatten_outputs(cross), (len(cross), *outputs)
 
 
 def as_kernel(matrix: jax.Array, outputs: int) -> jax.Array:
@@ -90,14 +90,16 @@ def with_penalty(matrix: jax.Array, penalty: Any) -> jax.Array:
     ValueError
         If ``penalty`` is negative.
     """
-    given = number("penalty", penalty)  # not traced, even inside a program, where it is a constant
+    given = real_number(
+        "penalty", penalty
+    )  # not traced, even inside a program, where it is a constant
     if concrete(given) and not given >= 0:
         raise ValueError(f"penalty: expected a nonnegative number, got {penalty}.")
     penalty = jnp.where(penalty >= 0, penalty, jnp.nan).astype(matrix.dtype)
     return matrix + penalty * jnp.eye(len(matrix), dtype=matrix.dtype)
 
 
-def entry_error(dtype: Any) -> float:
+def kernel_entry_error(dtype: Any) -> float:
     """The error of a kernel's entry, over the root of both inputs' variances: 64 roundings."""
     return 64 * float(jnp.finfo(dtype).eps)
 
@@ -112,7 +114,7 @@ def cholesky(matrix: jax.Array, penalty: Any) -> jax.Array:
     """
     shifted = with_penalty(matrix, penalty)
     factor = jax.lax.linalg.cholesky(shifted, symmetrize_input=False)
-    sizes, error = jnp.diagonal(jax.lax.stop_gradient(shifted)), entry_error(matrix.dtype)
+    sizes, error = jnp.diagonal(jax.lax.stop_gradient(shifted)), kernel_entry_error(matrix.dtype)
     good = error * _inverse_norm(jax.lax.stop_gradient(factor), jnp.sqrt(sizes)) < 1
     if not concrete(good):
         return nan_unless(good, factor)

@@ -20,7 +20,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 
 from ntk.internal.compile_cache import fresh
-from ntk.internal.jaxprs import CALLS, bind, programs, scan_operands
+from ntk.internal.jaxprs import CALLS, bind, inner_jaxprs, scan_operands
 
 _COMPARISONS = {"gt": True, "ge": True, "lt": False, "le": False}
 _KEEP_SQUARES = {"reduce_sum", "reshape", "broadcast_in_dim", "convert_element_type", "squeeze"}
@@ -28,16 +28,16 @@ _KEEP_SQUARES |= {"add", "sub", "div", "mul", "psum", "transpose", "stop_gradien
 
 
 def is_relu(eqn: JaxprEqn) -> bool:
-    """Return whether an equation is a ReLU, as :func:`marked` marks it."""
+    """Return whether an equation is a ReLU, as :func:`mark_relus` marks it."""
     return eqn.params.get("name") == "relu" and len(eqn.invars) == 1
 
 
-def marked(fn: Callable) -> Callable:
+def mark_relus(fn: Callable) -> Callable:
     """The same function of pytrees of arrays, its ReLUs marked; to be traced."""
 
     def marked(*args):
         closed, shapes = jax.make_jaxpr(fresh(fn), return_shape=True)(*args)
-        outputs = _Marking().run(closed, jax.tree.leaves(args))
+        outputs = _ReluMarking().run(closed, jax.tree.leaves(args))
         return jax.tree.unflatten(jax.tree.structure(shapes), outputs)
 
     return marked
@@ -49,7 +49,7 @@ def relu(x):
     return jnp.maximum(x, 0)
 
 
-class _Marking:
+class _ReluMarking:
     """Facts about the values met so far, by their identity; they are kept alive with it."""
 
     def __init__(self):
@@ -73,7 +73,7 @@ class _Marking:
     def step(self, eqn: JaxprEqn, inputs: list) -> list:
         name = eqn.primitive.name
         if name in CALLS:
-            return self.run(programs(eqn)[0], inputs)
+            return self.run(inner_jaxprs(eqn)[0], inputs)
         x = self.relu_of(name, inputs, eqn.outvars)
         if x is not None and jnp.issubdtype(jnp.result_type(x), jnp.floating):
             y = relu(x)
@@ -81,10 +81,10 @@ class _Marking:
             return [y]
         if name == "min":
             for y, c in (inputs, inputs[::-1]):
-                if id(y) in self.rectified and (_number(c) or 0) > 0:
+                if id(y) in self.rectified and (_constant_value(c) or 0) > 0:
                     return [jnp.where(relu(y - c) > 0, jnp.asarray(c, y.dtype), y)]
         constant = not any(isinstance(x, jax.core.Tracer) for x in inputs)
-        if constant and not programs(eqn):
+        if constant and not inner_jaxprs(eqn):
             with jax.ensure_compile_time_eval():
                 outputs = bind(eqn, inputs)
         else:
@@ -96,12 +96,12 @@ class _Marking:
         """The x of which this operation is a ReLU, or None."""
         if name == "max":
             for x, zero in (inputs, inputs[::-1]):
-                if _number(zero) == 0 and jnp.shape(x) == outputs[0].aval.shape:
+                if _constant_value(zero) == 0 and jnp.shape(x) == outputs[0].aval.shape:
                     return x if self.squares.isdisjoint(map(id, inputs)) else None
         if name == "select_n" and len(inputs) == 3 and id(inputs[0]) in self.tests:
             x, positive = self.tests[id(inputs[0])]
             off, on = inputs[1:] if positive else inputs[:0:-1]
-            return x if on is x and _number(off) == 0 else None
+            return x if on is x and _constant_value(off) == 0 else None
         if name == "mul":
             for mask, x in (inputs, inputs[::-1]):
                 tested, positive = self.tests.get(id(mask), (None, False))
@@ -114,7 +114,7 @@ class _Marking:
         name = eqn.primitive.name
         if name in _COMPARISONS:
             for x, zero in (inputs, inputs[::-1]):
-                if _number(zero) == 0 and jnp.shape(x) == output.shape:
+                if _constant_value(zero) == 0 and jnp.shape(x) == output.shape:
                     self.tests[id(output)] = x, _COMPARISONS[name] is (x is inputs[0])
                     break
         if name == "convert_element_type" and id(inputs[0]) in self.tests:
@@ -150,7 +150,7 @@ class _Marking:
             id(x): arg if isinstance(x, jax.core.Tracer) else x
             for x, arg in zip(given, args, strict=False)
         }
-        inner = _Marking()
+        inner = _ReluMarking()
         inner.squares, inner.rectified = (
             {id(own[x]) for x in facts & own.keys()} for facts in (self.squares, self.rectified)
         )
@@ -169,7 +169,7 @@ def _has_programs(parameters) -> bool:
     )
 
 
-def _number(x) -> float | None:
+def _constant_value(x) -> float | None:
     """The one number that a constant consists of."""
     if isinstance(x, jax.core.Tracer) or not np.size(x):
         return None

@@ -13,7 +13,7 @@ import jax
 from jax.extend.core import Jaxpr, Literal
 
 from ntk.internal.compile_cache import fresh
-from ntk.internal.jaxprs import programs, scan_operands
+from ntk.internal.jaxprs import inner_jaxprs, scan_operands
 
 Leaves = frozenset[int] | None  # what a value is made of; None: of the input, too
 
@@ -42,41 +42,43 @@ def _follow(jaxpr: Jaxpr, inputs: list[Leaves], found: set[int]) -> list[Leaves]
         if eqn.primitive.name in _PRODUCTS and None in sources:
             for leaves in sources[:1] if eqn.primitive.name == "gather" else sources:
                 found |= leaves or frozenset()
-        outputs = _inside(eqn, sources, found) or [_together(sources)] * len(eqn.outvars)
+        outputs = _follow_inner(eqn, sources, found) or [_union_of_sources(sources)] * len(
+            eqn.outvars
+        )
         made |= zip(eqn.outvars, outputs, strict=True)
     return [of(v) for v in jaxpr.outvars]
 
 
-def _together(sources: list[Leaves]) -> Leaves:
+def _union_of_sources(sources: list[Leaves]) -> Leaves:
     return None if None in sources else frozenset().union(*sources)  # type: ignore[arg-type]
 
 
-def _inside(eqn, sources: list[Leaves], found: set[int]) -> list[Leaves] | None:
+def _follow_inner(eqn, sources: list[Leaves], found: set[int]) -> list[Leaves] | None:
     """What a call, a branch or a loop makes; None for other operations."""
     if eqn.primitive.name == "while":
         own = eqn.params["cond_nconsts"]
-        return _loop(
+        return _follow_loop(
             eqn.params["body_jaxpr"], sources[own:], eqn.params["body_nconsts"], None, found
         )
     if eqn.primitive.name == "scan":
-        return _loop(eqn.params["jaxpr"], sources, *scan_operands(eqn), found)
+        return _follow_loop(eqn.params["jaxpr"], sources, *scan_operands(eqn), found)
     if eqn.primitive.name == "cond":
         branches = [_follow(b.jaxpr, sources[1:], found) for b in eqn.params["branches"]]
-        return [_together([sources[0], *each]) for each in zip(*branches, strict=True)]
-    for inner in programs(eqn):
+        return [_union_of_sources([sources[0], *each]) for each in zip(*branches, strict=True)]
+    for inner in inner_jaxprs(eqn):
         if len(inner.jaxpr.invars) == len(sources):
             return _follow(inner.jaxpr, sources, found)
     return None
 
 
-def _loop(body, sources: list[Leaves], constants: int, carried: int | None, found: set[int]):
+def _follow_loop(body, sources: list[Leaves], constants: int, carried: int | None, found: set[int]):
     """Until the carry is made of nothing more."""
     sources = list(sources)
     end = len(sources) if carried is None else constants + carried
     while True:
         outputs = _follow(body.jaxpr, sources, found)
         state = sources[constants:end]
-        joined = [_together([a, b]) for a, b in zip(state, outputs, strict=False)]
+        joined = [_union_of_sources([a, b]) for a, b in zip(state, outputs, strict=False)]
         if joined == state:
             return outputs
         sources[constants:end] = joined

@@ -5,21 +5,21 @@ import jax
 import jax.numpy as jnp
 from jax.flatten_util import ravel_pytree
 
-from ntk.internal.checks import at_least_float32, concrete, whole
+from ntk.internal.checks import at_least_float32, concrete, integer
 from ntk.internal.compile_cache import program
 from ntk.scores.network_reading import (
     Apply,
     Batch,
     Pytree,
-    check,
+    check_score_arguments,
     for_each,
     inner_product,
-    largest,
     layer_saliency,
     logits_like,
     loss_gradient,
     mean_loss,
-    norm,
+    overflow_safe_norm,
+    power_of_two_scale,
     split_weights,
     summed,
 )
@@ -53,7 +53,7 @@ def knas(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> jax.A
     >>> float(knas(None, lambda w, x: x @ w, jnp.zeros((1, 2)), (x, y)))
     0.5
     """
-    apply, params, x, y = check(apply, params, batch)
+    apply, params, x, y = check_score_arguments(apply, params, batch)
 
     def loss(p):
         return jnp.mean(jax.lax.map(lambda s: mean_loss(apply, p, s[0][None], s[1][None]), (x, y)))
@@ -87,7 +87,7 @@ def knas_released(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch)
     >>> float(score)  # 50 entries, 4 samples: 50 <(-.5, .5), (-.5, .5)> / 4^2
     1.5625
     """
-    apply, params, x, y = check(apply, params, batch)
+    apply, params, x, y = check_score_arguments(apply, params, batch)
     if len(x) % 2:
         raise ValueError(f"batch: expected an even number of samples, got {len(x)}.")
     if all(jnp.size(leaf) < 50 for leaf in jax.tree.leaves(params)):
@@ -126,7 +126,7 @@ def nasi(
     >>> float(nasi(None, *args)), float(nasi(None, *args, threshold=0.25))
     (0.5, 0.0)
     """
-    apply, params, x, y = check(apply, params, batch)
+    apply, params, x, y = check_score_arguments(apply, params, batch)
     g, _ = ravel_pytree(jax.grad(lambda p: mean_loss(apply, p, x, y))(params))
     r = jnp.sum(g**2)
     return r - penalty * jnp.maximum(0, r - threshold)
@@ -175,7 +175,7 @@ def gradient_scores(
     """
     w, g = loss_gradient(apply, params, batch)
     return {
-        "grad_norm": summed(norm(leaf) for leaf in g),
+        "grad_norm": summed(overflow_safe_norm(leaf) for leaf in g),
         "snip": summed(jnp.sum(jnp.abs(a * b)) for a, b in zip(w, g, strict=True)),
     }
 
@@ -193,7 +193,7 @@ def grasp(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> jax.
     >>> round(float(grasp(None, lambda w, x: x @ w, w, (x, y))), 4)
     0.2002
     """
-    apply, params, x, y = check(apply, params, batch)
+    apply, params, x, y = check_score_arguments(apply, params, batch)
     weights, rebuild = split_weights(apply, params, x)
     gradient = jax.grad(lambda w: mean_loss(apply, rebuild(w), x, y))
     _, product = jax.jvp(gradient, (weights,), (gradient(weights),))
@@ -225,7 +225,7 @@ def fisher(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> jax
     >>> round(float(fisher(None, lambda w, x: x @ w, jnp.ones((1, 2)), (x, y))), 4)
     1.0
     """
-    apply, params, x, y = check(apply, params, batch)
+    apply, params, x, y = check_score_arguments(apply, params, batch)
     return layer_saliency(apply, params, x, y)
 
 
@@ -250,8 +250,8 @@ def zico(
     >>> bool(jnp.isclose(score, jnp.log(4.0)))
     True
     """
-    apply, params, x, y = check(apply, params, batch)
-    if whole("parts", parts, 0) < 2 or len(x) % parts:
+    apply, params, x, y = check_score_arguments(apply, params, batch)
+    if integer("parts", parts, 0) < 2 or len(x) % parts:
         raise ValueError(f"parts: expected 2 or more, dividing the {len(x)} samples, got {parts}.")
     weights, rebuild = split_weights(apply, params, x)
 
@@ -264,7 +264,7 @@ def zico(
 
 def _log_signal(g: jax.Array) -> jax.Array:
     """``log sum mean|g| / std(g)`` of gradients stacked in front; 0 for an empty sum."""
-    g = g / largest(g)  # the squares of small gradients would be 0
+    g = g / power_of_two_scale(g)  # the squares of small gradients would be 0
     mean, deviation = jnp.mean(jnp.abs(g), axis=0), jnp.std(g, axis=0)
     # Neither is negative; asked this way round, NaN stays NaN.
     varies = jnp.where(deviation == 0, 1, deviation)
@@ -292,10 +292,10 @@ def jacov(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> jax.
     >>> round(float(score))  # the two are perfectly anticorrelated: eigenvalues 0 and 2
     -99990
     """
-    apply, params, x, _ = check(apply, params, batch)
+    apply, params, x, _ = check_score_arguments(apply, params, batch)
     x = x.astype(at_least_float32(x.dtype))  # images may come as integers
     g = jax.grad(lambda x: jnp.sum(apply(params, x)))(x).reshape(len(x), -1)
-    g = g / largest(g, axis=1)  # correlations do not change, and squares stay in range
+    g = g / power_of_two_scale(g, axis=1)  # correlations do not change, and squares stay in range
     g = g - g.mean(1, keepdims=True)
     norms = jnp.linalg.norm(g, axis=1, keepdims=True)
     singular = jnp.linalg.svd(g / jnp.where(norms > 0, norms, 1), compute_uv=False)
@@ -331,7 +331,7 @@ def synflow(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> ja
     >>> bool(jnp.isclose(score, jnp.log(10.0)))
     True
     """
-    apply, params, x, _ = check(apply, params, batch)
+    apply, params, x, _ = check_score_arguments(apply, params, batch)
     dtype = logits_like(apply, params, x).dtype
     with jax.enable_x64(True):
         params = jax.tree.map(lambda leaf: jnp.abs(leaf).astype(jnp.float64), params)
@@ -360,6 +360,6 @@ def l2_norm(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> ja
     >>> float(l2_norm(None, lambda w, x: x @ w, jnp.array([[3.0, 4.0]]), (x, y)))
     5.0
     """
-    apply, params, x, _ = check(apply, params, batch)
+    apply, params, x, _ = check_score_arguments(apply, params, batch)
     weights, _ = split_weights(apply, params, x)
-    return summed(norm(leaf) for leaf in weights)
+    return summed(overflow_safe_norm(leaf) for leaf in weights)

@@ -16,21 +16,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax.flatten_util import ravel_pytree
 
-from ntk.internal.checks import array, concrete, nan_unless
-from ntk.kernels.functions import matrix
-from ntk.kernels.symmetric import square, symmetric
+from ntk.internal.checks import concrete, nan_unless, real_array
+from ntk.kernels.functions import as_kernel_matrix
+from ntk.kernels.symmetric import square_matrix, symmetric_matrix
 from ntk.scores.network_reading import (
     Apply,
     Batch,
     Pytree,
-    check,
+    check_score_arguments,
     for_each,
-    gram,
+    gram_of_rows,
     is_weight,
-    largest,
     logits_like,
     map_gradients,
-    norm,
+    overflow_safe_norm,
+    power_of_two_scale,
     split_weights,
     summed,
 )
@@ -49,8 +49,8 @@ def kernel(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> jax
     >>> kernel(None, lambda w, x: x @ w, jnp.ones((2, 2)), (x, y))
     Array([[18.,  0.], [ 0.,  2.]], dtype=float...)
     """
-    apply, params, x, _ = check(apply, params, batch)
-    return _gram(_gradients(apply, params, x))
+    apply, params, x, _ = check_score_arguments(apply, params, batch)
+    return _sum_of_grams(_sample_gradients(apply, params, x))
 
 
 def layer_traces(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
@@ -62,8 +62,8 @@ def layer_traces(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) 
     >>> layer_traces(None, lambda w, x: x @ w, jnp.ones((2, 2)), (x, y))
     Array([10.], dtype=float...)
     """
-    apply, params, x, _ = check(apply, params, batch)
-    layers = _layers(apply, params, x, _gradients(apply, params, x))
+    apply, params, x, _ = check_score_arguments(apply, params, batch)
+    layers = _weight_gradients(apply, params, x, _sample_gradients(apply, params, x))
     return jnp.stack([jnp.sum(g**2) / len(g) for g in layers])
 
 
@@ -80,17 +80,17 @@ def kernel_scores(
     ['condition_number', 'cosine_min_eigenvalue', 'eigen_nas', 'kernel', 'label_energy',
      'log_traces', 'min_eigenvalue', 'spectral_entropy']
     """
-    apply, params, x, y = check(apply, params, batch)
+    apply, params, x, y = check_score_arguments(apply, params, batch)
     classes = logits_like(apply, params, x).shape[1]
-    gradients = _gradients(apply, params, x)
+    gradients = _sample_gradients(apply, params, x)
     K, size = _unit_gram(gradients)
-    found = _of_matrix(K, eigenvalues.eigenvalues(K), size, y, classes)
-    rows = [g / _size(gradients, axis=1) for g in jax.tree.leaves(gradients)]
+    found = _scores_of_matrix(K, eigenvalues.eigenvalues(K), size, y, classes)
+    rows = [g / _gradient_scale(gradients, axis=1) for g in jax.tree.leaves(gradients)]
     return {
         "kernel": K * size * size,
         **found,
-        "cosine_min_eigenvalue": _cosine_min_eigenvalue(_gram(rows)),
-        "log_traces": _log_traces(apply, params, x, gradients),
+        "cosine_min_eigenvalue": _min_eigenvalue_of_cosines(_sum_of_grams(rows)),
+        "log_traces": _sum_of_log_traces(apply, params, x, gradients),
     }
 
 
@@ -129,10 +129,12 @@ def of_kernel(
     >>> float(found["eigen_nas"]), float(found["condition_number"])
     (2.5, 4.0)
     """
-    K = array("K", matrix(K, x))
+    K = real_array("K", as_kernel_matrix(K, x))
     n, outputs = K.shape[0] if K.ndim else 0, K.shape[3] if K.ndim == 4 else 1
-    K = symmetric(square(K))
-    size = jnp.sqrt(largest(K)).reshape(())  # products of eigenvalues would leave the range
+    K = symmetric_matrix(square_matrix(K))
+    size = jnp.sqrt(power_of_two_scale(K)).reshape(
+        ()
+    )  # products of eigenvalues would leave the range
     K = K / size / size
     values = eigenvalues.eigenvalues(K)
     good = values[0] >= -(jnp.finfo(K.dtype).eps ** 0.5) * values[-1]
@@ -143,8 +145,8 @@ def of_kernel(
         )
     K, values = nan_unless(good, (K, values))
     if y is None:
-        return _of_matrix(K, values, size, None, 0)
-    y = np.asarray(array("y", y))
+        return _scores_of_matrix(K, values, size, None, 0)
+    y = np.asarray(real_array("y", y))
     if y.shape != (n,) or not np.issubdtype(y.dtype, np.integer) or y.min() < 0:
         raise ValueError(f"y: expected {n} labels from 0, got {y.dtype} of shape {y.shape}.")
     classes = int(y.max()) + 1
@@ -152,10 +154,10 @@ def of_kernel(
         raise ValueError(
             f"y: expected labels below {outputs}, the outputs of K, got the label {classes - 1}."
         )
-    return _of_matrix(K, values, size, jnp.asarray(y), outputs if n < len(K) else classes)
+    return _scores_of_matrix(K, values, size, jnp.asarray(y), outputs if n < len(K) else classes)
 
 
-def _of_matrix(
+def _scores_of_matrix(
     K: jax.Array, values: jax.Array, size: jax.Array, y: jax.Array | None, classes: int
 ) -> dict[str, jax.Array]:
     """The scores of ``size^2 K``, where ``K`` has these eigenvalues."""
@@ -163,12 +165,12 @@ def _of_matrix(
         "eigen_nas": jnp.trace(K) / len(K) * size * size,
         "min_eigenvalue": jnp.maximum(values[0], 0) * size * size,
         "condition_number": _condition(values),
-        "cosine_min_eigenvalue": _cosine_min_eigenvalue(K),
-        "spectral_entropy": _entropy(values),
+        "cosine_min_eigenvalue": _min_eigenvalue_of_cosines(K),
+        "spectral_entropy": _entropy_of_spectrum(values),
     }
     if y is None:
         return found
-    return found | {"label_energy": _label_energy(K, values, y, classes) / size / size}
+    return found | {"label_energy": _label_energy_of_matrix(K, values, y, classes) / size / size}
 
 
 def eigen_nas(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
@@ -190,7 +192,7 @@ def eigen_nas(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> 
     >>> float(eigen_nas(None, lambda w, x: x @ w, jnp.ones((2, 2)), (x, y)))
     10.0
     """
-    apply, params, x, _ = check(apply, params, batch)
+    apply, params, x, _ = check_score_arguments(apply, params, batch)
     return jnp.mean(map_gradients(lambda g: jnp.sum(g**2), apply, params, x))
 
 
@@ -224,10 +226,10 @@ def cosine_min_eigenvalue(
     >>> round(float(score), 4)
     1.0
     """
-    apply, params, x, _ = check(apply, params, batch)
-    gradients = _gradients(apply, params, x)
-    rows = [g / _size(gradients, axis=1) for g in jax.tree.leaves(gradients)]
-    return _cosine_min_eigenvalue(_gram(rows))
+    apply, params, x, _ = check_score_arguments(apply, params, batch)
+    gradients = _sample_gradients(apply, params, x)
+    rows = [g / _gradient_scale(gradients, axis=1) for g in jax.tree.leaves(gradients)]
+    return _min_eigenvalue_of_cosines(_sum_of_grams(rows))
 
 
 def condition_number(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
@@ -241,8 +243,8 @@ def condition_number(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Bat
     >>> round(float(condition_number(None, lambda w, x: x @ w, jnp.ones((2, 2)), (x, y))), 3)
     9.0
     """
-    apply, params, x, _ = check(apply, params, batch)
-    return _condition(eigenvalues.eigenvalues(_unit_gram(_gradients(apply, params, x))[0]))
+    apply, params, x, _ = check_score_arguments(apply, params, batch)
+    return _condition(eigenvalues.eigenvalues(_unit_gram(_sample_gradients(apply, params, x))[0]))
 
 
 def te_nas(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
@@ -264,13 +266,13 @@ def te_nas(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> jax
     >>> round(float(te_nas(None, lambda w, x: x @ w, jnp.ones((2, 2)), (x, y))), 3)
     9.0
     """
-    apply, params, x, _ = check(apply, params, batch)
+    apply, params, x, _ = check_score_arguments(apply, params, batch)
     weights, rebuild = split_weights(apply, params, x, "scale")
     _, pull_back = jax.vjp(lambda w: jnp.sum(apply(rebuild(w), x), axis=1), weights)
     units = jnp.eye(len(x), dtype=logits_like(apply, params, x).dtype)
     # Some at a time share what the backward pass computes again.
     rows = for_each(lambda unit: ravel_pytree(pull_back(unit))[0], units, batch_size=8)
-    return _condition(eigenvalues.eigenvalues(gram(rows / largest(rows))))
+    return _condition(eigenvalues.eigenvalues(gram_of_rows(rows / power_of_two_scale(rows))))
 
 
 def spectral_entropy(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
@@ -285,8 +287,10 @@ def spectral_entropy(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Bat
     >>> bool(jnp.isclose(score, jnp.log(2.0)))
     True
     """
-    apply, params, x, _ = check(apply, params, batch)
-    return _entropy(eigenvalues.eigenvalues(_unit_gram(_gradients(apply, params, x))[0]))
+    apply, params, x, _ = check_score_arguments(apply, params, batch)
+    return _entropy_of_spectrum(
+        eigenvalues.eigenvalues(_unit_gram(_sample_gradients(apply, params, x))[0])
+    )
 
 
 def label_energy(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
@@ -303,10 +307,10 @@ def label_energy(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) 
     >>> round(float(score), 4)  # two classes, indicators +-1/2: -2 (1/18 + 1/2) / 4
     -0.2778
     """
-    apply, params, x, y = check(apply, params, batch)
-    K, size = _unit_gram(_gradients(apply, params, x))
+    apply, params, x, y = check_score_arguments(apply, params, batch)
+    K, size = _unit_gram(_sample_gradients(apply, params, x))
     classes = logits_like(apply, params, x).shape[1]
-    return _label_energy(K, eigenvalues.eigenvalues(K), y, classes) / size / size
+    return _label_energy_of_matrix(K, eigenvalues.eigenvalues(K), y, classes) / size / size
 
 
 def log_traces(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
@@ -319,49 +323,51 @@ def log_traces(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) ->
     >>> bool(jnp.isclose(score, jnp.log(10.0)))
     True
     """
-    apply, params, x, _ = check(apply, params, batch)
-    return _log_traces(apply, params, x, _gradients(apply, params, x))
+    apply, params, x, _ = check_score_arguments(apply, params, batch)
+    return _sum_of_log_traces(apply, params, x, _sample_gradients(apply, params, x))
 
 
-def _gradients(apply: Apply, params: Pytree, x: jax.Array) -> Pytree:
+def _sample_gradients(apply: Apply, params: Pytree, x: jax.Array) -> Pytree:
     """Leaves [n, size]: the gradient of each sample's summed logits."""
     gradient = jax.grad(lambda p, xi: jnp.sum(apply(p, xi[None])))
     return for_each(lambda xi: jax.tree.map(jnp.ravel, gradient(params, xi)), x)
 
 
-def _gram(gradients: Pytree) -> jax.Array:
-    return functools.reduce(operator.add, map(gram, jax.tree.leaves(gradients)))
+def _sum_of_grams(gradients: Pytree) -> jax.Array:
+    return functools.reduce(operator.add, map(gram_of_rows, jax.tree.leaves(gradients)))
 
 
 def _unit_gram(gradients: Pytree) -> tuple[jax.Array, jax.Array]:
     """``K / size^2`` with entries of about 1, and the size: K itself may leave the range."""
-    size = _size(gradients)
-    return _gram(jax.tree.map(lambda g: g / size, gradients)), size.reshape(())
+    size = _gradient_scale(gradients)
+    return _sum_of_grams(jax.tree.map(lambda g: g / size, gradients)), size.reshape(())
 
 
-def _size(gradients: Pytree, axis: int | None = None) -> jax.Array:
+def _gradient_scale(gradients: Pytree, axis: int | None = None) -> jax.Array:
     """The largest entry of all leaves, or with ``axis=1`` of every row, as a power of two."""
-    return largest(jnp.concatenate(jax.tree.leaves(gradients), axis=1), axis=axis)
+    return power_of_two_scale(jnp.concatenate(jax.tree.leaves(gradients), axis=1), axis=axis)
 
 
-def _layers(apply: Apply, params: Pytree, x: jax.Array, gradients: Pytree) -> list[jax.Array]:
+def _weight_gradients(
+    apply: Apply, params: Pytree, x: jax.Array, gradients: Pytree
+) -> list[jax.Array]:
     """The gradients [n, size] in each of the weights."""
     pairs = zip(is_weight(apply, params, x), jax.tree.leaves(gradients), strict=True)
     return [g for chosen, g in pairs if chosen]
 
 
-def _log_traces(apply: Apply, params: Pytree, x: jax.Array, gradients: Pytree) -> jax.Array:
-    return summed(map(_log_trace, _layers(apply, params, x, gradients)))
+def _sum_of_log_traces(apply: Apply, params: Pytree, x: jax.Array, gradients: Pytree) -> jax.Array:
+    return summed(map(_log_trace, _weight_gradients(apply, params, x, gradients)))
 
 
 def _log_trace(g: jax.Array) -> jax.Array:
     """``log |g|^2 / n``, 0 for a gradient of 0; the square itself may be no number."""
-    size = norm(g)
+    size = overflow_safe_norm(g)
     # A norm is not negative; asked this way round, NaN stays NaN.
     return jnp.where(size == 0, 0, 2 * jnp.log(jnp.where(size == 0, 1, size)) - math.log(len(g)))
 
 
-def _cosine_min_eigenvalue(K: jax.Array) -> jax.Array:
+def _min_eigenvalue_of_cosines(K: jax.Array) -> jax.Array:
     norms = jnp.sqrt(jnp.diagonal(K))
     inverse = jnp.where(norms > 0, 1 / jnp.where(norms > 0, norms, 1), 0)
     return jnp.maximum(eigenvalues.eigenvalues(inverse[:, None] * K * inverse[None])[0], 0)
@@ -378,13 +384,15 @@ def _is_singular(values: jax.Array) -> jax.Array:
     return values[0] <= len(values) * jnp.finfo(values.dtype).eps * values[-1]
 
 
-def _entropy(values: jax.Array) -> jax.Array:
+def _entropy_of_spectrum(values: jax.Array) -> jax.Array:
     values = jnp.maximum(values, 0)
     total = jnp.sum(values)
     return jnp.sum(jax.scipy.special.entr(values / jnp.where(total > 0, total, 1)))
 
 
-def _label_energy(K: jax.Array, values: jax.Array, y: jax.Array, classes: int) -> jax.Array:
+def _label_energy_of_matrix(
+    K: jax.Array, values: jax.Array, y: jax.Array, classes: int
+) -> jax.Array:
     targets = jax.nn.one_hot(y, classes, dtype=K.dtype)
     targets = nan_unless(((y >= 0) & (y < classes)).all(), targets)
     targets -= targets.mean(axis=0, keepdims=True)

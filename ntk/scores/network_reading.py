@@ -11,18 +11,27 @@ import jax.numpy as jnp
 import numpy as np
 from jax.flatten_util import ravel_pytree
 
-from ntk.internal.checks import array, at_least_float32, concrete, finite, function, nan_unless
+from ntk.internal.checks import (
+    at_least_float32,
+    check_finite,
+    concrete,
+    function,
+    nan_unless,
+    real_array,
+)
 from ntk.internal.compile_cache import fresh, program
-from ntk.scores.find_relus import is_relu, marked
+from ntk.scores.find_relus import is_relu, mark_relus
 from ntk.scores.find_weights import multiplied
-from ntk.scores.visit_operations import fold
+from ntk.scores.visit_operations import visit_chosen_operations
 
 Pytree = Any
 Apply = Callable[[Pytree, jax.Array], jax.Array]
 Batch = tuple[jax.Array, jax.Array]
 
 
-def check(apply: Apply, params: Pytree, batch: Batch) -> tuple[Apply, Pytree, jax.Array, jax.Array]:
+def check_score_arguments(
+    apply: Apply, params: Pytree, batch: Batch
+) -> tuple[Apply, Pytree, jax.Array, jax.Array]:
     """``(apply, params, x, y)``, if the batch and the logits it leads to are what a score needs.
 
     The first two in what is trained: of flax's variables the collection "params", else all of it.
@@ -36,7 +45,7 @@ def check(apply: Apply, params: Pytree, batch: Batch) -> tuple[Apply, Pytree, ja
     function("apply", apply, "(params, x) -> logits")
     if not isinstance(batch, tuple | list) or len(batch) != 2:
         raise ValueError(f"batch: expected a pair (x, y), got {type(batch).__name__}.")
-    x, y = (array("batch", part) for part in batch)
+    x, y = (real_array("batch", part) for part in batch)
     if not x.size or not x.ndim:
         raise ValueError(f"batch: expected inputs [n, ...] with n at least 1, got {x.shape}.")
     if y.shape != x.shape[:1] or not jnp.issubdtype(y.dtype, jnp.integer):
@@ -44,9 +53,9 @@ def check(apply: Apply, params: Pytree, batch: Batch) -> tuple[Apply, Pytree, ja
             f"batch: expected {len(x)} integer labels, got {y.dtype} of the shape {y.shape}."
         )
     for name, tree in ("params", params), ("batch", x):
-        finite(name, jax.tree.map(partial(array, name), tree))
+        check_finite(name, jax.tree.map(partial(real_array, name), tree))
     # Squares of gradients leave the range of 16 bits.
-    params, x = jax.tree.map(_wide, (params, x))
+    params, x = jax.tree.map(_widen_to_float32, (params, x))
     logits = logits_like(apply, params, x)
     if len(logits.shape) != 2 or logits.shape[0] != len(x):
         raise ValueError(f"apply: expected logits [{len(x)}, classes], got {logits.shape}.")
@@ -63,7 +72,7 @@ def check(apply: Apply, params: Pytree, batch: Batch) -> tuple[Apply, Pytree, ja
     return apply, nan_unless(((y >= 0) & (y < classes)).all(), params), x, y
 
 
-def _wide(leaf: Any) -> Any:
+def _widen_to_float32(leaf: Any) -> Any:
     """A leaf of 16-bit floating-point numbers in 32 bits."""
     dtype = jnp.result_type(leaf)
     if not jnp.issubdtype(dtype, jnp.floating) or jnp.finfo(dtype).bits >= 32:
@@ -85,7 +94,7 @@ def is_weight(apply: Apply, params: Pytree, x: chex.Array, *more: str) -> list[b
         If ``params`` have no weight.
     """
     paths = jax.tree_util.tree_leaves_with_path(params)
-    names = [_name(path) for path, _ in paths]
+    names = [_leaf_name(path) for path, _ in paths]
     if "kernel" in names:
         return [name in ("kernel", *more) for name in names]
     weights = multiplied(apply, params, x)
@@ -98,7 +107,7 @@ def is_weight(apply: Apply, params: Pytree, x: chex.Array, *more: str) -> list[b
     return [k or name in more for k, name in zip(keep, names, strict=True)]
 
 
-def _name(path: tuple) -> str:
+def _leaf_name(path: tuple) -> str:
     """The last name on a leaf's path; in a state of nnx the array's own, "value", comes after."""
     words = [jax.tree_util.keystr((entry,), simple=True) for entry in path]
     named = [word for word in words if word not in ("value", "raw_value")]
@@ -108,11 +117,11 @@ def _name(path: tuple) -> str:
 def _in_parameters(apply: Apply, params: Pytree) -> tuple[Apply, Pytree]:
     """``apply`` of what is differentiated: the collection "params", without whole numbers."""
     if not isinstance(params, Mapping) or "params" not in params or len(params) == 1:
-        return _floating(apply, params)
-    return _floating(lambda p, x: apply({**params, "params": p}, x), params["params"])
+        return _restrict_to_floating(apply, params)
+    return _restrict_to_floating(lambda p, x: apply({**params, "params": p}, x), params["params"])
 
 
-def _floating(apply: Apply, params: Pytree) -> tuple[Apply, Pytree]:
+def _restrict_to_floating(apply: Apply, params: Pytree) -> tuple[Apply, Pytree]:
     def is_none(leaf):
         return leaf is None
 
@@ -146,19 +155,19 @@ def split_weights(
     return [leaf for leaf, k in zip(leaves, keep, strict=True) if k], rebuild
 
 
-def cross_entropy(logits: chex.Array, y: chex.Array) -> jax.Array:
+def mean_cross_entropy(logits: chex.Array, y: chex.Array) -> jax.Array:
     """Return the mean cross-entropy of ``logits`` [n, classes] and labels ``y`` [n]."""
     return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), y[:, None], axis=1))
 
 
 def mean_loss(apply: Apply, params: Pytree, x: chex.Array, y: chex.Array) -> jax.Array:
     """Return the mean cross-entropy of the network on inputs ``x`` with labels ``y``."""
-    return cross_entropy(apply(params, x), y)
+    return mean_cross_entropy(apply(params, x), y)
 
 
 def loss_gradient(apply: Apply, params: Pytree, batch: Batch) -> tuple[list, list]:
     """The weights, and the gradient in them of the mean cross-entropy."""
-    apply, params, x, y = check(apply, params, batch)
+    apply, params, x, y = check_score_arguments(apply, params, batch)
     weights, rebuild = split_weights(apply, params, x)
     return weights, jax.grad(lambda w: mean_loss(apply, rebuild(w), x, y))(weights)
 
@@ -173,7 +182,7 @@ def inner_product(a: list[chex.Array], b: list[chex.Array]) -> jax.Array:
     return summed(jnp.sum(u * v) for u, v in zip(a, b, strict=True))
 
 
-def largest(x: jax.Array, axis: int | None = None) -> jax.Array:
+def power_of_two_scale(x: jax.Array, axis: int | None = None) -> jax.Array:
     """A power of two of the size of the largest entry, axes kept: a constant to divide by, exactly.
 
     1 if all entries are 0.
@@ -183,9 +192,9 @@ def largest(x: jax.Array, axis: int | None = None) -> jax.Array:
     return jnp.where(size > 0, jnp.ldexp(jnp.ones_like(size), exponent), 1)
 
 
-def norm(x: jax.Array) -> jax.Array:
+def overflow_safe_norm(x: jax.Array) -> jax.Array:
     """The 2-norm of all entries, also if their squares leave the range of the type."""
-    size = largest(x)
+    size = power_of_two_scale(x)
     return (size * jnp.linalg.norm((x / size).ravel())).reshape(())
 
 
@@ -204,7 +213,7 @@ def map_gradients(reduce: Callable, apply: Apply, params: Pytree, x: chex.Array)
     return for_each(lambda xi: reduce(ravel_pytree(gradient(params, xi))[0]), x)
 
 
-def gram(rows: chex.Array) -> jax.Array:
+def gram_of_rows(rows: chex.Array) -> jax.Array:
     """``rows rows'``, in 32 bits at least: rounding is judged by its type."""
     dtype = at_least_float32(rows.dtype)
     return jnp.matmul(rows, rows.T, precision="highest", preferred_element_type=dtype)
@@ -234,7 +243,9 @@ def sign_agreements(apply: Apply, params: Pytree, x: chex.Array) -> jax.Array:
         return outputs, total + _same_signs(inputs[0], axis)
 
     start, twin = jnp.zeros((n, n), jnp.float32), another_batch(params, x)
-    return fold(marked(apply), is_relu, count, start, params, x, what="ReLU", twin=twin)[1]
+    return visit_chosen_operations(
+        mark_relus(apply), is_relu, count, start, params, x, what="ReLU", twin=twin
+    )[1]
 
 
 def used_sign_agreements(apply: Apply, params: Pytree, x: chex.Array) -> jax.Array:
@@ -246,10 +257,12 @@ def used_sign_agreements(apply: Apply, params: Pytree, x: chex.Array) -> jax.Arr
             axis = samples_axis(eqn, other, n)
             if axis is None:
                 return outputs, nothing
-            return [_counted(axis, outputs[0], inputs[0], total)], nothing
+            return [_relu_with_count(axis, outputs[0], inputs[0], total)], nothing
 
         twin = another_batch(params, x)
-        logits, _ = fold(marked(apply), is_relu, probe, (), params, x, what="ReLU", twin=twin)
+        logits, _ = visit_chosen_operations(
+            mark_relus(apply), is_relu, probe, (), params, x, what="ReLU", twin=twin
+        )
         # Weights that no sum of derivatives cancels with.
         return jnp.sum(logits * jax.random.normal(jax.random.key(0), logits.shape, logits.dtype))
 
@@ -279,11 +292,11 @@ def _same_signs(u: jax.Array, axis: int) -> jax.Array:
     u = jnp.moveaxis(u, axis, 0).reshape(u.shape[axis], -1)
     signs = jnp.where(u > 0, 1, -1).astype(jnp.float32)
     signs = jnp.where(jnp.isnan(u), jnp.nan, signs)  # NaN has none
-    return (signs.shape[1] + gram(signs)) / 2
+    return (signs.shape[1] + gram_of_rows(signs)) / 2
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _counted(axis: int, out: jax.Array, u: jax.Array, total: jax.Array) -> jax.Array:
+def _relu_with_count(axis: int, out: jax.Array, u: jax.Array, total: jax.Array) -> jax.Array:
     """``out``, of a ReLU at ``u``; where it is used its count is the gradient in ``total``."""
     return out
 
@@ -293,7 +306,7 @@ def _counted_backward(axis, u, g):
     return g, jnp.zeros_like(u), jnp.where((g != 0).any(), _same_signs(u, axis), 0)
 
 
-_counted.defvjp(lambda axis, out, u, total: (out, u), _counted_backward)
+_relu_with_count.defvjp(lambda axis, out, u, total: (out, u), _counted_backward)
 
 
 def distinct_patterns(agreements: chex.Array) -> jax.Array:
@@ -346,13 +359,15 @@ def layer_saliency(apply: Apply, params: Pytree, x: chex.Array, y: chex.Array) -
             return [saliency(axes, outputs[0], total) if axes else outputs[0]], nothing
 
         twin = another_batch(params, x)
-        logits, _ = fold(apply, is_layer, probe, (), params, x, what="matrix product", twin=twin)
+        logits, _ = visit_chosen_operations(
+            apply, is_layer, probe, (), params, x, what="matrix product", twin=twin
+        )
         if not any(found):
             raise ValueError(
                 f"apply: expected a layer with the {len(x)} samples on an axis of its output, "
                 "got none."
             )
-        return cross_entropy(logits, y)
+        return mean_cross_entropy(logits, y)
 
     return jax.grad(loss)(jnp.zeros((), logits_like(apply, params, x).dtype))
 

@@ -8,7 +8,7 @@ from ntk.scores.network_reading import (
     Apply,
     Batch,
     Pytree,
-    check,
+    check_score_arguments,
     distinct_patterns,
     sign_agreements,
     used_sign_agreements,
@@ -47,7 +47,7 @@ def naswot(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> jax
     >>> bool(jnp.isclose(score, jnp.log(2 * 2 - 1 * 1)))
     True
     """
-    apply, params, x, _ = check(apply, params, batch)
+    apply, params, x, _ = check_score_arguments(apply, params, batch)
     agreements = sign_agreements(apply, params, x)
     _, logdet = jnp.linalg.slogdet(agreements.astype(float))
     return jnp.where(distinct_patterns(agreements) < len(x), -jnp.inf, logdet)
@@ -69,6 +69,6 @@ def regions(
     >>> int(regions(None, lambda w, x: jax.nn.relu(x) @ w, jnp.ones((2, 2)), (x, y)))
     2
     """
-    apply, params, x, _ = check(apply, params, batch)
+    apply, params, x, _ = check_score_arguments(apply, params, batch)
     agreements = sign_agreements if unused else used_sign_agreements
     return distinct_patterns(agreements(apply, params, x))

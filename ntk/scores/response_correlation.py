@@ -7,18 +7,18 @@ import jax
 import jax.numpy as jnp
 
 from ntk.internal.checks import at_least_float32
-from ntk.scores.find_relus import is_relu, marked
+from ntk.scores.find_relus import is_relu, mark_relus
 from ntk.scores.network_reading import (
     Apply,
     Batch,
     Pytree,
     another_batch,
-    check,
-    cross_entropy,
-    gram,
+    check_score_arguments,
+    gram_of_rows,
+    mean_cross_entropy,
     samples_axis,
 )
-from ntk.scores.visit_operations import fold
+from ntk.scores.visit_operations import visit_chosen_operations
 
 
 def wrcor(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
@@ -51,7 +51,7 @@ def wrcor(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> jax.
     >>> bool(jnp.isclose(score, jnp.log(2**2 - 1.5**2)))
     True
     """
-    apply, params, x, y = check(apply, params, batch)
+    apply, params, x, y = check_score_arguments(apply, params, batch)
     K, last = _response_correlations(apply, params, x, y)
     _, logdet = jnp.linalg.slogdet(K)
     largest = jnp.max(K - jnp.diag(jnp.diag(K)))
@@ -66,12 +66,14 @@ def _response_correlations(
 
     C: correlations of the samples' inputs of a ReLU, C' of the loss's gradients there.
     """
-    n, network, twin = len(x), marked(apply), another_batch(params, x)
+    n, network, twin = len(x), mark_relus(apply), another_batch(params, x)
     zero, nothing = jnp.zeros(()), jnp.zeros((n, n))
     ends, relus = [], []
 
     def through(visit, total):
-        return fold(network, _is_site, visit, total, params, x, what="ReLU", twin=twin)
+        return visit_chosen_operations(
+            network, _is_site, visit, total, params, x, what="ReLU", twin=twin
+        )
 
     def count(eqn, other, inputs, outputs, counts):
         if _is_end(eqn):
@@ -96,11 +98,14 @@ def _response_correlations(
             if axis is None:
                 return outputs, found
             weight = jnp.exp2(layer - last)
-            K = K + weight * _correlations(inputs[0], axis)
-            return [_watched(axis, outputs[0], inputs[0], weight, total)], (layer + int(each), K)
+            K = K + weight * _absolute_correlations(inputs[0], axis)
+            return [_relu_with_correlations(axis, outputs[0], inputs[0], weight, total)], (
+                layer + int(each),
+                K,
+            )
 
         logits, (_, K) = through(probe, (zero, nothing))
-        return cross_entropy(logits, y), K
+        return mean_cross_entropy(logits, y), K
 
     G, K = jax.grad(loss, has_aux=True)(nothing)
     return K + G, last
@@ -114,7 +119,7 @@ def _is_site(eqn) -> bool:
     return _is_end(eqn) or is_relu(eqn)
 
 
-def _correlations(u: jax.Array, axis: int) -> jax.Array:
+def _absolute_correlations(u: jax.Array, axis: int) -> jax.Array:
     """Absolute correlations of the samples; 0 if one of them is constant and has none."""
     u = jnp.moveaxis(u, axis, 0).reshape(u.shape[axis], -1)
     u = u.astype(at_least_float32(u.dtype))
@@ -123,13 +128,15 @@ def _correlations(u: jax.Array, axis: int) -> jax.Array:
     centred = u - u.mean(axis=1, keepdims=True)
     deviation = jnp.sqrt(jnp.mean(centred**2, axis=1, keepdims=True))
     constant = deviation <= 8 * jnp.finfo(u.dtype).eps
-    C = jnp.abs(gram(centred / jnp.where(constant, 1, deviation))) / u.shape[1]
+    C = jnp.abs(gram_of_rows(centred / jnp.where(constant, 1, deviation))) / u.shape[1]
     C = jnp.where(constant.any(), 0, C).astype(float)
     return jnp.where(jnp.isnan(u).any(), jnp.nan, C)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _watched(axis: int, out: jax.Array, u: jax.Array, weight: jax.Array, total: jax.Array):
+def _relu_with_correlations(
+    axis: int, out: jax.Array, u: jax.Array, weight: jax.Array, total: jax.Array
+):
     """``out``, of a ReLU at ``u``; the gradients' correlations are the gradient in ``total``."""
     return out
 
@@ -137,8 +144,10 @@ def _watched(axis: int, out: jax.Array, u: jax.Array, weight: jax.Array, total: 
 def _watched_backward(axis, residuals, g):
     u, weight = residuals
     in_input = jnp.where(u > 0, g, 0)
-    found = weight * _correlations(in_input, axis)
+    found = weight * _absolute_correlations(in_input, axis)
     return g, jnp.zeros_like(u), jnp.zeros_like(weight), found
 
 
-_watched.defvjp(lambda axis, out, u, weight, total: (out, (u, weight)), _watched_backward)
+_relu_with_correlations.defvjp(
+    lambda axis, out, u, weight, total: (out, (u, weight)), _watched_backward
+)

@@ -15,10 +15,10 @@ import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from ntk.internal.compile_cache import fresh
-from ntk.internal.jaxprs import CALLS, bind, needed, programs, scan_operands
+from ntk.internal.jaxprs import CALLS, bind, inner_jaxprs, needed, scan_operands
 
 
-def fold(
+def visit_chosen_operations(
     fn: Callable,
     site: Callable[[JaxprEqn], bool],
     visit: Callable[..., tuple[list, Any]],
@@ -85,7 +85,7 @@ def fold(
         inside = [
             (inner, twin, alive)
             for (inner, alive), (twin, _) in zip(
-                _inside(eqn, used), _inside(other, used), strict=True
+                _live_inner_jaxprs(eqn, used), _live_inner_jaxprs(other, used), strict=True
             )
         ]
         if not any(_reaches(site, inner.jaxpr, alive) for inner, _, alive in inside):
@@ -145,15 +145,17 @@ def _paired(needed: list, others: list) -> list:
 def _reaches(site, jaxpr: Jaxpr, live: list[bool]) -> bool:
     """Whether a live output depends on a site."""
     return any(
-        site(eqn) or any(_reaches(site, inner.jaxpr, alive) for inner, alive in _inside(eqn, used))
+        site(eqn)
+        or any(_reaches(site, inner.jaxpr, alive) for inner, alive in _live_inner_jaxprs(eqn, used))
         for eqn, used in needed(jaxpr, live)
     )
 
 
-def _inside(eqn: JaxprEqn, used: list[bool]) -> list[tuple[ClosedJaxpr, list[bool]]]:
+def _live_inner_jaxprs(eqn: JaxprEqn, used: list[bool]) -> list[tuple[ClosedJaxpr, list[bool]]]:
     """The jaxprs in an equation's parameters, with which of their outputs are live."""
     # A loop needs all that it carries.
     direct = eqn.primitive.name in CALLS or eqn.primitive.name == "cond"
     return [
-        (inner, used if direct else [True] * len(inner.jaxpr.outvars)) for inner in programs(eqn)
+        (inner, used if direct else [True] * len(inner.jaxpr.outvars))
+        for inner in inner_jaxprs(eqn)
     ]

@@ -48,19 +48,19 @@ import scipy.linalg
 import scipy.optimize
 import scipy.sparse.linalg
 
-from ntk.internal.checks import concrete, finite, number, numbers, whole
-from ntk.kernels.functions import matrix, measured, mixed_blocks
+from ntk.internal.checks import check_finite, concrete, integer, numpy_array, real_number
+from ntk.kernels.functions import as_kernel_matrix, measured, mixed_blocks
 from ntk.kernels.record import Kernels
-from ntk.kernels.symmetric import as_matrix, check_symmetric, rounding, square
+from ntk.kernels.symmetric import allowed_asymmetry, check_symmetric, flatten_outputs, square_matrix
 from ntk.spectrum.verified_cholesky import (
     SUMMED,
     TINY,
     UNIT,
+    cholesky_slack,
     down,
     norm_bound,
     power_of_two,
     shifted_bound,
-    slack,
     smallest,
     threads,
     up,
@@ -121,24 +121,24 @@ def certified_min_eigenvalue(K: Any, entry_error: Any = None, *, x: Any = None) 
     if x is not None and callable(K):
         K, entry_error = measured(K, x, entry_error)
     else:
-        K = matrix(K, x)
-    K, dtype = _real("K", K)
+        K = as_kernel_matrix(K, x)
+    K, dtype = _finite_float64("K", K)
     entry_error = _like_kernel(entry_error, K.shape)
-    K = square(K)
-    check_symmetric(K, rounding(dtype, len(K)), "K")
+    K = square_matrix(K)
+    check_symmetric(K, allowed_asymmetry(dtype, len(K)), "K")
     scale = power_of_two(K)
-    error = norm_bound(_entry_error(entry_error, K.shape)) / scale
-    return down(down(_bound(K / scale) - error) * scale)
+    error = norm_bound(_check_entry_error(entry_error, K.shape)) / scale
+    return down(down(_bound_min_eigenvalue(K / scale) - error) * scale)
 
 
-def _bound(K) -> float:
+def _bound_min_eigenvalue(K) -> float:
     """The same for the symmetric part of ``K``, with entries of at most about 1 in size."""
     A = K / 2 + K.T / 2
     shift, best = 0.0, -math.inf
     with threads(len(A)):
         for _ in range(2):  # again from just below: crowded eigenvalues are apart from there
             estimate = smallest(A, shift)[0]
-            margin = least = 2 * slack(np.abs(A.diagonal() - estimate))
+            margin = least = 2 * cholesky_slack(np.abs(A.diagonal() - estimate))
             while (bound := shifted_bound(A, estimate - margin)) is None:
                 margin *= 4
             shift, best = -bound, max(best, bound)
@@ -225,17 +225,17 @@ def certify_simplex(
     if x is not None:
         blocks, entry_error = mixed_blocks(blocks, x, entry_error)
     entry_error = 0.0 if entry_error is None else entry_error
-    blocks, dtype = _real("blocks", blocks)
+    blocks, dtype = _finite_float64("blocks", blocks)
     h, n = blocks.shape[::2] if blocks.ndim == 4 else (0, 0)
     if blocks.shape != (h, h, n, n) or blocks.size == 0:
         raise ValueError(f"blocks: expected shape [h, h, n, n], got {blocks.shape}.")
-    if not 0 < number("rtol", rtol) < 1:
+    if not 0 < real_number("rtol", rtol) < 1:
         raise ValueError(f"rtol: expected a number between 0 and 1, got {rtol}.")
-    max_cells = whole("max_cells", max_cells, 1)
-    _check_mixtures(blocks, rounding(dtype, n))
-    mixture = _Mixture(blocks, _entry_error(entry_error, blocks.shape))
+    max_cells = integer("max_cells", max_cells, 1)
+    _check_mixtures(blocks, allowed_asymmetry(dtype, n))
+    mixture = _Mixture(blocks, _check_entry_error(entry_error, blocks.shape))
     with threads(n):
-        return _Search(mixture, rtol).run(max_cells)
+        return _BranchAndBound(mixture, rtol).run(max_cells)
 
 
 class _Mixture:
@@ -278,7 +278,9 @@ class _Mixture:
     def lower_bound(self) -> float:
         """Rigorous lower bound of all ``lambda_min(K_alpha)``, by the matrix of all blocks."""
         size = self.h * self.n
-        bound = _bound(self.blocks.transpose(0, 2, 1, 3).reshape(size, size) / self.scale)
+        bound = _bound_min_eigenvalue(
+            self.blocks.transpose(0, 2, 1, 3).reshape(size, size) / self.scale
+        )
         bound = bound / self.h if bound > 0 else bound
         return down(down(bound) - self.errors.max())
 
@@ -293,7 +295,7 @@ class _Mixture:
         return up(numerator / (x @ x) * worst + self.error(alpha, alpha)), x
 
 
-class _Search:
+class _BranchAndBound:
     """Branch and bound for one target, which follows the smallest upper bound found.
 
     A cell is a tuple of vertices. Tests are of pairs of vertices, and remembered.
@@ -319,7 +321,7 @@ class _Search:
             if not alpha @ forms @ alpha < value - 0.02 * self.rtol * abs(value):
                 break
         # The gap must leave room for what the bounds on either side lose.
-        noise = slack(np.full(1, self.mixture.traces.max())) + self.mixture.errors.max()
+        noise = cholesky_slack(np.full(1, self.mixture.traces.max())) + self.mixture.errors.max()
         noise += (self.mixture.n + 2) * UNIT
         self.gap = max(0.99 * self.rtol * abs(self.upper) - noise, 4 * noise)
 
@@ -350,7 +352,7 @@ class _Search:
             else:
                 finished.append(cell)
         cells = finished + [cell for _, _, cell in heap]
-        pairs = {pair for cell in cells for pair in _pairs(cell)}
+        pairs = {pair for cell in cells for pair in _vertex_pairs(cell)}
         if not all([self.passes(pair) for pair in pairs]):
             floor = max(floor, self.mixture.lower_bound())
         # Of cells that were left over: the smaller target that all of them reach.
@@ -372,7 +374,9 @@ class _Search:
         for v in cell:
             if not self.passes((v, v)):
                 self.descend(np.array(v))  # the minimum is lower than it seemed
-        edges = [pair for pair in _pairs(cell) if pair[0] != pair[1] and not self.passes(pair)]
+        edges = [
+            pair for pair in _vertex_pairs(cell) if pair[0] != pair[1] and not self.passes(pair)
+        ]
         if not edges:
             return []
         v, w = max(edges, key=lambda pair: self.length(*pair))
@@ -402,7 +406,7 @@ class _Search:
         return float(d @ self.mixture.traces @ d)
 
 
-def _pairs(cell):
+def _vertex_pairs(cell):
     return [(min(v, w), max(v, w)) for v, w in itertools.combinations_with_replacement(cell, 2)]
 
 
@@ -428,13 +432,13 @@ def _simplex_minimum(forms):
     return alpha / alpha.sum()
 
 
-def _real(name, array):
+def _finite_float64(name, array):
     """As finite float64, and the type that it came in."""
-    given = numbers(name, array)
+    given = numpy_array(name, array)
     if not concrete(given):
         raise ValueError(f"{name}: expected known numbers, got what jit or vmap traces.")
     array = given.astype(np.float64)
-    finite(name, array, "entries")
+    check_finite(name, array, "entries")
     return array, given.dtype
 
 
@@ -455,19 +459,19 @@ def _check_mixtures(blocks, allowed):
 
 
 def _like_kernel(entry_error, shape):
-    """The errors of a kernel of this shape, as ``symmetric.square`` has its entries."""
+    """The errors of a kernel of this shape, as ``symmetric.square_matrix`` has its entries."""
     if entry_error is None:
         return 0.0
     if len(shape) != 4:
         return entry_error
-    e = numbers("entry_error", entry_error)
+    e = numpy_array("entry_error", entry_error)
     if e.shape not in ((), shape):
         raise ValueError(f"entry_error: expected a number or shape {shape}, got {e.shape}.")
-    return as_matrix(e)
+    return flatten_outputs(e)
 
 
-def _entry_error(entry_error, shape):
-    e, _ = _real("entry_error", entry_error)
+def _check_entry_error(entry_error, shape):
+    e, _ = _finite_float64("entry_error", entry_error)
     if e.shape not in ((), shape[-2:], shape):
         raise ValueError(f"entry_error: expected a number or shape {shape}, got {e.shape}.")
     if not (e >= 0).all():

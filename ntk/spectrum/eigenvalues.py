@@ -28,9 +28,9 @@ import jax.numpy as jnp
 
 from ntk.internal.checks import concrete
 from ntk.internal.compile_cache import fresh
-from ntk.kernels.functions import matrix
+from ntk.kernels.functions import as_kernel_matrix
 from ntk.kernels.record import Kernels
-from ntk.kernels.symmetric import square, symmetric
+from ntk.kernels.symmetric import square_matrix, symmetric_matrix
 
 Product = Callable[[jax.Array], jax.Array]  # v [n] -> K v [n]
 
@@ -145,7 +145,11 @@ def smallest_eigenpair(
     if x is not None or not callable(K):
         if size is not None:
             raise ValueError(f"size: expected None beside a matrix or inputs, got {size}.")
-        return _eigenpair(_of_matrix, _times, symmetric(square(matrix(K, x))))
+        return _eigenpair(
+            _eigenvector_of_matrix,
+            _matrix_product,
+            symmetric_matrix(square_matrix(as_kernel_matrix(K, x))),
+        )
     if not isinstance(size, int) or size < 1:
         raise ValueError(f"size: expected the positive size of the product K, got {size}.")
     # What K closes over becomes an argument, so that gradients find their way to it.
@@ -172,14 +176,14 @@ def eigenvalues(K: chex.Array | Kernels | Callable[..., Any], *, x: Any = None) 
     >>> eigenvalues(jnp.array([[2.0, 1.0], [1.0, 2.0]]))
     Array([1., 3.], dtype=float...)
     """
-    return jnp.linalg.eigvalsh(symmetric(square(matrix(K, x))))
+    return jnp.linalg.eigvalsh(symmetric_matrix(square_matrix(as_kernel_matrix(K, x))))
 
 
-def _times(v, K):
+def _matrix_product(v, K):
     return K @ v
 
 
-def _evaluate(find, product, arrays) -> Eigenpair:
+def _differentiable_eigenpair(find, product, arrays) -> Eigenpair:
     return _rayleigh(product, find(arrays), arrays)
 
 
@@ -187,12 +191,12 @@ def _evaluate(find, product, arrays) -> Eigenpair:
 def _rayleigh(product, vector, arrays) -> Eigenpair:
     image = product(vector, arrays)
     value = jnp.vdot(vector, image)
-    return Eigenpair(value, vector, _norm(image - value * vector))
+    return Eigenpair(value, vector, _scaled_norm(image - value * vector))
 
 
-_eigenpair = jax.custom_jvp(_evaluate, nondiff_argnums=(0, 1))
+_eigenpair = jax.custom_jvp(_differentiable_eigenpair, nondiff_argnums=(0, 1))
 # The same, for use inside the derivative of the other: its own derivative would be the second one.
-_constant_eigenpair = jax.custom_jvp(_evaluate, nondiff_argnums=(0, 1))
+_constant_eigenpair = jax.custom_jvp(_differentiable_eigenpair, nondiff_argnums=(0, 1))
 
 
 @_eigenpair.defjvp
@@ -209,17 +213,17 @@ def _(find, product, primals, tangents):
     raise NotImplementedError("K: expected first derivatives only, got a second derivative.")
 
 
-def _of_matrix(K: jax.Array) -> jax.Array:
+def _eigenvector_of_matrix(K: jax.Array) -> jax.Array:
     n = len(K)
     if not concrete(K) or n <= _SMALL:
-        return _vector(K)
+        return _smallest_eigenvector(K)
     # Sizes a little apart share a program, which takes seconds to compile.
     step = max(64, 1 << (n - 1).bit_length() >> 4)
-    return _vector(_padded(K, -n % step))[:n]
+    return _smallest_eigenvector(_pad_with_eigenvalue(K, -n % step))[:n]
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _padded(K: jax.Array, rows: int) -> jax.Array:
+def _pad_with_eigenvalue(K: jax.Array, rows: int) -> jax.Array:
     """``K`` and an eigenvalue of that multiplicity, not smaller than its own."""
     most = jnp.max(jnp.sum(jnp.abs(K), axis=1))
     n = len(K)
@@ -228,7 +232,7 @@ def _padded(K: jax.Array, rows: int) -> jax.Array:
 
 
 @jax.jit
-def _vector(K: jax.Array) -> jax.Array:
+def _smallest_eigenvector(K: jax.Array) -> jax.Array:
     if K.shape[0] <= _SMALL:
         return jnp.linalg.eigh(K, symmetrize_input=False)[1][:, 0]
     eps = jnp.finfo(K.dtype).eps
@@ -239,7 +243,7 @@ def _vector(K: jax.Array) -> jax.Array:
         # An error of r in theta is one of r / theta^2 in lambda = 1 / theta - shift. Where there is
         # a shift, lambda is negative, 0 to rounding, or crowded: its own size is no measure.
         value = jnp.abs(1 / theta - shift)
-        allowed = jnp.maximum(_relative(eps) * value, jnp.where(shift == 0, 0, eps))
+        allowed = jnp.maximum(_relative_tolerance(eps) * value, jnp.where(shift == 0, 0, eps))
         return jnp.maximum(allowed * theta, 10 * eps) * theta
 
     def unfinished(carry):
@@ -262,7 +266,7 @@ def _vector(K: jax.Array) -> jax.Array:
         )
         # One step more takes out of the vector what is far from its eigenvalue.
         vector = solve(vector)
-        return vector / _norm(vector), theta, residual, shift, tries + 1
+        return vector / _scaled_norm(vector), theta, residual, shift, tries + 1
 
     one = jnp.ones((), K.dtype)
     start = jnp.zeros(len(K), K.dtype), one, jnp.inf * one, 4 * one, 0
@@ -274,25 +278,25 @@ def _of_product(product, size: int, arrays) -> jax.Array:
     eps = jnp.finfo(dtype).eps
 
     def enough(theta, norm):
-        return jnp.maximum(_relative(eps) * jnp.abs(theta), 10 * eps * norm)
+        return jnp.maximum(_relative_tolerance(eps) * jnp.abs(theta), 10 * eps * norm)
 
     start = _random_vector(0, size, dtype)
     return _lanczos(lambda v: -product(v, *arrays), start, enough, _RESTARTS)[0]
 
 
-def _norm(v) -> jax.Array:
+def _scaled_norm(v) -> jax.Array:
     """Length of a vector, where squares of its entries would overflow or vanish too."""
     largest = jnp.max(jnp.abs(v))
     return largest * jnp.linalg.norm(v / jnp.where(largest > 0, largest, 1))
 
 
-def _relative(eps) -> float:
+def _relative_tolerance(eps) -> float:
     return max(1e-11, 10 * float(eps))
 
 
 def _random_vector(i, n: int, dtype) -> jax.Array:
     v = jax.random.normal(jax.random.fold_in(jax.random.key(0), i), (n,), dtype)
-    return v / _norm(v)
+    return v / _scaled_norm(v)
 
 
 def _shifted_cholesky(K, value, distance, limit):
@@ -369,14 +373,14 @@ def _lanczos(matvec, start, enough, cycles: int) -> tuple[jax.Array, jax.Array, 
         V = V.at[j].set(v)
         w = matvec(v)
         h = V @ w  # T's column j: also the coupling to what a restart kept
-        scale = _norm(w)
+        scale = _scaled_norm(w)
         w = w - h @ V
         # In an invariant subspace w is noise: go on in a random direction, to see the others.
-        exhausted = _norm(w) <= 10 * eps * scale
+        exhausted = _scaled_norm(w) <= 10 * eps * scale
         w = jnp.where(exhausted, _random_vector(j + 1, n, dtype), w)
         again = V @ w
         w = w - again @ V
-        length = _norm(w)
+        length = _scaled_norm(w)
         h = h + jnp.where(exhausted, 0, again)
         T = T.at[:, j].set(h).at[j].set(h)
         return V, T, w / length, jnp.where(exhausted, 0, length)
@@ -402,7 +406,7 @@ def _lanczos(matvec, start, enough, cycles: int) -> tuple[jax.Array, jax.Array, 
         return V, T, v, kept, jnp.where(full, cycle + 1, cycle), best, theta[-1], residual, norm
 
     one = jnp.ones((), dtype)
-    basis = jnp.zeros((m, n), dtype), jnp.zeros((m, m), dtype), start / _norm(start)
+    basis = jnp.zeros((m, n), dtype), jnp.zeros((m, m), dtype), start / _scaled_norm(start)
     found = jax.lax.while_loop(unfinished, look, (*basis, 0, 0, start, one, jnp.inf * one, one))
     *_, best, theta, residual, _ = found
-    return best / _norm(best), theta, residual
+    return best / _scaled_norm(best), theta, residual

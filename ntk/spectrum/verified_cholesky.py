@@ -20,7 +20,7 @@ def shifted_bound(A, shift) -> float | None:
     """``shift - slack`` if Cholesky proves that ``lambda_min(A)`` is above it, else None."""
     B = A.copy()
     B[np.diag_indices_from(B)] -= shift
-    lost = slack(B.diagonal())
+    lost = cholesky_slack(B.diagonal())
     if not B.diagonal().min() > 0:
         return None
     factor, failure = scipy.linalg.lapack.dpotrf(B.T, lower=1, overwrite_a=1, clean=0)
@@ -29,7 +29,7 @@ def shifted_bound(A, shift) -> float | None:
     return down(shift - lost)
 
 
-def slack(diagonal) -> float:
+def cholesky_slack(diagonal) -> float:
     """The slack of the module's docstring, for the ``B`` with this diagonal."""
     n = len(diagonal)
     g = (n + 2) * UNIT / (1 - (n + 2) * UNIT)

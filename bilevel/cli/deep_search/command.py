@@ -1,7 +1,7 @@
 """The one program of all searches with shared weights: from the flags of a command to its table.
 
-A command says what is its own in a :class:`Program`: the space, how its images are normalised, how
-networks are trained from scratch, what the table and the pictures show.
+A command says what is its own in a :class:`DeepSearchCommand`: the space, how its images are
+normalised, how networks are trained from scratch, what the table and the pictures show.
 """
 
 import time
@@ -25,29 +25,31 @@ Rows = list[dict[str, Any]]
 """Scores of networks trained from scratch, one by one."""
 
 
-def _nothing(*_: Any) -> dict[str, Any]:
+def _no_entries(*_: Any) -> dict[str, Any]:
     return {}
 
 
-class Program(NamedTuple):
+class DeepSearchCommand(NamedTuple):
     """What is a command's own in a search with shared weights."""
 
     name: str  # of the space, in `result.json`
     space: Space
     work: Mapping[str, float]  # seconds of each phase
     unit: Callable[..., Any]  # normalises images
-    search: Callable[[pipeline.Run, Parts], tuple[pipeline.Search, list[pipeline.Found]]]
-    heats: Callable[[Pytree], list[deep_report.Heat]]  # of the first seed's alpha
+    search: Callable[
+        [pipeline.RunContext, Parts], tuple[pipeline.DeepSearchPlan, list[pipeline.SeedResult]]
+    ]
+    heats: Callable[[Pytree], list[deep_report.Heatmap]]  # of the first seed's alpha
     table: Callable[[dict[str, Any]], Any]  # of the result, for the screen
     notes: Callable[[dict[str, Any]], list[str]]
-    train: Callable[[pipeline.Run, list[pipeline.Found], Parts], Rows] = lambda *_: []
-    more: Callable[[dict[str, Any], list[pipeline.Found]], dict[str, Any]] = (
-        _nothing  # of the result
+    train: Callable[[pipeline.RunContext, list[pipeline.SeedResult], Parts], Rows] = lambda *_: []
+    more: Callable[[dict[str, Any], list[pipeline.SeedResult]], dict[str, Any]] = (
+        _no_entries  # of the result
     )
-    draw: Callable[[Any, dict[str, Any]], Any] = _nothing  # a second picture, into the folder
+    draw: Callable[[Any, dict[str, Any]], Any] = _no_entries  # a second picture, into the folder
 
 
-def run(config: DeepSearch, program: Program, began: float) -> dict[str, Any]:
+def run_deep_search(config: DeepSearch, program: DeepSearchCommand, began: float) -> dict[str, Any]:
     """Run the job; print its table, write its run directory, return what `result.json` holds."""
     with pipeline.running(config, program.work) as run:
         parts = pipeline.parts_of(config, program.unit)
@@ -55,15 +57,17 @@ def run(config: DeepSearch, program: Program, began: float) -> dict[str, Any]:
         searched = time.perf_counter() - began
         rows = program.train(run, found, parts)
         scores = pipeline.by_network(rows) if rows else {}
-        result = deep_report.summary(run, program.name, program.space, search, found, parts, scores)
+        result = deep_report.summarize_search(
+            run, program.name, program.space, search, found, parts, scores
+        )
         result |= program.more(result, found)
         result["seconds"] = {"search": searched}
         if rows:
             result["seconds"]["network"] = float(np.mean([row["seconds"] for row in rows]))
         result["seconds"]["all"] = time.perf_counter() - began
-        report.write(run.folder, result, deep_report.arrays_of(found))
+        report.write_results(run.folder, result, deep_report.arrays_of(found))
         heats = program.heats(found[0].alpha)
-        deep_report.picture(run.folder / "search.png", result, found, heats)
+        deep_report.save_search_figure(run.folder / "search.png", result, found, heats)
         program.draw(run.folder, result)
     deep_report.show(result, run.folder, program.table(result), program.notes(result))
     return result

@@ -17,7 +17,7 @@ import optax
 
 from bilevel.cli.deep_search import images, pipeline
 from bilevel.cli.deep_search import report as deep_report
-from bilevel.cli.deep_search.command import Parts, Program, Rows, run
+from bilevel.cli.deep_search.command import DeepSearchCommand, Parts, Rows, run_deep_search
 from bilevel.cli.flags.datasets import CLASSES, pixel_count
 from bilevel.cli.flags.deep_searches import DartsSearch
 from bilevel.cli.runtime import report
@@ -56,8 +56,10 @@ def run_darts_search(config: DartsSearch) -> dict[str, Any]:
     }
     fit = functools.partial(images.fitted, sgd=sgd, **options)
     pixels = config.batch_size * pixel_count(config.data, config.pixels)
-    operation = images.gradient_seconds(pixels, len(EDGES), **shape)
-    trained = steps * images.gradient_seconds(pixels, len(EDGES), **final) / 2  # half the edges
+    operation = images.cell_gradient_seconds(pixels, len(EDGES), **shape)
+    trained = (
+        steps * images.cell_gradient_seconds(pixels, len(EDGES), **final) / 2
+    )  # half the edges
     work = {
         "data": 5,
         **images.search_work(config.seeds, search.gradients, len(space.names) * operation),
@@ -68,36 +70,36 @@ def run_darts_search(config: DartsSearch) -> dict[str, Any]:
     def searched(run, parts):
         first = network(space.discretize(space.start()))
         images.check_fits(first.init, parts[0][0][0].shape[1:])
-        return images.searched(space, search, config.seed, run, parts)
+        return images.search_image_space(space, search, config.seed, run, parts)
 
     rest = network, fit, config.seed, config.random, config.epochs
-    return run(
+    return run_deep_search(
         config,
-        Program(
+        DeepSearchCommand(
             name="darts",
             space=space,
             work=work,
             unit=functools.partial(unit_images, pixels=config.pixels),
             search=searched,
-            train=functools.partial(_networks, space, *rest),
-            heats=functools.partial(_heats, space.names),
-            draw=_draw,
-            table=_table,
-            notes=_notes,
+            train=functools.partial(_train_darts_networks, space, *rest),
+            heats=functools.partial(_darts_heatmaps, space.names),
+            draw=_save_genotype_figure,
+            table=_darts_table,
+            notes=_darts_notes,
         ),
         began,
     )
 
 
-def _networks(
+def _train_darts_networks(
     space: Space,
     network: Callable[..., Any],
     fit: Callable[..., Any],
     seed: int,
     random: int,
     epochs: int,
-    run: pipeline.Run,
-    found: list[pipeline.Found],
+    run: pipeline.RunContext,
+    found: list[pipeline.SeedResult],
     parts: Parts,
 ) -> Rows:
     """Scores of the networks of the genotypes found, and of so many ``random`` ones."""
@@ -115,18 +117,20 @@ def _networks(
             "parameters": weight_count(state.w),
         }
 
-    return pipeline.trained(run, pipeline.rows_of(space, found, {}, drawn), epochs, train)
+    return pipeline.train_networks(
+        run, pipeline.networks_to_train(space, found, {}, drawn), epochs, train
+    )
 
 
 # ----------------------------------------------------------------------------- the report
 
 
-def _heats(names: tuple[str, ...], alpha: Any) -> list[deep_report.Heat]:
+def _darts_heatmaps(names: tuple[str, ...], alpha: Any) -> list[deep_report.Heatmap]:
     edges = [f"{i} → {j}" for i, j in EDGES]
     titles = {kind: f"{name} cell: α of every edge" for kind, name in _CELLS.items()}
     axes = {"normal": "edge, from node → to node", "reduce": ""}
     return [
-        deep_report.Heat(title, np.asarray(alpha[kind]), list(names), edges, axes[kind])
+        deep_report.Heatmap(title, np.asarray(alpha[kind]), list(names), edges, axes[kind])
         for kind, title in titles.items()
     ]
 
@@ -134,24 +138,24 @@ def _heats(names: tuple[str, ...], alpha: Any) -> list[deep_report.Heat]:
 _CELLS = {"normal": "normal", "reduce": "reduction"}
 
 
-def _draw(folder: pathlib.Path, result: dict[str, Any]) -> None:
+def _save_genotype_figure(folder: pathlib.Path, result: dict[str, Any]) -> None:
     first = ", first seed" if len(result["architectures"]) > 1 else ""
 
     def draw(figure):
         plot_genotype(parse_genotype(result["architectures"][0]), figure.subplots(2, 1))
         figure.suptitle(f"genotype found{first}; {report.picture_title(result['config'])}")
 
-    report.picture(folder / "genotype.png", (8.5, 7), draw)
+    report.save_figure(folder / "genotype.png", (8.5, 7), draw)
 
 
 _COLUMNS = {"skips": ("skips", ".3g"), "parameters": ("parameters", ",.0f")}
 
 
-def _table(result: dict[str, Any]) -> Any:
-    return deep_report.table(result, _COLUMNS, {"search", "random"})
+def _darts_table(result: dict[str, Any]) -> Any:
+    return deep_report.network_table(result, _COLUMNS, {"search", "random"})
 
 
-def _notes(result: dict[str, Any]) -> list[str]:
+def _darts_notes(result: dict[str, Any]) -> list[str]:
     seconds, seeds = result["seconds"], result["config"]["seeds"]
     return [
         "networks are trained from scratch; skips: in the normal cell, of 8 edges; in the search's "

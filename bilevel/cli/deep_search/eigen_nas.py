@@ -23,7 +23,7 @@ from bilevel.strategies.train_free import EigenNAS, eigen_nas
 
 def run_eigen_nas(config: SkipSearch) -> dict[str, Any]:
     """Run the job; print its table, write its run directory, return what `result.json` holds."""
-    began, space = time.perf_counter(), skips.space_of(config)
+    began, space = time.perf_counter(), skips.space_from_flags(config)
     singles = skips.singles_of(space)
     work = {
         "data": 2,
@@ -35,14 +35,14 @@ def run_eigen_nas(config: SkipSearch) -> dict[str, Any]:
         run.bar.enter("eigenvalues")
         found = [_of_seed(config, task, seed) for seed in range(config.seeds)]
         ranked = time.perf_counter() - began
-        rows = _rows(task, found, singles, config.kept)
-        networks = skips.trained(run, task, rows)
+        rows = _ranked_and_random_networks(task, found, singles, config.kept)
+        networks = skips.train_skip_networks(run, task, rows)
         scores = pipeline.by_network(networks)
         result = {
             "space": "skips",
             "config": run.flags,
             "names": list(space.names),
-            "architectures": [_best(networks, seed) for seed in range(config.seeds)],
+            "architectures": [_best_by_validation(networks, seed) for seed in range(config.seeds)],
             "scores": scores,
             "best_single": skips.best_single(space, scores),
             "kernel_rows": skips.kernel_rows(config),
@@ -50,15 +50,15 @@ def run_eigen_nas(config: SkipSearch) -> dict[str, Any]:
             **report.origin(),
         }
         eigenvalues = {f"eigenvalues_{seed}": f.eigenvalues for seed, f in enumerate(found)}
-        report.write(run.folder, result, eigenvalues)
+        report.write_results(run.folder, result, eigenvalues)
     ends = {"eigen-nas", space.names[-1], "random"}
     notes = [note.format(**result, **run.flags) for note in _NOTES]
-    table = deep_report.table(result, skips.COLUMNS, ends)
+    table = deep_report.network_table(result, skips.COLUMNS, ends)
     deep_report.show_architectures(result, run.folder, table, notes)
     return result
 
 
-def _of_seed(config: SkipSearch, task: skips.Task, seed: int) -> EigenNAS:
+def _of_seed(config: SkipSearch, task: skips.SkipTask, seed: int) -> EigenNAS:
     """The pool's best by the kernel of the seed's first training rows, in float64."""
     draw = pipeline.keys(config.seed, seed)[0]
     with jax.enable_x64(True):
@@ -66,20 +66,23 @@ def _of_seed(config: SkipSearch, task: skips.Task, seed: int) -> EigenNAS:
         return eigen_nas(draw, task.space, x, pool=config.samples, keep=config.kept)
 
 
-def _rows(
-    task: skips.Task, found: list[EigenNAS], singles: dict[str, SkipArchitecture], kept: int
-) -> list[pipeline.Row]:
+def _ranked_and_random_networks(
+    task: skips.SkipTask, found: list[EigenNAS], singles: dict[str, SkipArchitecture], kept: int
+) -> list[pipeline.NetworkToTrain]:
     """What is trained for each seed: the best of the pool, single activations, random networks."""
     rows = []
     for seed, (best, corners) in enumerate(zip(found, skips.drawn_of(task, kept), strict=True)):
         drawn = [task.space.discretize(alpha) for alpha in corners]
         named = {f"{_NAME} {i}": a for i, a in enumerate(best.architectures, 1)} | singles
         named |= {f"random {i}": a for i, a in enumerate(drawn, 1)}
-        rows += [pipeline.Row(name, seed, architecture) for name, architecture in named.items()]
+        rows += [
+            pipeline.NetworkToTrain(name, seed, architecture)
+            for name, architecture in named.items()
+        ]
     return rows
 
 
-def _best(networks: list[dict[str, Any]], seed: int) -> str:
+def _best_by_validation(networks: list[dict[str, Any]], seed: int) -> str:
     """The architecture of a seed that was found: of those ranked first, the best by validation."""
     own = [row for row in networks if row["seed"] == seed and row["network"].startswith(_NAME)]
     return min(own, key=lambda row: row["valid_error"])["architecture"]

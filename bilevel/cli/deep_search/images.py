@@ -24,21 +24,25 @@ def check_fits(init: Callable[[jax.Array, Any], Any], like: Any) -> None:
     jax.eval_shape(lambda key: init(key, like), jax.random.key(0))
 
 
-def searched(
-    space: Space, search: pipeline.Search, seed: int, run: pipeline.Run, parts: list[list[Part]]
-) -> tuple[pipeline.Search, list[pipeline.Found]]:
+def search_image_space(
+    space: Space,
+    search: pipeline.DeepSearchPlan,
+    seed: int,
+    run: pipeline.RunContext,
+    parts: list[list[Part]],
+) -> tuple[pipeline.DeepSearchPlan, list[pipeline.SeedResult]]:
     """The searches of all seeds, once it is known that the images are large enough."""
     check_fits(space.init, parts[0][0])
-    return search, pipeline.one_by_one(run, space, search, parts, seed)
+    return search, pipeline.search_seeds_in_turn(run, space, search, parts, seed)
 
 
 def search_work(seeds: int, gradients: int, seconds: float) -> dict[str, float]:
     """Seconds of each search's phase, given those of a gradient; the first search compiles."""
     each = gradients * seconds
-    return {pipeline.label(i, seeds): each + 50 * (i == 0) for i in range(seeds)}
+    return {pipeline.search_label(i, seeds): each + 50 * (i == 0) for i in range(seeds)}
 
 
-def gradient_seconds(pixels: int, edges: int, cells: int, channels: int) -> float:
+def cell_gradient_seconds(pixels: int, edges: int, cells: int, channels: int) -> float:
     """Seconds of a minibatch's gradient, roughly, on two cores, with one operation on each edge."""
     return _PASSES * pixels * edges * cells * channels**2
 

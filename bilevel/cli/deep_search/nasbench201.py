@@ -14,7 +14,7 @@ import numpy as np
 
 from bilevel.cli.deep_search import images, pipeline
 from bilevel.cli.deep_search import report as deep_report
-from bilevel.cli.deep_search.command import Program, run
+from bilevel.cli.deep_search.command import DeepSearchCommand, run_deep_search
 from bilevel.cli.flags.datasets import CLASSES, pixel_count
 from bilevel.cli.flags.deep_searches import NasBench201Search
 from bilevel.cli.runtime import report
@@ -39,7 +39,7 @@ def run_nasbench201_search(config: NasBench201Search) -> dict[str, Any]:
     passes = search.gradients * config.batch_size / (config.epochs * config.train)
     budget = passes * supernet_cost(space.names, **shape)
     pixels = config.batch_size * pixel_count(config.data, config.pixels)
-    operation = images.gradient_seconds(pixels, len(EDGES), 7 * config.cells, config.channels)
+    operation = images.cell_gradient_seconds(pixels, len(EDGES), 7 * config.cells, config.channels)
     work = {
         "data": 4,
         **images.search_work(config.seeds, search.gradients, len(space.names) * operation),
@@ -55,18 +55,18 @@ def run_nasbench201_search(config: NasBench201Search) -> dict[str, Any]:
             "benchmark": standing(known, genotypes, operations=space.names, budget=rivals),
         }
 
-    return run(
+    return run_deep_search(
         config,
-        Program(
+        DeepSearchCommand(
             name="nasbench201",
             space=space,
             work=work,
             unit=functools.partial(unit_images, pixels=config.pixels),
-            search=functools.partial(images.searched, space, search, config.seed),
+            search=functools.partial(images.search_image_space, space, search, config.seed),
             more=more,
-            heats=functools.partial(_heats, space.names),
-            table=_table,
-            notes=_notes,
+            heats=functools.partial(_nasbench201_heatmaps, space.names),
+            table=_benchmark_accuracies,
+            notes=_nasbench201_notes,
         ),
         began,
     )
@@ -75,17 +75,17 @@ def run_nasbench201_search(config: NasBench201Search) -> dict[str, Any]:
 # ----------------------------------------------------------------------------- the report
 
 
-def _heats(names: tuple[str, ...], alpha: Any) -> list[deep_report.Heat]:
+def _nasbench201_heatmaps(names: tuple[str, ...], alpha: Any) -> list[deep_report.Heatmap]:
     edges, axis = [f"{i} → {j}" for i, j in EDGES], "edge, from node → to node"
-    return [deep_report.Heat("α of every edge", np.asarray(alpha), list(names), edges, axis)]
+    return [deep_report.Heatmap("α of every edge", np.asarray(alpha), list(names), edges, axis)]
 
 
-def _table(result: dict[str, Any]) -> Any:
+def _benchmark_accuracies(result: dict[str, Any]) -> Any:
     from rich.table import Table
 
     config, benchmark = result["config"], result["benchmark"]
     shown = Table(
-        title=report.title(config).replace("errors", "test accuracies of the networks"),
+        title=report.table_title(config).replace("errors", "test accuracies of the networks"),
         caption="accuracies are the benchmark's, of networks trained for 200 epochs on CIFAR-10, "
         f"CIFAR-100 and ImageNet16-120; the search saw {config['data']}",
     )
@@ -103,7 +103,7 @@ def _table(result: dict[str, Any]) -> Any:
     return shown
 
 
-def _notes(result: dict[str, Any]) -> list[str]:
+def _nasbench201_notes(result: dict[str, Any]) -> list[str]:
     skips, supernet = np.array(result["skips"]), result["scores"]["supernet"]
     errors = [report.cell(100 * np.array(supernet[name]), ".1f") for name in pipeline.ERRORS]
     return [

@@ -14,7 +14,7 @@ import numpy as np
 import optax
 
 from bilevel.cli.deep_search import images, pipeline, report
-from bilevel.cli.deep_search.command import Parts, Program, Rows, run
+from bilevel.cli.deep_search.command import DeepSearchCommand, Parts, Rows, run_deep_search
 from bilevel.cli.flags.datasets import CLASSES
 from bilevel.cli.flags.deep_searches import OwnSearch
 from bilevel.cli.flags.import_function import called
@@ -28,7 +28,7 @@ from bilevel.spaces import Space
 def run_own_search(config: OwnSearch) -> dict[str, Any]:
     """Run the job; print its table, write its run directory, return what `result.json` holds."""
     config.check()
-    began, space = time.perf_counter(), _space_of(config.space)
+    began, space = time.perf_counter(), _import_space(config.space)
     work = {"data": 5.0, **images.search_work(config.seeds, config.steps, 0.1)}
     work["training"] = config.seeds * (1 + config.random) * config.epochs
     work["errors and curvature"] = 10.0
@@ -41,21 +41,21 @@ def run_own_search(config: OwnSearch) -> dict[str, Any]:
         images.check_fits(space.init, train)
         w = jax.jit(space.init)(pipeline.keys(config.seed, 0)[1], train)
         rate = config.weight_rate or float(pipeline.default_rate(space, w, space.start(), train[0]))
-        return images.searched(space, search_at(rate), config.seed, run, parts)
+        return images.search_image_space(space, search_at(rate), config.seed, run, parts)
 
     fit = pipeline.corner_trainer(space, config.epochs, config.batch_size, config.weight_rate)
     rest = config.seed, config.random, config.epochs, config.batch_size
-    return run(
+    return run_deep_search(
         config,
-        Program(
+        DeepSearchCommand(
             name=config.space,
             space=space,
             work=work,
             unit=functools.partial(unit_images, pixels=config.pixels),
             search=searched,
-            train=functools.partial(_networks, space, fit, *rest),
-            heats=functools.partial(_heats, space),
-            table=lambda result: report.table(result, {}, {"search", "random"}),
+            train=functools.partial(_train_own_networks, space, fit, *rest),
+            heats=functools.partial(_simplex_heatmaps, space),
+            table=lambda result: report.network_table(result, {}, {"search", "random"}),
             notes=lambda _: [
                 "networks are trained from scratch, at the corners of the space that stand for them"
             ],
@@ -64,7 +64,7 @@ def run_own_search(config: OwnSearch) -> dict[str, Any]:
     )
 
 
-def _space_of(name: str) -> Space:
+def _import_space(name: str) -> Space:
     """The space that MODULE:FUNCTION makes."""
     space = called("space", name, CLASSES)
     if not isinstance(space, Space):
@@ -73,15 +73,15 @@ def _space_of(name: str) -> Space:
     return space
 
 
-def _networks(
+def _train_own_networks(
     space: Space,
     fit: Any,
     seed: int,
     random: int,
     epochs: int,
     batch_size: int,
-    run: pipeline.Run,
-    found: list[pipeline.Found],
+    run: pipeline.RunContext,
+    found: list[pipeline.SeedResult],
     parts: Parts,
 ) -> Rows:
     """Scores of the networks of the corners found, and of so many ``random`` ones."""
@@ -96,16 +96,18 @@ def _networks(
         show(epochs, float("nan"))
         return dict(zip(pipeline.ERRORS, rates(w, corner, own, batch_size), strict=True))
 
-    return pipeline.trained(run, pipeline.rows_of(space, found, {}, drawn), epochs, train)
+    return pipeline.train_networks(
+        run, pipeline.networks_to_train(space, found, {}, drawn), epochs, train
+    )
 
 
-def _heats(space: Space, alpha: Pytree) -> list[report.Heat]:
+def _simplex_heatmaps(space: Space, alpha: Pytree) -> list[report.Heatmap]:
     """Every leaf of alpha that is on simplices: a row for each of them."""
-    heats: list[report.Heat] = []
+    heats: list[report.Heatmap] = []
     for leaf in diagnostics.simplices(space.sets, alpha):
         values = np.asarray(jnp.reshape(leaf, (-1, leaf.shape[-1])))
         rows = [str(i) for i in range(len(values))]
         columns = list(space.names) if len(space.names) == values.shape[1] else []
         columns = columns or [str(i) for i in range(values.shape[1])]
-        heats.append(report.Heat("α", values, columns, rows, "simplex" if not heats else ""))
+        heats.append(report.Heatmap("α", values, columns, rows, "simplex" if not heats else ""))
     return heats

@@ -54,7 +54,7 @@ class _Named(NamedTuple):
     inner: int = 1  # steps of the weights in each step of alpha
 
 
-def _drawn(space: Space, *, alpha: Any, **options: Any) -> Strategy:
+def _weight_sharing_without_rate(space: Space, *, alpha: Any, **options: Any) -> Strategy:
     return strategies.weight_sharing(space, **options)
 
 
@@ -66,13 +66,13 @@ _STRATEGIES = {
     "gaea-single-level": _Named(
         functools.partial(strategies.gaea, on_training_rows=True), travel=100.0
     ),
-    "random": _Named(_drawn),
+    "random": _Named(_weight_sharing_without_rate),
     "joint": _Named(strategies.joint),
     "unrolled": _Named(functools.partial(strategies.unrolled, steps=_UNROLLED), inner=_UNROLLED),
 }
 
 
-class Search(NamedTuple):
+class DeepSearchPlan(NamedTuple):
     """How long to search, and with what; ``samples`` architectures are drawn by random search."""
 
     strategy: Strategy
@@ -89,19 +89,19 @@ class Search(NamedTuple):
 SGD = Callable[[optax.Schedule], optax.GradientTransformation]
 
 
-def search_of(config: DeepSearch, space: Space, sgd: SGD, rate: float) -> Search:
+def search_of(config: DeepSearch, space: Space, sgd: SGD, rate: float) -> DeepSearchPlan:
     """The search that the flags ask for; the weights' ``sgd`` has a cosine from ``rate`` to 0."""
     named = _STRATEGIES[config.strategy]
     schedule = optax.cosine_decay_schedule(rate, named.inner * config.steps)
     alpha = config.alpha_rate or named.travel / config.steps
     plan = named.make(space, weights=sgd(schedule), alpha=alpha, batch_size=config.batch_size)
-    return Search(plan, config.steps, config.batch_size, config.samples)
+    return DeepSearchPlan(plan, config.steps, config.batch_size, config.samples)
 
 
 # ----------------------------------------------------------------------------- the search
 
 
-class Run(NamedTuple):
+class RunContext(NamedTuple):
     """Where a run is kept, what it shows, and its flags as JSON knows them."""
 
     folder: pathlib.Path
@@ -112,7 +112,7 @@ class Run(NamedTuple):
 
 
 @contextlib.contextmanager
-def running(config: DeepSearch, work: Mapping[str, float]) -> Iterator[Run]:
+def running(config: DeepSearch, work: Mapping[str, float]) -> Iterator[RunContext]:
     """A run in its directory, with a bar whose phases take ``work``; the first is "data"."""
     keeps = "searches and networks are kept as far as they came"
     with (
@@ -120,15 +120,15 @@ def running(config: DeepSearch, work: Mapping[str, float]) -> Iterator[Run]:
         report.phases(config.progress, work) as bar,
     ):
         bar.enter("data")
-        shown = report.within(config.progress)
-        yield Run(folder, bar, shown, config.resume, from_config_file.flags_of(config))
+        shown = report.progress_within_phase(config.progress)
+        yield RunContext(folder, bar, shown, config.resume, from_config_file.flags_of(config))
 
 
 def parts_of(config: DeepSearch, unit: Callable[..., Any]) -> list[list[Part]]:
     """For each seed: training, validation and test rows, normalised by ``unit(x, *others)``."""
     draws = jax.random.split(jax.random.key(config.seed), config.seeds)
     sizes = {"train": config.train, "valid": config.valid, "test": config.test}
-    return [normalised(rows, unit) for rows in datasets.samples(config.data, draws, **sizes)]
+    return [normalised(rows, unit) for rows in datasets.draw_splits(config.data, draws, **sizes)]
 
 
 def normalised(rows: list[Part], unit: Callable[..., Any]) -> list[Part]:
@@ -137,7 +137,7 @@ def normalised(rows: list[Part], unit: Callable[..., Any]) -> list[Part]:
     return [(x, jnp.asarray(y)) for x, (_, y) in zip(xs, rows, strict=True)]
 
 
-class Found(NamedTuple):
+class SeedResult(NamedTuple):
     """The search of one seed."""
 
     alpha: Pytree  # after the choice among architectures drawn, if they were drawn
@@ -150,41 +150,43 @@ def keys(seed: int, number: int) -> jax.Array:
     return jax.random.split(jax.random.fold_in(jax.random.key(seed), number), 4)
 
 
-def label(number: int, seeds: int) -> str:
+def search_label(number: int, seeds: int) -> str:
     """What the progress bar calls the search of a seed."""
     return "search" if seeds == 1 else f"search {number + 1} of {seeds}"
 
 
-def one_by_one(
-    run: Run, space: Space, search: Search, parts: list[list[Part]], seed: int
-) -> list[Found]:
+def search_seeds_in_turn(
+    run: RunContext, space: Space, search: DeepSearchPlan, parts: list[list[Part]], seed: int
+) -> list[SeedResult]:
     """The searches of all seeds, one after the other; every program is compiled once."""
     init, found = jax.jit(space.init), []
-    choose = jax.jit(functools.partial(_best_drawn, space, search))
+    choose = jax.jit(functools.partial(_choose_drawn_alpha, space, search))
     for number, (train, valid, _) in enumerate(parts):
         search_key, init_key, choice_key, _ = keys(seed, number)
-        name = label(number, len(parts))
+        name = search_label(number, len(parts))
         run.bar.enter(name)
         place = run.folder / "search" / str(number)
         start = space.start(), init(init_key, train)
-        result = searched(run, space, search, *start, train, valid, search_key, place, name)
+        result = search_with_progress(
+            run, space, search, *start, train, valid, search_key, place, name
+        )
         if result.stopped:
             raise KeyboardInterrupt(f"{result.stopped} of seed {number}")
         drawn = search.strategy.draws
         alpha = choose(choice_key, result.w, valid) if drawn else result.alpha
-        found.append(Found(alpha, result.w, jax.tree.map(np.asarray, result.history)))
+        found.append(SeedResult(alpha, result.w, jax.tree.map(np.asarray, result.history)))
     return found
 
 
-def side_by_side(
-    run: Run,
+def search_seeds_at_once(
+    run: RunContext,
     space: Space,
-    search: Search,
+    search: DeepSearchPlan,
     w0: Pytree,
     parts: list[Part],
     key: jax.Array,
     choice_key: jax.Array,
-) -> list[Found]:
+) -> list[SeedResult]:
     """The searches of all seeds at once; arrays lead with an axis of seeds.
 
     The losses in a seed's history are the means over all seeds.
@@ -192,15 +194,17 @@ def side_by_side(
     train, valid, _ = parts
     seeds = len(train[1])
     alpha = jax.tree.map(lambda a: jnp.stack([a] * seeds), space.start())
-    copies = search._replace(strategy=strategies.side_by_side(search.strategy, seeds))
+    copies = search._replace(strategy=strategies.stack_strategies(search.strategy, seeds))
     place = run.folder / "checkpoint"
     run.bar.enter("search")
-    result = searched(run, space, copies, alpha, w0, train, valid, key, place, "search", seeds)
+    result = search_with_progress(
+        run, space, copies, alpha, w0, train, valid, key, place, "search", seeds
+    )
     if result.stopped:
         raise KeyboardInterrupt(result.stopped)
     alpha = result.alpha
     if search.strategy.draws:
-        best = jax.jit(jax.vmap(functools.partial(_best_drawn, space, search)))
+        best = jax.jit(jax.vmap(functools.partial(_choose_drawn_alpha, space, search)))
         alpha = best(jax.random.split(choice_key, seeds), result.w, valid)
     history = {k: np.asarray(v) for k, v in result.history.items() if k != "alpha"}
     history = {k: v / seeds if k in ("lower", "value") else v for k, v in history.items()}
@@ -208,20 +212,22 @@ def side_by_side(
     def of_seed(i):
         path = jax.tree.map(lambda a: np.asarray(a[:, i]), result.history["alpha"])
         ours, w = jax.tree.map(lambda a: a[i], (alpha, result.w))
-        return Found(ours, w, history | {"alpha": path})
+        return SeedResult(ours, w, history | {"alpha": path})
 
     return [of_seed(i) for i in range(seeds)]
 
 
-def _best_drawn(space: Space, search: Search, key: jax.Array, w: Pytree, rows: Part) -> Pytree:
+def _choose_drawn_alpha(
+    space: Space, search: DeepSearchPlan, key: jax.Array, w: Pytree, rows: Part
+) -> Pytree:
     sizes = {"samples": search.samples, "batch_size": search.batch_size}
     return strategies.best_drawn(key, space, w, rows, **sizes)
 
 
-def searched(
-    run: Run,
+def search_with_progress(
+    run: RunContext,
     space: Space,
-    search: Search,
+    search: DeepSearchPlan,
     alpha: Pytree,
     w: Pytree,
     train: Part,
@@ -272,7 +278,7 @@ def mean_entropy(space: Space, alpha: Pytree) -> float:
 # ----------------------------------------------------------------------------- the networks
 
 
-class Row(NamedTuple):
+class NetworkToTrain(NamedTuple):
     """A network to be trained from scratch, for one seed."""
 
     name: str
@@ -280,23 +286,25 @@ class Row(NamedTuple):
     architecture: Any
 
 
-def rows_of(
-    space: Space, found: list[Found], singles: Mapping[str, Any], drawn: list[list[Pytree]]
-) -> list[Row]:
+def networks_to_train(
+    space: Space, found: list[SeedResult], singles: Mapping[str, Any], drawn: list[list[Pytree]]
+) -> list[NetworkToTrain]:
     """For each seed: the search's architecture, those of ``singles``, and those ``drawn``."""
     rows = []
     for seed, (result, corners) in enumerate(zip(found, drawn, strict=True)):
         named = {"search": space.discretize(result.alpha), **singles}
         named |= {f"random {i}": space.discretize(alpha) for i, alpha in enumerate(corners, 1)}
-        rows += [Row(name, seed, architecture) for name, architecture in named.items()]
+        rows += [NetworkToTrain(name, seed, architecture) for name, architecture in named.items()]
     return rows
 
 
-Train = Callable[[Row, pathlib.Path, Callable[[int, float], None]], dict[str, Any]]
+Train = Callable[[NetworkToTrain, pathlib.Path, Callable[[int, float], None]], dict[str, Any]]
 """``train(row, checkpoint, show)`` -> the row's scores; ``show(epochs done, loss)`` as it goes."""
 
 
-def trained(run: Run, rows: list[Row], epochs: int, train: Train) -> list[dict[str, Any]]:
+def train_networks(
+    run: RunContext, rows: list[NetworkToTrain], epochs: int, train: Train
+) -> list[dict[str, Any]]:
     """The scores of all networks; those of a run that goes on are read, not computed again."""
     words = [re.sub(" at 0x[0-9a-f]+", "", str(row)) for row in rows]  # addresses change
     header = {"version": 1, "networks": fingerprint(words)}
@@ -318,7 +326,9 @@ def trained(run: Run, rows: list[Row], epochs: int, train: Train) -> list[dict[s
     return scores
 
 
-def _timed(train: Train, row: Row, place: pathlib.Path, show: Callable) -> dict[str, Any]:
+def _timed(
+    train: Train, row: NetworkToTrain, place: pathlib.Path, show: Callable
+) -> dict[str, Any]:
     began = time.perf_counter()
     scores = train(row, place, show)
     return {
@@ -343,13 +353,13 @@ def by_network(rows: list[dict[str, Any]]) -> Scores:
     for name in dict.fromkeys(_group(row["network"]) for row in rows):
         own = [row for row in rows if _group(row["network"]) == name]
         if own[0]["network"] == name:
-            scores[name] = _columns(own)
+            scores[name] = _score_columns(own)
             continue
         drawn = [[row for row in own if row["seed"] == s] for s in range(seeds)]
         if (budget := len(drawn[0])) > 1:
             best = [min(networks, key=lambda r: r["valid_error"]) for networks in drawn]
-            scores[f"best of {budget} {name}"] = _columns(best)
-        means = [_columns(networks) for networks in drawn]
+            scores[f"best of {budget} {name}"] = _score_columns(best)
+        means = [_score_columns(networks) for networks in drawn]
         scores[name] = {k: [float(np.mean(m[k])) for m in means] for k in means[0]}
     return scores
 
@@ -360,7 +370,7 @@ def _group(name: str) -> str:
     return group if group and number.isdigit() else name
 
 
-def _columns(rows: list[dict[str, Any]]) -> dict[str, list[float]]:
+def _score_columns(rows: list[dict[str, Any]]) -> dict[str, list[float]]:
     known = {k for row in rows for k, v in row.items() if isinstance(v, int | float)} - {"seed"}
     return {k: [row[k] for row in rows] for k in rows[0] if k in known}
 

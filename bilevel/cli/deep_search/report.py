@@ -7,7 +7,14 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from bilevel.cli.deep_search.pipeline import ERRORS, Found, Run, Scores, Search, mean_entropy
+from bilevel.cli.deep_search.pipeline import (
+    ERRORS,
+    DeepSearchPlan,
+    RunContext,
+    Scores,
+    SeedResult,
+    mean_entropy,
+)
 from bilevel.cli.runtime import report
 from bilevel.discretize import diagnostics
 from bilevel.nets.evaluation import Part, error_rates
@@ -15,12 +22,12 @@ from bilevel.plots import plots
 from bilevel.spaces import Space
 
 
-def summary(
-    run: Run,
+def summarize_search(
+    run: RunContext,
     name: str,
     space: Space,
-    search: Search,
-    found: list[Found],
+    search: DeepSearchPlan,
+    found: list[SeedResult],
     parts: list[list[Part]],
     networks: Scores | None = None,
 ) -> dict[str, Any]:
@@ -39,7 +46,7 @@ def summary(
         "config": run.flags,
         "names": list(space.names),
         "architectures": [str(space.discretize(f.alpha)) for f in found],
-        "alpha": [_plain(f.alpha) for f in found],
+        "alpha": [_nested_lists(f.alpha) for f in found],
         "entropy": [mean_entropy(space, f.alpha) for f in found],
         "scores": (networks or {}) | {"supernet": columns},
         "curvature": curvatures,
@@ -49,7 +56,7 @@ def summary(
     }
 
 
-def _plain(alpha: Any) -> Any:
+def _nested_lists(alpha: Any) -> Any:
     """Nested lists, by their paths in trees of a user's own kinds of nodes."""
     lists = jax.tree.map(lambda a: np.asarray(a).tolist(), alpha)
     try:
@@ -60,7 +67,7 @@ def _plain(alpha: Any) -> Any:
     return lists
 
 
-def arrays_of(found: list[Found]) -> dict[str, np.ndarray]:
+def arrays_of(found: list[SeedResult]) -> dict[str, np.ndarray]:
     """``alpha`` and history of every seed, each leaf by its place in the tree."""
     arrays: dict[str, np.ndarray] = {}
     for seed, result in enumerate(found):
@@ -71,7 +78,7 @@ def arrays_of(found: list[Found]) -> dict[str, np.ndarray]:
     return arrays
 
 
-class Heat(NamedTuple):
+class Heatmap(NamedTuple):
     """Numbers from 0 to 1 in cells, for the picture of an alpha."""
 
     title: str
@@ -81,8 +88,8 @@ class Heat(NamedTuple):
     ylabel: str
 
 
-def picture(
-    path: pathlib.Path, result: dict[str, Any], found: list[Found], heats: list[Heat]
+def save_search_figure(
+    path: pathlib.Path, result: dict[str, Any], found: list[SeedResult], heats: list[Heatmap]
 ) -> None:
     """``search.png``: the first seed's alpha in cells, and the losses of all seeds."""
     places = [f"alpha {i}" for i in range(len(heats))]
@@ -100,20 +107,22 @@ def picture(
         lower.set_ylabel("training loss (nats)\nof the weights' minibatch")
         figure.suptitle(report.picture_title(result["config"]))
 
-    report.picture(path, (5 * len(heats) + 5, 4.8), draw)
+    report.save_figure(path, (5 * len(heats) + 5, 4.8), draw)
 
 
 # ----------------------------------------------------------------------------- the screen
 
 
-def table(result: dict[str, Any], columns: dict[str, tuple[str, str]], ends: set[str]) -> Any:
+def network_table(
+    result: dict[str, Any], columns: dict[str, tuple[str, str]], ends: set[str]
+) -> Any:
     """Errors of all networks, and other ``columns``: heading and format by key.
 
     A rule is drawn below the rows that ``ends`` names.
     """
     from rich.table import Table
 
-    drawn = Table(title=report.title(result["config"]))
+    drawn = Table(title=report.table_title(result["config"]))
     drawn.add_column("network", no_wrap=True)
     for heading in (*ERRORS.values(), *(heading for heading, _ in columns.values())):
         drawn.add_column(heading, justify="right", no_wrap=True)

@@ -21,7 +21,7 @@ import optax
 
 import ntk
 from bilevel.cli.deep_search import pipeline, report
-from bilevel.cli.deep_search.command import Program, run
+from bilevel.cli.deep_search.command import DeepSearchCommand, run_deep_search
 from bilevel.cli.flags.datasets import CLASSES, inputs
 from bilevel.cli.flags.deep_searches import SkipSearch
 from bilevel.contracts import Pytree
@@ -29,12 +29,12 @@ from bilevel.nets.evaluation import Part, error_rates
 from bilevel.spaces import Space
 from bilevel.spaces.activations import unit_inputs
 from bilevel.spaces.skips import SkipArchitecture, SkipSpace, skip_space
-from bilevel.spaces.targets import cross_entropy
+from bilevel.spaces.targets import cross_entropy_problem
 
 _KERNEL_ROWS = 100  # of the kernel whose smallest eigenvalue is shown: a second for ten networks
 
 
-class Task(NamedTuple):
+class SkipTask(NamedTuple):
     """What is searched, on what; then what is trained, and how."""
 
     space: SkipSpace  # in the precision asked for
@@ -54,11 +54,11 @@ def run_skip_search(config: SkipSearch) -> dict[str, Any]:
 
         return run_eigen_nas(config)
     began = time.perf_counter()
-    space = space_of(config)
+    space = space_from_flags(config)
     sgd = functools.partial(optax.sgd, momentum=0.9)
     gradients = pipeline.search_of(config, space, sgd, 1.0).gradients  # whatever the rate is
     budget = 1 + round(gradients / _batches(config))  # as many as take the search's gradients
-    seconds = gradient_seconds(config)
+    seconds = skip_gradient_seconds(config)
     work = {
         "data": 2,
         "search": 10 + seconds * config.seeds * gradients,
@@ -70,15 +70,17 @@ def run_skip_search(config: SkipSearch) -> dict[str, Any]:
         task = task_of(config, space, parts)
         stacked = jax.tree.map(lambda *a: jnp.stack(a), *parts)
         key, weight_key, choice_key = jax.random.split(jax.random.key(config.seed), 3)
-        w0 = _initial(task.space, weight_key, stacked[0])
-        rate = config.weight_rate or _rate(task.space, w0, stacked[0])
+        w0 = _initial_weights(task.space, weight_key, stacked[0])
+        rate = config.weight_rate or _mean_initial_rate(task.space, w0, stacked[0])
         search = pipeline.search_of(config, task.space, sgd, rate)
-        return search, pipeline.side_by_side(run, task.space, search, w0, stacked, key, choice_key)
+        return search, pipeline.search_seeds_at_once(
+            run, task.space, search, w0, stacked, key, choice_key
+        )
 
     def networks(run, found, parts):
         task = task_of(config, space, parts)
-        rows = pipeline.rows_of(space, found, singles_of(space), drawn_of(task, budget))
-        return trained(run, task, rows)
+        rows = pipeline.networks_to_train(space, found, singles_of(space), drawn_of(task, budget))
+        return train_skip_networks(run, task, rows)
 
     def more(result, found):
         result["scores"]["supernet"]["skips"] = [float(f.alpha["skips"].sum()) for f in found]
@@ -86,9 +88,9 @@ def run_skip_search(config: SkipSearch) -> dict[str, Any]:
         return {"best_single": best, "kernel_rows": kernel_rows(config)}
 
     ends = {"search", space.names[-1], "random"}
-    return run(
+    return run_deep_search(
         config,
-        Program(
+        DeepSearchCommand(
             name="skips",
             space=_used(config, space),
             work=work,
@@ -96,15 +98,15 @@ def run_skip_search(config: SkipSearch) -> dict[str, Any]:
             search=searched,
             train=networks,
             more=more,
-            heats=functools.partial(_heats, space.names),
-            table=lambda result: report.table(result, COLUMNS, ends),
+            heats=functools.partial(_skip_heatmaps, space.names),
+            table=lambda result: report.network_table(result, COLUMNS, ends),
             notes=lambda result: [note.format(**result) for note in _NOTES],
         ),
         began,
     )
 
 
-def space_of(config: SkipSearch) -> SkipSpace:
+def space_from_flags(config: SkipSearch) -> SkipSpace:
     """The space that the flags describe."""
     return skip_space(
         config.activations,
@@ -115,10 +117,10 @@ def space_of(config: SkipSearch) -> SkipSpace:
     )
 
 
-def task_of(config: SkipSearch, space: SkipSpace, parts: list[list[Part]]) -> Task:
+def task_of(config: SkipSearch, space: SkipSpace, parts: list[list[Part]]) -> SkipTask:
     """What is trained on the rows of all seeds, in the precision asked for."""
     rest = config.seed, config.epochs, config.batch_size, config.weight_rate
-    return Task(_used(config, space), space.kernel, parts, *rest)
+    return SkipTask(_used(config, space), space.kernel, parts, *rest)
 
 
 def _used(config: SkipSearch, space: SkipSpace) -> SkipSpace:
@@ -130,7 +132,7 @@ def kernel_rows(config: SkipSearch) -> int:
     return min(_KERNEL_ROWS, config.train)
 
 
-def gradient_seconds(config: SkipSearch) -> float:
+def skip_gradient_seconds(config: SkipSearch) -> float:
     """How long a gradient of a minibatch takes, roughly, on two cores."""
     weights = config.width * (inputs(config.data) + (config.depth - 2) * config.width)
     return 1e-8 * config.batch_size * weights
@@ -138,7 +140,7 @@ def gradient_seconds(config: SkipSearch) -> float:
 
 def training_seconds(config: SkipSearch, networks: int) -> float:
     """How long so many networks for each seed take to train from scratch."""
-    return 8 + (0.4 + gradient_seconds(config) * _batches(config)) * config.seeds * networks
+    return 8 + (0.4 + skip_gradient_seconds(config) * _batches(config)) * config.seeds * networks
 
 
 def _batches(config: SkipSearch) -> int:
@@ -148,13 +150,13 @@ def _batches(config: SkipSearch) -> int:
 # ----------------------------------------------------------------------------- the parts
 
 
-def _initial(space: Space, key: jax.Array, train: Part) -> Pytree:
+def _initial_weights(space: Space, key: jax.Array, train: Part) -> Pytree:
     """Fresh weights of all seeds, on a leading axis."""
     keys = jax.random.split(key, len(train[1]))
     return jax.jit(jax.vmap(space.init))(keys, train)
 
 
-def _rate(space: Space, w: Pytree, train: Part) -> float:
+def _mean_initial_rate(space: Space, w: Pytree, train: Part) -> float:
     """The weights' first step size: by the tangent kernel at the start, mean over the seeds."""
     alpha = space.start()
 
@@ -171,7 +173,7 @@ def _in_bfloat16(space: SkipSpace) -> SkipSpace:
         half = jax.tree.map(lambda a: a.astype(jnp.bfloat16), (w, alpha, x))
         return space.apply(*half).astype(jnp.float32)
 
-    return dataclasses.replace(space, apply=apply, problem=cross_entropy(apply))
+    return dataclasses.replace(space, apply=apply, problem=cross_entropy_problem(apply))
 
 
 # ----------------------------------------------------------------------------- the networks
@@ -183,7 +185,7 @@ def singles_of(space: Space) -> dict[str, SkipArchitecture]:
     return {s: SkipArchitecture((s,) * layers, (False,) * skips) for s in space.names}
 
 
-def drawn_of(task: Task, budget: int) -> list[list[Pytree]]:
+def drawn_of(task: SkipTask, budget: int) -> list[list[Pytree]]:
     """So many random corners for each seed."""
     seeds = len(task.parts)
     keys = jax.random.split(_training_keys(task)[0], budget)
@@ -191,17 +193,19 @@ def drawn_of(task: Task, budget: int) -> list[list[Pytree]]:
     return [[task.space.draw(of_all[seed]) for of_all in draws] for seed in range(seeds)]
 
 
-def _training_keys(task: Task) -> jax.Array:
+def _training_keys(task: SkipTask) -> jax.Array:
     """The keys of random architectures, initial weights, and the order of the rows."""
     return jax.random.split(jax.random.fold_in(jax.random.key(task.seed), 1), 3)
 
 
-def trained(run: pipeline.Run, task: Task, rows: list[pipeline.Row]) -> list[dict[str, Any]]:
+def train_skip_networks(
+    run: pipeline.RunContext, task: SkipTask, rows: list[pipeline.NetworkToTrain]
+) -> list[dict[str, Any]]:
     """The scores of all rows' networks, trained; of those not random with their eigenvalue."""
     space, seeds = task.space, len(task.parts)
     _, weight_key, order_key = _training_keys(task)
     train = jax.tree.map(lambda *a: jnp.stack(a), *(of_seed[0] for of_seed in task.parts))
-    w0, orders = _initial(space, weight_key, train), jax.random.split(order_key, seeds)
+    w0, orders = _initial_weights(space, weight_key, train), jax.random.split(order_key, seeds)
     fit = pipeline.corner_trainer(space, task.epochs, task.batch_size, task.weight_rate)
     rates = error_rates(space)
 
@@ -212,11 +216,13 @@ def trained(run: pipeline.Run, task: Task, rows: list[pipeline.Row]) -> list[dic
         scores = dict(zip(pipeline.ERRORS, errors, strict=True))
         scores["skips"] = sum(row.architecture.skips)
         if "random" not in row.name:
-            scores["min_eigenvalue"] = _min_eigenvalue(task.kernel, corner, parts[0][0])
+            scores["min_eigenvalue"] = _architecture_min_eigenvalue(
+                task.kernel, corner, parts[0][0]
+            )
         show(task.epochs, float("nan"))
         return scores
 
-    return pipeline.trained(run, rows, task.epochs, of_row)
+    return pipeline.train_networks(run, rows, task.epochs, of_row)
 
 
 def best_single(space: Space, scores: pipeline.Scores) -> str:
@@ -224,7 +230,7 @@ def best_single(space: Space, scores: pipeline.Scores) -> str:
     return min(space.names, key=lambda name: np.mean(scores[name]["valid_error"]))
 
 
-def _min_eigenvalue(kernel: Callable, corner: Pytree, x: jax.Array) -> float:
+def _architecture_min_eigenvalue(kernel: Callable, corner: Pytree, x: jax.Array) -> float:
     """The smallest eigenvalue of the architecture's NTK at infinite width, in float64."""
     with jax.enable_x64(True):
         x, corner = jax.tree.map(
@@ -237,12 +243,12 @@ def _min_eigenvalue(kernel: Callable, corner: Pytree, x: jax.Array) -> float:
 # ----------------------------------------------------------------------------- the report
 
 
-def _heats(names: tuple[str, ...], alpha: Pytree) -> list[report.Heat]:
+def _skip_heatmaps(names: tuple[str, ...], alpha: Pytree) -> list[report.Heatmap]:
     """Probability of each activation, and weight of the skip connection, layer by layer."""
     mixtures, skips = (np.asarray(alpha[k]) for k in ("activations", "skips"))
     values = np.column_stack([mixtures, [np.nan, *skips]])
     layers, columns = [str(layer) for layer in range(1, len(values) + 1)], [*names, "skip"]
-    return [report.Heat("α and weight of the skip", values, columns, layers, ylabel="layer")]
+    return [report.Heatmap("α and weight of the skip", values, columns, layers, ylabel="layer")]
 
 
 COLUMNS = {"skips": ("skips", ".3g"), "min_eigenvalue": ("λ_min", ".3g")}

@@ -5,7 +5,7 @@ A job that cannot fit is otherwise killed by the system, without a word, after m
 
 from typing import Any
 
-from bilevel.internal.memory import available
+from bilevel.internal.memory import available_memory
 
 
 def check(flags: Any, needs: dict[tuple[str, ...], int]) -> None:
@@ -13,7 +13,7 @@ def check(flags: Any, needs: dict[tuple[str, ...], int]) -> None:
     if not needs:
         return
     names = max(needs, key=lambda name: needs[name])
-    need, free = needs[names], available()
+    need, free = needs[names], available_memory()
     if need > free:
         values = ", ".join(str(getattr(flags, name)) for name in names)
         raise ValueError(

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from bilevel.contracts import Pytree
-from bilevel.internal.processes import several, spread, whole
+from bilevel.internal.processes import is_multiprocess, put_with_sharding, to_numpy
 
 # Seconds without a sign of life after which a process counts as lost; then, of waiting at the end.
 _LOST, _SHUTDOWN = 20, 10
@@ -32,7 +32,9 @@ def join() -> None:
         ) from None
 
 
-def over(devices: int | Literal["all"], copies: int, what: str, tree: Pytree) -> Pytree:
+def spread_over_devices(
+    devices: int | Literal["all"], copies: int, what: str, tree: Pytree
+) -> Pytree:
     """``tree``, whose arrays lead with an axis of ``copies``, spread over so many devices.
 
     Of several processes each has the same ``tree``, and all devices are taken. Raises as
@@ -45,7 +47,7 @@ def over(devices: int | Literal["all"], copies: int, what: str, tree: Pytree) ->
         (count,), ("copies",), axis_types=(AxisType.Auto,), devices=jax.devices()[:count]
     )
     sharding = NamedSharding(mesh, PartitionSpec("copies"))
-    return jax.tree.map(lambda x: spread(x, sharding), tree)
+    return jax.tree.map(lambda x: put_with_sharding(x, sharding), tree)
 
 
 def count_for(devices: int | Literal["all"], copies: int, what: str) -> int:
@@ -57,10 +59,10 @@ def count_for(devices: int | Literal["all"], copies: int, what: str) -> int:
         For more devices than there are, or as many as do not divide the copies.
     """
     found = jax.device_count()
-    count = found if devices == "all" or (several() and devices == 1) else devices
+    count = found if devices == "all" or (is_multiprocess() and devices == 1) else devices
     if count > found:
         raise ValueError(f"devices: expected at most the {found} that JAX finds, got {count}.")
-    if several() and count < found:
+    if is_multiprocess() and count < found:
         raise ValueError(f"devices: expected all {found} of several processes, got {count}.")
     if copies % count:
         raise ValueError(f"devices: expected a divisor of the {copies} {what}, got {count}.")
@@ -69,4 +71,4 @@ def count_for(devices: int | Literal["all"], copies: int, what: str) -> int:
 
 def here(tree: Pytree) -> Pytree:
     """``tree``, whole in every process; every process has to ask."""
-    return jax.tree.map(lambda x: jnp.asarray(whole(x)), tree) if several() else tree
+    return jax.tree.map(lambda x: jnp.asarray(to_numpy(x)), tree) if is_multiprocess() else tree

@@ -16,13 +16,13 @@ def recorder(path: pathlib.Path, command: str) -> Callable[[dict[str, Any]], Non
     def record(shown):
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
         lines.append(
-            [{"time": now, "command": command, **{k: _plain(v) for k, v in shown.items()}}]
+            [{"time": now, "command": command, **{k: _json_scalar(v) for k, v in shown.items()}}]
         )
 
     return record
 
 
-def _plain(x: Any) -> Any:
+def _json_scalar(x: Any) -> Any:
     """A text or a number as JSON has them: it has no NaN."""
     if isinstance(x, str | int):
         return x

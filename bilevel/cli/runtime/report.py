@@ -13,7 +13,7 @@ import numpy as np
 from rich.console import Console
 
 from bilevel.cli.runtime import invocation
-from bilevel.internal.processes import first
+from bilevel.internal.processes import is_first_process
 from bilevel.outer_loop.metrics_log import without_nan
 from bilevel.plots import appearance
 from bilevel.runs import records
@@ -37,34 +37,34 @@ def phases(progress: bool | None, work: Mapping[str, float]) -> AbstractContextM
     return run_bar(progress if now.progress else False, work, now.record)
 
 
-def within(progress: bool | None) -> bool | None:
+def progress_within_phase(progress: bool | None) -> bool | None:
     """``progress`` for the loops of a run's phases: what is recorded has to be told of them."""
     return progress if invocation.current().record is None else None
 
 
-def write(folder: pathlib.Path, result: dict[str, Any], arrays: dict[str, Any]) -> None:
+def write_results(folder: pathlib.Path, result: dict[str, Any], arrays: dict[str, Any]) -> None:
     """``result.json``, and ``arrays.npz`` without pickle; of several processes the first writes."""
-    if not first():
+    if not is_first_process():
         return
-    with records.losing_only_the_record(f"out: results in {folder}"):
-        with records.replaced(folder / "result.json") as file:
-            file.write(as_json(result).encode() + b"\n")
-        with records.replaced(folder / "arrays.npz") as file:
+    with records.warn_if_disk_full(f"out: results in {folder}"):
+        with records.atomic_write(folder / "result.json") as file:
+            file.write(dump_without_nan(result).encode() + b"\n")
+        with records.atomic_write(folder / "arrays.npz") as file:
             records.savez(file, arrays)
 
 
-def as_json(result: Any) -> str:
+def dump_without_nan(result: Any) -> str:
     """``result`` as JSON, which has no NaN and no infinity: null."""
     return json.dumps(without_nan(result), indent=2, allow_nan=False)
 
 
-def picture(path: pathlib.Path, size: tuple[float, float], draw: Callable[[Any], None]) -> None:
+def save_figure(path: pathlib.Path, size: tuple[float, float], draw: Callable[[Any], None]) -> None:
     """Make a figure of ``size`` inches, let ``draw`` draw on it, and save it at ``path``.
 
     Without matplotlib nothing is saved. Without pyplot, so that no window opens and matplotlib's
     backend stays as the rest of the program has it.
     """
-    if not first():
+    if not is_first_process():
         return
     try:
         from matplotlib.figure import Figure
@@ -73,7 +73,7 @@ def picture(path: pathlib.Path, size: tuple[float, float], draw: Callable[[Any],
     with appearance.style():
         figure = Figure(size, layout="constrained")
         draw(figure)
-        with records.losing_only_the_record(f"out: {path}"), records.replaced(path) as file:
+        with records.warn_if_disk_full(f"out: {path}"), records.atomic_write(path) as file:
             figure.savefig(file, dpi=150, format="png")
 
 
@@ -93,19 +93,19 @@ def heat_map(
     ax.spines[:].set_visible(False)
 
 
-def title(config: dict[str, Any]) -> str:
+def table_title(config: dict[str, Any]) -> str:
     """The title of a table of errors: which rows, and what the numbers are."""
     spread = f", mean ± s.e. of {config['seeds']} seeds" if config["seeds"] > 1 else ""
-    return f"{_rows(config)}; errors in %{spread}"
+    return f"{_rows_in_title(config)}; errors in %{spread}"
 
 
 def picture_title(config: dict[str, Any]) -> str:
     """The title of a picture: which rows, and which seeds."""
     several = f"{config['seeds']} seeds drawn from " if config["seeds"] > 1 else ""
-    return f"{_rows(config)}; {several}seed {config['seed']}"
+    return f"{_rows_in_title(config)}; {several}seed {config['seed']}"
 
 
-def _rows(config: dict[str, Any]) -> str:
+def _rows_in_title(config: dict[str, Any]) -> str:
     return f"{config['data']}: {config['train']} training, {config['valid']} validation rows"
 
 
@@ -126,24 +126,24 @@ def mixture(alpha: Any, names: Any) -> str:
     return " + ".join(f"{a:.2f} {name}" for a, name in pairs if a >= 0.005)
 
 
-def standard_error(x: np.ndarray) -> float:
+def standard_error_over_seeds(x: np.ndarray) -> float:
     """The standard error of the mean of ``x`` [seeds]; NaN for one seed."""
     return float(x.std(ddof=1) / np.sqrt(len(x))) if len(x) > 1 else float("nan")
 
 
 def cell(x: np.ndarray, form: str) -> str:
     """The mean of ``x`` [seeds] in the format ``form``, with its standard error."""
-    error = standard_error(x)
+    error = standard_error_over_seeds(x)
     digits = ",.0f" if error >= 100 else ".2g"  # .2g would print 1000 as 1e+03
     return f"{x.mean():{form}}" + (f" ± {error:{digits}}" if len(x) > 1 else "")
 
 
-def at_least(x: float, digits: int) -> str:
+def format_lower_bound(x: float, digits: int) -> str:
     """A lower bound in ``digits`` digits, rounded down, so that the printed number is one too."""
     return _rounded(x, digits, decimal.ROUND_FLOOR)
 
 
-def at_most(x: float, digits: int) -> str:
+def format_upper_bound(x: float, digits: int) -> str:
     """An upper bound in ``digits`` digits, rounded up, so that the printed number is one too."""
     return _rounded(x, digits, decimal.ROUND_CEILING)
 

@@ -10,7 +10,7 @@ from typing import Any
 from bilevel.cli.flags import from_config_file, rules
 from bilevel.cli.flags.commands import Job, Resumable
 from bilevel.cli.runtime.interrupts import Stopped
-from bilevel.internal.processes import first, text_of_first
+from bilevel.internal.processes import broadcast_first_string, is_first_process
 from bilevel.runs import records
 
 
@@ -32,10 +32,10 @@ def run_directory(config: Job, *, keeps: str = "its results are kept") -> Iterat
         made.extend(_new(config))
         return str(made[0])
 
-    folder = pathlib.Path(text_of_first(own))
+    folder = pathlib.Path(broadcast_first_string(own))
     try:
         yield folder
-        if resumed and config.changeable and first():
+        if resumed and config.changeable and is_first_process():
             _save_changed(folder, config)
     except BaseException as error:
         kept = resumed or _has_results(folder)
@@ -61,7 +61,9 @@ def _new(config: Job) -> list[pathlib.Path]:
             number += 1
             folder = out.with_name(f"{out.name}-{number}")
         made.insert(0, folder)
-        (folder / from_config_file.CONFIG).write_text(_as_json(from_config_file.flags_of(config)))
+        (folder / from_config_file.CONFIG).write_text(
+            _dump_indented(from_config_file.flags_of(config))
+        )
     except OSError as error:
         _remove(made)
         raise ValueError(
@@ -71,7 +73,7 @@ def _new(config: Job) -> list[pathlib.Path]:
     return made
 
 
-def _as_json(values: dict[str, Any]) -> str:
+def _dump_indented(values: dict[str, Any]) -> str:
     return json.dumps(values, indent=2) + "\n"
 
 
@@ -113,6 +115,6 @@ def _save_changed(folder: pathlib.Path, config: Job) -> None:
         # A full disk: the result is there already.
         with (
             contextlib.suppress(OSError),
-            records.replaced(folder / from_config_file.CONFIG) as file,
+            records.atomic_write(folder / from_config_file.CONFIG) as file,
         ):
-            file.write(_as_json(after).encode())
+            file.write(_dump_indented(after).encode())

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bilevel.internal.checks import known, prng_key, short
+from bilevel.internal.checks import describe, one_of, prng_key
 from bilevel.plots.appearance import COLOURS, DASHES, pyplot, style
 from bilevel.spaces.darts.operations import PRIMITIVES
 
@@ -80,11 +80,13 @@ def genotype(alpha: Any, operations: Sequence[str] = PRIMITIVES) -> Genotype:
     >>> found.normal[:3]
     (('sep_conv_3x3', 0), ('max_pool_3x3', 1), ('max_pool_3x3', 0))
     """
-    cells = [_best(np.asarray(alpha[cell]), operations, cell) for cell in ("normal", "reduce")]
+    cells = [
+        _best_edges(np.asarray(alpha[cell]), operations, cell) for cell in ("normal", "reduce")
+    ]
     return Genotype(cells[0], NODES, cells[1], NODES)
 
 
-def _best(alpha: np.ndarray, operations: Sequence[str], cell: str) -> Pairs:
+def _best_edges(alpha: np.ndarray, operations: Sequence[str], cell: str) -> Pairs:
     shape = (len(EDGES), len(operations))
     if alpha.shape != shape or not np.isfinite(alpha).all():
         raise ValueError(f'alpha["{cell}"]: expected {shape} finite weights, got {alpha.shape}.')
@@ -179,12 +181,12 @@ def parse_genotype(text: str) -> Genotype:
     True
     """
     if not isinstance(text, str):
-        raise ValueError(f"text: expected a genotype's text, got {short(text)}.")
+        raise ValueError(f"text: expected a genotype's text, got {describe(text)}.")
     try:
         call = ast.parse(text.strip(), mode="eval").body
         if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and not call.args):
             raise ValueError("not a call")
-        fields = {str(field.arg): _literal(field.value) for field in call.keywords}
+        fields = {str(field.arg): _evaluate_literal(field.value) for field in call.keywords}
         if set(fields) != set(Genotype._fields):
             raise ValueError("other fields")
         cells = [tuple(map(tuple, fields[cell])) for cell in ("normal", "reduce")]
@@ -199,7 +201,7 @@ def parse_genotype(text: str) -> Genotype:
     return found
 
 
-def _literal(node: ast.expr) -> Any:
+def _evaluate_literal(node: ast.expr) -> Any:
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "range":
         start, stop = map(ast.literal_eval, node.args)
         if stop - start > len(NODES):
@@ -211,14 +213,14 @@ def _literal(node: ast.expr) -> Any:
 def check_genotype(genotype: Genotype) -> None:
     """Raise ValueError unless both cells can be built."""
     if not isinstance(genotype, Genotype):
-        raise ValueError(f"genotype: expected a Genotype, got {short(genotype)}.")
+        raise ValueError(f"genotype: expected a Genotype, got {describe(genotype)}.")
     operations = [name for name in PRIMITIVES if name != "none"]
     for cell in ("normal", "reduce"):
         pairs, concat = getattr(genotype, cell), getattr(genotype, f"{cell}_concat")
         if len(pairs) != 2 * len(NODES) or any(len(pair) != 2 for pair in pairs):
             raise ValueError(f"{cell}: expected 8 pairs (operation, source), got {pairs}.")
         for k, (name, source) in enumerate(pairs):
-            known(cell, name, operations)
+            one_of(cell, name, operations)
             if source not in range(NODES[k // 2]):
                 raise ValueError(
                     f"{cell}: expected a source below {NODES[k // 2]} for that node, got {source}."
@@ -334,7 +336,7 @@ def _draw_cell(ax: Any, pairs: Pairs, concat: Sequence[int]) -> None:
         node = NODES[k // 2]
         parallel = drawn.get((source, node), 0)
         drawn[source, node] = parallel + 1
-        arrow(_PLACES[source], _PLACES[node], 0.2 * parallel, **_look(name))
+        arrow(_PLACES[source], _PLACES[node], 0.2 * parallel, **_operation_style(name))
     for node, place in itertools.chain(_PLACES.items(), [(-1, _OUTPUT)]):
         ax.text(
             *place,
@@ -344,13 +346,13 @@ def _draw_cell(ax: Any, pairs: Pairs, concat: Sequence[int]) -> None:
             bbox={"boxstyle": "circle,pad=0.35", "facecolor": "white", "edgecolor": "0.3"},
         )
     for name in sorted({name for name, _ in pairs}, key=PRIMITIVES.index):
-        ax.plot([], [], label=name, **_look(name))
+        ax.plot([], [], label=name, **_operation_style(name))
     ax.legend(loc="center left", bbox_to_anchor=(1, 0.5))
     ax.set(xlim=(-0.5, 7.5), ylim=(-1.4, 1.8))
     ax.set_axis_off()
 
 
-def _look(name: str) -> dict[str, Any]:
+def _operation_style(name: str) -> dict[str, Any]:
     """Colour and dashes of an operation; ``none``, the first, is in no genotype."""
     k = PRIMITIVES.index(name) - 1
     return {"color": COLOURS[k], "linestyle": DASHES[k], "linewidth": 2}

@@ -21,17 +21,17 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from bilevel.nets.convolution import average_pool
-from bilevel.nets.layers import Conv, Norm, cast_images, initial, wide
+from bilevel.nets.convolution import average_pooling
+from bilevel.nets.layers import Conv, Norm, accumulation_dtype, cast_images, draw_parameters
 from bilevel.nets.training import TrainableNetwork
 from bilevel.spaces.darts._genotype import NODES, Genotype, check_genotype
 from bilevel.spaces.darts.operations import (
     FactorizedReduce,
     Identity,
     ReluConvNorm,
-    check_images,
-    check_network,
-    operation,
+    check_image_size,
+    check_network_sizes,
+    make_operation,
     reductions,
 )
 from bilevel.spaces.targets import label_losses
@@ -67,7 +67,7 @@ class Cell(nn.Module):
 
     def _edge(self, name, source, states):
         stride = self.stride if source < 2 else 1
-        edge = operation(name, self.channels, stride, self.norm)
+        edge = make_operation(name, self.channels, stride, self.norm)
         y = edge(states[source])
         return y if isinstance(edge, Identity) else self.drop(y)
 
@@ -86,13 +86,13 @@ class AuxiliaryHead(nn.Module):
                 "auxiliary: expected at least 8 x 8 pixels after two reductions "
                 f"(images of 29 x 29), got {x.shape[1]} x {x.shape[2]}; use auxiliary=False."
             )
-        x = average_pool(nn.relu(x), 5, stride=3)
+        x = average_pooling(nn.relu(x), 5, stride=3)
         x = nn.relu(self.norm()(Conv(128)(x)))
         x = nn.relu(self.norm()(Conv(768, 2, padding=0)(x)))
-        return nn.Dense(self.classes)(x.mean((1, 2), dtype=wide(x.dtype)))
+        return nn.Dense(self.classes)(x.mean((1, 2), dtype=accumulation_dtype(x.dtype)))
 
 
-class Network(nn.Module):
+class DartsNetwork(nn.Module):
     """The whole network; random numbers of the stream ``drop_path`` when ``train``."""
 
     genotype: Genotype
@@ -130,7 +130,9 @@ class Network(nn.Module):
             before_last, last, reduced = last, layer(before_last, last), reduce
             if train and self.auxiliary and cell == 2 * self.cells // 3:
                 second = AuxiliaryHead(self.classes, norm, name="auxiliary")(last)
-        return nn.Dense(self.classes)(last.mean((1, 2), dtype=wide(last.dtype))), second
+        return nn.Dense(self.classes)(
+            last.mean((1, 2), dtype=accumulation_dtype(last.dtype))
+        ), second
 
 
 def darts_network(
@@ -178,16 +180,16 @@ def darts_network(
     1990
     """
     check_genotype(genotype)
-    check_network(classes, cells, channels)
-    module = Network(genotype, classes, cells, channels, auxiliary, dtype)
+    check_network_sizes(classes, cells, channels)
+    module = DartsNetwork(genotype, classes, cells, channels, auxiliary, dtype)
 
     def init(key, shape):
-        check_images(shape, cells)
+        check_image_size(shape, cells)
         images = jax.ShapeDtypeStruct((1, *shape), jnp.float32)
         keys = {"params": key, "drop_path": key}  # for the shapes only
         shapes = jax.eval_shape(functools.partial(module.init, train=True), keys, images)
         averages = {"mean": jnp.zeros, "var": jnp.ones}
-        return initial(key, shapes["params"]), jax.tree_util.tree_map_with_path(
+        return draw_parameters(key, shapes["params"]), jax.tree_util.tree_map_with_path(
             lambda path, leaf: averages[path[-1].key](leaf.shape, leaf.dtype),
             shapes["batch_stats"],
         )

@@ -22,8 +22,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from bilevel.internal.checks import whole
-from bilevel.nets.convolution import average_pool, max_pool
+from bilevel.internal.checks import integer
+from bilevel.nets.convolution import average_pooling, max_pooling
 from bilevel.nets.layers import Conv, Norm
 
 PRIMITIVES = (
@@ -103,7 +103,7 @@ class DilatedConv(nn.Module):
         return self.norm()(Conv(self.channels)(x))
 
 
-class Pool(nn.Module):
+class PoolNorm(nn.Module):
     """3 x 3 pooling of padding 1, then the norm if there is one."""
 
     pool: Callable[..., jax.Array]
@@ -125,7 +125,7 @@ class Identity(nn.Module):
         return x
 
 
-def operation(
+def make_operation(
     name: str, channels: int, stride: int, norm: Norm, pool_norm: Norm | None = None
 ) -> nn.Module:
     """The module of an operation other than ``none``; ``pool_norm`` follows pooling.
@@ -133,7 +133,7 @@ def operation(
     Examples
     --------
     >>> from bilevel.nets.layers import Standardize
-    >>> skip = operation("skip_connect", 4, 2, Standardize)
+    >>> skip = make_operation("skip_connect", 4, 2, Standardize)
     >>> x = jnp.ones((1, 8, 8, 4))
     >>> skip.apply(skip.init(jax.random.key(0), x), x).shape
     (1, 4, 4, 4)
@@ -141,11 +141,11 @@ def operation(
     if name == "skip_connect":
         return Identity() if stride == 1 else FactorizedReduce(channels, norm)
     if name in _POOLS:
-        return Pool(_POOLS[name], stride, pool_norm)
+        return PoolNorm(_POOLS[name], stride, pool_norm)
     return _CONVOLUTIONS[name](channels, stride, norm)
 
 
-_POOLS = {"max_pool_3x3": max_pool, "avg_pool_3x3": average_pool}
+_POOLS = {"max_pool_3x3": max_pooling, "avg_pool_3x3": average_pooling}
 _CONVOLUTIONS: dict[str, Callable[..., nn.Module]] = {
     "sep_conv_3x3": functools.partial(SeparableConv, size=3),
     "sep_conv_5x5": functools.partial(SeparableConv, size=5),
@@ -154,7 +154,7 @@ _CONVOLUTIONS: dict[str, Callable[..., nn.Module]] = {
 }
 
 
-def check_images(shape: tuple[int, ...], cells: int) -> None:
+def check_image_size(shape: tuple[int, ...], cells: int) -> None:
     """Refuse images [..., h, w, c] that are too small for the network's reductions.
 
     Raises
@@ -170,7 +170,7 @@ def check_images(shape: tuple[int, ...], cells: int) -> None:
         )
 
 
-def check_network(classes: int, cells: int, channels: int) -> None:
+def check_network_sizes(classes: int, cells: int, channels: int) -> None:
     """Refuse sizes that make no network.
 
     Raises
@@ -183,7 +183,7 @@ def check_network(classes: int, cells: int, channels: int) -> None:
         ("cells", cells, 1),
         ("channels", channels, 2),
     ):
-        whole(name, value, least)
+        integer(name, value, least)
 
 
 def reductions(cells: int) -> set[int]:

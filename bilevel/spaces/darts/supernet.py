@@ -31,7 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from bilevel.nets.convolution import materialized
-from bilevel.nets.layers import Conv, Standardize, cast_images, initial, wide
+from bilevel.nets.layers import Conv, Standardize, accumulation_dtype, cast_images, draw_parameters
 from bilevel.spaces.darts._genotype import (
     EDGES,
     NODES,
@@ -43,13 +43,13 @@ from bilevel.spaces.darts.operations import (
     PRIMITIVES,
     FactorizedReduce,
     ReluConvNorm,
-    check_images,
-    check_network,
-    operation,
+    check_image_size,
+    check_network_sizes,
+    make_operation,
     reductions,
 )
 from bilevel.spaces.space import Space
-from bilevel.spaces.targets import cross_entropy, predict
+from bilevel.spaces.targets import cross_entropy_problem, predict_labels
 
 
 class MixedOperation(nn.Module):
@@ -65,7 +65,7 @@ class MixedOperation(nn.Module):
         total: Any = 0.0
         for name, weight in zip(self.operations, alpha.astype(x.dtype), strict=True):
             if name != "none":
-                module = operation(name, self.channels, self.stride, Standardize, Standardize)
+                module = make_operation(name, self.channels, self.stride, Standardize, Standardize)
                 total += weight * module(x)
         return total
 
@@ -152,7 +152,7 @@ class Supernet(nn.Module):
             kind = "reduce" if reduce else "normal"
             before_last, last = last, mixed(before_last, last, alpha[kind])
             reduced = reduce
-        pooled = last.mean((1, 2), dtype=wide(last.dtype))
+        pooled = last.mean((1, 2), dtype=accumulation_dtype(last.dtype))
         logits = nn.Dense(self.classes)(pooled)
         if len(reductions(self.cells)) == self.cells:
             # Without normal cells their alpha has no effect. It is read all the same, since a
@@ -231,14 +231,14 @@ def darts_space(
         raise ValueError(
             f"operations: expected distinct names, one other than 'none', got {list(names)}."
         )
-    check_network(classes, cells, channels)
+    check_network_sizes(classes, cells, channels)
     supernet = Supernet(names, classes, cells, channels, dtype, remat)
 
     def init(key, batch):
         shape = batch[0].shape[1:]
-        check_images(shape, cells)
+        check_image_size(shape, cells)
         images = jax.ShapeDtypeStruct((1, *shape), jnp.float32)
-        return initial(key, jax.eval_shape(supernet.init, key, start(), images)["params"])
+        return draw_parameters(key, jax.eval_shape(supernet.init, key, start(), images)["params"])
 
     def start():
         shape, dtype = (len(EDGES), len(names)), jnp.result_type(float)  # not a weak type
@@ -247,7 +247,7 @@ def darts_space(
     def apply(w, alpha, x):
         if x.ndim != 4:
             raise ValueError(f"x: expected images [n, h, w, c], got {x.shape}.")
-        check_images(x.shape, cells)
+        check_image_size(x.shape, cells)
         return supernet.apply({"params": w}, alpha, x)
 
     return Space(
@@ -256,8 +256,8 @@ def darts_space(
         start=start,
         init=init,
         apply=apply,
-        problem=cross_entropy(apply),
-        predict=predict,
+        problem=cross_entropy_problem(apply),
+        predict=predict_labels,
         draw=functools.partial(draw_corner, operations=names),
         discretize=functools.partial(genotype, operations=names),
         one_hot=functools.partial(one_hot, operations=names),

@@ -14,7 +14,11 @@ from bilevel.spaces.features.fourier import (
     sample_fourier,
 )
 from bilevel.spaces.features.mixture import FeatureSpace, feature_space
-from bilevel.spaces.features.selection import describe, fourier_selection, text_selection
+from bilevel.spaces.features.selection import (
+    describe_configuration,
+    fourier_selection,
+    text_selection,
+)
 from bilevel.spaces.features.text import (
     BINS,
     CHOICES,
@@ -40,7 +44,7 @@ __all__ = [
     "FourierMap",
     "TextConfig",
     "TextStatistics",
-    "describe",
+    "describe_configuration",
     "feature_space",
     "fold",
     "fourier_config",

@@ -33,12 +33,12 @@ import jax.numpy as jnp
 from bilevel.internal.checks import (
     as_floating,
     at_least_float32,
-    between,
+    check_finite,
+    check_in_range,
     concrete,
-    finite,
-    known,
+    integer,
+    one_of,
     prng_key,
-    whole,
 )
 
 PREPROCESS = ("none", "minmax", "unit", "standardize")
@@ -94,7 +94,7 @@ def fourier_config(
     >>> fourier_config("unit", "laplace", 0.5).kernel
     Array(1, dtype=int..., weak_type=True)
     """
-    between("gamma", gamma, 0, math.inf)
+    check_in_range("gamma", gamma, 0, math.inf)
     return FourierConfig(
         jnp.asarray(_index("preprocess", preprocess, PREPROCESS)),
         jnp.asarray(_index("kernel", kernel, KERNELS)),
@@ -139,7 +139,7 @@ def sample_fourier(
     (5, 16)
     """
     prng_key("key", key)
-    count = whole("count", count, 0)
+    count = integer("count", count, 0)
     if not kernels:
         raise ValueError("kernels: expected at least one kernel, got none.")
     allowed = jnp.array([_index("kernels", kernel, KERNELS) for kernel in kernels])
@@ -203,15 +203,15 @@ def fourier_features(key: chex.PRNGKey, x_train: chex.Array) -> FourierMap:
     True
     """
     prng_key("key", key)
-    x_train = _rows("x_train", x_train)
+    x_train = _check_matrix("x_train", x_train)
     if x_train.size == 0:
         raise ValueError(f"x_train: expected a matrix with entries, got shape {x_train.shape}.")
-    finite("x_train", x_train, "entries")
+    check_finite("x_train", x_train, "entries")
     p = x_train.shape[1]
     shifts, scales = _column_statistics(x_train)
 
     def preprocess(index, x):
-        x = _rows("x", x, p)
+        x = _check_matrix("x", x, p)
         of_unit = jnp.reshape(index == _UNIT, (-1, 1))
         x = x / jnp.where(of_unit, _unsquarable(x), 1)
         squares = jnp.sum(x**2, axis=1, keepdims=True)
@@ -226,7 +226,7 @@ def fourier_features(key: chex.PRNGKey, x_train: chex.Array) -> FourierMap:
         kernel = jnp.asarray(config.kernel)
 
         def on(shape, stream):
-            return _draw(key, stream, shape, start, dimension, x.dtype)
+            return _draw_stream(key, stream, shape, start, dimension, x.dtype)
 
         def gaussian():
             return x @ on((p,), _DIRECTIONS)
@@ -245,7 +245,7 @@ def fourier_features(key: chex.PRNGKey, x_train: chex.Array) -> FourierMap:
 
     def phases(dimension, start=0, dtype=float):
         dimension, start = _part(dimension, start)
-        return _draw(key, _PHASES, (), start, dimension, dtype)
+        return _draw_stream(key, _PHASES, (), start, dimension, dtype)
 
     def apply(config, x, dimension, start=0):
         projection = project(config, x, dimension, start)
@@ -279,7 +279,7 @@ def from_projection(config: FourierConfig, projection: chex.Array, phases: chex.
     return math.sqrt(2) * jnp.cos(scale.reshape(-1, 1) * projection + phases[None])
 
 
-def _normal(v):
+def _standard_normal(v):
     return math.sqrt(2) * jax.scipy.special.erfinv(v)
 
 
@@ -297,17 +297,17 @@ def _angle(v):
 
 # The four streams of random numbers, by number for `fold_in`, and what they make of v ~ U(-1, 1).
 _DIRECTIONS, _CAUCHY, _RADII, _PHASES = range(4)
-_TRANSFORMS = (_normal, _standard_cauchy, _normal, _angle)
+_TRANSFORMS = (_standard_normal, _standard_cauchy, _standard_normal, _angle)
 
 
 def _part(dimension, start):
     """Both, if they say which part of the sequence is meant."""
     if concrete(start):
-        start = whole("start", start, 0)
-    return whole("dimension", dimension, 1), start
+        start = integer("start", start, 0)
+    return integer("dimension", dimension, 1), start
 
 
-def _draw(key, stream, shape, start, dimension, dtype):
+def _draw_stream(key, stream, shape, start, dimension, dtype):
     """Entries ``start`` to ``start + dimension`` of an endless stream: [*shape, dimension].
 
     Block after block of ``_BLOCK`` entries, each from a key of its own.
@@ -361,7 +361,7 @@ def _unsquarable(x):
     return jnp.where(fits | (most == 0), 1, jnp.minimum(most, limits.max / 8))
 
 
-def _rows(name, x, columns=None):
+def _check_matrix(name, x, columns=None):
     x = as_floating(name, x)
     if x.ndim != 2 or columns not in (None, x.shape[1]):
         rows = "a matrix" if columns is None else f"rows of length {columns}"
@@ -370,5 +370,5 @@ def _rows(name, x, columns=None):
 
 
 def _index(argument, name, names):
-    known(argument, name, names)
+    one_of(argument, name, names)
     return names.index(name)

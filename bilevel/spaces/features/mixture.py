@@ -24,11 +24,11 @@ import jax
 import jax.numpy as jnp
 
 from bilevel.contracts import LowerSolver
-from bilevel.internal.checks import as_floating, known, sequence
+from bilevel.internal.checks import as_floating, one_of, sequence
 from bilevel.problem.problem import Problem
 from bilevel.solvers import ridge
 from bilevel.spaces.space import Space, distinct, name_of
-from bilevel.spaces.targets import OUTER_LOSSES, like_outputs, mixture_and_penalty, predict
+from bilevel.spaces.targets import OUTER_LOSSES, like_outputs, mixture_and_penalty, predict_labels
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +110,7 @@ def feature_space(
     names = distinct([name_of(phi) for phi in maps]) if names is None else tuple(names)
     if len(names) != len(maps):
         raise ValueError(f"names: expected {len(maps)}, one per map, got {len(names)}.")
-    known("outer", outer, OUTER_LOSSES)
+    one_of("outer", outer, OUTER_LOSSES)
 
     def blocks(x):
         features = [phi(x) for phi in maps]
@@ -149,7 +149,7 @@ def feature_space(
         init=init,
         apply=apply,
         problem=Problem(lower, validation),
-        predict=predict,
+        predict=predict_labels,
         blocks=blocks,
         solver=ridge(features, penalty),
     )

@@ -31,9 +31,16 @@ from scipy import sparse as scipy_sparse
 
 from bilevel import linear
 from bilevel.contracts import Evaluation, Selection, Shared
-from bilevel.internal.checks import at_least_float32, between, finite, number, prng_key, whole
+from bilevel.internal.checks import (
+    at_least_float32,
+    check_finite,
+    check_in_range,
+    integer,
+    prng_key,
+    real_number,
+)
 from bilevel.spaces.features import fourier, text
-from bilevel.spaces.targets import predict, sign_labels
+from bilevel.spaces.targets import predict_labels, sign_labels
 
 Part = tuple[Any, Any]  # rows and their labels 0..classes-1
 
@@ -90,10 +97,10 @@ def fourier_selection(
     Evaluation(valid=0.0, test=0.0)
     """
     prng_key("key", key)
-    dimension = whole("dimension", dimension, 1)
+    dimension = integer("dimension", dimension, 1)
     images, labels, sizes = _stacked(train, valid, test)
-    finite("train, valid, test", images, "rows")
-    if not 0 <= number("penalty", penalty) < math.inf:
+    check_finite("train, valid, test", images, "rows")
+    if not 0 <= real_number("penalty", penalty) < math.inf:
         raise ValueError(f"penalty: expected a finite number >= 0, got {penalty}.")
     dtype = at_least_float32(images.dtype)
     x = place(jnp.asarray(images.reshape(len(images), -1), dtype))
@@ -102,7 +109,9 @@ def fourier_selection(
     source = key, x[: sizes[0]]
     kinds = len(fourier.PREPROCESS) * len(fourier.KERNELS)
     kept = kinds * len(x) * dimension * x.dtype.itemsize <= memory
-    ridge, outputs = _kept(source, x, dimension) if kept else _made_anew(source, x, memory)
+    ridge, outputs = (
+        _ridge_from_projections(source, x, dimension) if kept else _made_anew(source, x, memory)
+    )
 
     def stacked(configs, cells, resource):
         if not 1 <= resource <= dimension:
@@ -117,7 +126,7 @@ def fourier_selection(
     def wrong(w, configs, cells, rows, resource):
         f = outputs(w, stacked(configs, cells, resource), rows, resource)
         # The minimum is for a single class, which has no other to be taken for.
-        guesses = classes[np.minimum(predict(f), len(classes) - 1)]
+        guesses = classes[np.minimum(predict_labels(f), len(classes) - 1)]
         known = np.isfinite(f).reshape(len(f), -1).all(axis=1)
         return np.where(known, guesses != labels[rows], np.nan)
 
@@ -129,7 +138,7 @@ Source = tuple[jax.Array, jax.Array]  # key, training rows
 
 
 @functools.partial(jax.jit, static_argnames="dimension")
-def _project(source, kind, x, dimension):
+def _project_rows(source, kind, x, dimension):
     config = fourier.FourierConfig(kind[0], kind[1], jnp.ones(()))
     return fourier.fourier_features(*source).project(config, x, dimension)
 
@@ -148,7 +157,7 @@ def _finish(config, projection, phases, rows, resource):
 _ridge = jax.jit(lambda phi, y, penalty: linear.ridge_weights(phi, y, penalty).w)
 
 
-def _kept(source: Source, x: jax.Array, dimension: int):
+def _ridge_from_projections(source: Source, x: jax.Array, dimension: int):
     """Ridge regression and its outputs, from projections that are computed once."""
     projections = {}  # (preprocessing, kernel) -> [n, dimension]
     phases = fourier.fourier_features(*source).phases(dimension, dtype=x.dtype)
@@ -159,7 +168,7 @@ def _kept(source: Source, x: jax.Array, dimension: int):
         kinds = [tuple(kind) for kind in np.unique(both, axis=0).tolist()]
         for kind in kinds:
             if kind not in projections:
-                projections[kind] = _project(source, kind, x, dimension)
+                projections[kind] = _project_rows(source, kind, x, dimension)
         if len(kinds) == 1:
             return _finish(config, projections[kinds[0]], phases, bounds, resource)
         chosen = jnp.zeros((len(config.gamma), resource), x.dtype)
@@ -177,7 +186,7 @@ def _kept(source: Source, x: jax.Array, dimension: int):
     return ridge, outputs
 
 
-def _blocks(source: Source, config, x: jax.Array, resource: int) -> linear.Blocks:
+def _feature_blocks(source: Source, config, x: jax.Array, resource: int) -> linear.Blocks:
     maps, scale = fourier.fourier_features(*source), math.sqrt(resource)
 
     def rows(start, size):
@@ -196,13 +205,13 @@ def _blocks(source: Source, config, x: jax.Array, resource: int) -> linear.Block
 
 @functools.partial(jax.jit, static_argnames=("resource", "memory"))
 def _ridge_in_blocks(source, config, x, targets, penalty, resource, memory):
-    phi = _blocks(source, config, x, resource)
+    phi = _feature_blocks(source, config, x, resource)
     return linear.ridge_weights(phi, targets, penalty, memory=memory).w
 
 
 @functools.partial(jax.jit, static_argnames=("resource", "memory"))
 def _outputs_in_blocks(source, config, x, w, resource, memory):
-    return linear.predict(_blocks(source, config, x, resource), w, memory=memory)
+    return linear.predict(_feature_blocks(source, config, x, resource), w, memory=memory)
 
 
 def _made_anew(source: Source, x: jax.Array, memory: int):
@@ -261,7 +270,7 @@ def text_selection(train: Part, valid: Part, test: Part, *, cost: float = 1.0) -
     # As objects: numpy would pad all texts to the length of the longest.
     parts = ((np.asarray(texts, object), labels) for texts, labels in (train, valid, test))
     texts, labels, sizes = _stacked(*parts)
-    between("cost", cost, 0, math.inf)
+    check_in_range("cost", cost, 0, math.inf)
     n = sizes[0]
     if set(labels[:n].tolist()) != {0, 1}:
         raise ValueError(
@@ -285,7 +294,7 @@ def text_selection(train: Part, valid: Part, test: Part, *, cost: float = 1.0) -
             if len(own):
                 counts = hashed(config.hashing).of(rows.start + own)
                 if config.weights == "nb":
-                    counts = _apart(counts)
+                    counts = _permute_bins(counts)
                 yield config, own, text.fold(counts, resource, config.binary)
 
     def fit(configs, cells, rows, resource):
@@ -329,20 +338,20 @@ class _Counts:
         return self.counts[self.place[index]]
 
 
-def _apart(counts: Any) -> Any:
+def _permute_bins(counts: Any) -> Any:
     """The same counts in other bins, one-to-one; :func:`text_selection` says why."""
     bins = ((counts.indices.astype(np.int64) * 15_839 + 104_729) % text.BINS).astype(np.int32)
     return scipy_sparse.csr_array((counts.data, bins, counts.indptr), shape=counts.shape)
 
 
-def describe(config: Any) -> str:
+def describe_configuration(config: Any) -> str:
     """A configuration in a few words.
 
     Examples
     --------
-    >>> describe(fourier.fourier_config("unit", "laplace", 0.5))
+    >>> describe_configuration(fourier.fourier_config("unit", "laplace", 0.5))
     'laplace, γ = 0.5, unit'
-    >>> describe(text.text_config(order=2, weights="nb", binary=True))
+    >>> describe_configuration(text.text_config(order=2, weights="nb", binary=True))
     'simple, order 2, nb, smoothing 1, lowercase, binary'
     """
     if isinstance(config, fourier.FourierConfig):

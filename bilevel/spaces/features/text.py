@@ -38,7 +38,7 @@ import jax
 import numpy as np
 from scipy.sparse import csr_array
 
-from bilevel.internal.checks import between, prng_key, short, whole
+from bilevel.internal.checks import check_in_range, describe, integer, prng_key
 
 BINS = 2**30
 """Columns of :func:`hashed_counts`: enough that collisions there are rare."""
@@ -130,7 +130,7 @@ def text_config(**fields: Any) -> TextConfig:
     """
     for name, value in fields.items():
         if name == "smoothing":
-            between("smoothing", value, 0, math.inf)
+            check_in_range("smoothing", value, 0, math.inf)
         elif name not in CHOICES:
             expected = ", ".join(TextConfig._fields)
             raise ValueError(f"fields: expected some of {expected}, got {name!r}.")
@@ -156,7 +156,7 @@ def sample_text(key: chex.PRNGKey, count: int) -> list[TextConfig]:
     True
     """
     prng_key("key", key)
-    count = whole("count", count, 0)
+    count = integer("count", count, 0)
     seed = np.asarray(jax.random.key_data(key)).ravel()
     # RandomState, not default_rng, whose stream may change from one numpy to the next.
     rng = np.random.RandomState(seed)
@@ -198,11 +198,11 @@ def hashed_counts(texts: Sequence[str], config: TextConfig) -> csr_array:
     """
     if isinstance(texts, str) or not isinstance(texts, Sequence | np.ndarray) or not len(texts):
         known = isinstance(texts, Sequence | np.ndarray)
-        got = "one str" if isinstance(texts, str) else "none" if known else short(texts)
+        got = "one str" if isinstance(texts, str) else "none" if known else describe(texts)
         raise ValueError(f"texts: expected a sequence of at least one document, got {got}.")
     for i, document in enumerate(texts):
         if not isinstance(document, str):
-            raise ValueError(f"texts[{i}]: expected a str, got {short(document)}.")
+            raise ValueError(f"texts[{i}]: expected a str, got {describe(document)}.")
     from sklearn.feature_extraction import FeatureHasher  # a slow import
 
     hasher = FeatureHasher(BINS, input_type="string", alternate_sign=False, dtype=np.float32)
@@ -234,7 +234,7 @@ def fold(counts: csr_array, dimension: int, binary: bool = False) -> csr_array:
     >>> fold(csr_array([[1.0, 0.0, 2.0, 3.0]]), 2).toarray()
     array([[3., 3.]])
     """
-    if not whole("dimension", dimension, 1) <= counts.shape[1]:
+    if not integer("dimension", dimension, 1) <= counts.shape[1]:
         raise ValueError(f"dimension: expected 1 to {counts.shape[1]}, got {dimension}.")
     parts = counts.data, counts.indices % dimension, counts.indptr
     bags = csr_array(parts, shape=(counts.shape[0], dimension), copy=True)
@@ -308,7 +308,7 @@ def weigh(bags: csr_array, config: TextConfig, totals: TextStatistics) -> csr_ar
         raise ValueError(f"bags: expected {len(totals.positive)} columns, got {got}.")
     weighted = bags.astype(np.float64)  # a copy
     row_sums = weighted.sum(axis=1)
-    weighted.data *= _weights(weighted.indices, config, totals)
+    weighted.data *= _bin_weights(weighted.indices, config, totals)
     if config.preprocess == "normalize":
         from sklearn.preprocessing import normalize
 
@@ -318,7 +318,7 @@ def weigh(bags: csr_array, config: TextConfig, totals: TextStatistics) -> csr_ar
     return weighted
 
 
-def _weights(bins, config, totals):
+def _bin_weights(bins, config, totals):
     """The weights of the bins listed: none is computed for bins that are not used."""
     a, negative, positive = config.smoothing, totals.negative, totals.positive
     if config.weights == "nb":

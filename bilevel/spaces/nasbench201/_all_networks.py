@@ -30,17 +30,23 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.ad_checkpoint import checkpoint_name
 
 from bilevel.internal.checks import concrete
-from bilevel.nets.convolution import average_pool, convolution
-from bilevel.nets.layers import Standardize, cast_images, initial
-from bilevel.spaces.nasbench201._genotype import EDGES, PRIMITIVES, SIZES, Genotype, check_genotype
+from bilevel.nets.convolution import average_pooling, convolve_images
+from bilevel.nets.layers import Standardize, cast_images, draw_parameters
+from bilevel.spaces.nasbench201._genotype import (
+    EDGES,
+    PRIMITIVES,
+    SIZES,
+    Genotype,
+    check_operations,
+)
 from bilevel.spaces.nasbench201.network import (
     STAGES,
     Head,
-    Network,
+    NasBench201Network,
     Reduction,
     Shape,
     Stem,
-    check_images,
+    check_image_shape,
 )
 
 Pytree = Any
@@ -120,21 +126,21 @@ def all_networks(
 
     def own(genotype, image):
         images = jax.ShapeDtypeStruct((1, *image), jnp.float32)
-        network = Network(genotype, shape, _standardize)
+        network = NasBench201Network(genotype, shape, _standardize)
         return flatten_dict(jax.eval_shape(network.init, jax.random.key(0), images)["params"])
 
     def init(key, image):
-        check_images((1, *image))
+        check_image_shape((1, *image))
         ours = [own(Genotype((name,) * len(EDGES)), image) for name in SIZES]
         # In a fixed order, which the draw depends on.
         shapes = unflatten_dict(dict(sorted({**ours[0], **ours[1]}.items())))
-        return initial(key, shapes)
+        return draw_parameters(key, shapes)
 
     def apply(w, genotype, x, norm=_standardize):
-        check_images(x.shape)
+        check_image_shape(x.shape)
         if isinstance(genotype, Genotype):
-            check_genotype(genotype)
-            return Network(genotype, shape, norm, dtype).apply({"params": w}, x)
+            check_operations(genotype)
+            return NasBench201Network(genotype, shape, norm, dtype).apply({"params": w}, x)
         which = _reaching(_indices(genotype))
         x = Stem(channels, norm).apply({"params": w["stem"]}, cast_images(x, dtype))
         for stage in range(STAGES):
@@ -146,7 +152,7 @@ def all_networks(
 
     def select(w, genotype):
         if isinstance(genotype, Genotype):
-            check_genotype(genotype)
+            check_operations(genotype)
             keep = own(genotype, (4, 4, w["stem"]["conv"]["kernel"].shape[2]))
             return unflatten_dict({k: leaf for k, leaf in flatten_dict(w).items() if k in keep})
         which = _indices(genotype)
@@ -241,9 +247,9 @@ def _switch_backward(branches, kept, g):
 _switch.defvjp(_switch_forward, _switch_backward)
 
 
-def _convolved(name: str) -> Callable:
+def _convolution_branch(name: str) -> Callable:
     def branch(kernels, x):
-        return convolution(nn.relu(x), kernels[name]["kernel"].astype(x.dtype))
+        return convolve_images(nn.relu(x), kernels[name]["kernel"].astype(x.dtype))
 
     return branch
 
@@ -255,21 +261,21 @@ def _normalized(name: str) -> Callable:
     return branch
 
 
-def _identity(w, x):
+def _identity_branch(w, x):
     return x
 
 
 _LINEAR = (
     lambda w, x: jnp.zeros_like(x),
-    _identity,
-    _convolved("nor_conv_1x1"),
-    _convolved("nor_conv_3x3"),
-    lambda w, x: average_pool(x, 3, padding=1),
+    _identity_branch,
+    _convolution_branch("nor_conv_1x1"),
+    _convolution_branch("nor_conv_3x3"),
+    lambda w, x: average_pooling(x, 3, padding=1),
 )
 _NORMS = (
-    _identity,
-    _identity,
+    _identity_branch,
+    _identity_branch,
     _normalized("nor_conv_1x1"),
     _normalized("nor_conv_3x3"),
-    _identity,
+    _identity_branch,
 )

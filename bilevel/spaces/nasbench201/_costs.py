@@ -3,14 +3,14 @@
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from bilevel.internal.checks import known, whole
+from bilevel.internal.checks import integer, one_of
 from bilevel.spaces.nasbench201._genotype import (
     EDGES,
     PRIMITIVES,
     SIZES,
     Genotype,
     _live,
-    check_genotype,
+    check_operations,
 )
 
 
@@ -29,10 +29,10 @@ def _convolutions(
     genotype: Genotype, channels: int, cells: int, pixels: int
 ) -> Iterator[_Convolutions]:
     """All convolutions of the network, those of dead operations included."""
-    check_genotype(genotype)
+    check_operations(genotype)
     for name, value in (("channels", channels), ("cells", cells)):
-        whole(name, value, 1)
-    if whole("pixels", pixels, 4) % 4:
+        integer(name, value, 1)
+    if integer("pixels", pixels, 4) % 4:
         raise ValueError(f"pixels: expected a multiple of 4, got {pixels}.")
     yield _Convolutions(1, 3, 3, channels, pixels)
     for stage in range(3):
@@ -160,7 +160,7 @@ def conv_edges(genotype: Genotype) -> int:
     >>> conv_edges(decode([3, 0, 0, 0, 3, 3]))
     3
     """
-    check_genotype(genotype)
+    check_operations(genotype)
     return sum(name in SIZES for name in genotype.operations)
 
 
@@ -193,7 +193,7 @@ def supernet_cost(
     """
 
     def cost(name):
-        known("operations", name, PRIMITIVES)
+        one_of("operations", name, PRIMITIVES)
         return multiply_adds(Genotype((name,) * len(EDGES)), cells=cells, channels=channels)
 
     if not operations:

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bilevel.internal.checks import known, prng_key, short
+from bilevel.internal.checks import describe, one_of, prng_key
 
 PRIMITIVES = ("none", "skip_connect", "nor_conv_1x1", "nor_conv_3x3", "avg_pool_3x3")
 """The columns of ``alpha``. A convolution is ReLU, convolution, batch normalisation."""
@@ -69,24 +69,24 @@ def parse_genotype(text: str) -> Genotype:
     ('nor_conv_3x3', True)
     """
     if not isinstance(text, str):
-        raise ValueError(f"text: expected a genotype's text, got {short(text)}.")
+        raise ValueError(f"text: expected a genotype's text, got {describe(text)}.")
     match = _PATTERN.fullmatch(text.strip())
     if match is None:
         raise ValueError(f"text: expected {_TEXT.format(*['op'] * 6)}, got {text[:160]!r}.")
     found = Genotype(match.groups())
-    check_genotype(found)
+    check_operations(found)
     return found
 
 
-def check_genotype(genotype: Genotype) -> None:
+def check_operations(genotype: Genotype) -> None:
     """Raise ValueError unless there are six operations, all of them among ``PRIMITIVES``."""
     if not isinstance(genotype, Genotype):
-        raise ValueError(f"genotype: expected a Genotype, got {short(genotype)}.")
+        raise ValueError(f"genotype: expected a Genotype, got {describe(genotype)}.")
     operations = genotype.operations
     if len(operations) != len(EDGES):
         raise ValueError(f"operations: expected {len(EDGES)}, got {len(operations)}.")
     for name in operations:
-        known("operations", name, PRIMITIVES)
+        one_of("operations", name, PRIMITIVES)
 
 
 @functools.cache
@@ -121,7 +121,7 @@ def encode(genotypes: Genotype | Iterable[Genotype]) -> np.ndarray:
         return encode([genotypes])[0]
     rows = []
     for genotype in genotypes:
-        check_genotype(genotype)
+        check_operations(genotype)
         rows.append([PRIMITIVES.index(name) for name in genotype.operations])
     return np.array(rows, np.int32).reshape(-1, len(EDGES))
 
@@ -211,7 +211,7 @@ def draw_genotype(key: chex.PRNGKey) -> Genotype:
     >>> draw_genotype(jax.random.key(0)) in genotypes()
     True
     """
-    return decode(_draw(key))
+    return decode(_draw_codes(key))
 
 
 def draw_corner(key: chex.PRNGKey) -> jax.Array:
@@ -228,10 +228,10 @@ def draw_corner(key: chex.PRNGKey) -> jax.Array:
     >>> genotype(draw_corner(key)) == draw_genotype(key)
     True
     """
-    return jax.nn.one_hot(_draw(key), len(PRIMITIVES))
+    return jax.nn.one_hot(_draw_codes(key), len(PRIMITIVES))
 
 
-def _draw(key: jax.Array) -> jax.Array:
+def _draw_codes(key: jax.Array) -> jax.Array:
     prng_key("key", key)
     return jax.random.randint(key, (len(EDGES),), 0, len(PRIMITIVES), jnp.int32)
 
@@ -241,7 +241,7 @@ def _draw(key: jax.Array) -> jax.Array:
 
 def _live(genotype: Genotype) -> list[bool]:
     """Whether each edge lies on a path without ``none`` from node 0 to node 3."""
-    check_genotype(genotype)
+    check_operations(genotype)
     carries = [name != "none" for name in genotype.operations]
     reached, used = {0}, {3}
     for (source, node), carried in zip(EDGES, carries, strict=True):

@@ -21,11 +21,11 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from bilevel.internal.checks import whole
-from bilevel.nets.convolution import average_pool
-from bilevel.nets.layers import Conv, cast_images, initial, wide
+from bilevel.internal.checks import integer
+from bilevel.nets.convolution import average_pooling
+from bilevel.nets.layers import Conv, accumulation_dtype, cast_images, draw_parameters
 from bilevel.nets.training import TrainableNetwork
-from bilevel.spaces.nasbench201._genotype import EDGES, SIZES, Genotype, check_genotype
+from bilevel.spaces.nasbench201._genotype import EDGES, SIZES, Genotype, check_operations
 from bilevel.spaces.targets import label_losses
 
 Norm = Callable[..., nn.Module]
@@ -45,7 +45,7 @@ class Stem(nn.Module):
         return self.norm(name="norm")(Conv(self.channels, 3, name="conv")(x))
 
 
-class ReluConvNorm(nn.Module):
+class ConvolutionBlock(nn.Module):
     """ReLU, convolution, norm."""
 
     channels: int
@@ -60,7 +60,7 @@ class ReluConvNorm(nn.Module):
         return self.norm(name="norm")(x)
 
 
-class Cell(nn.Module):
+class GenotypeCell(nn.Module):
     """A genotype's cell; the channels stay."""
 
     genotype: Genotype
@@ -90,9 +90,9 @@ class Edge(nn.Module):
         if self.operation == "skip_connect":
             return x
         if self.operation == "avg_pool_3x3":
-            return average_pool(x, 3, padding=1)
+            return average_pooling(x, 3, padding=1)
         size = SIZES[self.operation]
-        return ReluConvNorm(x.shape[-1], size, self.norm, name=self.operation)(x)
+        return ConvolutionBlock(x.shape[-1], size, self.norm, name=self.operation)(x)
 
 
 class Reduction(nn.Module):
@@ -104,9 +104,9 @@ class Reduction(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """[n, h, w, c] -> [n, ceil(h / 2), ceil(w / 2), 2 c]."""
         channels = 2 * x.shape[-1]
-        y = ReluConvNorm(channels, 3, self.norm, 2, name="first")(x)
-        y = ReluConvNorm(channels, 3, self.norm, name="second")(y)
-        pooled = average_pool(jnp.pad(x, _to_even(x), mode="edge"), 2, stride=2)
+        y = ConvolutionBlock(channels, 3, self.norm, 2, name="first")(x)
+        y = ConvolutionBlock(channels, 3, self.norm, name="second")(y)
+        pooled = average_pooling(jnp.pad(x, _to_even(x), mode="edge"), 2, stride=2)
         return checkpoint_name(y + Conv(channels, name="shortcut")(pooled), "layer")
 
 
@@ -125,10 +125,12 @@ class Head(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """[n, h, w, c] -> logits [n, classes]."""
         x = nn.relu(self.norm(name="norm")(x))
-        return nn.Dense(self.classes, name="classifier")(x.mean((1, 2), dtype=wide(x.dtype)))
+        return nn.Dense(self.classes, name="classifier")(
+            x.mean((1, 2), dtype=accumulation_dtype(x.dtype))
+        )
 
 
-class Network(nn.Module):
+class NasBench201Network(nn.Module):
     """The whole network, from images to logits."""
 
     genotype: Genotype
@@ -144,7 +146,7 @@ class Network(nn.Module):
             if stage:
                 x = Reduction(self.norm, name=f"reduction_{stage}")(x)
             for cell in self.shape.stage(stage):
-                x = Cell(self.genotype, self.norm, name=f"cell_{cell}")(x)
+                x = GenotypeCell(self.genotype, self.norm, name=f"cell_{cell}")(x)
         return Head(self.shape.classes, self.norm, name="head")(x)
 
 
@@ -168,10 +170,10 @@ class Shape(NamedTuple):
             For fewer than 2 classes, 1 cell or 1 channel.
         """
         for name, least in (("classes", 2), ("cells", 1), ("channels", 1)):
-            whole(name, getattr(self, name), least)
+            integer(name, getattr(self, name), least)
 
 
-def check_images(shape: tuple[int, ...]) -> None:
+def check_image_shape(shape: tuple[int, ...]) -> None:
     """Refuse a shape that is not that of images [n, h, w, c] of at least 4 x 4 pixels.
 
     Raises
@@ -228,7 +230,7 @@ def nasbench201_network(
     >>> sum(leaf.size for leaf in jax.tree.leaves(w))  # 73,306 + 243,040 + 28,000
     344346
     """
-    check_genotype(genotype)
+    check_operations(genotype)
     shape = Shape(classes, cells, channels)
     shape.check()
 
@@ -236,25 +238,25 @@ def nasbench201_network(
         norm = functools.partial(
             nn.BatchNorm, use_running_average=not train, momentum=0.9, epsilon=1e-5, dtype=dtype
         )
-        return Network(genotype, shape, norm, dtype)
+        return NasBench201Network(genotype, shape, norm, dtype)
 
     def init(key, image):
-        check_images((1, *image))
+        check_image_shape((1, *image))
         images = jax.ShapeDtypeStruct((1, *image), jnp.float32)
         shapes = jax.eval_shape(module(True).init, key, images)
         averages = {"mean": jnp.zeros, "var": jnp.ones}
-        return initial(key, shapes["params"]), jax.tree_util.tree_map_with_path(
+        return draw_parameters(key, shapes["params"]), jax.tree_util.tree_map_with_path(
             lambda path, leaf: averages[path[-1].key](leaf.shape, leaf.dtype),
             shapes["batch_stats"],
         )
 
     def apply(w, averages, x):
-        check_images(x.shape)
+        check_image_shape(x.shape)
         return module(False).apply({"params": w, "batch_stats": averages}, x)
 
     def loss(w, averages, batch, key):
         x, labels = batch
-        check_images(x.shape)
+        check_image_shape(x.shape)
         logits, new = module(True).apply(
             {"params": w, "batch_stats": averages}, x, mutable=["batch_stats"]
         )

@@ -20,10 +20,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bilevel.internal.meshes import beside
-from bilevel.internal.processes import first, whole
+from bilevel.internal.meshes import replicate_like
+from bilevel.internal.processes import is_first_process, to_numpy
 from bilevel.runs import records
-from bilevel.runs.fingerprint import difference, fingerprint
+from bilevel.runs.fingerprint import describe_difference, fingerprint
 from bilevel.runs.progress import progress_bar
 from bilevel.spaces.nasbench201._all_networks import AllNetworks
 from bilevel.spaces.nasbench201._genotype import PRIMITIVES, encode
@@ -142,22 +142,32 @@ def score_networks(
     >>> scored.values["l2_norm"].shape
     (4,)
     """
-    cells, batch = _check(names, genotypes, batch, at_once)
+    cells, batch = _check_scoring(names, genotypes, batch, at_once)
     made_from = fingerprint({"networks": networks, "w": w, "batch": batch})
-    programs = _programs(names, networks)
+    programs = _score_programs(names, networks)
     text, fields = "{task.fields[score]}", ("score",)
     m = len(cells)
     alone: AbstractContextManager = nullcontext()
-    if file is not None and first():
+    if file is not None and is_first_process():
         alone = records.locked(file, "file", directory=False)
     with alone, progress_bar(progress, "scores", m * len(programs), text, fields) as show:
         kept = _Kept(file, cells, made_from)
         for i, (label, program) in enumerate(programs.items()):
-            _run(label, program, kept, w, cells, batch, at_once, place, _shown(show, i * m, label))
+            _score_in_chunks(
+                label,
+                program,
+                kept,
+                w,
+                cells,
+                batch,
+                at_once,
+                place,
+                _offset_progress(show, i * m, label),
+            )
     return kept.scored(names)
 
 
-def _shown(show: Callable, before: int, label: str) -> Callable[[int], None]:
+def _offset_progress(show: Callable, before: int, label: str) -> Callable[[int], None]:
     return lambda done: show(before + done, lambda: {"score": label})
 
 
@@ -176,7 +186,7 @@ def check_names(names: Sequence[str]) -> None:
         raise ValueError(f"scores: expected distinct names, got {list(names)}.")
 
 
-def _check(names, genotypes, batch, at_once):
+def _check_scoring(names, genotypes, batch, at_once):
     check_names(names)
     if at_once < 1:
         raise ValueError(f"at_once: expected at least 1, got {at_once}.")
@@ -194,23 +204,23 @@ def _check(names, genotypes, batch, at_once):
     return cells, (x, y)
 
 
-def _programs(names: Sequence[str], networks: AllNetworks) -> dict[str, Callable]:
+def _score_programs(names: Sequence[str], networks: AllNetworks) -> dict[str, Callable]:
     """By label: ``program(w, genotype, batch) -> {name: score}``."""
     programs: dict[str, Callable] = {}
     for name in names:
-        label = _label(name)
+        label = _program_label(name)
         score = getattr(ntk_scores, f"{label}_scores" if label in _SHARED else name)
         apply = networks.apply_unnormalized if name == "synflow" else networks.apply
-        programs[label] = functools.partial(_scores, label, score, apply, networks.select)
+        programs[label] = functools.partial(_evaluate_score, label, score, apply, networks.select)
     return programs
 
 
-def _label(name: str) -> str:
+def _program_label(name: str) -> str:
     """Name of the program that computes a score."""
     return next((label for label, names in _SHARED.items() if name in names), name)
 
 
-def _scores(label, score, apply, select, w, genotype, batch) -> dict[str, jax.Array]:
+def _evaluate_score(label, score, apply, select, w, genotype, batch) -> dict[str, jax.Array]:
     def network(w, x):
         return apply(w, genotype, x)
 
@@ -218,7 +228,7 @@ def _scores(label, score, apply, select, w, genotype, batch) -> dict[str, jax.Ar
     return found if label in _SHARED else {label: found}
 
 
-def _run(label, program, kept, w, cells, batch, at_once, place, shown) -> None:
+def _score_in_chunks(label, program, kept, w, cells, batch, at_once, place, shown) -> None:
     done = kept.done(label)
     shown(min(done, len(cells)))
     if done >= len(cells):
@@ -229,7 +239,7 @@ def _run(label, program, kept, w, cells, batch, at_once, place, shown) -> None:
         score = jax.jit(jax.vmap(program, in_axes=(None, 0, None)))
     began = time.perf_counter()
     example = place(cells[:1].repeat(at_once, axis=0))
-    w, batch = beside((w, batch), example)
+    w, batch = replicate_like((w, batch), example)
     compiled = score.lower(w, example, batch).compile()
     kept.compile_seconds[label] = time.perf_counter() - began
     while done < len(cells):
@@ -237,7 +247,7 @@ def _run(label, program, kept, w, cells, batch, at_once, place, shown) -> None:
         chunk = cells[done : done + at_once]
         # The last chunk is filled up: one compilation.
         full = np.concatenate([chunk, chunk[-1:].repeat(at_once - len(chunk), axis=0)])
-        found = jax.tree.map(whole, compiled(w, place(full), batch))
+        found = jax.tree.map(to_numpy, compiled(w, place(full), batch))
         rows = {k: v[None] if at_once == 1 else v[: len(chunk)] for k, v in found.items()}
         done = kept.add(label, rows, time.perf_counter() - began)
         shown(done)
@@ -262,12 +272,12 @@ class _Kept:
 
     def _read(self, file: pathlib.Path) -> None:
         try:
-            found, notes = records.read(file)
+            found, notes = records.read_arrays(file)
         except records.DamagedError as error:
             raise records.DamagedError(f"{error} Remove it to score all networks anew.") from None
         known = found.pop("genotypes")
         shorter = min(len(known), len(self.cells))
-        other = difference(notes["fingerprint"], self.fingerprint)
+        other = describe_difference(notes["fingerprint"], self.fingerprint)
         if not other and not np.array_equal(known[:shorter], self.cells[:shorter]):
             other = "other genotypes"
         if other:
@@ -301,7 +311,7 @@ class _Kept:
         """Now; a full disk costs the record, with a warning, and not the run."""
         self.arrays = {key: [np.concatenate(chunks)] for key, chunks in self.arrays.items()}
         self.saved = time.perf_counter()
-        if self.file is None or not first():
+        if self.file is None or not is_first_process():
             return
         arrays = {key: chunks[0] for key, chunks in self.arrays.items()}
         notes = {
@@ -309,24 +319,24 @@ class _Kept:
             "seconds": self.seconds,
             "compiling": self.compile_seconds,
         }
-        with records.losing_only_the_record(f"file: scores in {self.file}"):
-            records.write(self.file, arrays | {"genotypes": self.cells}, notes)
+        with records.warn_if_disk_full(f"file: scores in {self.file}"):
+            records.write_arrays(self.file, arrays | {"genotypes": self.cells}, notes)
 
     def scored(self, names: Sequence[str]) -> Scored:
         values, seconds, compiling = {}, {}, {}
         for name in names:
-            label = _label(name)
+            label = _program_label(name)
             count = self.done(label)
             seconds[name] = self.seconds[label] / count
             compiling[name] = self.compile_seconds.get(label, 0.0)
             if name == "certified_min_eigenvalue":
                 kernels = np.concatenate(self.arrays["kernel/kernel"])[: self.count]
-                values[name] = np.array([_certified(K) for K in kernels])
+                values[name] = np.array([_certified_or_nan(K) for K in kernels])
             else:
                 found = np.concatenate(self.arrays[f"{label}/{name}"])[: self.count]
                 values[name] = found.astype(np.float64)
         return Scored(values, seconds, compiling)
 
 
-def _certified(K: np.ndarray) -> float:
+def _certified_or_nan(K: np.ndarray) -> float:
     return certified_min_eigenvalue(K) if np.isfinite(K).all() else np.nan

@@ -30,23 +30,29 @@ import jax.numpy as jnp
 import numpy as np
 
 from bilevel.contracts import Pytree
-from bilevel.nets.convolution import average_pool
-from bilevel.nets.layers import Standardize, cast_images, initial
-from bilevel.spaces.nasbench201._genotype import EDGES, PRIMITIVES, SIZES, Genotype, check_genotype
+from bilevel.nets.convolution import average_pooling
+from bilevel.nets.layers import Standardize, cast_images, draw_parameters
+from bilevel.spaces.nasbench201._genotype import (
+    EDGES,
+    PRIMITIVES,
+    SIZES,
+    Genotype,
+    check_operations,
+)
 from bilevel.spaces.nasbench201.network import (
     STAGES,
+    ConvolutionBlock,
     Head,
     Reduction,
-    ReluConvNorm,
     Shape,
     Stem,
-    check_images,
+    check_image_shape,
 )
 from bilevel.spaces.space import Space, on_simplices
-from bilevel.spaces.targets import cross_entropy, predict
+from bilevel.spaces.targets import cross_entropy_problem, predict_labels
 
 
-class MixedEdge(nn.Module):
+class WeightedEdge(nn.Module):
     """The operations on one edge, each times its weight, added up."""
 
     operations: tuple[str, ...]
@@ -59,9 +65,9 @@ class MixedEdge(nn.Module):
             if name == "skip_connect":
                 total += weight * x
             elif name == "avg_pool_3x3":
-                total += weight * average_pool(x, 3, padding=1)
+                total += weight * average_pooling(x, 3, padding=1)
             elif name != "none":
-                module = ReluConvNorm(x.shape[-1], SIZES[name], Standardize, name=name)
+                module = ConvolutionBlock(x.shape[-1], SIZES[name], Standardize, name=name)
                 total += weight * module(x)
         return total
 
@@ -73,7 +79,7 @@ def mixed_cell(
 
     def edge(nodes, edge):
         source, node, weights, alpha = edge
-        y = MixedEdge(operations).apply({"params": weights}, nodes[source], alpha)
+        y = WeightedEdge(operations).apply({"params": weights}, nodes[source], alpha)
         return nodes.at[node].add(y), None
 
     nodes = jnp.zeros((1 + STAGES, *x.shape), x.dtype).at[0].set(x)
@@ -81,13 +87,13 @@ def mixed_cell(
     return jax.lax.scan(edge, nodes, (*np.array(EDGES).T, w, alpha))[0][-1]
 
 
-def _layers(operations: tuple[str, ...], shape: Shape) -> dict[str, nn.Module]:
+def _named_layers(operations: tuple[str, ...], shape: Shape) -> dict[str, nn.Module]:
     """What the network is made of, in order, by the names of the weights."""
     layers: dict[str, nn.Module] = {"stem": Stem(shape.channels, _standardize)}
     for stage in range(STAGES):
         if stage:
             layers[f"reduction_{stage}"] = Reduction(_standardize)
-        layers[f"cells_{stage}"] = MixedEdge(operations)
+        layers[f"cells_{stage}"] = WeightedEdge(operations)
     return layers | {"head": Head(shape.classes, _standardize)}
 
 
@@ -166,17 +172,17 @@ def nasbench201_space(
         )
     shape = Shape(classes, cells, channels)
     shape.check()
-    layers = _layers(names, shape)
+    layers = _named_layers(names, shape)
 
     choices = on_simplices(names, (len(EDGES),))
 
     def init(key, batch):
         image = batch[0].shape[1:]
-        check_images((1, *image))
+        check_image_shape((1, *image))
         x = jax.ShapeDtypeStruct((1, *image), jnp.float32)
         shapes = {}
         for name, layer in layers.items():
-            mixed = isinstance(layer, MixedEdge)
+            mixed = isinstance(layer, WeightedEdge)
             inputs = (x, choices.start()[0]) if mixed else (x,)
             x, found = jax.eval_shape(layer.init_with_output, key, *inputs)
             repeats = (cells, len(EDGES)) if mixed else ()
@@ -186,10 +192,10 @@ def nasbench201_space(
                 ),
                 found.get("params", {}),
             )
-        return initial(key, shapes)
+        return draw_parameters(key, shapes)
 
     def apply(w, alpha, x):
-        check_images(x.shape)
+        check_image_shape(x.shape)
         x = cast_images(x, dtype)
 
         def cell(x, weights):
@@ -198,7 +204,7 @@ def nasbench201_space(
         # Inside a loop, remat needs no barrier against merging what it computes twice.
         step = jax.checkpoint(cell, prevent_cse=False) if remat else cell
         for name, layer in layers.items():
-            if isinstance(layer, MixedEdge):
+            if isinstance(layer, WeightedEdge):
                 x, _ = jax.lax.scan(step, x, w[name], length=cells)
             else:
                 x = layer.apply({"params": w[name]}, x)
@@ -208,7 +214,7 @@ def nasbench201_space(
         return Genotype(choices.discretize(alpha))
 
     def one_hot(genotype):
-        check_genotype(genotype)
+        check_operations(genotype)
         return choices.one_hot(genotype.operations)
 
     return Space(
@@ -217,8 +223,8 @@ def nasbench201_space(
         start=choices.start,
         init=init,
         apply=apply,
-        problem=cross_entropy(apply),
-        predict=predict,
+        problem=cross_entropy_problem(apply),
+        predict=predict_labels,
         draw=choices.draw,
         discretize=discretize,
         one_hot=one_hot,

@@ -7,13 +7,13 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from bilevel.internal.checks import nonnegative, number, positive
+from bilevel.internal.checks import nonnegative, positive, real_number
 from ntk.bounds import Bound
 
 UNIT_LOSS = ("the loss is in [0, 1], else C is larger", None)
 
 
-def broadcast(**pair: Any) -> list[jax.Array]:
+def broadcast_nonnegative(**pair: Any) -> list[jax.Array]:
     """Two arrays of nonnegative numbers, by name, in one shape."""
     arrays = {name: nonnegative(name, x) for name, x in pair.items()}
     (first, a), (second, b) = arrays.items()
@@ -27,7 +27,7 @@ def broadcast(**pair: Any) -> list[jax.Array]:
 
 def confidence(name: str, tau: float, events: int) -> float:
     """``1 - events exp(-tau)``, for a ``tau`` that makes it positive."""
-    if not math.log(events) < number(name, tau) < math.inf:
+    if not math.log(events) < real_number(name, tau) < math.inf:
         raise ValueError(f"{name}: expected a number above log({events}), got {tau}.")
     return 1 - events * math.exp(-tau)
 
@@ -52,12 +52,12 @@ def end_to_end(
 
 def check_range(delta: float, B: float = 1.0, events: int = 3) -> None:
     """Refuse a ``delta`` that leaves so many events no chance, and a ``B`` that is not positive."""
-    if not 0 < number("delta", delta) < 1 / events:
+    if not 0 < real_number("delta", delta) < 1 / events:
         raise ValueError(f"delta: expected a number in (0, 1/{events}), got {delta}.")
     one_positive("B", B)
 
 
 def one_positive(name: str, value: Any) -> Any:
     """One number in floating point, positive and finite unless it is traced."""
-    number(name, value)
+    real_number(name, value)
     return positive(name, value)

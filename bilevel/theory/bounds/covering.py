@@ -31,14 +31,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from bilevel.internal.checks import (
+    check_finite,
     concrete,
     count,
-    finite,
+    integer,
     nonnegative,
-    numbers,
+    numpy_array,
     offending,
     positive,
-    whole,
 )
 
 Covering = Callable[[jax.Array], jax.Array]
@@ -83,7 +83,7 @@ def effective_dimension(log_covering_numbers: Any, radii: Any, *, C_bar: float) 
     Array(8.37, dtype=float...)
     """
     positive("C_bar", C_bar)
-    logs, radii = nonnegative("log_covering_numbers", log_covering_numbers), _radii(radii)
+    logs, radii = nonnegative("log_covering_numbers", log_covering_numbers), _check_radii(radii)
     if logs.shape != radii.shape:
         raise ValueError(f"radii: expected shape {logs.shape} as the logs, got {radii.shape}.")
     if concrete(radii) and np.any(np.asarray(radii) > C_bar):
@@ -169,7 +169,7 @@ def simplex_covering(h: int, *, copies: int = 1) -> Covering:
     Array([13.1..., 5.1..., 0. ], dtype=float...)
     """
     for name, number in ("h", h), ("copies", copies):
-        whole(name, number, 1)
+        integer(name, number, 1)
     spread = 1 - 1 / h
 
     def logs(radii):
@@ -211,7 +211,7 @@ def sparse_covering(h: int, s: int, R: float) -> Covering:
     >>> sparse_covering(224, 2, 1.0)(jnp.array([0.1])).round(3)
     Array([16.215], dtype=float...)
     """
-    if not whole("s", s, 1) <= whole("h", h, 1):
+    if not integer("s", s, 1) <= integer("h", h, 1):
         raise ValueError(f"s: expected a number in [1, h = {h}], got {s}.")
     ball, supports = ball_covering(s, R), math.log(math.comb(h, s))
 
@@ -253,10 +253,10 @@ def finite_covering(points: chex.Array) -> Covering:
     >>> jnp.exp(finite_covering(points)(jnp.array([0.05, 0.5, 2.0]))).round(2)
     Array([4., 2., 1.], dtype=float...)
     """
-    points = numbers("points", points)
+    points = numpy_array("points", points)
     if points.ndim != 2 or points.size == 0:
         raise ValueError(f"points: expected shape [m, h], got {points.shape}.")
-    finite("points", points, "entries")
+    check_finite("points", points, "entries")
     points = jnp.asarray(points) * 1.0
 
     def farthest(distances, _):
@@ -282,14 +282,14 @@ def _of_radii(logs: Callable[[jax.Array], jax.Array]) -> Covering:
     """``logs`` of checked radii; NaN where a traced one, which no check sees, is not positive."""
 
     def covering(radii: jax.Array) -> jax.Array:
-        radii = _radii(radii)
+        radii = _check_radii(radii)
         return jnp.where(radii > 0, logs(radii), jnp.nan)
 
     return covering
 
 
-def _radii(radii: Any) -> jax.Array:
-    radii = numbers("radii", radii)
+def _check_radii(radii: Any) -> jax.Array:
+    radii = numpy_array("radii", radii)
     traced = not concrete(radii)
     if radii.size == 0:
         raise ValueError(f"radii: expected at least one, got the shape {radii.shape}.")

@@ -36,7 +36,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from bilevel.internal.checks import concrete, nonnegative
-from bilevel.theory.bounds._terms import broadcast, check_range, one_positive
+from bilevel.theory.bounds._terms import broadcast_nonnegative, check_range, one_positive
 from ntk.bounds import Bound
 from ntk.bounds.bound import holds
 
@@ -155,7 +155,7 @@ def khodak_theorem_a2(
       assumes some trained weights of c* have excess risk epsilon*: not checked
       probability: 0.85
     """
-    slope = _slope(lipschitz, epsilon)
+    slope = _twice_lipschitz(lipschitz, epsilon)
     return _theorem(entropy, n_valid, delta, B, epsilon, excess, slope, (0.5**0.5, 0.5**0.5))
 
 
@@ -272,7 +272,7 @@ def _theorem(entropy, n_valid, delta, B, epsilon, excess, slope, factors) -> Bou
     check_range(delta, B)
     n_valid = one_positive("n_valid", n_valid)
     excess = nonnegative("excess", excess)
-    entropy, epsilon = _radii(entropy, epsilon)
+    entropy, epsilon = _entropies_and_radii(entropy, epsilon)
     confidence, scale = math.log(1 / delta), B / jnp.sqrt(n_valid)
     spread = factors[1] * scale * jnp.sqrt(entropy + confidence)
     best = jnp.argmin(slope * epsilon + spread)
@@ -301,7 +301,7 @@ def _as_printed(bound: Bound) -> Bound:
     return dataclasses.replace(bound, assumptions=(*bound.assumptions, flat))
 
 
-def _slope(lipschitz: float | None, epsilon: Any) -> float:
+def _twice_lipschitz(lipschitz: float | None, epsilon: Any) -> float:
     """2 L; 0 where no L is given and every radius is 0."""
     if lipschitz is not None:
         return 2 * one_positive("lipschitz", lipschitz)
@@ -312,7 +312,7 @@ def _slope(lipschitz: float | None, epsilon: Any) -> float:
     return 0.0
 
 
-def _radii(entropy: Any, epsilon: Any) -> tuple[jax.Array, jax.Array]:
+def _entropies_and_radii(entropy: Any, epsilon: Any) -> tuple[jax.Array, jax.Array]:
     """Both as vectors of one length."""
-    entropy, epsilon = broadcast(entropy=entropy, epsilon=epsilon)
+    entropy, epsilon = broadcast_nonnegative(entropy=entropy, epsilon=epsilon)
     return entropy.ravel(), epsilon.ravel()

@@ -67,7 +67,7 @@ def khodak_corollary_a1(w_norm: Any, n_train: Any, *, delta: float = 0.05, C: fl
     }
     claim = "l_D(w, c*) - l_D(w*, c*) <= value"
     needs = (("lambda is the one of the terms", None), *_LINEAR)
-    return _rate(C, size * root, terms, delta, claim=claim, assumptions=needs)
+    return _rate_bound(C, size * root, terms, delta, claim=claim, assumptions=needs)
 
 
 def khodak_corollary_a2(
@@ -114,7 +114,7 @@ def khodak_corollary_a2(
     valid = _validation_rate(n_valid, configurations, delta)
     terms = {"training": size * root, "validation": valid}
     needs = (("lambda is that of Corollary A.1 here", None), *_LINEAR)
-    return _rate(C, size * root + valid, terms, delta, assumptions=needs)
+    return _rate_bound(C, size * root + valid, terms, delta, assumptions=needs)
 
 
 def khodak_corollary_a3(
@@ -166,7 +166,9 @@ def khodak_corollary_a3(
     )
     claim = "l_D(w, c) - min_c min_{H_c} l_D <= value"
     hidden = ("constant of the number of features",)
-    return _rate(C, train + valid, terms, delta, claim=claim, assumptions=needs, unspecified=hidden)
+    return _rate_bound(
+        C, train + valid, terms, delta, claim=claim, assumptions=needs, unspecified=hidden
+    )
 
 
 def khodak_corollary_a4(
@@ -245,7 +247,7 @@ def khodak_corollary_a4(
     )
 
 
-def _rate(C, rate, terms, delta, *, assumptions, claim=CLAIM, unspecified=()) -> Bound:
+def _rate_bound(C, rate, terms, delta, *, assumptions, claim=CLAIM, unspecified=()) -> Bound:
     C = one_positive("C", C)
     value = C * rate
     return Bound(

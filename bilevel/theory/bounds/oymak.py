@@ -36,7 +36,13 @@ import jax
 import jax.numpy as jnp
 
 from bilevel.internal.checks import concrete, count, nonnegative, positives
-from bilevel.theory.bounds._terms import UNIT_LOSS, broadcast, confidence, end_to_end, log_product
+from bilevel.theory.bounds._terms import (
+    UNIT_LOSS,
+    broadcast_nonnegative,
+    confidence,
+    end_to_end,
+    log_product,
+)
 from ntk.bounds import Bound
 from ntk.bounds.bound import holds
 
@@ -220,7 +226,7 @@ def oymak_proposition1(
     """
     chance = confidence("t", t, events=3)
     n_train, n_valid, h_eff, C = positives(n_train=n_train, n_valid=n_valid, h_eff=h_eff, C=C)
-    risk, complexity = broadcast(risk=risk, complexity=complexity)
+    risk, complexity = broadcast_nonnegative(risk=risk, complexity=complexity)
     best = jnp.min(risk + complexity / jnp.sqrt(n_train))
     return end_to_end(
         {"best alpha": best, "validation": jnp.sqrt(C * (h_eff + t) / n_valid)},

@@ -22,10 +22,10 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from bilevel.internal.checks import array, count, nonnegative, number, positives
+from bilevel.internal.checks import count, nonnegative, positives, real_array, real_number
 from bilevel.theory.bounds._terms import UNIT_LOSS, confidence, end_to_end, log_product
 from ntk.bounds import Bound
-from ntk.bounds.bound import holds, kernel
+from ntk.bounds.bound import check_kernel, holds
 from ntk.expectations.activations import Activation, erf, gelu, sigmoid, swish, tanh
 from ntk.regression.kernel_regression import excess_risk_term
 
@@ -91,7 +91,7 @@ def oymak_theorem2(
     (0.262, 0.7646)
     """
     chance = confidence("tau", tau, events=4)
-    if not 0 <= number("p0", p0) < chance:
+    if not 0 <= real_number("p0", p0) < chance:
         raise ValueError(f"p0: expected a number in [0, 1 - 4 exp(-tau)), got {p0}.")
     count("h", h)
     n_valid, B, lambda0, R, Gamma, C = positives(
@@ -261,7 +261,7 @@ def oymak_theorem3(
             f"{len(y)} rows and h = {h}, got {t}."
         )
     energy, definite = _energy(family, y)
-    found = [None] if activations is None else [_smooth(s) for s in activations]
+    found = [None] if activations is None else [_has_bounded_derivatives(s) for s in activations]
     smooth = False if False in found else None if None in found else True
     terms = {"training": 2 * B * energy, "validation": C * jnp.sqrt((h + t) / n_valid)}
     return end_to_end(
@@ -287,8 +287,8 @@ def oymak_theorem3(
 
 def _family(K: Any, y: Any) -> tuple[jax.Array, jax.Array]:
     """Kernels [m, n, n] and labels [n]."""
-    K = kernel(K, stack=True)
-    y = array("y", y).astype(K.dtype)
+    K = check_kernel(K, stack=True)
+    y = real_array("y", y).astype(K.dtype)
     if y.shape != K.shape[-1:]:
         raise ValueError(f"y: expected shape [{K.shape[-1]}] as K has rows, got {y.shape}.")
     return K.reshape(-1, *K.shape[-2:]), y
@@ -304,7 +304,7 @@ def _energy(family: jax.Array, y: jax.Array) -> tuple[jax.Array, bool | None]:
     return jnp.min(energies), holds(definite.all())
 
 
-def _smooth(s: Activation) -> bool | None:
+def _has_bounded_derivatives(s: Activation) -> bool | None:
     """Whether both derivatives are bounded; None of a function that nobody looked at."""
     if any(any(sizes[:2]) for _, sizes in s.kinks):
         return False

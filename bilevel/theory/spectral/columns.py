@@ -9,7 +9,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from bilevel.internal.checks import array, at_least_float32, finite
+from bilevel.internal.checks import at_least_float32, check_finite, real_array
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=("block",), meta_fields=("count",))
@@ -49,7 +49,7 @@ class Columns:
 Features: TypeAlias = chex.Array | Columns
 
 
-def add_up(term: Callable, *features: Any) -> jax.Array:
+def sum_over_blocks(term: Callable, *features: Any) -> jax.Array:
     """``sum_j term(block j of each)``; arrays are one block, so that it is ``term`` of them."""
     if not isinstance(features[0], Columns):
         return term(*features)
@@ -72,7 +72,7 @@ def is_kernels(features: Features) -> bool:
     return not isinstance(features, Columns) and features.ndim == 4
 
 
-def checked(features: Features, labels: Any) -> tuple[Features, jax.Array]:
+def check_features_and_labels(features: Features, labels: Any) -> tuple[Features, jax.Array]:
     """Both as floating arrays, labels [n, c].
 
     Raises
@@ -84,7 +84,7 @@ def checked(features: Features, labels: Any) -> tuple[Features, jax.Array]:
         if features.count < 1:
             raise ValueError(f"features: expected at least 1 block, got {features.count}.")
     else:
-        features = floating("features", features)
+        features = as_finite_floating("features", features)
     shape = block_shape(features)
     kernels = is_kernels(features) and (shape[0], shape[2]) == (shape[1], shape[3])
     if 0 in shape or not (kernels or len(shape) == 3):
@@ -92,13 +92,13 @@ def checked(features: Features, labels: Any) -> tuple[Features, jax.Array]:
             f"features: expected shape [n, h, p] or kernels [h, h, n, n], got {shape}."
         )
     n = shape[2] if kernels else shape[0]
-    y = floating("labels", labels)
+    y = as_finite_floating("labels", labels)
     if y.ndim not in (1, 2) or len(y) != n or not y.size:
         raise ValueError(f"labels: expected shape [{n}] or [{n}, c], got {y.shape}.")
     return features, y.reshape(n, -1)
 
 
-def floating(name: str, a: Any) -> jax.Array:
+def as_finite_floating(name: str, a: Any) -> jax.Array:
     """``a`` as a floating-point array, if it is finite.
 
     Raises
@@ -106,7 +106,7 @@ def floating(name: str, a: Any) -> jax.Array:
     ValueError
         For what is no array of real numbers, or NaN or infinity among concrete ones.
     """
-    a = array(name, a)
+    a = real_array(name, a)
     a = a.astype(at_least_float32(a.dtype))
-    finite(name, a)
+    check_finite(name, a)
     return a

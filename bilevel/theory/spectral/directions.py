@@ -7,10 +7,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bilevel.internal.checks import array, common_dtype, concrete, nan_unless, number
-from bilevel.theory.spectral.columns import Features, add_up, checked, floating, is_kernels
+from bilevel.internal.checks import common_dtype, concrete, nan_unless, real_array, real_number
+from bilevel.theory.spectral.columns import (
+    Features,
+    as_finite_floating,
+    check_features_and_labels,
+    is_kernels,
+    sum_over_blocks,
+)
 from ntk.internal.derivative_rules import custom_jvp
-from ntk.kernels.symmetric import symmetric
+from ntk.kernels.symmetric import symmetric_matrix
 
 
 def spectral_alpha(features: Features, labels: chex.Array, *, whiten: bool = False) -> jax.Array:
@@ -73,7 +79,7 @@ def spectral_alpha(features: Features, labels: chex.Array, *, whiten: bool = Fal
     >>> bool(spectral_alpha(X, y)[1] > 0.9)
     True
     """
-    largest = jnp.max(jnp.abs(array("labels", labels)), initial=0)
+    largest = jnp.max(jnp.abs(real_array("labels", labels)), initial=0)
     labels = labels / jnp.where(largest > 0, largest, 1)  # the direction has no unit
     noise = noise_gram(features, labels) if whiten else None
     return top_direction(spectral_gram(features, labels), noise)
@@ -107,7 +113,7 @@ def spectral_gram(features: Features, labels: chex.Array) -> jax.Array:
     >>> spectral_gram(jnp.ones((2, 2, 3, 3)), jnp.array([1.0, -1.0, 2.0]))
     Array([[4., 4.], [4., 4.]], dtype=float...)
     """
-    features, y = checked(features, labels)
+    features, y = check_features_and_labels(features, labels)
 
     def term(x):
         dtype = common_dtype(x, y)
@@ -118,7 +124,7 @@ def spectral_gram(features: Features, labels: chex.Array) -> jax.Array:
         dtype = common_dtype(features, y)
         y = y.astype(dtype)
         return jnp.einsum("nc,ijnm,mc->ij", y, jnp.asarray(features, dtype), y)
-    return add_up(term, features)
+    return sum_over_blocks(term, features)
 
 
 def noise_gram(features: Features, labels: chex.Array) -> jax.Array:
@@ -147,11 +153,11 @@ def noise_gram(features: Features, labels: chex.Array) -> jax.Array:
     >>> noise_gram(jnp.array([[[1.0], [2.0]], [[1.0], [1.0]]]), jnp.array([1.0, -1.0]))
     Array([[2., 3.], [3., 5.]], dtype=float...)
     """
-    features, y = checked(features, labels)
+    features, y = check_features_and_labels(features, labels)
     weights = (y**2).sum(1)
     if is_kernels(features):
         return jnp.einsum("ijnn,n->ij", features, weights)
-    return add_up(lambda x: jnp.einsum("nhb,n,ngb->hg", x, weights, x), features)
+    return sum_over_blocks(lambda x: jnp.einsum("nhb,n,ngb->hg", x, weights, x), features)
 
 
 def top_direction(gram: chex.Array, noise: chex.Array | None = None) -> jax.Array:
@@ -183,13 +189,13 @@ def top_direction(gram: chex.Array, noise: chex.Array | None = None) -> jax.Arra
     >>> [[round(a, 3) for a in top_direction(*x).tolist()] for x in ((gram,), (gram, noise))]
     [[0.966, 0.257], [0.164, 0.986]]
     """
-    gram = symmetric(gram, "gram")
+    gram = symmetric_matrix(gram, "gram")
     if concrete(gram) and not np.any(gram):
         raise ValueError("gram: expected a matrix other than 0, as of labels that are all 0.")
     if noise is None:
         alpha = top_eigenvector(gram)
     else:
-        noise = symmetric(noise, "noise")
+        noise = symmetric_matrix(noise, "noise")
         if noise.shape != gram.shape:
             raise ValueError(
                 f"noise: expected shape {gram.shape} as gram, got shape {noise.shape}."
@@ -215,7 +221,7 @@ def top_eigenvector(matrix: chex.Array) -> jax.Array:
 
 
 @top_eigenvector.defjvp
-def _derivative(primals, tangents):
+def _top_eigenvector_jvp(primals, tangents):
     values, vectors = jnp.linalg.eigh(primals[0])
     top, others = vectors[:, -1], vectors[:, :-1]
     slope = others.T @ (tangents[0] + tangents[0].T) @ top / 2
@@ -268,16 +274,16 @@ def simplex_start(
     >>> simplex_start(jnp.array([0.6, -0.1, 0.2]), uniform=0.0).round(2)
     Array([0.75, 0.  , 0.25], dtype=float...)
     """
-    alpha = floating("alpha", alpha)
+    alpha = as_finite_floating("alpha", alpha)
     if alpha.ndim != 1 or alpha.size == 0:
         raise ValueError(f"alpha: expected an array [h], got shape {alpha.shape}.")
     if concrete(alpha) and not np.any(alpha):
         raise ValueError("alpha: expected a direction, got zero.")
     h = len(alpha)
-    metric = jnp.eye(h, dtype=alpha.dtype) if noise is None else floating("noise", noise)
+    metric = jnp.eye(h, dtype=alpha.dtype) if noise is None else as_finite_floating("noise", noise)
     if metric.shape != (h, h):
         raise ValueError(f"noise: expected shape {(h, h)}, got {metric.shape}.")
-    if concrete(number("uniform", uniform)) and not 0 <= uniform <= 1:
+    if concrete(real_number("uniform", uniform)) and not 0 <= uniform <= 1:
         raise ValueError(f"uniform: expected a number in [0, 1], got {uniform}.")
     alpha = alpha / jnp.max(jnp.abs(alpha))  # squares of small numbers vanish
     sides = jnp.stack([alpha, -alpha])

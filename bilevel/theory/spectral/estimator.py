@@ -6,7 +6,13 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from bilevel.theory.spectral.columns import Columns, Features, add_up, block_shape, checked
+from bilevel.theory.spectral.columns import (
+    Columns,
+    Features,
+    block_shape,
+    check_features_and_labels,
+    sum_over_blocks,
+)
 from bilevel.theory.spectral.directions import spectral_alpha
 
 
@@ -63,7 +69,7 @@ def spectral_estimator(
     >>> bool(jnp.mean((f - y[100:]) ** 2) < jnp.mean(y[100:] ** 2))
     True
     """
-    features, others = checked(*train)[0], checked(*valid)[0]
+    features, others = check_features_and_labels(*train)[0], check_features_and_labels(*valid)[0]
     shapes = block_shape(features), block_shape(others)
     if {len(shape) for shape in shapes} != {3} or shapes[0][1] != shapes[1][1]:
         raise ValueError(
@@ -71,7 +77,7 @@ def spectral_estimator(
             f"got shapes {shapes[0]} and {shapes[1]}."
         )
     alpha = spectral_alpha(*valid, whiten=whiten)
-    kernel = _mixture_kernel(alpha, features, features)
+    kernel = _cross_kernel_of_mixture(alpha, features, features)
     labels = jnp.asarray(train[1], kernel.dtype)
     return SpectralEstimate(alpha, jnp.linalg.pinv(kernel, hermitian=True) @ labels)
 
@@ -109,13 +115,13 @@ def spectral_predict(estimate: SpectralEstimate, train: Features, features: Feat
             "features: expected blocks (count, h, columns) as of the training rows, "
             f"{forms[0]}, got {forms[1]}."
         )
-    return _mixture_kernel(estimate.alpha, features, train) @ estimate.dual
+    return _cross_kernel_of_mixture(estimate.alpha, features, train) @ estimate.dual
 
 
-def _mixture_kernel(alpha, rows, columns):
+def _cross_kernel_of_mixture(alpha, rows, columns):
     """``Phi_alpha Phi_alpha'`` between two sets of rows."""
 
     def term(x, z):
         return jnp.einsum("h,nhb->nb", alpha, x) @ jnp.einsum("h,nhb->bn", alpha, z)
 
-    return add_up(term, rows, columns)
+    return sum_over_blocks(term, rows, columns)

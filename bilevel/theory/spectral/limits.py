@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bilevel.internal.checks import array, concrete, nan_where, offending, prng_key, whole
+from bilevel.internal.checks import concrete, integer, nan_where, offending, prng_key, real_array
 from bilevel.theory.spectral.directions import top_eigenvector
 
 
@@ -75,7 +75,7 @@ def spectral_limits(p_over_n: Any, h_over_n: Any) -> SpectralLimits:
     for name, value, least in (("p_over_n", p_over_n, "> 0"), ("h_over_n", h_over_n, ">= 0")):
         if not concrete(value):
             continue
-        numbers = np.asarray(array(name, value))
+        numbers = np.asarray(real_array(name, value))
         good = np.isfinite(numbers) & ((numbers > 0) if least == "> 0" else (numbers >= 0))
         if not good.all():
             raise ValueError(
@@ -138,7 +138,7 @@ def spectral_sample(key: chex.PRNGKey, n: int, p: int, h: int) -> SpectralSample
     """
     prng_key("key", key)
     for name, number in (("n", n), ("p", p), ("h", h)):
-        whole(name, number, 1)
+        integer(name, number, 1)
     for_size, for_m, for_phi, for_rest = jax.random.split(key, 4)
     size = jnp.sum(jax.random.normal(for_size, (n,)) ** 2)
     # Coordinates are such that alpha* and theta* are the first unit vectors.

@@ -5,14 +5,14 @@ from typing import Any
 
 import numpy as np
 
-from bilevel.internal.checks import known, whole
+from bilevel.internal.checks import integer, one_of
 from bilevel.spaces.nasbench201 import PRIMITIVES, Genotype
-from bilevel.spaces.nasbench201.judging.table import Table, row
+from bilevel.spaces.nasbench201.judging.table import BenchmarkTable, genotype_row
 from bilevel.spaces.nasbench201.judging.verdicts import DATASETS, best_of_k_random
 
 
 def standing(
-    table: Table,
+    table: BenchmarkTable,
     genotypes: Sequence[Genotype],
     *,
     operations: Sequence[str] = PRIMITIVES,
@@ -53,10 +53,10 @@ def standing(
     ([...], 94.37...)
     """
     for name in operations:
-        known("operations", name, PRIMITIVES)
-    rows = [row(table, genotype) for genotype in genotypes]
+        one_of("operations", name, PRIMITIVES)
+    rows = [genotype_row(table, genotype) for genotype in genotypes]
     others = np.array([set(operations) >= set(g.operations) for g in table.genotypes])
-    budget = min(whole("budget", budget, 1), others.sum())
+    budget = min(integer("budget", budget, 1), others.sum())
     found = {}
     for name in DATASETS:
         test = table.accuracy[f"{name}-test"]

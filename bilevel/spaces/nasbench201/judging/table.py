@@ -86,7 +86,7 @@ FILES = {
 }
 
 
-class Table(NamedTuple):
+class BenchmarkTable(NamedTuple):
     """The benchmark's results, rows in the order of :func:`genotypes`.
 
     Attributes
@@ -112,7 +112,7 @@ class Table(NamedTuple):
     official_index: np.ndarray
 
 
-def load_table() -> Table:
+def load_table() -> BenchmarkTable:
     """Read the results of all 15,625 networks.
 
     Raises
@@ -142,8 +142,8 @@ def load_table() -> Table:
     of_runs = {name: np.stack([columns[c] for c in runs[name]], axis=1) for name in RUN_SETS}
     means = {name: columns[f"{names[name]}_acc_200ep_mean"] for name in SETS if name not in runs}
     # From the licensed source if it has the runs of a set: tables/README.md.
-    means |= {name: _mean(of_runs[name]) for name in SETS if name in runs}
-    return Table(
+    means |= {name: _mean_over_runs(of_runs[name]) for name in SETS if name in runs}
+    return BenchmarkTable(
         genotypes(),
         {name: means[name] for name in SETS},
         {name: columns[f"{names[name]}_acc_12ep"] for name in SETS},
@@ -153,13 +153,13 @@ def load_table() -> Table:
     )
 
 
-def _mean(runs: np.ndarray) -> np.ndarray:
+def _mean_over_runs(runs: np.ndarray) -> np.ndarray:
     """The mean of the runs that there are, to 6 decimals as all accuracies; NaN without a run."""
     with np.errstate(invalid="ignore"):
         return (np.nansum(runs, axis=1) / np.isfinite(runs).sum(axis=1)).round(6)
 
 
-def row(table: Table, genotype: Genotype) -> int:
+def genotype_row(table: BenchmarkTable, genotype: Genotype) -> int:
     """The row of a genotype.
 
     Raises
@@ -167,7 +167,7 @@ def row(table: Table, genotype: Genotype) -> int:
     ValueError
         For a genotype that cannot be, or a table in another order.
     """
-    place = int(_places(encode(genotype)))
+    place = int(_rows_of_codes(encode(genotype)))
     there = table.genotypes[place : place + 1]
     if not there or not np.array_equal(encode(there[0]), encode(genotype)):
         raise ValueError("table: expected the rows of load_table(), got others or another order.")
@@ -238,7 +238,7 @@ def cifar10_split() -> tuple[np.ndarray, np.ndarray]:
     >>> len(train), len(valid), train[:3]
     (25000, 25000, array([0, 5, 7]))
     """
-    columns = _columns(SPLIT, ["index", "split"])
+    columns = _read_columns(SPLIT, ["index", "split"])
     index, split = np.array(columns["index"], np.int64), np.array(columns["split"])
     return np.sort(index[split == "train"]), np.sort(index[split == "valid"])
 
@@ -248,8 +248,8 @@ def _by_genotype(file: str, wanted: list[str]) -> dict[str, np.ndarray]:
 
     Files are keyed by the official text: indices differ between publications.
     """
-    columns = _columns(file, ["arch_str", *wanted])
-    places = _places(encode(map(parse_genotype, columns.pop("arch_str"))))
+    columns = _read_columns(file, ["arch_str", *wanted])
+    places = _rows_of_codes(encode(map(parse_genotype, columns.pop("arch_str"))))
     arrays = {}
     for name, texts in columns.items():
         arrays[name] = np.full(len(genotypes()), np.nan)
@@ -257,12 +257,12 @@ def _by_genotype(file: str, wanted: list[str]) -> dict[str, np.ndarray]:
     return arrays
 
 
-def _places(codes: np.ndarray) -> np.ndarray:
+def _rows_of_codes(codes: np.ndarray) -> np.ndarray:
     """The places among :func:`genotypes` of rows of :func:`encode`, [..., 6]."""
     return codes @ len(PRIMITIVES) ** np.arange(len(EDGES))[::-1]
 
 
-def _columns(file: str, wanted: list[str]) -> dict[str, list[str]]:
+def _read_columns(file: str, wanted: list[str]) -> dict[str, list[str]]:
     """Some columns of a file as texts, once its content is known to be right."""
     path, content = _content(file)
     size, digest = FILES[file]

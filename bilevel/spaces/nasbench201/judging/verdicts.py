@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy.stats import kendalltau, rankdata, spearmanr
 
-from bilevel.internal.checks import known, numbers, whole
+from bilevel.internal.checks import integer, numpy_array, one_of
 from bilevel.spaces.nasbench201 import (
     Genotype,
     conv_edges,
@@ -40,7 +40,7 @@ from bilevel.spaces.nasbench201 import (
     parameter_count,
     trainable_layers,
 )
-from bilevel.spaces.nasbench201.judging.table import RUN_SETS, Table
+from bilevel.spaces.nasbench201.judging.table import RUN_SETS, BenchmarkTable
 
 DATASETS = {"cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "imagenet16": "ImageNet16-120"}
 """The benchmark's, and how they are written."""
@@ -75,7 +75,7 @@ PRINTED = {
 """Printed test accuracies: (mean, standard deviation) of each of ``DATASETS``, NaN if not given."""
 
 
-def _places(score: Any) -> np.ndarray:
+def _rank_places(score: Any) -> np.ndarray:
     """The order of a score as integers: equal for ties, 0 for NaN."""
     score = np.asarray(score, np.float64)
     places, ranked = np.zeros(score.shape, np.int64), ~np.isnan(score)
@@ -83,8 +83,8 @@ def _places(score: Any) -> np.ndarray:
     return places
 
 
-def _floats(name: str, value: Any) -> np.ndarray:
-    return numbers(name, value).astype(np.float64)
+def _as_float64(name: str, value: Any) -> np.ndarray:
+    return numpy_array(name, value).astype(np.float64)
 
 
 def _check_vectors(**vectors: np.ndarray) -> None:
@@ -104,7 +104,7 @@ def _check_vectors(**vectors: np.ndarray) -> None:
 
 
 def _check_number(name: str, value: int, largest: int) -> None:
-    if not 1 <= whole(name, value, 0) <= largest:
+    if not 1 <= integer(name, value, 0) <= largest:
         raise ValueError(f"{name}: expected 1 to {largest}, got {value}.")
 
 
@@ -132,9 +132,9 @@ def correlations(score: Any, accuracy: Any) -> Correlations:
     >>> correlations([1, 2, np.nan, 4], [70.0, 80.0, 60.0, 90.0])
     Correlations(tau=1.0, rho=1.0)
     """
-    score, accuracy = _floats("score", score), _floats("accuracy", accuracy)
+    score, accuracy = _as_float64("score", score), _as_float64("accuracy", accuracy)
     _check_vectors(score=score, accuracy=accuracy)
-    places = _places(score)
+    places = _rank_places(score)
     if np.ptp(places) == 0 or np.ptp(accuracy) == 0:
         return Correlations(math.nan, math.nan)
     tau, rho = kendalltau(places, accuracy).statistic, spearmanr(places, accuracy).statistic
@@ -148,7 +148,7 @@ class SeedCeiling(NamedTuple):
     ceiling: float  # tau of a perfect score with the mean over the runs there are
 
 
-def seed_ceiling(table: Table, dataset: str) -> SeedCeiling:
+def seed_ceiling(table: BenchmarkTable, dataset: str) -> SeedCeiling:
     r"""Kendall's tau between trainings that differ in their seed, and what it implies.
 
     Let a run's accuracy be ``t + e``: the network's own and an independent error. If both are
@@ -178,7 +178,7 @@ def seed_ceiling(table: Table, dataset: str) -> SeedCeiling:
     ValueError
         For another dataset.
     """
-    known("dataset", dataset, RUN_SETS)
+    one_of("dataset", dataset, RUN_SETS)
     runs = table.runs[dataset]
     pairs = {}
     for i, j in itertools.combinations(range(runs.shape[1]), 2):
@@ -205,9 +205,9 @@ def top_one(score: Any, accuracy: Any) -> float:
     >>> top_one([3, 3, 1, np.nan], [70.0, 80.0, 90.0, 95.0])
     75.0
     """
-    score, accuracy = _floats("score", score), _floats("accuracy", accuracy)
+    score, accuracy = _as_float64("score", score), _as_float64("accuracy", accuracy)
     _check_vectors(score=score, accuracy=accuracy)
-    places = _places(score)
+    places = _rank_places(score)
     return float(accuracy[places == places.max()].mean())
 
 
@@ -248,16 +248,20 @@ def best_of_k(
     >>> best_of_k([1, 2, 3, 4], [60, 90, 80, 70], [61, 91, 81, 71], 2, draws=3)
     array([81., 81., 81.])
     """
-    score, valid, test = _floats("score", score), _floats("valid", valid), _floats("test", test)
+    score, valid, test = (
+        _as_float64("score", score),
+        _as_float64("valid", valid),
+        _as_float64("test", test),
+    )
     _check_vectors(score=score, valid=valid, test=test)
     _check_number("pool", len(score) if pool is None else pool, len(score))
     _check_number("k", k, len(score) if pool is None else pool)
-    kept = _kept(_places(score), k, pool, draws, seed)
+    kept = _draw_top_k(_rank_places(score), k, pool, draws, seed)
     # Networks come in random order, so the first of the best is one of the best at random.
     return np.array([test[networks[valid[networks].argmax()]] for networks in kept])
 
 
-def _kept(
+def _draw_top_k(
     places: np.ndarray, k: int, pool: int | None, draws: int, seed: int
 ) -> Iterator[np.ndarray]:
     """For each draw the k of best place in its pool, ties and order at random."""
@@ -303,7 +307,7 @@ def best_of_k_random(valid: Any, test: Any, k: int) -> float:
     >>> best_of_k_random([1, 2, 3], [10.0, 20.0, 30.0], 2)  # 20 once, 30 twice
     26.666666666666664
     """
-    valid, test = _floats("valid", valid), _floats("test", test)
+    valid, test = _as_float64("valid", valid), _as_float64("test", test)
     _check_vectors(valid=valid, test=test)
     m = len(valid)
     _check_number("k", k, m)
@@ -330,7 +334,7 @@ def _figure(found: np.ndarray) -> Figure:
 
 def paper_protocol(
     score: Any,
-    table: Table,
+    table: BenchmarkTable,
     rows: Any,
     *,
     k: int = 20,
@@ -369,7 +373,7 @@ def paper_protocol(
     """
     if validation not in ("early", "final"):
         raise ValueError(f"validation: expected early or final, got {validation!r}.")
-    rows = _rows(table, rows)
+    rows = _check_row_indices(table, rows)
     values = table.early if validation == "early" else table.accuracy
     figures = {}
     for dataset in DATASETS:
@@ -379,7 +383,7 @@ def paper_protocol(
     return figures
 
 
-def _rows(table: Table, rows: Any) -> np.ndarray:
+def _check_row_indices(table: BenchmarkTable, rows: Any) -> np.ndarray:
     rows, size = np.asarray(rows), len(table.genotypes)
     if rows.ndim != 1 or rows.dtype.kind not in "iu" or not len(rows):
         raise ValueError(f"rows: expected integers [m], got {rows.dtype} {list(rows.shape)}.")
@@ -415,18 +419,18 @@ def sum_of_log_ranks(*scores: Any) -> np.ndarray:
     >>> sum_of_log_ranks([1, 2, 4, 3], [10, np.nan, 40, 30]).round(2)
     array([-2.08, -2.08,  0.  , -0.58])
     """
-    arrays = [_floats("scores", score) for score in scores]
+    arrays = [_as_float64("scores", score) for score in scores]
     if not arrays:
         raise ValueError("scores: expected at least one, got none.")
     shapes = [list(array.shape) for array in arrays]
     if len(shapes[0]) != 1 or any(shape != shapes[0] for shape in shapes):
         raise ValueError(f"scores: expected vectors of one length, got shapes {shapes}.")
-    return np.sum([np.log(rankdata(_places(array)) / len(array)) for array in arrays], axis=0)
+    return np.sum([np.log(rankdata(_rank_places(array)) / len(array)) for array in arrays], axis=0)
 
 
 def judge(
     scores: Mapping[str, Any],
-    table: Table,
+    table: BenchmarkTable,
     rows: Any,
     *,
     k: int = 20,
@@ -463,13 +467,13 @@ def judge(
         For scores of another length than ``rows``, a score called like a baseline, and as
         :func:`best_of_k`.
     """
-    rows = _rows(table, rows)
+    rows = _check_row_indices(table, rows)
     taken = [name for name in scores if name in BASELINES]
     if taken:
         raise ValueError(f"scores: expected names other than the baselines', got {taken[0]!r}.")
     cells = [table.genotypes[i] for i in rows]
     baselines = {name: [count(cell) for cell in cells] for name, count in BASELINES.items()}
-    arrays = {name: _floats("scores", s) for name, s in {**scores, **baselines}.items()}
+    arrays = {name: _as_float64("scores", s) for name, s in {**scores, **baselines}.items()}
     for name, score in arrays.items():
         if score.shape != rows.shape:
             raise ValueError(

@@ -1,7 +1,7 @@
 """Differentiable bilevel optimization in JAX: flat public names.
 
-A newcomer's path through the code: ``problem``, ``inverse``, ``forward``, ``solvers``,
-``estimate``, ``_hypergradient``, ``geometry``, ``_descent``, ``_search``.
+Read ``contracts`` first, then the packages ``problem``, ``solvers``, ``hypergradients`` and
+``outer_loop``.
 
 The names and their places: ``__init__.pyi``. They are imported when they are first used.
 """

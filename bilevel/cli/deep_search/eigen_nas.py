@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bilevel.cli.deep_search import pipeline, skips
+from bilevel.cli.deep_search import pipeline, skip_networks
 from bilevel.cli.deep_search import report as deep_report
 from bilevel.cli.flags.deep_searches import SkipSearch
 from bilevel.cli.runtime import report
@@ -23,20 +23,20 @@ from bilevel.strategies.train_free import EigenNAS, eigen_nas
 
 def run_eigen_nas(config: SkipSearch) -> dict[str, Any]:
     """Run the job; print its table, write its run directory, return what `result.json` holds."""
-    began, space = time.perf_counter(), skips.space_from_flags(config)
-    singles = skips.singles_of(space)
+    began, space = time.perf_counter(), skip_networks.space_from_flags(config)
+    singles = skip_networks.single_activation_networks(space)
     work = {
         "data": 2,
         "eigenvalues": 10 + 0.1 * config.seeds * config.samples,
-        "training": skips.training_seconds(config, 2 * config.kept + len(singles)),
+        "training": skip_networks.training_seconds(config, 2 * config.kept + len(singles)),
     }
     with pipeline.running(config, work) as run:
-        task = skips.task_of(config, space, pipeline.parts_of(config, unit_inputs))
+        task = skip_networks.skip_task(config, space, pipeline.parts_of(config, unit_inputs))
         run.bar.enter("eigenvalues")
         found = [_of_seed(config, task, seed) for seed in range(config.seeds)]
         ranked = time.perf_counter() - began
         rows = _ranked_and_random_networks(task, found, singles, config.kept)
-        networks = skips.train_skip_networks(run, task, rows)
+        networks = skip_networks.train_skip_networks(run, task, rows)
         scores = pipeline.by_network(networks)
         result = {
             "space": "skips",
@@ -44,8 +44,8 @@ def run_eigen_nas(config: SkipSearch) -> dict[str, Any]:
             "names": list(space.names),
             "architectures": [_best_by_validation(networks, seed) for seed in range(config.seeds)],
             "scores": scores,
-            "best_single": skips.best_single(space, scores),
-            "kernel_rows": skips.kernel_rows(config),
+            "best_single": skip_networks.best_single(space, scores),
+            "kernel_rows": skip_networks.kernel_rows(config),
             "seconds": {"search": ranked, "all": time.perf_counter() - began},
             **report.origin(),
         }
@@ -53,25 +53,32 @@ def run_eigen_nas(config: SkipSearch) -> dict[str, Any]:
         report.write_results(run.folder, result, eigenvalues)
     ends = {"eigen-nas", space.names[-1], "random"}
     notes = [note.format(**result, **run.flags) for note in _NOTES]
-    table = deep_report.network_table(result, skips.COLUMNS, ends)
+    table = deep_report.network_table(result, skip_networks.COLUMNS, ends)
     deep_report.show_architectures(result, run.folder, table, notes)
     return result
 
 
-def _of_seed(config: SkipSearch, task: skips.SkipTask, seed: int) -> EigenNAS:
+def _of_seed(config: SkipSearch, task: skip_networks.SkipTask, seed: int) -> EigenNAS:
     """The pool's best by the kernel of the seed's first training rows, in float64."""
     draw = pipeline.keys(config.seed, seed)[0]
     with jax.enable_x64(True):
-        x = jnp.asarray(np.asarray(task.parts[seed][0][0][: skips.kernel_rows(config)]), float)
+        x = jnp.asarray(
+            np.asarray(task.parts[seed][0][0][: skip_networks.kernel_rows(config)]), float
+        )
         return eigen_nas(draw, task.space, x, pool=config.samples, keep=config.kept)
 
 
 def _ranked_and_random_networks(
-    task: skips.SkipTask, found: list[EigenNAS], singles: dict[str, SkipArchitecture], kept: int
+    task: skip_networks.SkipTask,
+    found: list[EigenNAS],
+    singles: dict[str, SkipArchitecture],
+    kept: int,
 ) -> list[pipeline.NetworkToTrain]:
     """What is trained for each seed: the best of the pool, single activations, random networks."""
     rows = []
-    for seed, (best, corners) in enumerate(zip(found, skips.drawn_of(task, kept), strict=True)):
+    for seed, (best, corners) in enumerate(
+        zip(found, skip_networks.draw_corners(task, kept), strict=True)
+    ):
         drawn = [task.space.discretize(alpha) for alpha in corners]
         named = {f"{_NAME} {i}": a for i, a in enumerate(best.architectures, 1)} | singles
         named |= {f"random {i}": a for i, a in enumerate(drawn, 1)}

@@ -148,7 +148,9 @@ def measure(flags) -> harness.Row:
     print(f"{rows} rows: a factor of rank {rank} for the preconditioner", flush=True)
     partial = jax.block_until_ready(ntk.partial_cholesky(K, rank, key=jax.random.key(0)))
     print(
-        f"done, {kept.clock.read()[0]:.0f} s; it leaves {partial.rest.mean():.3f} of 6", flush=True
+        f"done, {kept.clock.read()[0]:.0f} s; "
+        f"it leaves {partial.residual_diagonal.mean():.3f} of 6",
+        flush=True,
     )
     fit = ntk.iterative_regression(
         K,

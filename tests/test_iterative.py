@@ -54,14 +54,14 @@ def test_a_partial_factor_is_below_the_kernel_and_exact_at_its_pivots(rank):
     found, K = factor(rank), dense()
     rest = K - found.factor @ found.factor.T
     assert np.linalg.eigvalsh(rest)[0] > -1e-12
-    np.testing.assert_allclose(found.rest, np.diag(rest), atol=1e-11)
+    np.testing.assert_allclose(found.residual_diagonal, np.diag(rest), atol=1e-11)
     np.testing.assert_allclose(rest[:, found.pivots], 0, atol=1e-9)
     assert len(set(np.asarray(found.pivots).tolist())) == rank
 
 
 def test_a_partial_factor_is_nearly_the_best_of_half_its_rank():
     best = np.linalg.eigvalsh(dense())[: N - 20].sum()
-    assert factor(40).rest.sum() < 1.1 * best
+    assert factor(40).residual_diagonal.sum() < 1.1 * best
 
 
 def test_beyond_the_rank_of_a_kernel_a_factor_is_zero():

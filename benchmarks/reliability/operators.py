@@ -86,7 +86,7 @@ def partial_cholesky(rng, dtype) -> Case:
         rounding = 2e3 * eps(dtype)
         return first(
             that(np.linalg.eigvalsh(rest)[0] > -rounding, "a factor above the kernel"),
-            near("rest", np.asarray(found.rest) + 1, np.diag(rest) + 1, rounding),
+            near("rest", np.asarray(found.residual_diagonal) + 1, np.diag(rest) + 1, rounding),
         )
 
     arguments = {"x": x, "rank": int(rng.integers(1, n + 1)), "key": _key(rng)}

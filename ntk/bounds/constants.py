@@ -224,10 +224,10 @@ def lipschitz_constant(activation: Mixture) -> jax.Array:
             raise ValueError(
                 f"activation: expected a Lipschitz function, got one that jumps at {places[0]:g}."
             )
-    found, far = _largest_slopes(layer_derivative(layer), weights, kink_places(layer))
-    if concrete(found) and not far <= 1.01 * found:
+    largest_slope, far = _largest_slopes(layer_derivative(layer), weights, kink_places(layer))
+    if concrete(largest_slope) and not far <= 1.01 * largest_slope:
         raise ValueError(f"activation: expected a Lipschitz function, got slope {far} at {_FAR}.")
-    return found
+    return largest_slope
 
 
 @functools.partial(jax.jit, static_argnums=(0, 2))
@@ -239,11 +239,11 @@ def _largest_slopes(
     def size(z):
         return jnp.abs(evaluate_layer(slope, weights, z))
 
-    found = _supremum(lambda v: size(jnp.sinh(v)), -10.0, 10.0, nodes=20_001)
+    largest = _supremum(lambda v: size(jnp.sinh(v)), -10.0, 10.0, nodes=20_001)
     apart = 1e-6 * (1 + np.abs(kinks))
     sides = jnp.asarray(np.concatenate([kinks - apart, kinks + apart]), float)
-    found = jnp.maximum(found, jnp.max(size(sides), initial=0.0))
-    return found, jnp.max(size(jnp.array([-_FAR, _FAR])))
+    largest = jnp.maximum(largest, jnp.max(size(sides), initial=0.0))
+    return largest, jnp.max(size(jnp.array([-_FAR, _FAR])))
 
 
 def _functions(activation: Mixture) -> tuple[Callable, Callable, tuple[float, ...]]:
@@ -260,8 +260,8 @@ def _functions(activation: Mixture) -> tuple[Callable, Callable, tuple[float, ..
 def _supremum(fn: Callable[[jax.Array], jax.Array], low, high, nodes: int = 129) -> jax.Array:
     """The largest value of ``fn`` on an interval: a scan, then finer ones around its best node."""
 
-    def finer(nodes, found):
-        low, high, best = found
+    def finer(nodes, bracket):
+        low, high, best = bracket
         grid = low + (high - low) * jnp.linspace(0, 1, nodes)
         values = fn(grid)
         i = jnp.argmax(values)
@@ -269,7 +269,7 @@ def _supremum(fn: Callable[[jax.Array], jax.Array], low, high, nodes: int = 129)
         return grid[jnp.maximum(i - 1, 0)], grid[jnp.minimum(i + 1, nodes - 1)], best
 
     start = tuple(jnp.asarray(x, float) for x in (low, high, -jnp.inf))
-    return jax.lax.fori_loop(0, 4, lambda _, found: finer(129, found), finer(nodes, start))[2]
+    return jax.lax.fori_loop(0, 4, lambda _, bracket: finer(129, bracket), finer(nodes, start))[2]
 
 
 def _variance(variance) -> jax.Array:

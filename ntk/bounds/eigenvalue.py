@@ -251,9 +251,9 @@ def hermite_lower_bound(
             f"x: expected rows of equal norm, not 0, got squares from {squares.min()} to "
             f"{squares.max()}."
         )
-    found = diagonals(layers, weights, skips, variances, squares[:1])
-    first, above = found[0], variances[-1]
-    for c, a, one in zip(variances[1:-1], skips, found[1:], strict=True):
+    layer_diagonals = diagonals(layers, weights, skips, variances, squares[:1])
+    first, above = layer_diagonals[0], variances[-1]
+    for c, a, one in zip(variances[1:-1], skips, layer_diagonals[1:], strict=True):
         above = above * (c * one.slope[0] + a**2)
     kinks = kink_places(layers[0])
     a, b = (
@@ -262,13 +262,13 @@ def hermite_lower_bound(
     )
     # Not (k + 1) a_k^2: at a jump the kernel has the slope of the pieces, without the point mass.
     parts = a**2 + first.scale[0] ** 2 * jnp.pad(b[:-1], (1, 0)) ** 2
-    rest = jnp.maximum(first.second[0] + first.scale[0] ** 2 * first.slope[0] - parts.sum(), 0)
+    tail_sum = jnp.maximum(first.second[0] + first.scale[0] ** 2 * first.slope[0] - parts.sum(), 0)
     rho = jnp.where(jnp.eye(len(x), dtype=bool), 1, x @ x.T / squares[0])
     powers = itertools.accumulate([rho] * terms, jnp.multiply)
     smallest = jnp.stack([min_eigenvalue(power) for power in powers])
-    series, tail = parts[1:] @ smallest[:-1], rest * smallest[-1]
+    series, tail = parts[1:] @ smallest[:-1], tail_sum * smallest[-1]
     named = {"B_1": above, f"k < {terms}": series, f"k >= {terms}": tail}
-    noise = len(x) * jnp.finfo(x.dtype).eps * above * (parts.sum() + rest)
+    noise = len(x) * jnp.finfo(x.dtype).eps * above * (parts.sum() + tail_sum)
     needs = (("inputs have equal norms", equal),)
     return lower_bound(above * (series + tail), named, noise, assumptions=needs)
 
@@ -278,11 +278,11 @@ def _layer_kernels(x, layers, weights, skips, variances):
     squares = (x * x).sum(1)
     traced = not concrete(x, weights, skips, variances)
     for how in (TRACED,) if traced else RESOLUTIONS:
-        found = propagate_features(layers, weights, skips, variances, squares, how)
-        kernels = _recursion(x, found, skips, variances)
+        features = propagate_features(layers, weights, skips, variances, squares, how)
+        kernels = _recursion(x, features, skips, variances)
         if not concrete(kernels):
             return kernels
-        if is_resolved([f for one in found for f in (one.value, one.slope)]):
+        if is_resolved([f for one in features for f in (one.value, one.slope)]):
             break
     check_resolved("x", kernels[0][-1] + kernels[1][-1])
     return kernels
@@ -291,24 +291,28 @@ def _layer_kernels(x, layers, weights, skips, variances):
 @jax.jit
 def _recursion(x, layers, skips, variances):
     same = jnp.eye(len(x), dtype=bool)
-    found, slopes = [jnp.where(same, (x * x).sum(1), x @ x.T)], []
+    second_moments, slopes = [jnp.where(same, (x * x).sum(1), x @ x.T)], []
     for i, one in enumerate(layers):
-        below, scale = found[-1], one.scale
+        below, scale = second_moments[-1], one.scale
         size = scale[:, None] * scale[None]
         rho = variances[i] * below / jnp.where(size > 0, size, 1)
         # The diagonal is known: in the series its correlation of 1 would ask for all terms.
         p = jnp.where(same, 0.5, jnp.clip((1 - rho) / 2, 0, 1))
-        both = (one.value, one.slope)
+        value_and_slope = (one.value, one.slope)
         pair = Pair(p, 1 - p, jnp.full_like(p, jnp.finfo(p.dtype).eps))
         value, slope = (
             jnp.where(
                 error <= largest_error(p.dtype) * f.norm[:, None] * f.norm[None], entry, jnp.nan
             )
-            for f, (entry, error) in zip(both, expectations(both, both, (1, 0), pair), strict=True)
+            for f, (entry, error) in zip(
+                value_and_slope,
+                expectations(value_and_slope, value_and_slope, (1, 0), pair),
+                strict=True,
+            )
         )
         a = skips[i - 1] if i else 0.0
         cross = one.value.mean[:, None] * one.below[None]
         second = value + a * (cross + cross.T) + a**2 * below
-        found.append(jnp.where(same, one.second[:, None], second))
+        second_moments.append(jnp.where(same, one.second[:, None], second))
         slopes.append(jnp.where(same, one.slope.norm[:, None] ** 2, slope))
-    return found, slopes
+    return second_moments, slopes

@@ -100,8 +100,8 @@ def zhu_variance_as_printed(
     """
     layers, weights, skips, variances = parse_architecture(activations, skips, None)
     t = jnp.asarray(_printed_variance(activations))
-    found = diagonals(layers, weights, skips, variances, jnp.ones(1))
-    exact = jnp.stack([one.scale[0] for one in found]).max() ** 2
+    layer_diagonals = diagonals(layers, weights, skips, variances, jnp.ones(1))
+    exact = jnp.stack([one.scale[0] for one in layer_diagonals]).max() ** 2
     return Bound(
         "variance of the pre-activations <= value",
         value=t,
@@ -455,9 +455,9 @@ def _zhu_constants(n, d, activations, skips, C):
 def _unit_diagonal(activations, skips) -> jax.Array:
     """K_ii of the exact kernel for |x| = 1, by the recursion of S and T in ntk.infinite."""
     layers, weights, skips, variances = parse_architecture(activations, skips, None)
-    found = diagonals(layers, weights, skips, variances, jnp.ones(1))
+    layer_diagonals = diagonals(layers, weights, skips, variances, jnp.ones(1))
     second, tangent = jnp.ones(1), jnp.zeros(1)
-    for c, a, one in zip(variances[:-1], jnp.append(0, skips), found, strict=True):
+    for c, a, one in zip(variances[:-1], jnp.append(0, skips), layer_diagonals, strict=True):
         tangent = c * one.slope * (second + tangent) + a**2 * tangent
         second = one.second
     return variances[-1] * (second + tangent)[0]

@@ -87,7 +87,7 @@ def _pullbacks(empirical):
         unknown = [UndefinedPrimal(v.aval) for v in program.invars]
 
         def pullback(*cotangents):
-            found = empirical._backward_pass(
+            input_cotangents = empirical._backward_pass(
                 program,
                 mode=mode,
                 consts=constants,
@@ -97,7 +97,7 @@ def _pullbacks(empirical):
                 _s_rules=s_rules,
                 _fwd=fwd,
             )
-            return jax.tree.unflatten(tree, found)
+            return jax.tree.unflatten(tree, input_cotangents)
 
         return out, pullback
 
@@ -119,9 +119,9 @@ def _without_known(jaxpr: Jaxpr, constants) -> tuple[_JaxprView, list]:
     for eqn in jaxpr.eqns:
         if all(isinstance(v, Literal) or v in known for v in eqn.invars):
             values = [_value_or_shape(known, v) for v in eqn.invars]
-            found = eqn.primitive.bind(*values, **eqn.params)
-            found = found if eqn.primitive.multiple_results else [found]
-            known.update(zip(eqn.outvars, found, strict=True))
+            results = eqn.primitive.bind(*values, **eqn.params)
+            results = results if eqn.primitive.multiple_results else [results]
+            known.update(zip(eqn.outvars, results, strict=True))
         elif len(eqn.outvars) == 1:
             linear.append(eqn)
         else:
@@ -150,12 +150,12 @@ def _transpose_equation(eqn, cotangent, *values) -> tuple:
     unknown = [i for i, x in enumerate(values) if isinstance(x, UndefinedPrimal)]
     avals = [values[i].aval for i in unknown]
     if isinstance(cotangent, Zero):
-        found = [Zero(aval) for aval in avals]
+        transposed = [Zero(aval) for aval in avals]
     else:
         shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
         forward = lambda *x: _apply_equation(eqn, values, dict(zip(unknown, x, strict=True)))  # noqa: E731
-        found = jax.linear_transpose(forward, *shapes)(cotangent)
-    placed = dict(zip(unknown, found, strict=True))
+        transposed = jax.linear_transpose(forward, *shapes)(cotangent)
+    placed = dict(zip(unknown, transposed, strict=True))
     return tuple(placed.get(i) for i in range(len(values)))
 
 
@@ -169,8 +169,8 @@ def _apply_equation(eqn, values, given: dict):
     inputs = [given.get(i, x) for i, x in enumerate(values)]
     inputs = [x.aval if isinstance(x, UndefinedPrimal) else x for x in inputs]
     inputs = [jnp.zeros(x.shape, x.dtype) if isinstance(x, ShapedArray) else x for x in inputs]
-    found = eqn.primitive.bind(*inputs, **eqn.params)
-    return found[0] if eqn.primitive.multiple_results else found
+    results = eqn.primitive.bind(*inputs, **eqn.params)
+    return results[0] if eqn.primitive.multiple_results else results
 
 
 def _flops(f, optimize: bool, *args, **kwargs) -> float:

@@ -44,13 +44,13 @@ def plan_for_method(net: NetworkProgram, method: str) -> GradientPlan | None:
     """
     if method == "neural_tangents":
         return None
-    found = factored_gradients.plan_gradients(net, factored=method != "jacobian")
-    if method == "layerwise" and not found.layered:
+    plan = factored_gradients.plan_gradients(net, factored=method != "jacobian")
+    if method == "layerwise" and not plan.layered:
         raise ValueError(
             "method: expected an apply that multiplies by leaves of params for 'layerwise', got "
             "one in which no leaf is used in products alone."
         )
-    return found
+    return plan
 
 
 _MUCH = 2**26  # bytes of per-sample gradients of which one should know
@@ -63,7 +63,7 @@ def warn_about_memory(net: NetworkProgram, plan: GradientPlan | None, outputs: s
     cost = {
         name: held * variables[i].size * max(4, variables[i].dtype.itemsize)
         for i, name in zip(net.trained, net.names, strict=True)
-        if plan is not None and i in plan.rest
+        if plan is not None and i in plan.jacobian_leaves
     }
     total = sum(cost.values())
     if total < _MUCH:
@@ -154,13 +154,13 @@ def blockwise_kernel(net, plan, outputs, batch_size, mesh, inputs, x1, x2):
         return map_leading_axis(row, (blocks1, columns))
 
     run = sharded(rows, mesh, P(), P("rows"), P("rows"), P())
-    found = run(inputs, blocks1, jnp.asarray(columns), blocks2)
+    kernel_blocks = run(inputs, blocks1, jnp.asarray(columns), blocks2)
     if x2 is not None:
-        return join_blocks(found, n1, n2)
+        return join_blocks(kernel_blocks, n1, n2)
     row = np.arange(t)[:, None]
-    both = jnp.zeros((t, t, *found.shape[2:]), found.dtype)
-    both = both.at[columns, row].set(jax.vmap(jax.vmap(transpose_kernel))(found))
-    return mirror_kernel(join_blocks(both.at[row, columns].set(found), n1, n1))
+    mirrored = jnp.zeros((t, t, *kernel_blocks.shape[2:]), kernel_blocks.dtype)
+    mirrored = mirrored.at[columns, row].set(jax.vmap(jax.vmap(transpose_kernel))(kernel_blocks))
+    return mirror_kernel(join_blocks(mirrored.at[row, columns].set(kernel_blocks), n1, n1))
 
 
 def norms(net, plan, outputs, batch_size, mesh, inputs, x):
@@ -174,8 +174,10 @@ def norms(net, plan, outputs, batch_size, mesh, inputs, x):
             if plan is None:
                 one = jax.vmap(lambda x: jax.tree.map(lambda x: x[None], x))(block)
                 return jax.vmap(lambda x: gram(inputs, x, x)[0, 0])(one)
-            found = factors(inputs, block)
-            return factored_gradients.gram_of_factors(plan, factored_gradients.NORMS, found, found)
+            block_factors = factors(inputs, block)
+            return factored_gradients.gram_of_factors(
+                plan, factored_gradients.NORMS, block_factors, block_factors
+            )
 
         return map_leading_axis(of, blocks)
 

@@ -47,7 +47,7 @@ class GradientPlan(NamedTuple):
     jaxpr: Jaxpr
     sites: WeightProducts  # products whose weights are kept in factors
     layered: list[int]  # these weights
-    rest: list[int]  # other parameters, for the per-sample Jacobian
+    jacobian_leaves: list[int]  # other parameters, for the per-sample Jacobian
 
 
 def plan_gradients(network: NetworkProgram, factored: bool) -> GradientPlan:
@@ -63,10 +63,10 @@ def plan_gradients(network: NetworkProgram, factored: bool) -> GradientPlan:
         sites, elsewhere = find_weight_products(jaxpr, weights)
         sites = _only(sites, set(trained) - elsewhere)
     layered = leaves_of(site.weight for site in jax.tree.leaves(sites))
-    rest = [i for i in trained if i not in layered]
-    if not layered and not rest:  # constant outputs: the kernel's zeros need a shape
-        rest = network.trained[:1]
-    return GradientPlan(jaxpr, sites, sorted(layered), rest)
+    jacobian_leaves = [i for i in trained if i not in layered]
+    if not layered and not jacobian_leaves:  # constant outputs: the kernel's zeros need a shape
+        jacobian_leaves = network.trained[:1]
+    return GradientPlan(jaxpr, sites, sorted(layered), jacobian_leaves)
 
 
 def _only(sites: WeightProducts, allowed: set[int]) -> WeightProducts:
@@ -82,13 +82,13 @@ def _only(sites: WeightProducts, allowed: set[int]) -> WeightProducts:
 
 
 def _filter_products(sites: WeightProducts, allowed: set[int]) -> WeightProducts:
-    kept: WeightProducts = {}
+    filtered: WeightProducts = {}
     for place, here in sites.items():
         if isinstance(here, dict) and (inner := _filter_products(here, allowed)):
-            kept[place] = inner
+            filtered[place] = inner
         elif isinstance(here, WeightProduct) and leaves_of([here.weight]) <= allowed:
-            kept[place] = here
-    return kept
+            filtered[place] = here
+    return filtered
 
 
 # --- Per-sample factors of the gradient -----------------------------------------------------------
@@ -99,7 +99,7 @@ class GradientFactors(NamedTuple):
 
     inputs: list  # per site, [n, steps of its loops, ...]
     sensitivities: list[jax.Array]  # per site, [n, o, steps of its loops, ...]
-    rest: list[jax.Array]  # per leaf, [n, o, *shape of the leaf]
+    jacobians: list[jax.Array]  # per leaf, [n, o, *shape of the leaf]
 
 
 def factor_gradients(plan: GradientPlan, outputs: str, inputs, x) -> GradientFactors:
@@ -107,20 +107,22 @@ def factor_gradients(plan: GradientPlan, outputs: str, inputs, x) -> GradientFac
     structure: Any = jax.tree.structure(plan.sites)
 
     def sample(x):
-        def perturbed(additions, rest):
+        def perturbed(additions, leaves):
             merged = list(inputs)
-            for i, leaf in zip(plan.rest, rest, strict=True):
+            for i, leaf in zip(plan.jacobian_leaves, leaves, strict=True):
                 merged[i] = leaf
-            (y,), kept = run_with_additions(
+            (y,), site_inputs = run_with_additions(
                 plan.jaxpr, [*merged, *jax.tree.leaves(x)], plan.sites, additions
             )
-            return y, structure.flatten_up_to(kept)
+            return y, structure.flatten_up_to(site_inputs)
 
         zeros = jax.tree.map(lambda s: jnp.zeros(s.outputs.shape, s.outputs.dtype), plan.sites)
-        y, pullback, kept = jax.vjp(perturbed, zeros, [inputs[i] for i in plan.rest], has_aux=True)
+        y, pullback, site_inputs = jax.vjp(
+            perturbed, zeros, [inputs[i] for i in plan.jacobian_leaves], has_aux=True
+        )
         seeds = jnp.ones((1, y.size)) if outputs == "sum" else jnp.eye(y.size)
-        sensitivities, rest = jax.vmap(pullback)(seeds.astype(y.dtype))
-        return kept, jax.tree.leaves(sensitivities), rest
+        sensitivities, jacobians = jax.vmap(pullback)(seeds.astype(y.dtype))
+        return site_inputs, jax.tree.leaves(sensitivities), jacobians
 
     return GradientFactors(*jax.vmap(sample)(x))
 
@@ -135,23 +137,23 @@ class Block(NamedTuple):
 
 def _gradient_blocks(plan: GradientPlan, factors: GradientFactors) -> list[Block]:
     """The weights' gradients; uses of one weight are positions beside each other."""
-    found: dict[tuple, list[Block]] = {}
+    blocks_by_weight: dict[tuple, list[Block]] = {}
     sites: list[WeightProduct] = jax.tree.leaves(plan.sites)
     variables = [*plan.jaxpr.constvars, *plan.jaxpr.invars]
-    for site, kept, s in zip(sites, factors.inputs, factors.sensitivities, strict=True):
+    for site, site_inputs, s in zip(sites, factors.inputs, factors.sensitivities, strict=True):
         leaf = variables[site.weight.parts[0][0]]
         dtype = at_least_float32(shape_and_dtype(leaf).dtype)
-        columns = _merge_shared_steps(site, site.product.columns, 1, kept)
+        columns = _merge_shared_steps(site, site.product.columns, 1, site_inputs)
         columns = map_floats(lambda x, d=dtype: x.astype(d), columns)
         s = _merge_shared_steps(site, site.product.outputs, 2, s).astype(dtype)
-        found.setdefault(site.key, []).append(Block(columns, s, site.product.rows))
+        blocks_by_weight.setdefault(site.key, []).append(Block(columns, s, site.product.rows))
     return [
         Block(
             jax.tree.map(lambda *x: jnp.concatenate(x, 1), *(b.columns for b in uses)),
             jnp.concatenate([b.sensitivities for b in uses], 2),
             uses[0].rows,
         )
-        for uses in found.values()
+        for uses in blocks_by_weight.values()
     ]
 
 
@@ -179,7 +181,9 @@ def _merge_shared_steps(site: WeightProduct, function: Callable, axes: int, x):
 
 def _flatten_dense_gradients(factors: GradientFactors) -> list[jax.Array]:
     """Gradients [n, o, p] of the leaves that no product accounts for."""
-    return [g.reshape(*g.shape[:2], -1).astype(at_least_float32(g.dtype)) for g in factors.rest]
+    return [
+        g.reshape(*g.shape[:2], -1).astype(at_least_float32(g.dtype)) for g in factors.jacobians
+    ]
 
 
 # --- Their inner products -------------------------------------------------------------------------
@@ -243,7 +247,7 @@ def _by_pairs(letters: Letters, left: Block, right: Block):
     pairs = "gapq" if norms else "gapbq"
     outer = "gaopbmq" if letters is FULL else pairs
 
-    def some(left: Block, right: Block):
+    def contract(left: Block, right: Block):
         if left.rows:
             inputs = _row_inner_products(left.columns, right.columns, norms)
         else:
@@ -257,12 +261,12 @@ def _by_pairs(letters: Letters, left: Block, right: Block):
     entries = others * q**2 * g * (o**2 if letters is FULL else 1)
     size = max(1, _CHUNK // max(1, entries))
     if size >= n:
-        return some(left, right)
+        return contract(left, right)
 
     def one(sample):
         columns, s = jax.tree.map(lambda x: x[None], sample)
         first = Block(columns, s, left.rows)
-        return some(first, first if norms else right)[0]
+        return contract(first, first if norms else right)[0]
 
     return lax.map(one, (left.columns, left.sensitivities), batch_size=size)
 
@@ -285,19 +289,19 @@ def _by_gradients(letters: Letters, left: Block, right: Block):
     fits = [c for c in range(1, j + 1) if j % c == 0 and (c == 1 or c * entries <= _CHUNK)]
     size = max(fits, default=0)
 
-    def some(s1, s2):
+    def contract(s1, s2):
         first, second = _expand_gradients(left, s1), _expand_gradients(right, s2)
         return _einsum(f"aogij,{b}{m}gij->{out}", first, second)
 
     if size == j:
-        return some(left.sensitivities, right.sensitivities)
+        return contract(left.sensitivities, right.sensitivities)
 
     def chunks(s):
         return jnp.moveaxis(s.reshape(*s.shape[:-1], -1, size), -2, 0)
 
-    start = jax.eval_shape(some, left.sensitivities, right.sensitivities)
+    start = jax.eval_shape(contract, left.sensitivities, right.sensitivities)
     return lax.scan(
-        lambda total, s: (total + some(*s), None),
+        lambda total, s: (total + contract(*s), None),
         jnp.zeros(start.shape, start.dtype),
         (chunks(left.sensitivities), chunks(right.sensitivities)),
     )[0]

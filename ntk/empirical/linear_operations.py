@@ -49,8 +49,8 @@ def product_with_operand(eqn: JaxprEqn, operand: int) -> Product | None:
         "gather": _gather,
         "dynamic_slice": _slice,
     }
-    found = of.get(eqn.primitive.name)
-    return found and found(eqn, operand)
+    product_of = of.get(eqn.primitive.name)
+    return product_of and product_of(eqn, operand)
 
 
 # --- Matrix products ------------------------------------------------------------------------------

@@ -124,8 +124,8 @@ def scan_with_body(eqn: JaxprEqn, body, arguments: Sequence, more=None):
 
     options = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
     slices = list(arguments[constants + carried :]), more
-    state, (stacked, found) = lax.scan(step, state, slices, **options)
-    return [*state, *stacked] if more is None else ([*state, *stacked], found)
+    state, (stacked, collected) = lax.scan(step, state, slices, **options)
+    return [*state, *stacked] if more is None else ([*state, *stacked], collected)
 
 
 # --- Where the weights are ------------------------------------------------------------------------
@@ -170,12 +170,12 @@ def find_weight_products(jaxpr: Jaxpr, weights: dict[Var, Weight], steps: tuple[
             elsewhere |= others
             continue
         # Of two weights the larger one: the other would keep all of it for every sample.
-        found = [i for i, w in enumerate(mine) if w]
-        largest = max(found, key=[shape_and_dtype(v).size for v in eqn.invars].__getitem__)
+        weighted = [i for i, w in enumerate(mine) if w]
+        largest = max(weighted, key=[shape_and_dtype(v).size for v in eqn.invars].__getitem__)
         site = _weight_product(eqn, largest, mine[largest], steps)
         if site is not None:
             sites[place] = site
-            elsewhere |= leaves_of(mine[i] for i in found if i != largest)
+            elsewhere |= leaves_of(mine[i] for i in weighted if i != largest)
             continue
         outputs, lost = _rearranged(eqn, mine, number)
         known.update(zip(eqn.outvars, outputs, strict=True))
@@ -204,11 +204,11 @@ def _find_in_loop(eqn: JaxprEqn, mine: list, steps: tuple[int, ...]):
 def _weight_product(
     eqn: JaxprEqn, operand: int, weight: Weight, steps: tuple[int, ...]
 ) -> WeightProduct | None:
-    found = product_with_operand(eqn, operand)
-    if found is None or (found.rows and any(weight.loops)):
+    product = product_with_operand(eqn, operand)
+    if product is None or (product.rows and any(weight.loops)):
         return None
     one = shape_and_dtype(eqn.outvars[0])
-    return WeightProduct(weight, found, jax.ShapeDtypeStruct((*steps, *one.shape), one.dtype))
+    return WeightProduct(weight, product, jax.ShapeDtypeStruct((*steps, *one.shape), one.dtype))
 
 
 def _rearranged(eqn: JaxprEqn, mine: list, number: Callable) -> tuple[list, list]:
@@ -217,19 +217,19 @@ def _rearranged(eqn: JaxprEqn, mine: list, number: Callable) -> tuple[list, list
     if name in ("mul", "div"):
         return _scaled(eqn, mine, number)
     first, before, after = mine[0], shape_and_dtype(eqn.invars[0]), shape_and_dtype(eqn.outvars[0])
-    found: list = []
+    rearranged: list = []
     if name == "neg":
-        found = [first.times(-1.0, 1)]
+        rearranged = [first.times(-1.0, 1)]
     elif name in _ALIKE and jnp.issubdtype(after.dtype, jnp.floating):
-        found = [first]
+        rearranged = [first]
     elif name in _REARRANGING or (name == "broadcast_in_dim" and after.size == before.size):
-        kept = "new_sizes", "dimensions", "permutation", "shape", "broadcast_dimensions"
-        found = [first.then(name, *((k, options[k]) for k in kept if k in options))]
+        option_names = "new_sizes", "dimensions", "permutation", "shape", "broadcast_dimensions"
+        rearranged = [first.then(name, *((k, options[k]) for k in option_names if k in options))]
     elif name == "concatenate":
-        found = _concatenated_weight(mine, options["dimension"])
+        rearranged = _concatenated_weight(mine, options["dimension"])
     elif name in ("slice", "split"):
-        found = _sliced_weights(eqn, first)
-    return (found, []) if found else ([None] * len(eqn.outvars), mine)
+        rearranged = _sliced_weights(eqn, first)
+    return (rearranged, []) if rearranged else ([None] * len(eqn.outvars), mine)
 
 
 def _scaled(eqn: JaxprEqn, mine: list, number: Callable) -> tuple[list, list]:
@@ -299,18 +299,18 @@ def run_with_additions(
         How many loops are around it.
     """
     values = dict(zip([*jaxpr.constvars, *jaxpr.invars], inputs, strict=True))
-    kept: dict[int, Any] = {}
+    site_inputs: dict[int, Any] = {}
 
     def value(v):
         return v.val if isinstance(v, Literal) else values[v]
 
-    def times(site: WeightProduct, kept):
+    def times(site: WeightProduct, operand):
         """What the product keeps, times the numbers by which the weight was multiplied here."""
         for loops, number, power in site.weight.factors:
             if loops == depth:
                 factor = number if isinstance(number, float) else jnp.reshape(value(number), ())
-                kept = map_floats(functools.partial(jnp.multiply, factor**power), kept)
-        return kept
+                operand = map_floats(functools.partial(jnp.multiply, factor**power), operand)
+        return operand
 
     for place, eqn in enumerate(jaxpr.eqns):
         arguments, here = [value(v) for v in eqn.invars], sites.get(place)
@@ -322,15 +322,15 @@ def run_with_additions(
                     body.jaxpr, [*body.consts, *inputs], here, more, depth + 1
                 )
 
-            outputs, found = scan_with_body(eqn, step, arguments, additions[place])
-            kept[place] = jax.tree.map(times, here, found)
+            outputs, inner_inputs = scan_with_body(eqn, step, arguments, additions[place])
+            site_inputs[place] = jax.tree.map(times, here, inner_inputs)
         else:
             outputs = bind(eqn, arguments)
         if isinstance(here, WeightProduct):
-            kept[place] = times(here, here.product.keep(*arguments))
+            site_inputs[place] = times(here, here.product.keep(*arguments))
             outputs = [outputs[0] + additions[place]]
         values.update(zip(eqn.outvars, outputs, strict=True))
-    return [value(v) for v in jaxpr.outvars], kept
+    return [value(v) for v in jaxpr.outvars], site_inputs
 
 
 def map_floats(function, tree):

@@ -161,37 +161,37 @@ def _euler(fn: Function) -> Function:
 @functools.cache
 def _differentiated_dual(closed):
     # Price's theorem: dE[f(u) g(u')]/dc = E[f'(u) g'(u')].
-    def derivative(vx, vy, c, rest):
+    def derivative(vx, vy, c, det):
         along = jnp.ones_like(c), -2 * c
-        return jax.jvp(lambda c, rest: closed(vx, vy, c, rest), (c, rest), along)[1]
+        return jax.jvp(lambda c, det: closed(vx, vy, c, det), (c, det), along)[1]
 
     return derivative
 
 
-def _erf_dual(vx, vy, c, rest):
+def _erf_dual(vx, vy, c, det):
     """Williams (1997), Eq. (11)."""
     # Roots of each variance, not of pairs: there are far fewer where these are rows and columns.
     over = jax.lax.rsqrt(1 + 2 * vx) * jax.lax.rsqrt(1 + 2 * vy)
-    determinant = (1 + 2 * vx) + 2 * vy + 4 * rest
+    determinant = (1 + 2 * vx) + 2 * vy + 4 * det
     return 2 / jnp.pi * arcsine(2 * c * over, determinant * over**2)
 
 
-def _gelu_dual(vx, vy, c, rest):
+def _gelu_dual(vx, vy, c, det):
     """By Stein's lemma from E[Phi(u) Phi(u')] and E[phi(u) phi(u')]."""
-    inside, density, _ = _normals(vx, vy, c, rest)
-    return c * inside + density * (rest + c**2 * (1 / (1 + vx) + 1 / (1 + vy)))
+    inside, density, _ = _normals(vx, vy, c, det)
+    return c * inside + density * (det + c**2 * (1 / (1 + vx) + 1 / (1 + vy)))
 
 
-def _gelu_slope_dual(vx, vy, c, rest):
+def _gelu_slope_dual(vx, vy, c, det):
     """The derivative in c, simplified: no terms that cancel."""
-    inside, density, square = _normals(vx, vy, c, rest)
+    inside, density, square = _normals(vx, vy, c, det)
     return inside + c * density * (1 / (1 + vx) + 1 / (1 + vy) + square)
 
 
-def _normals(vx, vy, c, rest):
+def _normals(vx, vy, c, det):
     """``E[Phi(u) Phi(u')]``, ``E[phi(u) phi(u')]``, and ``1 / |1 + covariance|``."""
     over = jax.lax.rsqrt(1 + vx) * jax.lax.rsqrt(1 + vy)
-    determinant = (1 + vx) + vy + rest
+    determinant = (1 + vx) + vy + det
     root = jax.lax.rsqrt(determinant)
     angle = arcsine(c * over, determinant * over**2)
     return 0.25 + angle / (2 * jnp.pi), root / (2 * jnp.pi), root**2
@@ -268,27 +268,29 @@ def activation(
     shape = jax.eval_shape(fn, jax.ShapeDtypeStruct((3,), float)).shape
     if shape != (3,):
         raise ValueError(f"fn: expected an elementwise function, got shape {shape} from (3,).")
-    sides, found = _sides_and_kinks(fn, None if kinks is None else tuple(sorted(map(float, kinks))))
+    sides, kink_jumps = _sides_and_kinks(
+        fn, None if kinks is None else tuple(sorted(map(float, kinks)))
+    )
     name = name or str(getattr(fn, "__name__", "activation"))
     if sides is not None:
         return Activation(name, kink=sides)
-    return Activation(name, fn, strip=strip, kinks=found)
+    return Activation(name, fn, strip=strip, kinks=kink_jumps)
 
 
 @functools.cache
-def _sides_and_kinks(fn: Function, told: tuple[float, ...] | None):
+def _sides_and_kinks(fn: Function, given: tuple[float, ...] | None):
     """Slopes of a function that is linear on both sides of 0, or None, and the kinks."""
-    found = find_kinks(fn)
-    if told is not None:
-        missing = [t for t in found if not any(abs(t - k) <= 1e-9 * abs(t) for k in told)]
+    places = find_kinks(fn)
+    if given is not None:
+        missing = [t for t in places if not any(abs(t - k) <= 1e-9 * abs(t) for k in given)]
         if missing:
             raise ValueError(
-                f"kinks: expected all places where fn jumps or bends, got {list(told)} without "
+                f"kinks: expected all places where fn jumps or bends, got {list(given)} without "
                 f"{missing[0]:g}."
             )
-        found = told
-    sides = linear_sides(fn) if set(found) <= {0.0} else None
-    return sides, () if sides is not None else jumps(fn, found)
+        places = given
+    sides = linear_sides(fn) if set(places) <= {0.0} else None
+    return sides, () if sides is not None else jumps(fn, places)
 
 
 def in_a_network(fn: Function) -> Activation:

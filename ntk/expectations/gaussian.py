@@ -161,8 +161,8 @@ def hermite(
 
     # Where the density underflows, polynomials overflow.
     start = (jnp.zeros_like(z), jnp.where(weights > 0, 1.0, 0.0).astype(z.dtype))
-    found = jax.lax.scan(step, start, jnp.arange(terms).astype(scale.dtype))[1]
-    return jnp.moveaxis(found, 0, -1)
+    coefficients = jax.lax.scan(step, start, jnp.arange(terms).astype(scale.dtype))[1]
+    return jnp.moveaxis(coefficients, 0, -1)
 
 
 @functools.cache
@@ -175,8 +175,8 @@ def kink_coefficients(degree: int, terms: int) -> np.ndarray:
     coefficients = DENSITY * at_zero
     # By parts: E[f h_k] = E[f' h_{k-1}] / sqrt(k).
     for first in (0.5, DENSITY)[: degree + 1]:
-        rest = coefficients[:-1] / np.sqrt(np.arange(1, terms))
-        coefficients = np.concatenate([[first], rest])
+        higher = coefficients[:-1] / np.sqrt(np.arange(1, terms))
+        coefficients = np.concatenate([[first], higher])
     return coefficients
 
 

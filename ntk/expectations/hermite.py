@@ -200,16 +200,16 @@ def _piece_coefficients(pieces: Pieces, terms: int) -> jax.Array:
         return (now, (h * now - jnp.sqrt(k - 1) * before) / jnp.sqrt(k)), now
 
     density = DENSITY * jnp.exp(-(h**2) / 2)
-    (_, last), found = jax.lax.scan(next_degree, (jnp.zeros_like(h), density), order)
+    (_, last), first_orders = jax.lax.scan(next_degree, (jnp.zeros_like(h), density), order)
     # By parts: E[f h_n] = E[f' h_{n-1}] / sqrt(n), down to the point mass.
-    current = jnp.moveaxis(jnp.concatenate([found, last[None]]), 0, -1)
+    current = jnp.moveaxis(jnp.concatenate([first_orders, last[None]]), 0, -1)
     upper = jax.scipy.special.erfc(h / np.sqrt(2).item()) / 2
 
     def integrate(carry, x):
         below, first, series, total = carry  # first: of order m, below: of m - 1
         weight, m = x
-        rest = series[..., :-1] / jnp.sqrt(order)[None, None]
-        series = jnp.concatenate([first[..., None], rest], axis=-1)
+        higher = series[..., :-1] / jnp.sqrt(order)[None, None]
+        series = jnp.concatenate([first[..., None], higher], axis=-1)
         total += weight[..., None] * series
         return (first, (below - h * first) / (m + 1), series, total), None
 
@@ -236,12 +236,12 @@ def _expansion_errors(right, left, sides, regular, kinked, own, pieces, norm, er
     eps = float(jnp.finfo(norm.dtype).eps)
     over, terms = reciprocal(norm), regular.shape[1]
     e, o = (right + left) * grid.roots[None], (right - left) * grid.roots[None]
-    rest = (
+    remainder = (
         e - 2 * regular[:, ::2] @ grid.even.T,
         o - 2 * regular[:, 1::2] @ grid.odd.T,
     )
     # Polynomials go on beyond the last node, with up to a hundredth of what a kink leaves there.
-    missed_regular = 1.01 * root(sum((part**2).sum(1) for part in rest) / 2)
+    missed_regular = 1.01 * root(sum((part**2).sum(1) for part in remainder) / 2)
     size = root(((e**2).sum(1) + (o**2).sum(1)) / 2)
     slant = jnp.abs(sides[:, 1] - sides[:, 0])
     (step, step_end), (relu, relu_end) = (kink_series(degree, terms) for degree in (0, 1))
@@ -271,8 +271,8 @@ def _expansion_errors(right, left, sides, regular, kinked, own, pieces, norm, er
         # product of r and k misses.
         product = missed_regular * missed_kinked
         # Pieces of one side cancel among themselves; the other side's are elsewhere.
-        each = piece_norms(pieces.weights, pieces.place).sum(2)
-        bulk = sum(jnp.where(pieces.side == side, each, 0).sum(1) ** 2 for side in (1, -1))
+        piece_sizes = piece_norms(pieces.weights, pieces.place).sum(2)
+        bulk = sum(jnp.where(pieces.side == side, piece_sizes, 0).sum(1) ** 2 for side in (1, -1))
         noise += ((4 * eps * (bulk + size**2) + product) * over) * over
         noise = jnp.where((norm > 0) | (own == 0), noise, jnp.inf)
     jump = jnp.abs(pieces.weights[..., 0]).sum(1) + jnp.where(odd, 0, slant)
@@ -317,14 +317,14 @@ def expectations(
     rho = pair.q - pair.p
     near = jnp.where(pair.p < pair.q, 1 - 2 * pair.p, 2 * pair.q - 1)
     rho = rho + jax.lax.stop_gradient(near - rho)
-    found = []
+    values_and_errors = []
     for f, g, degree, total in zip(fs, gs, degrees, kinked, strict=True):
         # The expansions are over these norms, taken for constants.
         size = jax.lax.stop_gradient(f.norm[:, None] * g.norm[None])
         value = total + _sides(f.sides, g.sides, degree, pair.p, pair.q)
         value += _series(f, g, degree, rho)
-        found.append((size * value, size * _pair_error_bound(f, g, pair)))
-    return found
+        values_and_errors.append((size * value, size * _pair_error_bound(f, g, pair)))
+    return values_and_errors
 
 
 def on_diagonal(f: Expansion, g: Expansion, equal: chex.Array) -> tuple[jax.Array, jax.Array]:
@@ -380,8 +380,8 @@ def _pairs_of_pieces(a: list[Pieces], b: list[Pieces], pair: Pair) -> list[jax.A
             totals[t] += (rows * wf.T[..., None]).sum(0)
         return totals, None
 
-    both = [(i, j) for i in range(kinks) for j in range(b[0].place.shape[1])]
-    return jax.lax.scan(add, none, jnp.asarray(both))[0]
+    kink_pairs = [(i, j) for i in range(kinks) for j in range(b[0].place.shape[1])]
+    return jax.lax.scan(add, none, jnp.asarray(kink_pairs))[0]
 
 
 def _series(f: Expansion, g: Expansion, degree: int, rho):

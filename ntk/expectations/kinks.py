@@ -58,25 +58,25 @@ def find_kinks(fn: Function) -> tuple[float, ...]:
     values = derivatives_in_float64(fn, 4)
     edges = probe_points()
     _check_elementwise(values, edges)
-    found: list[float] = []
+    places: list[float] = []
     left, right = edges[:-1], edges[1:]
     sizes = _derivative_sizes(values, edges)
     while len(left):
         new, cells = _bisect(values, left, right, sizes)
-        if set(new) <= set(found):
+        if set(new) <= set(places):
             break
         # Another one may hide in the same cell.
         ends = [(a, _point_next_to(t, -1)) for t, (a, _) in zip(new, cells, strict=True)]
         ends += [(_point_next_to(t, 1), b) for t, (_, b) in zip(new, cells, strict=True)]
         left, right = np.array([e for e in ends if e[0] < e[1]]).reshape(-1, 2).T
-        found = sorted({*found, *new})
-        if len(found) > _MOST:
+        places = sorted({*places, *new})
+        if len(places) > _MOST:
             raise ValueError(
                 f"fn: expected at most {_MOST} kinks and jumps, found more, at "
-                f"{', '.join(f'{t:g}' for t in found[:3])}, ...; a function without end of them "
+                f"{', '.join(f'{t:g}' for t in places[:3])}, ...; a function without end of them "
                 "has no kernel here."
             )
-    return tuple(found)
+    return tuple(places)
 
 
 def jumps(fn: Function, places: tuple[float, ...]) -> tuple[Kink, ...]:
@@ -102,11 +102,11 @@ def jumps(fn: Function, places: tuple[float, ...]) -> tuple[Kink, ...]:
                 f"fn: expected bounded derivatives on both sides of its kinks, got one at {t:g} "
                 "without."
             )
-    found = values[..., 1] - values[..., 0]
+    jump_sizes = values[..., 1] - values[..., 0]
     # Between both sides lies a distance, over which a slope is no jump.
     change = np.ptp(sides, axis=1) * np.concatenate([size[1:], 0 * size[:1]])
-    found = np.where(np.abs(found) > 1e-12 * size + 2 * change, found, 0)
-    return tuple((t, tuple(found[:, i].tolist())) for i, t in enumerate(places))
+    jump_sizes = np.where(np.abs(jump_sizes) > 1e-12 * size + 2 * change, jump_sizes, 0)
+    return tuple((t, tuple(jump_sizes[:, i].tolist())) for i, t in enumerate(places))
 
 
 def linear_sides(fn: Function) -> tuple[float, float] | None:
@@ -175,15 +175,15 @@ def _bisect(values, left, right, sizes):
     order = np.repeat(np.arange(orders), len(left))
     pick = np.arange(len(a))
 
-    def both(z):
+    def derivative_pair(z):
         # Singular derivatives are no jumps.
-        found = np.nan_to_num(values(z), nan=0.0, posinf=1e300, neginf=-1e300)
-        return found[order, pick], found[order + 1, pick]
+        derivatives = np.nan_to_num(values(z), nan=0.0, posinf=1e300, neginf=-1e300)
+        return derivatives[order, pick], derivatives[order + 1, pick]
 
-    (ga, da), (gb, db) = both(a), both(b)
+    (ga, da), (gb, db) = derivative_pair(a), derivative_pair(b)
     for _ in range(72):
         c = a + 0.4567 * (b - a)  # a kink in the middle would hide from halves
-        gc, dc = both(c)
+        gc, dc = derivative_pair(c)
         with np.errstate(over="ignore", invalid="ignore"):
             before = np.abs(gc - ga - (c - a) * (da + dc) / 2)
             after = np.abs(gb - gc - (b - c) * (dc + db) / 2)
@@ -193,9 +193,9 @@ def _bisect(values, left, right, sizes):
     # A change of f without a jump of its own is due to one of its derivatives.
     before, after = values(a)[:3], values(b)[:3]
     size = np.abs(before) + np.abs(after)
-    found = (np.abs(after - before) > _JUMP * size + 1e-9 * sizes(a)).any(0)
+    is_jump = (np.abs(after - before) > _JUMP * size + 1e-9 * sizes(a)).any(0)
     kinks: dict[float, tuple[float, float]] = {}
-    for i in np.flatnonzero(found):
+    for i in np.flatnonzero(is_jump):
         cell = i % len(left)
         kinks[_round(a[i], b[i])] = (left[cell], right[cell])
     return list(kinks), list(kinks.values())

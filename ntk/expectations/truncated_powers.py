@@ -69,8 +69,11 @@ def _power_table(orders: int, h, k, p, q) -> jax.Array:
         return (now, following), following
 
     corner = _orthant(h, k, p, sigma)
-    _, rest = jax.lax.scan(along, (at_k[0], corner), (at_h[:-1], counts))
-    start = jnp.concatenate([joint[None], at_h]), jnp.concatenate([at_k[:1], corner[None], rest])
+    _, first_row = jax.lax.scan(along, (at_k[0], corner), (at_h[:-1], counts))
+    start = (
+        jnp.concatenate([joint[None], at_h]),
+        jnp.concatenate([at_k[:1], corner[None], first_row]),
+    )
 
     def down(carry, x):
         before, now = carry
@@ -94,8 +97,8 @@ def _density_row(orders: int, h, ahead, sigma) -> jax.Array:
         return (sigma**2 * now, following), following
 
     start = sigma * DENSITY * jnp.exp(-(y**2) / 2), first
-    _, rest = jax.lax.scan(step, start, jnp.arange(1, orders).astype(first.dtype))
-    return DENSITY * jnp.exp(-(h**2) / 2)[None] * jnp.concatenate([first[None], rest])
+    _, higher = jax.lax.scan(step, start, jnp.arange(1, orders).astype(first.dtype))
+    return DENSITY * jnp.exp(-(h**2) / 2)[None] * jnp.concatenate([first[None], higher])
 
 
 def _orthant(h, k, p, sigma):

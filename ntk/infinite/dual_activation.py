@@ -127,8 +127,8 @@ def dual(
     # The number of nodes follows the variance, so entries that will be NaN must not ask for many.
     beyond = ~(jnp.maximum(vx, vy) <= max_variance * (1 + 1e-6))
     sx, sy = (jnp.where(beyond, 0, x) for x in (sx, sy))
-    found = _expectation(a, b, rtol, *(x.ravel() for x in (sx, sy, p, q))).reshape(vx.shape)
-    return nan_where(beyond, found)
+    expectation = _expectation(a, b, rtol, *(x.ravel() for x in (sx, sy, p, q))).reshape(vx.shape)
+    return nan_where(beyond, expectation)
 
 
 def _piecewise(a: Activation, b: Activation, sx, sy, p, q) -> jax.Array:
@@ -142,10 +142,10 @@ def _piecewise(a: Activation, b: Activation, sx, sy, p, q) -> jax.Array:
             expand_layer(layer, one, s, error, kinks, how)[0]
             for layer, s in zip(layers, (sx, sy), strict=True)
         )
-        found = _duals_by_entry(f, g, p, q)
-        if not concrete(found) or is_resolved([f, g]):
+        duals = _duals_by_entry(f, g, p, q)
+        if not concrete(duals) or is_resolved([f, g]):
             break
-    return found
+    return duals
 
 
 @jax.jit
@@ -282,8 +282,8 @@ def _in_groups(fn, order, *arrays):
     groups = max(1, -(-n // _GROUP))
     size = -(-n // groups)
     split = (jnp.pad(x[order], (0, groups * size - n)).reshape(groups, size) for x in arrays)
-    found = jax.lax.map(lambda group: fn(*group), tuple(split)).ravel()[:n]
-    return jnp.zeros_like(found).at[order].set(found)
+    values = jax.lax.map(lambda group: fn(*group), tuple(split)).ravel()[:n]
+    return jnp.zeros_like(values).at[order].set(values)
 
 
 def _smooth_dual(a, b, rtol, sx, sy, p, q):

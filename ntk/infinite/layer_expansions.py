@@ -262,8 +262,8 @@ def expand_layer(
 @functools.partial(jax.jit, static_argnums=0)
 def sample_both_signs(s: Activation, u: jax.Array) -> jax.Array:
     """Values of s and of its slope at u and -u, [2, 2, ...]."""
-    both = jnp.stack([u, -u])
-    return jnp.stack([s(both), s.derivative(both)])
+    signed = jnp.stack([u, -u])
+    return jnp.stack([s(signed), s.derivative(signed)])
 
 
 def _probes(scale: jax.Array) -> jax.Array:
@@ -276,14 +276,14 @@ def _probes(scale: jax.Array) -> jax.Array:
 def _expand_both(values, sides, places, jumps, scale, error, table):
     values, probed = jnp.split(values, [len(table.z)], axis=-1)
     jumps = jnp.where(_worthwhile(values, places, jumps, scale, table), jumps[None], 0)
-    both = jnp.stack([jumps, jnp.pad(jumps[..., 1:], ((0, 0), (0, 0), (0, 1)))])
+    jump_pair = jnp.stack([jumps, jnp.pad(jumps[..., 1:], ((0, 0), (0, 0), (0, 1)))])
 
     def one(x):  # a loop, so that it is compiled once
         (right, left), jumps, odd = x
         return expand(Function(right, left, sides, places, jumps), scale, error, odd, table)
 
-    found = jax.lax.map(one, (values, both, jnp.array([True, False])))
-    value, slope = (jax.tree.map(lambda x, i=i: x[i], found) for i in (0, 1))
+    expansions = jax.lax.map(one, (values, jump_pair, jnp.array([True, False])))
+    value, slope = (jax.tree.map(lambda x, i=i: x[i], expansions) for i in (0, 1))
     # The slope's own norm says how steep a function is; but where it jumps.
     steep = slope.norm * scale * reciprocal(value.norm) * (1 + slope.noise)
     steep = jnp.where(value.jump > 0, value.steep, jnp.minimum(value.steep, steep))
@@ -355,10 +355,10 @@ def common_kinks(layers: Sequence[Layer]) -> Kinks:
     activations = [s for layer in layers for s in layer]
     if all(s.smooth is None for s in activations):
         return None
-    found = {t for s in activations for t, _ in s.kinks}
-    if any(s.smooth is None for s in activations) and found:
-        found.add(0.0)
-    return tuple(sorted(found))
+    places = {t for s in activations for t, _ in s.kinks}
+    if any(s.smooth is None for s in activations) and places:
+        places.add(0.0)
+    return tuple(sorted(places))
 
 
 class LayerKernels(NamedTuple):
@@ -407,8 +407,8 @@ def propagate_features(
     if len(set(layers)) == 1 and not concrete(squares, weights, skips, variances):
         # Under a caller's jit one layer is compiled, not one after another.
         stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *inputs)
-        _, found = jax.lax.scan(lambda s, x: one(s, x, layers[0]), state, stacked)
-        return [jax.tree.map(lambda x, i=i: x[i], found) for i in range(len(layers))]
+        _, stacked_kernels = jax.lax.scan(lambda s, x: one(s, x, layers[0]), state, stacked)
+        return [jax.tree.map(lambda x, i=i: x[i], stacked_kernels) for i in range(len(layers))]
     layer_kernels = []
     for layer, x in zip(layers, inputs, strict=True):
         state, kernels = one(state, x, layer)

@@ -97,14 +97,14 @@ def mixture_blocks(
     layer = tuple(in_a_network(s) for s in activations)
     x, x2 = check_input_pair("x", x, "x2", x2)
     if not concrete(x, x2, scale):
-        found, _ = _blocks_and_slopes(layer, x, x2, scale, TRACED)
-        return found if error else found[0]
+        blocks_and_errors, _ = _blocks_and_slopes(layer, x, x2, scale, TRACED)
+        return blocks_and_errors if error else blocks_and_errors[0]
     n1, n2 = len(x), len(x if x2 is None else x2)
     x, second = pad_rows(x), pad_rows(x2)
     goal = 1e4 * float(jnp.finfo(x.dtype).eps)
     for how in RESOLUTIONS:
-        found, rows = _blocks_and_slopes(layer, x, second, scale, how)
-        blocks, bound = (k[..., :n1, :n2] for k in found)
+        blocks_and_errors, rows = _blocks_and_slopes(layer, x, second, scale, how)
+        blocks, bound = (k[..., :n1, :n2] for k in blocks_and_errors)
         if not concrete(blocks):
             return (blocks, bound) if error else blocks
         if float(jnp.max(bound) / jnp.max(jnp.abs(blocks))) <= goal or is_resolved(rows):
@@ -162,8 +162,10 @@ def _blocks_and_slopes(layer: Layer, x1, x2, scale, how: Resolution):
         one = jnp.ones(1, x.dtype)
         slopes = [expand_layer((s,), one, norms, error, kinks, how)[1] for s in layer]
         rows.append(jax.tree.map(lambda *leaves: jnp.stack(leaves, 1), *slopes))
-    found = _blocks_with_errors(x1, x2, rows[0], rows[-1], jnp.asarray(scale, x1.dtype))
-    return found, [jax.tree.map(lambda x, i=i: x[:, i], r) for r in rows for i in range(len(layer))]
+    blocks_and_errors = _blocks_with_errors(x1, x2, rows[0], rows[-1], jnp.asarray(scale, x1.dtype))
+    return blocks_and_errors, [
+        jax.tree.map(lambda x, i=i: x[:, i], r) for r in rows for i in range(len(layer))
+    ]
 
 
 @jax.jit
@@ -214,9 +216,9 @@ def _blocks_with_errors(x1, x2, rows1, rows2, scale):
         return assemble(tile, n1, n2, symmetric=False)
 
     pairs = [(i, j) for i in range(h) for j in range(h) if x2 is not None or i <= j]
-    found = jax.lax.map(lambda pair: block(*pair), jnp.asarray(pairs))
+    pair_blocks = jax.lax.map(lambda pair: block(*pair), jnp.asarray(pairs))
     if x2 is not None:
-        return jax.tree.map(lambda x: x.reshape(h, h, n1, n2), found)
+        return jax.tree.map(lambda x: x.reshape(h, h, n1, n2), pair_blocks)
 
     def symmetric(blocks):
         upper = dict(zip(pairs, blocks, strict=True))
@@ -227,7 +229,7 @@ def _blocks_with_errors(x1, x2, rows1, rows2, scale):
             ]
         )
 
-    return jax.tree.map(symmetric, found)
+    return jax.tree.map(symmetric, pair_blocks)
 
 
 @jax.jit

@@ -234,14 +234,16 @@ class _InputFeatures(NamedTuple):
 
 def _kernels_and_features(layers: Sequence[Layer], x1, x2, network, how: Resolution, equal: bool):
     """The kernels, and the features of both sets of inputs."""
-    found = [_features_of_inputs(layers, x, network, how, equal) for x in (x1, x2) if x is not None]
-    rows = [_stack(each) for each in found]
+    features = [
+        _features_of_inputs(layers, x, network, how, equal) for x in (x1, x2) if x is not None
+    ]
+    rows = [_stack(features_of_x) for features_of_x in features]
     _, skips, variances = network
     homogeneous = [all(s.smooth is None for s in layer) for layer in layers]
     exact = jnp.asarray([all(homogeneous[: i + 1]) for i in range(len(layers))])
     return _kernels_from_features(
         x1, x2, rows[0], rows[-1], skips, variances, exact, equal=equal
-    ), found
+    ), features
 
 
 def _stack(layers: list[LayerKernels]) -> LayerKernels:
@@ -414,11 +416,11 @@ def _lemma1(layers, x, weights, skips, how: Resolution) -> Kernels:
         rho = second * reciprocal(scale[:, None] * scale[None])
         p = jnp.where(same, 0.5, jnp.clip((1 - rho) / 2, 0, 1))
         none = jnp.zeros_like(scale)
-        both = expand_layer(layer, weights[i], scale, none, kinks, how)
-        pairs = expectations(both, both, (1, 0), Pair(p, 1 - p, jnp.zeros_like(p)))
+        expansions = expand_layer(layer, weights[i], scale, none, kinks, how)
+        pairs = expectations(expansions, expansions, (1, 0), Pair(p, 1 - p, jnp.zeros_like(p)))
         g, g_dot = (
             2 * jnp.where(same, f.norm[:, None] ** 2, _nan_if_inaccurate(value, error, f.norm))
-            for f, (value, error) in zip(both, pairs, strict=True)
+            for f, (value, error) in zip(expansions, pairs, strict=True)
         )
         alpha = skips[i - 1] if i else 0.0
         tangent = forward * g_dot + tangent * (g_dot + alpha)

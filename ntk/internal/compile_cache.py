@@ -71,8 +71,8 @@ def _reuse_compiled(compiled, args, structure) -> Callable:
     if "callback" in text:  # of Python functions, whose names are not in the text
         return compiled
     key = jax.tree.structure(args), structure, hashlib.sha256(text.encode()).digest()
-    found = _programs.setdefault(key, compiled)
+    reused = _programs.setdefault(key, compiled)
     _programs.move_to_end(key)
     if len(_programs) > _KEPT:
         _programs.popitem(last=False)
-    return found
+    return reused

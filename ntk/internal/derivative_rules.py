@@ -39,9 +39,9 @@ def custom_jvp(function: Callable, nondiff_argnums: tuple[int, ...] = ()) -> Any
     """
     rule = jax.custom_jvp(function, nondiff_argnums=nondiff_argnums)
     held: Any = jax.checkpoint(rule, prevent_cse=False, static_argnums=nondiff_argnums)
-    kept: Any = functools.wraps(function)(lambda *args: held(*args))
-    kept.defjvp = rule.defjvp
-    return kept
+    wrapped: Any = functools.wraps(function)(lambda *args: held(*args))
+    wrapped.defjvp = rule.defjvp
+    return wrapped
 
 
 _RULE = "custom_jvp_call"  # what is left of a custom_vjp after a reverse pass is ordinary code
@@ -83,12 +83,12 @@ def in_loops(function: Callable) -> Callable:
     2.0
     """
 
-    def kept(*args):
+    def wrapped(*args):
         program, shapes = jax.make_jaxpr(fresh(function), return_shape=True)(*args)
-        found = _evaluate_program(program, jax.tree.leaves(args), inside=False)
-        return jax.tree.unflatten(jax.tree.structure(shapes), found)
+        outputs = _evaluate_program(program, jax.tree.leaves(args), inside=False)
+        return jax.tree.unflatten(jax.tree.structure(shapes), outputs)
 
-    return kept
+    return wrapped
 
 
 def _evaluate_program(program: ClosedJaxpr, inputs: list, *, inside: bool) -> list:
@@ -100,8 +100,8 @@ def _evaluate_program(program: ClosedJaxpr, inputs: list, *, inside: bool) -> li
         return [v.val if isinstance(v, Literal) else known[v] for v in variables]
 
     for eqn in jaxpr.eqns:
-        found = _evaluate_equation(eqn, read(eqn.invars), inside)
-        known |= zip(eqn.outvars, found, strict=True)
+        outputs = _evaluate_equation(eqn, read(eqn.invars), inside)
+        known |= zip(eqn.outvars, outputs, strict=True)
     return read(jaxpr.outvars)
 
 
@@ -141,8 +141,8 @@ def _evaluate_equation(eqn: Any, values: list, inside: bool) -> list:
     constant, carried = scan_operands(eqn)
 
     def step(carry, x):
-        found = _evaluate_program(body, [*values[:constant], *carry, *x], inside=True)
-        return found[:carried], found[carried:]
+        outputs = _evaluate_program(body, [*values[:constant], *carry, *x], inside=True)
+        return outputs[:carried], outputs[carried:]
 
     first, xs = values[constant : constant + carried], values[constant + carried :]
     options = {key: params[key] for key in ("length", "reverse", "unroll")}

@@ -24,30 +24,30 @@ def as_closed_jaxpr(program: Jaxpr | ClosedJaxpr) -> ClosedJaxpr:
 
 def inner_jaxprs(eqn: JaxprEqn) -> list[ClosedJaxpr]:
     """The programs among an equation's parameters: bodies of calls and loops, branches."""
-    found = []
+    bodies = []
     for parameter in eqn.params.values():
-        for each in parameter if isinstance(parameter, tuple | list) else [parameter]:
-            if isinstance(each, Jaxpr | ClosedJaxpr):
-                found.append(as_closed_jaxpr(each))
-    return found
+        for value in parameter if isinstance(parameter, tuple | list) else [parameter]:
+            if isinstance(value, Jaxpr | ClosedJaxpr):
+                bodies.append(as_closed_jaxpr(value))
+    return bodies
 
 
 def operation_names(program: ClosedJaxpr) -> set[str]:
     """Return the names of all operations in a program, those of inner programs included."""
-    inner = [operation_names(each) for eqn in program.jaxpr.eqns for each in inner_jaxprs(eqn)]
+    inner = [operation_names(body) for eqn in program.jaxpr.eqns for body in inner_jaxprs(eqn)]
     return set().union(*inner, (eqn.primitive.name for eqn in program.jaxpr.eqns))
 
 
 def needed(jaxpr: Jaxpr, live: list[bool]) -> list[tuple[JaxprEqn, list[bool]]]:
     """The equations behind the live outputs, with which of their own outputs are used."""
     wanted = {v for v, a in zip(jaxpr.outvars, live, strict=True) if a and _variable(v)}
-    kept = []
+    needed_equations = []
     for eqn in reversed(jaxpr.eqns):
         used = [v in wanted for v in eqn.outvars]
         if any(used):
-            kept.append((eqn, used))
+            needed_equations.append((eqn, used))
             wanted.update(filter(_variable, eqn.invars))
-    return kept[::-1]
+    return needed_equations[::-1]
 
 
 def _variable(v) -> bool:

@@ -76,5 +76,5 @@ def row_sharding(x: Any) -> RowSharding | None:
     mesh, axis = sharding.mesh, sharding.spec[0]
     if axis is None or not isinstance(mesh, Mesh):
         return None
-    found = RowSharding(mesh, axis)
-    return found if found.devices > 1 else None
+    rows = RowSharding(mesh, axis)
+    return rows if rows.devices > 1 else None

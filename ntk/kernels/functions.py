@@ -104,13 +104,13 @@ def kernel_record(
     >>> kernel_record(kernel, jnp.eye(2)).nngp.shape
     (2, 2)
     """
-    found = _call_kernel(kernel, x1, x2, None)
-    if not (hasattr(found, "nngp") and hasattr(found, "ntk")):
+    record = _call_kernel(kernel, x1, x2, None)
+    if not (hasattr(record, "nngp") and hasattr(record, "ntk")):
         raise ValueError(
             "kernel: expected a function that returns the fields nngp and ntk, as "
-            f"network_kernel does, got a {type(found).__name__}."
+            f"network_kernel does, got a {type(record).__name__}."
         )
-    return found
+    return record
 
 
 def kernel_mixture(kernels: Sequence[KernelFunction], alpha: chex.Array) -> KernelFunction:
@@ -179,16 +179,16 @@ def measured(
     True
     """
     x = np.asarray(x)
-    found, K = _in_precision(kernel, x, True)
+    output, K = _in_precision(kernel, x, True)
     if entry_error is not None:
         return K, entry_error
-    if isinstance(found, Kernels) and np.isfinite(found.error).all():
-        return K, np.asarray(found.error, np.float64)
+    if isinstance(output, Kernels) and np.isfinite(output.error).all():
+        return K, np.asarray(output.error, np.float64)
     root = np.sqrt(np.abs(np.diagonal(K)))
     size = np.maximum(root[:, None] * root, np.abs(K))
     over = 1 / np.where(size > 0, size, 1)
     # A function that computes in float32 whatever it is given is no better than that.
-    fine = float(np.finfo(np.result_type(_field_or_array(found, "ntk").dtype, np.float32)).eps)
+    fine = float(np.finfo(np.result_type(_field_or_array(output, "ntk").dtype, np.float32)).eps)
     off = np.abs(K - _in_precision(kernel, x, False)[1]) * over
     error = np.where(off > _ROUNDINGS * _EPS32, off * np.sqrt(fine / _EPS32), _ROUNDINGS * fine)
     rng = np.random.default_rng(0)
@@ -228,15 +228,15 @@ def mixed_blocks(
     array([[1., 2.],
            [2., 3.]])
     """
-    found = [measured(kernel, x, entry_error) for kernel in check_kernel_functions(kernels)]
-    values = np.stack([K for K, _ in found])
-    given = np.asarray(found[0][1])
+    measurements = [measured(kernel, x, entry_error) for kernel in check_kernel_functions(kernels)]
+    values = np.stack([K for K, _ in measurements])
+    given = np.asarray(measurements[0][1])
     if given.shape not in ((), values.shape[1:]) or not (given >= 0).all():
         raise ValueError(
             f"entry_error: expected nonnegative errors, one or of shape {values.shape[1:]}, got "
             f"shape {given.shape}."
         )
-    errors = np.stack([np.broadcast_to(error, values.shape[1:]) for _, error in found])
+    errors = np.stack([np.broadcast_to(error, values.shape[1:]) for _, error in measurements])
     blocks, off = ((stack[:, None] + stack) / 2 for stack in (values, errors))
     return blocks, off + 2.0**-52 * np.abs(blocks)  # of the sum
 
@@ -244,9 +244,9 @@ def mixed_blocks(
 def _increasing(error: np.ndarray, correlation: np.ndarray) -> np.ndarray:
     """For every entry the largest error at its correlation or a smaller one."""
     order = np.argsort(correlation, axis=None, kind="stable")
-    found = np.empty_like(error)
-    found.flat[order] = np.maximum.accumulate(error.flat[order])
-    return found
+    largest = np.empty_like(error)
+    largest.flat[order] = np.maximum.accumulate(error.flat[order])
+    return largest
 
 
 def _in_precision(kernel: KernelFunction, x: np.ndarray, double: bool) -> tuple[Any, np.ndarray]:
@@ -254,14 +254,14 @@ def _in_precision(kernel: KernelFunction, x: np.ndarray, double: bool) -> tuple[
     with jax.enable_x64(double), warnings.catch_warnings():
         if not double:  # we chose float32: the caller cannot act on JAX's warning about it
             warnings.filterwarnings("ignore", "Explicitly requested dtype", UserWarning)
-        found = _call_kernel(kernel, jnp.asarray(x, float), None, "ntk")
-        K = np.asarray(_field_or_array(found, "ntk"))
+        output = _call_kernel(kernel, jnp.asarray(x, float), None, "ntk")
+        K = np.asarray(_field_or_array(output, "ntk"))
     if np.iscomplexobj(K):
         raise ValueError(f"K: expected a kernel function with real values, got {K.dtype}.")
     K = K.astype(np.float64)
     if not np.isfinite(K).all():
         raise ValueError("K: expected a kernel function with finite values, got NaN or infinity.")
-    return found, K
+    return output, K
 
 
 def as_kernel_matrix(K: Any, x: Any, name: str = "K") -> Any:
@@ -305,12 +305,12 @@ def _call_kernel(kernel: KernelFunction, x1, x2, get: str | None):
         x2 = x1
     one = get is not None and parameters and "get" in parameters
     options = {"get": get} if one else {}
-    found = kernel(x1, x2, **options)
+    output = kernel(x1, x2, **options)
     shape = len(x1), len(x1 if x2 is None else x2)
-    value = _field_or_array(found, get or "ntk")
+    value = _field_or_array(output, get or "ntk")
     if jnp.shape(value) != shape:
         raise ValueError(f"kernel: expected a matrix {shape}, got shape {jnp.shape(value)}.")
-    return found
+    return output
 
 
 def _parameters(kernel: KernelFunction):
@@ -327,8 +327,8 @@ def _takes_one(parameters) -> bool:
     return len(places) > 1 and places[1].default is None
 
 
-def _field_or_array(found: Any, get: str) -> Any:
-    return getattr(found, get, found)
+def _field_or_array(output: Any, get: str) -> Any:
+    return getattr(output, get, output)
 
 
 def check_kernel_functions(kernels: Any) -> tuple[KernelFunction, ...]:

@@ -87,8 +87,8 @@ def _recompute_residual(P, B, image, s: SolverState) -> SolverState:
 def _take_cg_step(P, B, image, s: SolverState) -> SolverState:
     energy, positive = _inverse(_inner(s.directions, image))
     weights = s.weights + _matmul_highest(s.directions, energy @ s.factor)
-    rest = s.basis - _matmul_highest(image, energy)
-    Q, Z, turn = _orthonormal(rest, solve(P, rest))
+    next_basis = s.basis - _matmul_highest(image, energy)
+    Q, Z, turn = _orthonormal(next_basis, solve(P, next_basis))
     factor = turn @ s.factor
     residual = jnp.where(positive, _relative_residual(_matmul_highest(Q, factor), B), jnp.nan)
     # The last residual that was computed, for the next look to be held against.
@@ -107,20 +107,20 @@ def _orthonormal(W, Z):
     Q, C = W, jnp.eye(W.shape[1], dtype=W.dtype)
     for _ in range(2):  # the second time for what the first leaves of rounding
         values, vectors = jnp.linalg.eigh(_inner(Q, Z))
-        kept = values > _eigenvalue_cutoff(values)
-        root = jnp.sqrt(jnp.where(kept, values, 1))
-        narrow = vectors * jnp.where(kept, 1 / root, 0)[None]
+        significant = values > _eigenvalue_cutoff(values)
+        root = jnp.sqrt(jnp.where(significant, values, 1))
+        narrow = vectors * jnp.where(significant, 1 / root, 0)[None]
         Q, Z = _matmul_highest(Q, narrow), _matmul_highest(Z, narrow)
-        C = (vectors * jnp.where(kept, root, 0)[None]).T @ C
+        C = (vectors * jnp.where(significant, root, 0)[None]).T @ C
     return Q, Z, C
 
 
 def _inverse(T):
     """The inverse of T >= 0, 0 where T is rounding; whether T is that."""
     values, vectors = jnp.linalg.eigh(T)
-    kept = values > _eigenvalue_cutoff(values)
+    significant = values > _eigenvalue_cutoff(values)
     positive = values[0] >= -100 * _eigenvalue_cutoff(values)
-    inverse = jnp.where(kept, 1 / jnp.where(kept, values, 1), 0)
+    inverse = jnp.where(significant, 1 / jnp.where(significant, values, 1), 0)
     return (vectors * inverse[None]) @ vectors.T, positive
 
 
@@ -130,8 +130,8 @@ def _eigenvalue_cutoff(values):
 
 
 def _inner(a, b):
-    found = _matmul_highest(a.T, b)
-    return (found + found.T) / 2
+    gram = _matmul_highest(a.T, b)
+    return (gram + gram.T) / 2
 
 
 def _matmul_highest(a, b):

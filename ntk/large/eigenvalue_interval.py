@@ -116,9 +116,9 @@ def eigenvalue_interval(
     def run(K, partial, key):
         return _interval(K, partial, key, steps, block, missed)
 
-    found = program(run, K, partial, key)(K, partial, key)
-    semidefinite(jnp.isfinite(found.upper))
-    return found
+    interval = program(run, K, partial, key)(K, partial, key)
+    semidefinite(jnp.isfinite(interval.upper))
+    return interval
 
 
 def missed_part(n: int, steps: int, block: int, failure: float) -> float:
@@ -136,7 +136,7 @@ def missed_part(n: int, steps: int, block: int, failure: float) -> float:
 def _interval(K, partial, key, steps, block, missed) -> EigenvalueInterval:
     diagonal = K.diagonal()
     factor = jnp.zeros((len(diagonal), 0), diagonal.dtype) if partial is None else partial.factor
-    level = jnp.mean(diagonal if partial is None else partial.rest)
+    level = jnp.mean(diagonal if partial is None else partial.residual_diagonal)
     P = preconditioner.make_preconditioner(
         factor, jnp.full_like(diagonal, level), jnp.max(diagonal)
     )
@@ -166,11 +166,11 @@ def _least_combination(T, G):
     Combinations that are short beside the longest are long in P: K is not small there.
     """
     sizes, turn = jnp.linalg.eigh(G)
-    kept = sizes > 1e-3 * sizes[-1]
-    turn = turn * jnp.where(kept, 1 / jnp.sqrt(jnp.where(kept, sizes, 1)), 0)[None]
+    significant = sizes > 1e-3 * sizes[-1]
+    turn = turn * jnp.where(significant, 1 / jnp.sqrt(jnp.where(significant, sizes, 1)), 0)[None]
     inner = _precise_product(turn.T, _precise_product(T, turn))
     far = 2 * jnp.sum(jnp.abs(inner)) + 1
-    _, vectors = jnp.linalg.eigh(inner + jnp.diag(jnp.where(kept, 0, far)))
+    _, vectors = jnp.linalg.eigh(inner + jnp.diag(jnp.where(significant, 0, far)))
     return _precise_product(turn, vectors[:, 0])
 
 
@@ -211,8 +211,8 @@ def _orthonormalize(P, v, size):
     gram = _precise_product(v.T, preconditioner.preconditioner_product(P, v))
     values, vectors = jnp.linalg.eigh((gram + gram.T) / 2)
     least = jnp.maximum((1000 * eps) ** 2, 10 * len(values) * eps * values[-1])
-    kept = values > least
-    scale = jnp.where(kept, 1 / jnp.sqrt(jnp.where(kept, values, 1)), 0)
+    significant = values > least
+    scale = jnp.where(significant, 1 / jnp.sqrt(jnp.where(significant, values, 1)), 0)
     return _precise_product(v, vectors * scale[None])
 
 

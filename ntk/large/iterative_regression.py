@@ -182,10 +182,10 @@ def iterative_regression(
     done = solve_block_cg(K, columns, ridge, partial, tol, steps, start, callback)
     residual, relative = (r.reshape(y.shape[1:]) for r in (done.residual, done.relative))
     weights = done.solution.reshape(y.shape)
-    found = IterativeRegression(weights, residual, relative, done.steps, ridge)
-    if concrete(found) and np.isnan(relative).any():
+    fit = IterativeRegression(weights, residual, relative, done.steps, ridge)
+    if concrete(fit) and np.isnan(relative).any():
         raise ValueError(
             "K: expected a positive definite kernel (a larger penalty makes it one) with finite "
             "entries, got one with a product that is negative or NaN."
         )
-    return found
+    return fit

@@ -68,8 +68,8 @@ class Operator:
         if v.ndim not in (1, 2) or v.shape[0] != rows or not v.size:
             raise ValueError(f"v: expected shape [{rows}] or [{rows}, columns], got {v.shape}.")
         v = without_explicit_axes(v.astype(common_dtype(v, self.dtype)))
-        found = self._run("times", v.reshape(rows, -1))
-        return found.reshape(-1, *v.shape[1:])
+        product = self._run("times", v.reshape(rows, -1))
+        return product.reshape(-1, *v.shape[1:])
 
     def columns(self, indices: chex.Array) -> jax.Array:
         """Some columns of K.
@@ -247,10 +247,10 @@ class KernelOperator(Operator):
         def own(x, v):
             return tiled_products.ring(self._tile, x, v, self.tile, axis, devices)
 
-        found = tiled_products.map_over_mesh(mesh, own, (P(axis), P(axis)), P(axis))(
+        product = tiled_products.map_over_mesh(mesh, own, (P(axis), P(axis)), P(axis))(
             self.x, reshard_rows(v, self._rows)
         )
-        return without_explicit_axes(found)
+        return without_explicit_axes(product)
 
     def _other_columns_times(self, v):
         def run(x, x2, v):
@@ -268,14 +268,14 @@ class KernelOperator(Operator):
 
     def _columns(self, indices):
         chosen = without_explicit_axes(self._of_columns)[indices]
-        found = self._by_rows(
+        columns = self._by_rows(
             lambda x, chosen: tiled_products.tiled_columns(self._tile, x, chosen, self.tile), chosen
         )
         if self.x2 is not None:
-            return found
+            return columns
         # An input with itself: known better than a pair of inputs that happen to be equal.
-        own = jnp.arange(len(found), dtype=indices.dtype)[:, None] == indices[None]
-        return jnp.where(own, tiled_products.tiled_diagonal(self._tile, chosen, self.tile), found)
+        own = jnp.arange(len(columns), dtype=indices.dtype)[:, None] == indices[None]
+        return jnp.where(own, tiled_products.tiled_diagonal(self._tile, chosen, self.tile), columns)
 
     def _diagonal(self):
         return self._by_rows(lambda x: tiled_products.tiled_diagonal(self._tile, x, self.tile))

@@ -96,13 +96,13 @@ def solve_block_cg(
     def whole_solve(K, partial, penalty, B):
         def solve(_, B):
             P, unit, scale, state = begin(K, partial, penalty, B)
-            found = _found(every(K, P, penalty, unit, state), scale)
-            return found.solution, found
+            solved = _unscale_solution(every(K, P, penalty, unit, state), scale)
+            return solved.solution, solved
 
-        solution, found = jax.lax.custom_linear_solve(
+        solution, solved = jax.lax.custom_linear_solve(
             lambda v: _regularized_product(K, penalty, v), B, solve, symmetric=True, has_aux=True
         )
-        return found._replace(solution=solution)
+        return solved._replace(solution=solution)
 
     given = K, partial, penalty, B
     if callback is None and start is None:
@@ -111,12 +111,12 @@ def solve_block_cg(
     state = state if start is None else jax.tree.map(jnp.asarray, start)
     given = K, P, penalty, unit
     if callback is None or not concrete(given, state):
-        return _found(program(every, *given, state)(*given, state), scale)
+        return _unscale_solution(program(every, *given, state)(*given, state), scale)
     run = program(once, *given, state)
     while block_cg.unfinished(state, tol, steps):
         state = run(*given, state)
         callback(state)
-    return _found(state, scale)
+    return _unscale_solution(state, scale)
 
 
 def _regularized_product(K: Operator, penalty, v):
@@ -131,7 +131,7 @@ def _normalize_columns(B):
     return B / jnp.where(scale > 0, scale, 1)[None], scale
 
 
-def _found(state: SolverState, scale) -> Solved:
+def _unscale_solution(state: SolverState, scale) -> Solved:
     failed = jnp.isnan(state.residual).any()
     solution = jnp.where(failed, jnp.nan, state.weights * scale[None])
     return Solved(solution, state.residual * scale, state.residual, state.steps)

@@ -26,7 +26,7 @@ class PartialCholesky(NamedTuple):
     """Result of :func:`partial_cholesky`."""
 
     factor: jax.Array  # F [n, rank]
-    rest: jax.Array  # [n], the diagonal of K - F F'
+    residual_diagonal: jax.Array  # [n], the diagonal of K - F F'
     pivots: jax.Array  # [rank], the columns that were taken
 
 
@@ -45,7 +45,8 @@ def partial_cholesky(K: Operator, rank: int, *, key: chex.PRNGKey) -> PartialCho
     Returns
     -------
     PartialCholesky
-        ``rest`` is 0 at the pivots. Columns beyond the rank of K are 0, up to the root of rounding.
+        ``residual_diagonal`` is 0 at the pivots. Columns beyond the rank of K are 0, up to the
+        root of rounding.
 
     Raises
     ------
@@ -80,12 +81,12 @@ def partial_cholesky(K: Operator, rank: int, *, key: chex.PRNGKey) -> PartialCho
         raise ValueError(f"rank: expected at most the {K.shape[0]} rows of K, got {rank}.")
 
     def run(K, key):
-        found = _factor_partially(K, rank, key)
-        return found, jnp.isfinite(found.factor).all()
+        factorization = _factor_partially(K, rank, key)
+        return factorization, jnp.isfinite(factorization.factor).all()
 
-    found, good = program(run, K, key)(K, key)
+    factorization, good = program(run, K, key)(K, key)
     semidefinite(good)
-    return found
+    return factorization
 
 
 def check_square_operator(name: str, K: Operator) -> None:
@@ -140,31 +141,31 @@ def _factor_partially(K: Operator, rank: int, key) -> PartialCholesky:
     noise = size * jnp.finfo(dtype).eps * largest
     product = jnp.matmul
 
-    def draw(rest, i):
+    def draw(residual, i):
         # The largest of log(weight) + Gumbel noise: without replacement, as one after another.
-        chance = jnp.log(jnp.where(rest > noise, rest, 0))
+        chance = jnp.log(jnp.where(residual > noise, residual, 0))
         noisy = chance + jax.random.gumbel(jax.random.fold_in(key, i), (n,), dtype)
         return jax.lax.top_k(noisy, size)[1]
 
     def step(carry, i):
-        factor, rest = carry
-        pivots = draw(rest, i)
-        good = (rest[pivots] > noise) & (i * size + jnp.arange(size) < rank)
-        found = K.columns(pivots).astype(dtype)
-        found -= product(factor, factor[pivots].T, precision="highest")
-        found = jnp.where(good, found, 0)
+        factor, residual = carry
+        pivots = draw(residual, i)
+        good = (residual[pivots] > noise) & (i * size + jnp.arange(size) < rank)
+        columns = K.columns(pivots).astype(dtype)
+        columns -= product(factor, factor[pivots].T, precision="highest")
+        columns = jnp.where(good, columns, 0)
         # Of pivots that are taken for none, the identity, so that their columns stay 0.
-        corner = jnp.where(good[:, None], found[pivots], 0)
+        corner = jnp.where(good[:, None], columns[pivots], 0)
         corner = (corner + corner.T) / 2 + jnp.diag(jnp.where(good, noise, 1))
         root = jax.lax.linalg.cholesky(corner, symmetrize_input=False)
         new = jax.lax.linalg.triangular_solve(
-            root, found, left_side=False, lower=True, transpose_a=True
+            root, columns, left_side=False, lower=True, transpose_a=True
         )
-        rest = jnp.maximum(rest - jnp.sum(new**2, axis=1), 0)
-        rest = rest.at[jnp.where(good, pivots, n)].set(0, mode="drop")
-        return (jax.lax.dynamic_update_slice(factor, new, (0, i * size)), rest), pivots
+        residual = jnp.maximum(residual - jnp.sum(new**2, axis=1), 0)
+        residual = residual.at[jnp.where(good, pivots, n)].set(0, mode="drop")
+        return (jax.lax.dynamic_update_slice(factor, new, (0, i * size)), residual), pivots
 
     start = jnp.zeros((n, count * size), dtype), whole_diagonal
-    (factor, rest), pivots = jax.lax.scan(step, start, jnp.arange(count))
+    (factor, residual), pivots = jax.lax.scan(step, start, jnp.arange(count))
     factor = nan_unless(jnp.min(whole_diagonal) >= -jnp.abs(noise), factor[:, :rank])
-    return PartialCholesky(factor, rest, pivots.reshape(-1)[:rank])
+    return PartialCholesky(factor, residual, pivots.reshape(-1)[:rank])

@@ -28,19 +28,19 @@ class Preconditioner(NamedTuple):
 def preconditioner(partial: PartialCholesky | None, diagonal, penalty) -> Preconditioner:
     """For ``K + penalty I``; ``diagonal`` [n], K's, is for the case that there is no factor."""
     if partial is None:
-        factor, rest = jnp.zeros((len(diagonal), 0), diagonal.dtype), diagonal
+        factor, residual = jnp.zeros((len(diagonal), 0), diagonal.dtype), diagonal
     else:
-        factor, rest = partial.factor, partial.rest
-    mean = jnp.mean(rest)
-    return make_preconditioner(factor, jnp.maximum(rest, mean) + penalty, jnp.max(diagonal))
+        factor, residual = partial.factor, partial.residual_diagonal
+    mean = jnp.mean(residual)
+    return make_preconditioner(factor, jnp.maximum(residual, mean) + penalty, jnp.max(diagonal))
 
 
-def make_preconditioner(factor, rest, largest) -> Preconditioner:
+def make_preconditioner(factor, diagonal, largest) -> Preconditioner:
     """From D, which rounding of entries up to ``largest`` may not make 0."""
-    floor = 100 * jnp.finfo(rest.dtype).eps * largest
-    rest = jnp.maximum(rest, jnp.where(floor > 0, floor, 1))
-    gram = _weighted_gram(factor, rest) + jnp.eye(factor.shape[1], dtype=factor.dtype)
-    return Preconditioner(rest, factor, jax.lax.linalg.cholesky(gram, symmetrize_input=False))
+    floor = 100 * jnp.finfo(diagonal.dtype).eps * largest
+    diagonal = jnp.maximum(diagonal, jnp.where(floor > 0, floor, 1))
+    gram = _weighted_gram(factor, diagonal) + jnp.eye(factor.shape[1], dtype=factor.dtype)
+    return Preconditioner(diagonal, factor, jax.lax.linalg.cholesky(gram, symmetrize_input=False))
 
 
 def solve(P: Preconditioner, v: jax.Array) -> jax.Array:

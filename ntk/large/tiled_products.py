@@ -35,7 +35,7 @@ def symmetric_product(tile: Tile, x: jax.Array, v: jax.Array, most: int) -> jax.
     xs, vs = split_into_blocks(x, size), _zero_padded_blocks(v, size)
     total = lax.map(lambda block: _mean_split_product(_again(tile)(block[0]), block[1]), (xs, vs))
     pairs = np.triu_indices(len(xs), 1)
-    total, _ = _both(tile, xs, xs, vs, vs, pairs, total)
+    total, _ = _add_pair_products(tile, xs, xs, vs, vs, pairs, total)
     return total.reshape(-1, v.shape[1])[: len(x)]
 
 
@@ -55,8 +55,8 @@ def rectangular(tile: Tile, x1: jax.Array, x2: jax.Array, v: jax.Array, most: in
 
 def tiled_columns(tile: Tile, x1: jax.Array, x2: jax.Array, most: int) -> jax.Array:
     """``K(x1, x2)`` itself [n1, n2], where x2 are few."""
-    found = lax.map(lambda rows: tile(rows, x2), split_into_blocks(x1, even(len(x1), most)))
-    return found.reshape(-1, len(x2))[: len(x1)]
+    columns = lax.map(lambda rows: tile(rows, x2), split_into_blocks(x1, even(len(x1), most)))
+    return columns.reshape(-1, len(x2))[: len(x1)]
 
 
 def tiled_diagonal(tile: Tile, x: jax.Array, most: int) -> jax.Array:
@@ -78,7 +78,7 @@ def ring(tile: Tile, x: jax.Array, v: jax.Array, most: int, axis: str, devices: 
     def step(carry, _):
         total, moving = carry
         xo, vo, theirs = come(moving)
-        total, theirs = _both(tile, xs, xo, vs, vo, every, total, theirs)
+        total, theirs = _add_pair_products(tile, xs, xo, vs, vo, every, total, theirs)
         return (total, (xo, vo, theirs)), None
 
     half = (devices - 1) // 2
@@ -98,7 +98,7 @@ def map_over_mesh(mesh: Mesh, function: Callable, into: tuple, out: Any) -> Call
     return jax.shard_map(function, mesh=mesh, in_specs=into, out_specs=out, check_vma=False)
 
 
-def _both(tile, xs, others, vs, ws, pairs, total, theirs=None):
+def _add_pair_products(tile, xs, others, vs, ws, pairs, total, theirs=None):
     """For every pair (i, j) of blocks ``K_ij w_j`` added to row i, and ``K_ij' v_i`` to row j.
 
     Of ``total``, both, where ``theirs`` is None.
@@ -108,9 +108,9 @@ def _both(tile, xs, others, vs, ws, pairs, total, theirs=None):
     def step(carry, pair):
         total, theirs = carry
         i, j = pair
-        found = _again(tile)(xs[i], others[j])
-        total = total.at[i].add(_mean_split_product(found, ws[j]))
-        back = _mean_split_product(found.T, vs[i])
+        block = _again(tile)(xs[i], others[j])
+        total = total.at[i].add(_mean_split_product(block, ws[j]))
+        back = _mean_split_product(block.T, vs[i])
         if one:
             return (total.at[j].add(back), None), None
         return (total, theirs.at[j].add(back)), None

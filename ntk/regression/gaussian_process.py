@@ -288,11 +288,16 @@ def ensemble(
     t = check_times(t, given.matrix.dtype)
     penalised = with_penalty(given.matrix, penalty)
     times_first = t.shape
-    found = _trained_moments(
+    moments = _trained_moments(
         penalised, cross_ntk, given.columns, nngp, cross_nngp, prior, t.ravel()
     )
-    mean, *rest = (x.reshape(*times_first, *x.shape[1:]) for x in found)
-    return _prediction(mean.reshape(*times_first, *there), rest[0], given, *rest[1:])
+    mean, *covariance_and_errors = (x.reshape(*times_first, *x.shape[1:]) for x in moments)
+    return _prediction(
+        mean.reshape(*times_first, *there),
+        covariance_and_errors[0],
+        given,
+        *covariance_and_errors[1:],
+    )
 
 
 def _is_function(name: str, K, cross, prior, x, at) -> bool:

@@ -149,5 +149,5 @@ def _inverse_norm(factor: jax.Array, size: jax.Array) -> jax.Array:
 
     n = len(size)
     start = jax.random.normal(jax.random.key(0), (n,), size.dtype)
-    (_, found), _ = jax.lax.scan(step, (start / jnp.linalg.norm(start), size[0]), length=10)
-    return found
+    (_, norm), _ = jax.lax.scan(step, (start / jnp.linalg.norm(start), size[0]), length=10)
+    return norm

@@ -390,9 +390,11 @@ def _lanczos(matvec, start, enough, cycles: int) -> tuple[jax.Array, jax.Array, 
         return (residual > enough(theta, norm)) & (cycle < cycles)  # false for NaN
 
     def look(carry):
-        V, T, v, kept, cycle, *_ = carry
-        filled = jnp.minimum(kept + _STEP, m)
-        V, T, v, beta = jax.lax.fori_loop(kept, filled, expand, (V, T, v, jnp.zeros((), dtype)))
+        V, T, v, basis_size, cycle, *_ = carry
+        filled = jnp.minimum(basis_size + _STEP, m)
+        V, T, v, beta = jax.lax.fori_loop(
+            basis_size, filled, expand, (V, T, v, jnp.zeros((), dtype))
+        )
         # What is not filled yet comes first, below all eigenvalues, and belongs to none of them.
         low = -2 * jnp.sum(jnp.abs(T)) - 1
         theta, S = jnp.linalg.eigh(T + jnp.diag(jnp.where(place < filled, 0, low)))
@@ -402,11 +404,23 @@ def _lanczos(matvec, start, enough, cycles: int) -> tuple[jax.Array, jax.Array, 
         full = filled == m
         V = jnp.where(full, jnp.zeros_like(V).at[:keep].set(S[:, -keep:].T @ V), V)
         T = jnp.where(full, jnp.zeros_like(T).at[:keep, :keep].set(jnp.diag(theta[-keep:])), T)
-        kept = jnp.where(full, keep, filled)
-        return V, T, v, kept, jnp.where(full, cycle + 1, cycle), best, theta[-1], residual, norm
+        basis_size = jnp.where(full, keep, filled)
+        return (
+            V,
+            T,
+            v,
+            basis_size,
+            jnp.where(full, cycle + 1, cycle),
+            best,
+            theta[-1],
+            residual,
+            norm,
+        )
 
     one = jnp.ones((), dtype)
     basis = jnp.zeros((m, n), dtype), jnp.zeros((m, m), dtype), start / _scaled_norm(start)
-    found = jax.lax.while_loop(unfinished, look, (*basis, 0, 0, start, one, jnp.inf * one, one))
-    *_, best, theta, residual, _ = found
+    final_state = jax.lax.while_loop(
+        unfinished, look, (*basis, 0, 0, start, one, jnp.inf * one, one)
+    )
+    *_, best, theta, residual, _ = final_state
     return best / _scaled_norm(best), theta, residual

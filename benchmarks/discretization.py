@@ -37,7 +37,7 @@ from harness import spread
 
 import bilevel
 import bilevel.data
-from bilevel.contracts import LowerSolver
+from bilevel import LowerSolver
 from bilevel.discretize import condition_six
 from bilevel.spaces.activations import ACTIVATIONS, activation_space, unit_inputs
 from bilevel.spaces.targets import predict_labels, sign_labels

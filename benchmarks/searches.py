@@ -6,7 +6,7 @@ import optax
 
 import bilevel
 import bilevel.data
-from bilevel.contracts import LowerSolver
+from bilevel import LowerSolver
 from bilevel.spaces.activations import activation_space
 from bilevel.strategies.activation_search import ActivationTask, set_up
 

@@ -132,8 +132,8 @@ def test_the_search_finds_docstrings_checks_and_public_functions():
     assert "bilevel/outer_loop/search.py: search" in places  # exported by the package
     assert "bilevel/theory/spectral/columns.py: Columns" in places
     assert "bilevel/stochastic/_steps.py: mover" not in places  # exported by nothing
-    assert {"whole", "array", "simplex"} <= check_functions()["bilevel.internal.checks"]
-    assert "short" not in check_functions()["ntk.internal.checks"]
+    assert {"integer", "real_array", "simplex"} <= check_functions()["bilevel.internal.checks"]
+    assert "describe_value" not in check_functions()["ntk.internal.checks"]
     assert len(docstrings()) > 1000
 
 

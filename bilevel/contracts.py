@@ -177,14 +177,14 @@ class Joint:
 
     def __call__(self, key: jax.Array, train: Pytree, valid: Pytree) -> tuple[Pytree, Pytree]:
         """The batch of the lower loss, and that of the outer loss."""
-        found = self.sample(key, train, valid)
-        if not isinstance(found, tuple | list) or len(found) != 2:
-            several = isinstance(found, tuple | list)
-            what = f"{len(found)} things" if several else f"a {type(found).__name__}"
+        pair = self.sample(key, train, valid)
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            several = isinstance(pair, tuple | list)
+            what = f"{len(pair)} things" if several else f"a {type(pair).__name__}"
             raise ValueError(
                 f"sample: expected a function that returns a pair (train, valid), got {what}."
             )
-        train, valid = found
+        train, valid = pair
         return train, valid
 
 

@@ -83,7 +83,7 @@ def test_loops_of_a_run_fill_its_one_bar(bars):
             show(3, lambda: pytest.fail("looked at what is not shown"))
         raise KeyboardInterrupt
     assert bars.totals == [4.0]
-    last = {"completed": 2.0, "description": "second", "text": "2/6  loss 0.2", "found": 0.5}
+    last = {"completed": 2.0, "description": "second", "text": "2/6  loss 0.2", "earlier": 0.5}
     assert bars.updates[-1] == last
     assert progress.remaining(30.0, done=1.5, left=2.0, total=4.0) == "0:00:40 left"
     assert progress.remaining(30.0, done=0.1, left=3.9, total=4.0) == ""  # too early to say

@@ -71,7 +71,7 @@ def test_networks_side_by_side_have_the_scores_of_those_one_by_one():
 def test_a_run_that_was_interrupted_goes_on_to_the_same_scores(tmp_path, monkeypatch):
     file = tmp_path / "scores.npz"
     monkeypatch.setattr(scoring, "_SAVE_SECONDS", 0.0)
-    calls, add = [], scoring._Kept.add
+    calls, add = [], scoring._ScoreStore.add
 
     def interrupted(*arguments):
         calls.append(1)
@@ -79,7 +79,7 @@ def test_a_run_that_was_interrupted_goes_on_to_the_same_scores(tmp_path, monkeyp
             raise KeyboardInterrupt
         return add(*arguments)
 
-    monkeypatch.setattr(scoring._Kept, "add", interrupted)
+    monkeypatch.setattr(scoring._ScoreStore, "add", interrupted)
     with pytest.raises(KeyboardInterrupt):
         scores(names=("l2_norm",), file=file)
     resumed = scores(names=("l2_norm",), file=file)

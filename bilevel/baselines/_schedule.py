@@ -29,5 +29,5 @@ def _is_whole(x: float) -> bool:
 
 def resources(budget: int, growth: float, rounds: int) -> list[int]:
     """``ceil(budget * growth^(t - rounds))`` for t = 1 ... rounds; the last one is ``budget``."""
-    found = [ceil(budget * float(growth) ** (t - rounds)) for t in range(1, rounds + 1)]
-    return [*found[:-1], budget] if found else []
+    budgets = [ceil(budget * float(growth) ** (t - rounds)) for t in range(1, rounds + 1)]
+    return [*budgets[:-1], budget] if budgets else []

@@ -284,8 +284,8 @@ def stratified_split(
     if not isinstance(sizes, list) or not sizes:
         raise ValueError(f"sizes: expected at least one, got {sizes!r}.")
     sizes = [integer(f"sizes[{i}]", size, 1) for i, size in enumerate(sizes)]
-    rest = len(labels) - sum(sizes)
-    if rest < 0:
+    unassigned = len(labels) - sum(sizes)
+    if unassigned < 0:
         raise ValueError(
             f"sizes: expected at most the {len(labels)} samples together, got {sum(sizes)}."
         )
@@ -295,7 +295,7 @@ def stratified_split(
     _, first, codes = np.unique(labels[order], return_index=True, return_inverse=True)
     # Classes numbered as they come in the random order, lest rounding favour the same ones.
     codes = np.argsort(np.argsort(first))[codes]
-    quotas = _quotas(np.array([*sizes, rest]), np.bincount(codes))
+    quotas = _quotas(np.array([*sizes, unassigned]), np.bincount(codes))
     owner = np.empty(len(labels), int)
     parts = np.tile(np.arange(len(sizes) + 1), len(first))
     owner[np.argsort(codes, kind="stable")] = np.repeat(parts, quotas.T.ravel())
@@ -449,14 +449,14 @@ def _folder(name, download):
         folder: [s for s in SOURCES[name] if not find_file(folder, s.file, *s.files)]
         for folder in folders
     }
-    found = next((f for f in folders if len(missing[f]) < len(SOURCES[name])), None)
-    if download and cache and found in (None, cache):
+    chosen = next((f for f in folders if len(missing[f]) < len(SOURCES[name])), None)
+    if download and cache and chosen in (None, cache):
         for source in missing[cache]:
             _download(source, cache)
         return cache
-    if found is None:
+    if chosen is None:
         raise FileNotFoundError(f"{name}: expected its files in {in_words(folders)}, got none")
-    return found
+    return chosen
 
 
 def _download(source, folder):

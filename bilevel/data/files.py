@@ -141,6 +141,6 @@ def check_digest(path: str | Path, content: bytes, digest: str) -> None:
     >>> check_digest("a.txt", b"abc", "md5:900150983cd24fb0d6963f7d28e17f72")
     """
     algorithm, _, expected = digest.partition(":")
-    found = hashlib.new(algorithm, content, usedforsecurity=False).hexdigest()
-    if found != expected:
-        raise ValueError(f"{path}: expected content of {algorithm} {expected}, got {found}")
+    computed = hashlib.new(algorithm, content, usedforsecurity=False).hexdigest()
+    if computed != expected:
+        raise ValueError(f"{path}: expected content of {algorithm} {expected}, got {computed}")

@@ -133,8 +133,8 @@ def alpha_curvature(loss: Loss, sets: Pytree = "simplex") -> Callable[..., float
             hessian = np.stack([times(v) for v in np.eye(size)])
             return max(least, float(np.linalg.eigvalsh(hessian)[-1]))
         operator = LinearOperator((size, size), times, dtype=float)
-        found = eigsh(operator, 1, which="LA", v0=start, tol=1e-4, return_eigenvectors=False)
-        return max(least, float(found[0]))
+        eigenvalues = eigsh(operator, 1, which="LA", v0=start, tol=1e-4, return_eigenvectors=False)
+        return max(least, float(eigenvalues[0]))
 
     return largest
 

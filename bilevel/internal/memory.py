@@ -54,8 +54,8 @@ def _of_groups() -> list[int]:
         if controllers in ("", "memory"):
             file = "memory.limit_in_bytes" if controllers else "memory.max"
             for folder in (own.lstrip("/"), ""):
-                found = _lines(_CGROUPS / controllers / folder / file)
-                limits += [int(limit) for limit in found if limit.isdecimal()]
+                lines = _lines(_CGROUPS / controllers / folder / file)
+                limits += [int(limit) for limit in lines if limit.isdecimal()]
     return limits
 
 

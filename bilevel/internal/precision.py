@@ -53,9 +53,9 @@ def like_start(name: str, w: Pytree, like: Pytree) -> Pytree:
     Traceback (most recent call last):
     ValueError: solve: expected weights of w0's shape (2,), got (2, 1).
     """
-    found, expected = str(jax.tree.structure(w)), str(jax.tree.structure(like))
-    if found != expected:
-        raise ValueError(f"{name}: expected a tree like w0, {expected}, got {found}.")
+    structure, expected = str(jax.tree.structure(w)), str(jax.tree.structure(like))
+    if structure != expected:
+        raise ValueError(f"{name}: expected a tree like w0, {expected}, got {structure}.")
     leaves = jax.tree_util.tree_leaves_with_path(w)
     for (path, x), y in zip(leaves, jax.tree.leaves(like), strict=True):
         if jnp.shape(x) != jnp.shape(y):

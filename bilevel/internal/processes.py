@@ -87,34 +87,34 @@ def gather_strings(compute: Callable[[], str]) -> list[str]:
         text = compute()
     except Exception as error:
         text, failed = str(error), error
-    told = np.frombuffer(text.encode(), np.uint8)
+    encoded = np.frombuffer(text.encode(), np.uint8)
     kinds = ValueError, OSError, Exception
     kind = next((i for i, kind in enumerate(kinds) if isinstance(failed, kind)), -1)
-    heads = gathered(np.array([len(told), kind], np.int32))
+    heads = gathered(np.array([len(encoded), kind], np.int32))
     padded = np.zeros(heads[:, 0].max(), np.uint8)
-    padded[: len(told)] = told
+    padded[: len(encoded)] = encoded
     rows = zip(gathered(padded), heads, strict=True)
-    found = [row[: head[0]].tobytes().decode() for row, head in rows]
+    texts = [row[: head[0]].tobytes().decode() for row, head in rows]
     if failed is not None:
         raise failed
-    for rank, (text, (_, kind)) in enumerate(zip(found, heads.tolist(), strict=True)):
+    for rank, (text, (_, kind)) in enumerate(zip(texts, heads.tolist(), strict=True)):
         if kind == len(kinds) - 1:
-            raise LostProcessError(f"process {rank} of {len(found)} raised: {text}")
+            raise LostProcessError(f"process {rank} of {len(texts)} raised: {text}")
         if kind >= 0:
             raise kinds[kind](text)
-    return found
+    return texts
 
 
 def all_or_none(compute: Callable[[], T]) -> T:
     """Return ``compute()``; if it raises in one process, all raise (:func:`gather_strings`)."""
-    kept: list[T] = []
+    results: list[T] = []
 
     def run():
-        kept.append(compute())
+        results.append(compute())
         return ""
 
     gather_strings(run)
-    return kept[0]
+    return results[0]
 
 
 def sum_across(number: int) -> int:

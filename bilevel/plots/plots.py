@@ -111,8 +111,8 @@ def alpha_path(alpha: Any, names: Any = None, ax: Any = None, start: Any = None)
 def _spread_labels(heights: Any, low: float, high: float, gap: float) -> Any:
     """Label positions near ``heights``, from low to high, none closer than ``gap`` to the next."""
     order, slots = np.argsort(heights), gap * np.arange(len(heights))
-    rest = np.asarray(heights, float)[order] - slots  # ascending, the labels keep apart
-    up, down = np.maximum.accumulate(rest), np.minimum.accumulate(rest[::-1])[::-1]
+    lowered = np.asarray(heights, float)[order] - slots  # ascending, the labels keep apart
+    up, down = np.maximum.accumulate(lowered), np.minimum.accumulate(lowered[::-1])[::-1]
     placed = np.empty(len(order))
     placed[order] = np.clip((up + down) / 2, low, high - slots[-1]) + slots
     return placed

@@ -62,14 +62,14 @@ def _without_the_known(
     for equation in jaxpr.eqns:
         values = read(known, equation.invars)
         if all(value is not _MOVING for value in values):
-            found = bind(equation, values)
+            outputs = bind(equation, values)
         elif equation.primitive.name in ("jit", "pjit"):
-            found, inner = _without_the_known(inner_jaxprs(equation)[0], values)
+            outputs, inner = _without_the_known(inner_jaxprs(equation)[0], values)
             steps.append((equation, inner))
         else:
-            found = [_MOVING] * len(equation.outvars)
+            outputs = [_MOVING] * len(equation.outvars)
             steps.append((equation, functools.partial(bind, equation)))
-        known |= zip(equation.outvars, found, strict=True)
+        known |= zip(equation.outvars, outputs, strict=True)
 
     def run(inputs):
         values = known | dict(zip(jaxpr.invars, inputs, strict=True))

@@ -115,26 +115,26 @@ def split_losses(problem: Problem) -> SplitLosses:
     def lower(w, alpha, batch):
         if stateful:  # flax's nnx mutates variables only where they were unflattened
             w = jax.tree.map(lambda x: x, w)
-        found = problem.lower(w, alpha, batch)
+        returned = problem.lower(w, alpha, batch)
         if not (has_aux or stateful):
-            return scalar_loss("lower", found), None, None
+            return scalar_loss("lower", returned), None, None
         form = "(loss, aux), as has_aux=True says"
         if stateful:
             form = "(loss, variables), as stateful=True says"
-        loss, rest = check_loss_pair("lower", found, form)
+        loss, extras = check_loss_pair("lower", returned, form)
         scalar_loss("lower", loss)
         if not stateful:
-            return loss, None, rest
+            return loss, None, extras
         form = "(loss, (variables, aux)), as stateful=True and has_aux=True say"
-        variables, aux = check_loss_pair("lower", rest, form) if has_aux else (rest, None)
+        variables, aux = check_loss_pair("lower", extras, form) if has_aux else (extras, None)
         variables = like_variables(variables, w.variables)
         return loss, variables if differentiated else jax.lax.stop_gradient(variables), aux
 
     def outer(w, alpha, batch):
-        found = problem.outer(w, alpha, batch)
-        loss, aux = found, None
+        returned = problem.outer(w, alpha, batch)
+        loss, aux = returned, None
         if has_aux:
-            loss, aux = check_loss_pair("outer", found, "(loss, aux), as has_aux=True says")
+            loss, aux = check_loss_pair("outer", returned, "(loss, aux), as has_aux=True says")
         return scalar_loss("outer", loss), aux
 
     return SplitLosses(lower, outer)
@@ -176,8 +176,8 @@ def stack_problems(problem: Problem) -> Problem:
 
     def total(loss: Loss) -> Loss:
         def of_all(w, alpha, batch):
-            found = jax.vmap(loss)(w, alpha, batch)
-            return (found[0].sum(), found[1]) if isinstance(found, tuple) else found.sum()
+            values = jax.vmap(loss)(w, alpha, batch)
+            return (values[0].sum(), values[1]) if isinstance(values, tuple) else values.sum()
 
         return of_all
 

@@ -100,7 +100,9 @@ def leaf_names(alpha: Pytree, chosen: list[bool]) -> str:
     if all(chosen):
         return "alpha"
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(alpha)]
-    return ", ".join(f"alpha{path}" for path, found in zip(paths, chosen, strict=True) if found)
+    return ", ".join(
+        f"alpha{path}" for path, is_chosen in zip(paths, chosen, strict=True) if is_chosen
+    )
 
 
 def outputs_reading(function: Callable, argument: Pytree) -> list[bool]:
@@ -142,7 +144,10 @@ def _equation_sources(equation: core.JaxprEqn, inputs: list[int]) -> list[int]:
         return _sources(inner_jaxprs(equation)[0].jaxpr, inputs)
     if name == "cond" and not inputs[0]:
         branches = [_sources(branch.jaxpr, inputs[1:]) for branch in params["branches"]]
-        return [functools.reduce(operator.or_, found) for found in zip(*branches, strict=True)]
+        return [
+            functools.reduce(operator.or_, branch_sets)
+            for branch_sets in zip(*branches, strict=True)
+        ]
     if name == "custom_linear_solve":
         system = sum(params["const_lengths"])
         if not any(inputs[:system]):

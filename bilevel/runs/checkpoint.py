@@ -67,9 +67,9 @@ def save(directory: str | pathlib.Path, step: int, tree: Pytree, label: Any = 0)
     directory.mkdir(parents=True, exist_ok=True)
     own = {name: np.asarray(x) for name, x in arrays.items() if name not in shared}
     records.write_arrays(_step_file(directory, step), own, notes)
-    found = steps(directory)
-    kept = [k for k in found if k <= step][:_KEEP]
-    for other in set(found) - set(kept):
+    existing = steps(directory)
+    retained = [k for k in existing if k <= step][:_KEEP]
+    for other in set(existing) - set(retained):
         file = _step_file(directory, other)
         for path in (file, *sharded_checkpoint.shard_files(file)):  # in this order: parts alone do not count
             path.unlink(missing_ok=True)
@@ -83,13 +83,13 @@ def steps(directory: str | pathlib.Path) -> list[int]:
     ValueError
         If ``directory`` holds steps of an earlier version.
     """
-    found = list(pathlib.Path(directory).glob("[0-9]*"))
-    if any(path.is_dir() and path.name.isdecimal() for path in found):
+    entries = list(pathlib.Path(directory).glob("[0-9]*"))
+    if any(path.is_dir() and path.name.isdecimal() for path in entries):
         raise ValueError(
             f"checkpoint: expected steps as this version writes them in {directory}, got some of "
             "an earlier version; remove the directory to start anew."
         )
-    names = [path.stem for path in found if path.suffix == ".npz"]
+    names = [path.stem for path in entries if path.suffix == ".npz"]
     return sorted((int(name) for name in names if name.isdecimal()), reverse=True)
 
 
@@ -105,15 +105,15 @@ def latest(directory: str | pathlib.Path) -> int | None:
     ValueError
         If processes see other steps than others.
     """
-    found = steps(directory)
-    _check_seen(directory, found)
-    for step in found:
+    existing = steps(directory)
+    _check_seen(directory, existing)
+    for step in existing:
         if not processes.any_process(not _is_intact_step(directory, step)):
             return step
         if processes.is_first_process():
             said = f"checkpoint: step {step} in {directory} is damaged and passed over."
             warnings.warn(said, stacklevel=2)
-    if found:
+    if existing:
         raise records.DamagedError(
             f"checkpoint: expected an undamaged step in {directory}, got damaged ones only; remove "
             "the directory to start anew."
@@ -126,9 +126,9 @@ def _is_intact_step(directory: str | pathlib.Path, step: int) -> bool:
     return records.is_intact(file) and sharded_checkpoint.are_shards_intact(file, records.read_notes(file).get("parts", []))
 
 
-def _check_seen(directory: str | pathlib.Path, found: list[int]) -> None:
+def _check_seen(directory: str | pathlib.Path, existing: list[int]) -> None:
     """Refuse a directory in which not all processes see the same newest step."""
-    seen = processes.gathered(np.int32(max(found, default=-1))).tolist()
+    seen = processes.gathered(np.int32(max(existing, default=-1))).tolist()
     if len(set(seen)) > 1:
         raise ValueError(
             f"checkpoint: expected a directory that all processes see, got {directory}, where they "
@@ -206,13 +206,13 @@ def _read_step(directory: str | pathlib.Path, step: int, like: Pytree) -> Pytree
         raw = jax.random.key_data(like) if _is_key(like) else like
         if name in shared:
             _check_kind(directory, np.dtype(shared[name][0]), tuple(shared[name][1]), raw)
-            found = sharded_checkpoint.read_sharded_array(file, len(parts), name, raw)
+            array = sharded_checkpoint.read_sharded_array(file, len(parts), name, raw)
         else:
-            found = arrays[name]
-            _check_kind(directory, found.dtype, found.shape, raw)
+            array = arrays[name]
+            _check_kind(directory, array.dtype, array.shape, raw)
         if not _is_key(like):
-            return found
-        return jax.random.wrap_key_data(jnp.asarray(found), impl=jax.random.key_impl(like))
+            return array
+        return jax.random.wrap_key_data(jnp.asarray(array), impl=jax.random.key_impl(like))
 
     return jax.tree.unflatten(structure, [leaf(str(i), x) for i, x in enumerate(wanted)])
 
@@ -302,10 +302,10 @@ def saving(
 
     def enter():
         held.enter_context(records.locked(directory, "checkpoint"))
-        if not resume and (found := steps(directory)):
+        if not resume and (existing := steps(directory)):
             raise ValueError(
                 f"checkpoint: expected an empty directory or resume=True, got {directory} with "
-                f"step {found[0]} in it."
+                f"step {existing[0]} in it."
             )
         return ""
 

@@ -57,7 +57,7 @@ def fingerprint(value: Any, *, small: bool = False) -> dict[str, str]:
     """
     walk = _Walk(small)
     walk.visit("", value)
-    return walk.found
+    return walk.texts
 
 
 def digest(value: Any) -> str:
@@ -113,23 +113,23 @@ class _Walk:
 
     def __init__(self, small: bool) -> None:
         self.small = small
-        self.found: dict[str, str] = {}
+        self.texts: dict[str, str] = {}
         # By address: an object's path, and the object, which has to live so that no other gets
         # its address.
         self.met: dict[int, tuple[str, Any]] = {}
 
     def visit(self, path: str, x: Any) -> None:
-        while path in self.found:
+        while path in self.texts:
             path += "'"
         if isinstance(x, jax.Array | np.ndarray | np.generic):
-            self.found[path] = f"{x.dtype}{list(x.shape)}" if self.small and x.ndim else _of_array(x)
+            self.texts[path] = f"{x.dtype}{list(x.shape)}" if self.small and x.ndim else _of_array(x)
         elif isinstance(x, _PLAIN):
-            self.found[path] = _of_plain_value(x)
+            self.texts[path] = _of_plain_value(x)
         elif id(x) in self.met:
-            self.found[path] = f"as {self.met[id(x)][0]}"
+            self.texts[path] = f"as {self.met[id(x)][0]}"
         else:
             self.met[id(x)] = path, x
-            self.found[path], parts = self._described(x)
+            self.texts[path], parts = self._described(x)
             for name, part in parts:
                 self.visit(path + name if path else name.lstrip("."), part)
 
@@ -264,8 +264,8 @@ def _fields(x: Any) -> dict[str, Any]:
     if declared:
         return declared
     own = {k: v for k, v in own.items() if isinstance(v, _KEPT)}
-    found = {k: v for k, v in own.items() if k[0] != "_"} | _of_pytree(x)
-    return found or own or _reduced(x)
+    public = {k: v for k, v in own.items() if k[0] != "_"} | _of_pytree(x)
+    return public or own or _reduced(x)
 
 
 _KEPT = (*_PLAIN, jax.Array, np.ndarray, types.FunctionType, tuple, list, dict)
@@ -275,9 +275,9 @@ def _own(x: Any) -> dict[str, Any]:
     """The fields of an object itself, in ``__dict__`` or in slots."""
     slots = (vars(kind).get("__slots__", ()) for kind in type(x).__mro__)
     names = itertools.chain(*((s,) if isinstance(s, str) else s for s in slots))
-    found = {name: getattr(x, name) for name in names if name[:2] != "__" and hasattr(x, name)}
-    found |= getattr(x, "__dict__", {})
-    return {name: value for name, value in found.items() if name != "__doc__"}
+    fields = {name: getattr(x, name) for name in names if name[:2] != "__" and hasattr(x, name)}
+    fields |= getattr(x, "__dict__", {})
+    return {name: value for name, value in fields.items() if name != "__doc__"}
 
 
 def _reduced(x: Any) -> dict[str, Any]:
@@ -313,10 +313,10 @@ def _beside_items(x: Any) -> Iterator[tuple[str, Any]]:
 
 def _of_pytree(x: Any) -> dict[str, Any]:
     """The parts that JAX sees of an object: the weights in a state of nnx, one by one."""
-    found = jax.tree_util.default_registry.flatten_one_level(x)
-    if found is None:
+    flattened = jax.tree_util.default_registry.flatten_one_level(x)
+    if flattened is None:
         return {}
-    children, static = found
+    children, static = flattened
     plain = isinstance(static, tuple) and all(isinstance(item, _PLAIN) for item in static)
     parts = {f"children[{i}]": child for i, child in enumerate(children)}
     return parts | {"static": static} if plain else parts
@@ -431,7 +431,7 @@ def _sum_of_entries(parts: list[tuple[np.ndarray, tuple]], shape: tuple[int, ...
 def _sum_of_part(part: np.ndarray, index: tuple, shape: tuple[int, ...]) -> int:
     if part.dtype.kind == "c":
         of_each = (_sum_of_part(x, index, shape) for x in (part.real, part.imag))
-        return sum(k * found for k, found in zip((1, 3), of_each, strict=True))
+        return sum(k * total for k, total in zip((1, 3), of_each, strict=True))
     starts = [cut.indices(n)[0] for cut, n in zip(index, shape, strict=True)]
     strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
     if part.shape[1:] == shape[1:]:  # whole rows follow each other
@@ -440,15 +440,15 @@ def _sum_of_part(part: np.ndarray, index: tuple, shape: tuple[int, ...]) -> int:
     for n, start, stride in zip(part.shape[1:], starts[1:], strides[1:], strict=True):
         along = np.arange(start, start + n, dtype=np.uint64) * np.uint64(stride)
         inner = np.add.outer(inner, along).ravel()
-    rows, found = part.reshape(len(part), inner.size), 0
+    rows, total = part.reshape(len(part), inner.size), 0
     step = max(1, _BLOCK // max(inner.size, 1))
     for i in range(0, len(rows), step):
         block = np.ascontiguousarray(rows[i : i + step])
         words = block.view(f"u{block.itemsize}").astype(np.uint64)
         first = starts[0] + i
         outer = np.arange(first, first + len(block), dtype=np.uint64) * np.uint64(strides[0])
-        found += int(_mixed(words ^ _mixed(np.add.outer(outer, inner))).sum(dtype=np.uint64))
-    return found
+        total += int(_mixed(words ^ _mixed(np.add.outer(outer, inner))).sum(dtype=np.uint64))
+    return total
 
 
 def _mixed(z: np.ndarray) -> np.ndarray:

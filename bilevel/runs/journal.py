@@ -133,8 +133,8 @@ def _resumable(file: BinaryIO, header: Record) -> Journal:
         journal.flush()
         return journal
     _check_header(_decode_record(first) if lines else None, header, file.name)
-    *lines, rest = lines
-    file.seek(-len(rest), os.SEEK_END)
+    *lines, unfinished = lines
+    file.seek(-len(unfinished), os.SEEK_END)
     file.truncate()
     journal = Journal(file, first + b"\n")
     records = [_decode_record(line, journal.head) for line in lines]
@@ -147,16 +147,16 @@ def _resumable(file: BinaryIO, header: Record) -> Journal:
     return journal
 
 
-def _check_header(found: Record | None, header: Record, file: str) -> None:
+def _check_header(saved: Record | None, header: Record, file: str) -> None:
     """Refuse the first line of another run's journal, or of another file."""
-    if found is None or found.keys() != header.keys():
+    if saved is None or saved.keys() != header.keys():
         raise ValueError(f"journal: expected a journal, got another or a damaged file, {file}.")
     for name, value in json.loads(json.dumps(header, default=_to_json_number)).items():
-        if name == "problem" and (other := describe_difference(found[name], value)):
+        if name == "problem" and (other := describe_difference(saved[name], value)):
             raise ValueError(
                 f"journal: expected that of a run of this problem, got one of {other} in {file}."
             )
-        if found[name] != value:
+        if saved[name] != value:
             raise ValueError(
-                f"journal: expected that of a run with {name} {value}, got {found[name]} in {file}."
+                f"journal: expected that of a run with {name} {value}, got {saved[name]} in {file}."
             )

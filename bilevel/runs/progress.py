@@ -39,7 +39,7 @@ class RunBar:
         self._record = record
         self.phase: str = ""
         self._before = 0.0
-        self._found = 0.0  # work that an earlier, interrupted run had done
+        self._earlier = 0.0  # work that an earlier, interrupted run had done
 
     def enter(self, phase: str) -> None:
         """Begin ``phase``; all phases before it in ``work`` count as done."""
@@ -57,7 +57,7 @@ class RunBar:
     def _draw(self, share: float, text: str) -> None:
         if self._update is not None:
             done = self._before + share * self._work[self.phase]
-            self._update(completed=done, description=self.phase, text=text, found=self._found)
+            self._update(completed=done, description=self.phase, text=text, earlier=self._earlier)
 
     def loop(self, total: int, text: str) -> Show:
         """What :func:`progress_bar` yields, for a loop that is the whole phase."""
@@ -66,14 +66,14 @@ class RunBar:
         def show(done, values):
             nonlocal first
             if first:  # in a resumed run, an earlier one did all of this but the last step
-                self._found += (done - 1) / total * self._work[self.phase]
+                self._earlier += (done - 1) / total * self._work[self.phase]
                 first = False
             if self._update is None and self._record is None:
                 return
-            found, share = values(), done / total
+            current, share = values(), done / total
             if self._record is not None:
-                self._record({"phase": self.phase, "share": share, "done": done, **found})
-            said = text.format(task=SimpleNamespace(fields=found))
+                self._record({"phase": self.phase, "share": share, "done": done, **current})
+            said = text.format(task=SimpleNamespace(fields=current))
             self._draw(share, f"{done}/{total}  {said}")
 
         return show
@@ -111,7 +111,7 @@ def run_bar(
         max_refresh = 0.5
 
         def render(self, task):
-            done = task.completed - task.fields["found"]
+            done = task.completed - task.fields["earlier"]
             return Text(remaining(task.elapsed or 0.0, done, task.remaining, task.total))
 
     columns = (
@@ -125,7 +125,7 @@ def run_bar(
         update = None
         if (console := _console(progress)) is not None:
             update = stack.enter_context(
-                _display_bar(console, columns, sum(work.values()), "", text="", found=0)
+                _display_bar(console, columns, sum(work.values()), "", text="", earlier=0)
             )
         bar = RunBar(work, update, record)
         token = _run.set(bar)

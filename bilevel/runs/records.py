@@ -120,8 +120,8 @@ def read_arrays(path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], An
         if not _matches_checksum(file):
             raise DamagedError(f"file: expected a record as it was written, got a damaged {path}.")
         file.seek(0)
-        with np.load(file, allow_pickle=False) as found:
-            arrays = {name: found[name] for name in found.files}
+        with np.load(file, allow_pickle=False) as archive:
+            arrays = {name: archive[name] for name in archive.files}
     text = json.loads(arrays.pop("notes").item())
     for name, dtype in text["dtypes"].items():
         arrays[name] = arrays[name].view(np.dtype(dtype))
@@ -130,9 +130,9 @@ def read_arrays(path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], An
 
 def read_one(path: str | os.PathLike[str], name: str) -> np.ndarray:
     """One of the arrays alone, unchecked: of a record that is known to be :func:`is_intact`."""
-    with np.load(path, allow_pickle=False) as found:
-        dtype = json.loads(found["notes"].item())["dtypes"].get(name)
-        return found[name] if dtype is None else found[name].view(np.dtype(dtype))
+    with np.load(path, allow_pickle=False) as archive:
+        dtype = json.loads(archive["notes"].item())["dtypes"].get(name)
+        return archive[name] if dtype is None else archive[name].view(np.dtype(dtype))
 
 
 def checksum(path: str | os.PathLike[str]) -> bytes:
@@ -144,8 +144,8 @@ def checksum(path: str | os.PathLike[str]) -> bytes:
 
 def read_notes(path: str | os.PathLike[str]) -> Any:
     """The notes alone, unchecked: of a record that is known to be :func:`is_intact`."""
-    with np.load(path, allow_pickle=False) as found:
-        return json.loads(found["notes"].item())["notes"]
+    with np.load(path, allow_pickle=False) as archive:
+        return json.loads(archive["notes"].item())["notes"]
 
 
 def is_intact(path: str | os.PathLike[str]) -> bool:
@@ -218,13 +218,13 @@ def warn_if_disk_full(name: str) -> Iterator[None]:
 
 def _sha256_of_prefix(file: IO[bytes], size: int) -> bytes:
     """The SHA-256 of the first ``size`` bytes."""
-    found = hashlib.sha256()
+    sha256 = hashlib.sha256()
     file.seek(0)
     while size > 0:
         block = file.read(min(size, 2**20))
-        found.update(block)
+        sha256.update(block)
         size -= len(block) or size
-    return found.digest()
+    return sha256.digest()
 
 
 def _matches_checksum(file: IO[bytes]) -> bool:

@@ -77,16 +77,16 @@ def read_sharded_array(step: pathlib.Path, count: int, name: str, like: Any) -> 
 
     def part(index):
         wanted = _box(index, like.shape)
-        found, filled = np.empty([b - a for a, b in wanted], like.dtype), 0
+        block, filled = np.empty([b - a for a, b in wanted], like.dtype), 0
         for path, key, box in pieces:
-            both = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(wanted, box, strict=True)]
-            if all(a < b for a, b in both):
-                piece = store.read_one(path, key)[_slices_within(both, box)]
-                found[_slices_within(both, wanted)] = piece
+            overlap = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(wanted, box, strict=True)]
+            if all(a < b for a, b in overlap):
+                piece = store.read_one(path, key)[_slices_within(overlap, box)]
+                block[_slices_within(overlap, wanted)] = piece
                 filled += piece.size
-        if filled != found.size:
+        if filled != block.size:
             raise store.DamagedError(f"checkpoint: expected all of an array at {step}, got a part.")
-        return found
+        return block
 
     if isinstance(like, jax.Array):
         return jax.make_array_from_callback(like.shape, like.sharding, part)

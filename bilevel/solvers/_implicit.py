@@ -181,8 +181,8 @@ def _stationary(
         reports = not isinstance(report_dot[0], SymbolicZero)
 
         def product(b):
-            v, rest = b
-            return widen(hvp(narrow(v, w))), rest
+            v, report_part = b
+            return widen(hvp(narrow(v, w))), report_part
 
         def solved(start):
             def run(product, b):

@@ -160,8 +160,8 @@ class _Step:
         """The forward derivative of the gradient along ``dots``."""
 
         def gradient(*values):
-            found = self.plain(self.args(self.merged(values, self.flat)))
-            return jax.tree.leaves(found[1])
+            loss_and_gradient = self.plain(self.args(self.merged(values, self.flat)))
+            return jax.tree.leaves(loss_and_gradient[1])
 
         return jax.jvp(gradient, tuple(self.moving(self.flat)), dots)[1]
 

@@ -70,10 +70,10 @@ def with_limits(update: Callable, *args: Pytree) -> Pytree:
 
     def converted(args, hoisted):
         inputs = jax.tree.leaves(args)
-        found = jax.core.eval_jaxpr(closed.jaxpr, constants(hoisted), *inputs)
+        outputs = jax.core.eval_jaxpr(closed.jaxpr, constants(hoisted), *inputs)
         # What is the same whatever comes in (DoG's "not the first step") is a Python number here.
         types = jax.tree.leaves(shapes)
-        arrays = map(lambda x, s: jnp.asarray(x, s.dtype) if jnp.isscalar(x) else x, found, types)
+        arrays = map(lambda x, s: jnp.asarray(x, s.dtype) if jnp.isscalar(x) else x, outputs, types)
         return jax.tree.unflatten(structure, arrays)
 
     @jax.custom_jvp
@@ -131,10 +131,10 @@ def _guarded_jvp(function: Callable, primals: tuple, tangents: tuple) -> tuple:
 
     outputs = function(*primals)
     like = list(filter(_is_floating, jax.tree.leaves(outputs)))
-    found = iter(with_transpose(push, functools.partial(guarded, pull), moving, dots, like))
+    output_dots = iter(with_transpose(push, functools.partial(guarded, pull), moving, dots, like))
 
     def tangent(x):
-        return next(found) if _is_floating(x) else np.zeros(jnp.shape(x), jax.dtypes.float0)
+        return next(output_dots) if _is_floating(x) else np.zeros(jnp.shape(x), jax.dtypes.float0)
 
     return outputs, jax.tree.map(tangent, outputs)
 
@@ -231,8 +231,8 @@ def _evaluate_with_slopes(closed: core.ClosedJaxpr, inputs: list[_Known]) -> lis
         return [_known_literal(v) if isinstance(v, core.Literal) else known[v] for v in variables]
 
     for equation in jaxpr.eqns:
-        found = _apply_with_slopes(equation, read(equation.invars), jaxpr.debug_info)
-        known |= dict(zip(equation.outvars, found, strict=True))
+        outputs = _apply_with_slopes(equation, read(equation.invars), jaxpr.debug_info)
+        known |= dict(zip(equation.outvars, outputs, strict=True))
     return read(jaxpr.outvars)
 
 
@@ -306,8 +306,8 @@ _RESHAPING = ("broadcast_in_dim", "reshape", "squeeze", "convert_element_type", 
 def _branch(closed: core.ClosedJaxpr, inputs: list[_Known]) -> Callable:
     def branch(*values):
         given = [x._replace(value=v, opened=None) for x, v in zip(inputs, values, strict=True)]
-        found = _evaluate_with_slopes(closed, given)
-        return [x.value for x in found], [_mask(x) for x in found]
+        outputs = _evaluate_with_slopes(closed, given)
+        return [x.value for x in outputs], [_mask(x) for x in outputs]
 
     return branch
 
@@ -328,13 +328,13 @@ def _equation_function(equation: core.JaxprEqn, debug_info) -> Callable[..., lis
 def _with_finite_slope(operation: Callable) -> Callable:
     """``operation(x, ...)`` with slope 0 where its slope in ``x`` is infinite."""
 
-    def finite(x, *rest):
+    def finite(x, *operands):
         fixed = jax.lax.stop_gradient(x)
-        others = jax.lax.stop_gradient(rest)
+        others = jax.lax.stop_gradient(operands)
         slope = jax.jvp(lambda x: operation(x, *others), (fixed,), (jnp.ones_like(x),))[1]
         infinite = ~jnp.isfinite(slope) & ~jnp.isnan(x)
         ordinary = jnp.where(infinite, jnp.ones_like(x), x)
-        return jnp.where(infinite, operation(fixed, *others), operation(ordinary, *rest))
+        return jnp.where(infinite, operation(fixed, *others), operation(ordinary, *operands))
 
     return finite
 

@@ -59,7 +59,9 @@ def guarded(linear: Callable[[Pytree], Pytree], v: Pytree) -> Pytree:
         return [x for x, read in zip(jax.tree.leaves(linear(v)), reads, strict=True) if read]
 
     def in_two():
-        both = jax.lax.map(part, jax.tree.map(functools.partial(_split_by_magnitude, exponent), v))
+        halves = jax.lax.map(
+            part, jax.tree.map(functools.partial(_split_by_magnitude, exponent), v)
+        )
         finite = _all([jnp.isfinite(x).all() for x in leaves])
 
         def joined(pair):
@@ -67,12 +69,12 @@ def guarded(linear: Callable[[Pytree], Pytree], v: Pytree) -> Pytree:
             raised = jnp.where(finite, small + large * 2.0**exponent, jnp.nan)
             return jnp.where(large == 0, small, raised)
 
-        return jax.tree.map(joined, both)
+        return jax.tree.map(joined, halves)
 
-    found = iter(jax.lax.cond(_anywhere(_overflows(leaves, exponent)), in_two, lambda: part(v)))
+    computed = iter(jax.lax.cond(_anywhere(_overflows(leaves, exponent)), in_two, lambda: part(v)))
     zeros = [jnp.zeros(x.shape, x.dtype) for x in results]
     return jax.tree.unflatten(
-        tree, [next(found) if read else zero for zero, read in zip(zeros, reads, strict=True)]
+        tree, [next(computed) if read else zero for zero, read in zip(zeros, reads, strict=True)]
     )
 
 

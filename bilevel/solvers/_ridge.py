@@ -69,25 +69,25 @@ def ridge(
         decay = jnp.asarray(penalty(alpha), phi.dtype)
         n, p = phi.shape
         if n >= p or decay.ndim == 1:
-            found = _solve_penalized_gram(phi.T, decay, phi.T @ y)
+            weights = _solve_penalized_gram(phi.T, decay, phi.T @ y)
         else:
-            found = phi.T @ _solve_penalized_gram(phi, decay, y)
-        return nan_unless_finite(_cast_like(w, found), decay), state
+            weights = phi.T @ _solve_penalized_gram(phi, decay, y)
+        return nan_unless_finite(_cast_like(w, weights), decay), state
 
     return LowerSolver(init=lambda w: (), run=run, closed_form=True, of_alpha=True)
 
 
-def _cast_like(w: Pytree, found: jax.Array) -> jax.Array:
-    """``found`` in the dtype of ``w``, from which a search goes on, if it is of its shape."""
+def _cast_like(w: Pytree, weights: jax.Array) -> jax.Array:
+    """``weights`` in the dtype of ``w``, from which a search goes on, if it is of its shape."""
     if w is None:  # run alone, where nothing goes on from it
-        return found
+        return weights
     shape = jnp.shape(w) if hasattr(w, "dtype") else describe(w)
-    if shape != found.shape:
+    if shape != weights.shape:
         raise ValueError(
-            f"w0: expected an array of shape {found.shape}, as features and labels say, "
+            f"w0: expected an array of shape {weights.shape}, as features and labels say, "
             f"got {shape}."
         )
-    return found.astype(w.dtype)
+    return weights.astype(w.dtype)
 
 
 def _promote_to_floating(w: Pytree, phi: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:

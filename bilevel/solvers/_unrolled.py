@@ -169,8 +169,8 @@ def unrolled(
         carry = (w, variables, state, jnp.zeros((), int) if counted else None, total)
         if last < steps:
             carry = detached(first_steps, carry, alpha, batch)
-        found = _repeat_checkpointed(lambda c: step(c, alpha, batch), carry, last, slope_name)
-        w, variables, state, _, total = found
+        final_carry = _repeat_checkpointed(lambda c: step(c, alpha, batch), carry, last, slope_name)
+        w, variables, state, _, total = final_carry
         w = w if average is None else total
         return Stateful(w, variables) if stateful else w, state
 
@@ -235,10 +235,10 @@ def _transformation(optimizer: Any) -> optax.GradientTransformationExtraArgs:
 
 
 def _averaging_weights(average: Callable, alpha: Pytree, steps: int) -> jax.Array:
-    found = jnp.asarray(average(alpha))
-    if found.shape != (steps,):
-        raise ValueError(f"average: expected {steps} weights, got shape {found.shape}.")
-    return found
+    weights = jnp.asarray(average(alpha))
+    if weights.shape != (steps,):
+        raise ValueError(f"average: expected {steps} weights, got shape {weights.shape}.")
+    return weights
 
 
 def _add_iterate(total: Pytree, weight: jax.Array, w: Pytree) -> Pytree:
@@ -313,8 +313,8 @@ def one_step(
             return lower(w, outer[0], batch, *outer[1])
 
         def update(alpha, slope, state, w, value):
-            told = {"value": value, "grad": slope, "value_fn": _no_line_search}
-            return rule_at(alpha).update(slope, state, w, **told)
+            extra_args = {"value": value, "grad": slope, "value_fn": _no_line_search}
+            return rule_at(alpha).update(slope, state, w, **extra_args)
 
         def moved(alpha, slope, w, state, value):
             updates, state = with_limits(update, alpha, slope, state, w, value)
@@ -329,8 +329,8 @@ def one_step(
             value, slope = jax.value_and_grad(loss)(w, outer, batch)
             return moved(outer[0], slope, w, state, value), (value, slope, outer, w, state, batch)
 
-        def backward(kept, cotangents):
-            value, slope, outer, w, state, batch = kept
+        def backward(residuals, cotangents):
+            value, slope, outer, w, state, batch = residuals
 
             def of_slope(slope, value, alpha):
                 return moved(alpha, slope, w, state, value)
@@ -340,15 +340,15 @@ def one_step(
             of_outer = (
                 mixed_product if radius is None else functools.partial(_central_difference, radius)
             )
-            found = of_outer(lambda w, outer: loss(w, outer, batch), w, outer, v)
+            outer_cotangent = of_outer(lambda w, outer: loss(w, outer, batch), w, outer, v)
             if depends_on_alpha(
                 lambda _, value, __: update(outer[0], slope, state, w, value), None, value, None
             ):
                 direct = jax.grad(lambda outer: of_value * loss(w, outer, batch))(outer)
-                found = optax.tree.add(found, direct)
+                outer_cotangent = optax.tree.add(outer_cotangent, direct)
             if init_at is not None:
-                found = optax.tree.add(found[0], of_alpha), found[1]
-            return found, None, None, None
+                outer_cotangent = optax.tree.add(outer_cotangent[0], of_alpha), outer_cotangent[1]
+            return outer_cotangent, None, None, None
 
         step.defvjp(forward, backward)
         return step((alpha, hoisted), w, state, batch)

@@ -98,11 +98,11 @@ def solve_and_report(
     return inverse(hvp, b, x0, point), Outcome()
 
 
-def _outcome(b: Pytree, residual: jax.Array, limit: float, **rest: jax.Array) -> Outcome:
+def _outcome(b: Pytree, residual: jax.Array, limit: float, **diagnostics: jax.Array) -> Outcome:
     """The outcome of a solve whose residual has this 2-norm; it failed above the limit."""
     size = optax.tree.norm(b)
     relative = residual / jnp.where(size > 0, size, 1)
-    numbers = {name: jnp.asarray(x, relative.dtype) for name, x in rest.items()}
+    numbers = {name: jnp.asarray(x, relative.dtype) for name, x in diagnostics.items()}
     return Outcome(relative, (relative > limit).astype(relative.dtype), **numbers)
 
 
@@ -236,8 +236,8 @@ def cg(steps: int = 500, tol: float | None = None, damping: float = 0.0) -> Inve
         damped = _damped_hvp(hvp, damping)
         solved = solve_conjugate_gradients(damped, b, x0, steps=steps, threshold=threshold)
         stopped = ~solved.positive & (solved.residual > _INEXACT * optax.tree.norm(b))
-        rest = {"indefinite": stopped, "curvature": solved.curvature}
-        return solved.x, _outcome(b, solved.residual, _UNSOLVED, **rest)
+        diagnostics = {"indefinite": stopped, "curvature": solved.curvature}
+        return solved.x, _outcome(b, solved.residual, _UNSOLVED, **diagnostics)
 
     return ReportingInverse(inverse)
 

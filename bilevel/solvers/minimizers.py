@@ -148,9 +148,9 @@ def _make_newton(steps: int, tol: float | None, cg_steps: int, leaves: bool = Tr
             if not bound:
                 progress &= lowered
                 cautious = jnp.where(size > target, caution + 1, _STUCK)
-            found = w_after, after, slope_after, size_after, moved_after
-            kept = optax.tree.where(progress, found, carry[:5])
-            return *kept, k + 1, jnp.where(progress, 0, cautious)
+            candidate = w_after, after, slope_after, size_after, moved_after
+            accepted = optax.tree.where(progress, candidate, carry[:5])
+            return *accepted, k + 1, jnp.where(progress, 0, cautious)
 
         size = optax.tree.norm(slope)
         most = jnp.full_like(size, jnp.finfo(size.dtype).max)

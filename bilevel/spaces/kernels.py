@@ -404,13 +404,13 @@ def network_space(network: nets.Network, *, outer: str = "squared") -> NetworkSp
     def one_hot(architecture):
         if set(architecture) != set(choices):
             raise ValueError(f"architecture: expected {list(choices)}, got {list(architecture)}.")
-        found = {}
+        coordinates = {}
         for name, value in architecture.items():
             if choices[name]:
                 one_of(f"architecture: {name}", value, choices[name])
                 value = jax.nn.one_hot(choices[name].index(value), len(choices[name]), dtype=float)
-            found[name] = jnp.log(value) if name in logarithms else jnp.asarray(value, float)
-        return space.one_hot(found)
+            coordinates[name] = jnp.log(value) if name in logarithms else jnp.asarray(value, float)
+        return space.one_hot(coordinates)
 
     fields = {f.name: getattr(space, f.name) for f in dataclasses.fields(space)}
     fields |= {"discretize": discretize, "one_hot": one_hot, "values": values}
@@ -420,8 +420,8 @@ def network_space(network: nets.Network, *, outer: str = "squared") -> NetworkSp
 def _variances(network: nets.Network) -> Iterator[str]:
     """Names that stand for variances."""
     for layer in network.layers:
-        found = (getattr(layer, name, None) for name in ("weight_variance", "bias_variance"))
-        yield from (name for name in found if isinstance(name, str))
+        variances = (getattr(layer, name, None) for name in ("weight_variance", "bias_variance"))
+        yield from (name for name in variances if isinstance(name, str))
         for branch in getattr(layer, "branches", ()):
             yield from _variances(branch)
 
@@ -474,8 +474,8 @@ def kernel_mixture_space(
         return jnp.einsum("i,inm->nm", alpha["mixture"], matrices)
 
     def certificates(alphas, x, entry_error=None):
-        found = [measured(kernel, x, entry_error) for kernel in functions]
-        values, errors = zip(*found, strict=True)
+        measurements = [measured(kernel, x, entry_error) for kernel in functions]
+        values, errors = zip(*measurements, strict=True)
 
         def certified(alpha):
             pairs = list(zip(np.asarray(alpha, float), values, errors, strict=True))

@@ -82,7 +82,7 @@ def linearized_space(space: Space, w: Pytree, *, outer: str = "squared") -> Kern
         return ntk.empirical_kernel(apply, w, x1, x2, outputs="trace") / outputs
 
     def inputs(x, columns=None):
-        x, columns = found.inputs(x, columns)
+        x, columns = kernel_space.inputs(x, columns)
         if concrete(x, w) and len(x) > 1:
             pair, alone = (space.apply(w, space.start(), part) for part in (x[:2], x[:1]))
             if not np.allclose(pair[:1], alone, rtol=1e-2, atol=1e-3 * np.abs(pair).max()):
@@ -92,12 +92,12 @@ def linearized_space(space: Space, w: Pytree, *, outer: str = "squared") -> Kern
                 )
         return x, columns
 
-    found = kernel_function_space(kernel, space.start(), sets=space.sets, outer=outer)
+    kernel_space = kernel_function_space(kernel, space.start(), sets=space.sets, outer=outer)
     return dataclasses.replace(
-        found,
+        kernel_space,
         inputs=inputs,
         names=space.names,
-        draw=lambda key: found.one_hot(space.draw(key)),
+        draw=lambda key: kernel_space.one_hot(space.draw(key)),
         discretize=lambda alpha: space.discretize(alpha["kernel"]),
-        one_hot=lambda architecture: found.one_hot(space.one_hot(architecture)),
+        one_hot=lambda architecture: kernel_space.one_hot(space.one_hot(architecture)),
     )

@@ -264,10 +264,10 @@ def skip_space(
 
     def draw(key):
         keys = jax.random.split(key)
-        kept = jax.random.bernoulli(keys[1], shape=(depth - 2,))
+        present = jax.random.bernoulli(keys[1], shape=(depth - 2,))
         return {
             "activations": mixtures.draw(keys[0]),
-            "skips": kept.astype(jnp.result_type(float)),
+            "skips": present.astype(jnp.result_type(float)),
         }
 
     def apply(w, alpha, x):
@@ -408,18 +408,18 @@ class _SkipNetwork(nn.Module):
     def check(self, alpha: Alpha | SkipArchitecture) -> None:
         """Raise unless ``alpha`` is one of this network's."""
         mixture: tuple[int, ...]
-        found: tuple[tuple[int, ...], tuple[int, ...]]
+        shapes: tuple[tuple[int, ...], tuple[int, ...]]
         if isinstance(alpha, SkipArchitecture):
             unknown = set(alpha.activations) - set(self.activations)
             if unknown:
                 known = ", ".join(self.activations)
                 raise ValueError(f"alpha: expected activations among {known}, got {min(unknown)}.")
-            mixture, found = (), ((len(alpha.activations),), (len(alpha.skips),))
+            mixture, shapes = (), ((len(alpha.activations),), (len(alpha.skips),))
         else:
             mixture = (len(self.activations),)
-            found = jnp.shape(alpha["activations"]), jnp.shape(alpha["skips"])
+            shapes = jnp.shape(alpha["activations"]), jnp.shape(alpha["skips"])
         expected = (self.depth - 1, *mixture), (self.depth - 2,)
-        if found != expected:
+        if shapes != expected:
             raise ValueError(
-                f"alpha: expected activations and skips of shapes {expected}, got {found}."
+                f"alpha: expected activations and skips of shapes {expected}, got {shapes}."
             )

@@ -91,9 +91,9 @@ def amigo(step_size: Rate, *, inner: int = 10) -> SingleLoop:
 
         v = jax.lax.fori_loop(0, inner, solve, state.v)
         lower, below = train.at(turn.train[-1], lower_oracle(problem, Iterate(w, v, alpha)))
-        found = directions(lower, outer)
-        noisy = relative_adjoint_residual(found, outer.w)
-        report = metrics(problem, below, above, found.w, noisy_residual=noisy)
-        return found.alpha, w, AmigoState(v), report
+        step_directions = directions(lower, outer)
+        noisy = relative_adjoint_residual(step_directions, outer.w)
+        report = metrics(problem, below, above, step_directions.w, noisy_residual=noisy)
+        return step_directions.alpha, w, AmigoState(v), report
 
     return SingleLoop(init, step, lambda state: state.v, draws=(2 * inner + 1, 1))

@@ -74,17 +74,17 @@ class BatchedData:
         def part(start, length):
             return oracle(_slice_rows(self.rows, start, length), length / total)[0]
 
-        whole, rest = divmod(total, length)
-        found = part(total - rest, rest) if rest else None
+        whole, remainder = divmod(total, length)
+        summed = part(total - remainder, remainder) if remainder else None
 
-        def add(i, found):
-            return optax.tree.add(found, part(i * length, length))
+        def add(i, summed):
+            return optax.tree.add(summed, part(i * length, length))
 
-        if found is None:
-            found = jax.tree.map(
+        if summed is None:
+            summed = jax.tree.map(
                 lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(lambda: part(0, length))
             )
-        return jax.lax.fori_loop(0, whole, add, found)
+        return jax.lax.fori_loop(0, whole, add, summed)
 
     def _wide(self) -> int:
         """Rows that a pass takes at once."""
@@ -138,9 +138,9 @@ class BatchSchedule(NamedTuple):
     def at(self, number: jax.Array, draws: tuple[int, int]) -> BatchIndices:
         """Which batches step ``number`` takes."""
 
-        def those(ids, each):
-            here = jax.lax.dynamic_slice_in_dim(ids, number * each, each)
-            return here, _entry(ids, (number + 1) * each)
+        def those(ids, per_step):
+            here = jax.lax.dynamic_slice_in_dim(ids, number * per_step, per_step)
+            return here, _entry(ids, (number + 1) * per_step)
 
         train, next_train = those(self.train, draws[0])
         valid, next_valid = those(self.valid, draws[1])
@@ -158,7 +158,7 @@ def draw_batch_schedule(
     key: Any, counts: tuple[int, int], steps: int, draws: tuple[int, int]
 ) -> BatchSchedule:
     """Shuffled epochs of ``counts`` batches of train and valid; no key is needed for one batch."""
-    lengths = [steps * each + 1 for each in draws]
+    lengths = [steps * per_step + 1 for per_step in draws]
     if key is None:
         train, valid = (jnp.zeros(length, jnp.int32) for length in lengths)
         return BatchSchedule(train, valid, jnp.zeros(steps))

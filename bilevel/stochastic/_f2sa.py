@@ -93,8 +93,8 @@ def f2sa(
 
         def slopes(pair, j):
             y, w = pair
-            both = at_both(lambda w: slopes_oracle(lower, w, alpha), y, w)
-            (at_y, at_w), below = train.at(turn.train[j], both)
+            pair_oracle = at_both(lambda w: slopes_oracle(lower, w, alpha), y, w)
+            (at_y, at_w), below = train.at(turn.train[j], pair_oracle)
             of_outer, above = valid.at(turn.valid[j], slopes_oracle(outer, y, alpha))
             return at_y, at_w, of_outer, below, above
 

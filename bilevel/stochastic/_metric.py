@@ -91,11 +91,11 @@ def _estimate_metric(products, flat: jax.Array, alpha: Pytree, train: BatchedDat
     values = jnp.where(values > least, values, jnp.where(least > 0, least, 1))
     # With all vectors any floor would do: this one cancels nothing.
     floor = jnp.max(values) if wide == flat.size else jnp.min(values)
-    found = Metric(vectors, values, floor, jnp.ones((), flat.dtype), None, None, alpha)
+    metric = Metric(vectors, values, floor, jnp.ones((), flat.dtype), None, None, alpha)
     if wide < flat.size:
-        return found
-    whole = found.power(1.0, jnp.eye(wide, dtype=flat.dtype))
-    return found._replace(matrix=whole, turned=alpha)
+        return metric
+    whole = metric.power(1.0, jnp.eye(wide, dtype=flat.dtype))
+    return metric._replace(matrix=whole, turned=alpha)
 
 
 def _flatten_weights(w: Pytree) -> jax.Array:
@@ -123,7 +123,7 @@ def _leading(mean, flat: jax.Array, wide: int) -> tuple[jax.Array, jax.Array]:
     return values[_SPARE:], (basis @ rotation)[:, _SPARE:]
 
 
-def _largest_curvature(products, found: Metric, flat: jax.Array, count: int) -> jax.Array:
+def _largest_curvature(products, metric: Metric, flat: jax.Array, count: int) -> jax.Array:
     """The largest curvature of a few batches in the metric."""
     probes = min(_PROBES, count)
     chosen = (jnp.arange(probes) * count + count // 2) // probes
@@ -131,7 +131,7 @@ def _largest_curvature(products, found: Metric, flat: jax.Array, count: int) -> 
     def largest(i):
         def iterate(_, pair):
             x, _ = pair
-            y = found.power(0.5, products(i, found.power(0.5, x)[None])[0])
+            y = metric.power(0.5, products(i, metric.power(0.5, x)[None])[0])
             size = jnp.linalg.norm(y)
             return y / jnp.where(size > 0, size, 1), size
 
@@ -165,11 +165,11 @@ def renewed(
 
         def measured():
             products, flat = _products(problem, w, alpha, train), _flatten_weights(w)
-            found = jax.lax.cond(
+            metric = jax.lax.cond(
                 anew, lambda: _estimate_metric(products, flat, alpha, train), lambda: old
             )
-            length = _FRACTION / _largest_curvature(products, found, flat, train.count)
-            return found._replace(length=length, moved=alpha)
+            length = _FRACTION / _largest_curvature(products, metric, flat, train.count)
+            return metric._replace(length=length, moved=alpha)
 
         return jax.lax.cond(due, measured, lambda: old)
 
@@ -178,11 +178,11 @@ def renewed(
 
 
 def metric_step(
-    found: Metric, pair: tuple[Pytree, Pytree], along: tuple[Pytree, Pytree], shorter: jax.Array
+    metric: Metric, pair: tuple[Pytree, Pytree], along: tuple[Pytree, Pytree], shorter: jax.Array
 ) -> tuple:
     """``(w, v)`` after a step against the two directions, in the metric, ``shorter`` times it."""
     directions = jnp.stack([ravel_pytree(d)[0] for d in along])
-    steps = shorter * found.length * found(directions)
+    steps = shorter * metric.length * metric(directions)
     unravel = ravel_pytree(pair[0])[1]
     return tuple(
         jax.tree.map(

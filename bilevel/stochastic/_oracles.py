@@ -50,11 +50,13 @@ def lower_oracle(problem: Problem, point: Iterate) -> Oracle:
 
     def oracle(batch, weight):
         def slope(w, alpha):
-            slope, rest = jax.grad(weighted_loss(loss, weight), has_aux=True)(w, alpha, batch)
-            return slope, rest
+            slope, loss_and_aux = jax.grad(weighted_loss(loss, weight), has_aux=True)(
+                w, alpha, batch
+            )
+            return slope, loss_and_aux
 
-        slope, pull, rest = jax.vjp(slope, point.w, point.alpha, has_aux=True)
-        return Lower(slope, *pull(optax.tree.scale(-1, point.v))), rest
+        slope, pull, loss_and_aux = jax.vjp(slope, point.w, point.alpha, has_aux=True)
+        return Lower(slope, *pull(optax.tree.scale(-1, point.v))), loss_and_aux
 
     return oracle
 
@@ -63,8 +65,10 @@ def slopes_oracle(loss: Callable, w: Pytree, alpha: Pytree) -> Oracle:
     """Gives ``(Slopes, (loss, aux))`` of a loss that returns the pair."""
 
     def oracle(batch, weight):
-        slopes, rest = jax.grad(weighted_loss(loss, weight), (0, 1), has_aux=True)(w, alpha, batch)
-        return Slopes(*slopes), rest
+        slopes, loss_and_aux = jax.grad(weighted_loss(loss, weight), (0, 1), has_aux=True)(
+            w, alpha, batch
+        )
+        return Slopes(*slopes), loss_and_aux
 
     return oracle
 
@@ -74,10 +78,10 @@ def outer_oracle(problem: Problem, point: Iterate) -> Oracle:
     loss, bare = split_losses(problem).outer, at_variables(problem, None).outer
 
     def oracle(batch, weight):
-        slopes, rest = slopes_oracle(loss, point.w, point.alpha)(batch, weight)
+        slopes, loss_and_aux = slopes_oracle(loss, point.w, point.alpha)(batch, weight)
         if not depends_on_alpha(bare, point.w, point.alpha, batch):
             slopes = slopes._replace(alpha=None)
-        return slopes, rest
+        return slopes, loss_and_aux
 
     return oracle
 
@@ -86,8 +90,8 @@ def weighted_loss(loss: Callable, weight: float) -> Callable:
     """``weight`` times a loss that returns ``(loss, aux)``, and that pair."""
 
     def scaled(w, alpha, batch):
-        rest = loss(w, alpha, batch)
-        return rest[0] if weight == 1 else weight * rest[0], rest
+        loss_and_aux = loss(w, alpha, batch)
+        return loss_and_aux[0] if weight == 1 else weight * loss_and_aux[0], loss_and_aux
 
     return scaled
 
@@ -113,19 +117,19 @@ def at_both(oracle_at: Callable[[Any], Oracle], first: Any, second: Any) -> Orac
     stacked = jax.tree.map(lambda a, b: jnp.stack([a, b]), first, second)
 
     def oracle(batch, weight):
-        estimates, rest = jax.vmap(lambda point: oracle_at(point)(batch, weight))(stacked)
+        estimates, loss_and_aux = jax.vmap(lambda point: oracle_at(point)(batch, weight))(stacked)
         pick = lambda i, tree: jax.tree.map(lambda x: x[i], tree)  # noqa: E731
-        return (pick(0, estimates), pick(1, estimates)), pick(1, rest)
+        return (pick(0, estimates), pick(1, estimates)), pick(1, loss_and_aux)
 
     return oracle
 
 
 def metrics(problem: Problem, lower: tuple, outer: tuple, slope: Pytree, **more) -> dict[str, Any]:
     """What a step reports: the losses on its batches, and the size of the lower direction."""
-    found = {"value": outer[0], "lower": lower[0], "noisy_stationarity": tree_norm(slope)}
+    report = {"value": outer[0], "lower": lower[0], "noisy_stationarity": tree_norm(slope)}
     if getattr(problem, "has_aux", False):
-        found["aux"] = {"lower": lower[1], "outer": outer[1]}
-    return found | more
+        report["aux"] = {"lower": lower[1], "outer": outer[1]}
+    return report | more
 
 
 def relative_adjoint_residual(directions: Directions, outer: Pytree) -> jax.Array:

@@ -103,7 +103,7 @@ def paced(
         most = jnp.full_like(one, jnp.finfo(one.dtype).max)
         return PacedState(inner.init(alpha), one, one, 0 * one, most, bent, *begun)
 
-    def update(updates, state, params=None, *, residual=None, memory=None, **told):
+    def update(updates, state, params=None, *, residual=None, memory=None, **extra_args):
         if residual is None or memory is None:
             raise ValueError(
                 "optimizer: expected bilevel.paced with bilevel.saba() or bilevel.spaba(), got it "
@@ -124,16 +124,16 @@ def paced(
         pace = jnp.where(going, changed, state.pace)
         least = jnp.minimum(_FORGOTTEN ** (1 / part) * state.least, size)
         least = jnp.where(going, least, jnp.finfo(size.dtype).max).astype(size.dtype)
-        found, after = inner.update(updates, state.optimizer, params, **told)
+        moves, after = inner.update(updates, state.optimizer, params, **extra_args)
         scale = pace / jnp.sqrt(1 + state.number / (_SLOWING * unit))
-        bent = _bent(state.curvature, found, state.number % max(1, round(part)) == 0)
+        bent = _bent(state.curvature, moves, state.number % max(1, round(part)) == 0)
         limit = _LONGEST / jnp.where(bent.largest > 0, bent.largest, 1)
         scale = jnp.where(bent.largest > 0, jnp.minimum(scale, limit), scale) / unit
-        found = jax.tree.map(lambda u: jnp.where(going, scale * u, 0).astype(u.dtype), found)
+        moves = jax.tree.map(lambda u: jnp.where(going, scale * u, 0).astype(u.dtype), moves)
         after = jax.tree.map(lambda a, b: jnp.where(going, a, b), after, state.optimizer)
         number = state.number + going.astype(int)
-        bent = bent._replace(moved=optax.tree.add(bent.moved, found))
-        return found, PacedState(after, pace, average, size, least, bent, number, going)
+        bent = bent._replace(moved=optax.tree.add(bent.moved, moves))
+        return moves, PacedState(after, pace, average, size, least, bent, number, going)
 
     return optax.GradientTransformationExtraArgs(init, update)
 

@@ -69,7 +69,7 @@ def _saga(blocks: BatchedData, oracle: Oracle, saga: Saga, number, i, following)
     The old row comes from the step before, which read it after it had written its own. Reading a
     row before it is written, in one step, makes XLA copy the table.
     """
-    new, rest = blocks.at(i, oracle)
+    new, loss_and_aux = blocks.at(i, oracle)
     change = optax.tree.sub(new, saga.row)
     full = number >= blocks.count
     estimate = optax.tree.where(full, optax.tree.add(change, saga.mean), new)
@@ -80,7 +80,7 @@ def _saga(blocks: BatchedData, oracle: Oracle, saga: Saga, number, i, following)
     table = jax.tree.map(
         lambda t, x: jax.lax.dynamic_update_index_in_dim(t, x, i, 0), saga.table, new
     )
-    return estimate, rest, Saga(mean, lost, _table_row(table, following), table)
+    return estimate, loss_and_aux, Saga(mean, lost, _table_row(table, following), table)
 
 
 def _monitor_adjoint(
@@ -95,13 +95,13 @@ def _monitor_adjoint(
     average = watch.residual + (residual - watch.residual) / since
     average = jnp.where(number - watch.begun < epoch, 0, average).astype(residual.dtype)
     lost = average > _LOST
-    found = AdjointMonitor(
+    monitor = AdjointMonitor(
         jnp.where(lost, _SHORTER, 1).astype(residual.dtype) * watch.length,
         jnp.where(lost, 0, average),
         # Two epochs of steps have every batch among them, one across an epoch's end may not.
         jnp.where(lost, number + 1 + epoch, watch.begun),
     )
-    return found, lost
+    return monitor, lost
 
 
 def saba(step_size: Rate | None = None) -> SingleLoop:
@@ -166,13 +166,13 @@ def saba(step_size: Rate | None = None) -> SingleLoop:
         above = _empty_saga(valid, outer_oracle(problem, point))
         one = jnp.ones((), common_dtype(*jax.tree.leaves(w)))
         watch = AdjointMonitor(one, 0 * one, jnp.zeros((), turn.number.dtype))
-        kept = mover.init(problem, w, alpha, train)
-        return SabaState(point.v, watch, Tables((below, above, kept)))
+        mover_state = mover.init(problem, w, alpha, train)
+        return SabaState(point.v, watch, Tables((below, above, mover_state)))
 
     def step(problem, alpha, w, state, turn, train, valid):
         point = Iterate(w, state.v, alpha)
         at_train, at_valid = lower_oracle(problem, point), outer_oracle(problem, point)
-        of_train, of_valid, kept = state.tables.content
+        of_train, of_valid, mover_state = state.tables.content
         number = turn.number - state.watch.begun
         lower, below, of_train = _saga(
             train, at_train, of_train, number, turn.train[0], turn.next_train
@@ -180,15 +180,22 @@ def saba(step_size: Rate | None = None) -> SingleLoop:
         outer, above, of_valid = _saga(
             valid, at_valid, of_valid, number, turn.valid[0], turn.next_valid
         )
-        found = directions(lower, outer)
+        step_directions = directions(lower, outer)
         around = turn.number, problem, w, alpha, train
-        noisy, watch = relative_adjoint_residual(found, outer.w), state.watch
-        (w, v), kept = mover.move((w, state.v), found[:2], kept, *around, shorter=watch.length)
+        noisy, watch = relative_adjoint_residual(step_directions, outer.w), state.watch
+        (w, v), mover_state = mover.move(
+            (w, state.v), step_directions[:2], mover_state, *around, shorter=watch.length
+        )
         if step_size is None:
             watch, lost = _monitor_adjoint(watch, noisy, turn.number, memory(train, valid))
             v = optax.tree.where(lost, optax.tree.zeros_like(v), v)
-        report = metrics(problem, below, above, found.w, noisy_residual=noisy)
-        return found.alpha, w, SabaState(v, watch, Tables((of_train, of_valid, kept))), report
+        report = metrics(problem, below, above, step_directions.w, noisy_residual=noisy)
+        return (
+            step_directions.alpha,
+            w,
+            SabaState(v, watch, Tables((of_train, of_valid, mover_state))),
+            report,
+        )
 
     def memory(train, valid):
         return max(train.count, valid.count)

@@ -37,9 +37,9 @@ def estimates(problem, alpha, w, v, turn, train, valid) -> tuple[Directions, dic
     point = Iterate(w, v, alpha)
     lower, below = train.at(turn.train[0], lower_oracle(problem, point))
     outer, above = valid.at(turn.valid[0], outer_oracle(problem, point))
-    found = directions(lower, outer)
-    noisy = relative_adjoint_residual(found, outer.w)
-    return found, metrics(problem, below, above, found.w, noisy_residual=noisy)
+    step_directions = directions(lower, outer)
+    noisy = relative_adjoint_residual(step_directions, outer.w)
+    return step_directions, metrics(problem, below, above, step_directions.w, noisy_residual=noisy)
 
 
 def soba(step_size: Rate) -> SingleLoop:
@@ -95,9 +95,9 @@ def soba(step_size: Rate) -> SingleLoop:
         return SobaState(optax.tree.zeros_like(w))
 
     def step(problem, alpha, w, state, turn, train, valid):
-        found, report = estimates(problem, alpha, w, state.v, turn, train, valid)
-        w, v = steps.against((w, state.v), found[:2], steps.rate_at(rate, turn.number))
-        return found.alpha, w, SobaState(v), report
+        step_directions, report = estimates(problem, alpha, w, state.v, turn, train, valid)
+        w, v = steps.against((w, state.v), step_directions[:2], steps.rate_at(rate, turn.number))
+        return step_directions.alpha, w, SobaState(v), report
 
     return SingleLoop(init, step, lambda state: state.v)
 
@@ -146,10 +146,10 @@ def ma_soba(step_size: Rate, average: float = 0.1) -> SingleLoop:
         return AveragedState(optax.tree.zeros_like(w), optax.tree.zeros_like(alpha))
 
     def step(problem, alpha, w, state, turn, train, valid):
-        found, report = estimates(problem, alpha, w, state.v, turn, train, valid)
-        change = optax.tree.sub(found.alpha, state.direction)
+        step_directions, report = estimates(problem, alpha, w, state.v, turn, train, valid)
+        change = optax.tree.sub(step_directions.alpha, state.direction)
         direction = steps.against(state.direction, change, -average)
-        w, v = steps.against((w, state.v), found[:2], steps.rate_at(rate, turn.number))
+        w, v = steps.against((w, state.v), step_directions[:2], steps.rate_at(rate, turn.number))
         return direction, w, AveragedState(v, direction), report
 
     return SingleLoop(init, step, lambda state: state.v)

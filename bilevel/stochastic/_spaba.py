@@ -50,7 +50,7 @@ def _full_pass_probability(train: BatchedData, valid: BatchedData) -> float:
 
 def _limit_directions(
     summed: Directions,
-    found: tuple[Lower, Slopes],
+    exact_estimates: tuple[Lower, Slopes],
     v: Pytree,
     length: jax.Array,
     trust: jax.Array,
@@ -62,7 +62,7 @@ def _limit_directions(
     larger than that of 0 begins again from there, where the products with it are known. Alpha's
     direction is shortened until it, too, is right from one pass to the next.
     """
-    lower, outer = found
+    lower, outer = exact_estimates
     _, exact, along = directions(lower, outer)
     size = tree_norm(outer.w)
     drift = tree_norm(optax.tree.sub(summed.v, exact)) / jnp.where(size > 0, size, 1)
@@ -151,22 +151,26 @@ def spaba(step_size: Rate | None = None, *, probability: float | None = None) ->
 
     def init(problem, alpha, w, turn, train, valid):
         point = Iterate(w, optax.tree.zeros_like(w), alpha)
-        found = directions(*everywhere(problem, point, train, valid))
+        step_directions = directions(*everywhere(problem, point, train, valid))
         length = jnp.ones((), common_dtype(*jax.tree.leaves(w)))
-        kept = mover.init(problem, w, alpha, train)
+        mover_state = mover.init(problem, w, alpha, train)
         return SpabaState(
-            point.v, length, length, jnp.zeros((), bool), Tables((point, found, kept))
+            point.v,
+            length,
+            length,
+            jnp.zeros((), bool),
+            Tables((point, step_directions, mover_state)),
         )
 
     def step(problem, alpha, w, state, turn, train, valid):
         point = Iterate(w, state.v, alpha)
-        before, last, kept = state.last.content
+        before, last, mover_state = state.last.content
 
-        def both(oracle):
+        def at_both_points(oracle):
             return at_both(lambda point: oracle(problem, point), before, point)
 
-        (lower_before, lower), below = train.at(turn.train[0], both(lower_oracle))
-        (outer_before, outer), above = valid.at(turn.valid[0], both(outer_oracle))
+        (lower_before, lower), below = train.at(turn.train[0], at_both_points(lower_oracle))
+        (outer_before, outer), above = valid.at(turn.valid[0], at_both_points(outer_oracle))
         change = optax.tree.sub(directions(lower, outer), directions(lower_before, outer_before))
         passing = (turn.coin < often(train, valid)) | state.stale
 
@@ -175,26 +179,32 @@ def spaba(step_size: Rate | None = None, *, probability: float | None = None) ->
 
         if step_size is not None:
             v, length, trust = state.v, state.length, state.trust
-            found = jax.lax.cond(
+            step_directions = jax.lax.cond(
                 passing, lambda: directions(*exact()), lambda: optax.tree.add(last, change)
             )
         else:
             summed = optax.tree.add(last, change)
             scales = state.length, state.trust
-            found, v, judged = jax.lax.cond(
+            step_directions, v, judged = jax.lax.cond(
                 passing,
                 lambda: _limit_directions(summed, exact(), state.v, *scales),
                 lambda: (summed, state.v, scales),
             )
             length, trust = optax.tree.where(state.stale, scales, judged)
         around = turn.number, problem, w, alpha, train
-        pair, kept = mover.move((w, v), found[:2], kept, *around, shorter=length)
-        report = metrics(
-            problem, below, above, found.w, noisy_residual=relative_adjoint_residual(found, outer.w)
+        pair, mover_state = mover.move(
+            (w, v), step_directions[:2], mover_state, *around, shorter=length
         )
-        last = Tables((point._replace(v=v), found, kept))
+        report = metrics(
+            problem,
+            below,
+            above,
+            step_directions.w,
+            noisy_residual=relative_adjoint_residual(step_directions, outer.w),
+        )
+        last = Tables((point._replace(v=v), step_directions, mover_state))
         stale = jnp.zeros_like(state.stale)
-        along = optax.tree.scale(trust, found.alpha)
+        along = optax.tree.scale(trust, step_directions.alpha)
         return along, pair[0], SpabaState(pair[1], length, trust, stale, last), report
 
     def memory(train, valid):  # its errors add up from pass to pass

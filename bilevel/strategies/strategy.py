@@ -166,5 +166,5 @@ def best_drawn(
     losses = over_batches(lambda w, alpha, batch: outer(w, alpha, batch)[0])
     batches = in_batches([rows], batch_size)
     keys = jax.random.split(key, integer("samples", samples, 1))
-    found = jax.lax.map(lambda key: losses(w, space.draw(key), batches)[0], keys)
-    return space.draw(keys[jnp.where(jnp.isnan(found), jnp.inf, found).argmin()])
+    drawn_losses = jax.lax.map(lambda key: losses(w, space.draw(key), batches)[0], keys)
+    return space.draw(keys[jnp.where(jnp.isnan(drawn_losses), jnp.inf, drawn_losses).argmin()])

@@ -94,15 +94,15 @@ def eigen_nas(
     def eigenvalues(corners, x):
         return jax.lax.map(lambda c: ntk.min_eigenvalue(space.kernel(c, x).ntk), corners)
 
-    found = np.asarray(eigenvalues(stacked, jnp.asarray(x)))
-    if not np.isfinite(found).all():
+    smallest = np.asarray(eigenvalues(stacked, jnp.asarray(x)))
+    if not np.isfinite(smallest).all():
         raise ValueError(
             f"x: expected rows whose kernels are finite, got some of "
-            f"{len(found)} that are not; deep networks need float64."
+            f"{len(smallest)} that are not; deep networks need float64."
         )
-    best = np.argsort(-found, kind="stable")[:keep]
+    best = np.argsort(-smallest, kind="stable")[:keep]
     architectures = list(drawn)
-    return EigenNAS(tuple(architectures[i] for i in best), found[best])
+    return EigenNAS(tuple(architectures[i] for i in best), smallest[best])
 
 
 def te_nas(
@@ -177,8 +177,8 @@ def te_nas(
     @jax.jit
     def condition(key, alpha):
         w = space.init(key, batch)
-        found = ntk.scores.te_nas(None, lambda w, x: space.apply(w, alpha, x), w, batch)
-        return jnp.where(jnp.isfinite(found), found, _SINGULAR)
+        value = ntk.scores.te_nas(None, lambda w, x: space.apply(w, alpha, x), w, batch)
+        return jnp.where(jnp.isfinite(value), value, _SINGULAR)
 
     labels = jnp.zeros(len(crops), int)
 

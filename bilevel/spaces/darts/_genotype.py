@@ -94,8 +94,8 @@ def _best_edges(alpha: np.ndarray, operations: Sequence[str], cell: str) -> Pair
     pairs: list[tuple[str, int]] = []
     for node in NODES:
         rows = weights[[k for k, edge in enumerate(EDGES) if edge[1] == node]]
-        kept = np.argsort(-rows.max(axis=1), kind="stable")[:2]
-        pairs += [(operations[int(rows[source].argmax())], int(source)) for source in kept]
+        strongest = np.argsort(-rows.max(axis=1), kind="stable")[:2]
+        pairs += [(operations[int(rows[source].argmax())], int(source)) for source in strongest]
     return tuple(pairs)
 
 
@@ -157,9 +157,9 @@ def draw_corner(key: chex.PRNGKey, operations: Sequence[str] = PRIMITIVES) -> di
         order_key, operation_key = jax.random.split(key)
         u = jax.random.uniform(order_key, (len(EDGES),))
         before = (u[:, None] < u[None]) & (into[:, None] == into[None])  # [other, edge]
-        kept = before.sum(axis=0) < 2
+        selected = before.sum(axis=0) < 2
         chosen = jax.random.choice(operation_key, allowed, (len(EDGES),))
-        return jnp.where(kept[:, None], jax.nn.one_hot(chosen, len(operations)), 0)
+        return jnp.where(selected[:, None], jax.nn.one_hot(chosen, len(operations)), 0)
 
     keys = jax.random.split(key)
     return {"normal": cell(keys[0]), "reduce": cell(keys[1])}
@@ -191,14 +191,14 @@ def parse_genotype(text: str) -> Genotype:
             raise ValueError("other fields")
         cells = [tuple(map(tuple, fields[cell])) for cell in ("normal", "reduce")]
         concats = [tuple(fields[f"{cell}_concat"]) for cell in ("normal", "reduce")]
-        found = Genotype(cells[0], concats[0], cells[1], concats[1])
+        parsed = Genotype(cells[0], concats[0], cells[1], concats[1])
     except (SyntaxError, ValueError, TypeError, RecursionError) as error:
         raise ValueError(
             "text: expected Genotype(normal=[...], normal_concat=[...], reduce=[...], "
             f"reduce_concat=[...]), got {text[:80]!r}."
         ) from error
-    check_genotype(found)
-    return found
+    check_genotype(parsed)
+    return parsed
 
 
 def _evaluate_literal(node: ast.expr) -> Any:

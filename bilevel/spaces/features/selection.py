@@ -108,9 +108,9 @@ def fourier_selection(
     targets = sign_labels(jnp.asarray(codes), max(2, len(classes)), dtype)
     source = key, x[: sizes[0]]
     kinds = len(fourier.PREPROCESS) * len(fourier.KERNELS)
-    kept = kinds * len(x) * dimension * x.dtype.itemsize <= memory
+    fits = kinds * len(x) * dimension * x.dtype.itemsize <= memory
     ridge, outputs = (
-        _ridge_from_projections(source, x, dimension) if kept else _made_anew(source, x, memory)
+        _ridge_from_projections(source, x, dimension) if fits else _made_anew(source, x, memory)
     )
 
     def stacked(configs, cells, resource):
@@ -164,8 +164,8 @@ def _ridge_from_projections(source: Source, x: jax.Array, dimension: int):
 
     def features(config, rows, resource):
         bounds = rows.start, rows.stop
-        both = np.stack([config.preprocess, config.kernel], axis=-1).reshape(-1, 2)
-        kinds = [tuple(kind) for kind in np.unique(both, axis=0).tolist()]
+        kind_of_config = np.stack([config.preprocess, config.kernel], axis=-1).reshape(-1, 2)
+        kinds = [tuple(kind) for kind in np.unique(kind_of_config, axis=0).tolist()]
         for kind in kinds:
             if kind not in projections:
                 projections[kind] = _project_rows(source, kind, x, dimension)

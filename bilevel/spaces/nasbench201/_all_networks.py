@@ -157,14 +157,14 @@ def all_networks(
             return unflatten_dict({k: leaf for k, leaf in flatten_dict(w).items() if k in keep})
         which = _indices(genotype)
 
-        def kept(path, leaf):
+        def zero_unless_chosen(path, leaf):
             names = [key.key for key in path]
             if not names[0].startswith("cell_"):
                 return leaf
             edge = int(names[1].removeprefix("edge_"))
             return jnp.where(which[edge] == PRIMITIVES.index(names[2]), leaf, 0)
 
-        return jax.tree_util.tree_map_with_path(kept, w)
+        return jax.tree_util.tree_map_with_path(zero_unless_chosen, w)
 
     return AllNetworks(init, apply, functools.partial(apply, norm=Unnormalized), select)
 
@@ -234,8 +234,8 @@ def _switch_forward(branches, which, w, x):
     return jax.lax.switch(which, branches, w, x), (which, w, x)
 
 
-def _switch_backward(branches, kept, g):
-    which, w, x = kept
+def _switch_backward(branches, residuals, g):
+    which, w, x = residuals
 
     def derivative(branch):
         return lambda w, x, g: jax.vjp(branch, w, x)[1](g)

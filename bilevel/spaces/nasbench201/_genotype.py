@@ -73,9 +73,9 @@ def parse_genotype(text: str) -> Genotype:
     match = _PATTERN.fullmatch(text.strip())
     if match is None:
         raise ValueError(f"text: expected {_TEXT.format(*['op'] * 6)}, got {text[:160]!r}.")
-    found = Genotype(match.groups())
-    check_operations(found)
-    return found
+    parsed = Genotype(match.groups())
+    check_operations(parsed)
+    return parsed
 
 
 def check_operations(genotype: Genotype) -> None:
@@ -149,8 +149,8 @@ def decode(array: Any) -> Any:
             f"array: expected entries from 0 to {len(PRIMITIVES) - 1}, "
             f"got {array.min()} to {array.max()}."
         )
-    found = tuple(Genotype(tuple(PRIMITIVES[i] for i in row)) for row in np.atleast_2d(array))
-    return found if array.ndim == 2 else found[0]
+    decoded = tuple(Genotype(tuple(PRIMITIVES[i] for i in row)) for row in np.atleast_2d(array))
+    return decoded if array.ndim == 2 else decoded[0]
 
 
 # Weights on the operations, for a supernet.

@@ -151,12 +151,12 @@ def score_networks(
     if file is not None and is_first_process():
         alone = records.locked(file, "file", directory=False)
     with alone, progress_bar(progress, "scores", m * len(programs), text, fields) as show:
-        kept = _Kept(file, cells, made_from)
+        store = _ScoreStore(file, cells, made_from)
         for i, (label, program) in enumerate(programs.items()):
             _score_in_chunks(
                 label,
                 program,
-                kept,
+                store,
                 w,
                 cells,
                 batch,
@@ -164,7 +164,7 @@ def score_networks(
                 place,
                 _offset_progress(show, i * m, label),
             )
-    return kept.scored(names)
+    return store.scored(names)
 
 
 def _offset_progress(show: Callable, before: int, label: str) -> Callable[[int], None]:
@@ -224,12 +224,12 @@ def _evaluate_score(label, score, apply, select, w, genotype, batch) -> dict[str
     def network(w, x):
         return apply(w, genotype, x)
 
-    found = score(None, network, select(w, genotype), batch)
-    return found if label in _SHARED else {label: found}
+    value = score(None, network, select(w, genotype), batch)
+    return value if label in _SHARED else {label: value}
 
 
-def _score_in_chunks(label, program, kept, w, cells, batch, at_once, place, shown) -> None:
-    done = kept.done(label)
+def _score_in_chunks(label, program, store, w, cells, batch, at_once, place, shown) -> None:
+    done = store.done(label)
     shown(min(done, len(cells)))
     if done >= len(cells):
         return
@@ -241,20 +241,20 @@ def _score_in_chunks(label, program, kept, w, cells, batch, at_once, place, show
     example = place(cells[:1].repeat(at_once, axis=0))
     w, batch = replicate_like((w, batch), example)
     compiled = score.lower(w, example, batch).compile()
-    kept.compile_seconds[label] = time.perf_counter() - began
+    store.compile_seconds[label] = time.perf_counter() - began
     while done < len(cells):
         began = time.perf_counter()
         chunk = cells[done : done + at_once]
         # The last chunk is filled up: one compilation.
         full = np.concatenate([chunk, chunk[-1:].repeat(at_once - len(chunk), axis=0)])
-        found = jax.tree.map(to_numpy, compiled(w, place(full), batch))
-        rows = {k: v[None] if at_once == 1 else v[: len(chunk)] for k, v in found.items()}
-        done = kept.add(label, rows, time.perf_counter() - began)
+        values = jax.tree.map(to_numpy, compiled(w, place(full), batch))
+        rows = {k: v[None] if at_once == 1 else v[: len(chunk)] for k, v in values.items()}
+        done = store.add(label, rows, time.perf_counter() - began)
         shown(done)
-    kept.save()
+    store.save()
 
 
-class _Kept:
+class _ScoreStore:
     """Scores so far, by program and name, for the first genotypes; in a file, if there is one.
 
     ``count`` of them are asked for; the file may have more.
@@ -272,10 +272,10 @@ class _Kept:
 
     def _read(self, file: pathlib.Path) -> None:
         try:
-            found, notes = records.read_arrays(file)
+            arrays, notes = records.read_arrays(file)
         except records.DamagedError as error:
             raise records.DamagedError(f"{error} Remove it to score all networks anew.") from None
-        known = found.pop("genotypes")
+        known = arrays.pop("genotypes")
         shorter = min(len(known), len(self.cells))
         other = describe_difference(notes["fingerprint"], self.fingerprint)
         if not other and not np.array_equal(known[:shorter], self.cells[:shorter]):
@@ -285,7 +285,7 @@ class _Kept:
                 f"file: expected scores of these networks, weights and batch in {file}, got some "
                 f"of {other}."
             )
-        self.arrays = {key: [rows] for key, rows in found.items()}
+        self.arrays = {key: [rows] for key, rows in arrays.items()}
         if len(known) > len(self.cells):  # of more networks than are asked for: they are kept
             self.cells = known
         self.seconds, self.compile_seconds = notes["seconds"], notes["compiling"]
@@ -333,8 +333,8 @@ class _Kept:
                 kernels = np.concatenate(self.arrays["kernel/kernel"])[: self.count]
                 values[name] = np.array([_certified_or_nan(K) for K in kernels])
             else:
-                found = np.concatenate(self.arrays[f"{label}/{name}"])[: self.count]
-                values[name] = found.astype(np.float64)
+                rows = np.concatenate(self.arrays[f"{label}/{name}"])[: self.count]
+                values[name] = rows.astype(np.float64)
         return Scored(values, seconds, compiling)
 
 

@@ -184,13 +184,13 @@ def nasbench201_space(
         for name, layer in layers.items():
             mixed = isinstance(layer, WeightedEdge)
             inputs = (x, choices.start()[0]) if mixed else (x,)
-            x, found = jax.eval_shape(layer.init_with_output, key, *inputs)
+            x, variables = jax.eval_shape(layer.init_with_output, key, *inputs)
             repeats = (cells, len(EDGES)) if mixed else ()
             shapes[name] = jax.tree.map(
                 lambda leaf, repeats=repeats: jax.ShapeDtypeStruct(
                     (*repeats, *leaf.shape), leaf.dtype
                 ),
-                found.get("params", {}),
+                variables.get("params", {}),
             )
         return draw_parameters(key, shapes)
 

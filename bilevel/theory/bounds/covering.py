@@ -90,8 +90,8 @@ def effective_dimension(log_covering_numbers: Any, radii: Any, *, C_bar: float) 
         raise ValueError(f"radii: expected numbers of at most C_bar = {C_bar}, got {radii.max()}.")
     scale = jnp.log(C_bar / radii)
     # NaN stays NaN. At the largest radius both are 0: no 0 / 0, for `jax_debug_nans`.
-    found = jnp.max(jnp.where(logs == 0, 0.0, logs / jnp.where(logs == 0, 1.0, scale)))
-    return jnp.where(((radii > 0) & (radii <= C_bar)).all(), found, jnp.nan)
+    dimension = jnp.max(jnp.where(logs == 0, 0.0, logs / jnp.where(logs == 0, 1.0, scale)))
+    return jnp.where(((radii > 0) & (radii <= C_bar)).all(), dimension, jnp.nan)
 
 
 def ball_covering(dim: int, R: float) -> Covering:
@@ -175,10 +175,10 @@ def simplex_covering(h: int, *, copies: int = 1) -> Covering:
     def logs(radii):
         radii = radii / math.sqrt(copies)
         k = jnp.ceil(jnp.minimum(math.sqrt(h) / 2 / radii, spread / radii**2))
-        found = jnp.log1p(
+        per_copy = jnp.log1p(
             k[..., None] / jnp.arange(1, h, dtype=k.dtype).reshape(*[1] * k.ndim, -1)
         ).sum(-1)
-        return copies * jnp.where(radii**2 >= spread, 0.0, found)
+        return copies * jnp.where(radii**2 >= spread, 0.0, per_copy)
 
     return _of_radii(logs)
 
@@ -216,8 +216,8 @@ def sparse_covering(h: int, s: int, R: float) -> Covering:
     ball, supports = ball_covering(s, R), math.log(math.comb(h, s))
 
     def logs(radii):
-        found = ball(radii)
-        return jnp.where(found <= 0, 0.0, supports + found)
+        ball_logs = ball(radii)
+        return jnp.where(ball_logs <= 0, 0.0, supports + ball_logs)
 
     return _of_radii(logs)
 
@@ -271,9 +271,9 @@ def finite_covering(points: chex.Array) -> Covering:
 
     def logs(radii):
         uncovered = jax.vmap(lambda radius: jnp.sum(needed > radius, dtype=radii.dtype))
-        found = jnp.log1p(uncovered(radii.ravel()).reshape(radii.shape))
+        log_counts = jnp.log1p(uncovered(radii.ravel()).reshape(radii.shape))
         # NaN in traced points, which are not refused, would count as a point that is covered.
-        return jnp.where(jnp.isnan(needed).any(), jnp.nan, found)
+        return jnp.where(jnp.isnan(needed).any(), jnp.nan, log_counts)
 
     return _of_radii(logs)
 

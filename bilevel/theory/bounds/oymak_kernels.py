@@ -261,8 +261,8 @@ def oymak_theorem3(
             f"{len(y)} rows and h = {h}, got {t}."
         )
     energy, definite = _energy(family, y)
-    found = [None] if activations is None else [_has_bounded_derivatives(s) for s in activations]
-    smooth = False if False in found else None if None in found else True
+    bounded = [None] if activations is None else [_has_bounded_derivatives(s) for s in activations]
+    smooth = False if False in bounded else None if None in bounded else True
     terms = {"training": 2 * B * energy, "validation": C * jnp.sqrt((h + t) / n_valid)}
     return end_to_end(
         terms | {"width and time": nonnegative("epsilon", epsilon)},

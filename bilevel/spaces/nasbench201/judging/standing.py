@@ -57,10 +57,10 @@ def standing(
     rows = [genotype_row(table, genotype) for genotype in genotypes]
     others = np.array([set(operations) >= set(g.operations) for g in table.genotypes])
     budget = min(integer("budget", budget, 1), others.sum())
-    found = {}
+    standings = {}
     for name in DATASETS:
         test = table.accuracy[f"{name}-test"]
-        found[name] = {
+        standings[name] = {
             "accuracy": test[rows].tolist(),
             "rank": [int(1 + np.sum(test > test[row])) for row in rows],
             "random": float(test[others].mean()),
@@ -68,5 +68,5 @@ def standing(
         }
         if budget > 1:
             valid = table.accuracy["cifar10-valid"][others]
-            found[name]["best_of_random"] = best_of_k_random(valid, test[others], budget)
-    return found
+            standings[name]["best_of_random"] = best_of_k_random(valid, test[others], budget)
+    return standings

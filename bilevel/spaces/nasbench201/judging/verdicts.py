@@ -182,8 +182,8 @@ def seed_ceiling(table: BenchmarkTable, dataset: str) -> SeedCeiling:
     runs = table.runs[dataset]
     pairs = {}
     for i, j in itertools.combinations(range(runs.shape[1]), 2):
-        both = ~np.isnan(runs[:, i] + runs[:, j])
-        pairs[i, j] = correlations(runs[both, i], runs[both, j]).tau
+        trained_twice = ~np.isnan(runs[:, i] + runs[:, j])
+        pairs[i, j] = correlations(runs[trained_twice, i], runs[trained_twice, j]).tau
     number = 1 / np.mean(1 / (~np.isnan(runs)).sum(axis=1))
     r = math.sin(math.pi / 2 * np.mean(list(pairs.values())))
     ceiling = math.sqrt(number * r / (1 + (number - 1) * r))
@@ -256,9 +256,9 @@ def best_of_k(
     _check_vectors(score=score, valid=valid, test=test)
     _check_number("pool", len(score) if pool is None else pool, len(score))
     _check_number("k", k, len(score) if pool is None else pool)
-    kept = _draw_top_k(_rank_places(score), k, pool, draws, seed)
+    selections = _draw_top_k(_rank_places(score), k, pool, draws, seed)
     # Networks come in random order, so the first of the best is one of the best at random.
-    return np.array([test[networks[valid[networks].argmax()]] for networks in kept])
+    return np.array([test[networks[valid[networks].argmax()]] for networks in selections])
 
 
 def _draw_top_k(
@@ -273,17 +273,17 @@ def _draw_top_k(
     for _ in range(draws):
         drawn = networks if pool is None else rng.choice(networks, pool, replace=False)
         sure, tied = _sure_and_tied(places, drawn, k)
-        rest = rng.choice(tied, k - len(sure), replace=False)
-        yield rng.permutation(np.concatenate([sure, rest]))
+        from_tied = rng.choice(tied, k - len(sure), replace=False)
+        yield rng.permutation(np.concatenate([sure, from_tied]))
 
 
 def _sure_and_tied(
     places: np.ndarray, networks: np.ndarray, k: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """The networks above the k-th best place, fewer than k, and those at it."""
-    found = places[networks]
-    last = np.partition(found, -k)[-k]
-    return networks[found > last], networks[found == last]
+    own_places = places[networks]
+    last = np.partition(own_places, -k)[-k]
+    return networks[own_places > last], networks[own_places == last]
 
 
 def best_of_k_random(valid: Any, test: Any, k: int) -> float:
@@ -327,9 +327,9 @@ class Figure(NamedTuple):
     std: float
 
 
-def _figure(found: np.ndarray) -> Figure:
-    spread = found.std(ddof=1) if len(found) > 1 else math.nan
-    return Figure(float(found.mean()), float(spread))
+def _figure(accuracies: np.ndarray) -> Figure:
+    spread = accuracies.std(ddof=1) if len(accuracies) > 1 else math.nan
+    return Figure(float(accuracies.mean()), float(spread))
 
 
 def paper_protocol(
@@ -378,8 +378,8 @@ def paper_protocol(
     figures = {}
     for dataset in DATASETS:
         valid, test = values[f"{dataset}-valid"][rows], table.accuracy[f"{dataset}-test"][rows]
-        found = best_of_k(score, valid, test, k, pool=pool, draws=repeats, seed=seed)
-        figures[dataset] = _figure(found)
+        accuracies = best_of_k(score, valid, test, k, pool=pool, draws=repeats, seed=seed)
+        figures[dataset] = _figure(accuracies)
     return figures
 
 
@@ -494,8 +494,8 @@ def judge(
         for dataset in DATASETS:
             valid, test = accuracy[f"{dataset}-valid"], accuracy[f"{dataset}-test"]
             line[f"{dataset}_top_one"] = top_one(score, test)
-            found = best_of_k(score, valid, test, k, pool=pool, draws=draws, seed=seed)
-            mean, spread = _figure(found)
+            accuracies = best_of_k(score, valid, test, k, pool=pool, draws=draws, seed=seed)
+            mean, spread = _figure(accuracies)
             line[f"{dataset}_gain"] = mean - chance[dataset]
             line[f"{dataset}_gain_error"] = spread / math.sqrt(draws)
         report.append(line)

@@ -46,7 +46,7 @@ run: $(VENV) ## the main job, `bilevel search` on digits; more flags through ARG
 test: $(VENV) ## the tests and the doctests; pytest's flags through ARGS
 	$(BIN)/python -m pytest $(ARGS)
 
-test-slow: $(VENV) ## the tests that are left out there: those in tests/slow.txt
+test-slow: $(VENV) ## the tests that it leaves out: those marked slow or long
 	$(BIN)/python -m pytest -m slow $(ARGS)
 
 test-newest: $(PRIVATE_UV) ## tests of JAX's internals, README, commands on the newest JAX and Python here

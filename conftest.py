@@ -39,13 +39,6 @@ for _name, _value in {
     jax.config.update(_name, _value)
     os.environ[_name.upper()] = str(_value)
 
-# Those of nearly a second or more, all cases together, but for thirty of the core: see
-# `make test ARGS="-m '' --durations=0"`. `make test-slow` runs them.
-# The longest of those have "long" behind their name, some cases of a test for themselves: of more
-# than a second, four in the core, but for twenty that say most. .ci/run leaves them out.
-_LINES = (pathlib.Path(__file__).parent / "tests/slow.txt").read_text().splitlines()
-_SLOW = {line.split()[0]: ("slow", *line.split()[1:]) for line in _LINES}
-
 # Compilation makes the first example of a test slow; the same examples every time, everywhere.
 hypothesis.settings.register_profile(
     "bilevel", deadline=None, derandomize=True, database=None, max_examples=20
@@ -55,11 +48,10 @@ hypothesis.settings.load_profile("bilevel")
 
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out those that are marked
 def pytest_collection_modifyitems(items):
-    """Mark the slow ones."""
+    """Mark the tests that are long as slow too."""
     for item in items:
-        for name in {item.nodeid, item.nodeid.split("[")[0]}:
-            for marker in _SLOW.get(name, ()):
-                item.add_marker(marker)
+        if item.get_closest_marker("long"):
+            item.add_marker("slow")
 
 
 # A worker that is larger than this, in bytes, forgets what JAX keeps: doing so after every file

@@ -4,6 +4,8 @@ import pathlib
 import subprocess
 import sys
 
+import pytest
+
 SCRIPT = pathlib.Path(__file__).parent.parent / "benchmarks/accelerator.py"
 
 # The script as it is, but with the other benchmarks in the folder of this program.
@@ -20,6 +22,7 @@ def run(*flags, script=SCRIPT):
     return subprocess.run([sys.executable, script, *flags], capture_output=True, text=True)
 
 
+@pytest.mark.long
 def test_what_a_results_file_holds_is_not_measured_again(tmp_path):
     out = tmp_path / "rows.jsonl"
     flags = "--part", "matmul", "--quick", "--out", out
@@ -36,6 +39,7 @@ def test_parts_for_which_there_is_no_time_are_said_to_be_stopped():
     assert done.stderr == "rows: expected at least one measurement, got none.\n"
 
 
+@pytest.mark.slow
 def test_a_script_that_fails_is_recorded_as_failed_and_measured_again(tmp_path):
     out, step = tmp_path / "rows.jsonl", tmp_path / "darts_step.py"
     (tmp_path / "elsewhere.py").write_text(ELSEWHERE)
@@ -58,6 +62,7 @@ def test_a_script_that_fails_is_recorded_as_failed_and_measured_again(tmp_path):
     assert kept.returncode == 0 and not kept.stdout.startswith("darts_step:")
 
 
+@pytest.mark.long
 def test_the_parts_run_to_their_end():
     # The other two, `darts_step` and `skips`, are benchmarks of their own that compile for two
     # minutes: `make accelerator ARGS=--quick` runs them too.

@@ -18,6 +18,7 @@ from bilevel.strategies.activation_search import (
 )
 
 
+@pytest.mark.long
 def test_small_outputs_that_are_wrong_are_not_to_be_trusted():
     """Their squared loss is below that of large right ones: at the shared weights they won."""
     space = activation_space(["relu", "sigmoid", "tanh"], width=16, outer="hinge")
@@ -46,6 +47,7 @@ def test_small_outputs_that_are_wrong_are_not_to_be_trusted():
         judge_argmax(task, *mixture, networks[:2])
 
 
+@pytest.mark.long
 def test_seeds_side_by_side_are_trained_as_they_would_be_alone():
     keys = list(jax.random.split(jax.random.key(1), 2))
     rows = data.draw_splits("digits", keys, train=30, valid=30, test=30)

@@ -59,6 +59,7 @@ def test_the_sigmoid_is_centred_and_the_others_are_the_usual_ones():
     np.testing.assert_allclose(ACTIVATIONS["swish"](z), z / (1 + np.exp(-z)), rtol=1e-5)
 
 
+@pytest.mark.long
 def test_curvatures_are_the_largest_eigenvalues_of_the_linearised_lower_loss():
     """Truth: the full spectrum of J'J by numpy, for each activation alone."""
     space = activation_space(["relu", "sigmoid"], width=8, classes=3)
@@ -72,6 +73,7 @@ def test_curvatures_are_the_largest_eigenvalues_of_the_linearised_lower_loss():
         assert 0.9 * largest < curvature < (1 + 1e-4) * largest
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mixture", ["vertices", "uniform"])
 def test_fifty_steps_nearly_interpolate_for_every_alpha(mixture):
     """The regime the papers study; on the labels' own scale, at most 10 % of the squared loss."""
@@ -96,6 +98,7 @@ def test_fifty_steps_nearly_interpolate_for_every_alpha(mixture):
         assert error == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("outer", ["hinge", "logistic", "squared"])
 @pytest.mark.parametrize("classes", [2, 10])
 def test_the_search_hypergradient_is_the_derivative_of_the_whole_training(outer, classes):
@@ -115,6 +118,7 @@ def test_the_search_hypergradient_is_the_derivative_of_the_whole_training(outer,
     assert_close(fn(alpha, w, train, valid).grad, truth, f64=f64, f32=3e-2)
 
 
+@pytest.mark.slow
 def test_a_restarted_search_does_not_depend_on_its_path():
     space = activation_space(["relu", "tanh"], width=16)
     (x, y), _ = digits(2)
@@ -166,6 +170,7 @@ def test_signs_of_labels_without_a_minus_are_signs(dtype):
         np.testing.assert_array_equal(sign(labels, 300).argmax(1), [0, 1, 0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("outer", ["hinge", "logistic", "squared"])
 def test_targets_of_another_shape_than_the_outputs_are_refused_and_whole_ones_are_numbers(outer):
     space = activation_space(["relu", "tanh"], width=8, outer=outer)
@@ -200,6 +205,7 @@ def kernel_search(classes, outer, rows):
     return space, (blocks, y[:rows]), (cross, yv[:rows])
 
 
+@pytest.mark.long
 def test_the_infinite_network_is_ridge_on_the_gradients_of_a_wide_one():
     """Truth: primal ridge on the tangent features of a finite network, error 1 / sqrt(width)."""
     width, rows = 2**11, 8
@@ -220,6 +226,7 @@ def test_the_infinite_network_is_ridge_on_the_gradients_of_a_wide_one():
     assert np.abs(actual).max() > 0.3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("classes", [2, 10])
 def test_the_infinite_network_is_kernel_ridge_regression(classes):
     """Truth: numpy's solve with the mixture summed in a loop."""
@@ -235,6 +242,7 @@ def test_the_infinite_network_is_kernel_ridge_regression(classes):
     assert_close(space.apply(found, ALPHA, cross), mixed(cross) @ w, f64=1e-10)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("classes", "outer"), [(2, "hinge"), (10, "logistic")])
 def test_the_kernel_hypergradient_is_that_of_the_refitted_validation_loss(classes, outer):
     """Truth: finite differences in the mixture and the penalty."""
@@ -247,6 +255,7 @@ def test_the_kernel_hypergradient_is_that_of_the_refitted_validation_loss(classe
     assert_close(fn(ALPHA, w, train, valid).grad, truth, f64=1e-8, f32=3e-2)
 
 
+@pytest.mark.long
 def test_the_kernel_hypergradient_knows_that_it_is_right():
     """Truth: implicit differentiation of the lower loss, which the closed form never calls."""
     space, train, valid = kernel_search(2, "squared", rows=12)
@@ -305,6 +314,7 @@ def test_candidates_are_named_after_their_functions():
     assert space.names == ("relu", "tanh", "sin")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -249,6 +249,7 @@ def test_one_configuration_is_the_best(method, calls):
     assert trace.best == 0 and len(trace.calls) == calls and trace.stopped == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_a_good_configuration_is_found_through_noise(method):
     """One of the best four of 32 in at least 6 of 8 runs; chance would find it in one."""

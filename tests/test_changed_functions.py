@@ -71,6 +71,7 @@ COMPILED = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", COMPILED)
 def test_a_function_that_changed_gives_what_a_new_one_gives(name):
     net = Network(settings())

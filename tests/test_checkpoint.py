@@ -71,6 +71,7 @@ def test_a_flipped_bit_in_any_byte_of_a_record_is_found(tmp_path):
         assert not records.is_intact(path)
 
 
+@pytest.mark.long
 def test_flipped_bits_never_change_what_a_resumed_search_returns(tmp_path, every_chunk, expected):
     """A bit anywhere in any file: the same result, after a warning where the newest was hit."""
     six(checkpoint=tmp_path / "whole")
@@ -87,6 +88,7 @@ def test_flipped_bits_never_change_what_a_resumed_search_returns(tmp_path, every
         assert checkpoint.latest(folder) == 6  # what was damaged has been written again
 
 
+@pytest.mark.slow
 def test_when_all_steps_are_damaged_one_sentence_says_what_to_do(tmp_path, every_chunk):
     six(checkpoint=tmp_path)
     for path in tmp_path.glob("*.npz"):
@@ -115,6 +117,7 @@ def test_what_an_earlier_version_wrote_is_refused(tmp_path):
 # ----------------------------------------------------------------------------- the disk
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", [0, 700])
 def test_a_full_disk_costs_the_checkpoint_and_not_the_search(
     limit, tmp_path, every_chunk, expected
@@ -208,6 +211,7 @@ def saved(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_checkpoint_of_another_search_is_refused_and_what_differs_is_named(change, saved):
     name, value, words = CHANGES[change]
@@ -272,6 +276,7 @@ def test_a_label_that_cannot_be_compared_is_refused(label, tmp_path):
     assert checkpoint.restore(tmp_path, {"w": np.zeros(2)}, 1)["w"].sum() == 2
 
 
+@pytest.mark.slow
 def test_the_step_saved_last_is_the_newest(tmp_path):
     for step in (1, 2, 3):
         checkpoint.save(tmp_path, step, np.full(2, step))

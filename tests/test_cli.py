@@ -189,6 +189,7 @@ def test_the_verdict_on_the_argmax_is_one_sentence(as_good, verdict):
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("geometry", "solver"),
     [("project", "truncated"), ("softmax", "first-order"), ("exponentiate", "implicit")],
@@ -197,6 +198,7 @@ def test_every_geometry_and_solver_runs(tmp_path, geometry, solver):
     assert search(tmp_path / "run", *CLOSED, "--geometry", geometry, "--solver", solver) == 0
 
 
+@pytest.mark.long
 def test_a_run_resumed_with_more_steps_is_one_long_run_in_its_own_directory(
     tmp_path, capsys, monkeypatch
 ):
@@ -225,6 +227,7 @@ def certify(folder, *flags):
     return main(["certify", "--out", str(folder), *small, *flags])
 
 
+@pytest.mark.long
 def test_certify_prints_a_bracket_and_leaves_it_with_the_spectra(tmp_path, capsys):
     precision = jax.config.jax_enable_x64
     assert certify(tmp_path / "run") == 0
@@ -278,6 +281,7 @@ def own_kernels(tmp_path, monkeypatch):
     sys.modules.pop("own_kernels", None)
 
 
+@pytest.mark.long
 def test_certify_takes_kernels_of_the_users_own(own_kernels, tmp_path, capsys):
     """Truth: the same functions, certified by the library on the rows that the run leaves."""
     flags = "--kernel", "own_kernels:both", "--pixels", "4", "--rows", "30"
@@ -312,6 +316,7 @@ def test_kernels_that_are_none_are_refused(own_kernels, tmp_path, capsys, flags,
     assert sentence in capsys.readouterr().err and not (tmp_path / "run").exists()
 
 
+@pytest.mark.long
 def test_a_run_says_how_it_was_made_and_its_config_gives_it_again(tmp_path, capsys):
     first, second = (str(tmp_path / name) for name in ("first", "second"))
     began = datetime.datetime.now(datetime.UTC).replace(microsecond=0)
@@ -361,6 +366,7 @@ def test_mistakes_are_one_sentence_on_standard_error(tmp_path, capsys):
     assert "activations: expected names among relu" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_the_module_runs_as_a_command():
     output = subprocess.run(
         [sys.executable, "-m", "bilevel", "version"], capture_output=True, text=True, check=True
@@ -368,6 +374,7 @@ def test_the_module_runs_as_a_command():
     assert output.startswith("bilevel 0.1.0, jax ")
 
 
+@pytest.mark.long
 def test_a_terminal_of_ascii_gets_the_table_all_the_same(tmp_path, monkeypatch):
     line = ["certify", "--out", str(tmp_path / "run"), "--rows", "3", "--activations", "relu"]
     terminal = io.TextIOWrapper(io.BytesIO(), "ascii")
@@ -382,6 +389,7 @@ def baseline(folder, *flags):
     return main(["baseline", "--out", str(folder), *small, *flags])
 
 
+@pytest.mark.long
 def test_baseline_compares_all_methods_in_one_table(tmp_path, capsys, bars):
     assert baseline(tmp_path / "run", "--progress", "True") == 0
     methods = ["weight-sharing", "fast-weight-sharing", "successive-halving", "hyperband"]
@@ -404,6 +412,7 @@ def test_baseline_compares_all_methods_in_one_table(tmp_path, capsys, bars):
     assert (tmp_path / "run" / "baseline.png").stat().st_size > 10_000
 
 
+@pytest.mark.long
 def test_baseline_resumes_from_its_journal_to_the_same_result(tmp_path, capsys):
     flags = ("--method", "fast-weight-sharing")
     assert baseline(tmp_path / "run", *flags) == 0
@@ -423,6 +432,7 @@ def test_baseline_resumes_from_its_journal_to_the_same_result(tmp_path, capsys):
         assert {**row, "seconds": 0} == {**again[name], "seconds": 0}
 
 
+@pytest.mark.slow
 def test_baseline_handles_one_configuration_and_refuses_none(tmp_path, capsys):
     assert baseline(tmp_path / "run", "--configs", "1", "--method", "weight-sharing") == 0
     assert "weight-sharing" in capsys.readouterr().out
@@ -444,6 +454,7 @@ def on_two_devices(*args):
     )
 
 
+@pytest.mark.long
 def test_seeds_and_networks_are_spread_over_devices(tmp_path):
     def run(name, *args, devices=()):
         out = "--out", str(tmp_path / name)
@@ -466,6 +477,7 @@ def test_seeds_and_networks_are_spread_over_devices(tmp_path):
     np.testing.assert_allclose(two["naswot"], run("b", *rank)["naswot"], rtol=1e-5)
 
 
+@pytest.mark.long
 def test_the_rows_of_a_baseline_are_spread_over_devices(tmp_path):
     sizes = "--train", "60", "--valid", "30", "--test", "30", "--dimension", "16", "--configs", "2"
     args = "baseline", "--method", "random-search", *sizes

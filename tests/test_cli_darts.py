@@ -24,6 +24,7 @@ def search(folder, *flags):
     return main(["search-darts", "--out", str(folder), *SMALL, *flags])
 
 
+@pytest.mark.long
 def test_a_run_that_crashed_in_training_ends_as_one_that_did_not(tmp_path, capsys, monkeypatch):
     run, flags = tmp_path / "run", ("--crop-and-flip", "--cutout", "2")
 
@@ -75,6 +76,7 @@ def test_a_run_that_crashed_in_training_ends_as_one_that_did_not(tmp_path, capsy
         assert (run / picture).stat().st_size > 10_000
 
 
+@pytest.mark.long
 def test_mistakes_are_one_sentence_and_leave_no_run_directory(tmp_path, capsys):
     run = tmp_path / "run"
     for flags, sentence in {

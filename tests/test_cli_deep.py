@@ -5,6 +5,7 @@ import os
 import signal
 
 import numpy as np
+import pytest
 from helpers import documented_keys
 
 from bilevel import strategies
@@ -26,6 +27,7 @@ def loaded(path):
         return dict(arrays)
 
 
+@pytest.mark.long
 def test_a_search_interrupted_and_resumed_ends_in_a_table_and_its_files(
     tmp_path, capsys, monkeypatch
 ):
@@ -75,6 +77,7 @@ def test_a_search_interrupted_and_resumed_ends_in_a_table_and_its_files(
     assert (run / "search.png").stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_sigterm_saves_the_search_says_how_to_resume_and_then_ends_the_process(
     tmp_path, capsys, monkeypatch
 ):
@@ -128,6 +131,7 @@ def test_a_run_of_another_space_is_not_resumed(tmp_path, capsys):
     )
 
 
+@pytest.mark.long
 def test_eigen_nas_trains_the_best_of_its_pool_beside_random_ones(tmp_path, capsys):
     run, flags = tmp_path / "run", ("--strategy", "eigen-nas", "--seeds", "2", "--kept", "2")
     assert search(run, *flags) == 0

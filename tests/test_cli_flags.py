@@ -96,6 +96,7 @@ def may_be(hint, value):
     return isinstance(value, hint)
 
 
+@pytest.mark.slow
 @every_command
 @hypothesis.settings(max_examples=200)
 @hypothesis.given(data=st.data())
@@ -122,6 +123,7 @@ def test_a_flag_is_refused_in_a_sentence_that_names_it_or_may_be_used(defaults, 
         json.dumps(from_config_file.flags_of(changed), allow_nan=False)
 
 
+@pytest.mark.long
 @every_command
 def test_what_is_no_value_at_all_is_one_sentence_on_standard_error(defaults, command, capsys):
     for name, hint in rules.hints(type(defaults[command])).items():
@@ -237,6 +239,7 @@ def test_a_run_that_fails_before_its_first_result_is_removed_with_what_was_made_
     assert second.name == "run-2" and not second.exists() and folder.exists()
 
 
+@pytest.mark.long
 @every_command
 def test_ctrl_c_is_one_sentence_and_exits_with_130(command, tmp_path, monkeypatch, capsys):
     """While data are loaded, and when there is something to keep."""
@@ -293,6 +296,7 @@ def weights(space, shape):
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(w))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("space", "command"), [(darts_space, "darts"), (nasbench201_space, "nasbench201")]
 )
@@ -546,6 +550,7 @@ def test_a_run_that_was_resumed_with_more_leaves_the_flags_that_give_its_result(
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["config.json"]
 
 
+@pytest.mark.long
 def test_programs_are_kept_for_the_next_command_where_the_user_has_no_folder_of_their_own(tmp_path):
     code = """
 import jax

@@ -35,6 +35,7 @@ def known(monkeypatch):
     return found
 
 
+@pytest.mark.long
 def test_a_search_ends_in_a_table_and_its_files(tmp_path, capsys, monkeypatch, known):
     run = tmp_path / "run"
 

@@ -24,6 +24,7 @@ def bare(tmp_path, monkeypatch):
     monkeypatch.setattr(pooch, "os_cache", lambda name: tmp_path / "cache" / name)
 
 
+@pytest.mark.long
 def test_a_sample_is_ranked_and_judged_and_more_networks_are_added(tmp_path, capsys, bare):
     # One score that compiles quickly, and a sum with one that looks at no network.
     quick = ["--scores", "l2_norm", "--aggregate", "l2_norm", "parameters"]
@@ -65,6 +66,7 @@ def test_scores_are_compared_with_published_ones_where_both_are(monkeypatch):
     }
 
 
+@pytest.mark.long
 def test_the_chosen_network_is_trained(tmp_path, capsys):
     """Algorithm 1 of Zhu et al., end to end; without the table."""
     run = [*SMALL, "--no-judged", "--epochs", "2", "--out", str(tmp_path / "run")]

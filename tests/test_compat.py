@@ -105,6 +105,7 @@ def network(nt, width=16):
     return nt.stax.serial(*layers, nt.stax.Dense(2))
 
 
+@pytest.mark.long
 def test_infinite_kernel_of_one_relu_layer_is_the_arc_cosine_kernel():
     # Cho & Saul (2009): E[relu(u) relu(v)] = (sin t + (pi - t) cos t) / 2 pi for unit variances,
     # and E[relu'(u) relu'(v)] = (pi - t) / 2 pi.
@@ -118,6 +119,7 @@ def test_infinite_kernel_of_one_relu_layer_is_the_arc_cosine_kernel():
     assert_close((got.nngp[0, 1], got.ntk[0, 1]), (nngp, ntk), f32=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("implementation", [0, 1, 2, 3])  # AUTO is 0, structured derivatives 3
 def test_finite_kernel_is_that_of_the_jacobian(implementation, capsys):
     nt = neural_tangents()
@@ -148,6 +150,7 @@ def selected(w, x):
     return jax.lax.cond(x[0, 0] > 0, jnp.sin, jnp.cos, x @ w["in"]) @ w["out"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("traced", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize("apply", [scanned, normalised, selected, jax.jit(jax.checkpoint(scanned))])
 def test_structured_derivatives_are_those_of_products_for_any_network(apply, traced):
@@ -168,6 +171,7 @@ def test_structured_derivatives_are_those_of_products_for_any_network(apply, tra
     assert_close(found, truth, f64=1e-12, f32=1e-5)
 
 
+@pytest.mark.long
 def test_convolutions_have_structured_derivatives_over_batches_and_their_diagonal():
     nt = neural_tangents()
     layers = nt.stax.Conv(3, (3, 3)), nt.stax.Relu(), nt.stax.AvgPool((2, 2))
@@ -198,6 +202,7 @@ def test_the_largest_learning_rate_is_that_of_the_largest_eigenvalue():
     assert_close(nt.predict.max_learning_rate(K), 2 * 3 / 4)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("t", [None, 2.0])
 def test_predictions_work_with_kernels_inside_and_outside_of_a_trace(t):
     predict = neural_tangents().predict

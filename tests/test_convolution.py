@@ -90,6 +90,7 @@ def test_images_of_whole_numbers_are_not_rounded(dtype):
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("kind", "stride"), [(DENSE, 2), (DEPTHWISE, 2), (DEPTHWISE, 1)])
 def test_second_derivatives_are_xlas_in_reverse_and_forward_over_reverse_and_under_vmap(
     kind, stride
@@ -164,6 +165,7 @@ def test_sixteen_bits_are_summed_in_thirty_two():
     assert gradient[1, 1, 0, 0] == 4096
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("shape", "stride"), [((2, 5, 6, 2), 1), ((1, 7, 4, 2), 2)])
 def test_pooling_is_over_the_pixels_inside_the_image(shape, stride):
     """By loops over windows; the gradient of the maximum goes to the pixel that is largest."""

@@ -43,6 +43,7 @@ def compiled(name, dense):
     return jax.jit(bilevel.hypergradient(PROBLEM, SOLVERS[name], products=PRODUCTS))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dense", [True, False], ids=["decomposed", "iterated"])
 @pytest.mark.parametrize("name", SOLVERS)
 def test_no_claim_is_false_where_soft_directions_hide_under_a_small_residual(
@@ -96,6 +97,7 @@ def at_saddle(dense):
     return jax.jit(bilevel.hypergradient(problem, bilevel.implicit(bilevel.lbfgs())))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dense", [True, False], ids=["decomposed", "iterated"])
 @pytest.mark.parametrize("kind", ["zero", "symmetric"])
 def test_a_saddle_is_never_called_converged(kind, dense, monkeypatch):
@@ -127,6 +129,7 @@ def lasso_hypergradients():
     return [jax.jit(bilevel.hypergradient(problem, solver)) for solver in solvers]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(4))
 def test_lasso_gets_no_bound_and_no_false_claim(seed):
     rng = np.random.default_rng(seed)
@@ -179,6 +182,7 @@ def test_an_alpha_that_enters_nowhere_is_refused():
         fn(jnp.ones(2), jnp.zeros(3), None, None)
 
 
+@pytest.mark.long
 def test_an_alpha_that_enters_the_solver_only_has_its_derivative_and_no_claim():
     def run(lower, alpha, w, state, batch):
         return w - alpha * jax.grad(lower)(w, alpha, batch), state
@@ -196,6 +200,7 @@ def test_an_alpha_that_enters_the_solver_only_has_its_derivative_and_no_claim():
 # ---------------------------------------------------------------------- damping, and what it costs
 
 
+@pytest.mark.long
 def test_damped_info_speaks_of_the_solution_nearest_to_the_start():
     rng = np.random.default_rng(0)
     x, xv = rng.normal(size=(2, 6, 20))
@@ -244,6 +249,7 @@ def test_an_indefinite_hessian_is_given_up_after_the_products_allowed():
         assert len(calls) <= allowed + 3
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("size", [40, 600])
 def test_the_smallest_curvature_is_found_to_a_factor(size):
     # Beyond, the products allowed do not suffice for so many different eigenvalues.

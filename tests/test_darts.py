@@ -116,6 +116,7 @@ REFERENCE = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "stride"),
     [
@@ -138,6 +139,7 @@ def test_each_operation_is_its_definition_in_numpy(name, stride):
     assert_close(ours, REFERENCE[name](variables["params"], x, stride))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stride", [1, 2])
 def test_a_mixed_cell_adds_weighted_operations_over_all_edges(stride):
     """Edge by edge in numpy: node j is the sum over i < j; strides only at the two inputs."""
@@ -187,6 +189,7 @@ def supernet_size(cells, channels, classes):
     return total + (last + 1) * classes
 
 
+@pytest.mark.long
 def test_published_weight_counts():
     """The reference prints 1.930618 MB when it searches and 3.349342 MB for DARTS_V2.
 
@@ -203,6 +206,7 @@ def test_published_weight_counts():
     assert everything - weight_count(w) == head
 
 
+@pytest.mark.long
 def test_the_supernet_is_the_same_without_remat_and_close_in_bfloat16():
     x, labels = jnp.asarray(normal(4, 8, 8, 1), jnp.float32), jnp.array([0, 1, 2, 0])
     options = {"classes": 3, "cells": 1, "channels": 2}
@@ -267,6 +271,7 @@ def test_drawn_corners_are_genotypes_and_all_alike():
             one_hot(wrong, names)
 
 
+@pytest.mark.long
 def test_hypergradients_of_the_supernet_are_finite_differences():
     """Second order, exactly; in float64, along one random direction of alpha."""
     if jnp.zeros(()).dtype != jnp.float64:
@@ -344,6 +349,7 @@ def test_drop_path_leaves_identities_alone_and_drops_every_other_edge():
         assert_close(dropped, whole if kept else 0 * whole)
 
 
+@pytest.mark.long
 def test_the_network_trains_on_batch_statistics_and_predicts_with_running_averages():
     """One layer of averages by hand: 0.9 of the old, 0.1 of the batch's."""
     network = darts_network(SKIPS, classes=3, cells=1, channels=2, auxiliary=False)
@@ -362,6 +368,7 @@ def test_the_network_trains_on_batch_statistics_and_predicts_with_running_averag
     assert loss(w, averages, (x, labels), KEY, 0.5)[0] != value
 
 
+@pytest.mark.long
 def test_the_auxiliary_classifiers_loss_counts_two_fifths():
     """Without weights it predicts its biases: closed form. 0.4 as in the reference."""
     network = darts_network(SKIPS, classes=3, cells=3, channels=2)
@@ -385,6 +392,7 @@ def test_the_auxiliary_classifiers_loss_counts_two_fifths():
     assert_close(loss(bias) - loss(0 * bias), 0.4 * (entropy - np.log(3)), f64=1e-5)
 
 
+@pytest.mark.long
 def test_an_epoch_is_each_row_once_by_the_optimizer():
     """With a step size of 0 the mean loss is that of the batches; weights stay, averages move."""
     network = darts_network(SKIPS, classes=3, cells=1, channels=2, auxiliary=False)
@@ -422,6 +430,7 @@ def test_cutout_is_one_square_cut_off_at_the_borders():
     assert 0 < np.mean(rows == 2) < 0.25
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("build", "message"),
     [

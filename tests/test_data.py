@@ -606,6 +606,7 @@ def test_samples_that_there_are_not_and_keys_that_are_none_are_refused(changes, 
 # The real files, held to the figures published for them.
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "mean", "deviation", "train", "test"),
     [
@@ -637,6 +638,7 @@ def test_real_idx_sets_have_their_published_statistics(name, mean, deviation, tr
     assert loaded.x_train.max() == 1 and loaded.x_train.min() == 0
 
 
+@pytest.mark.long
 @real("cifar10")
 def test_the_first_real_cifar_batch_is_near_the_published_statistics_of_all_five():
     cifar = datasets.load("cifar10", train_size=10_000, download=False)
@@ -648,6 +650,7 @@ def test_the_first_real_cifar_batch_is_near_the_published_statistics_of_all_five
     np.testing.assert_allclose(pixels.std(0), (0.24703, 0.24349, 0.26159), atol=0.005)
 
 
+@pytest.mark.long
 @real("imdb")
 def test_real_reviews_are_half_positive_with_the_published_number_of_distinct_texts():
     imdb = datasets.load("imdb", download=False)

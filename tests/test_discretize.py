@@ -249,6 +249,7 @@ def test_a_nearer_choice_of_weight_zero_leaves_it_undecided():
     assert condition_six(outputs, np.array([0.59, 0.4, 0.01])).nearest == -1
 
 
+@pytest.mark.long
 def test_lemma_5_factors_and_composes():
     alpha = np.random.default_rng(5).dirichlet(np.ones(5), 7)
     gamma = np.array(jax.jit(jax.vmap(factor_simplex, (None, 0)))(alpha, np.arange(5)))
@@ -371,6 +372,7 @@ def test_mistakes_are_refused_in_one_sentence(call, argument):
         call()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(6))
 def test_a_choice_is_judged_by_paired_differences_against_every_other(seed):
     """Truth: scipy's paired t statistic, which is the difference in standard errors."""
@@ -462,6 +464,7 @@ def test_a_simplex_of_one_has_no_factors():
         np.testing.assert_array_equal(simplex_from_factors(factors), np.ones(shape))
 
 
+@pytest.mark.long
 def test_factors_of_a_traced_nan_are_nan():
     alpha = jnp.array([0.2, jnp.nan, 0.4])
     assert np.isnan(jax.jit(simplex_factors)(alpha)).all()

@@ -47,6 +47,7 @@ def test_a_rate_that_diverges_converges_all_the_same():
     assert found.step_scale < 1 and len(told) == 1 and "alpha diverged" in told[0]
 
 
+@pytest.mark.long
 def test_saba_and_spaba_converge_at_that_rate_for_every_seed():
     """0.3 is up to half of what gradient descent on the value function bears."""
     # Seeds with 2 / curvature between 1.0 and 1.8, but for two.
@@ -55,6 +56,7 @@ def test_saba_and_spaba_converge_at_that_rate_for_every_seed():
             assert searched(METHODS[name], 0.3, seed)[1] < tolerance(1e-5, 1e-3), (seed, name)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", METHODS)
 def test_no_single_loop_explodes_in_silence(name):
     for seed in (0, 1):
@@ -103,6 +105,7 @@ def test_a_healthy_search_takes_the_steps_of_descent(optimizer):
     assert found.step_scale == 1
 
 
+@pytest.mark.slow
 def test_it_is_the_same_when_resumed_and_under_jit_and_vmap(tmp_path):
     run = functools.partial(descended, optax.sgd(3 * RATE))
     with pytest.warns(UserWarning, match="alpha diverged"):

@@ -91,6 +91,7 @@ def largest(jaxpr):
     return max([*own, *(largest(p.jaxpr) for e in jaxpr.eqns for p in inner_jaxprs(e))])
 
 
+@pytest.mark.slow
 @float64_only
 @pytest.mark.parametrize(("a", "b", "vx", "vy", "c", "value"), MPMATH)
 def test_duals_are_mpmaths_to_1e_12_of_themselves(a, b, vx, vy, c, value):
@@ -150,6 +151,7 @@ def test_a_dual_takes_no_more_memory_than_some_rows_of_its_grid(monkeypatch):
     assert largest(sizes.jaxpr) <= 2 * 200
 
 
+@pytest.mark.slow
 def test_a_smooth_pairs_nodes_follow_its_own_variance_traced_or_not():
     # Under jit every entry had the grid of the largest variance that is resolved, 25.
     evaluated = []
@@ -185,6 +187,7 @@ def test_a_smooth_pairs_nodes_follow_its_own_variance_traced_or_not():
     assert sum(evaluated) <= nodes(one[:1], True)
 
 
+@pytest.mark.long
 @PAIRS
 def test_mehlers_series_is_the_dual_at_any_variance_and_correlation(a, b):
     # Two independent routes: quadrature of the pair, and Hermite coefficients of each.
@@ -202,6 +205,7 @@ def test_mehlers_series_is_the_dual_at_any_variance_and_correlation(a, b):
         assert float(jnp.abs(series - pointwise).max()) < tolerance(2e-12, 1e-3) * size
 
 
+@pytest.mark.long
 @by_name("s", (ntk.leaky_relu(0.1), ntk.swish))
 def test_a_mixtures_expectation_is_the_double_sum_of_its_parts(s):
     layer, w = (ntk.relu, s, ntk.tanh), jnp.array([0.3, -1.2, 0.7])
@@ -218,6 +222,7 @@ def test_a_mixtures_expectation_is_the_double_sum_of_its_parts(s):
     assert_close(whole, parts, f64=1e-13, f32=1e-5)
 
 
+@pytest.mark.long
 @PAIRS
 def test_the_derivative_in_the_covariance_is_prices(a, b):
     vx, vy = 1.3, 0.8
@@ -226,6 +231,7 @@ def test_the_derivative_in_the_covariance_is_prices(a, b):
     assert_close(slope, ntk.dual(a.derivative, b.derivative, vx, vy, c), f64=1e-11, f32=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", [0, 1])
 @PAIRS
 def test_all_derivatives_are_finite_differences(a, b, order):
@@ -239,6 +245,7 @@ def test_all_derivatives_are_finite_differences(a, b, order):
     assert_close(gradient, finite_differences(jax.jit(value), at), f64=1e-9, f32=5e-3)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("a", "b"), [(ntk.relu, ntk.relu), (ntk.relu, ntk.tanh), (ntk.gelu, ntk.sigmoid)], ids=repr
 )
@@ -254,6 +261,7 @@ def test_derivatives_at_correlations_of_one_are_finite(a, b):
     assert all(bool(jnp.isfinite(g).all()) for g in grads)
 
 
+@pytest.mark.long
 def test_a_variance_of_zero_gives_the_value_at_zero_and_no_nan():
     for a in ACTIVATIONS:
         value, grads = jax.jit(
@@ -270,6 +278,7 @@ def test_any_smooth_function_has_its_dual():
     assert_close(found, np.exp(-1.0) * np.cosh(0.4), f64=1e-14, f32=1e-6)
 
 
+@pytest.mark.slow
 def test_duals_are_vmapped_jitted_and_broadcast():
     c = jnp.linspace(-1, 1, 5)
     plain = ntk.dual(ntk.relu, ntk.tanh, 1.0, jnp.ones(5), c)
@@ -278,6 +287,7 @@ def test_duals_are_vmapped_jitted_and_broadcast():
     assert_close(mapped, plain, f64=1e-13, f32=1e-5)
 
 
+@pytest.mark.long
 @by_name("s", ACTIVATIONS)
 def test_hermite_coefficients_carry_the_second_moment(s):
     scale = jnp.array([0.3, 1.0, 2.0])
@@ -327,6 +337,7 @@ def test_bad_arguments_are_named_in_one_sentence(call, sentence):
         call()
 
 
+@pytest.mark.long
 def test_raw_relus_are_recognised_and_other_kinks_found():
     assert ntk.activation(jax.nn.relu).kink == (0.0, 1.0)
     assert ntk.activation(jnp.abs).kink == (-1.0, 1.0)
@@ -335,6 +346,7 @@ def test_raw_relus_are_recognised_and_other_kinks_found():
         assert not ntk.activation(smooth).kinks
 
 
+@pytest.mark.long
 def test_duals_of_piecewise_functions_are_closed_forms():
     # P(u > 1/2, u' > 1/2) at rho = 0 is Phi(-1/2)^2; E step(u) u' = c times the density.
     step = ntk.activation(lambda z: jnp.where(z > 0.5, 1.0, 0.0))

@@ -92,6 +92,7 @@ def over_all_calibrations(test):
     return functools.reduce(lambda test, mark: mark(test), every_calibration, test)
 
 
+@pytest.mark.long
 @over_all_calibrations
 def test_error_estimate_is_within_a_third_and_ten_times_the_error(kind, name, steps):
     result, true_error, floor = calibrate(kind, name, steps)
@@ -101,6 +102,7 @@ def test_error_estimate_is_within_a_third_and_ten_times_the_error(kind, name, st
         assert true_error / 3 <= estimate <= 10 * true_error
 
 
+@pytest.mark.slow
 @over_all_calibrations
 def test_converged_says_whether_the_error_is_under_one_percent(kind, name, steps):
     result, true_error, _ = calibrate(kind, name, steps)
@@ -124,6 +126,7 @@ def test_error_is_known_to_fall_from_useless_to_rounding():
     assert min(errors) < tolerance(1e-10, 1e-6) * scale
 
 
+@pytest.mark.slow
 def test_three_steps_of_the_calibration_are_the_solvers_three_steps():
     small, step_size, _ = quadratic("iid")
     expected = hypergradient(bilevel.unrolled(step_size, 3), small)
@@ -154,6 +157,7 @@ def exact_gradient():
     return hypergradient(bilevel.implicit(), logistic(), diagnostics=False).grad
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["unrolled", "neumann"])
 def test_stationarity_is_the_norm_of_the_lower_gradient(name):
     small = logistic()
@@ -164,6 +168,7 @@ def test_stationarity_is_the_norm_of_the_lower_gradient(name):
     assert_close(result.info.stationarity, size, f64=1e-10, f32=1e-3)
 
 
+@pytest.mark.slow
 def test_linear_residual_is_that_of_the_adjoint_which_the_solver_used():
     small, result = logistic(), assessed("neumann")
     hessian = np.asarray(
@@ -177,6 +182,7 @@ def test_linear_residual_is_that_of_the_adjoint_which_the_solver_used():
     assert_close(result.info.linear_residual, expected, f64=1e-12, f32=1e-4)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["neumann", "truncated", "unrolled", "implicit"])
 def test_approximate_hypergradients_know_their_bias(name):
     result = assessed(name)
@@ -184,6 +190,7 @@ def test_approximate_hypergradients_know_their_bias(name):
     assert true_error / 3 <= result.info.error_estimate <= 10 * true_error
 
 
+@pytest.mark.slow
 def test_forward_mode_fills_info_too():
     reverse, forward = assessed("unrolled").info, assessed("unrolled", "forward").info
     assert_close(forward.stationarity, reverse.stationarity, f64=1e-9, f32=1e-3)
@@ -193,6 +200,7 @@ def test_forward_mode_fills_info_too():
     assert forward.linear_residual < tolerance(1e-9, 1e-4)
 
 
+@pytest.mark.long
 def test_info_is_the_same_under_vmap():
     small = logistic()
     fn = jax.vmap(
@@ -236,6 +244,7 @@ def many_ridges(rng, count, n, p, noise, low, high):
     return (alpha, start, (x[0], y[0]), (x[1], y[1])), -decay * np.sum(w * adjoint, -1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("noise", [0.0, 1e-6])
 def test_an_outer_gradient_that_cancels_to_rounding_is_known_to(noise):
     # In float32 the validation residuals keep one or two digits, or none. Old: 29 of 218 false.
@@ -252,6 +261,7 @@ def test_an_outer_gradient_that_cancels_to_rounding_is_known_to(noise):
         assert np.mean(result.info.converged) > 0.1
 
 
+@pytest.mark.long
 def test_many_hypergradients_at_once_never_stand_still():
     # On two threads XLA hung here, two decompositions waiting for each other's (12 in 12 runs).
     code = """
@@ -270,6 +280,7 @@ for solver in bilevel.implicit(), bilevel.implicit(bilevel.newton(), bilevel.den
     subprocess.run([sys.executable, "-c", code], check=True, timeout=200)
 
 
+@pytest.mark.long
 def test_diagnostics_do_not_stand_in_the_way_of_differentiation():
     small = logistic()
     fn = bilevel.hypergradient(small.problem, bilevel.implicit())
@@ -287,6 +298,7 @@ def test_diagnostics_do_not_stand_in_the_way_of_differentiation():
     assert info.converged
 
 
+@pytest.mark.slow
 def test_diagnostics_can_be_left_out():
     result = hypergradient(bilevel.unrolled(0.1, 20), logistic(), diagnostics=False)
     assert result.info is None
@@ -296,6 +308,7 @@ def test_diagnostics_can_be_left_out():
 # -------------------------------------------------------------------- where nothing can be known
 
 
+@pytest.mark.slow
 def test_estimate_is_infinite_where_the_lower_hessian_is_indefinite():
     # A double well: near w = 0 its Hessian is negative.
     wells = case(
@@ -342,6 +355,7 @@ def many_weights(count):
     )
 
 
+@pytest.mark.slow
 def test_error_bound_is_infinite_beyond_1024_weights_where_the_estimate_is_not():
     # Quadratic: of fewer weights the bound is finite, as in the calibration.
     result = hypergradient(bilevel.unrolled(0.3, 5), many_weights(1025))
@@ -366,6 +380,7 @@ def ridge_on(scale_of_data, scale_of_decay):
     return small._replace(problem=bilevel.Problem(lower, small.problem.outer))
 
 
+@pytest.mark.slow
 def test_ridge_is_found_exact_on_its_loss_up_to_a_positive_factor():
     result = hypergradient(bilevel.ridge(mixed, decay), ridge_on(3.7, 3.7))
     size = np.linalg.norm(flatten(result.grad))
@@ -375,6 +390,7 @@ def test_ridge_is_found_exact_on_its_loss_up_to_a_positive_factor():
     assert result.info.converged
 
 
+@pytest.mark.slow
 def test_ridge_on_another_loss_is_found_out_independently():
     small = ridge_on(1.0, 3.0)
     result = hypergradient(bilevel.ridge(mixed, decay), small)
@@ -387,6 +403,7 @@ def test_ridge_on_another_loss_is_found_out_independently():
     assert not result.info.converged
 
 
+@pytest.mark.slow
 def test_ridgeless_interpolation_makes_no_claim():
     small = least_squares(5, 9)
     lower = bilevel.Problem(
@@ -399,6 +416,7 @@ def test_ridgeless_interpolation_makes_no_claim():
     assert not info.converged
 
 
+@pytest.mark.slow
 def test_norms_that_overflow_never_count_as_converged():
     """Gradient descent that diverged: infinity is not under 1 % of infinity."""
     problem = bilevel.Problem(

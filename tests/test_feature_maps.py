@@ -57,6 +57,7 @@ def distances(x):
     return np.sqrt((difference**2).sum(-1)), np.abs(difference).sum(-1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_products_of_features_are_the_kernel_up_to_their_exact_standard_deviation(kernel):
     # Truth: closed forms. 2 cos u cos v = cos(u - v) + cos(u + v) has, over the draws, mean
@@ -81,6 +82,7 @@ def test_products_of_features_are_the_kernel_up_to_their_exact_standard_deviatio
     assert np.sqrt(np.mean(error**2)) < 1.5 / np.sqrt(dimension)
 
 
+@pytest.mark.long
 def test_product_and_isotropic_laplace_kernels_differ_by_far_more_than_the_error():
     x, dimension = jnp.ones((2, 9)).at[1].set(0), 4096
     features = features_of(x)
@@ -107,6 +109,7 @@ def test_features_of_sixteen_bits_are_those_of_thirty_two(kernel, dtype):
         assert not bool(jnp.isnan(draws).any())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("start", [0, 300])
 def test_draws_are_the_same_in_every_dimension_and_block(kernel, start):
@@ -125,12 +128,14 @@ def test_draws_are_the_same_in_every_dimension_and_block(kernel, start):
     assert len(np.unique(whole)) > 0.99 * whole.size
 
 
+@pytest.mark.long
 def test_features_of_a_part_are_that_part_of_the_features():
     for config in ALL:
         whole = FEATURES.apply(config, X, 1024)
         assert_close(FEATURES.apply(config, X, 300, 300), whole[:, 300:600], f64=1e-11)
 
 
+@pytest.mark.long
 def test_one_configuration_per_row_equals_applying_them_row_by_row():
     indices = np.array([11, 0, 4, 7, 2, 5, 9])
     rows = jax.tree.map(lambda leaf: leaf[indices], STACKED)
@@ -143,6 +148,7 @@ def test_vmap_over_configurations_equals_a_loop():
     assert_close(jax.vmap(lambda c: FEATURES.apply(c, X, 40))(STACKED), looped, f64=1e-11)
 
 
+@pytest.mark.long
 def test_one_projection_serves_every_bandwidth():
     projection = FEATURES.project(fourier_config("unit", "laplace"), X, 40, start=10)
     for gamma in (1e-5, 10.0):
@@ -151,6 +157,7 @@ def test_one_projection_serves_every_bandwidth():
         assert_close(cached, FEATURES.apply(config, X, 40, 10), f64=1e-12)
 
 
+@pytest.mark.long
 def test_all_configurations_see_the_same_directions_and_phases():
     # Truth: z and z / |z_0| point the same way, and the features of 0 are sqrt(2) cos(b).
     gaussian, isotropic = (
@@ -164,6 +171,7 @@ def test_all_configurations_see_the_same_directions_and_phases():
     assert_close(phases[2], phases[0])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name, reference",
     [
@@ -187,6 +195,7 @@ def test_preprocessing_is_that_of_scikit_learn_with_statistics_of_the_training_r
         assert np.all(np.isfinite(actual))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["minmax", "standardize"])
 def test_a_constant_column_adds_nothing(name):
     train = X.at[:, 1:].set(0.1)
@@ -208,6 +217,7 @@ def test_columns_whose_squares_leave_float32_are_standardised_too():
     assert_close(found, jnp.stack([-sums, sums]), f64=1e-5, f32=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("size", [1e-30, 1e20, 3e38])
 def test_rows_whose_squares_leave_float32_have_a_direction_too(size):
     x = jnp.asarray(X[:2] / abs(X[:2]).max(), jnp.float32)
@@ -219,6 +229,7 @@ def test_rows_whose_squares_leave_float32_have_a_direction_too(size):
         assert_close(size * slope(np.float32(size) * x), slope(x), f64=1e-3, f32=1e-3)
 
 
+@pytest.mark.long
 def test_derivatives_in_gamma_and_x_are_those_of_finite_differences():
     @jax.jit
     def loss(log_gamma, x, kernel):
@@ -249,6 +260,7 @@ def test_float32_rows_have_float32_features_equal_to_those_in_float64():
         assert_close(phi, FEATURES.apply(config, X, 40), f64=2e-3, f32=1e-6)
 
 
+@pytest.mark.long
 def test_whole_numbers_are_features_too():
     pixels = jnp.arange(12).reshape(3, 4)
     whole, real = features_of(pixels), features_of(pixels * 1.0)
@@ -444,6 +456,7 @@ def test_hashing_names_all_that_counts_depend_on():
     assert (a != b).nnz == 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "call, message",
     [

@@ -83,6 +83,7 @@ def closed_form(penalty, phis, y, psis, y_valid):
     return {"mixture": -factor * np.array(slopes), "log_penalty": factor * penalty * q @ w}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("rows", "p"), [(20, 8), (10, 30)])
 def test_implicit_differentiation_of_the_lower_loss_gives_the_same(rows, p):
     """Truth: the closed form, which never calls the lower loss."""
@@ -128,6 +129,7 @@ def fourier_search(classes, outer):
     return space, *batches
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("classes", "outer"), [(2, "hinge"), (10, "logistic")])
 def test_the_hypergradient_is_that_of_the_refitted_validation_loss(classes, outer):
     """Truth: finite differences in the mixture and the penalty."""
@@ -140,6 +142,7 @@ def test_the_hypergradient_is_that_of_the_refitted_validation_loss(classes, oute
     assert_close(fn(alpha, w, train, valid).grad, truth, f64=1e-7, f32=3e-2)
 
 
+@pytest.mark.slow
 def test_classes_are_ridge_regressions_of_their_own():
     """Truth: numpy's normal equations, one class at a time."""
     space, (blocks, y), _ = fourier_search(10, "squared")
@@ -153,6 +156,7 @@ def test_classes_are_ridge_regressions_of_their_own():
     assert_close(space.apply(w, alpha, blocks), phi @ np.stack(columns, axis=1))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("classes", "outer"), [(2, "hinge"), (10, "squared")])
 def test_a_search_finds_the_informative_map(classes, outer):
     """Truth: the map of the right bandwidth; the others' features of two images are unrelated."""

@@ -41,6 +41,7 @@ def fitted(phi, labels):
     return Ridge(0.5, fit_intercept=False).fit(phi.astype(float), targets)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("resource", [32, DIMENSION])
 def test_a_configuration_is_judged_as_scikit_learn_would(parts, configs, resource):
     problem = features.fourier_selection(KEY, *parts, dimension=DIMENSION)
@@ -58,6 +59,7 @@ def test_a_configuration_is_judged_as_scikit_learn_would(parts, configs, resourc
         )
 
 
+@pytest.mark.long
 def test_shared_weights_are_fitted_to_rows_under_configurations_of_their_own(parts, configs):
     problem = features.fourier_selection(KEY, *parts, dimension=DIMENSION)
     (train, valid, _), labels = flat(parts), [y for _, y in parts]
@@ -88,6 +90,7 @@ def test_shared_weights_are_fitted_to_rows_under_configurations_of_their_own(par
     np.testing.assert_allclose(whole.errors, truth, atol=tolerance(1e-12, 0.0126))
 
 
+@pytest.mark.long
 def test_features_made_in_blocks_are_those_that_are_kept(parts, configs):
     kept, anew = (
         features.fourier_selection(KEY, *parts, dimension=DIMENSION, memory=memory)
@@ -106,6 +109,7 @@ def test_features_made_in_blocks_are_those_that_are_kept(parts, configs):
     )
 
 
+@pytest.mark.slow
 def test_weight_sharing_finds_a_good_map_in_few_solves(parts):
     configs = features.sample_fourier(jax.random.key(2), 16)
     problem = features.fourier_selection(KEY, *parts, dimension=DIMENSION)
@@ -150,6 +154,7 @@ def test_naive_bayes_and_other_weights_learn_side_by_side(text_parts):
     np.testing.assert_array_equal(shared.errors, [0, 0])
 
 
+@pytest.mark.slow
 def test_one_configuration_shares_with_itself_only(text_parts, parts, configs):
     for problem, config, resource in (
         (features.text_selection(*text_parts), features.text_config(weights="sif"), 64),
@@ -220,6 +225,7 @@ def test_bad_parts_are_refused_in_one_sentence(parts, text_parts, configs):
         features.text_selection(*text_parts, cost=0)
 
 
+@pytest.mark.long
 def test_a_class_missing_from_training_is_never_predicted_and_the_rest_works(parts, configs):
     (x, y), (x_valid, y_valid), test = parts
     kept = (x[y != 3], y[y != 3])
@@ -235,6 +241,7 @@ def test_a_class_missing_from_training_is_never_predicted_and_the_rest_works(par
     assert found.valid == 1 and found.test < 1
 
 
+@pytest.mark.long
 def test_labels_are_names(parts, configs):
     others = [(x, np.array(list("qwertyuiop"))[y]) for x, y in parts]
     problems = (features.fourier_selection(KEY, *p, dimension=32) for p in (parts, others))

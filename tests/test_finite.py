@@ -139,6 +139,7 @@ def test_jacobian_is_that_of_finite_differences():
     assert_close(got, expected, f64=1e-9, f32=1e-2)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("method", METHODS[1:])
 def test_methods_agree_for_one_and_for_two_sets_of_samples(method):
     model, params, x1, x2 = perceptron()
@@ -148,6 +149,7 @@ def test_methods_agree_for_one_and_for_two_sets_of_samples(method):
         assert_close(got, expected, f64=1e-12, f32=1e-4)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("method", METHODS[1:])
 def test_gradient_norms_are_the_diagonal(method):
     model, params, x, _ = perceptron()
@@ -254,6 +256,7 @@ def test_network_of_strided_grouped_and_dilated_convolutions():
     check(Convolutional(), normal(1, 3, 6, 7, 2), layered=4)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("outputs", ["trace", "full"])
 def test_patch_gram_explicit_gradients_and_their_chunks_agree(outputs, monkeypatch):
     model, x = Then(nn.Conv(6, (3, 3), feature_group_count=2), 3), normal(1, 3, 4, 4, 2)
@@ -310,6 +313,7 @@ class Mixed(nn.Module):
         return nn.Dense(2)(x.sum(1) * self.param("scale", nn.initializers.ones, (4,)))
 
 
+@pytest.mark.long
 def test_other_parameters_by_the_jacobian():
     check(Mixed(), jnp.array([[0, 1, 2, 3], [4, 1, 1, 0]]), layered=4, outputs="full")
 
@@ -389,6 +393,7 @@ HARD = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("model, shape, layered", HARD.values(), ids=HARD.keys())
 def test_hard_layers_are_seen_through_or_left_to_the_jacobian(model, shape, layered):
     check(model, normal(1, *shape), layered=layered)
@@ -444,6 +449,7 @@ def test_layers_that_compute_in_half_precision_are_near_the_jacobian():
 # --- Batches, transformations, devices ------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("oblong", [False, True])
 @pytest.mark.parametrize("size, outputs", [(1, "trace"), (2, "full"), (20, "sum")])
 def test_batches_do_not_matter(size, outputs, oblong):
@@ -514,6 +520,7 @@ def test_second_call_with_the_same_apply_compiles_nothing():
     assert len(compile_cache._programs) == seen
 
 
+@pytest.mark.slow
 def test_rows_are_divided_among_devices():
     program = """
     import jax, numpy as np, flax.linen as nn
@@ -551,6 +558,7 @@ def test_rows_are_divided_among_devices():
 # --- Products of the outputs ----------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("size", [None, 2])
 def test_nngp_kernels_are_the_products_of_the_outputs_and_those_of_neural_tangents(size):
     model, params, x1, x2 = perceptron()
@@ -629,6 +637,7 @@ def test_batch_statistics_are_refused():
             empirical_kernel(model.apply, variables, X, method=method)
 
 
+@pytest.mark.long
 def test_batch_statistics_of_nnx_are_refused_and_averages_are_not():
     model = nnx.Sequential(
         nnx.Linear(X.shape[1], 3, rngs=nnx.Rngs(0)), nnx.BatchNorm(3, rngs=nnx.Rngs(1))
@@ -661,6 +670,7 @@ def test_nngp_of_the_sum_is_refused():
         empirical_nngp(linear, W, X, outputs="sum")
 
 
+@pytest.mark.long
 def test_norms_of_all_pairs_of_outputs_are_refused():
     with pytest.raises(ValueError, match=r"^outputs: expected one of 'sum', 'trace', got 'full'"):
         gradient_norms(linear, W, X, outputs="full")

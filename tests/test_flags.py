@@ -303,14 +303,23 @@ OTHERS = (
     scores,
 )
 CALLS = SEARCHES | {call.__name__: call for call in OTHERS}
+FAST = "unrolled", "one_step", "ma_soba", "saba", "bome", "f2sa", "meha"
+FAST += "linear_models", "discrete_choices", "finite_kernels"
 
 
-@pytest.mark.parametrize("name", [name.replace(" ", "_") for name in CALLS])
+def marked(name):
+    """The id of a call, which is slow unless it is one of ``FAST``."""
+    marks = () if name in FAST else pytest.mark.slow
+    return pytest.param(name.replace(" ", "_"), marks=marks)
+
+
+@pytest.mark.parametrize("name", [marked(name) for name in CALLS])
 def test_a_call_passes_under_flags_of_jax(name):
     with together():
         jax.block_until_ready((CALLS.get(name) or CALLS[name.replace("_", " ")])())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["implicit", "soba", "finite_kernels"])
 def test_no_tracer_leaks(name):
     # For each trace that is a part of a cycle, JAX collects all garbage: of a search, 60 times.
@@ -330,6 +339,7 @@ def test_a_search_runs_without_jit():
     assert np.isfinite(result.alpha).all()
 
 
+@pytest.mark.slow
 def test_a_nan_of_ones_own_is_seen():
     """The flag stays on inside our loops."""
     problem = logistic()
@@ -350,6 +360,7 @@ def test_a_promotion_of_ones_own_is_seen():
         search(problem, bilevel.implicit(bilevel.lbfgs()))
 
 
+@pytest.mark.slow
 def test_without_an_estimate_the_largest_number_stands_for_infinity():
     problem = bilevel.Problem(
         lambda w, alpha, batch: (jnp.sum(w) - alpha[0]) ** 2, lambda w, alpha, batch: w[0] ** 2

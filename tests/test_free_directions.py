@@ -11,6 +11,7 @@ from helpers import flatten
 import bilevel
 
 DTYPES = [np.float32] + [np.float64] * jax.config.jax_enable_x64
+LONG = pytest.mark.long
 
 
 # ---------------------------------------------------------------- distances: shifts and rotations
@@ -148,7 +149,10 @@ def truth(name, seed):
     return -cross.T @ (vectors @ ((vectors.T @ force) / values))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(dtype, marks=LONG if dtype is np.float32 else ()) for dtype in DTYPES]
+)
 @pytest.mark.parametrize("solver", SOLVERS)
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_free_directions_that_do_not_matter_leave_an_estimate(name, solver, dtype):
@@ -170,6 +174,7 @@ def test_free_directions_that_do_not_matter_leave_an_estimate(name, solver, dtyp
     assert known >= (2 if name == "logits" else 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("solver", ["exact", "unrolled"])
 @pytest.mark.parametrize("name", REFUSED)

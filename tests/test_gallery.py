@@ -27,17 +27,20 @@ def example(monkeypatch):
     return run
 
 
+@pytest.mark.long
 def test_inducing_points_learn(example):
     sizes = {"steps": 40, "count": 300, "batch": 100, "whole": 100}
     (row,) = example("inducing_points", data="digits", **sizes)
     assert row["learned"] < 0.8 * row["random"]
 
 
+@pytest.mark.long
 def test_a_learned_start_learns_faster_than_a_random_one(example):
     rows = example("meta_learning", steps=150, names=["MAML"])
     assert rows[1]["5 steps"] < 0.9 * rows[0]["5 steps"]
 
 
+@pytest.mark.long
 def test_a_start_is_learned_on_some_classes_for_others(example):
     """On digits, whose other classes are as easy; each way's loss falls on its own tasks."""
     rows = example("few_shot", data="digits", each_class=60, steps=60, judged=50)
@@ -46,11 +49,13 @@ def test_a_start_is_learned_on_some_classes_for_others(example):
         assert course[-10:].mean() < 0.8 * course[:5].mean()
 
 
+@pytest.mark.long
 def test_a_learned_schedule_is_better_than_its_start(example):
     rows = example("schedules", steps=60, outer=6, rate=0.2)
     assert rows[1]["validation loss"] < 0.9 * rows[0]["validation loss"]
 
 
+@pytest.mark.long
 def test_total_variation_denoises_and_weights_of_filters_learn_to(example):
     sizes = {"data": "digits", "train": 3, "test": 3}
     first, later = (example("denoising", steps=steps, **sizes) for steps in (1, 4))
@@ -60,6 +65,7 @@ def test_total_variation_denoises_and_weights_of_filters_learn_to(example):
     )
 
 
+@pytest.mark.long
 def test_penalties_of_words_lower_the_validation_loss(example, monkeypatch):
     """On counts that stand for reviews: the real ones are read in the full run."""
     import word_penalties
@@ -75,6 +81,7 @@ def test_penalties_of_words_lower_the_validation_loss(example, monkeypatch):
     assert rows[-1]["validation loss"] < 0.98 * rows[0]["validation loss"]
 
 
+@pytest.mark.long
 def test_weights_of_labels_tell_wrong_ones(example):
     """A network with batch normalisation and dropout, minibatches on both levels."""
     sizes = {"train": 600, "clean": 200, "test": 500, "baselines": False}
@@ -82,6 +89,7 @@ def test_weights_of_labels_tell_wrong_ones(example):
     assert row["labels told apart"] > 0.6  # 0.5 is chance
 
 
+@pytest.mark.long
 def test_weights_of_sources_fall_where_labels_are_noise(example, monkeypatch):
     """On numbers that stand for words: the real reviews are read in the full run."""
     import text_transformer
@@ -98,6 +106,7 @@ def test_weights_of_sources_fall_where_labels_are_noise(example, monkeypatch):
     assert weights[0] > 0.2 > weights[-2:].max()
 
 
+@pytest.mark.long
 def test_a_network_is_chosen_by_the_training_rows_alone(example):
     import ntk
 

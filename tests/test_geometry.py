@@ -68,6 +68,7 @@ COMPILED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SIMPLEX)
 @given(alpha=points, gradients=slopes, lr=st.sampled_from([1e-3, 0.1, 1.0]))
 def test_any_gradient_keeps_alpha_on_the_simplex(name, alpha, gradients, lr):
@@ -84,6 +85,7 @@ def test_descent_finds_the_best_vertex_of_a_linear_loss(make, dtype):
     assert alpha[1] > 0.9
 
 
+@pytest.mark.long
 @every_geometry
 def test_the_last_axis_of_every_leaf_is_a_simplex_of_its_own(make):
     key = jax.random.key(0)
@@ -123,6 +125,7 @@ def test_exponentiate_leaves_a_zero_at_zero_and_moves_the_rest():
     np.testing.assert_allclose(moved[1] / moved[2], np.e, rtol=1e-5)
 
 
+@pytest.mark.slow
 @given(point=hnp.arrays(np.float64, 5, elements=st.floats(-3, 3)))
 def test_project_simplex_is_the_nearest_point(point):
     """Truth: the optimality conditions, p = max(x - theta, 0) with sum 1, theta by bisection."""
@@ -191,6 +194,7 @@ def test_partition_mixes_simplices_and_boxes():
     np.testing.assert_allclose(moved["skip"], [0.0, 1.0])
 
 
+@pytest.mark.long
 def test_adam_without_tangent_takes_a_common_component_for_progress():
     """Why ``tangent`` exists: every entry of the update is the same, and alpha stays put."""
     cost, alpha = jnp.array([3.0, 1.0, 2.0]), jnp.full(3, 1 / 3)
@@ -265,6 +269,7 @@ def distance(name, alpha):
     return max(negative, alpha.max() - 1 if name == "box" else np.abs(alpha.sum(-1) - 1).max())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16, float])
 def test_random_chains_stay_on_the_set_or_the_geometry_that_has_to_be_last_is_named(dtype):
     """Chains in random order; and none that is right is refused."""
@@ -299,6 +304,7 @@ def test_random_chains_stay_on_the_set_or_the_geometry_that_has_to_be_last_is_na
     assert 10 < refused < 35
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_uniform_starts_of_half_precision_are_points_of_the_simplex(dtype):
     """Rounded by their own dtype, they are accepted and stay there, with a thousand entries too."""
@@ -335,6 +341,7 @@ ALONE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", AFTER)
 def test_what_moves_alpha_after_its_geometry_is_refused_at_the_first_update(name):
     with pytest.raises(ValueError, match=rf"expected {name}\(\) as the last .* step 0\.") as caught:
@@ -356,6 +363,7 @@ def test_a_geometry_without_an_optimizer_that_descends_is_refused(name):
         linear_search(ALONE[name], progress=False)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "optimizer",
     [
@@ -375,6 +383,7 @@ def test_under_jit_both_mistakes_stop_at_the_first_step(optimizer):
     assert state.step == 0
 
 
+@pytest.mark.long
 def test_descent_refuses_both_and_under_jit_says_nan():
     for optimizers, words in ((AFTER, "as the last"), (ALONE, "goes against the gradient")):
         optimizer = optimizers["exponentiate"]
@@ -414,6 +423,7 @@ def test_partitions_and_wrappers_keep_what_is_known_of_the_set():
         assert found == {"exponentiate": False, "project": expected}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "optimizer",
     [bilevel.exponentiate(), bilevel.project(), bilevel.softmax(optax.sgd(1.0))],
@@ -426,6 +436,7 @@ def test_an_update_of_another_shape_is_refused_and_not_spread_over_alpha(optimiz
         optimizer.update(jnp.ones(2), state, alpha)
 
 
+@pytest.mark.long
 def test_nan_is_seen_where_alpha_is_zero_too():
     """What is not in the support stays 0 by any other update."""
     optimizer, alpha = bilevel.exponentiate(), jnp.array([0.0, 1.0])

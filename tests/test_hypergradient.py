@@ -157,6 +157,7 @@ def test_implicit_hypergradient_of_ridge_is_the_papers_closed_form():
 # ----------------------------------------------------------------- transformations commute with it
 
 
+@pytest.mark.slow
 @distinct_solver
 def test_forward_mode_equals_reverse_mode(name):
     case = case_of(name)
@@ -166,6 +167,7 @@ def test_forward_mode_equals_reverse_mode(name):
     assert_close((forward.value, forward.w), (reverse.value, reverse.w), f64=1e-14, f32=1e-6)
 
 
+@pytest.mark.long
 @distinct_solver
 def test_vmap_over_alpha_equals_a_loop(name):
     case, alphas = case_of(name), other_alphas(case_of(name), 3)
@@ -178,6 +180,7 @@ def test_vmap_over_alpha_equals_a_loop(name):
         assert_close((batched.value, batched.grad), (one.value, one.grad), f64=1e-10, f32=1e-4)
 
 
+@pytest.mark.slow
 @typical_solver
 def test_directional_derivative_is_the_inner_product_with_the_hypergradient(name):
     case = case_of(name)
@@ -186,6 +189,7 @@ def test_directional_derivative_is_the_inner_product_with_the_hypergradient(name
     assert_close(jvp, optax.tree.vdot(compiled(name)(*case.args).grad, direction), f32=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*TYPICAL, "implicit solved cg", "implicit newton gram"])
 def test_hyperparameters_closed_over_have_the_same_hypergradient(name):
     case = case_of(name)
@@ -218,6 +222,7 @@ def test_hyperparameters_closed_over_have_the_same_hypergradient(name):
     assert_close(grad, compiled(name)(*case.args).grad, f64=1e-8, f32=1e-4)
 
 
+@pytest.mark.slow
 def test_a_damping_that_is_differentiated_passes_as_a_constant():
     case = logistic()
 
@@ -232,6 +237,7 @@ def test_a_damping_that_is_differentiated_passes_as_a_constant():
     assert_close(grad, expected, f64=1e-12, f32=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not jax.config.jax_enable_x64, reason="everything is float32 already")
 @pytest.mark.parametrize("name", [*TYPICAL, "adam", "implicit newton gram", "implicit lbfgs cg"])
 def test_float32_gives_the_same_hypergradient_in_float32(name):
@@ -251,6 +257,7 @@ def test_other_values_do_not_compile_again(name):
     assert before.value != after.value
 
 
+@pytest.mark.slow
 @typical_solver
 def test_any_pytree_of_weights_and_hyperparameters_will_do(name):
     case = case_of(name)
@@ -293,6 +300,7 @@ def forward_over_forward(value):
     return jax.jacfwd(jax.jacfwd(value))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("forward", [bilevel.newton(), bilevel.lbfgs()], ids=["newton", "lbfgs"])
 @pytest.mark.parametrize("outer", [jax.grad, jax.jacfwd], ids=["reverse", "forward"])
 def test_second_derivatives_inside_loops_are_those_outside(forward, outer):
@@ -315,6 +323,7 @@ def test_second_derivatives_inside_loops_are_those_outside(forward, outer):
     assert_close(found, 2 * slope**2 - 12 * w**2 * slope**3, f64=1e-9, f32=1e-4)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "hessian"),
     [
@@ -414,6 +423,7 @@ def test_warm_started_adjoint_needs_fewer_iterations_a_small_step_away():
     assert 0 < iterations(ravel_pytree(state.adjoint)[0]) < iterations(jnp.zeros(9))
 
 
+@pytest.mark.slow
 def test_adjoint_solve_is_the_one_that_starts_warm():
     case = logistic()
 

@@ -81,6 +81,7 @@ def test_fewer_epochs_than_a_checkpoint_holds_are_refused(tmp_path):
         run_epochs(program, jax.random.key(0), data, epochs=1, **options)
 
 
+@pytest.mark.slow
 def test_sigterm_saves_a_training_after_the_current_epoch(tmp_path):
     network = darts_network(DARTS_V2, cells=1, channels=2, auxiliary=False)
     program = from_scratch(network, optax.sgd(0.1), batch_size=2)

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from importlib import metadata
 
+import pytest
+
 import bilevel
 import ntk
 
@@ -54,6 +56,7 @@ def test_a_name_that_does_not_exist_raises_attribute_error():
         assert not hasattr(package, "__nothing__") and not hasattr(package, "nothing")
 
 
+@pytest.mark.slow
 def test_the_core_imports_no_more_than_jax_and_optax_do():
     more = loaded(f"import bilevel; bilevel.{CORE}") - loaded("import jax, optax")
     assert more.isdisjoint({"scipy.special", "scipy.linalg", "flax", "pooch", "sklearn", "rich"})

@@ -30,6 +30,7 @@ def rows(n, d, seed=0):
 # --------------------------------------------------------------------------- reference values
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("activations", "skips", "nngp", "kernel"),
     [
@@ -46,12 +47,14 @@ def test_diagonals_are_the_values_of_an_independent_computation(activations, ski
         assert_close(found.nngp[0, 0], nngp, f64=1e-12, f32=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("depth", [2, 4, 10])
 def test_relu_networks_on_unit_inputs_have_their_depth_on_the_diagonal(depth):
     kernel = ntk.network_kernel(unit_rows(3, 4), activations=[ntk.relu] * (depth - 1)).ntk
     assert_close(jnp.diag(kernel), np.full(3, depth), f64=1e-14, f32=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("depth, value", [(4, 15.98), (10, 9049.6)])
 def test_all_skips_make_the_diagonal_grow_as_printed_in_the_errata(depth, value):
     found = ntk.network_kernel(
@@ -60,6 +63,7 @@ def test_all_skips_make_the_diagonal_grow_as_printed_in_the_errata(depth, value)
     assert float(found.ntk[0, 0]) == pytest.approx(value, rel=5e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("names", "variances"),
     [
@@ -123,6 +127,7 @@ def finite_kernel(key, x, width, activations, skips, variances):
     return flat @ flat.T
 
 
+@pytest.mark.long
 def test_wide_networks_converge_to_the_kernel_like_one_over_root_width():
     x = jnp.asarray(rows(3, 4, seed=1))
     skips, variances = [0.7, -0.5], [1.0, 2.0, 1.5, 2.0]
@@ -160,6 +165,7 @@ def test_wide_networks_converge_to_the_kernel_like_one_over_root_width():
 # --------------------------------------------------------------------------- derivatives
 
 
+@pytest.mark.long
 def test_derivatives_in_skips_weights_variances_and_inputs_are_finite_differences():
     x = rows(3, 2, seed=2) * np.array([[1.0], [0.4], [1.6]])
 
@@ -181,6 +187,7 @@ def test_derivatives_in_skips_weights_variances_and_inputs_are_finite_difference
     assert_close(jax.jit(jax.grad(total))(at), numeric, f64=1e-8, f32=2e-2)
 
 
+@pytest.mark.long
 def test_relu_networks_have_derivatives_at_duplicate_opposite_and_zero_inputs():
     x = jnp.array([[1.0, 0.5], [1.0, 0.5], [-1.0, -0.5], [0.0, 0.0]])
 
@@ -193,6 +200,7 @@ def test_relu_networks_have_derivatives_at_duplicate_opposite_and_zero_inputs():
     assert_close(gradient, finite_differences(jax.jit(total), at), f64=1e-8, f32=2e-2)
 
 
+@pytest.mark.slow
 @float64_only
 def test_second_derivatives_are_those_of_a_quadratic_form_where_a_weight_is_0():
     """The kernel of one layer is a quadratic form in the weights of a mixture.
@@ -217,6 +225,7 @@ def test_second_derivatives_are_those_of_a_quadratic_form_where_a_weight_is_0():
             assert_close(second(w, v), expected, f64=1e-10)
 
 
+@pytest.mark.long
 @float64_only
 def test_second_derivatives_at_equal_rows_are_finite():
     rows = np.random.default_rng(0).normal(size=(3, 3))
@@ -231,6 +240,7 @@ def test_second_derivatives_at_equal_rows_are_finite():
     assert_close(second, (first(0.9 + 1e-4) - first(0.9 - 1e-4)) / 2e-4, f64=1e-6)
 
 
+@pytest.mark.long
 def test_second_derivatives_in_skips_are_finite_differences_of_the_first():
     x = jnp.asarray(rows(3, 3))
 
@@ -248,6 +258,7 @@ def test_second_derivatives_in_skips_are_finite_differences_of_the_first():
     assert_close(gradient_and_its_slope(at)[1], numeric, f64=1e-8, f32=2e-2)
 
 
+@pytest.mark.long
 def test_the_whole_spectrum_of_transformations_works():
     x = jnp.asarray(rows(3, 3))
     skips = jnp.array([[0.0], [0.5], [1.0]])
@@ -262,6 +273,7 @@ def test_the_whole_spectrum_of_transformations_works():
 # --------------------------------------------------------------------------- edges
 
 
+@pytest.mark.long
 @float64_only
 @pytest.mark.parametrize(
     ("angle", "skips", "diagonal", "gap"),
@@ -283,6 +295,7 @@ def test_near_duplicates_keep_their_distance_in_relu_networks(angle, skips, diag
     assert kernel[0, 0] - kernel[0, 1] == pytest.approx(gap, rel=1e-11 + 4e-15 / gap)
 
 
+@pytest.mark.long
 def test_opposite_inputs_of_odd_networks_have_opposite_kernels():
     x = rows(2, 3)
     kernels = ntk.network_kernel(np.concatenate([x, -x]), activations=[ntk.tanh, ntk.erf])
@@ -297,6 +310,7 @@ def test_opposite_inputs_of_one_relu_layer_have_nothing_in_common():
     assert abs(float(kernels.ntk[0, 1])) < tolerance(1e-12, 1e-5)
 
 
+@pytest.mark.slow
 def test_zero_inputs_have_zero_kernels_and_disturb_nothing():
     x = rows(3, 4)
     others = np.ix_([0, 2], [0, 2])
@@ -308,6 +322,7 @@ def test_zero_inputs_have_zero_kernels_and_disturb_nothing():
     assert_close(kernels.ntk[others], without.ntk[others], f64=1e-13)
 
 
+@pytest.mark.long
 def test_zero_inputs_of_functions_that_do_not_vanish_there_have_their_kernel():
     # Features at 0 are cos(0) = 1, slopes 0: NNGP c_2, NTK c_2.
     found = ntk.network_kernel(np.zeros((1, 2)), activations=[jnp.cos])
@@ -320,6 +335,7 @@ def test_one_input_is_enough():
     assert bool(jnp.isfinite(found.ntk).all())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("activation", [ntk.relu, ntk.swish])
 def test_more_inputs_than_dimensions_keep_the_kernel_positive_definite(activation):
     # XX' has rank 3; the paper's lower bound, 2 mu_1^2 N / d, would be above the trace's mean.
@@ -330,6 +346,7 @@ def test_more_inputs_than_dimensions_keep_the_kernel_positive_definite(activatio
         assert smallest > 0
 
 
+@pytest.mark.long
 def test_kernels_between_two_sets_are_blocks_of_the_joint_kernel():
     x = rows(9, 4)
     arguments = dict(activations=[ntk.relu, ntk.tanh], skips=[-1.0])
@@ -349,6 +366,7 @@ def test_duplicates_in_two_sets_have_the_diagonals_value():
     assert_close(jnp.diag(cross), jnp.diag(own), f64=3e-8, f32=1e-3)
 
 
+@pytest.mark.long
 def test_tiles_are_seams_that_do_not_show(monkeypatch):
     x = rows(23, 4)
     arguments = dict(activations=[ntk.relu, ntk.tanh], skips=[0.5])
@@ -373,6 +391,7 @@ def test_tiles_are_seams_that_do_not_show(monkeypatch):
     assert_close(gradient, finite_differences(jax.jit(total), at), f64=1e-8, f32=2e-2)
 
 
+@pytest.mark.long
 def test_equal_norms_are_only_a_shortcut():
     x = unit_rows(6, 4)
     nearly = x.copy()
@@ -382,6 +401,7 @@ def test_equal_norms_are_only_a_shortcut():
     assert_close(*found, f64=1e-8, f32=1e-5)
 
 
+@pytest.mark.long
 def test_large_variances_ask_for_more_coefficients_and_get_them():
     x = rows(3, 4) * 10  # variances up to 150, correlations to .9
     found = np.asarray(ntk.network_kernel(x, activations=[ntk.tanh]).nngp)
@@ -392,6 +412,7 @@ def test_large_variances_ask_for_more_coefficients_and_get_them():
     assert_close(found, 2 * pairs, f64=1e-11, f32=1e-4)
 
 
+@pytest.mark.long
 def test_one_program_serves_every_skip_weight_and_input_of_a_depth():
     before = network_kernel._kernels_from_features._cache_size()
     for seed, skip, weight in ((0, 0.5, 0.2), (1, 0.3, 0.6), (2, 0.0, 0.5)):
@@ -403,6 +424,7 @@ def test_one_program_serves_every_skip_weight_and_input_of_a_depth():
     assert network_kernel._kernels_from_features._cache_size() == before + 1
 
 
+@pytest.mark.long
 def test_memory_is_the_three_results_and_a_few_tiles():
     n = 2048
     layers, *network = layer_expansions.parse_architecture([ntk.relu] * 9, None, None, jnp.float32)
@@ -423,6 +445,7 @@ def test_memory_is_the_three_results_and_a_few_tiles():
 # --------------------------------------------------------------------------- mixtures
 
 
+@pytest.mark.long
 def test_mixture_kernel_is_the_value_of_an_independent_computation():
     blocks = ntk.mixture_blocks(unit_rows(3, 4, seed=3), [ntk.relu, ntk.tanh, ntk.swish])
     kernel = ntk.mixture_kernel(jnp.array([0.5, 0.3, 0.2]), blocks)
@@ -436,6 +459,7 @@ def test_mixture_kernel_is_the_value_of_an_independent_computation():
     assert_close(kernel, expected, f64=3e-12, f32=1e-5)
 
 
+@pytest.mark.long
 def test_blocks_at_correlation_one_half_are_known():
     # Twelve digits from an independent computation.
     x = np.array([[1.0, 0.0], [0.5, np.sqrt(0.75)]])
@@ -453,6 +477,7 @@ def test_blocks_at_correlation_one_half_are_known():
         assert_close(blocks[a, b, 0, 1], value / 2, f64=5e-12, f32=1e-5)
 
 
+@pytest.mark.long
 def test_a_mixtures_kernel_is_that_of_wide_networks_of_the_mixed_activation():
     x, alpha = jnp.asarray(rows(4, 5)), jnp.array([0.5, 0.2, 0.3])
     activations = [ntk.relu, ntk.sigmoid, ntk.gelu]
@@ -464,6 +489,7 @@ def test_a_mixtures_kernel_is_that_of_wide_networks_of_the_mixed_activation():
     assert_close(brute, kernel, f64=6e-3, f32=6e-3)
 
 
+@pytest.mark.long
 def test_blocks_between_sets_and_transposes_are_consistent():
     x = rows(7, 3)
     activations = [ntk.relu, ntk.tanh, ntk.erf]
@@ -473,6 +499,7 @@ def test_blocks_between_sets_and_transposes_are_consistent():
     assert_close(blocks, blocks.transpose(1, 0, 3, 2), f64=1e-15, f32=1e-6)
 
 
+@pytest.mark.long
 def test_mixture_kernels_are_quadratic_and_differentiable_in_alpha():
     blocks = ntk.mixture_blocks(rows(4, 3), [ntk.relu, ntk.swish])
     alpha = jnp.array([0.3, 0.7])
@@ -484,6 +511,7 @@ def test_mixture_kernels_are_quadratic_and_differentiable_in_alpha():
     assert_close(jacobian, finite_differences(f, alpha), f64=1e-10, f32=1e-2)
 
 
+@pytest.mark.long
 def test_mixture_blocks_are_differentiable_in_the_inputs():
     x = rows(2, 3)
 
@@ -499,6 +527,7 @@ def test_mixture_blocks_are_differentiable_in_the_inputs():
 # --------------------------------------------------------------------------- Lemma 1 as printed
 
 
+@pytest.mark.long
 def test_lemma_1_is_right_without_skips():
     x = unit_rows(5, 3)
     activations = [ntk.relu, ntk.tanh, ntk.swish]
@@ -508,6 +537,7 @@ def test_lemma_1_is_right_without_skips():
     assert_close(printed.nngp, exact.nngp, f64=1e-9, f32=1e-4)
 
 
+@pytest.mark.long
 def test_lemma_1_as_printed_misses_the_skips_of_relu_networks():
     # 3 layers, alpha = (1, 1): 9 as printed; with its G's replaced by A's 12; in truth 15.977.
     printed = ntk.lemma1_kernel_as_printed(
@@ -565,6 +595,7 @@ def test_bad_arguments_are_named_in_one_sentence(call, sentence):
 COMPLEX = X + 1j
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "call",
     [
@@ -588,6 +619,7 @@ def test_complex_numbers_are_refused_and_not_cut_to_their_real_part(call):
         call()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("traced", [False, True])
 @pytest.mark.parametrize("variance", [9.0, 100.0, 900.0])
 def test_blocks_at_large_variances_are_the_duals_or_nan_never_wrong(variance, traced):
@@ -602,6 +634,7 @@ def test_blocks_at_large_variances_are_the_duals_or_nan_never_wrong(variance, tr
     assert_close(found, c * ntk.dual(slope, slope, variance, variance, c), f64=1e-10, f32=1e-4)
 
 
+@pytest.mark.long
 def test_float32_inputs_have_float32_kernels_whatever_the_default():
     x = jnp.asarray(rows(3, 2), jnp.float32)
     kernels = ntk.network_kernel(x, activations=[ntk.tanh, ntk.relu], skips=[0.5])
@@ -609,6 +642,7 @@ def test_float32_inputs_have_float32_kernels_whatever_the_default():
     assert kernels.ntk.dtype == blocks.dtype == jnp.float32
 
 
+@pytest.mark.long
 def test_ten_mixed_layers_are_not_refused_in_float32():
     x = jnp.asarray(rows(4, 3), jnp.float32)
     kernel = functools.partial(
@@ -622,12 +656,14 @@ def test_ten_mixed_layers_are_not_refused_in_float32():
             assert np.all(np.abs(np.asarray(a, float) - b) <= rough.error + fine.error)
 
 
+@pytest.mark.long
 def test_arguments_closed_over_by_a_jitted_function_are_values():
     x = rows(3, 2)
     jitted = jax.jit(lambda: ntk.network_kernel(x, activations=[ntk.tanh]).ntk)()
     assert_close(jitted, ntk.network_kernel(x, activations=[ntk.tanh]).ntk, f64=1e-13, f32=1e-5)
 
 
+@pytest.mark.long
 def test_unresolved_entries_are_an_error_or_nan_when_traced(monkeypatch):
     # Coefficients are added until these are too few; here the last of them at once.
     monkeypatch.setattr(network_kernel, "RESOLUTIONS", layer_expansions.RESOLUTIONS[-1:])
@@ -638,6 +674,7 @@ def test_unresolved_entries_are_an_error_or_nan_when_traced(monkeypatch):
     assert bool(jnp.isnan(traced[0, 1]))
 
 
+@pytest.mark.long
 def test_lemma_1_refuses_what_it_cannot_resolve_and_claims_no_error():
     sine = ntk.activation(lambda z: jnp.sin(30 * z))
     x = 2 * jnp.array([[1.0, 0.0], [1.0, 1e-3]])
@@ -647,6 +684,7 @@ def test_lemma_1_refuses_what_it_cannot_resolve_and_claims_no_error():
     assert bool(jnp.isnan(traced.ntk).any() and jnp.isinf(traced.error).all())
 
 
+@pytest.mark.long
 def test_a_traced_nan_is_not_passed_over():
     x = jnp.asarray(rows(3, 2)).at[1, 0].set(jnp.nan)
     kernel = jax.jit(lambda x: ntk.network_kernel(x, activations=[ntk.relu]).ntk)(x)
@@ -657,6 +695,7 @@ def test_a_traced_nan_is_not_passed_over():
         np.testing.assert_array_equal(np.isnan(found), expected)
 
 
+@pytest.mark.long
 def test_more_rows_or_another_activation_compile_nothing():
     x = np.random.default_rng(0).standard_normal((301, 6))
     x /= np.linalg.norm(x, axis=1)[:, None]
@@ -671,6 +710,7 @@ def test_more_rows_or_another_activation_compile_nothing():
     np.testing.assert_allclose(other.ntk[:1, 1:], row.ntk[:, 1:], atol=1e-12)
 
 
+@pytest.mark.long
 def test_a_step_is_a_step_in_every_network():
     """The slope of a ReLU, as an activation: it was taken for the ReLU itself."""
     x, step = jnp.array([[1.0, 0], [0.6, 0.8], [0, 1]]), ntk.relu.derivative

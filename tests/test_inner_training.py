@@ -88,6 +88,7 @@ def test_hyperparameters_of_the_optimizer_have_the_derivatives_of_code_written_o
     assert not found.info.converged and "only the solver does" in bilevel.explain(found.info)
 
 
+@pytest.mark.long
 def test_a_search_learns_the_rate_and_resumes_to_the_same(tmp_path):
     solver = bilevel.restarted(bilevel.unrolled(lambda alpha: optax.adam(alpha), 10))
     args = PLAIN, solver, optax.sgd(0.02), jnp.array(0.01), W0, TRAIN, VALID
@@ -99,6 +100,7 @@ def test_a_search_learns_the_rate_and_resumes_to_the_same(tmp_path):
     np.testing.assert_array_equal(rest.alpha, whole.alpha)
 
 
+@pytest.mark.long
 def test_where_training_starts_is_a_hyperparameter():
     """MAML: Finn et al. 2017, Eq. (1), by hand for a quadratic loss."""
     solver = bilevel.restarted(bilevel.unrolled(0.1, 3), start=lambda alpha, w: alpha)
@@ -160,6 +162,7 @@ def by_hand(alpha, steps, key=KEY):
     return loss(w, None, VALID)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["reverse", "forward"])
 @pytest.mark.parametrize("steps", [5, 150])
 def test_every_step_has_a_batch_and_a_key_of_its_own(mode, steps):
@@ -194,6 +197,7 @@ def test_batches_are_different_at_every_step_of_both_levels():
     assert np.count_nonzero(counts) > 28
 
 
+@pytest.mark.long
 def test_a_search_with_batches_inside_resumes_bit_for_bit_and_maps(tmp_path):
     solver = bilevel.unrolled(optax.adam(0.05), 4, batches=noisy)
     search = functools.partial(
@@ -244,6 +248,7 @@ ABOVE = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ABOVE)
 def test_optimizers_of_alpha_that_ask_for_the_loss_are_told(name):
     """Truth: the same optimizer on the closed form of the outer loss."""
@@ -264,6 +269,7 @@ def test_optimizers_of_alpha_that_ask_for_the_loss_are_told(name):
     assert np.abs(alpha - START).max() > tolerance(1e-3, 1e-3)
 
 
+@pytest.mark.long
 def test_a_line_search_under_softmax_moves_logits():
     """L-BFGS reaches the minimum; told the loss at logits for that at alpha, it would not."""
     target = jnp.array([0.6, 0.3, 0.1])
@@ -280,6 +286,7 @@ def test_a_line_search_under_softmax_moves_logits():
     assert_close(found.alpha, target, f64=1e-5, f32=1e-3)
 
 
+@pytest.mark.long
 def test_accumulated_steps_below_are_steps_of_the_mean_gradient():
     """MultiSteps over two equal gradients is one step: its derivative too."""
     many = bilevel.unrolled(optax.MultiSteps(optax.sgd(0.2), 2), 4)
@@ -318,6 +325,7 @@ SOLVERS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", ["reverse", "forward"])
 @pytest.mark.parametrize("name", SOLVERS)
 def test_auxiliary_outputs_come_out_and_change_nothing(name, mode):
@@ -337,6 +345,7 @@ def test_auxiliary_outputs_come_out_and_change_nothing(name, mode):
     assert told.aux["lower"]["rows"] == len(Y)
 
 
+@pytest.mark.long
 def test_a_search_keeps_what_the_losses_tell(tmp_path):
     rows = bilevel.minibatches(6)
     args = TOLD, bilevel.implicit(), optax.adam(0.1), START, W0, TRAIN, VALID
@@ -352,6 +361,7 @@ def test_a_search_keeps_what_the_losses_tell(tmp_path):
     assert list(few.history) == ["value"]
 
 
+@pytest.mark.long
 def test_copies_side_by_side_tell_each_their_own():
     both = bilevel.stack_problems(TOLD)
     doubled = jax.tree.map(lambda a: jnp.stack([a, 2 * a]), (START, W0, TRAIN, VALID))
@@ -401,6 +411,7 @@ VARIABLES = {"mean": jnp.zeros(3), "count": jnp.int32(0)}
 STATEFUL = bilevel.Stateful(W0, VARIABLES)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", ["reverse", "forward"])
 def test_every_step_updates_the_variables_which_have_no_derivative(mode):
     """Truth: the loop written out, on batches of its own."""
@@ -428,6 +439,7 @@ def test_every_step_updates_the_variables_which_have_no_derivative(mode):
     assert found.w.variables["count"] == 6
 
 
+@pytest.mark.slow
 def test_solvers_that_hold_variables_fixed_update_them_at_their_solution():
     found = jax.jit(bilevel.hypergradient(NORMALISED, bilevel.implicit()))(
         START, STATEFUL, TRAIN, VALID
@@ -444,6 +456,7 @@ def test_solvers_that_hold_variables_fixed_update_them_at_their_solution():
     assert found.info.converged and found.w.variables["count"] == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["unrolled", "implicit", "restarted"])
 def test_a_search_carries_variables_and_resumes_bit_for_bit(name, tmp_path):
     solver = {
@@ -462,6 +475,7 @@ def test_a_search_carries_variables_and_resumes_bit_for_bit(name, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, rest.alpha, whole.alpha)
 
 
+@pytest.mark.long
 def test_variables_and_auxiliary_outputs_go_together_and_side_by_side():
     def lower(w, alpha, batch):
         value, variables = normalised(w, alpha, batch)
@@ -509,6 +523,7 @@ def test_a_callback_is_called_after_every_so_many_steps():
         bilevel.search(*args, steps=2, every=1)
 
 
+@pytest.mark.long
 def test_both_batches_can_be_drawn_together():
     """Rows of the same number below and above: the outer loss sees what the lower one learned."""
     rows = jnp.arange(9.0)

@@ -66,6 +66,7 @@ def python(tmp_path_factory):
     return python
 
 
+@pytest.mark.slow
 def test_plain_pip_brings_no_tensorflow_and_what_it_brings_is_small_and_quick(python, capsys):
     place, names, size, seconds, typed = json.loads(run(python, "-c", FACTS, cwd=python.parent))
     with capsys.disabled():
@@ -76,6 +77,7 @@ def test_plain_pip_brings_no_tensorflow_and_what_it_brings_is_small_and_quick(py
     assert seconds < 3  # 1.2 on an idle machine, of which 1.0 is JAX
 
 
+@pytest.mark.slow
 def test_the_wheel_says_its_licences_and_has_the_readme(python):
     program = """
 import json
@@ -90,12 +92,14 @@ print(json.dumps([found[k] for k in ("License-Expression", "Description-Content-
     assert text.strip() == (ROOT / "README.md").read_text().strip()  # without an address
 
 
+@pytest.mark.slow
 def test_the_command_runs_in_it(python, tmp_path):
     command = python.with_name("bilevel")
     run(command, "certify", "--rows", "4", "--out", tmp_path / "run", cwd=tmp_path)
     assert (tmp_path / "run/result.json").exists()
 
 
+@pytest.mark.long
 def test_a_users_script_passes_the_type_checker(python, tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
     options = ["--python-executable", python, "--strict", "--cache-dir", tmp_path / "cache"]

@@ -55,6 +55,7 @@ EXACT = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("damping", [1e-2, 0.5])
 @pytest.mark.parametrize("name", EXACT)
 @given(seed=seeds)
@@ -72,6 +73,7 @@ def test_a_long_neumann_series_solves_the_system(seed):
     assert_close(x, np.linalg.solve(matrix, b), f32=1e-4)  # truth: numpy
 
 
+@pytest.mark.long
 @given(seed=seeds, rank=st.integers(1, P - 1))
 def test_nystrom_is_exact_up_to_damping_from_the_rank_of_the_hessian_on(seed, rank):
     matrix, b = system(seed, [0] * (P - rank) + list(range(1, rank + 1)))
@@ -174,6 +176,7 @@ def test_cg_keeps_the_iterate_before_a_direction_of_negative_curvature():
     assert_close(found.residual, np.sqrt(P), f64=1e-15, f32=1e-6)
 
 
+@pytest.mark.long
 def test_cg_stops_at_negative_curvature_and_the_linear_residual_shows_it():
     # A saddle: curvature 1 along w[0], -1 along w[1].
     curvature = jnp.array([1.0, -1.0])
@@ -269,6 +272,7 @@ def decay(alpha):
     return alpha / 3
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("damping", [0.3, decay], ids=["a number", "a function of alpha"])
 @pytest.mark.parametrize("loss", LOSSES)
 @given(seed=seeds)
@@ -338,6 +342,7 @@ def test_an_argument_out_of_range_is_refused_by_name(make, message):
         make()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("scale", [1e-30, 1e-20, 1.0, 1e18])
 def test_conjugate_gradients_do_not_underflow(scale):
     """Truth: the system is linear, so the solution scales with its right-hand side."""

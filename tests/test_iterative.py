@@ -49,6 +49,7 @@ def solution(penalty, y=Y):
 # ----------------------------------------------------------------------------- partial Cholesky
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rank", [1, 40, 130, N])
 def test_a_partial_factor_is_below_the_kernel_and_exact_at_its_pivots(rank):
     found, K = factor(rank), dense()
@@ -71,6 +72,7 @@ def test_beyond_the_rank_of_a_kernel_a_factor_is_zero():
     assert (jnp.abs(found.factor).max(0) > 1e-3).sum() == 4
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("n", [50, 5000])  # more rows than are scaled at a time
 def test_the_preconditioner_is_inverted_and_sampled(n):
     factor, rest = jnp.asarray(rng.normal(size=(n, 3))), jnp.asarray(rng.uniform(1, 2, size=n))
@@ -97,6 +99,7 @@ def test_the_preconditioner_is_inverted_and_sampled(n):
 # ----------------------------------------------------------------------------- regression
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype, tol", [(np.float64, 1e-11), (np.float32, 1e-5)])
 @pytest.mark.parametrize("rank", [None, 40])
 def test_weights_are_the_solution(rank, dtype, tol):
@@ -116,6 +119,7 @@ def test_weights_are_the_solution(rank, dtype, tol):
     np.testing.assert_allclose(fit.predict(cross), laplace(NEW, X) @ truth, atol=1e3 * tol)
 
 
+@pytest.mark.long
 def test_targets_without_an_axis_of_outputs():
     fit = ntk.iterative_regression(operator(), Y[:, 0], penalty=0.1, tol=1e-10)
     np.testing.assert_allclose(fit.weights, solution(0.1)[:, 0], atol=1e-8)
@@ -148,6 +152,7 @@ def test_the_bound_is_reached():
     assert 0.5 <= off.error_bound(jnp.ones(1), smallest=1.0)[0] < 0.71
 
 
+@pytest.mark.long
 def test_a_factor_saves_steps_and_so_do_several_columns():
     run = functools.partial(ntk.iterative_regression, operator(), penalty=0.01, tol=1e-8)
     many = np.random.default_rng(1).normal(size=(N, 10))
@@ -156,6 +161,7 @@ def test_a_factor_saves_steps_and_so_do_several_columns():
     assert run(many).steps < 0.7 * run(many[:, 0]).steps
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("size, of_y", [(1e-25, 1), (1e25, 1), (1, 1e-30), (1, 1e30)])
 def test_units_do_not_matter_in_float32(size, of_y):
     x, y = jnp.asarray(X[:40], np.float32), jnp.asarray(Y[:40], np.float32)
@@ -166,6 +172,7 @@ def test_units_do_not_matter_in_float32(size, of_y):
     np.testing.assert_allclose(fit.weights * size / of_y, truth, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_columns_that_depend_on_each_other_or_are_zero():
     y = np.stack([Y[:, 0], Y[:, 1], -Y[:, 0] - Y[:, 1], 0 * Y[:, 0], 1e-9 * Y[:, 0]], 1)
     y = np.concatenate([y, Y[:, :1] + 1e-5 * Y[:, 2:]], 1)
@@ -175,6 +182,7 @@ def test_columns_that_depend_on_each_other_or_are_zero():
     np.testing.assert_allclose(fit.weights[:, 4], 1e-9 * fit.weights[:, 0], atol=1e-16)
 
 
+@pytest.mark.long
 def test_an_interrupted_fit_goes_on_to_the_same_bits():
     told = []
     run = functools.partial(
@@ -190,6 +198,7 @@ def test_an_interrupted_fit_goes_on_to_the_same_bits():
     assert told[-1].computed and not told[0].computed
 
 
+@pytest.mark.long
 def test_in_jit_and_vmap():
     def weights(K, y, penalty):
         return ntk.iterative_regression(K, y, penalty=penalty, tol=1e-10).weights
@@ -201,6 +210,7 @@ def test_in_jit_and_vmap():
     assert np.isnan(jax.jit(weights)(operator(), Y, -1.0)).all()
 
 
+@pytest.mark.long
 def test_derivatives_in_targets_penalty_and_kernel():
     x, u = jnp.asarray(X[:12]), jnp.asarray(rng.normal(size=12))
 
@@ -224,6 +234,7 @@ def test_few_steps_end_with_the_residual_that_is():
     np.testing.assert_allclose(fit.residual, np.linalg.norm(left, axis=0), rtol=1e-10)
 
 
+@pytest.mark.long
 def test_columns_are_made_orthonormal_in_the_preconditioners_product():
     # In float32, where one look at their products leaves errors of their condition squared.
     K, B = operator(dtype=np.float32), jnp.asarray(Y, np.float32)
@@ -239,6 +250,7 @@ def test_rounding_ends_what_it_stalls():
     assert fit.steps < 400 and (fit.relative > 1e-12).all() and (fit.relative < 1e-3).all()
 
 
+@pytest.mark.long
 def test_a_finite_network():
     def apply(w, x):
         return jnp.tanh(x @ w[0]) @ w[1]
@@ -260,6 +272,7 @@ def left_out(penalty):
     return inverse @ Y / np.diag(inverse)[:, None]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rank", [None, 60])
 def test_leave_one_out_residuals_are_off_by_their_standard_errors(rank):
     partial = rank and factor(rank)
@@ -273,6 +286,7 @@ def test_leave_one_out_residuals_are_off_by_their_standard_errors(rank):
     assert found.residuals.shape == found.standard_error.shape == Y.shape
 
 
+@pytest.mark.long
 def test_what_a_factor_explains_has_no_standard_error():
     few = [
         ntk.leave_one_out_estimate(
@@ -293,6 +307,7 @@ def test_what_a_factor_explains_has_no_standard_error():
 # ----------------------------------------------------------------------------- smallest eigenvalue
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [np.float64, np.float32])
 @pytest.mark.parametrize("rank, steps", [(None, 10), (None, 30), (60, 15), (60, 35)])
 def test_the_interval_has_the_smallest_eigenvalue(rank, steps, dtype):
@@ -310,6 +325,7 @@ def test_the_interval_has_the_smallest_eigenvalue(rank, steps, dtype):
             assert found.lower > truth / 2 and found.upper < 1.1 * truth
 
 
+@pytest.mark.long
 def test_a_lower_end_is_not_fooled_by_one_small_eigenvalue_apart():
     values = np.concatenate([[1e-3], np.linspace(1, 2, N - 1)])
     basis, _ = np.linalg.qr(rng.normal(size=(N, N)))
@@ -380,6 +396,7 @@ def test_what_is_no_positive_semidefinite_kernel_is_refused(K):
     assert jnp.isnan(jax.jit(lambda: ntk.partial_cholesky(K, N, key=KEY).factor)()).any()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("message", MISTAKES)
 def test_mistakes(message):
     with pytest.raises(ValueError, match=message):

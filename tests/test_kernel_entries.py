@@ -14,6 +14,7 @@ from ntk.expectations import hermite
 from ntk.infinite import layer_expansions, network_kernel
 
 float64_only = pytest.mark.skipif(not jax.config.jax_enable_x64, reason="the claim is float64's")
+LONG = pytest.mark.long
 both_types = pytest.mark.parametrize(
     "dtype", ["float32", pytest.param("float64", marks=float64_only)]
 )
@@ -83,6 +84,7 @@ def one_layer(s, kinks, sx, sy, rho, width=1.5):
     return brute(value, sx, sy, rho, kinks, width) + sx * sy * rho * dual
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", PIECEWISE)
 def test_any_kinks_are_found_and_their_kernels_are_right_to_the_stated_error(name):
     (_, kinks), s = PIECEWISE[name], COMPILED[name]
@@ -113,6 +115,7 @@ HARD = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", HARD)
 def test_fine_details_are_right_to_the_stated_error_or_refused(name):
     fn, scale = HARD[name]
@@ -152,6 +155,7 @@ def traced(x, columns):
     return ntk.network_kernel(x, columns, **NETWORK)
 
 
+@pytest.mark.long
 def test_traced_entries_are_the_eager_ones_to_their_error_or_nan():
     """Truth: the eager kernel, of more coefficients, of each pair where others are refused."""
     finite = 0
@@ -170,6 +174,7 @@ def test_traced_entries_are_the_eager_ones_to_their_error_or_nan():
     assert finite > 40
 
 
+@pytest.mark.long
 def test_unresolved_entries_are_nan_alone_and_so_are_their_derivatives():
     # Columns: a row of norm 30, refused by 512 coefficients, and an innocent one.
     x, columns = np.array([[30.0, 0.0], [0.5, 0.5]]), np.array([[30.0, 1e-4], [0.0, 1.0]])
@@ -188,6 +193,7 @@ def test_unresolved_entries_are_nan_alone_and_so_are_their_derivatives():
     assert abs(float(found.ntk[1, 1]) - float(alone[0, 0])) < tolerance(1e-9, 1e-3)
 
 
+@pytest.mark.long
 def test_one_program_serves_any_activations():
     """Counted: programs compiled for the pairs, and all others, over random choices."""
     x = np.random.default_rng(0).normal(size=(5, 3))
@@ -220,6 +226,7 @@ def test_what_has_no_kernel_here_is_refused_in_one_sentence(fn, options, sentenc
         ntk.activation(fn, **options)
 
 
+@pytest.mark.slow
 def test_three_kinks_close_together_are_found_and_leaky_relus_recognised_by_all_their_values():
     found = ntk.activation(lambda z: jnp.abs(jnp.abs(z - 0.301) - 0.001))
     assert [t for t, _ in found.kinks] == [0.3, 0.301, 0.302]
@@ -234,9 +241,16 @@ PEAK = ntk.activation(lambda z: jnp.exp(-(z**2) / 2))
 ROW = np.array([[1.0, 2.0]]) / np.sqrt(5)
 
 
+@pytest.mark.slow
 @both_types
 @pytest.mark.parametrize(
-    ("activation", "norm"), [(STEP, 1.0), (PEAK, 1e12), (ntk.tanh, 1e12)], ids=str
+    ("activation", "norm"),
+    [
+        pytest.param(STEP, 1.0, marks=LONG),
+        pytest.param(PEAK, 1e12, marks=LONG),
+        (ntk.tanh, 1e12),
+    ],
+    ids=str,
 )
 def test_what_lies_between_all_nodes_is_refused_and_nan_when_traced(activation, norm, dtype):
     # Truth: E s'^2 is about 4/3 of the steepness times the density there: 3e5, 8e11, 5e11. From
@@ -260,6 +274,7 @@ def test_large_norms_whose_steps_the_nodes_show_keep_their_kernels(dtype):
     assert abs(float(found.ntk[0, 0]) / expected - 1) < 1e-5
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("steep_first", [True, False])
 def test_a_step_between_the_nodes_is_refused_beside_kinks_too(steep_first):
     # Truth: 3e5 as above. Beside a kinked layer it was 1, with a bound of 5e-13.
@@ -269,11 +284,15 @@ def test_a_step_between_the_nodes_is_refused_beside_kinks_too(steep_first):
     assert np.isnan(traced.ntk).all() and not np.isfinite(traced.error).any()
 
 
-LONG = [pytest.param(name, marks=pytest.mark.long) for name in ("celu", "hard_swish")]
+NAMES = [
+    pytest.param(name, marks=LONG) if name != "elu" else name
+    for name in ("elu", "soft_sign", "celu", "hard_swish")
+]
 
 
+@pytest.mark.slow
 @both_types
-@pytest.mark.parametrize("name", ["elu", "soft_sign", *LONG])
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("scale", [5.0, 50.0])
 def test_kinks_at_large_norms_are_left_to_the_series_where_their_pieces_cancel(name, scale, dtype):
     # Norms of unscaled images: from 5 on (8 in float64), all of ELU's family were refused.
@@ -289,6 +308,7 @@ def test_kinks_at_large_norms_are_left_to_the_series_where_their_pieces_cancel(n
         assert float(found.error[i, j]) < 0.02 * float(found.ntk[0, 0])
 
 
+@pytest.mark.long
 def test_pieces_that_cancel_each_other_count_in_the_error():
     # ReLU6's two kinks at a norm of 100: each piece is 17 times the function.
     s, scale = ntk.activation(jax.nn.relu6), jnp.full(1, 100, jnp.float32)
@@ -305,8 +325,9 @@ def test_pieces_that_cancel_each_other_count_in_the_error():
         assert abs(float(value[0, i]) - truth) <= float(error[0, i])
 
 
+@pytest.mark.slow
 @both_types
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=LONG) for seed in (1, 2, 3))])
 def test_steep_functions_of_nearly_equal_rows_are_within_their_error(seed, dtype):
     # A rounding of rho times the squared slope: errors were 3.7 times their bound.
     draw = np.random.default_rng(9 + seed)

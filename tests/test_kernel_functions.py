@@ -35,6 +35,7 @@ FUNCTIONS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_function_stands_for_its_matrix(name):
     kernel, matrix = FUNCTIONS[name]
@@ -59,6 +60,7 @@ def test_a_function_stands_for_its_matrix(name):
     assert whole.converged and whole.lower <= min(value, ntk.min_eigenvalue(gaussian, x=ROWS))
 
 
+@pytest.mark.long
 def test_scores_of_a_kernel_are_those_of_the_network_that_has_it():
     """Truth: the scores that take the network."""
     w, labels = jax.random.normal(jax.random.key(1), (5, 3)), jnp.arange(12) % 3
@@ -69,6 +71,7 @@ def test_scores_of_a_kernel_are_those_of_the_network_that_has_it():
         np.testing.assert_allclose(value, truth[name], rtol=1e-6)
 
 
+@pytest.mark.long
 def test_the_matrix_of_two_sets_and_either_field_of_a_record():
     other = ROWS[:3] + 1
     assert ntk.kernel_matrix(ours, ROWS, other).shape == (12, 3)
@@ -82,6 +85,7 @@ def test_the_matrix_of_two_sets_and_either_field_of_a_record():
         assert not np.allclose(ours_, stax)
 
 
+@pytest.mark.long
 def test_a_mixture_is_a_function_and_differentiable_in_its_weights():
     kernels, alpha = [ours, gaussian], jnp.array([0.3, 0.7])
     mixture = ntk.kernel_mixture(kernels, alpha)
@@ -98,6 +102,7 @@ def test_a_mixture_is_a_function_and_differentiable_in_its_weights():
         np.testing.assert_allclose(slope[i], difference, rtol=1e-6)
 
 
+@pytest.mark.long
 def test_over_the_simplex_a_list_of_kernels_has_its_least_eigenvalue_at_a_corner():
     """It is concave in the weights. Truth: a grid."""
     kernels = [ours, gaussian, lambda a, b: (1 + a @ b.T) ** 4]
@@ -113,6 +118,7 @@ def duplicates():
     return np.concatenate([x, x + 1e-7 * np.random.default_rng(1).standard_normal((8, 5))])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rows", ["random", "near-duplicates"])
 def test_measured_errors_cover_those_of_formulas_with_arccos(rows):
     """Truth: our kernels, whose own bound is far smaller. Near equal inputs stax loses half."""
@@ -179,6 +185,7 @@ MISTAKES = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sentence", MISTAKES)
 def test_mistakes_are_one_sentence(sentence):
     with pytest.raises(ValueError, match=sentence):

@@ -57,6 +57,7 @@ def by_hand():
     }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", NAMES)
 def test_a_score_is_the_one_of_the_explicit_jacobian(name):
     score = functools.partial(getattr(scores, name), None, apply)
@@ -71,6 +72,7 @@ def test_all_at_once_are_those_one_by_one():
     assert_close(found["kernel"], scores.kernel(None, apply, PARAMS, (X, Y)))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dead", ["network", "equal samples"])
 def test_a_singular_kernel_has_defined_scores_and_none_that_ranks_first(dead):
     params = jax.tree.map(jnp.zeros_like, PARAMS) if dead == "network" else PARAMS

@@ -89,6 +89,7 @@ SPACES = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", SPACES)
 def test_hypergradients_are_finite_differences(name):
     space = SPACES[name]()
@@ -115,6 +116,7 @@ def test_hypergradients_are_finite_differences(name):
             np.testing.assert_allclose(slope, difference, rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.long
 def test_a_described_network_is_a_space_whose_architectures_are_networks():
     space = network_space(described())
     architecture = {"variance": 2.0, "activation": "leaky_relu(0.2)", "skip": -0.5}
@@ -138,6 +140,7 @@ def test_a_described_network_is_a_space_whose_architectures_are_networks():
         network_space(nets.dense())
 
 
+@pytest.mark.long
 def test_a_mixture_of_activations_as_a_function_is_the_space_of_blocks():
     """Truth: ``activation_space`` at infinite width, which has the blocks of the same kernels."""
     blocks = activation_space(["relu", "leaky_relu"], width=jnp.inf, outer="squared")
@@ -161,6 +164,7 @@ def test_a_mixture_of_activations_as_a_function_is_the_space_of_blocks():
     np.testing.assert_allclose(found.grad["kernel"], truth.grad["mixture"], rtol=1e-8)
 
 
+@pytest.mark.long
 def test_a_search_ends_at_a_kernel_and_its_certificates_hold_all_the_way():
     space = kernel_mixture_space(
         {"relu": functools.partial(ntk.network_kernel, activations=[ntk.relu]), "linear": linear},
@@ -208,6 +212,7 @@ def test_the_squared_loss_of_real_targets_is_their_mean_squared_error(space):
     assert_close(space.problem.outer(w, alpha, (columns, yv)), jnp.mean(errors**2))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("outer", ["hinge", "logistic", "squared"])
 def test_whole_targets_are_numbers(outer):
     space = kernel_mixture_space({"linear": linear}, outer=outer)
@@ -245,6 +250,7 @@ def test_weights_that_are_not_finite_stand_for_no_kernel():
             space.discretize(alpha)
 
 
+@pytest.mark.long
 def test_certificates_of_parameters_are_those_of_the_kernels_they_make():
     space = SPACES["a network's parameters"]()
     alpha = space.start()
@@ -266,6 +272,7 @@ def test_draws_corners_and_what_is_found_live_where_the_sets_say():
     assert space.one_hot(found)["kernel"]["mixture"].tolist() == [0, 1]
 
 
+@pytest.mark.long
 def test_the_example_of_convolutional_networks_ends_at_a_certified_kernel(monkeypatch, capsys):
     monkeypatch.syspath_prepend(pathlib.Path(__file__).parents[1] / "examples")
     example = importlib.import_module("stax_kernels")
@@ -289,6 +296,7 @@ def test_mistakes_are_one_sentence():
         kernel_mixture_space({"K": jnp.eye(2)})
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("classes", [2, 3])
 def test_linearised_deep_features_are_regression_on_the_networks_gradient(classes):
     """Truth: the Jacobian written out, its regression, and the derivative of that."""

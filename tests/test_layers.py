@@ -374,6 +374,7 @@ FUNCTIONS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("apply, params, x, names", FUNCTIONS.values(), ids=FUNCTIONS.keys())
 def test_functions_have_the_kernel_of_the_jacobian(apply, params, x, names):
     check(apply, params, x, names)
@@ -401,6 +402,7 @@ LOOKUPS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("read", LOOKUPS.values(), ids=LOOKUPS.keys())
 def test_tables_are_kept_as_rows(read, monkeypatch):
     params = {"table": normal(1, 5, 3), "w": normal(2, 3, 2)}
@@ -507,6 +509,7 @@ LINEN = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("model, x, names", LINEN.values(), ids=LINEN.keys())
 def test_linen(model, x, names):
     check(*linen(model, x), names)
@@ -526,6 +529,7 @@ class Perceptron(nnx.Module):
         return self.out(self.cell(x, initial_carry=carry)[:, -1])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("jit", [False, True])
 def test_nnx(jit):
     structure, trained, others = nnx.split(Perceptron(nnx.Rngs(0)), nnx.Param, ...)
@@ -563,6 +567,7 @@ def test_modules_of_equinox():
     check(equinox.filter_jit(apply), drawn(params), images, names)
 
 
+@pytest.mark.long
 def test_a_network_of_layers_agrees_with_neural_tangents():
     for model, x, _ in LINEN.values():
         apply, params, x = linen(model, x)
@@ -575,6 +580,7 @@ def test_a_network_of_layers_agrees_with_neural_tangents():
 # --- Several inputs and outputs -------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_samples_and_outputs_may_be_pytrees():
     params = matrices((2, 3), (3, 2))
     x = {"tokens": TOKENS, "rows": X}
@@ -627,6 +633,7 @@ def test_outputs_that_are_whole_numbers_are_refused():
 # --- What it costs --------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_one_warning_names_the_parameters_that_cost_memory():
     params = {"tied": jnp.ones((40, 50)), "free": jnp.ones((50, 40)), "few": jnp.ones(40)}
 

@@ -46,6 +46,7 @@ FORMS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(
     ("form", "method"),
@@ -107,6 +108,7 @@ def test_vmap_over_penalties_is_one_by_one():
     assert_close(together, alone, f64=1e-12, f32=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_svm_agrees_with_scikit_learn(form, shape):
@@ -159,6 +161,7 @@ def test_sparse_products_are_those_of_scipy():
     assert_close(predict(sparse(matrix.astype(bool)), v), matrix.astype(bool) @ v)
 
 
+@pytest.mark.slow
 def test_features_of_zeros_have_zero_weights():
     for features in (jnp.zeros((4, 2)), sparse(scipy.sparse.csr_array((4, 2)))):
         assert not ridge_weights(features, jnp.ones(4), 1.0).w.any()

@@ -50,6 +50,7 @@ def test_every_step_is_a_line_with_all_that_is_small(tmp_path):
     assert rows[0]["aux.outer.few"][1] is None
 
 
+@pytest.mark.slow
 def test_a_resumed_search_writes_no_step_twice(tmp_path):
     path, kept = tmp_path / "run.jsonl", {"checkpoint": tmp_path / "a"}
     search(steps=3, callback=bilevel.log(path), **kept)
@@ -113,6 +114,7 @@ def test_the_recipe_for_dashboards(capsys):
     assert ("value", float(found.history["value"][1]), 2) in calls and len(calls) == 6
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "line",
     [

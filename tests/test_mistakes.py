@@ -268,6 +268,7 @@ def test_numpys_integers_are_counts(make):
     make(np.int32(1))
 
 
+@pytest.mark.long
 def test_keys_of_the_old_style_and_leaves_that_are_none_are_welcome():
     for key in (jax.random.key(0), jax.random.PRNGKey(0)):
         search(batches=lambda key, data: data, key=key)

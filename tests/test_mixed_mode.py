@@ -111,8 +111,18 @@ def by_hand(lower, outer, optimizer):
     return value
 
 
+FAST = "plain", "scan"
+
+
 @pytest.mark.parametrize(
-    ("place", "optimizer"), [*((place, "sgd") for place in PLACES), ("plain", "adam")]
+    ("place", "optimizer"),
+    [
+        *(
+            pytest.param(place, "sgd", marks=() if place in FAST else pytest.mark.slow)
+            for place in PLACES
+        ),
+        ("plain", "adam"),
+    ],
 )
 @pytest.mark.parametrize("name", RULES)
 def test_false_derivative_rules_give_the_derivative_of_the_steps(name, place, optimizer):
@@ -226,6 +236,7 @@ def setup():
     return jax.tree.map(lambda x: x.astype(jnp.result_type(float)), (batch, w))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make", [lambda: 0.1, lambda: optax.adam(0.1, eps=0.1)], ids=["sgd", "adam"]
 )
@@ -249,6 +260,7 @@ def test_derivatives_of_all_orders_and_modes_agree(make):
     assert_close(batched, jnp.stack([slope(alpha), slope(alpha + 1)]), f64=1e-12, f32=1e-5)
 
 
+@pytest.mark.slow
 def test_the_batch_the_start_and_values_closed_over_are_differentiated():
     batch, w = setup()
     solver = bilevel.unrolled(0.1, 3)
@@ -262,6 +274,7 @@ def test_the_batch_the_start_and_values_closed_over_are_differentiated():
     assert_close(jax.grad(value)(theta), finite_differences(value, theta), f64=1e-8, f32=5e-2)
 
 
+@pytest.mark.slow
 def test_variables_of_all_types_carry_their_derivatives():
     """The gradient of a step depends on a moving average, which depends on the last weights."""
 
@@ -282,6 +295,7 @@ def test_variables_of_all_types_carry_their_derivatives():
     assert found.w.variables["count"] == STEPS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["reverse", "forward"])
 def test_fresh_batches_learned_rates_and_averages_are_differentiated(mode):
     data = jnp.asarray(np.random.default_rng(1).normal(size=(8, 3)), W.dtype)
@@ -314,6 +328,7 @@ def test_a_step_s_nan_loss_reaches_the_hypergradient():
     assert jnp.isnan(found.value) and jnp.isnan(found.grad).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flag", ["jax_debug_nans", "jax_enable_checks"])
 def test_mixed_mode_works_under_jax_s_flags(flag):
     batch, w = setup()

@@ -280,6 +280,7 @@ def scored():
     return {name: values[rows] for name, values in scores.items()}, rows
 
 
+@pytest.mark.long
 @needs_scores
 def test_published_scores_correlate_as_published(table, scored):
     """The layer count and FLOPs as the VKDNW paper (CVPR 2025) prints them, tau and rho.

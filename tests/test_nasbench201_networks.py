@@ -119,6 +119,7 @@ def array_form():
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", GENOTYPES)
 def test_both_forms_and_their_gradients_are_those_of_the_network_by_hand(name):
     w, genotype = weights(), GENOTYPES[name]
@@ -131,6 +132,7 @@ def test_both_forms_and_their_gradients_are_those_of_the_network_by_hand(name):
     assert_close(jax.jit(lambda w: NETWORKS.apply(w, genotype, X))(own), expected[0])
 
 
+@pytest.mark.long
 def test_one_trace_serves_all_genotypes():
     traces = []
 
@@ -144,6 +146,7 @@ def test_one_trace_serves_all_genotypes():
     assert len(traces) == 1
 
 
+@pytest.mark.long
 def test_genotypes_side_by_side_are_those_one_by_one():
     cells = encode(list(GENOTYPES.values()))
     together = jax.jit(jax.vmap(lambda g: NETWORKS.apply(weights(), g, X)))(cells)
@@ -151,6 +154,7 @@ def test_genotypes_side_by_side_are_those_one_by_one():
         assert_close(logits, by_hand(weights(), genotype, X))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", PRIMITIVES)
 def test_an_edges_hessian_vector_product_is_the_operations(name):
     """Forward over reverse, through the derivative rule of the switch."""
@@ -171,6 +175,7 @@ def test_an_edges_hessian_vector_product_is_the_operations(name):
     assert_close(product(functools.partial(_edge, True, which)), product(alone))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["naswot", "wrcor", "fisher"])
 def test_a_score_is_the_same_for_either_form(name):
     genotype, score = GENOTYPES["one that ends nowhere"], getattr(ntk.scores, name)
@@ -187,6 +192,7 @@ def test_a_score_is_the_same_for_either_form(name):
     assert abs(alone) > 0
 
 
+@pytest.mark.long
 def test_parameters_of_the_published_network_are_counted_exactly():
     for genotype in GENOTYPES.values():
         network = nasbench201_network(genotype)
@@ -198,6 +204,7 @@ def test_parameters_of_the_published_network_are_counted_exactly():
         assert parameter_count(genotype) == 73_306 + of_convolutions
 
 
+@pytest.mark.long
 def test_weights_selected_by_an_array_are_0_elsewhere():
     w, genotype = weights(), GENOTYPES["every operation"]
     masked = NETWORKS.select(w, encode(genotype))
@@ -207,6 +214,7 @@ def test_weights_selected_by_an_array_are_0_elsewhere():
     assert jax.tree.structure(masked) == jax.tree.structure(w)
 
 
+@pytest.mark.long
 def test_training_lowers_the_loss_and_its_batch_statistics_are_the_shared_networks():
     genotype = GENOTYPES["every operation"]
     network = nasbench201_network(genotype, classes=3, cells=1, channels=2)
@@ -229,6 +237,7 @@ def test_training_lowers_the_loss_and_its_batch_statistics_are_the_shared_networ
     assert network.predict(network.apply(state.w, state.averages, X)).shape == (4,)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("run", "message"),
     [

@@ -40,6 +40,7 @@ def expected():
     return scores()
 
 
+@pytest.mark.long
 def test_scores_are_those_of_each_network_by_itself():
     assert np.isfinite(expected()["naswot"]).any()
     for name, values in expected().items():
@@ -47,6 +48,7 @@ def test_scores_are_those_of_each_network_by_itself():
             np.testing.assert_allclose(value, alone(name, genotype), rtol=1e-5)  # float32 weights
 
 
+@pytest.mark.long
 def test_scores_of_one_gradient_are_one_program_and_each_its_own():
     found = score_networks(("snip", "grad_norm"), NETWORKS, W, CELLS, BATCH, progress=False)
     assert found.seconds["snip"] == found.seconds["grad_norm"]
@@ -62,12 +64,14 @@ def test_codes_of_no_operation_are_refused(code):
         scores(cells=np.array([[3, 3, 3, 3, 3, code]]), names=("l2_norm",))
 
 
+@pytest.mark.long
 def test_networks_side_by_side_have_the_scores_of_those_one_by_one():
     together = scores(at_once=4)  # the second chunk is filled up
     for name, values in expected().items():
         np.testing.assert_allclose(together[name], values, rtol=1e-5)
 
 
+@pytest.mark.long
 def test_a_run_that_was_interrupted_goes_on_to_the_same_scores(tmp_path, monkeypatch):
     file = tmp_path / "scores.npz"
     monkeypatch.setattr(scoring, "_SAVE_SECONDS", 0.0)
@@ -87,6 +91,7 @@ def test_a_run_that_was_interrupted_goes_on_to_the_same_scores(tmp_path, monkeyp
     np.testing.assert_equal(resumed["l2_norm"], expected()["l2_norm"])
 
 
+@pytest.mark.long
 def test_more_genotypes_and_scores_are_added_to_a_file(tmp_path, monkeypatch):
     file = tmp_path / "scores.npz"
     scores(CELLS[:4], ("l2_norm",), file=file)
@@ -95,6 +100,7 @@ def test_more_genotypes_and_scores_are_added_to_a_file(tmp_path, monkeypatch):
     np.testing.assert_equal(scores(CELLS[:4], file=file)["naswot"], expected()["naswot"][:4])
 
 
+@pytest.mark.slow
 def test_a_damaged_file_of_scores_is_refused_and_a_full_disk_costs_only_the_file(tmp_path):
     file, random = tmp_path / "scores.npz", np.random.default_rng(0)
     scores(**CHEAP, file=file)
@@ -120,6 +126,7 @@ def test_every_name_is_a_score():
     assert set(SCORES) <= found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("run", "message"),
     [
@@ -144,6 +151,7 @@ def test_mistakes_are_one_sentence(tmp_path, run, message):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.long
 def test_encoded_genotypes_are_taken_as_they_are():
     found = scores(encode(CELLS), ("l2_norm",))
     np.testing.assert_equal(found["l2_norm"], expected()["l2_norm"])

@@ -93,6 +93,7 @@ def weights_of_networks(w, template):
     return jax.tree_util.tree_map_with_path(leaf, template)
 
 
+@pytest.mark.long
 def test_at_a_corner_the_supernet_is_the_genotypes_network():
     size = {"classes": 4, "cells": 2, "channels": 2}
     space, networks = nasbench201_space(**size), all_networks(**size)
@@ -108,6 +109,7 @@ def test_at_a_corner_the_supernet_is_the_genotypes_network():
         assert_close(logits, network(named, encode(found), x), f64=1e-6)
 
 
+@pytest.mark.long
 def test_hypergradients_of_the_supernet_are_finite_differences():
     """Second order, exactly; in float64, along one random direction of alpha."""
     if jnp.zeros(()).dtype != jnp.float64:
@@ -132,6 +134,7 @@ def test_hypergradients_of_the_supernet_are_finite_differences():
     np.testing.assert_array_equal(found.grad[:, 0], 0)  # `none` sends nothing
 
 
+@pytest.mark.long
 def test_the_supernet_is_the_same_without_remat_and_close_in_bfloat16():
     x, labels = jnp.asarray(normal(4, 8, 8, 1), jnp.float32), jnp.array([0, 1, 2, 0])
     options = {"classes": 3, "cells": 2, "channels": 2}

@@ -49,6 +49,7 @@ def myrtle_like(activation):
 # ------------------------------------------------------------------------ other implementations
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("layers", "skips", "both"),
     [
@@ -121,6 +122,7 @@ def of_stax(name):
     }
 
 
+@pytest.mark.long
 @float64_only
 @pytest.mark.filterwarnings("ignore:`FanIn` layers assume")
 @pytest.mark.parametrize(
@@ -150,6 +152,7 @@ def integral(f, g, covariance):
     return float(np.einsum("ij,i,j->", np.asarray(f(u)) * np.asarray(g(v)), w, w))
 
 
+@pytest.mark.long
 @float64_only
 def test_a_pooled_network_is_what_quadrature_at_every_pair_of_positions_says():
     # By hand: windows (1, 2, 2) of a sequence of 3, zeros outside, tanh, the mean, dense.
@@ -187,6 +190,7 @@ EVERYTHING = nets.serial(
 ALPHA = {"first": jnp.array([0.4, 0.7]), "gate": jnp.array(0.6)}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("net", "alpha"),
     [
@@ -219,6 +223,7 @@ def test_the_mean_kernel_of_wide_networks_tends_to_the_infinite_one(net, alpha):
     assert 1.5 < spreads[0] / spreads[1] < 2.8
 
 
+@pytest.mark.long
 def test_outputs_of_wide_networks_have_the_covariance_nngp():
     net = nets.serial(nets.conv(2, 2.0), RELU, nets.average_pool(2), nets.conv(2, 1.0, 0.3))
     net = nets.serial(net, SMOOTH, nets.flatten(), nets.dense(1.5))
@@ -233,6 +238,7 @@ def test_outputs_of_wide_networks_have_the_covariance_nngp():
 # ---------------------------------------------------------------------------------------- alpha
 
 
+@pytest.mark.long
 @float64_only
 def test_the_gradient_in_alpha_is_that_of_finite_differences():
     images, weights = normal(2, 4, 4, 2), normal(2, 2, seed=3)
@@ -253,6 +259,7 @@ def test_the_gradient_in_alpha_is_that_of_finite_differences():
     assert_close(jax.jit(jax.grad(loss))(ALPHA), expected, f64=1e-6)
 
 
+@pytest.mark.long
 @float64_only
 def test_the_gradient_in_the_inputs_is_that_of_finite_differences():
     x, y = normal(2, 3, 2), normal(1, 3, 2, seed=1)
@@ -263,6 +270,7 @@ def test_the_gradient_in_the_inputs_is_that_of_finite_differences():
     assert_close(jax.jit(jax.grad(loss))(x), expected, f64=1e-6)
 
 
+@pytest.mark.long
 def test_jit_and_vmap_over_alpha_agree_with_one_at_a_time():
     images = normal(2, 4, 4, 2)
     one = lambda alpha: EVERYTHING.kernel(images, alpha=alpha).ntk  # noqa: E731
@@ -282,6 +290,7 @@ def test_the_search_space_of_a_network():
         _ = nets.serial(nets.act({ntk.relu: "a"}), nets.act([ntk.relu, ntk.tanh], "a")).names
 
 
+@pytest.mark.long
 def test_a_choice_of_one_is_that_one():
     images = normal(2, 4, 4, 2)
     head = nets.serial(nets.flatten(), nets.dense())
@@ -303,6 +312,7 @@ def with_duplicates(*shape):
     return np.stack(near)
 
 
+@pytest.mark.long
 @float64_only
 @pytest.mark.parametrize(
     ("activation", "pooled"),
@@ -331,9 +341,20 @@ def test_float32_is_within_its_error_of_float64(activation, pooled):
     assert float(jnp.max(fine.error)) < 1e-6 * float(jnp.max(fine.ntk))
 
 
+@pytest.mark.slow
 @float64_only
-@pytest.mark.parametrize("activation", [ntk.erf, ntk.gelu], ids=repr)
-@pytest.mark.parametrize("variance", [1e-12, 1e-4, 1e3])
+@pytest.mark.parametrize(
+    ("variance", "activation"),
+    [
+        pytest.param(1e-12, ntk.erf, marks=pytest.mark.long),
+        (1e-12, ntk.gelu),
+        (1e-4, ntk.erf),
+        pytest.param(1e-4, ntk.gelu, marks=pytest.mark.long),
+        pytest.param(1e3, ntk.erf, marks=pytest.mark.long),
+        pytest.param(1e3, ntk.gelu, marks=pytest.mark.long),
+    ],
+    ids=repr,
+)
 def test_closed_formulas_keep_their_digits_at_any_variance(activation, variance):
     net = nets.serial(nets.dense(variance), nets.act(activation), nets.dense())
     x = jnp.asarray(np.random.default_rng(0).normal(size=(4, 3)), jnp.float32)
@@ -346,6 +367,7 @@ def test_closed_formulas_keep_their_digits_at_any_variance(activation, variance)
         assert np.max(off) < 1e-6 * np.max(np.asarray(b))
 
 
+@pytest.mark.long
 @float64_only
 def test_near_duplicates_keep_their_angle_through_convolutions_with_biases():
     # T of a network of one position falls by (pi - angle) / pi at a ReLU: its slope is infinite.
@@ -357,6 +379,7 @@ def test_near_duplicates_keep_their_angle_through_convolutions_with_biases():
     assert float(same[0, 0] - apart[0, 0]) == pytest.approx(6e-9 / math.pi, rel=1e-5)
 
 
+@pytest.mark.long
 def test_equal_patches_of_one_image_have_no_error_in_float32():
     flat = jnp.full((1, 6, 6, 2), 0.3, jnp.float32)
     conv = nets.serial(nets.conv(3, 2.0, 0.3, padding="CIRCULAR"), RELU)
@@ -367,6 +390,7 @@ def test_equal_patches_of_one_image_have_no_error_in_float32():
     assert_close(net.kernel(flat).ntk, expected, f64=2e-6, f32=2e-6)
 
 
+@pytest.mark.long
 @float64_only
 def test_zeros_have_kernels_of_zeros():
     net = nets.serial(nets.conv(3), RELU, nets.conv(3), SMOOTH, nets.flatten(), nets.dense())
@@ -379,6 +403,7 @@ def test_zeros_have_kernels_of_zeros():
     )
 
 
+@pytest.mark.long
 def test_symmetric_kernels_are_exactly_symmetric_and_agree_with_two_arguments():
     images = normal(3, 4, 4, 2)
     net = myrtle_like(ntk.tanh)
@@ -389,6 +414,7 @@ def test_symmetric_kernels_are_exactly_symmetric_and_agree_with_two_arguments():
     assert np.all(np.abs(found.ntk - both.ntk) <= both.error + found.error)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("activation", [ntk.erf, ntk.gelu])
 @pytest.mark.parametrize("variance", [0.01, 4.0, 40.0])
 def test_closed_formulas_are_within_their_error_of_the_series(activation, variance):
@@ -409,6 +435,7 @@ def test_closed_formulas_are_within_their_error_of_the_series(activation, varian
 # ---------------------------------------------------------------------------- smooth activations
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "layer", [(ntk.tanh,), (ntk.swish, ntk.leaky_relu(0.2))], ids=["smooth", "mixed"]
 )
@@ -437,6 +464,7 @@ def test_a_table_has_the_expansions_at_every_norm(layer):
     assert float(far.noise[0]) == np.inf
 
 
+@pytest.mark.long
 @float64_only
 def test_norms_beyond_the_table_are_expanded_one_by_one():
     # A cube of standard deviation 30: E u^3 v^3 = 9 ab c + 6 c^3, of slopes 9 (ab + 2 c^2).
@@ -452,6 +480,7 @@ def test_norms_beyond_the_table_are_expanded_one_by_one():
 # ------------------------------------------------------------------------------- blocks and tiles
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("activation", [ntk.relu, ntk.tanh])
 def test_blocks_and_tiles_do_not_matter(activation, monkeypatch):
     x, y = normal(3, 4, 4, 2), normal(2, 4, 4, 2, seed=1)
@@ -464,6 +493,7 @@ def test_blocks_and_tiles_do_not_matter(activation, monkeypatch):
         assert_close(tuple(a), tuple(b), f64=1e-13, f32=1e-5)
 
 
+@pytest.mark.long
 def test_memory_of_the_pairs_is_that_of_the_results_and_of_a_tile():
     net = myrtle_like(ntk.relu)
     sizes = []
@@ -483,6 +513,7 @@ def test_memory_of_the_pairs_is_that_of_the_results_and_of_a_tile():
     assert sizes[1] < 16 * infinite_kernel.ENTRIES * x.dtype.itemsize
 
 
+@pytest.mark.long
 def test_one_program_serves_all_activations_of_a_kind():
     images = normal(2, 4, 4, 2)
     myrtle_like(ntk.tanh).kernel(images), myrtle_like(ntk.relu).kernel(images)
@@ -575,6 +606,7 @@ def test_mistakes_in_alpha_and_inputs_are_named():
         module.init(jax.random.key(0), x)
 
 
+@pytest.mark.long
 @float64_only
 def test_too_large_an_error_is_refused_and_nan_under_jit():
     # tanh of standard deviation 3000 is a step that no 4096 polynomials resolve.

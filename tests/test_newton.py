@@ -113,6 +113,7 @@ FUNCTIONS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_newton_reaches_a_stationary_point_of_the_classic_functions(name):
     dtype = DTYPES[-1]
@@ -150,11 +151,20 @@ ROWS = np.random.default_rng(0).normal(size=(30, 4))
 SIZES = (3, 4, 1), (2, 8, 1), (4, 16, 1), (3, 6, 6, 1)
 
 
-CASES = [(sizes, DTYPES[-1]) for sizes in SIZES] + [(SIZES[-1], np.float32)]
-IDS = ["-".join([*map(str, sizes), dtype.__name__]) for sizes, dtype in CASES]
+def case(sizes, dtype, *marks):
+    name = "-".join([*map(str, sizes), dtype.__name__])
+    return pytest.param(sizes, dtype, id=name, marks=marks)
 
 
-@pytest.mark.parametrize(("sizes", "dtype"), CASES, ids=IDS)
+CASES = [
+    case(SIZES[0], DTYPES[-1]),
+    *(case(sizes, DTYPES[-1], pytest.mark.long) for sizes in SIZES[1:]),
+    case(SIZES[-1], np.float32),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("sizes", "dtype"), CASES)
 def test_newton_trains_networks_to_a_stationary_point(sizes, dtype):
     lower, start = network(sizes, 0.01)
     starts = [jax.tree.map(lambda x: jnp.asarray(x, dtype), start(seed)) for seed in range(20)]
@@ -164,6 +174,7 @@ def test_newton_trains_networks_to_a_stationary_point(sizes, dtype):
     assert (lowered > 0.1).all()
 
 
+@pytest.mark.slow
 def test_a_network_has_the_hypergradient_of_its_weight_decay():
     """Truth: central differences of the outer loss, whose lower solution is followed."""
     sizes = (3, 4, 1)
@@ -206,6 +217,7 @@ def packing(side, box):
     return lower, lattice * box / side
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_newton_packs_soft_spheres_from_a_lattice(dtype):
     lower, lattice = packing(4, box=3.2)
@@ -237,6 +249,7 @@ SOLVERS = {"newton": bilevel.newton(), "lbfgs": bilevel.lbfgs()}
 CURVES = {"cosh": jnp.cosh, "square": lambda v: v**2 * np.array([1.0, 3.0, 10.0], v.dtype)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("curve", CURVES)
 @pytest.mark.parametrize("name", SOLVERS)

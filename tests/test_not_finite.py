@@ -66,6 +66,7 @@ PLACES = ("train x", "train y", "valid x", "valid y", "mix", "decay", "w0")
 FORWARD = ("unrolled adam", "newton cg", "solved scale")  # one of a kind
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "mode"), [(s, "reverse") for s in SOLVERS] + [(s, "forward") for s in FORWARD]
 )
@@ -94,6 +95,7 @@ def indifferent(w, alpha, batch):
     return (w[0] - 1) ** 2 + alpha
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["unrolled", "one step", "newton cg", "lbfgs cg", "solved scale"])
 def test_losses_that_hide_a_nan_do_not_hide_it(name):
     rng = np.random.default_rng(0)

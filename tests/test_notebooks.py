@@ -73,6 +73,7 @@ def test_the_first_code_cell_installs_what_is_missing(missing, address, monkeypa
         assert installed == ["matplotlib"] * ("matplotlib" in missing)
 
 
+@pytest.mark.slow
 def test_executed_notebooks_have_one_output_for_each_stream(tmp_path):
     """With the program by which `make notebooks` executes them."""
     makefile = (ROOT / "Makefile").read_text()
@@ -121,6 +122,7 @@ def search(**options):
 """
 
 
+@pytest.mark.slow
 def test_progress_in_a_notebook_is_one_text_that_updates():
     """Without ipywidgets, which rich would ask for in a warning above an empty box."""
     cells = [

@@ -60,6 +60,7 @@ def held(bound):
 # --- constants of activations ---
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("s", "mu1", "beta1", "beta2", "beta3"),
     [
@@ -78,6 +79,7 @@ def test_table_1_with_swish_put_right(s, mu1, beta1, beta2, beta3):
     assert_close([row.beta1, row.beta2, row.beta3], [beta1, beta2, beta3], f32=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("t", "f_sigmoid", "f_tanh"),
     [
@@ -113,6 +115,7 @@ def test_an_activation_with_a_value_at_0_has_no_beta_1():
     assert table1(relu.derivative).beta1 == math.inf
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "s", [relu.derivative, activation(jnp.sign), activation(lambda z: jnp.where(z > 1, 1.0, 0.0))]
 )
@@ -126,6 +129,7 @@ def test_a_step_has_no_lipschitz_constant(s):
         zhu_theorem3(jnp.eye(2), jnp.ones(2), activations=[s], C=1.0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layers", [[relu.derivative], [relu.derivative, relu]])
 def test_the_hermite_bound_of_a_step_is_one(layers):
     # (k + 1) a_k^2 counts the step's point mass, which the kernel has not: 1.44 for .5.
@@ -136,6 +140,7 @@ def test_the_hermite_bound_of_a_step_is_one(layers):
         assert_close(bound.value, exact, f64=1e-6, f32=1e-5)
 
 
+@pytest.mark.long
 def test_the_schur_bound_of_near_duplicates_is_noise_for_every_kink():
     # Both correlations' rounding, by its square root: 8e-9 was no noise for a hard tanh.
     draw = np.random.default_rng(131)
@@ -208,6 +213,7 @@ NETWORKS = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("network", "norms"),
     [(0, "equal"), (1, "unequal"), (1, "equal")],
@@ -234,6 +240,7 @@ def test_valid_bounds_enclose_the_smallest_eigenvalue(network, norms):
     assert diagonal.terms["tr K / N"] <= frobenius.value + slack
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("activations", "skips", "exact", "expected"),
     [
@@ -251,6 +258,7 @@ def test_schur_bound_is_two_thirds_of_the_eigenvalue(activations, skips, exact, 
     assert_close(sum(bound.terms.values()), bound.value)
 
 
+@pytest.mark.long
 def test_hermite_bound_is_a_quarter_of_the_eigenvalue_where_theorem_1s_term_is_0():
     """rho has rank 10 of 50: the term k = 1 of Theorem 1 vanishes, those above do not."""
     x = unit_rows(0, 50, 10)
@@ -260,6 +268,7 @@ def test_hermite_bound_is_a_quarter_of_the_eigenvalue_where_theorem_1s_term_is_0
     assert fewer.value < bound.value
 
 
+@pytest.mark.long
 def test_hermite_bound_is_attained_by_orthonormal_inputs_and_an_odd_activation():
     """Then rho^{ok} = I for every k, and K = 2 (E s^2 + E s'^2) I; for erf, MATH section 2's duals.
 
@@ -269,6 +278,7 @@ def test_hermite_bound_is_attained_by_orthonormal_inputs_and_an_odd_activation()
     assert_close(bound.value, 2 * (2 / math.pi * math.asin(2 / 3) + 4 / (math.pi * math.sqrt(5))))
 
 
+@pytest.mark.long
 def test_lower_bounds_of_a_singular_kernel_are_vacuous():
     """Two equal inputs: lambda_min = 0."""
     x = unit_rows(0, 50, 10)
@@ -285,6 +295,7 @@ def test_one_input_has_its_kernel_as_schur_bound():
     assert_close(bound.value, 15.97730386979)  # MATH section 2
 
 
+@pytest.mark.long
 def test_schur_bound_is_differentiable_in_skips():
     """Finite differences of the compiled function."""
     x = jnp.asarray(unit_rows(2, 5, 3))
@@ -324,6 +335,7 @@ def test_identity_kernels_refute_the_eigen_nas_inequalities_and_not_the_diagonal
 # --- Zhu, as printed ---
 
 
+@pytest.mark.long
 def test_theorem_1_lower_bound_is_false_for_more_inputs_than_dimensions():
     """N = d^4 = 81, d = 3: 2 mu_1^2 N / d = 13.5, over the diagonal 3 and the eigenvalue."""
     lower, _ = zhu_theorem1_as_printed(81, 3, activations=[relu, relu], C=1.0)
@@ -336,6 +348,7 @@ def test_theorem_1_lower_bound_is_false_for_more_inputs_than_dimensions():
     assert "FAILS" in str(lower)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("depth", "printed", "exact"), [(4, 12, 15.97730386979), (10, 1536, 9049.6)]
 )
@@ -348,6 +361,7 @@ def test_theorem_1_upper_bound_without_its_n_over_d_is_under_the_diagonal(depth,
     assert held(upper)["sum >= exact K_ii"] is False
 
 
+@pytest.mark.long
 def test_theorem_1_upper_bound_is_false_for_fewer_inputs_than_dimensions():
     """One input: lambda_min = K_11 = L = 3; printed is 3 / d."""
     _, upper = zhu_theorem1_as_printed(1, 10, activations=[relu, relu], C=1.0)
@@ -395,6 +409,7 @@ def _jacobian_gram(key, x, width, s):
     return sum(r @ r.T for r in rows)
 
 
+@pytest.mark.long
 def test_theorem_2_lower_bound_fails_for_tanh_as_the_width_grows():
     """Simulation: J J' tends to rank d = 4 < N, lambda_min falling like 1 / m^2."""
     x = jnp.asarray(unit_rows(0, 12, 4))
@@ -469,6 +484,7 @@ def test_theorem_3_of_a_singular_kernel_is_infinite():
 # --- what a bound is, and errors ---
 
 
+@pytest.mark.slow
 def test_bounds_with_hidden_constants_name_them_and_ask_for_c():
     lower, upper = zhu_theorem2_as_printed(12, 4, activations=[relu], C=2.0)
     third = zhu_theorem3(jnp.eye(2), jnp.ones(2), activations=[relu], C=2.0)
@@ -483,6 +499,7 @@ def test_bounds_with_hidden_constants_name_them_and_ask_for_c():
             call()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("call", "message"),
     [

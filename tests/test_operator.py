@@ -63,6 +63,7 @@ def test_a_product_never_has_the_matrix():
     assert compiled.memory_analysis().temp_size_in_bytes < 4 * 4096**2 / 20
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("get", ["ntk", "nngp"])
 def test_infinite_networks(get):
     kernel = functools.partial(ntk.network_kernel, activations=[ntk.relu, ntk.relu])
@@ -93,6 +94,7 @@ def test_an_argument_of_jit_and_vmap():
     np.testing.assert_allclose(product(K, v.T), expected.T, rtol=1e-13)
 
 
+@pytest.mark.long
 def test_derivatives_in_vectors_inputs_and_what_the_kernel_closes_over():
     x, v, u = inputs(7, 2), inputs(7), inputs(7)
 
@@ -106,6 +108,7 @@ def test_derivatives_in_vectors_inputs_and_what_the_kernel_closes_over():
     np.testing.assert_allclose(np.concatenate([np.ravel(g) for g in found]), expected, atol=1e-9)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("batch_size", [None, 4])
 def test_finite_networks(batch_size):
     x, other, v = inputs(9, 3), inputs(4, 3), inputs(9, 2)

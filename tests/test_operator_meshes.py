@@ -111,12 +111,14 @@ def on_four_devices():
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("axes", ["automatic", "explicit", "set_mesh"])
 def test_kernels_of_divided_rows_are_one_devices(axes):
     errors = on_four_devices()[axes]
     assert {name: error for name, error in errors.items() if not error < 1e-12} == {}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("devices", ["2", "3", "4"])
 def test_products_go_round_in_a_ring(devices):
     error, moved = on_four_devices()["ring"][devices]
@@ -124,5 +126,6 @@ def test_products_go_round_in_a_ring(devices):
     assert moved == ["collective-permute"]  # no device ever has all inputs
 
 
+@pytest.mark.long
 def test_rows_along_one_axis_of_two_or_along_both():
     assert max(on_four_devices()["axes"].values()) < 1e-12

@@ -88,6 +88,7 @@ def add(tree, step):
     return jax.tree.map(jnp.add, tree, step)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", CASES)
 def test_combinations_on_both_levels_are_those_written_out(name):
     make, rule = CASES[name]
@@ -114,6 +115,7 @@ def test_combinations_on_both_levels_are_those_written_out(name):
     assert moved > 1e-3
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("solver", ["unrolled", "one_step", "implicit"])
 def test_bfloat16_below_and_float32_masters(solver):
     """Compute in bfloat16: weights, alpha and hypergradient stay float32, right to roundings."""
@@ -158,6 +160,7 @@ def test_half_precision_in_a_search_moves_the_masters_by_less_than_its_own_round
     assert 1.005 < found.alpha["a"][0] < 1.02
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("level", ["optimizer", "gradient"])
 @pytest.mark.parametrize(
     "rule",

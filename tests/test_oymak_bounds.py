@@ -250,6 +250,7 @@ def test_the_effective_dimension_of_a_ball_is_its_dimension():
 # --- Lipschitz constants of ridge regression in its feature map ---
 
 
+@pytest.mark.long
 def test_predictors_move_no_more_than_the_constants_of_their_feature_map():
     """Truth: automatic derivatives; 6 rows, 9 or 4 features, penalties from 1e-3 to 10.
 
@@ -364,6 +365,7 @@ def random_labels(s, n=40, p=400):
     return phi[:n] @ phi[:n].T, y[:n], np.minimum(np.abs(y[n:] - f), 1).mean()
 
 
+@pytest.mark.long
 def test_theorem_2_as_printed_is_false_for_random_labels_and_large_alpha():
     """E13, Delta = {s}: nothing predicts them; the printed bound says 0.02 for s = 100."""
     values = {}
@@ -522,6 +524,7 @@ def test_bad_input_is_named(call, message):
         call()
 
 
+@pytest.mark.long
 def test_a_traced_nan_is_not_passed_over():
     radii, logs = jnp.array([0.5, jnp.nan, 0.1]), jnp.array([1.0, jnp.nan, 2.0])
     assert np.isnan(jax.jit(simplex_covering(3))(radii)[1])

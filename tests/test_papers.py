@@ -42,6 +42,7 @@ def moved(before, after):
     return {name for name in before if (before[name] != after[name]).any()}
 
 
+@pytest.mark.long
 def test_activations_and_skips_take_turns_of_a_step_each():
     alphas = path("in turn", 4)
     steps = [moved(*pair) for pair in itertools.pairwise(alphas)]

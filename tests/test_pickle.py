@@ -145,6 +145,7 @@ RESULTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RESULTS)
 def test_results_survive(name):
     result = RESULTS[name]()
@@ -167,6 +168,7 @@ SOLVERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SOLVERS)
 def test_solvers_and_optimizers_survive_cloudpickle(name):
     """They are records of closures, which pickle does not take."""
@@ -218,6 +220,7 @@ def test_records_of_functions_survive_cloudpickle(make):
         assert_equal(values(form(record)), values(record))
 
 
+@pytest.mark.slow
 def test_a_diverging_trial_does_not_end_a_process_pool():
     spawn = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(1, mp_context=spawn) as pool:

@@ -67,6 +67,7 @@ def compiled(name):
     return jax.jit(bilevel.hypergradient(PROBLEM, SOLVERS[name], diagnostics=False))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", SOLVERS)
 def test_mixed_weights_have_the_float32_answer_within_bfloat16s_rounding(name):
     in_float32 = "newton cg" if name in EXACT else name
@@ -130,6 +131,7 @@ def search_from(w0, solver):
     )
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not jax.config.jax_enable_x64, reason="data of wider numbers than float32")
 @pytest.mark.parametrize("name", OF_DATA)
 def test_weights_that_a_solver_finds_in_wider_numbers_keep_the_type_of_w0(name):
@@ -147,6 +149,7 @@ def test_weights_of_another_shape_than_w0_are_refused(name):
     assert "(4, 1)" in str(caught.value) and "\n" not in str(caught.value)
 
 
+@pytest.mark.long
 def test_diagnostics_of_mixed_weights_make_no_claim_that_is_false():
     alpha, w0, *batches = data(0)
     fn = jax.jit(bilevel.hypergradient(PROBLEM, bilevel.implicit()))

@@ -66,6 +66,7 @@ def trained(t):
 # ------------------------------------------------------------------- neural-tangents as the truth
 
 
+@pytest.mark.long
 @outputs
 @pytest.mark.parametrize("penalty", [0.0, 0.3])
 def test_the_posterior_is_neural_tangents_gaussian_process(y, penalty):
@@ -82,6 +83,7 @@ def test_the_posterior_is_neural_tangents_gaussian_process(y, penalty):
         assert_close(covariance, getattr(truth, mode).covariance, f64=1e-11)
 
 
+@pytest.mark.long
 @outputs
 @pytest.mark.parametrize("penalty", [0.0, 0.3])
 def test_ensembles_are_those_of_neural_tangents(y, penalty):
@@ -111,6 +113,7 @@ def kernels_as_pairs(kernel_fn):
     return pairs
 
 
+@pytest.mark.long
 def test_training_the_last_layer_is_neural_tangents_nngp_at_every_time():
     def kernel_fn(a, b, get, **_):
         found = network(a, b).nngp
@@ -126,6 +129,7 @@ def test_training_the_last_layer_is_neural_tangents_nngp_at_every_time():
     assert_close([f[-1] for f in found], list(ntk.posterior(TRAIN.nngp, Y, CROSS.nngp, PRIOR)))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("penalty", [0.0, 0.3])
 def test_kernels_of_several_outputs_agree_with_neural_tangents(penalty):
     predict, (train, y, cross, prior) = ntk.neural_tangents().predict, cast(FULL, float)
@@ -152,6 +156,7 @@ def test_kernels_of_several_outputs_agree_with_neural_tangents(penalty):
 # --------------------------------------------------------------------- weights as the truth
 
 
+@pytest.mark.slow
 def test_ensembles_are_linear_networks_whose_weights_are_trained():
     found = ntk.ensemble(*FULL, t=TIMES)
     assert found.mean.shape == (4, M, OUT) and found.covariance.shape == (4, M, M, OUT, OUT)
@@ -177,6 +182,7 @@ def test_a_kernel_function_stands_for_its_matrices(y):
     assert_close(tuple(found), tuple(expected), f64=1e-13, f32=1e-5)
 
 
+@pytest.mark.long
 def test_wide_networks_trained_by_gradient_descent_are_an_ensemble():
     width, networks, t, steps = 512, 1000, 1.0, 60
     x = jnp.array([[1.0, 0.2], [-0.3, 0.9], [0.5, -0.8], [0.7, 0.7]])
@@ -211,6 +217,7 @@ def test_wide_networks_trained_by_gradient_descent_are_an_ensemble():
     ).all()
 
 
+@pytest.mark.long
 def test_regression_of_several_outputs_is_one_large_system():
     (train, y, cross, _), n = FULL, N * OUT
 
@@ -262,6 +269,7 @@ def test_on_the_training_inputs_variance_ends():
     assert_close(noisy.covariance, truth)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("penalty", [0.0, 1e-3])
 def test_covariances_are_symmetric_and_positive_semidefinite_with_duplicates(penalty):
     x = jnp.concatenate([jnp.asarray(X), jnp.asarray(X[:4]), jnp.asarray(X[:4]) * (1 + 1e-5)])
@@ -287,6 +295,7 @@ def test_a_singular_kernel_leaves_the_rest_at_its_prior():
     assert_close(found.covariance, np.diag([0.0, 2.0]))
 
 
+@pytest.mark.long
 def test_derivatives_are_those_of_finite_differences_with_multiple_eigenvalues():
     K = np.eye(3) + 0.2 * np.diag([0.0, 0.0, 1.0])  # a double eigenvalue of the NTK
     cross = rng.normal(size=(2, 3)) / 3
@@ -328,6 +337,7 @@ def test_variances_alone_come_row_by_row_under_vmap():
     assert_close(found.mean[:, 0], truth.mean)
 
 
+@pytest.mark.long
 def test_single_precision_stays_single():
     train, cross, y, prior = cast((TRAIN, CROSS, Y, PRIOR), jnp.float32)
     for found in (
@@ -341,6 +351,7 @@ def test_single_precision_stays_single():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", [1e-25, 1e25])
 def test_kernels_of_any_scale_are_predicted_with(scale):
     # In float32 the product of two variances of 1e-25 is 0, and of 1e25 infinite.
@@ -419,6 +430,7 @@ MISTAKES = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sentence", MISTAKES)
 def test_a_mistake_is_named(sentence):
     with pytest.raises(ValueError) as caught:

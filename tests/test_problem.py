@@ -141,6 +141,7 @@ def test_hessian_operator_is_the_lower_gradient_and_hessian():
     assert_close(*both(small.w0, small.alpha, small.train), f64=1e-13, f32=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "solver",
     [bilevel.unrolled(0.05, 10), bilevel.implicit(bilevel.newton(tol=tolerance(1e-12, 1e-7)))],

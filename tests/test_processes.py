@@ -226,6 +226,7 @@ def two(tmp_path_factory):
     return folder, *(json.loads(out.partition("ANSWERS")[2]) for out, _, _ in found)
 
 
+@pytest.mark.slow
 def test_two_processes_search_as_one(two, namespace):
     folder, first, second = two
     own = "rows", "rows again", "raises"
@@ -262,6 +263,7 @@ def test_two_processes_search_as_one(two, namespace):
     np.testing.assert_allclose(first["stream"], namespace["streamed"](namespace["pairs"]), 1e-12)
 
 
+@pytest.mark.long
 def test_what_no_process_has_all_of_is_written_and_read_by_parts(two, namespace):
     folder, first, second = two
     assert first["files"] == ["4-0.npz", "4-1.npz", "4.npz", "6-0.npz", "6-1.npz", "6.npz", "lock"]
@@ -283,6 +285,7 @@ def test_what_no_process_has_all_of_is_written_and_read_by_parts(two, namespace)
     np.testing.assert_allclose(found.alpha, truth, rtol=1e-12)
 
 
+@pytest.mark.long
 def test_when_a_process_is_killed_the_other_ends_and_the_checkpoint_is_whole(tmp_path, namespace):
     began = time.monotonic()
     (_, error, code), (_, _, killed) = in_two_processes(tmp_path / "run", "die")
@@ -325,6 +328,7 @@ def alone(*args):
         assert main([*args, "--quiet"]) == 0
 
 
+@pytest.mark.long
 def test_a_command_over_two_processes_is_that_of_one(tmp_path):
     search = ("search", "--activations", "relu", "leaky_relu", "--steps", "3", "--width", "16")
     search += ("--inner-steps", "5", "--train", "40", "--valid", "40", "--seeds", "2")
@@ -339,6 +343,7 @@ def test_a_command_over_two_processes_is_that_of_one(tmp_path):
     np.testing.assert_allclose(two["history_value"], one["history_value"], rtol=1e-4)
 
 
+@pytest.mark.long
 def test_networks_ranked_by_two_processes_are_taken_over_by_one(tmp_path):
     def rank(networks):
         sizes = "--batch-size", "8", "--cells", "1", "--channels", "2", "--train", "32", "--k", "2"

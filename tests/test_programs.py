@@ -22,6 +22,7 @@ KEY = jax.random.key(0)
 # ----------------------------------------------------------------------------- meta-learning
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", ["MAML", "iMAML"])
 def test_meta_learning(way):
     """A start that learns sinusoids in a step (Finn et al. 2017), or stays near (iMAML, 2019)."""
@@ -106,6 +107,7 @@ def keyed(size):
     return batches
 
 
+@pytest.mark.long
 def test_hyper_cleaning_in_linen():
     """Weights of labels; a convolutional network with batch normalisation and dropout."""
 
@@ -146,6 +148,7 @@ def test_hyper_cleaning_in_linen():
     assert np.abs(running).max() > 0.01
 
 
+@pytest.mark.long
 def test_hyper_cleaning_in_nnx(tmp_path):
     """The same in nnx: what is no parameter, keys of dropout included, are variables."""
 
@@ -198,6 +201,7 @@ def test_hyper_cleaning_in_nnx(tmp_path):
 # ----------------------------------------------------------------------------- equinox
 
 
+@pytest.mark.long
 def test_a_learned_regulariser_in_equinox():
     """Both the model and the regulariser are modules, with activations among their leaves."""
     equinox = pytest.importorskip("equinox")
@@ -239,6 +243,7 @@ def test_a_learned_regulariser_in_equinox():
 # ----------------------------------------------------------------------------- the optimizer
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", ["reverse", "forward"])
 def test_rate_and_momentum(mode):
     """Heavy ball's best rate and momentum on a quadratic: Polyak's, to a tenth."""
@@ -273,6 +278,7 @@ def test_rate_and_momentum(mode):
 # ----------------------------------------------------------------------------- a transformer
 
 
+@pytest.mark.long
 def test_a_transformer_with_metrics():
     """Loss weights of token groups; dropout, minibatches on both levels, metrics out."""
 

@@ -33,6 +33,7 @@ def test_every_page_with_examples_is_run_here():
     assert [page for page in pages if examples(page) and f'"{page}"' not in source] == []
 
 
+@pytest.mark.slow
 def test_the_first_example_runs_and_is_fifteen_lines_at_most(capsys):
     assert len(examples("README.md")[0].splitlines()) <= 15
     printed = run("README.md", capsys)
@@ -43,6 +44,7 @@ def test_the_first_example_runs_and_is_fifteen_lines_at_most(capsys):
     assert "converged False" in printed
 
 
+@pytest.mark.long
 def test_the_solver_and_the_inverse_of_contributing_are_right():
     session = {}
     for example in examples("CONTRIBUTING.md"):
@@ -62,10 +64,14 @@ def test_the_solver_and_the_inverse_of_contributing_are_right():
         assert found.info.error_estimate < 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "page",
     [
-        *("docs/index.md", "docs/geometry.md", "docs/solvers.md", "docs/stochastic.md"),
+        "docs/index.md",
+        "docs/geometry.md",
+        pytest.param("docs/solvers.md", marks=pytest.mark.long),
+        pytest.param("docs/stochastic.md", marks=pytest.mark.long),
         "docs/scaling.md",
     ],
 )
@@ -73,12 +79,14 @@ def test_the_pages_of_the_core_run(page, capsys):
     assert run(page, capsys)
 
 
+@pytest.mark.long
 def test_the_space_of_the_users_own_runs_and_finds_a_view(capsys):
     first, second, third = run("docs/spaces.md", capsys).splitlines()
     assert first.split()[0] in ("pixels", "blur", "edges", "inverse")
     assert "--" in second and third in ("pixels", "blur", "edges", "inverse")
 
 
+@pytest.mark.long
 def test_the_kernel_examples_run_and_show_every_name(capsys):
     example = "\n".join(examples("docs/kernels.md"))
     names = """relu leaky_relu sigmoid tanh swish gelu erf identity activation dual network_kernel
@@ -92,16 +100,19 @@ def test_the_kernel_examples_run_and_show_every_name(capsys):
     assert 0 < float(bound) <= float(value)
 
 
+@pytest.mark.long
 def test_the_deep_example_runs_and_finds_a_genotype(capsys):
     found = parse_genotype(run("docs/deep_search.md", capsys))
     operations = {name for name, _ in found.normal + found.reduce}
     assert operations == {"skip_connect", "max_pool_3x3"}  # a uniform alpha keeps the first of them
 
 
+@pytest.mark.long
 def test_the_train_free_example_runs_and_finds_a_genotype(capsys):
     assert parse_cell(run("docs/train_free.md", capsys).strip()) in genotypes()[-5:]
 
 
+@pytest.mark.long
 def test_the_feature_map_example_runs_and_finds_a_map_that_works(capsys):
     printed = run("docs/feature_maps.md", capsys)
     assert "[1 2 3 4 5]" in printed
@@ -109,6 +120,7 @@ def test_the_feature_map_example_runs_and_finds_a_map_that_works(capsys):
     assert float(errors[-1]) < 0.1
 
 
+@pytest.mark.long
 def test_the_theory_example_runs_and_its_verdicts_are_right(capsys):
     printed = run("docs/theory.md", capsys)
     value, rows = re.search(r"value = (\S+)\n(?:  .*\n)+(\d+)\n", printed).groups()

@@ -82,6 +82,7 @@ def flow_and_derivatives(kernel, direction, y, t):
     return ours, truth(*at), jax.jacfwd(truth, all_three)(*at)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("t", [1e-4, 0.01, 5.0])
 @pytest.mark.parametrize("multiple", [False, True])
 def test_gradient_flow_and_its_derivatives_are_those_of_the_matrix_exponential(t, multiple):

@@ -39,6 +39,7 @@ def test_every_public_name_is_attacked_or_declared_not_to_be():
     assert parts.uncovered() == sorted(parts.NOT_COVERED)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_no_input_gives_a_wrong_number_or_a_raw_error(name):
     assert not of(name, "wrong", "swallowed", "raw")
@@ -48,6 +49,7 @@ def test_the_same_number_is_the_same_input():
     assert parts.one(NAMES[0], SEED, 1) == outcomes(NAMES[0])[1]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", range(2))
 def test_a_search_stops_where_a_quantity_is_not_finite(number):
     outcome = nonfinite.nonfinite(SEED, number)

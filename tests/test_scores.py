@@ -208,6 +208,7 @@ def by_hand_l2_norm(net):
     return sum(np.sqrt(np.sum(w**2)) for w in kernels(net.p))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ALL)
 def test_score_is_what_loops_over_hand_made_gradients_give(name):
     params, batch = draw()
@@ -216,6 +217,7 @@ def test_score_is_what_loops_over_hand_made_gradients_give(name):
     assert_close(score(name, params, batch), expected, f64=f64, f32=1e-3)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ALL)
 def test_score_under_jit_and_vmap_over_weights_is_the_score_of_each(name):
     (p, batch), (q, _) = draw(0), draw(1)
@@ -232,6 +234,7 @@ def test_a_nan_among_traced_inputs_is_not_passed_over(name):
     assert np.isnan(score(name, params, (x.at[0, 0].set(jnp.nan), y)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(set(ALL) - {"zico", "knas_released"}))
 def test_score_does_not_depend_on_the_order_of_the_samples(name):
     params, (x, y) = draw()
@@ -390,6 +393,7 @@ def images():
     return params, (x, jnp.array([0, 1, 2, 0]))
 
 
+@pytest.mark.long
 def test_te_nas_differentiates_through_the_batchs_statistics(images):
     # Against the dense Jacobian of the whole batch, kernels and scales only.
     params, batch = images
@@ -491,6 +495,7 @@ FORMS = {
 }  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", ["naswot", "wrcor", "fisher"])
 def test_relus_and_layers_are_found_in_calls_loops_and_branches(name, form):
@@ -498,6 +503,7 @@ def test_relus_and_layers_are_found_in_calls_loops_and_branches(name, form):
     assert_close(score(name, layers, batch, FORMS[form]), score(name, layers, batch, plain))
 
 
+@pytest.mark.long
 def test_one_compiled_score_follows_a_genotype_given_as_an_array():
     layers, batch = stacked()
 
@@ -565,6 +571,7 @@ def test_bad_input_is_refused_in_one_sentence(message):
 MAPPED = ["eigen_nas", "label_energy", "knas", "knas_released", "te_nas", "zico"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", MAPPED)
 def test_a_second_eager_call_compiles_nothing(name, caplog):
     """Whatever the object is that applies the network."""
@@ -584,6 +591,7 @@ def test_a_second_eager_call_compiles_nothing(name, caplog):
     assert again == first != other
 
 
+@pytest.mark.long
 def test_regions_can_leave_out_relus_that_nothing_depends_on():
     x = jnp.asarray(np.random.default_rng(0).standard_normal((20, 2)))
     directions = jnp.asarray(np.random.default_rng(1).standard_normal((2, 10)))

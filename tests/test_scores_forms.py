@@ -66,11 +66,13 @@ def hidden():
     return first, np.maximum(first, 0) @ W2 + B2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("form", RELUS)
 def test_a_relu_is_a_relu_however_it_is_written(form):
     assert_close(both(network(RELUS[form])), patterns(*hidden()), f32=1e-4)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("form", RELUS)
 def test_a_relu_of_a_constant_counts_as_it_does_where_that_is_traced(form):
     def apply(w, x):
@@ -127,6 +129,7 @@ STYLES = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("style", STYLES)
 def test_samples_are_found_on_whatever_axis_they_are(style):
     params, plain = (W1, W2, W3), network(jax.nn.relu)
@@ -210,6 +213,7 @@ def test_weights_are_what_multiplies_the_data_and_biases_are_not(name):
     assert len(scores.layer_traces(None, apply, params, (X, Y))) == len(weights)
 
 
+@pytest.mark.long
 def test_a_network_of_stax_has_the_scores_of_the_same_written_out():
     stax = neural_tangents().stax
     init, apply, _ = stax.serial(

@@ -70,6 +70,7 @@ def assert_identical(a, b):
     jax.tree.map(np.testing.assert_array_equal, (a.state, a.history), (b.state, b.history))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("solver", [RIDGE, bilevel.implicit()], ids=["ridge", "implicit"])
 def test_search_finds_the_minimum_over_the_simplex(solver):
     """Truth: the outer loss at every point of a grid of step 1/20, by the closed form."""
@@ -92,6 +93,7 @@ def test_search_finds_the_minimum_over_the_simplex(solver):
     np.testing.assert_array_equal(result.history["alpha"][-1], result.alpha)
 
 
+@pytest.mark.slow
 def test_search_is_descent_repeated():
     init, step = bilevel.descent(PROBLEM, MOMENTUM, SIMPLEX)
     state, values = init(UNIFORM, W0), []
@@ -104,6 +106,7 @@ def test_search_is_descent_repeated():
     np.testing.assert_allclose(result.history["value"], values, rtol=1e-4)
 
 
+@pytest.mark.long
 def test_the_whole_search_runs_under_jit_and_vmap():
     keys = jax.random.split(jax.random.key(3), 2)
     starts = jnp.stack([UNIFORM, jnp.array([0.6, 0.2, 0.2])])
@@ -147,6 +150,7 @@ def at_outer_rate(rate):
     return bilevel.search(*args, steps=3)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("of_rate", [at_inner_rate, at_outer_rate])
 def test_a_search_of_which_only_what_it_closes_over_is_traced_is_the_same(of_rate):
     together = jax.vmap(of_rate)(RATES)
@@ -163,6 +167,7 @@ def test_what_the_host_does_is_refused_where_closed_over_values_are_traced(optio
         jax.vmap(functools.partial(at_inner_rate, **option))(RATES)
 
 
+@pytest.mark.slow
 def test_side_by_side_copies_search_as_they_would_alone():
     starts = jnp.stack([UNIFORM, jnp.array([0.6, 0.2, 0.2])])
     twice = jax.tree.map(lambda x: jnp.stack([x, x]), (W0, TRAIN, VALID))
@@ -174,6 +179,7 @@ def test_side_by_side_copies_search_as_they_would_alone():
     np.testing.assert_allclose(both.alpha[1], alone.alpha, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_chunks_do_not_change_the_result():
     assert_identical(noisy(steps=7, chunk=3), noisy(steps=7))
 
@@ -201,6 +207,7 @@ def compilations():
         jax.monitoring.unregister_event_duration_listener(note)
 
 
+@pytest.mark.slow
 def test_callbacks_and_checkpoints_compile_nothing_after_the_first(tmp_path, monkeypatch):
     """Nor do they keep arrays: the number that is alive is the same at every step."""
     monkeypatch.setattr(search, "_SAVE_SECONDS", 0.0)
@@ -228,18 +235,21 @@ def test_a_start_of_weak_dtype_compiles_once():
     assert len(compile_cache._programs) == before + 1
 
 
+@pytest.mark.slow
 def test_batches_come_from_the_key():
     same, other = noisy(steps=3), noisy(steps=3, key=jax.random.key(8))
     assert_identical(noisy(steps=3), same)
     assert not np.array_equal(same.alpha, other.alpha)
 
 
+@pytest.mark.slow
 def test_diagnostics_enter_the_history():
     history = run(steps=2, diagnostics=True).history
     assert {*bilevel.Info._fields} - {"slope"} <= set(history)
     assert np.isfinite(history["error_estimate"]).all()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("names", [("value",), ("lower", "alpha"), ()])
 def test_a_thinned_history_is_part_of_the_whole_one(names, tmp_path):
     """On the host, under jit and vmap, and stopped and resumed."""
@@ -277,6 +287,7 @@ def weighted_mean(size, dtype=jnp.float32):
     return problem, solver, optax.sgd(0.1), jnp.ones(size, dtype), jnp.zeros((), dtype), x, x
 
 
+@pytest.mark.slow
 def test_memory_without_alphas_history_does_not_grow_with_steps_times_its_size():
     """Truth: XLA's own account of what the compiled search holds."""
     size = 5000
@@ -296,6 +307,7 @@ def test_memory_without_alphas_history_does_not_grow_with_steps_times_its_size()
     assert bytes_held(1000) - bytes_held(10) > 990 * 4 * size  # what it is that is left out
 
 
+@pytest.mark.slow
 def test_a_large_alphas_history_has_to_be_asked_for():
     small, large = weighted_mean(16_384), weighted_mean(16_385)
     run = functools.partial(bilevel.search, steps=2, progress=False)
@@ -324,6 +336,7 @@ def test_inputs_survive_the_search():
 # ----------------------------------------------------------------------------- stop and resume
 
 
+@pytest.mark.slow
 def test_a_search_stopped_and_resumed_is_an_uninterrupted_one(tmp_path):
     def stop_at_four(result):
         return len(result.history["value"]) >= 4
@@ -540,6 +553,7 @@ def exploding(quantity):
     return bilevel.Problem(lower, outer), solver, update
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("step", [0, 3])
 @pytest.mark.parametrize("quantity", search._QUANTITIES)
 def test_a_nan_stops_the_search_with_step_quantity_and_last_good_state(quantity, step, tmp_path):

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from bilevel import data
 from bilevel.spaces.activations import activation_space
@@ -14,6 +15,7 @@ from bilevel.strategies.activation_search import (
 )
 
 
+@pytest.mark.long
 def test_the_error_of_the_hypergradient_is_known_to_a_factor():
     keys = [jax.random.split(key) for key in jax.random.split(jax.random.key(1), 3)]
     rows = data.draw_splits("digits", [key for key, _ in keys], train=40, valid=40, test=40)

@@ -218,11 +218,13 @@ def on_eight_devices():
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axes", ["automatic", "explicit"])
 def test_rows_over_devices_give_the_hypergradient_of_one_device(axes):
     assert on_eight_devices()[axes]["hypergradients"] < 1e-10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axes", ["automatic", "explicit"])
 @pytest.mark.parametrize("spread", ["rows", "weights"])
 def test_a_search_goes_on_from_its_checkpoint_where_its_arrays_lie(axes, spread):
@@ -232,6 +234,7 @@ def test_a_search_goes_on_from_its_checkpoint_where_its_arrays_lie(axes, spread)
     assert found["sharded"] == (spread == "weights")
 
 
+@pytest.mark.slow
 def test_a_single_loop_follows_its_weights_over_devices():
     found = on_eight_devices()["single loop"]
     assert found["off"] < 1e-12
@@ -244,6 +247,7 @@ def test_batches_of_rows_over_devices_are_those_of_one():
     assert max(found.values()) < 1e-10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("solver", ["implicit", "unrolled"])
 def test_between_devices_go_sums_of_the_size_of_the_weights_alone(solver):
     found = on_eight_devices()["between"][solver]
@@ -251,12 +255,14 @@ def test_between_devices_go_sums_of_the_size_of_the_weights_alone(solver):
     assert found["others"] == 0
 
 
+@pytest.mark.slow
 def test_an_outer_step_sends_the_bytes_that_its_docstring_says():
     steps, w, alpha, scalar = 5, 8 * 16, 8 * 16, 8
     beside = (2 * steps + 1) * w + (steps + 2) * scalar
     assert on_eight_devices()["sent"] == [beside, beside + steps * alpha]
 
 
+@pytest.mark.slow
 def test_copies_side_by_side_over_devices_exchange_scalars_alone():
     found = on_eight_devices()["copies"]
     assert found["off"] < 1e-12

@@ -79,6 +79,7 @@ def test_labels_of_other_rows_are_refused(classes, shape):
 # ----------------------------------------------------------------------------- the network
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("parametrization", "deviation", "gain"),
     [("ntk", 1, (2 / 40) ** 0.5), ("as_printed", 40**-0.5, 1), ("he", (2 / 40) ** 0.5, 1)],
@@ -106,6 +107,7 @@ def test_supernet_and_plain_network_are_the_formula_on_the_same_weights(
     assert_close(apply(w, ARCHITECTURE, rows), expected, f64=1e-13, f32=1e-5)
 
 
+@pytest.mark.long
 def test_wide_networks_have_the_kernel_of_the_space():
     """Truth: brute force; the mean of 64 empirical kernels is right to its standard error."""
     space = skip_space(["relu", ntk.leaky_relu(-1.0)], depth=4, width=128, classes=2)
@@ -162,6 +164,7 @@ def test_programs_do_not_grow_with_the_depth(rows):
 # ----------------------------------------------------------------------------- the search
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("backprop", [0, 1])
 def test_the_hypergradient_of_one_step_is_its_derivative(backprop, rows):
     """Truth: differences of the outer loss, through the step (second order) or not (first)."""
@@ -185,6 +188,7 @@ def test_the_hypergradient_of_one_step_is_its_derivative(backprop, rows):
     assert_close(found.grad, truth, f64=1e-9, f32=2e-2)
 
 
+@pytest.mark.long
 def test_a_search_stays_on_simplices_and_box_and_learns(signs):
     """First-order DARTS on 100 batches."""
     space = skip_space(["relu", "tanh"], depth=4, width=16, classes=2)
@@ -269,6 +273,7 @@ def test_the_uniform_iterate_is_uniform_over_where_the_steps_begin():
     assert ((counts[::2] - 800) ** 2 / 800).sum() < 18.5
 
 
+@pytest.mark.slow
 def test_plain_networks_learn_and_stay_float32_whatever_the_default(signs):
     space = skip_space(["relu", "swish"], depth=4, width=16, classes=2)
     architecture = SkipArchitecture(("relu", "swish", "relu"), (True, False))
@@ -354,6 +359,7 @@ def infinite_batches(rows=5):
     return x, (INFINITE.inputs(x), y), (INFINITE.inputs(xv, x), yv)
 
 
+@pytest.mark.long
 def test_the_hypergradient_at_infinite_width_is_a_finite_difference():
     """In a random direction of alpha; the value by numpy from the kernel alone."""
     x, train, valid = infinite_batches()
@@ -386,6 +392,7 @@ def test_the_hypergradient_at_infinite_width_is_a_finite_difference():
 STEPS = (-1e-3, 1e-3, -2e-3, 2e-3)
 
 
+@pytest.mark.long
 def test_a_search_at_infinite_width_ends_at_an_architecture_with_a_certificate_on_its_path():
     x, train, valid = infinite_batches()
     optimizer = bilevel.strategies.on_sets(

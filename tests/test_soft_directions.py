@@ -12,6 +12,7 @@ import bilevel
 from bilevel.solvers.inverses import solve_conjugate_gradients
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_the_default_solver_is_right_to_rounding_whatever_the_penalty(dtype):
     fn = jax.jit(bilevel.hypergradient(soft_problem(), bilevel.implicit(), diagnostics=False))

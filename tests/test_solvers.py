@@ -42,6 +42,7 @@ def stationary():
 # ------------------------------------------------------------------------- unrolled and implicit
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("terms", [1, 4])
 def test_neumann_at_a_solution_is_backpropagation_through_the_last_steps(terms):
     small = stationary()
@@ -52,6 +53,7 @@ def test_neumann_at_a_solution_is_backpropagation_through_the_last_steps(terms):
     assert_close(implicit.grad, unrolled.grad, f64=1e-12, f32=1e-5)
 
 
+@pytest.mark.slow
 def test_scale_at_a_solution_is_one_step_darts():
     small = stationary()
     implicit = bilevel.implicit(bilevel.solved(), bilevel.scale(STEP_SIZE))
@@ -80,6 +82,7 @@ def test_one_step_darts_is_the_formula_of_its_paper():
     assert_close(darts.grad, formula(), f64=1e-13, f32=1e-5)
 
 
+@pytest.mark.long
 def test_one_step_is_one_unrolled_step_and_darts_difference_tends_to_it():
     small = logistic()
     sgd = optax.sgd(STEP_SIZE, momentum=0.9)
@@ -99,6 +102,7 @@ def test_one_step_is_one_unrolled_step_and_darts_difference_tends_to_it():
     assert_close(residuals[1], residuals[0], f64=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("radius", [None, 1e-3])
 def test_one_step_of_an_optimizer_that_asks_for_the_loss_is_an_unrolled_one(radius):
     """Polyak's step depends on alpha through the loss's value too."""
@@ -230,6 +234,7 @@ def test_a_lower_loss_in_a_loop_keeps_the_derivatives_that_functions_have(name, 
     assert_close(found(LOOPS[loop]), found(lambda w: jnp.sum(rounded(w))), f64=1e-12, f32=1e-4)
 
 
+@pytest.mark.slow
 def test_long_unrolling_tends_to_the_implicit_hypergradient():
     small = logistic()
     expected = hypergradient(bilevel.implicit(to_rounding()), small).grad
@@ -241,6 +246,7 @@ def test_long_unrolling_tends_to_the_implicit_hypergradient():
     assert errors[2] < tolerance(1e-9, 1e-4) * np.linalg.norm(flatten(expected))
 
 
+@pytest.mark.slow
 def test_steps_are_the_optimizers_own():
     small = logistic()
     optimizer = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(0.05))
@@ -309,6 +315,7 @@ def test_ridge_hypergradient_is_the_closed_form(n, p):
     assert_close(result.grad, grad, f64=1e-12, f32=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("n", "p"), [(12, 4), (5, 9)])
 def test_ridge_is_the_implicit_hypergradient_of_its_loss(n, p):
     small = least_squares(n, p)
@@ -459,6 +466,7 @@ FORWARD = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("solver", FORWARD.values(), ids=FORWARD.keys())
 def test_forward_solver_finds_the_minimum(solver):
     small = logistic()

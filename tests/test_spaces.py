@@ -87,6 +87,7 @@ def test_the_contract(case):
         assert all(bool(jnp.isfinite(g).all()) for g in jax.tree.leaves(slopes))
 
 
+@pytest.mark.long
 def test_corners_and_architectures_are_the_same_thing(case):
     space, _ = case
     assert str(space.discretize(space.start()))
@@ -105,6 +106,7 @@ def test_corners_and_architectures_are_the_same_thing(case):
     assert len(drawn) > 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "make",
     [
@@ -128,6 +130,7 @@ def test_a_space_of_ones_own_is_searched_by_every_strategy(make):
     assert set(space.discretize(found.alpha)) <= set(space.names)
 
 
+@pytest.mark.long
 def test_a_space_of_ones_own_has_hypergradients_that_are_finite_differences():
     if jnp.zeros(()).dtype != jnp.float64:
         pytest.skip("finite differences want float64")
@@ -142,6 +145,7 @@ def test_a_space_of_ones_own_has_hypergradients_that_are_finite_differences():
         assert_close(slope[i, j], (ends[0] - ends[1]) / (2 * step), f64=1e-6)
 
 
+@pytest.mark.long
 def test_a_space_of_ones_own_goes_through_the_command_line(tmp_path, capsys, monkeypatch):
     monkeypatch.syspath_prepend(EXAMPLES)
     small = ("--steps", "4", "--epochs", "1", "--batch-size", "10", "--train", "30", "--test", "40")
@@ -176,6 +180,7 @@ def test_what_is_no_space_is_one_sentence(tmp_path, capsys, monkeypatch, space, 
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("call", "message"),
     [

@@ -39,7 +39,14 @@ FORMATS = {
 }
 
 
-@pytest.mark.parametrize("name", FORMATS)
+SLOW = "BCOO", "minibatches"
+
+
+def marked(names):
+    return [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in names]
+
+
+@pytest.mark.parametrize("name", marked(FORMATS))
 def test_linear_models_take_sparse_features(name):
     matrix, dense = FORMATS[name](), jnp.asarray(DENSE)
     w = ridge_weights(dense, LABELS, 0.1).w
@@ -74,7 +81,7 @@ DRAWN = {
 }
 
 
-@pytest.mark.parametrize("name", DRAWN)
+@pytest.mark.parametrize("name", marked(DRAWN))
 def test_batches_of_rows_of_bcsr_are_those_of_the_dense_matrix(name):
     def run(x):
         solver, batches = DRAWN[name]()
@@ -83,6 +90,7 @@ def test_batches_of_rows_of_bcsr_are_those_of_the_dense_matrix(name):
     assert_close(run(FORMATS["BCSR"]()), run(jnp.asarray(DENSE)), f64=1e-7)
 
 
+@pytest.mark.slow
 def test_one_entry_a_row_is_not_mistaken_for_an_array_of_rows():
     diagonal = np.diag(np.arange(1.0, 7.0))
     for x in (sparse.BCSR.fromdense(diagonal), jnp.asarray(diagonal)):

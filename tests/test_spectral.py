@@ -213,6 +213,7 @@ def test_the_papers_constants_64_and_200_are_2_and_2_25():
     assert 2.24 < excess.max() <= 2.25 * (1 + tolerance(1e-12, 1e-4))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("p", "h"), [(200, 10), (50, 30)])
 def test_simulated_overlap_and_risk_approach_the_limits(p, h):
     """Truth: the exact asymptotics, within 4 standard errors and O(1/n)."""
@@ -225,6 +226,7 @@ def test_simulated_overlap_and_risk_approach_the_limits(p, h):
         assert abs(found.mean() - getattr(limits, name)) < 4 * error + 2 / n
 
 
+@pytest.mark.long
 def test_the_estimator_on_whole_tensors_is_distributed_as_the_fast_sample():
     """Truth: Theorem 4's experiment as it is written; Kolmogorov-Smirnov, 300 runs each."""
     n, h, p, runs = 12, 3, 18, 300
@@ -274,6 +276,7 @@ def test_bad_input_is_refused(call, words):
         call()
 
 
+@pytest.mark.slow
 def test_a_traced_nan_is_not_passed_over_and_shapes_have_to_fit():
     assert np.isnan(jax.jit(spectral_limits)(2.0, jnp.nan).correlation_squared)
     with pytest.raises(ValueError, match=r"h_over_n: expected a shape that broadcasts with \(2,\)"):

@@ -81,6 +81,7 @@ def test_the_derivative_is_the_projector_on_the_eigenvector(n):
     assert_close(jax.jit(jax.grad(min_eigenvalue))(K), np.outer(v, v), f64=1e-7, f32=2e-2)
 
 
+@pytest.mark.long
 def test_products_are_differentiable_in_what_they_close_over():
     A, B = planted(np.linspace(1, 9, 70)), planted(np.linspace(-1, 1, 70), seed=1)
 
@@ -173,6 +174,7 @@ def exactly_planted(kind, seed):
     return K.astype(float), values * 128.0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("seed", range(3))
 def test_random_spectra_have_the_smallest_eigenvalue_that_was_planted(kind, seed):
@@ -189,6 +191,7 @@ def test_random_spectra_have_the_smallest_eigenvalue_that_was_planted(kind, seed
     assert values.min() - 4 * slack <= bound <= values.min()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["clustered", "clustered below", "negative, clustered"])
 def test_crowded_eigenvalues_take_a_bounded_number_of_solves(kind, monkeypatch):
     # 51 s at n = 4000 were thousands of solves; a full spectrum takes as long as some 1000.
@@ -251,6 +254,7 @@ def test_no_number_comes_of_a_matrix_that_is_not_symmetric(name):
             function(np.eye(n) * 1j)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", sorted(TAKE_A_KERNEL.keys() - ON_THE_HOST))
 def test_traced_it_gives_nan_and_a_derivative_that_is_nan(name):
     function = jax.jit(jax.value_and_grad(lambda K: jnp.sum(TAKE_A_KERNEL[name](K))))
@@ -265,6 +269,7 @@ def test_traced_it_gives_nan_and_a_derivative_that_is_nan(name):
         assert np.isnan(slope).any()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", sorted(TAKE_A_KERNEL.keys() - {"diagonal_upper_bound"}))
 def test_a_kernel_whose_halves_are_rounded_apart_is_taken_by_its_symmetric_part(name):
     rng, function = np.random.default_rng(1), TAKE_A_KERNEL[name]
@@ -371,6 +376,7 @@ def test_a_singular_kernel_is_bracketed_around_zero_and_not_called_converged():
     assert not found.converged and found.lower <= 0 <= found.upper < 1e-10
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("rank", [3, 9, 14, 20, 60])
 def test_blocks_of_any_rank_are_bracketed_within_what_is_trivial(rank, seed):
@@ -430,6 +436,7 @@ def test_the_entry_error_widens_the_bracket_by_its_norm():
     assert found.lower >= truth - 0.06 * 8
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not X64, reason="the reference values are of float64 kernels")
 def test_mixtures_of_activations_have_the_reference_brackets():
     x = np.random.default_rng(0).normal(size=(50, 10))
@@ -447,6 +454,7 @@ def test_mixtures_of_activations_have_the_reference_brackets():
         assert found.cells <= cells
 
 
+@pytest.mark.long
 def test_the_certificate_of_a_network_knows_its_kernels_error():
     """Truth: the same kernels and their error, handed in one by one."""
     x = np.random.default_rng(0).normal(size=(4, 3)).astype(np.float32)
@@ -458,6 +466,7 @@ def test_the_certificate_of_a_network_knows_its_kernels_error():
     assert own < ntk.certified_min_eigenvalue(kernels, 0.0)
 
 
+@pytest.mark.long
 def test_sizes_a_little_apart_share_a_program():
     values = np.linspace(1, 3, 130)
     ntk.min_eigenvalue(planted(values))

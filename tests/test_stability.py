@@ -125,6 +125,7 @@ def test_assumption_1_is_the_sup_norm_of_predictions_and_several_norms_come_at_o
     assert_close(found, np.stack([np.sqrt(14) * slopes, 3 * slopes], -1), f32=1e-5)
 
 
+@pytest.mark.long
 def test_batches_jit_and_vmap_leave_the_result_as_it_is_and_grad_goes_through():
     def algorithm(alpha):
         return jnp.sin(alpha * jnp.arange(4.0))

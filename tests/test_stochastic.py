@@ -134,6 +134,7 @@ def order_of(steps, method=METHODS["saba"], partition=PARTITION, key=3):
 # ---------------------------------------------------------------------- batches and estimates
 
 
+@pytest.mark.slow
 def test_estimates_are_unbiased_with_a_shorter_last_batch():
     """Test 1. Truth: the same oracles on all rows."""
     point = Iterate(W, 1 + W, ALPHA)
@@ -167,6 +168,7 @@ def test_a_pass_takes_wide_batches_that_a_processors_cache_holds(columns, wide, 
     shapes(16)
 
 
+@pytest.mark.slow
 def test_an_epoch_takes_each_batch_once_and_longer_searches_begin_alike():
     order = draw_batch_schedule(jax.random.key(0), (5, 3), 15, (2, 1))
     assert order.train.shape == (31,) and order.valid.shape == (16,)
@@ -207,6 +209,7 @@ def test_a_solution_is_a_fixed_point(name):
     assert np.abs(noise).max() > 0.01
 
 
+@pytest.mark.long
 def test_at_a_frozen_point_an_epoch_makes_directions_exact():
     """Test 3. Truth: the direction on all rows; the tables began elsewhere."""
     v = jnp.arange(1.0, P + 1)
@@ -222,6 +225,7 @@ def test_at_a_frozen_point_an_epoch_makes_directions_exact():
     assert np.abs(always - exact).max() < tolerance(1e-14, 1e-5)
 
 
+@pytest.mark.long
 def test_with_one_batch_the_methods_are_one():
     """Test 4."""
     equal = (bilevel.saba(0.1), bilevel.spaba(0.1, probability=0.0), bilevel.ma_soba(0.1, 1.0))
@@ -233,6 +237,7 @@ def test_with_one_batch_the_methods_are_one():
     assert_close(whole, truth, f64=1e-12, f32=1e-5)
 
 
+@pytest.mark.long
 def test_saba_converges_linearly_where_soba_stalls():
     """Test 5."""
     sgd = optax.sgd(0.1)
@@ -245,6 +250,7 @@ def test_saba_converges_linearly_where_soba_stalls():
     assert stalled > 1e-6
 
 
+@pytest.mark.long
 def test_page_adds_differences_and_its_coin_takes_everything():
     """Test 6. Truth: the differences, added up one by one."""
     order, train, valid = order_of(12), *cut()
@@ -282,6 +288,7 @@ def first_order(method, steps):
     return method.step(*args, *cut(None))[0]
 
 
+@pytest.mark.long
 def test_f2sas_bias_falls_as_one_over_the_penalty():
     """Test 7."""
     truth = solution(ALPHA)[2]
@@ -306,6 +313,7 @@ def test_f2sas_penalty_grows_with_the_seventh_root():
     np.testing.assert_allclose(ratio, 10_000 ** (1 / 7), rtol=1e-4)
 
 
+@pytest.mark.long
 def test_meha_and_amigo_come_to_the_hypergradient_too():
     truth = solution(ALPHA)[2]
     close = first_order(bilevel.amigo(0.3, inner=5), 60)
@@ -317,6 +325,7 @@ def test_meha_and_amigo_come_to_the_hypergradient_too():
     assert bias[1] < 0.2 * bias[0] < 0.2 * np.linalg.norm(truth)
 
 
+@pytest.mark.long
 def test_v_is_the_adjoint_and_the_direction_the_hypergradient():
     """Test 8, signs. Truth: the closed form, and the library's own."""
     found = search(bilevel.saba(0.3), optax.sgd(0.0), steps=400, diagnostics=True)
@@ -353,6 +362,7 @@ def test_no_step_copies_a_table_or_the_history():
     assert not re.findall(rf"= {kind}\[977\]\S* (?:copy|select)\(.*", text)
 
 
+@pytest.mark.long
 def test_a_step_takes_no_longer_where_there_are_more_batches():
     """Test 9, by the clock. Copying 16 times the rows would take several times as long."""
     problem = bilevel.Problem(
@@ -377,6 +387,7 @@ def test_a_step_takes_no_longer_where_there_are_more_batches():
     assert best[1] < 2 * best[0]
 
 
+@pytest.mark.long
 def test_reading_rows_ahead_changes_nothing():
     """Test 10, bit for bit, with a batch that comes twice running. Truth: SAGA as it is written.
 
@@ -449,6 +460,7 @@ def test_reading_rows_ahead_changes_nothing():
     assert not (found[0][1] == found[0][2]).all()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["saba", "spaba", "f2sa"])
 def test_resumed_in_mid_epoch_it_is_the_same_search(name, tmp_path):
     """Test 11, bit for bit. Of a thinned history, whose program is another, up to rounding."""
@@ -473,6 +485,7 @@ def test_resumed_in_mid_epoch_it_is_the_same_search(name, tmp_path):
         assert_close(values, every[key][np.array(last)], f64=1e-12)
 
 
+@pytest.mark.long
 def test_seeds_run_together_as_they_would_alone():
     keys = jax.random.split(jax.random.key(1), 2)
 
@@ -489,6 +502,7 @@ def test_seeds_run_together_as_they_would_alone():
     assert np.abs(found.alpha[0] - found.alpha[1]).max() > 1e-6
 
 
+@pytest.mark.long
 def test_a_nan_leaves_the_last_good_point():
     """Test 12: of weights, adjoint and alpha; by the host, under jit, with a thinned history."""
 
@@ -566,6 +580,7 @@ def test_a_loss_that_is_not_kept_is_not_computed_and_not_watched():
         bilevel.search(*args, steps=3, progress=False, history=("lower",))
 
 
+@pytest.mark.long
 def test_the_estimate_at_the_end_is_near_the_truth():
     """Test 12. Truth: the closed form."""
     found = noisy(METHODS["saba"], steps=60, diagnostics=True)
@@ -617,6 +632,7 @@ def test_the_estimate_at_the_end_is_near_the_truth_for_a_logistic_regression():
     assert error / 3 < found.info.error_estimate < 10 * error
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", METHODS)
 def test_methods_run_in_float32_on_trees_with_auxiliary_outputs_and_geometries(name):
     """Under x64 too, whose numbers are wider than the problem's."""

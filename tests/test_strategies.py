@@ -62,6 +62,7 @@ def slope_at(w, rows):
     return jax.grad(lambda alpha: SPACE.problem.outer(w, alpha, rows))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("strategy", "optimizer", "slope"),
     [
@@ -114,6 +115,7 @@ def test_the_logits_optimizer_is_darts_adam():
     assert_close(found, alpha, f64=1e-9, f32=1e-4)
 
 
+@pytest.mark.long
 def test_a_rate_of_gaea_is_that_of_exponentiated_gradient():
     space = SPACE
     slope = slope_at(after(space.start()), ROWS[1])(space.start())["activations"]
@@ -122,6 +124,7 @@ def test_a_rate_of_gaea_is_that_of_exponentiated_gradient():
     assert_close(found, grown / grown.sum(-1, keepdims=True), f64=1e-10, f32=1e-5)
 
 
+@pytest.mark.slow
 def test_weight_sharing_trains_architectures_drawn_anew_for_every_batch():
     """With the loss <w, alpha>, steps of rate 1 subtract the architectures one by one."""
     steps = 240
@@ -139,6 +142,7 @@ def test_weight_sharing_trains_architectures_drawn_anew_for_every_batch():
     assert (np.abs(counts - steps / 2) < 5 * np.sqrt(steps / 4)).all()
 
 
+@pytest.mark.long
 def test_the_finite_difference_is_near_the_exact_second_order_and_not_equal():
     exact, near = (
         first_step(strategies.darts(SPACE, order=2, radius=r, alpha=optax.sgd(1.0), **SAME))
@@ -150,6 +154,7 @@ def test_the_finite_difference_is_near_the_exact_second_order_and_not_equal():
         assert 0 < g < 0.02 * s
 
 
+@pytest.mark.long
 def test_alpha_stays_on_its_sets_and_shared_weights_alone_leave_it():
     for make in (strategies.darts, strategies.gaea, strategies.joint, strategies.unrolled):
         found = first_step(make(SPACE, weights=RATE, alpha=5.0, batch_size=12), steps=4)
@@ -162,6 +167,7 @@ def test_alpha_stays_on_its_sets_and_shared_weights_alone_leave_it():
     assert bool((found.w["first"] != W0["first"]).any()) and plan.draws
 
 
+@pytest.mark.slow
 def test_the_best_drawn_architecture_is_brute_forces():
     best = jax.jit(
         lambda w, rows: strategies.best_drawn(KEY, SPACE, w, rows, samples=5, batch_size=12)
@@ -216,6 +222,7 @@ def test_strategies_on_training_rows_take_stateful_problems(make):
     assert float(found.w.variables) == 3
 
 
+@pytest.mark.long
 def test_copies_side_by_side_are_searches_of_their_own():
     """Truth: the same strategy on each copy's data and batches, one after the other."""
     copies = 2
@@ -233,6 +240,7 @@ def test_copies_side_by_side_are_searches_of_their_own():
         assert_close(ours, one.alpha, f64=1e-10, f32=1e-5)
 
 
+@pytest.mark.long
 def test_a_problem_is_searched_too_with_a_geometry_of_ones_own():
     problem = bilevel.Problem(
         lambda w, alpha, batch: jnp.sum((w - alpha) ** 2),

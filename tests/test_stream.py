@@ -49,6 +49,7 @@ def by_hand(steps):
     return state, jnp.stack(values)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk", [None, 2, 4])
 @pytest.mark.parametrize("every", [None, 3])
 def test_a_stream_is_descent_on_its_batches(chunk, every):
@@ -61,6 +62,7 @@ def test_a_stream_is_descent_on_its_batches(chunk, every):
     assert not found.stopped and seen == ([3, 6, 9, 11] if every else [])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["function", "list"])
 def test_a_search_is_resumed_at_its_step(kind, tmp_path):
     told = []
@@ -139,6 +141,7 @@ def test_the_next_chunk_is_read_while_one_runs_and_no_more():
     assert seen == [6, 9, 12, 12]
 
 
+@pytest.mark.long
 def test_batches_that_end_end_the_search():
     source = list(itertools.islice(pairs(), 5))
     found = search(batches=bilevel.stream(source), steps=9, chunk=2)
@@ -179,6 +182,7 @@ def test_a_solver_draws_its_batches_from_the_shard_of_its_step():
     assert found.w == 20
 
 
+@pytest.mark.long
 def test_leaves_of_any_library_and_other_trees_work():
     """torch tensors are objects with __array__; a DataLoader's batches are lists."""
 
@@ -203,6 +207,7 @@ def test_leaves_of_any_library_and_other_trees_work():
     assert_close(found.alpha, by_hand(4)[0].alpha, f64=1e-12, f32=1e-5)
 
 
+@pytest.mark.long
 def test_mistakes_are_one_sentence_and_no_thread_is_left():
     before = threading.active_count()
     with pytest.raises(ValueError, match=r"source: expected an iterable of pairs .* got 3"):

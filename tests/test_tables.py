@@ -15,11 +15,13 @@ def tables(*flags):
     return subprocess.run([sys.executable, SCRIPT, *flags], capture_output=True, text=True)
 
 
+@pytest.mark.slow
 def test_every_table_is_made_of_its_results():
     done = tables("--check")
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.long
 def test_a_table_that_was_typed_is_found_and_written_anew(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("before\n\n" + TABLE.format("| temporaries | 1 MB |\n") + "\nafter\n")

@@ -43,6 +43,7 @@ def mixed_space(operations, edges=1, classes=2):
     )
 
 
+@pytest.mark.long
 def test_eigen_nas_keeps_the_best_conditioned_of_its_pool():
     space = skip_space(["relu", "tanh", "sigmoid"], depth=3, width=4)
     x = jnp.asarray(np.random.default_rng(0).standard_normal((8, 5)))
@@ -92,6 +93,7 @@ def test_te_nas_goes_by_the_regions_where_the_kernels_are_alike():
     assert te_nas(jax.random.key(0), space, thin, batch, crops, repeats=1) == ("kinks",)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("penalty", "expected"), [(0.0, "steep"), (10.0, "gentle")])
 def test_nasi_takes_the_larger_trace_up_to_its_threshold(penalty, expected):
     space = mixed_space({"gentle": lambda x: x, "steep": lambda x: 5 * x}, edges=3)
@@ -108,6 +110,7 @@ def test_nasi_takes_the_larger_trace_up_to_its_threshold(penalty, expected):
     assert found == (expected,) * 3
 
 
+@pytest.mark.long
 def test_the_searches_run_on_nas_bench_201():
     space = nasbench201_space(["none", "skip_connect", "nor_conv_1x1"], cells=1, channels=2)
     x = jax.random.normal(jax.random.key(0), (4, 4, 4, 1))
@@ -119,6 +122,7 @@ def test_the_searches_run_on_nas_bench_201():
     }
 
 
+@pytest.mark.long
 def test_mistakes_are_named():
     skips = skip_space(["relu", "tanh"], depth=3, width=4)
     key, x = jax.random.key(0), jnp.ones((3, 4))

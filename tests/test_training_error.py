@@ -38,6 +38,7 @@ CASES = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", CASES)
 def test_all_truncations_at_once_are_those_one_by_one(name):
     problem, optimizer, alpha, w0, train, batches = CASES[name]
@@ -81,6 +82,7 @@ def test_the_standard_error_is_that_of_the_mean():
     assert_close(found.relative, ratio, f64=1e-9, f32=1e-4)
 
 
+@pytest.mark.long
 def test_the_standard_error_covers_the_truth_at_its_rate():
     """Batches of 64 rows in 16 parts: the true hypergradient is within two errors, 95 in 100."""
     solver = bilevel.unrolled(0.2, 5)
@@ -105,6 +107,7 @@ def test_the_standard_error_covers_the_truth_at_its_rate():
     assert 0.88 < inside.mean() < 0.99
 
 
+@pytest.mark.long
 def test_keys_are_split_with_the_rows():
     fn = bilevel.hypergradient(NOISY, bilevel.unrolled(0.1, 3, batches=noisy), diagnostics=False)
     found = jax.jit(bilevel.standard_error(fn, 4))(START, W0, (KEY, TRAIN), VALID)
@@ -159,6 +162,7 @@ def test_a_rate_is_distilled_too():
     assert_close(metrics["grad_norm"], 1.5 * (1 - mean), f64=1e-12, f32=1e-6)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", ["reverse", "forward"])
 def test_the_past_is_distilled_as_the_paper_says(mode):
     """Lee et al. 2022, Eqs. (8), (13): the scale theta (1 - g^t) / (1 - g), and the mean w*."""
@@ -198,6 +202,7 @@ def test_a_decay_outside_is_refused():
             bilevel.distilled(0.1, decay=decay)
 
 
+@pytest.mark.long
 def test_greedy_is_one_step_accumulated():
     """gradhpo's greedy method at decay 1: the sum of one-step slopes, alpha moved after T."""
     optimizer = optax.MultiSteps(optax.sgd(0.3), 5)
@@ -218,6 +223,7 @@ def test_greedy_is_one_step_accumulated():
 # ----------------------------------------------------------------------------- variables
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", ["reverse", "forward"])
 def test_derivatives_pass_through_variables_on_request(mode):
     """Truth: the loop written out and differentiated, running means included."""
@@ -255,6 +261,7 @@ def test_derivatives_pass_through_variables_on_request(mode):
         bilevel.Problem(lower, outer, differentiated=True)
 
 
+@pytest.mark.long
 def test_variables_at_a_solution_are_differentiated_too():
     """The statistics that implicit() updates once: of all rows, weighed by alpha."""
 
@@ -276,6 +283,7 @@ def test_variables_at_a_solution_are_differentiated_too():
     assert_close(found.grad, expected, f64=1e-8, f32=1e-4)
 
 
+@pytest.mark.long
 def test_errors_of_a_hypergradient_that_is_nothing_are_infinite():
     problem = bilevel.Problem(
         lower=lambda w, alpha, batch: 0.5 * (w - alpha) ** 2,

@@ -98,6 +98,7 @@ def run_plainly(optimizer, small):
     return run(small.alpha, small.w0, small.train)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["adagrad from 0", "lamb", "radam"])
 def test_the_weights_are_the_optimizers_own_to_the_last_bit_or_two(name):
     optimizer, small = (SMOOTH | JUMPING)[name], dead_and_alive(0, 1.0)
@@ -121,6 +122,7 @@ def grad_of(solver, small, mode="reverse"):
     return jax.jit(lambda mix: fn(small.alpha | {"mix": mix}, *small.args[1:]).grad["mix"])
 
 
+@pytest.mark.long
 def test_forward_mode_one_step_and_vmap_agree_where_gradients_are_0():
     adam, small = SMOOTH["adam"], dead_and_alive(1, 0.0)
     mix = small.alpha["mix"]
@@ -133,6 +135,7 @@ def test_forward_mode_one_step_and_vmap_agree_where_gradients_are_0():
     assert_close(one(mix), grad_of(bilevel.unrolled(adam, 1), small)(mix), f64=1e-12)
 
 
+@pytest.mark.long
 def test_second_derivatives_are_right_where_gradients_are_0():
     small = dead_and_alive(1, 0.0)
     grad = grad_of(bilevel.unrolled(SMOOTH["adam"], STEPS), small)
@@ -142,6 +145,7 @@ def test_second_derivatives_are_right_where_gradients_are_0():
     assert_close(jax.jit(jax.jacobian(grad))(mix), expected, f64=1e-8, f32=3e-2)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not jax.config.jax_enable_x64, reason="differences finer than float32")
 @pytest.mark.parametrize("name", [*SMOOTH, *JUMPING])
 def test_hypergradient_is_the_difference_quotient_where_gradients_are_0(name):

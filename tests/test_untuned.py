@@ -128,6 +128,7 @@ def test_where_alpha_has_moved_the_metric_is_measured_anew(moved, another):
     assert float(found.moved[1]) == (-moved if another else 0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("condition", [10, 1e4])
 @pytest.mark.parametrize("method", [bilevel.saba, bilevel.spaba], ids=["saba", "spaba"])
 def test_nothing_is_tuned_and_conditioning_does_not_matter(method, condition):
@@ -151,12 +152,14 @@ def distance(method, seed, **conditions):
     return np.linalg.norm(np.asarray(found.alpha, np.float64) - solved)
 
 
+@pytest.mark.slow
 def test_the_untuned_default_converges_to_the_minimizer():
     """It circled at distances of 0.02 to 0.2, since Adam's steps were too long near the end."""
     assert distance(bilevel.spaba, 0) < 1e-3
     assert distance(bilevel.saba, 1, condition=100.0) < 1e-3
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("method", [bilevel.saba, bilevel.spaba], ids=["saba", "spaba"])
 def test_the_untuned_default_converges_for_every_seed_and_condition(method):
     fresh = np.random.default_rng().integers(2**31, size=8).tolist()
@@ -208,6 +211,7 @@ def test_the_adjoint_is_kept_where_few_rows_are_much_steeper(method, penalty, de
     assert np.linalg.norm(residual) < np.linalg.norm(slope)
 
 
+@pytest.mark.long
 def test_geometries_come_after_the_pace_and_weights_may_be_trees():
     """Truth: the outer loss prefers the first of two features, which is the signal."""
     rng = np.random.default_rng(0)

@@ -147,7 +147,7 @@ def work(name: str, labels: str, penalty: float, steps: int, rows: int) -> Itera
         batches = -(-len(alpha) // 64), -(-len(data["valid"][1]) // 64)
         numbers = batches[0] * (2 * row["weights"] + len(alpha)) + batches[1] * row["weights"]
         if name in SOFTMAX:
-            row["residual"] = float(found.state.optimizer.residual)
+            row["residual"] = float(found.state.optimizer_state.residual)
         row["tables_mb"] = round(4 * numbers / 2**20)
     yield row
 

@@ -90,8 +90,8 @@ class DescentState(NamedTuple):
 
     alpha: Pytree
     w: Pytree
-    solver: Pytree  # the lower solver's: momentum, warm starts
-    optimizer: Pytree  # of alpha
+    solver_state: Pytree  # the lower solver's: momentum, warm starts
+    optimizer_state: Pytree  # of the optimizer of alpha
     step: jax.Array  # [], int: outer steps done
 
 

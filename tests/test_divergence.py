@@ -192,7 +192,7 @@ def test_shorter_steps_end_on_the_set(kind):
     exact = made(0.1)
     truth, _ = exact.update(slope, exact.init(alpha), alpha)
     assert_close(updates, truth, f64=1e-12, f32=1e-6)
-    old = STATE._replace(alpha=alpha, optimizer=state)
+    old = STATE._replace(alpha=alpha, optimizer_state=state)
     new = old._replace(alpha=optax.apply_updates(alpha, updates))
     np.testing.assert_array_equal(divergence.shortened(old, new, scale).alpha, new.alpha)
 

@@ -106,7 +106,7 @@ def single_loop(mesh):
     w = {"a": placed(mesh, (P("d"),), start[1]["a"])[0]}
     run = lambda *args: bilevel.search(problem, bilevel.soba(0.05), optax.sgd(0.1), *args, steps=3)
     found, truth = run(start[0], w, data, data), run(*start, alone, alone)
-    kept = [a for a in jax.tree.leaves(found.state.solver) if a.shape == (p,)]
+    kept = [a for a in jax.tree.leaves(found.state.solver_state) if a.shape == (p,)]
     specs = list({tuple(a.sharding.spec) for a in kept})
     return {"off": off((found.alpha, found.w), (truth.alpha, truth.w)), "specs": specs}
 
@@ -123,7 +123,7 @@ def batches_of_rows(mesh):
         run = lambda data: bilevel.search(problem, method, optimizer, *start, *data, **options)
         there, here = run((rows, rows)), run((alone, alone))
         ends = [(result.alpha, result.w) for result in (there, here)]
-        found[type(there.state.solver).__name__] = off(*ends)
+        found[type(there.state.solver_state).__name__] = off(*ends)
     return found
 
 

@@ -77,7 +77,7 @@ def test_an_adjoint_that_does_not_solve_its_system_is_reported(inverse):
 def test_a_failed_adjoint_is_no_warm_start():
     solver = bilevel.implicit(bilevel.solved(proximal_gradient))
     result, _ = run(LASSO, solver, optimizer=optax.sgd(1e-30))
-    assert float(optax.tree.norm(result.state.solver.adjoint)) == 0
+    assert float(optax.tree.norm(result.state.solver_state.adjoint)) == 0
 
 
 @pytest.mark.parametrize("wrap", [lambda s: s, bilevel.restarted], ids=["warm", "restarted"])
@@ -95,7 +95,7 @@ def test_the_report_holds_the_residual_of_the_adjoint(wrap):
     )[0]
     q = basis @ np.linalg.solve(basis.T @ hessian @ basis, basis.T @ force)
     expected = np.linalg.norm(hessian @ q - force) / np.linalg.norm(force)
-    report = report_of(result.state.solver)
+    report = report_of(result.state.solver_state)
     np.testing.assert_allclose(report.residual, expected, rtol=1e-3)
     assert bool(report.failed) == (expected > 0.5) and report.indefinite == 0
 

@@ -284,7 +284,7 @@ def first_order(method, steps):
     found = search(method, optax.sgd(0.0), steps=steps, history=())
     state = found.state
     turn = BatchIndices(jnp.asarray(steps), *(jnp.zeros(1, int),) * 2, *(jnp.zeros((), int),) * 3)
-    args = PROBLEM, state.alpha, state.w, state.solver, turn
+    args = PROBLEM, state.alpha, state.w, state.solver_state, turn
     return method.step(*args, *cut(None))[0]
 
 
@@ -331,10 +331,10 @@ def test_v_is_the_adjoint_and_the_direction_the_hypergradient():
     found = search(bilevel.saba(0.3), optax.sgd(0.0), steps=400, diagnostics=True)
     w, v, grad = solution(ALPHA)
     assert_close(found.w, w, f64=1e-8)
-    assert_close(found.state.solver.v, v, f64=1e-8)
+    assert_close(found.state.solver_state.v, v, f64=1e-8)
     exact = bilevel.hypergradient(PROBLEM, bilevel.implicit())(ALPHA, W, TRAIN, VALID)
     assert_close(exact.grad, grad, f64=1e-8)
-    direction = full_direction(PROBLEM, found.w, found.state.solver.v, ALPHA, *cut())
+    direction = full_direction(PROBLEM, found.w, found.state.solver_state.v, ALPHA, *cut())
     assert_close(direction, grad, f64=1e-8)
     assert found.info.converged
 
@@ -519,8 +519,8 @@ def test_a_nan_leaves_the_last_good_point():
     assert 2 < step < 60 and step % 4
     jax.tree.map(
         np.testing.assert_array_equal,
-        (result.alpha, result.w, result.state.solver.v),
-        (good.alpha, good.w, good.state.solver.v),
+        (result.alpha, result.w, result.state.solver_state.v),
+        (good.alpha, good.w, good.state.solver_state.v),
     )
     np.testing.assert_array_equal(result.history["alpha"][-1], good.alpha)
     np.testing.assert_array_equal(result.history["value"][-1], good.history["value"][-1])
@@ -549,7 +549,7 @@ def test_an_adjoint_that_is_not_finite_is_seen_at_once():
         bilevel.search(*args, steps=200, progress=False, history=())
     result = caught.value.result
     assert caught.value.quantity == "hypergradient" and result.alpha[0] <= 0
-    assert np.isfinite(result.state.solver.v).all()
+    assert np.isfinite(result.state.solver_state.v).all()
 
 
 def test_an_adjoint_that_runs_away_is_told():
@@ -584,7 +584,7 @@ def test_a_loss_that_is_not_kept_is_not_computed_and_not_watched():
 def test_the_estimate_at_the_end_is_near_the_truth():
     """Test 12. Truth: the closed form."""
     found = noisy(METHODS["saba"], steps=60, diagnostics=True)
-    direction = full_direction(PROBLEM, found.w, found.state.solver.v, found.alpha, *cut())
+    direction = full_direction(PROBLEM, found.w, found.state.solver_state.v, found.alpha, *cut())
     error = np.linalg.norm(direction - solution(found.alpha)[2])
     assert error > 1e-4
     assert error / 3 < found.info.error_estimate < 10 * error
@@ -626,7 +626,7 @@ def test_the_estimate_at_the_end_is_near_the_truth_for_a_logistic_regression():
     outer_slope = -valid[0].T @ (valid[1] / (1 + np.exp(valid[1] * (valid[0] @ w)))) / 1500
     exact = -penalty * w * np.linalg.solve(hessian, outer_slope)
     sides = (make_batched_data("", side, bilevel.partition(64)) for side in data)
-    direction = full_direction(problem, found.w, found.state.solver.v, found.alpha, *sides)
+    direction = full_direction(problem, found.w, found.state.solver_state.v, found.alpha, *sides)
     error = np.linalg.norm(direction - exact)
     assert error > 1e-3 * np.linalg.norm(exact)
     assert error / 3 < found.info.error_estimate < 10 * error

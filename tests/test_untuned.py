@@ -207,7 +207,7 @@ def test_the_adjoint_is_kept_where_few_rows_are_much_steeper(method, penalty, de
     )
     hessian = jax.hessian(lower)(found.w, found.alpha, train)
     slope = jax.grad(outer)(found.w, found.alpha, valid)
-    residual = hessian @ found.state.solver.v - slope
+    residual = hessian @ found.state.solver_state.v - slope
     assert np.linalg.norm(residual) < np.linalg.norm(slope)
 
 

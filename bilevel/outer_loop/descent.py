@@ -108,17 +108,17 @@ def noted_descent(
             """For each leaf of alpha, whether the optimizer moves it (not ``set_to_zero``)."""
             return leaves_moved(optimizer, state)
 
-        given = state.alpha, state.w, state.solver, train, valid
+        given = state.alpha, state.w, state.solver_state, train, valid
         hyper, solver_state = hypergradient(*given, wanted=wanted)
 
         def value_at(alpha):
-            w, _ = solve(alpha, state.w, state.solver, train)
+            w, _ = solve(alpha, state.w, state.solver_state, train)
             return losses.outer(w, alpha, valid)[0]
 
         # What line searches and step sizes by the loss ask for; others do not look.
         told = {"value": hyper.value, "grad": hyper.grad, "value_fn": value_at}
         updates, optimizer_state = optimizer.update(
-            hyper.grad, state.optimizer, state.alpha, **told
+            hyper.grad, state.optimizer_state, state.alpha, **told
         )
         metrics = {
             "value": hyper.value,
@@ -143,6 +143,6 @@ def leaves_moved(optimizer: optax.GradientTransformationExtraArgs, state: Descen
 
     def moved(g):
         told = {"value": jnp.zeros(()), "grad": g, "value_fn": lambda _: jnp.zeros(())}
-        return optimizer.update(g, state.optimizer, state.alpha, **told)[0]
+        return optimizer.update(g, state.optimizer_state, state.alpha, **told)[0]
 
     return outputs_reading(moved, state.alpha)

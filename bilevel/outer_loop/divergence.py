@@ -79,10 +79,10 @@ def check_divergence(
 ) -> tuple[DivergenceMonitor, DescentState, jax.Array]:
     """Look at the search after step ``number``, if a window of ``window`` steps ends there.
 
-    ``restart(solver, number)`` prepares a state of the solver that is put back to an earlier one.
+    ``restart(solver_state, number)`` prepares a solver state that is put back to an earlier one.
     ``number`` is the same in all copies under vmap, so that nothing is computed between windows.
     """
-    tables = _tables(state.solver)
+    tables = _tables(state.solver_state)
 
     def ended(watch, small, trouble):
         windows = (number + 1) // window
@@ -147,15 +147,15 @@ def _restore_good_state(
         return old if jnp.issubdtype(new.dtype, jnp.inexact) else new
 
     return good._replace(
-        solver=restart(good.solver, number),
-        optimizer=jax.tree.map(floats, good.optimizer, small.optimizer),
+        solver_state=restart(good.solver_state, number),
+        optimizer_state=jax.tree.map(floats, good.optimizer_state, small.optimizer_state),
         step=small.step,
     )
 
 
 def shortened(old: DescentState, new: DescentState, scale: jax.Array) -> DescentState:
     """Take ``scale`` times the step of alpha; where a geometry moved it, that has done so."""
-    landed = geometry.paths(new.optimizer)
+    landed = geometry.paths(new.optimizer_state)
 
     def part(path, before, after):
         if path in landed:
@@ -218,20 +218,20 @@ def _is_tables(x: Any) -> bool:
     return isinstance(x, Tables)
 
 
-def _tables(solver: Pytree) -> list:
-    return [x for x in jax.tree.leaves(solver, is_leaf=_is_tables) if _is_tables(x)]
+def _tables(solver_state: Pytree) -> list:
+    return [x for x in jax.tree.leaves(solver_state, is_leaf=_is_tables) if _is_tables(x)]
 
 
 def _remove_tables(state: DescentState) -> DescentState:
-    solver = jax.tree.map(
-        lambda x: Tables(()) if _is_tables(x) else x, state.solver, is_leaf=_is_tables
+    solver_state = jax.tree.map(
+        lambda x: Tables(()) if _is_tables(x) else x, state.solver_state, is_leaf=_is_tables
     )
-    return state._replace(solver=solver)
+    return state._replace(solver_state=solver_state)
 
 
 def _insert_tables(state: DescentState, tables: list) -> DescentState:
     left = iter(tables)
-    solver = jax.tree.map(
-        lambda x: next(left) if _is_tables(x) else x, state.solver, is_leaf=_is_tables
+    solver_state = jax.tree.map(
+        lambda x: next(left) if _is_tables(x) else x, state.solver_state, is_leaf=_is_tables
     )
-    return state._replace(solver=solver)
+    return state._replace(solver_state=solver_state)

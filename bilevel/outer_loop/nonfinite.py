@@ -41,7 +41,9 @@ def explain_nonfinite(state: Any, new: Any, quantity: str, single_loop: bool = F
             "smaller step_size of the solver may keep it in the numbers' range."
         )
     if quantity == "hypergradient" and not weights:
-        rules = ", ".join(sorted({type(x).__name__ for x in _optimizer_records(state.solver)}))
+        rules = ", ".join(
+            sorted({type(x).__name__ for x in _optimizer_records(state.solver_state)})
+        )
         of = (
             f"the lower solver ({rules}) or of a loss" if rules else "the lower solver or of a loss"
         )

@@ -204,7 +204,7 @@ def monitor_step(
     ``state`` is the one after the step. The first step has no change behind it: both are 0.
     """
     report, metrics = watch.report, dict(metrics)
-    adjoint = report_of(state.solver)
+    adjoint = report_of(state.solver_state)
     counts: dict[str, Any] = {"zero": metrics["grad_norm"] == 0}
     if isinstance(adjoint, AdjointReport):
         counts |= {

@@ -484,7 +484,7 @@ def _first_trouble(
     state: DescentState, losses: dict[str, jax.Array], grad_norm: jax.Array
 ) -> jax.Array:
     """0, or 1 + the index of a quantity that is not finite, or behind those of a geometry."""
-    moved = geometry.moved_on(state.optimizer, state.alpha)
+    moved = geometry.moved_on(state.optimizer_state, state.alpha)
     watched = (losses.get("lower"), state.w, losses.get("value"), grad_norm)
     alpha = ~nonfinite.is_tree_finite(state.alpha) & ~jnp.stack([jnp.zeros((), bool), *moved]).any()
     bad = jnp.stack([*(~nonfinite.is_tree_finite(x) for x in watched), alpha, *moved])
@@ -504,7 +504,7 @@ def _raise(setup: _Setup, trouble: int, carry: _Carry, data: Pytree) -> None:
         quantity, single_loop = _QUANTITIES[index], isinstance(setup.solver, SingleLoop)
         reason = nonfinite.explain_nonfinite(carry.state, new, quantity, single_loop)
         raise NonFiniteError(step, quantity, result, reason)
-    name = geometry.geometry_names(carry.state.optimizer)[index - len(_QUANTITIES)]
+    name = geometry.geometry_names(carry.state.optimizer_state)[index - len(_QUANTITIES)]
     raise MisplacedError(step, name, result)
 
 

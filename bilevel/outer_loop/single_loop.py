@@ -138,7 +138,7 @@ def single_loop_step(
     problem, _ = with_rules(problem, state.w, state.alpha, train.rows)
     turn = order.at(number, method.draws)
     direction, w, inner, metrics = method.step(
-        problem, state.alpha, state.w, state.solver, turn, train, valid
+        problem, state.alpha, state.w, state.solver_state, turn, train, valid
     )
     # By products of vectors: XLA's sums and comparisons of long ones take several times as long.
     size = tree_norm(direction)
@@ -147,7 +147,9 @@ def single_loop_step(
     told = {"value": metrics["value"], "grad": direction, "residual": metrics.get("noisy_residual")}
     told["memory"] = method.memory(train, valid)
     optimizer = gradient_transformation("optimizer", optimizer)
-    updates, optimizer_state = optimizer.update(direction, state.optimizer, state.alpha, **told)
+    updates, optimizer_state = optimizer.update(
+        direction, state.optimizer_state, state.alpha, **told
+    )
     alpha = geometry.check_last(optimizer_state, optax.apply_updates(state.alpha, updates))
     found = DescentState(alpha, w, inner, optimizer_state, state.step + 1)
     return found, metrics | {"grad_norm": size}
@@ -182,7 +184,7 @@ def info(problem: Problem, method: SingleLoop, state: DescentState, data: Data) 
     """How wrong the method's direction is at its last point, recomputed on all data."""
     assert method.adjoint is not None
     train, valid, _ = data
-    adjoint = method.adjoint(state.solver)
+    adjoint = method.adjoint(state.solver_state)
 
     def of(w, adjoint, alpha, train, valid):
         kept, _ = with_rules(problem, w, alpha, train.rows)

@@ -134,7 +134,7 @@ class BatchIndices(NamedTuple):
     valid: jax.Array  # [draws of valid], int
     next_train: jax.Array  # [], int: the next step's first
     next_valid: jax.Array  # [], int
-    coin: jax.Array  # [], uniform in [0, 1)
+    uniform: jax.Array  # [], drawn uniformly from [0, 1)
 
 
 class Tables(NamedTuple):

@@ -179,8 +179,8 @@ def test_an_epoch_takes_each_batch_once_and_longer_searches_begin_alike():
     assert len({tuple(e) for e in order.train[:30].reshape(6, 5).tolist()}) > 1
     longer = draw_batch_schedule(jax.random.key(0), (5, 3), 150, (2, 1))
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b[: len(a)]), order, longer)
-    coins = draw_batch_schedule(jax.random.key(0), (5, 3), 20_000, (1, 1)).coins
-    assert abs(np.mean(coins < 0.2) - 0.2) < 4 * np.sqrt(0.16 / 20_000)
+    uniforms = draw_batch_schedule(jax.random.key(0), (5, 3), 20_000, (1, 1)).uniforms
+    assert abs(np.mean(uniforms < 0.2) - 0.2) < 4 * np.sqrt(0.16 / 20_000)
 
 
 def test_every_order_of_a_few_batches_is_as_likely_and_very_many_are_shuffled_too():
@@ -203,7 +203,7 @@ def test_a_solution_is_a_fixed_point(name):
     order = order_of(60)
     exact = walk(method, order, 60, at=(alpha, w, v), begun=(alpha, w))[0]
     # The tables begin with another adjoint: the first epoch mends them; PAGE has to toss its coin.
-    last = exact[14:] if name == "saba" else exact[np.argmax(np.asarray(order.coins) < 0.1) :]
+    last = exact[14:] if name == "saba" else exact[np.argmax(np.asarray(order.uniforms) < 0.1) :]
     assert np.abs(last).max() < tolerance(1e-14, 1e-5)
     noise = walk(METHODS["soba"], order, 42, at=(alpha, w, v))[0][:42]
     assert np.abs(noise).max() > 0.01
@@ -269,7 +269,7 @@ def test_page_adds_differences_and_its_coin_takes_everything():
         total = total + single(points[k], i, j) - single(points[k - 1], i, j)
     assert_close(found[-1], total, f64=1e-12, f32=1e-4)
     tossed, visited = walk(bilevel.spaba(0.1, probability=0.4), order, 12, move=0.05)
-    taken = np.asarray(order.coins) < 0.4
+    taken = np.asarray(order.uniforms) < 0.4
     assert 0 < taken.sum() < 12
     for k in np.flatnonzero(taken):
         alpha, w, v = (x[k] for x in visited)

@@ -133,7 +133,7 @@ class BatchSchedule(NamedTuple):
 
     train: jax.Array  # [steps * draws + 1], int32
     valid: jax.Array  # [steps * draws + 1], int32
-    coins: jax.Array  # [steps]
+    uniforms: jax.Array  # [steps]
 
     def at(self, number: jax.Array, draws: tuple[int, int]) -> BatchIndices:
         """Which batches step ``number`` takes."""
@@ -145,7 +145,7 @@ class BatchSchedule(NamedTuple):
         train, next_train = those(self.train, draws[0])
         valid, next_valid = those(self.valid, draws[1])
         return BatchIndices(
-            number, train, valid, next_train, next_valid, _entry(self.coins, number)
+            number, train, valid, next_train, next_valid, _entry(self.uniforms, number)
         )
 
 
@@ -164,12 +164,12 @@ def draw_batch_schedule(
         return BatchSchedule(train, valid, jnp.zeros(steps))
     epochs = [-(-length // count) for length, count in zip(lengths, counts, strict=True)]
     drawn = (epochs[0] * counts[0], epochs[1] * counts[1], steps)
-    *bits, coins = _streams(key, drawn)
+    *bits, uniforms = _streams(key, drawn)
     train, valid = (
         _shuffled(x.reshape(-1, count)).ravel()[:length]
         for x, count, length in zip(bits, counts, lengths, strict=True)
     )
-    return BatchSchedule(train, valid, (coins >> 8).astype(float) / 2.0**24)
+    return BatchSchedule(train, valid, (uniforms >> 8).astype(float) / 2.0**24)
 
 
 _BLOCK = 256  # random numbers that one key gives

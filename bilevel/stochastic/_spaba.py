@@ -172,7 +172,7 @@ def spaba(step_size: Rate | None = None, *, probability: float | None = None) ->
         (lower_before, lower), below = train.at(turn.train[0], at_both_points(lower_oracle))
         (outer_before, outer), above = valid.at(turn.valid[0], at_both_points(outer_oracle))
         change = optax.tree.sub(directions(lower, outer), directions(lower_before, outer_before))
-        passing = (turn.coin < often(train, valid)) | state.stale
+        passing = (turn.uniform < often(train, valid)) | state.stale
 
         def exact():
             return everywhere(problem, point, train, valid)

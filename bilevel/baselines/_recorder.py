@@ -205,7 +205,7 @@ class Recorder:
             record = {name: np.asarray(x).tolist() for name, x in result._asdict().items()}
             return record | {"seconds": seconds}
 
-        return self._journal.once(f"solve {self._number}", timed)
+        return self._journal.cached(f"solve {self._number}", timed)
 
     def _append(self, row: _SolveRecord) -> None:
         # First without the oracle's word, which may take long: Ctrl-C loses no solve.
@@ -222,7 +222,7 @@ class Recorder:
             key = jax.random.fold_in(self._oracle_key, index)
             return {"test": self._evaluation(key, index, self.budget).test}
 
-        return self._journal.once(f"oracle {index}", train)["test"]
+        return self._journal.cached(f"oracle {index}", train)["test"]
 
     def _evaluation(self, key: jax.Array, index: int, resource: int) -> Evaluation:
         result = self._evaluate(key, self.configs[index], resource)

@@ -35,8 +35,8 @@ class Journal:
         self.head = head  # the first line
         self.waiting: list[bytes] = []
 
-    def once(self, name: str, compute: Callable[[], Record]) -> Record:
-        """The result of this name, computed and written down if it is not known."""
+    def cached(self, name: str, compute: Callable[[], Record]) -> Record:
+        """Return the record called ``name``; compute and write it if the journal has none."""
         if name not in self.records:
             record = compute()
             self.write({"name": name, **record})

@@ -322,7 +322,7 @@ def train_networks(
                 show(done + epoch, lambda: values)
 
             place = run.folder / "networks" / str(i)
-            scores.append(known.once(f"network {i}", lambda: _timed(train, row, place, shown)))  # noqa: B023
+            scores.append(known.cached(f"network {i}", lambda: _timed(train, row, place, shown)))  # noqa: B023
     return scores
 
 

@@ -6,8 +6,8 @@ paper's split is; every trial has its own configurations, the same for all metho
 random choices.
 
 1. Figure 1: validation accuracy of 32 configurations with shared weights against standalone ones.
-2. Figures 2 and 3: oracle test error of the incumbent against solver calls, and against seconds.
-   The oracle trains the incumbent for itself, with all features, outside the clock. Beside the
+2. Figures 2 and 3: retrained test error of the incumbent against solver calls, and against seconds.
+   The incumbent is trained again by itself, with all features, outside the clock. Beside the
    paper's methods exponentiated gradient, as its released code has it, at the learning rate that
    is best on configurations of their own (part "tuning"; with 4,096 features on all of CIFAR-10).
 3. The same ridge problems by scikit-learn, and Hyperband by Optuna (dependency group `peers`):
@@ -179,16 +179,16 @@ def searched(data, sizes, problem, key, name, trial, rate, **recording):
     return METHODS[name](own, configs, problem, sizes.dimension, progress=False, **options)
 
 
-def search(data, sizes, key, name, trial, rate, journal, oracle) -> dict:
-    """A row; ``oracle(trial, index, config)``: the test error of a configuration by itself."""
+def search(data, sizes, key, name, trial, rate, journal, retrained) -> dict:
+    """A row; ``retrained(trial, index, config)``: the test error of a configuration by itself."""
     problem = problem_of(data, sizes, key)  # anew: whoever projects or hashes pays for it
     recording = {"journal": journal, "resume": True} if journal else {}
-    trace = searched(data, sizes, problem, key, name, trial, rate, oracle=False, **recording)
+    trace = searched(data, sizes, problem, key, name, trial, rate, retrain_test=False, **recording)
     columns = "calls", "seconds", "resource", "valid"
     row = {column: np.asarray(getattr(trace, column)).tolist() for column in columns}
     # What the method itself trained with all features has its test error already.
     row["test"] = [
-        oracle(trial, i, trace.configs[i]) if i >= 0 and np.isnan(known) else known
+        retrained(trial, i, trace.configs[i]) if i >= 0 and np.isnan(known) else known
         for i, known in zip(trace.incumbent.tolist(), trace.test.tolist(), strict=True)
     ]
     print(f"  trial {trial}: {name:22s} {row['calls'][-1]:4d} solves {row['seconds'][-1]:7.2f} s "
@@ -201,7 +201,7 @@ def tuning(data, sizes, key, rate, draw) -> dict:
     fewer = min(sizes.dimension, TUNED.get(data, sizes.dimension))
     sizes = dataclasses.replace(sizes, dimension=fewer)
     problem, name = problem_of(data, sizes, key), "exponentiated gradient"
-    trace = searched(data, sizes, problem, key, name, 1000 + draw, rate, oracle=False)
+    trace = searched(data, sizes, problem, key, name, 1000 + draw, rate, retrain_test=False)
     best = trace.configs[trace.best]
     return {"valid": problem.evaluate(key, best, sizes.dimension).valid}
 
@@ -220,7 +220,7 @@ def warm_up(data, sizes, key) -> None:
 
     nothing = baselines.Selection(evaluate, share)
     for name in METHODS:
-        searched(data, sizes, nothing, key, name, -1, RATES[0], oracle=False)
+        searched(data, sizes, nothing, key, name, -1, RATES[0], retrain_test=False)
     problem, configs = problem_of(data, sizes, key), configs_of(data, key, sizes.configs)
     uniform = np.full(len(configs), 1 / len(configs))
     for kind, resource in sorted(asked):
@@ -428,9 +428,9 @@ def measured(data, sizes, key, path, rows) -> list[dict]:
         for draw in range(sizes.draws)
     ]
 
-    judge = problem_of(data, sizes, key)  # the oracle's own: what it hashes is nobody's
+    judge = problem_of(data, sizes, key)  # of its own: no method uses the rows that it hashes
 
-    def oracle(trial, index, config):
+    def retrained(trial, index, config):
         """Of a trial's configuration, whichever methods choose it."""
         identity = {"part": "oracle", "trial": trial, "index": index}
         row = once(identity, lambda: {"test": judge.evaluate(key, config, sizes.dimension).test})
@@ -438,7 +438,7 @@ def measured(data, sizes, key, path, rows) -> list[dict]:
 
     def one(name, trial):
         journal = path and path.with_name(f"{path.stem}_{name}_{trial}.journal")
-        return search(data, sizes, key, name, trial, tables.best_rate(rows), journal, oracle)
+        return search(data, sizes, key, name, trial, tables.best_rate(rows), journal, retrained)
 
     tasks += [
         ({"part": "search", "method": name, "trial": trial}, functools.partial(one, name, trial))

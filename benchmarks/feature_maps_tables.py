@@ -178,7 +178,7 @@ def report(rows) -> str:
 def picture(rows, path):
     with harness.picture(path, 1, 3, figsize=(16, 4.5)) as (figure, axes):
         draw(rows, axes)
-        about = "shared against standalone; oracle test error of the incumbent"
+        about = "shared against standalone; retrained test error of the incumbent"
         figure.suptitle(f"{rows[0]['data']}: {about}")
 
 

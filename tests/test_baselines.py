@@ -186,7 +186,7 @@ def test_the_incumbent_is_the_best_on_the_highest_resource_so_far(method):
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("n", [2, 5, 256])
 def test_ties_go_to_the_lower_index(method, n):
-    trace = method(KEY, range(n), exact_selection(np.full(n, 0.1)), 4, oracle=False)
+    trace = method(KEY, range(n), exact_selection(np.full(n, 0.1)), 4, retrain_test=False)
     at_the_top = trace.resource == trace.resource.max()
     finalists = [c for c, top in zip(trace.candidates, at_the_top, strict=True) if top]
     assert trace.best == min(np.concatenate(finalists))
@@ -203,7 +203,7 @@ def test_four_equal_errors_are_halved():
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_an_error_that_is_not_finite_never_ranks_first(method, bad):
     selection = exact_selection([bad, bad, 0.7, bad, 0.8])
-    trace = method(KEY, range(5), selection, 4, oracle=False)
+    trace = method(KEY, range(5), selection, 4, retrain_test=False)
     assert trace.best == 2
     seen = trace.incumbent >= 0
     assert np.isfinite(trace.valid[seen]).all() and np.isnan(trace.valid[~seen]).all()
@@ -214,7 +214,7 @@ def test_an_error_that_is_not_finite_never_ranks_first(method, bad):
 @pytest.mark.parametrize("method", METHODS)
 def test_errors_that_are_all_nan_are_reported_in_one_sentence(method):
     with pytest.raises(FloatingPointError, match=r"^\w+: expected .*, got .*\.$"):
-        method(KEY, range(5), exact_selection([math.nan] * 5), 4, oracle=False)
+        method(KEY, range(5), exact_selection([math.nan] * 5), 4, retrain_test=False)
 
 
 @pytest.mark.parametrize("method", SHARING)
@@ -222,7 +222,7 @@ def test_empty_cells_rank_last(method):
     """Configuration 0 would be the best, but no validation row was drawn for it."""
     selection = exact_selection([0.0, 0.3, 0.2, 0.4], counts=[0, 5, 5, 5])
     options = {"rounds": 1} if method is baselines.exponentiated_gradient else {}
-    trace = method(KEY, range(4), selection, 1, oracle=False, **options)
+    trace = method(KEY, range(4), selection, 1, retrain_test=False, **options)
     assert trace.best == 2
     assert math.isnan(trace.errors[0][0])
 
@@ -245,7 +245,7 @@ def test_all_cells_empty_is_reported_in_one_sentence(method):
 @pytest.mark.parametrize("method, calls", list(zip(METHODS, [1, 1, 3, 0, 0, 0], strict=True)))
 def test_one_configuration_is_the_best(method, calls):
     selection = exact_selection([0.5])
-    trace = method(KEY, [0], selection, 4, oracle=False)
+    trace = method(KEY, [0], selection, 4, retrain_test=False)
     assert trace.best == 0 and len(trace.calls) == calls and trace.stopped == ""
 
 
@@ -281,7 +281,7 @@ def test_exponentiated_gradient_follows_its_formula():
     for baseline in (False, True):
         selection, seen = captured_selection(errors, counts)
         trace = baselines.exponentiated_gradient(
-            KEY, range(4), selection, 1, rounds=4, rate=0.3, baseline=baseline, oracle=False
+            KEY, range(4), selection, 1, rounds=4, rate=0.3, baseline=baseline, retrain_test=False
         )
         theta, mean = np.full(4, 1 / 4), 0.0
         for t in range(4):
@@ -322,7 +322,7 @@ def test_the_gradient_estimate_is_unbiased():
 def test_exponentiated_gradient_survives_probabilities_that_underflow():
     selection = exact_selection(np.linspace(1, 2, 5), counts=[0, 10**6, 1, 1, 10**6])
     trace = baselines.exponentiated_gradient(
-        KEY, range(5), selection, 1, rounds=2, rate=100.0, oracle=False
+        KEY, range(5), selection, 1, rounds=2, rate=100.0, retrain_test=False
     )
     assert trace.best in range(1, 5)
 
@@ -343,10 +343,10 @@ def test_the_oracle_trains_each_incumbent_once_alone_and_in_full(method):
     trace = method(KEY, configs, Selection(evaluate, noisy.share), 9)
     np.testing.assert_allclose(trace.test, configs[trace.incumbent] + 100)
     solves = 0 if method in SHARING else len(trace.calls)
-    oracle = len(asked) - solves
-    assert oracle <= len(set(trace.incumbent))
+    retrained = len(asked) - solves
+    assert retrained <= len(set(trace.incumbent))
     if method is baselines.random_search:
-        assert oracle == 0  # every evaluation was at full budget already
+        assert retrained == 0  # every evaluation was at full budget already
     assert trace.calls.tolist() == list(range(1, len(trace.calls) + 1))
 
 
@@ -359,11 +359,11 @@ def test_without_the_oracle_nothing_is_trained_for_it(method):
         asked.append(resource)
         return noisy.evaluate(key, config, resource)
 
-    trace = method(KEY, [0.3, 0.2, 0.1], Selection(evaluate, noisy.share), 9, oracle=False)
+    trace = method(KEY, [0.3, 0.2, 0.1], Selection(evaluate, noisy.share), 9, retrain_test=False)
     assert len(asked) == (0 if method in SHARING else len(trace.calls))
 
 
-def test_seconds_are_those_of_the_solves_and_not_of_the_oracle(monkeypatch):
+def test_seconds_are_those_of_the_solves_and_not_of_the_retraining(monkeypatch):
     """Truth: a clock that moves by 1 s in a shared solve, by 100 s in a model trained alone."""
     now = [0.0]
     monkeypatch.setattr("time.perf_counter", lambda: now[0])

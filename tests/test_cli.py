@@ -402,7 +402,7 @@ def test_baseline_compares_all_methods_in_one_table(tmp_path, capsys, bars):
     for name, row in result["methods"].items():
         assert f"{name} " in printed
         assert 0 <= row["test"] <= 0.9
-    # Random search has tried every configuration; the others' oracle is the same evaluation.
+    # Random search has tried every configuration; the others' retraining is the same evaluation.
     tests = {row["best"]: row["test"] for row in result["methods"].values()}
     assert all(row["test"] == tests[row["best"]] for row in result["methods"].values())
     assert result["methods"]["random-search"]["calls"] == 6

@@ -36,7 +36,7 @@ def _method(method, extra, rng, dtype) -> Case:
     arguments |= {name: value for name, (_, value) in extra.items()}
 
     def call(key, configs, problem, budget, **options):
-        return method(key, configs, problem, budget, progress=False, oracle=False, **options)
+        return method(key, configs, problem, budget, progress=False, retrain_test=False, **options)
 
     def check(trace):
         # Noise-free: every method has to find the best; Hyperband, of those that it draws.
@@ -262,7 +262,7 @@ def traces(rng, dtype) -> Case:
     errors = rng.permutation(5) / 10 + 0.05
     evaluate = lambda key, c, resource: baselines.Evaluation(errors[c], errors[c])
     trace = baselines.random_search(
-        jax.random.key(0), list(range(5)), evaluate, 8, oracle=True, progress=False
+        jax.random.key(0), list(range(5)), evaluate, 8, retrain_test=True, progress=False
     )
     call = lambda methods, against: _plots().traces(methods, against)
     check = lambda ax: near("line", _lines(ax)[0], trace.test, 1e-12)

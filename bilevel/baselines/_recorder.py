@@ -1,4 +1,4 @@
-"""What every method needs around its solves: keys, clock, oracle, journal, progress, Ctrl-C."""
+"""What every method needs around its solves: keys, clock, test errors, journal, progress bar."""
 
 import math
 import os
@@ -21,9 +21,10 @@ from bilevel.runs.progress import progress_bar
 class RunOptions(TypedDict, total=False):
     """Keywords that every method takes besides its own."""
 
-    oracle: bool | None
-    """Whether to train every incumbent apart, at the full budget and off the clock, for its test
-    error. By default, if the problem is a Selection, whose evaluations then should have one."""
+    retrain_test: bool | None
+    """Whether to train every incumbent again by itself, at the full budget and off the clock, for
+    its test error. Default: True if the problem is a Selection; its evaluations then should have
+    test errors."""
 
     journal: str | os.PathLike[str] | None
     """A file that receives every solve, as a line of JSON with its checksum; one that exists is
@@ -53,7 +54,7 @@ class Recorder:
     """Runs a method's solves and writes its trace.
 
     Solve number ``n``, from 1, gets the key ``fold_in(key, n)``; ``fold_in(key, 0)`` is split into
-    those of the method's own draws and of the oracle.
+    keys of the method's own draws and of the retraining for test errors.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class Recorder:
         options: dict[str, Any],
         *,
         shares: bool = False,
-        oracle: bool | None = None,
+        retrain_test: bool | None = None,
         journal: Any = None,
         resume: bool = False,
         progress: bool | None = None,
@@ -86,8 +87,8 @@ class Recorder:
         if shares and self._share is None:
             raise ValueError("problem: expected a Selection with `share`, got one without.")
         self.method, self.key, self.options, self.budget = method, key, options, budget
-        self.draws, self._oracle_key = jax.random.split(jax.random.fold_in(key, 0))
-        self._oracle = selection if oracle is None else oracle
+        self.draws, self._retrain_key = jax.random.split(jax.random.fold_in(key, 0))
+        self._retrain_test = selection if retrain_test is None else retrain_test
         self._path, self._resume, self._progress = journal, resume, progress
         self._rows: list[_SolveRecord] = []
         self._tests: dict[int, float] = {}  # of models trained alone at the full budget
@@ -208,21 +209,21 @@ class Recorder:
         return self._journal.cached(f"solve {self._number}", timed)
 
     def _append(self, row: _SolveRecord) -> None:
-        # First without the oracle's word, which may take long: Ctrl-C loses no solve.
+        # First without the test error, whose training may take long: Ctrl-C loses no solve.
         self._rows.append(row)
         if row.incumbent >= 0:
             self._rows[-1] = row._replace(test=self._test(row.incumbent))
         self._show(len(self._rows), lambda: {"valid": row.valid})
 
     def _test(self, index: int) -> float:
-        if index in self._tests or not self._oracle:
+        if index in self._tests or not self._retrain_test:
             return self._tests.get(index, math.nan)
 
         def train():
-            key = jax.random.fold_in(self._oracle_key, index)
+            key = jax.random.fold_in(self._retrain_key, index)
             return {"test": self._evaluation(key, index, self.budget).test}
 
-        return self._journal.cached(f"oracle {index}", train)["test"]
+        return self._journal.cached(f"retrain {index}", train)["test"]
 
     def _evaluation(self, key: jax.Array, index: int, resource: int) -> Evaluation:
         result = self._evaluate(key, self.configs[index], resource)

@@ -35,7 +35,7 @@ def exponentiated_gradient(
     rounds: int = 5,
     rate: float = 5.0,
     baseline: bool = False,
-    **recording: Unpack[RunOptions],
+    **run_options: Unpack[RunOptions],
 ) -> Trace:
     """Exponentiated gradient on a distribution over configurations, one shared solve a step.
 
@@ -49,7 +49,7 @@ def exponentiated_gradient(
         Step size eta, positive.
     baseline : bool
         Whether ``b`` is the running mean of the past rounds' mean errors, for less variance, or 0.
-    **recording
+    **run_options
         As in :func:`bilevel.baselines.weight_sharing`.
 
     Returns
@@ -89,7 +89,7 @@ def exponentiated_gradient(
     """
     options = {"rounds": rounds, "rate": rate, "baseline": baseline}
     log = Recorder(
-        "exponentiated_gradient", key, configs, problem, budget, options, shares=True, **recording
+        "exponentiated_gradient", key, configs, problem, budget, options, shares=True, **run_options
     )
     rounds = integer("rounds", rounds, 1)
     check_in_range("rate", rate, 0, np.inf)

@@ -32,7 +32,7 @@ def successive_halving(
     *,
     eta: float = 2.0,
     minimum: int = 1,
-    **recording: Unpack[RunOptions],
+    **run_options: Unpack[RunOptions],
 ) -> Trace:
     """Train all configurations on a small resource, the better ``1/eta`` on ``eta`` times as much.
 
@@ -50,8 +50,8 @@ def successive_halving(
         Over 1.
     minimum : int
         Least resource.
-    **recording
-        ``oracle``, ``journal``, ``resume``, ``progress``: see
+    **run_options
+        ``retrain_test``, ``journal``, ``resume``, ``progress``: see
         :class:`bilevel.baselines.RunOptions`.
 
     Returns
@@ -78,7 +78,7 @@ def successive_halving(
     ``floor``. Cost: at most ``n eta / (eta - 1) + log n`` solves; each rung costs about the same.
     """
     options = {"eta": eta, "minimum": minimum}
-    log = Recorder("successive_halving", key, configs, problem, budget, options, **recording)
+    log = Recorder("successive_halving", key, configs, problem, budget, options, **run_options)
     levels = _levels(log.budget, minimum, eta)
     n = len(log.configs)
     last = min(levels, math.ceil(math.log(n) / math.log(eta) - 1e-9))
@@ -97,7 +97,7 @@ def hyperband(
     *,
     eta: float = 3.0,
     minimum: int = 1,
-    **recording: Unpack[RunOptions],
+    **run_options: Unpack[RunOptions],
 ) -> Trace:
     """Races of successive halving, from many short ones to few full ones.
 
@@ -117,8 +117,8 @@ def hyperband(
         Over 1.
     minimum : int
         r: least resource.
-    **recording
-        ``oracle``, ``journal``, ``resume``, ``progress``: see
+    **run_options
+        ``retrain_test``, ``journal``, ``resume``, ``progress``: see
         :class:`bilevel.baselines.RunOptions`.
 
     Returns
@@ -148,7 +148,7 @@ def hyperband(
     (1, array([1, 1, 1, 1, 3, 9, 3, 3, 3, 3, 9, 9, 9, 9]))
     """
     options = {"eta": eta, "minimum": minimum}
-    log = Recorder("hyperband", key, configs, problem, budget, options, **recording)
+    log = Recorder("hyperband", key, configs, problem, budget, options, **run_options)
     n, s_max = len(log.configs), _levels(log.budget, minimum, eta)
     brackets = [_bracket(n, s, s_max, log.budget, eta) for s in range(s_max, -1, -1)]
     with log.run(sum(size for rungs in brackets for size, _ in rungs)):

@@ -19,7 +19,7 @@ def random_search(
     budget: int,
     *,
     evaluations: int | None = None,
-    **recording: Unpack[RunOptions],
+    **run_options: Unpack[RunOptions],
 ) -> Trace:
     """Train configurations in a random order without replacement; keep the lowest error.
 
@@ -32,8 +32,8 @@ def random_search(
         Resource of every evaluation: feature dimension, steps, epochs.
     evaluations : int, optional
         How many to train; all by default.
-    **recording
-        ``oracle``, ``journal``, ``resume``, ``progress``: see
+    **run_options
+        ``retrain_test``, ``journal``, ``resume``, ``progress``: see
         :class:`bilevel.baselines.RunOptions`.
 
     Returns
@@ -58,7 +58,7 @@ def random_search(
     Reference: Bergstra & Bengio (2012). Cost: ``evaluations`` solves at ``budget``.
     """
     options = {"evaluations": evaluations}
-    log = Recorder("random_search", key, configs, problem, budget, options, **recording)
+    log = Recorder("random_search", key, configs, problem, budget, options, **run_options)
     n = len(log.configs)
     count = n if evaluations is None else integer("evaluations", evaluations, 1)
     if count > n:

@@ -8,8 +8,8 @@ import numpy as np
 class Trace(NamedTuple):
     """Record of a method's run: a row for each of its ``T`` solver calls.
 
-    ``test`` is the oracle's: of a model trained apart, on the incumbent alone and at the full
-    budget, whatever the method itself trained.
+    ``test`` is the test error of a model trained again by itself, on the incumbent alone and at the
+    full budget, whatever the method itself trained.
     """
 
     configs: tuple[Any, ...]
@@ -17,10 +17,10 @@ class Trace(NamedTuple):
     round: np.ndarray  # [T], int from 0
     resource: np.ndarray  # [T], int
     calls: np.ndarray  # [T], int: 1 ... T
-    seconds: np.ndarray  # [T], wall time of the solves so far, compilation included, oracle not
+    seconds: np.ndarray  # [T], wall time of the solves so far, compilation included, retraining not
     candidates: list[np.ndarray]  # T arrays [k], int: the configurations trained on
     errors: list[np.ndarray]  # T arrays [k]: their validation errors, NaN where there is none
     incumbent: np.ndarray  # [T], int: the best so far; -1 while no error is finite
     valid: np.ndarray  # [T], the incumbent's validation error, as the method saw it
-    test: np.ndarray  # [T], the incumbent's test error by the oracle; NaN where it was not asked
+    test: np.ndarray  # [T], the retrained incumbent's test error; NaN if it was not retrained
     stopped: str = ""  # "" when all was done, else why not

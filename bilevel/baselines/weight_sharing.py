@@ -32,7 +32,7 @@ def weight_sharing(
     configs: Sequence[Any],
     problem: Any,
     budget: int,
-    **recording: Unpack[RunOptions],
+    **run_options: Unpack[RunOptions],
 ) -> Trace:
     """Successive halving by weights that the configurations share: ``ceil(log2 |C|)`` solves.
 
@@ -46,8 +46,8 @@ def weight_sharing(
         configurations rank last.
     budget : int
         Resource of every solve: d, the feature dimension.
-    **recording
-        ``oracle``, ``journal``, ``resume``, ``progress``: see
+    **run_options
+        ``retrain_test``, ``journal``, ``resume``, ``progress``: see
         :class:`bilevel.baselines.RunOptions`.
 
     Returns
@@ -76,7 +76,7 @@ def weight_sharing(
 
     Reference: Khodak et al. (2020), Algorithm 1; the module says where it is mended.
     """
-    return _halve("weight_sharing", key, configs, problem, budget, 1.0, recording)
+    return _halve("weight_sharing", key, configs, problem, budget, 1.0, run_options)
 
 
 def fast_weight_sharing(
@@ -86,7 +86,7 @@ def fast_weight_sharing(
     budget: int,
     *,
     growth: float = math.sqrt(2),
-    **recording: Unpack[RunOptions],
+    **run_options: Unpack[RunOptions],
 ) -> Trace:
     """Weight sharing with a resource that grows from round to round.
 
@@ -100,7 +100,7 @@ def fast_weight_sharing(
         d: resource of the last solve.
     growth : float
         At least 1, which is :func:`weight_sharing`; finite.
-    **recording
+    **run_options
         As in :func:`weight_sharing`.
 
     Returns
@@ -129,12 +129,12 @@ def fast_weight_sharing(
     >>> trace.best, trace.resource
     (1, array([ 50,  71, 100]))
     """
-    return _halve("fast_weight_sharing", key, configs, problem, budget, growth, recording)
+    return _halve("fast_weight_sharing", key, configs, problem, budget, growth, run_options)
 
 
-def _halve(method, key, configs, problem, budget, growth, recording) -> Trace:
+def _halve(method, key, configs, problem, budget, growth, run_options) -> Trace:
     options = {"growth": growth}
-    log = Recorder(method, key, configs, problem, budget, options, shares=True, **recording)
+    log = Recorder(method, key, configs, problem, budget, options, shares=True, **run_options)
     if not 1 <= real_number("growth", growth) < math.inf:
         raise ValueError(f"growth: expected a finite number of at least 1, got {growth}.")
     survivors = np.arange(len(log.configs))

@@ -318,7 +318,7 @@ def traces(methods: dict[str, Any], against: str = "calls", ax: Any = None) -> A
         _banded(ax, grid, tests, step=True, label=name, **look)
     count = max(map(len, curves.values()))
     ax.set(xlabel=labels[against], xscale="log")
-    ax.set_ylabel("oracle test error" + _mean_label(count, "trials"))
+    ax.set_ylabel("test error, retrained" + _mean_label(count, "trials"))
     _log_percent(ax)
     ax.legend()
     return ax

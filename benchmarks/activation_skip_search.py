@@ -198,7 +198,9 @@ def search(sizes, name, order, run, folder) -> dict:
 
     def searched(moving):
         alpha = optimizer_of_alpha(space, TRAVEL / steps, moving)
-        plan = strategies.darts(space, weights=lower, alpha=alpha, batch_size=BATCH, order=order)
+        plan = strategies.darts(
+            space, weight_optimizer=lower, alpha_optimizer=alpha, batch_size=BATCH, order=order
+        )
         options = {"steps": steps, "key": key, "progress": False, "history": ()}
         if folder:  # what is killed goes on from there
             where = folder / f"{name}, {moving}, order {order}, run {run}"

@@ -131,8 +131,8 @@ def programs(sizes):
     """
     space = darts_space(sizes.operations, cells=sizes.cells, channels=sizes.channels)
     schedule = optax.cosine_decay_schedule(sizes.weight_rate, sizes.steps, alpha=0.04)
-    weights, rates = strategies.darts_sgd(schedule), {"alpha": sizes.alpha_rate}
-    plan = strategies.darts(space, weights=weights, **rates, batch_size=sizes.batch)
+    weights, rates = strategies.darts_sgd(schedule), {"alpha_optimizer": sizes.alpha_rate}
+    plan = strategies.darts(space, weight_optimizer=weights, **rates, batch_size=sizes.batch)
     init, step = bilevel.descent(plan.problem, plan.solver, plan.optimizer)
     colours = len(COLOURS[sizes.data][0])
     images = jax.ShapeDtypeStruct((1, sizes.side, sizes.side, colours), jnp.float32)

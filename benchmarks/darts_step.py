@@ -121,8 +121,8 @@ def bilevel_steps(sizes, order, path):
 
     plan = strategies.darts(
         space,
-        weights=optax.sgd(RATE, momentum=MOMENTUM),
-        alpha=bilevel.softmax(optax.adam(ALPHA_RATE, *BETAS)),
+        weight_optimizer=optax.sgd(RATE, momentum=MOMENTUM),
+        alpha_optimizer=bilevel.softmax(optax.adam(ALPHA_RATE, *BETAS)),
         batch_size=sizes.batch,
         order=order,
     )

@@ -78,7 +78,9 @@ def searcher(sizes, method):
 
     @jax.jit
     def run(rate, key, train, valid):
-        plan = METHODS[method](space, weights=sgd, alpha=rate, batch_size=sizes.batch)
+        plan = METHODS[method](
+            space, weight_optimizer=sgd, alpha_optimizer=rate, batch_size=sizes.batch
+        )
         init_key, search_key = jax.random.split(key)
         start = space.start(), space.init(init_key, train)
         options = {"steps": sizes.steps, "key": search_key, "progress": False}

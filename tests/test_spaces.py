@@ -110,19 +110,19 @@ def test_corners_and_architectures_are_the_same_thing(case):
 @pytest.mark.parametrize(
     "make",
     [
-        lambda space, **o: strategies.darts(space, alpha=0.3, **o),
-        lambda space, **o: strategies.darts(space, alpha=0.3, order=2, **o),
-        lambda space, **o: strategies.darts(space, alpha=0.3, order=2, radius=0.01, **o),
-        lambda space, **o: strategies.gaea(space, alpha=0.3, **o),
-        lambda space, **o: strategies.gaea(space, alpha=0.3, on_training_rows=True, **o),
-        lambda space, **o: strategies.joint(space, alpha=0.3, **o),
-        lambda space, **o: strategies.unrolled(space, alpha=0.3, steps=2, **o),
+        lambda space, **o: strategies.darts(space, alpha_optimizer=0.3, **o),
+        lambda space, **o: strategies.darts(space, alpha_optimizer=0.3, order=2, **o),
+        lambda space, **o: strategies.darts(space, alpha_optimizer=0.3, order=2, radius=0.01, **o),
+        lambda space, **o: strategies.gaea(space, alpha_optimizer=0.3, **o),
+        lambda space, **o: strategies.gaea(space, alpha_optimizer=0.3, on_training_rows=True, **o),
+        lambda space, **o: strategies.joint(space, alpha_optimizer=0.3, **o),
+        lambda space, **o: strategies.unrolled(space, alpha_optimizer=0.3, steps=2, **o),
         lambda space, **o: strategies.weight_sharing(space, **o),
     ],
 )
 def test_a_space_of_ones_own_is_searched_by_every_strategy(make):
     space, batch = SPACES["own"]()
-    plan = make(space, weights=optax.sgd(0.1, momentum=0.9), batch_size=3)
+    plan = make(space, weight_optimizer=optax.sgd(0.1, momentum=0.9), batch_size=3)
     w = space.init(KEY, batch)
     found = strategies.run(plan, space.start(), w, batch, batch, steps=3, key=KEY, progress=False)
     assert_close(found.alpha.sum(-1), np.ones(2), f32=1e-5)

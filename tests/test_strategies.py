@@ -19,8 +19,8 @@ SPACE = skip_space(["relu", "tanh"], depth=3, width=4, classes=2)
 ROWS = [(x, jnp.arange(12) % 2) for x in jax.random.normal(KEY, (2, 12, 3))]
 W0 = SPACE.init(jax.random.key(1), ROWS[0])
 RATE = 0.1
-SAME = {"weights": RATE, "batch_size": 12}
-WITH_ALPHA = SAME | {"alpha": 0.2}
+SAME = {"weight_optimizer": RATE, "batch_size": 12}
+WITH_ALPHA = SAME | {"alpha_optimizer": 0.2}
 
 
 def first_step(strategy, steps=1):
@@ -133,7 +133,7 @@ def test_weight_sharing_trains_architectures_drawn_anew_for_every_batch():
         return jnp.vdot(w, alpha["activations"]) + 0 * batch[0].sum()
 
     space = dataclasses.replace(SPACE, problem=bilevel.Problem(loss, loss))
-    plan = strategies.weight_sharing(space, weights=1.0, batch_size=12)
+    plan = strategies.weight_sharing(space, weight_optimizer=1.0, batch_size=12)
     w0 = jnp.zeros((2, 2))
     found = strategies.run(plan, SPACE.start(), w0, *ROWS, steps=steps, key=KEY, progress=False)
     counts = -np.asarray(found.w)
@@ -145,7 +145,9 @@ def test_weight_sharing_trains_architectures_drawn_anew_for_every_batch():
 @pytest.mark.long
 def test_the_finite_difference_is_near_the_exact_second_order_and_not_equal():
     exact, near = (
-        first_step(strategies.darts(SPACE, order=2, radius=r, alpha=optax.sgd(1.0), **SAME))
+        first_step(
+            strategies.darts(SPACE, order=2, radius=r, alpha_optimizer=optax.sgd(1.0), **SAME)
+        )
         for r in (None, 0.01)
     )
     gap = jax.tree.map(lambda a, b: jnp.abs(a - b).max(), exact.alpha, near.alpha)
@@ -157,7 +159,9 @@ def test_the_finite_difference_is_near_the_exact_second_order_and_not_equal():
 @pytest.mark.long
 def test_alpha_stays_on_its_sets_and_shared_weights_alone_leave_it():
     for make in (strategies.darts, strategies.gaea, strategies.joint, strategies.unrolled):
-        found = first_step(make(SPACE, weights=RATE, alpha=5.0, batch_size=12), steps=4)
+        found = first_step(
+            make(SPACE, weight_optimizer=RATE, alpha_optimizer=5.0, batch_size=12), steps=4
+        )
         mixtures, skips = found.alpha["activations"], found.alpha["skips"]
         assert_close(mixtures.sum(-1), np.ones(2), f32=1e-5)
         assert bool((mixtures >= 0).all() and (skips >= 0).all() and (skips <= 1).all())
@@ -190,7 +194,7 @@ def test_a_drawn_architecture_whose_loss_is_nan_is_not_the_best():
 
 def test_gaea_on_training_rows_moves_both_on_one_batch_and_joint_does_not():
     """At rates of 0 both losses are one function at one point."""
-    still = {"weights": 1e-30, "alpha": 1e-30, "batch_size": 3}
+    still = {"weight_optimizer": 1e-30, "alpha_optimizer": 1e-30, "batch_size": 3}
 
     def losses(plan):
         rows = ROWS[0], ROWS[1]
@@ -216,7 +220,7 @@ def test_strategies_on_training_rows_take_stateful_problems(make):
         return jnp.sum((w.params - alpha) ** 2) + 0 * batch.sum(), w.variables + 1
 
     problem = bilevel.Problem(loss, lambda *a: loss(*a)[0], stateful=True)
-    plan = make(problem, weights=0.1, alpha=0.1, batch_size=2)
+    plan = make(problem, weight_optimizer=0.1, alpha_optimizer=0.1, batch_size=2)
     start, rows = (jnp.full(2, 0.5), bilevel.Stateful(jnp.ones(2), jnp.zeros(()))), jnp.ones((4, 1))
     found = strategies.run(plan, *start, rows, rows, steps=3, key=KEY, progress=False)
     assert float(found.w.variables) == 3
@@ -250,7 +254,9 @@ def test_a_problem_is_searched_too_with_a_geometry_of_ones_own():
     start = jnp.array([0.5, 0.5]), jnp.zeros(2), jnp.zeros(4), jnp.zeros(4)
     own = optax.chain(optax.sgd(0.3), bilevel.project())
     for alpha in (0.3, own):
-        plan = strategies.darts(problem, weights=0.4, alpha=alpha, batch_size=2, order=2)
+        plan = strategies.darts(
+            problem, weight_optimizer=0.4, alpha_optimizer=alpha, batch_size=2, order=2
+        )
         found = strategies.run(plan, *start, **options)
         assert found.alpha[0] > 0.7 and abs(found.alpha.sum() - 1) < 1e-5
 
@@ -263,7 +269,9 @@ def test_a_problem_is_searched_too_with_a_geometry_of_ones_own():
         (lambda: strategies.unrolled(SPACE, steps=0, **WITH_ALPHA), "steps: expected at least 1"),
         (lambda: strategies.weight_sharing(SPACE.problem, **SAME), "space: expected a Space"),
         (
-            lambda: strategies.joint(SPACE, weights=0.1, alpha=0.1, batch_size=0),
+            lambda: strategies.joint(
+                SPACE, weight_optimizer=0.1, alpha_optimizer=0.1, batch_size=0
+            ),
             "batch_size: expected at least 1, got 0",
         ),
         (
@@ -294,7 +302,7 @@ def test_weight_sharing_takes_losses_with_more_than_the_loss(stateful):
     space, w = dataclasses.replace(SPACE, problem=problem), SPACE.init(KEY, ROWS[0])
 
     def run(space, w):
-        plan = strategies.weight_sharing(space, weights=RATE, batch_size=4)
+        plan = strategies.weight_sharing(space, weight_optimizer=RATE, batch_size=4)
         found = strategies.run(plan, SPACE.start(), w, *ROWS, steps=2, key=KEY, progress=False)
         rows = {"samples": 3, "batch_size": 12}
         return strategies.best_drawn(KEY, space, found.w, ROWS[1], **rows)

@@ -82,7 +82,11 @@ def a_step(rng, dtype) -> Case:
     loss = _space().problem.lower
 
     def made(rate, weight_rate, batch_size):
-        options = {"weights": weight_rate, "alpha": rate, "batch_size": batch_size}
+        options = {
+            "weight_optimizer": weight_rate,
+            "alpha_optimizer": rate,
+            "batch_size": batch_size,
+        }
         if which == "gaea":
             return strategies.gaea(_space(), **options)
         if which == "joint":
@@ -139,7 +143,7 @@ def shared(rng, dtype) -> Case:
     def call(w, x, y, samples, batch_size, copies):
         space = _space()
         weights = strategies.darts_sgd(0.1)
-        plan = strategies.weight_sharing(space, weights=weights, batch_size=batch_size)
+        plan = strategies.weight_sharing(space, weight_optimizer=weights, batch_size=batch_size)
         strategies.stack_strategies(plan, copies)
         sizes = {"samples": samples, "batch_size": batch_size}
         return strategies.best_drawn(KEY, space, w, (x, y), **sizes)

@@ -24,8 +24,8 @@ _NEVER_TRAINED = (
 def darts(
     space: Space | Problem,
     *,
-    weights: Optimizer | float,
-    alpha: Optimizer | Rate,
+    weight_optimizer: Optimizer | float,
+    alpha_optimizer: Optimizer | Rate,
     batch_size: int,
     order: int = 1,
     radius: float | None = None,
@@ -35,9 +35,9 @@ def darts(
     Parameters
     ----------
     space : Space, or Problem
-    weights : optax.GradientTransformation, or a rate of plain SGD
+    weight_optimizer : optax.GradientTransformation, or a rate of plain SGD
         :func:`darts_sgd` is the paper's for convolutional networks.
-    alpha : rate of the paper's Adam, or an optax.GradientTransformation of ``alpha``
+    alpha_optimizer : rate of the paper's Adam, or an optax.GradientTransformation of ``alpha``
         :func:`logits` has its other constants. With one of your own, :func:`on_sets` helps.
     batch_size : int
     order : {1, 2}
@@ -63,7 +63,7 @@ def darts(
     >>> space = skip_space(["relu", "tanh"], depth=3, width=4, classes=2)
     >>> data = jnp.eye(6), jnp.arange(6) % 2
     >>> w = space.init(jax.random.key(0), data)
-    >>> plan = darts(space, weights=0.1, alpha=0.1, batch_size=2)
+    >>> plan = darts(space, weight_optimizer=0.1, alpha_optimizer=0.1, batch_size=2)
     >>> key = jax.random.key(1)
     >>> found = run(plan, space.start(), w, data, data, steps=3, key=key, progress=False)
     >>> found.history["value"].shape, found.alpha["activations"].shape
@@ -73,12 +73,12 @@ def darts(
         raise ValueError(f"order: expected 1 or 2, got {order!r}.")
     if radius is not None and order == 1:
         raise ValueError(f"radius: expected None with order 1, got {radius}.")
-    strategy = _first_order(space, weights, _adam(space, alpha), batch_size)
+    strategy = _first_order(space, weight_optimizer, _adam(space, alpha_optimizer), batch_size)
     if order == 1:
         return strategy
     exactly = "" if radius is None else ", by a finite difference"
     return strategy._replace(
-        solver=one_step(weights, radius=radius),
+        solver=one_step(weight_optimizer, radius=radius),
         gradients=4,
         error=f"hypergradient through one step of the weights{exactly}{_NEVER_TRAINED}",
     )
@@ -87,8 +87,8 @@ def darts(
 def gaea(
     space: Space | Problem,
     *,
-    weights: Optimizer | float,
-    alpha: Optimizer | Rate,
+    weight_optimizer: Optimizer | float,
+    alpha_optimizer: Optimizer | Rate,
     batch_size: int,
     on_training_rows: bool = False,
 ) -> Strategy:
@@ -96,9 +96,9 @@ def gaea(
 
     Parameters
     ----------
-    space, weights
+    space, weight_optimizer
         As in :func:`darts`.
-    alpha : rate of exponentiated gradient, or an optax.GradientTransformation of ``alpha``
+    alpha_optimizer : rate of exponentiated gradient, or an optax.GradientTransformation
     batch_size : int
     on_training_rows : bool
         The paper's single-level version, on the batch of the weights' step.
@@ -116,12 +116,14 @@ def gaea(
     --------
     >>> from bilevel.strategies import darts_sgd
     >>> from bilevel.spaces.darts import darts_space
-    >>> plan = gaea(darts_space(cells=1), weights=darts_sgd(0.025), alpha=0.1, batch_size=32)
+    >>> weights = darts_sgd(0.025)
+    >>> space = darts_space(cells=1)
+    >>> plan = gaea(space, weight_optimizer=weights, alpha_optimizer=0.1, batch_size=32)
     >>> plan.gradients, plan.on_training_rows
     (2, False)
     """
-    optimizer = _optimizer_on_sets(space, alpha, exponentiated, optax.sgd)
-    strategy = _first_order(space, weights, optimizer, batch_size)
+    optimizer = _optimizer_on_sets(space, alpha_optimizer, exponentiated, optax.sgd)
+    strategy = _first_order(space, weight_optimizer, optimizer, batch_size)
     if not on_training_rows:
         return strategy
 
@@ -135,8 +137,8 @@ def gaea(
 def joint(
     space: Space | Problem,
     *,
-    weights: Optimizer | float,
-    alpha: Optimizer | Rate,
+    weight_optimizer: Optimizer | float,
+    alpha_optimizer: Optimizer | Rate,
     batch_size: int,
 ) -> Strategy:
     """Single-level training: weights and ``alpha`` descend the training loss together.
@@ -147,8 +149,8 @@ def joint(
     Parameters
     ----------
     space : Space, or Problem
-    weights : optax.GradientTransformation, or a rate of plain SGD
-    alpha : rate of the paper's Adam, or an optax.GradientTransformation of ``alpha``
+    weight_optimizer : optax.GradientTransformation, or a rate of plain SGD
+    alpha_optimizer : rate of the paper's Adam, or an optax.GradientTransformation of ``alpha``
     batch_size : int
 
     Returns
@@ -163,17 +165,20 @@ def joint(
     Examples
     --------
     >>> from bilevel.spaces.darts import darts_space
-    >>> joint(darts_space(cells=1), weights=0.1, alpha=0.1, batch_size=32).on_training_rows
+    >>> plan = joint(darts_space(cells=1), weight_optimizer=0.1, alpha_optimizer=0.1, batch_size=32)
+    >>> plan.on_training_rows
     True
     """
-    return _on_training_rows(_first_order(space, weights, _adam(space, alpha), batch_size))
+    return _on_training_rows(
+        _first_order(space, weight_optimizer, _adam(space, alpha_optimizer), batch_size)
+    )
 
 
 def unrolled(
     space: Space | Problem,
     *,
-    weights: Optimizer | float,
-    alpha: Optimizer | Rate,
+    weight_optimizer: Optimizer | float,
+    alpha_optimizer: Optimizer | Rate,
     batch_size: int,
     steps: int = 5,
 ) -> Strategy:
@@ -181,7 +186,7 @@ def unrolled(
 
     Parameters
     ----------
-    space, weights, alpha, batch_size
+    space, weight_optimizer, alpha_optimizer, batch_size
         As in :func:`darts`.
     steps : int
         Of the weights, between two of ``alpha``: a schedule of theirs counts them all.
@@ -198,19 +203,22 @@ def unrolled(
     Examples
     --------
     >>> from bilevel.spaces.darts import darts_space
-    >>> unrolled(darts_space(cells=1), weights=0.1, alpha=0.1, batch_size=32).gradients
+    >>> space = darts_space(cells=1)
+    >>> unrolled(space, weight_optimizer=0.1, alpha_optimizer=0.1, batch_size=32).gradients
     16
     """
     steps = integer("steps", steps, 1)
-    strategy = _first_order(space, weights, _adam(space, alpha), batch_size)
+    strategy = _first_order(space, weight_optimizer, _adam(space, alpha_optimizer), batch_size)
     return strategy._replace(
-        solver=unrolled_solver(weights, steps, backprop=steps),
+        solver=unrolled_solver(weight_optimizer, steps, backprop=steps),
         gradients=3 * steps + 1,
         error=f"hypergradient through {steps} steps of the weights{_NEVER_TRAINED}",
     )
 
 
-def weight_sharing(space: Space, *, weights: Optimizer | float, batch_size: int) -> Strategy:
+def weight_sharing(
+    space: Space, *, weight_optimizer: Optimizer | float, batch_size: int
+) -> Strategy:
     """Random search with weight sharing: every batch trains an architecture drawn for it.
 
     ``alpha`` stays where it starts; :func:`best_drawn` chooses among architectures at the end.
@@ -218,7 +226,7 @@ def weight_sharing(space: Space, *, weights: Optimizer | float, batch_size: int)
     Parameters
     ----------
     space : Space
-    weights, batch_size
+    weight_optimizer, batch_size
         As in :func:`darts`.
 
     Returns
@@ -233,7 +241,7 @@ def weight_sharing(space: Space, *, weights: Optimizer | float, batch_size: int)
     Examples
     --------
     >>> from bilevel.spaces.darts import darts_space
-    >>> weight_sharing(darts_space(cells=1), weights=0.1, batch_size=32).gradients
+    >>> weight_sharing(darts_space(cells=1), weight_optimizer=0.1, batch_size=32).gradients
     1
     """
     if not isinstance(space, Space):
@@ -252,7 +260,7 @@ def weight_sharing(space: Space, *, weights: Optimizer | float, batch_size: int)
         dataclasses.replace(
             space.problem, lower=of(space.problem.lower), outer=of(space.problem.outer)
         ),
-        unrolled_solver(weights, 1, backprop=0),
+        unrolled_solver(weight_optimizer, 1, backprop=0),
         optax.set_to_zero(),
         with_architecture,
         on_training_rows=False,
@@ -263,11 +271,14 @@ def weight_sharing(space: Space, *, weights: Optimizer | float, batch_size: int)
 
 
 def _first_order(
-    space: Space | Problem, weights: Optimizer | float, optimizer: Optimizer, batch_size: int
+    space: Space | Problem,
+    weight_optimizer: Optimizer | float,
+    optimizer: Optimizer,
+    batch_size: int,
 ) -> Strategy:
     return Strategy(
         space.problem if isinstance(space, Space) else space,
-        unrolled_solver(weights, 1, backprop=0),
+        unrolled_solver(weight_optimizer, 1, backprop=0),
         optimizer,
         minibatches(batch_size),
         on_training_rows=False,
@@ -276,21 +287,21 @@ def _first_order(
     )
 
 
-def _adam(space: Space | Problem, alpha: Optimizer | Rate) -> Optimizer:
-    return _optimizer_on_sets(space, alpha, logits, lambda rate: optax.adam(rate, b1=0.5))
+def _adam(space: Space | Problem, alpha_optimizer: Optimizer | Rate) -> Optimizer:
+    return _optimizer_on_sets(space, alpha_optimizer, logits, lambda rate: optax.adam(rate, b1=0.5))
 
 
 def _optimizer_on_sets(
     space: Space | Problem,
-    alpha: Optimizer | Rate,
+    alpha_optimizer: Optimizer | Rate,
     simplex: Callable[[Rate], Optimizer],
     other: Callable[[Rate], Optimizer],
 ) -> Optimizer:
-    """``alpha``, or where it is a rate, the strategy's own optimizers on the space's sets."""
-    if isinstance(alpha, optax.GradientTransformation):
-        return alpha
+    """``alpha_optimizer``; if it is a rate, the strategy's own optimizers on the space's sets."""
+    if isinstance(alpha_optimizer, optax.GradientTransformation):
+        return alpha_optimizer
     sets = space.sets if isinstance(space, Space) else "simplex"
-    return on_sets(sets, simplex=simplex(alpha), other=other(alpha))
+    return on_sets(sets, simplex=simplex(alpha_optimizer), other=other(alpha_optimizer))
 
 
 def _on_training_rows(strategy: Strategy) -> Strategy:

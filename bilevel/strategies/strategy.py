@@ -108,7 +108,8 @@ def stack_strategies(strategy: Strategy, copies: int) -> Strategy:
     >>> from bilevel.spaces.skips import skip_space
     >>> space = skip_space(["relu", "tanh"], depth=3, width=4, classes=2)
     >>> data = jnp.stack([jnp.eye(6)] * 2), jnp.stack([jnp.arange(6) % 2] * 2)
-    >>> plan = stack_strategies(darts(space, weights=0.1, alpha=0.1, batch_size=2), 2)
+    >>> one = darts(space, weight_optimizer=0.1, alpha_optimizer=0.1, batch_size=2)
+    >>> plan = stack_strategies(one, 2)
     >>> alpha = jax.tree.map(lambda a: jnp.stack([a] * 2), space.start())
     >>> w = jax.vmap(space.init)(jax.random.split(jax.random.key(0), 2), data)
     >>> found = run(plan, alpha, w, data, data, steps=1, key=jax.random.key(1), progress=False)

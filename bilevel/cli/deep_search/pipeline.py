@@ -54,7 +54,7 @@ class _Named(NamedTuple):
     inner: int = 1  # steps of the weights in each step of alpha
 
 
-def _weight_sharing_without_rate(space: Space, *, alpha: Any, **options: Any) -> Strategy:
+def _weight_sharing_without_rate(space: Space, *, alpha_optimizer: Any, **options: Any) -> Strategy:
     return strategies.weight_sharing(space, **options)
 
 
@@ -93,8 +93,13 @@ def search_of(config: DeepSearch, space: Space, sgd: SGD, rate: float) -> DeepSe
     """The search that the flags ask for; the weights' ``sgd`` has a cosine from ``rate`` to 0."""
     named = _STRATEGIES[config.strategy]
     schedule = optax.cosine_decay_schedule(rate, named.inner * config.steps)
-    alpha = config.alpha_rate or named.travel / config.steps
-    plan = named.make(space, weights=sgd(schedule), alpha=alpha, batch_size=config.batch_size)
+    alpha_rate = config.alpha_rate or named.travel / config.steps
+    plan = named.make(
+        space,
+        weight_optimizer=sgd(schedule),
+        alpha_optimizer=alpha_rate,
+        batch_size=config.batch_size,
+    )
     return DeepSearchPlan(plan, config.steps, config.batch_size, config.samples)
 
 

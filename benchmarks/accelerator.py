@@ -242,14 +242,14 @@ def operator(run: Run) -> Iterator[Measurement]:
         start = time.perf_counter()
         partial = jax.block_until_ready(ntk.partial_cholesky(K, rank, key=jax.random.key(2)))
         factor = time.perf_counter() - start
-        fit = ntk.iterative_regression(K, y, penalty=0.1, partial=partial)
+        fit = ntk.iterative_regression(K, y, penalty=0.1, preconditioner=partial)
         row = {"residual": float(fit.relative.max()), "passes": int(fit.steps)}
         row |= {"factor_s": factor, "seconds": time.perf_counter() - start, "n": n, "rank": rank}
         start, key = time.perf_counter(), jax.random.key(3)
-        left_out = ntk.leave_one_out_estimate(K, fit, key=key, partial=partial)
+        left_out = ntk.leave_one_out_estimate(K, fit, key=key, preconditioner=partial)
         row["largest_standard_error"] = float(left_out.standard_error.max())
         row["leave_one_out_s"], start = time.perf_counter() - start, time.perf_counter()
-        found = ntk.eigenvalue_interval(K, key=key, partial=partial, steps=passes, block=4)
+        found = ntk.eigenvalue_interval(K, key=key, preconditioner=partial, steps=passes, block=4)
         row |= {"lower": float(found.lower), "upper": float(found.upper)}
         row["eigenvalue_s"] = time.perf_counter() - start
         return row | {"peak_gb": (harness.device_peak() or 0) / 1e9}

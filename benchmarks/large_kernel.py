@@ -156,7 +156,7 @@ def measure(flags) -> harness.Row:
         K,
         y,
         penalty=flags.penalty,
-        partial=partial,
+        preconditioner=partial,
         tol=flags.tol,
         start=start,
         callback=kept.save,
@@ -205,7 +205,7 @@ def leave_one_out(flags, K, fit, partial, labels) -> harness.Row:
     if not flags.probes:
         return {}
     found = ntk.leave_one_out_estimate(
-        K, fit, key=jax.random.key(1), probes=flags.probes, partial=partial
+        K, fit, key=jax.random.key(1), probes=flags.probes, preconditioner=partial
     )
     y = np.eye(10)[labels] - 0.1
     wrong = (y - np.asarray(found.residuals)).argmax(1) != labels
@@ -224,7 +224,7 @@ def smallest(flags, K, partial) -> harness.Row:
     if not flags.eigenvalue:
         return {}
     found = ntk.eigenvalue_interval(
-        K, key=jax.random.key(2), partial=partial, steps=flags.eigenvalue
+        K, key=jax.random.key(2), preconditioner=partial, steps=flags.eigenvalue
     )
     return {"lower": float(found.lower), "upper": float(found.upper)}
 

@@ -251,7 +251,7 @@ def operators():
     key = jax.random.key(0)
     K = ntk.KernelOperator(lambda a, b: jnp.exp(-jnp.sum((a[:, None] - b[None]) ** 2, -1)), x)
     partial = ntk.partial_cholesky(K, 4, key=key)
-    fit = ntk.iterative_regression(K, y, penalty=0.1, partial=partial)
+    fit = ntk.iterative_regression(K, y, penalty=0.1, preconditioner=partial)
     interval = ntk.eigenvalue_interval(K, key=key, steps=4, block=2)
     return fit, interval, ntk.leave_one_out_estimate(K, fit, key=key, probes=2)
 

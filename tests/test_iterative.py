@@ -105,7 +105,9 @@ def test_the_preconditioner_is_inverted_and_sampled(n):
 def test_weights_are_the_solution(rank, dtype, tol):
     partial = rank and ntk.partial_cholesky(operator(dtype=dtype), rank, key=KEY)
     y = jnp.asarray(Y, dtype)
-    fit = ntk.iterative_regression(operator(dtype=dtype), y, penalty=0.1, partial=partial, tol=tol)
+    fit = ntk.iterative_regression(
+        operator(dtype=dtype), y, penalty=0.1, preconditioner=partial, tol=tol
+    )
     truth = solution(0.1)
     assert fit.weights.dtype == dtype
     np.testing.assert_allclose(fit.weights, truth, atol=50 * tol * np.abs(truth).max())
@@ -156,7 +158,7 @@ def test_the_bound_is_reached():
 def test_a_factor_saves_steps_and_so_do_several_columns():
     run = functools.partial(ntk.iterative_regression, operator(), penalty=0.01, tol=1e-8)
     many = np.random.default_rng(1).normal(size=(N, 10))
-    plain, helped = run(Y), run(Y, partial=factor(40))
+    plain, helped = run(Y), run(Y, preconditioner=factor(40))
     assert helped.steps < 0.7 * plain.steps
     assert run(many).steps < 0.7 * run(many[:, 0]).steps
 
@@ -167,7 +169,9 @@ def test_units_do_not_matter_in_float32(size, of_y):
     x, y = jnp.asarray(X[:40], np.float32), jnp.asarray(Y[:40], np.float32)
     K = ntk.KernelOperator(lambda a, b: size * laplace(a, b), x, tile=16)
     partial = ntk.partial_cholesky(K, 10, key=KEY)
-    fit = ntk.iterative_regression(K, of_y * y, penalty=0.1 * size, partial=partial, tol=1e-5)
+    fit = ntk.iterative_regression(
+        K, of_y * y, penalty=0.1 * size, preconditioner=partial, tol=1e-5
+    )
     truth = np.linalg.solve(dense()[:40, :40] + 0.1 * np.eye(40), Y[:40])
     np.testing.assert_allclose(fit.weights * size / of_y, truth, atol=1e-4)
 
@@ -186,7 +190,7 @@ def test_columns_that_depend_on_each_other_or_are_zero():
 def test_an_interrupted_fit_goes_on_to_the_same_bits():
     told = []
     run = functools.partial(
-        ntk.iterative_regression, operator(), Y, penalty=0.1, partial=factor(40), tol=1e-8
+        ntk.iterative_regression, operator(), Y, penalty=0.1, preconditioner=factor(40), tol=1e-8
     )
     whole = run(callback=told.append)
     kept = [np.asarray(x) for x in told[3]]
@@ -276,9 +280,11 @@ def left_out(penalty):
 @pytest.mark.parametrize("rank", [None, 60])
 def test_leave_one_out_residuals_are_off_by_their_standard_errors(rank):
     partial = rank and factor(rank)
-    run = functools.partial(ntk.iterative_regression, operator(), Y, penalty=0.1, partial=partial)
+    run = functools.partial(
+        ntk.iterative_regression, operator(), Y, penalty=0.1, preconditioner=partial
+    )
     found = ntk.leave_one_out_estimate(
-        operator(), run(tol=1e-10), key=KEY, probes=64, partial=partial, tol=1e-6
+        operator(), run(tol=1e-10), key=KEY, probes=64, preconditioner=partial, tol=1e-6
     )
     off = (found.residuals - left_out(0.1)) / found.standard_error
     # Of the 150 estimates; their errors have some signs in common.
@@ -294,7 +300,7 @@ def test_what_a_factor_explains_has_no_standard_error():
             ntk.iterative_regression(operator(), Y, penalty=0.1, tol=1e-10),
             key=KEY,
             probes=4,
-            partial=partial,
+            preconditioner=partial,
             tol=1e-9,
         )
         for partial in (None, factor(60), factor(N))
@@ -316,7 +322,7 @@ def test_the_interval_has_the_smallest_eigenvalue(rank, steps, dtype):
     truth = np.linalg.eigvalsh(dense())[0]
     for seed in range(3):
         found = ntk.eigenvalue_interval(
-            K, key=jax.random.key(seed), partial=partial, steps=steps, block=4
+            K, key=jax.random.key(seed), preconditioner=partial, steps=steps, block=4
         )
         assert 0 <= found.lower <= truth <= found.upper * (1 + 1e-4 * (dtype == np.float32))
         image = dense() @ np.asarray(found.vector, np.float64)
@@ -367,9 +373,13 @@ MISTAKES = {
     "penalty: expected": lambda: ntk.iterative_regression(operator(), Y, penalty=-1.0),
     "tol: expected": lambda: ntk.iterative_regression(operator(), Y, tol=0.0),
     "steps: expected": lambda: ntk.iterative_regression(operator(), Y, steps=0),
-    "partial: expected the result": lambda: ntk.iterative_regression(operator(), Y, partial=1),
-    "partial: expected 150 rows": lambda: ntk.iterative_regression(
-        operator(), Y, partial=ntk.PartialCholesky(jnp.ones((3, 1)), jnp.ones(3), jnp.array([0]))
+    "preconditioner: expected the result": lambda: ntk.iterative_regression(
+        operator(), Y, preconditioner=1
+    ),
+    "preconditioner: expected 150 rows": lambda: ntk.iterative_regression(
+        operator(),
+        Y,
+        preconditioner=ntk.PartialCholesky(jnp.ones((3, 1)), jnp.ones(3), jnp.array([0])),
     ),
     "start: expected": lambda: ntk.iterative_regression(operator(), Y, start=1),
     "callback: expected a function": lambda: ntk.iterative_regression(operator(), Y, callback=1),

@@ -29,7 +29,7 @@ operator = functools.partial(ntk.KernelOperator, laplace, tile=4)
 def regression(x, x2, y):
     K = operator(x)
     partial = ntk.partial_cholesky(K, 6, key=jax.random.key(0))
-    fit = ntk.iterative_regression(K, y, penalty=0.1, tol=1e-10, partial=partial)
+    fit = ntk.iterative_regression(K, y, penalty=0.1, tol=1e-10, preconditioner=partial)
     return fit.predict(K.at(x2))
 
 

@@ -131,8 +131,10 @@ def leave_one_out_estimate(rng, dtype) -> Case:
         # Of full rank: the signs have nothing left to say.
         K = ntk.KernelOperator(laplace, x, tile=4)
         partial = ntk.partial_cholesky(K, n, key=jax.random.key(0))
-        fit = ntk.iterative_regression(K, y, penalty=penalty, tol=tol, partial=partial)
-        return ntk.leave_one_out_estimate(K, fit, key=key, probes=probes, tol=tol, partial=partial)
+        fit = ntk.iterative_regression(K, y, penalty=penalty, tol=tol, preconditioner=partial)
+        return ntk.leave_one_out_estimate(
+            K, fit, key=key, probes=probes, tol=tol, preconditioner=partial
+        )
 
     def check(found):
         return near("residuals", found.residuals, truth, 1e3 * tol)

@@ -27,11 +27,17 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from ntk.internal.checks import describe, integer, nan_unless, prng_key, real_number
+from ntk.internal.checks import integer, nan_unless, prng_key, real_number
 from ntk.internal.compile_cache import program
-from ntk.large import preconditioner
 from ntk.large.kernel_operator import Operator
 from ntk.large.partial_cholesky import PartialCholesky, check_square_operator, semidefinite
+from ntk.large.preconditioner import (
+    check_preconditioner,
+    make_preconditioner,
+    preconditioner_product,
+    sample_with_covariance,
+    solve,
+)
 
 
 class EigenvalueInterval(NamedTuple):
@@ -47,7 +53,7 @@ def eigenvalue_interval(
     K: Operator,
     *,
     key: chex.PRNGKey,
-    partial: PartialCholesky | None = None,
+    preconditioner: PartialCholesky | None = None,
     steps: int = 50,
     block: int = 8,
     failure: float = 1e-3,
@@ -60,7 +66,7 @@ def eigenvalue_interval(
         Symmetric, positive semidefinite.
     key : PRNG key
         For the starts.
-    partial : PartialCholesky, optional
+    preconditioner : PartialCholesky, optional
         Of K; without it most kernels take far more steps.
     steps : int
         Passes over all pairs of inputs, at least 2; ``steps * block`` at most n.
@@ -107,16 +113,13 @@ def eigenvalue_interval(
         )
     if not 0 < real_number("failure", failure) < 1:
         raise ValueError(f"failure: expected a probability between 0 and 1, got {failure}.")
-    if partial is not None and not isinstance(partial, PartialCholesky):
-        raise ValueError(
-            f"partial: expected the result of partial_cholesky, got {describe(partial)}."
-        )
+    check_preconditioner(preconditioner, K.shape[0])
     missed = missed_part(K.shape[0], steps, block, float(failure) / 2)
 
-    def run(K, partial, key):
-        return _interval(K, partial, key, steps, block, missed)
+    def run(K, preconditioner, key):
+        return _interval(K, preconditioner, key, steps, block, missed)
 
-    interval = program(run, K, partial, key)(K, partial, key)
+    interval = program(run, K, preconditioner, key)(K, preconditioner, key)
     semidefinite(jnp.isfinite(interval.upper))
     return interval
 
@@ -133,15 +136,17 @@ def missed_part(n: int, steps: int, block: int, failure: float) -> float:
     return min(root**2, 1.0)
 
 
-def _interval(K, partial, key, steps, block, missed) -> EigenvalueInterval:
+def _interval(K, preconditioner, key, steps, block, missed) -> EigenvalueInterval:
     diagonal = K.diagonal()
-    factor = jnp.zeros((len(diagonal), 0), diagonal.dtype) if partial is None else partial.factor
-    level = jnp.mean(diagonal if partial is None else partial.residual_diagonal)
-    P = preconditioner.make_preconditioner(
-        factor, jnp.full_like(diagonal, level), jnp.max(diagonal)
+    factor = (
+        jnp.zeros((len(diagonal), 0), diagonal.dtype)
+        if preconditioner is None
+        else preconditioner.factor
     )
+    level = jnp.mean(diagonal if preconditioner is None else preconditioner.residual_diagonal)
+    P = make_preconditioner(factor, jnp.full_like(diagonal, level), jnp.max(diagonal))
     level = P.diagonal[0]
-    V, PV, T = _lanczos_basis(K, P, preconditioner.sample_with_covariance(P, key, block), steps)
+    V, PV, T = _lanczos_basis(K, P, sample_with_covariance(P, key, block), steps)
     # Vectors that were dropped are 0: their Ritz values come last.
     live = jnp.diagonal(_precise_product(V.T, PV)) > 0.5
     far = 2 * jnp.sum(jnp.abs(T)) + 1
@@ -186,14 +191,12 @@ def _lanczos_basis(K, P, start, steps):
             size = jnp.ones(b, v.dtype)
         image = (K @ v).astype(v.dtype)
         V = jax.lax.dynamic_update_slice(V, v, (0, j * b))
-        PV = jax.lax.dynamic_update_slice(
-            PV, preconditioner.preconditioner_product(P, v), (0, j * b)
-        )
+        PV = jax.lax.dynamic_update_slice(PV, preconditioner_product(P, v), (0, j * b))
         T = jax.lax.dynamic_update_slice(T, _precise_product(V.T, image), (0, j * b))
-        following = preconditioner.solve(P, image)
+        following = solve(P, image)
         return (V, PV, T, following, jnp.sqrt(jnp.sum(image * following, axis=0))), None
 
-    first = preconditioner.solve(P, start)
+    first = solve(P, start)
     none = jnp.zeros((steps * b, steps * b), start.dtype)
     carry = V, V, none, first, jnp.sqrt(jnp.sum(start * first, axis=0))
     (V, PV, T, *_), _ = jax.lax.scan(step, carry, jnp.arange(steps))
@@ -208,7 +211,7 @@ def _orthonormalize(P, v, size):
     """
     eps = jnp.finfo(v.dtype).eps
     v = v / jnp.where(size > 0, size, 1)[None]
-    gram = _precise_product(v.T, preconditioner.preconditioner_product(P, v))
+    gram = _precise_product(v.T, preconditioner_product(P, v))
     values, vectors = jnp.linalg.eigh((gram + gram.T) / 2)
     least = jnp.maximum((1000 * eps) ** 2, 10 * len(values) * eps * values[-1])
     significant = values > least

@@ -105,7 +105,7 @@ def iterative_regression(
     y: chex.Array,
     *,
     penalty: float = 0.0,
-    partial: PartialCholesky | None = None,
+    preconditioner: PartialCholesky | None = None,
     tol: float = 1e-4,
     steps: int = 1000,
     start: SolverState | None = None,
@@ -121,7 +121,7 @@ def iterative_regression(
         Targets.
     penalty : float
         Added to the diagonal: weight decay, or noise variance. There is no hidden jitter.
-    partial : PartialCholesky, optional
+    preconditioner : PartialCholesky, optional
         Of K, for the preconditioner; its diagonal alone by default. Each doubling of the rank
         saves a quarter of the steps or so, and costs memory, ``n rank`` numbers.
     tol : float
@@ -179,7 +179,7 @@ def iterative_regression(
     check_finite("y", y, "targets")
     ridge = checked_penalty(penalty, K.dtype)
     columns = without_explicit_axes(y.astype(common_dtype(y, K.dtype)).reshape(len(y), -1))
-    done = solve_block_cg(K, columns, ridge, partial, tol, steps, start, callback)
+    done = solve_block_cg(K, columns, ridge, preconditioner, tol, steps, start, callback)
     residual, relative = (r.reshape(y.shape[1:]) for r in (done.residual, done.relative))
     weights = done.solution.reshape(y.shape)
     fit = IterativeRegression(weights, residual, relative, done.steps, ridge)

@@ -16,7 +16,7 @@ from ntk.large import block_cg
 from ntk.large.block_cg import SolverState
 from ntk.large.kernel_operator import Operator
 from ntk.large.partial_cholesky import PartialCholesky
-from ntk.large.preconditioner import preconditioner
+from ntk.large.preconditioner import check_preconditioner, ridge_preconditioner
 
 
 class Solved(NamedTuple):
@@ -52,7 +52,7 @@ def solve_block_cg(
     K: Operator,
     B: jax.Array,
     penalty: jax.Array,
-    partial: PartialCholesky | None,
+    preconditioner: PartialCholesky | None,
     tol: float,
     steps: int,
     start: SolverState | None = None,
@@ -63,7 +63,7 @@ def solve_block_cg(
     Raises
     ------
     ValueError
-        For a partial factor, a tolerance, steps, a start or a callback that are none.
+        If an argument is not of the expected kind.
 
     Examples
     --------
@@ -74,10 +74,10 @@ def solve_block_cg(
     """
     positive("tol", tol)
     steps = integer("steps", steps, 1)
-    _check_solve_arguments(K, B, partial, start, callback)
+    _check_solve_arguments(K, B, preconditioner, start, callback)
 
-    def begin(K, partial, penalty, B):
-        P = preconditioner(partial, K.diagonal().astype(B.dtype), penalty)
+    def begin(K, preconditioner, penalty, B):
+        P = ridge_preconditioner(preconditioner, K.diagonal().astype(B.dtype), penalty)
         unit, scale = _normalize_columns(B)
         return P, unit, scale, block_cg.start_block_cg(P, unit)
 
@@ -93,9 +93,9 @@ def solve_block_cg(
             state,
         )
 
-    def whole_solve(K, partial, penalty, B):
+    def whole_solve(K, preconditioner, penalty, B):
         def solve(_, B):
-            P, unit, scale, state = begin(K, partial, penalty, B)
+            P, unit, scale, state = begin(K, preconditioner, penalty, B)
             solved = _unscale_solution(every(K, P, penalty, unit, state), scale)
             return solved.solution, solved
 
@@ -104,7 +104,7 @@ def solve_block_cg(
         )
         return solved._replace(solution=solution)
 
-    given = K, partial, penalty, B
+    given = K, preconditioner, penalty, B
     if callback is None and start is None:
         return program(whole_solve, *given)(*given)
     P, unit, scale, state = program(begin, *given)(*given)
@@ -137,14 +137,9 @@ def _unscale_solution(state: SolverState, scale) -> Solved:
     return Solved(solution, state.residual * scale, state.residual, state.steps)
 
 
-def _check_solve_arguments(K, B, partial, start, callback):
+def _check_solve_arguments(K, B, preconditioner, start, callback):
     n, q = B.shape
-    if partial is not None and not isinstance(partial, PartialCholesky):
-        raise ValueError(
-            f"partial: expected the result of partial_cholesky, got {describe(partial)}."
-        )
-    if partial is not None and len(partial.factor) != n:
-        raise ValueError(f"partial: expected {n} rows, as K has, got {len(partial.factor)}.")
+    check_preconditioner(preconditioner, n)
     if start is not None and not isinstance(start, SolverState):
         raise ValueError(f"start: expected a SolverState, got {describe(start)}.")
     if start is not None and jnp.shape(start.weights) != (n, q):

@@ -24,7 +24,7 @@ from ntk.large.iterative_regression import IterativeRegression
 from ntk.large.kernel_operator import Operator
 from ntk.large.kernel_solve import solve_block_cg
 from ntk.large.partial_cholesky import PartialCholesky, check_square_operator
-from ntk.large.preconditioner import inverse_diagonal, preconditioner, solve
+from ntk.large.preconditioner import inverse_diagonal, ridge_preconditioner, solve
 
 
 class LeaveOneOut(NamedTuple):
@@ -41,7 +41,7 @@ def leave_one_out_estimate(
     *,
     key: chex.PRNGKey,
     probes: int = 16,
-    partial: PartialCholesky | None = None,
+    preconditioner: PartialCholesky | None = None,
     tol: float = 1e-3,
     steps: int = 1000,
 ) -> LeaveOneOut:
@@ -58,7 +58,7 @@ def leave_one_out_estimate(
     probes : int
         Vectors of random signs, at least 2: the standard error is that of one over the root of
         their number.
-    partial : PartialCholesky, optional
+    preconditioner : PartialCholesky, optional
         Of K: what it explains has no standard error, and makes the solves shorter.
     tol : float
         Of the solves, relative.
@@ -101,11 +101,11 @@ def leave_one_out_estimate(
     probes = integer("probes", probes, 2)
     dtype = fit.weights.dtype
     signs = jax.random.rademacher(key, (n, probes), dtype)
-    done = solve_block_cg(K, signs, fit.penalty, partial, tol, steps)
+    done = solve_block_cg(K, signs, fit.penalty, preconditioner, tol, steps)
 
-    def estimate(K, partial, fit, signs, solution):
+    def estimate(K, preconditioner, fit, signs, solution):
         diagonal = K.diagonal().astype(dtype)
-        P = preconditioner(partial, diagonal, fit.penalty)
+        P = ridge_preconditioner(preconditioner, diagonal, fit.penalty)
         draws = signs * (solution - solve(P, signs))
         error = jnp.std(draws, axis=1, ddof=1) / probes**0.5
         inverse = inverse_diagonal(P) + jnp.mean(draws, axis=1)
@@ -114,6 +114,6 @@ def leave_one_out_estimate(
         residuals = fit.weights * over
         return residuals, jnp.abs(residuals * over) * error.reshape(over.shape)
 
-    given = K, partial, fit, signs, done.solution
+    given = K, preconditioner, fit, signs, done.solution
     residuals, error = program(estimate, *given)(*given)
     return LeaveOneOut(residuals, error, done.steps)

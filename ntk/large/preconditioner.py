@@ -12,6 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ntk.internal.checks import describe
 from ntk.large.partial_cholesky import PartialCholesky
 
 _ROWS = 4096  # of the factor that are scaled at a time
@@ -25,7 +26,25 @@ class Preconditioner(NamedTuple):
     root: jax.Array  # R [r, r], lower triangular
 
 
-def preconditioner(partial: PartialCholesky | None, diagonal, penalty) -> Preconditioner:
+def check_preconditioner(preconditioner: PartialCholesky | None, n: int) -> None:
+    """Raise if a caller's ``preconditioner`` is not that of a kernel with ``n`` rows.
+
+    Raises
+    ------
+    ValueError
+        If it is not a :class:`PartialCholesky`, or has another number of rows.
+    """
+    if preconditioner is None:
+        return
+    if not isinstance(preconditioner, PartialCholesky):
+        got = describe(preconditioner)
+        raise ValueError(f"preconditioner: expected the result of partial_cholesky, got {got}.")
+    if len(preconditioner.factor) != n:
+        rows = len(preconditioner.factor)
+        raise ValueError(f"preconditioner: expected {n} rows, as K has, got {rows}.")
+
+
+def ridge_preconditioner(partial: PartialCholesky | None, diagonal, penalty) -> Preconditioner:
     """For ``K + penalty I``; ``diagonal`` [n], K's, is for the case that there is no factor."""
     if partial is None:
         factor, residual = jnp.zeros((len(diagonal), 0), diagonal.dtype), diagonal

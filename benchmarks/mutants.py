@@ -41,6 +41,8 @@ TESTS = {
     "bilevel/hypergradients/curvature.py": "curvature estimate soft_directions",
     "bilevel/outer_loop/geometry.py": "geometry search",
     "bilevel/outer_loop/search.py": "search not_finite",
+    "bilevel/outer_loop/search_chunks.py": "search checkpoint not_finite",
+    "bilevel/outer_loop/search_program.py": "search not_finite",
     "bilevel/hypergradients/hypergradient.py": "hypergradient estimate not_finite",
     "bilevel/strategies/methods.py": "strategies",
     "bilevel/baselines/halving.py": "baselines feature_selection",

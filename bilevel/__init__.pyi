@@ -21,7 +21,8 @@ from .outer_loop.descent import descent
 from .outer_loop.geometry import exponentiate, project, softmax, tangent
 from .outer_loop.metrics_log import log
 from .outer_loop.report import SearchReport
-from .outer_loop.search import NonFiniteError, SearchResult, search
+from .outer_loop.search import search
+from .outer_loop.search_result import NonFiniteError, SearchResult
 from .outer_loop.stream import stream
 from .problem.problem import Problem, stack_problems
 from .runs import checkpoint

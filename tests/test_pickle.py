@@ -22,7 +22,7 @@ import bilevel
 import ntk
 from bilevel.cli.runtime import interrupts
 from bilevel.nets.layers import Conv
-from bilevel.outer_loop import search
+from bilevel.outer_loop import search_result
 from bilevel.runs import records
 from ntk import networks as nets
 
@@ -79,7 +79,7 @@ def searched():
 
 MADE = {
     bilevel.NonFiniteError: lambda kind: kind(3, "w", searched(), "the reason"),
-    search.MisplacedError: lambda kind: kind(3, "softmax", searched()),
+    search_result.MisplacedError: lambda kind: kind(3, "softmax", searched()),
     bilevel.LostProcessError: lambda kind: kind("process 1 of 2 ended"),
     records.DamagedError: lambda kind: kind("checkpoint: expected an undamaged step"),
     interrupts.Stopped: lambda kind: kind("interrupted; nothing is kept"),

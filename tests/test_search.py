@@ -17,7 +17,7 @@ import optax
 import pytest
 
 import bilevel
-from bilevel.outer_loop import search
+from bilevel.outer_loop import search, search_program
 from ntk.internal import compile_cache
 
 SIMPLEX = optax.chain(bilevel.tangent(), optax.adam(0.1), bilevel.exponentiate())
@@ -555,7 +555,7 @@ def exploding(quantity):
 
 @pytest.mark.long
 @pytest.mark.parametrize("step", [0, 3])
-@pytest.mark.parametrize("quantity", search._QUANTITIES)
+@pytest.mark.parametrize("quantity", search_program.QUANTITIES)
 def test_a_nan_stops_the_search_with_step_quantity_and_last_good_state(quantity, step, tmp_path):
     """With a checkpoint and a callback, and without; in chunks of one and of many steps."""
     problem, solver, update = exploding(quantity)

@@ -16,7 +16,7 @@ from helpers import assert_close, tolerance
 
 import bilevel
 from bilevel.contracts import BatchIndices
-from bilevel.outer_loop import search as _search
+from bilevel.outer_loop.search_program import SearchSetup
 from bilevel.stochastic import _steps as steps
 from bilevel.stochastic import draw_batch_schedule, full_direction, make_batched_data
 from bilevel.stochastic._oracles import (
@@ -344,7 +344,7 @@ def test_v_is_the_adjoint_and_the_direction_the_hypergradient():
 
 def compiled(method, steps, history=()):
     """The search's compiled chunk, as text."""
-    setup = _search._Setup(PROBLEM, method, optax.adam(0.1), PARTITION, False, 1)
+    setup = SearchSetup(PROBLEM, method, optax.adam(0.1), PARTITION, False, 1)
     data = setup.prepared((TRAIN, VALID, jax.random.key(0)), steps)
     carry, _ = setup.start(ALPHA, W, data, steps, history)
     return jax.jit(setup.advance, donate_argnums=0).lower(carry, data, 1).compile().as_text()
@@ -372,7 +372,7 @@ def test_a_step_takes_no_longer_where_there_are_more_batches():
     runs = []
     for count in (16, 256):
         rows = jnp.zeros((count, 1)), jnp.zeros((count, 1))
-        setup = _search._Setup(problem, bilevel.saba(0.1), optax.sgd(0.1), PARTITION, False, 1)
+        setup = SearchSetup(problem, bilevel.saba(0.1), optax.sgd(0.1), PARTITION, False, 1)
         setup = setup._replace(batches=bilevel.partition(1))
         data = setup.prepared((*rows, jax.random.key(0)), 3000)
         carry, _ = setup.start(jnp.zeros(1), jnp.zeros(4000), data, 3000, ())

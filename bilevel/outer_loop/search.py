@@ -4,112 +4,34 @@ Under a transformation it is one compiled loop, otherwise a host loop over compi
 with progress, checkpoints and Ctrl-C between chunks. Both run the same program.
 """
 
-import copyreg
 import dataclasses
-import functools
-import time
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import chex
 import jax
-import jax.numpy as jnp
-import numpy as np
 import optax
 
-from bilevel.contracts import DescentState, Joint, Keyed, LowerSolver, Pytree, SingleLoop, params_of
-from bilevel.hypergradients.error_estimate import Info
-from bilevel.internal.checks import concrete, gradient_transformation, integer
-from bilevel.internal.meshes import keep_sharding, on_mesh, replicate_like, with_automatic_axes
-from bilevel.internal.processes import (
-    all_or_none,
-    any_process,
-    broadcast_first,
-    is_first_process,
-    put_like,
-    report_lost_process,
-)
-from bilevel.internal.processes import to_numpy as whole_array
-from bilevel.outer_loop import divergence as _divergence
-from bilevel.outer_loop import geometry, nonfinite
-from bilevel.outer_loop import history as _search_history
-from bilevel.outer_loop import single_loop as _single_loop
-from bilevel.outer_loop.descent import descent, leaves_moved, noted_descent
-from bilevel.outer_loop.report import (
-    SearchReport,
-    StepMonitor,
-    has_schedule,
-    init_step_monitor,
-    monitor_step,
-    spent_share,
-)
+from bilevel.contracts import LowerSolver, Pytree, SingleLoop
+from bilevel.internal.checks import concrete, integer
+from bilevel.internal.meshes import on_mesh, replicate_like
+from bilevel.internal.processes import report_lost_process
+from bilevel.outer_loop import single_loop
 from bilevel.outer_loop.search_arguments import check_search_arguments
-from bilevel.outer_loop.stream import Feed, Stream, feeding, of_step
-from bilevel.problem.problem import Problem, at_variables
-from bilevel.runs.checkpoint import Saver, saving
-from bilevel.runs.fingerprint import check_same, fingerprint
-from bilevel.runs.interrupts import held_signals
-from bilevel.runs.progress import progress_bar
-from ntk.internal.compile_cache import fresh, program
+from bilevel.outer_loop.search_chunks import resumed_carry, run_chunks
+from bilevel.outer_loop.search_program import Carry, SearchSetup
+from bilevel.outer_loop.search_result import SearchResult
+from bilevel.outer_loop.search_warnings import result_messages
+from bilevel.outer_loop.stream import Stream, feeding
+from bilevel.problem.problem import Problem
+from bilevel.runs.checkpoint import saving
+from bilevel.runs.fingerprint import check_same
 
-_QUANTITIES = ("lower loss", "weights", "outer loss", "hypergradient", "alpha")  # causes first
-_SHOWN = "value", "lower"
-_CHUNK_SECONDS = 0.5  # between two updates of the progress bar, and two looks for Ctrl-C
 _TRACED = (
     "progress, checkpoint, callback and a stream: expected none of them under jit or vmap, got one."
 )
 _SAVE_SECONDS = 10.0  # between two checkpoints, or twenty times what writing one takes
-
-
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["alpha", "w", "history", "state", "info", "report", "step_scale"],
-    meta_fields=["stopped", "history_every"],
-)
-@dataclasses.dataclass(frozen=True)
-class SearchResult:
-    """Result of :func:`search`; a pytree, so that functions returning it can be compiled."""
-
-    alpha: Pytree
-    w: Pytree
-    history: dict[str, Any]  # name -> [rows, ...]; "alpha" as a pytree of those
-    state: DescentState
-    stopped: str  # "" when all steps were done and nobody interrupted them, else what ended it
-    report: SearchReport  # what went wrong in the steps, in numbers
-    info: Info | None = None  # of a single loop's last direction, with diagnostics
-    history_every: int = 1  # steps that a row of the history stands for
-    step_scale: jax.Array | float = 1.0  # alpha's last steps, by the optimizer's: less if shortened
-
-
-class NonFiniteError(FloatingPointError):
-    """A search met a NaN or an infinity: ``step``, ``quantity``, and ``result`` up to then."""
-
-    def __init__(self, step: int, quantity: str, result: SearchResult, reason: str = ""):
-        super().__init__(
-            f"{quantity}: expected finite values, got a NaN or an infinity at outer step {step}; "
-            "the state before it is in this exception's `result`." + f" {reason}".rstrip()
-        )
-        self.step, self.quantity, self.result = step, quantity, result
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _without_init(self)
-
-
-class MisplacedError(ValueError):
-    """Something moved alpha on after its geometry: at ``step``, with the ``result`` up to then."""
-
-    def __init__(self, step: int, name: str, result: SearchResult):
-        super().__init__(f"{geometry.MISPLACED.format(name)} It was seen at outer step {step}.")
-        self.step, self.result = step, result
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _without_init(self)
-
-
-def _without_init(error: Exception) -> tuple:
-    """Pickle and copy an error without its constructor, whose arguments are not its ``args``."""
-    return copyreg.__newobj__, (type(error), *error.args), error.__dict__  # type: ignore[attr-defined]
 
 
 def search(
@@ -244,7 +166,7 @@ def search(
     """
     arrays = alpha, w0, train, valid, key
     traced = not concrete(arrays)
-    setup = _Setup(problem, solver, optimizer, batches, diagnostics, history_every)
+    setup = SearchSetup(problem, solver, optimizer, batches, diagnostics, history_every)
     if not traced:
         options = steps, every, chunk, resume, history, checkpoint is None, callback is None
         _check_processes(setup, arrays, options)
@@ -258,7 +180,8 @@ def search(
     given = (train, valid, key)
     data = setup.prepared(given, steps)
     if traced:
-        carry, _ = setup.start(alpha, w0, data, steps, history)
+        carry, _, notes = setup.start(alpha, w0, data, steps, history)
+        _warn(notes)
         return _compiled(setup, carry, data, steps)
     with (
         report_lost_process("search"),
@@ -272,19 +195,22 @@ def search(
         on_mesh((alpha, w0, feed.first)),
     ):
         begin = alpha, w0, feed.first
-        carry, hidden = setup.start(*begin, steps, history)
+        carry, hidden, notes = setup.start(*begin, steps, history)
+        _warn(notes)
         if hidden and any(asked):
             raise ValueError(_TRACED)
         if hidden:
             return _compiled(setup, carry, data, steps)
-        given_before = carry.watch.report.messages()
-        carry = _resumed(setup, saver, replicate_like(carry, begin), steps)
-        found = _drive(setup, carry, feed, steps, saver, progress, callback, every, chunk)
-        _warn_about_result(setup, found, data, given_before)
-        return dataclasses.replace(found, info=setup.info(found.state, data))
+        start_messages = carry.watch.report.messages()
+        carry = resumed_carry(setup, saver, replicate_like(carry, begin), steps)
+        result = run_chunks(setup, carry, feed, steps, saver, progress, callback, every, chunk)
+        if isinstance(solver, SingleLoop):
+            single_loop.warn_if_lost(result.history)
+        _warn(result_messages(setup, result, data, start_messages))
+        return dataclasses.replace(result, info=setup.info(result.state, data))
 
 
-def _compiled(setup: "_Setup", carry: "_Carry", data: Pytree, steps: int) -> SearchResult:
+def _compiled(setup: SearchSetup, carry: Carry, data: Pytree, steps: int) -> SearchResult:
     """All steps at once, as a part of the caller's own program."""
     carry = setup.advance(carry, data, steps)
     state = carry.state
@@ -293,7 +219,7 @@ def _compiled(setup: "_Setup", carry: "_Carry", data: Pytree, steps: int) -> Sea
     return SearchResult(state.alpha, state.w, carry.history, state, "", report, info, every, scale)
 
 
-def _check_processes(setup: "_Setup", arrays: tuple, options: tuple) -> None:
+def _check_processes(setup: SearchSetup, arrays: tuple, options: tuple) -> None:
     """Refuse what other processes call with other values: they would not do the same steps."""
     named = dict(zip(("alpha", "w0", "train", "valid", "key"), arrays, strict=True))
     same = setup._replace(batches=None) if isinstance(setup.batches, Stream) else setup
@@ -306,353 +232,6 @@ def _check_processes(setup: "_Setup", arrays: tuple, options: tuple) -> None:
         )
 
 
-# ----------------------------------------------------------------------------- the compiled part
-
-
-class _Carry(NamedTuple):
-    state: DescentState
-    history: dict[str, Any]  # [rows, ...] each, filled up to state.step
-    last: dict[str, jax.Array]  # the last step's: losses for the progress bar, a part of its row
-    trouble: jax.Array  # [], int: 0, or 1 + the index of what was wrong: see _first_trouble
-    watch: StepMonitor  # the observations of the steps up to state.step
-    divergence: _divergence.DivergenceMonitor  # whether alpha diverges, and the state to return to
-
-
-class _Setup(NamedTuple):
-    """What a search is made of."""
-
-    problem: Problem
-    solver: Any  # LowerSolver or SingleLoop
-    optimizer: optax.GradientTransformation
-    batches: Callable | Stream | None
-    diagnostics: bool
-    history_every: int
-
-    def prepared(self, data, steps) -> Pytree:
-        """``(train, valid, key)`` as the steps take it."""
-        if isinstance(self.solver, SingleLoop):
-            return _single_loop.prepared(self.solver, self.batches, data, steps)
-        return data
-
-    def start(self, alpha, w0, data, steps, names) -> tuple[_Carry, bool]:
-        """The first carry; whether a step closes over traced values, if the arguments are not."""
-        if isinstance(self.solver, SingleLoop):
-            state = _single_loop.init_single_loop(*self[:3], alpha, w0, data)
-        else:
-            state = descent(*self[:3])[0](alpha, w0)
-        # Copies: the loop's carry is donated, while the caller keeps the arrays, and a state may
-        # hold the same one twice. With dtypes that are not weak, as a step returns them: else the
-        # second chunk would be compiled anew.
-        state = jax.tree.map(lambda x: jnp.array(x, jnp.result_type(x), copy=True), state)
-        notes: list[str] = []
-        noted = functools.partial(self.step, note=notes.append)
-        trace = jax.make_jaxpr(fresh(noted), return_shape=True)
-        closed, (after, metrics) = trace(state, state.step, data)
-        spent = self.spent(alpha, w0, steps)
-        watch = init_step_monitor(metrics, spent)
-        _, metrics = jax.eval_shape(monitor_step, watch, after, metrics)
-        row = _search_history.select_metrics(
-            names, metrics | {"alpha": state.alpha}, self.rows(steps)
-        )
-        history = _search_history.empty_history(row, self.rows(steps))
-        shown = {*_SHOWN}
-        if isinstance(self.solver, SingleLoop) and names is not None:
-            shown &= {*names}  # else no step computes them
-        kept = shown if self.history_every == 1 else (shown | {*row}) - {"alpha"}
-        last = jax.tree.map(_search_history.missing_value, {k: metrics[k] for k in sorted(kept)})
-        divergence = _divergence.init_divergence_monitor(state)
-        carry = _Carry(state, history, last, jnp.zeros((), int), watch, divergence)
-        hidden = not concrete((carry, closed.consts))
-        if not hidden:
-            notes += watch.report.messages()
-        _warned(dict.fromkeys(notes))
-        return carry, hidden
-
-    def spent(self, alpha, w0, steps) -> jax.Array | None:
-        """How much of the search the inner optimizer's schedule leaves without steps."""
-        if not has_schedule(self.solver, alpha, w0):
-            return None
-
-        def share(alpha, w0):
-            return spent_share(self.solver.inner, alpha, w0, steps)
-
-        run = jax.jit(fresh(lambda *args: with_automatic_axes(share, args, lambda: None)))
-        return run(alpha, w0)
-
-    def rows(self, steps: int) -> int:
-        """How many the history of ``steps`` steps has."""
-        return _search_history.history_length(steps, self.history_every)
-
-    def fingerprint(self, alpha, w0, data, names) -> dict[str, str]:
-        """What a checkpoint has to have been made from, to be resumed."""
-        history = "all" if names is None else ", ".join(sorted(names))
-        parts = self._asdict() | dict(zip(("train", "valid", "key"), data, strict=True))
-        parts |= {"alpha": alpha, "w0": w0, "history": history}
-        if not isinstance(self.batches, Stream):
-            return fingerprint(parts)
-        return fingerprint(parts | {"batches": "a stream"}) | self.batches.fingerprint()
-
-    def step(self, state, number, data, scale=None, note=lambda message: None):
-        """Step ``number``, which is that of the state, but the same in all copies under vmap.
-
-        ``alpha`` takes ``scale`` times the optimizer's step.
-        """
-        step = functools.partial(self._step, note=note)
-        return with_automatic_axes(step, (state, number, data, scale), lambda: (state, None))
-
-    def _step(self, state, number, data, scale, note):
-        if scale is None:
-            return self._taken(state, number, data, note)
-        optimizer = _divergence.shortening(self.optimizer, scale)
-        new, metrics = self._replace(optimizer=optimizer)._taken(state, number, data, note)
-        return _divergence.shortened(state, new, scale), metrics
-
-    def _taken(self, state, number, data, note):
-        if isinstance(self.solver, SingleLoop):
-            return _single_loop.single_loop_step(*self[:3], state, number, data)
-        train, valid, key = of_step(data, state.step)
-        _, step = noted_descent(*self[:3], self.diagnostics, note)
-        draw = None if isinstance(self.batches, Stream) else self.batches
-        inside = self.solver.batches is not None
-        if draw is not None or inside:
-            below, above = jax.random.split(jax.random.fold_in(key, state.step))
-        if isinstance(draw, Joint):
-            train, valid = draw(above if inside else below, train, valid)
-        elif draw is not None:
-            train, valid = train if inside else draw(below, train), draw(above, valid)
-        state, metrics = step(state, (Keyed(below, train) if inside else train, valid))
-        if self.batches is not None:  # values of two batches do not differ by what alpha did
-            metrics.pop("predicted", None)
-        return state, metrics
-
-    def advance(self, carry: _Carry, data, count) -> _Carry:
-        """``count`` steps; those after a quantity stopped being finite change nothing."""
-
-        def body(begun, data, i, carry):
-            old, history, last, trouble, watch, divergence = carry
-            number = begun + i
-            new, metrics = self.step(old, number, data, divergence.scale)
-            seen, metrics = monitor_step(watch, new, metrics)
-            losses = {k: metrics[k] for k in _SHOWN if k in last}
-            found = _first_trouble(new, losses, metrics["grad_norm"])
-            trouble = jnp.where(trouble == 0, found, trouble)
-            good = trouble == 0
-            history = _search_history.write_row(
-                history,
-                metrics | {"alpha": new.alpha},
-                last | {"alpha": old.alpha},
-                number,
-                old.step,
-                good,
-                self.history_every,
-            )
-            shown = {k: metrics[k] for k in last}
-            before = old, last, watch
-            state, last, watch = _single_loop.either(good, (new, shown, seen), before)
-            divergence = _divergence.observed(
-                divergence, metrics["grad_norm"], metrics["value"], good
-            )
-            single = isinstance(self.solver, SingleLoop)
-            restart = functools.partial(self.restart, data)
-            divergence, state, trouble = _divergence.check_divergence(
-                *(divergence, state, number, trouble, restart),
-                _divergence.NOISY if single else _divergence.EXACT,
-            )
-            return _Carry(state, history, last, trouble, watch, divergence)
-
-        def loop(carry, data, count):
-            return jax.lax.fori_loop(
-                0, count, functools.partial(body, carry.state.step, data), carry
-            )
-
-        return with_automatic_axes(loop, (carry, data, count), lambda: carry)
-
-    def restart(self, data, state, number):
-        """A single loop's state, put back to an earlier one."""
-        if not isinstance(self.solver, SingleLoop):
-            return state
-        return self.solver.restart(state, number, *data[:2])
-
-    def info(self, state: DescentState, data: Pytree) -> Info | None:
-        """What is known of a single loop's direction at the end."""
-        if not (self.diagnostics and isinstance(self.solver, SingleLoop)):
-            return None
-        return _single_loop.info(self.problem, self.solver, state, data)
-
-
-def _first_trouble(
-    state: DescentState, losses: dict[str, jax.Array], grad_norm: jax.Array
-) -> jax.Array:
-    """0, or 1 + the index of a quantity that is not finite, or behind those of a geometry."""
-    moved = geometry.moved_on(state.optimizer_state, state.alpha)
-    watched = (losses.get("lower"), state.w, losses.get("value"), grad_norm)
-    alpha = ~nonfinite.is_tree_finite(state.alpha) & ~jnp.stack([jnp.zeros((), bool), *moved]).any()
-    bad = jnp.stack([*(~nonfinite.is_tree_finite(x) for x in watched), alpha, *moved])
-    return jnp.where(bad.any(), 1 + jnp.argmax(bad), 0).astype(int)
-
-
-def _raise(setup: _Setup, trouble: int, carry: _Carry, data: Pytree) -> None:
-    """What :func:`_first_trouble` found, as an exception; the step is taken once more to see it."""
-    index, step, result = (
-        trouble - 1,
-        int(carry.state.step),
-        _make_result(setup, carry, "not finite"),
-    )
-    if index < len(_QUANTITIES):
-        args = carry.state, carry.state.step, data, carry.divergence.scale
-        new, _ = jax.jit(fresh(setup.step))(*args)
-        quantity, single_loop = _QUANTITIES[index], isinstance(setup.solver, SingleLoop)
-        reason = nonfinite.explain_nonfinite(carry.state, new, quantity, single_loop)
-        raise NonFiniteError(step, quantity, result, reason)
-    name = geometry.geometry_names(carry.state.optimizer_state)[index - len(_QUANTITIES)]
-    raise MisplacedError(step, name, result)
-
-
-# ----------------------------------------------------------------------------- the host's part
-
-
-def _drive(
-    setup, carry, feed: Feed, steps, saver, progress, callback, every, chunk
-) -> SearchResult:
-    """Chunks of steps until all are done, with what the host does in between."""
-    done, count, stopped = int(carry.state.step), chunk or 1, ""
-    advance = program(keep_sharding(setup.advance, carry), carry, feed.first, 1, donate=(0,))
-    text = "outer {task.fields[value]:.4g}  lower {task.fields[lower]:.4g}"
-    with (
-        held_signals(terminations=saver.directory is not None) as came,
-        progress_bar(
-            progress if is_first_process() else False, "search", steps, text, _SHOWN
-        ) as show,
-    ):
-        while done < steps:
-            began = time.perf_counter()
-            left = steps - done if every is None else min(steps - done, every - done % every)
-            data, running = feed(done, broadcast_first(min(count, left)))
-            if not running:
-                stopped = f"the batches ended after step {done}"
-                saver.save(done, functools.partial(_checkpoint_contents, setup, carry), last=True)
-                break
-            carry = jax.block_until_ready(advance(carry, data, running))
-            seconds = time.perf_counter() - began
-            ran, done = int(carry.state.step) - done, int(carry.state.step)
-            trouble = int(carry.trouble)
-            kept = functools.partial(_checkpoint_contents, setup, carry)
-            if done > 0:  # before that there is nothing to go on from
-                saver.save(done, kept, last=bool(trouble) or done == steps)
-            if trouble == _divergence.GAVE_UP:
-                stopped = f"alpha diverged after step {done}, with shorter steps too"
-                break
-            if trouble:
-                _raise(setup, trouble, carry, data)
-            show(done, functools.partial(_displayed_losses, carry.last))
-            interrupt = came()
-            due = done == steps or (not interrupt and (every is None or done % every == 0))
-            if callback is not None and due and _ended(callback, _make_result(setup, carry, "")):
-                stopped = f"ended by the callback after step {done}"
-            if interrupt:
-                stopped = f"{interrupt} after step {done}"
-            if stopped:
-                saver.save(done, kept, last=True)
-                break
-            # The first chunk's time is the compiler's; later ones double at most.
-            if chunk is None:
-                count = max(1, min(2 * ran, int(ran * _CHUNK_SECONDS / max(seconds, 1e-6))))
-    return _make_result(setup, carry, stopped)
-
-
-def _warn_about_result(
-    setup: _Setup, result: SearchResult, data: Pytree, given: Sequence[str]
-) -> None:
-    """Warn once of all that went wrong, except for the messages ``given`` at the start."""
-    if isinstance(setup.solver, SingleLoop):
-        _single_loop.warn_if_lost(result.history)
-    report = result.report
-    if report.zero.last and _at_minimum(setup, result, data):
-        report = report._replace(zero=jax.tree.map(jnp.zeros_like, report.zero))
-    diverged = _divergence.messages(result.step_scale)
-    if diverged:  # after a return to an earlier state, changes of the loss were not predicted
-        report = report._replace(compared=jnp.zeros_like(report.compared))
-    _warned([m for m in (*diverged, *report.messages()) if m not in given])
-
-
-def _at_minimum(setup: _Setup, result: SearchResult, data: Pytree) -> bool:
-    """Whether a gradient of 0 is right at the end: the outer loss is stationary in ``w`` there.
-
-    A single loop's direction may be 0 at a solution. An alpha that is held needs no gradient.
-    """
-    optimizer = gradient_transformation("optimizer", setup.optimizer)
-    if isinstance(setup.solver, SingleLoop) or not any(leaves_moved(optimizer, result.state)):
-        return True
-    if setup.batches is not None or result.report.zero.last == result.report.steps:
-        return False  # one that was 0 from the start is reported in any case
-
-    def slope(w, alpha, valid):
-        stateful = getattr(setup.problem, "stateful", False)
-        outer = at_variables(setup.problem, w.variables if stateful else None).outer
-        value, slope = jax.value_and_grad(outer)(params_of(w), alpha, valid)
-        size = optax.tree.norm(slope) * jnp.maximum(optax.tree.norm(params_of(w)), 1)
-        return size <= 1e-6 * jnp.abs(value)
-
-    def run(*args):
-        return with_automatic_axes(slope, args, lambda: None)
-
-    args = result.w, result.alpha, data[1]
-    return bool(program(run, *args)(*args))
-
-
-def _warned(messages) -> None:
+def _warn(messages: Sequence[str]) -> None:
     if messages:
         warnings.warn("search: " + "\nsearch: ".join(messages), stacklevel=3)
-
-
-def _ended(callback: Callable, result: SearchResult) -> bool:
-    """Whether the callback of any process says so; where one raises, all do."""
-    return any_process(all_or_none(lambda: callback(result)))
-
-
-def _displayed_losses(last: dict[str, Any]) -> dict[str, float]:
-    """What the bar says: the losses, NaN if no step computes them."""
-    return {name: float(last.get(name, np.nan)) for name in _SHOWN}
-
-
-def _make_result(setup: _Setup, carry: _Carry, stopped: str) -> SearchResult:
-    # Copies: the carry's own buffers are donated to the next chunk.
-    state = jax.tree.map(lambda x: jnp.array(x, copy=True), carry.state)
-    rows = jax.tree.map(
-        np.copy, _search_history.truncate(carry.history, setup.rows(int(state.step)))
-    )
-    every, rows = setup.history_every, jax.device_put(rows)
-    report = jax.device_put(jax.tree.map(lambda x: np.copy(whole_array(x)), carry.watch.report))
-    scale = jax.device_put(np.copy(whole_array(carry.divergence.scale)))
-    return SearchResult(state.alpha, state.w, rows, state, stopped, report, None, every, scale)
-
-
-def _checkpoint_contents(setup: _Setup, carry: _Carry) -> Pytree:
-    """What a checkpoint holds."""
-    rows = setup.rows(int(carry.state.step))
-    kept = _search_history.truncate(carry.history, rows)
-    return carry.state, kept, (carry.watch, carry.divergence)
-
-
-def _resumed(setup: _Setup, saver: Saver, carry: _Carry, steps: int) -> _Carry:
-    """``carry`` as it was at the checkpoint's step, if there is one."""
-    done = saver.done("steps", steps)
-    if done == 0:
-        return carry
-    # Shapes only: of steps not yet done there is nothing to read.
-    rows = setup.rows(done)
-    like = jax.tree.map(
-        lambda h: jax.ShapeDtypeStruct((rows, *h.shape[1:]), h.dtype), carry.history
-    )
-    seen = carry.watch, carry.divergence
-    state, kept, seen = saver.restore((carry.state, like, seen))
-
-    def filled(x):
-        return np.concatenate([x, np.zeros((setup.rows(steps) - rows, *x.shape[1:]), x.dtype)])
-
-    history = jax.tree.map(filled, kept)
-    # The last step's row, which comes back where the next step is not finite.
-    last = carry.last | {k: jax.tree.map(lambda h: h[-1], kept[k]) for k in carry.last if k in kept}
-    like = carry.state, carry.history, carry.last, (carry.watch, carry.divergence)
-    state, history, last, seen = jax.tree.map(put_like, (state, history, last, seen), like)
-    return _Carry(state, history, last, carry.trouble, *seen)

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from bilevel.contracts import Joint, LowerSolver, Pytree
 from bilevel.internal.checks import integer
 from bilevel.nets.evaluation import in_batches, over_batches
-from bilevel.outer_loop.search import SearchResult, search
+from bilevel.outer_loop.search import search
+from bilevel.outer_loop.search_result import SearchResult
 from bilevel.problem.problem import Problem, split_losses
 from bilevel.problem.problem import stack_problems as problems_side_by_side
 from bilevel.spaces.space import Space

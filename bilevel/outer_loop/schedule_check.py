@@ -1,0 +1,75 @@
+"""Whether the inner optimizer's schedule leaves later outer steps of a search without a step size.
+
+A schedule's count carries over from one outer step to the next, so that a schedule made for one
+lower solve ends long before the search does.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from bilevel.contracts import Inner, Pytree, params_of
+from bilevel.internal.checks import gradient_transformation
+
+_SCHEDULED = (  # optax's states whose count a schedule reads; one of them is not public
+    "ScaleByScheduleState",
+    "InjectHyperparamsState",
+    "InjectStatefulHyperparamsState",
+    "WrappedScheduleState",
+)
+_OUTER, _INNER = 16, 8  # steps at which a schedule is looked at
+
+
+def has_schedule(solver: Any, alpha: Pytree, w: Pytree) -> bool:
+    """Whether the solver has an optimizer with a schedule that carries over to the next step."""
+    inner = getattr(solver, "inner", None)
+    if inner is None:
+        return False
+    state = jax.eval_shape(lambda alpha, w: inner.rule(alpha).init(params_of(w)), alpha, w)
+    return any(map(_is_scheduled, jax.tree.leaves(state, is_leaf=_is_scheduled)))
+
+
+def spent_share(inner: Inner, alpha: Pytree, w: Pytree, steps: int) -> jax.Array:
+    """Return the share of ``steps`` outer steps in which a schedule is below 1 % of its peak.
+
+    The rate is that of an update by ones, at 16 outer steps, each at 8 of its inner steps.
+
+    Raises
+    ------
+    ValueError
+        If the optimizer is not a gradient transformation.
+    """
+    optimizer = gradient_transformation("optimizer", inner.rule(alpha))
+    w = params_of(w)
+    state = optimizer.init(w)
+    ones = optax.tree.ones_like(w)
+
+    def rate(count):
+        told = {"value": jnp.ones(()), "grad": ones, "value_fn": lambda w: jnp.ones(())}
+        updates, _ = optimizer.update(ones, _at_count(state, count), w, **told)
+        return optax.tree.norm(updates)
+
+    outer = np.unique(np.linspace(0, steps - 1, _OUTER).astype(int))
+    within = np.unique(np.linspace(0, inner.steps - 1, _INNER).astype(int))
+    counts = jnp.asarray(outer[:, None] * inner.steps + within)
+    rates = jax.lax.map(rate, counts.ravel()).reshape(counts.shape).max(1)
+    return jnp.mean(rates < 0.01 * rates.max())
+
+
+def _is_scheduled(x: Any) -> bool:
+    return type(x).__name__ in _SCHEDULED
+
+
+def _at_count(state: Pytree, count: jax.Array) -> Pytree:
+    """Return an optimizer's state whose schedules have made so many steps."""
+
+    def moved(x):
+        if not _is_scheduled(x):
+            return x
+        parts = {name: _at_count(part, count) for name, part in x._asdict().items()}
+        return type(x)(**parts | {"count": count.astype(jnp.result_type(x.count))})
+
+    return jax.tree.map(moved, state, is_leaf=_is_scheduled)

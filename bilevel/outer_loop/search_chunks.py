@@ -1,0 +1,163 @@
+"""A search outside of compilation: chunks of steps, and what the host does between them.
+
+Between two chunks come the progress bar, checkpoints, the callback, Ctrl-C and SIGTERM.
+"""
+
+import functools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bilevel.contracts import Pytree, SingleLoop
+from bilevel.internal.meshes import keep_sharding
+from bilevel.internal.processes import (
+    all_or_none,
+    any_process,
+    broadcast_first,
+    is_first_process,
+    put_like,
+)
+from bilevel.internal.processes import to_numpy as whole_array
+from bilevel.outer_loop import divergence, geometry, nonfinite
+from bilevel.outer_loop import history as search_history
+from bilevel.outer_loop.search_program import QUANTITIES, SHOWN, Carry, SearchSetup
+from bilevel.outer_loop.search_result import MisplacedError, NonFiniteError, SearchResult
+from bilevel.outer_loop.stream import Feed
+from bilevel.runs.checkpoint import Saver
+from bilevel.runs.interrupts import held_signals
+from bilevel.runs.progress import progress_bar
+from ntk.internal.compile_cache import fresh, program
+
+_CHUNK_SECONDS = 0.5  # between two updates of the progress bar, and two looks for Ctrl-C
+
+
+def run_chunks(
+    setup, carry, feed: Feed, steps, saver, progress, callback, every, chunk
+) -> SearchResult:
+    """Run chunks of steps until all are done, with what the host does in between.
+
+    Raises
+    ------
+    NonFiniteError
+        If a quantity is not finite.
+    MisplacedError
+        If alpha was moved after its geometry.
+    """
+    done, count, stopped = int(carry.state.step), chunk or 1, ""
+    advance = program(keep_sharding(setup.advance, carry), carry, feed.first, 1, donate=(0,))
+    text = "outer {task.fields[value]:.4g}  lower {task.fields[lower]:.4g}"
+    with (
+        held_signals(terminations=saver.directory is not None) as came,
+        progress_bar(
+            progress if is_first_process() else False, "search", steps, text, SHOWN
+        ) as show,
+    ):
+        while done < steps:
+            began = time.perf_counter()
+            left = steps - done if every is None else min(steps - done, every - done % every)
+            data, running = feed(done, broadcast_first(min(count, left)))
+            if not running:
+                stopped = f"the batches ended after step {done}"
+                saver.save(done, functools.partial(_checkpoint_contents, setup, carry), last=True)
+                break
+            carry = jax.block_until_ready(advance(carry, data, running))
+            seconds = time.perf_counter() - began
+            ran, done = int(carry.state.step) - done, int(carry.state.step)
+            trouble = int(carry.trouble)
+            kept = functools.partial(_checkpoint_contents, setup, carry)
+            if done > 0:  # before that there is nothing to go on from
+                saver.save(done, kept, last=bool(trouble) or done == steps)
+            if trouble == divergence.GAVE_UP:
+                stopped = f"alpha diverged after step {done}, with shorter steps too"
+                break
+            if trouble:
+                _raise(setup, trouble, carry, data)
+            show(done, functools.partial(_displayed_losses, carry.last))
+            interrupt = came()
+            due = done == steps or (not interrupt and (every is None or done % every == 0))
+            if callback is not None and due and _ended(callback, _make_result(setup, carry, "")):
+                stopped = f"ended by the callback after step {done}"
+            if interrupt:
+                stopped = f"{interrupt} after step {done}"
+            if stopped:
+                saver.save(done, kept, last=True)
+                break
+            # The first chunk's time is the compiler's; later ones double at most.
+            if chunk is None:
+                count = max(1, min(2 * ran, int(ran * _CHUNK_SECONDS / max(seconds, 1e-6))))
+    return _make_result(setup, carry, stopped)
+
+
+def _raise(setup: SearchSetup, trouble: int, carry: Carry, data: Pytree) -> None:
+    """Raise what :func:`first_trouble` found; take the step once more to name the cause."""
+    index, step, result = (
+        trouble - 1,
+        int(carry.state.step),
+        _make_result(setup, carry, "not finite"),
+    )
+    if index < len(QUANTITIES):
+        args = carry.state, carry.state.step, data, carry.divergence.scale
+        new, _ = jax.jit(fresh(setup.step))(*args)
+        quantity, single_loop = QUANTITIES[index], isinstance(setup.solver, SingleLoop)
+        reason = nonfinite.explain_nonfinite(carry.state, new, quantity, single_loop)
+        raise NonFiniteError(step, quantity, result, reason)
+    name = geometry.geometry_names(carry.state.optimizer_state)[index - len(QUANTITIES)]
+    raise MisplacedError(step, name, result)
+
+
+def _ended(callback: Callable, result: SearchResult) -> bool:
+    """Whether the callback of any process says so; where one raises, all do."""
+    return any_process(all_or_none(lambda: callback(result)))
+
+
+def _displayed_losses(last: dict[str, Any]) -> dict[str, float]:
+    """What the bar says: the losses, NaN if no step computes them."""
+    return {name: float(last.get(name, np.nan)) for name in SHOWN}
+
+
+def _make_result(setup: SearchSetup, carry: Carry, stopped: str) -> SearchResult:
+    """Return the result so far. ``stopped`` says what ended the search."""
+    # Copies: the carry's own buffers are donated to the next chunk.
+    state = jax.tree.map(lambda x: jnp.array(x, copy=True), carry.state)
+    rows = jax.tree.map(
+        np.copy, search_history.truncate(carry.history, setup.rows(int(state.step)))
+    )
+    every, rows = setup.history_every, jax.device_put(rows)
+    report = jax.device_put(jax.tree.map(lambda x: np.copy(whole_array(x)), carry.watch.report))
+    scale = jax.device_put(np.copy(whole_array(carry.divergence.scale)))
+    return SearchResult(state.alpha, state.w, rows, state, stopped, report, None, every, scale)
+
+
+def _checkpoint_contents(setup: SearchSetup, carry: Carry) -> Pytree:
+    """What a checkpoint holds."""
+    rows = setup.rows(int(carry.state.step))
+    kept = search_history.truncate(carry.history, rows)
+    return carry.state, kept, (carry.watch, carry.divergence)
+
+
+def resumed_carry(setup: SearchSetup, saver: Saver, carry: Carry, steps: int) -> Carry:
+    """Return ``carry`` as it was at the checkpoint's step, if there is a checkpoint."""
+    done = saver.done("steps", steps)
+    if done == 0:
+        return carry
+    # Shapes only: of steps not yet done there is nothing to read.
+    rows = setup.rows(done)
+    like = jax.tree.map(
+        lambda h: jax.ShapeDtypeStruct((rows, *h.shape[1:]), h.dtype), carry.history
+    )
+    seen = carry.watch, carry.divergence
+    state, kept, seen = saver.restore((carry.state, like, seen))
+
+    def filled(x):
+        return np.concatenate([x, np.zeros((setup.rows(steps) - rows, *x.shape[1:]), x.dtype)])
+
+    history = jax.tree.map(filled, kept)
+    # The last step's row, which comes back where the next step is not finite.
+    last = carry.last | {k: jax.tree.map(lambda h: h[-1], kept[k]) for k in carry.last if k in kept}
+    like = carry.state, carry.history, carry.last, (carry.watch, carry.divergence)
+    state, history, last, seen = jax.tree.map(put_like, (state, history, last, seen), like)
+    return Carry(state, history, last, carry.trouble, *seen)

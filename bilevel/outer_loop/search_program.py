@@ -1,0 +1,223 @@
+"""The compiled part of a search: its state, its first state, and the loop over its steps."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from bilevel.contracts import DescentState, Joint, Keyed, Pytree, SingleLoop
+from bilevel.hypergradients.error_estimate import Info
+from bilevel.internal.checks import concrete
+from bilevel.internal.meshes import with_automatic_axes
+from bilevel.outer_loop import geometry, nonfinite, single_loop
+from bilevel.outer_loop import history as search_history
+from bilevel.outer_loop.descent import descent, noted_descent
+from bilevel.outer_loop.divergence import (
+    EXACT,
+    NOISY,
+    DivergenceMonitor,
+    check_divergence,
+    init_divergence_monitor,
+    observed,
+    shortened,
+    shortening,
+)
+from bilevel.outer_loop.report import StepMonitor, init_step_monitor, monitor_step
+from bilevel.outer_loop.schedule_check import has_schedule, spent_share
+from bilevel.outer_loop.stream import Stream, of_step
+from bilevel.problem.problem import Problem
+from bilevel.runs.fingerprint import fingerprint
+from ntk.internal.compile_cache import fresh
+
+QUANTITIES = ("lower loss", "weights", "outer loss", "hypergradient", "alpha")  # causes first
+SHOWN = "value", "lower"
+
+
+class Carry(NamedTuple):
+    """What the loop of a search carries from step to step."""
+
+    state: DescentState
+    history: dict[str, Any]  # [rows, ...] each, filled up to state.step
+    last: dict[str, jax.Array]  # the last step's: losses for the progress bar, a part of its row
+    trouble: jax.Array  # [], int: 0, or 1 + the index of what was wrong: see first_trouble
+    watch: StepMonitor  # the observations of the steps up to state.step
+    divergence: DivergenceMonitor  # whether alpha diverges, and the state to return to
+
+
+class SearchSetup(NamedTuple):
+    """The problem and the options of a search, and its steps as pure functions."""
+
+    problem: Problem
+    solver: Any  # LowerSolver or SingleLoop
+    optimizer: optax.GradientTransformation
+    batches: Callable | Stream | None
+    diagnostics: bool
+    history_every: int
+
+    def prepared(self, data, steps) -> Pytree:
+        """``(train, valid, key)`` as the steps take it."""
+        if isinstance(self.solver, SingleLoop):
+            return single_loop.prepared(self.solver, self.batches, data, steps)
+        return data
+
+    def start(self, alpha, w0, data, steps, names) -> tuple[Carry, bool, list[str]]:
+        """Return the first carry, whether a step closes over traced values, and warnings.
+
+        The second is meaningful only if the arguments are not traced.
+        """
+        if isinstance(self.solver, SingleLoop):
+            state = single_loop.init_single_loop(*self[:3], alpha, w0, data)
+        else:
+            state = descent(*self[:3])[0](alpha, w0)
+        # Copies: the loop's carry is donated, while the caller keeps the arrays, and a state may
+        # hold the same one twice. With dtypes that are not weak, as a step returns them: else the
+        # second chunk would be compiled anew.
+        state = jax.tree.map(lambda x: jnp.array(x, jnp.result_type(x), copy=True), state)
+        notes: list[str] = []
+        noted = functools.partial(self.step, note=notes.append)
+        trace = jax.make_jaxpr(fresh(noted), return_shape=True)
+        closed, (after, metrics) = trace(state, state.step, data)
+        spent = self.spent(alpha, w0, steps)
+        watch = init_step_monitor(metrics, spent)
+        _, metrics = jax.eval_shape(monitor_step, watch, after, metrics)
+        row = search_history.select_metrics(
+            names, metrics | {"alpha": state.alpha}, self.rows(steps)
+        )
+        history = search_history.empty_history(row, self.rows(steps))
+        shown = {*SHOWN}
+        if isinstance(self.solver, SingleLoop) and names is not None:
+            shown &= {*names}  # else no step computes them
+        kept = shown if self.history_every == 1 else (shown | {*row}) - {"alpha"}
+        last = jax.tree.map(search_history.missing_value, {k: metrics[k] for k in sorted(kept)})
+        divergence = init_divergence_monitor(state)
+        carry = Carry(state, history, last, jnp.zeros((), int), watch, divergence)
+        hidden = not concrete((carry, closed.consts))
+        if not hidden:
+            notes += watch.report.messages()
+        return carry, hidden, list(dict.fromkeys(notes))
+
+    def spent(self, alpha, w0, steps) -> jax.Array | None:
+        """How much of the search the inner optimizer's schedule leaves without steps."""
+        if not has_schedule(self.solver, alpha, w0):
+            return None
+
+        def share(alpha, w0):
+            return spent_share(self.solver.inner, alpha, w0, steps)
+
+        run = jax.jit(fresh(lambda *args: with_automatic_axes(share, args, lambda: None)))
+        return run(alpha, w0)
+
+    def rows(self, steps: int) -> int:
+        """How many the history of ``steps`` steps has."""
+        return search_history.history_length(steps, self.history_every)
+
+    def fingerprint(self, alpha, w0, data, names) -> dict[str, str]:
+        """What a checkpoint has to have been made from, to be resumed."""
+        history = "all" if names is None else ", ".join(sorted(names))
+        parts = self._asdict() | dict(zip(("train", "valid", "key"), data, strict=True))
+        parts |= {"alpha": alpha, "w0": w0, "history": history}
+        if not isinstance(self.batches, Stream):
+            return fingerprint(parts)
+        return fingerprint(parts | {"batches": "a stream"}) | self.batches.fingerprint()
+
+    def step(self, state, number, data, scale=None, note=lambda message: None):
+        """Step ``number``, which is that of the state, but the same in all copies under vmap.
+
+        ``alpha`` takes ``scale`` times the optimizer's step.
+        """
+        step = functools.partial(self._step, note=note)
+        return with_automatic_axes(step, (state, number, data, scale), lambda: (state, None))
+
+    def _step(self, state, number, data, scale, note):
+        if scale is None:
+            return self._taken(state, number, data, note)
+        optimizer = shortening(self.optimizer, scale)
+        new, metrics = self._replace(optimizer=optimizer)._taken(state, number, data, note)
+        return shortened(state, new, scale), metrics
+
+    def _taken(self, state, number, data, note):
+        if isinstance(self.solver, SingleLoop):
+            return single_loop.single_loop_step(*self[:3], state, number, data)
+        train, valid, key = of_step(data, state.step)
+        _, step = noted_descent(*self[:3], self.diagnostics, note)
+        draw = None if isinstance(self.batches, Stream) else self.batches
+        inside = self.solver.batches is not None
+        if draw is not None or inside:
+            below, above = jax.random.split(jax.random.fold_in(key, state.step))
+        if isinstance(draw, Joint):
+            train, valid = draw(above if inside else below, train, valid)
+        elif draw is not None:
+            train, valid = train if inside else draw(below, train), draw(above, valid)
+        state, metrics = step(state, (Keyed(below, train) if inside else train, valid))
+        if self.batches is not None:  # values of two batches do not differ by what alpha did
+            metrics.pop("predicted", None)
+        return state, metrics
+
+    def advance(self, carry: Carry, data, count) -> Carry:
+        """``count`` steps; those after a quantity stopped being finite change nothing."""
+
+        def body(begun, data, i, carry):
+            old, history, last, trouble, watch, divergence = carry
+            number = begun + i
+            new, metrics = self.step(old, number, data, divergence.scale)
+            seen, metrics = monitor_step(watch, new, metrics)
+            losses = {k: metrics[k] for k in SHOWN if k in last}
+            seen_trouble = first_trouble(new, losses, metrics["grad_norm"])
+            trouble = jnp.where(trouble == 0, seen_trouble, trouble)
+            good = trouble == 0
+            history = search_history.write_row(
+                history,
+                metrics | {"alpha": new.alpha},
+                last | {"alpha": old.alpha},
+                number,
+                old.step,
+                good,
+                self.history_every,
+            )
+            shown = {k: metrics[k] for k in last}
+            before = old, last, watch
+            state, last, watch = single_loop.either(good, (new, shown, seen), before)
+            divergence = observed(divergence, metrics["grad_norm"], metrics["value"], good)
+            single = isinstance(self.solver, SingleLoop)
+            restart = functools.partial(self.restart, data)
+            divergence, state, trouble = check_divergence(
+                *(divergence, state, number, trouble, restart),
+                NOISY if single else EXACT,
+            )
+            return Carry(state, history, last, trouble, watch, divergence)
+
+        def loop(carry, data, count):
+            return jax.lax.fori_loop(
+                0, count, functools.partial(body, carry.state.step, data), carry
+            )
+
+        return with_automatic_axes(loop, (carry, data, count), lambda: carry)
+
+    def restart(self, data, state, number):
+        """A single loop's state, put back to an earlier one."""
+        if not isinstance(self.solver, SingleLoop):
+            return state
+        return self.solver.restart(state, number, *data[:2])
+
+    def info(self, state: DescentState, data: Pytree) -> Info | None:
+        """What is known of a single loop's direction at the end."""
+        if not (self.diagnostics and isinstance(self.solver, SingleLoop)):
+            return None
+        return single_loop.info(self.problem, self.solver, state, data)
+
+
+def first_trouble(
+    state: DescentState, losses: dict[str, jax.Array], grad_norm: jax.Array
+) -> jax.Array:
+    """Return 0, or 1 + the index of the first quantity that is not finite.
+
+    The indices after those of :data:`QUANTITIES` are of geometries whose alpha was moved on.
+    """
+    moved = geometry.moved_on(state.optimizer_state, state.alpha)
+    watched = (losses.get("lower"), state.w, losses.get("value"), grad_norm)
+    alpha = ~nonfinite.is_tree_finite(state.alpha) & ~jnp.stack([jnp.zeros((), bool), *moved]).any()
+    bad = jnp.stack([*(~nonfinite.is_tree_finite(x) for x in watched), alpha, *moved])
+    return jnp.where(bad.any(), 1 + jnp.argmax(bad), 0).astype(int)

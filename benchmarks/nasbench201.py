@@ -121,6 +121,7 @@ def bilevel_score(name, sizes, path):
     from flax.traverse_util import unflatten_dict
 
     import ntk
+    from ntk.scores.registry import score_description
 
     jax.config.update("jax_enable_compilation_cache", False)
     jax.config.update("jax_enable_x64", sizes.dtype == "float64")
@@ -131,8 +132,10 @@ def bilevel_score(name, sizes, path):
     w = jax.device_put(unflatten_dict(w, sep="/"))
     batch = jax.device_put(draw_batch(sizes))
 
+    unnormalized = name != "logits" and score_description(name).batch_norm == "removed"
+
     def value(w, genotype, batch):
-        apply = networks.apply_unnormalized if name == "synflow" else networks.apply
+        apply = networks.apply_unnormalized if unnormalized else networks.apply
         w = networks.select(w, genotype)
         if name == "logits":
             return apply(w, genotype, batch[0])

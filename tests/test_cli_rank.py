@@ -1,7 +1,10 @@
 """``bilevel rank`` as a user runs it, small."""
 
+import importlib
 import json
+import pathlib
 import re
+import sys
 
 import numpy as np
 import pooch
@@ -9,6 +12,8 @@ import pytest
 from helpers import documented_keys
 
 from bilevel.cli import main, rank
+from bilevel.spaces.nasbench201 import scoring
+from ntk.scores.registry import builtin_score_names, score_description
 
 SMALL = (
     *("rank", "--data", "digits", "--networks", "12", "--scores", "naswot", "l2_norm"),
@@ -55,7 +60,8 @@ def test_a_sample_is_ranked_and_judged_and_more_networks_are_added(tmp_path, cap
 
 
 def test_scores_are_compared_with_published_ones_where_both_are(monkeypatch):
-    published = {name: np.full(15_625, np.nan) for name in rank._PUBLISHED.values()}
+    columns = [score_description(name).published for name in builtin_score_names()]
+    published = {name: np.full(15_625, np.nan) for name in filter(None, columns)}
     published["nwot"][[3, 5, 8]] = [1.0, 2.0, 3.0]
     published["snip"][5] = 1.0
     monkeypatch.setattr(rank, "published_scores", lambda: published)
@@ -74,6 +80,103 @@ def test_the_chosen_network_is_trained(tmp_path, capsys):
     chosen = json.loads((tmp_path / "run" / "result.json").read_text())["chosen"]
     assert chosen["score"] == "naswot" and 0 <= chosen["test_error"] <= 1
     assert chosen["genotype"] in capsys.readouterr().out.replace("\n", "")
+
+
+OWN = """
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def variance(key, apply, params, batch):
+    x, _ = batch
+    return jnp.var(apply(params, x + 1e-3 * jax.random.normal(key, x.shape)))
+
+
+def norm(key, apply, params, batch):
+    return sum(jnp.sum(jnp.abs(w)) for w in jax.tree.leaves(params))
+
+
+def vector(key, apply, params, batch):
+    return apply(params, batch[0])[0]
+
+
+def several(key, apply, params, batch):
+    return {"a": jnp.zeros(())}
+
+
+def wave(key, apply, params, batch):
+    return jnp.zeros((), complex)
+
+
+def in_numpy(key, apply, params, batch):
+    return np.var(np.asarray(apply(params, batch[0])))
+
+
+def of_two(apply, params):
+    return 1.0
+
+
+number = 3
+"""
+
+
+@pytest.fixture
+def own_scores(tmp_path, monkeypatch):
+    """The file of a module with scores of the user's own, in the working directory."""
+    file = tmp_path / "own_scores.py"
+    file.write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "own_scores", raising=False)
+    yield file
+    sys.modules.pop("own_scores", None)
+
+
+def test_scores_of_ones_own_are_ranked_with_builtin_ones_and_resumed(own_scores, capsys):
+    names = ["own_scores:variance", "l2_norm", "own_scores:norm"]
+    line = [*SMALL, "--scores", *names, "--aggregate", names[0], "parameters", "--out", "run"]
+    assert main(line) == 0
+    assert "own_scores:variance" in capsys.readouterr().out
+    result = json.loads(pathlib.Path("run/result.json").read_text())
+    judged = [line["score"] for line in result["judged"]]
+    assert judged[:4] == [*names, "sum of log ranks"] and result["chosen"]["score"] == names[0]
+    before = dict(np.load("run/arrays.npz"))
+    # A function that has changed is computed again, and the others are not.
+    own_scores.write_text(OWN.replace("jnp.abs(w)", "w**2"))
+    sys.modules.pop("own_scores")
+    importlib.invalidate_caches()
+    with pytest.warns(UserWarning, match="scores: own_scores:norm has changed since .*scores.npz"):
+        assert main([*line, "--resume"]) == 0
+    after = dict(np.load("run/arrays.npz"))
+    for name in names[:2]:
+        np.testing.assert_array_equal(after[name], before[name])
+    assert np.isfinite(after[names[2]]).all() and (after[names[2]] != before[names[2]]).any()
+
+
+@pytest.mark.parametrize(
+    ("scores", "message"),
+    [
+        (["no_module:f"], r"expected MODULE:FUNCTION, got 'no_module:f' \(no module 'no_module'"),
+        (["own_scores:f"], r"expected MODULE:FUNCTION, got 'own_scores:f' \(module .*no attribute"),
+        (["own_scores:number"], "expected own_scores:number to be a function, got 3"),
+        (["own_scores:of_two"], "to be a function of 4 arguments, got own_scores:of_two"),
+        (["own_scores:vector"], r"expected own_scores:vector to return a real scalar, got float32"),
+        (["own_scores:several"], "expected own_scores:several to return a real scalar, got a dict"),
+        (["own_scores:wave"], "expected own_scores:wave to return a real scalar, got complex"),
+        (["l2_norm", "own_scores:in_numpy"], "own_scores:in_numpy to be a function that JAX can"),
+        (["own_scores"], "expected names among .*, or MODULE:FUNCTION, got own_scores"),
+    ],
+)
+def test_mistakes_in_scores_of_ones_own_are_one_sentence(
+    own_scores, capsys, monkeypatch, scores, message
+):
+    """None of them is scored, nor a score before it."""
+    monkeypatch.setattr(scoring, "_score_in_chunks", None)
+    assert main([*SMALL, "--scores", *scores, "--out", "run"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and not pathlib.Path("run").exists()
+    assert re.search(f"scores: .*{message}", error), error
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import types
 
 import bilevel
 import ntk
+from ntk.scores.registry import builtin_score_names
 
 DOCS = pathlib.Path(__file__).parents[1] / "docs"
 # Public too, but found by their own names only.
@@ -22,10 +23,11 @@ MODULES = (
 
 
 def entries():
-    """The names in the directives ``public`` of docs/api, dotted."""
+    """The names in the directives ``public`` and ``scores`` of docs/api, dotted."""
     text = "\n".join(path.read_text() for path in (DOCS / "api").glob("*.md"))
     listings = re.findall(r"```\{public\} (\S+)\n(.*?)```", text, re.DOTALL)
-    return [f"{module}.{name}" for module, names in listings for name in names.split()]
+    scores = [f"ntk.scores.{name}" for name in builtin_score_names()] * text.count("```{scores}")
+    return scores + [f"{module}.{name}" for module, names in listings for name in names.split()]
 
 
 def public(module):

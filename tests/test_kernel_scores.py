@@ -9,6 +9,7 @@ import pytest
 from helpers import assert_close
 
 from ntk import scores
+from ntk.scores.registry import builtin_score_names, score_description
 
 KEYS = jax.random.split(jax.random.key(0), 4)
 PARAMS = {
@@ -17,14 +18,8 @@ PARAMS = {
 }
 X = jax.random.normal(KEYS[2], (6, 5))
 Y = jnp.array([0, 1, 2, 2, 1, 0])
-NAMES = (
-    "eigen_nas",
-    "min_eigenvalue",
-    "cosine_min_eigenvalue",
-    "condition_number",
-    "spectral_entropy",
-    "label_energy",
-    "log_traces",
+NAMES = tuple(
+    name for name in builtin_score_names() if score_description(name).together == "kernel_scores"
 )
 
 

@@ -126,10 +126,29 @@ def test_every_name_is_a_score():
     assert set(SCORES) <= found
 
 
+def test_a_function_is_a_score_by_its_name():
+    def spread(key, apply, params, batch):
+        noise = 0.1 * jax.random.normal(key, batch[0].shape)
+        return jnp.std(apply(params, batch[0] + noise))
+
+    def score(at_once, seed=0):
+        own = {"functions": {"spread": spread}, "key": jax.random.key(seed)}
+        return scores(CELLS[:3], ("spread", "l2_norm"), at_once=at_once, **own)
+
+    one, other = score(1), score(1, seed=1)
+    np.testing.assert_array_equal(one["l2_norm"], expected()["l2_norm"][:3])
+    assert not np.allclose(one["spread"], other["spread"])
+    np.testing.assert_allclose(score(2)["spread"], one["spread"], rtol=1e-5)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("run", "message"),
     [
+        (
+            lambda file: scores(names=("kernel",), functions={"kernel": lambda *_: 0.0}),
+            "functions: expected names .* that ntk.scores does not have, got 'kernel'",
+        ),
         (lambda file: scores(names=("nas",)), "scores: expected names among .*, got 'nas'"),
         (lambda file: scores(names=()), "scores: expected distinct names"),
         (lambda file: scores(batch=(X[:1], BATCH[1][:1])), "batch: expected at least 2 samples"),

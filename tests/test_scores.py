@@ -13,14 +13,9 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ntk import scores
 from ntk.empirical.kernels import empirical_kernel
+from ntk.scores.registry import builtin_score_names, score_description
 
 N, INPUTS, HIDDEN, CLASSES = 6, 9, 7, 3
-
-ALL = [
-    *("eigen_nas", "min_eigenvalue", "knas", "knas_released", "te_nas", "nasi", "grad_norm"),
-    *("snip", "grasp", "fisher", "zico", "jacov", "synflow", "naswot", "regions", "wrcor"),
-    "l2_norm",
-]
 
 
 def apply(params, x):
@@ -206,6 +201,15 @@ def by_hand_wrcor(net):
 
 def by_hand_l2_norm(net):
     return sum(np.sqrt(np.sum(w**2)) for w in kernels(net.p))
+
+
+ALL = [name for name in builtin_score_names() if f"by_hand_{name}" in globals()]
+
+
+def test_every_score_has_a_reference_in_numpy():
+    """References of the kernel's scores are in test_kernel_scores.py."""
+    others = set(builtin_score_names()) - set(ALL)
+    assert all(score_description(name).together == "kernel_scores" for name in others)
 
 
 @pytest.mark.long

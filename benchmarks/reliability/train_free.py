@@ -8,9 +8,10 @@ import numpy as np
 import scipy.special
 
 from ntk import scores
+from ntk.scores.registry import builtin_score_names
 from reliability.case import Case, eps, near
 from reliability.kernels import jacobian, mlp, parameters
-from reliability.registry import generates
+from reliability.registry import generates, is_covered
 
 _N = 4
 
@@ -251,6 +252,25 @@ def responses(rng, dtype) -> Case:
     return Case(call, arguments, check, kinds, ("x",), fine=fine)
 
 
+def _in_float64(name: str, rng, dtype) -> Case:
+    """A score without a formula here, against itself in float64."""
+    params, x, y = _setup(rng, dtype)
+    score = getattr(scores, name)
+    with jax.enable_x64(True):
+        wide = jax.tree.map(lambda a: jnp.asarray(np.asarray(a), float), (params, x))
+        truth = float(score(None, _relu_network, wide[0], (wide[1], y)))
+
+    def call(params, x, y, apply):
+        return score(None, apply, params, (x, y))
+
+    def check(value):
+        return near(name, value, truth, 1e6 * eps(dtype)) if np.isfinite(truth) else ""
+
+    kinds = {"params": "tree", "x": "array", "y": "labels", "apply": "function"}
+    arguments = {"params": params, "x": x, "y": y, "apply": _relu_network}
+    return Case(call, arguments, check, kinds, (), fine=("apply: a number",))
+
+
 def _together(together, judged, rng, dtype) -> Case:
     """Scores by name, for the price of one."""
     params, x, y = _setup(rng, dtype)
@@ -311,3 +331,8 @@ def knas_released(rng, dtype) -> Case:
         ("params", "x"),
         fine=("apply: a number",),
     )
+
+
+for _name in builtin_score_names():
+    if not is_covered(f"ntk.scores.{_name}"):
+        generates(f"ntk.scores.{_name}")(functools.partial(_in_float64, _name))

@@ -21,6 +21,7 @@ from bilevel.cli.deep_search import images, pipeline
 from bilevel.cli.flags import from_config_file
 from bilevel.cli.flags.commands import Rank
 from bilevel.cli.flags.datasets import CLASSES, pixel_count
+from bilevel.cli.flags.import_function import imported, takes
 from bilevel.cli.runtime import report
 from bilevel.cli.runtime.devices import count_for, spread_over_devices
 from bilevel.cli.runtime.run_directory import run_directory
@@ -53,13 +54,11 @@ from bilevel.spaces.nasbench201.judging.verdicts import (
     seed_ceiling,
     sum_of_log_ranks,
 )
-from bilevel.spaces.nasbench201.scoring import Scored, score_networks
+from bilevel.spaces.nasbench201.scoring import Score, Scored, score_networks
+from ntk.scores.registry import builtin_score_names, score_description
 
 Rows = tuple[jax.Array, jax.Array]  # images, labels
 
-_PUBLISHED = {"naswot": "nwot"} | {
-    name: name for name in ("fisher", "grad_norm", "grasp", "jacov", "l2_norm", "snip", "synflow")
-}
 _ALL = "sum of log ranks"
 
 
@@ -67,6 +66,7 @@ class RankPlan(NamedTuple):
     """What a run scores, judges and trains, in values of the library."""
 
     names: tuple[str, ...]  # of scores
+    functions: dict[str, Score]  # the user's own among them
     shape: dict[str, int]  # of every network: classes, cells, channels
     drawn: np.ndarray  # rows of the benchmark's table, in random order
     at_once: int  # networks scored side by side
@@ -74,7 +74,7 @@ class RankPlan(NamedTuple):
     train: Rows
     test: Rows
     batch: Rows  # that the networks are scored on
-    keys: jax.Array  # of the initial weights, and of the training
+    keys: jax.Array  # of the initial weights, of the training, and of the user's own scores
     table: BenchmarkTable | None  # accuracies to judge by
     aggregate: tuple[str, ...]  # scores and baselines to be summed up
     k: int
@@ -93,11 +93,12 @@ class Training(NamedTuple):
 def run_rank(config: Rank) -> dict[str, Any]:
     """Run the job; print its tables, write its run directory, return what `result.json` holds."""
     config.check()
+    functions = _import_scores(config.own_scores)
     with run_directory(config, keeps="the scores saved so far are kept") as folder:
         with report.phases(config.progress, _rank_phase_seconds(config)) as bar:
             began = time.perf_counter()
             bar.enter("data")
-            plan, training = _plan_ranking(config)
+            plan, training = _plan_ranking(config, functions)
             progress = report.progress_within_phase(config.progress)
             result, scored = _score_and_train(plan, training, folder, bar, progress)
             result["seconds"] = time.perf_counter() - began
@@ -107,6 +108,14 @@ def run_rank(config: Rank) -> dict[str, Any]:
             _save_ranking_figure(folder, result, scored, plan.table, plan.drawn)
         _print_ranking(result, folder)
         return result
+
+
+def _import_scores(names: tuple[str, ...]) -> dict[str, Score]:
+    """The functions MODULE:FUNCTION, each of ``(key, apply, params, batch)``."""
+    functions = {name: imported("scores", name) for name in names}
+    for name, function in functions.items():
+        takes("scores", name, function, 4)
+    return functions
 
 
 def _rank_phase_seconds(config: Rank) -> dict[str, float]:
@@ -122,7 +131,7 @@ def _rank_phase_seconds(config: Rank) -> dict[str, float]:
     }
 
 
-def _plan_ranking(config: Rank) -> tuple[RankPlan, Training]:
+def _plan_ranking(config: Rank, functions: dict[str, Score]) -> tuple[RankPlan, Training]:
     """Data, networks and how they are judged: the last place that reads a flag."""
     count_for(config.devices, config.at_once, "networks at once")
     unit = functools.partial(unit_images, pixels=config.pixels)
@@ -131,6 +140,7 @@ def _plan_ranking(config: Rank) -> tuple[RankPlan, Training]:
     train, _, test = pipeline.normalised(rows, unit)
     plan = RankPlan(
         names=config.score_names,
+        functions=functions,
         shape={"classes": CLASSES, "cells": config.cells, "channels": config.channels},
         # RandomState, not default_rng, whose stream may change from one numpy to the next. Fewer
         # networks are the first of more.
@@ -142,7 +152,7 @@ def _plan_ranking(config: Rank) -> tuple[RankPlan, Training]:
         train=train,
         test=test,
         batch=_first_rows(jax.random.key(config.seed + 1), train, config.batch_size),
-        keys=jax.random.split(jax.random.key(config.seed), 3)[:2],
+        keys=jax.random.split(jax.random.key(config.seed), 3),
         table=load_table() if config.judged else None,
         aggregate=config.aggregate,
         k=config.k,
@@ -179,6 +189,8 @@ def _score_and_train(
         place=plan.spread,
         progress=progress,
         file=folder / "scores.npz",
+        functions=plan.functions,
+        key=plan.keys[2],
     )
     result: dict[str, Any] = {
         "networks": len(plan.drawn),
@@ -234,9 +246,12 @@ def _published_agreement(scores: dict[str, np.ndarray], rows: np.ndarray) -> dic
     except FileNotFoundError:
         return {}
     agreement = {}
-    for name, theirs in _PUBLISHED.items():
+    for name in sorted(set(builtin_score_names()) & set(scores)):
+        theirs = score_description(name).published
+        if theirs is None:
+            continue
         known = np.isfinite(published[theirs][rows])
-        if name in scores and known.sum() > 1:
+        if known.sum() > 1:
             pair = correlations(scores[name][known], published[theirs][rows][known])
             agreement[name] = {"rho": pair.rho, "tau": pair.tau, "networks": int(known.sum())}
     return agreement

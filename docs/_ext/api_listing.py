@@ -5,7 +5,9 @@
     search
     ```
 
-tests/test_docs.py reads these lists, and fails for a public name that is in none.
+tests/test_docs.py reads these lists, and fails for a public name that is in none. The directive
+``scores`` does the same for the built-in scores, whose names and table it takes from their
+registry.
 """
 
 import importlib
@@ -18,6 +20,8 @@ from sphinx.domains.python import PyObject
 from sphinx.util.docutils import SphinxDirective
 from sphinx.util.nodes import make_refnode
 
+from ntk.scores.registry import builtin_score_names, score_description
+
 
 class Public(SphinxDirective):
     """See above."""
@@ -29,11 +33,35 @@ class Public(SphinxDirective):
         """The nodes, by the directives that Sphinx has."""
         module = self.arguments[0]
         names = "\n".join(self.content).split()
-        listing = [".. currentmodule:: " + module, "", ".. autosummary::", ""]
-        listing += [f"   {name}" for name in names] + [""]
+        table = [".. autosummary::", "", *(f"   {name}" for name in names), ""]
+        return _parsed_listing(self, module, table, names)
+
+
+class Scores(SphinxDirective):
+    """A table of the built-in scores from their descriptions, then their entries."""
+
+    def run(self):
+        """The nodes, by the directives that Sphinx has."""
+        names = builtin_score_names()
+        rows = [("score", "formula", "better", "gradients", "batch norm")]
         for name in names:
-            listing += _entry(name, getattr(importlib.import_module(module), name))
-        return self.parse_text_to_nodes("\n".join(["```{eval-rst}", *listing, "```"]))
+            about = score_description(name)
+            better = "smaller" if about.smaller_is_better else "larger"
+            rows.append(
+                (f":func:`{name}`", about.formula, better, about.gradients, about.batch_norm)
+            )
+        table = [".. list-table::", "   :header-rows: 1", ""]
+        for first, *others in rows:
+            table += [f"   * - {first}", *(f"     - {cell}" for cell in others)]
+        return _parsed_listing(self, "ntk.scores", [*table, ""], names)
+
+
+def _parsed_listing(directive, module, table, names):
+    """A table, and the entries of the ``names`` of a module."""
+    listing = [".. currentmodule:: " + module, "", *table]
+    for name in names:
+        listing += _entry(name, getattr(importlib.import_module(module), name))
+    return directive.parse_text_to_nodes("\n".join(["```{eval-rst}", *listing, "```"]))
 
 
 def _entry(name, thing):
@@ -108,6 +136,7 @@ def setup(app):
         if field.name == "variable":
             field.label = "Attributes"
     app.add_directive("public", Public)
+    app.add_directive("scores", Scores)
     app.connect("autodoc-skip-member", _skip_fields)
     app.connect("autodoc-process-docstring", _no_docstring_of_the_type)
     app.connect("missing-reference", _elsewhere)

@@ -23,23 +23,10 @@ from ntk.scores.network_reading import (
     split_weights,
     summed,
 )
-
-__all__ = [
-    "fisher",
-    "grad_norm",
-    "gradient_scores",
-    "grasp",
-    "jacov",
-    "knas",
-    "knas_released",
-    "l2_norm",
-    "nasi",
-    "snip",
-    "synflow",
-    "zico",
-]
+from ntk.scores.registry import ScoreDescription
 
 
+@ScoreDescription("``|mean_i grad ell_i|^2``", gradients="n, singly", batch_norm="alone")
 def knas(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
     """KNAS as in the paper: ``(1/n^2) sum_ij <grad ell_i, grad ell_j> = |mean_i grad ell_i|^2``.
 
@@ -61,6 +48,7 @@ def knas(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> jax.A
     return jnp.sum(ravel_pytree(program(jax.grad(loss), params)(params))[0] ** 2)
 
 
+@ScoreDescription("covariance between two halves", gradients="n, singly", batch_norm="alone")
 def knas_released(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
     """KNAS as its released code computes it, on 50 samples there: a covariance between halves.
 
@@ -104,6 +92,7 @@ def knas_released(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch)
     return jnp.sum(first * second) / len(x) ** 2
 
 
+@ScoreDescription("``|grad L|^2``, penalised where large", gradients="1", batch_norm="joint")
 def nasi(
     key: chex.PRNGKey,
     apply: Apply,
@@ -132,6 +121,13 @@ def nasi(
     return r - penalty * jnp.maximum(0, r - threshold)
 
 
+@ScoreDescription(
+    "``sum_l |grad_l L|``",
+    gradients="1",
+    batch_norm="joint",
+    together="gradient_scores",
+    published="grad_norm",
+)
 def grad_norm(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
     """``sum_l |dL / dw_l|``: the gradient's 2-norms, summed over the layers' weights.
 
@@ -146,6 +142,13 @@ def grad_norm(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> 
     return gradient_scores(key, apply, params, batch)["grad_norm"]
 
 
+@ScoreDescription(
+    "``sum |w * grad L|``",
+    gradients="1",
+    batch_norm="joint",
+    together="gradient_scores",
+    published="snip",
+)
 def snip(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
     """``sum |w * dL/dw|`` over the weights: what removing each would change, to first order.
 
@@ -180,6 +183,7 @@ def gradient_scores(
     }
 
 
+@ScoreDescription("``-sum w * (H grad L)``", gradients="2", batch_norm="joint", published="grasp")
 def grasp(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
     """``-sum w * (H g)``: how removing weights would change the gradient flow ``|g|^2``.
 
@@ -200,6 +204,9 @@ def grasp(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> jax.
     return -inner_product(weights, product)
 
 
+@ScoreDescription(
+    "``sum_c mean_n (a . dL/da)^2 / 2``", gradients="1", batch_norm="joint", published="fisher"
+)
 def fisher(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
     """``sum_c (1/2) mean_n (sum_positions a * dL/da)^2`` over the channels c of all layers.
 
@@ -229,6 +236,9 @@ def fisher(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> jax
     return layer_saliency(apply, params, x, y)
 
 
+@ScoreDescription(
+    "``sum_l log sum_w mean|g| / std(g)``", gradients="one per part", batch_norm="joint"
+)
 def zico(
     key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch, *, parts: int = 2
 ) -> jax.Array:
@@ -272,6 +282,9 @@ def _log_signal(g: jax.Array) -> jax.Array:
     return jnp.log(jnp.where(total == 0, 1, total))
 
 
+@ScoreDescription(
+    "spectrum of the inputs' gradients", gradients="1", batch_norm="joint", published="jacov"
+)
 def jacov(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
     """``-sum_i log(lambda_i + eps) + 1 / (lambda_i + eps)``, with ``eps = 1e-5``.
 
@@ -303,6 +316,9 @@ def jacov(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> jax.
     return -jnp.sum(jnp.log(values) + 1 / values)
 
 
+@ScoreDescription(
+    "``log sum |w * dR/dw|`` at ``|w|``", gradients="1", batch_norm="removed", published="synflow"
+)
 def synflow(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
     """``log sum w * dR/dw`` over the weights, all of ``params`` made positive.
 
@@ -351,6 +367,7 @@ def synflow(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> ja
     return score.astype(at_least_float32(dtype))
 
 
+@ScoreDescription("``sum_l |w_l|``", gradients="none", batch_norm="unused", published="l2_norm")
 def l2_norm(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
     """``sum_l |w_l|``: the 2-norms of the layers' weights. zero-cost-nas.
 

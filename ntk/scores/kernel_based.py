@@ -34,6 +34,7 @@ from ntk.scores.network_reading import (
     split_weights,
     summed,
 )
+from ntk.scores.registry import ScoreDescription
 from ntk.spectrum import eigenvalues
 
 
@@ -173,6 +174,9 @@ def _scores_of_matrix(
     return found | {"label_energy": _label_energy_of_matrix(K, values, y, classes) / size / size}
 
 
+@ScoreDescription(
+    "``tr K / n``", gradients="n, singly", batch_norm="alone", together="kernel_scores"
+)
 def eigen_nas(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
     """Eigen-NAS: ``tr K / n``, the mean squared norm of a sample's gradient.
 
@@ -196,6 +200,9 @@ def eigen_nas(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> 
     return jnp.mean(map_gradients(lambda g: jnp.sum(g**2), apply, params, x))
 
 
+@ScoreDescription(
+    "``lambda_min(K)``", gradients="n, singly", batch_norm="alone", together="kernel_scores"
+)
 def min_eigenvalue(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
     """``lambda_min(K)`` exactly, for the kernel K of :func:`eigen_nas`, which bounds it.
 
@@ -211,6 +218,12 @@ def min_eigenvalue(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch
     return jnp.maximum(eigenvalues.min_eigenvalue(kernel(key, apply, params, batch)), 0)
 
 
+@ScoreDescription(
+    "``lambda_min`` of ``K_ij / sqrt(K_ii K_jj)``",
+    gradients="n, singly",
+    batch_norm="alone",
+    together="kernel_scores",
+)
 def cosine_min_eigenvalue(
     key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch
 ) -> jax.Array:
@@ -232,6 +245,13 @@ def cosine_min_eigenvalue(
     return _min_eigenvalue_of_cosines(_sum_of_grams(rows))
 
 
+@ScoreDescription(
+    "``lambda_max(K) / lambda_min(K)``",
+    gradients="n, singly",
+    batch_norm="alone",
+    smaller_is_better=True,
+    together="kernel_scores",
+)
 def condition_number(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
     """``lambda_max(K) / lambda_min(K)``: smaller is better; :func:`te_nas` with samples alone.
 
@@ -247,6 +267,9 @@ def condition_number(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Bat
     return _condition(eigenvalues.eigenvalues(_unit_gram(_sample_gradients(apply, params, x))[0]))
 
 
+@ScoreDescription(
+    "``lambda_max(K) / lambda_min(K)``", gradients="n", batch_norm="joint", smaller_is_better=True
+)
 def te_nas(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
     """TE-NAS's condition number ``kappa = lambda_max(K) / lambda_min(K)``: smaller is better.
 
@@ -275,6 +298,12 @@ def te_nas(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> jax
     return _condition(eigenvalues.eigenvalues(gram_of_rows(rows / power_of_two_scale(rows))))
 
 
+@ScoreDescription(
+    "entropy of K's eigenvalues, which add to 1",
+    gradients="n, singly",
+    batch_norm="alone",
+    together="kernel_scores",
+)
 def spectral_entropy(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
     """``-sum_i p_i log p_i`` of ``p = lambda / tr K``: how evenly K sees its n directions.
 
@@ -293,6 +322,12 @@ def spectral_entropy(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Bat
     )
 
 
+@ScoreDescription(
+    "``-y'K^-1 y`` of the centred one-hot labels",
+    gradients="n, singly",
+    batch_norm="alone",
+    together="kernel_scores",
+)
 def label_energy(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
     """``-sum_c y_c' K^-1 y_c`` over the classes' indicators y_c, each less its mean.
 
@@ -313,6 +348,12 @@ def label_energy(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) 
     return _label_energy_of_matrix(K, eigenvalues.eigenvalues(K), y, classes) / size / size
 
 
+@ScoreDescription(
+    "``sum_l log tr K_l / n``, layer by layer",
+    gradients="n, singly",
+    batch_norm="alone",
+    together="kernel_scores",
+)
 def log_traces(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
     """``sum_l log(tr K_l / n)`` over the layers that have a gradient, as ZiCo adds up layers.
 

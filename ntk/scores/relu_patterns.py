@@ -13,10 +13,15 @@ from ntk.scores.network_reading import (
     sign_agreements,
     used_sign_agreements,
 )
+from ntk.scores.registry import ScoreDescription
 
-__all__ = ["naswot", "regions"]
 
-
+@ScoreDescription(
+    "``log det`` of agreements of ReLU signs",
+    gradients="none",
+    batch_norm="joint",
+    published="nwot",
+)
 def naswot(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
     """NASWOT: ``log det K_H``, where ``K_H[i, j]`` counts the ReLUs at which i and j agree in sign.
 
@@ -53,6 +58,7 @@ def naswot(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> jax
     return jnp.where(distinct_patterns(agreements) < len(x), -jnp.inf, logdet)
 
 
+@ScoreDescription("number of distinct ReLU sign patterns", gradients="none", batch_norm="joint")
 def regions(
     key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch, *, unused: bool = True
 ) -> jax.Array:

@@ -18,9 +18,11 @@ from ntk.scores.network_reading import (
     mean_cross_entropy,
     samples_axis,
 )
+from ntk.scores.registry import ScoreDescription
 from ntk.scores.visit_operations import visit_chosen_operations
 
 
+@ScoreDescription("``log det`` of correlations at the ReLUs", gradients="1", batch_norm="joint")
 def wrcor(key: chex.PRNGKey, apply: Apply, params: Pytree, batch: Batch) -> jax.Array:
     """Weighted response correlation: ``log |det K|``, ``K = sum_l 2^l sum_i |A_i| + |G_i|`` [n, n].
 

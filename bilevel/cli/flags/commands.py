@@ -1,7 +1,8 @@
 """The flags of every command.
 
 Nothing here imports JAX, so that help and mistakes are answered at once. Estimates of memory import
-what they need when they run, and names are written out (a test compares them with the spaces').
+what they need when they run, and names are written out (a test compares them with the spaces'),
+except those of scores, whose registry is light.
 """
 
 import dataclasses
@@ -12,7 +13,8 @@ from typing import Annotated, ClassVar, Literal
 from bilevel.cli.flags import rules
 from bilevel.cli.flags.datasets import CLASSES, check_rows, inputs, pixel_count
 from bilevel.cli.flags.import_function import check_module
-from bilevel.cli.flags.rules import shown
+from bilevel.cli.flags.rules import names_function, shown
+from ntk.scores.registry import HOST_SCORES, builtin_score_names
 
 ACTIVATIONS = ("relu", "leaky_relu", "sigmoid", "tanh", "swish", "gelu", "erf", "identity")
 DARTS_OPERATIONS = (
@@ -20,12 +22,7 @@ DARTS_OPERATIONS = (
     *("sep_conv_3x3", "sep_conv_5x5", "dil_conv_3x3", "dil_conv_5x5"),
 )
 NASBENCH201_OPERATIONS = ("none", "skip_connect", "nor_conv_1x1", "nor_conv_3x3", "avg_pool_3x3")
-SCORES = (
-    *("eigen_nas", "min_eigenvalue", "certified_min_eigenvalue", "cosine_min_eigenvalue"),
-    *("condition_number", "spectral_entropy", "label_energy", "log_traces", "knas"),
-    *("knas_released", "te_nas", "nasi", "grad_norm", "snip", "grasp", "fisher", "zico", "jacov"),
-    *("synflow", "naswot", "regions", "wrcor", "l2_norm"),
-)
+SCORES = tuple(sorted((*builtin_score_names(), *HOST_SCORES)))
 BASELINES = ("parameters", "multiply-adds", "trainable layers", "conv edges")  # of scores
 BINS = 2**30  # features that texts can have
 
@@ -253,10 +250,13 @@ _SIZES = {
 TOTAL = 15_625  # networks in the benchmark
 
 
-_Scores = Annotated[tuple[str, ...], rules.Names((*SCORES, "all"))]
+_DEFAULT_SCORES = ("eigen_nas", "min_eigenvalue", "naswot", "synflow")
 
 
-_Parts = Annotated[tuple[str, ...], rules.Names((*SCORES, *BASELINES), least=0)]
+_Scores = Annotated[tuple[str, ...], rules.Names((*SCORES, "all"), functions=True)]
+
+
+_Parts = Annotated[tuple[str, ...], rules.Names((*SCORES, *BASELINES), least=0, functions=True)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -267,8 +267,9 @@ class Rank(Resumable):
     """Dataset of the batch that networks are scored on; digits ships with scikit-learn."""
     out: rules.Out = pathlib.Path("runs/rank")
     """Run directory; a number is appended where there is one of that name."""
-    scores: _Scores = ("eigen_nas", "min_eigenvalue", "naswot", "synflow")
-    """Names in ntk.scores, or 'all' for every one of them."""
+    scores: _Scores = _DEFAULT_SCORES
+    """Names in ntk.scores, or 'all' for every one of them; MODULE:FUNCTION for a score of your own,
+    score(key, apply, params, batch), larger is better."""
     aggregate: _Parts = ()
     """Scores and baselines whose log ranks are added up, as one more score; by default all
     scores."""
@@ -309,7 +310,9 @@ class Rank(Resumable):
         """Raise for flags that cannot be used, before anything is loaded."""
         super().check_values()
         check_rows(self.data, {"train": self.train}, kept=1)
-        if "all" in self.scores and len(self.scores) > 1:
+        for name in self.own_scores:
+            check_module("scores", name)
+        if "all" in self.scores and len(self.scores) > 1 + len(self.own_scores):
             raise ValueError(f"scores: expected names, or all, got {' '.join(self.scores)}.")
         for name in self.aggregate:
             if name not in (known := (*self.score_names, *BASELINES)):
@@ -339,8 +342,16 @@ class Rank(Resumable):
 
     @property
     def score_names(self) -> tuple[str, ...]:
-        """The scores that were asked for."""
-        return SCORES if self.scores == ("all",) else self.scores
+        """The scores that were asked for; of all of them, those of the default first."""
+        if "all" not in self.scores:
+            return self.scores
+        others = (name for name in SCORES if name not in _DEFAULT_SCORES)
+        return (*_DEFAULT_SCORES, *others, *self.own_scores)
+
+    @property
+    def own_scores(self) -> tuple[str, ...]:
+        """The scores of the user's own, as MODULE:FUNCTION."""
+        return tuple(name for name in self.scores if names_function(name))
 
     @property
     def count(self) -> int:

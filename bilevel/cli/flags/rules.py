@@ -62,20 +62,23 @@ class Share:
 
 @dataclasses.dataclass(frozen=True)
 class Names:
-    """Different names among those ``known``."""
+    """Different names among those ``known``; with ``functions`` also MODULE:FUNCTION."""
 
     known: tuple[str, ...]
     least: int = 1
+    functions: bool = False
 
     def fault(self, value: tuple[str, ...]) -> str | None:
         """What was expected, or None where ``value`` is right."""
+        expected = f"expected names among {', '.join(self.known)}"
+        if self.functions:
+            expected += ", or MODULE:FUNCTION"
         if len(value) < self.least:
-            return f"expected names among {', '.join(self.known)}"
+            return expected
         if len(set(value)) < len(value):
             return "expected different names"
-        if not set(value) <= set(self.known):
-            return f"expected names among {', '.join(self.known)}"
-        return None
+        names = {name for name in value if not (self.functions and names_function(name))}
+        return None if names <= set(self.known) else expected
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,8 +96,13 @@ class Importable:
 
     def fault(self, value: str) -> str | None:
         """What was expected, or None where ``value`` is right."""
-        found = re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", value, re.ASCII)
-        return None if found else "expected MODULE:FUNCTION, as in my_module:my_space"
+        expected = "expected MODULE:FUNCTION, as in my_module:my_space"
+        return None if names_function(value) else expected
+
+
+def names_function(value: str) -> bool:
+    """Return whether ``value`` has the form MODULE:FUNCTION."""
+    return bool(re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", value, re.ASCII))
 
 
 Count = Annotated[int, Whole(1)]

@@ -113,11 +113,13 @@ def screen() -> Console:
     """The console that tables are printed on; it prints nothing in a call without a table.
 
     A pipe or a file is 110 columns wide: it has no width, and rich would take 80. Square brackets
-    are printed as they are, not as rich's markup: names of folders and genotypes contain them.
+    and colons are printed as they are, not as rich's markup and emoji: names of folders, genotypes
+    and functions contain them.
     """
     quiet = not invocation.current().table
-    console = Console(markup=False, quiet=quiet)
-    return console if console.is_terminal else Console(width=110, markup=False, quiet=quiet)
+    options: dict[str, Any] = {"markup": False, "emoji": False, "quiet": quiet}
+    console = Console(**options)
+    return console if console.is_terminal else Console(width=110, **options)
 
 
 def mixture(alpha: Any, names: Any) -> str:

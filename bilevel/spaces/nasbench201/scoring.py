@@ -1,6 +1,8 @@
 """Train-free scores of many networks through one compiled function each.
 
-    score(genotype) = s(f(., genotype, .), w, batch),    s one of :mod:`ntk.scores`
+    score(genotype) = s(f(., genotype, .), w, batch)
+
+s is one of :mod:`ntk.scores`, or a function of your own.
 
 All networks are scored at the same weights ``w``, of which each has its own part, and on the same
 batch: what differs between two scores is the networks. Genotypes go through one after another, or
@@ -11,7 +13,8 @@ interrupted goes on.
 import functools
 import pathlib
 import time
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -23,50 +26,25 @@ import numpy as np
 from bilevel.internal.meshes import replicate_like
 from bilevel.internal.processes import is_first_process, to_numpy
 from bilevel.runs import records
-from bilevel.runs.fingerprint import describe_difference, fingerprint
+from bilevel.runs.fingerprint import describe_difference, digest, fingerprint
 from bilevel.runs.progress import progress_bar
 from bilevel.spaces.nasbench201._all_networks import AllNetworks
 from bilevel.spaces.nasbench201._genotype import PRIMITIVES, encode
 from ntk import scores as ntk_scores
+from ntk.scores.registry import (
+    HOST_SCORES,
+    ScoreDescription,
+    builtin_score_names,
+    score_description,
+)
 from ntk.spectrum.certificate import certified_min_eigenvalue
 
-KERNEL_SCORES = (
-    "eigen_nas",
-    "min_eigenvalue",
-    "certified_min_eigenvalue",
-    "cosine_min_eigenvalue",
-    "condition_number",
-    "spectral_entropy",
-    "label_energy",
-    "log_traces",
-)
-"""Those that share one kernel, and so cost as much together as one does alone."""
+SCORES = tuple(sorted((*builtin_score_names(), *HOST_SCORES)))
+"""The built-in scores: those of :mod:`ntk.scores`, and ``certified_min_eigenvalue``."""
 
-GRADIENT_SCORES = "grad_norm", "snip"
-"""Those that share one gradient."""
+Score = Callable[[chex.PRNGKey, Callable, Any, tuple], jax.Array]
 
-OTHER_SCORES = (
-    "knas",
-    "knas_released",
-    "te_nas",
-    "nasi",
-    *GRADIENT_SCORES,
-    "grasp",
-    "fisher",
-    "zico",
-    "jacov",
-    "synflow",
-    "naswot",
-    "regions",
-    "wrcor",
-    "l2_norm",
-)
-
-SCORES = (*KERNEL_SCORES, *OTHER_SCORES)
-
-SMALLER_IS_BETTER = ("te_nas", "condition_number")
-
-_SHARED = {"kernel": KERNEL_SCORES, "gradient": GRADIENT_SCORES}  # by one program each
+_OTHER_SCORE = ScoreDescription("unknown", gradients="unknown", batch_norm="joint")
 _SAVE_SECONDS = 20.0  # between two writings of the scores
 
 
@@ -79,7 +57,7 @@ class Scored(NamedTuple):
 
     def oriented(self) -> dict[str, np.ndarray]:
         """The values with the sign that makes larger better."""
-        return {k: -v if k in SMALLER_IS_BETTER else v for k, v in self.values.items()}
+        return {k: -v if _description(k).smaller_is_better else v for k, v in self.values.items()}
 
 
 def score_networks(
@@ -93,12 +71,14 @@ def score_networks(
     place: Callable[[chex.Array], chex.Array] = jnp.asarray,
     progress: bool | None = None,
     file: str | pathlib.Path | None = None,
+    functions: Mapping[str, Score] | None = None,
+    key: chex.PRNGKey | None = None,
 ) -> Scored:
     """Scores of genotypes by name, each score compiled once.
 
     Parameters
     ----------
-    names : of :data:`SCORES`
+    names : of :data:`SCORES`, or keys of ``functions``
     networks : AllNetworks
     w : pytree
         From ``networks.init``.
@@ -116,6 +96,11 @@ def score_networks(
         An ``.npz`` to keep the scores in, now and then and at the end. Those it holds are not
         computed again: of the first genotypes, if it was made with the same networks, ``w`` and
         ``batch``. It has a checksum; a full disk costs the file, with a warning, and not the run.
+    functions : dict of ``score(key, apply, params, batch) -> scalar``, optional
+        Scores of your own by name; JAX must be able to trace them. Larger is better. A file knows
+        them by their names; scores of a function that has changed since are computed again.
+    key : jax.Array, optional
+        The ``key`` of your own scores, the same for all networks; by default that of seed 0.
 
     Returns
     -------
@@ -124,8 +109,8 @@ def score_networks(
     Raises
     ------
     ValueError
-        For unknown names, a batch of one sample, or a file that is damaged, made from something
-        else, or in use.
+        For unknown names, a batch of one sample, a function that does not return a real scalar, or
+        a file that is damaged, made from something else, or in use.
 
     Notes
     -----
@@ -142,16 +127,22 @@ def score_networks(
     >>> scored.values["l2_norm"].shape
     (4,)
     """
-    cells, batch = _check_scoring(names, genotypes, batch, at_once)
+    functions = {} if functions is None else functions
+    cells, batch = _check_scoring(names, functions, genotypes, batch, at_once)
+    key = jax.random.key(0) if key is None else key
     made_from = fingerprint({"networks": networks, "w": w, "batch": batch})
-    programs = _score_programs(names, networks)
+    programs = _score_programs(names, functions, networks, key)
+    own = {name: functions[name] for name in names if name in functions}
+    for name in own:
+        _check_traceable(name, programs[name], w, cells[0], batch)
+    versions = {name: digest({"score": score, "key": key}) for name, score in own.items()}
     text, fields = "{task.fields[score]}", ("score",)
     m = len(cells)
     alone: AbstractContextManager = nullcontext()
     if file is not None and is_first_process():
         alone = records.locked(file, "file", directory=False)
     with alone, progress_bar(progress, "scores", m * len(programs), text, fields) as show:
-        store = _ScoreStore(file, cells, made_from)
+        store = _ScoreStore(file, cells, made_from, versions)
         for i, (label, program) in enumerate(programs.items()):
             _score_in_chunks(
                 label,
@@ -171,23 +162,17 @@ def _offset_progress(show: Callable, before: int, label: str) -> Callable[[int],
     return lambda done: show(before + done, lambda: {"score": label})
 
 
-def check_names(names: Sequence[str]) -> None:
-    """Refuse what is not a choice of :data:`SCORES`.
-
-    Raises
-    ------
-    ValueError
-        For an unknown name, a name given twice, or none at all.
-    """
+def _check_scoring(names, functions, genotypes, batch, at_once):
+    for name in functions:
+        if name in (*SCORES, *ntk_scores.__all__) or "/" in name:
+            raise ValueError(
+                f"functions: expected names without / that ntk.scores does not have, got {name!r}."
+            )
     for name in names:
-        if name not in SCORES:
-            raise ValueError(f"scores: expected names among {', '.join(SCORES)}, got {name!r}.")
+        if name not in (known := (*functions, *SCORES)):
+            raise ValueError(f"scores: expected names among {', '.join(known)}, got {name!r}.")
     if not names or len(set(names)) < len(names):
         raise ValueError(f"scores: expected distinct names, got {list(names)}.")
-
-
-def _check_scoring(names, genotypes, batch, at_once):
-    check_names(names)
     if at_once < 1:
         raise ValueError(f"at_once: expected at least 1, got {at_once}.")
     cells = genotypes if isinstance(genotypes, np.ndarray) else encode(genotypes)
@@ -204,28 +189,70 @@ def _check_scoring(names, genotypes, batch, at_once):
     return cells, (x, y)
 
 
-def _score_programs(names: Sequence[str], networks: AllNetworks) -> dict[str, Callable]:
+def _score_programs(
+    names: Sequence[str],
+    functions: Mapping[str, Score],
+    networks: AllNetworks,
+    key: chex.PRNGKey,
+) -> dict[str, Callable]:
     """By label: ``program(w, genotype, batch) -> {name: score}``."""
     programs: dict[str, Callable] = {}
     for name in names:
         label = _program_label(name)
-        score = getattr(ntk_scores, f"{label}_scores" if label in _SHARED else name)
-        apply = networks.apply_unnormalized if name == "synflow" else networks.apply
+        if name in functions:
+            score = functools.partial(_real_scalar, name, functions[name], key)
+        else:
+            score = functools.partial(getattr(ntk_scores, label), None)
+        normalized = _description(name).batch_norm != "removed"
+        apply = networks.apply if normalized else networks.apply_unnormalized
         programs[label] = functools.partial(_evaluate_score, label, score, apply, networks.select)
     return programs
 
 
 def _program_label(name: str) -> str:
-    """Name of the program that computes a score."""
-    return next((label for label, names in _SHARED.items() if name in names), name)
+    """Name of the function that computes a score: its own, or that of one that computes several."""
+    return HOST_SCORES.get(name) or _description(name).together or name
+
+
+def _description(name: str) -> ScoreDescription:
+    return score_description(name) if name in builtin_score_names() else _OTHER_SCORE
 
 
 def _evaluate_score(label, score, apply, select, w, genotype, batch) -> dict[str, jax.Array]:
     def network(w, x):
         return apply(w, genotype, x)
 
-    value = score(None, network, select(w, genotype), batch)
-    return value if label in _SHARED else {label: value}
+    value = score(network, select(w, genotype), batch)
+    return value if isinstance(value, dict) else {label: value}
+
+
+def _real_scalar(name: str, score: Score, *arguments: Any) -> jax.Array:
+    """The value of a user's score.
+
+    Raises
+    ------
+    ValueError
+        If it is not a real scalar.
+    """
+    value = score(*arguments)
+    if not isinstance(value, jax.Array | np.ndarray | np.generic | float | int):
+        got = f"a {type(value).__name__}"
+    elif jnp.shape(value) or jnp.issubdtype(jnp.result_type(value), jnp.complexfloating):
+        got = f"{jnp.result_type(value)}{list(jnp.shape(value))}"
+    else:
+        return jnp.asarray(value)
+    raise ValueError(f"scores: expected {name} to return a real scalar, got {got}.")
+
+
+def _check_traceable(name: str, program: Callable, *arguments: Any) -> None:
+    """Trace the program of a user's score, which computes nothing; raise if JAX cannot."""
+    try:
+        jax.eval_shape(program, *arguments)
+    except (jax.errors.JAXTypeError, jax.errors.JAXIndexError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(
+            f"scores: expected {name} to be a function that JAX can trace, got: {reason}"
+        ) from error
 
 
 def _score_in_chunks(label, program, store, w, cells, batch, at_once, place, shown) -> None:
@@ -260,8 +287,15 @@ class _ScoreStore:
     ``count`` of them are asked for; the file may have more.
     """
 
-    def __init__(self, file, cells: np.ndarray, fingerprint: dict[str, str]):
+    def __init__(
+        self,
+        file: str | pathlib.Path | None,
+        cells: np.ndarray,
+        fingerprint: dict[str, str],
+        versions: dict[str, str],
+    ):
         self.file = None if file is None else pathlib.Path(file)
+        self.versions = versions  # of the user's own scores: a digest of their functions
         self.cells, self.fingerprint, self.count = cells, fingerprint, len(cells)
         self.arrays: dict[str, list[np.ndarray]] = {}  # "label/name" -> chunks of rows
         self.seconds: dict[str, float] = {}
@@ -289,6 +323,17 @@ class _ScoreStore:
         if len(known) > len(self.cells):  # of more networks than are asked for: they are kept
             self.cells = known
         self.seconds, self.compile_seconds = notes["seconds"], notes["compiling"]
+        before = notes.get("versions", {})
+        for name, version in self.versions.items():
+            if before.get(name, version) != version:
+                warnings.warn(
+                    f"scores: {name} has changed since {file} was written; its scores are "
+                    "computed again.",
+                    stacklevel=4,
+                )
+                self.arrays.pop(f"{name}/{name}", None)
+                self.seconds.pop(name, None)
+        self.versions = before | self.versions
 
     def done(self, label: str) -> int:
         """How many genotypes a program has been through."""
@@ -318,6 +363,7 @@ class _ScoreStore:
             "fingerprint": self.fingerprint,
             "seconds": self.seconds,
             "compiling": self.compile_seconds,
+            "versions": self.versions,
         }
         with records.warn_if_disk_full(f"file: scores in {self.file}"):
             records.write_arrays(self.file, arrays | {"genotypes": self.cells}, notes)
@@ -329,8 +375,8 @@ class _ScoreStore:
             count = self.done(label)
             seconds[name] = self.seconds[label] / count
             compiling[name] = self.compile_seconds.get(label, 0.0)
-            if name == "certified_min_eigenvalue":
-                kernels = np.concatenate(self.arrays["kernel/kernel"])[: self.count]
+            if name in HOST_SCORES:
+                kernels = np.concatenate(self.arrays[f"{label}/kernel"])[: self.count]
                 values[name] = np.array([_certified_or_nan(K) for K in kernels])
             else:
                 rows = np.concatenate(self.arrays[f"{label}/{name}"])[: self.count]

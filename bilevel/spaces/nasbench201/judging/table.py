@@ -213,10 +213,10 @@ def published_scores(dataset: str = "cifar10") -> dict[str, np.ndarray]:
     """
     if dataset not in ("cifar10", "imagenet16"):
         raise ValueError(f"dataset: expected cifar10 or imagenet16, got {dataset!r}.")
-    names = "epe_nas fisher flops grad_norm grasp jacov l2_norm nwot params plain snip synflow zen"
-    wanted = {name: f"{dataset}_{name}" for name in names.split()}
-    columns = _by_genotype(PUBLISHED, list(wanted.values()))
-    return {name: columns[column] for name, column in wanted.items()}
+    prefix = f"{dataset}_"
+    columns = _by_genotype(PUBLISHED)
+    own = {name: scores for name, scores in columns.items() if name.startswith(prefix)}
+    return {name.removeprefix(prefix): scores for name, scores in own.items()}
 
 
 def cifar10_split() -> tuple[np.ndarray, np.ndarray]:
@@ -243,12 +243,13 @@ def cifar10_split() -> tuple[np.ndarray, np.ndarray]:
     return np.sort(index[split == "train"]), np.sort(index[split == "valid"])
 
 
-def _by_genotype(file: str, wanted: list[str]) -> dict[str, np.ndarray]:
-    """Columns as numbers, rows in the order of :func:`genotypes`, NaN for rows that are not there.
+def _by_genotype(file: str, wanted: list[str] | None = None) -> dict[str, np.ndarray]:
+    """Columns as numbers, by default all.
 
-    Files are keyed by the official text: indices differ between publications.
+    Rows are in the order of :func:`genotypes`, NaN for rows that are not there. Files
+    are keyed by the official text: indices differ between publications.
     """
-    columns = _read_columns(file, ["arch_str", *wanted])
+    columns = _read_columns(file, None if wanted is None else ["arch_str", *wanted])
     places = _rows_of_codes(encode(map(parse_genotype, columns.pop("arch_str"))))
     arrays = {}
     for name, texts in columns.items():
@@ -262,11 +263,12 @@ def _rows_of_codes(codes: np.ndarray) -> np.ndarray:
     return codes @ len(PRIMITIVES) ** np.arange(len(EDGES))[::-1]
 
 
-def _read_columns(file: str, wanted: list[str]) -> dict[str, list[str]]:
-    """Some columns of a file as texts, once its content is known to be right."""
+def _read_columns(file: str, wanted: list[str] | None) -> dict[str, list[str]]:
+    """Columns of a file as strings, all or some, once its content is known to be right."""
     path, content = _content(file)
     size, digest = FILES[file]
     header, *rows = csv.reader(content.decode(errors="replace").splitlines() or [""])
+    wanted = header if wanted is None else wanted
     missing = [name for name in wanted if name not in header]
     if missing:
         raise ValueError(f"{path}: expected a column {missing[0]}, got none.")

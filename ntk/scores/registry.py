@@ -1,0 +1,81 @@
+"""The registry of the built-in scores: their names, and a description of each.
+
+A description stands at the score's function, as its decorator. ``bilevel rank`` and the
+documentation read names and descriptions from here, so no other file lists the scores. This module
+does not import JAX: the command line needs the names before it does.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+# Public functions of `ntk.scores` that are not scores.
+_OTHER_FUNCTIONS = ("gradient_scores", "kernel", "kernel_scores", "layer_traces", "of_kernel")
+
+HOST_SCORES = {"certified_min_eigenvalue": "kernel_scores"}
+"""Scores that ``bilevel rank`` computes on the host, and the function that returns the kernel."""
+
+
+class ScoreDescription(NamedTuple):
+    """Description of a built-in score, and the decorator that attaches it.
+
+    Attributes
+    ----------
+    formula : str
+        In the form of a table's cell.
+    gradients : str
+        How many gradients the score takes.
+    batch_norm : str
+        How samples interact through batch normalisation: "joint", "alone", "removed" or "unused".
+    smaller_is_better : bool
+        Whether a smaller value is better.
+    together : str, optional
+        Function of ``ntk.scores`` that returns this score and others, by name, for the cost of one.
+    published : str, optional
+        Name of the same score in the table of published scores.
+
+    Examples
+    --------
+    >>> @ScoreDescription("``f(0)``", gradients="none", batch_norm="joint")
+    ... def output_at_zero(key, apply, params, batch):
+    ...     return apply(params, 0 * batch[0]).sum()
+    >>> score_description(output_at_zero).gradients
+    'none'
+    """
+
+    formula: str
+    gradients: str
+    batch_norm: str
+    smaller_is_better: bool = False
+    together: str | None = None
+    published: str | None = None
+
+    def __call__(self, function: Function) -> Function:
+        """Attach the description to ``function``."""
+        vars(function)["description"] = self
+        return function
+
+
+def builtin_score_names() -> tuple[str, ...]:
+    """Return the names of the scores in ``ntk.scores``, in alphabetical order.
+
+    They are the public names of the package, which its stub ``__init__.pyi`` has.
+
+    Examples
+    --------
+    >>> "snip" in builtin_score_names(), "kernel" in builtin_score_names()
+    (True, False)
+    """
+    from ntk import scores
+
+    return tuple(sorted(set(scores.__all__) - set(_OTHER_FUNCTIONS)))
+
+
+def score_description(score: str | Callable[..., Any]) -> ScoreDescription:
+    """Return the description of a score, given as its name in ``ntk.scores`` or as a function."""
+    if isinstance(score, str):
+        from ntk import scores
+
+        score = getattr(scores, score)
+    return vars(score)["description"]

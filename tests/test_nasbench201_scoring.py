@@ -126,6 +126,7 @@ def test_every_name_is_a_score():
     assert set(SCORES) <= found
 
 
+@pytest.mark.slow
 def test_a_function_is_a_score_by_its_name():
     def spread(key, apply, params, batch):
         noise = 0.1 * jax.random.normal(key, batch[0].shape)

@@ -38,6 +38,7 @@ TESTS = {
     "bilevel/hypergradients/error_estimate.py": (
         "estimate soft_directions hypergradient search_error"
     ),
+    "bilevel/hypergradients/refinement.py": "estimate soft_directions hypergradient",
     "bilevel/hypergradients/curvature.py": "curvature estimate soft_directions",
     "bilevel/outer_loop/geometry.py": "geometry search",
     "bilevel/outer_loop/search.py": "search not_finite",

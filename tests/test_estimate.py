@@ -13,7 +13,7 @@ from helpers import assert_close, flatten, lower_hessian, tolerance
 from problems import case, decay, digits, least_squares, logistic, mixed, quadratic
 
 import bilevel
-from bilevel.hypergradients.error_estimate import _jitter
+from bilevel.hypergradients.refinement import _jitter
 
 EPS = float(jnp.finfo(jax.dtypes.canonicalize_dtype(float)).eps)
 STEPS = (3, 10, 30, 100, 300, 1000)

@@ -32,13 +32,8 @@ import bilevel.data
 from bilevel.nets.images import unit_images
 from bilevel.runs import records
 from bilevel.spaces.nasbench201 import PRIMITIVES, all_networks, canonical, encode, genotypes
-from bilevel.spaces.nasbench201.judging.table import load_table
-from bilevel.spaces.nasbench201.judging.verdicts import (
-    BASELINES,
-    DATASETS,
-    correlations,
-    sum_of_log_ranks,
-)
+from bilevel.spaces.nasbench201.judging.table import DATASETS, load_table
+from bilevel.spaces.nasbench201.judging.verdicts import BASELINES, correlations, sum_of_log_ranks
 from bilevel.spaces.nasbench201.scoring import Scored, score_networks
 
 OF_FUNCTIONS = "jacov", "grad_norm", "snip", "zico", "wrcor"  # what has no effect adds nothing

@@ -33,6 +33,7 @@ TESTS = {
     "bilevel/solvers/_implicit.py": "solvers hypergradient precision",
     "bilevel/solvers/_ridge.py": "solvers linear hypergradient",
     "bilevel/solvers/_optimizer.py": "unrolled_optimizers",
+    "bilevel/solvers/conjugate_gradients.py": "soft_directions inverse solvers",
     "bilevel/solvers/inverses.py": "inverse solvers hypergradient",
     "bilevel/solvers/minimizers.py": "solvers precision soft_directions hypergradient",
     "bilevel/hypergradients/error_estimate.py": (

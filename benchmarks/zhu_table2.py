@@ -43,9 +43,10 @@ from bilevel.spaces.nasbench201 import (
     nasbench201_space,
     parse_genotype,
 )
+from bilevel.spaces.nasbench201.judging.printed_accuracies import PRINTED
 from bilevel.spaces.nasbench201.judging.standing import standing
-from bilevel.spaces.nasbench201.judging.table import load_table
-from bilevel.spaces.nasbench201.judging.verdicts import DATASETS, PRINTED, paper_protocol
+from bilevel.spaces.nasbench201.judging.table import DATASETS, load_table
+from bilevel.spaces.nasbench201.judging.verdicts import paper_protocol
 from bilevel.spaces.nasbench201.scoring import score_networks
 
 SCORES = ("eigen_nas", "min_eigenvalue"), ("knas",), ("knas_released",), ("naswot",)

@@ -23,7 +23,7 @@ from problems import (
 import bilevel
 from bilevel.hypergradients.hypergradient import stateful_hypergradient
 from bilevel.internal import memory
-from bilevel.solvers.inverses import solve_conjugate_gradients
+from bilevel.solvers.conjugate_gradients import solve_conjugate_gradients
 
 STEP_SIZE = 0.1
 

@@ -12,7 +12,8 @@ from hypothesis import given
 
 import bilevel
 from bilevel.contracts import Point
-from bilevel.solvers.inverses import hessian_matrix, solve_conjugate_gradients
+from bilevel.solvers.conjugate_gradients import solve_conjugate_gradients
+from bilevel.solvers.inverses import hessian_matrix
 
 P = 6
 seeds = st.integers(0, 2**32 - 1)

@@ -8,7 +8,9 @@ import pytest
 from helpers import needs_scores
 
 from bilevel.spaces.nasbench201 import genotypes, multiply_adds, parameter_count
+from bilevel.spaces.nasbench201.judging.printed_accuracies import PRINTED
 from bilevel.spaces.nasbench201.judging.table import (
+    DATASETS,
     RUN_SETS,
     SETS,
     BenchmarkTable,
@@ -17,8 +19,6 @@ from bilevel.spaces.nasbench201.judging.table import (
 )
 from bilevel.spaces.nasbench201.judging.verdicts import (
     BASELINES,
-    DATASETS,
-    PRINTED,
     best_of_k,
     best_of_k_random,
     correlations,

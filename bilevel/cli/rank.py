@@ -38,7 +38,9 @@ from bilevel.spaces.nasbench201 import (
     nasbench201_network,
     parameter_count,
 )
+from bilevel.spaces.nasbench201.judging.printed_accuracies import PRINTED
 from bilevel.spaces.nasbench201.judging.table import (
+    DATASETS,
     RUN_SETS,
     BenchmarkTable,
     load_table,
@@ -46,8 +48,6 @@ from bilevel.spaces.nasbench201.judging.table import (
 )
 from bilevel.spaces.nasbench201.judging.verdicts import (
     BASELINES,
-    DATASETS,
-    PRINTED,
     correlations,
     judge,
     paper_protocol,

@@ -2,7 +2,7 @@
 
 ``unrolled`` differentiates the optimizer's own steps. ``implicit`` differentiates the stationarity
 condition ``grad_w lower(w, alpha) = 0`` at whatever ``w`` a forward solver found. ``ridge`` is the
-closed form for features. Solvers that only find ``w``, for ``implicit``, are in ``forward``.
+closed form for features. Solvers that only find ``w``, for ``implicit``, are in ``minimizers``.
 
 ================  ==========================  =====================================================
 solver            derivative                  memory, in copies of w

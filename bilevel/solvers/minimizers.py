@@ -18,7 +18,7 @@ from bilevel.internal.precision import coarsest_eps, like_start, narrow, widen, 
 from bilevel.problem.hoist import hoist_constants
 from bilevel.problem.problem import hessian_operator
 from bilevel.problem.structure import is_quadratic
-from bilevel.solvers.inverses import (
+from bilevel.solvers.conjugate_gradients import (
     ConjugateGradients,
     largest_magnitude,
     solve_conjugate_gradients,

@@ -29,7 +29,7 @@ The lower loss is the dual of ridge regression: better conditioned than the prim
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -38,66 +38,17 @@ import numpy as np
 import ntk
 from bilevel.contracts import LowerSolver, Pytree
 from bilevel.internal.checks import (
-    as_floating,
     check_finite,
     concrete,
     function,
     nan_unless,
     one_of,
 )
-from bilevel.problem.problem import Problem
+from bilevel.spaces.kernel_ridge import kernel_ridge
 from bilevel.spaces.space import Space
-from bilevel.spaces.targets import OUTER_LOSSES, like_outputs, mixture_and_penalty, predict_labels
+from bilevel.spaces.targets import OUTER_LOSSES, mixture_and_penalty, predict_labels
 from ntk import networks as nets
 from ntk.kernels.functions import measured
-
-
-class _Ridge(NamedTuple):
-    """Fields of a space of kernels; ``batch`` is ``(inputs, y)``."""
-
-    init: Callable[..., jax.Array]
-    apply: Callable[..., jax.Array]
-    problem: Problem
-    solver: LowerSolver
-
-
-def _kernel_ridge(
-    matrix: Callable[[Pytree, Any], jax.Array],
-    loss: Callable,
-    training: Callable[[Pytree, Any], jax.Array] | None = None,
-) -> _Ridge:
-    """Ridge regression with the kernel ``matrix(alpha, inputs)``.
-
-    ``training(alpha, inputs)`` [n, n] is the kernel of the training rows; by default ``matrix``.
-    """
-    training = training or matrix
-
-    def init(key, batch):
-        return jnp.zeros_like(as_floating("y", batch[1]))
-
-    def apply(w, alpha, inputs):
-        return matrix(alpha, inputs) @ w
-
-    def lower(w, alpha, batch):
-        inputs, y = batch
-        image = training(alpha, inputs) @ w + jnp.exp(alpha["log_penalty"]) * w
-        return jnp.vdot(w, 0.5 * image - like_outputs(image, y))
-
-    def outer(w, alpha, batch):
-        inputs, y = batch
-        f = apply(w, alpha, inputs)
-        return jnp.mean(loss(f, like_outputs(f, y)))
-
-    def run(lower, alpha, w, state, batch):
-        inputs, y = batch
-        y, K = as_floating("y", y), training(alpha, inputs)
-        if y.shape[:1] != K.shape[:1]:
-            raise ValueError(f"y: expected {len(K)} rows as in training, got shape {y.shape}.")
-        penalty = jnp.exp(alpha["log_penalty"]) * jnp.eye(len(y), dtype=y.dtype)
-        return jax.scipy.linalg.solve(K + penalty, y, assume_a="pos"), state
-
-    solver = LowerSolver(init=lambda w: (), run=run, closed_form=True, of_alpha=True)
-    return _Ridge(init, apply, Problem(lower, outer), solver)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,7 +99,7 @@ def kernel_space(
     return KernelSpace(
         names=tuple(names),
         **mixture_and_penalty(names),
-        **_kernel_ridge(matrix, loss)._asdict(),
+        **kernel_ridge(matrix, loss)._asdict(),
         predict=predict,
         blocks=blocks,
     )
@@ -312,7 +263,7 @@ def kernel_function_space(
         draw=draw,
         discretize=discretize,
         one_hot=of,
-        **_kernel_ridge(matrix, OUTER_LOSSES[outer], training)._asdict(),
+        **kernel_ridge(matrix, OUTER_LOSSES[outer], training)._asdict(),
         predict=predict_labels,
         inputs=inputs,
         certificates=certificates,
@@ -488,7 +439,7 @@ def kernel_mixture_space(
     return KernelFunctionSpace(
         names=tuple(kernels),
         **mixture_and_penalty(list(kernels)),
-        **_kernel_ridge(matrix, OUTER_LOSSES[outer])._asdict(),
+        **kernel_ridge(matrix, OUTER_LOSSES[outer])._asdict(),
         predict=predict_labels,
         inputs=inputs,
         certificates=certificates,

@@ -22,7 +22,7 @@ from bilevel.nets.images import unit_images
 from bilevel.spaces.nasbench201 import EDGES, nasbench201_space, supernet_cost
 from bilevel.spaces.nasbench201.judging import table
 from bilevel.spaces.nasbench201.judging.standing import standing
-from bilevel.spaces.nasbench201.judging.verdicts import DATASETS
+from bilevel.spaces.nasbench201.judging.table import DATASETS
 from bilevel.strategies import darts_sgd
 
 

@@ -7,8 +7,8 @@ import numpy as np
 
 from bilevel.internal.checks import integer, one_of
 from bilevel.spaces.nasbench201 import PRIMITIVES, Genotype
-from bilevel.spaces.nasbench201.judging.table import BenchmarkTable, genotype_row
-from bilevel.spaces.nasbench201.judging.verdicts import DATASETS, best_of_k_random
+from bilevel.spaces.nasbench201.judging.table import DATASETS, BenchmarkTable, genotype_row
+from bilevel.spaces.nasbench201.judging.verdicts import best_of_k_random
 
 
 def standing(

@@ -48,6 +48,9 @@ from bilevel.spaces.nasbench201._genotype import (
     parse_genotype,
 )
 
+DATASETS = {"cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "imagenet16": "ImageNet16-120"}
+"""The data sets of the benchmark, and how they are written."""
+
 SETS = (
     "cifar10-valid",
     "cifar10-test",

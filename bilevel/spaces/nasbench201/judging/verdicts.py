@@ -9,7 +9,7 @@ mean, the best of all 15,625 has 94.37 %. So a ranking is judged by
 2. :func:`top_one`: the network it puts first, without training any;
 3. :func:`best_of_k` less :func:`best_of_k_random`, the same without a score;
 4. the same figures of ``BASELINES``, which look at no weights and no images;
-5. :func:`paper_protocol`, beside the figures ``PRINTED`` in the papers.
+5. :func:`paper_protocol`, next to the papers' figures, ``printed_accuracies.PRINTED``.
 
 Throughout, a larger score is better. NaN ranks last, tied, below ``-inf``; infinities are ordinary
 extremes. Ties are broken at random wherever a choice is made.
@@ -40,10 +40,7 @@ from bilevel.spaces.nasbench201 import (
     parameter_count,
     trainable_layers,
 )
-from bilevel.spaces.nasbench201.judging.table import RUN_SETS, BenchmarkTable
-
-DATASETS = {"cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "imagenet16": "ImageNet16-120"}
-"""The benchmark's, and how they are written."""
+from bilevel.spaces.nasbench201.judging.table import DATASETS, RUN_SETS, BenchmarkTable
 
 BASELINES: dict[str, Callable[[Genotype], float]] = {
     "parameters": parameter_count,
@@ -53,26 +50,6 @@ BASELINES: dict[str, Callable[[Genotype], float]] = {
 }
 """Scores that :func:`judge` always adds. The first two rank all networks alike: a 3 x 3 convolution
 outweighs six of 1 x 1 in both."""
-
-NAN = math.nan
-PRINTED = {
-    # Zhu et al. (2022), Table 2, with their note that the figures of NASWOT, TE-NAS and KNAS are
-    # from those papers.
-    "ResNet": ((93.97, NAN), (70.86, NAN), (42.63, NAN)),
-    "NAS-RL": ((92.83, NAN), (70.71, NAN), (44.10, NAN)),
-    "DARTS": ((88.32, NAN), (67.34, NAN), (33.04, NAN)),
-    "NASWOT": ((92.96, NAN), (70.03, NAN), (44.43, NAN)),
-    "TE-NAS": ((93.90, NAN), (71.24, NAN), (42.38, NAN)),
-    "KNAS (k=20), in Zhu et al.": ((93.38, NAN), (70.78, NAN), (44.63, NAN)),
-    "NASI (T)": ((93.08, 0.24), (69.51, 0.59), (40.87, 0.85)),
-    "NASI (4T)": ((93.55, 0.10), (71.20, 0.14), (44.84, 1.41)),
-    "Eigen-NAS (k=20)": ((93.46, 0.01), (71.42, 0.63), (45.54, 0.04)),
-    "Eigen-NAS (k=5)": ((93.43, 0.08), (69.92, 1.82), (45.53, 0.06)),
-    # Xu et al. (2021), whose figures for k = 20 are not those cited above.
-    "KNAS (k=20)": ((93.05, NAN), (68.91, NAN), (34.11, NAN)),
-    "KNAS (k=40)": ((93.43, NAN), (71.05, NAN), (45.05, NAN)),
-}
-"""Printed test accuracies: (mean, standard deviation) of each of ``DATASETS``, NaN if not given."""
 
 
 def _rank_places(score: Any) -> np.ndarray:

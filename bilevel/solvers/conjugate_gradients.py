@@ -1,0 +1,116 @@
+"""Conjugate gradients that notice directions without positive curvature."""
+
+from typing import NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+import optax
+
+from bilevel.contracts import LinearMap, Pytree
+from bilevel.internal.checks import nan_unless_finite
+from bilevel.internal.meshes import while_loop
+
+REROUNDING_FACTOR = 1.37
+"""A factor that is no power of 2: a product with a vector times it is rounded differently."""
+
+_AGREED = 300  # a curvature is trusted if it is so many times what that factor changes in it
+
+
+class ConjugateGradients(NamedTuple):
+    """Result of :func:`solve_conjugate_gradients`."""
+
+    x: Pytree
+    residual: jax.Array  # [], 2-norm of b - H x by CG's recursion
+    iterations: jax.Array  # [], int
+    positive: jax.Array  # [], bool: no direction without positive curvature ended it
+    curvature: jax.Array  # [], the largest curvature met
+    downhill: Pytree  # the step along a last direction of negative curvature, were it positive
+
+
+def solve_conjugate_gradients(
+    hvp: LinearMap, b: Pytree, x0: Pytree | None, *, steps: int, threshold: chex.Array
+) -> ConjugateGradients:
+    """Conjugate gradients for ``H x = b`` until the residual's 2-norm is under ``threshold``.
+
+    Stops where ``H`` shows a direction of no positive curvature, keeping the iterate before it. If
+    the residual has grown by then, as it does where ``H`` is singular and ``b`` out of its range,
+    it keeps the iterate of the least one. A curvature under ten roundings of the largest one met
+    has to be the same in a second product, of other numbers: so it is in directions that a data
+    term does not see and only a penalty bends. Hestenes & Stiefel (1952).
+    """
+    x = optax.tree.zeros_like(b) if x0 is None else x0
+    r = b if x0 is None else optax.tree.sub(b, hvp(x0))
+    # In units of the first residual, so that squares of tiny numbers do not underflow.
+    unit = largest_magnitude(r)
+    unit = jnp.where(unit == 0, 1, unit)
+    r = jax.tree.map(lambda leaf: leaf / unit, r)
+    rr = optax.tree.vdot(r, r)
+    eps = jnp.finfo(rr.dtype).eps
+    floor = jnp.maximum((threshold / unit) ** 2, eps**4)
+
+    def unfinished(carry):
+        *_, rr, k, going = carry
+        return (k < steps) & (rr > floor) & going
+
+    def step(carry):
+        best, x, r, p, _, steepest, trusted, seen, rr, k, _ = carry
+        again = seen > 0
+        factor = jnp.where(again, REROUNDING_FACTOR, 1).astype(rr.dtype)
+        hp = optax.tree.scale(1 / factor, hvp(optax.tree.scale(factor, p)))
+        pp = optax.tree.vdot(p, p)
+        bend = optax.tree.vdot(p, hp) / pp
+        steepest = jnp.maximum(steepest, jnp.abs(bend))
+        # Under rounding a curvature counts if the product of other numbers gives the same.
+        noise = _AGREED * jnp.abs(bend - seen)
+        agrees = again & (bend > noise)
+        trusted = jnp.where(agrees, noise, trusted)
+        # False for NaN, which has to be seen.
+        low = bend <= jnp.minimum(10 * eps * steepest, trusted)
+        moves = ~low | agrees
+        length = jnp.where(moves, rr / jnp.where(moves, bend * pp, 1), 0)
+        x = optax.tree.add_scale(x, length * unit, p)
+        r = optax.tree.add_scale(r, -length, hp)
+        rr_next = optax.tree.vdot(r, r)
+        p = optax.tree.where(moves, optax.tree.add_scale(r, rr_next / rr, p), p)
+        look = ~moves & ~again & (bend > 0)
+        seen = jnp.where(look, bend, 0)
+        least = rr_next < best[1]
+        best = optax.tree.where(least, (x, rr_next), best)
+        return best, x, r, p, bend, steepest, trusted, seen, rr_next, k + 1, moves | look
+
+    zero = jnp.zeros_like(rr)
+    count, going = jnp.zeros((), int), jnp.array(True)
+    start = (
+        (x, rr),
+        x,
+        r,
+        r,
+        zero,
+        zero,
+        jnp.full_like(rr, jnp.finfo(rr.dtype).max),
+        zero,
+        rr,
+        count,
+        going,
+    )
+    best, x, _, p, bend, steepest, *_, rr_last, k, going = while_loop(unfinished, step, start)
+    grown = ~going & (rr_last > rr) & jnp.isfinite(rr_last)
+    x, rr = optax.tree.where(grown, best, (x, rr_last))
+    negative = ~going & (bend < -10 * eps * steepest)
+    length = rr_last / jnp.where(negative, -bend * optax.tree.vdot(p, p), 1)
+    downhill = optax.tree.scale(jnp.where(negative, length * unit, 0), p)
+    x = nan_unless_finite(x, rr)
+    positive = going | (rr <= floor)
+    return ConjugateGradients(x, jnp.sqrt(rr) * unit, k, positive, steepest, downhill)
+
+
+def largest_magnitude(tree: Pytree) -> jax.Array:
+    """The largest size of its numbers, whose square may be out of range."""
+    return jnp.stack([jnp.max(jnp.abs(leaf), initial=0) for leaf in jax.tree.leaves(tree)]).max()
+
+
+def default_tolerance(tree: Pytree) -> float:
+    """1e-10 in float64; ten roundings in anything narrower."""
+    eps = max(float(jnp.finfo(x.dtype).eps) for x in jax.tree.leaves(tree))
+    return max(1e-10, 10 * eps)

@@ -13,7 +13,7 @@ from bilevel.spaces.targets import like_outputs
 
 
 class KernelRidge(NamedTuple):
-    """Fields of a space of kernels; ``batch`` is ``(inputs, y)``."""
+    """Fields of a space of kernels. ``batch`` is ``(inputs, y)``."""
 
     init: Callable[..., jax.Array]
     apply: Callable[..., jax.Array]
@@ -26,9 +26,14 @@ def kernel_ridge(
     loss: Callable,
     training: Callable[[Pytree, Any], jax.Array] | None = None,
 ) -> KernelRidge:
-    """Ridge regression with the kernel ``matrix(alpha, inputs)``.
+    """Make ridge regression with the kernel ``matrix(alpha, inputs)``.
 
     ``training(alpha, inputs)`` [n, n] is the kernel of the training rows; by default ``matrix``.
+
+    Raises
+    ------
+    ValueError
+        While the solver is traced, if ``y`` has another number of rows than the training kernel.
     """
     training = training or matrix
 

@@ -109,6 +109,10 @@ def wave(key, apply, params, batch):
     return jnp.zeros((), complex)
 
 
+def drawn(key, apply, params, batch):
+    return jax.random.fold_in(key, 1)
+
+
 def in_numpy(key, apply, params, batch):
     return np.var(np.asarray(apply(params, batch[0])))
 
@@ -164,6 +168,7 @@ def test_scores_of_ones_own_are_ranked_with_builtin_ones_and_resumed(own_scores,
         (["own_scores:vector"], r"expected own_scores:vector to return a real scalar, got float32"),
         (["own_scores:several"], "expected own_scores:several to return a real scalar, got a dict"),
         (["own_scores:wave"], "expected own_scores:wave to return a real scalar, got complex"),
+        (["own_scores:drawn"], r"expected own_scores:drawn to return a real scalar, got key<"),
         (["l2_norm", "own_scores:in_numpy"], "own_scores:in_numpy to be a function that JAX can"),
         (["own_scores"], "expected names among .*, or MODULE:FUNCTION, got own_scores"),
     ],

@@ -237,11 +237,15 @@ def _real_scalar(name: str, score: Score, *arguments: Any) -> jax.Array:
     value = score(*arguments)
     if not isinstance(value, jax.Array | np.ndarray | np.generic | float | int):
         got = f"a {type(value).__name__}"
-    elif jnp.shape(value) or jnp.issubdtype(jnp.result_type(value), jnp.complexfloating):
+    elif jnp.shape(value) or not _is_real(jnp.result_type(value)):
         got = f"{jnp.result_type(value)}{list(jnp.shape(value))}"
     else:
         return jnp.asarray(value)
     raise ValueError(f"scores: expected {name} to return a real scalar, got {got}.")
+
+
+def _is_real(dtype: Any) -> bool:
+    return any(jnp.issubdtype(dtype, kind) for kind in (np.floating, np.integer, np.bool_))
 
 
 def _check_traceable(name: str, program: Callable, *arguments: Any) -> None:

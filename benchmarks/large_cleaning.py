@@ -129,8 +129,7 @@ def work(name: str, labels: str, penalty: float, steps: int, rows: int) -> Itera
         steps=steps,
         batches=bilevel.partition(64),
         key=jax.random.key(1),
-        history=("value",),
-        history_every=100,
+        history=bilevel.History(["value"], every=100),
         progress=False,
     )
     seconds = time.process_time() - begun

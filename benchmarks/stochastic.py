@@ -117,7 +117,7 @@ class Ours:
             batches = None if self.name == "implicit" else bilevel.partition(64)
             return bilevel.search(
                 self.race.problem, method, optimizer, alpha, w, train, valid, steps=steps,
-                batches=batches, key=key, history=names, history_every=every,
+                batches=batches, key=key, history=bilevel.History(names, every),
             )  # fmt: skip
 
         made = self.programs.get((steps, names, every))

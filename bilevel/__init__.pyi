@@ -19,6 +19,7 @@ from .internal.processes import LostProcessError
 from .outer_loop.batches import jointly, minibatches, partition
 from .outer_loop.descent import descent
 from .outer_loop.geometry import exponentiate, project, softmax, tangent
+from .outer_loop.history import History
 from .outer_loop.metrics_log import log
 from .outer_loop.report import SearchReport
 from .outer_loop.search import search
@@ -46,6 +47,7 @@ __version__: str
 
 __all__ = [
     "DescentState",
+    "History",
     "HyperGradient",
     "Info",
     "LostProcessError",

@@ -146,7 +146,7 @@ SEARCHES = {
         data=sparse_rows,
     ),
     "a sparse history": lambda: search(
-        logistic(), bilevel.unrolled(0.3, 2), steps=3, history_every=2, chunk=1
+        logistic(), bilevel.unrolled(0.3, 2), steps=3, history=bilevel.History(every=2), chunk=1
     ),
     "under jit": lambda: jax.jit(
         lambda alpha: search(logistic(), bilevel.unrolled(0.3, 2), alpha).alpha

@@ -67,7 +67,7 @@ def test_a_resumed_search_writes_no_step_twice(tmp_path):
 
 def test_a_history_of_some_steps_is_a_line_for_each_of_its_rows(tmp_path):
     path = tmp_path / "run.jsonl"
-    options = {"history_every": 10, "every": 10, "callback": bilevel.log(path)}
+    options = {"history": bilevel.History(every=10), "every": 10, "callback": bilevel.log(path)}
     found = search(steps=25, **options)
     assert [line["step"] for line in lines(path)] == [10, 20, 25]
     values = [line["value"] for line in lines(path)]

@@ -580,7 +580,7 @@ def test_a_nan_stops_the_search_with_step_quantity_and_last_good_state(quantity,
 def test_the_row_before_a_resume_comes_back_where_the_next_step_is_not_finite(tmp_path):
     problem, solver, _ = exploding("outer loss")
     args = (problem, solver, optax.sgd(1.0), jnp.zeros(1), jnp.zeros(2), 3.0, 3.0)
-    options = {"history_every": 8, "progress": False, "checkpoint": tmp_path}
+    options = {"history": bilevel.History(every=8), "progress": False, "checkpoint": tmp_path}
     bilevel.search(*args, steps=3, **options)
     with pytest.raises(bilevel.NonFiniteError) as caught:
         bilevel.search(*args, steps=8, resume=True, **options)

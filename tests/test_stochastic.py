@@ -344,9 +344,11 @@ def test_v_is_the_adjoint_and_the_direction_the_hypergradient():
 
 def compiled(method, steps, history=()):
     """The search's compiled chunk, as text."""
-    setup = SearchSetup(PROBLEM, method, optax.adam(0.1), PARTITION, False, 1)
+    setup = SearchSetup(
+        PROBLEM, method, optax.adam(0.1), PARTITION, False, bilevel.History(history)
+    )
     data = setup.prepared((TRAIN, VALID, jax.random.key(0)), steps)
-    carry, _ = setup.start(ALPHA, W, data, steps, history)
+    carry, *_ = setup.start(ALPHA, W, data, steps)
     return jax.jit(setup.advance, donate_argnums=0).lower(carry, data, 1).compile().as_text()
 
 
@@ -372,10 +374,12 @@ def test_a_step_takes_no_longer_where_there_are_more_batches():
     runs = []
     for count in (16, 256):
         rows = jnp.zeros((count, 1)), jnp.zeros((count, 1))
-        setup = SearchSetup(problem, bilevel.saba(0.1), optax.sgd(0.1), PARTITION, False, 1)
-        setup = setup._replace(batches=bilevel.partition(1))
+        setup = SearchSetup(
+            *(problem, bilevel.saba(0.1), optax.sgd(0.1), bilevel.partition(1)),
+            *(False, bilevel.History(())),
+        )
         data = setup.prepared((*rows, jax.random.key(0)), 3000)
-        carry, _ = setup.start(jnp.zeros(1), jnp.zeros(4000), data, 3000, ())
+        carry, *_ = setup.start(jnp.zeros(1), jnp.zeros(4000), data, 3000)
         runs.append((jax.jit(setup.advance, donate_argnums=0), carry, data))
     best = [np.inf, np.inf]
     for _ in range(8):
@@ -465,15 +469,15 @@ def test_reading_rows_ahead_changes_nothing():
 def test_resumed_in_mid_epoch_it_is_the_same_search(name, tmp_path):
     """Test 11, bit for bit. Of a thinned history, whose program is another, up to rounding."""
     run = functools.partial(noisy, METHODS[name], steps=17)
-    whole = run(history_every=3)
+    whole = run(history=bilevel.History(every=3))
     run(
         checkpoint=tmp_path,
         chunk=4,
         callback=lambda result: result.state.step >= 8,
-        history_every=3,
+        history=bilevel.History(every=3),
     )
     assert bilevel.checkpoint.latest(tmp_path) == 8
-    resumed = run(checkpoint=tmp_path, resume=True, history_every=3)
+    resumed = run(checkpoint=tmp_path, resume=True, history=bilevel.History(every=3))
     jax.tree.map(
         np.testing.assert_array_equal,
         (whole.state, whole.history),
@@ -513,7 +517,7 @@ def test_a_nan_leaves_the_last_good_point():
     args = problem, METHODS["saba"], optax.sgd(1.0), ALPHA, W, TRAIN, VALID
     options = {"steps": 60, "batches": PARTITION, "key": jax.random.key(7)}
     with pytest.raises(bilevel.NonFiniteError) as caught:
-        bilevel.search(*args, **options, progress=False, history_every=4)
+        bilevel.search(*args, **options, progress=False, history=bilevel.History(every=4))
     step, result = caught.value.step, caught.value.result
     good = bilevel.search(*args, **(options | {"steps": step}), progress=False)
     assert 2 < step < 60 and step % 4
@@ -526,7 +530,9 @@ def test_a_nan_leaves_the_last_good_point():
     np.testing.assert_array_equal(result.history["value"][-1], good.history["value"][-1])
 
     def traced(alpha):
-        return bilevel.search(*args[:3], alpha, *args[4:], **options, history_every=4)
+        return bilevel.search(
+            *args[:3], alpha, *args[4:], **options, history=bilevel.History(every=4)
+        )
 
     frozen = jax.jit(traced)(ALPHA)
     assert frozen.state.step == step
@@ -677,7 +683,7 @@ def test_methods_run_in_float32_on_trees_with_auxiliary_outputs_and_geometries(n
         (lambda: noisy(bilevel.implicit(), steps=2), "batches: expected a sampler"),
         (lambda: noisy(METHODS["soba"], steps=2, key=None), "key: expected a PRNG key"),
         (lambda: noisy(METHODS["f2sa"], steps=2, diagnostics=True), "diagnostics: expected False"),
-        (lambda: noisy(METHODS["soba"], steps=2, history_every=0), "history_every: expected"),
+        (lambda: bilevel.History(every=0), "every: expected"),
         (
             lambda: noisy(METHODS["soba"], steps=2, train=(*TRAIN[:2], TRAIN[2][1:])),
             "train: expected arrays of as many rows each",

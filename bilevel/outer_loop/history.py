@@ -1,28 +1,99 @@
 """The history of a search: what is kept of every step, and in which row."""
 
+import dataclasses
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from bilevel.contracts import Pytree
+from bilevel.internal.checks import describe, integer
 from bilevel.internal.processes import to_numpy
 
 _LARGE = 2**16  # bytes; the history of a larger alpha is kept only where it is asked for
 
 
-def select_metrics(names: Sequence[str] | None, row: dict[str, Any], rows: int) -> dict[str, Any]:
-    """What of a step's ``row`` the history of so many rows is to have.
+@dataclasses.dataclass(frozen=True)
+class History:
+    """Which metrics a search keeps, and of which steps: ``bilevel.search(..., history=...)``.
+
+    Parameters
+    ----------
+    names : sequence of str, optional
+        Names of metrics, and ``"alpha"``. Default: all, without an alpha or an aux over 64 KiB.
+    every : int
+        Number of steps for each row of the history, which holds the metrics of the last of these
+        steps. Default: 1.
 
     Raises
     ------
     ValueError
-        If ``names`` is a string, or has a name that ``row`` lacks.
+        If ``names`` is a string, or ``every`` is less than 1.
+
+    Examples
+    --------
+    >>> import bilevel
+    >>> import optax
+    >>> problem = bilevel.Problem(
+    ...     lower=lambda w, alpha, batch: 0.5 * (w - alpha) ** 2,
+    ...     outer=lambda w, alpha, batch: (w - 1.0) ** 2,
+    ... )
+    >>> found = bilevel.search(
+    ...     problem, bilevel.implicit(), optax.sgd(0.25), jnp.array(0.0), jnp.array(0.0),
+    ...     None, None, steps=40, history=bilevel.History(["value"], every=10), progress=False,
+    ... )
+    >>> found.history["value"].shape
+    (4,)
     """
-    if isinstance(names, str):
-        raise ValueError(f"history: expected a sequence of names, got the string {names!r}.")
+
+    names: Sequence[str] | None = None
+    every: int = 1
+
+    def __post_init__(self):
+        if self.names is not None:
+            object.__setattr__(self, "names", _sequence_of_names("names", self.names))
+        object.__setattr__(self, "every", integer("every", self.every, 1))
+
+    def __str__(self) -> str:
+        names = "all" if self.names is None else ", ".join(sorted(self.names))
+        return names if self.every == 1 else f"{names}, every {self.every} steps"
+
+
+def as_history(history: History | Sequence[str] | None) -> History:
+    """Return the argument ``history`` of a search as a :class:`History`.
+
+    Raises
+    ------
+    ValueError
+        If it is neither a :class:`History` nor a sequence of names nor None.
+
+    Examples
+    --------
+    >>> as_history(["value"])
+    History(names=('value',), every=1)
+    """
+    if history is None or isinstance(history, History):
+        return history or History()
+    return History(_sequence_of_names("history", history))
+
+
+def _sequence_of_names(argument: str, names: Sequence[str]) -> tuple[str, ...]:
+    if isinstance(names, str) or not isinstance(names, Iterable):
+        got = f"the string {names!r}" if isinstance(names, str) else describe(names)
+        raise ValueError(f"{argument}: expected a sequence of names, got {got}.")
+    return tuple(names)
+
+
+def select_metrics(names: Sequence[str] | None, row: dict[str, Any], rows: int) -> dict[str, Any]:
+    """Return the part of a step's ``row`` that a history of so many rows holds.
+
+    Raises
+    ------
+    ValueError
+        If ``names`` has a name that ``row`` lacks.
+    """
     if names is not None:
         for name in names:
             if name not in row:

@@ -14,10 +14,11 @@ import jax
 import optax
 
 from bilevel.contracts import LowerSolver, Pytree, SingleLoop
-from bilevel.internal.checks import concrete, integer
+from bilevel.internal.checks import concrete
 from bilevel.internal.meshes import on_mesh, replicate_like
 from bilevel.internal.processes import report_lost_process
 from bilevel.outer_loop import single_loop
+from bilevel.outer_loop.history import History, as_history
 from bilevel.outer_loop.search_arguments import check_search_arguments
 from bilevel.outer_loop.search_chunks import resumed_carry, run_chunks
 from bilevel.outer_loop.search_program import Carry, SearchSetup
@@ -53,8 +54,7 @@ def search(
     every: int | None = None,
     chunk: int | None = None,
     diagnostics: bool = False,
-    history: Sequence[str] | None = None,
-    history_every: int = 1,
+    history: History | Sequence[str] | None = None,
 ) -> SearchResult:
     """Minimise the outer loss over ``alpha``: ``steps`` steps of :func:`descent`.
 
@@ -96,13 +96,11 @@ def search(
     diagnostics : bool
         As in :func:`descent`. Of a single loop, whose steps only report noisy residuals: whether
         the result has ``info`` on its last direction, recomputed on all data.
-    history : sequence of str, optional
-        What to keep of every step: names of metrics, and ``"alpha"``. By default all; of an alpha
-        or an aux over 64 KiB (16,384 numbers in float32) not its history, which has to be asked
-        for. A single loop's losses, if left out, are not watched for being finite, and the lower
-        loss is not computed.
-    history_every : int
-        Keep one row of so many steps: that of the last one.
+    history : sequence of str, or :class:`bilevel.History`, optional
+        What to keep of every step: names of metrics, and ``"alpha"``. Default: all, except for an
+        alpha or an aux over 64 KiB (16,384 values in float32), which has to be named.
+        ``bilevel.History(names, every=100)`` keeps one row for 100 steps. A single loop's losses,
+        if left out, are not checked for being finite, and the lower loss is not computed.
 
     Returns
     -------
@@ -166,28 +164,35 @@ def search(
     """
     arrays = alpha, w0, train, valid, key
     traced = not concrete(arrays)
-    setup = SearchSetup(problem, solver, optimizer, batches, diagnostics, history_every)
+    setup = SearchSetup(problem, solver, optimizer, batches, diagnostics, as_history(history))
     if not traced:
-        options = steps, every, chunk, resume, history, checkpoint is None, callback is None
+        options = (
+            steps,
+            every,
+            chunk,
+            resume,
+            str(setup.history),
+            checkpoint is None,
+            callback is None,
+        )
         _check_processes(setup, arrays, options)
     check_search_arguments(
         solver, arrays, steps, batches, resume, checkpoint, callback, every, chunk, diagnostics
     )
-    integer("history_every", history_every, 1)
     asked = progress, isinstance(batches, Stream), checkpoint is not None, callback is not None
     if traced and any(asked):
         raise ValueError(_TRACED)
     given = (train, valid, key)
     data = setup.prepared(given, steps)
     if traced:
-        carry, _, notes = setup.start(alpha, w0, data, steps, history)
+        carry, _, notes = setup.start(alpha, w0, data, steps)
         _warn(notes)
         return _compiled(setup, carry, data, steps)
     with (
         report_lost_process("search"),
         saving(
             checkpoint,
-            None if checkpoint is None else setup.fingerprint(alpha, w0, given, history),
+            None if checkpoint is None else setup.fingerprint(alpha, w0, given),
             resume=resume,
             seconds=_SAVE_SECONDS,
         ) as saver,
@@ -195,7 +200,7 @@ def search(
         on_mesh((alpha, w0, feed.first)),
     ):
         begin = alpha, w0, feed.first
-        carry, hidden, notes = setup.start(*begin, steps, history)
+        carry, hidden, notes = setup.start(*begin, steps)
         _warn(notes)
         if hidden and any(asked):
             raise ValueError(_TRACED)
@@ -214,7 +219,7 @@ def _compiled(setup: SearchSetup, carry: Carry, data: Pytree, steps: int) -> Sea
     """All steps at once, as a part of the caller's own program."""
     carry = setup.advance(carry, data, steps)
     state = carry.state
-    info, every = setup.info(state, data), setup.history_every
+    info, every = setup.info(state, data), setup.history.every
     report, scale = carry.watch.report, carry.divergence.scale
     return SearchResult(state.alpha, state.w, carry.history, state, "", report, info, every, scale)
 
@@ -222,7 +227,8 @@ def _compiled(setup: SearchSetup, carry: Carry, data: Pytree, steps: int) -> Sea
 def _check_processes(setup: SearchSetup, arrays: tuple, options: tuple) -> None:
     """Refuse what other processes call with other values: they would not do the same steps."""
     named = dict(zip(("alpha", "w0", "train", "valid", "key"), arrays, strict=True))
-    same = setup._replace(batches=None) if isinstance(setup.batches, Stream) else setup
+    same = setup._replace(history=History())
+    same = same._replace(batches=None) if isinstance(setup.batches, Stream) else same
     # At once, where a jit is around the search whose arguments are not traced.
     with report_lost_process("search"), jax.ensure_compile_time_eval():
         check_same(

@@ -126,7 +126,7 @@ def _make_result(setup: SearchSetup, carry: Carry, stopped: str) -> SearchResult
     rows = jax.tree.map(
         np.copy, search_history.truncate(carry.history, setup.rows(int(state.step)))
     )
-    every, rows = setup.history_every, jax.device_put(rows)
+    every, rows = setup.history.every, jax.device_put(rows)
     report = jax.device_put(jax.tree.map(lambda x: np.copy(whole_array(x)), carry.watch.report))
     scale = jax.device_put(np.copy(whole_array(carry.divergence.scale)))
     return SearchResult(state.alpha, state.w, rows, state, stopped, report, None, every, scale)

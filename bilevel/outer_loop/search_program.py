@@ -55,7 +55,7 @@ class SearchSetup(NamedTuple):
     optimizer: optax.GradientTransformation
     batches: Callable | Stream | None
     diagnostics: bool
-    history_every: int
+    history: search_history.History
 
     def prepared(self, data, steps) -> Pytree:
         """``(train, valid, key)`` as the steps take it."""
@@ -63,7 +63,7 @@ class SearchSetup(NamedTuple):
             return single_loop.prepared(self.solver, self.batches, data, steps)
         return data
 
-    def start(self, alpha, w0, data, steps, names) -> tuple[Carry, bool, list[str]]:
+    def start(self, alpha, w0, data, steps) -> tuple[Carry, bool, list[str]]:
         """Return the first carry, whether a step closes over traced values, and warnings.
 
         The second is meaningful only if the arguments are not traced.
@@ -83,6 +83,7 @@ class SearchSetup(NamedTuple):
         spent = self.spent(alpha, w0, steps)
         watch = init_step_monitor(metrics, spent)
         _, metrics = jax.eval_shape(monitor_step, watch, after, metrics)
+        names = self.history.names
         row = search_history.select_metrics(
             names, metrics | {"alpha": state.alpha}, self.rows(steps)
         )
@@ -90,7 +91,7 @@ class SearchSetup(NamedTuple):
         shown = {*SHOWN}
         if isinstance(self.solver, SingleLoop) and names is not None:
             shown &= {*names}  # else no step computes them
-        kept = shown if self.history_every == 1 else (shown | {*row}) - {"alpha"}
+        kept = shown if self.history.every == 1 else (shown | {*row}) - {"alpha"}
         last = jax.tree.map(search_history.missing_value, {k: metrics[k] for k in sorted(kept)})
         divergence = init_divergence_monitor(state)
         carry = Carry(state, history, last, jnp.zeros((), int), watch, divergence)
@@ -112,13 +113,12 @@ class SearchSetup(NamedTuple):
 
     def rows(self, steps: int) -> int:
         """How many the history of ``steps`` steps has."""
-        return search_history.history_length(steps, self.history_every)
+        return search_history.history_length(steps, self.history.every)
 
-    def fingerprint(self, alpha, w0, data, names) -> dict[str, str]:
+    def fingerprint(self, alpha, w0, data) -> dict[str, str]:
         """What a checkpoint has to have been made from, to be resumed."""
-        history = "all" if names is None else ", ".join(sorted(names))
         parts = self._asdict() | dict(zip(("train", "valid", "key"), data, strict=True))
-        parts |= {"alpha": alpha, "w0": w0, "history": history}
+        parts |= {"alpha": alpha, "w0": w0, "history": str(self.history)}
         if not isinstance(self.batches, Stream):
             return fingerprint(parts)
         return fingerprint(parts | {"batches": "a stream"}) | self.batches.fingerprint()
@@ -175,7 +175,7 @@ class SearchSetup(NamedTuple):
                 number,
                 old.step,
                 good,
-                self.history_every,
+                self.history.every,
             )
             shown = {k: metrics[k] for k in last}
             before = old, last, watch

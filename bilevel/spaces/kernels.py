@@ -44,7 +44,7 @@ from bilevel.internal.checks import (
     nan_unless,
     one_of,
 )
-from bilevel.spaces.kernel_ridge import kernel_ridge
+from bilevel.spaces._kernel_ridge import kernel_ridge
 from bilevel.spaces.space import Space
 from bilevel.spaces.targets import OUTER_LOSSES, mixture_and_penalty, predict_labels
 from ntk import networks as nets

@@ -40,7 +40,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import harness
+from benchmarks import harness
 
 HERE = Path(__file__).parent
 SEED, ROUNDS = 0, 5
@@ -201,7 +201,8 @@ def infinite(run: Run) -> Iterator[Measurement]:
 def sharded(run: Run) -> Iterator[Measurement]:
     """Hyper-cleaning, with a hyperparameter for each row: the step of scaling.py."""
     import jax
-    from scaling import placed
+
+    from benchmarks.scaling import placed
 
     rows, devices = 64 if run.small else 1_000_000, 1
 
@@ -219,9 +220,9 @@ def operator(run: Run) -> Iterator[Measurement]:
 
     import jax
     import jax.numpy as jnp
-    from large_kernel import kernel as lean
 
     import ntk
+    from benchmarks.large_kernel import kernel as lean
 
     count = 1 << (jax.device_count().bit_length() - 1)  # a power of two, which divides the rows
     mesh = jax.make_mesh((count,), ("rows",), devices=jax.devices()[:count])

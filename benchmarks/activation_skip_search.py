@@ -42,8 +42,6 @@ import functools
 import itertools
 import time
 
-import activation_skip_tables as tables
-import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -52,6 +50,8 @@ import optax
 import bilevel
 import bilevel.data
 import ntk
+from benchmarks import activation_skip_tables as tables
+from benchmarks import harness
 from bilevel import checkpoint, strategies
 from bilevel.nets.training import train
 from bilevel.spaces.activations import unit_inputs

@@ -3,11 +3,11 @@
 A module of its own, so that making a table imports no search.
 """
 
-import harness
 import numpy as np
 import scipy.stats
-from harness import spread, standard_error
 
+from benchmarks import harness
+from benchmarks.harness import spread, standard_error
 from bilevel.spaces.skips import CANDIDATES
 
 PAPER = {"width": 1024, "runs": 5}

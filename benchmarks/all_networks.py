@@ -23,12 +23,12 @@ them.
     python benchmarks/all_networks.py --kept    # judges what is kept, and scores nothing
 """
 
-import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import bilevel.data
+from benchmarks import harness
 from bilevel.nets.images import unit_images
 from bilevel.runs import records
 from bilevel.spaces.nasbench201 import PRIMITIVES, all_networks, canonical, encode, genotypes

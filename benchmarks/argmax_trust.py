@@ -14,12 +14,11 @@ standard error, of the paired difference on the test rows, above the activation 
 
 import time
 
-import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
-import searches
 
+from benchmarks import harness, searches
 from bilevel.spaces.activations import losses_by_row
 from bilevel.strategies.activation_search import solver, train_weights
 

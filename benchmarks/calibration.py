@@ -28,7 +28,6 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -37,6 +36,7 @@ from jax.flatten_util import ravel_pytree
 
 import bilevel
 import bilevel.hypergradients.curvature
+from benchmarks import harness
 
 MOST_STEPS = 3000
 SMOKE = {"families": ["explicit"], "solvers": ["implicit", "descent, neumann"]}

@@ -30,13 +30,13 @@ import functools
 import math
 import time
 
-import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
-from harness import where
 
 import bilevel.data
+from benchmarks import harness
+from benchmarks.harness import where
 from bilevel import bounds
 from bilevel.outer_loop.geometry import project_simplex
 from bilevel.spaces.activations import activation_space, sign_labels, unit_inputs

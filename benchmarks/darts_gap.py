@@ -33,15 +33,15 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from harness import standard_error
 
 import bilevel
 import bilevel.data
+from benchmarks import harness
+from benchmarks.harness import standard_error
 from bilevel import strategies
 from bilevel.spaces.darts import PRIMITIVES, darts_space
 

@@ -44,9 +44,10 @@ import tempfile
 import time
 from pathlib import Path
 
-import harness
 import numpy as np
-from harness import plus_minus
+
+from benchmarks import harness
+from benchmarks.harness import plus_minus
 
 # Each library is imported where it runs: one's memory is not the other's.
 

@@ -27,16 +27,16 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import scipy.stats
-from harness import spread
 
 import bilevel
 import bilevel.data
+from benchmarks import harness
+from benchmarks.harness import spread
 from bilevel import LowerSolver
 from bilevel.discretize import condition_six
 from bilevel.spaces.activations import ACTIVATIONS, activation_space, unit_inputs

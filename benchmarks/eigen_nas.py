@@ -18,11 +18,12 @@ The gain over random is paired: both on the same rows of the same run.
     python benchmarks/eigen_nas.py --table
 """
 
-import activation_skip_search as zhu
-import harness
 import jax
 import numpy as np
-from harness import plus_minus, standard_error
+
+from benchmarks import activation_skip_search as zhu
+from benchmarks import harness
+from benchmarks.harness import plus_minus, standard_error
 
 RUNS, POOL, KEPT = 10, 60, 5
 SCORES = ("mean diagonal", "smallest eigenvalue", "random")

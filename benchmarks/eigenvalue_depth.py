@@ -20,14 +20,14 @@ import dataclasses
 import math
 import time
 
-import harness
 import jax
 import numpy as np
-from activation_skip_tables import FAMILY, SKIPS, graded
-from harness import standard_error
 
 import bilevel.data
 import ntk
+from benchmarks import harness
+from benchmarks.activation_skip_tables import FAMILY, SKIPS, graded
+from benchmarks.harness import standard_error
 from bilevel.spaces.activations import ACTIVATIONS, unit_inputs
 from bilevel.spaces.skips import CANDIDATES, SkipArchitecture, skip_space
 

@@ -35,14 +35,14 @@ import functools
 import sys
 import time
 
-import feature_maps_tables as tables
-import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
 import scipy.stats
 
 import bilevel.data
+from benchmarks import feature_maps_tables as tables
+from benchmarks import harness
 from bilevel import baselines, linear
 from bilevel.spaces import features
 

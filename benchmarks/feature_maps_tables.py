@@ -3,9 +3,9 @@
 A module of its own, so that making a table solves nothing.
 """
 
-import harness
 import numpy as np
 
+from benchmarks import harness
 from bilevel import plots
 
 COMPARED = 32  # configurations in Figure 1

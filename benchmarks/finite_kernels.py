@@ -20,7 +20,6 @@ import statistics
 import time
 
 import flax.linen as nn
-import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -28,6 +27,7 @@ from flax import nnx
 from jax import lax
 
 import ntk
+from benchmarks import harness
 
 PEER, ROUNDS, SEED = "neural-tangents", 7, 0
 WIDTH, DEPTH, INPUTS = 512, 4, 256

@@ -22,14 +22,14 @@ It differs from the paper in size: one cell a stage, 8 channels, images of 16 x 
 import dataclasses
 import functools
 
-import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from harness import plus_minus, standard_error
 
 import bilevel.data
+from benchmarks import harness
+from benchmarks.harness import plus_minus, standard_error
 from bilevel import diagnostics, strategies
 from bilevel.nets.images import unit_images
 from bilevel.spaces.nasbench201 import PRIMITIVES, genotype, nasbench201_space, parse_genotype

@@ -15,8 +15,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-import harness
-from harness import environment, read, table, where, write
+from benchmarks import harness
+from benchmarks.harness import environment, read, table, where, write
 
 ROOT = Path(__file__).parents[1]
 IMAGES = ROOT / "docs/images"

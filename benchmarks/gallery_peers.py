@@ -20,14 +20,14 @@ import sys
 import time
 from pathlib import Path
 
-import harness
 import jax
 import jax.flatten_util
 import jax.numpy as jnp
 import numpy as np
-from harness import environment, table, where
 
 import bilevel
+from benchmarks import harness
+from benchmarks.harness import environment, table, where
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
@@ -35,7 +35,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 def sinusoids(steps, rounds, libraries):
     """Rows of the libraries' hypergradients, and of PyTorch's training."""
     import meta_learning as example
-    import peers
+
+    from benchmarks import peers
 
     start, tasks = example.initial(jax.random.key(0)), example.sinusoids(jax.random.key(1))
     w = jax.tree.map(lambda a: jnp.zeros((example.TASKS, *a.shape)), start)
@@ -49,7 +50,7 @@ def sinusoids(steps, rounds, libraries):
 
     by, same = {"here": here}, (back, tasks, example.RATE, example.STEPS)
     if {"torch", "torchopt"} & set(libraries):
-        import gallery_peers_torch as theirs
+        from benchmarks import gallery_peers_torch as theirs
     if "torch" in libraries:
         by["PyTorch by hand"] = theirs.gradient(*same, hand=True)
     if "torchopt" in libraries:
@@ -196,7 +197,7 @@ def of_part(part):
 
 
 def of_hypergradients(found):
-    import peers
+    from benchmarks import peers
 
     return peers.of_hypergradients(found)
 

@@ -7,7 +7,8 @@ layers are batched products.
 import jax
 import numpy as np
 import torch
-from peers_torch import gradient_in
+
+from benchmarks.peers_torch import gradient_in
 
 torch.set_num_threads(1)
 

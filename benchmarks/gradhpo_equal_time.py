@@ -20,14 +20,14 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from harness import environment, table
 
 import bilevel
+from benchmarks import harness
+from benchmarks.harness import environment, table
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 DECAY = 0.99

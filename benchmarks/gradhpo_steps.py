@@ -15,13 +15,13 @@ weights. Times are seconds of the process, in turns: the median of the rounds.
 import statistics
 import time
 
-import harness
 import jax
 import jax.numpy as jnp
 import optax
-from harness import environment, table
 
 import bilevel
+from benchmarks import harness
+from benchmarks.harness import environment, table
 
 DECAY, RATE, OUTER = 0.9, 0.1, 0.02
 

@@ -28,13 +28,13 @@ import statistics
 import time
 from typing import Any, NamedTuple
 
-import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.scipy.linalg import cho_factor, cho_solve
 
 import bilevel
+from benchmarks import harness
 
 CASES = [("iid", "float64"), ("iid", "float32"), ("hard", "float64"), ("hard", "float32")]
 KINDS = ("implicit", "unrolled", "closed form")

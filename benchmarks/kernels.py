@@ -30,12 +30,12 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import flax.linen as nn
-import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import ntk
+from benchmarks import harness
 from ntk.empirical.kernels import empirical_kernel
 from ntk.infinite.dual_activation import dual
 from ntk.spectrum.certificate import certified_min_eigenvalue, certify_simplex

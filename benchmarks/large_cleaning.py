@@ -20,8 +20,9 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-import harness
 import numpy as np
+
+from benchmarks import harness
 
 RUNS = {"mnist": 12_000, "cifar10": 3_000}  # steps, of 64 images each
 SMOKE = {"digits": (0.2,)}  # by data: penalties, of its softmax regression

@@ -20,8 +20,9 @@ import resource
 import time
 from pathlib import Path
 
-import harness
 import numpy as np
+
+from benchmarks import harness
 
 RUNS = Path(__file__).parents[1] / "runs" / "large_kernel"
 VARIANCES = 1.0, 2.0, 2.0

@@ -33,14 +33,14 @@ import functools
 import math
 import time
 
-import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from harness import standard_error
 
 import bilevel.data
+from benchmarks import harness
+from benchmarks.harness import standard_error
 from bilevel.theory.stability import lipschitz
 
 DELTAS = (0.005, 0.01, 0.03, 0.05, 0.07)

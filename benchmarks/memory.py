@@ -10,11 +10,11 @@ into an eighth of the machine's memory. The results file is written when JAXopt 
     python benchmarks/memory.py --table    # the results file as Markdown
 """
 
-import harness
 import jax
 import jax.numpy as jnp
 
 import bilevel
+from benchmarks import harness
 
 STEPS = (10, 100, 1000, 10000)
 SMOKE = (100, 400)

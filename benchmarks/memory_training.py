@@ -19,13 +19,13 @@ import sys
 import time
 from pathlib import Path
 
-import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
 import bilevel
+from benchmarks import harness
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 STEPS = (2, 64, 100, 400)

@@ -23,13 +23,13 @@ import statistics
 import time
 from typing import NamedTuple
 
-import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
 import bilevel
+from benchmarks import harness
 
 
 class Sizes(NamedTuple):

@@ -24,7 +24,7 @@ import tempfile
 import time
 from pathlib import Path
 
-import harness
+from benchmarks import harness
 
 ROOT = Path(__file__).parents[1]
 # The tests that are about each file, its own first.

@@ -26,12 +26,12 @@ import os
 import random
 import time
 
-import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import ntk
+from benchmarks import harness
 from ntk import networks as nets
 
 WEIGHTS = (2.0, 0.01)  # variances of weights and biases

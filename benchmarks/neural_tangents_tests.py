@@ -23,7 +23,7 @@ import tempfile
 import time
 from pathlib import Path
 
-import harness
+from benchmarks import harness
 
 EACH = 120  # seconds for one test
 VARIABLES = {

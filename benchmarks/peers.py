@@ -20,14 +20,14 @@ import sys
 import time
 from pathlib import Path
 
-import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from harness import environment, table, where
 
 import bilevel
+from benchmarks import harness
+from benchmarks.harness import environment, table, where
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 PEERS = "torch", "torchopt", "optuna"
@@ -63,7 +63,7 @@ def theirs(peers, problem, *given):
     asked = [names[peer] for peer in peers if peer in names]
     if not asked:
         return {}
-    import peers_torch
+    from benchmarks import peers_torch
 
     return {name: getattr(peers_torch, f"{problem}_{way}")(*given) for name, way in asked}
 

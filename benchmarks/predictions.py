@@ -14,12 +14,12 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import ntk
+from benchmarks import harness
 
 PENALTY, OUTPUTS, WEIGHTS = 0.1, 3, 600
 TIMES = np.array([0.1, 1.0, 10.0])

@@ -30,8 +30,9 @@ import subprocess
 import sys
 import time
 
-import harness
 import numpy as np
+
+from benchmarks import harness
 
 INPUTS, CLASSES, STEPS = 784, 10, 10
 ROWS = {"smoke": 160, "quick": 2_000, "default": 20_000}

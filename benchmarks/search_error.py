@@ -11,13 +11,12 @@ training in float64, for 2,000 steps. The ratio of the two errors, estimated ove
 [1/3, 10]. The error against 500 steps is recorded too: the truth itself still moves a little.
 """
 
-import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
-import searches
 
 import bilevel
+from benchmarks import harness, searches
 from bilevel.strategies.activation_search import (
     ActivationTask,
     hypergradient_error,

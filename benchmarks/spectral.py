@@ -17,7 +17,6 @@
 
 from functools import partial
 
-import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,6 +24,7 @@ import optax
 
 import bilevel
 import bilevel.data
+from benchmarks import harness
 from bilevel import spectral
 from bilevel.spaces.activations import activation_space, sign_labels, unit_inputs
 from bilevel.spaces.features import feature_space

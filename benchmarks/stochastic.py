@@ -33,10 +33,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import harness
 import numpy as np
-import stochastic_tables
-from stochastic_tables import CLEANING, RIVAL, SIDES, UNTUNED
+
+from benchmarks import harness, stochastic_tables
+from benchmarks.stochastic_tables import CLEANING, RIVAL, SIDES, UNTUNED
 
 MARKS = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 3.5, 5.0)  # CPU seconds at which a point is scored
 SCREENED, FINALISTS = 0.3, 3  # CPU seconds for each point of a grid, and who gets all of them
@@ -55,7 +55,7 @@ RACES = "ijcnn1", "cleaning", "covtype", "simulated"  # cleaning: all three
 @functools.cache
 def race_of(name: str):
     """A race by its name; ``small`` is ijcnn1's with few rows, ``tiny`` a few quadratics."""
-    import stochastic_problems as problems
+    from benchmarks import stochastic_problems as problems
 
     if name == "tiny":
         return problems.simulated(0, n=128, p=5)
@@ -176,7 +176,7 @@ def runner(side: str, folder: str, method: str, race: Any, count: int):
     """Of ours, or of theirs, compiled and warm."""
     if side == "ours":
         return Ours(method, race, count)
-    import stochastic_rivals as rivals
+    from benchmarks import stochastic_rivals as rivals
 
     return rivals.Rival(rivals.checkout(folder), method, race, count)
 

@@ -18,9 +18,9 @@ import bisect
 import functools
 from collections.abc import Iterator
 
-import harness
 import numpy as np
-import stochastic
+
+from benchmarks import harness, stochastic
 
 SIZES = ((2_000, 20), (20_000, 20), (200_000, 20), (1_000_000, 20), (20_000, 100))
 SMALL = ((500, 5),)
@@ -34,9 +34,9 @@ def problem_of(n: int, p: int):
     """A race of ``n`` rows and half as many for validation."""
     import jax
     import jax.numpy as jnp
-    import stochastic_problems as problems
 
     import bilevel
+    from benchmarks import stochastic_problems as problems
 
     rng = np.random.default_rng(0)
     truth = rng.normal(size=p) * (rng.random(p) < 0.5) * np.sqrt(20 / p)

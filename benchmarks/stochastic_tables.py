@@ -4,8 +4,9 @@ import math
 from collections.abc import Iterable
 from pathlib import Path
 
-import harness
 import numpy as np
+
+from benchmarks import harness
 
 FIRST = "value", "slope", "error"  # the first of these that a row has is what counts
 RIVAL = {"soba": "soba", "saba": "saba", "spaba": "srba", "amigo": "amigo", "f2sa": "f2sa"}

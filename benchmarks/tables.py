@@ -20,7 +20,7 @@ import re
 import sys
 from pathlib import Path
 
-import harness
+from benchmarks import harness
 
 ROOT = Path(__file__).parents[1]
 MARKED = re.compile(
@@ -42,7 +42,7 @@ def made(found: re.Match) -> str:
 
 def campaign(rows: list[harness.Row]) -> str:
     """What the attacks of each seed came to, by the last line of every block."""
-    from reliability import records
+    from benchmarks.reliability import records
 
     last = {(r["seed"], r["part"], r["name"], r["block"]): r for r in rows}
     return records.table(last.values(), by="seed")

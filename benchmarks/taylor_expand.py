@@ -12,7 +12,6 @@ processor, one core. Where ``jet`` has no rule for an operation, the table says 
 import math
 import time
 
-import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,6 +19,7 @@ from flax import linen as nn
 from jax.experimental.jet import jet
 
 import ntk
+from benchmarks import harness
 
 ORDERS = (2, 3, 4, 5)
 # What `jet` raises where it has no rule: with ReLU on JAX 0.10.

@@ -27,13 +27,12 @@ Every repeat has images, weights and networks of its own.
 import dataclasses
 import functools
 
-import gaea
-import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import bilevel.data
+from benchmarks import gaea, harness
 from bilevel import train_free
 from bilevel.nets.images import unit_images
 from bilevel.spaces.nasbench201 import (

@@ -12,7 +12,7 @@ SCRIPT = pathlib.Path(__file__).parent.parent / "benchmarks/accelerator.py"
 ELSEWHERE = f"""
 import pathlib, sys
 sys.path.insert(0, {str(SCRIPT.parent)!r})
-import accelerator
+from benchmarks import accelerator
 accelerator.__file__, accelerator.HERE = __file__, pathlib.Path(__file__).parent
 accelerator.main()
 """

@@ -9,19 +9,13 @@ import gzip
 import hashlib
 import io
 import lzma
-import sys
-from pathlib import Path
 
 import numpy as np
 import pooch
 import pytest
 from helpers import needs_scores
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
-
-import convert_published_scores
-import package_nasbench201
-
+from benchmarks import convert_published_scores, package_nasbench201
 from bilevel import data
 from bilevel.spaces.nasbench201 import genotypes, parameter_count, parse_genotype
 from bilevel.spaces.nasbench201._genotype import _live

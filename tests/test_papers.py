@@ -2,21 +2,19 @@
 
 import itertools
 import json
-import sys
-from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
-import activation_skip_search
-import activation_skip_tables
-import eigenvalue_depth
-import feature_maps_tables
-import lipschitz
-
+from benchmarks import (
+    activation_skip_search,
+    activation_skip_tables,
+    eigenvalue_depth,
+    feature_maps_tables,
+    lipschitz,
+)
 from bilevel.spaces.skips import CANDIDATES, skip_space
 
 RUNS, LAYERS = 3, 9

@@ -1,15 +1,12 @@
-"""The short form of ``benchmarks/reliability.py``: a few inputs of what compiles quickly."""
+"""The short form of ``benchmarks/reliability/reliability.py``: a few inputs of what compiles quickly."""
 
 import functools
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
-from reliability import crashes, nonfinite, parts, victims
-from reliability.case import not_a_sentence
+from benchmarks.reliability import crashes, nonfinite, parts, victims
+from benchmarks.reliability.case import not_a_sentence
 
 SEED, INPUTS = 1, 2
 # What compiles in no time; the campaign itself attacks all of them.

@@ -17,7 +17,7 @@ import json, logging, re, tempfile
 import jax, jax.numpy as jnp, numpy as np, optax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 import bilevel
-from scaling import collectives
+from benchmarks.scaling import collectives
 
 jax.config.update("jax_enable_x64", True)
 rng = np.random.default_rng(0)

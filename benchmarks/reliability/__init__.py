@@ -1,4 +1,4 @@
-"""The parts of ``benchmarks/reliability.py``: attacks on every public function and command.
+"""The parts of ``benchmarks/reliability/reliability.py``: attacks on every public function and command.
 
 =====================  ===========================================================================
 ``case``               one generated input, how it is attacked, and what came of it

@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 
 import bilevel
+from benchmarks.reliability.case import Case, at_most, eps, first, near, that
+from benchmarks.reliability.registry import generates
+from benchmarks.reliability.simplices import point
 from bilevel.nets import convolution, images, training
 from bilevel.spaces import activations, darts, nasbench201, skips, targets
 from bilevel.spaces.nasbench201.judging import verdicts
-from reliability.case import Case, at_most, eps, first, near, that
-from reliability.registry import generates
-from reliability.simplices import point
 
 _NAMES = ["relu", "tanh", "swish"]
 _NUMPY = {

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from reliability.case import Outcome
+from benchmarks.reliability.case import Outcome
 
 _PATIENCE = 300
 _MEMORY = 24 * 2**30  # of addresses, most of which a process never touches

@@ -24,8 +24,8 @@ from typing import Any
 
 import numpy as np
 
-from reliability import victims
-from reliability.case import Outcome
+from benchmarks.reliability import victims
+from benchmarks.reliability.case import Outcome
 
 _PATIENCE = 900  # seconds for one run of a job, on a machine that does other things too
 _JOBS = ("search", "baseline", "halving", "sharing", "rank", "bilevel search", "bilevel baseline")

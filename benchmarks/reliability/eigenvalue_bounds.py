@@ -4,11 +4,18 @@ import jax.numpy as jnp
 import numpy as np
 
 import ntk
+from benchmarks.reliability.case import Case, at_most, eps, first, near
+from benchmarks.reliability.eigenvalues import matrix
+from benchmarks.reliability.kernels import (
+    ALL,
+    KINKED,
+    SMOOTH,
+    expectation,
+    in_numpy,
+    slope_in_numpy,
+)
+from benchmarks.reliability.registry import generates
 from ntk import bounds
-from reliability.case import Case, at_most, eps, first, near
-from reliability.eigenvalues import matrix
-from reliability.kernels import ALL, KINKED, SMOOTH, expectation, in_numpy, slope_in_numpy
-from reliability.registry import generates
 
 _Z = np.linspace(-12, 12, 4801)
 _NAMES = [*SMOOTH, *KINKED]

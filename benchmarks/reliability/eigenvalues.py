@@ -4,8 +4,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import ntk
-from reliability.case import Case, at_most, eps, first, near, that
-from reliability.registry import generates
+from benchmarks.reliability.case import Case, at_most, eps, first, near, that
+from benchmarks.reliability.registry import generates
 
 
 def matrix(rng, dtype, sizes=(1, 3, 8, 70)) -> jnp.ndarray:

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import scipy.sparse
 
+from benchmarks.reliability.case import Case, eps, first, near, that
+from benchmarks.reliability.registry import generates
+from benchmarks.reliability.simplices import point
 from bilevel.spaces import features
-from reliability.case import Case, eps, first, near, that
-from reliability.registry import generates
-from reliability.simplices import point
 
 
 @generates("bilevel.spaces.features.feature_space")

@@ -8,8 +8,8 @@ import numpy as np
 import optax
 
 import bilevel
-from reliability.case import Case, at_most, eps, first, near, that
-from reliability.registry import generates
+from benchmarks.reliability.case import Case, at_most, eps, first, near, that
+from benchmarks.reliability.registry import generates
 
 _SIZES = (1, 3, 6)
 _ROWS = ((8, 3), (4, 9))  # n rows, p weights: both regimes

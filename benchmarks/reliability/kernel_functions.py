@@ -4,11 +4,11 @@ import jax.numpy as jnp
 import numpy as np
 
 import ntk
+from benchmarks.reliability.case import Case, eps, first, near
+from benchmarks.reliability.kernels import inputs
+from benchmarks.reliability.registry import generates
 from bilevel.spaces.kernels import kernel_function_space, kernel_mixture_space
 from ntk import scores
-from reliability.case import Case, eps, first, near
-from reliability.kernels import inputs
-from reliability.registry import generates
 
 
 def cubic(x1, x2):

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import ntk
-from reliability.case import Case, eps, first, near, that
-from reliability.registry import generates
+from benchmarks.reliability.case import Case, eps, first, near, that
+from benchmarks.reliability.registry import generates
 
 # Everything that the documentation says may be an activation.
 SMOOTH = {

@@ -10,9 +10,9 @@ import scipy.optimize
 import scipy.sparse
 
 import bilevel
+from benchmarks.reliability.case import Case, at_most, eps, first, near, that
+from benchmarks.reliability.registry import generates
 from bilevel import linear, spectral
-from reliability.case import Case, at_most, eps, first, near, that
-from reliability.registry import generates
 
 
 def _tensor(rng, dtype, n=6, h=3, p=4):

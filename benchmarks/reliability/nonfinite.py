@@ -13,7 +13,7 @@ import numpy as np
 import optax
 
 import bilevel
-from reliability.case import Outcome, first, limited, near, not_a_sentence, said, that
+from benchmarks.reliability.case import Outcome, first, limited, near, not_a_sentence, said, that
 
 _STEPS = 6
 _EXPECTED = {  # what may be named: the quantity itself, or the first one that it makes bad

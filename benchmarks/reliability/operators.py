@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import ntk
-from reliability.case import Case, at_most, eps, first, near, that
-from reliability.registry import generates
+from benchmarks.reliability.case import Case, at_most, eps, first, near, that
+from benchmarks.reliability.registry import generates
 
 
 def laplace(a, b):

@@ -6,10 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 
 import ntk
+from benchmarks.reliability.case import Case, near
+from benchmarks.reliability.registry import generates
+from benchmarks.reliability.theorems import formula, rows, size
 from bilevel import bounds
-from reliability.case import Case, near
-from reliability.registry import generates
-from reliability.theorems import formula, rows, size
 
 # ----------------------------------------------------------------------------- Oymak et al.
 

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from reliability import (  # noqa: F401 (they register themselves)
+from benchmarks.reliability import (  # noqa: F401 (they register themselves)
     architectures,
     eigenvalue_bounds,
     eigenvalues,
@@ -23,11 +23,11 @@ from reliability import (  # noqa: F401 (they register themselves)
     train_free,
     training,
 )
-from reliability.case import Outcome
-from reliability.commands import commands
-from reliability.crashes import disks, flips, kills, writers
-from reliability.nonfinite import nonfinite
-from reliability.registry import GENERATORS, NOT_COVERED, attack, uncovered
+from benchmarks.reliability.case import Outcome
+from benchmarks.reliability.commands import commands
+from benchmarks.reliability.crashes import disks, flips, kills, writers
+from benchmarks.reliability.nonfinite import nonfinite
+from benchmarks.reliability.registry import GENERATORS, NOT_COVERED, attack, uncovered
 
 __all__ = ["GENERATORS", "NOT_COVERED", "Block", "Outcome", "one", "plan", "uncovered"]
 

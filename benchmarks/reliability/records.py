@@ -5,9 +5,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import harness
-
-from reliability.case import FAILURES, RAW, SILENT, VERDICTS
+from benchmarks import harness
+from benchmarks.reliability.case import FAILURES, RAW, SILENT, VERDICTS
 
 Line = dict[str, Any]
 

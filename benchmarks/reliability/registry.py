@@ -15,8 +15,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from reliability.bad import mistakes, planted
-from reliability.case import Case, Outcome, run_bad, run_good, run_traced
+from benchmarks.reliability.bad import mistakes, planted
+from benchmarks.reliability.case import Case, Outcome, run_bad, run_good, run_traced
 
 Generator = Callable[[np.random.Generator, Any], Case]
 GENERATORS: dict[str, Generator] = {}

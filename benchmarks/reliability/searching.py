@@ -9,9 +9,9 @@ import numpy as np
 import optax
 
 import bilevel
-from reliability.case import Case, eps, first, near, that
-from reliability.registry import generates
-from reliability.simplices import point
+from benchmarks.reliability.case import Case, eps, first, near, that
+from benchmarks.reliability.registry import generates
+from benchmarks.reliability.simplices import point
 
 
 def lower(w, alpha, batch):

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import bilevel
+from benchmarks.reliability.case import Case, first, near, that
+from benchmarks.reliability.registry import generates
 from bilevel import baselines, checkpoint, data
-from reliability.case import Case, first, near, that
-from reliability.registry import generates
 
 
 def _selection(errors):

@@ -5,14 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 
 import bilevel
+from benchmarks.reliability.case import Case, eps, first, near, that
+from benchmarks.reliability.registry import generates
+from benchmarks.reliability.simplices import point
 from bilevel import diagnostics, strategies
 from bilevel.nets import evaluation, images
 from bilevel.spaces import Space, on_simplices
 from bilevel.spaces.space import distinct
 from bilevel.spaces.targets import cross_entropy_problem, mixture_and_penalty
-from reliability.case import Case, eps, first, near, that
-from reliability.registry import generates
-from reliability.simplices import point
 
 NAMES = ("a", "b", "c")
 KEY = jax.random.key(0)

@@ -9,9 +9,9 @@ import optax
 import scipy.stats
 
 import bilevel
+from benchmarks.reliability.case import Case, at_most, eps, first, near, that
+from benchmarks.reliability.registry import generates
 from bilevel.discretize import simplex_factors, simplex_from_factors
-from reliability.case import Case, at_most, eps, first, near, that
-from reliability.registry import generates
 
 _SHAPES = ((2,), (5,), (3, 4))
 

@@ -6,9 +6,9 @@ import numpy as np
 import optax
 
 import bilevel
-from reliability.case import Case, eps, first, near
-from reliability.registry import generates
-from reliability.searching import PROBLEM
+from benchmarks.reliability.case import Case, eps, first, near
+from benchmarks.reliability.registry import generates
+from benchmarks.reliability.searching import PROBLEM
 
 _RATE, _OUTER, _STEPS = 0.3, 0.2, 3
 

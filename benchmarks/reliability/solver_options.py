@@ -8,9 +8,9 @@ import numpy as np
 import optax
 
 import bilevel
-from reliability.case import Case, eps, first, near, that
-from reliability.hypergradients import PROBLEM, Ridge, closed, lower, outer
-from reliability.registry import generates
+from benchmarks.reliability.case import Case, eps, first, near, that
+from benchmarks.reliability.hypergradients import PROBLEM, Ridge, closed, lower, outer
+from benchmarks.reliability.registry import generates
 
 
 def _tiny(rng):

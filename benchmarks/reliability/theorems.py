@@ -7,9 +7,9 @@ import math
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.reliability.case import Case, at_most, eps, first, near
+from benchmarks.reliability.registry import generates
 from bilevel import bounds
-from reliability.case import Case, at_most, eps, first, near
-from reliability.registry import generates
 
 
 def size(rng, low=-3.0, high=6.0) -> float:

@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import scipy.special
 
+from benchmarks.reliability.case import Case, eps, near
+from benchmarks.reliability.kernels import jacobian, mlp, parameters
+from benchmarks.reliability.registry import generates, is_covered
 from ntk import scores
 from ntk.scores.registry import builtin_score_names
-from reliability.case import Case, eps, near
-from reliability.kernels import jacobian, mlp, parameters
-from reliability.registry import generates, is_covered
 
 _N = 4
 

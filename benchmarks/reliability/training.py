@@ -13,8 +13,8 @@ import numpy as np
 import optax
 
 import bilevel
-from reliability.case import Case, eps, near, that
-from reliability.registry import generates
+from benchmarks.reliability.case import Case, eps, near, that
+from benchmarks.reliability.registry import generates
 
 
 def lower(w, alpha, batch):

@@ -215,7 +215,7 @@ def run(job: str, folder: Path, output: Path, limit: int | None = None, **option
         try:
             report["arrays"] = JOBS[job](folder, **options)
         except Exception as error:
-            from reliability.case import not_a_sentence, said
+            from benchmarks.reliability.case import not_a_sentence, said
 
             names = dict.fromkeys(("checkpoint", "journal", "file", "out", "resume", "folder"))
             report["error"], report["raw"] = said(error), not_a_sentence(error, names)

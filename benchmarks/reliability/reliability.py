@@ -14,12 +14,12 @@ What counts as which: `reliability/case.py`. Parts:
     writers     two processes on one directory
     nonfinite   NaN at every quantity of a search, at step 0 and later
 
-    python benchmarks/reliability.py                     # all of it: hours; go on by the same line
-    python benchmarks/reliability.py --quick             # one or two minutes
-    python benchmarks/reliability.py --smoke             # two inputs of a few public names
-    python benchmarks/reliability.py --only bilevel.cg   # one public name, or one part
-    python benchmarks/reliability.py --only bilevel.cg --case 17    # one input, and what came of it
-    python benchmarks/reliability.py --table             # the results file as Markdown
+    python benchmarks/reliability/reliability.py                     # all of it: hours; go on by the same line
+    python benchmarks/reliability/reliability.py --quick             # one or two minutes
+    python benchmarks/reliability/reliability.py --smoke             # two inputs of a few public names
+    python benchmarks/reliability/reliability.py --only bilevel.cg   # one public name, or one part
+    python benchmarks/reliability/reliability.py --only bilevel.cg --case 17    # one input, and what came of it
+    python benchmarks/reliability/reliability.py --table             # the results file as Markdown
 
 Every input is made from `--seed`, its name and its number alone: the line printed for one that is
 silent or raw is its reproducer. Results are appended to `results/reliability.jsonl`, and what is
@@ -35,11 +35,11 @@ from pathlib import Path
 
 import jax
 
-sys.path.insert(0, str(Path(__file__).parent))  # this file may be imported from elsewhere
-from reliability import parts, records
-from reliability.case import LISTED
+from benchmarks import harness
+from benchmarks.reliability import parts, records
+from benchmarks.reliability.case import LISTED
 
-RESULTS = Path(__file__).parent / "results" / "reliability.jsonl"
+RESULTS = harness.RESULTS / "reliability.jsonl"
 BLOCK = 10  # inputs to a line of results
 SMOKE = "bilevel.argmax", "bilevel.top_k", "ntk.certified_min_eigenvalue"
 
